@@ -1,0 +1,1 @@
+"""One file per schedule, and nothing but schedules."""

@@ -1,0 +1,1 @@
+"""A tinygrad device that executes and checks the UOps of a kernel written for another target."""
