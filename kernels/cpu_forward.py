@@ -18,6 +18,7 @@ Measured on 2026-11-21 on one core of an AMD EPYC (Zen 5, AVX-512), clang 23, fl
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from math import inf
 
 from tinygrad import UOp, dtypes
@@ -46,9 +47,9 @@ class Tiles:
   unroll: int
 
   def __post_init__(self) -> None:
-    for name in ("block_m", "block_n", "unroll"):
-      if (value := getattr(self, name)) < 1:
-        raise ValueError(f"Tiles.{name}={value}: must be at least 1")
+    for name, least in (("block_m", 2), ("block_n", 1), ("unroll", 1)):  # one lane would be no axis at all
+      if (value := getattr(self, name)) < least:
+        raise ValueError(f"Tiles.{name}={value}: must be at least {least}")
 
   def stack_bytes(self, Dk: int, Dv: int, widen: bool) -> int:
     """Bytes of Q^T, O^T, P and, where K and V are widened, their float32 tiles."""
@@ -92,36 +93,41 @@ def forward(
   """
   (heads, M, Dk), (kv_heads, N, Dv) = q.shape, v.shape
   block_m, block_n, unroll = tiles.block_m, min(tiles.block_n, N), tiles.unroll
+  blocks, n_tiles = ceildiv(M, block_m), ceildiv(N, block_n)
   s = Scope()
-  head, block = s.axis(heads), s.axis(ceildiv(M, block_m))
-  outer = (head, block)
+  item = s.axis(heads * blocks)
+  head, row = item // blocks, item % blocks * block_m  # head and first query row of this block
   kv_head = head // (heads // kv_heads)
-  row = block * block_m  # first query row of this block
   position = row + q_start  # where that row stands among the keys
-  seen = clamp((row + block_m).minimum(M) + q_start, 0, N) if causal else N  # keys that any row of this block sees
 
-  q_t = s.assign(s.buffer(Dk, block_m), lambda d, m: load_query(q, head, row + m, d) * (scale * LOG2E), within=outer)
-  acc = s.assign(s.buffer(Dv, block_m), lambda d, m: 0.0, within=outer)
-  m_i = s.assign(s.buffer(block_m), lambda m: -inf, within=outer)
-  l_i = s.assign(s.buffer(block_m), lambda m: 0.0, within=outer)
+  q_t = s.assign(s.buffer(Dk, block_m), lambda d, m: load_query(q, head, row + m, d) * (scale * LOG2E), within=(item,))
+  acc = s.assign(s.buffer(Dv, block_m), lambda d, m: 0.0, within=(item,))
+  m_i = s.assign(s.buffer(block_m), lambda m: -inf, within=(item,))
+  l_i = s.assign(s.buffer(block_m), lambda m: 0.0, within=(item,))
 
-  loop = s.loop(*outer)
-  start = clamp(loop.index, 0, ceildiv(N, block_n) - 1) * block_n  # first key that this trip adds
+  last_key = clamp((row + block_m).minimum(M) - 1 + q_start, 0, N - 1)  # that any row of this block sees
+  loop = s.loop(last_key // block_n + 1 if causal and n_tiles > 1 else n_tiles, item)
+  start = clamp(loop.index, 0, n_tiles - 1) * block_n  # first key that this trip adds
   first = clamp(start, 0, N - block_n)  # first key of its tile: the last tile is moved back to end at N
-  m_old, l_old, acc_old = (x.after(loop.axis) for x in (m_i, l_i, acc))
+
+  def hidden(n: UOp, m: UOp) -> UOp:
+    """Whether key n of the tile is none for lane m: counted by the tile before, or later than the query."""
+    counted, later = first + n < start, first + n > position + m
+    return counted | later if causal else counted
+
+  m_old, l_old, acc_old = (x.after(*loop.axes) for x in (m_i, l_i, acc))
   k_tile, v_tile = (load_tile(s, x, kv_head, first, block_n, loop) for x in (k, v))
-  scores, m_new = multiply_qk(s, q_t, k_tile, m_old, block_n, unroll, loop)
-  if causal or N % block_n:
-    scores, m_new = hide(s, scores, m_new, m_old, first, start, position if causal else None, loop)
+  scores, m_new = multiply_qk(s, q_t, k_tile, hidden, m_old, block_n, unroll, loop)
   p, l_new, alpha = exponentiate(s, scores, m_new, m_old, l_old, loop)
   acc_end = multiply_pv(s, p, v_tile, acc_old, alpha, unroll, loop)
   m = s.axis(block_m)
   state_end = UOp.group(m_old.after(alpha)[m].store(m_new[m]), l_old.after(l_new)[m].store(l_new[m])).end(m)
-  end = loop.end(acc_end, state_end, more=lambda trips: trips * block_n < seen)
+  end = loop.end(acc_end, state_end)
 
-  stores = store_rows(s, o, lse, head, row, acc.after(end), m_i.after(end), l_i.after(end), outer)
+  stores = store_rows(s, o, lse, head, row, acc.after(end), m_i.after(end), l_i.after(end), item)
   name = f"attention_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{'_causal' * causal}"
-  return UOp.group(*stores).end(block, head).sink(arg=KernelInfo(name=name, opts_to_apply=()))
+  # A tag keeps tinygrad from rearranging the axes.
+  return UOp.group(*stores).end(item).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
 
 
 def load_query(q: UOp, head: UOp, row: UOp, d: UOp) -> UOp:
@@ -135,66 +141,42 @@ def load_tile(s: Scope, x: UOp, head: UOp, first: UOp, block_n: int, loop: Loop)
   if x.dtype == dtypes.float:
     return lambda n, d: x[head, first + n, d].load()
   size = s.buffer(block_n, x.shape[2])
-  wide = s.assign(size, lambda n, d: x[head, first + n, d].load().cast(dtypes.float), within=(loop.axis,))
+  wide = s.assign(size, lambda n, d: x[head, first + n, d].load().cast(dtypes.float), within=loop.axes)
   return lambda n, d: wide[n, d].load()
 
 
-def multiply_qk(s: Scope, q_t: UOp, k_tile: Tile, m_old: UOp, block_n: int, unroll: int, loop: Loop) -> tuple[UOp, UOp]:
-  """S^T = K Q^T (block_n, block_m) and the row maximum so far (block_m,)."""
+def multiply_qk(
+  s: Scope, q_t: UOp, k_tile: Tile, hidden: Tile, m_old: UOp, block_n: int, unroll: int, loop: Loop
+) -> tuple[UOp, UOp]:
+  """S^T = K Q^T (block_n, block_m), -inf where hidden, and the row maximum so far (block_m,)."""
   block_m = q_t.shape[1]
-  scores = s.buffer(block_n, block_m).after(loop.axis)
-  m_new = s.assign(s.buffer(block_m), lambda m: m_old[m].load(), within=(loop.axis,))
+  scores = s.buffer(block_n, block_m).after(*loop.axes)
+  m_new = s.assign(s.buffer(block_m), lambda m: m_old[m].load(), within=loop.axes)
   for top, count, rows in strips(block_n, unroll):
     strip = s.axis(count)
     key = top + strip * rows
-    acc = product(s, rows, lambda r, d, key=key: k_tile(key + r, d), q_t, (loop.axis, strip))
+    acc = product(s, rows, lambda r, d, key=key: k_tile(key + r, d), q_t, (*loop.axes, strip))
     m = s.axis(block_m)
-    highest = m_new.after(strip)[m].load()
-    for r in range(rows):
-      highest = highest.maximum(acc[r, m])
-    stores = [m_new[m].store(highest), *(scores[key + r, m].store(acc[r, m]) for r in range(rows))]
+    row = [hidden(key + r, m).where(-inf, acc[r, m]) for r in range(rows)]
+    highest = reduce(UOp.maximum, row, m_new.after(strip)[m].load())
+    stores = [m_new[m].store(highest), *(scores[key + r, m].store(row[r]) for r in range(rows))]
     end = UOp.group(*stores).end(strip, m)
     scores, m_new = scores.after(end), m_new.after(end)
   return scores, m_new
 
 
-def hide(
-  s: Scope, scores: UOp, m_new: UOp, m_old: UOp, first: UOp, start: UOp, position: UOp | None, loop: Loop
-) -> tuple[UOp, UOp]:
-  """Sets to -inf what the causal mask hides, and the keys before `start`, which an earlier tile has counted.
-
-  Only a tile that is cut takes the whole pass; in any other the loop ends after its first key, and changes nothing.
-  """
-  block_n, block_m = scores.shape
-  cut = first < start
-  if position is not None:
-    cut = cut | (first + (block_n - 1) > position)
-  highest = s.assign(s.buffer(block_m), lambda m: m_old[m].load(), within=(loop.axis,))
-  keys = s.loop(loop.axis, scores, highest)
-  n, m = clamp(keys.index, 0, block_n - 1), s.axis(block_m)
-  hidden = first + n < start
-  if position is not None:
-    hidden = hidden | (first + n > position + m)
-  score = hidden.where(-inf, scores.after(keys.axis)[n, m])
-  stores = UOp.group(scores[n, m].store(score), highest[m].store(highest.after(keys.axis)[m].maximum(score)))
-  end = keys.end(stores.end(m), more=lambda trips: trips < cut.where(block_n, 1))
-  scores, highest = scores.after(end), highest.after(end)
-  return scores, s.assign(s.buffer(block_m), lambda m: cut.where(highest[m], m_new[m]), within=(loop.axis,))
-
-
 def exponentiate(s: Scope, scores: UOp, m_new: UOp, m_old: UOp, l_old: UOp, loop: Loop) -> tuple[UOp, UOp, UOp]:
   """P^T = exp2(S^T - m) in place of S^T, the new row sum l, and alpha = exp2(m_old - m), by which l and O shrink."""
   block_n, block_m = scores.shape
-  inside = (loop.axis,)
   # A row that has seen no key yet has m = -inf, and -inf - -inf is NaN: such a row is shifted by 0.
-  shift = s.assign(s.buffer(block_m), lambda m: m_new[m].eq(-inf).where(0.0, m_new[m]), within=inside)
-  alpha = s.assign(s.buffer(block_m), lambda m: exp2(m_old[m] - shift[m]), within=inside)
-  l_tile = s.assign(s.buffer(block_m), lambda m: 0.0, within=inside)  # summed apart: a long sum loses digits
+  shift = s.assign(s.buffer(block_m), lambda m: m_new[m].eq(-inf).where(0.0, m_new[m]), within=loop.axes)
+  alpha = s.assign(s.buffer(block_m), lambda m: exp2(m_old[m] - shift[m]), within=loop.axes)
+  l_tile = s.assign(s.buffer(block_m), lambda m: 0.0, within=loop.axes)  # summed apart: a long sum loses digits
   n, m = s.axis(block_n), s.axis(block_m)
   p = exp2(scores.after(n)[n, m] - shift[m])
   end = UOp.group(scores[n, m].store(p), l_tile[m].store(l_tile.after(n)[m] + p)).end(n, m)
   scores, l_tile = scores.after(end), l_tile.after(end)
-  return scores, s.assign(s.buffer(block_m), lambda m: l_old[m] * alpha[m] + l_tile[m], within=inside), alpha
+  return scores, s.assign(s.buffer(block_m), lambda m: l_old[m] * alpha[m] + l_tile[m], within=loop.axes), alpha
 
 
 def multiply_pv(s: Scope, p: UOp, v_tile: Tile, acc: UOp, alpha: UOp, unroll: int, loop: Loop) -> UOp:
@@ -203,7 +185,7 @@ def multiply_pv(s: Scope, p: UOp, v_tile: Tile, acc: UOp, alpha: UOp, unroll: in
   for left, count, columns in strips(acc.shape[0], unroll):
     strip = s.axis(count)
     column = left + strip * columns
-    out = product(s, columns, lambda c, n, column=column: v_tile(n, column + c), p, (loop.axis, strip))
+    out = product(s, columns, lambda c, n, column=column: v_tile(n, column + c), p, (*loop.axes, strip))
     m = s.axis(acc.shape[1])
     stores = [acc[column + c, m].store(acc[column + c, m] * alpha[m] + out[c, m]) for c in range(columns)]
     ends.append(UOp.group(*stores).end(strip, m))
@@ -211,11 +193,11 @@ def multiply_pv(s: Scope, p: UOp, v_tile: Tile, acc: UOp, alpha: UOp, unroll: in
 
 
 def store_rows(
-  s: Scope, o: UOp, lse: UOp | None, head: UOp, row: UOp, acc: UOp, m_i: UOp, l_i: UOp, outer: tuple[UOp, ...]
+  s: Scope, o: UOp, lse: UOp | None, head: UOp, row: UOp, acc: UOp, m_i: UOp, l_i: UOp, item: UOp
 ) -> list[UOp]:
   """O = acc / l and LSE = (m + log2 l) ln 2; a row that saw no key gets 0 and -inf. Rows past M are not stored."""
   (Dv, block_m), M = acc.shape, o.shape[1]
-  inverse = s.assign(s.buffer(block_m), lambda m: l_i[m].eq(0).where(0.0, 1 / l_i[m]), within=outer)
+  inverse = s.assign(s.buffer(block_m), lambda m: l_i[m].eq(0).where(0.0, 1 / l_i[m]), within=(item,))
   lanes = min(block_m, M)  # with M = 1 tinygrad drops the row index, and with it the gate
   d, m = s.axis(Dv), s.axis(lanes)
   stores = [o[head, (row + m).valid(row + m < M), d].store((acc[d, m] * inverse[m]).cast(o.dtype)).end(d, m)]

@@ -36,32 +36,41 @@ class Scope:
     store = buffer.after(*within)[tuple(index)].store(value(*index))
     return buffer.after(store.end(*index))
 
-  def loop(self, *within: UOp) -> "Loop":
-    """A loop inside the axes `within` whose number of trips is known only when the kernel runs; see `Loop`."""
-    return Loop(self, within)
+  def loop(self, trips: UOp | int, *within: UOp) -> "Loop":
+    """A loop of `trips` >= 1 trips, a number known only when the kernel runs, inside the axes `within`; see `Loop`."""
+    return Loop(self, trips, within)
 
 
 class Loop:
-  """A loop that runs at least once and goes on while a condition holds.
+  """A loop that counts down to 0, from a number that may depend on outer axes.
 
   tinygrad closes every axis that a RANGE's end depends on together with that RANGE, so on a CPU a `for` whose bound
-  depends on an outer axis cannot be written; `for (;;) { body; if (!condition) break; }` can.
+  depends on an outer axis cannot be written; `for (;;) { body; if (!condition) break; }` can. Its END, in turn, takes for
+  closed all that is open around it, which misleads the linearizer about what follows. So a kernel may have one such loop,
+  inside one axis (`within`), and `index` must be used early in its body; the body's own axes are plain ones.
 
   Attributes:
-    axis: what a value written by an earlier trip must be read after, `buffer.after(loop.axis)`.
-    index: int, the number of this trip, from 0. Its bounds are unknown to tinygrad: see `clamp`.
+    axes: all axes that are open inside the loop; what an earlier trip wrote must be read after them.
+    index: trips - 1 on the first trip, 0 on the last. tinygrad does not know its upper bound: see `clamp`.
   """
 
-  def __init__(self, scope: Scope, within: tuple[UOp, ...]):
+  def __init__(self, scope: Scope, trips: UOp | int, within: tuple[UOp, ...]):
+    self._axis = UOp.loop(scope._axis_id()) if isinstance(trips, UOp) or trips > 1 else None
+    if self._axis is None:
+      self.axes, self.index = within, UOp.const(0)
+      return
+    self.axes = (*within, self._axis)
+    last = trips - 1 if isinstance(trips, UOp) else UOp.const(trips - 1)
     counter = scope.buffer(1, dtype=dtypes.int)
-    self._counter = counter.after(counter.after(*within)[0].store(UOp.const(0, dtypes.int)))
-    self.axis = UOp.loop(scope._axis_id())
-    self.index = self._counter.after(self.axis)[0].load().cast(dtypes.weakint)
+    self._counter = counter.after(counter.after(*within)[0].store(last.cast(dtypes.int)))
+    self.index = self._counter.after(self._axis)[0].load().cast(dtypes.weakint)
 
-  def end(self, *body: UOp, more: Callable[[UOp], UOp]) -> UOp:
-    """Ends the loop after `body`; another trip follows while `more(number of trips done)` is true."""
-    done = self.index + 1
-    return UOp.group(*body, self._counter.after(*body)[0].store(done)).end(self.axis, more(done))
+  def end(self, *body: UOp) -> UOp:
+    """Ends the loop after the stores of its body."""
+    if self._axis is None:
+      return UOp.group(*body)
+    count = self._counter.after(*body)[0].store((self.index - 1).cast(dtypes.int))
+    return UOp.group(*body, count).end(self._axis, self.index > 0)
 
 
 def clamp(x: UOp, low: int, high: int) -> UOp:

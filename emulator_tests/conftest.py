@@ -1,0 +1,22 @@
+import pytest
+from hypothesis import settings
+
+# The quick run draws the same examples every time; the slow one draws new ones, and more.
+settings.register_profile("quick", max_examples=40, deadline=None, derandomize=True)
+settings.register_profile("slow", max_examples=400, deadline=None)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+  parser.addoption("--slow", action="store_true", help="run the long cases too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+  settings.load_profile("slow" if config.getoption("--slow") else "quick")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+  if config.getoption("--slow"):
+    return
+  slow = [item for item in items if "slow" in item.keywords]
+  config.hook.pytest_deselected(items=slow)
+  items[:] = [item for item in items if "slow" not in item.keywords]
