@@ -122,37 +122,41 @@ def test_long(dtype, is_causal: bool) -> None:
   check_attention(*qkv(1, 2, 1, 3001, 4099, 64, 64, dtype), is_causal=is_causal)
 
 
-def no_rescale(s, p, v_tile, acc, alpha, unroll, loop) -> UOp:
-  return right_pv(s, p, v_tile, acc, s.assign(s.buffer(alpha.shape[0]), lambda m: 1.0, within=loop.axes), unroll, loop)
+right_qk, right_pv = cpu_forward.multiply_qk, cpu_forward.multiply_pv
+right_exponentiate, right_load = cpu_forward.exponentiate, cpu_forward.load_tile
 
 
-def no_mask(s, scores, m_new, m_old, first, start, position, loop):
-  return scores, m_new
+def filled(s, lanes: int, value: float, loop) -> UOp:
+  return s.assign(s.buffer(lanes), lambda m: value, within=loop.axes)
 
 
-def tail_counted_twice(s, scores, m_new, m_old, first, start, position, loop):
-  return right_hide(s, scores, m_new, m_old, first, first, position, loop)
+def no_rescale(s, p, v_tile, acc, alpha, unroll, loop):
+  return right_pv(s, p, v_tile, acc, filled(s, alpha.shape[0], 1.0, loop), unroll, loop)
 
 
-def maximum_of_the_tile_alone(s, scores, m_new, m_old, l_old, loop):
-  return right_exponentiate(
-    s, scores, m_new, s.assign(s.buffer(m_old.shape[0]), lambda m: -math.inf, within=loop.axes), l_old, loop
-  )
+def no_mask(s, q_t, k_tile, hidden, *rest):
+  return right_qk(s, q_t, k_tile, lambda n, m: UOp.const(False), *rest)
 
 
-def keys_one_off(s, x, head, first, block_n, loop):
+def mask_one_key_late(s, q_t, k_tile, hidden, *rest):
+  return right_qk(s, q_t, k_tile, lambda n, m: hidden(n - 1, m), *rest)
+
+
+def old_maximum_forgotten(s, scores, m_new, m_old, l_old, loop):
+  return right_exponentiate(s, scores, m_new, filled(s, m_old.shape[0], -math.inf, loop), l_old, loop)
+
+
+def tiles_one_key_off(s, x, head, first, block_n, loop):
   return right_load(s, x, head, cpu_forward.clamp(first + 1, 0, x.shape[1] - block_n), block_n, loop)
 
 
-right_pv, right_hide, right_exponentiate = cpu_forward.multiply_pv, cpu_forward.hide, cpu_forward.exponentiate
-right_load = cpu_forward.load_tile
 MISTAKES = {
   "no rescale of the accumulator": ("multiply_pv", no_rescale, {}),
-  "no causal mask on the diagonal": ("hide", no_mask, {"is_causal": True}),
-  "no mask on the last tile": ("hide", no_mask, {}),
-  "last tile counted twice": ("hide", tail_counted_twice, {}),
-  "old maximum forgotten": ("exponentiate", maximum_of_the_tile_alone, {}),
-  "tiles one key off": ("load_tile", keys_one_off, {}),
+  "no causal mask on the diagonal": ("multiply_qk", no_mask, {"is_causal": True}),
+  "last tile counted twice": ("multiply_qk", no_mask, {}),
+  "mask one key late": ("multiply_qk", mask_one_key_late, {"is_causal": True}),
+  "old maximum forgotten": ("exponentiate", old_maximum_forgotten, {}),
+  "tiles one key off": ("load_tile", tiles_one_key_off, {}),
 }
 
 
@@ -167,7 +171,7 @@ def test_a_mistake_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_tiles_state_their_laws() -> None:
-  with pytest.raises(ValueError, match="block_n=0: must be at least 1"):
+  with pytest.raises(ValueError, match="block_m=1: must be at least 2"):
     Tiles(1, 16, 4)
   small, wide = Tiles.choose(1000, 1000, 64, 64, 4, 8, 16), Tiles.choose(1000, 1000, 64, 64, 4, 16, 32)
   for tiles, registers, lanes in ((small, 16, 8), (wide, 32, 16)):
