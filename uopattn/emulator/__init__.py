@@ -17,6 +17,8 @@ from .errors import (
   UnknownInstruction,
   Unwritten,
 )
+from .mutate import Outcome, delete_each_barrier
+from .trace import located
 
 register()
 
@@ -27,9 +29,12 @@ __all__ = [
   "LaneMismatch",
   "LaunchError",
   "OutOfBounds",
+  "Outcome",
   "Profile",
   "Race",
   "UnknownInstruction",
   "Unwritten",
+  "delete_each_barrier",
+  "located",
   "profile",
 ]

@@ -16,6 +16,8 @@ from tinygrad.helpers import Target
 from tinygrad.renderer.cstyle import CUDARenderer, HIPRenderer
 from tinygrad.uop.ops import UOp
 
+from .mutate import mutated
+
 DEFAULT_ARCH = "gfx1100"
 
 
@@ -90,7 +92,7 @@ class EMUProgram(Program["EMUDevice"]):
   def __call__(self, *bufs, global_size=(1, 1, 1), local_size=(1, 1, 1), vals=(), wait=False, **kwargs) -> float:
     """Executes the kernel; returns the seconds that took on this machine. Raises KernelError."""
     start = time.perf_counter()
-    self.steps.launch(bufs, global_size, local_size, vals)
+    mutated(self.steps).launch(bufs, global_size, local_size, vals)
     return time.perf_counter() - start
 
 

@@ -5,7 +5,6 @@ fastest. A value is an array over that axis, or a numpy scalar that every lane s
 vector). Values are never changed in place, so a register can hold one without a copy.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,9 @@ import numpy as np
 from tinygrad.uop.ops import Ops, UOp
 
 from .counters import Counters
+from .describe import describe
 from .errors import KernelError
+from .trace import lines_of
 
 # What an architecture's workgroup may have: lanes in a wave, bytes of LDS (dynamic allocation included), threads.
 # AMD: RDNA3, RDNA4, CDNA3 and CDNA4 instruction set architecture documents; NVIDIA: CUDA C++ Programming Guide, "Technical
@@ -71,7 +72,6 @@ class Run:
     self.values: list[Any] = []
     self.memory: list[Any] = []
     self.copies: Any = None  # the asynchronous copies under way, if the kernel makes any
-    self.describe: Callable[[UOp], str] = lambda u: str(u.op)
 
   def active(self) -> np.ndarray:
     """The indices of the active lanes."""
@@ -92,7 +92,10 @@ class Run:
     text = f"kernel {self.kernel}: {what}"
     if lanes is not None and len(lanes):
       text += f"; {self.name_lanes(lanes)}"
-    return kind(f"{text}\n  at {self.describe(u)}")
+    text += f"\n  at {describe(u)}"
+    if lines := lines_of(self.kernel, u):
+      text += f"\n  built at {', '.join(lines)}"
+    return kind(text)
 
   def name_lanes(self, lanes: np.ndarray) -> str:
     """Lanes in the kernel's own terms, the first few of them."""

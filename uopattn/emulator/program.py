@@ -15,7 +15,7 @@ from uopattn.dsl.instructions import BY_TEXT, STATEMENT_SLOT
 from . import alu, counters, wmma
 from .describe import describe
 from .errors import Divergence, LaunchError, UnknownInstruction
-from .instructions import MEANINGS, Copies
+from .instructions import MEANINGS, NOTHING, Copies
 from .lanes import MAX_THREADS, Run, Shape, buffer_of, lds_limit, wave_size
 from .memory import LDS, Global, Pointer, Registers
 
@@ -35,8 +35,8 @@ def is_pointer(u: UOp) -> bool:
 class Program:
   """The steps of one kernel for one architecture. Built once; `launch` may be called often."""
 
-  def __init__(self, name: str, arch: str, uops: Sequence[UOp], scalars: Sequence[str | None] = ()):
-    self.name, self.arch, self.uops = name, arch, list(uops)
+  def __init__(self, name: str, arch: str, uops: Sequence[UOp], scalars: Sequence[str | None], omit: UOp | None = None):
+    self.name, self.arch, self.uops, self.omit = name, arch, list(uops), omit
     self.scalars = list(scalars)  # names of the integer arguments, in the order launch gets them
     self.slot = {u: i for i, u in enumerate(self.uops)}
     self.params = [u for u in self.uops if u.op is Ops.PARAM and u.addrspace is not AddrSpace.ALU]
@@ -53,6 +53,10 @@ class Program:
     name = ansistrip(sink.name) if sink is not None else obj.name
     buffers = sum(u.op is Ops.PARAM and u.addrspace is not AddrSpace.ALU for u in uops)
     return cls(name, obj.target.arch, uops, [entry[0] for entry in obj.signature[buffers:]])
+
+  def without(self, omit: UOp) -> "Program":
+    """The same kernel with one barrier or statement left out."""
+    return Program(self.name, self.arch, self.uops, self.scalars, omit)
 
   def _granules(self) -> dict[UOp, int]:
     """The smallest element, in bytes, that each LDS buffer is accessed by."""
@@ -80,6 +84,9 @@ class Program:
   def _step(self, u: UOp, uops: Any) -> Step | None:
     i = self.slot[u]
     if u.op in SILENT:
+      return None
+    if u is self.omit:
+      self.template[i] = NOTHING
       return None
     if u.op is Ops.CAST and u.src[0].op is Ops.CONST:
       self.template[i] = self._constant(u.dtype, u.src[0].arg)
@@ -351,7 +358,6 @@ class Program:
   def _fill(self, run: Run, data: list[np.ndarray]) -> None:
     """Gives a run its values and its memory."""
     run.values = list(self.template)
-    run.describe = describe
     run.memory = [Global(run, f"argument {u.arg.slot}", d, d.size) for u, d in zip(self.params, data, strict=True)]
     for u in list(self.buffers)[len(self.params) :]:
       size, kind = u.max_numel(), str(u.dtype).removeprefix("dtypes.")
