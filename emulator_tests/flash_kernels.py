@@ -1,4 +1,4 @@
-"""Two small flash-attention kernels that use all that the emulator must cover: RDNA3 and NVIDIA, written for the tests."""
+"""Two small flash-attention kernels, for RDNA3 and NVIDIA, that use all that the emulator must cover."""
 
 import itertools
 import math
@@ -39,7 +39,7 @@ def flash_rdna3(o, q, k, v):
   head, tile = UOp.range(heads, 0, AxisType.GLOBAL), UOp.range(n // block, 1, AxisType.GLOBAL)
   wave, lane = UOp.range(waves, 2, AxisType.LOCAL), UOp.range(32, -1, AxisType.WARP)
   thread, half, column = wave * 32 + lane, lane // 16, lane % 16
-  wmma = dict(dims=(16, 16, 16), device="AMD", threads=32)
+  shape = ((16, 16, 16), "AMD", 32)
   k_lds, v_lds = local(0, (block, d + pad)), local(1, (d, block + pad))
   p_lds = local(2, (waves, 16, block + pad))
   q_row = q[head, tile * block + wave * 16 + column]
@@ -59,7 +59,7 @@ def flash_rdna3(o, q, k, v):
     tile_s = zeros(8)
     for i in range(d // 16):
       k_frag = UOp.stack(*[k_in[nt * 16 + column, 16 * i + e].load() for e in range(16)])
-      tile_s = UOp.wmma(q_frag[i], k_frag, tile_s, **wmma)
+      tile_s = UOp.wmma(q_frag[i], k_frag, tile_s, *shape)
     s.append(tile_s)
   scale, alphas, p_stores, updates = LOG2E / math.sqrt(d), [], [], []
   for e in range(8):
@@ -84,12 +84,14 @@ def flash_rdna3(o, q, k, v):
     out = UOp.stack(*[acc.after(step)[dt, e].load() * alphas[e] for e in range(8)])
     for i in range(block // 16):
       v_frag = UOp.stack(*[v_in[dt * 16 + column, 16 * i + e].load() for e in range(16)])
-      out = UOp.wmma(p_frag[i], v_frag, out, **wmma)
+      out = UOp.wmma(p_frag[i], v_frag, out, *shape)
     updates.append(acc[dt].store(out))
   done = UOp.barrier(UOp.group(*updates)).end(step)
   acc, l = acc.after(done), l.after(done)
   results = [
-    o[head, tile * block + wave * 16 + 2 * e + half, dt * 16 + column].store((acc[dt, e].load() / l[e].load()).cast(o.dtype))
+    o[head, tile * block + wave * 16 + 2 * e + half, dt * 16 + column].store(
+      (acc[dt, e].load() / l[e].load()).cast(o.dtype)
+    )
     for dt in range(d // 16)
     for e in range(8)
   ]
@@ -105,7 +107,7 @@ def flash_nvidia(o, q, k, v):
   head, tile = UOp.range(heads, 0, AxisType.GLOBAL), UOp.range(n // block, 1, AxisType.GLOBAL)
   warp, lane = UOp.range(warps, 2, AxisType.LOCAL), UOp.range(32, -1, AxisType.WARP)
   thread, slots, tiles = warp * 32 + lane, itertools.count(10), n // block
-  mma = dict(dims=(8, 16, 16), device="CUDA", threads=32)
+  shape = ((8, 16, 16), "CUDA", 32)
   k_lds, v_lds = local(0, (2 * block * d,)), local(1, (2 * block * d,))
   k_flat, v_flat = k.reshape(heads * n * d), v.reshape(heads * n * d)
 
@@ -142,7 +144,7 @@ def flash_nvidia(o, q, k, v):
       row, chunk = (pair * 2 + lane // 16) * 8 + lane % 8, i * 2 + lane // 8 % 2
       frag = fragment(k_in, row, chunk, buffer, trans=False)
       for h in range(2):
-        s[2 * pair + h] = UOp.wmma(q_frag[i], frag[h], s[2 * pair + h], **mma)
+        s[2 * pair + h] = UOp.wmma(q_frag[i], frag[h], s[2 * pair + h], *shape)
   scale, alphas, updates = LOG2E / math.sqrt(d), [], []
   p = [[UOp.const(0.0)] * 4 for _ in s]
   for r in range(2):
@@ -166,7 +168,7 @@ def flash_nvidia(o, q, k, v):
       row, chunk = i * 16 + lane // 8 % 2 * 8 + lane % 8, pair * 2 + lane // 16
       frag = fragment(v_in, row, chunk, buffer, trans=True)
       for h in range(2):
-        out[2 * pair + h] = UOp.wmma(p_frag, frag[h], out[2 * pair + h], **mma)
+        out[2 * pair + h] = UOp.wmma(p_frag, frag[h], out[2 * pair + h], *shape)
   done = UOp.group(*updates, *[acc[dt].store(x) for dt, x in enumerate(out)]).end(step)
   acc, l, results = acc.after(done), l.after(done), []
   for r in range(2):

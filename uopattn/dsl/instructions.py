@@ -1,8 +1,8 @@
 """Single machine instructions that UOps lack: one name, one meaning, one text for each family of targets.
 
-A word such as `shuffle_xor` becomes an `Ops.CUSTOM` whose text is the family's; a renderer writes it into the kernel, and
-the emulator finds its meaning by that text in `BY_TEXT`. Numbers that must be known when the kernel is compiled (a shuffle's
-offset, a wait's count) are constant operands, so a text never varies.
+A word such as `shuffle_xor` becomes an `Ops.CUSTOM` whose text is the family's; a renderer writes it into the kernel,
+and the emulator finds its meaning by that text in `BY_TEXT`. Numbers that must be known when the kernel is compiled (a
+shuffle's offset, a wait's count) are constant operands, so a text never varies.
 
 Families: "hip" for AMD through clang's HIP builtins, "cuda" for NVIDIA through CUDA C++ and inline PTX.
 """
@@ -22,8 +22,8 @@ STATEMENT_SLOT = 1 << 20
 class Instruction:
   """One instruction. `texts` maps a family to its text, with {0}, {1}, ... for the operands (see str.format).
 
-  A statement works by its effect and has no value. `cross_lane` says that lanes see each other's operands, so that it must
-  run in whole waves and be `Ops.CUSTOM`, never the inlined `Ops.CUSTOMI`.
+  A statement works by its effect and has no value. `cross_lane` says that lanes see each other's operands, so that it
+  must run in whole waves and be `Ops.CUSTOM`, never the inlined `Ops.CUSTOMI`.
   """
 
   name: str
@@ -199,7 +199,7 @@ def cp_async_commit(family: str, *after: UOp) -> UOp:
 
 
 def cp_async_wait(family: str, count: int, *after: UOp) -> UOp:
-  """Waits until at most `count` of the lane's groups are under way. Other lanes' copies need a barrier too. A statement."""
+  """Waits until at most `count` of the lane's groups are under way; other lanes' copies need a barrier. A statement."""
   return _statement(family, "cp_async_wait", after, UOp.const(count, dtypes.int))
 
 

@@ -1,7 +1,7 @@
 """Storage types, rounding and arithmetic of every tinygrad dtype in numpy.
 
-bfloat16 and fp8 values are kept as their raw bits (uint16, uint8): they decode to float32 exactly, one operation is done
-in float32 and its result is rounded to nearest even. For +, -, *, / and sqrt that equals a single correct rounding, as
+bfloat16 and fp8 values are kept as their raw bits (uint16, uint8): they decode to float32 exactly, one operation is
+done in float32 and its result is rounded to nearest even. For +, -, *, / and sqrt that equals one correct rounding, as
 float32 has more than twice their significand bits plus two.
 """
 

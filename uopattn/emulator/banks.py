@@ -1,9 +1,9 @@
 """A model of LDS banks: how many extra cycles an access takes because lanes want different words of one bank.
 
-LDS has 32 banks of 4 bytes and serves 128 bytes a cycle (NVIDIA: CUDA C++ Programming Guide, "Shared Memory"; AMD: RDNA3
-ISA, "Data Share", and CDNA3 ISA, "Local Data Share"). So a wave's access is served in phases of consecutive lanes: 32
-lanes at a time for accesses of up to 4 bytes a lane, 16 for 8 bytes, 8 for 16 bytes. Lanes that want the same word share
-one read. A phase takes as many cycles as the busiest bank has different words, and all but the first are counted.
+LDS has 32 banks of 4 bytes and serves 128 bytes a cycle (NVIDIA: CUDA C++ Programming Guide, "Shared Memory"; AMD:
+RDNA3 ISA, "Data Share", and CDNA3 ISA, "Local Data Share"). So a wave's access is served in phases of consecutive
+lanes: 32 lanes at a time for accesses of up to 4 bytes a lane, 16 for 8 bytes, 8 for 16 bytes. Lanes that want the same
+word share one read. A phase takes as many cycles as the busiest bank has different words, and all but the first count.
 
 The hardware is known to deviate in two ways that are left out: CDNA groups the lanes of a 16-byte access in an order of
 its own, and RDNA in workgroup-processor mode has a second set of 32 banks.

@@ -1,4 +1,4 @@
-"""What kernels cost, counted while they run: matrix instructions, shuffles, barriers, bytes, LDS bank conflicts, exp2s."""
+"""What kernels cost, counted while they run: instructions, bytes moved, LDS bank conflicts."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ class Counters:
 
 @dataclass
 class Profile:
-  """Counters by kernel name, in the order of first launch. `str` gives a table."""
+  """Counters by kernel name, in the order of first launch (kernels of one name add up). `str` gives a table."""
 
   kernels: dict[str, Counters] = field(default_factory=dict)
 
@@ -39,8 +39,12 @@ class Profile:
     rows = [["kernel", *(name.replace("_", " ") for name in names)]]
     rows += [[kernel, *(f"{getattr(c, name):,}" for name in names)] for kernel, c in self.kernels.items()]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [[row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))] for row in rows]
-    return "\n".join("  ".join(line) for line in lines)
+    return "\n".join(
+      "  ".join(
+        [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+      )
+      for row in rows
+    )
 
 
 _active: list[Profile] = []

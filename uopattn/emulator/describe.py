@@ -3,11 +3,14 @@
 from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import GroupOp, Ops, UOp
 
+from uopattn.dsl.instructions import BY_TEXT
+
 SYMBOLS = {
   Ops.ADD: "+", Ops.SUB: "-", Ops.MUL: "*", Ops.CDIV: "/", Ops.CMOD: "%", Ops.SHL: "<<", Ops.SHR: ">>", Ops.AND: "&",
   Ops.OR: "|", Ops.XOR: "^", Ops.CMPLT: "<", Ops.CMPNE: "!=", Ops.CMPEQ: "==",
 }  # fmt: skip
 SPACES = {AddrSpace.GLOBAL: "argument", AddrSpace.LOCAL: "LDS", AddrSpace.REG: "registers"}
+LEAVES = (Ops.PARAM, Ops.BUFFER, Ops.RANGE, Ops.SPECIAL)
 DEEPEST = 8
 
 
@@ -15,7 +18,7 @@ def expression(u: UOp, depth: int = 0) -> str:
   """A value or address as C-like text; what is nested deeper than DEEPEST becomes "..."."""
   if depth > DEEPEST:
     return "..."
-  sub = [expression(s, depth + 1) for s in u.src[:3]] if u.op not in (Ops.PARAM, Ops.BUFFER, Ops.RANGE, Ops.SPECIAL) else []
+  sub = [] if u.op in LEAVES else [expression(s, depth + 1) for s in u.src[:3]]
   if u.op is Ops.CONST:
     return str(u.arg)
   if u.op in (Ops.PARAM, Ops.BUFFER):
@@ -42,7 +45,8 @@ def describe(u: UOp) -> str:
   if u.op is Ops.LOAD:
     return f"LOAD {expression(u.src[0])}"
   if u.op in (Ops.CUSTOM, Ops.CUSTOMI):
-    return f"{u.op.name} {u.arg!r} of " + ", ".join(expression(s, DEEPEST - 4) for s in u.src)
+    name = BY_TEXT[u.arg].name if u.arg in BY_TEXT else repr(u.arg)
+    return f"{u.op.name} {name}(" + ", ".join(expression(s, DEEPEST - 5) for s in u.src) + ")"
   if u.op is Ops.WMMA:
     return f"WMMA {u.arg[0]} {u.arg[1]}"
   return f"{u.op.name} {u.arg if u.arg is not None else ''}".strip()

@@ -19,6 +19,8 @@ from tinygrad.uop.ops import UOp
 from .mutate import mutated
 
 DEFAULT_ARCH = "gfx1100"
+AMD = ("gfx11", "gfx1200", "gfx1201", "gfx942", "gfx950")  # prefixes of the names
+NVIDIA = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90")
 
 
 def pack(uops: list[UOp]) -> str:
@@ -37,8 +39,8 @@ class EMUHIPRenderer(HIPRenderer):
   compiler: Compiler
 
   def __init__(self, target: Target):
-    if not target.arch.startswith("gfx"):
-      raise ValueError(f"{target.arch!r} is not an AMD architecture")
+    if not target.arch.startswith(AMD):
+      raise ValueError(f"{target.arch!r} is not among the AMD architectures {', '.join(AMD)}")
     super().__init__(Target("AMD", "HIPCC", target.arch), use_hipcc=True)
     self.compiler = Compiler()
 
@@ -52,8 +54,8 @@ class EMUCUDARenderer(CUDARenderer):
   compiler: Compiler
 
   def __init__(self, target: Target):
-    if not target.arch.startswith("sm_"):
-      raise ValueError(f"{target.arch!r} is not an NVIDIA architecture")
+    if target.arch not in NVIDIA:
+      raise ValueError(f"{target.arch!r} is not among the NVIDIA architectures {', '.join(NVIDIA)}")
     super().__init__(Target("CUDA", "NVCC", target.arch), use_nvcc=True)
     self.compiler = Compiler()
 
@@ -85,14 +87,14 @@ class EMUProgram(Program["EMUDevice"]):
 
   def __init__(self, dev: "EMUDevice", obj: TinyELF):
     super().__init__(dev, obj)
-    from .program import Program as Steps  # numpy is loaded when a kernel is, not when the device is made known
+    from . import launch, program  # numpy is loaded when a kernel is, not when the device is made known
 
-    self.steps = Steps.from_elf(obj, unpack(obj.lib))
+    self.program, self.launch = program.Program.from_elf(obj, unpack(obj.lib)), launch.launch
 
   def __call__(self, *bufs, global_size=(1, 1, 1), local_size=(1, 1, 1), vals=(), wait=False, **kwargs) -> float:
     """Executes the kernel; returns the seconds that took on this machine. Raises KernelError."""
     start = time.perf_counter()
-    mutated(self.steps).launch(bufs, global_size, local_size, vals)
+    self.launch(mutated(self.program), bufs, global_size, local_size, vals)
     return time.perf_counter() - start
 
 

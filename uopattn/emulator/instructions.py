@@ -61,7 +61,7 @@ def _log2(run: Run, u: UOp, x: Any) -> Any:
 
 @dataclass
 class Copies:
-  """Asynchronous copies under way: `started` holds those not yet complete, `groups` how many groups a lane committed."""
+  """Asynchronous copies: `started` holds those not yet complete, `groups` how many groups a lane committed."""
 
   groups: np.ndarray
   started: list["Copy"] = field(default_factory=list)
@@ -71,13 +71,17 @@ class Copies:
 class Copy:
   """One cp.async: which lanes, the group each belongs to, where to, and the bytes."""
 
-  u: UOp
   lds: LDS
   lanes: np.ndarray
   group: np.ndarray
   index: np.ndarray  # (lanes,) in units of 16 bytes
   granules: np.ndarray  # (granules, lanes)
   data: np.ndarray  # (lanes, 16) uint8
+
+  def only(self, kept: np.ndarray) -> "Copy":
+    """The part of the copy that the lanes marked in `kept` do."""
+    parts = self.lanes[kept], self.group[kept], self.index[kept], self.granules[:, kept], self.data[kept]
+    return Copy(self.lds, *parts)
 
 
 def _cp_async(run: Run, u: UOp, to: Pointer, source: Pointer) -> Any:
@@ -90,8 +94,8 @@ def _cp_async(run: Run, u: UOp, to: Pointer, source: Pointer) -> Any:
       raise run.fail(OutOfBounds, u, f"copies 16 bytes at a {place} address that 16 does not divide", lanes[bad])
   lds, count = to.memory, CHUNK // to.dtype.itemsize
   index = lds.place(u, "copies to", to.index, to.dtype, count, lanes)
-  data = np.stack(source.memory.load(u, run.spread(source.index), source.dtype, CHUNK // source.dtype.itemsize), axis=-1)
-  data = np.ascontiguousarray(data[lanes]).view(np.uint8)
+  read = source.memory.load(u, run.spread(source.index), source.dtype, CHUNK // source.dtype.itemsize)
+  data = np.ascontiguousarray(np.stack(read, axis=-1)[lanes]).view(np.uint8)
   granules = lds.granules(index, to.dtype, count)
   if run.check:
     lds.check_write(u, granules, np.ones(granules.shape, bool), lanes)
@@ -99,7 +103,7 @@ def _cp_async(run: Run, u: UOp, to: Pointer, source: Pointer) -> Any:
   if run.check and np.unique(granules).size != granules.size:
     raise run.fail(Race, u, f"copies to the same bytes of {lds.name} from different lanes at once", lanes)
   index = index * to.dtype.itemsize // CHUNK
-  run.copies.started.append(Copy(u, lds, lanes, run.copies.groups[lanes], index, granules, data))
+  run.copies.started.append(Copy(lds, lanes, run.copies.groups[lanes], index, granules, data))
   if run.counters is not None:
     run.counters.lds_written += len(lanes) * CHUNK
   return NOTHING
@@ -119,10 +123,7 @@ def _cp_async_wait(run: Run, u: UOp, count: Any) -> Any:
     if done.any():
       _finish(copy, done)
     if not done.all():
-      kept = ~done
-      rest.append(
-        Copy(copy.u, copy.lds, copy.lanes[kept], copy.group[kept], copy.index[kept], copy.granules[:, kept], copy.data[kept])
-      )
+      rest.append(copy if not done.any() else copy.only(~done))
   run.copies.started = rest
   return NOTHING
 

@@ -1,7 +1,7 @@
 """The state of a running kernel: its lanes, which of them are active, its values and its memory.
 
-All lanes of a batch of workgroups lie on one axis: workgroup by workgroup, within it thread by thread with local index x
-fastest. A value is an array over that axis, or a numpy scalar that every lane shares, or a list of these (a short
+All lanes of a batch of workgroups lie on one axis: workgroup by workgroup, within it thread by thread with local index
+x fastest. A value is an array over that axis, or a numpy scalar that every lane shares, or a list of these (a short
 vector). Values are never changed in place, so a register can hold one without a copy.
 """
 
@@ -16,10 +16,17 @@ from .describe import describe
 from .errors import KernelError
 from .trace import lines_of
 
-# What an architecture's workgroup may have: lanes in a wave, bytes of LDS (dynamic allocation included), threads.
-# AMD: RDNA3, RDNA4, CDNA3 and CDNA4 instruction set architecture documents; NVIDIA: CUDA C++ Programming Guide, "Technical
-# Specifications per Compute Capability", maximum shared memory per thread block.
-LDS_BYTES = {"gfx950": 160 << 10, "sm_80": 163 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10}
+# What a workgroup may have: bytes of LDS (dynamic allocation included), threads. AMD: RDNA3, RDNA4, CDNA3 and CDNA4
+# instruction set architecture documents; NVIDIA: CUDA C++ Programming Guide, "Technical Specifications per Compute
+# Capability", maximum shared memory per thread block.
+LDS_BYTES = {
+  "gfx950": 160 << 10,
+  "sm_75": 64 << 10,
+  "sm_80": 163 << 10,
+  "sm_86": 99 << 10,
+  "sm_89": 99 << 10,
+  "sm_90": 227 << 10,
+}
 MAX_THREADS = 1024
 
 
@@ -30,7 +37,7 @@ def wave_size(arch: str) -> int:
 
 def lds_limit(arch: str) -> int:
   """Bytes of LDS that one workgroup may have."""
-  return LDS_BYTES.get(arch, (64 << 10) if arch.startswith("gfx") else (48 << 10))
+  return LDS_BYTES.get(arch, 64 << 10)
 
 
 @dataclass(frozen=True)
@@ -99,14 +106,15 @@ class Run:
 
   def name_lanes(self, lanes: np.ndarray) -> str:
     """Lanes in the kernel's own terms, the first few of them."""
-    shown = []
-    for lane in np.unique(lanes)[:4]:
+    shown, lanes = [], np.unique(lanes)
+    for lane in lanes[:3]:
       thread, index = int(self.thread[lane]), []
       for size in self.local_size:
         index.append(thread % size)
         thread //= size
-      shown.append(f"workgroup {self.first_group + int(self.group[lane])} local {tuple(index)} wave {self.wave_in_group[lane]}")
-    more = len(np.unique(lanes)) - len(shown)
+      group = self.first_group + int(self.group[lane])
+      shown.append(f"workgroup {group} local {tuple(index)} wave {self.wave_in_group[lane]}")
+    more = len(lanes) - len(shown)
     return "lanes " + ", ".join(shown) + (f" and {more} more" if more > 0 else "")
 
   def place(self, first_group: int, global_size: tuple[int, ...], arguments: tuple[int, ...]) -> None:

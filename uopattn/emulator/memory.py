@@ -14,8 +14,10 @@ from tinygrad.uop.ops import UOp
 
 from .alu import storage
 from .banks import conflict_cycles
-from .errors import OutOfBounds, Race, Unwritten
+from .errors import KernelError, OutOfBounds, Race, Unwritten
 from .lanes import Run
+
+UNORDERED = "with no barrier between"
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ class Memory:
       bad = (index < 0) | (index > size - count)
       seen = np.unique(index[bad])[:4].tolist()
       wide = f" (and the {count - 1} after it)" if count > 1 else ""
-      raise self.run.fail(OutOfBounds, u, f"{verb} {self.name} at index {seen}{wide}, which has {size} elements", lanes[bad])
+      what = f"{verb} {self.name} at index {seen}{wide}, which has {size} elements"
+      raise self.run.fail(OutOfBounds, u, what, lanes[bad])
 
   def gather(self, dtype: np.dtype, index: np.ndarray, count: int, lanes: np.ndarray) -> list[np.ndarray]:
     """`count` consecutive elements for each of `lanes`, as arrays over all lanes (0 in the others)."""
@@ -131,40 +134,39 @@ class LDS(Memory):
     ratio = dtype.itemsize // self.granule
     return index * ratio + np.arange(count * ratio)[:, None]
 
-  def where(self, granules: np.ndarray, bad: np.ndarray, lanes: np.ndarray) -> tuple[str, np.ndarray]:
-    """The element indices and lanes of the accesses marked in `bad`."""
+  def fail(
+    self, kind: type[KernelError], u: UOp, text: str, granules: np.ndarray, bad: np.ndarray, lanes: np.ndarray
+  ) -> KernelError:
+    """The exception for the accesses marked in `bad`; {what} in `text` becomes the buffer and the bytes."""
     local = np.unique(granules[bad] % (self.stride // self.granule))[:4] * self.granule
-    return f"{self.name} at byte {local.tolist()}", lanes[np.nonzero(bad)[1]]
+    what = f"{self.name} at byte {local.tolist()}"
+    return self.run.fail(kind, u, text.replace("{what}", what), lanes[np.nonzero(bad)[1]])
 
   def check_read(self, u: UOp, granules: np.ndarray, lanes: np.ndarray) -> None:
     """Raises Unwritten or Race if a lane may not read what it reads, and records the reads."""
-    if (bad := self.in_flight.take(granules)).any():
-      what, lanes = self.where(granules, bad, lanes)
-      raise self.run.fail(Unwritten, u, f"reads {what} while its asynchronous copy is in flight: wait for it first", lanes)
+    if self.run.copies is not None and (bad := self.in_flight.take(granules)).any():
+      raise self.fail(
+        Unwritten, u, "reads {what} while a copy to it is in flight: wait for it first", granules, bad, lanes
+      )
     if not (ok := self.written.take(granules)).all():
-      what, lanes = self.where(granules, ~ok, lanes)
-      raise self.run.fail(Unwritten, u, f"reads {what}, which nothing has written", lanes)
+      raise self.fail(Unwritten, u, "reads {what}, which nothing has written", granules, ~ok, lanes)
     if self.races:
       bit = self.run.wave_bit[lanes]
       if (bad := self.writers.take(granules) & ~bit != 0).any():
-        what, lanes = self.where(granules, bad, lanes)
-        raise self.run.fail(Race, u, f"reads {what}, which another wave wrote, with no barrier between", lanes)
+        raise self.fail(Race, u, "reads {what}, which another wave wrote, " + UNORDERED, granules, bad, lanes)
       np.bitwise_or.at(self.readers, granules, np.broadcast_to(bit, granules.shape))
 
   def check_write(self, u: UOp, granules: np.ndarray, differs: np.ndarray, lanes: np.ndarray) -> None:
     """Raises Race if a lane overwrites what another wave read, or wrote with another value, since the last barrier."""
-    if (bad := self.in_flight.take(granules)).any():
-      what, lanes = self.where(granules, bad, lanes)
-      raise self.run.fail(Race, u, f"writes {what} while an asynchronous copy to it is in flight", lanes)
+    if self.run.copies is not None and (bad := self.in_flight.take(granules)).any():
+      raise self.fail(Race, u, "writes {what} while an asynchronous copy to it is in flight", granules, bad, lanes)
     if not self.races:
       return
     bit = self.run.wave_bit[lanes]
     if (bad := self.readers.take(granules) & ~bit != 0).any():
-      what, lanes = self.where(granules, bad, lanes)
-      raise self.run.fail(Race, u, f"writes {what}, which another wave read, with no barrier between", lanes)
+      raise self.fail(Race, u, "writes {what}, which another wave read, " + UNORDERED, granules, bad, lanes)
     if (bad := (self.writers.take(granules) & ~bit != 0) & differs).any():
-      what, lanes = self.where(granules, bad, lanes)
-      raise self.run.fail(Race, u, f"writes {what}, which another wave wrote, with no barrier between", lanes)
+      raise self.fail(Race, u, "writes {what}, which another wave wrote, " + UNORDERED, granules, bad, lanes)
 
   def record_write(self, granules: np.ndarray, lanes: np.ndarray) -> None:
     """Marks granules as written by the lanes' waves."""
@@ -201,8 +203,7 @@ class LDS(Memory):
     view[granules] = new
     if self.run.check:
       if (bad := view.take(granules) != new).any():
-        what, lanes = self.where(granules, bad, lanes)
-        raise self.run.fail(Race, u, f"writes different values to {what} from different lanes at once", lanes)
+        raise self.fail(Race, u, "writes different values to {what} from different lanes at once", granules, bad, lanes)
       self.record_write(granules, lanes)
 
   def barrier(self, groups: np.ndarray | None) -> None:
@@ -233,8 +234,8 @@ class Registers:
       low, high = int(used.min()), int(used.max())
       shared = low if low == high else index
     if low < 0 or high > self.size - count:
-      lanes = self.run.active()
-      raise self.run.fail(OutOfBounds, u, f"{verb} {self.name} at index {low}..{high + count - 1} of {self.size} elements", lanes)
+      what = f"{verb} {self.name} at index {low}..{high + count - 1} of {self.size} elements"
+      raise self.run.fail(OutOfBounds, u, what, self.run.active())
     return shared
 
   def check_written(self, u: UOp, row: int, lanes: np.ndarray | None) -> None:

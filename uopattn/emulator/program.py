@@ -1,6 +1,5 @@
-"""A kernel's linearised UOps made into steps that run on numpy, and its launch over batches of workgroups."""
+"""A kernel's linearised UOps made into steps that run on numpy."""
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,24 +11,24 @@ from tinygrad.uop.ops import GroupOp, Ops, UOp
 
 from uopattn.dsl.instructions import BY_TEXT, STATEMENT_SLOT
 
-from . import alu, counters, wmma
+from . import alu, wmma
 from .describe import describe
-from .errors import Divergence, LaunchError, UnknownInstruction
-from .instructions import MEANINGS, NOTHING, Copies
-from .lanes import MAX_THREADS, Run, Shape, buffer_of, lds_limit, wave_size
-from .memory import LDS, Global, Pointer, Registers
+from .errors import Divergence, UnknownInstruction
+from .instructions import MEANINGS, NOTHING
+from .lanes import Run, buffer_of
+from .memory import LDS, Pointer
 
 Step = Callable[[Run], None]
 
-# Lanes that run together: enough that numpy's cost per call vanishes, few enough that values stay in cache.
-BATCH_LANES = 8192
 MEMORY_SPACES = (AddrSpace.GLOBAL, AddrSpace.LOCAL, AddrSpace.REG)
+ADDRESSES = (Ops.PARAM, Ops.BUFFER, Ops.INDEX, Ops.SHRINK, Ops.AFTER, Ops.BITCAST, Ops.CAST)
+COPY_TEXTS = {text for text, instruction in BY_TEXT.items() if instruction.name == "cp_async"}
 SILENT = (Ops.NOOP, Ops.GROUP, Ops.SINK, Ops.CONST)
 
 
 def is_pointer(u: UOp) -> bool:
   """Whether `u` is an address (rendered as a pointer) and not a value."""
-  return u.op in (Ops.PARAM, Ops.BUFFER, Ops.INDEX, Ops.SHRINK, Ops.AFTER, Ops.BITCAST, Ops.CAST) and u.addrspace in MEMORY_SPACES
+  return u.op in ADDRESSES and u.addrspace in MEMORY_SPACES
 
 
 class Program:
@@ -101,11 +100,12 @@ class Program:
     raise UnknownInstruction(f"kernel {self.name}: the emulator cannot execute {describe(u)}")
 
   def _constant(self, dtype: DType, value: Any) -> Any:
-    if dtype in alu.RAW or dtypes.is_float(dtype):
+    if dtypes.is_float(dtype):
       return alu.encode(np.float64(value), dtype)[()]
-    return alu.storage(dtype).type(value if dtype == dtypes.bool else int(value) & ((1 << dtype.bitsize) - 1)) if (
-      dtype in dtypes.uints or dtype == dtypes.bool
-    ) else np.array(int(value), np.int64).astype(alu.storage(dtype))[()]
+    if dtypes.is_bool(dtype):
+      return np.bool_(value)
+    bits = int(value) & ((1 << dtype.bitsize) - 1)
+    return np.array(bits, f"u{dtype.itemsize}").view(alu.storage(dtype))[()]
 
   def _pointer(self, u: UOp) -> Step | None:
     """An address: its value is an element index in units of its dtype."""
@@ -120,7 +120,7 @@ class Program:
     if u.op in (Ops.BITCAST, Ops.CAST):
       return lambda run: run.values.__setitem__(i, run.values[base] * old // new)
     index = self.slot[u.src[1]]
-    if u.src[0].op in (Ops.PARAM, Ops.BUFFER) or (u.src[0].op is Ops.AFTER and u.src[0].src[0].op in (Ops.PARAM, Ops.BUFFER)):
+    if u.src[0].without_after.op in (Ops.PARAM, Ops.BUFFER):
       return lambda run: run.values.__setitem__(i, run.values[index])
     return lambda run: run.values.__setitem__(i, run.values[base] + run.values[index])
 
@@ -256,11 +256,12 @@ class Program:
 
   def _barrier(self, u: UOp) -> Step:
     def step(run: Run) -> None:
-      groups = None
+      groups: np.ndarray | None = None
       if run.mask is not None:
         there = run.mask.reshape(run.shape.groups, -1)
-        groups = there.any(axis=1)
-        if run.check and (part := groups & ~there.all(axis=1)).any():
+        groups = np.asarray(there.any(axis=1))
+        part = groups & ~np.asarray(there.all(axis=1))
+        if run.check and part.any():
           missing = np.flatnonzero((part[:, None] & ~there).ravel())
           raise run.fail(Divergence, u, "a barrier that not every thread of the workgroup reaches", missing)
       if run.counters is not None:
@@ -324,57 +325,6 @@ class Program:
       run.mask = outer
 
     return step
-
-  # ** launch **
-
-  def launch(self, buffers: Sequence[memoryview], global_size: Sequence[int], local_size: Sequence[int], arguments: Sequence[int]):
-    """Executes the kernel on `buffers` (one for each PARAM, in order). Raises KernelError."""
-    profile = counters.active()
-    count = profile.of(self.name) if profile is not None else None
-    if count is not None:
-      count.launches += 1
-    self._check_launch(buffers, local_size)
-    data = [np.frombuffer(buffer, np.uint8) for buffer in buffers]
-    groups, threads = int(np.prod(global_size)), int(np.prod(local_size))
-    batch = max(1, BATCH_LANES // threads)
-    with np.errstate(all="ignore"):
-      for first in range(0, groups, batch):
-        shape = Shape(min(batch, groups - first), threads, wave_size(self.arch))
-        run = Run(self.name, shape, tuple(local_size), checking(), count)
-        run.place(first, tuple(global_size), tuple(arguments))
-        self._fill(run, data)
-        execute(self.steps, run)
-
-  def _check_launch(self, buffers: Sequence[memoryview], local_size: Sequence[int]) -> None:
-    threads = int(np.prod(local_size))
-    if threads > MAX_THREADS:
-      raise LaunchError(f"kernel {self.name}: {threads} threads in a workgroup, {self.arch} has {MAX_THREADS}")
-    used = sum(-(-u.max_numel() * u.dtype.itemsize // 16) * 16 for u in self.buffers if u.addrspace is AddrSpace.LOCAL)
-    if used > (limit := lds_limit(self.arch)):
-      raise LaunchError(f"kernel {self.name}: {used} bytes of LDS in a workgroup, {self.arch} has {limit}")
-    if len(buffers) != len(self.params):
-      raise LaunchError(f"kernel {self.name}: {len(buffers)} buffers for {len(self.params)} parameters")
-
-  def _fill(self, run: Run, data: list[np.ndarray]) -> None:
-    """Gives a run its values and its memory."""
-    run.values = list(self.template)
-    run.memory = [Global(run, f"argument {u.arg.slot}", d, d.size) for u, d in zip(self.params, data, strict=True)]
-    for u in list(self.buffers)[len(self.params) :]:
-      size, kind = u.max_numel(), str(u.dtype).removeprefix("dtypes.")
-      if u.addrspace is AddrSpace.LOCAL:
-        run.memory.append(LDS(run, f"LDS {u.arg.slot} ({kind} x {size})", size * u.dtype.itemsize, self.granule.get(u, u.dtype.itemsize)))
-      else:
-        run.memory.append(Registers(run, f"registers {u.arg.slot} ({kind} x {size})", u.dtype, size))
-    if self.copies:
-      run.copies = Copies(np.zeros(run.shape.lanes, np.int64))
-
-
-COPY_TEXTS = {text for text, instruction in BY_TEXT.items() if instruction.name == "cp_async"}
-
-
-def checking() -> bool:
-  """Whether checks are on: unless the environment says EMU_CHECK=0."""
-  return os.environ.get("EMU_CHECK", "1") != "0"
 
 
 def execute(steps: list[Step], run: Run) -> None:

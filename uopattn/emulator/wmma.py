@@ -5,8 +5,8 @@ Sources of the layouts: AMD, "RDNA3", "RDNA4" and "CDNA3" instruction set archit
 instruction calculator; NVIDIA, PTX ISA, "Matrix Fragments for mma.m16n8k8 / k16 / k32".
 
 Products of 8- and 16-bit floats are exact in float32. They are summed in float32, in an order the hardware does not
-promise either, and the accumulator is added last; a 16-bit accumulator is rounded once. tf32 ignores the low 13 bits of its
-inputs. Integers are exact.
+promise either, and the accumulator is added last; a 16-bit accumulator is rounded once. tf32 ignores the low 13 bits of
+its inputs. Integers are exact.
 """
 
 from collections.abc import Callable
@@ -37,23 +37,23 @@ class Fragments:
   repeated: bool = False  # lanes 16-31 must hold A and B as lanes 0-15 do
 
 
-def _transposed(layout: Layout) -> Layout:
-  return lambda l, e: layout(l, e)[::-1]
+def _same(lanes: int, elements: tuple[int, int, int], a: Layout, c: Layout, repeated: bool = False) -> Fragments:
+  """Fragments whose B is held as A is, with columns for rows."""
+  return Fragments(lanes, elements, a, lambda l, e: a(l, e)[::-1], c, repeated)
 
 
-def _amd(k: int, wave: int, elements: int) -> Fragments:
-  if wave == 64:  # CDNA
-    a: Layout = lambda l, e: (l % 16, (k // 4) * (l // 16) + e)
-    return Fragments(64, (k // 4, k // 4, 4), a, _transposed(a), lambda l, e: (4 * (l // 16) + e, l % 16))
-  if elements == 16:  # RDNA3
-    a = lambda l, e: (l % 16, e)
-    return Fragments(32, (16, 16, 8), a, _transposed(a), lambda l, e: (2 * e + l // 16, l % 16), repeated=True)
-  a = lambda l, e: (l % 16, (e & 3) + 8 * (e >> 2) + 4 * (l // 16))  # RDNA4
-  return Fragments(32, (8, 8, 8), a, _transposed(a), lambda l, e: (8 * (l // 16) + e, l % 16))
+def _cdna(k: int) -> Fragments:
+  n = k // 4
+  return _same(64, (n, n, 4), lambda l, e: (l % 16, n * (l // 16) + e), lambda l, e: (4 * (l // 16) + e, l % 16))
+
+
+RDNA3 = _same(32, (16, 16, 8), lambda l, e: (l % 16, e), lambda l, e: (2 * e + l // 16, l % 16), repeated=True)
+RDNA4 = _same(
+  32, (8, 8, 8), lambda l, e: (l % 16, (e & 3) + 8 * (e >> 2) + 4 * (l // 16)), lambda l, e: (8 * (l // 16) + e, l % 16)
+)
 
 
 def _nvidia(k: int, bits: int) -> Fragments:
-  c: Layout = lambda l, e: (l // 4 + 8 * (e // 2), 2 * (l % 4) + e % 2)
   n = 32 // bits  # elements in a 32-bit register: neighbours along k
   registers = k // (4 * n)  # 32-bit registers along k
 
@@ -63,6 +63,9 @@ def _nvidia(k: int, bits: int) -> Fragments:
 
   def b(l: Any, e: Any) -> tuple[Any, Any]:
     return e % n + n * (l % 4) + 4 * n * (e // n), l // 4
+
+  def c(l: Any, e: Any) -> tuple[Any, Any]:
+    return l // 4 + 8 * (e // 2), 2 * (l % 4) + e % 2
 
   return Fragments(32, (2 * n * registers, n * registers, 4), a, b, c)
 
@@ -75,7 +78,7 @@ def fragments(dims: tuple[int, int, int], dtype: DType, device: str, threads: in
   """
   n, m, k = dims
   if device == "AMD" and (n, m) == (16, 16):
-    return _amd(k, threads, elements)
+    return _cdna(k) if threads == 64 else RDNA3 if elements == 16 else RDNA4
   if device == "CUDA" and (n, m) == (8, 16):
     return _nvidia(k, dtype.bitsize)
   raise KeyError(f"{device} {dims} {dtype}")
@@ -115,7 +118,8 @@ def _numbers(block: np.ndarray, dtype: DType) -> np.ndarray:
   return alu.decode(block, dtype).astype(np.float32)
 
 
-def _operand(run: Run, u: UOp, value: Any, dtype: DType, frags: Fragments, which: int, shape: tuple[int, int]) -> np.ndarray:
+def _operand(run: Run, u: UOp, value: Any, frags: Fragments, which: int, shape: tuple[int, int]) -> np.ndarray:
+  dtype = u.arg[1]
   block = _wave_values(run, value, frags.elements[which], frags.lanes, dtype)
   if frags.repeated and run.check and (differs := (block[..., :16] != block[..., 16:])).any():
     _, wave, lane = np.nonzero(differs)
@@ -132,7 +136,8 @@ def check_whole_waves(run: Run, u: UOp, lanes: int, what: str) -> None:
     raise run.fail(Divergence, u, f"{what} needs waves of {lanes} lanes; the workgroup has {run.shape.threads} threads")
   if run.mask is not None:
     waves = run.mask.reshape(-1, lanes)
-    if (part := waves.any(axis=1) & ~waves.all(axis=1)).any():
+    part = np.asarray(waves.any(axis=1) & ~waves.all(axis=1))
+    if part.any():
       missing = np.flatnonzero((part[:, None] & ~waves).ravel())
       raise run.fail(Divergence, u, f"{what} with inactive lanes in its wave", missing)
 
@@ -152,7 +157,7 @@ def multiply(run: Run, u: UOp, a: Any, b: Any, c: list[Any]) -> list[Any]:
   check_whole_waves(run, u, frags.lanes, "a matrix instruction")
   if run.counters is not None:
     run.counters.matrix += run.active_waves()
-  product = _operand(run, u, a, dtype, frags, 0, (m, k)) @ _operand(run, u, b, dtype, frags, 1, (k, n))  # (waves, M, N)
+  product = _operand(run, u, a, frags, 0, (m, k)) @ _operand(run, u, b, frags, 1, (k, n))  # (waves, M, N)
   lane = np.arange(frags.lanes)
   product = product.reshape(len(product), m * n)
   result = []
