@@ -17,7 +17,7 @@ def reg(slot, size, dtype=dtypes.float):
 
 
 def threads(count):
-  """A workgroup's thread index: a WARP range, as tinygrad splits a LOCAL one at its remainders and reorders the lanes."""
+  """A workgroup's thread index. WARP, as tinygrad splits a LOCAL range at its remainders and reorders the lanes."""
   return UOp.range(count, 0, AxisType.WARP)
 
 

@@ -216,7 +216,7 @@ def test_unwritten_register():
     return body
 
   np.testing.assert_allclose(launch(accumulate(True), X, X), 4 * X, rtol=1e-6)
-  with pytest.raises(emulator.Unwritten, match="reads registers 0 .* at index 0, which nothing has written"):
+  with pytest.raises(emulator.Unwritten, match=r"reads registers 0 .* at index 0, which nothing has written"):
     launch(accumulate(False), X, X)
 
 

@@ -57,7 +57,8 @@ def _encode_float8(x: np.ndarray, dtype: DType, saturate_infinity: bool) -> np.n
   form = FLOAT8[dtype]
   largest = float(_float8_values(dtype)[form.largest])
   magnitude = np.minimum(np.abs(x), largest)
-  exponent = np.maximum(np.frexp(magnitude)[1] - 1, 1 - form.bias)
+  exponent = np.where(magnitude > 0, np.frexp(magnitude)[1] - 1, 1 - form.bias)  # frexp calls zero's exponent 0
+  exponent = np.maximum(exponent, 1 - form.bias)
   quantum = np.exp2((exponent - form.mantissa).astype(np.float64))
   steps = np.rint(np.nan_to_num(magnitude) / quantum).astype(np.int64)  # in units of the last place
   code = np.minimum(steps + ((exponent + form.bias - 1) << form.mantissa), form.largest)

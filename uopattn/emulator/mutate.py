@@ -63,8 +63,8 @@ def _synchronises(u: UOp) -> str | None:
 def delete_each_barrier(run: Callable[[], object], kernel: str | None = None) -> list[Outcome]:
   """Calls `run` once as it is, then once without each barrier and each cp_async_wait of the kernels it launches.
 
-  run: launches the kernels on the emulator with fresh outputs, as `lambda: Tensor.custom_kernel(...)[0].realize()` does;
-  it must launch the same kernels each time. kernel: only this one's barriers; None for all. Checks must be on. Raises
+  run: launches kernels on the emulator with fresh outputs, as `lambda: Tensor.custom_kernel(...)[0].realize()` does; it
+  must launch the same kernels each time. kernel: only this one's barriers; None for all. Checks must be on. Raises
   KernelError if `run` fails as it is.
   """
   seen: dict[str, Program] = {}
