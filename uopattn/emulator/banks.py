@@ -23,7 +23,9 @@ def conflict_cycles(address: np.ndarray, width: int, wave: np.ndarray, lane: np.
   lanes_per_phase = max(1, BANKS * WORD // max(width, WORD))
   phase = wave.astype(np.int64) * 64 + lane // lanes_per_phase
   words = (address[:, None] + np.arange(0, max(width, WORD), WORD)) // WORD
-  key = np.unique((phase[:, None] << 32) | words)  # one entry for each different word of each phase
-  phases, position = np.unique(key >> 32, return_inverse=True)
-  load = np.bincount(position * BANKS + (key % BANKS), minlength=len(phases) * BANKS)
-  return int(load.reshape(-1, BANKS).max(axis=1).sum()) - len(phases)
+  key = np.sort(((phase[:, None] << 32) | words).ravel())
+  key = key[np.diff(key, prepend=-1) != 0]  # one entry for each different word of each phase
+  position = np.cumsum(np.diff(key >> 32, prepend=-1) != 0) - 1
+  load = np.bincount(position * BANKS + key % BANKS)
+  load = np.pad(load, (0, -len(load) % BANKS)).reshape(-1, BANKS)
+  return int(load.max(axis=1).sum()) - len(load)

@@ -21,8 +21,8 @@ NOTHING = np.int32(0)  # the value of a statement
 CHUNK = 16  # bytes that one cp.async moves
 
 
-def _from_lane(run: Run, u: UOp, value: Any, lane: Any, reach: int) -> np.ndarray:
-  """The value that `lane` (place in the wave) holds; `reach` lanes work together. Raises Divergence."""
+def _from_lane(run: Run, u: UOp, value: Any, lane: Any) -> np.ndarray:
+  """The value that `lane` (place in the wave) holds. Raises Divergence."""
   lane = run.spread(np.asarray(lane, np.int64))
   source = run.wave_start + lane
   inside = (lane >= 0) & (lane < run.shape.wave) & (lane + run.thread - run.lane_in_wave < run.shape.threads)
@@ -36,16 +36,16 @@ def _from_lane(run: Run, u: UOp, value: Any, lane: Any, reach: int) -> np.ndarra
 
 
 def _shuffle_xor(run: Run, u: UOp, value: Any, offset: Any) -> Any:
-  return _from_lane(run, u, value, run.lane_in_wave ^ int(offset), 32)
+  return _from_lane(run, u, value, run.lane_in_wave ^ int(offset))
 
 
 def _shuffle(run: Run, u: UOp, value: Any, lane: Any) -> Any:
-  return _from_lane(run, u, value, np.asarray(lane, np.int64) % run.shape.wave, run.shape.wave)
+  return _from_lane(run, u, value, np.asarray(lane, np.int64) % run.shape.wave)
 
 
 def _row_ror(run: Run, u: UOp, value: Any, n: Any) -> Any:
   lane = run.lane_in_wave
-  return _from_lane(run, u, value, (lane & ~15) | ((lane - int(n)) & 15), 16)
+  return _from_lane(run, u, value, (lane & ~15) | ((lane - int(n)) & 15))
 
 
 def _exp2(run: Run, u: UOp, x: Any) -> Any:
@@ -99,9 +99,11 @@ def _cp_async(run: Run, u: UOp, to: Pointer, source: Pointer) -> Any:
   granules = lds.granules(index, to.dtype, count)
   if run.check:
     lds.check_write(u, granules, np.ones(granules.shape, bool), lanes)
+    owner = np.empty(lds.in_flight.size, np.int64)
+    owner[granules] = lanes
+    if (bad := owner.take(granules) != lanes).any():
+      raise lds.fail(Race, u, "copies to {what} from different lanes at once", granules, bad, lanes)
   lds.in_flight[granules] = True
-  if run.check and np.unique(granules).size != granules.size:
-    raise run.fail(Race, u, f"copies to the same bytes of {lds.name} from different lanes at once", lanes)
   index = index * to.dtype.itemsize // CHUNK
   run.copies.started.append(Copy(lds, lanes, run.copies.groups[lanes], index, granules, data))
   if run.counters is not None:
@@ -156,7 +158,7 @@ def _ldmatrix(run: Run, u: UOp, to: Pointer, row: Pointer, trans: bool) -> Any:
 MEANINGS: dict[str, Meaning] = {
   "shuffle_xor": _shuffle_xor,
   "shuffle": _shuffle,
-  "row_xmask": lambda run, u, value, mask: _from_lane(run, u, value, run.lane_in_wave ^ int(mask), 16),
+  "row_xmask": lambda run, u, value, mask: _from_lane(run, u, value, run.lane_in_wave ^ int(mask)),
   "row_ror": _row_ror,
   "fmax": lambda run, u, a, b: np.fmax(a, b),
   "exp2": _exp2,

@@ -121,8 +121,9 @@ def _numbers(block: np.ndarray, dtype: DType) -> np.ndarray:
 def _operand(run: Run, u: UOp, value: Any, frags: Fragments, which: int, shape: tuple[int, int]) -> np.ndarray:
   dtype = u.arg[1]
   block = _wave_values(run, value, frags.elements[which], frags.lanes, dtype)
-  if frags.repeated and run.check and (differs := (block[..., :16] != block[..., 16:])).any():
-    _, wave, lane = np.nonzero(differs)
+  bits = block.view(f"u{block.dtype.itemsize}")  # NaN is the same as itself
+  if frags.repeated and run.check and (bits[..., :16] != bits[..., 16:]).any():
+    _, wave, lane = np.nonzero(bits[..., :16] != bits[..., 16:])
     lanes = wave * frags.lanes + lane + 16
     raise run.fail(LaneMismatch, u, f"lanes 16-31 must repeat lanes 0-15 of {'AB'[which]} and do not", lanes)
   flat = np.ascontiguousarray(block.transpose(1, 0, 2)).reshape(block.shape[1], -1)
