@@ -1,1 +1,11 @@
 """Attention for tinygrad: kernels written by hand as UOp graphs, verified on every machine."""
+
+from uopattn.toolchain import provide_clang
+
+provide_clang()
+
+from uopattn.attention import attention  # noqa: E402  (tinygrad reads CC once)
+from uopattn.block_mask import BlockMask  # noqa: E402
+from uopattn.flash import flash  # noqa: E402
+
+__all__ = ["BlockMask", "attention", "flash"]

@@ -1,0 +1,141 @@
+"""`attention`: the front door."""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, cast
+
+from tinygrad import Tensor, UOp, dtypes
+
+from uopattn.block_mask import BlockMask
+from uopattn.dispatch import Choice, dispatch
+from uopattn.flash import batched, build
+from uopattn.reference import reference
+from uopattn.spec import BACKENDS, AttentionSpec, Extras, make_spec
+from uopattn.target import Target
+
+log = logging.getLogger("uopattn")
+
+
+def attention(
+  q: Tensor,
+  k: Tensor,
+  v: Tensor,
+  attn_mask: Tensor | None = None,
+  dropout_p: float = 0.0,
+  is_causal: bool = False,
+  *,
+  scale: float | None = None,
+  enable_gqa: bool = False,
+  window: tuple[int | None, int | None] | None = None,
+  softcap: float | None = None,
+  q_start: int | UOp | Tensor = 0,
+  kv_lengths: Tensor | None = None,
+  sinks: Tensor | None = None,
+  score_mod: Callable[..., Any] | None = None,
+  mask_mod: Callable[..., Any] | None = None,
+  aux: tuple[Tensor, ...] = (),
+  block_mask: BlockMask | None = None,
+  return_lse: bool = False,
+  backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+  """softmax(scale q k^T) v without keeping the scores.
+
+  score = scale * q.k; then softcap * tanh(score / softcap); then score_mod; then + additive attn_mask. Query i stands
+  at position i + q_start. A row that sees no key gives 0, with a log-sum-exp of -inf.
+
+  Args:
+    q: (B, Hq, M, Dk) or (Hq, M, Dk); float32, float16 or bfloat16. Sums are taken in float32.
+    k: (B, Hkv, N, Dk) or (Hkv, N, Dk), of q's dtype.
+    v: (B, Hkv, N, Dv) or (Hkv, N, Dv), of q's dtype.
+    attn_mask: broadcasts to (B, Hq, M, N). bool: False hides a key. A float dtype: added to the scores, -inf hides.
+    dropout_p: probability of dropping a weight, while `Tensor.training`.
+    is_causal: key j is seen by query i iff j <= i + q_start.
+    scale: factor on q.k; None is 1/sqrt(Dk).
+    enable_gqa: allows Hq to be a multiple of Hkv; query head h reads key head h // (Hq // Hkv), nothing is copied.
+    window: (left, right): key j is seen iff i + q_start - left <= j <= i + q_start + right; None is no bound.
+    softcap: bounds the scores smoothly to (-softcap, softcap).
+    q_start: int, bound Variable or (B,) integer Tensor. 0 aligns causal masks upper left, N - M lower right.
+    kv_lengths: (B,) integer Tensor; key j of batch b is seen iff j < kv_lengths[b].
+    sinks: (Hq,) logits that join each row's sum of exponentials without a value.
+    score_mod: f(score, b, h, q_idx, kv_idx, *aux) -> score.
+    mask_mod: f(b, h, q_idx, kv_idx, *aux) -> bool, False hides the key.
+    aux: Tensors that score_mod and mask_mod index.
+    block_mask: hides whole blocks.
+    return_lse: also return the natural-log sum of exponentials of each row, (B, Hq, M) float32. Realize both together,
+      `Tensor.realize(out, lse)`: one at a time, the kernel runs twice.
+    backend: "kernel" raises where no kernel serves the case; "reference" is plain tinygrad ops, which keep the scores
+      in memory; "auto" takes the kernel, or the reference with one log line for each reason.
+
+  Returns:
+    (B, Hq, M, Dv), or (Hq, M, Dv), in q's dtype; with return_lse a pair.
+
+  Raises:
+    TypeError, ValueError: an argument does not fit; the message names it, what was given and what is accepted.
+  """
+  if backend not in BACKENDS:
+    raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
+  four = [batched(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
+  extras = Extras(
+    attn_mask, dropout_p, window, softcap, q_start, kv_lengths, sinks, score_mod, mask_mod, aux, block_mask
+  )
+  spec = make_spec(*four, extras, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, return_lse=return_lse)
+  out, lse = _run(*four, spec, extras, backend)
+  if q.ndim == 3:
+    out, lse = out.squeeze(0), None if lse is None else lse.squeeze(0)
+  return (out, cast(Tensor, lse)) if return_lse else out
+
+
+def _run(
+  q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras, backend: str
+) -> tuple[Tensor, Tensor | None]:
+  if not isinstance(q.device, str):
+    chosen: Choice | list[str] = [f"q is spread over {len(q.device)} devices; kernels take one"]
+  else:
+    chosen = dispatch(spec, Target.of(q.device))
+  if backend != "reference" and isinstance(chosen, Choice):
+    return launch(chosen, spec, q, k, v)
+  if backend == "kernel":
+    raise ValueError(f"backend='kernel': {'; '.join(cast(list[str], chosen))}")
+  if backend == "auto":
+    for reason in cast(list[str], chosen):
+      _log_once(f"attention falls back to plain tinygrad ops: {reason}")
+  return reference(q, k, v, spec, extras)
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+  log.warning(message)
+
+
+def launch(
+  choice: Choice,
+  spec: AttentionSpec,
+  q: Tensor,
+  k: Tensor,
+  v: Tensor,
+  o: Tensor | None = None,
+  lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+  """Runs a chosen kernel on inputs of four dimensions; `o` and `lse` are the buffers to write to, new ones if None."""
+  o = Tensor.empty(*q.shape[:3], spec.Dv, dtype=spec.dtype, device=q.device) if o is None else o
+  if spec.return_lse and lse is None:
+    lse = Tensor.empty(*q.shape[:3], dtype=dtypes.float32, device=q.device)
+  outputs = (o, q.contiguous(), k.contiguous(), v.contiguous(), *(() if lse is None else (lse,)))
+  results = Tensor.custom_kernel(*outputs, fxn=functools.partial(build, choice, spec), grad_fxn=_gradient(spec))
+  return results[0], results[4] if lse is not None else None
+
+
+def _gradient(spec: AttentionSpec) -> Callable[..., tuple[UOp | None, ...]]:
+  """The backward pass through the reference, which keeps (B, Hq, M, N) in memory."""
+
+  def gradient(*grads: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
+    if call is None:  # tinygrad gives a lone gradient and the call by position, several with call=
+      *grads, call = grads  # type: ignore[assignment]
+    q, k, v = (Tensor(x) for x in call.src[2:5])
+    out, lse = reference(q, k, v, spec, Extras(q_start=cast(int, spec.q_start)))
+    # Only the outputs that were used have a gradient; they differ in their number of dimensions.
+    total = sum(((out if grad.ndim == out.ndim else lse) * Tensor(grad)).sum() for grad in grads)
+    return (None, *(x.uop for x in total.gradient(q, k, v)), *(None for _ in call.src[5:]))
+
+  return gradient

@@ -1,0 +1,71 @@
+"""Which kernel serves which attention on which machine."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tinygrad import UOp
+
+from uopattn.kernels import cpu_forward
+from uopattn.spec import AttentionSpec
+from uopattn.target import Target
+
+
+@dataclass(frozen=True)
+class Kernel:
+  """One schedule.
+
+  Attributes:
+    name: its file in `kernels/`.
+    devices: the devices that it runs on.
+    features: the arguments of `AttentionSpec.extras` that it has code for.
+    choose_tiles: its tiles for a spec and a target; raises ValueError where none fit.
+    build: (o, q, k, v, lse or None, scale=, causal=, q_start=, tiles=) -> the kernel's graph on 3-D buffers.
+  """
+
+  name: str
+  devices: tuple[str, ...]
+  features: frozenset[str]
+  choose_tiles: Callable[[AttentionSpec, Target], Any]
+  build: Callable[..., UOp]
+
+
+def _cpu_tiles(spec: AttentionSpec, target: Target) -> cpu_forward.Tiles:
+  unit = target.vector
+  return cpu_forward.Tiles.choose(spec.M, spec.N, spec.Dk, spec.Dv, spec.dtype.itemsize, unit.lanes, unit.registers)
+
+
+KERNELS = (Kernel("cpu_forward", ("CPU",), frozenset(), _cpu_tiles, cpu_forward.forward),)
+
+
+@dataclass(frozen=True)
+class Choice:
+  """A kernel and the tiles it is to run with."""
+
+  kernel: Kernel
+  tiles: Any
+
+  def __str__(self) -> str:
+    return f"{self.kernel.name} {self.tiles}"
+
+
+def dispatch(spec: AttentionSpec, target: Target) -> Choice | list[str]:
+  """The kernel for this attention, or the reasons why none serves it, each with what would be accepted."""
+  kernels = [kernel for kernel in KERNELS if target.device in kernel.devices]
+  if not kernels:
+    devices = sorted({device for kernel in KERNELS for device in kernel.devices})
+    return [f"no kernel for device {target.device}; there are kernels for {', '.join(devices)}"]
+  reasons: list[str] = []
+  for kernel in kernels:
+    against = [
+      f"{kernel.name} has no {name}; leave it at its default" for name in spec.extras if name not in kernel.features
+    ]
+    if spec.q_start is None:
+      against.append(f"{kernel.name} takes q_start as an int alone, neither as a Variable nor as a Tensor")
+    try:
+      if not against:
+        return Choice(kernel, kernel.choose_tiles(spec, target))
+    except ValueError as error:
+      against.append(f"{kernel.name}: {error}")
+    reasons += against
+  return reasons

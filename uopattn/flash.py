@@ -1,0 +1,84 @@
+"""The kernel as a bare function for `Tensor.custom_kernel`."""
+
+from typing import Any
+
+from tinygrad import Device, UOp, dtypes
+
+from uopattn.dispatch import Choice, dispatch
+from uopattn.spec import AttentionSpec, Extras, make_spec
+from uopattn.target import Target
+
+
+def flash(
+  o: UOp,
+  q: UOp,
+  k: UOp,
+  v: UOp,
+  lse: UOp | None = None,
+  *,
+  causal: bool = False,
+  scale: float | None = None,
+  q_start: int = 0,
+  enable_gqa: bool = False,
+  target: Target | None = None,
+  tiles: Any = None,
+) -> UOp:
+  """Attention as an `fxn`: `Tensor.custom_kernel(o, q, k, v, fxn=flash)`; bind options with `functools.partial`.
+
+  tinygrad copies an input that is a view, and loses what is written to an output that is one: give it
+  `Tensor.empty(...)` outputs. The results must be realized together, `Tensor.realize(o, lse)`: one at a time, the
+  kernel runs once for each.
+
+  Args:
+    o: (B, Hq, M, Dv), or (Hq, M, Dv), in q's dtype; receives the output.
+    q: (B, Hq, M, Dk), or (Hq, M, Dk); float32, float16 or bfloat16.
+    k: (B, Hkv, N, Dk), or (Hkv, N, Dk).
+    v: (B, Hkv, N, Dv), or (Hkv, N, Dv).
+    lse: (B, Hq, M), or (Hq, M), float32; receives the natural-log sum of exponentials of each row. None: not wanted.
+    causal: key j is seen by query i iff j <= i + q_start.
+    scale: factor on q.k; None is 1/sqrt(Dk).
+    q_start: position of the first query among the keys.
+    enable_gqa: allows Hq to be a multiple of Hkv; query head h reads key head h // (Hq // Hkv).
+    target: the machine to write for; None is tinygrad's default device.
+    tiles: the block sizes, of the chosen kernel's own `Tiles` class; None lets the kernel choose.
+
+  Raises:
+    TypeError, ValueError: an argument does not fit, or no kernel serves it; the message says what would.
+  """
+  spec = make_spec(
+    *(batched(name, x) for name, x in (("q", q), ("k", k), ("v", v))),
+    Extras(q_start=q_start),
+    is_causal=causal,
+    scale=scale,
+    enable_gqa=enable_gqa,
+    return_lse=lse is not None,
+  )
+  _check_output("o", o, (*q.shape[:-1], v.shape[-1]), q.dtype)
+  if lse is not None:
+    _check_output("lse", lse, q.shape[:-1], dtypes.float32)
+  chosen = dispatch(spec, target or Target.of(Device.DEFAULT))
+  if isinstance(chosen, list):
+    raise ValueError("; ".join(chosen))
+  return build(Choice(chosen.kernel, tiles or chosen.tiles), spec, o, q, k, v, lse)
+
+
+def build(choice: Choice, spec: AttentionSpec, o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None) -> UOp:
+  """The graph of the chosen kernel on placeholders of a checked spec; batch and heads become one axis."""
+  q, k, v, o = (x.reshape(-1, *x.shape[-2:]) for x in (q, k, v, o))
+  lse = None if lse is None else lse.reshape(-1, lse.shape[-1])
+  return choice.kernel.build(
+    o, q, k, v, lse, scale=spec.scale, causal=spec.is_causal, q_start=spec.q_start, tiles=choice.tiles
+  )
+
+
+def batched(name: str, x: UOp) -> UOp:
+  if x.ndim not in (3, 4):
+    raise ValueError(f"{name} has shape {x.shape}; it must have three or four dimensions, (B, H, rows, head size)")
+  return x if x.ndim == 4 else x.reshape(1, *x.shape)
+
+
+def _check_output(name: str, x: UOp, shape: tuple[Any, ...], dtype: Any) -> None:
+  if x.shape != shape:
+    raise ValueError(f"{name} has shape {x.shape}; it must be {shape}")
+  if x.dtype != dtype:
+    raise TypeError(f"{name} has dtype {x.dtype}; it must be {dtype}")

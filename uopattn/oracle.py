@@ -1,0 +1,132 @@
+"""Attention as its definition says, in float64 numpy: what every kernel is measured against.
+
+The same function computes naively in a narrower type: given a `Precision`, every intermediate is rounded to it. The
+error of that computation says what a type allows.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tinygrad.dtype import DType, dtypes
+from tinygrad.helpers import tqdm
+
+Array = np.ndarray[Any, np.dtype[Any]]
+CHUNK = 1 << 22  # scores held at once
+
+
+@dataclass(frozen=True)
+class Precision:
+  """How numbers are kept.
+
+  Attributes:
+    work: the numpy type that arithmetic is done in.
+    keep: rounds an intermediate of type `work`.
+    unit: unit roundoff, half the distance from 1 to the next number.
+  """
+
+  work: type
+  keep: Callable[[Array], Array]
+  unit: float
+
+
+def round_to_bfloat16(x: Array) -> Array:
+  """float32 rounded to the nearest bfloat16, ties to even, as float32; NaN stays NaN."""
+  bits = x.astype(np.float32).view(np.uint32)
+  rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+  return np.where(np.isnan(x), np.float32(np.nan), rounded)
+
+
+EXACT = Precision(np.float64, lambda x: x, 2.0**-53)
+PRECISIONS: dict[DType, Precision] = {
+  dtypes.float32: Precision(np.float32, lambda x: x, 2.0**-24),
+  dtypes.float16: Precision(np.float32, lambda x: x.astype(np.float16).astype(np.float32), 2.0**-11),
+  dtypes.bfloat16: Precision(np.float32, round_to_bfloat16, 2.0**-8),
+}
+
+
+def oracle(
+  q: Array,
+  k: Array,
+  v: Array,
+  *,
+  is_causal: bool = False,
+  scale: float | None = None,
+  q_start: int | Array = 0,
+  attn_mask: Array | None = None,
+  window: tuple[int | None, int | None] | None = None,
+  softcap: float | None = None,
+  kv_lengths: Array | None = None,
+  sinks: Array | None = None,
+  score_mod: Callable[..., Array] | None = None,
+  mask_mod: Callable[..., Array] | None = None,
+  aux: tuple[Array, ...] = (),
+  precision: Precision = EXACT,
+  progress: bool = False,
+) -> tuple[Array, Array]:
+  """The output (B, Hq, M, Dv) and the natural-log LSE (B, Hq, M), in `precision.work`.
+
+  Args:
+    q: (B, Hq, M, Dk); query head h reads key head h // (Hq // Hkv).
+    k: (B, Hkv, N, Dk).
+    v: (B, Hkv, N, Dv).
+    attn_mask: broadcasts to (B, Hq, M, N); bool or additive.
+    score_mod, mask_mod: called with numpy arrays where kernels give UOps.
+    precision: how intermediates are kept.
+    progress: show a progress bar, if on a terminal.
+    The rest as in `uopattn.attention`.
+  """
+  (B, Hq, M, Dk), (_, Hkv, N, Dv) = q.shape, v.shape
+  keep, work = precision.keep, precision.work
+  scale = Dk**-0.5 if scale is None else scale
+  out, lse = np.zeros((B, Hq, M, Dv), work), np.full((B, Hq, M), -np.inf, work)
+  mask = None if attn_mask is None else np.broadcast_to(attn_mask, (B, Hq, M, N))
+  j = np.arange(N)
+  for b, h, rows in tqdm(list(_pieces(B, Hq, M, N)), desc="reference", disable=None if progress else True):
+    key_head = h // (Hq // Hkv)
+    i = np.arange(rows.start, rows.stop)[:, None]
+    position = i + (q_start if isinstance(q_start, int) else q_start[b])
+
+    score = keep(keep(q[b, h, rows].astype(work) @ k[b, key_head].astype(work).T) * work(scale))
+    if softcap is not None:
+      score = keep(softcap * np.tanh(score / softcap))
+    if score_mod is not None:
+      score = keep(score_mod(score, b, h, i, j, *aux))
+    if mask is not None and mask.dtype != bool:
+      score = keep(score + mask[b, h, rows])
+
+    seen = np.ones_like(score, bool)
+    if is_causal:
+      seen &= j <= position
+    if window is not None:
+      left, right = window
+      seen &= (j >= position - left) if left is not None else True
+      seen &= (j <= position + right) if right is not None else True
+    if kv_lengths is not None:
+      seen &= j < kv_lengths[b]
+    if mask is not None and mask.dtype == bool:
+      seen &= mask[b, h, rows]
+    if mask_mod is not None:
+      seen &= mask_mod(b, h, i, j, *aux)
+    score = np.where(seen, score, -np.inf)
+
+    sees = (score > -np.inf).any(-1) | np.isnan(score).any(-1)  # rows that see no key stay 0 and -inf
+    score = score[sees]
+    m = score.max(-1, keepdims=True)
+    m = m if sinks is None else np.maximum(m, sinks[h])
+    with np.errstate(invalid="ignore"):  # inf - inf is NaN, as it should be
+      p = keep(np.exp(keep(score - m)))
+      l = p.sum(-1, keepdims=True) + (0 if sinks is None else np.exp(sinks[h] - m))
+      out[b, h, rows][sees] = keep(keep(p / keep(l)) @ v[b, key_head].astype(work))
+    lse[b, h, rows][sees] = (m + np.log(l))[:, 0]
+  return out, lse
+
+
+def _pieces(B: int, Hq: int, M: int, N: int) -> Iterator[tuple[int, int, slice]]:
+  """Batch, head and a range of rows whose scores fit CHUNK."""
+  step = max(1, CHUNK // N)
+  for b in range(B):
+    for h in range(Hq):
+      for start in range(0, M, step):
+        yield b, h, slice(start, min(start + step, M))

@@ -1,0 +1,70 @@
+"""Attention in plain tinygrad ops, with every argument: what kernels fall back to. Keeps the scores in memory."""
+
+import math
+
+from tinygrad import Tensor, dtypes
+
+from uopattn.spec import AttentionSpec, Extras
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras) -> tuple[Tensor, Tensor]:
+  """The output (B, Hq, M, Dv) in q's dtype and the natural-log LSE (B, Hq, M) in float32; arithmetic in float32."""
+  groups = (spec.B, spec.Hkv, spec.Hq // spec.Hkv)
+  q_groups = q.float().reshape(*groups, spec.M, spec.Dk)
+  k_groups, v_groups = (x.float().unsqueeze(2) for x in (k, v))
+  scores = (q_groups @ k_groups.transpose(-1, -2)).reshape(spec.B, spec.Hq, spec.M, spec.N) * spec.scale
+  scores = _hide(_modify(scores, extras), spec, extras)
+
+  m = scores.max(-1, keepdim=True)
+  sinks = None if extras.sinks is None else extras.sinks.float().reshape(1, -1, 1, 1)
+  m = m if sinks is None else m.maximum(sinks)
+  blind = scores.max(-1, keepdim=True).eq(-math.inf)  # rows that see no key
+  m = blind.where(0, m)
+  p = (scores - m).exp()
+  l = p.sum(-1, keepdim=True)
+  l = l if sinks is None else l + (sinks - m).exp()
+  lse = blind.where(-math.inf, m + l.log()).squeeze(-1)
+  p = blind.where(0, p / l).dropout(extras.dropout_p)
+  out = p.reshape(*groups, spec.M, spec.N) @ v_groups
+  return out.reshape(spec.B, spec.Hq, spec.M, spec.Dv).cast(spec.dtype), lse
+
+
+def _indices(scores: Tensor) -> list[Tensor]:
+  """b, h, q_idx and kv_idx, each along its own axis of (B, Hq, M, N)."""
+  return [Tensor.arange(n).reshape(*(n if a == axis else 1 for a in range(4))) for axis, n in enumerate(scores.shape)]
+
+
+def _modify(scores: Tensor, extras: Extras) -> Tensor:
+  """softcap, then score_mod, then the additive mask."""
+  if extras.softcap is not None:
+    scores = extras.softcap * (scores / extras.softcap).tanh()
+  if extras.score_mod is not None:
+    scores = extras.score_mod(scores, *_indices(scores), *extras.aux)
+  if extras.attn_mask is not None and extras.attn_mask.dtype != dtypes.bool:
+    scores = scores + extras.attn_mask.float()
+  return scores
+
+
+def _hide(scores: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
+  """-inf wherever any rule hides a key."""
+  b, h, i, j = _indices(scores)
+  start = extras.q_start
+  position = i + (start.reshape(-1, 1, 1, 1) if isinstance(start, Tensor) else start)
+  rules: list[Tensor] = []
+  if spec.is_causal:
+    rules.append(j <= position)
+  if extras.window is not None:
+    left, right = extras.window
+    rules += [] if left is None else [j >= position - left]
+    rules += [] if right is None else [j <= position + right]
+  if extras.kv_lengths is not None:
+    rules.append(j < extras.kv_lengths.reshape(-1, 1, 1, 1))
+  if extras.attn_mask is not None and extras.attn_mask.dtype == dtypes.bool:
+    rules.append(extras.attn_mask)
+  if extras.mask_mod is not None:
+    rules.append(extras.mask_mod(b, h, i, j, *extras.aux))
+  if extras.block_mask is not None:
+    rules.append(extras.block_mask.dense(spec.M, spec.N))
+  for seen in rules:
+    scores = seen.where(scores, -math.inf)
+  return scores

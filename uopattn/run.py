@@ -1,0 +1,249 @@
+"""`python -m uopattn.run KEY=VALUE ...`: runs the kernel, times it, and proves its output right.
+
+Exit status: 0 correct, 1 wrong, 2 bad key, bad value, or no kernel for the case.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from tinygrad import Device, Tensor, TinyJit, dtypes
+from tinygrad.dtype import DType
+from tinygrad.nn.state import safe_load
+
+from uopattn.attention import launch
+from uopattn.dispatch import Choice, dispatch
+from uopattn.machine import machine_record
+from uopattn.spec import AttentionSpec, Extras, dtype_name, make_spec
+from uopattn.target import Target
+from uopattn.toolchain import NoCompiler
+from uopattn.verify import Report, verify
+
+DTYPE_NAMES: dict[str, DType] = {
+  "half": dtypes.float16,
+  "float": dtypes.float32,
+  "float16": dtypes.float16,
+  "float32": dtypes.float32,
+  "bfloat16": dtypes.bfloat16,
+}
+
+
+class Usage(Exception):
+  """The call's words are off; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Config:
+  """The runner's keys, in lower case.
+
+  0 stands for "as another key": hkv as h, m as n, dv as d. No dtype is half, or that of the input file.
+  """
+
+  b: int = 1
+  h: int = 32
+  hkv: int = 0
+  n: int = 1024
+  m: int = 0
+  d: int = 64
+  dv: int = 0
+  dtype: str = ""
+  causal: int = 0
+  cnt: int = 5
+  verify: int = 1
+  seed: int = 0
+  input: str = ""
+  json: str = ""
+
+
+KEYS = tuple(field.name.upper() for field in fields(Config))
+SWITCHES, NATURALS = ("CAUSAL", "VERIFY"), ("B", "H", "HKV", "N", "M", "D", "DV", "CNT")
+SHAPE_KEYS = ("B", "H", "HKV", "N", "M", "D", "DV")
+
+
+def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> Config:
+  """Reads KEY=VALUE words; keys that are not given are looked up in the environment.
+
+  Raises:
+    Usage: an unknown key, or a value that the key does not take.
+  """
+  given = {key: environment[key] for key in KEYS if key in environment}
+  for word in arguments:
+    key, equals, value = word.partition("=")
+    if not equals or key not in KEYS:
+      raise Usage(f"{word!r} is not one of {', '.join(f'{key}=' for key in KEYS)}")
+    given[key] = value
+  if given.get("INPUT") and (clash := [key for key in SHAPE_KEYS if key in given]):
+    raise Usage(f"{clash[0]}={given[clash[0]]} with INPUT={given['INPUT']}: the shape is that of the file")
+  return Config(**{key.lower(): _value(key, text) for key, text in given.items()})
+
+
+def _value(key: str, text: str) -> Any:
+  if key in ("INPUT", "JSON"):
+    return text
+  if key == "DTYPE":
+    if text not in DTYPE_NAMES:
+      raise Usage(f"DTYPE={text} is not one of {', '.join(DTYPE_NAMES)}")
+    return text
+  if key in SWITCHES:
+    if text not in ("0", "1"):
+      raise Usage(f"{key}={text} is neither 0 nor 1")
+    return int(text)
+  lowest = 1 if key in NATURALS else 0
+  if not (text.isascii() and text.isdigit() and int(text) >= lowest):
+    raise Usage(f"{key}={text} is not a whole number of at least {lowest}")
+  return int(text)
+
+
+def inputs(config: Config) -> list[Tensor]:
+  """q, k and v: normal random numbers, or what INPUT holds.
+
+  Raises:
+    Usage: the file is missing or has no q, k and v.
+  """
+  if not config.input:
+    dtype = DTYPE_NAMES[config.dtype or "half"]
+    hkv, m, dv = config.hkv or config.h, config.m or config.n, config.dv or config.d
+    Tensor.manual_seed(config.seed)
+    shapes = ((config.b, config.h, m, config.d), (config.b, hkv, config.n, config.d), (config.b, hkv, config.n, dv))
+    return [Tensor.randn(*shape, dtype=dtypes.float32).cast(dtype).realize() for shape in shapes]
+  try:
+    tensors = safe_load(config.input)
+    loaded = [tensors[name].to(Device.DEFAULT) for name in ("q", "k", "v")]
+  except (OSError, KeyError, ValueError) as error:
+    raise Usage(f"INPUT={config.input} is not a safetensors file with q, k and v: {error!r}") from error
+  return [x.cast(DTYPE_NAMES[config.dtype] if config.dtype else x.dtype).contiguous().realize() for x in loaded]
+
+
+@dataclass(frozen=True)
+class Problem:
+  """Inputs, and the kernel that is to run on them."""
+
+  q: Tensor
+  k: Tensor
+  v: Tensor
+  spec: AttentionSpec
+  choice: Choice
+
+
+def prepare(config: Config, target: Target) -> Problem:
+  """Loads the inputs and picks the kernel.
+
+  Raises:
+    Usage: the inputs do not fit together or no kernel serves them.
+  """
+  q, k, v = inputs(config)
+  try:
+    spec = make_spec(q, k, v, Extras(), is_causal=bool(config.causal), enable_gqa=True, return_lse=True)
+  except (TypeError, ValueError) as error:
+    raise Usage(str(error)) from error
+  chosen = dispatch(spec, target)
+  if isinstance(chosen, list):
+    raise Usage("; ".join(chosen))
+  return Problem(q, k, v, spec, chosen)
+
+
+def measure(problem: Problem, count: int) -> tuple[Tensor, Tensor, list[float]]:
+  """Runs the kernel `count` times on outputs full of NaN; returns the last output and LSE and each run's seconds."""
+  spec = problem.spec
+  o = Tensor.empty(spec.B, spec.Hq, spec.M, spec.Dv, dtype=spec.dtype)
+  lse = Tensor.empty(spec.B, spec.Hq, spec.M, dtype=dtypes.float32)
+
+  @TinyJit
+  def run(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    out, sums = launch(problem.choice, spec, q, k, v, o, lse)
+    assert sums is not None
+    Tensor.realize(out, sums)
+    return out, sums
+
+  seconds: list[float] = []
+  for warm_up in (True, True, *(False for _ in range(count))):  # TinyJit compiles, then captures, then replays
+    o.assign(Tensor.full(o.shape, float("nan"), dtype=o.dtype)).realize()
+    lse.assign(Tensor.full(lse.shape, float("nan"), dtype=lse.dtype)).realize()
+    Device[Device.DEFAULT].synchronize()
+    start = time.perf_counter()
+    run(problem.q, problem.k, problem.v, o, lse)
+    Device[Device.DEFAULT].synchronize()
+    if not warm_up:
+      seconds.append(time.perf_counter() - start)
+      print(f"run {len(seconds)}/{count}  {seconds[-1] * 1e3:10.3f} ms  {speed(spec, seconds[-1])}")
+  return o, lse, seconds
+
+
+def speed(spec: AttentionSpec, seconds: float) -> str:
+  """For people: GFLOP/s, or TFLOP/s from 1000 on."""
+  gflops = spec.flops / seconds / 1e9
+  return f"{gflops:.1f} GFLOP/s" if gflops < 1000 else f"{gflops / 1e3:.1f} TFLOP/s"
+
+
+def report(reports: Sequence[Report]) -> bool:
+  """Prints the verdict; true if everything is right."""
+  output, lse = reports
+  print(f"mean squared error {output.mse:.3g}")
+  print(
+    f"relative error {output.relative:.3g} (bound {output.relative_bound:.3g}), "
+    f"largest {output.largest:.3g} (bound {output.largest_bound:.3g}); "
+    f"lse {lse.relative:.3g} (bound {lse.relative_bound:.3g})"
+  )
+  for wrong in (r for r in reports if not r.correct):
+    print(f"flash attention is WRONG, worst at {wrong.worst} of (B, H, M{', D' * (len(wrong.worst) == 4)}): {wrong}")
+  correct = all(r.correct for r in reports)
+  if correct:
+    print("flash attention is correct!")
+  return correct
+
+
+def run(config: Config) -> int:
+  """The whole job; returns the exit status."""
+  target = Target.of(Device.DEFAULT)
+  problem = prepare(config, target)
+  s = problem.spec
+  print(f"device   {target}")
+  print(f"kernel   {problem.choice}")
+  print(
+    f"problem  B={s.B} H={s.Hq} HKV={s.Hkv} M={s.M} N={s.N} D={s.Dk} DV={s.Dv} {dtype_name(s.dtype)}{' causal' * s.is_causal}"
+    f"{f' from {config.input}' if config.input else ''}"
+  )
+  o, lse, seconds = measure(problem, config.cnt)
+  print(f"best     {min(seconds) * 1e3:10.3f} ms  {speed(s, min(seconds))}")
+  reports: list[Report] = []
+  if config.verify:
+    reports = verify(problem.q, problem.k, problem.v, o, lse, is_causal=s.is_causal, progress=True)
+  correct = report(reports) if reports else True
+  if config.json:
+    Path(config.json).write_text(json.dumps(record(config, target, problem, seconds, reports), indent=2) + "\n")
+  return 0 if correct else 1
+
+
+def record(
+  config: Config, target: Target, problem: Problem, seconds: list[float], reports: list[Report]
+) -> dict[str, Any]:
+  """What JSON= writes."""
+  return {
+    "machine": machine_record() | {"device": str(target)},
+    "config": asdict(config),
+    "problem": {key: value for key, value in asdict(problem.spec).items() if key != "dtype"}
+    | {"dtype": dtype_name(problem.spec.dtype)},
+    "kernel": problem.choice.kernel.name,
+    "tiles": asdict(problem.choice.tiles),
+    "seconds": seconds,
+    "flops": problem.spec.flops,
+    "errors": {r.name: r.record() for r in reports},
+  }
+
+
+def main() -> int:
+  """Exit status 2 with one line on stderr where the call is off."""
+  try:
+    return run(parse(sys.argv[1:], os.environ))
+  except (Usage, NoCompiler) as error:
+    print(f"uopattn.run: {error}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,196 @@
+"""What is asked of an attention: the arguments of `uopattn.attention`, checked."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tinygrad import Tensor, UOp, dtypes
+from tinygrad.dtype import DType
+
+from uopattn.block_mask import BlockMask
+
+DTYPES = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
+BACKENDS = ("auto", "kernel", "reference")
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+  """Shapes, type and flags; hashable, no tensors.
+
+  q is (B, Hq, M, Dk), k (B, Hkv, N, Dk), v (B, Hkv, N, Dv).
+
+  Attributes:
+    scale: factor on q.k.
+    q_start: position of the first query; None where it is not known before the kernel runs.
+    extras: names of the arguments in use beyond is_causal, q_start, scale, enable_gqa and return_lse.
+  """
+
+  B: int
+  Hq: int
+  Hkv: int
+  M: int
+  N: int
+  Dk: int
+  Dv: int
+  dtype: DType
+  scale: float
+  is_causal: bool = False
+  q_start: int | None = 0
+  return_lse: bool = False
+  extras: tuple[str, ...] = ()
+
+  @property
+  def flops(self) -> int:
+    """Floating-point operations of the two products, over the pairs of query and key that see each other."""
+    pairs = self.M * self.N
+    if self.is_causal and self.q_start is not None:
+      pairs = sum(min(max(i + self.q_start + 1, 0), self.N) for i in range(self.M))
+    return 2 * self.B * self.Hq * pairs * (self.Dk + self.Dv)
+
+
+@dataclass(frozen=True, eq=False)
+class Extras:
+  """The arguments that are tensors, functions or rarely used; see `uopattn.attention` for their meaning."""
+
+  attn_mask: Tensor | None = None
+  dropout_p: float = 0.0
+  window: tuple[int | None, int | None] | None = None
+  softcap: float | None = None
+  q_start: "int | UOp | Tensor" = 0
+  kv_lengths: Tensor | None = None
+  sinks: Tensor | None = None
+  score_mod: Callable[..., Any] | None = None
+  mask_mod: Callable[..., Any] | None = None
+  aux: tuple[Tensor, ...] = field(default=())
+  block_mask: BlockMask | None = None
+
+  def in_use(self) -> tuple[str, ...]:
+    """The names of those that change the result, q_start apart."""
+    names = ("attn_mask", "window", "softcap", "kv_lengths", "sinks", "score_mod", "mask_mod", "block_mask")
+    used = [name for name in names if getattr(self, name) is not None]
+    return tuple(used) + (("dropout_p",) if self.dropout_p > 0 and Tensor.training else ())
+
+
+def make_spec(
+  q: Tensor,
+  k: Tensor,
+  v: Tensor,
+  extras: Extras,
+  *,
+  is_causal: bool = False,
+  scale: float | None = None,
+  enable_gqa: bool = False,
+  return_lse: bool = False,
+) -> AttentionSpec:
+  """Checks every argument; q, k and v have four dimensions by now.
+
+  Raises:
+    TypeError: an argument is of the wrong type or dtype.
+    ValueError: an argument's value or shape does not fit.
+  """
+  _check_dtypes(q, k, v)
+  (B, Hq, M, Dk), (_, Hkv, N, _), Dv = q.shape, k.shape, v.shape[3]
+  for name, x in (("q", q), ("k", k), ("v", v)):
+    if not all(isinstance(size, int) and size > 0 for size in x.shape):
+      raise ValueError(f"{name} has shape {x.shape}; every size must be a known int >= 1")
+    if x.device != q.device:
+      raise ValueError(f"{name} is on {x.device}, q is on {q.device}; all must be on one device")
+  if (k.shape[0], k.shape[3]) != (B, Dk):
+    raise ValueError(f"k has shape {k.shape}, q has {q.shape}; k must be ({B}, Hkv, N, {Dk})")
+  if v.shape[:3] != (B, Hkv, N):
+    raise ValueError(f"v has shape {v.shape}, k has {k.shape}; v must be ({B}, {Hkv}, {N}, Dv)")
+  if Hq != Hkv and not enable_gqa:
+    raise ValueError(f"q has {Hq} heads, k has {Hkv}; they must be equal unless enable_gqa=True")
+  if Hq % Hkv:
+    raise ValueError(f"q has {Hq} heads, k has {Hkv}; with enable_gqa=True the first must be a multiple of the second")
+  scale = Dk**-0.5 if scale is None else _number("scale", scale)
+  _check_extras(extras, B, Hq, M, N, q.device)
+  q_start = extras.q_start if isinstance(extras.q_start, int) else None
+  return AttentionSpec(B, Hq, Hkv, M, N, Dk, Dv, q.dtype, scale, bool(is_causal), q_start, return_lse, extras.in_use())
+
+
+def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
+  for name, x in (("q", q), ("k", k), ("v", v)):
+    if x.dtype not in DTYPES:
+      raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; accepted are {', '.join(map(dtype_name, DTYPES))}")
+    if x.dtype != q.dtype:
+      raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}, q has {dtype_name(q.dtype)}; they must be the same")
+
+
+def _check_extras(e: Extras, B: int, Hq: int, M: int, N: int, device: object) -> None:
+  _check_mask(e.attn_mask, (B, Hq, M, N))
+  if not 0 <= _number("dropout_p", e.dropout_p) < 1:
+    raise ValueError(f"dropout_p is {e.dropout_p}; it must be in [0, 1)")
+  if e.window is not None:
+    _check_window(e.window)
+  if e.softcap is not None and _number("softcap", e.softcap) <= 0:
+    raise ValueError(f"softcap is {e.softcap}; it must be greater than 0")
+  if isinstance(e.q_start, Tensor):
+    _check_tensor("q_start", e.q_start, (B,), dtypes.ints, "an integer dtype")
+  elif isinstance(e.q_start, bool) or not isinstance(e.q_start, (int, UOp)):
+    raise TypeError(f"q_start is {e.q_start!r}; accepted are an int, a bound Variable and a ({B},) integer Tensor")
+  if e.kv_lengths is not None:
+    _check_tensor("kv_lengths", e.kv_lengths, (B,), dtypes.ints, "an integer dtype")
+  if e.sinks is not None:
+    _check_tensor("sinks", e.sinks, (Hq,), dtypes.floats, "a float dtype")
+  for name in ("score_mod", "mask_mod"):
+    if (mod := getattr(e, name)) is not None and not callable(mod):
+      raise TypeError(f"{name} is {mod!r}; it must be a function or None")
+  if not isinstance(e.aux, tuple) or not all(isinstance(x, Tensor) for x in e.aux):
+    raise TypeError(f"aux is {e.aux!r}; it must be a tuple of Tensors")
+  if e.aux and e.score_mod is None and e.mask_mod is None:
+    raise ValueError(f"aux holds {len(e.aux)} Tensors, but there is no score_mod or mask_mod to read them")
+  if e.block_mask is not None:
+    if not isinstance(e.block_mask, BlockMask):
+      raise TypeError(f"block_mask is {e.block_mask!r}; it must be a uopattn.BlockMask or None")
+    e.block_mask.check(B, Hq, M, N)
+  for name, x in (
+    *((n, getattr(e, n)) for n in ("attn_mask", "kv_lengths", "sinks", "q_start")),
+    *(("aux", x) for x in e.aux),
+  ):
+    if isinstance(x, Tensor) and x.device != device:
+      raise ValueError(f"{name} is on {x.device}, q is on {device}; all must be on one device")
+
+
+def _check_mask(mask: Tensor | None, scores: tuple[int, ...]) -> None:
+  if mask is None:
+    return
+  if not isinstance(mask, Tensor):
+    raise TypeError(f"attn_mask is {type(mask).__name__}; it must be a Tensor or None")
+  if mask.dtype != dtypes.bool and not dtypes.is_float(mask.dtype):
+    raise TypeError(
+      f"attn_mask has dtype {dtype_name(mask.dtype)}; accepted are bool (True: seen) and the float dtypes (added)"
+    )
+  fits = mask.ndim <= 4 and all(have in (1, want) for have, want in zip(mask.shape[::-1], scores[::-1], strict=False))
+  if not fits:
+    raise ValueError(f"attn_mask has shape {mask.shape}; it must broadcast to (B, Hq, M, N) = {scores}")
+
+
+def _check_window(window: object) -> None:
+  if not isinstance(window, tuple) or len(window) != 2:
+    raise TypeError(f"window is {window!r}; it must be (left, right), each an int or None, or None")
+  for side in window:
+    if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
+      raise TypeError(f"window is {window!r}; its sides must be ints or None")
+
+
+def _check_tensor(name: str, x: object, shape: tuple[int, ...], accepted: tuple[DType, ...], what: str) -> None:
+  if not isinstance(x, Tensor) or x.dtype not in accepted:
+    given = f"has dtype {dtype_name(x.dtype)}" if isinstance(x, Tensor) else f"is {x!r}"
+    raise TypeError(f"{name} {given}; it must be a Tensor of {what}")
+  if x.shape != shape:
+    raise ValueError(f"{name} has shape {x.shape}; it must be {shape}")
+
+
+def _number(name: str, value: object) -> float:
+  if isinstance(value, bool) or not isinstance(value, (int, float)):
+    raise TypeError(f"{name} is {value!r}; it must be a number")
+  if not math.isfinite(value):
+    raise ValueError(f"{name} is {value}; it must be finite")
+  return float(value)
+
+
+def dtype_name(dtype: DType) -> str:
+  """ "half" for dtypes.half."""
+  return str(dtype).removeprefix("dtypes.")

@@ -1,0 +1,50 @@
+"""The machine that a kernel is written for."""
+
+from dataclasses import dataclass
+
+from tinygrad import Device
+from tinygrad.renderer.cstyle import ClangRenderer
+
+from uopattn.toolchain import PLAIN, VectorUnit, find_clang, vector_unit
+
+DEVICES = ("CPU", "AMD", "NV", "CUDA", "CL", "METAL", "QCOM", "WEBGPU", "PYTHON")
+
+
+@dataclass(frozen=True)
+class Target:
+  """A device and its architecture, in tinygrad's spelling.
+
+  Attributes:
+    device: "CPU", "AMD", "CUDA", ...
+    arch: "x86_64,native", "gfx1100", "sm_90", ...
+    vector: what a CPU's compiler vectorises with.
+  """
+
+  device: str
+  arch: str
+  vector: VectorUnit = PLAIN
+
+  def __str__(self) -> str:
+    vector = (
+      f": {self.vector.registers} vector registers of {self.vector.lanes} float32" if self.device == "CPU" else ""
+    )
+    return f"{self.device} {self.arch}{vector}"
+
+  @classmethod
+  def of(cls, device: str) -> "Target":
+    """The target of a tinygrad device such as "CPU" or "CUDA:1".
+
+    Raises:
+      ValueError: the device is none that tinygrad computes on.
+      NoCompiler: the device is a CPU and there is no clang.
+    """
+    kind = device.split(":")[0].upper()
+    if kind not in DEVICES:
+      raise ValueError(f"device {device!r} is unknown; accepted are {', '.join(DEVICES)}")
+    if kind == "CPU":
+      find_clang()
+    renderer = Device[device].renderer
+    arch = renderer.target.arch
+    if not isinstance(renderer, ClangRenderer):
+      return cls(kind, arch)
+    return cls(kind, arch, vector_unit(arch.split(",")[0], tuple(renderer.compiler.args)))

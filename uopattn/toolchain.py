@@ -1,0 +1,111 @@
+"""The C compiler that tinygrad needs on a CPU, and what it vectorises with."""
+
+import contextlib
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class NoCompiler(RuntimeError):
+  """No clang was found, or the one that was named cannot compile."""
+
+
+def find_clang() -> str:
+  """The clang to use: `CC`, else `clang` or the newest `clang-NN` on PATH, else the one of this Python environment.
+
+  Raises:
+    NoCompiler: there is none; the message names the three ways to get one.
+  """
+  if cc := os.environ.get("CC"):
+    if shutil.which(cc) is None:
+      raise NoCompiler(f"CC={cc!r} is not a program; CC takes the name or path of a clang, without arguments")
+    return cc
+  found = shutil.which("clang") or _newest_on_path() or shutil.which("clang", path=str(Path(sys.prefix) / "bin"))
+  if found is None:
+    raise NoCompiler(
+      "no clang was found, and tinygrad compiles its CPU kernels with one. Any of these gives one: "
+      "pip install 'uopattn[clang]' (x86-64 Linux); the system's package, for example apt-get install clang; "
+      "or CC=/path/to/clang for one that is installed elsewhere"
+    )
+  return found
+
+
+def _newest_on_path() -> str | None:
+  versions: dict[int, str] = {}
+  for folder in os.environ.get("PATH", os.defpath).split(os.pathsep):
+    try:
+      names = os.listdir(folder or ".")
+    except OSError:
+      continue
+    for name in names:
+      if (match := re.fullmatch(r"clang-(\d+)", name)) and (path := shutil.which(name, path=folder)):
+        versions.setdefault(int(match[1]), path)
+  return versions[max(versions)] if versions else None
+
+
+def provide_clang() -> None:
+  """Names the clang to tinygrad through `CC`, where tinygrad would not find one by itself; does nothing otherwise."""
+  if "CC" in os.environ or shutil.which("clang"):
+    return
+  with contextlib.suppress(NoCompiler):  # whoever needs one asks find_clang, and gets the message
+    os.environ["CC"] = find_clang()
+
+
+@dataclass(frozen=True)
+class VectorUnit:
+  """What a compiler vectorises with: `lanes` float32 in a register, `registers` of them."""
+
+  lanes: int
+  registers: int
+
+
+PLAIN = VectorUnit(lanes=4, registers=16)
+
+_PROBE = """
+void probe(float *restrict a, const float *restrict b) { for (int i = 0; i < 64; i++) a[i] += b[i]; }
+#if defined(__AVX512VL__) || defined(__aarch64__)
+int many_registers;
+#endif
+"""
+
+
+@functools.cache
+def vector_unit(arch: str, flags: tuple[str, ...]) -> VectorUnit:
+  """What clang makes of a plain loop, for `arch` ("x86_64", "arm64", ...) and its machine flags (`-march=native`, ...).
+
+  Asked of the compiler, since flags do not tell: for some AVX-512 machines clang prefers registers of half the width.
+
+  Raises:
+    NoCompiler: the compiler rejects the probe.
+  """
+  command = [
+    find_clang(),
+    "-S",
+    "-x",
+    "c",
+    "-O2",
+    "-ffreestanding",
+    f"--target={arch}-none-unknown-elf",
+    *flags,
+    "-",
+    "-o",
+    "-",
+  ]
+  done = subprocess.run(command, input=_PROBE, capture_output=True, text=True)
+  if done.returncode:
+    raise NoCompiler(
+      f"{command[0]!r} is not a clang that compiles for {arch}: {(done.stderr.strip() or 'no message').splitlines()[0]}"
+    )
+  lanes = 16 if "%zmm" in done.stdout else 8 if "%ymm" in done.stdout else 4
+  return VectorUnit(lanes, 32 if "many_registers" in done.stdout else 16)
+
+
+@functools.cache
+def clang_version() -> str:
+  """The first line that the compiler says of itself."""
+  return subprocess.run([find_clang(), "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]

@@ -1,0 +1,124 @@
+"""The gate: is this output attention, as exactly as its type allows?"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from tinygrad import Tensor
+from tinygrad.dtype import DType
+
+from uopattn.oracle import PRECISIONS, Array, oracle
+
+FLOOR = 4  # unit roundoffs that any output is allowed, however exact the naive computation happens to be
+
+
+@dataclass(frozen=True)
+class Report:
+  """How far an output is from the oracle, and how far it may be.
+
+  Attributes:
+    name: what was measured, "output" or "lse".
+    mse: mean squared error.
+    relative: root of mse over the root mean square of the oracle; `relative_bound` is what is allowed.
+    largest: largest absolute error; `largest_bound` is what is allowed.
+    wrong: elements that are NaN, or infinite where the oracle is not (or the reverse).
+    worst: index of the element with the largest error, or of the first wrong one.
+  """
+
+  name: str
+  mse: float
+  relative: float
+  relative_bound: float
+  largest: float
+  largest_bound: float
+  wrong: int
+  worst: tuple[int, ...]
+
+  @property
+  def correct(self) -> bool:
+    return self.wrong == 0 and self.relative <= self.relative_bound and self.largest <= self.largest_bound
+
+  def __str__(self) -> str:
+    text = (
+      f"{self.name}: mean squared error {self.mse:.3g}, relative error {self.relative:.3g} "
+      f"(bound {self.relative_bound:.3g}), largest error {self.largest:.3g} (bound {self.largest_bound:.3g})"
+    )
+    return text + (f", {self.wrong} elements NaN or infinite" if self.wrong else "")
+
+  def record(self) -> dict[str, Any]:
+    """For JSON."""
+    return asdict(self) | {"correct": self.correct}
+
+
+def compare(name: str, got: Array, exact: Array, naive: Array, unit: float) -> Report:
+  """Measures `got` against the oracle's `exact`.
+
+  The bounds are twice the error of the naive computation in the same type, plus FLOOR unit roundoffs. NaN never passes;
+  infinities must be where the oracle has them.
+
+  Args:
+    got, exact, naive: of one shape; any float type.
+    unit: unit roundoff of the type of `got`.
+
+  Raises:
+    ValueError: the shapes differ.
+  """
+  if not got.shape == exact.shape == naive.shape:
+    raise ValueError(f"{name} has shape {got.shape}, the oracle {exact.shape}, the naive computation {naive.shape}")
+  got, naive = got.astype(np.float64), naive.astype(np.float64)
+  same_infinity = np.isinf(exact) & (got == exact)
+  wrong = ~np.isfinite(got) & ~same_infinity | np.isinf(exact) & ~same_infinity
+  measured = np.isfinite(exact) & ~wrong
+  error = np.zeros(exact.shape)
+  np.subtract(got, exact, out=error, where=measured)
+  naive_error = np.zeros(exact.shape)
+  np.subtract(naive, exact, out=naive_error, where=measured & np.isfinite(naive))
+  values = np.where(measured, exact, 0.0)
+  rms = _rms(values) or 1.0  # an oracle that is all 0 is measured absolutely
+  relative, largest = _rms(error) / rms, float(np.abs(error).max(initial=0))
+  worst = np.argmax(wrong) if wrong.any() else np.argmax(np.abs(error))
+  return Report(
+    name,
+    mse=_rms(error) ** 2,
+    relative=relative,
+    relative_bound=2 * _rms(naive_error) / rms + FLOOR * unit,
+    largest=largest,
+    largest_bound=2 * float(np.abs(naive_error).max(initial=0)) + FLOOR * unit * float(np.abs(values).max(initial=0)),
+    wrong=int(wrong.sum()),
+    worst=tuple(int(x) for x in np.unravel_index(worst, exact.shape)),
+  )
+
+
+def _rms(x: Array) -> float:
+  return float(np.sqrt(np.mean(np.square(x)))) if x.size else 0.0
+
+
+def verify(
+  q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None, *, progress: bool = False, **options: Any
+) -> list[Report]:
+  """Reports on an output, and on its LSE if there is one.
+
+  Args:
+    q, k, v, out: as `uopattn.attention` takes and gives them, four dimensions.
+    lse: (B, Hq, M) float32.
+    progress: show a progress bar.
+    options: what `uopattn.oracle.oracle` takes.
+  """
+  arrays = [numpy(x) for x in (q, k, v)]
+  precision = PRECISIONS[q.dtype]
+  exact, exact_lse = oracle(*arrays, progress=progress, **options)
+  naive, naive_lse = oracle(*arrays, precision=precision, progress=progress, **options)
+  reports = [compare("output", numpy(out), exact, naive, precision.unit)]
+  if lse is not None:
+    if lse.dtype != q.dtype:  # the LSE is float32 whatever q is, and so is the arithmetic behind it
+      _, naive_lse = oracle(*arrays, precision=PRECISIONS[lse.dtype], progress=progress, **options)
+    reports.append(compare("lse", numpy(lse), exact_lse, naive_lse, PRECISIONS[lse.dtype].unit))
+  return reports
+
+
+def numpy(x: Tensor) -> Array:
+  """The values as numpy has them: bfloat16, which numpy lacks, as float32."""
+  return x.numpy() if x.dtype in _NUMPY_FLOATS else x.float().numpy()
+
+
+_NUMPY_FLOATS: tuple[DType, ...] = tuple(d for d in PRECISIONS if d.fmt in ("e", "f", "d"))
