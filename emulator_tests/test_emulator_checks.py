@@ -3,11 +3,15 @@
 import numpy as np
 import pytest
 from emulator_kernels import groups, kernel, launch, lds, loop, reg, threads
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tinygrad import Context, Tensor, UOp, dtypes
 from tinygrad.uop.ops import Ops
 
 import uopattn.emulator as emulator
 from uopattn.dsl import instructions as ins
+from uopattn.emulator.lanes import Run, Shape
+from uopattn.emulator.memory import LDS
 
 T = 64  # threads: two waves of 32
 X = np.random.default_rng(0).standard_normal(T).astype(np.float32)
@@ -131,6 +135,67 @@ def test_loop_needs_a_barrier_at_its_end():
   outcomes = emulator.delete_each_barrier(on_emulator(rotate, X))
   assert [type(o.caught) for o in outcomes] == [emulator.Race, emulator.Race]
   assert "another wave read" in str(outcomes[1].caught)
+
+
+def brute_force(plan, values):
+  """Whether a plan of LDS accesses races, decided access by access from the definition."""
+  content: dict[int, float] = {}
+  events: list[tuple[int, str, int]] = []  # (address, kind, wave) since the last barrier
+  for kind, addresses in plan:
+    if kind == "barrier":
+      events = []
+      continue
+    accesses = [(int(address), lane // 32, values[lane]) for lane, address in enumerate(addresses)]
+    for address, wave, value in accesses:
+      for other, what, by in events:
+        if other != address or by == wave or (what == kind == "load"):
+          continue
+        if what == kind == "store" and content[address] == value:
+          continue
+        return True
+    if kind == "store":
+      stored: dict[int, float] = {}
+      for address, _, value in accesses:
+        if stored.setdefault(address, value) != value:
+          return True
+      content |= stored
+    events += [(address, kind, wave) for address, wave, _ in accesses]
+  return False
+
+
+ADDRESSES = {
+  "own": np.arange(T),
+  "wave": np.arange(T) ^ 31,
+  "other": T - 1 - np.arange(T),
+  "shared": np.arange(T) // 2,
+  "one": np.zeros(T, int),
+}
+ACCESS = st.one_of(
+  st.just(("barrier", None)),
+  st.tuples(st.sampled_from(["load", "store"]), st.sampled_from(sorted(ADDRESSES))),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(ACCESS, max_size=7), st.booleans())
+def test_races_are_found_exactly(plan, all_equal):
+  """Random accesses by two waves against a brute-force reading of the definition."""
+  values = np.zeros(T, np.float32) if all_equal else np.arange(T, dtype=np.float32)
+  steps = [("store", "own"), ("barrier", None), *plan]
+  run = Run("random", "gfx1100", Shape(1, T, 32), (T, 1, 1), True, None)
+  memory, u = LDS(run, "LDS", 4 * T, 4), UOp.const(0)
+  races = False
+  try:
+    for kind, where in steps:
+      if kind == "barrier":
+        memory.barrier(None)
+      elif kind == "store":
+        memory.store(u, ADDRESSES[where], dtypes.float, [values])
+      else:
+        memory.load(u, ADDRESSES[where], dtypes.float, 1)
+  except emulator.Race:
+    races = True
+  assert races == brute_force([(kind, ADDRESSES.get(where)) for kind, where in steps], values)
 
 
 # ** bounds **

@@ -13,7 +13,7 @@ from tinygrad.renderer.cstyle import CUDARenderer, HIPRenderer
 from tinygrad.uop.ops import AxisType
 
 import uopattn.emulator as emulator
-from uopattn.emulator.banks import conflict_cycles
+from uopattn.emulator.banks import Banks
 from uopattn.emulator.launch import BATCH_LANES
 
 X = np.random.default_rng(0).standard_normal(64).astype(np.float32)
@@ -130,7 +130,28 @@ def test_counts_of_a_small_kernel(arch):
 )
 def test_bank_model(stride, width, cycles):
   lane = np.arange(32)
-  assert conflict_cycles(lane * stride, width, np.zeros(32, int), lane) == cycles
+  for read in (False, True):
+    assert Banks.of("gfx1100").extra_cycles(lane * stride, width, np.zeros(32, int), lane, read) == cycles
+
+
+def test_banks_of_cdna():
+  """A wave of 64 reads 16 bytes from each of 16 rows of 128 bytes, four neighbouring chunks of a row going to lanes l,
+  l + 16, l + 32 and l + 48, as matrix fragments do; chunks are XORed with the row."""
+  lane, wave = np.arange(64), np.zeros(64, int)
+  row, chunk = lane % 16, lane // 16
+  swizzled = row * 128 + (chunk ^ (row % 8)) * 16
+  plain = row * 128 + chunk * 16
+  mi300, mi355 = Banks.of("gfx942"), Banks.of("gfx950")
+  assert (mi300.count, mi355.count) == (32, 64)
+  for banks, phases in ((mi300, 8), (mi355, 4)):
+    for read in (False, True):
+      assert len(np.unique(banks.phase(lane, 16, read))) == phases
+  groups = [set(np.flatnonzero(mi300.phase(lane, 16, True) == i).tolist()) for i in range(4)]
+  assert groups[0] == {0, 1, 2, 3, 20, 21, 22, 23}
+  assert groups[3] == {12, 13, 14, 15, 24, 25, 26, 27}
+  assert mi300.extra_cycles(plain, 16, wave, lane, True) > mi300.extra_cycles(swizzled, 16, wave, lane, True)
+  assert mi300.extra_cycles(lane * 16, 16, wave, lane, False) == 0
+  assert mi355.extra_cycles(lane * 256, 4, wave, lane, True) == 63  # one of 64 banks
 
 
 def test_profiles_nest_and_end():

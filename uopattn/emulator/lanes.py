@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from tinygrad.uop.ops import Ops, UOp
 
+from .banks import Banks
 from .counters import Counters
 from .describe import describe
 from .errors import KernelError
@@ -61,8 +62,11 @@ class Shape:
 class Run:
   """One batch of workgroups executing one kernel."""
 
-  def __init__(self, kernel: str, shape: Shape, local_size: tuple[int, ...], check: bool, counters: Counters | None):
+  def __init__(
+    self, kernel: str, arch: str, shape: Shape, local_size: tuple[int, ...], check: bool, counters: Counters | None
+  ):
     self.kernel, self.shape, self.check, self.counters = kernel, shape, check, counters
+    self.banks = Banks.of(arch)
     self.all_lanes = np.arange(shape.lanes)
     self.group = self.all_lanes // shape.threads
     self.thread = self.all_lanes % shape.threads

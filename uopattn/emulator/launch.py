@@ -47,7 +47,7 @@ def launch(
   with np.errstate(all="ignore"):  # infinities and wrapped integers are what the hardware gives too
     for first in range(0, groups, batch):
       shape = Shape(min(batch, groups - first), threads, wave_size(program.arch))
-      run = Run(program.name, shape, tuple(local_size), checking(), count)
+      run = Run(program.name, program.arch, shape, tuple(local_size), checking(), count)
       run.place(first, tuple(global_size), tuple(arguments))
       _fill(program, run, data)
       execute(program.steps, run)

@@ -13,7 +13,6 @@ from tinygrad.dtype import DType
 from tinygrad.uop.ops import UOp
 
 from .alu import storage
-from .banks import conflict_cycles
 from .errors import KernelError, OutOfBounds, Race, Unwritten
 from .lanes import Run
 
@@ -126,7 +125,8 @@ class LDS(Memory):
     self.bounds(u, verb, index, count, dtype.itemsize, lanes)
     if (counters := self.run.counters) is not None:
       wave, lane = self.run.wave[lanes], self.run.lane_in_wave[lanes]
-      counters.bank_conflicts += conflict_cycles(index * dtype.itemsize, count * dtype.itemsize, wave, lane)
+      address, width, read = index * dtype.itemsize, count * dtype.itemsize, verb == "reads"
+      counters.bank_conflicts += self.run.banks.extra_cycles(address, width, wave, lane, read)
     return index + self.run.group[lanes] * (self.stride // dtype.itemsize)
 
   def granules(self, index: np.ndarray, dtype: DType, count: int) -> np.ndarray:
