@@ -198,6 +198,18 @@ def test_races_are_found_exactly(plan, all_equal):
   assert races == brute_force([(kind, ADDRESSES.get(where)) for kind, where in steps], values)
 
 
+def test_a_barrier_orders_its_own_workgroup_only():
+  run = Run("two groups", "gfx1100", Shape(2, T, 32), (T, 1, 1), True, None)
+  memory, u, lane = LDS(run, "LDS", 4 * T, 4), UOp.const(0), np.tile(np.arange(T), 2)
+  memory.store(u, lane, dtypes.float, [np.zeros(2 * T, np.float32)])
+  memory.barrier(np.array([False, True]))
+  run.mask = run.group == 1
+  memory.load(u, T - 1 - lane, dtypes.float, 1)
+  run.mask = run.group == 0
+  with pytest.raises(emulator.Race, match="workgroup 0"):
+    memory.load(u, T - 1 - lane, dtypes.float, 1)
+
+
 # ** bounds **
 
 

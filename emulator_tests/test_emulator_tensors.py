@@ -183,6 +183,15 @@ def test_bfloat16_rounding(x):
   assert got == want
 
 
+def test_ties_go_to_even():
+  ulp = 2.0**-7
+  x = np.array([1 + ulp / 2, 1 + 3 * ulp / 2, -1 - ulp / 2, 1 + ulp / 2 + 2.0**-20], np.float32)
+  got = alu.decode(alu.encode(x, dtypes.bfloat16), dtypes.bfloat16)
+  np.testing.assert_array_equal(got, [1, 1 + 2 * ulp, -1, 1 + ulp])
+  x = np.array([17, 19, 17.5], np.float32)  # e4m3 steps by 2 there
+  np.testing.assert_array_equal(alu.decode(alu.encode(x, dtypes.fp8e4m3), dtypes.fp8e4m3), [16, 20, 18])
+
+
 @pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 4)])
 def test_agrees_with_tinygrads_own_emulator(shape):
   x = RNG.standard_normal(shape).astype(np.float32)
