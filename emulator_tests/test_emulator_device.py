@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from emulator_kernels import ARCHES, groups, kernel, launch, lds, threads
 from tinygrad import Context, Tensor, UOp, dtypes
+from tinygrad.codegen import full_rewrite_to_sink
 from tinygrad.device import Device
 from tinygrad.renderer.cstyle import CUDARenderer, HIPRenderer
 from tinygrad.uop.ops import AxisType
@@ -54,6 +55,15 @@ def test_lowers_as_the_target(arch):
   assert renderer.target.arch == arch
   own = {name for name in vars(type(renderer)) if not name.startswith("_")}
   assert own <= {"render", "compiler"}
+  plain = real(renderer.target, True)
+
+  def body(o, x):
+    t, s = threads(64), lds(0, 64)
+    s = s.after(UOp.barrier(s[t].store((x[t].load() * 3).exp2().maximum(0.5))))
+    return kernel("same", [o[t.valid(t < 60)].store(s[63 - t].load().cast(dtypes.bfloat16).cast(dtypes.float))], t)
+
+  sink = body(*(UOp.placeholder((64,), dtypes.float, slot) for slot in range(2)))
+  assert full_rewrite_to_sink(sink, renderer) is full_rewrite_to_sink(sink, plain)
 
 
 def test_unknown_target():

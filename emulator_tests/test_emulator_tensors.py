@@ -82,6 +82,28 @@ def test_movement_and_indexing(emu):
   np.testing.assert_array_equal((x > 0).where(x, -1).numpy(), np.where(X > 0, X, -1).astype(np.float32))
 
 
+def test_whole_networks(emu):
+  """Attention with its gradients, a convolution, a normalisation and a sort, against the CPU."""
+  rng = np.random.default_rng(5)
+  qkv = rng.standard_normal((3, 2, 4, 24, 16)).astype(np.float32)
+  image, weight = rng.standard_normal((2, 3, 12, 12)), rng.standard_normal((5, 3, 3, 3))
+
+  def program(device):
+    q, k, v = (Tensor(x, device=device) for x in qkv)
+    out = q.scaled_dot_product_attention(k, v, is_causal=True)
+    assert isinstance(out, Tensor)
+    results = [out, *out.square().sum().gradient(q, k, v)]
+    i, w = (Tensor(x.astype(np.float32), device=device) for x in (image, weight))
+    results += [i.conv2d(w, padding=1).relu().max_pool2d(), q.layernorm(), q.flatten().sort()[0]]
+    results += [q.cast(dtypes.double).exp().sum(-1), q.cast(dtypes.half).softmax(-1).cast(dtypes.float)]
+    return [x.numpy() for x in results]
+
+  with Context(DEV="CPU"):
+    wanted = program("CPU")
+  for got, want in zip(program("EMU"), wanted, strict=True):
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=5e-4)
+
+
 def test_random_numbers(emu):
   Tensor.manual_seed(7)
   x = Tensor.randn(20000, device="EMU").numpy()
