@@ -40,3 +40,14 @@ def launch(fxn, out, *ins, arch="gfx1100"):
     sources = [Tensor(x, device="EMU").realize() for x in ins]
     result = Tensor(np.zeros_like(out), device="EMU").realize()
     return Tensor.custom_kernel(result, *sources, fxn=fxn)[0].realize().numpy()
+
+
+def on_emulator(fxn, *sources, size=64, arch="gfx1100"):
+  """A function that launches `fxn` on the emulator and returns its output as a tensor."""
+
+  def run():
+    with Context(DEV=f"EMU::{arch}"):
+      inputs = [Tensor(x, device="EMU").realize() for x in sources]
+      return Tensor.custom_kernel(Tensor.empty(size, device="EMU"), *inputs, fxn=fxn)[0].realize()
+
+  return run
