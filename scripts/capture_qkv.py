@@ -1,0 +1,68 @@
+"""Saves the q, k and v that one layer of SmolLM2-135M computes for a text, as a safetensors file.
+
+The file holds q (1, 9, M, 64), k (1, 3, M, 64) and v (1, 3, M, 64) for the text's M tokens, q and k with their rotary
+positions applied: the very arguments of the layer's causal attention. Exit status 2 where nothing could be saved.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from smollm import load
+from tinygrad import Tensor, dtypes
+from tinygrad.nn.state import safe_save
+
+DTYPES = {"float32": dtypes.float32, "float16": dtypes.float16, "bfloat16": dtypes.bfloat16}
+
+
+def argument_parser() -> argparse.ArgumentParser:
+  parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+  parser.add_argument("text", help="the text to run through the model, or - for standard input")
+  parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the safetensors file to write")
+  parser.add_argument("--layer", type=int, default=0, help="the layer, from 0 (default: %(default)s)")
+  parser.add_argument("--dtype", choices=DTYPES, default="float32", help="the dtype to save (default: %(default)s)")
+  return parser
+
+
+def read_text(argument: str) -> str:
+  """Returns `argument`, or standard input where it is -; raises ValueError where that is not UTF-8."""
+  return (sys.stdin.buffer.read() if argument == "-" else os.fsencode(argument)).decode()
+
+
+def check_writable(output: Path) -> None:
+  """Raises ValueError where `output` cannot be written; asked first, as loading the model takes seconds."""
+  if output.exists() and not output.is_file():  # safe_save would delete a device file such as /dev/null
+    raise ValueError(f"{output} is not a regular file")
+  if not os.access(output.parent, os.W_OK | os.X_OK):
+    raise ValueError(f"cannot write to the folder {output.parent}")
+
+
+def capture(text: str, layer: int, dtype: str, output: Path) -> int:
+  """Writes the file and returns the number of tokens.
+
+  Raises ValueError where the text is empty or too long, the layer does not exist or `output` cannot be written,
+  RuntimeError where the model cannot be downloaded.
+  """
+  if not text:
+    raise ValueError("the text is empty")
+  check_writable(output)
+  model = load()
+  tokens = model.tokenizer.encode(text).ids
+  q, k, v = (x.cast(DTYPES[dtype]) for x in model.qkv(Tensor([tokens]), layer))
+  safe_save({"q": q, "k": k, "v": v}, str(output))
+  return len(tokens)
+
+
+def main() -> None:
+  parser = argument_parser()
+  arguments = parser.parse_args()
+  try:
+    tokens = capture(read_text(arguments.text), arguments.layer, arguments.dtype, arguments.output)
+  except (OSError, RuntimeError, ValueError) as error:
+    parser.exit(2, f"{parser.prog}: {error}\n")
+  print(f"saved q, k, v of layer {arguments.layer}, {tokens} tokens, {arguments.dtype}, to {arguments.output}")
+
+
+if __name__ == "__main__":
+  main()
