@@ -294,6 +294,8 @@ def test_checks_can_be_switched_off(monkeypatch):
     launch(unwritten, X, X)
   monkeypatch.setenv("EMU_CHECK", "0")
   np.testing.assert_array_equal(launch(unwritten, X, X), X)
+  with pytest.raises(RuntimeError, match="checks are off"):
+    emulator.delete_each_barrier(on_emulator(unwritten, X))
 
 
 def test_too_much_lds_and_too_many_threads():

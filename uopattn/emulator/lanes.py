@@ -105,7 +105,7 @@ class Run:
       text += f"; {self.name_lanes(lanes)}"
     text += f"\n  at {describe(u)}"
     if lines := lines_of(self.kernel, u):
-      text += f"\n  built at {', '.join(lines)}"
+      text += f"\n  built at {', '.join(lines[:6])}" + (f" and {len(lines) - 6} more" if len(lines) > 6 else "")
     return kind(text)
 
   def name_lanes(self, lanes: np.ndarray) -> str:

@@ -64,9 +64,13 @@ def delete_each_barrier(run: Callable[[], object], kernel: str | None = None) ->
   """Calls `run` once as it is, then once without each barrier and each cp_async_wait of the kernels it launches.
 
   run: launches kernels on the emulator with fresh outputs, as `lambda: Tensor.custom_kernel(...)[0].realize()` does; it
-  must launch the same kernels each time. kernel: only this one's barriers; None for all. Checks must be on. Raises
-  KernelError if `run` fails as it is.
+  must launch the same kernels each time. kernel: only this one's barriers; None for all. Raises KernelError
+  if `run` fails as it is, and RuntimeError if the checks are off.
   """
+  from .launch import checking
+
+  if not checking():
+    raise RuntimeError("the checks are off (EMU_CHECK=0), so nothing could notice")
   seen: dict[str, Program] = {}
 
   def record(program: "Program") -> "Program":
