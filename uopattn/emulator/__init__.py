@@ -1,1 +1,52 @@
-"""A tinygrad device that executes and checks the UOps of a kernel written for another target."""
+"""A tinygrad device that executes and checks the UOps of a kernel written for another target.
+
+Importing this package makes the device known: `DEV=EMU::gfx1100` (or gfx1151, gfx1201, gfx942, gfx950, sm_80, sm_89,
+sm_90) and `Tensor(..., device="EMU")`. A kernel is lowered exactly as for that target and its UOps run on numpy, with
+every lane's memory accesses checked; EMU_CHECK=0 leaves out all checks but bounds. A mistake raises a `KernelError`.
+
+    with Context(DEV="EMU::gfx1100"):
+      with emulator.located():  # errors name the kernel's Python lines
+        out = Tensor.custom_kernel(o, q, k, v, fxn=kernel)[0]
+      with emulator.profile() as counts:
+        out.realize()
+      print(counts)  # matrix instructions, bytes, bank conflicts, ... of each kernel
+      for outcome in emulator.delete_each_barrier(run):
+        print(outcome)  # what noticed, or that the barrier is redundant
+
+Not modelled: time, caches, the compiler's freedom to reorder, races in global memory, and lanes of one wave that
+run apart (NVIDIA's independent thread scheduling): a wave executes each line as a whole.
+"""
+
+from .counters import Counters, Profile, profile
+from .device import register
+from .errors import (
+  Divergence,
+  KernelError,
+  LaneMismatch,
+  LaunchError,
+  OutOfBounds,
+  Race,
+  UnknownInstruction,
+  Unwritten,
+)
+from .mutate import Outcome, delete_each_barrier
+from .trace import located
+
+register()
+
+__all__ = [
+  "Counters",
+  "Divergence",
+  "KernelError",
+  "LaneMismatch",
+  "LaunchError",
+  "OutOfBounds",
+  "Outcome",
+  "Profile",
+  "Race",
+  "UnknownInstruction",
+  "Unwritten",
+  "delete_each_barrier",
+  "located",
+  "profile",
+]

@@ -1,0 +1,97 @@
+"""tinygrad's own tensor-core matrix product, for every instruction that each target's renderer offers."""
+
+import numpy as np
+import pytest
+from emulator_kernels import ARCHES
+from tinygrad import Context, Tensor, dtypes
+from tinygrad.codegen.opt import tc
+from tinygrad.device import Device
+
+import uopattn.emulator as emulator
+from uopattn.emulator import wmma
+
+FLOAT_ERROR = 2e-5  # float32 sums of 64 products of numbers near 1, against float64
+
+
+def offered(arch):
+  """The renderer's tensor cores, by index, that it has dtypes for."""
+  with Context(DEV=f"EMU::{arch}"):
+    renderer = Device["EMU"].renderer
+  return [
+    (i, core)
+    for i, core in enumerate(renderer.tensor_cores)
+    if {core.dtype_in, core.dtype_out} <= renderer.supported_dtypes()
+  ]
+
+
+CASES = [pytest.param(arch, i, core, id=f"{arch}-{core}") for arch in ARCHES for i, core in offered(arch)]
+
+
+def inputs(dtype, shape, seed):
+  """Values of `dtype` as a tensor and as the float64 numbers they stand for."""
+  rng = np.random.default_rng(seed)
+  if dtype in dtypes.ints:
+    x = rng.integers(-128, 128, shape)
+    return Tensor(x.astype(np.int8), device="EMU"), x.astype(np.float64)
+  tensor = Tensor(rng.standard_normal(shape).astype(np.float32), device="EMU").cast(dtype).realize()
+  return tensor, tensor.cast(dtypes.float).numpy().astype(np.float64)
+
+
+@pytest.mark.parametrize(("arch", "index", "core"), CASES)
+def test_matmul(arch, index, core):
+  n, m, k = 32, 48, 128 if core.dims[2] == 128 else 64
+  with Context(DEV=f"EMU::{arch}", TC_SELECT=index, TC_OPT=2, ALLOW_TF32=1), emulator.profile() as profile:
+    a, a_exact = inputs(core.dtype_in, (m, k), 0)
+    b, b_exact = inputs(core.dtype_in, (k, n), 1)
+    got = a.matmul(b, dtype=core.dtype_out).cast(dtypes.float).numpy()
+  products = [c.matrix for c in profile.kernels.values() if c.matrix]
+  assert products == [m * n * k // np.prod(core.dims)]
+  want = a_exact @ b_exact
+  scale = np.abs(a_exact) @ np.abs(b_exact)  # what an error of one unit in every product would sum to
+  unit = {dtypes.float: 2e-7, dtypes.half: 1e-3, dtypes.bfloat16: 8e-3, dtypes.int: 0}[core.dtype_out]
+  if core.dtype_in == dtypes.float:
+    unit = 2 * 2.0**-10  # tf32 drops 13 bits of each input
+  assert (np.abs(got - want) <= unit * scale).all()
+
+
+def test_every_offered_core_is_tried():
+  tried = {(c.dims, c.dtype_in, c.dtype_out) for arch in ARCHES for _, c in offered(arch)}
+  cores = tc.amd_rdna3 + tc.amd_rdna4 + tc.amd_cdna4 + tc.cuda_sm89
+  assert {(c.dims, c.dtype_in, c.dtype_out) for c in cores} == tried
+
+
+@pytest.mark.parametrize("core", tc.amd_rdna3[:1] + tc.amd_rdna4[:1] + tc.amd_cdna4 + tc.cuda_sm89, ids=str)
+def test_fragments_cover_each_matrix_once(core):
+  n, m, k = core.dims
+  device = "AMD" if n == 16 else "CUDA"
+  frags = wmma.fragments(core.dims, core.dtype_in, device, core.threads, core.elements_per_thread[0])
+  lane, e = np.divmod(np.arange(core.threads * core.elements_per_thread[2]), core.elements_per_thread[2])
+  assert sorted(zip(*(x.tolist() for x in frags.c(lane, e)), strict=True)) == [
+    (i, j) for i in range(m) for j in range(n)
+  ]
+  for layout, which, shape in ((frags.a, 0, (m, k)), (frags.b, 1, (k, n))):
+    count = core.elements_per_thread[which]
+    lane, e = np.divmod(np.arange(core.threads * count), count)
+    places = set(zip(*(x.tolist() for x in layout(lane, e)), strict=True))
+    assert places == {(i, j) for i in range(shape[0]) for j in range(shape[1])}
+    assert core.threads * count == len(places) * (2 if frags.repeated else 1)
+
+
+def test_tf32_ignores_low_bits():
+  with Context(DEV="EMU::sm_80", TC_SELECT=5, TC_OPT=2, ALLOW_TF32=1):
+    x = np.full((16, 8), 1 + 2.0**-11, np.float32)  # half a unit of tf32's last place: cut off, not rounded
+    got = Tensor(x, device="EMU").matmul(Tensor(np.eye(8, dtype=np.float32), device="EMU")).numpy()
+  np.testing.assert_array_equal(got, np.ones((16, 8)))
+
+
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx1201", "gfx942"])
+def test_agrees_with_tinygrads_own_emulator(arch):
+  """On bfloat16, which tinygrad's PYTHON device can hold on every Python."""
+  rng = np.random.default_rng(3)
+  a, b = rng.standard_normal((2, 16, 32)).astype(np.float32)
+  results = []
+  for device in ("PYTHON", "EMU"):
+    with Context(DEV=f"{device}::{arch}"):
+      x, y = (Tensor(v, device=device).cast(dtypes.bfloat16).realize() for v in (a, b))
+      results.append(x.matmul(y.T, dtype=dtypes.float).numpy())
+  np.testing.assert_allclose(results[1], results[0], rtol=1e-5, atol=FLOAT_ERROR)

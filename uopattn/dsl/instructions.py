@@ -1,0 +1,212 @@
+"""Single machine instructions that UOps lack: one name, one meaning, one text for each family of targets.
+
+A word such as `shuffle_xor` becomes an `Ops.CUSTOM` whose text is the family's; a renderer writes it into the kernel,
+and the emulator finds its meaning by that text in `BY_TEXT`. Numbers that must be known when the kernel is compiled (a
+shuffle's offset, a wait's count) are constant operands, so a text never varies.
+
+Families: "hip" for AMD through clang's HIP builtins, "cuda" for NVIDIA through CUDA C++ and inline PTX.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from tinygrad.dtype import AddrSpace, DType, dtypes
+from tinygrad.uop.ops import Ops, UOp
+
+# The register that statements store to. Nothing reads it, and no other buffer may have this slot.
+STATEMENT_SLOT = 1 << 20
+
+
+@dataclass(frozen=True)
+class Instruction:
+  """One instruction. `texts` maps a family to its text, with {0}, {1}, ... for the operands (see str.format).
+
+  A statement works by its effect and has no value. `cross_lane` says that lanes see each other's operands, so that it
+  must run in whole waves and be `Ops.CUSTOM`, never the inlined `Ops.CUSTOMI`.
+  """
+
+  name: str
+  texts: Mapping[str, str]
+  statement: bool = False
+  cross_lane: bool = False
+
+  def text(self, family: str) -> str:
+    """The text for `family`. Raises ValueError if the family has no such instruction."""
+    if family not in self.texts:
+      raise ValueError(f"{self.name} has no {family} instruction; it has {', '.join(self.texts)}")
+    return self.texts[family]
+
+
+def _bits(call: str) -> str:
+  """HIP text for an instruction on 32-bit registers applied to a value of any 32-bit type."""
+  return f"__builtin_bit_cast(__typeof__({{0}}), {call.replace('{0}', '__builtin_bit_cast(int, {0})')})"
+
+
+def _asm(text: str) -> str:
+  """CUDA text for inline PTX as an expression of value 0."""
+  return "[&](){{ " + text + " return 0; }}()"
+
+
+def _float_asm(ptx: str) -> str:
+  return '[&](){{ float y; asm("' + ptx + ' %0, %1;":"=f"(y):"f"({0})); return y; }}()'
+
+
+def _ldmatrix(modifier: str) -> str:
+  return _asm(
+    f'unsigned p[4]; asm volatile("ldmatrix.sync.aligned.m8n8.x4{modifier}.shared.b16 {{{{%0,%1,%2,%3}}}}, [%4];"'
+    ':"=r"(p[0]),"=r"(p[1]),"=r"(p[2]),"=r"(p[3]):"r"((unsigned)__cvta_generic_to_shared({1})):"memory");'
+    " memcpy({0}, p, 16);"
+  )
+
+
+_SHARED = "(unsigned)__cvta_generic_to_shared({0})"
+_LIST = [
+  # value, offset: the value of lane ^ offset. ds_swizzle reaches 32 lanes: and 31, or 0, xor offset.
+  Instruction(
+    "shuffle_xor",
+    {
+      "hip": _bits("__builtin_amdgcn_ds_swizzle({0}, (({1}) << 10) | 31)"),
+      "cuda": "__shfl_xor_sync(0xffffffff, {0}, {1})",
+    },
+    cross_lane=True,
+  ),
+  # value, lane: the value of that lane of the wave
+  Instruction(
+    "shuffle",
+    {
+      "hip": _bits("__builtin_amdgcn_ds_bpermute(({1}) * 4, {0})"),
+      "cuda": "__shfl_sync(0xffffffff, {0}, {1})",
+    },
+    cross_lane=True,
+  ),
+  # value, mask: the value of lane ^ mask within 16 lanes (RDNA)
+  Instruction(
+    "row_xmask",
+    {"hip": _bits("__builtin_amdgcn_update_dpp(0, {0}, 0x160 + ({1}), 0xf, 0xf, true)")},
+    cross_lane=True,
+  ),
+  # value, n: the value of the lane n places lower within 16 lanes, around the end
+  Instruction(
+    "row_ror",
+    {"hip": _bits("__builtin_amdgcn_update_dpp(0, {0}, 0x120 + ({1}), 0xf, 0xf, true)")},
+    cross_lane=True,
+  ),
+  Instruction("fmax", {"hip": "__builtin_fmaxf({0}, {1})", "cuda": "fmaxf({0}, {1})"}),
+  Instruction("exp2", {"hip": "__builtin_amdgcn_exp2f({0})", "cuda": _float_asm("ex2.approx.ftz.f32")}),
+  Instruction("log2", {"hip": "__builtin_amdgcn_logf({0})", "cuda": _float_asm("lg2.approx.ftz.f32")}),
+  Instruction("reciprocal", {"hip": "__builtin_amdgcn_rcpf({0})", "cuda": _float_asm("rcp.approx.ftz.f32")}),
+  # LDS pointer, global pointer: 16 bytes, in the background
+  Instruction(
+    "cp_async",
+    {"cuda": _asm(f'asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"::"r"({_SHARED}),"l"({{1}}):"memory");')},
+    statement=True,
+  ),
+  Instruction("cp_async_commit", {"cuda": _asm('asm volatile("cp.async.commit_group;":::"memory");')}, statement=True),
+  # count: until at most that many groups are under way
+  Instruction(
+    "cp_async_wait", {"cuda": _asm('asm volatile("cp.async.wait_group %0;"::"n"({0}):"memory");')}, statement=True
+  ),
+  # register pointer to 8 16-bit elements, LDS pointer to the row of 8 that this lane names: four 8x8 matrices
+  Instruction("ldmatrix", {"cuda": _ldmatrix("")}, statement=True, cross_lane=True),
+  Instruction("ldmatrix_trans", {"cuda": _ldmatrix(".trans")}, statement=True, cross_lane=True),
+]
+
+INSTRUCTIONS: Mapping[str, Instruction] = MappingProxyType({i.name: i for i in _LIST})
+BY_TEXT: Mapping[str, Instruction] = MappingProxyType({text: i for i in _LIST for text in i.texts.values()})
+
+
+def _value(family: str, name: str, dtype: DType, *operands: UOp) -> UOp:
+  return UOp(Ops.CUSTOM, dtype, src=operands, arg=INSTRUCTIONS[name].text(family))
+
+
+def _statement(family: str, name: str, after: tuple[UOp, ...], *operands: UOp) -> UOp:
+  """A statement that runs after `after` and before whatever is `.after` it.
+
+  tinygrad drops a void CUSTOM; it keeps the store of a value to a register, and keeps its order. The register's address
+  is a last operand that the text does not name: it makes the instruction itself, not only its store, wait for `after`.
+  """
+  register = UOp.placeholder((1,), dtypes.int, slot=STATEMENT_SLOT, addrspace=AddrSpace.REG)
+  return register[0].store(_value(family, name, dtypes.int, *operands, register.after(*after)[0]))
+
+
+def _shuffled(family: str, name: str, value: UOp, lane: UOp | int) -> UOp:
+  if value.dtype.bitsize != 32:
+    raise ValueError(f"{name} moves 32-bit values between lanes, not {value.dtype}; cast or bitcast first")
+  return _value(family, name, value.dtype, value, UOp.const(lane, dtypes.int) if isinstance(lane, int) else lane)
+
+
+def shuffle_xor(family: str, value: UOp, offset: int) -> UOp:
+  """The value (any 32-bit dtype) that lane ^ offset holds; offset in 1..31. Raises ValueError."""
+  if not 0 < offset < 32:
+    raise ValueError(f"shuffle_xor reaches lanes within 32, so 0 < offset < 32, not {offset}; use shuffle beyond that")
+  return _shuffled(family, "shuffle_xor", value, offset)
+
+
+def shuffle(family: str, value: UOp, lane: UOp | int) -> UOp:
+  """The value (any 32-bit dtype) that `lane` (int32) of the same wave holds. Raises ValueError."""
+  return _shuffled(family, "shuffle", value, lane)
+
+
+def row_xmask(family: str, value: UOp, mask: int) -> UOp:
+  """The value that lane ^ mask holds, mask in 1..15: one VALU modifier (DPP), RDNA only. Raises ValueError."""
+  if not 0 < mask < 16:
+    raise ValueError(f"row_xmask permutes rows of 16 lanes, so 0 < mask < 16, not {mask}")
+  return _shuffled(family, "row_xmask", value, mask)
+
+
+def row_ror(family: str, value: UOp, n: int) -> UOp:
+  """The value that the lane n places lower in the row of 16 holds, around the end, n in 1..15: DPP, RDNA and CDNA.
+
+  Source: AMD RDNA3 ISA, "Data Parallel Processing", DPP_ROW_RR. Raises ValueError.
+  """
+  if not 0 < n < 16:
+    raise ValueError(f"row_ror rotates rows of 16 lanes, so 0 < n < 16, not {n}")
+  return _shuffled(family, "row_ror", value, n)
+
+
+def fmax(family: str, a: UOp, b: UOp) -> UOp:
+  """The larger of two float32, or the one that is not NaN, in one instruction (Ops.MAX takes two)."""
+  return _value(family, "fmax", dtypes.float, a, b)
+
+
+def exp2(family: str, x: UOp) -> UOp:
+  """2**x in float32 by the hardware's approximation (2 ulp; denormal results are 0)."""
+  return _value(family, "exp2", dtypes.float, x)
+
+
+def log2(family: str, x: UOp) -> UOp:
+  """log2(x) in float32 by the hardware's approximation (denormal inputs count as 0)."""
+  return _value(family, "log2", dtypes.float, x)
+
+
+def reciprocal(family: str, x: UOp) -> UOp:
+  """1/x in float32 by the hardware's approximation (1 ulp)."""
+  return _value(family, "reciprocal", dtypes.float, x)
+
+
+def cp_async(family: str, to: UOp, source: UOp, *after: UOp) -> UOp:
+  """Starts copying 16 bytes from `source` (INDEX into a global buffer) to `to` (INDEX into LDS), both 16-byte aligned.
+
+  A statement. The copy belongs to the lane's next `cp_async_commit`, and is there after the `cp_async_wait` for it.
+  """
+  return _statement(family, "cp_async", after, to, source)
+
+
+def cp_async_commit(family: str, *after: UOp) -> UOp:
+  """Makes the lane's copies started so far, and not yet committed, one group. A statement."""
+  return _statement(family, "cp_async_commit", after)
+
+
+def cp_async_wait(family: str, count: int, *after: UOp) -> UOp:
+  """Waits until at most `count` of the lane's groups are under way; other lanes' copies need a barrier. A statement."""
+  return _statement(family, "cp_async_wait", after, UOp.const(count, dtypes.int))
+
+
+def ldmatrix(family: str, to: UOp, row: UOp, *after: UOp, trans: bool = False) -> UOp:
+  """Loads four 8x8 matrices of 16-bit elements from LDS: `to` points to 8 registers, `row` to 8 elements in LDS.
+
+  Lane l names row l % 8 of matrix l // 8. It gets elements 2*(l % 4) and the next one of row l // 4 of each matrix, or
+  of column l // 4 with `trans`, two for each matrix in turn. A statement. Source: PTX ISA, "ldmatrix".
+  """
+  return _statement(family, "ldmatrix_trans" if trans else "ldmatrix", after, to, row)

@@ -1,0 +1,175 @@
+"""Storage types, rounding and arithmetic of every tinygrad dtype in numpy.
+
+bfloat16 and fp8 values are kept as their raw bits (uint16, uint8): they decode to float32 exactly, one operation is
+done in float32 and its result is rounded to nearest even. For +, -, *, / and sqrt that equals one correct rounding, as
+float32 has more than twice their significand bits plus two.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from tinygrad.dtype import DType, dtypes
+from tinygrad.uop.ops import Ops
+
+Value = Any  # a numpy array (lanes,), a numpy scalar that all lanes share, or a list of these: a short vector
+Function = Callable[..., Value]
+
+
+@dataclass(frozen=True)
+class Float8:
+  """An 8-bit float format: widths, bias and the largest finite code (OCP 8-bit Floating Point Specification 1.0)."""
+
+  mantissa: int
+  bias: int
+  largest: int
+  has_infinity: bool
+
+
+FLOAT8 = {dtypes.fp8e4m3: Float8(3, 7, 0x7E, False), dtypes.fp8e5m2: Float8(2, 15, 0x7B, True)}
+RAW = {dtypes.bfloat16: np.uint16, dtypes.fp8e4m3: np.uint8, dtypes.fp8e5m2: np.uint8}
+
+
+def storage(dtype: DType) -> np.dtype:
+  """The numpy dtype that holds `dtype`. Raises TypeError for a dtype no GPU program holds (fnuz fp8, weak dtypes)."""
+  if dtype in RAW:
+    return np.dtype(RAW[dtype])
+  if dtype.fmt is None:
+    raise TypeError(f"the emulator does not store {dtype}")
+  return np.dtype(dtype.fmt)
+
+
+@cache
+def _float8_values(dtype: DType) -> np.ndarray:
+  form, codes = FLOAT8[dtype], np.arange(256)
+  exponent, fraction = (codes & 0x7F) >> form.mantissa, codes & ((1 << form.mantissa) - 1)
+  scale = np.exp2(np.maximum(exponent, 1).astype(np.float64) - form.bias - form.mantissa)
+  values = (np.where(exponent > 0, 1 << form.mantissa, 0) + fraction) * scale
+  above = (codes & 0x7F) > form.largest
+  values = np.where(above, np.where(form.has_infinity & (fraction == 0), np.inf, np.nan), values)
+  return np.where(codes & 0x80, -values, values).astype(np.float32)
+
+
+def _encode_float8(x: np.ndarray, dtype: DType, saturate_infinity: bool) -> np.ndarray:
+  """float64 to fp8: nearest even, finite values saturate; infinity too where the target's conversion does so."""
+  form = FLOAT8[dtype]
+  largest = float(_float8_values(dtype)[form.largest])
+  magnitude = np.minimum(np.abs(x), largest)
+  exponent = np.where(magnitude > 0, np.frexp(magnitude)[1] - 1, 1 - form.bias)  # frexp calls zero's exponent 0
+  exponent = np.maximum(exponent, 1 - form.bias)
+  quantum = np.exp2((exponent - form.mantissa).astype(np.float64))
+  steps = np.rint(np.nan_to_num(magnitude) / quantum).astype(np.int64)  # in units of the last place
+  code = np.minimum(steps + ((exponent + form.bias - 1) << form.mantissa), form.largest)
+  if not saturate_infinity:
+    code = np.where(np.isinf(x), 0x7C if form.has_infinity else 0x7F, code)
+  code = np.where(np.isnan(x), 0x7F, code)
+  return (code | np.where(np.signbit(x), 0x80, 0)).astype(np.uint8)
+
+
+def _encode_bfloat16(x: np.ndarray) -> np.ndarray:
+  bits = np.asarray(x, np.float32).view(np.uint32)
+  rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+  return np.where(np.isnan(x), (bits >> np.uint32(16)) | np.uint32(0x40), rounded).astype(np.uint16)
+
+
+def decode(x: Value, dtype: DType) -> Value:
+  """Stored values to values numpy computes with: float32 for bfloat16 and fp8, else unchanged."""
+  if dtype == dtypes.bfloat16:
+    return (np.asarray(x).astype(np.uint32) << np.uint32(16)).view(np.float32)
+  if dtype in FLOAT8:
+    return _float8_values(dtype)[x]
+  return x
+
+
+def encode(x: Value, dtype: DType, saturate_infinity: bool = False) -> Value:
+  """Numpy values to stored ones, rounded to nearest even (floats) or truncated towards zero (float to integer)."""
+  if dtype == dtypes.bfloat16:
+    return _encode_bfloat16(x)
+  if dtype in FLOAT8:
+    return _encode_float8(np.asarray(x, np.float64), dtype, saturate_infinity)
+  if dtype == dtypes.bool:
+    return np.asarray(x) != 0
+  x = np.asarray(x)
+  # A negative float to an unsigned integer wraps on no target alike; go through int64 so that small ones wrap as in C.
+  if x.dtype.kind == "f" and dtype in dtypes.uints and dtype != dtypes.uint64:
+    x = x.astype(np.int64)
+  return x.astype(storage(dtype))
+
+
+def cast(source: DType, target: DType, saturate_infinity: bool) -> Function:
+  """CAST from `source` to `target` for values of one lane axis."""
+  return lambda x: encode(decode(x, source), target, saturate_infinity)
+
+
+def bitcast(x: Value, source: DType, target: DType, count: int) -> Value:
+  """BITCAST of a scalar or a short vector to `count` elements of `target`; lengths may differ, total bits may not."""
+  to = storage(target)
+  if not isinstance(x, list):
+    x = np.asarray(x)
+    if x.dtype.itemsize == to.itemsize:
+      return x.view(to)
+    x = [x]
+  if source.itemsize == target.itemsize:
+    return [np.asarray(e).view(to) for e in x]
+  packed = np.ascontiguousarray(np.stack(np.broadcast_arrays(*x), axis=-1)).view(to)
+  parts = [packed[..., i] for i in range(packed.shape[-1])]
+  return parts if count > 1 else parts[0]
+
+
+def _cdiv(a: Value, b: Value) -> Value:
+  quotient = a // b
+  return quotient + ((quotient * b != a) & ((a < 0) != (b < 0))).astype(quotient.dtype)
+
+
+_FLOAT: dict[Ops, Function] = {
+  Ops.EXP2: np.exp2,
+  Ops.LOG2: np.log2,
+  Ops.SIN: np.sin,
+  Ops.SQRT: np.sqrt,
+  Ops.RECIPROCAL: lambda x: np.reciprocal(x),
+  Ops.FDIV: np.divide,
+}
+
+_ANY: dict[Ops, Function] = {
+  Ops.NEG: np.negative,
+  Ops.TRUNC: np.trunc,
+  Ops.ADD: np.add,
+  Ops.SUB: np.subtract,
+  Ops.MUL: np.multiply,
+  Ops.MAX: np.maximum,
+  Ops.MULACC: lambda a, b, c: a * b + c,
+  Ops.CMPLT: np.less,
+  Ops.CMPNE: np.not_equal,
+  Ops.CMPEQ: np.equal,
+}
+
+_BITS: dict[Ops, Function] = {
+  Ops.XOR: np.bitwise_xor,
+  Ops.OR: np.bitwise_or,
+  Ops.AND: np.bitwise_and,
+  Ops.SHL: lambda a, b: np.left_shift(a, np.asarray(b).astype(np.asarray(a).dtype)),
+  Ops.SHR: lambda a, b: np.right_shift(a, np.asarray(b).astype(np.asarray(a).dtype)),
+  Ops.CDIV: _cdiv,
+  Ops.CMOD: np.fmod,
+}
+
+
+def function(op: Ops, dtype: DType, never_negative: bool) -> Function:
+  """The numpy function of the ALU operation `op` on operands stored as `dtype`.
+
+  `never_negative` says that an integer division needs no care for signs. Raises KeyError where `op` has no meaning.
+  """
+  if op is Ops.WHERE:
+    return np.where
+  if op in _BITS:
+    if op is Ops.CDIV and (never_negative or dtype in dtypes.uints):
+      return np.floor_divide
+    return _BITS[op]
+  plain = {**_FLOAT, **_ANY}[op]
+  if dtype not in RAW:
+    return plain
+  if op in (Ops.CMPLT, Ops.CMPNE, Ops.CMPEQ):
+    return lambda *x: plain(*(decode(e, dtype) for e in x))
+  return lambda *x: encode(plain(*(decode(e, dtype) for e in x)), dtype)

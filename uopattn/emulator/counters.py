@@ -1,0 +1,65 @@
+"""What kernels cost, counted while they run: instructions, bytes moved, LDS bank conflicts."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+
+
+@dataclass
+class Counters:
+  """The counts of one kernel over all its launches.
+
+  Instructions are counted once per wave that executes them, barriers once per workgroup, exp2s and bytes once per lane.
+  """
+
+  launches: int = 0
+  matrix: int = 0
+  shuffles: int = 0
+  barriers: int = 0
+  global_read: int = 0
+  global_written: int = 0
+  lds_read: int = 0
+  lds_written: int = 0
+  bank_conflicts: int = 0
+  exp2s: int = 0
+
+
+@dataclass
+class Profile:
+  """Counters by kernel name, in the order of first launch (kernels of one name add up). `str` gives a table."""
+
+  kernels: dict[str, Counters] = field(default_factory=dict)
+
+  def of(self, kernel: str) -> Counters:
+    """The counters of one kernel, made at its first launch."""
+    return self.kernels.setdefault(kernel, Counters())
+
+  def __str__(self) -> str:
+    names = [f.name for f in fields(Counters)]
+    rows = [["kernel", *(name.replace("_", " ") for name in names)]]
+    rows += [[kernel, *(f"{getattr(c, name):,}" for name in names)] for kernel, c in self.kernels.items()]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+      "  ".join(
+        [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+      )
+      for row in rows
+    )
+
+
+_active: list[Profile] = []
+
+
+@contextmanager
+def profile() -> Iterator[Profile]:
+  """Counts what the kernels launched on the emulator inside the `with` block cost."""
+  _active.append(result := Profile())
+  try:
+    yield result
+  finally:
+    _active.remove(result)
+
+
+def active() -> Profile | None:
+  """The innermost profile being taken, if any."""
+  return _active[-1] if _active else None

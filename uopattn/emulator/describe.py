@@ -1,0 +1,52 @@
+"""A kernel's line as text: the UOp with its buffer and index expression, for errors."""
+
+from tinygrad.dtype import AddrSpace
+from tinygrad.uop.ops import GroupOp, Ops, UOp
+
+from uopattn.dsl.instructions import BY_TEXT
+
+SYMBOLS = {
+  Ops.ADD: "+", Ops.SUB: "-", Ops.MUL: "*", Ops.CDIV: "/", Ops.CMOD: "%", Ops.SHL: "<<", Ops.SHR: ">>", Ops.AND: "&",
+  Ops.OR: "|", Ops.XOR: "^", Ops.CMPLT: "<", Ops.CMPNE: "!=", Ops.CMPEQ: "==",
+}  # fmt: skip
+SPACES = {AddrSpace.GLOBAL: "argument", AddrSpace.LOCAL: "LDS", AddrSpace.REG: "registers"}
+LEAVES = (Ops.PARAM, Ops.BUFFER, Ops.RANGE, Ops.SPECIAL)
+DEEPEST = 8
+
+
+def expression(u: UOp, depth: int = 0) -> str:
+  """A value or address as C-like text; what is nested deeper than DEEPEST becomes "..."."""
+  if depth > DEEPEST:
+    return "..."
+  sub = [] if u.op in LEAVES else [expression(s, depth + 1) for s in u.src[:3]]
+  if u.op is Ops.CONST:
+    return str(u.arg)
+  if u.op in (Ops.PARAM, Ops.BUFFER):
+    return str(u.arg.name) if u.addrspace is AddrSpace.ALU else f"{SPACES[u.addrspace]}{u.arg.slot}"
+  if u.op is Ops.SPECIAL:
+    return u.arg
+  if u.op is Ops.RANGE:
+    return "range" + "_".join(str(part) for part in u.arg[:-1])
+  if u.op in (Ops.CAST, Ops.AFTER, Ops.LOAD):
+    return sub[0]
+  if u.op in (Ops.INDEX, Ops.SHRINK):
+    return f"{sub[0]}[{sub[1]}" + (f" : +{sub[2]}]" if len(sub) > 2 else "]")
+  if u.op in SYMBOLS:
+    return f"({sub[0]}{SYMBOLS[u.op]}{sub[1]})"
+  if u.op in GroupOp.ALU or u.op in (Ops.BITCAST, Ops.STACK, Ops.WMMA):
+    return f"{u.op.name.lower()}({', '.join(sub)})"
+  return u.op.name.lower()
+
+
+def describe(u: UOp) -> str:
+  """One line for the UOp that an error is about."""
+  if u.op is Ops.STORE:
+    return f"STORE {expression(u.src[0])} = {expression(u.src[1], DEEPEST - 3)}"
+  if u.op is Ops.LOAD:
+    return f"LOAD {expression(u.src[0])}"
+  if u.op in (Ops.CUSTOM, Ops.CUSTOMI):
+    name = BY_TEXT[u.arg].name if u.arg in BY_TEXT else repr(u.arg)
+    return f"{u.op.name} {name}(" + ", ".join(expression(s, DEEPEST - 5) for s in u.src) + ")"
+  if u.op is Ops.WMMA:
+    return f"WMMA {u.arg[0]} {u.arg[1]}"
+  return f"{u.op.name} {u.arg if u.arg is not None else ''}".strip()

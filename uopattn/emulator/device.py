@@ -1,0 +1,110 @@
+"""The tinygrad device EMU: lowers like a real GPU's renderer, runs on numpy.
+
+tinygrad finds a device called NAME as the class `NAMEDevice` of the module `tinygrad.runtime.ops_name`. `register`
+puts this module there under the name `ops_emu`, so that `DEV=EMU::gfx1100` and `Tensor(..., device="EMU")` work.
+"""
+
+import base64
+import pickle
+import sys
+import time
+import zlib
+from typing import Any
+
+from tinygrad.device import Allocator, Compiled, Compiler, Program, TinyELF
+from tinygrad.helpers import Target
+from tinygrad.renderer.cstyle import CUDARenderer, HIPRenderer
+from tinygrad.uop.ops import UOp
+
+from .mutate import mutated
+
+DEFAULT_ARCH = "gfx1100"
+AMD = ("gfx11", "gfx1200", "gfx1201", "gfx942", "gfx950")  # prefixes of the names
+NVIDIA = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90")
+
+
+def pack(uops: list[UOp]) -> str:
+  """Turns linearised UOps into the text that tinygrad carries from a renderer to a program."""
+  return base64.b85encode(zlib.compress(pickle.dumps(uops), 1)).decode()
+
+
+def unpack(lib: bytes) -> list[UOp]:
+  """The inverse of `pack`, from the compiler's output."""
+  return pickle.loads(zlib.decompress(base64.b85decode(lib)))
+
+
+class EMUHIPRenderer(HIPRenderer):
+  """HIPRenderer for `arch` (gfx...) whose program is its linearised UOps."""
+
+  compiler: Compiler
+
+  def __init__(self, target: Target):
+    if not target.arch.startswith(AMD):
+      raise ValueError(f"{target.arch!r} is not among the AMD architectures {', '.join(AMD)}")
+    super().__init__(Target("AMD", "HIPCC", target.arch), use_hipcc=True)
+    self.compiler = Compiler()
+
+  def render(self, uops: list[UOp]) -> str:
+    return pack(uops)
+
+
+class EMUCUDARenderer(CUDARenderer):
+  """CUDARenderer for `arch` (sm_...) whose program is its linearised UOps."""
+
+  compiler: Compiler
+
+  def __init__(self, target: Target):
+    if target.arch not in NVIDIA:
+      raise ValueError(f"{target.arch!r} is not among the NVIDIA architectures {', '.join(NVIDIA)}")
+    super().__init__(Target("CUDA", "NVCC", target.arch), use_nvcc=True)
+    self.compiler = Compiler()
+
+  def render(self, uops: list[UOp]) -> str:
+    return pack(uops)
+
+
+class EMUAllocator(Allocator["EMUDevice"]):
+  """Global memory as bytearrays of exactly the size asked for, so that bounds mean something."""
+
+  def _alloc(self, size: int, options: Any) -> memoryview:
+    return memoryview(bytearray(size))
+
+  def _as_buffer(self, src: memoryview) -> memoryview:
+    return src
+
+  def _copyin(self, dest: memoryview, src: memoryview) -> None:
+    dest[:] = src
+
+  def _copyout(self, dest: memoryview, src: memoryview) -> None:
+    dest[:] = src
+
+  def _offset(self, buf: memoryview, size: int, offset: int) -> memoryview:
+    return buf[offset : offset + size]
+
+
+class EMUProgram(Program["EMUDevice"]):
+  """One kernel. Its steps are made at the first launch and kept."""
+
+  def __init__(self, dev: "EMUDevice", obj: TinyELF):
+    super().__init__(dev, obj)
+    from . import launch, program  # numpy is loaded when a kernel is, not when the device is made known
+
+    self.program, self.launch = program.Program.from_elf(obj, unpack(obj.lib)), launch.launch
+
+  def __call__(self, *bufs, global_size=(1, 1, 1), local_size=(1, 1, 1), vals=(), wait=False, **kwargs) -> float:
+    """Executes the kernel; returns the seconds that took on this machine. Raises KernelError."""
+    start = time.perf_counter()
+    self.launch(mutated(self.program), bufs, global_size, local_size, vals)
+    return time.perf_counter() - start
+
+
+class EMUDevice(Compiled):
+  """The device. `DEV=EMU::<arch>` chooses what it stands for; the default is gfx1100."""
+
+  def __init__(self, device: str):
+    super().__init__(device, EMUAllocator(self), [EMUHIPRenderer, EMUCUDARenderer], EMUProgram, arch=DEFAULT_ARCH)
+
+
+def register() -> None:
+  """Makes the device known to tinygrad."""
+  sys.modules["tinygrad.runtime.ops_emu"] = sys.modules[__name__]

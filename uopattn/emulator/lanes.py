@@ -1,0 +1,141 @@
+"""The state of a running kernel: its lanes, which of them are active, its values and its memory.
+
+All lanes of a batch of workgroups lie on one axis: workgroup by workgroup, within it thread by thread with local index
+x fastest. A value is an array over that axis, or a numpy scalar that every lane shares, or a list of these (a short
+vector). Values are never changed in place, so a register can hold one without a copy.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tinygrad.uop.ops import Ops, UOp
+
+from .banks import Banks
+from .counters import Counters
+from .describe import describe
+from .errors import KernelError
+from .trace import lines_of
+
+# What a workgroup may have: bytes of LDS (dynamic allocation included), threads. AMD: RDNA3, RDNA4, CDNA3 and CDNA4
+# instruction set architecture documents; NVIDIA: CUDA C++ Programming Guide, "Technical Specifications per Compute
+# Capability", maximum shared memory per thread block.
+LDS_BYTES = {
+  "gfx950": 160 << 10,
+  "sm_75": 64 << 10,
+  "sm_80": 163 << 10,
+  "sm_86": 99 << 10,
+  "sm_89": 99 << 10,
+  "sm_90": 227 << 10,
+}
+MAX_THREADS = 1024
+
+
+def wave_size(arch: str) -> int:
+  """Lanes in a wave: 64 on CDNA, 32 on RDNA and NVIDIA."""
+  return 64 if arch.startswith("gfx9") else 32
+
+
+def lds_limit(arch: str) -> int:
+  """Bytes of LDS that one workgroup may have."""
+  return LDS_BYTES.get(arch, 64 << 10)
+
+
+@dataclass(frozen=True)
+class Shape:
+  """The geometry of a batch: workgroups in it, threads in a workgroup, lanes in a wave."""
+
+  groups: int
+  threads: int
+  wave: int
+
+  @property
+  def lanes(self) -> int:
+    return self.groups * self.threads
+
+  @property
+  def waves(self) -> int:
+    """Waves in a workgroup."""
+    return -(-self.threads // self.wave)
+
+
+class Run:
+  """One batch of workgroups executing one kernel."""
+
+  def __init__(
+    self, kernel: str, arch: str, shape: Shape, local_size: tuple[int, ...], check: bool, counters: Counters | None
+  ):
+    self.kernel, self.shape, self.check, self.counters = kernel, shape, check, counters
+    self.banks = Banks.of(arch)
+    self.all_lanes = np.arange(shape.lanes)
+    self.group = self.all_lanes // shape.threads
+    self.thread = self.all_lanes % shape.threads
+    self.wave_in_group = self.thread // shape.wave
+    self.wave_bit = np.uint32(1) << self.wave_in_group.astype(np.uint32)
+    self.wave = self.group * shape.waves + self.wave_in_group
+    self.lane_in_wave = self.thread % shape.wave
+    self.wave_start = self.all_lanes - self.lane_in_wave
+    self.local_size = local_size
+    self.first_group = 0
+    self.global_size: tuple[int, ...] = (1, 1, 1)
+    self.arguments: tuple[int, ...] = ()
+    self.mask: np.ndarray | None = None  # active lanes; None for all
+    self.values: list[Any] = []
+    self.memory: list[Any] = []
+    self.copies: Any = None  # the asynchronous copies under way, if the kernel makes any
+
+  def active(self) -> np.ndarray:
+    """The indices of the active lanes."""
+    return self.all_lanes if self.mask is None else np.flatnonzero(self.mask)
+
+  def spread(self, value: Any) -> np.ndarray:
+    """A value as an array over all lanes."""
+    return np.broadcast_to(value, (self.shape.lanes,))
+
+  def active_waves(self) -> int:
+    """How many waves have an active lane."""
+    if self.mask is None:
+      return self.shape.groups * self.shape.waves
+    return len(np.unique(self.wave[self.mask]))
+
+  def fail(self, kind: type[KernelError], u: UOp, what: str, lanes: np.ndarray | None = None) -> KernelError:
+    """The exception for a mistake at `u`: kernel, what happened, in which lanes, and the kernel's line."""
+    text = f"kernel {self.kernel}: {what}"
+    if lanes is not None and len(lanes):
+      text += f"; {self.name_lanes(lanes)}"
+    text += f"\n  at {describe(u)}"
+    if lines := lines_of(self.kernel, u):
+      text += f"\n  built at {', '.join(lines[:6])}" + (f" and {len(lines) - 6} more" if len(lines) > 6 else "")
+    return kind(text)
+
+  def name_lanes(self, lanes: np.ndarray) -> str:
+    """Lanes in the kernel's own terms, the first few of them."""
+    shown, lanes = [], np.unique(lanes)
+    for lane in lanes[:3]:
+      thread, index = int(self.thread[lane]), []
+      for size in self.local_size:
+        index.append(thread % size)
+        thread //= size
+      group = self.first_group + int(self.group[lane])
+      shown.append(f"workgroup {group} local {tuple(index)} wave {self.wave_in_group[lane]}")
+    more = len(lanes) - len(shown)
+    return "lanes " + ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+
+  def place(self, first_group: int, global_size: tuple[int, ...], arguments: tuple[int, ...]) -> None:
+    """Says which workgroups of the launch these are, and the integers it was launched with."""
+    self.first_group, self.global_size, self.arguments = first_group, global_size, arguments
+
+  def coordinate(self, kind: str, axis: int) -> Any:
+    """The workgroup ("g") or local ("l") index along an axis, x being 0, as int32."""
+    sizes, flat = (self.global_size, self.group + self.first_group) if kind == "g" else (self.local_size, self.thread)
+    before = int(np.prod(sizes[:axis]))
+    if sizes[axis] == 1:
+      return np.int32(0)
+    return (flat // before % sizes[axis]).astype(np.int32)
+
+
+def buffer_of(u: UOp) -> UOp:
+  """The PARAM or BUFFER that a pointer points into."""
+  while u.op not in (Ops.PARAM, Ops.BUFFER):
+    u = u.src[0]
+  return u

@@ -1,0 +1,81 @@
+"""Launching a kernel: its workgroups in batches, each with its own lanes and memory."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from tinygrad.dtype import AddrSpace
+
+from . import counters
+from .describe import SPACES
+from .errors import LaunchError
+from .instructions import Copies
+from .lanes import MAX_THREADS, Run, Shape, lds_limit, wave_size
+from .memory import LDS, Global, Registers
+from .program import Program, execute
+
+# Lanes that run together: enough that numpy's cost per call vanishes, few enough that all values fit in 64 MiB.
+BATCH_LANES, BATCH_VALUES = 8192, 1 << 24
+
+
+def checking() -> bool:
+  """Whether checks are on: unless the environment says EMU_CHECK=0."""
+  return os.environ.get("EMU_CHECK", "1") != "0"
+
+
+def launch(
+  program: Program,
+  buffers: Sequence[Any],
+  global_size: Sequence[int],
+  local_size: Sequence[int],
+  arguments: Sequence[int] = (),
+) -> None:
+  """Executes a kernel.
+
+  buffers: bytes for each buffer parameter, in order; global_size, local_size: workgroups and threads along x, y, z;
+  arguments: its integers. Raises KernelError.
+  """
+  profile = counters.active()
+  count = profile.of(program.name) if profile is not None else None
+  if count is not None:
+    count.launches += 1
+  _check_launch(program, buffers, local_size)
+  data = [np.frombuffer(buffer, np.uint8) for buffer in buffers]
+  groups, threads = int(np.prod(global_size)), int(np.prod(local_size))
+  batch = max(1, min(BATCH_LANES, BATCH_VALUES // len(program.uops)) // threads)
+  with np.errstate(all="ignore"):  # infinities and wrapped integers are what the hardware gives too
+    for first in range(0, groups, batch):
+      shape = Shape(min(batch, groups - first), threads, wave_size(program.arch))
+      run = Run(program.name, program.arch, shape, tuple(local_size), checking(), count)
+      run.place(first, tuple(global_size), tuple(arguments))
+      _fill(program, run, data)
+      execute(program.steps, run)
+
+
+def _check_launch(program: Program, buffers: Sequence[Any], local_size: Sequence[int]) -> None:
+  name, arch = program.name, program.arch
+  threads = int(np.prod(local_size))
+  if threads > MAX_THREADS:
+    raise LaunchError(f"kernel {name}: {threads} threads in a workgroup, {arch} has {MAX_THREADS}")
+  lds = [u.max_numel() * u.dtype.itemsize for u in program.buffers if u.addrspace is AddrSpace.LOCAL]
+  used = sum(-(-size // 16) * 16 for size in lds)
+  if used > (limit := lds_limit(arch)):
+    raise LaunchError(f"kernel {name}: {used} bytes of LDS in a workgroup, {arch} has {limit}")
+  if len(buffers) != len(program.params):
+    raise LaunchError(f"kernel {name}: {len(buffers)} buffers for {len(program.params)} parameters")
+
+
+def _fill(program: Program, run: Run, data: list[np.ndarray]) -> None:
+  """Gives a run its values and its memory."""
+  run.values = list(program.template)
+  run.memory = [Global(run, f"argument {u.arg.slot}", d, d.size) for u, d in zip(program.params, data, strict=True)]
+  for u in list(program.buffers)[len(program.params) :]:
+    size = u.max_numel()
+    name = f"{SPACES[u.addrspace]} {u.arg.slot} ({str(u.dtype).removeprefix('dtypes.')} x {size})"
+    if u.addrspace is AddrSpace.LOCAL:
+      run.memory.append(LDS(run, name, size * u.dtype.itemsize, program.granule.get(u, u.dtype.itemsize)))
+    else:
+      run.memory.append(Registers(run, name, u.dtype, size))
+  if program.copies:
+    run.copies = Copies(np.zeros(run.shape.lanes, np.int64))

@@ -1,0 +1,294 @@
+"""Global memory, LDS and registers: what a kernel's loads and stores do, and whether they may.
+
+Addresses are element indices, one for each lane (or one that all lanes share), in units of the accessed dtype. Every
+access names its UOp so that an error can say where it happened.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tinygrad.dtype import DType
+from tinygrad.uop.ops import UOp
+
+from .alu import storage
+from .errors import KernelError, OutOfBounds, Race, Unwritten
+from .lanes import Run
+
+UNORDERED = "with no barrier between"
+
+
+@dataclass(frozen=True)
+class Pointer:
+  """A typed address in one buffer: `index` counts elements of `dtype`."""
+
+  memory: Any
+  index: Any
+  dtype: DType
+
+
+class Memory:
+  """A buffer in bytes. `name` is what errors call it."""
+
+  def __init__(self, run: Run, name: str, data: np.ndarray, per_group: int):
+    self.run, self.name, self.data = run, name, data
+    self.per_group = per_group  # bytes that one lane may address
+    self.views: dict[np.dtype, np.ndarray] = {}
+
+  def view(self, dtype: np.dtype) -> np.ndarray:
+    """The whole buffer as one axis of `dtype`."""
+    if dtype not in self.views:
+      self.views[dtype] = self.data[: self.data.size // dtype.itemsize * dtype.itemsize].view(dtype)
+    return self.views[dtype]
+
+  def lanes(self, gate: Any) -> np.ndarray:
+    """The active lanes for which `gate` (None for always) is true."""
+    lanes = self.run.active()
+    return lanes if gate is None else lanes[self.run.spread(gate)[lanes]]
+
+  def bounds(self, u: UOp, verb: str, index: np.ndarray, count: int, itemsize: int, lanes: np.ndarray) -> None:
+    """Raises OutOfBounds if a lane would touch an element outside [0, size)."""
+    size = self.per_group // itemsize
+    if index.size and (index.min() < 0 or index.max() > size - count):
+      bad = (index < 0) | (index > size - count)
+      seen = np.unique(index[bad])[:4].tolist()
+      wide = f" (and the {count - 1} after it)" if count > 1 else ""
+      what = f"{verb} {self.name} at index {seen}{wide}, which has {size} elements"
+      raise self.run.fail(OutOfBounds, u, what, lanes[bad])
+
+  def gather(self, dtype: np.dtype, index: np.ndarray, count: int, lanes: np.ndarray) -> list[np.ndarray]:
+    """`count` consecutive elements for each of `lanes`, as arrays over all lanes (0 in the others)."""
+    view, every = self.view(dtype), len(lanes) == self.run.shape.lanes
+    parts = []
+    for i in range(count):
+      part = view.take(index + i if i else index)
+      if not every:
+        full = np.zeros(self.run.shape.lanes, dtype)
+        full[lanes] = part
+        part = full
+      parts.append(part)
+    return parts
+
+  def index_of(self, index: Any, lanes: np.ndarray) -> np.ndarray:
+    """A lane's element index as int64 over `lanes`."""
+    if np.ndim(index) == 0:
+      return np.full(len(lanes), int(index), np.int64)
+    index = index if len(lanes) == self.run.shape.lanes else index[lanes]
+    return index.astype(np.int64)
+
+
+class Global(Memory):
+  """A kernel argument."""
+
+  def load(self, u: UOp, index: Any, dtype: DType, count: int, gate: Any = None) -> list[np.ndarray]:
+    """Reads `count` elements for each lane. Raises OutOfBounds."""
+    lanes = self.lanes(gate)
+    index, to = self.index_of(index, lanes), storage(dtype)
+    self.bounds(u, "reads", index, count, to.itemsize, lanes)
+    if self.run.counters is not None:
+      self.run.counters.global_read += len(lanes) * count * to.itemsize
+    return self.gather(to, index, count, lanes)
+
+  def store(self, u: UOp, index: Any, dtype: DType, values: Sequence[Any]) -> None:
+    """Writes `values` from each active lane; the last lane wins. Raises OutOfBounds."""
+    lanes = self.run.active()
+    index, to = self.index_of(index, lanes), storage(dtype)
+    self.bounds(u, "writes", index, len(values), to.itemsize, lanes)
+    if self.run.counters is not None:
+      self.run.counters.global_written += len(lanes) * len(values) * to.itemsize
+    view = self.view(to)
+    for i, value in enumerate(values):
+      view[index + i] = self.run.spread(value)[lanes]
+
+
+class LDS(Memory):
+  """Memory that a workgroup shares; each workgroup of the batch has its own copy.
+
+  For each granule (the smallest element anyone accesses) it keeps whether it was ever written, and which waves wrote
+  and read it since the workgroup's last barrier.
+  """
+
+  def __init__(self, run: Run, name: str, size: int, granule: int):
+    stride = -(-size // 16) * 16
+    super().__init__(run, name, np.zeros(run.shape.groups * stride, np.uint8), size)
+    self.stride, self.granule = stride, granule
+    shape = run.shape.groups * stride // granule
+    self.written = np.zeros(shape, bool)
+    self.in_flight = np.zeros(shape, bool)
+    self.writers, self.readers = np.zeros(shape, np.uint32), np.zeros(shape, np.uint32)
+    self.races = run.check and run.shape.waves > 1
+
+  def place(self, u: UOp, verb: str, index: Any, dtype: DType, count: int, lanes: np.ndarray) -> np.ndarray:
+    """Checks bounds and turns a lane's index into one that counts from the first workgroup."""
+    index = self.index_of(index, lanes)
+    self.bounds(u, verb, index, count, dtype.itemsize, lanes)
+    if (counters := self.run.counters) is not None:
+      wave, lane = self.run.wave[lanes], self.run.lane_in_wave[lanes]
+      address, width, read = index * dtype.itemsize, count * dtype.itemsize, verb == "reads"
+      counters.bank_conflicts += self.run.banks.extra_cycles(address, width, wave, lane, read)
+    return index + self.run.group[lanes] * (self.stride // dtype.itemsize)
+
+  def granules(self, index: np.ndarray, dtype: DType, count: int) -> np.ndarray:
+    """(granules, lanes) that an access touches."""
+    ratio = dtype.itemsize // self.granule
+    return index * ratio + np.arange(count * ratio)[:, None]
+
+  def fail(
+    self, kind: type[KernelError], u: UOp, text: str, granules: np.ndarray, bad: np.ndarray, lanes: np.ndarray
+  ) -> KernelError:
+    """The exception for the accesses marked in `bad`; {what} in `text` becomes the buffer and the bytes."""
+    local = np.unique(granules[bad] % (self.stride // self.granule))[:4] * self.granule
+    what = f"{self.name} at byte {local.tolist()}"
+    return self.run.fail(kind, u, text.replace("{what}", what), lanes[np.nonzero(bad)[1]])
+
+  def check_read(self, u: UOp, granules: np.ndarray, lanes: np.ndarray) -> None:
+    """Raises Unwritten or Race if a lane may not read what it reads, and records the reads."""
+    if self.run.copies is not None and (bad := self.in_flight.take(granules)).any():
+      raise self.fail(
+        Unwritten, u, "reads {what} while a copy to it is in flight: wait for it first", granules, bad, lanes
+      )
+    if not (ok := self.written.take(granules)).all():
+      raise self.fail(Unwritten, u, "reads {what}, which nothing has written", granules, ~ok, lanes)
+    if self.races:
+      bit = self.run.wave_bit[lanes]
+      if (bad := self.writers.take(granules) & ~bit != 0).any():
+        raise self.fail(Race, u, "reads {what}, which another wave wrote, " + UNORDERED, granules, bad, lanes)
+      np.bitwise_or.at(self.readers, granules, np.broadcast_to(bit, granules.shape))
+
+  def check_write(self, u: UOp, granules: np.ndarray, differs: np.ndarray, lanes: np.ndarray) -> None:
+    """Raises Race if a lane overwrites what another wave read, or wrote with another value, since the last barrier."""
+    if self.run.copies is not None and (bad := self.in_flight.take(granules)).any():
+      raise self.fail(Race, u, "writes {what} while an asynchronous copy to it is in flight", granules, bad, lanes)
+    if not self.races:
+      return
+    bit = self.run.wave_bit[lanes]
+    if (bad := self.readers.take(granules) & ~bit != 0).any():
+      raise self.fail(Race, u, "writes {what}, which another wave read, " + UNORDERED, granules, bad, lanes)
+    if (bad := (self.writers.take(granules) & ~bit != 0) & differs).any():
+      raise self.fail(Race, u, "writes {what}, which another wave wrote, " + UNORDERED, granules, bad, lanes)
+
+  def record_write(self, granules: np.ndarray, lanes: np.ndarray) -> None:
+    """Marks granules as written by the lanes' waves."""
+    self.written[granules] = True
+    if self.races:
+      np.bitwise_or.at(self.writers, granules, np.broadcast_to(self.run.wave_bit[lanes], granules.shape))
+
+  def load(self, u: UOp, index: Any, dtype: DType, count: int, gate: Any = None) -> list[np.ndarray]:
+    """Reads `count` elements for each lane. Raises OutOfBounds, Unwritten, Race."""
+    lanes = self.lanes(gate)
+    index = self.place(u, "reads", index, dtype, count, lanes)
+    if self.run.check:
+      self.check_read(u, self.granules(index, dtype, count), lanes)
+    if self.run.counters is not None:
+      self.run.counters.lds_read += len(lanes) * count * dtype.itemsize
+    return self.gather(storage(dtype), index, count, lanes)
+
+  def store(self, u: UOp, index: Any, dtype: DType, values: Sequence[Any]) -> None:
+    """Writes `values` from each active lane. Raises OutOfBounds, Race."""
+    lanes = self.run.active()
+    index = self.place(u, "writes", index, dtype, len(values), lanes)
+    if self.run.counters is not None:
+      self.run.counters.lds_written += len(lanes) * len(values) * dtype.itemsize
+    block = np.stack([self.run.spread(value)[lanes] for value in values], axis=-1)  # (lanes, count)
+    self.put(u, index, dtype, block, lanes)
+
+  def put(self, u: UOp, index: np.ndarray, dtype: DType, block: np.ndarray, lanes: np.ndarray) -> None:
+    """Writes the rows of `block` (lanes, count) at `index`, checked."""
+    granules = self.granules(index, dtype, block.shape[1])
+    unit = np.dtype(f"u{self.granule}")
+    new, view = np.ascontiguousarray(block).view(unit).T, self.view(unit)
+    if self.run.check:
+      self.check_write(u, granules, view.take(granules) != new, lanes)
+    view[granules] = new
+    if self.run.check:
+      if (bad := view.take(granules) != new).any():
+        raise self.fail(Race, u, "writes different values to {what} from different lanes at once", granules, bad, lanes)
+      self.record_write(granules, lanes)
+
+  def barrier(self, groups: np.ndarray | None) -> None:
+    """All waves of `groups` (None for all) have met: what they wrote and read before is in order."""
+    if self.races:
+      for mark in (self.writers, self.readers):
+        if groups is None:
+          mark[:] = 0
+        else:
+          mark.reshape(self.run.shape.groups, -1)[groups] = 0
+
+
+class Registers:
+  """A register array: one value for each element, each with its own lanes."""
+
+  def __init__(self, run: Run, name: str, dtype: DType, size: int):
+    self.run, self.name, self.dtype, self.size = run, name, dtype, size
+    self.rows: list[Any] = [None] * size
+    self.written: list[Any] = [False] * size  # True: in all lanes; an array: in those lanes
+
+  def elements(self, u: UOp, verb: str, index: Any, count: int) -> np.ndarray | int:
+    """The index as an int if all active lanes share it, else over all lanes. Raises OutOfBounds."""
+    if np.ndim(index) == 0:
+      low = high = int(index)
+      shared: np.ndarray | int = low
+    else:
+      used = index if self.run.mask is None else index[self.run.mask]
+      low, high = int(used.min()), int(used.max())
+      shared = low if low == high else index
+    if low < 0 or high > self.size - count:
+      what = f"{verb} {self.name} at index {low}..{high + count - 1} of {self.size} elements"
+      raise self.run.fail(OutOfBounds, u, what, self.run.active())
+    return shared
+
+  def check_written(self, u: UOp, row: int, lanes: np.ndarray | None) -> None:
+    """Raises Unwritten if an active lane reads an element before writing it."""
+    written = self.written[row]
+    if written is True or not self.run.check:
+      return
+    lanes = self.run.active() if lanes is None else lanes
+    bad = lanes[~self.run.spread(written)[lanes]]
+    if len(bad):
+      raise self.run.fail(Unwritten, u, f"reads {self.name} at index {row}, which nothing has written", bad)
+
+  def load(self, u: UOp, index: Any, dtype: DType, count: int, gate: Any = None) -> list[Any]:
+    """Reads `count` elements for each lane. Raises OutOfBounds, Unwritten."""
+    if dtype.itemsize != self.dtype.itemsize or gate is not None:
+      raise TypeError(f"{self.name}: registers are read in their own dtype and ungated, not as {dtype}")
+    index, to = self.elements(u, "reads", index, count), storage(dtype)
+    rows = [self.load_row(u, index + i) for i in range(count)]
+    return rows if to == storage(self.dtype) else [np.asarray(row).view(to) for row in rows]
+
+  def load_row(self, u: UOp, index: np.ndarray | int) -> Any:
+    """Reads one element for each lane."""
+    zero = storage(self.dtype).type(0)
+    if isinstance(index, int):
+      self.check_written(u, index, None)
+      return zero if self.rows[index] is None else self.rows[index]
+    result = np.zeros(self.run.shape.lanes, storage(self.dtype))
+    for row in np.unique(index[self.run.active()]).tolist():
+      lanes = np.flatnonzero(index == row) if self.run.mask is None else np.flatnonzero((index == row) & self.run.mask)
+      self.check_written(u, row, lanes)
+      result[lanes] = self.run.spread(zero if self.rows[row] is None else self.rows[row])[lanes]
+    return result
+
+  def store(self, u: UOp, index: Any, dtype: DType, values: Sequence[Any]) -> None:
+    """Writes `values` from each active lane. Raises OutOfBounds."""
+    if dtype.itemsize != self.dtype.itemsize:
+      raise TypeError(f"{self.name}: registers are written in their own dtype, not as {dtype}")
+    index, own = self.elements(u, "writes", index, len(values)), storage(self.dtype)
+    for i, value in enumerate(values):
+      if value.dtype != own:
+        value = np.asarray(value).view(own)
+      if isinstance(index, int):
+        self.store_row(index + i, value, self.run.mask)
+        continue
+      for row in np.unique(index[self.run.active()]).tolist():
+        self.store_row(row + i, value, (index == row) if self.run.mask is None else (index == row) & self.run.mask)
+
+  def store_row(self, row: int, value: Any, mask: np.ndarray | None) -> None:
+    """Writes one element in the lanes of `mask` (None for all)."""
+    if mask is None:
+      self.rows[row], self.written[row] = value, True
+      return
+    old = storage(self.dtype).type(0) if self.rows[row] is None else self.rows[row]
+    self.rows[row] = np.where(mask, value, old)
+    if self.written[row] is not True:
+      self.written[row] = mask | self.written[row]

@@ -1,0 +1,99 @@
+"""Deletes a kernel's synchronisation, one piece at a time, and tells whether the checks notice.
+
+A barrier or wait whose loss nothing notices is redundant (or the checks are blind): every kernel is put through this.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tinygrad.uop.ops import Ops, UOp
+
+from uopattn.dsl.instructions import BY_TEXT
+
+from .errors import KernelError
+
+if TYPE_CHECKING:
+  from .program import Program
+
+
+@dataclass(frozen=True)
+class Outcome:
+  """What happened without one barrier or wait: `line` is its place in the linearised UOps of `kernel`."""
+
+  kernel: str
+  line: int
+  what: str
+  caught: KernelError | None
+
+  def __str__(self) -> str:
+    verdict = f"{type(self.caught).__name__}: {self.caught}" if self.caught else "nothing noticed: it is redundant"
+    return f"{self.kernel} without the {self.what} at line {self.line}: {verdict}"
+
+
+_replace: Callable[["Program"], "Program"] | None = None
+
+
+def mutated(program: "Program") -> "Program":
+  """The program to run in place of `program`: itself, unless a mutation is being tried."""
+  return program if _replace is None else _replace(program)
+
+
+@contextmanager
+def _replacing(replace: Callable[["Program"], "Program"]) -> Iterator[None]:
+  global _replace
+  if _replace is not None:
+    raise RuntimeError("a mutation is being tried already")
+  _replace = replace
+  try:
+    yield
+  finally:
+    _replace = None
+
+
+def _synchronises(u: UOp) -> str | None:
+  if u.op is Ops.BARRIER:
+    return "barrier"
+  if u.op is Ops.CUSTOM and (instruction := BY_TEXT.get(u.arg)) is not None and instruction.name == "cp_async_wait":
+    return instruction.name
+  return None
+
+
+def delete_each_barrier(run: Callable[[], object], kernel: str | None = None) -> list[Outcome]:
+  """Calls `run` once as it is, then once without each barrier and each cp_async_wait of the kernels it launches.
+
+  run: launches kernels on the emulator with fresh outputs, as `lambda: Tensor.custom_kernel(...)[0].realize()` does; it
+  must launch the same kernels each time. kernel: only this one's barriers; None for all. Raises KernelError
+  if `run` fails as it is, and RuntimeError if the checks are off.
+  """
+  from .launch import checking
+
+  if not checking():
+    raise RuntimeError("the checks are off (EMU_CHECK=0), so nothing could notice")
+  seen: dict[str, Program] = {}
+
+  def record(program: "Program") -> "Program":
+    if kernel in (None, program.name):
+      seen.setdefault(program.name, program)
+    return program
+
+  with _replacing(record):
+    run()
+  outcomes = []
+  for name, program in seen.items():
+    for line, u in enumerate(program.uops):
+      if (what := _synchronises(u)) is not None:
+        outcomes.append(Outcome(name, line, what, _without(run, program, u)))
+  return outcomes
+
+
+def _without(run: Callable[[], object], program: "Program", u: UOp) -> KernelError | None:
+  """What `run` raises when `program` lacks the line `u`."""
+  broken = program.without(u)
+  with _replacing(lambda launched: broken if launched.uops == program.uops else launched):
+    try:
+      run()
+    except KernelError as error:
+      return error
+  return None

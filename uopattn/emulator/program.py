@@ -1,0 +1,338 @@
+"""A kernel's linearised UOps made into steps that run on numpy: what is made from each UOp, and control flow.
+
+A step is a UOp's place among the values and a function of the run that gives its value (None for what has none). Loops
+and conditions hold the steps of their body.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from tinygrad.device import TinyELF
+from tinygrad.dtype import AddrSpace, DType, dtypes
+from tinygrad.helpers import ansistrip
+from tinygrad.uop.ops import GroupOp, Ops, UOp
+
+from uopattn.dsl.instructions import BY_TEXT, STATEMENT_SLOT
+
+from . import alu, wmma
+from .describe import describe
+from .errors import Divergence, UnknownInstruction
+from .instructions import MEANINGS, NOTHING
+from .lanes import Run, buffer_of
+from .memory import LDS, Pointer
+
+Compute = Callable[[Run], Any]
+Step = tuple[int, Compute]
+
+MEMORY_SPACES = (AddrSpace.GLOBAL, AddrSpace.LOCAL, AddrSpace.REG)
+BUFFERS = (Ops.PARAM, Ops.BUFFER)
+ADDRESSES = (*BUFFERS, Ops.INDEX, Ops.SHRINK, Ops.AFTER, Ops.BITCAST, Ops.CAST)
+COPY_TEXTS = {text for text, instruction in BY_TEXT.items() if instruction.name == "cp_async"}
+SILENT = (Ops.NOOP, Ops.GROUP, Ops.SINK, Ops.CONST)
+
+
+def is_pointer(u: UOp) -> bool:
+  """Whether `u` is an address (rendered as a pointer) and not a value."""
+  return u.op in ADDRESSES and u.addrspace in MEMORY_SPACES
+
+
+def is_constant(u: UOp) -> bool:
+  """Whether `u` is a literal: a CONST cast to its dtype."""
+  return u.op is Ops.CAST and u.src[0].op is Ops.CONST
+
+
+def execute(steps: list[Step], run: Run) -> None:
+  """Runs steps in order."""
+  values = run.values
+  for place, compute in steps:
+    values[place] = compute(run)
+
+
+class Program:
+  """The steps of one kernel for one architecture. Built once, launched often.
+
+  Raises UnknownInstruction for a UOp or an Ops.CUSTOM text that the emulator cannot execute.
+  """
+
+  def __init__(self, name: str, arch: str, uops: Sequence[UOp], scalars: Sequence[str | None], omit: UOp | None = None):
+    self.name, self.arch, self.uops, self.omit = name, arch, list(uops), omit
+    self.scalars = list(scalars)  # names of the integer arguments, in the order launch gets them
+    self.place = {u: i for i, u in enumerate(self.uops)}
+    self.params = [u for u in self.uops if u.op is Ops.PARAM and u.addrspace is not AddrSpace.ALU]
+    self.buffers = {u: i for i, u in enumerate([*self.params, *(u for u in self.uops if u.op is Ops.BUFFER)])}
+    self.template: list[Any] = [None] * len(self.uops)  # the values known before any step runs
+    self.copies = any(u.op in (Ops.CUSTOM, Ops.CUSTOMI) and u.arg in COPY_TEXTS for u in self.uops)
+    self.granule = self._granules()
+    self.steps = self._block(iter(self.uops))
+
+  @classmethod
+  def from_elf(cls, obj: TinyELF, uops: list[UOp]) -> "Program":
+    """The program that tinygrad's runtime asks for."""
+    sink = uops[-1].arg
+    name = ansistrip(sink.name) if sink is not None else obj.name
+    buffers = sum(u.op is Ops.PARAM and u.addrspace is not AddrSpace.ALU for u in uops)
+    return cls(name, obj.target.arch, uops, [entry[0] for entry in obj.signature[buffers:]])
+
+  def without(self, omit: UOp) -> "Program":
+    """The same kernel with one barrier or statement left out."""
+    return Program(self.name, self.arch, self.uops, self.scalars, omit)
+
+  def _granules(self) -> dict[UOp, int]:
+    """The smallest element, in bytes, that each LDS buffer is accessed by."""
+    granule: dict[UOp, int] = {}
+    for u in self.uops:
+      if is_pointer(u) and u.addrspace is AddrSpace.LOCAL:
+        buffer = buffer_of(u)
+        granule[buffer] = min(granule.get(buffer, 16), u.dtype.itemsize)
+    return granule
+
+  def _refuse(self, what: str, u: UOp) -> UnknownInstruction:
+    return UnknownInstruction(f"kernel {self.name}: {what}\n  at {describe(u)}")
+
+  def _block(self, uops: Iterator[UOp]) -> list[Step]:
+    """The steps up to the END or ENDIF that closes this block, or the end of the kernel."""
+    steps: list[Step] = []
+    for u in uops:
+      if u.op in (Ops.END, Ops.ENDIF):
+        self.closing = u
+        break
+      if u is self.omit:
+        self.template[self.place[u]] = NOTHING
+      elif u.op in (Ops.RANGE, Ops.IF):
+        body = self._block(uops)
+        steps.append((self.place[u], self._range(u, body) if u.op is Ops.RANGE else self._if(u, body)))
+      elif is_constant(u):
+        self.template[self.place[u]] = self._constant(u.dtype, u.src[0].arg)
+      elif u.op in BUFFERS and is_pointer(u):
+        self.template[self.place[u]] = np.int64(0)
+      elif u.op not in SILENT and not (u.op is Ops.STACK and not u.src):
+        steps.append((self.place[u], self._compute(u)))
+    return steps
+
+  def _compute(self, u: UOp) -> Compute:
+    if is_pointer(u):
+      return self._pointer(u)
+    if u.op in GroupOp.ALU:
+      return self._alu(u)
+    if u.op not in COMPUTE:
+      raise self._refuse("the emulator cannot execute this", u)
+    return COMPUTE[u.op](self, u)
+
+  # ** values **
+
+  def _constant(self, dtype: DType, value: Any) -> Any:
+    if dtypes.is_float(dtype):
+      return alu.encode(np.float64(value), dtype)[()]
+    if dtypes.is_bool(dtype):
+      return np.bool_(value)
+    bits = int(value) & ((1 << dtype.bitsize) - 1)
+    return np.array(bits, f"u{dtype.itemsize}").view(alu.storage(dtype))[()]
+
+  def _pointer(self, u: UOp) -> Compute:
+    """An address: its value is an element index in units of its dtype."""
+    base = self.place[u.src[0]]
+    if u.op is Ops.AFTER:
+      return lambda run: run.values[base]
+    old, new = u.src[0].dtype.itemsize, u.dtype.itemsize
+    if u.op in (Ops.BITCAST, Ops.CAST):
+      return lambda run: run.values[base] * old // new
+    index = self.place[u.src[1]]
+    if u.src[0].without_after.op in BUFFERS:
+      return lambda run: run.values[index]
+    return lambda run: run.values[base] + run.values[index]
+
+  def _after(self, u: UOp) -> Compute:
+    base = self.place[u.src[0]]
+    return lambda run: run.values[base]
+
+  def _argument(self, u: UOp) -> Compute:
+    where, to = self.scalars.index(u.arg.name), alu.storage(u.dtype).type
+    return lambda run: to(run.arguments[where])
+
+  def _special(self, u: UOp) -> Compute:
+    kind, axis = u.arg[0], int(u.arg[-1])
+    if kind not in "gl":
+      raise self._refuse(f"{u.arg} is neither a workgroup nor a local index", u)
+    return lambda run: run.coordinate(kind, axis)
+
+  def _alu(self, u: UOp) -> Compute:
+    places = tuple(self.place[s] for s in u.src)
+    never_negative = u.op is Ops.CDIV and all(s.vmin >= 0 for s in u.src)
+    f = alu.function(u.op, u.src[-1].dtype, never_negative)
+    a, b, c = (*places, 0, 0)[:3]
+    if len(places) == 3:
+      return lambda run: f(run.values[a], run.values[b], run.values[c])
+    if len(places) == 2:
+      return lambda run: f(run.values[a], run.values[b])
+    if u.op is not Ops.EXP2:
+      return lambda run: f(run.values[a])
+
+    def exp2(run: Run) -> Any:
+      if run.counters is not None:
+        run.counters.exp2s += len(run.active())
+      return f(run.values[a])
+
+    return exp2
+
+  def _cast(self, u: UOp) -> Compute:
+    a = self.place[u.src[0]]
+    f = alu.cast(u.src[0].dtype, u.dtype, saturate_infinity=self.arch.startswith("sm_"))
+
+    def compute(run: Run) -> Any:
+      x = run.values[a]
+      return [f(e) for e in x] if isinstance(x, list) else f(x)
+
+    return compute
+
+  def _bitcast(self, u: UOp) -> Compute:
+    a, count, source, target = self.place[u.src[0]], u.max_numel(), u.src[0].dtype, u.dtype
+    return lambda run: alu.bitcast(run.values[a], source, target, count)
+
+  def _stack(self, u: UOp) -> Compute:
+    places = tuple(self.place[s] for s in u.src)
+    return lambda run: [run.values[s] for s in places]
+
+  def _element(self, u: UOp) -> Compute:
+    """INDEX into a short vector."""
+    base, at = self.place[u.src[0]], u.src[1]
+    if not is_constant(at):
+      raise self._refuse("an element of a vector value must be chosen by a constant", u)
+    element = at.src[0].arg
+    return lambda run: run.values[base][element]
+
+  def _load(self, u: UOp) -> Compute:
+    pointer, count, dtype = u.src[0], u.max_numel(), u.dtype
+    memory, index = self.buffers[buffer_of(pointer)], self.place[pointer]
+    if len(u.src) == 1:
+
+      def load(run: Run) -> Any:
+        values = run.memory[memory].load(u, run.values[index], dtype, count)
+        return values if count > 1 else values[0]
+
+      return load
+    other, gate = self.place[u.src[1]], self.place[u.src[2]]
+
+    def gated(run: Run) -> Any:
+      condition, default = run.values[gate], run.values[other]
+      values = run.memory[memory].load(u, run.values[index], dtype, count, condition)
+      defaults = default if isinstance(default, list) else [default] * count
+      values = [np.where(condition, value, d) for value, d in zip(values, defaults, strict=True)]
+      return values if count > 1 else values[0]
+
+    return gated
+
+  def _store(self, u: UOp) -> Compute:
+    pointer, value, dtype = u.src[0], self.place[u.src[1]], u.src[0].dtype
+    memory, index = self.buffers[buffer_of(pointer)], self.place[pointer]
+
+    def store(run: Run) -> None:
+      x = run.values[value]
+      run.memory[memory].store(u, run.values[index], dtype, x if isinstance(x, list) else [x])
+
+    return store
+
+  def _wmma(self, u: UOp) -> Compute:
+    a, b, c = (self.place[s] for s in u.src)
+    return lambda run: wmma.multiply(run, u, run.values[a], run.values[b], run.values[c])
+
+  def _custom(self, u: UOp) -> Compute:
+    instruction = BY_TEXT.get(u.arg)
+    if instruction is None:
+      raise self._refuse(f"no instruction in uopattn.dsl.instructions has the text {u.arg!r}", u)
+    if instruction.cross_lane and u.op is Ops.CUSTOMI:
+      what = f"{instruction.name} must be Ops.CUSTOM: inlined, it can land in a branch that not all lanes take"
+      raise self._refuse(what, u)
+    meaning = MEANINGS[instruction.name]
+    operands = [s for s in u.src if not (is_pointer(s) and buffer_of(s).arg.slot == STATEMENT_SLOT)]
+    read = [self._operand(s) for s in operands]
+    return lambda run: meaning(run, u, *[get(run) for get in read])
+
+  def _operand(self, u: UOp) -> Compute:
+    place = self.place[u]
+    if not is_pointer(u):
+      return lambda run: run.values[place]
+    memory, dtype = self.buffers[buffer_of(u)], u.dtype
+    return lambda run: Pointer(run.memory[memory], run.values[place], dtype)
+
+  # ** control flow **
+
+  def _barrier(self, u: UOp) -> Compute:
+    def barrier(run: Run) -> None:
+      groups: np.ndarray | None = None
+      if run.mask is not None:
+        there = run.mask.reshape(run.shape.groups, -1)
+        groups = np.asarray(there.any(axis=1))
+        part = groups & ~np.asarray(there.all(axis=1))
+        if run.check and part.any():
+          missing = np.flatnonzero((part[:, None] & ~there).ravel())
+          raise run.fail(Divergence, u, "a barrier that not every thread of the workgroup reaches", missing)
+      if run.counters is not None:
+        run.counters.barriers += run.shape.groups if groups is None else int(groups.sum())
+      for memory in run.memory:
+        if isinstance(memory, LDS):
+          memory.barrier(groups)
+
+    return barrier
+
+  def _if(self, u: UOp, body: list[Step]) -> Compute:
+    gate = self.place[u.src[0]]
+
+    def branch(run: Run) -> None:
+      outer, condition = run.mask, run.spread(run.values[gate])
+      run.mask = condition if outer is None else outer & condition
+      if run.mask.any():
+        execute(body, run)
+      run.mask = outer
+
+    return branch
+
+  def _range(self, u: UOp, body: list[Step]) -> Compute:
+    if u.dtype == dtypes.void:
+      return self._do_while(body, self.place[self.closing.src[2]])
+    i, bound, to = self.place[u], self.place[u.src[0]], alu.storage(u.dtype).type
+
+    def loop(run: Run) -> None:
+      outer, end = run.mask, run.values[bound]
+      counts = np.atleast_1d(end) if outer is None or np.ndim(end) == 0 else end[outer]
+      last, uniform = int(counts.max()), int(counts.max()) == int(counts.min())
+      for n in range(last):
+        if not uniform:
+          run.mask = (end > n) if outer is None else outer & (end > n)
+        run.values[i] = to(n)
+        execute(body, run)
+      run.mask = outer
+
+    return loop
+
+  def _do_while(self, body: list[Step], condition: int) -> Compute:
+    def loop(run: Run) -> None:
+      outer = run.mask
+      while True:
+        execute(body, run)
+        again = run.spread(run.values[condition])
+        active = again if run.mask is None else again & run.mask
+        if not active.any():
+          break
+        if not active.all():
+          run.mask = active
+      run.mask = outer
+
+    return loop
+
+
+COMPUTE: dict[Ops, Callable[[Program, UOp], Compute]] = {
+  Ops.AFTER: Program._after,
+  Ops.PARAM: Program._argument,
+  Ops.SPECIAL: Program._special,
+  Ops.CAST: Program._cast,
+  Ops.BITCAST: Program._bitcast,
+  Ops.STACK: Program._stack,
+  Ops.INDEX: Program._element,
+  Ops.LOAD: Program._load,
+  Ops.STORE: Program._store,
+  Ops.WMMA: Program._wmma,
+  Ops.CUSTOM: Program._custom,
+  Ops.CUSTOMI: Program._custom,
+  Ops.BARRIER: Program._barrier,
+}

@@ -1,0 +1,170 @@
+"""Matrix instructions: which lane holds which element, and the product itself.
+
+D = A @ B + C for one wave, A (M, K), B (K, N), C and D (M, N). A fragment is what one lane holds, element e of lane l.
+Sources of the layouts: AMD, "RDNA3", "RDNA4" and "CDNA3" instruction set architecture documents and the AMD matrix
+instruction calculator; NVIDIA, PTX ISA, "Matrix Fragments for mma.m16n8k8 / k16 / k32".
+
+Products of 8- and 16-bit floats are exact in float32. They are summed in float32, in an order the hardware does not
+promise either, and the accumulator is added last; a 16-bit accumulator is rounded once. tf32 ignores the low 13 bits of
+its inputs. Integers are exact.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from tinygrad.dtype import DType, dtypes
+from tinygrad.uop.ops import UOp
+
+from . import alu
+from .errors import Divergence, LaneMismatch, UnknownInstruction
+from .lanes import Run
+
+Layout = Callable[[Any, Any], tuple[Any, Any]]  # (lane, element) -> (row, column) of the matrix
+
+
+@dataclass(frozen=True)
+class Fragments:
+  """The layouts of one matrix instruction: A as (row, k), B as (k, column), C and D as (row, column)."""
+
+  lanes: int
+  elements: tuple[int, int, int]
+  a: Layout
+  b: Layout
+  c: Layout
+  repeated: bool = False  # lanes 16-31 must hold A and B as lanes 0-15 do
+
+
+def _same(lanes: int, elements: tuple[int, int, int], a: Layout, c: Layout, repeated: bool = False) -> Fragments:
+  """Fragments whose B is held as A is, with columns for rows."""
+  return Fragments(lanes, elements, a, lambda l, e: a(l, e)[::-1], c, repeated)
+
+
+def _cdna(k: int) -> Fragments:
+  n = k // 4
+  return _same(64, (n, n, 4), lambda l, e: (l % 16, n * (l // 16) + e), lambda l, e: (4 * (l // 16) + e, l % 16))
+
+
+RDNA3 = _same(32, (16, 16, 8), lambda l, e: (l % 16, e), lambda l, e: (2 * e + l // 16, l % 16), repeated=True)
+RDNA4 = _same(
+  32, (8, 8, 8), lambda l, e: (l % 16, (e & 3) + 8 * (e >> 2) + 4 * (l // 16)), lambda l, e: (8 * (l // 16) + e, l % 16)
+)
+
+
+def _nvidia(k: int, bits: int) -> Fragments:
+  n = 32 // bits  # elements in a 32-bit register: neighbours along k
+  registers = k // (4 * n)  # 32-bit registers along k
+
+  def a(l: Any, e: Any) -> tuple[Any, Any]:
+    register = e // n
+    return l // 4 + 8 * (register % 2), e % n + n * (l % 4) + 4 * n * (register // 2)
+
+  def b(l: Any, e: Any) -> tuple[Any, Any]:
+    return e % n + n * (l % 4) + 4 * n * (e // n), l // 4
+
+  def c(l: Any, e: Any) -> tuple[Any, Any]:
+    return l // 4 + 8 * (e // 2), 2 * (l % 4) + e % 2
+
+  return Fragments(32, (2 * n * registers, n * registers, 4), a, b, c)
+
+
+@cache
+def fragments(dims: tuple[int, int, int], dtype: DType, device: str, threads: int, elements: int) -> Fragments:
+  """The layouts of the instruction with `dims` (N, M, K) and inputs of `dtype`, `elements` of A in a lane.
+
+  Raises KeyError for an instruction that no listed target has.
+  """
+  n, m, k = dims
+  if device == "AMD" and (n, m) == (16, 16):
+    return _cdna(k) if threads == 64 else RDNA3 if elements == 16 else RDNA4
+  if device == "CUDA" and (n, m) == (8, 16):
+    return _nvidia(k, dtype.bitsize)
+  raise KeyError(f"{device} {dims} {dtype}")
+
+
+@cache
+def _matrix_index(layout: Layout, lanes: int, elements: int, shape: tuple[int, int]) -> np.ndarray:
+  """For each matrix element, where a wave holds it: element * lanes + lane, for the lowest such lane."""
+  e, lane = np.divmod(np.arange(elements * lanes)[::-1], lanes)
+  row, column = layout(lane, e)
+  index = np.full(shape, -1)
+  index[row, column] = e * lanes + lane
+  if (index < 0).any():
+    raise ValueError(f"the fragments do not cover the {shape} matrix")
+  return index
+
+
+def _wave_values(run: Run, value: Any, elements: int, lanes: int, dtype: DType) -> np.ndarray:
+  """A vector of every lane as (elements, waves, lanes) stored values of `dtype`."""
+  parts = value if isinstance(value, list) else [value]
+  to = alu.storage(dtype)
+  if parts[0].dtype.itemsize != to.itemsize:  # packed for the compiler's sake, e.g. eight fp8 in a uint64
+    packed = np.ascontiguousarray(np.stack([run.spread(p) for p in parts], axis=-1)).view(to)
+    return np.ascontiguousarray(packed.T).reshape(elements, -1, lanes)
+  block = np.empty((elements, run.shape.lanes), to)
+  for row, part in zip(block, parts, strict=True):
+    row[:] = part if part.dtype == to else part.view(to)
+  return block.reshape(elements, -1, lanes)
+
+
+def _numbers(block: np.ndarray, dtype: DType) -> np.ndarray:
+  """Stored inputs as the numbers the instruction multiplies."""
+  if dtype == dtypes.float:
+    return (block.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)  # tf32
+  if dtype in dtypes.ints:
+    return block.astype(np.float64)  # exact: sums stay below 2**53
+  return alu.decode(block, dtype).astype(np.float32)
+
+
+def _operand(run: Run, u: UOp, value: Any, frags: Fragments, which: int, shape: tuple[int, int]) -> np.ndarray:
+  dtype = u.arg[1]
+  block = _wave_values(run, value, frags.elements[which], frags.lanes, dtype)
+  bits = block.view(f"u{block.dtype.itemsize}")  # NaN is the same as itself
+  if frags.repeated and run.check and (bits[..., :16] != bits[..., 16:]).any():
+    _, wave, lane = np.nonzero(bits[..., :16] != bits[..., 16:])
+    lanes = wave * frags.lanes + lane + 16
+    raise run.fail(LaneMismatch, u, f"lanes 16-31 must repeat lanes 0-15 of {'AB'[which]} and do not", lanes)
+  flat = np.ascontiguousarray(block.transpose(1, 0, 2)).reshape(block.shape[1], -1)
+  layout = frags.a if which == 0 else frags.b
+  return _numbers(flat.take(_matrix_index(layout, frags.lanes, frags.elements[which], shape), axis=1), dtype)
+
+
+def check_whole_waves(run: Run, u: UOp, lanes: int, what: str) -> None:
+  """Raises Divergence unless each wave is active as a whole or not at all."""
+  if run.shape.threads % lanes or run.shape.wave != lanes:
+    raise run.fail(Divergence, u, f"{what} needs waves of {lanes} lanes; the workgroup has {run.shape.threads} threads")
+  if run.mask is not None:
+    waves = run.mask.reshape(-1, lanes)
+    part = np.asarray(waves.any(axis=1) & ~waves.all(axis=1))
+    if part.any():
+      missing = np.flatnonzero((part[:, None] & ~waves).ravel())
+      raise run.fail(Divergence, u, f"{what} with inactive lanes in its wave", missing)
+
+
+def multiply(run: Run, u: UOp, a: Any, b: Any, c: list[Any]) -> list[Any]:
+  """Executes the Ops.WMMA `u`: a, b, c and the result are vectors of lanes' values.
+
+  Raises UnknownInstruction, Divergence, and LaneMismatch where RDNA3 needs both halves of a wave to agree.
+  """
+  dims, dtype, device, threads, _ = u.arg
+  n, m, k = dims
+  count = (len(a) if isinstance(a, list) else 1) * u.src[0].dtype.itemsize // dtype.itemsize
+  try:
+    frags = fragments(dims, dtype, device, threads, count)
+  except KeyError as error:
+    raise run.fail(UnknownInstruction, u, f"no target has the matrix instruction {error}") from None
+  check_whole_waves(run, u, frags.lanes, "a matrix instruction")
+  if run.counters is not None:
+    run.counters.matrix += run.active_waves()
+  product = _operand(run, u, a, frags, 0, (m, k)) @ _operand(run, u, b, frags, 1, (k, n))  # (waves, M, N)
+  lane = np.arange(frags.lanes)
+  product = product.reshape(len(product), m * n)
+  result = []
+  for e, old in enumerate(c):
+    row, column = frags.c(lane, e)
+    part = product.take(row * n + column, axis=1).reshape(-1)
+    total = alu.decode(old, u.dtype) + part
+    result.append(alu.encode(total, u.dtype))
+  return result
