@@ -13,11 +13,12 @@ DTYPES = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
 
 def qkv(
   B: int, Hq: int, Hkv: int, M: int, N: int, Dk: int, Dv: int, dtype: DType = dtypes.float32, seed: int = 0
-) -> list[Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
   """Normal random q, k and v of four dimensions."""
   Tensor.manual_seed(seed)
   shapes = ((B, Hq, M, Dk), (B, Hkv, N, Dk), (B, Hkv, N, Dv))
-  return [Tensor.randn(*shape, dtype=dtypes.float32).cast(dtype).realize() for shape in shapes]
+  q, k, v = (Tensor.randn(*shape, dtype=dtypes.float32).cast(dtype).realize() for shape in shapes)
+  return q, k, v
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None, **options: Any) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -150,7 +151,7 @@ def tiles_one_key_off(s, x, head, first, block_n, loop):
   return right_load(s, x, head, cpu_forward.clamp(first + 1, 0, x.shape[1] - block_n), block_n, loop)
 
 
-MISTAKES = {
+MISTAKES: dict[str, tuple[str, Any, dict[str, Any]]] = {
   "no rescale of the accumulator": ("multiply_pv", no_rescale, {}),
   "no causal mask on the diagonal": ("multiply_qk", no_mask, {"is_causal": True}),
   "last tile counted twice": ("multiply_qk", no_mask, {}),

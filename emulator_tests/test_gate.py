@@ -32,7 +32,8 @@ def online(q: Array, k: Array, v: Array, rescale: bool) -> Array:
 
 
 WRONG: dict[str, Callable[[Array, Array, Array], Array]] = {
-  "V transposed": lambda q, k, v: attend(q, k, np.concatenate([v[:, :, i : i + D].swapaxes(-1, -2) for i in range(0, N, D)], 2)),
+  "V transposed": lambda q, k, v: attend(
+    q, k, np.concatenate([v[:, :, i : i + D].swapaxes(-1, -2) for i in range(0, N, D)], 2)),
   "no rescale of the accumulator": lambda q, k, v: online(q, k, v, rescale=False),
   "last key tile dropped": lambda q, k, v: attend(q, k[:, :, :-TILE], v[:, :, :-TILE]),
   "last key dropped": lambda q, k, v: attend(q, k[:, :, :-1], v[:, :, :-1]),
@@ -62,9 +63,9 @@ def test_rejects(name: str, dtype) -> None:
 
 @pytest.mark.parametrize("dtype", PRECISIONS)
 def test_accepts_the_truth(dtype) -> None:
-  inputs = [numpy(Tensor(x).cast(dtype)) for x in INPUTS]
-  assert judged(attend(*inputs), dtype)
-  assert judged(online(*inputs, rescale=True), dtype)
+  q, k, v = (numpy(Tensor(x).cast(dtype)) for x in INPUTS)
+  assert judged(attend(q, k, v), dtype)
+  assert judged(online(q, k, v, rescale=True), dtype)
 
 
 def test_infinities_must_be_where_the_oracle_has_them() -> None:

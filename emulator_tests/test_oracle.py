@@ -1,6 +1,8 @@
 """The oracle against attention written out element by element."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +32,7 @@ def scaled(dot: float, i: int, j: int) -> float:
   return dot / 2
 
 
-CASES = {
+CASES: dict[str, tuple[dict[str, Any], Callable[..., bool], Callable[..., float]]] = {
   "plain": ({}, lambda i, j: True, scaled),
   "scale": ({"scale": 0.3}, lambda i, j: True, lambda dot, i, j: 0.3 * dot),
   "causal": ({"is_causal": True}, lambda i, j: j <= i, scaled),
@@ -41,7 +43,8 @@ CASES = {
   "softcap": ({"softcap": 0.7}, lambda i, j: True, lambda dot, i, j: 0.7 * math.tanh(dot / 2 / 0.7)),
   "lengths": ({"kv_lengths": np.array([4])}, lambda i, j: j < 4, scaled),
   "length 0": ({"kv_lengths": np.array([0])}, lambda i, j: False, scaled),
-  "score_mod": ({"score_mod": lambda s, b, h, i, j: s + 0.1 * (j - i)}, lambda i, j: True, lambda dot, i, j: dot / 2 + 0.1 * (j - i)),
+  "score_mod": ({"score_mod": lambda s, b, h, i, j: s + 0.1 * (j - i)},
+    lambda i, j: True, lambda dot, i, j: dot / 2 + 0.1 * (j - i)),
   "mask_mod": ({"mask_mod": lambda b, h, i, j: (i + j) % 3 != 0}, lambda i, j: (i + j) % 3 != 0, scaled),
   "bool mask": ({"attn_mask": np.tri(7, 9, 1, dtype=bool)}, lambda i, j: j <= i + 1, scaled),
   "additive mask": ({"attn_mask": -0.2 * np.arange(9.0)}, lambda i, j: True, lambda dot, i, j: dot / 2 - 0.2 * j),

@@ -25,7 +25,7 @@ from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv
 from tinygrad.uop.ops import KernelInfo
 
-from uopattn.dsl import LN2, LOG2E, Loop, Scope, clamp, exp2
+from uopattn.dsl import LN2, LOG2E, Loop, Scope, clamp, exp2, sizes
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
 
@@ -91,7 +91,7 @@ def forward(
     q_start: position of the first query; may be negative.
     tiles: block sizes.
   """
-  (heads, M, Dk), (kv_heads, N, Dv) = q.shape, v.shape
+  (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
   block_m, block_n, unroll = tiles.block_m, min(tiles.block_n, N), tiles.unroll
   blocks, n_tiles = ceildiv(M, block_m), ceildiv(N, block_n)
   s = Scope()
@@ -132,7 +132,7 @@ def forward(
 
 def load_query(q: UOp, head: UOp, row: UOp, d: UOp) -> UOp:
   """q[head, row, d] as float32; 0 past the last row."""
-  inside = row < q.shape[1]
+  inside = row < sizes(q)[1]
   return inside.where(q[head, row.valid(inside), d].load().cast(dtypes.float), 0.0)
 
 
@@ -140,7 +140,7 @@ def load_tile(s: Scope, x: UOp, head: UOp, first: UOp, block_n: int, loop: Loop)
   """The tile of keys (or values) from `first` on: float32 is read in place, 16 bit is widened once a tile."""
   if x.dtype == dtypes.float:
     return lambda n, d: x[head, first + n, d].load()
-  size = s.buffer(block_n, x.shape[2])
+  size = s.buffer(block_n, sizes(x)[2])
   wide = s.assign(size, lambda n, d: x[head, first + n, d].load().cast(dtypes.float), within=loop.axes)
   return lambda n, d: wide[n, d].load()
 
@@ -149,13 +149,13 @@ def multiply_qk(
   s: Scope, q_t: UOp, k_tile: Tile, hidden: Tile, m_old: UOp, block_n: int, unroll: int, loop: Loop
 ) -> tuple[UOp, UOp]:
   """S^T = K Q^T (block_n, block_m), -inf where hidden, and the row maximum so far (block_m,)."""
-  block_m = q_t.shape[1]
+  block_m = sizes(q_t)[1]
   scores = s.buffer(block_n, block_m).after(*loop.axes)
   m_new = s.assign(s.buffer(block_m), lambda m: m_old[m].load(), within=loop.axes)
   for top, count, rows in strips(block_n, unroll):
     strip = s.axis(count)
     key = top + strip * rows
-    acc = product(s, rows, lambda r, d, key=key: k_tile(key + r, d), q_t, (*loop.axes, strip))
+    acc = product(s, rows, lambda r, d: k_tile(key + r, d), q_t, (*loop.axes, strip))
     m = s.axis(block_m)
     row = [hidden(key + r, m).where(-inf, acc[r, m]) for r in range(rows)]
     highest = reduce(UOp.maximum, row, m_new.after(strip)[m].load())
@@ -167,7 +167,7 @@ def multiply_qk(
 
 def exponentiate(s: Scope, scores: UOp, m_new: UOp, m_old: UOp, l_old: UOp, loop: Loop) -> tuple[UOp, UOp, UOp]:
   """P^T = exp2(S^T - m) in place of S^T, the new row sum l, and alpha = exp2(m_old - m), by which l and O shrink."""
-  block_n, block_m = scores.shape
+  block_n, block_m = sizes(scores)
   # A row that has seen no key yet has m = -inf, and -inf - -inf is NaN: such a row is shifted by 0.
   shift = s.assign(s.buffer(block_m), lambda m: m_new[m].eq(-inf).where(0.0, m_new[m]), within=loop.axes)
   alpha = s.assign(s.buffer(block_m), lambda m: exp2(m_old[m] - shift[m]), within=loop.axes)
@@ -182,11 +182,11 @@ def exponentiate(s: Scope, scores: UOp, m_new: UOp, m_old: UOp, l_old: UOp, loop
 def multiply_pv(s: Scope, p: UOp, v_tile: Tile, acc: UOp, alpha: UOp, unroll: int, loop: Loop) -> UOp:
   """O^T = O^T alpha + V^T P^T, (Dv, block_m)."""
   ends = []
-  for left, count, columns in strips(acc.shape[0], unroll):
+  for left, count, columns in strips(sizes(acc)[0], unroll):
     strip = s.axis(count)
     column = left + strip * columns
-    out = product(s, columns, lambda c, n, column=column: v_tile(n, column + c), p, (*loop.axes, strip))
-    m = s.axis(acc.shape[1])
+    out = product(s, columns, lambda c, n: v_tile(n, column + c), p, (*loop.axes, strip))
+    m = s.axis(sizes(acc)[1])
     stores = [acc[column + c, m].store(acc[column + c, m] * alpha[m] + out[c, m]) for c in range(columns)]
     ends.append(UOp.group(*stores).end(strip, m))
   return UOp.group(*ends)
@@ -196,7 +196,7 @@ def store_rows(
   s: Scope, o: UOp, lse: UOp | None, head: UOp, row: UOp, acc: UOp, m_i: UOp, l_i: UOp, item: UOp
 ) -> list[UOp]:
   """O = acc / l and LSE = (m + log2 l) ln 2; a row that saw no key gets 0 and -inf. Rows past M are not stored."""
-  (Dv, block_m), M = acc.shape, o.shape[1]
+  (Dv, block_m), M = sizes(acc), sizes(o)[1]
   inverse = s.assign(s.buffer(block_m), lambda m: l_i[m].eq(0).where(0.0, 1 / l_i[m]), within=(item,))
   lanes = min(block_m, M)  # with M = 1 tinygrad drops the row index, and with it the gate
   d, m = s.axis(Dv), s.axis(lanes)
@@ -219,7 +219,7 @@ def product(s: Scope, rows: int, left: Callable[[int, UOp], UOp], right: UOp, wi
   The rows are written out, never indexed by an axis: an array that is indexed by constants and whole rows of lanes
   alone is what the compiler moves into vector registers.
   """
-  length, lanes = right.shape
+  length, lanes = sizes(right)
   acc, m = s.buffer(rows, lanes), s.axis(lanes)
   acc = acc.after(UOp.group(*[acc.after(*within)[r, m].store(0.0) for r in range(rows)]).end(m))
   i, m = s.axis(length), s.axis(lanes)

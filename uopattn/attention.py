@@ -38,7 +38,7 @@ def attention(
   block_mask: BlockMask | None = None,
   return_lse: bool = False,
   backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
   """softmax(scale q k^T) v without keeping the scores.
 
   score = scale * q.k; then softcap * tanh(score / softcap); then score_mod; then + additive attn_mask. Query i stands
@@ -49,7 +49,7 @@ def attention(
     k: (B, Hkv, N, Dk) or (Hkv, N, Dk), of q's dtype.
     v: (B, Hkv, N, Dv) or (Hkv, N, Dv), of q's dtype.
     attn_mask: broadcasts to (B, Hq, M, N). bool: False hides a key. A float dtype: added to the scores, -inf hides.
-    dropout_p: probability of dropping a weight, while `Tensor.training`.
+    dropout_p: probability of dropping a weight, while tinygrad's `TRAINING` is set.
     is_causal: key j is seen by query i iff j <= i + q_start.
     scale: factor on q.k; None is 1/sqrt(Dk).
     enable_gqa: allows Hq to be a multiple of Hkv; query head h reads key head h // (Hq // Hkv), nothing is copied.
@@ -75,12 +75,12 @@ def attention(
   """
   if backend not in BACKENDS:
     raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
-  four = [batched(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
+  q4, k4, v4 = (batched(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
   extras = Extras(
     attn_mask, dropout_p, window, softcap, q_start, kv_lengths, sinks, score_mod, mask_mod, aux, block_mask
   )
-  spec = make_spec(*four, extras, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, return_lse=return_lse)
-  out, lse = _run(*four, spec, extras, backend)
+  spec = make_spec(q4, k4, v4, extras, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, return_lse=return_lse)
+  out, lse = _run(q4, k4, v4, spec, extras, backend)
   if q.ndim == 3:
     out, lse = out.squeeze(0), None if lse is None else lse.squeeze(0)
   return (out, cast(Tensor, lse)) if return_lse else out
@@ -89,9 +89,8 @@ def attention(
 def _run(
   q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras, backend: str
 ) -> tuple[Tensor, Tensor | None]:
-  if not isinstance(q.device, str):
-    chosen: Choice | list[str] = [f"q is spread over {len(q.device)} devices; kernels take one"]
-  else:
+  chosen: Choice | list[str] = [f"q is on {q.device}; kernels take one device"]
+  if isinstance(q.device, str):
     chosen = dispatch(spec, Target.of(q.device))
   if backend != "reference" and isinstance(chosen, Choice):
     return launch(chosen, spec, q, k, v)
@@ -99,12 +98,13 @@ def _run(
     raise ValueError(f"backend='kernel': {'; '.join(cast(list[str], chosen))}")
   if backend == "auto":
     for reason in cast(list[str], chosen):
-      _log_once(f"attention falls back to plain tinygrad ops: {reason}")
+      log_once(f"attention falls back to plain tinygrad ops: {reason}")
   return reference(q, k, v, spec, extras)
 
 
 @functools.cache
-def _log_once(message: str) -> None:
+def log_once(message: str) -> None:
+  """Logs a warning that was not logged before."""
   log.warning(message)
 
 
@@ -135,7 +135,8 @@ def _gradient(spec: AttentionSpec) -> Callable[..., tuple[UOp | None, ...]]:
     q, k, v = (Tensor(x) for x in call.src[2:5])
     out, lse = reference(q, k, v, spec, Extras(q_start=cast(int, spec.q_start)))
     # Only the outputs that were used have a gradient; they differ in their number of dimensions.
-    total = sum(((out if grad.ndim == out.ndim else lse) * Tensor(grad)).sum() for grad in grads)
+    parts = [((out if grad.ndim == out.ndim else lse) * Tensor(grad)).sum() for grad in grads]
+    total = sum(parts[1:], parts[0])
     return (None, *(x.uop for x in total.gradient(q, k, v)), *(None for _ in call.src[5:]))
 
   return gradient

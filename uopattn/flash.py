@@ -5,7 +5,7 @@ from typing import Any
 from tinygrad import Device, UOp, dtypes
 
 from uopattn.dispatch import Choice, dispatch
-from uopattn.spec import AttentionSpec, Extras, make_spec
+from uopattn.spec import AttentionSpec, Extras, dtype_name, make_spec
 from uopattn.target import Target
 
 
@@ -45,13 +45,10 @@ def flash(
   Raises:
     TypeError, ValueError: an argument does not fit, or no kernel serves it; the message says what would.
   """
+  q4, k4, v4 = (batched(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+  options = Extras(q_start=q_start)
   spec = make_spec(
-    *(batched(name, x) for name, x in (("q", q), ("k", k), ("v", v))),
-    Extras(q_start=q_start),
-    is_causal=causal,
-    scale=scale,
-    enable_gqa=enable_gqa,
-    return_lse=lse is not None,
+    q4, k4, v4, options, is_causal=causal, scale=scale, enable_gqa=enable_gqa, return_lse=lse is not None
   )
   _check_output("o", o, (*q.shape[:-1], v.shape[-1]), q.dtype)
   if lse is not None:
@@ -71,7 +68,8 @@ def build(choice: Choice, spec: AttentionSpec, o: UOp, q: UOp, k: UOp, v: UOp, l
   )
 
 
-def batched(name: str, x: UOp) -> UOp:
+def batched(name: str, x: Any) -> Any:
+  """A Tensor or UOp of three or four dimensions with four; ValueError, with its name, for any other."""
   if x.ndim not in (3, 4):
     raise ValueError(f"{name} has shape {x.shape}; it must have three or four dimensions, (B, H, rows, head size)")
   return x if x.ndim == 4 else x.reshape(1, *x.shape)
@@ -81,4 +79,4 @@ def _check_output(name: str, x: UOp, shape: tuple[Any, ...], dtype: Any) -> None
   if x.shape != shape:
     raise ValueError(f"{name} has shape {x.shape}; it must be {shape}")
   if x.dtype != dtype:
-    raise TypeError(f"{name} has dtype {x.dtype}; it must be {dtype}")
+    raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it must be {dtype_name(dtype)}")

@@ -49,7 +49,7 @@ def _hide(scores: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
   """-inf wherever any rule hides a key."""
   b, h, i, j = _indices(scores)
   start = extras.q_start
-  position = i + (start.reshape(-1, 1, 1, 1) if isinstance(start, Tensor) else start)
+  position = i + (start.reshape(-1, 1, 1, 1) if isinstance(start, Tensor) else Tensor(start))
   rules: list[Tensor] = []
   if spec.is_causal:
     rules.append(j <= position)

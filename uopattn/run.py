@@ -204,10 +204,9 @@ def run(config: Config) -> int:
   s = problem.spec
   print(f"device   {target}")
   print(f"kernel   {problem.choice}")
-  print(
-    f"problem  B={s.B} H={s.Hq} HKV={s.Hkv} M={s.M} N={s.N} D={s.Dk} DV={s.Dv} {dtype_name(s.dtype)}{' causal' * s.is_causal}"
-    f"{f' from {config.input}' if config.input else ''}"
-  )
+  shape = f"B={s.B} H={s.Hq} HKV={s.Hkv} M={s.M} N={s.N} D={s.Dk} DV={s.Dv}"
+  source = f" from {config.input}" if config.input else ""
+  print(f"problem  {shape} {dtype_name(s.dtype)}{' causal' * s.is_causal}{source}")
   o, lse, seconds = measure(problem, config.cnt)
   print(f"best     {min(seconds) * 1e3:10.3f} ms  {speed(s, min(seconds))}")
   reports: list[Report] = []

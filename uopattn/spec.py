@@ -7,8 +7,10 @@ from typing import Any
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
+from tinygrad.helpers import TRAINING
 
 from uopattn.block_mask import BlockMask
+from uopattn.dsl import sizes
 
 DTYPES = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
 BACKENDS = ("auto", "kernel", "reference")
@@ -69,7 +71,7 @@ class Extras:
     """The names of those that change the result, q_start apart."""
     names = ("attn_mask", "window", "softcap", "kv_lengths", "sinks", "score_mod", "mask_mod", "block_mask")
     used = [name for name in names if getattr(self, name) is not None]
-    return tuple(used) + (("dropout_p",) if self.dropout_p > 0 and Tensor.training else ())
+    return tuple(used) + (("dropout_p",) if self.dropout_p > 0 and TRAINING else ())
 
 
 def make_spec(
@@ -90,12 +92,12 @@ def make_spec(
     ValueError: an argument's value or shape does not fit.
   """
   _check_dtypes(q, k, v)
-  (B, Hq, M, Dk), (_, Hkv, N, _), Dv = q.shape, k.shape, v.shape[3]
   for name, x in (("q", q), ("k", k), ("v", v)):
     if not all(isinstance(size, int) and size > 0 for size in x.shape):
       raise ValueError(f"{name} has shape {x.shape}; every size must be a known int >= 1")
     if x.device != q.device:
       raise ValueError(f"{name} is on {x.device}, q is on {q.device}; all must be on one device")
+  (B, Hq, M, Dk), (_, Hkv, N, _), Dv = sizes(q), sizes(k), sizes(v)[3]
   if (k.shape[0], k.shape[3]) != (B, Dk):
     raise ValueError(f"k has shape {k.shape}, q has {q.shape}; k must be ({B}, Hkv, N, {Dk})")
   if v.shape[:3] != (B, Hkv, N):
@@ -104,10 +106,13 @@ def make_spec(
     raise ValueError(f"q has {Hq} heads, k has {Hkv}; they must be equal unless enable_gqa=True")
   if Hq % Hkv:
     raise ValueError(f"q has {Hq} heads, k has {Hkv}; with enable_gqa=True the first must be a multiple of the second")
-  scale = Dk**-0.5 if scale is None else _number("scale", scale)
+  factor = Dk**-0.5 if scale is None else _number("scale", scale)
+  for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa), ("return_lse", return_lse)):
+    if flag not in (False, True):
+      raise TypeError(f"{name} is {flag!r}; it must be True or False")
   _check_extras(extras, B, Hq, M, N, q.device)
   q_start = extras.q_start if isinstance(extras.q_start, int) else None
-  return AttentionSpec(B, Hq, Hkv, M, N, Dk, Dv, q.dtype, scale, bool(is_causal), q_start, return_lse, extras.in_use())
+  return AttentionSpec(B, Hq, Hkv, M, N, Dk, Dv, q.dtype, factor, bool(is_causal), q_start, return_lse, extras.in_use())
 
 
 def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:

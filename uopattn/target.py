@@ -1,9 +1,11 @@
 """The machine that a kernel is written for."""
 
 from dataclasses import dataclass
+from typing import cast
 
 from tinygrad import Device
 from tinygrad.renderer.cstyle import ClangRenderer
+from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 
 from uopattn.toolchain import PLAIN, VectorUnit, find_clang, vector_unit
 
@@ -47,4 +49,4 @@ class Target:
     arch = renderer.target.arch
     if not isinstance(renderer, ClangRenderer):
       return cls(kind, arch)
-    return cls(kind, arch, vector_unit(arch.split(",")[0], tuple(renderer.compiler.args)))
+    return cls(kind, arch, vector_unit(arch.split(",")[0], tuple(cast(ClangCompiler, renderer.compiler).args)))

@@ -83,24 +83,12 @@ def vector_unit(arch: str, flags: tuple[str, ...]) -> VectorUnit:
   Raises:
     NoCompiler: the compiler rejects the probe.
   """
-  command = [
-    find_clang(),
-    "-S",
-    "-x",
-    "c",
-    "-O2",
-    "-ffreestanding",
-    f"--target={arch}-none-unknown-elf",
-    *flags,
-    "-",
-    "-o",
-    "-",
-  ]
+  target = f"--target={arch}-none-unknown-elf"
+  command = [find_clang(), "-S", "-x", "c", "-O2", "-ffreestanding", target, *flags, "-o", "-", "-"]
   done = subprocess.run(command, input=_PROBE, capture_output=True, text=True)
   if done.returncode:
-    raise NoCompiler(
-      f"{command[0]!r} is not a clang that compiles for {arch}: {(done.stderr.strip() or 'no message').splitlines()[0]}"
-    )
+    said = (done.stderr.strip() or "no message").splitlines()[0]
+    raise NoCompiler(f"{command[0]!r} is not a clang that compiles for {arch}: {said}")
   lanes = 16 if "%zmm" in done.stdout else 8 if "%ymm" in done.stdout else 4
   return VectorUnit(lanes, 32 if "many_registers" in done.stdout else 16)
 

@@ -9,8 +9,8 @@ from tinygrad.dtype import DType, dtypes
 
 from uopattn.oracle import PRECISIONS, Array, oracle
 
-# What any output is allowed, however exact the naive computation happens to be: some unit roundoffs of its own type, and
-# of float32, in which the long sums are taken in an order of the kernel's choice.
+# What any output is allowed, however exact the naive computation happens to be: some unit roundoffs of its own type,
+# and of float32, in which the long sums are taken in an order of the kernel's choice.
 FLOOR, FLOOR_OF_SUMS = 4, 16 * PRECISIONS[dtypes.float32].unit
 
 

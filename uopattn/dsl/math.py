@@ -7,8 +7,8 @@ from tinygrad import UOp, dtypes
 LOG2E = math.log2(math.e)
 LN2 = math.log(2)
 
-# Polynomial of 2**f on [-1, 0], constant term first, with the least largest relative error (8.4e-8, by Lawson's iteration)
-# among those that are exactly 1 at 0: a row with one key has l = 1 and its output is that key's value.
+# Polynomial of 2**f on [-1, 0], constant term first, with the least largest relative error (8.4e-8, by Lawson's
+# iteration) among those that are exactly 1 at 0: a row with one key has l = 1 and its output is that key's value.
 _EXP2 = (
   1.0,
   0.6931437211284862,

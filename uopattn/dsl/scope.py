@@ -1,8 +1,9 @@
 """Axes, buffers and loops of one kernel, without hand-numbered ids."""
 
 from collections.abc import Callable
+from typing import cast
 
-from tinygrad import UOp, dtypes
+from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.uop.ops import AxisType
 
@@ -32,7 +33,7 @@ class Scope:
 
   def assign(self, buffer: UOp, value: Callable[..., UOp | float], *, within: tuple[UOp, ...] = ()) -> UOp:
     """`buffer[i, ...] = value(i, ...)` for every index, inside the axes `within`; returns the buffer so written."""
-    index = [self.axis(size) for size in buffer.shape]
+    index = [self.axis(size) for size in sizes(buffer)]
     store = buffer.after(*within)[tuple(index)].store(value(*index))
     return buffer.after(store.end(*index))
 
@@ -45,9 +46,9 @@ class Loop:
   """A loop that counts down to 0, from a number that may depend on outer axes.
 
   tinygrad closes every axis that a RANGE's end depends on together with that RANGE, so on a CPU a `for` whose bound
-  depends on an outer axis cannot be written; `for (;;) { body; if (!condition) break; }` can. Its END, in turn, takes for
-  closed all that is open around it, which misleads the linearizer about what follows. So a kernel may have one such loop,
-  inside one axis (`within`), and `index` must be used early in its body; the body's own axes are plain ones.
+  depends on an outer axis cannot be written; `for (;;) { body; if (!condition) break; }` can. Its END, in turn, takes
+  for closed all that is open around it, which misleads the linearizer about what follows. So a kernel may have one such
+  loop, inside one axis (`within`), and `index` must be used early in its body; the body's own axes are plain ones.
 
   Attributes:
     axes: all axes that are open inside the loop; what an earlier trip wrote must be read after them.
@@ -71,6 +72,11 @@ class Loop:
       return UOp.group(*body)
     count = self._counter.after(*body)[0].store((self.index - 1).cast(dtypes.int))
     return UOp.group(*body, count).end(self._axis, self.index > 0)
+
+
+def sizes(x: UOp | Tensor) -> tuple[int, ...]:
+  """The shape, where every size is known to be an int."""
+  return cast(tuple[int, ...], x.shape)
 
 
 def clamp(x: UOp, low: int, high: int) -> UOp:

@@ -1,0 +1,60 @@
+"""The words of the kernel language, one at a time, on the CPU."""
+
+import numpy as np
+import pytest
+from tinygrad import Tensor, UOp, dtypes
+from tinygrad.uop.ops import KernelInfo
+
+from uopattn.dsl import Scope, clamp, exp2
+
+
+def elementwise(fxn, x: np.ndarray) -> np.ndarray:
+  def kernel(o: UOp, a: UOp) -> UOp:
+    i = Scope().axis(len(x))
+    return o[i].store(fxn(a[i].load())).end(i).sink(arg=KernelInfo("elementwise", opts_to_apply=()), tag=1)
+
+  given = Tensor(x)
+  return Tensor.custom_kernel(Tensor.empty(*x.shape, dtype=given.dtype), given, fxn=kernel)[0].numpy()
+
+
+def test_exp2_error() -> None:
+  x = -np.concatenate([np.linspace(0, 126, 400_001), np.geomspace(1e-40, 126, 100_000)]).astype(np.float32)
+  got, want = elementwise(exp2, x).astype(np.float64), np.exp2(x.astype(np.float64))
+  assert np.abs(got / want - 1).max() < 2.2e-7
+
+
+def test_exp2_at_the_edges() -> None:
+  x = np.array([0.0, -0.0, -1.0, -2.0, -126.5, -1e4, -np.inf, np.nan], np.float32)
+  got = elementwise(exp2, x)
+  np.testing.assert_array_equal(got[:2], [1, 1])
+  np.testing.assert_allclose(got[2:4], [0.5, 0.25], rtol=2.2e-7)
+  np.testing.assert_array_equal(got[4:], [0, 0, 0, np.nan])
+
+
+def test_clamp() -> None:
+  x = np.array([-(2**31), -5, 0, 3, 7, 8, 2**31 - 1], np.int32)
+  np.testing.assert_array_equal(elementwise(lambda a: clamp(a, 0, 7), x), np.clip(x, 0, 7))
+  bounded = clamp(UOp.placeholder((1,), dtypes.int, slot=0)[0].load(), 3, 7)
+  assert (bounded.vmin, bounded.vmax) == (3, 7)
+
+
+@pytest.mark.parametrize("items", [1, 2, 5])
+@pytest.mark.parametrize("longest", [1, 4])
+def test_loop_of_a_length_that_depends_on_an_outer_axis(items: int, longest: int) -> None:
+  def kernel(o: UOp) -> UOp:
+    """o[i] = sum of 10**index over the trips of a loop of i % longest + 1 trips."""
+    s = Scope()
+    item = s.axis(items)
+    total = s.assign(s.buffer(2), lambda j: 0.0, within=(item,))
+    loop = s.loop(item % longest + 1 if longest > 1 else 1, item)
+    place = clamp(loop.index, 0, longest - 1)
+    power = (place.eq(0)).where(1.0, place.eq(1).where(10.0, place.eq(2).where(100.0, 1000.0)))
+    j = s.axis(2)
+    end = loop.end(total.after(*loop.axes)[j].store(total.after(*loop.axes)[j] + power).end(j))
+    j = s.axis(2)
+    store = o[item, j].store(total.after(end)[j].load()).end(j)
+    return store.end(item).sink(arg=KernelInfo("loop", opts_to_apply=()), tag=1)
+
+  got = Tensor.custom_kernel(Tensor.empty(items, 2), fxn=kernel)[0].tolist()
+  want = [float("1" * (i % longest + 1)) for i in range(items)]
+  assert got == [[w, w] for w in want]

@@ -1,0 +1,231 @@
+"""The runner, the report on the machine, and finding a compiler."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import qkv
+from tinygrad import Tensor, dtypes
+from tinygrad.nn.state import safe_save
+
+from uopattn import run, toolchain
+from uopattn.kernels import cpu_forward
+from uopattn.run import Config, Usage, parse
+
+
+def program(module: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+  return subprocess.run(
+    [sys.executable, "-m", f"uopattn.{module}", *words], capture_output=True, text=True, env=os.environ | environment
+  )
+
+
+def test_prints_what_ran_and_that_it_is_right() -> None:
+  done = program("run", "N=65", "D=24", "H=2", "CNT=2", "DTYPE=float")
+  assert done.returncode == 0, done.stderr
+  lines = done.stdout.splitlines()
+  assert [line.split()[0] for line in lines] == [
+    "device",
+    "kernel",
+    "problem",
+    "run",
+    "run",
+    "best",
+    "mean",
+    "relative",
+    "flash",
+  ]
+  assert lines[0].startswith("device   CPU")
+  assert "Tiles(block_m=" in lines[1]
+  assert lines[2] == "problem  B=1 H=2 HKV=2 M=65 N=65 D=24 DV=24 float"
+  assert lines[5].endswith("GFLOP/s")
+  assert float(lines[6].removeprefix("mean squared error ")) < 1e-12
+  assert lines[-1] == "flash attention is correct!"
+
+
+def test_keys_as_environment_variables_and_a_json_record(tmp_path: Path) -> None:
+  done = program(
+    "run", "CNT=1", f"JSON={tmp_path}/r.json", B="2", H="4", HKV="2", N="40", M="30", D="16", DV="8", CAUSAL="1"
+  )
+  assert done.returncode == 0, done.stderr
+  record = json.loads((tmp_path / "r.json").read_text())
+  shape = {key: record["problem"][key] for key in ("B", "Hq", "Hkv", "M", "N", "Dk", "Dv")}
+  assert shape == {"B": 2, "Hq": 4, "Hkv": 2, "M": 30, "N": 40, "Dk": 16, "Dv": 8}
+  assert record["problem"]["is_causal"] is True
+  assert len(record["seconds"]) == 1
+  assert record["errors"]["output"]["correct"] is True
+  assert record["errors"]["lse"]["relative"] < 1e-5
+  assert {"cpu", "cores", "versions", "device"} <= set(record["machine"])
+  assert record["tiles"]["block_n"] > 0
+
+
+def test_input_from_a_file_keeps_its_dtype(tmp_path: Path) -> None:
+  path = f"{tmp_path}/qkv.safetensors"
+  safe_save(dict(zip("qkv", qkv(1, 4, 2, 33, 33, 16, 16, dtypes.bfloat16), strict=True)), path)
+  done = program("run", f"INPUT={path}", "CAUSAL=1", "CNT=1")
+  assert done.returncode == 0, done.stderr
+  assert f"B=1 H=4 HKV=2 M=33 N=33 D=16 DV=16 bfloat16 causal from {path}" in done.stdout
+  assert "flash attention is correct!" in done.stdout
+  assert "DV=16 half causal" in program("run", f"INPUT={path}", "CAUSAL=1", "CNT=1", "DTYPE=half").stdout
+
+
+@pytest.mark.parametrize(
+  ("words", "message"),
+  [
+    (["SIZE=3"], "'SIZE=3' is not one of B=, H=, HKV=, N=, M=, D=, DV=, DTYPE=, CAUSAL=, CNT=, VERIFY=, SEED=, INPUT="),
+    (["N"], "'N' is not one of B="),
+    (["N=-3"], "N=-3 is not a whole number of at least 1"),
+    (["D=six"], "D=six is not a whole number of at least 1"),
+    (["SEED=-1"], "SEED=-1 is not a whole number of at least 0"),
+    (["CAUSAL=yes"], "CAUSAL=yes is neither 0 nor 1"),
+    (["DTYPE=int"], "DTYPE=int is not one of half, float, float16, float32, bfloat16"),
+    (["INPUT=a.safetensors", "N=3"], "N=3 with INPUT=a.safetensors: the shape is that of the file"),
+  ],
+)  # fmt: skip
+def test_bad_keys_and_values(words: list[str], message: str) -> None:
+  with pytest.raises(Usage) as caught:
+    parse(words, {})
+  assert str(caught.value).startswith(message)
+
+
+def test_a_word_beats_the_environment() -> None:
+  assert parse(["N=5"], {"N": "6", "D": "7", "PATH": "x"}) == Config(n=5, d=7)
+
+
+@pytest.mark.parametrize("words", [["H=4", "HKV=3"], ["INPUT=/nowhere"], ["CNT=0"], ["N=x"]])
+def test_one_line_and_exit_status_2(words: list[str]) -> None:
+  done = program("run", *words)
+  assert done.returncode == 2
+  assert done.stdout == ""
+  assert len(done.stderr.splitlines()) == 1
+  assert done.stderr.startswith("uopattn.run: ")
+
+
+def test_a_wrong_kernel_ends_with_1_and_says_where(
+  monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+  right = cpu_forward.multiply_qk
+
+  def no_mask(s, q_t, k_tile, hidden, *rest):
+    return right(s, q_t, k_tile, lambda n, m: hidden(n, m) & False, *rest)
+
+  monkeypatch.setattr(cpu_forward, "multiply_qk", no_mask)
+  assert run.run(Config(h=1, n=40, d=8, causal=1, cnt=1)) == 1
+  printed = capsys.readouterr().out
+  assert "flash attention is WRONG, worst at (0, 0, " in printed
+  assert "correct!" not in printed
+
+
+def test_an_output_that_is_not_written_is_wrong(
+  monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+  monkeypatch.setattr(run, "launch", lambda choice, spec, q, k, v, o, lse: (o, lse))
+  config = Config(h=1, n=20, d=8, cnt=1)
+  problem = run.prepare(config, run.Target.of("CPU"))
+  monkeypatch.setattr(run, "TinyJit", lambda fxn: fxn)
+  o, _, _ = run.measure(problem, 1)
+  assert np.isnan(o.numpy()).all()
+  assert run.run(config) == 1
+  assert "160 elements NaN or infinite" in capsys.readouterr().out
+
+
+def test_no_verification_no_verdict() -> None:
+  done = program("run", "N=20", "H=1", "D=8", "CNT=1", "VERIFY=0")
+  assert done.returncode == 0
+  assert "correct" not in done.stdout
+
+
+def test_info_names_device_compiler_and_kernels() -> None:
+  done = program("info")
+  assert done.returncode == 0, done.stderr
+  for start in (
+    "cpu ",
+    "cores ",
+    "compiler ",
+    "device     CPU",
+    "kernel     cpu_forward, for CPU: serves this machine",
+  ):
+    assert any(line.startswith(start) for line in done.stdout.splitlines()), start
+
+
+def executable(folder: Path, name: str) -> Path:
+  folder.mkdir(exist_ok=True)
+  path = folder / name
+  path.write_text("#!/bin/sh\n")
+  path.chmod(0o755)
+  return path
+
+
+def test_order_in_which_compilers_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  prefix = tmp_path / "environment"
+  prefix.mkdir()
+  monkeypatch.setattr(sys, "prefix", str(prefix))
+  monkeypatch.setenv("PATH", str(tmp_path / "path"))
+  monkeypatch.delenv("CC", raising=False)
+  with pytest.raises(toolchain.NoCompiler, match=r"uopattn\[clang\].*apt-get install clang.*CC=/path/to/clang"):
+    toolchain.find_clang()
+  bundled = executable(prefix / "bin", "clang")
+  assert toolchain.find_clang() == str(bundled)
+  for name in ("clang-9", "clang-19", "clang-tidy-21", "clang-22x"):
+    executable(tmp_path / "path", name)
+  assert toolchain.find_clang() == str(tmp_path / "path" / "clang-19")
+  plain = executable(tmp_path / "path", "clang")
+  assert toolchain.find_clang() == str(plain)
+  named = executable(tmp_path, "mine")
+  monkeypatch.setenv("CC", str(named))
+  assert toolchain.find_clang() == str(named)
+  monkeypatch.setenv("CC", "clang -O3")
+  with pytest.raises(toolchain.NoCompiler, match="CC='clang -O3' is not a program"):
+    toolchain.find_clang()
+
+
+def test_cc_is_set_only_where_tinygrad_would_find_no_clang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr(sys, "prefix", str(tmp_path))
+  monkeypatch.setenv("PATH", str(tmp_path / "path"))
+  monkeypatch.delenv("CC", raising=False)
+  toolchain.provide_clang()
+  assert "CC" not in os.environ
+  versioned = executable(tmp_path / "path", "clang-19")
+  toolchain.provide_clang()
+  assert os.environ["CC"] == str(versioned)
+  monkeypatch.delenv("CC")
+  executable(tmp_path / "path", "clang")
+  toolchain.provide_clang()
+  assert "CC" not in os.environ
+
+
+def test_without_a_compiler_the_runner_says_how_to_get_one(tmp_path: Path) -> None:
+  code = "import sys; sys.prefix = '/nowhere'; from uopattn import run; sys.argv = ['run']; sys.exit(run.main())"
+  environment = {key: value for key, value in os.environ.items() if key != "CC"} | {"PATH": str(tmp_path)}
+  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+  assert (done.returncode, done.stdout) == (2, "")
+  assert "no clang was found" in done.stderr
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="a clang need not compile for another architecture")
+@pytest.mark.parametrize(
+  ("flags", "lanes", "registers"),
+  [
+    (("-march=znver4",), 16, 32),
+    (("-march=skylake-avx512",), 8, 32),
+    (("-march=haswell",), 8, 16),
+    (("-march=x86-64",), 4, 16),
+  ],
+)
+def test_vector_unit_is_what_the_compiler_uses(flags: tuple[str, ...], lanes: int, registers: int) -> None:
+  assert toolchain.vector_unit("x86_64", flags) == toolchain.VectorUnit(lanes, registers)
+
+
+def test_a_compiler_that_cannot_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  broken = tmp_path / "cc"
+  broken.write_text("#!/bin/sh\necho unknown option >&2; exit 1\n")
+  broken.chmod(0o755)
+  monkeypatch.setenv("CC", str(broken))
+  toolchain.vector_unit.cache_clear()
+  with pytest.raises(toolchain.NoCompiler, match="is not a clang that compiles for x86_64: unknown option"):
+    toolchain.vector_unit("x86_64", ())
+  assert Tensor([1]).tolist() == [1]
