@@ -46,24 +46,28 @@ PRECISIONS: dict[DType, Precision] = {
 }
 
 
+@dataclass(frozen=True, eq=False)
+class Rules:
+  """The arguments of `uopattn.attention` that change the result, as numpy has them.
+
+  score_mod and mask_mod are called with numpy arrays where kernels give UOps; q_start is an int or (B,).
+  """
+
+  is_causal: bool = False
+  scale: float | None = None
+  q_start: int | Array = 0
+  attn_mask: Array | None = None
+  window: tuple[int | None, int | None] | None = None
+  softcap: float | None = None
+  kv_lengths: Array | None = None
+  sinks: Array | None = None
+  score_mod: Callable[..., Array] | None = None
+  mask_mod: Callable[..., Array] | None = None
+  aux: tuple[Array, ...] = ()
+
+
 def oracle(
-  q: Array,
-  k: Array,
-  v: Array,
-  *,
-  is_causal: bool = False,
-  scale: float | None = None,
-  q_start: int | Array = 0,
-  attn_mask: Array | None = None,
-  window: tuple[int | None, int | None] | None = None,
-  softcap: float | None = None,
-  kv_lengths: Array | None = None,
-  sinks: Array | None = None,
-  score_mod: Callable[..., Array] | None = None,
-  mask_mod: Callable[..., Array] | None = None,
-  aux: tuple[Array, ...] = (),
-  precision: Precision = EXACT,
-  progress: bool = False,
+  q: Array, k: Array, v: Array, *, precision: Precision = EXACT, progress: bool = False, **rules: Any
 ) -> tuple[Array, Array]:
   """The output (B, Hq, M, Dv) and the natural-log LSE (B, Hq, M), in `precision.work`.
 
@@ -71,56 +75,63 @@ def oracle(
     q: (B, Hq, M, Dk); query head h reads key head h // (Hq // Hkv).
     k: (B, Hkv, N, Dk).
     v: (B, Hkv, N, Dv).
-    attn_mask: broadcasts to (B, Hq, M, N); bool or additive.
-    score_mod, mask_mod: called with numpy arrays where kernels give UOps.
     precision: how intermediates are kept.
     progress: show a progress bar, if on a terminal.
-    The rest as in `uopattn.attention`.
+    rules: the fields of `Rules`.
   """
   (B, Hq, M, Dk), (_, Hkv, N, Dv) = q.shape, v.shape
-  keep, work = precision.keep, precision.work
-  scale = Dk**-0.5 if scale is None else scale
+  r, keep, work = Rules(**rules), precision.keep, precision.work
+  scale = Dk**-0.5 if r.scale is None else r.scale
+  mask = None if r.attn_mask is None else np.broadcast_to(r.attn_mask, (B, Hq, M, N))
   out, lse = np.zeros((B, Hq, M, Dv), work), np.full((B, Hq, M), -np.inf, work)
-  mask = None if attn_mask is None else np.broadcast_to(attn_mask, (B, Hq, M, N))
-  j = np.arange(N)
   for b, h, rows in tqdm(list(_pieces(B, Hq, M, N)), desc="reference", disable=None if progress else True):
-    key_head = h // (Hq // Hkv)
-    i = np.arange(rows.start, rows.stop)[:, None]
-    position = i + (q_start if isinstance(q_start, int) else q_start[b])
-
+    key_head, part = h // (Hq // Hkv), None if mask is None else mask[b, h, rows]
+    i, j = np.arange(rows.start, rows.stop)[:, None], np.arange(N)
     score = keep(keep(q[b, h, rows].astype(work) @ k[b, key_head].astype(work).T) * work(scale))
-    if softcap is not None:
-      score = keep(softcap * np.tanh(score / softcap))
-    if score_mod is not None:
-      score = keep(score_mod(score, b, h, i, j, *aux))
-    if mask is not None and mask.dtype != bool:
-      score = keep(score + mask[b, h, rows])
-
-    seen = np.ones_like(score, bool)
-    if is_causal:
-      seen &= j <= position
-    if window is not None:
-      left, right = window
-      seen &= (j >= position - left) if left is not None else True
-      seen &= (j <= position + right) if right is not None else True
-    if kv_lengths is not None:
-      seen &= j < kv_lengths[b]
-    if mask is not None and mask.dtype == bool:
-      seen &= mask[b, h, rows]
-    if mask_mod is not None:
-      seen &= mask_mod(b, h, i, j, *aux)
-    score = np.where(seen, score, -np.inf)
+    score = np.where(_seen(r, part, b, h, i, j), _modified(r, score, part, b, h, i, j, keep), -np.inf)
 
     sees = (score > -np.inf).any(-1) | np.isnan(score).any(-1)  # rows that see no key stay 0 and -inf
     score = score[sees]
     m = score.max(-1, keepdims=True)
-    m = m if sinks is None else np.maximum(m, sinks[h])
+    m = m if r.sinks is None else np.maximum(m, r.sinks[h])
     with np.errstate(invalid="ignore"):  # inf - inf is NaN, as it should be
       p = keep(np.exp(keep(score - m)))
-      l = p.sum(-1, keepdims=True) + (0 if sinks is None else np.exp(sinks[h] - m))
+      l = p.sum(-1, keepdims=True) + (0 if r.sinks is None else np.exp(r.sinks[h] - m))
       out[b, h, rows][sees] = keep(keep(p / keep(l)) @ v[b, key_head].astype(work))
     lse[b, h, rows][sees] = (m + np.log(l))[:, 0]
   return out, lse
+
+
+def _modified(
+  r: Rules, score: Array, mask: Array | None, b: int, h: int, i: Array, j: Array, keep: Callable[[Array], Array]
+) -> Array:
+  """softcap, then score_mod, then the additive mask."""
+  if r.softcap is not None:
+    score = keep(r.softcap * np.tanh(score / r.softcap))
+  if r.score_mod is not None:
+    score = keep(r.score_mod(score, b, h, i, j, *r.aux))
+  if mask is not None and mask.dtype != bool:
+    score = keep(score + mask)
+  return score
+
+
+def _seen(r: Rules, mask: Array | None, b: int, h: int, i: Array, j: Array) -> Array:
+  """Which keys j (N,) the queries i (rows, 1) see: (rows, N) bool."""
+  position = i + (r.q_start if isinstance(r.q_start, int) else r.q_start[b])
+  seen = np.ones(np.broadcast_shapes(i.shape, j.shape), bool)
+  if r.is_causal:
+    seen &= j <= position
+  if r.window is not None:
+    left, right = r.window
+    seen &= (j >= position - left) if left is not None else True
+    seen &= (j <= position + right) if right is not None else True
+  if r.kv_lengths is not None:
+    seen &= j < r.kv_lengths[b]
+  if mask is not None and mask.dtype == bool:
+    seen &= mask
+  if r.mask_mod is not None:
+    seen &= r.mask_mod(b, h, i, j, *r.aux)
+  return seen
 
 
 def _pieces(B: int, Hq: int, M: int, N: int) -> Iterator[tuple[int, int, slice]]:
