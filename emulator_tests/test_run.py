@@ -165,7 +165,8 @@ def test_order_in_which_compilers_are_taken(tmp_path: Path, monkeypatch: pytest.
   prefix.mkdir()
   monkeypatch.setattr(sys, "prefix", str(prefix))
   monkeypatch.setenv("PATH", str(tmp_path / "path"))
-  monkeypatch.delenv("CC", raising=False)
+  monkeypatch.setenv("CC", "")  # so that what the test sets is taken back, too
+  monkeypatch.delenv("CC")
   with pytest.raises(toolchain.NoCompiler, match=r"uopattn\[clang\].*apt-get install clang.*CC=/path/to/clang"):
     toolchain.find_clang()
   bundled = executable(prefix / "bin", "clang")
@@ -186,7 +187,8 @@ def test_order_in_which_compilers_are_taken(tmp_path: Path, monkeypatch: pytest.
 def test_cc_is_set_only_where_tinygrad_would_find_no_clang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(sys, "prefix", str(tmp_path))
   monkeypatch.setenv("PATH", str(tmp_path / "path"))
-  monkeypatch.delenv("CC", raising=False)
+  monkeypatch.setenv("CC", "")  # so that what the test sets is taken back, too
+  monkeypatch.delenv("CC")
   toolchain.provide_clang()
   assert "CC" not in os.environ
   versioned = executable(tmp_path / "path", "clang-19")
