@@ -14,6 +14,7 @@ from tinygrad import Tensor, dtypes
 from tinygrad.nn.state import safe_save
 
 from uopattn import run, toolchain
+from uopattn.flash import compiled
 from uopattn.kernels import cpu_forward
 from uopattn.run import Config, Usage, parse
 
@@ -113,8 +114,10 @@ def test_a_wrong_kernel_ends_with_1_and_says_where(
   def no_mask(s, q_t, k_tile, hidden, *rest):
     return right(s, q_t, k_tile, lambda n, m: hidden(n, m) & False, *rest)
 
+  compiled.cache_clear()
   monkeypatch.setattr(cpu_forward, "multiply_qk", no_mask)
   assert run.run(Config(h=1, n=40, d=8, causal=1, cnt=1)) == 1
+  compiled.cache_clear()
   printed = capsys.readouterr().out
   assert "flash attention is WRONG, worst at (0, 0, " in printed
   assert "correct!" not in printed

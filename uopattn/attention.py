@@ -122,7 +122,9 @@ def launch(
   if spec.return_lse and lse is None:
     lse = Tensor.empty(*q.shape[:3], dtype=dtypes.float32, device=q.device)
   outputs = (o, q.contiguous(), k.contiguous(), v.contiguous(), *(() if lse is None else (lse,)))
-  results = Tensor.custom_kernel(*outputs, fxn=functools.partial(build, choice, spec), grad_fxn=_gradient(spec))
+  results = Tensor.custom_kernel(
+    *outputs, fxn=functools.partial(build, choice, spec, str(q.device)), grad_fxn=_gradient(spec)
+  )
   return results[0], results[4] if lse is not None else None
 
 

@@ -32,7 +32,9 @@ class Kernel:
 
 def _cpu_tiles(spec: AttentionSpec, target: Target) -> cpu_forward.Tiles:
   unit = target.vector
-  return cpu_forward.Tiles.choose(spec.M, spec.N, spec.Dk, spec.Dv, spec.dtype.itemsize, unit.lanes, unit.registers)
+  return cpu_forward.Tiles.choose(
+    spec.B * spec.Hq, spec.M, spec.N, spec.Dk, spec.Dv, spec.dtype.itemsize, unit.lanes, unit.registers
+  )
 
 
 KERNELS = (Kernel("cpu_forward", ("CPU",), frozenset(), _cpu_tiles, cpu_forward.forward),)

@@ -1,12 +1,15 @@
 """The kernel as a bare function for `Tensor.custom_kernel`."""
 
+import functools
 from typing import Any
 
 from tinygrad import Device, UOp, dtypes
+from tinygrad.renderer import Estimates
 
 from uopattn.dispatch import Choice, dispatch
 from uopattn.spec import AttentionSpec, Extras, dtype_name, make_spec
 from uopattn.target import Target
+from uopattn.threads import threaded
 
 
 def flash(
@@ -53,19 +56,49 @@ def flash(
   _check_output("o", o, (*q.shape[:-1], v.shape[-1]), q.dtype)
   if lse is not None:
     _check_output("lse", lse, q.shape[:-1], dtypes.float32)
-  chosen = dispatch(spec, target or Target.of(Device.DEFAULT))
+  machine = target or Target.of(Device.DEFAULT)
+  chosen = dispatch(spec, machine)
   if isinstance(chosen, list):
     raise ValueError("; ".join(chosen))
-  return build(Choice(chosen.kernel, tiles or chosen.tiles), spec, o, q, k, v, lse)
+  device = target.device if target else Device.DEFAULT
+  return build(Choice(chosen.kernel, tiles or chosen.tiles), spec, device, o, q, k, v, lse)
 
 
-def build(choice: Choice, spec: AttentionSpec, o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None) -> UOp:
-  """The graph of the chosen kernel on placeholders of a checked spec; batch and heads become one axis."""
-  q, k, v, o = (x.reshape(-1, *x.shape[-2:]) for x in (q, k, v, o))
-  lse = None if lse is None else lse.reshape(-1, lse.shape[-1])
-  return choice.kernel.build(
-    o, q, k, v, lse, scale=spec.scale, causal=spec.is_causal, q_start=spec.q_start, tiles=choice.tiles
+def build(
+  choice: Choice, spec: AttentionSpec, device: str, o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None
+) -> UOp:
+  """What `Tensor.custom_kernel` runs on placeholders of a checked spec: the kernel's graph, compiled for a CPU."""
+  buffers = (o, q, k, v) if lse is None else (o, q, k, v, lse)
+  if "CPU" in choice.kernel.devices:
+    return compiled(choice, spec, device, tuple(x.base.arg.slot for x in buffers))
+  return _graph(choice, spec, buffers)
+
+
+@functools.cache
+def compiled(choice: Choice, spec: AttentionSpec, device: str, slots: tuple[int, ...]) -> UOp:
+  """Compiled once a process: a further call of the same attention costs no lowering."""
+  s = spec
+  shapes = ((s.Hq, s.M, s.Dv), (s.Hq, s.M, s.Dk), (s.Hkv, s.N, s.Dk), (s.Hkv, s.N, s.Dv), (s.Hq, s.M))[: len(slots)]
+  dtypes_ = (s.dtype, s.dtype, s.dtype, s.dtype, dtypes.float32)
+  buffers = (
+    UOp.placeholder((s.B, *shape), dtype, slot) for shape, dtype, slot in zip(shapes, dtypes_, slots, strict=False)
   )
+  return threaded(_graph(choice, spec, tuple(buffers)), device, estimates(spec))
+
+
+def _graph(choice: Choice, spec: AttentionSpec, buffers: tuple[UOp, ...]) -> UOp:
+  """The kernel on o, q, k, v and perhaps lse, in which batch and heads become one axis."""
+  o, q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in buffers[:4])
+  lse = buffers[4].reshape(-1, buffers[4].shape[-1]) if len(buffers) == 5 else None
+  options = {"scale": spec.scale, "causal": spec.is_causal, "q_start": spec.q_start, "tiles": choice.tiles}
+  return choice.kernel.build(o, q, k, v, lse, **options)
+
+
+def estimates(spec: AttentionSpec) -> Estimates:
+  """The kernel's work, for tinygrad's own reports: operations, and the bytes of inputs and output."""
+  s = spec
+  elements = s.B * (s.Hq * s.M * (s.Dk + s.Dv) + s.Hkv * s.N * (s.Dk + s.Dv))
+  return Estimates(ops=s.flops, lds=elements * s.dtype.itemsize, mem=elements * s.dtype.itemsize)
 
 
 def batched(name: str, x: Any) -> Any:
