@@ -18,7 +18,7 @@ causal 329; on one core 201 and 173.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from math import inf
 
@@ -52,13 +52,9 @@ class Tiles:
   blocks_per_call: int = 1
 
   def __post_init__(self) -> None:
-    for name, least in (
-      ("block_m", 2),
-      ("block_n", 1),
-      ("unroll", 1),
-      ("blocks_per_call", 1),
-    ):  # one lane would be no axis at all
-      if (value := getattr(self, name)) < least:
+    for name, value in asdict(self).items():
+      least = 2 if name == "block_m" else 1  # a single lane would be no axis at all
+      if value < least:
         raise ValueError(f"Tiles.{name}={value}: must be at least {least}")
 
   def stack_bytes(self, Dk: int, Dv: int, widen: bool) -> int:
