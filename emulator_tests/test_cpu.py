@@ -183,6 +183,10 @@ def test_tiles_state_their_laws() -> None:
   for tiles, registers, lanes in ((small, 16, 8), (wide, 32, 16)):
     vectors = tiles.block_m // lanes
     assert vectors * tiles.unroll + tiles.unroll + 1 <= registers
+  for length, parts in ((64, [64]), (65, [36, 36]), (100, [52, 52]), (1000, [64] * 16), (7, [7])):
+    assert Tiles.choose(8, 64, length, 64, 64, 4, 16, 32).block_n == parts[0]
+    assert -(-length // parts[0]) == len(parts)
+  assert Tiles.choose(8, 65, 64, 64, 64, 4, 16, 32).block_m == 48
   assert Tiles.choose(8, 3, 1000, 64, 64, 4, 16, 32).block_m == 16
   assert Tiles.choose(8, 1000, 1000, 40_000, 64, 2, 16, 32).stack_bytes(40_000, 64, True) <= cpu_forward.STACK_LIMIT
   with pytest.raises(ValueError, match="head size 1000000: a tile needs"):

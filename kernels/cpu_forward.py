@@ -23,7 +23,7 @@ from functools import reduce
 from math import inf
 
 from tinygrad import UOp, dtypes
-from tinygrad.helpers import ceildiv
+from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType, KernelInfo
 
 from uopattn.dsl import LN2, LOG2E, Loop, Scope, clamp, exp2, sizes
@@ -69,8 +69,8 @@ class Tiles:
       ValueError: the head size is too large for the stack even with the smallest tile.
     """
     vectors, unroll = (4, 4) if registers >= 32 else (2, 4)  # accumulators + `unroll` broadcasts + 1 fit the registers
-    block_m = lanes * min(vectors, ceildiv(M, lanes))
-    block_n = min(N, 64)
+    block_m = lanes * even(ceildiv(M, lanes), vectors)
+    block_n = min(N, round_up(even(N, 64), unroll))
     while (tiles := cls(block_m, block_n, unroll)).stack_bytes(Dk, Dv, itemsize < 4) > STACK_LIMIT:
       if block_m == lanes and block_n == 1:
         raise ValueError(
@@ -219,6 +219,11 @@ def store_rows(
     m = s.axis(lanes)
     stores.append(lse[head, (row + m).valid(row + m < M)].store((m_i[m] + l_i[m].log2()) * LN2).end(m))
   return stores
+
+
+def even(length: int, most: int) -> int:
+  """The size of the largest part when `length` is cut into as few parts of at most `most` as it takes, evenly."""
+  return ceildiv(length, ceildiv(length, most))
 
 
 def strips(length: int, width: int) -> list[tuple[int, int, int]]:
