@@ -136,8 +136,9 @@ def forward(
   head, block_row = item // blocks, item % blocks * block_m
   kv_head = head // (heads // kv_heads)
   rows = [block_row + (wave * m_tiles + i) * ROWS + lane % ROWS for i in range(m_tiles)]  # this lane's queries
+  queries = [clamp(row, 0, M - 1) for row in rows]  # past the last row it is computed again
 
-  q_frags = [load_query(f, q, head, clamp(row, 0, M - 1), lane) for row in rows]
+  q_frags = [load_query(f, q, head, query, lane) for query in queries]
   acc = cleared(s.buffer(m_tiles, ceildiv(Dv, ROWS), f.result), 0.0, item)
   m_i = cleared(s.buffer(m_tiles), -inf, item)
   l_i = cleared(s.buffer(m_tiles), 0.0, item)  # of this lane's keys
@@ -151,7 +152,7 @@ def forward(
   next_loads = stage.load(start + block_n, loaded)
   k_lds, v_lds = stage.k_lds.after(loaded, next_loads), stage.v_lds.after(loaded, next_loads)
 
-  limits = [visible(row + q_start, N, block_n, causal) for row in rows]  # the last key that each query sees
+  limits = [visible(query + q_start, N, block_n, causal) for query in queries]  # the last key that each query sees
   scores = multiply_qk(f, dtype, q_frags, k_lds, block_n, lane)
   scores = [mask_scale(f, x, scale * LOG2E, limit, start, lane) for x, limit in zip(scores, limits, strict=True)]
   m_old, l_old, acc_old = (x.after(n_tile) for x in (m_i, l_i, acc))
@@ -201,7 +202,8 @@ def words_of(x: UOp, head: UOp) -> Load:
 
 def gated(flat: UOp, base: UOp, at: UOp | int, width: int) -> UOp:
   """flat[base + at], or 0 where at is not below width: decided when the kernel is built, if possible."""
-  if (UOp.const(0) + at).vmax < width:
+  at = UOp.const(0) + at
+  if at.vmax < width:
     return flat[base + at].load()
   inside = at < width
   return inside.where(flat[(base + at).valid(inside)].load(), UOp.const(0, flat.dtype))
@@ -211,6 +213,37 @@ def load_query(f: Fragments, q: UOp, head: UOp, row: UOp, lane: UOp) -> list[Wor
   """This lane's query, as the B operand of each step."""
   load, steps = words_of(q, head), ceildiv(q.shape[2], f.step)
   return [[load(row, f.chunk(i, lane) * WORDS + w) for w in range(f.width // 2)] for i in range(steps)]
+
+
+@dataclass(frozen=True)
+class Rows:
+  """Rows of chunks in LDS. The index is flat, so that tinygrad keeps the gate of a store whatever the sizes are.
+
+  Attributes:
+    words: the memory.
+    stride: words from row to row.
+  """
+
+  words: UOp
+  stride: int
+
+  @classmethod
+  def make(cls, s: Scope, rows: int, columns: int, pad: int) -> "Rows":
+    """Rows of `columns` elements, padded by `pad` chunks."""
+    stride = (columns // CHUNK + pad) * WORDS
+    return cls(s.buffer(rows * stride, dtype=dtypes.uint, space=AddrSpace.LOCAL), stride)
+
+  def after(self, *after: UOp) -> "Rows":
+    return replace(self, words=self.words.after(*after))
+
+  def load(self, row: UOp, chunk: UOp | int) -> Words:
+    """A chunk."""
+    return [self.words[row * self.stride + chunk * WORDS + w].load() for w in range(WORDS)]
+
+  def store(self, row: UOp, chunk: UOp, words: Words, inside: UOp) -> list[UOp]:
+    """Stores a chunk where `inside`."""
+    first = row * self.stride + chunk * WORDS
+    return [self.words[(first + w).valid(inside)].store(word) for w, word in enumerate(words)]
 
 
 class Stage:
@@ -223,11 +256,8 @@ class Stage:
   def __init__(self, s: Scope, tiles: Tiles, thread: UOp, k: Load, v: Load, N: int, Dk: int, Dv: int):
     self.k, self.v, self.N = k, v, N
     f, block_n = tiles.fragments, tiles.block_n
-    (Dk, Dv), pad, threads = tiles.padded(Dk, Dv), f.pad, tiles.waves * f.lanes
-    self.k_lds, self.v_lds = (
-      s.buffer(rows, columns // CHUNK + pad, WORDS, dtype=dtypes.uint, space=AddrSpace.LOCAL)
-      for rows, columns in ((block_n, Dk), (Dv, block_n))
-    )
+    (Dk, Dv), threads = tiles.padded(Dk, Dv), tiles.waves * f.lanes
+    self.k_lds, self.v_lds = Rows.make(s, block_n, Dk, f.pad), Rows.make(s, Dv, block_n, f.pad)
     k_pieces, v_pieces = block_n * Dk // CHUNK, Dv // 2 * (block_n // CHUNK)
     self.k_places = [k_place(f, thread + i, Dk // CHUNK, k_pieces) for i in range(0, k_pieces, threads)]
     self.v_places = [v_place(f, thread + i, Dv // 2, v_pieces) for i in range(0, v_pieces, threads)]
@@ -250,14 +280,13 @@ class Stage:
     k_words, v_words = self.k_words.after(n_tile, first_loads), self.v_words.after(n_tile, first_loads)
     k_lds, v_lds, stores = self.k_lds.after(n_tile), self.v_lds.after(n_tile), []
     for i, (row, _, chunk, inside) in enumerate(self.k_places):
-      stores += [k_lds[row.valid(inside), chunk, w].store(k_words[i, w].load()) for w in range(WORDS)]
+      stores += k_lds.store(row, chunk, [k_words[i, w].load() for w in range(WORDS)], inside)
     for i, (pair, chunk, inside) in enumerate(self.v_places):
       words = [v_words[i, e].load() for e in range(CHUNK)]  # of two columns, for eight keys
-      for column in range(2):
-        pairs = [(words[2 * w], words[2 * w + 1]) for w in range(WORDS)]
-        for w, (a, b) in enumerate(pairs):
-          word = (a >> 16) | (b & 0xFFFF0000) if column else (a & 0xFFFF) | (b << 16)
-          stores.append(v_lds[(2 * pair + column).valid(inside), chunk, w].store(word))
+      neighbours = list(zip(words[::2], words[1::2], strict=True))
+      left = [(a & 0xFFFF) | (b << 16) for a, b in neighbours]
+      right = [(a >> 16) | (b & 0xFFFF0000) for a, b in neighbours]
+      stores += v_lds.store(2 * pair, chunk, left, inside) + v_lds.store(2 * pair + 1, chunk, right, inside)
     return UOp.group(*stores)
 
 
@@ -294,14 +323,14 @@ def elements(f: Fragments, dtype: DType, words: Words) -> list[UOp]:
   return [part[e] for part in parts for e in range(2 * size)]
 
 
-def read_words(f: Fragments, lds: UOp, row: UOp, step: int, lane: UOp) -> Words:
+def read_words(f: Fragments, lds: Rows, row: UOp, step: int, lane: UOp) -> Words:
   """What this lane holds of a row in LDS, for one step along it."""
   chunk = f.chunk(step, lane)
-  return [lds[row, chunk + i, w].load() for i in range(f.width // CHUNK) for w in range(WORDS)]
+  return [word for i in range(f.width // CHUNK) for word in lds.load(row, chunk + i)]
 
 
 def multiply_qk(
-  f: Fragments, dtype: DType, q_frags: list[list[Words]], k_lds: UOp, block_n: int, lane: UOp
+  f: Fragments, dtype: DType, q_frags: list[list[Words]], k_lds: Rows, block_n: int, lane: UOp
 ) -> list[list[UOp]]:
   """S^T = K Q^T: for each tile of queries, tiles of 16 keys, `result` of them in this lane."""
   zero = UOp.const((0.0,) * f.result, dtypes.float)
@@ -381,7 +410,7 @@ def operand_words(f: Fragments, dtype: DType, p: list[UOp], lane: UOp) -> list[W
 
 
 def multiply_pv(
-  f: Fragments, dtype: DType, p_frags: list[list[Words]], v_lds: UOp, acc: UOp, alpha: tuple[UOp, ...], lane: UOp
+  f: Fragments, dtype: DType, p_frags: list[list[Words]], v_lds: Rows, acc: UOp, alpha: tuple[UOp, ...], lane: UOp
 ) -> list[list[UOp]]:
   """O^T = O^T alpha + V^T P^T: for each tile of queries, tiles of 16 columns, `result` of them in this lane."""
   m_tiles, d_tiles, results = acc.shape
