@@ -200,7 +200,7 @@ def test_tiles_state_their_laws() -> None:
 
 
 right_pv, right_mask, right_softmax = amd_forward.multiply_pv, amd_forward.mask_scale, amd_forward.softmax
-right_operand, right_load = amd_forward.operand_words, amd_forward.Stage.load
+right_operand, right_load = amd_forward.as_operand, amd_forward.Stage.load
 
 
 def no_rescale(f, dtype, p_frags, v_lds, acc, alpha, lane):
@@ -220,7 +220,7 @@ def maximum_of_half_the_keys(f, operation, value, lane):
 
 
 def halves_not_swapped(f, dtype, p, lane):
-  return [step[4:] + step[:4] for step in right_operand(f, dtype, p, lane)]
+  return [step[8:] + step[:8] for step in right_operand(f, dtype, p, lane)]
 
 
 def tiles_one_key_off(self, first, *after):
@@ -233,7 +233,7 @@ MISTAKES = {
   "keys past the end counted": (amd_forward, "mask_scale", no_mask, {}),
   "mask one key late": (amd_forward, "mask_scale", mask_one_key_late, {"is_causal": True}),
   "lanes of a query not joined": (amd_forward, "join", maximum_of_half_the_keys, {}),
-  "halves of P exchanged": (amd_forward, "operand_words", halves_not_swapped, {}),
+  "halves of P exchanged": (amd_forward, "as_operand", halves_not_swapped, {}),
   "tiles one key off": (amd_forward.Stage, "load", tiles_one_key_off, {}),
 }
 

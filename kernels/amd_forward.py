@@ -35,6 +35,7 @@ LDS_LIMIT = 64 << 10  # bytes a workgroup
 WORDS = CHUNK // 2  # 32-bit words in a chunk: all 16-bit data travels as words of two neighbours
 
 Words = list[UOp]  # 32-bit words, neighbours
+Operand = list[UOp]  # the `width` 16-bit elements that a lane holds of A, or of B, for a step
 Load = Callable[[UOp, UOp], UOp]  # (row, word) -> a word of that row
 
 
@@ -157,7 +158,7 @@ def forward(
   scores = [mask_scale(f, x, scale * LOG2E, limit, start, lane) for x, limit in zip(scores, limits, strict=True)]
   m_old, l_old, acc_old = (x.after(n_tile) for x in (m_i, l_i, acc))
   p, m_new, l_new, alpha = zip(*[softmax(f, scores[i], m_old[i], l_old[i], lane) for i in range(m_tiles)], strict=True)
-  p_frags = [operand_words(f, dtype, x, lane) for x in p]
+  p_frags = [as_operand(f, dtype, x, lane) for x in p]
   acc_new = multiply_pv(f, dtype, p_frags, v_lds, acc_old, alpha, lane)
   updates = [m_i[i].store(m_new[i]) for i in range(m_tiles)] + [l_i[i].store(l_new[i]) for i in range(m_tiles)]
   updates += [acc[i, j].store(acc_new[i][j]) for i in range(m_tiles) for j in range(acc.shape[1])]
@@ -209,10 +210,11 @@ def gated(flat: UOp, base: UOp, at: UOp | int, width: int) -> UOp:
   return inside.where(flat[(base + at).valid(inside)].load(), UOp.const(0, flat.dtype))
 
 
-def load_query(f: Fragments, q: UOp, head: UOp, row: UOp, lane: UOp) -> list[Words]:
+def load_query(f: Fragments, q: UOp, head: UOp, row: UOp, lane: UOp) -> list[Operand]:
   """This lane's query, as the B operand of each step."""
   load, steps = words_of(q, head), ceildiv(q.shape[2], f.step)
-  return [[load(row, f.chunk(i, lane) * WORDS + w) for w in range(f.width // 2)] for i in range(steps)]
+  words = [[load(row, f.chunk(i, lane) * WORDS + w) for w in range(f.width // 2)] for i in range(steps)]
+  return [elements(f, q.dtype, x) for x in words]
 
 
 @dataclass(frozen=True)
@@ -304,16 +306,15 @@ def v_place(f: Fragments, piece: UOp, pairs: int, pieces: int) -> tuple[UOp, UOp
   return piece // near % pairs, piece % near + near * (piece // (near * pairs)), piece < pieces
 
 
-def multiply(f: Fragments, dtype: DType, a: Words, b: Words, c: UOp) -> UOp:
+def multiply(f: Fragments, a: Operand, b: Operand, c: UOp) -> UOp:
   """C + A B over one step."""
-  left, right = elements(f, dtype, a), elements(f, dtype, b)
   for i in range(0, f.width, f.operand):
-    operands = [UOp.stack(*x[i : i + f.operand]) for x in (left, right)]
+    operands = [UOp.stack(*x[i : i + f.operand]) for x in (a, b)]
     c = UOp.wmma(*operands, c, (ROWS, ROWS, f.k), "AMD", f.lanes)
   return c
 
 
-def elements(f: Fragments, dtype: DType, words: Words) -> list[UOp]:
+def elements(f: Fragments, dtype: DType, words: Words) -> Operand:
   """Words as 16-bit elements.
 
   tinygrad's lowering never ends where an operand is all of one vector that is no STACK: make it half of one, or two.
@@ -323,23 +324,23 @@ def elements(f: Fragments, dtype: DType, words: Words) -> list[UOp]:
   return [part[e] for part in parts for e in range(2 * size)]
 
 
-def read_words(f: Fragments, lds: Rows, row: UOp, step: int, lane: UOp) -> Words:
+def read_row(f: Fragments, dtype: DType, lds: Rows, row: UOp, step: int, lane: UOp) -> Operand:
   """What this lane holds of a row in LDS, for one step along it."""
   chunk = f.chunk(step, lane)
-  return [word for i in range(f.width // CHUNK) for word in lds.load(row, chunk + i)]
+  return elements(f, dtype, [word for i in range(f.width // CHUNK) for word in lds.load(row, chunk + i)])
 
 
 def multiply_qk(
-  f: Fragments, dtype: DType, q_frags: list[list[Words]], k_lds: Rows, block_n: int, lane: UOp
+  f: Fragments, dtype: DType, q_frags: list[list[Operand]], k_lds: Rows, block_n: int, lane: UOp
 ) -> list[list[UOp]]:
   """S^T = K Q^T: for each tile of queries, tiles of 16 keys, `result` of them in this lane."""
   zero = UOp.const((0.0,) * f.result, dtypes.float)
   scores = [[zero] * (block_n // ROWS) for _ in q_frags]
   for n in range(block_n // ROWS):
     for step in range(len(q_frags[0])):
-      k_frag = read_words(f, k_lds, n * ROWS + lane % ROWS, step, lane)
+      k_frag = read_row(f, dtype, k_lds, n * ROWS + lane % ROWS, step, lane)
       for tile, q_frag in zip(scores, q_frags, strict=True):
-        tile[n] = multiply(f, dtype, k_frag, q_frag[step], tile[n])
+        tile[n] = multiply(f, k_frag, q_frag[step], tile[n])
   return scores
 
 
@@ -396,21 +397,26 @@ def join(f: Fragments, operation: Callable[[UOp, UOp], UOp], value: UOp, lane: U
   return value
 
 
-def operand_words(f: Fragments, dtype: DType, p: list[UOp], lane: UOp) -> list[Words]:
+def as_operand(f: Fragments, dtype: DType, p: list[UOp], lane: UOp) -> list[Operand]:
   """P^T as the B operand of each step."""
-  own = f.row_tiles * f.result  # of a step
-  vectors = [UOp.stack(*[x.cast(dtype) for x in p[i : i + own]]).bitcast(dtypes.uint) for i in range(0, len(p), own)]
-  steps = [[vector[w] for w in range(own // 2)] for vector in vectors]
+  own = f.row_tiles * f.result  # elements of a step
+  steps = [[x.cast(dtype) for x in p[i : i + own]] for i in range(0, len(p), own)]
   if not f.repeated:
     return steps
-  low = lane < ROWS
-  swapped = [[other_group(f, word, lane, 1) for word in step] for step in steps]
-  both = [list(zip(*x, strict=True)) for x in zip(steps, swapped, strict=True)]
-  return [[low.where(a, b) for a, b in x] + [low.where(b, a) for a, b in x] for x in both]
+  # Bits are joined one by one: tinygrad takes a vector that stems from an instruction of ours alone for an address.
+  bits = [[x.bitcast(dtypes.ushort).cast(dtypes.uint) for x in step] for step in steps]
+  low, result = lane < ROWS, []
+  for step in bits:
+    words = [step[i] | (step[i + 1] << 16) for i in range(0, own, 2)]
+    others = [other_group(f, word, lane, 1) for word in words]
+    pairs = list(zip(words, others, strict=True))
+    both = [low.where(mine, other) for mine, other in pairs] + [low.where(other, mine) for mine, other in pairs]
+    result.append(elements(f, dtype, both))
+  return result
 
 
 def multiply_pv(
-  f: Fragments, dtype: DType, p_frags: list[list[Words]], v_lds: Rows, acc: UOp, alpha: tuple[UOp, ...], lane: UOp
+  f: Fragments, dtype: DType, p_frags: list[list[Operand]], v_lds: Rows, acc: UOp, alpha: tuple[UOp, ...], lane: UOp
 ) -> list[list[UOp]]:
   """O^T = O^T alpha + V^T P^T: for each tile of queries, tiles of 16 columns, `result` of them in this lane."""
   m_tiles, d_tiles, results = acc.shape
@@ -420,9 +426,9 @@ def multiply_pv(
   ]
   for d in range(d_tiles):
     for step in range(len(p_frags[0])):
-      v_frag = read_words(f, v_lds, d * ROWS + lane % ROWS, step, lane)
+      v_frag = read_row(f, dtype, v_lds, d * ROWS + lane % ROWS, step, lane)
       for tile, p_frag in zip(out, p_frags, strict=True):
-        tile[d] = multiply(f, dtype, v_frag, p_frag[step], tile[d])
+        tile[d] = multiply(f, v_frag, p_frag[step], tile[d])
   return out
 
 
