@@ -397,16 +397,26 @@ def join(f: Fragments, operation: Callable[[UOp, UOp], UOp], value: UOp, lane: U
   return value
 
 
+def rounded(dtype: DType, p: UOp) -> UOp:
+  """The bits of p, in 0..1 or NaN, as a 16-bit float, in a word.
+
+  tinygrad's own rounding to bfloat16 minds NaN of every kind, and makes the compiler spill registers on RDNA3.
+  """
+  if dtype == dtypes.half:
+    return p.cast(dtype).bitcast(dtypes.ushort).cast(dtypes.uint)
+  bits = p.bitcast(dtypes.uint)
+  return (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16  # to nearest, ties to even
+
+
 def as_operand(f: Fragments, dtype: DType, p: list[UOp], lane: UOp) -> list[Operand]:
   """P^T as the B operand of each step."""
   own = f.row_tiles * f.result  # elements of a step
-  steps = [[x.cast(dtype) for x in p[i : i + own]] for i in range(0, len(p), own)]
+  steps = [[rounded(dtype, x) for x in p[i : i + own]] for i in range(0, len(p), own)]
   if not f.repeated:
-    return steps
-  # Bits are joined one by one: tinygrad takes a vector that stems from an instruction of ours alone for an address.
-  bits = [[x.bitcast(dtypes.ushort).cast(dtypes.uint) for x in step] for step in steps]
+    return [[x.cast(dtypes.ushort).bitcast(dtype) for x in step] for step in steps]
+  # Words are joined here: tinygrad takes a vector that stems from an instruction of ours alone for an address.
   low, result = lane < ROWS, []
-  for step in bits:
+  for step in steps:
     words = [step[i] | (step[i + 1] << 16) for i in range(0, own, 2)]
     others = [other_group(f, word, lane, 1) for word in words]
     pairs = list(zip(words, others, strict=True))
