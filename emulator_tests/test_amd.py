@@ -19,6 +19,7 @@ from uopattn.kernels.amd_forward import Tiles
 from uopattn.target import Target
 
 ARCHES = ("gfx1100", "gfx1201", "gfx942", "gfx950")  # one of each instruction
+QUICK = 8  # drawn examples in the quick run: each lowers a kernel of its own
 HALF, BFLOAT = dtypes.float16, dtypes.bfloat16
 
 SHAPES = {
@@ -26,7 +27,7 @@ SHAPES = {
   "one query": ((2, 2, 2, 1, 150, 64, 64), BFLOAT),
   "one key": ((1, 2, 2, 70, 1, 16, 16), HALF),
   "round": ((1, 1, 1, 128, 128, 64, 64), HALF),
-  "odd everywhere": ((1, 3, 3, 77, 131, 33, 17), BFLOAT),
+  "odd everywhere": ((1, 2, 2, 77, 131, 33, 17), BFLOAT),
   "one past the tiles": ((1, 1, 1, 65, 65, 65, 65), HALF),
   "grouped": ((2, 4, 2, 50, 90, 24, 40), HALF),
   "large head": ((1, 1, 1, 20, 40, 150, 260), BFLOAT),
@@ -76,7 +77,7 @@ def test_matches_the_oracle_in_both_types(shape: str, arch: str, dtype) -> None:
   q_start=st.integers(-100, 200),
   seed=st.integers(0, 1000),
 )
-@settings(max_examples=12)
+@settings(max_examples=QUICK if settings().max_examples <= 40 else 200)
 def test_any_shape(arch, Hkv, group, M, N, Dk, Dv, dtype, is_causal, q_start, seed) -> None:
   with on(arch):
     check_attention(*inputs(1, Hkv * group, Hkv, M, N, Dk, Dv, dtype, seed), is_causal=is_causal, q_start=q_start)
@@ -91,7 +92,7 @@ def test_any_shape(arch, Hkv, group, M, N, Dk, Dv, dtype, is_causal, q_start, se
   N=st.integers(1, 150),
   causal=st.booleans(),
 )
-@settings(max_examples=8)
+@settings(max_examples=QUICK if settings().max_examples <= 40 else 200)
 def test_any_tiles(arch, waves, m_tiles, block, M, N, causal) -> None:
   with on(arch):
     q, k, v = inputs(1, 2, 1, M, N, 20, 21)
@@ -130,11 +131,11 @@ def test_a_bad_number_reaches_the_rows_that_see_it_and_no_other(bad: float) -> N
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize(("Dk", "Dv"), [(64, 64), (33, 80)])
+@pytest.mark.parametrize(("Dk", "Dv"), [(64, 64), (33, 48)])
 def test_no_bank_conflict_and_causal_tiles_skipped(arch: str, Dk: int, Dv: int) -> None:
   matrix = []
   with on(arch):
-    q, k, v = inputs(1, 1, 1, 150, 150, Dk, Dv)
+    q, k, v = inputs(1, 1, 1, 100, 100, Dk, Dv)
     for is_causal in (False, True):
       with emulator.profile() as profile:
         attention(q, k, v, is_causal=is_causal, backend="kernel").realize()

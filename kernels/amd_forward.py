@@ -19,7 +19,7 @@ Not measured: no AMD GPU at hand. Every target's instructions have been executed
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
-from math import inf
+from math import inf, prod
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
@@ -100,9 +100,12 @@ class Tiles:
     f = Fragments.of(arch)
     least = max(f.step, 2 * CHUNK * f.pad)
     tiles = cls(arch, min(4, ceildiv(M, ROWS)), 1, min(64, round_up(N, least)))
-    budget = 200 if f.lanes == 32 else 400  # of 256 and 512; the rest is for addresses and temporaries
+    budget = 180 if f.lanes == 32 else 360  # of 256 and 512; the rest is for addresses and temporaries
     while tiles.block_n > least and (tiles.registers(Dk, Dv) > budget or tiles.lds_bytes(Dk, Dv) > LDS_LIMIT // 2):
-      tiles = replace(tiles, block_n=max(least, tiles.block_n // 2 // least * least))
+      if tiles.waves < 8 and 2 * tiles.block_m <= M and tiles.lds_bytes(Dk, Dv) <= LDS_LIMIT // 2:
+        tiles = replace(tiles, waves=8)  # a lane then carries less of the tile
+      else:
+        tiles = replace(tiles, block_n=max(least, tiles.block_n // 2 // least * least))
     if tiles.lds_bytes(Dk, Dv) > LDS_LIMIT:
       raise ValueError(
         f"head size {max(Dk, Dv)}: a tile needs {tiles.lds_bytes(Dk, Dv)} bytes of LDS, the limit is {LDS_LIMIT}"
@@ -127,7 +130,7 @@ def forward(
     q_start: position of the first query; may be negative.
     tiles: block sizes.
   """
-  (heads, M, Dk), (kv_heads, N, Dv), dtype = q.shape, v.shape, q.dtype
+  (heads, M, Dk), (kv_heads, N, Dv), dtype = shape_of(q), shape_of(v), q.dtype
   f, block_m, block_n, m_tiles = tiles.fragments, tiles.block_m, tiles.block_n, tiles.m_tiles
   blocks = ceildiv(M, block_m)
   s = Scope()
@@ -155,9 +158,13 @@ def forward(
 
   limits = [visible(query + q_start, N, block_n, causal) for query in queries]  # the last key that each query sees
   scores = multiply_qk(f, dtype, q_frags, k_lds, block_n, lane)
-  scores = [mask_scale(f, x, scale * LOG2E, limit, start, lane) for x, limit in zip(scores, limits, strict=True)]
+  # A positive factor keeps the order of the scores: it waits for the subtraction in the exponent, to join it.
+  early, late = (1.0, scale * LOG2E) if scale > 0 else (scale * LOG2E, 1.0)
+  scores = [mask_scale(f, x, early, limit, start, lane) for x, limit in zip(scores, limits, strict=True)]
   m_old, l_old, acc_old = (x.after(n_tile) for x in (m_i, l_i, acc))
-  p, m_new, l_new, alpha = zip(*[softmax(f, scores[i], m_old[i], l_old[i], lane) for i in range(m_tiles)], strict=True)
+  p, m_new, l_new, alpha = zip(
+    *[softmax(f, scores[i], late, m_old[i], l_old[i], lane) for i in range(m_tiles)], strict=True
+  )
   p_frags = [as_operand(f, dtype, x, lane) for x in p]
   acc_new = multiply_pv(f, dtype, p_frags, v_lds, acc_old, alpha, lane)
   updates = [m_i[i].store(m_new[i]) for i in range(m_tiles)] + [l_i[i].store(l_new[i]) for i in range(m_tiles)]
@@ -182,28 +189,34 @@ def as_type(x: UOp, dtype: DType) -> UOp:
 
   tinygrad joins neighbouring loads of 32-bit types into wide ones, and leaves bfloat16 apart.
   """
-  param, count = x.base, x.numel() * x.dtype.itemsize // dtype.itemsize
-  return UOp.placeholder((count,), dtype, slot=param.arg.slot)
+  count = prod(shape_of(x)) * x.dtype.itemsize // dtype.itemsize
+  return UOp.placeholder((count,), dtype, slot=x.base.arg.slot)
 
 
 def words_of(x: UOp, head: UOp) -> Load:
   """Words of the rows of x[head] (rows, size), each two neighbours of one row; past the row's end they are 0."""
-  _, length, size = x.shape
-  if size % 2 == 0:
-    flat, width = as_type(x, dtypes.uint), size // 2
-    return lambda row, word: gated(flat, (head * length + row) * width, word, width)
-  half = as_type(x, dtypes.ushort)
+  _, length, size = shape_of(x)
+  words, halves = as_type(x, dtypes.uint), as_type(x, dtypes.ushort)
 
   def load(row: UOp, word: UOp) -> UOp:
-    low, high = (gated(half, (head * length + row) * size, 2 * word + i, size).cast(dtypes.uint) for i in range(2))
+    if 2 * word.vmin >= size:
+      return UOp.const(0, dtypes.uint)
+    first = (head * length + row) * size
+    if size % 2 == 0:
+      return gated(words, first // 2, word, size // 2)
+    low, high = (gated(halves, first, 2 * word + i, size).cast(dtypes.uint) for i in range(2))
     return low | (high << 16)
 
   return load
 
 
-def gated(flat: UOp, base: UOp, at: UOp | int, width: int) -> UOp:
+def shape_of(x: UOp) -> tuple[int, int, int]:
+  a, b, c = (int(size) for size in x.shape)
+  return a, b, c
+
+
+def gated(flat: UOp, base: UOp, at: UOp, width: int) -> UOp:
   """flat[base + at], or 0 where at is not below width: decided when the kernel is built, if possible."""
-  at = UOp.const(0) + at
   if at.vmax < width:
     return flat[base + at].load()
   inside = at < width
@@ -212,8 +225,8 @@ def gated(flat: UOp, base: UOp, at: UOp | int, width: int) -> UOp:
 
 def load_query(f: Fragments, q: UOp, head: UOp, row: UOp, lane: UOp) -> list[Operand]:
   """This lane's query, as the B operand of each step."""
-  load, steps = words_of(q, head), ceildiv(q.shape[2], f.step)
-  words = [[load(row, f.chunk(i, lane) * WORDS + w) for w in range(f.width // 2)] for i in range(steps)]
+  load, steps = words_of(q, head), ceildiv(shape_of(q)[2], f.step)
+  words = [[load(row, f.chunk(UOp.const(i), lane) * WORDS + w) for w in range(f.width // 2)] for i in range(steps)]
   return [elements(f, q.dtype, x) for x in words]
 
 
@@ -256,7 +269,7 @@ class Stage:
   """
 
   def __init__(self, s: Scope, tiles: Tiles, thread: UOp, k: Load, v: Load, N: int, Dk: int, Dv: int):
-    self.k, self.v, self.N = k, v, N
+    self.k, self.v, self.N, self.block_n = k, v, N, tiles.block_n
     f, block_n = tiles.fragments, tiles.block_n
     (Dk, Dv), threads = tiles.padded(Dk, Dv), tiles.waves * f.lanes
     self.k_lds, self.v_lds = Rows.make(s, block_n, Dk, f.pad), Rows.make(s, Dv, block_n, f.pad)
@@ -267,14 +280,21 @@ class Stage:
     self.v_words = s.buffer(len(self.v_places), CHUNK, dtype=dtypes.uint)
 
   def load(self, first: UOp, *after: UOp) -> UOp:
-    """Loads the tile that starts at key `first`. Past the last key that key is loaded again, and masked later."""
+    """Loads the tile that starts at key `first`. Past the last key that key is loaded again, and masked later.
+
+    Where all tiles are whole, the last tile itself is loaded again: one bound for all instead of one a key.
+    """
+    if whole := self.N % self.block_n == 0:
+      first = clamp(first, 0, self.N - self.block_n)
+
+    def key(at: UOp) -> UOp:
+      return first + at if whole else clamp(first + at, 0, self.N - 1)
+
     k_words, v_words, stores = self.k_words.after(*after), self.v_words.after(*after), []
-    for i, (_, key, chunk, _) in enumerate(self.k_places):
-      row = clamp(first + key, 0, self.N - 1)
-      stores += [k_words[i, w].store(self.k(row, chunk * WORDS + w)) for w in range(WORDS)]
+    for i, (_, at, chunk, _) in enumerate(self.k_places):
+      stores += [k_words[i, w].store(self.k(key(at), chunk * WORDS + w)) for w in range(WORDS)]
     for i, (pair, chunk, _) in enumerate(self.v_places):
-      keys = [clamp(first + chunk * CHUNK + e, 0, self.N - 1) for e in range(CHUNK)]
-      stores += [v_words[i, e].store(self.v(key, pair)) for e, key in enumerate(keys)]
+      stores += [v_words[i, e].store(self.v(key(chunk * CHUNK + e), pair)) for e in range(CHUNK)]
     return UOp.group(*stores)
 
   def store(self, n_tile: UOp, first_loads: UOp) -> UOp:
@@ -309,8 +329,8 @@ def v_place(f: Fragments, piece: UOp, pairs: int, pieces: int) -> tuple[UOp, UOp
 def multiply(f: Fragments, a: Operand, b: Operand, c: UOp) -> UOp:
   """C + A B over one step."""
   for i in range(0, f.width, f.operand):
-    operands = [UOp.stack(*x[i : i + f.operand]) for x in (a, b)]
-    c = UOp.wmma(*operands, c, (ROWS, ROWS, f.k), "AMD", f.lanes)
+    left, right = (UOp.stack(*x[i : i + f.operand]) for x in (a, b))
+    c = UOp.wmma(left, right, c, (ROWS, ROWS, f.k), "AMD", f.lanes)
   return c
 
 
@@ -320,13 +340,19 @@ def elements(f: Fragments, dtype: DType, words: Words) -> Operand:
   tinygrad's lowering never ends where an operand is all of one vector that is no STACK: make it half of one, or two.
   """
   size = len(words) // 2 if f.products == 1 else len(words)
-  parts = [UOp.stack(*words[i : i + size]).bitcast(dtype) for i in range(0, len(words), size)]
-  return [part[e] for part in parts for e in range(2 * size)]
+  result: Operand = []
+  for part in (words[i : i + size] for i in range(0, len(words), size)):
+    if all(word.vmin == word.vmax == 0 for word in part):  # past the head size; a constant vector has no elements in C
+      result += [UOp.const(0.0, dtype)] * (2 * size)
+    else:
+      vector = UOp.stack(*part).bitcast(dtype)
+      result += [vector[e] for e in range(2 * size)]
+  return result
 
 
 def read_row(f: Fragments, dtype: DType, lds: Rows, row: UOp, step: int, lane: UOp) -> Operand:
   """What this lane holds of a row in LDS, for one step along it."""
-  chunk = f.chunk(step, lane)
+  chunk = f.chunk(UOp.const(step), lane)
   return elements(f, dtype, [word for i in range(f.width // CHUNK) for word in lds.load(row, chunk + i)])
 
 
@@ -366,20 +392,24 @@ def mask_scale(f: Fragments, scores: list[UOp], factor: float, limit: UOp | None
   return result
 
 
-def softmax(f: Fragments, scores: list[UOp], m_old: UOp, l_old: UOp, lane: UOp) -> tuple[list[UOp], UOp, UOp, UOp]:
-  """P of this lane's keys, the new maximum of the query, the new sum of this lane's keys, and alpha."""
+def softmax(
+  f: Fragments, scores: list[UOp], factor: float, m_old: UOp, l_old: UOp, lane: UOp
+) -> tuple[list[UOp], UOp, UOp, UOp]:
+  """P of this lane's keys, the new maximum of the query, the new sum of this lane's keys, and alpha.
+
+  All maxima are of scores times `factor`.
+  """
   m_old = m_old.load()
-  m_new = ins.fmax(HIP, m_old, join(f, lambda a, b: ins.fmax(HIP, a, b), tree(f, scores), lane))
+  m_new = fmax(m_old, join(f, fmax, reduce(fmax, scores), lane) * factor)
   # A row that has seen no key yet has m = -inf, and -inf - -inf is NaN: such a row is shifted by 0.
   shift = m_new.eq(-inf).where(0.0, m_new)
   alpha = ins.exp2(HIP, m_old - shift)
-  p = [ins.exp2(HIP, x - shift) for x in scores]
+  p = [ins.exp2(HIP, x * factor - shift) for x in scores]
   return p, m_new, l_old.load() * alpha + reduce(UOp.__add__, p), alpha
 
 
-def tree(f: Fragments, values: list[UOp]) -> UOp:
-  """The largest of a lane's values."""
-  return reduce(lambda a, b: ins.fmax(HIP, a, b), values)
+def fmax(a: UOp, b: UOp) -> UOp:
+  return ins.fmax(HIP, a, b)
 
 
 def other_group(f: Fragments, value: UOp, lane: UOp, distance: int) -> UOp:
@@ -450,7 +480,7 @@ def store_rows(
   Rows past M hold the last row, and columns past Dv what no one reads: with M = 1 tinygrad drops the row's index, and
   with it the gate, and then all of them store the same.
   """
-  _, M, Dv = o.shape
+  _, M, Dv = shape_of(o)
   total = join(f, UOp.__add__, l_i, lane)
   inverse = total.eq(0).where(0.0, 1 / total)
   stores = []

@@ -61,7 +61,7 @@ class Fragments:
 
   # ** the hardware's own numbering **
 
-  def operand_at(self, lane: Index, e: Index) -> tuple[Index, Index]:
+  def operand_at(self, lane: Index, e: int) -> tuple[Index, Index | int]:
     """(row of A or column of B, k) of element e of a lane."""
     group = lane // ROWS
     if self.repeated:
@@ -70,11 +70,11 @@ class Fragments:
       return lane % ROWS, e % 4 + 8 * (e // 4) + 4 * group
     return lane % ROWS, self.operand * group + e
 
-  def result_at(self, lane: Index, e: Index) -> tuple[Index, Index]:
+  def result_at(self, lane: Index, e: int) -> tuple[Index, Index]:
     """(row, column) of element e of a lane in C and D."""
     return self.result_row(lane // ROWS, e), lane % ROWS
 
-  def result_row(self, group: Index, e: Index) -> Index:
+  def result_row(self, group: Index, e: int) -> Index:
     return self.groups * e + group if self.interleaved else self.result * group + e
 
   # ** the schedule's numbering **
@@ -112,9 +112,9 @@ class Fragments:
     """
     return 1 if self.lanes == 32 else 2
 
-  def chunk(self, step: int, lane: UOp) -> UOp | int:
+  def chunk(self, step: UOp, lane: UOp) -> UOp:
     """The first of the chunks, along k, that a lane holds for a step."""
-    return step * self.step // CHUNK + (0 if self.repeated else lane // ROWS)
+    return step * (self.step // CHUNK) + (0 if self.repeated else lane // ROWS)
 
   def row_at(self, tile: Index, row: Index) -> Index:
     """Which of a step's rows row `row` of A stands for in tile `tile`; see the module."""
