@@ -314,16 +314,19 @@ class Stage:
 
 def k_place(f: Fragments, piece: UOp, chunks: int, pieces: int) -> tuple[UOp, UOp, UOp, UOp]:
   """(row in LDS, key in the tile, chunk, whether there is such a piece): `pad` chunks, then 8 rows, then the rest."""
+  inside = piece < pieces
+  piece = inside.where(piece, 0)  # what is loaded without being stored must be there to load
   chunk, row, rest = piece % f.pad, piece // f.pad % 8, piece // (8 * f.pad)
   chunk, row = chunk + f.pad * (rest % (chunks // f.pad)), row + 8 * (rest // (chunks // f.pad))
   key = row // f.step * f.step + f.row_at(row % f.step // ROWS, row % ROWS)
-  return row, key, chunk, piece < pieces
+  return row, key, chunk, inside
 
 
 def v_place(f: Fragments, piece: UOp, pairs: int, pieces: int) -> tuple[UOp, UOp, UOp]:
   """(pair of columns, chunk of keys, whether there is such a piece): 2 `pad` chunks, then the pairs, then the rest."""
-  near = 2 * f.pad
-  return piece // near % pairs, piece % near + near * (piece // (near * pairs)), piece < pieces
+  near, inside = 2 * f.pad, piece < pieces
+  piece = inside.where(piece, 0)
+  return piece // near % pairs, piece % near + near * (piece // (near * pairs)), inside
 
 
 def multiply(f: Fragments, a: Operand, b: Operand, c: UOp) -> UOp:
