@@ -29,6 +29,7 @@ SHAPES = {
   "round": ((1, 1, 1, 128, 128, 64, 64), HALF),
   "odd everywhere": ((1, 2, 2, 77, 131, 33, 17), BFLOAT),
   "one past the tiles": ((1, 1, 1, 65, 65, 65, 65), HALF),
+  "rows past two tiles a wave": ((1, 1, 1, 144, 100, 16, 16), HALF),
   "grouped": ((2, 4, 2, 50, 90, 24, 40), HALF),
   "large head": ((1, 1, 1, 20, 40, 150, 260), BFLOAT),
 }

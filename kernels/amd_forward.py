@@ -140,7 +140,7 @@ def forward(
   head, block_row = item // blocks, item % blocks * block_m
   kv_head = head // (heads // kv_heads)
   rows = [block_row + (wave * m_tiles + i) * ROWS + lane % ROWS for i in range(m_tiles)]  # this lane's queries
-  queries = [clamp(row, 0, M - 1) for row in rows]  # past the last row it is computed again
+  queries = [(row < M).where(row, M - 1) for row in rows]  # past the last row it is computed again
 
   q_frags = [load_query(f, q, head, query, lane) for query in queries]
   acc = cleared(s.buffer(m_tiles, ceildiv(Dv, ROWS), f.result), 0.0, item)
@@ -189,7 +189,7 @@ def as_type(x: UOp, dtype: DType) -> UOp:
 
   tinygrad joins neighbouring loads of 32-bit types into wide ones, and leaves bfloat16 apart.
   """
-  count = prod(shape_of(x)) * x.dtype.itemsize // dtype.itemsize
+  count = prod(int(size) for size in x.shape) * x.dtype.itemsize // dtype.itemsize
   return UOp.placeholder((count,), dtype, slot=x.base.arg.slot)
 
 
@@ -480,10 +480,10 @@ def store_rows(
 ) -> list[UOp]:
   """O = acc / l and LSE = (m + log2 l) ln 2; a row that saw no key gets 0 and -inf. Rows past M are not stored.
 
-  Rows past M hold the last row, and columns past Dv what no one reads: with M = 1 tinygrad drops the row's index, and
-  with it the gate, and then all of them store the same.
+  The index is flat: on one of several indices tinygrad takes the gate for a bound of that index, and may drop it. With
+  one row of one column there is no index to gate either: then rows past M store the last row, as all others do.
   """
-  _, M, Dv = shape_of(o)
+  (_, M, Dv), flat = shape_of(o), as_type(o, o.dtype)
   total = join(f, UOp.__add__, l_i, lane)
   inverse = total.eq(0).where(0.0, 1 / total)
   stores = []
@@ -491,8 +491,9 @@ def store_rows(
     for e in range(f.result):
       column = j * ROWS + f.result_row(lane // ROWS, e)
       inside = (row < M) & (column < Dv) if column.vmax >= Dv else row < M
-      stores.append(o[head, row.valid(inside), column].store((acc[j, e].load() * inverse).cast(o.dtype)))
+      at = (head * M + row) * Dv + column
+      stores.append(flat[at.valid(inside)].store((acc[j, e].load() * inverse).cast(o.dtype)))
   if lse is not None:
     value = (m_i + total.log2()) * LN2
-    stores.append(lse[head, row.valid(row < M)].store(value))
+    stores.append(as_type(lse, lse.dtype)[(head * M + row).valid(row < M)].store(value))
   return stores
