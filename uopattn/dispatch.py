@@ -4,9 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tinygrad import UOp
+from tinygrad import UOp, dtypes
+from tinygrad.dtype import DType
 
-from uopattn.kernels import cpu_forward
+from uopattn.kernels import amd_forward, cpu_forward
 from uopattn.spec import AttentionSpec
 from uopattn.target import Target
 
@@ -18,6 +19,7 @@ class Kernel:
   Attributes:
     name: its file in `kernels/`.
     devices: the devices that it runs on.
+    dtypes: what q, k and v may be.
     features: the arguments of `AttentionSpec.extras` that it has code for.
     choose_tiles: its tiles for a spec and a target; raises ValueError where none fit.
     build: (o, q, k, v, lse or None, scale=, causal=, q_start=, tiles=) -> the kernel's graph on 3-D buffers.
@@ -25,6 +27,7 @@ class Kernel:
 
   name: str
   devices: tuple[str, ...]
+  dtypes: tuple[DType, ...]
   features: frozenset[str]
   choose_tiles: Callable[[AttentionSpec, Target], Any]
   build: Callable[..., UOp]
@@ -37,7 +40,16 @@ def _cpu_tiles(spec: AttentionSpec, target: Target) -> cpu_forward.Tiles:
   )
 
 
-KERNELS = (Kernel("cpu_forward", ("CPU",), frozenset(), _cpu_tiles, cpu_forward.forward),)
+def _amd_tiles(spec: AttentionSpec, target: Target) -> amd_forward.Tiles:
+  return amd_forward.Tiles.choose(target.arch, spec.M, spec.N, spec.Dk, spec.Dv)
+
+
+FLOATS = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
+
+KERNELS = (
+  Kernel("cpu_forward", ("CPU",), FLOATS, frozenset(), _cpu_tiles, cpu_forward.forward),
+  Kernel("amd_forward", ("AMD",), FLOATS[1:], frozenset(), _amd_tiles, amd_forward.forward),
+)
 
 
 @dataclass(frozen=True)
@@ -62,6 +74,9 @@ def dispatch(spec: AttentionSpec, target: Target) -> Choice | list[str]:
     against = [
       f"{kernel.name} has no {name}; leave it at its default" for name in spec.extras if name not in kernel.features
     ]
+    if spec.dtype not in kernel.dtypes:
+      accepted = " or ".join(dtype.name for dtype in kernel.dtypes)
+      against.append(f"{kernel.name} has no code for {spec.dtype.name} q, k and v; give it {accepted}")
     if spec.q_start is None:
       against.append(f"{kernel.name} takes q_start as an int alone, neither as a Variable nor as a Tensor")
     try:

@@ -9,7 +9,7 @@ from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 
 from uopattn.toolchain import PLAIN, VectorUnit, find_clang, vector_unit
 
-DEVICES = ("CPU", "AMD", "NV", "CUDA", "CL", "METAL", "QCOM", "WEBGPU", "PYTHON")
+DEVICES = ("CPU", "AMD", "NV", "CUDA", "CL", "METAL", "QCOM", "WEBGPU", "PYTHON", "EMU")
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Target:
   """A device and its architecture, in tinygrad's spelling.
 
   Attributes:
-    device: "CPU", "AMD", "CUDA", ...
+    device: "CPU", "AMD", "CUDA", ...; the emulator's is that of the target it stands for.
     arch: "x86_64,native", "gfx1100", "sm_90", ...
     vector: what a CPU's compiler vectorises with.
   """
@@ -48,5 +48,5 @@ class Target:
     renderer = Device[device].renderer
     arch = renderer.target.arch
     if not isinstance(renderer, ClangRenderer):
-      return cls(kind, arch)
+      return cls(renderer.target.device if kind == "EMU" else kind, arch)
     return cls(kind, arch, vector_unit(arch.split(",")[0], tuple(cast(ClangCompiler, renderer.compiler).args)))

@@ -92,6 +92,12 @@ _LIST = [
     {"hip": _bits("__builtin_amdgcn_update_dpp(0, {0}, 0x120 + ({1}), 0xf, 0xf, true)")},
     cross_lane=True,
   ),
+  # value: the value that the lane 16 places away has, in a wave of 32 lanes (RDNA)
+  Instruction(
+    "permlanex16",
+    {"hip": _bits("__builtin_amdgcn_permlanex16(0, {0}, 0x76543210, 0xfedcba98, true, true)")},
+    cross_lane=True,
+  ),
   Instruction("fmax", {"hip": "__builtin_fmaxf({0}, {1})", "cuda": "fmaxf({0}, {1})"}),
   Instruction("exp2", {"hip": "__builtin_amdgcn_exp2f({0})", "cuda": _float_asm("ex2.approx.ftz.f32")}),
   Instruction("log2", {"hip": "__builtin_amdgcn_logf({0})", "cuda": _float_asm("lg2.approx.ftz.f32")}),
@@ -163,6 +169,16 @@ def row_ror(family: str, value: UOp, n: int) -> UOp:
   if not 0 < n < 16:
     raise ValueError(f"row_ror rotates rows of 16 lanes, so 0 < n < 16, not {n}")
   return _shuffled(family, "row_ror", value, n)
+
+
+def permlanex16(family: str, value: UOp) -> UOp:
+  """The value (any 32-bit dtype) that lane ^ 16 holds, in waves of 32 lanes: one VALU instruction, RDNA only.
+
+  Source: AMD RDNA3 ISA, "V_PERMLANEX16_B32".
+  """
+  if value.dtype.bitsize != 32:
+    raise ValueError(f"permlanex16 moves 32-bit values between lanes, not {value.dtype}; cast or bitcast first")
+  return _value(family, "permlanex16", value.dtype, value)
 
 
 def fmax(family: str, a: UOp, b: UOp) -> UOp:

@@ -22,7 +22,7 @@ class Scope:
     self._axes += 1
     return self._axes - 1
 
-  def axis(self, size: int, kind: AxisType = AxisType.LOOP) -> UOp:
+  def axis(self, size: int | UOp, kind: AxisType = AxisType.LOOP) -> UOp:
     """An axis that runs from 0 to size - 1; on a CPU a `for` loop."""
     return UOp.range(size, self._axis_id(), kind)
 

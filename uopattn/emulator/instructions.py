@@ -160,6 +160,7 @@ MEANINGS: dict[str, Meaning] = {
   "shuffle": _shuffle,
   "row_xmask": lambda run, u, value, mask: _from_lane(run, u, value, run.lane_in_wave ^ int(mask)),
   "row_ror": _row_ror,
+  "permlanex16": lambda run, u, value: _from_lane(run, u, value, run.lane_in_wave ^ 16),
   "fmax": lambda run, u, a, b: np.fmax(a, b),
   "exp2": _exp2,
   "log2": _log2,

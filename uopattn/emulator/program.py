@@ -198,6 +198,10 @@ class Program:
     base, at = self.place[u.src[0]], u.src[1]
     if not is_constant(at):
       raise self._refuse("an element of a vector value must be chosen by a constant", u)
+    if u.src[0].max_numel() == 1:
+      raise self._refuse("C has no element of a vector of one", u)
+    if u.src[0].addrspace is None:
+      raise self._refuse("renderers take a vector that stems from Ops.CUSTOM alone for an address", u)
     element = at.src[0].arg
     return lambda run: run.values[base][element]
 

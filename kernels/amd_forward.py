@@ -1,0 +1,499 @@
+"""Forward attention on AMD's matrix cores: one query column per lane.
+
+FlashAttention-2 (Dao, 2023), transposed. Each wave has 16 `m_tiles` query rows and runs through the keys with
+    S^T = K Q^T       (block_n, 16)   keys are rows, so a lane has keys of one query only
+    m, l, P           in the lane     the maximum joins the 2 or 4 lanes of a query; l stays apart until the end
+    O^T = O^T alpha + V^T P^T   (Dv, 16)   P is the second product's operand where it is, in registers
+
+Who holds what. Q^T, m, l, P and O^T are in registers, Q^T for the whole loop; see `Tiles.registers`. All waves share
+K (block_n, Dk) and V^T (Dv, block_n) in LDS, in rows padded so that no bank is asked twice; see `Tiles.lds_bytes`. A
+tile goes from global memory to registers while the tile before it is worked on, and from there, V transposed, to LDS.
+Lane l is query l % 16 of its wave; `uopattn.dsl.fragments` says which keys and value columns it has.
+
+Rows of K are dealt out in LDS so that a lane's keys in S^T are neighbours, as P^T needs them. On RDNA3 the two lanes of
+a query must both have all of P: they swap halves by v_permlanex16.
+
+Not measured: no AMD GPU at hand. Every target's instructions have been executed and checked by the emulator.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import reduce
+from math import inf, prod
+
+from tinygrad import UOp, dtypes
+from tinygrad.dtype import AddrSpace, DType
+from tinygrad.helpers import ceildiv, round_up
+from tinygrad.uop.ops import AxisType, KernelInfo
+
+from uopattn.dsl import LN2, LOG2E, Scope, clamp
+from uopattn.dsl import instructions as ins
+from uopattn.dsl.fragments import CHUNK, ROWS, Fragments
+
+HIP = "hip"
+LDS_LIMIT = 64 << 10  # bytes a workgroup
+WORDS = CHUNK // 2  # 32-bit words in a chunk: all 16-bit data travels as words of two neighbours
+
+Words = list[UOp]  # 32-bit words, neighbours
+Operand = list[UOp]  # the `width` 16-bit elements that a lane holds of A, or of B, for a step
+Load = Callable[[UOp, UOp], UOp]  # (row, word) -> a word of that row
+
+
+@dataclass(frozen=True)
+class Tiles:
+  """The block sizes of one kernel.
+
+  Attributes:
+    arch: the target, which decides the matrix instruction.
+    waves: waves in a workgroup.
+    m_tiles: tiles of 16 queries a wave.
+    block_n: keys a tile.
+  """
+
+  arch: str
+  waves: int
+  m_tiles: int
+  block_n: int
+
+  def __post_init__(self) -> None:
+    step = self.fragments.step
+    if self.block_n < 1 or self.block_n % (least := max(step, 2 * CHUNK * self.fragments.pad)):
+      raise ValueError(f"Tiles.block_n={self.block_n}: must be a multiple of {least} on {self.arch}")
+    if self.m_tiles < 1:
+      raise ValueError(f"Tiles.m_tiles={self.m_tiles}: must be at least 1")
+    if not 1 <= self.waves <= 1024 // self.fragments.lanes:
+      raise ValueError(f"Tiles.waves={self.waves}: must be in 1..{1024 // self.fragments.lanes} on {self.arch}")
+
+  @property
+  def fragments(self) -> Fragments:
+    return Fragments.of(self.arch)
+
+  @property
+  def block_m(self) -> int:
+    """Queries a workgroup."""
+    return self.waves * self.m_tiles * ROWS
+
+  def padded(self, Dk: int, Dv: int) -> tuple[int, int]:
+    """The head sizes in whole fragments."""
+    return round_up(Dk, self.fragments.step), round_up(Dv, ROWS)
+
+  def lds_bytes(self, Dk: int, Dv: int) -> int:
+    """Bytes of the K and V^T tiles."""
+    (Dk, Dv), pad = self.padded(Dk, Dv), self.fragments.pad * CHUNK
+    return 2 * (self.block_n * (Dk + pad) + Dv * (self.block_n + pad))
+
+  def registers(self, Dk: int, Dv: int) -> int:
+    """32-bit registers a lane for Q^T, O^T, S^T, P^T and the tile on its way to LDS."""
+    (Dk, Dv), f = self.padded(Dk, Dv), self.fragments
+    words, results = f.width // 2, f.result
+    query = Dk // f.step * words + Dv // ROWS * results
+    scores = self.block_n // ROWS * results + self.block_n // f.step * words
+    return self.m_tiles * (query + scores) + self.block_n * (Dk + Dv) // 2 // (self.waves * f.lanes)
+
+  @classmethod
+  def choose(cls, arch: str, M: int, N: int, Dk: int, Dv: int) -> "Tiles":
+    """Tiles for a target.
+
+    Raises:
+      ValueError: the target is unknown, or the head size too large for LDS even with the smallest tile.
+    """
+    f = Fragments.of(arch)
+    least = max(f.step, 2 * CHUNK * f.pad)
+    tiles = cls(arch, min(4, ceildiv(M, ROWS)), 1, min(64, round_up(N, least)))
+    budget = 180 if f.lanes == 32 else 360  # of 256 and 512; the rest is for addresses and temporaries
+    while tiles.block_n > least and (tiles.registers(Dk, Dv) > budget or tiles.lds_bytes(Dk, Dv) > LDS_LIMIT // 2):
+      if tiles.waves < 8 and 2 * tiles.block_m <= M and tiles.lds_bytes(Dk, Dv) <= LDS_LIMIT // 2:
+        tiles = replace(tiles, waves=8)  # a lane then carries less of the tile
+      else:
+        tiles = replace(tiles, block_n=max(least, tiles.block_n // 2 // least * least))
+    if tiles.lds_bytes(Dk, Dv) > LDS_LIMIT:
+      raise ValueError(
+        f"head size {max(Dk, Dv)}: a tile needs {tiles.lds_bytes(Dk, Dv)} bytes of LDS, the limit is {LDS_LIMIT}"
+      )
+    wider = replace(tiles, m_tiles=2)
+    return wider if wider.block_m <= M and wider.registers(Dk, Dv) <= budget else tiles
+
+
+def forward(
+  o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, scale: float, causal: bool, q_start: int, tiles: Tiles
+) -> UOp:
+  """Builds the kernel.
+
+  Args:
+    o: (heads, M, Dv), the output, in q's dtype.
+    q: (heads, M, Dk), float16 or bfloat16.
+    k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads).
+    v: (kv_heads, N, Dv).
+    lse: (heads, M) float32, receives the natural logarithm of the sum of exponentials of each row.
+    scale: factor on q.k.
+    causal: key j is seen by query i iff j <= i + q_start.
+    q_start: position of the first query; may be negative.
+    tiles: block sizes.
+  """
+  (heads, M, Dk), (kv_heads, N, Dv), dtype = shape_of(q), shape_of(v), q.dtype
+  f, block_m, block_n, m_tiles = tiles.fragments, tiles.block_m, tiles.block_n, tiles.m_tiles
+  blocks = ceildiv(M, block_m)
+  s = Scope()
+  item = s.axis(heads * blocks, AxisType.GLOBAL)
+  lane, wave = s.axis(f.lanes, AxisType.WARP), s.axis(tiles.waves, AxisType.LOCAL)
+  thread = wave * f.lanes + lane
+  head, block_row = item // blocks, item % blocks * block_m
+  kv_head = head // (heads // kv_heads)
+  rows = [block_row + (wave * m_tiles + i) * ROWS + lane % ROWS for i in range(m_tiles)]  # this lane's queries
+  queries = [(row < M).where(row, M - 1) for row in rows]  # past the last row it is computed again
+
+  q_frags = [load_query(f, q, head, query, lane) for query in queries]
+  acc = cleared(s.buffer(m_tiles, ceildiv(Dv, ROWS), f.result), 0.0, item)
+  m_i = cleared(s.buffer(m_tiles), -inf, item)
+  l_i = cleared(s.buffer(m_tiles), 0.0, item)  # of this lane's keys
+  stage = Stage(s, tiles, thread, words_of(k, kv_head), words_of(v, kv_head), N, Dk, Dv)
+  first_loads = stage.load(UOp.const(0), item)
+
+  last_key = clamp((block_row + block_m).minimum(M) - 1 + q_start, 0, N - 1)  # that any row of this block sees
+  n_tile = s.axis(last_key // block_n + 1 if causal else ceildiv(N, block_n), AxisType.REDUCE)
+  start = n_tile * block_n
+  loaded = UOp.barrier(stage.store(n_tile, first_loads))
+  next_loads = stage.load(start + block_n, loaded)
+  k_lds, v_lds = stage.k_lds.after(loaded, next_loads), stage.v_lds.after(loaded, next_loads)
+
+  limits = [visible(query + q_start, N, block_n, causal) for query in queries]  # the last key that each query sees
+  scores = multiply_qk(f, dtype, q_frags, k_lds, block_n, lane)
+  # A positive factor keeps the order of the scores: it waits for the subtraction in the exponent, to join it.
+  early, late = (1.0, scale * LOG2E) if scale > 0 else (scale * LOG2E, 1.0)
+  scores = [mask_scale(f, x, early, limit, start, lane) for x, limit in zip(scores, limits, strict=True)]
+  m_old, l_old, acc_old = (x.after(n_tile) for x in (m_i, l_i, acc))
+  p, m_new, l_new, alpha = zip(
+    *[softmax(f, scores[i], late, m_old[i], l_old[i], lane) for i in range(m_tiles)], strict=True
+  )
+  p_frags = [as_operand(f, dtype, x, lane) for x in p]
+  acc_new = multiply_pv(f, dtype, p_frags, v_lds, acc_old, alpha, lane)
+  updates = [m_i[i].store(m_new[i]) for i in range(m_tiles)] + [l_i[i].store(l_new[i]) for i in range(m_tiles)]
+  updates += [acc[i, j].store(acc_new[i][j]) for i in range(m_tiles) for j in range(acc.shape[1])]
+  end = UOp.barrier(UOp.group(*updates)).end(n_tile)  # no wave overwrites K and V before all have read them
+
+  stores = []
+  for i, row in enumerate(rows):
+    state = acc.after(end)[i], m_i.after(end)[i].load(), l_i.after(end)[i].load()
+    stores += store_rows(f, o, lse, head, row, *state, lane)
+  name = f"attention_{tiles.arch}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{'_causal' * causal}"
+  # A tag keeps tinygrad from rearranging the axes.
+  return UOp.group(*stores).end(wave, lane).end(item).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
+
+
+def cleared(buffer: UOp, value: float, *after: UOp) -> UOp:
+  return buffer.after(buffer.after(*after).store(buffer.const_like(value)))
+
+
+def as_type(x: UOp, dtype: DType) -> UOp:
+  """The kernel's argument `x` as a flat array of another type: 16-bit floats as bits, two a word where they fit.
+
+  tinygrad joins neighbouring loads of 32-bit types into wide ones, and leaves bfloat16 apart.
+  """
+  count = prod(int(size) for size in x.shape) * x.dtype.itemsize // dtype.itemsize
+  return UOp.placeholder((count,), dtype, slot=x.base.arg.slot)
+
+
+def words_of(x: UOp, head: UOp) -> Load:
+  """Words of the rows of x[head] (rows, size), each two neighbours of one row; past the row's end they are 0."""
+  _, length, size = shape_of(x)
+  words, halves = as_type(x, dtypes.uint), as_type(x, dtypes.ushort)
+
+  def load(row: UOp, word: UOp) -> UOp:
+    if 2 * word.vmin >= size:
+      return UOp.const(0, dtypes.uint)
+    first = (head * length + row) * size
+    if size % 2 == 0:
+      return gated(words, first // 2, word, size // 2)
+    low, high = (gated(halves, first, 2 * word + i, size).cast(dtypes.uint) for i in range(2))
+    return low | (high << 16)
+
+  return load
+
+
+def shape_of(x: UOp) -> tuple[int, int, int]:
+  a, b, c = (int(size) for size in x.shape)
+  return a, b, c
+
+
+def gated(flat: UOp, base: UOp, at: UOp, width: int) -> UOp:
+  """flat[base + at], or 0 where at is not below width: decided when the kernel is built, if possible."""
+  if at.vmax < width:
+    return flat[base + at].load()
+  inside = at < width
+  return inside.where(flat[(base + at).valid(inside)].load(), UOp.const(0, flat.dtype))
+
+
+def load_query(f: Fragments, q: UOp, head: UOp, row: UOp, lane: UOp) -> list[Operand]:
+  """This lane's query, as the B operand of each step."""
+  load, steps = words_of(q, head), ceildiv(shape_of(q)[2], f.step)
+  words = [[load(row, f.chunk(UOp.const(i), lane) * WORDS + w) for w in range(f.width // 2)] for i in range(steps)]
+  return [elements(f, q.dtype, x) for x in words]
+
+
+@dataclass(frozen=True)
+class Rows:
+  """Rows of chunks in LDS. The index is flat, so that tinygrad keeps the gate of a store whatever the sizes are.
+
+  Attributes:
+    words: the memory.
+    stride: words from row to row.
+  """
+
+  words: UOp
+  stride: int
+
+  @classmethod
+  def make(cls, s: Scope, rows: int, columns: int, pad: int) -> "Rows":
+    """Rows of `columns` elements, padded by `pad` chunks."""
+    stride = (columns // CHUNK + pad) * WORDS
+    return cls(s.buffer(rows * stride, dtype=dtypes.uint, space=AddrSpace.LOCAL), stride)
+
+  def after(self, *after: UOp) -> "Rows":
+    return replace(self, words=self.words.after(*after))
+
+  def load(self, row: UOp, chunk: UOp | int) -> Words:
+    """A chunk."""
+    return [self.words[row * self.stride + chunk * WORDS + w].load() for w in range(WORDS)]
+
+  def store(self, row: UOp, chunk: UOp, words: Words, inside: UOp) -> list[UOp]:
+    """Stores a chunk where `inside`."""
+    first = row * self.stride + chunk * WORDS
+    return [self.words[(first + w).valid(inside)].store(word) for w, word in enumerate(words)]
+
+
+class Stage:
+  """The way of K and V tiles through this thread's registers to LDS, K as it is and V transposed.
+
+  A thread's piece of K is one chunk of a row, its piece of V two columns of eight keys. Pieces are dealt to lanes in an
+  order in which the lanes served together write to different banks.
+  """
+
+  def __init__(self, s: Scope, tiles: Tiles, thread: UOp, k: Load, v: Load, N: int, Dk: int, Dv: int):
+    self.k, self.v, self.N, self.block_n = k, v, N, tiles.block_n
+    f, block_n = tiles.fragments, tiles.block_n
+    (Dk, Dv), threads = tiles.padded(Dk, Dv), tiles.waves * f.lanes
+    self.k_lds, self.v_lds = Rows.make(s, block_n, Dk, f.pad), Rows.make(s, Dv, block_n, f.pad)
+    k_pieces, v_pieces = block_n * Dk // CHUNK, Dv // 2 * (block_n // CHUNK)
+    self.k_places = [k_place(f, thread + i, Dk // CHUNK, k_pieces) for i in range(0, k_pieces, threads)]
+    self.v_places = [v_place(f, thread + i, Dv // 2, v_pieces) for i in range(0, v_pieces, threads)]
+    self.k_words = s.buffer(len(self.k_places), WORDS, dtype=dtypes.uint)
+    self.v_words = s.buffer(len(self.v_places), CHUNK, dtype=dtypes.uint)
+
+  def load(self, first: UOp, *after: UOp) -> UOp:
+    """Loads the tile that starts at key `first`. Past the last key that key is loaded again, and masked later.
+
+    Where all tiles are whole, the last tile itself is loaded again: one bound for all instead of one a key.
+    """
+    if whole := self.N % self.block_n == 0:
+      first = clamp(first, 0, self.N - self.block_n)
+
+    def key(at: UOp) -> UOp:
+      return first + at if whole else clamp(first + at, 0, self.N - 1)
+
+    k_words, v_words, stores = self.k_words.after(*after), self.v_words.after(*after), []
+    for i, (_, at, chunk, _) in enumerate(self.k_places):
+      stores += [k_words[i, w].store(self.k(key(at), chunk * WORDS + w)) for w in range(WORDS)]
+    for i, (pair, chunk, _) in enumerate(self.v_places):
+      stores += [v_words[i, e].store(self.v(key(chunk * CHUNK + e), pair)) for e in range(CHUNK)]
+    return UOp.group(*stores)
+
+  def store(self, n_tile: UOp, first_loads: UOp) -> UOp:
+    """Stores what was loaded to LDS."""
+    k_words, v_words = self.k_words.after(n_tile, first_loads), self.v_words.after(n_tile, first_loads)
+    k_lds, v_lds, stores = self.k_lds.after(n_tile), self.v_lds.after(n_tile), []
+    for i, (row, _, chunk, inside) in enumerate(self.k_places):
+      stores += k_lds.store(row, chunk, [k_words[i, w].load() for w in range(WORDS)], inside)
+    for i, (pair, chunk, inside) in enumerate(self.v_places):
+      words = [v_words[i, e].load() for e in range(CHUNK)]  # of two columns, for eight keys
+      neighbours = list(zip(words[::2], words[1::2], strict=True))
+      left = [(a & 0xFFFF) | (b << 16) for a, b in neighbours]
+      right = [(a >> 16) | (b & 0xFFFF0000) for a, b in neighbours]
+      stores += v_lds.store(2 * pair, chunk, left, inside) + v_lds.store(2 * pair + 1, chunk, right, inside)
+    return UOp.group(*stores)
+
+
+def k_place(f: Fragments, piece: UOp, chunks: int, pieces: int) -> tuple[UOp, UOp, UOp, UOp]:
+  """(row in LDS, key in the tile, chunk, whether there is such a piece): `pad` chunks, then 8 rows, then the rest."""
+  inside = piece < pieces
+  piece = inside.where(piece, 0)  # what is loaded without being stored must be there to load
+  chunk, row, rest = piece % f.pad, piece // f.pad % 8, piece // (8 * f.pad)
+  chunk, row = chunk + f.pad * (rest % (chunks // f.pad)), row + 8 * (rest // (chunks // f.pad))
+  key = row // f.step * f.step + f.row_at(row % f.step // ROWS, row % ROWS)
+  return row, key, chunk, inside
+
+
+def v_place(f: Fragments, piece: UOp, pairs: int, pieces: int) -> tuple[UOp, UOp, UOp]:
+  """(pair of columns, chunk of keys, whether there is such a piece): 2 `pad` chunks, then the pairs, then the rest."""
+  near, inside = 2 * f.pad, piece < pieces
+  piece = inside.where(piece, 0)
+  return piece // near % pairs, piece % near + near * (piece // (near * pairs)), inside
+
+
+def multiply(f: Fragments, a: Operand, b: Operand, c: UOp) -> UOp:
+  """C + A B over one step."""
+  for i in range(0, f.width, f.operand):
+    left, right = (UOp.stack(*x[i : i + f.operand]) for x in (a, b))
+    c = UOp.wmma(left, right, c, (ROWS, ROWS, f.k), "AMD", f.lanes)
+  return c
+
+
+def elements(f: Fragments, dtype: DType, words: Words) -> Operand:
+  """Words as 16-bit elements.
+
+  tinygrad's lowering never ends where an operand is all of one vector that is no STACK: make it half of one, or two.
+  """
+  size = len(words) // 2 if f.products == 1 else len(words)
+  result: Operand = []
+  for part in (words[i : i + size] for i in range(0, len(words), size)):
+    if all(word.vmin == word.vmax == 0 for word in part):  # past the head size; a constant vector has no elements in C
+      result += [UOp.const(0.0, dtype)] * (2 * size)
+    else:
+      vector = UOp.stack(*part).bitcast(dtype)
+      result += [vector[e] for e in range(2 * size)]
+  return result
+
+
+def read_row(f: Fragments, dtype: DType, lds: Rows, row: UOp, step: int, lane: UOp) -> Operand:
+  """What this lane holds of a row in LDS, for one step along it."""
+  chunk = f.chunk(UOp.const(step), lane)
+  return elements(f, dtype, [word for i in range(f.width // CHUNK) for word in lds.load(row, chunk + i)])
+
+
+def multiply_qk(
+  f: Fragments, dtype: DType, q_frags: list[list[Operand]], k_lds: Rows, block_n: int, lane: UOp
+) -> list[list[UOp]]:
+  """S^T = K Q^T: for each tile of queries, tiles of 16 keys, `result` of them in this lane."""
+  zero = UOp.const((0.0,) * f.result, dtypes.float)
+  scores = [[zero] * (block_n // ROWS) for _ in q_frags]
+  for n in range(block_n // ROWS):
+    for step in range(len(q_frags[0])):
+      k_frag = read_row(f, dtype, k_lds, n * ROWS + lane % ROWS, step, lane)
+      for tile, q_frag in zip(scores, q_frags, strict=True):
+        tile[n] = multiply(f, k_frag, q_frag[step], tile[n])
+  return scores
+
+
+def visible(position: UOp, N: int, block_n: int, causal: bool) -> UOp | None:
+  """The last key that a query sees; None if it sees all keys of all tiles."""
+  if causal:
+    return position.minimum(N - 1)
+  return UOp.const(N - 1) if N % block_n else None
+
+
+def mask_scale(f: Fragments, scores: list[UOp], factor: float, limit: UOp | None, start: UOp, lane: UOp) -> list[UOp]:
+  """The scores of this lane in order of its keys, times `factor`, -inf where hidden."""
+  result = []
+  for n, tile in enumerate(scores):
+    step, part = divmod(n, f.row_tiles)
+    for e in range(f.result):
+      key = step * f.step + part * f.result + e
+      score = tile[e] * factor
+      if limit is not None:
+        first = lane // ROWS * (f.row_tiles * f.result)  # of this lane in each step
+        score = (limit - start - first < key).where(-inf, score)
+      result.append(score)
+  return result
+
+
+def softmax(
+  f: Fragments, scores: list[UOp], factor: float, m_old: UOp, l_old: UOp, lane: UOp
+) -> tuple[list[UOp], UOp, UOp, UOp]:
+  """P of this lane's keys, the new maximum of the query, the new sum of this lane's keys, and alpha.
+
+  All maxima are of scores times `factor`.
+  """
+  m_old = m_old.load()
+  m_new = fmax(m_old, join(f, fmax, reduce(fmax, scores), lane) * factor)
+  # A row that has seen no key yet has m = -inf, and -inf - -inf is NaN: such a row is shifted by 0.
+  shift = m_new.eq(-inf).where(0.0, m_new)
+  alpha = ins.exp2(HIP, m_old - shift)
+  p = [ins.exp2(HIP, x * factor - shift) for x in scores]
+  return p, m_new, l_old.load() * alpha + reduce(UOp.__add__, p), alpha
+
+
+def fmax(a: UOp, b: UOp) -> UOp:
+  return ins.fmax(HIP, a, b)
+
+
+def other_group(f: Fragments, value: UOp, lane: UOp, distance: int) -> UOp:
+  """The value that the lane of the same query in another group has; 32-bit."""
+  if f.lanes == 32:
+    return ins.permlanex16(HIP, value)
+  return ins.shuffle_xor(HIP, value, ROWS) if distance == 1 else ins.shuffle(HIP, value, (lane ^ 32).cast(dtypes.int))
+
+
+def join(f: Fragments, operation: Callable[[UOp, UOp], UOp], value: UOp, lane: UOp) -> UOp:
+  """The values of all lanes of a query, joined by `operation`."""
+  distance = 1
+  while distance < f.groups:
+    value, distance = operation(value, other_group(f, value, lane, distance)), 2 * distance
+  return value
+
+
+def rounded(dtype: DType, p: UOp) -> UOp:
+  """The bits of p, in 0..1 or NaN, as a 16-bit float, in a word.
+
+  tinygrad's own rounding to bfloat16 minds NaN of every kind, and makes the compiler spill registers on RDNA3.
+  """
+  if dtype == dtypes.half:
+    return p.cast(dtype).bitcast(dtypes.ushort).cast(dtypes.uint)
+  bits = p.bitcast(dtypes.uint)
+  return (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16  # to nearest, ties to even
+
+
+def as_operand(f: Fragments, dtype: DType, p: list[UOp], lane: UOp) -> list[Operand]:
+  """P^T as the B operand of each step."""
+  own = f.row_tiles * f.result  # elements of a step
+  steps = [[rounded(dtype, x) for x in p[i : i + own]] for i in range(0, len(p), own)]
+  if not f.repeated:
+    return [[x.cast(dtypes.ushort).bitcast(dtype) for x in step] for step in steps]
+  # Words are joined here: tinygrad takes a vector that stems from an instruction of ours alone for an address.
+  low, result = lane < ROWS, []
+  for step in steps:
+    words = [step[i] | (step[i + 1] << 16) for i in range(0, own, 2)]
+    others = [other_group(f, word, lane, 1) for word in words]
+    pairs = list(zip(words, others, strict=True))
+    both = [low.where(mine, other) for mine, other in pairs] + [low.where(other, mine) for mine, other in pairs]
+    result.append(elements(f, dtype, both))
+  return result
+
+
+def multiply_pv(
+  f: Fragments, dtype: DType, p_frags: list[list[Operand]], v_lds: Rows, acc: UOp, alpha: tuple[UOp, ...], lane: UOp
+) -> list[list[UOp]]:
+  """O^T = O^T alpha + V^T P^T: for each tile of queries, tiles of 16 columns, `result` of them in this lane."""
+  m_tiles, d_tiles, results = acc.shape
+  out = [
+    [UOp.stack(*[acc[i, j, e].load() * alpha[i] for e in range(results)]) for j in range(d_tiles)]
+    for i in range(m_tiles)
+  ]
+  for d in range(d_tiles):
+    for step in range(len(p_frags[0])):
+      v_frag = read_row(f, dtype, v_lds, d * ROWS + lane % ROWS, step, lane)
+      for tile, p_frag in zip(out, p_frags, strict=True):
+        tile[d] = multiply(f, v_frag, p_frag[step], tile[d])
+  return out
+
+
+def store_rows(
+  f: Fragments, o: UOp, lse: UOp | None, head: UOp, row: UOp, acc: UOp, m_i: UOp, l_i: UOp, lane: UOp
+) -> list[UOp]:
+  """O = acc / l and LSE = (m + log2 l) ln 2; a row that saw no key gets 0 and -inf. Rows past M are not stored.
+
+  The index is flat: on one of several indices tinygrad takes the gate for a bound of that index, and may drop it. With
+  one row of one column there is no index to gate either: then rows past M store the last row, as all others do.
+  """
+  (_, M, Dv), flat = shape_of(o), as_type(o, o.dtype)
+  total = join(f, UOp.__add__, l_i, lane)
+  inverse = total.eq(0).where(0.0, 1 / total)
+  stores = []
+  for j in range(acc.shape[0]):
+    for e in range(f.result):
+      column = j * ROWS + f.result_row(lane // ROWS, e)
+      inside = (row < M) & (column < Dv) if column.vmax >= Dv else row < M
+      at = (head * M + row) * Dv + column
+      stores.append(flat[at.valid(inside)].store((acc[j, e].load() * inverse).cast(o.dtype)))
+  if lse is not None:
+    value = (m_i + total.log2()) * LN2
+    stores.append(as_type(lse, lse.dtype)[(head * M + row).valid(row < M)].store(value))
+  return stores
