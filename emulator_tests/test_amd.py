@@ -182,7 +182,7 @@ def test_target_and_dispatch(arch: str) -> None:
   with on(arch):
     assert Target.of(Device.DEFAULT) == Target("AMD", arch)
     q, k, v = (x.float() for x in inputs(1, 1, 1, 20, 20, 16, 16))
-    with pytest.raises(ValueError, match="no code for float q, k and v; give it half or __bf16"):
+    with pytest.raises(ValueError, match="no code for float q, k and v; give it half or bfloat16"):
       attention(q, k, v, backend="kernel")
 
 

@@ -26,7 +26,7 @@ from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType, KernelInfo
 
-from uopattn.dsl import LN2, LOG2E, Loop, Scope, clamp, exp2, sizes
+from uopattn.dsl import LN2, LOG2E, Loop, Scope, clamp, exp2, gated, sizes
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
 WORK_PER_CALL = 16_000_000  # floating-point operations; about 0.1 ms, against some microseconds that a call costs
@@ -147,7 +147,7 @@ def forward(
 def load_query(q: UOp, head: UOp, row: UOp, d: UOp) -> UOp:
   """q[head, row, d] as float32; 0 past the last row."""
   inside = row < sizes(q)[1]
-  return inside.where(q[head, row.valid(inside), d].load().cast(dtypes.float), 0.0)
+  return inside.where(gated(q, inside, head, row, d).load().cast(dtypes.float), 0.0)
 
 
 def load_tile(s: Scope, x: UOp, head: UOp, first: UOp, block_n: int, loop: Loop) -> Tile:
@@ -212,12 +212,12 @@ def store_rows(
   """O = acc / l and LSE = (m + log2 l) ln 2; a row that saw no key gets 0 and -inf. Rows past M are not stored."""
   (Dv, block_m), M = sizes(acc), sizes(o)[1]
   inverse = s.assign(s.buffer(block_m), lambda m: l_i[m].eq(0).where(0.0, 1 / l_i[m]), within=outer)
-  lanes = min(block_m, M)  # with M = 1 tinygrad drops the row index, and with it the gate
+  lanes = min(block_m, M)  # the rest is past M in every block
   d, m = s.axis(Dv), s.axis(lanes)
-  stores = [o[head, (row + m).valid(row + m < M), d].store((acc[d, m] * inverse[m]).cast(o.dtype)).end(d, m)]
+  stores = [gated(o, row + m < M, head, row + m, d).store((acc[d, m] * inverse[m]).cast(o.dtype)).end(d, m)]
   if lse is not None:
     m = s.axis(lanes)
-    stores.append(lse[head, (row + m).valid(row + m < M)].store((m_i[m] + l_i[m].log2()) * LN2).end(m))
+    stores.append(gated(lse, row + m < M, head, row + m).store((m_i[m] + l_i[m].log2()) * LN2).end(m))
   return stores
 
 

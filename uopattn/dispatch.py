@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tinygrad import UOp, dtypes
+from tinygrad import UOp
 from tinygrad.dtype import DType
 
 from uopattn.kernels import amd_forward, cpu_forward
-from uopattn.spec import AttentionSpec
+from uopattn.spec import DTYPES, AttentionSpec, dtype_name
 from uopattn.target import Target
 
 
@@ -44,11 +44,9 @@ def _amd_tiles(spec: AttentionSpec, target: Target) -> amd_forward.Tiles:
   return amd_forward.Tiles.choose(target.arch, spec.M, spec.N, spec.Dk, spec.Dv)
 
 
-FLOATS = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
-
 KERNELS = (
-  Kernel("cpu_forward", ("CPU",), FLOATS, frozenset(), _cpu_tiles, cpu_forward.forward),
-  Kernel("amd_forward", ("AMD",), FLOATS[1:], frozenset(), _amd_tiles, amd_forward.forward),
+  Kernel("cpu_forward", ("CPU",), DTYPES, frozenset(), _cpu_tiles, cpu_forward.forward),
+  Kernel("amd_forward", ("AMD",), DTYPES[1:], frozenset(), _amd_tiles, amd_forward.forward),
 )
 
 
@@ -75,8 +73,8 @@ def dispatch(spec: AttentionSpec, target: Target) -> Choice | list[str]:
       f"{kernel.name} has no {name}; leave it at its default" for name in spec.extras if name not in kernel.features
     ]
     if spec.dtype not in kernel.dtypes:
-      accepted = " or ".join(dtype.name for dtype in kernel.dtypes)
-      against.append(f"{kernel.name} has no code for {spec.dtype.name} q, k and v; give it {accepted}")
+      accepted = " or ".join(map(dtype_name, kernel.dtypes))
+      against.append(f"{kernel.name} has no code for {dtype_name(spec.dtype)} q, k and v; give it {accepted}")
     if spec.q_start is None:
       against.append(f"{kernel.name} takes q_start as an int alone, neither as a Variable nor as a Tensor")
     try:
