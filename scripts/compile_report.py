@@ -1,6 +1,6 @@
 """What AMD's compiler makes of the forward kernel: registers, spills, LDS, and the instructions of its main loop.
 
-Needs no AMD hardware: clang turns tinygrad's HIP source into LLVM IR, and the LLVM in llvmlite (`pip install llvmlite`)
+Needs no AMD hardware: clang turns tinygrad's HIP source into LLVM IR, and the LLVM in llvmlite (extra `amd`)
 compiles that for the target.
 """
 
@@ -105,14 +105,20 @@ def main_loop(assembly: str) -> Counter[str]:
   return Counter(line.split()[0] for line in body if re.match(r"\t[a-z]", line))
 
 
+def resources(assembly: str) -> dict[str, int]:
+  """What the code object's notes say of registers, spills and LDS bytes."""
+  found = {name: re.search(rf"\.{name}:\s*(\d+)", assembly) for name in RESOURCES}
+  return {name: int(match[1]) for name, match in found.items() if match}
+
+
 def report(arch: str, dtype: str, arguments: argparse.Namespace) -> str:
   text, tiles = source(arch, TYPES[dtype], 1, arguments.M, arguments.N, arguments.D, arguments.causal)
   assembly = assemble(to_ir(text, arch), arch)
-  found = [m[1] if (m := re.search(rf"\.{name}:\s*(\d+)", assembly)) else "-" for name in RESOURCES]
+  found = resources(assembly).values()
   loop = main_loop(assembly)
   matrix = sum(count for name, count in loop.items() if MATRIX.match(name))
   shape = f"{tiles.waves}x{tiles.m_tiles}x16 x {tiles.block_n}"
-  cells = [*found, str(matrix), str(loop.total()), f"{loop.total() / max(matrix, 1):.1f}"]
+  cells = [*map(str, found), str(matrix), str(loop.total()), f"{loop.total() / max(matrix, 1):.1f}"]
   return f"{arch:8} {dtype:9} {shape:>12} " + " ".join(f"{cell:>7}" for cell in cells)
 
 

@@ -18,6 +18,7 @@ from tinygrad.nn.state import safe_load
 
 from uopattn.attention import launch
 from uopattn.dispatch import Choice, dispatch
+from uopattn.emulator import profile
 from uopattn.machine import machine_record
 from uopattn.spec import AttentionSpec, Extras, dtype_name, make_spec
 from uopattn.target import Target
@@ -207,7 +208,10 @@ def run(config: Config) -> int:
   shape = f"B={s.B} H={s.Hq} HKV={s.Hkv} M={s.M} N={s.N} D={s.Dk} DV={s.Dv}"
   source = f" from {config.input}" if config.input else ""
   print(f"problem  {shape} {dtype_name(s.dtype)}{' causal' * s.is_causal}{source}")
-  o, lse, seconds = measure(problem, config.cnt)
+  with profile() as counts:
+    o, lse, seconds = measure(problem, config.cnt)
+  if counts.kernels:  # on the emulator, over all runs
+    print(counts)
   print(f"best     {min(seconds) * 1e3:10.3f} ms  {speed(s, min(seconds))}")
   reports: list[Report] = []
   if config.verify:
