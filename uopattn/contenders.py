@@ -61,8 +61,8 @@ def load_tinygrad() -> Contender:
 
     @TinyJit
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-      options = {"is_causal": s.is_causal, "enable_gqa": s.Hq != s.Hkv}
-      return q.scaled_dot_product_attention(k, v, **options).realize()
+      grouped = s.Hq != s.Hkv
+      return q.scaled_dot_product_attention(k, v, is_causal=s.is_causal, enable_gqa=grouped).realize()
 
     def call() -> Tensor:
       out = attend(problem.q, problem.k, problem.v)
