@@ -20,7 +20,7 @@ def table(record: dict[str, Any]) -> str:
   products = list(dict.fromkeys(by for row in record["rows"] for by in _share(row["contenders"]["uopattn"])))
   head = ["B H N D", "dtype", "GFLOP/s", "spread", *(f"of {by}'s product" for by in products), "error"]
   for name in names:
-    head += [f"{name}: GFLOP/s", "error", "uopattn is faster by", "by minima"]
+    head += [f"{name}: GFLOP/s", "error", "times as fast (by minima)"]
   aligned = ["---", "---", *("--:" for _ in head[2:])]
   return "\n".join(
     [_line(head), "|" + "|".join(aligned) + "|", *(_row(row, names, products) for row in record["rows"])]
@@ -48,13 +48,13 @@ def _row(row: dict[str, Any], names: Sequence[str], products: Sequence[str]) -> 
   for name in names:
     theirs, ratio = row["contenders"].get(name), row["ratios"].get(name)
     cells += [_speed(theirs), f"{theirs['error']:.1e}"] if theirs else ["", ""]
-    cells += [f"{ratio['paired']:.2f}", f"{ratio['of_minima']:.2f}"] if ratio else ["", ""]
+    cells.append(f"{ratio['paired']:.2f} ({ratio['of_minima']:.2f})" if ratio else "")
   return _line(cells)
 
 
 def _speed(contender: dict[str, Any]) -> str:
   if not contender["correct"]:
-    return "wrong"
+    return "fails the gate"
   return f"{contender['gflops']:.0f}" if contender["gflops"] >= 10 else f"{contender['gflops']:.2g}"
 
 

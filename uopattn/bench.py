@@ -173,7 +173,7 @@ def lines(row: dict[str, Any]) -> Iterator[str]:
   yield title(row["problem"])
   for name, c in row["contenders"].items():
     if not c["correct"]:
-      yield f"  {name:<9} WRONG: {'; '.join(c['failures'])}"
+      yield f"  {name:<9} fails the gate: {'; '.join(c['failures'])}"
       continue
     shares = ", ".join(f"{share:4.0%} of {by}'s product" for by, share in c["share"].items())
     text = (
