@@ -32,7 +32,7 @@ def test_quick_run_writes_the_record_and_the_plot(tmp_path: Path, capsys: pytest
   files = tmp_path / "b.json", tmp_path / "b.png"
   assert main(["cpu", "--quick", "--rounds", "2", "--json", str(files[0]), "--plot", str(files[1])]) == 0
   made = json.loads(files[0].read_text())
-  assert {"cpu", "cores", "system", "device", "threads"} <= set(made["machine"])
+  assert {"cpu", "cores", "system", "device", "threads", "load"} <= set(made["machine"])
   assert {"python", "uopattn", "tinygrad", "numpy", "clang"} <= set(made["versions"])
   assert made["rounds"] == 2
   assert len(made["rows"]) == len(bench.quick_rows())
@@ -167,7 +167,7 @@ def example() -> dict[str, Any]:
   }
   return {
     "date": "2026-01-02",
-    "machine": {"cpu": "Some CPU", "device": "CPU x", "threads": 2},
+    "machine": {"cpu": "Some CPU", "device": "CPU x", "threads": 2, "load": 0.52},
     "versions": {"torch": "2.0", "tinygrad": "0.14", "clang": "clang version 23"},
     "product_size": 2048,
     "rounds": 7,
@@ -197,7 +197,7 @@ def test_table_goes_between_the_markers(tmp_path: Path) -> None:
     assert text.endswith(f"\n{readme_table.END}\nafter\n")
     assert "old" not in text
     assert text.count(readme_table.table(example())) == 1
-    assert "Some CPU, 2 threads, clang version 23" in text
+    assert "Some CPU, 2 threads, load average 0.5 at the start, clang version 23" in text
 
 
 def test_a_page_without_markers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

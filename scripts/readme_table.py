@@ -5,6 +5,7 @@ markers or a record cannot be read.
 """
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,15 +56,18 @@ def _row(row: dict[str, Any], names: Sequence[str], products: Sequence[str]) -> 
 def _speed(contender: dict[str, Any]) -> str:
   if not contender["correct"]:
     return "fails the gate"
-  return f"{contender['gflops']:.0f}" if contender["gflops"] >= 10 else f"{contender['gflops']:.2g}"
+  return f"{contender['gflops']:.0f}" if contender["gflops"] >= 10 else f"{contender['gflops']:#.2g}"
 
 
 def caption(record: dict[str, Any], file: str) -> str:
   """What a record was made on, in a paragraph."""
   machine, versions = record["machine"], record["versions"]
+  found = re.search(r"clang version [\d.]+", versions["clang"])  # makers put much around it
+  compiler = found[0] if found else versions["clang"]
+  load = f"load average {machine['load']:.1f} at the start, " if "load" in machine else ""
   libraries = ", ".join(f"{name} {v}" for name, v in versions.items() if name not in ("clang", "python", "uopattn"))
   return (
-    f"{machine['cpu']}, {machine['threads']} threads, {versions['clang']}, {libraries}; {record['date']}, medians of "
+    f"{machine['cpu']}, {machine['threads']} threads, {load}{compiler}, {libraries}; {record['date']}, medians of "
     f"{record['rounds']} rounds ([{file}](scripts/results/{file})). A product is of float32 matrices of "
     f"{record['product_size']} rows and columns."
   )

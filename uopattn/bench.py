@@ -9,6 +9,7 @@ Exit status: 0 all right, 1 a result is wrong, 2 the call is off or a contender 
 import argparse
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -185,8 +186,8 @@ def lines(row: dict[str, Any]) -> Iterator[str]:
     yield text
 
 
-def record(rows: list[dict[str, Any]], names: list[str], rounds: int) -> dict[str, Any]:
-  """What --json writes."""
+def record(rows: list[dict[str, Any]], names: list[str], rounds: int, load: float) -> dict[str, Any]:
+  """What --json writes; `load` is the system's load average before the first row."""
   machine = machine_record()
   found = machine.pop("versions")
   assert isinstance(found, dict)
@@ -194,7 +195,7 @@ def record(rows: list[dict[str, Any]], names: list[str], rounds: int) -> dict[st
   return {
     "format": FORMAT,
     "date": date.today().isoformat(),
-    "machine": machine | {"device": str(Target.of(Device.DEFAULT)), "threads": thread_count()},
+    "machine": machine | {"device": str(Target.of(Device.DEFAULT)), "threads": thread_count(), "load": load},
     "versions": found | versions(sorted(more)) | {"clang": clang_version()},
     "product_size": PRODUCT,
     "rounds": rounds,
@@ -203,11 +204,11 @@ def record(rows: list[dict[str, Any]], names: list[str], rounds: int) -> dict[st
 
 
 def plot(rows: list[dict[str, Any]], path: str) -> None:
-  """Draws GFLOP/s over N, a panel for each D: float32 without a mask, 8 heads, as many queries as keys."""
+  """Draws GFLOP/s over N, a panel for each D: float32 without a mask, as many queries as keys; the fewest heads."""
   from matplotlib.figure import Figure
 
   points: dict[int, dict[str, dict[int, float]]] = {}
-  for row in rows:
+  for row in sorted(rows, key=lambda row: row["problem"]["Hq"]):
     p = row["problem"]
     heads = {p["Hq"], p["Hkv"]}
     if p["dtype"] == "float" and not p["is_causal"] and len(heads) == 1 and (p["M"], p["Dk"]) == (p["N"], p["Dv"]):
@@ -217,17 +218,18 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
   columns = min(4, max(1, len(points)))
   figure = Figure(figsize=(3.2 * columns, 2.8 * max(1, math.ceil(len(points) / columns))), layout="constrained")
   panels = figure.subplots(math.ceil(max(1, len(points)) / columns), columns, squeeze=False, sharex=True, sharey=True)
+  legend: dict[str, Any] = {}
   for panel, (d, by_name) in zip(panels.flat, sorted(points.items()), strict=False):
     for i, name in enumerate(("uopattn", "torch", "tinygrad")):
       if name in by_name:
-        panel.plot(*zip(*sorted(by_name[name].items()), strict=True), "o-", ms=4, color=f"C{i}", label=name)
+        xy = zip(*sorted(by_name[name].items()), strict=True)
+        (legend[name],) = panel.plot(*xy, "o-", ms=4, color=f"C{i}")
     panel.set(title=f"D = {d}", xlabel="N", ylabel="GFLOP/s", xscale="log")
-    panel.set_ylim(bottom=0)
     panel.grid(alpha=0.3)
   for panel in panels.flat[len(points) :]:
     panel.set_visible(False)
-  if points:
-    panels.flat[0].legend()
+  panels.flat[0].set_ylim(bottom=0)  # of all, once all are drawn
+  panels.flat[0].legend(list(legend.values()), list(legend))
   figure.savefig(path, dpi=120)
 
 
@@ -261,7 +263,7 @@ def bench(given: argparse.Namespace) -> int:
   names = [name for name in given.against.split(",") if name]
   contenders = load(names)
   rows: list[dict[str, Any]] = []
-  status = 0
+  status, busy = 0, os.getloadavg()[0]
   try:
     for config in tqdm(quick_rows() if given.quick else cpu_rows(), desc="bench", disable=None):
       row = bench_row(config, contenders, given.rounds)
@@ -275,7 +277,7 @@ def bench(given: argparse.Namespace) -> int:
     print(f"\ninterrupted after {len(rows)} rows", file=sys.stderr)
     status = 130
   if given.json:
-    Path(given.json).write_text(json.dumps(record(rows, names, given.rounds), indent=1) + "\n")
+    Path(given.json).write_text(json.dumps(record(rows, names, given.rounds, busy), indent=1) + "\n")
   if given.plot:
     plot(rows, given.plot)
   return status
