@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -148,30 +148,48 @@ def prepare(config: Config, target: Target) -> Problem:
   return Problem(q, k, v, spec, chosen)
 
 
-def measure(problem: Problem, count: int) -> tuple[Tensor, Tensor, list[float]]:
-  """Runs the kernel `count` times on outputs full of NaN; returns the last output and LSE and each run's seconds."""
-  spec = problem.spec
+def outputs(spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+  """New buffers for the output and the LSE."""
   o = Tensor.empty(spec.B, spec.Hq, spec.M, spec.Dv, dtype=spec.dtype)
-  lse = Tensor.empty(spec.B, spec.Hq, spec.M, dtype=dtypes.float32)
+  return o, Tensor.empty(spec.B, spec.Hq, spec.M, dtype=dtypes.float32)
+
+
+def poison(*buffers: Tensor) -> None:
+  """Fills outputs with NaN, so that what a kernel leaves out is seen."""
+  for x in buffers:
+    x.assign(Tensor.full(x.shape, float("nan"), dtype=x.dtype)).realize()
+
+
+def jitted(problem: Problem, o: Tensor, lse: Tensor) -> Callable[[], None]:
+  """A call of the kernel that writes `o` and `lse` and waits for them; the third call is the first that replays."""
 
   @TinyJit
   def run(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    out, sums = launch(problem.choice, spec, q, k, v, o, lse)
+    out, sums = launch(problem.choice, problem.spec, q, k, v, o, lse)
     assert sums is not None
     Tensor.realize(out, sums)
     return out, sums
 
-  seconds: list[float] = []
-  for warm_up in (True, True, *(False for _ in range(count))):  # TinyJit compiles, then captures, then replays
-    o.assign(Tensor.full(o.shape, float("nan"), dtype=o.dtype)).realize()
-    lse.assign(Tensor.full(lse.shape, float("nan"), dtype=lse.dtype)).realize()
-    Device[Device.DEFAULT].synchronize()
-    start = time.perf_counter()
+  def call() -> None:
     run(problem.q, problem.k, problem.v, o, lse)
     Device[Device.DEFAULT].synchronize()
+
+  return call
+
+
+def measure(problem: Problem, count: int) -> tuple[Tensor, Tensor, list[float]]:
+  """Runs the kernel `count` times on outputs full of NaN; returns the last output and LSE and each run's seconds."""
+  o, lse = outputs(problem.spec)
+  call = jitted(problem, o, lse)
+  seconds: list[float] = []
+  for warm_up in (True, True, *(False for _ in range(count))):  # TinyJit compiles, then captures, then replays
+    poison(o, lse)
+    Device[Device.DEFAULT].synchronize()
+    start = time.perf_counter()
+    call()
     if not warm_up:
       seconds.append(time.perf_counter() - start)
-      print(f"run {len(seconds)}/{count}  {seconds[-1] * 1e3:10.3f} ms  {speed(spec, seconds[-1])}")
+      print(f"run {len(seconds)}/{count}  {seconds[-1] * 1e3:10.3f} ms  {speed(problem.spec, seconds[-1])}")
   return o, lse, seconds
 
 

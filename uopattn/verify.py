@@ -96,6 +96,42 @@ def _rms(x: Array) -> float:
   return float(np.sqrt(np.mean(np.square(x)))) if x.size else 0.0
 
 
+@dataclass(frozen=True, eq=False)
+class Gate:
+  """What the oracle says about some inputs, for any number of outputs to be measured against.
+
+  Attributes:
+    exact, exact_lse: the oracle's output and LSE.
+    naive, naive_lse: those of the naive computation, the output in the inputs' type, the LSE in float32.
+    unit: unit roundoff of the inputs' type.
+  """
+
+  exact: Array
+  exact_lse: Array
+  naive: Array
+  naive_lse: Array
+  unit: float
+
+  @classmethod
+  def of(cls, q: Tensor, k: Tensor, v: Tensor, *, progress: bool = False, **options: Any) -> "Gate":
+    """Computes the oracle and the naive versions; the arguments are those of `verify`."""
+    arrays = [numpy(x) for x in (q, k, v)]
+    precision = PRECISIONS[q.dtype]
+    exact, exact_lse = oracle(*arrays, progress=progress, **options)
+    naive, naive_lse = oracle(*arrays, precision=precision, progress=progress, **options)
+    if q.dtype != dtypes.float32:  # the LSE is float32 whatever q is, and so is the arithmetic behind it
+      _, naive_lse = oracle(*arrays, precision=PRECISIONS[dtypes.float32], progress=progress, **options)
+    return cls(exact, exact_lse, naive, naive_lse, precision.unit)
+
+  def output(self, got: Array) -> Report:
+    """The report on an output."""
+    return compare("output", got, self.exact, self.naive, self.unit)
+
+  def lse(self, got: Array) -> Report:
+    """The report on a float32 LSE."""
+    return compare("lse", got, self.exact_lse, self.naive_lse, PRECISIONS[dtypes.float32].unit)
+
+
 def verify(
   q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None, *, progress: bool = False, **options: Any
 ) -> list[Report]:
@@ -107,16 +143,8 @@ def verify(
     progress: show a progress bar.
     options: what `uopattn.oracle.oracle` takes.
   """
-  arrays = [numpy(x) for x in (q, k, v)]
-  precision = PRECISIONS[q.dtype]
-  exact, exact_lse = oracle(*arrays, progress=progress, **options)
-  naive, naive_lse = oracle(*arrays, precision=precision, progress=progress, **options)
-  reports = [compare("output", numpy(out), exact, naive, precision.unit)]
-  if lse is not None:
-    if lse.dtype != q.dtype:  # the LSE is float32 whatever q is, and so is the arithmetic behind it
-      _, naive_lse = oracle(*arrays, precision=PRECISIONS[lse.dtype], progress=progress, **options)
-    reports.append(compare("lse", numpy(lse), exact_lse, naive_lse, PRECISIONS[lse.dtype].unit))
-  return reports
+  gate = Gate.of(q, k, v, progress=progress, **options)
+  return [gate.output(numpy(out)), *([] if lse is None else [gate.lse(numpy(lse))])]
 
 
 def numpy(x: Tensor) -> Array:

@@ -1,0 +1,102 @@
+"""Rewrites the speed tables of README.md, between their two marker lines, from the records of `uopattn.bench`.
+
+Arguments: the page and the folder of records, by default those of this repository. Exit status 2 where the page has no
+markers or a record cannot be read.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+BEGIN, END = "<!-- speed: begin, written by scripts/readme_table -->", "<!-- speed: end -->"
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def table(record: dict[str, Any]) -> str:
+  """The rows of a record as a Markdown table."""
+  names = [name for name in dict.fromkeys(n for row in record["rows"] for n in row["contenders"]) if name != "uopattn"]
+  products = list(dict.fromkeys(by for row in record["rows"] for by in _share(row["contenders"]["uopattn"])))
+  head = ["B H N D", "dtype", "GFLOP/s", "spread", *(f"of {by}'s product" for by in products), "error"]
+  for name in names:
+    head += [f"{name}: GFLOP/s", "error", "times as fast (by minima)"]
+  aligned = ["---", "---", *("--:" for _ in head[2:])]
+  return "\n".join(
+    [_line(head), "|" + "|".join(aligned) + "|", *(_row(row, names, products) for row in record["rows"])]
+  )
+
+
+def _share(contender: dict[str, Any]) -> dict[str, float]:
+  share: dict[str, float] = contender.get("share", {})
+  return share
+
+
+def _line(cells: Sequence[str]) -> str:
+  return "|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|"
+
+
+def _row(row: dict[str, Any], names: Sequence[str], products: Sequence[str]) -> str:
+  p, ours = row["problem"], row["contenders"]["uopattn"]
+  heads = f"{p['Hq']}" + (f"/{p['Hkv']}" if p["Hkv"] != p["Hq"] else "")
+  lengths = (f"{p['M']}×" if p["M"] != p["N"] else "") + f"{p['N']}"
+  sizes = f"{p['Dk']}" + (f"/{p['Dv']}" if p["Dv"] != p["Dk"] else "")
+  cells = [f"{p['B']} {heads} {lengths} {sizes}", p["dtype"] + ", causal" * p["is_causal"], _speed(ours)]
+  cells.append(f"{ours['spread']:.0%}" if ours["correct"] else "")
+  cells += [f"{_share(ours)[by]:.0%}" if by in _share(ours) else "" for by in products]
+  cells.append(f"{ours['error']:.1e}")
+  for name in names:
+    theirs, ratio = row["contenders"].get(name), row["ratios"].get(name)
+    cells += [_speed(theirs), f"{theirs['error']:.1e}"] if theirs else ["", ""]
+    cells.append(f"{ratio['paired']:.2f} ({ratio['of_minima']:.2f})" if ratio else "")
+  return _line(cells)
+
+
+def _speed(contender: dict[str, Any]) -> str:
+  if not contender["correct"]:
+    return "fails the gate"
+  return f"{contender['gflops']:.0f}" if contender["gflops"] >= 10 else f"{contender['gflops']:#.2g}"
+
+
+def caption(record: dict[str, Any], file: str) -> str:
+  """What a record was made on, in a paragraph."""
+  machine, versions = record["machine"], record["versions"]
+  found = re.search(r"clang version [\d.]+", versions["clang"])  # makers put much around it
+  compiler = found[0] if found else versions["clang"]
+  load = f"load average {machine['load']:.1f} at the start, " if "load" in machine else ""
+  libraries = ", ".join(f"{name} {v}" for name, v in versions.items() if name not in ("clang", "python", "uopattn"))
+  return (
+    f"{machine['cpu']}, {machine['threads']} threads, {load}{compiler}, {libraries}; {record['date']}, medians of "
+    f"{record['rounds']} rounds ([{file}](scripts/results/{file})). A product is of float32 matrices of "
+    f"{record['product_size']} rows and columns."
+  )
+
+
+def rewrite(page: str, records: dict[str, dict[str, Any]]) -> str:
+  """The page with the tables of `records`, by file name, between its markers.
+
+  Raises:
+    ValueError: the page has no such lines.
+  """
+  before, begin, rest = page.partition(BEGIN + "\n")
+  _, end, after = rest.partition(END)
+  if not begin or not end:
+    raise ValueError(f"has no lines {BEGIN!r} and {END!r}")
+  parts = [f"{caption(record, name)}\n\n{table(record)}\n\n" for name, record in records.items()]
+  return before + begin + "\n" + "".join(parts) + end + after
+
+
+def main(words: Sequence[str]) -> int:
+  page, results = (Path(words[0]), Path(words[1])) if words else (ROOT / "README.md", ROOT / "scripts" / "results")
+  try:
+    records = {path.name: json.loads(path.read_text()) for path in sorted(results.glob("*.json"), reverse=True)}
+    page.write_text(rewrite(page.read_text(), records))
+  except (OSError, ValueError, KeyError) as error:
+    print(f"readme_table: {page}: {error}", file=sys.stderr)
+    return 2
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main(sys.argv[1:]))
