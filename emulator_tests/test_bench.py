@@ -19,6 +19,7 @@ SMALL = Config(h=2, n=40, d=8, dtype="float")
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(bench, "SETTLE", 0)
+  monkeypatch.setattr(bench, "SPIN", 0)
   monkeypatch.setattr(bench, "TURN", 0)
   monkeypatch.setattr(contenders, "PRODUCT", 16)
 
@@ -43,7 +44,7 @@ def test_quick_run_writes_the_record_and_the_plot(tmp_path: Path, capsys: pytest
     assert ours["correct"] is True
     assert ours["error"] <= ours["errors"]["output"]["relative_bound"]
     assert ours["gflops"] == pytest.approx(row["flops"] / ours["median"] / 1e9)
-    assert ours["share"].keys() == row["product"].keys() >= {"numpy"}
+    assert ours["share"].keys() == row["product"].keys()
     assert row["ratios"] == {}
   assert files[1].read_bytes().startswith(b"\x89PNG")
   printed = capsys.readouterr().out
@@ -104,7 +105,7 @@ def test_a_contender_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, caps
   assert main(["--quick", "--against", "torch"]) == 2
   message = "uopattn.bench: --against torch: it cannot be imported: No module named 'torch'\n"
   assert capsys.readouterr().err == message
-  assert contenders.products().keys() == {"numpy"}
+  assert contenders.product()[0] == "numpy"
 
 
 def test_interrupted_keeps_the_rows_done(

@@ -10,7 +10,6 @@ import numpy as np
 from tinygrad import Device, Tensor, TinyJit, dtypes
 from tinygrad.dtype import DType
 
-from uopattn.oracle import Array
 from uopattn.run import Problem, Usage, jitted, outputs, poison
 from uopattn.threads import thread_count
 from uopattn.verify import Gate, Report, numpy
@@ -121,25 +120,18 @@ def load(names: list[str]) -> dict[str, Contender]:
   return found
 
 
-def products() -> dict[str, Callable[[], object]]:
-  """A float32 product of square matrices of size PRODUCT: torch's, on our number of threads, if there is a torch;
-  and numpy's, on as many threads as its library takes."""
+def product() -> tuple[str, Callable[[], object]]:
+  """A float32 product of square matrices of size PRODUCT, and whose it is: torch's, on our number of threads, or
+  numpy's, on as many as its library takes, where there is no torch."""
   rng = np.random.default_rng(0)
   a, b = (rng.standard_normal((PRODUCT, PRODUCT), dtype=np.float32) for _ in range(2))
-  found: dict[str, Callable[[], object]] = {}
   try:
     torch = importlib.import_module("torch")
   except ImportError:
-    pass
-  else:
-    torch.set_num_threads(thread_count())
-    ta, tb = torch.from_numpy(a), torch.from_numpy(b)
-    found["torch"] = lambda: ta @ tb
-
-  def multiply() -> Array:
-    return a @ b
-
-  return found | {"numpy": multiply}
+    return "numpy", lambda: a @ b
+  torch.set_num_threads(thread_count())
+  ta, tb = torch.from_numpy(a), torch.from_numpy(b)
+  return "torch", lambda: ta @ tb
 
 
 def versions(names: list[str]) -> dict[str, str]:
