@@ -28,6 +28,7 @@ SHAPES = {
   "grouped": (2, 6, 2, 50, 90, 24, 40),
   "one key head for all": (1, 5, 1, 33, 40, 8, 8),
   "large head": (1, 1, 1, 40, 70, 300, 260),
+  "rows past two blocks": (1, 3, 3, 144, 144, 64, 64),
 }
 
 

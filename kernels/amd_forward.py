@@ -28,7 +28,7 @@ from tinygrad.dtype import AddrSpace, DType
 from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType, KernelInfo
 
-from uopattn.dsl import LN2, LOG2E, Scope, clamp
+from uopattn.dsl import LN2, LOG2E, Scope, clamp, gated, sizes
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.fragments import CHUNK, ROWS, Fragments
 
@@ -132,7 +132,7 @@ def forward(
     q_start: position of the first query; may be negative.
     tiles: block sizes.
   """
-  (heads, M, Dk), (kv_heads, N, Dv), dtype = shape_of(q), shape_of(v), q.dtype
+  (heads, M, Dk), (kv_heads, N, Dv), dtype = sizes(q), sizes(v), q.dtype
   f, block_m, block_n, m_tiles = tiles.fragments, tiles.block_m, tiles.block_n, tiles.m_tiles
   blocks = ceildiv(M, block_m)
   s = Scope()
@@ -197,7 +197,7 @@ def as_type(x: UOp, dtype: DType) -> UOp:
 
 def words_of(x: UOp, head: UOp) -> Load:
   """Words of the rows of x[head] (rows, size), each two neighbours of one row; past the row's end they are 0."""
-  _, length, size = shape_of(x)
+  _, length, size = sizes(x)
   words, halves = as_type(x, dtypes.uint), as_type(x, dtypes.ushort)
 
   def load(row: UOp, word: UOp) -> UOp:
@@ -205,19 +205,14 @@ def words_of(x: UOp, head: UOp) -> Load:
       return UOp.const(0, dtypes.uint)
     first = (head * length + row) * size
     if size % 2 == 0:
-      return gated(words, first // 2, word, size // 2)
-    low, high = (gated(halves, first, 2 * word + i, size).cast(dtypes.uint) for i in range(2))
+      return or_zero(words, first // 2, word, size // 2)
+    low, high = (or_zero(halves, first, 2 * word + i, size).cast(dtypes.uint) for i in range(2))
     return low | (high << 16)
 
   return load
 
 
-def shape_of(x: UOp) -> tuple[int, int, int]:
-  a, b, c = (int(size) for size in x.shape)
-  return a, b, c
-
-
-def gated(flat: UOp, base: UOp, at: UOp, width: int) -> UOp:
+def or_zero(flat: UOp, base: UOp, at: UOp, width: int) -> UOp:
   """flat[base + at], or 0 where at is not below width: decided when the kernel is built, if possible."""
   if at.vmax < width:
     return flat[base + at].load()
@@ -227,7 +222,7 @@ def gated(flat: UOp, base: UOp, at: UOp, width: int) -> UOp:
 
 def load_query(f: Fragments, q: UOp, head: UOp, row: UOp, lane: UOp) -> list[Operand]:
   """This lane's query, as the B operand of each step."""
-  load, steps = words_of(q, head), ceildiv(shape_of(q)[2], f.step)
+  load, steps = words_of(q, head), ceildiv(sizes(q)[2], f.step)
   words = [[load(row, f.chunk(UOp.const(i), lane) * WORDS + w) for w in range(f.width // 2)] for i in range(steps)]
   return [elements(f, q.dtype, x) for x in words]
 
@@ -482,10 +477,9 @@ def store_rows(
 ) -> list[UOp]:
   """O = acc / l and LSE = (m + log2 l) ln 2; a row that saw no key gets 0 and -inf. Rows past M are not stored.
 
-  The index is flat: on one of several indices tinygrad takes the gate for a bound of that index, and may drop it. With
-  one row of one column there is no index to gate either: then rows past M store the last row, as all others do.
+  With one row of one column there is no index to gate: then rows past M store the last row, as all others do.
   """
-  (_, M, Dv), flat = shape_of(o), as_type(o, o.dtype)
+  _, M, Dv = sizes(o)
   total = join(f, UOp.__add__, l_i, lane)
   inverse = total.eq(0).where(0.0, 1 / total)
   stores = []
@@ -493,9 +487,8 @@ def store_rows(
     for e in range(f.result):
       column = j * ROWS + f.result_row(lane // ROWS, e)
       inside = (row < M) & (column < Dv) if column.vmax >= Dv else row < M
-      at = (head * M + row) * Dv + column
-      stores.append(flat[at.valid(inside)].store((acc[j, e].load() * inverse).cast(o.dtype)))
+      stores.append(gated(o, inside, head, row, column).store((acc[j, e].load() * inverse).cast(o.dtype)))
   if lse is not None:
     value = (m_i + total.log2()) * LN2
-    stores.append(as_type(lse, lse.dtype)[(head * M + row).valid(row < M)].store(value))
+    stores.append(gated(lse, row < M, head, row).store(value))
   return stores

@@ -80,15 +80,15 @@ def sizes(x: UOp | Tensor) -> tuple[int, ...]:
 
 
 def gated(x: UOp, inside: UOp, *index: UOp) -> UOp:
-  """x[index] for a load or a store that is to happen only where `inside` is true; x is contiguous.
+  """x[index] for a load or a store that is to happen only where `inside` is true; x is a buffer, reshaped or not.
 
-  The gate is on a flat index: with one on a single index of several, tinygrad may wrap the flat index with `%` and then
-  simplify it as if the gate held, and where an axis has the size 1, it drops that index and the gate with it.
+  The index is flat, into the buffer as it was before any reshape: through a reshape, tinygrad may wrap an index with
+  `%` and then simplify it as if the gate held; where an axis has the size 1, it drops that index and the gate with it.
   """
   flat = UOp.const(0)
   for i, size in zip(index, sizes(x), strict=True):
     flat = flat * size + i
-  return x.reshape(-1)[flat.valid(inside)]
+  return x.base[flat.valid(inside)]
 
 
 def clamp(x: UOp, low: int, high: int) -> UOp:
