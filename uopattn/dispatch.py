@@ -7,7 +7,7 @@ from typing import Any
 from tinygrad import UOp
 from tinygrad.dtype import DType
 
-from uopattn.kernels import amd_forward, cpu_forward
+from uopattn.kernels import amd_forward, cpu_forward, cuda_forward
 from uopattn.spec import DTYPES, AttentionSpec, dtype_name
 from uopattn.target import Target
 
@@ -44,8 +44,13 @@ def _amd_tiles(spec: AttentionSpec, target: Target) -> amd_forward.Tiles:
   return amd_forward.Tiles.choose(target.arch, spec.M, spec.N, spec.Dk, spec.Dv)
 
 
+def _cuda_tiles(spec: AttentionSpec, target: Target) -> cuda_forward.Tiles:
+  return cuda_forward.Tiles.choose(spec.M, spec.N, spec.Dk, spec.Dv, 48 << 10)
+
+
 KERNELS = (
   Kernel("cpu_forward", ("CPU",), DTYPES, frozenset(), _cpu_tiles, cpu_forward.forward),
+  Kernel("cuda_forward", ("CUDA",), DTYPES[1:], frozenset(), _cuda_tiles, cuda_forward.forward),
   Kernel("amd_forward", ("AMD",), DTYPES[1:], frozenset(), _amd_tiles, amd_forward.forward),
 )
 

@@ -2,5 +2,6 @@
 
 from uopattn.dsl.math import LN2, LOG2E, exp2
 from uopattn.dsl.scope import Loop, Scope, clamp, gated, sizes
+from uopattn.dsl.words import as_type
 
-__all__ = ["LN2", "LOG2E", "Loop", "Scope", "clamp", "exp2", "gated", "sizes"]
+__all__ = ["LN2", "LOG2E", "Loop", "Scope", "as_type", "clamp", "exp2", "gated", "sizes"]

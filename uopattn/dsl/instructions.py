@@ -60,7 +60,18 @@ def _ldmatrix(modifier: str) -> str:
   )
 
 
-_SHARED = "(unsigned)__cvta_generic_to_shared({0})"
+def _pack(kind: str) -> str:
+  # the instruction takes the high half first
+  return f'[&](){{{{ unsigned y; asm("cvt.rn.{kind}.f32 %0, %1, %2;":"=r"(y):"f"({{1}}),"f"({{0}})); return y; }}}}()'
+
+
+def _cp_async(size: str, operand: str) -> str:
+  return _asm(
+    f'asm volatile("cp.async.cg.shared.global [%0], [%1], {size};"'
+    f'::"r"((unsigned)__cvta_generic_to_shared({{0}})),"l"({{1}}){operand}:"memory");'
+  )
+
+
 _LIST = [
   # value, offset: the value of lane ^ offset. ds_swizzle reaches 32 lanes: and 31, or 0, xor offset.
   Instruction(
@@ -102,12 +113,13 @@ _LIST = [
   Instruction("exp2", {"hip": "__builtin_amdgcn_exp2f({0})", "cuda": _float_asm("ex2.approx.ftz.f32")}),
   Instruction("log2", {"hip": "__builtin_amdgcn_logf({0})", "cuda": _float_asm("lg2.approx.ftz.f32")}),
   Instruction("reciprocal", {"hip": "__builtin_amdgcn_rcpf({0})", "cuda": _float_asm("rcp.approx.ftz.f32")}),
+  # low, high: two float32 rounded to 16 bits, in a word
+  Instruction("pack_half", {"cuda": _pack("f16x2")}),
+  Instruction("pack_bfloat16", {"cuda": _pack("bf16x2")}),
   # LDS pointer, global pointer: 16 bytes, in the background
-  Instruction(
-    "cp_async",
-    {"cuda": _asm(f'asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"::"r"({_SHARED}),"l"({{1}}):"memory");')},
-    statement=True,
-  ),
+  Instruction("cp_async", {"cuda": _cp_async("16", "")}, statement=True),
+  # LDS pointer, global pointer, condition: 16 bytes, or 16 zeros and nothing is read
+  Instruction("cp_async_or_zero", {"cuda": _cp_async("16, %2", ',"r"(({2}) ? 16 : 0)')}, statement=True),
   Instruction("cp_async_commit", {"cuda": _asm('asm volatile("cp.async.commit_group;":::"memory");')}, statement=True),
   # count: until at most that many groups are under way
   Instruction(
@@ -201,12 +213,20 @@ def reciprocal(family: str, x: UOp) -> UOp:
   return _value(family, "reciprocal", dtypes.float, x)
 
 
-def cp_async(family: str, to: UOp, source: UOp, *after: UOp) -> UOp:
+def pack(family: str, low: UOp, high: UOp, dtype: DType) -> UOp:
+  """Two float32 rounded to nearest float16 or bfloat16 (`dtype`), as the two halves of a uint32."""
+  return _value(family, {dtypes.half: "pack_half", dtypes.bfloat16: "pack_bfloat16"}[dtype], dtypes.uint, low, high)
+
+
+def cp_async(family: str, to: UOp, source: UOp, *after: UOp, inside: UOp | None = None) -> UOp:
   """Starts copying 16 bytes from `source` (INDEX into a global buffer) to `to` (INDEX into LDS), both 16-byte aligned.
 
-  A statement. The copy belongs to the lane's next `cp_async_commit`, and is there after the `cp_async_wait` for it.
+  Where `inside` is given and false, 16 zeros are written and nothing is read. A statement. The copy belongs to the
+  lane's next `cp_async_commit`, and is there after the `cp_async_wait` for it.
   """
-  return _statement(family, "cp_async", after, to, source)
+  if inside is None:
+    return _statement(family, "cp_async", after, to, source)
+  return _statement(family, "cp_async_or_zero", after, to, source, inside)
 
 
 def cp_async_commit(family: str, *after: UOp) -> UOp:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from tinygrad.dtype import dtypes
+from tinygrad.dtype import DType, dtypes
 from tinygrad.uop.ops import UOp
 
+from . import alu
 from .errors import Divergence, OutOfBounds, Race
 from .lanes import Run
 from .memory import LDS, Global, Pointer
@@ -59,6 +60,14 @@ def _log2(run: Run, u: UOp, x: Any) -> Any:
   return np.log2(np.where(np.abs(x) < np.finfo(np.float32).tiny, np.float32(0), x))
 
 
+def _pack(dtype: DType) -> Meaning:
+  def pack(run: Run, u: UOp, low: Any, high: Any) -> Any:
+    low, high = (alu.encode(np.asarray(x), dtype).view(np.uint16).astype(np.uint32) for x in (low, high))
+    return low | (high << np.uint32(16))
+
+  return pack
+
+
 @dataclass
 class Copies:
   """Asynchronous copies: `started` holds those not yet complete, `groups` how many groups a lane committed."""
@@ -84,17 +93,18 @@ class Copy:
     return Copy(self.lds, *parts)
 
 
-def _cp_async(run: Run, u: UOp, to: Pointer, source: Pointer) -> Any:
+def _cp_async(run: Run, u: UOp, to: Pointer, source: Pointer, inside: Any = None) -> Any:
   lanes = run.active()
   if not isinstance(to.memory, LDS) or not isinstance(source.memory, Global):
     raise run.fail(OutOfBounds, u, "copies asynchronously, which goes from global memory to LDS only")
-  starts = [np.asarray(run.spread(p.index)[lanes], np.int64) * p.dtype.itemsize for p in (to, source)]
-  for place, start in zip(("LDS", "global"), starts, strict=True):
-    if (bad := start % CHUNK != 0).any():
+  reading = np.ones(len(lanes), bool) if inside is None else run.spread(inside)[lanes]
+  for place, pointer, used in (("LDS", to, np.ones(len(lanes), bool)), ("global", source, reading)):
+    start = np.asarray(run.spread(pointer.index)[lanes], np.int64) * pointer.dtype.itemsize
+    if (bad := used & (start % CHUNK != 0)).any():
       raise run.fail(OutOfBounds, u, f"copies 16 bytes at a {place} address that 16 does not divide", lanes[bad])
   lds, count = to.memory, CHUNK // to.dtype.itemsize
   index = lds.place(u, "copies to", to.index, to.dtype, count, lanes)
-  read = source.memory.load(u, run.spread(source.index), source.dtype, CHUNK // source.dtype.itemsize)
+  read = source.memory.load(u, run.spread(source.index), source.dtype, CHUNK // source.dtype.itemsize, inside)
   data = np.ascontiguousarray(np.stack(read, axis=-1)[lanes]).view(np.uint8)
   granules = lds.granules(index, to.dtype, count)
   if run.check:
@@ -165,7 +175,10 @@ MEANINGS: dict[str, Meaning] = {
   "exp2": _exp2,
   "log2": _log2,
   "reciprocal": lambda run, u, x: np.float32(1) / x,
+  "pack_half": _pack(dtypes.half),
+  "pack_bfloat16": _pack(dtypes.bfloat16),
   "cp_async": _cp_async,
+  "cp_async_or_zero": _cp_async,
   "cp_async_commit": _cp_async_commit,
   "cp_async_wait": _cp_async_wait,
   "ldmatrix": lambda run, u, to, row: _ldmatrix(run, u, to, row, trans=False),

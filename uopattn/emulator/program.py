@@ -28,7 +28,7 @@ Step = tuple[int, Compute]
 MEMORY_SPACES = (AddrSpace.GLOBAL, AddrSpace.LOCAL, AddrSpace.REG)
 BUFFERS = (Ops.PARAM, Ops.BUFFER)
 ADDRESSES = (*BUFFERS, Ops.INDEX, Ops.SHRINK, Ops.AFTER, Ops.BITCAST, Ops.CAST)
-COPY_TEXTS = {text for text, instruction in BY_TEXT.items() if instruction.name == "cp_async"}
+COPY_TEXTS = {text for text, instruction in BY_TEXT.items() if instruction.name.startswith("cp_async")}
 SILENT = (Ops.NOOP, Ops.GROUP, Ops.SINK, Ops.CONST)
 
 

@@ -1,0 +1,350 @@
+"""Forward attention on NVIDIA's matrix cores, sm_80 and newer: `mma.sync`, one warp to 16 `m_tiles` query rows.
+
+FlashAttention-2 (Dao, 2023). Each warp keeps its queries and runs through the keys, a tile of `block_n` at a time:
+    S = Q K^T           (16 m_tiles, block_n)
+    m, l, P             in registers; the maximum joins the four lanes of a row; l stays apart until the end
+    O = O alpha + P V   (16 m_tiles, Dv)   P is the second product's left operand as it is, in registers
+
+Who holds what. Q, m, l, P and O are in registers, Q for the whole loop; `uopattn.dsl.quads` says which elements a lane
+has. All warps share Q once, and tiles of K and V, `stages` of each, in shared memory (`uopattn.dsl.panels`): cp.async
+fills one slot while another is worked on, ldmatrix reads K as it is and V transposed. See `Tiles.shared_bytes`.
+
+Tiles of keys that all queries of the workgroup see whole come first and carry no mask; the rest follow.
+"""
+
+from dataclasses import dataclass
+from math import inf
+
+from tinygrad import UOp, dtypes
+from tinygrad.dtype import AddrSpace, DType
+from tinygrad.helpers import ceildiv, round_up
+from tinygrad.uop.ops import AxisType, KernelInfo
+
+from uopattn.dsl import LN2, LOG2E, Scope, as_type, clamp, gated, sizes
+from uopattn.dsl import instructions as ins
+from uopattn.dsl.panels import CHUNK, Panels
+from uopattn.dsl.quads import COLUMNS, HALVES, QUAD, ROWS, columns, join, row_elements, row_of, transposed
+from uopattn.dsl.softmax import mask_scores, online_softmax
+
+CUDA = "cuda"
+STEP = 16  # length of k of one matrix instruction
+MMA = ((COLUMNS, ROWS, STEP), "CUDA", 32)
+WARP = 32
+
+Tile = list[UOp]  # an accumulator's elements in this lane
+
+
+@dataclass(frozen=True)
+class Tiles:
+  """The block sizes of one kernel.
+
+  Attributes:
+    warps: warps in a workgroup.
+    m_tiles: tiles of 16 queries a warp.
+    block_n: keys a tile.
+    stages: slots for tiles of K and of V.
+  """
+
+  warps: int
+  m_tiles: int
+  block_n: int
+  stages: int = 2
+
+  def __post_init__(self) -> None:
+    if self.block_n < 1 or self.block_n % STEP:
+      raise ValueError(f"Tiles.block_n={self.block_n}: must be a multiple of {STEP}")
+    if self.m_tiles < 1:
+      raise ValueError(f"Tiles.m_tiles={self.m_tiles}: must be at least 1")
+    if not 1 <= self.warps <= 32:
+      raise ValueError(f"Tiles.warps={self.warps}: must be in 1..32")
+    if self.stages < 2:
+      raise ValueError(f"Tiles.stages={self.stages}: must be at least 2")
+
+  @property
+  def block_m(self) -> int:
+    """Queries a workgroup."""
+    return self.warps * self.m_tiles * ROWS
+
+  @property
+  def threads(self) -> int:
+    return self.warps * WARP
+
+  def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[Panels, Panels, Panels]:
+    """Room for Q, K and V in shared memory."""
+    Dk, Dv = round_up(Dk, STEP), round_up(Dv, STEP)
+    return (
+      Panels.make(s, self.block_m, Dk, 1, self.threads),
+      Panels.make(s, self.block_n, Dk, self.stages, self.threads),
+      Panels.make(s, self.block_n, Dv, self.stages, self.threads),
+    )
+
+  def shared_bytes(self, Dk: int, Dv: int) -> int:
+    """Bytes of shared memory a workgroup."""
+    return sum(2 * x.slots * x.size for x in self.panels(Scope(), Dk, Dv))
+
+  def registers(self, Dk: int, Dv: int) -> int:
+    """32-bit registers a lane for Q, O, S and P."""
+    query = round_up(Dk, STEP) // 4 + round_up(Dv, STEP) // 2
+    return self.m_tiles * (query + self.block_n // 2 + self.block_n // 4)
+
+  @classmethod
+  def choose(cls, M: int, N: int, Dk: int, Dv: int, limit: int) -> "Tiles":
+    """Tiles for a problem.
+
+    Args:
+      limit: bytes of shared memory that a workgroup may have.
+
+    Raises:
+      ValueError: the head size is too large for registers or shared memory even with the smallest tile.
+    """
+    warps, keys = min(4, ceildiv(M, ROWS)), round_up(N, STEP)
+    candidates = [cls(warps, m, min(n, keys)) for m, n in ((2, 64), (2, 32), (1, 64), (1, 32), (1, 16))]
+    for tiles in candidates:
+      if tiles.m_tiles > 1 and M <= tiles.block_m // 2:
+        continue
+      if tiles.registers(Dk, Dv) <= BUDGET and tiles.shared_bytes(Dk, Dv) <= limit:
+        return tiles
+    least = candidates[-1]
+    raise ValueError(
+      f"head size {max(Dk, Dv)}: the smallest tile needs {least.registers(Dk, Dv)} registers a lane, of {BUDGET}, "
+      f"and {least.shared_bytes(Dk, Dv)} bytes of shared memory, of {limit}"
+    )
+
+
+BUDGET = 224  # of 255 registers; the rest is for addresses and temporaries
+
+
+def forward(
+  o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, scale: float, causal: bool, q_start: int, tiles: Tiles
+) -> UOp:
+  """Builds the kernel.
+
+  Args:
+    o: (heads, M, Dv), the output, in q's dtype.
+    q: (heads, M, Dk), float16 or bfloat16.
+    k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads).
+    v: (kv_heads, N, Dv).
+    lse: (heads, M) float32, receives the natural logarithm of the sum of exponentials of each row.
+    scale: factor on q.k.
+    causal: key j is seen by query i iff j <= i + q_start.
+    q_start: position of the first query; may be negative.
+    tiles: block sizes.
+  """
+  (heads, M, Dk), (kv_heads, N, Dv), dtype = sizes(q), sizes(v), q.dtype
+  block_m, block_n, m_tiles, ahead = tiles.block_m, tiles.block_n, tiles.m_tiles, tiles.stages - 1
+  blocks = ceildiv(M, block_m)
+  s = Scope()
+  item = s.axis(heads * blocks, AxisType.GLOBAL)
+  lane, warp = s.axis(WARP, AxisType.WARP), s.axis(tiles.warps, AxisType.LOCAL)
+  thread = warp * WARP + lane
+  head, block = item // blocks, item % blocks
+  block_row = (blocks - 1 - block if causal else block) * block_m  # the blocks with the most tiles start first
+  rows = [
+    [block_row + (warp * m_tiles + i) * ROWS + row_of(lane, half) for half in range(HALVES)] for i in range(m_tiles)
+  ]
+  # A positive factor keeps the order of the scores: it waits for the subtraction in the exponent, to join it.
+  early, late = (1.0, scale * LOG2E) if scale > 0 else (scale * LOG2E, 1.0)
+
+  q_tile, k_tiles, v_tiles = tiles.panels(s, Dk, Dv)
+  stage = Stage(
+    k_tiles,
+    v_tiles,
+    as_type(k, dtypes.ushort),
+    as_type(v, dtypes.ushort),
+    sizes(k),
+    Dv,
+    head // (heads // kv_heads),
+    thread,
+  )
+  acc = cleared(s.buffer(m_tiles, round_up(Dv, STEP) // COLUMNS, 4), 0.0, item)
+  m_i = cleared(s.buffer(m_tiles, HALVES), -inf, item)
+  l_i = cleared(s.buffer(m_tiles, HALVES), 0.0, item)  # of this lane's keys
+
+  started: tuple[UOp, ...] = tuple(
+    q_tile.fill(as_type(q, dtypes.ushort), (head * M + block_row) * Dk, Dk, rows_left(M, block_row, block_m), thread)
+  )
+  for i in range(ahead):
+    started = (stage.start(UOp.const(i), *started),)
+  filled = UOp.barrier(ins.cp_async_wait(CUDA, ahead - 1, *started))
+  q_frags = [load_query(s, dtype, q_tile.after(filled), warp * m_tiles + i, lane) for i in range(m_tiles)]
+
+  def attend(first: UOp, trips: UOp | int, masked: bool, *state: UOp) -> tuple[UOp, ...]:
+    """The tiles of keys from `first` on."""
+    trip = s.axis(trips, AxisType.REDUCE)
+    n_tile = first + trip
+    acc_old, m_old, l_old = (x.after(trip) for x in state)
+    ready = UOp.barrier(ins.cp_async_wait(CUDA, ahead - 1, trip, filled, *state))
+    k_tile, v_tile = stage.get(n_tile, ready, stage.start(n_tile + ahead, ready))
+    scores = multiply_qk(s, dtype, q_frags, k_tile, lane)
+    p_frags, alphas, updates = [], [], []
+    for i in range(m_tiles):
+      p, alpha = [], []
+      for half in range(HALVES):
+        seen = last_seen(rows[i][half] + q_start, N, causal) - n_tile * block_n - lane % QUAD * 2 if masked else None
+        row = mask_scores(row_elements(scores[i], half), columns(len(scores[i])), early, seen)
+        p_row, m_new, l_new, alpha_row = online_softmax(
+          CUDA, row, late, m_old[i, half].load(), l_old[i, half].load(), join
+        )
+        p.append(p_row)
+        alpha.append(alpha_row)
+        updates += [m_i[i, half].store(m_new), l_i[i, half].store(l_new)]
+      p_frags.append(as_operand(p, dtype))
+      alphas.append(alpha)
+    out = multiply_pv(s, dtype, p_frags, v_tile, acc_old, alphas, lane)
+    updates += [acc[i, d].store(out[i][d]) for i in range(m_tiles) for d in range(acc.shape[1])]
+    end = UOp.group(*updates).end(trip)
+    return tuple(x.after(end) for x in (acc, m_i, l_i))
+
+  whole, count = tile_counts(block_row, tiles, M, N, causal, q_start)
+  state = (acc, m_i, l_i)
+  for first, trips, masked in ((UOp.const(0), whole, False), (whole, count - whole, True)):
+    if not isinstance(trips, int) or trips:
+      state = attend(first if isinstance(first, UOp) else UOp.const(first), trips, masked, *state)
+
+  acc, m_i, l_i = state
+  stores = []
+  for i in range(m_tiles):
+    for half in range(HALVES):
+      stores += store_row(o, lse, head, rows[i][half], half, acc[i], m_i[i, half].load(), l_i[i, half].load(), lane)
+  name = f"attention_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{'_causal' * causal}"
+  # A tag keeps tinygrad from rearranging the axes.
+  return UOp.group(*stores).end(warp, lane).end(item).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
+
+
+def cleared(buffer: UOp, value: float, *after: UOp) -> UOp:
+  return buffer.after(buffer.after(*after).store(buffer.const_like(value)))
+
+
+def rows_left(length: int, first: UOp, block: int) -> UOp | int:
+  """Rows that there are from `first` on, of a block."""
+  return length - first if length % block else block
+
+
+def tile_counts(
+  block_row: UOp, tiles: Tiles, M: int, N: int, causal: bool, q_start: int
+) -> tuple[UOp | int, UOp | int]:
+  """How many tiles of keys all queries of the block see whole, and how many any of them sees any key of; at least 1."""
+  block_n = tiles.block_n
+  if not causal:
+    return N // block_n, ceildiv(N, block_n)
+  last = (block_row + tiles.block_m).minimum(M) - 1 + q_start
+  whole = clamp(block_row + q_start + 1, 0, N) // block_n
+  count = clamp(last, 0, N - 1) // block_n + 1
+  return whole, count
+
+
+def last_seen(position: UOp, N: int, causal: bool) -> UOp:
+  """The last key that a query sees; before 0 if it sees none."""
+  return position.minimum(N - 1) if causal else UOp.const(N - 1)
+
+
+class Stage:
+  """The way of K and V tiles through shared memory. Past the last key there are zeros, which are masked."""
+
+  def __init__(
+    self, k_tiles: Panels, v_tiles: Panels, k: UOp, v: UOp, k_sizes: tuple[int, ...], Dv: int, head: UOp, thread: UOp
+  ):
+    self.parts = ((k_tiles, k, k_sizes[2]), (v_tiles, v, Dv))
+    self.N, self.head, self.thread = k_sizes[1], head, thread
+
+  def start(self, n_tile: UOp, *after: UOp) -> UOp:
+    """Starts copying a tile of K and of V as one group. Past the last tile, that tile comes again, unused."""
+    copies = []
+    for panels, source, size in self.parts:
+      block_n, whole = panels.rows, self.N % panels.rows == 0
+      first = clamp(n_tile, 0, self.N // block_n - 1) * block_n if whole else n_tile * block_n
+      rows = block_n if whole else self.N - first
+      copies += (
+        panels.after(*after)
+        .slot(n_tile % panels.slots)
+        .fill(source, (self.head * self.N + first) * size, size, rows, self.thread)
+      )
+    return ins.cp_async_commit(CUDA, *copies)
+
+  def get(self, n_tile: UOp, *after: UOp) -> list[Panels]:
+    """The tiles, which must be there."""
+    return [panels.after(*after).slot(n_tile % panels.slots) for panels, _, _ in self.parts]
+
+
+def load_query(s: Scope, dtype: DType, q_tile: Panels, tile: UOp, lane: UOp) -> list[UOp]:
+  """Q of 16 rows as left operands, one for each step along Dk."""
+  frags = []
+  for step in range(q_tile.columns // STEP):
+    frag = s.buffer(STEP // 2, dtype=dtype)
+    row, chunk = tile * ROWS + lane % ROWS, 2 * step + lane // ROWS
+    frags.append(frag.after(ins.ldmatrix(CUDA, frag[0], q_tile.at(row, chunk))))
+  return frags
+
+
+def right_operands(s: Scope, dtype: DType, tile: Panels, row: UOp, chunk: UOp, trans: bool) -> list[UOp]:
+  """Two neighbouring right operands, four 8x8 matrices."""
+  pair = s.buffer(2, 4, dtype=dtype)
+  loaded = pair.after(ins.ldmatrix(CUDA, pair[0, 0], tile.at(row, chunk), trans=trans))
+  return [loaded[0], loaded[1]]
+
+
+def multiply_qk(s: Scope, dtype: DType, q_frags: list[list[UOp]], k_tile: Panels, lane: UOp) -> list[list[UOp]]:
+  """S = Q K^T: for each tile of queries, accumulator tiles of 8 keys."""
+  zero = UOp.const((0.0,) * 4, dtypes.float)
+  scores = [[zero] * (k_tile.rows // COLUMNS) for _ in q_frags]
+  for step in range(len(q_frags[0])):
+    for n in range(0, len(scores[0]), 2):
+      row, chunk = n * COLUMNS + lane // ROWS * 8 + lane % 8, 2 * step + lane // 8 % 2
+      for j, k_frag in enumerate(right_operands(s, dtype, k_tile, row, chunk, trans=False)):
+        for tile, q_frag in zip(scores, q_frags, strict=True):
+          tile[n + j] = UOp.wmma(q_frag[step], k_frag, tile[n + j], *MMA)
+  return scores
+
+
+def as_operand(p: list[list[UOp]], dtype: DType) -> list[UOp]:
+  """P of 16 rows as left operands, one for each step of 16 keys: elements of row g and of row g + 8 in turn."""
+  return [
+    UOp.stack(*[p[half][i + 2 * part + e].cast(dtype) for part in range(2) for half in range(HALVES) for e in range(2)])
+    for i in range(0, len(p[0]), 4)
+  ]
+
+
+def multiply_pv(
+  s: Scope, dtype: DType, p_frags: list[list[UOp]], v_tile: Panels, acc: UOp, alphas: list[list[UOp]], lane: UOp
+) -> list[list[UOp]]:
+  """O = O alpha + P V: for each tile of queries, accumulator tiles of 8 columns."""
+  m_tiles, d_tiles, _ = sizes(acc)
+  out = [
+    [UOp.stack(*[acc[i, d, e].load() * alphas[i][e // 2] for e in range(4)]) for d in range(d_tiles)]
+    for i in range(m_tiles)
+  ]
+  for step in range(len(p_frags[0])):
+    for d in range(0, d_tiles, 2):
+      row, chunk = step * STEP + lane % ROWS, d + lane // ROWS
+      for j, v_frag in enumerate(right_operands(s, dtype, v_tile, row, chunk, trans=True)):
+        for tile, p_frag in zip(out, p_frags, strict=True):
+          tile[d + j] = UOp.wmma(p_frag[step], v_frag, tile[d + j], *MMA)
+  return out
+
+
+def store_row(
+  o: UOp, lse: UOp | None, head: UOp, row: UOp, half: int, acc: UOp, m_i: UOp, l_i: UOp, lane: UOp
+) -> list[UOp]:
+  """O = acc / l and LSE = (m + log2 l) ln 2; a row that saw no key gets 0 and -inf. Rows past M are not stored."""
+  _, M, Dv = sizes(o)
+  total = join(UOp.__add__, l_i)
+  inverse = total.eq(0).where(0.0, 1 / total)
+  values = [[acc[d, 2 * half + e].load() * inverse for e in range(2)] for d in range(acc.shape[0])]
+  stores = []
+  if Dv % CHUNK == 0:
+    words, flat = [ins.pack(CUDA, *pair, o.dtype) for pair in values], as_type(o, dtypes.uint)
+    words += [UOp.const(0, dtypes.uint)] * (-len(words) % QUAD)
+    for d in range(0, len(words), QUAD):  # lane t of the quad stores tile d + t
+      column = (d + lane % QUAD) * COLUMNS
+      inside = row < M if column.vmax < Dv else (row < M) & (column < Dv)
+      first = ((head * M + row) * Dv + column) // 2
+      for w, word in enumerate(transposed(words[d : d + QUAD], lane)):
+        stores.append(flat[(first + w).valid(inside)].store(word))
+  else:
+    for d, pair in enumerate(values):
+      for e, value in enumerate(pair):
+        column = d * COLUMNS + lane % QUAD * 2 + e
+        stores.append(gated(o, (row < M) & (column < Dv), head, row, column).store(value.cast(o.dtype)))
+  if lse is not None:
+    stores.append(gated(lse, (row < M) & (lane % QUAD).eq(0), head, row).store((m_i + total.log2()) * LN2))
+  return stores

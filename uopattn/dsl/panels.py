@@ -1,0 +1,125 @@
+"""Tiles of 16-bit rows in NVIDIA's shared memory, filled in the background.
+
+Matrix instructions read rows in chunks of 16 bytes, eight rows at a time. A tile lies in panels of up to 64 columns, so
+that a panel's row has at most 128 bytes, which is once around all banks. Within it the chunks are permuted: chunk c of
+row r is stored at place c xor r, so that one chunk of eight rows covers all banks. (A narrower panel has several rows in
+128 bytes, and permutes by the number of the 128 bytes.) These are the hardware's own 128-, 64- and 32-byte swizzles.
+
+Sources: PTX ISA, "ldmatrix", "cp.async" and "Shared Memory Matrix Layout" of wgmma.
+"""
+
+from dataclasses import dataclass, replace
+
+from tinygrad import UOp, dtypes
+from tinygrad.dtype import AddrSpace
+from tinygrad.helpers import ceildiv, round_up
+
+from uopattn.dsl import instructions as ins
+from uopattn.dsl.scope import Scope
+
+CHUNK = 8  # elements in 16 bytes
+WIDEST = 64  # columns of a panel
+ALIGN = 8  # rows after which the permutation repeats
+
+
+@dataclass(frozen=True)
+class Panels:
+  """Room for `slots` tiles of (rows, columns) elements.
+
+  Attributes:
+    memory: the elements' bits, as one axis.
+    rows: rows of a tile.
+    columns: columns of a tile, a multiple of 16.
+    slots: how many tiles there are.
+    threads: threads of the workgroup, which all take part in filling a tile.
+    base: where the slot in use begins.
+  """
+
+  memory: UOp
+  rows: int
+  columns: int
+  slots: int
+  threads: int
+  base: UOp | int = 0
+
+  @classmethod
+  def make(cls, s: Scope, rows: int, columns: int, slots: int, threads: int) -> "Panels":
+    panels = cls(UOp.const(0), rows, columns, slots, threads)
+    return replace(panels, memory=s.buffer(slots * panels.size, dtype=dtypes.ushort, space=AddrSpace.LOCAL))
+
+  @property
+  def width(self) -> int:
+    """Columns of a panel."""
+    return min(WIDEST, 1 << (self.columns - 1).bit_length())
+
+  @property
+  def pieces(self) -> int:
+    """Chunks that each thread copies."""
+    return ceildiv(self.rows * self.columns // CHUNK, self.threads)
+
+  @property
+  def height(self) -> int:
+    """Rows of a panel: the last threads' pieces may lie past the tile's."""
+    return round_up(ceildiv(self.pieces * self.threads, self.columns // CHUNK), ALIGN)
+
+  @property
+  def size(self) -> int:
+    """Elements of a slot."""
+    return self.height * round_up(self.columns, self.width)
+
+  def after(self, *after: UOp) -> "Panels":
+    return replace(self, memory=self.memory.after(*after))
+
+  def slot(self, slot: UOp) -> "Panels":
+    """With another slot in use."""
+    return replace(self, base=slot * self.size)
+
+  def at(self, row: UOp, chunk: UOp) -> UOp:
+    """The address of a chunk."""
+    per = self.width // CHUNK
+    place = (chunk % per) ^ (row // (CHUNK // per) % per)
+    return self.memory[self.base + (chunk // per * self.height + row) * self.width + place * CHUNK]
+
+  def fill(self, source: UOp, first: UOp, size: int, rows: UOp | int, thread: UOp) -> list[UOp]:
+    """Starts copying `rows` rows of `size` elements, and zeros for the rest, into the slot in use.
+
+    Args:
+      source: the elements' bits, as one axis.
+      first: where in `source` the first row begins.
+      size: elements of a row in `source`.
+      rows: rows that there are, from the first on; an int only where all are there.
+      thread: this thread.
+
+    Returns:
+      Statements; where 16 bytes are no whole number of rows' parts, plain stores.
+    """
+    chunks, stores = self.columns // CHUNK, []
+    for i in range(self.pieces):
+      piece = thread + i * self.threads
+      row, chunk = piece // chunks, piece % chunks
+      there = _both(_below(row, rows), _below(chunk * CHUNK, size))
+      to, start = self.at(row, chunk), first + row * size + chunk * CHUNK
+      if size % CHUNK == 0:
+        stores.append(ins.cp_async("cuda", to, source[start], inside=there))
+      else:
+        stores += self._single(to, source, start, chunk * CHUNK, size, there)
+    return stores
+
+  def _single(self, to: UOp, source: UOp, start: UOp, column: UOp, size: int, there: UOp | None) -> list[UOp]:
+    """A chunk element by element, for rows that do not begin at multiples of 16 bytes."""
+    stores = []
+    for e in range(CHUNK):
+      inside = _both(there, _below(column + e, size))
+      value = source[start + e] if inside is None else source[(start + e).valid(inside)]
+      value = value.load() if inside is None else inside.where(value.load(), UOp.const(0, dtypes.ushort))
+      stores.append(self.memory[to.src[1] + e].store(value))
+    return stores
+
+
+def _below(x: UOp, bound: UOp | int) -> UOp | None:
+  """x < bound; None where that always holds."""
+  return None if isinstance(bound, int) and x.vmax < bound else x < bound
+
+
+def _both(a: UOp | None, b: UOp | None) -> UOp | None:
+  return b if a is None else a if b is None else a & b
