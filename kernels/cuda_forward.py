@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import inf
 
 from tinygrad import UOp, dtypes
-from tinygrad.dtype import AddrSpace, DType
+from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType, KernelInfo
 
@@ -100,7 +100,7 @@ class Tiles:
     warps, keys = min(4, ceildiv(M, ROWS)), round_up(N, STEP)
     candidates = [cls(warps, m, min(n, keys)) for m, n in ((2, 64), (2, 32), (1, 64), (1, 32), (1, 16))]
     for tiles in candidates:
-      if tiles.m_tiles > 1 and M <= tiles.block_m // 2:
+      if tiles.m_tiles > 1 and tiles.block_m // 2 >= M:
         continue
       if tiles.registers(Dk, Dv) <= BUDGET and tiles.shared_bytes(Dk, Dv) <= limit:
         return tiles
@@ -198,8 +198,8 @@ def forward(
   whole, count = tile_counts(block_row, tiles, M, N, causal, q_start)
   state = (acc, m_i, l_i)
   for first, trips, masked in ((UOp.const(0), whole, False), (whole, count - whole, True)):
-    if not isinstance(trips, int) or trips:
-      state = attend(first if isinstance(first, UOp) else UOp.const(first), trips, masked, *state)
+    if trips.vmax > 0:  # tinygrad misplaces what stands in a loop of no trips
+      state = attend(first, trips, masked, *state)
 
   acc, m_i, l_i = state
   stores = []
@@ -220,13 +220,11 @@ def rows_left(length: int, first: UOp, block: int) -> UOp | int:
   return length - first if length % block else block
 
 
-def tile_counts(
-  block_row: UOp, tiles: Tiles, M: int, N: int, causal: bool, q_start: int
-) -> tuple[UOp | int, UOp | int]:
+def tile_counts(block_row: UOp, tiles: Tiles, M: int, N: int, causal: bool, q_start: int) -> tuple[UOp, UOp]:
   """How many tiles of keys all queries of the block see whole, and how many any of them sees any key of; at least 1."""
   block_n = tiles.block_n
   if not causal:
-    return N // block_n, ceildiv(N, block_n)
+    return UOp.const(N // block_n), UOp.const(ceildiv(N, block_n))
   last = (block_row + tiles.block_m).minimum(M) - 1 + q_start
   whole = clamp(block_row + q_start + 1, 0, N) // block_n
   count = clamp(last, 0, N - 1) // block_n + 1

@@ -7,6 +7,7 @@ from typing import Any
 from tinygrad import UOp
 from tinygrad.dtype import DType
 
+from uopattn.dsl.limits import lds_limit
 from uopattn.kernels import amd_forward, cpu_forward, cuda_forward
 from uopattn.spec import DTYPES, AttentionSpec, dtype_name
 from uopattn.target import Target
@@ -45,7 +46,7 @@ def _amd_tiles(spec: AttentionSpec, target: Target) -> amd_forward.Tiles:
 
 
 def _cuda_tiles(spec: AttentionSpec, target: Target) -> cuda_forward.Tiles:
-  return cuda_forward.Tiles.choose(spec.M, spec.N, spec.Dk, spec.Dv, 48 << 10)
+  return cuda_forward.Tiles.choose(spec.M, spec.N, spec.Dk, spec.Dv, lds_limit(target.arch))
 
 
 KERNELS = (

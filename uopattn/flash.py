@@ -6,6 +6,7 @@ from typing import Any
 from tinygrad import Device, UOp, dtypes
 from tinygrad.renderer import Estimates
 
+from uopattn.cuda import on_gpu
 from uopattn.dispatch import Choice, dispatch
 from uopattn.spec import AttentionSpec, Extras, dtype_name, make_spec
 from uopattn.target import Target
@@ -69,7 +70,7 @@ def build(
 ) -> UOp:
   """What `Tensor.custom_kernel` runs on placeholders of a checked spec: the kernel's graph, compiled for a CPU."""
   buffers = (o, q, k, v) if lse is None else (o, q, k, v, lse)
-  if "CPU" in choice.kernel.devices:
+  if device.split(":")[0] in ("CPU", "CUDA"):
     return compiled(choice, spec, device, tuple(x.base.arg.slot for x in buffers))
   return _graph(choice, spec, buffers)
 
@@ -83,7 +84,8 @@ def compiled(choice: Choice, spec: AttentionSpec, device: str, slots: tuple[int,
   buffers = (
     UOp.placeholder((s.B, *shape), dtype, slot) for shape, dtype, slot in zip(shapes, dtypes_, slots, strict=False)
   )
-  return threaded(_graph(choice, spec, tuple(buffers)), device, estimates(spec))
+  finish = threaded if "CPU" in choice.kernel.devices else on_gpu
+  return finish(_graph(choice, spec, tuple(buffers)), device, estimates(spec))
 
 
 def _graph(choice: Choice, spec: AttentionSpec, buffers: tuple[UOp, ...]) -> UOp:

@@ -17,28 +17,10 @@ from .describe import describe
 from .errors import KernelError
 from .trace import lines_of
 
-# What a workgroup may have: bytes of LDS (dynamic allocation included), threads. AMD: RDNA3, RDNA4, CDNA3 and CDNA4
-# instruction set architecture documents; NVIDIA: CUDA C++ Programming Guide, "Technical Specifications per Compute
-# Capability", maximum shared memory per thread block.
-LDS_BYTES = {
-  "gfx950": 160 << 10,
-  "sm_75": 64 << 10,
-  "sm_80": 163 << 10,
-  "sm_86": 99 << 10,
-  "sm_89": 99 << 10,
-  "sm_90": 227 << 10,
-}
-MAX_THREADS = 1024
-
 
 def wave_size(arch: str) -> int:
   """Lanes in a wave: 64 on CDNA, 32 on RDNA and NVIDIA."""
   return 64 if arch.startswith("gfx9") else 32
-
-
-def lds_limit(arch: str) -> int:
-  """Bytes of LDS that one workgroup may have."""
-  return LDS_BYTES.get(arch, 64 << 10)
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 from tinygrad.dtype import AddrSpace
 
+from uopattn.dsl.limits import MAX_THREADS, lds_limit
+
 from . import counters
 from .describe import SPACES
 from .errors import LaunchError
 from .instructions import Copies
-from .lanes import MAX_THREADS, Run, Shape, lds_limit, wave_size
+from .lanes import Run, Shape, wave_size
 from .memory import LDS, Global, Registers
 from .program import Program, execute
 

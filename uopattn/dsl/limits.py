@@ -1,0 +1,24 @@
+"""How much of a workgroup's resources a target has.
+
+Sources: AMD, RDNA3, RDNA4, CDNA3 and CDNA4 instruction set architecture documents; NVIDIA, CUDA C++ Programming Guide,
+"Technical Specifications per Compute Capability", maximum shared memory per thread block.
+"""
+
+_LDS_BYTES = {
+  "gfx950": 160 << 10,
+  "sm_75": 64 << 10,
+  "sm_80": 163 << 10,
+  "sm_86": 99 << 10,
+  "sm_87": 163 << 10,
+  "sm_89": 99 << 10,
+  "sm_90": 227 << 10,
+  "sm_100": 227 << 10,
+  "sm_103": 227 << 10,
+  "sm_120": 99 << 10,
+}
+MAX_THREADS = 1024
+
+
+def lds_limit(arch: str) -> int:
+  """Bytes of LDS (shared memory) that one workgroup may have, dynamic allocation included; 64 KiB where not known."""
+  return _LDS_BYTES.get(arch, 64 << 10)
