@@ -20,10 +20,11 @@ from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType, KernelInfo
 
-from uopattn.dsl import LN2, LOG2E, Scope, as_type, clamp, gated, sizes
+from uopattn.dsl import LOG2E, Scope, as_type, sizes
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.panels import CHUNK, Panels
-from uopattn.dsl.quads import COLUMNS, HALVES, QUAD, ROWS, columns, join, row_elements, row_of, transposed
+from uopattn.dsl.keys import last_seen, tile_counts
+from uopattn.dsl.panels import Panels
+from uopattn.dsl.quads import COLUMNS, HALVES, QUAD, ROWS, columns, join, row_elements, row_of, store_row
 from uopattn.dsl.softmax import mask_scores, online_softmax
 
 CUDA = "cuda"
@@ -138,6 +139,7 @@ def forward(
   lane, warp = s.axis(WARP, AxisType.WARP), s.axis(tiles.warps, AxisType.LOCAL)
   thread = warp * WARP + lane
   head, block = item // blocks, item % blocks
+  kv_head = head // (heads // kv_heads)
   block_row = (blocks - 1 - block if causal else block) * block_m  # the blocks with the most tiles start first
   rows = [
     [block_row + (warp * m_tiles + i) * ROWS + row_of(lane, half) for half in range(HALVES)] for i in range(m_tiles)
@@ -145,28 +147,22 @@ def forward(
   # A positive factor keeps the order of the scores: it waits for the subtraction in the exponent, to join it.
   early, late = (1.0, scale * LOG2E) if scale > 0 else (scale * LOG2E, 1.0)
 
+  acc = s.filled(0.0, m_tiles, round_up(Dv, STEP) // COLUMNS, 4, after=(item,))
+  m_i = s.filled(-inf, m_tiles, HALVES, after=(item,))
+  l_i = s.filled(0.0, m_tiles, HALVES, after=(item,))  # of this lane's keys
   q_tile, k_tiles, v_tiles = tiles.panels(s, Dk, Dv)
-  stage = Stage(
-    k_tiles,
-    v_tiles,
-    as_type(k, dtypes.ushort),
-    as_type(v, dtypes.ushort),
-    sizes(k),
-    Dv,
-    head // (heads // kv_heads),
-    thread,
-  )
-  acc = cleared(s.buffer(m_tiles, round_up(Dv, STEP) // COLUMNS, 4), 0.0, item)
-  m_i = cleared(s.buffer(m_tiles, HALVES), -inf, item)
-  l_i = cleared(s.buffer(m_tiles, HALVES), 0.0, item)  # of this lane's keys
+  q_bits, k_bits, v_bits = (as_type(x, dtypes.ushort) for x in (q, k, v))
 
-  started: tuple[UOp, ...] = tuple(
-    q_tile.fill(as_type(q, dtypes.ushort), (head * M + block_row) * Dk, Dk, rows_left(M, block_row, block_m), thread)
-  )
+  def start(n_tile: UOp, *after: UOp) -> UOp:
+    """Starts copying a tile of K and of V, as one group."""
+    copies = k_tiles.fill_tile(n_tile, k_bits, kv_head, N, Dk, thread, *after)
+    return ins.cp_async_commit(CUDA, *copies, *v_tiles.fill_tile(n_tile, v_bits, kv_head, N, Dv, thread, *after))
+
+  started = tuple(q_tile.fill_tile(block_row // block_m, q_bits, head, M, Dk, thread))
   for i in range(ahead):
-    started = (stage.start(UOp.const(i), *started),)
+    started = (start(UOp.const(i), *started),)
   filled = UOp.barrier(ins.cp_async_wait(CUDA, ahead - 1, *started))
-  q_frags = [load_query(s, dtype, q_tile.after(filled), warp * m_tiles + i, lane) for i in range(m_tiles)]
+  q_frags = [load_query(s, dtype, q_tile.tile(UOp.const(0), filled), warp * m_tiles + i, lane) for i in range(m_tiles)]
 
   def attend(first: UOp, trips: UOp | int, masked: bool, *state: UOp) -> tuple[UOp, ...]:
     """The tiles of keys from `first` on."""
@@ -174,7 +170,8 @@ def forward(
     n_tile = first + trip
     acc_old, m_old, l_old = (x.after(trip) for x in state)
     ready = UOp.barrier(ins.cp_async_wait(CUDA, ahead - 1, trip, filled, *state))
-    k_tile, v_tile = stage.get(n_tile, ready, stage.start(n_tile + ahead, ready))
+    following = start(n_tile + ahead, ready)
+    k_tile, v_tile = (x.tile(n_tile, ready, following) for x in (k_tiles, v_tiles))
     scores = multiply_qk(s, dtype, q_frags, k_tile, lane)
     p_frags, alphas, updates = [], [], []
     for i in range(m_tiles):
@@ -195,7 +192,7 @@ def forward(
     end = UOp.group(*updates).end(trip)
     return tuple(x.after(end) for x in (acc, m_i, l_i))
 
-  whole, count = tile_counts(block_row, tiles, M, N, causal, q_start)
+  whole, count = tile_counts(block_row, block_m, M, block_n, N, causal, q_start)
   state = (acc, m_i, l_i)
   for first, trips, masked in ((UOp.const(0), whole, False), (whole, count - whole, True)):
     if trips.vmax > 0:  # tinygrad misplaces what stands in a loop of no trips
@@ -209,59 +206,6 @@ def forward(
   name = f"attention_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{'_causal' * causal}"
   # A tag keeps tinygrad from rearranging the axes.
   return UOp.group(*stores).end(warp, lane).end(item).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
-
-
-def cleared(buffer: UOp, value: float, *after: UOp) -> UOp:
-  return buffer.after(buffer.after(*after).store(buffer.const_like(value)))
-
-
-def rows_left(length: int, first: UOp, block: int) -> UOp | int:
-  """Rows that there are from `first` on, of a block."""
-  return length - first if length % block else block
-
-
-def tile_counts(block_row: UOp, tiles: Tiles, M: int, N: int, causal: bool, q_start: int) -> tuple[UOp, UOp]:
-  """How many tiles of keys all queries of the block see whole, and how many any of them sees any key of; at least 1."""
-  block_n = tiles.block_n
-  if not causal:
-    return UOp.const(N // block_n), UOp.const(ceildiv(N, block_n))
-  last = (block_row + tiles.block_m).minimum(M) - 1 + q_start
-  whole = clamp(block_row + q_start + 1, 0, N) // block_n
-  count = clamp(last, 0, N - 1) // block_n + 1
-  return whole, count
-
-
-def last_seen(position: UOp, N: int, causal: bool) -> UOp:
-  """The last key that a query sees; before 0 if it sees none."""
-  return position.minimum(N - 1) if causal else UOp.const(N - 1)
-
-
-class Stage:
-  """The way of K and V tiles through shared memory. Past the last key there are zeros, which are masked."""
-
-  def __init__(
-    self, k_tiles: Panels, v_tiles: Panels, k: UOp, v: UOp, k_sizes: tuple[int, ...], Dv: int, head: UOp, thread: UOp
-  ):
-    self.parts = ((k_tiles, k, k_sizes[2]), (v_tiles, v, Dv))
-    self.N, self.head, self.thread = k_sizes[1], head, thread
-
-  def start(self, n_tile: UOp, *after: UOp) -> UOp:
-    """Starts copying a tile of K and of V as one group. Past the last tile, that tile comes again, unused."""
-    copies = []
-    for panels, source, size in self.parts:
-      block_n, whole = panels.rows, self.N % panels.rows == 0
-      first = clamp(n_tile, 0, self.N // block_n - 1) * block_n if whole else n_tile * block_n
-      rows = block_n if whole else self.N - first
-      copies += (
-        panels.after(*after)
-        .slot(n_tile % panels.slots)
-        .fill(source, (self.head * self.N + first) * size, size, rows, self.thread)
-      )
-    return ins.cp_async_commit(CUDA, *copies)
-
-  def get(self, n_tile: UOp, *after: UOp) -> list[Panels]:
-    """The tiles, which must be there."""
-    return [panels.after(*after).slot(n_tile % panels.slots) for panels, _, _ in self.parts]
 
 
 def load_query(s: Scope, dtype: DType, q_tile: Panels, tile: UOp, lane: UOp) -> list[UOp]:
@@ -318,31 +262,3 @@ def multiply_pv(
         for tile, p_frag in zip(out, p_frags, strict=True):
           tile[d + j] = UOp.wmma(p_frag[step], v_frag, tile[d + j], *MMA)
   return out
-
-
-def store_row(
-  o: UOp, lse: UOp | None, head: UOp, row: UOp, half: int, acc: UOp, m_i: UOp, l_i: UOp, lane: UOp
-) -> list[UOp]:
-  """O = acc / l and LSE = (m + log2 l) ln 2; a row that saw no key gets 0 and -inf. Rows past M are not stored."""
-  _, M, Dv = sizes(o)
-  total = join(UOp.__add__, l_i)
-  inverse = total.eq(0).where(0.0, 1 / total)
-  values = [[acc[d, 2 * half + e].load() * inverse for e in range(2)] for d in range(acc.shape[0])]
-  stores = []
-  if Dv % CHUNK == 0:
-    words, flat = [ins.pack(CUDA, *pair, o.dtype) for pair in values], as_type(o, dtypes.uint)
-    words += [UOp.const(0, dtypes.uint)] * (-len(words) % QUAD)
-    for d in range(0, len(words), QUAD):  # lane t of the quad stores tile d + t
-      column = (d + lane % QUAD) * COLUMNS
-      inside = row < M if column.vmax < Dv else (row < M) & (column < Dv)
-      first = ((head * M + row) * Dv + column) // 2
-      for w, word in enumerate(transposed(words[d : d + QUAD], lane)):
-        stores.append(flat[(first + w).valid(inside)].store(word))
-  else:
-    for d, pair in enumerate(values):
-      for e, value in enumerate(pair):
-        column = d * COLUMNS + lane % QUAD * 2 + e
-        stores.append(gated(o, (row < M) & (column < Dv), head, row, column).store(value.cast(o.dtype)))
-  if lse is not None:
-    stores.append(gated(lse, (row < M) & (lane % QUAD).eq(0), head, row).store((m_i + total.log2()) * LN2))
-  return stores

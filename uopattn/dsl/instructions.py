@@ -10,6 +10,7 @@ Families: "hip" for AMD through clang's HIP builtins, "cuda" for NVIDIA through 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from tinygrad.dtype import AddrSpace, DType, dtypes
 from tinygrad.uop.ops import Ops, UOp
@@ -23,13 +24,15 @@ class Instruction:
   """One instruction. `texts` maps a family to its text, with {0}, {1}, ... for the operands (see str.format).
 
   A statement works by its effect and has no value. `cross_lane` says that lanes see each other's operands, so that it
-  must run in whole waves and be `Ops.CUSTOM`, never the inlined `Ops.CUSTOMI`.
+  must run in whole waves and be `Ops.CUSTOM`, never the inlined `Ops.CUSTOMI`. `parameters` are what the text has built
+  in, for the emulator.
   """
 
   name: str
   texts: Mapping[str, str]
   statement: bool = False
   cross_lane: bool = False
+  parameters: tuple[Any, ...] = ()
 
   def text(self, family: str) -> str:
     """The text for `family`. Raises ValueError if the family has no such instruction."""
@@ -125,6 +128,10 @@ _LIST = [
   Instruction(
     "cp_async_wait", {"cuda": _asm('asm volatile("cp.async.wait_group %0;"::"n"({0}):"memory");')}, statement=True
   ),
+  # what this lane wrote to LDS so far, and what its copies wrote, is there for asynchronous matrix products too
+  Instruction(
+    "fence_async", {"cuda": _asm('asm volatile("fence.proxy.async.shared::cta;":::"memory");')}, statement=True
+  ),
   # register pointer to 8 16-bit elements, LDS pointer to the row of 8 that this lane names: four 8x8 matrices
   Instruction("ldmatrix", {"cuda": _ldmatrix("")}, statement=True, cross_lane=True),
   Instruction("ldmatrix_trans", {"cuda": _ldmatrix(".trans")}, statement=True, cross_lane=True),
@@ -139,13 +146,18 @@ def _value(family: str, name: str, dtype: DType, *operands: UOp) -> UOp:
 
 
 def _statement(family: str, name: str, after: tuple[UOp, ...], *operands: UOp) -> UOp:
+  return statement(INSTRUCTIONS[name], family, after, *operands)
+
+
+def statement(instruction: Instruction, family: str, after: tuple[UOp, ...], *operands: UOp) -> UOp:
   """A statement that runs after `after` and before whatever is `.after` it.
 
   tinygrad drops a void CUSTOM; it keeps the store of a value to a register, and keeps its order. The register's address
   is a last operand that the text does not name: it makes the instruction itself, not only its store, wait for `after`.
   """
   register = UOp.placeholder((1,), dtypes.int, slot=STATEMENT_SLOT, addrspace=AddrSpace.REG)
-  return register[0].store(_value(family, name, dtypes.int, *operands, register.after(*after)[0]))
+  source = (*operands, register.after(*after)[0])
+  return register[0].store(UOp(Ops.CUSTOM, dtypes.int, src=source, arg=instruction.text(family)))
 
 
 def _shuffled(family: str, name: str, value: UOp, lane: UOp | int) -> UOp:
@@ -237,6 +249,14 @@ def cp_async_commit(family: str, *after: UOp) -> UOp:
 def cp_async_wait(family: str, count: int, *after: UOp) -> UOp:
   """Waits until at most `count` of the lane's groups are under way; other lanes' copies need a barrier. A statement."""
   return _statement(family, "cp_async_wait", after, UOp.const(count, dtypes.int))
+
+
+def fence_async(family: str, *after: UOp) -> UOp:
+  """Makes what this lane has written to LDS, its finished copies included, visible to `uopattn.dsl.wgmma`. A statement.
+
+  It is to stand before the barrier that the readers wait at. Source: PTX ISA, "membar/fence", async proxy.
+  """
+  return _statement(family, "fence_async", after)
 
 
 def ldmatrix(family: str, to: UOp, row: UOp, *after: UOp, trans: bool = False) -> UOp:

@@ -15,7 +15,7 @@ from tinygrad.dtype import AddrSpace
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.scope import Scope
+from uopattn.dsl.scope import Scope, clamp
 
 CHUNK = 8  # elements in 16 bytes
 WIDEST = 64  # columns of a panel
@@ -33,6 +33,7 @@ class Panels:
     slots: how many tiles there are.
     threads: threads of the workgroup, which all take part in filling a tile.
     base: where the slot in use begins.
+    least: columns that a panel has at least.
   """
 
   memory: UOp
@@ -41,16 +42,17 @@ class Panels:
   slots: int
   threads: int
   base: UOp | int = 0
+  least: int = 16
 
   @classmethod
-  def make(cls, s: Scope, rows: int, columns: int, slots: int, threads: int) -> "Panels":
-    panels = cls(UOp.const(0), rows, columns, slots, threads)
+  def make(cls, s: Scope, rows: int, columns: int, slots: int, threads: int, least: int = 16) -> "Panels":
+    panels = cls(UOp.const(0), rows, columns, slots, threads, least=least)
     return replace(panels, memory=s.buffer(slots * panels.size, dtype=dtypes.ushort, space=AddrSpace.LOCAL))
 
   @property
   def width(self) -> int:
     """Columns of a panel."""
-    return min(WIDEST, 1 << (self.columns - 1).bit_length())
+    return min(WIDEST, max(self.least, 1 << (self.columns - 1).bit_length()))
 
   @property
   def pieces(self) -> int:
@@ -63,6 +65,11 @@ class Panels:
     return round_up(ceildiv(self.pieces * self.threads, self.columns // CHUNK), ALIGN)
 
   @property
+  def panel(self) -> int:
+    """Elements of a panel."""
+    return self.height * self.width
+
+  @property
   def size(self) -> int:
     """Elements of a slot."""
     return self.height * round_up(self.columns, self.width)
@@ -70,15 +77,28 @@ class Panels:
   def after(self, *after: UOp) -> "Panels":
     return replace(self, memory=self.memory.after(*after))
 
-  def slot(self, slot: UOp) -> "Panels":
-    """With another slot in use."""
-    return replace(self, base=slot * self.size)
+  def tile(self, n_tile: UOp, *after: UOp) -> "Panels":
+    """With the slot of a tile in use."""
+    return replace(self, memory=self.memory.after(*after), base=n_tile % self.slots * self.size)
 
   def at(self, row: UOp, chunk: UOp) -> UOp:
     """The address of a chunk."""
     per = self.width // CHUNK
     place = (chunk % per) ^ (row // (CHUNK // per) % per)
     return self.memory[self.base + (chunk // per * self.height + row) * self.width + place * CHUNK]
+
+  def fill_tile(
+    self, n_tile: UOp, source: UOp, head: UOp, length: int, size: int, thread: UOp, *after: UOp
+  ) -> list[UOp]:
+    """Starts copying tile `n_tile` of the `length` rows of a head into its slot, n_tile % slots; see `fill`.
+
+    Past the last row there are zeros; past the last tile that tile comes again, if all are whole.
+    """
+    whole = length % self.rows == 0
+    first = clamp(n_tile, 0, length // self.rows - 1) * self.rows if whole else n_tile * self.rows
+    return self.tile(n_tile, *after).fill(
+      source, (head * length + first) * size, size, self.rows if whole else length - first, thread
+    )
 
   def fill(self, source: UOp, first: UOp, size: int, rows: UOp | int, thread: UOp) -> list[UOp]:
     """Starts copying `rows` rows of `size` elements, and zeros for the rest, into the slot in use.

@@ -10,9 +10,12 @@ Source: PTX ISA, "Matrix Fragments for mma.m16n8k16" and "Register Fragments for
 
 from collections.abc import Callable
 
-from tinygrad import UOp
+from tinygrad import UOp, dtypes
 
 from uopattn.dsl import instructions as ins
+from uopattn.dsl.math import LN2
+from uopattn.dsl.scope import gated, sizes
+from uopattn.dsl.words import as_type
 
 ROWS = 16  # of a warp's tile
 COLUMNS = 8  # of an accumulator tile
@@ -57,3 +60,31 @@ def transposed(words: list[UOp], lane: UOp) -> list[UOp]:
         kept[i], kept[i + distance] = upper.where(other, low), upper.where(high, other)
     words = kept
   return words
+
+
+def store_row(
+  o: UOp, lse: UOp | None, head: UOp, row: UOp, half: int, acc: UOp, m_i: UOp, l_i: UOp, lane: UOp
+) -> list[UOp]:
+  """O = acc / l and LSE = (m + log2 l) ln 2; a row that saw no key gets 0 and -inf. Rows past M are not stored."""
+  _, M, Dv = sizes(o)
+  total = join(UOp.__add__, l_i)
+  inverse = total.eq(0).where(0.0, 1 / total)
+  values = [[acc[d, 2 * half + e].load() * inverse for e in range(2)] for d in range(acc.shape[0])]
+  stores = []
+  if Dv % COLUMNS == 0:
+    words, flat = [ins.pack("cuda", *pair, o.dtype) for pair in values], as_type(o, dtypes.uint)
+    words += [UOp.const(0, dtypes.uint)] * (-len(words) % QUAD)
+    for d in range(0, len(words), QUAD):  # lane t of the quad stores tile d + t
+      column = (d + lane % QUAD) * COLUMNS
+      inside = row < M if column.vmax < Dv else (row < M) & (column < Dv)
+      first = ((head * M + row) * Dv + column) // 2
+      for w, word in enumerate(transposed(words[d : d + QUAD], lane)):
+        stores.append(flat[(first + w).valid(inside)].store(word))
+  else:
+    for d, pair in enumerate(values):
+      for e, value in enumerate(pair):
+        column = d * COLUMNS + lane % QUAD * 2 + e
+        stores.append(gated(o, (row < M) & (column < Dv), head, row, column).store(value.cast(o.dtype)))
+  if lse is not None:
+    stores.append(gated(lse, (row < M) & (lane % QUAD).eq(0), head, row).store((m_i + total.log2()) * LN2))
+  return stores

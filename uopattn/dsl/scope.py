@@ -31,6 +31,11 @@ class Scope:
     self._slots += 1
     return UOp.placeholder(shape, dtype, slot=self._slots - 1, addrspace=space)
 
+  def filled(self, value: float, *shape: int, after: tuple[UOp, ...] = ()) -> UOp:
+    """Float registers of one thread that hold `value` once `after` has come to pass."""
+    buffer = self.buffer(*shape)
+    return buffer.after(buffer.after(*after).store(buffer.const_like(value)))
+
   def assign(self, buffer: UOp, value: Callable[..., UOp | float], *, within: tuple[UOp, ...] = ()) -> UOp:
     """`buffer[i, ...] = value(i, ...)` for every index, inside the axes `within`; returns the buffer so written."""
     index = [self.axis(size) for size in sizes(buffer)]

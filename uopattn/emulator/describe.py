@@ -3,7 +3,7 @@
 from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import GroupOp, Ops, UOp
 
-from uopattn.dsl.instructions import BY_TEXT
+from .known import instruction_of
 
 SYMBOLS = {
   Ops.ADD: "+", Ops.SUB: "-", Ops.MUL: "*", Ops.CDIV: "/", Ops.CMOD: "%", Ops.SHL: "<<", Ops.SHR: ">>", Ops.AND: "&",
@@ -45,7 +45,8 @@ def describe(u: UOp) -> str:
   if u.op is Ops.LOAD:
     return f"LOAD {expression(u.src[0])}"
   if u.op in (Ops.CUSTOM, Ops.CUSTOMI):
-    name = BY_TEXT[u.arg].name if u.arg in BY_TEXT else repr(u.arg)
+    instruction = instruction_of(u.arg)
+    name = repr(u.arg) if instruction is None else instruction.name
     return f"{u.op.name} {name}(" + ", ".join(expression(s, DEEPEST - 5) for s in u.src) + ")"
   if u.op is Ops.WMMA:
     return f"WMMA {u.arg[0]} {u.arg[1]}"

@@ -11,7 +11,7 @@ import numpy as np
 from tinygrad.dtype import DType, dtypes
 from tinygrad.uop.ops import UOp
 
-from . import alu
+from . import alu, warpgroup
 from .errors import Divergence, OutOfBounds, Race
 from .lanes import Run
 from .memory import LDS, Global, Pointer
@@ -181,6 +181,10 @@ MEANINGS: dict[str, Meaning] = {
   "cp_async_or_zero": _cp_async,
   "cp_async_commit": _cp_async_commit,
   "cp_async_wait": _cp_async_wait,
+  "fence_async": warpgroup.fence_async,
+  "wgmma": warpgroup.from_shared,
+  "wgmma_registers": warpgroup.from_registers,
+  "wgmma_wait": warpgroup.wait,
   "ldmatrix": lambda run, u, to, row: _ldmatrix(run, u, to, row, trans=False),
   "ldmatrix_trans": lambda run, u, to, row: _ldmatrix(run, u, to, row, trans=True),
 }

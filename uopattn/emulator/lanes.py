@@ -65,6 +65,7 @@ class Run:
     self.values: list[Any] = []
     self.memory: list[Any] = []
     self.copies: Any = None  # the asynchronous copies under way, if the kernel makes any
+    self.flights: Any = None  # the warpgroups' matrix products under way, likewise
 
   def active(self) -> np.ndarray:
     """The indices of the active lanes."""

@@ -16,6 +16,7 @@ from .instructions import Copies
 from .lanes import Run, Shape, wave_size
 from .memory import LDS, Global, Registers
 from .program import Program, execute
+from .warpgroup import Flights
 
 # Lanes that run together: enough that numpy's cost per call vanishes, few enough that all values fit in 64 MiB.
 BATCH_LANES, BATCH_VALUES = 8192, 1 << 24
@@ -71,6 +72,10 @@ def _check_launch(program: Program, buffers: Sequence[Any], local_size: Sequence
 def _fill(program: Program, run: Run, data: list[np.ndarray]) -> None:
   """Gives a run its values and its memory."""
   run.values = list(program.template)
+  if program.uses("cp_async"):
+    run.copies = Copies(np.zeros(run.shape.lanes, np.int64))
+  if program.uses("wgmma"):
+    run.flights = Flights()
   run.memory = [Global(run, f"argument {u.arg.slot}", d, d.size) for u, d in zip(program.params, data, strict=True)]
   for u in list(program.buffers)[len(program.params) :]:
     size = u.max_numel()
@@ -79,5 +84,3 @@ def _fill(program: Program, run: Run, data: list[np.ndarray]) -> None:
       run.memory.append(LDS(run, name, size * u.dtype.itemsize, program.granule.get(u, u.dtype.itemsize)))
     else:
       run.memory.append(Registers(run, name, u.dtype, size))
-  if program.copies:
-    run.copies = Copies(np.zeros(run.shape.lanes, np.int64))

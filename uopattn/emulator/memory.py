@@ -118,6 +118,8 @@ class LDS(Memory):
     self.in_flight = np.zeros(shape, bool)
     self.writers, self.readers = np.zeros(shape, np.uint32), np.zeros(shape, np.uint32)
     self.races = run.check and run.shape.waves > 1
+    # the lane that wrote each granule and has not made it visible to asynchronous matrix products yet, or -1
+    self.unfenced = np.full(shape, -1) if run.check and run.flights is not None else None
 
   def place(self, u: UOp, verb: str, index: Any, dtype: DType, count: int, lanes: np.ndarray) -> np.ndarray:
     """Checks bounds and turns a lane's index into one that counts from the first workgroup."""
@@ -171,6 +173,8 @@ class LDS(Memory):
   def record_write(self, granules: np.ndarray, lanes: np.ndarray) -> None:
     """Marks granules as written by the lanes' waves."""
     self.written[granules] = True
+    if self.unfenced is not None:
+      self.unfenced[granules] = lanes
     if self.races:
       np.bitwise_or.at(self.writers, granules, np.broadcast_to(self.run.wave_bit[lanes], granules.shape))
 

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 from tinygrad.uop.ops import Ops, UOp
 
-from uopattn.dsl.instructions import BY_TEXT
-
 from .errors import KernelError
+from .known import instruction_of
 
 if TYPE_CHECKING:
   from .program import Program
+
+WAITS = ("cp_async_wait", "fence_async", "wgmma_wait")
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,13 @@ def _replacing(replace: Callable[["Program"], "Program"]) -> Iterator[None]:
 def _synchronises(u: UOp) -> str | None:
   if u.op is Ops.BARRIER:
     return "barrier"
-  if u.op is Ops.CUSTOM and (instruction := BY_TEXT.get(u.arg)) is not None and instruction.name == "cp_async_wait":
+  if u.op is Ops.CUSTOM and (instruction := instruction_of(u.arg)) is not None and instruction.name in WAITS:
     return instruction.name
   return None
 
 
 def delete_each_barrier(run: Callable[[], object], kernel: str | None = None) -> list[Outcome]:
-  """Calls `run` once as it is, then once without each barrier and each cp_async_wait of the kernels it launches.
+  """Calls `run` once as it is, then once without each barrier and each statement of WAITS of the kernels it launches.
 
   run: launches kernels on the emulator with fresh outputs, as `lambda: Tensor.custom_kernel(...)[0].realize()` does; it
   must launch the same kernels each time. kernel: only this one's barriers; None for all. Raises KernelError

@@ -13,12 +13,13 @@ from tinygrad.dtype import AddrSpace, DType, dtypes
 from tinygrad.helpers import ansistrip
 from tinygrad.uop.ops import GroupOp, Ops, UOp
 
-from uopattn.dsl.instructions import BY_TEXT, STATEMENT_SLOT
+from uopattn.dsl.instructions import STATEMENT_SLOT
 
 from . import alu, wmma
 from .describe import describe
 from .errors import Divergence, UnknownInstruction
 from .instructions import MEANINGS, NOTHING
+from .known import instruction_of
 from .lanes import Run, buffer_of
 from .memory import LDS, Pointer
 
@@ -28,7 +29,6 @@ Step = tuple[int, Compute]
 MEMORY_SPACES = (AddrSpace.GLOBAL, AddrSpace.LOCAL, AddrSpace.REG)
 BUFFERS = (Ops.PARAM, Ops.BUFFER)
 ADDRESSES = (*BUFFERS, Ops.INDEX, Ops.SHRINK, Ops.AFTER, Ops.BITCAST, Ops.CAST)
-COPY_TEXTS = {text for text, instruction in BY_TEXT.items() if instruction.name.startswith("cp_async")}
 SILENT = (Ops.NOOP, Ops.GROUP, Ops.SINK, Ops.CONST)
 
 
@@ -62,7 +62,8 @@ class Program:
     self.params = [u for u in self.uops if u.op is Ops.PARAM and u.addrspace is not AddrSpace.ALU]
     self.buffers = {u: i for i, u in enumerate([*self.params, *(u for u in self.uops if u.op is Ops.BUFFER)])}
     self.template: list[Any] = [None] * len(self.uops)  # the values known before any step runs
-    self.copies = any(u.op in (Ops.CUSTOM, Ops.CUSTOMI) and u.arg in COPY_TEXTS for u in self.uops)
+    found = (instruction_of(u.arg) for u in self.uops if u.op in (Ops.CUSTOM, Ops.CUSTOMI))
+    self.names = {instruction.name for instruction in found if instruction is not None}
     self.granule = self._granules()
     self.steps = self._block(iter(self.uops))
 
@@ -73,6 +74,10 @@ class Program:
     name = ansistrip(sink.name) if sink is not None else obj.name
     buffers = sum(u.op is Ops.PARAM and u.addrspace is not AddrSpace.ALU for u in uops)
     return cls(name, obj.target.arch, uops, [entry[0] for entry in obj.signature[buffers:]])
+
+  def uses(self, prefix: str) -> bool:
+    """Whether an instruction whose name begins with `prefix` occurs."""
+    return any(name.startswith(prefix) for name in self.names)
 
   def without(self, omit: UOp) -> "Program":
     """The same kernel with one barrier or statement left out."""
@@ -241,7 +246,7 @@ class Program:
     return lambda run: wmma.multiply(run, u, run.values[a], run.values[b], run.values[c])
 
   def _custom(self, u: UOp) -> Compute:
-    instruction = BY_TEXT.get(u.arg)
+    instruction = instruction_of(u.arg)
     if instruction is None:
       raise self._refuse(f"no instruction in uopattn.dsl.instructions has the text {u.arg!r}", u)
     if instruction.cross_lane and u.op is Ops.CUSTOMI:
@@ -250,7 +255,8 @@ class Program:
     meaning = MEANINGS[instruction.name]
     operands = [s for s in u.src if not (is_pointer(s) and buffer_of(s).arg.slot == STATEMENT_SLOT)]
     read = [self._operand(s) for s in operands]
-    return lambda run: meaning(run, u, *[get(run) for get in read])
+    built_in = instruction.parameters
+    return lambda run: meaning(run, u, *built_in, *[get(run) for get in read])
 
   def _operand(self, u: UOp) -> Compute:
     place = self.place[u]

@@ -1,0 +1,190 @@
+"""The asynchronous matrix products of `uopattn.dsl.wgmma`.
+
+A product is computed when it starts, but its result is kept back until the wait for it: until then the accumulators count
+as unwritten. What it reads of LDS it reads again at the wait, so that an overwrite in between is a race, and what it reads
+of registers must still be there.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from tinygrad.dtype import DType
+from tinygrad.uop.ops import UOp
+
+from uopattn.dsl.wgmma import PANEL, ROWS, STEP
+
+from . import alu
+from .errors import Divergence, OutOfBounds, Race, Unwritten
+from .lanes import Run
+from .memory import LDS, Pointer, Registers
+
+THREADS = 128
+WARPS = 4
+ROW_BYTES = 2 * PANEL
+PERIOD = 8 * ROW_BYTES  # bytes after which the swizzle repeats
+
+
+@dataclass
+class Flight:
+  """One product under way."""
+
+  u: UOp
+  d: Registers
+  first: int
+  values: list[np.ndarray]
+  reads: list[tuple[LDS, np.ndarray, np.ndarray]]  # granules, lanes
+  operands: list[tuple[Registers, int, Any]]
+
+
+@dataclass
+class Flights:
+  """The products under way, oldest first."""
+
+  started: list[Flight] = field(default_factory=list)
+
+
+def _groups(run: Run, u: UOp) -> np.ndarray:
+  """The first lane of each active warpgroup. Raises Divergence unless each is active as a whole or not at all."""
+  if run.shape.threads % THREADS:
+    what = f"a warpgroup's product needs {THREADS} threads; the workgroup has {run.shape.threads}"
+    raise run.fail(Divergence, u, what)
+  active = np.ones(run.shape.lanes, bool) if run.mask is None else run.mask
+  parts = active.reshape(-1, THREADS)
+  if (bad := parts.any(axis=1) & ~parts.all(axis=1)).any():
+    missing = np.flatnonzero((bad[:, None] & ~parts).ravel())
+    raise run.fail(Divergence, u, "a warpgroup's product with inactive lanes in the warpgroup", missing)
+  return np.flatnonzero(parts.all(axis=1)) * THREADS
+
+
+def _address(run: Run, u: UOp, pointer: Pointer, groups: np.ndarray) -> np.ndarray:
+  """Byte address of a matrix in LDS, one for each warpgroup. Raises OutOfBounds, Divergence."""
+  if not isinstance(pointer.memory, LDS):
+    raise run.fail(OutOfBounds, u, "reads a matrix that is not in LDS")
+  address = run.spread(pointer.index).astype(np.int64) * pointer.dtype.itemsize
+  lanes = groups[:, None] + np.arange(THREADS)
+  if (bad := address[lanes] != address[groups][:, None]).any():
+    raise run.fail(Divergence, u, "names different matrices from lanes of one warpgroup", lanes[bad])
+  if (bad := address[groups] % PERIOD != 0).any():
+    raise run.fail(OutOfBounds, u, f"reads a matrix at an LDS address that {PERIOD} does not divide", groups[bad])
+  return address[groups]
+
+
+def _read(
+  run: Run, u: UOp, pointer: Pointer, rows: int, columns: int, panel: int, groups: np.ndarray, reads: list[Any]
+) -> np.ndarray:
+  """(warpgroups, rows, columns) bits of a matrix in panels; notes what it read. Raises as a load does."""
+  row, column = np.arange(rows)[:, None], np.arange(columns)[None]
+  offset = column // PANEL * panel * 2 + row * ROW_BYTES + column % PANEL * 2
+  offset ^= (offset // ROW_BYTES % 8) * 16
+  place = _address(run, u, pointer, groups)[:, None, None] + offset
+  lds: LDS = pointer.memory
+  if (bad := (place < 0) | (place + 2 > lds.per_group)).any():
+    what = f"reads {lds.name} at byte {int(place[bad][0])}, which has {lds.per_group} bytes"
+    raise run.fail(OutOfBounds, u, what, groups[bad.any(axis=(1, 2))])
+  place += (run.group[groups] * lds.stride)[:, None, None]
+  if run.check:
+    granules = np.repeat(place.reshape(len(groups), -1), WARPS, axis=0).T // lds.granule  # (elements, warps)
+    lanes = (groups[:, None] + np.arange(WARPS) * 32).ravel()
+    _check(run, u, lds, granules, lanes)
+    reads.append((lds, granules, lanes))
+  if run.counters is not None:
+    run.counters.lds_read += place.size * 2
+  return lds.view(np.dtype(np.uint16)).take(place // 2)
+
+
+def _check(run: Run, u: UOp, lds: LDS, granules: np.ndarray, lanes: np.ndarray) -> None:
+  lds.check_read(u, granules, lanes)
+  if lds.unfenced is not None and (bad := lds.unfenced.take(granules) >= 0).any():
+    what = "reads {what} for a matrix product, written without a fence_async since"
+    raise lds.fail(Race, u, what, granules, bad, lanes)
+
+
+def _left(run: Run, u: UOp, pointer: Pointer, steps: int, groups: np.ndarray, operands: list[Any]) -> np.ndarray:
+  """(warpgroups, 64, 16 steps) bits of the left operand in registers."""
+  words = pointer.memory.load(u, pointer.index, pointer.dtype, 4 * steps)
+  operands += [(pointer.memory, int(np.max(pointer.index)) + i, word) for i, word in enumerate(words)]
+  result = np.empty((len(groups), ROWS, STEP * steps), np.uint16)
+  thread = np.arange(THREADS)
+  for i, word in enumerate(words):
+    row = thread // 32 * 16 + thread % 32 // 4 + 8 * (i % 2)
+    column = i // 4 * STEP + i % 4 // 2 * 8 + 2 * (thread % 4)
+    bits = run.spread(word)[groups[:, None] + thread].astype(np.uint32)
+    result[:, row, column], result[:, row, column + 1] = bits & 0xFFFF, bits >> 16
+  return result
+
+
+def _start(
+  run: Run,
+  u: UOp,
+  n: int,
+  steps: int,
+  dtype: DType,
+  d: Pointer,
+  a: Pointer,
+  b: Pointer,
+  panels: tuple[int, int],
+  registers: bool,
+) -> None:
+  groups, flight = _groups(run, u), Flight(u, d.memory, int(np.max(d.index)), [], [], [])
+  k = STEP * steps
+  if registers:
+    left = _left(run, u, a, steps, groups, flight.operands)
+    right = _read(run, u, b, k, n, panels[1], groups, flight.reads)
+  else:
+    left = _read(run, u, a, ROWS, k, panels[0], groups, flight.reads)
+    right = _read(run, u, b, n, k, panels[1], groups, flight.reads).swapaxes(1, 2)
+  product = alu.decode(left, dtype) @ alu.decode(right, dtype)  # (warpgroups, 64, n)
+  thread = np.arange(THREADS)
+  for e in range(n // 2):
+    row = thread // 32 * 16 + thread % 32 // 4 + 8 * (e % 4 // 2)
+    part = product[:, row, e // 4 * 8 + 2 * (thread % 4) + e % 2]
+    old = run.spread(d.memory.load(u, flight.first + e, d.dtype, 1)[0]) if registers else np.zeros(run.shape.lanes)
+    value = np.array(old, np.float32)
+    value[groups[:, None] + thread] += part
+    flight.values.append(value)
+  for e in range(n // 2):
+    d.memory.written[flight.first + e] = False
+  run.flights.started.append(flight)
+  if run.counters is not None:
+    run.counters.matrix += steps * len(groups) * WARPS
+
+
+def from_shared(run: Run, u: UOp, n: int, steps: int, dtype: DType, d: Pointer, a: Pointer, b: Pointer, *panels: Any):
+  """D = A B with A and B in LDS."""
+  _start(run, u, n, steps, dtype, d, a, b, (int(panels[0]), int(panels[1])), registers=False)
+  return np.int32(0)
+
+
+def from_registers(
+  run: Run, u: UOp, n: int, steps: int, dtype: DType, d: Pointer, a: Pointer, b: Pointer, *panels: Any
+):
+  """D += A B with A in registers and B in LDS."""
+  _start(run, u, n, steps, dtype, d, a, b, (int(panels[0]), int(panels[1])), registers=True)
+  return np.int32(0)
+
+
+def wait(run: Run, u: UOp, n: int, count: Any, d: Pointer) -> Any:
+  """Gives the results of all products but the `count` youngest. Raises Race, Unwritten."""
+  _groups(run, u)
+  started = run.flights.started
+  done, run.flights.started = started[: len(started) - int(count)], started[max(0, len(started) - int(count)) :]
+  for flight in done:
+    if (flight.d, flight.first) != (d.memory, int(np.max(d.index))):
+      raise run.fail(Unwritten, u, f"waits for a product into {flight.d.name} but names {d.memory.name}")
+    for lds, granules, lanes in flight.reads:
+      _check(run, flight.u, lds, granules, lanes)
+    for registers, row, value in flight.operands:
+      if run.check and registers.rows[row] is not value:
+        raise run.fail(Race, flight.u, f"{registers.name} at index {row} was written while a product reads it")
+    d.memory.store(u, flight.first, d.dtype, flight.values)
+  return np.int32(0)
+
+
+def fence_async(run: Run, u: UOp) -> Any:
+  """What the active lanes wrote to LDS is there for products."""
+  lanes = run.active()
+  for memory in run.memory:
+    if isinstance(memory, LDS) and memory.unfenced is not None:
+      memory.unfenced[np.isin(memory.unfenced, lanes)] = -1
+  return np.int32(0)
