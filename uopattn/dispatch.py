@@ -8,7 +8,7 @@ from tinygrad import UOp
 from tinygrad.dtype import DType
 
 from uopattn.dsl.limits import lds_limit
-from uopattn.kernels import amd_forward, cpu_forward, cuda_forward
+from uopattn.kernels import amd_forward, cpu_forward, cuda_forward, hopper_forward
 from uopattn.spec import DTYPES, AttentionSpec, dtype_name
 from uopattn.target import Target
 
@@ -49,8 +49,13 @@ def _cuda_tiles(spec: AttentionSpec, target: Target) -> cuda_forward.Tiles:
   return cuda_forward.Tiles.choose(spec.M, spec.N, spec.Dk, spec.Dv, lds_limit(target.arch))
 
 
+def _hopper_tiles(spec: AttentionSpec, target: Target) -> hopper_forward.Tiles:
+  return hopper_forward.Tiles.choose(target.arch, spec.M, spec.N, spec.Dk, spec.Dv, lds_limit(target.arch))
+
+
 KERNELS = (
   Kernel("cpu_forward", ("CPU",), DTYPES, frozenset(), _cpu_tiles, cpu_forward.forward),
+  Kernel("hopper_forward", ("CUDA",), DTYPES[1:], frozenset(), _hopper_tiles, hopper_forward.forward),
   Kernel("cuda_forward", ("CUDA",), DTYPES[1:], frozenset(), _cuda_tiles, cuda_forward.forward),
   Kernel("amd_forward", ("AMD",), DTYPES[1:], frozenset(), _amd_tiles, amd_forward.forward),
 )

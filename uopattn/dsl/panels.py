@@ -81,6 +81,10 @@ class Panels:
     """With the slot of a tile in use."""
     return replace(self, memory=self.memory.after(*after), base=n_tile % self.slots * self.size)
 
+  def address(self, row: UOp | int = 0) -> UOp:
+    """Where a row begins, as the matrix cores count: without the permutation."""
+    return self.memory[self.base + row * self.width]
+
   def at(self, row: UOp, chunk: UOp) -> UOp:
     """The address of a chunk."""
     per = self.width // CHUNK

@@ -134,7 +134,8 @@ def _start(
   else:
     left = _read(run, u, a, ROWS, k, panels[0], groups, flight.reads)
     right = _read(run, u, b, n, k, panels[1], groups, flight.reads).swapaxes(1, 2)
-  product = alu.decode(left, dtype) @ alu.decode(right, dtype)  # (warpgroups, 64, n)
+  left, right = (alu.decode(x.view(alu.storage(dtype)), dtype).astype(np.float32) for x in (left, right))
+  product = left @ right  # (warpgroups, 64, n)
   thread = np.arange(THREADS)
   for e in range(n // 2):
     row = thread // 32 * 16 + thread % 32 // 4 + 8 * (e % 4 // 2)
@@ -143,8 +144,8 @@ def _start(
     value = np.array(old, np.float32)
     value[groups[:, None] + thread] += part
     flight.values.append(value)
-  for e in range(n // 2):
-    d.memory.written[flight.first + e] = False
+  for e in range(flight.first, flight.first + n // 2):
+    d.memory.written[e] = False if run.mask is None else run.spread(d.memory.written[e]) & ~run.mask
   run.flights.started.append(flight)
   if run.counters is not None:
     run.counters.matrix += steps * len(groups) * WARPS
