@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from math import inf
 
 from tinygrad import UOp, dtypes
+from tinygrad.dtype import AddrSpace
 from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType, KernelInfo
 
@@ -141,19 +142,32 @@ def forward(
   p = s.buffer(block_n // 4, dtype=dtypes.uint)
   q_tile, k_tiles, v_tiles = tiles.panels(s, Dk, Dv)
   q_bits, k_bits, v_bits = (as_type(x, dtypes.ushort) for x in (q, k, v))
+  barriers = s.buffer(2 * tiles.stages, dtype=dtypes.ulong, space=AddrSpace.LOCAL)
   q_rows = q_tile.address(warp // WARPS * wgmma.ROWS)
 
-  def start(n_tile: UOp | int, *after: UOp) -> UOp:
-    """Starts copying a tile of K, and the tile of V before it, as one group."""
-    n_tile = UOp.const(n_tile) if isinstance(n_tile, int) else n_tile
-    copies = k_tiles.fill_tile(n_tile, k_bits, kv_head, N, Dk, thread, *after)
-    if n_tile.vmax > 0:
-      copies += v_tiles.fill_tile(n_tile - 1, v_bits, kv_head, N, Dv, thread, *after)
-    return ins.cp_async_commit(CUDA, *copies)
+  def full(n_tile: UOp) -> UOp:
+    """The barrier that tells of a tile that is there."""
+    return barriers[n_tile % tiles.stages]
 
-  def arrived(pending: int, *after: UOp) -> UOp:
-    """All copies but those of the `pending` youngest groups are there, for all."""
-    return UOp.barrier(ins.fence_async(CUDA, ins.cp_async_wait(CUDA, pending, *after)))
+  def empty(n_tile: UOp) -> UOp:
+    """The barrier that tells of a tile that is no longer needed."""
+    return barriers[tiles.stages + n_tile % tiles.stages]
+
+  def start(n_tile: UOp, *after: UOp) -> UOp:
+    """Starts copying a tile of K, and the tile of V before it, once all warps are done with what was there."""
+    free = ins.mbarrier_wait(CUDA, empty(n_tile), (n_tile // tiles.stages + 1) % 2, *after)
+    copies = k_tiles.fill_tile(n_tile, k_bits, kv_head, N, Dk, thread, free)
+    if n_tile.vmax > 0:
+      copies += v_tiles.fill_tile(n_tile - 1, v_bits, kv_head, N, Dv, thread, free)
+    return ins.cp_async_arrive(CUDA, full(n_tile), *copies)
+
+  def arrived(n_tile: UOp, *after: UOp) -> UOp:
+    """Waits until a tile of K, and the tile of V before it, are there."""
+    return ins.fence_async(CUDA, ins.mbarrier_wait(CUDA, full(n_tile), n_tile // tiles.stages % 2, *after))
+
+  def release(n_tile: UOp, *after: UOp) -> UOp:
+    """This warp is done with a tile of K and the tile of V before it."""
+    return ins.mbarrier_arrive(CUDA, empty(n_tile), lane.eq(0), *after)
 
   def start_qk(n_tile: UOp, *after: UOp) -> UOp:
     k_tile = k_tiles.tile(n_tile, *after)
@@ -164,13 +178,14 @@ def forward(
 
   def start_pv(n_tile: UOp, acc: UOp, p: UOp, *after: UOp) -> UOp:
     v_tile = v_tiles.tile(n_tile, *after)
-    return wgmma.start(
-      dtype, width, steps, acc[0], p[0], v_tile.address(), (0, v_tile.panel), *after, registers=True
-    )
+    return wgmma.start(dtype, width, steps, acc[0], p[0], v_tile.address(), (0, v_tile.panel), *after, registers=True)
 
-  def softmax(n_tile: UOp, masked: bool, qk: UOp, pending: int, m_old: UOp, l_old: UOp) -> tuple[list[UOp], list[UOp], list[UOp]]:
-    """Waits for S. Returns alpha and the words of P, and the stores of m and l."""
-    done = scores.after(wgmma.wait(pending, block_n, scores[0], qk))
+  def softmax(
+    n_tile: UOp, masked: bool, qk: UOp, pending: int, m_old: UOp, l_old: UOp
+  ) -> tuple[list[UOp], list[UOp], list[UOp]]:
+    """Waits for S, and starts copying the tile `ahead`. Returns alpha and the words of P, and the stores of m and l."""
+    ready = wgmma.wait(pending, block_n, scores[0], qk)
+    done = scores.after(ready, start(n_tile + ahead, ready))
     alphas, stores, parts = [], [], []
     for half in range(HALVES):
       seen = last_seen(rows[half] + q_start, N, causal) - n_tile * block_n - lane % QUAD * 2 if masked else None
@@ -188,24 +203,28 @@ def forward(
     trip = s.axis(trips, AxisType.REDUCE)
     n_tile = first + trip
     acc_old, p_old, m_old, l_old = (x.after(trip) for x in state)
-    ready = arrived(ahead - 1, trip, *state)
-    following = start(n_tile + ahead, ready)
-    qk = start_qk(n_tile, ready)
-    pv = start_pv(n_tile - 1, acc_old, p_old, qk, following)
+    qk = start_qk(n_tile, arrived(n_tile, trip, *state))
+    pv = start_pv(n_tile - 1, acc_old, p_old, qk)
     alphas, words, stores = softmax(n_tile, masked, pv, 1, m_old, l_old)
     out = acc_old.after(wgmma.wait(0, width, acc_old[0], pv, *stores))
     stores += [acc[i].store(out[i].load() * alphas[i % 4 // 2]) for i in range(width // 2)]
     stores += [p.after(out)[i].store(word) for i, word in enumerate(words)]
+    stores.append(release(n_tile, out))
     end = UOp.group(*stores).end(trip)
     return tuple(x.after(end) for x in (acc, p, m_i, l_i))
 
-  started = UOp.group(*q_tile.fill_tile(block_row // block_m, q_bits, head, M, Dk, thread))
-  for i in range(ahead + 1):
-    started = start(i, started)
-  ready = arrived(ahead, started)
-  zero = UOp.const(0)
+  zero, first_thread = UOp.const(0), thread.eq(0)
+  made = [ins.mbarrier_init(CUDA, full(UOp.const(i)), tiles.threads, first_thread) for i in range(tiles.stages)]
+  made += [
+    ins.mbarrier_init(CUDA, empty(UOp.const(i)), tiles.threads // WARP, first_thread) for i in range(tiles.stages)
+  ]
+  started = UOp.group(*q_tile.fill_tile(block_row // block_m, q_bits, head, M, Dk, thread, UOp.barrier(*made)))
+  for i in range(ahead):
+    started = start(UOp.const(i), started)
   whole, count = tile_counts(block_row, block_m, M, block_n, N, causal, q_start)
-  _, words, stores = softmax(zero, whole.vmin == 0, start_qk(zero, ready), 0, m_i, l_i)
+  qk = start_qk(zero, arrived(zero, started))
+  _, words, stores = softmax(zero, whole.vmin == 0, qk, 0, m_i, l_i)
+  stores.append(release(zero, *stores))
   begun = UOp.group(*stores, *[p[i].store(word) for i, word in enumerate(words)])
   state = tuple(x.after(begun) for x in (acc, p, m_i, l_i))
   whole_left = whole.maximum(1) - 1
@@ -213,8 +232,7 @@ def forward(
     if trips.vmax > 0:  # tinygrad misplaces what stands in a loop of no trips
       state = attend(first, trips, masked, *state)
   acc, p, m_i, l_i = state
-  ready = arrived(0, *state)
-  pv = start_pv(count - 1, acc, p, ready)
+  pv = start_pv(count - 1, acc, p, arrived(count, *state))
   acc = acc.after(wgmma.wait(0, width, acc[0], pv)).reshape(width // COLUMNS, 4)
   stores = []
   for half, row in enumerate(rows):

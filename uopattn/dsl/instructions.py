@@ -68,10 +68,12 @@ def _pack(kind: str) -> str:
   return f'[&](){{{{ unsigned y; asm("cvt.rn.{kind}.f32 %0, %1, %2;":"=r"(y):"f"({{1}}),"f"({{0}})); return y; }}}}()'
 
 
+_SHARED = "(unsigned)__cvta_generic_to_shared({0})"
+
+
 def _cp_async(size: str, operand: str) -> str:
   return _asm(
-    f'asm volatile("cp.async.cg.shared.global [%0], [%1], {size};"'
-    f'::"r"((unsigned)__cvta_generic_to_shared({{0}})),"l"({{1}}){operand}:"memory");'
+    f'asm volatile("cp.async.cg.shared.global [%0], [%1], {size};"::"r"({_SHARED}),"l"({{1}}){operand}:"memory");'
   )
 
 
@@ -127,6 +129,39 @@ _LIST = [
   # count: until at most that many groups are under way
   Instruction(
     "cp_async_wait", {"cuda": _asm('asm volatile("cp.async.wait_group %0;"::"n"({0}):"memory");')}, statement=True
+  ),
+  # LDS pointer to 64 bits, arrivals that complete a phase, condition
+  Instruction(
+    "mbarrier_init",
+    {
+      "cuda": _asm(
+        f'if ({{2}}) asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"::"r"({_SHARED}),"r"({{1}}):"memory");'
+      )
+    },
+    statement=True,
+  ),
+  # LDS pointer, condition
+  Instruction(
+    "mbarrier_arrive",
+    {"cuda": _asm(f'if ({{1}}) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];"::"r"({_SHARED}):"memory");')},
+    statement=True,
+  ),
+  # LDS pointer
+  Instruction(
+    "cp_async_arrive",
+    {"cuda": _asm(f'asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];"::"r"({_SHARED}):"memory");')},
+    statement=True,
+  ),
+  # LDS pointer, parity
+  Instruction(
+    "mbarrier_wait",
+    {
+      "cuda": _asm(
+        'asm volatile("{{{{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;'
+        f' @!done bra again; }}}}}}}}"::"r"({_SHARED}),"r"({{1}}):"memory");'
+      )
+    },
+    statement=True,
   ),
   # what this lane wrote to LDS so far, and what its copies wrote, is there for asynchronous matrix products too
   Instruction(
@@ -249,6 +284,30 @@ def cp_async_commit(family: str, *after: UOp) -> UOp:
 def cp_async_wait(family: str, count: int, *after: UOp) -> UOp:
   """Waits until at most `count` of the lane's groups are under way; other lanes' copies need a barrier. A statement."""
   return _statement(family, "cp_async_wait", after, UOp.const(count, dtypes.int))
+
+
+def mbarrier_init(family: str, barrier: UOp, count: int, when: UOp, *after: UOp) -> UOp:
+  """Makes `barrier` (INDEX into a uint64 LDS buffer) a barrier of `count` arrivals a phase, where `when`. A statement.
+
+  Phase 0 begins. A workgroup's barrier must follow before others use it. Source: PTX ISA, "mbarrier".
+  """
+  return _statement(family, "mbarrier_init", after, barrier, UOp.const(count, dtypes.int), when)
+
+
+def mbarrier_arrive(family: str, barrier: UOp, when: UOp, *after: UOp) -> UOp:
+  """Arrives at the barrier's phase where `when`: what this lane did before is done. A statement."""
+  return _statement(family, "mbarrier_arrive", after, barrier, when)
+
+
+def cp_async_arrive(family: str, barrier: UOp, *after: UOp) -> UOp:
+  """Arrives, without waiting, once the lane's copies started so far are there. A statement."""
+  return _statement(family, "cp_async_arrive", after, barrier)
+
+
+def mbarrier_wait(family: str, barrier: UOp, parity: UOp | int, *after: UOp) -> UOp:
+  """Waits until the phase of that parity is complete; with parity 1 a fresh barrier does not wait. A statement."""
+  parity = UOp.const(parity) if isinstance(parity, int) else parity
+  return _statement(family, "mbarrier_wait", after, barrier, parity.cast(dtypes.int))
 
 
 def fence_async(family: str, *after: UOp) -> UOp:

@@ -9,12 +9,6 @@ from tinygrad import UOp
 from uopattn.dsl import instructions as ins
 
 Operation = Callable[[UOp, UOp], UOp]
-CHAINS = 4  # that a reduction runs in side by side, so that the latency of one operation does not add up
-
-
-def reduced(operation: Operation, values: list[UOp]) -> UOp:
-  """All values joined by `operation`."""
-  return reduce(operation, [reduce(operation, values[i::CHAINS]) for i in range(min(CHAINS, len(values)))])
 
 
 def mask_scores(scores: list[UOp], keys: list[int], factor: float, last: UOp | None) -> list[UOp]:
@@ -47,9 +41,9 @@ def online_softmax(
   def larger(a: UOp, b: UOp) -> UOp:
     return ins.fmax(family, a, b)
 
-  m_new = larger(m_old, join(larger, reduced(larger, scores)) * factor)
+  m_new = larger(m_old, join(larger, reduce(larger, scores)) * factor)
   # A row that has seen no key yet has m = -inf, and -inf - -inf is NaN: such a row is shifted by 0.
   shift = m_new.eq(-inf).where(0.0, m_new)
   alpha = ins.exp2(family, m_old - shift)
   p = [ins.exp2(family, x * factor - shift) for x in scores]
-  return p, m_new, l_old * alpha + reduced(UOp.__add__, p), alpha
+  return p, m_new, l_old * alpha + reduce(UOp.__add__, p), alpha

@@ -4,22 +4,20 @@ A meaning takes the run, the UOp and the operands: a value is an array or a shar
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from tinygrad.dtype import DType, dtypes
 from tinygrad.uop.ops import UOp
 
-from . import alu, warpgroup
-from .errors import Divergence, OutOfBounds, Race
+from . import alu, copies, mbarrier, warpgroup
+from .copies import CHUNK, NOTHING
+from .errors import Divergence, OutOfBounds
 from .lanes import Run
-from .memory import LDS, Global, Pointer
+from .memory import Pointer
 from .wmma import check_whole_waves
 
 Meaning = Callable[..., Any]
-NOTHING = np.int32(0)  # the value of a statement
-CHUNK = 16  # bytes that one cp.async moves
 
 
 def _from_lane(run: Run, u: UOp, value: Any, lane: Any) -> np.ndarray:
@@ -68,87 +66,6 @@ def _pack(dtype: DType) -> Meaning:
   return pack
 
 
-@dataclass
-class Copies:
-  """Asynchronous copies: `started` holds those not yet complete, `groups` how many groups a lane committed."""
-
-  groups: np.ndarray
-  started: list["Copy"] = field(default_factory=list)
-
-
-@dataclass
-class Copy:
-  """One cp.async: which lanes, the group each belongs to, where to, and the bytes."""
-
-  lds: LDS
-  lanes: np.ndarray
-  group: np.ndarray
-  index: np.ndarray  # (lanes,) in units of 16 bytes
-  granules: np.ndarray  # (granules, lanes)
-  data: np.ndarray  # (lanes, 16) uint8
-
-  def only(self, kept: np.ndarray) -> "Copy":
-    """The part of the copy that the lanes marked in `kept` do."""
-    parts = self.lanes[kept], self.group[kept], self.index[kept], self.granules[:, kept], self.data[kept]
-    return Copy(self.lds, *parts)
-
-
-def _cp_async(run: Run, u: UOp, to: Pointer, source: Pointer, inside: Any = None) -> Any:
-  lanes = run.active()
-  if not isinstance(to.memory, LDS) or not isinstance(source.memory, Global):
-    raise run.fail(OutOfBounds, u, "copies asynchronously, which goes from global memory to LDS only")
-  reading = np.ones(len(lanes), bool) if inside is None else run.spread(inside)[lanes]
-  for place, pointer, used in (("LDS", to, np.ones(len(lanes), bool)), ("global", source, reading)):
-    start = np.asarray(run.spread(pointer.index)[lanes], np.int64) * pointer.dtype.itemsize
-    if (bad := used & (start % CHUNK != 0)).any():
-      raise run.fail(OutOfBounds, u, f"copies 16 bytes at a {place} address that 16 does not divide", lanes[bad])
-  lds, count = to.memory, CHUNK // to.dtype.itemsize
-  index = lds.place(u, "copies to", to.index, to.dtype, count, lanes)
-  read = source.memory.load(u, run.spread(source.index), source.dtype, CHUNK // source.dtype.itemsize, inside)
-  data = np.ascontiguousarray(np.stack(read, axis=-1)[lanes]).view(np.uint8)
-  granules = lds.granules(index, to.dtype, count)
-  if run.check:
-    lds.check_write(u, granules, np.ones(granules.shape, bool), lanes)
-    owner = np.empty(lds.in_flight.size, np.int64)
-    owner[granules] = lanes
-    if (bad := owner.take(granules) != lanes).any():
-      raise lds.fail(Race, u, "copies to {what} from different lanes at once", granules, bad, lanes)
-  lds.in_flight[granules] = True
-  index = index * to.dtype.itemsize // CHUNK
-  run.copies.started.append(Copy(lds, lanes, run.copies.groups[lanes], index, granules, data))
-  if run.counters is not None:
-    run.counters.lds_written += len(lanes) * CHUNK
-  return NOTHING
-
-
-def _cp_async_commit(run: Run, u: UOp) -> Any:
-  run.copies.groups[run.active()] += 1
-  return NOTHING
-
-
-def _cp_async_wait(run: Run, u: UOp, count: Any) -> Any:
-  waiting = np.zeros(run.shape.lanes, bool)
-  waiting[run.active()] = True
-  rest = []
-  for copy in run.copies.started:
-    done = waiting[copy.lanes] & (copy.group < run.copies.groups[copy.lanes] - int(count))
-    if done.any():
-      _finish(copy, done)
-    if not done.all():
-      rest.append(copy if not done.any() else copy.only(~done))
-  run.copies.started = rest
-  return NOTHING
-
-
-def _finish(copy: Copy, done: np.ndarray) -> None:
-  """Makes the copies of the lanes in `done` visible, as writes of their waves."""
-  granules = copy.granules[:, done]
-  copy.lds.in_flight[granules] = False
-  copy.lds.data.reshape(-1, CHUNK)[copy.index[done]] = copy.data[done]
-  if copy.lds.run.check:
-    copy.lds.record_write(granules, copy.lanes[done])
-
-
 def _ldmatrix(run: Run, u: UOp, to: Pointer, row: Pointer, trans: bool) -> Any:
   check_whole_waves(run, u, 32, "ldmatrix")
   lanes = run.active()
@@ -177,10 +94,14 @@ MEANINGS: dict[str, Meaning] = {
   "reciprocal": lambda run, u, x: np.float32(1) / x,
   "pack_half": _pack(dtypes.half),
   "pack_bfloat16": _pack(dtypes.bfloat16),
-  "cp_async": _cp_async,
-  "cp_async_or_zero": _cp_async,
-  "cp_async_commit": _cp_async_commit,
-  "cp_async_wait": _cp_async_wait,
+  "cp_async": copies.start,
+  "cp_async_or_zero": copies.start,
+  "cp_async_commit": copies.commit,
+  "cp_async_wait": copies.wait,
+  "mbarrier_init": mbarrier.init,
+  "mbarrier_arrive": mbarrier.arrive,
+  "mbarrier_wait": mbarrier.wait,
+  "cp_async_arrive": mbarrier.arrive_copies,
   "fence_async": warpgroup.fence_async,
   "wgmma": warpgroup.from_shared,
   "wgmma_registers": warpgroup.from_registers,

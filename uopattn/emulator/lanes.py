@@ -65,7 +65,14 @@ class Run:
     self.values: list[Any] = []
     self.memory: list[Any] = []
     self.copies: Any = None  # the asynchronous copies under way, if the kernel makes any
+    self.stamped = False  # whether the kernel has such barriers
+    self.barriers: dict[Any, Any] = {}  # those that count arrivals (mbarrier), by LDS buffer
+    self.clock = 0  # goes on with every arrival at such a barrier
     self.flights: Any = None  # the warpgroups' matrix products under way, likewise
+
+  def tick(self) -> int:
+    self.clock += 1
+    return self.clock
 
   def active(self) -> np.ndarray:
     """The indices of the active lanes."""

@@ -10,9 +10,9 @@ from tinygrad.dtype import AddrSpace
 from uopattn.dsl.limits import MAX_THREADS, lds_limit
 
 from . import counters
+from .copies import Copies
 from .describe import SPACES
 from .errors import LaunchError
-from .instructions import Copies
 from .lanes import Run, Shape, wave_size
 from .memory import LDS, Global, Registers
 from .program import Program, execute
@@ -74,6 +74,7 @@ def _fill(program: Program, run: Run, data: list[np.ndarray]) -> None:
   run.values = list(program.template)
   if program.uses("cp_async"):
     run.copies = Copies(np.zeros(run.shape.lanes, np.int64))
+  run.stamped = program.uses("mbarrier")
   if program.uses("wgmma"):
     run.flights = Flights()
   run.memory = [Global(run, f"argument {u.arg.slot}", d, d.size) for u, d in zip(program.params, data, strict=True)]

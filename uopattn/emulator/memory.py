@@ -118,6 +118,8 @@ class LDS(Memory):
     self.in_flight = np.zeros(shape, bool)
     self.writers, self.readers = np.zeros(shape, np.uint32), np.zeros(shape, np.uint32)
     self.races = run.check and run.shape.waves > 1
+    # when each granule was last written and read, where a barrier may order some accesses and not others
+    self.stamps = (np.zeros(shape, np.int32), np.zeros(shape, np.int32)) if self.races and run.stamped else None
     # the lane that wrote each granule and has not made it visible to asynchronous matrix products yet, or -1
     self.unfenced = np.full(shape, -1) if run.check and run.flights is not None else None
 
@@ -157,6 +159,8 @@ class LDS(Memory):
       if (bad := self.writers.take(granules) & ~bit != 0).any():
         raise self.fail(Race, u, "reads {what}, which another wave wrote, " + UNORDERED, granules, bad, lanes)
       np.bitwise_or.at(self.readers, granules, np.broadcast_to(bit, granules.shape))
+    if self.stamps is not None:
+      self.stamps[1][granules] = self.run.clock
 
   def check_write(self, u: UOp, granules: np.ndarray, differs: np.ndarray, lanes: np.ndarray) -> None:
     """Raises Race if a lane overwrites what another wave read, or wrote with another value, since the last barrier."""
@@ -175,6 +179,8 @@ class LDS(Memory):
     self.written[granules] = True
     if self.unfenced is not None:
       self.unfenced[granules] = lanes
+    if self.stamps is not None:
+      self.stamps[0][granules] = self.run.clock
     if self.races:
       np.bitwise_or.at(self.writers, granules, np.broadcast_to(self.run.wave_bit[lanes], granules.shape))
 
@@ -218,6 +224,12 @@ class LDS(Memory):
           mark[:] = 0
         else:
           mark.reshape(self.run.shape.groups, -1)[groups] = 0
+
+  def ordered(self, before: np.ndarray) -> None:
+    """What was written and read before time `before` of each workgroup is in order."""
+    if self.stamps is not None:
+      for mark, stamp in zip((self.writers, self.readers), self.stamps, strict=True):
+        mark.reshape(len(before), -1)[stamp.reshape(len(before), -1) < before[:, None]] = 0
 
 
 class Registers:

@@ -1,0 +1,124 @@
+"""Barriers in LDS that count arrivals, phase by phase (NVIDIA's mbarrier).
+
+All waves execute a statement together here, so a phase that a wait names must be complete by then, or no order of the
+waves completes it. What a wait orders: all accesses to LDS from before the phase's first arrival lie before it, and the
+copies that arrived by themselves are there.
+
+Source: PTX ISA, "Asynchronous Barrier".
+"""
+
+from typing import Any
+
+import numpy as np
+from tinygrad.uop.ops import UOp
+
+from .copies import NOTHING, Copy, finish
+from .errors import Divergence, OutOfBounds, Unwritten
+from .lanes import Run
+from .memory import LDS, Pointer
+
+
+class Barriers:
+  """The barriers in one LDS buffer, of each workgroup: arrays (workgroups, barriers)."""
+
+  def __init__(self, groups: int, size: int):
+    shape = (groups, size)
+    self.count, self.left = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    self.phase = np.zeros(shape, np.int64)
+    self.first = np.zeros(shape, np.int64)  # when the phase under way had its first arrival
+    self.last = np.zeros(shape, np.int64)  # when the phase before it had
+
+  def arrive(self, at: tuple[np.ndarray, np.ndarray], now: int) -> None:
+    """One arrival at each of `at`."""
+    fresh = self.left[at] == self.count[at]
+    self.first[tuple(x[fresh] for x in at)] = now
+    np.subtract.at(self.left, at, 1)
+    done = self.left == 0
+    self.left[done], self.last[done] = self.count[done], self.first[done]
+    self.phase[done & (self.count > 0)] += 1
+
+
+def _barriers(run: Run, u: UOp, pointer: Pointer) -> Barriers:
+  if not isinstance(pointer.memory, LDS):
+    raise run.fail(OutOfBounds, u, "names a barrier that is not in LDS")
+  found = run.barriers.get(pointer.memory)
+  if found is None:
+    found = run.barriers[pointer.memory] = Barriers(run.shape.groups, pointer.memory.per_group // 8)
+  return found
+
+
+def _places(run: Run, u: UOp, pointer: Pointer, lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """(workgroup, barrier) of each lane. Raises OutOfBounds."""
+  index = run.spread(pointer.index)[lanes].astype(np.int64)
+  pointer.memory.bounds(u, "names a barrier in", index, 1, 8, lanes)
+  return run.group[lanes], index
+
+
+def _used(run: Run, u: UOp, pointer: Pointer, lanes: np.ndarray) -> tuple[Barriers, tuple[np.ndarray, np.ndarray]]:
+  barriers, at = _barriers(run, u, pointer), _places(run, u, pointer, lanes)
+  if (bad := barriers.count[at] == 0).any():
+    raise run.fail(Unwritten, u, f"uses a barrier in {pointer.memory.name} that nothing has made one", lanes[bad])
+  return barriers, at
+
+
+def init(run: Run, u: UOp, barrier: Pointer, count: Any, when: Any) -> Any:
+  lanes = barrier.memory.lanes(when)
+  at = _places(run, u, barrier, lanes)
+  barriers = _barriers(run, u, barrier)
+  barriers.count[at] = barriers.left[at] = int(count)
+  return NOTHING
+
+
+def arrive(run: Run, u: UOp, barrier: Pointer, when: Any) -> Any:
+  barriers, at = _used(run, u, barrier, barrier.memory.lanes(when))
+  barriers.arrive(at, run.tick())
+  return NOTHING
+
+
+def arrive_copies(run: Run, u: UOp, barrier: Pointer) -> Any:
+  lanes = run.active()
+  barriers, at = _used(run, u, barrier, lanes)
+  index, phase = np.full(run.shape.lanes, -1), np.zeros(run.shape.lanes, np.int64)
+  index[lanes], phase[lanes] = at[1], barriers.phase[at]
+  for copy in run.copies.started:
+    if copy.signal is None:
+      copy.signal = (barriers, index[copy.lanes], phase[copy.lanes])
+  barriers.arrive(at, run.tick())
+  return NOTHING
+
+
+def wait(run: Run, u: UOp, barrier: Pointer, parity: Any) -> Any:
+  lanes = run.active()
+  barriers, at = _used(run, u, barrier, lanes)
+  if (bad := barriers.phase[at] % 2 == run.spread(parity)[lanes]).any():
+    raise run.fail(Divergence, u, "waits for a phase that has too few arrivals", lanes[bad])
+  waited = np.full(run.shape.lanes, -1)
+  waited[lanes] = at[1]
+  rest: list[Copy] = []
+  for copy in run.copies.started if run.copies is not None else ():
+    rest += _finish(run, copy, barriers, waited)
+  if run.copies is not None:
+    run.copies.started = rest
+  groups = np.bincount(run.group[lanes], minlength=run.shape.groups) == run.shape.threads
+  before = np.where(groups, 0, -1)
+  whole = groups[at[0]]
+  before[at[0][whole]] = np.where(barriers.phase[at] > 0, barriers.last[at], -1)[whole]
+  for memory in run.memory:
+    if isinstance(memory, LDS):
+      memory.ordered(before)
+  return NOTHING
+
+
+def _finish(run: Run, copy: Copy, barriers: Barriers, waited: np.ndarray) -> list[Copy]:
+  """Finishes the part of a copy whose phase is complete and waited for; returns what is left of it."""
+  if copy.signal is None or copy.signal[0] is not barriers:
+    return [copy]
+  _, index, phase = copy.signal
+  group = run.group[copy.lanes]
+  done = (index >= 0) & (waited[copy.lanes] == index) & (phase < barriers.phase[group, index])
+  if not done.any():
+    return [copy]
+  now, run.clock = run.clock, int(barriers.last[group, index][done].min()) - 1  # it was written before that arrival
+  finish(copy, done)
+  run.clock = now
+  return [] if done.all() else [copy.only(~done)]
