@@ -198,7 +198,9 @@ def forward(
     if trips.vmax > 0:  # tinygrad misplaces what stands in a loop of no trips
       state = attend(first, trips, masked, *state)
 
-  acc, m_i, l_i = state
+  # No copy may be under way when the workgroup ends.
+  drained = ins.cp_async_wait(CUDA, 0, *state)
+  acc, m_i, l_i = (x.after(drained) for x in state)
   stores = []
   for i in range(m_tiles):
     for half in range(HALVES):

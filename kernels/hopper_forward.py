@@ -155,10 +155,11 @@ def forward(
 
   def start(n_tile: UOp, *after: UOp) -> UOp:
     """Starts copying a tile of K, and the tile of V before it, once all warps are done with what was there."""
-    free = ins.mbarrier_wait(CUDA, empty(n_tile), (n_tile // tiles.stages + 1) % 2, *after)
-    copies = k_tiles.fill_tile(n_tile, k_bits, kv_head, N, Dk, thread, free)
+    if n_tile.vmax >= tiles.stages:  # there was something
+      after = (ins.mbarrier_wait(CUDA, empty(n_tile), (n_tile // tiles.stages + 1) % 2, *after),)
+    copies = k_tiles.fill_tile(n_tile, k_bits, kv_head, N, Dk, thread, *after)
     if n_tile.vmax > 0:
-      copies += v_tiles.fill_tile(n_tile - 1, v_bits, kv_head, N, Dv, thread, free)
+      copies += v_tiles.fill_tile(n_tile - 1, v_bits, kv_head, N, Dv, thread, *after)
     return ins.cp_async_arrive(CUDA, full(n_tile), *copies)
 
   def arrived(n_tile: UOp, *after: UOp) -> UOp:
@@ -233,6 +234,8 @@ def forward(
       state = attend(first, trips, masked, *state)
   acc, p, m_i, l_i = state
   pv = start_pv(count - 1, acc, p, arrived(count, *state))
+  if ahead > 1:  # no copy may be under way when the workgroup ends
+    pv = ins.cp_async_wait(CUDA, 0, ins.cp_async_commit(CUDA, pv))
   acc = acc.after(wgmma.wait(0, width, acc[0], pv)).reshape(width // COLUMNS, 4)
   stores = []
   for half, row in enumerate(rows):

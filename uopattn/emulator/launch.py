@@ -12,7 +12,7 @@ from uopattn.dsl.limits import MAX_THREADS, lds_limit
 from . import counters
 from .copies import Copies
 from .describe import SPACES
-from .errors import LaunchError
+from .errors import LaunchError, Race
 from .lanes import Run, Shape, wave_size
 from .memory import LDS, Global, Registers
 from .program import Program, execute
@@ -54,6 +54,9 @@ def launch(
       run.place(first, tuple(global_size), tuple(arguments))
       _fill(program, run, data)
       execute(program.steps, run)
+      if run.check and run.copies is not None and run.copies.started:
+        lanes = run.copies.started[0].lanes
+        raise run.fail(Race, program.uops[-1], "ends while a copy to LDS is under way", lanes)
 
 
 def _check_launch(program: Program, buffers: Sequence[Any], local_size: Sequence[int]) -> None:

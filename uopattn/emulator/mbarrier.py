@@ -13,7 +13,7 @@ import numpy as np
 from tinygrad.uop.ops import UOp
 
 from .copies import NOTHING, Copy, finish
-from .errors import Divergence, OutOfBounds, Unwritten
+from .errors import Divergence, OutOfBounds, Race, Unwritten
 from .lanes import Run
 from .memory import LDS, Pointer
 
@@ -25,8 +25,13 @@ class Barriers:
     shape = (groups, size)
     self.count, self.left = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     self.phase = np.zeros(shape, np.int64)
+    self.maker = np.full(shape, -1)  # the wave that made it and that no barrier of the workgroup has followed
     self.first = np.zeros(shape, np.int64)  # when the phase under way had its first arrival
     self.last = np.zeros(shape, np.int64)  # when the phase before it had
+
+  def known(self, groups: np.ndarray | None) -> None:
+    """All threads of `groups` (None for all) have met."""
+    self.maker[slice(None) if groups is None else groups] = -1
 
   def arrive(self, at: tuple[np.ndarray, np.ndarray], now: int) -> None:
     """One arrival at each of `at`."""
@@ -58,6 +63,8 @@ def _used(run: Run, u: UOp, pointer: Pointer, lanes: np.ndarray) -> tuple[Barrie
   barriers, at = _barriers(run, u, pointer), _places(run, u, pointer, lanes)
   if (bad := barriers.count[at] == 0).any():
     raise run.fail(Unwritten, u, f"uses a barrier in {pointer.memory.name} that nothing has made one", lanes[bad])
+  if (bad := (barriers.maker[at] >= 0) & (barriers.maker[at] != run.wave[lanes])).any():
+    raise run.fail(Race, u, "uses a barrier that another wave made, with no barrier of the workgroup since", lanes[bad])
   return barriers, at
 
 
@@ -66,6 +73,7 @@ def init(run: Run, u: UOp, barrier: Pointer, count: Any, when: Any) -> Any:
   at = _places(run, u, barrier, lanes)
   barriers = _barriers(run, u, barrier)
   barriers.count[at] = barriers.left[at] = int(count)
+  barriers.maker[at] = run.wave[lanes]
   return NOTHING
 
 

@@ -282,6 +282,8 @@ class Program:
       for memory in run.memory:
         if isinstance(memory, LDS):
           memory.barrier(groups)
+      for counting in run.barriers.values():
+        counting.known(groups)
 
     return barrier
 
