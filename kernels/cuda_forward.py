@@ -193,7 +193,7 @@ def forward(
     return tuple(x.after(end) for x in (acc, m_i, l_i))
 
   whole, count = tile_counts(block_row, block_m, M, block_n, N, causal, q_start)
-  state = (acc, m_i, l_i)
+  state: tuple[UOp, ...] = (acc, m_i, l_i)
   for first, trips, masked in ((UOp.const(0), whole, False), (whole, count - whole, True)):
     if trips.vmax > 0:  # tinygrad misplaces what stands in a loop of no trips
       state = attend(first, trips, masked, *state)

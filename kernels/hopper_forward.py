@@ -7,9 +7,9 @@ FlashAttention-3 (Shah et al., 2024). Each warpgroup keeps its queries and runs 
     m, l, P'            in registers; the maximum joins the four lanes of a row; l stays apart until the end
     wait for O          O = O alpha, P = P'
 
-Who holds what. S, m, l, P and O are in registers; `uopattn.dsl.quads` says which elements a lane has. Q, once, and tiles
-of K and V, `stages` of each, are in shared memory (`uopattn.dsl.panels`), where the matrix cores read them; cp.async
-fills the slots, all threads taking part. See `Tiles.shared_bytes` and `Tiles.registers`.
+Who holds what. S, m, l, P and O are in registers; `uopattn.dsl.quads` says which elements a lane has. Q, once, and
+tiles of K and V, `stages` of each, are in shared memory (`uopattn.dsl.panels`), where the matrix cores read them;
+cp.async fills the slots, all threads taking part. See `Tiles.shared_bytes` and `Tiles.registers`.
 
 Tiles of keys that all queries of the workgroup see whole come first and carry no mask; the rest follow.
 """
@@ -164,11 +164,11 @@ def forward(
 
   def start_pv(n_tile: UOp, acc: UOp, p: UOp, *after: UOp) -> UOp:
     v_tile = v_tiles.tile(n_tile, *after)
-    return wgmma.start(
-      dtype, width, steps, acc[0], p[0], v_tile.address(), (0, v_tile.panel), *after, registers=True
-    )
+    return wgmma.start(dtype, width, steps, acc[0], p[0], v_tile.address(), (0, v_tile.panel), *after, registers=True)
 
-  def softmax(n_tile: UOp, masked: bool, qk: UOp, pending: int, m_old: UOp, l_old: UOp) -> tuple[list[UOp], list[UOp], list[UOp]]:
+  def softmax(
+    n_tile: UOp, masked: bool, qk: UOp, pending: int, m_old: UOp, l_old: UOp
+  ) -> tuple[list[UOp], list[UOp], list[UOp]]:
     """Waits for S. Returns alpha and the words of P, and the stores of m and l."""
     done = scores.after(wgmma.wait(pending, block_n, scores[0], qk))
     alphas, stores, parts = [], [], []
@@ -177,7 +177,7 @@ def forward(
       row = [done[4 * n + 2 * half + e].load() for n in range(block_n // COLUMNS) for e in range(2)]
       row = mask_scores(row, columns(block_n // COLUMNS), early, seen)
       part, m_new, l_new, alpha = online_softmax(CUDA, row, late, m_old[half].load(), l_old[half].load(), join)
-      parts.append([ins.pack(CUDA, *part[i : i + 2], dtype) for i in range(0, len(part), 2)])
+      parts.append([ins.pack(CUDA, part[i], part[i + 1], dtype) for i in range(0, len(part), 2)])
       alphas.append(alpha)
       stores += [m_i[half].store(m_new), l_i[half].store(l_new)]
     words = [parts[half][n] for n in range(block_n // COLUMNS) for half in range(HALVES)]
