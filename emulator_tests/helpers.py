@@ -1,11 +1,16 @@
 """What the tests share: inputs, and the one way to check an output."""
 
+import functools
+import math
 from typing import Any
 
-from tinygrad import Tensor, dtypes
+import numpy as np
+from hypothesis import settings
+from tinygrad import Context, Tensor, dtypes
 from tinygrad.dtype import DType
 
-from uopattn import attention
+import uopattn.emulator as emulator
+from uopattn import attention, flash
 from uopattn.verify import verify
 
 DTYPES = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
@@ -21,6 +26,27 @@ def qkv(
   return q, k, v
 
 
+def on(arch: str) -> Context:
+  """The emulator in the place of a GPU."""
+  return Context(DEV=f"EMU::{arch}")
+
+
+def inputs(
+  B: int, Hq: int, Hkv: int, M: int, N: int, Dk: int, Dv: int, dtype: DType = dtypes.float16, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+  """Normal random q, k and v on the emulator."""
+  rng = np.random.default_rng(seed)
+  shapes = ((B, Hq, M, Dk), (B, Hkv, N, Dk), (B, Hkv, N, Dv))
+  arrays = [rng.standard_normal(shape, np.float32) for shape in shapes]
+  q, k, v = (Tensor(x, device="CPU").cast(dtype).to("EMU").realize() for x in arrays)
+  return q, k, v
+
+
+def drawn(quick: int) -> settings:
+  """Hypothesis' settings where each example lowers a kernel of its own: `quick` examples, 200 in the slow run."""
+  return settings(max_examples=quick if settings().max_examples <= 40 else 200)
+
+
 def check(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None, **options: Any) -> None:
   """Fails unless the output, and the LSE if given, pass the gate."""
   for report in verify(q, k, v, out, lse, **options):
@@ -32,3 +58,22 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, backend: str = "kernel", **
   out, lse = attention(q, k, v, enable_gqa=True, return_lse=True, backend=backend, **options)
   Tensor.realize(out, lse)
   check(q, k, v, out, lse, **options)
+
+
+def poisoned(q: Tensor, v: Tensor) -> Tensor:
+  """An output for `flash` on the emulator, full of NaN."""
+  return Tensor.full((*q.shape[:-1], v.shape[-1]), math.nan, dtype=q.dtype, device="EMU").contiguous().realize()
+
+
+def run_tiles(q: Tensor, k: Tensor, v: Tensor, tiles: Any, causal: bool = False) -> Tensor:
+  """Attention on the emulator with the given tiles."""
+  fxn = functools.partial(flash, tiles=tiles, causal=causal, enable_gqa=True)
+  return Tensor.custom_kernel(poisoned(q, v), q, k, v, fxn=fxn)[0].realize()
+
+
+def counts(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> emulator.Counters:
+  """What the kernel of `attention` costs."""
+  with emulator.profile() as profile:
+    attention(q, k, v, backend="kernel", **options).realize()
+  (found,) = [count for name, count in profile.kernels.items() if name.startswith("attention")]
+  return found

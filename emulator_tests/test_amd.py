@@ -1,18 +1,17 @@
 """The AMD kernel on the emulator, every target, against the oracle: corners, drawn shapes, barriers, mistakes."""
 
-import functools
 import math
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import check, check_attention
-from hypothesis import given, settings
+from helpers import check, check_attention, counts, drawn, inputs, on, run_tiles
+from hypothesis import given
 from hypothesis import strategies as st
-from tinygrad import Context, Device, Tensor, UOp, dtypes
+from tinygrad import Device, Tensor, UOp, dtypes
 
 import uopattn.emulator as emulator
-from uopattn import attention, flash
+from uopattn import attention
 from uopattn.dsl.fragments import Fragments
 from uopattn.emulator.wmma import fragments as hardware
 from uopattn.kernels import amd_forward
@@ -34,21 +33,6 @@ SHAPES = {
   "grouped": ((2, 4, 2, 50, 90, 24, 40), HALF),
   "large head": ((1, 1, 1, 20, 40, 150, 260), BFLOAT),
 }
-
-
-def on(arch: str) -> Context:
-  return Context(DEV=f"EMU::{arch}")
-
-
-def inputs(
-  B: int, Hq: int, Hkv: int, M: int, N: int, Dk: int, Dv: int, dtype=HALF, seed: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
-  """Normal random q, k and v on the emulator."""
-  rng = np.random.default_rng(seed)
-  shapes = ((B, Hq, M, Dk), (B, Hkv, N, Dk), (B, Hkv, N, Dv))
-  arrays = [rng.standard_normal(shape, np.float32) for shape in shapes]
-  q, k, v = (Tensor(x, device="CPU").cast(dtype).to("EMU").realize() for x in arrays)
-  return q, k, v
 
 
 @pytest.mark.parametrize("arch", ARCHES)
@@ -82,7 +66,7 @@ def test_matches_the_oracle_in_both_types(shape: str, arch: str, dtype) -> None:
   q_start=st.integers(-100, 200),
   seed=st.integers(0, 1000),
 )
-@settings(max_examples=QUICK if settings().max_examples <= 40 else 200)
+@drawn(QUICK)
 def test_any_shape(arch, Hkv, group, M, N, Dk, Dv, dtype, is_causal, q_start, seed) -> None:
   with on(arch):
     check_attention(*inputs(1, Hkv * group, Hkv, M, N, Dk, Dv, dtype, seed), is_causal=is_causal, q_start=q_start)
@@ -97,14 +81,12 @@ def test_any_shape(arch, Hkv, group, M, N, Dk, Dv, dtype, is_causal, q_start, se
   N=st.integers(1, 150),
   causal=st.booleans(),
 )
-@settings(max_examples=QUICK if settings().max_examples <= 40 else 200)
+@drawn(QUICK)
 def test_any_tiles(arch, waves, m_tiles, block, M, N, causal) -> None:
   with on(arch):
     q, k, v = inputs(1, 2, 1, M, N, 20, 21)
     tiles = Tiles(arch, waves, m_tiles, block * 32)
-    fxn = functools.partial(flash, tiles=tiles, causal=causal, enable_gqa=True)
-    out = Tensor.full((1, 2, M, 21), math.nan, dtype=HALF).contiguous().realize()
-    check(q, k, v, Tensor.custom_kernel(out, q, k, v, fxn=fxn)[0], is_causal=causal)
+    check(q, k, v, run_tiles(q, k, v, tiles, causal), is_causal=causal)
 
 
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx942"])
@@ -138,16 +120,11 @@ def test_a_bad_number_reaches_the_rows_that_see_it_and_no_other(bad: float) -> N
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize(("Dk", "Dv"), [(64, 64), (33, 48)])
 def test_no_bank_conflict_and_causal_tiles_skipped(arch: str, Dk: int, Dv: int) -> None:
-  matrix = []
   with on(arch):
-    q, k, v = inputs(1, 1, 1, 100, 100, Dk, Dv)
-    for is_causal in (False, True):
-      with emulator.profile() as profile:
-        attention(q, k, v, is_causal=is_causal, backend="kernel").realize()
-      counts = [count for name, count in profile.kernels.items() if name.startswith("attention")]
-      assert [count.bank_conflicts for count in counts] == [0]
-      matrix.append(counts[0].matrix)
-  assert matrix[1] < matrix[0]
+    sources = inputs(1, 1, 1, 100, 100, Dk, Dv)
+    full, causal = counts(*sources), counts(*sources, is_causal=True)
+  assert full.bank_conflicts == causal.bank_conflicts == 0
+  assert causal.matrix < full.matrix
 
 
 @pytest.mark.parametrize("arch", ARCHES)

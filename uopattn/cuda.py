@@ -1,8 +1,8 @@
 """Our CUDA kernels on a GPU, with what tinygrad's own renderer and runtime leave out.
 
-Shared memory is dynamic, so that a workgroup may have more than 48 KiB, and Hopper's own instructions are there: code is
-compiled for sm_90a where the GPU is sm_90. The program's runtime is put where tinygrad looks it up; every other program
-keeps tinygrad's.
+Shared memory is dynamic, so that a workgroup may have more than 48 KiB, and Hopper's own instructions are there: code
+is compiled for sm_90a where the GPU is sm_90. The program's runtime is put where tinygrad looks it up; every other
+program keeps tinygrad's.
 """
 
 from typing import cast

@@ -46,7 +46,7 @@ def _amd_tiles(spec: AttentionSpec, target: Target) -> amd_forward.Tiles:
 
 
 def _cuda_tiles(spec: AttentionSpec, target: Target) -> cuda_forward.Tiles:
-  return cuda_forward.Tiles.choose(spec.M, spec.N, spec.Dk, spec.Dv, lds_limit(target.arch))
+  return cuda_forward.Tiles.choose(target.arch, spec.M, spec.N, spec.Dk, spec.Dv, lds_limit(target.arch))
 
 
 def _hopper_tiles(spec: AttentionSpec, target: Target) -> hopper_forward.Tiles:

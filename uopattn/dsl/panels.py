@@ -2,8 +2,8 @@
 
 Matrix instructions read rows in chunks of 16 bytes, eight rows at a time. A tile lies in panels of up to 64 columns, so
 that a panel's row has at most 128 bytes, which is once around all banks. Within it the chunks are permuted: chunk c of
-row r is stored at place c xor r, so that one chunk of eight rows covers all banks. (A narrower panel has several rows in
-128 bytes, and permutes by the number of the 128 bytes.) These are the hardware's own 128-, 64- and 32-byte swizzles.
+row r is stored at place c xor r, so that one chunk of eight rows covers all banks. (A narrower panel has several rows
+in 128 bytes, and permutes by the number of the 128 bytes.) These are the hardware's own 128-, 64- and 32-byte swizzles.
 
 Sources: PTX ISA, "ldmatrix", "cp.async" and "Shared Memory Matrix Layout" of wgmma.
 """

@@ -1,9 +1,9 @@
 """Rows of NVIDIA's matrix instructions: each belongs to the four lanes of a quad.
 
 mma.sync (16, 8, 16) and wgmma hold 16 rows a warp in the same way. Lane l is member t = l % 4 of quad g = l // 4. Of an
-accumulator tile (16, 8) it has four elements: e is row g + 8 * (e // 2), column 2 t + e % 2. Of the left operand (16, 16)
-it has words of two neighbours: row g or g + 8, columns 2 t and 2 t + 8. So two neighbouring accumulator tiles, rounded
-to 16 bits, are a left operand as they are.
+accumulator tile (16, 8) it has four elements: e is row g + 8 * (e // 2), column 2 t + e % 2. Of the left operand
+(16, 16) it has words of two neighbours: row g or g + 8, columns 2 t and 2 t + 8. So two neighbouring accumulator tiles,
+rounded to 16 bits, are a left operand as they are.
 
 Source: PTX ISA, "Matrix Fragments for mma.m16n8k16" and "Register Fragments for wgmma.mma_async.m64nNk16".
 """
@@ -28,7 +28,7 @@ def row_of(lane: UOp, half: int) -> UOp:
   return lane // QUAD + 8 * half
 
 
-def row_elements(tiles: list[list[UOp]], half: int) -> list[UOp]:
+def row_elements(tiles: list[UOp], half: int) -> list[UOp]:
   """This lane's elements of one row, over neighbouring accumulator tiles; element i is in column `columns(n)[i]`."""
   return [tile[2 * half + e] for tile in tiles for e in range(2)]
 
@@ -72,7 +72,7 @@ def store_row(
   values = [[acc[d, 2 * half + e].load() * inverse for e in range(2)] for d in range(acc.shape[0])]
   stores = []
   if Dv % COLUMNS == 0:
-    words, flat = [ins.pack("cuda", *pair, o.dtype) for pair in values], as_type(o, dtypes.uint)
+    words, flat = [ins.pack("cuda", low, high, o.dtype) for low, high in values], as_type(o, dtypes.uint)
     words += [UOp.const(0, dtypes.uint)] * (-len(words) % QUAD)
     for d in range(0, len(words), QUAD):  # lane t of the quad stores tile d + t
       column = (d + lane % QUAD) * COLUMNS

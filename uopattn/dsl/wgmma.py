@@ -1,9 +1,9 @@
 """Hopper's asynchronous matrix product of a warpgroup (four warps, 128 threads), sm_90a.
 
-`start` begins D (64, n) += A (64, 16 steps) B (16 steps, n) with float32 accumulators in registers, as one group; `wait`
-waits for it. B, and A where it is not in registers, lie in shared memory, in panels of 64 columns with the 128-byte
-swizzle (`uopattn.dsl.panels`), each panel at a multiple of 1024 bytes. Warp w of the four has rows 16 w to 16 w + 15 of
-A and D, with the elements of `uopattn.dsl.quads`.
+`start` begins D (64, n) += A (64, 16 steps) B (16 steps, n) with float32 accumulators in registers, as one group;
+`wait` waits for it. B, and A where it is not in registers, lie in shared memory, in panels of 64 columns with the
+128-byte swizzle (`uopattn.dsl.panels`), each panel at a multiple of 1024 bytes. Warp w of the four has rows 16 w to
+16 w + 15 of A and D, with the elements of `uopattn.dsl.quads`.
 
 The product and its fence are one text, and the wait names the accumulators: so neither the compiler's front end nor its
 back end can move an access to a register into the time when the hardware has it.
@@ -42,7 +42,8 @@ def _listed(form: str, count: int, first: int = 0) -> str:
 @cache
 def _product(n: int, steps: int, kind: str, registers: bool) -> Instruction:
   """Operands: accumulators, A (words in registers, or shared memory), B, elements from panel to panel of A and of B."""
-  count, inputs, lines = n // 2, [], ["wgmma.fence.sync.aligned;"]
+  count, lines = n // 2, ["wgmma.fence.sync.aligned;"]
+  inputs: list[str] = []
   shape = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{_listed('%#', count)}}}"
   for step in range(steps):
     at = count + len(inputs)

@@ -1,8 +1,8 @@
 """The asynchronous matrix products of `uopattn.dsl.wgmma`.
 
-A product is computed when it starts, but its result is kept back until the wait for it: until then the accumulators count
-as unwritten. What it reads of LDS it reads again at the wait, so that an overwrite in between is a race, and what it reads
-of registers must still be there.
+A product is computed when it starts, but its result is kept back until the wait for it: until then the accumulators
+count as unwritten. What it reads of LDS it reads again at the wait, so that an overwrite in between is a race, and what
+it reads of registers must still be there.
 """
 
 from dataclasses import dataclass, field
@@ -51,7 +51,8 @@ def _groups(run: Run, u: UOp) -> np.ndarray:
     raise run.fail(Divergence, u, what)
   active = np.ones(run.shape.lanes, bool) if run.mask is None else run.mask
   parts = active.reshape(-1, THREADS)
-  if (bad := parts.any(axis=1) & ~parts.all(axis=1)).any():
+  bad = np.asarray(parts.any(axis=1) & ~parts.all(axis=1))
+  if bad.any():
     missing = np.flatnonzero((bad[:, None] & ~parts).ravel())
     raise run.fail(Divergence, u, "a warpgroup's product with inactive lanes in the warpgroup", missing)
   return np.flatnonzero(parts.all(axis=1)) * THREADS
