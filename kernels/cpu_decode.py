@@ -25,7 +25,7 @@ from uopattn.dsl import LN2, LOG2E, Scope, clamp, exp2, sizes
 from uopattn.dsl.strips import accumulate, even, largest_divisor, strips, zeros
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
-WORK_PER_CALL = 4_000_000  # floating-point operations; some 0.03 ms, against some microseconds that a call costs
+WORK_PER_CALL = 4_000_000  # floating-point operations; some 0.03 ms, against a microsecond that a call costs
 
 Hidden = Callable[[UOp, UOp], UOp]  # (row of the strip, key of the tile) -> whether the row does not see the key
 

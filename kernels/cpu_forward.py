@@ -30,7 +30,7 @@ from uopattn.dsl import LN2, LOG2E, Loop, Scope, clamp, exp2, gated, sizes
 from uopattn.dsl.strips import accumulate, even, largest_divisor, strips, zeros
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
-WORK_PER_CALL = 16_000_000  # floating-point operations; about 0.1 ms, against some microseconds that a call costs
+WORK_PER_CALL = 4_000_000  # floating-point operations; some 0.02 ms, against a microsecond that a call costs
 
 Tile = Callable[[UOp, UOp], UOp]  # (key, column), both counted within the tile -> its float32 element
 

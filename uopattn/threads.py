@@ -5,11 +5,7 @@ of ours gets a runtime object of its own, put where tinygrad looks a program's r
 every other user of the process, keeps tinygrad's.
 """
 
-import ctypes
-import itertools
-import os
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 from tinygrad import Device, UOp
@@ -21,16 +17,7 @@ from tinygrad.runtime.ops_cpu import CPUDevice, CPUProgram
 from tinygrad.uop.ops import KernelInfo, Ops
 
 from uopattn.machine import usable_cores
-
-_pool: ThreadPoolExecutor | None = None
-
-
-def _forget_pool() -> None:
-  global _pool
-  _pool = None
-
-
-os.register_at_fork(after_in_child=_forget_pool)  # threads do not survive a fork
+from uopattn.team import ARGUMENTS, team
 
 
 def thread_count() -> int:
@@ -38,17 +25,10 @@ def thread_count() -> int:
   return max(1, min(NUM_CPU_THREADS.value, usable_cores()))
 
 
-def _workers() -> ThreadPoolExecutor:
-  global _pool
-  if _pool is None:
-    _pool = ThreadPoolExecutor(max(1, usable_cores() - 1), thread_name_prefix="uopattn")
-  return _pool
-
-
 class ThreadedProgram(CPUProgram):
   """A compiled kernel whose work items are taken from a common counter by several threads, the caller among them.
 
-  So uneven items (causal rows) balance by themselves. ctypes gives up the interpreter lock during each item.
+  So uneven items (causal rows) balance by themselves.
   """
 
   def __call__(
@@ -59,25 +39,10 @@ class ThreadedProgram(CPUProgram):
     wait: bool = False,
     **launch: Any,
   ) -> float | None:
-    items, threads = global_size[0], min(thread_count(), global_size[0])
-    if threads == 1 or "core_id" not in self.runtimevars:
-      return super().__call__(*bufs, global_size=global_size, vals=vals, wait=wait, **launch)
     start = time.perf_counter()
-    slot = self.runtimevars["core_id"]
-    words = [*(buf.va_addr for buf in bufs), *vals]
-    ticket = itertools.count()  # next() is one step under the interpreter lock
-
-    def work() -> None:
-      arguments = [ctypes.c_uint64(word or 0) for word in words]
-      while (item := next(ticket)) < items:
-        arguments[slot] = ctypes.c_uint64(item)
-        self.fxn(*arguments)
-
-    helpers = [_workers().submit(work) for _ in range(threads - 1)]
-    work()
-    for helper in helpers:
-      if not helper.cancel():  # one that has not begun has nothing left to do
-        helper.result()
+    words = [buf.va_addr for buf in bufs] + [value or 0 for value in vals]
+    slot = self.runtimevars.get("core_id", ARGUMENTS - 1)
+    team(usable_cores() - 1).run(self.addr, words, slot, global_size[0], thread_count())
     return time.perf_counter() - start if wait else None
 
 
