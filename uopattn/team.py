@@ -7,6 +7,7 @@ begun.
 """
 
 import ctypes
+import functools
 import os
 import threading
 from collections.abc import Sequence
@@ -95,6 +96,15 @@ _CLOSED = (1 << 64) - 1
 _LIBC = ctypes.CDLL(None)
 
 
+@functools.cache
+def _program() -> CPUProgram:
+  """The machine code."""
+  device = cast(CPUDevice, Device["CPU"])
+  target = device.renderer.target
+  code = ClangCompiler(target.arch.split(",")).compile_cached(_SOURCE)
+  return CPUProgram(device, TinyELF(code, "uopattn_team", target, ()))
+
+
 class Team:
   """Worker threads, and the memory by which they learn of a job.
 
@@ -103,11 +113,7 @@ class Team:
   """
 
   def __init__(self, workers: int):
-    device = cast(CPUDevice, Device["CPU"])
-    target = device.renderer.target
-    code = ClangCompiler(target.arch.split(",")).compile_cached(_SOURCE)
-    self._program = CPUProgram(device, TinyELF(code, "uopattn_team", target, ()))
-    self._enter = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)(self._program.addr)
+    self._enter = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)(_program().addr)
     self._shared = (ctypes.c_uint64 * (_JOB + 3))()
     self._shared[_JOB + 1] = _CLOSED
     self._workers = workers

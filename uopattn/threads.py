@@ -9,7 +9,6 @@ import time
 from typing import Any, cast
 
 from tinygrad import Device, UOp
-from tinygrad.codegen import to_program
 from tinygrad.engine.realize import runtime_cache
 from tinygrad.helpers import NUM_CPU_THREADS
 from tinygrad.renderer import Estimates
@@ -17,6 +16,7 @@ from tinygrad.runtime.ops_cpu import CPUDevice, CPUProgram
 from tinygrad.uop.ops import KernelInfo, Ops
 
 from uopattn.machine import usable_cores
+from uopattn.program_cache import program
 from uopattn.team import ARGUMENTS, team
 
 
@@ -30,6 +30,10 @@ class ThreadedProgram(CPUProgram):
 
   So uneven items (causal rows) balance by themselves.
   """
+
+  def __init__(self, *given: Any):
+    super().__init__(*given)
+    team(usable_cores() - 1)  # made by the thread that compiles, the one that tinygrad's database is open for
 
   def __call__(
     self,
@@ -54,10 +58,11 @@ def threaded(kernel: UOp, device: str, estimates: Estimates) -> UOp:
     device: "CPU", "CPU:1", ...
     estimates: what tinygrad is to report as the kernel's work.
   """
-  compiled = to_program(kernel, Device[device].renderer)
+  info, source, binary = program(kernel, Device[device].renderer)
   # tinygrad would look into the kernel's own graph and find its axes open.
   params = sorted((u for u in kernel.toposort() if u.op is Ops.PARAM), key=lambda u: u.arg.slot)
   sink = UOp.sink(*params, arg=KernelInfo(name=kernel.arg.name, estimates=estimates))
-  program = compiled.replace(src=(sink, UOp(Ops.LINEAR, src=(*sink.src, sink)), *compiled.src[2:]))
-  runtime_cache.setdefault((program.key, device), ThreadedProgram(cast(CPUDevice, Device[device]), program.to_elf()))
-  return program
+  code = UOp(Ops.SOURCE, arg=source), UOp(Ops.BINARY, arg=binary)
+  made = UOp(Ops.PROGRAM, src=(sink, UOp(Ops.LINEAR, src=(*sink.src, sink)), *code), arg=info)
+  runtime_cache.setdefault((made.key, device), ThreadedProgram(cast(CPUDevice, Device[device]), made.to_elf()))
+  return made
