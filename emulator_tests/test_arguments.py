@@ -76,8 +76,8 @@ def test_block_masks_are_checked_when_made() -> None:
 
 def test_kernel_backend_says_what_it_lacks() -> None:
   for options, message in (
-    ({"softcap": 2.0}, "backend='kernel': cpu_forward has no softcap; leave it at its default"),
-    ({"q_start": Tensor([1, 2])}, "cpu_forward takes q_start as an int alone"),
+    ({"softcap": 2.0}, "backend='kernel': cpu_decode has no softcap; leave it at its default"),
+    ({"q_start": Tensor([1, 2])}, "cpu_decode takes q_start as an int alone"),
   ):
     with pytest.raises(ValueError, match=message):
       attention(Q, Q, Q, backend="kernel", **options)
@@ -91,8 +91,8 @@ def test_auto_falls_back_with_one_log_line_for_each_reason(caplog: pytest.LogCap
       check(q, k, v, attention(q, k, v, softcap=2.0, window=(3, None)), softcap=2.0, window=(3, None))
       check(q, k, v, attention(q, k, v))
   assert [record.getMessage() for record in caplog.records] == [
-    "attention falls back to plain tinygrad ops: cpu_forward has no window; leave it at its default",
-    "attention falls back to plain tinygrad ops: cpu_forward has no softcap; leave it at its default",
+    "attention falls back to plain tinygrad ops: cpu_decode has no window; leave it at its default",
+    "attention falls back to plain tinygrad ops: cpu_decode has no softcap; leave it at its default",
   ]
 
 

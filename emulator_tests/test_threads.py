@@ -1,12 +1,12 @@
 """Kernels on several threads: every work item once, whatever the number of threads, and nobody else affected."""
 
+import ctypes
 import os
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 from helpers import check, qkv
@@ -15,44 +15,82 @@ from tinygrad.engine.realize import runtime_cache
 from tinygrad.runtime.ops_cpu import CPUProgram
 
 from uopattn import attention, threads
+from uopattn.team import Team
 from uopattn.threads import ThreadedProgram, thread_count
 
 
-class Recorder(ThreadedProgram):
-  """A program whose work item is to note itself, and the thread it is on."""
+class Recorder:
+  """A kernel whose work item is to note itself, what else it was given, and the thread it is on."""
 
   def __init__(self, slow_item: int | None = None):
-    self.runtimevars, self.slow_item = {"core_id": 1}, slow_item
-    self.done: list[tuple[int, threading.Thread]] = []
-    setattr(self, "fxn", self.note)  # noqa: B010  (declared as a C function)
+    self.slow_item = slow_item
+    self.done: list[tuple[int, int, threading.Thread]] = []
+    self.function = ctypes.CFUNCTYPE(None, ctypes.c_uint64, ctypes.c_uint64)(self.note)
 
-  def note(self, buffer, item) -> None:
-    time.sleep(0.2 if item.value == self.slow_item else 0.002)
-    self.done.append((item.value, threading.current_thread()))
+  def note(self, given: int, item: int) -> None:
+    time.sleep(0.2 if item == self.slow_item else 0.002)
+    self.done.append((item, given, threading.current_thread()))
 
-  def run(self, items: int) -> list[int]:
-    self(SimpleNamespace(va_addr=5), global_size=(items, 1, 1), vals=(None,), wait=True)
-    return sorted(item for item, _ in self.done)
+  def run(self, team: Team, items: int, threads: int) -> list[int]:
+    address = ctypes.cast(self.function, ctypes.c_void_p).value
+    assert address is not None
+    team.run(address, (5, 0), 1, items, threads)
+    assert {given for _, given, _ in self.done} == {5}
+    return sorted(item for item, _, _ in self.done)
 
 
-@pytest.mark.parametrize("cores", [1, 2, 3, 64])
+@pytest.fixture(scope="module")
+def three() -> Team:
+  return Team(3)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 4, 64])
 @pytest.mark.parametrize("items", [1, 2, 7, 130])
-def test_every_item_once(cores: int, items: int, monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(threads, "thread_count", lambda: cores)
-  monkeypatch.setattr(threads, "usable_cores", lambda: cores)
-  monkeypatch.setattr(threads, "_pool", None)
-  recorder = Recorder()
-  if min(cores, items) > 1:
-    assert recorder.run(items) == list(range(items))
-    assert 1 < len({thread for _, thread in recorder.done}) <= min(cores, items)
+def test_every_item_once(three: Team, threads: int, items: int) -> None:
+  for pause in (0, 0.1):  # workers that are awake, workers that sleep
+    time.sleep(pause)
+    recorder = Recorder()
+    assert recorder.run(three, items, threads) == list(range(items))
+    assert len({thread for _, _, thread in recorder.done}) <= min(threads, items, 4)
+    if items == 130:
+      assert len({thread for _, _, thread in recorder.done}) == min(threads, 4)
 
 
-def test_a_long_item_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(threads, "thread_count", lambda: 2)
+def test_a_long_item_does_not_hold_up_the_others(three: Team) -> None:
   recorder = Recorder(slow_item=0)
-  assert recorder.run(20) == list(range(20))
+  assert recorder.run(three, 20, 2) == list(range(20))
   assert recorder.done[-1][0] == 0
-  assert len({thread for item, thread in recorder.done if item}) == 1
+  assert len({thread for item, _, thread in recorder.done if item}) == 1
+
+
+def test_callers_at_once_do_not_wait_for_each_other(three: Team) -> None:
+  recorders = [Recorder(slow_item=3) for _ in range(4)]
+  with ThreadPoolExecutor(4) as pool:
+    for items in pool.map(lambda recorder: recorder.run(three, 10, 4), recorders):
+      assert items == list(range(10))
+
+
+def test_workers_leave_the_callers_core(three: Team) -> None:
+  allowed = os.sched_getaffinity(0)
+  if len(allowed) < 2:
+    pytest.skip("there is one core")
+  time.sleep(0.1)  # they fall asleep
+  try:
+    os.sched_setaffinity(0, {min(allowed)})
+    assert Recorder().run(three, 30, 2) == list(range(30))  # has nowhere else to go, and gets done
+    os.sched_setaffinity(0, allowed)
+    time.sleep(0.1)
+    asleep = [thread for _, thread in three._asleep]
+    assert len(asleep) == 3
+    assert Recorder().run(three, 30, 4) == list(range(30))
+    assert all(len(os.sched_getaffinity(thread)) == len(allowed) - 1 for thread in asleep)
+  finally:
+    os.sched_setaffinity(0, allowed)
+
+
+def test_too_many_arguments(three: Team) -> None:
+  with pytest.raises(ValueError, match="a kernel of 24 arguments; at most 23 can be passed"):
+    three.run(0, [0] * 24, 1, 1, 1)
 
 
 def test_number_of_threads_follows_tinygrad_and_the_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,15 +147,17 @@ def test_after_a_fork() -> None:
   code = """
 import os
 from tinygrad import Tensor
-from uopattn import attention, threads
+from uopattn import attention, team, threads
 threads.usable_cores = lambda: 2
 threads.thread_count = lambda: 2
 q, k, v = (Tensor.randn(1, 32, 256, 64).realize() for _ in range(3))
 before = attention(q, k, v, backend="kernel").numpy()
-assert threads._pool is not None
+parent = team._team
+assert parent is not None
 child = os.fork()
 if child == 0:
   after = attention(q, k, v, backend="kernel").numpy()
+  assert team._team is not parent
   os._exit(0 if (after == before).all() else 1)
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """

@@ -27,9 +27,10 @@ from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType, KernelInfo
 
 from uopattn.dsl import LN2, LOG2E, Loop, Scope, clamp, exp2, gated, sizes
+from uopattn.dsl.strips import accumulate, even, largest_divisor, strips, zeros
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
-WORK_PER_CALL = 16_000_000  # floating-point operations; about 0.1 ms, against some microseconds that a call costs
+WORK_PER_CALL = 4_000_000  # floating-point operations; some 0.02 ms, against a microsecond that a call costs
 
 Tile = Callable[[UOp, UOp], UOp]  # (key, column), both counted within the tile -> its float32 element
 
@@ -80,7 +81,7 @@ class Tiles:
       block_m, block_n = max(lanes, block_m // 2), max(1, block_n // 2)
     blocks = heads * ceildiv(M, tiles.block_m)
     wanted = ceildiv(WORK_PER_CALL, 2 * tiles.block_m * N * (Dk + Dv))
-    return replace(tiles, blocks_per_call=max(d for d in range(1, min(wanted, blocks) + 1) if blocks % d == 0))
+    return replace(tiles, blocks_per_call=largest_divisor(blocks, wanted))
 
 
 def forward(
@@ -221,27 +222,7 @@ def store_rows(
   return stores
 
 
-def even(length: int, most: int) -> int:
-  """The size of the largest part when `length` is cut into as few parts of at most `most` as it takes, evenly."""
-  return ceildiv(length, ceildiv(length, most))
-
-
-def strips(length: int, width: int) -> list[tuple[int, int, int]]:
-  """Cuts `length` rows into strips of `width` and one narrower rest: (first row, how many strips, rows a strip)."""
-  whole, rest = divmod(length, width)
-  return [(0, whole, width)] * (whole > 0) + [(whole * width, 1, rest)] * (rest > 0)
-
-
 def product(s: Scope, rows: int, left: Callable[[int, UOp], UOp], right: UOp, within: tuple[UOp, ...]) -> UOp:
-  """acc[r, m] = sum over i of left(r, i) * right[i, m], one broadcast scalar at a time against a row of lanes.
-
-  The rows are written out, never indexed by an axis: an array that is indexed by constants and whole rows of lanes
-  alone is what the compiler moves into vector registers.
-  """
+  """acc[r, m] = sum over i of left(r, i) * right[i, m], one broadcast scalar at a time against a row of lanes."""
   length, lanes = sizes(right)
-  acc, m = s.buffer(rows, lanes), s.axis(lanes)
-  acc = acc.after(UOp.group(*[acc.after(*within)[r, m].store(0.0) for r in range(rows)]).end(m))
-  i, m = s.axis(length), s.axis(lanes)
-  before = acc.after(i)
-  stores = [before[r, m].store(before[r, m] + left(r, i) * right[i, m]) for r in range(rows)]
-  return acc.after(UOp.group(*stores).end(i, m))
+  return accumulate(s, zeros(s, rows, lanes, within), length, lanes, lambda r, i, m: left(r, i) * right[i, m])

@@ -8,7 +8,7 @@ from tinygrad import UOp
 from tinygrad.dtype import DType
 
 from uopattn.dsl.limits import lds_limit
-from uopattn.kernels import amd_forward, cpu_forward, cuda_forward, hopper_forward
+from uopattn.kernels import amd_forward, cpu_decode, cpu_forward, cuda_forward, hopper_forward
 from uopattn.spec import DTYPES, AttentionSpec, dtype_name
 from uopattn.target import Target
 
@@ -22,16 +22,20 @@ class Kernel:
     devices: the devices that it runs on.
     dtypes: what q, k and v may be.
     features: the arguments of `AttentionSpec.extras` that it has code for.
+    tiles: the class of its block sizes.
     choose_tiles: its tiles for a spec and a target; raises ValueError where none fit.
     build: (o, q, k, v, lse or None, scale=, causal=, q_start=, tiles=) -> the kernel's graph on 3-D buffers.
+    meant_for: whether it is the one to take where several kernels of a device could serve.
   """
 
   name: str
   devices: tuple[str, ...]
   dtypes: tuple[DType, ...]
   features: frozenset[str]
+  tiles: type
   choose_tiles: Callable[[AttentionSpec, Target], Any]
   build: Callable[..., UOp]
+  meant_for: Callable[[AttentionSpec, Target], bool] = lambda spec, target: True
 
 
 def _cpu_tiles(spec: AttentionSpec, target: Target) -> cpu_forward.Tiles:
@@ -39,6 +43,19 @@ def _cpu_tiles(spec: AttentionSpec, target: Target) -> cpu_forward.Tiles:
   return cpu_forward.Tiles.choose(
     spec.B * spec.Hq, spec.M, spec.N, spec.Dk, spec.Dv, spec.dtype.itemsize, unit.lanes, unit.registers
   )
+
+
+def _decode_tiles(spec: AttentionSpec, target: Target) -> cpu_decode.Tiles:
+  s, unit = spec, target.vector
+  return cpu_decode.Tiles.choose(s.B * s.Hkv, s.Hq // s.Hkv * s.M, s.N, s.Dk, s.Dv, unit.lanes, unit.registers)
+
+
+def _few_queries(spec: AttentionSpec, target: Target) -> bool:
+  return target.vector.lanes > spec.M
+
+
+def _many_queries(spec: AttentionSpec, target: Target) -> bool:
+  return not _few_queries(spec, target)
 
 
 def _amd_tiles(spec: AttentionSpec, target: Target) -> amd_forward.Tiles:
@@ -50,14 +67,34 @@ def _cuda_tiles(spec: AttentionSpec, target: Target) -> cuda_forward.Tiles:
 
 
 def _hopper_tiles(spec: AttentionSpec, target: Target) -> hopper_forward.Tiles:
-  return hopper_forward.Tiles.choose(target.arch, spec.M, spec.N, spec.Dk, spec.Dv, lds_limit(target.arch))
+  return hopper_forward.Tiles.choose(
+    target.arch, spec.B * spec.Hq, spec.M, spec.N, spec.Dk, spec.Dv, spec.is_causal, lds_limit(target.arch)
+  )
+
+
+def _for_hopper(spec: AttentionSpec, target: Target) -> bool:
+  return hopper_forward.Tiles.serves(target.arch, spec.Dk, spec.Dv)
 
 
 KERNELS = (
-  Kernel("cpu_forward", ("CPU",), DTYPES, frozenset(), _cpu_tiles, cpu_forward.forward),
-  Kernel("hopper_forward", ("CUDA",), DTYPES[1:], frozenset(), _hopper_tiles, hopper_forward.forward),
-  Kernel("cuda_forward", ("CUDA",), DTYPES[1:], frozenset(), _cuda_tiles, cuda_forward.forward),
-  Kernel("amd_forward", ("AMD",), DTYPES[1:], frozenset(), _amd_tiles, amd_forward.forward),
+  Kernel(
+    "cpu_forward", ("CPU",), DTYPES, frozenset(), cpu_forward.Tiles, _cpu_tiles, cpu_forward.forward, _many_queries
+  ),
+  Kernel(
+    "cpu_decode", ("CPU",), DTYPES, frozenset(), cpu_decode.Tiles, _decode_tiles, cpu_decode.forward, _few_queries
+  ),
+  Kernel("amd_forward", ("AMD",), DTYPES[1:], frozenset(), amd_forward.Tiles, _amd_tiles, amd_forward.forward),
+  Kernel(
+    "hopper_forward",
+    ("CUDA",),
+    DTYPES[1:],
+    frozenset(),
+    hopper_forward.Tiles,
+    _hopper_tiles,
+    hopper_forward.forward,
+    _for_hopper,
+  ),
+  Kernel("cuda_forward", ("CUDA",), DTYPES[1:], frozenset(), cuda_forward.Tiles, _cuda_tiles, cuda_forward.forward),
 )
 
 
@@ -72,26 +109,42 @@ class Choice:
     return f"{self.kernel.name} {self.tiles}"
 
 
-def dispatch(spec: AttentionSpec, target: Target) -> Choice | list[str]:
-  """The kernel for this attention, or the reasons why none serves it, each with what would be accepted."""
+def dispatch(spec: AttentionSpec, target: Target, tiles: Any = None) -> Choice | list[str]:
+  """The kernel for this attention, or the reasons why none serves it, each with what would be accepted.
+
+  Of several kernels for a device, the one that is meant for the case comes first, and its reasons are those returned.
+
+  Args:
+    tiles: block sizes, whose class says which kernel is wanted; None leaves both to us.
+  """
   kernels = [kernel for kernel in KERNELS if target.device in kernel.devices]
   if not kernels:
     devices = sorted({device for kernel in KERNELS for device in kernel.devices})
     return [f"no kernel for device {target.device}; there are kernels for {', '.join(devices)}"]
-  reasons: list[str] = []
+  if tiles is not None:
+    kernels = [kernel for kernel in kernels if kernel.tiles is type(tiles)]
+    if not kernels:
+      return [f"tiles is {tiles!r}, which no kernel for {target.device} takes"]
+  kernels.sort(key=lambda kernel: not kernel.meant_for(spec, target))
+  reasons: list[list[str]] = []
   for kernel in kernels:
-    against = [
-      f"{kernel.name} has no {name}; leave it at its default" for name in spec.extras if name not in kernel.features
-    ]
-    if spec.dtype not in kernel.dtypes:
-      accepted = " or ".join(map(dtype_name, kernel.dtypes))
-      against.append(f"{kernel.name} has no code for {dtype_name(spec.dtype)} q, k and v; give it {accepted}")
-    if spec.q_start is None:
-      against.append(f"{kernel.name} takes q_start as an int alone, neither as a Variable nor as a Tensor")
+    against = _reasons_against(kernel, spec)
     try:
       if not against:
-        return Choice(kernel, kernel.choose_tiles(spec, target))
+        return Choice(kernel, tiles or kernel.choose_tiles(spec, target))
     except ValueError as error:
       against.append(f"{kernel.name}: {error}")
-    reasons += against
-  return reasons
+    reasons.append(against)
+  return reasons[0]
+
+
+def _reasons_against(kernel: Kernel, spec: AttentionSpec) -> list[str]:
+  """What the kernel has no code for."""
+  lacks = [name for name in spec.extras if name not in kernel.features]
+  against = [f"{kernel.name} has no {name}; leave it at its default" for name in lacks]
+  if spec.dtype not in kernel.dtypes:
+    accepted = " or ".join(map(dtype_name, kernel.dtypes))
+    against.append(f"{kernel.name} has no code for {dtype_name(spec.dtype)} q, k and v; give it {accepted}")
+  if spec.q_start is None:
+    against.append(f"{kernel.name} takes q_start as an int alone, neither as a Variable nor as a Tensor")
+  return against

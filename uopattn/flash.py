@@ -44,7 +44,7 @@ def flash(
     q_start: position of the first query among the keys.
     enable_gqa: allows Hq to be a multiple of Hkv; query head h reads key head h // (Hq // Hkv).
     target: the machine to write for; None is tinygrad's default device.
-    tiles: the block sizes, of the chosen kernel's own `Tiles` class; None lets the kernel choose.
+    tiles: the block sizes, of the `Tiles` class of the kernel that is to run; None leaves both to `dispatch`.
 
   Raises:
     TypeError, ValueError: an argument does not fit, or no kernel serves it; the message says what would.
@@ -58,11 +58,11 @@ def flash(
   if lse is not None:
     _check_output("lse", lse, q.shape[:-1], dtypes.float32)
   machine = target or Target.of(Device.DEFAULT)
-  chosen = dispatch(spec, machine)
+  chosen = dispatch(spec, machine, tiles)
   if isinstance(chosen, list):
     raise ValueError("; ".join(chosen))
   device = target.device if target else Device.DEFAULT
-  return build(Choice(chosen.kernel, tiles or chosen.tiles), spec, device, o, q, k, v, lse)
+  return build(chosen, spec, device, o, q, k, v, lse)
 
 
 def build(

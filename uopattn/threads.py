@@ -5,15 +5,10 @@ of ours gets a runtime object of its own, put where tinygrad looks a program's r
 every other user of the process, keeps tinygrad's.
 """
 
-import ctypes
-import itertools
-import os
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 from tinygrad import Device, UOp
-from tinygrad.codegen import to_program
 from tinygrad.engine.realize import runtime_cache
 from tinygrad.helpers import NUM_CPU_THREADS
 from tinygrad.renderer import Estimates
@@ -21,16 +16,8 @@ from tinygrad.runtime.ops_cpu import CPUDevice, CPUProgram
 from tinygrad.uop.ops import KernelInfo, Ops
 
 from uopattn.machine import usable_cores
-
-_pool: ThreadPoolExecutor | None = None
-
-
-def _forget_pool() -> None:
-  global _pool
-  _pool = None
-
-
-os.register_at_fork(after_in_child=_forget_pool)  # threads do not survive a fork
+from uopattn.program_cache import program
+from uopattn.team import ARGUMENTS, team
 
 
 def thread_count() -> int:
@@ -38,18 +25,15 @@ def thread_count() -> int:
   return max(1, min(NUM_CPU_THREADS.value, usable_cores()))
 
 
-def _workers() -> ThreadPoolExecutor:
-  global _pool
-  if _pool is None:
-    _pool = ThreadPoolExecutor(max(1, usable_cores() - 1), thread_name_prefix="uopattn")
-  return _pool
-
-
 class ThreadedProgram(CPUProgram):
   """A compiled kernel whose work items are taken from a common counter by several threads, the caller among them.
 
-  So uneven items (causal rows) balance by themselves. ctypes gives up the interpreter lock during each item.
+  So uneven items (causal rows) balance by themselves.
   """
+
+  def __init__(self, *given: Any):
+    super().__init__(*given)
+    team(usable_cores() - 1)  # made by the thread that compiles, the one that tinygrad's database is open for
 
   def __call__(
     self,
@@ -59,25 +43,10 @@ class ThreadedProgram(CPUProgram):
     wait: bool = False,
     **launch: Any,
   ) -> float | None:
-    items, threads = global_size[0], min(thread_count(), global_size[0])
-    if threads == 1 or "core_id" not in self.runtimevars:
-      return super().__call__(*bufs, global_size=global_size, vals=vals, wait=wait, **launch)
     start = time.perf_counter()
-    slot = self.runtimevars["core_id"]
-    words = [*(buf.va_addr for buf in bufs), *vals]
-    ticket = itertools.count()  # next() is one step under the interpreter lock
-
-    def work() -> None:
-      arguments = [ctypes.c_uint64(word or 0) for word in words]
-      while (item := next(ticket)) < items:
-        arguments[slot] = ctypes.c_uint64(item)
-        self.fxn(*arguments)
-
-    helpers = [_workers().submit(work) for _ in range(threads - 1)]
-    work()
-    for helper in helpers:
-      if not helper.cancel():  # one that has not begun has nothing left to do
-        helper.result()
+    words = [buf.va_addr for buf in bufs] + [value or 0 for value in vals]
+    slot = self.runtimevars.get("core_id", ARGUMENTS - 1)
+    team(usable_cores() - 1).run(self.addr, words, slot, global_size[0], thread_count())
     return time.perf_counter() - start if wait else None
 
 
@@ -89,10 +58,11 @@ def threaded(kernel: UOp, device: str, estimates: Estimates) -> UOp:
     device: "CPU", "CPU:1", ...
     estimates: what tinygrad is to report as the kernel's work.
   """
-  compiled = to_program(kernel, Device[device].renderer)
+  info, source, binary = program(kernel, Device[device].renderer)
   # tinygrad would look into the kernel's own graph and find its axes open.
   params = sorted((u for u in kernel.toposort() if u.op is Ops.PARAM), key=lambda u: u.arg.slot)
   sink = UOp.sink(*params, arg=KernelInfo(name=kernel.arg.name, estimates=estimates))
-  program = compiled.replace(src=(sink, UOp(Ops.LINEAR, src=(*sink.src, sink)), *compiled.src[2:]))
-  runtime_cache.setdefault((program.key, device), ThreadedProgram(cast(CPUDevice, Device[device]), program.to_elf()))
-  return program
+  code = UOp(Ops.SOURCE, arg=source), UOp(Ops.BINARY, arg=binary)
+  made = UOp(Ops.PROGRAM, src=(sink, UOp(Ops.LINEAR, src=(*sink.src, sink)), *code), arg=info)
+  runtime_cache.setdefault((made.key, device), ThreadedProgram(cast(CPUDevice, Device[device]), made.to_elf()))
+  return made

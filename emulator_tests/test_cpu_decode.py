@@ -1,0 +1,156 @@
+"""The CPU kernel for few queries against the oracle: corners, drawn shapes and tiles, deliberate mistakes."""
+
+import functools
+import math
+from typing import Any
+
+import pytest
+from helpers import DTYPES, check, check_attention, qkv
+from hypothesis import given
+from hypothesis import strategies as st
+from tinygrad import Tensor, UOp, dtypes
+
+from uopattn import flash
+from uopattn.dispatch import Choice, dispatch
+from uopattn.flash import compiled
+from uopattn.kernels import cpu_decode
+from uopattn.kernels.cpu_decode import Tiles
+from uopattn.spec import AttentionSpec
+from uopattn.target import Target
+from uopattn.toolchain import VectorUnit
+
+SHAPES = {
+  "smallest": (1, 1, 1, 1, 1, 1, 1),
+  "grouped": (1, 8, 2, 1, 300, 64, 64),
+  "one key head for all": (2, 7, 1, 1, 130, 32, 32),
+  "a few queries": (1, 4, 4, 3, 200, 48, 80),
+  "rows of two blocks": (1, 14, 2, 3, 129, 16, 16),
+  "odd everywhere": (2, 6, 3, 3, 77, 33, 17),
+  "fewer keys than lanes": (1, 2, 2, 2, 3, 16, 16),
+  "fewer columns than lanes": (1, 2, 2, 2, 70, 3, 2),
+  "large head": (1, 2, 1, 2, 70, 300, 260),
+}
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_matches_the_oracle(shape: str, dtype, is_causal: bool) -> None:
+  B, Hq, Hkv, M, N, Dk, Dv = SHAPES[shape]
+  check_attention(*qkv(B, Hq, Hkv, M, N, Dk, Dv, dtype), is_causal=is_causal, q_start=max(N - M, 0))
+
+
+@pytest.mark.parametrize("q_start", [-200, -2, -1, 0, 1, 62, 63, 64, 127, 1000])
+def test_causal_at_any_start(q_start: int) -> None:
+  check_attention(*qkv(1, 6, 2, 3, 130, 16, 16), is_causal=True, q_start=q_start)
+
+
+def test_it_serves_few_queries_and_leaves_the_others() -> None:
+  for lanes, registers in ((4, 16), (8, 16), (16, 32)):
+    target = Target("CPU", "x86_64,native", VectorUnit(lanes, registers))
+    for M in (1, lanes - 1, lanes):
+      choice = dispatch(AttentionSpec(1, 8, 2, M, 100, 64, 64, dtypes.float32, 0.125), target)
+      assert isinstance(choice, Choice)
+      assert choice.kernel.name == ("cpu_decode" if lanes > M else "cpu_forward")
+
+
+def test_tiles_of_another_machine() -> None:
+  q, k, v = qkv(1, 1, 1, 1, 20, 8, 8)
+  with pytest.raises(ValueError, match="tiles is 64, which no kernel for CPU takes"):
+    Tensor.custom_kernel(Tensor.empty(1, 1, 1, 8), q, k, v, fxn=functools.partial(flash, tiles=64))
+
+
+@given(
+  unroll_m=st.integers(1, 5),
+  row_strips=st.integers(1, 3),
+  block_n=st.integers(1, 140),
+  unroll_n=st.integers(1, 5),
+  lanes=st.sampled_from((1, 2, 4, 8, 16)),
+  M=st.integers(1, 7),
+  N=st.integers(1, 130),
+  causal=st.booleans(),
+)
+def test_any_tiles(unroll_m, row_strips, block_n, unroll_n, lanes, M, N, causal) -> None:
+  q, k, v = qkv(1, 4, 2, M, N, 20, 21)
+  tiles = Tiles(unroll_m * row_strips, block_n, unroll_m, unroll_n, lanes, 2)
+  fxn = functools.partial(flash, tiles=tiles, causal=causal, enable_gqa=True)
+  o, lse = (Tensor.full(x, math.nan).contiguous().realize() for x in ((1, 4, M, 21), (1, 4, M)))
+  results = Tensor.custom_kernel(o, q, k, v, lse, fxn=fxn)
+  Tensor.realize(results[0], results[4])
+  check(q, k, v, results[0], results[4], is_causal=causal)
+
+
+right_qk, right_pv = cpu_decode.multiply_qk, cpu_decode.multiply_pv
+right_softmax, right_add, right_fold = cpu_decode.softmax, cpu_decode.add_up, cpu_decode.fold
+
+
+def ones(s, alpha: UOp, within) -> UOp:
+  return s.assign(s.buffer(*alpha.shape), lambda r: 1.0, within=within)
+
+
+def no_rescale_of_o(s, p, v, acc, alpha, first_row, tiles, within):
+  return right_pv(s, p, v, acc, ones(s, alpha, within), first_row, tiles, within)
+
+
+def no_rescale_of_l(s, p, l_old, alpha, first_row, within):
+  return right_add(s, p, l_old, ones(s, alpha, within), first_row, within)
+
+
+def no_mask(s, scores, hidden, *rest):
+  return right_softmax(s, scores, lambda r, n: UOp.const(False), *rest)
+
+
+def mask_one_key_late(s, scores, hidden, *rest):
+  return right_softmax(s, scores, lambda r, n: hidden(r, n - 1), *rest)
+
+
+def half_of_the_lanes(s, x, op, within):
+  width = x.shape[-1]
+  return right_fold(
+    s, s.assign(s.buffer(*x.shape), lambda *i: (i[-1] < width // 2).where(x[i], 0.0), within=within), op, within
+  )
+
+
+def rest_of_the_head_left_out(s, q, k, *rest):
+  return right_qk(s, q, lambda n, d: (d < 16).where(k(n, d), 0.0), *rest)
+
+
+MISTAKES: dict[str, tuple[str, Any, dict[str, Any]]] = {
+  "no rescale of the accumulator": ("multiply_pv", no_rescale_of_o, {}),
+  "no rescale of the sum": ("add_up", no_rescale_of_l, {}),
+  "no causal mask": ("softmax", no_mask, {"is_causal": True, "q_start": 140}),
+  "last tile counted twice": ("softmax", no_mask, {}),
+  "mask one key late": ("softmax", mask_one_key_late, {"is_causal": True, "q_start": 140}),
+  "half of the lanes": ("fold", half_of_the_lanes, {}),
+  "rest of the head left out": ("multiply_qk", rest_of_the_head_left_out, {}),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+  phase, mistake, options = MISTAKES[name]
+  inputs = qkv(1, 6, 2, 3, 150, 20, 16)
+  check_attention(*inputs, **options)
+  compiled.cache_clear()
+  monkeypatch.setattr(cpu_decode, phase, mistake)
+  with pytest.raises(AssertionError, match="worst at"):
+    check_attention(*inputs, **options)
+  compiled.cache_clear()
+
+
+def test_tiles_state_their_laws() -> None:
+  with pytest.raises(ValueError, match="unroll_n=0: must be at least 1"):
+    Tiles(4, 64, 4, 0, 16)
+  with pytest.raises(ValueError, match="block_m=6: must be a multiple of unroll_m=4"):
+    Tiles(6, 64, 4, 4, 16)
+  with pytest.raises(ValueError, match="lanes=12: must be a power of two"):
+    Tiles(4, 64, 4, 4, 12)
+  for rows, block_m, unroll_m in ((1, 1, 1), (4, 4, 4), (5, 6, 3), (7, 8, 4), (16, 16, 4), (17, 9, 3), (40, 16, 4)):
+    tiles = Tiles.choose(8, rows, 4096, 128, 128, 16, 32)
+    assert (tiles.block_m, tiles.unroll_m) == (block_m, unroll_m)
+    assert tiles.unroll_m * tiles.unroll_n + tiles.unroll_n + 1 <= 32
+  small = Tiles.choose(8, 8, 4096, 128, 128, 8, 16)
+  assert small.unroll_m * small.unroll_n + small.unroll_n + 1 <= 16
+  assert Tiles.choose(8, 40, 10, 20_000, 20_000, 16, 32).stack_bytes(20_000, 20_000) <= cpu_decode.STACK_LIMIT
+  with pytest.raises(ValueError, match="head size 2000000: a tile needs"):
+    Tiles.choose(8, 1, 1000, 2_000_000, 64, 16, 32)

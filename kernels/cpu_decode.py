@@ -1,0 +1,256 @@
+"""Forward attention on a CPU for a few queries at a time: head size and keys along SIMD lanes.
+
+With fewer queries than lanes `cpu_forward`, which has one query a lane, leaves lanes empty and reads K and V once for
+each query head. Here the queries of all the heads that share a key head are the rows of one block, K and V are read
+once for all of them, and
+    S = Q K^T      (rows, block_n)   lanes along the head size; the partial sums of each dot product are folded last
+    m, P, l        the online softmax, lanes along the keys; l is kept as one partial sum a lane
+    O = O alpha + P V   (rows, Dv)   lanes along the value columns
+K and V are read in their own order and straight into registers; 16-bit elements are widened there. What limits the
+speed is how fast two cores can read memory.
+
+Who holds what. A strip of `unroll_m` rows against `unroll_n` keys (of Q K^T), or `unroll_n` vectors of value columns
+(of P V), is accumulated in vector registers. Q, O, m and l live on the stack, with the scores of one strip.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from math import inf
+
+from tinygrad import UOp, dtypes
+from tinygrad.helpers import ceildiv, round_up
+from tinygrad.uop.ops import AxisType, KernelInfo
+
+from uopattn.dsl import LN2, LOG2E, Scope, clamp, exp2, sizes
+from uopattn.dsl.strips import accumulate, even, largest_divisor, strips, zeros
+
+STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
+WORK_PER_CALL = 4_000_000  # floating-point operations; some 0.03 ms, against a microsecond that a call costs
+
+Hidden = Callable[[UOp, UOp], UOp]  # (row of the strip, key of the tile) -> whether the row does not see the key
+
+
+@dataclass(frozen=True)
+class Tiles:
+  """The block sizes of one kernel.
+
+  Attributes:
+    block_m: rows a block, a multiple of `unroll_m`: queries of the heads that share a key head.
+    block_n: keys a tile.
+    unroll_m: rows whose accumulators are in registers at once.
+    unroll_n: the same of keys, and of vectors of value columns.
+    lanes: elements of a vector, a power of two.
+    blocks_per_call: blocks that one call of the kernel handles; a divisor of kv_heads * ceil(rows / block_m).
+  """
+
+  block_m: int
+  block_n: int
+  unroll_m: int
+  unroll_n: int
+  lanes: int
+  blocks_per_call: int = 1
+
+  def __post_init__(self) -> None:
+    for name, value in asdict(self).items():
+      if value < 1:
+        raise ValueError(f"Tiles.{name}={value}: must be at least 1")
+    if self.block_m % self.unroll_m:
+      raise ValueError(f"Tiles.block_m={self.block_m}: must be a multiple of unroll_m={self.unroll_m}")
+    if self.lanes & (self.lanes - 1):
+      raise ValueError(f"Tiles.lanes={self.lanes}: must be a power of two")
+
+  def stack_bytes(self, Dk: int, Dv: int) -> int:
+    """Bytes of Q, O, l and the partial sums of a strip's scores, with their folds."""
+    return 4 * (self.block_m * (Dk + Dv + self.lanes) + 2 * self.unroll_m * self.block_n * self.lanes)
+
+  @classmethod
+  def choose(cls, kv_heads: int, rows: int, N: int, Dk: int, Dv: int, lanes: int, registers: int) -> "Tiles":
+    """Tiles for `rows` queries a key head, on a machine with `registers` vector registers of `lanes` float32 each.
+
+    Raises:
+      ValueError: the head size is too large for the stack even with the smallest tile.
+    """
+    most = 4 if registers >= 32 else 2
+    block_m = even(rows, 4 * most)  # more rows take longer to compute than K and V to read
+    unroll_m = even(block_m, most)
+    block_m = round_up(block_m, unroll_m)
+    tiles = cls(block_m, min(N, 64), unroll_m, 4, lanes)
+    if tiles.stack_bytes(Dk, Dv) > STACK_LIMIT:
+      tiles = cls(1, min(N, 16), 1, 4, lanes)
+    if (needed := tiles.stack_bytes(Dk, Dv)) > STACK_LIMIT:
+      raise ValueError(f"head size {max(Dk, Dv)}: a tile needs {needed} bytes of stack, the limit is {STACK_LIMIT}")
+    wanted = ceildiv(WORK_PER_CALL, 2 * tiles.block_m * N * (Dk + Dv))
+    blocks = kv_heads * ceildiv(rows, tiles.block_m)
+    return replace(tiles, blocks_per_call=largest_divisor(blocks, wanted))
+
+
+def forward(
+  o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, scale: float, causal: bool, q_start: int, tiles: Tiles
+) -> UOp:
+  """Builds the kernel; the arguments are those of `cpu_forward.forward`."""
+  (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
+  seen = max(1, min(N, M + q_start)) if causal else N  # keys that any query sees; no other is read
+  rows, block_m, block_n = heads // kv_heads * M, tiles.block_m, min(tiles.block_n, seen)
+  blocks, n_tiles = ceildiv(rows, block_m), ceildiv(seen, block_n)
+  if kv_heads * blocks % tiles.blocks_per_call:
+    raise ValueError(
+      f"Tiles.blocks_per_call={tiles.blocks_per_call}: must divide the {kv_heads * blocks} blocks of queries"
+    )
+  # Heads that share a key head are neighbours.
+  q, o = (x.reshape(kv_heads, rows, -1) for x in (q, o))
+  lse = None if lse is None else lse.reshape(kv_heads, rows)
+  s = Scope()
+  call = s.axis(kv_heads * blocks // tiles.blocks_per_call, AxisType.THREAD)
+  outer = (call, s.axis(tiles.blocks_per_call))
+  item = call * tiles.blocks_per_call + outer[1]
+  kv_head, top = item // blocks, item % blocks * block_m
+
+  def row(r: UOp) -> UOp:
+    """Row r of the block among q's; past the last one, that one once more, which yields the same result."""
+    return top + r if rows % block_m == 0 else clamp(top + r, 0, rows - 1)
+
+  factor = scale * LOG2E
+  q_rows = s.assign(s.buffer(block_m, Dk), lambda r, d: as_float(q[kv_head, row(r), d]) * factor, within=outer)
+  acc = s.assign(s.buffer(block_m, Dv), lambda r, d: 0.0, within=outer)
+  m_i = s.assign(s.buffer(block_m), lambda r: -inf, within=outer)
+  l_i = s.assign(s.buffer(block_m, tiles.lanes), lambda r, w: 0.0, within=outer)
+
+  tile, strip = s.axis(n_tiles), s.axis(block_m // tiles.unroll_m)
+  within, first_row = (*outer, tile, strip), strip * tiles.unroll_m
+  start = tile * block_n  # first key that this trip adds
+  first = clamp(start, 0, seen - block_n) if seen % block_n else start  # of its tile: the last one ends at the last key
+
+  def hidden(r: UOp, n: UOp) -> UOp:
+    """Whether key n of the tile is none for row r of the strip: counted by the tile before, or later than the query."""
+    counted, later = first + n < start, first + n > row(first_row + r) % M + q_start
+    return counted | later if causal else counted
+
+  m_old, l_old, acc_old = (x.after(tile, strip) for x in (m_i, l_i, acc))
+  scores = multiply_qk(s, q_rows, lambda n, d: as_float(k[kv_head, first + n, d]), first_row, block_n, tiles, within)
+  p, m_end, alpha = softmax(s, scores, hidden, m_old, first_row, tiles.lanes, within)
+  l_end = add_up(s, p, l_old, alpha, first_row, within)
+  acc_end = multiply_pv(s, p, lambda n, d: as_float(v[kv_head, first + n, d]), acc_old, alpha, first_row, tiles, within)
+  end = UOp.group(m_end, l_end, acc_end).end(tile, strip)
+
+  stores = store_rows(s, o, lse, kv_head, row, acc.after(end), m_i.after(end), l_i.after(end), outer)
+  name = f"attention_decode_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{'_causal' * causal}"
+  # A tag keeps tinygrad from rearranging the axes.
+  return UOp.group(*stores).end(*outer).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
+
+
+def as_float(x: UOp) -> UOp:
+  return x.load().cast(dtypes.float)
+
+
+def multiply_qk(
+  s: Scope, q: UOp, k: Callable[[UOp, UOp], UOp], first_row: UOp, block_n: int, tiles: Tiles, within: tuple[UOp, ...]
+) -> UOp:
+  """S = Q K^T of a strip of rows, (unroll_m, block_n)."""
+  Dk, rows, lanes = sizes(q)[1], tiles.unroll_m, tiles.lanes
+  partial = s.buffer(rows, block_n, lanes)
+  ends = []
+  for left, count, keys in strips(block_n, tiles.unroll_n):
+    strip = s.axis(count)
+    key, inner = left + strip * keys, (*within, strip)
+    acc = zeros(s, rows * keys, lanes, inner)
+    for begin, chunks, width in strips(Dk, lanes):
+
+      def term(a: int, i: UOp, w: UOp) -> UOp:
+        d = begin + i * width + w
+        return q[first_row + a // keys, d] * k(key + a % keys, d)
+
+      acc = accumulate(s, acc, chunks, width, term)
+    w = s.axis(lanes)
+    stores = [partial.after(*within)[a // keys, key + a % keys, w].store(acc[a, w]) for a in range(rows * keys)]
+    ends.append(UOp.group(*stores).end(strip, w))
+  return fold(s, partial.after(*ends), UOp.__add__, within).reshape(rows, block_n)
+
+
+def fold(s: Scope, x: UOp, op: Callable[[UOp, UOp], UOp], within: tuple[UOp, ...]) -> UOp:
+  """Joins the lanes of each row, the last axis of x, by `op`: neighbours first, which compilers do with shuffles."""
+  flat, width = x.reshape(-1), sizes(x)[-1]
+  while width > 1:
+    pairs, before = s.buffer(sizes(flat)[0] // 2), flat
+    flat = s.assign(pairs, lambda i: op(before[2 * i].load(), before[2 * i + 1].load()), within=within)
+    width //= 2
+  return flat
+
+
+def softmax(
+  s: Scope, scores: UOp, hidden: Hidden, m_old: UOp, first_row: UOp, lanes: int, within: tuple[UOp, ...]
+) -> tuple[UOp, UOp, UOp]:
+  """P = exp2(S - m), 0 where hidden; the store of the new row maximum m; alpha = exp2(m_old - m), which shrinks O."""
+  rows, block_n = sizes(scores)
+  scores = s.assign(s.buffer(rows, block_n), lambda r, n: hidden(r, n).where(-inf, scores[r, n]), within=within)
+  highest = s.assign(s.buffer(rows, lanes), lambda r, w: m_old[first_row + r].load(), within=within)
+  for begin, chunks, width in strips(block_n, lanes):
+    r, i, w = s.axis(rows), s.axis(chunks), s.axis(width)
+    higher = highest.after(r, i)[r, w].maximum(scores[r, begin + i * width + w])
+    highest = highest.after(highest[r, w].store(higher).end(r, i, w))
+  m_new = fold(s, highest, UOp.maximum, within)
+  # A row that has seen no key yet has m = -inf, and -inf - -inf is NaN: such a row is shifted by 0.
+  shift = s.assign(s.buffer(rows), lambda r: m_new[r].eq(-inf).where(0.0, m_new[r]), within=within)
+  alpha = s.assign(s.buffer(rows), lambda r: exp2(m_old[first_row + r] - shift[r]), within=within)
+  p = s.assign(s.buffer(rows, block_n), lambda r, n: exp2(scores[r, n] - shift[r]), within=within)
+  r = s.axis(rows)
+  return p, m_old.after(alpha)[first_row + r].store(m_new[r]).end(r), alpha
+
+
+def add_up(s: Scope, p: UOp, l_old: UOp, alpha: UOp, first_row: UOp, within: tuple[UOp, ...]) -> UOp:
+  """l = l alpha + the sum of P over each lane's keys."""
+  (rows, block_n), lanes = sizes(p), sizes(l_old)[1]
+  total = s.assign(s.buffer(rows, lanes), lambda r, w: 0.0, within=within)
+  for begin, chunks, width in strips(block_n, lanes):
+    r, i, w = s.axis(rows), s.axis(chunks), s.axis(width)
+    total = total.after(total[r, w].store(total.after(r, i)[r, w] + p[r, begin + i * width + w]).end(r, i, w))
+  r, w = s.axis(rows), s.axis(lanes)
+  return l_old[first_row + r, w].store(l_old[first_row + r, w] * alpha[r] + total[r, w]).end(r, w)
+
+
+def multiply_pv(
+  s: Scope,
+  p: UOp,
+  v: Callable[[UOp, UOp], UOp],
+  acc: UOp,
+  alpha: UOp,
+  first_row: UOp,
+  tiles: Tiles,
+  within: tuple[UOp, ...],
+) -> UOp:
+  """O = O alpha + P V, for a strip of rows."""
+  rows, block_n = sizes(p)
+  ends = []
+  for left, count, columns in strips(sizes(acc)[1], tiles.unroll_n * tiles.lanes):
+    strip = s.axis(count)
+    column, inner = left + strip * columns, (*within, strip)
+
+    def term(r: int, n: UOp, m: UOp) -> UOp:
+      return p[r, n] * v(n, column + m)
+
+    out = accumulate(s, zeros(s, rows, columns, inner), block_n, columns, term)
+    m = s.axis(columns)
+    place = [acc[first_row + r, column + m] for r in range(rows)]
+    ends.append(UOp.group(*[place[r].store(place[r] * alpha[r] + out[r, m]) for r in range(rows)]).end(strip, m))
+  return UOp.group(*ends)
+
+
+def store_rows(
+  s: Scope,
+  o: UOp,
+  lse: UOp | None,
+  kv_head: UOp,
+  row: Callable[[UOp], UOp],
+  acc: UOp,
+  m_i: UOp,
+  l_i: UOp,
+  outer: tuple[UOp, ...],
+) -> list[UOp]:
+  """O = acc / l and LSE = (m + log2 l) ln 2; a row that saw no key gets 0 and -inf."""
+  total = fold(s, l_i, UOp.__add__, outer)
+  inverse = s.assign(s.buffer(*sizes(m_i)), lambda r: total[r].eq(0).where(0.0, 1 / total[r]), within=outer)
+  r, d = s.axis(sizes(acc)[0]), s.axis(sizes(acc)[1])
+  stores = [o[kv_head, row(r), d].store((acc[r, d] * inverse[r]).cast(o.dtype)).end(r, d)]
+  if lse is not None:
+    r = s.axis(sizes(acc)[0])
+    stores.append(lse[kv_head, row(r)].store((m_i[r] + total[r].log2()) * LN2).end(r))
+  return stores

@@ -1,0 +1,42 @@
+"""Cutting rows into strips that registers hold, and the sums that those registers take."""
+
+from collections.abc import Callable
+
+from tinygrad import UOp
+from tinygrad.helpers import ceildiv
+
+from uopattn.dsl.scope import Scope, sizes
+
+
+def even(length: int, most: int) -> int:
+  """The size of the largest part when `length` is cut into as few parts of at most `most` as it takes, evenly."""
+  return ceildiv(length, ceildiv(length, most))
+
+
+def strips(length: int, width: int) -> list[tuple[int, int, int]]:
+  """Cuts `length` rows into strips of `width` and one narrower rest: (first row, how many strips, rows a strip)."""
+  whole, rest = divmod(length, width)
+  return [(0, whole, width)] * (whole > 0) + [(whole * width, 1, rest)] * (rest > 0)
+
+
+def largest_divisor(x: int, most: int) -> int:
+  """The largest divisor of x that is at most `most` (and at least 1)."""
+  return max(d for d in range(1, min(max(most, 1), x) + 1) if x % d == 0)
+
+
+def zeros(s: Scope, rows: int, lanes: int, within: tuple[UOp, ...]) -> UOp:
+  """A new accumulator of (rows, lanes), 0 at every turn of the axes `within`; see `accumulate`."""
+  acc, m = s.buffer(rows, lanes), s.axis(lanes)
+  return acc.after(UOp.group(*[acc.after(*within)[r, m].store(0.0) for r in range(rows)]).end(m))
+
+
+def accumulate(s: Scope, acc: UOp, length: int, lanes: int, term: Callable[[int, UOp, UOp], UOp]) -> UOp:
+  """acc[r, m] += sum over i < length of term(r, i, m), for all rows and the first `lanes` lanes; returns acc.
+
+  The rows are written out, never indexed by an axis: an array that is indexed by constants and whole rows of lanes
+  alone is what the compiler moves into vector registers.
+  """
+  i, m = s.axis(length), s.axis(lanes)
+  before = acc.after(i)
+  stores = [before[r, m].store(before[r, m] + term(r, i, m)) for r in range(sizes(acc)[0])]
+  return acc.after(UOp.group(*stores).end(i, m))

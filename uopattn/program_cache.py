@@ -1,0 +1,96 @@
+"""Lowered kernels, kept on disk: a process that meets a kernel for the first time need not lower it again.
+
+tinygrad keeps what its compilers make in a database of its own (`CACHEDB`), but not the sources, and lowering a graph
+to its source takes longer than all else that a first call does. The sources are put into the same database, under what
+tinygrad itself takes for a program's identity: the graph, the renderer, its target, and the settings. So a changed
+kernel, tile size, flag or machine is another entry. `CACHELEVEL=0` turns both off.
+"""
+
+import functools
+import hashlib
+import json
+import logging
+import pickle
+from importlib.metadata import version
+from typing import Any, cast
+
+from tinygrad import UOp, dtypes
+from tinygrad.codegen import to_program, to_program_key
+from tinygrad.dtype import AddrSpace
+from tinygrad.helpers import diskcache_get, diskcache_put
+from tinygrad.renderer import Renderer
+from tinygrad.renderer.isa import ISARenderer
+from tinygrad.uop.ops import ProgramInfo
+
+log = logging.getLogger("uopattn")
+TABLE = "uopattn_source"
+
+
+def program(kernel: UOp, renderer: Renderer) -> tuple[ProgramInfo, str, bytes]:
+  """How a kernel is launched, its source and its machine code.
+
+  Args:
+    kernel: a SINK with KernelInfo.
+    renderer: of the device that is to run it.
+  """
+  if isinstance(renderer, ISARenderer):  # whose source is none that a compiler takes
+    return _parts(to_program(kernel, renderer))
+  key = hashlib.sha256(repr((to_program_key(kernel, renderer), _versions())).encode()).hexdigest()
+  if (entry := _read(key)) is not None:
+    return _info(entry["info"], renderer), entry["source"], renderer.compiler.compile_cached(entry["source"])
+  log.info("lowering %s", kernel.arg.name)
+  info, source, binary = _parts(to_program(kernel, renderer))
+  text = json.dumps({"info": _record(info), "source": source})
+  diskcache_put(TABLE, key, _sum(text) + text)
+  return info, source, binary
+
+
+@functools.cache
+def _versions() -> tuple[str, str]:
+  return version("tinygrad"), version("uopattn")
+
+
+def _parts(lowered: UOp) -> tuple[ProgramInfo, str, bytes]:
+  return lowered.arg, lowered.src[2].arg, lowered.src[3].arg
+
+
+def _sum(text: str) -> str:
+  return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _read(key: str) -> dict[str, Any] | None:
+  """The entry, or None where there is none or it is damaged."""
+  try:
+    stored = diskcache_get(TABLE, key)
+  except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, ImportError, IndexError):
+    stored = ""
+  if stored is None:
+    return None
+  if not isinstance(stored, str) or stored[:64] != _sum(stored[64:]):
+    log.info("a damaged entry of the cache is made anew")
+    return None
+  return cast(dict[str, Any], json.loads(stored[64:]))
+
+
+def _record(info: ProgramInfo) -> dict[str, Any]:
+  """What JSON can hold of it."""
+  variables = [(v.arg.slot, v.dtype.name, v.arg.vmin_vmax, v.arg.multiple_of, v.arg.name) for v in info.vars]
+  fields = ("name", "global_size", "local_size", "globals", "outs", "ins")
+  return {name: getattr(info, name) for name in fields} | {"vars": variables}
+
+
+def _info(record: dict[str, Any], renderer: Renderer) -> ProgramInfo:
+  variables = [
+    UOp.param(
+      slot,
+      getattr(dtypes, dtype),
+      (),
+      vmin_vmax=bounds and tuple(bounds),
+      multiple_of=multiple,
+      name=name,
+      addrspace=AddrSpace.ALU,
+    )
+    for slot, dtype, bounds, multiple, name in record["vars"]
+  ]
+  rest: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
+  return ProgramInfo(**(rest | {"vars": tuple(variables), "target": renderer.target}))

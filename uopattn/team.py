@@ -1,0 +1,195 @@
+"""Threads that share out the work items of a kernel call, in machine code: no interpreter between two items.
+
+A worker is a Python thread that calls into the machine code below, and so gives up the interpreter lock. There it looks
+out for a job for a fraction of a millisecond, since calls tend to follow each other closely; then it returns and sleeps
+on a Python lock. A caller does the items together with the workers that have come, and never waits for one that has not
+begun.
+"""
+
+import ctypes
+import functools
+import os
+import threading
+from collections.abc import Sequence
+from typing import cast
+
+from tinygrad import Device
+from tinygrad.device import TinyELF
+from tinygrad.runtime.ops_cpu import CPUDevice, CPUProgram
+from tinygrad.runtime.support.compiler_cpu import ClangCompiler
+
+ARGUMENTS = 24  # that a call passes, whatever its kernel takes: by both calling conventions a surplus is not seen
+
+_SOURCE = """
+typedef unsigned long long word;
+#if defined(__x86_64__)
+#define PAUSE() __asm__ volatile("pause")
+#else
+#define PAUSE() __asm__ volatile("yield")
+#endif
+enum { SERVE, RUN, FINISH, SPIN = 20000, CLOSED = -1 };
+struct job { word kernel, slot, items, helpers, arguments[24]; };
+struct team {
+  struct job job;
+  long next;   // the first item that nobody has taken
+  long inside; // how many workers do the job; CLOSED: it cannot be joined
+  long taken;  // 1: a caller has the team
+};
+
+static void take(const struct job *job, long *next);
+static int finish(struct team *t);
+
+int team(struct team *t, const struct job *job, int what) {
+  if (what == FINISH) return finish(t);
+  if (what == RUN) {
+    if (__atomic_exchange_n(&t->taken, 1, __ATOMIC_ACQUIRE)) { // by another caller
+      long next = 0;
+      take(job, &next);
+      return 0;
+    }
+    t->job = *job;
+    t->next = 0;
+    __atomic_store_n(&t->inside, 0, __ATOMIC_RELEASE);
+    take(&t->job, &t->next);
+    return finish(t);
+  }
+  for (int spin = 0; spin < SPIN; spin++) {
+    long inside = __atomic_load_n(&t->inside, __ATOMIC_ACQUIRE);
+    if (inside != CLOSED && inside < (long)t->job.helpers &&
+        __atomic_load_n(&t->next, __ATOMIC_RELAXED) < (long)t->job.items &&
+        __atomic_compare_exchange_n(&t->inside, &inside, inside + 1, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED)) {
+      take(&t->job, &t->next);
+      __atomic_fetch_sub(&t->inside, 1, __ATOMIC_RELEASE);
+      spin = 0;
+    }
+    PAUSE();
+  }
+  return 0;
+}
+
+// 0: no worker is inside any more, and none can join; 1: ask again.
+static int finish(struct team *t) {
+  for (int spin = 0; spin < SPIN; spin++) {
+    long inside = 0;
+    if (__atomic_compare_exchange_n(&t->inside, &inside, CLOSED, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED)) {
+      __atomic_store_n(&t->taken, 0, __ATOMIC_RELEASE);
+      return 0;
+    }
+    PAUSE();
+  }
+  return 1;
+}
+
+static void take(const struct job *job, long *next) {
+  word a[24];
+  for (int i = 0; i < 24; i++) a[i] = job->arguments[i];
+  for (long item; (item = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED)) < (long)job->items;) {
+    a[job->slot] = item;
+    ((void (*)(TYPES))job->kernel)(VALUES);
+  }
+}
+""".replace("TYPES", ", ".join(["word"] * ARGUMENTS)).replace("VALUES", ", ".join(f"a[{i}]" for i in range(ARGUMENTS)))
+
+_SERVE, _RUN, _FINISH = range(3)
+_JOB = 4 + ARGUMENTS  # words
+_CLOSED = (1 << 64) - 1
+_LIBC = ctypes.CDLL(None)
+
+
+@functools.cache
+def _program() -> CPUProgram:
+  """The machine code."""
+  device = cast(CPUDevice, Device["CPU"])
+  target = device.renderer.target
+  code = ClangCompiler(target.arch.split(",")).compile_cached(_SOURCE)
+  return CPUProgram(device, TinyELF(code, "uopattn_team", target, ()))
+
+
+class Team:
+  """Worker threads, and the memory by which they learn of a job.
+
+  Args:
+    workers: how many threads to start.
+  """
+
+  def __init__(self, workers: int):
+    self._enter = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)(_program().addr)
+    self._shared = (ctypes.c_uint64 * (_JOB + 3))()
+    self._shared[_JOB + 1] = _CLOSED
+    self._workers = workers
+    self._asleep: list[tuple[threading.Lock, int]] = []  # what sleeping workers wait for, and their system's numbers
+    for i in range(workers):
+      threading.Thread(target=self._serve, name=f"uopattn-{i}", daemon=True).start()
+
+  def _serve(self) -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    while True:
+      self._enter(self._shared, None, _SERVE)
+      self._asleep.append((lock, threading.get_native_id()))
+      lock.acquire()
+
+  def run(self, kernel: int, words: Sequence[int], slot: int, items: int, threads: int) -> None:
+    """Calls a C function once for each work item, on at most `threads` threads, the caller's among them.
+
+    Args:
+      kernel: its address; it takes pointers and integers of 64 bits or fewer.
+      words: its arguments, at most ARGUMENTS - 1.
+      slot: which of them receives the item's number; ARGUMENTS - 1 where none does.
+      items: how many there are.
+      threads: 1 is the caller's alone.
+
+    Raises:
+      ValueError: too many arguments.
+    """
+    if len(words) >= ARGUMENTS:
+      raise ValueError(f"a kernel of {len(words)} arguments; at most {ARGUMENTS - 1} can be passed")
+    helpers = min(threads, items) - 1
+    job = (ctypes.c_uint64 * _JOB)(kernel, slot, items, helpers, *words)
+    self._wake(helpers - (self._workers - len(self._asleep)))
+    busy = self._enter(self._shared, job, _RUN)
+    while busy:
+      os.sched_yield()  # a worker has lost its core, perhaps to us
+      busy = self._enter(self._shared, None, _FINISH)
+
+  def _wake(self, count: int) -> None:
+    """Wakes sleeping workers, on other cores than ours.
+
+    Left to itself, a system may wake a thread on the core of the one that wakes it, and leave it there for longer than
+    a call lasts.
+    """
+    others = _cores() if count > 0 else set()
+    for _ in range(count):
+      try:
+        lock, thread = self._asleep.pop()
+      except IndexError:  # another caller was faster
+        return
+      if others:
+        os.sched_setaffinity(thread, others)
+      lock.release()
+
+
+def _cores() -> set[int]:
+  """The cores that this thread may run on, without the one that it runs on; none where the system does not tell."""
+  return os.sched_getaffinity(0) - {_LIBC.sched_getcpu()} if hasattr(_LIBC, "sched_getcpu") else set()
+
+
+_team: Team | None = None
+_starting = threading.Lock()
+
+
+def _forget() -> None:
+  """In a forked process, where threads do not go on."""
+  global _team, _starting
+  _team, _starting = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def team(workers: int) -> Team:
+  """The team of this process, with as many workers as the first call asks for."""
+  global _team
+  with _starting:
+    _team = _team or Team(workers)
+  return _team
