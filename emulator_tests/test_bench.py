@@ -1,5 +1,6 @@
 """The bench and the table that the README takes from it. No test looks at a time."""
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(bench, "quick_rows", lambda: [SMALL])
+  monkeypatch.setattr(bench, "quick_rows", lambda kind: [SMALL])
 
 
 def test_quick_run_writes_the_record_and_the_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,7 +37,7 @@ def test_quick_run_writes_the_record_and_the_plot(tmp_path: Path, capsys: pytest
   assert {"cpu", "cores", "system", "device", "threads", "load"} <= set(made["machine"])
   assert {"python", "uopattn", "tinygrad", "numpy", "clang"} <= set(made["versions"])
   assert made["rounds"] == 2
-  assert len(made["rows"]) == len(bench.quick_rows())
+  assert len(made["rows"]) == len(bench.quick_rows("CPU"))
   for row in made["rows"]:
     ours = row["contenders"]["uopattn"]
     assert len(ours["seconds"]) == 2
@@ -118,7 +119,7 @@ def test_interrupted_keeps_the_rows_done(
       raise KeyboardInterrupt
     return whole(config, *rest)
 
-  monkeypatch.setattr(bench, "quick_rows", lambda: [SMALL, Config(h=3)])
+  monkeypatch.setattr(bench, "quick_rows", lambda kind: [SMALL, Config(h=3)])
   monkeypatch.setattr(bench, "bench_row", once)
   assert main(["--quick", "--rounds", "1", "--json", f"{tmp_path}/b.json"]) == 130
   assert len(json.loads((tmp_path / "b.json").read_text())["rows"]) == 1
@@ -129,7 +130,7 @@ def test_interrupted_keeps_the_rows_done(
 
 def test_contenders_take_turns() -> None:
   order: list[str] = []
-  bench.alternate({name: lambda name=name: order.append(name) for name in "ab"}, rounds=2)  # type: ignore[misc]
+  bench.alternate({name: contenders.Runner(functools.partial(order.append, name), list) for name in "ab"}, rounds=2)
   assert "".join(order).replace("aa", "a").replace("bb", "b") == "abab"
 
 
@@ -160,6 +161,7 @@ def example() -> dict[str, Any]:
     "problem": problem,
     "contenders": {"uopattn": ours, "torch": theirs},
     "ratios": {"torch": {"paired": 2.012, "of_minima": 1.9}},
+    "product_of": {"dtype": "float32", "size": 2048},
   }
   wrong = {
     "problem": problem | {"is_causal": False},
@@ -170,7 +172,6 @@ def example() -> dict[str, Any]:
     "date": "2026-01-02",
     "machine": {"cpu": "Some CPU", "device": "CPU x", "threads": 2, "load": 0.52},
     "versions": {"torch": "2.0", "tinygrad": "0.14", "clang": "clang version 23"},
-    "product_size": 2048,
     "rounds": 7,
     "rows": [right, wrong],
   }
@@ -213,4 +214,4 @@ def test_bf16_of_torch_if_there_is_one() -> None:
   runner = contenders.load_torch()(problem)
   assert runner is not None
   gate = bench.Gate.of(problem.q, problem.k, problem.v, is_causal=True)
-  assert all(report.correct for report in runner.check(gate))
+  assert gate.output(*runner.result()).correct

@@ -7,9 +7,10 @@ FlashAttention-3 (Shah et al., 2024). Each warpgroup keeps its queries and runs 
     m, l, P'            in registers; the maximum joins the four lanes of a row; l stays apart until the end
     wait for O          O = O alpha, P = P'
 
-Who holds what. S, m, l, P and O are in registers; `uopattn.dsl.quads` says which elements a lane has. Q, once, and tiles
-of K and V, `stages` of each, are in shared memory (`uopattn.dsl.panels`), where the matrix cores read them; cp.async
-fills the slots, all threads taking part. See `Tiles.shared_bytes` and `Tiles.registers`.
+Who holds what. S, m, l, P and O are in registers; `uopattn.dsl.quads` says which elements a lane has. Q, once, and
+tiles of K and V, `stages` of each, are in shared memory (`uopattn.dsl.panels`), where the matrix cores read them; cp.async
+fills the slots, all threads taking part. For each slot a barrier tells that it is full, and one that all warps are done
+with it: so no warpgroup waits for another unless it is about to run out of tiles. See `Tiles.shared_bytes`.
 
 Tiles of keys that all queries of the workgroup see whole come first and carry no mask; the rest follow.
 """
@@ -78,10 +79,6 @@ class Tiles:
     """Bytes of shared memory a workgroup."""
     return sum(2 * x.slots * x.size for x in self.panels(Scope(), Dk, Dv))
 
-  def registers(self, Dv: int) -> int:
-    """32-bit registers a lane for O, S and P."""
-    return round_up(Dv, wgmma.STEP) // 2 + self.block_n // 2 + self.block_n // 4
-
   @staticmethod
   def serves(arch: str, Dk: int, Dv: int) -> bool:
     """Whether there are tiles for an architecture and head sizes."""
@@ -89,7 +86,7 @@ class Tiles:
 
   @classmethod
   def choose(cls, arch: str, heads: int, M: int, N: int, Dk: int, Dv: int, causal: bool, limit: int) -> "Tiles":
-    """The tiles that promise most for a problem: speed where there is plenty to do, times the share of workgroups busy.
+    """The tiles that promise most: their speed where there is plenty to do, times the share of places in use.
 
     Args:
       arch: "sm_90" alone has these instructions.
@@ -217,7 +214,7 @@ def forward(
       row = [done[4 * n + 2 * half + e].load() for n in range(block_n // COLUMNS) for e in range(2)]
       row = mask_scores(row, columns(block_n // COLUMNS), early, seen)
       part, m_new, l_new, alpha = online_softmax(CUDA, row, late, m_old[half].load(), l_old[half].load(), join)
-      parts.append([ins.pack(CUDA, *part[i : i + 2], dtype) for i in range(0, len(part), 2)])
+      parts.append([ins.pack(CUDA, part[i], part[i + 1], dtype) for i in range(0, len(part), 2)])
       alphas.append(alpha)
       stores += [m_i[half].store(m_new), l_i[half].store(l_new)]
     words = [parts[half][n] for n in range(block_n // COLUMNS) for half in range(HALVES)]

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from uopattn.bench_report import TERA
+
 BEGIN, END = "<!-- speed: begin, written by scripts/readme_table -->", "<!-- speed: end -->"
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -19,12 +21,13 @@ def table(record: dict[str, Any]) -> str:
   """The rows of a record as a Markdown table."""
   names = [name for name in dict.fromkeys(n for row in record["rows"] for n in row["contenders"]) if name != "uopattn"]
   products = list(dict.fromkeys(by for row in record["rows"] for by in _share(row["contenders"]["uopattn"])))
-  head = ["B H N D", "dtype", "GFLOP/s", "spread", *(f"of {by}'s product" for by in products), "error"]
+  unit = _unit(record)
+  head = ["B H N D", "dtype", unit, "spread", *(f"of {by}'s product" for by in products), "error"]
   for name in names:
-    head += [f"{name}: GFLOP/s", "error", "times as fast (by minima)"]
+    head += [f"{name}: {unit}", "error", "times as fast (by minima)"]
   aligned = ["---", "---", *("--:" for _ in head[2:])]
   return "\n".join(
-    [_line(head), "|" + "|".join(aligned) + "|", *(_row(row, names, products) for row in record["rows"])]
+    [_line(head), "|" + "|".join(aligned) + "|", *(_row(row, names, products, unit) for row in record["rows"])]
   )
 
 
@@ -37,26 +40,32 @@ def _line(cells: Sequence[str]) -> str:
   return "|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|"
 
 
-def _row(row: dict[str, Any], names: Sequence[str], products: Sequence[str]) -> str:
+def _unit(record: dict[str, Any]) -> str:
+  speeds = (c["gflops"] for row in record["rows"] for c in row["contenders"].values() if c["correct"])
+  return "TFLOP/s" if max(speeds, default=0) >= TERA else "GFLOP/s"
+
+
+def _row(row: dict[str, Any], names: Sequence[str], products: Sequence[str], unit: str) -> str:
   p, ours = row["problem"], row["contenders"]["uopattn"]
   heads = f"{p['Hq']}" + (f"/{p['Hkv']}" if p["Hkv"] != p["Hq"] else "")
   lengths = (f"{p['M']}×" if p["M"] != p["N"] else "") + f"{p['N']}"
   sizes = f"{p['Dk']}" + (f"/{p['Dv']}" if p["Dv"] != p["Dk"] else "")
-  cells = [f"{p['B']} {heads} {lengths} {sizes}", p["dtype"] + ", causal" * p["is_causal"], _speed(ours)]
+  cells = [f"{p['B']} {heads} {lengths} {sizes}", p["dtype"] + ", causal" * p["is_causal"], _speed(ours, unit)]
   cells.append(f"{ours['spread']:.0%}" if ours["correct"] else "")
   cells += [f"{_share(ours)[by]:.0%}" if by in _share(ours) else "" for by in products]
   cells.append(f"{ours['error']:.1e}")
   for name in names:
     theirs, ratio = row["contenders"].get(name), row["ratios"].get(name)
-    cells += [_speed(theirs), f"{theirs['error']:.1e}"] if theirs else ["", ""]
+    cells += [_speed(theirs, unit), f"{theirs['error']:.1e}"] if theirs else ["", ""]
     cells.append(f"{ratio['paired']:.2f} ({ratio['of_minima']:.2f})" if ratio else "")
   return _line(cells)
 
 
-def _speed(contender: dict[str, Any]) -> str:
+def _speed(contender: dict[str, Any], unit: str) -> str:
   if not contender["correct"]:
     return "fails the gate"
-  return f"{contender['gflops']:.0f}" if contender["gflops"] >= 10 else f"{contender['gflops']:#.2g}"
+  speed = contender["gflops"] / (1000 if unit == "TFLOP/s" else 1)
+  return f"{speed:.0f}" if speed >= 10 else f"{speed:#.2g}"
 
 
 def caption(record: dict[str, Any], file: str) -> str:
@@ -66,10 +75,12 @@ def caption(record: dict[str, Any], file: str) -> str:
   compiler = found[0] if found else versions["clang"]
   load = f"load average {machine['load']:.1f} at the start, " if "load" in machine else ""
   libraries = ", ".join(f"{name} {v}" for name, v in versions.items() if name not in ("clang", "python", "uopattn"))
+  of = record["rows"][0]["product_of"]
+  on = machine["cpu"] if machine["device"].startswith("CPU") else machine["device"]
   return (
-    f"{machine['cpu']}, {machine['threads']} threads, {load}{compiler}, {libraries}; {record['date']}, medians of "
-    f"{record['rounds']} rounds ([{file}](scripts/results/{file})). A product is of float32 matrices of "
-    f"{record['product_size']} rows and columns."
+    f"{on}, {machine['threads']} threads, {load}{compiler}, {libraries}; {record['date']}, medians of "
+    f"{record['rounds']} rounds ([{file}](scripts/results/{file})). A product is of {of['dtype']} "
+    f"matrices of {of['size']} rows and columns."
   )
 
 

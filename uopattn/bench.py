@@ -3,7 +3,7 @@
 Contenders take turns, round after round, so that what else the machine does meets them alike. Every result is checked
 by the gate before it is timed; a wrong one gets no speed.
 
-Exit status: 0 all right, 1 a result is wrong, 2 the call is off or a contender is missing, 130 interrupted.
+Exit status: 0 all right, 1 a result of ours is wrong, 2 the call is off or a contender is missing, 130 interrupted.
 """
 
 import argparse
@@ -12,8 +12,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -23,18 +22,21 @@ import numpy as np
 from tinygrad import Device
 from tinygrad.helpers import Context, tqdm
 
-from uopattn.contenders import PRODUCT, Contender, Runner, load, product, versions
-from uopattn.machine import machine_record
-from uopattn.run import Config, Usage, prepare
-from uopattn.spec import dtype_name
+from uopattn.bench_report import lines, plot
+from uopattn.contenders import Contender, Runner, load, product, product_size, versions
+from uopattn.machine import gpu_name, machine_record
+from uopattn.oracle import Array
+from uopattn.run import Config, Problem, Usage, prepare
+from uopattn.spec import AttentionSpec, dtype_name
 from uopattn.target import Target
 from uopattn.threads import thread_count
 from uopattn.toolchain import NoCompiler, clang_version
-from uopattn.verify import Gate, Report
+from uopattn.verify import Gate, Report, numpy
 
 SETTLE = 0.05  # seconds before a turn: OpenMP threads of the one before spin for a while, on cores that others need
 SPIN = 0.2  # the same after numpy's products, whose OpenBLAS threads spin for a tenth of a second
 TURN = 0.02  # seconds that a turn lasts at least; short calls are repeated
+CHECKED = {True: 1 << 27, False: 1 << 25}  # scores of the heads whose results are checked: on a CPU, on a GPU
 FORMAT = 1  # of the JSON record
 
 
@@ -50,10 +52,23 @@ def cpu_rows() -> list[Config]:
   return rows + [Config(h=8, n=n, d=d, dtype="float") for d in (64, 128) for n in (16, 64, 256)]
 
 
-def quick_rows() -> list[Config]:
+def gpu_rows() -> list[Config]:
+  """The problems timed on a GPU: as many tokens in all from one length to the next."""
+  rows = [Config(b=4, n=4096, d=d, causal=causal) for d in (64, 128) for causal in (0, 1)]
+  rows += [Config(), Config(b=4, n=4096, d=128, dtype="bfloat16"), Config(b=4, hkv=8, n=4096, d=128)]
+  rows += [
+    Config(b=4, n=4000, d=128),
+    Config(b=4, n=4095, causal=1),
+    Config(b=4, n=4096, d=80),
+    Config(b=4, n=4096, d=256),
+  ]
+  return rows + [Config(b=16384 // n, n=n, d=d) for d in (64, 128) for n in (512, 1024, 2048, 8192)]
+
+
+def quick_rows(kind: str) -> list[Config]:
   """A few small problems: the bench itself is tried, rather than the machine."""
   return [
-    Config(h=2, n=64, d=32, dtype="float"),
+    Config(h=2, n=64, d=32, dtype="float" if kind == "CPU" else "half"),
     Config(h=2, n=100, d=32, dtype="half", causal=1),
     Config(h=4, hkv=2, m=1, n=128, d=32, dtype="bfloat16"),
   ]
@@ -86,21 +101,23 @@ class Timing:
     }
 
 
-def alternate(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Timing]:
-  """Times calls in turns: A B C, A B C, ..."""
+def alternate(runners: dict[str, Runner], rounds: int) -> dict[str, Timing]:
+  """Times runners in turns: A B C, A B C, ..."""
   repeats: dict[str, int] = {}
-  seconds: dict[str, list[float]] = {name: [] for name in calls}
+  seconds: dict[str, list[float]] = {name: [] for name in runners}
   time.sleep(SPIN)  # the oracle was numpy's
   for _ in range(rounds):
-    for name, call in calls.items():
+    for name, runner in runners.items():
       time.sleep(SETTLE)
       start = time.perf_counter()
-      call()  # wakes threads and fills caches, untimed
+      runner.call()  # wakes threads and fills caches, untimed
+      runner.wait()
       repeats.setdefault(name, max(1, math.ceil(TURN / (time.perf_counter() - start))))
       start = time.perf_counter()
       for _ in range(repeats[name]):
-        call()
-      seconds[name].append((time.perf_counter() - start) / repeats[name])
+        runner.call()
+      runner.wait()
+      seconds[name].append((time.perf_counter() - start) / (repeats[name] * runner.times))
       if name == "product numpy":
         time.sleep(SPIN)
   return {name: Timing(times) for name, times in seconds.items()}
@@ -122,6 +139,36 @@ def ratios(ours: Timing, theirs: Timing) -> dict[str, float]:
   }
 
 
+@dataclass(frozen=True)
+class Heads:
+  """The heads whose results are checked: all of them, or as many, from first to last, as the oracle can do in time.
+
+  Attributes:
+    pairs: (batch, key head) of each.
+    group: query heads of a key head.
+  """
+
+  pairs: list[tuple[int, int]]
+  group: int
+
+  @classmethod
+  def of(cls, s: AttentionSpec) -> "Heads":
+    every, group = s.B * s.Hkv, s.Hq // s.Hkv
+    count = max(1, min(every, CHECKED[_on_cpu()] // (group * s.M * s.N)))
+    places = np.linspace(0, every - 1, count).round().astype(int).tolist()
+    return cls([divmod(place, s.Hkv) for place in places], group)
+
+  def of_queries(self, x: Array) -> Array:
+    """(pairs, group, M, ...) of an array (B, Hq, M, ...)."""
+    return np.stack([x[b, h * self.group : (h + 1) * self.group] for b, h in self.pairs])
+
+  def gate(self, problem: Problem) -> Gate:
+    """What the oracle says about these heads."""
+    q, k, v = (numpy(x) for x in (problem.q, problem.k, problem.v))
+    keys, values = (np.stack([x[b, h : h + 1] for b, h in self.pairs]) for x in (k, v))
+    return Gate.of_arrays(self.of_queries(q), keys, values, problem.spec.dtype, is_causal=problem.spec.is_causal)
+
+
 def bench_row(config: Config, contenders: dict[str, Contender], rounds: int) -> dict[str, Any]:
   """Checks and times one problem; returns its record.
 
@@ -134,25 +181,35 @@ def bench_row(config: Config, contenders: dict[str, Contender], rounds: int) -> 
   for name, set_up in contenders.items():
     if (runner := set_up(problem)) is not None:
       runners[name] = runner
-  gate = Gate.of(problem.q, problem.k, problem.v, is_causal=s.is_causal)
-  reports = {name: runner.check(gate) for name, runner in runners.items()}
+  heads = Heads.of(s)
+  gate = heads.gate(problem)
+  reports = {name: _check(runner, heads, gate) for name, runner in runners.items()}
   right = [name for name in runners if all(r.correct for r in reports[name])]
-  by, multiply = product()
-  times = alternate({name: runners[name].call for name in right} | {f"product {by}": multiply}, rounds)
-  multiplied = times[f"product {by}"].record(2 * PRODUCT**3)
+  by, multiply, wait_for_it = product()
+  limit = {f"product {by}": Runner(multiply, list, wait=wait_for_it)} if by else {}
+  times = alternate({name: runners[name] for name in right} | limit, rounds)
+  multiplied = {by: times[name].record(2 * product_size() ** 3) for name in limit}
   records = {name: _errors(reports[name]) for name in runners}
   for name in right:
     records[name] |= times[name].record(s.flops)
-    records[name]["share"] = {by: records[name]["gflops"] / multiplied["gflops"]}
+    records[name]["share"] = {by: records[name]["gflops"] / of["gflops"] for by, of in multiplied.items()}
   return {
     "problem": asdict(s) | {"dtype": dtype_name(s.dtype)},
+    "device": " ".join(filter(None, (str(Target.of(Device.DEFAULT)), gpu_name(Device.DEFAULT)))),
     "kernel": problem.choice.kernel.name,
     "tiles": asdict(problem.choice.tiles),
     "flops": s.flops,
     "contenders": records,
-    "product": {by: multiplied},
+    "product": multiplied,
+    "product_of": {"dtype": "float32" if _on_cpu() else "float16", "size": product_size()},
+    "heads_checked": len(heads.pairs) * heads.group,
     "ratios": {name: ratios(times["uopattn"], times[name]) for name in right[1:]} if "uopattn" in right else {},
   }
+
+
+def _check(runner: Runner, heads: Heads, gate: Gate) -> list[Report]:
+  out, *lse = (heads.of_queries(x) for x in runner.result())
+  return [gate.output(out), *(gate.lse(x) for x in lse)]
 
 
 def _errors(reports: Sequence[Report]) -> dict[str, Any]:
@@ -164,83 +221,28 @@ def _errors(reports: Sequence[Report]) -> dict[str, Any]:
   }
 
 
-def title(problem: dict[str, Any]) -> str:
-  """A problem in a few words, from its record."""
-  p = problem
-  heads = f"H={p['Hq']}" + (f" HKV={p['Hkv']}" if p["Hkv"] != p["Hq"] else "")
-  lengths = (f"M={p['M']} " if p["M"] != p["N"] else "") + f"N={p['N']}"
-  sizes = f"D={p['Dk']}" + (f" DV={p['Dv']}" if p["Dv"] != p["Dk"] else "")
-  return f"B={p['B']} {heads} {lengths} {sizes} {p['dtype']}{' causal' * p['is_causal']}"
-
-
-def lines(row: dict[str, Any]) -> Iterator[str]:
-  """A row for people."""
-  yield title(row["problem"])
-  for name, c in row["contenders"].items():
-    if not c["correct"]:
-      yield f"  {name:<9} fails the gate: {'; '.join(c['failures'])}"
-      continue
-    shares = ", ".join(f"{share:4.0%} of {by}'s product" for by, share in c["share"].items())
-    text = (
-      f"  {name:<9} {c['median'] * 1e3:9.3f} ms (min {c['minimum'] * 1e3:.3f}, spread {c['spread']:.0%}) "
-      f"{c['gflops']:7.1f} GFLOP/s, {shares}, error {c['error']:.2g}"
-    )
-    if ratio := row["ratios"].get(name):
-      text += f"; uopattn is {ratio['paired']:.2f} times as fast (by minima {ratio['of_minima']:.2f})"
-    yield text
-
-
 def record(rows: list[dict[str, Any]], names: list[str], rounds: int, load: float) -> dict[str, Any]:
   """What --json writes; `load` is the system's load average before the first row."""
   machine = machine_record()
   found = machine.pop("versions")
   assert isinstance(found, dict)
+  devices = dict.fromkeys(row["device"] for row in rows)
   more = [name for name in {*names, *(rows[0]["product"] if rows else ())} if name not in found]
   return {
     "format": FORMAT,
     "date": date.today().isoformat(),
-    "machine": machine | {"device": str(Target.of(Device.DEFAULT)), "threads": thread_count(), "load": load},
+    "machine": machine | {"device": " and ".join(devices), "threads": thread_count(), "load": load},
     "versions": found | versions(sorted(more)) | {"clang": clang_version()},
-    "product_size": PRODUCT,
     "rounds": rounds,
     "rows": rows,
   }
 
 
-def plot(rows: list[dict[str, Any]], path: str) -> None:
-  """Draws GFLOP/s over N, a panel for each D: float32 without a mask, as many queries as keys; the fewest heads."""
-  from matplotlib.figure import Figure
-
-  points: dict[int, dict[str, dict[int, float]]] = {}
-  for row in sorted(rows, key=lambda row: row["problem"]["Hq"]):
-    p = row["problem"]
-    heads = {p["Hq"], p["Hkv"]}
-    if p["dtype"] == "float" and not p["is_causal"] and len(heads) == 1 and (p["M"], p["Dk"]) == (p["N"], p["Dv"]):
-      for name, c in row["contenders"].items():
-        if c["correct"]:
-          points.setdefault(p["Dk"], {}).setdefault(name, {}).setdefault(p["N"], c["gflops"])
-  columns = min(4, max(1, len(points)))
-  figure = Figure(figsize=(3.2 * columns, 2.8 * max(1, math.ceil(len(points) / columns))), layout="constrained")
-  panels = figure.subplots(math.ceil(max(1, len(points)) / columns), columns, squeeze=False, sharex=True, sharey=True)
-  legend: dict[str, Any] = {}
-  for panel, (d, by_name) in zip(panels.flat, sorted(points.items()), strict=False):
-    for i, name in enumerate(("uopattn", "torch", "tinygrad")):
-      if name in by_name:
-        xy = zip(*sorted(by_name[name].items()), strict=True)
-        (legend[name],) = panel.plot(*xy, "o-", ms=4, color=f"C{i}")
-    panel.set(title=f"D = {d}", xlabel="N", ylabel="GFLOP/s", xscale="log")
-    panel.grid(alpha=0.3)
-  for panel in panels.flat[len(points) :]:
-    panel.set_visible(False)
-  panels.flat[0].set_ylim(bottom=0)  # of all, once all are drawn
-  panels.flat[0].legend(list(legend.values()), list(legend))
-  figure.savefig(path, dpi=120)
-
-
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
   """Reads the command line; argparse ends the process with 2 where it is off."""
   parser = argparse.ArgumentParser(prog="uopattn.bench", description="Times and checks attention.")
-  parser.add_argument("device", nargs="?", choices=["cpu"], help="where to run (default: tinygrad's default device)")
+  kinds = ["cpu", "gpu", "all"]
+  parser.add_argument("device", nargs="?", choices=kinds, help="where to run (default: tinygrad's default device)")
   parser.add_argument("--against", default="", metavar="NAMES", help="contenders, by commas: torch,tinygrad")
   parser.add_argument("--quick", action="store_true", help="a few small problems")
   parser.add_argument("--json", default="", metavar="FILE", help="where to write the record")
@@ -260,22 +262,63 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
   return given
 
 
+def gpu() -> str:
+  """The GPU that tinygrad computes on, by its own choice where that is none.
+
+  Raises:
+    Usage: there is none.
+  """
+  for device in (Device.DEFAULT, "CUDA", "AMD"):
+    if device.split(":")[0] in ("CUDA", "AMD"):
+      try:
+        Device[device]
+        return device
+      except Exception:  # whatever a missing driver makes it raise
+        continue
+  raise Usage("gpu: tinygrad finds neither a CUDA nor an AMD device here")
+
+
+def _on_cpu() -> bool:
+  return Device.DEFAULT.split(":")[0] == "CPU"
+
+
+def devices(name: str | None) -> list[str]:
+  """The devices that the first word names: cpu, gpu, all, or none, which is tinygrad's default device."""
+  if name is None:
+    return [Device.DEFAULT]
+  return [device for kind, device in (("cpu", "CPU"), ("gpu", gpu() if name != "cpu" else "")) if name in (kind, "all")]
+
+
+def problems(given: argparse.Namespace) -> list[tuple[str, Config]]:
+  """What to time, and on which device."""
+  rows: list[tuple[str, Config]] = []
+  for device in devices(given.device):
+    if (kind := device.split(":")[0]) not in ("CPU", "CUDA", "AMD"):
+      raise Usage(f"there are no problems to time on {kind}; accepted are cpu and gpu")
+    configs = quick_rows(kind) if given.quick else cpu_rows() if kind == "CPU" else gpu_rows()
+    rows += [(device, config) for config in configs]
+  return rows
+
+
 def bench(given: argparse.Namespace) -> int:
   """Runs every row, printing each as it is done, and writes the files; returns the exit status."""
-  if (device := Device.DEFAULT.split(":")[0]) != "CPU":
-    raise Usage(f"there are no problems to time on {device} yet; accepted is cpu")
   names = [name for name in given.against.split(",") if name]
-  contenders = load(names)
+  todo = problems(given)
+  contenders = {}
+  for device in dict.fromkeys(device for device, _ in todo):
+    with Context(DEV=device):
+      contenders[device] = load(names)
   rows: list[dict[str, Any]] = []
   status, busy = 0, os.getloadavg()[0]
   try:
-    for config in tqdm(quick_rows() if given.quick else cpu_rows(), desc="bench", disable=None):
-      row = bench_row(config, contenders, given.rounds)
+    for device, config in tqdm(todo, desc="bench", disable=None):
+      with Context(DEV=device):
+        row = bench_row(config, contenders[device], given.rounds)
       rows.append(row)
       if sys.stderr.isatty():  # where the progress bar is; the row takes its line
         print("\r\033[K", end="", file=sys.stderr, flush=True)
       print("\n".join(lines(row)), flush=True)
-      if not all(c["correct"] for c in row["contenders"].values()):
+      if not row["contenders"]["uopattn"]["correct"]:
         status = 1
   except KeyboardInterrupt:
     print(f"\ninterrupted after {len(rows)} rows", file=sys.stderr)
@@ -290,9 +333,7 @@ def bench(given: argparse.Namespace) -> int:
 def main(words: Sequence[str] | None = None) -> int:
   """Exit status 2 with one line on stderr where the call is off."""
   try:
-    given = arguments(words)
-    with Context(DEV="CPU") if given.device == "cpu" else nullcontext():
-      return bench(given)
+    return bench(arguments(words))
   except (Usage, NoCompiler) as error:
     print(f"uopattn.bench: {error}", file=sys.stderr)
     return 2

@@ -10,11 +10,17 @@ import numpy as np
 from tinygrad import Device, Tensor, TinyJit, dtypes
 from tinygrad.dtype import DType
 
-from uopattn.run import Problem, Usage, jitted, outputs, poison
+from uopattn.oracle import Array
+from uopattn.run import Problem, Usage, jitted, outputs, poison, wait
+from uopattn.spec import AttentionSpec
 from uopattn.threads import thread_count
-from uopattn.verify import Gate, Report, numpy
+from uopattn.verify import numpy
 
 PRODUCT = 2048  # rows and columns of the product's matrices
+GPU_PRODUCT = 8192  # the same on a GPU
+LONG = 0.02  # seconds that one call is to last on a GPU of FAST floating-point operations a second
+FAST = 4e14
+MOST = 400  # computations in one call
 SMALL = 1 << 19  # scores of the largest problem that tinygrad's own attention is timed on
 
 
@@ -23,12 +29,16 @@ class Runner:
   """An attention on given inputs.
 
   Attributes:
-    call: computes it once, and returns when it is done.
-    check: computes it once more and measures the result.
+    call: computes it `times` times, or has a device begin to.
+    result: computes it once more, on outputs that hold none yet: the output, and the LSE if it gives one.
+    times: how often one call computes it.
+    wait: returns when all calls so far are done.
   """
 
   call: Callable[[], object]
-  check: Callable[[Gate], list[Report]]
+  result: Callable[[], list[Array]]
+  times: int = 1
+  wait: Callable[[], object] = lambda: None
 
 
 Contender = Callable[[Problem], Runner | None]
@@ -38,16 +48,22 @@ Contender = Callable[[Problem], Runner | None]
 def uopattn(problem: Problem) -> Runner:
   """Our kernel, replayed by TinyJit; it writes the LSE too."""
   o, lse = outputs(problem.spec)
-  call = jitted(problem, o, lse)
+  times = repeats(problem)
+  call = jitted(problem, o, lse, times)
   for _ in range(2):  # compile, capture
     call()
 
-  def check(gate: Gate) -> list[Report]:
+  def result() -> list[Array]:
     poison(o, lse)
     call()
-    return [gate.output(numpy(o)), gate.lse(numpy(lse))]
+    return [numpy(o), numpy(lse)]
 
-  return Runner(call, check)
+  return Runner(call, result, times, wait)
+
+
+def repeats(problem: Problem) -> int:
+  """How often one call computes an attention: on a GPU enough that starting the call costs next to nothing."""
+  return 1 if Device.DEFAULT.split(":")[0] == "CPU" else max(1, min(MOST, int(LONG / (problem.spec.flops / FAST))))
 
 
 def load_tinygrad() -> Contender:
@@ -71,7 +87,7 @@ def load_tinygrad() -> Contender:
 
     for _ in range(2):
       call()
-    return Runner(call, lambda gate: [gate.output(numpy(call()))])
+    return Runner(call, lambda: [numpy(call())])
 
   return tinygrad
 
@@ -96,45 +112,130 @@ def load_torch() -> Contender:
           q, k, v, is_causal=s.is_causal, enable_gqa=s.Hq != s.Hkv
         )
 
-    return Runner(call, lambda gate: [gate.output(call().float().numpy())])
+    return Runner(call, lambda: [call().float().numpy()])
 
   return attend
 
 
+def gpu_loader(backend: str) -> Callable[[], Contender]:
+  """torch's attention by one of its backends on a GPU, replayed from a CUDA graph."""
+
+  def load_backend() -> Contender:
+    torch = importlib.import_module("torch")
+    types: dict[DType, Any] = {dtypes.float16: torch.float16, dtypes.bfloat16: torch.bfloat16}
+
+    def attend(problem: Problem) -> Runner | None:
+      s = problem.spec
+      if s.dtype not in types:
+        return None
+      q, k, v = (torch.from_numpy(numpy(x)).to("cuda", types[s.dtype]) for x in (problem.q, problem.k, problem.v))
+      once = _flex(torch, s) if backend == "flex" else _sdpa(torch, s, backend)
+      times, stream = repeats(problem), torch.cuda.Stream()
+      try:
+        with torch.inference_mode(), torch.cuda.stream(stream):
+          for _ in range(2):  # compile, warm up
+            out = once(q, k, v)
+          graph = torch.cuda.CUDAGraph()
+          with torch.cuda.graph(graph, stream=stream):
+            for _ in range(times):
+              out = once(q, k, v)
+      except RuntimeError as error:  # a backend that has nothing for the case
+        print(f"torch {backend} sits this out: {str(error).splitlines()[0]}")
+        return None
+
+      def result() -> list[Array]:
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        return [out.float().cpu().numpy()]
+
+      return Runner(graph.replay, result, times, torch.cuda.synchronize)
+
+    return attend
+
+  return load_backend
+
+
+def _sdpa(torch: Any, s: AttentionSpec, backend: str) -> Callable[..., Any]:
+  attention = importlib.import_module("torch.nn.attention")
+  kind = {"flash": attention.SDPBackend.FLASH_ATTENTION, "cudnn": attention.SDPBackend.CUDNN_ATTENTION}[backend]
+
+  def once(q: Any, k: Any, v: Any) -> Any:
+    with attention.sdpa_kernel([kind]):
+      return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=s.is_causal, enable_gqa=s.Hq != s.Hkv)
+
+  return once
+
+
+def _flex(torch: Any, s: AttentionSpec) -> Callable[..., Any]:
+  flex = importlib.import_module("torch.nn.attention.flex_attention")
+  compiled = torch.compile(flex.flex_attention, dynamic=False)
+  mask = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, s.M, s.N) if s.is_causal else None
+  return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=s.Hq != s.Hkv)
+
+
 LOADERS: dict[str, Callable[[], Contender]] = {"torch": load_torch, "tinygrad": load_tinygrad}
+GPU_LOADERS: dict[str, Callable[[], Contender]] = {
+  "torch flash": gpu_loader("flash"),
+  "torch cudnn": gpu_loader("cudnn"),
+  "torch flex": gpu_loader("flex"),
+}
 
 
 def load(names: list[str]) -> dict[str, Contender]:
-  """The contenders by name, ours first.
+  """The contenders by name, ours first; on a GPU, torch is its backends, each a contender.
 
   Raises:
     Usage: a name is unknown, or its library cannot be imported.
   """
   found: dict[str, Contender] = {"uopattn": uopattn}
+  on_cpu = Device.DEFAULT.split(":")[0] == "CPU"
   for name in names:
     if name not in LOADERS:
       raise Usage(f"--against {name}: unknown; accepted are {', '.join(LOADERS)}")
     try:
-      found[name] = LOADERS[name]()
+      if name == "torch" and not on_cpu:
+        found |= {backend: loader() for backend, loader in GPU_LOADERS.items()}
+      else:
+        found[name] = LOADERS[name]()
     except ImportError as error:
       raise Usage(f"--against {name}: it cannot be imported: {error}") from error
   return found
 
 
-def product() -> tuple[str, Callable[[], object]]:
-  """A float32 product of square matrices of size PRODUCT, and whose it is: torch's, on our number of threads, or
-  numpy's, on as many as its library takes, where there is no torch."""
+def product() -> tuple[str, Callable[[], object], Callable[[], object]]:
+  """A product of square matrices, whose it is, and what waits for it.
+
+  On a CPU float32 of size PRODUCT: torch's, on our number of threads, or numpy's, on as many as its library takes,
+  where there is no torch. On a GPU float16 of size GPU_PRODUCT: torch's, or no product where there is no torch.
+  """
+  if Device.DEFAULT.split(":")[0] != "CPU":
+    return _gpu_product()
   rng = np.random.default_rng(0)
   a, b = (rng.standard_normal((PRODUCT, PRODUCT), dtype=np.float32) for _ in range(2))
   try:
     torch = importlib.import_module("torch")
   except ImportError:
-    return "numpy", lambda: a @ b
+    return "numpy", lambda: a @ b, lambda: None
   torch.set_num_threads(thread_count())
   ta, tb = torch.from_numpy(a), torch.from_numpy(b)
-  return "torch", lambda: ta @ tb
+  return "torch", lambda: ta @ tb, lambda: None
+
+
+def _gpu_product() -> tuple[str, Callable[[], object], Callable[[], object]]:
+  try:
+    torch = importlib.import_module("torch")
+  except ImportError:
+    return "", lambda: None, lambda: None
+  a, b = (torch.randn(GPU_PRODUCT, GPU_PRODUCT, device="cuda", dtype=torch.float16) for _ in range(2))
+  return "torch", lambda: a @ b, torch.cuda.synchronize
+
+
+def product_size() -> int:
+  """Rows and columns of the product's matrices."""
+  return PRODUCT if Device.DEFAULT.split(":")[0] == "CPU" else GPU_PRODUCT
 
 
 def versions(names: list[str]) -> dict[str, str]:
   """Of the contenders and of what computes the product."""
-  return {name: version(name) for name in names}
+  return {name: version(name) for name in dict.fromkeys(name.split()[0] for name in names)}

@@ -8,14 +8,15 @@ program keeps tinygrad's.
 from typing import cast
 
 from tinygrad import Device, UOp
-from tinygrad.codegen import to_program
 from tinygrad.device import Compiler
 from tinygrad.dtype import AddrSpace
 from tinygrad.engine.realize import runtime_cache
 from tinygrad.helpers import Target, round_up
 from tinygrad.renderer import Estimates
 from tinygrad.renderer.cstyle import CUDARenderer, NVCCRenderer
-from tinygrad.uop.ops import KernelInfo, Ops
+from tinygrad.uop.ops import Ops
+
+from uopattn.program_cache import finished
 
 ALIGN = 1024  # bytes: the period of the widest swizzle of shared memory
 
@@ -64,11 +65,9 @@ def on_gpu(kernel: UOp, device: str, estimates: Estimates) -> UOp:
   from tinygrad.runtime.ops_cuda import CUDADevice, CUDAProgram
 
   gpu = cast(CUDADevice, Device[device])
-  compiled = to_program(kernel, SharedRenderer(gpu.renderer.target.arch, isinstance(gpu.renderer, NVCCRenderer)))
-  _, shared = shared_places(next(u for u in compiled.src if u.op is Ops.LINEAR).src)
-  params = sorted((u for u in kernel.toposort() if u.op is Ops.PARAM), key=lambda u: u.arg.slot)
-  sink = UOp.sink(*params, arg=KernelInfo(name=kernel.arg.name, estimates=estimates))
-  program = compiled.replace(src=(sink, UOp(Ops.LINEAR, src=(*sink.src, sink)), *compiled.src[2:]))
-  if (program.key, device) not in runtime_cache:
-    runtime_cache[(program.key, device)] = CUDAProgram(gpu, program.to_elf(), smem=shared)
-  return program
+  renderer = SharedRenderer(gpu.renderer.target.arch, isinstance(gpu.renderer, NVCCRenderer))
+  made = finished(kernel, renderer, estimates)
+  if (made.key, device) not in runtime_cache:
+    shared = shared_places(tuple(kernel.toposort()))[1]
+    runtime_cache[(made.key, device)] = CUDAProgram(gpu, made.to_elf(), smem=shared)
+  return made

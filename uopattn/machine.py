@@ -1,9 +1,13 @@
 """What a measurement was made on."""
 
+import ctypes
 import os
 import platform
 from importlib.metadata import version
 from pathlib import Path
+from typing import cast
+
+from tinygrad import Device
 
 
 def cpu_name() -> str:
@@ -13,6 +17,18 @@ def cpu_name() -> str:
     if line.startswith("model name"):
       return line.split(":", 1)[1].strip()
   return platform.processor() or platform.machine()
+
+
+def gpu_name(device: str) -> str:
+  """A CUDA device's own name; of others, the empty string."""
+  if device.split(":")[0] != "CUDA":
+    return ""
+  from tinygrad.runtime.autogen import cuda
+  from tinygrad.runtime.ops_cuda import CUDADevice
+
+  name = ctypes.create_string_buffer(100)
+  cuda.cuDeviceGetName(name, len(name), cast(CUDADevice, Device[device]).cu_device)
+  return name.value.decode()
 
 
 def usable_cores() -> int:

@@ -18,12 +18,28 @@ from tinygrad import UOp, dtypes
 from tinygrad.codegen import to_program, to_program_key
 from tinygrad.dtype import AddrSpace
 from tinygrad.helpers import diskcache_get, diskcache_put
-from tinygrad.renderer import Renderer
+from tinygrad.renderer import Estimates, Renderer
 from tinygrad.renderer.isa import ISARenderer
-from tinygrad.uop.ops import ProgramInfo
+from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo
 
 log = logging.getLogger("uopattn")
 TABLE = "uopattn_source"
+
+
+def finished(kernel: UOp, renderer: Renderer, estimates: Estimates) -> UOp:
+  """The compiled PROGRAM that `Tensor.custom_kernel` takes in the place of a kernel's graph.
+
+  Args:
+    kernel: a SINK with KernelInfo.
+    renderer: of the device that is to run it.
+    estimates: what tinygrad is to report as the kernel's work.
+  """
+  info, source, binary = program(kernel, renderer)
+  # tinygrad would look into the kernel's own graph and find its axes open.
+  params = sorted((u for u in kernel.toposort() if u.op is Ops.PARAM), key=lambda u: u.arg.slot)
+  sink = UOp.sink(*params, arg=KernelInfo(name=kernel.arg.name, estimates=estimates))
+  code = UOp(Ops.SOURCE, arg=source), UOp(Ops.BINARY, arg=binary)
+  return UOp(Ops.PROGRAM, src=(sink, UOp(Ops.LINEAR, src=(*sink.src, sink)), *code), arg=info)
 
 
 def program(kernel: UOp, renderer: Renderer) -> tuple[ProgramInfo, str, bytes]:

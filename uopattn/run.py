@@ -160,8 +160,8 @@ def poison(*buffers: Tensor) -> None:
     x.assign(Tensor.full(x.shape, float("nan"), dtype=x.dtype)).realize()
 
 
-def jitted(problem: Problem, o: Tensor, lse: Tensor) -> Callable[[], None]:
-  """A call of the kernel that writes `o` and `lse` and waits for them; the third call is the first that replays.
+def jitted(problem: Problem, o: Tensor, lse: Tensor, times: int = 1) -> Callable[[], None]:
+  """A call that runs the kernel `times` times, writing `o` and `lse`; the third call is the first that replays.
 
   The inputs are bound when the call is captured, as they are within a model: tinygrad takes some 0.05 ms to check each
   argument of a TinyJit.
@@ -170,16 +170,23 @@ def jitted(problem: Problem, o: Tensor, lse: Tensor) -> Callable[[], None]:
 
   @TinyJit
   def run() -> tuple[Tensor, Tensor]:
-    out, sums = launch(p.choice, p.spec, p.q, p.k, p.v, o, lse)
+    out: Tensor = o
+    sums: Tensor | None = lse
+    for _ in range(times):
+      out, sums = launch(p.choice, p.spec, p.q, p.k, p.v, out, sums)
     assert sums is not None
     Tensor.realize(out, sums)
     return out, sums
 
   def call() -> None:
     run()
-    Device[Device.DEFAULT].synchronize()
 
   return call
+
+
+def wait() -> None:
+  """Until the default device has done what it was given."""
+  Device[Device.DEFAULT].synchronize()
 
 
 def measure(problem: Problem, count: int) -> tuple[Tensor, Tensor, list[float]]:
@@ -189,9 +196,10 @@ def measure(problem: Problem, count: int) -> tuple[Tensor, Tensor, list[float]]:
   seconds: list[float] = []
   for warm_up in (True, True, *(False for _ in range(count))):  # TinyJit compiles, then captures, then replays
     poison(o, lse)
-    Device[Device.DEFAULT].synchronize()
+    wait()
     start = time.perf_counter()
     call()
+    wait()
     if not warm_up:
       seconds.append(time.perf_counter() - start)
       print(f"run {len(seconds)}/{count}  {seconds[-1] * 1e3:10.3f} ms  {speed(problem.spec, seconds[-1])}")

@@ -13,10 +13,9 @@ from tinygrad.engine.realize import runtime_cache
 from tinygrad.helpers import NUM_CPU_THREADS
 from tinygrad.renderer import Estimates
 from tinygrad.runtime.ops_cpu import CPUDevice, CPUProgram
-from tinygrad.uop.ops import KernelInfo, Ops
 
 from uopattn.machine import usable_cores
-from uopattn.program_cache import program
+from uopattn.program_cache import finished
 from uopattn.team import ARGUMENTS, team
 
 
@@ -58,11 +57,6 @@ def threaded(kernel: UOp, device: str, estimates: Estimates) -> UOp:
     device: "CPU", "CPU:1", ...
     estimates: what tinygrad is to report as the kernel's work.
   """
-  info, source, binary = program(kernel, Device[device].renderer)
-  # tinygrad would look into the kernel's own graph and find its axes open.
-  params = sorted((u for u in kernel.toposort() if u.op is Ops.PARAM), key=lambda u: u.arg.slot)
-  sink = UOp.sink(*params, arg=KernelInfo(name=kernel.arg.name, estimates=estimates))
-  code = UOp(Ops.SOURCE, arg=source), UOp(Ops.BINARY, arg=binary)
-  made = UOp(Ops.PROGRAM, src=(sink, UOp(Ops.LINEAR, src=(*sink.src, sink)), *code), arg=info)
+  made = finished(kernel, Device[device].renderer, estimates)
   runtime_cache.setdefault((made.key, device), ThreadedProgram(cast(CPUDevice, Device[device]), made.to_elf()))
   return made

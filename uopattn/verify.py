@@ -115,11 +115,15 @@ class Gate:
   @classmethod
   def of(cls, q: Tensor, k: Tensor, v: Tensor, *, progress: bool = False, **options: Any) -> "Gate":
     """Computes the oracle and the naive versions; the arguments are those of `verify`."""
-    arrays = [numpy(x) for x in (q, k, v)]
-    precision = PRECISIONS[q.dtype]
+    return cls.of_arrays(numpy(q), numpy(k), numpy(v), q.dtype, progress=progress, **options)
+
+  @classmethod
+  def of_arrays(cls, q: Array, k: Array, v: Array, dtype: DType, *, progress: bool = False, **options: Any) -> "Gate":
+    """The same of arrays that hold values of `dtype`."""
+    arrays, precision = (q, k, v), PRECISIONS[dtype]
     exact, exact_lse = oracle(*arrays, progress=progress, **options)
     naive, naive_lse = oracle(*arrays, precision=precision, progress=progress, **options)
-    if q.dtype != dtypes.float32:  # the LSE is float32 whatever q is, and so is the arithmetic behind it
+    if dtype != dtypes.float32:  # the LSE is float32 whatever q is, and so is the arithmetic behind it
       _, naive_lse = oracle(*arrays, precision=PRECISIONS[dtypes.float32], progress=progress, **options)
     return cls(exact, exact_lse, naive, naive_lse, precision.unit)
 

@@ -1,0 +1,75 @@
+"""What the bench shows: a row in words, and a plot of all rows."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+TERA = 5000  # GFLOP/s from which speeds are given in TFLOP/s
+
+
+def title(problem: dict[str, Any]) -> str:
+  """A problem in a few words, from its record."""
+  p = problem
+  heads = f"H={p['Hq']}" + (f" HKV={p['Hkv']}" if p["Hkv"] != p["Hq"] else "")
+  lengths = (f"M={p['M']} " if p["M"] != p["N"] else "") + f"N={p['N']}"
+  sizes = f"D={p['Dk']}" + (f" DV={p['Dv']}" if p["Dv"] != p["Dk"] else "")
+  return f"B={p['B']} {heads} {lengths} {sizes} {p['dtype']}{' causal' * p['is_causal']}"
+
+
+def _speed(gflops: float) -> str:
+  return f"{gflops:7.1f} GFLOP/s" if gflops < TERA else f"{gflops / 1e3:7.1f} TFLOP/s"
+
+
+def lines(row: dict[str, Any]) -> Iterator[str]:
+  """A row for people."""
+  yield title(row["problem"])
+  for name, c in row["contenders"].items():
+    if not c["correct"]:
+      yield f"  {name:<11} fails the gate: {'; '.join(c['failures'])}"
+      continue
+    shares = " ".join(f"{share:4.0%} of {by}'s product," for by, share in c["share"].items())
+    text = (
+      f"  {name:<11} {c['median'] * 1e3:9.3f} ms (min {c['minimum'] * 1e3:.3f}, spread {c['spread']:.0%}) "
+      f"{_speed(c['gflops'])}, {shares} error {c['error']:.2g}"
+    )
+    if ratio := row["ratios"].get(name):
+      text += f"; uopattn is {ratio['paired']:.2f} times as fast (by minima {ratio['of_minima']:.2f})"
+    yield text
+
+
+def plot(rows: list[dict[str, Any]], path: str) -> None:
+  """Draws the speed over N, a panel for each D: of the commonest type, without a mask, as many queries as keys.
+
+  Of rows that differ in the number of heads alone, the one with the fewest counts.
+  """
+  from matplotlib.figure import Figure
+
+  points: dict[int, dict[str, dict[int, float]]] = {}
+  dtype = Counter(row["problem"]["dtype"] for row in rows).most_common(1)[0][0] if rows else ""
+  for row in sorted(rows, key=lambda row: row["problem"]["Hq"]):
+    p = row["problem"]
+    heads = {p["Hq"], p["Hkv"]}
+    if p["dtype"] == dtype and not p["is_causal"] and len(heads) == 1 and (p["M"], p["Dk"]) == (p["N"], p["Dv"]):
+      for name, c in row["contenders"].items():
+        if c["correct"]:
+          points.setdefault(p["Dk"], {}).setdefault(name, {}).setdefault(p["N"], c["gflops"])
+  columns = min(4, max(1, len(points)))
+  figure = Figure(figsize=(3.2 * columns, 2.8 * max(1, math.ceil(len(points) / columns))), layout="constrained")
+  panels = figure.subplots(math.ceil(max(1, len(points)) / columns), columns, squeeze=False, sharex=True, sharey=True)
+  fastest = max((y for by_name in points.values() for line in by_name.values() for y in line.values()), default=0)
+  unit, divisor = ("TFLOP/s", 1e3) if fastest >= TERA else ("GFLOP/s", 1)
+  names = list(dict.fromkeys(name for row in rows for name in row["contenders"]))
+  legend: dict[str, Any] = {}
+  for panel, (d, by_name) in zip(panels.flat, sorted(points.items()), strict=False):
+    for i, name in enumerate(names):
+      if name in by_name:
+        n, y = zip(*sorted(by_name[name].items()), strict=True)
+        (legend[name],) = panel.plot(n, [x / divisor for x in y], "o-", ms=4, color=f"C{i}")
+    panel.set(title=f"D = {d}", xlabel="N", ylabel=unit, xscale="log")
+    panel.grid(alpha=0.3)
+  for panel in panels.flat[len(points) :]:
+    panel.set_visible(False)
+  panels.flat[0].set_ylim(bottom=0)  # of all, once all are drawn
+  panels.flat[0].legend(list(legend.values()), list(legend))
+  figure.savefig(path, dpi=120)
