@@ -120,9 +120,10 @@ MULTIPROCESSORS = 132  # of an H100 or H200
 # By the largest head size: tiles, workgroups at once on a multiprocessor, and TFLOP/s without and with a causal mask, as
 # measured on an H200 (B=4, H=32, N=4096, float16).
 MEASURED = {
-  64: ((Tiles(3, 128, 3), 1, 481, 393), (Tiles(1, 128, 2), 3, 462, 406), (Tiles(1, 64, 2), 4, 450, 400)),
-  128: ((Tiles(2, 128, 3), 1, 615, 542), (Tiles(1, 64, 2), 2, 520, 460)),
-  256: ((Tiles(2, 64, 2), 1, 500, 450), (Tiles(1, 64, 2), 1, 400, 400)),
+  64: ((Tiles(3, 128, 3), 1, 485, 389), (Tiles(1, 128, 2), 3, 462, 406), (Tiles(1, 64, 2), 4, 463, 409)),
+  128: ((Tiles(2, 128, 3), 1, 619, 546), (Tiles(1, 64, 2), 2, 512, 450)),
+  192: ((Tiles(2, 96, 2), 1, 612, 546),),
+  256: ((Tiles(2, 64, 2), 1, 613, 550), (Tiles(1, 64, 2), 1, 487, 376)),
 }
 
 

@@ -144,10 +144,11 @@ def gpu_loader(backend: str) -> Callable[[], Contender]:
         return None
 
       def result() -> list[Array]:
-        out.fill_(float("nan"))
-        graph.replay()
-        torch.cuda.synchronize()
-        return [out.float().cpu().numpy()]
+        with torch.inference_mode():
+          out.fill_(float("nan"))
+          graph.replay()
+          torch.cuda.synchronize()
+          return [out.float().cpu().numpy()]
 
       return Runner(graph.replay, result, times, torch.cuda.synchronize)
 
