@@ -150,7 +150,10 @@ def gpu_loader(backend: str) -> Callable[[], Contender]:
           torch.cuda.synchronize()
           return [out.float().cpu().numpy()]
 
-      return Runner(graph.replay, result, times, torch.cuda.synchronize)
+      def replay(inputs: tuple[Any, ...] = (q, k, v)) -> None:  # the graph has their addresses alone
+        graph.replay()
+
+      return Runner(replay, result, times, torch.cuda.synchronize)
 
     return attend
 
