@@ -118,7 +118,7 @@ def load_torch() -> Contender:
 
 
 def gpu_loader(backend: str) -> Callable[[], Contender]:
-  """torch's attention by one of its backends on a GPU, replayed from a CUDA graph."""
+  """torch's attention by one of its backends on a GPU."""
 
   def load_backend() -> Contender:
     torch = importlib.import_module("torch")
@@ -129,31 +129,21 @@ def gpu_loader(backend: str) -> Callable[[], Contender]:
       if s.dtype not in types:
         return None
       q, k, v = (torch.from_numpy(numpy(x)).to("cuda", types[s.dtype]) for x in (problem.q, problem.k, problem.v))
-      once = _flex(torch, s) if backend == "flex" else _sdpa(torch, s, backend)
-      times, stream = repeats(problem), torch.cuda.Stream()
-      try:
-        with torch.inference_mode(), torch.cuda.stream(stream):
-          for _ in range(2):  # compile, warm up
+      once, times = _flex(torch, s) if backend == "flex" else _sdpa(torch, s, backend), repeats(problem)
+
+      def call() -> Any:
+        with torch.inference_mode():
+          for _ in range(times):
             out = once(q, k, v)
-          graph = torch.cuda.CUDAGraph()
-          with torch.cuda.graph(graph, stream=stream):
-            for _ in range(times):
-              out = once(q, k, v)
+        return out
+
+      try:
+        call()
+        torch.cuda.synchronize()
       except RuntimeError as error:  # a backend that has nothing for the case
         print(f"torch {backend} sits this out: {str(error).splitlines()[0]}")
         return None
-
-      def result() -> list[Array]:
-        with torch.inference_mode():
-          out.fill_(float("nan"))
-          graph.replay()
-          torch.cuda.synchronize()
-          return [out.float().cpu().numpy()]
-
-      def replay(inputs: tuple[Any, ...] = (q, k, v)) -> None:  # the graph has their addresses alone
-        graph.replay()
-
-      return Runner(replay, result, times, torch.cuda.synchronize)
+      return Runner(call, lambda: [call().float().cpu().numpy()], times, torch.cuda.synchronize)
 
     return attend
 
