@@ -1,5 +1,6 @@
 """What `uopattn.bench` times: our kernel, other libraries' attention, and a matrix product to measure them by."""
 
+import ctypes
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -128,10 +129,13 @@ def gpu_loader(backend: str) -> Callable[[], Contender]:
       s = problem.spec
       if s.dtype not in types:
         return None
-      q, k, v = (torch.from_numpy(numpy(x)).to("cuda", types[s.dtype]) for x in (problem.q, problem.k, problem.v))
+      arrays = [numpy(x) for x in (problem.q, problem.k, problem.v)]
+      use_torchs_context()
+      q, k, v = (torch.from_numpy(x).to("cuda", types[s.dtype]) for x in arrays)
       once, times = _flex(torch, s) if backend == "flex" else _sdpa(torch, s, backend), repeats(problem)
 
       def call() -> Any:
+        use_torchs_context()
         with torch.inference_mode():
           for _ in range(times):
             out = once(q, k, v)
@@ -150,6 +154,15 @@ def gpu_loader(backend: str) -> Callable[[], Contender]:
   return load_backend
 
 
+def use_torchs_context() -> None:
+  """Makes the primary context of the first GPU the current one, as torch expects; tinygrad has one of its own."""
+  from tinygrad.runtime.autogen import cuda
+
+  context = cuda.CUcontext()
+  cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
+  cuda.cuCtxSetCurrent(context)
+
+
 def _sdpa(torch: Any, s: AttentionSpec, backend: str) -> Callable[..., Any]:
   attention = importlib.import_module("torch.nn.attention")
   kind = {"flash": attention.SDPBackend.FLASH_ATTENTION, "cudnn": attention.SDPBackend.CUDNN_ATTENTION}[backend]
@@ -163,6 +176,7 @@ def _sdpa(torch: Any, s: AttentionSpec, backend: str) -> Callable[..., Any]:
 
 def _flex(torch: Any, s: AttentionSpec) -> Callable[..., Any]:
   flex = importlib.import_module("torch.nn.attention.flex_attention")
+  torch.compiler.reset()  # it gives up compiling after a few shapes
   compiled = torch.compile(flex.flex_attention, dynamic=False)
   mask = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, s.M, s.N) if s.is_causal else None
   return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=s.Hq != s.Hkv)
@@ -221,8 +235,14 @@ def _gpu_product() -> tuple[str, Callable[[], object], Callable[[], object]]:
     torch = importlib.import_module("torch")
   except ImportError:
     return "", lambda: None, lambda: None
+  use_torchs_context()
   a, b = (torch.randn(GPU_PRODUCT, GPU_PRODUCT, device="cuda", dtype=torch.float16) for _ in range(2))
-  return "torch", lambda: a @ b, torch.cuda.synchronize
+
+  def multiply() -> object:
+    use_torchs_context()
+    return a @ b
+
+  return "torch", multiply, torch.cuda.synchronize
 
 
 def product_size() -> int:
