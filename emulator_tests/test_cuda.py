@@ -54,8 +54,7 @@ def test_matches_the_oracle(shape: str, arch: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("q_start", [-3, 0, 3])
-@pytest.mark.parametrize("dtype", [HALF, BFLOAT], ids=str)
+@pytest.mark.parametrize(("dtype", "q_start"), [(HALF, 3), (BFLOAT, -3)], ids=str)
 @pytest.mark.parametrize("arch", [*ARCHES, "sm_86"])
 @pytest.mark.parametrize("shape", [*SHAPES, "large odd head"])
 def test_matches_the_oracle_in_both_types(shape: str, arch: str, dtype, q_start: int) -> None:
@@ -304,9 +303,7 @@ def test_no_tiles_for_another_architecture() -> None:
     hopper_forward.Tiles.choose("sm_89", 64, 64, 64, 64, 99 << 10)
   with pytest.raises(ValueError, match=r"head sizes 64 and 64: no tile fits \d+ registers and 10000 bytes"):
     hopper_forward.Tiles.choose("sm_90", 64, 64, 64, 64, 10000)
-  with pytest.raises(
-    ValueError, match=r"the smallest tile needs \d+ registers .* of shared memory, of 99"
-  ):
+  with pytest.raises(ValueError, match=r"the smallest tile needs \d+ registers .* of shared memory, of 99"):
     cuda_forward.Tiles.choose("sm_80", 64, 64, 64, 64, 99)
 
 
