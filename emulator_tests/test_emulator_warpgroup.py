@@ -1,5 +1,7 @@
 """Hopper's products of a warpgroup on the emulator: right against numpy, and each mistake an error of its kind."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from emulator_kernels import kernel, launch, lds, loop, reg, threads
@@ -69,13 +71,14 @@ def from_shared(n, k, kind, *, fence=True, wait=True, offset=0, count=THREADS, s
     filled = UOp.group(*panelled(left, a, 64, k, t, count), *panelled(right, b, n, k, t, count))
     ready = UOp.barrier(ins.fence_async("cuda", filled) if fence else filled)
     at = offset(t) if callable(offset) else offset
-    after = (ready,) if active is None else (ready, loop(active(t)))
+    trip = () if active is None else (loop(active(t)),)
+    after = (ready, *trip)
     operands = d[0], left.after(*after)[at], right.after(*after)[0]
     started = wgmma.start(TYPES[kind], n, k // 16, *operands, (64 * WIDTH, n * WIDTH), *after)
     if spoil is not None:
       started = spoil(t, d, left, right, started)
     done = wgmma.wait(0, n, d[0], started) if wait else started
-    done = done if active is None else done.end(after[1])
+    done = done.end(*trip) if trip else done
     return kernel(f"shared_{n}_{k}_{kind}", store_result(o, d.after(done), t, n), t)
 
   return body
@@ -184,7 +187,7 @@ def wait_for_other_registers(t, d, left, right, started):
   return wgmma.wait(0, 16, reg(3, 8)[0], started)
 
 
-MISTAKES = {
+MISTAKES: dict[str, tuple[dict[str, Any], type[emulator.KernelError], str]] = {
   "result read before the wait": ({"wait": False}, emulator.Unwritten, "registers 0 .* which nothing has written"),
   "accumulators used in flight": ({"spoil": read_early}, emulator.Unwritten, "registers 0 .* nothing has written"),
   "left operand overwritten in flight": ({"spoil": overwrite_left}, emulator.Race, "LDS 1"),
