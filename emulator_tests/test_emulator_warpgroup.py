@@ -179,6 +179,16 @@ def overwrite_left(t, d, left, right, started):
   return left.after(started)[t].store(UOp.const(0, dtypes.ushort))
 
 
+def overwrite_right(t, d, left, right, started):
+  return right.after(started)[t].store(UOp.const(0, dtypes.ushort))
+
+
+def overwrite_in_order(t, d, left, right, started):
+  """All waves have met before and after, and the write is fenced; but the product may still be reading."""
+  store = overwrite_right(t, d, left, right, UOp.barrier(started))
+  return UOp.barrier(ins.fence_async("cuda", store))
+
+
 def read_early(t, d, left, right, started):
   return d.after(started)[0].store(d.after(started)[0].load() + 1)
 
@@ -191,6 +201,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[emulator.KernelError], str]] = {
   "result read before the wait": ({"wait": False}, emulator.Unwritten, "registers 0 .* which nothing has written"),
   "accumulators used in flight": ({"spoil": read_early}, emulator.Unwritten, "registers 0 .* nothing has written"),
   "left operand overwritten in flight": ({"spoil": overwrite_left}, emulator.Race, "LDS 1"),
+  "right operand overwritten in flight": ({"spoil": overwrite_right}, emulator.Race, "LDS 2"),
+  "overwritten between barriers": ({"spoil": overwrite_in_order}, emulator.Race, "overwritten before the wait"),
   "no fence": ({"fence": False}, emulator.Race, "written without a fence_async since"),
   "misaligned": ({"offset": 8}, emulator.OutOfBounds, "an LDS address that 1024 does not divide"),
   "misaligned by rows": ({"offset": 4 * WIDTH}, emulator.OutOfBounds, "an LDS address that 1024 does not divide"),
