@@ -4,7 +4,6 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from tinygrad import UOp, dtypes
@@ -14,8 +13,9 @@ from tinygrad.dtype import DType
 from tinygrad.uop.ops import Ops
 
 from uopattn.cuda import SharedRenderer
-from uopattn.dsl.limits import lds_limit
-from uopattn.kernels import cuda_forward, hopper_forward
+from uopattn.dispatch import Choice, dispatch
+from uopattn.spec import AttentionSpec
+from uopattn.target import Target
 
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on PATH")
 
@@ -27,36 +27,34 @@ CODE = {
 HEADS, LENGTH = 4, 4096
 HALF, BFLOAT = dtypes.float16, dtypes.bfloat16
 QUICK = [
-  (cuda_forward, "sm_80", 64, True, HALF),
-  (cuda_forward, "sm_89", 128, False, BFLOAT),
-  (cuda_forward, "sm_80", 256, True, HALF),
-  (hopper_forward, "sm_90", 64, True, BFLOAT),
-  (hopper_forward, "sm_90", 128, True, HALF),
-  (hopper_forward, "sm_90", 256, False, HALF),
+  ("sm_80", 64, True, HALF),
+  ("sm_89", 128, False, BFLOAT),
+  ("sm_80", 256, True, HALF),
+  ("sm_90", 64, True, BFLOAT),
+  ("sm_90", 128, True, HALF),
+  ("sm_90", 256, False, HALF),
 ]
 REST = [
-  (kernel, arch, D, causal, dtype)
-  for kernel, arch in ((cuda_forward, "sm_80"), (cuda_forward, "sm_89"), (hopper_forward, "sm_90"))
+  (arch, D, causal, dtype)
+  for arch in CODE
   for D in (64, 128, 256)
   for causal in (False, True)
   for dtype in (HALF, BFLOAT)
-  if (kernel, arch, D, causal, dtype) not in QUICK
+  if (arch, D, causal, dtype) not in QUICK
 ]
 
 
-def name(value: object) -> str:
-  """A parameter as test names have it."""
-  return value.__name__.split(".")[-1] if isinstance(value, ModuleType) else str(value)
-
-
-def source(kernel: ModuleType, arch: str, D: int, causal: bool, dtype: DType) -> str:
-  """The kernel in CUDA C++, with the LSE, for the tiles that it chooses on `arch`."""
+def source(arch: str, D: int, causal: bool, dtype: DType) -> str:
+  """The kernel for `arch` in CUDA C++, with the LSE."""
+  spec = AttentionSpec(1, HEADS, HEADS, LENGTH, LENGTH, D, D, dtype, D**-0.5, causal, return_lse=True)
+  choice = dispatch(spec, Target("CUDA", arch))
+  assert isinstance(choice, Choice)
+  assert choice.kernel.name == ("hopper_forward" if arch == "sm_90" else "cuda_forward")
   buffers = [UOp.placeholder((HEADS, LENGTH, D), dtype, slot) for slot in range(4)]
   lse = UOp.placeholder((HEADS, LENGTH), dtypes.float, 4)
-  tiles = kernel.Tiles.choose(arch, LENGTH, LENGTH, D, D, lds_limit(arch))
+  graph = choice.kernel.build(*buffers, lse, scale=spec.scale, causal=causal, q_start=0, tiles=choice.tiles)
   renderer = SharedRenderer(arch, use_nvcc=True)
   renderer.compiler = Compiler()  # leaves the source as it is
-  graph = kernel.forward(*buffers, lse, scale=D**-0.5, causal=causal, q_start=0, tiles=tiles)
   return next(u.arg for u in to_program(graph, renderer).src if u.op is Ops.SOURCE)
 
 
@@ -76,22 +74,22 @@ def figure(text: str, what: str) -> int:
   return int(match[1])
 
 
-def check_compiled(kernel: ModuleType, arch: str, D: int, causal: bool, dtype: DType, folder: Path) -> None:
-  said = report(source(kernel, arch, D, causal, dtype), arch, folder)
+def check_compiled(arch: str, D: int, causal: bool, dtype: DType, folder: Path) -> None:
+  said = report(source(arch, D, causal, dtype), arch, folder)
   assert [figure(said, f"bytes {what}") for what in ("stack frame", "spill stores", "spill loads")] == [0, 0, 0]
   assert figure(said, "registers") <= 255
   assert "serializ" not in said  # "Potential Performance Loss: wgmma.mma_async instructions are serialized"
 
 
-@pytest.mark.parametrize(("kernel", "arch", "D", "causal", "dtype"), QUICK, ids=name)
-def test_no_spills(kernel: ModuleType, arch: str, D: int, causal: bool, dtype: DType, tmp_path: Path) -> None:
-  check_compiled(kernel, arch, D, causal, dtype, tmp_path)
+@pytest.mark.parametrize(("arch", "D", "causal", "dtype"), QUICK, ids=str)
+def test_no_spills(arch: str, D: int, causal: bool, dtype: DType, tmp_path: Path) -> None:
+  check_compiled(arch, D, causal, dtype, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kernel", "arch", "D", "causal", "dtype"), REST, ids=name)
-def test_no_spills_anywhere(kernel: ModuleType, arch: str, D: int, causal: bool, dtype: DType, tmp_path: Path) -> None:
-  check_compiled(kernel, arch, D, causal, dtype, tmp_path)
+@pytest.mark.parametrize(("arch", "D", "causal", "dtype"), REST, ids=str)
+def test_no_spills_anywhere(arch: str, D: int, causal: bool, dtype: DType, tmp_path: Path) -> None:
+  check_compiled(arch, D, causal, dtype, tmp_path)
 
 
 SPILLS = """
@@ -110,7 +108,7 @@ def test_a_spill_is_seen(tmp_path: Path) -> None:
 
 def test_a_serialized_product_is_seen(tmp_path: Path) -> None:
   """Without the wait for it, registers are used while a product has them."""
-  text = source(hopper_forward, "sm_90", 64, False, HALF)
+  text = source("sm_90", 64, False, HALF)
   waits = list(re.finditer(r"wgmma\.wait_group\.sync\.aligned %\d+;", text))
   without = (text[: wait.start()] + text[wait.end() :] for wait in waits)
   assert any("serializ" in report(broken, "sm_90", tmp_path) for broken in without)
