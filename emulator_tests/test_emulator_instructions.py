@@ -122,7 +122,8 @@ def test_groups_of_copies_complete_in_order():
       second = ins.cp_async_commit("cuda", ins.cp_async("cuda", s[128 + 4 * t], x[128 + 4 * t], first))
       ready = s.after(UOp.barrier(ins.cp_async_wait("cuda", 1, second)))
       stores = [o[4 * t + i].store(ready[(128 if read_second else 0) + 4 * t + i].load()) for i in range(4)]
-      return kernel(f"groups{read_second}", stores, t)
+      # no copy may be under way when the kernel ends
+      return kernel(f"groups{read_second}", [ins.cp_async_wait("cuda", 0, *stores)], t)
 
     return fxn
 
