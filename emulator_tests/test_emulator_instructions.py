@@ -10,7 +10,9 @@ from tinygrad.renderer.cstyle import CUDARenderer, HIPRenderer
 
 import uopattn.emulator as emulator
 from uopattn.dsl import instructions as ins
+from uopattn.dsl import wgmma
 from uopattn.emulator.instructions import MEANINGS
+from uopattn.emulator.known import instruction_of
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal(128).astype(np.float32)
@@ -120,7 +122,8 @@ def test_groups_of_copies_complete_in_order():
       second = ins.cp_async_commit("cuda", ins.cp_async("cuda", s[128 + 4 * t], x[128 + 4 * t], first))
       ready = s.after(UOp.barrier(ins.cp_async_wait("cuda", 1, second)))
       stores = [o[4 * t + i].store(ready[(128 if read_second else 0) + 4 * t + i].load()) for i in range(4)]
-      return kernel(f"groups{read_second}", stores, t)
+      # no copy may be under way when the kernel ends
+      return kernel(f"groups{read_second}", [ins.cp_async_wait("cuda", 0, *stores)], t)
 
     return fxn
 
@@ -128,6 +131,46 @@ def test_groups_of_copies_complete_in_order():
   np.testing.assert_array_equal(launch(body(False), x[:128], x, arch="sm_80"), x[:128])
   with pytest.raises(emulator.Unwritten, match="in flight"):
     launch(body(True), x[:128], x, arch="sm_80")
+
+
+@pytest.mark.parametrize("dtype", [dtypes.half, dtypes.bfloat16], ids=str)
+def test_pack_rounds_to_nearest_even(dtype):
+  """The first number is the low half."""
+  lost = 2.0**-11 if dtype == dtypes.half else 2.0**-8  # half of the last place of 1
+  numbers = [1 + lost, 1 + 3 * lost, 1 + lost * 1.01, -1 - lost, 0.0, -0.0, np.inf, -np.inf, np.nan, 3e38, 1e-7, 0.1]
+  x = np.resize(np.array(numbers, np.float32), 128)
+
+  def body(o, x):
+    t = threads(64)
+    return kernel(f"pack_{dtype}", [o[t].store(ins.pack("cuda", x[2 * t].load(), x[2 * t + 1].load(), dtype))], t)
+
+  halves = launch(body, np.zeros(64, np.uint32), x, arch="sm_80").view(np.uint16)
+  if dtype == dtypes.half:
+    with np.errstate(over="ignore"):
+      np.testing.assert_array_equal(halves.view(np.float16), x.astype(np.float16))
+  else:
+    got = (halves.astype(np.uint32) << 16).view(np.float32)
+    np.testing.assert_array_equal(got[:4], np.array([1, 1 + 4 * lost, 1 + 2 * lost, -1], np.float32))
+    np.testing.assert_allclose(got, x, rtol=lost)
+
+
+def test_a_copy_of_zeros_reads_nothing():
+  """The lanes past the end name addresses that are not there."""
+  length = 40
+
+  def body(inside):
+    def fxn(o, x):
+      t, s = threads(32), lds(0, 128)
+      copy = ins.cp_async("cuda", s[4 * t], x[4 * t], inside=4 * t < length if inside else UOp.const(True))
+      ready = s.after(UOp.barrier(ins.cp_async_wait("cuda", 0, ins.cp_async_commit("cuda", copy))))
+      return kernel(f"zeros{inside}", [o[4 * t + i].store(ready[4 * t + i].load()) for i in range(4)], t)
+
+    return fxn
+
+  got = launch(body(True), X, X[:length], arch="sm_80")
+  np.testing.assert_array_equal(got, np.where(np.arange(128) < length, X, 0))
+  with pytest.raises(emulator.OutOfBounds, match=r"reads argument 1 at index \[40"):
+    launch(body(False), X, X[:length], arch="sm_80")
 
 
 def test_operands_out_of_range():
@@ -144,14 +187,23 @@ def test_operands_out_of_range():
       call()
 
 
+def texts_of_products():
+  """A text of each kind of instruction in uopattn.dsl.wgmma."""
+  d, a, b = reg(0, 8), reg(1, 4, dtypes.uint), lds(2, 64)
+  starts = [wgmma.start(dtypes.half, 16, 1, d[0], a[0], b[0], (0, 0), registers=where) for where in (False, True)]
+  return [store.src[1].arg for store in (*starts, wgmma.wait(0, 16, d[0]))]
+
+
 def test_every_instruction_has_a_meaning_and_texts_of_its_own():
-  assert set(MEANINGS) == set(ins.INSTRUCTIONS)
   assert len(ins.BY_TEXT) == sum(len(i.texts) for i in ins.INSTRUCTIONS.values())
-  for instruction in ins.INSTRUCTIONS.values():
-    for text in instruction.texts.values():
-      rendered = text.format("first", "second")  # braces are balanced, no operand is left over
-      assert rendered.count("(") == rendered.count(")")
-      assert rendered.count("{") == rendered.count("}")
+  texts = [*ins.BY_TEXT, *texts_of_products()]
+  found = [instruction_of(text) for text in texts]
+  assert {instruction.name for instruction in found if instruction is not None} == set(MEANINGS)
+  assert None not in found
+  for text in texts:
+    rendered = text.format("first", "second", "third", "fourth", "fifth")  # braces are balanced
+    assert rendered.count("(") == rendered.count(")")
+    assert rendered.count("{") == rendered.count("}")
 
 
 @pytest.mark.parametrize(("family", "renderer", "marks"), [

@@ -217,7 +217,8 @@ def forward(
       part, m_new, l_new, alpha = online_softmax(CUDA, row, late, m_old[half].load(), l_old[half].load(), join)
       parts.append([ins.pack(CUDA, part[i], part[i + 1], dtype) for i in range(0, len(part), 2)])
       alphas.append(alpha)
-      stores += [m_i[half].store(m_new), l_i[half].store(l_new)]
+      # scores times a scale of 0 are no scores, and nothing else may be left that waits for the product
+      stores += [m_i.after(waited)[half].store(m_new), l_i.after(waited)[half].store(l_new)]
     words = [parts[half][n] for n in range(block_n // COLUMNS) for half in range(HALVES)]
     return alphas, words, stores
 

@@ -1,8 +1,8 @@
 """The asynchronous matrix products of `uopattn.dsl.wgmma`.
 
 A product is computed when it starts, but its result is kept back until the wait for it: until then the accumulators
-count as unwritten. What it reads of LDS it reads again at the wait, so that an overwrite in between is a race, and what
-it reads of registers must still be there.
+count as unwritten. What it reads of LDS it reads again at the wait, where it must find the same: an overwrite in
+between is a race, barriers or not. What it reads of registers must still be there too.
 """
 
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ class Flight:
   d: Registers
   first: int
   values: list[np.ndarray]
-  reads: list[tuple[LDS, np.ndarray, np.ndarray]]  # granules, lanes
+  reads: list[tuple[LDS, np.ndarray, np.ndarray, np.ndarray]]  # granules, lanes, content
   operands: list[tuple[Registers, int, Any]]
 
 
@@ -88,7 +88,7 @@ def _read(
     granules = np.repeat(place.reshape(len(groups), -1), WARPS, axis=0).T // lds.granule  # (elements, warps)
     lanes = (groups[:, None] + np.arange(WARPS) * 32).ravel()
     _check(run, u, lds, granules, lanes)
-    reads.append((lds, granules, lanes))
+    reads.append((lds, granules, lanes, _content(lds, granules)))
   if run.counters is not None:
     run.counters.lds_read += place.size * 2
   return lds.view(np.dtype(np.uint16)).take(place // 2)
@@ -99,6 +99,10 @@ def _check(run: Run, u: UOp, lds: LDS, granules: np.ndarray, lanes: np.ndarray) 
   if lds.unfenced is not None and (bad := lds.unfenced.take(granules) >= 0).any():
     what = "reads {what} for a matrix product, written without a fence_async since"
     raise lds.fail(Race, u, what, granules, bad, lanes)
+
+
+def _content(lds: LDS, granules: np.ndarray) -> np.ndarray:
+  return lds.view(np.dtype(f"u{lds.granule}")).take(granules)
 
 
 def _left(run: Run, u: UOp, pointer: Pointer, steps: int, groups: np.ndarray, operands: list[Any]) -> np.ndarray:
@@ -174,8 +178,10 @@ def wait(run: Run, u: UOp, n: int, count: Any, d: Pointer) -> Any:
   for flight in done:
     if (flight.d, flight.first) != (d.memory, int(np.max(d.index))):
       raise run.fail(Unwritten, u, f"waits for a product into {flight.d.name} but names {d.memory.name}")
-    for lds, granules, lanes in flight.reads:
+    for lds, granules, lanes, content in flight.reads:
       _check(run, flight.u, lds, granules, lanes)
+      if (bad := _content(lds, granules) != content).any():
+        raise lds.fail(Race, flight.u, "reads {what}, which was overwritten before the wait", granules, bad, lanes)
     for registers, row, value in flight.operands:
       if run.check and registers.rows[row] is not value:
         raise run.fail(Race, flight.u, f"{registers.name} at index {row} was written while a product reads it")
