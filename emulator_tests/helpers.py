@@ -1,11 +1,14 @@
-"""What the tests share: inputs, and the one way to check an output."""
+"""What the tests share: inputs, the one way to check an output, and machines other than this one."""
 
 from typing import Any
 
-from tinygrad import Tensor, dtypes
+import pytest
+from tinygrad import Context, Device, Tensor, dtypes
 from tinygrad.dtype import DType
 
 from uopattn import attention
+from uopattn.target import Target
+from uopattn.toolchain import NoCompiler
 from uopattn.verify import verify
 
 DTYPES = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
@@ -32,3 +35,13 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, backend: str = "kernel", **
   out, lse = attention(q, k, v, enable_gqa=True, return_lse=True, backend=backend, **options)
   Tensor.realize(out, lse)
   check(q, k, v, out, lse, **options)
+
+
+def cpu_target(arch: str) -> Target:
+  """A CPU in tinygrad's spelling, "arm64,cortex-a72"; skips the test where the compiler has no code for it."""
+  Device["CPU"]  # compiles programs of its own when it is first asked for: they are for this machine
+  try:
+    with Context(DEV=f"CPU::{arch}"):
+      return Target.of("CPU")
+  except NoCompiler as error:
+    pytest.skip(str(error))

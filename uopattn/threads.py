@@ -21,6 +21,7 @@ from tinygrad.runtime.ops_cpu import CPUDevice, CPUProgram
 from tinygrad.uop.ops import KernelInfo, Ops
 
 from uopattn.machine import usable_cores
+from uopattn.target import kernel_renderer
 
 _pool: ThreadPoolExecutor | None = None
 
@@ -89,7 +90,7 @@ def threaded(kernel: UOp, device: str, estimates: Estimates) -> UOp:
     device: "CPU", "CPU:1", ...
     estimates: what tinygrad is to report as the kernel's work.
   """
-  compiled = to_program(kernel, Device[device].renderer)
+  compiled = to_program(kernel, kernel_renderer(device))
   # tinygrad would look into the kernel's own graph and find its axes open.
   params = sorted((u for u in kernel.toposort() if u.op is Ops.PARAM), key=lambda u: u.arg.slot)
   sink = UOp.sink(*params, arg=KernelInfo(name=kernel.arg.name, estimates=estimates))
