@@ -1,3 +1,5 @@
+from collections.abc import Generator
+
 import pytest
 from hypothesis import settings
 
@@ -8,10 +10,19 @@ settings.register_profile("slow", max_examples=400, deadline=None)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
   parser.addoption("--slow", action="store_true", help="run the long cases too")
+  parser.addoption("--no-skips", action="store_true", help="fail what would be skipped")
 
 
 def pytest_configure(config: pytest.Config) -> None:
   settings.load_profile("slow" if config.getoption("--slow") else "quick")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+  report = yield
+  if report.skipped and item.config.getoption("--no-skips"):
+    report.outcome = "failed"
+  return report
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

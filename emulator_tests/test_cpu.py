@@ -27,6 +27,8 @@ SHAPES = {
   "more queries than keys": (1, 2, 2, 200, 20, 32, 32),
   "grouped": (2, 6, 2, 50, 90, 24, 40),
   "one key head for all": (1, 5, 1, 33, 40, 8, 8),
+  "head of 80": (1, 4, 2, 40, 100, 80, 80),
+  "head of 128": (1, 2, 2, 50, 70, 128, 128),
   "large head": (1, 1, 1, 40, 70, 300, 260),
   "rows past two blocks": (1, 3, 3, 144, 144, 64, 64),
 }

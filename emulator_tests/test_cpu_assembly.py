@@ -1,34 +1,76 @@
 """What the compiler makes of the CPU kernel: both products run in vector registers alone."""
 
-import platform
 import re
 import subprocess
+from dataclasses import dataclass
 
 import pytest
-from tinygrad import dtypes
+from helpers import cpu_target
+from tinygrad import UOp, dtypes
+from tinygrad.codegen import to_program
+from tinygrad.device import Compiler
+from tinygrad.helpers import Target
+from tinygrad.renderer.cstyle import ClangRenderer
+from tinygrad.runtime.support.compiler_cpu import ClangCompiler
+from tinygrad.uop.ops import Ops
 
 from uopattn.dispatch import Choice, dispatch
-from uopattn.flash import compiled
 from uopattn.spec import AttentionSpec
-from uopattn.target import Target
-from uopattn.toolchain import find_clang, vector_unit
-
-MACHINES = {"haswell": "ymm", "skylake-avx512": "ymm", "znver4": "zmm"}
+from uopattn.toolchain import find_clang
 
 
-def assembly(spec: AttentionSpec, march: str) -> str:
-  """The kernel with the tiles, and for the instructions, of another x86-64 machine."""
-  flags = (f"-march={march}",)
-  choice = dispatch(spec, Target("CPU", f"x86_64,{march}", vector_unit("x86_64", flags)))
-  assert isinstance(choice, Choice)
-  source = compiled(choice, spec, "CPU", (0, 1, 2, 3)).src[2].arg
+@dataclass(frozen=True)
+class Notation:
+  """How an assembly language writes what is looked for, as regular expressions on a line.
+
+  Attributes:
+    multiply_add: c += a * b on vectors, of any length.
+    accumulator: the same on full vectors; the group is c.
+    store: of a vector.
+    jump: what comes before the label.
+  """
+
+  multiply_add: str
+  accumulator: str
+  store: str
+  jump: str
+
+
+def x86(register: str) -> Notation:
+  return Notation(
+    r"vfmadd231ps", rf"vfmadd231ps\s[^#]*%({register}\d+)\s*(#|$)", r"vmov\w+\s+%[xyz]mm\d+, .*\(%", r"j\w+\s+"
+  )
+
+
+NEON = Notation(r"fml?ad?\s", r"fmla\s+(v\d+)\.4s,", r"st\w+\s+\W*[bhsdqvz]\d", r"(b\.|cbn?z|tbn?z).*\s")
+MACHINES = {
+  "x86_64,haswell": x86("ymm"),
+  "x86_64,skylake-avx512": x86("ymm"),
+  "x86_64,znver4": x86("zmm"),
+  "arm64,generic": NEON,
+  "arm64,cortex-a72": NEON,
+  "arm64,neoverse-v1": NEON,  # it has SVE too, and clang would use it
+}
+
+
+def assembly(spec: AttentionSpec, choice: Choice, arch: str) -> str:
+  """The kernel in the instructions of a machine."""
+  s = spec
+  shapes = ((s.Hq, s.M, s.Dv), (s.Hq, s.M, s.Dk), (s.Hkv, s.N, s.Dk), (s.Hkv, s.N, s.Dv))
+  buffers = [UOp.placeholder(shape, s.dtype, slot) for slot, shape in enumerate(shapes)]
+  options = {"scale": s.scale, "causal": s.is_causal, "q_start": s.q_start, "tiles": choice.tiles}
+  renderer = ClangRenderer(Target("CPU", "CLANG", arch))
+  renderer.compiler = Compiler()  # the program is only rendered
+  program = to_program(choice.kernel.build(*buffers, None, **options), renderer)
+  source = next(u.arg for u in program.src if u.op is Ops.SOURCE)
   # as tinygrad compiles it
-  options = ["-O2", "-fPIC", "-ffreestanding", "-fno-math-errno", "-nostdlib", "--target=x86_64-none-unknown-elf"]
-  command = [find_clang(), "-x", "c", "-S", *options, *flags, "-", "-o", "-"]
+  words = arch.split(",")
+  common = ["-O2", "-fPIC", "-ffreestanding", "-fno-math-errno", "-nostdlib", f"--target={words[0]}-none-unknown-elf"]
+  command = [find_clang(), "-x", "c", "-S", *common, *ClangCompiler(words).args, "-", "-o", "-"]
   return subprocess.run(command, input=source, capture_output=True, text=True, check=True).stdout
 
 
-def innermost_loops(text: str) -> list[list[str]]:
+def innermost_loops(text: str, jump: str) -> list[list[str]]:
   """The instructions of each loop that holds no other label: from a label to a jump back to it."""
   loops: list[list[str]] = []
   label, body = "", list[str]()
@@ -37,28 +79,31 @@ def innermost_loops(text: str) -> list[list[str]]:
       label, body = start[1], []
     elif line.startswith("\t") and not line.startswith("\t."):
       body.append(line.strip())
-      if re.match(rf"j\w+\s+{re.escape(label)}\b", line.strip()) and label:
+      if label and re.match(rf"{jump}{re.escape(label)}\b", line.strip()):
         loops.append(list(body))
   return loops
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="a clang need not compile for another architecture")
-@pytest.mark.parametrize("march", MACHINES)
+@pytest.mark.parametrize("arch", MACHINES)
 @pytest.mark.parametrize("dtype", [dtypes.float32, dtypes.float16, dtypes.bfloat16], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_products_run_in_registers(march: str, dtype, is_causal: bool) -> None:
+def test_products_run_in_registers(arch: str, dtype, is_causal: bool) -> None:
   spec = AttentionSpec(1, 8, 8, 512, 512, 64, 64, dtype, 0.125, is_causal)
-  unit = vector_unit("x86_64", (f"-march={march}",))
-  choice = dispatch(spec, Target("CPU", "x86_64", unit))
+  machine, notation = cpu_target(arch), MACHINES[arch]
+  choice = dispatch(spec, machine)
   assert isinstance(choice, Choice)
-  accumulators = choice.tiles.block_m // unit.lanes * choice.tiles.unroll
-  loops = innermost_loops(assembly(spec, march))
-  products = [loop for loop in loops if sum("vfmadd231ps" in line for line in loop) >= accumulators]
+  accumulators = choice.tiles.block_m // machine.vector.lanes * choice.tiles.unroll
+
+  def found(pattern: str, loop: list[str]) -> list[re.Match[str]]:
+    return [match for line in loop if (match := re.match(pattern, line))]
+
+  loops = innermost_loops(assembly(spec, choice, machine.arch), notation.jump)
+  # the exponentials' loop, too, has multiply-adds, but not so many
+  products = [loop for loop in loops if len(found(notation.multiply_add, loop)) >= max(accumulators, len(loop) / 3)]
   assert len(products) == 2  # K Q^T and V^T P^T
   for loop in products:
-    fmas = [line for line in loop if "vfmadd231ps" in line]
-    assert all(MACHINES[march] in line for line in fmas)
-    assert len({line.split("#")[0].split(",")[-1].strip() for line in fmas}) == accumulators
-    stores = [line for line in loop if re.search(r"vmov\w+\s+%[xyz]mm\d+, .*\(%", line)]
-    assert stores == []
-    assert len(loop) <= 3 * len(fmas)
+    full = found(notation.accumulator, loop)
+    assert len(full) == len(found(notation.multiply_add, loop))
+    assert len({match[1] for match in full}) == accumulators
+    assert found(notation.store, loop) == []
+    assert not any("Spill" in line or "Reload" in line for line in loop)

@@ -2,14 +2,13 @@
 
 import json
 import os
-import platform
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import qkv
+from helpers import cpu_target, qkv
 from tinygrad import Tensor, dtypes
 from tinygrad.nn.state import safe_save
 
@@ -211,18 +210,19 @@ def test_without_a_compiler_the_runner_says_how_to_get_one(tmp_path: Path) -> No
   assert "no clang was found" in done.stderr
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="a clang need not compile for another architecture")
 @pytest.mark.parametrize(
-  ("flags", "lanes", "registers"),
+  ("arch", "lanes", "registers"),
   [
-    (("-march=znver4",), 16, 32),
-    (("-march=skylake-avx512",), 8, 32),
-    (("-march=haswell",), 8, 16),
-    (("-march=x86-64",), 4, 16),
+    ("x86_64,znver4", 16, 32),
+    ("x86_64,skylake-avx512", 8, 32),
+    ("x86_64,haswell", 8, 16),
+    ("x86_64,x86-64", 4, 16),
+    ("arm64,generic", 4, 32),
+    ("arm64,neoverse-v1", 4, 32),
   ],
 )
-def test_vector_unit_is_what_the_compiler_uses(flags: tuple[str, ...], lanes: int, registers: int) -> None:
-  assert toolchain.vector_unit("x86_64", flags) == toolchain.VectorUnit(lanes, registers)
+def test_vector_unit_is_what_the_compiler_uses(arch: str, lanes: int, registers: int) -> None:
+  assert cpu_target(arch).vector == toolchain.VectorUnit(lanes, registers)
 
 
 def test_a_compiler_that_cannot_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,8 +207,8 @@ def forward(
     n_tile: UOp, masked: bool, qk: UOp, pending: int, m_old: UOp, l_old: UOp
   ) -> tuple[list[UOp], list[UOp], list[UOp]]:
     """Waits for S, and starts copying the tile `ahead`. Returns alpha and the words of P, and the stores of m and l."""
-    ready = wgmma.wait(pending, block_n, scores[0], qk)
-    done = scores.after(ready, start(n_tile + ahead, ready))
+    waited = wgmma.wait(pending, block_n, scores[0], qk)
+    done = scores.after(waited, start(n_tile + ahead, waited))
     alphas, stores, parts = [], [], []
     for half in range(HALVES):
       seen = last_seen(rows[half] + q_start, N, causal) - n_tile * block_n - lane % QUAD * 2 if masked else None

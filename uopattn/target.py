@@ -1,9 +1,10 @@
 """The machine that a kernel is written for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from tinygrad import Device
+from tinygrad.renderer import Renderer
 from tinygrad.renderer.cstyle import ClangRenderer
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 
@@ -12,13 +13,25 @@ from uopattn.toolchain import PLAIN, VectorUnit, find_clang, vector_unit
 DEVICES = ("CPU", "AMD", "NV", "CUDA", "CL", "METAL", "QCOM", "WEBGPU", "PYTHON", "EMU")
 
 
+def kernel_renderer(device: str) -> Renderer:
+  """What our kernels are rendered and compiled with on a tinygrad device: its own renderer; on arm64 without SVE.
+
+  Vectors of a length that is unknown at compile time cannot hold the few rows of accumulators that a kernel keeps in
+  registers, and on some machines that have them clang prefers them to NEON's.
+  """
+  renderer = Device[device].renderer
+  if isinstance(renderer, ClangRenderer) and renderer.target.arch.startswith("arm64,"):
+    return ClangRenderer(replace(renderer.target, arch=f"{renderer.target.arch},-sve"))
+  return renderer
+
+
 @dataclass(frozen=True)
 class Target:
   """A device and its architecture, in tinygrad's spelling.
 
   Attributes:
     device: "CPU", "AMD", "CUDA", ...; the emulator's is that of the target it stands for.
-    arch: "x86_64,native", "gfx1100", "sm_90", ...
+    arch: "x86_64,native", "arm64,native,-sve", "gfx1100", "sm_90", ...
     vector: what a CPU's compiler vectorises with.
   """
 
@@ -45,7 +58,7 @@ class Target:
       raise ValueError(f"device {device!r} is unknown; accepted are {', '.join(DEVICES)}")
     if kind == "CPU":
       find_clang()
-    renderer = Device[device].renderer
+    renderer = kernel_renderer(device)
     arch = renderer.target.arch
     if not isinstance(renderer, ClangRenderer):
       return cls(renderer.target.device if kind == "EMU" else kind, arch)

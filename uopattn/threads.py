@@ -16,6 +16,7 @@ from tinygrad.runtime.ops_cpu import CPUDevice, CPUProgram
 
 from uopattn.machine import usable_cores
 from uopattn.program_cache import finished
+from uopattn.target import kernel_renderer
 from uopattn.team import ARGUMENTS, team
 
 
@@ -57,6 +58,6 @@ def threaded(kernel: UOp, device: str, estimates: Estimates) -> UOp:
     device: "CPU", "CPU:1", ...
     estimates: what tinygrad is to report as the kernel's work.
   """
-  made = finished(kernel, Device[device].renderer, estimates)
+  made = finished(kernel, kernel_renderer(device), estimates)
   runtime_cache.setdefault((made.key, device), ThreadedProgram(cast(CPUDevice, Device[device]), made.to_elf()))
   return made
