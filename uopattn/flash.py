@@ -5,8 +5,11 @@ from typing import Any
 
 from tinygrad import Device, UOp, dtypes
 from tinygrad.renderer import Estimates
+from tinygrad.renderer.llvmir import AMDLLVMRenderer
 
 from uopattn.dispatch import Choice, dispatch
+from uopattn.llvm import InstructionRenderer
+from uopattn.program import program
 from uopattn.spec import AttentionSpec, Extras, dtype_name, make_spec
 from uopattn.target import Target
 from uopattn.threads import threaded
@@ -60,16 +63,20 @@ def flash(
   chosen = dispatch(spec, machine)
   if isinstance(chosen, list):
     raise ValueError("; ".join(chosen))
-  device = target.device if target else Device.DEFAULT
+  here = target is None or target == Target.of(Device.DEFAULT)
+  device = Device.DEFAULT if here else machine.device
   return build(Choice(chosen.kernel, tiles or chosen.tiles), spec, device, o, q, k, v, lse)
 
 
 def build(
   choice: Choice, spec: AttentionSpec, device: str, o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None
 ) -> UOp:
-  """What `Tensor.custom_kernel` runs on placeholders of a checked spec: the kernel's graph, compiled for a CPU."""
+  """What `Tensor.custom_kernel` runs on placeholders of a checked spec.
+
+  The kernel's graph; compiled where tinygrad's own renderer or runtime does not serve it.
+  """
   buffers = (o, q, k, v) if lse is None else (o, q, k, v, lse)
-  if "CPU" in choice.kernel.devices:
+  if "CPU" in choice.kernel.devices or isinstance(Device[device].renderer, AMDLLVMRenderer):
     return compiled(choice, spec, device, tuple(x.base.arg.slot for x in buffers))
   return _graph(choice, spec, buffers)
 
@@ -83,7 +90,10 @@ def compiled(choice: Choice, spec: AttentionSpec, device: str, slots: tuple[int,
   buffers = (
     UOp.placeholder((s.B, *shape), dtype, slot) for shape, dtype, slot in zip(shapes, dtypes_, slots, strict=False)
   )
-  return threaded(_graph(choice, spec, tuple(buffers)), device, estimates(spec))
+  graph, renderer = _graph(choice, spec, tuple(buffers)), Device[device].renderer
+  if isinstance(renderer, AMDLLVMRenderer):
+    return program(graph, InstructionRenderer(renderer.target), estimates(spec))
+  return threaded(graph, device, estimates(spec))
 
 
 def _graph(choice: Choice, spec: AttentionSpec, buffers: tuple[UOp, ...]) -> UOp:

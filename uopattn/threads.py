@@ -13,14 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 from tinygrad import Device, UOp
-from tinygrad.codegen import to_program
 from tinygrad.engine.realize import runtime_cache
 from tinygrad.helpers import NUM_CPU_THREADS
 from tinygrad.renderer import Estimates
 from tinygrad.runtime.ops_cpu import CPUDevice, CPUProgram
-from tinygrad.uop.ops import KernelInfo, Ops
 
 from uopattn.machine import usable_cores
+from uopattn.program import program
 
 _pool: ThreadPoolExecutor | None = None
 
@@ -89,10 +88,6 @@ def threaded(kernel: UOp, device: str, estimates: Estimates) -> UOp:
     device: "CPU", "CPU:1", ...
     estimates: what tinygrad is to report as the kernel's work.
   """
-  compiled = to_program(kernel, Device[device].renderer)
-  # tinygrad would look into the kernel's own graph and find its axes open.
-  params = sorted((u for u in kernel.toposort() if u.op is Ops.PARAM), key=lambda u: u.arg.slot)
-  sink = UOp.sink(*params, arg=KernelInfo(name=kernel.arg.name, estimates=estimates))
-  program = compiled.replace(src=(sink, UOp(Ops.LINEAR, src=(*sink.src, sink)), *compiled.src[2:]))
-  runtime_cache.setdefault((program.key, device), ThreadedProgram(cast(CPUDevice, Device[device]), program.to_elf()))
-  return program
+  compiled = program(kernel, Device[device].renderer, estimates)
+  runtime_cache.setdefault((compiled.key, device), ThreadedProgram(cast(CPUDevice, Device[device]), compiled.to_elf()))
+  return compiled
