@@ -13,7 +13,11 @@ from uopattn.dsl.instructions import BY_TEXT
 
 
 def render_instruction(ctx: dict[UOp, str], u: UOp) -> str:
-  """LLVM IR for the `Ops.CUSTOM` u; `ctx` has the names of values. Raises ValueError if its text is not that of an instruction with LLVM IR."""
+  """LLVM IR for the `Ops.CUSTOM` u; `ctx` has the names of values.
+
+  Raises:
+    ValueError: its text is no instruction's, or that of one that AMD does not have.
+  """
   instruction = BY_TEXT.get(u.arg)
   if instruction is None:
     raise ValueError(f"no instruction in uopattn.dsl.instructions has the text {u.arg!r}")
