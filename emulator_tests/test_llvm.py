@@ -30,6 +30,7 @@ WORDS = {
   "exp2": lambda x, lane: ins.exp2(HIP, x),
   "log2": lambda x, lane: ins.log2(HIP, x),
   "reciprocal": lambda x, lane: ins.reciprocal(HIP, x),
+  "pin": lambda x, lane: ins.pin(HIP, ins.exp2(HIP, x)),
 }
 
 
@@ -81,6 +82,18 @@ def test_a_word_is_the_same_instruction_in_both_languages(name: str, dtype: Any)
   by_hip = instructions(assemble(to_ir(source(kernel, hip_renderer("gfx1100")), "gfx1100"), "gfx1100"))
   assert by_llvm == by_hip
   assert by_llvm.total() > 0
+
+
+def test_a_pinned_product_is_computed_by_the_whole_wave() -> None:
+  o, x = UOp.placeholder((32,), dtypes.float, 0), UOp.placeholder((32 * 16,), dtypes.half, 1)
+  lane = UOp.range(32, 0, AxisType.WARP)
+  a = UOp.stack(*[x[lane * 16 + e].load() for e in range(16)])
+  product = UOp.wmma(a, a, UOp.const((0.0,) * 8, dtypes.float), (16, 16, 16), "AMD", 32)
+  store = o[lane.valid(lane < 1)].store(ins.pin(HIP, product[0]))
+  kernel = store.end(lane).sink(arg=KernelInfo(name="pinned", opts_to_apply=()), tag=1)
+  for ir in (source(kernel, llvm_renderer("gfx1100")), to_ir(source(kernel, hip_renderer("gfx1100")), "gfx1100")):
+    order = [m[0] for m in re.finditer(r"v_wmma|v_cmpx|saveexec|global_store", assemble(ir, "gfx1100"))]
+    assert order in (["v_wmma", "v_cmpx", "global_store"], ["v_wmma", "saveexec", "global_store"])
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -142,6 +142,12 @@ _LIST = [
     {"hip": "__builtin_amdgcn_rcpf({0})", "cuda": _float_asm("rcp.approx.ftz.f32")},
     lambda y, x: f"{y} = call float @llvm.amdgcn.rcp(float {x})",
   ),
+  # value: itself
+  Instruction(
+    "pin",
+    {"hip": '({{ float x = {0}; __asm__ volatile("" : "+v"(x)); x; }})'},
+    lambda y, x: f'{y} = call float asm sideeffect "", "=v,0"(float {x})',
+  ),
   # LDS pointer, global pointer: 16 bytes, in the background
   Instruction(
     "cp_async",
@@ -239,6 +245,15 @@ def log2(family: str, x: UOp) -> UOp:
 def reciprocal(family: str, x: UOp) -> UOp:
   """1/x in float32 by the hardware's approximation (1 ulp)."""
   return _value(family, "reciprocal", dtypes.float, x)
+
+
+def pin(family: str, x: UOp) -> UOp:
+  """The float32 x, computed here, by all lanes that are active here.
+
+  For what lanes compute together and only some store. LLVM before 23 takes matrix instructions, before 21 permutes too,
+  for ones that may move into the branch that needs their result (llvm-project pull requests 142962, 165602, 178314).
+  """
+  return _value(family, "pin", dtypes.float, x)
 
 
 def cp_async(family: str, to: UOp, source: UOp, *after: UOp) -> UOp:
