@@ -59,12 +59,12 @@ def flash(
   _check_output("o", o, (*q.shape[:-1], v.shape[-1]), q.dtype)
   if lse is not None:
     _check_output("lse", lse, q.shape[:-1], dtypes.float32)
-  machine = target or Target.of(Device.DEFAULT)
+  machine, device = Target.of(Device.DEFAULT), Device.DEFAULT
+  if target is not None and target != machine:
+    machine, device = target, target.device
   chosen = dispatch(spec, machine)
   if isinstance(chosen, list):
     raise ValueError("; ".join(chosen))
-  here = target is None or target == Target.of(Device.DEFAULT)
-  device = Device.DEFAULT if here else machine.device
   return build(Choice(chosen.kernel, tiles or chosen.tiles), spec, device, o, q, k, v, lse)
 
 
