@@ -84,6 +84,10 @@ def test_arithmetic(family):
     np.testing.assert_allclose(launch(lanewise(name, word), x, x, arch=arch), want, rtol=1e-6)
 
 
+def test_pin_changes_nothing():
+  np.testing.assert_array_equal(launch(lanewise("pinned", lambda v, _: ins.pin("hip", v)), X, X), X)
+
+
 def test_exp2_flushes_denormals_and_is_counted():
   x = np.array([-126.0, -127.0, -140.0, 1.0] * 32, np.float32)
   with emulator.profile() as profile:

@@ -8,11 +8,14 @@ FlashAttention-3 (Shah et al., 2024). Each warpgroup keeps its queries and runs 
     wait for O          O = O alpha, P = P'
 
 Who holds what. S, m, l, P and O are in registers; `uopattn.dsl.quads` says which elements a lane has. Q, once, and
-tiles of K and V, `stages` of each, are in shared memory (`uopattn.dsl.panels`), where the matrix cores read them; cp.async
-fills the slots, all threads taking part. For each slot a barrier tells that it is full, and one that all warps are done
-with it: so no warpgroup waits for another unless it is about to run out of tiles. See `Tiles.shared_bytes`.
+tiles of K and V, `stages` of each, are in shared memory (`uopattn.dsl.panels`), where the matrix cores read them, see
+`Tiles.shared_bytes`; cp.async fills the slots, all threads taking part. For each slot one barrier tells that it is full,
+and one that all warps are done with it: so no warpgroup waits for another until it is about to run out of tiles.
 
 Tiles of keys that all queries of the workgroup see whole come first and carry no mask; the rest follow.
+
+Measured: 485 TFLOP/s at D=64, 619 at D=128 and 613 at D=256, causal 409, 546 and 550 (H200, B=4, H=32, N=4096, float16,
+2026-11-21); no spills, 164 to 248 registers a thread.
 """
 
 from dataclasses import dataclass
@@ -117,8 +120,8 @@ class Tiles:
 
 LARGEST = 256  # head size
 MULTIPROCESSORS = 132  # of an H100 or H200
-# By the largest head size: tiles, workgroups at once on a multiprocessor, and TFLOP/s without and with a causal mask, as
-# measured on an H200 (B=4, H=32, N=4096, float16).
+# By the largest head size: tiles, workgroups at once on a multiprocessor, and TFLOP/s without and with a causal mask,
+# measured on an H200 (B=4, H=32, N=4096, float16) on 2026-11-21.
 MEASURED = {
   64: ((Tiles(3, 128, 3), 1, 485, 389), (Tiles(1, 128, 2), 3, 462, 406), (Tiles(1, 64, 2), 4, 463, 409)),
   128: ((Tiles(2, 128, 3), 1, 619, 546), (Tiles(1, 64, 2), 2, 512, 450)),

@@ -1,13 +1,16 @@
 """The kernel as a bare function for `Tensor.custom_kernel`."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from tinygrad import Device, UOp, dtypes
 from tinygrad.renderer import Estimates
+from tinygrad.renderer.llvmir import AMDLLVMRenderer
 
 from uopattn.cuda import on_gpu
 from uopattn.dispatch import Choice, dispatch
+from uopattn.llvm import as_llvm
 from uopattn.spec import AttentionSpec, Extras, dtype_name, make_spec
 from uopattn.target import Target
 from uopattn.threads import threaded
@@ -57,20 +60,24 @@ def flash(
   _check_output("o", o, (*q.shape[:-1], v.shape[-1]), q.dtype)
   if lse is not None:
     _check_output("lse", lse, q.shape[:-1], dtypes.float32)
-  machine = target or Target.of(Device.DEFAULT)
+  machine, device = Target.of(Device.DEFAULT), Device.DEFAULT
+  if target is not None and target != machine:
+    machine, device = target, target.device
   chosen = dispatch(spec, machine, tiles)
   if isinstance(chosen, list):
     raise ValueError("; ".join(chosen))
-  device = target.device if target else Device.DEFAULT
   return build(chosen, spec, device, o, q, k, v, lse)
 
 
 def build(
   choice: Choice, spec: AttentionSpec, device: str, o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None
 ) -> UOp:
-  """What `Tensor.custom_kernel` runs on placeholders of a checked spec: the kernel's graph, compiled for a CPU."""
+  """What `Tensor.custom_kernel` runs on placeholders of a checked spec.
+
+  The kernel's graph; compiled where tinygrad's own renderer or runtime does not serve it.
+  """
   buffers = (o, q, k, v) if lse is None else (o, q, k, v, lse)
-  if device.split(":")[0] in ("CPU", "CUDA"):
+  if _compiler(device) is not None:
     return compiled(choice, spec, device, tuple(x.base.arg.slot for x in buffers))
   return _graph(choice, spec, buffers)
 
@@ -84,8 +91,17 @@ def compiled(choice: Choice, spec: AttentionSpec, device: str, slots: tuple[int,
   buffers = (
     UOp.placeholder((s.B, *shape), dtype, slot) for shape, dtype, slot in zip(shapes, dtypes_, slots, strict=False)
   )
-  finish = threaded if "CPU" in choice.kernel.devices else on_gpu
-  return finish(_graph(choice, spec, tuple(buffers)), device, estimates(spec))
+  compiler = _compiler(device)
+  assert compiler is not None
+  return compiler(_graph(choice, spec, tuple(buffers)), device, estimates(spec))
+
+
+def _compiler(device: str) -> Callable[[UOp, str, Estimates], UOp] | None:
+  """What compiles kernels for a device; None where tinygrad's own renderer and runtime serve."""
+  kind = device.split(":")[0]
+  if kind in ("CPU", "CUDA"):
+    return threaded if kind == "CPU" else on_gpu
+  return as_llvm if isinstance(Device[device].renderer, AMDLLVMRenderer) else None
 
 
 def _graph(choice: Choice, spec: AttentionSpec, buffers: tuple[UOp, ...]) -> UOp:

@@ -4,10 +4,12 @@ A word such as `shuffle_xor` becomes an `Ops.CUSTOM` whose text is the family's;
 and the emulator finds its meaning by that text in `BY_TEXT`. Numbers that must be known when the kernel is compiled (a
 shuffle's offset, a wait's count) are constant operands, so a text never varies.
 
-Families: "hip" for AMD through clang's HIP builtins, "cuda" for NVIDIA through CUDA C++ and inline PTX.
+Families: "hip" for AMD through clang's HIP builtins, "cuda" for NVIDIA through CUDA C++ and inline PTX. A kernel for
+AMD always asks for the "hip" text; where its code is made from LLVM IR, `uopattn.llvm` renders it as the
+instruction's `llvm`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -23,13 +25,15 @@ STATEMENT_SLOT = 1 << 20
 class Instruction:
   """One instruction. `texts` maps a family to its text, with {0}, {1}, ... for the operands (see str.format).
 
-  A statement works by its effect and has no value. `cross_lane` says that lanes see each other's operands, so that it
-  must run in whole waves and be `Ops.CUSTOM`, never the inlined `Ops.CUSTOMI`. `parameters` are what the text has built
-  in, for the emulator.
+  `llvm` gives it as LLVM IR for AMD, from the names of its result and its operands; constants are numbers. A statement
+  works by its effect and has no value. `cross_lane` says that lanes see each other's operands, so that it must run in
+  whole waves and be `Ops.CUSTOM`, never the inlined `Ops.CUSTOMI`; in LLVM IR what they see is an i32. `parameters` are what the text has
+  built in, for the emulator.
   """
 
   name: str
   texts: Mapping[str, str]
+  llvm: Callable[..., str] | None = None
   statement: bool = False
   cross_lane: bool = False
   parameters: tuple[Any, ...] = ()
@@ -44,6 +48,13 @@ class Instruction:
 def _bits(call: str) -> str:
   """HIP text for an instruction on 32-bit registers applied to a value of any 32-bit type."""
   return f"__builtin_bit_cast(__typeof__({{0}}), {call.replace('{0}', '__builtin_bit_cast(int, {0})')})"
+
+
+def _dpp(control: int) -> Callable[..., str]:
+  """LLVM IR for a move between lanes by data-parallel primitives: `control` and a number below 16 say which lanes."""
+  return lambda y, x, n: (
+    f"{y} = call i32 @llvm.amdgcn.update.dpp(i32 0, i32 {x}, i32 {control + n}, i32 15, i32 15, i1 1)"
+  )
 
 
 def _asm(text: str) -> str:
@@ -85,6 +96,7 @@ _LIST = [
       "hip": _bits("__builtin_amdgcn_ds_swizzle({0}, (({1}) << 10) | 31)"),
       "cuda": "__shfl_xor_sync(0xffffffff, {0}, {1})",
     },
+    lambda y, x, offset: f"{y} = call i32 @llvm.amdgcn.ds.swizzle(i32 {x}, i32 {offset << 10 | 31})",
     cross_lane=True,
   ),
   # value, lane: the value of that lane of the wave
@@ -94,30 +106,64 @@ _LIST = [
       "hip": _bits("__builtin_amdgcn_ds_bpermute(({1}) * 4, {0})"),
       "cuda": "__shfl_sync(0xffffffff, {0}, {1})",
     },
+    lambda y, x, lane: (
+      f"""{y}_at = shl i32 {lane}, 2
+  {y} = call i32 @llvm.amdgcn.ds.bpermute(i32 {y}_at, i32 {x})"""
+    ),
     cross_lane=True,
   ),
   # value, mask: the value of lane ^ mask within 16 lanes (RDNA)
   Instruction(
     "row_xmask",
     {"hip": _bits("__builtin_amdgcn_update_dpp(0, {0}, 0x160 + ({1}), 0xf, 0xf, true)")},
+    _dpp(0x160),
     cross_lane=True,
   ),
   # value, n: the value of the lane n places lower within 16 lanes, around the end
   Instruction(
     "row_ror",
     {"hip": _bits("__builtin_amdgcn_update_dpp(0, {0}, 0x120 + ({1}), 0xf, 0xf, true)")},
+    _dpp(0x120),
     cross_lane=True,
   ),
   # value: the value that the lane 16 places away has, in a wave of 32 lanes (RDNA)
   Instruction(
     "permlanex16",
     {"hip": _bits("__builtin_amdgcn_permlanex16(0, {0}, 0x76543210, 0xfedcba98, true, true)")},
+    # LLVM makes one of the two selectors a literal in the instruction, which tinygrad's own emulator takes for 0.
+    lambda y, x: (
+      f"""{y}_low = call i32 asm "s_mov_b32 $0, 0x76543210", "=s"() memory(none)
+  {y}_high = call i32 asm "s_mov_b32 $0, 0xfedcba98", "=s"() memory(none)
+  {y} = call i32 @llvm.amdgcn.permlanex16(i32 0, i32 {x}, i32 {y}_low, i32 {y}_high, i1 true, i1 true)"""
+    ),
     cross_lane=True,
   ),
-  Instruction("fmax", {"hip": "__builtin_fmaxf({0}, {1})", "cuda": "fmaxf({0}, {1})"}),
-  Instruction("exp2", {"hip": "__builtin_amdgcn_exp2f({0})", "cuda": _float_asm("ex2.approx.ftz.f32")}),
-  Instruction("log2", {"hip": "__builtin_amdgcn_logf({0})", "cuda": _float_asm("lg2.approx.ftz.f32")}),
-  Instruction("reciprocal", {"hip": "__builtin_amdgcn_rcpf({0})", "cuda": _float_asm("rcp.approx.ftz.f32")}),
+  Instruction(
+    "fmax",
+    {"hip": "__builtin_fmaxf({0}, {1})", "cuda": "fmaxf({0}, {1})"},
+    lambda y, a, b: f"{y} = call float @llvm.maxnum(float {a}, float {b})",
+  ),
+  Instruction(
+    "exp2",
+    {"hip": "__builtin_amdgcn_exp2f({0})", "cuda": _float_asm("ex2.approx.ftz.f32")},
+    lambda y, x: f"{y} = call float @llvm.amdgcn.exp2(float {x})",
+  ),
+  Instruction(
+    "log2",
+    {"hip": "__builtin_amdgcn_logf({0})", "cuda": _float_asm("lg2.approx.ftz.f32")},
+    lambda y, x: f"{y} = call float @llvm.amdgcn.log(float {x})",
+  ),
+  Instruction(
+    "reciprocal",
+    {"hip": "__builtin_amdgcn_rcpf({0})", "cuda": _float_asm("rcp.approx.ftz.f32")},
+    lambda y, x: f"{y} = call float @llvm.amdgcn.rcp(float {x})",
+  ),
+  # value: itself
+  Instruction(
+    "pin",
+    {"hip": '({{ float x = {0}; __asm__ volatile("" : "+v"(x)); x; }})'},
+    lambda y, x: f'{y} = call float asm sideeffect "", "=v,0"(float {x})',
+  ),
   # low, high: two float32 rounded to 16 bits, in a word
   Instruction("pack_half", {"cuda": _pack("f16x2")}),
   Instruction("pack_bfloat16", {"cuda": _pack("bf16x2")}),
@@ -258,6 +304,15 @@ def log2(family: str, x: UOp) -> UOp:
 def reciprocal(family: str, x: UOp) -> UOp:
   """1/x in float32 by the hardware's approximation (1 ulp)."""
   return _value(family, "reciprocal", dtypes.float, x)
+
+
+def pin(family: str, x: UOp) -> UOp:
+  """The float32 x, computed here, by all lanes that are active here.
+
+  For what lanes compute together and only some store. LLVM before 23 takes matrix instructions, before 21 permutes too,
+  for ones that may move into the branch that needs their result (llvm-project pull requests 142962, 165602, 178314).
+  """
+  return _value(family, "pin", dtypes.float, x)
 
 
 def pack(family: str, low: UOp, high: UOp, dtype: DType) -> UOp:

@@ -106,6 +106,7 @@ MEANINGS: dict[str, Meaning] = {
   "wgmma": warpgroup.from_shared,
   "wgmma_registers": warpgroup.from_registers,
   "wgmma_wait": warpgroup.wait,
+  "pin": lambda run, u, x: x,
   "ldmatrix": lambda run, u, to, row: _ldmatrix(run, u, to, row, trans=False),
   "ldmatrix_trans": lambda run, u, to, row: _ldmatrix(run, u, to, row, trans=True),
 }

@@ -1,0 +1,124 @@
+"""The AMD kernel and its instructions as LLVM IR, compiled without AMD hardware."""
+
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+from compile_report import ARCHES, MATRIX, RESOURCES, TYPES, assemble, main_loop, resources, to_ir
+from tinygrad import UOp, dtypes
+from tinygrad.codegen import to_program
+from tinygrad.device import Compiler
+from tinygrad.helpers import Target
+from tinygrad.renderer import Renderer
+from tinygrad.renderer.cstyle import HIPRenderer
+from tinygrad.runtime.support import compiler_llvm
+from tinygrad.uop.ops import AxisType, KernelInfo, Ops
+
+from uopattn.dsl import instructions as ins
+from uopattn.kernels.amd_forward import Tiles, forward
+from uopattn.llvm import InstructionRenderer
+
+HIP = "hip"
+WORDS = {
+  "shuffle_xor": lambda x, lane: ins.shuffle_xor(HIP, x, 9),
+  "shuffle": lambda x, lane: ins.shuffle(HIP, x, lane ^ 21),
+  "row_xmask": lambda x, lane: ins.row_xmask(HIP, x, 9),
+  "row_ror": lambda x, lane: ins.row_ror(HIP, x, 9),
+  "permlanex16": lambda x, lane: ins.permlanex16(HIP, x),
+  "fmax": lambda x, lane: ins.fmax(HIP, x, UOp.const(0.5, dtypes.float)),
+  "exp2": lambda x, lane: ins.exp2(HIP, x),
+  "log2": lambda x, lane: ins.log2(HIP, x),
+  "reciprocal": lambda x, lane: ins.reciprocal(HIP, x),
+  "pin": lambda x, lane: ins.pin(HIP, ins.exp2(HIP, x)),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+  """tinygrad's renderer asks for a system's libLLVM, which these tests do without."""
+  monkeypatch.setattr(compiler_llvm, "AMDLLVMCompiler", lambda arch: Compiler())
+
+
+def llvm_renderer(arch: str) -> Renderer:
+  return InstructionRenderer(Target("AMD", "LLVM", arch))
+
+
+def hip_renderer(arch: str) -> Renderer:
+  renderer = HIPRenderer(Target("AMD", "HIPCC", arch), use_hipcc=True)
+  renderer.compiler = Compiler()
+  return renderer
+
+
+def source(kernel: UOp, renderer: Renderer) -> str:
+  return next(u.arg for u in to_program(kernel, renderer).src if u.op is Ops.SOURCE)
+
+
+def lanewise(name: str, word: Any, dtype: Any = dtypes.float) -> UOp:
+  """A kernel of one wave: the result of each lane is `word` of its input and its place."""
+  o, x = (UOp.placeholder((32,), dtype, slot) for slot in range(2))
+  lane = UOp.range(32, 0, AxisType.WARP)
+  store = o[lane].store(word(x[lane].load(), lane.cast(dtypes.int)))
+  return store.end(lane).sink(arg=KernelInfo(name=name, opts_to_apply=()))
+
+
+def instructions(assembly: str) -> Counter[str]:
+  """Those that do the word's work: register names are left out, and so are numbers that may be in registers."""
+  lines = [line.strip() for line in assembly.splitlines() if re.match(r"\t(v_(perm|exp|log|rcp|max)|ds_|.*_dpp)", line)]
+  return Counter(re.sub(r"\b[vs]\d+\b|\b0x[0-9a-f]{8}\b", "", line) for line in lines)
+
+
+def test_every_word_of_amd_is_here() -> None:
+  assert set(WORDS) == {name for name, word in ins.INSTRUCTIONS.items() if HIP in word.texts}
+
+
+@pytest.mark.parametrize("dtype", [dtypes.float, dtypes.int], ids=str)
+@pytest.mark.parametrize("name", WORDS)
+def test_a_word_is_the_same_instruction_in_both_languages(name: str, dtype: Any) -> None:
+  if dtype != dtypes.float and not ins.INSTRUCTIONS[name].cross_lane:
+    dtype = dtypes.float
+  kernel = lanewise(f"{name}_{dtype}", WORDS[name], dtype)
+  by_llvm = instructions(assemble(source(kernel, llvm_renderer("gfx1100")), "gfx1100"))
+  by_hip = instructions(assemble(to_ir(source(kernel, hip_renderer("gfx1100")), "gfx1100"), "gfx1100"))
+  assert by_llvm == by_hip
+  assert by_llvm.total() > 0
+
+
+def test_a_pinned_product_is_computed_by_the_whole_wave() -> None:
+  o, x = UOp.placeholder((32,), dtypes.float, 0), UOp.placeholder((32 * 16,), dtypes.half, 1)
+  lane = UOp.range(32, 0, AxisType.WARP)
+  a = UOp.stack(*[x[lane * 16 + e].load() for e in range(16)])
+  product = UOp.wmma(a, a, UOp.const((0.0,) * 8, dtypes.float), (16, 16, 16), "AMD", 32)
+  store = o[lane.valid(lane < 1)].store(ins.pin(HIP, product[0]))
+  kernel = store.end(lane).sink(arg=KernelInfo(name="pinned", opts_to_apply=()), tag=1)
+  for ir in (source(kernel, llvm_renderer("gfx1100")), to_ir(source(kernel, hip_renderer("gfx1100")), "gfx1100")):
+    order = [m[0] for m in re.finditer(r"v_wmma|v_cmpx|saveexec|global_store", assemble(ir, "gfx1100"))]
+    assert order in (["v_wmma", "v_cmpx", "global_store"], ["v_wmma", "saveexec", "global_store"])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("arch", [*ARCHES, "gfx1103"])
+def test_the_kernel_fits_the_registers(arch: str, dtype: str) -> None:
+  rows, D = (1024, 1024, 1024, 1024), 64
+  arguments = [UOp.placeholder((1, length, D), TYPES[dtype], slot) for slot, length in enumerate(rows)]
+  tiles = Tiles.choose(arch, *rows[:2], D, D)
+  kernel = forward(*arguments, scale=D**-0.5, causal=False, q_start=0, tiles=tiles)
+  assembly = assemble(source(kernel, llvm_renderer(arch)), arch)
+  used = resources(assembly)
+  assert set(used) == set(RESOURCES)
+  assert used["vgpr_spill_count"] == used["sgpr_spill_count"] == 0
+  assert used["group_segment_fixed_size"] == tiles.lds_bytes(D, D)
+  assert sum(count for name, count in main_loop(assembly).items() if MATRIX.match(name)) > 0
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("frobnicate({0})", r"no instruction .* has the text 'frobnicate\(\{0\}\)'"),
+    (ins.INSTRUCTIONS["cp_async_commit"].text("cuda"), "cp_async_commit has no LLVM IR for AMD"),
+  ],
+)
+def test_a_text_that_amd_does_not_have_is_named(text: str, message: str) -> None:
+  kernel = lanewise("foreign", lambda x, lane: UOp(Ops.CUSTOM, dtypes.float, (x,), text))
+  with pytest.raises(ValueError, match=message):
+    source(kernel, llvm_renderer("gfx1100"))
