@@ -9,8 +9,8 @@ FlashAttention-3 (Shah et al., 2024). Each warpgroup keeps its queries and runs 
 
 Who holds what. S, m, l, P and O are in registers; `uopattn.dsl.quads` says which elements a lane has. Q, once, and
 tiles of K and V, `stages` of each, are in shared memory (`uopattn.dsl.panels`), where the matrix cores read them, see
-`Tiles.shared_bytes`; cp.async fills the slots, all threads taking part. For each slot one barrier tells that it is full,
-and one that all warps are done with it: so no warpgroup waits for another until it is about to run out of tiles.
+`Tiles.shared_bytes`; cp.async fills the slots, all threads taking part. For each slot one barrier tells that it is
+full, and one that all warps are done with it: no warpgroup waits for another until it is about to run out of tiles.
 
 Tiles of keys that all queries of the workgroup see whole come first and carry no mask; the rest follow.
 

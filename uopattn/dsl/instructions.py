@@ -27,8 +27,8 @@ class Instruction:
 
   `llvm` gives it as LLVM IR for AMD, from the names of its result and its operands; constants are numbers. A statement
   works by its effect and has no value. `cross_lane` says that lanes see each other's operands, so that it must run in
-  whole waves and be `Ops.CUSTOM`, never the inlined `Ops.CUSTOMI`; in LLVM IR what they see is an i32. `parameters` are what the text has
-  built in, for the emulator.
+  whole waves and be `Ops.CUSTOM`, never the inlined `Ops.CUSTOMI`; in LLVM IR what they see is an i32. `parameters` are
+  what the text has built in, for the emulator.
   """
 
   name: str
