@@ -83,6 +83,24 @@ def test_a_wrong_kernel_gets_no_speed(
   assert "GFLOP/s" not in line
 
 
+@pytest.mark.usefixtures("one_row")
+def test_a_wrong_contender_is_shown_and_gets_no_speed(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+  def wrong(problem: Problem) -> contenders.Runner:
+    out = (problem.q * 0).realize()
+    return contenders.Runner(lambda: None, lambda gate: [gate.output(contenders.numpy(out))])
+
+  monkeypatch.setitem(contenders.LOADERS, "tinygrad", lambda: wrong)
+  assert main(["--quick", "--against", "tinygrad", "--rounds", "1", "--json", f"{tmp_path}/b.json"]) == 0
+  (row,) = json.loads((tmp_path / "b.json").read_text())["rows"]
+  assert row["contenders"]["tinygrad"]["correct"] is False
+  assert "seconds" not in row["contenders"]["tinygrad"]
+  assert "seconds" in row["contenders"]["uopattn"]
+  assert row["ratios"] == {}
+  assert "tinygrad  fails the gate: output: " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
   ("words", "message"),
   [
