@@ -1,8 +1,11 @@
-"""What the compiler makes of the CPU kernel: both products run in vector registers alone."""
+"""What the compiler makes of the CPU kernels: both products run in vector registers alone, and the code runs."""
 
+import os
 import platform
 import re
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from tinygrad import dtypes
@@ -42,7 +45,23 @@ def innermost_loops(text: str) -> list[list[str]]:
   return loops
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="a clang need not compile for another architecture")
+X86 = platform.machine() == "x86_64"
+
+
+def check_products(loops: list[list[str]], accumulators: int, register: str) -> None:
+  """Both products, and no other loop, have that many accumulators, all in vector registers of the full width."""
+  products = [loop for loop in loops if sum("vfmadd231ps" in line for line in loop) >= accumulators]
+  assert len(products) >= 2  # Q K^T and P V, which may be written out for each strip
+  for loop in products:
+    fmas = [line for line in loop if "vfmadd231ps" in line]
+    assert all(register in line for line in fmas)
+    assert len({line.split("#")[0].split(",")[-1].strip() for line in fmas}) == accumulators
+    stores = [line for line in loop if re.search(r"vmov\w+\s+%[xyz]mm\d+, .*\(%", line)]
+    assert stores == []
+    assert len(loop) <= 3 * len(fmas)
+
+
+@pytest.mark.skipif(not X86, reason="a clang need not compile for another architecture")
 @pytest.mark.parametrize("march", MACHINES)
 @pytest.mark.parametrize("dtype", [dtypes.float32, dtypes.float16, dtypes.bfloat16], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -52,13 +71,47 @@ def test_products_run_in_registers(march: str, dtype, is_causal: bool) -> None:
   choice = dispatch(spec, Target("CPU", "x86_64", unit))
   assert isinstance(choice, Choice)
   accumulators = choice.tiles.block_m // unit.lanes * choice.tiles.unroll
-  loops = innermost_loops(assembly(spec, march))
-  products = [loop for loop in loops if sum("vfmadd231ps" in line for line in loop) >= accumulators]
-  assert len(products) == 2  # K Q^T and V^T P^T
-  for loop in products:
-    fmas = [line for line in loop if "vfmadd231ps" in line]
-    assert all(MACHINES[march] in line for line in fmas)
-    assert len({line.split("#")[0].split(",")[-1].strip() for line in fmas}) == accumulators
-    stores = [line for line in loop if re.search(r"vmov\w+\s+%[xyz]mm\d+, .*\(%", line)]
-    assert stores == []
-    assert len(loop) <= 3 * len(fmas)
+  check_products(innermost_loops(assembly(spec, march)), accumulators, MACHINES[march])
+
+
+@pytest.mark.skipif(not X86, reason="a clang need not compile for another architecture")
+@pytest.mark.parametrize("march", MACHINES)
+@pytest.mark.parametrize("dtype", [dtypes.float32, dtypes.float16, dtypes.bfloat16], ids=str)
+def test_products_of_few_queries_run_in_registers(march: str, dtype) -> None:
+  spec = AttentionSpec(1, 16, 4, 1, 512, 256, 256, dtype, 0.0625)
+  choice = dispatch(spec, Target("CPU", "x86_64", vector_unit("x86_64", (f"-march={march}",))))
+  assert isinstance(choice, Choice)
+  assert choice.kernel.name == "cpu_decode"
+  accumulators = choice.tiles.unroll_m * choice.tiles.unroll_n
+  check_products(innermost_loops(assembly(spec, march)), accumulators, MACHINES[march])
+
+
+RUN = """
+from helpers import DTYPES, check_attention, qkv
+from uopattn.target import Target
+print(Target.of("CPU"))
+for shape in ((1, 2, 2, 100, 130, 64, 64), (1, 6, 2, 1, 77, 33, 17)):
+  for dtype in DTYPES:
+    check_attention(*qkv(*shape, dtype), is_causal=True, q_start=30)
+"""
+
+
+@pytest.mark.skipif(not X86, reason="these are x86-64 machines")
+@pytest.mark.parametrize(
+  ("march", "needs", "registers"),
+  [
+    ("x86-64-v2", "sse4_2", "16 vector registers of 4"),
+    ("haswell", "avx2", "16 vector registers of 8"),
+    ("skylake-avx512", "avx512vl", "32 vector registers of 8"),
+  ],
+)
+def test_code_for_lesser_machines_runs_here(march: str, needs: str, registers: str) -> None:
+  if needs not in Path("/proc/cpuinfo").read_text().split():
+    pytest.skip(f"this machine has no {needs}")
+  environment = os.environ | {"DEV": f"CPU:CLANG:x86_64,{march}"}
+  folder = Path(__file__).parent
+  done = subprocess.run(
+    [sys.executable, "-c", RUN], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
+  )
+  assert done.returncode == 0, done.stderr
+  assert registers in done.stdout
