@@ -217,6 +217,11 @@ def test_table_goes_between_the_markers(tmp_path: Path) -> None:
     assert "old" not in text
     assert text.count(readme_table.table(example())) == 1
     assert "Some CPU, 2 threads, load average 0.5 at the start, clang version 23" in text
+    assert "![" not in text
+  for name in ("a.png", "other.png"):
+    (results / name).touch()
+  assert readme_table.main([str(page), str(results)]) == 0
+  assert [line for line in page.read_text().splitlines() if "![" in line] == ["![Speed over N](scripts/results/a.png)"]
 
 
 def test_a_page_without_markers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
