@@ -1,11 +1,12 @@
 """Threads that share out the work items of a kernel call, in machine code: no interpreter between two items.
 
 A worker is a Python thread that calls into the machine code below, and so gives up the interpreter lock. There it looks
-out for a job for a fraction of a millisecond, since calls tend to follow each other closely; then it returns and sleeps
-on a Python lock. A caller does the items together with the workers that have come, and never waits for one that has not
+out for a job for about half a millisecond, since calls tend to follow each other closely; then it returns and sleeps on
+a Python lock. A caller does the items together with the workers that have come, and never waits for one that has not
 begun.
 """
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -24,8 +25,10 @@ _SOURCE = """
 typedef unsigned long long word;
 #if defined(__x86_64__)
 #define PAUSE() __asm__ volatile("pause")
-#else
+#elif defined(__aarch64__)
 #define PAUSE() __asm__ volatile("yield")
+#else
+#define PAUSE() __asm__ volatile("")
 #endif
 enum { SERVE, RUN, FINISH, SPIN = 20000, CLOSED = -1 };
 struct job { word kernel, slot, items, helpers, arguments[24]; };
@@ -165,7 +168,8 @@ class Team:
       except IndexError:  # another caller was faster
         return
       if others:
-        os.sched_setaffinity(thread, others)
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
+          os.sched_setaffinity(thread, others)
       lock.release()
 
 
