@@ -119,17 +119,19 @@ class Team:
     self._enter = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)(_program().addr)
     self._shared = (ctypes.c_uint64 * (_JOB + 3))()
     self._shared[_JOB + 1] = _CLOSED
-    self._workers = workers
-    self._asleep: list[tuple[threading.Lock, int]] = []  # what sleeping workers wait for, and their system's numbers
-    for i in range(workers):
-      threading.Thread(target=self._serve, name=f"uopattn-{i}", daemon=True).start()
+    self._asleep: list[threading.Lock] = []  # what sleeping workers wait for
+    self._core = -1  # the caller's, which the workers keep off
+    threads = [threading.Thread(target=self._serve, name=f"uopattn-{i}", daemon=True) for i in range(workers)]
+    for thread in threads:
+      thread.start()
+    self._threads = [cast(int, thread.native_id) for thread in threads]
 
   def _serve(self) -> None:
     lock = threading.Lock()
     lock.acquire()
     while True:
       self._enter(self._shared, None, _SERVE)
-      self._asleep.append((lock, threading.get_native_id()))
+      self._asleep.append(lock)
       lock.acquire()
 
   def run(self, kernel: int, words: Sequence[int], slot: int, items: int, threads: int) -> None:
@@ -149,33 +151,33 @@ class Team:
       raise ValueError(f"a kernel of {len(words)} arguments; at most {ARGUMENTS - 1} can be passed")
     helpers = min(threads, items) - 1
     job = (ctypes.c_uint64 * _JOB)(kernel, slot, items, helpers, *words)
-    self._wake(helpers - (self._workers - len(self._asleep)))
+    if helpers and _core() != self._core:
+      self._keep_off(_core())
+    for _ in range(helpers - (len(self._threads) - len(self._asleep))):
+      try:
+        self._asleep.pop().release()
+      except IndexError:  # another caller was faster
+        break
     busy = self._enter(self._shared, job, _RUN)
     while busy:
       os.sched_yield()  # a worker has lost its core, perhaps to us
       busy = self._enter(self._shared, None, _FINISH)
 
-  def _wake(self, count: int) -> None:
-    """Wakes sleeping workers, on other cores than ours.
+  def _keep_off(self, core: int) -> None:
+    """Sends the workers to other cores than the caller's.
 
-    Left to itself, a system may wake a thread on the core of the one that wakes it, and leave it there for longer than
-    a call lasts.
+    Left to itself, a system may run a thread on the core of the one that wakes it for longer than a call lasts.
     """
-    others = _cores() if count > 0 else set()
-    for _ in range(count):
-      try:
-        lock, thread = self._asleep.pop()
-      except IndexError:  # another caller was faster
-        return
-      if others:
-        with contextlib.suppress(OSError):  # a sandbox may forbid it
+    self._core = core
+    if others := os.sched_getaffinity(0) - {core}:
+      with contextlib.suppress(OSError):  # a sandbox may forbid it
+        for thread in self._threads:
           os.sched_setaffinity(thread, others)
-      lock.release()
 
 
-def _cores() -> set[int]:
-  """The cores that this thread may run on, without the one that it runs on; none where the system does not tell."""
-  return os.sched_getaffinity(0) - {_LIBC.sched_getcpu()} if hasattr(_LIBC, "sched_getcpu") else set()
+def _core() -> int:
+  """The core that this thread is on; -1 where the system does not tell."""
+  return int(_LIBC.sched_getcpu()) if hasattr(_LIBC, "sched_getcpu") else -1
 
 
 _team: Team | None = None
