@@ -63,6 +63,18 @@ def test_a_long_item_does_not_hold_up_the_others(three: Team) -> None:
   assert len({thread for item, _, thread in recorder.done if item}) == 1
 
 
+def test_a_worker_that_lacks_the_interpreter_lock_when_a_job_comes_does_not_miss_it(three: Team) -> None:
+  """As in an eager call: Python for longer than a worker looks out for jobs, then a job."""
+  for _ in range(5):
+    Recorder().run(three, 8, 4)
+    end = time.perf_counter() + 0.003
+    while time.perf_counter() < end:
+      pass
+    recorder = Recorder()
+    assert recorder.run(three, 30, 2) == list(range(30))
+    assert len({thread for _, _, thread in recorder.done}) == 2
+
+
 def test_callers_at_once_do_not_wait_for_each_other(three: Team) -> None:
   recorders = [Recorder(slow_item=3) for _ in range(4)]
   with ThreadPoolExecutor(4) as pool:

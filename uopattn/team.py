@@ -95,7 +95,7 @@ static void take(const struct job *job, long *next) {
 
 _SERVE, _RUN, _FINISH = range(3)
 _JOB = 4 + ARGUMENTS  # words
-_CLOSED = (1 << 64) - 1
+_INSIDE, _CLOSED = _JOB + 1, (1 << 64) - 1
 _LIBC = ctypes.CDLL(None)
 
 
@@ -118,7 +118,7 @@ class Team:
   def __init__(self, workers: int):
     self._enter = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)(_program().addr)
     self._shared = (ctypes.c_uint64 * (_JOB + 3))()
-    self._shared[_JOB + 1] = _CLOSED
+    self._shared[_INSIDE] = _CLOSED
     self._asleep: list[threading.Lock] = []  # what sleeping workers wait for
     self._core = -1  # the caller's, which the workers keep off
     threads = [threading.Thread(target=self._serve, name=f"uopattn-{i}", daemon=True) for i in range(workers)]
@@ -131,6 +131,8 @@ class Team:
     lock.acquire()
     while True:
       self._enter(self._shared, None, _SERVE)
+      if self._shared[_INSIDE] != _CLOSED:
+        continue  # a caller kept the interpreter lock from us until its job had begun
       self._asleep.append(lock)
       lock.acquire()
 
