@@ -84,6 +84,24 @@ def test_a_wrong_kernel_gets_no_speed(
   assert "GFLOP/s" not in line
 
 
+@pytest.mark.usefixtures("one_row")
+def test_a_wrong_contender_is_shown_and_gets_no_speed(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+  def wrong(problem: Problem) -> contenders.Runner:
+    out = (problem.q * 0).realize()
+    return contenders.Runner(lambda: None, lambda: [contenders.numpy(out)])
+
+  monkeypatch.setitem(contenders.LOADERS, "tinygrad", lambda: wrong)
+  assert main(["--quick", "--against", "tinygrad", "--rounds", "1", "--json", f"{tmp_path}/b.json"]) == 0
+  (row,) = json.loads((tmp_path / "b.json").read_text())["rows"]
+  assert row["contenders"]["tinygrad"]["correct"] is False
+  assert "seconds" not in row["contenders"]["tinygrad"]
+  assert "seconds" in row["contenders"]["uopattn"]
+  assert row["ratios"] == {}
+  assert "tinygrad    fails the gate: output: " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
   ("words", "message"),
   [
@@ -200,6 +218,11 @@ def test_table_goes_between_the_markers(tmp_path: Path) -> None:
     assert "old" not in text
     assert text.count(readme_table.table(example())) == 1
     assert "Some CPU, 2 threads, load average 0.5 at the start, clang version 23" in text
+    assert "![" not in text
+  for name in ("a.png", "other.png"):
+    (results / name).touch()
+  assert readme_table.main([str(page), str(results)]) == 0
+  assert [line for line in page.read_text().splitlines() if "![" in line] == ["![Speed over N](scripts/results/a.png)"]
 
 
 def test_a_page_without_markers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

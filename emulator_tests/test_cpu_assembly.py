@@ -1,8 +1,12 @@
-"""What the compiler makes of the CPU kernel: both products run in vector registers alone."""
+"""What the compiler makes of the CPU kernels: both products run in vector registers alone, and the code runs."""
 
+import os
+import platform
 import re
 import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from helpers import cpu_target
@@ -84,6 +88,23 @@ def innermost_loops(text: str, jump: str) -> list[list[str]]:
   return loops
 
 
+def check_products(loops: list[list[str]], notation: Notation, accumulators: int) -> None:
+  """Both products, and no other loop, have that many accumulators, all in vector registers of the full width."""
+
+  def found(pattern: str, loop: list[str]) -> list[re.Match[str]]:
+    return [match for line in loop if (match := re.match(pattern, line))]
+
+  # the exponentials' loop, too, has multiply-adds, but not so many
+  products = [loop for loop in loops if len(found(notation.multiply_add, loop)) >= max(accumulators, len(loop) / 3)]
+  assert len(products) >= 2  # Q K^T and P V, which may be written out for each strip
+  for loop in products:
+    full = found(notation.accumulator, loop)
+    assert len(full) == len(found(notation.multiply_add, loop))
+    assert len({match[1] for match in full}) == accumulators
+    assert found(notation.store, loop) == []
+    assert not any("Spill" in line or "Reload" in line for line in loop)
+
+
 @pytest.mark.parametrize("arch", MACHINES)
 @pytest.mark.parametrize("dtype", [dtypes.float32, dtypes.float16, dtypes.bfloat16], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -92,18 +113,51 @@ def test_products_run_in_registers(arch: str, dtype, is_causal: bool) -> None:
   machine, notation = cpu_target(arch), MACHINES[arch]
   choice = dispatch(spec, machine)
   assert isinstance(choice, Choice)
+  assert choice.kernel.name == "cpu_forward"
   accumulators = choice.tiles.block_m // machine.vector.lanes * choice.tiles.unroll
+  check_products(innermost_loops(assembly(spec, choice, machine.arch), notation.jump), notation, accumulators)
 
-  def found(pattern: str, loop: list[str]) -> list[re.Match[str]]:
-    return [match for line in loop if (match := re.match(pattern, line))]
 
-  loops = innermost_loops(assembly(spec, choice, machine.arch), notation.jump)
-  # the exponentials' loop, too, has multiply-adds, but not so many
-  products = [loop for loop in loops if len(found(notation.multiply_add, loop)) >= max(accumulators, len(loop) / 3)]
-  assert len(products) == 2  # K Q^T and V^T P^T
-  for loop in products:
-    full = found(notation.accumulator, loop)
-    assert len(full) == len(found(notation.multiply_add, loop))
-    assert len({match[1] for match in full}) == accumulators
-    assert found(notation.store, loop) == []
-    assert not any("Spill" in line or "Reload" in line for line in loop)
+@pytest.mark.parametrize("arch", MACHINES)
+@pytest.mark.parametrize("dtype", [dtypes.float32, dtypes.float16, dtypes.bfloat16], ids=str)
+def test_products_of_few_queries_run_in_registers(arch: str, dtype) -> None:
+  spec = AttentionSpec(1, 16, 4, 1, 512, 256, 256, dtype, 0.0625)
+  machine, notation = cpu_target(arch), MACHINES[arch]
+  choice = dispatch(spec, machine)
+  assert isinstance(choice, Choice)
+  assert choice.kernel.name == "cpu_decode"
+  accumulators = choice.tiles.unroll_m * choice.tiles.unroll_n
+  check_products(innermost_loops(assembly(spec, choice, machine.arch), notation.jump), notation, accumulators)
+
+
+X86 = platform.machine() == "x86_64"
+
+RUN = """
+from helpers import DTYPES, check_attention, qkv
+from uopattn.target import Target
+print(Target.of("CPU"))
+for shape in ((1, 2, 2, 100, 130, 64, 64), (1, 6, 2, 1, 77, 33, 17)):
+  for dtype in DTYPES:
+    check_attention(*qkv(*shape, dtype), is_causal=True, q_start=30)
+"""
+
+
+@pytest.mark.skipif(not X86, reason="these are x86-64 machines")
+@pytest.mark.parametrize(
+  ("march", "needs", "registers"),
+  [
+    ("x86-64-v2", "sse4_2", "16 vector registers of 4"),
+    ("haswell", "avx2", "16 vector registers of 8"),
+    ("skylake-avx512", "avx512vl", "32 vector registers of 8"),
+  ],
+)
+def test_code_for_lesser_machines_runs_here(march: str, needs: str, registers: str) -> None:
+  if needs not in Path("/proc/cpuinfo").read_text().split():
+    pytest.skip(f"this machine has no {needs}")
+  environment = os.environ | {"DEV": f"CPU:CLANG:x86_64,{march}"}
+  folder = Path(__file__).parent
+  done = subprocess.run(
+    [sys.executable, "-c", RUN], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
+  )
+  assert done.returncode == 0, done.stderr
+  assert registers in done.stdout

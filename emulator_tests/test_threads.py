@@ -63,6 +63,18 @@ def test_a_long_item_does_not_hold_up_the_others(three: Team) -> None:
   assert len({thread for item, _, thread in recorder.done if item}) == 1
 
 
+def test_a_worker_that_lacks_the_interpreter_lock_when_a_job_comes_does_not_miss_it(three: Team) -> None:
+  """As in an eager call: Python for longer than a worker looks out for jobs, then a job."""
+  for _ in range(5):
+    Recorder().run(three, 8, 4)
+    end = time.perf_counter() + 0.003
+    while time.perf_counter() < end:
+      pass
+    recorder = Recorder()
+    assert recorder.run(three, 30, 2) == list(range(30))
+    assert len({thread for _, _, thread in recorder.done}) == 2
+
+
 def test_callers_at_once_do_not_wait_for_each_other(three: Team) -> None:
   recorders = [Recorder(slow_item=3) for _ in range(4)]
   with ThreadPoolExecutor(4) as pool:
@@ -70,20 +82,19 @@ def test_callers_at_once_do_not_wait_for_each_other(three: Team) -> None:
       assert items == list(range(10))
 
 
-def test_workers_leave_the_callers_core(three: Team) -> None:
+def test_workers_keep_off_the_callers_core(three: Team) -> None:
   allowed = os.sched_getaffinity(0)
   if len(allowed) < 2:
     pytest.skip("there is one core")
-  time.sleep(0.1)  # they fall asleep
   try:
-    os.sched_setaffinity(0, {min(allowed)})
-    assert Recorder().run(three, 30, 2) == list(range(30))  # has nowhere else to go, and gets done
-    os.sched_setaffinity(0, allowed)
-    time.sleep(0.1)
-    asleep = [thread for _, thread in three._asleep]
-    assert len(asleep) == 3
-    assert Recorder().run(three, 30, 4) == list(range(30))
-    assert all(len(os.sched_getaffinity(thread)) == len(allowed) - 1 for thread in asleep)
+    for core in (*allowed, min(allowed)):
+      os.sched_setaffinity(0, {core})  # the workers have nowhere else to go, and stay where they are
+      assert Recorder().run(three, 30, 4) == list(range(30))
+      os.sched_setaffinity(0, allowed)
+      three._core = -1
+      assert Recorder().run(three, 30, 4) == list(range(30))
+      assert three._core in allowed
+      assert all(os.sched_getaffinity(thread) == allowed - {three._core} for thread in three._threads)
   finally:
     os.sched_setaffinity(0, allowed)
 

@@ -7,7 +7,7 @@ markers or a record cannot be read.
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +84,10 @@ def caption(record: dict[str, Any], file: str) -> str:
   )
 
 
-def rewrite(page: str, records: dict[str, dict[str, Any]]) -> str:
+def rewrite(page: str, records: dict[str, dict[str, Any]], plots: Container[str] = ()) -> str:
   """The page with the tables of `records`, by file name, between its markers.
+
+  A record is followed by the plot of the same name, if that is among `plots`.
 
   Raises:
     ValueError: the page has no such lines.
@@ -94,7 +96,11 @@ def rewrite(page: str, records: dict[str, dict[str, Any]]) -> str:
   _, end, after = rest.partition(END)
   if not begin or not end:
     raise ValueError(f"has no lines {BEGIN!r} and {END!r}")
-  parts = [f"{caption(record, name)}\n\n{table(record)}\n\n" for name, record in records.items()]
+  parts = []
+  for name, record in records.items():
+    plot = f"{name.removesuffix('.json')}.png"
+    parts.append(f"{caption(record, name)}\n\n{table(record)}\n\n")
+    parts.append(f"![Speed over N](scripts/results/{plot})\n\n" * (plot in plots))
   return before + begin + "\n" + "".join(parts) + end + after
 
 
@@ -102,7 +108,7 @@ def main(words: Sequence[str]) -> int:
   page, results = (Path(words[0]), Path(words[1])) if words else (ROOT / "README.md", ROOT / "scripts" / "results")
   try:
     records = {path.name: json.loads(path.read_text()) for path in sorted(results.glob("*.json"), reverse=True)}
-    page.write_text(rewrite(page.read_text(), records))
+    page.write_text(rewrite(page.read_text(), records, {path.name for path in results.glob("*.png")}))
   except (OSError, ValueError, KeyError) as error:
     print(f"readme_table: {page}: {error}", file=sys.stderr)
     return 2

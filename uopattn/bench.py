@@ -3,7 +3,8 @@
 Contenders take turns, round after round, so that what else the machine does meets them alike. Every result is checked
 by the gate before it is timed; a wrong one gets no speed.
 
-Exit status: 0 all right, 1 a result of ours is wrong, 2 the call is off or a contender is missing, 130 interrupted.
+Exit status: 0 all of our results are right, 1 one is wrong, 2 the call is off or a contender is missing, 130
+interrupted. A contender's wrong result is shown, and is its own affair.
 """
 
 import argparse

@@ -18,7 +18,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extr
   m = scores.max(-1, keepdim=True)
   sinks = None if extras.sinks is None else extras.sinks.float().reshape(1, -1, 1, 1)
   m = m if sinks is None else m.maximum(sinks)
-  blind = scores.max(-1, keepdim=True).eq(-math.inf)  # rows that see no key
+  blind = scores.eq(-math.inf).all(-1, keepdim=True)  # rows that see no key; of scores that are NaN, max gives -inf too
   m = blind.where(0, m)
   p = (scores - m).exp()
   l = p.sum(-1, keepdim=True)

@@ -1,11 +1,12 @@
 """Threads that share out the work items of a kernel call, in machine code: no interpreter between two items.
 
 A worker is a Python thread that calls into the machine code below, and so gives up the interpreter lock. There it looks
-out for a job for a fraction of a millisecond, since calls tend to follow each other closely; then it returns and sleeps
-on a Python lock. A caller does the items together with the workers that have come, and never waits for one that has not
+out for a job for about half a millisecond, since calls tend to follow each other closely; then it returns and sleeps on
+a Python lock. A caller does the items together with the workers that have come, and never waits for one that has not
 begun.
 """
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -24,8 +25,10 @@ _SOURCE = """
 typedef unsigned long long word;
 #if defined(__x86_64__)
 #define PAUSE() __asm__ volatile("pause")
-#else
+#elif defined(__aarch64__)
 #define PAUSE() __asm__ volatile("yield")
+#else
+#define PAUSE() __asm__ volatile("")
 #endif
 enum { SERVE, RUN, FINISH, SPIN = 20000, CLOSED = -1 };
 struct job { word kernel, slot, items, helpers, arguments[24]; };
@@ -92,7 +95,7 @@ static void take(const struct job *job, long *next) {
 
 _SERVE, _RUN, _FINISH = range(3)
 _JOB = 4 + ARGUMENTS  # words
-_CLOSED = (1 << 64) - 1
+_INSIDE, _CLOSED = _JOB + 1, (1 << 64) - 1
 _LIBC = ctypes.CDLL(None)
 
 
@@ -115,18 +118,22 @@ class Team:
   def __init__(self, workers: int):
     self._enter = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)(_program().addr)
     self._shared = (ctypes.c_uint64 * (_JOB + 3))()
-    self._shared[_JOB + 1] = _CLOSED
-    self._workers = workers
-    self._asleep: list[tuple[threading.Lock, int]] = []  # what sleeping workers wait for, and their system's numbers
-    for i in range(workers):
-      threading.Thread(target=self._serve, name=f"uopattn-{i}", daemon=True).start()
+    self._shared[_INSIDE] = _CLOSED
+    self._asleep: list[threading.Lock] = []  # what sleeping workers wait for
+    self._core = -1  # the caller's, which the workers keep off
+    threads = [threading.Thread(target=self._serve, name=f"uopattn-{i}", daemon=True) for i in range(workers)]
+    for thread in threads:
+      thread.start()
+    self._threads = [cast(int, thread.native_id) for thread in threads]
 
   def _serve(self) -> None:
     lock = threading.Lock()
     lock.acquire()
     while True:
       self._enter(self._shared, None, _SERVE)
-      self._asleep.append((lock, threading.get_native_id()))
+      if self._shared[_INSIDE] != _CLOSED:
+        continue  # a caller kept the interpreter lock from us until its job had begun
+      self._asleep.append(lock)
       lock.acquire()
 
   def run(self, kernel: int, words: Sequence[int], slot: int, items: int, threads: int) -> None:
@@ -146,32 +153,33 @@ class Team:
       raise ValueError(f"a kernel of {len(words)} arguments; at most {ARGUMENTS - 1} can be passed")
     helpers = min(threads, items) - 1
     job = (ctypes.c_uint64 * _JOB)(kernel, slot, items, helpers, *words)
-    self._wake(helpers - (self._workers - len(self._asleep)))
+    if helpers and _core() != self._core:
+      self._keep_off(_core())
+    for _ in range(helpers - (len(self._threads) - len(self._asleep))):
+      try:
+        self._asleep.pop().release()
+      except IndexError:  # another caller was faster
+        break
     busy = self._enter(self._shared, job, _RUN)
     while busy:
       os.sched_yield()  # a worker has lost its core, perhaps to us
       busy = self._enter(self._shared, None, _FINISH)
 
-  def _wake(self, count: int) -> None:
-    """Wakes sleeping workers, on other cores than ours.
+  def _keep_off(self, core: int) -> None:
+    """Sends the workers to other cores than the caller's.
 
-    Left to itself, a system may wake a thread on the core of the one that wakes it, and leave it there for longer than
-    a call lasts.
+    Left to itself, a system may run a thread on the core of the one that wakes it for longer than a call lasts.
     """
-    others = _cores() if count > 0 else set()
-    for _ in range(count):
-      try:
-        lock, thread = self._asleep.pop()
-      except IndexError:  # another caller was faster
-        return
-      if others:
-        os.sched_setaffinity(thread, others)
-      lock.release()
+    self._core = core
+    if others := os.sched_getaffinity(0) - {core}:
+      with contextlib.suppress(OSError):  # a sandbox may forbid it
+        for thread in self._threads:
+          os.sched_setaffinity(thread, others)
 
 
-def _cores() -> set[int]:
-  """The cores that this thread may run on, without the one that it runs on; none where the system does not tell."""
-  return os.sched_getaffinity(0) - {_LIBC.sched_getcpu()} if hasattr(_LIBC, "sched_getcpu") else set()
+def _core() -> int:
+  """The core that this thread is on; -1 where the system does not tell."""
+  return int(_LIBC.sched_getcpu()) if hasattr(_LIBC, "sched_getcpu") else -1
 
 
 _team: Team | None = None
