@@ -1,13 +1,15 @@
 """The gate must let right outputs through, and no wrong one."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from tinygrad import Tensor, dtypes
 
-from uopattn.oracle import PRECISIONS, Array, oracle
-from uopattn.verify import compare, numpy, verify
+import uopattn.verify as verify_module
+from uopattn.oracle import EXACT, PRECISIONS, Array, Precision, oracle
+from uopattn.verify import Gate, compare, numpy, verify
 
 N, D, TILE = 192, 64, 64
 INPUTS = tuple(np.random.default_rng(3).normal(size=(1, 2, N, D)).astype(np.float32) for _ in range(3))
@@ -107,3 +109,13 @@ def test_lse_is_judged_as_float32_whatever_q_is() -> None:
   out = Tensor(exact.astype(np.float32)).cast(dtypes.half)
   assert all(r.correct for r in verify(q, k, v, out, Tensor(lse.astype(np.float32))))
   assert not all(r.correct for r in verify(q, k, v, out, Tensor((lse + 1e-4).astype(np.float32))))
+
+
+def test_a_useless_naive_computation_is_no_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+  def broken(*arrays: Array, precision: Precision = EXACT, **options: Any) -> tuple[Array, Array]:
+    out, lse = oracle(*arrays, precision=precision, **options)
+    return (out if precision is EXACT else out + 1), lse
+
+  monkeypatch.setattr(verify_module, "oracle", broken)
+  with pytest.raises(ArithmeticError, match="naive computation in float is off by"):
+    Gate.of(*(Tensor(x) for x in INPUTS))

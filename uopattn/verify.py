@@ -8,10 +8,13 @@ from tinygrad import Tensor
 from tinygrad.dtype import DType, dtypes
 
 from uopattn.oracle import PRECISIONS, Array, oracle
+from uopattn.spec import dtype_name
 
 # What any output is allowed, however exact the naive computation happens to be: some unit roundoffs of its own type,
 # and of float32, in which the long sums are taken in an order of the kernel's choice.
 FLOOR, FLOOR_OF_SUMS = 4, 16 * PRECISIONS[dtypes.float32].unit
+
+USELESS = 0.5  # relative error of the naive computation from which it says nothing about others
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,12 @@ def compare(name: str, got: Array, exact: Array, naive: Array, unit: float) -> R
   )
 
 
+def _relative(got: Array, exact: Array) -> float:
+  """Root mean square error over the root mean square, where both are finite."""
+  finite = np.isfinite(got) & np.isfinite(exact)
+  return _rms(np.where(finite, got - exact, 0.0)) / (_rms(np.where(finite, exact, 0.0)) or 1.0)
+
+
 def _rms(x: Array) -> float:
   return float(np.sqrt(np.mean(np.square(x)))) if x.size else 0.0
 
@@ -119,12 +128,21 @@ class Gate:
 
   @classmethod
   def of_arrays(cls, q: Array, k: Array, v: Array, dtype: DType, *, progress: bool = False, **options: Any) -> "Gate":
-    """The same of arrays that hold values of `dtype`."""
+    """The same of arrays that hold values of `dtype`.
+
+    Raises:
+      ArithmeticError: the naive computation is too far off to measure others by.
+    """
     arrays, precision = (q, k, v), PRECISIONS[dtype]
     exact, exact_lse = oracle(*arrays, progress=progress, **options)
     naive, naive_lse = oracle(*arrays, precision=precision, progress=progress, **options)
     if dtype != dtypes.float32:  # the LSE is float32 whatever q is, and so is the arithmetic behind it
       _, naive_lse = oracle(*arrays, precision=PRECISIONS[dtypes.float32], progress=progress, **options)
+    if (off := _relative(naive, exact)) > USELESS:
+      raise ArithmeticError(
+        f"the naive computation in {dtype_name(dtype)} is off by {off:.2g} of the output, which leaves no bound to "
+        "hold others to: smaller scores are needed, or a machine whose numpy is right"
+      )
     return cls(exact, exact_lse, naive, naive_lse, precision.unit)
 
   def output(self, got: Array) -> Report:
