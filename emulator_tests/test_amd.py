@@ -151,11 +151,13 @@ def test_no_bank_conflict_and_causal_tiles_skipped(arch: str, Dk: int, Dv: int) 
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-def test_each_barrier_deleted(arch: str) -> None:
+@pytest.mark.parametrize(("is_causal", "barriers"), [(False, 3), (True, 5)])  # one before, two in each loop
+def test_each_barrier_deleted(is_causal: bool, barriers: int, arch: str) -> None:
   with on(arch):
-    sources = inputs(1, 1, 1, 64, 130, 32, 32)
-    outcomes = emulator.delete_each_barrier(lambda: attention(*sources, backend="kernel").realize())
-  assert [(o.what, type(o.caught)) for o in outcomes] == [("barrier", emulator.Race)] * 2
+    sources = inputs(1, 1, 1, 64, 230, 32, 32)
+    run = lambda: attention(*sources, is_causal=is_causal, q_start=150, backend="kernel").realize()
+    outcomes = emulator.delete_each_barrier(run)
+  assert [(o.what, type(o.caught)) for o in outcomes] == [("barrier", emulator.Race)] * barriers
 
 
 @pytest.mark.parametrize("arch", [*ARCHES, "gfx1151"])

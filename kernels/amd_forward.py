@@ -21,24 +21,23 @@ gfx942 7.5 (228), gfx950 12.9 (204).
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
-from math import inf, prod
+from math import inf
 
 from tinygrad import UOp, dtypes
-from tinygrad.dtype import AddrSpace, DType
+from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType, KernelInfo
 
 from uopattn.dsl import LN2, LOG2E, Scope, clamp, gated, sizes
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.fragments import CHUNK, ROWS, Fragments
+from uopattn.dsl.fragments import CHUNK, HIP, ROWS, Fragments
+from uopattn.dsl.staging import WORDS, Rows, Stage
+from uopattn.dsl.words import Words, words_of
 
-HIP = "hip"
 LDS_LIMIT = 64 << 10  # bytes a workgroup
-WORDS = CHUNK // 2  # 32-bit words in a chunk: all 16-bit data travels as words of two neighbours
+LARGEST = 3.4028234663852886e38  # float32; finite, as -inf - -inf is NaN
 
-Words = list[UOp]  # 32-bit words, neighbours
 Operand = list[UOp]  # the `width` 16-bit elements that a lane holds of A, or of B, for a step
-Load = Callable[[UOp, UOp], UOp]  # (row, word) -> a word of that row
 
 
 @dataclass(frozen=True)
@@ -138,86 +137,73 @@ def forward(
   s = Scope()
   item = s.axis(heads * blocks, AxisType.GLOBAL)
   lane, wave = s.axis(f.lanes, AxisType.WARP), s.axis(tiles.waves, AxisType.LOCAL)
-  thread = wave * f.lanes + lane
   head, block_row = item // blocks, item % blocks * block_m
   kv_head = head // (heads // kv_heads)
   rows = [block_row + (wave * m_tiles + i) * ROWS + lane % ROWS for i in range(m_tiles)]  # this lane's queries
   queries = [(row < M).where(row, M - 1) for row in rows]  # past the last row it is computed again
+  limits = [(query + q_start).minimum(N - 1) if causal else UOp.const(N - 1) for query in queries]  # last key seen
 
   q_frags = [load_query(f, q, head, query, lane) for query in queries]
-  acc = cleared(s.buffer(m_tiles, ceildiv(Dv, ROWS), f.result), 0.0, item)
-  m_i = cleared(s.buffer(m_tiles), -inf, item)
-  l_i = cleared(s.buffer(m_tiles), 0.0, item)  # of this lane's keys
-  stage = Stage(s, tiles, thread, words_of(k, kv_head), words_of(v, kv_head), N, Dk, Dv)
-  first_loads = stage.load(UOp.const(0), item)
-
-  last_key = clamp((block_row + block_m).minimum(M) - 1 + q_start, 0, N - 1)  # that any row of this block sees
-  n_tile = s.axis(last_key // block_n + 1 if causal else ceildiv(N, block_n), AxisType.REDUCE)
-  start = n_tile * block_n
-  loaded = UOp.barrier(stage.store(n_tile, first_loads))
-  next_loads = stage.load(start + block_n, loaded)
-  k_lds, v_lds = stage.k_lds.after(loaded, next_loads), stage.v_lds.after(loaded, next_loads)
-
-  limits = [visible(query + q_start, N, block_n, causal) for query in queries]  # the last key that each query sees
-  scores = multiply_qk(f, dtype, q_frags, k_lds, block_n, lane)
-  # A positive factor keeps the order of the scores: it waits for the subtraction in the exponent, to join it.
-  early, late = (1.0, scale * LOG2E) if scale > 0 else (scale * LOG2E, 1.0)
-  scores = [mask_scale(f, x, early, limit, start, lane) for x, limit in zip(scores, limits, strict=True)]
-  m_old, l_old, acc_old = (x.after(n_tile) for x in (m_i, l_i, acc))
-  p, m_new, l_new, alpha = zip(
-    *[softmax(f, scores[i], late, m_old[i], l_old[i], lane) for i in range(m_tiles)], strict=True
+  acc = s.buffer(m_tiles, ceildiv(Dv, ROWS), f.result)
+  shift = s.buffer(m_tiles)  # -m_i: what is added to the scores in the exponent
+  l_i = s.buffer(m_tiles)  # of this lane's keys
+  thread = wave * f.lanes + lane
+  stage = Stage(
+    s, f, block_n, tiles.waves * f.lanes, thread, words_of(k, kv_head), words_of(v, kv_head), N, *tiles.padded(Dk, Dv)
   )
-  p_frags = [as_operand(f, dtype, x, lane) for x in p]
-  acc_new = multiply_pv(f, dtype, p_frags, v_lds, acc_old, alpha, lane)
-  updates = [m_i[i].store(m_new[i]) for i in range(m_tiles)] + [l_i[i].store(l_new[i]) for i in range(m_tiles)]
-  updates += [acc[i, j].store(acc_new[i][j]) for i in range(m_tiles) for j in range(acc.shape[1])]
-  end = UOp.barrier(UOp.group(*updates)).end(n_tile)  # no wave overwrites K and V before all have read them
+  # A positive factor keeps the order of the scores: it waits for the exponent, to join the subtraction there.
+  early, late = (1.0, scale * LOG2E) if scale > 0 else (scale * LOG2E, 1.0)
+
+  def run(first: UOp, count: UOp, masked: bool, ready: UOp) -> UOp:
+    """Runs through `count` tiles from tile `first`, which is in LDS when `ready`."""
+    turn = s.axis(count, AxisType.REDUCE)
+    n_tile = first + turn
+    start, more = n_tile * block_n, n_tile.vmin < n_tiles.vmax - 1
+    next_loads = stage.load(start + block_n, ready, turn) if more else UOp.group()
+    scores = multiply_qk(f, dtype, q_frags, stage.k.after(ready, turn, next_loads), block_n, lane)
+    keys = [mask_scale(f, x, early, limit if masked else None, start, lane) for x, limit in zip(scores, limits, strict=True)]
+    shift_old, l_old, acc_old = (x.after(ready, turn) for x in (shift, l_i, acc))
+    p, shift_new, l_new, alpha = zip(
+      *[softmax(f, keys[i], late, shift_old[i], l_old[i], lane) for i in range(m_tiles)], strict=True
+    )
+    p_frags = [as_operand(f, dtype, x, lane) for x in p]
+    acc_new = multiply_pv(f, dtype, p_frags, stage.v.after(ready, turn, next_loads), acc_old, alpha, lane)
+    updates = [shift[i].store(shift_new[i]) for i in range(m_tiles)] + [l_i[i].store(l_new[i]) for i in range(m_tiles)]
+    updates += [acc[i, j].store(acc_new[i][j]) for i in range(m_tiles) for j in range(acc.shape[1])]
+    end = UOp.group(*updates)
+    if more:
+      end = UOp.barrier(stage.store(UOp.barrier(end)))  # no wave overwrites K and V before all have read them
+    return end.end(turn)
+
+  start = UOp.group(*(x.after(item).store(x.const_like(y)) for x, y in ((acc, 0.0), (shift, LARGEST), (l_i, 0.0))))
+  done = UOp.barrier(stage.store(stage.load(UOp.const(0), item, start)))
+  whole, n_tiles = tile_counts(block_row, block_m, block_n, M, N, causal, q_start)
+  for first, count, masked in ((UOp.const(0), whole, False), (whole, n_tiles - whole, True)):
+    if count.vmax > 0:
+      done = run(first, count, masked, done)
 
   stores = []
   for i, row in enumerate(rows):
-    state = acc.after(end)[i], m_i.after(end)[i].load(), l_i.after(end)[i].load()
+    state = acc.after(done)[i], shift.after(done)[i].load(), l_i.after(done)[i].load()
     stores += store_rows(f, o, lse, head, row, *state, lane)
   name = f"attention_{tiles.arch}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{'_causal' * causal}"
   # A tag keeps tinygrad from rearranging the axes.
   return UOp.group(*stores).end(wave, lane).end(item).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
 
 
-def cleared(buffer: UOp, value: float, *after: UOp) -> UOp:
-  return buffer.after(buffer.after(*after).store(buffer.const_like(value)))
+def tile_counts(
+  block_row: UOp, block_m: int, block_n: int, M: int, N: int, causal: bool, q_start: int
+) -> tuple[UOp, UOp]:
+  """How many tiles need no mask, and how many any row of the block sees, at least one.
 
-
-def as_type(x: UOp, dtype: DType) -> UOp:
-  """The kernel's argument `x` as a flat array of another type: 16-bit floats as bits, two a word where they fit.
-
-  tinygrad joins neighbouring loads of 32-bit types into wide ones, and leaves bfloat16 apart.
+  tinygrad's linearizer knows what is outside a loop by how often it runs: a loop of one trip at most, if that is not
+  known to be one, would swallow what comes before it.
   """
-  count = prod(int(size) for size in x.shape) * x.dtype.itemsize // dtype.itemsize
-  return UOp.placeholder((count,), dtype, slot=x.base.arg.slot)
-
-
-def words_of(x: UOp, head: UOp) -> Load:
-  """Words of the rows of x[head] (rows, size), each two neighbours of one row; past the row's end they are 0."""
-  _, length, size = sizes(x)
-  words, halves = as_type(x, dtypes.uint), as_type(x, dtypes.ushort)
-
-  def load(row: UOp, word: UOp) -> UOp:
-    if 2 * word.vmin >= size:
-      return UOp.const(0, dtypes.uint)
-    first = (head * length + row) * size
-    if size % 2 == 0:
-      return or_zero(words, first // 2, word, size // 2)
-    low, high = (or_zero(halves, first, 2 * word + i, size).cast(dtypes.uint) for i in range(2))
-    return low | (high << 16)
-
-  return load
-
-
-def or_zero(flat: UOp, base: UOp, at: UOp, width: int) -> UOp:
-  """flat[base + at], or 0 where at is not below width: decided when the kernel is built, if possible."""
-  if at.vmax < width:
-    return flat[base + at].load()
-  inside = at < width
-  return inside.where(flat[(base + at).valid(inside)].load(), UOp.const(0, flat.dtype))
+  if not causal:
+    return UOp.const(N // block_n), UOp.const(ceildiv(N, block_n))
+  last_key = clamp((block_row + block_m).minimum(M) - 1 + q_start, 0, N - 1)
+  whole = clamp(block_row + q_start + 1, 0, N) // block_n
+  return whole if whole.vmax > 1 else UOp.const(0), last_key // block_n + 1
 
 
 def load_query(f: Fragments, q: UOp, head: UOp, row: UOp, lane: UOp) -> list[Operand]:
@@ -225,105 +211,6 @@ def load_query(f: Fragments, q: UOp, head: UOp, row: UOp, lane: UOp) -> list[Ope
   load, steps = words_of(q, head), ceildiv(sizes(q)[2], f.step)
   words = [[load(row, f.chunk(UOp.const(i), lane) * WORDS + w) for w in range(f.width // 2)] for i in range(steps)]
   return [elements(f, q.dtype, x) for x in words]
-
-
-@dataclass(frozen=True)
-class Rows:
-  """Rows of chunks in LDS. The index is flat, so that tinygrad keeps the gate of a store whatever the sizes are.
-
-  Attributes:
-    words: the memory.
-    stride: words from row to row.
-  """
-
-  words: UOp
-  stride: int
-
-  @classmethod
-  def make(cls, s: Scope, rows: int, columns: int, pad: int) -> "Rows":
-    """Rows of `columns` elements, padded by `pad` chunks."""
-    stride = (columns // CHUNK + pad) * WORDS
-    return cls(s.buffer(rows * stride, dtype=dtypes.uint, space=AddrSpace.LOCAL), stride)
-
-  def after(self, *after: UOp) -> "Rows":
-    return replace(self, words=self.words.after(*after))
-
-  def load(self, row: UOp, chunk: UOp | int) -> Words:
-    """A chunk."""
-    return [self.words[row * self.stride + chunk * WORDS + w].load() for w in range(WORDS)]
-
-  def store(self, row: UOp, chunk: UOp, words: Words, inside: UOp) -> list[UOp]:
-    """Stores a chunk where `inside`."""
-    first = row * self.stride + chunk * WORDS
-    return [self.words[(first + w).valid(inside)].store(word) for w, word in enumerate(words)]
-
-
-class Stage:
-  """The way of K and V tiles through this thread's registers to LDS, K as it is and V transposed.
-
-  A thread's piece of K is one chunk of a row, its piece of V two columns of eight keys. Pieces are dealt to lanes in an
-  order in which the lanes served together write to different banks.
-  """
-
-  def __init__(self, s: Scope, tiles: Tiles, thread: UOp, k: Load, v: Load, N: int, Dk: int, Dv: int):
-    self.k, self.v, self.N, self.block_n = k, v, N, tiles.block_n
-    f, block_n = tiles.fragments, tiles.block_n
-    (Dk, Dv), threads = tiles.padded(Dk, Dv), tiles.waves * f.lanes
-    self.k_lds, self.v_lds = Rows.make(s, block_n, Dk, f.pad), Rows.make(s, Dv, block_n, f.pad)
-    k_pieces, v_pieces = block_n * Dk // CHUNK, Dv // 2 * (block_n // CHUNK)
-    self.k_places = [k_place(f, thread + i, Dk // CHUNK, k_pieces) for i in range(0, k_pieces, threads)]
-    self.v_places = [v_place(f, thread + i, Dv // 2, v_pieces) for i in range(0, v_pieces, threads)]
-    self.k_words = s.buffer(len(self.k_places), WORDS, dtype=dtypes.uint)
-    self.v_words = s.buffer(len(self.v_places), CHUNK, dtype=dtypes.uint)
-
-  def load(self, first: UOp, *after: UOp) -> UOp:
-    """Loads the tile that starts at key `first`. Past the last key that key is loaded again, and masked later.
-
-    Where all tiles are whole, the last tile itself is loaded again: one bound for all instead of one a key.
-    """
-    if whole := self.N % self.block_n == 0:
-      first = clamp(first, 0, self.N - self.block_n)
-
-    def key(at: UOp) -> UOp:
-      return first + at if whole else clamp(first + at, 0, self.N - 1)
-
-    k_words, v_words, stores = self.k_words.after(*after), self.v_words.after(*after), []
-    for i, (_, at, chunk, _) in enumerate(self.k_places):
-      stores += [k_words[i, w].store(self.k(key(at), chunk * WORDS + w)) for w in range(WORDS)]
-    for i, (pair, chunk, _) in enumerate(self.v_places):
-      stores += [v_words[i, e].store(self.v(key(chunk * CHUNK + e), pair)) for e in range(CHUNK)]
-    return UOp.group(*stores)
-
-  def store(self, n_tile: UOp, first_loads: UOp) -> UOp:
-    """Stores what was loaded to LDS."""
-    k_words, v_words = self.k_words.after(n_tile, first_loads), self.v_words.after(n_tile, first_loads)
-    k_lds, v_lds, stores = self.k_lds.after(n_tile), self.v_lds.after(n_tile), []
-    for i, (row, _, chunk, inside) in enumerate(self.k_places):
-      stores += k_lds.store(row, chunk, [k_words[i, w].load() for w in range(WORDS)], inside)
-    for i, (pair, chunk, inside) in enumerate(self.v_places):
-      words = [v_words[i, e].load() for e in range(CHUNK)]  # of two columns, for eight keys
-      neighbours = list(zip(words[::2], words[1::2], strict=True))
-      left = [(a & 0xFFFF) | (b << 16) for a, b in neighbours]
-      right = [(a >> 16) | (b & 0xFFFF0000) for a, b in neighbours]
-      stores += v_lds.store(2 * pair, chunk, left, inside) + v_lds.store(2 * pair + 1, chunk, right, inside)
-    return UOp.group(*stores)
-
-
-def k_place(f: Fragments, piece: UOp, chunks: int, pieces: int) -> tuple[UOp, UOp, UOp, UOp]:
-  """(row in LDS, key in the tile, chunk, whether there is such a piece): `pad` chunks, then 8 rows, then the rest."""
-  inside = piece < pieces
-  piece = inside.where(piece, 0)  # what is loaded without being stored must be there to load
-  chunk, row, rest = piece % f.pad, piece // f.pad % 8, piece // (8 * f.pad)
-  chunk, row = chunk + f.pad * (rest % (chunks // f.pad)), row + 8 * (rest // (chunks // f.pad))
-  key = row // f.step * f.step + f.row_at(row % f.step // ROWS, row % ROWS)
-  return row, key, chunk, inside
-
-
-def v_place(f: Fragments, piece: UOp, pairs: int, pieces: int) -> tuple[UOp, UOp, UOp]:
-  """(pair of columns, chunk of keys, whether there is such a piece): 2 `pad` chunks, then the pairs, then the rest."""
-  near, inside = 2 * f.pad, piece < pieces
-  piece = inside.where(piece, 0)
-  return piece // near % pairs, piece % near + near * (piece // (near * pairs)), inside
 
 
 def multiply(f: Fragments, a: Operand, b: Operand, c: UOp) -> UOp:
@@ -370,13 +257,6 @@ def multiply_qk(
   return scores
 
 
-def visible(position: UOp, N: int, block_n: int, causal: bool) -> UOp | None:
-  """The last key that a query sees; None if it sees all keys of all tiles."""
-  if causal:
-    return position.minimum(N - 1)
-  return UOp.const(N - 1) if N % block_n else None
-
-
 def mask_scale(f: Fragments, scores: list[UOp], factor: float, limit: UOp | None, start: UOp, lane: UOp) -> list[UOp]:
   """The scores of this lane in order of its keys, times `factor`, -inf where hidden."""
   result = []
@@ -393,19 +273,17 @@ def mask_scale(f: Fragments, scores: list[UOp], factor: float, limit: UOp | None
 
 
 def softmax(
-  f: Fragments, scores: list[UOp], factor: float, m_old: UOp, l_old: UOp, lane: UOp
+  f: Fragments, scores: list[UOp], factor: float, shift_old: UOp, l_old: UOp, lane: UOp
 ) -> tuple[list[UOp], UOp, UOp, UOp]:
-  """P of this lane's keys, the new maximum of the query, the new sum of this lane's keys, and alpha.
+  """P of this lane's keys, the query's new shift, the new sum of this lane's keys, and alpha.
 
-  All maxima are of scores times `factor`.
+  The shift is the maximum of the scores times `factor`, negated: then the exponent is one multiply-add.
   """
-  m_old = m_old.load()
-  m_new = fmax(m_old, join(f, fmax, reduce(fmax, scores), lane) * factor)
-  # A row that has seen no key yet has m = -inf, and -inf - -inf is NaN: such a row is shifted by 0.
-  shift = m_new.eq(-inf).where(0.0, m_new)
-  alpha = ins.exp2(HIP, m_old - shift)
-  p = [ins.exp2(HIP, x * factor - shift) for x in scores]
-  return p, m_new, l_old.load() * alpha + reduce(UOp.__add__, p), alpha
+  shift_old = shift_old.load()
+  shift_new = ins.fmin(HIP, shift_old, join(f, fmax, reduce(fmax, scores), lane) * -factor)
+  alpha = ins.exp2(HIP, shift_new - shift_old)
+  p = [ins.exp2(HIP, x * factor + shift_new) for x in scores]
+  return p, shift_new, l_old.load() * alpha + reduce(UOp.__add__, p), alpha
 
 
 def fmax(a: UOp, b: UOp) -> UOp:
@@ -473,9 +351,9 @@ def multiply_pv(
 
 
 def store_rows(
-  f: Fragments, o: UOp, lse: UOp | None, head: UOp, row: UOp, acc: UOp, m_i: UOp, l_i: UOp, lane: UOp
+  f: Fragments, o: UOp, lse: UOp | None, head: UOp, row: UOp, acc: UOp, shift: UOp, l_i: UOp, lane: UOp
 ) -> list[UOp]:
-  """O = acc / l and LSE = (m + log2 l) ln 2; a row that saw no key gets 0 and -inf. Rows past M are not stored.
+  """O = acc / l and LSE = (log2 l - shift) ln 2; a row that saw no key gets 0 and -inf. Rows past M are not stored.
 
   With one row of one column there is no index to gate: then rows past M store the last row, as all others do.
   """
@@ -489,6 +367,6 @@ def store_rows(
       inside = (row < M) & (column < Dv) if column.vmax >= Dv else row < M
       stores.append(gated(o, inside, head, row, column).store((acc[j, e].load() * inverse).cast(o.dtype)))
   if lse is not None:
-    value = (m_i + total.log2()) * LN2
+    value = (total.log2() - shift) * LN2
     stores.append(gated(lse, row < M, head, row).store(value))
   return stores

@@ -28,6 +28,15 @@ ARCHES = ("gfx1100", "gfx1151", "gfx1201", "gfx942", "gfx950")
 TYPES = {"float16": dtypes.float16, "bfloat16": dtypes.bfloat16}
 RESOURCES = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count", "group_segment_fixed_size")
 MATRIX = re.compile(r"v_(wmma|mfma)_")
+# What the kernel calls of AMD's device library; without these, unknown calls would spoil the register counts.
+LIBRARY = """
+extern "C" __attribute__((device)) size_t __ockl_get_local_id(unsigned int axis) {
+  return axis == 0 ? __builtin_amdgcn_workitem_id_x() : axis == 1 ? __builtin_amdgcn_workitem_id_y() : __builtin_amdgcn_workitem_id_z();
+}
+extern "C" __attribute__((device)) size_t __ockl_get_group_id(unsigned int axis) {
+  return axis == 0 ? __builtin_amdgcn_workgroup_id_x() : axis == 1 ? __builtin_amdgcn_workgroup_id_y() : __builtin_amdgcn_workgroup_id_z();
+}
+"""
 
 
 def source(arch: str, dtype: DType, heads: int, M: int, N: int, D: int, causal: bool) -> tuple[str, Tiles]:
@@ -40,7 +49,7 @@ def source(arch: str, dtype: DType, heads: int, M: int, N: int, D: int, causal: 
   program = to_program(forward(*arguments, scale=D**-0.5, causal=causal, q_start=0, tiles=tiles), renderer)
   text = next(u.arg for u in program.src if u.op is Ops.SOURCE)
   # clang converts no vector of unsigned to one of signed elements; the matrix instructions are declared with signed.
-  return text.replace("typedef unsigned short hip_bfloat16", "typedef short hip_bfloat16"), tiles
+  return text.replace("typedef unsigned short hip_bfloat16", "typedef short hip_bfloat16") + LIBRARY, tiles
 
 
 def to_ir(text: str, arch: str) -> str:
@@ -83,9 +92,11 @@ def assemble(ir: str, arch: str) -> str:
   llvm.initialize_all_targets()
   llvm.initialize_all_asmprinters()
   module = llvm.parse_assembly(plain_floats(ir))
-  features = "+wavefrontsize32" if arch.startswith("gfx1") else ""
+  features = "+wavefrontsize32,+cumode" if arch.startswith("gfx1") else ""
   machine = llvm.Target.from_triple("amdgcn-amd-amdhsa").create_target_machine(cpu=arch, opt=3, features=features)
-  passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
+  tuning = llvm.create_pipeline_tuning_options(speed_level=3)
+  tuning.slp_vectorization = True  # as clang does
+  passes = llvm.create_pass_builder(machine, tuning)
   passes.getModulePassManager().run(module, passes)
   return machine.emit_assembly(module)
 

@@ -98,7 +98,11 @@ _LIST = [
     {"hip": _bits("__builtin_amdgcn_permlanex16(0, {0}, 0x76543210, 0xfedcba98, true, true)")},
     cross_lane=True,
   ),
+  # two words: their low halves, or their high ones, as a word
+  Instruction("low_halves", {"hip": "__builtin_amdgcn_perm({1}, {0}, 0x05040100)", "cuda": "__byte_perm({0}, {1}, 0x5410)"}),
+  Instruction("high_halves", {"hip": "__builtin_amdgcn_perm({1}, {0}, 0x07060302)", "cuda": "__byte_perm({0}, {1}, 0x7632)"}),
   Instruction("fmax", {"hip": "__builtin_fmaxf({0}, {1})", "cuda": "fmaxf({0}, {1})"}),
+  Instruction("fmin", {"hip": "__builtin_fminf({0}, {1})", "cuda": "fminf({0}, {1})"}),
   Instruction("exp2", {"hip": "__builtin_amdgcn_exp2f({0})", "cuda": _float_asm("ex2.approx.ftz.f32")}),
   Instruction("log2", {"hip": "__builtin_amdgcn_logf({0})", "cuda": _float_asm("lg2.approx.ftz.f32")}),
   Instruction("reciprocal", {"hip": "__builtin_amdgcn_rcpf({0})", "cuda": _float_asm("rcp.approx.ftz.f32")}),
@@ -184,6 +188,24 @@ def permlanex16(family: str, value: UOp) -> UOp:
 def fmax(family: str, a: UOp, b: UOp) -> UOp:
   """The larger of two float32, or the one that is not NaN, in one instruction (Ops.MAX takes two)."""
   return _value(family, "fmax", dtypes.float, a, b)
+
+
+def fmin(family: str, a: UOp, b: UOp) -> UOp:
+  """The smaller of two float32, or the one that is not NaN, in one instruction."""
+  return _value(family, "fmin", dtypes.float, a, b)
+
+
+def low_halves(family: str, a: UOp, b: UOp) -> UOp:
+  """The low 16 bits of two uint32, a's below b's, in one instruction.
+
+  Sources: AMD RDNA3 ISA, "V_PERM_B32"; CUDA Math API, "__byte_perm".
+  """
+  return _value(family, "low_halves", dtypes.uint, a, b)
+
+
+def high_halves(family: str, a: UOp, b: UOp) -> UOp:
+  """The high 16 bits of two uint32, a's below b's, in one instruction; see `low_halves`."""
+  return _value(family, "high_halves", dtypes.uint, a, b)
 
 
 def exp2(family: str, x: UOp) -> UOp:
