@@ -55,6 +55,7 @@ class Tiles:
   waves: int
   m_tiles: int
   block_n: int
+  q_in_lds: bool = False
 
   def __post_init__(self) -> None:
     step = self.fragments.step
@@ -139,11 +140,14 @@ def forward(
   lane, wave = s.axis(f.lanes, AxisType.WARP), s.axis(tiles.waves, AxisType.LOCAL)
   head, block_row = item // blocks, item % blocks * block_m
   kv_head = head // (heads // kv_heads)
-  rows = [block_row + (wave * m_tiles + i) * ROWS + lane % ROWS for i in range(m_tiles)]  # this lane's queries
+  places = [(wave * m_tiles + i) * ROWS + lane % ROWS for i in range(m_tiles)]
+  rows = [block_row + place for place in places]  # this lane's queries
   queries = [(row < M).where(row, M - 1) for row in rows]  # past the last row it is computed again
   limits = [(query + q_start).minimum(N - 1) if causal else UOp.const(N - 1) for query in queries]  # last key seen
 
-  q_frags = [load_query(f, q, head, query, lane) for query in queries]
+  q_words = [load_query(f, q, head, query, lane) for query in queries]
+  q_lds = Rows.make(s, block_m, tiles.padded(Dk, Dv)[0], f.pad) if tiles.q_in_lds else None
+  q_regs = [[elements(f, dtype, words) for words in steps] for steps in q_words]
   acc = s.buffer(m_tiles, ceildiv(Dv, ROWS), f.result)
   shift = s.buffer(m_tiles)  # -m_i: what is added to the scores in the exponent
   l_i = s.buffer(m_tiles)  # of this lane's keys
@@ -160,6 +164,7 @@ def forward(
     n_tile = first + turn
     start, more = n_tile * block_n, n_tile.vmin < n_tiles.vmax - 1
     next_loads = stage.load(start + block_n, ready, turn) if more else UOp.group()
+    q_frags = [[read_row(f, dtype, q_lds.after(ready, turn), place, i, lane) for i in range(len(q_regs[0]))] for place in places] if q_lds else q_regs
     scores = multiply_qk(f, dtype, q_frags, stage.k.after(ready, turn, next_loads), block_n, lane)
     keys = [mask_scale(f, x, early, limit if masked else None, start, lane) for x, limit in zip(scores, limits, strict=True)]
     shift_old, l_old, acc_old = (x.after(ready, turn) for x in (shift, l_i, acc))
@@ -167,8 +172,8 @@ def forward(
       *[softmax(f, keys[i], late, shift_old[i], l_old[i], lane) for i in range(m_tiles)], strict=True
     )
     p_frags = [as_operand(f, dtype, x, lane) for x in p]
-    acc_new = multiply_pv(f, dtype, p_frags, stage.v.after(ready, turn, next_loads), acc_old, alpha, lane)
     updates = [shift[i].store(shift_new[i]) for i in range(m_tiles)] + [l_i[i].store(l_new[i]) for i in range(m_tiles)]
+    acc_new = multiply_pv(f, dtype, p_frags, stage.v.after(ready, turn, *updates), acc_old, alpha, lane)
     updates += [acc[i, j].store(acc_new[i][j]) for i in range(m_tiles) for j in range(acc.shape[1])]
     end = UOp.group(*updates)
     if more:
@@ -176,7 +181,13 @@ def forward(
     return end.end(turn)
 
   start = UOp.group(*(x.after(item).store(x.const_like(y)) for x, y in ((acc, 0.0), (shift, LARGEST), (l_i, 0.0))))
-  done = UOp.barrier(stage.store(stage.load(UOp.const(0), item, start)))
+  q_stores = []
+  if q_lds:
+    for place, steps in zip(places, q_words):
+      for i, words in enumerate(steps):
+        for j in range(f.width // CHUNK):
+          q_stores += q_lds.after(item).store(place, f.chunk(UOp.const(i), lane) + j, words[j*WORDS:(j+1)*WORDS], UOp.const(True))
+  done = UOp.barrier(stage.store(stage.load(UOp.const(0), item, start)), *q_stores)
   whole, n_tiles = tile_counts(block_row, block_m, block_n, M, N, causal, q_start)
   for first, count, masked in ((UOp.const(0), whole, False), (whole, n_tiles - whole, True)):
     if count.vmax > 0:
@@ -206,11 +217,10 @@ def tile_counts(
   return whole if whole.vmax > 1 else UOp.const(0), last_key // block_n + 1
 
 
-def load_query(f: Fragments, q: UOp, head: UOp, row: UOp, lane: UOp) -> list[Operand]:
-  """This lane's query, as the B operand of each step."""
+def load_query(f: Fragments, q: UOp, head: UOp, row: UOp, lane: UOp) -> list[Words]:
+  """This lane's part of its query, for each step."""
   load, steps = words_of(q, head), ceildiv(sizes(q)[2], f.step)
-  words = [[load(row, f.chunk(UOp.const(i), lane) * WORDS + w) for w in range(f.width // 2)] for i in range(steps)]
-  return [elements(f, q.dtype, x) for x in words]
+  return [[load(row, f.chunk(UOp.const(i), lane) * WORDS + w) for w in range(f.width // 2)] for i in range(steps)]
 
 
 def multiply(f: Fragments, a: Operand, b: Operand, c: UOp) -> UOp:
@@ -305,32 +315,32 @@ def join(f: Fragments, operation: Callable[[UOp, UOp], UOp], value: UOp, lane: U
   return value
 
 
-def rounded(dtype: DType, p: UOp) -> UOp:
-  """The bits of p, in 0..1 or NaN, as a 16-bit float, in a word.
-
-  tinygrad's own rounding to bfloat16 minds NaN of every kind, and makes the compiler spill registers on RDNA3.
-  """
-  if dtype == dtypes.half:
-    return p.cast(dtype).bitcast(dtypes.ushort).cast(dtypes.uint)
-  bits = p.bitcast(dtypes.uint)
-  return (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16  # to nearest, ties to even
-
-
 def as_operand(f: Fragments, dtype: DType, p: list[UOp], lane: UOp) -> list[Operand]:
-  """P^T as the B operand of each step."""
+  """P^T, in 0..1 or NaN, as the B operand of each step, rounded to nearest."""
   own = f.row_tiles * f.result  # elements of a step
-  steps = [[rounded(dtype, x) for x in p[i : i + own]] for i in range(0, len(p), own)]
+  steps = [p[i : i + own] for i in range(0, len(p), own)]
   if not f.repeated:
-    return [[x.cast(dtypes.ushort).bitcast(dtype) for x in step] for step in steps]
-  # Words are joined here: tinygrad takes a vector that stems from an instruction of ours alone for an address.
-  low, result = lane < ROWS, []
+    return [[rounded(dtype, x) for x in step] for step in steps]
+  result = []
   for step in steps:
-    words = [step[i] | (step[i + 1] << 16) for i in range(0, own, 2)]
-    others = [other_group(f, word, lane, 1) for word in words]
-    pairs = list(zip(words, others, strict=True))
-    both = [low.where(mine, other) for mine, other in pairs] + [low.where(other, mine) for mine, other in pairs]
-    result.append(elements(f, dtype, both))
+    words = [word_of(dtype, *step[i : i + 2]) for i in range(0, own, 2)]
+    both = [ins.from_half(HIP, word, half) for half in range(2) for word in words]
+    # No vector: tinygrad takes one that stems from an instruction of ours alone for an address.
+    result.append([half.cast(dtypes.ushort).bitcast(dtype) for word in both for half in (word & 0xFFFF, word >> 16)])
   return result
+
+
+def rounded(dtype: DType, p: UOp) -> UOp:
+  if dtype == dtypes.half:
+    return p.cast(dtype)
+  return ((p.bitcast(dtypes.uint) + 0x8000) >> 16).cast(dtypes.ushort).bitcast(dtype)
+
+
+def word_of(dtype: DType, a: UOp, b: UOp) -> UOp:
+  if dtype == dtypes.half:
+    a, b = (x.cast(dtype).bitcast(dtypes.ushort).cast(dtypes.uint) for x in (a, b))
+    return a | (b << 16)
+  return ins.high_halves(HIP, *(x.bitcast(dtypes.uint) + 0x8000 for x in (a, b)))
 
 
 def multiply_pv(

@@ -71,7 +71,7 @@ def to_ir(text: str, arch: str) -> str:
     command += ["-O2", "-disable-llvm-passes", "-emit-llvm", "-ffp-contract=fast", str(path), "-o", "-"]
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
   if run.returncode:
-    raise RuntimeError(run.stderr)
+    raise RuntimeError(run.stderr[:2000])
   return run.stdout
 
 

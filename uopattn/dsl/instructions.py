@@ -92,6 +92,12 @@ _LIST = [
     {"hip": _bits("__builtin_amdgcn_update_dpp(0, {0}, 0x120 + ({1}), 0xf, 0xf, true)")},
     cross_lane=True,
   ),
+  # value, half: the value of lane % 16 + 16 * half, in a wave of 32 lanes
+  Instruction(
+    "from_half",
+    {"hip": _bits("__builtin_amdgcn_ds_swizzle({0}, (({1}) << 9) | 15)")},
+    cross_lane=True,
+  ),
   # value: the value that the lane 16 places away has, in a wave of 32 lanes (RDNA)
   Instruction(
     "permlanex16",
@@ -183,6 +189,11 @@ def permlanex16(family: str, value: UOp) -> UOp:
   if value.dtype.bitsize != 32:
     raise ValueError(f"permlanex16 moves 32-bit values between lanes, not {value.dtype}; cast or bitcast first")
   return _value(family, "permlanex16", value.dtype, value)
+
+
+def from_half(family: str, value: UOp, half: int) -> UOp:
+  """The value (any 32-bit dtype) that lane % 16 + 16 * half holds, in waves of 32 lanes."""
+  return _shuffled(family, "from_half", value, half)
 
 
 def fmax(family: str, a: UOp, b: UOp) -> UOp:
