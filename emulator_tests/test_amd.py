@@ -14,6 +14,7 @@ from tinygrad import Context, Device, Tensor, UOp, dtypes
 import uopattn.emulator as emulator
 from uopattn import attention, flash
 from uopattn.dsl.fragments import Fragments
+from uopattn.dsl.staging import Stage
 from uopattn.emulator.wmma import fragments as hardware
 from uopattn.kernels import amd_forward
 from uopattn.kernels.amd_forward import Tiles
@@ -207,12 +208,12 @@ def test_tiles_state_their_laws() -> None:
     Tiles.choose("gfx1100", 64, 64, 4000, 64)
 
 
-right_pv, right_mask, right_softmax = amd_forward.multiply_pv, amd_forward.mask_scale, amd_forward.softmax
-right_operand, right_load = amd_forward.as_operand, amd_forward.Stage.load
+right_pv, right_mask = amd_forward.multiply_pv, amd_forward.mask_scale
+right_operand, right_load = amd_forward.as_operand, Stage.load
 
 
-def no_rescale(f, dtype, p_frags, v_lds, acc, alpha, lane):
-  return right_pv(f, dtype, p_frags, v_lds, acc, tuple(UOp.const(1.0, dtypes.float) for _ in alpha), lane)
+def no_rescale(f, dtype, p_frags, v_lds, acc, old, alpha, lane):
+  return right_pv(f, dtype, p_frags, v_lds, acc, old, [UOp.const(1.0, dtypes.float) for _ in alpha], lane)
 
 
 def no_mask(f, scores, factor, limit, start, lane):
@@ -220,19 +221,23 @@ def no_mask(f, scores, factor, limit, start, lane):
 
 
 def mask_one_key_late(f, scores, factor, limit, start, lane):
-  return right_mask(f, scores, factor, limit + 1, start, lane)
+  return right_mask(f, scores, factor, None if limit is None else limit + 1, start, lane)
 
 
 def maximum_of_half_the_keys(f, operation, value, lane):
   return value
 
 
-def halves_not_swapped(f, dtype, p, lane):
-  return [step[8:] + step[:8] for step in right_operand(f, dtype, p, lane)]
+def halves_not_swapped(f, dtype, p, p_lds, place, lane):
+  return [step[8:] + step[:8] for step in right_operand(f, dtype, p, p_lds, place, lane)]
 
 
 def tiles_one_key_off(self, first, *after):
   return right_load(self, first + 1, *after)
+
+
+def masked_tiles_left_out(block_row, block_m, block_n, M, N, causal, q_start):
+  return UOp.const(N // block_n), UOp.const(N // block_n)
 
 
 MISTAKES: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
@@ -242,7 +247,8 @@ MISTAKES: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
   "mask one key late": (amd_forward, "mask_scale", mask_one_key_late, {"is_causal": True}),
   "lanes of a query not joined": (amd_forward, "join", maximum_of_half_the_keys, {}),
   "halves of P exchanged": (amd_forward, "as_operand", halves_not_swapped, {}),
-  "tiles one key off": (amd_forward.Stage, "load", tiles_one_key_off, {}),
+  "tiles one key off": (Stage, "load", tiles_one_key_off, {}),
+  "last tile left out": (amd_forward, "tile_counts", masked_tiles_left_out, {}),
 }
 
 

@@ -4,22 +4,21 @@ FlashAttention-2 (Dao, 2023), transposed. Each wave has 16 `m_tiles` query rows 
     S^T = K Q^T       (block_n, 16)   keys are rows, so a lane has keys of one query only
     m, l, P           in the lane     the maximum joins the 2 or 4 lanes of a query; l stays apart until the end
     O^T = O^T alpha + V^T P^T   (Dv, 16)   P is the second product's operand where it is, in registers
+first through the tiles that all its rows see whole, then, with a mask, through those that some see in part.
 
 Who holds what. Q^T, m, l, P and O^T are in registers, Q^T for the whole loop; see `Tiles.registers`. All waves share
-K (block_n, Dk) and V^T (Dv, block_n) in LDS, in rows padded so that no bank is asked twice; see `Tiles.lds_bytes`. A
-tile goes from global memory to registers while the tile before it is worked on, and from there, V transposed, to LDS.
+K (block_n, Dk) and V^T (Dv, block_n) in LDS, in rows padded so that no bank is asked twice; see `Tiles.lds_bytes`.
+While they work on a tile, the next one is on its way from global memory to registers: `uopattn.dsl.staging`.
 Lane l is query l % 16 of its wave; `uopattn.dsl.fragments` says which keys and value columns it has.
 
 Rows of K are dealt out in LDS so that a lane's keys in S^T are neighbours, as P^T needs them. On RDNA3 the two lanes of
-a query must both have all of P: they swap halves by v_permlanex16.
+a query must both have all of P: they swap halves through LDS, in rows that only their wave uses.
 
-Not measured: no AMD GPU at hand. Compiled for D=64 float16 by LLVM 22 (scripts/compile_report.py, 2026-11-21), no
-target spills; instructions in the main loop for each matrix instruction: gfx1100 15.0 (225 VGPRs), gfx1201 12.8 (230),
-gfx942 7.5 (228), gfx950 12.9 (204).
+FIGURES
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from math import inf
 
@@ -55,16 +54,19 @@ class Tiles:
   waves: int
   m_tiles: int
   block_n: int
-  q_in_lds: bool = False
 
   def __post_init__(self) -> None:
-    step = self.fragments.step
-    if self.block_n < 1 or self.block_n % (least := max(step, 2 * CHUNK * self.fragments.pad)):
+    if self.block_n < 1 or self.block_n % (least := self.least(self.fragments)):
       raise ValueError(f"Tiles.block_n={self.block_n}: must be a multiple of {least} on {self.arch}")
     if self.m_tiles < 1:
       raise ValueError(f"Tiles.m_tiles={self.m_tiles}: must be at least 1")
     if not 1 <= self.waves <= 1024 // self.fragments.lanes:
       raise ValueError(f"Tiles.waves={self.waves}: must be in 1..{1024 // self.fragments.lanes} on {self.arch}")
+
+  @staticmethod
+  def least(f: Fragments) -> int:
+    """The smallest block_n: whole steps of the second product, and whole pieces of V."""
+    return max(f.step, 2 * CHUNK * f.pad)
 
   @property
   def fragments(self) -> Fragments:
@@ -80,40 +82,44 @@ class Tiles:
     return round_up(Dk, self.fragments.step), round_up(Dv, ROWS)
 
   def lds_bytes(self, Dk: int, Dv: int) -> int:
-    """Bytes of the K and V^T tiles."""
+    """Bytes of the K and V^T tiles, and of P^T where lanes swap it."""
     (Dk, Dv), pad = self.padded(Dk, Dv), self.fragments.pad * CHUNK
-    return 2 * (self.block_n * (Dk + pad) + Dv * (self.block_n + pad))
+    p = self.block_m * (self.block_n + pad) if self.fragments.repeated else 0
+    return 2 * (self.block_n * (Dk + pad) + Dv * (self.block_n + pad) + p)
 
   def registers(self, Dk: int, Dv: int) -> int:
     """32-bit registers a lane for Q^T, O^T, S^T, P^T and the tile on its way to LDS."""
     (Dk, Dv), f = self.padded(Dk, Dv), self.fragments
     words, results = f.width // 2, f.result
     query = Dk // f.step * words + Dv // ROWS * results
-    scores = self.block_n // ROWS * results + self.block_n // f.step * words
+    scores = self.block_n // ROWS * results + (1 if f.repeated else self.block_n // f.step) * words
     return self.m_tiles * (query + scores) + self.block_n * (Dk + Dv) // 2 // (self.waves * f.lanes)
+
+  def waves_for(self, Dk: int, Dv: int) -> int:
+    """Waves that share a SIMD, as far as LDS goes: two SIMDs of RDNA, four of CDNA, have LDS_LIMIT bytes."""
+    return LDS_LIMIT // self.lds_bytes(Dk, Dv) * self.waves // (2 if self.fragments.lanes == 32 else 4)
 
   @classmethod
   def choose(cls, arch: str, M: int, N: int, Dk: int, Dv: int) -> "Tiles":
-    """Tiles for a target.
+    """Tiles for a target: as many queries a wave, then as many keys a tile, as registers and LDS allow.
 
     Raises:
       ValueError: the target is unknown, or the head size too large for LDS even with the smallest tile.
     """
     f = Fragments.of(arch)
-    least = max(f.step, 2 * CHUNK * f.pad)
-    tiles = cls(arch, min(4, ceildiv(M, ROWS)), 1, min(64, round_up(N, least)))
-    budget = 180 if f.lanes == 32 else 360  # of 256 and 512; the rest is for addresses and temporaries
-    while tiles.block_n > least and (tiles.registers(Dk, Dv) > budget or tiles.lds_bytes(Dk, Dv) > LDS_LIMIT // 2):
-      if tiles.waves < 8 and 2 * tiles.block_m <= M and tiles.lds_bytes(Dk, Dv) <= LDS_LIMIT // 2:
-        tiles = replace(tiles, waves=8)  # a lane then carries less of the tile
-      else:
-        tiles = replace(tiles, block_n=max(least, tiles.block_n // 2 // least * least))
-    if tiles.lds_bytes(Dk, Dv) > LDS_LIMIT:
-      raise ValueError(
-        f"head size {max(Dk, Dv)}: a tile needs {tiles.lds_bytes(Dk, Dv)} bytes of LDS, the limit is {LDS_LIMIT}"
-      )
-    wider = replace(tiles, m_tiles=2)
-    return wider if wider.block_m <= M and wider.registers(Dk, Dv) <= budget else tiles
+    least, waves = cls.least(f), ceildiv(M, ROWS)
+    budget = 210 if f.lanes == 32 else 360  # of 256 and 512; the rest is for addresses and temporaries
+    sizes_n = dict.fromkeys(min(n, round_up(N, least)) for n in (64, 32, 16) if n % least == 0)
+    candidates = [cls(arch, w, 2, n) for n in sizes_n for w in (4, 8) if 2 * w <= M // ROWS]
+    candidates += [cls(arch, min(w, waves), 1, n) for n in sizes_n for w in (4, 8)]
+    for enough in (3, 1):  # waves on a SIMD, so that one computes while another waits
+      for tiles in candidates:
+        if tiles.registers(Dk, Dv) <= budget and tiles.waves_for(Dk, Dv) >= enough:
+          return tiles
+    tiles = min(candidates, key=lambda t: (t.lds_bytes(Dk, Dv), t.registers(Dk, Dv)))
+    if (needed := tiles.lds_bytes(Dk, Dv)) > LDS_LIMIT:
+      raise ValueError(f"head size {max(Dk, Dv)}: a tile needs {needed} bytes of LDS, the limit is {LDS_LIMIT}")
+    return tiles
 
 
 def forward(
@@ -140,63 +146,52 @@ def forward(
   lane, wave = s.axis(f.lanes, AxisType.WARP), s.axis(tiles.waves, AxisType.LOCAL)
   head, block_row = item // blocks, item % blocks * block_m
   kv_head = head // (heads // kv_heads)
-  places = [(wave * m_tiles + i) * ROWS + lane % ROWS for i in range(m_tiles)]
-  rows = [block_row + place for place in places]  # this lane's queries
-  queries = [(row < M).where(row, M - 1) for row in rows]  # past the last row it is computed again
+  places = [(wave * m_tiles + i) * ROWS + lane % ROWS for i in range(m_tiles)]  # this lane's queries in the block
+  queries = [(row < M).where(row, M - 1) for row in (block_row + place for place in places)]  # past the end: again
   limits = [(query + q_start).minimum(N - 1) if causal else UOp.const(N - 1) for query in queries]  # last key seen
 
-  q_words = [load_query(f, q, head, query, lane) for query in queries]
-  q_lds = Rows.make(s, block_m, tiles.padded(Dk, Dv)[0], f.pad) if tiles.q_in_lds else None
-  q_regs = [[elements(f, dtype, words) for words in steps] for steps in q_words]
+  q_frags = [load_query(f, q, head, query, lane) for query in queries]
   acc = s.buffer(m_tiles, ceildiv(Dv, ROWS), f.result)
   shift = s.buffer(m_tiles)  # -m_i: what is added to the scores in the exponent
   l_i = s.buffer(m_tiles)  # of this lane's keys
-  thread = wave * f.lanes + lane
-  stage = Stage(
-    s, f, block_n, tiles.waves * f.lanes, thread, words_of(k, kv_head), words_of(v, kv_head), N, *tiles.padded(Dk, Dv)
-  )
+  loads, threads, thread = (words_of(k, kv_head), words_of(v, kv_head)), tiles.waves * f.lanes, wave * f.lanes + lane
+  stage = Stage(s, f, block_n, threads, thread, *loads, N, *tiles.padded(Dk, Dv))
+  p_lds = Rows.make(s, block_m, block_n, f.pad) if f.repeated else None
   # A positive factor keeps the order of the scores: it waits for the exponent, to join the subtraction there.
   early, late = (1.0, scale * LOG2E) if scale > 0 else (scale * LOG2E, 1.0)
+  whole, n_tiles = tile_counts(block_row, block_m, block_n, M, N, causal, q_start)
 
   def run(first: UOp, count: UOp, masked: bool, ready: UOp) -> UOp:
     """Runs through `count` tiles from tile `first`, which is in LDS when `ready`."""
     turn = s.axis(count, AxisType.REDUCE)
-    n_tile = first + turn
-    start, more = n_tile * block_n, n_tile.vmin < n_tiles.vmax - 1
-    next_loads = stage.load(start + block_n, ready, turn) if more else UOp.group()
-    q_frags = [[read_row(f, dtype, q_lds.after(ready, turn), place, i, lane) for i in range(len(q_regs[0]))] for place in places] if q_lds else q_regs
-    scores = multiply_qk(f, dtype, q_frags, stage.k.after(ready, turn, next_loads), block_n, lane)
-    keys = [mask_scale(f, x, early, limit if masked else None, start, lane) for x, limit in zip(scores, limits, strict=True)]
-    shift_old, l_old, acc_old = (x.after(ready, turn) for x in (shift, l_i, acc))
-    p, shift_new, l_new, alpha = zip(
-      *[softmax(f, keys[i], late, shift_old[i], l_old[i], lane) for i in range(m_tiles)], strict=True
-    )
-    p_frags = [as_operand(f, dtype, x, lane) for x in p]
-    updates = [shift[i].store(shift_new[i]) for i in range(m_tiles)] + [l_i[i].store(l_new[i]) for i in range(m_tiles)]
-    acc_new = multiply_pv(f, dtype, p_frags, stage.v.after(ready, turn, *updates), acc_old, alpha, lane)
-    updates += [acc[i, j].store(acc_new[i][j]) for i in range(m_tiles) for j in range(acc.shape[1])]
-    end = UOp.group(*updates)
-    if more:
-      end = UOp.barrier(stage.store(UOp.barrier(end)))  # no wave overwrites K and V before all have read them
-    return end.end(turn)
+    start, more = (first + turn) * block_n, (first + turn).vmin < n_tiles.vmax - 1
+    now = (ready, turn, stage.load(start + block_n, ready, turn)) if more else (ready, turn)
+    scores = multiply_qk(f, dtype, q_frags, stage.k.after(*now), block_n, lane)
+    updates, p_frags, alpha = [], [], []
+    for i in range(m_tiles):
+      keys = mask_scale(f, scores[i], early, limits[i] if masked else None, start, lane)
+      shift_old, l_old = (x.after(ready, turn)[i].load() for x in (shift, l_i))
+      p, shift_new, l_new, rescale = softmax(f, keys, late, shift_old, l_old, m_tiles, lane)
+      p_frags.append(as_operand(f, dtype, p, p_lds and p_lds.after(ready, turn), places[i], lane))
+      alpha.append(rescale)
+      updates += [shift[i].store(shift_new), l_i[i].store(l_new)]
+    v_lds = stage.v.after(*now, *updates)  # not before P is done: V's registers are few
+    updates += multiply_pv(f, dtype, p_frags, v_lds, acc, acc.after(ready, turn), alpha, lane)
+    if not more:
+      return UOp.group(*updates).end(turn)
+    read = UOp.barrier(UOp.group(*updates))  # no wave overwrites K and V before all have read them
+    return UOp.barrier(stage.store(read)).end(turn)
 
   start = UOp.group(*(x.after(item).store(x.const_like(y)) for x, y in ((acc, 0.0), (shift, LARGEST), (l_i, 0.0))))
-  q_stores = []
-  if q_lds:
-    for place, steps in zip(places, q_words):
-      for i, words in enumerate(steps):
-        for j in range(f.width // CHUNK):
-          q_stores += q_lds.after(item).store(place, f.chunk(UOp.const(i), lane) + j, words[j*WORDS:(j+1)*WORDS], UOp.const(True))
-  done = UOp.barrier(stage.store(stage.load(UOp.const(0), item, start)), *q_stores)
-  whole, n_tiles = tile_counts(block_row, block_m, block_n, M, N, causal, q_start)
+  done = UOp.barrier(stage.store(stage.load(UOp.const(0), item, start)))
   for first, count, masked in ((UOp.const(0), whole, False), (whole, n_tiles - whole, True)):
     if count.vmax > 0:
       done = run(first, count, masked, done)
 
   stores = []
-  for i, row in enumerate(rows):
+  for i, place in enumerate(places):
     state = acc.after(done)[i], shift.after(done)[i].load(), l_i.after(done)[i].load()
-    stores += store_rows(f, o, lse, head, row, *state, lane)
+    stores += store_rows(f, o, lse, head, block_row + place, *state, lane)
   name = f"attention_{tiles.arch}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{'_causal' * causal}"
   # A tag keeps tinygrad from rearranging the axes.
   return UOp.group(*stores).end(wave, lane).end(item).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
@@ -217,10 +212,11 @@ def tile_counts(
   return whole if whole.vmax > 1 else UOp.const(0), last_key // block_n + 1
 
 
-def load_query(f: Fragments, q: UOp, head: UOp, row: UOp, lane: UOp) -> list[Words]:
-  """This lane's part of its query, for each step."""
+def load_query(f: Fragments, q: UOp, head: UOp, row: UOp, lane: UOp) -> list[Operand]:
+  """This lane's query, as the B operand of each step."""
   load, steps = words_of(q, head), ceildiv(sizes(q)[2], f.step)
-  return [[load(row, f.chunk(UOp.const(i), lane) * WORDS + w) for w in range(f.width // 2)] for i in range(steps)]
+  words = [[load(row, f.chunk(UOp.const(i), lane) * WORDS + w) for w in range(f.width // 2)] for i in range(steps)]
+  return [elements(f, q.dtype, x) for x in words]
 
 
 def multiply(f: Fragments, a: Operand, b: Operand, c: UOp) -> UOp:
@@ -283,17 +279,24 @@ def mask_scale(f: Fragments, scores: list[UOp], factor: float, limit: UOp | None
 
 
 def softmax(
-  f: Fragments, scores: list[UOp], factor: float, shift_old: UOp, l_old: UOp, lane: UOp
+  f: Fragments, scores: list[UOp], factor: float, shift_old: UOp, l_old: UOp, m_tiles: int, lane: UOp
 ) -> tuple[list[UOp], UOp, UOp, UOp]:
   """P of this lane's keys, the query's new shift, the new sum of this lane's keys, and alpha.
 
   The shift is the maximum of the scores times `factor`, negated: then the exponent is one multiply-add.
   """
-  shift_old = shift_old.load()
   shift_new = ins.fmin(HIP, shift_old, join(f, fmax, reduce(fmax, scores), lane) * -factor)
-  alpha = ins.exp2(HIP, shift_new - shift_old)
-  p = [ins.exp2(HIP, x * factor + shift_new) for x in scores]
-  return p, shift_new, l_old.load() * alpha + reduce(UOp.__add__, p), alpha
+  alpha, shifts = ins.exp2(HIP, shift_new - shift_old), twins(f, shift_new, m_tiles)
+  p = [ins.exp2(HIP, x * factor + shifts[i % 2]) for i, x in enumerate(scores)]
+  return p, shift_new, l_old * alpha + reduce(UOp.__add__, p), alpha
+
+
+def twins(f: Fragments, x: UOp, m_tiles: int) -> tuple[UOp, UOp]:
+  """What the lanes of a query share, in two registers, each for half of the uses.
+
+  RDNA joins two instructions in one if they read different registers, as those of two tiles of queries do anyway.
+  """
+  return x, ins.permlanex16(HIP, x) if f.lanes == 32 and m_tiles == 1 else x
 
 
 def fmax(a: UOp, b: UOp) -> UOp:
@@ -301,7 +304,7 @@ def fmax(a: UOp, b: UOp) -> UOp:
 
 
 def other_group(f: Fragments, value: UOp, lane: UOp, distance: int) -> UOp:
-  """The value that the lane of the same query in another group has; 32-bit."""
+  """The value that the lane of the same query, `distance` groups away, has; 32-bit."""
   if f.lanes == 32:
     return ins.permlanex16(HIP, value)
   return ins.shuffle_xor(HIP, value, ROWS) if distance == 1 else ins.shuffle(HIP, value, (lane ^ 32).cast(dtypes.int))
@@ -315,49 +318,48 @@ def join(f: Fragments, operation: Callable[[UOp, UOp], UOp], value: UOp, lane: U
   return value
 
 
-def as_operand(f: Fragments, dtype: DType, p: list[UOp], lane: UOp) -> list[Operand]:
-  """P^T, in 0..1 or NaN, as the B operand of each step, rounded to nearest."""
-  own = f.row_tiles * f.result  # elements of a step
-  steps = [p[i : i + own] for i in range(0, len(p), own)]
-  if not f.repeated:
-    return [[rounded(dtype, x) for x in step] for step in steps]
-  result = []
-  for step in steps:
-    words = [word_of(dtype, *step[i : i + 2]) for i in range(0, own, 2)]
-    both = [ins.from_half(HIP, word, half) for half in range(2) for word in words]
-    # No vector: tinygrad takes one that stems from an instruction of ours alone for an address.
-    result.append([half.cast(dtypes.ushort).bitcast(dtype) for word in both for half in (word & 0xFFFF, word >> 16)])
-  return result
-
-
 def rounded(dtype: DType, p: UOp) -> UOp:
+  """p, in 0..1 or NaN, as a 16-bit float, to nearest; a tie of bfloat16 goes up, which takes one addition."""
   if dtype == dtypes.half:
     return p.cast(dtype)
   return ((p.bitcast(dtypes.uint) + 0x8000) >> 16).cast(dtypes.ushort).bitcast(dtype)
 
 
-def word_of(dtype: DType, a: UOp, b: UOp) -> UOp:
+def word_of(dtype: DType, low: UOp, high: UOp) -> UOp:
+  """Two of P, rounded, as a word."""
   if dtype == dtypes.half:
-    a, b = (x.cast(dtype).bitcast(dtypes.ushort).cast(dtypes.uint) for x in (a, b))
-    return a | (b << 16)
-  return ins.high_halves(HIP, *(x.bitcast(dtypes.uint) + 0x8000 for x in (a, b)))
+    low, high = (rounded(dtype, x).bitcast(dtypes.ushort).cast(dtypes.uint) for x in (low, high))
+    return low | (high << 16)
+  return ins.high_halves(HIP, *(x.bitcast(dtypes.uint) + 0x8000 for x in (low, high)))
+
+
+def as_operand(f: Fragments, dtype: DType, p: list[UOp], p_lds: Rows | None, place: UOp, lane: UOp) -> list[Operand]:
+  """P^T as the B operand of each step; through LDS (block_m, block_n), where this query is row `place`, on RDNA3."""
+  own = f.row_tiles * f.result  # elements of a step
+  steps = [p[i : i + own] for i in range(0, len(p), own)]
+  if p_lds is None:
+    return [[rounded(dtype, x) for x in step] for step in steps]
+  stores = []
+  for i, step in enumerate(steps):
+    words = [word_of(dtype, *step[j : j + 2]) for j in range(0, own, 2)]
+    stores += p_lds.store(place, f.step // CHUNK * i + lane // ROWS, words)
+  return [read_row(f, dtype, p_lds.fenced(*stores), place, i, lane) for i in range(len(steps))]
 
 
 def multiply_pv(
-  f: Fragments, dtype: DType, p_frags: list[list[Operand]], v_lds: Rows, acc: UOp, alpha: tuple[UOp, ...], lane: UOp
-) -> list[list[UOp]]:
-  """O^T = O^T alpha + V^T P^T: for each tile of queries, tiles of 16 columns, `result` of them in this lane."""
+  f: Fragments, dtype: DType, p_frags: list[list[Operand]], v_lds: Rows, acc: UOp, old: UOp, alpha: list[UOp], lane: UOp
+) -> list[UOp]:
+  """O^T = O^T alpha + V^T P^T: the stores to acc (tiles of queries, tiles of 16 columns, `result` in this lane)."""
   m_tiles, d_tiles, results = acc.shape
-  out = [
-    [UOp.stack(*[acc[i, j, e].load() * alpha[i] for e in range(results)]) for j in range(d_tiles)]
-    for i in range(m_tiles)
-  ]
+  alphas = [twins(f, x, m_tiles) for x in alpha]
+  stores = []
   for d in range(d_tiles):
+    out = [UOp.stack(*[old[i, d, e].load() * alphas[i][e % 2] for e in range(results)]) for i in range(m_tiles)]
     for step in range(len(p_frags[0])):
       v_frag = read_row(f, dtype, v_lds, d * ROWS + lane % ROWS, step, lane)
-      for tile, p_frag in zip(out, p_frags, strict=True):
-        tile[d] = multiply(f, v_frag, p_frag[step], tile[d])
-  return out
+      out = [multiply(f, v_frag, p_frags[i][step], out[i]) for i in range(m_tiles)]
+    stores += [acc[i, d].store(out[i]) for i in range(m_tiles)]
+  return stores
 
 
 def store_rows(

@@ -105,13 +105,26 @@ _LIST = [
     cross_lane=True,
   ),
   # two words: their low halves, or their high ones, as a word
-  Instruction("low_halves", {"hip": "__builtin_amdgcn_perm({1}, {0}, 0x05040100)", "cuda": "__byte_perm({0}, {1}, 0x5410)"}),
-  Instruction("high_halves", {"hip": "__builtin_amdgcn_perm({1}, {0}, 0x07060302)", "cuda": "__byte_perm({0}, {1}, 0x7632)"}),
+  Instruction(
+    "low_halves", {"hip": "__builtin_amdgcn_perm({1}, {0}, 0x05040100)", "cuda": "__byte_perm({0}, {1}, 0x5410)"}
+  ),
+  Instruction(
+    "high_halves", {"hip": "__builtin_amdgcn_perm({1}, {0}, 0x07060302)", "cuda": "__byte_perm({0}, {1}, 0x7632)"}
+  ),
   Instruction("fmax", {"hip": "__builtin_fmaxf({0}, {1})", "cuda": "fmaxf({0}, {1})"}),
   Instruction("fmin", {"hip": "__builtin_fminf({0}, {1})", "cuda": "fminf({0}, {1})"}),
   Instruction("exp2", {"hip": "__builtin_amdgcn_exp2f({0})", "cuda": _float_asm("ex2.approx.ftz.f32")}),
   Instruction("log2", {"hip": "__builtin_amdgcn_logf({0})", "cuda": _float_asm("lg2.approx.ftz.f32")}),
   Instruction("reciprocal", {"hip": "__builtin_amdgcn_rcpf({0})", "cuda": _float_asm("rcp.approx.ftz.f32")}),
+  # what the wave's lanes stored to LDS before is there for all of them after; the order of instructions, none itself
+  Instruction(
+    "wave_fence",
+    {
+      "hip": '[&](){{ __builtin_amdgcn_fence(__ATOMIC_RELEASE, "wavefront"); __builtin_amdgcn_wave_barrier();'
+      ' __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "wavefront"); return 0; }}()'
+    },
+    statement=True,
+  ),
   # LDS pointer, global pointer: 16 bytes, in the background
   Instruction(
     "cp_async",
@@ -217,6 +230,15 @@ def low_halves(family: str, a: UOp, b: UOp) -> UOp:
 def high_halves(family: str, a: UOp, b: UOp) -> UOp:
   """The high 16 bits of two uint32, a's below b's, in one instruction; see `low_halves`."""
   return _value(family, "high_halves", dtypes.uint, a, b)
+
+
+def wave_fence(family: str, *after: UOp) -> UOp:
+  """An index of 0, known when all lanes of the wave can read what each of them stored to LDS in `after`.
+
+  Add it to the index of a load from LDS. `.after` on LDS would have tinygrad put in a barrier for the workgroup.
+  """
+  statement = _statement(family, "wave_fence", after)
+  return UOp.placeholder((1,), dtypes.int, slot=STATEMENT_SLOT, addrspace=AddrSpace.REG).after(statement)[0].load()
 
 
 def exp2(family: str, x: UOp) -> UOp:

@@ -15,6 +15,7 @@ from uopattn.dsl.scope import Scope, clamp
 from uopattn.dsl.words import Load, Words
 
 WORDS = CHUNK // 2  # 32-bit words in a chunk
+ALWAYS = UOp.const(True)
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,12 @@ class Rows:
   Attributes:
     words: the memory.
     stride: words from row to row.
+    first: the first chunk for loads, 0; see `fenced`.
   """
 
   words: UOp
   stride: int
+  first: UOp | int = 0
 
   @classmethod
   def make(cls, s: Scope, rows: int, columns: int, pad: int) -> "Rows":
@@ -38,11 +41,15 @@ class Rows:
   def after(self, *after: UOp) -> "Rows":
     return replace(self, words=self.words.after(*after))
 
+  def fenced(self, *stores: UOp) -> "Rows":
+    """These rows for a wave that loads what its own lanes stored. `after` would have tinygrad add a barrier."""
+    return replace(self, first=ins.wave_fence(HIP, *stores))
+
   def load(self, row: UOp, chunk: UOp | int) -> Words:
     """A chunk."""
-    return [self.words[row * self.stride + chunk * WORDS + w].load() for w in range(WORDS)]
+    return [self.words[row * self.stride + (self.first + chunk) * WORDS + w].load() for w in range(WORDS)]
 
-  def store(self, row: UOp, chunk: UOp, words: Words, inside: UOp) -> list[UOp]:
+  def store(self, row: UOp, chunk: UOp, words: Words, inside: UOp = ALWAYS) -> list[UOp]:
     """Stores a chunk where `inside`."""
     first = row * self.stride + chunk * WORDS
     return [self.words[(first + w).valid(inside)].store(word) for w, word in enumerate(words)]
