@@ -156,8 +156,8 @@ def test_no_bank_conflict_and_causal_tiles_skipped(arch: str, Dk: int, Dv: int) 
 def test_each_barrier_deleted(is_causal: bool, barriers: int, arch: str) -> None:
   with on(arch):
     sources = inputs(1, 1, 1, 64, 230, 32, 32)
-    run = lambda: attention(*sources, is_causal=is_causal, q_start=150, backend="kernel").realize()
-    outcomes = emulator.delete_each_barrier(run)
+    options: dict[str, Any] = {"is_causal": is_causal, "q_start": 150, "backend": "kernel"}
+    outcomes = emulator.delete_each_barrier(lambda: attention(*sources, **options).realize())
   assert [(o.what, type(o.caught)) for o in outcomes] == [("barrier", emulator.Race)] * barriers
 
 

@@ -294,9 +294,10 @@ def softmax(
 def twins(f: Fragments, x: UOp, m_tiles: int) -> tuple[UOp, UOp]:
   """What the lanes of a query share, in two registers, each for half of the uses.
 
-  RDNA joins two instructions in one if they read different registers, as those of two tiles of queries do anyway.
+  RDNA joins two instructions in one if they read different registers, as those of two tiles of queries do anyway. On
+  RDNA3, short of registers, it does not pay.
   """
-  return x, ins.permlanex16(HIP, x) if f.lanes == 32 and m_tiles == 1 else x
+  return x, ins.permlanex16(HIP, x) if f.lanes == 32 and not f.repeated and m_tiles == 1 else x
 
 
 def fmax(a: UOp, b: UOp) -> UOp:
@@ -350,7 +351,7 @@ def multiply_pv(
   f: Fragments, dtype: DType, p_frags: list[list[Operand]], v_lds: Rows, acc: UOp, old: UOp, alpha: list[UOp], lane: UOp
 ) -> list[UOp]:
   """O^T = O^T alpha + V^T P^T: the stores to acc (tiles of queries, tiles of 16 columns, `result` in this lane)."""
-  m_tiles, d_tiles, results = acc.shape
+  m_tiles, d_tiles, results = sizes(acc)
   alphas = [twins(f, x, m_tiles) for x in alpha]
   stores = []
   for d in range(d_tiles):

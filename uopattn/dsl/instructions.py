@@ -92,12 +92,6 @@ _LIST = [
     {"hip": _bits("__builtin_amdgcn_update_dpp(0, {0}, 0x120 + ({1}), 0xf, 0xf, true)")},
     cross_lane=True,
   ),
-  # value, half: the value of lane % 16 + 16 * half, in a wave of 32 lanes
-  Instruction(
-    "from_half",
-    {"hip": _bits("__builtin_amdgcn_ds_swizzle({0}, (({1}) << 9) | 15)")},
-    cross_lane=True,
-  ),
   # value: the value that the lane 16 places away has, in a wave of 32 lanes (RDNA)
   Instruction(
     "permlanex16",
@@ -204,11 +198,6 @@ def permlanex16(family: str, value: UOp) -> UOp:
   return _value(family, "permlanex16", value.dtype, value)
 
 
-def from_half(family: str, value: UOp, half: int) -> UOp:
-  """The value (any 32-bit dtype) that lane % 16 + 16 * half holds, in waves of 32 lanes."""
-  return _shuffled(family, "from_half", value, half)
-
-
 def fmax(family: str, a: UOp, b: UOp) -> UOp:
   """The larger of two float32, or the one that is not NaN, in one instruction (Ops.MAX takes two)."""
   return _value(family, "fmax", dtypes.float, a, b)
@@ -238,7 +227,12 @@ def wave_fence(family: str, *after: UOp) -> UOp:
   Add it to the index of a load from LDS. `.after` on LDS would have tinygrad put in a barrier for the workgroup.
   """
   statement = _statement(family, "wave_fence", after)
-  return UOp.placeholder((1,), dtypes.int, slot=STATEMENT_SLOT, addrspace=AddrSpace.REG).after(statement)[0].load()
+  return (
+    UOp.placeholder((1,), dtypes.int, slot=STATEMENT_SLOT, addrspace=AddrSpace.REG)
+    .after(statement)[0]
+    .load()
+    .cast(dtypes.weakint)
+  )
 
 
 def exp2(family: str, x: UOp) -> UOp:

@@ -98,8 +98,8 @@ class Stage:
 
   def store(self, *after: UOp) -> UOp:
     """Stores to LDS what was loaded."""
-    k_words, v_words, k, v = (x.after(*after) for x in (self.k_words, self.v_words, self.k, self.v))
-    stores = []
+    k_words, v_words = self.k_words.after(*after), self.v_words.after(*after)
+    k, v, stores = self.k.after(*after), self.v.after(*after), []
     for i, (row, _, chunk, inside) in enumerate(self.k_places):
       stores += k.store(row, chunk, [k_words[i, w].load() for w in range(WORDS)], inside)
     for i, (pair, chunk, inside) in enumerate(self.v_places):
