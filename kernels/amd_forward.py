@@ -31,7 +31,7 @@ from uopattn.dsl import LN2, LOG2E, Scope, clamp, gated, sizes
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.fragments import CHUNK, HIP, ROWS, Fragments
 from uopattn.dsl.staging import WORDS, Rows, Stage
-from uopattn.dsl.words import Words, words_of
+from uopattn.dsl.words import Words, as_type, words_of
 
 LDS_LIMIT = 64 << 10  # bytes a workgroup
 LARGEST = 3.4028234663852886e38  # float32; finite, as -inf - -inf is NaN
@@ -366,20 +366,43 @@ def multiply_pv(
 def store_rows(
   f: Fragments, o: UOp, lse: UOp | None, head: UOp, row: UOp, acc: UOp, shift: UOp, l_i: UOp, lane: UOp
 ) -> list[UOp]:
-  """O = acc / l and LSE = (log2 l - shift) ln 2; a row that saw no key gets 0 and -inf. Rows past M are not stored.
-
-  With one row of one column there is no index to gate: then rows past M store the last row, as all others do.
-  """
-  _, M, Dv = sizes(o)
+  """O = acc / l and LSE = (log2 l - shift) ln 2; a row that saw no key gets 0 and -inf. Rows past M are not stored."""
+  M = sizes(o)[1]
   total = join(f, UOp.__add__, l_i, lane)
   inverse = total.eq(0).where(0.0, 1 / total)
   stores = []
-  for j in range(acc.shape[0]):
-    for e in range(f.result):
-      column = j * ROWS + f.result_row(lane // ROWS, e)
-      inside = (row < M) & (column < Dv) if column.vmax >= Dv else row < M
-      stores.append(gated(o, inside, head, row, column).store((acc[j, e].load() * inverse).cast(o.dtype)))
+  for j in range(sizes(acc)[0]):
+    columns = neighbours(f, [(acc[j, e].load() * inverse).cast(o.dtype) for e in range(f.result)], lane)
+    stores += store_columns(o, head, row, j * ROWS + lane // ROWS * f.result, columns)
   if lse is not None:
     value = (total.log2() - shift) * LN2
     stores.append(gated(lse, row < M, head, row).store(value))
+  return stores
+
+
+def neighbours(f: Fragments, values: list[UOp], lane: UOp) -> list[UOp]:
+  """What a lane has of 16 columns, as neighbours: on RDNA3 each has every second one, and lanes swap halves."""
+  if not f.interleaved:
+    return values
+  low, half, result = lane < ROWS, len(values) // 2, []
+  for near, far in zip(values[:half], values[half:], strict=True):
+    bits = low.where(far, near).bitcast(dtypes.ushort).cast(dtypes.uint)
+    other = other_group(f, bits, lane, 1).cast(dtypes.ushort).bitcast(near.dtype)
+    result += [low.where(near, other), low.where(other, far)]
+  return result
+
+
+def store_columns(o: UOp, head: UOp, row: UOp, first: UOp, values: list[UOp]) -> list[UOp]:
+  """Stores `values` to o[head, row, first:], in words where rows are whole ones; nothing outside o."""
+  _, M, Dv = sizes(o)
+  width = 2 - Dv % 2
+  stores = []
+  for e in range(0, len(values), width):
+    inside = (row < M) & (first + e < Dv) if first.vmax + e >= Dv else row < M
+    if width == 1:
+      stores.append(gated(o, inside, head, row, first + e).store(values[e]))
+      continue
+    low, high = (x.bitcast(dtypes.ushort).cast(dtypes.uint) for x in values[e : e + 2])
+    at = (head * M + row) * (Dv // 2) + (first + e) // 2
+    stores.append(as_type(o, dtypes.uint)[at.valid(inside)].store(low | (high << 16)))
   return stores
