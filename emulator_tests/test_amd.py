@@ -161,7 +161,7 @@ def test_each_barrier_deleted(is_causal: bool, barriers: int, arch: str) -> None
   assert [(o.what, type(o.caught)) for o in outcomes] == [("barrier", emulator.Race)] * barriers
 
 
-@pytest.mark.parametrize("arch", [*ARCHES, "gfx1151"])
+@pytest.mark.parametrize("arch", [*ARCHES, "gfx1151", "gfx1200"])
 def test_fragments_are_the_hardwares(arch: str) -> None:
   f = Fragments.of(arch)
   layout = hardware((16, 16, f.k), HALF, "AMD", f.lanes, f.operand)
@@ -209,7 +209,7 @@ def test_tiles_state_their_laws() -> None:
 
 
 right_pv, right_mask = amd_forward.multiply_pv, amd_forward.mask_scale
-right_operand, right_load = amd_forward.as_operand, Stage.load
+right_operands, right_load = amd_forward.as_operands, Stage.load
 
 
 def no_rescale(f, dtype, p_frags, v_lds, acc, old, alpha, lane):
@@ -228,8 +228,9 @@ def maximum_of_half_the_keys(f, operation, value, lane):
   return value
 
 
-def halves_not_swapped(f, dtype, p, p_lds, place, lane):
-  return [step[8:] + step[:8] for step in right_operand(f, dtype, p, p_lds, place, lane)]
+def halves_not_swapped(f, dtype, p, p_lds, places, lane):
+  tiles = right_operands(f, dtype, p, p_lds, places, lane)
+  return [[step[8:] + step[:8] for step in steps] for steps in tiles]
 
 
 def tiles_one_key_off(self, first, *after):
@@ -246,7 +247,7 @@ MISTAKES: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
   "keys past the end counted": (amd_forward, "mask_scale", no_mask, {}),
   "mask one key late": (amd_forward, "mask_scale", mask_one_key_late, {"is_causal": True}),
   "lanes of a query not joined": (amd_forward, "join", maximum_of_half_the_keys, {}),
-  "halves of P exchanged": (amd_forward, "as_operand", halves_not_swapped, {}),
+  "halves of P exchanged": (amd_forward, "as_operands", halves_not_swapped, {}),
   "tiles one key off": (Stage, "load", tiles_one_key_off, {}),
   "last tile left out": (amd_forward, "tile_counts", masked_tiles_left_out, {}),
 }

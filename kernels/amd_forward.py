@@ -14,7 +14,10 @@ Lane l is query l % 16 of its wave; `uopattn.dsl.fragments` says which keys and 
 Rows of K are dealt out in LDS so that a lane's keys in S^T are neighbours, as P^T needs them. On RDNA3 the two lanes of
 a query must both have all of P: they swap halves through LDS, in rows that only their wave uses.
 
-FIGURES
+Not measured: no AMD GPU at hand. Compiled by LLVM 22 (scripts/compile_report.py, 2026-11-21), no target spills.
+Instructions in the main loop for each matrix instruction, float16 / bfloat16, and VGPRs: at D=64 gfx1100 10.0 / 10.3
+(240), gfx1201 8.3 / 8.4 (211), gfx942 5.0 / 5.0 (152), gfx950 8.1 / 8.9 (156); at D=128 gfx1100 8.3 / 8.9 (232),
+gfx1201 7.8 / 7.9 (173), gfx942 4.2 / 4.3 (210), gfx950 6.8 / 7.5 (204).
 """
 
 from collections.abc import Callable
@@ -167,14 +170,15 @@ def forward(
     start, more = (first + turn) * block_n, (first + turn).vmin < n_tiles.vmax - 1
     now = (ready, turn, stage.load(start + block_n, ready, turn)) if more else (ready, turn)
     scores = multiply_qk(f, dtype, q_frags, stage.k.after(*now), block_n, lane)
-    updates, p_frags, alpha = [], [], []
+    updates, p, alpha = [], [], []
     for i in range(m_tiles):
       keys = mask_scale(f, scores[i], early, limits[i] if masked else None, start, lane)
       shift_old, l_old = (x.after(ready, turn)[i].load() for x in (shift, l_i))
-      p, shift_new, l_new, rescale = softmax(f, keys, late, shift_old, l_old, m_tiles, lane)
-      p_frags.append(as_operand(f, dtype, p, p_lds and p_lds.after(ready, turn), places[i], lane))
+      weights, shift_new, l_new, rescale = softmax(f, keys, late, shift_old, l_old, m_tiles, lane)
+      p.append(weights)
       alpha.append(rescale)
       updates += [shift[i].store(shift_new), l_i[i].store(l_new)]
+    p_frags = as_operands(f, dtype, p, p_lds and p_lds.after(ready, turn), places, lane)
     v_lds = stage.v.after(*now, *updates)  # not before P is done: V's registers are few
     updates += multiply_pv(f, dtype, p_frags, v_lds, acc, acc.after(ready, turn), alpha, lane)
     if not more:
@@ -334,17 +338,24 @@ def word_of(dtype: DType, low: UOp, high: UOp) -> UOp:
   return ins.high_halves(HIP, *(x.bitcast(dtypes.uint) + 0x8000 for x in (low, high)))
 
 
-def as_operand(f: Fragments, dtype: DType, p: list[UOp], p_lds: Rows | None, place: UOp, lane: UOp) -> list[Operand]:
-  """P^T as the B operand of each step; through LDS (block_m, block_n), where this query is row `place`, on RDNA3."""
+def as_operands(
+  f: Fragments, dtype: DType, p: list[list[UOp]], p_lds: Rows | None, places: list[UOp], lane: UOp
+) -> list[list[Operand]]:
+  """P^T of each tile of queries as the B operand of each step; on RDNA3 by way of p_lds (block_m, block_n).
+
+  There a tile's query is row `places[tile]`; one fence serves all tiles.
+  """
   own = f.row_tiles * f.result  # elements of a step
-  steps = [p[i : i + own] for i in range(0, len(p), own)]
+  tiles = [[x[i : i + own] for i in range(0, len(x), own)] for x in p]
   if p_lds is None:
-    return [[rounded(dtype, x) for x in step] for step in steps]
+    return [[[rounded(dtype, x) for x in step] for step in steps] for steps in tiles]
   stores = []
-  for i, step in enumerate(steps):
-    words = [word_of(dtype, *step[j : j + 2]) for j in range(0, own, 2)]
-    stores += p_lds.store(place, f.step // CHUNK * i + lane // ROWS, words)
-  return [read_row(f, dtype, p_lds.fenced(*stores), place, i, lane) for i in range(len(steps))]
+  for steps, place in zip(tiles, places, strict=True):
+    for i, step in enumerate(steps):
+      words = [word_of(dtype, *step[j : j + 2]) for j in range(0, own, 2)]
+      stores += p_lds.store(place, f.step // CHUNK * i + lane // ROWS, words)
+  fenced = p_lds.fenced(*stores)
+  return [[read_row(f, dtype, fenced, place, i, lane) for i in range(len(tiles[0]))] for place in places]
 
 
 def multiply_pv(
