@@ -13,6 +13,7 @@ from tinygrad import Device, Tensor, UOp, dtypes
 import uopattn.emulator as emulator
 from uopattn import attention
 from uopattn.dsl.fragments import Fragments
+from uopattn.dsl.staging import Stage
 from uopattn.emulator.wmma import fragments as hardware
 from uopattn.kernels import amd_forward
 from uopattn.kernels.amd_forward import Tiles
@@ -128,14 +129,16 @@ def test_no_bank_conflict_and_causal_tiles_skipped(arch: str, Dk: int, Dv: int) 
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-def test_each_barrier_deleted(arch: str) -> None:
+@pytest.mark.parametrize(("is_causal", "barriers"), [(False, 3), (True, 5)])  # one before, two in each loop
+def test_each_barrier_deleted(is_causal: bool, barriers: int, arch: str) -> None:
   with on(arch):
-    sources = inputs(1, 1, 1, 64, 130, 32, 32)
-    outcomes = emulator.delete_each_barrier(lambda: attention(*sources, backend="kernel").realize())
-  assert [(o.what, type(o.caught)) for o in outcomes] == [("barrier", emulator.Race)] * 2
+    sources = inputs(1, 1, 1, 64, 230, 32, 32)
+    options: dict[str, Any] = {"is_causal": is_causal, "q_start": 150, "backend": "kernel"}
+    outcomes = emulator.delete_each_barrier(lambda: attention(*sources, **options).realize())
+  assert [(o.what, type(o.caught)) for o in outcomes] == [("barrier", emulator.Race)] * barriers
 
 
-@pytest.mark.parametrize("arch", [*ARCHES, "gfx1151"])
+@pytest.mark.parametrize("arch", [*ARCHES, "gfx1151", "gfx1200"])
 def test_fragments_are_the_hardwares(arch: str) -> None:
   f = Fragments.of(arch)
   layout = hardware((16, 16, f.k), HALF, "AMD", f.lanes, f.operand)
@@ -182,12 +185,12 @@ def test_tiles_state_their_laws() -> None:
     Tiles.choose("gfx1100", 64, 64, 4000, 64)
 
 
-right_pv, right_mask, right_softmax = amd_forward.multiply_pv, amd_forward.mask_scale, amd_forward.softmax
-right_operand, right_load = amd_forward.as_operand, amd_forward.Stage.load
+right_pv, right_mask = amd_forward.multiply_pv, amd_forward.mask_scale
+right_operands, right_load = amd_forward.as_operands, Stage.load
 
 
-def no_rescale(f, dtype, p_frags, v_lds, acc, alpha, lane):
-  return right_pv(f, dtype, p_frags, v_lds, acc, tuple(UOp.const(1.0, dtypes.float) for _ in alpha), lane)
+def no_rescale(f, dtype, p_frags, v_lds, acc, old, alpha, lane):
+  return right_pv(f, dtype, p_frags, v_lds, acc, old, [UOp.const(1.0, dtypes.float) for _ in alpha], lane)
 
 
 def no_mask(f, scores, factor, limit, start, lane):
@@ -195,19 +198,24 @@ def no_mask(f, scores, factor, limit, start, lane):
 
 
 def mask_one_key_late(f, scores, factor, limit, start, lane):
-  return right_mask(f, scores, factor, limit + 1, start, lane)
+  return right_mask(f, scores, factor, None if limit is None else limit + 1, start, lane)
 
 
 def maximum_of_half_the_keys(f, operation, value, lane):
   return value
 
 
-def halves_not_swapped(f, dtype, p, lane):
-  return [step[8:] + step[:8] for step in right_operand(f, dtype, p, lane)]
+def halves_not_swapped(f, dtype, p, p_lds, places, lane):
+  tiles = right_operands(f, dtype, p, p_lds, places, lane)
+  return [[step[8:] + step[:8] for step in steps] for steps in tiles]
 
 
 def tiles_one_key_off(self, first, *after):
   return right_load(self, first + 1, *after)
+
+
+def masked_tiles_left_out(block_row, block_m, block_n, M, N, causal, q_start):
+  return UOp.const(N // block_n), UOp.const(N // block_n)
 
 
 MISTAKES: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
@@ -216,8 +224,9 @@ MISTAKES: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
   "keys past the end counted": (amd_forward, "mask_scale", no_mask, {}),
   "mask one key late": (amd_forward, "mask_scale", mask_one_key_late, {"is_causal": True}),
   "lanes of a query not joined": (amd_forward, "join", maximum_of_half_the_keys, {}),
-  "halves of P exchanged": (amd_forward, "as_operand", halves_not_swapped, {}),
-  "tiles one key off": (amd_forward.Stage, "load", tiles_one_key_off, {}),
+  "halves of P exchanged": (amd_forward, "as_operands", halves_not_swapped, {}),
+  "tiles one key off": (Stage, "load", tiles_one_key_off, {}),
+  "last tile left out": (amd_forward, "tile_counts", masked_tiles_left_out, {}),
 }
 
 

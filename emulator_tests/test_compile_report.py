@@ -1,17 +1,130 @@
-"""The AMD kernels as AMD's compiler makes them: they fit the registers."""
+"""The AMD kernels as AMD's compiler makes them: no spills, few instructions for each matrix instruction."""
 
+import dataclasses
+import subprocess
+from collections import Counter
+
+import compile_report
 import pytest
-from compile_report import ARCHES, MATRIX, RESOURCES, TYPES, assemble, main_loop, resources, source, to_ir
+from compile_report import ARCHES, TYPES, Compiled, kind, main_loop, measure, occupancy, row
+
+from uopattn.kernels.amd_forward import Tiles
+
+# Instructions of the main loop for each matrix instruction, by head size.
+BUDGET = {64: 10.0, 128: 8.0}
+# RDNA3's matrix instruction takes twice the registers and twice the reads of LDS: both halves of a wave hold all of k.
+RDNA3_BUDGET = {("float16", 64): 10.0, ("bfloat16", 64): 10.5, ("float16", 128): 8.5, ("bfloat16", 128): 9.0}
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+def faults(arch: str, dtype: str, D: int, c: Compiled) -> list[str]:
+  """What is wrong with a compiled kernel."""
+  budget = RDNA3_BUDGET[dtype, D] if arch.startswith("gfx11") else BUDGET[D]
+  found = []
+  if c.spills or c.scratch:
+    found.append(f"{c.spills} spills, {c.scratch} bytes of scratch")
+  if c.loop["matrix"] == 0 or c.each > budget:
+    found.append(f"{c.each:.2f} instructions for each matrix instruction; the budget is {budget}")
+  if c.lds != c.tiles.lds_bytes(D, D):
+    found.append(f"{c.lds} bytes of LDS; the tiles say {c.tiles.lds_bytes(D, D)}")
+  return found
+
+
+@pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("arch", ARCHES)
-def test_no_spills(arch: str, dtype: str, head_dim: int) -> None:
-  text, tiles = source(arch, TYPES[dtype], 1, 1024, 1024, head_dim, causal=head_dim == 128)
-  assembly = assemble(to_ir(text, arch), arch)
-  used = resources(assembly)
-  assert set(used) == set(RESOURCES)
-  assert used["vgpr_spill_count"] == used["sgpr_spill_count"] == 0
-  assert used["group_segment_fixed_size"] == tiles.lds_bytes(head_dim, head_dim)
-  assert sum(count for name, count in main_loop(assembly).items() if MATRIX.match(name)) > 0
+def test_budget(arch: str, dtype: str, D: int) -> None:
+  assert faults(arch, dtype, D, measure(arch, dtype, 1024, 1024, D, causal=False)) == []
+
+
+@pytest.mark.parametrize(("arch", "D"), [("gfx1201", 64), ("gfx942", 64), ("gfx950", 128)])
+def test_a_mask_costs_the_main_loop_next_to_nothing(arch: str, D: int) -> None:
+  assert faults(arch, "float16", D, measure(arch, "float16", 1024, 1024, D, causal=True)) == []
+
+
+GOOD = Compiled(Tiles("gfx942", 4, 2, 64), 152, 0, 0, 0, 20480, Counter(matrix=64, valu=576), "none")
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    ({"spills": 1}, "1 spills, 0 bytes of scratch"),
+    ({"scratch": 4}, "0 spills, 4 bytes of scratch"),
+    ({"loop": Counter(matrix=64, valu=577)}, "10.02 instructions for each matrix instruction"),
+    ({"loop": Counter(valu=1)}, "1.00 instructions for each matrix instruction"),
+    ({"lds": 20481}, "20481 bytes of LDS; the tiles say 20480"),
+  ],
+)
+def test_the_budget_rejects(change: dict, message: str) -> None:
+  assert faults("gfx942", "float16", 64, GOOD) == []
+  (fault,) = faults("gfx942", "float16", 64, dataclasses.replace(GOOD, **change))
+  assert fault.startswith(message)
+
+
+@pytest.mark.parametrize(
+  ("arch", "vgprs", "lds", "waves", "expected"),
+  [
+    ("gfx1100", 241, 18432, 4, 5 // 2 * 2),  # 264 registers in granules: 5 waves, 2 workgroups of 4 on two SIMDs
+    ("gfx1100", 240, 1, 4, 6),
+    ("gfx1201", 24, 1, 4, 16),
+    ("gfx1201", 96, 40000, 8, 4),  # one workgroup by LDS
+    ("gfx942", 128, 1, 4, 4),
+    ("gfx942", 129, 1, 4, 3),
+    ("gfx942", 8, 1, 4, 8),
+    ("gfx942", 128, 40000, 4, 1),
+    ("gfx950", 128, 40000, 4, 4),
+  ],
+)
+def test_occupancy(arch: str, vgprs: int, lds: int, waves: int, expected: int) -> None:
+  assert occupancy(arch, vgprs, lds, waves) == expected
+
+
+def test_kinds() -> None:
+  names = "v_wmma_f32_16x16x16_f16 v_mfma_f32_16x16x16_f16 v_exp_f32_e32 ds_swizzle_b32 v_mov_b32_dpp ds_load_b128"
+  names += " global_load_b32 s_wait_dscnt s_barrier s_cbranch_scc0 v_dual_mul_f32"
+  assert [kind(name) for name in names.split()] == (
+    ["matrix", "matrix", "trans", "lane", "lane", "lds", "memory", "wait", "wait", "scalar", "valu"]
+  )
+  with pytest.raises(RuntimeError, match="image_load is no instruction of a kind"):
+    kind("image_load")
+
+
+def test_main_loop_is_the_shortest_with_the_most_matrix_instructions() -> None:
+  text = """.LBB0_1:
+\tv_mfma_f32_16x16x16_f16 v0
+\tv_add_f32 v0
+\ts_cbranch_scc0 .LBB0_1
+.LBB0_2:
+\tv_mfma_f32_16x16x16_f16 v0
+\ts_cbranch_scc0 .LBB0_2
+.LBB0_3:
+\ts_cbranch_scc0 .LBB0_3
+"""
+  assert main_loop(text) == Counter(matrix=1, scalar=1)
+
+
+def test_a_clang_stands_in_for_llvmlite(monkeypatch: pytest.MonkeyPatch) -> None:
+  calls = []
+
+  def run(command: list[str], **_) -> subprocess.CompletedProcess:
+    calls.append(command)
+    said = {"--print-targets": "  amdgcn - AMD GCN GPUs", "--version": "clang version 19.1.7"}.get(command[1], "code")
+    return subprocess.CompletedProcess(command, 0, stdout=said, stderr="")
+
+  def missing(*_) -> None:
+    raise ImportError("No module named 'llvmlite'")
+
+  monkeypatch.setattr(compile_report, "by_llvmlite", missing)
+  monkeypatch.setattr(compile_report.shutil, "which", lambda name: name if name == "clang-19" else None)
+  monkeypatch.setattr(compile_report.subprocess, "run", run)
+  assert compile_report.assembly("source", "gfx1201") == ("code", "clang version 19.1.7")
+  command = calls[1]
+  assert command[:2] == ["clang-19", "-cc1"]
+  assert {"gfx1201", "-O3", "-S", "+cumode"} <= set(command)
+  monkeypatch.setattr(compile_report.shutil, "which", lambda name: None)
+  with pytest.raises(RuntimeError, match=r"pip install 'uopattn\[amd\]' for llvmlite, or install the system's clang"):
+    compile_report.assembly("source", "gfx1201")
+
+
+def test_rows_fit_a_screen() -> None:
+  compiled = dataclasses.replace(GOOD, tiles=Tiles("gfx942", 16, 2, 128), vgprs=512, agprs=256)
+  assert max(len(row("gfx942", "bfloat16", compiled)), len(compile_report.line("", compile_report.HEADS))) <= 120

@@ -76,6 +76,7 @@ def test_arithmetic(family):
     logarithm, inverse = np.log2(x * x), 1 / x
   cases = {
     "fmax": (lambda v, _: ins.fmax(family, v, zero), np.fmax(x, np.float32(0))),
+    "fmin": (lambda v, _: ins.fmin(family, v, zero), np.fmin(x, np.float32(0))),
     "exp2": (lambda v, _: ins.exp2(family, v), np.exp2(x)),
     "log2": (lambda v, _: ins.log2(family, v * v), logarithm),
     "reciprocal": (lambda v, _: ins.reciprocal(family, v), inverse),
@@ -86,6 +87,29 @@ def test_arithmetic(family):
 
 def test_pin_changes_nothing():
   np.testing.assert_array_equal(launch(lanewise("pinned", lambda v, _: ins.pin("hip", v)), X, X), X)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_halves_of_two_words(family):
+  x = RNG.integers(0, 1 << 32, 128, dtype=np.uint32)
+  y = x ^ np.uint32(0x12345678)
+  want = {"low_halves": (x & 0xFFFF) | (y << 16), "high_halves": (x >> 16) | (y & 0xFFFF0000)}
+  for name, expected in want.items():
+    body = lanewise(name, lambda v, _: getattr(ins, name)(family, v, v ^ 0x12345678))
+    np.testing.assert_array_equal(launch(body, x, x, arch=FAMILIES[family]), expected)
+
+
+def test_a_wave_reads_what_its_lanes_stored():
+  """No barrier: four waves of 32 lanes, each in words of its own."""
+
+  def body(o, x):
+    t, s = threads(128), lds(0, 128)
+    fence = ins.wave_fence("hip", s[t].store(x[t].load()))
+    return kernel("fence", [o[t].store(s[(t ^ 5) + fence].load())], t)
+
+  with emulator.profile() as profile:
+    np.testing.assert_array_equal(launch(body, X, X), X[LANES ^ 5])
+  assert profile.kernels["fence"].barriers == 0
 
 
 def test_exp2_flushes_denormals_and_is_counted():

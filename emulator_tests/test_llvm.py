@@ -5,10 +5,11 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from compile_report import ARCHES, MATRIX, RESOURCES, TYPES, assemble, main_loop, resources, to_ir
+from compile_report import ARCHES, TYPES, by_llvmlite, compiled, to_ir
 from tinygrad import UOp, dtypes
 from tinygrad.codegen import to_program
 from tinygrad.device import Compiler
+from tinygrad.dtype import AddrSpace
 from tinygrad.helpers import Target
 from tinygrad.renderer import Renderer
 from tinygrad.renderer.cstyle import HIPRenderer
@@ -20,12 +21,24 @@ from uopattn.kernels.amd_forward import Tiles, forward
 from uopattn.llvm import InstructionRenderer
 
 HIP = "hip"
+
+
+def exchanged(x: UOp, lane: UOp) -> UOp:
+  """The value of lane ^ 5, by way of LDS."""
+  memory = UOp.placeholder((32,), x.dtype, slot=0, addrspace=AddrSpace.LOCAL)
+  return memory[(lane ^ 5) + ins.wave_fence(HIP, memory[lane].store(x))].load()
+
+
 WORDS = {
   "shuffle_xor": lambda x, lane: ins.shuffle_xor(HIP, x, 9),
   "shuffle": lambda x, lane: ins.shuffle(HIP, x, lane ^ 21),
   "row_xmask": lambda x, lane: ins.row_xmask(HIP, x, 9),
   "row_ror": lambda x, lane: ins.row_ror(HIP, x, 9),
   "permlanex16": lambda x, lane: ins.permlanex16(HIP, x),
+  "low_halves": lambda x, lane: ins.low_halves(HIP, x.bitcast(dtypes.uint), lane.cast(dtypes.uint)).bitcast(x.dtype),
+  "high_halves": lambda x, lane: ins.high_halves(HIP, x.bitcast(dtypes.uint), lane.cast(dtypes.uint)).bitcast(x.dtype),
+  "fmin": lambda x, lane: ins.fmin(HIP, x, UOp.const(0.5, dtypes.float)),
+  "wave_fence": lambda x, lane: exchanged(x, lane),
   "fmax": lambda x, lane: ins.fmax(HIP, x, UOp.const(0.5, dtypes.float)),
   "exp2": lambda x, lane: ins.exp2(HIP, x),
   "log2": lambda x, lane: ins.log2(HIP, x),
@@ -62,9 +75,13 @@ def lanewise(name: str, word: Any, dtype: Any = dtypes.float) -> UOp:
   return store.end(lane).sink(arg=KernelInfo(name=name, opts_to_apply=()))
 
 
-def instructions(assembly: str) -> Counter[str]:
+def assembly(ir: str) -> str:
+  return by_llvmlite(ir, "gfx1100")[0]
+
+
+def instructions(text: str) -> Counter[str]:
   """Those that do the word's work: register names are left out, and so are numbers that may be in registers."""
-  lines = [line.strip() for line in assembly.splitlines() if re.match(r"\t(v_(perm|exp|log|rcp|max)|ds_|.*_dpp)", line)]
+  lines = [line.strip() for line in text.splitlines() if re.match(r"\t(v_(perm|exp|log|rcp|max|min)|ds_|.*_dpp)", line)]
   return Counter(re.sub(r"\b[vs]\d+\b|\b0x[0-9a-f]{8}\b", "", line) for line in lines)
 
 
@@ -78,8 +95,8 @@ def test_a_word_is_the_same_instruction_in_both_languages(name: str, dtype: Any)
   if dtype != dtypes.float and not ins.INSTRUCTIONS[name].cross_lane:
     dtype = dtypes.float
   kernel = lanewise(f"{name}_{dtype}", WORDS[name], dtype)
-  by_llvm = instructions(assemble(source(kernel, llvm_renderer("gfx1100")), "gfx1100"))
-  by_hip = instructions(assemble(to_ir(source(kernel, hip_renderer("gfx1100")), "gfx1100"), "gfx1100"))
+  by_llvm = instructions(assembly(source(kernel, llvm_renderer("gfx1100"))))
+  by_hip = instructions(assembly(to_ir(source(kernel, hip_renderer("gfx1100")), "gfx1100")))
   assert by_llvm == by_hip
   assert by_llvm.total() > 0
 
@@ -92,7 +109,7 @@ def test_a_pinned_product_is_computed_by_the_whole_wave() -> None:
   store = o[lane.valid(lane < 1)].store(ins.pin(HIP, product[0]))
   kernel = store.end(lane).sink(arg=KernelInfo(name="pinned", opts_to_apply=()), tag=1)
   for ir in (source(kernel, llvm_renderer("gfx1100")), to_ir(source(kernel, hip_renderer("gfx1100")), "gfx1100")):
-    order = [m[0] for m in re.finditer(r"v_wmma|v_cmpx|saveexec|global_store", assemble(ir, "gfx1100"))]
+    order = [m[0] for m in re.finditer(r"v_wmma|v_cmpx|saveexec|global_store", assembly(ir))]
     assert order in (["v_wmma", "v_cmpx", "global_store"], ["v_wmma", "saveexec", "global_store"])
 
 
@@ -103,12 +120,11 @@ def test_the_kernel_fits_the_registers(arch: str, dtype: str) -> None:
   arguments = [UOp.placeholder((1, length, D), TYPES[dtype], slot) for slot, length in enumerate(rows)]
   tiles = Tiles.choose(arch, *rows[:2], D, D)
   kernel = forward(*arguments, scale=D**-0.5, causal=False, q_start=0, tiles=tiles)
-  assembly = assemble(source(kernel, llvm_renderer(arch)), arch)
-  used = resources(assembly)
-  assert set(used) == set(RESOURCES)
-  assert used["vgpr_spill_count"] == used["sgpr_spill_count"] == 0
-  assert used["group_segment_fixed_size"] == tiles.lds_bytes(D, D)
-  assert sum(count for name, count in main_loop(assembly).items() if MATRIX.match(name)) > 0
+  made = compiled(tiles, *by_llvmlite(source(kernel, llvm_renderer(arch)), arch))
+  assert made.spills == made.scratch == 0
+  assert made.vgprs > 0
+  assert made.lds == tiles.lds_bytes(D, D)
+  assert made.loop["matrix"] > 0
 
 
 @pytest.mark.parametrize(

@@ -4,41 +4,43 @@ FlashAttention-2 (Dao, 2023), transposed. Each wave has 16 `m_tiles` query rows 
     S^T = K Q^T       (block_n, 16)   keys are rows, so a lane has keys of one query only
     m, l, P           in the lane     the maximum joins the 2 or 4 lanes of a query; l stays apart until the end
     O^T = O^T alpha + V^T P^T   (Dv, 16)   P is the second product's operand where it is, in registers
+first through the tiles that all its rows see whole, then, with a mask, through those that some see in part.
 
 Who holds what. Q^T, m, l, P and O^T are in registers, Q^T for the whole loop; see `Tiles.registers`. All waves share
-K (block_n, Dk) and V^T (Dv, block_n) in LDS, in rows padded so that no bank is asked twice; see `Tiles.lds_bytes`. A
-tile goes from global memory to registers while the tile before it is worked on, and from there, V transposed, to LDS.
+K (block_n, Dk) and V^T (Dv, block_n) in LDS, in rows padded so that no bank is asked twice; see `Tiles.lds_bytes`.
+While they work on a tile, the next one is on its way from global memory to registers: `uopattn.dsl.staging`.
 Lane l is query l % 16 of its wave; `uopattn.dsl.fragments` says which keys and value columns it has.
 
 Rows of K are dealt out in LDS so that a lane's keys in S^T are neighbours, as P^T needs them. On RDNA3 the two lanes of
-a query must both have all of P: they swap halves by v_permlanex16.
+a query must both have all of P: they swap halves through LDS, in rows that only their wave uses.
 
-Not measured: no AMD GPU at hand. Compiled for D=64 float16 by LLVM 22 (scripts/compile_report.py, 2026-11-21), no
-target spills; instructions in the main loop for each matrix instruction: gfx1100 15.0 (225 VGPRs), gfx1201 12.8 (230),
-gfx942 7.5 (228), gfx950 12.9 (204).
+Not measured: no AMD GPU at hand. Compiled by LLVM 22 (scripts/compile_report.py, 2026-11-21), without spills.
+Instructions in the main loop for each matrix instruction, float16 / bfloat16, and VGPRs: at D=64 gfx1100 10.0 / 10.3
+(240), gfx1201 10.0 / 9.8 (180), gfx942 5.0 / 5.0 (152), gfx950 8.1 / 8.9 (156); at D=128 gfx1100 8.3 / 8.9 (232),
+gfx1201 7.8 / 7.9 (173), gfx942 4.2 / 4.3 (210), gfx950 6.8 / 7.5 (204). Causal, gfx1100 spills 6 registers at D=64,
+outside the loops.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
-from math import inf, prod
+from math import inf
 
 from tinygrad import UOp, dtypes
-from tinygrad.dtype import AddrSpace, DType
+from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType, KernelInfo
 
 from uopattn.dsl import LN2, LOG2E, Scope, clamp, gated, sizes
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.fragments import CHUNK, ROWS, Fragments
+from uopattn.dsl.fragments import CHUNK, HIP, ROWS, Fragments
+from uopattn.dsl.staging import WORDS, Rows, Stage
+from uopattn.dsl.words import Words, as_type, words_of
 
-HIP = "hip"
 LDS_LIMIT = 64 << 10  # bytes a workgroup
-WORDS = CHUNK // 2  # 32-bit words in a chunk: all 16-bit data travels as words of two neighbours
+LARGEST = 3.4028234663852886e38  # float32; finite, as -inf - -inf is NaN
 
-Words = list[UOp]  # 32-bit words, neighbours
 Operand = list[UOp]  # the `width` 16-bit elements that a lane holds of A, or of B, for a step
-Load = Callable[[UOp, UOp], UOp]  # (row, word) -> a word of that row
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,17 @@ class Tiles:
   block_n: int
 
   def __post_init__(self) -> None:
-    step = self.fragments.step
-    if self.block_n < 1 or self.block_n % (least := max(step, 2 * CHUNK * self.fragments.pad)):
+    if self.block_n < 1 or self.block_n % (least := self.least(self.fragments)):
       raise ValueError(f"Tiles.block_n={self.block_n}: must be a multiple of {least} on {self.arch}")
     if self.m_tiles < 1:
       raise ValueError(f"Tiles.m_tiles={self.m_tiles}: must be at least 1")
     if not 1 <= self.waves <= 1024 // self.fragments.lanes:
       raise ValueError(f"Tiles.waves={self.waves}: must be in 1..{1024 // self.fragments.lanes} on {self.arch}")
+
+  @staticmethod
+  def least(f: Fragments) -> int:
+    """The smallest block_n: whole steps of the second product, and whole pieces of V."""
+    return max(f.step, 2 * CHUNK * f.pad)
 
   @property
   def fragments(self) -> Fragments:
@@ -80,40 +86,44 @@ class Tiles:
     return round_up(Dk, self.fragments.step), round_up(Dv, ROWS)
 
   def lds_bytes(self, Dk: int, Dv: int) -> int:
-    """Bytes of the K and V^T tiles."""
+    """Bytes of the K and V^T tiles, and of P^T where lanes swap it."""
     (Dk, Dv), pad = self.padded(Dk, Dv), self.fragments.pad * CHUNK
-    return 2 * (self.block_n * (Dk + pad) + Dv * (self.block_n + pad))
+    p = self.block_m * (self.block_n + pad) if self.fragments.repeated else 0
+    return 2 * (self.block_n * (Dk + pad) + Dv * (self.block_n + pad) + p)
 
   def registers(self, Dk: int, Dv: int) -> int:
     """32-bit registers a lane for Q^T, O^T, S^T, P^T and the tile on its way to LDS."""
     (Dk, Dv), f = self.padded(Dk, Dv), self.fragments
     words, results = f.width // 2, f.result
     query = Dk // f.step * words + Dv // ROWS * results
-    scores = self.block_n // ROWS * results + self.block_n // f.step * words
+    scores = self.block_n // ROWS * results + (1 if f.repeated else self.block_n // f.step) * words
     return self.m_tiles * (query + scores) + self.block_n * (Dk + Dv) // 2 // (self.waves * f.lanes)
+
+  def waves_for(self, Dk: int, Dv: int) -> int:
+    """Waves that share a SIMD, as far as LDS goes: two SIMDs of RDNA, four of CDNA, have LDS_LIMIT bytes."""
+    return LDS_LIMIT // self.lds_bytes(Dk, Dv) * self.waves // (2 if self.fragments.lanes == 32 else 4)
 
   @classmethod
   def choose(cls, arch: str, M: int, N: int, Dk: int, Dv: int) -> "Tiles":
-    """Tiles for a target.
+    """Tiles for a target: as many queries a wave, then as many keys a tile, as registers and LDS allow.
 
     Raises:
       ValueError: the target is unknown, or the head size too large for LDS even with the smallest tile.
     """
     f = Fragments.of(arch)
-    least = max(f.step, 2 * CHUNK * f.pad)
-    tiles = cls(arch, min(4, ceildiv(M, ROWS)), 1, min(64, round_up(N, least)))
-    budget = 180 if f.lanes == 32 else 360  # of 256 and 512; the rest is for addresses and temporaries
-    while tiles.block_n > least and (tiles.registers(Dk, Dv) > budget or tiles.lds_bytes(Dk, Dv) > LDS_LIMIT // 2):
-      if tiles.waves < 8 and 2 * tiles.block_m <= M and tiles.lds_bytes(Dk, Dv) <= LDS_LIMIT // 2:
-        tiles = replace(tiles, waves=8)  # a lane then carries less of the tile
-      else:
-        tiles = replace(tiles, block_n=max(least, tiles.block_n // 2 // least * least))
-    if tiles.lds_bytes(Dk, Dv) > LDS_LIMIT:
-      raise ValueError(
-        f"head size {max(Dk, Dv)}: a tile needs {tiles.lds_bytes(Dk, Dv)} bytes of LDS, the limit is {LDS_LIMIT}"
-      )
-    wider = replace(tiles, m_tiles=2)
-    return wider if wider.block_m <= M and wider.registers(Dk, Dv) <= budget else tiles
+    least, waves = cls.least(f), ceildiv(M, ROWS)
+    budget = 200 if f.lanes == 32 else 360  # of 256 and 512; the rest is for addresses and temporaries
+    sizes_n = dict.fromkeys(min(n, round_up(N, least)) for n in (64, 32, 16) if n % least == 0)
+    candidates = [cls(arch, w, 2, n) for n in sizes_n for w in (4, 8) if 2 * w <= M // ROWS]
+    candidates += [cls(arch, min(w, waves), 1, n) for n in sizes_n for w in (4, 8)]
+    for enough in (3, 1):  # waves on a SIMD, so that one computes while another waits
+      for tiles in candidates:
+        if tiles.registers(Dk, Dv) <= budget and tiles.waves_for(Dk, Dv) >= enough:
+          return tiles
+    tiles = min(candidates, key=lambda t: (t.lds_bytes(Dk, Dv), t.registers(Dk, Dv)))
+    if (needed := tiles.lds_bytes(Dk, Dv)) > LDS_LIMIT:
+      raise ValueError(f"head size {max(Dk, Dv)}: a tile needs {needed} bytes of LDS, the limit is {LDS_LIMIT}")
+    return tiles
 
 
 def forward(
@@ -138,86 +148,73 @@ def forward(
   s = Scope()
   item = s.axis(heads * blocks, AxisType.GLOBAL)
   lane, wave = s.axis(f.lanes, AxisType.WARP), s.axis(tiles.waves, AxisType.LOCAL)
-  thread = wave * f.lanes + lane
   head, block_row = item // blocks, item % blocks * block_m
   kv_head = head // (heads // kv_heads)
-  rows = [block_row + (wave * m_tiles + i) * ROWS + lane % ROWS for i in range(m_tiles)]  # this lane's queries
-  queries = [(row < M).where(row, M - 1) for row in rows]  # past the last row it is computed again
+  places = [(wave * m_tiles + i) * ROWS + lane % ROWS for i in range(m_tiles)]  # this lane's queries in the block
+  queries = [(row < M).where(row, M - 1) for row in (block_row + place for place in places)]  # past the end: again
+  limits = [(query + q_start).minimum(N - 1) if causal else UOp.const(N - 1) for query in queries]  # last key seen
 
   q_frags = [load_query(f, q, head, query, lane) for query in queries]
-  acc = cleared(s.buffer(m_tiles, ceildiv(Dv, ROWS), f.result), 0.0, item)
-  m_i = cleared(s.buffer(m_tiles), -inf, item)
-  l_i = cleared(s.buffer(m_tiles), 0.0, item)  # of this lane's keys
-  stage = Stage(s, tiles, thread, words_of(k, kv_head), words_of(v, kv_head), N, Dk, Dv)
-  first_loads = stage.load(UOp.const(0), item)
-
-  last_key = clamp((block_row + block_m).minimum(M) - 1 + q_start, 0, N - 1)  # that any row of this block sees
-  n_tile = s.axis(last_key // block_n + 1 if causal else ceildiv(N, block_n), AxisType.REDUCE)
-  start = n_tile * block_n
-  loaded = UOp.barrier(stage.store(n_tile, first_loads))
-  next_loads = stage.load(start + block_n, loaded)
-  k_lds, v_lds = stage.k_lds.after(loaded, next_loads), stage.v_lds.after(loaded, next_loads)
-
-  limits = [visible(query + q_start, N, block_n, causal) for query in queries]  # the last key that each query sees
-  scores = multiply_qk(f, dtype, q_frags, k_lds, block_n, lane)
-  # A positive factor keeps the order of the scores: it waits for the subtraction in the exponent, to join it.
+  acc = s.buffer(m_tiles, ceildiv(Dv, ROWS), f.result)
+  shift = s.buffer(m_tiles)  # -m_i: what is added to the scores in the exponent
+  l_i = s.buffer(m_tiles)  # of this lane's keys
+  loads, threads, thread = (words_of(k, kv_head), words_of(v, kv_head)), tiles.waves * f.lanes, wave * f.lanes + lane
+  stage = Stage(s, f, block_n, threads, thread, *loads, N, *tiles.padded(Dk, Dv))
+  p_lds = Rows.make(s, block_m, block_n, f.pad) if f.repeated else None
+  # A positive factor keeps the order of the scores: it waits for the exponent, to join the subtraction there.
   early, late = (1.0, scale * LOG2E) if scale > 0 else (scale * LOG2E, 1.0)
-  scores = [mask_scale(f, x, early, limit, start, lane) for x, limit in zip(scores, limits, strict=True)]
-  m_old, l_old, acc_old = (x.after(n_tile) for x in (m_i, l_i, acc))
-  p, m_new, l_new, alpha = zip(
-    *[softmax(f, scores[i], late, m_old[i], l_old[i], lane) for i in range(m_tiles)], strict=True
-  )
-  p_frags = [as_operand(f, dtype, x, lane) for x in p]
-  acc_new = multiply_pv(f, dtype, p_frags, v_lds, acc_old, alpha, lane)
-  updates = [m_i[i].store(m_new[i]) for i in range(m_tiles)] + [l_i[i].store(l_new[i]) for i in range(m_tiles)]
-  updates += [acc[i, j].store(acc_new[i][j]) for i in range(m_tiles) for j in range(acc.shape[1])]
-  end = UOp.barrier(UOp.group(*updates)).end(n_tile)  # no wave overwrites K and V before all have read them
+  whole, n_tiles = tile_counts(block_row, block_m, block_n, M, N, causal, q_start)
+
+  def run(first: UOp, count: UOp, masked: bool, ready: UOp) -> UOp:
+    """Runs through `count` tiles from tile `first`, which is in LDS when `ready`."""
+    turn = s.axis(count, AxisType.REDUCE)
+    start, more = (first + turn) * block_n, (first + turn).vmin < n_tiles.vmax - 1
+    now = (ready, turn, stage.load(start + block_n, ready, turn)) if more else (ready, turn)
+    scores = multiply_qk(f, dtype, q_frags, stage.k.after(*now), block_n, lane)
+    updates, p, alpha = [], [], []
+    for i in range(m_tiles):
+      keys = mask_scale(f, scores[i], early, limits[i] if masked else None, start, lane)
+      shift_old, l_old = (x.after(ready, turn)[i].load() for x in (shift, l_i))
+      weights, shift_new, l_new, rescale = softmax(f, keys, late, shift_old, l_old, m_tiles, lane)
+      p.append(weights)
+      alpha.append(rescale)
+      updates += [shift[i].store(shift_new), l_i[i].store(l_new)]
+    p_frags = as_operands(f, dtype, p, p_lds and p_lds.after(ready, turn), places, lane)
+    v_lds = stage.v.after(*now, *updates)  # not before P is done: V's registers are few
+    updates += multiply_pv(f, dtype, p_frags, v_lds, acc, acc.after(ready, turn), alpha, lane)
+    if not more:
+      return UOp.group(*updates).end(turn)
+    read = UOp.barrier(UOp.group(*updates))  # no wave overwrites K and V before all have read them
+    return UOp.barrier(stage.store(read)).end(turn)
+
+  start = UOp.group(*(x.after(item).store(x.const_like(y)) for x, y in ((acc, 0.0), (shift, LARGEST), (l_i, 0.0))))
+  done = UOp.barrier(stage.store(stage.load(UOp.const(0), item, start)))
+  for first, count, masked in ((UOp.const(0), whole, False), (whole, n_tiles - whole, True)):
+    if count.vmax > 0:
+      done = run(first, count, masked, done)
 
   stores = []
-  for i, row in enumerate(rows):
-    state = acc.after(end)[i], m_i.after(end)[i].load(), l_i.after(end)[i].load()
-    stores += store_rows(f, o, lse, head, row, *state, lane)
+  for i, place in enumerate(places):
+    state = acc.after(done)[i], shift.after(done)[i].load(), l_i.after(done)[i].load()
+    stores += store_rows(f, o, lse, head, block_row + place, *state, lane)
   name = f"attention_{tiles.arch}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{'_causal' * causal}"
   # A tag keeps tinygrad from rearranging the axes.
   return UOp.group(*stores).end(wave, lane).end(item).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
 
 
-def cleared(buffer: UOp, value: float, *after: UOp) -> UOp:
-  return buffer.after(buffer.after(*after).store(buffer.const_like(value)))
+def tile_counts(
+  block_row: UOp, block_m: int, block_n: int, M: int, N: int, causal: bool, q_start: int
+) -> tuple[UOp, UOp]:
+  """How many tiles need no mask, and how many any row of the block sees, at least one.
 
-
-def as_type(x: UOp, dtype: DType) -> UOp:
-  """The kernel's argument `x` as a flat array of another type: 16-bit floats as bits, two a word where they fit.
-
-  tinygrad joins neighbouring loads of 32-bit types into wide ones, and leaves bfloat16 apart.
+  tinygrad's linearizer knows what is outside a loop by how often it runs: a loop of one trip at most, if that is not
+  known to be one, would swallow what comes before it.
   """
-  count = prod(int(size) for size in x.shape) * x.dtype.itemsize // dtype.itemsize
-  return UOp.placeholder((count,), dtype, slot=x.base.arg.slot)
-
-
-def words_of(x: UOp, head: UOp) -> Load:
-  """Words of the rows of x[head] (rows, size), each two neighbours of one row; past the row's end they are 0."""
-  _, length, size = sizes(x)
-  words, halves = as_type(x, dtypes.uint), as_type(x, dtypes.ushort)
-
-  def load(row: UOp, word: UOp) -> UOp:
-    if 2 * word.vmin >= size:
-      return UOp.const(0, dtypes.uint)
-    first = (head * length + row) * size
-    if size % 2 == 0:
-      return or_zero(words, first // 2, word, size // 2)
-    low, high = (or_zero(halves, first, 2 * word + i, size).cast(dtypes.uint) for i in range(2))
-    return low | (high << 16)
-
-  return load
-
-
-def or_zero(flat: UOp, base: UOp, at: UOp, width: int) -> UOp:
-  """flat[base + at], or 0 where at is not below width: decided when the kernel is built, if possible."""
-  if at.vmax < width:
-    return flat[base + at].load()
-  inside = at < width
-  return inside.where(flat[(base + at).valid(inside)].load(), UOp.const(0, flat.dtype))
+  if not causal:
+    return UOp.const(N // block_n), UOp.const(ceildiv(N, block_n))
+  last_key = clamp((block_row + block_m).minimum(M) - 1 + q_start, 0, N - 1)
+  whole = clamp(block_row + q_start + 1, 0, N) // block_n
+  return whole if whole.vmax > 1 else UOp.const(0), last_key // block_n + 1
 
 
 def load_query(f: Fragments, q: UOp, head: UOp, row: UOp, lane: UOp) -> list[Operand]:
@@ -225,105 +222,6 @@ def load_query(f: Fragments, q: UOp, head: UOp, row: UOp, lane: UOp) -> list[Ope
   load, steps = words_of(q, head), ceildiv(sizes(q)[2], f.step)
   words = [[load(row, f.chunk(UOp.const(i), lane) * WORDS + w) for w in range(f.width // 2)] for i in range(steps)]
   return [elements(f, q.dtype, x) for x in words]
-
-
-@dataclass(frozen=True)
-class Rows:
-  """Rows of chunks in LDS. The index is flat, so that tinygrad keeps the gate of a store whatever the sizes are.
-
-  Attributes:
-    words: the memory.
-    stride: words from row to row.
-  """
-
-  words: UOp
-  stride: int
-
-  @classmethod
-  def make(cls, s: Scope, rows: int, columns: int, pad: int) -> "Rows":
-    """Rows of `columns` elements, padded by `pad` chunks."""
-    stride = (columns // CHUNK + pad) * WORDS
-    return cls(s.buffer(rows * stride, dtype=dtypes.uint, space=AddrSpace.LOCAL), stride)
-
-  def after(self, *after: UOp) -> "Rows":
-    return replace(self, words=self.words.after(*after))
-
-  def load(self, row: UOp, chunk: UOp | int) -> Words:
-    """A chunk."""
-    return [self.words[row * self.stride + chunk * WORDS + w].load() for w in range(WORDS)]
-
-  def store(self, row: UOp, chunk: UOp, words: Words, inside: UOp) -> list[UOp]:
-    """Stores a chunk where `inside`."""
-    first = row * self.stride + chunk * WORDS
-    return [self.words[(first + w).valid(inside)].store(word) for w, word in enumerate(words)]
-
-
-class Stage:
-  """The way of K and V tiles through this thread's registers to LDS, K as it is and V transposed.
-
-  A thread's piece of K is one chunk of a row, its piece of V two columns of eight keys. Pieces are dealt to lanes in an
-  order in which the lanes served together write to different banks.
-  """
-
-  def __init__(self, s: Scope, tiles: Tiles, thread: UOp, k: Load, v: Load, N: int, Dk: int, Dv: int):
-    self.k, self.v, self.N, self.block_n = k, v, N, tiles.block_n
-    f, block_n = tiles.fragments, tiles.block_n
-    (Dk, Dv), threads = tiles.padded(Dk, Dv), tiles.waves * f.lanes
-    self.k_lds, self.v_lds = Rows.make(s, block_n, Dk, f.pad), Rows.make(s, Dv, block_n, f.pad)
-    k_pieces, v_pieces = block_n * Dk // CHUNK, Dv // 2 * (block_n // CHUNK)
-    self.k_places = [k_place(f, thread + i, Dk // CHUNK, k_pieces) for i in range(0, k_pieces, threads)]
-    self.v_places = [v_place(f, thread + i, Dv // 2, v_pieces) for i in range(0, v_pieces, threads)]
-    self.k_words = s.buffer(len(self.k_places), WORDS, dtype=dtypes.uint)
-    self.v_words = s.buffer(len(self.v_places), CHUNK, dtype=dtypes.uint)
-
-  def load(self, first: UOp, *after: UOp) -> UOp:
-    """Loads the tile that starts at key `first`. Past the last key that key is loaded again, and masked later.
-
-    Where all tiles are whole, the last tile itself is loaded again: one bound for all instead of one a key.
-    """
-    if whole := self.N % self.block_n == 0:
-      first = clamp(first, 0, self.N - self.block_n)
-
-    def key(at: UOp) -> UOp:
-      return first + at if whole else clamp(first + at, 0, self.N - 1)
-
-    k_words, v_words, stores = self.k_words.after(*after), self.v_words.after(*after), []
-    for i, (_, at, chunk, _) in enumerate(self.k_places):
-      stores += [k_words[i, w].store(self.k(key(at), chunk * WORDS + w)) for w in range(WORDS)]
-    for i, (pair, chunk, _) in enumerate(self.v_places):
-      stores += [v_words[i, e].store(self.v(key(chunk * CHUNK + e), pair)) for e in range(CHUNK)]
-    return UOp.group(*stores)
-
-  def store(self, n_tile: UOp, first_loads: UOp) -> UOp:
-    """Stores what was loaded to LDS."""
-    k_words, v_words = self.k_words.after(n_tile, first_loads), self.v_words.after(n_tile, first_loads)
-    k_lds, v_lds, stores = self.k_lds.after(n_tile), self.v_lds.after(n_tile), []
-    for i, (row, _, chunk, inside) in enumerate(self.k_places):
-      stores += k_lds.store(row, chunk, [k_words[i, w].load() for w in range(WORDS)], inside)
-    for i, (pair, chunk, inside) in enumerate(self.v_places):
-      words = [v_words[i, e].load() for e in range(CHUNK)]  # of two columns, for eight keys
-      neighbours = list(zip(words[::2], words[1::2], strict=True))
-      left = [(a & 0xFFFF) | (b << 16) for a, b in neighbours]
-      right = [(a >> 16) | (b & 0xFFFF0000) for a, b in neighbours]
-      stores += v_lds.store(2 * pair, chunk, left, inside) + v_lds.store(2 * pair + 1, chunk, right, inside)
-    return UOp.group(*stores)
-
-
-def k_place(f: Fragments, piece: UOp, chunks: int, pieces: int) -> tuple[UOp, UOp, UOp, UOp]:
-  """(row in LDS, key in the tile, chunk, whether there is such a piece): `pad` chunks, then 8 rows, then the rest."""
-  inside = piece < pieces
-  piece = inside.where(piece, 0)  # what is loaded without being stored must be there to load
-  chunk, row, rest = piece % f.pad, piece // f.pad % 8, piece // (8 * f.pad)
-  chunk, row = chunk + f.pad * (rest % (chunks // f.pad)), row + 8 * (rest // (chunks // f.pad))
-  key = row // f.step * f.step + f.row_at(row % f.step // ROWS, row % ROWS)
-  return row, key, chunk, inside
-
-
-def v_place(f: Fragments, piece: UOp, pairs: int, pieces: int) -> tuple[UOp, UOp, UOp]:
-  """(pair of columns, chunk of keys, whether there is such a piece): 2 `pad` chunks, then the pairs, then the rest."""
-  near, inside = 2 * f.pad, piece < pieces
-  piece = inside.where(piece, 0)
-  return piece // near % pairs, piece % near + near * (piece // (near * pairs)), inside
 
 
 def multiply(f: Fragments, a: Operand, b: Operand, c: UOp) -> UOp:
@@ -370,13 +268,6 @@ def multiply_qk(
   return scores
 
 
-def visible(position: UOp, N: int, block_n: int, causal: bool) -> UOp | None:
-  """The last key that a query sees; None if it sees all keys of all tiles."""
-  if causal:
-    return position.minimum(N - 1)
-  return UOp.const(N - 1) if N % block_n else None
-
-
 def mask_scale(f: Fragments, scores: list[UOp], factor: float, limit: UOp | None, start: UOp, lane: UOp) -> list[UOp]:
   """The scores of this lane in order of its keys, times `factor`, -inf where hidden."""
   result = []
@@ -393,19 +284,25 @@ def mask_scale(f: Fragments, scores: list[UOp], factor: float, limit: UOp | None
 
 
 def softmax(
-  f: Fragments, scores: list[UOp], factor: float, m_old: UOp, l_old: UOp, lane: UOp
+  f: Fragments, scores: list[UOp], factor: float, shift_old: UOp, l_old: UOp, m_tiles: int, lane: UOp
 ) -> tuple[list[UOp], UOp, UOp, UOp]:
-  """P of this lane's keys, the new maximum of the query, the new sum of this lane's keys, and alpha.
+  """P of this lane's keys, the query's new shift, the new sum of this lane's keys, and alpha.
 
-  All maxima are of scores times `factor`.
+  The shift is the maximum of the scores times `factor`, negated: then the exponent is one multiply-add.
   """
-  m_old = m_old.load()
-  m_new = fmax(m_old, join(f, fmax, reduce(fmax, scores), lane) * factor)
-  # A row that has seen no key yet has m = -inf, and -inf - -inf is NaN: such a row is shifted by 0.
-  shift = m_new.eq(-inf).where(0.0, m_new)
-  alpha = ins.exp2(HIP, m_old - shift)
-  p = [ins.exp2(HIP, x * factor - shift) for x in scores]
-  return p, m_new, l_old.load() * alpha + reduce(UOp.__add__, p), alpha
+  shift_new = ins.fmin(HIP, shift_old, join(f, fmax, reduce(fmax, scores), lane) * -factor)
+  alpha, shifts = ins.exp2(HIP, shift_new - shift_old), twins(f, shift_new, m_tiles)
+  p = [ins.exp2(HIP, x * factor + shifts[i % 2]) for i, x in enumerate(scores)]
+  return p, shift_new, l_old * alpha + reduce(UOp.__add__, p), alpha
+
+
+def twins(f: Fragments, x: UOp, m_tiles: int) -> tuple[UOp, UOp]:
+  """What the lanes of a query share, in two registers, each for half of the uses.
+
+  RDNA joins two instructions in one if they read different registers, as those of two tiles of queries do anyway. On
+  RDNA3, short of registers, it does not pay.
+  """
+  return x, ins.permlanex16(HIP, x) if f.lanes == 32 and not f.repeated and m_tiles == 1 else x
 
 
 def fmax(a: UOp, b: UOp) -> UOp:
@@ -413,7 +310,7 @@ def fmax(a: UOp, b: UOp) -> UOp:
 
 
 def other_group(f: Fragments, value: UOp, lane: UOp, distance: int) -> UOp:
-  """The value that the lane of the same query in another group has; 32-bit."""
+  """The value that the lane of the same query, `distance` groups away, has; 32-bit."""
   if f.lanes == 32:
     return ins.permlanex16(HIP, value)
   return ins.shuffle_xor(HIP, value, ROWS) if distance == 1 else ins.shuffle(HIP, value, (lane ^ 32).cast(dtypes.int))
@@ -428,67 +325,96 @@ def join(f: Fragments, operation: Callable[[UOp, UOp], UOp], value: UOp, lane: U
 
 
 def rounded(dtype: DType, p: UOp) -> UOp:
-  """The bits of p, in 0..1 or NaN, as a 16-bit float, in a word.
-
-  tinygrad's own rounding to bfloat16 minds NaN of every kind, and makes the compiler spill registers on RDNA3.
-  """
+  """p, in 0..1 or NaN, as a 16-bit float, to nearest; a tie of bfloat16 goes up, which takes one addition."""
   if dtype == dtypes.half:
-    return p.cast(dtype).bitcast(dtypes.ushort).cast(dtypes.uint)
-  bits = p.bitcast(dtypes.uint)
-  return (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16  # to nearest, ties to even
+    return p.cast(dtype)
+  return ((p.bitcast(dtypes.uint) + 0x8000) >> 16).cast(dtypes.ushort).bitcast(dtype)
 
 
-def as_operand(f: Fragments, dtype: DType, p: list[UOp], lane: UOp) -> list[Operand]:
-  """P^T as the B operand of each step."""
+def word_of(dtype: DType, low: UOp, high: UOp) -> UOp:
+  """Two of P, rounded, as a word."""
+  if dtype == dtypes.half:
+    low, high = (rounded(dtype, x).bitcast(dtypes.ushort).cast(dtypes.uint) for x in (low, high))
+    return low | (high << 16)
+  return ins.high_halves(HIP, *(x.bitcast(dtypes.uint) + 0x8000 for x in (low, high)))
+
+
+def as_operands(
+  f: Fragments, dtype: DType, p: list[list[UOp]], p_lds: Rows | None, places: list[UOp], lane: UOp
+) -> list[list[Operand]]:
+  """P^T of each tile of queries as the B operand of each step; on RDNA3 by way of p_lds (block_m, block_n).
+
+  There a tile's query is row `places[tile]`; one fence serves all tiles.
+  """
   own = f.row_tiles * f.result  # elements of a step
-  steps = [[rounded(dtype, x) for x in p[i : i + own]] for i in range(0, len(p), own)]
-  if not f.repeated:
-    return [[x.cast(dtypes.ushort).bitcast(dtype) for x in step] for step in steps]
-  # Words are joined here: tinygrad takes a vector that stems from an instruction of ours alone for an address.
-  low, result = lane < ROWS, []
-  for step in steps:
-    words = [step[i] | (step[i + 1] << 16) for i in range(0, own, 2)]
-    others = [other_group(f, word, lane, 1) for word in words]
-    pairs = list(zip(words, others, strict=True))
-    both = [low.where(mine, other) for mine, other in pairs] + [low.where(other, mine) for mine, other in pairs]
-    result.append(elements(f, dtype, both))
-  return result
+  tiles = [[x[i : i + own] for i in range(0, len(x), own)] for x in p]
+  if p_lds is None:
+    return [[[rounded(dtype, x) for x in step] for step in steps] for steps in tiles]
+  stores = []
+  for steps, place in zip(tiles, places, strict=True):
+    for i, step in enumerate(steps):
+      words = [word_of(dtype, *step[j : j + 2]) for j in range(0, own, 2)]
+      stores += p_lds.store(place, f.step // CHUNK * i + lane // ROWS, words)
+  fenced = p_lds.fenced(*stores)
+  return [[read_row(f, dtype, fenced, place, i, lane) for i in range(len(tiles[0]))] for place in places]
 
 
 def multiply_pv(
-  f: Fragments, dtype: DType, p_frags: list[list[Operand]], v_lds: Rows, acc: UOp, alpha: tuple[UOp, ...], lane: UOp
-) -> list[list[UOp]]:
-  """O^T = O^T alpha + V^T P^T: for each tile of queries, tiles of 16 columns, `result` of them in this lane."""
-  m_tiles, d_tiles, results = acc.shape
-  out = [
-    [UOp.stack(*[acc[i, j, e].load() * alpha[i] for e in range(results)]) for j in range(d_tiles)]
-    for i in range(m_tiles)
-  ]
+  f: Fragments, dtype: DType, p_frags: list[list[Operand]], v_lds: Rows, acc: UOp, old: UOp, alpha: list[UOp], lane: UOp
+) -> list[UOp]:
+  """O^T = O^T alpha + V^T P^T: the stores to acc (tiles of queries, tiles of 16 columns, `result` in this lane)."""
+  m_tiles, d_tiles, results = sizes(acc)
+  alphas = [twins(f, x, m_tiles) for x in alpha]
+  stores = []
   for d in range(d_tiles):
+    out = [UOp.stack(*[old[i, d, e].load() * alphas[i][e % 2] for e in range(results)]) for i in range(m_tiles)]
     for step in range(len(p_frags[0])):
       v_frag = read_row(f, dtype, v_lds, d * ROWS + lane % ROWS, step, lane)
-      for tile, p_frag in zip(out, p_frags, strict=True):
-        tile[d] = multiply(f, v_frag, p_frag[step], tile[d])
-  return out
+      out = [multiply(f, v_frag, p_frags[i][step], out[i]) for i in range(m_tiles)]
+    stores += [acc[i, d].store(out[i]) for i in range(m_tiles)]
+  return stores
 
 
 def store_rows(
-  f: Fragments, o: UOp, lse: UOp | None, head: UOp, row: UOp, acc: UOp, m_i: UOp, l_i: UOp, lane: UOp
+  f: Fragments, o: UOp, lse: UOp | None, head: UOp, row: UOp, acc: UOp, shift: UOp, l_i: UOp, lane: UOp
 ) -> list[UOp]:
-  """O = acc / l and LSE = (m + log2 l) ln 2; a row that saw no key gets 0 and -inf. Rows past M are not stored.
-
-  With one row of one column there is no index to gate: then rows past M store the last row, as all others do.
-  """
-  _, M, Dv = sizes(o)
+  """O = acc / l and LSE = (log2 l - shift) ln 2; a row that saw no key gets 0 and -inf. Rows past M are not stored."""
+  M = sizes(o)[1]
   total = join(f, UOp.__add__, l_i, lane)
   inverse = total.eq(0).where(0.0, 1 / total)
   stores = []
-  for j in range(acc.shape[0]):
-    for e in range(f.result):
-      column = j * ROWS + f.result_row(lane // ROWS, e)
-      inside = (row < M) & (column < Dv) if column.vmax >= Dv else row < M
-      stores.append(gated(o, inside, head, row, column).store((acc[j, e].load() * inverse).cast(o.dtype)))
+  for j in range(sizes(acc)[0]):
+    columns = neighbours(f, [ins.pin(HIP, acc[j, e].load() * inverse).cast(o.dtype) for e in range(f.result)], lane)
+    stores += store_columns(o, head, row, j * ROWS + lane // ROWS * f.result, columns)
   if lse is not None:
-    value = (m_i + total.log2()) * LN2
+    value = ins.pin(HIP, (total.log2() - shift) * LN2)
     stores.append(gated(lse, row < M, head, row).store(value))
+  return stores
+
+
+def neighbours(f: Fragments, values: list[UOp], lane: UOp) -> list[UOp]:
+  """What a lane has of 16 columns, as neighbours: on RDNA3 each has every second one, and lanes swap halves."""
+  if not f.interleaved:
+    return values
+  low, half, result = lane < ROWS, len(values) // 2, []
+  for near, far in zip(values[:half], values[half:], strict=True):
+    bits = low.where(far, near).bitcast(dtypes.ushort).cast(dtypes.uint)
+    other = other_group(f, bits, lane, 1).cast(dtypes.ushort).bitcast(near.dtype)
+    result += [low.where(near, other), low.where(other, far)]
+  return result
+
+
+def store_columns(o: UOp, head: UOp, row: UOp, first: UOp, values: list[UOp]) -> list[UOp]:
+  """Stores `values` to o[head, row, first:], in words where rows are whole ones; nothing outside o."""
+  _, M, Dv = sizes(o)
+  width = 2 - Dv % 2
+  stores = []
+  for e in range(0, len(values), width):
+    inside = (row < M) & (first + e < Dv) if first.vmax + e >= Dv else row < M
+    if width == 1:
+      stores.append(gated(o, inside, head, row, first + e).store(values[e]))
+      continue
+    low, high = (x.bitcast(dtypes.ushort).cast(dtypes.uint) for x in values[e : e + 2])
+    at = (head * M + row) * (Dv // 2) + (first + e) // 2
+    stores.append(as_type(o, dtypes.uint)[at.valid(inside)].store(low | (high << 16)))
   return stores

@@ -211,7 +211,8 @@ def forward(
   ) -> tuple[list[UOp], list[UOp], list[UOp]]:
     """Waits for S, and starts copying the tile `ahead`. Returns alpha and the words of P, and the stores of m and l."""
     waited = wgmma.wait(pending, block_n, scores[0], qk)
-    done = scores.after(waited, start(n_tile + ahead, waited))
+    following = start(n_tile + ahead, waited)
+    done = scores.after(waited, following)
     alphas, stores, parts = [], [], []
     for half in range(HALVES):
       seen = last_seen(rows[half] + q_start, N, causal) - n_tile * block_n - lane % QUAD * 2 if masked else None
@@ -221,7 +222,7 @@ def forward(
       parts.append([ins.pack(CUDA, part[i], part[i + 1], dtype) for i in range(0, len(part), 2)])
       alphas.append(alpha)
       # scores times a scale of 0 are no scores, and nothing else may be left that waits for the product
-      stores += [m_i.after(waited)[half].store(m_new), l_i.after(waited)[half].store(l_new)]
+      stores += [x.after(waited, following)[half].store(y) for x, y in ((m_i, m_new), (l_i, l_new))]
     words = [parts[half][n] for n in range(block_n // COLUMNS) for half in range(HALVES)]
     return alphas, words, stores
 

@@ -138,6 +138,37 @@ _LIST = [
     ),
     cross_lane=True,
   ),
+  # two words: their low halves, or their high ones, as a word
+  Instruction(
+    "low_halves",
+    {"hip": "__builtin_amdgcn_perm({1}, {0}, 0x05040100)", "cuda": "__byte_perm({0}, {1}, 0x5410)"},
+    lambda y, a, b: f"{y} = call i32 @llvm.amdgcn.perm(i32 {b}, i32 {a}, i32 {0x05040100})",
+  ),
+  Instruction(
+    "high_halves",
+    {"hip": "__builtin_amdgcn_perm({1}, {0}, 0x07060302)", "cuda": "__byte_perm({0}, {1}, 0x7632)"},
+    lambda y, a, b: f"{y} = call i32 @llvm.amdgcn.perm(i32 {b}, i32 {a}, i32 {0x07060302})",
+  ),
+  Instruction(
+    "fmin",
+    {"hip": "__builtin_fminf({0}, {1})", "cuda": "fminf({0}, {1})"},
+    lambda y, a, b: f"{y} = call float @llvm.minnum(float {a}, float {b})",
+  ),
+  # what the wave's lanes stored to LDS before is there for all of them after; the order of instructions, none itself
+  Instruction(
+    "wave_fence",
+    {
+      "hip": '[&](){{ __builtin_amdgcn_fence(__ATOMIC_RELEASE, "wavefront"); __builtin_amdgcn_wave_barrier();'
+      ' __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "wavefront"); return 0; }}()'
+    },
+    lambda y, *_: (
+      f"""fence syncscope("wavefront") release
+  call void @llvm.amdgcn.wave.barrier()
+  fence syncscope("wavefront") acquire
+  {y} = add i32 0, 0"""
+    ),
+    statement=True,
+  ),
   Instruction(
     "fmax",
     {"hip": "__builtin_fmaxf({0}, {1})", "cuda": "fmaxf({0}, {1})"},
@@ -289,6 +320,38 @@ def permlanex16(family: str, value: UOp) -> UOp:
 def fmax(family: str, a: UOp, b: UOp) -> UOp:
   """The larger of two float32, or the one that is not NaN, in one instruction (Ops.MAX takes two)."""
   return _value(family, "fmax", dtypes.float, a, b)
+
+
+def fmin(family: str, a: UOp, b: UOp) -> UOp:
+  """The smaller of two float32, or the one that is not NaN, in one instruction."""
+  return _value(family, "fmin", dtypes.float, a, b)
+
+
+def low_halves(family: str, a: UOp, b: UOp) -> UOp:
+  """The low 16 bits of two uint32, a's below b's, in one instruction.
+
+  Sources: AMD RDNA3 ISA, "V_PERM_B32"; CUDA Math API, "__byte_perm".
+  """
+  return _value(family, "low_halves", dtypes.uint, a, b)
+
+
+def high_halves(family: str, a: UOp, b: UOp) -> UOp:
+  """The high 16 bits of two uint32, a's below b's, in one instruction; see `low_halves`."""
+  return _value(family, "high_halves", dtypes.uint, a, b)
+
+
+def wave_fence(family: str, *after: UOp) -> UOp:
+  """An index of 0, known when all lanes of the wave can read what each of them stored to LDS in `after`.
+
+  Add it to the index of a load from LDS. `.after` on LDS would have tinygrad put in a barrier for the workgroup.
+  """
+  statement = _statement(family, "wave_fence", after)
+  return (
+    UOp.placeholder((1,), dtypes.int, slot=STATEMENT_SLOT, addrspace=AddrSpace.REG)
+    .after(statement)[0]
+    .load()
+    .cast(dtypes.weakint)
+  )
 
 
 def exp2(family: str, x: UOp) -> UOp:

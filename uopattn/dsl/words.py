@@ -1,15 +1,46 @@
-"""16-bit floats as their bits, alone or two a word."""
+"""16-bit data as 32-bit words of two neighbours: how it travels between global memory, registers and LDS.
 
+tinygrad joins neighbouring loads of 32-bit types into wide ones; it leaves bfloat16 apart.
+"""
+
+from collections.abc import Callable
 from math import prod
 
-from tinygrad import UOp
+from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
+
+from uopattn.dsl.scope import sizes
+
+Words = list[UOp]  # neighbours
+Load = Callable[[UOp, UOp], UOp]  # (row, word) -> a word of that row
 
 
 def as_type(x: UOp, dtype: DType) -> UOp:
-  """The kernel's argument `x` as a flat array of another type: 16-bit floats as bits, two a word where they fit.
-
-  tinygrad joins neighbouring accesses of 32-bit types into wide ones, and leaves bfloat16 apart.
-  """
-  count = prod(int(size) for size in x.shape) * x.dtype.itemsize // dtype.itemsize
+  """The kernel's argument `x`, reshaped or not, as a flat array of another type."""
+  count = prod(sizes(x)) * x.dtype.itemsize // dtype.itemsize
   return UOp.placeholder((count,), dtype, slot=x.base.arg.slot)
+
+
+def words_of(x: UOp, head: UOp) -> Load:
+  """Words of the rows of x[head] (rows, size), x (heads, rows, size) of a 16-bit type; past a row's end they are 0."""
+  _, length, size = sizes(x)
+  words, halves = as_type(x, dtypes.uint), as_type(x, dtypes.ushort)
+
+  def load(row: UOp, word: UOp) -> UOp:
+    if 2 * word.vmin >= size:
+      return UOp.const(0, dtypes.uint)
+    first = (head * length + row) * size
+    if size % 2 == 0:
+      return _or_zero(words, first // 2, word, size // 2)
+    low, high = (_or_zero(halves, first, 2 * word + i, size).cast(dtypes.uint) for i in range(2))
+    return low | (high << 16)
+
+  return load
+
+
+def _or_zero(flat: UOp, base: UOp, at: UOp, width: int) -> UOp:
+  """flat[base + at], or 0 where at is not below width: decided when the kernel is built, if possible."""
+  if at.vmax < width:
+    return flat[base + at].load()
+  inside = at < width
+  return inside.where(flat[(base + at).valid(inside)].load(), UOp.const(0, flat.dtype))

@@ -88,7 +88,10 @@ MEANINGS: dict[str, Meaning] = {
   "row_xmask": lambda run, u, value, mask: _from_lane(run, u, value, run.lane_in_wave ^ int(mask)),
   "row_ror": _row_ror,
   "permlanex16": lambda run, u, value: _from_lane(run, u, value, run.lane_in_wave ^ 16),
+  "low_halves": lambda run, u, a, b: (a & np.uint32(0xFFFF)) | (b << np.uint32(16)),
+  "high_halves": lambda run, u, a, b: (a >> np.uint32(16)) | (b & np.uint32(0xFFFF0000)),
   "fmax": lambda run, u, a, b: np.fmax(a, b),
+  "fmin": lambda run, u, a, b: np.fmin(a, b),
   "exp2": _exp2,
   "log2": _log2,
   "reciprocal": lambda run, u, x: np.float32(1) / x,
@@ -107,6 +110,7 @@ MEANINGS: dict[str, Meaning] = {
   "wgmma_registers": warpgroup.from_registers,
   "wgmma_wait": warpgroup.wait,
   "pin": lambda run, u, x: x,
+  "wave_fence": lambda run, u: NOTHING,  # lanes run in step here
   "ldmatrix": lambda run, u, to, row: _ldmatrix(run, u, to, row, trans=False),
   "ldmatrix_trans": lambda run, u, to, row: _ldmatrix(run, u, to, row, trans=True),
 }
