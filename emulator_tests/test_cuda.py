@@ -44,11 +44,14 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("shape", SHAPES)
+# one of the architectures that share a kernel, and causal or not, in turn: each lowers a kernel of its own
+CASES = [(shape, arch) for i, shape in enumerate(SHAPES) for arch in (ARCHES[i % 2], "sm_90")]
+
+
+@pytest.mark.parametrize(("shape", "arch"), CASES)
 def test_matches_the_oracle(shape: str, arch: str) -> None:
   sizes, dtype = SHAPES[shape]
-  is_causal = (list(SHAPES).index(shape) + ARCHES.index(arch)) % 2 == 1  # in turn: each lowers a kernel of its own
+  is_causal = (list(SHAPES).index(shape) // 2 + ARCHES.index(arch) // 2) % 2 == 1
   with on(arch):
     check_attention(*inputs(*sizes, dtype), is_causal=is_causal)
 
@@ -134,7 +137,7 @@ def test_rows_that_see_no_key_are_zero(arch: str) -> None:
 @pytest.mark.parametrize("scale", [0.0, -0.5, 3.0])
 def test_any_scale(scale: float, arch: str) -> None:
   with on(arch):
-    check_attention(*inputs(1, 1, 1, 40, 50, 16, 16), scale=scale)
+    check_attention(*inputs(1, 1, 1, 40, 400, 16, 16), scale=scale)
 
 
 @pytest.mark.parametrize("arch", SCHEDULES)
@@ -164,7 +167,7 @@ def test_a_bad_head_reaches_no_other(arch: str) -> None:
 @pytest.mark.parametrize("D", [64, 128])
 def test_no_bank_conflict_and_causal_tiles_skipped(arch: str, D: int) -> None:
   with on(arch):
-    sources = inputs(1, 1, 1, 260, 260, D, D)
+    sources = inputs(1, 1, 1, 130, 260, D, D)
     full, causal = counts(*sources), counts(*sources, is_causal=True)
   assert full.bank_conflicts == causal.bank_conflicts == 0
   assert causal.matrix < full.matrix
