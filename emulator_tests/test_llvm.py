@@ -43,7 +43,7 @@ WORDS = {
   "exp2": lambda x, lane: ins.exp2(HIP, x),
   "log2": lambda x, lane: ins.log2(HIP, x),
   "reciprocal": lambda x, lane: ins.reciprocal(HIP, x),
-  "pin": lambda x, lane: ins.pin(HIP, ins.exp2(HIP, x)),
+  "pin": lambda x, lane: ins.pin(HIP, ins.shuffle(HIP, x, lane ^ 21)),
 }
 
 

@@ -31,9 +31,10 @@ from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType, KernelInfo
 
-from uopattn.dsl import LN2, LOG2E, Scope, clamp, gated, sizes
+from uopattn.dsl import LN2, LOG2E, Scope, gated, sizes
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.fragments import CHUNK, HIP, ROWS, Fragments
+from uopattn.dsl.keys import tile_counts
 from uopattn.dsl.staging import WORDS, Rows, Stage
 from uopattn.dsl.words import Words, as_type, words_of
 
@@ -163,7 +164,7 @@ def forward(
   p_lds = Rows.make(s, block_m, block_n, f.pad) if f.repeated else None
   # A positive factor keeps the order of the scores: it waits for the exponent, to join the subtraction there.
   early, late = (1.0, scale * LOG2E) if scale > 0 else (scale * LOG2E, 1.0)
-  whole, n_tiles = tile_counts(block_row, block_m, block_n, M, N, causal, q_start)
+  whole, n_tiles = tile_counts(block_row, block_m, M, block_n, N, causal, q_start)
 
   def run(first: UOp, count: UOp, masked: bool, ready: UOp) -> UOp:
     """Runs through `count` tiles from tile `first`, which is in LDS when `ready`."""
@@ -200,21 +201,6 @@ def forward(
   name = f"attention_{tiles.arch}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{'_causal' * causal}"
   # A tag keeps tinygrad from rearranging the axes.
   return UOp.group(*stores).end(wave, lane).end(item).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
-
-
-def tile_counts(
-  block_row: UOp, block_m: int, block_n: int, M: int, N: int, causal: bool, q_start: int
-) -> tuple[UOp, UOp]:
-  """How many tiles need no mask, and how many any row of the block sees, at least one.
-
-  tinygrad's linearizer knows what is outside a loop by how often it runs: a loop of one trip at most, if that is not
-  known to be one, would swallow what comes before it.
-  """
-  if not causal:
-    return UOp.const(N // block_n), UOp.const(ceildiv(N, block_n))
-  last_key = clamp((block_row + block_m).minimum(M) - 1 + q_start, 0, N - 1)
-  whole = clamp(block_row + q_start + 1, 0, N) // block_n
-  return whole if whole.vmax > 1 else UOp.const(0), last_key // block_n + 1
 
 
 def load_query(f: Fragments, q: UOp, head: UOp, row: UOp, lane: UOp) -> list[Operand]:
@@ -384,7 +370,7 @@ def store_rows(
   inverse = total.eq(0).where(0.0, 1 / total)
   stores = []
   for j in range(sizes(acc)[0]):
-    columns = neighbours(f, [ins.pin(HIP, acc[j, e].load() * inverse).cast(o.dtype) for e in range(f.result)], lane)
+    columns = neighbours(f, [(acc[j, e].load() * inverse).cast(o.dtype) for e in range(f.result)], lane)
     stores += store_columns(o, head, row, j * ROWS + lane // ROWS * f.result, columns)
   if lse is not None:
     value = ins.pin(HIP, (total.log2() - shift) * LN2)
@@ -405,16 +391,20 @@ def neighbours(f: Fragments, values: list[UOp], lane: UOp) -> list[UOp]:
 
 
 def store_columns(o: UOp, head: UOp, row: UOp, first: UOp, values: list[UOp]) -> list[UOp]:
-  """Stores `values` to o[head, row, first:], in words where rows are whole ones; nothing outside o."""
+  """Stores `values` to o[head, row, first:], in words where rows are whole ones; nothing outside o.
+
+  All lanes work the values out, also those that store none: the other lanes' are made with their help.
+  """
   _, M, Dv = sizes(o)
   width = 2 - Dv % 2
   stores = []
   for e in range(0, len(values), width):
     inside = (row < M) & (first + e < Dv) if first.vmax + e >= Dv else row < M
     if width == 1:
-      stores.append(gated(o, inside, head, row, first + e).store(values[e]))
+      word = ins.pin(HIP, values[e].bitcast(dtypes.ushort).cast(dtypes.uint))
+      stores.append(gated(o, inside, head, row, first + e).store(word.cast(dtypes.ushort).bitcast(o.dtype)))
       continue
     low, high = (x.bitcast(dtypes.ushort).cast(dtypes.uint) for x in values[e : e + 2])
     at = (head * M + row) * (Dv // 2) + (first + e) // 2
-    stores.append(as_type(o, dtypes.uint)[at.valid(inside)].store(low | (high << 16)))
+    stores.append(as_type(o, dtypes.uint)[at.valid(inside)].store(ins.pin(HIP, low | (high << 16))))
   return stores

@@ -192,8 +192,9 @@ _LIST = [
   # value: itself
   Instruction(
     "pin",
-    {"hip": '({{ float x = {0}; __asm__ volatile("" : "+v"(x)); x; }})'},
-    lambda y, x: f'{y} = call float asm sideeffect "", "=v,0"(float {x})',
+    {"hip": '({{ __typeof__({0}) x = {0}; __asm__ volatile("" : "+v"(x)); x; }})'},
+    lambda y, x: f'{y} = call i32 asm sideeffect "", "=v,0"(i32 {x})',
+    cross_lane=True,
   ),
   # low, high: two float32 rounded to 16 bits, in a word
   Instruction("pack_half", {"cuda": _pack("f16x2")}),
@@ -370,12 +371,12 @@ def reciprocal(family: str, x: UOp) -> UOp:
 
 
 def pin(family: str, x: UOp) -> UOp:
-  """The float32 x, computed here, by all lanes that are active here.
+  """x, of any 32-bit dtype, computed here, by all lanes that are active here.
 
   For what lanes compute together and only some store. LLVM before 23 takes matrix instructions, before 21 permutes too,
   for ones that may move into the branch that needs their result (llvm-project pull requests 142962, 165602, 178314).
   """
-  return _value(family, "pin", dtypes.float, x)
+  return _value(family, "pin", x.dtype, x)
 
 
 def pack(family: str, low: UOp, high: UOp, dtype: DType) -> UOp:

@@ -7,7 +7,10 @@ from uopattn.dsl.scope import clamp
 
 
 def tile_counts(first: UOp, block_m: int, M: int, block_n: int, N: int, causal: bool, q_start: int) -> tuple[UOp, UOp]:
-  """How many tiles of keys all queries of a block see whole, and how many any of them sees a key of, at least 1.
+  """How many tiles of keys need no mask for a block of queries, and how many any of them sees a key of, at least 1.
+
+  tinygrad's linearizer knows what is outside a loop by how often it runs: a loop of one trip at most, if that is not
+  known to be one, would swallow what comes before it. So there is not one tile, or none, without a mask.
 
   Args:
     first: the first query of the block.
@@ -21,7 +24,8 @@ def tile_counts(first: UOp, block_m: int, M: int, block_n: int, N: int, causal: 
   if not causal:
     return UOp.const(N // block_n), UOp.const(ceildiv(N, block_n))
   last = (first + block_m).minimum(M) - 1 + q_start
-  return clamp(first + q_start + 1, 0, N) // block_n, clamp(last, 0, N - 1) // block_n + 1
+  whole = clamp(first + q_start + 1, 0, N) // block_n
+  return whole if whole.vmax > 1 else UOp.const(0), clamp(last, 0, N - 1) // block_n + 1
 
 
 def last_seen(position: UOp, N: int, causal: bool) -> UOp:
