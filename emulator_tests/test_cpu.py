@@ -59,6 +59,17 @@ def test_rows_that_see_no_key_are_zero() -> None:
   assert np.isfinite(lse.numpy()[0, 0, 5:]).all()
 
 
+@pytest.mark.parametrize("M", [3, 35])
+def test_no_row_sees_a_key(M: int) -> None:
+  """So the kernel uses neither q nor k, which tinygrad then leaves out of its arguments."""
+  out, lse = attention(
+    *qkv(2, 4, 2, M, 50, 20, 16), is_causal=True, q_start=-100, enable_gqa=True, return_lse=True, backend="kernel"
+  )
+  Tensor.realize(out, lse)
+  assert (out.numpy() == 0).all()
+  assert (lse.numpy() == -math.inf).all()
+
+
 @pytest.mark.parametrize("scale", [0.0, -0.5, 1.0, 3.0])
 def test_any_scale(scale: float) -> None:
   check_attention(*qkv(1, 2, 2, 40, 50, 16, 16), scale=scale)
