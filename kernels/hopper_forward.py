@@ -89,7 +89,7 @@ class Tiles:
 
   @classmethod
   def choose(cls, arch: str, heads: int, M: int, N: int, Dk: int, Dv: int, causal: bool, limit: int) -> "Tiles":
-    """The tiles that promise most: their speed where there is plenty to do, times the share of places in use.
+    """The tiles that promise most: their speed where there is plenty to do, times the shares of rows and places in use.
 
     Args:
       arch: "sm_90" alone has these instructions.
@@ -107,8 +107,9 @@ class Tiles:
 
     def promise(candidate: tuple["Tiles", int, int, int]) -> float:
       tiles, resident, full, half = candidate
-      workgroups, places = heads * ceildiv(M, tiles.block_m), MULTIPROCESSORS * resident
-      return (half if causal else full) * workgroups / round_up(workgroups, places)
+      blocks, places = ceildiv(M, tiles.block_m), MULTIPROCESSORS * resident
+      rows, turns = M / (blocks * tiles.block_m), heads * blocks / round_up(heads * blocks, places)
+      return (half if causal else full) * rows * turns
 
     size = next(size for size in MEASURED if max(Dk, Dv) <= size)
     best = max(MEASURED[size], key=promise)[0]
