@@ -1,6 +1,7 @@
-"""The kernels on a real GPU, where tinygrad's default device is one (`DEV=CUDA scripts/test`, `DEV=AMD scripts/test`)."""
+"""The kernels on a real GPU, where tinygrad's default device is one: `DEV=CUDA scripts/test`, `DEV=AMD scripts/test`."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 from helpers import check, check_attention, qkv
@@ -13,7 +14,7 @@ KIND = Device.DEFAULT.split(":")[0]
 pytestmark = pytest.mark.skipif(KIND not in ("CUDA", "AMD"), reason=f"tinygrad's default device is {KIND}, not a GPU")
 HALF, BFLOAT = dtypes.float16, dtypes.bfloat16
 
-CASES = {
+CASES: dict[str, tuple[tuple[int, int, int, int, int, int, int], Any, dict[str, Any]]] = {
   "smallest": ((1, 1, 1, 1, 1, 1, 1), HALF, {}),
   "one query": ((2, 2, 2, 1, 150, 64, 64), BFLOAT, {}),
   "one key": ((1, 2, 2, 70, 1, 16, 16), HALF, {}),
