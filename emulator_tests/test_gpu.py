@@ -1,4 +1,4 @@
-"""The kernels on a real GPU, where tinygrad's default device is one: `DEV=CUDA scripts/test`, `DEV=AMD scripts/test`."""
+"""The kernels on a real GPU, where tinygrad's default device is one: `DEV=CUDA scripts/test`, say."""
 
 from functools import partial
 from typing import Any

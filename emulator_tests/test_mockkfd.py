@@ -33,7 +33,8 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.skipif(not CHECKOUT, reason="no checkout of tinygrad's source on PYTHONPATH")
 @pytest.mark.parametrize(
   "problem",
-  ["N=128 D=64 H=1", "N=131 M=77 D=33 DV=17 H=2 HKV=1 CAUSAL=1 DTYPE=bfloat16"],
+  # DV is even: it takes the 4 bytes of two 16-bit stores that LLVM joins for ones at a multiple of 4
+  ["N=128 D=64 H=1", "N=131 M=77 D=33 DV=18 H=2 HKV=1 CAUSAL=1 DTYPE=bfloat16"],
   ids=["round", "odd causal grouped bfloat16"],
 )
 def test_gfx1100_machine_code_is_right(problem: str) -> None:
