@@ -65,12 +65,12 @@ def main_loop(text: str) -> Counter[str]:
   for i, following in enumerate(after):
     for j in following:
       before[j].append(i)
-  bodies = []
+  bodies: list[list[int]] = []
   for last, following in enumerate(after):
     for first in following:
       if first <= last and last not in _reached(0, after, without=first):
         bodies.append([i for i in sorted(_reached(last, before, without=first) | {first}) if first <= i <= last])
-  counts = [Counter(_kind(code[i]) for i in body) for body in bodies or [range(len(code))]]
+  counts = [Counter(_kind(code[i]) for i in body) for body in bodies or [list(range(len(code)))]]
   return max(counts, key=lambda count: (count["matrix"], -count.total()))
 
 
