@@ -11,6 +11,7 @@ import sass
 from report_cuda import COLUMNS, MULTIPROCESSOR, NONE, Compiled, figure, resident, row
 from report_table import kind, line
 from tinygrad.runtime.autogen import nvrtc
+from tinygrad.runtime.support.compiler_cuda import NVRTCCompiler
 
 from uopattn.dispatch import KERNELS, Choice
 from uopattn.kernels import cuda_forward
@@ -90,8 +91,8 @@ def test_kinds() -> None:
   assert list(expected) == list(sass.KINDS)
   for name, instructions in expected.items():
     assert {kind(instruction, sass.KINDS) for instruction in instructions.split()} == {name}
-  with pytest.raises(RuntimeError, match="TEX.B is no instruction of a kind"):
-    kind("TEX.B", sass.KINDS)
+  with pytest.raises(RuntimeError, match="TEX is no instruction of a kind"):
+    kind("TEX", sass.KINDS)
 
 
 @pytest.mark.parametrize(
@@ -168,12 +169,13 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_compiler")
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
   assert report_cuda.compiler() is None
-  monkeypatch.setattr(report_cuda, "source", lambda *_: ("source", CHOICE, 0))
   monkeypatch.setattr(compile_report.report_amd, "ARCHES", ())
   assert compile_report.main([]) == 0  # nobody asked for NVIDIA
   assert capsys.readouterr().out == f"{NONE}\n"
   assert compile_report.main(["sm_80"]) == 1
-  assert NONE in capsys.readouterr().err
+  assert capsys.readouterr() == ("", f"compile_report: {NONE}\n")
+  with pytest.raises(RuntimeError, match="no compiler for NVIDIA's GPUs"):
+    report_cuda.compiled("source", "sm_80", CHOICE, 0)
 
 
 def test_a_target_of_neither(capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,6 +194,26 @@ def test_nvcc_goes_before_nvrtc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
   (tmp_path / "nvcc").chmod(0o755)
   monkeypatch.setenv("PATH", str(tmp_path))
   assert report_cuda.compiler() is report_cuda.by_nvcc
+
+
+def has_nvrtc() -> bool:
+  try:
+    NVRTCCompiler("sm_80")
+  except AttributeError:
+    return False
+  return True
+
+
+@pytest.mark.skipif(not has_nvrtc(), reason="tinygrad finds no NVRTC")
+def test_nvrtc_tells_what_nvcc_does() -> None:
+  text = 'extern "C" __global__ void one(float* p) { p[threadIdx.x] = 1; }'
+  cubin, said, name = report_cuda.by_nvrtc(text, "sm_80")
+  assert cubin.startswith(b"\x7fELF")
+  assert (figure(said, "bytes stack frame"), figure(said, "bytes spill stores")) == (0, 0)
+  assert 0 < figure(said, "registers") < 32
+  assert name.startswith("NVRTC ")
+  with pytest.raises(RuntimeError, match="error"):
+    report_cuda.by_nvrtc("no CUDA", "sm_80")
 
 
 def test_rows_say_what_to_install_for_the_main_loop(

@@ -58,7 +58,9 @@ def report(given: argparse.Namespace) -> None:
     show(report_amd.COLUMNS, report_amd.rows(amd, given.M, given.N, given.D, given.causal))
   if not cuda:
     return
-  if report_cuda.compiler() is None and not given.arch:
+  if report_cuda.compiler() is None:
+    if given.arch:
+      raise RuntimeError(report_cuda.NONE)
     print(report_cuda.NONE)
     return
   show(report_cuda.COLUMNS, report_cuda.rows(cuda, given.H, given.M, given.N, given.D, given.causal))
