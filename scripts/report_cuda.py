@@ -30,8 +30,8 @@ from uopattn.target import Target
 ARCHES = ("sm_80", "sm_89", "sm_90")
 TYPES = {"float16": dtypes.float16, "bfloat16": dtypes.bfloat16}
 NONE = (
-  "no compiler for NVIDIA's GPUs: install the CUDA toolkit for nvcc, or pip install nvidia-cuda-nvrtc for NVRTC and "
-  "put the folder of its libraries on LD_LIBRARY_PATH"
+  "no compiler for NVIDIA's GPUs: install the CUDA toolkit for nvcc; or pip install nvidia-cuda-nvrtc and "
+  "nvidia-cuda-runtime of one version, with CUDA_PATH=.../site-packages/nvidia/cu13 and LD_LIBRARY_PATH=$CUDA_PATH/lib"
 )
 # Threads and workgroups that a multiprocessor has at most; registers are 65536 on all.
 MULTIPROCESSOR = {
