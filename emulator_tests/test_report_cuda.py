@@ -43,37 +43,40 @@ def test_a_kernel_without_a_loop_counts_whole() -> None:
   )
 
 
-def test_a_loop_may_end_in_a_jump_past_its_end() -> None:
-  code = listing("FADD R0", ".L_x_1:", "HMMA R0", "@!P0 CALL.REL.NOINC `(.L_x_0)", "BRA `(.L_x_1)", ".L_x_0:", "EXIT")
-  assert sass.main_loop(code) == Counter(matrix=1, wait=2)
+WAITS = (
+  "SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR5], R16",
+  "@!P1 BRA `(.L_x_2)",
+  ".L_x_19:",
+  "HGMMA.64x128x16.F32 R24",
+  ".L_x_5:",
+  "SYNCS.PHASECHK.TRANS64.TRYWAIT P2, [UR7], R5",
+  "@!P2 BRA `(.L_x_3)",
+  ".L_x_20:",
+  "@!PT LDS RZ, [RZ]",
+  "HGMMA.64x128x16.F32 R24",
+  "@P2 BRA `(.L_x_5)",
+  "HGMMA.64x128x16.F32 R24",
+  "EXIT",
+  ".L_x_2:",
+  "SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR5], R16",
+  "@!P1 BRA `(.L_x_2)",
+  "BRA `(.L_x_19)",
+  ".L_x_3:",
+  "SYNCS.PHASECHK.TRANS64.TRYWAIT P2, [UR7], R5",
+  "@!P2 BRA `(.L_x_3)",
+  "BRA `(.L_x_20)",
+)
 
 
 def test_waiting_elsewhere_in_memory_is_no_part_of_the_loop() -> None:
   """The jump back from the first wait encloses the loop and what precedes it, and runs into neither again."""
-  code = listing(
-    "SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR5], R16",
-    "@!P1 BRA `(.L_x_2)",
-    ".L_x_19:",
-    "HGMMA.64x128x16.F32 R24",
-    ".L_x_5:",
-    "SYNCS.PHASECHK.TRANS64.TRYWAIT P2, [UR7], R5",
-    "@!P2 BRA `(.L_x_3)",
-    ".L_x_20:",
-    "@!PT LDS RZ, [RZ]",
-    "HGMMA.64x128x16.F32 R24",
-    "@P2 BRA `(.L_x_5)",
-    "HGMMA.64x128x16.F32 R24",
-    "EXIT",
-    ".L_x_2:",
-    "SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR5], R16",
-    "@!P1 BRA `(.L_x_2)",
-    "BRA `(.L_x_19)",
-    ".L_x_3:",
-    "SYNCS.PHASECHK.TRANS64.TRYWAIT P2, [UR7], R5",
-    "@!P2 BRA `(.L_x_3)",
-    "BRA `(.L_x_20)",
-  )
-  assert sass.main_loop(code) == Counter(matrix=1, wait=4)
+  assert sass.main_loop(listing(*WAITS)) == Counter(matrix=1, wait=4)
+
+
+def test_a_loop_may_end_in_a_call_of_what_follows() -> None:
+  first = (".L_x_1:", "FADD R0", "@!P0 CALL.REL.NOINC `(.L_x_0)", "BRA `(.L_x_1)", ".L_x_0:")
+  assert sass.main_loop(listing(*first, "EXIT")) == Counter(float=1, wait=2)
+  assert sass.main_loop(listing(*first, *WAITS)) == Counter(matrix=1, wait=4)
 
 
 def test_kinds() -> None:
