@@ -4,9 +4,10 @@ import dataclasses
 import subprocess
 from collections import Counter
 
-import compile_report
 import pytest
-from compile_report import ARCHES, TYPES, Compiled, kind, main_loop, measure, occupancy, row
+import report_amd
+from report_amd import ARCHES, COLUMNS, KINDS, TYPES, Compiled, main_loop, measure, occupancy, row
+from report_table import kind, line
 
 from uopattn.kernels.amd_forward import Tiles
 
@@ -81,11 +82,11 @@ def test_occupancy(arch: str, vgprs: int, lds: int, waves: int, expected: int) -
 def test_kinds() -> None:
   names = "v_wmma_f32_16x16x16_f16 v_mfma_f32_16x16x16_f16 v_exp_f32_e32 ds_swizzle_b32 v_mov_b32_dpp ds_load_b128"
   names += " global_load_b32 s_wait_dscnt s_barrier s_cbranch_scc0 v_dual_mul_f32"
-  assert [kind(name) for name in names.split()] == (
+  assert [kind(name, KINDS) for name in names.split()] == (
     ["matrix", "matrix", "trans", "lane", "lane", "lds", "memory", "wait", "wait", "scalar", "valu"]
   )
   with pytest.raises(RuntimeError, match="image_load is no instruction of a kind"):
-    kind("image_load")
+    kind("image_load", KINDS)
 
 
 def test_main_loop_is_the_shortest_with_the_most_matrix_instructions() -> None:
@@ -113,18 +114,19 @@ def test_a_clang_stands_in_for_llvmlite(monkeypatch: pytest.MonkeyPatch) -> None
   def missing(*_) -> None:
     raise ImportError("No module named 'llvmlite'")
 
-  monkeypatch.setattr(compile_report, "by_llvmlite", missing)
-  monkeypatch.setattr(compile_report.shutil, "which", lambda name: name if name == "clang-19" else None)
-  monkeypatch.setattr(compile_report.subprocess, "run", run)
-  assert compile_report.assembly("source", "gfx1201") == ("code", "clang version 19.1.7")
+  monkeypatch.setattr(report_amd, "by_llvmlite", missing)
+  monkeypatch.setattr(report_amd.shutil, "which", lambda name: name if name == "clang-19" else None)
+  monkeypatch.setattr(report_amd.subprocess, "run", run)
+  assert report_amd.assembly("source", "gfx1201") == ("code", "clang version 19.1.7")
   command = calls[1]
   assert command[:2] == ["clang-19", "-cc1"]
   assert {"gfx1201", "-O3", "-S", "+cumode"} <= set(command)
-  monkeypatch.setattr(compile_report.shutil, "which", lambda name: None)
+  monkeypatch.setattr(report_amd.shutil, "which", lambda name: None)
   with pytest.raises(RuntimeError, match=r"pip install 'uopattn\[amd\]' for llvmlite, or install the system's clang"):
-    compile_report.assembly("source", "gfx1201")
+    report_amd.assembly("source", "gfx1201")
 
 
 def test_rows_fit_a_screen() -> None:
   compiled = dataclasses.replace(GOOD, tiles=Tiles("gfx942", 16, 2, 128), vgprs=512, agprs=256)
-  assert max(len(row("gfx942", "bfloat16", compiled)), len(compile_report.line("", compile_report.HEADS))) <= 120
+  wide = row("gfx942", "bfloat16", compiled)
+  assert max(len(line(wide.name, wide.cells, COLUMNS)), len(line("", list(COLUMNS), COLUMNS))) <= 120

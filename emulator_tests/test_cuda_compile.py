@@ -1,95 +1,93 @@
 """What NVIDIA's compiler makes of the CUDA kernels: no spills, and asynchronous products stay asynchronous."""
 
+import functools
 import re
 import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
-from tinygrad import UOp, dtypes
-from tinygrad.codegen import to_program
-from tinygrad.device import Compiler
-from tinygrad.dtype import DType
-from tinygrad.uop.ops import Ops
+import sass
+from report_cuda import ARCHES, TYPES, Compiled, by_nvcc, compiled, figure, measure, resident, source
 
-from uopattn.cuda import SharedRenderer
-from uopattn.dispatch import Choice, dispatch
+from uopattn.dispatch import Choice
+from uopattn.kernels import cuda_forward, hopper_forward
 from uopattn.spec import AttentionSpec
-from uopattn.target import Target
 
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on PATH")
 
-CODE = {
-  "sm_80": "arch=compute_80,code=sm_80",
-  "sm_89": "arch=compute_89,code=sm_89",
-  "sm_90": "arch=compute_90a,code=sm_90a",
-}
 HEADS, LENGTH = 4, 4096
-HALF, BFLOAT = dtypes.float16, dtypes.bfloat16
+measured = functools.cache(measure)
 QUICK = [
-  ("sm_80", 64, True, HALF),
-  ("sm_89", 128, False, BFLOAT),
-  ("sm_80", 256, True, HALF),
-  ("sm_90", 64, True, BFLOAT),
-  ("sm_90", 128, True, HALF),
-  ("sm_90", 256, False, HALF),
+  ("sm_80", 64, True, "float16"),
+  ("sm_89", 128, False, "bfloat16"),
+  ("sm_80", 256, True, "float16"),
+  ("sm_90", 64, True, "bfloat16"),
+  ("sm_90", 128, True, "float16"),
+  ("sm_90", 256, False, "float16"),
 ]
 REST = [
   (arch, D, causal, dtype)
-  for arch in CODE
+  for arch in ARCHES
   for D in (64, 128, 256)
   for causal in (False, True)
-  for dtype in (HALF, BFLOAT)
+  for dtype in TYPES
   if (arch, D, causal, dtype) not in QUICK
 ]
 
 
-def source(arch: str, D: int, causal: bool, dtype: DType) -> str:
-  """The kernel for `arch` in CUDA C++, with the LSE."""
-  spec = AttentionSpec(1, HEADS, HEADS, LENGTH, LENGTH, D, D, dtype, D**-0.5, causal, return_lse=True)
-  choice = dispatch(spec, Target("CUDA", arch))
-  assert isinstance(choice, Choice)
-  assert choice.kernel.name == ("hopper_forward" if arch == "sm_90" else "cuda_forward")
-  buffers = [UOp.placeholder((HEADS, LENGTH, D), dtype, slot) for slot in range(4)]
-  lse = UOp.placeholder((HEADS, LENGTH), dtypes.float, 4)
-  graph = choice.kernel.build(*buffers, lse, scale=spec.scale, causal=causal, q_start=0, tiles=choice.tiles)
-  renderer = SharedRenderer(arch, use_nvcc=True)
-  renderer.compiler = Compiler()  # leaves the source as it is
-  return next(u.arg for u in to_program(graph, renderer).src if u.op is Ops.SOURCE)
+def matrix_instructions(choice: Choice, D: int) -> int:
+  """Of one tile of keys, for a warp or a warpgroup."""
+  tiles = choice.tiles
+  if isinstance(tiles, hopper_forward.Tiles):
+    return D // 16 + tiles.block_n // 16
+  assert isinstance(tiles, cuda_forward.Tiles)
+  return 2 * tiles.m_tiles * (tiles.block_n // 8) * (D // 16)
 
 
-def report(text: str, arch: str, folder: Path) -> str:
-  """What nvcc and ptxas say of a kernel."""
-  (folder / "kernel.cu").write_text(text)
-  command = ["nvcc", "-cubin", f"-gencode={CODE[arch]}", "-Xptxas", "-v", "-o", "kernel.cubin", "kernel.cu"]
-  done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-  assert done.returncode == 0, done.stderr
-  return done.stdout + done.stderr
+def check_compiled(arch: str, D: int, causal: bool, dtype: str) -> Compiled:
+  c = measured(arch, dtype, HEADS, LENGTH, LENGTH, D, causal)
+  assert c.choice.kernel.name == ("hopper_forward" if arch == "sm_90" else "cuda_forward")
+  assert (c.stack, c.spills) == (0, 0)
+  assert c.registers <= 255
+  assert c.shared >= c.choice.tiles.shared_bytes(D, D)
+  assert c.resident >= 1
+  assert "serializ" not in c.said  # "Potential Performance Loss: wgmma.mma_async instructions are serialized"
+  return c
 
 
-def figure(text: str, what: str) -> int:
-  """The number before `what` in ptxas' report."""
-  match = re.search(rf"(\d+) {what}", text)
-  assert match is not None, text
-  return int(match[1])
-
-
-def check_compiled(arch: str, D: int, causal: bool, dtype: DType, folder: Path) -> None:
-  said = report(source(arch, D, causal, dtype), arch, folder)
-  assert [figure(said, f"bytes {what}") for what in ("stack frame", "spill stores", "spill loads")] == [0, 0, 0]
-  assert figure(said, "registers") <= 255
-  assert "serializ" not in said  # "Potential Performance Loss: wgmma.mma_async instructions are serialized"
-
-
-@pytest.mark.parametrize(("arch", "D", "causal", "dtype"), QUICK, ids=str)
-def test_no_spills(arch: str, D: int, causal: bool, dtype: DType, tmp_path: Path) -> None:
-  check_compiled(arch, D, causal, dtype, tmp_path)
+@pytest.mark.parametrize(("arch", "D", "causal", "dtype"), QUICK)
+def test_no_spills(arch: str, D: int, causal: bool, dtype: str) -> None:
+  check_compiled(arch, D, causal, dtype)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("arch", "D", "causal", "dtype"), REST, ids=str)
-def test_no_spills_anywhere(arch: str, D: int, causal: bool, dtype: DType, tmp_path: Path) -> None:
-  check_compiled(arch, D, causal, dtype, tmp_path)
+@pytest.mark.parametrize(("arch", "D", "causal", "dtype"), REST)
+def test_no_spills_anywhere(arch: str, D: int, causal: bool, dtype: str) -> None:
+  check_compiled(arch, D, causal, dtype)
+
+
+@pytest.mark.skipif(sass.disassembler() is None, reason="no nvdisasm")
+@pytest.mark.parametrize(("arch", "D", "causal", "dtype"), QUICK)
+def test_main_loop_is_a_tile_of_keys(arch: str, D: int, causal: bool, dtype: str) -> None:
+  c = check_compiled(arch, D, causal, dtype)
+  assert c.loop is not None
+  assert c.loop["matrix"] == matrix_instructions(c.choice, D)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("D", "causal", "tiles", "at_once"),
+  [
+    (D, causal, tiles, at_once)
+    for D, candidates in hopper_forward.MEASURED.items()
+    for tiles, at_once, *_ in candidates
+    for causal in (False, True)
+  ],
+)
+def test_as_many_workgroups_at_once_as_the_choice_of_tiles_takes_for_granted(
+  D: int, causal: bool, tiles: hopper_forward.Tiles, at_once: int
+) -> None:
+  c = measure("sm_90", "float16", HEADS, LENGTH, LENGTH, D, causal, tiles)
+  assert resident("sm_90", c.registers, c.shared, tiles.threads) == at_once
 
 
 SPILLS = """
@@ -102,13 +100,22 @@ extern "C" __global__ void __launch_bounds__(1024) spills(float* p) {
 }"""
 
 
-def test_a_spill_is_seen(tmp_path: Path) -> None:
-  assert figure(report(SPILLS, "sm_80", tmp_path), "bytes stack frame") > 0
+def spec(D: int) -> AttentionSpec:
+  return AttentionSpec(1, HEADS, HEADS, LENGTH, LENGTH, D, D, TYPES["float16"], D**-0.5, False, return_lse=True)
 
 
-def test_a_serialized_product_is_seen(tmp_path: Path) -> None:
+def test_a_spill_is_seen() -> None:
+  assert figure(by_nvcc(SPILLS, "sm_80")[1], "bytes stack frame") > 0
+
+
+def test_a_serialized_product_is_seen() -> None:
   """Without the wait for it, registers are used while a product has them."""
-  text = source("sm_90", 64, False, HALF)
+  text, choice, shared = source(spec(64), "sm_90")
   waits = list(re.finditer(r"wgmma\.wait_group\.sync\.aligned %\d+;", text))
   without = (text[: wait.start()] + text[wait.end() :] for wait in waits)
-  assert any("serializ" in report(broken, "sm_90", tmp_path) for broken in without)
+  assert any("serializ" in compiled(broken, "sm_90", choice, shared).said for broken in without)
+
+
+def test_what_nvcc_says_is_told() -> None:
+  with pytest.raises(RuntimeError, match="error"):
+    by_nvcc("no CUDA", "sm_80")

@@ -5,7 +5,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from compile_report import ARCHES, TYPES, by_llvmlite, compiled, to_ir
+from report_amd import ARCHES, TYPES, by_llvmlite, compiled, to_ir
 from tinygrad import UOp, dtypes
 from tinygrad.codegen import to_program
 from tinygrad.device import Compiler

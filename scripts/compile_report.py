@@ -1,274 +1,82 @@
-"""What AMD's compiler makes of the forward kernel: registers, spills, LDS, occupancy, and its main loop by kind.
+"""What AMD's and NVIDIA's compilers make of the GPU kernels, without a GPU: what they take, and their main loop.
 
-Needs no AMD hardware: clang turns tinygrad's HIP source into LLVM IR, and the LLVM in llvmlite (extra `amd`) compiles
-that for the target. Without llvmlite, a clang that has the AMDGPU target does both.
+A table for AMD, then one for NVIDIA. The names: target, kernel (of NVIDIA's), dtype, and its tiles: waves x tiles of 16
+queries x keys, warps x tiles of 16 queries x keys x stages, or warpgroups x keys x stages. Then registers, what found
+no place in them, the bytes of LDS or shared memory of a workgroup, and what fits at once; then the instructions of the
+main loop, for each matrix instruction and by kind. "lane" are those that cross lanes, "wait" also barriers, hints to
+the scheduler and, of NVIDIA's, jumps.
 
-The columns: waves x tiles of 16 queries x keys a tile; registers, vgprs with agprs; spilled registers and bytes of
-scratch; bytes of LDS; waves that share a SIMD; then the instructions of the main loop, for each matrix instruction and
-by kind. "lane" are those that cross lanes, "wait" also barriers and hints to the scheduler.
+Of AMD, "spills" counts registers and "scratch" bytes a lane, and "occ" waves on a SIMD; of NVIDIA, "spill" and "stack"
+count bytes a thread, "smem" bytes of shared memory, and "wgs" workgroups on a multiprocessor. A warp takes part in an
+HMMA, of 16 x 8 x 16 steps, and a warpgroup in an HGMMA, of as many columns as its tile has: only alike ones compare.
 """
 
 import argparse
-import re
-import shutil
-import struct
-import subprocess
-import tempfile
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 
-from tinygrad import UOp, dtypes
-from tinygrad.codegen import to_program
-from tinygrad.device import Compiler
-from tinygrad.dtype import DType
-from tinygrad.helpers import Target, round_up
-from tinygrad.renderer.cstyle import HIPRenderer
-from tinygrad.uop.ops import Ops
-
-from uopattn.kernels.amd_forward import Tiles, forward
-from uopattn.toolchain import find_clang
-
-ARCHES = ("gfx1100", "gfx1151", "gfx1201", "gfx942", "gfx950")
-TYPES = {"float16": dtypes.float16, "bfloat16": dtypes.bfloat16}
-# The kinds of instructions, by their names; the first that fits counts.
-KINDS = {
-  "matrix": r"v_(s?wmma|s?mfma)",
-  "trans": r"v_(exp|log|rcp|rsq|sqrt|sin|cos)_",
-  "lane": r"ds_(swizzle|b?permute)|v_permlane|v_readlane|v_readfirstlane|v_writelane|.*_dpp",
-  "lds": r"ds_",
-  "memory": r"global_|buffer_|flat_|scratch_",
-  "wait": r"s_(wait|delay_alu|nop|barrier)",
-  "scalar": r"s_",
-  "valu": r"v_",
-}
-# What the kernel calls of AMD's device library. Undefined, it would count as a call that may use any register.
-LIBRARY = "".join(
-  f"""
-extern "C" __attribute__((device)) size_t __ockl_get_{name}_id(unsigned int axis) {{
-  return axis == 0 ? __builtin_amdgcn_{builtin}_id_x()
-       : axis == 1 ? __builtin_amdgcn_{builtin}_id_y() : __builtin_amdgcn_{builtin}_id_z();
-}}"""
-  for name, builtin in (("local", "workitem"), ("group", "workgroup"))
-)
-NONE = "no compiler for AMDGPU: pip install 'uopattn[amd]' for llvmlite, or install the system's clang (clang-19 does)"
-# The schedule that this project started from, in March 2026: vgprs, spills, waves on a SIMD, matrix, instructions.
-FIRST = {("gfx1100", 64): (241, 0, 5, 32, 745), ("gfx1100", 128): (256, 3, 2, 64, 1029)}
-HEADS = ("vgprs", "agprs", "spills", "scratch", "LDS", "occ", "each", *KINDS)
-WIDTHS = (5, 5, 6, 7, 5, 3, 4, 6, 5, 4, 4, 6, 4, 6, 4)
+import report_amd
+import report_cuda
+import sass
+from report_table import Row, line
 
 
-@dataclass(frozen=True)
-class Compiled:
-  """One compiled kernel.
-
-  Attributes:
-    tiles: its block sizes.
-    vgprs: vector registers a lane, `agprs` among them.
-    agprs: accumulation registers (CDNA).
-    spills: vector and scalar registers that found no place.
-    scratch: bytes of private memory a lane.
-    lds: bytes of LDS a workgroup.
-    loop: the kinds of the main loop's instructions.
-    compiler: what compiled it.
-  """
-
-  tiles: Tiles
-  vgprs: int
-  agprs: int
-  spills: int
-  scratch: int
-  lds: int
-  loop: Counter[str]
-  compiler: str
-
-  @property
-  def each(self) -> float:
-    """Instructions of the main loop for each matrix instruction."""
-    return self.loop.total() / max(1, self.loop["matrix"])
-
-  @property
-  def occupancy(self) -> int:
-    """Waves that share a SIMD; see `occupancy`."""
-    return occupancy(self.tiles.arch, self.vgprs, self.lds, self.tiles.waves)
+def show(columns: Mapping[str, int], rows: Iterable[Row]) -> None:
+  """Prints a table, each row as it is made."""
+  print(line("", list(columns), columns))
+  compilers: dict[str, None] = {}
+  for row in rows:
+    print(line(row.name, row.cells, columns), flush=True)
+    compilers[row.compiler] = None
+  print(f"compiled by {', '.join(filter(None, compilers))}")
 
 
-def occupancy(arch: str, vgprs: int, lds: int, waves: int) -> int:
-  """Waves on a SIMD, by vector registers and LDS, in whole workgroups of `waves` on a compute unit.
-
-  A SIMD has 1536 registers a lane in granules of 24 (RDNA3's and RDNA4's large files, waves of 32) or 512 in granules
-  of 8 (CDNA), for at most 16 or 8 waves. Two SIMDs (in CU mode), or four, share 64 KiB of LDS, on gfx950 160.
-  Source: LLVM, "User Guide for AMDGPU Backend", and its tables of targets.
-  """
-  rdna = arch.startswith("gfx1")
-  registers, granule, most, simds = (1536, 24, 16, 2) if rdna else (512, 8, 8, 4)
-  by_registers = min(most, registers // round_up(max(vgprs, 1), granule)) * simds // waves
-  by_lds = ((160 if arch == "gfx950" else 64) << 10) // max(lds, 1)
-  return min(by_registers, by_lds) * waves // simds
-
-
-def source(arch: str, dtype: DType, heads: int, M: int, N: int, D: int, causal: bool) -> tuple[str, Tiles]:
-  """The kernel in HIP, as tinygrad renders it, and its tiles."""
-  renderer = HIPRenderer(Target("AMD", "HIPCC", arch), use_hipcc=True)
-  renderer.compiler = Compiler()
-  rows = (M, M, N, N)
-  arguments = [UOp.placeholder((heads, length, D), dtype, slot) for slot, length in enumerate(rows)]
-  tiles = Tiles.choose(arch, M, N, D, D)
-  program = to_program(forward(*arguments, scale=D**-0.5, causal=causal, q_start=0, tiles=tiles), renderer)
-  text = next(u.arg for u in program.src if u.op is Ops.SOURCE)
-  # clang converts no vector of unsigned to one of signed elements; the matrix instructions are declared with signed.
-  return text.replace("typedef unsigned short hip_bfloat16", "typedef short hip_bfloat16") + LIBRARY, tiles
-
-
-def clang(program: str, text: str, arch: str, *flags: str) -> str:
-  """What a clang makes of HIP source for the target. Raises RuntimeError with the compiler's message."""
-  with tempfile.TemporaryDirectory() as folder:
-    path = Path(folder) / "kernel.hip"
-    path.write_text(text)
-    command = [program, "-cc1", "-triple", "amdgcn-amd-amdhsa", "-target-cpu", arch, "-fcuda-is-device", "-x", "hip"]
-    command += ["-ffp-contract=fast", *flags, str(path), "-o", "-"]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-  if run.returncode:
-    raise RuntimeError(run.stderr)
-  return run.stdout
-
-
-def plain_floats(ir: str) -> str:
-  """Rewrites the float literals that only LLVM 23 and newer read (-inf, f0x3F800000) as every LLVM reads them."""
-
-  def double(bits: re.Match[str]) -> str:
-    (value,) = struct.unpack("<f", struct.pack("<I", int(bits[1], 16)))
-    return f"0x{struct.unpack('<Q', struct.pack('<d', value))[0]:016X}"
-
-  ir = re.sub(r"\bf0x([0-9A-F]{8})\b", double, ir)
-  ir = re.sub(r"(?<=[ ,(\[])-inf\b", "0xFFF0000000000000", ir)
-  return re.sub(r"(?<=[ ,(\[])\+inf\b", "0x7FF0000000000000", ir)
-
-
-def to_ir(text: str, arch: str) -> str:
-  """LLVM IR of HIP source, before any pass. Raises RuntimeError."""
-  return clang(find_clang(), text, arch, "-O3", "-disable-llvm-passes", "-emit-llvm")
-
-
-def by_llvmlite(ir: str, arch: str) -> tuple[str, str]:
-  """Assembly of LLVM IR, optimised as by clang -O3, and the compiler's name. Raises ImportError, RuntimeError."""
-  import llvmlite.binding as llvm
-
-  llvm.initialize_all_targets()
-  llvm.initialize_all_asmprinters()
-  module = llvm.parse_assembly(plain_floats(ir))
-  features = "+wavefrontsize32,+cumode" if arch.startswith("gfx1") else ""  # CU mode: as tinygrad asks for
-  machine = llvm.Target.from_triple("amdgcn-amd-amdhsa").create_target_machine(cpu=arch, opt=3, features=features)
-  tuning = llvm.create_pipeline_tuning_options(speed_level=3)
-  tuning.slp_vectorization = True
-  passes = llvm.create_pass_builder(machine, tuning)
-  passes.getModulePassManager().run(module, passes)
-  return machine.emit_assembly(module), f"llvmlite, LLVM {'.'.join(map(str, llvm.llvm_version_info))}"
-
-
-def by_clang(text: str, arch: str) -> tuple[str, str]:
-  """Assembly, and the compiler's name. Raises RuntimeError."""
-  program = amdgpu_clang()
-  if program is None:
-    raise RuntimeError(NONE)
-  features = ("-target-feature", "+cumode") if arch.startswith("gfx1") else ()
-  return clang(program, text, arch, "-O3", "-vectorize-slp", *features, "-S"), _says(program, "--version")[0]
-
-
-def amdgpu_clang() -> str | None:
-  """A clang on PATH that compiles for AMDGPU: `clang`, else the newest `clang-NN` that does."""
-  for name in ("clang", *(f"clang-{version}" for version in range(30, 17, -1))):
-    if shutil.which(name) and any("amdgcn" in line for line in _says(name, "--print-targets")):
-      return name
-  return None
-
-
-def _says(program: str, flag: str) -> list[str]:
-  return subprocess.run([program, flag], capture_output=True, text=True, check=True).stdout.splitlines()
-
-
-def assembly(text: str, arch: str) -> tuple[str, str]:
-  """Assembly of HIP source by the first compiler that can, and that compiler's name. Raises RuntimeError."""
-  try:
-    return by_llvmlite(to_ir(text, arch), arch)
-  except (ImportError, RuntimeError) as error:
-    try:
-      return by_clang(text, arch)
-    except RuntimeError as other:
-      raise RuntimeError(f"{other}\n(llvmlite: {error})") from error
-
-
-def main_loop(text: str) -> Counter[str]:
-  """How often each kind of instruction occurs in the shortest loop with the most matrix instructions."""
-  lines = text.splitlines()
-  labels = {m[1]: i for i, line in enumerate(lines) if (m := re.match(r"(\.LBB\w+):", line))}
-  bodies = [
-    lines[labels[m[1]] : i + 1]
-    for i, line in enumerate(lines)
-    if (m := re.search(r"s_c?branch\w*\s+(\.LBB\w+)", line)) and labels[m[1]] < i
-  ]
-  counts = [Counter(map(kind, re.findall(r"^\t([a-z]\w+)", "\n".join(body), re.M))) for body in bodies or [lines]]
-  return max(counts, key=lambda count: (count["matrix"], -count.total()))
-
-
-def kind(name: str) -> str:
-  """The kind of the instruction; RuntimeError for a name of none."""
-  found = next((kind for kind, pattern in KINDS.items() if re.match(pattern, name)), None)
-  if found is None:
-    raise RuntimeError(f"{name} is no instruction of a kind that is known here")
-  return found
-
-
-def measure(arch: str, dtype: str, M: int, N: int, D: int, causal: bool) -> Compiled:
-  """Compiles the kernel for one head. Raises RuntimeError where no compiler is found or it fails."""
-  text, tiles = source(arch, TYPES[dtype], 1, M, N, D, causal)
-  return compiled(tiles, *assembly(text, arch))
-
-
-def compiled(tiles: Tiles, code: str, compiler: str) -> Compiled:
-  """What the notes and the instructions of an assembly text say."""
-
-  def note(name: str) -> int:
-    match = re.search(rf"\.{name}:\s*(\d+)", code)
-    return int(match[1]) if match else 0
-
-  spills = note("vgpr_spill_count") + note("sgpr_spill_count")
-  memory = note("private_segment_fixed_size"), note("group_segment_fixed_size")
-  return Compiled(tiles, note("vgpr_count"), note("agpr_count"), spills, *memory, main_loop(code), compiler)
-
-
-def line(name: str, cells: Sequence[object]) -> str:
-  return f"{name:31}" + " ".join(f"{cell!s:>{width}}" for cell, width in zip(cells, WIDTHS, strict=False))
-
-
-def row(arch: str, dtype: str, c: Compiled) -> str:
-  shape = f"{c.tiles.waves}x{c.tiles.m_tiles}x{c.tiles.block_n}"
-  numbers = (c.vgprs, c.agprs if arch.startswith("gfx9") else "-", c.spills, c.scratch, c.lds, c.occupancy)
-  return line(f"{arch:8} {dtype:9} {shape}", (*numbers, f"{c.each:.1f}", *(c.loop[kind] for kind in KINDS)))
-
-
-def main() -> None:
+def arguments(words: Sequence[str] | None) -> argparse.Namespace:
+  """Reads the command line; argparse ends the process with 2 where it is off."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("arch", nargs="*", default=ARCHES, help=f"targets; default: {' '.join(ARCHES)}")
+  every = report_amd.ARCHES + report_cuda.ARCHES
+  parser.add_argument("arch", nargs="*", help=f"targets, gfx... or sm_...; default: {' '.join(every)}")
+  parser.add_argument("--H", type=int, default=32, help="heads, by which NVIDIA's tiles are chosen (default 32)")
   parser.add_argument("--M", type=int, default=1024, help="queries (default 1024)")
   parser.add_argument("--N", type=int, default=1024, help="keys (default 1024)")
   parser.add_argument("--D", type=int, default=64, help="head size (default 64)")
   parser.add_argument("--causal", action="store_true")
-  a = parser.parse_args()
-  print(line("", HEADS))
-  compilers = set()
-  for arch in a.arch:
-    if first := FIRST.get((arch, a.D)):
-      vgprs, spills, waves, matrix, instructions = first
-      cells = (vgprs, "-", spills, "?", "?", waves, f"{instructions / matrix:.1f}", matrix)
-      print(line(f"{arch:8} first, March 2026", cells))
-    for dtype in TYPES:
-      compiled = measure(arch, dtype, a.M, a.N, a.D, a.causal)
-      compilers.add(compiled.compiler)
-      print(row(arch, dtype, compiled), flush=True)
-  print(f"compiled by {', '.join(sorted(compilers))}")
+  given = parser.parse_args(words)
+  for arch in given.arch:
+    if not arch.startswith(("gfx", "sm_")):
+      parser.error(
+        f"{arch!r} is no target; accepted are gfx... of AMD and sm_... of NVIDIA, such as {', '.join(every)}"
+      )
+  return given
+
+
+def report(given: argparse.Namespace) -> None:
+  """Prints the tables. Raises RuntimeError or ValueError where a target that was named cannot be compiled for."""
+  amd = [arch for arch in given.arch if arch.startswith("gfx")] or () if given.arch else report_amd.ARCHES
+  cuda = [arch for arch in given.arch if arch.startswith("sm_")] or () if given.arch else report_cuda.ARCHES
+  if amd:
+    show(report_amd.COLUMNS, report_amd.rows(amd, given.M, given.N, given.D, given.causal))
+  if not cuda:
+    return
+  if report_cuda.compiler() is None:
+    if given.arch:
+      raise RuntimeError(report_cuda.NONE)
+    print(report_cuda.NONE)
+    return
+  show(report_cuda.COLUMNS, report_cuda.rows(cuda, given.H, given.M, given.N, given.D, given.causal))
+  if sass.disassembler() is None:
+    print(sass.NONE)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+  """Exit status 1 with a message on stderr where a target cannot be compiled for."""
+  try:
+    report(arguments(words))
+  except (RuntimeError, ValueError) as error:
+    print(f"compile_report: {error}", file=sys.stderr)
+    return 1
+  return 0
 
 
 if __name__ == "__main__":
-  main()
+  sys.exit(main())

@@ -1,0 +1,110 @@
+"""Machine code of NVIDIA's GPUs (SASS) as text: disassembled, its main loop found, its instructions by kind."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from report_table import kind
+
+# The kinds of instructions, by their names; the first that fits counts.
+KINDS = {
+  "matrix": r"[A-Z]G?MMA\b",
+  "trans": r"MUFU",
+  "float": r"(F(ADD|MUL|FMA|MNMX|SEL|SETP|SET|CHK)\d?|F2FP?|H(ADD|MUL|FMA|MNMX|SETP|SET)2|I2FP?)\b",
+  "lane": r"(SHFL|VOTEU?|REDUX|MATCH)\b",
+  "async": r"(LDGSTS|LDGDEPBAR|UTMA\w*|UBLKCP)\b",
+  "shared": r"(LDSM?|STSM?|ATOMS)\b",
+  "memory": r"(LDG?|STG?|LDL|STL|U?LDCU?|ATOMG?|RED)\b",
+  "wait": r"(BAR|DEPBAR|SYNCS|WARPSYNC|WARPGROUP\w*|ARRIVES|FENCE|MEMBAR|ERRBAR|CCTL\w*|NANOSLEEP|YIELD|NOP"
+  r"|BR[AX]|BSSY|BSYNC|BREAK|BMOV|CALL|RET|EXIT)\b",
+  "int": r"(I[A-Z]\w+|U[A-Z]\w+|VI\w+|LEA|P?LOP3|SH[FLR]|MOV|SEL|PRMT|SGXT|POPC|FLO|BREV|BMSK"
+  r"|R2UR|[RP]2[RP]|C?S2U?R)\b",
+}
+NEVER = "@!PT "  # a predicate that is never true: what fills the time before a fence
+NONE = (
+  "no disassembler for the main loop: install NVIDIA's CUDA toolkit for nvdisasm, or pip install triton, which has one"
+)
+
+
+def disassembler() -> str | None:
+  """nvdisasm: the one on PATH, else the one that an installed triton brings along."""
+  if found := shutil.which("nvdisasm"):
+    return found
+  triton = importlib.util.find_spec("triton")
+  folders = triton.submodule_search_locations if triton else None
+  return shutil.which("nvdisasm", path=str(Path(folders[0]) / "backends/nvidia/bin")) if folders else None
+
+
+def disassemble(cubin: bytes) -> str | None:
+  """The code of a cubin as text; None where there is no disassembler. Raises RuntimeError with what it says."""
+  program = disassembler()
+  if program is None:
+    return None
+  with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+    file.write(cubin)
+    file.flush()
+    done = subprocess.run([program, "-c", file.name], capture_output=True, text=True, check=False, timeout=300)
+  if done.returncode:
+    raise RuntimeError(done.stderr)
+  return done.stdout
+
+
+def main_loop(text: str) -> Counter[str]:
+  """How often each kind of instruction occurs in the shortest loop with the most matrix instructions.
+
+  Without a loop, in all of the code. A loop is what leads from its first instruction back to it (a natural loop: Aho,
+  Lam, Sethi and Ullman, "Compilers", 9.6.6), between the two in memory: the compiler puts what is rarely run elsewhere,
+  such as the second and later looks at a barrier, with jumps back that close no loop of their own.
+  """
+  code, after = _read(text)
+  before: list[list[int]] = [[] for _ in code]
+  for i, following in enumerate(after):
+    for j in following:
+      before[j].append(i)
+  bodies: list[list[int]] = []
+  for last, following in enumerate(after):
+    for first in following:
+      if first <= last and last not in _reached(0, after, without=first):
+        bodies.append([i for i in sorted(_reached(last, before, without=first) | {first}) if first <= i <= last])
+  counts = [Counter(_kind(code[i]) for i in body) for body in bodies or [list(range(len(code)))]]
+  return max(counts, key=lambda count: (count["matrix"], -count.total()))
+
+
+def _read(text: str) -> tuple[list[str], list[list[int]]]:
+  """The instructions, and for each which ones may come next."""
+  code: list[str] = []
+  labels: dict[str, int] = {}
+  for line in text.splitlines():
+    if label := re.match(r"(\S+):$", line):
+      labels[label[1]] = len(code)
+    elif found := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
+      code.append(found[1])
+  after: list[list[int]] = []
+  for i, instruction in enumerate(code):
+    # CALL also stands for a jump within the kernel
+    jump = re.search(r"\b(?:BRA|CALL)\b.*`\((\S+)\)", instruction)
+    stays = not re.match(r"BRA `|EXIT|RET", instruction) and i + 1 < len(code)
+    after.append([i + 1] * stays + ([labels[jump[1]]] if jump else []))
+  return code, after
+
+
+def _reached(start: int, after: list[list[int]], without: int) -> set[int]:
+  """What can be reached from an instruction, itself included, on ways that avoid another."""
+  found, todo = {without}, [start]
+  while todo:
+    i = todo.pop()
+    if i not in found:
+      found.add(i)
+      todo += after[i]
+  return found - {without}
+
+
+def _kind(instruction: str) -> str:
+  """The kind of an instruction with its predicate and operands."""
+  if instruction.startswith(NEVER):
+    return "wait"
+  return kind(re.sub(r"@!?U?P\w+\s+", "", instruction).split()[0], KINDS)
