@@ -15,10 +15,9 @@ Rows of K are dealt out in LDS so that a lane's keys in S^T are neighbours, as P
 a query must both have all of P: they swap halves through LDS, in rows that only their wave uses.
 
 Not measured: no AMD GPU at hand. Compiled by LLVM 22 (scripts/compile_report.py, 2026-11-21), without spills.
-Instructions in the main loop for each matrix instruction, float16 / bfloat16, and VGPRs: at D=64 gfx1100 10.0 / 10.3
-(240), gfx1201 10.0 / 9.8 (180), gfx942 5.0 / 5.0 (152), gfx950 8.1 / 8.9 (156); at D=128 gfx1100 8.3 / 8.9 (232),
-gfx1201 7.8 / 7.9 (173), gfx942 4.2 / 4.3 (210), gfx950 6.8 / 7.5 (204). Causal, gfx1100 spills 6 registers at D=64,
-outside the loops.
+Instructions in the main loop for each matrix instruction, float16 / bfloat16, and VGPRs: at D=64 gfx1100 9.9 / 9.7
+(240), gfx1201 10.0 / 9.8 (182), gfx942 4.9 / 4.9 (156), gfx950 7.8 / 8.8 (158); at D=128 gfx1100 8.3 / 8.7 (232),
+gfx1201 7.7 / 7.7 (183), gfx942 4.2 / 4.2 (210), gfx950 6.8 / 7.5 (200). Causal, gfx1201 spills 11 registers at D=128.
 """
 
 from collections.abc import Callable
