@@ -14,7 +14,8 @@ from uopattn.kernels.amd_forward import Tiles
 # Instructions of the main loop for each matrix instruction, by head size.
 BUDGET = {64: 10.0, 128: 8.0}
 # RDNA3's matrix instruction takes twice the registers and twice the reads of LDS: both halves of a wave hold all of k.
-RDNA3_BUDGET = {("float16", 64): 10.0, ("bfloat16", 64): 10.5, ("float16", 128): 8.5, ("bfloat16", 128): 9.0}
+# At D=128 one tile of queries is all that a wave has registers for, so each reads what it multiplies, and waits for it.
+RDNA3_BUDGET = {("float16", 64): 10.0, ("bfloat16", 64): 10.0, ("float16", 128): 8.35, ("bfloat16", 128): 8.7}
 
 
 def faults(arch: str, dtype: str, D: int, c: Compiled) -> list[str]:
@@ -37,7 +38,7 @@ def test_budget(arch: str, dtype: str, D: int) -> None:
   assert faults(arch, dtype, D, measure(arch, dtype, 1024, 1024, D, causal=False)) == []
 
 
-@pytest.mark.parametrize(("arch", "D"), [("gfx1201", 64), ("gfx942", 64), ("gfx950", 128)])
+@pytest.mark.parametrize(("arch", "D"), [("gfx1100", 64), ("gfx1201", 64), ("gfx942", 64), ("gfx950", 128)])
 def test_a_mask_costs_the_main_loop_next_to_nothing(arch: str, D: int) -> None:
   assert faults(arch, "float16", D, measure(arch, "float16", 1024, 1024, D, causal=True)) == []
 

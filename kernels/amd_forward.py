@@ -15,10 +15,9 @@ Rows of K are dealt out in LDS so that a lane's keys in S^T are neighbours, as P
 a query must both have all of P: they swap halves through LDS, in rows that only their wave uses.
 
 Not measured: no AMD GPU at hand. Compiled by LLVM 22 (scripts/compile_report.py, 2026-11-21), without spills.
-Instructions in the main loop for each matrix instruction, float16 / bfloat16, and VGPRs: at D=64 gfx1100 10.0 / 10.3
-(240), gfx1201 10.0 / 9.8 (180), gfx942 5.0 / 5.0 (152), gfx950 8.1 / 8.9 (156); at D=128 gfx1100 8.3 / 8.9 (232),
-gfx1201 7.8 / 7.9 (173), gfx942 4.2 / 4.3 (210), gfx950 6.8 / 7.5 (204). Causal, gfx1100 spills 6 registers at D=64,
-outside the loops.
+Instructions in the main loop for each matrix instruction, float16 / bfloat16, and VGPRs: at D=64 gfx1100 9.9 / 9.7
+(240), gfx1201 10.0 / 9.8 (182), gfx942 4.9 / 4.9 (156), gfx950 7.8 / 8.8 (158); at D=128 gfx1100 8.3 / 8.7 (232),
+gfx1201 7.7 / 7.7 (183), gfx942 4.2 / 4.2 (210), gfx950 6.8 / 7.5 (200). Causal, gfx1201 spills 11 registers at D=128.
 """
 
 from collections.abc import Callable
@@ -39,7 +38,7 @@ from uopattn.dsl.staging import WORDS, Rows, Stage
 from uopattn.dsl.words import Words, as_type, words_of
 
 LDS_LIMIT = 64 << 10  # bytes a workgroup
-LARGEST = 3.4028234663852886e38  # float32; finite, as -inf - -inf is NaN
+LARGEST = 3.4028234663852886e38  # float32
 
 Operand = list[UOp]  # the `width` 16-bit elements that a lane holds of A, or of B, for a step
 
@@ -157,13 +156,14 @@ def forward(
 
   q_frags = [load_query(f, q, head, query, lane) for query in queries]
   acc = s.buffer(m_tiles, ceildiv(Dv, ROWS), f.result)
-  shift = s.buffer(m_tiles)  # -m_i: what is added to the scores in the exponent
+  m_i = s.buffer(m_tiles)  # before the factor `late`
   l_i = s.buffer(m_tiles)  # of this lane's keys
   loads, threads, thread = (words_of(k, kv_head), words_of(v, kv_head)), tiles.waves * f.lanes, wave * f.lanes + lane
   stage = Stage(s, f, block_n, threads, thread, *loads, N, *tiles.padded(Dk, Dv))
   p_lds = Rows.make(s, block_m, block_n, f.pad) if f.repeated else None
   # A positive factor keeps the order of the scores: it waits for the exponent, to join the subtraction there.
   early, late = (1.0, scale * LOG2E) if scale > 0 else (scale * LOG2E, 1.0)
+  lowest = -LARGEST / max(1.0, late)  # finite, also times `late`, as -inf - -inf is NaN
   whole, n_tiles = tile_counts(block_row, block_m, M, block_n, N, causal, q_start)
 
   def run(first: UOp, count: UOp, masked: bool, ready: UOp) -> UOp:
@@ -175,11 +175,11 @@ def forward(
     updates, p, alpha = [], [], []
     for i in range(m_tiles):
       keys = mask_scale(f, scores[i], early, limits[i] if masked else None, start, lane)
-      shift_old, l_old = (x.after(ready, turn)[i].load() for x in (shift, l_i))
-      weights, shift_new, l_new, rescale = softmax(f, keys, late, shift_old, l_old, m_tiles, lane)
+      m_old, l_old = (x.after(ready, turn)[i].load() for x in (m_i, l_i))
+      weights, m_new, l_new, rescale = softmax(f, keys, late, m_old, l_old, m_tiles, lane)
       p.append(weights)
       alpha.append(rescale)
-      updates += [shift[i].store(shift_new), l_i[i].store(l_new)]
+      updates += [m_i[i].store(m_new), l_i[i].store(l_new)]
     p_frags = as_operands(f, dtype, p, p_lds and p_lds.after(ready, turn), places, lane)
     v_lds = stage.v.after(*now, *updates)  # not before P is done: V's registers are few
     updates += multiply_pv(f, dtype, p_frags, v_lds, acc, acc.after(ready, turn), alpha, lane)
@@ -188,7 +188,7 @@ def forward(
     read = UOp.barrier(UOp.group(*updates))  # no wave overwrites K and V before all have read them
     return UOp.barrier(stage.store(read)).end(turn)
 
-  start = UOp.group(*(x.after(item).store(x.const_like(y)) for x, y in ((acc, 0.0), (shift, LARGEST), (l_i, 0.0))))
+  start = UOp.group(*(x.after(item).store(x.const_like(y)) for x, y in ((acc, 0.0), (m_i, lowest), (l_i, 0.0))))
   done = UOp.barrier(stage.store(stage.load(UOp.const(0), item, start)))
   for first, count, masked in ((UOp.const(0), whole, False), (whole, n_tiles - whole, True)):
     if count.vmax > 0:
@@ -196,7 +196,7 @@ def forward(
 
   stores = []
   for i, place in enumerate(places):
-    state = acc.after(done)[i], shift.after(done)[i].load(), l_i.after(done)[i].load()
+    state = acc.after(done)[i], m_i.after(done)[i].load() * late, l_i.after(done)[i].load()
     stores += store_rows(f, o, lse, head, block_row + place, *state, lane)
   name = f"attention_{tiles.arch}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{'_causal' * causal}"
   # A tag keeps tinygrad from rearranging the axes.
@@ -270,16 +270,31 @@ def mask_scale(f: Fragments, scores: list[UOp], factor: float, limit: UOp | None
 
 
 def softmax(
-  f: Fragments, scores: list[UOp], factor: float, shift_old: UOp, l_old: UOp, m_tiles: int, lane: UOp
+  f: Fragments, scores: list[UOp], factor: float, m_old: UOp, l_old: UOp, m_tiles: int, lane: UOp
 ) -> tuple[list[UOp], UOp, UOp, UOp]:
-  """P of this lane's keys, the query's new shift, the new sum of this lane's keys, and alpha.
+  """P of this lane's keys, the query's new m, the new sum of this lane's keys, and alpha.
 
-  The shift is the maximum of the scores times `factor`, negated: then the exponent is one multiply-add.
+  m is the maximum of the scores, before `factor`: the exponent is one multiply-add.
   """
-  shift_new = ins.fmin(HIP, shift_old, join(f, fmax, reduce(fmax, scores), lane) * -factor)
-  alpha, shifts = ins.exp2(HIP, shift_new - shift_old), twins(f, shift_new, m_tiles)
+  m_new = join(f, fmax, by_turns(fmax, [m_old, *scores], 3), lane)
+  if alone(f, m_tiles):
+    m_old = ins.pin(HIP, m_old)  # or LLVM loads so much of K ahead that it spills
+  alpha, shifts = ins.exp2(HIP, (m_old - m_new) * factor), twins(f, m_new * -factor, m_tiles)
   p = [ins.exp2(HIP, x * factor + shifts[i % 2]) for i, x in enumerate(scores)]
-  return p, shift_new, l_old * alpha + reduce(UOp.__add__, p), alpha
+  # Side by side, sums need more registers, which pays with two tiles of queries.
+  l_new = by_turns(UOp.__add__, [l_old * alpha, *p], 2) if m_tiles > 1 else l_old * alpha + reduce(UOp.__add__, p)
+  return p, m_new, l_new, alpha
+
+
+def by_turns(operation: Callable[[UOp, UOp], UOp], values: list[UOp], arity: int) -> UOp:
+  """All values joined, the `arity` oldest at a time, so that neighbouring instructions do not wait for each other.
+
+  With an odd number of values by threes, all maxima are of three, for which AMD has one instruction. A maximum of two
+  costs up to three, as LLVM then quiets NaN first.
+  """
+  while len(values) > 1:
+    values = [*values[arity:], reduce(operation, values[:arity])]
+  return values[0]
 
 
 def twins(f: Fragments, x: UOp, m_tiles: int) -> tuple[UOp, UOp]:
@@ -288,7 +303,12 @@ def twins(f: Fragments, x: UOp, m_tiles: int) -> tuple[UOp, UOp]:
   RDNA joins two instructions in one if they read different registers, as those of two tiles of queries do anyway. On
   RDNA3, short of registers, it does not pay.
   """
-  return x, ins.permlanex16(HIP, x) if f.lanes == 32 and not f.repeated and m_tiles == 1 else x
+  return x, ins.permlanex16(HIP, x) if alone(f, m_tiles) else x
+
+
+def alone(f: Fragments, m_tiles: int) -> bool:
+  """Whether RDNA4 works on one tile of queries at a time."""
+  return f.lanes == 32 and not f.repeated and m_tiles == 1
 
 
 def fmax(a: UOp, b: UOp) -> UOp:
@@ -362,9 +382,9 @@ def multiply_pv(
 
 
 def store_rows(
-  f: Fragments, o: UOp, lse: UOp | None, head: UOp, row: UOp, acc: UOp, shift: UOp, l_i: UOp, lane: UOp
+  f: Fragments, o: UOp, lse: UOp | None, head: UOp, row: UOp, acc: UOp, m_i: UOp, l_i: UOp, lane: UOp
 ) -> list[UOp]:
-  """O = acc / l and LSE = (log2 l - shift) ln 2; a row that saw no key gets 0 and -inf. Rows past M are not stored."""
+  """O = acc / l and LSE = (log2 l + m) ln 2; a row that saw no key gets 0 and -inf. Rows past M are not stored."""
   M = sizes(o)[1]
   total = join(f, UOp.__add__, l_i, lane)
   inverse = total.eq(0).where(0.0, 1 / total)
@@ -373,7 +393,7 @@ def store_rows(
     columns = neighbours(f, [(acc[j, e].load() * inverse).cast(o.dtype) for e in range(f.result)], lane)
     stores += store_columns(o, head, row, j * ROWS + lane // ROWS * f.result, columns)
   if lse is not None:
-    value = ins.pin(HIP, (total.log2() - shift) * LN2)
+    value = ins.pin(HIP, (total.log2() + m_i) * LN2)
     stores.append(gated(lse, row < M, head, row).store(value))
   return stores
 
