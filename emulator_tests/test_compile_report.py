@@ -38,7 +38,9 @@ def test_budget(arch: str, dtype: str, D: int) -> None:
   assert faults(arch, dtype, D, measure(arch, dtype, 1024, 1024, D, causal=False)) == []
 
 
-@pytest.mark.parametrize(("arch", "D"), [("gfx1100", 64), ("gfx1201", 64), ("gfx942", 64), ("gfx950", 128)])
+@pytest.mark.parametrize(
+  ("arch", "D"), [("gfx1100", 64), ("gfx1201", 64), ("gfx1201", 128), ("gfx942", 64), ("gfx950", 128)]
+)
 def test_a_mask_costs_the_main_loop_next_to_nothing(arch: str, D: int) -> None:
   assert faults(arch, "float16", D, measure(arch, "float16", 1024, 1024, D, causal=True)) == []
 

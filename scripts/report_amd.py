@@ -111,7 +111,7 @@ def source(arch: str, dtype: DType, heads: int, M: int, N: int, D: int, causal: 
   renderer.compiler = Compiler()
   rows = (M, M, N, N)
   arguments = [UOp.placeholder((heads, length, D), dtype, slot) for slot, length in enumerate(rows)]
-  tiles = Tiles.choose(arch, M, N, D, D)
+  tiles = Tiles.choose(arch, M, N, D, D, causal)
   program = to_program(forward(*arguments, scale=D**-0.5, causal=causal, q_start=0, tiles=tiles), renderer)
   text = next(u.arg for u in program.src if u.op is Ops.SOURCE)
   # clang converts no vector of unsigned to one of signed elements; the matrix instructions are declared with signed.

@@ -59,7 +59,7 @@ def _many_queries(spec: AttentionSpec, target: Target) -> bool:
 
 
 def _amd_tiles(spec: AttentionSpec, target: Target) -> amd_forward.Tiles:
-  return amd_forward.Tiles.choose(target.arch, spec.M, spec.N, spec.Dk, spec.Dv)
+  return amd_forward.Tiles.choose(target.arch, spec.M, spec.N, spec.Dk, spec.Dv, spec.is_causal)
 
 
 def _cuda_tiles(spec: AttentionSpec, target: Target) -> cuda_forward.Tiles:
