@@ -70,17 +70,16 @@ def _speed(contender: dict[str, Any], unit: str) -> str:
 
 def caption(record: dict[str, Any], file: str) -> str:
   """What a record was made on, in a paragraph."""
-  machine, versions = record["machine"], record["versions"]
-  found = re.search(r"clang version [\d.]+", versions["clang"])  # makers put much around it
-  compiler = found[0] if found else versions["clang"]
-  load = f"load average {machine['load']:.1f} at the start, " if "load" in machine else ""
+  machine, versions, of = record["machine"], record["versions"], record["rows"][0]["product_of"]
   libraries = ", ".join(f"{name} {v}" for name, v in versions.items() if name not in ("clang", "python", "uopattn"))
-  of = record["rows"][0]["product_of"]
-  on = machine["cpu"] if machine["device"].startswith("CPU") else machine["device"]
+  on = machine["device"]
+  if on.startswith("CPU"):
+    found = re.search(r"clang version [\d.]+", versions["clang"])  # makers put much around it
+    load = f"load average {machine['load']:.1f} at the start, " if "load" in machine else ""
+    on = f"{machine['cpu']}, {machine['threads']} threads, {load}{found[0] if found else versions['clang']}"
   return (
-    f"{on}, {machine['threads']} threads, {load}{compiler}, {libraries}; {record['date']}, medians of "
-    f"{record['rounds']} rounds ([{file}](scripts/results/{file})). A product is of {of['dtype']} "
-    f"matrices of {of['size']} rows and columns."
+    f"{on}, {libraries}; {record['date']}, medians of {record['rounds']} rounds ([{file}](scripts/results/{file})). "
+    f"A product is of {of['dtype']} matrices of {of['size']} rows and columns."
   )
 
 
