@@ -117,6 +117,7 @@ def test_a_clang_stands_in_for_llvmlite(monkeypatch: pytest.MonkeyPatch) -> None
   def missing(*_) -> None:
     raise ImportError("No module named 'llvmlite'")
 
+  monkeypatch.setattr(report_amd, "to_ir", lambda text, arch: "ir")
   monkeypatch.setattr(report_amd, "by_llvmlite", missing)
   monkeypatch.setattr(report_amd.shutil, "which", lambda name: name if name == "clang-19" else None)
   monkeypatch.setattr(report_amd.subprocess, "run", run)
