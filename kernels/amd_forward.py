@@ -30,10 +30,11 @@ from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType, KernelInfo
 
-from uopattn.dsl import LN2, LOG2E, Scope, gated, sizes
+from uopattn.dsl import LN2, Scope, gated, sizes
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.fragments import CHUNK, HIP, ROWS, Fragments
-from uopattn.dsl.keys import tile_counts
+from uopattn.dsl.keys import last_seen, tile_counts
+from uopattn.dsl.softmax import split_factor
 from uopattn.dsl.staging import WORDS, Rows, Stage
 from uopattn.dsl.words import Words, as_type, words_of
 
@@ -155,7 +156,7 @@ def forward(
   kv_head = head // (heads // kv_heads)
   places = [(wave * m_tiles + i) * ROWS + lane % ROWS for i in range(m_tiles)]  # this lane's queries in the block
   queries = [(row < M).where(row, M - 1) for row in (block_row + place for place in places)]  # past the end: again
-  limits = [(query + q_start).minimum(N - 1) if causal else UOp.const(N - 1) for query in queries]  # last key seen
+  limits = [last_seen(query + q_start, N, causal) for query in queries]
 
   q_frags = [load_query(f, q, head, query, lane) for query in queries]
   acc = s.buffer(m_tiles, ceildiv(Dv, ROWS), f.result)
@@ -164,8 +165,7 @@ def forward(
   loads, threads, thread = (words_of(k, kv_head), words_of(v, kv_head)), tiles.waves * f.lanes, wave * f.lanes + lane
   stage = Stage(s, f, block_n, threads, thread, *loads, N, *tiles.padded(Dk, Dv))
   p_lds = Rows.make(s, block_m, block_n, f.pad) if f.repeated else None
-  # A positive factor keeps the order of the scores: it waits for the exponent, to join the subtraction there.
-  early, late = (1.0, scale * LOG2E) if scale > 0 else (scale * LOG2E, 1.0)
+  early, late = split_factor(scale)
   lowest = -LARGEST / max(1.0, late)  # finite, also times `late`, as -inf - -inf is NaN
   whole, n_tiles = tile_counts(block_row, block_m, M, block_n, N, causal, q_start)
 

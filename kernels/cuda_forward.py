@@ -10,6 +10,9 @@ has. All warps share Q once, and tiles of K and V, `stages` of each, in shared m
 fills one slot while another is worked on, ldmatrix reads K as it is and V transposed. See `Tiles.shared_bytes`.
 
 Tiles of keys that all queries of the workgroup see whole come first and carry no mask; the rest follow.
+
+Measured on an H200 (B=4, H=32, N=4096, float16, 2026-11-21), where `hopper_forward` is faster: 342 TFLOP/s at D=64, 284
+at D=128, causal 309 and 334.
 """
 
 from dataclasses import dataclass
@@ -20,12 +23,12 @@ from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType, KernelInfo
 
-from uopattn.dsl import LOG2E, Scope, as_type, sizes
+from uopattn.dsl import Scope, as_type, sizes
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.keys import last_seen, tile_counts
 from uopattn.dsl.panels import Panels
 from uopattn.dsl.quads import COLUMNS, HALVES, QUAD, ROWS, columns, join, row_elements, row_of, store_row
-from uopattn.dsl.softmax import mask_scores, online_softmax
+from uopattn.dsl.softmax import mask_scores, online_softmax, split_factor
 
 CUDA = "cuda"
 STEP = 16  # length of k of one matrix instruction
@@ -148,8 +151,7 @@ def forward(
   rows = [
     [block_row + (warp * m_tiles + i) * ROWS + row_of(lane, half) for half in range(HALVES)] for i in range(m_tiles)
   ]
-  # A positive factor keeps the order of the scores: it waits for the subtraction in the exponent, to join it.
-  early, late = (1.0, scale * LOG2E) if scale > 0 else (scale * LOG2E, 1.0)
+  early, late = split_factor(scale)
 
   acc = s.filled(0.0, m_tiles, round_up(Dv, STEP) // COLUMNS, 4, after=(item,))
   m_i = s.filled(-inf, m_tiles, HALVES, after=(item,))

@@ -26,12 +26,12 @@ from tinygrad.dtype import AddrSpace
 from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType, KernelInfo
 
-from uopattn.dsl import LOG2E, Scope, as_type, sizes, wgmma
+from uopattn.dsl import Scope, as_type, sizes, wgmma
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.keys import last_seen, tile_counts
 from uopattn.dsl.panels import Panels
 from uopattn.dsl.quads import COLUMNS, HALVES, QUAD, columns, join, row_of, store_row
-from uopattn.dsl.softmax import mask_scores, online_softmax
+from uopattn.dsl.softmax import mask_scores, online_softmax, split_factor
 
 CUDA = "cuda"
 WARP = 32
@@ -158,8 +158,7 @@ def forward(
   kv_head = head // (heads // kv_heads)
   block_row = (blocks - 1 - block if causal else block) * block_m  # the blocks with the most tiles start first
   rows = [block_row + warp * 16 + row_of(lane, half) for half in range(HALVES)]
-  # A positive factor keeps the order of the scores: it waits for the subtraction in the exponent, to join it.
-  early, late = (1.0, scale * LOG2E) if scale > 0 else (scale * LOG2E, 1.0)
+  early, late = split_factor(scale)
 
   scores = s.buffer(block_n // 2)
   acc = s.filled(0.0, width // 2, after=(item,))

@@ -24,7 +24,7 @@ from tinygrad import Device
 from tinygrad.helpers import Context, tqdm
 
 from uopattn.bench_report import lines, plot
-from uopattn.contenders import Contender, Runner, load, product, product_size, versions
+from uopattn.contenders import Contender, Runner, load, on_cpu, product, product_size, versions
 from uopattn.machine import gpu_name, machine_record
 from uopattn.oracle import Array
 from uopattn.run import Config, Problem, Usage, prepare
@@ -155,7 +155,7 @@ class Heads:
   @classmethod
   def of(cls, s: AttentionSpec) -> "Heads":
     every, group = s.B * s.Hkv, s.Hq // s.Hkv
-    count = max(1, min(every, CHECKED[_on_cpu()] // (group * s.M * s.N)))
+    count = max(1, min(every, CHECKED[on_cpu()] // (group * s.M * s.N)))
     places = np.linspace(0, every - 1, count).round().astype(int).tolist()
     return cls([divmod(place, s.Hkv) for place in places], group)
 
@@ -202,7 +202,7 @@ def bench_row(config: Config, contenders: dict[str, Contender], rounds: int) -> 
     "flops": s.flops,
     "contenders": records,
     "product": multiplied,
-    "product_of": {"dtype": "float32" if _on_cpu() else "float16", "size": product_size()},
+    "product_of": {"dtype": "float32" if on_cpu() else "float16", "size": product_size()},
     "heads_checked": len(heads.pairs) * heads.group,
     "ratios": {name: ratios(times["uopattn"], times[name]) for name in right[1:]} if "uopattn" in right else {},
   }
@@ -277,10 +277,6 @@ def gpu() -> str:
       except Exception:  # whatever a missing driver makes it raise
         continue
   raise Usage("gpu: tinygrad finds neither a CUDA nor an AMD device here")
-
-
-def _on_cpu() -> bool:
-  return Device.DEFAULT.split(":")[0] == "CPU"
 
 
 def devices(name: str | None) -> list[str]:

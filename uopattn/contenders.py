@@ -62,9 +62,14 @@ def uopattn(problem: Problem) -> Runner:
   return Runner(call, result, times, wait)
 
 
+def on_cpu() -> bool:
+  """Whether tinygrad's default device is a CPU."""
+  return Device.DEFAULT.split(":")[0] == "CPU"
+
+
 def repeats(problem: Problem) -> int:
   """How often one call computes an attention: on a GPU enough that starting the call costs next to nothing."""
-  return 1 if Device.DEFAULT.split(":")[0] == "CPU" else max(1, min(MOST, int(LONG / (problem.spec.flops / FAST))))
+  return 1 if on_cpu() else max(1, min(MOST, int(LONG / (problem.spec.flops / FAST))))
 
 
 def load_tinygrad() -> Contender:
@@ -83,7 +88,7 @@ def load_tinygrad() -> Contender:
 
     def call() -> Tensor:
       out = attend()
-      Device[Device.DEFAULT].synchronize()
+      wait()
       return out
 
     for _ in range(2):
@@ -197,12 +202,11 @@ def load(names: list[str]) -> dict[str, Contender]:
     Usage: a name is unknown, or its library cannot be imported.
   """
   found: dict[str, Contender] = {"uopattn": uopattn}
-  on_cpu = Device.DEFAULT.split(":")[0] == "CPU"
   for name in names:
     if name not in LOADERS:
       raise Usage(f"--against {name}: unknown; accepted are {', '.join(LOADERS)}")
     try:
-      if name == "torch" and not on_cpu:
+      if name == "torch" and not on_cpu():
         found |= {backend: loader() for backend, loader in GPU_LOADERS.items()}
       else:
         found[name] = LOADERS[name]()
@@ -217,7 +221,7 @@ def product() -> tuple[str, Callable[[], object], Callable[[], object]]:
   On a CPU float32 of size PRODUCT: torch's, on our number of threads, or numpy's, on as many as its library takes,
   where there is no torch. On a GPU float16 of size GPU_PRODUCT: torch's, or no product where there is no torch.
   """
-  if Device.DEFAULT.split(":")[0] != "CPU":
+  if not on_cpu():
     return _gpu_product()
   rng = np.random.default_rng(0)
   a, b = (rng.standard_normal((PRODUCT, PRODUCT), dtype=np.float32) for _ in range(2))
@@ -247,7 +251,7 @@ def _gpu_product() -> tuple[str, Callable[[], object], Callable[[], object]]:
 
 def product_size() -> int:
   """Rows and columns of the product's matrices."""
-  return PRODUCT if Device.DEFAULT.split(":")[0] == "CPU" else GPU_PRODUCT
+  return PRODUCT if on_cpu() else GPU_PRODUCT
 
 
 def versions(names: list[str]) -> dict[str, str]:

@@ -7,8 +7,18 @@ from math import inf
 from tinygrad import UOp
 
 from uopattn.dsl import instructions as ins
+from uopattn.dsl.math import LOG2E
 
 Operation = Callable[[UOp, UOp], UOp]
+
+
+def split_factor(scale: float) -> tuple[float, float]:
+  """The factor on q.k in base 2 as one on the scores and one in the exponent, which is greater than 0.
+
+  A positive factor keeps the order of the scores: it waits for the subtraction in the exponent, to join it.
+  """
+  factor = scale * LOG2E
+  return (1.0, factor) if scale > 0 else (factor, 1.0)
 
 
 def mask_scores(scores: list[UOp], keys: list[int], factor: float, last: UOp | None) -> list[UOp]:

@@ -15,6 +15,7 @@ from tinygrad.uop.ops import UOp
 from uopattn.dsl.wgmma import PANEL, ROWS, STEP
 
 from . import alu
+from .copies import NOTHING
 from .errors import Divergence, OutOfBounds, Race, Unwritten
 from .lanes import Run
 from .memory import LDS, Pointer, Registers
@@ -159,7 +160,7 @@ def _start(
 def from_shared(run: Run, u: UOp, n: int, steps: int, dtype: DType, d: Pointer, a: Pointer, b: Pointer, *panels: Any):
   """D = A B with A and B in LDS."""
   _start(run, u, n, steps, dtype, d, a, b, (int(panels[0]), int(panels[1])), registers=False)
-  return np.int32(0)
+  return NOTHING
 
 
 def from_registers(
@@ -167,7 +168,7 @@ def from_registers(
 ):
   """D += A B with A in registers and B in LDS."""
   _start(run, u, n, steps, dtype, d, a, b, (int(panels[0]), int(panels[1])), registers=True)
-  return np.int32(0)
+  return NOTHING
 
 
 def wait(run: Run, u: UOp, n: int, count: Any, d: Pointer) -> Any:
@@ -186,7 +187,7 @@ def wait(run: Run, u: UOp, n: int, count: Any, d: Pointer) -> Any:
       if run.check and registers.rows[row] is not value:
         raise run.fail(Race, flight.u, f"{registers.name} at index {row} was written while a product reads it")
     d.memory.store(u, flight.first, d.dtype, flight.values)
-  return np.int32(0)
+  return NOTHING
 
 
 def fence_async(run: Run, u: UOp) -> Any:
@@ -195,4 +196,4 @@ def fence_async(run: Run, u: UOp) -> Any:
   for memory in run.memory:
     if isinstance(memory, LDS) and memory.unfenced is not None:
       memory.unfenced[np.isin(memory.unfenced, lanes)] = -1
-  return np.int32(0)
+  return NOTHING
