@@ -27,12 +27,15 @@ from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType, KernelInfo
 
 from uopattn.dsl import LN2, LOG2E, Loop, Scope, clamp, exp2, gated, sizes
+from uopattn.dsl.rules import Rules
+from uopattn.dsl.softmax import finish
 from uopattn.dsl.strips import accumulate, even, largest_divisor, strips, zeros
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
 WORK_PER_CALL = 4_000_000  # floating-point operations; some 0.02 ms, against a microsecond that a call costs
 
 Tile = Callable[[UOp, UOp], UOp]  # (key, column), both counted within the tile -> its float32 element
+Score = Callable[[UOp, UOp, UOp], UOp]  # (q.k times the scale, key of the tile, lane) -> the score
 
 
 @dataclass(frozen=True)
@@ -84,9 +87,7 @@ class Tiles:
     return replace(tiles, blocks_per_call=largest_divisor(blocks, wanted))
 
 
-def forward(
-  o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, scale: float, causal: bool, q_start: int, tiles: Tiles
-) -> UOp:
+def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
   """Builds the kernel.
 
   Args:
@@ -95,9 +96,7 @@ def forward(
     k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads).
     v: (kv_heads, N, Dv).
     lse: (heads, M) float32, receives the natural logarithm of the sum of exponentials of each row.
-    scale: factor on q.k.
-    causal: key j is seen by query i iff j <= i + q_start.
-    q_start: position of the first query; may be negative.
+    rules: what stands between q.k and the softmax.
     tiles: block sizes.
   """
   (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
@@ -112,35 +111,37 @@ def forward(
   outer = (call, s.axis(tiles.blocks_per_call))
   item = call * tiles.blocks_per_call + outer[1]
   head, row = item // blocks, item % blocks * block_m  # head and first query row of this block
-  kv_head = head // (heads // kv_heads)
-  position = row + q_start  # where that row stands among the keys
+  kv_head, here = head // (heads // kv_heads), rules.at(head)
 
-  q_t = s.assign(s.buffer(Dk, block_m), lambda d, m: load_query(q, head, row + m, d) * (scale * LOG2E), within=outer)
+  factor = rules.scale if rules.modifies else rules.scale * LOG2E
+  q_t = s.assign(s.buffer(Dk, block_m), lambda d, m: load_query(q, head, row + m, d) * factor, within=outer)
   acc = s.assign(s.buffer(Dv, block_m), lambda d, m: 0.0, within=outer)
   m_i = s.assign(s.buffer(block_m), lambda m: -inf, within=outer)
   l_i = s.assign(s.buffer(block_m), lambda m: 0.0, within=outer)
 
-  last_key = clamp((row + block_m).minimum(M) - 1 + q_start, 0, N - 1)  # that any row of this block sees
-  loop = s.loop(last_key // block_n + 1 if causal and n_tiles > 1 else n_tiles, *outer)
-  start = clamp(loop.index, 0, n_tiles - 1) * block_n  # first key that this trip adds
+  visit = here.visit(row, block_m, block_n)
+  loop = s.loop(visit.count if visit.count.vmin < visit.count.vmax else int(visit.count.vmax), *outer)
+  start = visit.tile(clamp(loop.index, 0, n_tiles - 1)) * block_n  # first key that this trip adds
   first = clamp(start, 0, N - block_n)  # first key of its tile: the last tile is moved back to end at N
 
-  def hidden(n: UOp, m: UOp) -> UOp:
-    """Whether key n of the tile is none for lane m: counted by the tile before, or later than the query."""
-    counted, later = first + n < start, first + n > position + m
-    return counted | later if causal else counted
+  def score(product: UOp, n: UOp, m: UOp) -> UOp:
+    """The score, in base 2, of key n of the tile and lane m; -inf where it is hidden or counted by the tile before."""
+    found = here.modified(product, row + m, first + n)
+    hidden = reduce(UOp.__or__, [first + n < start, *here.hidden(row + m, first + n)])
+    return hidden.where(-inf, found * LOG2E if rules.modifies else found)
 
   m_old, l_old, acc_old = (x.after(*loop.axes) for x in (m_i, l_i, acc))
-  k_tile, v_tile = (load_tile(s, x, kv_head, first, block_n, loop) for x in (k, v))
-  scores, m_new = multiply_qk(s, q_t, k_tile, hidden, m_old, block_n, unroll, loop)
+  length = None if rules.kv_lengths is None else here.length
+  k_tile, v_tile = (load_tile(s, x, kv_head, first, block_n, length, loop) for x in (k, v))
+  scores, m_new = multiply_qk(s, q_t, k_tile, score, m_old, block_n, unroll, loop)
   p, l_new, alpha = exponentiate(s, scores, m_new, m_old, l_old, loop)
   acc_end = multiply_pv(s, p, v_tile, acc_old, alpha, unroll, loop)
   m = s.axis(block_m)
   state_end = UOp.group(m_old.after(alpha)[m].store(m_new[m]), l_old.after(l_new)[m].store(l_new[m])).end(m)
   end = loop.end(acc_end, state_end)
 
-  stores = store_rows(s, o, lse, head, row, acc.after(end), m_i.after(end), l_i.after(end), outer)
-  name = f"attention_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{'_causal' * causal}"
+  stores = store_rows(s, o, lse, head, row, acc.after(end), m_i.after(end), l_i.after(end), here.sink, outer)
+  name = f"attention_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
   # A tag keeps tinygrad from rearranging the axes.
   return UOp.group(*stores).end(*outer).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
 
@@ -151,19 +152,28 @@ def load_query(q: UOp, head: UOp, row: UOp, d: UOp) -> UOp:
   return inside.where(gated(q, inside, head, row, d).load().cast(dtypes.float), 0.0)
 
 
-def load_tile(s: Scope, x: UOp, head: UOp, first: UOp, block_n: int, loop: Loop) -> Tile:
-  """The tile of keys (or values) from `first` on: float32 is read in place, 16 bit is widened once a tile."""
-  if x.dtype == dtypes.float:
+def load_tile(s: Scope, x: UOp, head: UOp, first: UOp, block_n: int, length: UOp | None, loop: Loop) -> Tile:
+  """The tile of keys (or values) from `first` on: float32 is read in place, 16 bit is widened once a tile.
+
+  With a length, keys from there on are not read, and 0 in the tile: whatever they hold, they are worth nothing.
+  """
+  if x.dtype == dtypes.float and length is None:
     return lambda n, d: x[head, first + n, d].load()
-  size = s.buffer(block_n, sizes(x)[2])
-  wide = s.assign(size, lambda n, d: x[head, first + n, d].load().cast(dtypes.float), within=loop.axes)
+
+  def element(n: UOp, d: UOp) -> UOp:
+    if length is None:
+      return x[head, first + n, d].load().cast(dtypes.float)
+    inside = first + n < length
+    return inside.where(gated(x, inside, head, first + n, d).load().cast(dtypes.float), 0.0)
+
+  wide = s.assign(s.buffer(block_n, sizes(x)[2]), element, within=loop.axes)
   return lambda n, d: wide[n, d].load()
 
 
 def multiply_qk(
-  s: Scope, q_t: UOp, k_tile: Tile, hidden: Tile, m_old: UOp, block_n: int, unroll: int, loop: Loop
+  s: Scope, q_t: UOp, k_tile: Tile, score: Score, m_old: UOp, block_n: int, unroll: int, loop: Loop
 ) -> tuple[UOp, UOp]:
-  """S^T = K Q^T (block_n, block_m), -inf where hidden, and the row maximum so far (block_m,)."""
+  """The scores of S^T = K Q^T (block_n, block_m), and the row maximum so far (block_m,)."""
   block_m = sizes(q_t)[1]
   scores = s.buffer(block_n, block_m).after(*loop.axes)
   m_new = s.assign(s.buffer(block_m), lambda m: m_old[m].load(), within=loop.axes)
@@ -172,7 +182,7 @@ def multiply_qk(
     key = top + strip * rows
     acc = product(s, rows, lambda r, d: k_tile(key + r, d), q_t, (*loop.axes, strip))
     m = s.axis(block_m)
-    row = [hidden(key + r, m).where(-inf, acc[r, m]) for r in range(rows)]
+    row = [score(acc[r, m].load(), key + r, m) for r in range(rows)]
     highest = reduce(UOp.maximum, row, m_new.after(strip)[m].load())
     stores = [m_new[m].store(highest), *(scores[key + r, m].store(row[r]) for r in range(rows))]
     end = UOp.group(*stores).end(strip, m)
@@ -208,17 +218,27 @@ def multiply_pv(s: Scope, p: UOp, v_tile: Tile, acc: UOp, alpha: UOp, unroll: in
 
 
 def store_rows(
-  s: Scope, o: UOp, lse: UOp | None, head: UOp, row: UOp, acc: UOp, m_i: UOp, l_i: UOp, outer: tuple[UOp, ...]
+  s: Scope,
+  o: UOp,
+  lse: UOp | None,
+  head: UOp,
+  row: UOp,
+  acc: UOp,
+  m_i: UOp,
+  l_i: UOp,
+  sink: UOp | None,
+  outer: tuple[UOp, ...],
 ) -> list[UOp]:
-  """O = acc / l and LSE = (m + log2 l) ln 2; a row that saw no key gets 0 and -inf. Rows past M are not stored."""
+  """The output and the LSE; a row that saw no key gets 0 and -inf. Rows past M are not stored."""
   (Dv, block_m), M = sizes(acc), sizes(o)[1]
-  inverse = s.assign(s.buffer(block_m), lambda m: l_i[m].eq(0).where(0.0, 1 / l_i[m]), within=outer)
+  factor = s.assign(s.buffer(block_m), lambda m: finish(m_i[m], l_i[m], sink, exp2)[0], within=outer)
   lanes = min(block_m, M)  # the rest is past M in every block
   d, m = s.axis(Dv), s.axis(lanes)
-  stores = [gated(o, row + m < M, head, row + m, d).store((acc[d, m] * inverse[m]).cast(o.dtype)).end(d, m)]
+  stores = [gated(o, row + m < M, head, row + m, d).store((acc[d, m] * factor[m]).cast(o.dtype)).end(d, m)]
   if lse is not None:
     m = s.axis(lanes)
-    stores.append(gated(lse, row + m < M, head, row + m).store((m_i[m] + l_i[m].log2()) * LN2).end(m))
+    log2 = finish(m_i[m], l_i[m], sink, exp2)[1]
+    stores.append(gated(lse, row + m < M, head, row + m).store(log2 * LN2).end(m))
   return stores
 
 

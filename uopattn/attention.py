@@ -14,7 +14,7 @@ from uopattn.dispatch import Choice, dispatch
 from uopattn.dsl import sizes
 from uopattn.flash import batched, build, compiled
 from uopattn.reference import reference
-from uopattn.spec import BACKENDS, AttentionSpec, Extras, make_spec
+from uopattn.spec import BACKENDS, NO_EXTRAS, AttentionSpec, Extras, make_spec
 from uopattn.target import Target
 
 log = logging.getLogger("uopattn")
@@ -33,7 +33,7 @@ def attention(
   window: tuple[int | None, int | None] | None = None,
   softcap: float | None = None,
   q_start: int | UOp | Tensor = 0,
-  kv_lengths: Tensor | None = None,
+  kv_lengths: int | UOp | Tensor | None = None,
   sinks: Tensor | None = None,
   score_mod: Callable[..., Any] | None = None,
   mask_mod: Callable[..., Any] | None = None,
@@ -59,7 +59,7 @@ def attention(
     window: (left, right): key j is seen iff i + q_start - left <= j <= i + q_start + right; None is no bound.
     softcap: bounds the scores smoothly to (-softcap, softcap).
     q_start: int, bound Variable or (B,) integer Tensor. 0 aligns causal masks upper left, N - M lower right.
-    kv_lengths: (B,) integer Tensor; key j of batch b is seen iff j < kv_lengths[b].
+    kv_lengths: int, bound Variable or (B,) integer Tensor; key j of batch b is seen iff j < kv_lengths[b].
     sinks: (Hq,) logits that join each row's sum of exponentials without a value.
     score_mod: f(score, b, h, q_idx, kv_idx, *aux) -> score.
     mask_mod: f(b, h, q_idx, kv_idx, *aux) -> bool, False hides the key.
@@ -96,7 +96,7 @@ def _run(
   if isinstance(q.device, str):
     chosen = dispatch(spec, Target.of(q.device))
   if backend != "reference" and isinstance(chosen, Choice):
-    return launch(chosen, spec, q, k, v)
+    return launch(chosen, spec, q, k, v, extras=extras)
   if backend == "kernel":
     raise ValueError(f"backend='kernel': {'; '.join(cast(list[str], chosen))}")
   if backend == "auto":
@@ -119,6 +119,7 @@ def launch(
   v: Tensor,
   o: Tensor | None = None,
   lse: Tensor | None = None,
+  extras: Extras = NO_EXTRAS,
 ) -> tuple[Tensor, Tensor | None]:
   """Runs a chosen kernel on inputs of four dimensions; `o` and `lse` are the buffers to write to, new ones if None."""
   device, rows = str(q.device), sizes(q)[:3]
@@ -126,15 +127,15 @@ def launch(
   if spec.return_lse and lse is None:
     lse = _empty(rows, dtypes.float32, device)
   buffers = [o, q.contiguous(), k.contiguous(), v.contiguous(), *([] if lse is None else [lse])]
-  backward = _gradient(spec)
+  buffers += [x.contiguous() for _, x in extras.tensors()]
+  backward = _gradient(spec, extras)
   if "CPU" in choice.kernel.devices:
     # As `custom_kernel` does, without the placeholders: making them takes a fifth of an eager call.
-    program = compiled(choice, spec, device, tuple(range(len(buffers))))
-    call = program.call(*(x.uop for x in buffers), grad_fxn=backward)
-    results = [Tensor(x.uop.after(call)) for x in buffers]
+    kernel = compiled(choice, spec, device, tuple(range(len(buffers))))
   else:
-    fxn = functools.partial(build, choice, spec, device)
-    results = Tensor.custom_kernel(*buffers, fxn=fxn, grad_fxn=backward)
+    kernel = build(choice, spec, device, *(UOp.placeholder_like(x.uop, i) for i, x in enumerate(buffers)))
+  call = kernel.call(*(x.uop for x in buffers), *extras.variables(), grad_fxn=backward)
+  results = [Tensor(x.uop.after(call)) for x in buffers]
   return results[0], results[4] if lse is not None else None
 
 
@@ -143,14 +144,14 @@ def _empty(shape: tuple[int, ...], dtype: DType, device: str) -> Tensor:
   return Tensor(UOp.new_buffer(device, math.prod(shape), dtype).reshape(shape))
 
 
-def _gradient(spec: AttentionSpec) -> Callable[..., tuple[UOp | None, ...]]:
+def _gradient(spec: AttentionSpec, extras: Extras) -> Callable[..., tuple[UOp | None, ...]]:
   """The backward pass through the reference, which keeps (B, Hq, M, N) in memory."""
 
   def gradient(*grads: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
     if call is None:  # tinygrad gives a lone gradient and the call by position, several with call=
       *grads, call = grads  # type: ignore[assignment]
     q, k, v = (Tensor(x) for x in call.src[2:5])
-    out, lse = reference(q, k, v, spec, Extras(q_start=cast(int, spec.q_start)))
+    out, lse = reference(q, k, v, spec, extras)
     # Only the outputs that were used have a gradient; they differ in their number of dimensions.
     parts = [((out if grad.ndim == out.ndim else lse) * Tensor(grad)).sum() for grad in grads]
     total = sum(parts[1:], parts[0])

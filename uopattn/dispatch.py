@@ -24,7 +24,7 @@ class Kernel:
     features: the arguments of `AttentionSpec.extras` that it has code for.
     tiles: the class of its block sizes.
     choose_tiles: its tiles for a spec and a target; raises ValueError where none fit.
-    build: (o, q, k, v, lse or None, scale=, causal=, q_start=, tiles=) -> the kernel's graph on 3-D buffers.
+    build: (o, q, k, v, lse or None, rules=, tiles=) -> the kernel's graph on 3-D buffers; see `uopattn.dsl.rules`.
     meant_for: whether it is the one to take where several kernels of a device could serve.
   """
 
@@ -76,9 +76,10 @@ def _for_hopper(spec: AttentionSpec, target: Target) -> bool:
   return hopper_forward.Tiles.serves(target.arch, spec.Dk, spec.Dv)
 
 
+EVERYTHING = frozenset(("attn_mask", "window", "softcap", "q_start", "kv_lengths", "sinks", "score_mod", "mask_mod"))
 KERNELS = (
   Kernel(
-    "cpu_forward", ("CPU",), DTYPES, frozenset(), cpu_forward.Tiles, _cpu_tiles, cpu_forward.forward, _many_queries
+    "cpu_forward", ("CPU",), DTYPES, EVERYTHING, cpu_forward.Tiles, _cpu_tiles, cpu_forward.forward, _many_queries
   ),
   Kernel(
     "cpu_decode", ("CPU",), DTYPES, frozenset(), cpu_decode.Tiles, _decode_tiles, cpu_decode.forward, _few_queries
@@ -141,10 +142,9 @@ def dispatch(spec: AttentionSpec, target: Target, tiles: Any = None) -> Choice |
 def _reasons_against(kernel: Kernel, spec: AttentionSpec) -> list[str]:
   """What the kernel has no code for."""
   lacks = [name for name in spec.extras if name not in kernel.features]
-  against = [f"{kernel.name} has no {name}; leave it at its default" for name in lacks]
+  wanted = {"q_start": "takes q_start as an int alone, neither as a Variable nor as a Tensor"}
+  against = [f"{kernel.name} {wanted.get(name, f'has no {name}; leave it at its default')}" for name in lacks]
   if spec.dtype not in kernel.dtypes:
     accepted = " or ".join(map(dtype_name, kernel.dtypes))
     against.append(f"{kernel.name} has no code for {dtype_name(spec.dtype)} q, k and v; give it {accepted}")
-  if spec.q_start is None:
-    against.append(f"{kernel.name} takes q_start as an int alone, neither as a Variable nor as a Tensor")
   return against

@@ -2,14 +2,16 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from tinygrad import Device, UOp, dtypes
+from tinygrad.dtype import DType
 from tinygrad.renderer import Estimates
 from tinygrad.renderer.llvmir import AMDLLVMRenderer
 
 from uopattn.cuda import on_gpu
 from uopattn.dispatch import Choice, dispatch
+from uopattn.dsl.rules import Rules, Table
 from uopattn.llvm import as_llvm
 from uopattn.spec import AttentionSpec, Extras, dtype_name, make_spec
 from uopattn.target import Target
@@ -66,17 +68,14 @@ def flash(
   chosen = dispatch(spec, machine, tiles)
   if isinstance(chosen, list):
     raise ValueError("; ".join(chosen))
-  return build(chosen, spec, device, o, q, k, v, lse)
+  return build(chosen, spec, device, o, q, k, v, *([] if lse is None else [lse]))
 
 
-def build(
-  choice: Choice, spec: AttentionSpec, device: str, o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None
-) -> UOp:
-  """What `Tensor.custom_kernel` runs on placeholders of a checked spec.
+def build(choice: Choice, spec: AttentionSpec, device: str, *buffers: UOp) -> UOp:
+  """What `Tensor.custom_kernel` runs on placeholders of a checked spec, which are as `layout` has them.
 
   The kernel's graph; compiled where tinygrad's own renderer or runtime does not serve it.
   """
-  buffers = (o, q, k, v) if lse is None else (o, q, k, v, lse)
   if _compiler(device) is not None:
     return compiled(choice, spec, device, tuple(x.base.arg.slot for x in buffers))
   return _graph(choice, spec, buffers)
@@ -85,15 +84,18 @@ def build(
 @functools.cache
 def compiled(choice: Choice, spec: AttentionSpec, device: str, slots: tuple[int, ...]) -> UOp:
   """Compiled once a process: a further call of the same attention costs no lowering."""
-  s = spec
-  shapes = ((s.Hq, s.M, s.Dv), (s.Hq, s.M, s.Dk), (s.Hkv, s.N, s.Dk), (s.Hkv, s.N, s.Dv), (s.Hq, s.M))[: len(slots)]
-  dtypes_ = (s.dtype, s.dtype, s.dtype, s.dtype, dtypes.float32)
-  buffers = (
-    UOp.placeholder((s.B, *shape), dtype, slot) for shape, dtype, slot in zip(shapes, dtypes_, slots, strict=False)
-  )
   compiler = _compiler(device)
   assert compiler is not None
-  return compiler(_graph(choice, spec, tuple(buffers)), device, estimates(spec))
+  places = (UOp.placeholder(shape, dtype, slot) for (shape, dtype), slot in zip(layout(spec), slots, strict=True))
+  return compiler(_graph(choice, spec, tuple(places)), device, estimates(spec))
+
+
+def layout(spec: AttentionSpec) -> list[tuple[tuple[int, ...], DType]]:
+  """Shape and dtype of each of a kernel's buffers: o, q, k and v, the LSE if wanted, and `spec.inputs`."""
+  s = spec
+  shapes = ((s.B, s.Hq, s.M, s.Dv), (s.B, s.Hq, s.M, s.Dk), (s.B, s.Hkv, s.N, s.Dk), (s.B, s.Hkv, s.N, s.Dv))
+  lse = [((s.B, s.Hq, s.M), dtypes.float32)] if s.return_lse else []
+  return [*((shape, s.dtype) for shape in shapes), *lse, *((x.shape, x.dtype) for x in s.inputs)]
 
 
 def _compiler(device: str) -> Callable[[UOp, str, Estimates], UOp] | None:
@@ -105,11 +107,36 @@ def _compiler(device: str) -> Callable[[UOp, str, Estimates], UOp] | None:
 
 
 def _graph(choice: Choice, spec: AttentionSpec, buffers: tuple[UOp, ...]) -> UOp:
-  """The kernel on o, q, k, v and perhaps lse, in which batch and heads become one axis."""
+  """The kernel, in which batch and heads become one axis."""
   o, q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in buffers[:4])
-  lse = buffers[4].reshape(-1, buffers[4].shape[-1]) if len(buffers) == 5 else None
-  options = {"scale": spec.scale, "causal": spec.is_causal, "q_start": spec.q_start, "tiles": choice.tiles}
-  return choice.kernel.build(o, q, k, v, lse, **options)
+  lse = buffers[4].reshape(-1, buffers[4].shape[-1]) if spec.return_lse else None
+  return choice.kernel.build(o, q, k, v, lse, rules=rules(spec, buffers[4 + spec.return_lse :]), tiles=choice.tiles)
+
+
+def rules(spec: AttentionSpec, buffers: tuple[UOp, ...]) -> Rules:
+  """The rules of a kernel that has `buffers` for `spec.inputs`."""
+  named: dict[str, list[UOp]] = {}
+  for given, buffer in zip(spec.inputs, buffers, strict=True):
+    named.setdefault(given.name, []).append(buffer)
+
+  def only(name: str) -> UOp | None:
+    return named[name][0] if name in named else None
+
+  tables = tuple(Table(x) for x in named.get("aux", []))
+  return Rules(
+    spec.M,
+    spec.N,
+    heads=spec.Hq,
+    scale=spec.scale,
+    window=spec.window,
+    q_start=cast(UOp, only("q_start")) if spec.q_start is None else spec.q_start,
+    kv_lengths=only("kv_lengths") if spec.kv_lengths is None else spec.kv_lengths,
+    softcap=spec.softcap,
+    score_mod=spec.score_mod and spec.score_mod(tables),
+    mask_mods=() if spec.mask_mod is None else (spec.mask_mod(tables),),
+    attn_mask=only("attn_mask"),
+    sinks=only("sinks"),
+  )
 
 
 def estimates(spec: AttentionSpec) -> Estimates:

@@ -2,7 +2,7 @@
 
 import math
 
-from tinygrad import Tensor, dtypes
+from tinygrad import Tensor, UOp, dtypes
 
 from uopattn.spec import AttentionSpec, Extras
 
@@ -48,8 +48,7 @@ def _modify(scores: Tensor, extras: Extras) -> Tensor:
 def _hide(scores: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
   """-inf wherever any rule hides a key."""
   b, h, i, j = _indices(scores)
-  start = extras.q_start
-  position = i + (start.reshape(-1, 1, 1, 1) if isinstance(start, Tensor) else Tensor(start))
+  position = i + _per_batch(extras.q_start)
   rules: list[Tensor] = []
   if spec.is_causal:
     rules.append(j <= position)
@@ -58,7 +57,7 @@ def _hide(scores: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
     rules += [] if left is None else [j >= position - left]
     rules += [] if right is None else [j <= position + right]
   if extras.kv_lengths is not None:
-    rules.append(j < extras.kv_lengths.reshape(-1, 1, 1, 1))
+    rules.append(j < _per_batch(extras.kv_lengths))
   if extras.attn_mask is not None and extras.attn_mask.dtype == dtypes.bool:
     rules.append(extras.attn_mask)
   if extras.mask_mod is not None:
@@ -68,3 +67,7 @@ def _hide(scores: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
   for seen in rules:
     scores = seen.where(scores, -math.inf)
   return scores
+
+
+def _per_batch(x: int | UOp | Tensor) -> Tensor:
+  return x.reshape(-1, 1, 1, 1) if isinstance(x, Tensor) else Tensor(x)

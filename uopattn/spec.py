@@ -8,12 +8,28 @@ from typing import Any
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import TRAINING
+from tinygrad.uop.ops import Ops
 
 from uopattn.block_mask import BlockMask
 from uopattn.dsl import sizes
+from uopattn.trace import Mod, trace_mod
 
 DTYPES = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
 BACKENDS = ("auto", "kernel", "reference")
+
+
+@dataclass(frozen=True)
+class Input:
+  """A Tensor that a kernel takes besides q, k and v.
+
+  Attributes:
+    name: the argument that it comes with; aux may hold several.
+    shape, dtype: as the kernel sees it.
+  """
+
+  name: str
+  shape: tuple[int, ...]
+  dtype: DType
 
 
 @dataclass(frozen=True)
@@ -24,8 +40,11 @@ class AttentionSpec:
 
   Attributes:
     scale: factor on q.k.
-    q_start: position of the first query; None where it is not known before the kernel runs.
+    q_start: position of the first query: an int, a Variable, or None where it is a Tensor.
     extras: names of the arguments in use beyond is_causal, q_start, scale, enable_gqa and return_lse.
+    kv_lengths: keys that exist: an int, a Variable, or None where it is a Tensor or all do.
+    window: the first and last key that a query sees, counted back and on from its position; is_causal is in it.
+    inputs: the Tensors among the arguments other than q, k and v, in the order in which kernels take them.
   """
 
   B: int
@@ -38,16 +57,24 @@ class AttentionSpec:
   dtype: DType
   scale: float
   is_causal: bool = False
-  q_start: int | None = 0
+  q_start: int | UOp | None = 0
   return_lse: bool = False
   extras: tuple[str, ...] = ()
+  kv_lengths: int | UOp | None = None
+  window: tuple[int | None, int | None] = (None, None)
+  softcap: float | None = None
+  score_mod: Mod | None = None
+  mask_mod: Mod | None = None
+  inputs: tuple["Input", ...] = ()
 
   @property
   def flops(self) -> int:
     """Floating-point operations of the two products, over the pairs of query and key that see each other."""
-    pairs = self.M * self.N
-    if self.is_causal and self.q_start is not None:
-      pairs = sum(min(max(i + self.q_start + 1, 0), self.N) for i in range(self.M))
+    pairs, (left, right) = self.M * self.N, self.window
+    if isinstance(self.q_start, int) and (self.is_causal or self.window != (None, None)):
+      firsts = [0 if left is None else i + self.q_start - left for i in range(self.M)]
+      lasts = [self.N - 1 if right is None else i + self.q_start + right for i in range(self.M)]
+      pairs = sum(max(0, min(b, self.N - 1) - max(a, 0) + 1) for a, b in zip(firsts, lasts, strict=True))
     return 2 * self.B * self.Hq * pairs * (self.Dk + self.Dv)
 
 
@@ -60,7 +87,7 @@ class Extras:
   window: tuple[int | None, int | None] | None = None
   softcap: float | None = None
   q_start: "int | UOp | Tensor" = 0
-  kv_lengths: Tensor | None = None
+  kv_lengths: "int | UOp | Tensor | None" = None
   sinks: Tensor | None = None
   score_mod: Callable[..., Any] | None = None
   mask_mod: Callable[..., Any] | None = None
@@ -68,10 +95,26 @@ class Extras:
   block_mask: BlockMask | None = None
 
   def in_use(self) -> tuple[str, ...]:
-    """The names of those that change the result, q_start apart."""
+    """The names of those that change the result; of q_start only where it is no int."""
     names = ("attn_mask", "window", "softcap", "kv_lengths", "sinks", "score_mod", "mask_mod", "block_mask")
     used = [name for name in names if getattr(self, name) is not None]
-    return tuple(used) + (("dropout_p",) if self.dropout_p > 0 and TRAINING else ())
+    used += ["dropout_p"] * (self.dropout_p > 0 and bool(TRAINING))
+    return tuple(used) + (() if isinstance(self.q_start, int) else ("q_start",))
+
+  def tensors(self) -> list[tuple[str, Tensor]]:
+    """The Tensors among them as kernels take them, each with the name of its argument."""
+    found = [] if self.attn_mask is None else [("attn_mask", _own_shape(self.attn_mask))]
+    places = (("q_start", self.q_start), ("kv_lengths", self.kv_lengths))
+    found += [(name, x.cast(dtypes.int)) for name, x in places if isinstance(x, Tensor)]
+    found += [] if self.sinks is None else [("sinks", self.sinks.float())]
+    return found + [("aux", x) for x in self.aux]
+
+  def variables(self) -> tuple[UOp, ...]:
+    """The bound Variables among them, each once."""
+    return tuple(dict.fromkeys(x for x in (self.q_start, self.kv_lengths) if isinstance(x, UOp)))
+
+
+NO_EXTRAS = Extras()
 
 
 def make_spec(
@@ -111,8 +154,41 @@ def make_spec(
     if flag not in (False, True):
       raise TypeError(f"{name} is {flag!r}; it must be True or False")
   _check_extras(extras, B, Hq, M, N, q.device)
-  q_start = extras.q_start if isinstance(extras.q_start, int) else None
-  return AttentionSpec(B, Hq, Hkv, M, N, Dk, Dv, q.dtype, factor, bool(is_causal), q_start, return_lse, extras.in_use())
+  left, right = extras.window or (None, None)
+  lengths, aux = (B, Hq, M, N), extras.aux
+  score_mod, mask_mod = (
+    None if mod is None else trace_mod(name, mod, lengths, aux)
+    for name, mod in (("score_mod", extras.score_mod), ("mask_mod", extras.mask_mod))
+  )
+  return AttentionSpec(
+    B,
+    Hq,
+    Hkv,
+    M,
+    N,
+    Dk,
+    Dv,
+    q.dtype,
+    factor,
+    bool(is_causal),
+    _known(extras.q_start),
+    return_lse,
+    extras.in_use(),
+    _known(extras.kv_lengths),
+    (left, min(0, right or 0) if is_causal else right),
+    extras.softcap,
+    score_mod,
+    mask_mod,
+    tuple(Input(name, sizes(x), x.dtype) for name, x in extras.tensors()),
+  )
+
+
+def _known(x: int | UOp | Tensor | None) -> int | UOp | None:
+  """An int, or the kernel's side of a bound Variable; None for a Tensor."""
+  if isinstance(x, UOp):
+    variable = x.unbind()[0]
+    return UOp.variable(variable.expr, variable.vmin, variable.vmax, param=True)
+  return x if isinstance(x, int) else None
 
 
 def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -131,12 +207,9 @@ def _check_extras(e: Extras, B: int, Hq: int, M: int, N: int, device: object) ->
     _check_window(e.window)
   if e.softcap is not None and _number("softcap", e.softcap) <= 0:
     raise ValueError(f"softcap is {e.softcap}; it must be greater than 0")
-  if isinstance(e.q_start, Tensor):
-    _check_tensor("q_start", e.q_start, (B,), dtypes.ints, "an integer dtype")
-  elif isinstance(e.q_start, bool) or not isinstance(e.q_start, (int, UOp)):
-    raise TypeError(f"q_start is {e.q_start!r}; accepted are an int, a bound Variable and a ({B},) integer Tensor")
+  _check_place("q_start", e.q_start, B)
   if e.kv_lengths is not None:
-    _check_tensor("kv_lengths", e.kv_lengths, (B,), dtypes.ints, "an integer dtype")
+    _check_place("kv_lengths", e.kv_lengths, B)
   if e.sinks is not None:
     _check_tensor("sinks", e.sinks, (Hq,), dtypes.floats, "a float dtype")
   for name in ("score_mod", "mask_mod"):
@@ -180,6 +253,13 @@ def _check_window(window: object) -> None:
       raise TypeError(f"window is {window!r}; its sides must be ints or None")
 
 
+def _check_place(name: str, x: object, B: int) -> None:
+  if isinstance(x, Tensor):
+    _check_tensor(name, x, (B,), dtypes.ints, "an integer dtype")
+  elif isinstance(x, bool) or not (isinstance(x, int) or (isinstance(x, UOp) and x.is_bound_var)):
+    raise TypeError(f"{name} is {x!r}; accepted are an int, a bound Variable and a ({B},) integer Tensor")
+
+
 def _check_tensor(name: str, x: object, shape: tuple[int, ...], accepted: tuple[DType, ...], what: str) -> None:
   if not isinstance(x, Tensor) or x.dtype not in accepted:
     given = f"has dtype {dtype_name(x.dtype)}" if isinstance(x, Tensor) else f"is {x!r}"
@@ -199,3 +279,14 @@ def _number(name: str, value: object) -> float:
 def dtype_name(dtype: DType) -> str:
   """ "half" for dtypes.half."""
   return str(dtype).removeprefix("dtypes.")
+
+
+def _own_shape(mask: Tensor) -> Tensor:
+  """A mask with four axes, those along which it was expanded of size 1 again: `expand` adds axes on the left."""
+  x = mask.uop
+  order = x.marg if x.op is Ops.PERMUTE else tuple(range(mask.ndim))
+  x = x.src[0] if x.op is Ops.PERMUTE else x
+  if x.op is Ops.EXPAND:
+    own = x.src[0].shape
+    mask = Tensor(x.src[0]).reshape((1,) * (mask.ndim - len(own)) + own).permute(order)
+  return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)

@@ -33,3 +33,11 @@ def exp2(x: UOp) -> UOp:
   for c in _EXP2[-2::-1]:
     mantissa = mantissa * fraction + c
   return tiny.where(0.0, (mantissa.bitcast(dtypes.int) + whole * (1 << 23)).bitcast(dtypes.float))
+
+
+def tanh(x: UOp) -> UOp:
+  """The hyperbolic tangent of a float32, from `exp2`; within 1.2e-7, NaN at NaN."""
+  size = (x < 0).where(-x, x)
+  e = exp2(size * (-2 * LOG2E))
+  t = (1 - e) / (1 + e)
+  return (x < 0).where(-t, t)

@@ -57,3 +57,23 @@ def online_softmax(
   alpha = ins.exp2(family, m_old - shift)
   p = [ins.exp2(family, x * factor - shift) for x in scores]
   return p, m_new, l_old * alpha + reduce(UOp.__add__, p), alpha
+
+
+def finish(m_i: UOp, l_i: UOp, sink: UOp | None, exp2: Callable[[UOp], UOp]) -> tuple[UOp, UOp]:
+  """The factor that turns the weighted sum of a row into its output, and the logarithm of its sum, all in base 2.
+
+  A row that saw no key gets 0 and -inf.
+
+  Args:
+    m_i: the maximum.
+    l_i: the sum of exponentials, of all keys.
+    sink: a logit that joins them; None if there is none.
+    exp2: 2**x of an x <= 0.
+  """
+  blind = l_i.eq(0)
+  if sink is None:
+    return blind.where(0.0, 1 / l_i), m_i + l_i.log2()
+  m_new = m_i.maximum(sink)
+  alpha = exp2(m_i - m_new)
+  total = l_i * alpha + exp2(sink - m_new)
+  return blind.where(0.0, alpha / total), blind.where(-inf, m_new + total.log2())

@@ -1,0 +1,283 @@
+"""Which keys a query sees, and what becomes of its scores: all that stands between q.k and the softmax."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from math import inf
+
+from tinygrad import UOp, dtypes
+from tinygrad.helpers import ceildiv
+
+from uopattn.dsl.math import LOG2E, tanh
+from uopattn.dsl.scope import clamp, gated, sizes
+from uopattn.dsl.softmax import split_factor
+
+
+@dataclass(frozen=True, eq=False)
+class Rules:
+  """Those of one attention. Buffers are the kernel's own; a feature that is None, or (), costs nothing.
+
+  Attributes:
+    M, N: queries and keys.
+    heads: query heads of a batch.
+    scale: factor on q.k.
+    window: key j is seen by query i iff position - left <= j <= position + right, its position being i + q_start; None
+      is no bound. A causal mask is a right side of 0.
+    q_start: an int, a variable, or a (B,) int32 buffer.
+    kv_lengths: keys that exist, likewise; None is N.
+    bounds: the first and the last key that each query sees, (M,) int32 both, none of which decreases with the query.
+    softcap: bounds the scores to (-softcap, softcap).
+    score_mod: (score, b, h, q_idx, kv_idx) -> score, on float32 and int32.
+    mask_mods: (b, h, q_idx, kv_idx) -> bool; False hides the key.
+    attn_mask: a buffer that broadcasts to (B, heads, M, N); bool hides, a float is added.
+    sinks: (heads,) float32 logits that join the sum of exponentials.
+    tile_lists: the tiles of keys that each block of queries visits, (B or 1, heads or 1, blocks, tiles) int32, those
+      that it sees whole first; and how many these are and how many all, (B or 1, heads or 1, blocks, 2) int32.
+  """
+
+  M: int
+  N: int
+  heads: int = 1
+  scale: float = 1.0
+  window: tuple[int | None, int | None] = (None, None)
+  q_start: int | UOp = 0
+  kv_lengths: int | UOp | None = None
+  bounds: tuple[UOp, UOp] | None = None
+  softcap: float | None = None
+  score_mod: Callable[..., UOp] | None = None
+  mask_mods: tuple[Callable[..., UOp], ...] = ()
+  attn_mask: UOp | None = None
+  sinks: UOp | None = None
+  tile_lists: tuple[UOp, UOp] | None = None
+
+  @property
+  def name(self) -> str:
+    """For the name of a kernel: "_causal", "_window" or nothing."""
+    return "" if self.window == (None, None) else "_causal" if self.window == (None, 0) else "_window"
+
+  @property
+  def longest_last(self) -> bool:
+    """Whether later queries see more keys than earlier ones."""
+    return self.window[1] is not None and self.window[0] is None
+
+  @property
+  def _adds(self) -> bool:
+    return self.attn_mask is not None and self.attn_mask.dtype != dtypes.bool
+
+  @property
+  def modifies(self) -> bool:
+    """Whether scores are more than products times a factor."""
+    return self.softcap is not None or self.score_mod is not None or self._adds
+
+  @property
+  def factors(self) -> tuple[float, float]:
+    """A factor on q.k, for `HeadRules.scores` to apply, and one in the exponent, of base 2, which is greater than 0."""
+    return (self.scale, LOG2E) if self.modifies else split_factor(self.scale)
+
+  def at(self, head: UOp) -> "HeadRules":
+    """The rules for a query head, counted through all batches."""
+    return HeadRules(self, head // self.heads, head % self.heads)
+
+
+@dataclass(frozen=True, eq=False)
+class Visit:
+  """The tiles of keys that a block of queries visits, by their position in the order of the visit.
+
+  Attributes:
+    whole: the first `whole` are seen whole by all queries and need no mask.
+    count: all of them, at least 1.
+    tile: the tile at a position below `count`.
+  """
+
+  whole: UOp
+  count: UOp
+  tile: Callable[[UOp], UOp]
+
+
+@dataclass(frozen=True, eq=False)
+class HeadRules:
+  """The rules for query head `h` of batch `b`."""
+
+  rules: Rules
+  b: UOp
+  h: UOp
+
+  @property
+  def length(self) -> UOp:
+    """How many keys exist: none from here on may be read."""
+    r = self.rules
+    return UOp.const(r.N) if r.kv_lengths is None else clamp(self._number(r.kv_lengths), 0, r.N)
+
+  @property
+  def sink(self) -> UOp | None:
+    """The logit that joins the sum of exponentials, in base 2."""
+    return None if self.rules.sinks is None else self.rules.sinks[self.h].load() * LOG2E
+
+  def last_seen(self, row: UOp) -> UOp:
+    """The last key that a query sees; before the first one, or before 0, if it sees none."""
+    return reduce(UOp.minimum, [*self._lasts(row), UOp.const(self.rules.N - 1)])
+
+  def first_seen(self, row: UOp) -> UOp | None:
+    """The first key that a query sees; None if that is 0 for all queries."""
+    firsts = self._firsts(row)
+    return reduce(UOp.maximum, firsts) if firsts else None
+
+  def visit(self, row: UOp, block_m: int, block_n: int) -> Visit:
+    """The tiles of `block_n` keys that the queries from `row` to row + block_m - 1 visit.
+
+    tinygrad's linearizer knows what is outside a loop by how often it runs: a loop of one trip at most, if that is not
+    known to be one, would swallow what comes before it. So `whole` is 0 where it could be at most 1.
+    """
+    r, tiles = self.rules, ceildiv(self.rules.N, block_n)
+    last_row = (row + block_m).minimum(r.M) - 1
+    lasts, firsts = self._lasts(last_row), self._firsts(row)
+    if r.tile_lists is not None:
+      return self._listed(row // block_m, tiles, bool(lasts or firsts or self._hides(2)))
+    count = whole = UOp.const(tiles)
+    if not lasts and not firsts:
+      whole = UOp.const(0 if self._hides(1) else r.N // block_n)
+      return Visit(whole, count, lambda position: position)
+    end = clamp(_least(lasts), 0, r.N - 1) // block_n + 1 if lasts else count
+    whole_end = clamp(_least(self._lasts(row)) + 1, 0, r.N) // block_n if lasts else UOp.const(r.N // block_n)
+    begin = clamp(_largest(firsts), 0, r.N - 1) // block_n if firsts else UOp.const(0)
+    whole_begin = (clamp(_largest(self._firsts(last_row)), 0, r.N) + block_n - 1) // block_n if firsts else begin
+    whole = whole_end if not firsts else (whole_end - whole_begin).maximum(0)
+    whole = whole if whole.vmax > 1 and not self._hides(1) else UOp.const(0)
+    if not firsts:
+      return Visit(whole, end, lambda position: position)
+
+    def tile(position: UOp) -> UOp:
+      rest = begin + position - whole
+      after = (rest < whole_begin).where(rest, rest + whole)
+      return clamp((position < whole).where(whole_begin + position, after), 0, tiles - 1)
+
+    return Visit(whole, clamp(end - begin, 1, tiles), tile)
+
+  def scores(self, products: list[UOp], row: UOp, first: UOp, offsets: Sequence[int], masked: bool) -> list[UOp]:
+    """The scores of a query before the factor in the exponent, -inf where hidden.
+
+    Args:
+      products: q.k in float32.
+      row: the query.
+      first, offsets: the keys are first + offset.
+      masked: whether any of them may be hidden; their tile is not seen whole.
+    """
+    factor = self.rules.factors[0]
+    scaled = [
+      self.modified(x if factor == 1 else x * factor, row, first + i) for x, i in zip(products, offsets, strict=True)
+    ]
+    if not masked:
+      return scaled
+    last, start = self.last_seen(row) - first, self.first_seen(row)
+    result = []
+    for x, offset in zip(scaled, offsets, strict=True):
+      hidden = [last < offset, *self._hidden(row, first + offset)]
+      if start is not None:
+        hidden.append(start - first > offset)
+      result.append(reduce(UOp.__or__, hidden).where(-inf, x))
+    return result
+
+  def modified(self, score: UOp, row: UOp, key: UOp) -> UOp:
+    """q.k times the scale, after softcap, score_mod and the additive mask."""
+    r = self.rules
+    if r.softcap is not None:
+      score = tanh(score * (1 / r.softcap)) * r.softcap
+    if r.score_mod is not None:
+      score = r.score_mod(score, *self._indices(row, key))
+    return score + self._mask(row, key).cast(dtypes.float) if r._adds else score
+
+  def hidden(self, row: UOp, key: UOp) -> list[UOp]:
+    """The rules by which a query does not see a key below N."""
+    late = [key > last for last in self._lasts(row)]
+    return late + [key < first for first in self._firsts(row)] + self._hidden(row, key)
+
+  def _number(self, x: int | UOp) -> UOp:
+    """A value of this batch: an int, a variable, or an element of a buffer."""
+    if isinstance(x, int):
+      return UOp.const(x)
+    return x if x.shape == () else x[self.b].load().cast(dtypes.weakint)
+
+  def _lasts(self, row: UOp) -> list[UOp]:
+    """Bounds on the last key that a query sees, other than N - 1."""
+    r, found = self.rules, []
+    if r.window[1] is not None:
+      found.append(row + self._number(r.q_start) + r.window[1])
+    if r.kv_lengths is not None:
+      found.append(self.length - 1)
+    if r.bounds is not None:
+      found.append(self._bound(r.bounds[1], row))
+    return found
+
+  def _firsts(self, row: UOp) -> list[UOp]:
+    """Bounds on the first key that a query sees, other than 0."""
+    r, found = self.rules, []
+    if r.window[0] is not None:
+      found.append(row + self._number(r.q_start) - r.window[0])
+    if r.bounds is not None:
+      found.append(self._bound(r.bounds[0], row))
+    return found
+
+  def _bound(self, bounds: UOp, row: UOp) -> UOp:
+    return bounds[row.minimum(self.rules.M - 1)].load().cast(dtypes.weakint)
+
+  def _hides(self, more_than: int) -> bool:
+    """Whether at least `more_than` rules say of single keys whether they are seen."""
+    r = self.rules
+    return len(r.mask_mods) + (r.attn_mask is not None and not r._adds) >= more_than
+
+  def _listed(self, block: UOp, tiles: int, others: bool) -> Visit:
+    """What the lists say; with other rules at work no tile is known to be seen whole."""
+    assert self.rules.tile_lists is not None
+    order, counts = self.rules.tile_lists
+    place = (self.b if sizes(order)[0] > 1 else UOp.const(0), self.h if sizes(order)[1] > 1 else UOp.const(0), block)
+    whole, count = (clamp(counts[(*place, UOp.const(i))].load().cast(dtypes.weakint), i, tiles) for i in range(2))
+    whole = UOp.const(0) if others or tiles < 2 else whole
+
+    def tile(position: UOp) -> UOp:
+      return clamp(order[(*place, clamp(position, 0, tiles - 1))].load().cast(dtypes.weakint), 0, tiles - 1)
+
+    return Visit(whole, count if tiles > 1 else UOp.const(1), tile)
+
+  def _hidden(self, row: UOp, key: UOp) -> list[UOp]:
+    """What the rules that speak of single keys hide."""
+    seen = [mod(*self._indices(row, key)) for mod in self.rules.mask_mods]
+    seen += [] if self.rules.attn_mask is None or self.rules._adds else [self._mask(row, key)]
+    return [x.logical_not() for x in seen]
+
+  def _indices(self, row: UOp, key: UOp) -> list[UOp]:
+    return [x.cast(dtypes.int) for x in (self.b, self.h, row, key)]
+
+  def _mask(self, row: UOp, key: UOp) -> UOp:
+    """The element of the mask; 0 or False past the last query or key."""
+    mask = self.rules.attn_mask
+    assert mask is not None
+    index = [UOp.const(0) if size == 1 else x for x, size in zip((self.b, self.h, row, key), sizes(mask), strict=True)]
+    return Table(mask)[tuple(index)]
+
+
+class Table:
+  """A buffer that is indexed with any integers: what is outside of it reads as 0."""
+
+  def __init__(self, buffer: UOp):
+    self.buffer, self.shape, self.ndim, self.dtype = buffer, sizes(buffer), len(sizes(buffer)), buffer.dtype
+
+  def __getitem__(self, index: int | UOp | tuple[int | UOp, ...]) -> UOp:
+    places = index if isinstance(index, tuple) else (index,)
+    if len(places) != self.ndim:
+      raise IndexError(f"{len(places)} indices for a tensor of shape {self.shape}; there must be {self.ndim}")
+    found = [(x if isinstance(x, UOp) else UOp.const(x)).cast(dtypes.weakint) for x in places]
+    doubts = [x < size for x, size in zip(found, self.shape, strict=True) if x.vmax >= size]
+    doubts += [x >= 0 for x in found if x.vmin < 0]
+    if not doubts:
+      return self.buffer[tuple(found)].load()
+    inside = reduce(UOp.__and__, doubts)
+    return inside.where(gated(self.buffer, inside, *found).load(), UOp.const(0, self.dtype))
+
+
+def _least(values: list[UOp]) -> UOp:
+  """The least of some ints, in a form whose bounds tinygrad sees; see `clamp`."""
+  return reduce(lambda a, b: -((-a).maximum(-b)), values)
+
+
+def _largest(values: list[UOp]) -> UOp:
+  return reduce(UOp.maximum, values)
