@@ -132,7 +132,7 @@ def rules(spec: AttentionSpec, buffers: tuple[UOp, ...]) -> Rules:
     q_start=cast(UOp, only("q_start")) if spec.q_start is None else spec.q_start,
     kv_lengths=only("kv_lengths") if spec.kv_lengths is None else spec.kv_lengths,
     softcap=spec.softcap,
-    score_mod=spec.score_mod and spec.score_mod(tables),
+    score_mod=None if spec.score_mod is None else spec.score_mod(tables),
     mask_mods=() if spec.mask_mod is None else (spec.mask_mod(tables),),
     attn_mask=only("attn_mask"),
     sinks=only("sinks"),
