@@ -24,19 +24,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from math import inf
+from typing import NamedTuple
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
-from tinygrad.uop.ops import AxisType, KernelInfo
+from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl import LN2, Scope, gated, sizes
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.fragments import CHUNK, HIP, ROWS, Fragments
-from uopattn.dsl.keys import last_seen, tile_counts
+from uopattn.dsl.keys import last_seen, spans, tile_counts
 from uopattn.dsl.softmax import split_factor
 from uopattn.dsl.staging import WORDS, Rows, Stage
 from uopattn.dsl.words import Words, as_type, words_of
+from uopattn.dsl.workgroup import Workgroup
 
 LDS_LIMIT = 64 << 10  # bytes a workgroup
 LARGEST = 3.4028234663852886e38  # float32
@@ -146,64 +148,122 @@ def forward(
     q_start: position of the first query; may be negative.
     tiles: block sizes.
   """
-  (heads, M, Dk), (kv_heads, N, Dv), dtype = sizes(q), sizes(v), q.dtype
-  f, block_m, block_n, m_tiles = tiles.fragments, tiles.block_m, tiles.block_n, tiles.m_tiles
-  blocks = ceildiv(M, block_m)
+  (heads, M, Dk), (kv_heads, N, Dv), f, m_tiles = sizes(q), sizes(v), tiles.fragments, tiles.m_tiles
   s = Scope()
-  item = s.axis(heads * blocks, AxisType.GLOBAL)
-  lane, wave = s.axis(f.lanes, AxisType.WARP), s.axis(tiles.waves, AxisType.LOCAL)
-  head, block_row = item // blocks, item % blocks * block_m
-  kv_head = head // (heads // kv_heads)
-  places = [(wave * m_tiles + i) * ROWS + lane % ROWS for i in range(m_tiles)]  # this lane's queries in the block
+  group = Workgroup(s, heads, ceildiv(M, tiles.block_m), tiles.waves, f.lanes)
+  kv_head, lane, block_row = group.head // (heads // kv_heads), group.lane, group.block * tiles.block_m
+  places = [(group.warp * m_tiles + i) * ROWS + lane % ROWS for i in range(m_tiles)]  # this lane's in the block
   queries = [(row < M).where(row, M - 1) for row in (block_row + place for place in places)]  # past the end: again
   limits = [last_seen(query + q_start, N, causal) for query in queries]
+  whole, count = tile_counts(block_row, tiles.block_m, M, tiles.block_n, N, causal, q_start)
+  factors = split_factor(scale)
 
-  q_frags = [load_query(f, q, head, query, lane) for query in queries]
-  acc = s.buffer(m_tiles, ceildiv(Dv, ROWS), f.result)
-  m_i = s.buffer(m_tiles)  # before the factor `late`
-  l_i = s.buffer(m_tiles)  # of this lane's keys
-  loads, threads, thread = (words_of(k, kv_head), words_of(v, kv_head)), tiles.waves * f.lanes, wave * f.lanes + lane
-  stage = Stage(s, f, block_n, threads, thread, *loads, N, *tiles.padded(Dk, Dv))
-  p_lds = Rows.make(s, block_m, block_n, f.pad) if f.repeated else None
-  early, late = split_factor(scale)
-  lowest = -LARGEST / max(1.0, late)  # finite, also times `late`, as -inf - -inf is NaN
-  whole, n_tiles = tile_counts(block_row, block_m, M, block_n, N, causal, q_start)
+  q_frags = [load_query(f, q, group.head, query, lane) for query in queries]
+  state = State.make(s, (m_tiles, ceildiv(Dv, ROWS), f.result), factors[1], group.item)
+  threads, loads = tiles.waves * f.lanes, (words_of(k, kv_head), words_of(v, kv_head))
+  stage = Stage(s, f, tiles.block_n, threads, group.thread, *loads, N, *tiles.padded(Dk, Dv))
+  p_lds = Rows.make(s, tiles.block_m, tiles.block_n, f.pad) if f.repeated else None
+  loop = Mainloop(s, f, q.dtype, lane, stage, p_lds, q_frags, places, limits, factors, state, count)
 
-  def run(first: UOp, count: UOp, masked: bool, ready: UOp) -> UOp:
-    """Runs through `count` tiles from tile `first`, which is in LDS when `ready`."""
-    turn = s.axis(count, AxisType.REDUCE)
-    start, more = (first + turn) * block_n, (first + turn).vmin < n_tiles.vmax - 1
-    now = (ready, turn, stage.load(start + block_n, ready, turn)) if more else (ready, turn)
-    scores = multiply_qk(f, dtype, q_frags, stage.k.after(*now), block_n, lane)
-    updates, p, alpha = [], [], []
-    for i in range(m_tiles):
-      keys = mask_scale(f, scores[i], early, limits[i] if masked else None, start, lane)
-      m_old, l_old = (x.after(ready, turn)[i].load() for x in (m_i, l_i))
-      weights, m_new, l_new, rescale = softmax(f, keys, late, m_old, l_old, m_tiles, lane)
-      p.append(weights)
-      alpha.append(rescale)
-      updates += [m_i[i].store(m_new), l_i[i].store(l_new)]
-    p_frags = as_operands(f, dtype, p, p_lds and p_lds.after(ready, turn), places, lane)
-    v_lds = stage.v.after(*now, *updates)  # not before P is done: V's registers are few
-    updates += multiply_pv(f, dtype, p_frags, v_lds, acc, acc.after(ready, turn), alpha, lane)
-    if not more:
-      return UOp.group(*updates).end(turn)
-    read = UOp.barrier(UOp.group(*updates))  # no wave overwrites K and V before all have read them
-    return UOp.barrier(stage.store(read)).end(turn)
+  done = UOp.barrier(stage.store(stage.load(UOp.const(0), *state)))
+  for first, trips, masked in spans(UOp.const(0), whole, count):
+    done = loop.attend(first, trips, masked, done)
 
-  start = UOp.group(*(x.after(item).store(x.const_like(y)) for x, y in ((acc, 0.0), (m_i, lowest), (l_i, 0.0))))
-  done = UOp.barrier(stage.store(stage.load(UOp.const(0), item, start)))
-  for first, count, masked in ((UOp.const(0), whole, False), (whole, n_tiles - whole, True)):
-    if count.vmax > 0:
-      done = run(first, count, masked, done)
-
-  stores = []
+  state, stores = state.after(done), []
   for i, place in enumerate(places):
-    state = acc.after(done)[i], m_i.after(done)[i].load() * late, l_i.after(done)[i].load()
-    stores += store_rows(f, o, lse, head, block_row + place, *state, lane)
-  name = f"attention_{tiles.arch}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{'_causal' * causal}"
-  # A tag keeps tinygrad from rearranging the axes.
-  return UOp.group(*stores).end(wave, lane).end(item).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
+    m, l = state.m_i[i].load() * factors[1], state.l_i[i].load()
+    stores += store_rows(f, o, lse, group.head, block_row + place, state.acc[i], m, l, lane)
+  return group.kernel(f"attention_{tiles.arch}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{'_causal' * causal}", stores)
+
+
+class State(NamedTuple):
+  """What a lane carries from tile to tile.
+
+  Attributes:
+    acc: O^T of each tile of queries, relative to m_i.
+    m_i: of each query, before the factor in the exponent.
+    l_i: of each query, over this lane's keys.
+  """
+
+  acc: UOp
+  m_i: UOp
+  l_i: UOp
+
+  @classmethod
+  def make(cls, s: Scope, shape: tuple[int, int, int], factor: float, *after: UOp) -> "State":
+    """Before the first tile; `shape` is that of acc, `factor` is the one in the exponent."""
+    lowest = -LARGEST / max(1.0, factor)  # finite, also times `factor`, as -inf - -inf is NaN
+    acc = s.filled(0.0, *shape, after=after)
+    m_i, l_i = (s.filled(x, shape[0], after=after) for x in (lowest, 0.0))
+    return cls(acc, m_i, l_i)
+
+  def after(self, *after: UOp) -> "State":
+    return State(*(x.after(*after) for x in self))
+
+
+@dataclass(frozen=True)
+class Mainloop:
+  """A wave's way through the tiles of keys.
+
+  Attributes:
+    s: the kernel's axes.
+    f: what a lane holds.
+    dtype: of q, k and v.
+    lane: this lane.
+    stage: brings the tiles.
+    p_lds: room for P^T where lanes swap it.
+    q_frags: this lane's queries.
+    places: where they are in the block.
+    limits: the last key that each sees.
+    factors: on the scores, and in the exponent.
+    state: as it is before the first tile.
+    count: how many tiles the block's queries see a key of.
+  """
+
+  s: Scope
+  f: Fragments
+  dtype: DType
+  lane: UOp
+  stage: Stage
+  p_lds: Rows | None
+  q_frags: list[list[Operand]]
+  places: list[UOp]
+  limits: list[UOp]
+  factors: tuple[float, float]
+  state: State
+  count: UOp
+
+  def attend(self, first: UOp, trips: UOp, masked: bool, ready: UOp) -> UOp:
+    """The tiles from `first` on, which is in LDS when `ready`; each is followed there by the next."""
+    f, stage, lane = self.f, self.stage, self.lane
+    trip = self.s.axis(trips, AxisType.REDUCE)
+    n_tile, old, more = first + trip, self.state.after(ready, trip), first.vmin < self.count.vmax - 1
+    now = (ready, trip, stage.load((n_tile + 1) * stage.block_n, ready, trip)) if more else (ready, trip)
+    scores = multiply_qk(f, self.dtype, self.q_frags, stage.k.after(*now), stage.block_n, lane)
+    p, alphas, stores = self.weigh(scores, n_tile, masked, old)
+    p_frags = as_operands(f, self.dtype, p, self.p_lds and self.p_lds.after(ready, trip), self.places, lane)
+    v_lds = stage.v.after(*now, *stores)  # not before P is done: V's registers are few
+    stores += multiply_pv(f, self.dtype, p_frags, v_lds, self.state.acc, old.acc, alphas, lane)
+    if not more:
+      return UOp.group(*stores).end(trip)
+    read = UOp.barrier(UOp.group(*stores))  # no wave overwrites K and V before all have read them
+    return UOp.barrier(stage.store(read)).end(trip)
+
+  def weigh(
+    self, scores: list[list[UOp]], n_tile: UOp, masked: bool, old: State
+  ) -> tuple[list[list[UOp]], list[UOp], list[UOp]]:
+    """P and alpha of each of this lane's queries, and the stores of m and l."""
+    (early, late), start, m_tiles = self.factors, n_tile * self.stage.block_n, len(self.limits)
+    p, alphas, stores = [], [], []
+    for i, limit in enumerate(self.limits):
+      row = mask_scale(self.f, scores[i], early, limit if masked else None, start, self.lane)
+      weights, m_new, l_new, alpha = softmax(
+        self.f, row, late, old.m_i[i].load(), old.l_i[i].load(), m_tiles, self.lane
+      )
+      p.append(weights)
+      alphas.append(alpha)
+      stores += [old.m_i[i].store(m_new), old.l_i[i].store(l_new)]
+    return p, alphas, stores
 
 
 def load_query(f: Fragments, q: UOp, head: UOp, row: UOp, lane: UOp) -> list[Operand]:

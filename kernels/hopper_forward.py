@@ -9,8 +9,8 @@ FlashAttention-3 (Shah et al., 2024). Each warpgroup keeps its queries and runs 
 
 Who holds what. S, m, l, P and O are in registers; `uopattn.dsl.quads` says which elements a lane has. Q, once, and
 tiles of K and V, `stages` of each, are in shared memory (`uopattn.dsl.panels`), where the matrix cores read them, see
-`Tiles.shared_bytes`; cp.async fills the slots, all threads taking part. For each slot one barrier tells that it is
-full, and one that all warps are done with it: no warpgroup waits for another until it is about to run out of tiles.
+`Tiles.shared_bytes`; `uopattn.dsl.pipeline` fills the slots, such that no warpgroup waits for another until it is about
+to run out of tiles.
 
 Tiles of keys that all queries of the workgroup see whole come first and carry no mask; the rest follow.
 
@@ -20,21 +20,23 @@ Measured: 485 TFLOP/s at D=64, 619 at D=128 and 613 at D=256, causal 409, 546 an
 
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from tinygrad import UOp, dtypes
-from tinygrad.dtype import AddrSpace
+from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
-from tinygrad.uop.ops import AxisType, KernelInfo
+from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl import Scope, as_type, sizes, wgmma
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.keys import last_seen, tile_counts
+from uopattn.dsl.keys import last_seen, spans, tile_counts
 from uopattn.dsl.panels import Panels
-from uopattn.dsl.quads import COLUMNS, HALVES, QUAD, columns, join, row_of, store_row
+from uopattn.dsl.pipeline import Pipeline
+from uopattn.dsl.quads import COLUMNS, HALVES, QUAD, ROWS, WARP, columns, join, row_of, store_row
 from uopattn.dsl.softmax import mask_scores, online_softmax, split_factor
+from uopattn.dsl.workgroup import Workgroup
 
 CUDA = "cuda"
-WARP = 32
 WARPS = 4  # in a warpgroup
 
 
@@ -147,126 +149,148 @@ def forward(
     q_start: position of the first query; may be negative.
     tiles: block sizes.
   """
-  (heads, M, Dk), (kv_heads, N, Dv), dtype = sizes(q), sizes(v), q.dtype
-  block_m, block_n, ahead = tiles.block_m, tiles.block_n, tiles.stages - 1
-  blocks, steps, width = ceildiv(M, block_m), block_n // wgmma.STEP, round_up(Dv, wgmma.STEP)
+  (heads, M, Dk), (kv_heads, N, Dv), block_m = sizes(q), sizes(v), tiles.block_m
+  blocks = ceildiv(M, block_m)
   s = Scope()
-  item = s.axis(heads * blocks, AxisType.GLOBAL)
-  lane, warp = s.axis(WARP, AxisType.WARP), s.axis(tiles.warpgroups * WARPS, AxisType.LOCAL)
-  thread = warp * WARP + lane
-  head, block = item // blocks, item % blocks
-  kv_head = head // (heads // kv_heads)
-  block_row = (blocks - 1 - block if causal else block) * block_m  # the blocks with the most tiles start first
-  rows = [block_row + warp * 16 + row_of(lane, half) for half in range(HALVES)]
-  early, late = split_factor(scale)
+  group = Workgroup(s, heads, blocks, tiles.warpgroups * WARPS, WARP)
+  block = blocks - 1 - group.block if causal else group.block  # those with the most tiles start first
+  rows = [block * block_m + group.warp * ROWS + row_of(group.lane, half) for half in range(HALVES)]
+  limits = [last_seen(row + q_start, N, causal) for row in rows]
+  whole, count = tile_counts(block * block_m, block_m, M, tiles.block_n, N, causal, q_start)
 
-  scores = s.buffer(block_n // 2)
-  acc = s.filled(0.0, width // 2, after=(item,))
-  m_i = s.filled(-inf, HALVES, after=(item,))
-  l_i = s.filled(0.0, HALVES, after=(item,))  # of this lane's keys
-  p = s.buffer(block_n // 4, dtype=dtypes.uint)
+  scores, state = s.buffer(tiles.block_n // 2), State.make(s, tiles.block_n, round_up(Dv, wgmma.STEP), group.item)
   q_tile, k_tiles, v_tiles = tiles.panels(s, Dk, Dv)
-  q_bits, k_bits, v_bits = (as_type(x, dtypes.ushort) for x in (q, k, v))
-  barriers = s.buffer(2 * tiles.stages, dtype=dtypes.ulong, space=AddrSpace.LOCAL)
-  q_rows = q_tile.address(warp // WARPS * wgmma.ROWS)
+  pipe = Pipeline(s, k, v, group.head // (heads // kv_heads), k_tiles, v_tiles, group.thread)
+  loop = Mainloop(s, group, q.dtype, pipe, q_tile, scores, limits, split_factor(scale))
 
-  def full(n_tile: UOp) -> UOp:
-    """The barrier that tells of a tile that is there."""
-    return barriers[n_tile % tiles.stages]
+  queries = q_tile.fill_tile(block, as_type(q, dtypes.ushort), group.head, M, Dk, group.thread, pipe.open())
+  state = loop.begin(state, pipe.start_first(*queries), masked=whole.vmin == 0)
+  for first, trips, masked in spans(UOp.const(1), whole.maximum(1), count):
+    state = loop.attend(first, trips, masked, state)
+  acc, m_i, l_i = loop.finish(count, state)
 
-  def empty(n_tile: UOp) -> UOp:
-    """The barrier that tells of a tile that is no longer needed."""
-    return barriers[tiles.stages + n_tile % tiles.stages]
-
-  def start(n_tile: UOp, *after: UOp) -> UOp:
-    """Starts copying a tile of K, and the tile of V before it, once all warps are done with what was there."""
-    if n_tile.vmax >= tiles.stages:  # there was something
-      after = (ins.mbarrier_wait(CUDA, empty(n_tile), (n_tile // tiles.stages + 1) % 2, *after),)
-    copies = k_tiles.fill_tile(n_tile, k_bits, kv_head, N, Dk, thread, *after)
-    if n_tile.vmax > 0:
-      copies += v_tiles.fill_tile(n_tile - 1, v_bits, kv_head, N, Dv, thread, *after)
-    return ins.cp_async_arrive(CUDA, full(n_tile), *copies)
-
-  def arrived(n_tile: UOp, *after: UOp) -> UOp:
-    """Waits until a tile of K, and the tile of V before it, are there."""
-    return ins.fence_async(CUDA, ins.mbarrier_wait(CUDA, full(n_tile), n_tile // tiles.stages % 2, *after))
-
-  def release(n_tile: UOp, *after: UOp) -> UOp:
-    """This warp is done with a tile of K and the tile of V before it."""
-    return ins.mbarrier_arrive(CUDA, empty(n_tile), lane.eq(0), *after)
-
-  def start_qk(n_tile: UOp, *after: UOp) -> UOp:
-    k_tile = k_tiles.tile(n_tile, *after)
-    panels = q_tile.panel, k_tile.panel
-    return wgmma.start(
-      dtype, block_n, round_up(Dk, wgmma.STEP) // wgmma.STEP, scores[0], q_rows, k_tile.address(), panels, *after
-    )
-
-  def start_pv(n_tile: UOp, acc: UOp, p: UOp, *after: UOp) -> UOp:
-    v_tile = v_tiles.tile(n_tile, *after)
-    return wgmma.start(dtype, width, steps, acc[0], p[0], v_tile.address(), (0, v_tile.panel), *after, registers=True)
-
-  def softmax(
-    n_tile: UOp, masked: bool, qk: UOp, pending: int, m_old: UOp, l_old: UOp
-  ) -> tuple[list[UOp], list[UOp], list[UOp]]:
-    """Waits for S, and starts copying the tile `ahead`. Returns alpha and the words of P, and the stores of m and l."""
-    waited = wgmma.wait(pending, block_n, scores[0], qk)
-    following = start(n_tile + ahead, waited)
-    done = scores.after(waited, following)
-    alphas, stores, parts = [], [], []
-    for half in range(HALVES):
-      seen = last_seen(rows[half] + q_start, N, causal) - n_tile * block_n - lane % QUAD * 2 if masked else None
-      row = [done[4 * n + 2 * half + e].load() for n in range(block_n // COLUMNS) for e in range(2)]
-      row = mask_scores(row, columns(block_n // COLUMNS), early, seen)
-      part, m_new, l_new, alpha = online_softmax(CUDA, row, late, m_old[half].load(), l_old[half].load(), join)
-      parts.append([ins.pack(CUDA, part[i], part[i + 1], dtype) for i in range(0, len(part), 2)])
-      alphas.append(alpha)
-      # scores times a scale of 0 are no scores, and nothing else may be left that waits for the product
-      stores += [x.after(waited, following)[half].store(y) for x, y in ((m_i, m_new), (l_i, l_new))]
-    words = [parts[half][n] for n in range(block_n // COLUMNS) for half in range(HALVES)]
-    return alphas, words, stores
-
-  def attend(first: UOp, trips: UOp, masked: bool, *state: UOp) -> tuple[UOp, ...]:
-    """The tiles of keys from `first` on, each with the weighted sum of the tile before it."""
-    trip = s.axis(trips, AxisType.REDUCE)
-    n_tile = first + trip
-    acc_old, p_old, m_old, l_old = (x.after(trip) for x in state)
-    qk = start_qk(n_tile, arrived(n_tile, trip, *state))
-    pv = start_pv(n_tile - 1, acc_old, p_old, qk)
-    alphas, words, stores = softmax(n_tile, masked, pv, 1, m_old, l_old)
-    out = acc_old.after(wgmma.wait(0, width, acc_old[0], pv, *stores))
-    stores += [acc[i].store(out[i].load() * alphas[i % 4 // 2]) for i in range(width // 2)]
-    stores += [p.after(out)[i].store(word) for i, word in enumerate(words)]
-    stores.append(release(n_tile, out))
-    end = UOp.group(*stores).end(trip)
-    return tuple(x.after(end) for x in (acc, p, m_i, l_i))
-
-  zero, first_thread = UOp.const(0), thread.eq(0)
-  made = [ins.mbarrier_init(CUDA, full(UOp.const(i)), tiles.threads, first_thread) for i in range(tiles.stages)]
-  made += [
-    ins.mbarrier_init(CUDA, empty(UOp.const(i)), tiles.threads // WARP, first_thread) for i in range(tiles.stages)
-  ]
-  started = UOp.group(*q_tile.fill_tile(block_row // block_m, q_bits, head, M, Dk, thread, UOp.barrier(*made)))
-  for i in range(ahead):
-    started = start(UOp.const(i), started)
-  whole, count = tile_counts(block_row, block_m, M, block_n, N, causal, q_start)
-  qk = start_qk(zero, arrived(zero, started))
-  _, words, stores = softmax(zero, whole.vmin == 0, qk, 0, m_i, l_i)
-  stores.append(release(zero, *stores))
-  begun = UOp.group(*stores, *[p[i].store(word) for i, word in enumerate(words)])
-  state = tuple(x.after(begun) for x in (acc, p, m_i, l_i))
-  whole_left = whole.maximum(1) - 1
-  for first, trips, masked in ((zero + 1, whole_left, False), (whole_left + 1, count - 1 - whole_left, True)):
-    if trips.vmax > 0:  # tinygrad misplaces what stands in a loop of no trips
-      state = attend(first, trips, masked, *state)
-  acc, p, m_i, l_i = state
-  pv = start_pv(count - 1, acc, p, arrived(count, *state))
-  if ahead > 1:  # no copy may be under way when the workgroup ends
-    pv = ins.cp_async_wait(CUDA, 0, ins.cp_async_commit(CUDA, pv))
-  acc = acc.after(wgmma.wait(0, width, acc[0], pv)).reshape(width // COLUMNS, 4)
   stores = []
   for half, row in enumerate(rows):
-    stores += store_row(o, lse, head, row, half, acc, m_i[half].load(), l_i[half].load(), lane)
-  name = f"attention_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{'_causal' * causal}"
-  # A tag keeps tinygrad from rearranging the axes.
-  return UOp.group(*stores).end(warp, lane).end(item).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
+    stores += store_row(o, lse, group.head, row, half, acc, m_i[half].load(), l_i[half].load(), group.lane)
+  return group.kernel(f"attention_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{'_causal' * causal}", stores)
+
+
+class State(NamedTuple):
+  """What a lane carries from tile to tile.
+
+  Attributes:
+    acc: O of two rows, relative to m_i; the weighted sum of the last tile is still to come.
+    p: P of the last tile, rounded, in words.
+    m_i: of each row.
+    l_i: of each row, over this lane's keys.
+  """
+
+  acc: UOp
+  p: UOp
+  m_i: UOp
+  l_i: UOp
+
+  @classmethod
+  def make(cls, s: Scope, block_n: int, width: int, *after: UOp) -> "State":
+    """Before the first tile; O has `width` columns."""
+    acc = s.filled(0.0, width // 2, after=after)
+    m_i, l_i = (s.filled(x, HALVES, after=after) for x in (-inf, 0.0))
+    return cls(acc, s.buffer(block_n // 4, dtype=dtypes.uint), m_i, l_i)
+
+  def after(self, *after: UOp) -> "State":
+    return State(*(x.after(*after) for x in self))
+
+
+@dataclass(frozen=True)
+class Mainloop:
+  """A warpgroup's way through the tiles of keys.
+
+  Attributes:
+    s: the kernel's axes.
+    group: where this thread stands.
+    dtype: of q, k and v.
+    pipe: brings the tiles.
+    q_tile: the workgroup's queries.
+    scores: registers for S.
+    limits: the last key that each of this lane's queries sees.
+    factors: on the scores, and in the exponent.
+  """
+
+  s: Scope
+  group: Workgroup
+  dtype: DType
+  pipe: Pipeline
+  q_tile: Panels
+  scores: UOp
+  limits: list[UOp]
+  factors: tuple[float, float]
+
+  def begin(self, state: State, started: UOp, masked: bool) -> State:
+    """The first tile, but for its weighted sum."""
+    zero = UOp.const(0)
+    waited = self.wait_qk(0, self.start_qk(zero, self.pipe.arrived(zero, started)))
+    following = self.pipe.start(zero + self.pipe.ahead, waited)
+    _, words, stores = self.softmax(zero, masked, state, waited, following)
+    stores.append(self.pipe.release(zero, *stores))
+    stores += [state.p[i].store(word) for i, word in enumerate(words)]
+    return state.after(UOp.group(*stores))
+
+  def attend(self, first: UOp, trips: UOp, masked: bool, state: State) -> State:
+    """The tiles from `first` on, each with the weighted sum of the tile before it."""
+    trip = self.s.axis(trips, AxisType.REDUCE)
+    n_tile, old = first + trip, state.after(trip)
+    qk = self.start_qk(n_tile, self.pipe.arrived(n_tile, trip, *state))
+    pv = self.start_pv(n_tile - 1, old, qk)
+    waited = self.wait_qk(1, pv)
+    following = self.pipe.start(n_tile + self.pipe.ahead, waited)
+    alphas, words, stores = self.softmax(n_tile, masked, old, waited, following)
+    out = self.wait_pv(old, pv, *stores)
+    stores += [old.acc[i].store(out[i].load() * alphas[i % 4 // 2]) for i in range(sizes(out)[0])]
+    stores += [old.p.after(out)[i].store(word) for i, word in enumerate(words)]
+    stores.append(self.pipe.release(n_tile, out))
+    return state.after(UOp.group(*stores).end(trip))
+
+  def finish(self, count: UOp, state: State) -> tuple[UOp, UOp, UOp]:
+    """The weighted sum of the last tile. Returns O as tiles of accumulators, m and l."""
+    pv = self.start_pv(count - 1, state, self.pipe.arrived(count, *state))
+    acc = self.wait_pv(state, self.pipe.close(pv))
+    return acc.reshape(-1, 4), state.m_i, state.l_i
+
+  def start_qk(self, n_tile: UOp, *after: UOp) -> UOp:
+    """Starts S = Q K^T, (64, block_n)."""
+    k_tile = self.pipe.k_tiles.tile(n_tile, *after)
+    q_rows, panels = self.q_tile.address(self.group.warp // WARPS * wgmma.ROWS), (self.q_tile.panel, k_tile.panel)
+    steps = k_tile.columns // wgmma.STEP
+    return wgmma.start(self.dtype, k_tile.rows, steps, self.scores[0], q_rows, k_tile.address(), panels, *after)
+
+  def start_pv(self, n_tile: UOp, state: State, *after: UOp) -> UOp:
+    """Starts O += P V, (64, Dv)."""
+    v_tile, p = self.pipe.v_tiles.tile(n_tile, *after), state.p[0]
+    steps, panels = v_tile.rows // wgmma.STEP, (0, v_tile.panel)
+    return wgmma.start(
+      self.dtype, v_tile.columns, steps, state.acc[0], p, v_tile.address(), panels, *after, registers=True
+    )
+
+  def wait_qk(self, pending: int, *after: UOp) -> UOp:
+    """Waits for S, until at most `pending` products are under way."""
+    return wgmma.wait(pending, self.pipe.k_tiles.rows, self.scores[0], *after)
+
+  def wait_pv(self, state: State, *after: UOp) -> UOp:
+    """Waits for all products. Returns O."""
+    return state.acc.after(wgmma.wait(0, self.pipe.v_tiles.columns, state.acc[0], *after))
+
+  def softmax(self, n_tile: UOp, masked: bool, state: State, *after: UOp) -> tuple[list[UOp], list[UOp], list[UOp]]:
+    """Alpha of both rows, the words of P, and the stores of m and l, with S there and all else done that is `after`."""
+    (early, late), (block_n, lane) = self.factors, (self.pipe.k_tiles.rows, self.group.lane)
+    scores, alphas, stores, parts = self.scores.after(*after), [], [], []
+    for half, limit in enumerate(self.limits):
+      row = [scores[4 * n + 2 * half + e].load() for n in range(block_n // COLUMNS) for e in range(2)]
+      seen = limit - n_tile * block_n - lane % QUAD * 2 if masked else None
+      row = mask_scores(row, columns(block_n // COLUMNS), early, seen)
+      p, m_new, l_new, alpha = online_softmax(CUDA, row, late, state.m_i[half].load(), state.l_i[half].load(), join)
+      parts.append([ins.pack(CUDA, p[i], p[i + 1], self.dtype) for i in range(0, len(p), 2)])
+      alphas.append(alpha)
+      # scores times a scale of 0 are no scores, and nothing else may be left that waits for the product
+      stores += [x.after(*after)[half].store(y) for x, y in ((state.m_i, m_new), (state.l_i, l_new))]
+    words = [parts[half][n] for n in range(block_n // COLUMNS) for half in range(HALVES)]
+    return alphas, words, stores

@@ -28,6 +28,16 @@ def tile_counts(first: UOp, block_m: int, M: int, block_n: int, N: int, causal: 
   return whole if whole.vmax > 1 else UOp.const(0), clamp(last, 0, N - 1) // block_n + 1
 
 
+def spans(begun: UOp, whole: UOp, count: UOp) -> list[tuple[UOp, UOp, bool]]:
+  """The loops over the tiles from `begun` on, of `whole` that need no mask and `count` in all; see `tile_counts`.
+
+  Returns:
+    For each the first tile, the number of tiles, and whether they need a mask.
+  """
+  both = (begun, whole - begun, False), (whole, count - whole, True)
+  return [span for span in both if span[1].vmax > 0]  # tinygrad misplaces what stands in a loop of no trips
+
+
 def last_seen(position: UOp, N: int, causal: bool) -> UOp:
   """The last key that a query at `position` sees; before 0 if it sees none."""
   return position.minimum(N - 1) if causal else UOp.const(N - 1)

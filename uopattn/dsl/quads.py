@@ -17,6 +17,7 @@ from uopattn.dsl.math import LN2
 from uopattn.dsl.scope import gated, sizes
 from uopattn.dsl.words import as_type
 
+WARP = 32  # lanes
 ROWS = 16  # of a warp's tile
 COLUMNS = 8  # of an accumulator tile
 HALVES = 2  # rows g and g + 8

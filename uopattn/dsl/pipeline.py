@@ -1,0 +1,84 @@
+"""Tiles of K and V on their way from global memory to shared memory on Hopper, without a barrier of the workgroup.
+
+Delivery n is tile n of K and tile n - 1 of V: what a schedule needs at once whose weighted sum is one tile behind its
+scores. It goes to slot n % stages, and all threads take part in copying (cp.async). For each slot, one barrier tells
+that a delivery is there, and another that all warps are done with it: so no warp waits for another until it is about to
+run out of tiles. Deliveries past the last one bring what nobody reads.
+
+Source: PTX ISA, "mbarrier".
+"""
+
+from tinygrad import UOp, dtypes
+from tinygrad.dtype import AddrSpace
+
+from uopattn.dsl import instructions as ins
+from uopattn.dsl.panels import Panels
+from uopattn.dsl.quads import WARP
+from uopattn.dsl.scope import Scope, sizes
+from uopattn.dsl.words import as_type
+
+CUDA = "cuda"
+
+
+class Pipeline:
+  """The slots of a workgroup, and this thread's part in filling them.
+
+  What a method does is done after `after`, and before whatever is `.after` what it returns.
+
+  Attributes:
+    k_tiles: room for tiles of K.
+    v_tiles: room for tiles of V, as many.
+    ahead: deliveries that may be under way while one is in use.
+  """
+
+  def __init__(self, s: Scope, k: UOp, v: UOp, kv_head: UOp, k_tiles: Panels, v_tiles: Panels, thread: UOp):
+    """k is (kv_heads, N, Dk) and v (kv_heads, N, Dv), of a 16-bit type."""
+    self.k_tiles, self.v_tiles, self.stages, self.ahead = k_tiles, v_tiles, k_tiles.slots, k_tiles.slots - 1
+    self._k, self._v, self._kv_head, self._thread = k, v, kv_head, thread
+    self._barriers = s.buffer(2 * self.stages, dtype=dtypes.ulong, space=AddrSpace.LOCAL)
+
+  def _full(self, n: UOp) -> UOp:
+    """The barrier that tells of a delivery that is there."""
+    return self._barriers[n % self.stages]
+
+  def _empty(self, n: UOp) -> UOp:
+    """The barrier that tells of a delivery that is no longer needed."""
+    return self._barriers[self.stages + n % self.stages]
+
+  def open(self) -> UOp:
+    """Makes the barriers, for all threads to use."""
+    slots, first, threads = [UOp.const(i) for i in range(self.stages)], self._thread.eq(0), self.k_tiles.threads
+    made = [ins.mbarrier_init(CUDA, self._full(i), threads, first) for i in slots]
+    made += [ins.mbarrier_init(CUDA, self._empty(i), threads // WARP, first) for i in slots]
+    return UOp.barrier(*made)
+
+  def start(self, n: UOp, *after: UOp) -> UOp:
+    """Starts delivery n once all warps are done with what was in its slot."""
+    if n.vmax >= self.stages:  # there was something
+      after = (ins.mbarrier_wait(CUDA, self._empty(n), (n // self.stages + 1) % 2, *after),)
+    copies = self._copy(self.k_tiles, n, self._k, *after)
+    if n.vmax > 0:
+      copies += self._copy(self.v_tiles, n - 1, self._v, *after)
+    return ins.cp_async_arrive(CUDA, self._full(n), *copies)
+
+  def _copy(self, tiles: Panels, n_tile: UOp, source: UOp, *after: UOp) -> list[UOp]:
+    _, N, D = sizes(source)
+    return tiles.fill_tile(n_tile, as_type(source, dtypes.ushort), self._kv_head, N, D, self._thread, *after)
+
+  def start_first(self, *after: UOp) -> UOp:
+    """Starts as many deliveries as may be under way."""
+    for i in range(self.ahead):
+      after = (self.start(UOp.const(i), *after),)
+    return UOp.group(*after)
+
+  def arrived(self, n: UOp, *after: UOp) -> UOp:
+    """Waits until delivery n is there, and all that was copied before it."""
+    return ins.fence_async(CUDA, ins.mbarrier_wait(CUDA, self._full(n), n // self.stages % 2, *after))
+
+  def release(self, n: UOp, *after: UOp) -> UOp:
+    """This warp is done with delivery n."""
+    return ins.mbarrier_arrive(CUDA, self._empty(n), (self._thread % WARP).eq(0), *after)
+
+  def close(self, last: UOp) -> UOp:
+    """Waits, after `last`, for deliveries that nobody waits for: no copy may be under way when the workgroup ends."""
+    return last if self.ahead == 1 else ins.cp_async_wait(CUDA, 0, ins.cp_async_commit(CUDA, last))

@@ -1,0 +1,30 @@
+"""Where a thread of a GPU stands: which lane of which warp it is, and which queries its workgroup has."""
+
+from tinygrad import UOp
+from tinygrad.uop.ops import AxisType, KernelInfo
+
+from uopattn.dsl.scope import Scope
+
+
+class Workgroup:
+  """The workgroup of this thread, which has one block of the queries of one head. AMD's waves are warps here.
+
+  Attributes:
+    lane: of the thread in its warp.
+    warp: of the thread in its workgroup.
+    thread: the same in one number.
+    head: of the queries.
+    block: of the head's blocks.
+  """
+
+  def __init__(self, s: Scope, heads: int, blocks: int, warps: int, lanes: int):
+    self.item = s.axis(heads * blocks, AxisType.GLOBAL)
+    self.lane, self.warp = s.axis(lanes, AxisType.WARP), s.axis(warps, AxisType.LOCAL)
+    self.thread = self.warp * lanes + self.lane
+    self.head, self.block = self.item // blocks, self.item % blocks
+
+  def kernel(self, name: str, stores: list[UOp]) -> UOp:
+    """The kernel that ends with `stores`."""
+    ended = UOp.group(*stores).end(self.warp, self.lane).end(self.item)
+    # A tag keeps tinygrad from rearranging the axes.
+    return ended.sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
