@@ -1,8 +1,9 @@
 """Our CUDA kernels on a GPU, with what tinygrad's own renderer and runtime leave out.
 
 Shared memory is dynamic, so that a workgroup may have more than 48 KiB, and Hopper's own instructions are there: code
-is compiled for sm_90a where the GPU is sm_90. The program's runtime is put where tinygrad looks it up; every other
-program keeps tinygrad's.
+is compiled for sm_90a where the GPU is sm_90. It is compiled whole, where tinygrad leaves PTX for the driver to finish
+in every process: that took 0.1 to 0.4 s of a first call. The program's runtime is put where tinygrad looks it up;
+every other program keeps tinygrad's.
 """
 
 from typing import cast
@@ -11,7 +12,7 @@ from tinygrad import Device, UOp
 from tinygrad.device import Compiler
 from tinygrad.dtype import AddrSpace
 from tinygrad.engine.realize import runtime_cache
-from tinygrad.helpers import Target, round_up
+from tinygrad.helpers import DEBUG, Target, round_up
 from tinygrad.renderer import Estimates
 from tinygrad.renderer.cstyle import CUDARenderer, NVCCRenderer
 from tinygrad.uop.ops import Ops
@@ -28,10 +29,11 @@ class SharedRenderer(CUDARenderer):
 
   def __init__(self, arch: str, use_nvcc: bool = False):
     super().__init__(Target("CUDA", "NVCC" if use_nvcc else "CUDA", arch), use_nvcc=use_nvcc)
-    if arch == "sm_90":
-      from tinygrad.runtime.support.compiler_cuda import NVCCCompiler, NVRTCCompiler
+    from tinygrad.runtime.support.compiler_cuda import NVCCCompiler, NVRTCCompiler
 
-      self.compiler = (NVCCCompiler if use_nvcc else NVRTCCompiler)("sm_90a", ptx=True, cache_key="uopattn")
+    compiler, ptx = NVCCCompiler if use_nvcc else NVRTCCompiler, DEBUG >= 5  # when tinygrad prints it
+    name = f"uopattn_{'ptx' if ptx else 'cubin'}"
+    self.compiler = compiler("sm_90a" if arch == "sm_90" else arch, ptx=ptx, cache_key=name)
 
   def render(self, uops: list[UOp]) -> str:
     self.places = shared_places(uops)[0]
