@@ -2,6 +2,7 @@ from collections.abc import Generator
 
 import pytest
 from hypothesis import settings
+from tinygrad import Context
 
 # The quick run draws the same examples every time; the slow one draws new ones, and more.
 settings.register_profile("quick", max_examples=40, deadline=None, derandomize=True)
@@ -31,3 +32,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
   slow = [item for item in items if "slow" in item.keywords]
   config.hook.pytest_deselected(items=slow)
   items[:] = [item for item in items if "slow" not in item.keywords]
+
+
+@pytest.fixture(autouse=True)
+def default_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Generator[None, None, None]:
+  """Tests that name no device mean the CPU, also those of other processes, whatever DEV is; test_gpu means DEV's."""
+  if request.module.__name__ == "test_gpu":
+    yield
+    return
+  monkeypatch.setenv("DEV", "CPU")
+  with Context(DEV="CPU"):
+    yield
