@@ -81,9 +81,7 @@ KERNELS = (
   Kernel(
     "cpu_forward", ("CPU",), DTYPES, EVERYTHING, cpu_forward.Tiles, _cpu_tiles, cpu_forward.forward, _many_queries
   ),
-  Kernel(
-    "cpu_decode", ("CPU",), DTYPES, frozenset(), cpu_decode.Tiles, _decode_tiles, cpu_decode.forward, _few_queries
-  ),
+  Kernel("cpu_decode", ("CPU",), DTYPES, EVERYTHING, cpu_decode.Tiles, _decode_tiles, cpu_decode.forward, _few_queries),
   Kernel("amd_forward", ("AMD",), DTYPES[1:], frozenset(), amd_forward.Tiles, _amd_tiles, amd_forward.forward),
   Kernel(
     "hopper_forward",

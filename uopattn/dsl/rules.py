@@ -137,8 +137,8 @@ class HeadRules:
     if not lasts and not firsts:
       whole = UOp.const(0 if self._hides(1) else r.N // block_n)
       return Visit(whole, count, lambda position: position)
-    end = clamp(_least(lasts), 0, r.N - 1) // block_n + 1 if lasts else count
-    whole_end = clamp(_least(self._lasts(row)) + 1, 0, r.N) // block_n if lasts else UOp.const(r.N // block_n)
+    end = clamp(least(lasts), 0, r.N - 1) // block_n + 1 if lasts else count
+    whole_end = clamp(least(self._lasts(row)) + 1, 0, r.N) // block_n if lasts else UOp.const(r.N // block_n)
     begin = clamp(_largest(firsts), 0, r.N - 1) // block_n if firsts else UOp.const(0)
     whole_begin = (clamp(_largest(self._firsts(last_row)), 0, r.N) + block_n - 1) // block_n if firsts else begin
     whole = whole_end if not firsts else (whole_end - whole_begin).maximum(0)
@@ -274,7 +274,7 @@ class Table:
     return inside.where(gated(self.buffer, inside, *found).load(), UOp.const(0, self.dtype))
 
 
-def _least(values: list[UOp]) -> UOp:
+def least(values: list[UOp]) -> UOp:
   """The least of some ints, in a form whose bounds tinygrad sees; see `clamp`."""
   return reduce(lambda a, b: -((-a).maximum(-b)), values)
 
