@@ -143,10 +143,17 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     hidden = reduce(UOp.__or__, [first + n < start, *mine.hidden(query, first + n)])
     return hidden.where(-inf, found * LOG2E if rules.modifies else found)
 
+  def dropped(weight: UOp, r: UOp, n: UOp) -> UOp:
+    mine, query = place(first_row + r)
+    return mine.dropped([weight], query, first + n, [0])[0]
+
   m_old, l_old, acc_old = (x.after(tile, strip) for x in (m_i, l_i, acc))
   products = multiply_qk(s, q_rows, lambda n, d: as_float(k[kv_head, key(n), d]), first_row, block_n, tiles, within)
   p, m_end, alpha = softmax(s, products, score, m_old, first_row, tiles.lanes, within)
   l_end = add_up(s, p, l_old, alpha, first_row, within)
+  if rules.seed is not None:
+    all_of_p = p
+    p = s.assign(s.buffer(*sizes(p)), lambda r, n: dropped(all_of_p[r, n].load(), r, n), within=within)
   acc_end = multiply_pv(s, p, lambda n, d: as_float(v[kv_head, key(n), d]), acc_old, alpha, first_row, tiles, within)
   stored = UOp.group(m_end, l_end, acc_end).end(strip)
   end = stored.end(tile) if loop is None else loop.end(stored)
