@@ -152,20 +152,20 @@ def no_rescale(s, p, v_tile, acc, alpha, unroll, loop):
   return right_pv(s, p, v_tile, acc, filled(s, alpha.shape[0], 1.0, loop), unroll, loop)
 
 
-def no_mask(s, q_t, k_tile, hidden, *rest):
-  return right_qk(s, q_t, k_tile, lambda n, m: UOp.const(False), *rest)
+def no_mask(s, q_t, k_tile, score, *rest):
+  return right_qk(s, q_t, k_tile, lambda x, n, m: x, *rest)
 
 
-def mask_one_key_late(s, q_t, k_tile, hidden, *rest):
-  return right_qk(s, q_t, k_tile, lambda n, m: hidden(n - 1, m), *rest)
+def mask_one_key_late(s, q_t, k_tile, score, *rest):
+  return right_qk(s, q_t, k_tile, lambda x, n, m: score(x, n - 1, m), *rest)
 
 
 def old_maximum_forgotten(s, scores, m_new, m_old, l_old, loop):
   return right_exponentiate(s, scores, m_new, filled(s, m_old.shape[0], -math.inf, loop), l_old, loop)
 
 
-def tiles_one_key_off(s, x, head, first, block_n, loop):
-  return right_load(s, x, head, cpu_forward.clamp(first + 1, 0, x.shape[1] - block_n), block_n, loop)
+def tiles_one_key_off(s, x, head, first, block_n, *rest):
+  return right_load(s, x, head, cpu_forward.clamp(first + 1, 0, x.shape[1] - block_n), block_n, *rest)
 
 
 MISTAKES: dict[str, tuple[str, Any, dict[str, Any]]] = {

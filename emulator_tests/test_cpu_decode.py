@@ -96,12 +96,12 @@ def no_rescale_of_l(s, p, l_old, alpha, first_row, within):
   return right_add(s, p, l_old, ones(s, alpha, within), first_row, within)
 
 
-def no_mask(s, scores, hidden, *rest):
-  return right_softmax(s, scores, lambda r, n: UOp.const(False), *rest)
+def no_mask(s, products, score, *rest):
+  return right_softmax(s, products, lambda x, r, n: x, *rest)
 
 
-def mask_one_key_late(s, scores, hidden, *rest):
-  return right_softmax(s, scores, lambda r, n: hidden(r, n - 1), *rest)
+def mask_one_key_late(s, products, score, *rest):
+  return right_softmax(s, products, lambda x, r, n: score(x, r, n - 1), *rest)
 
 
 def half_of_the_lanes(s, x, op, within):

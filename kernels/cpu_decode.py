@@ -15,6 +15,7 @@ Who holds what. A strip of `unroll_m` rows against `unroll_n` keys (of Q K^T), o
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import reduce
 from math import inf
 
 from tinygrad import UOp, dtypes
@@ -22,12 +23,15 @@ from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType, KernelInfo
 
 from uopattn.dsl import LN2, LOG2E, Scope, clamp, exp2, sizes
+from uopattn.dsl.rules import HeadRules, Rules, least
+from uopattn.dsl.softmax import finish
 from uopattn.dsl.strips import accumulate, even, largest_divisor, strips, zeros
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
 WORK_PER_CALL = 4_000_000  # floating-point operations; some 0.03 ms, against a microsecond that a call costs
 
-Hidden = Callable[[UOp, UOp], UOp]  # (row of the strip, key of the tile) -> whether the row does not see the key
+# (q.k times the scale, row of the strip, key of the tile) -> the score
+Score = Callable[[UOp, UOp, UOp], UOp]
 
 
 @dataclass(frozen=True)
@@ -84,14 +88,12 @@ class Tiles:
     return replace(tiles, blocks_per_call=largest_divisor(blocks, wanted))
 
 
-def forward(
-  o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, scale: float, causal: bool, q_start: int, tiles: Tiles
-) -> UOp:
+def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
   """Builds the kernel; the arguments are those of `cpu_forward.forward`."""
   (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
-  seen = max(1, min(N, M + q_start)) if causal else N  # keys that any query sees; no other is read
-  rows, block_m, block_n = heads // kv_heads * M, tiles.block_m, min(tiles.block_n, seen)
-  blocks, n_tiles = ceildiv(rows, block_m), ceildiv(seen, block_n)
+  group = heads // kv_heads
+  rows, block_m, block_n = group * M, tiles.block_m, min(tiles.block_n, N)
+  blocks = ceildiv(rows, block_m)
   if kv_heads * blocks % tiles.blocks_per_call:
     raise ValueError(
       f"Tiles.blocks_per_call={tiles.blocks_per_call}: must divide the {kv_heads * blocks} blocks of queries"
@@ -109,31 +111,55 @@ def forward(
     """Row r of the block among q's; past the last one, that one once more, which yields the same result."""
     return top + r if rows % block_m == 0 else clamp(top + r, 0, rows - 1)
 
-  factor = scale * LOG2E
+  def place(r: UOp) -> tuple[HeadRules, UOp]:
+    """The rules for the head of row r of the block, and its query."""
+    return rules.at(kv_head * group + row(r) // M), row(r) % M
+
+  factor = rules.scale if rules.modifies else rules.scale * LOG2E
   q_rows = s.assign(s.buffer(block_m, Dk), lambda r, d: as_float(q[kv_head, row(r), d]) * factor, within=outer)
   acc = s.assign(s.buffer(block_m, Dv), lambda r, d: 0.0, within=outer)
   m_i = s.assign(s.buffer(block_m), lambda r: -inf, within=outer)
   l_i = s.assign(s.buffer(block_m, tiles.lanes), lambda r, w: 0.0, within=outer)
 
-  tile, strip = s.axis(n_tiles), s.axis(block_m // tiles.unroll_m)
+  here = rules.at(kv_head * group)  # which keys exist is the same for all heads of a batch
+  visit = here.visit(UOp.const(0), M, block_n)
+  known = visit.count.vmin == visit.count.vmax
+  loop = None if known else s.loop(visit.count, *outer)
+  tile, strip = s.axis(int(visit.count.vmax)) if loop is None else loop.axes[-1], s.axis(block_m // tiles.unroll_m)
+  position = tile if loop is None else clamp(loop.index, 0, ceildiv(N, block_n) - 1)
   within, first_row = (*outer, tile, strip), strip * tiles.unroll_m
-  start = tile * block_n  # first key that this trip adds
-  first = clamp(start, 0, seen - block_n) if seen % block_n else start  # of its tile: the last one ends at the last key
+  start = visit.tile(position) * block_n  # first key that this trip adds
+  first = clamp(start, 0, N - block_n) if N % block_n else start  # of its tile: the last one ends at the last key
+  last = None if rules.kv_lengths is None else clamp(here.length - 1, 0, N - 1)
 
-  def hidden(r: UOp, n: UOp) -> UOp:
-    """Whether key n of the tile is none for row r of the strip: counted by the tile before, or later than the query."""
-    counted, later = first + n < start, first + n > row(first_row + r) % M + q_start
-    return counted | later if causal else counted
+  def key(n: UOp) -> UOp:
+    """Where key n of the tile is read: past the last one that exists, that one once more."""
+    return first + n if last is None else least([first + n, last])
+
+  def score(product: UOp, r: UOp, n: UOp) -> UOp:
+    """The score, in base 2, of row r of the strip and key n of the tile; -inf where hidden or counted before."""
+    mine, query = place(first_row + r)
+    found = mine.modified(product, query, first + n)
+    hidden = reduce(UOp.__or__, [first + n < start, *mine.hidden(query, first + n)])
+    return hidden.where(-inf, found * LOG2E if rules.modifies else found)
+
+  def dropped(weight: UOp, r: UOp, n: UOp) -> UOp:
+    mine, query = place(first_row + r)
+    return mine.dropped([weight], query, first + n, [0])[0]
 
   m_old, l_old, acc_old = (x.after(tile, strip) for x in (m_i, l_i, acc))
-  scores = multiply_qk(s, q_rows, lambda n, d: as_float(k[kv_head, first + n, d]), first_row, block_n, tiles, within)
-  p, m_end, alpha = softmax(s, scores, hidden, m_old, first_row, tiles.lanes, within)
+  products = multiply_qk(s, q_rows, lambda n, d: as_float(k[kv_head, key(n), d]), first_row, block_n, tiles, within)
+  p, m_end, alpha = softmax(s, products, score, m_old, first_row, tiles.lanes, within)
   l_end = add_up(s, p, l_old, alpha, first_row, within)
-  acc_end = multiply_pv(s, p, lambda n, d: as_float(v[kv_head, first + n, d]), acc_old, alpha, first_row, tiles, within)
-  end = UOp.group(m_end, l_end, acc_end).end(tile, strip)
+  if rules.seed is not None:
+    all_of_p = p
+    p = s.assign(s.buffer(*sizes(p)), lambda r, n: dropped(all_of_p[r, n].load(), r, n), within=within)
+  acc_end = multiply_pv(s, p, lambda n, d: as_float(v[kv_head, key(n), d]), acc_old, alpha, first_row, tiles, within)
+  stored = UOp.group(m_end, l_end, acc_end).end(strip)
+  end = stored.end(tile) if loop is None else loop.end(stored)
 
-  stores = store_rows(s, o, lse, kv_head, row, acc.after(end), m_i.after(end), l_i.after(end), outer)
-  name = f"attention_decode_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{'_causal' * causal}"
+  stores = store_rows(s, o, lse, kv_head, row, acc.after(end), m_i.after(end), l_i.after(end), place, outer)
+  name = f"attention_decode_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
   # A tag keeps tinygrad from rearranging the axes.
   return UOp.group(*stores).end(*outer).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
 
@@ -177,11 +203,11 @@ def fold(s: Scope, x: UOp, op: Callable[[UOp, UOp], UOp], within: tuple[UOp, ...
 
 
 def softmax(
-  s: Scope, scores: UOp, hidden: Hidden, m_old: UOp, first_row: UOp, lanes: int, within: tuple[UOp, ...]
+  s: Scope, products: UOp, score: Score, m_old: UOp, first_row: UOp, lanes: int, within: tuple[UOp, ...]
 ) -> tuple[UOp, UOp, UOp]:
   """P = exp2(S - m), 0 where hidden; the store of the new row maximum m; alpha = exp2(m_old - m), which shrinks O."""
-  rows, block_n = sizes(scores)
-  scores = s.assign(s.buffer(rows, block_n), lambda r, n: hidden(r, n).where(-inf, scores[r, n]), within=within)
+  rows, block_n = sizes(products)
+  scores = s.assign(s.buffer(rows, block_n), lambda r, n: score(products[r, n].load(), r, n), within=within)
   highest = s.assign(s.buffer(rows, lanes), lambda r, w: m_old[first_row + r].load(), within=within)
   for begin, chunks, width in strips(block_n, lanes):
     r, i, w = s.axis(rows), s.axis(chunks), s.axis(width)
@@ -243,14 +269,21 @@ def store_rows(
   acc: UOp,
   m_i: UOp,
   l_i: UOp,
+  place: Callable[[UOp], tuple[HeadRules, UOp]],
   outer: tuple[UOp, ...],
 ) -> list[UOp]:
-  """O = acc / l and LSE = (m + log2 l) ln 2; a row that saw no key gets 0 and -inf."""
+  """The output and the LSE; a row that saw no key gets 0 and -inf."""
   total = fold(s, l_i, UOp.__add__, outer)
-  inverse = s.assign(s.buffer(*sizes(m_i)), lambda r: total[r].eq(0).where(0.0, 1 / total[r]), within=outer)
+
+  def finished(r: UOp) -> tuple[UOp, UOp]:
+    return finish(m_i[r], total[r], place(r)[0].sink, exp2)
+
+  factor = s.assign(s.buffer(*sizes(m_i)), lambda r: finished(r)[0], within=outer)
   r, d = s.axis(sizes(acc)[0]), s.axis(sizes(acc)[1])
-  stores = [o[kv_head, row(r), d].store((acc[r, d] * inverse[r]).cast(o.dtype)).end(r, d)]
+  # Where no key exists, what was read in the place of one may be NaN.
+  value = (place(r)[0].length > 0).where(acc[r, d] * factor[r], 0.0)
+  stores = [o[kv_head, row(r), d].store(value.cast(o.dtype)).end(r, d)]
   if lse is not None:
     r = s.axis(sizes(acc)[0])
-    stores.append(lse[kv_head, row(r)].store((m_i[r] + total[r].log2()) * LN2).end(r))
+    stores.append(lse[kv_head, row(r)].store(finished(r)[1] * LN2).end(r))
   return stores

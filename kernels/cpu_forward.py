@@ -135,6 +135,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   k_tile, v_tile = (load_tile(s, x, kv_head, first, block_n, length, loop) for x in (k, v))
   scores, m_new = multiply_qk(s, q_t, k_tile, score, m_old, block_n, unroll, loop)
   p, l_new, alpha = exponentiate(s, scores, m_new, m_old, l_old, loop)
+  if rules.seed is not None:
+    kept = p
+    p = s.assign(p, lambda n, m: here.dropped([kept[n, m].load()], row + m, first + n, [0])[0], within=loop.axes)
   acc_end = multiply_pv(s, p, v_tile, acc_old, alpha, unroll, loop)
   m = s.axis(block_m)
   state_end = UOp.group(m_old.after(alpha)[m].store(m_new[m]), l_old.after(l_new)[m].store(l_new[m])).end(m)

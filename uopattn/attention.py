@@ -8,13 +8,15 @@ from typing import Any, cast
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
+from tinygrad.helpers import TRAINING
 
 from uopattn.block_mask import BlockMask
 from uopattn.dispatch import Choice, dispatch
 from uopattn.dsl import sizes
+from uopattn.dsl.random import draw_seed
 from uopattn.flash import batched, build, compiled
 from uopattn.reference import reference
-from uopattn.spec import BACKENDS, NO_EXTRAS, AttentionSpec, Extras, make_spec
+from uopattn.spec import BACKENDS, NO_EXTRAS, AttentionSpec, Extras, check_dropout, make_spec
 from uopattn.target import Target
 
 log = logging.getLogger("uopattn")
@@ -52,7 +54,8 @@ def attention(
     k: (B, Hkv, N, Dk) or (Hkv, N, Dk), of q's dtype.
     v: (B, Hkv, N, Dv) or (Hkv, N, Dv), of q's dtype.
     attn_mask: broadcasts to (B, Hq, M, N). bool: False hides a key. A float dtype: added to the scores, -inf hides.
-    dropout_p: probability of dropping a weight, while tinygrad's `TRAINING` is set.
+    dropout_p: probability of dropping a weight, while tinygrad's `TRAINING` is set. Which ones are dropped depends on
+      `Tensor.manual_seed` and differs from call to call, and from replay to replay of a `TinyJit`.
     is_causal: key j is seen by query i iff j <= i + q_start.
     scale: factor on q.k; None is 1/sqrt(Dk).
     enable_gqa: allows Hq to be a multiple of Hkv; query head h reads key head h // (Hq // Hkv), nothing is copied.
@@ -79,8 +82,10 @@ def attention(
   if backend not in BACKENDS:
     raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
   q4, k4, v4 = (batched(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+  check_dropout(dropout_p)
+  seed = draw_seed(q.device) if dropout_p > 0 and TRAINING else None
   extras = Extras(
-    attn_mask, dropout_p, window, softcap, q_start, kv_lengths, sinks, score_mod, mask_mod, aux, block_mask
+    attn_mask, dropout_p, window, softcap, q_start, kv_lengths, sinks, score_mod, mask_mod, aux, block_mask, seed
   )
   spec = make_spec(q4, k4, v4, extras, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, return_lse=return_lse)
   out, lse = _run(q4, k4, v4, spec, extras, backend)

@@ -77,12 +77,27 @@ def _for_hopper(spec: AttentionSpec, target: Target) -> bool:
 
 
 EVERYTHING = frozenset(("attn_mask", "window", "softcap", "q_start", "kv_lengths", "sinks", "score_mod", "mask_mod"))
+DROPOUT = frozenset(("dropout_p",))
 KERNELS = (
   Kernel(
-    "cpu_forward", ("CPU",), DTYPES, EVERYTHING, cpu_forward.Tiles, _cpu_tiles, cpu_forward.forward, _many_queries
+    "cpu_forward",
+    ("CPU",),
+    DTYPES,
+    EVERYTHING | DROPOUT,
+    cpu_forward.Tiles,
+    _cpu_tiles,
+    cpu_forward.forward,
+    _many_queries,
   ),
   Kernel(
-    "cpu_decode", ("CPU",), DTYPES, frozenset(), cpu_decode.Tiles, _decode_tiles, cpu_decode.forward, _few_queries
+    "cpu_decode",
+    ("CPU",),
+    DTYPES,
+    EVERYTHING | DROPOUT,
+    cpu_decode.Tiles,
+    _decode_tiles,
+    cpu_decode.forward,
+    _few_queries,
   ),
   Kernel("amd_forward", ("AMD",), DTYPES[1:], frozenset(), amd_forward.Tiles, _amd_tiles, amd_forward.forward),
   Kernel(

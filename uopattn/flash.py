@@ -136,6 +136,8 @@ def rules(spec: AttentionSpec, buffers: tuple[UOp, ...]) -> Rules:
     mask_mods=() if spec.mask_mod is None else (spec.mask_mod(tables),),
     attn_mask=only("attn_mask"),
     sinks=only("sinks"),
+    dropout_p=spec.dropout_p,
+    seed=only("seed"),
   )
 
 

@@ -50,7 +50,8 @@ PRECISIONS: dict[DType, Precision] = {
 class Rules:
   """The arguments of `uopattn.attention` that change the result, as numpy has them.
 
-  score_mod and mask_mod are called with numpy arrays where kernels give UOps; q_start is an int or (B,).
+  score_mod and mask_mod are called with numpy arrays where kernels give UOps; q_start is an int or (B,). `kept` says
+  which weights dropout keeps, (B, Hq, M, N) bool; None is all.
   """
 
   is_causal: bool = False
@@ -64,6 +65,8 @@ class Rules:
   score_mod: Callable[..., Array] | None = None
   mask_mod: Callable[..., Array] | None = None
   aux: tuple[Array, ...] = ()
+  dropout_p: float = 0.0
+  kept: Array | None = None
 
 
 def oracle(
@@ -97,7 +100,10 @@ def oracle(
     with np.errstate(invalid="ignore"):  # inf - inf is NaN, as it should be
       p = keep(np.exp(keep(score - m)))
       l = p.sum(-1, keepdims=True) + (0 if r.sinks is None else np.exp(r.sinks[h] - m))
-      out[b, h, rows][sees] = keep(keep(p / keep(l)) @ v[b, key_head].astype(work))
+      weights = keep(p / keep(l))
+      if r.kept is not None:
+        weights = keep(np.where(r.kept[b, h, rows][sees], weights / work(1 - r.dropout_p), 0))
+      out[b, h, rows][sees] = keep(weights @ v[b, key_head].astype(work))
     lse[b, h, rows][sees] = (m + np.log(l))[:, 0]
   return out, lse
 

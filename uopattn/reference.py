@@ -4,6 +4,7 @@ import math
 
 from tinygrad import Tensor, UOp, dtypes
 
+from uopattn.dsl.random import kept
 from uopattn.spec import AttentionSpec, Extras
 
 
@@ -24,7 +25,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extr
   l = p.sum(-1, keepdim=True)
   l = l if sinks is None else l + (sinks - m).exp()
   lse = blind.where(-math.inf, m + l.log()).squeeze(-1)
-  p = blind.where(0, p / l).dropout(extras.dropout_p)
+  p = _dropped(blind.where(0, p / l), spec, extras)
   out = p.reshape(*groups, spec.M, spec.N) @ v_groups
   return out.reshape(spec.B, spec.Hq, spec.M, spec.Dv).cast(spec.dtype), lse
 
@@ -67,6 +68,16 @@ def _hide(scores: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
   for seen in rules:
     scores = seen.where(scores, -math.inf)
   return scores
+
+
+def _dropped(weights: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
+  """Some weights 0, the others scaled by 1 / (1 - dropout_p); kernels drop the same ones."""
+  if extras.seed is None:
+    return weights
+  b, h, i, j = _indices(weights)
+  row = (b * spec.Hq + h) * spec.M + i
+  keep = kept((extras.seed[0], extras.seed[1]), row.cast(dtypes.uint32), j.cast(dtypes.uint32), extras.dropout_p)
+  return keep.where(weights / (1 - extras.dropout_p), 0)
 
 
 def _per_batch(x: int | UOp | Tensor) -> Tensor:

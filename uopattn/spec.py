@@ -7,7 +7,6 @@ from typing import Any
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
-from tinygrad.helpers import TRAINING
 from tinygrad.uop.ops import Ops
 
 from uopattn.block_mask import BlockMask
@@ -44,6 +43,7 @@ class AttentionSpec:
     extras: names of the arguments in use beyond is_causal, q_start, scale, enable_gqa and return_lse.
     kv_lengths: keys that exist: an int, a Variable, or None where it is a Tensor or all do.
     window: the first and last key that a query sees, counted back and on from its position; is_causal is in it.
+    dropout_p: probability of dropping a weight; 0 unless training.
     inputs: the Tensors among the arguments other than q, k and v, in the order in which kernels take them.
   """
 
@@ -65,6 +65,7 @@ class AttentionSpec:
   softcap: float | None = None
   score_mod: Mod | None = None
   mask_mod: Mod | None = None
+  dropout_p: float = 0.0
   inputs: tuple["Input", ...] = ()
 
   @property
@@ -93,12 +94,13 @@ class Extras:
   mask_mod: Callable[..., Any] | None = None
   aux: tuple[Tensor, ...] = field(default=())
   block_mask: BlockMask | None = None
+  seed: Tensor | None = None  # of dropout, in training: (2,) uint32
 
   def in_use(self) -> tuple[str, ...]:
     """The names of those that change the result; of q_start only where it is no int."""
     names = ("attn_mask", "window", "softcap", "kv_lengths", "sinks", "score_mod", "mask_mod", "block_mask")
     used = [name for name in names if getattr(self, name) is not None]
-    used += ["dropout_p"] * (self.dropout_p > 0 and bool(TRAINING))
+    used += ["dropout_p"] * (self.seed is not None)
     return tuple(used) + (() if isinstance(self.q_start, int) else ("q_start",))
 
   def tensors(self) -> list[tuple[str, Tensor]]:
@@ -107,6 +109,7 @@ class Extras:
     places = (("q_start", self.q_start), ("kv_lengths", self.kv_lengths))
     found += [(name, x.cast(dtypes.int)) for name, x in places if isinstance(x, Tensor)]
     found += [] if self.sinks is None else [("sinks", self.sinks.float())]
+    found += [] if self.seed is None else [("seed", self.seed)]
     return found + [("aux", x) for x in self.aux]
 
   def variables(self) -> tuple[UOp, ...]:
@@ -179,6 +182,7 @@ def make_spec(
     extras.softcap,
     score_mod,
     mask_mod,
+    extras.dropout_p if extras.seed is not None else 0.0,
     tuple(Input(name, sizes(x), x.dtype) for name, x in extras.tensors()),
   )
 
@@ -201,8 +205,7 @@ def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def _check_extras(e: Extras, B: int, Hq: int, M: int, N: int, device: object) -> None:
   _check_mask(e.attn_mask, (B, Hq, M, N))
-  if not 0 <= _number("dropout_p", e.dropout_p) < 1:
-    raise ValueError(f"dropout_p is {e.dropout_p}; it must be in [0, 1)")
+  check_dropout(e.dropout_p)
   if e.window is not None:
     _check_window(e.window)
   if e.softcap is not None and _number("softcap", e.softcap) <= 0:
@@ -229,6 +232,12 @@ def _check_extras(e: Extras, B: int, Hq: int, M: int, N: int, device: object) ->
   ):
     if isinstance(x, Tensor) and x.device != device:
       raise ValueError(f"{name} is on {x.device}, q is on {device}; all must be on one device")
+
+
+def check_dropout(p: float) -> None:
+  """Raises TypeError or ValueError if this is no probability of dropping a weight."""
+  if not 0 <= _number("dropout_p", p) < 1:
+    raise ValueError(f"dropout_p is {p}; it must be in [0, 1)")
 
 
 def _check_mask(mask: Tensor | None, scores: tuple[int, ...]) -> None:

@@ -9,6 +9,7 @@ from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv
 
 from uopattn.dsl.math import LOG2E, tanh
+from uopattn.dsl.random import kept
 from uopattn.dsl.scope import clamp, gated, sizes
 from uopattn.dsl.softmax import split_factor
 
@@ -31,6 +32,8 @@ class Rules:
     mask_mods: (b, h, q_idx, kv_idx) -> bool; False hides the key.
     attn_mask: a buffer that broadcasts to (B, heads, M, N); bool hides, a float is added.
     sinks: (heads,) float32 logits that join the sum of exponentials.
+    dropout_p: probability of dropping a weight.
+    seed: (2,) uint32, of the random numbers that say which; None if none are dropped.
     tile_lists: the tiles of keys that each block of queries visits, (B or 1, heads or 1, blocks, tiles) int32, those
       that it sees whole first; and how many these are and how many all, (B or 1, heads or 1, blocks, 2) int32.
   """
@@ -48,6 +51,8 @@ class Rules:
   mask_mods: tuple[Callable[..., UOp], ...] = ()
   attn_mask: UOp | None = None
   sinks: UOp | None = None
+  dropout_p: float = 0.0
+  seed: UOp | None = None
   tile_lists: tuple[UOp, UOp] | None = None
 
   @property
@@ -137,8 +142,8 @@ class HeadRules:
     if not lasts and not firsts:
       whole = UOp.const(0 if self._hides(1) else r.N // block_n)
       return Visit(whole, count, lambda position: position)
-    end = clamp(_least(lasts), 0, r.N - 1) // block_n + 1 if lasts else count
-    whole_end = clamp(_least(self._lasts(row)) + 1, 0, r.N) // block_n if lasts else UOp.const(r.N // block_n)
+    end = clamp(least(lasts), 0, r.N - 1) // block_n + 1 if lasts else count
+    whole_end = clamp(least(self._lasts(row)) + 1, 0, r.N) // block_n if lasts else UOp.const(r.N // block_n)
     begin = clamp(_largest(firsts), 0, r.N - 1) // block_n if firsts else UOp.const(0)
     whole_begin = (clamp(_largest(self._firsts(last_row)), 0, r.N) + block_n - 1) // block_n if firsts else begin
     whole = whole_end if not firsts else (whole_end - whole_begin).maximum(0)
@@ -185,6 +190,22 @@ class HeadRules:
     if r.score_mod is not None:
       score = r.score_mod(score, *self._indices(row, key))
     return score + self._mask(row, key).cast(dtypes.float) if r._adds else score
+
+  def dropped(self, weights: list[UOp], row: UOp, first: UOp, offsets: Sequence[int]) -> list[UOp]:
+    """The weights of a query once dropout has set some to 0 and scaled the others by 1 / (1 - dropout_p).
+
+    Args:
+      weights: exponentials in float32, already summed.
+      row: the query.
+      first, offsets: the keys are first + offset.
+    """
+    r = self.rules
+    if r.seed is None:
+      return weights
+    seed = r.seed[0].load(), r.seed[1].load()
+    place = ((self.b * r.heads + self.h) * r.M + row).cast(dtypes.uint)
+    keep = [kept(seed, place, (first + i).cast(dtypes.uint), r.dropout_p) for i in offsets]
+    return [x.where(p * (1 / (1 - r.dropout_p)), 0.0) for x, p in zip(keep, weights, strict=True)]
 
   def hidden(self, row: UOp, key: UOp) -> list[UOp]:
     """The rules by which a query does not see a key below N."""
@@ -274,7 +295,7 @@ class Table:
     return inside.where(gated(self.buffer, inside, *found).load(), UOp.const(0, self.dtype))
 
 
-def _least(values: list[UOp]) -> UOp:
+def least(values: list[UOp]) -> UOp:
   """The least of some ints, in a form whose bounds tinygrad sees; see `clamp`."""
   return reduce(lambda a, b: -((-a).maximum(-b)), values)
 
