@@ -89,7 +89,7 @@ KERNELS = (
     "hopper_forward",
     ("CUDA",),
     DTYPES[1:],
-    frozenset(),
+    EVERYTHING,
     hopper_forward.Tiles,
     _hopper_tiles,
     hopper_forward.forward,

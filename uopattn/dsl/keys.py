@@ -29,13 +29,19 @@ def tile_counts(first: UOp, block_m: int, M: int, block_n: int, N: int, causal: 
 
 
 def spans(begun: UOp, whole: UOp, count: UOp) -> list[tuple[UOp, UOp, bool]]:
-  """The loops over the tiles from `begun` on, of `whole` that need no mask and `count` in all; see `tile_counts`.
+  """The loops over the tiles from `begun` on, of `whole` that need no mask and `count` in all; see `HeadRules.visit`.
 
   Returns:
     For each the first tile, the number of tiles, and whether they need a mask.
   """
   both = (begun, whole - begun, False), (whole, count - whole, True)
-  return [span for span in both if span[1].vmax > 0]  # tinygrad misplaces what stands in a loop of no trips
+  # tinygrad misplaces what stands in a loop of no trips
+  return [(first, _unbounded(trips), masked) for first, trips, masked in both if trips.vmax > 0]
+
+
+def _unbounded(trips: UOp) -> UOp:
+  """The same number, which tinygrad does not know to be 1 at most, if that is all it knows; see `HeadRules.visit`."""
+  return clamp(trips.minimum(1), 0, 2) if trips.vmin < trips.vmax == 1 else trips  # it sees no bounds of a minimum
 
 
 def last_seen(position: UOp, N: int, causal: bool) -> UOp:

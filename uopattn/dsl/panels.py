@@ -15,11 +15,27 @@ from tinygrad.dtype import AddrSpace
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.scope import Scope, clamp
+from uopattn.dsl.scope import Scope, clamp, sizes
+from uopattn.dsl.words import as_type
 
 CHUNK = 8  # elements in 16 bytes
 WIDEST = 64  # columns of a panel
 ALIGN = 8  # rows after which the permutation repeats
+
+
+@dataclass(frozen=True)
+class Rows:
+  """The rows of a head in global memory.
+
+  Attributes:
+    x: (heads, rows, size).
+    head: whose they are.
+    length: none from here on is read.
+  """
+
+  x: UOp
+  head: UOp
+  length: UOp
 
 
 @dataclass(frozen=True)
@@ -91,17 +107,20 @@ class Panels:
     place = (chunk % per) ^ (row // (CHUNK // per) % per)
     return self.memory[self.base + (chunk // per * self.height + row) * self.width + place * CHUNK]
 
-  def fill_tile(
-    self, n_tile: UOp, source: UOp, head: UOp, length: int, size: int, thread: UOp, *after: UOp
-  ) -> list[UOp]:
-    """Starts copying tile `n_tile` of the `length` rows of a head into its slot, n_tile % slots; see `fill`.
+  def fill_tile(self, position: UOp, source: Rows, n_tile: UOp, thread: UOp, *after: UOp) -> list[UOp]:
+    """Starts copying tile `n_tile` of the rows of a head into slot position % slots; see `fill`.
 
-    Past the last row there are zeros; past the last tile that tile comes again, if all are whole.
+    Past the last row there are zeros; past the last tile that tile comes again, if all are known to be whole.
     """
-    whole = length % self.rows == 0
-    first = clamp(n_tile, 0, length // self.rows - 1) * self.rows if whole else n_tile * self.rows
-    return self.tile(n_tile, *after).fill(
-      source, (head * length + first) * size, size, self.rows if whole else length - first, thread
+    (_, rows, size), most = sizes(source.x), source.length.vmax
+    whole = source.length.vmin == most > 0 and most % self.rows == 0
+    first = clamp(n_tile, 0, most // self.rows - 1) * self.rows if whole else n_tile * self.rows
+    return self.tile(position, *after).fill(
+      as_type(source.x, dtypes.ushort),
+      (source.head * rows + first) * size,
+      size,
+      self.rows if whole else source.length - first,
+      thread,
     )
 
   def fill(self, source: UOp, first: UOp, size: int, rows: UOp | int, thread: UOp) -> list[UOp]:

@@ -9,12 +9,14 @@ Source: PTX ISA, "Matrix Fragments for mma.m16n8k16" and "Register Fragments for
 """
 
 from collections.abc import Callable
+from functools import partial
 
 from tinygrad import UOp, dtypes
 
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.math import LN2
 from uopattn.dsl.scope import gated, sizes
+from uopattn.dsl.softmax import finish
 from uopattn.dsl.words import as_type
 
 WARP = 32  # lanes
@@ -64,13 +66,12 @@ def transposed(words: list[UOp], lane: UOp) -> list[UOp]:
 
 
 def store_row(
-  o: UOp, lse: UOp | None, head: UOp, row: UOp, half: int, acc: UOp, m_i: UOp, l_i: UOp, lane: UOp
+  o: UOp, lse: UOp | None, head: UOp, row: UOp, half: int, acc: UOp, m_i: UOp, l_i: UOp, sink: UOp | None, lane: UOp
 ) -> list[UOp]:
-  """O = acc / l and LSE = (m + log2 l) ln 2; a row that saw no key gets 0 and -inf. Rows past M are not stored."""
+  """The output and the LSE of a row, see `finish`. Rows past M are not stored."""
   _, M, Dv = sizes(o)
-  total = join(UOp.__add__, l_i)
-  inverse = total.eq(0).where(0.0, 1 / total)
-  values = [[acc[d, 2 * half + e].load() * inverse for e in range(2)] for d in range(acc.shape[0])]
+  factor, log2 = finish(m_i, join(UOp.__add__, l_i), sink, partial(ins.exp2, "cuda"))
+  values = [[acc[d, 2 * half + e].load() * factor for e in range(2)] for d in range(acc.shape[0])]
   stores = []
   if Dv % COLUMNS == 0:
     words, flat = [ins.pack("cuda", low, high, o.dtype) for low, high in values], as_type(o, dtypes.uint)
@@ -87,5 +88,5 @@ def store_row(
         column = d * COLUMNS + lane % QUAD * 2 + e
         stores.append(gated(o, (row < M) & (column < Dv), head, row, column).store(value.cast(o.dtype)))
   if lse is not None:
-    stores.append(gated(lse, (row < M) & (lane % QUAD).eq(0), head, row).store((m_i + total.log2()) * LN2))
+    stores.append(gated(lse, (row < M) & (lane % QUAD).eq(0), head, row).store(log2 * LN2))
   return stores
