@@ -36,12 +36,15 @@ def spans(begun: UOp, whole: UOp, count: UOp) -> list[tuple[UOp, UOp, bool]]:
   """
   both = (begun, whole - begun, False), (whole, count - whole, True)
   # tinygrad misplaces what stands in a loop of no trips
-  return [(first, _unbounded(trips), masked) for first, trips, masked in both if trips.vmax > 0]
+  return [(first, _blurred(trips), masked) for first, trips, masked in both if trips.vmax > 0]
 
 
-def _unbounded(trips: UOp) -> UOp:
-  """The same number, which tinygrad does not know to be 1 at most, if that is all it knows; see `HeadRules.visit`."""
-  return clamp(trips.minimum(1), 0, 2) if trips.vmin < trips.vmax == 1 else trips  # it sees no bounds of a minimum
+def _blurred(trips: UOp) -> UOp:
+  """The same number; one that is 0 or 1 in a form of which tinygrad knows only that it is at most 2, see `visit`."""
+  if not trips.vmin < trips.vmax == 1:
+    return trips
+  trips = trips.maximum(0)
+  return trips * trips * 2 - trips
 
 
 def last_seen(position: UOp, N: int, causal: bool) -> UOp:
