@@ -138,82 +138,127 @@ def forward(
     q_start: position of the first query; may be negative.
     tiles: block sizes.
   """
-  (heads, M, Dk), (kv_heads, N, Dv), dtype = sizes(q), sizes(v), q.dtype
-  block_m, block_n, m_tiles, ahead = tiles.block_m, tiles.block_n, tiles.m_tiles, tiles.stages - 1
-  blocks = ceildiv(M, block_m)
-  s = Scope()
-  item = s.axis(heads * blocks, AxisType.GLOBAL)
-  lane, warp = s.axis(WARP, AxisType.WARP), s.axis(tiles.warps, AxisType.LOCAL)
-  thread = warp * WARP + lane
-  head, block = item // blocks, item % blocks
-  kv_head = head // (heads // kv_heads)
-  block_row = (blocks - 1 - block if causal else block) * block_m  # the blocks with the most tiles start first
-  rows = [
-    [block_row + (warp * m_tiles + i) * ROWS + row_of(lane, half) for half in range(HALVES)] for i in range(m_tiles)
-  ]
-  early, late = split_factor(scale)
-
-  acc = s.filled(0.0, m_tiles, round_up(Dv, STEP) // COLUMNS, 4, after=(item,))
-  m_i = s.filled(-inf, m_tiles, HALVES, after=(item,))
-  l_i = s.filled(0.0, m_tiles, HALVES, after=(item,))  # of this lane's keys
-  q_tile, k_tiles, v_tiles = tiles.panels(s, Dk, Dv)
-  q_bits, k_bits, v_bits = (as_type(x, dtypes.ushort) for x in (q, k, v))
-
-  def start(n_tile: UOp, *after: UOp) -> UOp:
-    """Starts copying a tile of K and of V, as one group."""
-    copies = k_tiles.fill_tile(n_tile, k_bits, kv_head, N, Dk, thread, *after)
-    return ins.cp_async_commit(CUDA, *copies, *v_tiles.fill_tile(n_tile, v_bits, kv_head, N, Dv, thread, *after))
-
-  started = tuple(q_tile.fill_tile(block_row // block_m, q_bits, head, M, Dk, thread))
-  for i in range(ahead):
-    started = (start(UOp.const(i), *started),)
-  filled = UOp.barrier(ins.cp_async_wait(CUDA, ahead - 1, *started))
-  q_frags = [load_query(s, dtype, q_tile.tile(UOp.const(0), filled), warp * m_tiles + i, lane) for i in range(m_tiles)]
-
-  def attend(first: UOp, trips: UOp | int, masked: bool, *state: UOp) -> tuple[UOp, ...]:
-    """The tiles of keys from `first` on."""
-    trip = s.axis(trips, AxisType.REDUCE)
-    n_tile = first + trip
-    acc_old, m_old, l_old = (x.after(trip) for x in state)
-    ready = UOp.barrier(ins.cp_async_wait(CUDA, ahead - 1, trip, filled, *state))
-    following = start(n_tile + ahead, ready)
-    k_tile, v_tile = (x.tile(n_tile, ready, following) for x in (k_tiles, v_tiles))
-    scores = multiply_qk(s, dtype, q_frags, k_tile, lane)
-    p_frags, alphas, updates = [], [], []
-    for i in range(m_tiles):
-      p, alpha = [], []
-      for half in range(HALVES):
-        seen = last_seen(rows[i][half] + q_start, N, causal) - n_tile * block_n - lane % QUAD * 2 if masked else None
-        row = mask_scores(row_elements(scores[i], half), columns(len(scores[i])), early, seen)
-        p_row, m_new, l_new, alpha_row = online_softmax(
-          CUDA, row, late, m_old[i, half].load(), l_old[i, half].load(), join
-        )
-        p.append(p_row)
-        alpha.append(alpha_row)
-        updates += [m_i[i, half].store(m_new), l_i[i, half].store(l_new)]
-      p_frags.append(as_operand(p, dtype))
-      alphas.append(alpha)
-    out = multiply_pv(s, dtype, p_frags, v_tile, acc_old, alphas, lane)
-    updates += [acc[i, d].store(out[i][d]) for i in range(m_tiles) for d in range(acc.shape[1])]
-    end = UOp.group(*updates).end(trip)
-    return tuple(x.after(end) for x in (acc, m_i, l_i))
-
-  whole, count = tile_counts(block_row, block_m, M, block_n, N, causal, q_start)
-  state: tuple[UOp, ...] = (acc, m_i, l_i)
+  block = Block(q, k, v, scale, causal, q_start, tiles)
+  whole, count = tile_counts(block.row, tiles.block_m, block.M, tiles.block_n, block.N, causal, q_start)
+  state = block.begin()
   for first, trips, masked in ((UOp.const(0), whole, False), (whole, count - whole, True)):
     if trips.vmax > 0:  # tinygrad misplaces what stands in a loop of no trips
-      state = attend(first, trips, masked, *state)
-
-  # No copy may be under way when the workgroup ends.
-  drained = ins.cp_async_wait(CUDA, 0, *state)
-  acc, m_i, l_i = (x.after(drained) for x in state)
-  stores = []
-  for i in range(m_tiles):
-    for half in range(HALVES):
-      stores += store_row(o, lse, head, rows[i][half], half, acc[i], m_i[i, half].load(), l_i[i, half].load(), lane)
-  name = f"attention_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{'_causal' * causal}"
+      state = block.attend(first, trips, masked, state)
+  stores = block.finish(o, lse, state)
+  name = "_".join(map(str, ("attention", block.heads, block.kv_heads, block.M, block.N, block.Dk, block.Dv)))
   # A tag keeps tinygrad from rearranging the axes.
-  return UOp.group(*stores).end(warp, lane).end(item).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
+  return (
+    UOp.group(*stores)
+    .end(block.warp, block.lane)
+    .end(block.item)
+    .sink(arg=KernelInfo(name=name + "_causal" * causal, opts_to_apply=()), tag=1)
+  )
+
+
+State = tuple[UOp, ...]  # O, m and l, as registers
+
+
+class Block:
+  """A workgroup's block of queries, on its way through the tiles of keys.
+
+  Attributes:
+    item, warp, lane: the axes: blocks of all heads, warps, lanes.
+    row: the block's first query.
+    rows: this lane's two of each tile of 16 queries.
+    q_frags: Q as left operands, for each tile of queries one for each step along Dk; see `begin`.
+  """
+
+  q_frags: list[list[UOp]]
+
+  def __init__(self, q: UOp, k: UOp, v: UOp, scale: float, causal: bool, q_start: int, tiles: Tiles):
+    (self.heads, self.M, self.Dk), (self.kv_heads, self.N, self.Dv) = sizes(q), sizes(v)
+    self.dtype, self.causal, self.q_start, self.tiles = q.dtype, causal, q_start, tiles
+    blocks = ceildiv(self.M, tiles.block_m)
+    self.s = s = Scope()
+    self.item = s.axis(self.heads * blocks, AxisType.GLOBAL)
+    self.lane, self.warp = s.axis(WARP, AxisType.WARP), s.axis(tiles.warps, AxisType.LOCAL)
+    self.thread = self.warp * WARP + self.lane
+    self.head, block = self.item // blocks, self.item % blocks
+    self.kv_head = self.head // (self.heads // self.kv_heads)
+    self.row = (blocks - 1 - block if causal else block) * tiles.block_m  # the blocks with the most tiles start first
+    self.rows = [
+      [self.row + (self.warp * tiles.m_tiles + i) * ROWS + row_of(self.lane, half) for half in range(HALVES)]
+      for i in range(tiles.m_tiles)
+    ]
+    self.early, self.late = split_factor(scale)
+    self.acc = s.filled(0.0, tiles.m_tiles, round_up(self.Dv, STEP) // COLUMNS, 4, after=(self.item,))
+    self.m_i = s.filled(-inf, tiles.m_tiles, HALVES, after=(self.item,))
+    self.l_i = s.filled(0.0, tiles.m_tiles, HALVES, after=(self.item,))  # of this lane's keys
+    self.q_tile, self.k_tiles, self.v_tiles = tiles.panels(s, self.Dk, self.Dv)
+    self.q_bits, self.k_bits, self.v_bits = (as_type(x, dtypes.ushort) for x in (q, k, v))
+
+  def start(self, n_tile: UOp, *after: UOp) -> UOp:
+    """Starts copying a tile of K and of V, as one group."""
+    copies = self.k_tiles.fill_tile(n_tile, self.k_bits, self.kv_head, self.N, self.Dk, self.thread, *after)
+    copies += self.v_tiles.fill_tile(n_tile, self.v_bits, self.kv_head, self.N, self.Dv, self.thread, *after)
+    return ins.cp_async_commit(CUDA, *copies)
+
+  def arrived(self, *after: UOp) -> UOp:
+    """Waits until the oldest of the tiles under way is there, and all warps are done with the tile before it."""
+    return UOp.barrier(ins.cp_async_wait(CUDA, self.tiles.stages - 2, *after))
+
+  def begin(self) -> State:
+    """Q into registers, and the first tiles of keys under way."""
+    q_rows = self.q_tile.fill_tile(self.row // self.tiles.block_m, self.q_bits, self.head, self.M, self.Dk, self.thread)
+    started = tuple(q_rows)
+    for i in range(self.tiles.stages - 1):
+      started = (self.start(UOp.const(i), *started),)
+    self.filled = self.arrived(*started)
+    q_tile, first = self.q_tile.tile(UOp.const(0), self.filled), self.warp * self.tiles.m_tiles
+    self.q_frags = [load_query(self.s, self.dtype, q_tile, first + i, self.lane) for i in range(self.tiles.m_tiles)]
+    return self.acc, self.m_i, self.l_i
+
+  def attend(self, first: UOp, trips: UOp, masked: bool, state: State) -> State:
+    """The tiles of keys from `first` on."""
+    trip = self.s.axis(trips, AxisType.REDUCE)
+    n_tile = first + trip
+    acc_old, m_old, l_old = (x.after(trip) for x in state)
+    ready = self.arrived(trip, self.filled, *state)
+    following = self.start(n_tile + self.tiles.stages - 1, ready)
+    k_tile, v_tile = (x.tile(n_tile, ready, following) for x in (self.k_tiles, self.v_tiles))
+    scores = multiply_qk(self.s, self.dtype, self.q_frags, k_tile, self.lane)
+    p_frags, alphas, updates = [], [], []
+    for i in range(self.tiles.m_tiles):
+      p, alpha, stores = self.softmax(i, scores[i], n_tile, masked, m_old, l_old)
+      p_frags.append(as_operand(p, self.dtype))
+      alphas.append(alpha)
+      updates += stores
+    out = multiply_pv(self.s, self.dtype, p_frags, v_tile, acc_old, alphas, self.lane)
+    updates += [self.acc[i, d].store(tile) for i, tiles in enumerate(out) for d, tile in enumerate(tiles)]
+    end = UOp.group(*updates).end(trip)
+    return tuple(x.after(end) for x in (self.acc, self.m_i, self.l_i))
+
+  def softmax(
+    self, i: int, scores: list[UOp], n_tile: UOp, masked: bool, m_old: UOp, l_old: UOp
+  ) -> tuple[list[list[UOp]], list[UOp], list[UOp]]:
+    """P and alpha of both of this lane's rows of query tile `i`, and the stores of m and l."""
+    p, alphas, stores = [], [], []
+    for half, row in enumerate(self.rows[i]):
+      last = last_seen(row + self.q_start, self.N, self.causal) - n_tile * self.tiles.block_n - self.lane % QUAD * 2
+      seen = mask_scores(row_elements(scores, half), columns(len(scores)), self.early, last if masked else None)
+      p_row, m_new, l_new, alpha = online_softmax(
+        CUDA, seen, self.late, m_old[i, half].load(), l_old[i, half].load(), join
+      )
+      p.append(p_row)
+      alphas.append(alpha)
+      stores += [self.m_i[i, half].store(m_new), self.l_i[i, half].store(l_new)]
+    return p, alphas, stores
+
+  def finish(self, o: UOp, lse: UOp | None, state: State) -> list[UOp]:
+    """The stores of the output, and of the log-sum-exp, once no copy is under way: none may be when the kernel ends."""
+    drained = ins.cp_async_wait(CUDA, 0, *state)
+    acc, m_i, l_i = (x.after(drained) for x in state)
+    stores = []
+    for i, rows in enumerate(self.rows):
+      for half, row in enumerate(rows):
+        m, l = m_i[i, half].load(), l_i[i, half].load()
+        stores += store_row(o, lse, self.head, row, half, acc[i], m, l, self.lane)
+    return stores
 
 
 def load_query(s: Scope, dtype: DType, q_tile: Panels, tile: UOp, lane: UOp) -> list[UOp]:
