@@ -133,7 +133,7 @@ def test_figures() -> None:
 
 def test_row() -> None:
   made = row("float16", GOOD)
-  assert made.name == "sm_80 cuda   float16  4x2x64x2"
+  assert made.name == "sm_80 cuda   float16  4x2x64x2x16"
   cells = dict(zip(COLUMNS, map(str, made.cells), strict=True))
   assert (cells["regs"], cells["smem"], cells["wgs"], cells["each"]) == ("168", "49152", "3", "2.5")
   assert (cells["matrix"], cells["trans"], cells["float"], cells["lane"]) == ("4", "1", "5", "0")

@@ -26,14 +26,16 @@ from tinygrad.uop.ops import AxisType, KernelInfo
 from uopattn.dsl import Scope, as_type, sizes
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.keys import last_seen, tile_counts
+from uopattn.dsl.mma import FLOAT8, PAIR, STEP_BYTES, Mma
 from uopattn.dsl.panels import Panels
 from uopattn.dsl.quads import COLUMNS, HALVES, QUAD, ROWS, columns, join, row_elements, row_of, store_row
 from uopattn.dsl.softmax import mask_scores, online_softmax, split_factor
 
 CUDA = "cuda"
-STEP = 16  # length of k of one matrix instruction
-MMA = ((COLUMNS, ROWS, STEP), "CUDA", 32)
 WARP = 32
+STEPS = {16: dtypes.ushort, 32: dtypes.uchar}  # elements of a step: an integer of their size
+# P is in [0, 1]: in 8 bits it is multiplied by 2 to this power, nearly the type's largest number, to use its range.
+P_EXPONENTS = {dtypes.fp8e4m3: 8, dtypes.fp8e5m2: 15}
 
 Tile = list[UOp]  # an accumulator's elements in this lane
 
@@ -47,16 +49,20 @@ class Tiles:
     m_tiles: tiles of 16 queries a warp.
     block_n: keys a tile.
     stages: slots for tiles of K and of V.
+    step: elements in the 32 bytes along k of a step: 16 for float16 and bfloat16, 32 for 8-bit types.
   """
 
   warps: int
   m_tiles: int
   block_n: int
   stages: int = 2
+  step: int = 16
 
   def __post_init__(self) -> None:
-    if self.block_n < 1 or self.block_n % STEP:
-      raise ValueError(f"Tiles.block_n={self.block_n}: must be a multiple of {STEP}")
+    if self.step not in STEPS:
+      raise ValueError(f"Tiles.step={self.step}: must be one of {', '.join(map(str, STEPS))}")
+    if self.block_n < 1 or self.block_n % self.step:
+      raise ValueError(f"Tiles.block_n={self.block_n}: must be a multiple of {self.step}")
     if self.m_tiles < 1:
       raise ValueError(f"Tiles.m_tiles={self.m_tiles}: must be at least 1")
     if not 1 <= self.warps <= 32:
@@ -75,40 +81,45 @@ class Tiles:
 
   def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[Panels, Panels, Panels]:
     """Room for Q, K and V in shared memory."""
-    Dk, Dv = round_up(Dk, STEP), round_up(Dv, STEP)
+    Dk, Dv, bits = round_up(Dk, self.step), round_up(Dv, PAIR), STEPS[self.step]
     return (
-      Panels.make(s, self.block_m, Dk, 1, self.threads),
-      Panels.make(s, self.block_n, Dk, self.stages, self.threads),
-      Panels.make(s, self.block_n, Dv, self.stages, self.threads),
+      Panels.make(s, self.block_m, Dk, 1, self.threads, bits=bits),
+      Panels.make(s, self.block_n, Dk, self.stages, self.threads, bits=bits),
+      Panels.make(s, self.block_n, Dv, self.stages, self.threads, bits=bits),
     )
 
   def shared_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of shared memory a workgroup."""
-    return sum(2 * x.slots * x.size for x in self.panels(Scope(), Dk, Dv))
+    return sum(x.bits.itemsize * x.slots * x.size for x in self.panels(Scope(), Dk, Dv))
 
   def registers(self, Dk: int, Dv: int) -> int:
     """32-bit registers a lane for Q, O and S."""
-    return self.m_tiles * (round_up(Dk, STEP) // 4 + round_up(Dv, STEP) // 2 + self.block_n // 2)
+    return self.m_tiles * (ceildiv(Dk, self.step) * 4 + round_up(Dv, PAIR) // 2 + self.block_n // 2)
 
   @classmethod
-  def choose(cls, arch: str, M: int, N: int, Dk: int, Dv: int, limit: int) -> "Tiles":
+  def choose(cls, arch: str, dtype: DType, M: int, N: int, Dk: int, Dv: int, limit: int) -> "Tiles":
     """Tiles for a problem.
 
     Args:
-      arch: "sm_80" or newer.
+      arch: "sm_80" or newer; for 8-bit types "sm_89" or newer.
+      dtype: of q, k and v.
       limit: bytes of shared memory that a workgroup may have.
 
     Raises:
       ValueError: an older architecture; head sizes too large even for the smallest tile.
     """
-    if int(arch.removeprefix("sm_")) < 80:
+    version, step = int(arch.removeprefix("sm_")), STEP_BYTES // dtype.itemsize
+    if version < 80:
       raise ValueError(f"{arch} has neither cp.async nor mma.sync with 16 steps of k; sm_80 and newer have")
-    warps, keys = min(4, ceildiv(M, ROWS)), round_up(N, STEP)
-    candidates = [cls(warps, m, min(n, keys)) for m, n in ((2, 64), (2, 32), (1, 64), (1, 32), (1, 16))]
+    if version < 89 and dtype in FLOAT8:
+      raise ValueError(f"{arch} has no matrix instructions for 8-bit floats; sm_89 and newer have")
+    warps, keys = min(4, ceildiv(M, ROWS)), round_up(N, step)
+    sizes = ((2, 64), (2, 32), (1, 64), (1, 32), (1, 16))
+    candidates = [cls(warps, m, min(n, keys), step=step) for m, n in sizes if n >= step]
     for tiles in candidates:
       if tiles.m_tiles > 1 and tiles.block_m // 2 >= M:
         continue
-      budget = LIMIT if tiles == candidates[-1] else BUDGET
+      budget = LIMIT if tiles == candidates[-1] else BUDGET[step]
       if tiles.registers(Dk, Dv) <= budget and tiles.shared_bytes(Dk, Dv) <= limit:
         return tiles
     raise ValueError(
@@ -117,9 +128,10 @@ class Tiles:
     )
 
 
-# Of 255 registers, what Q, O and S may take: P, addresses and temporaries need the rest. The smallest tile has few of
-# these, and may spill a little where the alternative is no kernel.
-BUDGET, LIMIT = 180, 220
+# Of 255 registers, what Q, O and S may take, by `Tiles.step`: P, addresses and temporaries need the rest, and in 8 bits
+# more (on sm_90 the compiler spills from 144 on). The smallest tile has few of these, and may spill a little where the
+# alternative is no kernel.
+BUDGET, LIMIT = {16: 180, 32: 130}, 220
 
 
 def forward(
@@ -129,7 +141,7 @@ def forward(
 
   Args:
     o: (heads, M, Dv), the output, in q's dtype.
-    q: (heads, M, Dk), float16 or bfloat16.
+    q: (heads, M, Dk), float16, bfloat16, fp8e4m3 or fp8e5m2.
     k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads).
     v: (kv_heads, N, Dv).
     lse: (heads, M) float32, receives the natural logarithm of the sum of exponentials of each row.
@@ -137,7 +149,12 @@ def forward(
     causal: key j is seen by query i iff j <= i + q_start.
     q_start: position of the first query; may be negative.
     tiles: block sizes.
+
+  Raises:
+    ValueError: the tiles are for elements of another size.
   """
+  if tiles.step * q.dtype.itemsize != STEP_BYTES:
+    raise ValueError(f"Tiles.step={tiles.step}: must be {STEP_BYTES // q.dtype.itemsize} for {q.dtype}")
   block = Block(q, k, v, scale, causal, q_start, tiles)
   whole, count = tile_counts(block.row, tiles.block_m, block.M, tiles.block_n, block.N, causal, q_start)
   state = block.begin()
@@ -172,9 +189,10 @@ class Block:
 
   def __init__(self, q: UOp, k: UOp, v: UOp, scale: float, causal: bool, q_start: int, tiles: Tiles):
     (self.heads, self.M, self.Dk), (self.kv_heads, self.N, self.Dv) = sizes(q), sizes(v)
-    self.dtype, self.causal, self.q_start, self.tiles = q.dtype, causal, q_start, tiles
+    self.causal, self.q_start, self.tiles = causal, q_start, tiles
     blocks = ceildiv(self.M, tiles.block_m)
     self.s = s = Scope()
+    self.mma = Mma(s, q.dtype)
     self.item = s.axis(self.heads * blocks, AxisType.GLOBAL)
     self.lane, self.warp = s.axis(WARP, AxisType.WARP), s.axis(tiles.warps, AxisType.LOCAL)
     self.thread = self.warp * WARP + self.lane
@@ -186,11 +204,12 @@ class Block:
       for i in range(tiles.m_tiles)
     ]
     self.early, self.late = split_factor(scale)
-    self.acc = s.filled(0.0, tiles.m_tiles, round_up(self.Dv, STEP) // COLUMNS, 4, after=(self.item,))
+    self.p_exponent = P_EXPONENTS.get(q.dtype, 0)
+    self.acc = s.filled(0.0, tiles.m_tiles, round_up(self.Dv, PAIR) // COLUMNS, 4, after=(self.item,))
     self.m_i = s.filled(-inf, tiles.m_tiles, HALVES, after=(self.item,))
     self.l_i = s.filled(0.0, tiles.m_tiles, HALVES, after=(self.item,))  # of this lane's keys
     self.q_tile, self.k_tiles, self.v_tiles = tiles.panels(s, self.Dk, self.Dv)
-    self.q_bits, self.k_bits, self.v_bits = (as_type(x, dtypes.ushort) for x in (q, k, v))
+    self.q_bits, self.k_bits, self.v_bits = (as_type(x, STEPS[tiles.step]) for x in (q, k, v))
 
   def start(self, n_tile: UOp, *after: UOp) -> UOp:
     """Starts copying a tile of K and of V, as one group."""
@@ -210,7 +229,7 @@ class Block:
       started = (self.start(UOp.const(i), *started),)
     self.filled = self.arrived(*started)
     q_tile, first = self.q_tile.tile(UOp.const(0), self.filled), self.warp * self.tiles.m_tiles
-    self.q_frags = [load_query(self.s, self.dtype, q_tile, first + i, self.lane) for i in range(self.tiles.m_tiles)]
+    self.q_frags = [self.mma.load_left(q_tile, (first + i) * ROWS, self.lane) for i in range(self.tiles.m_tiles)]
     return self.acc, self.m_i, self.l_i
 
   def attend(self, first: UOp, trips: UOp, masked: bool, state: State) -> State:
@@ -221,14 +240,14 @@ class Block:
     ready = self.arrived(trip, self.filled, *state)
     following = self.start(n_tile + self.tiles.stages - 1, ready)
     k_tile, v_tile = (x.tile(n_tile, ready, following) for x in (self.k_tiles, self.v_tiles))
-    scores = multiply_qk(self.s, self.dtype, self.q_frags, k_tile, self.lane)
+    scores = multiply_qk(self.mma, self.q_frags, k_tile, self.lane)
     p_frags, alphas, updates = [], [], []
     for i in range(self.tiles.m_tiles):
       p, alpha, stores = self.softmax(i, scores[i], n_tile, masked, m_old, l_old)
-      p_frags.append(as_operand(p, self.dtype))
+      p_frags.append(self.mma.as_left(p))
       alphas.append(alpha)
       updates += stores
-    out = multiply_pv(self.s, self.dtype, p_frags, v_tile, acc_old, alphas, self.lane)
+    out = multiply_pv(self.mma, p_frags, v_tile, acc_old, alphas, self.lane)
     updates += [self.acc[i, d].store(tile) for i, tiles in enumerate(out) for d, tile in enumerate(tiles)]
     end = UOp.group(*updates).end(trip)
     return tuple(x.after(end) for x in (self.acc, self.m_i, self.l_i))
@@ -242,7 +261,7 @@ class Block:
       last = last_seen(row + self.q_start, self.N, self.causal) - n_tile * self.tiles.block_n - self.lane % QUAD * 2
       seen = mask_scores(row_elements(scores, half), columns(len(scores)), self.early, last if masked else None)
       p_row, m_new, l_new, alpha = online_softmax(
-        CUDA, seen, self.late, m_old[i, half].load(), l_old[i, half].load(), join
+        CUDA, seen, self.late, m_old[i, half].load(), l_old[i, half].load(), join, self.p_exponent
       )
       p.append(p_row)
       alphas.append(alpha)
@@ -257,50 +276,24 @@ class Block:
     for i, rows in enumerate(self.rows):
       for half, row in enumerate(rows):
         m, l = m_i[i, half].load(), l_i[i, half].load()
-        stores += store_row(o, lse, self.head, row, half, acc[i], m, l, self.lane)
+        stores += store_row(o, lse, self.head, row, half, acc[i], m, l, self.lane, self.p_exponent)
     return stores
 
 
-def load_query(s: Scope, dtype: DType, q_tile: Panels, tile: UOp, lane: UOp) -> list[UOp]:
-  """Q of 16 rows as left operands, one for each step along Dk."""
-  frags = []
-  for step in range(q_tile.columns // STEP):
-    frag = s.buffer(STEP // 2, dtype=dtype)
-    row, chunk = tile * ROWS + lane % ROWS, 2 * step + lane // ROWS
-    frags.append(frag.after(ins.ldmatrix(CUDA, frag[0], q_tile.at(row, chunk))))
-  return frags
-
-
-def right_operands(s: Scope, dtype: DType, tile: Panels, row: UOp, chunk: UOp, trans: bool) -> list[UOp]:
-  """Two neighbouring right operands, four 8x8 matrices."""
-  pair = s.buffer(2, 4, dtype=dtype)
-  loaded = pair.after(ins.ldmatrix(CUDA, pair[0, 0], tile.at(row, chunk), trans=trans))
-  return [loaded[0], loaded[1]]
-
-
-def multiply_qk(s: Scope, dtype: DType, q_frags: list[list[UOp]], k_tile: Panels, lane: UOp) -> list[list[UOp]]:
+def multiply_qk(mma: Mma, q_frags: list[list[UOp]], k_tile: Panels, lane: UOp) -> list[list[UOp]]:
   """S = Q K^T: for each tile of queries, accumulator tiles of 8 keys."""
   zero = UOp.const((0.0,) * 4, dtypes.float)
   scores = [[zero] * (k_tile.rows // COLUMNS) for _ in q_frags]
   for step in range(len(q_frags[0])):
     for n in range(0, len(scores[0]), 2):
-      row, chunk = n * COLUMNS + lane // ROWS * 8 + lane % 8, 2 * step + lane // 8 % 2
-      for j, k_frag in enumerate(right_operands(s, dtype, k_tile, row, chunk, trans=False)):
+      for j, k_frag in enumerate(mma.load_right(k_tile, n * COLUMNS, step, lane)):
         for tile, q_frag in zip(scores, q_frags, strict=True):
-          tile[n + j] = UOp.wmma(q_frag[step], k_frag, tile[n + j], *MMA)
+          tile[n + j] = mma.multiply(q_frag[step], k_frag, tile[n + j])
   return scores
 
 
-def as_operand(p: list[list[UOp]], dtype: DType) -> list[UOp]:
-  """P of 16 rows as left operands, one for each step of 16 keys: elements of row g and of row g + 8 in turn."""
-  return [
-    UOp.stack(*[p[half][i + 2 * part + e].cast(dtype) for part in range(2) for half in range(HALVES) for e in range(2)])
-    for i in range(0, len(p[0]), 4)
-  ]
-
-
 def multiply_pv(
-  s: Scope, dtype: DType, p_frags: list[list[UOp]], v_tile: Panels, acc: UOp, alphas: list[list[UOp]], lane: UOp
+  mma: Mma, p_frags: list[list[UOp]], v_tile: Panels, acc: UOp, alphas: list[list[UOp]], lane: UOp
 ) -> list[list[UOp]]:
   """O = O alpha + P V: for each tile of queries, accumulator tiles of 8 columns."""
   m_tiles, d_tiles, _ = sizes(acc)
@@ -310,8 +303,7 @@ def multiply_pv(
   ]
   for step in range(len(p_frags[0])):
     for d in range(0, d_tiles, 2):
-      row, chunk = step * STEP + lane % ROWS, d + lane // ROWS
-      for j, v_frag in enumerate(right_operands(s, dtype, v_tile, row, chunk, trans=True)):
+      for j, v_frag in enumerate(mma.load_right_transposed(v_tile, step, d * COLUMNS, lane)):
         for tile, p_frag in zip(out, p_frags, strict=True):
-          tile[d + j] = UOp.wmma(p_frag[step], v_frag, tile[d + j], *MMA)
+          tile[d + j] = mma.multiply(p_frag[step], v_frag, tile[d + j])
   return out

@@ -28,7 +28,13 @@ from uopattn.spec import AttentionSpec
 from uopattn.target import Target
 
 ARCHES = ("sm_80", "sm_89", "sm_90")
-TYPES = {"float16": dtypes.float16, "bfloat16": dtypes.bfloat16}
+TYPES = {
+  "float16": dtypes.float16,
+  "bfloat16": dtypes.bfloat16,
+  "fp8e4m3": dtypes.fp8e4m3,
+  "fp8e5m2": dtypes.fp8e5m2,
+}
+HALVES = ("float16", "bfloat16")
 NONE = (
   "no compiler for NVIDIA's GPUs: install the CUDA toolkit for nvcc; or pip install nvidia-cuda-nvrtc and "
   "nvidia-cuda-runtime of one version, with CUDA_PATH=.../site-packages/nvidia/cu13 and LD_LIBRARY_PATH=$CUDA_PATH/lib"
@@ -221,7 +227,7 @@ def row(dtype: str, c: Compiled) -> Row:
 
 
 def rows(arches: Sequence[str], H: int, M: int, N: int, D: int, causal: bool) -> Iterator[Row]:
-  """Lines for each target and dtype."""
+  """Lines for each target and the dtypes that it has matrix instructions for."""
   for arch in arches:
-    for dtype in TYPES:
+    for dtype in TYPES if int(arch.removeprefix("sm_")) >= 89 else HALVES:
       yield row(dtype, measure(arch, dtype, H, M, N, D, causal))

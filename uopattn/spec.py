@@ -12,7 +12,9 @@ from tinygrad.helpers import TRAINING
 from uopattn.block_mask import BlockMask
 from uopattn.dsl import sizes
 
-DTYPES = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
+FLOAT16 = (dtypes.float16, dtypes.bfloat16)
+FLOAT8 = (dtypes.fp8e4m3, dtypes.fp8e5m2)
+DTYPES = (dtypes.float32, *FLOAT16, *FLOAT8)
 BACKENDS = ("auto", "kernel", "reference")
 
 
