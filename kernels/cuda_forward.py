@@ -9,6 +9,8 @@ Who holds what. Q, m, l, P and O are in registers, Q for the whole loop; `uopatt
 has. All warps share Q once, and tiles of K and V, `stages` of each, in shared memory (`uopattn.dsl.panels`): cp.async
 fills one slot while another is worked on, ldmatrix reads K as it is and V transposed. See `Tiles.shared_bytes`.
 
+In 8 bits P is in the inputs' type too: raised by a power of two, and l with it, so that it cancels; see `P_EXPONENTS`.
+
 Tiles of keys that all queries of the workgroup see whole come first and carry no mask; the rest follow.
 
 Measured on an H200 (B=4, H=32, N=4096, float16, 2026-11-21), where `hopper_forward` is faster: 342 TFLOP/s at D=64, 284
