@@ -27,9 +27,11 @@ QUICK = [
   ("sm_89", 128, False, "fp8e5m2"),
   ("sm_90", 64, True, "fp8e5m2"),
   ("sm_90", 128, True, "fp8e4m3"),
+  ("sm_75", 64, True, "float16"),
 ]
 EVERY = [(arch, D, dtype) for arch in ARCHES for D in (64, 128, 256) for dtype in HALVES]
 EVERY += [(arch, D, dtype) for arch in ("sm_89", "sm_90") for D in (64, 128) for dtype in ("fp8e4m3", "fp8e5m2")]
+EVERY += [("sm_75", D, "float16") for D in (64, 128)]
 REST = [
   (arch, D, causal, dtype)
   for arch, D, dtype in EVERY
@@ -44,7 +46,7 @@ def matrix_instructions(choice: Choice, D: int) -> int:
   if isinstance(tiles, hopper_forward.Tiles):
     return D // 16 + tiles.block_n // 16
   assert isinstance(tiles, cuda_forward.Tiles)
-  return 2 * tiles.m_tiles * (tiles.block_n // 8) * (D // tiles.step)
+  return 2 * tiles.m_tiles * (tiles.block_n // 8) * (D // tiles.step) * (2 if tiles.turing else 1)
 
 
 def check_compiled(arch: str, D: int, causal: bool, dtype: str) -> Compiled:

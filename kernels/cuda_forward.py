@@ -1,4 +1,4 @@
-"""Forward attention on NVIDIA's matrix cores, sm_80 and newer: `mma.sync`, one warp to 16 `m_tiles` query rows.
+"""Forward attention on NVIDIA's matrix cores, sm_75 and newer: `mma.sync`, one warp to 16 `m_tiles` query rows.
 
 FlashAttention-2 (Dao, 2023). Each warp keeps its queries and runs through the keys, a tile of `block_n` at a time:
     S = Q K^T           (16 m_tiles, block_n)
@@ -7,7 +7,8 @@ FlashAttention-2 (Dao, 2023). Each warp keeps its queries and runs through the k
 
 Who holds what. Q, m, l, P and O are in registers, Q for the whole loop; `uopattn.dsl.quads` says which elements a lane
 has. All warps share Q once, and tiles of K and V, `stages` of each, in shared memory (`uopattn.dsl.panels`): cp.async
-fills one slot while another is worked on, ldmatrix reads K as it is and V transposed. See `Tiles.shared_bytes`.
+fills one slot while another is worked on (sm_75 copies by way of registers), ldmatrix reads K as it is and V transposed
+(`uopattn.dsl.mma`). See `Tiles.shared_bytes`.
 
 In 8 bits P is in the inputs' type too: raised by a power of two, and l with it, so that it cancels; see `P_EXPONENTS`.
 
@@ -28,15 +29,16 @@ from tinygrad.uop.ops import AxisType, KernelInfo
 from uopattn.dsl import Scope, as_type, sizes
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.keys import last_seen, tile_counts
-from uopattn.dsl.mma import FLOAT8, PAIR, STEP_BYTES, Mma
+from uopattn.dsl.mma import PAIR, STEP_BYTES, Mma
 from uopattn.dsl.panels import Panels
 from uopattn.dsl.quads import COLUMNS, HALVES, QUAD, ROWS, columns, join, row_elements, row_of, store_row
 from uopattn.dsl.softmax import mask_scores, online_softmax, split_factor
 
-CUDA = "cuda"
+CUDA, TURING = "cuda", "sm_75"
 WARP = 32
 STEPS = {16: dtypes.ushort, 32: dtypes.uchar}  # elements of a step: an integer of their size
 # P is in [0, 1]: in 8 bits it is multiplied by 2 to this power, nearly the type's largest number, to use its range.
+SINCE = {dtypes.half: 75, dtypes.bfloat16: 80, dtypes.fp8e4m3: 89, dtypes.fp8e5m2: 89}  # architecture
 P_EXPONENTS = {dtypes.fp8e4m3: 8, dtypes.fp8e5m2: 15}
 
 Tile = list[UOp]  # an accumulator's elements in this lane
@@ -52,6 +54,7 @@ class Tiles:
     block_n: keys a tile.
     stages: slots for tiles of K and of V.
     step: elements in the 32 bytes along k of a step: 16 for float16 and bfloat16, 32 for 8-bit types.
+    turing: for sm_75, whose products have half as many steps of k, and which copies tiles by way of registers.
   """
 
   warps: int
@@ -59,6 +62,7 @@ class Tiles:
   block_n: int
   stages: int = 2
   step: int = 16
+  turing: bool = False
 
   def __post_init__(self) -> None:
     if self.step not in STEPS:
@@ -81,13 +85,19 @@ class Tiles:
   def threads(self) -> int:
     return self.warps * WARP
 
+  @property
+  def family(self) -> str:
+    """Of instructions, where sm_75 has not the same; see `uopattn.dsl.instructions`."""
+    return TURING if self.turing else CUDA
+
   def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[Panels, Panels, Panels]:
     """Room for Q, K and V in shared memory."""
-    Dk, Dv, bits = round_up(Dk, self.step), round_up(Dv, PAIR), STEPS[self.step]
+    Dk, Dv = round_up(Dk, self.step), round_up(Dv, PAIR)
+    options = {"bits": STEPS[self.step], "family": self.family}
     return (
-      Panels.make(s, self.block_m, Dk, 1, self.threads, bits=bits),
-      Panels.make(s, self.block_n, Dk, self.stages, self.threads, bits=bits),
-      Panels.make(s, self.block_n, Dv, self.stages, self.threads, bits=bits),
+      Panels.make(s, self.block_m, Dk, 1, self.threads, **options),
+      Panels.make(s, self.block_n, Dk, self.stages, self.threads, **options),
+      Panels.make(s, self.block_n, Dv, self.stages, self.threads, **options),
     )
 
   def shared_bytes(self, Dk: int, Dv: int) -> int:
@@ -103,7 +113,7 @@ class Tiles:
     """Tiles for a problem.
 
     Args:
-      arch: "sm_80" or newer; for 8-bit types "sm_89" or newer.
+      arch: "sm_75" or newer; for bfloat16 "sm_80", for 8-bit types "sm_89".
       dtype: of q, k and v.
       limit: bytes of shared memory that a workgroup may have.
 
@@ -111,13 +121,14 @@ class Tiles:
       ValueError: an older architecture; head sizes too large even for the smallest tile.
     """
     version, step = int(arch.removeprefix("sm_")), STEP_BYTES // dtype.itemsize
-    if version < 80:
-      raise ValueError(f"{arch} has neither cp.async nor mma.sync with 16 steps of k; sm_80 and newer have")
-    if version < 89 and dtype in FLOAT8:
-      raise ValueError(f"{arch} has no matrix instructions for 8-bit floats; sm_89 and newer have")
+    if version < SINCE[dtype]:
+      name = str(dtype).removeprefix("dtypes.")
+      raise ValueError(f"{arch} has no mma.sync of this kernel's for {name}; sm_{SINCE[dtype]} and newer have")
     warps, keys = min(4, ceildiv(M, ROWS)), round_up(N, step)
-    sizes = ((2, 64), (2, 32), (1, 64), (1, 32), (1, 16))
-    candidates = [cls(warps, m, min(n, keys), step=step) for m, n in sizes if n >= step]
+    # Copies by way of registers are waited for: tiles of 32 keys leave room for a second workgroup, at work meanwhile.
+    turing = version < 80
+    sizes = ((2, 32), (1, 32), (1, 16)) if turing else ((2, 64), (2, 32), (1, 64), (1, 32), (1, 16))
+    candidates = [cls(warps, m, min(n, keys), step=step, turing=turing) for m, n in sizes if n >= step]
     for tiles in candidates:
       if tiles.m_tiles > 1 and tiles.block_m // 2 >= M:
         continue
@@ -194,7 +205,7 @@ class Block:
     self.causal, self.q_start, self.tiles = causal, q_start, tiles
     blocks = ceildiv(self.M, tiles.block_m)
     self.s = s = Scope()
-    self.mma = Mma(s, q.dtype)
+    self.mma = Mma(s, q.dtype, tiles.turing)
     self.item = s.axis(self.heads * blocks, AxisType.GLOBAL)
     self.lane, self.warp = s.axis(WARP, AxisType.WARP), s.axis(tiles.warps, AxisType.LOCAL)
     self.thread = self.warp * WARP + self.lane
@@ -217,11 +228,11 @@ class Block:
     """Starts copying a tile of K and of V, as one group."""
     copies = self.k_tiles.fill_tile(n_tile, self.k_bits, self.kv_head, self.N, self.Dk, self.thread, *after)
     copies += self.v_tiles.fill_tile(n_tile, self.v_bits, self.kv_head, self.N, self.Dv, self.thread, *after)
-    return ins.cp_async_commit(CUDA, *copies)
+    return ins.cp_async_commit(self.tiles.family, *copies)
 
   def arrived(self, *after: UOp) -> UOp:
     """Waits until the oldest of the tiles under way is there, and all warps are done with the tile before it."""
-    return UOp.barrier(ins.cp_async_wait(CUDA, self.tiles.stages - 2, *after))
+    return UOp.barrier(ins.cp_async_wait(self.tiles.family, self.tiles.stages - 2, *after))
 
   def begin(self) -> State:
     """Q into registers, and the first tiles of keys under way."""
@@ -272,13 +283,13 @@ class Block:
 
   def finish(self, o: UOp, lse: UOp | None, state: State) -> list[UOp]:
     """The stores of the output, and of the log-sum-exp, once no copy is under way: none may be when the kernel ends."""
-    drained = ins.cp_async_wait(CUDA, 0, *state)
+    drained = ins.cp_async_wait(self.tiles.family, 0, *state)
     acc, m_i, l_i = (x.after(drained) for x in state)
     stores = []
     for i, rows in enumerate(self.rows):
       for half, row in enumerate(rows):
         m, l = m_i[i, half].load(), l_i[i, half].load()
-        stores += store_row(o, lse, self.head, row, half, acc[i], m, l, self.lane, self.p_exponent)
+        stores += store_row(o, lse, self.head, row, half, acc[i], m, l, self.lane, self.p_exponent, self.tiles.family)
     return stores
 
 

@@ -4,9 +4,9 @@ A word such as `shuffle_xor` becomes an `Ops.CUSTOM` whose text is the family's;
 and the emulator finds its meaning by that text in `BY_TEXT`. Numbers that must be known when the kernel is compiled (a
 shuffle's offset, a wait's count) are constant operands, so a text never varies.
 
-Families: "hip" for AMD through clang's HIP builtins, "cuda" for NVIDIA through CUDA C++ and inline PTX. A kernel for
-AMD always asks for the "hip" text; where its code is made from LLVM IR, `uopattn.llvm` renders it as the
-instruction's `llvm`.
+Families: "hip" for AMD through clang's HIP builtins, "cuda" for NVIDIA through CUDA C++ and inline PTX, "sm_75" where
+Turing lacks what "cuda" has. A kernel for AMD always asks for the "hip" text; where its code is made from LLVM IR,
+`uopattn.llvm` renders it as the instruction's `llvm`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -94,6 +94,10 @@ def _cp_async(size: str, operand: str) -> str:
   return _asm(
     f'asm volatile("cp.async.cg.shared.global [%0], [%1], {size};"::"r"({_SHARED}),"l"({{1}}){operand}:"memory");'
   )
+
+
+def _copy(value: str) -> str:
+  return "[&](){{ *(uint4*)({0}) = " + value + "; return 0; }}()"
 
 
 _LIST = [
@@ -205,7 +209,13 @@ _LIST = [
     cross_lane=True,
   ),
   # low, high: two float32 rounded to 16 bits, in a word
-  Instruction("pack_half", {"cuda": _pack("f16x2")}),
+  Instruction(
+    "pack_half",
+    {
+      "cuda": _pack("f16x2"),
+      "sm_75": "[&](){{ half2 h = __floats2half2_rn({0}, {1}); unsigned y; memcpy(&y, &h, 4); return y; }}()",
+    },
+  ),
   Instruction("pack_bfloat16", {"cuda": _pack("bf16x2")}),
   # four float32 rounded to 8 bits, in a word; what is too large becomes the largest number
   Instruction("pack_e4m3", {"cuda": _pack4("e4m3")}),
@@ -219,14 +229,30 @@ _LIST = [
     {"cuda": "[&](){{ unsigned p[4] = {{{1}, {2}, {3}, {4}}}; memcpy({0}, p, 16); return 0; }}()"},
     statement=True,
   ),
-  # LDS pointer, global pointer: 16 bytes, in the background
-  Instruction("cp_async", {"cuda": _cp_async("16", "")}, statement=True),
+  # LDS pointer, global pointer: 16 bytes, in the background; on sm_75, which cannot, before anything that follows
+  Instruction("cp_async", {"cuda": _cp_async("16", ""), "sm_75": _copy("*(const uint4*)({1})")}, statement=True),
   # LDS pointer, global pointer, condition: 16 bytes, or 16 zeros and nothing is read
-  Instruction("cp_async_or_zero", {"cuda": _cp_async("16, %2", ',"r"(({2}) ? 16 : 0)')}, statement=True),
-  Instruction("cp_async_commit", {"cuda": _asm('asm volatile("cp.async.commit_group;":::"memory");')}, statement=True),
+  Instruction(
+    "cp_async_or_zero",
+    {
+      "cuda": _cp_async("16, %2", ',"r"(({2}) ? 16 : 0)'),
+      "sm_75": _copy("({2}) ? *(const uint4*)({1}) : make_uint4(0, 0, 0, 0)"),
+    },
+    statement=True,
+  ),
+  Instruction(
+    "cp_async_commit",
+    {"cuda": _asm('asm volatile("cp.async.commit_group;":::"memory");'), "sm_75": "/* a group of copies ends */ 0"},
+    statement=True,
+  ),
   # count: until at most that many groups are under way
   Instruction(
-    "cp_async_wait", {"cuda": _asm('asm volatile("cp.async.wait_group %0;"::"n"({0}):"memory");')}, statement=True
+    "cp_async_wait",
+    {
+      "cuda": _asm('asm volatile("cp.async.wait_group %0;"::"n"({0}):"memory");'),
+      "sm_75": "/* at most {0} groups of copies are under way */ 0",
+    },
+    statement=True,
   ),
   # LDS pointer to 64 bits, arrivals that complete a phase, condition
   Instruction(
@@ -400,7 +426,7 @@ def pin(family: str, x: UOp) -> UOp:
 
 
 def pack(family: str, low: UOp, high: UOp, dtype: DType) -> UOp:
-  """Two float32 rounded to nearest float16 or bfloat16 (`dtype`), as the two halves of a uint32."""
+  """Two float32 rounded to nearest float16 or bfloat16 (`dtype`, the latter not on sm_75), the halves of a uint32."""
   return _value(family, {dtypes.half: "pack_half", dtypes.bfloat16: "pack_bfloat16"}[dtype], dtypes.uint, low, high)
 
 

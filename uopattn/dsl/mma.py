@@ -16,7 +16,7 @@ Source: PTX ISA, "Matrix Fragments for mma.m16n8k16" and "for mma.m16n8k32", "ld
 from dataclasses import dataclass
 
 from tinygrad import UOp
-from tinygrad.dtype import DType, dtypes
+from tinygrad.dtype import AddrSpace, DType, dtypes
 
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.panels import Panels
@@ -31,10 +31,17 @@ FLOAT8 = (dtypes.fp8e4m3, dtypes.fp8e5m2)
 
 @dataclass(frozen=True)
 class Mma:
-  """The instruction for operands of one type, float16, bfloat16, fp8e4m3 or fp8e5m2, in the kernel of `scope`."""
+  """The instruction for operands of one type in the kernel of `scope`.
+
+  Attributes:
+    scope: of the kernel.
+    dtype: float16, bfloat16, fp8e4m3 or fp8e5m2.
+    turing: in two instructions of 8 along k, for float16 on sm_75.
+  """
 
   scope: Scope
   dtype: DType
+  turing: bool = False
 
   @property
   def step(self) -> int:
@@ -43,7 +50,11 @@ class Mma:
 
   def multiply(self, a: UOp, b: UOp, acc: UOp) -> UOp:
     """acc + A B, the four elements of an accumulator."""
-    return UOp.wmma(a, b, acc, (COLUMNS, ROWS, self.step), "CUDA", 32)
+    if not self.turing:
+      return UOp.wmma(a, b, acc, (COLUMNS, ROWS, self.step), "CUDA", 32)
+    for half in range(2):
+      acc = UOp.wmma(_part(a, half, 4), _part(b, half, 2), acc, (COLUMNS, ROWS, self.step // 2), "CUDA", 32)
+    return acc
 
   def load_left(self, tile: Panels, first: UOp, lane: UOp) -> list[UOp]:
     """The 16 rows from `first` on as left operands, one for each step along the columns."""
@@ -93,3 +104,9 @@ class Mma:
       packed = [ins.pack4(CUDA, rows[h][i : i + word], self.dtype) for h, i in words]
       frags.append(frag.after(ins.set_words(CUDA, frag[0], *packed)))
     return frags
+
+
+def _part(x: UOp, part: int, count: int) -> UOp:
+  """Elements `part` `count` to (`part` + 1) `count` - 1 of registers or of a value."""
+  elements = [x[part * count + i] for i in range(count)]
+  return UOp.stack(*[e.load() if x.addrspace is AddrSpace.REG else e for e in elements])

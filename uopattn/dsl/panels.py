@@ -9,6 +9,7 @@ Sources: PTX ISA, "ldmatrix", "cp.async" and "Shared Memory Matrix Layout" of wg
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
@@ -34,6 +35,7 @@ class Panels:
     base: where the slot in use begins.
     least: columns that a panel has at least.
     bits: an unsigned integer of the elements' size.
+    family: of the instructions that copy, "cuda" or "sm_75"; see `uopattn.dsl.instructions`.
   """
 
   memory: UOp
@@ -44,13 +46,13 @@ class Panels:
   base: UOp | int = 0
   least: int = 16
   bits: DType = dtypes.ushort
+  family: str = "cuda"
 
   @classmethod
-  def make(
-    cls, s: Scope, rows: int, columns: int, slots: int, threads: int, least: int = 16, bits: DType = dtypes.ushort
-  ) -> "Panels":
-    panels = cls(UOp.const(0), rows, columns, slots, threads, least=least, bits=bits)
-    return replace(panels, memory=s.buffer(slots * panels.size, dtype=bits, space=AddrSpace.LOCAL))
+  def make(cls, s: Scope, rows: int, columns: int, slots: int, threads: int, **options: Any) -> "Panels":
+    """New room; `options` are the attributes from `least` on."""
+    panels = cls(UOp.const(0), rows, columns, slots, threads, **options)
+    return replace(panels, memory=s.buffer(slots * panels.size, dtype=panels.bits, space=AddrSpace.LOCAL))
 
   @property
   def chunk(self) -> int:
@@ -132,7 +134,7 @@ class Panels:
       there = _both(_below(row, rows), _below(chunk * self.chunk, size))
       to, start = self.at(row, chunk), first + row * size + chunk * self.chunk
       if size % self.chunk == 0:
-        stores.append(ins.cp_async("cuda", to, source[start], inside=there))
+        stores.append(ins.cp_async(self.family, to, source[start], inside=there))
       else:
         stores += self._single(to, source, start, chunk * self.chunk, size, there)
     return stores

@@ -63,7 +63,17 @@ def transposed(words: list[UOp], lane: UOp) -> list[UOp]:
 
 
 def store_row(
-  o: UOp, lse: UOp | None, head: UOp, row: UOp, half: int, acc: UOp, m_i: UOp, l_i: UOp, lane: UOp, exponent: int = 0
+  o: UOp,
+  lse: UOp | None,
+  head: UOp,
+  row: UOp,
+  half: int,
+  acc: UOp,
+  m_i: UOp,
+  l_i: UOp,
+  lane: UOp,
+  exponent: int = 0,
+  family: str = "cuda",
 ) -> list[UOp]:
   """O = acc / l and LSE = (m + log2 l) ln 2; a row that saw no key gets 0 and -inf. Rows past M are not stored.
 
@@ -81,7 +91,7 @@ def store_row(
   ]
   stores = []
   if Dv % chunk == 0:
-    words, flat = [ins.pack_word("cuda", elements, o.dtype) for elements in values], as_type(o, dtypes.uint)
+    words, flat = [ins.pack_word(family, elements, o.dtype) for elements in values], as_type(o, dtypes.uint)
     words += [UOp.const(0, dtypes.uint)] * (-len(words) % QUAD)
     for d in range(0, len(words), QUAD):  # lane t of the quad stores the quad's words d + t
       column = (d + lane % QUAD) * chunk
