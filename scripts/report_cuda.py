@@ -24,17 +24,25 @@ from tinygrad.uop.ops import Ops
 from uopattn.cuda import SharedRenderer, shared_places
 from uopattn.dispatch import Choice, dispatch
 from uopattn.dsl.limits import lds_limit
+from uopattn.kernels import cuda_forward
 from uopattn.spec import AttentionSpec
 from uopattn.target import Target
 
 ARCHES = ("sm_80", "sm_89", "sm_90")
-TYPES = {"float16": dtypes.float16, "bfloat16": dtypes.bfloat16}
+TYPES = {
+  "float16": dtypes.float16,
+  "bfloat16": dtypes.bfloat16,
+  "fp8e4m3": dtypes.fp8e4m3,
+  "fp8e5m2": dtypes.fp8e5m2,
+}
+HALVES = ("float16", "bfloat16")
 NONE = (
   "no compiler for NVIDIA's GPUs: install the CUDA toolkit for nvcc; or pip install nvidia-cuda-nvrtc and "
   "nvidia-cuda-runtime of one version, with CUDA_PATH=.../site-packages/nvidia/cu13 and LD_LIBRARY_PATH=$CUDA_PATH/lib"
 )
 # Threads and workgroups that a multiprocessor has at most; registers are 65536 on all.
 MULTIPROCESSOR = {
+  "sm_75": (1024, 16),
   "sm_80": (2048, 32),
   "sm_86": (1536, 16),
   "sm_87": (1536, 16),
@@ -89,9 +97,9 @@ def resident(arch: str, registers: int, shared: int, threads: int) -> int:
   """Workgroups at once on a multiprocessor, by registers a thread, bytes of shared memory, and threads a workgroup.
 
   Each of a multiprocessor's four parts has 16384 registers, which a warp gets in units of 256. Of shared memory there
-  is 1 KiB more than one workgroup may have, and each takes 1 KiB besides its own.
+  is 1 KiB more than one workgroup may have, and each takes 1 KiB besides its own; not so on sm_75.
   Source: NVIDIA, CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", and its sections on
-  shared memory of compute capabilities 8.x and 9.0; units of registers: its occupancy calculator.
+  shared memory of compute capabilities 7.x, 8.x and 9.0; units of registers: its occupancy calculator.
 
   Raises:
     ValueError: a target that is not in `MULTIPROCESSOR`.
@@ -101,7 +109,8 @@ def resident(arch: str, registers: int, shared: int, threads: int) -> int:
   most_threads, most = MULTIPROCESSOR[arch]
   warps = round_up(threads, 128) // 32
   by_registers = 16384 // round_up(32 * max(1, registers), 256) * 4 // warps
-  by_shared = (lds_limit(arch) + 1024) // (shared + 1024)
+  extra = 0 if arch == "sm_75" else 1024
+  by_shared = (lds_limit(arch) + extra) // max(1, shared + extra)
   return min(by_registers, by_shared, most_threads // threads, most)
 
 
@@ -213,7 +222,7 @@ def measure(arch: str, dtype: str, H: int, M: int, N: int, D: int, causal: bool,
 def row(dtype: str, c: Compiled) -> Row:
   """A line of the table."""
   name = f"{c.arch} {c.choice.kernel.name.removesuffix('_forward'):6} {dtype:8} " + "x".join(
-    map(str, astuple(c.choice.tiles))
+    str(size) for size in astuple(c.choice.tiles) if not isinstance(size, bool)
   )
   kinds = ["-"] * len(sass.KINDS) if c.loop is None else [c.loop[kind] for kind in sass.KINDS]
   each = "-" if c.each is None else f"{c.each:.1f}"
@@ -221,7 +230,8 @@ def row(dtype: str, c: Compiled) -> Row:
 
 
 def rows(arches: Sequence[str], H: int, M: int, N: int, D: int, causal: bool) -> Iterator[Row]:
-  """Lines for each target and dtype."""
+  """Lines for each target and the dtypes that it has matrix instructions for. Raises ValueError if it has none."""
   for arch in arches:
-    for dtype in TYPES:
+    version = int(arch.removeprefix("sm_"))
+    for dtype in [name for name, type_ in TYPES.items() if version >= cuda_forward.SINCE[type_]] or TYPES:
       yield row(dtype, measure(arch, dtype, H, M, N, D, causal))

@@ -41,7 +41,7 @@ def flash(
 
   Args:
     o: (B, Hq, M, Dv), or (Hq, M, Dv), in q's dtype; receives the output.
-    q: (B, Hq, M, Dk), or (Hq, M, Dk); float32, float16 or bfloat16.
+    q: (B, Hq, M, Dk), or (Hq, M, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2.
     k: (B, Hkv, N, Dk), or (Hkv, N, Dk).
     v: (B, Hkv, N, Dv), or (Hkv, N, Dv).
     lse: (B, Hq, M), or (Hq, M), float32; receives the natural-log sum of exponentials of each row. None: not wanted.
