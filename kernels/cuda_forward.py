@@ -264,9 +264,7 @@ class Mainloop:
     q_tile, first = q_tile.tile(UOp.const(0), *after), self.group.warp * self.tiles.m_tiles
     return [self.mma.load_left(q_tile, (first + i) * ROWS, self.group.lane) for i in range(self.tiles.m_tiles)]
 
-  def attend(
-    self, first: UOp, trips: UOp, masked: bool, q_frags: list[list[UOp]], state: State, filled: UOp
-  ) -> State:
+  def attend(self, first: UOp, trips: UOp, masked: bool, q_frags: list[list[UOp]], state: State, filled: UOp) -> State:
     """The tiles of keys from `first` on."""
     trip = self.s.axis(trips, AxisType.REDUCE)
     n, lane, old = first + trip, self.group.lane, state.after(trip)

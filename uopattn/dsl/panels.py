@@ -122,7 +122,7 @@ class Panels:
 
     Past the last row there are zeros; past the last tile that tile comes again, if all are known to be whole.
     """
-    (_, rows, size), most = sizes(source.x), source.length.vmax
+    (_, rows, size), most = sizes(source.x), int(source.length.vmax)
     whole = source.length.vmin == most > 0 and most % self.rows == 0
     first = clamp(n_tile, 0, most // self.rows - 1) * self.rows if whole else n_tile * self.rows
     return self.tile(position, *after).fill(

@@ -1,9 +1,9 @@
 """Tiles of K and V on their way from global memory to shared memory on Hopper, without a barrier of the workgroup.
 
 Delivery n is tile n of a visit of K and tile n - 1 of V: what a schedule needs at once whose weighted sum is one tile
-behind its scores. It goes to slot n % stages, and all threads take part in copying (cp.async). For each slot, one barrier tells
-that a delivery is there, and another that all warps are done with it: so no warp waits for another until it is about to
-run out of tiles. Deliveries past the last one bring what nobody reads.
+behind its scores. It goes to slot n % stages, and all threads take part in copying (cp.async). For each slot, one
+barrier tells that a delivery is there, and another that all warps are done with it: so no warp waits for another until
+it is about to run out of tiles. Deliveries past the last one bring what nobody reads.
 
 Source: PTX ISA, "mbarrier".
 """
