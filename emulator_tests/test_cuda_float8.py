@@ -25,6 +25,7 @@ from uopattn import attention
 from uopattn.dispatch import Choice, dispatch
 from uopattn.dsl import instructions, mma, panels, quads
 from uopattn.dsl.limits import lds_limit
+from uopattn.dsl.rules import HeadRules
 from uopattn.kernels import cuda_forward
 from uopattn.spec import FLOAT8, AttentionSpec
 from uopattn.target import Target
@@ -160,14 +161,14 @@ def keys_in_another_order(self: mma.Mma, rows: list[list[UOp]]) -> list[UOp]:
 
 
 MISTAKES: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
-  "no causal mask on the diagonal": (cuda_forward, "mask_scores", no_mask, {"is_causal": True}),
-  "keys past the end counted": (cuda_forward, "mask_scores", no_mask, {}),
-  "mask one key late": (cuda_forward, "mask_scores", mask_one_key_late, {"is_causal": True}),
+  "no causal mask on the diagonal": (HeadRules, "scores", no_mask, {"is_causal": True}),
+  "keys past the end counted": (HeadRules, "scores", no_mask, {}),
+  "mask one key late": (HeadRules, "last_seen", mask_one_key_late, {"is_causal": True}),
   "no rescale of the accumulator": (cuda_forward, "online_softmax", no_rescale, {}),
   "no rescale of the sum": (cuda_forward, "online_softmax", sum_not_rescaled, {}),
   "maximum of a lane's own keys": (cuda_forward, "join", own_lane_alone, {}),
   "sum of a lane's own keys": (quads, "join", own_lane_alone, {}),
-  "last tile dropped": (cuda_forward, "tile_counts", last_tile_dropped, {}),
+  "last tile dropped": (HeadRules, "visit", last_tile_dropped, {}),
   "keys in another order": (mma.Mma, "as_left", keys_in_another_order, {}),
   "odd columns are the even ones": (instructions, "odd_bytes", instructions.even_bytes, {}),
   "values not transposed": (

@@ -24,6 +24,7 @@ from tinygrad.uop.ops import Ops
 from uopattn.cuda import SharedRenderer, shared_places
 from uopattn.dispatch import Choice, dispatch
 from uopattn.dsl.limits import lds_limit
+from uopattn.flash import rules
 from uopattn.kernels import cuda_forward
 from uopattn.spec import AttentionSpec
 from uopattn.target import Target
@@ -127,7 +128,8 @@ def source(spec: AttentionSpec, arch: str, tiles: object = None) -> tuple[str, C
   shapes = ((heads[0], s.M, s.Dv), (heads[0], s.M, s.Dk), (heads[1], s.N, s.Dk), (heads[1], s.N, s.Dv))
   buffers = [UOp.placeholder(shape, s.dtype, slot) for slot, shape in enumerate(shapes)]
   lse = UOp.placeholder((heads[0], s.M), dtypes.float, 4) if s.return_lse else None
-  graph = choice.kernel.build(*buffers, lse, scale=s.scale, causal=s.is_causal, q_start=s.q_start, tiles=choice.tiles)
+  inputs = tuple(UOp.placeholder(x.shape, x.dtype, 4 + s.return_lse + i) for i, x in enumerate(s.inputs))
+  graph = choice.kernel.build(*buffers, lse, rules=rules(s, inputs), tiles=choice.tiles)
   renderer = SharedRenderer(arch, use_nvcc=True)
   renderer.compiler = Compiler()  # leaves the source as it is
   text = next(u.arg for u in to_program(graph, renderer).src if u.op is Ops.SOURCE)
@@ -214,7 +216,8 @@ def figure(said: str, what: str) -> int:
 
 def measure(arch: str, dtype: str, H: int, M: int, N: int, D: int, causal: bool, tiles: object = None) -> Compiled:
   """Compiles the kernel that dispatch picks, with the log-sum-exp. Raises RuntimeError and ValueError."""
-  spec = AttentionSpec(1, H, H, M, N, D, D, TYPES[dtype], D**-0.5, causal, return_lse=True)
+  window = (None, 0 if causal else None)
+  spec = AttentionSpec(1, H, H, M, N, D, D, TYPES[dtype], D**-0.5, causal, return_lse=True, window=window)
   text, choice, shared = source(spec, arch, tiles)
   return compiled(text, arch, choice, shared)
 

@@ -85,8 +85,9 @@ def store_row(
   even and the odd columns of 16. acc and l are 2**exponent times as large as they should be.
   """
   _, M, Dv = sizes(o)
-  m_i = m_i - exponent if exponent else m_i
-  factor, log2 = finish(m_i, join(UOp.__add__, l_i), sink, partial(ins.exp2, "cuda"))
+  total, down = join(UOp.__add__, l_i), 2.0**-exponent
+  factor, log2 = finish(m_i, total * down if exponent else total, sink, partial(ins.exp2, "cuda"))
+  factor = factor * down if exponent else factor
   width = 4 // o.dtype.itemsize  # elements in a word
   tiles, chunk = width // 2, QUAD * width  # accumulator tiles that a word is of; elements of a quad's words
   values = [

@@ -21,19 +21,6 @@ def split_factor(scale: float) -> tuple[float, float]:
   return (1.0, factor) if scale > 0 else (factor, 1.0)
 
 
-def mask_scores(scores: list[UOp], keys: list[int], factor: float, last: UOp | None) -> list[UOp]:
-  """Scores times `factor`, -inf where hidden.
-
-  Args:
-    scores: of one query.
-    keys: the key of each score, counted from wherever `last` counts.
-    factor: 1.0 costs nothing.
-    last: the last key that the query sees; None if it sees all of these.
-  """
-  scaled = [x if factor == 1 else x * factor for x in scores]
-  return scaled if last is None else [(last < key).where(-inf, x) for key, x in zip(keys, scaled, strict=True)]
-
-
 def online_softmax(
   family: str,
   scores: list[UOp],
