@@ -4,6 +4,7 @@ On sm_90 `hopper_forward` serves head sizes that are multiples of 8 up to 256; `
 """
 
 import math
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +20,7 @@ from uopattn import attention
 from uopattn.dispatch import KERNELS, Choice, dispatch
 from uopattn.dsl import instructions, panels, quads
 from uopattn.dsl.limits import MAX_THREADS, lds_limit
+from uopattn.dsl.rules import HeadRules, Rules
 from uopattn.kernels import cuda_forward, hopper_forward
 from uopattn.spec import AttentionSpec
 from uopattn.target import Target
@@ -211,7 +213,7 @@ def test_a_shortened_buffer_is_caught(arch: str, short: str) -> None:
 
   def body(*buffers: UOp) -> UOp:
     claimed = [UOp.placeholder((1, 70, D), HALF, x.base.arg.slot) for x in buffers]
-    return SCHEDULES[arch].forward(*claimed, scale=0.25, causal=False, q_start=0, tiles=tiles)
+    return SCHEDULES[arch].forward(*claimed, rules=Rules(70, 70, scale=0.25), tiles=tiles)
 
   with on(arch):
     tensors = [Tensor.zeros(1, 69 if x == short else 70, D, dtype=HALF).contiguous().realize() for x in "oqkv"]
@@ -242,9 +244,8 @@ def test_which_kernel_serves(arch: str, Dk: int, Dv: int, kernel: str) -> None:
 
 
 def test_why_no_kernel_serves() -> None:
-  old = dispatch(SPEC, Target("CUDA", "sm_75"))
-  assert isinstance(old, list)
-  assert old[-1] == "cuda_forward: sm_75 has neither cp.async nor mma.sync with 16 steps of k; sm_80 and newer have"
+  old = dispatch(SPEC, Target("CUDA", "sm_70"))
+  assert old == ["cuda_forward: sm_70 has no mma.sync of this kernel's for half; sm_75 and newer have"]
   large = dispatch(AttentionSpec(1, 1, 1, 100, 100, 64, 4000, HALF, 0.125, False), Target("CUDA", "sm_90"))
   assert isinstance(large, list)
   assert "cuda_forward: head sizes 64 and 4000: the smallest tile needs 2024 registers a lane, of " in large[-1]
@@ -299,19 +300,19 @@ def test_no_tiles() -> None:
     with pytest.raises(ValueError, match=rf"head sizes 64 and {size}.* multiples of 8.*256"):
       hopper.choose_tiles(spec, Target("CUDA", "sm_90"))
   with pytest.raises(ValueError, match=r"the smallest tile needs \d+ registers .* of shared memory, of 99"):
-    cuda_forward.Tiles.choose("sm_80", 64, 64, 64, 64, 99)
+    cuda_forward.Tiles.choose("sm_80", HALF, 64, 64, 64, 64, 99)
 
 
-right_mask, right_softmax = cuda_forward.mask_scores, cuda_forward.online_softmax
-right_counts, right_pack, right_tile = cuda_forward.tile_counts, instructions.pack, panels.Panels.tile
+right_scores, right_last, right_visit = HeadRules.scores, HeadRules.last_seen, HeadRules.visit
+right_softmax, right_pack, right_tile = cuda_forward.online_softmax, instructions.pack, panels.Panels.tile
 
 
-def no_mask(scores, keys, factor, last):
-  return right_mask(scores, keys, factor, None)
+def no_mask(self, products, row, first, offsets, masked):
+  return right_scores(self, products, row, first, offsets, False)
 
 
-def mask_one_key_late(scores, keys, factor, last):
-  return right_mask(scores, keys, factor, None if last is None else last + 1)
+def mask_one_key_late(self, row):
+  return right_last(self, row) + 1
 
 
 def no_rescale(*arguments):
@@ -319,14 +320,14 @@ def no_rescale(*arguments):
   return p, m_new, l_new, UOp.const(1.0, dtypes.float)
 
 
-def sum_not_rescaled(family, scores, factor, m_old, l_old, join):
-  p, m_new, l_new, alpha = right_softmax(family, scores, factor, m_old, l_old, join)
+def sum_not_rescaled(family, scores, factor, m_old, l_old, *rest):
+  p, m_new, l_new, alpha = right_softmax(family, scores, factor, m_old, l_old, *rest)
   return p, m_new, l_new + l_old * (1 - alpha), alpha
 
 
 def last_tile_dropped(*arguments):
-  whole, count = right_counts(*arguments)
-  return whole, (count - 1).maximum(1)
+  visit = right_visit(*arguments)
+  return replace(visit, count=(visit.count - 1).maximum(1))
 
 
 def own_lane_alone(operation, value):
@@ -339,14 +340,14 @@ def halves_exchanged(family, low, high, dtype):
 
 BOTH = (cuda_forward, hopper_forward)
 MISTAKES: dict[str, tuple[tuple[Any, ...], str, Any, dict[str, Any]]] = {
-  "no causal mask on the diagonal": (BOTH, "mask_scores", no_mask, {"is_causal": True}),
-  "keys past the end counted": (BOTH, "mask_scores", no_mask, {}),
-  "mask one key late": (BOTH, "mask_scores", mask_one_key_late, {"is_causal": True}),
+  "no causal mask on the diagonal": ((HeadRules,), "scores", no_mask, {"is_causal": True}),
+  "keys past the end counted": ((HeadRules,), "scores", no_mask, {}),
+  "mask one key late": ((HeadRules,), "last_seen", mask_one_key_late, {"is_causal": True}),
   "no rescale of the accumulator": (BOTH, "online_softmax", no_rescale, {}),
   "no rescale of the sum": (BOTH, "online_softmax", sum_not_rescaled, {}),
   "maximum of a lane's own keys": (BOTH, "join", own_lane_alone, {}),
   "sum of a lane's own keys": ((quads,), "join", own_lane_alone, {}),
-  "last tile dropped": (BOTH, "tile_counts", last_tile_dropped, {}),
+  "last tile dropped": ((HeadRules,), "visit", last_tile_dropped, {}),
   "halves of a word exchanged": ((instructions,), "pack", halves_exchanged, {}),
 }
 
@@ -366,15 +367,15 @@ def test_a_mistake_is_caught(name: str, arch: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_values_not_transposed_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-  right = cuda_forward.right_operands
-  monkeypatch.setattr(cuda_forward, "right_operands", lambda *arguments, trans: right(*arguments, trans=False))
+  right = instructions.ldmatrix
+  monkeypatch.setattr(instructions, "ldmatrix", lambda *arguments, trans=False: right(*arguments))
   with on("sm_80"), pytest.raises(AssertionError, match="worst at"):
     check_attention(*inputs(1, 1, 1, 50, 150, 16, 16))
 
 
 def without_permutation(self: panels.Panels, row: UOp, chunk: UOp) -> UOp:
-  per = self.width // panels.CHUNK
-  return self.memory[self.base + (chunk // per * self.height + row) * self.width + chunk % per * panels.CHUNK]
+  per = self.width // self.chunk
+  return self.memory[self.base + (chunk // per * self.height + row) * self.width + chunk % per * self.chunk]
 
 
 def test_without_its_permutation_shared_memory_has_conflicts(monkeypatch: pytest.MonkeyPatch) -> None:

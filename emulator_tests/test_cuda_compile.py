@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import sass
-from report_cuda import ARCHES, TYPES, Compiled, by_nvcc, compiled, figure, measure, resident, source
+from report_cuda import ARCHES, HALVES, TYPES, Compiled, by_nvcc, compiled, figure, measure, resident, source
 
 from uopattn.dispatch import Choice
 from uopattn.kernels import cuda_forward, hopper_forward
@@ -23,13 +23,19 @@ QUICK = [
   ("sm_90", 64, True, "bfloat16"),
   ("sm_90", 128, True, "float16"),
   ("sm_90", 256, False, "float16"),
+  ("sm_89", 64, True, "fp8e4m3"),
+  ("sm_89", 128, False, "fp8e5m2"),
+  ("sm_90", 64, True, "fp8e5m2"),
+  ("sm_90", 128, True, "fp8e4m3"),
+  ("sm_75", 64, True, "float16"),
 ]
+EVERY = [(arch, D, dtype) for arch in ARCHES for D in (64, 128, 256) for dtype in HALVES]
+EVERY += [(arch, D, dtype) for arch in ("sm_89", "sm_90") for D in (64, 128) for dtype in ("fp8e4m3", "fp8e5m2")]
+EVERY += [("sm_75", D, "float16") for D in (64, 128)]
 REST = [
   (arch, D, causal, dtype)
-  for arch in ARCHES
-  for D in (64, 128, 256)
+  for arch, D, dtype in EVERY
   for causal in (False, True)
-  for dtype in TYPES
   if (arch, D, causal, dtype) not in QUICK
 ]
 
@@ -40,12 +46,12 @@ def matrix_instructions(choice: Choice, D: int) -> int:
   if isinstance(tiles, hopper_forward.Tiles):
     return D // 16 + tiles.block_n // 16
   assert isinstance(tiles, cuda_forward.Tiles)
-  return 2 * tiles.m_tiles * (tiles.block_n // 8) * (D // 16)
+  return 2 * tiles.m_tiles * (tiles.block_n // 8) * (D // tiles.step) * (2 if tiles.turing else 1)
 
 
 def check_compiled(arch: str, D: int, causal: bool, dtype: str) -> Compiled:
   c = measured(arch, dtype, HEADS, LENGTH, LENGTH, D, causal)
-  assert c.choice.kernel.name == ("hopper_forward" if arch == "sm_90" else "cuda_forward")
+  assert c.choice.kernel.name == ("hopper_forward" if arch == "sm_90" and dtype in HALVES else "cuda_forward")
   assert (c.stack, c.spills) == (0, 0)
   assert c.registers <= 255
   assert c.shared >= c.choice.tiles.shared_bytes(D, D)

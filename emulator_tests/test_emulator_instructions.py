@@ -6,6 +6,7 @@ from emulator_kernels import kernel, launch, lds, reg, threads
 from tinygrad import Context, UOp, dtypes
 from tinygrad.codegen import to_program_cache
 from tinygrad.device import Device
+from tinygrad.dtype import float_to_fp8
 from tinygrad.renderer.cstyle import CUDARenderer, HIPRenderer
 
 import uopattn.emulator as emulator
@@ -180,6 +181,47 @@ def test_pack_rounds_to_nearest_even(dtype):
     got = (halves.astype(np.uint32) << 16).view(np.float32)
     np.testing.assert_array_equal(got[:4], np.array([1, 1 + 4 * lost, 1 + 2 * lost, -1], np.float32))
     np.testing.assert_allclose(got, x, rtol=lost)
+
+
+@pytest.mark.parametrize("dtype", [dtypes.fp8e4m3, dtypes.fp8e5m2], ids=str)
+def test_pack4_rounds_to_nearest_even_and_saturates(dtype):
+  """The first number is the lowest byte."""
+  numbers = [1.0625, 1.125, -1.1875, 0.0, -0.0, 449.0, 464.1, 1e5, -1e30, 2.0**-9, 2.0**-10, 1e-5, 3e-5, 0.3, np.nan]
+  x = np.resize(np.array(numbers, np.float32), 128)
+
+  def body(o, x):
+    t = threads(32)
+    return kernel(f"pack4_{dtype}", [o[t].store(ins.pack4("cuda", [x[4 * t + i].load() for i in range(4)], dtype))], t)
+
+  got = launch(body, np.zeros(32, np.uint32), x, arch="sm_89").view(np.uint8)
+  np.testing.assert_array_equal(got, [float_to_fp8(float(number), dtype) for number in x])
+  infinities = np.resize(np.array([np.inf, -np.inf], np.float32), 128)
+  largest = 0x7E if dtype == dtypes.fp8e4m3 else 0x7B
+  got = launch(body, np.zeros(32, np.uint32), infinities, arch="sm_89").view(np.uint8)
+  np.testing.assert_array_equal(got[:2], [largest, 0x80 | largest])
+
+
+def test_bytes_of_two_words():
+  x = RNG.integers(0, 1 << 32, 128, dtype=np.uint32)
+  two = np.stack([x, x ^ np.uint32(0x12345678)], axis=1).view(np.uint8)
+  for first, word in enumerate((ins.even_bytes, ins.odd_bytes)):
+    body = lanewise(f"bytes_{first}", lambda v, _, word=word: word("cuda", v, v ^ 0x12345678))
+    want = np.ascontiguousarray(two[:, first::2]).view(np.uint32).ravel()
+    np.testing.assert_array_equal(launch(body, x, x, arch="sm_80"), want)
+
+
+@pytest.mark.parametrize("dtype", [dtypes.uint, dtypes.half, dtypes.fp8e4m3], ids=str)
+def test_words_become_registers_of_any_type(dtype):
+  count, numbers = 16 // dtype.itemsize, np.dtype(f"u{dtype.itemsize}")
+
+  def body(o, x):
+    t, frag = threads(32), reg(1, count, dtype)
+    frag = frag.after(ins.set_words("cuda", frag[0], *[x[4 * t + i].load() for i in range(4)]))
+    to = {1: dtypes.uchar, 2: dtypes.ushort, 4: dtypes.uint}[dtype.itemsize]
+    return kernel(f"words_{dtype}", [o[count * t + i].store(frag[i].load().bitcast(to)) for i in range(count)], t)
+
+  x = RNG.integers(0, 1 << 32, 128, dtype=np.uint32)
+  np.testing.assert_array_equal(launch(body, np.zeros(32 * count, numbers), x, arch="sm_89"), x.view(numbers))
 
 
 def test_a_copy_of_zeros_reads_nothing():

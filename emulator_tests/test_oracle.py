@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinygrad import dtypes
+from tinygrad.dtype import float_to_fp8, fp8_to_float
 
-from uopattn.oracle import CHUNK, PRECISIONS, Array, oracle, round_to_bfloat16
+from uopattn.oracle import CHUNK, PRECISIONS, Array, oracle, round_to_bfloat16, round_to_bits
+from uopattn.spec import DTYPES, FLOAT8
 
 
 def by_the_definition(q: Array, k: Array, v: Array, seen, score_of) -> tuple[Array, Array]:
@@ -109,6 +110,29 @@ def test_bfloat16_rounds_to_nearest_even() -> None:
   assert np.isnan(round_to_bfloat16(np.array([np.nan], np.float32)))[0]
 
 
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_8_bit_floats_are_rounded_as_tinygrad_rounds_them(dtype) -> None:
+  """Every number of the type, every tie between two, their neighbours, and what is too large or too small."""
+  numbers = np.array([fp8_to_float(code, dtype) for code in range(256)])
+  finite = np.unique(numbers[np.isfinite(numbers)])
+  ties = (finite[1:] + finite[:-1]) / 2
+  outside = [finite[-1] * 1.01, finite[-1] * 1.1, 1e30, finite[finite > 0][0] / 2, 1e-30, np.inf, np.nan]
+  given = np.concatenate([numbers, ties, np.nextafter(ties, np.inf), np.nextafter(ties, -np.inf), outside])
+  given = np.concatenate([given, -given])
+  store = PRECISIONS[dtype].store
+  assert store is not None
+  want = np.array([fp8_to_float(float_to_fp8(x, dtype), dtype) for x in given.tolist()])
+  np.testing.assert_array_equal(store(given), want)
+
+
+def test_rounding_to_bits_knows_no_range() -> None:
+  given = np.array([1.0, 1.0625, 1.1875, -1e-20, 1e20, 0.0, np.inf], np.float32)
+  got = round_to_bits(given, 4)
+  np.testing.assert_array_equal(got[[0, 1, 2, 5, 6]], np.array([1.0, 1.0, 1.25, 0.0, np.inf], np.float32))
+  np.testing.assert_allclose(got[3:5], given[3:5], rtol=2.0**-4)
+  assert np.isnan(round_to_bits(np.array([np.nan], np.float32), 4))[0]
+
+
 @pytest.mark.parametrize("dtype", PRECISIONS)
 def test_narrow_types_lose_about_their_unit(dtype) -> None:
   rng = np.random.default_rng(2)
@@ -117,4 +141,4 @@ def test_narrow_types_lose_about_their_unit(dtype) -> None:
   naive, _ = oracle(q, k, v, precision=PRECISIONS[dtype])
   error = np.abs(naive - exact).max() / np.abs(exact).max()
   assert PRECISIONS[dtype].unit / 4 < error < 16 * PRECISIONS[dtype].unit
-  assert dtype in (dtypes.float32, dtypes.float16, dtypes.bfloat16)
+  assert dtype in DTYPES

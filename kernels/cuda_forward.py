@@ -1,4 +1,4 @@
-"""Forward attention on NVIDIA's matrix cores, sm_80 and newer: `mma.sync`, one warp to 16 `m_tiles` query rows.
+"""Forward attention on NVIDIA's matrix cores, sm_75 and newer: `mma.sync`, one warp to 16 `m_tiles` query rows.
 
 FlashAttention-2 (Dao, 2023). Each warp keeps its queries and runs through the keys, a tile of `block_n` at a time:
     S = Q K^T           (16 m_tiles, block_n)
@@ -7,7 +7,10 @@ FlashAttention-2 (Dao, 2023). Each warp keeps its queries and runs through the k
 
 Who holds what. Q, m, l, P and O are in registers, Q for the whole loop; `uopattn.dsl.quads` says which elements a lane
 has. All warps share Q once, and tiles of K and V, `stages` of each, in shared memory (`uopattn.dsl.panels`): cp.async
-fills one slot while another is worked on, ldmatrix reads K as it is and V transposed. See `Tiles.shared_bytes`.
+fills one slot while another is worked on (sm_75 copies by way of registers), ldmatrix reads K as it is and V transposed
+(`uopattn.dsl.mma`). See `Tiles.shared_bytes`.
+
+In 8 bits P is in the inputs' type too: raised by a power of two, and l with it, so that it cancels; see `P_EXPONENTS`.
 
 Tiles of keys that all queries of the workgroup see whole come first and carry no mask; the rest follow.
 
@@ -17,25 +20,28 @@ at D=128, causal 309 and 334.
 
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
-from tinygrad.uop.ops import AxisType, KernelInfo
+from tinygrad.uop.ops import AxisType
 
-from uopattn.dsl import Scope, as_type, sizes
+from uopattn.dsl import Scope, sizes
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.keys import last_seen, tile_counts
-from uopattn.dsl.panels import Panels
-from uopattn.dsl.quads import COLUMNS, HALVES, QUAD, ROWS, columns, join, row_elements, row_of, store_row
-from uopattn.dsl.softmax import mask_scores, online_softmax, split_factor
+from uopattn.dsl.keys import spans
+from uopattn.dsl.mma import PAIR, STEP_BYTES, Mma
+from uopattn.dsl.panels import Panels, Rows
+from uopattn.dsl.quads import COLUMNS, HALVES, QUAD, ROWS, WARP, columns, join, row_elements, row_of, store_row
+from uopattn.dsl.rules import HeadRules, Rules, Visit
+from uopattn.dsl.softmax import online_softmax
+from uopattn.dsl.workgroup import Workgroup
 
-CUDA = "cuda"
-STEP = 16  # length of k of one matrix instruction
-MMA = ((COLUMNS, ROWS, STEP), "CUDA", 32)
-WARP = 32
-
-Tile = list[UOp]  # an accumulator's elements in this lane
+CUDA, TURING = "cuda", "sm_75"
+STEPS = {16: dtypes.ushort, 32: dtypes.uchar}  # elements of a step: an integer of their size
+# P is in [0, 1]: in 8 bits it is multiplied by 2 to this power, nearly the type's largest number, to use its range.
+SINCE = {dtypes.half: 75, dtypes.bfloat16: 80, dtypes.fp8e4m3: 89, dtypes.fp8e5m2: 89}  # architecture
+P_EXPONENTS = {dtypes.fp8e4m3: 8, dtypes.fp8e5m2: 15}
 
 
 @dataclass(frozen=True)
@@ -47,16 +53,22 @@ class Tiles:
     m_tiles: tiles of 16 queries a warp.
     block_n: keys a tile.
     stages: slots for tiles of K and of V.
+    step: elements in the 32 bytes along k of a step: 16 for float16 and bfloat16, 32 for 8-bit types.
+    turing: for sm_75, whose products have half as many steps of k, and which copies tiles by way of registers.
   """
 
   warps: int
   m_tiles: int
   block_n: int
   stages: int = 2
+  step: int = 16
+  turing: bool = False
 
   def __post_init__(self) -> None:
-    if self.block_n < 1 or self.block_n % STEP:
-      raise ValueError(f"Tiles.block_n={self.block_n}: must be a multiple of {STEP}")
+    if self.step not in STEPS:
+      raise ValueError(f"Tiles.step={self.step}: must be one of {', '.join(map(str, STEPS))}")
+    if self.block_n < 1 or self.block_n % self.step:
+      raise ValueError(f"Tiles.block_n={self.block_n}: must be a multiple of {self.step}")
     if self.m_tiles < 1:
       raise ValueError(f"Tiles.m_tiles={self.m_tiles}: must be at least 1")
     if not 1 <= self.warps <= 32:
@@ -73,42 +85,54 @@ class Tiles:
   def threads(self) -> int:
     return self.warps * WARP
 
+  @property
+  def family(self) -> str:
+    """Of instructions, where sm_75 has not the same; see `uopattn.dsl.instructions`."""
+    return TURING if self.turing else CUDA
+
   def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[Panels, Panels, Panels]:
     """Room for Q, K and V in shared memory."""
-    Dk, Dv = round_up(Dk, STEP), round_up(Dv, STEP)
+    Dk, Dv = round_up(Dk, self.step), round_up(Dv, PAIR)
+    options = {"bits": STEPS[self.step], "family": self.family}
     return (
-      Panels.make(s, self.block_m, Dk, 1, self.threads),
-      Panels.make(s, self.block_n, Dk, self.stages, self.threads),
-      Panels.make(s, self.block_n, Dv, self.stages, self.threads),
+      Panels.make(s, self.block_m, Dk, 1, self.threads, **options),
+      Panels.make(s, self.block_n, Dk, self.stages, self.threads, **options),
+      Panels.make(s, self.block_n, Dv, self.stages, self.threads, **options),
     )
 
   def shared_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of shared memory a workgroup."""
-    return sum(2 * x.slots * x.size for x in self.panels(Scope(), Dk, Dv))
+    return sum(x.bits.itemsize * x.slots * x.size for x in self.panels(Scope(), Dk, Dv))
 
   def registers(self, Dk: int, Dv: int) -> int:
     """32-bit registers a lane for Q, O and S."""
-    return self.m_tiles * (round_up(Dk, STEP) // 4 + round_up(Dv, STEP) // 2 + self.block_n // 2)
+    return self.m_tiles * (ceildiv(Dk, self.step) * 4 + round_up(Dv, PAIR) // 2 + self.block_n // 2)
 
   @classmethod
-  def choose(cls, arch: str, M: int, N: int, Dk: int, Dv: int, limit: int) -> "Tiles":
+  def choose(cls, arch: str, dtype: DType, M: int, N: int, Dk: int, Dv: int, limit: int) -> "Tiles":
     """Tiles for a problem.
 
     Args:
-      arch: "sm_80" or newer.
+      arch: "sm_75" or newer; for bfloat16 "sm_80", for 8-bit types "sm_89".
+      dtype: of q, k and v.
       limit: bytes of shared memory that a workgroup may have.
 
     Raises:
       ValueError: an older architecture; head sizes too large even for the smallest tile.
     """
-    if int(arch.removeprefix("sm_")) < 80:
-      raise ValueError(f"{arch} has neither cp.async nor mma.sync with 16 steps of k; sm_80 and newer have")
-    warps, keys = min(4, ceildiv(M, ROWS)), round_up(N, STEP)
-    candidates = [cls(warps, m, min(n, keys)) for m, n in ((2, 64), (2, 32), (1, 64), (1, 32), (1, 16))]
+    version, step = int(arch.removeprefix("sm_")), STEP_BYTES // dtype.itemsize
+    if version < SINCE[dtype]:
+      name = str(dtype).removeprefix("dtypes.")
+      raise ValueError(f"{arch} has no mma.sync of this kernel's for {name}; sm_{SINCE[dtype]} and newer have")
+    warps, keys = min(4, ceildiv(M, ROWS)), round_up(N, step)
+    # Copies by way of registers are waited for: tiles of 32 keys leave room for a second workgroup, at work meanwhile.
+    turing = version < 80
+    sizes = ((2, 32), (1, 32), (1, 16)) if turing else ((2, 64), (2, 32), (1, 64), (1, 32), (1, 16))
+    candidates = [cls(warps, m, min(n, keys), step=step, turing=turing) for m, n in sizes if n >= step]
     for tiles in candidates:
       if tiles.m_tiles > 1 and tiles.block_m // 2 >= M:
         continue
-      budget = LIMIT if tiles == candidates[-1] else BUDGET
+      budget = LIMIT if tiles == candidates[-1] else BUDGET[step]
       if tiles.registers(Dk, Dv) <= budget and tiles.shared_bytes(Dk, Dv) <= limit:
         return tiles
     raise ValueError(
@@ -117,145 +141,177 @@ class Tiles:
     )
 
 
-# Of 255 registers, what Q, O and S may take: P, addresses and temporaries need the rest. The smallest tile has few of
-# these, and may spill a little where the alternative is no kernel.
-BUDGET, LIMIT = 180, 220
+# Of 255 registers, what Q, O and S may take, by `Tiles.step`: P, addresses and temporaries need the rest, and in 8 bits
+# more (on sm_90 the compiler spills from 144 on). The smallest tile has few of these, and may spill a little where the
+# alternative is no kernel.
+BUDGET, LIMIT = {16: 180, 32: 130}, 220
 
 
-def forward(
-  o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, scale: float, causal: bool, q_start: int, tiles: Tiles
-) -> UOp:
+def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
   """Builds the kernel.
 
   Args:
     o: (heads, M, Dv), the output, in q's dtype.
-    q: (heads, M, Dk), float16 or bfloat16.
+    q: (heads, M, Dk), float16, bfloat16, fp8e4m3 or fp8e5m2.
     k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads).
     v: (kv_heads, N, Dv).
     lse: (heads, M) float32, receives the natural logarithm of the sum of exponentials of each row.
-    scale: factor on q.k.
-    causal: key j is seen by query i iff j <= i + q_start.
-    q_start: position of the first query; may be negative.
+    rules: what stands between q.k and the softmax.
     tiles: block sizes.
+
+  Raises:
+    ValueError: the tiles are for elements of another size.
   """
-  (heads, M, Dk), (kv_heads, N, Dv), dtype = sizes(q), sizes(v), q.dtype
-  block_m, block_n, m_tiles, ahead = tiles.block_m, tiles.block_n, tiles.m_tiles, tiles.stages - 1
-  blocks = ceildiv(M, block_m)
+  if tiles.step * q.dtype.itemsize != STEP_BYTES:
+    raise ValueError(f"Tiles.step={tiles.step}: must be {STEP_BYTES // q.dtype.itemsize} for {q.dtype}")
+  (heads, M, Dk), (kv_heads, N, Dv), block_m = sizes(q), sizes(v), tiles.block_m
+  blocks, exponent = ceildiv(M, block_m), P_EXPONENTS.get(q.dtype, 0)
   s = Scope()
-  item = s.axis(heads * blocks, AxisType.GLOBAL)
-  lane, warp = s.axis(WARP, AxisType.WARP), s.axis(tiles.warps, AxisType.LOCAL)
-  thread = warp * WARP + lane
-  head, block = item // blocks, item % blocks
-  kv_head = head // (heads // kv_heads)
-  block_row = (blocks - 1 - block if causal else block) * block_m  # the blocks with the most tiles start first
-  rows = [
-    [block_row + (warp * m_tiles + i) * ROWS + row_of(lane, half) for half in range(HALVES)] for i in range(m_tiles)
-  ]
-  early, late = split_factor(scale)
+  group = Workgroup(s, heads, blocks, tiles.warps, WARP)
+  head, kv_head = group.head, group.head // (heads // kv_heads)
+  block = blocks - 1 - group.block if rules.longest_last else group.block  # those with the most tiles start first
+  tops = [block * block_m + (group.warp * tiles.m_tiles + i) * ROWS for i in range(tiles.m_tiles)]
+  rows = [[top + row_of(group.lane, half) for half in range(HALVES)] for top in tops]
+  here = rules.at(head)
+  visit = here.visit(block * block_m, block_m, tiles.block_n)
 
-  acc = s.filled(0.0, m_tiles, round_up(Dv, STEP) // COLUMNS, 4, after=(item,))
-  m_i = s.filled(-inf, m_tiles, HALVES, after=(item,))
-  l_i = s.filled(0.0, m_tiles, HALVES, after=(item,))  # of this lane's keys
+  state = State.make(s, tiles.m_tiles, round_up(Dv, PAIR), group.item)
   q_tile, k_tiles, v_tiles = tiles.panels(s, Dk, Dv)
-  q_bits, k_bits, v_bits = (as_type(x, dtypes.ushort) for x in (q, k, v))
+  sources = [(panels, Rows(x, kv_head, here.length)) for panels, x in ((k_tiles, k), (v_tiles, v))]
+  loop = Mainloop(s, group, Mma(s, q.dtype, tiles.turing), tiles, sources, rows, here, visit, exponent)
 
-  def start(n_tile: UOp, *after: UOp) -> UOp:
-    """Starts copying a tile of K and of V, as one group."""
-    copies = k_tiles.fill_tile(n_tile, k_bits, kv_head, N, Dk, thread, *after)
-    return ins.cp_async_commit(CUDA, *copies, *v_tiles.fill_tile(n_tile, v_bits, kv_head, N, Dv, thread, *after))
+  filled = loop.start_first(*q_tile.fill_tile(block, Rows(q, head, UOp.const(M)), block, group.thread))
+  q_frags = loop.load_queries(q_tile, filled)
+  for first, trips, masked in spans(UOp.const(0), visit.whole, visit.count):
+    state = loop.attend(first, trips, masked, q_frags, state, filled)
+  acc, m_i, l_i = state.after(ins.cp_async_wait(tiles.family, 0, *state))  # no copy may be under way at the end
 
-  started = tuple(q_tile.fill_tile(block_row // block_m, q_bits, head, M, Dk, thread))
-  for i in range(ahead):
-    started = (start(UOp.const(i), *started),)
-  filled = UOp.barrier(ins.cp_async_wait(CUDA, ahead - 1, *started))
-  q_frags = [load_query(s, dtype, q_tile.tile(UOp.const(0), filled), warp * m_tiles + i, lane) for i in range(m_tiles)]
-
-  def attend(first: UOp, trips: UOp | int, masked: bool, *state: UOp) -> tuple[UOp, ...]:
-    """The tiles of keys from `first` on."""
-    trip = s.axis(trips, AxisType.REDUCE)
-    n_tile = first + trip
-    acc_old, m_old, l_old = (x.after(trip) for x in state)
-    ready = UOp.barrier(ins.cp_async_wait(CUDA, ahead - 1, trip, filled, *state))
-    following = start(n_tile + ahead, ready)
-    k_tile, v_tile = (x.tile(n_tile, ready, following) for x in (k_tiles, v_tiles))
-    scores = multiply_qk(s, dtype, q_frags, k_tile, lane)
-    p_frags, alphas, updates = [], [], []
-    for i in range(m_tiles):
-      p, alpha = [], []
-      for half in range(HALVES):
-        seen = last_seen(rows[i][half] + q_start, N, causal) - n_tile * block_n - lane % QUAD * 2 if masked else None
-        row = mask_scores(row_elements(scores[i], half), columns(len(scores[i])), early, seen)
-        p_row, m_new, l_new, alpha_row = online_softmax(
-          CUDA, row, late, m_old[i, half].load(), l_old[i, half].load(), join
-        )
-        p.append(p_row)
-        alpha.append(alpha_row)
-        updates += [m_i[i, half].store(m_new), l_i[i, half].store(l_new)]
-      p_frags.append(as_operand(p, dtype))
-      alphas.append(alpha)
-    out = multiply_pv(s, dtype, p_frags, v_tile, acc_old, alphas, lane)
-    updates += [acc[i, d].store(out[i][d]) for i in range(m_tiles) for d in range(acc.shape[1])]
-    end = UOp.group(*updates).end(trip)
-    return tuple(x.after(end) for x in (acc, m_i, l_i))
-
-  whole, count = tile_counts(block_row, block_m, M, block_n, N, causal, q_start)
-  state: tuple[UOp, ...] = (acc, m_i, l_i)
-  for first, trips, masked in ((UOp.const(0), whole, False), (whole, count - whole, True)):
-    if trips.vmax > 0:  # tinygrad misplaces what stands in a loop of no trips
-      state = attend(first, trips, masked, *state)
-
-  # No copy may be under way when the workgroup ends.
-  drained = ins.cp_async_wait(CUDA, 0, *state)
-  acc, m_i, l_i = (x.after(drained) for x in state)
   stores = []
-  for i in range(m_tiles):
-    for half in range(HALVES):
-      stores += store_row(o, lse, head, rows[i][half], half, acc[i], m_i[i, half].load(), l_i[i, half].load(), lane)
-  name = f"attention_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{'_causal' * causal}"
-  # A tag keeps tinygrad from rearranging the axes.
-  return UOp.group(*stores).end(warp, lane).end(item).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
+  for i, half, row in ((i, half, row) for i, pair in enumerate(rows) for half, row in enumerate(pair)):
+    m, l = m_i[i, half].load(), l_i[i, half].load()
+    stores += store_row(o, lse, head, row, half, acc[i], m, l, here.sink, group.lane, exponent, tiles.family)
+  return group.kernel(f"attention_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
 
 
-def load_query(s: Scope, dtype: DType, q_tile: Panels, tile: UOp, lane: UOp) -> list[UOp]:
-  """Q of 16 rows as left operands, one for each step along Dk."""
-  frags = []
-  for step in range(q_tile.columns // STEP):
-    frag = s.buffer(STEP // 2, dtype=dtype)
-    row, chunk = tile * ROWS + lane % ROWS, 2 * step + lane // ROWS
-    frags.append(frag.after(ins.ldmatrix(CUDA, frag[0], q_tile.at(row, chunk))))
-  return frags
+class State(NamedTuple):
+  """What a lane carries from tile to tile, for each tile of queries.
+
+  Attributes:
+    acc: O of two rows, relative to m_i, as accumulators.
+    m_i: of each row.
+    l_i: of each row, over this lane's keys.
+  """
+
+  acc: UOp
+  m_i: UOp
+  l_i: UOp
+
+  @classmethod
+  def make(cls, s: Scope, m_tiles: int, width: int, *after: UOp) -> "State":
+    """Before the first tile; O has `width` columns."""
+    acc = s.filled(0.0, m_tiles, width // COLUMNS, 4, after=after)
+    return cls(acc, *(s.filled(x, m_tiles, HALVES, after=after) for x in (-inf, 0.0)))
+
+  def after(self, *after: UOp) -> "State":
+    return State(*(x.after(*after) for x in self))
 
 
-def right_operands(s: Scope, dtype: DType, tile: Panels, row: UOp, chunk: UOp, trans: bool) -> list[UOp]:
-  """Two neighbouring right operands, four 8x8 matrices."""
-  pair = s.buffer(2, 4, dtype=dtype)
-  loaded = pair.after(ins.ldmatrix(CUDA, pair[0, 0], tile.at(row, chunk), trans=trans))
-  return [loaded[0], loaded[1]]
+@dataclass(frozen=True)
+class Mainloop:
+  """A warp's way through the tiles of keys, which are counted by their position in the visit.
+
+  Attributes:
+    s: the kernel's axes.
+    group: where this thread stands.
+    mma: the matrix instruction.
+    tiles: block sizes.
+    sources: of K and of V, room for tiles, and the rows that they are copied from.
+    rows: this lane's two queries of each tile of 16.
+    here: the rules for them.
+    visit: the tiles.
+    exponent: P is 2**exponent times as large as it should be.
+  """
+
+  s: Scope
+  group: Workgroup
+  mma: Mma
+  tiles: Tiles
+  sources: list[tuple[Panels, Rows]]
+  rows: list[list[UOp]]
+  here: HeadRules
+  visit: Visit
+  exponent: int
+
+  def start(self, n: UOp, *after: UOp) -> UOp:
+    """Starts copying a tile of K and of V, as one group."""
+    copies = []
+    for panels, rows in self.sources:
+      copies += panels.fill_tile(n, rows, self.visit.tile(n), self.group.thread, *after)
+    return ins.cp_async_commit(self.tiles.family, *copies)
+
+  def arrived(self, *after: UOp) -> UOp:
+    """Waits until the oldest of the tiles under way is there, and all warps are done with the tile before it."""
+    return UOp.barrier(ins.cp_async_wait(self.tiles.family, self.tiles.stages - 2, *after))
+
+  def start_first(self, *after: UOp) -> UOp:
+    """Starts as many tiles as may be under way, and waits for the first, and for what was started before."""
+    for i in range(self.tiles.stages - 1):
+      after = (self.start(UOp.const(i), *after),)
+    return self.arrived(*after)
+
+  def load_queries(self, q_tile: Panels, *after: UOp) -> list[list[UOp]]:
+    """Q as left operands: for each tile of queries, one for each step along Dk."""
+    q_tile, first = q_tile.tile(UOp.const(0), *after), self.group.warp * self.tiles.m_tiles
+    return [self.mma.load_left(q_tile, (first + i) * ROWS, self.group.lane) for i in range(self.tiles.m_tiles)]
+
+  def attend(self, first: UOp, trips: UOp, masked: bool, q_frags: list[list[UOp]], state: State, filled: UOp) -> State:
+    """The tiles of keys from `first` on."""
+    trip = self.s.axis(trips, AxisType.REDUCE)
+    n, lane, old = first + trip, self.group.lane, state.after(trip)
+    ready = self.arrived(trip, filled, *state)
+    following = self.start(n + self.tiles.stages - 1, ready)
+    k_tile, v_tile = (panels.tile(n, ready, following) for panels, _ in self.sources)
+    scores = multiply_qk(self.mma, q_frags, k_tile, lane)
+    p_frags, alphas, updates = [], [], []
+    for i in range(self.tiles.m_tiles):
+      p, alpha, stores = self.softmax(i, scores[i], n, masked, old)
+      p_frags.append(self.mma.as_left(p))
+      alphas.append(alpha)
+      updates += stores
+    out = multiply_pv(self.mma, p_frags, v_tile, old.acc, alphas, lane)
+    updates += [state.acc[i, d].store(tile) for i, tiles in enumerate(out) for d, tile in enumerate(tiles)]
+    return state.after(UOp.group(*updates).end(trip))
+
+  def softmax(
+    self, i: int, scores: list[UOp], n: UOp, masked: bool, old: State
+  ) -> tuple[list[list[UOp]], list[UOp], list[UOp]]:
+    """P and alpha of both of this lane's rows of query tile `i`, and the stores of m and l."""
+    first = self.visit.tile(n) * self.tiles.block_n + self.group.lane % QUAD * 2
+    p, alphas, stores, factor = [], [], [], self.here.rules.factors[1]
+    for half, row in enumerate(self.rows[i]):
+      seen = self.here.scores(row_elements(scores, half), row, first, columns(len(scores)), masked)
+      m_old, l_old = old.m_i[i, half], old.l_i[i, half]
+      p_row, m_new, l_new, alpha = online_softmax(CUDA, seen, factor, m_old.load(), l_old.load(), join, self.exponent)
+      p.append(p_row)
+      alphas.append(alpha)
+      stores += [m_old.store(m_new), l_old.store(l_new)]
+    return p, alphas, stores
 
 
-def multiply_qk(s: Scope, dtype: DType, q_frags: list[list[UOp]], k_tile: Panels, lane: UOp) -> list[list[UOp]]:
+def multiply_qk(mma: Mma, q_frags: list[list[UOp]], k_tile: Panels, lane: UOp) -> list[list[UOp]]:
   """S = Q K^T: for each tile of queries, accumulator tiles of 8 keys."""
   zero = UOp.const((0.0,) * 4, dtypes.float)
   scores = [[zero] * (k_tile.rows // COLUMNS) for _ in q_frags]
   for step in range(len(q_frags[0])):
     for n in range(0, len(scores[0]), 2):
-      row, chunk = n * COLUMNS + lane // ROWS * 8 + lane % 8, 2 * step + lane // 8 % 2
-      for j, k_frag in enumerate(right_operands(s, dtype, k_tile, row, chunk, trans=False)):
+      for j, k_frag in enumerate(mma.load_right(k_tile, n * COLUMNS, step, lane)):
         for tile, q_frag in zip(scores, q_frags, strict=True):
-          tile[n + j] = UOp.wmma(q_frag[step], k_frag, tile[n + j], *MMA)
+          tile[n + j] = mma.multiply(q_frag[step], k_frag, tile[n + j])
   return scores
 
 
-def as_operand(p: list[list[UOp]], dtype: DType) -> list[UOp]:
-  """P of 16 rows as left operands, one for each step of 16 keys: elements of row g and of row g + 8 in turn."""
-  return [
-    UOp.stack(*[p[half][i + 2 * part + e].cast(dtype) for part in range(2) for half in range(HALVES) for e in range(2)])
-    for i in range(0, len(p[0]), 4)
-  ]
-
-
 def multiply_pv(
-  s: Scope, dtype: DType, p_frags: list[list[UOp]], v_tile: Panels, acc: UOp, alphas: list[list[UOp]], lane: UOp
+  mma: Mma, p_frags: list[list[UOp]], v_tile: Panels, acc: UOp, alphas: list[list[UOp]], lane: UOp
 ) -> list[list[UOp]]:
   """O = O alpha + P V: for each tile of queries, accumulator tiles of 8 columns."""
   m_tiles, d_tiles, _ = sizes(acc)
@@ -265,8 +321,7 @@ def multiply_pv(
   ]
   for step in range(len(p_frags[0])):
     for d in range(0, d_tiles, 2):
-      row, chunk = step * STEP + lane % ROWS, d + lane // ROWS
-      for j, v_frag in enumerate(right_operands(s, dtype, v_tile, row, chunk, trans=True)):
+      for j, v_frag in enumerate(mma.load_right_transposed(v_tile, step, d * COLUMNS, lane)):
         for tile, p_frag in zip(out, p_frags, strict=True):
-          tile[d + j] = UOp.wmma(p_frag[step], v_frag, tile[d + j], *MMA)
+          tile[d + j] = mma.multiply(p_frag[step], v_frag, tile[d + j])
   return out

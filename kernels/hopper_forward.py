@@ -27,13 +27,14 @@ from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType
 
-from uopattn.dsl import Scope, as_type, sizes, wgmma
+from uopattn.dsl import Scope, sizes, wgmma
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.keys import last_seen, spans, tile_counts
-from uopattn.dsl.panels import Panels
+from uopattn.dsl.keys import spans
+from uopattn.dsl.panels import Panels, Rows
 from uopattn.dsl.pipeline import Pipeline
 from uopattn.dsl.quads import COLUMNS, HALVES, QUAD, ROWS, WARP, columns, join, row_of, store_row
-from uopattn.dsl.softmax import mask_scores, online_softmax, split_factor
+from uopattn.dsl.rules import HeadRules, Rules, Visit
+from uopattn.dsl.softmax import online_softmax
 from uopattn.dsl.workgroup import Workgroup
 
 CUDA = "cuda"
@@ -133,9 +134,7 @@ MEASURED = {
 }
 
 
-def forward(
-  o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, scale: float, causal: bool, q_start: int, tiles: Tiles
-) -> UOp:
+def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
   """Builds the kernel.
 
   Args:
@@ -144,35 +143,35 @@ def forward(
     k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads).
     v: (kv_heads, N, Dv), Dv a multiple of 8.
     lse: (heads, M) float32, receives the natural logarithm of the sum of exponentials of each row.
-    scale: factor on q.k.
-    causal: key j is seen by query i iff j <= i + q_start.
-    q_start: position of the first query; may be negative.
+    rules: what stands between q.k and the softmax.
     tiles: block sizes.
   """
   (heads, M, Dk), (kv_heads, N, Dv), block_m = sizes(q), sizes(v), tiles.block_m
   blocks = ceildiv(M, block_m)
   s = Scope()
   group = Workgroup(s, heads, blocks, tiles.warpgroups * WARPS, WARP)
-  block = blocks - 1 - group.block if causal else group.block  # those with the most tiles start first
+  head, kv_head = group.head, group.head // (heads // kv_heads)
+  block = blocks - 1 - group.block if rules.longest_last else group.block  # those with the most tiles start first
   rows = [block * block_m + group.warp * ROWS + row_of(group.lane, half) for half in range(HALVES)]
-  limits = [last_seen(row + q_start, N, causal) for row in rows]
-  whole, count = tile_counts(block * block_m, block_m, M, tiles.block_n, N, causal, q_start)
+  here = rules.at(head)
+  visit = here.visit(block * block_m, block_m, tiles.block_n)
 
   scores, state = s.buffer(tiles.block_n // 2), State.make(s, tiles.block_n, round_up(Dv, wgmma.STEP), group.item)
   q_tile, k_tiles, v_tiles = tiles.panels(s, Dk, Dv)
-  pipe = Pipeline(s, k, v, group.head // (heads // kv_heads), k_tiles, v_tiles, group.thread)
-  loop = Mainloop(s, group, q.dtype, pipe, q_tile, scores, limits, split_factor(scale))
+  k_rows, v_rows = (Rows(x, kv_head, here.length) for x in (k, v))
+  pipe = Pipeline(s, k_rows, v_rows, visit, k_tiles, v_tiles, group.thread)
+  loop = Mainloop(s, group, q.dtype, pipe, q_tile, scores, rows, here, visit)
 
-  queries = q_tile.fill_tile(block, as_type(q, dtypes.ushort), group.head, M, Dk, group.thread, pipe.open())
-  state = loop.begin(state, pipe.start_first(*queries), masked=whole.vmin == 0)
-  for first, trips, masked in spans(UOp.const(1), whole.maximum(1), count):
+  queries = q_tile.fill_tile(block, Rows(q, head, UOp.const(M)), block, group.thread, pipe.open())
+  state = loop.begin(state, pipe.start_first(*queries))
+  for first, trips, masked in spans(UOp.const(1), visit.whole.maximum(1), visit.count):
     state = loop.attend(first, trips, masked, state)
-  acc, m_i, l_i = loop.finish(count, state)
+  acc, m_i, l_i = loop.finish(state)
 
   stores = []
   for half, row in enumerate(rows):
-    stores += store_row(o, lse, group.head, row, half, acc, m_i[half].load(), l_i[half].load(), group.lane)
-  return group.kernel(f"attention_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{'_causal' * causal}", stores)
+    stores += store_row(o, lse, head, row, half, acc, m_i[half].load(), l_i[half].load(), here.sink, group.lane)
+  return group.kernel(f"attention_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
 
 
 class State(NamedTuple):
@@ -212,8 +211,9 @@ class Mainloop:
     pipe: brings the tiles.
     q_tile: the workgroup's queries.
     scores: registers for S.
-    limits: the last key that each of this lane's queries sees.
-    factors: on the scores, and in the exponent.
+    rows: this lane's queries.
+    here: the rules for them.
+    visit: the tiles. All that counts them here counts positions in the visit.
   """
 
   s: Scope
@@ -222,15 +222,16 @@ class Mainloop:
   pipe: Pipeline
   q_tile: Panels
   scores: UOp
-  limits: list[UOp]
-  factors: tuple[float, float]
+  rows: list[UOp]
+  here: HeadRules
+  visit: Visit
 
-  def begin(self, state: State, started: UOp, masked: bool) -> State:
+  def begin(self, state: State, started: UOp) -> State:
     """The first tile, but for its weighted sum."""
     zero = UOp.const(0)
     waited = self.wait_qk(0, self.start_qk(zero, self.pipe.arrived(zero, started)))
     following = self.pipe.start(zero + self.pipe.ahead, waited)
-    _, words, stores = self.softmax(zero, masked, state, waited, following)
+    _, words, stores = self.softmax(zero, self.visit.whole.vmin == 0, state, waited, following)
     stores.append(self.pipe.release(zero, *stores))
     stores += [state.p[i].store(word) for i, word in enumerate(words)]
     return state.after(UOp.group(*stores))
@@ -250,8 +251,9 @@ class Mainloop:
     stores.append(self.pipe.release(n_tile, out))
     return state.after(UOp.group(*stores).end(trip))
 
-  def finish(self, count: UOp, state: State) -> tuple[UOp, UOp, UOp]:
+  def finish(self, state: State) -> tuple[UOp, UOp, UOp]:
     """The weighted sum of the last tile. Returns O as tiles of accumulators, m and l."""
+    count = self.visit.count
     pv = self.start_pv(count - 1, state, self.pipe.arrived(count, *state))
     acc = self.wait_pv(state, self.pipe.close(pv))
     return acc.reshape(-1, 4), state.m_i, state.l_i
@@ -281,13 +283,13 @@ class Mainloop:
 
   def softmax(self, n_tile: UOp, masked: bool, state: State, *after: UOp) -> tuple[list[UOp], list[UOp], list[UOp]]:
     """Alpha of both rows, the words of P, and the stores of m and l, with S there and all else done that is `after`."""
-    (early, late), (block_n, lane) = self.factors, (self.pipe.k_tiles.rows, self.group.lane)
+    block_n, factor = self.pipe.k_tiles.rows, self.here.rules.factors[1]
+    first = self.visit.tile(n_tile) * block_n + self.group.lane % QUAD * 2
     scores, alphas, stores, parts = self.scores.after(*after), [], [], []
-    for half, limit in enumerate(self.limits):
-      row = [scores[4 * n + 2 * half + e].load() for n in range(block_n // COLUMNS) for e in range(2)]
-      seen = limit - n_tile * block_n - lane % QUAD * 2 if masked else None
-      row = mask_scores(row, columns(block_n // COLUMNS), early, seen)
-      p, m_new, l_new, alpha = online_softmax(CUDA, row, late, state.m_i[half].load(), state.l_i[half].load(), join)
+    for half, row in enumerate(self.rows):
+      products = [scores[4 * n + 2 * half + e].load() for n in range(block_n // COLUMNS) for e in range(2)]
+      seen = self.here.scores(products, row, first, columns(block_n // COLUMNS), masked)
+      p, m_new, l_new, alpha = online_softmax(CUDA, seen, factor, state.m_i[half].load(), state.l_i[half].load(), join)
       parts.append([ins.pack(CUDA, p[i], p[i + 1], self.dtype) for i in range(0, len(p), 2)])
       alphas.append(alpha)
       # scores times a scale of 0 are no scores, and nothing else may be left that waits for the product

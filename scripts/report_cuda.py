@@ -24,17 +24,26 @@ from tinygrad.uop.ops import Ops
 from uopattn.cuda import SharedRenderer, shared_places
 from uopattn.dispatch import Choice, dispatch
 from uopattn.dsl.limits import lds_limit
+from uopattn.flash import rules
+from uopattn.kernels import cuda_forward
 from uopattn.spec import AttentionSpec
 from uopattn.target import Target
 
 ARCHES = ("sm_80", "sm_89", "sm_90")
-TYPES = {"float16": dtypes.float16, "bfloat16": dtypes.bfloat16}
+TYPES = {
+  "float16": dtypes.float16,
+  "bfloat16": dtypes.bfloat16,
+  "fp8e4m3": dtypes.fp8e4m3,
+  "fp8e5m2": dtypes.fp8e5m2,
+}
+HALVES = ("float16", "bfloat16")
 NONE = (
   "no compiler for NVIDIA's GPUs: install the CUDA toolkit for nvcc; or pip install nvidia-cuda-nvrtc and "
   "nvidia-cuda-runtime of one version, with CUDA_PATH=.../site-packages/nvidia/cu13 and LD_LIBRARY_PATH=$CUDA_PATH/lib"
 )
 # Threads and workgroups that a multiprocessor has at most; registers are 65536 on all.
 MULTIPROCESSOR = {
+  "sm_75": (1024, 16),
   "sm_80": (2048, 32),
   "sm_86": (1536, 16),
   "sm_87": (1536, 16),
@@ -89,9 +98,9 @@ def resident(arch: str, registers: int, shared: int, threads: int) -> int:
   """Workgroups at once on a multiprocessor, by registers a thread, bytes of shared memory, and threads a workgroup.
 
   Each of a multiprocessor's four parts has 16384 registers, which a warp gets in units of 256. Of shared memory there
-  is 1 KiB more than one workgroup may have, and each takes 1 KiB besides its own.
+  is 1 KiB more than one workgroup may have, and each takes 1 KiB besides its own; not so on sm_75.
   Source: NVIDIA, CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", and its sections on
-  shared memory of compute capabilities 8.x and 9.0; units of registers: its occupancy calculator.
+  shared memory of compute capabilities 7.x, 8.x and 9.0; units of registers: its occupancy calculator.
 
   Raises:
     ValueError: a target that is not in `MULTIPROCESSOR`.
@@ -101,7 +110,8 @@ def resident(arch: str, registers: int, shared: int, threads: int) -> int:
   most_threads, most = MULTIPROCESSOR[arch]
   warps = round_up(threads, 128) // 32
   by_registers = 16384 // round_up(32 * max(1, registers), 256) * 4 // warps
-  by_shared = (lds_limit(arch) + 1024) // (shared + 1024)
+  extra = 0 if arch == "sm_75" else 1024
+  by_shared = (lds_limit(arch) + extra) // max(1, shared + extra)
   return min(by_registers, by_shared, most_threads // threads, most)
 
 
@@ -118,7 +128,8 @@ def source(spec: AttentionSpec, arch: str, tiles: object = None) -> tuple[str, C
   shapes = ((heads[0], s.M, s.Dv), (heads[0], s.M, s.Dk), (heads[1], s.N, s.Dk), (heads[1], s.N, s.Dv))
   buffers = [UOp.placeholder(shape, s.dtype, slot) for slot, shape in enumerate(shapes)]
   lse = UOp.placeholder((heads[0], s.M), dtypes.float, 4) if s.return_lse else None
-  graph = choice.kernel.build(*buffers, lse, scale=s.scale, causal=s.is_causal, q_start=s.q_start, tiles=choice.tiles)
+  inputs = tuple(UOp.placeholder(x.shape, x.dtype, 4 + s.return_lse + i) for i, x in enumerate(s.inputs))
+  graph = choice.kernel.build(*buffers, lse, rules=rules(s, inputs), tiles=choice.tiles)
   renderer = SharedRenderer(arch, use_nvcc=True)
   renderer.compiler = Compiler()  # leaves the source as it is
   text = next(u.arg for u in to_program(graph, renderer).src if u.op is Ops.SOURCE)
@@ -205,7 +216,8 @@ def figure(said: str, what: str) -> int:
 
 def measure(arch: str, dtype: str, H: int, M: int, N: int, D: int, causal: bool, tiles: object = None) -> Compiled:
   """Compiles the kernel that dispatch picks, with the log-sum-exp. Raises RuntimeError and ValueError."""
-  spec = AttentionSpec(1, H, H, M, N, D, D, TYPES[dtype], D**-0.5, causal, return_lse=True)
+  window = (None, 0 if causal else None)
+  spec = AttentionSpec(1, H, H, M, N, D, D, TYPES[dtype], D**-0.5, causal, return_lse=True, window=window)
   text, choice, shared = source(spec, arch, tiles)
   return compiled(text, arch, choice, shared)
 
@@ -213,7 +225,7 @@ def measure(arch: str, dtype: str, H: int, M: int, N: int, D: int, causal: bool,
 def row(dtype: str, c: Compiled) -> Row:
   """A line of the table."""
   name = f"{c.arch} {c.choice.kernel.name.removesuffix('_forward'):6} {dtype:8} " + "x".join(
-    map(str, astuple(c.choice.tiles))
+    str(size) for size in astuple(c.choice.tiles) if not isinstance(size, bool)
   )
   kinds = ["-"] * len(sass.KINDS) if c.loop is None else [c.loop[kind] for kind in sass.KINDS]
   each = "-" if c.each is None else f"{c.each:.1f}"
@@ -221,7 +233,8 @@ def row(dtype: str, c: Compiled) -> Row:
 
 
 def rows(arches: Sequence[str], H: int, M: int, N: int, D: int, causal: bool) -> Iterator[Row]:
-  """Lines for each target and dtype."""
+  """Lines for each target and the dtypes that it has matrix instructions for. Raises ValueError if it has none."""
   for arch in arches:
-    for dtype in TYPES:
+    version = int(arch.removeprefix("sm_"))
+    for dtype in [name for name, type_ in TYPES.items() if version >= cuda_forward.SINCE[type_]] or TYPES:
       yield row(dtype, measure(arch, dtype, H, M, N, D, causal))

@@ -50,7 +50,7 @@ def attention(
   at position i + q_start. A row that sees no key gives 0, with a log-sum-exp of -inf.
 
   Args:
-    q: (B, Hq, M, Dk) or (Hq, M, Dk); float32, float16 or bfloat16. Sums are taken in float32.
+    q: (B, Hq, M, Dk) or (Hq, M, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2. Sums are taken in float32.
     k: (B, Hkv, N, Dk) or (Hkv, N, Dk), of q's dtype.
     v: (B, Hkv, N, Dv) or (Hkv, N, Dv), of q's dtype.
     attn_mask: broadcasts to (B, Hq, M, N). bool: False hides a key. A float dtype: added to the scores, -inf hides.

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tinygrad import UOp
+from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 
 from uopattn.dsl.limits import lds_limit
 from uopattn.kernels import amd_forward, cpu_decode, cpu_forward, cuda_forward, hopper_forward
-from uopattn.spec import DTYPES, AttentionSpec, dtype_name
+from uopattn.spec import FLOAT8, FLOAT16, AttentionSpec, dtype_name
 from uopattn.target import Target
 
 
@@ -63,7 +63,7 @@ def _amd_tiles(spec: AttentionSpec, target: Target) -> amd_forward.Tiles:
 
 
 def _cuda_tiles(spec: AttentionSpec, target: Target) -> cuda_forward.Tiles:
-  return cuda_forward.Tiles.choose(target.arch, spec.M, spec.N, spec.Dk, spec.Dv, lds_limit(target.arch))
+  return cuda_forward.Tiles.choose(target.arch, spec.dtype, spec.M, spec.N, spec.Dk, spec.Dv, lds_limit(target.arch))
 
 
 def _hopper_tiles(spec: AttentionSpec, target: Target) -> hopper_forward.Tiles:
@@ -73,16 +73,17 @@ def _hopper_tiles(spec: AttentionSpec, target: Target) -> hopper_forward.Tiles:
 
 
 def _for_hopper(spec: AttentionSpec, target: Target) -> bool:
-  return hopper_forward.Tiles.serves(target.arch, spec.Dk, spec.Dv)
+  return spec.dtype in FLOAT16 and hopper_forward.Tiles.serves(target.arch, spec.Dk, spec.Dv)
 
 
+CPU_DTYPES = (dtypes.float32, *FLOAT16)
 EVERYTHING = frozenset(("attn_mask", "window", "softcap", "q_start", "kv_lengths", "sinks", "score_mod", "mask_mod"))
 DROPOUT = frozenset(("dropout_p",))
 KERNELS = (
   Kernel(
     "cpu_forward",
     ("CPU",),
-    DTYPES,
+    CPU_DTYPES,
     EVERYTHING | DROPOUT,
     cpu_forward.Tiles,
     _cpu_tiles,
@@ -92,25 +93,27 @@ KERNELS = (
   Kernel(
     "cpu_decode",
     ("CPU",),
-    DTYPES,
+    CPU_DTYPES,
     EVERYTHING | DROPOUT,
     cpu_decode.Tiles,
     _decode_tiles,
     cpu_decode.forward,
     _few_queries,
   ),
-  Kernel("amd_forward", ("AMD",), DTYPES[1:], frozenset(), amd_forward.Tiles, _amd_tiles, amd_forward.forward),
+  Kernel("amd_forward", ("AMD",), FLOAT16, frozenset(), amd_forward.Tiles, _amd_tiles, amd_forward.forward),
   Kernel(
     "hopper_forward",
     ("CUDA",),
-    DTYPES[1:],
-    frozenset(),
+    FLOAT16,
+    EVERYTHING,
     hopper_forward.Tiles,
     _hopper_tiles,
     hopper_forward.forward,
     _for_hopper,
   ),
-  Kernel("cuda_forward", ("CUDA",), DTYPES[1:], frozenset(), cuda_forward.Tiles, _cuda_tiles, cuda_forward.forward),
+  Kernel(
+    "cuda_forward", ("CUDA",), FLOAT16 + FLOAT8, EVERYTHING, cuda_forward.Tiles, _cuda_tiles, cuda_forward.forward
+  ),
 )
 
 

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 from tinygrad import Device, UOp, dtypes
@@ -40,7 +41,7 @@ def flash(
 
   Args:
     o: (B, Hq, M, Dv), or (Hq, M, Dv), in q's dtype; receives the output.
-    q: (B, Hq, M, Dk), or (Hq, M, Dk); float32, float16 or bfloat16.
+    q: (B, Hq, M, Dk), or (Hq, M, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2.
     k: (B, Hkv, N, Dk), or (Hkv, N, Dk).
     v: (B, Hkv, N, Dv), or (Hkv, N, Dv).
     lse: (B, Hq, M), or (Hq, M), float32; receives the natural-log sum of exponentials of each row. None: not wanted.
@@ -78,7 +79,9 @@ def build(choice: Choice, spec: AttentionSpec, device: str, *buffers: UOp) -> UO
   """
   if _compiler(device) is not None:
     return compiled(choice, spec, device, tuple(x.base.arg.slot for x in buffers))
-  return _graph(choice, spec, buffers)
+  graph = _graph(choice, spec, buffers)
+  # Of a loop whose end is read from a buffer, tinygrad's own estimates fail.
+  return graph.replace(arg=replace(graph.arg, estimates=estimates(spec)))
 
 
 @functools.cache

@@ -24,11 +24,13 @@ class Precision:
     work: the numpy type that arithmetic is done in.
     keep: rounds an intermediate of type `work`.
     unit: unit roundoff, half the distance from 1 to the next number.
+    store: rounds the output; None where that is `keep` too.
   """
 
   work: type
   keep: Callable[[Array], Array]
   unit: float
+  store: Callable[[Array], Array] | None = None
 
 
 def round_to_bfloat16(x: Array) -> Array:
@@ -38,11 +40,38 @@ def round_to_bfloat16(x: Array) -> Array:
   return np.where(np.isnan(x), np.float32(np.nan), rounded)
 
 
+def round_to_bits(x: Array, bits: int) -> Array:
+  """x rounded to `bits` significant bits, ties to even, whatever its exponent."""
+  fraction, exponent = np.frexp(x)
+  return np.ldexp(np.rint(np.ldexp(fraction, bits)), exponent - bits).astype(x.dtype)
+
+
+def round_to_e4m3(x: Array) -> Array:
+  """x rounded to the nearest fp8e4m3, ties to even, as tinygrad casts: beyond 448 it is 448; infinity becomes NaN."""
+  return np.where(np.isfinite(x), _round_to_float8(x, 4, -6, 448), np.nan).astype(x.dtype)
+
+
+def round_to_e5m2(x: Array) -> Array:
+  """x rounded to the nearest fp8e5m2, ties to even, as tinygrad casts: finite numbers beyond 57344 are that."""
+  return np.where(np.isfinite(x), _round_to_float8(x, 3, -14, 57344), x)
+
+
+def _round_to_float8(x: Array, bits: int, lowest: int, largest: float) -> Array:
+  """x rounded to `bits` significant bits, fewer below 2**lowest, and held within [-largest, largest]."""
+  exponent = np.maximum(np.frexp(x)[1] - 1, lowest)
+  last = np.ldexp(x.dtype.type(1), exponent - (bits - 1))  # place
+  return np.clip(np.rint(x / last) * last, -largest, largest)
+
+
 EXACT = Precision(np.float64, lambda x: x, 2.0**-53)
+# Whoever computes in 8 bits scales what leaves their range, as weights below 2**-9 do; so intermediates have a range
+# without end here. The output has the type's own.
 PRECISIONS: dict[DType, Precision] = {
   dtypes.float32: Precision(np.float32, lambda x: x, 2.0**-24),
   dtypes.float16: Precision(np.float32, lambda x: x.astype(np.float16).astype(np.float32), 2.0**-11),
   dtypes.bfloat16: Precision(np.float32, round_to_bfloat16, 2.0**-8),
+  dtypes.fp8e4m3: Precision(np.float32, lambda x: round_to_bits(x, 4), 2.0**-4, round_to_e4m3),
+  dtypes.fp8e5m2: Precision(np.float32, lambda x: round_to_bits(x, 3), 2.0**-3, round_to_e5m2),
 }
 
 
@@ -84,6 +113,7 @@ def oracle(
   """
   (B, Hq, M, Dk), (_, Hkv, N, Dv) = q.shape, v.shape
   r, keep, work = Rules(**rules), precision.keep, precision.work
+  store = precision.store or keep
   scale = Dk**-0.5 if r.scale is None else r.scale
   mask = None if r.attn_mask is None else np.broadcast_to(r.attn_mask, (B, Hq, M, N))
   out, lse = np.zeros((B, Hq, M, Dv), work), np.full((B, Hq, M), -np.inf, work)
@@ -103,7 +133,7 @@ def oracle(
       weights = keep(p / keep(l))
       if r.kept is not None:
         weights = keep(np.where(r.kept[b, h, rows][sees], weights / work(1 - r.dropout_p), 0))
-      out[b, h, rows][sees] = keep(weights @ v[b, key_head].astype(work))
+      out[b, h, rows][sees] = store(weights @ v[b, key_head].astype(work))
     lse[b, h, rows][sees] = (m + np.log(l))[:, 0]
   return out, lse
 

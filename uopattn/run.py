@@ -31,6 +31,8 @@ DTYPE_NAMES: dict[str, DType] = {
   "float16": dtypes.float16,
   "float32": dtypes.float32,
   "bfloat16": dtypes.bfloat16,
+  "fp8e4m3": dtypes.fp8e4m3,
+  "fp8e5m2": dtypes.fp8e5m2,
 }
 
 

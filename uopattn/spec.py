@@ -13,7 +13,9 @@ from uopattn.block_mask import BlockMask
 from uopattn.dsl import sizes
 from uopattn.trace import Mod, trace_mod
 
-DTYPES = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
+FLOAT16 = (dtypes.float16, dtypes.bfloat16)
+FLOAT8 = (dtypes.fp8e4m3, dtypes.fp8e5m2)
+DTYPES = (dtypes.float32, *FLOAT16, *FLOAT8)
 BACKENDS = ("auto", "kernel", "reference")
 
 

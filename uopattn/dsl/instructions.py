@@ -4,12 +4,12 @@ A word such as `shuffle_xor` becomes an `Ops.CUSTOM` whose text is the family's;
 and the emulator finds its meaning by that text in `BY_TEXT`. Numbers that must be known when the kernel is compiled (a
 shuffle's offset, a wait's count) are constant operands, so a text never varies.
 
-Families: "hip" for AMD through clang's HIP builtins, "cuda" for NVIDIA through CUDA C++ and inline PTX. A kernel for
-AMD always asks for the "hip" text; where its code is made from LLVM IR, `uopattn.llvm` renders it as the
-instruction's `llvm`.
+Families: "hip" for AMD through clang's HIP builtins, "cuda" for NVIDIA through CUDA C++ and inline PTX, "sm_75" where
+Turing lacks what "cuda" has. A kernel for AMD always asks for the "hip" text; where its code is made from LLVM IR,
+`uopattn.llvm` renders it as the instruction's `llvm`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -79,6 +79,14 @@ def _pack(kind: str) -> str:
   return f'[&](){{{{ unsigned y; asm("cvt.rn.{kind}.f32 %0, %1, %2;":"=r"(y):"f"({{1}}),"f"({{0}})); return y; }}}}()'
 
 
+def _pack4(kind: str) -> str:
+  low, high = (f"cvt.rn.satfinite.{kind}x2.f32 {to}" for to in ("a, %2, %1;", "b, %4, %3;"))
+  return (
+    f'[&](){{{{ unsigned y; asm("{{{{ .reg .b16 a, b; {low} {high} mov.b32 %0, {{{{a, b}}}}; }}}}"'
+    ':"=r"(y):"f"({0}),"f"({1}),"f"({2}),"f"({3})); return y; }}()'
+  )
+
+
 _SHARED = "(unsigned)__cvta_generic_to_shared({0})"
 
 
@@ -86,6 +94,10 @@ def _cp_async(size: str, operand: str) -> str:
   return _asm(
     f'asm volatile("cp.async.cg.shared.global [%0], [%1], {size};"::"r"({_SHARED}),"l"({{1}}){operand}:"memory");'
   )
+
+
+def _copy(value: str) -> str:
+  return "[&](){{ *(uint4*)({0}) = " + value + "; return 0; }}()"
 
 
 _LIST = [
@@ -197,16 +209,50 @@ _LIST = [
     cross_lane=True,
   ),
   # low, high: two float32 rounded to 16 bits, in a word
-  Instruction("pack_half", {"cuda": _pack("f16x2")}),
+  Instruction(
+    "pack_half",
+    {
+      "cuda": _pack("f16x2"),
+      "sm_75": "[&](){{ half2 h = __floats2half2_rn({0}, {1}); unsigned y; memcpy(&y, &h, 4); return y; }}()",
+    },
+  ),
   Instruction("pack_bfloat16", {"cuda": _pack("bf16x2")}),
-  # LDS pointer, global pointer: 16 bytes, in the background
-  Instruction("cp_async", {"cuda": _cp_async("16", "")}, statement=True),
+  # four float32 rounded to 8 bits, in a word; what is too large becomes the largest number
+  Instruction("pack_e4m3", {"cuda": _pack4("e4m3")}),
+  Instruction("pack_e5m2", {"cuda": _pack4("e5m2")}),
+  # two words: bytes 0 and 2 of each, or bytes 1 and 3, as a word
+  Instruction("even_bytes", {"cuda": "__byte_perm({0}, {1}, 0x6420)"}),
+  Instruction("odd_bytes", {"cuda": "__byte_perm({0}, {1}, 0x7531)"}),
+  # register pointer to 16 bytes, four words: which the registers are to hold
+  Instruction(
+    "set_words",
+    {"cuda": "[&](){{ unsigned p[4] = {{{1}, {2}, {3}, {4}}}; memcpy({0}, p, 16); return 0; }}()"},
+    statement=True,
+  ),
+  # LDS pointer, global pointer: 16 bytes, in the background; on sm_75, which cannot, before anything that follows
+  Instruction("cp_async", {"cuda": _cp_async("16", ""), "sm_75": _copy("*(const uint4*)({1})")}, statement=True),
   # LDS pointer, global pointer, condition: 16 bytes, or 16 zeros and nothing is read
-  Instruction("cp_async_or_zero", {"cuda": _cp_async("16, %2", ',"r"(({2}) ? 16 : 0)')}, statement=True),
-  Instruction("cp_async_commit", {"cuda": _asm('asm volatile("cp.async.commit_group;":::"memory");')}, statement=True),
+  Instruction(
+    "cp_async_or_zero",
+    {
+      "cuda": _cp_async("16, %2", ',"r"(({2}) ? 16 : 0)'),
+      "sm_75": _copy("({2}) ? *(const uint4*)({1}) : make_uint4(0, 0, 0, 0)"),
+    },
+    statement=True,
+  ),
+  Instruction(
+    "cp_async_commit",
+    {"cuda": _asm('asm volatile("cp.async.commit_group;":::"memory");'), "sm_75": "/* a group of copies ends */ 0"},
+    statement=True,
+  ),
   # count: until at most that many groups are under way
   Instruction(
-    "cp_async_wait", {"cuda": _asm('asm volatile("cp.async.wait_group %0;"::"n"({0}):"memory");')}, statement=True
+    "cp_async_wait",
+    {
+      "cuda": _asm('asm volatile("cp.async.wait_group %0;"::"n"({0}):"memory");'),
+      "sm_75": "/* at most {0} groups of copies are under way */ 0",
+    },
+    statement=True,
   ),
   # LDS pointer to 64 bits, arrivals that complete a phase, condition
   Instruction(
@@ -245,7 +291,7 @@ _LIST = [
   Instruction(
     "fence_async", {"cuda": _asm('asm volatile("fence.proxy.async.shared::cta;":::"memory");')}, statement=True
   ),
-  # register pointer to 8 16-bit elements, LDS pointer to the row of 8 that this lane names: four 8x8 matrices
+  # register pointer to 16 bytes, LDS pointer to the row of 16 that this lane names: four 8x8 matrices of 16 bits
   Instruction("ldmatrix", {"cuda": _ldmatrix("")}, statement=True, cross_lane=True),
   Instruction("ldmatrix_trans", {"cuda": _ldmatrix(".trans")}, statement=True, cross_lane=True),
 ]
@@ -380,8 +426,37 @@ def pin(family: str, x: UOp) -> UOp:
 
 
 def pack(family: str, low: UOp, high: UOp, dtype: DType) -> UOp:
-  """Two float32 rounded to nearest float16 or bfloat16 (`dtype`), as the two halves of a uint32."""
+  """Two float32 rounded to nearest float16 or bfloat16 (`dtype`, the latter not on sm_75), the halves of a uint32."""
   return _value(family, {dtypes.half: "pack_half", dtypes.bfloat16: "pack_bfloat16"}[dtype], dtypes.uint, low, high)
+
+
+def pack4(family: str, elements: Sequence[UOp], dtype: DType) -> UOp:
+  """Four float32 rounded to nearest fp8e4m3 or fp8e5m2 (`dtype`), as the bytes of a uint32, the first lowest.
+
+  Numbers beyond the type's largest become that, infinities too. Source: PTX ISA, "cvt", satfinite.
+  """
+  name = {dtypes.fp8e4m3: "pack_e4m3", dtypes.fp8e5m2: "pack_e5m2"}[dtype]
+  return _value(family, name, dtypes.uint, *elements)
+
+
+def pack_word(family: str, elements: Sequence[UOp], dtype: DType) -> UOp:
+  """Two or four float32 rounded to a `dtype` of 16 or 8 bits, as a uint32: see `pack` and `pack4`."""
+  return pack(family, elements[0], elements[1], dtype) if len(elements) == 2 else pack4(family, elements, dtype)
+
+
+def even_bytes(family: str, a: UOp, b: UOp) -> UOp:
+  """Bytes 0 and 2 of two uint32, a's below b's, in one instruction. Source: CUDA Math API, "__byte_perm"."""
+  return _value(family, "even_bytes", dtypes.uint, a, b)
+
+
+def odd_bytes(family: str, a: UOp, b: UOp) -> UOp:
+  """Bytes 1 and 3 of two uint32, a's below b's, in one instruction; see `even_bytes`."""
+  return _value(family, "odd_bytes", dtypes.uint, a, b)
+
+
+def set_words(family: str, to: UOp, *words: UOp) -> UOp:
+  """Four uint32 into the 16 bytes of registers, of any type, that `to` points to. A statement; costs nothing."""
+  return _statement(family, "set_words", (), to, *words)
 
 
 def cp_async(family: str, to: UOp, source: UOp, *after: UOp, inside: UOp | None = None) -> UOp:
@@ -438,7 +513,7 @@ def fence_async(family: str, *after: UOp) -> UOp:
 
 
 def ldmatrix(family: str, to: UOp, row: UOp, *after: UOp, trans: bool = False) -> UOp:
-  """Loads four 8x8 matrices of 16-bit elements from LDS: `to` points to 8 registers, `row` to 8 elements in LDS.
+  """Loads four 8x8 matrices of 16-bit elements from LDS: `to` points to 16 bytes of registers, `row` to 16 of LDS.
 
   Lane l names row l % 8 of matrix l // 8. It gets elements 2*(l % 4) and the next one of row l // 4 of each matrix, or
   of column l // 4 with `trans`, two for each matrix in turn. A statement. Source: PTX ISA, "ldmatrix".

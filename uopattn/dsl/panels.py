@@ -1,7 +1,7 @@
-"""Tiles of 16-bit rows in NVIDIA's shared memory, filled in the background.
+"""Tiles of rows in NVIDIA's shared memory, filled in the background.
 
-Matrix instructions read rows in chunks of 16 bytes, eight rows at a time. A tile lies in panels of up to 64 columns, so
-that a panel's row has at most 128 bytes, which is once around all banks. Within it the chunks are permuted: chunk c of
+Matrix instructions read rows in chunks of 16 bytes, eight rows at a time. A tile lies in panels whose rows have at most
+128 bytes (64 columns of 16 bits), which is once around all banks. Within a row the chunks are permuted: chunk c of
 row r is stored at place c xor r, so that one chunk of eight rows covers all banks. (A narrower panel has several rows
 in 128 bytes, and permutes by the number of the 128 bytes.) These are the hardware's own 128-, 64- and 32-byte swizzles.
 
@@ -9,17 +9,33 @@ Sources: PTX ISA, "ldmatrix", "cp.async" and "Shared Memory Matrix Layout" of wg
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tinygrad import UOp, dtypes
-from tinygrad.dtype import AddrSpace
+from tinygrad.dtype import AddrSpace, DType
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.scope import Scope, clamp
+from uopattn.dsl.scope import Scope, clamp, sizes
+from uopattn.dsl.words import as_type
 
-CHUNK = 8  # elements in 16 bytes
-WIDEST = 64  # columns of a panel
+CHUNK, WIDEST = 16, 128  # bytes of a chunk, and of a panel's row at most
 ALIGN = 8  # rows after which the permutation repeats
+
+
+@dataclass(frozen=True)
+class Rows:
+  """The rows of a head in global memory.
+
+  Attributes:
+    x: (heads, rows, size).
+    head: whose they are.
+    length: none from here on is read.
+  """
+
+  x: UOp
+  head: UOp
+  length: UOp
 
 
 @dataclass(frozen=True)
@@ -29,11 +45,13 @@ class Panels:
   Attributes:
     memory: the elements' bits, as one axis.
     rows: rows of a tile.
-    columns: columns of a tile, a multiple of 16.
+    columns: columns of a tile, a whole number of chunks.
     slots: how many tiles there are.
     threads: threads of the workgroup, which all take part in filling a tile.
     base: where the slot in use begins.
     least: columns that a panel has at least.
+    bits: an unsigned integer of the elements' size.
+    family: of the instructions that copy, "cuda" or "sm_75"; see `uopattn.dsl.instructions`.
   """
 
   memory: UOp
@@ -43,26 +61,34 @@ class Panels:
   threads: int
   base: UOp | int = 0
   least: int = 16
+  bits: DType = dtypes.ushort
+  family: str = "cuda"
 
   @classmethod
-  def make(cls, s: Scope, rows: int, columns: int, slots: int, threads: int, least: int = 16) -> "Panels":
-    panels = cls(UOp.const(0), rows, columns, slots, threads, least=least)
-    return replace(panels, memory=s.buffer(slots * panels.size, dtype=dtypes.ushort, space=AddrSpace.LOCAL))
+  def make(cls, s: Scope, rows: int, columns: int, slots: int, threads: int, **options: Any) -> "Panels":
+    """New room; `options` are the attributes from `least` on."""
+    panels = cls(UOp.const(0), rows, columns, slots, threads, **options)
+    return replace(panels, memory=s.buffer(slots * panels.size, dtype=panels.bits, space=AddrSpace.LOCAL))
+
+  @property
+  def chunk(self) -> int:
+    """Elements of a chunk."""
+    return CHUNK // self.bits.itemsize
 
   @property
   def width(self) -> int:
     """Columns of a panel."""
-    return min(WIDEST, max(self.least, 1 << (self.columns - 1).bit_length()))
+    return min(WIDEST // self.bits.itemsize, max(self.least, 1 << (self.columns - 1).bit_length()))
 
   @property
   def pieces(self) -> int:
     """Chunks that each thread copies."""
-    return ceildiv(self.rows * self.columns // CHUNK, self.threads)
+    return ceildiv(self.rows * self.columns // self.chunk, self.threads)
 
   @property
   def height(self) -> int:
     """Rows of a panel: the last threads' pieces may lie past the tile's."""
-    return round_up(ceildiv(self.pieces * self.threads, self.columns // CHUNK), ALIGN)
+    return round_up(ceildiv(self.pieces * self.threads, self.columns // self.chunk), ALIGN)
 
   @property
   def panel(self) -> int:
@@ -87,21 +113,24 @@ class Panels:
 
   def at(self, row: UOp, chunk: UOp) -> UOp:
     """The address of a chunk."""
-    per = self.width // CHUNK
-    place = (chunk % per) ^ (row // (CHUNK // per) % per)
-    return self.memory[self.base + (chunk // per * self.height + row) * self.width + place * CHUNK]
+    per = self.width // self.chunk
+    place = (chunk % per) ^ (row // (WIDEST // CHUNK // per) % per)
+    return self.memory[self.base + (chunk // per * self.height + row) * self.width + place * self.chunk]
 
-  def fill_tile(
-    self, n_tile: UOp, source: UOp, head: UOp, length: int, size: int, thread: UOp, *after: UOp
-  ) -> list[UOp]:
-    """Starts copying tile `n_tile` of the `length` rows of a head into its slot, n_tile % slots; see `fill`.
+  def fill_tile(self, position: UOp, source: Rows, n_tile: UOp, thread: UOp, *after: UOp) -> list[UOp]:
+    """Starts copying tile `n_tile` of the rows of a head into slot position % slots; see `fill`.
 
-    Past the last row there are zeros; past the last tile that tile comes again, if all are whole.
+    Past the last row there are zeros; past the last tile that tile comes again, if all are known to be whole.
     """
-    whole = length % self.rows == 0
-    first = clamp(n_tile, 0, length // self.rows - 1) * self.rows if whole else n_tile * self.rows
-    return self.tile(n_tile, *after).fill(
-      source, (head * length + first) * size, size, self.rows if whole else length - first, thread
+    (_, rows, size), most = sizes(source.x), int(source.length.vmax)
+    whole = source.length.vmin == most > 0 and most % self.rows == 0
+    first = clamp(n_tile, 0, most // self.rows - 1) * self.rows if whole else n_tile * self.rows
+    return self.tile(position, *after).fill(
+      as_type(source.x, self.bits),
+      (source.head * rows + first) * size,
+      size,
+      self.rows if whole else source.length - first,
+      thread,
     )
 
   def fill(self, source: UOp, first: UOp, size: int, rows: UOp | int, thread: UOp) -> list[UOp]:
@@ -117,25 +146,25 @@ class Panels:
     Returns:
       Statements; where 16 bytes are no whole number of rows' parts, plain stores.
     """
-    chunks, stores = self.columns // CHUNK, []
+    chunks, stores = self.columns // self.chunk, []
     for i in range(self.pieces):
       piece = thread + i * self.threads
       row, chunk = piece // chunks, piece % chunks
-      there = _both(_below(row, rows), _below(chunk * CHUNK, size))
-      to, start = self.at(row, chunk), first + row * size + chunk * CHUNK
-      if size % CHUNK == 0:
-        stores.append(ins.cp_async("cuda", to, source[start], inside=there))
+      there = _both(_below(row, rows), _below(chunk * self.chunk, size))
+      to, start = self.at(row, chunk), first + row * size + chunk * self.chunk
+      if size % self.chunk == 0:
+        stores.append(ins.cp_async(self.family, to, source[start], inside=there))
       else:
-        stores += self._single(to, source, start, chunk * CHUNK, size, there)
+        stores += self._single(to, source, start, chunk * self.chunk, size, there)
     return stores
 
   def _single(self, to: UOp, source: UOp, start: UOp, column: UOp, size: int, there: UOp | None) -> list[UOp]:
     """A chunk element by element, for rows that do not begin at multiples of 16 bytes."""
     stores = []
-    for e in range(CHUNK):
+    for e in range(self.chunk):
       inside = _both(there, _below(column + e, size))
       value = source[start + e] if inside is None else source[(start + e).valid(inside)]
-      value = value.load() if inside is None else inside.where(value.load(), UOp.const(0, dtypes.ushort))
+      value = value.load() if inside is None else inside.where(value.load(), UOp.const(0, self.bits))
       stores.append(self.memory[to.src[1] + e].store(value))
     return stores
 

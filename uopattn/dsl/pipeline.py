@@ -1,9 +1,9 @@
 """Tiles of K and V on their way from global memory to shared memory on Hopper, without a barrier of the workgroup.
 
-Delivery n is tile n of K and tile n - 1 of V: what a schedule needs at once whose weighted sum is one tile behind its
-scores. It goes to slot n % stages, and all threads take part in copying (cp.async). For each slot, one barrier tells
-that a delivery is there, and another that all warps are done with it: so no warp waits for another until it is about to
-run out of tiles. Deliveries past the last one bring what nobody reads.
+Delivery n is tile n of a visit of K and tile n - 1 of V: what a schedule needs at once whose weighted sum is one tile
+behind its scores. It goes to slot n % stages, and all threads take part in copying (cp.async). For each slot, one
+barrier tells that a delivery is there, and another that all warps are done with it: so no warp waits for another until
+it is about to run out of tiles. Deliveries past the last one bring what nobody reads.
 
 Source: PTX ISA, "mbarrier".
 """
@@ -12,10 +12,10 @@ from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace
 
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.panels import Panels
+from uopattn.dsl.panels import Panels, Rows
 from uopattn.dsl.quads import WARP
-from uopattn.dsl.scope import Scope, sizes
-from uopattn.dsl.words import as_type
+from uopattn.dsl.rules import Visit
+from uopattn.dsl.scope import Scope
 
 CUDA = "cuda"
 
@@ -31,10 +31,10 @@ class Pipeline:
     ahead: deliveries that may be under way while one is in use.
   """
 
-  def __init__(self, s: Scope, k: UOp, v: UOp, kv_head: UOp, k_tiles: Panels, v_tiles: Panels, thread: UOp):
-    """k is (kv_heads, N, Dk) and v (kv_heads, N, Dv), of a 16-bit type."""
+  def __init__(self, s: Scope, k: Rows, v: Rows, visit: Visit, k_tiles: Panels, v_tiles: Panels, thread: UOp):
+    """The rows are of a 16-bit type."""
     self.k_tiles, self.v_tiles, self.stages, self.ahead = k_tiles, v_tiles, k_tiles.slots, k_tiles.slots - 1
-    self._k, self._v, self._kv_head, self._thread = k, v, kv_head, thread
+    self._k, self._v, self._visit, self._thread = k, v, visit, thread
     self._barriers = s.buffer(2 * self.stages, dtype=dtypes.ulong, space=AddrSpace.LOCAL)
 
   def _full(self, n: UOp) -> UOp:
@@ -61,9 +61,8 @@ class Pipeline:
       copies += self._copy(self.v_tiles, n - 1, self._v, *after)
     return ins.cp_async_arrive(CUDA, self._full(n), *copies)
 
-  def _copy(self, tiles: Panels, n_tile: UOp, source: UOp, *after: UOp) -> list[UOp]:
-    _, N, D = sizes(source)
-    return tiles.fill_tile(n_tile, as_type(source, dtypes.ushort), self._kv_head, N, D, self._thread, *after)
+  def _copy(self, tiles: Panels, n: UOp, source: Rows, *after: UOp) -> list[UOp]:
+    return tiles.fill_tile(n, source, self._visit.tile(n), self._thread, *after)
 
   def start_first(self, *after: UOp) -> UOp:
     """Starts as many deliveries as may be under way."""

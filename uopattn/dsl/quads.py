@@ -9,12 +9,14 @@ Source: PTX ISA, "Matrix Fragments for mma.m16n8k16" and "Register Fragments for
 """
 
 from collections.abc import Callable
+from functools import partial
 
 from tinygrad import UOp, dtypes
 
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.math import LN2
 from uopattn.dsl.scope import gated, sizes
+from uopattn.dsl.softmax import finish
 from uopattn.dsl.words import as_type
 
 WARP = 32  # lanes
@@ -64,28 +66,49 @@ def transposed(words: list[UOp], lane: UOp) -> list[UOp]:
 
 
 def store_row(
-  o: UOp, lse: UOp | None, head: UOp, row: UOp, half: int, acc: UOp, m_i: UOp, l_i: UOp, lane: UOp
+  o: UOp,
+  lse: UOp | None,
+  head: UOp,
+  row: UOp,
+  half: int,
+  acc: UOp,
+  m_i: UOp,
+  l_i: UOp,
+  sink: UOp | None,
+  lane: UOp,
+  exponent: int = 0,
+  family: str = "cuda",
 ) -> list[UOp]:
-  """O = acc / l and LSE = (m + log2 l) ln 2; a row that saw no key gets 0 and -inf. Rows past M are not stored."""
+  """The output and the LSE of a row, see `finish`. Rows past M are not stored.
+
+  A lane has 32-bit words of neighbours: two of each accumulator tile in 16 bits; in 8 bits four of each two tiles, the
+  even and the odd columns of 16. acc and l are 2**exponent times as large as they should be.
+  """
   _, M, Dv = sizes(o)
-  total = join(UOp.__add__, l_i)
-  inverse = total.eq(0).where(0.0, 1 / total)
-  values = [[acc[d, 2 * half + e].load() * inverse for e in range(2)] for d in range(acc.shape[0])]
+  total, down = join(UOp.__add__, l_i), 2.0**-exponent
+  factor, log2 = finish(m_i, total * down if exponent else total, sink, partial(ins.exp2, "cuda"))
+  factor = factor * down if exponent else factor
+  width = 4 // o.dtype.itemsize  # elements in a word
+  tiles, chunk = width // 2, QUAD * width  # accumulator tiles that a word is of; elements of a quad's words
+  values = [
+    [acc[d + i % tiles, 2 * half + i // tiles].load() * factor for i in range(width)]
+    for d in range(0, acc.shape[0], tiles)
+  ]
   stores = []
-  if Dv % COLUMNS == 0:
-    words, flat = [ins.pack("cuda", low, high, o.dtype) for low, high in values], as_type(o, dtypes.uint)
+  if Dv % chunk == 0:
+    words, flat = [ins.pack_word(family, elements, o.dtype) for elements in values], as_type(o, dtypes.uint)
     words += [UOp.const(0, dtypes.uint)] * (-len(words) % QUAD)
-    for d in range(0, len(words), QUAD):  # lane t of the quad stores tile d + t
-      column = (d + lane % QUAD) * COLUMNS
+    for d in range(0, len(words), QUAD):  # lane t of the quad stores the quad's words d + t
+      column = (d + lane % QUAD) * chunk
       inside = row < M if column.vmax < Dv else (row < M) & (column < Dv)
-      first = ((head * M + row) * Dv + column) // 2
+      first = ((head * M + row) * Dv + column) // width
       for w, word in enumerate(transposed(words[d : d + QUAD], lane)):
         stores.append(flat[(first + w).valid(inside)].store(word))
   else:
-    for d, pair in enumerate(values):
-      for e, value in enumerate(pair):
-        column = d * COLUMNS + lane % QUAD * 2 + e
+    for d, elements in enumerate(values):
+      for e, value in enumerate(elements):
+        column = d * chunk + lane % QUAD * width + e
         stores.append(gated(o, (row < M) & (column < Dv), head, row, column).store(value.cast(o.dtype)))
   if lse is not None:
-    stores.append(gated(lse, (row < M) & (lane % QUAD).eq(0), head, row).store((m_i + total.log2()) * LN2))
+    stores.append(gated(lse, (row < M) & (lane % QUAD).eq(0), head, row).store(log2 * LN2))
   return stores

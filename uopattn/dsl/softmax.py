@@ -21,21 +21,14 @@ def split_factor(scale: float) -> tuple[float, float]:
   return (1.0, factor) if scale > 0 else (factor, 1.0)
 
 
-def mask_scores(scores: list[UOp], keys: list[int], factor: float, last: UOp | None) -> list[UOp]:
-  """Scores times `factor`, -inf where hidden.
-
-  Args:
-    scores: of one query.
-    keys: the key of each score, counted from wherever `last` counts.
-    factor: 1.0 costs nothing.
-    last: the last key that the query sees; None if it sees all of these.
-  """
-  scaled = [x if factor == 1 else x * factor for x in scores]
-  return scaled if last is None else [(last < key).where(-inf, x) for key, x in zip(keys, scaled, strict=True)]
-
-
 def online_softmax(
-  family: str, scores: list[UOp], factor: float, m_old: UOp, l_old: UOp, join: Callable[[Operation, UOp], UOp]
+  family: str,
+  scores: list[UOp],
+  factor: float,
+  m_old: UOp,
+  l_old: UOp,
+  join: Callable[[Operation, UOp], UOp],
+  exponent: int = 0,
 ) -> tuple[list[UOp], UOp, UOp, UOp]:
   """P of this lane's scores of one query, the new maximum, the new sum of this lane's P, and alpha.
 
@@ -46,6 +39,7 @@ def online_softmax(
     m_old: the maximum so far.
     l_old: the sum so far, of this lane's own P.
     join: applies an operation across all lanes of the query.
+    exponent: P, and with it the sum, is 2**exponent times as large.
   """
 
   def larger(a: UOp, b: UOp) -> UOp:
@@ -55,6 +49,7 @@ def online_softmax(
   # A row that has seen no key yet has m = -inf, and -inf - -inf is NaN: such a row is shifted by 0.
   shift = m_new.eq(-inf).where(0.0, m_new)
   alpha = ins.exp2(family, m_old - shift)
+  shift = shift - exponent if exponent else shift
   p = [ins.exp2(family, x * factor - shift) for x in scores]
   return p, m_new, l_old * alpha + reduce(UOp.__add__, p), alpha
 

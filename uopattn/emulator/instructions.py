@@ -66,19 +66,48 @@ def _pack(dtype: DType) -> Meaning:
   return pack
 
 
+def _pack4(dtype: DType) -> Meaning:
+  def pack4(run: Run, u: UOp, *numbers: Any) -> Any:
+    codes = [alu.encode(np.asarray(x), dtype, saturate_infinity=True).astype(np.uint32) for x in numbers]
+    return codes[0] | codes[1] << np.uint32(8) | codes[2] << np.uint32(16) | codes[3] << np.uint32(24)
+
+  return pack4
+
+
+def _bytes_of(first: int) -> Meaning:
+  """Bytes `first` and `first` + 2 of two words."""
+
+  def permute(run: Run, u: UOp, a: Any, b: Any) -> Any:
+    parts = [(word >> np.uint32(8 * (first + i))) & np.uint32(0xFF) for word in (a, b) for i in (0, 2)]
+    return parts[0] | parts[1] << np.uint32(8) | parts[2] << np.uint32(16) | parts[3] << np.uint32(24)
+
+  return permute
+
+
+def _set_words(run: Run, u: UOp, to: Pointer, *words: Any) -> Any:
+  _fill(run, u, to, np.stack([run.spread(word) for word in words], axis=-1))
+  return NOTHING
+
+
+def _fill(run: Run, u: UOp, to: Pointer, block: np.ndarray) -> None:
+  """Stores the bytes of a lane's row of `block` (lanes, ...) to registers of any type."""
+  elements = np.ascontiguousarray(block).reshape(run.shape.lanes, -1).view(alu.storage(to.dtype))
+  to.memory.store(u, to.index, to.dtype, list(np.ascontiguousarray(elements.T)))
+
+
 def _ldmatrix(run: Run, u: UOp, to: Pointer, row: Pointer, trans: bool) -> Any:
   check_whole_waves(run, u, 32, "ldmatrix")
   lanes = run.active()
   start = np.asarray(run.spread(row.index)[lanes], np.int64) * row.dtype.itemsize
   if (bad := start % CHUNK != 0).any():
     raise run.fail(OutOfBounds, u, "reads a row at an LDS address that 16 does not divide", lanes[bad])
-  rows = row.memory.load(u, run.spread(row.index), dtypes.ushort, 8)
+  index = run.spread(row.index).astype(np.int64) * row.dtype.itemsize // dtypes.ushort.itemsize
+  rows = row.memory.load(u, index, dtypes.ushort, 8)
   block = np.stack(rows, axis=-1).reshape(-1, 4, 8, 8)  # (waves, matrix, row, column)
   if trans:
     block = block.swapaxes(2, 3)
   pairs = block.reshape(-1, 4, 32, 2)  # row-major: lane l holds row l // 4, columns 2 * (l % 4) and the next
-  values = [np.ascontiguousarray(pairs[:, m, :, i]).reshape(-1) for m in range(4) for i in range(2)]
-  to.memory.store(u, to.index, dtypes.ushort, values)
+  _fill(run, u, to, pairs.swapaxes(1, 2))
   return NOTHING
 
 
@@ -97,6 +126,11 @@ MEANINGS: dict[str, Meaning] = {
   "reciprocal": lambda run, u, x: np.float32(1) / x,
   "pack_half": _pack(dtypes.half),
   "pack_bfloat16": _pack(dtypes.bfloat16),
+  "pack_e4m3": _pack4(dtypes.fp8e4m3),
+  "pack_e5m2": _pack4(dtypes.fp8e5m2),
+  "even_bytes": _bytes_of(0),
+  "odd_bytes": _bytes_of(1),
+  "set_words": _set_words,
   "cp_async": copies.start,
   "cp_async_or_zero": copies.start,
   "cp_async_commit": copies.commit,
