@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 from tinygrad import Device, UOp, dtypes
@@ -78,7 +79,9 @@ def build(choice: Choice, spec: AttentionSpec, device: str, *buffers: UOp) -> UO
   """
   if _compiler(device) is not None:
     return compiled(choice, spec, device, tuple(x.base.arg.slot for x in buffers))
-  return _graph(choice, spec, buffers)
+  graph = _graph(choice, spec, buffers)
+  # Of a loop whose end is read from a buffer, tinygrad's own estimates fail.
+  return graph.replace(arg=replace(graph.arg, estimates=estimates(spec)))
 
 
 @functools.cache

@@ -29,13 +29,22 @@ def tile_counts(first: UOp, block_m: int, M: int, block_n: int, N: int, causal: 
 
 
 def spans(begun: UOp, whole: UOp, count: UOp) -> list[tuple[UOp, UOp, bool]]:
-  """The loops over the tiles from `begun` on, of `whole` that need no mask and `count` in all; see `tile_counts`.
+  """The loops over the tiles from `begun` on, of `whole` that need no mask and `count` in all; see `HeadRules.visit`.
 
   Returns:
     For each the first tile, the number of tiles, and whether they need a mask.
   """
   both = (begun, whole - begun, False), (whole, count - whole, True)
-  return [span for span in both if span[1].vmax > 0]  # tinygrad misplaces what stands in a loop of no trips
+  # tinygrad misplaces what stands in a loop of no trips
+  return [(first, _blurred(trips), masked) for first, trips, masked in both if trips.vmax > 0]
+
+
+def _blurred(trips: UOp) -> UOp:
+  """The same number; one that is 0 or 1 in a form of which tinygrad knows only that it is at most 2, see `visit`."""
+  if not trips.vmin < trips.vmax == 1:
+    return trips
+  trips = trips.maximum(0)
+  return trips * trips * 2 - trips
 
 
 def last_seen(position: UOp, N: int, causal: bool) -> UOp:
