@@ -84,7 +84,7 @@ KERNELS = (
   Kernel(
     "cpu_decode", ("CPU",), DTYPES, frozenset(), cpu_decode.Tiles, _decode_tiles, cpu_decode.forward, _few_queries
   ),
-  Kernel("amd_forward", ("AMD",), DTYPES[1:], frozenset(), amd_forward.Tiles, _amd_tiles, amd_forward.forward),
+  Kernel("amd_forward", ("AMD",), DTYPES[1:], EVERYTHING, amd_forward.Tiles, _amd_tiles, amd_forward.forward),
   Kernel(
     "hopper_forward",
     ("CUDA",),
