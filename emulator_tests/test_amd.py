@@ -13,6 +13,7 @@ from tinygrad import Device, Tensor, UOp, dtypes
 import uopattn.emulator as emulator
 from uopattn import attention
 from uopattn.dsl.fragments import Fragments
+from uopattn.dsl.rules import HeadRules, Visit
 from uopattn.dsl.staging import Stage
 from uopattn.emulator.wmma import fragments as hardware
 from uopattn.kernels import amd_forward
@@ -185,7 +186,7 @@ def test_tiles_state_their_laws() -> None:
     Tiles.choose("gfx1100", 64, 64, 4000, 64)
 
 
-right_pv, right_mask = amd_forward.multiply_pv, amd_forward.mask_scale
+right_pv, right_scores, right_last = amd_forward.multiply_pv, HeadRules.scores, HeadRules.last_seen
 right_operands, right_load = amd_forward.as_operands, Stage.load
 
 
@@ -193,12 +194,12 @@ def no_rescale(f, dtype, p_frags, v_lds, acc, old, alpha, lane):
   return right_pv(f, dtype, p_frags, v_lds, acc, old, [UOp.const(1.0, dtypes.float) for _ in alpha], lane)
 
 
-def no_mask(f, scores, factor, limit, start, lane):
-  return right_mask(f, scores, factor, None, start, lane)
+def no_mask(self, products, row, first, offsets, masked):
+  return right_scores(self, products, row, first, offsets, False)
 
 
-def mask_one_key_late(f, scores, factor, limit, start, lane):
-  return right_mask(f, scores, factor, None if limit is None else limit + 1, start, lane)
+def mask_one_key_late(self, row):
+  return right_last(self, row) + 1
 
 
 def maximum_of_half_the_keys(f, operation, value, lane):
@@ -214,19 +215,20 @@ def tiles_one_key_off(self, first, *after):
   return right_load(self, first + 1, *after)
 
 
-def masked_tiles_left_out(block_row, block_m, block_n, M, N, causal, q_start):
-  return UOp.const(N // block_n), UOp.const(N // block_n)
+def masked_tiles_left_out(self, row, block_m, block_n):
+  whole = UOp.const(self.rules.N // block_n)
+  return Visit(whole, whole, lambda position: position)
 
 
 MISTAKES: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
   "no rescale of the accumulator": (amd_forward, "multiply_pv", no_rescale, {}),
-  "no causal mask on the diagonal": (amd_forward, "mask_scale", no_mask, {"is_causal": True}),
-  "keys past the end counted": (amd_forward, "mask_scale", no_mask, {}),
-  "mask one key late": (amd_forward, "mask_scale", mask_one_key_late, {"is_causal": True}),
+  "no causal mask on the diagonal": (HeadRules, "scores", no_mask, {"is_causal": True}),
+  "keys past the end counted": (HeadRules, "scores", no_mask, {}),
+  "mask one key late": (HeadRules, "last_seen", mask_one_key_late, {"is_causal": True}),
   "lanes of a query not joined": (amd_forward, "join", maximum_of_half_the_keys, {}),
   "halves of P exchanged": (amd_forward, "as_operands", halves_not_swapped, {}),
   "tiles one key off": (Stage, "load", tiles_one_key_off, {}),
-  "last tile left out": (amd_forward, "tile_counts", masked_tiles_left_out, {}),
+  "last tile left out": (HeadRules, "visit", masked_tiles_left_out, {}),
 }
 
 

@@ -17,6 +17,7 @@ from tinygrad.runtime.support import compiler_llvm
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops
 
 from uopattn.dsl import instructions as ins
+from uopattn.dsl.rules import Rules
 from uopattn.kernels.amd_forward import Tiles, forward
 from uopattn.llvm import InstructionRenderer
 
@@ -119,7 +120,7 @@ def test_the_kernel_fits_the_registers(arch: str, dtype: str) -> None:
   rows, D = (1024, 1024, 1024, 1024), 64
   arguments = [UOp.placeholder((1, length, D), TYPES[dtype], slot) for slot, length in enumerate(rows)]
   tiles = Tiles.choose(arch, *rows[:2], D, D)
-  kernel = forward(*arguments, scale=D**-0.5, causal=False, q_start=0, tiles=tiles)
+  kernel = forward(*arguments, rules=Rules(*rows[:2], scale=D**-0.5), tiles=tiles)
   made = compiled(tiles, *by_llvmlite(source(kernel, llvm_renderer(arch)), arch))
   assert made.spills == made.scratch == 0
   assert made.vgprs > 0

@@ -23,7 +23,6 @@ gfx1201 7.7 / 7.7 (183), gfx942 4.2 / 4.2 (210), gfx950 6.8 / 7.5 (200). No targ
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
-from math import inf
 from typing import NamedTuple
 
 from tinygrad import UOp, dtypes
@@ -34,8 +33,9 @@ from tinygrad.uop.ops import AxisType
 from uopattn.dsl import LN2, Scope, gated, sizes
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.fragments import CHUNK, HIP, ROWS, Fragments
-from uopattn.dsl.keys import last_seen, spans, tile_counts
-from uopattn.dsl.softmax import split_factor
+from uopattn.dsl.keys import spans
+from uopattn.dsl.rules import HeadRules, Rules, Visit
+from uopattn.dsl.softmax import finish
 from uopattn.dsl.staging import WORDS, Rows, Stage
 from uopattn.dsl.words import Words, as_type, words_of
 from uopattn.dsl.workgroup import Workgroup
@@ -132,9 +132,7 @@ class Tiles:
     return tiles
 
 
-def forward(
-  o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, scale: float, causal: bool, q_start: int, tiles: Tiles
-) -> UOp:
+def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
   """Builds the kernel.
 
   Args:
@@ -143,37 +141,34 @@ def forward(
     k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads).
     v: (kv_heads, N, Dv).
     lse: (heads, M) float32, receives the natural logarithm of the sum of exponentials of each row.
-    scale: factor on q.k.
-    causal: key j is seen by query i iff j <= i + q_start.
-    q_start: position of the first query; may be negative.
+    rules: what stands between q.k and the softmax.
     tiles: block sizes.
   """
   (heads, M, Dk), (kv_heads, N, Dv), f, m_tiles = sizes(q), sizes(v), tiles.fragments, tiles.m_tiles
   s = Scope()
   group = Workgroup(s, heads, ceildiv(M, tiles.block_m), tiles.waves, f.lanes)
-  kv_head, lane, block_row = group.head // (heads // kv_heads), group.lane, group.block * tiles.block_m
+  lane, block_row, here = group.lane, group.block * tiles.block_m, rules.at(group.head)
   places = [(group.warp * m_tiles + i) * ROWS + lane % ROWS for i in range(m_tiles)]  # this lane's in the block
   queries = [(row < M).where(row, M - 1) for row in (block_row + place for place in places)]  # past the end: again
-  limits = [last_seen(query + q_start, N, causal) for query in queries]
-  whole, count = tile_counts(block_row, tiles.block_m, M, tiles.block_n, N, causal, q_start)
-  factors = split_factor(scale)
+  visit = here.visit(block_row, tiles.block_m, tiles.block_n)
 
   q_frags = [load_query(f, q, group.head, query, lane) for query in queries]
-  state = State.make(s, (m_tiles, ceildiv(Dv, ROWS), f.result), factors[1], group.item)
-  threads, loads = tiles.waves * f.lanes, (words_of(k, kv_head), words_of(v, kv_head))
-  stage = Stage(s, f, tiles.block_n, threads, group.thread, *loads, N, *tiles.padded(Dk, Dv))
+  state = State.make(s, (m_tiles, ceildiv(Dv, ROWS), f.result), rules.factors[1], group.item)
+  threads, kv_head, exists = tiles.waves * f.lanes, group.head // (heads // kv_heads), here.length > 0
+  loads = words_of(k, kv_head, exists), words_of(v, kv_head, exists)
+  stage = Stage(s, f, tiles.block_n, threads, group.thread, *loads, here.length, *tiles.padded(Dk, Dv))
   p_lds = Rows.make(s, tiles.block_m, tiles.block_n, f.pad) if f.repeated else None
-  loop = Mainloop(s, f, q.dtype, lane, stage, p_lds, q_frags, places, limits, factors, state, count)
+  loop = Mainloop(s, f, q.dtype, lane, stage, p_lds, q_frags, places, queries, here, visit, state)
 
-  done = UOp.barrier(stage.store(stage.load(UOp.const(0), *state)))
-  for first, trips, masked in spans(UOp.const(0), whole, count):
+  done = UOp.barrier(stage.store(stage.load(visit.tile(UOp.const(0)) * tiles.block_n, *state)))
+  for first, trips, masked in spans(UOp.const(0), visit.whole, visit.count):
     done = loop.attend(first, trips, masked, done)
 
   state, stores = state.after(done), []
   for i, place in enumerate(places):
-    m, l = state.m_i[i].load() * factors[1], state.l_i[i].load()
-    stores += store_rows(f, o, lse, group.head, block_row + place, state.acc[i], m, l, lane)
-  return group.kernel(f"attention_{tiles.arch}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{'_causal' * causal}", stores)
+    m, l = state.m_i[i].load() * rules.factors[1], join(f, UOp.__add__, state.l_i[i].load(), lane)
+    stores += store_rows(f, o, lse, group.head, block_row + place, state.acc[i], m, l, here.sink, lane)
+  return group.kernel(f"attention_{tiles.arch}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
 
 
 class State(NamedTuple):
@@ -214,10 +209,10 @@ class Mainloop:
     p_lds: room for P^T where lanes swap it.
     q_frags: this lane's queries.
     places: where they are in the block.
-    limits: the last key that each sees.
-    factors: on the scores, and in the exponent.
+    queries: which they are.
+    here: the rules.
+    visit: the tiles.
     state: as it is before the first tile.
-    count: how many tiles the block's queries see a key of.
   """
 
   s: Scope
@@ -228,19 +223,20 @@ class Mainloop:
   p_lds: Rows | None
   q_frags: list[list[Operand]]
   places: list[UOp]
-  limits: list[UOp]
-  factors: tuple[float, float]
+  queries: list[UOp]
+  here: HeadRules
+  visit: Visit
   state: State
-  count: UOp
 
   def attend(self, first: UOp, trips: UOp, masked: bool, ready: UOp) -> UOp:
-    """The tiles from `first` on, which is in LDS when `ready`; each is followed there by the next."""
-    f, stage, lane = self.f, self.stage, self.lane
+    """The tiles from position `first` on, which is in LDS when `ready`; each is followed there by the next."""
+    f, stage, lane, visit = self.f, self.stage, self.lane, self.visit
     trip = self.s.axis(trips, AxisType.REDUCE)
-    n_tile, old, more = first + trip, self.state.after(ready, trip), first.vmin < self.count.vmax - 1
-    now = (ready, trip, stage.load((n_tile + 1) * stage.block_n, ready, trip)) if more else (ready, trip)
+    position, old, more = first + trip, self.state.after(ready, trip), first.vmin < visit.count.vmax - 1
+    following = visit.tile(position + 1) * stage.block_n
+    now = (ready, trip, stage.load(following, ready, trip)) if more else (ready, trip)
     scores = multiply_qk(f, self.dtype, self.q_frags, stage.k.after(*now), stage.block_n, lane)
-    p, alphas, stores = self.weigh(scores, n_tile, masked, old)
+    p, alphas, stores = self.weigh(scores, visit.tile(position) * stage.block_n, masked, old)
     p_frags = as_operands(f, self.dtype, p, self.p_lds and self.p_lds.after(ready, trip), self.places, lane)
     v_lds = stage.v.after(*now, *stores)  # not before P is done: V's registers are few
     stores += multiply_pv(f, self.dtype, p_frags, v_lds, self.state.acc, old.acc, alphas, lane)
@@ -250,16 +246,17 @@ class Mainloop:
     return UOp.barrier(stage.store(read)).end(trip)
 
   def weigh(
-    self, scores: list[list[UOp]], n_tile: UOp, masked: bool, old: State
+    self, products: list[list[UOp]], start: UOp, masked: bool, old: State
   ) -> tuple[list[list[UOp]], list[UOp], list[UOp]]:
-    """P and alpha of each of this lane's queries, and the stores of m and l."""
-    (early, late), start, m_tiles = self.factors, n_tile * self.stage.block_n, len(self.limits)
+    """P and alpha of each of this lane's queries for the keys from `start` on, and the stores of m and l."""
+    f, factor, m_tiles = self.f, self.here.rules.factors[1], len(self.queries)
+    first, offsets = own_keys(f, self.stage.block_n, self.lane)
     p, alphas, stores = [], [], []
-    for i, limit in enumerate(self.limits):
-      row = mask_scale(self.f, scores[i], early, limit if masked else None, start, self.lane)
-      weights, m_new, l_new, alpha = softmax(
-        self.f, row, late, old.m_i[i].load(), old.l_i[i].load(), m_tiles, self.lane
-      )
+    for i, query in enumerate(self.queries):
+      row = [tile[e] for tile in products[i] for e in range(f.result)]
+      scores = self.here.scores(row, query, first + start, offsets, masked)
+      m_old, l_old = old.m_i[i].load(), old.l_i[i].load()
+      weights, m_new, l_new, alpha = softmax(f, scores, factor, m_old, l_old, m_tiles, self.lane)
       p.append(weights)
       alphas.append(alpha)
       stores += [old.m_i[i].store(m_new), old.l_i[i].store(l_new)]
@@ -317,19 +314,10 @@ def multiply_qk(
   return scores
 
 
-def mask_scale(f: Fragments, scores: list[UOp], factor: float, limit: UOp | None, start: UOp, lane: UOp) -> list[UOp]:
-  """The scores of this lane in order of its keys, times `factor`, -inf where hidden."""
-  result = []
-  for n, tile in enumerate(scores):
-    step, part = divmod(n, f.row_tiles)
-    for e in range(f.result):
-      key = step * f.step + part * f.result + e
-      score = tile[e] * factor
-      if limit is not None:
-        first = lane // ROWS * (f.row_tiles * f.result)  # of this lane in each step
-        score = (limit - start - first < key).where(-inf, score)
-      result.append(score)
-  return result
+def own_keys(f: Fragments, block_n: int, lane: UOp) -> tuple[UOp, list[int]]:
+  """The first key of a tile that this lane has a score of, and how far from it each is, in the order of the scores."""
+  own = f.row_tiles * f.result  # of each step
+  return lane // ROWS * own, [step + i for step in range(0, block_n, f.step) for i in range(own)]
 
 
 def softmax(
@@ -445,19 +433,26 @@ def multiply_pv(
 
 
 def store_rows(
-  f: Fragments, o: UOp, lse: UOp | None, head: UOp, row: UOp, acc: UOp, m_i: UOp, l_i: UOp, lane: UOp
+  f: Fragments,
+  o: UOp,
+  lse: UOp | None,
+  head: UOp,
+  row: UOp,
+  acc: UOp,
+  m_i: UOp,
+  l_i: UOp,
+  sink: UOp | None,
+  lane: UOp,
 ) -> list[UOp]:
-  """O = acc / l and LSE = (log2 l + m) ln 2; a row that saw no key gets 0 and -inf. Rows past M are not stored."""
+  """The output and the LSE of a query; m_i and l_i are in base 2, of all its keys. Rows past M are not stored."""
   M = sizes(o)[1]
-  total = join(f, UOp.__add__, l_i, lane)
-  inverse = total.eq(0).where(0.0, 1 / total)
+  factor, log2 = finish(m_i, l_i, sink, lambda x: ins.exp2(HIP, x))
   stores = []
   for j in range(sizes(acc)[0]):
-    columns = neighbours(f, [(acc[j, e].load() * inverse).cast(o.dtype) for e in range(f.result)], lane)
+    columns = neighbours(f, [(acc[j, e].load() * factor).cast(o.dtype) for e in range(f.result)], lane)
     stores += store_columns(o, head, row, j * ROWS + lane // ROWS * f.result, columns)
   if lse is not None:
-    value = ins.pin(HIP, (total.log2() + m_i) * LN2)
-    stores.append(gated(lse, row < M, head, row).store(value))
+    stores.append(gated(lse, row < M, head, row).store(ins.pin(HIP, log2 * LN2)))
   return stores
 
 

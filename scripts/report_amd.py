@@ -23,6 +23,7 @@ from tinygrad.helpers import Target, round_up
 from tinygrad.renderer.cstyle import HIPRenderer
 from tinygrad.uop.ops import Ops
 
+from uopattn.dsl.rules import Rules
 from uopattn.kernels.amd_forward import Tiles, forward
 from uopattn.toolchain import find_clang
 
@@ -112,7 +113,8 @@ def source(arch: str, dtype: DType, heads: int, M: int, N: int, D: int, causal: 
   rows = (M, M, N, N)
   arguments = [UOp.placeholder((heads, length, D), dtype, slot) for slot, length in enumerate(rows)]
   tiles = Tiles.choose(arch, M, N, D, D, causal)
-  program = to_program(forward(*arguments, scale=D**-0.5, causal=causal, q_start=0, tiles=tiles), renderer)
+  rules = Rules(M, N, heads=heads, scale=D**-0.5, window=(None, 0 if causal else None))
+  program = to_program(forward(*arguments, rules=rules, tiles=tiles), renderer)
   text = next(u.arg for u in program.src if u.op is Ops.SOURCE)
   # clang converts no vector of unsigned to one of signed elements; the matrix instructions are declared with signed.
   return text.replace("typedef unsigned short hip_bfloat16", "typedef short hip_bfloat16") + LIBRARY, tiles

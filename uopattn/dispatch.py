@@ -100,7 +100,7 @@ KERNELS = (
     cpu_decode.forward,
     _few_queries,
   ),
-  Kernel("amd_forward", ("AMD",), FLOAT16, frozenset(), amd_forward.Tiles, _amd_tiles, amd_forward.forward),
+  Kernel("amd_forward", ("AMD",), FLOAT16, EVERYTHING, amd_forward.Tiles, _amd_tiles, amd_forward.forward),
   Kernel(
     "hopper_forward",
     ("CUDA",),

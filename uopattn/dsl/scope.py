@@ -96,7 +96,7 @@ def gated(x: UOp, inside: UOp, *index: UOp) -> UOp:
   return x.base[flat.valid(inside)]
 
 
-def clamp(x: UOp, low: int, high: int) -> UOp:
+def clamp(x: UOp, low: int, high: int | UOp) -> UOp:
   """The int x, held within [low, high].
 
   An index of unknown bounds into a reshaped buffer is wrapped with a costly `%` by tinygrad. `UOp.minimum` on integers

@@ -12,10 +12,9 @@ from tinygrad.dtype import AddrSpace
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.fragments import CHUNK, HIP, ROWS, Fragments
 from uopattn.dsl.scope import Scope, clamp
-from uopattn.dsl.words import Load, Words
+from uopattn.dsl.words import ALWAYS, Load, Words
 
 WORDS = CHUNK // 2  # 32-bit words in a chunk
-ALWAYS = UOp.const(True)
 
 
 @dataclass(frozen=True)
@@ -67,10 +66,20 @@ class Stage:
   """
 
   def __init__(
-    self, s: Scope, f: Fragments, block_n: int, threads: int, thread: UOp, k: Load, v: Load, N: int, Dk: int, Dv: int
+    self,
+    s: Scope,
+    f: Fragments,
+    block_n: int,
+    threads: int,
+    thread: UOp,
+    k: Load,
+    v: Load,
+    length: UOp,
+    Dk: int,
+    Dv: int,
   ):
-    """N is the number of keys; Dk and Dv are in whole fragments."""
-    self.load_k, self.load_v, self.N, self.block_n = k, v, N, block_n
+    """`length` is the number of keys, Dk and Dv are in whole fragments."""
+    self.load_k, self.load_v, self.length, self.block_n = k, v, length, block_n
     self.k, self.v = Rows.make(s, block_n, Dk, f.pad), Rows.make(s, Dv, block_n, f.pad)
     k_pieces, v_pieces = block_n * Dk // CHUNK, Dv // 2 * (block_n // CHUNK)
     self.k_places = [k_place(f, thread + i, Dk // CHUNK, k_pieces) for i in range(0, k_pieces, threads)]
@@ -83,11 +92,12 @@ class Stage:
 
     Where all tiles are whole, the last tile itself is loaded again: one bound for all instead of one a key.
     """
-    if whole := self.N % self.block_n == 0:
-      first = clamp(first, 0, self.N - self.block_n)
+    least, most = int(self.length.vmin), int(self.length.vmax)
+    if whole := least == most and most % self.block_n == 0:
+      first = clamp(first, 0, most - self.block_n)
 
     def key(at: UOp) -> UOp:
-      return first + at if whole else clamp(first + at, 0, self.N - 1)
+      return first + at if whole else clamp(first + at, 0, (self.length - 1).maximum(0))
 
     k_words, v_words, stores = self.k_words.after(*after), self.v_words.after(*after), []
     for i, (_, at, chunk, _) in enumerate(self.k_places):

@@ -13,6 +13,7 @@ from uopattn.dsl.scope import sizes
 
 Words = list[UOp]  # neighbours
 Load = Callable[[UOp, UOp], UOp]  # (row, word) -> a word of that row
+ALWAYS = UOp.const(True)
 
 
 def as_type(x: UOp, dtype: DType) -> UOp:
@@ -21,26 +22,29 @@ def as_type(x: UOp, dtype: DType) -> UOp:
   return UOp.placeholder((count,), dtype, slot=x.base.arg.slot)
 
 
-def words_of(x: UOp, head: UOp) -> Load:
-  """Words of the rows of x[head] (rows, size), x (heads, rows, size) of a 16-bit type; past a row's end they are 0."""
+def words_of(x: UOp, head: UOp, exists: UOp = ALWAYS) -> Load:
+  """Words of the rows of x[head] (rows, size), x (heads, rows, size) of a 16-bit type; past a row's end they are 0.
+
+  Where x[head] does not exist nothing is read, and all words are 0.
+  """
   _, length, size = sizes(x)
   words, halves = as_type(x, dtypes.uint), as_type(x, dtypes.ushort)
 
   def load(row: UOp, word: UOp) -> UOp:
-    if 2 * word.vmin >= size:
+    if 2 * word.vmin >= size or not exists.vmax:
       return UOp.const(0, dtypes.uint)
     first = (head * length + row) * size
     if size % 2 == 0:
-      return _or_zero(words, first // 2, word, size // 2)
-    low, high = (_or_zero(halves, first, 2 * word + i, size).cast(dtypes.uint) for i in range(2))
+      return _or_zero(words, first // 2, word, size // 2, exists)
+    low, high = (_or_zero(halves, first, 2 * word + i, size, exists).cast(dtypes.uint) for i in range(2))
     return low | (high << 16)
 
   return load
 
 
-def _or_zero(flat: UOp, base: UOp, at: UOp, width: int) -> UOp:
-  """flat[base + at], or 0 where at is not below width: decided when the kernel is built, if possible."""
-  if at.vmax < width:
+def _or_zero(flat: UOp, base: UOp, at: UOp, width: int, exists: UOp) -> UOp:
+  """flat[base + at], or 0 where at is not below width or nothing exists: decided, if possible, when this is built."""
+  inside = exists if at.vmax < width else exists & (at < width)
+  if inside.vmin:
     return flat[base + at].load()
-  inside = at < width
   return inside.where(flat[(base + at).valid(inside)].load(), UOp.const(0, flat.dtype))
