@@ -103,12 +103,13 @@ def test_gradients_agree_with_finite_differences(backend: str, which: str) -> No
 
   def loss(arrays) -> float:
     out, lse = oracle(*arrays, is_causal=True, q_start=2)
-    return float(use_out * (out * weights[0]).sum() + use_lse * (lse * weights[1]).sum())
+    return float(use_out * (out**2 * weights[0]).sum() + use_lse * (lse**2 * weights[1]).sum())
 
   q, k, v = (Tensor(x.astype(np.float32)) for x in inputs)
   out, lse = attention(q, k, v, is_causal=True, q_start=2, enable_gqa=True, return_lse=True, backend=backend)
-  terms = [(out * Tensor(weights[0].astype(np.float32))).sum()] * use_out
-  terms += [(lse * Tensor(weights[1].astype(np.float32))).sum()] * use_lse
+  # Squared, so that the gradients that come to attention depend on its outputs.
+  terms = [(out.square() * Tensor(weights[0].astype(np.float32))).sum()] * use_out
+  terms += [(lse.square() * Tensor(weights[1].astype(np.float32))).sum()] * use_lse
   grads = sum(terms).gradient(q, k, v)
   for x, grad in zip(inputs, grads, strict=True):
     numeric = np.zeros_like(x)

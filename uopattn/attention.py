@@ -153,7 +153,8 @@ def _gradient(spec: AttentionSpec, extras: Extras) -> Callable[..., tuple[UOp | 
     q, k, v = (Tensor(x) for x in call.src[2:5])
     out, lse = reference(q, k, v, spec, extras)
     # Only the outputs that were used have a gradient; they differ in their number of dimensions.
-    parts = [((out if grad.ndim == out.ndim else lse) * Tensor(grad)).sum() for grad in grads]
+    # Detached, as a gradient may depend on the outputs in turn, and so on q, k and v.
+    parts = [((out if grad.ndim == out.ndim else lse) * Tensor(grad).detach()).sum() for grad in grads]
     total = sum(parts[1:], parts[0])
     return (None, *(x.uop for x in total.gradient(q, k, v)), *(None for _ in call.src[5:]))
 
