@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tinygrad import Context, Tensor, UOp, dtypes
 
-from uopattn import BlockMask, attention
+from uopattn import attention
 from uopattn.oracle import oracle
 from uopattn.verify import compare, numpy
 
@@ -64,15 +64,6 @@ def test_additive_mask_broadcasts_and_hides_with_minus_infinity() -> None:
   out, lse = attention(q, k, v, Tensor(ADDED), return_lse=True, backend="reference")
   Tensor.realize(out, lse)
   check(q, k, v, out, lse, attn_mask=ADDED)
-
-
-def test_block_mask_hides_blocks() -> None:
-  blocks = np.array([[[[True, False, True], [False, False, True], [False, False, False]]]])
-  q, k, v = qkv(1, 2, 2, 20, 33, D, D)
-  mask = BlockMask(Tensor(blocks), block_m=8, block_n=12)
-  out, lse = attention(q, k, v, block_mask=mask, return_lse=True, backend="reference")
-  Tensor.realize(out, lse)
-  check(q, k, v, out, lse, attn_mask=np.kron(blocks, np.ones((8, 12), bool)).astype(bool)[:, :, :20, :33])
 
 
 def test_start_as_a_bound_variable() -> None:
