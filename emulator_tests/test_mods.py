@@ -9,7 +9,7 @@ import pytest
 from helpers import check, qkv
 from tinygrad import Tensor, dtypes
 
-from uopattn import attention, mods
+from uopattn import BlockMask, attention, mods
 from uopattn.oracle import Array
 
 B, HQ, HKV, M, N = 2, 4, 2, 60, 60
@@ -97,6 +97,18 @@ def test_a_score_and_a_mask_share_aux() -> None:
     q, k, v, out,
     score_mod=SCORES["alibi"][1], mask_mod=lambda b, h, i, j: (j <= i) & (DOCUMENTS[b][i] == DOCUMENTS[b][j]),
   )  # fmt: skip
+
+
+def test_aux_may_be_on_no_device_yet() -> None:
+  q, k, v = qkv(1, 2, 2, M, N, 16, 16)
+  documents = Tensor.arange(M) // 20
+  assert documents.device is None
+  for options in (
+    {"mask_mod": mods.document(), "aux": (documents,)},
+    {"block_mask": BlockMask.of(mods.document(), 1, 1, M, N, (documents,))},
+  ):
+    out = attention(q, k, v, backend="kernel", **options)
+    check(q, k, v, out, mask_mod=lambda b, h, i, j: i // 20 == j // 20)
 
 
 def test_softcap_is_the_argument_of_that_name() -> None:

@@ -16,6 +16,7 @@ from uopattn.flash import batched, build, compiled
 from uopattn.reference import reference
 from uopattn.spec import BACKENDS, NO_EXTRAS, AttentionSpec, Extras, make_spec
 from uopattn.target import Target
+from uopattn.trace import placed
 
 log = logging.getLogger("uopattn")
 
@@ -81,7 +82,17 @@ def attention(
     raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
   q4, k4, v4 = (batched(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
   extras = Extras(
-    attn_mask, dropout_p, window, softcap, q_start, kv_lengths, sinks, score_mod, mask_mod, aux, block_mask
+    attn_mask,
+    dropout_p,
+    window,
+    softcap,
+    q_start,
+    kv_lengths,
+    sinks,
+    score_mod,
+    mask_mod,
+    placed(aux, q.device),
+    block_mask,
   )
   spec = make_spec(q4, k4, v4, extras, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, return_lse=return_lse)
   out, lse = attend(q4, k4, v4, spec, extras, backend)

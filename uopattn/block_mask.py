@@ -11,7 +11,7 @@ from tinygrad.uop.ops import AxisType, KernelInfo, Ops
 
 from uopattn.dsl import sizes
 from uopattn.dsl.rules import Table
-from uopattn.trace import Mod, trace_mod
+from uopattn.trace import Mod, placed, trace_mod
 
 SHADES = "·░▒▓█"  # nothing seen, up to a third, two thirds, less than all, all
 PICTURE = (24, 64)  # rows and columns of `str(mask)` at most
@@ -79,9 +79,10 @@ class BlockMask:
       raise TypeError(f"aux is {aux!r}; it must be a tuple of Tensors")
     if not callable(mask_mod):
       raise TypeError(f"mask_mod is {mask_mod!r}; it must be a function")
-    aux = tuple(x.contiguous() for x in aux)
     block_m, block_n = min(block_m, M), min(block_n, N)
-    place = Device.canonicalize(device) if device or not aux else str(aux[0].device)
+    known = [str(x.device) for x in aux if x.device is not None]
+    place = Device.canonicalize(device) if device or not known else known[0]
+    aux = tuple(x.contiguous() for x in placed(aux, place))
     if any(x.device != place for x in aux):
       raise ValueError(
         f"aux is on {', '.join(str(x.device) for x in aux)}, the mask on {place}; it must be on one device"
