@@ -112,9 +112,7 @@ class Extras:
 
   def in_use(self) -> tuple[str, ...]:
     """The names of those that change the result; of q_start only where it is no int."""
-    names = (
-      *("attn_mask", "window", "softcap", "kv_lengths", "sinks", "score_mod", "mask_mod", "block_mask", "bounds"),
-    )
+    names = ("attn_mask", "window", "softcap", "kv_lengths", "sinks", "score_mod", "mask_mod", "block_mask", "bounds")
     used = [name for name in names if getattr(self, name) is not None]
     used += ["dropout_p"] * (self.dropout_p > 0 and bool(TRAINING))
     return tuple(used) + (() if isinstance(self.q_start, int) else ("q_start",))
