@@ -11,6 +11,7 @@ from tinygrad import Tensor, dtypes
 from uopattn import BlockMask, attention, flash
 from uopattn.attention import log_once
 from uopattn.dispatch import KERNELS
+from uopattn.mods import causal
 
 
 def tensor(*shape: int, dtype=dtypes.float32, device: str | None = None) -> Tensor:
@@ -57,8 +58,10 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
   "aux": ((Q, Q, Q), {"aux": [Q]}, TypeError, "it must be a tuple of Tensors"),
   "aux alone": ((Q, Q, Q), {"aux": (Q,)}, ValueError, "there is no score_mod or mask_mod"),
   "block_mask": ((Q, Q, Q), {"block_mask": True}, TypeError, "block_mask is True"),
-  "block_mask shape": ((Q, Q, Q), {"block_mask": BlockMask(tensor(1, 1, 2, 3, dtype=dtypes.bool), 4, 4)}, ValueError,
-                       r"block_mask has blocks of shape \(1, 1, 2, 3\).* it must be \(2, 4, 2, 2\)"),
+  "block_mask shape": ((Q, Q, Q), {"block_mask": BlockMask.of(causal, 1, 1, 5, 6)}, ValueError,
+                       r"block_mask was made for scores of \(1, 1, 5, 6\); it must be for \(2, 4, 5, 5\)"),
+  "block_mask heads": ((Q, Q, Q), {"block_mask": BlockMask.of(causal, 1, 2, 5, 5)}, ValueError,
+                       r"block_mask was made for scores of \(1, 2, 5, 5\); it must be for \(2, 4, 5, 5\)"),
 }  # fmt: skip
 
 
@@ -69,11 +72,21 @@ def test_bad_arguments(name: str) -> None:
     attention(*inputs, **options)
 
 
-def test_block_masks_are_checked_when_made() -> None:
-  with pytest.raises(TypeError, match="bool Tensor of four dimensions"):
-    BlockMask(tensor(2, 2), 4, 4)
-  with pytest.raises(ValueError, match="block_n is 0"):
-    BlockMask(tensor(1, 1, 2, 2, dtype=dtypes.bool), 4, 0)
+MASKS: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
+  "function": ((True, 1, 1, 4, 4), {}, TypeError, "mask_mod is True; it must be a function"),
+  "size": ((causal, 1, 1, 4.0, 4), {}, TypeError, "M is 4.0; it must be an int"),
+  "no keys": ((causal, 1, 1, 4, 0), {}, ValueError, "N is 0; it must be at least 1"),
+  "block": ((causal, 1, 1, 4, 4), {"block_n": 0}, ValueError, "block_n is 0; it must be at least 1"),
+  "aux": ((causal, 1, 1, 4, 4), {"aux": Q}, TypeError, "aux is .* it must be a tuple of Tensors"),
+  "device": ((causal, 1, 1, 4, 4), {"aux": (Q,), "device": "PYTHON"}, ValueError, "aux is on CPU, the mask on PYTHON"),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_block_masks_are_checked_when_made(name: str) -> None:
+  given, options, error, message = MASKS[name]
+  with pytest.raises(error, match=message):
+    BlockMask.of(*given, **options)
 
 
 @pytest.fixture

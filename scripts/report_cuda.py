@@ -128,8 +128,8 @@ def source(spec: AttentionSpec, arch: str, tiles: object = None) -> tuple[str, C
   shapes = ((heads[0], s.M, s.Dv), (heads[0], s.M, s.Dk), (heads[1], s.N, s.Dk), (heads[1], s.N, s.Dv))
   buffers = [UOp.placeholder(shape, s.dtype, slot) for slot, shape in enumerate(shapes)]
   lse = UOp.placeholder((heads[0], s.M), dtypes.float, 4) if s.return_lse else None
-  inputs = tuple(UOp.placeholder(x.shape, x.dtype, 4 + s.return_lse + i) for i, x in enumerate(s.inputs))
-  graph = choice.kernel.build(*buffers, lse, rules=rules(s, inputs), tiles=choice.tiles)
+  inputs = tuple(UOp.placeholder(x.shape, x.dtype, 4 + s.return_lse + i) for i, x in enumerate(choice.inputs(s)))
+  graph = choice.kernel.build(*buffers, lse, rules=rules(s, choice.inputs(s), inputs), tiles=choice.tiles)
   renderer = SharedRenderer(arch, use_nvcc=True)
   renderer.compiler = Compiler()  # leaves the source as it is
   text = next(u.arg for u in to_program(graph, renderer).src if u.op is Ops.SOURCE)

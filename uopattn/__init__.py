@@ -8,5 +8,6 @@ import uopattn.emulator  # noqa: E402, F401  (tinygrad reads CC once; this makes
 from uopattn.attention import attention  # noqa: E402
 from uopattn.block_mask import BlockMask  # noqa: E402
 from uopattn.flash import flash  # noqa: E402
+from uopattn.varlen import attention_varlen  # noqa: E402
 
-__all__ = ["BlockMask", "attention", "flash"]
+__all__ = ["BlockMask", "attention", "attention_varlen", "flash"]

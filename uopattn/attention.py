@@ -18,6 +18,7 @@ from uopattn.flash import batched, build, compiled
 from uopattn.reference import reference
 from uopattn.spec import BACKENDS, NO_EXTRAS, AttentionSpec, Extras, check_dropout, make_spec
 from uopattn.target import Target
+from uopattn.trace import placed
 
 log = logging.getLogger("uopattn")
 
@@ -67,7 +68,8 @@ def attention(
     score_mod: f(score, b, h, q_idx, kv_idx, *aux) -> score.
     mask_mod: f(b, h, q_idx, kv_idx, *aux) -> bool, False hides the key.
     aux: Tensors that score_mod and mask_mod index.
-    block_mask: hides whole blocks.
+    block_mask: a mask_mod with its own aux, and what it lets see of each block, by which kernels skip tiles. A
+      mask_mod besides hides what it hides.
     return_lse: also return the natural-log sum of exponentials of each row, (B, Hq, M) float32. Realize both together,
       `Tensor.realize(out, lse)`: one at a time, the kernel runs twice.
     backend: "kernel" raises where no kernel serves the case; "reference" is plain tinygrad ops, which keep the scores
@@ -85,18 +87,30 @@ def attention(
   check_dropout(dropout_p)
   seed = draw_seed(q.device) if dropout_p > 0 and TRAINING else None
   extras = Extras(
-    attn_mask, dropout_p, window, softcap, q_start, kv_lengths, sinks, score_mod, mask_mod, aux, block_mask, seed
+    attn_mask,
+    dropout_p,
+    window,
+    softcap,
+    q_start,
+    kv_lengths,
+    sinks,
+    score_mod,
+    mask_mod,
+    placed(aux, q.device),
+    block_mask,
+    seed,
   )
   spec = make_spec(q4, k4, v4, extras, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, return_lse=return_lse)
-  out, lse = _run(q4, k4, v4, spec, extras, backend)
+  out, lse = attend(q4, k4, v4, spec, extras, backend)
   if q.ndim == 3:
     out, lse = out.squeeze(0), None if lse is None else lse.squeeze(0)
   return (out, cast(Tensor, lse)) if return_lse else out
 
 
-def _run(
+def attend(
   q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras, backend: str
 ) -> tuple[Tensor, Tensor | None]:
+  """Runs what `backend` says on checked arguments; the output, and the LSE, which may be None if not wanted."""
   chosen: Choice | list[str] = [f"q is on {q.device}; kernels take one device"]
   if isinstance(q.device, str):
     chosen = dispatch(spec, Target.of(q.device))
@@ -133,6 +147,8 @@ def launch(
     lse = _empty(rows, dtypes.float32, device)
   buffers = [o, q.contiguous(), k.contiguous(), v.contiguous(), *([] if lse is None else [lse])]
   buffers += [x.contiguous() for _, x in extras.tensors()]
+  if extras.block_mask is not None:
+    buffers += extras.block_mask.tile_lists(choice.tiles.block_m, choice.tiles.block_n)
   backward = _gradient(spec, extras)
   if "CPU" in choice.kernel.devices:
     # As `custom_kernel` does, without the placeholders: making them takes a fifth of an eager call.
@@ -158,7 +174,8 @@ def _gradient(spec: AttentionSpec, extras: Extras) -> Callable[..., tuple[UOp | 
     q, k, v = (Tensor(x) for x in call.src[2:5])
     out, lse = reference(q, k, v, spec, extras)
     # Only the outputs that were used have a gradient; they differ in their number of dimensions.
-    parts = [((out if grad.ndim == out.ndim else lse) * Tensor(grad)).sum() for grad in grads]
+    # Detached, as a gradient may depend on the outputs in turn, and so on q, k and v.
+    parts = [((out if grad.ndim == out.ndim else lse) * Tensor(grad).detach()).sum() for grad in grads]
     total = sum(parts[1:], parts[0])
     return (None, *(x.uop for x in total.gradient(q, k, v)), *(None for _ in call.src[5:]))
 

@@ -9,7 +9,7 @@ from tinygrad.dtype import DType
 
 from uopattn.dsl.limits import lds_limit
 from uopattn.kernels import amd_forward, cpu_decode, cpu_forward, cuda_forward, hopper_forward
-from uopattn.spec import FLOAT8, FLOAT16, AttentionSpec, dtype_name
+from uopattn.spec import FLOAT8, FLOAT16, AttentionSpec, Input, dtype_name
 from uopattn.target import Target
 
 
@@ -77,8 +77,11 @@ def _for_hopper(spec: AttentionSpec, target: Target) -> bool:
 
 
 CPU_DTYPES = (dtypes.float32, *FLOAT16)
-EVERYTHING = frozenset(("attn_mask", "window", "softcap", "q_start", "kv_lengths", "sinks", "score_mod", "mask_mod"))
+EVERYTHING = frozenset(
+  ("attn_mask", "window", "softcap", "q_start", "kv_lengths", "sinks", "score_mod", "mask_mod", "block_mask", "bounds")
+)
 DROPOUT = frozenset(("dropout_p",))
+DENSE = EVERYTHING - {"block_mask"}
 KERNELS = (
   Kernel(
     "cpu_forward",
@@ -94,7 +97,7 @@ KERNELS = (
     "cpu_decode",
     ("CPU",),
     CPU_DTYPES,
-    EVERYTHING | DROPOUT,
+    DENSE | DROPOUT,
     cpu_decode.Tiles,
     _decode_tiles,
     cpu_decode.forward,
@@ -126,6 +129,10 @@ class Choice:
 
   def __str__(self) -> str:
     return f"{self.kernel.name} {self.tiles}"
+
+  def inputs(self, spec: AttentionSpec) -> tuple[Input, ...]:
+    """What the kernel takes besides o, q, k, v and the LSE."""
+    return spec.inputs + spec.tile_lists(self.tiles.block_m, self.tiles.block_n)
 
 
 def dispatch(spec: AttentionSpec, target: Target, tiles: Any = None) -> Choice | list[str]:
@@ -160,7 +167,10 @@ def dispatch(spec: AttentionSpec, target: Target, tiles: Any = None) -> Choice |
 def _reasons_against(kernel: Kernel, spec: AttentionSpec) -> list[str]:
   """What the kernel has no code for."""
   lacks = [name for name in spec.extras if name not in kernel.features]
-  wanted = {"q_start": "takes q_start as an int alone, neither as a Variable nor as a Tensor"}
+  wanted = {
+    "q_start": "takes q_start as an int alone, neither as a Variable nor as a Tensor",
+    "bounds": "has no code for sequences one after another, as attention_varlen has them",
+  }
   against = [f"{kernel.name} {wanted.get(name, f'has no {name}; leave it at its default')}" for name in lacks]
   if spec.dtype not in kernel.dtypes:
     accepted = " or ".join(map(dtype_name, kernel.dtypes))

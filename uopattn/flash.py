@@ -14,7 +14,7 @@ from uopattn.cuda import on_gpu
 from uopattn.dispatch import Choice, dispatch
 from uopattn.dsl.rules import Rules, Table
 from uopattn.llvm import as_llvm
-from uopattn.spec import AttentionSpec, Extras, dtype_name, make_spec
+from uopattn.spec import AttentionSpec, Extras, Input, dtype_name, make_spec
 from uopattn.target import Target
 from uopattn.threads import threaded
 
@@ -89,16 +89,18 @@ def compiled(choice: Choice, spec: AttentionSpec, device: str, slots: tuple[int,
   """Compiled once a process: a further call of the same attention costs no lowering."""
   compiler = _compiler(device)
   assert compiler is not None
-  places = (UOp.placeholder(shape, dtype, slot) for (shape, dtype), slot in zip(layout(spec), slots, strict=True))
+  places = (
+    UOp.placeholder(shape, dtype, slot) for (shape, dtype), slot in zip(layout(choice, spec), slots, strict=True)
+  )
   return compiler(_graph(choice, spec, tuple(places)), device, estimates(spec))
 
 
-def layout(spec: AttentionSpec) -> list[tuple[tuple[int, ...], DType]]:
-  """Shape and dtype of each of a kernel's buffers: o, q, k and v, the LSE if wanted, and `spec.inputs`."""
+def layout(choice: Choice, spec: AttentionSpec) -> list[tuple[tuple[int, ...], DType]]:
+  """Shape and dtype of each of a kernel's buffers: o, q, k and v, the LSE if wanted, and `Choice.inputs`."""
   s = spec
   shapes = ((s.B, s.Hq, s.M, s.Dv), (s.B, s.Hq, s.M, s.Dk), (s.B, s.Hkv, s.N, s.Dk), (s.B, s.Hkv, s.N, s.Dv))
   lse = [((s.B, s.Hq, s.M), dtypes.float32)] if s.return_lse else []
-  return [*((shape, s.dtype) for shape in shapes), *lse, *((x.shape, x.dtype) for x in s.inputs)]
+  return [*((shape, s.dtype) for shape in shapes), *lse, *((x.shape, x.dtype) for x in choice.inputs(s))]
 
 
 def _compiler(device: str) -> Callable[[UOp, str, Estimates], UOp] | None:
@@ -113,19 +115,29 @@ def _graph(choice: Choice, spec: AttentionSpec, buffers: tuple[UOp, ...]) -> UOp
   """The kernel, in which batch and heads become one axis."""
   o, q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in buffers[:4])
   lse = buffers[4].reshape(-1, buffers[4].shape[-1]) if spec.return_lse else None
-  return choice.kernel.build(o, q, k, v, lse, rules=rules(spec, buffers[4 + spec.return_lse :]), tiles=choice.tiles)
+  given = rules(spec, choice.inputs(spec), buffers[4 + spec.return_lse :])
+  kernel = choice.kernel.build(o, q, k, v, lse, rules=given, tiles=choice.tiles)
+  if "CPU" not in choice.kernel.devices:
+    return kernel
+  # tinygrad numbers its own argument, the work item, after as many buffers as are in use, so none may drop out; but an
+  # attention that sees no key does not use q and k, and a mod may leave some of its aux aside.
+  return kernel.replace(src=(*kernel.src, *(x.base for x in buffers)))
 
 
-def rules(spec: AttentionSpec, buffers: tuple[UOp, ...]) -> Rules:
-  """The rules of a kernel that has `buffers` for `spec.inputs`."""
+def rules(spec: AttentionSpec, inputs: tuple[Input, ...], buffers: tuple[UOp, ...]) -> Rules:
+  """The rules of a kernel that has `buffers` for its inputs."""
   named: dict[str, list[UOp]] = {}
-  for given, buffer in zip(spec.inputs, buffers, strict=True):
+  for given, buffer in zip(inputs, buffers, strict=True):
     named.setdefault(given.name, []).append(buffer)
 
   def only(name: str) -> UOp | None:
     return named[name][0] if name in named else None
 
-  tables = tuple(Table(x) for x in named.get("aux", []))
+  def pair(name: str) -> tuple[UOp, UOp] | None:
+    return (named[name][0], named[name][1]) if name in named else None
+
+  tables, block_tables = (tuple(map(Table, named.get(name, ()))) for name in ("aux", "block_mask"))
+  masks = ((spec.mask_mod, tables), (spec.block_mod, block_tables))
   return Rules(
     spec.M,
     spec.N,
@@ -136,11 +148,13 @@ def rules(spec: AttentionSpec, buffers: tuple[UOp, ...]) -> Rules:
     kv_lengths=only("kv_lengths") if spec.kv_lengths is None else spec.kv_lengths,
     softcap=spec.softcap,
     score_mod=None if spec.score_mod is None else spec.score_mod(tables),
-    mask_mods=() if spec.mask_mod is None else (spec.mask_mod(tables),),
+    mask_mods=tuple(mod(aux) for mod, aux in masks if mod is not None),
     attn_mask=only("attn_mask"),
     sinks=only("sinks"),
     dropout_p=spec.dropout_p,
     seed=only("seed"),
+    bounds=pair("bounds"),
+    tile_lists=pair("tile_lists"),
   )
 
 

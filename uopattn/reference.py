@@ -19,7 +19,8 @@ def reference(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extr
   m = scores.max(-1, keepdim=True)
   sinks = None if extras.sinks is None else extras.sinks.float().reshape(1, -1, 1, 1)
   m = m if sinks is None else m.maximum(sinks)
-  blind = scores.eq(-math.inf).all(-1, keepdim=True)  # rows that see no key; of scores that are NaN, max gives -inf too
+  # Rows that see no key. Of scores that are NaN, max gives -inf too, and `all` of known truths fails in tinygrad.
+  blind = scores.ne(-math.inf).sum(-1, keepdim=True).eq(0)
   m = blind.where(0, m)
   p = (scores - m).exp()
   l = p.sum(-1, keepdim=True)
@@ -62,9 +63,12 @@ def _hide(scores: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
   if extras.attn_mask is not None and extras.attn_mask.dtype == dtypes.bool:
     rules.append(extras.attn_mask)
   if extras.mask_mod is not None:
-    rules.append(extras.mask_mod(b, h, i, j, *extras.aux))
+    rules.append(_bool(extras.mask_mod(b, h, i, j, *extras.aux)))
   if extras.block_mask is not None:
-    rules.append(extras.block_mask.dense(spec.M, spec.N))
+    rules.append(_bool(extras.block_mask.seen(b, h, i, j, *extras.block_mask.aux)))
+  if extras.bounds is not None:
+    first, last = (x.reshape(-1, 1) for x in extras.bounds)
+    rules += [j >= first, j <= last]
   for seen in rules:
     scores = seen.where(scores, -math.inf)
   return scores
@@ -78,6 +82,11 @@ def _dropped(weights: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
   row = (b * spec.Hq + h) * spec.M + i
   keep = kept((extras.seed[0], extras.seed[1]), row.cast(dtypes.uint32), j.cast(dtypes.uint32), extras.dropout_p)
   return keep.where(weights / (1 - extras.dropout_p), 0)
+
+
+def _bool(seen: Tensor | bool) -> Tensor:
+  """What a mask_mod gives: elements that tinygrad gathers from a bool Tensor are ints."""
+  return seen.cast(dtypes.bool) if isinstance(seen, Tensor) else Tensor(seen, dtype=dtypes.bool)
 
 
 def _per_batch(x: int | UOp | Tensor) -> Tensor:

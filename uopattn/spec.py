@@ -7,6 +7,7 @@ from typing import Any
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
+from tinygrad.helpers import ceildiv
 from tinygrad.uop.ops import Ops
 
 from uopattn.block_mask import BlockMask
@@ -46,6 +47,8 @@ class AttentionSpec:
     kv_lengths: keys that exist: an int, a Variable, or None where it is a Tensor or all do.
     window: the first and last key that a query sees, counted back and on from its position; is_causal is in it.
     dropout_p: probability of dropping a weight; 0 unless training.
+    block_mod: the block mask's own mask_mod.
+    block_heads: batches and heads of the block mask; None where there is none.
     inputs: the Tensors among the arguments other than q, k and v, in the order in which kernels take them.
   """
 
@@ -68,7 +71,16 @@ class AttentionSpec:
   score_mod: Mod | None = None
   mask_mod: Mod | None = None
   dropout_p: float = 0.0
+  block_mod: Mod | None = None
+  block_heads: tuple[int, int] | None = None
   inputs: tuple["Input", ...] = ()
+
+  def tile_lists(self, block_m: int, block_n: int) -> tuple["Input", ...]:
+    """What a kernel with tiles of that size takes after `inputs`: the tiles that it visits, with a block mask."""
+    if self.block_heads is None:
+      return ()
+    blocks = (*self.block_heads, ceildiv(self.M, block_m))
+    return tuple(Input("tile_lists", (*blocks, n), dtypes.int) for n in (ceildiv(self.N, block_n), 2))
 
   @property
   def flops(self) -> int:
@@ -83,7 +95,11 @@ class AttentionSpec:
 
 @dataclass(frozen=True, eq=False)
 class Extras:
-  """The arguments that are tensors, functions or rarely used; see `uopattn.attention` for their meaning."""
+  """The arguments that are tensors, functions or rarely used; see `uopattn.attention` for their meaning.
+
+  Attributes:
+    bounds: the first and the last key that each query sees, (M,) int32 both; what `attention_varlen` makes of its own.
+  """
 
   attn_mask: Tensor | None = None
   dropout_p: float = 0.0
@@ -97,10 +113,11 @@ class Extras:
   aux: tuple[Tensor, ...] = field(default=())
   block_mask: BlockMask | None = None
   seed: Tensor | None = None  # of dropout, in training: (2,) uint32
+  bounds: tuple[Tensor, Tensor] | None = None
 
   def in_use(self) -> tuple[str, ...]:
     """The names of those that change the result; of q_start only where it is no int."""
-    names = ("attn_mask", "window", "softcap", "kv_lengths", "sinks", "score_mod", "mask_mod", "block_mask")
+    names = ("attn_mask", "window", "softcap", "kv_lengths", "sinks", "score_mod", "mask_mod", "block_mask", "bounds")
     used = [name for name in names if getattr(self, name) is not None]
     used += ["dropout_p"] * (self.seed is not None)
     return tuple(used) + (() if isinstance(self.q_start, int) else ("q_start",))
@@ -112,7 +129,9 @@ class Extras:
     found += [(name, x.cast(dtypes.int)) for name, x in places if isinstance(x, Tensor)]
     found += [] if self.sinks is None else [("sinks", self.sinks.float())]
     found += [] if self.seed is None else [("seed", self.seed)]
-    return found + [("aux", x) for x in self.aux]
+    found += [("bounds", x) for x in self.bounds or ()]
+    found += [("aux", x) for x in self.aux]
+    return found + [("block_mask", x) for x in (() if self.block_mask is None else self.block_mask.aux)]
 
   def variables(self) -> tuple[UOp, ...]:
     """The bound Variables among them, each once."""
@@ -165,6 +184,7 @@ def make_spec(
     None if mod is None else trace_mod(name, mod, lengths, aux)
     for name, mod in (("score_mod", extras.score_mod), ("mask_mod", extras.mask_mod))
   )
+  blocks = extras.block_mask
   return AttentionSpec(
     B,
     Hq,
@@ -185,6 +205,8 @@ def make_spec(
     score_mod,
     mask_mod,
     extras.dropout_p if extras.seed is not None else 0.0,
+    None if blocks is None else trace_mod("mask_mod", blocks.seen, lengths, blocks.aux),
+    None if blocks is None else blocks.heads,
     tuple(Input(name, sizes(x), x.dtype) for name, x in extras.tensors()),
   )
 
@@ -231,6 +253,7 @@ def _check_extras(e: Extras, B: int, Hq: int, M: int, N: int, device: object) ->
   for name, x in (
     *((n, getattr(e, n)) for n in ("attn_mask", "kv_lengths", "sinks", "q_start")),
     *(("aux", x) for x in e.aux),
+    ("block_mask", None if e.block_mask is None else e.block_mask.counts),
   ):
     if isinstance(x, Tensor) and x.device != device:
       raise ValueError(f"{name} is on {x.device}, q is on {device}; all must be on one device")

@@ -111,6 +111,13 @@ def trace_mod(
   return Mod(_result(result, dtype), function, dtype)
 
 
+def placed(aux: Any, device: Any) -> Any:
+  """A tuple of Tensors, those on no device, as `Tensor.arange` makes them, put on one; anything else as it is."""
+  if not isinstance(aux, tuple):
+    return aux
+  return tuple(x.clone(device=device) if isinstance(x, Tensor) and x.device is None else x for x in aux)
+
+
 def _result(x: Any, dtype: DType) -> UOp:
   x = _bare(x)
   return x.cast(dtype) if isinstance(x, UOp) else UOp.const(x, dtype)

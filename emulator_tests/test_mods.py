@@ -1,0 +1,194 @@
+"""The library of masks and score functions, and what is said of a function that cannot be traced."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import check, qkv
+from tinygrad import Tensor, dtypes
+
+from uopattn import BlockMask, attention, mods
+from uopattn.oracle import Array
+
+B, HQ, HKV, M, N = 2, 4, 2, 60, 60
+RNG = np.random.default_rng(4)
+DOCUMENTS = np.sort(RNG.integers(0, 5, (B, N)), 1).astype(np.int32)
+SLOPES = RNG.random(HQ).astype(np.float32)
+TABLE = RNG.normal(size=(HQ, 2 * 9 + 1)).astype(np.float32)
+
+
+def pixels(b: Any, h: Any, i: Array, j: Array) -> Array:
+  """Each query's 3 x 5 nearest pixels of its own on 6 x 10, listed one by one."""
+  seen = np.zeros((60, 60), bool)
+  for query in range(60):
+    y, x = divmod(query, 10)
+    top, left = min(max(y - 1, 0), 6 - 3), min(max(x - 2, 0), 10 - 5)
+    for row in range(top, top + 3):
+      seen[query, row * 10 + left : row * 10 + left + 5] = True
+  return seen[i, j]
+
+
+# A mask_mod, what the oracle has for it, and aux.
+MASKS: dict[str, tuple[Callable[..., Any], Callable[..., Array], tuple[Array, ...]]] = {
+  "causal": (mods.causal, lambda b, h, i, j: j <= i, ()),
+  "sliding window": (mods.sliding_window(7), lambda b, h, i, j: (i - j >= 0) & (i - j <= 7), ()),
+  "window on both sides": (mods.sliding_window(7, 3), lambda b, h, i, j: (i - j >= -3) & (i - j <= 7), ()),
+  "dilated": (mods.dilated(20, 4, 9), lambda b, h, i, j: np.isin(j - i, [-20, -16, -12, -8, -4, 0, 4, 8]), ()),
+  "prefix": (mods.prefix_lm(13), lambda b, h, i, j: (j < 13) | (j <= i), ()),
+  "document": (mods.document(), lambda b, h, i, j: DOCUMENTS[0][i] == DOCUMENTS[0][j], (DOCUMENTS[0],)),
+  "documents of batches": (
+    mods.document(1),
+    lambda b, h, i, j: DOCUMENTS[b][i] == DOCUMENTS[b][j],
+    (SLOPES, DOCUMENTS),
+  ),
+  "neighbourhood": (mods.neighbourhood((6, 10), (3, 5)), pixels, ()),
+  "and": (
+    mods.and_masks(mods.causal, mods.document(), lambda b, h, i, j, *aux: (i + j) % 2 == 0),
+    lambda b, h, i, j: (j <= i) & (DOCUMENTS[b][i] == DOCUMENTS[b][j]) & ((i + j) % 2 == 0),
+    (DOCUMENTS,),
+  ),
+  "or": (
+    mods.or_masks(mods.sliding_window(3), mods.document()),
+    lambda b, h, i, j: ((j <= i) & (j >= i - 3)) | (DOCUMENTS[b][i] == DOCUMENTS[b][j]),
+    (DOCUMENTS,),
+  ),
+}
+
+
+@pytest.mark.parametrize("backend", ["kernel", "reference"])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name: str, backend: str) -> None:
+  mod, seen, aux = MASKS[name]
+  q, k, v = qkv(B, HQ, HKV, M, N, 16, 16)
+  tensors = tuple(map(Tensor, aux))
+  out, lse = attention(q, k, v, mask_mod=mod, aux=tensors, enable_gqa=True, return_lse=True, backend=backend)
+  Tensor.realize(out, lse)
+  check(q, k, v, out, lse, mask_mod=seen)
+
+
+SCORES: dict[str, tuple[Callable[..., Any], Callable[..., Array], tuple[Array, ...]]] = {
+  "alibi": (mods.alibi(), lambda score, b, h, i, j: score - SLOPES[h] * np.abs(i - j), (SLOPES,)),
+  "relative bias": (
+    mods.relative_bias(1), lambda score, b, h, i, j: score + TABLE[h][np.clip(j - i, -9, 9) + 9], (SLOPES, TABLE)
+  ),
+  "softcap": (mods.softcap(1.5), lambda score, b, h, i, j: 1.5 * np.tanh(score / 1.5), ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["kernel", "reference"])
+@pytest.mark.parametrize("name", SCORES)
+def test_scores(name: str, backend: str) -> None:
+  mod, score, aux = SCORES[name]
+  q, k, v = qkv(B, HQ, HKV, M, N, 16, 16)
+  tensors = tuple(map(Tensor, aux))
+  out, lse = attention(q, k, v, score_mod=mod, aux=tensors, enable_gqa=True, return_lse=True, backend=backend)
+  Tensor.realize(out, lse)
+  check(q, k, v, out, lse, score_mod=score)
+
+
+def test_a_score_and_a_mask_share_aux() -> None:
+  q, k, v = qkv(B, HQ, HQ, M, N, 16, 16)
+  mask = mods.and_masks(mods.causal, mods.document(1))
+  aux = (Tensor(SLOPES), Tensor(DOCUMENTS))
+  out = attention(q, k, v, score_mod=mods.alibi(0), mask_mod=mask, aux=aux, backend="kernel")
+  check(
+    q, k, v, out,
+    score_mod=SCORES["alibi"][1], mask_mod=lambda b, h, i, j: (j <= i) & (DOCUMENTS[b][i] == DOCUMENTS[b][j]),
+  )  # fmt: skip
+
+
+def test_aux_may_be_on_no_device_yet() -> None:
+  q, k, v = qkv(1, 2, 2, M, N, 16, 16)
+  documents = Tensor.arange(M) // 20
+  assert documents.device is None
+  for options in (
+    {"mask_mod": mods.document(), "aux": (documents,)},
+    {"block_mask": BlockMask.of(mods.document(), 1, 1, M, N, (documents,))},
+  ):
+    out = attention(q, k, v, backend="kernel", **options)
+    check(q, k, v, out, mask_mod=lambda b, h, i, j: i // 20 == j // 20)
+
+
+def test_softcap_is_the_argument_of_that_name() -> None:
+  q, k, v = qkv(1, 2, 2, M, N, 16, 16)
+  check(q, k, v, attention(q, k, v, score_mod=mods.softcap(2.0), backend="kernel"), softcap=2.0)
+
+
+def test_slopes_are_the_papers() -> None:
+  assert mods.alibi_slopes(8) == [2.0**-i for i in range(1, 9)]
+  assert mods.alibi_slopes(4) == [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8]
+  assert mods.alibi_slopes(1) == [2.0**-8]
+  # Of 12 heads, 8 have those of 8 and 4 every other one of 16.
+  assert mods.alibi_slopes(12) == [2.0**-i for i in range(1, 9)] + [2.0**-0.5, 2.0**-1.5, 2.0**-2.5, 2.0**-3.5]
+
+
+@pytest.mark.parametrize(
+  ("factory", "message"),
+  [
+    (lambda: mods.dilated(9, 0), "step is 0; it must be at least 1"),
+    (
+      lambda: mods.neighbourhood((6, 10), (2, 5)),
+      "kernel is (2, 5); its height must be odd and at most",
+    ),
+    (lambda: mods.neighbourhood((6, 10), (3, 11)), "its width must be odd and at most the canvas's, 10"),
+    (mods.and_masks, "and_masks is given no mask; it needs at least one"),
+    (mods.or_masks, "or_masks is given no mask"),
+    (lambda: mods.softcap(0), "cap is 0; it must be greater than 0"),
+  ],
+)
+def test_factories_check_their_parameters(factory: Callable[[], Any], message: str) -> None:
+  with pytest.raises(ValueError, match=re.escape(message)):
+    factory()
+
+
+TWO = Tensor([1.0, 2.0])
+
+
+def with_if(b, h, i, j):
+  if j > i:
+    h = 0
+  return h <= i
+
+
+UNTRACEABLE: dict[str, tuple[str, Callable[..., Any], tuple[Tensor, ...], str]] = {
+  "if": ("mask_mod", with_if, (), r"for `if` write condition.where\(a, b\)"),
+  "and": ("mask_mod", lambda b, h, i, j: j <= i and j > 3, (), "for `and`, `or`, `not` write &, |, ~"),
+  "not": ("mask_mod", lambda b, h, i, j: not j <= i, (), "for `and`, `or`, `not` write &, |, ~"),
+  "chained comparison": ("mask_mod", lambda b, h, i, j: 3 < j < i, (), "for `and`, `or`, `not` write &, |, ~"),
+  "min": ("mask_mod", lambda b, h, i, j: min(i, j) > 3, (), r"for `if` write condition.where\(a, b\)"),
+  "captured Tensor": ("score_mod", lambda s, b, h, i, j: s + TWO[h], (), "pass Tensors through aux and index them"),
+  "captured Tensor as it is": ("score_mod", lambda s, b, h, i, j: TWO.sum(), (), "it reads one that is not in aux"),
+  "too few indices": ("score_mod", lambda s, b, h, i, j, x: s + x[h, i], (TWO,),
+                      r"2 indices for a tensor of shape \(2,\)"),
+  "index of a captured array": ("mask_mod", lambda b, h, i, j: np.arange(60)[i] > j, (), "mask_mod cannot be traced"),
+  "wrong arguments": ("mask_mod", lambda i, j: j <= i, (),
+                      r"called as mask_mod\(b, h, q_idx, kv_idx, \*aux\)|called once as mask_mod"),
+  "aux without a name": ("mask_mod", lambda b, h, i, j: j <= i, (TWO,), r"mask_mod\(b, h, q_idx, kv_idx, \*aux\)"),
+  "a number for a bool": ("mask_mod", lambda b, h, i, j: i - j, (), "mask_mod returns .*int; it must return a bool"),
+  "None": ("score_mod", lambda s, b, h, i, j: None, (), "score_mod returns NoneType; it must return what it computes"),
+  "a list": ("mask_mod", lambda b, h, i, j: [i >= j], (), "mask_mod returns list; it must return what it computes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNTRACEABLE)
+def test_a_mod_that_cannot_be_traced_is_told_what_to_write(name: str) -> None:
+  argument, mod, aux, message = UNTRACEABLE[name]
+  q, k, v = qkv(1, 2, 2, M, N, 8, 8)
+  with pytest.raises(TypeError, match=message) as caught:
+    attention(q, k, v, aux=aux, **{argument: mod})  # type: ignore[arg-type]
+  assert str(caught.value).startswith(argument)
+
+
+def test_comparisons_of_equality_compare() -> None:
+  """Those of tinygrad's symbols say whether two graphs are one."""
+  q, k, v = qkv(1, 2, 2, M, N, 8, 8)
+  for mod in (lambda b, h, i, j: i % 3 == j % 3, lambda b, h, i, j: i % 3 != j % 3):
+    check(q, k, v, attention(q, k, v, mask_mod=mod, backend="kernel"), mask_mod=mod)
+
+
+def test_sixteen_bits() -> None:
+  q, k, v = qkv(B, HQ, HKV, M, N, 16, 16, dtypes.bfloat16)
+  out = attention(q, k, v, score_mod=mods.alibi(), aux=(Tensor(SLOPES),), enable_gqa=True, backend="kernel")
+  check(q, k, v, out, score_mod=SCORES["alibi"][1])

@@ -1,0 +1,100 @@
+"""Times attention with masks next to attention without one, and prints a table for the README.
+
+Every result is checked by the gate, on its first and its last head, before it is timed.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from tinygrad import Device, Tensor, TinyJit, dtypes
+
+from uopattn import BlockMask, attention, attention_varlen
+from uopattn.bench import alternate
+from uopattn.contenders import Runner
+from uopattn.mods import causal, document, sliding_window
+from uopattn.oracle import Array
+from uopattn.run import wait
+from uopattn.verify import numpy, verify
+
+H, N, D, BLOCK, WINDOW = 8, 4096, 64, 128, 512
+RNG = np.random.default_rng(0)
+KEPT = RNG.random((N // BLOCK, N // BLOCK)) < 0.1
+DOCUMENTS = np.sort(RNG.integers(0, 10, N)).astype(np.int32)
+ENDS = [0, *np.cumsum(np.bincount(DOCUMENTS)).tolist()]
+
+Case = tuple[Callable[..., Tensor], Array]
+
+
+def cases(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Case]:
+  """What computes each, without arguments, and the pairs that see each other, (N, N) bool."""
+  i, j = np.ogrid[:N, :N]
+  kept, documents = Tensor(KEPT).realize(), Tensor(DOCUMENTS).realize()
+  within = DOCUMENTS[i] == DOCUMENTS[j]
+
+  def call(**options: Any) -> Callable[[], Tensor]:
+    return lambda: attention(q, k, v, backend="kernel", **options)
+
+  def blocks(mod: Callable[..., Any], *aux: Tensor) -> Callable[[], Tensor]:
+    return call(block_mask=BlockMask.of(mod, 1, 1, N, N, aux, 64, 64))
+
+  q3, k3, v3 = (x.squeeze(0).transpose(0, 1).contiguous().realize() for x in (q, k, v))
+  ends = Tensor(ENDS, dtype=dtypes.int).realize()
+
+  def one_by_one() -> Tensor:
+    return attention_varlen(q3, k3, v3, ends, ends, backend="kernel")
+
+  return {
+    "no mask": (call(), np.ones((N, N), bool)),
+    "`is_causal=True`": (call(is_causal=True), j <= i),
+    "`block_mask` of `causal`": (blocks(causal), j <= i),
+    f"`window=({WINDOW}, 0)`": (call(window=(WINDOW, 0)), (j <= i) & (j >= i - WINDOW)),
+    f"`block_mask` of `sliding_window({WINDOW})`": (blocks(sliding_window(WINDOW)), (j <= i) & (j >= i - WINDOW)),
+    "ten documents: `mask_mod` alone, which skips nothing": (call(mask_mod=document(), aux=(documents,)), within),
+    "ten documents: `block_mask`": (blocks(document(), documents), within),
+    "ten documents: `attention_varlen`, with its copies": (one_by_one, within),
+    f"`block_mask`, a tenth of all blocks of {BLOCK}×{BLOCK}, at random": (
+      blocks(lambda b, h, i, j, x: x[i // BLOCK, j // BLOCK], kept),
+      np.kron(KEPT, np.ones((BLOCK, BLOCK), bool)),
+    ),
+  }
+
+
+def replayed(compute: Callable[[], Tensor]) -> Runner:
+  """By TinyJit, compiled and captured."""
+
+  @TinyJit
+  def run() -> Tensor:
+    return compute().realize()
+
+  for _ in range(2):
+    run()
+  return Runner(run, lambda: [numpy(run())], wait=wait)
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, out: Tensor, seen: Array) -> None:
+  """SystemExit where the first or the last head fails the gate."""
+  out = out if out.ndim == 4 else out.transpose(0, 1).unsqueeze(0)
+  q, k, v, out = (x[:, :: H - 1].contiguous() for x in (q, k, v, out))
+  for report in verify(q, k, v, out, attn_mask=seen[None, None]):
+    if not report.correct:
+      sys.exit(f"fails the gate: {report}")
+
+
+def main() -> None:
+  """Prints the table."""
+  q, k, v = (Tensor(RNG.standard_normal((1, H, N, D), np.float32)).realize() for _ in range(3))
+  runners, shares = {}, {}
+  for name, (compute, seen) in cases(q, k, v).items():
+    runners[name], shares[name] = replayed(compute), float(seen.mean())
+    check(q, k, v, Tensor(runners[name].result()[0]), seen)
+  times = {name: timing.median * 1e3 for name, timing in alternate(runners, 7).items()}
+  print(f"{Device.DEFAULT}, float32, B=1 H={H} N={N} D={D}, medians of 7 rounds\n")
+  print("| | pairs seen | ms | time, of that without a mask |\n|---|--:|--:|--:|")
+  for name, ms in times.items():
+    print(f"| {name} | {shares[name]:.0%} | {ms:.1f} | {ms / times['no mask']:.0%} |")
+
+
+if __name__ == "__main__":
+  main()

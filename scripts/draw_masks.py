@@ -1,0 +1,36 @@
+"""Draws the masks of `uopattn.mods`, pair by pair, for the README."""
+
+import sys
+
+import numpy as np
+from matplotlib.figure import Figure
+from tinygrad import Tensor
+
+from uopattn import BlockMask, mods
+
+SIZE = 48
+DOCUMENTS = Tensor(np.repeat([0, 1, 2, 3], [11, 17, 6, 14]).astype(np.int32))
+MASKS = {
+  "causal": mods.causal,
+  "sliding_window(8, 3)": mods.sliding_window(8, 3),
+  "dilated(20, 4)": mods.dilated(20, 4),
+  "prefix_lm(12)": mods.prefix_lm(12),
+  "document()": mods.document(),
+  "and_masks(causal, document())": mods.and_masks(mods.causal, mods.document()),
+  "or_masks(sliding_window(6), first)": mods.or_masks(mods.sliding_window(6), lambda b, h, i, j, *aux: j < 4),
+  "neighbourhood((6, 8), (3, 5))": mods.neighbourhood((6, 8), (3, 5)),
+}
+
+
+def main(path: str = "scripts/results/masks.png") -> None:
+  """Writes the picture, eight panels of queries down and keys across."""
+  figure = Figure(figsize=(11, 5.6), layout="constrained")
+  for panel, (name, mask) in zip(figure.subplots(2, 4).flat, MASKS.items(), strict=True):
+    BlockMask.of(mask, 1, 1, SIZE, SIZE, (DOCUMENTS,), block_m=1, block_n=1).draw(panel)
+    panel.set_title(name, fontsize=8, family="monospace")
+    panel.label_outer()
+  figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+  main(*sys.argv[1:])

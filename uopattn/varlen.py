@@ -1,0 +1,141 @@
+"""`attention_varlen`: attention within sequences that lie one after another, of any lengths."""
+
+from itertools import pairwise
+from typing import Any, cast
+
+from tinygrad import Tensor, dtypes
+
+from uopattn.attention import attend
+from uopattn.dsl import sizes
+from uopattn.spec import BACKENDS, Extras, dtype_name, make_spec
+
+Offsets = Tensor | list[int] | tuple[int, ...]
+
+
+def attention_varlen(
+  q: Tensor,
+  k: Tensor,
+  v: Tensor,
+  cu_seqlens_q: Offsets,
+  cu_seqlens_k: Offsets,
+  *,
+  is_causal: bool = False,
+  scale: float | None = None,
+  enable_gqa: bool = False,
+  window: tuple[int | None, int | None] | None = None,
+  softcap: float | None = None,
+  q_start: int | Tensor = 0,
+  sinks: Tensor | None = None,
+  return_lse: bool = False,
+  backend: str = "auto",
+) -> Any:
+  """`attention` of each of S sequences for itself, without padding: sequence s has the queries from cu_seqlens_q[s] to
+  cu_seqlens_q[s + 1] - 1, and likewise the keys.
+
+  The first and the last key that each query sees say it all, so a kernel skips the tiles of other sequences as it does
+  those that a causal mask or a window hides. q, k and v are copied once, heads first.
+
+  Args:
+    q: (total queries, Hq, Dk); float32, float16 or bfloat16.
+    k: (total keys, Hkv, Dk), of q's dtype.
+    v: (total keys, Hkv, Dv), of q's dtype.
+    cu_seqlens_q, cu_seqlens_k: (S + 1,), the lengths summed up: 0, and then where each sequence ends. Either ints,
+      which are checked, or a Tensor of an integer dtype, which is not read back: if it decreases or goes beyond the
+      total, the output is wrong, but nothing is read out of bounds. A sequence may be empty on either side; a query
+      behind the last end sees no key.
+    is_causal, window: as for `attention`, by positions within the sequence.
+    scale, enable_gqa, softcap, sinks, backend: as for `attention`.
+    q_start: position of the first query among the keys of its sequence, an int or (S,) integer Tensor; 0 aligns causal
+      masks upper left, the number of keys less that of queries lower right.
+    return_lse: also return the natural-log sum of exponentials of each row, (Hq, total queries) float32. Realize both
+      together.
+
+  Returns:
+    (total queries, Hq, Dv) in q's dtype; with return_lse a pair. A query that sees no key gets 0, and -inf.
+
+  Raises:
+    TypeError, ValueError: an argument does not fit; the message names it, what was given and what is accepted.
+  """
+  if backend not in BACKENDS:
+    raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
+  for name, x in (("q", q), ("k", k), ("v", v)):
+    if x.ndim != 3:
+      raise ValueError(f"{name} has shape {x.shape}; it must have three dimensions, (total, H, head size)")
+  q4, k4, v4 = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+  given = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa, "return_lse": return_lse}
+  # Checks all but the offsets, for which it takes q, k and v to be right.
+  make_spec(q4, k4, v4, Extras(window=window, softcap=softcap, sinks=sinks), **given)  # type: ignore[arg-type]
+  M, N, device = sizes(q)[0], sizes(k)[0], str(q.device)
+  ends_q, ends_k = _offsets("cu_seqlens_q", cu_seqlens_q, M, device), _offsets("cu_seqlens_k", cu_seqlens_k, N, device)
+  if ends_q.shape != ends_k.shape:
+    raise ValueError(f"cu_seqlens_k has shape {ends_k.shape}, cu_seqlens_q {ends_q.shape}; they must be the same")
+  left, right = window or (None, None)
+  right = min(0, right or 0) if is_causal else right
+  bounds = key_bounds(ends_q, ends_k, M, N, (left, right), _starts(q_start, sizes(ends_q)[0] - 1, device))
+  extras = Extras(softcap=softcap, sinks=sinks, bounds=bounds)
+  spec = make_spec(q4, k4, v4, extras, scale=scale, enable_gqa=enable_gqa, return_lse=return_lse)
+  out, lse = attend(q4, k4, v4, spec, extras, backend)
+  out = out.squeeze(0).transpose(0, 1)
+  return (out, cast(Tensor, lse).squeeze(0)) if return_lse else out
+
+
+def key_bounds(
+  ends_q: Tensor, ends_k: Tensor, M: int, N: int, window: tuple[int | None, int | None], q_start: int | Tensor
+) -> tuple[Tensor, Tensor]:
+  """The first and the last key that each query sees, (M,) int32 both; neither decreases with the query.
+
+  Where a query sees no key, the last one comes before the first.
+
+  Args:
+    ends_q, ends_k: (S + 1,) int32, `cu_seqlens_q` and `cu_seqlens_k`.
+    M, N: queries and keys.
+    window: keys before and behind a query's position that it sees, None for no bound.
+    q_start: an int or (S,) int32.
+  """
+  row = Tensor.arange(M).cast(dtypes.int)
+  # One more sequence, without keys, has the queries behind the last end.
+  ends_q, ends_k = (x.clip(0, n).pad((0, 1), value=n) for x, n in ((ends_q, M), (ends_k, N)))
+  ends_k = ends_k.minimum(ends_k[-2])
+  own = (ends_q[:-1].unsqueeze(1) <= row) & (row < ends_q[1:].unsqueeze(1))  # (S + 1, M)
+
+  def of_own(x: Tensor) -> Tensor:
+    return own.where(x.unsqueeze(1), 0).sum(0)
+
+  start, end = of_own(ends_k[:-1]), of_own(ends_k[1:])
+  shift = of_own(q_start.pad((0, 1))) if isinstance(q_start, Tensor) else q_start
+  position = start + row - of_own(ends_q[:-1]) + shift
+  left, right = window
+  first = start if left is None else (position - left).maximum(start).minimum(end)
+  last = end - 1 if right is None else (position + right).minimum(end - 1).maximum(start - 1)
+  return first.cast(dtypes.int).contiguous(), last.cast(dtypes.int).contiguous()
+
+
+def _offsets(name: str, x: Offsets, total: int, device: str) -> Tensor:
+  """`cu_seqlens` as (S + 1,) int32, S at least 1."""
+  if isinstance(x, Tensor):
+    if x.dtype not in dtypes.ints:
+      raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it must be of an integer dtype, or ints")
+    if x.ndim != 1 or not isinstance(x.shape[0], int) or x.shape[0] < 2:
+      raise ValueError(f"{name} has shape {x.shape}; it must be (S + 1,) for S >= 1 sequences")
+    if x.device != device:
+      raise ValueError(f"{name} is on {x.device}, q is on {device}; all must be on one device")
+    return x.cast(dtypes.int)
+  if not isinstance(x, (list, tuple)) or not all(type(end) is int for end in x):
+    raise TypeError(f"{name} is {x!r}; it must be a Tensor of an integer dtype, or a list of ints")
+  if len(x) < 2 or x[0] != 0 or x[-1] != total or any(a > b for a, b in pairwise(x)):
+    raise ValueError(f"{name} is {x!r}; it must rise from 0 to {total}, the length of all sequences")
+  return Tensor(x, dtype=dtypes.int, device=device)
+
+
+def _starts(x: int | Tensor, sequences: int, device: str) -> int | Tensor:
+  if isinstance(x, Tensor):
+    if x.dtype not in dtypes.ints:
+      raise TypeError(f"q_start has dtype {dtype_name(x.dtype)}; it must be an int or a Tensor of an integer dtype")
+    if x.shape != (sequences,):
+      raise ValueError(f"q_start has shape {x.shape}; it must be ({sequences},)")
+    if x.device != device:
+      raise ValueError(f"q_start is on {x.device}, q is on {device}; all must be on one device")
+    return x.cast(dtypes.int)
+  if isinstance(x, bool) or not isinstance(x, int):
+    raise TypeError(f"q_start is {x!r}; accepted are an int and a ({sequences},) integer Tensor")
+  return x
