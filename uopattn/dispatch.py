@@ -77,17 +77,15 @@ def _for_hopper(spec: AttentionSpec, target: Target) -> bool:
 
 
 CPU_DTYPES = (dtypes.float32, *FLOAT16)
-EVERYTHING = frozenset(
-  ("attn_mask", "window", "softcap", "q_start", "kv_lengths", "sinks", "score_mod", "mask_mod", "block_mask", "bounds")
-)
-DROPOUT = frozenset(("dropout_p",))
+PLACES = ("q_start", "kv_lengths", "window", "bounds", "attn_mask", "mask_mod", "block_mask")
+EVERYTHING = frozenset((*PLACES, "softcap", "score_mod", "sinks", "dropout_p"))
 DENSE = EVERYTHING - {"block_mask"}
 KERNELS = (
   Kernel(
     "cpu_forward",
     ("CPU",),
     CPU_DTYPES,
-    EVERYTHING | DROPOUT,
+    EVERYTHING,
     cpu_forward.Tiles,
     _cpu_tiles,
     cpu_forward.forward,
@@ -97,7 +95,7 @@ KERNELS = (
     "cpu_decode",
     ("CPU",),
     CPU_DTYPES,
-    DENSE | DROPOUT,
+    DENSE,
     cpu_decode.Tiles,
     _decode_tiles,
     cpu_decode.forward,
