@@ -7,7 +7,7 @@ from typing import Any
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
-from tinygrad.helpers import TRAINING
+from tinygrad.helpers import ALLOW_TF32, TRAINING
 
 from uopattn.block_mask import BlockMask
 from uopattn.dsl import sizes
@@ -28,6 +28,7 @@ class AttentionSpec:
     scale: factor on q.k.
     q_start: position of the first query; None where it is not known before the kernel runs.
     extras: names of the arguments in use beyond is_causal, q_start, scale, enable_gqa and return_lse.
+    tf32: products of float32 may ignore all but the first 10 bits of a fraction: tinygrad's ALLOW_TF32.
   """
 
   B: int
@@ -43,6 +44,7 @@ class AttentionSpec:
   q_start: int | None = 0
   return_lse: bool = False
   extras: tuple[str, ...] = ()
+  tf32: bool = False
 
   @property
   def flops(self) -> int:
@@ -114,7 +116,10 @@ def make_spec(
       raise TypeError(f"{name} is {flag!r}; it must be True or False")
   _check_extras(extras, B, Hq, M, N, q.device)
   q_start = extras.q_start if isinstance(extras.q_start, int) else None
-  return AttentionSpec(B, Hq, Hkv, M, N, Dk, Dv, q.dtype, factor, bool(is_causal), q_start, return_lse, extras.in_use())
+  tf32 = q.dtype == dtypes.float32 and bool(ALLOW_TF32)
+  return AttentionSpec(
+    B, Hq, Hkv, M, N, Dk, Dv, q.dtype, factor, bool(is_causal), q_start, return_lse, extras.in_use(), tf32
+  )
 
 
 def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -101,6 +101,10 @@ class Panels:
     place = (chunk % per) ^ (row // (WIDEST // CHUNK // per) % per)
     return self.memory[self.base + (chunk // per * self.height + row) * self.width + place * self.chunk]
 
+  def element(self, row: UOp, column: UOp) -> UOp:
+    """An element's bits."""
+    return self.memory[self.at(row, column // self.chunk).src[1] + column % self.chunk].load()
+
   def fill_tile(
     self, n_tile: UOp, source: UOp, head: UOp, length: int, size: int, thread: UOp, *after: UOp
   ) -> list[UOp]:

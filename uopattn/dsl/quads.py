@@ -83,14 +83,14 @@ def store_row(
   _, M, Dv = sizes(o)
   total = join(UOp.__add__, l_i)
   inverse = total.eq(0).where(0.0, 1 / total)
-  width = 4 // o.dtype.itemsize  # elements in a word
+  width = max(2, 4 // o.dtype.itemsize)  # elements in a word, or two words of float32
   tiles, chunk = width // 2, QUAD * width  # accumulator tiles that a word is of; elements of a quad's words
   values = [
     [acc[d + i % tiles, 2 * half + i // tiles].load() * inverse for i in range(width)]
     for d in range(0, acc.shape[0], tiles)
   ]
   stores = []
-  if Dv % chunk == 0:
+  if Dv % chunk == 0 and o.dtype.itemsize < 4:
     words, flat = [ins.pack_word(family, elements, o.dtype) for elements in values], as_type(o, dtypes.uint)
     words += [UOp.const(0, dtypes.uint)] * (-len(words) % QUAD)
     for d in range(0, len(words), QUAD):  # lane t of the quad stores the quad's words d + t
