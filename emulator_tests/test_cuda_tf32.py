@@ -34,7 +34,10 @@ SHAPES = {
 }
 
 
-def check_tf32(*sizes: Any, arch: str = "sm_80", seed: int = 0, **options: Any) -> None:
+Sizes = tuple[int, int, int, int, int, int, int]  # B, Hq, Hkv, M, N, Dk, Dv
+
+
+def check_tf32(sizes: Sizes, arch: str = "sm_80", seed: int = 0, **options: Any) -> None:
   """Runs `attention` with ALLOW_TF32=1 and fails unless output and LSE pass the gate of tf32."""
   with on(arch), Context(ALLOW_TF32=1):
     q, k, v = inputs(*sizes, dtype=F32, seed=seed)
@@ -47,7 +50,7 @@ def check_tf32(*sizes: Any, arch: str = "sm_80", seed: int = 0, **options: Any) 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_matches_the_oracle(shape: str) -> None:
   place = list(SHAPES).index(shape)
-  check_tf32(*SHAPES[shape], arch=("sm_80", "sm_90")[place % 2], is_causal=place % 3 == 0)
+  check_tf32(SHAPES[shape], arch=("sm_80", "sm_90")[place % 2], is_causal=place % 3 == 0)
 
 
 @given(
@@ -61,7 +64,7 @@ def test_matches_the_oracle(shape: str) -> None:
 )
 @drawn(4)
 def test_any_shape(M, N, Dk, Dv, is_causal, q_start, seed) -> None:
-  check_tf32(1, 2, 1, M, N, Dk, Dv, seed=seed, is_causal=is_causal, q_start=q_start)
+  check_tf32((1, 2, 1, M, N, Dk, Dv), seed=seed, is_causal=is_causal, q_start=q_start)
 
 
 @pytest.mark.parametrize("D", [64, 128])
@@ -86,7 +89,7 @@ def test_each_barrier_and_wait_deleted(causal: bool) -> None:
 def test_a_slot_filled_too_early_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(panels.Panels, "tile", lambda self, n_tile, *after: right_tile(self, n_tile * 0, *after))
   with pytest.raises(emulator.KernelError, match="LDS"):
-    check_tf32(1, 1, 1, 50, 300, 16, 16)
+    check_tf32((1, 1, 1, 50, 300, 16, 16))
 
 
 def keys_in_order(self: panels.Panels, row: UOp, column: UOp) -> UOp:
@@ -101,7 +104,7 @@ right_element = panels.Panels.element
 def test_keys_in_another_order_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(panels.Panels, "element", keys_in_order)
   with pytest.raises(AssertionError, match="worst at"):
-    check_tf32(1, 1, 1, 50, 150, 16, 16)
+    check_tf32((1, 1, 1, 50, 150, 16, 16))
 
 
 @pytest.mark.parametrize("name", ["keys past the end counted", "no rescale of the accumulator", "last tile dropped"])
@@ -109,7 +112,7 @@ def test_a_mistake_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None
   _, phase, mistake, options = MISTAKES[name]
   monkeypatch.setattr(cuda_forward, phase, mistake)
   with pytest.raises(AssertionError, match="worst at"):
-    check_tf32(1, 1, 1, 50, 150, 16, 16, **options)
+    check_tf32((1, 1, 1, 50, 150, 16, 16), **options)
 
 
 def test_the_gate_of_float32_rejects_tf32() -> None:
