@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from tinygrad import Device, UOp, dtypes
@@ -79,7 +80,9 @@ def build(
   buffers = (o, q, k, v) if lse is None else (o, q, k, v, lse)
   if _compiler(device) is not None:
     return compiled(choice, spec, device, tuple(x.base.arg.slot for x in buffers))
-  return _graph(choice, spec, buffers)
+  graph = _graph(choice, spec, buffers)
+  # tinygrad would add up the work of loops whose trips depend on the block, in a term too deep for Python's stack.
+  return graph.replace(arg=replace(graph.arg, estimates=estimates(spec)))
 
 
 @functools.cache
