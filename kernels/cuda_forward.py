@@ -37,8 +37,9 @@ from uopattn.dsl.softmax import mask_scores, online_softmax, split_factor
 CUDA, TURING = "cuda", "sm_75"
 WARP = 32
 STEPS = {8: dtypes.uint, 16: dtypes.ushort, 32: dtypes.uchar}  # elements of a step: an integer of their size
-# P is in [0, 1]: in 8 bits it is multiplied by 2 to this power, nearly the type's largest number, to use its range.
+# The first architecture with instructions for a type.
 SINCE = {
+  # P is in [0, 1]: in 8 bits it is multiplied by 2 to this power, nearly the type's largest number, to use its range.
   dtypes.half: 75,
   dtypes.float32: 80,
   dtypes.bfloat16: 80,
