@@ -38,14 +38,8 @@ CUDA, TURING = "cuda", "sm_75"
 WARP = 32
 STEPS = {8: dtypes.uint, 16: dtypes.ushort, 32: dtypes.uchar}  # elements of a step: an integer of their size
 # The first architecture with instructions for a type.
-SINCE = {
-  # P is in [0, 1]: in 8 bits it is multiplied by 2 to this power, nearly the type's largest number, to use its range.
-  dtypes.half: 75,
-  dtypes.float32: 80,
-  dtypes.bfloat16: 80,
-  dtypes.fp8e4m3: 89,
-  dtypes.fp8e5m2: 89,
-}  # architecture
+SINCE = {dtypes.half: 75, dtypes.bfloat16: 80, dtypes.float32: 80, dtypes.fp8e4m3: 89, dtypes.fp8e5m2: 89}
+# P is in [0, 1]: in 8 bits it is multiplied by 2 to this power, nearly the type's largest number, to use its range.
 P_EXPONENTS = {dtypes.fp8e4m3: 8, dtypes.fp8e5m2: 15}
 
 Tile = list[UOp]  # an accumulator's elements in this lane
