@@ -80,7 +80,7 @@ def build(choice: Choice, spec: AttentionSpec, device: str, *buffers: UOp) -> UO
   if _compiler(device) is not None:
     return compiled(choice, spec, device, tuple(x.base.arg.slot for x in buffers))
   graph = _graph(choice, spec, buffers)
-  # Of a loop whose end is read from a buffer, tinygrad's own estimates fail.
+  # tinygrad's own would be a term too deep for Python's stack, or fail where a loop's end is read from a buffer.
   return graph.replace(arg=replace(graph.arg, estimates=estimates(spec)))
 
 

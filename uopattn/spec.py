@@ -7,7 +7,7 @@ from typing import Any
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
-from tinygrad.helpers import ceildiv
+from tinygrad.helpers import ALLOW_TF32, ceildiv
 from tinygrad.uop.ops import Ops
 
 from uopattn.block_mask import BlockMask
@@ -50,6 +50,7 @@ class AttentionSpec:
     block_mod: the block mask's own mask_mod.
     block_heads: batches and heads of the block mask; None where there is none.
     inputs: the Tensors among the arguments other than q, k and v, in the order in which kernels take them.
+    tf32: products of float32 may ignore all but the first 10 bits of a fraction: tinygrad's ALLOW_TF32.
   """
 
   B: int
@@ -74,6 +75,7 @@ class AttentionSpec:
   block_mod: Mod | None = None
   block_heads: tuple[int, int] | None = None
   inputs: tuple["Input", ...] = ()
+  tf32: bool = False
 
   def tile_lists(self, block_m: int, block_n: int) -> tuple["Input", ...]:
     """What a kernel with tiles of that size takes after `inputs`: the tiles that it visits, with a block mask."""
@@ -208,6 +210,7 @@ def make_spec(
     None if blocks is None else trace_mod("mask_mod", blocks.seen, lengths, blocks.aux),
     None if blocks is None else blocks.heads,
     tuple(Input(name, sizes(x), x.dtype) for name, x in extras.tensors()),
+    q.dtype == dtypes.float32 and bool(ALLOW_TF32),
   )
 
 
