@@ -195,6 +195,16 @@ def test_blocks_of_any_size(size: tuple[int, int], dtype: Any) -> None:
   check(q, k, v, out, attn_mask=dense("documents"))
 
 
+def test_few_queries_and_grouped_heads() -> None:
+  """Each head has tiles of its own, whatever heads share their keys."""
+  seen = np.random.default_rng(5).random((2, 6, 3, N // 16 + 1)) < 0.4
+  q, k, v = qkv(2, 6, 2, 3, N, 16, 16)
+  mask = BlockMask.of(lambda b, h, i, j, x: x[b, h, i, j // 16], 2, 6, 3, N, (Tensor(seen),), 16, 16)
+  out, lse = attention(q, k, v, block_mask=mask, enable_gqa=True, return_lse=True, backend="kernel")
+  Tensor.realize(out, lse)
+  check(q, k, v, out, lse, mask_mod=lambda b, h, i, j: seen[b, h, i, j // 16])
+
+
 def test_a_mask_for_all_heads_is_asked_about_the_first() -> None:
   q, k, v = qkv(B, H, H, M, N, 8, 8)
   mask = BlockMask.of(lambda b, h, i, j: (i + j + h + b) % 3 != 0, 1, 1, M, N)

@@ -24,6 +24,7 @@ LENGTHS: dict[str, tuple[list[int], list[int]]] = {
   "no queries in some": ([0, 40, 0, 0, 33, 0], [7, 40, 3, 0, 20, 11]),
   "no keys in some": ([20, 40, 13, 2], [0, 50, 0, 9]),
   "no keys at the end": ([20, 40], [50, 0]),
+  "few queries": ([1, 0, 2, 1], [30, 9, 44, 70]),
   "long and short": ([200, 3, 1], [2, 260, 300]),
 }
 

@@ -119,8 +119,8 @@ def _graph(choice: Choice, spec: AttentionSpec, buffers: tuple[UOp, ...]) -> UOp
   kernel = choice.kernel.build(o, q, k, v, lse, rules=given, tiles=choice.tiles)
   if "CPU" not in choice.kernel.devices:
     return kernel
-  # tinygrad numbers its own argument, the work item, after as many buffers as are in use, so none may drop out; but an
-  # attention that sees no key does not use q and k, and a mod may leave some of its aux aside.
+  # tinygrad numbers its own argument, the work item, after as many buffers as are in use, and fails where that is one's
+  # number: an attention that sees no key does not use q and k, and a mod may leave some of its aux aside.
   return kernel.replace(src=(*kernel.src, *(x.base for x in buffers)))
 
 

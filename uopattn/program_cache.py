@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import pickle
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, cast
 
@@ -36,6 +37,13 @@ def finished(kernel: UOp, renderer: Renderer, estimates: Estimates) -> UOp:
   """
   info, source, binary = program(kernel, renderer)
   params = sorted((u for u in kernel.toposort() if u.op is Ops.PARAM), key=lambda u: u.arg.slot)
+  used = info.globals
+  if info.vars and used != tuple(range(len(used))):
+    # tinygrad numbers its own arguments after as many as are used, and orders all by number: an attention that sees no
+    # key does not use q and k. So those that are used are numbered anew.
+    numbers = {u: u.replace(arg=replace(u.arg, slot=used.index(u.arg.slot))) for u in params if u.arg.slot in used}
+    anew, source, binary = program(kernel.substitute(numbers), renderer)
+    info = replace(anew, globals=used, outs=info.outs, ins=info.ins)
   # tinygrad would look into the kernel's own graph and find its axes open.
   sink = UOp.sink(*params, arg=KernelInfo(name=kernel.arg.name, estimates=estimates))
   code = UOp(Ops.SOURCE, arg=source), UOp(Ops.BINARY, arg=binary)
