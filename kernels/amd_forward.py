@@ -154,7 +154,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   q_frags = [load_query(f, q, group.head, query, lane) for query in queries]
   state = State.make(s, (m_tiles, ceildiv(Dv, ROWS), f.result), rules.factors[1], group.item)
-  threads, kv_head, exists = tiles.waves * f.lanes, group.head // (heads // kv_heads), here.length > 0
+  threads, kv_head = tiles.waves * f.lanes, group.head // (heads // kv_heads)
+  # Not `> 0`: tinygrad would take a comparison for granted in all of a gated index, in the ends of its loops too.
+  exists = here.length.ne(0)
   loads = words_of(k, kv_head, exists), words_of(v, kv_head, exists)
   stage = Stage(s, f, tiles.block_n, threads, group.thread, *loads, here.length, *tiles.padded(Dk, Dv))
   p_lds = Rows.make(s, tiles.block_m, tiles.block_n, f.pad) if f.repeated else None
