@@ -256,7 +256,7 @@ def test_target_and_float32(arch: str) -> None:
   with on(arch):
     assert Target.of(Device.DEFAULT) == Target("CUDA", arch)
     q, k, v = (x.float() for x in inputs(1, 1, 1, 20, 20, 16, 16))
-    with pytest.raises(ValueError, match="no code for float q, k and v; give it half or bfloat16"):
+    with pytest.raises(ValueError, match=r"multiplies float32 in tf32 alone.*ALLOW_TF32=1, or give it half or bf"):
       attention(q, k, v, backend="kernel")
 
 

@@ -28,10 +28,13 @@ QUICK = [
   ("sm_90", 64, True, "fp8e5m2"),
   ("sm_90", 128, True, "fp8e4m3"),
   ("sm_75", 64, True, "float16"),
+  ("sm_80", 64, True, "float32"),
+  ("sm_89", 128, False, "float32"),
 ]
 EVERY = [(arch, D, dtype) for arch in ARCHES for D in (64, 128, 256) for dtype in HALVES]
 EVERY += [(arch, D, dtype) for arch in ("sm_89", "sm_90") for D in (64, 128) for dtype in ("fp8e4m3", "fp8e5m2")]
 EVERY += [("sm_75", D, "float16") for D in (64, 128)]
+EVERY += [(arch, D, "float32") for arch in ARCHES for D in (64, 128)]
 REST = [
   (arch, D, causal, dtype)
   for arch, D, dtype in EVERY

@@ -230,8 +230,8 @@ def test_without_a_kernel_plain_ops_serve(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_tiles_are_of_the_elements_size() -> None:
-  with pytest.raises(ValueError, match=r"Tiles\.step=8: must be one of 16, 32"):
-    cuda_forward.Tiles(4, 1, 32, step=8)
+  with pytest.raises(ValueError, match=r"Tiles\.step=4: must be one of 8, 16, 32"):
+    cuda_forward.Tiles(4, 1, 32, step=4)
   with pytest.raises(ValueError, match=r"Tiles\.block_n=16: must be a multiple of 32"):
     cuda_forward.Tiles(4, 1, 16, step=32)
   for dtype, step, right in ((dtypes.half, 32, 16), (E4M3, 16, 32)):

@@ -141,6 +141,28 @@ def test_ldmatrix(trans):
   np.testing.assert_array_equal(launch(body, x, x, arch="sm_80"), want.ravel())
 
 
+@pytest.mark.parametrize("dtype", [dtypes.uint, dtypes.half, dtypes.uchar], ids=str)
+def test_ldmatrix_of_what_nothing_wrote_is_caught_in_memory_of_any_type(dtype):
+  """The last of 32 rows of 16 bytes is missing, or not."""
+  count = 16 // dtype.itemsize
+
+  def body(rows):
+    def fxn(o, x):
+      t, s, frag = threads(32), lds(0, 32 * count, dtype), reg(1, 4, dtypes.uint)
+      stores = [s[(count * t + i).valid(t < rows)].store(x[count * t + i].load()) for i in range(count)]
+      frag = frag.after(ins.ldmatrix("cuda", frag[0], s.after(UOp.barrier(UOp.group(*stores)))[count * t]))
+      return kernel(f"missing_{rows}_{dtype}", [o[4 * t + i].store(frag[i].load()) for i in range(4)], t)
+
+    return fxn
+
+  x = RNG.integers(0, 1 << 32, 128, dtype=np.uint32)
+  numbers = x.view(np.float16 if dtype == dtypes.half else f"u{dtype.itemsize}")
+  got = launch(body(32), np.zeros(128, np.uint32), numbers, arch="sm_80")
+  np.testing.assert_array_equal(got, x.reshape(4, 32).T.ravel())  # lane l has word l % 4 of row l // 4 of each matrix
+  with pytest.raises(emulator.Unwritten, match="which nothing has written"):
+    launch(body(31), np.zeros(128, np.uint32), numbers, arch="sm_80")
+
+
 def test_groups_of_copies_complete_in_order():
   """Two groups in flight; waiting until one is left makes the first one readable."""
 

@@ -6,8 +6,8 @@ import unittest.mock
 from typing import Any
 
 import pytest
-from helpers import check, qkv
-from tinygrad import Device, Tensor, TinyJit, dtypes
+from helpers import check, inputs, on, qkv
+from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
 
 from uopattn import attention, flash
 
@@ -118,3 +118,19 @@ def test_the_scores_are_never_in_memory() -> None:
   with unittest.mock.patch.object(Device["CPU"].allocator, "alloc", alloc):
     attention(q, k, v, backend="kernel").realize()
   assert sum(taken) == 4096 * 16 * 4
+
+
+@pytest.mark.parametrize("arch", ["gfx1100", "sm_80"])
+def test_a_graph_tells_its_own_work(arch: str) -> None:
+  """Of loops whose trips depend on the block, tinygrad's own sum is a term too deep for Python's stack."""
+  graphs: list[UOp] = []
+
+  def fxn(*buffers: UOp) -> UOp:
+    graphs.append(flash(*buffers, causal=True))
+    return graphs[-1]
+
+  with on(arch):
+    q, k, v = inputs(1, 2, 2, 40, 50, 16, 24)
+    o = Tensor.full((1, 2, 40, 24), math.nan, dtype=q.dtype, device="EMU").contiguous().realize()
+    check(q, k, v, Tensor.custom_kernel(o, q, k, v, fxn=fxn)[0].realize(), is_causal=True)
+  assert graphs[0].arg.estimates.ops == 2 * 2 * (16 + 24) * sum(range(1, 41))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tinygrad.dtype import float_to_fp8, fp8_to_float
 
-from uopattn.oracle import CHUNK, PRECISIONS, Array, oracle, round_to_bfloat16, round_to_bits
+from uopattn.oracle import CHUNK, PRECISIONS, TF32, Array, cut_to_tf32, oracle, round_to_bfloat16, round_to_bits
 from uopattn.spec import DTYPES, FLOAT8
 
 
@@ -131,6 +131,15 @@ def test_rounding_to_bits_knows_no_range() -> None:
   np.testing.assert_array_equal(got[[0, 1, 2, 5, 6]], np.array([1.0, 1.0, 1.25, 0.0, np.inf], np.float32))
   np.testing.assert_allclose(got[3:5], given[3:5], rtol=2.0**-4)
   assert np.isnan(round_to_bits(np.array([np.nan], np.float32), 4))[0]
+
+
+def test_tf32_cuts_the_operands_of_products() -> None:
+  step = 2.0**-10
+  given = np.array([1 + step, 1 + 0.9 * step, -1 - 1.9 * step, 3e38, 0.0], np.float32)
+  np.testing.assert_array_equal(cut_to_tf32(given)[[0, 1, 2, 4]], np.array([1 + step, 1, -1 - step, 0], np.float32))
+  q, k, v = (np.full((1, 1, 1, 1), 1 + 1.5 * step, np.float32) for _ in range(3))
+  out, lse = oracle(q, k, v, precision=TF32)
+  assert (out[0, 0, 0, 0], lse[0, 0, 0]) == (np.float32(1 + step), np.float32((1 + step) ** 2))
 
 
 @pytest.mark.parametrize("dtype", PRECISIONS)

@@ -226,5 +226,5 @@ def test_rows_say_what_to_install_for_the_main_loop(
   monkeypatch.setattr(sass, "disassembler", lambda: None)
   assert compile_report.main(["sm_80"]) == 0
   lines = capsys.readouterr().out.splitlines()
-  assert len(lines) == 5
+  assert len(lines) == 3 + len(("float16", "bfloat16", "float32"))
   assert lines[-2:] == ["compiled by none", sass.NONE]

@@ -38,9 +38,10 @@ from uopattn.dsl.softmax import online_softmax
 from uopattn.dsl.workgroup import Workgroup
 
 CUDA, TURING = "cuda", "sm_75"
-STEPS = {16: dtypes.ushort, 32: dtypes.uchar}  # elements of a step: an integer of their size
+STEPS = {8: dtypes.uint, 16: dtypes.ushort, 32: dtypes.uchar}  # elements of a step: an integer of their size
+# The first architecture with instructions for a type.
+SINCE = {dtypes.half: 75, dtypes.bfloat16: 80, dtypes.float32: 80, dtypes.fp8e4m3: 89, dtypes.fp8e5m2: 89}
 # P is in [0, 1]: in 8 bits it is multiplied by 2 to this power, nearly the type's largest number, to use its range.
-SINCE = {dtypes.half: 75, dtypes.bfloat16: 80, dtypes.fp8e4m3: 89, dtypes.fp8e5m2: 89}  # architecture
 P_EXPONENTS = {dtypes.fp8e4m3: 8, dtypes.fp8e5m2: 15}
 
 
@@ -53,7 +54,7 @@ class Tiles:
     m_tiles: tiles of 16 queries a warp.
     block_n: keys a tile.
     stages: slots for tiles of K and of V.
-    step: elements in the 32 bytes along k of a step: 16 for float16 and bfloat16, 32 for 8-bit types.
+    step: elements in the 32 bytes along k of a step: 8 for float32, 16 for float16 and bfloat16, 32 for 8-bit types.
     turing: for sm_75, whose products have half as many steps of k, and which copies tiles by way of registers.
   """
 
@@ -67,8 +68,8 @@ class Tiles:
   def __post_init__(self) -> None:
     if self.step not in STEPS:
       raise ValueError(f"Tiles.step={self.step}: must be one of {', '.join(map(str, STEPS))}")
-    if self.block_n < 1 or self.block_n % self.step:
-      raise ValueError(f"Tiles.block_n={self.block_n}: must be a multiple of {self.step}")
+    if self.block_n < 1 or self.block_n % max(self.step, PAIR):
+      raise ValueError(f"Tiles.block_n={self.block_n}: must be a multiple of {max(self.step, PAIR)}")
     if self.m_tiles < 1:
       raise ValueError(f"Tiles.m_tiles={self.m_tiles}: must be at least 1")
     if not 1 <= self.warps <= 32:
@@ -124,7 +125,7 @@ class Tiles:
     if version < SINCE[dtype]:
       name = str(dtype).removeprefix("dtypes.")
       raise ValueError(f"{arch} has no mma.sync of this kernel's for {name}; sm_{SINCE[dtype]} and newer have")
-    warps, keys = min(4, ceildiv(M, ROWS)), round_up(N, step)
+    warps, keys = min(4, ceildiv(M, ROWS)), round_up(N, max(step, PAIR))
     # Copies by way of registers are waited for: tiles of 32 keys leave room for a second workgroup, at work meanwhile.
     turing = version < 80
     sizes = ((2, 32), (1, 32), (1, 16)) if turing else ((2, 64), (2, 32), (1, 64), (1, 32), (1, 16))
@@ -144,7 +145,7 @@ class Tiles:
 # Of 255 registers, what Q, O and S may take, by `Tiles.step`: P, addresses and temporaries need the rest, and in 8 bits
 # more (on sm_90 the compiler spills from 144 on). The smallest tile has few of these, and may spill a little where the
 # alternative is no kernel.
-BUDGET, LIMIT = {16: 180, 32: 130}, 220
+BUDGET, LIMIT = {8: 180, 16: 180, 32: 130}, 220
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
@@ -152,7 +153,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   Args:
     o: (heads, M, Dv), the output, in q's dtype.
-    q: (heads, M, Dk), float16, bfloat16, fp8e4m3 or fp8e5m2.
+    q: (heads, M, Dk), float16, bfloat16, fp8e4m3, fp8e5m2, or float32, whose products are then in tf32.
     k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads).
     v: (kv_heads, N, Dv).
     lse: (heads, M) float32, receives the natural logarithm of the sum of exponentials of each row.

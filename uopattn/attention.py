@@ -49,6 +49,7 @@ def attention(
 
   Args:
     q: (B, Hq, M, Dk) or (Hq, M, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2. Sums are taken in float32.
+      Kernels that multiply float32 in tf32 are taken only where tinygrad's `ALLOW_TF32` is set.
     k: (B, Hkv, N, Dk) or (Hkv, N, Dk), of q's dtype.
     v: (B, Hkv, N, Dv) or (Hkv, N, Dv), of q's dtype.
     attn_mask: broadcasts to (B, Hq, M, N). bool: False hides a key. A float dtype: added to the scores, -inf hides.

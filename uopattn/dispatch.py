@@ -9,7 +9,7 @@ from tinygrad.dtype import DType
 
 from uopattn.dsl.limits import lds_limit
 from uopattn.kernels import amd_forward, cpu_decode, cpu_forward, cuda_forward, hopper_forward
-from uopattn.spec import FLOAT8, FLOAT16, AttentionSpec, dtype_name
+from uopattn.spec import DTYPES, FLOAT16, AttentionSpec, dtype_name
 from uopattn.target import Target
 
 
@@ -26,6 +26,7 @@ class Kernel:
     choose_tiles: its tiles for a spec and a target; raises ValueError where none fit.
     build: (o, q, k, v, lse or None, rules=, tiles=) -> the kernel's graph on 3-D buffers; see `uopattn.dsl.rules`.
     meant_for: whether it is the one to take where several kernels of a device could serve.
+    tf32: its products of float32 are in tf32, which must be allowed.
   """
 
   name: str
@@ -36,6 +37,7 @@ class Kernel:
   choose_tiles: Callable[[AttentionSpec, Target], Any]
   build: Callable[..., UOp]
   meant_for: Callable[[AttentionSpec, Target], bool] = lambda spec, target: True
+  tf32: bool = False
 
 
 def _cpu_tiles(spec: AttentionSpec, target: Target) -> cpu_forward.Tiles:
@@ -97,7 +99,14 @@ KERNELS = (
     _for_hopper,
   ),
   Kernel(
-    "cuda_forward", ("CUDA",), FLOAT16 + FLOAT8, EVERYTHING, cuda_forward.Tiles, _cuda_tiles, cuda_forward.forward
+    "cuda_forward",
+    ("CUDA",),
+    DTYPES,
+    EVERYTHING,
+    cuda_forward.Tiles,
+    _cuda_tiles,
+    cuda_forward.forward,
+    tf32=True,
   ),
 )
 
@@ -150,4 +159,9 @@ def _reasons_against(kernel: Kernel, spec: AttentionSpec) -> list[str]:
   if spec.dtype not in kernel.dtypes:
     accepted = " or ".join(map(dtype_name, kernel.dtypes))
     against.append(f"{kernel.name} has no code for {dtype_name(spec.dtype)} q, k and v; give it {accepted}")
+  elif kernel.tf32 and spec.dtype == dtypes.float32 and not spec.tf32:
+    against.append(
+      f"{kernel.name} multiplies float32 in tf32 alone, with 10 bits of a fraction: allow that by tinygrad's "
+      f"ALLOW_TF32=1, or give it {' or '.join(dtype_name(x) for x in kernel.dtypes if x != dtypes.float32)}"
+    )
   return against

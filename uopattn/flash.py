@@ -80,7 +80,7 @@ def build(choice: Choice, spec: AttentionSpec, device: str, *buffers: UOp) -> UO
   if _compiler(device) is not None:
     return compiled(choice, spec, device, tuple(x.base.arg.slot for x in buffers))
   graph = _graph(choice, spec, buffers)
-  # Of a loop whose end is read from a buffer, tinygrad's own estimates fail.
+  # tinygrad's own sum of the work fails where the trips of a loop are read from a buffer, or depend on the block.
   return graph.replace(arg=replace(graph.arg, estimates=estimates(spec)))
 
 

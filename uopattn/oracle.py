@@ -25,12 +25,14 @@ class Precision:
     keep: rounds an intermediate of type `work`.
     unit: unit roundoff, half the distance from 1 to the next number.
     store: rounds the output; None where that is `keep` too.
+    operand: rounds what goes into a product of matrices; None where nothing is lost.
   """
 
   work: type
   keep: Callable[[Array], Array]
   unit: float
   store: Callable[[Array], Array] | None = None
+  operand: Callable[[Array], Array] | None = None
 
 
 def round_to_bfloat16(x: Array) -> Array:
@@ -38,6 +40,11 @@ def round_to_bfloat16(x: Array) -> Array:
   bits = x.astype(np.float32).view(np.uint32)
   rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
   return np.where(np.isnan(x), np.float32(np.nan), rounded)
+
+
+def cut_to_tf32(x: Array) -> Array:
+  """float32 as a product in tf32 sees it: with the first 10 bits of the fraction, the others cut off."""
+  return (x.astype(np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 def round_to_bits(x: Array, bits: int) -> Array:
@@ -73,6 +80,7 @@ PRECISIONS: dict[DType, Precision] = {
   dtypes.fp8e4m3: Precision(np.float32, lambda x: round_to_bits(x, 4), 2.0**-4, round_to_e4m3),
   dtypes.fp8e5m2: Precision(np.float32, lambda x: round_to_bits(x, 3), 2.0**-3, round_to_e5m2),
 }
+TF32 = Precision(np.float32, lambda x: x, 2.0**-11, operand=cut_to_tf32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,14 +118,14 @@ def oracle(
   """
   (B, Hq, M, Dk), (_, Hkv, N, Dv) = q.shape, v.shape
   r, keep, work = Rules(**rules), precision.keep, precision.work
-  store = precision.store or keep
+  store, operand = precision.store or keep, precision.operand or (lambda x: x)
   scale = Dk**-0.5 if r.scale is None else r.scale
   mask = None if r.attn_mask is None else np.broadcast_to(r.attn_mask, (B, Hq, M, N))
   out, lse = np.zeros((B, Hq, M, Dv), work), np.full((B, Hq, M), -np.inf, work)
   for b, h, rows in tqdm(list(_pieces(B, Hq, M, N)), desc="reference", disable=None if progress else True):
     key_head, part = h // (Hq // Hkv), None if mask is None else mask[b, h, rows]
     i, j = np.arange(rows.start, rows.stop)[:, None], np.arange(N)
-    score = keep(keep(q[b, h, rows].astype(work) @ k[b, key_head].astype(work).T) * work(scale))
+    score = keep(keep(operand(q[b, h, rows].astype(work)) @ operand(k[b, key_head].astype(work)).T) * work(scale))
     score = np.where(_seen(r, part, b, h, i, j), _modified(r, score, part, b, h, i, j, keep), -np.inf)
 
     sees = (score > -np.inf).any(-1) | np.isnan(score).any(-1)  # rows that see no key stay 0 and -inf
@@ -127,7 +135,7 @@ def oracle(
     with np.errstate(invalid="ignore"):  # inf - inf is NaN, as it should be
       p = keep(np.exp(keep(score - m)))
       l = p.sum(-1, keepdims=True) + (0 if r.sinks is None else np.exp(r.sinks[h] - m))
-      out[b, h, rows][sees] = store(keep(p / keep(l)) @ v[b, key_head].astype(work))
+      out[b, h, rows][sees] = store(operand(keep(p / keep(l))) @ operand(v[b, key_head].astype(work)))
     lse[b, h, rows][sees] = (m + np.log(l))[:, 0]
   return out, lse
 

@@ -248,7 +248,8 @@ def run(config: Config) -> int:
   print(f"best     {min(seconds) * 1e3:10.3f} ms  {speed(s, min(seconds))}")
   reports: list[Report] = []
   if config.verify:
-    reports = verify(problem.q, problem.k, problem.v, o, lse, is_causal=s.is_causal, progress=True)
+    tf32 = s.tf32 and problem.choice.kernel.tf32
+    reports = verify(problem.q, problem.k, problem.v, o, lse, is_causal=s.is_causal, tf32=tf32, progress=True)
   correct = report(reports) if reports else True
   if config.json:
     Path(config.json).write_text(json.dumps(record(config, target, problem, seconds, reports), indent=2) + "\n")

@@ -7,7 +7,7 @@ from typing import Any
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
-from tinygrad.helpers import TRAINING
+from tinygrad.helpers import ALLOW_TF32, TRAINING
 from tinygrad.uop.ops import Ops
 
 from uopattn.block_mask import BlockMask
@@ -47,6 +47,7 @@ class AttentionSpec:
     kv_lengths: keys that exist: an int, a Variable, or None where it is a Tensor or all do.
     window: the first and last key that a query sees, counted back and on from its position; is_causal is in it.
     inputs: the Tensors among the arguments other than q, k and v, in the order in which kernels take them.
+    tf32: products of float32 may ignore all but the first 10 bits of a fraction: tinygrad's ALLOW_TF32.
   """
 
   B: int
@@ -68,6 +69,7 @@ class AttentionSpec:
   score_mod: Mod | None = None
   mask_mod: Mod | None = None
   inputs: tuple["Input", ...] = ()
+  tf32: bool = False
 
   @property
   def flops(self) -> int:
@@ -182,6 +184,7 @@ def make_spec(
     score_mod,
     mask_mod,
     tuple(Input(name, sizes(x), x.dtype) for name, x in extras.tensors()),
+    q.dtype == dtypes.float32 and bool(ALLOW_TF32),
   )
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from tinygrad import Tensor
 from tinygrad.dtype import DType, dtypes
 
-from uopattn.oracle import PRECISIONS, Array, oracle
+from uopattn.oracle import PRECISIONS, TF32, Array, oracle
 from uopattn.spec import dtype_name
 
 # What any output is allowed, however exact the naive computation happens to be: some unit roundoffs of its own type,
@@ -130,13 +130,15 @@ class Gate:
     return cls.of_arrays(numpy(q), numpy(k), numpy(v), q.dtype, progress=progress, **options)
 
   @classmethod
-  def of_arrays(cls, q: Array, k: Array, v: Array, dtype: DType, *, progress: bool = False, **options: Any) -> "Gate":
+  def of_arrays(
+    cls, q: Array, k: Array, v: Array, dtype: DType, *, tf32: bool = False, progress: bool = False, **options: Any
+  ) -> "Gate":
     """The same of arrays that hold values of `dtype`.
 
     Raises:
       ArithmeticError: the naive computation is too far off to measure others by.
     """
-    arrays, precision = (q, k, v), PRECISIONS[dtype]
+    arrays, precision = (q, k, v), TF32 if tf32 and dtype == dtypes.float32 else PRECISIONS[dtype]
     exact, exact_lse = oracle(*arrays, progress=progress, **options)
     naive, naive_lse = oracle(*arrays, precision=precision, progress=progress, **options)
     if dtype != dtypes.float32:  # the LSE is float32 whatever q is, and so is the arithmetic behind it
@@ -158,7 +160,15 @@ class Gate:
 
 
 def verify(
-  q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None, *, progress: bool = False, **options: Any
+  q: Tensor,
+  k: Tensor,
+  v: Tensor,
+  out: Tensor,
+  lse: Tensor | None = None,
+  *,
+  tf32: bool = False,
+  progress: bool = False,
+  **options: Any,
 ) -> list[Report]:
   """Reports on an output, and on its LSE if there is one.
 
@@ -166,9 +176,10 @@ def verify(
     q, k, v, out: as `uopattn.attention` takes and gives them, four dimensions.
     lse: (B, Hq, M) float32.
     progress: show a progress bar.
+    tf32: products of float32 were in tf32.
     options: what `uopattn.oracle.oracle` takes.
   """
-  gate = Gate.of(q, k, v, progress=progress, **options)
+  gate = Gate.of(q, k, v, tf32=tf32, progress=progress, **options)
   return [gate.output(numpy(out)), *([] if lse is None else [gate.lse(numpy(lse))])]
 
 

@@ -229,7 +229,8 @@ _LIST = [
     {"cuda": "[&](){{ unsigned p[4] = {{{1}, {2}, {3}, {4}}}; memcpy({0}, p, 16); return 0; }}()"},
     statement=True,
   ),
-  # LDS pointer, global pointer: 16 bytes, in the background; on sm_75, which cannot, before anything that follows
+  # LDS pointer, global pointer: 16 bytes, in the background. sm_75 cannot and copies at once, which is one of the times
+  # that a background copy may take: a kernel that is right with these is right there.
   Instruction("cp_async", {"cuda": _cp_async("16", ""), "sm_75": _copy("*(const uint4*)({1})")}, statement=True),
   # LDS pointer, global pointer, condition: 16 bytes, or 16 zeros and nothing is read
   Instruction(

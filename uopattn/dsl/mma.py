@@ -8,9 +8,10 @@ keys). Any order will do that the right operand (V) has too.
 
 V's rows are k, so it is read transposed, in units of 16 bits. In 8 bits these are pairs of columns, which two byte
 permutations then part: one operand has the even columns of 16, the other the odd ones, and so have the accumulators.
-In words of four neighbours a lane's order of keys is that of P, 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
+In words of four neighbours a lane's order of keys is that of P, 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. In 32 bits ldmatrix
+cannot transpose: V is read element by element, keys 2 t and 2 t + 1 of 8 as P has them.
 
-Source: PTX ISA, "Matrix Fragments for mma.m16n8k16" and "for mma.m16n8k32", "ldmatrix", "prmt".
+Source: PTX ISA, "Matrix Fragments for mma.m16n8k8", "k16" and "k32", "ldmatrix", "prmt".
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from tinygrad.dtype import AddrSpace, DType, dtypes
 
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.panels import Panels
-from uopattn.dsl.quads import COLUMNS, HALVES, ROWS
+from uopattn.dsl.quads import COLUMNS, HALVES, QUAD, ROWS
 from uopattn.dsl.scope import Scope
 
 CUDA = "cuda"
@@ -35,7 +36,7 @@ class Mma:
 
   Attributes:
     scope: of the kernel.
-    dtype: float16, bfloat16, fp8e4m3 or fp8e5m2.
+    dtype: float16, bfloat16, fp8e4m3 or fp8e5m2; float32, of which the products ignore the last 13 bits (tf32).
     turing: in two instructions of 8 along k, for float16 on sm_75.
   """
 
@@ -74,6 +75,10 @@ class Mma:
 
   def load_right_transposed(self, tile: Panels, step: int, first: int, lane: UOp) -> list[UOp]:
     """Columns `first` to `first` + 15 of two right operands, of which the rows of a step are k."""
+    if self.dtype == dtypes.float32:
+      rows = [step * self.step + lane % QUAD * 2 + i for i in range(2)]
+      columns = [first + j * COLUMNS + lane // QUAD for j in range(2)]
+      return [UOp.stack(*[tile.element(row, column).bitcast(self.dtype) for row in rows]) for column in columns]
     pair = self.scope.buffer(2, self.step // 4, dtype=self.dtype)
     if self.dtype not in FLOAT8:
       row, chunk = step * self.step + lane % ROWS, first // COLUMNS + lane // ROWS

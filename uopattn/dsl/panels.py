@@ -117,6 +117,10 @@ class Panels:
     place = (chunk % per) ^ (row // (WIDEST // CHUNK // per) % per)
     return self.memory[self.base + (chunk // per * self.height + row) * self.width + place * self.chunk]
 
+  def element(self, row: UOp, column: UOp) -> UOp:
+    """An element's bits."""
+    return self.memory[self.at(row, column // self.chunk).src[1] + column % self.chunk].load()
+
   def fill_tile(self, position: UOp, source: Rows, n_tile: UOp, thread: UOp, *after: UOp) -> list[UOp]:
     """Starts copying tile `n_tile` of the rows of a head into slot position % slots; see `fill`.
 

@@ -88,14 +88,14 @@ def store_row(
   total, down = join(UOp.__add__, l_i), 2.0**-exponent
   factor, log2 = finish(m_i, total * down if exponent else total, sink, partial(ins.exp2, "cuda"))
   factor = factor * down if exponent else factor
-  width = 4 // o.dtype.itemsize  # elements in a word
+  width = max(2, 4 // o.dtype.itemsize)  # elements in a word, or two words of float32
   tiles, chunk = width // 2, QUAD * width  # accumulator tiles that a word is of; elements of a quad's words
   values = [
     [acc[d + i % tiles, 2 * half + i // tiles].load() * factor for i in range(width)]
     for d in range(0, acc.shape[0], tiles)
   ]
   stores = []
-  if Dv % chunk == 0:
+  if Dv % chunk == 0 and o.dtype.itemsize < 4:
     words, flat = [ins.pack_word(family, elements, o.dtype) for elements in values], as_type(o, dtypes.uint)
     words += [UOp.const(0, dtypes.uint)] * (-len(words) % QUAD)
     for d in range(0, len(words), QUAD):  # lane t of the quad stores the quad's words d + t

@@ -101,9 +101,8 @@ def _ldmatrix(run: Run, u: UOp, to: Pointer, row: Pointer, trans: bool) -> Any:
   start = np.asarray(run.spread(row.index)[lanes], np.int64) * row.dtype.itemsize
   if (bad := start % CHUNK != 0).any():
     raise run.fail(OutOfBounds, u, "reads a row at an LDS address that 16 does not divide", lanes[bad])
-  index = run.spread(row.index).astype(np.int64) * row.dtype.itemsize // dtypes.ushort.itemsize
-  rows = row.memory.load(u, index, dtypes.ushort, 8)
-  block = np.stack(rows, axis=-1).reshape(-1, 4, 8, 8)  # (waves, matrix, row, column)
+  rows = row.memory.load(u, run.spread(row.index), row.dtype, CHUNK // row.dtype.itemsize)
+  block = np.stack(rows, axis=-1).view(np.uint16).reshape(-1, 4, 8, 8)  # (waves, matrix, row, column)
   if trans:
     block = block.swapaxes(2, 3)
   pairs = block.reshape(-1, 4, 32, 2)  # row-major: lane l holds row l // 4, columns 2 * (l % 4) and the next
