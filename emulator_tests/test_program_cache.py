@@ -12,6 +12,7 @@ from tinygrad import Context, Device, UOp, dtypes
 from tinygrad.codegen import to_program
 
 from uopattn import program_cache
+from uopattn.dsl.rules import Rules
 from uopattn.kernels import cpu_forward
 
 CALL = """
@@ -71,7 +72,7 @@ def test_a_damaged_entry_is_made_anew(database: Path, damage: bytes) -> None:
 
 def kernel(tiles: cpu_forward.Tiles) -> UOp:
   q, k, v, o = (UOp.placeholder((2, 40, 16), dtypes.float, slot) for slot in (1, 2, 3, 0))
-  return cpu_forward.forward(o, q, k, v, scale=0.5, causal=True, q_start=0, tiles=tiles)
+  return cpu_forward.forward(o, q, k, v, rules=Rules(40, 40, heads=2, scale=0.5, window=(None, 0)), tiles=tiles)
 
 
 def test_an_entry_says_all_of_the_program(caplog: pytest.LogCaptureFixture) -> None:

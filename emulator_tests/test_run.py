@@ -110,8 +110,8 @@ def test_a_wrong_kernel_ends_with_1_and_says_where(
 ) -> None:
   right = cpu_forward.multiply_qk
 
-  def no_mask(s, q_t, k_tile, hidden, *rest):
-    return right(s, q_t, k_tile, lambda n, m: hidden(n, m) & False, *rest)
+  def no_mask(s, q_t, k_tile, score, *rest):
+    return right(s, q_t, k_tile, lambda product, n, m: product, *rest)
 
   compiled.cache_clear()
   monkeypatch.setattr(cpu_forward, "multiply_qk", no_mask)
