@@ -116,7 +116,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     return rules.at(kv_head * group + row(r) // M), row(r) % M
 
   # In base 2, by a factor on q or, where scores are modified first, by one in the exponent.
-  factor, exponent = (rules.scale, LOG2E) if rules.modifies else (rules.scale * LOG2E, 1.0)
+  factor, exponent = rules.factors if rules.modifies else (rules.scale * LOG2E, 1.0)
   q_rows = s.assign(s.buffer(block_m, Dk), lambda r, d: as_float(q[kv_head, row(r), d]) * factor, within=outer)
   acc = s.assign(s.buffer(block_m, Dv), lambda r, d: 0.0, within=outer)
   m_i = s.assign(s.buffer(block_m), lambda r: -inf, within=outer)

@@ -114,7 +114,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   kv_head, here = head // (heads // kv_heads), rules.at(head)
 
   # In base 2, by a factor on q or, where scores are modified first, by one in the exponent.
-  factor, exponent = (rules.scale, LOG2E) if rules.modifies else (rules.scale * LOG2E, 1.0)
+  factor, exponent = rules.factors if rules.modifies else (rules.scale * LOG2E, 1.0)
   q_t = s.assign(s.buffer(Dk, block_m), lambda d, m: load_query(q, head, row + m, d) * factor, within=outer)
   acc = s.assign(s.buffer(Dv, block_m), lambda d, m: 0.0, within=outer)
   m_i = s.assign(s.buffer(block_m), lambda m: -inf, within=outer)
