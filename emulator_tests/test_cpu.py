@@ -75,6 +75,19 @@ def test_any_scale(scale: float) -> None:
   check_attention(*qkv(1, 2, 2, 40, 50, 16, 16), scale=scale)
 
 
+@pytest.mark.parametrize("M", [3, 35])
+def test_a_scale_of_0_uses_no_queries(M: int) -> None:
+  """Nor does the kernel; k and v, alike in all but their number, are not to be taken for each other."""
+  q, k, v = qkv(1, 3, 1, M, 70, 25, 25)
+  check_attention(q, k, v, scale=0.0)
+  check_attention(q, k, v, is_causal=True, q_start=-20, scale=0.0)
+  parts = np.sort(np.random.default_rng(0).integers(0, 4, 70)).astype(np.int32)
+  out = attention(
+    q, k, v, scale=0.0, enable_gqa=True, mask_mod=lambda b, h, i, j, parts: parts[i] == parts[j], aux=(Tensor(parts),)
+  )
+  check(q, k, v, out, scale=0.0, attn_mask=parts[:M, None] == parts)
+
+
 @pytest.mark.parametrize("size", [1e4, 1e-30, 0.0])
 def test_scores_large_tiny_and_equal(size: float) -> None:
   q, k, v = qkv(1, 1, 1, 70, 90, 4, 4)
@@ -160,8 +173,8 @@ def mask_one_key_late(s, q_t, k_tile, score, *rest):
   return right_qk(s, q_t, k_tile, lambda x, n, m: score(x, n - 1, m), *rest)
 
 
-def old_maximum_forgotten(s, scores, m_new, m_old, l_old, loop):
-  return right_exponentiate(s, scores, m_new, filled(s, m_old.shape[0], -math.inf, loop), l_old, loop)
+def old_maximum_forgotten(s, scores, m_new, m_old, l_old, exponent, loop):
+  return right_exponentiate(s, scores, m_new, filled(s, m_old.shape[0], -math.inf, loop), l_old, exponent, loop)
 
 
 def tiles_one_key_off(s, x, head, first, block_n, *rest):

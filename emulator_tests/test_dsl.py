@@ -6,6 +6,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.uop.ops import KernelInfo
 
 from uopattn.dsl import Scope, clamp, exp2
+from uopattn.dsl.math import tanh
 
 
 def elementwise(fxn, x: np.ndarray) -> np.ndarray:
@@ -21,6 +22,14 @@ def test_exp2_error() -> None:
   x = -np.concatenate([np.linspace(0, 126, 400_001), np.geomspace(1e-40, 126, 100_000)]).astype(np.float32)
   got, want = elementwise(exp2, x).astype(np.float64), np.exp2(x.astype(np.float64))
   assert np.abs(got / want - 1).max() < 2.2e-7
+
+
+def test_tanh_error() -> None:
+  x = np.concatenate([np.linspace(-12, 12, 40_001), np.logspace(-37, 0, 4001), [1e4, -3e38, np.inf, -np.inf]])
+  x = x.astype(np.float32)
+  got, want = elementwise(tanh, x).astype(np.float64), np.tanh(x.astype(np.float64))
+  assert (np.abs(got - want) <= 3.3e-7 * np.abs(want)).all()
+  assert np.isnan(elementwise(tanh, np.array([np.nan, 0.5], np.float32))[0])
 
 
 def test_exp2_at_the_edges() -> None:

@@ -30,7 +30,7 @@ from uopattn.dsl.strips import accumulate, even, largest_divisor, strips, zeros
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
 WORK_PER_CALL = 4_000_000  # floating-point operations; some 0.03 ms, against a microsecond that a call costs
 
-# (q.k times the scale, row of the strip, key of the tile) -> the score
+# (q.k times the factor, row of the strip, key of the tile) -> the score
 Score = Callable[[UOp, UOp, UOp], UOp]
 
 
@@ -115,7 +115,8 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     """The rules for the head of row r of the block, and its query."""
     return rules.at(kv_head * group + row(r) // M), row(r) % M
 
-  factor = rules.scale if rules.modifies else rules.scale * LOG2E
+  # In base 2, by a factor on q or, where scores are modified first, by one in the exponent.
+  factor, exponent = rules.factors if rules.modifies else (rules.scale * LOG2E, 1.0)
   q_rows = s.assign(s.buffer(block_m, Dk), lambda r, d: as_float(q[kv_head, row(r), d]) * factor, within=outer)
   acc = s.assign(s.buffer(block_m, Dv), lambda r, d: 0.0, within=outer)
   m_i = s.assign(s.buffer(block_m), lambda r: -inf, within=outer)
@@ -137,11 +138,10 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     return first + n if last is None else least([first + n, last])
 
   def score(product: UOp, r: UOp, n: UOp) -> UOp:
-    """The score, in base 2, of row r of the strip and key n of the tile; -inf where hidden or counted before."""
+    """The score of row r of the strip and key n of the tile; -inf where hidden or counted before."""
     mine, query = place(first_row + r)
-    found = mine.modified(product, query, first + n)
     hidden = reduce(UOp.__or__, [first + n < start, *mine.hidden(query, first + n)])
-    return hidden.where(-inf, found * LOG2E if rules.modifies else found)
+    return hidden.where(-inf, mine.modified(product, query, first + n))
 
   def dropped(weight: UOp, r: UOp, n: UOp) -> UOp:
     mine, query = place(first_row + r)
@@ -149,7 +149,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   m_old, l_old, acc_old = (x.after(tile, strip) for x in (m_i, l_i, acc))
   products = multiply_qk(s, q_rows, lambda n, d: as_float(k[kv_head, key(n), d]), first_row, block_n, tiles, within)
-  p, m_end, alpha = softmax(s, products, score, m_old, first_row, tiles.lanes, within)
+  p, m_end, alpha = softmax(s, products, score, exponent, m_old, first_row, tiles.lanes, within)
   l_end = add_up(s, p, l_old, alpha, first_row, within)
   if rules.seed is not None:
     all_of_p = p
@@ -203,21 +203,37 @@ def fold(s: Scope, x: UOp, op: Callable[[UOp, UOp], UOp], within: tuple[UOp, ...
 
 
 def softmax(
-  s: Scope, products: UOp, score: Score, m_old: UOp, first_row: UOp, lanes: int, within: tuple[UOp, ...]
+  s: Scope,
+  products: UOp,
+  score: Score,
+  exponent: float,
+  m_old: UOp,
+  first_row: UOp,
+  lanes: int,
+  within: tuple[UOp, ...],
 ) -> tuple[UOp, UOp, UOp]:
-  """P = exp2(S - m), 0 where hidden; the store of the new row maximum m; alpha = exp2(m_old - m), which shrinks O."""
+  """P = exp2(S exponent - m); the store of the new row maximum m of S exponent; alpha = exp2(m_old - m), for O."""
   rows, block_n = sizes(products)
   scores = s.assign(s.buffer(rows, block_n), lambda r, n: score(products[r, n].load(), r, n), within=within)
-  highest = s.assign(s.buffer(rows, lanes), lambda r, w: m_old[first_row + r].load(), within=within)
+
+  def scaled(x: UOp) -> UOp:
+    return x if exponent == 1 else x * exponent
+
+  def before(r: UOp) -> UOp:
+    return m_old[first_row + r].load()
+
+  highest = s.assign(s.buffer(rows, lanes), lambda r, w: before(r) if exponent == 1 else -inf, within=within)
   for begin, chunks, width in strips(block_n, lanes):
     r, i, w = s.axis(rows), s.axis(chunks), s.axis(width)
     higher = highest.after(r, i)[r, w].maximum(scores[r, begin + i * width + w])
     highest = highest.after(highest[r, w].store(higher).end(r, i, w))
-  m_new = fold(s, highest, UOp.maximum, within)
+  m_new = top = fold(s, highest, UOp.maximum, within)
+  if exponent != 1:
+    m_new = s.assign(s.buffer(rows), lambda r: before(r).maximum(scaled(top[r])), within=within)
   # A row that has seen no key yet has m = -inf, and -inf - -inf is NaN: such a row is shifted by 0.
   shift = s.assign(s.buffer(rows), lambda r: m_new[r].eq(-inf).where(0.0, m_new[r]), within=within)
-  alpha = s.assign(s.buffer(rows), lambda r: exp2(m_old[first_row + r] - shift[r]), within=within)
-  p = s.assign(s.buffer(rows, block_n), lambda r, n: exp2(scores[r, n] - shift[r]), within=within)
+  alpha = s.assign(s.buffer(rows), lambda r: exp2(before(r) - shift[r]), within=within)
+  p = s.assign(s.buffer(rows, block_n), lambda r, n: exp2(scaled(scores[r, n]) - shift[r]), within=within)
   r = s.axis(rows)
   return p, m_old.after(alpha)[first_row + r].store(m_new[r]).end(r), alpha
 

@@ -35,7 +35,7 @@ STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
 WORK_PER_CALL = 4_000_000  # floating-point operations; some 0.02 ms, against a microsecond that a call costs
 
 Tile = Callable[[UOp, UOp], UOp]  # (key, column), both counted within the tile -> its float32 element
-Score = Callable[[UOp, UOp, UOp], UOp]  # (q.k times the scale, key of the tile, lane) -> the score
+Score = Callable[[UOp, UOp, UOp], UOp]  # (q.k times the factor, key of the tile, lane) -> the score
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,8 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   head, row = item // blocks, item % blocks * block_m  # head and first query row of this block
   kv_head, here = head // (heads // kv_heads), rules.at(head)
 
-  factor = rules.scale if rules.modifies else rules.scale * LOG2E
+  # In base 2, by a factor on q or, where scores are modified first, by one in the exponent.
+  factor, exponent = rules.factors if rules.modifies else (rules.scale * LOG2E, 1.0)
   q_t = s.assign(s.buffer(Dk, block_m), lambda d, m: load_query(q, head, row + m, d) * factor, within=outer)
   acc = s.assign(s.buffer(Dv, block_m), lambda d, m: 0.0, within=outer)
   m_i = s.assign(s.buffer(block_m), lambda m: -inf, within=outer)
@@ -125,16 +126,15 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   first = clamp(start, 0, N - block_n)  # first key of its tile: the last tile is moved back to end at N
 
   def score(product: UOp, n: UOp, m: UOp) -> UOp:
-    """The score, in base 2, of key n of the tile and lane m; -inf where it is hidden or counted by the tile before."""
-    found = here.modified(product, row + m, first + n)
+    """The score of key n of the tile and lane m; -inf where it is hidden or counted by the tile before."""
     hidden = reduce(UOp.__or__, [first + n < start, *here.hidden(row + m, first + n)])
-    return hidden.where(-inf, found * LOG2E if rules.modifies else found)
+    return hidden.where(-inf, here.modified(product, row + m, first + n))
 
   m_old, l_old, acc_old = (x.after(*loop.axes) for x in (m_i, l_i, acc))
   length = None if rules.kv_lengths is None else here.length
   k_tile, v_tile = (load_tile(s, x, kv_head, first, block_n, length, loop) for x in (k, v))
-  scores, m_new = multiply_qk(s, q_t, k_tile, score, m_old, block_n, unroll, loop)
-  p, l_new, alpha = exponentiate(s, scores, m_new, m_old, l_old, loop)
+  scores, m_new = multiply_qk(s, q_t, k_tile, score, m_old, block_n, unroll, exponent, loop)
+  p, l_new, alpha = exponentiate(s, scores, m_new, m_old, l_old, exponent, loop)
   if rules.seed is not None:
     kept = p
     p = s.assign(p, lambda n, m: here.dropped([kept[n, m].load()], row + m, first + n, [0])[0], within=loop.axes)
@@ -174,12 +174,12 @@ def load_tile(s: Scope, x: UOp, head: UOp, first: UOp, block_n: int, length: UOp
 
 
 def multiply_qk(
-  s: Scope, q_t: UOp, k_tile: Tile, score: Score, m_old: UOp, block_n: int, unroll: int, loop: Loop
+  s: Scope, q_t: UOp, k_tile: Tile, score: Score, m_old: UOp, block_n: int, unroll: int, exponent: float, loop: Loop
 ) -> tuple[UOp, UOp]:
-  """The scores of S^T = K Q^T (block_n, block_m), and the row maximum so far (block_m,)."""
+  """The scores of S^T = K Q^T (block_n, block_m), and the row maximum so far (block_m,), times `exponent`."""
   block_m = sizes(q_t)[1]
   scores = s.buffer(block_n, block_m).after(*loop.axes)
-  m_new = s.assign(s.buffer(block_m), lambda m: m_old[m].load(), within=loop.axes)
+  m_new = s.assign(s.buffer(block_m), lambda m: m_old[m].load() if exponent == 1 else -inf, within=loop.axes)
   for top, count, rows in strips(block_n, unroll):
     strip = s.axis(count)
     key = top + strip * rows
@@ -190,18 +190,24 @@ def multiply_qk(
     stores = [m_new[m].store(highest), *(scores[key + r, m].store(row[r]) for r in range(rows))]
     end = UOp.group(*stores).end(strip, m)
     scores, m_new = scores.after(end), m_new.after(end)
+  if exponent != 1:
+    of_tile = m_new
+    m_new = s.assign(s.buffer(block_m), lambda m: m_old[m].maximum(of_tile[m] * exponent), within=loop.axes)
   return scores, m_new
 
 
-def exponentiate(s: Scope, scores: UOp, m_new: UOp, m_old: UOp, l_old: UOp, loop: Loop) -> tuple[UOp, UOp, UOp]:
-  """P^T = exp2(S^T - m) in place of S^T, the new row sum l, and alpha = exp2(m_old - m), by which l and O shrink."""
+def exponentiate(
+  s: Scope, scores: UOp, m_new: UOp, m_old: UOp, l_old: UOp, exponent: float, loop: Loop
+) -> tuple[UOp, UOp, UOp]:
+  """P^T = exp2(S^T exponent - m) in place of S^T, the new row sum l, and alpha = exp2(m_old - m) for l and O."""
   block_n, block_m = sizes(scores)
   # A row that has seen no key yet has m = -inf, and -inf - -inf is NaN: such a row is shifted by 0.
   shift = s.assign(s.buffer(block_m), lambda m: m_new[m].eq(-inf).where(0.0, m_new[m]), within=loop.axes)
   alpha = s.assign(s.buffer(block_m), lambda m: exp2(m_old[m] - shift[m]), within=loop.axes)
   l_tile = s.assign(s.buffer(block_m), lambda m: 0.0, within=loop.axes)  # summed apart: a long sum loses digits
   n, m = s.axis(block_n), s.axis(block_m)
-  p = exp2(scores.after(n)[n, m] - shift[m])
+  x = scores.after(n)[n, m]
+  p = exp2((x if exponent == 1 else x * exponent) - shift[m])
   end = UOp.group(scores[n, m].store(p), l_tile[m].store(l_tile.after(n)[m] + p)).end(n, m)
   scores, l_tile = scores.after(end), l_tile.after(end)
   return scores, s.assign(s.buffer(block_m), lambda m: l_old[m] * alpha[m] + l_tile[m], within=loop.axes), alpha

@@ -153,7 +153,7 @@ def _modified(
   if r.softcap is not None:
     score = keep(r.softcap * np.tanh(score / r.softcap))
   if r.score_mod is not None:
-    score = keep(r.score_mod(score, b, h, i, j, *r.aux))
+    score = keep(np.asarray(r.score_mod(score, b, h, i, j, *r.aux)).astype(score.dtype))
   if mask is not None and mask.dtype != bool:
     score = keep(score + mask)
   return score

@@ -35,19 +35,31 @@ def finished(kernel: UOp, renderer: Renderer, estimates: Estimates) -> UOp:
     renderer: of the device that is to run it.
     estimates: what tinygrad is to report as the kernel's work.
   """
-  info, source, binary = program(kernel, renderer)
   params = sorted((u for u in kernel.toposort() if u.op is Ops.PARAM), key=lambda u: u.arg.slot)
-  used = info.globals
-  if info.vars and used != tuple(range(len(used))):
-    # tinygrad numbers its own arguments after as many as are used, and orders all by number: an attention that sees no
-    # key does not use q and k. So those that are used are numbered anew.
-    numbers = {u: u.replace(arg=replace(u.arg, slot=used.index(u.arg.slot))) for u in params if u.arg.slot in used}
-    anew, source, binary = program(kernel.substitute(numbers), renderer)
-    info = replace(anew, globals=used, outs=info.outs, ins=info.ins)
+  # tinygrad numbers its own arguments after as many as are used, and orders all by number. So those that are used are
+  # numbered anew; which these are, lowering tells: an attention that sees no key does not use q and k.
+  used = [u for u in params if u.arg.slot >= 0]
+  try:
+    info, source, binary = program(_numbered(kernel, used), renderer)
+    found = info.globals
+  except TypeError:  # its own argument got the number of a buffer of ints, and it cannot tell which comes first
+    apart = len(used) + 1
+    found = tuple(i - apart for i in program(_numbered(kernel, used, apart), renderer)[0].globals)
+  if len(found) < len(used):
+    used = [used[i] for i in found]
+    info, source, binary = program(_numbered(kernel, used), renderer)
+  globals_, outs, ins = (tuple(used[i].arg.slot for i in x) for x in (info.globals, info.outs, info.ins))
+  info = replace(info, globals=globals_, outs=outs, ins=ins)
   # tinygrad would look into the kernel's own graph and find its axes open.
   sink = UOp.sink(*params, arg=KernelInfo(name=kernel.arg.name, estimates=estimates))
   code = UOp(Ops.SOURCE, arg=source), UOp(Ops.BINARY, arg=binary)
   return UOp(Ops.PROGRAM, src=(sink, UOp(Ops.LINEAR, src=(*sink.src, sink)), *code), arg=info)
+
+
+def _numbered(kernel: UOp, buffers: list[UOp], first: int = 0) -> UOp:
+  """The kernel with these buffers numbered from `first` on."""
+  anew = {u: u.replace(arg=replace(u.arg, slot=i)) for i, u in enumerate(buffers, first) if u.arg.slot != i}
+  return kernel.substitute(anew, walk=True)  # at once: one may have had the number that another gets
 
 
 def program(kernel: UOp, renderer: Renderer) -> tuple[ProgramInfo, str, bytes]:

@@ -1,6 +1,7 @@
 """Arithmetic that tinygrad's own ops do not give at full speed."""
 
 import math
+from functools import reduce
 
 from tinygrad import UOp, dtypes
 
@@ -35,9 +36,17 @@ def exp2(x: UOp) -> UOp:
   return tiny.where(0.0, (mantissa.bitcast(dtypes.int) + whole * (1 << 23)).bitcast(dtypes.float))
 
 
+# P and Q of tanh(x) = x P(x^2) / Q(x^2) on [-9, 9], constant terms first, of the least largest relative error (2.1e-8)
+# that iteratively reweighted least squares found (Sanathanan and Koerner, 1963, with Lawson's weights).
+_TANH = (
+  (1.0, 0.13381020724773407, 0.0034955828450620174, 2.0608995328075252e-05, 1.3354544137200719e-08),
+  (1.0, 0.46714335680007935, 0.025876961648464203, 0.0003285626007709652, 7.776509391987929e-07),
+)
+
+
 def tanh(x: UOp) -> UOp:
-  """The hyperbolic tangent of a float32, from `exp2`; within 1.2e-7, NaN at NaN."""
-  size = (x < 0).where(-x, x)
-  e = exp2(size * (-2 * LOG2E))
-  t = (1 - e) / (1 + e)
-  return (x < 0).where(-t, t)
+  """The hyperbolic tangent of a float32, within 3.3e-7 of itself, NaN at NaN; beyond 9 it is 1 to float32."""
+  x = (x < -9.0).where(-9.0, (x > 9.0).where(9.0, x))
+  t = x * x
+  p, q = (reduce(lambda sum_, c: sum_ * t + c, z[-2::-1], UOp.const(z[-1], dtypes.float)) for z in _TANH)
+  return x * p / q

@@ -70,14 +70,22 @@ class Rules:
     return self.attn_mask is not None and self.attn_mask.dtype != dtypes.bool
 
   @property
+  def _moves(self) -> bool:
+    """Whether anything comes after softcap."""
+    return self.score_mod is not None or self._adds
+
+  @property
   def modifies(self) -> bool:
     """Whether scores are more than products times a factor."""
-    return self.softcap is not None or self.score_mod is not None or self._adds
+    return self.softcap is not None or self._moves
 
   @property
   def factors(self) -> tuple[float, float]:
     """A factor on q.k, for `HeadRules.scores` to apply, and one in the exponent, of base 2, which is greater than 0."""
-    return (self.scale, LOG2E) if self.modifies else split_factor(self.scale)
+    if not self.modifies:
+      return split_factor(self.scale)
+    cap = 1.0 if self.softcap is None else self.softcap
+    return self.scale / cap, LOG2E if self._moves else LOG2E * cap
 
   def at(self, head: UOp) -> "HeadRules":
     """The rules for a query head, counted through all batches."""
@@ -183,10 +191,10 @@ class HeadRules:
     return result
 
   def modified(self, score: UOp, row: UOp, key: UOp) -> UOp:
-    """q.k times the scale, after softcap, score_mod and the additive mask."""
+    """q.k times the first of `Rules.factors`, after softcap, score_mod and the additive mask; times the second next."""
     r = self.rules
     if r.softcap is not None:
-      score = tanh(score * (1 / r.softcap)) * r.softcap
+      score = tanh(score) * r.softcap if r._moves else tanh(score)
     if r.score_mod is not None:
       score = r.score_mod(score, *self._indices(row, key))
     return score + self._mask(row, key).cast(dtypes.float) if r._adds else score

@@ -1,0 +1,273 @@
+"""All that may stand between q.k and the softmax, alone and together, against the oracle."""
+
+import contextlib
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import DTYPES, check, drawn, inputs, on, qkv
+from hypothesis import given
+from hypothesis import strategies as st
+from tinygrad import Tensor, TinyJit, UOp, dtypes
+
+from uopattn import attention
+from uopattn.dsl.rules import HeadRules
+from uopattn.flash import compiled
+from uopattn.oracle import oracle
+
+Array = np.ndarray[Any, Any]
+Options = dict[str, Any]
+Shape = tuple[int, int, int, int, int, int, int]  # B, Hq, Hkv, M, N, Dk, Dv
+
+TARGETS = ("CPU",)  # or what the emulator stands for, as "gfx1100"
+CORNER: Shape = (2, 4, 2, 37, 150, 24, 40)
+FEW: Shape = (2, 4, 2, 3, 150, 24, 40)  # queries: on a CPU another kernel takes these
+
+
+def lower(score: Any, b: Any, h: Any, i: Any, j: Any, slopes: Any, parts: Any) -> Any:
+  return score - slopes[h] * (i - j)
+
+
+def same_part(b: Any, h: Any, i: Any, j: Any, slopes: Any, parts: Any) -> Any:
+  return (parts[i] == parts[j]) | ((i + 2 * j + b) % 5 == h)
+
+
+def some(random: np.random.Generator, shape: Shape, *names: str) -> Options:
+  """Values for these arguments, as the oracle takes them."""
+  B, Hq, _, M, N, *_ = shape
+  sides = [None if random.random() < 0.2 else int(x) for x in random.integers(-5, N, 2)]
+  broad = tuple(n if random.random() < 0.5 else 1 for n in (B, Hq, M, N))
+  added = random.standard_normal(broad).astype(np.float32)
+  values = {
+    "is_causal": True,
+    "scale": float(random.choice([-0.3, 0.0, 0.5])),
+    "window": (sides[0], sides[1]),
+    "softcap": float(random.choice([0.5, 3.0, 50.0])),
+    "q_start": random.integers(-M, N, B),
+    "kv_lengths": random.integers(0, N + 1, B),
+    "sinks": random.standard_normal(Hq).astype(np.float32),
+    "attn_mask": random.random(broad) < 0.7 if random.random() < 0.5 else np.where(added > 1.5, -np.inf, added),
+    "score_mod": lower,
+    "mask_mod": same_part,
+  }
+  chosen = {name: values[name] for name in names}
+  if {"score_mod", "mask_mod"} & set(names):
+    parts = np.sort(random.integers(0, 4, max(M, N))).astype(np.int32)
+    chosen["aux"] = np.linspace(0.05, 0.5, Hq, dtype=np.float32), parts
+  return chosen
+
+
+FEATURES = ("attn_mask", "is_causal", "kv_lengths", "mask_mod", "q_start", "scale", "score_mod", "sinks", "softcap",
+            "window")  # fmt: skip
+
+
+def as_given(options: Options, device: str, numbers: str = "tensor") -> Options:
+  """What `attention` takes for what the oracle does; with `numbers` "int" or "variable" all batches have the same."""
+
+  def converted(name: str, x: Any) -> Any:
+    if name == "aux":
+      return tuple(converted("", y) for y in x)
+    if name in ("q_start", "kv_lengths") and numbers != "tensor":
+      value = int(x[0])
+      return value if numbers == "int" else UOp.variable(name, -300, 300).bind(value)
+    return Tensor(x, device="CPU").to(device).realize() if isinstance(x, np.ndarray) else x
+
+  return {name: converted(name, x) for name, x in options.items()}
+
+
+def alike(options: Options, numbers: str) -> Options:
+  """The same with q_start and kv_lengths of the first batch for all."""
+  same = {name: np.full_like(options[name], options[name][0]) for name in ("q_start", "kv_lengths") if name in options}
+  return options if numbers == "tensor" else options | same
+
+
+def check_features(target: str, shape: Shape, dtype: Any, options: Options, numbers: str = "tensor") -> None:
+  options, device = alike(options, numbers), "CPU" if target == "CPU" else "EMU"
+  with contextlib.nullcontext() if target == "CPU" else on(target):
+    q, k, v = (qkv if target == "CPU" else inputs)(*shape, dtype)
+    given = as_given(options, device, numbers)
+    out, lse = attention(q, k, v, enable_gqa=True, return_lse=True, backend="kernel", **given)
+    Tensor.realize(out, lse)
+    check(q, k, v, out, lse, **options)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("shape", [FEW, CORNER], ids=["few", "many"])
+@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_each_alone(target: str, shape: Shape, name: str, seed: int) -> None:
+  check_features(target, shape, DTYPES[1], some(np.random.default_rng(seed), shape, name))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@drawn(12)
+@given(
+  B=st.integers(1, 3),
+  Hkv=st.integers(1, 2),
+  group=st.integers(1, 3),
+  M=st.integers(1, 9) | st.integers(10, 140),
+  N=st.integers(1, 200),
+  Dk=st.integers(1, 40),
+  Dv=st.integers(1, 40),
+  dtype=st.sampled_from(DTYPES),
+  names=st.sets(st.sampled_from(FEATURES), min_size=1),
+  numbers=st.sampled_from(("int", "tensor", "variable")),
+  seed=st.integers(0, 1000),
+)
+def test_any_of_them_together(target, B, Hkv, group, M, N, Dk, Dv, dtype, names, numbers, seed) -> None:
+  shape = (B, Hkv * group, Hkv, M, N, Dk, Dv)
+  dtype = dtypes.float16 if target != "CPU" and dtype == dtypes.float32 else dtype  # GPU kernels have no float32
+  check_features(target, shape, dtype, some(np.random.default_rng(seed), shape, *sorted(names)), numbers)
+
+
+BLIND: dict[str, Options] = {
+  "no keys": {"kv_lengths": np.array([0, 0])},
+  "window before all keys": {"window": (3, 2), "q_start": np.array([-60, -70])},
+  "window behind all keys": {"window": (3, None), "q_start": np.array([160, 170])},
+  "empty window": {"window": (-5, 4)},
+  "bool mask": {"attn_mask": np.zeros((1, 1, 1, 150), bool)},
+  "added infinity": {"attn_mask": np.full((2, 1, 1, 1), -np.inf, np.float32)},
+  "mask_mod": {"mask_mod": lambda b, h, i, j: j < 0},
+  "two rules together": {"is_causal": True, "mask_mod": lambda b, h, i, j: j > i},
+  "sinks": {"kv_lengths": np.array([0, 0]), "sinks": np.array([1.0, -3, 0, 9], np.float32)},
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("shape", [FEW, CORNER], ids=["few", "many"])
+@pytest.mark.parametrize("name", BLIND)
+def test_rows_that_see_no_key(target: str, shape: Shape, name: str) -> None:
+  device = "CPU" if target == "CPU" else "EMU"
+  with contextlib.nullcontext() if target == "CPU" else on(target):
+    q, k, v = (qkv if target == "CPU" else inputs)(*shape, dtypes.float16)
+    given = as_given(BLIND[name], device)
+    out, lse = attention(q, k, v, enable_gqa=True, return_lse=True, backend="kernel", **given)
+    Tensor.realize(out, lse)
+    assert (out.numpy() == 0).all()
+    assert (lse.numpy() == -math.inf).all()
+
+
+# Arguments that meet scores of any size: those that bound or move them, and those that hide some.
+MEETING: dict[str, Options] = {
+  "softcap": {"softcap": 20.0},
+  "window": {"window": (30, 3), "q_start": np.array([5, 90])},
+  "added": {"attn_mask": np.random.default_rng(3).normal(size=(1, 1, 1, 150)).astype(np.float32) * 1e4},
+  "sinks": {"sinks": np.array([1e4, -1e4, 0, 30], np.float32), "kv_lengths": np.array([149, 0])},
+  "score_mod": {"score_mod": lambda score, b, h, i, j: score * -0.5 + 3.0},
+}
+
+
+@pytest.mark.parametrize("shape", [FEW, CORNER], ids=["few", "many"])
+@pytest.mark.parametrize("size", [1e4, 1.0, 1e-40, 0.0])
+@pytest.mark.parametrize("name", MEETING)
+def test_scores_large_denormal_and_equal(name: str, size: float, shape: Shape) -> None:
+  q, k, v = qkv(*shape)
+  q = Tensor(q.numpy() * np.float32(size))
+  options = MEETING[name]
+  given = as_given(options, "CPU")
+  out, lse = attention(q, k, v, enable_gqa=True, return_lse=True, backend="kernel", **given)
+  Tensor.realize(out, lse)
+  check(q, k, v, out, lse, **options)
+
+
+@pytest.mark.parametrize("shape", [FEW, CORNER], ids=["few", "many"])
+def test_values_may_be_denormal(shape: Shape) -> None:
+  q, k, v = qkv(*shape)
+  v = Tensor(v.numpy() * np.float32(1e-40))
+  check(q, k, v, attention(q, k, v, softcap=5.0, enable_gqa=True, backend="kernel"), softcap=5.0)
+
+
+@pytest.mark.parametrize("numbers", ["int", "variable", "tensor"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [FEW, CORNER], ids=["few", "many"])
+@pytest.mark.parametrize("lengths", [(0, 77), (150, 1), (64, 65), (50, 100)], ids=str)
+def test_keys_that_do_not_exist_may_hold_anything(lengths, shape: Shape, dtype, numbers: str) -> None:
+  inputs = qkv(*shape, dtype)
+  options = alike({"kv_lengths": np.array(lengths)}, numbers)
+  spoilt = [inputs[0]]
+  for x, bad in zip(inputs[1:], (math.nan, math.inf), strict=True):
+    numbers_of = x.float().numpy().copy()
+    for b, length in enumerate(options["kv_lengths"]):
+      numbers_of[b, :, length:] = bad
+    spoilt.append(Tensor(numbers_of).cast(dtype).realize())
+  given = as_given(options, "CPU", numbers)
+  results = [attention(*x, enable_gqa=True, return_lse=True, backend="kernel", **given) for x in (inputs, spoilt)]
+  for clean, same in zip(*results, strict=True):
+    Tensor.realize(clean, same)
+    np.testing.assert_array_equal(same.float().numpy(), clean.float().numpy())
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 2, 1, 150, 16, 16), (1, 4, 2, 40, 150, 16, 16)], ids=["few", "many"])
+def test_one_kernel_serves_all_values_of_variables(shape: Shape) -> None:
+  q, k, v = qkv(*shape)
+  start, length = UOp.variable("start", 0, 150), UOp.variable("length", 0, 150)
+
+  @TinyJit
+  def run(first: UOp, keys: UOp) -> list[Tensor]:
+    given: Options = {"q_start": first, "kv_lengths": keys, "is_causal": True, "enable_gqa": True, "return_lse": True}
+    return [x.realize() for x in attention(q, k, v, backend="kernel", **given)]
+
+  before = compiled.cache_info().misses
+  for first, keys in ((5, 60), (7, 61), (20, 0), (0, 150), (149, 150), (63, 64), (64, 129), (110, 90)):
+    out, lse = run(start.bind(first), length.bind(keys))
+    check(q, k, v, out, lse, is_causal=True, q_start=first, kv_lengths=np.array([keys]))
+  assert compiled.cache_info().misses == before + 1
+
+
+@pytest.mark.parametrize("names", [FEATURES, ("softcap", "sinks"), ("kv_lengths", "window", "q_start")], ids=str)
+def test_gradients_agree_with_finite_differences(names: tuple[str, ...]) -> None:
+  shape = (2, 2, 1, 4, 7, 4, 3)
+  arrays = [x.numpy().astype(np.float64) for x in qkv(*shape)]
+  random = np.random.default_rng(10)
+  cotangents = random.normal(size=(2, 2, 4, 3)), random.normal(size=(2, 2, 4))
+  options = some(np.random.default_rng(4), shape, *names)
+
+  def loss(out: Array, lse: Array) -> float:
+    return float((out * cotangents[0]).sum() + (np.where(np.isfinite(lse), lse, 0) * cotangents[1]).sum())
+
+  q, k, v = (Tensor(x.astype(np.float32)) for x in arrays)
+  given = as_given(options, "CPU")
+  out, lse = attention(q, k, v, enable_gqa=True, return_lse=True, backend="kernel", **given)
+  out_part, lse_part = (Tensor(x.astype(np.float32)) for x in cotangents)
+  grads = ((out * out_part).sum() + (lse.isfinite().where(lse, 0) * lse_part).sum()).gradient(q, k, v)
+  for x, grad in zip(arrays, grads, strict=True):
+    numeric = np.zeros_like(x)
+    for place in np.ndindex(x.shape):
+      before, step, values = x[place], 1e-5, []
+      for x[place] in (before + step, before - step):
+        values.append(loss(*oracle(*arrays, **options)))
+      x[place] = before
+      numeric[place] = (values[0] - values[1]) / (2 * step)
+    np.testing.assert_allclose(grad.numpy(), numeric, atol=3e-4)
+
+
+right = {name: getattr(HeadRules, name) for name in ("_firsts", "_lasts", "_hidden", "modified")}
+MISTAKES: dict[str, tuple[str, Any, str]] = {
+  "first key of the window left out": ("_firsts", lambda *x: [y + 1 for y in right["_firsts"](*x)], "window"),
+  "a key behind the window": ("_lasts", lambda *x: [y + 1 for y in right["_lasts"](*x)], "window"),
+  "a key that does not exist": ("_lasts", lambda *x: [y + 1 for y in right["_lasts"](*x)], "kv_lengths"),
+  "no mask_mod": ("_hidden", lambda *x: [], "mask_mod"),
+  "mask_mod of the next key": ("_hidden", lambda self, row, key: right["_hidden"](self, row, key + 1), "mask_mod"),
+  "mask of the next query": ("_hidden", lambda self, row, key: right["_hidden"](self, row + 1, key), "attn_mask"),
+  "no softcap": ("modified", lambda self, score, *x: score, "softcap"),
+  "no score_mod": ("modified", lambda self, score, *x: score, "score_mod"),
+  "no sink": ("sink", property(lambda self: None), "sinks"),
+}
+
+
+@pytest.mark.parametrize("shape", [FEW, CORNER], ids=["few", "many"])
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_caught(name: str, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+  place, mistake, feature = MISTAKES[name]
+  mask = np.random.default_rng(6).random((shape[3], shape[4])) < 0.7
+  fixed = {"window": (20, 5), "attn_mask": mask, "softcap": 0.5, "kv_lengths": np.array([30, 77])}
+  options = some(np.random.default_rng(6), shape, feature)
+  options |= {feature: fixed[feature]} if feature in fixed else {}
+  options |= {"q_start": np.array([60, 70])} if feature == "window" else {}
+  check_features("CPU", shape, dtypes.float32, options)
+  compiled.cache_clear()
+  monkeypatch.setattr(HeadRules, place, mistake)
+  with pytest.raises(AssertionError, match="worst at"):
+    check_features("CPU", shape, dtypes.float32, options)
+  compiled.cache_clear()
