@@ -116,12 +116,7 @@ def _graph(choice: Choice, spec: AttentionSpec, buffers: tuple[UOp, ...]) -> UOp
   o, q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in buffers[:4])
   lse = buffers[4].reshape(-1, buffers[4].shape[-1]) if spec.return_lse else None
   given = rules(spec, choice.inputs(spec), buffers[4 + spec.return_lse :])
-  kernel = choice.kernel.build(o, q, k, v, lse, rules=given, tiles=choice.tiles)
-  if "CPU" not in choice.kernel.devices:
-    return kernel
-  # tinygrad numbers its own argument, the work item, after as many buffers as are in use, and fails where that is one's
-  # number: an attention that sees no key does not use q and k, and a mod may leave some of its aux aside.
-  return kernel.replace(src=(*kernel.src, *(x.base for x in buffers)))
+  return choice.kernel.build(o, q, k, v, lse, rules=given, tiles=choice.tiles)
 
 
 def rules(spec: AttentionSpec, inputs: tuple[Input, ...], buffers: tuple[UOp, ...]) -> Rules:
