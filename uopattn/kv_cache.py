@@ -21,8 +21,9 @@ class KVCache:
       cache.append(k, v, start.bind(position))  # one position each
       out = cache.attend(q, start.bind(position))
 
-  Both are lazy: realize an output before the positions that it sees are written anew, and under `TinyJit` return what
-  depends on them, `attend`'s output say, or `k` and `v` themselves.
+  Both are lazy. Realize each step before the next: a Variable has one value in all that is realized together, and an
+  output realized late may see what was written since. Return from a `TinyJit` what depends on what was written:
+  `attend`'s output, or `k` and `v` themselves.
 
   Attributes:
     k: (B, Hkv, N_max, Dk), with all that was appended so far; what `uopattn.attention` takes.
@@ -77,16 +78,16 @@ class KVCache:
       ValueError: a shape or device does not fit, or it could end past N_max: of a Variable its largest value counts, as
         a `TinyJit` checks no values when it replays.
     """
+    M = sizes(k)[2] if k.ndim == 4 else 0
     for name, x, held in (("k", k, self.k), ("v", v, self.v)):
       B, Hkv, _, D = sizes(held)
-      M = sizes(k)[2] if k.ndim == 4 else 0
       if x.shape != (B, Hkv, M, D) or not isinstance(M, int) or M < 1:
         raise ValueError(f"{name} has shape {x.shape}; it must be ({B}, {Hkv}, M, {D}), M >= 1 and the same of k and v")
       if x.dtype != held.dtype:
         raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}, the cache has {dtype_name(held.dtype)}")
       if x.device != held.device:
         raise ValueError(f"{name} is on {x.device}, the cache is on {held.device}")
-    self._check(start, sizes(k)[2])
+    self._check(start, M)
     self.k, self.v = _written(self.k, k, start), _written(self.v, v, start)
 
   def attend(self, q: Tensor, start: int | UOp, *, is_causal: bool = True, **options: Any) -> Any:
