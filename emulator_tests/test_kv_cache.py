@@ -83,6 +83,14 @@ def test_parts_of_many_and_few_positions(dtype, parts) -> None:
     position += M
 
 
+def test_a_variable_of_one_value() -> None:
+  """A cache that a single write fills."""
+  cache, start = KVCache(B, HKV, 3, DK, DV), UOp.variable("start", 0, 0).bind(0)
+  q, k, v = qkv(B, HQ, HKV, 3, 3, DK, DV)
+  cache.append(k, v, start)
+  check(q, k, v, cache.attend(q, start, backend="kernel").realize(), is_causal=True)
+
+
 def test_the_reference_ignores_what_is_behind_the_length_too() -> None:
   cache, steps = full_of_nan(), Steps()
   for position in range(2):

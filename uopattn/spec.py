@@ -114,9 +114,9 @@ class Extras:
     return found + [("aux", x) for x in self.aux]
 
   def variables(self) -> tuple[UOp, ...]:
-    """The bound Variables in them, each once."""
+    """The bound Variables in them, each once; not those of one possible value, which tinygrad makes constants."""
     places = (x for x in (self.q_start, self.kv_lengths) if isinstance(x, UOp))
-    return tuple(dict.fromkeys(variable for x in places for variable in _bound_variables(x)))
+    return tuple(dict.fromkeys(v for x in places for v in _bound_variables(x) if v.src[0].vmin < v.src[0].vmax))
 
 
 NO_EXTRAS = Extras()
