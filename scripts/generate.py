@@ -21,7 +21,7 @@ from tinygrad.helpers import round_up
 from uopattn import KVCache
 
 CHUNK = 64  # tokens of the prompt that are worked on at once
-ROUNDS, STEPS = 3, 5  # of a measurement; chunks and single tokens
+ROUNDS, STEPS = 2, 3  # of a measurement: chunks, and single tokens for each
 
 # Called as attend(cache, q, start) once the keys and values of q's positions, from `start` on, are in the cache.
 CachedAttention = Callable[[KVCache, Tensor, UOp], Tensor]
@@ -149,7 +149,7 @@ def check_context(model: SmolLM, context: int) -> None:
 
 
 def measure(context: int) -> Iterator[str]:
-  """Tokens a second with either attention and with none, the lines of a table; by turns, medians of `ROUNDS`.
+  """Tokens a second with either attention and with none, the lines of a table; by turns, medians.
 
   Raises ValueError where the context does not fit, RuntimeError where the model cannot be downloaded.
   """
@@ -157,7 +157,8 @@ def measure(context: int) -> Iterator[str]:
   check_context(model, context)
   print("compiling", file=sys.stderr)
   generators = [Generator(model, context, attend) for attend in (*ATTENTIONS.values(), nothing)]
-  yield "| tokens in context | prompt: kernel | tinygrad's | no attention | single tokens: kernel | tinygrad's | none |"
+  columns = "kernel | tinygrad's | no attention"
+  yield f"| tokens in context | prompt: {columns} | single tokens: {columns} |"
   yield "|--:|--:|--:|--:|--:|--:|--:|"
   for length in (CHUNK << i for i in range((generators[0].context // CHUNK).bit_length())):
     chunks = [[_seconds(g.fill, [0] * CHUNK, length - CHUNK) for g in generators] for _ in range(ROUNDS)]
