@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from helpers import check, qkv
-from tinygrad import Tensor, dtypes
+from tinygrad import Tensor, UOp, dtypes
 
 from uopattn import BlockMask, attention, flash
 from uopattn.attention import log_once
@@ -49,6 +49,11 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
      ValueError, r"q_start has shape \(3,\); it must be \(2,\)"),
   "kv_lengths": ((Q, Q, Q), {"kv_lengths": Tensor([1.0, 2.0])}, TypeError, "kv_lengths has dtype float"),
   "kv_lengths list": ((Q, Q, Q), {"kv_lengths": [1, 2]}, TypeError, r"kv_lengths is \[1, 2\]; accepted are an int"),
+  "q_start unbound": ((Q, Q, Q), {"q_start": UOp.variable("start", 0, 9) + 1}, TypeError,
+     "(?s)q_start is UOp.*accepted are an int, a bound Variable"),
+  "kv_lengths float": ((Q, Q, Q), {"kv_lengths": UOp.variable("start", 0, 9).bind(3) * 0.5}, TypeError,
+     "(?s)kv_lengths is UOp.*accepted are an int, a bound Variable"),
+  "kv_lengths flag": ((Q, Q, Q), {"kv_lengths": True}, TypeError, "kv_lengths is True; accepted are an int"),
   "sinks": ((Q, Q, Q), {"sinks": Tensor([1.0])}, ValueError, r"sinks has shape \(1,\); it must be \(4,\)"),
   "mask dtype": ((Q, Q, Q), {"attn_mask": tensor(5, 5, dtype=dtypes.int)}, TypeError, "attn_mask has dtype int"),
   "mask shape": ((Q, Q, Q), {"attn_mask": tensor(5, 4)}, ValueError, r"must broadcast to .* = \(2, 4, 5, 5\)"),

@@ -1,6 +1,5 @@
 """All that may stand between q.k and the softmax, alone and together, against the oracle."""
 
-import contextlib
 import math
 from typing import Any
 
@@ -9,9 +8,9 @@ import pytest
 from helpers import DTYPES, check, drawn, inputs, on, qkv
 from hypothesis import given
 from hypothesis import strategies as st
-from tinygrad import Tensor, TinyJit, UOp, dtypes
+from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
 
-from uopattn import attention
+from uopattn import BlockMask, attention
 from uopattn.dsl.rules import HeadRules
 from uopattn.flash import compiled
 from uopattn.oracle import oracle
@@ -20,7 +19,7 @@ Array = np.ndarray[Any, Any]
 Options = dict[str, Any]
 Shape = tuple[int, int, int, int, int, int, int]  # B, Hq, Hkv, M, N, Dk, Dv
 
-TARGETS = ("CPU",)  # or what the emulator stands for, as "gfx1100"
+EMULATED = ("gfx1100", "gfx1201", "gfx942", "sm_80", "sm_90")
 CORNER: Shape = (2, 4, 2, 37, 150, 24, 40)
 FEW: Shape = (2, 4, 2, 3, 150, 24, 40)  # queries: on a CPU another kernel takes these
 
@@ -31,6 +30,10 @@ def lower(score: Any, b: Any, h: Any, i: Any, j: Any, slopes: Any, parts: Any) -
 
 def same_part(b: Any, h: Any, i: Any, j: Any, slopes: Any, parts: Any) -> Any:
   return (parts[i] == parts[j]) | ((i + 2 * j + b) % 5 == h)
+
+
+def banded(b: Any, h: Any, i: Any, j: Any) -> Any:
+  return (j <= i + 40) & (j % 60 < 30 + 10 * h)
 
 
 def some(random: np.random.Generator, shape: Shape, *names: str) -> Options:
@@ -82,27 +85,30 @@ def alike(options: Options, numbers: str) -> Options:
   return options if numbers == "tensor" else options | same
 
 
-def check_features(target: str, shape: Shape, dtype: Any, options: Options, numbers: str = "tensor") -> None:
-  options, device = alike(options, numbers), "CPU" if target == "CPU" else "EMU"
-  with contextlib.nullcontext() if target == "CPU" else on(target):
-    q, k, v = (qkv if target == "CPU" else inputs)(*shape, dtype)
-    given = as_given(options, device, numbers)
-    out, lse = attention(q, k, v, enable_gqa=True, return_lse=True, backend="kernel", **given)
-    Tensor.realize(out, lse)
-    check(q, k, v, out, lse, **options)
+def check_features(
+  shape: Shape, dtype: Any, options: Options, numbers: str = "tensor", blocks: tuple[int, int] | None = None
+) -> None:
+  """Runs `attention` on the default device; with `blocks`, the sizes of its blocks, a block mask too."""
+  options, device = alike(options, numbers), Device.DEFAULT
+  q, k, v = (inputs if device == "EMU" else qkv)(*shape, dtype)
+  given = as_given(options, device, numbers)
+  if blocks is not None:
+    given["block_mask"] = BlockMask.of(banded, 1, shape[1], *shape[3:5], (), *blocks, device=device)
+    seen = options.get("mask_mod")
+    options = options | {"mask_mod": lambda *x: banded(*x[:4]) & (seen is None or seen(*x))}
+  out, lse = attention(q, k, v, enable_gqa=True, return_lse=True, backend="kernel", **given)
+  Tensor.realize(out, lse)
+  check(q, k, v, out, lse, **options)
 
 
-@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("shape", [FEW, CORNER], ids=["few", "many"])
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_each_alone(target: str, shape: Shape, name: str, seed: int) -> None:
-  check_features(target, shape, DTYPES[1], some(np.random.default_rng(seed), shape, name))
+def test_each_alone(shape: Shape, name: str, seed: int) -> None:
+  check_features(shape, DTYPES[1], some(np.random.default_rng(seed), shape, name))
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@drawn(12)
-@given(
+SUBSETS = given(
   B=st.integers(1, 3),
   Hkv=st.integers(1, 2),
   group=st.integers(1, 3),
@@ -113,12 +119,30 @@ def test_each_alone(target: str, shape: Shape, name: str, seed: int) -> None:
   dtype=st.sampled_from(DTYPES),
   names=st.sets(st.sampled_from(FEATURES), min_size=1),
   numbers=st.sampled_from(("int", "tensor", "variable")),
+  blocks=st.none() | st.tuples(st.integers(1, 70), st.integers(1, 70)),
   seed=st.integers(0, 1000),
 )
-def test_any_of_them_together(target, B, Hkv, group, M, N, Dk, Dv, dtype, names, numbers, seed) -> None:
+
+
+def check_subset(B, Hkv, group, M, N, Dk, Dv, dtype, names, numbers, blocks, seed) -> None:
   shape = (B, Hkv * group, Hkv, M, N, Dk, Dv)
-  dtype = dtypes.float16 if target != "CPU" and dtype == dtypes.float32 else dtype  # GPU kernels have no float32
-  check_features(target, shape, dtype, some(np.random.default_rng(seed), shape, *sorted(names)), numbers)
+  on_cpu = Device.DEFAULT == "CPU"
+  dtype = dtype if on_cpu or dtype != dtypes.float32 else dtypes.float16  # GPU kernels have no float32
+  check_features(shape, dtype, some(np.random.default_rng(seed), shape, *sorted(names)), numbers, blocks)
+
+
+@drawn(12)
+@SUBSETS
+def test_any_of_them_together(**subset: Any) -> None:
+  check_subset(**subset)
+
+
+@pytest.mark.parametrize("arch", EMULATED)
+@drawn(2)
+@SUBSETS
+def test_any_of_them_together_on_the_emulator(arch: str, **subset: Any) -> None:
+  with on(arch):
+    check_subset(**subset)
 
 
 BLIND: dict[str, Options] = {
@@ -134,18 +158,15 @@ BLIND: dict[str, Options] = {
 }
 
 
-@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("shape", [FEW, CORNER], ids=["few", "many"])
 @pytest.mark.parametrize("name", BLIND)
-def test_rows_that_see_no_key(target: str, shape: Shape, name: str) -> None:
-  device = "CPU" if target == "CPU" else "EMU"
-  with contextlib.nullcontext() if target == "CPU" else on(target):
-    q, k, v = (qkv if target == "CPU" else inputs)(*shape, dtypes.float16)
-    given = as_given(BLIND[name], device)
-    out, lse = attention(q, k, v, enable_gqa=True, return_lse=True, backend="kernel", **given)
-    Tensor.realize(out, lse)
-    assert (out.numpy() == 0).all()
-    assert (lse.numpy() == -math.inf).all()
+def test_rows_that_see_no_key(shape: Shape, name: str) -> None:
+  q, k, v = qkv(*shape, dtypes.float16)
+  given = as_given(BLIND[name], Device.DEFAULT)
+  out, lse = attention(q, k, v, enable_gqa=True, return_lse=True, backend="kernel", **given)
+  Tensor.realize(out, lse)
+  assert (out.numpy() == 0).all()
+  assert (lse.numpy() == -math.inf).all()
 
 
 # Arguments that meet scores of any size: those that bound or move them, and those that hide some.
@@ -265,9 +286,9 @@ def test_a_mistake_is_caught(name: str, shape: Shape, monkeypatch: pytest.Monkey
   options = some(np.random.default_rng(6), shape, feature)
   options |= {feature: fixed[feature]} if feature in fixed else {}
   options |= {"q_start": np.array([60, 70])} if feature == "window" else {}
-  check_features("CPU", shape, dtypes.float32, options)
+  check_features(shape, dtypes.float32, options)
   compiled.cache_clear()
   monkeypatch.setattr(HeadRules, place, mistake)
   with pytest.raises(AssertionError, match="worst at"):
-    check_features("CPU", shape, dtypes.float32, options)
+    check_features(shape, dtypes.float32, options)
   compiled.cache_clear()

@@ -3,12 +3,16 @@
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
-from helpers import check, check_attention, qkv
-from tinygrad import Device, Tensor, TinyJit, dtypes
+from helpers import check, check_attention, drawn, qkv
+from test_features import CORNER, FEATURES, FEW, SUBSETS, Shape, check_features, check_subset, some
+from tinygrad import Context, Device, Tensor, TinyJit, UOp, dtypes
+from tinygrad.dtype import DType
 
-from uopattn import attention, flash
+from uopattn import attention, attention_varlen, flash
 from uopattn.kernels import cuda_forward, hopper_forward
+from uopattn.verify import verify
 
 KIND = Device.DEFAULT.split(":")[0]
 pytestmark = pytest.mark.skipif(KIND not in ("CUDA", "AMD"), reason=f"tinygrad's default device is {KIND}, not a GPU")
@@ -48,6 +52,67 @@ def test_other_tiles(tiles) -> None:
   q, k, v = qkv(1, 4, 4, 700, 900, 64, 64, HALF)
   o = Tensor.full((1, 4, 700, 64), float("nan"), dtype=HALF).contiguous().realize()
   check(q, k, v, Tensor.custom_kernel(o, q, k, v, fxn=partial(flash, tiles=tiles))[0].realize())
+
+
+@pytest.mark.parametrize("shape", [FEW, CORNER], ids=["few", "many"])
+@pytest.mark.parametrize("name", FEATURES)
+def test_each_feature(name: str, shape: Shape) -> None:
+  check_features(shape, HALF, some(np.random.default_rng(0), shape, name))
+
+
+@drawn(25)
+@SUBSETS
+def test_any_features_together(**subset: Any) -> None:
+  check_subset(**subset)
+
+
+def test_dropped_weights_are_those_that_plain_ops_drop() -> None:
+  q, k, v = qkv(2, 4, 2, 150, 200, 64, 64, HALF)
+  results = []
+  with Context(TRAINING=1):
+    for backend in ("kernel", "reference"):
+      Tensor.manual_seed(7)
+      results.append(attention(q, k, v, dropout_p=0.3, is_causal=True, enable_gqa=True, backend=backend).numpy())
+  np.testing.assert_allclose(results[0], results[1], atol=4e-3)
+
+
+def test_sequences_one_after_another() -> None:
+  q, k, v = (x.squeeze(0).transpose(0, 1).contiguous() for x in qkv(1, 4, 2, 500, 500, 64, 64, BFLOAT))
+  starts = Tensor([0, 100, 100, 260, 500], dtype=dtypes.int)
+  got, want = (
+    attention_varlen(q, k, v, starts, starts, is_causal=True, enable_gqa=True, backend=backend).float().numpy()
+    for backend in ("kernel", "reference")
+  )
+  np.testing.assert_allclose(got, want, atol=3e-2)
+
+
+def test_one_kernel_serves_all_values_of_variables() -> None:
+  q, k, v = qkv(1, 4, 2, 64, 700, 64, 64, HALF)
+  start = UOp.variable("start", 0, 636)
+
+  @TinyJit
+  def run(first: UOp) -> Tensor:
+    return attention(q, k, v, is_causal=True, q_start=first, enable_gqa=True, backend="kernel").realize()
+
+  for first in (0, 3, 300, 636, 64):
+    check(q, k, v, run(start.bind(first)), is_causal=True, q_start=first)
+
+
+@pytest.mark.skipif(KIND != "CUDA", reason="types of the CUDA kernels")
+@pytest.mark.parametrize("dtype", [dtypes.fp8e4m3, dtypes.fp8e5m2], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_eight_bits(dtype: DType, is_causal: bool) -> None:
+  check_attention(*qkv(1, 4, 2, 300, 500, 64, 128, dtype), is_causal=is_causal)
+
+
+@pytest.mark.skipif(KIND != "CUDA", reason="types of the CUDA kernels")
+def test_tf32() -> None:
+  q, k, v = qkv(1, 2, 2, 300, 500, 64, 40)
+  with Context(ALLOW_TF32=1):
+    out, lse = attention(q, k, v, return_lse=True, backend="kernel")
+    Tensor.realize(out, lse)
+  for report in verify(q, k, v, out, lse, tf32=True):
+    assert report.correct, str(report)
 
 
 def test_replayed_on_new_inputs() -> None:

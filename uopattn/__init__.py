@@ -8,6 +8,8 @@ import uopattn.emulator  # noqa: E402, F401  (tinygrad reads CC once; this makes
 from uopattn.attention import attention  # noqa: E402
 from uopattn.block_mask import BlockMask  # noqa: E402
 from uopattn.flash import flash  # noqa: E402
+from uopattn.kv_cache import KVCache  # noqa: E402
+from uopattn.merge import merge_states  # noqa: E402
 from uopattn.varlen import attention_varlen  # noqa: E402
 
-__all__ = ["BlockMask", "attention", "attention_varlen", "flash"]
+__all__ = ["BlockMask", "KVCache", "attention", "attention_varlen", "flash", "merge_states"]

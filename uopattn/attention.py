@@ -63,8 +63,9 @@ def attention(
     enable_gqa: allows Hq to be a multiple of Hkv; query head h reads key head h // (Hq // Hkv), nothing is copied.
     window: (left, right): key j is seen iff i + q_start - left <= j <= i + q_start + right; None is no bound.
     softcap: bounds the scores smoothly to (-softcap, softcap).
-    q_start: int, bound Variable or (B,) integer Tensor. 0 aligns causal masks upper left, N - M lower right.
-    kv_lengths: int, bound Variable or (B,) integer Tensor; key j of batch b is seen iff j < kv_lengths[b].
+    q_start: int, bound Variable, an expression of such (start + 1), or (B,) integer Tensor. 0 aligns causal masks upper
+      left, N - M lower right.
+    kv_lengths: likewise; key j of batch b is seen iff j < kv_lengths[b].
     sinks: (Hq,) logits that join each row's sum of exponentials without a value.
     score_mod: f(score, b, h, q_idx, kv_idx, *aux) -> score.
     mask_mod: f(b, h, q_idx, kv_idx, *aux) -> bool, False hides the key.

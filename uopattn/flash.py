@@ -9,6 +9,7 @@ from tinygrad import Device, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.renderer import Estimates
 from tinygrad.renderer.llvmir import AMDLLVMRenderer
+from tinygrad.uop.ops import Ops
 
 from uopattn.cuda import on_gpu
 from uopattn.dispatch import Choice, dispatch
@@ -17,6 +18,8 @@ from uopattn.llvm import as_llvm
 from uopattn.spec import AttentionSpec, Extras, Input, dtype_name, make_spec
 from uopattn.target import Target
 from uopattn.threads import threaded
+
+FIRST_VARIABLE = 1 << 16  # no kernel has as many buffers
 
 
 def flash(
@@ -79,9 +82,19 @@ def build(choice: Choice, spec: AttentionSpec, device: str, *buffers: UOp) -> UO
   """
   if _compiler(device) is not None:
     return compiled(choice, spec, device, tuple(x.base.arg.slot for x in buffers))
-  graph = _graph(choice, spec, buffers)
+  graph = _with_variables_last(_graph(choice, spec, buffers))
   # tinygrad's own would be a term too deep for Python's stack, or fail where a loop's end is read from a buffer.
   return graph.replace(arg=replace(graph.arg, estimates=estimates(spec)))
+
+
+def _with_variables_last(kernel: UOp) -> UOp:
+  """The kernel with its Variables numbered behind all buffers.
+
+  tinygrad gives them numbers from the count of the buffers in use on, which may be those of buffers.
+  """
+  free = [u for u in kernel.toposort() if u.op is Ops.PARAM and u.arg.slot == -1]
+  numbers = enumerate(sorted(free, key=lambda u: u.arg.name), start=FIRST_VARIABLE)
+  return kernel.substitute({u: u.replace(arg=replace(u.arg, slot=i)) for i, u in numbers}, walk=True)
 
 
 @functools.cache

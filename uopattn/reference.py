@@ -11,6 +11,9 @@ from uopattn.spec import AttentionSpec, Extras
 def reference(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras) -> tuple[Tensor, Tensor]:
   """The output (B, Hq, M, Dv) in q's dtype and the natural-log LSE (B, Hq, M) in float32; arithmetic in float32."""
   groups = (spec.B, spec.Hkv, spec.Hq // spec.Hkv)
+  if extras.kv_lengths is not None:  # a hidden key has weight 0, and 0 * NaN is NaN: what is no key must not count
+    exists = Tensor.arange(spec.N).reshape(1, 1, -1, 1) < _per_batch(extras.kv_lengths)
+    k, v = exists.where(k, 0), exists.where(v, 0)
   q_groups = q.float().reshape(*groups, spec.M, spec.Dk)
   k_groups, v_groups = (x.float().unsqueeze(2) for x in (k, v))
   scores = (q_groups @ k_groups.transpose(-1, -2)).reshape(spec.B, spec.Hq, spec.M, spec.N) * spec.scale

@@ -8,6 +8,7 @@ from typing import Any
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import ALLOW_TF32, ceildiv
+from tinygrad.uop import GroupOp
 from tinygrad.uop.ops import Ops
 
 from uopattn.block_mask import BlockMask
@@ -42,9 +43,9 @@ class AttentionSpec:
 
   Attributes:
     scale: factor on q.k.
-    q_start: position of the first query: an int, a Variable, or None where it is a Tensor.
+    q_start: position of the first query: an int, made of Variables, or None where it is a Tensor.
     extras: names of the arguments in use beyond is_causal, q_start, scale, enable_gqa and return_lse.
-    kv_lengths: keys that exist: an int, a Variable, or None where it is a Tensor or all do.
+    kv_lengths: keys that exist: an int, made of Variables, or None where it is a Tensor or all do.
     window: the first and last key that a query sees, counted back and on from its position; is_causal is in it.
     dropout_p: probability of dropping a weight; 0 unless training.
     block_mod: the block mask's own mask_mod.
@@ -136,8 +137,9 @@ class Extras:
     return found + [("block_mask", x) for x in (() if self.block_mask is None else self.block_mask.aux)]
 
   def variables(self) -> tuple[UOp, ...]:
-    """The bound Variables among them, each once."""
-    return tuple(dict.fromkeys(x for x in (self.q_start, self.kv_lengths) if isinstance(x, UOp)))
+    """The bound Variables in them, each once; not those of one possible value, which tinygrad makes constants."""
+    places = (x for x in (self.q_start, self.kv_lengths) if isinstance(x, UOp))
+    return tuple(dict.fromkeys(v for x in places for v in _bound_variables(x) if v.src[0].vmin < v.src[0].vmax))
 
 
 NO_EXTRAS = Extras()
@@ -215,11 +217,28 @@ def make_spec(
 
 
 def _known(x: int | UOp | Tensor | None) -> int | UOp | None:
-  """An int, or the kernel's side of a bound Variable; None for a Tensor."""
-  if isinstance(x, UOp):
-    variable = x.unbind()[0]
-    return UOp.variable(variable.expr, variable.vmin, variable.vmax, param=True)
-  return x if isinstance(x, int) else None
+  """An int, or the kernel's side of what is made of bound Variables; None for a Tensor."""
+  return _in_kernel(x) if isinstance(x, UOp) else x if isinstance(x, int) else None
+
+
+def _bound_variables(x: UOp) -> list[UOp]:
+  """Those in an expression."""
+  return [u for u in x.toposort() if u.is_bound_var]
+
+
+def _in_kernel(x: UOp) -> UOp:
+  """An expression with a parameter of the kernel in the place of each bound Variable."""
+  variables = ((bound, bound.unbind()[0]) for bound in _bound_variables(x))
+  return x.substitute({bound: UOp.variable(v.expr, v.vmin, v.vmax, param=True) for bound, v in variables})
+
+
+def is_place(x: object) -> bool:
+  """Whether x is an int, a bound Variable, or an integer expression of bound Variables such as start + 1."""
+  if not isinstance(x, UOp):
+    return isinstance(x, int) and not isinstance(x, bool)
+  known = GroupOp.ALU | {Ops.PARAM, Ops.CONST, Ops.CAST, Ops.STACK}
+  is_int = x.dtype == dtypes.weakint or x.dtype in dtypes.ints
+  return x.shape == () and is_int and all(u.op in known for u in _in_kernel(x).toposort())
 
 
 def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -293,7 +312,7 @@ def _check_window(window: object) -> None:
 def _check_place(name: str, x: object, B: int) -> None:
   if isinstance(x, Tensor):
     _check_tensor(name, x, (B,), dtypes.ints, "an integer dtype")
-  elif isinstance(x, bool) or not (isinstance(x, int) or (isinstance(x, UOp) and x.is_bound_var)):
+  elif not is_place(x):
     raise TypeError(f"{name} is {x!r}; accepted are an int, a bound Variable and a ({B},) integer Tensor")
 
 

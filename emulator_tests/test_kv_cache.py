@@ -1,0 +1,214 @@
+"""Keys and values kept from step to step: right at every length, one kernel for all, nothing copied."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import check, qkv
+from tinygrad import GlobalCounters, Tensor, TinyJit, UOp, dtypes
+from tinygrad.engine.realize import runtime_cache
+
+from uopattn import KVCache, attention
+
+B, HQ, HKV, N, DK, DV = 2, 4, 2, 70, 16, 24
+
+
+def full_of_nan(N_max: int = N, **options: Any) -> KVCache:
+  cache = KVCache(B, HKV, N_max, DK, DV, **options)
+  nan = math.nan
+  cache.append(Tensor.full(cache.k.shape, nan, cache.k.dtype), Tensor.full(cache.v.shape, nan, cache.v.dtype), 0)
+  Tensor.realize(cache.k, cache.v)
+  return cache
+
+
+def start_at(position: int, M: int = 1) -> UOp:
+  return UOp.variable("start", 0, N - M).bind(position)
+
+
+class Steps:
+  """Random q, k and v of steps of M positions, and the check of what a step gave against all keys so far."""
+
+  def __init__(self, seed: int = 0, dtype=dtypes.float32):
+    self.seed, self.dtype, self.k, self.v = seed, dtype, Tensor([]), Tensor([])
+
+  def next(self, M: int) -> tuple[Tensor, Tensor, Tensor]:
+    first, self.seed = self.k.ndim == 1, self.seed + 1
+    q, k, v = qkv(B, HQ, HKV, M, M, DK, DV, self.dtype, seed=self.seed)
+    # By way of numpy: tinygrad would compile the joining for every length.
+    self.k, self.v = (x if first else joined(held, x) for held, x in ((self.k, k), (self.v, v)))
+    return q, k, v
+
+  def check(self, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+    check(q, self.k, self.v, out, lse, is_causal=True, q_start=self.k.shape[2] - q.shape[2])
+
+
+def joined(a: Tensor, b: Tensor) -> Tensor:
+  return Tensor(np.concatenate([a.float().numpy(), b.float().numpy()], 2)).cast(a.dtype).realize()
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_one_kernel_for_every_length(jit: bool) -> None:
+  cache, steps = full_of_nan(), Steps()
+
+  def step(q: Tensor, k: Tensor, v: Tensor, start: UOp) -> tuple[Tensor, Tensor]:
+    cache.append(k, v, start)
+    out, lse = cache.attend(q, start, return_lse=True, backend="kernel")
+    return out.realize(lse), lse
+
+  run, buffers, programs = (TinyJit(step) if jit else step), (cache.k.uop, cache.v.uop), 0
+  for position in range(N):
+    q, k, v = steps.next(1)
+    GlobalCounters.reset()
+    out, lse = run(q, k, v, start_at(position))
+    assert GlobalCounters.kernel_count == 3, "k is written, v is written, attention: nothing is copied"
+    programs = programs or len(runtime_cache)
+    assert len(runtime_cache) == programs, f"a further kernel was compiled at length {position + 1}"
+    steps.check(q, out, lse)
+  assert (cache.k.uop, cache.v.uop) == buffers
+
+
+@pytest.mark.parametrize(
+  ("dtype", "parts"),
+  [(dtypes.float32, ((33, False), (20, True), (1, False), (3, True))), (dtypes.bfloat16, ((20, True), (20, True)))],
+  ids=str,
+)
+def test_parts_of_many_and_few_positions(dtype, parts) -> None:
+  cache, steps, position = full_of_nan(dtype=dtype), Steps(dtype=dtype), 0
+  for M, bound in parts:
+    q, k, v = steps.next(M)
+    start = start_at(position, M) if bound else position
+    cache.append(k, v, start)
+    steps.check(q, cache.attend(q, start, backend="kernel").realize())
+    position += M
+
+
+def test_a_variable_of_one_value() -> None:
+  """A cache that a single write fills."""
+  cache, start = KVCache(B, HKV, 3, DK, DV), UOp.variable("start", 0, 0).bind(0)
+  q, k, v = qkv(B, HQ, HKV, 3, 3, DK, DV)
+  cache.append(k, v, start)
+  check(q, k, v, cache.attend(q, start, backend="kernel").realize(), is_causal=True)
+
+
+def test_the_reference_ignores_what_is_behind_the_length_too() -> None:
+  cache, steps = full_of_nan(), Steps()
+  for position in range(2):
+    q, k, v = steps.next(1)
+    cache.append(k, v, start_at(position))
+    steps.check(q, cache.attend(q, start_at(position), backend="reference").realize())
+
+
+def test_positions_written_anew_while_outputs_are_lazy() -> None:
+  """As a draft is rolled back: the earlier output sees what stood there."""
+  cache, states = KVCache(B, HKV, 8, DK, DV), []
+  for seed in range(3):
+    q, k, v = qkv(B, HQ, HKV, 2, 2, DK, DV, seed=seed)
+    cache.append(k, v, 0)
+    states.append((q, k, v, cache.attend(q, 0)))
+  Tensor.realize(*(out for *_, out in states))
+  for q, k, v, out in states:
+    check(q, k, v, out, is_causal=True)
+
+
+def test_layers_of_one_step_share_its_variable() -> None:
+  caches = [full_of_nan(), full_of_nan()]
+
+  @TinyJit
+  def step(q: Tensor, k: Tensor, v: Tensor, start: UOp) -> Tensor:
+    outs = []
+    for layer, cache in enumerate(caches):
+      cache.append(k + layer, v - layer, start)
+      outs.append(cache.attend(q, start, backend="kernel"))
+    return outs[0].stack(outs[1]).realize()
+
+  steps = Steps()
+  for position in range(5):
+    q, k, v = steps.next(1)
+    outs = step(q, k, v, start_at(position)).numpy()
+    for layer in range(2):
+      check(q, steps.k + layer, steps.v - layer, Tensor(outs[layer]), is_causal=True, q_start=position)
+
+
+def test_writing_alone_is_replayed_where_the_cache_is_returned() -> None:
+  cache = full_of_nan()
+
+  @TinyJit
+  def write(k: Tensor, v: Tensor, start: UOp) -> tuple[Tensor, Tensor]:
+    cache.append(k, v, start)
+    return cache.k.realize(cache.v), cache.v
+
+  steps = Steps()
+  for position in range(4):
+    write(*steps.next(1)[1:], start_at(position))
+  for held, want in ((cache.k, steps.k), (cache.v, steps.v)):
+    np.testing.assert_array_equal(held.numpy()[:, :, :4], want.numpy())
+    assert np.isnan(held.numpy()[:, :, 4:]).all()
+
+
+@pytest.mark.parametrize("backend", ["kernel", "reference"])
+def test_attention_at_expressions_of_variables(backend: str) -> None:
+  q, k, v = qkv(B, HQ, HKV, 3, N, DK, DV)
+  start, more = start_at(11, 3), UOp.variable("more", 0, 9)
+  for extra in (0, 4):
+    places: dict[str, Any] = {"q_start": 2 * start - 1, "kv_lengths": start + 3 + more.bind(extra)}
+    out = attention(q, k, v, is_causal=True, enable_gqa=True, backend=backend, **places).realize()
+    check(q, k, v, out, is_causal=True, q_start=21, kv_lengths=np.array([14 + extra] * B))
+
+
+def test_options_are_passed_on() -> None:
+  cache, steps = full_of_nan(), Steps()
+  q, k, v = steps.next(3)
+  cache.append(k, v, 0)
+  out, lse = cache.attend(q, 0, is_causal=False, scale=0.3, softcap=2.0, return_lse=True)
+  Tensor.realize(out, lse)
+  check(q, k, v, out, lse, scale=0.3, softcap=2.0)
+
+
+def tensor(*shape: int, **options: Any) -> Tensor:
+  return Tensor.zeros(*shape, **options)
+
+
+K, V = (B, HKV, 3, DK), (B, HKV, 3, DV)
+BAD: dict[str, tuple[Any, Any, Any, type[Exception], str]] = {
+  "k": ((B, HKV, 3, DV), V, 0, ValueError, r"k has shape \(2, 2, 3, 24\); it must be \(2, 2, M, 16\)"),
+  "v": (K, K, 0, ValueError, r"v has shape \(2, 2, 3, 16\); it must be \(2, 2, M, 24\)"),
+  "lengths differ": (K, (B, HKV, 4, DV), 0, ValueError, "v has shape .*the same of k and v"),
+  "no positions": ((B, HKV, 0, DK), (B, HKV, 0, DV), 0, ValueError, "k has shape .* M >= 1"),
+  "dimensions": ((HKV, 3, DK), (HKV, 3, DV), 0, ValueError, "k has shape"),
+  "start": (K, V, 1.5, TypeError, "start is 1.5; accepted are an int and a bound Variable"),
+  "unbound": (K, V, UOp.variable("start", 0, 9), TypeError, "(?s)start is UOp.*accepted are an int and a bound"),
+  "tensor": (K, V, Tensor([1, 2]), TypeError, "start is <Tensor.* accepted are an int and a bound Variable"),
+  "negative": (K, V, -1, ValueError, "start is -1; for 3 of the cache's 70 positions it must be from 0 to 67"),
+  "past the end": (K, V, 68, ValueError, "start is 68; for 3 of the cache's 70 positions it must be from 0 to 67"),
+  "may end past it": (K, V, start_at(5, 2), ValueError, "start is a Variable from 0 to 68; for 3 .* from 0 to 67"),
+  "expression": (K, V, start_at(5, 3) - 1, ValueError, "start is a Variable from -1 to 66"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_writes(name: str) -> None:
+  k, v, start, error, message = BAD[name]
+  with pytest.raises(error, match=message):
+    KVCache(B, HKV, N, DK, DV).append(tensor(*k), tensor(*v), start)
+
+
+def test_other_bad_arguments() -> None:
+  cache = KVCache(B, HKV, N, DK, DV)
+  with pytest.raises(TypeError, match="k has dtype half, the cache has float"):
+    cache.append(tensor(*K, dtype=dtypes.half), tensor(*V), 0)
+  with pytest.raises(ValueError, match="v is on PYTHON, the cache is on CPU"):
+    cache.append(tensor(*K), tensor(*V, device="PYTHON"), 0)
+  with pytest.raises(ValueError, match="start is 68; for 3 of the cache's 70 positions"):
+    cache.attend(tensor(B, HQ, 3, DK), 68)
+  with pytest.raises(ValueError, match="start is a Variable from 0 to 69; for 2 of the cache's 70"):
+    cache.attend(tensor(B, HQ, 2, DK), start_at(3))
+  with pytest.raises(ValueError, match="N_max is 0; it must be an int >= 1"):
+    KVCache(B, HKV, 0, DK)
+  with pytest.raises(TypeError, match="dtype is int; accepted are float, half"):
+    KVCache(B, HKV, N, DK, dtype=dtypes.int)
+
+
+def test_a_position_past_the_end_is_refused_when_bound() -> None:
+  with pytest.raises(AssertionError, match="bind 70 not in range"):
+    start_at(N)

@@ -1,0 +1,214 @@
+"""Continues a text with SmolLM2-135M, greedily, by way of a KV cache.
+
+The prompt is taken in chunks, the rest comes token by token; both are replayed by `TinyJit`, with one compiled kernel
+each for all lengths. The text goes to standard output as it comes, what was measured to standard error. Exit status 2
+where nothing could be generated.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from math import inf
+from typing import Any
+
+from capture_qkv import read_text
+from smollm import END, SmolLM, load
+from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
+from tinygrad.helpers import round_up
+
+from uopattn import KVCache
+
+CHUNK = 64  # tokens of the prompt that are worked on at once
+ROUNDS, STEPS = 2, 3  # of a measurement: chunks, and single tokens for each
+
+# Called as attend(cache, q, start) once the keys and values of q's positions, from `start` on, are in the cache.
+CachedAttention = Callable[[KVCache, Tensor, UOp], Tensor]
+
+
+def kernel(cache: KVCache, q: Tensor, start: UOp) -> Tensor:
+  return cache.attend(q, start, backend="kernel")
+
+
+def reference(cache: KVCache, q: Tensor, start: UOp) -> Tensor:
+  """tinygrad's own attention over the part of the cache that is filled, masked as tinygrad's own models do."""
+  M = q.shape[2]
+  end = start + M
+  mask = None if M == 1 else Tensor.full((1, 1, M, end), -inf).triu(start + 1)
+  return q.scaled_dot_product_attention(cache.k[:, :, :end], cache.v[:, :, :end], attn_mask=mask, enable_gqa=True)
+
+
+def nothing(cache: KVCache, q: Tensor, start: UOp) -> Tensor:
+  """In the place of attention, to see what all else takes, the writes to the cache among it."""
+  return Tensor(q.uop.after(cache.k.uop, cache.v.uop))
+
+
+ATTENTIONS: dict[str, CachedAttention] = {"kernel": kernel, "reference": reference}
+
+
+class Generator:
+  """A model with a KV cache for each layer.
+
+  Attributes:
+    context: positions that the caches have room for, a multiple of CHUNK.
+  """
+
+  def __init__(self, model: SmolLM, context: int, attend: CachedAttention):
+    c, self.context = model.config, round_up(context, CHUNK)
+    self._model, self._attend = model, attend
+    self._caches = [KVCache(1, c.kv_heads, self.context, c.head_dim) for _ in range(c.layers)]
+    self._fill, self._next = TinyJit(self._filled), TinyJit(self._likeliest)
+    for _ in range(2):  # a TinyJit replays from its third call on
+      self.fill([0], 0)
+      self.next(0, 0)
+
+  def fill(self, tokens: list[int], position: int) -> None:
+    """Puts up to CHUNK tokens into the caches, from a position on, a multiple of CHUNK."""
+    padded = tokens + [0] * (CHUNK - len(tokens))  # what the zeros leave is overwritten before any query sees it
+    self._fill(_ids(padded), UOp.variable("start", 0, self.context - CHUNK).bind(position))
+
+  def next(self, token: int, position: int) -> int:
+    """The likeliest token behind one at a position, once all before it are in the caches."""
+    return int(self._next(_ids([token]), UOp.variable("start", 0, self.context - 1).bind(position)).item())
+
+  def _hidden(self, tokens: Tensor, start: UOp) -> Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+      self._caches[layer].append(k, v, start)
+      return self._attend(self._caches[layer], q, start)
+
+    return self._model.hidden(tokens, attend, start)
+
+  def _filled(self, tokens: Tensor, start: UOp) -> Tensor:
+    return self._hidden(tokens, start).realize()
+
+  def _likeliest(self, tokens: Tensor, start: UOp) -> Tensor:
+    return self._model.scores(self._hidden(tokens, start)).argmax(-1).realize()
+
+
+def _ids(tokens: list[int]) -> Tensor:
+  return Tensor([tokens], dtype=dtypes.int).realize()
+
+
+def continued(generator: Generator, prompt: list[int]) -> Iterator[int]:
+  """The tokens behind a prompt, until the caches are full; the first comes once the prompt is in them."""
+  for begin in range(0, len(prompt) - 1, CHUNK):
+    generator.fill(prompt[begin : min(begin + CHUNK, len(prompt) - 1)], begin)
+  token = prompt[-1]
+  for position in range(len(prompt) - 1, generator.context):
+    token = generator.next(token, position)
+    yield token
+
+
+def write(model: SmolLM, tokens: Iterator[int]) -> int:
+  """Prints tokens as they come, up to one that ends the text, and returns how many there were."""
+  found: list[int] = []
+  shown, ends = 0, {model.tokenizer.token_to_id(name) for name in END}
+  for token in tokens:
+    found.append(token)
+    text = model.tokenizer.decode(found)
+    if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character may take several tokens
+      print(text[shown:], end="", flush=True)
+      shown = len(text)
+    if token in ends:
+      break
+  print()
+  return len(found)
+
+
+def generate(text: str, limit: int, attention: str, context: int) -> str:
+  """Prints what follows the text, and returns a line on how long that took.
+
+  Raises ValueError where the text is empty or does not fit, RuntimeError where the model cannot be downloaded.
+  """
+  if not text:
+    raise ValueError("the text is empty")
+  model = load()
+  prompt = model.tokenizer.encode(text).ids
+  check_context(model, context)
+  if len(prompt) > context:
+    raise ValueError(f"the text has {len(prompt)} tokens; the context is {context}")
+  print("compiling", file=sys.stderr)
+  generator = Generator(model, context, ATTENTIONS[attention])
+  starts = [time.perf_counter()]
+
+  def timed() -> Iterator[int]:
+    for _, token in zip(range(min(limit, context - len(prompt) + 1)), continued(generator, prompt), strict=False):
+      starts.append(time.perf_counter())
+      yield token
+
+  count = write(model, timed())
+  line = f"{attention}: prompt of {len(prompt)} tokens {len(prompt) / (starts[1] - starts[0]):.1f} tokens/s"
+  return line + (f", {count - 1} more {(count - 1) / (starts[-1] - starts[1]):.1f} tokens/s" if count > 1 else "")
+
+
+def check_context(model: SmolLM, context: int) -> None:
+  """Raises ValueError where the model knows no such positions."""
+  if not 1 <= context <= model.config.context_length:
+    raise ValueError(f"context is {context}; it must be from 1 to {model.config.context_length}")
+
+
+def measure(context: int) -> Iterator[str]:
+  """Tokens a second with either attention and with none, the lines of a table; by turns, medians.
+
+  Raises ValueError where the context does not fit, RuntimeError where the model cannot be downloaded.
+  """
+  model = load()
+  check_context(model, context)
+  print("compiling", file=sys.stderr)
+  generators = [Generator(model, context, attend) for attend in (*ATTENTIONS.values(), nothing)]
+  columns = "kernel | tinygrad's | no attention"
+  yield f"| tokens in context | prompt: {columns} | single tokens: {columns} |"
+  yield "|--:|--:|--:|--:|--:|--:|--:|"
+  for length in (CHUNK << i for i in range((generators[0].context // CHUNK).bit_length())):
+    chunks = [[_seconds(g.fill, [0] * CHUNK, length - CHUNK) for g in generators] for _ in range(ROUNDS)]
+    steps = [[_seconds(g.next, 0, length - 1) for g in generators] for _ in range(ROUNDS * STEPS)]
+    speeds = [CHUNK / statistics.median(x) for x in zip(*chunks, strict=True)]
+    speeds += [1 / statistics.median(x) for x in zip(*steps, strict=True)]
+    yield f"| {length} | {' | '.join(f'{x:.1f}' for x in speeds)} |"
+
+
+def _seconds(call: Callable[..., Any], *arguments: Any) -> float:
+  start = time.perf_counter()
+  call(*arguments)
+  Device[Device.DEFAULT].synchronize()
+  return time.perf_counter() - start
+
+
+def argument_parser() -> argparse.ArgumentParser:
+  parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+  parser.add_argument("text", nargs="?", help="the text to continue, or - for standard input")
+  parser.add_argument("--tokens", type=int, default=100, metavar="N", help="at most so many (default: %(default)s)")
+  parser.add_argument(
+    "--attention",
+    choices=ATTENTIONS,
+    default="kernel",
+    help="uopattn's kernel, or tinygrad's own attention over the same cache (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--context", type=int, default=2048, metavar="N", help="positions in the cache (default: %(default)s)"
+  )
+  parser.add_argument("--measure", action="store_true", help="print the speed at lengths up to the context instead")
+  return parser
+
+
+def main() -> None:
+  parser = argument_parser()
+  arguments = parser.parse_args()
+  if (arguments.text is None) != arguments.measure:
+    parser.error("give either a text or --measure")
+  if arguments.tokens < 1:
+    parser.error(f"--tokens is {arguments.tokens}; it must be at least 1")
+  try:
+    if arguments.measure:
+      for line in measure(arguments.context):
+        print(line, flush=True)
+    else:
+      done = generate(read_text(arguments.text), arguments.tokens, arguments.attention, arguments.context)
+      print(done, file=sys.stderr)
+  except (OSError, RuntimeError, ValueError) as error:
+    parser.exit(2, f"{parser.prog}: {error}\n")
+
+
+if __name__ == "__main__":
+  main()
