@@ -19,6 +19,7 @@ from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 from tinygrad.uop.ops import Ops
 
 from uopattn.dispatch import Choice, dispatch
+from uopattn.flash import rules
 from uopattn.spec import AttentionSpec
 from uopattn.toolchain import find_clang
 
@@ -62,10 +63,9 @@ def assembly(spec: AttentionSpec, choice: Choice, arch: str) -> str:
   s = spec
   shapes = ((s.Hq, s.M, s.Dv), (s.Hq, s.M, s.Dk), (s.Hkv, s.N, s.Dk), (s.Hkv, s.N, s.Dv))
   buffers = [UOp.placeholder(shape, s.dtype, slot) for slot, shape in enumerate(shapes)]
-  options = {"scale": s.scale, "causal": s.is_causal, "q_start": s.q_start, "tiles": choice.tiles}
   renderer = ClangRenderer(Target("CPU", "CLANG", arch))
   renderer.compiler = Compiler()  # the program is only rendered
-  program = to_program(choice.kernel.build(*buffers, None, **options), renderer)
+  program = to_program(choice.kernel.build(*buffers, None, rules=rules(s, (), ()), tiles=choice.tiles), renderer)
   source = next(u.arg for u in program.src if u.op is Ops.SOURCE)
   # as tinygrad compiles it
   words = arch.split(",")
@@ -109,7 +109,7 @@ def check_products(loops: list[list[str]], notation: Notation, accumulators: int
 @pytest.mark.parametrize("dtype", [dtypes.float32, dtypes.float16, dtypes.bfloat16], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_products_run_in_registers(arch: str, dtype, is_causal: bool) -> None:
-  spec = AttentionSpec(1, 8, 8, 512, 512, 64, 64, dtype, 0.125, is_causal)
+  spec = AttentionSpec(1, 8, 8, 512, 512, 64, 64, dtype, 0.125, window=(None, 0 if is_causal else None))
   machine, notation = cpu_target(arch), MACHINES[arch]
   choice = dispatch(spec, machine)
   assert isinstance(choice, Choice)

@@ -221,7 +221,7 @@ def test_a_shortened_buffer_is_caught(arch: str, short: str) -> None:
       Tensor.custom_kernel(*tensors, fxn=body)[0].realize()
 
 
-SPEC = AttentionSpec(1, 1, 1, 100, 100, 64, 64, HALF, 0.125, False)
+SPEC = AttentionSpec(1, 1, 1, 100, 100, 64, 64, HALF, 0.125)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ SPEC = AttentionSpec(1, 1, 1, 100, 100, 64, 64, HALF, 0.125, False)
   ],
 )
 def test_which_kernel_serves(arch: str, Dk: int, Dv: int, kernel: str) -> None:
-  choice = dispatch(AttentionSpec(1, 1, 1, 100, 100, Dk, Dv, HALF, 0.125, False), Target("CUDA", arch))
+  choice = dispatch(AttentionSpec(1, 1, 1, 100, 100, Dk, Dv, HALF, 0.125), Target("CUDA", arch))
   assert isinstance(choice, Choice)
   assert choice.kernel.name == kernel
 
@@ -246,7 +246,7 @@ def test_which_kernel_serves(arch: str, Dk: int, Dv: int, kernel: str) -> None:
 def test_why_no_kernel_serves() -> None:
   old = dispatch(SPEC, Target("CUDA", "sm_70"))
   assert old == ["cuda_forward: sm_70 has no mma.sync of this kernel's for half; sm_75 and newer have"]
-  large = dispatch(AttentionSpec(1, 1, 1, 100, 100, 64, 4000, HALF, 0.125, False), Target("CUDA", "sm_90"))
+  large = dispatch(AttentionSpec(1, 1, 1, 100, 100, 64, 4000, HALF, 0.125), Target("CUDA", "sm_90"))
   assert isinstance(large, list)
   assert "cuda_forward: head sizes 64 and 4000: the smallest tile needs 2024 registers a lane, of " in large[-1]
 
@@ -284,7 +284,7 @@ def test_tiles_state_their_laws(kernel: ModuleType, arguments: tuple[int, ...], 
 @pytest.mark.parametrize("length", [1, 50, 4096])
 def test_chosen_tiles_fit(arch: str, length: int) -> None:
   for D in (1, 8, 64, 80, 128, 192, 256):
-    choice = dispatch(AttentionSpec(1, 1, 1, length, length, D, D, HALF, 0.125, False), Target("CUDA", arch))
+    choice = dispatch(AttentionSpec(1, 1, 1, length, length, D, D, HALF, 0.125), Target("CUDA", arch))
     assert isinstance(choice, Choice)
     assert choice.tiles.shared_bytes(D, D) <= lds_limit(arch)
     assert choice.tiles.threads <= MAX_THREADS
@@ -296,7 +296,7 @@ def test_no_tiles() -> None:
   with pytest.raises(ValueError, match=r"sm_89.*sm_90"):
     hopper.choose_tiles(SPEC, Target("CUDA", "sm_89"))
   for size in (60, 264):
-    spec = AttentionSpec(1, 1, 1, 100, 100, 64, size, HALF, 0.125, False)
+    spec = AttentionSpec(1, 1, 1, 100, 100, 64, size, HALF, 0.125)
     with pytest.raises(ValueError, match=rf"head sizes 64 and {size}.* multiples of 8.*256"):
       hopper.choose_tiles(spec, Target("CUDA", "sm_90"))
   with pytest.raises(ValueError, match=r"the smallest tile needs \d+ registers .* of shared memory, of 99"):

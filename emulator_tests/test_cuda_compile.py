@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(1024) spills(float* p) {
 
 
 def spec(D: int) -> AttentionSpec:
-  return AttentionSpec(1, HEADS, HEADS, LENGTH, LENGTH, D, D, TYPES["float16"], D**-0.5, False, return_lse=True)
+  return AttentionSpec(1, HEADS, HEADS, LENGTH, LENGTH, D, D, TYPES["float16"], D**-0.5, return_lse=True)
 
 
 def test_a_spill_is_seen() -> None:

@@ -195,7 +195,7 @@ def test_a_slot_filled_too_early_is_caught(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def spec(dtype, length: int = 100, D: int = 64) -> AttentionSpec:
-  return AttentionSpec(1, 1, 1, length, length, D, D, dtype, D**-0.5, False)
+  return AttentionSpec(1, 1, 1, length, length, D, D, dtype, D**-0.5)
 
 
 @pytest.mark.parametrize("arch", ["sm_89", "sm_90", "sm_100", "sm_120"])

@@ -95,7 +95,7 @@ def test_a_mistake_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def spec(dtype=dtypes.half, length: int = 100, D: int = 64) -> AttentionSpec:
-  return AttentionSpec(1, 1, 1, length, length, D, D, dtype, D**-0.5, False)
+  return AttentionSpec(1, 1, 1, length, length, D, D, dtype, D**-0.5)
 
 
 @pytest.mark.parametrize("length", [1, 50, 4096])

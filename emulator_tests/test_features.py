@@ -74,7 +74,9 @@ def as_given(options: Options, device: str, numbers: str = "tensor") -> Options:
     if name in ("q_start", "kv_lengths") and numbers != "tensor":
       value = int(x[0])
       return value if numbers == "int" else UOp.variable(name, -300, 300).bind(value)
-    return Tensor(x, device="CPU").to(device).realize() if isinstance(x, np.ndarray) else x
+    if not isinstance(x, np.ndarray):
+      return x
+    return Tensor(x) if device != "EMU" else Tensor(x, device="CPU").to(device).realize()
 
   return {name: converted(name, x) for name, x in options.items()}
 

@@ -55,12 +55,9 @@ def _hide(scores: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
   b, h, i, j = _indices(scores)
   position = i + _per_batch(extras.q_start)
   rules: list[Tensor] = []
-  if spec.is_causal:
-    rules.append(j <= position)
-  if extras.window is not None:
-    left, right = extras.window
-    rules += [] if left is None else [j >= position - left]
-    rules += [] if right is None else [j <= position + right]
+  left, right = spec.window
+  rules += [] if left is None else [j >= position - left]
+  rules += [] if right is None else [j <= position + right]
   if extras.kv_lengths is not None:
     rules.append(j < _per_batch(extras.kv_lengths))
   if extras.attn_mask is not None and extras.attn_mask.dtype == dtypes.bool:

@@ -63,7 +63,6 @@ class AttentionSpec:
   Dv: int
   dtype: DType
   scale: float
-  is_causal: bool = False
   q_start: int | UOp | None = 0
   return_lse: bool = False
   extras: tuple[str, ...] = ()
@@ -86,10 +85,15 @@ class AttentionSpec:
     return tuple(Input("tile_lists", (*blocks, n), dtypes.int) for n in (ceildiv(self.N, block_n), 2))
 
   @property
+  def is_causal(self) -> bool:
+    """Whether no query sees a key behind its own."""
+    return self.window[1] == 0
+
+  @property
   def flops(self) -> int:
     """Floating-point operations of the two products, over the pairs of query and key that see each other."""
     pairs, (left, right) = self.M * self.N, self.window
-    if isinstance(self.q_start, int) and (self.is_causal or self.window != (None, None)):
+    if isinstance(self.q_start, int) and self.window != (None, None):
       firsts = [0 if left is None else i + self.q_start - left for i in range(self.M)]
       lasts = [self.N - 1 if right is None else i + self.q_start + right for i in range(self.M)]
       pairs = sum(max(0, min(b, self.N - 1) - max(a, 0) + 1) for a, b in zip(firsts, lasts, strict=True))
@@ -199,7 +203,6 @@ def make_spec(
     Dv,
     q.dtype,
     factor,
-    bool(is_causal),
     _known(extras.q_start),
     return_lse,
     extras.in_use(),
