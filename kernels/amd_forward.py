@@ -17,7 +17,8 @@ a query must both have all of P: they swap halves through LDS, in rows that only
 Not measured: no AMD GPU at hand. Compiled by LLVM 22 (scripts/compile_report.py, 2026-11-21), without spills.
 Instructions in the main loop for each matrix instruction, float16 / bfloat16, and VGPRs: at D=64 gfx1100 9.9 / 9.7
 (240), gfx1201 10.0 / 9.8 (182), gfx942 4.9 / 4.9 (156), gfx950 7.8 / 8.8 (158); at D=128 gfx1100 8.3 / 8.7 (232),
-gfx1201 7.7 / 7.7 (183), gfx942 4.2 / 4.2 (210), gfx950 6.8 / 7.5 (200). No target spills, causal or not.
+gfx1201 7.7 / 7.7 (183), gfx942 4.2 / 4.2 (210), gfx950 6.8 / 7.5 (200). No target spills, causal or not. On gfx1201 at
+D=64 kv_lengths make 11.5 instructions, and softcap, whose tanh is long, 59, with 28 registers spilled.
 """
 
 from collections.abc import Callable
@@ -107,8 +108,10 @@ class Tiles:
     return LDS_LIMIT // self.lds_bytes(Dk, Dv) * self.waves // (2 if self.fragments.lanes == 32 else 4)
 
   @classmethod
-  def choose(cls, arch: str, M: int, N: int, Dk: int, Dv: int, causal: bool = False) -> "Tiles":
+  def choose(cls, arch: str, M: int, N: int, Dk: int, Dv: int, masked: bool = False) -> "Tiles":
     """Tiles for a target: as many queries a wave, then as many keys a tile, as registers and LDS allow.
+
+    `masked` is for a second loop that needs many registers: that of a causal mask, of a window or of attn_mask.
 
     Raises:
       ValueError: the target is unknown, or the head size too large for LDS even with the smallest tile.
@@ -117,7 +120,7 @@ class Tiles:
     least, waves = cls.least(f), ceildiv(M, ROWS)
     budget = 200 if f.lanes == 32 else 360  # of 256 and 512; the rest is for addresses and temporaries
     wanted: tuple[int, ...] = (64, 32, 16)
-    if causal and f.lanes == 32 and not f.repeated:  # RDNA4, where LLVM spills what the second loop needs in the first
+    if masked and f.lanes == 32 and not f.repeated:  # RDNA4, where LLVM spills what the second loop needs in the first
       budget, wanted = 170, (64, 48, 32, 16)
     sizes_n = dict.fromkeys(min(n, round_up(N, least)) for n in wanted if n % least == 0)
     candidates = [cls(arch, w, 2, n) for n in sizes_n for w in (4, 8) if 2 * w <= M // ROWS]

@@ -134,13 +134,17 @@ def clang(program: str, text: str, arch: str, *flags: str) -> str:
 
 
 def plain_floats(ir: str) -> str:
-  """Rewrites the float literals that only LLVM 23 and newer read (-inf, f0x3F800000) as every LLVM reads them."""
+  """Rewrites what only LLVM 23 and newer read of floats as every LLVM reads it.
 
-  def double(bits: re.Match[str]) -> str:
-    (value,) = struct.unpack("<f", struct.pack("<I", int(bits[1], 16)))
-    return f"0x{struct.unpack('<Q', struct.pack('<d', value))[0]:016X}"
+  That is -inf, f0x3F800000, 6.250000e-03 (which is no float exactly; kernels have no doubles), and flags of sitofp.
+  """
 
-  ir = re.sub(r"\bf0x([0-9A-F]{8})\b", double, ir)
+  def double(value: bytes) -> str:
+    return f"0x{struct.unpack('<Q', struct.pack('<d', *struct.unpack('<f', value)))[0]:016X}"
+
+  ir = re.sub(r"\bf0x([0-9A-F]{8})\b", lambda bits: double(struct.pack("<I", int(bits[1], 16))), ir)
+  ir = re.sub(r"(?<=[ ,(\[])-?\d\.\d+e[+-]\d+\b", lambda number: double(struct.pack("<f", float(number[0]))), ir)
+  ir = re.sub(r"\b([su]itofp) contract\b", r"\1", ir)
   ir = re.sub(r"(?<=[ ,(\[])-inf\b", "0xFFF0000000000000", ir)
   return re.sub(r"(?<=[ ,(\[])\+inf\b", "0x7FF0000000000000", ir)
 

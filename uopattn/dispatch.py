@@ -61,7 +61,9 @@ def _many_queries(spec: AttentionSpec, target: Target) -> bool:
 
 
 def _amd_tiles(spec: AttentionSpec, target: Target) -> amd_forward.Tiles:
-  return amd_forward.Tiles.choose(target.arch, spec.M, spec.N, spec.Dk, spec.Dv, spec.is_causal)
+  masked = spec.window != (None, None) or "attn_mask" in spec.extras
+  masked = masked and "kv_lengths" not in spec.extras  # with which LLVM spills where there are fewer keys a tile
+  return amd_forward.Tiles.choose(target.arch, spec.M, spec.N, spec.Dk, spec.Dv, masked)
 
 
 def _cuda_tiles(spec: AttentionSpec, target: Target) -> cuda_forward.Tiles:
