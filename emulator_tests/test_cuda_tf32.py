@@ -109,8 +109,8 @@ def test_keys_in_another_order_are_caught(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("name", ["keys past the end counted", "no rescale of the accumulator", "last tile dropped"])
 def test_a_mistake_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-  _, phase, mistake, options = MISTAKES[name]
-  monkeypatch.setattr(cuda_forward, phase, mistake)
+  places, phase, mistake, options = MISTAKES[name]
+  monkeypatch.setattr(places[0], phase, mistake)
   with pytest.raises(AssertionError, match="worst at"):
     check_tf32((1, 1, 1, 50, 150, 16, 16), **options)
 
