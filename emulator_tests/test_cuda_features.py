@@ -10,6 +10,7 @@ from helpers import check, drawn, inputs, on
 from hypothesis import given
 from hypothesis import strategies as st
 from tinygrad import Tensor, UOp, dtypes
+from tinygrad.dtype import DType
 from tinygrad.renderer import Estimates
 
 import uopattn.emulator as emulator
@@ -126,14 +127,17 @@ def test_variables(arch: str) -> None:
     check_run(arch, *inputs(2, 4, 2, 77, 32, 24, 40), kv_lengths=UOp.variable("length", 0, 32).bind(15))
 
 
-@pytest.mark.parametrize("arch", ["sm_75", "sm_89", "sm_90"])
-def test_the_tiles_that_dispatch_picks(arch: str) -> None:
+@pytest.mark.parametrize(
+  ("arch", "dtype"), [("sm_75", dtypes.half), ("sm_89", dtypes.fp8e4m3), ("sm_90", dtypes.half)], ids=str
+)
+def test_the_tiles_that_dispatch_picks(arch: str, dtype: DType) -> None:
   options = FEATURES["window"] | FEATURES["sinks"] | FEATURES["lengths"]
   with on(arch):
-    q, k, v = inputs(*SHAPE)
+    q, k, v = inputs(*SHAPE, dtype)
     given = {name: on_emulator(x) for name, x in options.items()}
-    out = attention(q, k, v, enable_gqa=True, backend="kernel", **given).realize()
-    check(q, k, v, out, **options)
+    out, lse = attention(q, k, v, enable_gqa=True, return_lse=True, backend="kernel", **given)
+    Tensor.realize(out, lse)
+    check(q, k, v, out, lse, **options)
 
 
 @pytest.mark.parametrize("arch", TILES)

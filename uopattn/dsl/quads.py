@@ -85,9 +85,10 @@ def store_row(
   even and the odd columns of 16. acc and l are 2**exponent times as large as they should be.
   """
   _, M, Dv = sizes(o)
-  total, down = join(UOp.__add__, l_i), 2.0**-exponent
-  factor, log2 = finish(m_i, total * down if exponent else total, sink, partial(ins.exp2, "cuda"))
-  factor = factor * down if exponent else factor
+  total, exp2 = join(UOp.__add__, l_i), partial(ins.exp2, "cuda")
+  factor, log2 = finish(m_i, total, sink, exp2)
+  if exponent:  # either way; the one loses digits of the LSE, the other costs a product for each element
+    factor, log2 = finish(m_i - exponent, total, sink, exp2)[0], finish(m_i, total * 2.0**-exponent, sink, exp2)[1]
   width = max(2, 4 // o.dtype.itemsize)  # elements in a word, or two words of float32
   tiles, chunk = width // 2, QUAD * width  # accumulator tiles that a word is of; elements of a quad's words
   values = [
