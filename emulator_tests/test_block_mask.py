@@ -153,7 +153,9 @@ def test_kernels_read_the_lists_of_their_head(name: str, head: int) -> None:
 
 
 @pytest.mark.parametrize(
-  "others", [{"window": (None, 0)}, {"kv_lengths": 70}, {"mask_mods": (causal, causal)}], ids=str
+  "others",
+  [{"window": (None, 0)}, {"kv_lengths": 70}, {"mask_mods": (causal, causal)}],
+  ids=["window", "kv_lengths", "mask_mods"],
 )
 def test_no_tile_is_whole_where_other_rules_hide_keys(others: dict[str, Any]) -> None:
   mask = made("everything")

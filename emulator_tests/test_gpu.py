@@ -60,7 +60,7 @@ def test_each_feature(name: str, shape: Shape) -> None:
   check_features(shape, HALF, some(np.random.default_rng(0), shape, name))
 
 
-@drawn(25)
+@drawn(8)
 @SUBSETS
 def test_any_features_together(**subset: Any) -> None:
   check_subset(**subset)
