@@ -28,7 +28,7 @@ from uopattn.contenders import Contender, Runner, load, on_cpu, product, product
 from uopattn.machine import gpu_name, machine_record
 from uopattn.oracle import Array
 from uopattn.run import Config, Problem, Usage, prepare
-from uopattn.spec import AttentionSpec, dtype_name
+from uopattn.spec import AttentionSpec
 from uopattn.target import Target
 from uopattn.threads import thread_count
 from uopattn.toolchain import NoCompiler, clang_version
@@ -195,7 +195,7 @@ def bench_row(config: Config, contenders: dict[str, Contender], rounds: int) -> 
     records[name] |= times[name].record(s.flops)
     records[name]["share"] = {by: records[name]["gflops"] / of["gflops"] for by, of in multiplied.items()}
   return {
-    "problem": asdict(s) | {"dtype": dtype_name(s.dtype)},
+    "problem": s.record(),
     "device": " ".join(filter(None, (str(Target.of(Device.DEFAULT)), gpu_name(Device.DEFAULT)))),
     "kernel": problem.choice.kernel.name,
     "tiles": asdict(problem.choice.tiles),

@@ -263,8 +263,7 @@ def record(
   return {
     "machine": machine_record() | {"device": str(target)},
     "config": asdict(config),
-    "problem": {key: value for key, value in asdict(problem.spec).items() if key != "dtype"}
-    | {"dtype": dtype_name(problem.spec.dtype)},
+    "problem": problem.spec.record(),
     "kernel": problem.choice.kernel.name,
     "tiles": asdict(problem.choice.tiles),
     "seconds": seconds,

@@ -89,6 +89,11 @@ class AttentionSpec:
     """Whether no query sees a key behind its own."""
     return self.window[1] == 0
 
+  def record(self) -> dict[str, Any]:
+    """What JSON keeps of it: shapes, type, scale, and whether there is a causal mask."""
+    names = ("B", "Hq", "Hkv", "M", "N", "Dk", "Dv", "scale", "is_causal", "return_lse")
+    return {name: getattr(self, name) for name in names} | {"dtype": dtype_name(self.dtype)}
+
   @property
   def flops(self) -> int:
     """Floating-point operations of the two products, over the pairs of query and key that see each other."""
