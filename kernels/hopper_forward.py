@@ -93,7 +93,8 @@ class Tiles:
 
   @classmethod
   def choose(cls, arch: str, heads: int, M: int, N: int, Dk: int, Dv: int, causal: bool, limit: int) -> "Tiles":
-    """The tiles that promise most: their speed where there is plenty to do, times the shares of rows and places in use.
+    """The tiles that promise most: their speed where there is plenty to do, times the shares of rows and places in use
+    and of the time that is left when a workgroup has started and ended.
 
     Args:
       arch: "sm_90" alone has these instructions.
@@ -109,11 +110,12 @@ class Tiles:
         f"{arch} with head sizes {Dk} and {Dv}: must be sm_90, with head sizes that are multiples of 8 up to {LARGEST}"
       )
 
-    def promise(candidate: tuple["Tiles", int, int, int]) -> float:
-      tiles, resident, full, half = candidate
+    def promise(candidate: tuple["Tiles", int, int, int, int]) -> float:
+      tiles, resident, full, half, ends = candidate
       blocks, places = ceildiv(M, tiles.block_m), MULTIPROCESSORS * resident
       rows, turns = M / (blocks * tiles.block_m), heads * blocks / round_up(heads * blocks, places)
-      return (half if causal else full) * rows * turns
+      keys, measured = (N / 2, LENGTH / 2) if causal else (N, LENGTH)
+      return (half if causal else full) * rows * turns * (1 + ends / measured) / (1 + ends / keys)
 
     size = next(size for size in MEASURED if max(Dk, Dv) <= size)
     best = max(MEASURED[size], key=promise)[0]
@@ -125,13 +127,19 @@ class Tiles:
 
 LARGEST = 256  # head size
 MULTIPROCESSORS = 132  # of an H100 or H200
-# By the largest head size: tiles, workgroups at once on a multiprocessor, and TFLOP/s without and with a causal mask,
-# measured on an H200 (B=4, H=32, N=4096, float16) on 2026-11-21.
+# By the largest head size: tiles, workgroups at once on a multiprocessor, TFLOP/s without and with a causal mask (H200,
+# B=4, H=32, N=LENGTH, float16, 2026-11-21), and the keys that a workgroup could work through in the time that its
+# start and end take, which its speed at N=512 and 1024 shows; those of head sizes above 128 are guessed.
+LENGTH = 4096
 MEASURED = {
-  64: ((Tiles(3, 128, 3), 1, 485, 389), (Tiles(1, 128, 2), 3, 462, 406), (Tiles(1, 64, 2), 4, 463, 409)),
-  128: ((Tiles(2, 128, 3), 1, 619, 546), (Tiles(1, 64, 2), 2, 512, 450)),
-  192: ((Tiles(2, 96, 2), 1, 612, 546),),
-  256: ((Tiles(2, 64, 2), 1, 613, 550), (Tiles(1, 64, 2), 1, 487, 376)),
+  64: (
+    (Tiles(3, 128, 3), 1, 485, 389, 240),
+    (Tiles(1, 128, 2), 3, 462, 406, 110),
+    (Tiles(1, 64, 2), 4, 463, 409, 110),
+  ),
+  128: ((Tiles(2, 128, 3), 1, 619, 546, 175), (Tiles(1, 64, 2), 2, 512, 450, 210)),
+  192: ((Tiles(2, 96, 2), 1, 612, 546, 175),),
+  256: ((Tiles(2, 64, 2), 1, 613, 550, 175), (Tiles(1, 64, 2), 1, 487, 376, 175)),
 }
 
 

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.helpers import ceildiv
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops
@@ -16,7 +15,8 @@ from uopattn.trace import Mod, placed, trace_mod
 SHADES = "·░▒▓█"  # nothing seen, up to a third, two thirds, less than all, all
 PICTURE = (24, 64)  # rows and columns of `str(mask)` at most
 
-Grid = np.ndarray[Any, np.dtype[np.float64]]
+if TYPE_CHECKING:  # numpy takes a while to import, and who makes no mask needs none
+  import numpy as np
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +107,7 @@ class BlockMask:
   @property
   def full(self) -> Tensor:
     """The blocks that are seen whole; bool, of the shape of `counts`."""
-    return self.counts == Tensor(self._pairs.astype(np.int32), device=self.counts.device)
+    return self.counts == Tensor(self._pairs.astype("int32"), device=self.counts.device)
 
   @property
   def empty(self) -> Tensor:
@@ -125,8 +125,10 @@ class BlockMask:
     return float(self.counts.numpy().mean(axis=(0, 1)).sum()) / (self.M * self.N)
 
   @property
-  def _pairs(self) -> Grid:
+  def _pairs(self) -> "np.ndarray[Any, Any]":
     """How many pairs each block holds, (ceil(M / block_m), ceil(N / block_n))."""
+    import numpy as np
+
     return np.outer(*(_lengths(n, block) for n, block in ((self.M, self.block_m), (self.N, self.block_n))))
 
   def check(self, B: int, Hq: int, M: int, N: int) -> None:
@@ -182,6 +184,8 @@ class BlockMask:
 
   def __str__(self) -> str:
     """With a picture of the first head, each character a block, or several where they are many."""
+    import numpy as np
+
     counts, pairs = self.counts[0, 0].numpy(), self._pairs
     for axis, most in enumerate(PICTURE):
       size = counts.shape[axis]
@@ -232,12 +236,16 @@ def _scatter(order: UOp, position: UOp) -> UOp:
   return store.end(*at).sink(arg=KernelInfo(name="order_tiles", opts_to_apply=()))
 
 
-def _lengths(n: int, block: int) -> Grid:
+def _lengths(n: int, block: int) -> "np.ndarray[Any, Any]":
   """The lengths of blocks that cover n."""
+  import numpy as np
+
   return np.minimum(block, n - np.arange(0, n, block)).astype(np.float64)
 
 
-def _touches(n: int, tile: int, block: int) -> Grid:
+def _touches(n: int, tile: int, block: int) -> "np.ndarray[Any, Any]":
   """Which of the blocks each tile overlaps, both counted from 0 to n: (tiles, blocks), 1 or 0."""
+  import numpy as np
+
   tiles, blocks = np.arange(0, n, tile)[:, None], np.arange(0, n, block)
   return ((tiles < blocks + block) & (blocks < tiles + tile)).astype(np.float32)
