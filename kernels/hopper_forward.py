@@ -1,12 +1,12 @@
 """Forward attention on Hopper's matrix cores, sm_90a: `wgmma`, one warpgroup to 64 query rows.
 
-FlashAttention-2 (Dao, 2023), with both products of a trip started at once: S of a tile, and the weighted sum of the tile
-before it. Each warpgroup keeps its queries and runs through the keys, a tile at a time:
-    start S = Q K[n]^T  (64, block_n), then O += P V[n-1]   (64, Dv)
+FlashAttention-2 (Dao, 2023), with both products of a trip started at once: S of a tile, and the weighted sum of the
+tile before it. Each warpgroup keeps its queries and runs through the keys, a tile at a time:
+    start S = Q K[n]^T    (64, block_n), then O += P V[n-1]   (64, Dv)
     wait for S, m, l, P'  in registers; the maximum joins the four lanes of a row; l stays apart until the end
     wait for O            O = O alpha, P = P'
-NVIDIA's compiler moves the second wait up to the first: products overlap with the softmax of other warpgroups. Held where
-it stands, as in FlashAttention-3 (Shah et al., 2024), it made the kernel slower; see scripts/results/NOTES.md.
+NVIDIA's compiler moves the second wait up to the first: products overlap with the softmax of other warpgroups. Held
+where it stands, as in FlashAttention-3 (Shah et al., 2024), it made the kernel slower; see scripts/results/NOTES.md.
 
 Who holds what. S, m, l, P and O are in registers; `uopattn.dsl.quads` says which elements a lane has. Q, once, and
 tiles of K and V, `stages` of each, are in shared memory (`uopattn.dsl.panels`), where the matrix cores read them, see
