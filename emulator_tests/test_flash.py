@@ -1,10 +1,12 @@
 """`flash` as a bare function for `Tensor.custom_kernel`."""
 
+import contextlib
 import functools
 import math
 import unittest.mock
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers import check, inputs, on, qkv
 from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
@@ -36,6 +38,34 @@ def test_lse_and_grouped_heads() -> None:
   results = Tensor.custom_kernel(o, q, k, v, lse, fxn=functools.partial(flash, enable_gqa=True))
   Tensor.realize(results[0], results[4])
   check(q, k, v, results[0], results[4])
+
+
+def test_windows_and_softcap() -> None:
+  q, k, v = qkv(1, 2, 2, 40, 50, 16, 16)
+  options: dict[str, Any] = {"window": (9, 3), "softcap": 2.0}
+  o = Tensor.custom_kernel(poisoned(1, 2, 40, 16), q, k, v, fxn=functools.partial(flash, **options))[0]
+  check(q, k, v, o, **options)
+
+
+@pytest.mark.parametrize("arch", ["CPU", "sm_80"])
+def test_functions_that_read_further_buffers(arch: str) -> None:
+  def alibi(score: Any, b: Any, h: Any, i: Any, j: Any, slopes: Any, unused: Any) -> Any:
+    return score + slopes[h] * (j - i)
+
+  def near(b: Any, h: Any, i: Any, j: Any, slopes: Any, unused: Any) -> Any:
+    return j - i < 30
+
+  shape, slopes, unused = (1, 2, 2, 40, 50, 16, 16), np.array([0.1, 0.4], np.float32), np.arange(3, dtype=np.int32)
+  with contextlib.nullcontext() if arch == "CPU" else on(arch):
+    q, k, v = (qkv if arch == "CPU" else inputs)(*shape, dtypes.half)
+    o, lse, *aux = (
+      Tensor(x, device="CPU").to(Device.DEFAULT).contiguous().realize()
+      for x in (np.full((1, 2, 40, 16), np.nan, np.float16), np.full((1, 2, 40), np.nan, np.float32), slopes, unused)
+    )
+    fxn = functools.partial(flash, score_mod=alibi, mask_mod=near)
+    out, _, _, _, sums, *_ = Tensor.custom_kernel(o, q, k, v, lse, *aux, fxn=fxn)
+    Tensor.realize(out, sums)
+    check(q, k, v, out, sums, score_mod=alibi, mask_mod=near, aux=(slopes, unused))
 
 
 def test_jit_replays_on_new_inputs() -> None:

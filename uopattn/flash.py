@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
-from tinygrad import Device, UOp, dtypes
+from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.renderer import Estimates
 from tinygrad.renderer.llvmir import AMDLLVMRenderer
@@ -28,11 +28,15 @@ def flash(
   k: UOp,
   v: UOp,
   lse: UOp | None = None,
-  *,
+  *aux: UOp,
   causal: bool = False,
   scale: float | None = None,
   q_start: int = 0,
   enable_gqa: bool = False,
+  window: tuple[int | None, int | None] | None = None,
+  softcap: float | None = None,
+  score_mod: Callable[..., Any] | None = None,
+  mask_mod: Callable[..., Any] | None = None,
   target: Target | None = None,
   tiles: Any = None,
 ) -> UOp:
@@ -48,9 +52,11 @@ def flash(
     k: (B, Hkv, N, Dk), or (Hkv, N, Dk).
     v: (B, Hkv, N, Dv), or (Hkv, N, Dv).
     lse: (B, Hq, M), or (Hq, M), float32; receives the natural-log sum of exponentials of each row. None: not wanted.
+    aux: what score_mod and mask_mod index; after an lse.
     causal: key j is seen by query i iff j <= i + q_start.
     scale: factor on q.k; None is 1/sqrt(Dk).
     q_start: position of the first query among the keys.
+    window, softcap, score_mod, mask_mod: as for `uopattn.attention`, which takes what else there is.
     enable_gqa: allows Hq to be a multiple of Hkv; query head h reads key head h // (Hq // Hkv).
     target: the machine to write for; None is tinygrad's default device.
     tiles: the block sizes, of the `Tiles` class of the kernel that is to run; None leaves both to `dispatch`.
@@ -59,7 +65,8 @@ def flash(
     TypeError, ValueError: an argument does not fit, or no kernel serves it; the message says what would.
   """
   q4, k4, v4 = (batched(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-  options = Extras(q_start=q_start)
+  tables = cast(tuple[Tensor, ...], aux)  # of which only shapes and types are asked
+  options = Extras(q_start=q_start, window=window, softcap=softcap, score_mod=score_mod, mask_mod=mask_mod, aux=tables)
   spec = make_spec(
     q4, k4, v4, options, is_causal=causal, scale=scale, enable_gqa=enable_gqa, return_lse=lse is not None
   )
@@ -72,7 +79,7 @@ def flash(
   chosen = dispatch(spec, machine, tiles)
   if isinstance(chosen, list):
     raise ValueError("; ".join(chosen))
-  return build(chosen, spec, device, o, q, k, v, *([] if lse is None else [lse]))
+  return build(chosen, spec, device, o, q, k, v, *([] if lse is None else [lse]), *aux)
 
 
 def build(choice: Choice, spec: AttentionSpec, device: str, *buffers: UOp) -> UOp:

@@ -272,7 +272,7 @@ def _check_extras(e: Extras, B: int, Hq: int, M: int, N: int, device: object) ->
   for name in ("score_mod", "mask_mod"):
     if (mod := getattr(e, name)) is not None and not callable(mod):
       raise TypeError(f"{name} is {mod!r}; it must be a function or None")
-  if not isinstance(e.aux, tuple) or not all(isinstance(x, Tensor) for x in e.aux):
+  if not isinstance(e.aux, tuple) or not all(isinstance(x, (Tensor, UOp)) for x in e.aux):
     raise TypeError(f"aux is {e.aux!r}; it must be a tuple of Tensors")
   if e.aux and e.score_mod is None and e.mask_mod is None:
     raise ValueError(f"aux holds {len(e.aux)} Tensors, but there is no score_mod or mask_mod to read them")
