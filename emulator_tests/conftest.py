@@ -2,7 +2,7 @@ from collections.abc import Generator
 
 import pytest
 from hypothesis import settings
-from tinygrad import Context
+from tinygrad import Context, Device
 
 # The quick run draws the same examples every time; the slow one draws new ones, and more.
 settings.register_profile("quick", max_examples=40, deadline=None, derandomize=True)
@@ -36,8 +36,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def default_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Generator[None, None, None]:
-  """Tests that name no device mean the CPU, also those of other processes, whatever DEV is; test_gpu means DEV's."""
-  if request.module.__name__ == "test_gpu":
+  """Tests that name no device mean the CPU, also those of other processes, if DEV is a GPU; test_gpu means that one."""
+  if request.module.__name__ == "test_gpu" or Device.DEFAULT.split(":")[0] == "CPU":
     yield
     return
   monkeypatch.setenv("DEV", "CPU")
