@@ -89,18 +89,18 @@ def attention(
   check_dropout(dropout_p)
   seed = draw_seed(q.device) if dropout_p > 0 and TRAINING else None
   extras = Extras(
-    attn_mask,
-    dropout_p,
-    window,
-    softcap,
-    q_start,
-    kv_lengths,
-    sinks,
-    score_mod,
-    mask_mod,
-    placed(aux, q.device),
-    block_mask,
-    seed,
+    attn_mask=attn_mask,
+    dropout_p=dropout_p,
+    window=window,
+    softcap=softcap,
+    q_start=q_start,
+    kv_lengths=kv_lengths,
+    sinks=sinks,
+    score_mod=score_mod,
+    mask_mod=mask_mod,
+    aux=placed(aux, q.device),
+    block_mask=block_mask,
+    seed=seed,
   )
   spec = make_spec(q4, k4, v4, extras, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, return_lse=return_lse)
   out, lse = attend(q4, k4, v4, spec, extras, backend)

@@ -191,7 +191,6 @@ def make_spec(
     if flag not in (False, True):
       raise TypeError(f"{name} is {flag!r}; it must be True or False")
   _check_extras(extras, B, Hq, M, N, q.device)
-  left, right = extras.window or (None, None)
   lengths, aux = (B, Hq, M, N), extras.aux
   score_mod, mask_mod = (
     None if mod is None else trace_mod(name, mod, lengths, aux)
@@ -208,20 +207,26 @@ def make_spec(
     Dv,
     q.dtype,
     factor,
-    _known(extras.q_start),
-    return_lse,
-    extras.in_use(),
-    _known(extras.kv_lengths),
-    (left, min(0, right or 0) if is_causal else right),
-    extras.softcap,
-    score_mod,
-    mask_mod,
-    extras.dropout_p if extras.seed is not None else 0.0,
-    None if blocks is None else trace_mod("mask_mod", blocks.seen, lengths, blocks.aux),
-    None if blocks is None else blocks.heads,
-    tuple(Input(name, sizes(x), x.dtype) for name, x in extras.tensors()),
-    q.dtype == dtypes.float32 and bool(ALLOW_TF32),
+    q_start=_known(extras.q_start),
+    return_lse=return_lse,
+    extras=extras.in_use(),
+    kv_lengths=_known(extras.kv_lengths),
+    window=sides(extras.window, is_causal),
+    softcap=extras.softcap,
+    score_mod=score_mod,
+    mask_mod=mask_mod,
+    dropout_p=extras.dropout_p if extras.seed is not None else 0.0,
+    block_mod=None if blocks is None else trace_mod("mask_mod", blocks.seen, lengths, blocks.aux),
+    block_heads=None if blocks is None else blocks.heads,
+    inputs=tuple(Input(name, sizes(x), x.dtype) for name, x in extras.tensors()),
+    tf32=q.dtype == dtypes.float32 and bool(ALLOW_TF32),
   )
+
+
+def sides(window: tuple[int | None, int | None] | None, is_causal: bool) -> tuple[int | None, int | None]:
+  """A window with a causal mask in it, which is a right side of 0."""
+  left, right = window or (None, None)
+  return left, min(0, right or 0) if is_causal else right
 
 
 def _known(x: int | UOp | Tensor | None) -> int | UOp | None:

@@ -7,7 +7,7 @@ from tinygrad import Tensor, dtypes
 
 from uopattn.attention import attend
 from uopattn.dsl import sizes
-from uopattn.spec import BACKENDS, Extras, dtype_name, make_spec
+from uopattn.spec import BACKENDS, Extras, dtype_name, make_spec, sides
 
 Offsets = Tensor | list[int] | tuple[int, ...]
 
@@ -69,9 +69,8 @@ def attention_varlen(
   ends_q, ends_k = _offsets("cu_seqlens_q", cu_seqlens_q, M, device), _offsets("cu_seqlens_k", cu_seqlens_k, N, device)
   if ends_q.shape != ends_k.shape:
     raise ValueError(f"cu_seqlens_k has shape {ends_k.shape}, cu_seqlens_q {ends_q.shape}; they must be the same")
-  left, right = window or (None, None)
-  right = min(0, right or 0) if is_causal else right
-  bounds = key_bounds(ends_q, ends_k, M, N, (left, right), _starts(q_start, sizes(ends_q)[0] - 1, device))
+  starts = _starts(q_start, sizes(ends_q)[0] - 1, device)
+  bounds = key_bounds(ends_q, ends_k, M, N, sides(window, is_causal), starts)
   extras = Extras(softcap=softcap, sinks=sinks, bounds=bounds)
   spec = make_spec(q4, k4, v4, extras, scale=scale, enable_gqa=enable_gqa, return_lse=return_lse)
   out, lse = attend(q4, k4, v4, spec, extras, backend)

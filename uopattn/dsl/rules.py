@@ -146,10 +146,9 @@ class HeadRules:
     lasts, firsts = self._lasts(last_row), self._firsts(row)
     if r.tile_lists is not None:
       return self._listed(row // block_m, tiles, bool(lasts or firsts or self._hides(2)))
-    count = whole = UOp.const(tiles)
+    count = UOp.const(tiles)
     if not lasts and not firsts:
-      whole = UOp.const(0 if self._hides(1) else r.N // block_n)
-      return Visit(whole, count, lambda position: position)
+      return Visit(UOp.const(0 if self._hides(1) else r.N // block_n), count, lambda position: position)
     end = clamp(least(lasts), 0, r.N - 1) // block_n + 1 if lasts else count
     whole_end = clamp(least(self._lasts(row)) + 1, 0, r.N) // block_n if lasts else UOp.const(r.N // block_n)
     begin = clamp(_largest(firsts), 0, r.N - 1) // block_n if firsts else UOp.const(0)
