@@ -4,6 +4,8 @@ import functools
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import chain
 from typing import Any, cast
 
 from tinygrad import Tensor, UOp, dtypes
@@ -147,19 +149,38 @@ def launch(
   o = _empty((*rows, spec.Dv), spec.dtype, device) if o is None else o
   if spec.return_lse and lse is None:
     lse = _empty(rows, dtypes.float32, device)
-  buffers = [o, q.contiguous(), k.contiguous(), v.contiguous(), *([] if lse is None else [lse])]
-  buffers += [x.contiguous() for _, x in extras.tensors()]
+  operands = [x.contiguous() for x in (q, k, v)]
+  inputs = {name: [x.contiguous() for n, x in extras.tensors() if n == name] for name, _ in extras.tensors()}
   if extras.block_mask is not None:
-    buffers += extras.block_mask.tile_lists(choice.tiles.block_m, choice.tiles.block_n)
-  backward = _gradient(spec, extras)
+    inputs["tile_lists"] = extras.block_mask.tile_lists(choice.tiles.block_m, choice.tiles.block_n)
+  variables = extras.variables()
+  if choice.splits > 1:
+    parts = [_empty(x.shape, x.dtype, device) for x in choice.parts(spec)]
+    sinks, first = {"sinks": inputs.pop("sinks", [])}, replace(choice, stage="parts")
+    buffers = [parts[0], *operands, parts[1], *chain(*inputs.values())]
+    written = _run(first, spec, device, buffers, variables)
+    choice, variables, inputs = replace(choice, stage="join"), (), {"parts": [written[0], written[4]]} | sinks
+  buffers = [o, *operands, *([] if lse is None else [lse]), *chain(*inputs.values())]
+  results = _run(choice, spec, device, buffers, variables, _gradient(spec, extras))
+  return results[0], results[4] if lse is not None else None
+
+
+def _run(
+  choice: Choice,
+  spec: AttentionSpec,
+  device: str,
+  buffers: list[Tensor],
+  variables: tuple[UOp, ...],
+  backward: Callable[..., tuple[UOp | None, ...]] | None = None,
+) -> list[Tensor]:
+  """The buffers once the kernel has run."""
   if "CPU" in choice.kernel.devices:
     # As `custom_kernel` does, without the placeholders: making them takes a fifth of an eager call.
     kernel = compiled(choice, spec, device, tuple(range(len(buffers))))
   else:
     kernel = build(choice, spec, device, *(UOp.placeholder_like(x.uop, i) for i, x in enumerate(buffers)))
-  call = kernel.call(*(x.uop for x in buffers), *extras.variables(), grad_fxn=backward)
-  results = [Tensor(x.uop.after(call)) for x in buffers]
-  return results[0], results[4] if lse is not None else None
+  call = kernel.call(*(x.uop for x in buffers), *variables, grad_fxn=backward)
+  return [Tensor(x.uop.after(call)) for x in buffers]
 
 
 def _empty(shape: tuple[int, ...], dtype: DType, device: str) -> Tensor:
