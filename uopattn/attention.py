@@ -155,10 +155,9 @@ def launch(
     inputs["tile_lists"] = extras.block_mask.tile_lists(choice.tiles.block_m, choice.tiles.block_n)
   variables = extras.variables()
   if choice.splits > 1:
-    parts = [_empty(x.shape, x.dtype, device) for x in choice.parts(spec)]
     sinks, first = {"sinks": inputs.pop("sinks", [])}, replace(choice, stage="parts")
-    buffers = [parts[0], *operands, parts[1], *chain(*inputs.values())]
-    written = _run(first, spec, device, buffers, variables)
+    part_o, part_lse = (_empty(x.shape, x.dtype, device) for x in choice.parts(spec))
+    written = _run(first, spec, device, [part_o, *operands, part_lse, *chain(*inputs.values())], variables)
     choice, variables, inputs = replace(choice, stage="join"), (), {"parts": [written[0], written[4]]} | sinks
   buffers = [o, *operands, *([] if lse is None else [lse]), *chain(*inputs.values())]
   results = _run(choice, spec, device, buffers, variables, _gradient(spec, extras))

@@ -114,7 +114,7 @@ def _for_hopper(spec: AttentionSpec, target: Target) -> bool:
   return spec.M > FEW and spec.dtype in FLOAT16 and hopper_forward.Tiles.serves(target.arch, spec.Dk, spec.Dv)
 
 
-LEAST_KEYS = 128  # of a part
+LEAST_KEYS = 256  # of a part
 CPU_DTYPES = (dtypes.float32, *FLOAT16)
 PLACES = ("q_start", "kv_lengths", "window", "bounds", "attn_mask", "mask_mod", "block_mask")
 EVERYTHING = frozenset((*PLACES, "softcap", "score_mod", "sinks", "dropout_p"))

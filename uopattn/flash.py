@@ -148,7 +148,9 @@ def graph(choice: Choice, spec: AttentionSpec, buffers: tuple[UOp, ...]) -> UOp:
   inputs, rest = choice.inputs(spec), buffers[4 + has_lse :]
   if choice.stage == "join":
     assert choice.kernel.join is not None
-    return choice.kernel.join(o, lse, *rest[:2], rules=rules(spec, choice.packs, inputs[2:], rest[2:]))
+    kernel = choice.kernel.join(o, lse, *rest[:2], rules=rules(spec, choice.packs, inputs[2:], rest[2:]))
+    # q, k and v are what its call has a gradient for; a graph of CUDA's passes them too.
+    return kernel.replace(src=(*kernel.src, *(x.base for x in buffers[1:4])))
   return choice.kernel.build(o, q, k, v, lse, rules=rules(spec, choice.packs, inputs, rest), tiles=choice.tiles)
 
 

@@ -118,6 +118,8 @@ class Visit:
       return self
     begin, end = self.count * i // parts, self.count * (i + 1) // parts
     count = clamp(end - begin, 0, ceildiv(int(self.count.vmax), parts))
+    if (self.count - self.whole).simplify().vmax == 0:  # all are seen whole
+      return Visit(count, count, lambda position: self.tile(begin + position))
     whole = clamp(self.whole - begin, 0, count) if self.whole.vmax > 0 else self.whole
     return Visit(whole, count, lambda position: self.tile(begin + position))
 
