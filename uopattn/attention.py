@@ -152,7 +152,7 @@ def launch(
   operands = [x.contiguous() for x in (q, k, v)]
   inputs = {name: [x.contiguous() for n, x in extras.tensors() if n == name] for name, _ in extras.tensors()}
   if extras.block_mask is not None:
-    inputs["tile_lists"] = extras.block_mask.tile_lists(choice.tiles.block_m, choice.tiles.block_n)
+    inputs["tile_lists"] = [*extras.block_mask.tile_lists(choice.tiles.block_m, choice.tiles.block_n)]
   variables = extras.variables()
   if choice.splits > 1:
     sinks, first = {"sinks": inputs.pop("sinks", [])}, replace(choice, stage="parts")
