@@ -118,10 +118,13 @@ class Visit:
       return self
     begin, end = self.count * i // parts, self.count * (i + 1) // parts
     count = clamp(end - begin, 0, ceildiv(int(self.count.vmax), parts))
+
+    def tile(position: UOp) -> UOp:  # what is loaded ahead, past the last one, is that one again: it is in a cache
+      return self.tile(begin + clamp(position, 0, (count - 1).maximum(0)))
+
     if (self.count - self.whole).simplify().vmax == 0:  # all are seen whole
-      return Visit(count, count, lambda position: self.tile(begin + position))
-    whole = clamp(self.whole - begin, 0, count) if self.whole.vmax > 0 else self.whole
-    return Visit(whole, count, lambda position: self.tile(begin + position))
+      return Visit(count, count, tile)
+    return Visit(clamp(self.whole - begin, 0, count) if self.whole.vmax > 0 else self.whole, count, tile)
 
 
 @dataclass(frozen=True, eq=False)
