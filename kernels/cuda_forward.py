@@ -136,6 +136,8 @@ class Tiles:
     turing = version < 80
     sizes = ((2, 32), (1, 32), (1, 16)) if turing else ((2, 64), (2, 32), (1, 64), (1, 32), (1, 16))
     candidates = [cls(warps, m, min(n, keys), step=step, turing=turing) for m, n in sizes if n >= step]
+    if M <= STREAMING and not turing:
+      candidates.insert(0, cls(warps, 1, min(32, keys), 3, step))
     for tiles in candidates:
       if tiles.m_tiles > 1 and tiles.block_m // 2 >= M:
         continue
@@ -152,6 +154,7 @@ class Tiles:
 # more (on sm_90 the compiler spills from 144 on). The smallest tile has few of these, and may spill a little where the
 # alternative is no kernel.
 BUDGET, LIMIT = {8: 180, 16: 180, 32: 130}, 220
+STREAMING = 64  # queries, up to which reading the keys takes the time: more tiles under way help, larger ones do not
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
