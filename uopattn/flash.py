@@ -172,7 +172,7 @@ def rules(spec: AttentionSpec, packs: int, inputs: tuple[Input, ...], buffers: t
     spec.M,
     spec.N,
     heads=spec.Hq,
-    kv_heads=spec.Hkv,
+    group=spec.Hq // spec.Hkv,
     packs=packs,
     scale=spec.scale,
     window=spec.window,
