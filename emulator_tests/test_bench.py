@@ -45,7 +45,7 @@ def test_quick_run_writes_the_record_and_the_plot(tmp_path: Path, capsys: pytest
     assert ours["correct"] is True
     assert ours["error"] <= ours["errors"]["output"]["relative_bound"]
     assert ours["gflops"] == pytest.approx(row["flops"] / ours["median"] / 1e9)
-    assert ours["share"].keys() == row["product"].keys()
+    assert ours["share"].keys() == row["limits"].keys()
     assert row["ratios"] == {}
   assert files[1].read_bytes().startswith(b"\x89PNG")
   printed = capsys.readouterr().out
@@ -124,7 +124,9 @@ def test_a_contender_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, caps
   assert main(["--quick", "--against", "torch"]) == 2
   message = "uopattn.bench: --against torch: it cannot be imported: No module named 'torch'\n"
   assert capsys.readouterr().err == message
-  assert contenders.product()[0] == "numpy"
+  found = contenders.product()
+  assert found is not None
+  assert found.name == "numpy"
 
 
 def test_interrupted_keeps_the_rows_done(

@@ -192,11 +192,11 @@ class Tile:
     n, d = place
     return as_float(self.rows.element(self.row(n), d))
 
-  def prefetch(self, s: Scope, n: UOp, begin: UOp, width: int, within: tuple[UOp, ...]) -> UOp:
-    """Asks for `width` elements of row n from `begin` on."""
-    step = LINE // self.rows.x.dtype.itemsize
-    line = s.axis(ceildiv(width, step))
-    place = self.rows.element(self.row(n), clamp(begin + line * step, 0, self.rows.size - 1))
+  def prefetch(self, s: Scope, n: UOp, begin: UOp, width: int, size: int, within: tuple[UOp, ...]) -> UOp:
+    """Asks for that part of row n which the `width` elements from `begin` on are of a row of `size` elements."""
+    times, step = ceildiv(self.rows.size, size), LINE // self.rows.x.dtype.itemsize
+    line = s.axis(ceildiv(times * width, step))
+    place = self.rows.element(self.row(n), clamp(times * begin + line * step, 0, self.rows.size - 1))
     return prefetch((*within, line), place).end(line)
 
 
@@ -217,11 +217,13 @@ def multiply_qk(
         d = begin + i * width + w
         return q[first_row + a // keys, d] * k[key + a % keys, d]
 
-      acc = accumulate(s, acc, chunks, width, term)
+      def fetches(i: UOp) -> list[UOp]:
+        return [v.prefetch(s, key + n, begin + i * width, width, Dk, (*inner, i)) for n in range(keys)]
+
+      acc = accumulate(s, acc, chunks, width, term, fetches)
     sums = fold(s, acc, UOp.__add__, inner)
     stores = [products.after(*within)[a // keys, key + a % keys].store(sums[a]) for a in range(rows * keys)]
-    fetches = [v.prefetch(s, key + n, UOp.const(0), v.rows.size, inner) for n in range(keys)]
-    ends.append(UOp.group(*stores, *fetches).end(strip))
+    ends.append(UOp.group(*stores).end(strip))
   return products.after(*ends)
 
 
@@ -304,7 +306,7 @@ def multiply_pv(
       return p[r, n] * v[n, column + m]
 
     def fetches(n: UOp) -> list[UOp]:
-      return [k_next.prefetch(s, n, column, columns, (*inner, n))]
+      return [k_next.prefetch(s, n, column, columns, sizes(acc)[1], (*inner, n))]
 
     out = accumulate(s, zeros(s, rows, columns, inner), block_n, columns, term, fetches)
     m = s.axis(columns)

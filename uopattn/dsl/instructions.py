@@ -4,9 +4,9 @@ A word such as `shuffle_xor` becomes an `Ops.CUSTOM` whose text is the family's;
 and the emulator finds its meaning by that text in `BY_TEXT`. Numbers that must be known when the kernel is compiled (a
 shuffle's offset, a wait's count) are constant operands, so a text never varies.
 
-Families: "c" for CPUs through clang, "hip" for AMD through clang's HIP builtins, "cuda" for NVIDIA through CUDA C++ and inline PTX, "sm_75" where
-Turing lacks what "cuda" has. A kernel for AMD always asks for the "hip" text; where its code is made from LLVM IR,
-`uopattn.llvm` renders it as the instruction's `llvm`.
+Families: "hip" for AMD through clang's HIP builtins, "cuda" for NVIDIA through CUDA C++ and inline PTX, "sm_75" where
+Turing lacks what "cuda" has, "c" for CPUs through clang. A kernel for AMD always asks for the "hip" text; where its
+code is made from LLVM IR, `uopattn.llvm` renders it as the instruction's `llvm`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
