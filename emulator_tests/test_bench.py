@@ -23,6 +23,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(bench, "SPIN", 0)
   monkeypatch.setattr(bench, "TURN", 0)
   monkeypatch.setattr(contenders, "PRODUCT", 16)
+  monkeypatch.setattr(contenders, "READ", 1 << 18)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ VECTORS, LANES = 16, 16  # sums that are independent of each other
 
 
 @functools.cache
-def reader(size: int = READ) -> Callable[[], Tensor]:
+def reader(size: int) -> Callable[[], Tensor]:
   """A function that adds up `size` bytes of float32 on all our threads, replayed by TinyJit; it returns ITEMS sums.
 
   A sum of vectors was the fastest read that we found: as fast as C with AVX-512 intrinsics, one or several streams a

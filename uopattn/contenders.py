@@ -237,7 +237,7 @@ class Limit:
 def limit(s: AttentionSpec) -> Limit | None:
   """What bounds an attention: on a CPU, with few queries, a large read; else a product, where there is one."""
   if on_cpu() and s.M <= FEW:
-    return Limit("read", Runner(reader(), list), moved=READ)
+    return Limit("read", Runner(reader(READ), list), moved=READ)
   return product()
 
 
