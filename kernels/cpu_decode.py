@@ -3,14 +3,19 @@
 With fewer queries than lanes `cpu_forward`, which has one query a lane, leaves lanes empty and reads K and V once for
 each query head. Here the queries of all the heads that share a key head are the rows of one block, K and V are read
 once for all of them, and
-    S = Q K^T      (rows, block_n)   lanes along the head size; the partial sums of each dot product are folded last
+    S = Q K^T      (rows, block_n)   lanes along the head size, folded at the end of each strip
     m, P, l        the online softmax, lanes along the keys; l is kept as one partial sum a lane
     O = O alpha + P V   (rows, Dv)   lanes along the value columns
 K and V are read in their own order and straight into registers; 16-bit elements are widened there. What limits the
-speed is how fast two cores can read memory.
+speed is how fast the cores can read memory, as long as they always have reads under way. The turns between K, softmax
+and V are too many, and too short, for a machine to see by itself what comes next: so while Q K^T is computed the
+tile's values are asked for, a line for a line, and during P V the keys of the tile to follow.
 
 Who holds what. A strip of `unroll_m` rows against `unroll_n` keys (of Q K^T), or `unroll_n` vectors of value columns
-(of P V), is accumulated in vector registers. Q, O, m and l live on the stack, with the scores of one strip.
+(of P V), is accumulated in vector registers; the former's lanes are folded there too. Q, O, m and l live on the stack,
+with the scores of one strip.
+
+With few heads the keys are split among work items, and `join` puts the parts together.
 """
 
 from collections.abc import Callable
