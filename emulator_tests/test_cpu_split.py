@@ -130,8 +130,7 @@ def test_lengths_that_leave_parts_without_keys(splits: int) -> None:
 def test_each_batch_has_its_own_length(lengths: tuple[int, ...]) -> None:
   inputs = qkv(3, 6, 2, 1, 700, 16, 16, dtypes.bfloat16)
   with in_parts(6):
-    given = {"kv_lengths": Tensor(lengths), "enable_gqa": True, "return_lse": True}
-    out, lse = attention(*inputs, backend="kernel", **given)
+    out, lse = attention(*inputs, kv_lengths=Tensor(lengths), enable_gqa=True, return_lse=True, backend="kernel")
     Tensor.realize(out, lse)
   check(*inputs, out, lse, kv_lengths=np.array(lengths))
 
@@ -141,7 +140,7 @@ def test_the_last_of_many_keys_count(splits: int | None) -> None:
   q, k, v = (x.numpy() for x in qkv(1, 4, 1, 1, 140_000, 8, 8))
   for h, key in enumerate((139_999, 139_998, 70_000, 131_072)):  # each of which takes half of a head's weight
     k[0, 0, key] = q[0, h, 0] * 12 * math.sqrt(8) / (q[0, h, 0] ** 2).sum()
-  inputs = [Tensor(x) for x in (q, k, v)]
+  inputs = Tensor(q), Tensor(k), Tensor(v)
   if splits is None:
     check_attention(*inputs)
   else:
