@@ -33,21 +33,27 @@ class Notation:
     accumulator: the same on full vectors; the group is c.
     store: of a vector.
     jump: what comes before the label.
+    prefetch: of a line.
   """
 
   multiply_add: str
   accumulator: str
   store: str
   jump: str
+  prefetch: str
 
 
 def x86(register: str) -> Notation:
   return Notation(
-    r"vfmadd231ps", rf"vfmadd231ps\s[^#]*%({register}\d+)\s*(#|$)", r"vmov\w+\s+%[xyz]mm\d+, .*\(%", r"j\w+\s+"
+    r"vfmadd231ps",
+    rf"vfmadd231ps\s[^#]*%({register}\d+)\s*(#|$)",
+    r"vmov\w+\s+%[xyz]mm\d+, .*\(%",
+    r"j\w+\s+",
+    r"prefetcht0\s",
   )
 
 
-NEON = Notation(r"fml?ad?\s", r"fmla\s+(v\d+)\.4s,", r"st\w+\s+\W*[bhsdqvz]\d", r"(b\.|cbn?z|tbn?z).*\s")
+NEON = Notation(r"fml?ad?\s", r"fmla\s+(v\d+)\.4s,", r"st\w+\s+\W*[bhsdqvz]\d", r"(b\.|cbn?z|tbn?z).*\s", r"prfu?m\s")
 MACHINES = {
   "x86_64,haswell": x86("ymm"),
   "x86_64,skylake-avx512": x86("ymm"),
@@ -85,8 +91,11 @@ def innermost_loops(text: str, jump: str) -> list[list[str]]:
   return loops
 
 
-def check_products(loops: list[list[str]], notation: Notation, accumulators: int) -> None:
-  """Both products, and no other loop, have that many accumulators, all in vector registers of the full width."""
+def check_products(loops: list[list[str]], notation: Notation, accumulators: int, prefetch: bool = False) -> None:
+  """Both products, and no other loop, have that many accumulators, all in vector registers of the full width.
+
+  With `prefetch` they also ask for what is read next.
+  """
 
   def found(pattern: str, loop: list[str]) -> list[re.Match[str]]:
     return [match for line in loop if (match := re.match(pattern, line))]
@@ -99,6 +108,7 @@ def check_products(loops: list[list[str]], notation: Notation, accumulators: int
     assert len(full) == len(found(notation.multiply_add, loop))
     assert len({match[1] for match in full}) == accumulators
     assert found(notation.store, loop) == []
+    assert bool(found(notation.prefetch, loop)) == prefetch
     assert not any("Spill" in line or "Reload" in line for line in loop)
 
 
@@ -124,7 +134,8 @@ def test_products_of_few_queries_run_in_registers(arch: str, dtype) -> None:
   assert isinstance(choice, Choice)
   assert choice.kernel.name == "cpu_decode"
   accumulators = choice.tiles.unroll_m * choice.tiles.unroll_n
-  check_products(innermost_loops(assembly(spec, choice, machine.arch), notation.jump), notation, accumulators)
+  loops = innermost_loops(assembly(spec, choice, machine.arch), notation.jump)
+  check_products(loops, notation, accumulators, prefetch=True)
 
 
 X86 = platform.machine() == "x86_64"

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from math import gcd
 from typing import Any
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
-from tinygrad.helpers import ceildiv
+from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl.limits import lds_limit, usual_units
 from uopattn.kernels import amd_forward, cpu_decode, cpu_forward, cuda_forward, hopper_forward, join
@@ -74,9 +75,13 @@ def _group_of_few(spec: AttentionSpec) -> int:
 
 
 def _cpu_splits(spec: AttentionSpec, target: Target, tiles: cpu_decode.Tiles) -> int:
-  """So many that all cores have work, and finish together."""
-  blocks = spec.B * spec.Hq * ceildiv(spec.M, tiles.block_m)
-  return min(ceildiv(4 * thread_count(), blocks), max(1, spec.N // LEAST_KEYS))
+  """So many that all threads have as much work, in a few items each, since a thread may lose its core."""
+  blocks, threads = spec.B * spec.Hq * ceildiv(spec.M, tiles.block_m), thread_count()
+  if threads == 1 or blocks >= 16 * threads:
+    return 1
+  wanted = round_up(ceildiv(4 * threads, blocks), threads // gcd(blocks, threads))
+  most = max(1, min(wanted, spec.kv_bytes // (spec.B * spec.Hkv * PART_BYTES)))
+  return min(range(most, 0, -1), key=lambda splits: ceildiv(blocks * splits, threads) / splits)
 
 
 def _gpu_splits(spec: AttentionSpec, target: Target, tiles: Any) -> int:
@@ -114,7 +119,8 @@ def _for_hopper(spec: AttentionSpec, target: Target) -> bool:
   return spec.M > FEW and spec.dtype in FLOAT16 and hopper_forward.Tiles.serves(target.arch, spec.Dk, spec.Dv)
 
 
-LEAST_KEYS = 256  # of a part
+LEAST_KEYS = 256  # of a part on a GPU
+PART_BYTES = 1 << 20  # of keys and values, at least, of a part on a CPU: 0.04 ms for a core; a join takes half of it
 CPU_DTYPES = (dtypes.float32, *FLOAT16)
 PLACES = ("q_start", "kv_lengths", "window", "bounds", "attn_mask", "mask_mod", "block_mask")
 EVERYTHING = frozenset((*PLACES, "softcap", "score_mod", "sinks", "dropout_p"))

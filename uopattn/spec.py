@@ -95,6 +95,11 @@ class AttentionSpec:
     return {name: getattr(self, name) for name in names} | {"dtype": dtype_name(self.dtype)}
 
   @property
+  def kv_bytes(self) -> int:
+    """Bytes of K and V."""
+    return self.B * self.Hkv * self.N * (self.Dk + self.Dv) * self.dtype.itemsize
+
+  @property
   def flops(self) -> int:
     """Floating-point operations of the two products, over the pairs of query and key that see each other."""
     pairs, (left, right) = self.M * self.N, self.window

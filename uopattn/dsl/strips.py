@@ -30,13 +30,20 @@ def zeros(s: Scope, rows: int, lanes: int, within: tuple[UOp, ...]) -> UOp:
   return acc.after(UOp.group(*[acc.after(*within)[r, m].store(0.0) for r in range(rows)]).end(m))
 
 
-def accumulate(s: Scope, acc: UOp, length: int, lanes: int, term: Callable[[int, UOp, UOp], UOp]) -> UOp:
+def accumulate(
+  s: Scope,
+  acc: UOp,
+  length: int,
+  lanes: int,
+  term: Callable[[int, UOp, UOp], UOp],
+  beside: Callable[[UOp], list[UOp]] = lambda i: [],
+) -> UOp:
   """acc[r, m] += sum over i < length of term(r, i, m), for all rows and the first `lanes` lanes; returns acc.
 
   The rows are written out, never indexed by an axis: an array that is indexed by constants and whole rows of lanes
-  alone is what the compiler moves into vector registers.
+  alone is what the compiler moves into vector registers. `beside` gives statements that join each i.
   """
   i, m = s.axis(length), s.axis(lanes)
   before = acc.after(i)
   stores = [before[r, m].store(before[r, m] + term(r, i, m)) for r in range(sizes(acc)[0])]
-  return acc.after(UOp.group(*stores).end(i, m))
+  return acc.after(UOp.group(*beside(i), UOp.group(*stores).end(m)).end(i))

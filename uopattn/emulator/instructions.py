@@ -144,6 +144,7 @@ MEANINGS: dict[str, Meaning] = {
   "wgmma_wait": warpgroup.wait,
   "pin": lambda run, u, x: x,
   "wave_fence": lambda run, u: NOTHING,  # lanes run in step here
+  "prefetch": lambda run, u, place: NOTHING,
   "ldmatrix": lambda run, u, to, row: _ldmatrix(run, u, to, row, trans=False),
   "ldmatrix_trans": lambda run, u, to, row: _ldmatrix(run, u, to, row, trans=True),
 }
