@@ -143,23 +143,23 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   def element_of(x: UOp) -> Callable[[UOp, UOp], UOp]:
     keys = here.keys(x)
-    return lambda n, d: as_float(keys.element(key(n), d))
+    return lambda n, d: keys.element(key(n), d).cast(dtypes.float)
 
   def score(product: UOp, r: UOp, n: UOp) -> UOp:
     """The score of row r of the strip and key n of the tile; -inf where hidden or counted before."""
     hidden = reduce(UOp.__or__, [first + n < start, *here.hidden(row(first_row + r), first + n)])
     return hidden.where(-inf, here.modified(product, row(first_row + r), first + n))
 
-  def dropped(weight: UOp, r: UOp, n: UOp) -> UOp:
-    return here.dropped([weight], row(first_row + r), first + n, [0])[0]
+  def weight(p: UOp, r: UOp, n: UOp) -> UOp:
+    return here.weights([p], row(first_row + r), first + n, [0], True)[0]
 
   m_old, l_old, acc_old = (x.after(tile, strip) for x in (m_i, l_i, acc))
   products = multiply_qk(s, q_rows, element_of(k), first_row, block_n, tiles, within)
   p, m_end, alpha = softmax(s, products, score, exponent, m_old, first_row, tiles.lanes, within)
   l_end = add_up(s, p, l_old, alpha, first_row, within)
-  if rules.seed is not None:
-    all_of_p = p
-    p = s.assign(s.buffer(*sizes(p)), lambda r, n: dropped(all_of_p[r, n].load(), r, n), within=within)
+  if rules.weighs:
+    plain = p
+    p = s.assign(s.buffer(*sizes(p)), lambda r, n: weight(plain[r, n].load(), r, n), within=within)
   acc_end = multiply_pv(s, p, element_of(v), acc_old, alpha, first_row, tiles, within)
   stored = UOp.group(m_end, l_end, acc_end).end(strip)
   end = stored.end(tile) if loop is None else loop.end(stored)

@@ -17,8 +17,7 @@ from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.rows import HeadRows
-from uopattn.dsl.scope import Scope, clamp
-from uopattn.dsl.words import as_type
+from uopattn.dsl.scope import Scope, as_type, clamp
 
 CHUNK, WIDEST = 16, 128  # bytes of a chunk, and of a panel's row at most
 ALIGN = 8  # rows after which the permutation repeats

@@ -4,23 +4,15 @@ tinygrad joins neighbouring loads of 32-bit types into wide ones; it leaves bflo
 """
 
 from collections.abc import Callable
-from math import prod
 
 from tinygrad import UOp, dtypes
-from tinygrad.dtype import DType
 
 from uopattn.dsl.rows import HeadRows
-from uopattn.dsl.scope import sizes
+from uopattn.dsl.scope import as_type
 
 Words = list[UOp]  # neighbours
 Load = Callable[[UOp, UOp], UOp]  # (row, word) -> a word of that row
 ALWAYS = UOp.const(True)
-
-
-def as_type(x: UOp, dtype: DType) -> UOp:
-  """The kernel's argument `x`, reshaped or not, as a flat array of another type."""
-  count = prod(sizes(x)) * x.dtype.itemsize // dtype.itemsize
-  return UOp.placeholder((count,), dtype, slot=x.base.arg.slot)
 
 
 def words_of(rows: HeadRows, exists: UOp = ALWAYS) -> Load:

@@ -1,0 +1,42 @@
+"""Elements of 8 bits on their way to where they are multiplied, in a type of 16 or 32.
+
+A stored number is a widened one times a power of two, `unit`: so the numbers of fp8e4m3 are float16's by a shift alone,
+and those of a row that uses its type's range are about 1 in float16. That matters, as a kernel multiplies its weights,
+which are in float16 too, by the rows' scales.
+
+Sources: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), for the two types of OCP's.
+"""
+
+from tinygrad import UOp, dtypes
+from tinygrad.dtype import DType
+
+EIGHT_BITS = (dtypes.int8, dtypes.fp8e4m3, dtypes.fp8e5m2)
+
+
+def unit(stored: DType, to: DType) -> float:
+  """A stored number over what `widened` makes of it."""
+  if stored == dtypes.fp8e4m3:
+    return 2.0**8
+  return 1.0 if to != dtypes.half else 2.0**7 if stored == dtypes.int8 else 2.0**8
+
+
+def widened(byte: UOp, stored: DType, to: DType) -> UOp:
+  """An element over `unit`, exactly, but for the NaN of fp8e4m3, which becomes a number.
+
+  Args:
+    byte: its bits, uint8.
+    stored: what they are, one of EIGHT_BITS.
+    to: float16, bfloat16 or float32.
+  """
+  if stored == dtypes.int8:
+    number = byte.bitcast(dtypes.int8).cast(dtypes.half if to == dtypes.half else dtypes.float)
+  else:
+    bits = byte.cast(dtypes.ushort)  # both types have float16's exponents, or the lower half of them
+    bits = bits << 8 if stored == dtypes.fp8e5m2 else ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+    number = bits.bitcast(dtypes.half)
+  if to == dtypes.half:
+    return number if stored == dtypes.fp8e4m3 else number * (1 / unit(stored, to))
+  number = number.cast(dtypes.float)
+  if to == dtypes.float:
+    return number
+  return (number.bitcast(dtypes.uint) >> 16).cast(dtypes.ushort).bitcast(dtypes.bfloat16)  # the rest is 0
