@@ -17,11 +17,11 @@ def unit(stored: DType, to: DType) -> float:
   """A stored number over what `widened` makes of it."""
   if stored == dtypes.fp8e4m3:
     return 2.0**8
-  return 1.0 if to != dtypes.half else 2.0**7 if stored == dtypes.int8 else 2.0**8
+  return 1.0 if to != dtypes.half else 2.0**7 if stored == dtypes.int8 else 2.0**15
 
 
 def widened(byte: UOp, stored: DType, to: DType) -> UOp:
-  """An element over `unit`, exactly, but for the NaN of fp8e4m3, which becomes a number.
+  """An element over `unit`, exactly; but of fp8e5m2 to a multiple of 2**-24 in float16, and no NaN of fp8e4m3.
 
   Args:
     byte: its bits, uint8.
