@@ -31,12 +31,28 @@ def widened(byte: UOp, stored: DType, to: DType) -> UOp:
   if stored == dtypes.int8:
     number = byte.bitcast(dtypes.int8).cast(dtypes.half if to == dtypes.half else dtypes.float)
   else:
-    bits = byte.cast(dtypes.ushort)  # both types have float16's exponents, or the lower half of them
-    bits = bits << 8 if stored == dtypes.fp8e5m2 else ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-    number = bits.bitcast(dtypes.half)
+    number = _shifted(byte, stored).bitcast(dtypes.half)
   if to == dtypes.half:
     return number if stored == dtypes.fp8e4m3 else number * (1 / unit(stored, to))
   number = number.cast(dtypes.float)
-  if to == dtypes.float:
-    return number
-  return (number.bitcast(dtypes.uint) >> 16).cast(dtypes.ushort).bitcast(dtypes.bfloat16)  # the rest is 0
+  return number if to == dtypes.float else _upper_half(number).bitcast(dtypes.bfloat16)
+
+
+def widened_bits(byte: UOp, stored: DType, to: DType) -> UOp:
+  """The bits of `widened`, an unsigned integer; no bits of bits, on which tinygrad fails where they are constant."""
+  if stored == dtypes.fp8e4m3 and to == dtypes.half:
+    return _shifted(byte, stored)
+  if to == dtypes.bfloat16:
+    return _upper_half(widened(byte, stored, dtypes.float))
+  return widened(byte, stored, to).bitcast(dtypes.ushort if to == dtypes.half else dtypes.uint)
+
+
+def _shifted(byte: UOp, stored: DType) -> UOp:
+  """Eight bits where float16 has them: sign, exponent or the lower part of one, and fraction."""
+  bits = byte.cast(dtypes.ushort)
+  return bits << 8 if stored == dtypes.fp8e5m2 else ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+
+
+def _upper_half(number: UOp) -> UOp:
+  """The bits of a float32 as a bfloat16, for numbers of which the rest is 0."""
+  return (number.bitcast(dtypes.uint) >> 16).cast(dtypes.ushort)

@@ -148,20 +148,16 @@ class Panels:
     stores, bits = [], as_type(source.x, dtypes.uchar if source.widens else self.bits)
     for e in range(self.chunk):
       value = _or_zero(bits, start + e, _both(there, _below(column + e, source.size)))
-      stores.append(self.memory[to.src[1] + e].store(self._wide(source, value) if source.widens else value))
+      stores.append(self.memory[to.src[1] + e].store(source.wide_bits(value) if source.widens else value))
     return stores
 
   def _widened(self, source: HeadRows, start: UOp, there: UOp | None) -> list[UOp]:
     """The four words of a chunk whose elements have 8 bits in memory."""
     flat, per = as_type(source.x, dtypes.uint), 4 // self.bits.itemsize  # elements in a word
     words = [_or_zero(flat, start // 4 + i, there) for i in range(self.chunk // 4)]
-    elements = [self._wide(source, ((word >> 8 * i) & 0xFF).cast(dtypes.uchar)) for word in words for i in range(4)]
+    elements = [source.wide_bits(((word >> 8 * i) & 0xFF).cast(dtypes.uchar)) for word in words for i in range(4)]
     shifted = [x.cast(dtypes.uint) << 8 * self.bits.itemsize * (i % per) for i, x in enumerate(elements)]
     return [reduce(UOp.__or__, shifted[i : i + per]) for i in range(0, self.chunk, per)]
-
-  def _wide(self, source: HeadRows, byte: UOp) -> UOp:
-    """The bits of an element of 8 bits, widened."""
-    return source.wide(byte).bitcast(self.bits)
 
 
 def _or_zero(flat: UOp, at: UOp, inside: UOp | None) -> UOp:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 
-from uopattn.dsl.eight_bits import widened
+from uopattn.dsl.eight_bits import widened, widened_bits
 from uopattn.dsl.scope import as_type, sizes
 
 
@@ -43,9 +43,11 @@ class HeadRows:
     """Element d of a row, widened or as it is, loaded only where `inside` is true."""
     place = self.start(row) + d
     place = place if inside is None else place.valid(inside)
-    return self.wide(as_type(self.x, dtypes.uchar)[place].load()) if self.widens else self.x.base[place].load()
+    if self.to is None or not self.widens:
+      return self.x.base[place].load()
+    return widened(as_type(self.x, dtypes.uchar)[place].load(), self.x.dtype, self.to)
 
-  def wide(self, byte: UOp) -> UOp:
-    """The element that a byte is."""
+  def wide_bits(self, byte: UOp) -> UOp:
+    """The bits of the element that a byte becomes."""
     assert self.to is not None
-    return widened(byte, self.x.dtype, self.to)
+    return widened_bits(byte, self.x.dtype, self.to)

@@ -50,7 +50,7 @@ def _widened_words(rows: HeadRows, exists: UOp) -> Load:
       halves = [(x & 0xFF).cast(dtypes.uchar) for x in (two, two >> 8)]
     else:
       halves = [_or_zero(elements, first, 2 * word + i, size, exists) for i in range(2)]
-    low, high = (rows.wide(x).bitcast(dtypes.ushort).cast(dtypes.uint) for x in halves)
+    low, high = (rows.wide_bits(x).cast(dtypes.uint) for x in halves)
     return low | (high << 16)
 
   return load
