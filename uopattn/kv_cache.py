@@ -33,7 +33,8 @@ class KVCache:
 
   In 8 bits each key, and each value, has a scale of its own: the largest of its elements becomes the largest number of
   the type, and the others are rounded to nearest. Kernels read the 8 bits, and multiply scores and weights by the
-  scales. A row that holds NaN or infinity has the scale NaN. There are no gradients through such a cache but q's.
+  scales. A row that holds NaN or infinity has the scale NaN. Gradients of what is
+  appended to such a cache are 0, those of a rounding; q has its own.
 
   Attributes:
     k: (B, Hkv, N_max, Dk), with all that was appended so far; what `uopattn.attention` takes, if not of 8 bits.
