@@ -14,6 +14,7 @@ from tinygrad.engine.realize import runtime_cache
 
 from uopattn import KVCache, attention
 from uopattn.dispatch import Choice, dispatch
+from uopattn.dsl import sizes
 from uopattn.dsl.eight_bits import EIGHT_BITS, unit, widened
 from uopattn.dsl.rules import HeadRules
 from uopattn.flash import compiled
@@ -51,9 +52,9 @@ def filled(
   bad_k, bad_v = (Tensor.full((B, HKV, N, d), math.nan, device=device) for d in D)
   cache.append(bad_k, bad_v, 0)
   realized(cache)
-  sizes = Tensor(np.exp2(np.arange(length) % 5 - 2).astype(np.float32).reshape(1, 1, -1, 1) * size, device="CPU")
+  factors = Tensor(np.exp2(np.arange(length) % 5 - 2).astype(np.float32).reshape(1, 1, -1, 1) * size, device="CPU")
   k, v = (normal(B, HKV, length, d, seed=d) for d in D)
-  k, v = ((x * sizes).realize().to(device) for x in (k / size, v))
+  k, v = ((x * factors).realize().to(device) for x in (k / size, v))
   cache.append(k, v, 0)
   return realized(cache)
 
@@ -72,7 +73,7 @@ def check_attend(cache: KVCache, q: Tensor, start: int | UOp, backend: str = "ke
   out, lse = cache.attend(q, start, return_lse=True, backend=backend, **options)
   Tensor.realize(out, lse)
   position = start if isinstance(start, int) else int(start.unbind()[1])
-  k, v = stood_for(cache, position + q.shape[2])
+  k, v = stood_for(cache, position + sizes(q)[2])
   gate = Gate.of_arrays(numpy(q), k, v, q.dtype, is_causal=True, q_start=position, **options)
   for report in (gate.output(numpy(out)), gate.lse(numpy(lse))):
     assert report.correct, f"worst at {report.worst}: {report}"
