@@ -237,6 +237,7 @@ CASES = {
   "e4m3 for bfloat16": (dtypes.fp8e4m3, dtypes.bfloat16, 3, 50, (16, 24)),
   "e5m2 for half": (dtypes.fp8e5m2, dtypes.half, 20, 60, (24, 16)),
   "odd rows": (dtypes.fp8e4m3, dtypes.half, 2, 40, (17, 9)),
+  "odd rows of int8": (dtypes.int8, dtypes.half, 1, 30, (9, 17)),
 }
 ARCHES = ("gfx1100", "gfx1201", "gfx942", "sm_80")
 QUICK = {("gfx1100", "int8 for half"), ("gfx1201", "odd rows"), ("gfx942", "e5m2 for half"), ("gfx942", "odd rows")}

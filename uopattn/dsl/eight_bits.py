@@ -49,8 +49,9 @@ def widened_bits(byte: UOp, stored: DType, to: DType) -> UOp:
 
 def _shifted(byte: UOp, stored: DType) -> UOp:
   """Eight bits where float16 has them: sign, exponent or the lower part of one, and fraction."""
-  bits = byte.cast(dtypes.ushort)
-  return bits << 8 if stored == dtypes.fp8e5m2 else ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+  if stored == dtypes.fp8e5m2:
+    return byte.cast(dtypes.ushort) << 8
+  return (byte.bitcast(dtypes.int8).cast(dtypes.ushort) << 7) & 0xBFFF  # the sign, now twice, once
 
 
 def _upper_half(number: UOp) -> UOp:
