@@ -41,9 +41,10 @@ from uopattn.dsl.keys import spans
 from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.rows import HeadRows
 from uopattn.dsl.rules import HeadRules, Rules, Visit
+from uopattn.dsl.scope import as_type
 from uopattn.dsl.softmax import finish
 from uopattn.dsl.staging import WORDS, Rows, Stage
-from uopattn.dsl.words import Words, as_type, words_of
+from uopattn.dsl.words import Words, words_of
 from uopattn.dsl.workgroup import Workgroup
 
 LDS_LIMIT = 64 << 10  # bytes a workgroup
@@ -272,7 +273,7 @@ class Mainloop:
       scores = self.here.scores(row, query, first + start, offsets, masked)
       m_old, l_old = old.m_i[i].load(), old.l_i[i].load()
       weights, m_new, l_new, alpha = softmax(f, scores, factor, m_old, l_old, m_tiles, self.lane)
-      p.append(self.here.dropped(weights, query, first + start, offsets))
+      p.append(self.here.weights(weights, query, first + start, offsets, masked))
       alphas.append(alpha)
       stores += [old.m_i[i].store(m_new), old.l_i[i].store(l_new)]
     return p, alphas, stores

@@ -128,7 +128,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   # In base 2, by a factor on q or, where scores are modified first, by one in the exponent.
   factor, exponent = rules.factors if rules.modifies else (rules.scale * LOG2E, 1.0)
-  q_rows = s.assign(s.buffer(block_m, Dk), lambda r, d: as_float(q[result // splits, row(r), d]) * factor, within=outer)
+  q_rows = s.assign(
+    s.buffer(block_m, Dk), lambda r, d: q[result // splits, row(r), d].load().cast(dtypes.float) * factor, within=outer
+  )
   acc = s.assign(s.buffer(block_m, Dv), lambda r, d: 0.0, within=outer)
   m_i = s.assign(s.buffer(block_m), lambda r: -inf, within=outer)
   l_i = s.assign(s.buffer(block_m, tiles.lanes), lambda r, w: 0.0, within=outer)
@@ -160,17 +162,17 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     hidden = reduce(UOp.__or__, [first + n < start, *here.hidden(row(first_row + r), first + n)])
     return hidden.where(-inf, here.modified(product, row(first_row + r), first + n))
 
-  def dropped(weight: UOp, r: UOp, n: UOp) -> UOp:
-    return here.dropped([weight], row(first_row + r), first + n, [0])[0]
+  def weight(p: UOp, r: UOp, n: UOp) -> UOp:
+    return here.weights([p], row(first_row + r), first + n, [0], True)[0]
 
   m_old, l_old, acc_old = (x.after(tile, strip) for x in (m_i, l_i, acc))
   v_tile = tile_of(v, first)
   products = multiply_qk(s, q_rows, tile_of(k, first), v_tile, first_row, block_n, tiles, within)
   p, m_end, alpha = softmax(s, products, score, exponent, m_old, first_row, tiles.lanes, within)
   l_end = add_up(s, p, l_old, alpha, first_row, within)
-  if rules.seed is not None:
-    all_of_p = p
-    p = s.assign(s.buffer(*sizes(p)), lambda r, n: dropped(all_of_p[r, n].load(), r, n), within=within)
+  if rules.weighs:
+    plain = p
+    p = s.assign(s.buffer(*sizes(p)), lambda r, n: weight(plain[r, n].load(), r, n), within=within)
   acc_end = multiply_pv(s, p, v_tile, tile_of(k, following), acc_old, alpha, first_row, tiles, within)
   stored = UOp.group(m_end, l_end, acc_end).end(strip)
   end = stored.end(tile) if loop is None else loop.end(stored)
@@ -179,10 +181,6 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   name = f"attention_decode_{results}_{rows}_{N}_{Dk}_{Dv}{rules.name}"
   # A tag keeps tinygrad from rearranging the axes.
   return UOp.group(*stores).end(*outer).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
-
-
-def as_float(x: UOp) -> UOp:
-  return x.load().cast(dtypes.float)
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,13 +193,13 @@ class Tile:
   def __getitem__(self, place: tuple[UOp, UOp]) -> UOp:
     """An element, as float32."""
     n, d = place
-    return as_float(self.rows.element(self.row(n), d))
+    return self.rows.element(self.row(n), d).cast(dtypes.float)
 
   def prefetch(self, s: Scope, n: UOp, begin: UOp, width: int, size: int, within: tuple[UOp, ...]) -> UOp:
     """Asks for that part of row n which the `width` elements from `begin` on are of a row of `size` elements."""
     times, step = ceildiv(self.rows.size, size), LINE // self.rows.x.dtype.itemsize
     line = s.axis(ceildiv(times * width, step))
-    place = self.rows.element(self.row(n), clamp(times * begin + line * step, 0, self.rows.size - 1))
+    place = self.rows.place(self.row(n), clamp(times * begin + line * step, 0, self.rows.size - 1))
     return prefetch((*within, line), place).end(line)
 
 

@@ -136,9 +136,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   k_tile, v_tile = (load_tile(s, here.keys(x), first, block_n, length, loop) for x in (k, v))
   scores, m_new = multiply_qk(s, q_t, k_tile, score, m_old, block_n, unroll, exponent, loop)
   p, l_new, alpha = exponentiate(s, scores, m_new, m_old, l_old, exponent, loop)
-  if rules.seed is not None:
-    kept = p
-    p = s.assign(p, lambda n, m: here.dropped([kept[n, m].load()], row + m, first + n, [0])[0], within=loop.axes)
+  if rules.weighs:
+    plain = p
+    p = s.assign(p, lambda n, m: here.weights([plain[n, m].load()], row + m, first + n, [0], True)[0], within=loop.axes)
   acc_end = multiply_pv(s, p, v_tile, acc_old, alpha, unroll, loop)
   m = s.axis(block_m)
   state_end = UOp.group(m_old.after(alpha)[m].store(m_new[m]), l_old.after(l_new)[m].store(l_new[m])).end(m)
@@ -162,13 +162,13 @@ def load_tile(s: Scope, rows: HeadRows, first: UOp, block_n: int, length: UOp | 
   With a length, keys from there on are not read, and 0 in the tile: whatever they hold, they are worth nothing.
   """
   if rows.x.dtype == dtypes.float and length is None:
-    return lambda n, d: rows.element(first + n, d).load()
+    return lambda n, d: rows.element(first + n, d)
 
   def element(n: UOp, d: UOp) -> UOp:
     if length is None:
-      return rows.element(first + n, d).load().cast(dtypes.float)
+      return rows.element(first + n, d).cast(dtypes.float)
     inside = first + n < length
-    return inside.where(rows.element(first + n, d, inside).load().cast(dtypes.float), 0.0)
+    return inside.where(rows.element(first + n, d, inside).cast(dtypes.float), 0.0)
 
   wide = s.assign(s.buffer(block_n, rows.size), element, within=loop.axes)
   return lambda n, d: wide[n, d].load()

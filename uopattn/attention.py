@@ -85,14 +85,15 @@ def attention(
   Raises:
     TypeError, ValueError: an argument does not fit; the message names it, what was given and what is accepted.
   """
-  if backend not in BACKENDS:
-    raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
-  q4, k4, v4 = (batched(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-  check_dropout(dropout_p)
-  seed = draw_seed(q.device) if dropout_p > 0 and TRAINING else None
-  extras = Extras(
+  return attention_of(
+    q,
+    k,
+    v,
     attn_mask=attn_mask,
     dropout_p=dropout_p,
+    is_causal=is_causal,
+    scale=scale,
+    enable_gqa=enable_gqa,
     window=window,
     softcap=softcap,
     q_start=q_start,
@@ -100,10 +101,34 @@ def attention(
     sinks=sinks,
     score_mod=score_mod,
     mask_mod=mask_mod,
-    aux=placed(aux, q.device),
+    aux=aux,
     block_mask=block_mask,
-    seed=seed,
+    return_lse=return_lse,
+    backend=backend,
   )
+
+
+def attention_of(
+  q: Tensor,
+  k: Tensor,
+  v: Tensor,
+  *,
+  is_causal: bool = False,
+  scale: float | None = None,
+  enable_gqa: bool = False,
+  return_lse: bool = False,
+  backend: str = "auto",
+  dropout_p: float = 0.0,
+  aux: tuple[Tensor, ...] = (),
+  **others: Any,
+) -> Any:
+  """`attention` with what else there is in `Extras`."""
+  if backend not in BACKENDS:
+    raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
+  q4, k4, v4 = (batched(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+  check_dropout(dropout_p)
+  seed = draw_seed(q.device) if dropout_p > 0 and TRAINING else None
+  extras = Extras(dropout_p=dropout_p, aux=placed(aux, q.device), seed=seed, **others)
   spec = make_spec(q4, k4, v4, extras, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, return_lse=return_lse)
   out, lse = attend(q4, k4, v4, spec, extras, backend)
   if q.ndim == 3:
@@ -195,10 +220,12 @@ def _gradient(spec: AttentionSpec, extras: Extras) -> Callable[..., tuple[UOp | 
       *grads, call = grads  # type: ignore[assignment]
     q, k, v = (Tensor(x) for x in call.src[2:5])
     out, lse = reference(q, k, v, spec, extras)
+    wanted = (q, k, v) if extras.scales is None else (q,)
     # Only the outputs that were used have a gradient; they differ in their number of dimensions.
     # Detached, as a gradient may depend on the outputs in turn, and so on q, k and v.
     parts = [((out if grad.ndim == out.ndim else lse) * Tensor(grad).detach()).sum() for grad in grads]
     total = sum(parts[1:], parts[0])
-    return (None, *(x.uop for x in total.gradient(q, k, v)), *(None for _ in call.src[5:]))
+    found = [x.uop for x in total.gradient(*wanted)]
+    return (None, *found, *(None for _ in call.src[2 + len(wanted) :]))
 
   return gradient

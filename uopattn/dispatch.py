@@ -12,7 +12,7 @@ from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl.limits import lds_limit, usual_units
 from uopattn.kernels import amd_forward, cpu_decode, cpu_forward, cuda_forward, hopper_forward, join
-from uopattn.spec import DTYPES, FLOAT16, AttentionSpec, Input, dtype_name
+from uopattn.spec import DTYPES, FLOAT16, WIDE, AttentionSpec, Input, dtype_name
 from uopattn.target import Target
 from uopattn.threads import thread_count
 
@@ -36,6 +36,7 @@ class Kernel:
     join: (o, lse or None, parts, their LSEs, rules=) -> the graph of the kernel that does; see `kernels/join.py`.
     meant_for: whether it is the one to take where several kernels of a device could serve.
     tf32: its products of float32 are in tf32, which must be allowed.
+    operand: what it makes of keys and values of 8 bits that have scales; None is q's type.
   """
 
   name: str
@@ -50,12 +51,13 @@ class Kernel:
   join: Callable[..., UOp] | None = None
   meant_for: Callable[[AttentionSpec, Target], bool] = lambda spec, target: True
   tf32: bool = False
+  operand: DType | None = None
 
 
 def _cpu_tiles(spec: AttentionSpec, target: Target) -> cpu_forward.Tiles:
   unit = target.vector
   return cpu_forward.Tiles.choose(
-    spec.B * spec.Hq, spec.M, spec.N, spec.Dk, spec.Dv, spec.dtype.itemsize, unit.lanes, unit.registers
+    spec.B * spec.Hq, spec.M, spec.N, spec.Dk, spec.Dv, spec.stored.itemsize, unit.lanes, unit.registers
   )
 
 
@@ -121,25 +123,26 @@ def _for_hopper(spec: AttentionSpec, target: Target) -> bool:
 
 LEAST_KEYS = 256  # of a part on a GPU
 PART_BYTES = 1 << 20  # of keys and values, at least, of a part on a CPU: 0.04 ms for a core; a join takes half of it
-CPU_DTYPES = (dtypes.float32, *FLOAT16)
 PLACES = ("q_start", "kv_lengths", "window", "bounds", "attn_mask", "mask_mod", "block_mask")
-EVERYTHING = frozenset((*PLACES, "softcap", "score_mod", "sinks", "dropout_p"))
+UNSCALED = frozenset((*PLACES, "softcap", "score_mod", "sinks", "dropout_p"))
+EVERYTHING = UNSCALED | {"scales"}
 DENSE = EVERYTHING - {"block_mask"}
 KERNELS = (
   Kernel(
     "cpu_forward",
     ("CPU",),
-    CPU_DTYPES,
+    WIDE,
     EVERYTHING,
     cpu_forward.Tiles,
     _cpu_tiles,
     cpu_forward.forward,
+    operand=dtypes.float32,
     meant_for=_many_queries,
   ),
   Kernel(
     "cpu_decode",
     ("CPU",),
-    CPU_DTYPES,
+    WIDE,
     DENSE,
     cpu_decode.Tiles,
     _decode_tiles,
@@ -147,6 +150,7 @@ KERNELS = (
     packs=_group,
     split=_cpu_splits,
     join=join.on_cpu,
+    operand=dtypes.float32,
     meant_for=_few_queries,
   ),
   Kernel(
@@ -165,7 +169,7 @@ KERNELS = (
     "hopper_forward",
     ("CUDA",),
     FLOAT16,
-    EVERYTHING,
+    UNSCALED,
     hopper_forward.Tiles,
     _hopper_tiles,
     hopper_forward.forward,
@@ -258,6 +262,7 @@ def _reasons_against(kernel: Kernel, spec: AttentionSpec) -> list[str]:
   wanted = {
     "q_start": "takes q_start as an int alone, neither as a Variable nor as a Tensor",
     "bounds": "has no code for sequences one after another, as attention_varlen has them",
+    "scales": "has no code for keys and values of 8 bits that have scales",
   }
   against = [f"{kernel.name} {wanted.get(name, f'has no {name}; leave it at its default')}" for name in lacks]
   if spec.dtype not in kernel.dtypes:

@@ -14,6 +14,7 @@ from tinygrad.uop.ops import Ops
 
 from uopattn.cuda import on_gpu
 from uopattn.dispatch import Choice, dispatch
+from uopattn.dsl.eight_bits import unit
 from uopattn.dsl.rules import Rules, Table
 from uopattn.llvm import as_llvm
 from uopattn.spec import AttentionSpec, Extras, Input, dtype_name, make_spec
@@ -127,7 +128,7 @@ def layout(choice: Choice, spec: AttentionSpec) -> list[tuple[tuple[int, ...], D
   o, lse = choice.parts(s) if choice.stage == "parts" else results
   has_lse = s.return_lse or choice.stage == "parts"
   shapes = {"q": (s.B, s.Hq, s.M, s.Dk), "k": (s.B, s.Hkv, s.N, s.Dk), "v": (s.B, s.Hkv, s.N, s.Dv)}
-  operands = [Input(name, shape, s.dtype) for name, shape in shapes.items()]
+  operands = [Input(name, shape, s.dtype if name == "q" else s.stored) for name, shape in shapes.items()]
   return [(x.shape, x.dtype) for x in (o, *operands, *([lse] * has_lse), *choice.inputs(s))]
 
 
@@ -148,14 +149,15 @@ def graph(choice: Choice, spec: AttentionSpec, buffers: tuple[UOp, ...]) -> UOp:
   inputs, rest = choice.inputs(spec), buffers[4 + has_lse :]
   if choice.stage == "join":
     assert choice.kernel.join is not None
-    kernel = choice.kernel.join(o, lse, *rest[:2], rules=rules(spec, choice.packs, inputs[2:], rest[2:]))
+    kernel = choice.kernel.join(o, lse, *rest[:2], rules=rules(choice, spec, inputs[2:], rest[2:]))
     # q, k and v are what its call has a gradient for; a graph of CUDA's passes them too.
     return kernel.replace(src=(*kernel.src, *(x.base for x in buffers[1:4])))
-  return choice.kernel.build(o, q, k, v, lse, rules=rules(spec, choice.packs, inputs, rest), tiles=choice.tiles)
+  return choice.kernel.build(o, q, k, v, lse, rules=rules(choice, spec, inputs, rest), tiles=choice.tiles)
 
 
-def rules(spec: AttentionSpec, packs: int, inputs: tuple[Input, ...], buffers: tuple[UOp, ...]) -> Rules:
-  """The rules of a kernel that packs query heads and has `buffers` for its inputs."""
+def rules(choice: Choice, spec: AttentionSpec, inputs: tuple[Input, ...], buffers: tuple[UOp, ...]) -> Rules:
+  """The rules of a kernel that has `buffers` for its inputs."""
+  operand = None if spec.kv_dtype is None else choice.kernel.operand or spec.dtype
   named: dict[str, list[UOp]] = {}
   for given, buffer in zip(inputs, buffers, strict=True):
     named.setdefault(given.name, []).append(buffer)
@@ -173,7 +175,7 @@ def rules(spec: AttentionSpec, packs: int, inputs: tuple[Input, ...], buffers: t
     spec.N,
     heads=spec.Hq,
     group=spec.Hq // spec.Hkv,
-    packs=packs,
+    packs=choice.packs,
     scale=spec.scale,
     window=spec.window,
     q_start=cast(UOp, only("q_start")) if spec.q_start is None else spec.q_start,
@@ -186,6 +188,9 @@ def rules(spec: AttentionSpec, packs: int, inputs: tuple[Input, ...], buffers: t
     dropout_p=spec.dropout_p,
     seed=only("seed"),
     bounds=pair("bounds"),
+    scales=pair("scales"),
+    operand=operand,
+    unit=1.0 if operand is None else unit(spec.stored, operand),
     tile_lists=pair("tile_lists"),
   )
 
@@ -196,8 +201,9 @@ def estimates(choice: Choice, spec: AttentionSpec) -> Estimates:
   if choice.stage == "join":
     parts = math.prod(choice.parts(s)[0].shape)
     return Estimates(ops=2 * parts, lds=4 * parts, mem=4 * parts)
-  elements = s.B * (s.Hq * s.M * (s.Dk + s.Dv) + s.Hkv * s.N * (s.Dk + s.Dv))
-  return Estimates(ops=s.flops, lds=elements * s.dtype.itemsize, mem=elements * s.dtype.itemsize)
+  rows, keys = (n * s.B * (s.Dk + s.Dv) for n in (s.Hq * s.M, s.Hkv * s.N))
+  moved = rows * s.dtype.itemsize + keys * s.stored.itemsize
+  return Estimates(ops=s.flops, lds=moved, mem=moved)
 
 
 def batched(name: str, x: Any) -> Any:

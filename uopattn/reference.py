@@ -11,6 +11,8 @@ from uopattn.spec import AttentionSpec, Extras
 def reference(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras) -> tuple[Tensor, Tensor]:
   """The output (B, Hq, M, Dv) in q's dtype and the natural-log LSE (B, Hq, M) in float32; arithmetic in float32."""
   groups = (spec.B, spec.Hkv, spec.Hq // spec.Hkv)
+  if extras.scales is not None:
+    k, v = (x.float() * scale.unsqueeze(-1) for x, scale in zip((k, v), extras.scales, strict=True))
   if extras.kv_lengths is not None:  # a hidden key has weight 0, and 0 * NaN is NaN: what is no key must not count
     exists = Tensor.arange(spec.N).reshape(1, 1, -1, 1) < _per_batch(extras.kv_lengths)
     k, v = exists.where(k, 0), exists.where(v, 0)

@@ -13,11 +13,13 @@ from tinygrad.uop.ops import Ops
 
 from uopattn.block_mask import BlockMask
 from uopattn.dsl import sizes
+from uopattn.dsl.eight_bits import EIGHT_BITS
 from uopattn.trace import Mod, trace_mod
 
 FLOAT16 = (dtypes.float16, dtypes.bfloat16)
 FLOAT8 = (dtypes.fp8e4m3, dtypes.fp8e5m2)
-DTYPES = (dtypes.float32, *FLOAT16, *FLOAT8)
+WIDE = (dtypes.float32, *FLOAT16)
+DTYPES = (*WIDE, *FLOAT8)
 BACKENDS = ("auto", "kernel", "reference")
 
 
@@ -51,6 +53,7 @@ class AttentionSpec:
     block_mod: the block mask's own mask_mod.
     block_heads: batches and heads of the block mask; None where there is none.
     inputs: the Tensors among the arguments other than q, k and v, in the order in which kernels take them.
+    kv_dtype: type of k and v where they have scales.
     tf32: products of float32 may ignore all but the first 10 bits of a fraction: tinygrad's ALLOW_TF32.
   """
 
@@ -75,6 +78,7 @@ class AttentionSpec:
   block_mod: Mod | None = None
   block_heads: tuple[int, int] | None = None
   inputs: tuple["Input", ...] = ()
+  kv_dtype: DType | None = None
   tf32: bool = False
 
   def tile_lists(self, block_m: int, block_n: int) -> tuple["Input", ...]:
@@ -83,6 +87,11 @@ class AttentionSpec:
       return ()
     blocks = (*self.block_heads, ceildiv(self.M, block_m))
     return tuple(Input("tile_lists", (*blocks, n), dtypes.int) for n in (ceildiv(self.N, block_n), 2))
+
+  @property
+  def stored(self) -> DType:
+    """The type of k and v."""
+    return self.dtype if self.kv_dtype is None else self.kv_dtype
 
   @property
   def is_causal(self) -> bool:
@@ -116,6 +125,7 @@ class Extras:
 
   Attributes:
     bounds: the first and the last key that each query sees, (M,) int32 both; what `attention_varlen` makes of its own.
+    scales: factors on each key and each value, (B, Hkv, N) float32 both; k and v are then of EIGHT_BITS, and q is not.
   """
 
   attn_mask: Tensor | None = None
@@ -131,11 +141,12 @@ class Extras:
   block_mask: BlockMask | None = None
   seed: Tensor | None = None  # of dropout, in training: (2,) uint32
   bounds: tuple[Tensor, Tensor] | None = None
+  scales: tuple[Tensor, Tensor] | None = None
 
   def in_use(self) -> tuple[str, ...]:
     """The names of those that change the result; of q_start only where it is no int."""
-    names = ("attn_mask", "window", "softcap", "kv_lengths", "sinks", "score_mod", "mask_mod", "block_mask", "bounds")
-    used = [name for name in names if getattr(self, name) is not None]
+    named = ("attn_mask", "window", "softcap", "kv_lengths", "sinks", "score_mod", "mask_mod", "block_mask")
+    used = [name for name in (*named, "bounds", "scales") if getattr(self, name) is not None]
     used += ["dropout_p"] * (self.seed is not None)
     return tuple(used) + (() if isinstance(self.q_start, int) else ("q_start",))
 
@@ -147,6 +158,7 @@ class Extras:
     found += [] if self.sinks is None else [("sinks", self.sinks.float())]
     found += [] if self.seed is None else [("seed", self.seed)]
     found += [("bounds", x) for x in self.bounds or ()]
+    found += [("scales", x) for x in self.scales or ()]
     found += [("aux", x) for x in self.aux]
     return found + [("block_mask", x) for x in (() if self.block_mask is None else self.block_mask.aux)]
 
@@ -176,7 +188,7 @@ def make_spec(
     TypeError: an argument is of the wrong type or dtype.
     ValueError: an argument's value or shape does not fit.
   """
-  _check_dtypes(q, k, v)
+  _check_dtypes(q, k, v, extras.scales is not None)
   for name, x in (("q", q), ("k", k), ("v", v)):
     if not all(isinstance(size, int) and size > 0 for size in x.shape):
       raise ValueError(f"{name} has shape {x.shape}; every size must be a known int >= 1")
@@ -196,6 +208,8 @@ def make_spec(
     if flag not in (False, True):
       raise TypeError(f"{name} is {flag!r}; it must be True or False")
   _check_extras(extras, B, Hq, M, N, q.device)
+  for scales in extras.scales or ():
+    _check_tensor("scales", scales, (B, Hkv, N), (dtypes.float32,), "float32")
   lengths, aux = (B, Hq, M, N), extras.aux
   score_mod, mask_mod = (
     None if mod is None else trace_mod(name, mod, lengths, aux)
@@ -224,6 +238,7 @@ def make_spec(
     block_mod=None if blocks is None else trace_mod("mask_mod", blocks.seen, lengths, blocks.aux),
     block_heads=None if blocks is None else blocks.heads,
     inputs=tuple(Input(name, sizes(x), x.dtype) for name, x in extras.tensors()),
+    kv_dtype=None if extras.scales is None else k.dtype,
     tf32=q.dtype == dtypes.float32 and bool(ALLOW_TF32),
   )
 
@@ -259,7 +274,13 @@ def is_place(x: object) -> bool:
   return x.shape == () and is_int and all(u.op in known for u in _in_kernel(x).toposort())
 
 
-def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_dtypes(q: Tensor, k: Tensor, v: Tensor, scaled: bool) -> None:
+  if scaled:
+    for name, x, accepted in (("q", q, WIDE), ("k", k, EIGHT_BITS), ("v", v, (k.dtype,))):
+      if x.dtype not in accepted:
+        given = f"{name} has dtype {dtype_name(x.dtype)}"
+        raise TypeError(f"{given}; accepted with scales are {', '.join(map(dtype_name, accepted))}")
+    return
   for name, x in (("q", q), ("k", k), ("v", v)):
     if x.dtype not in DTYPES:
       raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; accepted are {', '.join(map(dtype_name, DTYPES))}")

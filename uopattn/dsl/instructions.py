@@ -241,6 +241,8 @@ _LIST = [
     },
     statement=True,
   ),
+  # LDS pointer, four words: 16 bytes
+  Instruction("store_chunk", dict.fromkeys(("cuda", "sm_75"), _copy("make_uint4({1}, {2}, {3}, {4})")), statement=True),
   Instruction(
     "cp_async_commit",
     {"cuda": _asm('asm volatile("cp.async.commit_group;":::"memory");'), "sm_75": "/* a group of copies ends */ 0"},
@@ -471,6 +473,11 @@ def cp_async(family: str, to: UOp, source: UOp, *after: UOp, inside: UOp | None 
   if inside is None:
     return _statement(family, "cp_async", after, to, source)
   return _statement(family, "cp_async_or_zero", after, to, source, inside)
+
+
+def store_chunk(family: str, to: UOp, *words: UOp) -> UOp:
+  """Stores four uint32 to the 16 bytes of LDS at `to`, which 16 divides, at once. A statement."""
+  return _statement(family, "store_chunk", (), to, *words)
 
 
 def cp_async_commit(family: str, *after: UOp) -> UOp:

@@ -6,6 +6,7 @@ from functools import reduce
 from math import inf
 
 from tinygrad import UOp, dtypes
+from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv
 
 from uopattn.dsl.math import LOG2E, tanh
@@ -38,6 +39,9 @@ class Rules:
     sinks: (heads,) float32 logits that join the sum of exponentials.
     dropout_p: probability of dropping a weight.
     seed: (2,) uint32, of the random numbers that say which; None if none are dropped.
+    scales: of each key and each value, (B, kv_heads, N) float32, where those are of 8 bits.
+    operand: what keys and values become then; None if they stay what they are.
+    unit: by how much a stored element is larger then.
     tile_lists: the tiles of keys that each block of queries visits, (B or 1, heads or 1, blocks, tiles) int32, those
       that it sees whole first; and how many these are and how many all, (B or 1, heads or 1, blocks, 2) int32.
   """
@@ -52,6 +56,9 @@ class Rules:
   q_start: int | UOp = 0
   kv_lengths: int | UOp | None = None
   bounds: tuple[UOp, UOp] | None = None
+  scales: tuple[UOp, UOp] | None = None
+  operand: DType | None = None
+  unit: float = 1.0
   softcap: float | None = None
   score_mod: Callable[..., UOp] | None = None
   mask_mods: tuple[Callable[..., UOp], ...] = ()
@@ -89,6 +96,11 @@ class Rules:
   def modifies(self) -> bool:
     """Whether scores are more than products times a factor."""
     return self.softcap is not None or self._moves
+
+  @property
+  def weighs(self) -> bool:
+    """Whether the weights of values are more than exponentials; see `HeadRules.weights`."""
+    return self.seed is not None or self.scales is not None
 
   @property
   def factors(self) -> tuple[float, float]:
@@ -149,7 +161,7 @@ class HeadRules:
   def keys(self, x: UOp) -> HeadRows:
     """The keys, or values, in a buffer (B kv_heads, N, size)."""
     r = self.rules
-    return HeadRows.of(x, self.b * r.kv_heads + self.h // r.group, self.length)
+    return HeadRows.of(x, self.b * r.kv_heads + self.h // r.group, self.length, r.operand)
 
   @property
   def length(self) -> UOp:
@@ -211,7 +223,8 @@ class HeadRules:
     """
     factor = self.rules.factors[0]
     scaled = [
-      self.modified(x if factor == 1 else x * factor, row, first + i) for x, i in zip(products, offsets, strict=True)
+      self.modified(x if factor == 1 else x * factor, row, first + i, masked)
+      for x, i in zip(products, offsets, strict=True)
     ]
     if not masked:
       return scaled
@@ -224,31 +237,51 @@ class HeadRules:
       result.append(reduce(UOp.__or__, hidden).where(-inf, x))
     return result
 
-  def modified(self, score: UOp, row: UOp, key: UOp) -> UOp:
-    """q.k times the first of `Rules.factors`, after softcap, score_mod and the additive mask; times the second next."""
+  def modified(self, score: UOp, row: UOp, key: UOp, masked: bool = True) -> UOp:
+    """q.k times the first of `Rules.factors`, after softcap, score_mod and the additive mask; times the second next.
+
+    Before all of these comes the key's scale. `masked` is whether the key may be none.
+    """
     r = self.rules
+    if r.scales is not None:
+      score = score * self._scale(r.scales[0], key, masked)
     if r.softcap is not None:
       score = tanh(score) * r.softcap if r._moves else tanh(score)
     if r.score_mod is not None:
       score = r.score_mod(score, *self._indices(row, key))
     return score + self._mask(row, key).cast(dtypes.float) if r._adds else score
 
-  def dropped(self, weights: list[UOp], row: UOp, first: UOp, offsets: Sequence[int]) -> list[UOp]:
-    """The weights of a query once dropout has set some to 0 and scaled the others by 1 / (1 - dropout_p).
+  def weights(self, p: list[UOp], row: UOp, first: UOp, offsets: Sequence[int], masked: bool) -> list[UOp]:
+    """What a query's values are multiplied by: exponentials after dropout, times the values' scales.
 
     Args:
-      weights: exponentials in float32, already summed.
+      p: exponentials in float32, already summed.
       row: the query.
       first, offsets: the keys are first + offset.
+      masked: whether any of them may be none.
     """
+    p, scales = self._dropped(p, row, first, offsets), self.rules.scales
+    if scales is None:
+      return p
+    return [x * self._scale(scales[1], first + i, masked) for x, i in zip(p, offsets, strict=True)]
+
+  def _dropped(self, p: list[UOp], row: UOp, first: UOp, offsets: Sequence[int]) -> list[UOp]:
+    """P once dropout has set some weights to 0 and scaled the others by 1 / (1 - dropout_p)."""
     r = self.rules
     if r.seed is None:
-      return weights
+      return p
     seed = r.seed[0].load(), r.seed[1].load()
     h, query = self.place(row)
     place = ((self.b * r.heads + h) * r.M + query).cast(dtypes.uint)
     keep = [kept(seed, place, (first + i).cast(dtypes.uint), r.dropout_p) for i in offsets]
-    return [x.where(p * (1 / (1 - r.dropout_p)), 0.0) for x, p in zip(keep, weights, strict=True)]
+    return [keeps.where(x * (1 / (1 - r.dropout_p)), 0.0) for keeps, x in zip(keep, p, strict=True)]
+
+  def _scale(self, scales: UOp, key: UOp, masked: bool) -> UOp:
+    """What a key, or value, is to be multiplied by once it is widened; 0 for none, whose scale is not read."""
+    inside = None if not masked or key.vmax < self.length.vmin else key < self.length
+    rows = self.keys(scales.reshape(-1, sizes(scales)[-1], 1))
+    scale = rows.element(key, UOp.const(0), inside) * self.rules.unit
+    return scale if inside is None else inside.where(scale, 0.0)
 
   def hidden(self, row: UOp, key: UOp) -> list[UOp]:
     """The rules by which a query does not see a key below N."""

@@ -1,6 +1,7 @@
 """Axes, buffers and loops of one kernel, without hand-numbered ids."""
 
 from collections.abc import Callable
+from math import prod
 from typing import cast
 
 from tinygrad import Tensor, UOp, dtypes
@@ -82,6 +83,12 @@ class Loop:
 def sizes(x: UOp | Tensor) -> tuple[int, ...]:
   """The shape, where every size is known to be an int."""
   return cast(tuple[int, ...], x.shape)
+
+
+def as_type(x: UOp, dtype: DType) -> UOp:
+  """The kernel's argument `x`, reshaped or not, as a flat array of another type."""
+  count = prod(sizes(x)) * x.dtype.itemsize // dtype.itemsize
+  return UOp.placeholder((count,), dtype, slot=x.base.arg.slot)
 
 
 def gated(x: UOp, inside: UOp, *index: UOp) -> UOp:
