@@ -117,7 +117,7 @@ def _for_hopper(spec: AttentionSpec, target: Target) -> bool:
 LEAST_KEYS = 256  # of a part
 CPU_DTYPES = (dtypes.float32, *FLOAT16)
 PLACES = ("q_start", "kv_lengths", "window", "bounds", "attn_mask", "mask_mod", "block_mask")
-EVERYTHING = frozenset((*PLACES, "softcap", "score_mod", "sinks", "dropout_p"))
+EVERYTHING = frozenset((*PLACES, "softcap", "score_mod", "sinks", "dropout_p", "page_table"))
 DENSE = EVERYTHING - {"block_mask"}
 KERNELS = (
   Kernel(

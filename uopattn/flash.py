@@ -14,6 +14,7 @@ from tinygrad.uop.ops import Ops
 
 from uopattn.cuda import on_gpu
 from uopattn.dispatch import Choice, dispatch
+from uopattn.dsl.rows import Pages
 from uopattn.dsl.rules import Rules, Table
 from uopattn.llvm import as_llvm
 from uopattn.spec import AttentionSpec, Extras, Input, dtype_name, make_spec
@@ -126,7 +127,7 @@ def layout(choice: Choice, spec: AttentionSpec) -> list[tuple[tuple[int, ...], D
   results = [Input("o", (s.B, s.Hq, s.M, s.Dv), s.dtype), Input("lse", (s.B, s.Hq, s.M), dtypes.float32)]
   o, lse = choice.parts(s) if choice.stage == "parts" else results
   has_lse = s.return_lse or choice.stage == "parts"
-  shapes = {"q": (s.B, s.Hq, s.M, s.Dk), "k": (s.B, s.Hkv, s.N, s.Dk), "v": (s.B, s.Hkv, s.N, s.Dv)}
+  shapes = {"q": (s.B, s.Hq, s.M, s.Dk), "k": (*s.kept, s.Dk), "v": (*s.kept, s.Dv)}
   operands = [Input(name, shape, s.dtype) for name, shape in shapes.items()]
   return [(x.shape, x.dtype) for x in (o, *operands, *([lse] * has_lse), *choice.inputs(s))]
 
@@ -187,6 +188,7 @@ def rules(spec: AttentionSpec, packs: int, inputs: tuple[Input, ...], buffers: t
     seed=only("seed"),
     bounds=pair("bounds"),
     tile_lists=pair("tile_lists"),
+    pages=None if spec.pages is None else Pages(cast(UOp, only("page_table")), spec.pages[1], spec.pages[0]),
   )
 
 

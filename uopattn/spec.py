@@ -52,6 +52,7 @@ class AttentionSpec:
     block_heads: batches and heads of the block mask; None where there is none.
     inputs: the Tensors among the arguments other than q, k and v, in the order in which kernels take them.
     tf32: products of float32 may ignore all but the first 10 bits of a fraction: tinygrad's ALLOW_TF32.
+    pages: how many there are, and the keys of each, where k is (pages, Hkv, keys of a page, Dk), and v likewise.
   """
 
   B: int
@@ -76,6 +77,12 @@ class AttentionSpec:
   block_heads: tuple[int, int] | None = None
   inputs: tuple["Input", ...] = ()
   tf32: bool = False
+  pages: tuple[int, int] | None = None
+
+  @property
+  def kept(self) -> tuple[int, int, int]:
+    """The shape of k and of v but for the head size."""
+    return (self.B, self.Hkv, self.N) if self.pages is None else (self.pages[0], self.Hkv, self.pages[1])
 
   def tile_lists(self, block_m: int, block_n: int) -> tuple["Input", ...]:
     """What a kernel with tiles of that size takes after `inputs`: the tiles that it visits, with a block mask."""
@@ -111,6 +118,7 @@ class Extras:
 
   Attributes:
     bounds: the first and the last key that each query sees, (M,) int32 both; what `attention_varlen` makes of its own.
+    page_table: of `attention_paged`, (B, pages of a sequence) int32.
   """
 
   attn_mask: Tensor | None = None
@@ -126,10 +134,12 @@ class Extras:
   block_mask: BlockMask | None = None
   seed: Tensor | None = None  # of dropout, in training: (2,) uint32
   bounds: tuple[Tensor, Tensor] | None = None
+  page_table: Tensor | None = None
 
   def in_use(self) -> tuple[str, ...]:
     """The names of those that change the result; of q_start only where it is no int."""
     names = ("attn_mask", "window", "softcap", "kv_lengths", "sinks", "score_mod", "mask_mod", "block_mask", "bounds")
+    names += ("page_table",)
     used = [name for name in names if getattr(self, name) is not None]
     used += ["dropout_p"] * (self.seed is not None)
     return tuple(used) + (() if isinstance(self.q_start, int) else ("q_start",))
@@ -142,6 +152,7 @@ class Extras:
     found += [] if self.sinks is None else [("sinks", self.sinks.float())]
     found += [] if self.seed is None else [("seed", self.seed)]
     found += [("bounds", x) for x in self.bounds or ()]
+    found += [] if self.page_table is None else [("page_table", self.page_table)]
     found += [("aux", x) for x in self.aux]
     return found + [("block_mask", x) for x in (() if self.block_mask is None else self.block_mask.aux)]
 
@@ -164,8 +175,11 @@ def make_spec(
   scale: float | None = None,
   enable_gqa: bool = False,
   return_lse: bool = False,
+  pages: tuple[int, int] | None = None,
 ) -> AttentionSpec:
   """Checks every argument; q, k and v have four dimensions by now.
+
+  With `pages`, as AttentionSpec has them, k and v stand for the keys and values one after another.
 
   Raises:
     TypeError: an argument is of the wrong type or dtype.
@@ -220,6 +234,7 @@ def make_spec(
     block_heads=None if blocks is None else blocks.heads,
     inputs=tuple(Input(name, sizes(x), x.dtype) for name, x in extras.tensors()),
     tf32=q.dtype == dtypes.float32 and bool(ALLOW_TF32),
+    pages=pages,
   )
 
 

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from math import inf
+from math import inf, nan
 
 from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv
 
 from uopattn.dsl.math import LOG2E, tanh
 from uopattn.dsl.random import kept
-from uopattn.dsl.rows import HeadRows
+from uopattn.dsl.rows import HeadRows, Pages
 from uopattn.dsl.scope import clamp, gated, sizes
 from uopattn.dsl.softmax import split_factor
 
@@ -39,6 +39,7 @@ class Rules:
     seed: (2,) uint32, of the random numbers that say which; None if none are dropped.
     tile_lists: the tiles of keys that each block of queries visits, (B or 1, heads or 1, blocks, tiles) int32, those
       that it sees whole first; and how many these are and how many all, (B or 1, heads or 1, blocks, 2) int32.
+    pages: where the keys are that lie in pages; None if they lie one after another.
   """
 
   M: int
@@ -59,11 +60,13 @@ class Rules:
   dropout_p: float = 0.0
   seed: UOp | None = None
   tile_lists: tuple[UOp, UOp] | None = None
+  pages: Pages | None = None
 
   @property
   def name(self) -> str:
-    """For the name of a kernel: "_causal", "_window" or nothing."""
-    return "" if self.window == (None, None) else "_causal" if self.window == (None, 0) else "_window"
+    """For the name of a kernel: "_causal", "_window" or nothing, and "_paged" or nothing."""
+    window = "" if self.window == (None, None) else "_causal" if self.window == (None, 0) else "_window"
+    return window if self.pages is None else f"{window}_paged"
 
   @property
   def longest_last(self) -> bool:
@@ -138,9 +141,11 @@ class HeadRules:
     return (self.h, row) if r.packs == 1 else (self.h + clamp(row // r.M, 0, r.packs - 1), row % r.M)
 
   def keys(self, x: UOp) -> HeadRows:
-    """The keys, or values, in a buffer (B kv_heads, N, size)."""
-    r = self.rules
-    return HeadRows.of(x, self.b * r.kv_heads + self.h // (r.heads // r.kv_heads), self.length)
+    """The keys, or values, in a buffer (B kv_heads, N, size), or in pages (pages kv_heads, rows of a page, size)."""
+    r, head = self.rules, self.h // (self.rules.heads // self.rules.kv_heads)
+    if r.pages is not None:
+      return HeadRows.paged(x, r.pages, self.b, head, self.length)
+    return HeadRows.of(x, self.b * r.kv_heads + head, self.length)
 
   @property
   def length(self) -> UOp:
@@ -216,13 +221,20 @@ class HeadRules:
     return result
 
   def modified(self, score: UOp, row: UOp, key: UOp) -> UOp:
-    """q.k times the first of `Rules.factors`, after softcap, score_mod and the additive mask; times the second next."""
+    """q.k times the first of `Rules.factors`, after softcap, score_mod and the additive mask; times the second next.
+
+    NaN of a key in what is no page, unless it is hidden.
+    """
     r = self.rules
     if r.softcap is not None:
       score = tanh(score) * r.softcap if r._moves else tanh(score)
     if r.score_mod is not None:
       score = r.score_mod(score, *self._indices(row, key))
-    return score + self._mask(row, key).cast(dtypes.float) if r._adds else score
+    score = score + self._mask(row, key).cast(dtypes.float) if r._adds else score
+    if r.pages is None:
+      return score
+    right = r.pages.exists(self.b, key, self.length)
+    return (right | score.eq(-inf) if r._moves else right).where(score, nan)
 
   def dropped(self, weights: list[UOp], row: UOp, first: UOp, offsets: Sequence[int]) -> list[UOp]:
     """The weights of a query once dropout has set some to 0 and scaled the others by 1 / (1 - dropout_p).
