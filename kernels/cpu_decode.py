@@ -22,8 +22,8 @@ from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType, KernelInfo
 
-from uopattn.dsl import LN2, LOG2E, Scope, clamp, exp2, sizes
-from uopattn.dsl.rules import HeadRules, Rules, least
+from uopattn.dsl import LN2, LOG2E, Scope, clamp, exp2, least, sizes
+from uopattn.dsl.rules import HeadRules, Rules
 from uopattn.dsl.softmax import finish
 from uopattn.dsl.strips import accumulate, even, largest_divisor, strips, zeros
 
@@ -136,10 +136,11 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     start = visit.count.eq(0).where(N, start)
   first = clamp(start, 0, N - block_n) if N % block_n else start  # of its tile: the last one ends at the last key
   last = None if rules.kv_lengths is None else clamp(here.length - 1, 0, N - 1)
+  here = here.of_tile(s, first, block_n, (*outer, tile))
 
   def key(n: UOp) -> UOp:
-    """Where key n of the tile is read: past the last one that exists, that one once more."""
-    return first + n if last is None else least([first + n, last])
+    """Where key n of the tile is read: past the last one that exists, that one once more, which `of_tile` sees to."""
+    return first + n if last is None or rules.pages is not None else least([first + n, last])
 
   def element_of(x: UOp) -> Callable[[UOp, UOp], UOp]:
     keys = here.keys(x)

@@ -188,7 +188,7 @@ def rules(spec: AttentionSpec, packs: int, inputs: tuple[Input, ...], buffers: t
     seed=only("seed"),
     bounds=pair("bounds"),
     tile_lists=pair("tile_lists"),
-    pages=None if spec.pages is None else Pages(cast(UOp, only("page_table")), spec.pages[1], spec.pages[0]),
+    pages=None if spec.pages is None else Pages(cast(UOp, only("page_table")), *spec.kept),
   )
 
 

@@ -1,7 +1,7 @@
 """Which keys a query sees, and what becomes of its scores: all that stands between q.k and the softmax."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from math import inf, nan
 
@@ -11,7 +11,7 @@ from tinygrad.helpers import ceildiv
 from uopattn.dsl.math import LOG2E, tanh
 from uopattn.dsl.random import kept
 from uopattn.dsl.rows import HeadRows, Pages
-from uopattn.dsl.scope import clamp, gated, sizes
+from uopattn.dsl.scope import Scope, clamp, gated, least, sizes
 from uopattn.dsl.softmax import split_factor
 
 
@@ -142,10 +142,25 @@ class HeadRules:
 
   def keys(self, x: UOp) -> HeadRows:
     """The keys, or values, in a buffer (B kv_heads, N, size), or in pages (pages kv_heads, rows of a page, size)."""
-    r, head = self.rules, self.h // (self.rules.heads // self.rules.kv_heads)
+    r = self.rules
     if r.pages is not None:
-      return HeadRows.paged(x, r.pages, self.b, head, self.length)
-    return HeadRows.of(x, self.b * r.kv_heads + head, self.length)
+      return HeadRows.paged(x, r.pages, self.b, self._kv_head, self.length)
+    return HeadRows.of(x, self.b * r.kv_heads + self._kv_head, self.length)
+
+  def of_tile(self, s: Scope, first: UOp, block_n: int, within: tuple[UOp, ...]) -> "HeadRules":
+    """The same for a CPU's tile of `block_n` keys from `first` on, whose pages are looked up inside the axes `within`.
+
+    From the length on its keys are then where the last one is.
+    """
+    if (pages := self.rules.pages) is None:
+      return self
+    pages = pages.of_tile(s, self.b, self._kv_head, first, block_n, self.length, within)
+    return replace(self, rules=replace(self.rules, pages=pages))
+
+  @property
+  def _kv_head(self) -> UOp:
+    """The key head, of those of its batch."""
+    return self.h // (self.rules.heads // self.rules.kv_heads)
 
   @property
   def length(self) -> UOp:
@@ -341,11 +356,6 @@ class Table:
       return self.buffer[tuple(found)].load()
     inside = reduce(UOp.__and__, doubts)
     return inside.where(gated(self.buffer, inside, *found).load(), UOp.const(0, self.dtype))
-
-
-def least(values: list[UOp]) -> UOp:
-  """The least of some ints, in a form whose bounds tinygrad sees; see `clamp`."""
-  return reduce(lambda a, b: -((-a).maximum(-b)), values)
 
 
 def _largest(values: list[UOp]) -> UOp:
