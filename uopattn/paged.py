@@ -42,10 +42,10 @@ def attention_paged(
   Sequences may share pages. Of a sequence of n keys the first ceil(n / page_size) entries of the table are looked at;
   what the others hold, and the rows of the last page behind the last key, does not matter.
 
-  An entry that is looked at must be in 0..P-1. Where the table and the lengths are at hand, realized or made of Python's
-  or numpy's numbers, this is checked, unless a `TinyJit` captures or replays: on a GPU the check waits for what is under
-  way. A kernel that meets another entry reads nothing outside of the pages, and the output and the LSE of each row that
-  sees one of its keys are NaN.
+  An entry that is looked at must be in 0..P-1. Where the table and the lengths are at hand, realized or made of numbers
+  of Python's or numpy's, this is checked, unless a `TinyJit` captures or replays; on a GPU the check waits for what is
+  under way. A kernel that meets another entry reads nothing outside of the pages, and the output and the LSE of each row
+  that sees one of its keys are NaN.
 
   Args:
     q: (B, Hq, M, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2. Any number of queries.
@@ -67,7 +67,7 @@ def attention_paged(
   if backend not in BACKENDS:
     raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
   _check_pages(q, k_pages, v_pages)
-  (B, _, M, Dk), (P, Hkv, page_size, _), Dv = sizes(q), sizes(k_pages), sizes(v_pages)[3]
+  B, (P, Hkv, page_size, Dk), Dv = sizes(q)[0], sizes(k_pages), sizes(v_pages)[3]
   _check_table(page_table, q)
   N = sizes(page_table)[1] * page_size
   extras = Extras(
@@ -158,7 +158,8 @@ def _lengths(kv_lengths: int | UOp | Tensor, B: int) -> list[int] | None:
   if isinstance(kv_lengths, Tensor):
     return None if (values := _at_hand(kv_lengths)) is None else values.tolist()
   if isinstance(kv_lengths, UOp):
-    kv_lengths = sym_infer(*(kv_lengths.unbind_all()))
+    expression, values = kv_lengths.unbind_all()
+    kv_lengths = sym_infer(expression, {variable.expr: value for variable, value in values.items()})
   return [kv_lengths] * B
 
 
