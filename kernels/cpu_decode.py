@@ -27,10 +27,10 @@ from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType, KernelInfo
 
-from uopattn.dsl import LN2, LOG2E, Scope, clamp, exp2, sizes
+from uopattn.dsl import LN2, LOG2E, Scope, clamp, exp2, least, sizes
 from uopattn.dsl.instructions import prefetch
 from uopattn.dsl.rows import HeadRows
-from uopattn.dsl.rules import HeadRules, Rules, least
+from uopattn.dsl.rules import HeadRules, Rules
 from uopattn.dsl.softmax import finish
 from uopattn.dsl.strips import accumulate, even, largest_divisor, strips, zeros
 
@@ -152,10 +152,11 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   start, first = first_key(tile if loop is None else loop.index)
   following = first_key(tile + 1 if loop is None else loop.index - 1)[1]
   last = None if rules.kv_lengths is None else clamp(here.length - 1, 0, N - 1)
+  anywhere, here = here, here.of_tile(s, first, block_n, (*outer, tile))
 
-  def tile_of(x: UOp, first: UOp) -> Tile:
+  def tile_of(x: UOp, first: UOp, rules: HeadRules) -> Tile:
     """Rows from `first` on; past the last one that exists, that one once more."""
-    return Tile(here.keys(x), lambda n: first + n if last is None else least([first + n, last]))
+    return Tile(rules.keys(x), lambda n: first + n if last is None else least([first + n, last]))
 
   def score(product: UOp, r: UOp, n: UOp) -> UOp:
     """The score of row r of the strip and key n of the tile; -inf where hidden or counted before."""
@@ -166,14 +167,14 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     return here.weights([p], row(first_row + r), first + n, [0], True)[0]
 
   m_old, l_old, acc_old = (x.after(tile, strip) for x in (m_i, l_i, acc))
-  v_tile = tile_of(v, first)
-  products = multiply_qk(s, q_rows, tile_of(k, first), v_tile, first_row, block_n, tiles, within)
+  v_tile = tile_of(v, first, here)
+  products = multiply_qk(s, q_rows, tile_of(k, first, here), v_tile, first_row, block_n, tiles, within)
   p, m_end, alpha = softmax(s, products, score, exponent, m_old, first_row, tiles.lanes, within)
   l_end = add_up(s, p, l_old, alpha, first_row, within)
   if rules.weighs:
     plain = p
     p = s.assign(s.buffer(*sizes(p)), lambda r, n: weight(plain[r, n].load(), r, n), within=within)
-  acc_end = multiply_pv(s, p, v_tile, tile_of(k, following), acc_old, alpha, first_row, tiles, within)
+  acc_end = multiply_pv(s, p, v_tile, tile_of(k, following, anywhere), acc_old, alpha, first_row, tiles, within)
   stored = UOp.group(m_end, l_end, acc_end).end(strip)
   end = stored.end(tile) if loop is None else loop.end(stored)
 

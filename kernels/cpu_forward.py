@@ -125,6 +125,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   loop = s.loop(visit.count if visit.count.vmin < visit.count.vmax else int(visit.count.vmax), *outer)
   start = visit.tile(clamp(loop.index, 0, n_tiles - 1)) * block_n  # first key that this trip adds
   first = clamp(start, 0, N - block_n)  # first key of its tile: the last tile is moved back to end at N
+  here = here.of_tile(s, first, block_n, loop.axes)
 
   def score(product: UOp, n: UOp, m: UOp) -> UOp:
     """The score of key n of the tile and lane m; -inf where it is hidden or counted by the tile before."""

@@ -124,7 +124,7 @@ def _for_hopper(spec: AttentionSpec, target: Target) -> bool:
 LEAST_KEYS = 256  # of a part on a GPU
 PART_BYTES = 1 << 20  # of keys and values, at least, of a part on a CPU: 0.04 ms for a core; a join takes half of it
 PLACES = ("q_start", "kv_lengths", "window", "bounds", "attn_mask", "mask_mod", "block_mask")
-UNSCALED = frozenset((*PLACES, "softcap", "score_mod", "sinks", "dropout_p"))
+UNSCALED = frozenset((*PLACES, "softcap", "score_mod", "sinks", "dropout_p", "page_table"))
 EVERYTHING = UNSCALED | {"scales"}
 DENSE = EVERYTHING - {"block_mask"}
 KERNELS = (

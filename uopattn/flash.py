@@ -15,6 +15,7 @@ from tinygrad.uop.ops import Ops
 from uopattn.cuda import on_gpu
 from uopattn.dispatch import Choice, dispatch
 from uopattn.dsl.eight_bits import unit
+from uopattn.dsl.rows import Pages
 from uopattn.dsl.rules import Rules, Table
 from uopattn.llvm import as_llvm
 from uopattn.spec import AttentionSpec, Extras, Input, dtype_name, make_spec
@@ -127,7 +128,7 @@ def layout(choice: Choice, spec: AttentionSpec) -> list[tuple[tuple[int, ...], D
   results = [Input("o", (s.B, s.Hq, s.M, s.Dv), s.dtype), Input("lse", (s.B, s.Hq, s.M), dtypes.float32)]
   o, lse = choice.parts(s) if choice.stage == "parts" else results
   has_lse = s.return_lse or choice.stage == "parts"
-  shapes = {"q": (s.B, s.Hq, s.M, s.Dk), "k": (s.B, s.Hkv, s.N, s.Dk), "v": (s.B, s.Hkv, s.N, s.Dv)}
+  shapes = {"q": (s.B, s.Hq, s.M, s.Dk), "k": (*s.kept, s.Dk), "v": (*s.kept, s.Dv)}
   operands = [Input(name, shape, s.dtype if name == "q" else s.stored) for name, shape in shapes.items()]
   return [(x.shape, x.dtype) for x in (o, *operands, *([lse] * has_lse), *choice.inputs(s))]
 
@@ -192,6 +193,7 @@ def rules(choice: Choice, spec: AttentionSpec, inputs: tuple[Input, ...], buffer
     operand=operand,
     unit=1.0 if operand is None else unit(spec.stored, operand),
     tile_lists=pair("tile_lists"),
+    pages=None if spec.pages is None else Pages(cast(UOp, only("page_table")), *spec.kept),
   )
 
 

@@ -4,6 +4,7 @@ import math
 
 from tinygrad import Tensor, UOp, dtypes
 
+from uopattn.dsl import sizes
 from uopattn.dsl.random import kept
 from uopattn.spec import AttentionSpec, Extras
 
@@ -13,13 +14,15 @@ def reference(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extr
   groups = (spec.B, spec.Hkv, spec.Hq // spec.Hkv)
   if extras.scales is not None:
     k, v = (x.float() * scale.unsqueeze(-1) for x, scale in zip((k, v), extras.scales, strict=True))
+  if extras.page_table is not None:
+    k, v = (_one_after_another(x, extras.page_table) for x in (k, v))
   if extras.kv_lengths is not None:  # a hidden key has weight 0, and 0 * NaN is NaN: what is no key must not count
     exists = Tensor.arange(spec.N).reshape(1, 1, -1, 1) < _per_batch(extras.kv_lengths)
     k, v = exists.where(k, 0), exists.where(v, 0)
   q_groups = q.float().reshape(*groups, spec.M, spec.Dk)
   k_groups, v_groups = (x.float().unsqueeze(2) for x in (k, v))
   scores = (q_groups @ k_groups.transpose(-1, -2)).reshape(spec.B, spec.Hq, spec.M, spec.N) * spec.scale
-  scores = _hide(_modify(scores, extras), spec, extras)
+  scores = _hide(_without_page(_modify(scores, extras), spec, extras), spec, extras)
 
   m = scores.max(-1, keepdim=True)
   sinks = None if extras.sinks is None else extras.sinks.float().reshape(1, -1, 1, 1)
@@ -34,6 +37,21 @@ def reference(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extr
   p = _dropped(blind.where(0, p / l), spec, extras)
   out = p.reshape(*groups, spec.M, spec.N) @ v_groups
   return out.reshape(spec.B, spec.Hq, spec.M, spec.Dv).cast(spec.dtype), lse
+
+
+def _one_after_another(x: Tensor, table: Tensor) -> Tensor:
+  """Keys, or values, of pages (P, Hkv, page_size, D) as (B, Hkv, N, D), of what is no page those of another one."""
+  (B, max_pages), (P, Hkv, page_size, D) = sizes(table), sizes(x)
+  return x[table.clip(0, P - 1)].transpose(1, 2).reshape(B, Hkv, max_pages * page_size, D)
+
+
+def _without_page(scores: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
+  """NaN for keys in what is no page, unless they are hidden by now."""
+  if extras.page_table is None or spec.pages is None:
+    return scores
+  P, page_size = spec.pages
+  exists = ((extras.page_table >= 0) & (extras.page_table < P)).repeat_interleave(page_size, 1)
+  return (exists.reshape(spec.B, 1, 1, spec.N) | scores.eq(-math.inf)).where(scores, math.nan)
 
 
 def _indices(scores: Tensor) -> list[Tensor]:

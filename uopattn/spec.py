@@ -55,6 +55,7 @@ class AttentionSpec:
     inputs: the Tensors among the arguments other than q, k and v, in the order in which kernels take them.
     kv_dtype: type of k and v where they have scales.
     tf32: products of float32 may ignore all but the first 10 bits of a fraction: tinygrad's ALLOW_TF32.
+    pages: how many there are, and the keys of each, where k is (pages, Hkv, keys of a page, Dk), and v likewise.
   """
 
   B: int
@@ -80,6 +81,12 @@ class AttentionSpec:
   inputs: tuple["Input", ...] = ()
   kv_dtype: DType | None = None
   tf32: bool = False
+  pages: tuple[int, int] | None = None
+
+  @property
+  def kept(self) -> tuple[int, int, int]:
+    """The shape of k and of v but for the head size."""
+    return (self.B, self.Hkv, self.N) if self.pages is None else (self.pages[0], self.Hkv, self.pages[1])
 
   def tile_lists(self, block_m: int, block_n: int) -> tuple["Input", ...]:
     """What a kernel with tiles of that size takes after `inputs`: the tiles that it visits, with a block mask."""
@@ -126,6 +133,7 @@ class Extras:
   Attributes:
     bounds: the first and the last key that each query sees, (M,) int32 both; what `attention_varlen` makes of its own.
     scales: factors on each key and each value, (B, Hkv, N) float32 both; k and v are then of EIGHT_BITS, and q is not.
+    page_table: of `attention_paged`, (B, pages of a sequence) int32.
   """
 
   attn_mask: Tensor | None = None
@@ -142,11 +150,12 @@ class Extras:
   seed: Tensor | None = None  # of dropout, in training: (2,) uint32
   bounds: tuple[Tensor, Tensor] | None = None
   scales: tuple[Tensor, Tensor] | None = None
+  page_table: Tensor | None = None
 
   def in_use(self) -> tuple[str, ...]:
     """The names of those that change the result; of q_start only where it is no int."""
     named = ("attn_mask", "window", "softcap", "kv_lengths", "sinks", "score_mod", "mask_mod", "block_mask")
-    used = [name for name in (*named, "bounds", "scales") if getattr(self, name) is not None]
+    used = [name for name in (*named, "bounds", "scales", "page_table") if getattr(self, name) is not None]
     used += ["dropout_p"] * (self.seed is not None)
     return tuple(used) + (() if isinstance(self.q_start, int) else ("q_start",))
 
@@ -159,6 +168,7 @@ class Extras:
     found += [] if self.seed is None else [("seed", self.seed)]
     found += [("bounds", x) for x in self.bounds or ()]
     found += [("scales", x) for x in self.scales or ()]
+    found += [] if self.page_table is None else [("page_table", self.page_table)]
     found += [("aux", x) for x in self.aux]
     return found + [("block_mask", x) for x in (() if self.block_mask is None else self.block_mask.aux)]
 
@@ -181,8 +191,11 @@ def make_spec(
   scale: float | None = None,
   enable_gqa: bool = False,
   return_lse: bool = False,
+  pages: tuple[int, int] | None = None,
 ) -> AttentionSpec:
   """Checks every argument; q, k and v have four dimensions by now.
+
+  With `pages`, as AttentionSpec has them, k and v stand for the keys and values one after another.
 
   Raises:
     TypeError: an argument is of the wrong type or dtype.
@@ -240,6 +253,7 @@ def make_spec(
     inputs=tuple(Input(name, sizes(x), x.dtype) for name, x in extras.tensors()),
     kv_dtype=None if extras.scales is None else k.dtype,
     tf32=q.dtype == dtypes.float32 and bool(ALLOW_TF32),
+    pages=pages,
   )
 
 

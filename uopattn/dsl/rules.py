@@ -1,9 +1,9 @@
 """Which keys a query sees, and what becomes of its scores: all that stands between q.k and the softmax."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
-from math import inf
+from math import inf, nan
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
@@ -11,8 +11,8 @@ from tinygrad.helpers import ceildiv
 
 from uopattn.dsl.math import LOG2E, tanh
 from uopattn.dsl.random import kept
-from uopattn.dsl.rows import HeadRows
-from uopattn.dsl.scope import clamp, gated, sizes
+from uopattn.dsl.rows import HeadRows, Pages
+from uopattn.dsl.scope import Scope, clamp, gated, least, sizes
 from uopattn.dsl.softmax import split_factor
 
 
@@ -44,6 +44,7 @@ class Rules:
     unit: by how much a stored element is larger then.
     tile_lists: the tiles of keys that each block of queries visits, (B or 1, heads or 1, blocks, tiles) int32, those
       that it sees whole first; and how many these are and how many all, (B or 1, heads or 1, blocks, 2) int32.
+    pages: where the keys are that lie in pages; None if they lie one after another.
   """
 
   M: int
@@ -67,6 +68,7 @@ class Rules:
   dropout_p: float = 0.0
   seed: UOp | None = None
   tile_lists: tuple[UOp, UOp] | None = None
+  pages: Pages | None = None
 
   @property
   def kv_heads(self) -> int:
@@ -75,8 +77,9 @@ class Rules:
 
   @property
   def name(self) -> str:
-    """For the name of a kernel: "_causal", "_window" or nothing."""
-    return "" if self.window == (None, None) else "_causal" if self.window == (None, 0) else "_window"
+    """For the name of a kernel: "_causal", "_window" or nothing, and "_paged" or nothing."""
+    window = "" if self.window == (None, None) else "_causal" if self.window == (None, 0) else "_window"
+    return window if self.pages is None else f"{window}_paged"
 
   @property
   def longest_last(self) -> bool:
@@ -159,9 +162,26 @@ class HeadRules:
     return (self.h, row) if r.packs == 1 else (self.h + clamp(row // r.M, 0, r.packs - 1), row % r.M)
 
   def keys(self, x: UOp) -> HeadRows:
-    """The keys, or values, in a buffer (B kv_heads, N, size)."""
+    """The keys, or values, in a buffer (B kv_heads, N, size), or in pages (pages kv_heads, rows of a page, size)."""
     r = self.rules
-    return HeadRows.of(x, self.b * r.kv_heads + self.h // r.group, self.length, r.operand)
+    if r.pages is not None:
+      return HeadRows.paged(x, r.pages, self.b, self._kv_head, self.length)
+    return HeadRows.of(x, self.b * r.kv_heads + self._kv_head, self.length, r.operand)
+
+  def of_tile(self, s: Scope, first: UOp, block_n: int, within: tuple[UOp, ...]) -> "HeadRules":
+    """The same for a CPU's tile of `block_n` keys from `first` on, whose pages are looked up inside the axes `within`.
+
+    From the length on its keys are then where the last one is.
+    """
+    if (pages := self.rules.pages) is None:
+      return self
+    pages = pages.of_tile(s, self.b, self._kv_head, first, block_n, self.length, within)
+    return replace(self, rules=replace(self.rules, pages=pages))
+
+  @property
+  def _kv_head(self) -> UOp:
+    """The key head, of those of its batch."""
+    return self.h // self.rules.group
 
   @property
   def length(self) -> UOp:
@@ -240,7 +260,8 @@ class HeadRules:
   def modified(self, score: UOp, row: UOp, key: UOp, masked: bool = True) -> UOp:
     """q.k times the first of `Rules.factors`, after softcap, score_mod and the additive mask; times the second next.
 
-    Before all of these comes the key's scale. `masked` is whether the key may be none.
+    Before all of these comes the key's scale. `masked` is whether the key may be none. NaN of a key in what is no page,
+    unless it is hidden.
     """
     r = self.rules
     if r.scales is not None:
@@ -249,7 +270,11 @@ class HeadRules:
       score = tanh(score) * r.softcap if r._moves else tanh(score)
     if r.score_mod is not None:
       score = r.score_mod(score, *self._indices(row, key))
-    return score + self._mask(row, key).cast(dtypes.float) if r._adds else score
+    score = score + self._mask(row, key).cast(dtypes.float) if r._adds else score
+    if r.pages is None:
+      return score
+    right = r.pages.exists(self.b, key, self.length)
+    return (right | score.eq(-inf) if r._moves else right).where(score, nan)
 
   def weights(self, p: list[UOp], row: UOp, first: UOp, offsets: Sequence[int], masked: bool) -> list[UOp]:
     """What a query's values are multiplied by: exponentials after dropout, times the values' scales.
@@ -371,11 +396,6 @@ class Table:
       return self.buffer[tuple(found)].load()
     inside = reduce(UOp.__and__, doubts)
     return inside.where(gated(self.buffer, inside, *found).load(), UOp.const(0, self.dtype))
-
-
-def least(values: list[UOp]) -> UOp:
-  """The least of some ints, in a form whose bounds tinygrad sees; see `clamp`."""
-  return reduce(lambda a, b: -((-a).maximum(-b)), values)
 
 
 def _largest(values: list[UOp]) -> UOp:

@@ -1,6 +1,7 @@
 """Axes, buffers and loops of one kernel, without hand-numbered ids."""
 
 from collections.abc import Callable
+from functools import reduce
 from math import prod
 from typing import cast
 
@@ -110,3 +111,8 @@ def clamp(x: UOp, low: int, high: int | UOp) -> UOp:
   is built from XOR, whose bounds tinygrad does not see; this form is seen through.
   """
   return -((-x.maximum(low)).maximum(-high))
+
+
+def least(values: list[UOp]) -> UOp:
+  """The least of some ints, in a form whose bounds tinygrad sees; see `clamp`."""
+  return reduce(lambda a, b: -((-a).maximum(-b)), values)
