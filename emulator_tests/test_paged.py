@@ -12,7 +12,7 @@ from tinygrad import GlobalCounters, Tensor, TinyJit, UOp, dtypes
 from tinygrad.engine.realize import runtime_cache
 
 from uopattn import attention_paged
-from uopattn.dsl import rows
+from uopattn.dsl import rows, sizes
 from uopattn.verify import numpy, verify
 
 B, HQ, HKV, DK, DV = 2, 4, 2, 16, 24
@@ -290,18 +290,18 @@ def test_gradients(M: int) -> None:
   """By way of the kernel as by way of pages gathered ahead, whose gradients flow back through the gathering."""
   case, results = Case([11, 14], 4, M=M, filler=0), []
   for backend in ("kernel", "reference"):
-    inputs = [case.q, case.k, case.v]
+    q, k, v = inputs = (case.q, case.k, case.v)
     table, lengths = case.tensor(case.table), case.tensor(case.lengths)
     if backend == "kernel":
-      out = attention_paged(*inputs, table, lengths, enable_gqa=True, backend=backend)
+      out = attention_paged(q, k, v, table, lengths, enable_gqa=True, backend=backend)
     else:
-      order, count = case.table.reshape(-1), inputs[1].shape[0]
+      order, count = case.table.reshape(-1), sizes(k)[0]
       chosen = Tensor(np.eye(count, dtype=np.float32)[order])  # (entries, pages)
       k, v = (
         (chosen @ x.reshape(count, -1)).reshape(B, case.max_pages, HKV, 4, -1).transpose(1, 2).reshape(B, HKV, -1, D)
-        for x, D in ((inputs[1], DK), (inputs[2], DV))
+        for x, D in ((k, DK), (v, DV))
       )
-      scores = inputs[0] @ k.repeat_interleave(HQ // HKV, 1).transpose(-1, -2) * DK**-0.5
+      scores = q @ k.repeat_interleave(HQ // HKV, 1).transpose(-1, -2) * DK**-0.5
       seen = Tensor.arange(case.max_pages * 4).reshape(1, 1, 1, -1) < lengths.reshape(-1, 1, 1, 1)
       out = seen.where(scores, -math.inf).softmax() @ v.repeat_interleave(HQ // HKV, 1)
     total = (out * Tensor(np.random.default_rng(7).standard_normal(out.shape, np.float32))).sum()
@@ -344,7 +344,8 @@ MISTAKES = {
 def test_mistakes_are_caught(name: str, M: int, monkeypatch: pytest.MonkeyPatch) -> None:
   # A shape of its own for each: a kernel that was compiled once is not built again.
   number = list(MISTAKES).index(name)
-  case, options = Case([80, 79], 8, M=M), {"softcap": 3.0 + number}
+  case = Case([80, 79], 8, M=M)
+  options: dict[str, Any] = {"softcap": 3.0 + number}
   attribute, wrong = MISTAKES[name]
   monkeypatch.setattr(rows.Pages, attribute, wrong)
   assert not all(report.correct for report in case.reports(*case.run(**options), **options))

@@ -158,8 +158,8 @@ def _lengths(kv_lengths: int | UOp | Tensor, B: int) -> list[int] | None:
   if isinstance(kv_lengths, Tensor):
     return None if (values := _at_hand(kv_lengths)) is None else values.tolist()
   if isinstance(kv_lengths, UOp):
-    expression, values = kv_lengths.unbind_all()
-    kv_lengths = sym_infer(expression, {variable.expr: value for variable, value in values.items()})
+    expression, bound = kv_lengths.unbind_all()
+    kv_lengths = sym_infer(expression, {variable.expr: value for variable, value in bound.items()})
   return [kv_lengths] * B
 
 

@@ -139,8 +139,7 @@ class Extras:
   def in_use(self) -> tuple[str, ...]:
     """The names of those that change the result; of q_start only where it is no int."""
     names = ("attn_mask", "window", "softcap", "kv_lengths", "sinks", "score_mod", "mask_mod", "block_mask", "bounds")
-    names += ("page_table",)
-    used = [name for name in names if getattr(self, name) is not None]
+    used = [name for name in (*names, "page_table") if getattr(self, name) is not None]
     used += ["dropout_p"] * (self.seed is not None)
     return tuple(used) + (() if isinstance(self.q_start, int) else ("q_start",))
 
