@@ -61,8 +61,8 @@ class Case:
 
   def run(self, backend: str = "kernel", kv_lengths: Any = None, **options: Any) -> tuple[Tensor, Tensor]:
     lengths = self.tensor(self.lengths) if kv_lengths is None else kv_lengths
-    given = {"enable_gqa": True, "return_lse": True, "backend": backend} | options
-    out, lse = attention_paged(self.q, self.k, self.v, self.tensor(self.table), lengths, **given)
+    chosen: dict[str, Any] = {"enable_gqa": True, "return_lse": True, "backend": backend} | options
+    out, lse = attention_paged(self.q, self.k, self.v, self.tensor(self.table), lengths, **chosen)
     Tensor.realize(out, lse)
     return out, lse
 
@@ -187,14 +187,22 @@ def test_odd_head_sizes_on_gpus(arch: str) -> None:
     Case([50, 9], 5, M=20, dtype=dtypes.float16, device="EMU", sizes=(2, 2, 19, 21)).check()
 
 
-def computed_with_bad_ids(bad: int, M: int, device: str = "CPU", dtype: Any = dtypes.float32, **options: Any) -> Any:
+def computed_with_bad_ids(
+  bad: int, M: int, device: str = "CPU", dtype: Any = dtypes.float32, **options: Any
+) -> tuple[Any, Any]:
   """Output and LSE of three sequences, of which the second has a bad id for its keys 16 to 23; not checked ahead."""
   case = Case([40, 40, 40], 8, M=M, device=device, dtype=dtype)
   case.table[1, 2] = bad
   table = case.tensor(case.table - 1) + 1  # yet to be computed
   lengths = case.tensor(case.lengths)
-  given = {"enable_gqa": True, "return_lse": True, "backend": "kernel", "is_causal": True, "q_start": 15} | options
-  out, lse = attention_paged(case.q, case.k, case.v, table, lengths, **given)
+  chosen: dict[str, Any] = {
+    "enable_gqa": True,
+    "return_lse": True,
+    "backend": "kernel",
+    "is_causal": True,
+    "q_start": 15,
+  } | options
+  out, lse = attention_paged(case.q, case.k, case.v, table, lengths, **chosen)
   Tensor.realize(out, lse)
   return numpy(out), lse.numpy()
 
