@@ -44,8 +44,8 @@ def attention_paged(
 
   An entry that is looked at must be in 0..P-1. Where the table and the lengths are at hand, realized or made of numbers
   of Python's or numpy's, this is checked, unless a `TinyJit` captures or replays; on a GPU the check waits for what is
-  under way. A kernel that meets another entry reads nothing outside of the pages, and the output and the LSE of each row
-  that sees one of its keys are NaN.
+  under way. A kernel that meets another entry reads nothing outside of the pages, and the output and the LSE of each
+  row that sees one of its keys are NaN.
 
   Args:
     q: (B, Hq, M, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2. Any number of queries.
@@ -158,8 +158,8 @@ def _lengths(kv_lengths: int | UOp | Tensor, B: int) -> list[int] | None:
   if isinstance(kv_lengths, Tensor):
     return None if (values := _at_hand(kv_lengths)) is None else values.tolist()
   if isinstance(kv_lengths, UOp):
-    expression, values = kv_lengths.unbind_all()
-    kv_lengths = sym_infer(expression, {variable.expr: value for variable, value in values.items()})
+    expression, bound = kv_lengths.unbind_all()
+    kv_lengths = sym_infer(expression, {variable.expr: value for variable, value in bound.items()})
   return [kv_lengths] * B
 
 

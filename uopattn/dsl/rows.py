@@ -59,10 +59,10 @@ class Pages:
     return (page >= 0) & (page < self.count)
 
   def _entry(self, b: UOp, key: UOp, length: UOp) -> UOp:
-    """The table's entry for a key, whatever it is; 0 from `length` on."""
-    inside = key < length
-    entry = self.table.base[(b * sizes(self.table)[1] + key // self.size).valid(inside)].load()
-    return inside.where(entry, UOp.const(0, dtypes.int))
+    """The table's entry for a key, whatever it is; 0 from `length` on, where what the table holds does not matter."""
+    last = sizes(self.table)[1] - 1
+    entry = self.table.base[b * (last + 1) + clamp(key // self.size, 0, last)].load()
+    return (key < length).where(entry, UOp.const(0, dtypes.int))
 
   def _found(self, key: UOp) -> UOp:
     """The row of a key of the tile; -1 where there is no such page."""
