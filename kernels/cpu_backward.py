@@ -8,12 +8,12 @@ FlashAttention-2's backward pass (Dao, 2023), transposed, a block of `block_m` q
 Five products are what there is to do; a pass for dQ and one for dK and dV would take seven, as both need S and dP.
 
 Who holds what. In all five, elements of the left matrix are read where they are and broadcast, rows of the right one
-are vectors: only Q and dO are transposed, once a block. `unroll` rows of `vectors` vectors are accumulated in registers.
-Q and dO, both ways, dQ^T, P and dS live on the stack (see `Tiles.stack_bytes`), sized for the second-level cache; the
-matrix that a product reads again and again fits the first-level one. A work item has one key head and adds up its dK
-and dV alone, over all the query heads that share it. So nothing is added by two threads, and two runs give the same
-bits. Where there are few key heads, an item has every parts-th block of queries and sums of its own, for the caller to
-add.
+are vectors: only Q and dO are transposed, once a block. `unroll` rows of `vectors` vectors are accumulated in
+registers. Q and dO, both ways, dQ^T, P and dS live on the stack (see `Tiles.stack_bytes`), sized for the second-level
+cache; the matrix that a product reads again and again fits the first-level one. A work item has one key head and adds
+up its dK and dV alone, over all the query heads that share it. So nothing is added by two threads, and two runs give
+the same bits. Where there are few key heads, an item has every parts-th block of queries and sums of its own, for the
+caller to add.
 """
 
 from collections.abc import Callable
