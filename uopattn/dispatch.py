@@ -163,7 +163,7 @@ def dispatch(spec: AttentionSpec, target: Target, tiles: Any = None) -> Choice |
   kernels.sort(key=lambda kernel: not kernel.meant_for(spec, target))
   reasons: list[list[str]] = []
   for kernel in kernels:
-    against = _reasons_against(kernel, spec)
+    against = reasons_against(kernel, spec)
     try:
       if not against:
         return Choice(kernel, tiles or kernel.choose_tiles(spec, target))
@@ -173,8 +173,8 @@ def dispatch(spec: AttentionSpec, target: Target, tiles: Any = None) -> Choice |
   return reasons[0]
 
 
-def _reasons_against(kernel: Kernel, spec: AttentionSpec) -> list[str]:
-  """What the kernel has no code for."""
+def reasons_against(kernel: Any, spec: AttentionSpec) -> list[str]:
+  """What a `Kernel`, or the kernels of a `Backward`, have no code for."""
   lacks = [name for name in spec.extras if name not in kernel.features]
   wanted = {
     "q_start": "takes q_start as an int alone, neither as a Variable nor as a Tensor",

@@ -87,11 +87,17 @@ def build(choice: Choice, spec: AttentionSpec, device: str, *buffers: UOp) -> UO
 
   The kernel's graph; compiled where tinygrad's own renderer or runtime does not serve it.
   """
-  if _compiler(device) is not None:
+  if compiler(device) is not None:
     return compiled(choice, spec, device, tuple(x.base.arg.slot for x in buffers))
-  graph = _with_variables_last(_graph(choice, spec, buffers))
-  # tinygrad's own would be a term too deep for Python's stack, or fail where a loop's end is read from a buffer.
-  return graph.replace(arg=replace(graph.arg, estimates=estimates(spec)))
+  return for_tinygrad(_graph(choice, spec, buffers), estimates(spec))
+
+
+def for_tinygrad(kernel: UOp, work: Estimates) -> UOp:
+  """A kernel's graph as tinygrad's own renderer takes it."""
+  # tinygrad's own estimate would be a term too deep for Python's stack, or fail where a loop's end is read from a
+  # buffer.
+  kernel = _with_variables_last(kernel)
+  return kernel.replace(arg=replace(kernel.arg, estimates=work))
 
 
 def _with_variables_last(kernel: UOp) -> UOp:
@@ -107,12 +113,12 @@ def _with_variables_last(kernel: UOp) -> UOp:
 @functools.cache
 def compiled(choice: Choice, spec: AttentionSpec, device: str, slots: tuple[int, ...]) -> UOp:
   """Compiled once a process: a further call of the same attention costs no lowering."""
-  compiler = _compiler(device)
-  assert compiler is not None
+  compile_for = compiler(device)
+  assert compile_for is not None
   places = (
     UOp.placeholder(shape, dtype, slot) for (shape, dtype), slot in zip(layout(choice, spec), slots, strict=True)
   )
-  return compiler(_graph(choice, spec, tuple(places)), device, estimates(spec))
+  return compile_for(_graph(choice, spec, tuple(places)), device, estimates(spec))
 
 
 def layout(choice: Choice, spec: AttentionSpec) -> list[tuple[tuple[int, ...], DType]]:
@@ -123,7 +129,7 @@ def layout(choice: Choice, spec: AttentionSpec) -> list[tuple[tuple[int, ...], D
   return [*((shape, s.dtype) for shape in shapes), *lse, *((x.shape, x.dtype) for x in choice.inputs(s))]
 
 
-def _compiler(device: str) -> Callable[[UOp, str, Estimates], UOp] | None:
+def compiler(device: str) -> Callable[[UOp, str, Estimates], UOp] | None:
   """What compiles kernels for a device; None where tinygrad's own renderer and runtime serve."""
   kind = device.split(":")[0]
   if kind in ("CPU", "CUDA"):

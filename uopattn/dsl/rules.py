@@ -37,7 +37,8 @@ class Rules:
     dropout_p: probability of dropping a weight.
     seed: (2,) uint32, of the random numbers that say which; None if none are dropped.
     tile_lists: the tiles of keys that each block of queries visits, (B or 1, heads or 1, blocks, tiles) int32, those
-      that it sees whole first; and how many these are and how many all, (B or 1, heads or 1, blocks, 2) int32.
+      that it sees whole first; and how many these are and how many all, (B or 1, heads or 1, blocks, 2) int32. For a
+      kernel whose blocks are of keys, the tiles of queries likewise.
   """
 
   M: int
@@ -164,11 +165,17 @@ class HeadRules:
   def visit_queries(self, key: UOp, block_n: int, block_m: int) -> Visit:
     """The tiles of `block_m` queries that see any of the keys from `key` to key + block_n - 1; see `visit`.
 
-    Of a tile that is seen whole all queries exist, and so do all the keys. What bounds, lists of tiles and rules for
-    single keys hide is not left out, so with these no tile is known to be seen whole.
+    Of a tile that is seen whole all queries exist, and so do all the keys. What bounds and rules for single keys hide
+    is not left out, so with these no tile is known to be seen whole. Lists of tiles are those of tiles of queries.
+
+    Args:
+      key: a multiple of `block_n`.
     """
     r, tiles = self.rules, ceildiv(self.rules.M, block_m)
     left, right = r.window
+    if r.tile_lists is not None:
+      others = r.window != (None, None) or r.kv_lengths is not None or r.bounds is not None or self._hides(2)
+      return self._listed(key // block_n, tiles, others)
     shift = UOp.const(0) if r.window == (None, None) else self._number(r.q_start)
     # Of the first and of the last key, as positions of queries count.
     near, far = key - shift, least([key + block_n, UOp.const(r.N)]) - 1 - shift
@@ -181,7 +188,7 @@ class HeadRules:
       end = clamp(far + left, 0, r.M - 1) // block_m + 1
       whole_end = clamp(near + left + 1, 0, r.M) // block_m
     whole = (whole_end - whole_begin).maximum(0)
-    hides = self._hides(1) or r.bounds is not None or r.tile_lists is not None
+    hides = self._hides(1) or r.bounds is not None
     whole = UOp.const(0) if hides or whole.vmax < 2 else (key + block_n <= self.length).where(whole, 0)
     count = clamp(end - begin, 1, tiles)
     count = count if r.kv_lengths is None else (key < self.length).where(count, 1)
