@@ -1,15 +1,16 @@
 """`attention`: the front door."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, cast
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import TRAINING
 
-from uopattn.backward import gradient
+from uopattn.backward import Gradient, gradient
 from uopattn.block_mask import BlockMask
 from uopattn.dispatch import Choice, dispatch
 from uopattn.dsl import sizes
@@ -143,17 +144,42 @@ def launch(
   o = _empty((*rows, spec.Dv), spec.dtype, device) if o is None else o
   lse = _empty(rows, dtypes.float32, device) if lse is None else lse
   extras = extras.each(Tensor.contiguous)
-  buffers = [o, q.contiguous(), k.contiguous(), v.contiguous(), lse, *(x for _, x in extras.tensors())]
+  operands, variables = [x.contiguous() for x in (q, k, v)], extras.variables()
+  inputs: dict[str, Sequence[Tensor]] = {}
+  for name, x in extras.tensors():
+    inputs[name] = (*inputs.get(name, ()), x)
   if extras.block_mask is not None:
-    buffers += extras.block_mask.tile_lists(choice.tiles.block_m, choice.tiles.block_n)
+    inputs["tile_lists"] = extras.block_mask.tile_lists(choice.tiles.block_m, choice.tiles.block_n)
+  others: list[Tensor] = []
+  if choice.splits > 1:
+    parts = [_empty(x.shape, x.dtype, device) for x in choice.parts(spec)]
+    sinks, first = {"sinks": inputs.pop("sinks", [])}, replace(choice, stage="parts")
+    buffers = [parts[0], *operands, parts[1], *chain(*inputs.values())]
+    written = _run(first, spec, device, buffers, variables)
+    others = [x for name in ("attn_mask", "aux") for x in inputs.get(name, ())]  # not read, but they have gradients
+    choice, variables, inputs = replace(choice, stage="join"), (), {"parts": [written[0], written[4]]} | sinks
+  buffers = [o, *operands, lse, *chain(*inputs.values())]
+  results = _run(choice, spec, device, buffers, variables, others, gradient(spec, extras, backend))
+  return results[0], results[4]
+
+
+def _run(
+  choice: Choice,
+  spec: AttentionSpec,
+  device: str,
+  buffers: list[Tensor],
+  variables: tuple[UOp, ...],
+  others: Sequence[Tensor] = (),
+  backward: Gradient | None = None,
+) -> list[Tensor]:
+  """The buffers once the kernel has run; `others` are arguments of the call for the sake of their gradients alone."""
   if "CPU" in choice.kernel.devices:
     # As `custom_kernel` does, without the placeholders: making them takes a fifth of an eager call.
     kernel = compiled(choice, spec, device, tuple(range(len(buffers))))
   else:
     kernel = build(choice, spec, device, *(UOp.placeholder_like(x.uop, i) for i, x in enumerate(buffers)))
-  call = kernel.call(*(x.uop for x in buffers), *extras.variables(), grad_fxn=gradient(spec, extras, backend))
-  results = [Tensor(x.uop.after(call)) for x in buffers]
-  return results[0], results[4]
+  call = kernel.call(*(x.uop for x in (*buffers, *others)), *variables, grad_fxn=backward)
+  return [Tensor(x.uop.after(call)) for x in buffers]
 
 
 def _empty(shape: tuple[int, ...], dtype: DType, device: str) -> Tensor:

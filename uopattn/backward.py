@@ -136,7 +136,7 @@ def _graph(step: Step, spec: AttentionSpec) -> UOp:
   places = [UOp.placeholder(x.shape, x.dtype, slot) for slot, x in enumerate(step.layout(spec))]
   inputs = step.inputs(spec)
   own = places[: len(places) - len(inputs)]
-  given = rules(spec, inputs, tuple(places[len(own) :]))
+  given = rules(spec, 1, inputs, tuple(places[len(own) :]))
   return step.pass_.build(*(x.reshape(-1, *x.shape[2:]) for x in own), rules=given, tiles=step.tiles)
 
 
