@@ -26,6 +26,7 @@ from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType, KernelInfo
 
 from uopattn.dsl import LOG2E, Loop, Scope, clamp, exp2, gated, sizes
+from uopattn.dsl.rows import HeadRows
 from uopattn.dsl.rules import HeadRules, Rules
 from uopattn.dsl.strips import Tile, accumulate, even, load_tile, strips, zeros
 
@@ -166,7 +167,7 @@ def backward(
   first = clamp(start, 0, N - block_n)  # first key of its tile: the last tile is moved back to end at N
 
   length = None if rules.kv_lengths is None else here.length
-  k_tile, v_tile = (load_tile(s, x, kv_head, first, block_n, length, loop) for x in (k, v))
+  k_tile, v_tile = (load_tile(s, HeadRows.of(x, kv_head, here.length), first, block_n, length, loop) for x in (k, v))
   gradients = Gradients(here, block.row, start, first, lse_i, delta_i)
   p, ds = recompute(s, k_tile, v_tile, q_t, do_t, gradients, block_n, tiles, loop)
   dv_end = add_product(s, dv, call, first, p, do_rows, tiles, loop)

@@ -92,13 +92,13 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   Args:
     o: (heads, M, Dv), the output, in q's dtype.
     q: (heads, M, Dk), float32, float16 or bfloat16.
-    k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads).
-    v: (kv_heads, N, Dv).
+    k: keys, as `rules` finds them.
+    v: values, likewise.
     lse: (heads, M) float32, receives the natural logarithm of the sum of exponentials of each row.
     rules: what stands between q.k and the softmax.
     tiles: block sizes.
   """
-  (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
+  (heads, M, Dk), Dv, N = sizes(q), sizes(o)[2], rules.N
   block_m, block_n, unroll = tiles.block_m, min(tiles.block_n, N), tiles.unroll
   blocks, n_tiles = ceildiv(M, block_m), ceildiv(N, block_n)
   s = Scope()
@@ -110,7 +110,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   outer = (call, s.axis(tiles.blocks_per_call))
   item = call * tiles.blocks_per_call + outer[1]
   head, row = item // blocks, item % blocks * block_m  # head and first query row of this block
-  kv_head, here = head // (heads // kv_heads), rules.at(head)
+  here = rules.at(head)
 
   # In base 2, by a factor on q or, where scores are modified first, by one in the exponent.
   factor, exponent = rules.factors if rules.modifies else (rules.scale * LOG2E, 1.0)
@@ -131,7 +131,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   m_old, l_old, acc_old = (x.after(*loop.axes) for x in (m_i, l_i, acc))
   length = None if rules.kv_lengths is None else here.length
-  k_tile, v_tile = (load_tile(s, x, kv_head, first, block_n, length, loop) for x in (k, v))
+  k_tile, v_tile = (load_tile(s, here.keys(x), first, block_n, length, loop) for x in (k, v))
   scores, m_new = multiply_qk(s, q_t, k_tile, score, m_old, block_n, unroll, exponent, loop)
   p, l_new, alpha = exponentiate(s, scores, m_new, m_old, l_old, exponent, loop)
   if rules.seed is not None:
@@ -142,8 +142,8 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   state_end = UOp.group(m_old.after(alpha)[m].store(m_new[m]), l_old.after(l_new)[m].store(l_new[m])).end(m)
   end = loop.end(acc_end, state_end)
 
-  stores = store_rows(s, o, lse, head, row, acc.after(end), m_i.after(end), l_i.after(end), here.sink, outer)
-  name = f"attention_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
+  stores = store_rows(s, o, lse, head, row, acc.after(end), m_i.after(end), l_i.after(end), here.sink(row), outer)
+  name = f"attention_{heads}_{rules.kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
   # A tag keeps tinygrad from rearranging the axes.
   return UOp.group(*stores).end(*outer).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
 

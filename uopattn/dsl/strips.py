@@ -5,7 +5,8 @@ from collections.abc import Callable
 from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv
 
-from uopattn.dsl.scope import Loop, Scope, gated, sizes
+from uopattn.dsl.rows import HeadRows
+from uopattn.dsl.scope import Loop, Scope, sizes
 
 Tile = Callable[[UOp, UOp], UOp]  # (key, column), both counted within the tile -> its float32 element
 
@@ -44,19 +45,19 @@ def accumulate(s: Scope, acc: UOp, length: int, lanes: int, term: Callable[[int,
   return acc.after(UOp.group(*stores).end(i, m))
 
 
-def load_tile(s: Scope, x: UOp, head: UOp, first: UOp, block_n: int, length: UOp | None, loop: Loop) -> Tile:
+def load_tile(s: Scope, rows: HeadRows, first: UOp, block_n: int, length: UOp | None, loop: Loop) -> Tile:
   """The tile of keys (or values) from `first` on: float32 is read in place, 16 bit is widened once a tile.
 
   With a length, keys from there on are not read, and 0 in the tile: whatever they hold, they are worth nothing.
   """
-  if x.dtype == dtypes.float and length is None:
-    return lambda n, d: x[head, first + n, d].load()
+  if rows.x.dtype == dtypes.float and length is None:
+    return lambda n, d: rows.element(first + n, d).load()
 
   def element(n: UOp, d: UOp) -> UOp:
     if length is None:
-      return x[head, first + n, d].load().cast(dtypes.float)
+      return rows.element(first + n, d).load().cast(dtypes.float)
     inside = first + n < length
-    return inside.where(gated(x, inside, head, first + n, d).load().cast(dtypes.float), 0.0)
+    return inside.where(rows.element(first + n, d, inside).load().cast(dtypes.float), 0.0)
 
-  wide = s.assign(s.buffer(block_n, sizes(x)[2]), element, within=loop.axes)
+  wide = s.assign(s.buffer(block_n, rows.size), element, within=loop.axes)
   return lambda n, d: wide[n, d].load()
