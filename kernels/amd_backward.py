@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from tinygrad import UOp, dtypes
+from tinygrad import UOp
 from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType
