@@ -99,7 +99,7 @@ class Tiles:
     dkv = self.block_m * straight + (round_up(Dk, ROWS) + round_up(Dv, ROWS)) * (self.block_m + pad)
     if f.repeated:  # lanes swap dS, and P
       dq, dkv = dq + self.queries * (self.block_n + pad), dkv + 2 * self.keys * (self.block_m + pad)
-    return 2 * dq, 2 * dkv + 8 * self.block_m
+    return 2 * dq, 2 * dkv + 8 * round_up(self.block_m, self.waves * f.lanes)
 
   @classmethod
   def choose(cls, arch: str, M: int, N: int, Dk: int, Dv: int) -> "Tiles":
@@ -118,15 +118,15 @@ class Pairs(NamedTuple):
   Attributes:
     row: the query.
     first, offsets: the keys are first + offset.
-    lse: of the query, in base 2.
-    delta: of the query, less than 0 where delta is more.
+    shift: what the query's scores begin with: -L, by the factor in the exponent.
+    start: what its dP begin with: -delta.
   """
 
   row: UOp
   first: UOp
   offsets: Sequence[int]
-  lse: UOp
-  delta: UOp
+  shift: UOp
+  start: UOp
 
 
 @dataclass(frozen=True)
@@ -170,8 +170,9 @@ class Walk:
     position = first + trip
     now = (*ready, trip) if self.fetch is None else (*ready, trip, self.fetch(position, *ready, trip))
     pairs = self.pairs(self.visit.tile(position) * stage.block, *now)
-    weights, grads = self.weigh(*self.products(pairs, now), pairs, masked)
-    stores = []
+    products, dots = self.products(pairs, now)
+    weights, grads = self.weigh(products, dots, pairs, masked)
+    stores: list[UOp] = []
     for acc, values, swap, lds in zip(
       self.accs, (weights, grads)[-len(self.accs) :], self.swaps, stage.transposed, strict=True
     ):
@@ -188,11 +189,12 @@ class Walk:
     return UOp.barrier(stage.store(read)).end(trip)
 
   def products(self, pairs: list[list[Pairs]], now: tuple[UOp, ...]) -> list[list[list[UOp]]]:
-    """S, before all rules, and dP - delta of each own row; with dropout dP."""
-    f, (near, far), result = self.f, self.stage.as_is, []
-    deltas = [[x.delta for x in row for _ in x.offsets] for row in pairs]
-    begun = [[UOp.stack(*row[i : i + f.result]) for i in range(0, len(row), f.result)] for row in deltas]
-    for own, lds, c in zip(self.own, (near, far), (None, begun if self.here.rules.seed is None else None), strict=True):
+    """S, before all rules, and dP of each own row, with what they begin with, if that may come first."""
+    f, rules, result = self.f, self.here.rules, []
+    shifts = [[x.shift for x in row for _ in x.offsets] for row in pairs] if shifts_early(rules) else None
+    starts = [[x.start for x in row for _ in x.offsets] for row in pairs] if rules.seed is None else None
+    for own, lds, begun in zip(self.own, self.stage.as_is, (shifts, starts), strict=True):
+      c = begun and [[UOp.stack(*row[i : i + f.result]) for i in range(0, len(row), f.result)] for row in begun]
       tiles = multiply_rows(f, self.dtype, lds.after(*now), self.stage.block, own, self.lane, c)
       result.append([[tile[e] for tile in row for e in range(f.result)] for row in tiles])
     return result
@@ -213,15 +215,17 @@ class Walk:
     return weights, grads
 
   def weigh_row(self, products: list[UOp], dots: list[UOp], x: Pairs, masked: bool) -> tuple[list[UOp], list[UOp]]:
-    """P, after dropout, and dS of a query's pairs."""
+    """P, after dropout, and dS of a query's pairs: of Q K^T, but for the factor if that is all that there is."""
     here, rules, keys = self.here, self.here.rules, (x.row, x.first, x.offsets)
     scores = here.scores(products, *keys, masked)
     if masked and x.row.vmax >= rules.M:
       scores = [(x.row < rules.M).where(score, -inf) for score in scores]
-    p = [ins.exp2(HIP, score * rules.factors[1] - x.lse) for score in scores]
+    factor = rules.factors[1]
+    p = [ins.exp2(HIP, score * factor if shifts_early(rules) else (score + x.shift) * factor) for score in scores]
     if rules.seed is not None:
-      dots = [dot + x.delta for dot in here.dropped(dots, *keys)]
-    return here.dropped(p, *keys), [weight * dot for weight, dot in zip(p, dots, strict=True)]
+      dots = [dot + x.start for dot in here.dropped(dots, *keys)]
+    grads = [weight * dot for weight, dot in zip(p, dots, strict=True)]
+    return here.dropped(p, *keys), here.pulled_back(grads, products, *keys) if rules.modifies else grads
 
 
 def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles) -> UOp:
@@ -253,7 +257,7 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   swap = Rows.make(s, tiles.queries, tiles.block_n, f.pad) if f.repeated else None
   own = [[load_operands(f, x, head, query, lane) for query in queries] for x in (q, do)]
   acc = s.filled(0.0, count, ceildiv(Dk, ROWS), f.result, after=(group.item,))
-  rows = [(base2(lse[head, query].load()), -delta[head, query].load()) for query in queries]
+  rows = [(shift(lse[head, query].load(), rules), -delta[head, query].load()) for query in queries]
   first, offsets = own_rows(f, tiles.block_n, lane)
 
   def pairs(tile: UOp, *_: UOp) -> list[list[Pairs]]:
@@ -270,7 +274,7 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
     done = walk.attend(begun, trips, masked, done)
   acc, stores = acc.after(done), []
   for i, place in enumerate(places):
-    stores += store_acc(f, dq, head, start + place, acc[i], lambda x: x * rules.scale, lane)
+    stores += store_acc(f, dq, head, start + place, acc[i], lambda x: x * late_factor(rules), lane)
   return group.kernel(f"attention_backward_q_{tiles.arch}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
 
 
@@ -303,7 +307,7 @@ def backward_kv(
     [(words_of(x, UOp.const(0)), round_up(sizes(x)[2], to)) for x in order]
     for order, to in ((flat, f.step), (flat[::-1], ROWS))
   )
-  numbers = [lambda row: base2(row_of(lse)(row)), lambda row: -row_of(delta)(row)]
+  numbers = [lambda row: shift(row_of(lse)(row), rules), lambda row: -row_of(delta)(row)]
   stage = Stage(s, f, tiles.block_m, tiles.waves * f.lanes, group.thread, UOp.const(M), straight, turned, numbers)
   swaps = [Rows.make(s, tiles.keys, tiles.block_m, f.pad) if f.repeated else None for _ in range(2)]
   own = [[load_operands(f, x, kv_head, key, lane, here.length.ne(0)) for key in there] for x in (k, v)]
@@ -330,12 +334,28 @@ def backward_kv(
   for begun, trips, masked in spans(UOp.const(0), visit.whole, visit.count):
     done = walk.attend(begun, trips, masked, done, member)
   done, stores = done.end(member), []
-  for o, acc, scale in ((dv, accs[0], 1.0), (dk, accs[1], rules.scale)):
-    for i, place in enumerate(places):
-      stores += store_acc(f, o, kv_head, start + place, acc.after(done)[i], lambda x: x * scale, lane)
+  for o, acc, factor in ((dv, accs[0], 1.0), (dk, accs[1], late_factor(rules))):
+    for i, (place, key) in enumerate(zip(places, keys, strict=True)):
+      exists = None if rules.kv_lengths is None else key < here.length
+      stores += store_acc(f, o, kv_head, start + place, acc.after(done)[i], finished(factor, exists), lane)
   return group.kernel(f"attention_backward_kv_{tiles.arch}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
 
 
-def base2(lse: UOp) -> UOp:
-  """The natural logarithm of a row's sum in base 2; 0 if it is -inf, as all scores of the row are then."""
-  return lse.eq(-inf).where(0.0, lse * LOG2E)
+def late_factor(rules: Rules) -> float:
+  """The factor on Q K^T where dS has not had it before."""
+  return 1.0 if rules.modifies else rules.scale
+
+
+def finished(factor: float, exists: UOp | None) -> Callable[[UOp], UOp]:
+  """What turns sums into gradients: those of a key that does not exist are 0."""
+  return lambda x: x * factor if exists is None else exists.where(x * factor, 0.0)
+
+
+def shifts_early(rules: Rules) -> bool:
+  """Whether scores are products times one factor, so that the sums of the products can begin with -L by that factor."""
+  return not rules.modifies and rules.factors[0] == 1 and rules.factors[1] > 2**-60
+
+
+def shift(lse: UOp, rules: Rules) -> UOp:
+  """-L by the factor in the exponent; 0 if L is -inf, as all scores of the row are then."""
+  return lse.eq(-inf).where(0.0, lse * (-LOG2E / rules.factors[1]))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace
+from tinygrad.helpers import round_up
 
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.fragments import CHUNK, HIP, ROWS, Fragments
@@ -65,7 +66,7 @@ class Stage:
   Attributes:
     as_is: of each matrix that is wanted so, (block, columns) in LDS, rows dealt out by `Fragments.row_at`.
     transposed: of each that is wanted transposed, (columns, block) in LDS.
-    numbers: of each array of float32, (block,) in LDS.
+    numbers: of each array of float32, (block,) and more in LDS.
   """
 
   def __init__(
@@ -84,7 +85,7 @@ class Stage:
     self.length, self.block = length, block
     self.as_is = [Rows.make(s, block, columns, f.pad) for _, columns in as_is]
     self.transposed = [Rows.make(s, columns, block, f.pad) for _, columns in transposed]
-    self.numbers = [s.buffer(block, space=AddrSpace.LOCAL) for _ in numbers]
+    self.numbers = [s.buffer(round_up(block, threads), space=AddrSpace.LOCAL) for _ in numbers]
     self._parts: list[AsIs | Transposed | Numbers] = [
       *(AsIs(s, f, block, threads, thread, source, lds) for source, lds in zip(as_is, self.as_is, strict=True)),
       *(Transposed(s, f, block, threads, thread, *x) for x in zip(transposed, self.transposed, strict=True)),
@@ -158,7 +159,10 @@ class Transposed:
 
 
 class Numbers:
-  """A thread's rows of an array with one float32 a row."""
+  """A thread's rows of an array with one float32 a row. Threads that are left over take rows again, to a place beyond.
+
+  A branch around their store would have LLVM put off products that come before it, and keep all operands until then.
+  """
 
   def __init__(self, s: Scope, block: int, threads: int, thread: UOp, number: Number, lds: UOp):
     self.number, self.lds, self.block = number, lds, block
@@ -167,11 +171,11 @@ class Numbers:
 
   def load(self, row: Callable[[UOp], UOp], *after: UOp) -> list[UOp]:
     words = self.words.after(*after)
-    return [words[i].store(self.number(row(at.minimum(self.block - 1)))) for i, at in enumerate(self.places)]
+    return [words[i].store(self.number(row(at % self.block))) for i, at in enumerate(self.places)]
 
   def store(self, *after: UOp) -> list[UOp]:
     words, lds = self.words.after(*after), self.lds.after(*after)
-    return [lds[at.valid(at < self.block)].store(words[i].load()) for i, at in enumerate(self.places)]
+    return [lds[at].store(words[i].load()) for i, at in enumerate(self.places)]
 
 
 def chunk_place(f: Fragments, piece: UOp, chunks: int, pieces: int) -> tuple[UOp, UOp, UOp, UOp]:
