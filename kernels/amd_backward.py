@@ -18,6 +18,7 @@ A workgroup there adds up all query heads of its key head's group: two runs give
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from math import inf
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ from uopattn.dsl import instructions as ins
 from uopattn.dsl.fragments import CHUNK, HIP, ROWS, Fragments
 from uopattn.dsl.keys import spans
 from uopattn.dsl.products import Operand, accumulate, as_operands, load_operands, multiply_rows, own_rows, store_acc
+from uopattn.dsl.rows import HeadRows
 from uopattn.dsl.rules import HeadRules, Rules, Visit
 from uopattn.dsl.staging import Rows, Stage
 from uopattn.dsl.words import words_of
@@ -41,33 +43,28 @@ LDS_LIMIT = 64 << 10  # bytes a workgroup
 
 @dataclass(frozen=True)
 class Tiles:
-  """The block sizes of both passes.
+  """The block sizes of one pass.
 
   Attributes:
     arch: the target, which decides the matrix instruction.
+    of_keys: whether it is the pass for dK and dV, whose own rows are keys.
     waves: waves in a workgroup.
-    m_tiles: for dQ, tiles of 16 queries a wave.
-    block_n: for dQ, keys a tile.
-    n_tiles: for dK and dV, tiles of 16 keys a wave.
-    block_m: for dK and dV, queries a tile.
+    own: tiles of 16 own rows a wave.
+    block: rows of a tile of the others.
   """
 
   arch: str
+  of_keys: bool
   waves: int
-  m_tiles: int
-  block_n: int
-  n_tiles: int
-  block_m: int
+  own: int
+  block: int
 
   def __post_init__(self) -> None:
     f = self.fragments
-    least = self.least(f)
-    for name, block in (("block_n", self.block_n), ("block_m", self.block_m)):
-      if block < 1 or block % least:
-        raise ValueError(f"Tiles.{name}={block}: must be a multiple of {least} on {self.arch}")
-    for name, count in (("m_tiles", self.m_tiles), ("n_tiles", self.n_tiles)):
-      if count < 1:
-        raise ValueError(f"Tiles.{name}={count}: must be at least 1")
+    if self.block < 1 or self.block % (least := self.least(f)):
+      raise ValueError(f"Tiles.block={self.block}: must be a multiple of {least} on {self.arch}")
+    if self.own < 1:
+      raise ValueError(f"Tiles.own={self.own}: must be at least 1")
     if not 1 <= self.waves <= 1024 // f.lanes:
       raise ValueError(f"Tiles.waves={self.waves}: must be in 1..{1024 // f.lanes} on {self.arch}")
 
@@ -81,35 +78,32 @@ class Tiles:
     return Fragments.of(self.arch)
 
   @property
-  def queries(self) -> int:
-    """Of a workgroup, for dQ."""
-    return self.waves * self.m_tiles * ROWS
+  def threads(self) -> int:
+    return self.waves * self.fragments.lanes
 
   @property
-  def keys(self) -> int:
-    """Of a workgroup, for dK and dV."""
-    return self.waves * self.n_tiles * ROWS
+  def rows(self) -> int:
+    """Own rows of a workgroup."""
+    return self.waves * self.own * ROWS
 
-  def lds_bytes(self, Dk: int, Dv: int) -> tuple[int, int]:
-    """Bytes of LDS of either pass: for dQ, and for dK and dV."""
+  def lds_bytes(self, Dk: int, Dv: int) -> int:
+    """Bytes of LDS: the tile as it is and transposed, L and delta of queries, and room where lanes swap P and dS."""
     f = self.fragments
     pad = f.pad * CHUNK
-    straight = sum(round_up(x, f.step) + pad for x in (Dk, Dv))
-    dq = self.block_n * straight + round_up(Dk, ROWS) * (self.block_n + pad)
-    dkv = self.block_m * straight + (round_up(Dk, ROWS) + round_up(Dv, ROWS)) * (self.block_m + pad)
-    if f.repeated:  # lanes swap dS, and P
-      dq, dkv = dq + self.queries * (self.block_n + pad), dkv + 2 * self.keys * (self.block_m + pad)
-    return 2 * dq, 2 * dkv + 8 * round_up(self.block_m, self.waves * f.lanes)
+    as_is = self.block * sum(round_up(x, f.step) + pad for x in (Dk, Dv))
+    transposed = sum(round_up(x, ROWS) for x in ((Dk, Dv) if self.of_keys else (Dk,))) * (self.block + pad)
+    swaps = (1 + self.of_keys) * self.rows * (self.block + pad) if f.repeated else 0
+    return 2 * (as_is + transposed + swaps) + (8 * round_up(self.block, self.threads) if self.of_keys else 0)
 
   @classmethod
-  def choose(cls, arch: str, M: int, N: int, Dk: int, Dv: int) -> "Tiles":
-    """Tiles for a target.
+  def choose(cls, arch: str, of_keys: bool, M: int, N: int, Dk: int, Dv: int) -> "Tiles":
+    """Tiles of a pass for a target.
 
     Raises:
       ValueError: the target is unknown, or the head size too large for LDS even with the smallest tile.
     """
     least = cls.least(Fragments.of(arch))
-    return cls(arch, 4, 1, least, 1, least)
+    return cls(arch, of_keys, 4, 1, least)
 
 
 class Pairs(NamedTuple):
@@ -146,7 +140,7 @@ class Walk:
     here: the rules.
     visit: the tiles.
     pairs: (start of a tile, what is to precede) -> the pairs of each own row.
-    fetch: (position, what is to precede) -> loads the tile that follows; None if none ever does.
+    follow: (position, what is to precede) -> loads the tile that follows; None if none ever does.
   """
 
   s: Scope
@@ -161,14 +155,20 @@ class Walk:
   here: HeadRules
   visit: Visit
   pairs: Callable[..., list[list[Pairs]]]
-  fetch: Callable[..., UOp] | None
+  follow: Callable[..., UOp] | None
+
+  def attend_all(self, ready: UOp, *within: UOp) -> UOp:
+    """All tiles, the first of which is in LDS when `ready`, inside the axes `within`."""
+    for first, trips, masked in spans(UOp.const(0), self.visit.whole, self.visit.count):
+      ready = self.attend(first, trips, masked, ready, *within)
+    return ready
 
   def attend(self, first: UOp, trips: UOp, masked: bool, *ready: UOp) -> UOp:
     """The tiles from position `first` on, which is in LDS when `ready`; each is followed there by the next."""
     f, stage, lane = self.f, self.stage, self.lane
     trip = self.s.axis(trips, AxisType.REDUCE)
     position = first + trip
-    now = (*ready, trip) if self.fetch is None else (*ready, trip, self.fetch(position, *ready, trip))
+    now = (*ready, trip) if self.follow is None else (*ready, trip, self.follow(position, *ready, trip))
     pairs = self.pairs(self.visit.tile(position) * stage.block, *now)
     products, dots = self.products(pairs, now)
     weights, grads = self.weigh(products, dots, pairs, masked)
@@ -183,7 +183,7 @@ class Walk:
         for i in range(len(operands))
       ]
       stores += accumulate(f, self.dtype, operands, lds.after(*now), acc, begun, lane)
-    if self.fetch is None:
+    if self.follow is None:
       return UOp.group(*stores).end(trip)
     read = UOp.barrier(UOp.group(*stores))  # no wave overwrites a tile before all have read it
     return UOp.barrier(stage.store(read)).end(trip)
@@ -227,6 +227,16 @@ class Walk:
     grads = [weight * dot for weight, dot in zip(p, dots, strict=True)]
     return here.dropped(p, *keys), here.pulled_back(grads, products, *keys) if rules.modifies else grads
 
+  def finish(
+    self, o: UOp, which: int, head: UOp, start: UOp, factor: float, done: UOp, exist: Sequence[UOp | None] = ()
+  ) -> list[UOp]:
+    """Stores a sum times a factor to o[head], to the rows from `start` on; 0 to one that does not exist."""
+    acc, stores = self.accs[which].after(done), []
+    for i, place in enumerate(self.places):
+      finished = scaled(factor, exist[i] if exist else None)
+      stores += store_acc(self.f, o, head, start + place, acc[i], finished, self.lane)
+    return stores
+
 
 def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles) -> UOp:
   """Builds the kernel for dQ.
@@ -242,39 +252,35 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
     rules: what stands between q.k and the softmax.
     tiles: block sizes.
   """
-  (heads, M, Dk), (kv_heads, N, Dv), f, count = sizes(q), sizes(v), tiles.fragments, tiles.m_tiles
+  (heads, M, Dk), (kv_heads, N, Dv), f = sizes(q), sizes(v), tiles.fragments
   s = Scope()
-  group = Workgroup(s, heads, ceildiv(M, tiles.queries), tiles.waves, f.lanes)
-  lane, head, start, here = group.lane, group.head, group.block * tiles.queries, rules.at(group.head)
-  kv_head, exists = head // (heads // kv_heads), here.length.ne(0)
-  places = [(group.warp * count + i) * ROWS + lane % ROWS for i in range(count)]
+  group = Workgroup(s, heads, ceildiv(M, tiles.rows), tiles.waves, f.lanes)
+  head, start, here = group.head, group.block * tiles.rows, rules.at(group.head)
+  exists, visit = here.length.ne(0), here.visit(start, tiles.rows, tiles.block)
+  places = own_places(tiles, group)
   queries = [clamp(start + place, 0, M - 1) for place in places]  # past the end: again
-  visit = here.visit(start, tiles.queries, tiles.block_n)
+  starts = [(shift(lse[head, query].load(), rules), -delta[head, query].load()) for query in queries]
 
-  straight = [(words_of(x, kv_head, exists), round_up(sizes(x)[2], f.step)) for x in (k, v)]
-  turned = [(words_of(k, kv_head, exists), round_up(Dk, ROWS))]
-  stage = Stage(s, f, tiles.block_n, tiles.waves * f.lanes, group.thread, here.length, straight, turned)
-  swap = Rows.make(s, tiles.queries, tiles.block_n, f.pad) if f.repeated else None
-  own = [[load_operands(f, x, head, query, lane) for query in queries] for x in (q, do)]
-  acc = s.filled(0.0, count, ceildiv(Dk, ROWS), f.result, after=(group.item,))
-  rows = [(shift(lse[head, query].load(), rules), -delta[head, query].load()) for query in queries]
-  first, offsets = own_rows(f, tiles.block_n, lane)
+  as_is = [(words_of(here.keys(x), exists), round_up(sizes(x)[2], f.step)) for x in (k, v)]
+  transposed = [(words_of(here.keys(k), exists), round_up(Dk, ROWS))]
+  stage = Stage(s, f, tiles.block, tiles.threads, group.thread, here.length, as_is, transposed)
+  own = [load_own(f, x, head, M, queries, group.lane) for x in (q, do)]
+  accs = [s.filled(0.0, tiles.own, ceildiv(Dk, ROWS), f.result, after=(group.item,))]
+  first, offsets = own_rows(f, tiles.block, group.lane)
 
   def pairs(tile: UOp, *_: UOp) -> list[list[Pairs]]:
-    return [[Pairs(query, first + tile, offsets, *row)] for query, row in zip(queries, rows, strict=True)]
+    return [[Pairs(query, first + tile, offsets, *x)] for query, x in zip(queries, starts, strict=True)]
 
   def fetch(position: UOp, *after: UOp) -> UOp:
-    return stage.load(visit.tile(position + 1) * tiles.block_n, *after)
+    return stage.load(visit.tile(position) * tiles.block, *after)
 
-  walk = Walk(
-    s, f, q.dtype, lane, stage, [swap], own, places, [acc], here, visit, pairs, fetch if visit.count.vmax > 1 else None
-  )
-  done = UOp.barrier(stage.store(stage.load(visit.tile(UOp.const(0)) * tiles.block_n, acc)))
-  for begun, trips, masked in spans(UOp.const(0), visit.whole, visit.count):
-    done = walk.attend(begun, trips, masked, done)
-  acc, stores = acc.after(done), []
-  for i, place in enumerate(places):
-    stores += store_acc(f, dq, head, start + place, acc[i], lambda x: x * late_factor(rules), lane)
+  def follow(position: UOp, *after: UOp) -> UOp:
+    return fetch(position + 1, *after)
+
+  next_one = follow if visit.count.vmax > 1 else None
+  walk = Walk(s, f, q.dtype, group.lane, stage, swaps(s, tiles), own, places, accs, here, visit, pairs, next_one)
+  done = walk.attend_all(UOp.barrier(stage.store(fetch(UOp.const(0), *accs))))
+  stores = walk.finish(dq, 0, head, start, late_factor(rules), done)
   return group.kernel(f"attention_backward_q_{tiles.arch}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
 
 
@@ -288,57 +294,108 @@ def backward_kv(
     dv: (kv_heads, N, Dv), that of v, likewise.
     q, k, v, do, lse, delta, rules, tiles: as `backward_q` has them.
   """
-  (heads, M, Dk), (kv_heads, N, Dv), f, count = sizes(q), sizes(v), tiles.fragments, tiles.n_tiles
+  (heads, M, Dk), (kv_heads, N, Dv), f = sizes(q), sizes(v), tiles.fragments
   s, members = Scope(), heads // kv_heads
-  group = Workgroup(s, kv_heads, ceildiv(N, tiles.keys), tiles.waves, f.lanes)
+  group = Workgroup(s, kv_heads, ceildiv(N, tiles.rows), tiles.waves, f.lanes)
   member = s.axis(members, AxisType.REDUCE)  # of the query heads that read this key head
-  lane, kv_head, start, of_batch = group.lane, group.head, group.block * tiles.keys, rules.heads // members
-  here = HeadRules(rules, kv_head // of_batch, kv_head % of_batch * members + member)
-  places = [(group.warp * count + i) * ROWS + lane % ROWS for i in range(count)]
+  kv_head, start = group.head, group.block * tiles.rows
+  at = of_members(rules, kv_head, members)
+  visit_of = visit_alike(at, members, start, tiles)
+  here, visit = at(member), visit_of(member)
+  places = own_places(tiles, group)
   keys = [clamp(start + place, 0, N - 1) for place in places]
-  there = [clamp(key, 0, (here.length - 1).maximum(0)) for key in keys]
-  visit = here.visit_queries(start, tiles.keys, tiles.block_m)
+  existing = [clamp(key, 0, (here.length - 1).maximum(0)) for key in keys]
 
-  def row_of(x: UOp) -> Callable[[UOp], UOp]:
-    return lambda row: x.reshape(heads * M)[row].load()
-
-  flat = [x.reshape(1, heads * M, sizes(x)[2]) for x in (q, do)]
-  straight, turned = (
-    [(words_of(x, UOp.const(0)), round_up(sizes(x)[2], to)) for x in order]
-    for order, to in ((flat, f.step), (flat[::-1], ROWS))
+  rows = [x.reshape(1, heads * M, sizes(x)[2]) for x in (q, do)]
+  as_is, transposed = (
+    [(words_of(HeadRows.of(x, UOp.const(0), UOp.const(M))), round_up(sizes(x)[2], to)) for x in order]
+    for order, to in ((rows, f.step), (rows[::-1], ROWS))
   )
-  numbers = [lambda row: shift(row_of(lse)(row), rules), lambda row: -row_of(delta)(row)]
-  stage = Stage(s, f, tiles.block_m, tiles.waves * f.lanes, group.thread, UOp.const(M), straight, turned, numbers)
-  swaps = [Rows.make(s, tiles.keys, tiles.block_m, f.pad) if f.repeated else None for _ in range(2)]
-  own = [[load_operands(f, x, kv_head, key, lane, here.length.ne(0)) for key in there] for x in (k, v)]
-  accs = [s.filled(0.0, count, ceildiv(size, ROWS), f.result, after=(group.item,)) for size in (Dv, Dk)]
-  first, offsets = own_rows(f, tiles.block_m, lane)
+  numbers = [lambda row: shift(lse.reshape(-1)[row].load(), rules), lambda row: -delta.reshape(-1)[row].load()]
+  stage = Stage(s, f, tiles.block, tiles.threads, group.thread, UOp.const(M), as_is, transposed, numbers)
+  own = [load_own(f, x, kv_head, here.length, existing, group.lane) for x in (k, v)]
+  accs = [s.filled(0.0, tiles.own, ceildiv(size, ROWS), f.result, after=(group.item,)) for size in (Dv, Dk)]
+  first, offsets = own_rows(f, tiles.block, group.lane)
 
   def pairs(tile: UOp, *after: UOp) -> list[list[Pairs]]:
-    lse_i, delta_i = ([x.after(*after)[first + i].load() for i in offsets] for x in stage.numbers)
-    return [
-      [Pairs(tile + first + i, key, [0], *x) for i, *x in zip(offsets, lse_i, delta_i, strict=True)] for key in keys
-    ]
+    starts = [[x.after(*after)[first + i].load() for x in stage.numbers] for i in offsets]
+    return [[Pairs(tile + first + i, key, [0], *x) for i, x in zip(offsets, starts, strict=True)] for key in keys]
 
-  def fetch(position: UOp, *after: UOp) -> UOp:
+  def fetch(position: UOp, of: UOp, *after: UOp) -> UOp:
+    return stage.load(visit_of(of).tile(position) * tiles.block, *after, base=(kv_head * members + of) * M)
+
+  def follow(position: UOp, *after: UOp) -> UOp:
     more = position + 1 < visit.count
-    following = clamp(member + more.where(0, 1), 0, members - 1)
-    tile = visit.tile(more.where(position + 1, 0))
-    return stage.load(tile * tiles.block_m, *after, base=(kv_head * members + following) * M)
+    return fetch(more.where(position + 1, 0), clamp(member + more.where(0, 1), 0, members - 1), *after)
 
   several = members > 1 or visit.count.vmax > 1
-  walk = Walk(s, f, q.dtype, lane, stage, swaps, own, places, accs, here, visit, pairs, fetch if several else None)
-  done = UOp.barrier(
-    stage.store(stage.load(visit.tile(UOp.const(0)) * tiles.block_m, *accs, base=kv_head * members * M))
+  walk = Walk(
+    s,
+    f,
+    q.dtype,
+    group.lane,
+    stage,
+    swaps(s, tiles),
+    own,
+    places,
+    accs,
+    here,
+    visit,
+    pairs,
+    follow if several else None,
   )
-  for begun, trips, masked in spans(UOp.const(0), visit.whole, visit.count):
-    done = walk.attend(begun, trips, masked, done, member)
-  done, stores = done.end(member), []
-  for o, acc, factor in ((dv, accs[0], 1.0), (dk, accs[1], late_factor(rules))):
-    for i, (place, key) in enumerate(zip(places, keys, strict=True)):
-      exists = None if rules.kv_lengths is None else key < here.length
-      stores += store_acc(f, o, kv_head, start + place, acc.after(done)[i], finished(factor, exists), lane)
+  first_tile = fetch(UOp.const(0), UOp.const(0), *accs)
+  done = walk.attend_all(UOp.barrier(stage.store(first_tile)), member).end(member)
+  exist = [key < here.length for key in keys] if rules.kv_lengths is not None else ()
+  stores = walk.finish(dv, 0, kv_head, start, 1.0, done, exist) + walk.finish(
+    dk, 1, kv_head, start, late_factor(rules), done, exist
+  )
   return group.kernel(f"attention_backward_kv_{tiles.arch}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
+
+
+def of_members(rules: Rules, kv_head: UOp, members: int) -> Callable[[UOp], HeadRules]:
+  """The rules for each of the query heads that read a key head."""
+  of_batch = rules.heads // members
+  return lambda member: HeadRules(rules, kv_head // of_batch, kv_head % of_batch * members + member)
+
+
+def visit_alike(at: Callable[[UOp], HeadRules], members: int, start: UOp, tiles: Tiles) -> Callable[[UOp], Visit]:
+  """The tiles of queries that see a block of keys, for each of the query heads; as many for each.
+
+  tinygrad would end the loop over the heads with the loop over the tiles, if how many these are depended on the head.
+  So where lists say how many, all have as many as the longest; a tile too many has no query that exists.
+  """
+  lists, beyond = at(UOp.const(0)).rules.tile_lists, ceildiv(at(UOp.const(0)).rules.M, tiles.block)
+
+  def visit(member: UOp) -> Visit:
+    return at(member).visit_queries(start, tiles.rows, tiles.block)
+
+  if lists is None or members == 1 or sizes(lists[0])[1] == 1:
+    return visit
+  count = reduce(UOp.maximum, (visit(UOp.const(i)).count for i in range(members)))
+
+  def padded(member: UOp) -> Visit:
+    mine = visit(member)
+    return Visit(UOp.const(0), count, lambda position: (position < mine.count).where(mine.tile(position), beyond))
+
+  return padded
+
+
+def own_places(tiles: Tiles, group: Workgroup) -> list[UOp]:
+  """Where this lane's own rows are in the block."""
+  return [(group.warp * tiles.own + i) * ROWS + group.lane % ROWS for i in range(tiles.own)]
+
+
+def load_own(f: Fragments, x: UOp, head: UOp, length: UOp | int, rows: list[UOp], lane: UOp) -> list[list[Operand]]:
+  """This lane's own rows of x[head], zeros if none exist, as operands."""
+  length = length if isinstance(length, UOp) else UOp.const(length)
+  return [load_operands(f, x.dtype, HeadRows.of(x, head, length), row, lane, length.ne(0)) for row in rows]
+
+
+def swaps(s: Scope, tiles: Tiles) -> list[Rows | None]:
+  """Room for dS, or P and dS, where lanes swap them."""
+  f = tiles.fragments
+  return [Rows.make(s, tiles.rows, tiles.block, f.pad) if f.repeated else None for _ in range(1 + tiles.of_keys)]
 
 
 def late_factor(rules: Rules) -> float:
@@ -346,8 +403,8 @@ def late_factor(rules: Rules) -> float:
   return 1.0 if rules.modifies else rules.scale
 
 
-def finished(factor: float, exists: UOp | None) -> Callable[[UOp], UOp]:
-  """What turns sums into gradients: those of a key that does not exist are 0."""
+def scaled(factor: float, exists: UOp | None) -> Callable[[UOp], UOp]:
+  """Times a factor, and 0 if a row does not exist."""
   return lambda x: x * factor if exists is None else exists.where(x * factor, 0.0)
 
 

@@ -35,6 +35,7 @@ from uopattn.dsl import LN2, Scope, gated, sizes
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.fragments import CHUNK, HIP, ROWS, Fragments
 from uopattn.dsl.keys import spans
+from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.products import (
   Operand,
   accumulate,
@@ -45,6 +46,7 @@ from uopattn.dsl.products import (
   own_rows,
   store_acc,
 )
+from uopattn.dsl.rows import HeadRows
 from uopattn.dsl.rules import HeadRules, Rules, Visit
 from uopattn.dsl.softmax import finish
 from uopattn.dsl.staging import Rows, Stage
@@ -115,6 +117,10 @@ class Tiles:
     """Waves that share a SIMD, as far as LDS goes: two SIMDs of RDNA, four of CDNA, have LDS_LIMIT bytes."""
     return LDS_LIMIT // self.lds_bytes(Dk, Dv) * self.waves // (2 if self.fragments.lanes == 32 else 4)
 
+  def resident(self, Dk: int, Dv: int, arch: str) -> int:
+    """Workgroups at once on a compute unit, as far as LDS goes."""
+    return max(1, lds_limit(arch) // self.lds_bytes(Dk, Dv))
+
   @classmethod
   def choose(cls, arch: str, M: int, N: int, Dk: int, Dv: int, masked: bool = False) -> "Tiles":
     """Tiles for a target: as many queries a wave, then as many keys a tile, as registers and LDS allow.
@@ -147,28 +153,29 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   """Builds the kernel.
 
   Args:
-    o: (heads, M, Dv), the output, in q's dtype.
+    o: (heads, M, Dv), the output, in q's dtype. Or float32 (heads splits, M, Dv): the output over a part of the keys.
     q: (heads, M, Dk), float16 or bfloat16.
-    k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads).
-    v: (kv_heads, N, Dv).
-    lse: (heads, M) float32, receives the natural logarithm of the sum of exponentials of each row.
+    k: keys, as `rules` finds them.
+    v: values, likewise.
+    lse: (heads, M), or (heads splits, M), float32; receives the natural logarithm of the sum of exponentials of a row.
     rules: what stands between q.k and the softmax.
     tiles: block sizes.
   """
-  (heads, M, Dk), (kv_heads, N, Dv), f, m_tiles = sizes(q), sizes(v), tiles.fragments, tiles.m_tiles
+  (heads, M, Dk), (results, _, Dv), f, m_tiles = sizes(q), sizes(o), tiles.fragments, tiles.m_tiles
   s = Scope()
-  group = Workgroup(s, heads, ceildiv(M, tiles.block_m), tiles.waves, f.lanes)
+  group = Workgroup(s, heads, ceildiv(M, tiles.block_m), tiles.waves, f.lanes, results // heads)
   lane, block_row, here = group.lane, group.block * tiles.block_m, rules.at(group.head)
   places = [(group.warp * m_tiles + i) * ROWS + lane % ROWS for i in range(m_tiles)]  # this lane's in the block
   queries = [(row < M).where(row, M - 1) for row in (block_row + place for place in places)]  # past the end: again
-  visit = here.visit(block_row, tiles.block_m, tiles.block_n)
+  visit = here.visit(block_row, tiles.block_m, tiles.block_n).part(group.split, results // heads)
 
-  q_frags = [load_operands(f, q, group.head, query, lane) for query in queries]
+  q_rows = HeadRows.of(q, group.head, UOp.const(M))
+  q_frags = [load_operands(f, q.dtype, q_rows, query, lane) for query in queries]
   state = State.make(s, (m_tiles, ceildiv(Dv, ROWS), f.result), rules.factors[1], group.item)
-  threads, kv_head = tiles.waves * f.lanes, group.head // (heads // kv_heads)
+  threads = tiles.waves * f.lanes
   # Not `> 0`: tinygrad would take a comparison for granted in all of a gated index, in the ends of its loops too.
   exists = here.length.ne(0)
-  sources = [(words_of(x, kv_head, exists), size) for x, size in zip((k, v), tiles.padded(Dk, Dv), strict=True)]
+  sources = [(words_of(here.keys(x), exists), size) for x, size in zip((k, v), tiles.padded(Dk, Dv), strict=True)]
   stage = Stage(s, f, tiles.block_n, threads, group.thread, here.length, sources[:1], sources[1:])
   p_lds = Rows.make(s, tiles.block_m, tiles.block_n, f.pad) if f.repeated else None
   loop = Mainloop(s, f, q.dtype, lane, stage, p_lds, q_frags, places, queries, here, visit, state)
@@ -180,8 +187,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   state, stores = state.after(done), []
   for i, place in enumerate(places):
     m, l = state.m_i[i].load() * rules.factors[1], join(f, UOp.__add__, state.l_i[i].load(), lane)
-    stores += store_rows(f, o, lse, group.head, block_row + place, state.acc[i], m, l, here.sink, lane)
-  return group.kernel(f"attention_{tiles.arch}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
+    row = block_row + place
+    stores += store_rows(f, o, lse, group.result, row, state.acc[i], m, l, here.sink(row), lane)
+  return group.kernel(f"attention_{tiles.arch}_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
 
 
 class State(NamedTuple):

@@ -13,6 +13,7 @@ from tinygrad.helpers import ceildiv
 
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.fragments import CHUNK, HIP, ROWS, Fragments
+from uopattn.dsl.rows import HeadRows
 from uopattn.dsl.scope import gated, sizes
 from uopattn.dsl.staging import WORDS, Rows
 from uopattn.dsl.words import ALWAYS, Words, as_type, words_of
@@ -20,11 +21,13 @@ from uopattn.dsl.words import ALWAYS, Words, as_type, words_of
 Operand = list[UOp]  # the `width` 16-bit elements that a lane holds of A, or of B, for a step
 
 
-def load_operands(f: Fragments, x: UOp, head: UOp, row: UOp, lane: UOp, exists: UOp = ALWAYS) -> list[Operand]:
-  """Row x[head, row], of this lane, as the B operand of each step; zeros where it does not exist."""
-  load, steps = words_of(x, head, exists), ceildiv(sizes(x)[2], f.step)
+def load_operands(
+  f: Fragments, dtype: DType, rows: HeadRows, row: UOp, lane: UOp, exists: UOp = ALWAYS
+) -> list[Operand]:
+  """A row, of this lane, as the B operand of each step; zeros where nothing `exists`."""
+  load, steps = words_of(rows, exists), ceildiv(rows.size, f.step)
   words = [[load(row, f.chunk(UOp.const(i), lane) * WORDS + w) for w in range(f.width // 2)] for i in range(steps)]
-  return [elements(f, x.dtype, step) for step in words]
+  return [elements(f, dtype, step) for step in words]
 
 
 def multiply(f: Fragments, a: Operand, b: Operand, c: UOp) -> UOp:
@@ -165,12 +168,26 @@ def join(f: Fragments, operation: Callable[[UOp, UOp], UOp], value: UOp, lane: U
 def store_acc(
   f: Fragments, o: UOp, head: UOp, row: UOp, acc: UOp, finished: Callable[[UOp], UOp], lane: UOp
 ) -> list[UOp]:
-  """Stores acc (tiles of 16 columns, `result` in this lane), finished, to o[head, row]; nothing past o's rows."""
+  """Stores acc (tiles of 16 columns, `result` in this lane), finished, to o[head, row]; nothing past o's rows.
+
+  o is of a 16-bit type or, where it is to be joined with others, float32.
+  """
   stores = []
   for j in range(sizes(acc)[0]):
-    columns = neighbours(f, [finished(acc[j, e].load()).cast(o.dtype) for e in range(f.result)], lane)
+    values = [finished(acc[j, e].load()) for e in range(f.result)]
+    if o.dtype == dtypes.float:
+      stores += [store_part(o, head, row, j * ROWS + f.result_row(lane // ROWS, e), x) for e, x in enumerate(values)]
+      continue
+    columns = neighbours(f, [x.cast(o.dtype) for x in values], lane)
     stores += store_columns(o, head, row, j * ROWS + lane // ROWS * f.result, columns)
   return stores
+
+
+def store_part(o: UOp, head: UOp, row: UOp, column: UOp, value: UOp) -> UOp:
+  """Stores an element in float32."""
+  _, M, Dv = sizes(o)
+  inside = (row < M) & (column < Dv) if column.vmax >= Dv else row < M
+  return gated(o, inside, head, row, column).store(ins.pin(HIP, value))
 
 
 def neighbours(f: Fragments, values: list[UOp], lane: UOp) -> list[UOp]:
