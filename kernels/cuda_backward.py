@@ -168,7 +168,7 @@ def backward_kv(
   loop = Mainloop(s, group, Mma(s, q.dtype), tiles, here, *tiles.panels(s, Dk, Dv))
 
   rows, queries = loop.rows(group.block), columns(tiles.strip // COLUMNS)
-  offsets = [i * ROWS + row_of(UOp.const(0), half) for i, half in rows]
+  offsets = [i * ROWS + half * COLUMNS for i, half in rows]
 
   def lines(first: UOp, masked: bool) -> list[Line]:
     found = []
@@ -186,7 +186,7 @@ def backward_kv(
     sums = _after(sums, ins.cp_async_wait(CUDA, 0, *sums))
   else:  # until all warps are done with one head, the slots are in use
     entered = _after(sums, member)
-    entered = loop.run(stream, visit, lines, entered, stream.start_first(UOp.barrier(member, *copies, *entered)))
+    entered = loop.run(stream, visit, lines, entered, stream.start_first(UOp.barrier(member), *copies))
     sums = _after(sums, ins.cp_async_wait(CUDA, 0, *entered).end(member))
   stores = loop.store(dk, sums[0], group.head, group.block) + loop.store(dv, sums[1], group.head, group.block)
   return group.kernel(f"attention_backward_kv_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
