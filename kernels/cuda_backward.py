@@ -10,7 +10,7 @@ workgroup has: results are the same bits in every run. delta = rowsum(O dO), lse
 Who holds what. What a warp keeps stands for the rows of its products: the two left operands, read from shared memory
 once (`Tiles.held`) or for each tile anew, and the sums, in registers; so P and dS, rounded, are left operands of the
 last products as they are. What it runs through comes in tiles of `block` rows, `stages` of each kind, which all warps
-share (`uopattn.dsl.stream`); it takes `strip` of them at a time, each a column of its scores.
+share (`uopattn.dsl.stream`).
 """
 
 from collections.abc import Callable, Sequence
@@ -35,6 +35,7 @@ from uopattn.dsl.stream import Stream
 from uopattn.dsl.workgroup import Workgroup
 
 CUDA = "cuda"
+LOWEST = -1e30  # an lse less than any other
 BITS = {8: dtypes.uint, 16: dtypes.ushort}  # elements of a step: an integer of their size
 
 
@@ -45,8 +46,7 @@ class Tiles:
   Attributes:
     warps: warps in a workgroup.
     row_tiles: tiles of 16 rows a warp, queries of `backward_q` and keys of `backward_kv`.
-    block: rows of a tile that the warps run through.
-    strip: of these at a time.
+    block: rows of a tile that the warps run through, each a column of their scores.
     stages: slots for tiles.
     held: whether the left operands stay in registers.
     step: elements in the 32 bytes along k of a step: 8 for float32, 16 for float16 and bfloat16.
@@ -55,7 +55,6 @@ class Tiles:
   warps: int
   row_tiles: int
   block: int
-  strip: int
   stages: int = 2
   held: bool = True
   step: int = 16
@@ -63,10 +62,8 @@ class Tiles:
   def __post_init__(self) -> None:
     if self.step not in BITS:
       raise ValueError(f"Tiles.step={self.step}: must be one of {', '.join(map(str, BITS))}")
-    if self.strip < 1 or self.strip % PAIR:
-      raise ValueError(f"Tiles.strip={self.strip}: must be a multiple of {PAIR}")
-    if self.block < 1 or self.block % self.strip:
-      raise ValueError(f"Tiles.block={self.block}: must be a multiple of Tiles.strip, {self.strip}")
+    if self.block < 1 or self.block % PAIR:
+      raise ValueError(f"Tiles.block={self.block}: must be a multiple of {PAIR}")
     if self.row_tiles < 1:
       raise ValueError(f"Tiles.row_tiles={self.row_tiles}: must be at least 1")
     if not 1 <= self.warps <= 32:
@@ -124,7 +121,7 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   visit = here.visit(block * tiles.rows, tiles.rows, tiles.block)
   loop = Mainloop(s, group, Mma(s, q.dtype), tiles, here, *tiles.panels(s, Dk, Dv))
 
-  rows, keys = loop.rows(block), columns(tiles.strip // COLUMNS)
+  rows, keys = loop.rows(block), columns(tiles.block // COLUMNS)
   numbers = {place: numbers_of(lse, delta, head, row, True) for place, row in rows.items()}
 
   def lines(first: UOp, masked: bool) -> list[Line]:
@@ -167,7 +164,7 @@ def backward_kv(
   visit = here.visit_queries(group.block * tiles.rows, tiles.rows, tiles.block)
   loop = Mainloop(s, group, Mma(s, q.dtype), tiles, here, *tiles.panels(s, Dk, Dv))
 
-  rows, queries = loop.rows(group.block), columns(tiles.strip // COLUMNS)
+  rows, queries = loop.rows(group.block), columns(tiles.block // COLUMNS)
   offsets = [i * ROWS + half * COLUMNS for i, half in rows]
 
   def lines(first: UOp, masked: bool) -> list[Line]:
@@ -212,7 +209,7 @@ class Line:
   delta: UOp
 
 
-Lines = Callable[[UOp, bool], list[Line]]  # from a strip's first row, and whether its tile may have hidden scores
+Lines = Callable[[UOp, bool], list[Line]]  # from a tile's first row, and whether it may have hidden scores
 
 
 @dataclass(frozen=True)
@@ -273,36 +270,16 @@ class Mainloop:
     for first, trips, masked in spans(UOp.const(0), visit.whole, visit.count):
       trip = self.s.axis(trips, AxisType.REDUCE)
       n = first + trip
-      tiles = stream.take(n, trip, begun, *sums)
-      left = held or self.left(tiles[0].memory)
-      out = [accumulators(x.after(trip)) for x in sums]
-      for strip in range(0, self.tiles.block, self.tiles.strip):
-        found = lines(visit.tile(n) * self.tiles.block + strip, masked)
-        out = self.attend(strip, found, masked, left, tiles, out)
-      sums = _after(
-        sums, UOp.group(*[store for x, y in zip(sums, out, strict=True) for store in _stores(x, y)]).end(trip)
-      )
+      tiles, found = stream.take(n, trip, begun, *sums), lines(visit.tile(n) * self.tiles.block, masked)
+      left = held or self.left(begun, trip)
+      products, grads = (self.mma.by_rows(a, tile, self.group.lane) for a, tile in zip(left, tiles, strict=True))
+      stores, factors = [], self.factors(found, products, grads, masked)
+      for factor, tile, total in zip(factors, tiles, sums, strict=False):  # backward_q has no sum of P
+        a, old = [self.mma.as_left(x) for x in factor], accumulators(total.after(trip))
+        out = self.mma.by_columns(a, tile, self.group.lane, old)
+        stores += [total[i, d].store(x) for i, row in enumerate(out) for d, x in enumerate(row)]
+      sums = _after(sums, UOp.group(*stores).end(trip))
     return sums
-
-  def attend(
-    self,
-    strip: int,
-    lines: list[Line],
-    masked: bool,
-    left: list[list[list[UOp]]],
-    tiles: list[Panels],
-    sums: list[Accumulators],
-  ) -> list[Accumulators]:
-    """The sums with those of a strip."""
-    lane = self.group.lane
-    products, grads = (
-      self.mma.by_rows(a, tile, lane, strip, self.tiles.strip) for a, tile in zip(left, tiles, strict=True)
-    )
-    factors = self.factors(lines, products, grads, masked)
-    return [
-      self.mma.by_columns([self.mma.as_left(x) for x in factor], tile, lane, total, strip)
-      for factor, tile, total in zip(factors, tiles, sums, strict=False)  # backward_q has no sum of P
-    ]
 
   def factors(self, lines, products: Accumulators, grads: Accumulators, masked: bool):
     """dS, by q.k, and P: for each 16 rows this lane's elements of its two rows."""
@@ -332,12 +309,12 @@ class Mainloop:
 def numbers_of(lse: UOp, delta: UOp, head: UOp, query: UOp, doubtful: bool) -> tuple[UOp, UOp]:
   """lse, in base 2, and delta of a query; of one that may not exist, if `doubtful`, such that its P is 0.
 
-  A query that sees no key has an lse of -inf, as have its scores: 0 in its place makes P 0.
+  A query that sees no key has an lse of -inf, as have its scores: a finite one in its place makes P 0.
   """
   count = sizes(lse)[1]
   at = head * count + (query.minimum(count - 1) if doubtful else query)
   found, number = lse.base[at].load(), delta.base[at].load()
-  found = found.eq(-inf).where(0.0, found * LOG2E)
+  found = ins.fmax(CUDA, found * LOG2E, UOp.const(LOWEST, dtypes.float))
   return (query < count).where(found, inf) if doubtful else found, number
 
 
@@ -345,10 +322,6 @@ def accumulators(total: UOp) -> Accumulators:
   """Registers (tiles of 16 rows, accumulator tiles, 4) as values."""
   row_tiles, width, _ = sizes(total)
   return [[UOp.stack(*[total[i, d, e].load() for e in range(4)]) for d in range(width)] for i in range(row_tiles)]
-
-
-def _stores(total: UOp, out: Accumulators) -> list[UOp]:
-  return [total[i, d].store(tile) for i, tiles in enumerate(out) for d, tile in enumerate(tiles)]
 
 
 def _after(sums: list[UOp], *after: UOp) -> list[UOp]:
