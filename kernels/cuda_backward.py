@@ -29,7 +29,7 @@ from uopattn.dsl.keys import spans
 from uopattn.dsl.math import LOG2E
 from uopattn.dsl.mma import PAIR, STEP_BYTES, Accumulators, Mma
 from uopattn.dsl.panels import Panels, Rows
-from uopattn.dsl.quads import COLUMNS, HALVES, QUAD, ROWS, WARP, columns, row_of, store_scaled
+from uopattn.dsl.quads import COLUMNS, HALVES, QUAD, ROWS, WARP, columns, row_elements, row_of, store_scaled
 from uopattn.dsl.rules import HeadRules, Rules, Visit
 from uopattn.dsl.stream import Stream
 from uopattn.dsl.workgroup import Workgroup
@@ -209,6 +209,7 @@ class Line:
   delta: UOp
 
 
+Elements = list[list[list[UOp]]]  # of a lane: tile of 16 rows, accumulator tile, element
 Lines = Callable[[UOp, bool], list[Line]]  # from a tile's first row, and whether it may have hidden scores
 
 
@@ -272,31 +273,42 @@ class Mainloop:
       n = first + trip
       tiles, found = stream.take(n, trip, begun, *sums), lines(visit.tile(n) * self.tiles.block, masked)
       left = held or self.left(begun, trip)
-      products, grads = (self.mma.by_rows(a, tile, self.group.lane) for a, tile in zip(left, tiles, strict=True))
+      products = self.mma.by_rows(left[0], tiles[0], self.group.lane)
+      grads = self.mma.by_rows(left[1], tiles[1], self.group.lane, self.less_delta(found))
       stores, factors = [], self.factors(found, products, grads, masked)
       for factor, tile, total in zip(factors, tiles, sums, strict=False):  # backward_q has no sum of P
-        a, old = [self.mma.as_left(x) for x in factor], accumulators(total.after(trip))
-        out = self.mma.by_columns(a, tile, self.group.lane, old)
+        a = [self.mma.as_left([row_elements(rows, half) for half in range(HALVES)]) for rows in factor]
+        out = self.mma.by_columns(a, tile, self.group.lane, accumulators(total.after(trip)))
         stores += [total[i, d].store(x) for i, row in enumerate(out) for d, x in enumerate(row)]
       sums = _after(sums, UOp.group(*stores).end(trip))
     return sums
 
-  def factors(self, lines, products: Accumulators, grads: Accumulators, masked: bool):
-    """dS, by q.k, and P: for each 16 rows this lane's elements of its two rows."""
-    count = len(products[0]) * 2
-    ds, p = ([[[None] * count for _ in range(HALVES)] for _ in products] for _ in range(2))
+  def less_delta(self, lines: list[Line]) -> Accumulators | None:
+    """-delta, for dP to start from: so it costs nothing, unless dropout comes between the two."""
+    if self.here.rules.seed is not None:
+      return None
+    return [[UOp.stack(*x) for x in row] for row in self.arranged(lines, [[-x.delta] * len(x.places) for x in lines])]
+
+  def factors(
+    self, lines: list[Line], products: Accumulators, grads: Accumulators, masked: bool
+  ) -> tuple[Elements, Elements]:
+    """dS, by q.k, and P."""
+    pulled, dropped = [], []
     for line in lines:
-      s = [products[i][n][e] for i, n, e in line.places]
-      dp = [grads[i][n][e] for i, n, e in line.places]
+      s, dp = ([x[i][n][e] for i, n, e in line.places] for x in (products, grads))
       at = line.query, line.first, line.offsets
-      scores = self.here.scores(s, *at, masked)
-      weights = [ins.exp2(CUDA, x * self.here.rules.factors[1] - line.lse) for x in scores]
-      dp = self.here.dropped(dp, *at)
-      pulled = self.here.pulled_back([w * (x - line.delta) for w, x in zip(weights, dp, strict=True)], s, *at)
-      dropped = self.here.dropped(weights, *at)
-      for (i, n, e), x, w in zip(line.places, pulled, dropped, strict=True):
-        ds[i][e // 2][2 * n + e % 2], p[i][e // 2][2 * n + e % 2] = x, w
-    return ds, p
+      p = [ins.exp2(CUDA, x * self.here.rules.factors[1] - line.lse) for x in self.here.scores(s, *at, masked)]
+      if self.here.rules.seed is not None:
+        dp = [x - line.delta for x in self.here.dropped(dp, *at)]
+      pulled.append(self.here.pulled_back([x * y for x, y in zip(p, dp, strict=True)], s, *at))
+      dropped.append(self.here.dropped(p, *at))
+    return self.arranged(lines, pulled), self.arranged(lines, dropped)
+
+  def arranged(self, lines: list[Line], values: list[list[UOp]]) -> Elements:
+    """The values of each line where they belong."""
+    place = {at: x for line, found in zip(lines, values, strict=True) for at, x in zip(line.places, found, strict=True)}
+    widths = range(self.tiles.block // COLUMNS)
+    return [[[place[i, n, e] for e in range(4)] for n in widths] for i in range(self.tiles.row_tiles)]
 
   def store(self, x: UOp, total: UOp, head: UOp, block: UOp) -> list[UOp]:
     """A sum to the rows of x."""

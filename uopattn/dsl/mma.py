@@ -67,34 +67,25 @@ class Mma:
       frags.append(frag.after(ins.ldmatrix(CUDA, frag[0], tile.at(row, chunk))))
     return frags
 
-  def by_rows(self, left: list[list[UOp]], tile: Panels, lane: UOp, first: int = 0, count: int = 0) -> Accumulators:
-    """A B^T for each A in `left`, B being `count` rows of a tile from `first` on, by default all.
-
-    Each A is 16 rows as `load_left` gives them.
-    """
+  def by_rows(self, left: list[list[UOp]], tile: Panels, lane: UOp, acc: Accumulators | None = None) -> Accumulators:
+    """acc + A B^T, B being the rows of a tile, for each A in `left`: 16 rows as `load_left` gives them."""
     zero = UOp.const((0.0,) * 4, dtypes.float)
-    out = [[zero] * ((count or tile.rows) // COLUMNS) for _ in left]
+    out = [list(x) for x in acc] if acc else [[zero] * (tile.rows // COLUMNS) for _ in left]
     for step in range(len(left[0])):
       for n in range(0, len(out[0]), 2):
-        for j, right in enumerate(self.load_right(tile, first + n * COLUMNS, step, lane)):
-          for acc, a in zip(out, left, strict=True):
-            acc[n + j] = self.multiply(a[step], right, acc[n + j])
+        for j, right in enumerate(self.load_right(tile, n * COLUMNS, step, lane)):
+          for found, a in zip(out, left, strict=True):
+            found[n + j] = self.multiply(a[step], right, found[n + j])
     return out
 
-  def by_columns(
-    self, left: list[list[UOp]], tile: Panels, lane: UOp, acc: Accumulators, first: int = 0
-  ) -> Accumulators:
-    """acc + A B for each A in `left`, B being as many rows of a tile, from `first` on, as A has columns.
-
-    Each A is 16 rows as `as_left` gives them; `first` is a multiple of `step`.
-    """
-    out = [list(tiles) for tiles in acc]
+  def by_columns(self, left: list[list[UOp]], tile: Panels, lane: UOp, acc: Accumulators) -> Accumulators:
+    """acc + A B, B being the rows of a tile, for each A in `left`: 16 rows as `as_left` gives them."""
+    out = [list(x) for x in acc]
     for step in range(len(left[0])):
       for d in range(0, len(out[0]), 2):
-        pair = self.load_right_transposed(tile, first // self.step + step, d * COLUMNS, lane)
-        for j, right in enumerate(pair):
-          for tiles, a in zip(out, left, strict=True):
-            tiles[d + j] = self.multiply(a[step], right, tiles[d + j])
+        for j, right in enumerate(self.load_right_transposed(tile, step, d * COLUMNS, lane)):
+          for found, a in zip(out, left, strict=True):
+            found[d + j] = self.multiply(a[step], right, found[d + j])
     return out
 
   def load_right(self, tile: Panels, first: int, step: int, lane: UOp) -> list[UOp]:
