@@ -106,17 +106,13 @@ def test_any_window_and_length(M, N, block_m, block_n, left, right, start, lengt
   check_visits(M, N, block_m, block_n, 1, options, least=False)
 
 
-@pytest.mark.parametrize("rule", ["mask_mods", "attn_mask", "bounds", "tile_lists"])
+@pytest.mark.parametrize("rule", ["mask_mods", "attn_mask", "bounds"])
 def test_no_tile_is_whole_where_single_keys_may_be_hidden(rule: str) -> None:
   M, N = 70, 90
   values: Options = {
     "mask_mods": (lambda b, h, i, j: i != j,),
     "attn_mask": UOp.placeholder((1, 1, M, N), dtypes.bool, slot=7),
     "bounds": (UOp.placeholder((M,), dtypes.int, slot=7), UOp.placeholder((M,), dtypes.int, slot=8)),
-    "tile_lists": (
-      UOp.placeholder((1, 1, 5, 6), dtypes.int, slot=7),
-      UOp.placeholder((1, 1, 5, 2), dtypes.int, slot=8),
-    ),
   }
   got = visited(M, N, 16, 16, 0, {rule: values[rule]})
   np.testing.assert_array_equal(got[:, 0], 0)

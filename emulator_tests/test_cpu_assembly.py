@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers import cpu_target
-from tinygrad import UOp, dtypes
+from tinygrad import dtypes
 from tinygrad.codegen import to_program
 from tinygrad.device import Compiler
 from tinygrad.helpers import Target
@@ -19,7 +19,7 @@ from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 from tinygrad.uop.ops import Ops
 
 from uopattn.dispatch import Choice, dispatch
-from uopattn.flash import rules
+from uopattn.flash import graph, placeholders
 from uopattn.spec import AttentionSpec
 from uopattn.toolchain import find_clang
 
@@ -60,12 +60,9 @@ MACHINES = {
 
 def assembly(spec: AttentionSpec, choice: Choice, arch: str) -> str:
   """The kernel in the instructions of a machine."""
-  s = spec
-  shapes = ((s.Hq, s.M, s.Dv), (s.Hq, s.M, s.Dk), (s.Hkv, s.N, s.Dk), (s.Hkv, s.N, s.Dv))
-  buffers = [UOp.placeholder(shape, s.dtype, slot) for slot, shape in enumerate(shapes)]
   renderer = ClangRenderer(Target("CPU", "CLANG", arch))
   renderer.compiler = Compiler()  # the program is only rendered
-  program = to_program(choice.kernel.build(*buffers, None, rules=rules(s, (), ()), tiles=choice.tiles), renderer)
+  program = to_program(graph(choice, spec, placeholders(choice, spec)), renderer)
   source = next(u.arg for u in program.src if u.op is Ops.SOURCE)
   # as tinygrad compiles it
   words = arch.split(",")

@@ -35,6 +35,8 @@ from uopattn.dsl import LN2, Scope, gated, sizes
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.fragments import CHUNK, HIP, ROWS, Fragments
 from uopattn.dsl.keys import spans
+from uopattn.dsl.limits import lds_limit
+from uopattn.dsl.rows import HeadRows
 from uopattn.dsl.rules import HeadRules, Rules, Visit
 from uopattn.dsl.softmax import finish
 from uopattn.dsl.staging import WORDS, Rows, Stage
@@ -107,6 +109,10 @@ class Tiles:
     """Waves that share a SIMD, as far as LDS goes: two SIMDs of RDNA, four of CDNA, have LDS_LIMIT bytes."""
     return LDS_LIMIT // self.lds_bytes(Dk, Dv) * self.waves // (2 if self.fragments.lanes == 32 else 4)
 
+  def resident(self, Dk: int, Dv: int, arch: str) -> int:
+    """Workgroups at once on a compute unit, as far as LDS goes."""
+    return max(1, lds_limit(arch) // self.lds_bytes(Dk, Dv))
+
   @classmethod
   def choose(cls, arch: str, M: int, N: int, Dk: int, Dv: int, masked: bool = False) -> "Tiles":
     """Tiles for a target: as many queries a wave, then as many keys a tile, as registers and LDS allow.
@@ -139,28 +145,28 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   """Builds the kernel.
 
   Args:
-    o: (heads, M, Dv), the output, in q's dtype.
+    o: (heads, M, Dv), the output, in q's dtype. Or float32 (heads splits, M, Dv): the output over a part of the keys.
     q: (heads, M, Dk), float16 or bfloat16.
-    k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads).
-    v: (kv_heads, N, Dv).
-    lse: (heads, M) float32, receives the natural logarithm of the sum of exponentials of each row.
+    k: keys, as `rules` finds them.
+    v: values, likewise.
+    lse: (heads, M), or (heads splits, M), float32; receives the natural logarithm of the sum of exponentials of a row.
     rules: what stands between q.k and the softmax.
     tiles: block sizes.
   """
-  (heads, M, Dk), (kv_heads, N, Dv), f, m_tiles = sizes(q), sizes(v), tiles.fragments, tiles.m_tiles
+  (heads, M, Dk), (results, _, Dv), f, m_tiles = sizes(q), sizes(o), tiles.fragments, tiles.m_tiles
   s = Scope()
-  group = Workgroup(s, heads, ceildiv(M, tiles.block_m), tiles.waves, f.lanes)
+  group = Workgroup(s, heads, ceildiv(M, tiles.block_m), tiles.waves, f.lanes, results // heads)
   lane, block_row, here = group.lane, group.block * tiles.block_m, rules.at(group.head)
   places = [(group.warp * m_tiles + i) * ROWS + lane % ROWS for i in range(m_tiles)]  # this lane's in the block
   queries = [(row < M).where(row, M - 1) for row in (block_row + place for place in places)]  # past the end: again
-  visit = here.visit(block_row, tiles.block_m, tiles.block_n)
+  visit = here.visit(block_row, tiles.block_m, tiles.block_n).part(group.split, results // heads)
 
-  q_frags = [load_query(f, q, group.head, query, lane) for query in queries]
+  q_frags = [load_query(f, q.dtype, HeadRows.of(q, group.head, UOp.const(M)), query, lane) for query in queries]
   state = State.make(s, (m_tiles, ceildiv(Dv, ROWS), f.result), rules.factors[1], group.item)
-  threads, kv_head = tiles.waves * f.lanes, group.head // (heads // kv_heads)
+  threads = tiles.waves * f.lanes
   # Not `> 0`: tinygrad would take a comparison for granted in all of a gated index, in the ends of its loops too.
   exists = here.length.ne(0)
-  loads = words_of(k, kv_head, exists), words_of(v, kv_head, exists)
+  loads = words_of(here.keys(k), exists), words_of(here.keys(v), exists)
   stage = Stage(s, f, tiles.block_n, threads, group.thread, *loads, here.length, *tiles.padded(Dk, Dv))
   p_lds = Rows.make(s, tiles.block_m, tiles.block_n, f.pad) if f.repeated else None
   loop = Mainloop(s, f, q.dtype, lane, stage, p_lds, q_frags, places, queries, here, visit, state)
@@ -172,8 +178,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   state, stores = state.after(done), []
   for i, place in enumerate(places):
     m, l = state.m_i[i].load() * rules.factors[1], join(f, UOp.__add__, state.l_i[i].load(), lane)
-    stores += store_rows(f, o, lse, group.head, block_row + place, state.acc[i], m, l, here.sink, lane)
-  return group.kernel(f"attention_{tiles.arch}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
+    row = block_row + place
+    stores += store_rows(f, o, lse, group.result, row, state.acc[i], m, l, here.sink(row), lane)
+  return group.kernel(f"attention_{tiles.arch}_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
 
 
 class State(NamedTuple):
@@ -268,11 +275,11 @@ class Mainloop:
     return p, alphas, stores
 
 
-def load_query(f: Fragments, q: UOp, head: UOp, row: UOp, lane: UOp) -> list[Operand]:
+def load_query(f: Fragments, dtype: DType, q: HeadRows, row: UOp, lane: UOp) -> list[Operand]:
   """This lane's query, as the B operand of each step."""
-  load, steps = words_of(q, head), ceildiv(sizes(q)[2], f.step)
+  load, steps = words_of(q), ceildiv(q.size, f.step)
   words = [[load(row, f.chunk(UOp.const(i), lane) * WORDS + w) for w in range(f.width // 2)] for i in range(steps)]
-  return [elements(f, q.dtype, x) for x in words]
+  return [elements(f, dtype, x) for x in words]
 
 
 def multiply(f: Fragments, a: Operand, b: Operand, c: UOp) -> UOp:
@@ -454,11 +461,22 @@ def store_rows(
   factor, log2 = finish(m_i, l_i, sink, lambda x: ins.exp2(HIP, x))
   stores = []
   for j in range(sizes(acc)[0]):
-    columns = neighbours(f, [(acc[j, e].load() * factor).cast(o.dtype) for e in range(f.result)], lane)
+    values = [acc[j, e].load() * factor for e in range(f.result)]
+    if o.dtype == dtypes.float:
+      stores += [store_part(o, head, row, j * ROWS + f.result_row(lane // ROWS, e), x) for e, x in enumerate(values)]
+      continue
+    columns = neighbours(f, [x.cast(o.dtype) for x in values], lane)
     stores += store_columns(o, head, row, j * ROWS + lane // ROWS * f.result, columns)
   if lse is not None:
     stores.append(gated(lse, row < M, head, row).store(ins.pin(HIP, log2 * LN2)))
   return stores
+
+
+def store_part(o: UOp, head: UOp, row: UOp, column: UOp, value: UOp) -> UOp:
+  """Stores an element of the output over a part of the keys, in float32."""
+  _, M, Dv = sizes(o)
+  inside = (row < M) & (column < Dv) if column.vmax >= Dv else row < M
+  return gated(o, inside, head, row, column).store(ins.pin(HIP, value))
 
 
 def neighbours(f: Fragments, values: list[UOp], lane: UOp) -> list[UOp]:

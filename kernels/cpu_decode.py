@@ -89,47 +89,51 @@ class Tiles:
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
-  """Builds the kernel; the arguments are those of `cpu_forward.forward`."""
-  (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
-  group = heads // kv_heads
-  rows, block_m, block_n = group * M, tiles.block_m, min(tiles.block_n, N)
+  """Builds the kernel.
+
+  Args:
+    o: (heads, rows, Dv), the output, in q's dtype. Or float32 (heads splits, rows, Dv): that over a part of the keys.
+    q: (heads, rows, Dk), float32, float16 or bfloat16: the queries of all query heads that share a key head.
+    k: keys, as `rules` finds them.
+    v: values, likewise.
+    lse: (heads, rows), or (heads splits, rows), float32; receives the natural logarithm of a row's sum of exponentials.
+    rules: what stands between q.k and the softmax.
+    tiles: block sizes.
+  """
+  (heads, rows, Dk), (results, _, Dv), N = sizes(q), sizes(o), rules.N
+  block_m, block_n, splits = tiles.block_m, min(tiles.block_n, N), results // heads
   blocks = ceildiv(rows, block_m)
-  if kv_heads * blocks % tiles.blocks_per_call:
+  if results * blocks % tiles.blocks_per_call:
     raise ValueError(
-      f"Tiles.blocks_per_call={tiles.blocks_per_call}: must divide the {kv_heads * blocks} blocks of queries"
+      f"Tiles.blocks_per_call={tiles.blocks_per_call}: must divide the {results * blocks} blocks of queries"
     )
-  # Heads that share a key head are neighbours.
-  q, o = (x.reshape(kv_heads, rows, -1) for x in (q, o))
-  lse = None if lse is None else lse.reshape(kv_heads, rows)
   s = Scope()
-  call = s.axis(kv_heads * blocks // tiles.blocks_per_call, AxisType.THREAD)
+  call = s.axis(results * blocks // tiles.blocks_per_call, AxisType.THREAD)
   outer = (call, s.axis(tiles.blocks_per_call))
   item = call * tiles.blocks_per_call + outer[1]
-  kv_head, top = item // blocks, item % blocks * block_m
+  result, top = item // blocks, item % blocks * block_m
 
   def row(r: UOp) -> UOp:
     """Row r of the block among q's; past the last one, that one once more, which yields the same result."""
     return top + r if rows % block_m == 0 else clamp(top + r, 0, rows - 1)
 
-  def place(r: UOp) -> tuple[HeadRules, UOp]:
-    """The rules for the head of row r of the block, and its query."""
-    return rules.at(kv_head * group + row(r) // M), row(r) % M
-
   # In base 2, by a factor on q or, where scores are modified first, by one in the exponent.
   factor, exponent = rules.factors if rules.modifies else (rules.scale * LOG2E, 1.0)
-  q_rows = s.assign(s.buffer(block_m, Dk), lambda r, d: as_float(q[kv_head, row(r), d]) * factor, within=outer)
+  q_rows = s.assign(s.buffer(block_m, Dk), lambda r, d: as_float(q[result // splits, row(r), d]) * factor, within=outer)
   acc = s.assign(s.buffer(block_m, Dv), lambda r, d: 0.0, within=outer)
   m_i = s.assign(s.buffer(block_m), lambda r: -inf, within=outer)
   l_i = s.assign(s.buffer(block_m, tiles.lanes), lambda r, w: 0.0, within=outer)
 
-  here = rules.at(kv_head * group)  # which keys exist is the same for all heads of a batch
-  visit = here.visit(UOp.const(0), M, block_n)
+  here = rules.at(result // splits)
+  visit = here.visit(UOp.const(0), rows, block_n).part(result % splits, splits)
   known = visit.count.vmin == visit.count.vmax
   loop = None if known else s.loop(visit.count, *outer)
   tile, strip = s.axis(int(visit.count.vmax)) if loop is None else loop.axes[-1], s.axis(block_m // tiles.unroll_m)
   position = tile if loop is None else clamp(loop.index, 0, ceildiv(N, block_n) - 1)
   within, first_row = (*outer, tile, strip), strip * tiles.unroll_m
   start = visit.tile(position) * block_n  # first key that this trip adds
+  if visit.count.vmin < 1:  # a part without a tile: one trip, in which all keys are hidden
+    start = visit.count.eq(0).where(N, start)
   first = clamp(start, 0, N - block_n) if N % block_n else start  # of its tile: the last one ends at the last key
   last = None if rules.kv_lengths is None else clamp(here.length - 1, 0, N - 1)
 
@@ -137,29 +141,31 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     """Where key n of the tile is read: past the last one that exists, that one once more."""
     return first + n if last is None else least([first + n, last])
 
+  def element_of(x: UOp) -> Callable[[UOp, UOp], UOp]:
+    keys = here.keys(x)
+    return lambda n, d: as_float(keys.element(key(n), d))
+
   def score(product: UOp, r: UOp, n: UOp) -> UOp:
     """The score of row r of the strip and key n of the tile; -inf where hidden or counted before."""
-    mine, query = place(first_row + r)
-    hidden = reduce(UOp.__or__, [first + n < start, *mine.hidden(query, first + n)])
-    return hidden.where(-inf, mine.modified(product, query, first + n))
+    hidden = reduce(UOp.__or__, [first + n < start, *here.hidden(row(first_row + r), first + n)])
+    return hidden.where(-inf, here.modified(product, row(first_row + r), first + n))
 
   def dropped(weight: UOp, r: UOp, n: UOp) -> UOp:
-    mine, query = place(first_row + r)
-    return mine.dropped([weight], query, first + n, [0])[0]
+    return here.dropped([weight], row(first_row + r), first + n, [0])[0]
 
   m_old, l_old, acc_old = (x.after(tile, strip) for x in (m_i, l_i, acc))
-  products = multiply_qk(s, q_rows, lambda n, d: as_float(k[kv_head, key(n), d]), first_row, block_n, tiles, within)
+  products = multiply_qk(s, q_rows, element_of(k), first_row, block_n, tiles, within)
   p, m_end, alpha = softmax(s, products, score, exponent, m_old, first_row, tiles.lanes, within)
   l_end = add_up(s, p, l_old, alpha, first_row, within)
   if rules.seed is not None:
     all_of_p = p
     p = s.assign(s.buffer(*sizes(p)), lambda r, n: dropped(all_of_p[r, n].load(), r, n), within=within)
-  acc_end = multiply_pv(s, p, lambda n, d: as_float(v[kv_head, key(n), d]), acc_old, alpha, first_row, tiles, within)
+  acc_end = multiply_pv(s, p, element_of(v), acc_old, alpha, first_row, tiles, within)
   stored = UOp.group(m_end, l_end, acc_end).end(strip)
   end = stored.end(tile) if loop is None else loop.end(stored)
 
-  stores = store_rows(s, o, lse, kv_head, row, acc.after(end), m_i.after(end), l_i.after(end), place, outer)
-  name = f"attention_decode_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
+  stores = store_rows(s, o, lse, result, row, acc.after(end), m_i.after(end), l_i.after(end), here, outer)
+  name = f"attention_decode_{results}_{rows}_{N}_{Dk}_{Dv}{rules.name}"
   # A tag keeps tinygrad from rearranging the axes.
   return UOp.group(*stores).end(*outer).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
 
@@ -280,26 +286,26 @@ def store_rows(
   s: Scope,
   o: UOp,
   lse: UOp | None,
-  kv_head: UOp,
+  result: UOp,
   row: Callable[[UOp], UOp],
   acc: UOp,
   m_i: UOp,
   l_i: UOp,
-  place: Callable[[UOp], tuple[HeadRules, UOp]],
+  here: HeadRules,
   outer: tuple[UOp, ...],
 ) -> list[UOp]:
   """The output and the LSE; a row that saw no key gets 0 and -inf."""
   total = fold(s, l_i, UOp.__add__, outer)
 
   def finished(r: UOp) -> tuple[UOp, UOp]:
-    return finish(m_i[r], total[r], place(r)[0].sink, exp2)
+    return finish(m_i[r], total[r], here.sink(row(r)), exp2)
 
   factor = s.assign(s.buffer(*sizes(m_i)), lambda r: finished(r)[0], within=outer)
   r, d = s.axis(sizes(acc)[0]), s.axis(sizes(acc)[1])
   # Where no key exists, what was read in the place of one may be NaN.
-  value = (place(r)[0].length > 0).where(acc[r, d] * factor[r], 0.0)
-  stores = [o[kv_head, row(r), d].store(value.cast(o.dtype)).end(r, d)]
+  value = (here.length > 0).where(acc[r, d] * factor[r], 0.0)
+  stores = [o[result, row(r), d].store(value.cast(o.dtype)).end(r, d)]
   if lse is not None:
     r = s.axis(sizes(acc)[0])
-    stores.append(lse[kv_head, row(r)].store(finished(r)[1] * LN2).end(r))
+    stores.append(lse[result, row(r)].store(finished(r)[1] * LN2).end(r))
   return stores

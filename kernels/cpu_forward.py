@@ -29,12 +29,11 @@ from tinygrad.uop.ops import AxisType, KernelInfo
 from uopattn.dsl import LN2, LOG2E, Loop, Scope, clamp, exp2, gated, sizes
 from uopattn.dsl.rules import Rules
 from uopattn.dsl.softmax import finish
-from uopattn.dsl.strips import accumulate, even, largest_divisor, strips, zeros
+from uopattn.dsl.strips import Tile, accumulate, even, largest_divisor, load_tile, strips, zeros
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
 WORK_PER_CALL = 4_000_000  # floating-point operations; some 0.02 ms, against a microsecond that a call costs
 
-Tile = Callable[[UOp, UOp], UOp]  # (key, column), both counted within the tile -> its float32 element
 Score = Callable[[UOp, UOp, UOp], UOp]  # (q.k times the factor, key of the tile, lane) -> the score
 
 
@@ -93,13 +92,13 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   Args:
     o: (heads, M, Dv), the output, in q's dtype.
     q: (heads, M, Dk), float32, float16 or bfloat16.
-    k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads).
-    v: (kv_heads, N, Dv).
+    k: keys, as `rules` finds them.
+    v: values, likewise.
     lse: (heads, M) float32, receives the natural logarithm of the sum of exponentials of each row.
     rules: what stands between q.k and the softmax.
     tiles: block sizes.
   """
-  (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
+  (heads, M, Dk), Dv, N = sizes(q), sizes(o)[2], rules.N
   block_m, block_n, unroll = tiles.block_m, min(tiles.block_n, N), tiles.unroll
   blocks, n_tiles = ceildiv(M, block_m), ceildiv(N, block_n)
   s = Scope()
@@ -111,7 +110,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   outer = (call, s.axis(tiles.blocks_per_call))
   item = call * tiles.blocks_per_call + outer[1]
   head, row = item // blocks, item % blocks * block_m  # head and first query row of this block
-  kv_head, here = head // (heads // kv_heads), rules.at(head)
+  here = rules.at(head)
 
   # In base 2, by a factor on q or, where scores are modified first, by one in the exponent.
   factor, exponent = rules.factors if rules.modifies else (rules.scale * LOG2E, 1.0)
@@ -132,7 +131,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   m_old, l_old, acc_old = (x.after(*loop.axes) for x in (m_i, l_i, acc))
   length = None if rules.kv_lengths is None else here.length
-  k_tile, v_tile = (load_tile(s, x, kv_head, first, block_n, length, loop) for x in (k, v))
+  k_tile, v_tile = (load_tile(s, here.keys(x), first, block_n, length, loop) for x in (k, v))
   scores, m_new = multiply_qk(s, q_t, k_tile, score, m_old, block_n, unroll, exponent, loop)
   p, l_new, alpha = exponentiate(s, scores, m_new, m_old, l_old, exponent, loop)
   if rules.seed is not None:
@@ -143,8 +142,8 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   state_end = UOp.group(m_old.after(alpha)[m].store(m_new[m]), l_old.after(l_new)[m].store(l_new[m])).end(m)
   end = loop.end(acc_end, state_end)
 
-  stores = store_rows(s, o, lse, head, row, acc.after(end), m_i.after(end), l_i.after(end), here.sink, outer)
-  name = f"attention_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
+  stores = store_rows(s, o, lse, head, row, acc.after(end), m_i.after(end), l_i.after(end), here.sink(row), outer)
+  name = f"attention_{heads}_{rules.kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
   # A tag keeps tinygrad from rearranging the axes.
   return UOp.group(*stores).end(*outer).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
 
@@ -153,24 +152,6 @@ def load_query(q: UOp, head: UOp, row: UOp, d: UOp) -> UOp:
   """q[head, row, d] as float32; 0 past the last row."""
   inside = row < sizes(q)[1]
   return inside.where(gated(q, inside, head, row, d).load().cast(dtypes.float), 0.0)
-
-
-def load_tile(s: Scope, x: UOp, head: UOp, first: UOp, block_n: int, length: UOp | None, loop: Loop) -> Tile:
-  """The tile of keys (or values) from `first` on: float32 is read in place, 16 bit is widened once a tile.
-
-  With a length, keys from there on are not read, and 0 in the tile: whatever they hold, they are worth nothing.
-  """
-  if x.dtype == dtypes.float and length is None:
-    return lambda n, d: x[head, first + n, d].load()
-
-  def element(n: UOp, d: UOp) -> UOp:
-    if length is None:
-      return x[head, first + n, d].load().cast(dtypes.float)
-    inside = first + n < length
-    return inside.where(gated(x, inside, head, first + n, d).load().cast(dtypes.float), 0.0)
-
-  wide = s.assign(s.buffer(block_n, sizes(x)[2]), element, within=loop.axes)
-  return lambda n, d: wide[n, d].load()
 
 
 def multiply_qk(

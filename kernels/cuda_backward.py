@@ -28,8 +28,9 @@ from uopattn.dsl import instructions as ins
 from uopattn.dsl.keys import spans
 from uopattn.dsl.math import LOG2E
 from uopattn.dsl.mma import PAIR, STEP_BYTES, Accumulators, Mma
-from uopattn.dsl.panels import Panels, Rows
+from uopattn.dsl.panels import Panels
 from uopattn.dsl.quads import COLUMNS, HALVES, QUAD, ROWS, WARP, columns, row_elements, row_of, store_scaled
+from uopattn.dsl.rows import HeadRows
 from uopattn.dsl.rules import HeadRules, Rules, Visit
 from uopattn.dsl.stream import Stream
 from uopattn.dsl.workgroup import Workgroup
@@ -91,6 +92,50 @@ class Tiles:
   def shared_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of shared memory a workgroup."""
     return sum(x.bits.itemsize * x.slots * x.size for panels in self.panels(Scope(), Dk, Dv) for x in panels)
+
+  def registers(self, Dk: int, Dv: int, sums: int) -> int:
+    """32-bit registers a lane for the left operands, S and dP, and `sums` columns of sums."""
+    held = (ceildiv(Dk, self.step) + ceildiv(Dv, self.step)) * 4 if self.held else 0
+    return self.row_tiles * (held + self.block + ceildiv(sums, COLUMNS) * 4)
+
+  @classmethod
+  def choose(
+    cls, arch: str, dtype: DType, rows: int, others: int, Dk: int, Dv: int, limit: int, of_keys: bool
+  ) -> "Tiles":
+    """Tiles for a problem.
+
+    Args:
+      arch: "sm_80" or newer.
+      dtype: of q, k and v.
+      rows, others: queries and keys; for `backward_kv` keys and queries.
+      limit: bytes of shared memory that a workgroup may have.
+      of_keys: whether they are for `backward_kv`.
+
+    Raises:
+      ValueError: an older architecture, another type; head sizes too large even for the smallest tile.
+    """
+    step = STEP_BYTES // dtype.itemsize
+    if int(arch.removeprefix("sm_")) < 80 or step not in BITS:
+      raise ValueError(f"{arch} with {str(dtype).removeprefix('dtypes.')}: must be sm_80 or newer, with 16 or 32 bits")
+    warps, sums = min(4, ceildiv(rows, ROWS)), Dk + Dv if of_keys else Dk
+    fast = ((2, 16, True),) if of_keys else ((2, 32, True), (1, 64, True))
+    sizes = (*fast, (1, 32, True), (1, 32, False), (1, 16, False))
+    candidates = [cls(warps, m, min(n, round_up(others, PAIR)), 2, held, step) for m, n, held in sizes]
+    for tiles in candidates:
+      if tiles.row_tiles > 1 and tiles.rows // 2 >= rows:
+        continue
+      budget = LIMIT if tiles == candidates[-1] else BUDGET[of_keys]
+      if tiles.registers(Dk, Dv, sums) <= budget and tiles.shared_bytes(Dk, Dv) <= limit:
+        return tiles
+    raise ValueError(
+      f"head sizes {Dk} and {Dv}: the smallest tile needs {tiles.registers(Dk, Dv, sums)} registers a lane, of "
+      f"{LIMIT}, and {tiles.shared_bytes(Dk, Dv)} bytes of shared memory, of {limit}"
+    )
+
+
+# Of 255 registers, what `Tiles.registers` counts may take, in `backward_q` and in `backward_kv`: P, addresses and
+# temporaries need the rest. The smallest tile has few of these, and may spill where the alternative is no kernel.
+BUDGET, LIMIT = (192, 224), 230
 
 
 def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles) -> UOp:
@@ -249,12 +294,12 @@ class Mainloop:
     """Starts copying the workgroup's own rows."""
     copies = []
     for panels, x in zip(self.kept, sources, strict=True):
-      copies += panels.fill_tile(UOp.const(0), Rows(x, head, length), block, self.group.thread)
+      copies += panels.fill_tile(UOp.const(0), HeadRows.of(x, head, length), block, self.group.thread)
     return copies
 
   def stream(self, sources: tuple[UOp, UOp], head: UOp, length: UOp, visit: Visit) -> Stream:
     """What brings the others."""
-    pairs = [(panels, Rows(x, head, length)) for panels, x in zip(self.room, sources, strict=True)]
+    pairs = [(panels, HeadRows.of(x, head, length)) for panels, x in zip(self.room, sources, strict=True)]
     return Stream(pairs, visit.tile, self.tiles.stages, self.group.thread)
 
   def left(self, *after: UOp) -> list[list[list[UOp]]]:

@@ -30,9 +30,11 @@ from tinygrad.uop.ops import AxisType
 from uopattn.dsl import Scope, sizes
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.keys import spans
+from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.mma import PAIR, STEP_BYTES, Accumulators, Mma
-from uopattn.dsl.panels import Panels, Rows
+from uopattn.dsl.panels import Panels
 from uopattn.dsl.quads import COLUMNS, HALVES, QUAD, ROWS, WARP, columns, join, row_elements, row_of, store_row
+from uopattn.dsl.rows import HeadRows
 from uopattn.dsl.rules import HeadRules, Rules, Visit
 from uopattn.dsl.softmax import online_softmax
 from uopattn.dsl.stream import Stream
@@ -106,6 +108,10 @@ class Tiles:
     """Bytes of shared memory a workgroup."""
     return sum(x.bits.itemsize * x.slots * x.size for x in self.panels(Scope(), Dk, Dv))
 
+  def resident(self, Dk: int, Dv: int, arch: str) -> int:
+    """Workgroups at once on a multiprocessor, as far as shared memory goes."""
+    return max(1, lds_limit(arch) // self.shared_bytes(Dk, Dv))
+
   def registers(self, Dk: int, Dv: int) -> int:
     """32-bit registers a lane for Q, O and S."""
     return self.m_tiles * (ceildiv(Dk, self.step) * 4 + round_up(Dv, PAIR) // 2 + self.block_n // 2)
@@ -153,11 +159,11 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   """Builds the kernel.
 
   Args:
-    o: (heads, M, Dv), the output, in q's dtype.
+    o: (heads, M, Dv), the output, in q's dtype. Or float32 (heads splits, M, Dv): the output over a part of the keys.
     q: (heads, M, Dk), float16, bfloat16, fp8e4m3, fp8e5m2, or float32, whose products are then in tf32.
-    k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads).
-    v: (kv_heads, N, Dv).
-    lse: (heads, M) float32, receives the natural logarithm of the sum of exponentials of each row.
+    k: keys, as `rules` finds them.
+    v: values, likewise.
+    lse: (heads, M), or (heads splits, M), float32; receives the natural logarithm of the sum of exponentials of a row.
     rules: what stands between q.k and the softmax.
     tiles: block sizes.
 
@@ -166,24 +172,23 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   """
   if tiles.step * q.dtype.itemsize != STEP_BYTES:
     raise ValueError(f"Tiles.step={tiles.step}: must be {STEP_BYTES // q.dtype.itemsize} for {q.dtype}")
-  (heads, M, Dk), (kv_heads, N, Dv), block_m = sizes(q), sizes(v), tiles.block_m
+  (heads, M, Dk), (results, _, Dv), block_m = sizes(q), sizes(o), tiles.block_m
   blocks, exponent = ceildiv(M, block_m), P_EXPONENTS.get(q.dtype, 0)
   s = Scope()
-  group = Workgroup(s, heads, blocks, tiles.warps, WARP)
-  head, kv_head = group.head, group.head // (heads // kv_heads)
+  group = Workgroup(s, heads, blocks, tiles.warps, WARP, results // heads)
   block = blocks - 1 - group.block if rules.longest_last else group.block  # those with the most tiles start first
   tops = [block * block_m + (group.warp * tiles.m_tiles + i) * ROWS for i in range(tiles.m_tiles)]
   rows = [[top + row_of(group.lane, half) for half in range(HALVES)] for top in tops]
-  here = rules.at(head)
-  visit = here.visit(block * block_m, block_m, tiles.block_n)
+  here = rules.at(group.head)
+  visit = here.visit(block * block_m, block_m, tiles.block_n).part(group.split, results // heads)
 
   state = State.make(s, tiles.m_tiles, round_up(Dv, PAIR), group.item)
   q_tile, k_tiles, v_tiles = tiles.panels(s, Dk, Dv)
-  sources = [(panels, Rows(x, kv_head, here.length)) for panels, x in ((k_tiles, k), (v_tiles, v))]
+  sources = [(panels, here.keys(x)) for panels, x in ((k_tiles, k), (v_tiles, v))]
   stream = Stream(sources, visit.tile, tiles.stages, group.thread, tiles.family)
   loop = Mainloop(s, group, Mma(s, q.dtype, tiles.turing), tiles, stream, rows, here, visit, exponent)
 
-  filled = stream.start_first(*q_tile.fill_tile(block, Rows(q, head, UOp.const(M)), block, group.thread))
+  filled = stream.start_first(*q_tile.fill_tile(block, HeadRows.of(q, group.head, UOp.const(M)), block, group.thread))
   q_frags = loop.load_queries(q_tile, filled)
   for first, trips, masked in spans(UOp.const(0), visit.whole, visit.count):
     state = loop.attend(first, trips, masked, q_frags, state, filled)
@@ -192,8 +197,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   stores = []
   for i, half, row in ((i, half, row) for i, pair in enumerate(rows) for half, row in enumerate(pair)):
     m, l = m_i[i, half].load(), l_i[i, half].load()
-    stores += store_row(o, lse, head, row, half, acc[i], m, l, here.sink, group.lane, exponent, tiles.family)
-  return group.kernel(f"attention_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
+    sink = here.sink(row)
+    stores += store_row(o, lse, group.result, row, half, acc[i], m, l, sink, group.lane, exponent, tiles.family)
+  return group.kernel(f"attention_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
 
 
 class State(NamedTuple):

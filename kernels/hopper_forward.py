@@ -32,9 +32,10 @@ from tinygrad.uop.ops import AxisType
 from uopattn.dsl import Scope, sizes, wgmma
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.keys import spans
-from uopattn.dsl.panels import Panels, Rows
+from uopattn.dsl.panels import Panels
 from uopattn.dsl.pipeline import Pipeline
 from uopattn.dsl.quads import COLUMNS, HALVES, QUAD, ROWS, WARP, columns, join, row_of, store_row
+from uopattn.dsl.rows import HeadRows
 from uopattn.dsl.rules import HeadRules, Rules, Visit
 from uopattn.dsl.softmax import online_softmax
 from uopattn.dsl.workgroup import Workgroup
@@ -150,29 +151,27 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   Args:
     o: (heads, M, Dv), the output, in q's dtype.
     q: (heads, M, Dk), float16 or bfloat16, Dk a multiple of 8.
-    k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads).
-    v: (kv_heads, N, Dv), Dv a multiple of 8.
+    k: keys, as `rules` finds them.
+    v: values, likewise, Dv a multiple of 8.
     lse: (heads, M) float32, receives the natural logarithm of the sum of exponentials of each row.
     rules: what stands between q.k and the softmax.
     tiles: block sizes.
   """
-  (heads, M, Dk), (kv_heads, N, Dv), block_m = sizes(q), sizes(v), tiles.block_m
+  (heads, M, Dk), Dv, block_m = sizes(q), sizes(o)[2], tiles.block_m
   blocks = ceildiv(M, block_m)
   s = Scope()
   group = Workgroup(s, heads, blocks, tiles.warpgroups * WARPS, WARP)
-  head, kv_head = group.head, group.head // (heads // kv_heads)
   block = blocks - 1 - group.block if rules.longest_last else group.block  # those with the most tiles start first
   rows = [block * block_m + group.warp * ROWS + row_of(group.lane, half) for half in range(HALVES)]
-  here = rules.at(head)
+  here = rules.at(group.head)
   visit = here.visit(block * block_m, block_m, tiles.block_n)
 
   scores, state = s.buffer(tiles.block_n // 2), State.make(s, tiles.block_n, round_up(Dv, wgmma.STEP), group.item)
   q_tile, k_tiles, v_tiles = tiles.panels(s, Dk, Dv)
-  k_rows, v_rows = (Rows(x, kv_head, here.length) for x in (k, v))
-  pipe = Pipeline(s, k_rows, v_rows, visit, k_tiles, v_tiles, group.thread)
+  pipe = Pipeline(s, here.keys(k), here.keys(v), visit, k_tiles, v_tiles, group.thread)
   loop = Mainloop(s, group, q.dtype, pipe, q_tile, scores, rows, here, visit)
 
-  queries = q_tile.fill_tile(block, Rows(q, head, UOp.const(M)), block, group.thread, pipe.open())
+  queries = q_tile.fill_tile(block, HeadRows.of(q, group.head, UOp.const(M)), block, group.thread, pipe.open())
   state = loop.begin(state, pipe.start_first(*queries))
   for first, trips, masked in spans(UOp.const(1), visit.whole.maximum(1), visit.count):
     state = loop.attend(first, trips, masked, state)
@@ -180,8 +179,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   stores = []
   for half, row in enumerate(rows):
-    stores += store_row(o, lse, head, row, half, acc, m_i[half].load(), l_i[half].load(), here.sink, group.lane)
-  return group.kernel(f"attention_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
+    m, l, sink = m_i[half].load(), l_i[half].load(), here.sink(row)
+    stores += store_row(o, lse, group.head, row, half, acc, m, l, sink, group.lane)
+  return group.kernel(f"attention_{heads}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
 
 
 class State(NamedTuple):

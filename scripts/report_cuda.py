@@ -10,12 +10,12 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import sass
 from report_table import Row
-from tinygrad import UOp, dtypes
+from tinygrad import dtypes
 from tinygrad.codegen import to_program
 from tinygrad.device import CompileError, Compiler
 from tinygrad.helpers import round_up, to_char_p_p
@@ -24,7 +24,7 @@ from tinygrad.uop.ops import Ops
 from uopattn.cuda import SharedRenderer, shared_places
 from uopattn.dispatch import Choice, dispatch
 from uopattn.dsl.limits import lds_limit
-from uopattn.flash import rules
+from uopattn.flash import graph, placeholders
 from uopattn.kernels import cuda_forward
 from uopattn.spec import AttentionSpec
 from uopattn.target import Target
@@ -125,16 +125,12 @@ def source(spec: AttentionSpec, arch: str, tiles: object = None) -> tuple[str, C
   choice = dispatch(spec, Target("CUDA", arch), tiles)
   if not isinstance(choice, Choice):
     raise ValueError("; ".join(choice))
-  s, heads = spec, (spec.B * spec.Hq, spec.B * spec.Hkv)
-  shapes = ((heads[0], s.M, s.Dv), (heads[0], s.M, s.Dk), (heads[1], s.N, s.Dk), (heads[1], s.N, s.Dv))
-  buffers = [UOp.placeholder(shape, s.dtype, slot) for slot, shape in enumerate(shapes)]
-  lse = UOp.placeholder((heads[0], s.M), dtypes.float, 4) if s.return_lse else None
-  inputs = tuple(UOp.placeholder(x.shape, x.dtype, 4 + s.return_lse + i) for i, x in enumerate(choice.inputs(s)))
-  graph = choice.kernel.build(*buffers, lse, rules=rules(s, choice.inputs(s), inputs), tiles=choice.tiles)
+  choice = replace(choice, stage="parts") if choice.splits > 1 else choice
+  kernel = graph(choice, spec, placeholders(choice, spec))
   renderer = SharedRenderer(arch, use_nvcc=True)
   renderer.compiler = Compiler()  # leaves the source as it is
-  text = next(u.arg for u in to_program(graph, renderer).src if u.op is Ops.SOURCE)
-  return text, choice, shared_places(tuple(graph.toposort()))[1]
+  text = next(u.arg for u in to_program(kernel, renderer).src if u.op is Ops.SOURCE)
+  return text, choice, shared_places(tuple(kernel.toposort()))[1]
 
 
 def _code(arch: str) -> str:

@@ -1,16 +1,21 @@
 """Which kernel serves which attention on which machine."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
+from tinygrad.helpers import ceildiv
 
 from uopattn.dsl.limits import lds_limit
-from uopattn.kernels import amd_forward, cpu_decode, cpu_forward, cuda_forward, hopper_forward
+from uopattn.kernels import amd_forward, cpu_decode, cpu_forward, cuda_forward, hopper_forward, join
 from uopattn.spec import DTYPES, FLOAT16, AttentionSpec, Input, dtype_name
 from uopattn.target import Target
+from uopattn.threads import thread_count
+
+FEW = 16  # queries: no more than that are packed, and their keys split
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,9 @@ class Kernel:
     tiles: the class of its block sizes.
     choose_tiles: its tiles for a spec and a target; raises ValueError where none fit.
     build: (o, q, k, v, lse or None, rules=, tiles=) -> the kernel's graph on 3-D buffers; see `uopattn.dsl.rules`.
+    packs: for a spec, how many query heads it takes as the rows of one; `choose_tiles` and `split` see them so.
+    split: for a spec, a target and tiles, into how many parts it splits the keys; `join` puts them together.
+    join: (o, lse or None, parts, their LSEs, rules=) -> the graph of the kernel that does; see `kernels/join.py`.
     meant_for: whether it is the one to take where several kernels of a device could serve.
     tf32: its products of float32 are in tf32, which must be allowed.
   """
@@ -36,6 +44,9 @@ class Kernel:
   tiles: type
   choose_tiles: Callable[[AttentionSpec, Target], Any]
   build: Callable[..., UOp]
+  packs: Callable[[AttentionSpec], int] = lambda spec: 1
+  split: Callable[[AttentionSpec, Target, Any], int] = lambda spec, target, tiles: 1
+  join: Callable[..., UOp] | None = None
   meant_for: Callable[[AttentionSpec, Target], bool] = lambda spec, target: True
   tf32: bool = False
 
@@ -49,7 +60,30 @@ def _cpu_tiles(spec: AttentionSpec, target: Target) -> cpu_forward.Tiles:
 
 def _decode_tiles(spec: AttentionSpec, target: Target) -> cpu_decode.Tiles:
   s, unit = spec, target.vector
-  return cpu_decode.Tiles.choose(s.B * s.Hkv, s.Hq // s.Hkv * s.M, s.N, s.Dk, s.Dv, unit.lanes, unit.registers)
+  return cpu_decode.Tiles.choose(s.B * s.Hq, s.M, s.N, s.Dk, s.Dv, unit.lanes, unit.registers)
+
+
+def _group(spec: AttentionSpec) -> int:
+  """The query heads that share a key head."""
+  return spec.Hq // spec.Hkv
+
+
+def _group_of_few(spec: AttentionSpec) -> int:
+  """The same for a few queries; a block mask may be another one for each head."""
+  return _group(spec) if spec.M <= FEW and spec.block_heads is None else 1
+
+
+def _cpu_splits(spec: AttentionSpec, target: Target, tiles: cpu_decode.Tiles) -> int:
+  """So many that all cores have work, and finish together."""
+  blocks = spec.B * spec.Hq * ceildiv(spec.M, tiles.block_m)
+  return min(ceildiv(4 * thread_count(), blocks), max(1, spec.N // LEAST_KEYS))
+
+
+def _gpu_splits(spec: AttentionSpec, target: Target, tiles: Any) -> int:
+  """As many as make a workgroup for each place that there is on the multiprocessors."""
+  blocks = spec.B * spec.Hq * ceildiv(spec.M, tiles.block_m)
+  places = target.units * tiles.resident(spec.Dk, spec.Dv, target.arch)
+  return max(1, min(places // blocks, spec.N // LEAST_KEYS))
 
 
 def _few_queries(spec: AttentionSpec, target: Target) -> bool:
@@ -77,9 +111,10 @@ def _hopper_tiles(spec: AttentionSpec, target: Target) -> hopper_forward.Tiles:
 
 
 def _for_hopper(spec: AttentionSpec, target: Target) -> bool:
-  return spec.dtype in FLOAT16 and hopper_forward.Tiles.serves(target.arch, spec.Dk, spec.Dv)
+  return spec.M > FEW and spec.dtype in FLOAT16 and hopper_forward.Tiles.serves(target.arch, spec.Dk, spec.Dv)
 
 
+LEAST_KEYS = 128  # of a part
 CPU_DTYPES = (dtypes.float32, *FLOAT16)
 PLACES = ("q_start", "kv_lengths", "window", "bounds", "attn_mask", "mask_mod", "block_mask")
 EVERYTHING = frozenset((*PLACES, "softcap", "score_mod", "sinks", "dropout_p"))
@@ -93,7 +128,7 @@ KERNELS = (
     cpu_forward.Tiles,
     _cpu_tiles,
     cpu_forward.forward,
-    _many_queries,
+    meant_for=_many_queries,
   ),
   Kernel(
     "cpu_decode",
@@ -103,9 +138,23 @@ KERNELS = (
     cpu_decode.Tiles,
     _decode_tiles,
     cpu_decode.forward,
-    _few_queries,
+    packs=_group,
+    split=_cpu_splits,
+    join=join.on_cpu,
+    meant_for=_few_queries,
   ),
-  Kernel("amd_forward", ("AMD",), FLOAT16, EVERYTHING, amd_forward.Tiles, _amd_tiles, amd_forward.forward),
+  Kernel(
+    "amd_forward",
+    ("AMD",),
+    FLOAT16,
+    EVERYTHING,
+    amd_forward.Tiles,
+    _amd_tiles,
+    amd_forward.forward,
+    packs=_group_of_few,
+    split=_gpu_splits,
+    join=partial(join.on_gpu, "hip"),
+  ),
   Kernel(
     "hopper_forward",
     ("CUDA",),
@@ -114,7 +163,7 @@ KERNELS = (
     hopper_forward.Tiles,
     _hopper_tiles,
     hopper_forward.forward,
-    _for_hopper,
+    meant_for=_for_hopper,
   ),
   Kernel(
     "cuda_forward",
@@ -124,6 +173,9 @@ KERNELS = (
     cuda_forward.Tiles,
     _cuda_tiles,
     cuda_forward.forward,
+    packs=_group_of_few,
+    split=_gpu_splits,
+    join=partial(join.on_gpu, "cuda"),
     tf32=True,
   ),
 )
@@ -131,17 +183,35 @@ KERNELS = (
 
 @dataclass(frozen=True)
 class Choice:
-  """A kernel and the tiles it is to run with."""
+  """A kernel and how it is to run.
+
+  Attributes:
+    tiles: its block sizes.
+    packs: query heads that it takes as the rows of one.
+    splits: parts that the keys are split into.
+    stage: "whole", or, of split keys, "parts" or "join".
+  """
 
   kernel: Kernel
   tiles: Any
+  packs: int = 1
+  splits: int = 1
+  stage: str = "whole"
 
   def __str__(self) -> str:
-    return f"{self.kernel.name} {self.tiles}"
+    return f"{self.kernel.name} {self.tiles}" + (f" in {self.splits} parts" if self.splits > 1 else "")
 
   def inputs(self, spec: AttentionSpec) -> tuple[Input, ...]:
-    """What the kernel takes besides o, q, k, v and the LSE."""
-    return spec.inputs + spec.tile_lists(self.tiles.block_m, self.tiles.block_n)
+    """What the kernel takes besides o, q, k, v and the LSE, which for parts are theirs."""
+    if self.stage == "join":
+      return self.parts(spec) + tuple(x for x in spec.inputs if x.name == "sinks")
+    lists = spec.tile_lists(self.tiles.block_m, self.tiles.block_n)
+    return tuple(x for x in spec.inputs if self.stage == "whole" or x.name != "sinks") + lists
+
+  def parts(self, spec: AttentionSpec) -> tuple[Input, ...]:
+    """The output and the LSE of each part of the keys."""
+    rows = (spec.B * spec.Hq // self.packs * self.splits, self.packs * spec.M)
+    return Input("parts", (*rows, spec.Dv), dtypes.float), Input("parts", rows, dtypes.float)
 
 
 def dispatch(spec: AttentionSpec, target: Target, tiles: Any = None) -> Choice | list[str]:
@@ -163,18 +233,21 @@ def dispatch(spec: AttentionSpec, target: Target, tiles: Any = None) -> Choice |
   kernels.sort(key=lambda kernel: not kernel.meant_for(spec, target))
   reasons: list[list[str]] = []
   for kernel in kernels:
-    against = _reasons_against(kernel, spec)
+    against = reasons_against(kernel, spec)
     try:
       if not against:
-        return Choice(kernel, tiles or kernel.choose_tiles(spec, target))
+        packs = kernel.packs(spec)
+        seen = replace(spec, Hq=spec.Hq // packs, M=packs * spec.M)
+        found = tiles or kernel.choose_tiles(seen, target)
+        return Choice(kernel, found, packs, kernel.split(seen, target, found) if spec.M <= FEW else 1)
     except ValueError as error:
       against.append(f"{kernel.name}: {error}")
     reasons.append(against)
   return reasons[0]
 
 
-def _reasons_against(kernel: Kernel, spec: AttentionSpec) -> list[str]:
-  """What the kernel has no code for."""
+def reasons_against(kernel: Any, spec: AttentionSpec) -> list[str]:
+  """What a `Kernel`, or the kernels of a `Backward`, have no code for."""
   lacks = [name for name in spec.extras if name not in kernel.features]
   wanted = {
     "q_start": "takes q_start as an int alone, neither as a Variable nor as a Tensor",

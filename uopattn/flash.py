@@ -1,7 +1,8 @@
 """The kernel as a bare function for `Tensor.custom_kernel`."""
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -79,7 +80,7 @@ def flash(
   chosen = dispatch(spec, machine, tiles)
   if isinstance(chosen, list):
     raise ValueError("; ".join(chosen))
-  return build(chosen, spec, device, o, q, k, v, *([] if lse is None else [lse]), *aux)
+  return build(replace(chosen, splits=1), spec, device, o, q, k, v, *([] if lse is None else [lse]), *aux)
 
 
 def build(choice: Choice, spec: AttentionSpec, device: str, *buffers: UOp) -> UOp:
@@ -87,11 +88,17 @@ def build(choice: Choice, spec: AttentionSpec, device: str, *buffers: UOp) -> UO
 
   The kernel's graph; compiled where tinygrad's own renderer or runtime does not serve it.
   """
-  if _compiler(device) is not None:
+  if compiler(device) is not None:
     return compiled(choice, spec, device, tuple(x.base.arg.slot for x in buffers))
-  graph = _with_variables_last(_graph(choice, spec, buffers))
-  # tinygrad's own would be a term too deep for Python's stack, or fail where a loop's end is read from a buffer.
-  return graph.replace(arg=replace(graph.arg, estimates=estimates(spec)))
+  return for_tinygrad(graph(choice, spec, buffers), estimates(choice, spec))
+
+
+def for_tinygrad(kernel: UOp, work: Estimates) -> UOp:
+  """A kernel's graph as tinygrad's own renderer takes it."""
+  # tinygrad's own estimate would be a term too deep for Python's stack, or fail where a loop's end is read from a
+  # buffer.
+  kernel = _with_variables_last(kernel)
+  return kernel.replace(arg=replace(kernel.arg, estimates=work))
 
 
 def _with_variables_last(kernel: UOp) -> UOp:
@@ -107,23 +114,30 @@ def _with_variables_last(kernel: UOp) -> UOp:
 @functools.cache
 def compiled(choice: Choice, spec: AttentionSpec, device: str, slots: tuple[int, ...]) -> UOp:
   """Compiled once a process: a further call of the same attention costs no lowering."""
-  compiler = _compiler(device)
-  assert compiler is not None
-  places = (
-    UOp.placeholder(shape, dtype, slot) for (shape, dtype), slot in zip(layout(choice, spec), slots, strict=True)
-  )
-  return compiler(_graph(choice, spec, tuple(places)), device, estimates(spec))
+  compile_for = compiler(device)
+  assert compile_for is not None
+  return compile_for(graph(choice, spec, placeholders(choice, spec, slots)), device, estimates(choice, spec))
+
+
+def placeholders(choice: Choice, spec: AttentionSpec, slots: Sequence[int] | None = None) -> tuple[UOp, ...]:
+  """What stands in a kernel for its buffers, see `layout`, which are numbered from 0 if not by `slots`."""
+  places = layout(choice, spec)
+  numbers = range(len(places)) if slots is None else slots
+  return tuple(UOp.placeholder(shape, dtype, slot) for (shape, dtype), slot in zip(places, numbers, strict=True))
 
 
 def layout(choice: Choice, spec: AttentionSpec) -> list[tuple[tuple[int, ...], DType]]:
   """Shape and dtype of each of a kernel's buffers: o, q, k and v, the LSE if wanted, and `Choice.inputs`."""
   s = spec
-  shapes = ((s.B, s.Hq, s.M, s.Dv), (s.B, s.Hq, s.M, s.Dk), (s.B, s.Hkv, s.N, s.Dk), (s.B, s.Hkv, s.N, s.Dv))
-  lse = [((s.B, s.Hq, s.M), dtypes.float32)] if s.return_lse else []
-  return [*((shape, s.dtype) for shape in shapes), *lse, *((x.shape, x.dtype) for x in choice.inputs(s))]
+  results = [Input("o", (s.B, s.Hq, s.M, s.Dv), s.dtype), Input("lse", (s.B, s.Hq, s.M), dtypes.float32)]
+  o, lse = choice.parts(s) if choice.stage == "parts" else results
+  has_lse = s.return_lse or choice.stage == "parts"
+  shapes = {"q": (s.B, s.Hq, s.M, s.Dk), "k": (s.B, s.Hkv, s.N, s.Dk), "v": (s.B, s.Hkv, s.N, s.Dv)}
+  operands = [Input(name, shape, s.dtype) for name, shape in shapes.items()]
+  return [(x.shape, x.dtype) for x in (o, *operands, *([lse] * has_lse), *choice.inputs(s))]
 
 
-def _compiler(device: str) -> Callable[[UOp, str, Estimates], UOp] | None:
+def compiler(device: str) -> Callable[[UOp, str, Estimates], UOp] | None:
   """What compiles kernels for a device; None where tinygrad's own renderer and runtime serve."""
   kind = device.split(":")[0]
   if kind in ("CPU", "CUDA"):
@@ -131,16 +145,21 @@ def _compiler(device: str) -> Callable[[UOp, str, Estimates], UOp] | None:
   return as_llvm if isinstance(Device[device].renderer, AMDLLVMRenderer) else None
 
 
-def _graph(choice: Choice, spec: AttentionSpec, buffers: tuple[UOp, ...]) -> UOp:
-  """The kernel, in which batch and heads become one axis."""
-  o, q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in buffers[:4])
-  lse = buffers[4].reshape(-1, buffers[4].shape[-1]) if spec.return_lse else None
-  given = rules(spec, choice.inputs(spec), buffers[4 + spec.return_lse :])
-  return choice.kernel.build(o, q, k, v, lse, rules=given, tiles=choice.tiles)
+def graph(choice: Choice, spec: AttentionSpec, buffers: tuple[UOp, ...]) -> UOp:
+  """The kernel, in which batch and heads become one axis, and packed heads one head with more rows."""
+  rows, has_lse = choice.packs * spec.M, spec.return_lse or choice.stage == "parts"
+  o, q = (x.reshape(-1, rows, x.shape[-1]) for x in buffers[:2])
+  k, v = (x.reshape(-1, *x.shape[-2:]) for x in buffers[2:4])
+  lse = buffers[4].reshape(-1, rows) if has_lse else None
+  inputs, rest = choice.inputs(spec), buffers[4 + has_lse :]
+  if choice.stage == "join":
+    assert choice.kernel.join is not None
+    return choice.kernel.join(o, lse, *rest[:2], rules=rules(spec, choice.packs, inputs[2:], rest[2:]))
+  return choice.kernel.build(o, q, k, v, lse, rules=rules(spec, choice.packs, inputs, rest), tiles=choice.tiles)
 
 
-def rules(spec: AttentionSpec, inputs: tuple[Input, ...], buffers: tuple[UOp, ...]) -> Rules:
-  """The rules of a kernel that has `buffers` for its inputs."""
+def rules(spec: AttentionSpec, packs: int, inputs: tuple[Input, ...], buffers: tuple[UOp, ...]) -> Rules:
+  """The rules of a kernel that packs query heads and has `buffers` for its inputs."""
   named: dict[str, list[UOp]] = {}
   for given, buffer in zip(inputs, buffers, strict=True):
     named.setdefault(given.name, []).append(buffer)
@@ -157,6 +176,8 @@ def rules(spec: AttentionSpec, inputs: tuple[Input, ...], buffers: tuple[UOp, ..
     spec.M,
     spec.N,
     heads=spec.Hq,
+    kv_heads=spec.Hkv,
+    packs=packs,
     scale=spec.scale,
     window=spec.window,
     q_start=cast(UOp, only("q_start")) if spec.q_start is None else spec.q_start,
@@ -173,9 +194,12 @@ def rules(spec: AttentionSpec, inputs: tuple[Input, ...], buffers: tuple[UOp, ..
   )
 
 
-def estimates(spec: AttentionSpec) -> Estimates:
+def estimates(choice: Choice, spec: AttentionSpec) -> Estimates:
   """The kernel's work, for tinygrad's own reports: operations, and the bytes of inputs and output."""
   s = spec
+  if choice.stage == "join":
+    parts = math.prod(choice.parts(s)[0].shape)
+    return Estimates(ops=2 * parts, lds=4 * parts, mem=4 * parts)
   elements = s.B * (s.Hq * s.M * (s.Dk + s.Dv) + s.Hkv * s.N * (s.Dk + s.Dv))
   return Estimates(ops=s.flops, lds=elements * s.dtype.itemsize, mem=elements * s.dtype.itemsize)
 

@@ -1,6 +1,7 @@
 """What a measurement was made on."""
 
 import ctypes
+import functools
 import os
 import platform
 from importlib.metadata import version
@@ -29,6 +30,18 @@ def gpu_name(device: str) -> str:
   name = ctypes.create_string_buffer(100)
   cuda.cuDeviceGetName(name, len(name), cast(CUDADevice, Device[device]).cu_device)
   return name.value.decode()
+
+
+@functools.cache
+def multiprocessors(device: str) -> int:
+  """Those of a CUDA device."""
+  from tinygrad.runtime.autogen import cuda
+  from tinygrad.runtime.ops_cuda import CUDADevice
+
+  count = ctypes.c_int()
+  attribute = cuda.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+  cuda.cuDeviceGetAttribute(count, attribute, cast(CUDADevice, Device[device]).cu_device)
+  return count.value
 
 
 def usable_cores() -> int:

@@ -10,15 +10,7 @@ from uopattn.spec import AttentionSpec, Extras
 
 def reference(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras) -> tuple[Tensor, Tensor]:
   """The output (B, Hq, M, Dv) in q's dtype and the natural-log LSE (B, Hq, M) in float32; arithmetic in float32."""
-  groups = (spec.B, spec.Hkv, spec.Hq // spec.Hkv)
-  if extras.kv_lengths is not None:  # a hidden key has weight 0, and 0 * NaN is NaN: what is no key must not count
-    exists = Tensor.arange(spec.N).reshape(1, 1, -1, 1) < _per_batch(extras.kv_lengths)
-    k, v = exists.where(k, 0), exists.where(v, 0)
-  q_groups = q.float().reshape(*groups, spec.M, spec.Dk)
-  k_groups, v_groups = (x.float().unsqueeze(2) for x in (k, v))
-  scores = (q_groups @ k_groups.transpose(-1, -2)).reshape(spec.B, spec.Hq, spec.M, spec.N) * spec.scale
-  scores = _hide(_modify(scores, extras), spec, extras)
-
+  scores, groups = scores_of(q, k, spec, extras), (spec.B, spec.Hkv, spec.Hq // spec.Hkv)
   m = scores.max(-1, keepdim=True)
   sinks = None if extras.sinks is None else extras.sinks.float().reshape(1, -1, 1, 1)
   m = m if sinks is None else m.maximum(sinks)
@@ -29,9 +21,25 @@ def reference(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extr
   l = p.sum(-1, keepdim=True)
   l = l if sinks is None else l + (sinks - m).exp()
   lse = blind.where(-math.inf, m + l.log()).squeeze(-1)
-  p = _dropped(blind.where(0, p / l), spec, extras)
-  out = p.reshape(*groups, spec.M, spec.N) @ v_groups
+  p = dropped(blind.where(0, p / l), spec, extras)
+  out = p.reshape(*groups, spec.M, spec.N) @ existing(v, extras).unsqueeze(2)
   return out.reshape(spec.B, spec.Hq, spec.M, spec.Dv).cast(spec.dtype), lse
+
+
+def scores_of(q: Tensor, k: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
+  """The scores, (B, Hq, M, N) float32, -inf where a key is hidden."""
+  q_groups = q.float().reshape(spec.B, spec.Hkv, spec.Hq // spec.Hkv, spec.M, spec.Dk)
+  products = q_groups @ existing(k, extras).unsqueeze(2).transpose(-1, -2)
+  scores = products.reshape(spec.B, spec.Hq, spec.M, spec.N) * spec.scale
+  return _hide(_modify(scores, extras), spec, extras)
+
+
+def existing(x: Tensor, extras: Extras) -> Tensor:
+  """k or v in float32, with 0 for what is no key: a hidden key has weight 0, and 0 * NaN is NaN."""
+  x = x.float()
+  if extras.kv_lengths is None:
+    return x
+  return (Tensor.arange(x.shape[2]).reshape(1, 1, -1, 1) < _per_batch(extras.kv_lengths)).where(x, 0)
 
 
 def _indices(scores: Tensor) -> list[Tensor]:
@@ -74,7 +82,7 @@ def _hide(scores: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
   return scores
 
 
-def _dropped(weights: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
+def dropped(weights: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
   """Some weights 0, the others scaled by 1 / (1 - dropout_p); kernels drop the same ones."""
   if extras.seed is None:
     return weights

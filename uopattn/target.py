@@ -8,6 +8,8 @@ from tinygrad.renderer import Renderer
 from tinygrad.renderer.cstyle import ClangRenderer
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 
+from uopattn.dsl.limits import usual_units
+from uopattn.machine import multiprocessors
 from uopattn.toolchain import PLAIN, VectorUnit, find_clang, vector_unit
 
 DEVICES = ("CPU", "AMD", "NV", "CUDA", "CL", "METAL", "QCOM", "WEBGPU", "PYTHON", "EMU")
@@ -33,11 +35,13 @@ class Target:
     device: "CPU", "AMD", "CUDA", ...; the emulator's is that of the target it stands for.
     arch: "x86_64,native", "arm64,native,-sve", "gfx1100", "sm_90", ...
     vector: what a CPU's compiler vectorises with.
+    units: a GPU's multiprocessors (AMD: compute units); as many as its architecture usually has where no GPU tells.
   """
 
   device: str
   arch: str
   vector: VectorUnit = PLAIN
+  units: int = 1
 
   def __str__(self) -> str:
     vector = (
@@ -61,5 +65,6 @@ class Target:
     renderer = kernel_renderer(device)
     arch = renderer.target.arch
     if not isinstance(renderer, ClangRenderer):
-      return cls(renderer.target.device if kind == "EMU" else kind, arch)
+      units = usual_units(arch) if kind != "CUDA" else multiprocessors(device)
+      return cls(renderer.target.device if kind == "EMU" else kind, arch, units=units)
     return cls(kind, arch, vector_unit(arch.split(",")[0], tuple(cast(ClangCompiler, renderer.compiler).args)))

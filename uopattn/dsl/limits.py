@@ -16,7 +16,27 @@ _LDS_BYTES = {
   "sm_103": 227 << 10,
   "sm_120": 99 << 10,
 }
+_UNITS = {
+  "gfx1100": 96,
+  "gfx1151": 40,
+  "gfx1200": 32,
+  "gfx1201": 64,
+  "gfx942": 304,
+  "gfx950": 256,
+  "sm_75": 68,
+  "sm_80": 108,
+  "sm_86": 84,
+  "sm_89": 128,
+  "sm_90": 132,
+  "sm_100": 148,
+  "sm_120": 170,
+}
 MAX_THREADS = 1024
+
+
+def usual_units(arch: str) -> int:
+  """Multiprocessors, or compute units, of the largest usual GPU of an architecture; 64 where not known."""
+  return _UNITS.get(arch, 64)
 
 
 def lds_limit(arch: str) -> int:

@@ -16,26 +16,12 @@ from tinygrad.dtype import AddrSpace, DType
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.scope import Scope, clamp, sizes
+from uopattn.dsl.rows import HeadRows
+from uopattn.dsl.scope import Scope, clamp
 from uopattn.dsl.words import as_type
 
 CHUNK, WIDEST = 16, 128  # bytes of a chunk, and of a panel's row at most
 ALIGN = 8  # rows after which the permutation repeats
-
-
-@dataclass(frozen=True)
-class Rows:
-  """The rows of a head in global memory.
-
-  Attributes:
-    x: (heads, rows, size).
-    head: whose they are.
-    length: none from here on is read.
-  """
-
-  x: UOp
-  head: UOp
-  length: UOp
 
 
 @dataclass(frozen=True)
@@ -121,45 +107,38 @@ class Panels:
     """An element's bits."""
     return self.memory[self.at(row, column // self.chunk).src[1] + column % self.chunk].load()
 
-  def fill_tile(self, position: UOp, source: Rows, n_tile: UOp, thread: UOp, *after: UOp) -> list[UOp]:
+  def fill_tile(self, position: UOp, source: HeadRows, n_tile: UOp, thread: UOp, *after: UOp) -> list[UOp]:
     """Starts copying tile `n_tile` of the rows of a head into slot position % slots; see `fill`.
 
     Past the last row there are zeros; past the last tile that tile comes again, if all are known to be whole.
     """
-    (_, rows, size), most = sizes(source.x), int(source.length.vmax)
+    most = int(source.length.vmax)
     whole = source.length.vmin == most > 0 and most % self.rows == 0
     first = clamp(n_tile, 0, most // self.rows - 1) * self.rows if whole else n_tile * self.rows
-    return self.tile(position, *after).fill(
-      as_type(source.x, self.bits),
-      (source.head * rows + first) * size,
-      size,
-      self.rows if whole else source.length - first,
-      thread,
-    )
+    return self.tile(position, *after).fill(source, first, self.rows if whole else source.length - first, thread)
 
-  def fill(self, source: UOp, first: UOp, size: int, rows: UOp | int, thread: UOp) -> list[UOp]:
-    """Starts copying `rows` rows of `size` elements, and zeros for the rest, into the slot in use.
+  def fill(self, source: HeadRows, first: UOp, rows: UOp | int, thread: UOp) -> list[UOp]:
+    """Starts copying `rows` rows, and zeros for the rest, into the slot in use.
 
     Args:
-      source: the elements' bits, as one axis.
-      first: where in `source` the first row begins.
-      size: elements of a row in `source`.
+      source: the rows.
+      first: the first of them to be copied.
       rows: rows that there are, from the first on; an int only where all are there.
       thread: this thread.
 
     Returns:
       Statements; where 16 bytes are no whole number of rows' parts, plain stores.
     """
-    chunks, stores = self.columns // self.chunk, []
+    chunks, size, bits, stores = self.columns // self.chunk, source.size, as_type(source.x, self.bits), []
     for i in range(self.pieces):
       piece = thread + i * self.threads
       row, chunk = piece // chunks, piece % chunks
       there = _both(_below(row, rows), _below(chunk * self.chunk, size))
-      to, start = self.at(row, chunk), first + row * size + chunk * self.chunk
+      to, start = self.at(row, chunk), source.start(first + row) + chunk * self.chunk
       if size % self.chunk == 0:
-        stores.append(ins.cp_async(self.family, to, source[start], inside=there))
+        stores.append(ins.cp_async(self.family, to, bits[start], inside=there))
       else:
-        stores += self._single(to, source, start, chunk * self.chunk, size, there)
+        stores += self._single(to, bits, start, chunk * self.chunk, size, there)
     return stores
 
   def _single(self, to: UOp, source: UOp, start: UOp, column: UOp, size: int, there: UOp | None) -> list[UOp]:

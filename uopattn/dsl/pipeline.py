@@ -12,8 +12,9 @@ from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace
 
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.panels import Panels, Rows
+from uopattn.dsl.panels import Panels
 from uopattn.dsl.quads import WARP
+from uopattn.dsl.rows import HeadRows
 from uopattn.dsl.rules import Visit
 from uopattn.dsl.scope import Scope
 
@@ -31,7 +32,7 @@ class Pipeline:
     ahead: deliveries that may be under way while one is in use.
   """
 
-  def __init__(self, s: Scope, k: Rows, v: Rows, visit: Visit, k_tiles: Panels, v_tiles: Panels, thread: UOp):
+  def __init__(self, s: Scope, k: HeadRows, v: HeadRows, visit: Visit, k_tiles: Panels, v_tiles: Panels, thread: UOp):
     """The rows are of a 16-bit type."""
     self.k_tiles, self.v_tiles, self.stages, self.ahead = k_tiles, v_tiles, k_tiles.slots, k_tiles.slots - 1
     self._k, self._v, self._visit, self._thread = k, v, visit, thread
@@ -61,7 +62,7 @@ class Pipeline:
       copies += self._copy(self.v_tiles, n - 1, self._v, *after)
     return ins.cp_async_arrive(CUDA, self._full(n), *copies)
 
-  def _copy(self, tiles: Panels, n: UOp, source: Rows, *after: UOp) -> list[UOp]:
+  def _copy(self, tiles: Panels, n: UOp, source: HeadRows, *after: UOp) -> list[UOp]:
     return tiles.fill_tile(n, source, self._visit.tile(n), self._thread, *after)
 
   def start_first(self, *after: UOp) -> UOp:

@@ -12,6 +12,7 @@ from tinygrad.uop.ops import Ops
 
 from uopattn.dsl.math import LOG2E, tanh
 from uopattn.dsl.random import kept
+from uopattn.dsl.rows import HeadRows
 from uopattn.dsl.scope import clamp, gated, sizes
 from uopattn.dsl.softmax import split_factor
 
@@ -22,7 +23,9 @@ class Rules:
 
   Attributes:
     M, N: queries and keys.
-    heads: query heads of a batch.
+    heads, kv_heads: query and key heads of a batch.
+    packs: query heads whose queries a kernel sees as the rows of one head, one head after another. Row r of head h is
+      then query r % M of head h packs + r // M.
     scale: factor on q.k.
     window: key j is seen by query i iff position - left <= j <= position + right, its position being i + q_start; None
       is no bound. A causal mask is a right side of 0.
@@ -37,12 +40,15 @@ class Rules:
     dropout_p: probability of dropping a weight.
     seed: (2,) uint32, of the random numbers that say which; None if none are dropped.
     tile_lists: the tiles of keys that each block of queries visits, (B or 1, heads or 1, blocks, tiles) int32, those
-      that it sees whole first; and how many these are and how many all, (B or 1, heads or 1, blocks, 2) int32.
+      that it sees whole first; and how many these are and how many all, (B or 1, heads or 1, blocks, 2) int32. For a
+      kernel whose blocks are of keys, the tiles of queries likewise.
   """
 
   M: int
   N: int
   heads: int = 1
+  kv_heads: int = 1
+  packs: int = 1
   scale: float = 1.0
   window: tuple[int | None, int | None] = (None, None)
   q_start: int | UOp = 0
@@ -90,8 +96,9 @@ class Rules:
     return self.scale / cap, LOG2E if self._moves else LOG2E * cap
 
   def at(self, head: UOp) -> "HeadRules":
-    """The rules for a query head, counted through all batches."""
-    return HeadRules(self, head // self.heads, head % self.heads)
+    """The rules for a head of the kernel's, counted through all batches."""
+    heads = self.heads // self.packs
+    return HeadRules(self, head // heads, head % heads * self.packs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,14 +115,33 @@ class Visit:
   count: UOp
   tile: Callable[[UOp], UOp]
 
+  def part(self, i: UOp, parts: int) -> "Visit":
+    """Part i of as many as equal parts as can be; it may have no tile."""
+    if parts == 1:
+      return self
+    begin, end = self.count * i // parts, self.count * (i + 1) // parts
+    count = clamp(end - begin, 0, ceildiv(int(self.count.vmax), parts))
+    whole = clamp(self.whole - begin, 0, count) if self.whole.vmax > 0 else self.whole
+    return Visit(whole, count, lambda position: self.tile(begin + position))
+
 
 @dataclass(frozen=True, eq=False)
 class HeadRules:
-  """The rules for query head `h` of batch `b`."""
+  """The rules for query head `h` of batch `b`, or for those that are packed from there on."""
 
   rules: Rules
   b: UOp
   h: UOp
+
+  def place(self, row: UOp) -> tuple[UOp, UOp]:
+    """The query head, and the query, that a row is; past the last row, which is none, the last head."""
+    r = self.rules
+    return (self.h, row) if r.packs == 1 else (self.h + clamp(row // r.M, 0, r.packs - 1), row % r.M)
+
+  def keys(self, x: UOp) -> HeadRows:
+    """The keys, or values, in a buffer (B kv_heads, N, size)."""
+    r = self.rules
+    return HeadRows.of(x, self.b * r.kv_heads + self.h // (r.heads // r.kv_heads), self.length)
 
   @property
   def length(self) -> UOp:
@@ -123,28 +149,27 @@ class HeadRules:
     r = self.rules
     return UOp.const(r.N) if r.kv_lengths is None else clamp(self._number(r.kv_lengths), 0, r.N)
 
-  @property
-  def sink(self) -> UOp | None:
-    """The logit that joins the sum of exponentials, in base 2."""
-    return None if self.rules.sinks is None else self.rules.sinks[self.h].load() * LOG2E
+  def sink(self, row: UOp) -> UOp | None:
+    """The logit that joins a row's sum of exponentials, in base 2."""
+    return None if self.rules.sinks is None else self.rules.sinks[self.place(row)[0]].load() * LOG2E
 
   def last_seen(self, row: UOp) -> UOp:
     """The last key that a query sees; before the first one, or before 0, if it sees none."""
-    return reduce(UOp.minimum, [*self._lasts(row), UOp.const(self.rules.N - 1)])
+    return reduce(UOp.minimum, [*self._lasts(self.place(row)[1]), UOp.const(self.rules.N - 1)])
 
   def first_seen(self, row: UOp) -> UOp | None:
     """The first key that a query sees; None if that is 0 for all queries."""
-    firsts = self._firsts(row)
+    firsts = self._firsts(self.place(row)[1])
     return reduce(UOp.maximum, firsts) if firsts else None
 
   def visit(self, row: UOp, block_m: int, block_n: int) -> Visit:
-    """The tiles of `block_n` keys that the queries from `row` to row + block_m - 1 visit.
+    """The tiles of `block_n` keys that the queries from `row` to row + block_m - 1 visit; all queries, if packed.
 
     tinygrad's linearizer knows what is outside a loop by how often it runs: a loop of one trip at most, if that is not
     known to be one, would swallow what comes before it. So `whole` is 0 where it could be at most 1.
     """
     r, tiles = self.rules, ceildiv(self.rules.N, block_n)
-    last_row = (row + block_m).minimum(r.M) - 1
+    row, last_row = (row, (row + block_m).minimum(r.M) - 1) if r.packs == 1 else (UOp.const(0), UOp.const(r.M - 1))
     lasts, firsts = self._lasts(last_row), self._firsts(row)
     if r.tile_lists is not None:
       return self._listed(row // block_m, tiles, bool(lasts or firsts or self._hides(2)))
@@ -164,11 +189,17 @@ class HeadRules:
   def visit_queries(self, key: UOp, block_n: int, block_m: int) -> Visit:
     """The tiles of `block_m` queries that see any of the keys from `key` to key + block_n - 1; see `visit`.
 
-    Of a tile that is seen whole all queries exist, and so do all the keys. What bounds, lists of tiles and rules for
-    single keys hide is not left out, so with these no tile is known to be seen whole.
+    Of a tile that is seen whole all queries exist, and so do all the keys. What bounds and rules for single keys hide
+    is not left out, so with these no tile is known to be seen whole. Lists of tiles are those of tiles of queries.
+
+    Args:
+      key: a multiple of `block_n`.
     """
     r, tiles = self.rules, ceildiv(self.rules.M, block_m)
     left, right = r.window
+    if r.tile_lists is not None:
+      others = r.window != (None, None) or r.kv_lengths is not None or r.bounds is not None or self._hides(2)
+      return self._listed(key // block_n, tiles, others)
     shift = UOp.const(0) if r.window == (None, None) else self._number(r.q_start)
     # Of the first and of the last key, as positions of queries count.
     near, far = key - shift, least([key + block_n, UOp.const(r.N)]) - 1 - shift
@@ -181,7 +212,7 @@ class HeadRules:
       end = clamp(far + left, 0, r.M - 1) // block_m + 1
       whole_end = clamp(near + left + 1, 0, r.M) // block_m
     whole = (whole_end - whole_begin).maximum(0)
-    hides = self._hides(1) or r.bounds is not None or r.tile_lists is not None
+    hides = self._hides(1) or r.bounds is not None
     whole = UOp.const(0) if hides or whole.vmax < 2 else (key + block_n <= self.length).where(whole, 0)
     count = clamp(end - begin, 1, tiles)
     count = count if r.kv_lengths is None else (key < self.length).where(count, 1)
@@ -260,14 +291,16 @@ class HeadRules:
     if r.seed is None:
       return weights
     seed = r.seed[0].load(), r.seed[1].load()
-    place = ((self.b * r.heads + self.h) * r.M + row).cast(dtypes.uint)
+    h, query = self.place(row)
+    place = ((self.b * r.heads + h) * r.M + query).cast(dtypes.uint)
     keep = [kept(seed, place, (first + i).cast(dtypes.uint), r.dropout_p) for i in offsets]
     return [x.where(p * (1 / (1 - r.dropout_p)), 0.0) for x, p in zip(keep, weights, strict=True)]
 
   def hidden(self, row: UOp, key: UOp) -> list[UOp]:
     """The rules by which a query does not see a key below N."""
-    late = [key > last for last in self._lasts(row)]
-    return late + [key < first for first in self._firsts(row)] + self._hidden(row, key)
+    query = self.place(row)[1]
+    late = [key > last for last in self._lasts(query)]
+    return late + [key < first for first in self._firsts(query)] + self._hidden(row, key)
 
   def _number(self, x: int | UOp) -> UOp:
     """A value of this batch: an int, a variable, or an element of a buffer."""
@@ -275,28 +308,28 @@ class HeadRules:
       return UOp.const(x)
     return x if x.shape == () else x[self.b].load().cast(dtypes.weakint)
 
-  def _lasts(self, row: UOp) -> list[UOp]:
+  def _lasts(self, query: UOp) -> list[UOp]:
     """Bounds on the last key that a query sees, other than N - 1."""
     r, found = self.rules, []
     if r.window[1] is not None:
-      found.append(row + self._number(r.q_start) + r.window[1])
+      found.append(query + self._number(r.q_start) + r.window[1])
     if r.kv_lengths is not None:
       found.append(self.length - 1)
     if r.bounds is not None:
-      found.append(self._bound(r.bounds[1], row))
+      found.append(self._bound(r.bounds[1], query))
     return found
 
-  def _firsts(self, row: UOp) -> list[UOp]:
+  def _firsts(self, query: UOp) -> list[UOp]:
     """Bounds on the first key that a query sees, other than 0."""
     r, found = self.rules, []
     if r.window[0] is not None:
-      found.append(row + self._number(r.q_start) - r.window[0])
+      found.append(query + self._number(r.q_start) - r.window[0])
     if r.bounds is not None:
-      found.append(self._bound(r.bounds[0], row))
+      found.append(self._bound(r.bounds[0], query))
     return found
 
-  def _bound(self, bounds: UOp, row: UOp) -> UOp:
-    return bounds[row.minimum(self.rules.M - 1)].load().cast(dtypes.weakint)
+  def _bound(self, bounds: UOp, query: UOp) -> UOp:
+    return bounds[query.minimum(self.rules.M - 1)].load().cast(dtypes.weakint)
 
   def _hides(self, more_than: int) -> bool:
     """Whether at least `more_than` rules say of single keys whether they are seen."""
@@ -327,13 +360,14 @@ class HeadRules:
     return self.rules.score_mod(score, *self._indices(row, key))
 
   def _indices(self, row: UOp, key: UOp) -> list[UOp]:
-    return [x.cast(dtypes.int) for x in (self.b, self.h, row, key)]
+    return [x.cast(dtypes.int) for x in (self.b, *self.place(row), key)]
 
   def _mask(self, row: UOp, key: UOp) -> UOp:
     """The element of the mask; 0 or False past the last query or key."""
     mask = self.rules.attn_mask
     assert mask is not None
-    index = [UOp.const(0) if size == 1 else x for x, size in zip((self.b, self.h, row, key), sizes(mask), strict=True)]
+    places = (self.b, *self.place(row), key)
+    index = [UOp.const(0) if size == 1 else x for x, size in zip(places, sizes(mask), strict=True)]
     return Table(mask)[tuple(index)]
 
 

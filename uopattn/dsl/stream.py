@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from tinygrad import UOp
 
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.panels import Panels, Rows
+from uopattn.dsl.panels import Panels
+from uopattn.dsl.rows import HeadRows
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Stream:
     family: of instructions; see `uopattn.dsl.instructions`.
   """
 
-  sources: list[tuple[Panels, Rows]]
+  sources: list[tuple[Panels, HeadRows]]
   tile: Callable[[UOp], UOp]
   stages: int
   thread: UOp

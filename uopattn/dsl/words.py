@@ -9,6 +9,7 @@ from math import prod
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 
+from uopattn.dsl.rows import HeadRows
 from uopattn.dsl.scope import sizes
 
 Words = list[UOp]  # neighbours
@@ -22,18 +23,17 @@ def as_type(x: UOp, dtype: DType) -> UOp:
   return UOp.placeholder((count,), dtype, slot=x.base.arg.slot)
 
 
-def words_of(x: UOp, head: UOp, exists: UOp = ALWAYS) -> Load:
-  """Words of the rows of x[head] (rows, size), x (heads, rows, size) of a 16-bit type; past a row's end they are 0.
+def words_of(rows: HeadRows, exists: UOp = ALWAYS) -> Load:
+  """Words of rows of a 16-bit type; past a row's end they are 0.
 
-  Where x[head] does not exist nothing is read, and all words are 0.
+  Where nothing `exists` nothing is read, and all words are 0.
   """
-  _, length, size = sizes(x)
-  words, halves = as_type(x, dtypes.uint), as_type(x, dtypes.ushort)
+  size, words, halves = rows.size, as_type(rows.x, dtypes.uint), as_type(rows.x, dtypes.ushort)
 
   def load(row: UOp, word: UOp) -> UOp:
     if 2 * word.vmin >= size or not exists.vmax:
       return UOp.const(0, dtypes.uint)
-    first = (head * length + row) * size
+    first = rows.start(row)
     if size % 2 == 0:
       return _or_zero(words, first // 2, word, size // 2, exists)
     low, high = (_or_zero(halves, first, 2 * word + i, size, exists).cast(dtypes.uint) for i in range(2))

@@ -7,7 +7,9 @@ from uopattn.dsl.scope import Scope
 
 
 class Workgroup:
-  """The workgroup of this thread, which has one block of the queries of one head. AMD's waves are warps here.
+  """The workgroup of this thread, which has one block of the queries of one head, against all keys or a part.
+
+  AMD's waves are warps here.
 
   Attributes:
     lane: of the thread in its warp.
@@ -15,13 +17,16 @@ class Workgroup:
     thread: the same in one number.
     head: of the queries.
     block: of the head's blocks.
+    split: of the parts that the keys are split into.
+    result: where the output goes, in place of a head: each has one for each split.
   """
 
-  def __init__(self, s: Scope, heads: int, blocks: int, warps: int, lanes: int):
-    self.item = s.axis(heads * blocks, AxisType.GLOBAL)
+  def __init__(self, s: Scope, heads: int, blocks: int, warps: int, lanes: int, splits: int = 1):
+    self.item = s.axis(heads * splits * blocks, AxisType.GLOBAL)
     self.lane, self.warp = s.axis(lanes, AxisType.WARP), s.axis(warps, AxisType.LOCAL)
     self.thread = self.warp * lanes + self.lane
-    self.head, self.block = self.item // blocks, self.item % blocks
+    self.result, self.block = self.item // blocks, self.item % blocks
+    self.head, self.split = self.result // splits, self.result % splits
 
   def kernel(self, name: str, stores: list[UOp]) -> UOp:
     """The kernel that ends with `stores`."""

@@ -1,0 +1,96 @@
+"""Attention over parts of the keys, joined: the second half of Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023).
+
+With few queries there are too few of them to keep a machine busy, so the keys are split, and each work item of a
+forward kernel leaves the output O_s of its part, finished, and the logarithm lse_s of its sum of exponentials. Then
+    m = max lse_s,  w_s = exp(lse_s - m),  O = sum w_s O_s / sum w_s,  lse = m + log sum w_s
+where a sink, which must count once, joins the sum. A part in which a row sees no key has an lse_s of -inf.
+
+Who holds what. A work item has one row. On a GPU its lanes have the columns, and each works out all weights; on a CPU
+the weights, and the row, are on the stack. What is read is `splits` rows of float32, in cache as a rule.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from math import inf
+
+from tinygrad import UOp
+from tinygrad.helpers import ceildiv, round_up
+from tinygrad.uop.ops import AxisType, KernelInfo
+
+from uopattn.dsl import LN2, LOG2E, Scope, exp2, gated, sizes
+from uopattn.dsl import instructions as ins
+from uopattn.dsl.rules import Rules
+from uopattn.dsl.softmax import finish
+
+WARP, MOST_THREADS = 32, 256
+
+
+def on_cpu(o: UOp, lse: UOp | None, parts: UOp, lses: UOp, *, rules: Rules) -> UOp:
+  """Builds the kernel for CPUs.
+
+  Args:
+    o: (heads, rows, Dv), the output, in its type.
+    lse: (heads, rows) float32, or None.
+    parts: (heads splits, rows, Dv) float32.
+    lses: (heads splits, rows) float32.
+    rules: of which only the sinks count.
+  """
+  (heads, rows, Dv), s = sizes(o), Scope()
+  splits = sizes(parts)[0] // heads
+  head = s.axis(heads, AxisType.THREAD)
+  row = s.axis(rows)
+  first, within = head * splits, (head, row)
+  highest = s.assign(s.buffer(1), lambda i: -inf, within=within)
+  t = s.axis(splits)
+  highest = highest.after(highest[0].store(highest.after(t)[0].maximum(lses[first + t, row])).end(t))
+  weights = s.assign(s.buffer(splits), lambda t: _weight(lses[first + t, row].load(), highest[0], exp2), within=within)
+  total = s.assign(s.buffer(1), lambda i: 0.0, within=within)
+  t = s.axis(splits)
+  total = total.after(total[0].store(total.after(t)[0] + weights[t]).end(t))
+  acc = s.assign(s.buffer(Dv), lambda d: 0.0, within=within)
+  t, d = s.axis(splits), s.axis(Dv)
+  acc = acc.after(acc[d].store(acc.after(t)[d] + weights[t] * parts[first + t, row, d]).end(t, d))
+  factor, log2 = finish(highest[0] * LOG2E, total[0], rules.at(head).sink(row), exp2)
+  d = s.axis(Dv)
+  stores = [o[head, row, d].store((acc[d] * factor).cast(o.dtype)).end(d)]
+  stores += [] if lse is None else [lse[head, row].store(log2 * LN2)]
+  return _kernel(o, splits, UOp.group(*stores).end(row, head))
+
+
+def on_gpu(family: str, o: UOp, lse: UOp | None, parts: UOp, lses: UOp, *, rules: Rules) -> UOp:
+  """Builds the kernel for a family of GPUs (`uopattn.dsl.instructions`); the rest as for `on_cpu`."""
+  (heads, rows, Dv), s, power = sizes(o), Scope(), partial(ins.exp2, family)
+  splits, threads = sizes(parts)[0] // heads, min(MOST_THREADS, round_up(Dv, WARP))
+  item, lane = s.axis(heads * rows, AxisType.GLOBAL), s.axis(threads, AxisType.LOCAL)
+  head, row = item // rows, item % rows
+  first, columns = head * splits, [lane + i * threads for i in range(ceildiv(Dv, threads))]
+  t = s.axis(splits, AxisType.REDUCE)
+  highest = s.filled(-inf, 1, after=(item,))
+  highest = highest.after(highest[0].store(highest.after(t)[0].maximum(lses[first + t, row])).end(t))
+  total, acc = s.filled(0.0, 1, after=(item,)), s.filled(0.0, len(columns), after=(item,))
+  t = s.axis(splits, AxisType.REDUCE)
+  weight = _weight(lses[first + t, row].load(), highest[0].load(), power)
+  stores = [total[0].store(total.after(t)[0] + weight)]
+  for i, d in enumerate(columns):
+    inside = d < Dv
+    part = gated(parts, inside, first + t, row, d).load() if d.vmax >= Dv else parts[first + t, row, d].load()
+    stores.append(acc[i].store(acc.after(t)[i] + weight * part))
+  end = UOp.group(*stores).end(t)
+  factor, log2 = finish(highest[0].load() * LOG2E, total.after(end)[0].load(), rules.at(head).sink(row), power)
+  stores = [
+    gated(o, d < Dv, head, row, d).store((acc.after(end)[i].load() * factor).cast(o.dtype))
+    for i, d in enumerate(columns)
+  ]
+  stores += [] if lse is None else [gated(lse, lane.eq(0), head, row).store(log2 * LN2)]
+  return _kernel(o, splits, UOp.group(*stores).end(lane).end(item))
+
+
+def _weight(lse: UOp, highest: UOp, power: Callable[[UOp], UOp]) -> UOp:
+  """exp(lse - highest); of a row that sees no key at all both are -inf, and it is 0."""
+  return power((lse - highest.eq(-inf).where(0.0, highest)) * LOG2E)
+
+
+def _kernel(o: UOp, splits: int, end: UOp) -> UOp:
+  heads, rows, Dv = sizes(o)
+  # A tag keeps tinygrad from rearranging the axes.
+  return end.sink(arg=KernelInfo(name=f"attention_join_{heads}_{splits}_{rows}_{Dv}", opts_to_apply=()), tag=1)
