@@ -9,8 +9,8 @@ def spans(begun: UOp, whole: UOp, count: UOp) -> list[tuple[UOp, UOp, bool]]:
   Returns:
     For each the first tile, the number of tiles, and whether they need a mask.
   """
-  both = (begun, whole - begun, False), (whole, count - whole, True)
-  # tinygrad misplaces what stands in a loop of no trips
+  both = (begun, (whole - begun).simplify(), False), (whole, (count - whole).simplify(), True)
+  # tinygrad misplaces what stands in a loop that it finds, then or later, to have no trips
   return [(first, _blurred(trips), masked) for first, trips, masked in both if trips.vmax > 0]
 
 
