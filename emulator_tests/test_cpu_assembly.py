@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers import cpu_target
-from tinygrad import dtypes
+from tinygrad import UOp, dtypes
 from tinygrad.codegen import to_program
 from tinygrad.device import Compiler
 from tinygrad.helpers import Target
