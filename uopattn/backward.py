@@ -117,7 +117,7 @@ def _run(
   """The outputs once the kernel has run."""
   device, buffers = str(outputs[0].device), outputs + inputs
   if compiler(device) is None:
-    kernel = for_tinygrad(_graph(step, spec), step.estimates(spec))
+    kernel = for_tinygrad(graph(step, spec), step.estimates(spec))
   else:
     kernel = compiled(step, spec, device)
   call = kernel.call(*(x.uop for x in buffers), *variables, grad_fxn=_no_further)
@@ -129,10 +129,10 @@ def compiled(step: Step, spec: AttentionSpec, device: str) -> UOp:
   """Compiled once a process, as `uopattn.flash.compiled` are the kernels of the forward pass."""
   compile_for = compiler(device)
   assert compile_for is not None
-  return compile_for(_graph(step, spec), device, step.estimates(spec))
+  return compile_for(graph(step, spec), device, step.estimates(spec))
 
 
-def _graph(step: Step, spec: AttentionSpec) -> UOp:
+def graph(step: Step, spec: AttentionSpec) -> UOp:
   """The kernel, in which batch and heads become one axis."""
   places = [UOp.placeholder(x.shape, x.dtype, slot) for slot, x in enumerate(step.layout(spec))]
   inputs = step.inputs(spec)
