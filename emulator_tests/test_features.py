@@ -247,7 +247,7 @@ MISTAKES: dict[str, tuple[str, Any, str]] = {
   "mask of the next query": ("_hidden", lambda self, row, key: right["_hidden"](self, row + 1, key), "attn_mask"),
   "no softcap": ("modified", lambda self, score, *x: score, "softcap"),
   "no score_mod": ("modified", lambda self, score, *x: score, "score_mod"),
-  "no sink": ("sink", property(lambda self: None), "sinks"),
+  "no sink": ("sink", lambda self, row: None, "sinks"),
 }
 
 
