@@ -1,9 +1,9 @@
 """Tiles of K and V on their way from global memory to shared memory on Hopper, without a barrier of the workgroup.
 
 Delivery n is tile n of a visit of K and tile n - 1 of V: what a schedule needs at once whose weighted sum is one tile
-behind its scores. It goes to slot n % stages, and all threads take part in copying (cp.async). For each slot, one
-barrier tells that a delivery is there, and another that all warps are done with it: so no warp waits for another until
-it is about to run out of tiles. Deliveries past the last one bring what nobody reads.
+behind its scores. (Others have tile n of both.) It goes to slot n % stages, and all threads take part in copying
+(cp.async). For each slot, one barrier tells that a delivery is there, and another that all warps are done with it: so
+no warp waits for another until it is about to run out of tiles. Deliveries past the last one bring what nobody reads.
 
 Source: PTX ISA, "mbarrier".
 """
@@ -30,10 +30,22 @@ class Pipeline:
     k_tiles: room for tiles of K.
     v_tiles: room for tiles of V, as many.
     ahead: deliveries that may be under way while one is in use.
+    lag: how many tiles V is behind K.
   """
 
-  def __init__(self, s: Scope, k: HeadRows, v: HeadRows, visit: Visit, k_tiles: Panels, v_tiles: Panels, thread: UOp):
+  def __init__(
+    self,
+    s: Scope,
+    k: HeadRows,
+    v: HeadRows,
+    visit: Visit,
+    k_tiles: Panels,
+    v_tiles: Panels,
+    thread: UOp,
+    lag: int = 1,
+  ):
     """The rows are of a 16-bit type."""
+    self.lag = lag
     self.k_tiles, self.v_tiles, self.stages, self.ahead = k_tiles, v_tiles, k_tiles.slots, k_tiles.slots - 1
     self._k, self._v, self._visit, self._thread = k, v, visit, thread
     self._barriers = s.buffer(2 * self.stages, dtype=dtypes.ulong, space=AddrSpace.LOCAL)
@@ -58,8 +70,8 @@ class Pipeline:
     if n.vmax >= self.stages:  # there was something
       after = (ins.mbarrier_wait(CUDA, self._empty(n), (n // self.stages + 1) % 2, *after),)
     copies = self._copy(self.k_tiles, n, self._k, *after)
-    if n.vmax > 0:
-      copies += self._copy(self.v_tiles, n - 1, self._v, *after)
+    if n.vmax >= self.lag:
+      copies += self._copy(self.v_tiles, n - self.lag, self._v, *after)
     return ins.cp_async_arrive(CUDA, self._full(n), *copies)
 
   def _copy(self, tiles: Panels, n: UOp, source: HeadRows, *after: UOp) -> list[UOp]:
