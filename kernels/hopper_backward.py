@@ -86,6 +86,43 @@ class Tiles:
     """Bytes of shared memory a workgroup."""
     return sum(2 * x.slots * x.size for panels in self.panels(Scope(), Dk, Dv) for x in panels)
 
+  def registers(self, sums: int) -> int:
+    """32-bit registers a lane for S, dP and `sums` columns of sums."""
+    return self.block + round_up(sums, wgmma.STEP) // 2
+
+  @classmethod
+  def choose(cls, arch: str, rows: int, others: int, Dk: int, Dv: int, limit: int, of_keys: bool) -> "Tiles":
+    """Tiles for a problem.
+
+    Args:
+      arch: "sm_90" alone has these instructions.
+      rows, others: queries and keys; for `backward_kv` keys and queries.
+      limit: bytes of shared memory that a workgroup may have.
+      of_keys: whether they are for `backward_kv`.
+
+    Raises:
+      ValueError: another architecture; head sizes that are no multiples of 8, or too large.
+    """
+    if arch != "sm_90" or Dk % 8 or Dv % 8:
+      raise ValueError(f"{arch} with head sizes {Dk} and {Dv}: must be sm_90, with head sizes that are multiples of 8")
+    warpgroups, block = FAST[of_keys][max(Dk, Dv) > 64]
+    warpgroups, block = min(warpgroups, ceildiv(rows, wgmma.ROWS)), min(block, round_up(others, wgmma.STEP))
+    sums = Dk + Dv if of_keys else Dk
+    for n in (warpgroups, 1):
+      tiles = cls(n, block)
+      if tiles.registers(sums) <= LIMIT and tiles.shared_bytes(Dk, Dv) <= limit:
+        return tiles
+    raise ValueError(
+      f"head sizes {Dk} and {Dv}: {tiles} needs {tiles.registers(sums)} registers a lane, of {LIMIT}, and "
+      f"{tiles.shared_bytes(Dk, Dv)} bytes of shared memory, of {limit}"
+    )
+
+
+# Of 255 registers, what `Tiles.registers` counts may take: P, dS, addresses and temporaries need the rest.
+LIMIT = 192
+# Warpgroups and `Tiles.block` of `backward_q` and of `backward_kv`, for head sizes up to 64 and above.
+FAST = (((2, 64), (3, 64)), ((1, 64), (2, 64)))
+
 
 def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles) -> UOp:
   """Builds the kernel for the gradient of the queries.
@@ -111,9 +148,9 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   kept, room = tiles.panels(s, Dk, Dv)
   pipe = Pipeline(s, here.keys(k), here.keys(v), visit, room[0], room[1], group.thread, lag=0)
   loop = Mainloop(s, group, q.dtype, tiles, here, visit, kept, pipe, lines)
-  opened, sums = pipe.open(), [loop.zeros(Dk, group.item)]
-  begun = pipe.start_first(*loop.keep((q, do), group.head, UOp.const(M), block, opened))
-  sums = loop.close(loop.run(sums, begun))
+  copies = loop.keep((q, do), group.head, UOp.const(M), block, pipe.open())
+  sums, done = loop.run([loop.zeros(Dk, group.item)], *copies)
+  sums = _after(sums, done)
   name = f"attention_backward_q_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
   return group.kernel(name, loop.store(dq, sums[0], rows))
 
@@ -121,29 +158,38 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
 def backward_kv(
   dk: UOp, dv: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles
 ) -> UOp:
-  """Builds the kernel for the gradients of keys and values.
+  """Builds the kernel for the gradients of keys and values, summed over the query heads that share them.
 
   Args:
-    dk, dv, q, k, v, do, lse, delta, rules: as for `cuda_backward.backward_kv`, of as many query as key heads.
+    dk, dv, q, k, v, do, lse, delta, rules: as for `cuda_backward.backward_kv`, in 16 bits, head sizes
+      multiples of 8; the same number of tiles for all heads that share keys.
     tiles: block sizes.
   """
   (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
   s = Scope()
-  group = Workgroup(s, heads, ceildiv(N, tiles.rows), tiles.warpgroups * WARPS, WARP)
-  here = rules.at(group.head)
+  group = Workgroup(s, kv_heads, ceildiv(N, tiles.rows), tiles.warpgroups * WARPS, WARP)
+  share = heads // kv_heads
+  member = s.axis(share, AxisType.REDUCE) if share > 1 else UOp.const(0)
+  head = group.head * share + member
+  here = rules.at(head)
   visit = here.visit_queries(group.block * tiles.rows, tiles.rows, tiles.block)
-  rows, numbers = rows_of(group, group.block, tiles), Numbers(lse, delta, group.head)
+  rows, numbers = rows_of(group, group.block, tiles), Numbers(lse, delta, head)
 
   def lines(first: UOp, masked: bool) -> list[Line]:
     return lines_of_columns(rows, numbers, first, tiles.block, group.lane, masked)
 
   kept, room = tiles.panels(s, Dk, Dv)
-  queries = [HeadRows.of(x, group.head, UOp.const(M)) for x in (q, do)]
-  pipe = Pipeline(s, queries[0], queries[1], visit, room[0], room[1], group.thread, lag=0)
+  queries, before = [HeadRows.of(x, head, UOp.const(M)) for x in (q, do)], member * (visit.count + tiles.stages - 1)
+  pipe = Pipeline(s, queries[0], queries[1], visit, room[0], room[1], group.thread, lag=0, before=before)
   loop = Mainloop(s, group, q.dtype, tiles, here, visit, kept, pipe, lines)
-  opened, sums = pipe.open(), [loop.zeros(Dk, group.item), loop.zeros(Dv, group.item)]
-  begun = pipe.start_first(*loop.keep((k, v), group.head, here.length, group.block, opened))
-  sums = loop.close(loop.run(sums, begun))
+  length = rules.at(group.head * share).length
+  copies = loop.keep((k, v), group.head, length, group.block, pipe.open())
+  sums = [loop.zeros(Dk, group.item), loop.zeros(Dv, group.item)]
+  if share == 1:
+    sums, done = loop.run(sums, *copies)
+  else:
+    done = loop.run(_after(sums, member), member, *copies)[1].end(member)
+  sums = _after(sums, done)
   name = f"attention_backward_kv_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
   return group.kernel(name, loop.store(dk, sums[0], rows) + loop.store(dv, sums[1], rows))
 
@@ -191,8 +237,13 @@ class Mainloop:
       copies += panels.fill_tile(UOp.const(0), HeadRows.of(x, head, length), block, self.group.thread, *after)
     return copies
 
-  def run(self, sums: list[UOp], begun: UOp) -> list[UOp]:
-    """All tiles, added to the sums: of dS times the first of the tiles, and of P times the second."""
+  def run(self, sums: list[UOp], *after: UOp) -> tuple[list[UOp], UOp]:
+    """All tiles, added to the sums: of dS times the first of the tiles, and of P times the second.
+
+    Returns:
+      The sums, and what is done when no copy is under way any more.
+    """
+    begun = self.pipe.start_first(*after)
     count, words = self.tiles.block // 2, self.tiles.block // 4
     scores = [self.s.buffer(count) for _ in range(2)]  # S and dP
     factors = [self.s.buffer(words, dtype=dtypes.uint) for _ in sums]  # dS and P
@@ -200,12 +251,12 @@ class Mainloop:
       trip = self.s.axis(trips, AxisType.REDUCE)
       done = self.attend(first + trip, masked, scores, factors, _after(sums, trip), begun, trip)
       sums = _after(sums, done.end(trip))
-    return sums
+    return sums, self.pipe.drain(self.visit.count, *sums)
 
   def attend(self, n: UOp, masked: bool, scores: list[UOp], factors: list[UOp], sums: list[UOp], *after: UOp) -> UOp:
     """Adds the n-th tile to the sums; what is done when it is."""
     lines, started = self.lines(self.visit.tile(n) * self.tiles.block, masked), self.pipe.arrived(n, *after, *sums)
-    tiles = [x.tile(n) for x in (self.pipe.k_tiles, self.pipe.v_tiles)]
+    tiles = self.pipe.tiles(n)
     for kept, tile, into in zip(self.kept, tiles, scores, strict=True):
       started = self.multiply_kept(kept, tile, into, started)
     following = self.pipe.start(n + self.pipe.ahead, started)
@@ -243,10 +294,6 @@ class Mainloop:
   def elements(self, scores: UOp) -> Elements:
     """This lane's elements of S or dP."""
     return {(0, i // 4, i % 4): scores[i].load() for i in range(self.tiles.block // 2)}
-
-  def close(self, sums: list[UOp]) -> list[UOp]:
-    """The sums when no copy is under way."""
-    return _after(sums, ins.cp_async_wait(CUDA, 0, ins.cp_async_commit(CUDA, *sums)))
 
   def store(self, x: UOp, total: UOp, rows: dict[tuple[int, int], UOp]) -> list[UOp]:
     """A sum to the rows of x."""
