@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers import cpu_target
-from tinygrad import dtypes
+from tinygrad import UOp, dtypes
 from tinygrad.codegen import to_program
 from tinygrad.device import Compiler
 from tinygrad.helpers import Target
@@ -18,7 +18,9 @@ from tinygrad.renderer.cstyle import ClangRenderer
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 from tinygrad.uop.ops import Ops
 
+from uopattn import backward
 from uopattn.dispatch import Choice, dispatch
+from uopattn.dispatch_backward import Step, dispatch_backward
 from uopattn.flash import graph, placeholders
 from uopattn.spec import AttentionSpec
 from uopattn.toolchain import find_clang
@@ -58,11 +60,11 @@ MACHINES = {
 }
 
 
-def assembly(spec: AttentionSpec, choice: Choice, arch: str) -> str:
-  """The kernel in the instructions of a machine."""
+def assembly(kernel: UOp, arch: str) -> str:
+  """A kernel's graph in the instructions of a machine."""
   renderer = ClangRenderer(Target("CPU", "CLANG", arch))
   renderer.compiler = Compiler()  # the program is only rendered
-  program = to_program(graph(choice, spec, placeholders(choice, spec)), renderer)
+  program = to_program(kernel, renderer)
   source = next(u.arg for u in program.src if u.op is Ops.SOURCE)
   # as tinygrad compiles it
   words = arch.split(",")
@@ -85,15 +87,20 @@ def innermost_loops(text: str, jump: str) -> list[list[str]]:
   return loops
 
 
-def check_products(loops: list[list[str]], notation: Notation, accumulators: int) -> None:
-  """Both products, and no other loop, have that many accumulators, all in vector registers of the full width."""
+def check_products(kernel: UOp, arch: str, notation: Notation, accumulators: int, least: int = 2) -> None:
+  """All products, and no other loop, have that many accumulators, all in vector registers of the full width.
+
+  Args:
+    least: how many products there are; each may be written out for several strips.
+  """
 
   def found(pattern: str, loop: list[str]) -> list[re.Match[str]]:
     return [match for line in loop if (match := re.match(pattern, line))]
 
+  loops = innermost_loops(assembly(kernel, arch), notation.jump)
   # the exponentials' loop, too, has multiply-adds, but not so many
   products = [loop for loop in loops if len(found(notation.multiply_add, loop)) >= max(accumulators, len(loop) / 3)]
-  assert len(products) >= 2  # Q K^T and P V, which may be written out for each strip
+  assert len(products) >= least
   for loop in products:
     full = found(notation.accumulator, loop)
     assert len(full) == len(found(notation.multiply_add, loop))
@@ -112,7 +119,7 @@ def test_products_run_in_registers(arch: str, dtype, is_causal: bool) -> None:
   assert isinstance(choice, Choice)
   assert choice.kernel.name == "cpu_forward"
   accumulators = choice.tiles.block_m // machine.vector.lanes * choice.tiles.unroll
-  check_products(innermost_loops(assembly(spec, choice, machine.arch), notation.jump), notation, accumulators)
+  check_products(graph(choice, spec, placeholders(choice, spec)), machine.arch, notation, accumulators)
 
 
 @pytest.mark.parametrize("arch", MACHINES)
@@ -124,7 +131,19 @@ def test_products_of_few_queries_run_in_registers(arch: str, dtype) -> None:
   assert isinstance(choice, Choice)
   assert choice.kernel.name == "cpu_decode"
   accumulators = choice.tiles.unroll_m * choice.tiles.unroll_n
-  check_products(innermost_loops(assembly(spec, choice, machine.arch), notation.jump), notation, accumulators)
+  check_products(graph(choice, spec, placeholders(choice, spec)), machine.arch, notation, accumulators)
+
+
+@pytest.mark.parametrize("arch", MACHINES)
+@pytest.mark.parametrize("dtype", [dtypes.float32, dtypes.float16, dtypes.bfloat16], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_products_of_the_backward_pass_run_in_registers(arch: str, dtype, is_causal: bool) -> None:
+  spec = AttentionSpec(1, 8, 8, 512, 512, 64, 64, dtype, 0.125, window=(None, 0 if is_causal else None))
+  machine, notation = cpu_target(arch), MACHINES[arch]
+  (step,) = dispatch_backward(spec, machine)
+  assert isinstance(step, Step)
+  accumulators = step.tiles.vectors * step.tiles.unroll
+  check_products(backward.graph(step, spec), machine.arch, notation, accumulators, least=5)
 
 
 X86 = platform.machine() == "x86_64"

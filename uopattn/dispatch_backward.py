@@ -12,8 +12,8 @@ from tinygrad.renderer import Estimates
 from uopattn.block_mask import BlockMask
 from uopattn.dispatch import CPU_DTYPES, EVERYTHING, reasons_against
 from uopattn.dsl.limits import lds_limit
-from uopattn.kernels import cpu_backward, cuda_backward
-from uopattn.spec import AttentionSpec, Input
+from uopattn.kernels import amd_backward, cpu_backward, cuda_backward
+from uopattn.spec import FLOAT16, AttentionSpec, Input
 from uopattn.target import Target
 from uopattn.threads import thread_count
 
@@ -105,6 +105,14 @@ def _cpu_tiles(spec: AttentionSpec, target: Target) -> cpu_backward.Tiles:
   )
 
 
+def _amd_tiles(of_keys: bool) -> Callable[[AttentionSpec, Target], amd_backward.Tiles]:
+  return lambda spec, target: amd_backward.Tiles.choose(target.arch, of_keys, spec.M, spec.N, spec.Dk, spec.Dv)
+
+
+def _amd_block(tiles: amd_backward.Tiles) -> tuple[int, int]:
+  return tiles.rows, tiles.block
+
+
 def _cuda_tiles(of_keys: bool) -> Callable[[AttentionSpec, Target], cuda_backward.Tiles]:
   def choose(s: AttentionSpec, target: Target) -> cuda_backward.Tiles:
     lengths, limit = (s.N, s.M) if of_keys else (s.M, s.N), lds_limit(target.arch)
@@ -127,6 +135,16 @@ BACKWARDS = (
         block=lambda tiles: (tiles.block_m, tiles.block_n),
         parts=lambda tiles: tiles.parts,
       ),
+    ),
+  ),
+  Backward(
+    "amd_backward",
+    ("AMD",),
+    FLOAT16,
+    EVERYTHING,
+    (
+      Pass(("dq",), _amd_tiles(False), amd_backward.backward_q, _amd_block),
+      Pass(("dk", "dv"), _amd_tiles(True), amd_backward.backward_kv, _amd_block, of_keys=True),
     ),
   ),
   Backward(
