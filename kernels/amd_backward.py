@@ -95,6 +95,14 @@ class Tiles:
     swaps = (1 + self.of_keys) * self.rows * (self.block + pad) if f.repeated else 0
     return 2 * (as_is + transposed + swaps) + (8 * round_up(self.block, self.threads) if self.of_keys else 0)
 
+  def registers(self, Dk: int, Dv: int) -> int:
+    """32-bit registers a lane for own rows, sums, S, dP, the operands made of them, and the tile on its way to LDS."""
+    f, sums = self.fragments, (Dk, Dv) if self.of_keys else (Dk,)
+    operands = sum(ceildiv(x, f.step) for x in (Dk, Dv)) + len(sums) * self.block // f.step
+    results = sum(ceildiv(x, ROWS) for x in sums) + 2 * self.block // ROWS
+    moving = self.block * (Dk + Dv + sum(sums)) // 2 // self.threads
+    return self.own * (operands * f.width // 2 + results * f.result) + moving
+
   @classmethod
   def choose(cls, arch: str, of_keys: bool, M: int, N: int, Dk: int, Dv: int) -> "Tiles":
     """Tiles of a pass for a target.
@@ -102,8 +110,19 @@ class Tiles:
     Raises:
       ValueError: the target is unknown, or the head size too large for LDS even with the smallest tile.
     """
-    least = cls.least(Fragments.of(arch))
-    return cls(arch, of_keys, 4, 1, least)
+    f = Fragments.of(arch)
+    rows, others = (N, M) if of_keys else (M, N)
+    least, waves = cls.least(f), min(4, ceildiv(rows, ROWS))
+    own = 1 if f.lanes == 32 or rows <= waves * ROWS else 2  # RDNA has registers for one
+    blocks = [block for block in (32, 16) if block % least == 0 and block < others + least]
+    candidates = [cls(arch, of_keys, waves, own, block) for block in blocks or [least]]
+    for tiles in candidates:
+      if tiles.registers(Dk, Dv) <= (210 if f.lanes == 32 else 400) and tiles.lds_bytes(Dk, Dv) <= LDS_LIMIT:
+        return tiles
+    tiles = min(candidates, key=lambda x: x.block)
+    if (needed := tiles.lds_bytes(Dk, Dv)) > LDS_LIMIT:
+      raise ValueError(f"head size {max(Dk, Dv)}: a tile needs {needed} bytes of LDS, the limit is {LDS_LIMIT}")
+    return tiles
 
 
 class Pairs(NamedTuple):
@@ -112,7 +131,7 @@ class Pairs(NamedTuple):
   Attributes:
     row: the query.
     first, offsets: the keys are first + offset.
-    shift: what the query's scores begin with: -L, by the factor in the exponent.
+    shift: -L, in base 2; where the scores begin with it, by the factor in the exponent.
     start: what its dP begin with: -delta.
   """
 
@@ -221,7 +240,7 @@ class Walk:
     if masked and x.row.vmax >= rules.M:
       scores = [(x.row < rules.M).where(score, -inf) for score in scores]
     factor = rules.factors[1]
-    p = [ins.exp2(HIP, score * factor if shifts_early(rules) else (score + x.shift) * factor) for score in scores]
+    p = [ins.exp2(HIP, score * factor if shifts_early(rules) else score * factor + x.shift) for score in scores]
     if rules.seed is not None:
       dots = [dot + x.start for dot in here.dropped(dots, *keys)]
     grads = [weight * dot for weight, dot in zip(p, dots, strict=True)]
@@ -414,5 +433,5 @@ def shifts_early(rules: Rules) -> bool:
 
 
 def shift(lse: UOp, rules: Rules) -> UOp:
-  """-L by the factor in the exponent; 0 if L is -inf, as all scores of the row are then."""
-  return lse.eq(-inf).where(0.0, lse * (-LOG2E / rules.factors[1]))
+  """`Pairs.shift` of an L; 0 if that is -inf, as all scores of the row are then."""
+  return lse.eq(-inf).where(0.0, lse * (-LOG2E / rules.factors[1] if shifts_early(rules) else -LOG2E))
