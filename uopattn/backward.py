@@ -13,6 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 from tinygrad import Tensor, UOp, dtypes
 
@@ -146,27 +147,41 @@ def _no_further(*given: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
 
 def of_inputs(saved: Saved, spec: AttentionSpec, extras: Extras) -> list[Tensor | None]:
   """The gradients of what `differentiable` names, in its order."""
-  named = differentiable(extras)
-  found = iter(of_scores(saved, spec, extras) if any(name != "sinks" for name, _ in named) else ())
-  return [of_sinks(saved, x) if name == "sinks" else next(found) for name, x in named]
+  names, found = [name for name, _ in differentiable(extras)], list[Tensor | None]()
+  found += [of_mask(saved, spec, extras)] if "attn_mask" in names else []
+  found += [of_sinks(saved, spec, extras)] if "sinks" in names else []
+  return found + (of_aux(saved, spec, extras) if "aux" in names else [])
 
 
-def of_sinks(saved: Saved, sinks: Tensor) -> Tensor:
+def of_sinks(saved: Saved, spec: AttentionSpec, extras: Extras) -> Tensor:
   """The gradient of the sinks, (Hq,). A row that sees no key has a delta of 0."""
   lse = saved.lse.eq(-math.inf).where(0, saved.lse)
-  return -((sinks.reshape(1, -1, 1) - lse).exp() * saved.delta).sum((0, 2))
+  return -((cast(Tensor, extras.sinks).reshape(1, -1, 1) - lse).exp() * saved.delta).sum((0, 2))
 
 
-def of_scores(saved: Saved, spec: AttentionSpec, extras: Extras) -> list[Tensor | None]:
-  """The gradients of an additive mask and of what score_mod reads, from scores worked out anew."""
-  s, leaves = saved, extras.each(Tensor.detach)
-  scores = scores_of(s.q.detach(), s.k.detach(), spec, leaves)
-  blind = s.lse.eq(-math.inf).unsqueeze(-1)
-  p = blind.where(0, (scores - s.lse.unsqueeze(-1)).exp())
-  groups = (spec.B, spec.Hkv, spec.Hq // spec.Hkv, spec.M)
+def of_mask(saved: Saved, spec: AttentionSpec, extras: Extras) -> Tensor:
+  """The gradient of an additive mask: that of the scores, summed where the mask is the same."""
+  mask, grad = cast(Tensor, extras.attn_mask), of_scores(saved, scores_of(saved.q, saved.k, spec, extras), spec, extras)
+  for axis in (3, 2, 1, 0):
+    if mask.shape[axis] == 1:
+      grad = grad.sum(axis, keepdim=True).contiguous()  # one axis at a time: a long sum loses digits
+  return grad.cast(mask.dtype)
+
+
+def of_aux(saved: Saved, spec: AttentionSpec, extras: Extras) -> list[Tensor | None]:
+  """The gradients of what score_mod reads, by tinygrad's own of the scores."""
+  leaves = extras.each(Tensor.detach)
+  scores = scores_of(saved.q.detach(), saved.k.detach(), spec, leaves)
+  total = (scores * of_scores(saved, scores, spec, extras).detach()).sum()
+  return _gradients(total, [x for name, x in differentiable(leaves) if name == "aux"])
+
+
+def of_scores(saved: Saved, scores: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
+  """The gradient of the scores, (B, Hq, M, N) float32, in plain ops."""
+  s, groups = saved, (spec.B, spec.Hkv, spec.Hq // spec.Hkv, spec.M)
+  p = s.lse.eq(-math.inf).unsqueeze(-1).where(0, (scores - s.lse.unsqueeze(-1)).exp())
   dp = s.do.float().reshape(*groups, spec.Dv) @ existing(s.v, extras).unsqueeze(2).transpose(-1, -2)
-  ds = p * (dropped(dp.reshape(scores.shape), spec, extras) - s.delta.unsqueeze(-1))
-  return _gradients((scores * ds.detach()).sum(), [x for name, x in differentiable(leaves) if name != "sinks"])
+  return p * (dropped(dp.reshape(scores.shape), spec, extras) - s.delta.unsqueeze(-1))
 
 
 def by_reference(saved: Saved, spec: AttentionSpec, extras: Extras) -> list[Tensor | None]:
