@@ -226,7 +226,8 @@ class HeadRules:
     hides = self._hides(1) or r.bounds is not None
     exist = key + block_n <= self.length
     # decided here, if it can be: a loop that turns out to have no trips is more than the linearizer bears
-    whole = UOp.const(0) if hides or whole.vmax < 2 else whole if exist.vmin else exist.where(whole, 0)
+    whole = UOp.const(0) if hides or whole.vmax < 2 or not exist.vmax else whole
+    whole = whole if exist.vmin or whole.vmax == 0 else exist.where(whole, 0)
     count = clamp(end - begin, 1, tiles)
     count = count if r.kv_lengths is None else (key < self.length).where(count, 1)
     return Visit(whole, count, whole_first(begin, whole_begin, whole, tiles) if right is not None else lambda x: x)
