@@ -116,7 +116,7 @@ def graph(
   kernel: str, arch: str, dtype: DType, heads: int, M: int, N: int, D: int, causal: bool
 ) -> tuple[UOp, AnyTiles]:
   """A kernel of KERNELS, and its tiles."""
-  rules = Rules(M, N, heads=heads, kv_heads=heads, scale=D**-0.5, window=(None, 0 if causal else None))
+  rules = Rules(M, N, heads=heads, scale=D**-0.5, window=(None, 0 if causal else None))
   rows = {"forward": (M, M, N, N), "dQ": (M, M, N, N, M), "dK dV": (N, N, M, N, N, M)}[kernel]
   arguments = [UOp.placeholder((heads, length, D), dtype, slot) for slot, length in enumerate(rows)]
   if kernel == "forward":
