@@ -48,7 +48,10 @@ def attention(
   """softmax(scale q k^T) v without keeping the scores.
 
   score = scale * q.k; then softcap * tanh(score / softcap); then score_mod; then + additive attn_mask. Query i stands
-  at position i + q_start. A row that sees no key gives 0, with a log-sum-exp of -inf.
+  at position i + q_start. A row that sees no key gives 0, with a log-sum-exp of -inf and no gradient.
+
+  q, k, v, sinks, an additive attn_mask and what score_mod reads of aux have gradients, through kernels where `backend`
+  is "kernel"; see `uopattn.backward`.
 
   Args:
     q: (B, Hq, M, Dk) or (Hq, M, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2. Sums are taken in float32.
