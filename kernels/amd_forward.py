@@ -11,6 +11,9 @@ K (block_n, Dk) and V^T (Dv, block_n) in LDS, in rows padded so that no bank is 
 While they work on a tile, the next one is on its way from global memory to registers: `uopattn.dsl.staging`.
 Lane l is query l % 16 of its wave; `uopattn.dsl.fragments` says which keys and value columns it has.
 
+For a few queries the query heads that share a key head are rows of one tile, and each workgroup has a part of the keys;
+`kernels/join.py` puts the parts together.
+
 Rows of K are dealt out in LDS so that a lane's keys in S^T are neighbours, as P^T needs them. On RDNA3 the two lanes of
 a query must both have all of P: they swap halves through LDS, in rows that only their wave uses.
 

@@ -161,7 +161,7 @@ def backward(
 
   q_rows, do_rows = (load_rows(s, x, block, tiles, outer) for x in (q, do))  # (block_m, D)
   q_t, do_t = (transpose(s, x, D, outer) for x, D in ((q_rows, Dk), (do_rows, Dv)))  # (D, block_m)
-  lse_i, delta_i = load_row_sums(s, lse, delta, block, block_m, outer)
+  lse_i, delta_i = load_row_sums(s, lse, delta, block, block_m, 1.0 if rules.modifies else LOG2E, outer)
   dq_t = s.assign(s.buffer(Dk, block_m), lambda d, m: 0.0, within=outer)
 
   visit = here.visit(block.row, block_m, block_n)
@@ -219,9 +219,9 @@ def transpose(s: Scope, x: UOp, D: int, outer: tuple[UOp, ...]) -> UOp:
 
 
 def load_row_sums(
-  s: Scope, lse: UOp, delta: UOp, block: Block, block_m: int, outer: tuple[UOp, ...]
+  s: Scope, lse: UOp, delta: UOp, block: Block, block_m: int, unit: float, outer: tuple[UOp, ...]
 ) -> tuple[UOp, UOp]:
-  """The block's LSE in base 2 and its delta, (block_m,) both.
+  """The block's LSE times `unit` and its delta, (block_m,) both.
 
   A row that sees no key, or is none, gets an LSE of inf and a delta of 0: its P is 0, and so are its gradients.
   """
@@ -229,7 +229,7 @@ def load_row_sums(
   def lse_of(m: UOp) -> UOp:
     inside = block.exists(m)
     x = gated(lse, inside, block.head, block.row + m).load()
-    return (inside & x.ne(-inf)).where(x * LOG2E, inf)
+    return (inside & x.ne(-inf)).where(x * unit, inf)
 
   lse_i = s.assign(s.buffer(block_m), lse_of, within=outer)
 
@@ -269,7 +269,10 @@ class Gradients:
     row, key, (factor, exponent) = self.row + m, self.first + n, self.rules.rules.factors
     hidden = reduce(UOp.__or__, [key < self.start, *self.rules.hidden(row, key)])
     score = hidden.where(-inf, self.rules.modified(product * factor, row, key))
-    p = exp2(score * exponent - self.lse_i[m])
+    if self.rules.rules.modifies:  # scores may be large: what is subtracted is not rounded before
+      p = exp2((score * (exponent / LOG2E) - self.lse_i[m]) * LOG2E)
+    else:
+      p = exp2(score * exponent - self.lse_i[m])
     weight, dp = self.rules.dropped([p], row, key, [0])[0], self.rules.dropped([dp], row, key, [0])[0]
     return weight, self.rules.pulled_back([p * (dp - self.delta_i[m])], [product], row, key, [0])[0]
 

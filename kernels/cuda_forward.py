@@ -14,8 +14,13 @@ In 8 bits P is in the inputs' type too: raised by a power of two, and l with it,
 
 Tiles of keys that all queries of the workgroup see whole come first and carry no mask; the rest follow.
 
+A few queries make few workgroups, and what takes the time is reading the keys. Then the query heads that share a key
+head are rows of one tile, so that each key is read once for all of them, a workgroup has a part of the keys, as many
+parts as fill the multiprocessors, and `kernels/join.py` puts the parts together.
+
 Measured on an H200 (B=4, H=32, N=4096, float16, 2026-11-21), where `hopper_forward` is faster: 342 TFLOP/s at D=64, 284
-at D=128, causal 309 and 334. On sm_80 nvcc 13 spills for a softcap: 444 bytes at D=64, 236 at D=128.
+at D=128, causal 309 and 334. One query, D=128, 32 heads on 8 key heads: B=16 N=8192 4227 GB/s of keys and values, B=1
+11.2 us, and 4127 GB/s at N=131072. On sm_80 nvcc 13 spills for a softcap: 444 bytes at D=64, 236 at D=128.
 """
 
 from dataclasses import dataclass
@@ -31,12 +36,13 @@ from uopattn.dsl import Scope, sizes
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.keys import spans
 from uopattn.dsl.limits import lds_limit
-from uopattn.dsl.mma import PAIR, STEP_BYTES, Mma
+from uopattn.dsl.mma import PAIR, STEP_BYTES, Accumulators, Mma
 from uopattn.dsl.panels import Panels
 from uopattn.dsl.quads import COLUMNS, HALVES, QUAD, ROWS, WARP, columns, join, row_elements, row_of, store_row
 from uopattn.dsl.rows import HeadRows
 from uopattn.dsl.rules import HeadRules, Rules, Visit
 from uopattn.dsl.softmax import online_softmax
+from uopattn.dsl.stream import Stream
 from uopattn.dsl.workgroup import Workgroup
 
 CUDA, TURING = "cuda", "sm_75"
@@ -136,6 +142,8 @@ class Tiles:
     turing = version < 80
     sizes = ((2, 32), (1, 32), (1, 16)) if turing else ((2, 64), (2, 32), (1, 64), (1, 32), (1, 16))
     candidates = [cls(warps, m, min(n, keys), step=step, turing=turing) for m, n in sizes if n >= step]
+    if M <= STREAMING and not turing:
+      candidates.insert(0, cls(warps, 1, min(32, keys), 3, step))
     for tiles in candidates:
       if tiles.m_tiles > 1 and tiles.block_m // 2 >= M:
         continue
@@ -152,6 +160,7 @@ class Tiles:
 # more (on sm_90 the compiler spills from 144 on). The smallest tile has few of these, and may spill a little where the
 # alternative is no kernel.
 BUDGET, LIMIT = {8: 180, 16: 180, 32: 130}, 220
+STREAMING = 64  # queries, up to which reading the keys takes the time: more tiles under way help, larger ones do not
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
@@ -184,9 +193,10 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   state = State.make(s, tiles.m_tiles, round_up(Dv, PAIR), group.item)
   q_tile, k_tiles, v_tiles = tiles.panels(s, Dk, Dv)
   sources = [(panels, here.keys(x)) for panels, x in ((k_tiles, k), (v_tiles, v))]
-  loop = Mainloop(s, group, Mma(s, q.dtype, tiles.turing), tiles, sources, rows, here, visit, exponent)
+  stream = Stream(sources, visit.tile, tiles.stages, group.thread, tiles.family)
+  loop = Mainloop(s, group, Mma(s, q.dtype, tiles.turing), tiles, stream, rows, here, visit, exponent)
 
-  filled = loop.start_first(*q_tile.fill_tile(block, HeadRows.of(q, group.head, UOp.const(M)), block, group.thread))
+  filled = stream.start_first(*q_tile.fill_tile(block, HeadRows.of(q, group.head, UOp.const(M)), block, group.thread))
   q_frags = loop.load_queries(q_tile, filled)
   for first, trips, masked in spans(UOp.const(0), visit.whole, visit.count):
     state = loop.attend(first, trips, masked, q_frags, state, filled)
@@ -232,7 +242,7 @@ class Mainloop:
     group: where this thread stands.
     mma: the matrix instruction.
     tiles: block sizes.
-    sources: of K and of V, room for tiles, and the rows that they are copied from.
+    stream: brings tiles of K and of V.
     rows: this lane's two queries of each tile of 16.
     here: the rules for them.
     visit: the tiles.
@@ -243,28 +253,11 @@ class Mainloop:
   group: Workgroup
   mma: Mma
   tiles: Tiles
-  sources: list[tuple[Panels, HeadRows]]
+  stream: Stream
   rows: list[list[UOp]]
   here: HeadRules
   visit: Visit
   exponent: int
-
-  def start(self, n: UOp, *after: UOp) -> UOp:
-    """Starts copying a tile of K and of V, as one group."""
-    copies = []
-    for panels, rows in self.sources:
-      copies += panels.fill_tile(n, rows, self.visit.tile(n), self.group.thread, *after)
-    return ins.cp_async_commit(self.tiles.family, *copies)
-
-  def arrived(self, *after: UOp) -> UOp:
-    """Waits until the oldest of the tiles under way is there, and all warps are done with the tile before it."""
-    return UOp.barrier(ins.cp_async_wait(self.tiles.family, self.tiles.stages - 2, *after))
-
-  def start_first(self, *after: UOp) -> UOp:
-    """Starts as many tiles as may be under way, and waits for the first, and for what was started before."""
-    for i in range(self.tiles.stages - 1):
-      after = (self.start(UOp.const(i), *after),)
-    return self.arrived(*after)
 
   def load_queries(self, q_tile: Panels, *after: UOp) -> list[list[UOp]]:
     """Q as left operands: for each tile of queries, one for each step along Dk."""
@@ -275,17 +268,15 @@ class Mainloop:
     """The tiles of keys from `first` on."""
     trip = self.s.axis(trips, AxisType.REDUCE)
     n, lane, old = first + trip, self.group.lane, state.after(trip)
-    ready = self.arrived(trip, filled, *state)
-    following = self.start(n + self.tiles.stages - 1, ready)
-    k_tile, v_tile = (panels.tile(n, ready, following) for panels, _ in self.sources)
-    scores = multiply_qk(self.mma, q_frags, k_tile, lane)
+    k_tile, v_tile = self.stream.take(n, trip, filled, *state)
+    scores = self.mma.by_rows(q_frags, k_tile, lane)
     p_frags, alphas, updates = [], [], []
     for i in range(self.tiles.m_tiles):
       p, alpha, stores = self.softmax(i, scores[i], n, masked, old)
       p_frags.append(self.mma.as_left(p))
       alphas.append(alpha)
       updates += stores
-    out = multiply_pv(self.mma, p_frags, v_tile, old.acc, alphas, lane)
+    out = self.mma.by_columns(p_frags, v_tile, lane, rescaled(old.acc, alphas))
     updates += [state.acc[i, d].store(tile) for i, tiles in enumerate(out) for d, tile in enumerate(tiles)]
     return state.after(UOp.group(*updates).end(trip))
 
@@ -305,30 +296,10 @@ class Mainloop:
     return p, alphas, stores
 
 
-def multiply_qk(mma: Mma, q_frags: list[list[UOp]], k_tile: Panels, lane: UOp) -> list[list[UOp]]:
-  """S = Q K^T: for each tile of queries, accumulator tiles of 8 keys."""
-  zero = UOp.const((0.0,) * 4, dtypes.float)
-  scores = [[zero] * (k_tile.rows // COLUMNS) for _ in q_frags]
-  for step in range(len(q_frags[0])):
-    for n in range(0, len(scores[0]), 2):
-      for j, k_frag in enumerate(mma.load_right(k_tile, n * COLUMNS, step, lane)):
-        for tile, q_frag in zip(scores, q_frags, strict=True):
-          tile[n + j] = mma.multiply(q_frag[step], k_frag, tile[n + j])
-  return scores
-
-
-def multiply_pv(
-  mma: Mma, p_frags: list[list[UOp]], v_tile: Panels, acc: UOp, alphas: list[list[UOp]], lane: UOp
-) -> list[list[UOp]]:
-  """O = O alpha + P V: for each tile of queries, accumulator tiles of 8 columns."""
+def rescaled(acc: UOp, alphas: list[list[UOp]]) -> Accumulators:
+  """O times alpha, which is of two rows for each tile of queries."""
   m_tiles, d_tiles, _ = sizes(acc)
-  out = [
+  return [
     [UOp.stack(*[acc[i, d, e].load() * alphas[i][e // 2] for e in range(4)]) for d in range(d_tiles)]
     for i in range(m_tiles)
   ]
-  for step in range(len(p_frags[0])):
-    for d in range(0, d_tiles, 2):
-      for j, v_frag in enumerate(mma.load_right_transposed(v_tile, step, d * COLUMNS, lane)):
-        for tile, p_frag in zip(out, p_frags, strict=True):
-          tile[d + j] = mma.multiply(p_frag[step], v_frag, tile[d + j])
-  return out

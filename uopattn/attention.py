@@ -152,10 +152,9 @@ def launch(
     inputs["tile_lists"] = extras.block_mask.tile_lists(choice.tiles.block_m, choice.tiles.block_n)
   others: list[Tensor] = []
   if choice.splits > 1:
-    parts = [_empty(x.shape, x.dtype, device) for x in choice.parts(spec)]
     sinks, first = {"sinks": inputs.pop("sinks", [])}, replace(choice, stage="parts")
-    buffers = [parts[0], *operands, parts[1], *chain(*inputs.values())]
-    written = _run(first, spec, device, buffers, variables)
+    part_o, part_lse = (_empty(x.shape, x.dtype, device) for x in choice.parts(spec))
+    written = _run(first, spec, device, [part_o, *operands, part_lse, *chain(*inputs.values())], variables)
     others = [x for name in ("attn_mask", "aux") for x in inputs.get(name, ())]  # not read, but they have gradients
     choice, variables, inputs = replace(choice, stage="join"), (), {"parts": [written[0], written[4]]} | sinks
   buffers = [o, *operands, lse, *chain(*inputs.values())]

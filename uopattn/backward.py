@@ -41,7 +41,7 @@ def gradient(spec: AttentionSpec, extras: Extras, backend: str) -> Gradient:
   def grad_fxn(*grads: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
     if call is None:  # tinygrad gives a lone gradient and the call by position, several with call=
       *grads, call = grads  # type: ignore[assignment]
-    saved = Saved.of(call, grads)
+    saved = Saved.by(call, grads)
     steps = dispatch_backward(spec, Target.of(str(saved.q.device)))
     if isinstance(steps, tuple):
       found = [*by_kernels(steps, saved, spec, extras), *of_inputs(saved, spec, extras)]
@@ -78,16 +78,20 @@ class Saved:
   delta: Tensor
 
   @classmethod
-  def of(cls, call: UOp, grads: Iterable[UOp]) -> "Saved":
-    """Of a call and the gradients of those of its results that were used, which differ in their dimensions."""
-    out, lse = (Tensor(x.after(call)) for x in (call.src[1], call.src[5]))
-    given = {g.ndim: Tensor(g) for g in grads}
-    do = given[out.ndim] if out.ndim in given else out.zeros_like()
-    dlse = given.get(lse.ndim)
+  def of(cls, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> "Saved":
+    """Works out delta; `out` is the output, the others are the attributes of that name."""
     delta = (out.float() * do.float()).sum(-1)
     delta = lse.eq(-math.inf).where(0, delta if dlse is None else delta - dlse)
-    q, k, v = (Tensor(x) for x in call.src[2:5])
     return cls(q, k, v, do.cast(out.dtype).contiguous(), lse, dlse, delta.contiguous())
+
+  @classmethod
+  def by(cls, call: UOp, grads: Iterable[UOp]) -> "Saved":
+    """By a call and the gradients of those of its results that were used, which differ in their dimensions."""
+    out, lse = (Tensor(x.after(call)) for x in (call.src[1], call.src[5]))
+    q, k, v = (Tensor(x) for x in call.src[2:5])
+    given = {g.ndim: Tensor(g) for g in grads}
+    do = given[out.ndim] if out.ndim in given else out.zeros_like()
+    return cls.of(q, k, v, out, lse, do, given.get(lse.ndim))
 
 
 def differentiable(extras: Extras) -> list[tuple[str, Tensor]]:

@@ -9,7 +9,7 @@ from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv
 
-from uopattn.dsl.limits import lds_limit
+from uopattn.dsl.limits import lds_limit, usual_units
 from uopattn.kernels import amd_forward, cpu_decode, cpu_forward, cuda_forward, hopper_forward, join
 from uopattn.spec import DTYPES, FLOAT16, AttentionSpec, Input, dtype_name
 from uopattn.target import Target
@@ -82,7 +82,7 @@ def _cpu_splits(spec: AttentionSpec, target: Target, tiles: cpu_decode.Tiles) ->
 def _gpu_splits(spec: AttentionSpec, target: Target, tiles: Any) -> int:
   """As many as make a workgroup for each place that there is on the multiprocessors."""
   blocks = spec.B * spec.Hq * ceildiv(spec.M, tiles.block_m)
-  places = target.units * tiles.resident(spec.Dk, spec.Dv, target.arch)
+  places = (target.units or usual_units(target.arch)) * tiles.resident(spec.Dk, spec.Dv, target.arch)
   return max(1, min(places // blocks, spec.N // LEAST_KEYS))
 
 
@@ -114,7 +114,7 @@ def _for_hopper(spec: AttentionSpec, target: Target) -> bool:
   return spec.M > FEW and spec.dtype in FLOAT16 and hopper_forward.Tiles.serves(target.arch, spec.Dk, spec.Dv)
 
 
-LEAST_KEYS = 128  # of a part
+LEAST_KEYS = 256  # of a part
 CPU_DTYPES = (dtypes.float32, *FLOAT16)
 PLACES = ("q_start", "kv_lengths", "window", "bounds", "attn_mask", "mask_mod", "block_mask")
 EVERYTHING = frozenset((*PLACES, "softcap", "score_mod", "sinks", "dropout_p"))

@@ -11,7 +11,8 @@ from tinygrad.renderer import Estimates
 
 from uopattn.block_mask import BlockMask
 from uopattn.dispatch import CPU_DTYPES, EVERYTHING, reasons_against
-from uopattn.kernels import amd_backward, cpu_backward
+from uopattn.dsl.limits import lds_limit
+from uopattn.kernels import amd_backward, cpu_backward, cuda_backward
 from uopattn.spec import FLOAT16, AttentionSpec, Input
 from uopattn.target import Target
 from uopattn.threads import thread_count
@@ -112,6 +113,14 @@ def _amd_block(tiles: amd_backward.Tiles) -> tuple[int, int]:
   return tiles.rows, tiles.block
 
 
+def _cuda_tiles(of_keys: bool) -> Callable[[AttentionSpec, Target], cuda_backward.Tiles]:
+  def choose(s: AttentionSpec, target: Target) -> cuda_backward.Tiles:
+    lengths, limit = (s.N, s.M) if of_keys else (s.M, s.N), lds_limit(target.arch)
+    return cuda_backward.Tiles.choose(target.arch, s.dtype, *lengths, s.Dk, s.Dv, limit, of_keys)
+
+  return choose
+
+
 BACKWARDS = (
   Backward(
     "cpu_backward",
@@ -137,6 +146,23 @@ BACKWARDS = (
       Pass(("dq",), _amd_tiles(False), amd_backward.backward_q, _amd_block),
       Pass(("dk", "dv"), _amd_tiles(True), amd_backward.backward_kv, _amd_block, of_keys=True),
     ),
+  ),
+  Backward(
+    "cuda_backward",
+    ("CUDA",),
+    (dtypes.half, dtypes.bfloat16, dtypes.float),
+    EVERYTHING,
+    (
+      Pass(("dq",), _cuda_tiles(False), cuda_backward.backward_q, block=lambda tiles: (tiles.rows, tiles.block)),
+      Pass(
+        ("dk", "dv"),
+        _cuda_tiles(True),
+        cuda_backward.backward_kv,
+        block=lambda tiles: (tiles.rows, tiles.block),
+        of_keys=True,
+      ),
+    ),
+    tf32=True,
   ),
 )
 

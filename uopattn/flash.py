@@ -154,7 +154,9 @@ def graph(choice: Choice, spec: AttentionSpec, buffers: tuple[UOp, ...]) -> UOp:
   inputs, rest = choice.inputs(spec), buffers[4 + has_lse :]
   if choice.stage == "join":
     assert choice.kernel.join is not None
-    return choice.kernel.join(o, lse, *rest[:2], rules=rules(spec, choice.packs, inputs[2:], rest[2:]))
+    kernel = choice.kernel.join(o, lse, *rest[:2], rules=rules(spec, choice.packs, inputs[2:], rest[2:]))
+    # q, k and v are what its call has a gradient for; a graph of CUDA's passes them too.
+    return kernel.replace(src=(*kernel.src, *(x.base for x in buffers[1:4])))
   return choice.kernel.build(o, q, k, v, lse, rules=rules(spec, choice.packs, inputs, rest), tiles=choice.tiles)
 
 
@@ -176,7 +178,7 @@ def rules(spec: AttentionSpec, packs: int, inputs: tuple[Input, ...], buffers: t
     spec.M,
     spec.N,
     heads=spec.Hq,
-    kv_heads=spec.Hkv,
+    group=spec.Hq // spec.Hkv,
     packs=packs,
     scale=spec.scale,
     window=spec.window,

@@ -11,7 +11,8 @@ def spans(begun: UOp, whole: UOp, count: UOp) -> list[tuple[UOp, UOp, bool]]:
   """
   both = (begun, whole - begun, False), (whole, count - whole, True)
   # tinygrad misplaces what stands in a loop of no trips
-  return [(first, _blurred(trips), masked) for first, trips, masked in both if trips.vmax > 0]
+  found = [(first, trips.simplify(), masked) for first, trips, masked in both]
+  return [(first, _blurred(trips), masked) for first, trips, masked in found if trips.vmax > 0]
 
 
 def _blurred(trips: UOp) -> UOp:

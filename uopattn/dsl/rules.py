@@ -23,7 +23,8 @@ class Rules:
 
   Attributes:
     M, N: queries and keys.
-    heads, kv_heads: query and key heads of a batch.
+    heads: query heads of a batch.
+    group: query heads that share a key head.
     packs: query heads whose queries a kernel sees as the rows of one head, one head after another. Row r of head h is
       then query r % M of head h packs + r // M.
     scale: factor on q.k.
@@ -47,7 +48,7 @@ class Rules:
   M: int
   N: int
   heads: int = 1
-  kv_heads: int = 1
+  group: int = 1
   packs: int = 1
   scale: float = 1.0
   window: tuple[int | None, int | None] = (None, None)
@@ -62,6 +63,11 @@ class Rules:
   dropout_p: float = 0.0
   seed: UOp | None = None
   tile_lists: tuple[UOp, UOp] | None = None
+
+  @property
+  def kv_heads(self) -> int:
+    """Key heads of a batch."""
+    return self.heads // self.group
 
   @property
   def name(self) -> str:
@@ -121,8 +127,13 @@ class Visit:
       return self
     begin, end = self.count * i // parts, self.count * (i + 1) // parts
     count = clamp(end - begin, 0, ceildiv(int(self.count.vmax), parts))
-    whole = clamp(self.whole - begin, 0, count) if self.whole.vmax > 0 else self.whole
-    return Visit(whole, count, lambda position: self.tile(begin + position))
+
+    def tile(position: UOp) -> UOp:  # what is loaded ahead, past the last one, is that one again: it is in a cache
+      return self.tile(begin + clamp(position, 0, (count - 1).maximum(0)))
+
+    if (self.count - self.whole).simplify().vmax == 0:  # all are seen whole
+      return Visit(count, count, tile)
+    return Visit(clamp(self.whole - begin, 0, count) if self.whole.vmax > 0 else self.whole, count, tile)
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +152,7 @@ class HeadRules:
   def keys(self, x: UOp) -> HeadRows:
     """The keys, or values, in a buffer (B kv_heads, N, size)."""
     r = self.rules
-    return HeadRows.of(x, self.b * r.kv_heads + self.h // (r.heads // r.kv_heads), self.length)
+    return HeadRows.of(x, self.b * r.kv_heads + self.h // r.group, self.length)
 
   @property
   def length(self) -> UOp:
@@ -215,7 +226,8 @@ class HeadRules:
     hides = self._hides(1) or r.bounds is not None
     exist = key + block_n <= self.length
     # decided here, if it can be: a loop that turns out to have no trips is more than the linearizer bears
-    whole = UOp.const(0) if hides or whole.vmax < 2 else whole if exist.vmin else exist.where(whole, 0)
+    whole = UOp.const(0) if hides or whole.vmax < 2 or not exist.vmax else whole
+    whole = whole if exist.vmin or whole.vmax == 0 else exist.where(whole, 0)
     count = clamp(end - begin, 1, tiles)
     count = count if r.kv_lengths is None else (key < self.length).where(count, 1)
     return Visit(whole, count, whole_first(begin, whole_begin, whole, tiles) if right is not None else lambda x: x)
