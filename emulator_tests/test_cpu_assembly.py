@@ -149,12 +149,14 @@ def test_products_of_the_backward_pass_run_in_registers(arch: str, dtype, is_cau
 X86 = platform.machine() == "x86_64"
 
 RUN = """
+from gradients import check_gradients
 from helpers import DTYPES, check_attention, qkv
 from uopattn.target import Target
 print(Target.of("CPU"))
 for shape in ((1, 2, 2, 100, 130, 64, 64), (1, 6, 2, 1, 77, 33, 17)):
   for dtype in DTYPES:
     check_attention(*qkv(*shape, dtype), is_causal=True, q_start=30)
+    check_gradients(*qkv(*shape, dtype), {"is_causal": True, "q_start": 30})
 """
 
 
