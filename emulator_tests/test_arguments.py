@@ -9,8 +9,8 @@ from helpers import check, qkv
 from tinygrad import Tensor, UOp, dtypes
 
 from uopattn import BlockMask, attention, flash
-from uopattn.attention import log_once
 from uopattn.dispatch import KERNELS
+from uopattn.log import log_once
 from uopattn.mods import causal
 
 

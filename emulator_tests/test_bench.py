@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import readme_table
 
-from uopattn import bandwidth, bench, contenders, run
+from uopattn import bandwidth, bench, contenders, contenders_backward, run
 from uopattn.bench import Timing, main
 from uopattn.run import Config, Problem
 
@@ -59,6 +59,36 @@ def test_quick_run_writes_the_record_and_the_plot(tmp_path: Path, capsys: pytest
   assert printed.count("GFLOP/s") == len(made["rows"])
   assert "B=1 H=4 HKV=2 M=1 N=128 D=32 bfloat16" in printed
   assert printed.count("of a read") == 1
+
+
+@pytest.mark.usefixtures("one_row")
+def test_gradients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+  assert main(["cpu", "--quick", "--backward", "--rounds", "2", "--json", f"{tmp_path}/b.json"]) == 0
+  (row,) = json.loads((tmp_path / "b.json").read_text())["rows"]
+  ours = row["contenders"]["uopattn"]
+  assert row["backward"] is True
+  assert row["flops"] == 5 * 2 * 2 * 40 * 40 * 8  # products, heads, operations of a pair and column, sizes
+  assert ours["errors"].keys() == {f"gradient of {x}" for x in "qkv"}
+  assert ours["correct"] is True
+  assert len(ours["seconds"]) == 2
+  assert "B=1 H=2 N=40 D=8 float backward" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("one_row")
+def test_wrong_gradients_get_no_speed(
+  monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+  right = contenders_backward.by_kernels
+
+  def swapped(*given: Any) -> list[Any]:
+    dq, dk, dv = right(*given)
+    return [dq, dv, dk]
+
+  monkeypatch.setattr(contenders_backward, "by_kernels", swapped)
+  assert main(["cpu", "--quick", "--backward", "--rounds", "1", "--json", f"{tmp_path}/b.json"]) == 1
+  (row,) = json.loads((tmp_path / "b.json").read_text())["rows"]
+  assert "seconds" not in row["contenders"]["uopattn"]
+  assert "fails the gate: gradient of k" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("one_row")
@@ -114,6 +144,7 @@ def test_a_wrong_contender_is_shown_and_gets_no_speed(
   ("words", "message"),
   [
     (["--against", "jax"], "--against jax: unknown; accepted are torch, tinygrad"),
+    (["--backward", "--against", "tinygrad"], "--against tinygrad: with --backward there is torch alone"),
     (["--rounds", "0"], "--rounds 0 is less than 1"),
     (["--json", "/nowhere/a.json"], "--json /nowhere/a.json: there is no such folder"),
   ],

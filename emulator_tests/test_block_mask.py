@@ -82,11 +82,12 @@ def test_no_array_of_queries_and_keys_is_kept() -> None:
   assert GlobalCounters.mem_used - before < 4096 * 4096 / 32
 
 
-def check_lists(seen: Array, mask: BlockMask, block_m: int, block_n: int) -> None:
-  """The laws of `Rules.tile_lists`, whatever the mask's own blocks are."""
-  order, numbers = (x.numpy() for x in mask.tile_lists(block_m, block_n))
-  tiles = ceildiv(N, block_n)
-  assert order.shape == (*seen.shape[:2], ceildiv(M, block_m), tiles)
+def check_lists(seen: Array, lists: tuple[Tensor, Tensor], block_m: int, block_n: int, complete: bool = False) -> None:
+  """The laws of `Rules.tile_lists`, whatever the mask's own blocks are; with `complete` no whole tile has less rows."""
+  order, numbers = (x.numpy() for x in lists)
+  rows, columns = seen.shape[2:]
+  tiles = ceildiv(columns, block_n)
+  assert order.shape == (*seen.shape[:2], ceildiv(rows, block_m), tiles)
   assert numbers.shape == (*order.shape[:3], 2)
   for place in np.ndindex(*order.shape[:3]):
     b, h, block = place
@@ -98,7 +99,8 @@ def check_lists(seen: Array, mask: BlockMask, block_m: int, block_n: int) -> Non
       part = seen[b, h, block * block_m : (block + 1) * block_m, tile * block_n : (tile + 1) * block_n]
       if position < whole:
         assert part.all()
-        assert (tile + 1) * block_n <= N
+        assert part.shape[1] == block_n
+        assert not complete or part.shape[0] == block_m
       if position >= count:
         assert not part.any()
 
@@ -106,34 +108,42 @@ def check_lists(seen: Array, mask: BlockMask, block_m: int, block_n: int) -> Non
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("tile", [(64, 16), (48, 20), (500, 500)], ids=str)
 def test_lists_tiles_of_any_size(name: str, tile: tuple[int, int]) -> None:
-  check_lists(dense(name), made(name), *tile)
+  mask = made(name)
+  check_lists(dense(name), mask.tile_lists(*tile), *tile)
+  check_lists(dense(name).transpose(0, 1, 3, 2), mask.query_lists(*tile), *tile[::-1], complete=True)
 
 
 def test_lists_are_as_short_as_they_can_be_where_the_sizes_are_the_masks() -> None:
   for name in CASES:
     mask, count = made(name), pairs(dense(name), 32, 32)
-    numbers = mask.tile_lists(32, 32)[1].numpy()
+    numbers, of_keys = (x.numpy() for _, x in (mask.tile_lists(32, 32), mask.query_lists(32, 32)))
     whole = (count == pairs(np.ones_like(dense(name)), 32, 32)) & ((np.arange(count.shape[3]) + 1) * 32 <= N)
     np.testing.assert_array_equal(numbers[..., 0], whole.sum(-1))
     np.testing.assert_array_equal(numbers[..., 1], np.maximum(1, (count > 0).sum(-1)))
+    np.testing.assert_array_equal(
+      of_keys[..., 0], (whole & ((np.arange(count.shape[2])[:, None] + 1) * 32 <= M)).sum(-2)
+    )
+    np.testing.assert_array_equal(of_keys[..., 1], np.maximum(1, (count > 0).sum(-2)))
 
 
 def test_lists_are_worked_out_once_a_size() -> None:
   mask = made("causal")
+  assert mask.query_lists(16, 16)[0] is mask.query_lists(16, 16)[0] is not mask.tile_lists(16, 16)[0]
   assert mask.tile_lists(16, 16)[0] is mask.tile_lists(16, 16)[0]
   assert mask.tile_lists(16, 16)[0] is not mask.tile_lists(16, 32)[0]
 
 
-def visited(mask: BlockMask, block_m: int, block_n: int, head: int, heads: int, **rules: Any) -> Array:
-  """What `Rules.visit` makes of the lists, for each block of queries: whole, count, and the tile at each position."""
-  lists = mask.tile_lists(block_m, block_n)
+def visited(mask: BlockMask, block_m: int, block_n: int, head: int, heads: int, of_keys: bool, **rules: Any) -> Array:
+  """What `visit`, or `visit_queries`, makes of the lists, for each block: whole, count, the tile at each position."""
+  lists = (mask.query_lists if of_keys else mask.tile_lists)(block_m, block_n)
   blocks, tiles = lists[0].shape[2:]
 
   def kernel(out: UOp, order: UOp, numbers: UOp) -> UOp:
     given = {"mask_mods": (causal,), **rules}
     here = Rules(M, N, heads=heads, tile_lists=(order, numbers), **given).at(UOp.const(head))
     block = UOp.range(int(blocks), 0)
-    visit = here.visit(block * block_m, block_m, block_n)
+    own, walked = (block_n, block_m) if of_keys else (block_m, block_n)
+    visit = (here.visit_queries if of_keys else here.visit)(block * own, own, walked)
     found = [visit.whole, visit.count, *(visit.tile(UOp.const(i)) for i in range(int(tiles)))]
     stores = [out[block, i].store(x.cast(dtypes.int)) for i, x in enumerate(found)]
     return UOp.group(*stores).end(block).sink(arg=KernelInfo(name="visit", opts_to_apply=()))
@@ -141,26 +151,28 @@ def visited(mask: BlockMask, block_m: int, block_n: int, head: int, heads: int, 
   return Tensor.custom_kernel(Tensor.empty(blocks, 2 + tiles, dtype=dtypes.int), *lists, fxn=kernel)[0].numpy()
 
 
+@pytest.mark.parametrize("of_keys", [False, True])
 @pytest.mark.parametrize("head", [0, 2, 5])
 @pytest.mark.parametrize("name", ["blocks", "heads", "batches", "causal"])
-def test_kernels_read_the_lists_of_their_head(name: str, head: int) -> None:
+def test_kernels_read_the_lists_of_their_head(name: str, head: int, of_keys: bool) -> None:
   mask = made(name)
-  order, numbers = (x.numpy() for x in mask.tile_lists(32, 40))
+  order, numbers = (x.numpy() for x in (mask.query_lists if of_keys else mask.tile_lists)(32, 40))
   place = (head // H if order.shape[0] > 1 else 0, head % H if order.shape[1] > 1 else 0)
-  got = visited(mask, 32, 40, head, H)
+  got = visited(mask, 32, 40, head, H, of_keys)
   np.testing.assert_array_equal(got[:, :2], numbers[place])
   np.testing.assert_array_equal(got[:, 2:], order[place])
 
 
+@pytest.mark.parametrize("of_keys", [False, True])
 @pytest.mark.parametrize(
   "others",
   [{"window": (None, 0)}, {"kv_lengths": 70}, {"mask_mods": (causal, causal)}],
   ids=["window", "kv_lengths", "mask_mods"],
 )
-def test_no_tile_is_whole_where_other_rules_hide_keys(others: dict[str, Any]) -> None:
+def test_no_tile_is_whole_where_other_rules_hide_keys(others: dict[str, Any], of_keys: bool) -> None:
   mask = made("everything")
-  assert visited(mask, 32, 40, 0, 1)[0, 0] == N // 40
-  np.testing.assert_array_equal(visited(mask, 32, 40, 0, 1, **others)[:, 0], 0)
+  assert visited(mask, 32, 40, 0, 1, of_keys)[0, 0] == (M // 32 if of_keys else N // 40)
+  np.testing.assert_array_equal(visited(mask, 32, 40, 0, 1, of_keys, **others)[:, 0], 0)
 
 
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers import cpu_target
-from tinygrad import dtypes
+from tinygrad import UOp, dtypes
 from tinygrad.codegen import to_program
 from tinygrad.device import Compiler
 from tinygrad.helpers import Target
@@ -18,7 +18,9 @@ from tinygrad.renderer.cstyle import ClangRenderer
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 from tinygrad.uop.ops import Ops
 
+from uopattn import backward
 from uopattn.dispatch import Choice, dispatch
+from uopattn.dispatch_backward import Step, dispatch_backward
 from uopattn.flash import graph, placeholders
 from uopattn.spec import AttentionSpec
 from uopattn.toolchain import find_clang
@@ -64,11 +66,11 @@ MACHINES = {
 }
 
 
-def assembly(spec: AttentionSpec, choice: Choice, arch: str) -> str:
-  """The kernel in the instructions of a machine."""
+def assembly(kernel: UOp, arch: str) -> str:
+  """A kernel's graph in the instructions of a machine."""
   renderer = ClangRenderer(Target("CPU", "CLANG", arch))
   renderer.compiler = Compiler()  # the program is only rendered
-  program = to_program(graph(choice, spec, placeholders(choice, spec)), renderer)
+  program = to_program(kernel, renderer)
   source = next(u.arg for u in program.src if u.op is Ops.SOURCE)
   # as tinygrad compiles it
   words = arch.split(",")
@@ -91,18 +93,23 @@ def innermost_loops(text: str, jump: str) -> list[list[str]]:
   return loops
 
 
-def check_products(loops: list[list[str]], notation: Notation, accumulators: int, prefetch: bool = False) -> None:
-  """Both products, and no other loop, have that many accumulators, all in vector registers of the full width.
+def check_products(
+  kernel: UOp, arch: str, notation: Notation, accumulators: int, least: int = 2, prefetch: bool = False
+) -> None:
+  """All products, and no other loop, have that many accumulators, all in vector registers of the full width.
 
-  With `prefetch` they also ask for what is read next.
+  Args:
+    least: how many products there are; each may be written out for several strips.
+    prefetch: whether they also ask for what is read next.
   """
 
   def found(pattern: str, loop: list[str]) -> list[re.Match[str]]:
     return [match for line in loop if (match := re.match(pattern, line))]
 
+  loops = innermost_loops(assembly(kernel, arch), notation.jump)
   # the exponentials' loop, too, has multiply-adds, but not so many
   products = [loop for loop in loops if len(found(notation.multiply_add, loop)) >= max(accumulators, len(loop) / 3)]
-  assert len(products) >= 2  # Q K^T and P V, which may be written out for each strip
+  assert len(products) >= least
   for loop in products:
     full = found(notation.accumulator, loop)
     assert len(full) == len(found(notation.multiply_add, loop))
@@ -122,7 +129,7 @@ def test_products_run_in_registers(arch: str, dtype, is_causal: bool) -> None:
   assert isinstance(choice, Choice)
   assert choice.kernel.name == "cpu_forward"
   accumulators = choice.tiles.block_m // machine.vector.lanes * choice.tiles.unroll
-  check_products(innermost_loops(assembly(spec, choice, machine.arch), notation.jump), notation, accumulators)
+  check_products(graph(choice, spec, placeholders(choice, spec)), machine.arch, notation, accumulators)
 
 
 @pytest.mark.parametrize("arch", MACHINES)
@@ -134,19 +141,33 @@ def test_products_of_few_queries_run_in_registers(arch: str, dtype) -> None:
   assert isinstance(choice, Choice)
   assert choice.kernel.name == "cpu_decode"
   accumulators = choice.tiles.unroll_m * choice.tiles.unroll_n
-  loops = innermost_loops(assembly(spec, choice, machine.arch), notation.jump)
-  check_products(loops, notation, accumulators, prefetch=True)
+  kernel = graph(choice, spec, placeholders(choice, spec))
+  check_products(kernel, machine.arch, notation, accumulators, prefetch=True)
+
+
+@pytest.mark.parametrize("arch", MACHINES)
+@pytest.mark.parametrize("dtype", [dtypes.float32, dtypes.float16, dtypes.bfloat16], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_products_of_the_backward_pass_run_in_registers(arch: str, dtype, is_causal: bool) -> None:
+  spec = AttentionSpec(1, 8, 8, 512, 512, 64, 64, dtype, 0.125, window=(None, 0 if is_causal else None))
+  machine, notation = cpu_target(arch), MACHINES[arch]
+  (step,) = dispatch_backward(spec, machine)
+  assert isinstance(step, Step)
+  accumulators = step.tiles.vectors * step.tiles.unroll
+  check_products(backward.graph(step, spec), machine.arch, notation, accumulators, least=5)
 
 
 X86 = platform.machine() == "x86_64"
 
 RUN = """
+from gradients import check_gradients
 from helpers import DTYPES, check_attention, qkv
 from uopattn.target import Target
 print(Target.of("CPU"))
 for shape in ((1, 2, 2, 100, 130, 64, 64), (1, 6, 2, 1, 77, 33, 17)):
   for dtype in DTYPES:
     check_attention(*qkv(*shape, dtype), is_causal=True, q_start=30)
+    check_gradients(*qkv(*shape, dtype), {"is_causal": True, "q_start": 30})
 """
 
 

@@ -67,7 +67,7 @@ class Case:
     return out, lse
 
   def reports(self, out: Tensor, lse: Tensor, **options: Any) -> list[Any]:
-    theirs = {name: x.numpy() if isinstance(x, Tensor) else x for name, x in options.items()}
+    theirs: dict[str, Any] = {name: x.numpy() if isinstance(x, Tensor) else x for name, x in options.items()}
     if "aux" in theirs:
       theirs["aux"] = tuple(x.numpy() for x in theirs["aux"])
     lengths = np.array(self.lengths)

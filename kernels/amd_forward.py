@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import NamedTuple
 
-from tinygrad import UOp, dtypes
+from tinygrad import UOp
 from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType
@@ -39,18 +39,25 @@ from uopattn.dsl import instructions as ins
 from uopattn.dsl.fragments import CHUNK, HIP, ROWS, Fragments
 from uopattn.dsl.keys import spans
 from uopattn.dsl.limits import lds_limit
+from uopattn.dsl.products import (
+  Operand,
+  accumulate,
+  as_operands,
+  join,
+  load_operands,
+  multiply_rows,
+  own_rows,
+  store_acc,
+)
 from uopattn.dsl.rows import HeadRows
 from uopattn.dsl.rules import HeadRules, Rules, Visit
-from uopattn.dsl.scope import as_type
 from uopattn.dsl.softmax import finish
-from uopattn.dsl.staging import WORDS, Rows, Stage
-from uopattn.dsl.words import Words, words_of
+from uopattn.dsl.staging import Rows, Stage
+from uopattn.dsl.words import words_of
 from uopattn.dsl.workgroup import Workgroup
 
 LDS_LIMIT = 64 << 10  # bytes a workgroup
 LARGEST = 3.4028234663852886e38  # float32
-
-Operand = list[UOp]  # the `width` 16-bit elements that a lane holds of A, or of B, for a step
 
 
 @dataclass(frozen=True)
@@ -165,13 +172,14 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   queries = [(row < M).where(row, M - 1) for row in (block_row + place for place in places)]  # past the end: again
   visit = here.visit(block_row, tiles.block_m, tiles.block_n).part(group.split, results // heads)
 
-  q_frags = [load_query(f, q.dtype, HeadRows.of(q, group.head, UOp.const(M)), query, lane) for query in queries]
+  q_rows = HeadRows.of(q, group.head, UOp.const(M))
+  q_frags = [load_operands(f, q.dtype, q_rows, query, lane) for query in queries]
   state = State.make(s, (m_tiles, ceildiv(Dv, ROWS), f.result), rules.factors[1], group.item)
   threads = tiles.waves * f.lanes
   # Not `> 0`: tinygrad would take a comparison for granted in all of a gated index, in the ends of its loops too.
   exists = here.length.ne(0)
-  loads = words_of(here.keys(k), exists), words_of(here.keys(v), exists)
-  stage = Stage(s, f, tiles.block_n, threads, group.thread, *loads, here.length, *tiles.padded(Dk, Dv))
+  sources = [(words_of(here.keys(x), exists), size) for x, size in zip((k, v), tiles.padded(Dk, Dv), strict=True)]
+  stage = Stage(s, f, tiles.block_n, threads, group.thread, here.length, sources[:1], sources[1:])
   p_lds = Rows.make(s, tiles.block_m, tiles.block_n, f.pad) if f.repeated else None
   loop = Mainloop(s, f, q.dtype, lane, stage, p_lds, q_frags, places, queries, here, visit, state)
 
@@ -249,12 +257,12 @@ class Mainloop:
     f, stage, lane, visit = self.f, self.stage, self.lane, self.visit
     trip = self.s.axis(trips, AxisType.REDUCE)
     position, old, more = first + trip, self.state.after(ready, trip), first.vmin < visit.count.vmax - 1
-    following = visit.tile(position + 1) * stage.block_n
+    following = visit.tile(position + 1) * stage.block
     now = (ready, trip, stage.load(following, ready, trip)) if more else (ready, trip)
-    scores = multiply_qk(f, self.dtype, self.q_frags, stage.k.after(*now), stage.block_n, lane)
-    p, alphas, stores = self.weigh(scores, visit.tile(position) * stage.block_n, masked, old)
+    scores = multiply_rows(f, self.dtype, stage.as_is[0].after(*now), stage.block, self.q_frags, lane)
+    p, alphas, stores = self.weigh(scores, visit.tile(position) * stage.block, masked, old)
     p_frags = as_operands(f, self.dtype, p, self.p_lds and self.p_lds.after(ready, trip), self.places, lane)
-    v_lds = stage.v.after(*now, *stores)  # not before P is done: V's registers are few
+    v_lds = stage.transposed[0].after(*now, *stores)  # not before P is done: V's registers are few
     stores += multiply_pv(f, self.dtype, p_frags, v_lds, self.state.acc, old.acc, alphas, lane)
     if not more:
       return UOp.group(*stores).end(trip)
@@ -266,7 +274,7 @@ class Mainloop:
   ) -> tuple[list[list[UOp]], list[UOp], list[UOp]]:
     """P and alpha of each of this lane's queries for the keys from `start` on, and the stores of m and l."""
     f, factor, m_tiles = self.f, self.here.rules.factors[1], len(self.queries)
-    first, offsets = own_keys(f, self.stage.block_n, self.lane)
+    first, offsets = own_rows(f, self.stage.block, self.lane)
     p, alphas, stores = [], [], []
     for i, query in enumerate(self.queries):
       row = [tile[e] for tile in products[i] for e in range(f.result)]
@@ -277,63 +285,6 @@ class Mainloop:
       alphas.append(alpha)
       stores += [old.m_i[i].store(m_new), old.l_i[i].store(l_new)]
     return p, alphas, stores
-
-
-def load_query(f: Fragments, dtype: DType, q: HeadRows, row: UOp, lane: UOp) -> list[Operand]:
-  """This lane's query, as the B operand of each step."""
-  load, steps = words_of(q), ceildiv(q.size, f.step)
-  words = [[load(row, f.chunk(UOp.const(i), lane) * WORDS + w) for w in range(f.width // 2)] for i in range(steps)]
-  return [elements(f, dtype, x) for x in words]
-
-
-def multiply(f: Fragments, a: Operand, b: Operand, c: UOp) -> UOp:
-  """C + A B over one step."""
-  for i in range(0, f.width, f.operand):
-    left, right = (UOp.stack(*x[i : i + f.operand]) for x in (a, b))
-    c = UOp.wmma(left, right, c, (ROWS, ROWS, f.k), "AMD", f.lanes)
-  return c
-
-
-def elements(f: Fragments, dtype: DType, words: Words) -> Operand:
-  """Words as 16-bit elements.
-
-  tinygrad's lowering never ends where an operand is all of one vector that is no STACK: make it half of one, or two.
-  """
-  size = len(words) // 2 if f.products == 1 else len(words)
-  result: Operand = []
-  for part in (words[i : i + size] for i in range(0, len(words), size)):
-    if all(word.vmin == word.vmax == 0 for word in part):  # past the head size; a constant vector has no elements in C
-      result += [UOp.const(0.0, dtype)] * (2 * size)
-    else:
-      vector = UOp.stack(*part).bitcast(dtype)
-      result += [vector[e] for e in range(2 * size)]
-  return result
-
-
-def read_row(f: Fragments, dtype: DType, lds: Rows, row: UOp, step: int, lane: UOp) -> Operand:
-  """What this lane holds of a row in LDS, for one step along it."""
-  chunk = f.chunk(UOp.const(step), lane)
-  return elements(f, dtype, [word for i in range(f.width // CHUNK) for word in lds.load(row, chunk + i)])
-
-
-def multiply_qk(
-  f: Fragments, dtype: DType, q_frags: list[list[Operand]], k_lds: Rows, block_n: int, lane: UOp
-) -> list[list[UOp]]:
-  """S^T = K Q^T: for each tile of queries, tiles of 16 keys, `result` of them in this lane."""
-  zero = UOp.const((0.0,) * f.result, dtypes.float)
-  scores = [[zero] * (block_n // ROWS) for _ in q_frags]
-  for n in range(block_n // ROWS):
-    for step in range(len(q_frags[0])):
-      k_frag = read_row(f, dtype, k_lds, n * ROWS + lane % ROWS, step, lane)
-      for tile, q_frag in zip(scores, q_frags, strict=True):
-        tile[n] = multiply(f, k_frag, q_frag[step], tile[n])
-  return scores
-
-
-def own_keys(f: Fragments, block_n: int, lane: UOp) -> tuple[UOp, list[int]]:
-  """The first key of a tile that this lane has a score of, and how far from it each is, in the order of the scores."""
-  own = f.row_tiles * f.result  # of each step
-  return lane // ROWS * own, [step + i for step in range(0, block_n, f.step) for i in range(own)]
 
 
 def softmax(
@@ -382,70 +333,17 @@ def fmax(a: UOp, b: UOp) -> UOp:
   return ins.fmax(HIP, a, b)
 
 
-def other_group(f: Fragments, value: UOp, lane: UOp, distance: int) -> UOp:
-  """The value that the lane of the same query, `distance` groups away, has; 32-bit."""
-  if f.lanes == 32:
-    return ins.permlanex16(HIP, value)
-  return ins.shuffle_xor(HIP, value, ROWS) if distance == 1 else ins.shuffle(HIP, value, (lane ^ 32).cast(dtypes.int))
-
-
-def join(f: Fragments, operation: Callable[[UOp, UOp], UOp], value: UOp, lane: UOp) -> UOp:
-  """The values of all lanes of a query, joined by `operation`."""
-  distance = 1
-  while distance < f.groups:
-    value, distance = operation(value, other_group(f, value, lane, distance)), 2 * distance
-  return value
-
-
-def rounded(dtype: DType, p: UOp) -> UOp:
-  """p, in 0..1 or NaN, as a 16-bit float, to nearest; a tie of bfloat16 goes up, which takes one addition."""
-  if dtype == dtypes.half:
-    return p.cast(dtype)
-  return ((p.bitcast(dtypes.uint) + 0x8000) >> 16).cast(dtypes.ushort).bitcast(dtype)
-
-
-def word_of(dtype: DType, low: UOp, high: UOp) -> UOp:
-  """Two of P, rounded, as a word."""
-  if dtype == dtypes.half:
-    low, high = (rounded(dtype, x).bitcast(dtypes.ushort).cast(dtypes.uint) for x in (low, high))
-    return low | (high << 16)
-  return ins.high_halves(HIP, *(x.bitcast(dtypes.uint) + 0x8000 for x in (low, high)))
-
-
-def as_operands(
-  f: Fragments, dtype: DType, p: list[list[UOp]], p_lds: Rows | None, places: list[UOp], lane: UOp
-) -> list[list[Operand]]:
-  """P^T of each tile of queries as the B operand of each step; on RDNA3 by way of p_lds (block_m, block_n).
-
-  There a tile's query is row `places[tile]`; one fence serves all tiles.
-  """
-  own = f.row_tiles * f.result  # elements of a step
-  tiles = [[x[i : i + own] for i in range(0, len(x), own)] for x in p]
-  if p_lds is None:
-    return [[[rounded(dtype, x) for x in step] for step in steps] for steps in tiles]
-  stores = []
-  for steps, place in zip(tiles, places, strict=True):
-    for i, step in enumerate(steps):
-      words = [word_of(dtype, *step[j : j + 2]) for j in range(0, own, 2)]
-      stores += p_lds.store(place, f.step // CHUNK * i + lane // ROWS, words)
-  fenced = p_lds.fenced(*stores)
-  return [[read_row(f, dtype, fenced, place, i, lane) for i in range(len(tiles[0]))] for place in places]
-
-
 def multiply_pv(
   f: Fragments, dtype: DType, p_frags: list[list[Operand]], v_lds: Rows, acc: UOp, old: UOp, alpha: list[UOp], lane: UOp
 ) -> list[UOp]:
   """O^T = O^T alpha + V^T P^T: the stores to acc (tiles of queries, tiles of 16 columns, `result` in this lane)."""
   m_tiles, d_tiles, results = sizes(acc)
   alphas = [twins(f, x, m_tiles) for x in alpha]
-  stores = []
-  for d in range(d_tiles):
-    out = [UOp.stack(*[old[i, d, e].load() * alphas[i][e % 2] for e in range(results)]) for i in range(m_tiles)]
-    for step in range(len(p_frags[0])):
-      v_frag = read_row(f, dtype, v_lds, d * ROWS + lane % ROWS, step, lane)
-      out = [multiply(f, v_frag, p_frags[i][step], out[i]) for i in range(m_tiles)]
-    stores += [acc[i, d].store(out[i]) for i in range(m_tiles)]
-  return stores
+  scaled = [
+    [UOp.stack(*[old[i, d, e].load() * alphas[i][e % 2] for e in range(results)]) for d in range(d_tiles)]
+    for i in range(m_tiles)
+  ]
+  return accumulate(f, dtype, p_frags, v_lds, acc, scaled, lane)
 
 
 def store_rows(
@@ -463,53 +361,7 @@ def store_rows(
   """The output and the LSE of a query; m_i and l_i are in base 2, of all its keys. Rows past M are not stored."""
   M = sizes(o)[1]
   factor, log2 = finish(m_i, l_i, sink, lambda x: ins.exp2(HIP, x))
-  stores = []
-  for j in range(sizes(acc)[0]):
-    values = [acc[j, e].load() * factor for e in range(f.result)]
-    if o.dtype == dtypes.float:
-      stores += [store_part(o, head, row, j * ROWS + f.result_row(lane // ROWS, e), x) for e, x in enumerate(values)]
-      continue
-    columns = neighbours(f, [x.cast(o.dtype) for x in values], lane)
-    stores += store_columns(o, head, row, j * ROWS + lane // ROWS * f.result, columns)
+  stores = store_acc(f, o, head, row, acc, lambda x: x * factor, lane)
   if lse is not None:
     stores.append(gated(lse, row < M, head, row).store(ins.pin(HIP, log2 * LN2)))
-  return stores
-
-
-def store_part(o: UOp, head: UOp, row: UOp, column: UOp, value: UOp) -> UOp:
-  """Stores an element of the output over a part of the keys, in float32."""
-  _, M, Dv = sizes(o)
-  inside = (row < M) & (column < Dv) if column.vmax >= Dv else row < M
-  return gated(o, inside, head, row, column).store(ins.pin(HIP, value))
-
-
-def neighbours(f: Fragments, values: list[UOp], lane: UOp) -> list[UOp]:
-  """What a lane has of 16 columns, as neighbours: on RDNA3 each has every second one, and lanes swap halves."""
-  if not f.interleaved:
-    return values
-  low, half, result = lane < ROWS, len(values) // 2, []
-  for near, far in zip(values[:half], values[half:], strict=True):
-    bits = low.where(far, near).bitcast(dtypes.ushort).cast(dtypes.uint)
-    other = other_group(f, bits, lane, 1).cast(dtypes.ushort).bitcast(near.dtype)
-    result += [low.where(near, other), low.where(other, far)]
-  return result
-
-
-def store_columns(o: UOp, head: UOp, row: UOp, first: UOp, values: list[UOp]) -> list[UOp]:
-  """Stores `values` to o[head, row, first:], in words where rows are whole ones; nothing outside o.
-
-  All lanes work the values out, also those that store none: the other lanes' are made with their help.
-  """
-  _, M, Dv = sizes(o)
-  width = 2 - Dv % 2
-  stores = []
-  for e in range(0, len(values), width):
-    inside = (row < M) & (first + e < Dv) if first.vmax + e >= Dv else row < M
-    if width == 1:
-      word = ins.pin(HIP, values[e].bitcast(dtypes.ushort).cast(dtypes.uint))
-      stores.append(gated(o, inside, head, row, first + e).store(word.cast(dtypes.ushort).bitcast(o.dtype)))
-      continue
-    low, high = (x.bitcast(dtypes.ushort).cast(dtypes.uint) for x in values[e : e + 2])
-    at = (head * M + row) * (Dv // 2) + (first + e) // 2
-    stores.append(as_type(o, dtypes.uint)[at.valid(inside)].store(ins.pin(HIP, low | (high << 16))))
   return stores

@@ -27,15 +27,13 @@ from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType, KernelInfo
 
 from uopattn.dsl import LN2, LOG2E, Loop, Scope, clamp, exp2, gated, sizes
-from uopattn.dsl.rows import HeadRows
 from uopattn.dsl.rules import Rules
 from uopattn.dsl.softmax import finish
-from uopattn.dsl.strips import accumulate, even, largest_divisor, strips, zeros
+from uopattn.dsl.strips import Tile, accumulate, even, largest_divisor, load_tile, strips, zeros
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
 WORK_PER_CALL = 4_000_000  # floating-point operations; some 0.02 ms, against a microsecond that a call costs
 
-Tile = Callable[[UOp, UOp], UOp]  # (key, column), both counted within the tile -> its float32 element
 Score = Callable[[UOp, UOp, UOp], UOp]  # (q.k times the factor, key of the tile, lane) -> the score
 
 
@@ -155,24 +153,6 @@ def load_query(q: UOp, head: UOp, row: UOp, d: UOp) -> UOp:
   """q[head, row, d] as float32; 0 past the last row."""
   inside = row < sizes(q)[1]
   return inside.where(gated(q, inside, head, row, d).load().cast(dtypes.float), 0.0)
-
-
-def load_tile(s: Scope, rows: HeadRows, first: UOp, block_n: int, length: UOp | None, loop: Loop) -> Tile:
-  """The tile of keys (or values) from `first` on: float32 is read in place, 16 bit is widened once a tile.
-
-  With a length, keys from there on are not read, and 0 in the tile: whatever they hold, they are worth nothing.
-  """
-  if rows.x.dtype == dtypes.float and length is None:
-    return lambda n, d: rows.element(first + n, d)
-
-  def element(n: UOp, d: UOp) -> UOp:
-    if length is None:
-      return rows.element(first + n, d).cast(dtypes.float)
-    inside = first + n < length
-    return inside.where(rows.element(first + n, d, inside).cast(dtypes.float), 0.0)
-
-  wide = s.assign(s.buffer(block_n, rows.size), element, within=loop.axes)
-  return lambda n, d: wide[n, d].load()
 
 
 def multiply_qk(

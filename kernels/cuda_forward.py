@@ -36,12 +36,13 @@ from uopattn.dsl import Scope, sizes
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.keys import spans
 from uopattn.dsl.limits import lds_limit
-from uopattn.dsl.mma import PAIR, STEP_BYTES, Mma
+from uopattn.dsl.mma import PAIR, STEP_BYTES, Accumulators, Mma
 from uopattn.dsl.panels import Panels
 from uopattn.dsl.quads import COLUMNS, HALVES, QUAD, ROWS, WARP, columns, join, row_elements, row_of, store_row
 from uopattn.dsl.rows import HeadRows
 from uopattn.dsl.rules import HeadRules, Rules, Visit
 from uopattn.dsl.softmax import online_softmax
+from uopattn.dsl.stream import Stream
 from uopattn.dsl.workgroup import Workgroup
 
 CUDA, TURING = "cuda", "sm_75"
@@ -192,9 +193,10 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   state = State.make(s, tiles.m_tiles, round_up(Dv, PAIR), group.item)
   q_tile, k_tiles, v_tiles = tiles.panels(s, Dk, Dv)
   sources = [(panels, here.keys(x)) for panels, x in ((k_tiles, k), (v_tiles, v))]
-  loop = Mainloop(s, group, Mma(s, q.dtype, tiles.turing), tiles, sources, rows, here, visit, exponent)
+  stream = Stream(sources, visit.tile, tiles.stages, group.thread, tiles.family)
+  loop = Mainloop(s, group, Mma(s, q.dtype, tiles.turing), tiles, stream, rows, here, visit, exponent)
 
-  filled = loop.start_first(*q_tile.fill_tile(block, HeadRows.of(q, group.head, UOp.const(M)), block, group.thread))
+  filled = stream.start_first(*q_tile.fill_tile(block, HeadRows.of(q, group.head, UOp.const(M)), block, group.thread))
   q_frags = loop.load_queries(q_tile, filled)
   for first, trips, masked in spans(UOp.const(0), visit.whole, visit.count):
     state = loop.attend(first, trips, masked, q_frags, state, filled)
@@ -240,7 +242,7 @@ class Mainloop:
     group: where this thread stands.
     mma: the matrix instruction.
     tiles: block sizes.
-    sources: of K and of V, room for tiles, and the rows that they are copied from.
+    stream: brings tiles of K and of V.
     rows: this lane's two queries of each tile of 16.
     here: the rules for them.
     visit: the tiles.
@@ -251,28 +253,11 @@ class Mainloop:
   group: Workgroup
   mma: Mma
   tiles: Tiles
-  sources: list[tuple[Panels, HeadRows]]
+  stream: Stream
   rows: list[list[UOp]]
   here: HeadRules
   visit: Visit
   exponent: int
-
-  def start(self, n: UOp, *after: UOp) -> UOp:
-    """Starts copying a tile of K and of V, as one group."""
-    copies = []
-    for panels, rows in self.sources:
-      copies += panels.fill_tile(n, rows, self.visit.tile(n), self.group.thread, *after)
-    return ins.cp_async_commit(self.tiles.family, *copies)
-
-  def arrived(self, *after: UOp) -> UOp:
-    """Waits until the oldest of the tiles under way is there, and all warps are done with the tile before it."""
-    return UOp.barrier(ins.cp_async_wait(self.tiles.family, self.tiles.stages - 2, *after))
-
-  def start_first(self, *after: UOp) -> UOp:
-    """Starts as many tiles as may be under way, and waits for the first, and for what was started before."""
-    for i in range(self.tiles.stages - 1):
-      after = (self.start(UOp.const(i), *after),)
-    return self.arrived(*after)
 
   def load_queries(self, q_tile: Panels, *after: UOp) -> list[list[UOp]]:
     """Q as left operands: for each tile of queries, one for each step along Dk."""
@@ -283,17 +268,15 @@ class Mainloop:
     """The tiles of keys from `first` on."""
     trip = self.s.axis(trips, AxisType.REDUCE)
     n, lane, old = first + trip, self.group.lane, state.after(trip)
-    ready = self.arrived(trip, filled, *state)
-    following = self.start(n + self.tiles.stages - 1, ready)
-    k_tile, v_tile = (panels.tile(n, ready, following) for panels, _ in self.sources)
-    scores = multiply_qk(self.mma, q_frags, k_tile, lane)
+    k_tile, v_tile = self.stream.take(n, trip, filled, *state)
+    scores = self.mma.by_rows(q_frags, k_tile, lane)
     p_frags, alphas, updates = [], [], []
     for i in range(self.tiles.m_tiles):
       p, alpha, stores = self.softmax(i, scores[i], n, masked, old)
       p_frags.append(self.mma.as_left(p))
       alphas.append(alpha)
       updates += stores
-    out = multiply_pv(self.mma, p_frags, v_tile, old.acc, alphas, lane)
+    out = self.mma.by_columns(p_frags, v_tile, lane, rescaled(old.acc, alphas))
     updates += [state.acc[i, d].store(tile) for i, tiles in enumerate(out) for d, tile in enumerate(tiles)]
     return state.after(UOp.group(*updates).end(trip))
 
@@ -313,30 +296,10 @@ class Mainloop:
     return p, alphas, stores
 
 
-def multiply_qk(mma: Mma, q_frags: list[list[UOp]], k_tile: Panels, lane: UOp) -> list[list[UOp]]:
-  """S = Q K^T: for each tile of queries, accumulator tiles of 8 keys."""
-  zero = UOp.const((0.0,) * 4, dtypes.float)
-  scores = [[zero] * (k_tile.rows // COLUMNS) for _ in q_frags]
-  for step in range(len(q_frags[0])):
-    for n in range(0, len(scores[0]), 2):
-      for j, k_frag in enumerate(mma.load_right(k_tile, n * COLUMNS, step, lane)):
-        for tile, q_frag in zip(scores, q_frags, strict=True):
-          tile[n + j] = mma.multiply(q_frag[step], k_frag, tile[n + j])
-  return scores
-
-
-def multiply_pv(
-  mma: Mma, p_frags: list[list[UOp]], v_tile: Panels, acc: UOp, alphas: list[list[UOp]], lane: UOp
-) -> list[list[UOp]]:
-  """O = O alpha + P V: for each tile of queries, accumulator tiles of 8 columns."""
+def rescaled(acc: UOp, alphas: list[list[UOp]]) -> Accumulators:
+  """O times alpha, which is of two rows for each tile of queries."""
   m_tiles, d_tiles, _ = sizes(acc)
-  out = [
+  return [
     [UOp.stack(*[acc[i, d, e].load() * alphas[i][e // 2] for e in range(4)]) for d in range(d_tiles)]
     for i in range(m_tiles)
   ]
-  for step in range(len(p_frags[0])):
-    for d in range(0, d_tiles, 2):
-      for j, v_frag in enumerate(mma.load_right_transposed(v_tile, step, d * COLUMNS, lane)):
-        for tile, p_frag in zip(out, p_frags, strict=True):
-          tile[d + j] = mma.multiply(p_frag[step], v_frag, tile[d + j])
-  return out

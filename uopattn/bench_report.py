@@ -28,7 +28,7 @@ def _speed(gflops: float) -> str:
 
 def lines(row: dict[str, Any]) -> Iterator[str]:
   """A row for people."""
-  yield title(row["problem"])
+  yield title(row["problem"]) + " backward" * row["backward"]
   for name, c in row["contenders"].items():
     if not c["correct"]:
       yield f"  {name:<11} fails the gate: {'; '.join(c['failures'])}"

@@ -38,7 +38,7 @@ class BlockMask:
   block_m: int
   block_n: int
   counts: Tensor
-  _lists: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+  _lists: dict[tuple[int, int, bool], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
   @classmethod
   def of(
@@ -152,19 +152,34 @@ class BlockMask:
       The order of the visit, (B or 1, Hq or 1, blocks, tiles) int32; and how many are seen whole and how many are
       visited, at least 1, (B or 1, Hq or 1, blocks, 2) int32.
     """
-    if (block_m, block_n) not in self._lists:
-      self._lists[block_m, block_n] = self._list(block_m, block_n)
-    return self._lists[block_m, block_n]
+    return self._listed(block_m, block_n, of_keys=False)
 
-  def _list(self, block_m: int, block_n: int) -> tuple[Tensor, Tensor]:
-    device, tiles = self.counts.device, ceildiv(self.N, block_n)
+  def query_lists(self, block_m: int, block_n: int) -> tuple[Tensor, Tensor]:
+    """The same of a kernel whose blocks are of keys: the tiles of queries that each of them visits.
+
+    A tile is seen whole if it ends before M, too. The lists have as many blocks as there are of keys, each with as many
+    tiles as there are of queries.
+    """
+    return self._listed(block_m, block_n, of_keys=True)
+
+  def _listed(self, block_m: int, block_n: int, of_keys: bool) -> tuple[Tensor, Tensor]:
+    key = block_m, block_n, of_keys
+    if key not in self._lists:
+      self._lists[key] = self._list(*key)
+    return self._lists[key]
+
+  def _list(self, block_m: int, block_n: int, of_keys: bool) -> tuple[Tensor, Tensor]:
+    device = self.counts.device
     rows, keys = (
       Tensor(_touches(n, tile, block), device=device)
       for n, tile, block in ((self.M, block_m, self.block_m), (self.N, block_n, self.block_n))
     )
     seen, doubtful = (rows @ x.float() @ keys.T > 0 for x in (self.empty.logical_not(), self.full.logical_not()))
-    within = Tensor([(i + 1) * block_n <= self.N for i in range(tiles)], device=device)
-    whole = doubtful.logical_not() & within
+    lengths = [(self.N, block_n), (self.M, block_m)]
+    within = [Tensor([end <= n for end in range(tile, n + tile, tile)], device=device) for n, tile in lengths]
+    whole = doubtful.logical_not() & within[0]
+    if of_keys:
+      seen, whole = (x.transpose(-1, -2) for x in (seen, whole & within[1].unsqueeze(-1)))
     kinds = Tensor.stack(whole, seen & whole.logical_not(), seen.logical_not(), dim=-2).int()  # in this order
     ranks = kinds.flatten(-2).cumsum(-1).reshape(kinds.shape)
     position = ((kinds * ranks).sum(-2) - 1).contiguous()

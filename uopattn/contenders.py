@@ -3,6 +3,7 @@
 import ctypes
 import importlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -100,25 +101,24 @@ def load_tinygrad() -> Contender:
   return tinygrad
 
 
+def torch_types(torch: Any) -> dict[DType, Any]:
+  """torch's own for the types that its attention takes."""
+  return {dtypes.float32: torch.float32, dtypes.float16: torch.float16, dtypes.bfloat16: torch.bfloat16}
+
+
 def load_torch() -> Contender:
   """torch's `scaled_dot_product_attention`, on as many threads as our kernels use."""
   torch = importlib.import_module("torch")
   torch.set_num_threads(thread_count())
-  types: dict[DType, Any] = {
-    dtypes.float32: torch.float32,
-    dtypes.float16: torch.float16,
-    dtypes.bfloat16: torch.bfloat16,
-  }
 
   def attend(problem: Problem) -> Runner:
-    s = problem.spec
+    s, types = problem.spec, torch_types(torch)
     q, k, v = (torch.from_numpy(numpy(x).copy()).to(types[s.dtype]) for x in (problem.q, problem.k, problem.v))
+    once = sdpa(torch, s)
 
     def call() -> Any:
       with torch.inference_mode():
-        return torch.nn.functional.scaled_dot_product_attention(
-          q, k, v, is_causal=s.is_causal, enable_gqa=s.Hq != s.Hkv
-        )
+        return once(q, k, v)
 
     return Runner(call, lambda: [call().float().numpy()])
 
@@ -130,16 +130,15 @@ def gpu_loader(backend: str) -> Callable[[], Contender]:
 
   def load_backend() -> Contender:
     torch = importlib.import_module("torch")
-    types: dict[DType, Any] = {dtypes.float16: torch.float16, dtypes.bfloat16: torch.bfloat16}
 
     def attend(problem: Problem) -> Runner | None:
-      s = problem.spec
-      if s.dtype not in types:
+      s, types = problem.spec, torch_types(torch)
+      if s.dtype == dtypes.float32:
         return None
       arrays = [numpy(x) for x in (problem.q, problem.k, problem.v)]
       use_torchs_context()
       q, k, v = (torch.from_numpy(x).to("cuda", types[s.dtype]) for x in arrays)
-      once, times = _flex(torch, s) if backend == "flex" else _sdpa(torch, s, backend), repeats(problem)
+      once, times = _flex(torch, s) if backend == "flex" else sdpa(torch, s, backend), repeats(problem)
 
       def call() -> Any:
         use_torchs_context()
@@ -170,12 +169,13 @@ def use_torchs_context() -> None:
   cuda.cuCtxSetCurrent(context)
 
 
-def _sdpa(torch: Any, s: AttentionSpec, backend: str) -> Callable[..., Any]:
+def sdpa(torch: Any, s: AttentionSpec, backend: str = "") -> Callable[..., Any]:
+  """torch's attention of q, k and v; by its own choice of a backend, where none is named."""
   attention = importlib.import_module("torch.nn.attention")
-  kind = {"flash": attention.SDPBackend.FLASH_ATTENTION, "cudnn": attention.SDPBackend.CUDNN_ATTENTION}[backend]
+  of_name = {"flash": attention.SDPBackend.FLASH_ATTENTION, "cudnn": attention.SDPBackend.CUDNN_ATTENTION}
 
   def once(q: Any, k: Any, v: Any) -> Any:
-    with attention.sdpa_kernel([kind]):
+    with attention.sdpa_kernel([of_name[backend]]) if backend else nullcontext():
       return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=s.is_causal, enable_gqa=s.Hq != s.Hkv)
 
   return once

@@ -214,7 +214,7 @@ class Choice:
   def inputs(self, spec: AttentionSpec) -> tuple[Input, ...]:
     """What the kernel takes besides o, q, k, v and the LSE, which for parts are theirs."""
     if self.stage == "join":
-      return self.parts(spec) + tuple(x for x in spec.inputs if x.name == "sinks")
+      return self.parts(spec) + spec.inputs
     lists = spec.tile_lists(self.tiles.block_m, self.tiles.block_n)
     return tuple(x for x in spec.inputs if self.stage == "whole" or x.name != "sinks") + lists
 
@@ -243,7 +243,7 @@ def dispatch(spec: AttentionSpec, target: Target, tiles: Any = None) -> Choice |
   kernels.sort(key=lambda kernel: not kernel.meant_for(spec, target))
   reasons: list[list[str]] = []
   for kernel in kernels:
-    against = _reasons_against(kernel, spec)
+    against = reasons_against(kernel, spec)
     try:
       if not against:
         packs = kernel.packs(spec)
@@ -256,8 +256,8 @@ def dispatch(spec: AttentionSpec, target: Target, tiles: Any = None) -> Choice |
   return reasons[0]
 
 
-def _reasons_against(kernel: Kernel, spec: AttentionSpec) -> list[str]:
-  """What the kernel has no code for."""
+def reasons_against(kernel: Any, spec: AttentionSpec) -> list[str]:
+  """What a `Kernel`, or the kernels of a `Backward`, have no code for."""
   lacks = [name for name in spec.extras if name not in kernel.features]
   wanted = {
     "q_start": "takes q_start as an int alone, neither as a Variable nor as a Tensor",

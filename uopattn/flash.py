@@ -90,11 +90,17 @@ def build(choice: Choice, spec: AttentionSpec, device: str, *buffers: UOp) -> UO
 
   The kernel's graph; compiled where tinygrad's own renderer or runtime does not serve it.
   """
-  if _compiler(device) is not None:
+  if compiler(device) is not None:
     return compiled(choice, spec, device, tuple(x.base.arg.slot for x in buffers))
-  kernel = _with_variables_last(graph(choice, spec, buffers))
-  # tinygrad's own would be a term too deep for Python's stack, or fail where a loop's end is read from a buffer.
-  return kernel.replace(arg=replace(kernel.arg, estimates=estimates(choice, spec)))
+  return for_tinygrad(graph(choice, spec, buffers), estimates(choice, spec))
+
+
+def for_tinygrad(kernel: UOp, work: Estimates) -> UOp:
+  """A kernel's graph as tinygrad's own renderer takes it."""
+  # tinygrad's own estimate would be a term too deep for Python's stack, or fail where a loop's end is read from a
+  # buffer.
+  kernel = _with_variables_last(kernel)
+  return kernel.replace(arg=replace(kernel.arg, estimates=work))
 
 
 def _with_variables_last(kernel: UOp) -> UOp:
@@ -110,9 +116,9 @@ def _with_variables_last(kernel: UOp) -> UOp:
 @functools.cache
 def compiled(choice: Choice, spec: AttentionSpec, device: str, slots: tuple[int, ...]) -> UOp:
   """Compiled once a process: a further call of the same attention costs no lowering."""
-  compiler = _compiler(device)
-  assert compiler is not None
-  return compiler(graph(choice, spec, placeholders(choice, spec, slots)), device, estimates(choice, spec))
+  compile_for = compiler(device)
+  assert compile_for is not None
+  return compile_for(graph(choice, spec, placeholders(choice, spec, slots)), device, estimates(choice, spec))
 
 
 def placeholders(choice: Choice, spec: AttentionSpec, slots: Sequence[int] | None = None) -> tuple[UOp, ...]:
@@ -133,7 +139,7 @@ def layout(choice: Choice, spec: AttentionSpec) -> list[tuple[tuple[int, ...], D
   return [(x.shape, x.dtype) for x in (o, *operands, *([lse] * has_lse), *choice.inputs(s))]
 
 
-def _compiler(device: str) -> Callable[[UOp, str, Estimates], UOp] | None:
+def compiler(device: str) -> Callable[[UOp, str, Estimates], UOp] | None:
   """What compiles kernels for a device; None where tinygrad's own renderer and runtime serve."""
   kind = device.split(":")[0]
   if kind in ("CPU", "CUDA"):
@@ -150,15 +156,23 @@ def graph(choice: Choice, spec: AttentionSpec, buffers: tuple[UOp, ...]) -> UOp:
   inputs, rest = choice.inputs(spec), buffers[4 + has_lse :]
   if choice.stage == "join":
     assert choice.kernel.join is not None
-    kernel = choice.kernel.join(o, lse, *rest[:2], rules=rules(choice, spec, inputs[2:], rest[2:]))
-    # q, k and v are what its call has a gradient for; a graph of CUDA's passes them too.
-    return kernel.replace(src=(*kernel.src, *(x.base for x in buffers[1:4])))
-  return choice.kernel.build(o, q, k, v, lse, rules=rules(choice, spec, inputs, rest), tiles=choice.tiles)
+    kernel = choice.kernel.join(o, lse, *rest[:2], rules=rules(spec, inputs[2:], rest[2:], choice.packs))
+    # Its call has the gradients of an attention, and so its arguments; a graph of CUDA's passes them all.
+    return kernel.replace(src=(*kernel.src, *(x.base for x in buffers)))
+  given = rules(spec, inputs, rest, choice.packs, choice.kernel.operand)
+  return choice.kernel.build(o, q, k, v, lse, rules=given, tiles=choice.tiles)
 
 
-def rules(choice: Choice, spec: AttentionSpec, inputs: tuple[Input, ...], buffers: tuple[UOp, ...]) -> Rules:
-  """The rules of a kernel that has `buffers` for its inputs."""
-  operand = None if spec.kv_dtype is None else choice.kernel.operand or spec.dtype
+def rules(
+  spec: AttentionSpec,
+  inputs: tuple[Input, ...],
+  buffers: tuple[UOp, ...],
+  packs: int = 1,
+  operand: DType | None = None,
+) -> Rules:
+  """The rules of a kernel that has `buffers` for its inputs, takes `packs` query heads as one, and makes `operand` of
+  keys and values of 8 bits, or q's type if that is None."""
+  operand = None if spec.kv_dtype is None else operand or spec.dtype
   named: dict[str, list[UOp]] = {}
   for given, buffer in zip(inputs, buffers, strict=True):
     named.setdefault(given.name, []).append(buffer)
@@ -176,7 +190,7 @@ def rules(choice: Choice, spec: AttentionSpec, inputs: tuple[Input, ...], buffer
     spec.N,
     heads=spec.Hq,
     group=spec.Hq // spec.Hkv,
-    packs=choice.packs,
+    packs=packs,
     scale=spec.scale,
     window=spec.window,
     q_start=cast(UOp, only("q_start")) if spec.q_start is None else spec.q_start,

@@ -125,11 +125,11 @@ def oracle(
   scale = Dk**-0.5 if r.scale is None else r.scale
   mask = None if r.attn_mask is None else np.broadcast_to(r.attn_mask, (B, Hq, M, N))
   out, lse = np.zeros((B, Hq, M, Dv), work), np.full((B, Hq, M), -np.inf, work)
-  for b, h, rows in tqdm(list(_pieces(B, Hq, M, N)), desc="reference", disable=None if progress else True):
+  for b, h, rows in tqdm(list(pieces(B, Hq, M, N)), desc="reference", disable=None if progress else True):
     key_head, part = h // (Hq // Hkv), None if mask is None else mask[b, h, rows]
     i, j = np.arange(rows.start, rows.stop)[:, None], np.arange(N)
     score = keep(keep(operand(q[b, h, rows].astype(work)) @ operand(k[b, key_head].astype(work)).T) * work(scale))
-    score = np.where(_seen(r, part, b, h, i, j), _modified(r, score, part, b, h, i, j, keep), -np.inf)
+    score = np.where(seen(r, part, b, h, i, j), modified(r, score, part, b, h, i, j, keep), -np.inf)
 
     sees = (score > -np.inf).any(-1) | np.isnan(score).any(-1)  # rows that see no key stay 0 and -inf
     score = score[sees]
@@ -146,7 +146,7 @@ def oracle(
   return out, lse
 
 
-def _modified(
+def modified(
   r: Rules, score: Array, mask: Array | None, b: int, h: int, i: Array, j: Array, keep: Callable[[Array], Array]
 ) -> Array:
   """softcap, then score_mod, then the additive mask."""
@@ -159,7 +159,7 @@ def _modified(
   return score
 
 
-def _seen(r: Rules, mask: Array | None, b: int, h: int, i: Array, j: Array) -> Array:
+def seen(r: Rules, mask: Array | None, b: int, h: int, i: Array, j: Array) -> Array:
   """Which keys j (N,) the queries i (rows, 1) see: (rows, N) bool."""
   position = i + (r.q_start if isinstance(r.q_start, int) else r.q_start[b])
   seen = np.ones(np.broadcast_shapes(i.shape, j.shape), bool)
@@ -178,7 +178,7 @@ def _seen(r: Rules, mask: Array | None, b: int, h: int, i: Array, j: Array) -> A
   return seen
 
 
-def _pieces(B: int, Hq: int, M: int, N: int) -> Iterator[tuple[int, int, slice]]:
+def pieces(B: int, Hq: int, M: int, N: int) -> Iterator[tuple[int, int, slice]]:
   """Batch, head and a range of rows whose scores fit CHUNK."""
   step = max(1, CHUNK // N)
   for b in range(B):

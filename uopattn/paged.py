@@ -86,7 +86,7 @@ def attention_paged(
   spec = make_spec(q, k, v, extras, pages=(P, page_size), **given)  # type: ignore[arg-type]
   _check_lengths(kv_lengths, page_table, spec)
   out, lse = attend(q, k_pages, v_pages, spec, extras, backend)
-  return (out, cast(Tensor, lse)) if return_lse else out
+  return (out, lse) if return_lse else out
 
 
 def _check_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:

@@ -11,19 +11,7 @@ from uopattn.spec import AttentionSpec, Extras
 
 def reference(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras) -> tuple[Tensor, Tensor]:
   """The output (B, Hq, M, Dv) in q's dtype and the natural-log LSE (B, Hq, M) in float32; arithmetic in float32."""
-  groups = (spec.B, spec.Hkv, spec.Hq // spec.Hkv)
-  if extras.scales is not None:
-    k, v = (x.float() * scale.unsqueeze(-1) for x, scale in zip((k, v), extras.scales, strict=True))
-  if extras.page_table is not None:
-    k, v = (_one_after_another(x, extras.page_table) for x in (k, v))
-  if extras.kv_lengths is not None:  # a hidden key has weight 0, and 0 * NaN is NaN: what is no key must not count
-    exists = Tensor.arange(spec.N).reshape(1, 1, -1, 1) < _per_batch(extras.kv_lengths)
-    k, v = exists.where(k, 0), exists.where(v, 0)
-  q_groups = q.float().reshape(*groups, spec.M, spec.Dk)
-  k_groups, v_groups = (x.float().unsqueeze(2) for x in (k, v))
-  scores = (q_groups @ k_groups.transpose(-1, -2)).reshape(spec.B, spec.Hq, spec.M, spec.N) * spec.scale
-  scores = _hide(_without_page(_modify(scores, extras), spec, extras), spec, extras)
-
+  scores, groups = scores_of(q, k, spec, extras), (spec.B, spec.Hkv, spec.Hq // spec.Hkv)
   m = scores.max(-1, keepdim=True)
   sinks = None if extras.sinks is None else extras.sinks.float().reshape(1, -1, 1, 1)
   m = m if sinks is None else m.maximum(sinks)
@@ -34,9 +22,27 @@ def reference(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extr
   l = p.sum(-1, keepdim=True)
   l = l if sinks is None else l + (sinks - m).exp()
   lse = blind.where(-math.inf, m + l.log()).squeeze(-1)
-  p = _dropped(blind.where(0, p / l), spec, extras)
-  out = p.reshape(*groups, spec.M, spec.N) @ v_groups
+  p = dropped(blind.where(0, p / l), spec, extras)
+  out = p.reshape(*groups, spec.M, spec.N) @ existing(v, extras, 1).unsqueeze(2)
   return out.reshape(spec.B, spec.Hq, spec.M, spec.Dv).cast(spec.dtype), lse
+
+
+def scores_of(q: Tensor, k: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
+  """The scores, (B, Hq, M, N) float32, -inf where a key is hidden."""
+  q_groups = q.float().reshape(spec.B, spec.Hkv, spec.Hq // spec.Hkv, spec.M, spec.Dk)
+  products = q_groups @ existing(k, extras, 0).unsqueeze(2).transpose(-1, -2)
+  scores = products.reshape(spec.B, spec.Hq, spec.M, spec.N) * spec.scale
+  return _hide(_without_page(_modify(scores, extras), spec, extras), spec, extras)
+
+
+def existing(x: Tensor, extras: Extras, which: int) -> Tensor:
+  """k (`which` is 0) or v (1) in float32, (B, Hkv, N, D), with 0 for what is no key: a hidden key has weight 0, and
+  0 * NaN is NaN."""
+  x = x.float() if extras.scales is None else x.float() * extras.scales[which].unsqueeze(-1)
+  x = x if extras.page_table is None else _one_after_another(x, extras.page_table)
+  if extras.kv_lengths is None:
+    return x
+  return (Tensor.arange(x.shape[2]).reshape(1, 1, -1, 1) < _per_batch(extras.kv_lengths)).where(x, 0)
 
 
 def _one_after_another(x: Tensor, table: Tensor) -> Tensor:
@@ -94,7 +100,7 @@ def _hide(scores: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
   return scores
 
 
-def _dropped(weights: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
+def dropped(weights: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
   """Some weights 0, the others scaled by 1 / (1 - dropout_p); kernels drop the same ones."""
   if extras.seed is None:
     return weights

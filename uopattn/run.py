@@ -172,11 +172,9 @@ def jitted(problem: Problem, o: Tensor, lse: Tensor, times: int = 1) -> Callable
 
   @TinyJit
   def run() -> tuple[Tensor, Tensor]:
-    out: Tensor = o
-    sums: Tensor | None = lse
+    out, sums = o, lse
     for _ in range(times):
       out, sums = launch(p.choice, p.spec, p.q, p.k, p.v, out, sums)
-    assert sums is not None
     Tensor.realize(out, sums)
     return out, sums
 

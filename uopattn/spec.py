@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tinygrad import Tensor, UOp, dtypes
@@ -95,6 +95,10 @@ class AttentionSpec:
     blocks = (*self.block_heads, ceildiv(self.M, block_m))
     return tuple(Input("tile_lists", (*blocks, n), dtypes.int) for n in (ceildiv(self.N, block_n), 2))
 
+  def query_lists(self, block_m: int, block_n: int) -> tuple["Input", ...]:
+    """The same of a kernel whose blocks of keys visit tiles of queries."""
+    return replace(self, M=self.N, N=self.M).tile_lists(block_n, block_m)
+
   @property
   def stored(self) -> DType:
     """The type of k and v."""
@@ -171,6 +175,15 @@ class Extras:
     found += [] if self.page_table is None else [("page_table", self.page_table)]
     found += [("aux", x) for x in self.aux]
     return found + [("block_mask", x) for x in (() if self.block_mask is None else self.block_mask.aux)]
+
+  def each(self, change: Callable[[Tensor], Tensor]) -> "Extras":
+    """The same with these Tensors changed, but for those of a block mask."""
+    found: dict[str, list[Tensor]] = {}
+    for name, x in self.tensors():
+      found.setdefault(name, []).append(change(x))
+    found.pop("block_mask", None)
+    given: dict[str, Any] = {name: tuple(xs) if name in ("aux", "bounds") else xs[0] for name, xs in found.items()}
+    return replace(self, **given)
 
   def variables(self) -> tuple[UOp, ...]:
     """The bound Variables in them, each once; not those of one possible value, which tinygrad makes constants."""

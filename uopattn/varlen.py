@@ -1,7 +1,7 @@
 """`attention_varlen`: attention within sequences that lie one after another, of any lengths."""
 
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 from tinygrad import Tensor, dtypes
 
@@ -75,7 +75,7 @@ def attention_varlen(
   spec = make_spec(q4, k4, v4, extras, scale=scale, enable_gqa=enable_gqa, return_lse=return_lse)
   out, lse = attend(q4, k4, v4, spec, extras, backend)
   out = out.squeeze(0).transpose(0, 1)
-  return (out, cast(Tensor, lse).squeeze(0)) if return_lse else out
+  return (out, lse.squeeze(0)) if return_lse else out
 
 
 def key_bounds(

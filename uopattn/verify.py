@@ -7,7 +7,8 @@ import numpy as np
 from tinygrad import Tensor
 from tinygrad.dtype import DType, dtypes
 
-from uopattn.oracle import PRECISIONS, TF32, Array, oracle
+from uopattn.oracle import EXACT, PRECISIONS, TF32, Array, oracle
+from uopattn.oracle_gradients import Gradients, gradients
 from uopattn.spec import dtype_name
 
 # What any output is allowed, however exact the naive computation happens to be: some unit roundoffs of its own type,
@@ -181,6 +182,77 @@ def verify(
   """
   gate = Gate.of(q, k, v, tf32=tf32, progress=progress, **options)
   return [gate.output(numpy(out)), *([] if lse is None else [gate.lse(numpy(lse))])]
+
+
+@dataclass(frozen=True, eq=False)
+class GradientGate:
+  """What the oracle says about the gradients of some inputs.
+
+  Attributes:
+    exact: the oracle's.
+    naive: those of the naive computation.
+    unit: unit roundoff of the inputs' type.
+  """
+
+  exact: Gradients
+  naive: Gradients
+  unit: float
+
+  @classmethod
+  def of(
+    cls, q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor | None = None, *, tf32: bool = False, **options: Any
+  ) -> "GradientGate":
+    """Computes both; the arguments are those of `verify_gradients`."""
+    a, b, c, d = (numpy(x) for x in (q, k, v, do))
+    return cls.of_arrays(a, b, c, d, q.dtype, None if dlse is None else numpy(dlse), tf32=tf32, **options)
+
+  @classmethod
+  def of_arrays(
+    cls,
+    q: Array,
+    k: Array,
+    v: Array,
+    do: Array,
+    dtype: DType,
+    dlse: Array | None = None,
+    *,
+    tf32: bool = False,
+    **options: Any,
+  ) -> "GradientGate":
+    """The same of arrays that hold values of `dtype`."""
+    precision = TF32 if tf32 and dtype == dtypes.float32 else PRECISIONS[dtype]
+    exact, naive = (gradients(q, k, v, do, dlse, precision=x, **options) for x in (EXACT, precision))
+    return cls(exact, naive, precision.unit)
+
+  def reports(self, **got: Array) -> list[Report]:
+    """A report on each gradient, by the names that `uopattn.oracle_gradients.Gradients` has for them."""
+    exact, naive = self.exact.named(), self.naive.named()
+    return [compare(f"gradient of {name}", x, exact[name], naive[name], self.unit) for name, x in got.items()]
+
+
+def verify_gradients(
+  q: Tensor,
+  k: Tensor,
+  v: Tensor,
+  do: Tensor,
+  got: dict[str, Tensor],
+  dlse: Tensor | None = None,
+  *,
+  tf32: bool = False,
+  **options: Any,
+) -> list[Report]:
+  """Reports on the gradients of sum(do * out) + sum(dlse * lse).
+
+  Args:
+    q, k, v: as `uopattn.attention` takes them, four dimensions.
+    do: (B, Hq, M, Dv), of q's dtype.
+    got: the gradients by name: q, k, v, sinks, attn_mask.
+    dlse: (B, Hq, M) float32; None is 0.
+    tf32: products of float32 were in tf32.
+    options: what `uopattn.oracle.oracle` takes.
+  """
+  gate = GradientGate.of(q, k, v, do, dlse, tf32=tf32, **options)
+  return gate.reports(**{name: numpy(x) for name, x in got.items()})
 
 
 def numpy(x: Tensor) -> Array:

@@ -28,6 +28,7 @@ CUDA = "cuda"
 STEP_BYTES = 32
 PAIR = 2 * COLUMNS  # columns of two right operands, which are loaded together
 FLOAT8 = (dtypes.fp8e4m3, dtypes.fp8e5m2)
+Accumulators = list[list[UOp]]  # for each 16 rows, tiles of 8 columns; see `uopattn.dsl.quads`
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,27 @@ class Mma:
       row, chunk = first + lane % ROWS, 2 * step + lane // ROWS
       frags.append(frag.after(ins.ldmatrix(CUDA, frag[0], tile.at(row, chunk))))
     return frags
+
+  def by_rows(self, left: list[list[UOp]], tile: Panels, lane: UOp, acc: Accumulators | None = None) -> Accumulators:
+    """acc + A B^T, B being the rows of a tile, for each A in `left`: 16 rows as `load_left` gives them."""
+    zero = UOp.const((0.0,) * 4, dtypes.float)
+    out = [list(x) for x in acc] if acc else [[zero] * (tile.rows // COLUMNS) for _ in left]
+    for step in range(len(left[0])):
+      for n in range(0, len(out[0]), 2):
+        for j, right in enumerate(self.load_right(tile, n * COLUMNS, step, lane)):
+          for found, a in zip(out, left, strict=True):
+            found[n + j] = self.multiply(a[step], right, found[n + j])
+    return out
+
+  def by_columns(self, left: list[list[UOp]], tile: Panels, lane: UOp, acc: Accumulators) -> Accumulators:
+    """acc + A B, B being the rows of a tile, for each A in `left`: 16 rows as `as_left` gives them."""
+    out = [list(x) for x in acc]
+    for step in range(len(left[0])):
+      for d in range(0, len(out[0]), 2):
+        for j, right in enumerate(self.load_right_transposed(tile, step, d * COLUMNS, lane)):
+          for found, a in zip(out, left, strict=True):
+            found[d + j] = self.multiply(a[step], right, found[d + j])
+    return out
 
   def load_right(self, tile: Panels, first: int, step: int, lane: UOp) -> list[UOp]:
     """Rows `first` to `first` + 15 as the columns of two right operands, for a step along the tile's columns."""

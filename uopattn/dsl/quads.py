@@ -80,14 +80,27 @@ def store_row(
 ) -> list[UOp]:
   """The output and the LSE of a row, see `finish`. Rows past M are not stored.
 
-  A lane has 32-bit words of neighbours: two of each accumulator tile in 16 bits; in 8 bits four of each two tiles, the
-  even and the odd columns of 16. acc and l are 2**exponent times as large as they should be.
+  acc and l are 2**exponent times as large as they should be.
   """
-  _, M, Dv = sizes(o)
   total, exp2 = join(UOp.__add__, l_i), partial(ins.exp2, "cuda")
   factor, log2 = finish(m_i, total, sink, exp2)
   if exponent:  # either way; the one loses digits of the LSE, the other costs a product for each element
     factor, log2 = finish(m_i - exponent, total, sink, exp2)[0], finish(m_i, total * 2.0**-exponent, sink, exp2)[1]
+  stores = store_scaled(o, head, row, half, acc, factor, lane, family)
+  if lse is not None:
+    stores.append(gated(lse, (row < sizes(lse)[1]) & (lane % QUAD).eq(0), head, row).store(log2 * LN2))
+  return stores
+
+
+def store_scaled(
+  o: UOp, head: UOp, row: UOp, half: int, acc: UOp, factor: UOp, lane: UOp, family: str = "cuda"
+) -> list[UOp]:
+  """A row of accumulators times a factor, to o (heads, rows, size), unless it is past the last row.
+
+  A lane has 32-bit words of neighbours: two of each accumulator tile in 16 bits; in 8 bits four of each two tiles, the
+  even and the odd columns of 16.
+  """
+  _, M, Dv = sizes(o)
   width = max(2, 4 // o.dtype.itemsize)  # elements in a word, or two words of float32
   tiles, chunk = width // 2, QUAD * width  # accumulator tiles that a word is of; elements of a quad's words
   values = [
@@ -109,6 +122,4 @@ def store_row(
       for e, value in enumerate(elements):
         column = d * chunk + lane % QUAD * width + e
         stores.append(gated(o, (row < M) & (column < Dv), head, row, column).store(value.cast(o.dtype)))
-  if lse is not None:
-    stores.append(gated(lse, (row < M) & (lane % QUAD).eq(0), head, row).store(log2 * LN2))
   return stores

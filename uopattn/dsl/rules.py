@@ -8,6 +8,8 @@ from math import inf, nan
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv
+from tinygrad.mixin.gradient import compute_gradient
+from tinygrad.uop.ops import Ops
 
 from uopattn.dsl.math import LOG2E, tanh
 from uopattn.dsl.random import kept
@@ -43,7 +45,8 @@ class Rules:
     operand: what keys and values become then; None if they stay what they are.
     unit: by how much a stored element is larger then.
     tile_lists: the tiles of keys that each block of queries visits, (B or 1, heads or 1, blocks, tiles) int32, those
-      that it sees whole first; and how many these are and how many all, (B or 1, heads or 1, blocks, 2) int32.
+      that it sees whole first; and how many these are and how many all, (B or 1, heads or 1, blocks, 2) int32. For a
+      kernel whose blocks are of keys, the tiles of queries likewise.
     pages: where the keys are that lie in pages; None if they lie one after another.
   """
 
@@ -121,10 +124,10 @@ class Rules:
 
 @dataclass(frozen=True, eq=False)
 class Visit:
-  """The tiles of keys that a block of queries visits, by their position in the order of the visit.
+  """The tiles of keys that a block of queries visits, or the reverse, by their position in the order of the visit.
 
   Attributes:
-    whole: the first `whole` are seen whole by all queries and need no mask.
+    whole: the first `whole` are seen whole and need no mask.
     count: all of them, at least 1.
     tile: the tile at a position below `count`.
   """
@@ -224,13 +227,42 @@ class HeadRules:
     whole = whole if whole.vmax > 1 and not self._hides(1) else UOp.const(0)
     if not firsts:
       return Visit(whole, end, lambda position: position)
+    return Visit(whole, clamp(end - begin, 1, tiles), whole_first(begin, whole_begin, whole, tiles))
 
-    def tile(position: UOp) -> UOp:
-      rest = begin + position - whole
-      after = (rest < whole_begin).where(rest, rest + whole)
-      return clamp((position < whole).where(whole_begin + position, after), 0, tiles - 1)
+  def visit_queries(self, key: UOp, block_n: int, block_m: int) -> Visit:
+    """The tiles of `block_m` queries that see any of the keys from `key` to key + block_n - 1; see `visit`.
 
-    return Visit(whole, clamp(end - begin, 1, tiles), tile)
+    Of a tile that is seen whole all queries exist, and so do all the keys. What bounds and rules for single keys hide
+    is not left out, so with these no tile is known to be seen whole. Lists of tiles are those of tiles of queries.
+
+    Args:
+      key: a multiple of `block_n`.
+    """
+    r, tiles = self.rules, ceildiv(self.rules.M, block_m)
+    left, right = r.window
+    if r.tile_lists is not None:
+      others = r.window != (None, None) or r.kv_lengths is not None or r.bounds is not None or self._hides(2)
+      return self._listed(key // block_n, tiles, others)
+    shift = UOp.const(0) if r.window == (None, None) else self._number(r.q_start)
+    # Of the first and of the last key, as positions of queries count.
+    near, far = key - shift, least([key + block_n, UOp.const(r.N)]) - 1 - shift
+    begin, end = UOp.const(0), UOp.const(tiles)
+    whole_begin, whole_end = begin, UOp.const(r.M // block_m)
+    if right is not None:
+      begin = clamp(near - right, 0, r.M - 1) // block_m
+      whole_begin = (clamp(far - right, 0, r.M) + block_m - 1) // block_m
+    if left is not None:
+      end = clamp(far + left, 0, r.M - 1) // block_m + 1
+      whole_end = clamp(near + left + 1, 0, r.M) // block_m
+    whole = (whole_end - whole_begin).maximum(0)
+    hides = self._hides(1) or r.bounds is not None
+    exist = key + block_n <= self.length
+    # decided here, if it can be: a loop that turns out to have no trips is more than the linearizer bears
+    whole = UOp.const(0) if hides or whole.vmax < 2 or not exist.vmax else whole
+    whole = whole if exist.vmin or whole.vmax == 0 else exist.where(whole, 0)
+    count = clamp(end - begin, 1, tiles)
+    count = count if r.kv_lengths is None else (key < self.length).where(count, 1)
+    return Visit(whole, count, whole_first(begin, whole_begin, whole, tiles) if right is not None else lambda x: x)
 
   def scores(self, products: list[UOp], row: UOp, first: UOp, offsets: Sequence[int], masked: bool) -> list[UOp]:
     """The scores of a query before the factor in the exponent, -inf where hidden.
@@ -269,12 +301,40 @@ class HeadRules:
     if r.softcap is not None:
       score = tanh(score) * r.softcap if r._moves else tanh(score)
     if r.score_mod is not None:
-      score = r.score_mod(score, *self._indices(row, key))
+      score = self._mod(score, row, key)
     score = score + self._mask(row, key).cast(dtypes.float) if r._adds else score
     if r.pages is None:
       return score
     right = r.pages.exists(self.b, key, self.length)
     return (right | score.eq(-inf) if r._moves else right).where(score, nan)
+
+  def pulled_back(
+    self, grads: list[UOp], products: list[UOp], row: UOp, first: UOp, offsets: Sequence[int]
+  ) -> list[UOp]:
+    """Gradients of a query's scores, once they are finished, made those of its products.
+
+    Args:
+      grads: by the scores in natural units, float32; 0 where a key is hidden.
+      products: q.k in float32.
+      row: the query.
+      first, offsets: the keys are first + offset.
+    """
+    pulled = [self._pulled_back(g, x, row, first + i) for g, x, i in zip(grads, products, offsets, strict=True)]
+    return [x * self.rules.scale for x in pulled]
+
+  def _pulled_back(self, grad: UOp, product: UOp, row: UOp, key: UOp) -> UOp:
+    """The same by the product times scale. What comes after score_mod is added, and so of no account."""
+    r = self.rules
+    if not r.modifies:
+      return grad
+    score, slope = product * r.factors[0], None
+    if r.softcap is not None:
+      bounded = tanh(score)
+      score, slope = bounded * r.softcap, 1.0 - bounded * bounded
+    if r.score_mod is not None:
+      # Of a hidden key the slope of score_mod may be infinite, and 0 times that is NaN.
+      grad = grad.eq(0).where(0.0, vjp(lambda x: self._mod(x, row, key), score, grad))
+    return grad if slope is None else grad * slope
 
   def weights(self, p: list[UOp], row: UOp, first: UOp, offsets: Sequence[int], masked: bool) -> list[UOp]:
     """What a query's values are multiplied by: exponentials after dropout, times the values' scales.
@@ -285,13 +345,13 @@ class HeadRules:
       first, offsets: the keys are first + offset.
       masked: whether any of them may be none.
     """
-    p, scales = self._dropped(p, row, first, offsets), self.rules.scales
+    p, scales = self.dropped(p, row, first, offsets), self.rules.scales
     if scales is None:
       return p
     return [x * self._scale(scales[1], first + i, masked) for x, i in zip(p, offsets, strict=True)]
 
-  def _dropped(self, p: list[UOp], row: UOp, first: UOp, offsets: Sequence[int]) -> list[UOp]:
-    """P once dropout has set some weights to 0 and scaled the others by 1 / (1 - dropout_p)."""
+  def dropped(self, p: list[UOp], row: UOp, first: UOp, offsets: Sequence[int]) -> list[UOp]:
+    """P of a query for the keys first + offset, once dropout has set some to 0 and scaled the others."""
     r = self.rules
     if r.seed is None:
       return p
@@ -367,6 +427,10 @@ class HeadRules:
     seen += [] if self.rules.attn_mask is None or self.rules._adds else [self._mask(row, key)]
     return [x.logical_not() for x in seen]
 
+  def _mod(self, score: UOp, row: UOp, key: UOp) -> UOp:
+    assert self.rules.score_mod is not None
+    return self.rules.score_mod(score, *self._indices(row, key))
+
   def _indices(self, row: UOp, key: UOp) -> list[UOp]:
     return [x.cast(dtypes.int) for x in (self.b, *self.place(row), key)]
 
@@ -396,6 +460,38 @@ class Table:
       return self.buffer[tuple(found)].load()
     inside = reduce(UOp.__and__, doubts)
     return inside.where(gated(self.buffer, inside, *found).load(), UOp.const(0, self.dtype))
+
+
+def whole_first(begin: UOp, whole_begin: UOp, whole: UOp, tiles: int) -> Callable[[UOp], UOp]:
+  """The tile at a position, of those from `begin` on, `whole` of which, from `whole_begin` on, come first."""
+
+  def tile(position: UOp) -> UOp:
+    rest = begin + position - whole
+    after = (rest < whole_begin).where(rest, rest + whole)
+    return clamp((position < whole).where(whole_begin + position, after), 0, tiles - 1)
+
+  return tile
+
+
+def vjp(function: Callable[[UOp], UOp], x: UOp, grad: UOp) -> UOp:
+  """grad times the derivative of a function at a float32 x, by tinygrad's own rules.
+
+  What is computed from x by way of ints and bools, as an element looked up, is constant. The derivative is taken of
+  symbols, as those rules would walk through all that x is computed from.
+  """
+  at, seed = (UOp.variable(name, -inf, inf, dtypes.float, param=True) for name in ("x", "grad"))
+  result = function(at)
+  constant = [u for u in result.toposort() if u.op is Ops.LOAD or (u.op is Ops.CAST and not _among_floats(u))]
+  result = result.substitute({u: u.detach() for u in constant}, walk=True)
+  found = compute_gradient(result, seed, {at}).get(at)
+  if found is None:
+    return UOp.const(0.0, dtypes.float)
+  found = found.substitute({u: u.src[0] for u in found.toposort() if u.op is Ops.DETACH}, walk=True)
+  return found.substitute({at: x, seed: grad}, walk=True)
+
+
+def _among_floats(cast: UOp) -> bool:
+  return dtypes.is_float(cast.dtype) and dtypes.is_float(cast.src[0].dtype)
 
 
 def _largest(values: list[UOp]) -> UOp:

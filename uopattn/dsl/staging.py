@@ -1,13 +1,16 @@
-"""The way of K and V tiles from global memory through registers to LDS, on AMD: K as it is, V transposed.
+"""The way of tiles of rows from global memory through registers to LDS, on AMD: as they are, transposed, or both.
 
-A workgroup shares one tile. Each thread loads its pieces of the next tile into registers while the workgroup still
-reads the present one, and stores them once all are done with it.
+A workgroup shares one tile of each matrix. Each thread loads its pieces of the next tile into registers while the
+workgroup still reads the present one, and stores them once all are done with it. Pieces are dealt to lanes in an order
+in which the lanes served together write to different banks.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace
+from tinygrad.helpers import round_up
 
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.fragments import CHUNK, HIP, ROWS, Fragments
@@ -15,6 +18,9 @@ from uopattn.dsl.scope import Scope, clamp
 from uopattn.dsl.words import ALWAYS, Load, Words
 
 WORDS = CHUNK // 2  # 32-bit words in a chunk
+
+Source = tuple[Load, int]  # a matrix in global memory, and how long its rows are to be, in whole fragments
+Number = Callable[[UOp], UOp]  # row -> its float32
 
 
 @dataclass(frozen=True)
@@ -55,82 +61,135 @@ class Rows:
 
 
 class Stage:
-  """The tiles of `block_n` keys in LDS, and this thread's part in filling them.
-
-  A thread's piece of K is one chunk of a row, its piece of V two columns of eight keys. Pieces are dealt to lanes in an
-  order in which the lanes served together write to different banks.
+  """The tiles of `block` rows in LDS, and this thread's part in filling them.
 
   Attributes:
-    k: (block_n, Dk) in LDS, rows dealt out by `Fragments.row_at`.
-    v: (Dv, block_n) in LDS.
+    as_is: of each matrix that is wanted so, (block, columns) in LDS, rows dealt out by `Fragments.row_at`.
+    transposed: of each that is wanted transposed, (columns, block) in LDS.
+    numbers: of each array of float32, (block,) and more in LDS.
   """
 
   def __init__(
     self,
     s: Scope,
     f: Fragments,
-    block_n: int,
+    block: int,
     threads: int,
     thread: UOp,
-    k: Load,
-    v: Load,
     length: UOp,
-    Dk: int,
-    Dv: int,
+    as_is: Sequence[Source],
+    transposed: Sequence[Source],
+    numbers: Sequence[Number] = (),
   ):
-    """`length` is the number of keys, Dk and Dv are in whole fragments."""
-    self.load_k, self.load_v, self.length, self.block_n = k, v, length, block_n
-    self.k, self.v = Rows.make(s, block_n, Dk, f.pad), Rows.make(s, Dv, block_n, f.pad)
-    k_pieces, v_pieces = block_n * Dk // CHUNK, Dv // 2 * (block_n // CHUNK)
-    self.k_places = [k_place(f, thread + i, Dk // CHUNK, k_pieces) for i in range(0, k_pieces, threads)]
-    self.v_places = [v_place(f, thread + i, Dv // 2, v_pieces) for i in range(0, v_pieces, threads)]
-    self.k_words = s.buffer(len(self.k_places), WORDS, dtype=dtypes.uint)
-    self.v_words = s.buffer(len(self.v_places), CHUNK, dtype=dtypes.uint)
+    """`length` is the number of rows that exist."""
+    self.length, self.block = length, block
+    self.as_is = [Rows.make(s, block, columns, f.pad) for _, columns in as_is]
+    self.transposed = [Rows.make(s, columns, block, f.pad) for _, columns in transposed]
+    self.numbers = [s.buffer(round_up(block, threads), space=AddrSpace.LOCAL) for _ in numbers]
+    self._parts: list[AsIs | Transposed | Numbers] = [
+      *(AsIs(s, f, block, threads, thread, source, lds) for source, lds in zip(as_is, self.as_is, strict=True)),
+      *(Transposed(s, f, block, threads, thread, *x) for x in zip(transposed, self.transposed, strict=True)),
+      *(Numbers(s, block, threads, thread, *x) for x in zip(numbers, self.numbers, strict=True)),
+    ]
 
-  def load(self, first: UOp, *after: UOp) -> UOp:
-    """Loads the tile that starts at key `first`. Past the last key that key is loaded again, and masked later.
+  def load(self, first: UOp, *after: UOp, base: UOp | int = 0) -> UOp:
+    """Loads the tile that starts at row `first`. Past the last row that row is loaded again, and masked later.
 
-    Where all tiles are whole, the last tile itself is loaded again: one bound for all instead of one a key.
+    Where all tiles are whole, the last tile itself is loaded again: one bound for all instead of one a row.
+    Row 0 is row `base` of the sources.
     """
     least, most = int(self.length.vmin), int(self.length.vmax)
-    if whole := least == most and most % self.block_n == 0:
-      first = clamp(first, 0, most - self.block_n)
+    if whole := least == most and most % self.block == 0:
+      first = clamp(first, 0, most - self.block)
 
-    def key(at: UOp) -> UOp:
-      return first + at if whole else clamp(first + at, 0, (self.length - 1).maximum(0))
+    def row(at: UOp) -> UOp:
+      return base + (first + at if whole else clamp(first + at, 0, (self.length - 1).maximum(0)))
 
-    k_words, v_words, stores = self.k_words.after(*after), self.v_words.after(*after), []
-    for i, (_, at, chunk, _) in enumerate(self.k_places):
-      stores += [k_words[i, w].store(self.load_k(key(at), chunk * WORDS + w)) for w in range(WORDS)]
-    for i, (pair, chunk, _) in enumerate(self.v_places):
-      stores += [v_words[i, e].store(self.load_v(key(chunk * CHUNK + e), pair)) for e in range(CHUNK)]
-    return UOp.group(*stores)
+    return UOp.group(*(store for part in self._parts for store in part.load(row, *after)))
 
   def store(self, *after: UOp) -> UOp:
     """Stores to LDS what was loaded."""
-    k_words, v_words = self.k_words.after(*after), self.v_words.after(*after)
-    k, v, stores = self.k.after(*after), self.v.after(*after), []
-    for i, (row, _, chunk, inside) in enumerate(self.k_places):
-      stores += k.store(row, chunk, [k_words[i, w].load() for w in range(WORDS)], inside)
-    for i, (pair, chunk, inside) in enumerate(self.v_places):
-      words = [v_words[i, e].load() for e in range(CHUNK)]  # of two columns, for eight keys
+    return UOp.group(*(store for part in self._parts for store in part.store(*after)))
+
+
+class AsIs:
+  """A thread's pieces of a matrix that is wanted as it is: a chunk of a row each."""
+
+  def __init__(self, s: Scope, f: Fragments, block: int, threads: int, thread: UOp, source: Source, lds: Rows):
+    self.word, columns = source
+    self.lds, pieces = lds, block * columns // CHUNK
+    self.places = [chunk_place(f, thread + i, columns // CHUNK, pieces) for i in range(0, pieces, threads)]
+    self.words = s.buffer(len(self.places), WORDS, dtype=dtypes.uint)
+
+  def load(self, row: Callable[[UOp], UOp], *after: UOp) -> list[UOp]:
+    words, stores = self.words.after(*after), []
+    for i, (_, at, chunk, _) in enumerate(self.places):
+      stores += [words[i, w].store(self.word(row(at), chunk * WORDS + w)) for w in range(WORDS)]
+    return stores
+
+  def store(self, *after: UOp) -> list[UOp]:
+    words, lds, stores = self.words.after(*after), self.lds.after(*after), []
+    for i, (place, _, chunk, inside) in enumerate(self.places):
+      stores += lds.store(place, chunk, [words[i, w].load() for w in range(WORDS)], inside)
+    return stores
+
+
+class Transposed:
+  """A thread's pieces of a matrix that is wanted transposed: two columns of eight rows each."""
+
+  def __init__(self, s: Scope, f: Fragments, block: int, threads: int, thread: UOp, source: Source, lds: Rows):
+    self.word, columns = source
+    self.lds, pieces = lds, columns // 2 * (block // CHUNK)
+    self.places = [pair_place(f, thread + i, columns // 2, pieces) for i in range(0, pieces, threads)]
+    self.words = s.buffer(len(self.places), CHUNK, dtype=dtypes.uint)
+
+  def load(self, row: Callable[[UOp], UOp], *after: UOp) -> list[UOp]:
+    words, stores = self.words.after(*after), []
+    for i, (pair, chunk, _) in enumerate(self.places):
+      stores += [words[i, e].store(self.word(row(chunk * CHUNK + e), pair)) for e in range(CHUNK)]
+    return stores
+
+  def store(self, *after: UOp) -> list[UOp]:
+    words, lds, stores = self.words.after(*after), self.lds.after(*after), []
+    for i, (pair, chunk, inside) in enumerate(self.places):
+      loaded = [words[i, e].load() for e in range(CHUNK)]  # of two columns, for eight rows
       for half, column in ((ins.low_halves, 2 * pair), (ins.high_halves, 2 * pair + 1)):
-        stores += v.store(column, chunk, [half(HIP, *words[e : e + 2]) for e in range(0, CHUNK, 2)], inside)
-    return UOp.group(*stores)
+        stores += lds.store(column, chunk, [half(HIP, *loaded[e : e + 2]) for e in range(0, CHUNK, 2)], inside)
+    return stores
 
 
-def k_place(f: Fragments, piece: UOp, chunks: int, pieces: int) -> tuple[UOp, UOp, UOp, UOp]:
-  """(row in LDS, key in the tile, chunk, whether there is such a piece): `pad` chunks, then 8 rows, then the rest."""
+class Numbers:
+  """A thread's rows of an array with one float32 a row. Threads that are left over take rows again, to a place beyond.
+
+  A branch around their store would have LLVM put off products that come before it, and keep all operands until then.
+  """
+
+  def __init__(self, s: Scope, block: int, threads: int, thread: UOp, number: Number, lds: UOp):
+    self.number, self.lds, self.block = number, lds, block
+    self.places = [thread + i for i in range(0, block, threads)]
+    self.words = s.buffer(len(self.places))
+
+  def load(self, row: Callable[[UOp], UOp], *after: UOp) -> list[UOp]:
+    words = self.words.after(*after)
+    return [words[i].store(self.number(row(at % self.block))) for i, at in enumerate(self.places)]
+
+  def store(self, *after: UOp) -> list[UOp]:
+    words, lds = self.words.after(*after), self.lds.after(*after)
+    return [lds[at].store(words[i].load()) for i, at in enumerate(self.places)]
+
+
+def chunk_place(f: Fragments, piece: UOp, chunks: int, pieces: int) -> tuple[UOp, UOp, UOp, UOp]:
+  """(row in LDS, row of the tile, chunk, whether there is such a piece): `pad` chunks, then 8 rows, then the rest."""
   inside = piece < pieces
   piece = inside.where(piece, 0)  # what is loaded without being stored must be there to load
   chunk, row, rest = piece % f.pad, piece // f.pad % 8, piece // (8 * f.pad)
   chunk, row = chunk + f.pad * (rest % (chunks // f.pad)), row + 8 * (rest // (chunks // f.pad))
-  key = row // f.step * f.step + f.row_at(row % f.step // ROWS, row % ROWS)
-  return row, key, chunk, inside
+  at = row // f.step * f.step + f.row_at(row % f.step // ROWS, row % ROWS)
+  return row, at, chunk, inside
 
 
-def v_place(f: Fragments, piece: UOp, pairs: int, pieces: int) -> tuple[UOp, UOp, UOp]:
-  """(pair of columns, chunk of keys, whether there is such a piece): 2 `pad` chunks, then the pairs, then the rest."""
+def pair_place(f: Fragments, piece: UOp, pairs: int, pieces: int) -> tuple[UOp, UOp, UOp]:
+  """(pair of columns, chunk of rows, whether there is such a piece): 2 `pad` chunks, then the pairs, then the rest."""
   near, inside = 2 * f.pad, piece < pieces
   piece = inside.where(piece, 0)
   return piece // near % pairs, piece % near + near * (piece // (near * pairs)), inside

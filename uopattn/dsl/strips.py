@@ -1,11 +1,14 @@
-"""Cutting rows into strips that registers hold, and the sums that those registers take."""
+"""What CPU kernels share: tiles of keys, strips of rows that registers hold, and the sums that those registers take."""
 
 from collections.abc import Callable
 
-from tinygrad import UOp
+from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv
 
-from uopattn.dsl.scope import Scope, sizes
+from uopattn.dsl.rows import HeadRows
+from uopattn.dsl.scope import Loop, Scope, sizes
+
+Tile = Callable[[UOp, UOp], UOp]  # (key, column), both counted within the tile -> its float32 element
 
 
 def even(length: int, most: int) -> int:
@@ -47,3 +50,21 @@ def accumulate(
   before = acc.after(i)
   stores = [before[r, m].store(before[r, m] + term(r, i, m)) for r in range(sizes(acc)[0])]
   return acc.after(UOp.group(*beside(i), UOp.group(*stores).end(m)).end(i))
+
+
+def load_tile(s: Scope, rows: HeadRows, first: UOp, block_n: int, length: UOp | None, loop: Loop) -> Tile:
+  """The tile of keys (or values) from `first` on: float32 is read in place, 16 bit is widened once a tile.
+
+  With a length, keys from there on are not read, and 0 in the tile: whatever they hold, they are worth nothing.
+  """
+  if rows.x.dtype == dtypes.float and length is None:
+    return lambda n, d: rows.element(first + n, d)
+
+  def element(n: UOp, d: UOp) -> UOp:
+    if length is None:
+      return rows.element(first + n, d).cast(dtypes.float)
+    inside = first + n < length
+    return inside.where(rows.element(first + n, d, inside).cast(dtypes.float), 0.0)
+
+  wide = s.assign(s.buffer(block_n, rows.size), element, within=loop.axes)
+  return lambda n, d: wide[n, d].load()

@@ -1,0 +1,98 @@
+"""What the tests of gradients share, whatever machine they run on."""
+
+from typing import Any
+
+import numpy as np
+from tinygrad import Device, Tensor
+
+import uopattn.emulator as emulator
+from uopattn import attention
+from uopattn.oracle import Array
+from uopattn.verify import verify_gradients
+
+Options = dict[str, Any]
+FEW_ELEMENTS = 8
+
+
+def on_device(x: Any) -> Any:
+  """Arrays, and those in a tuple, as Tensors on the default device."""
+  if isinstance(x, tuple) and x and isinstance(x[0], np.ndarray):
+    return tuple(map(on_device, x))
+  return Tensor(x, device="CPU").to(Device.DEFAULT).realize() if isinstance(x, np.ndarray) else x
+
+
+def cotangents(q: Tensor, v: Tensor, seed: int = 1) -> tuple[Tensor, Tensor]:
+  """Normal random gradients of the output, in q's dtype, and of the LSE."""
+  random = np.random.default_rng(seed)
+  shape = tuple(int(x) for x in q.shape[:3])
+  arrays = (random.standard_normal(x).astype(np.float32) for x in ((*shape, int(v.shape[3])), shape))
+  do, dlse = map(on_device, arrays)
+  return do.cast(q.dtype).realize(), dlse
+
+
+def gradients_of(
+  q: Tensor,
+  k: Tensor,
+  v: Tensor,
+  do: Tensor,
+  dlse: Tensor | None = None,
+  backend: str = "kernel",
+  **given: Any,
+) -> dict[str, Tensor]:
+  """The gradients of sum(do * out) + sum(dlse * lse), by the names that the oracle has for them; realized together.
+
+  Those of an additive mask and of sinks are among them where there are any.
+  """
+  out, lse = attention(q, k, v, enable_gqa=True, return_lse=True, backend=backend, **given)
+  loss = (out * do).sum()
+  if dlse is not None:
+    loss = loss.float() + (lse.isfinite().where(lse, 0) * dlse).sum()
+  named = {"q": q, "k": k, "v": v} | {name: given[name] for name in ("sinks", "attn_mask") if name in given}
+  named = {name: x for name, x in named.items() if x.is_floating_point()}
+  found = dict(zip(named, loss.gradient(*named.values()), strict=True))
+  Tensor.realize(*found.values())
+  return found
+
+
+def check_gradients(
+  q: Tensor,
+  k: Tensor,
+  v: Tensor,
+  options: Options | None = None,
+  given: Options | None = None,
+  of_lse: bool = True,
+) -> dict[str, Tensor]:
+  """Fails unless all gradients of `attention` through kernels pass the gate; returns them.
+
+  On the emulator a kernel named attention_backward... must have run, as without one plain ops would be measured. A
+  gradient of sinks, or of a mask, that has few elements is left to the finite differences: the naive computation may be
+  exact in one element, by chance, and so no measure for others.
+
+  Args:
+    options: what the oracle takes, and `attention` with arrays as Tensors; but for `kept`, which only the first does.
+    given: what `attention` is to be given in another form than the oracle.
+    of_lse: whether the loss depends on the LSE, too.
+  """
+  options = options or {}
+  passed = {name: on_device(x) for name, x in options.items() if name != "kept"} | (given or {})
+  do, dlse = cotangents(q, v)
+  with emulator.profile() as profile:
+    got = gradients_of(q, k, v, do, dlse if of_lse else None, **passed)
+  if str(q.device).startswith("EMU"):
+    assert any(name.startswith("attention_backward") for name in profile.kernels), list(profile.kernels)
+  many = {name: x for name, x in got.items() if name in ("q", "k", "v") or x.numel() >= FEW_ELEMENTS}
+  for report in verify_gradients(q, k, v, do, many, dlse if of_lse else None, **options):
+    assert report.correct, f"worst at {report.worst}: {report}"
+  return got
+
+
+def numeric_gradient(loss: Any, x: Array, step: float = 1e-5) -> Array:
+  """The gradient of a function of no arguments by an array that it reads, by central differences."""
+  found = np.zeros_like(x)
+  for place in np.ndindex(x.shape):
+    before, values = x[place], []
+    for x[place] in (before + step, before - step):
+      values.append(loss())
+    x[place] = before
+    found[place] = (values[0] - values[1]) / (2 * step)
+  return found

@@ -1,0 +1,427 @@
+"""Backward attention on AMD's matrix cores: dQ by a pass over tiles of keys, dK and dV by one over tiles of queries.
+
+FlashAttention-2 (Dao, 2023), transposed, without atomics. In both passes each wave has some tiles of 16 rows, its own,
+one of them a lane, and runs through the tiles of the others, which all waves share in LDS. With S the scores, dO the
+gradient of the output, L the logarithm of the sum of exponentials and delta = rowsum(O dO) - dL, which is given:
+    own queries, dQ     S^T = K Q^T    dP^T = V dO^T - delta    P = exp(S - L)    dS = P dP    dQ^T += K^T dS^T
+    own keys, dK, dV    S = Q K^T      dP = dO V^T - delta      P, dS likewise    dV^T += dO^T P    dK^T += Q^T dS
+Delta is where the sums of dP begin. P and dS are the last products' operands where they are, in registers, as in
+`amd_forward`; the factor on Q K^T joins at the end.
+
+Who holds what. In registers: the operands of the own rows, the sums of their gradients; of own queries L and delta. In
+LDS, in rows padded so that no bank is asked twice: the tile of the others as it is, and transposed; of queries L and
+delta. While all work on a tile, the next one is on its way: `uopattn.dsl.staging`.
+
+A query's L and delta are its lane's alone in the pass for dQ; in that for dK and dV each lane reads those of its rows.
+A workgroup there adds up all query heads of its key head's group: two runs give the same bits.
+
+Not measured: no AMD GPU at hand. Compiled by LLVM 22 (scripts/compile_report.py, 2026-11-21). Instructions in the main
+loop for each matrix instruction, float16 / bfloat16, and VGPRs, at D=64 for dQ: gfx1100 7.9 / 8.3 (240), gfx1201
+7.1 / 7.5 (201), gfx942 3.4 / 3.7 (156), gfx950 5.5 / 6.1 (154); for dK and dV: gfx1100 9.2 / 9.8 (252), gfx1201
+7.7 / 8.5 (248), gfx942 3.6 / 3.8 (196), gfx950 5.7 / 6.4 (210). None spills but gfx1100 with a causal mask, 5 registers
+of dK and dV, outside the main loop. At D=128, float16, dQ and dK dV: gfx1201 6.3 (190) and 7.5 (245), gfx942 2.6 (244)
+and 2.7 (340), gfx950 3.7 (288) and 3.9 (370), without spills; gfx1100, whose operands take twice the registers, spills
+10 and 87 there.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from math import inf
+from typing import NamedTuple
+
+from tinygrad import UOp
+from tinygrad.dtype import DType
+from tinygrad.helpers import ceildiv, round_up
+from tinygrad.uop.ops import AxisType
+
+from uopattn.dsl import LOG2E, Scope, clamp, sizes
+from uopattn.dsl import instructions as ins
+from uopattn.dsl.fragments import CHUNK, HIP, ROWS, Fragments
+from uopattn.dsl.keys import spans
+from uopattn.dsl.products import Operand, accumulate, as_operands, load_operands, multiply_rows, own_rows, store_acc
+from uopattn.dsl.rows import HeadRows
+from uopattn.dsl.rules import HeadRules, Rules, Visit
+from uopattn.dsl.staging import Rows, Stage
+from uopattn.dsl.words import Load, words_of
+from uopattn.dsl.workgroup import Workgroup
+
+LDS_LIMIT = 64 << 10  # bytes a workgroup
+
+
+@dataclass(frozen=True)
+class Tiles:
+  """The block sizes of one pass.
+
+  Attributes:
+    arch: the target, which decides the matrix instruction.
+    of_keys: whether it is the pass for dK and dV, whose own rows are keys.
+    waves: waves in a workgroup.
+    own: tiles of 16 own rows a wave.
+    block: rows of a tile of the others.
+  """
+
+  arch: str
+  of_keys: bool
+  waves: int
+  own: int
+  block: int
+
+  def __post_init__(self) -> None:
+    f = self.fragments
+    if self.block < 1 or self.block % (least := self.least(f)):
+      raise ValueError(f"Tiles.block={self.block}: must be a multiple of {least} on {self.arch}")
+    if self.own < 1:
+      raise ValueError(f"Tiles.own={self.own}: must be at least 1")
+    if not 1 <= self.waves <= 1024 // f.lanes:
+      raise ValueError(f"Tiles.waves={self.waves}: must be in 1..{1024 // f.lanes} on {self.arch}")
+
+  @staticmethod
+  def least(f: Fragments) -> int:
+    """The smallest block: whole steps of the last products, and whole pieces of what is transposed."""
+    return max(f.step, 2 * CHUNK * f.pad)
+
+  @property
+  def fragments(self) -> Fragments:
+    return Fragments.of(self.arch)
+
+  @property
+  def threads(self) -> int:
+    return self.waves * self.fragments.lanes
+
+  @property
+  def rows(self) -> int:
+    """Own rows of a workgroup."""
+    return self.waves * self.own * ROWS
+
+  def lds_bytes(self, Dk: int, Dv: int) -> int:
+    """Bytes of LDS: the tile as it is and transposed, L and delta of queries, and room where lanes swap P and dS."""
+    f = self.fragments
+    pad = f.pad * CHUNK
+    as_is = self.block * sum(round_up(x, f.step) + pad for x in (Dk, Dv))
+    transposed = sum(round_up(x, ROWS) for x in ((Dk, Dv) if self.of_keys else (Dk,))) * (self.block + pad)
+    swaps = (1 + self.of_keys) * self.rows * (self.block + pad) if f.repeated else 0
+    return 2 * (as_is + transposed + swaps) + (8 * round_up(self.block, self.threads) if self.of_keys else 0)
+
+  def registers(self, Dk: int, Dv: int) -> int:
+    """32-bit registers a lane for own rows, sums, S, dP, the operands made of them, and the tile on its way to LDS."""
+    f, sums = self.fragments, (Dk, Dv) if self.of_keys else (Dk,)
+    operands = sum(ceildiv(x, f.step) for x in (Dk, Dv)) + len(sums) * self.block // f.step
+    results = sum(ceildiv(x, ROWS) for x in sums) + 2 * self.block // ROWS
+    moving = self.block * (Dk + Dv + sum(sums)) // 2 // self.threads
+    return self.own * (operands * f.width // 2 + results * f.result) + moving
+
+  @classmethod
+  def choose(cls, arch: str, of_keys: bool, M: int, N: int, Dk: int, Dv: int) -> "Tiles":
+    """Tiles of a pass for a target.
+
+    Raises:
+      ValueError: the target is unknown, or the head size too large for LDS even with the smallest tile.
+    """
+    f = Fragments.of(arch)
+    rows, others = (N, M) if of_keys else (M, N)
+    least, waves = cls.least(f), min(4, ceildiv(rows, ROWS))
+    own = 1 if f.lanes == 32 or rows <= waves * ROWS else 2  # RDNA has registers for one
+    blocks = [block for block in (32, 16) if block % least == 0 and block < others + least]
+    candidates = [cls(arch, of_keys, waves, own, block) for block in blocks or [least]]
+    for tiles in candidates:
+      if tiles.registers(Dk, Dv) <= (210 if f.lanes == 32 else 400) and tiles.lds_bytes(Dk, Dv) <= LDS_LIMIT:
+        return tiles
+    tiles = min(candidates, key=lambda x: x.block)
+    if (needed := tiles.lds_bytes(Dk, Dv)) > LDS_LIMIT:
+      raise ValueError(f"head size {max(Dk, Dv)}: a tile needs {needed} bytes of LDS, the limit is {LDS_LIMIT}")
+    return tiles
+
+
+class Pairs(NamedTuple):
+  """Pairs of a query and keys that a lane has the scores of, in the order of its elements.
+
+  Attributes:
+    row: the query.
+    first, offsets: the keys are first + offset.
+    shift: -L, in base 2; where the scores begin with it, by the factor in the exponent.
+    start: what its dP begin with: -delta.
+  """
+
+  row: UOp
+  first: UOp
+  offsets: Sequence[int]
+  shift: UOp
+  start: UOp
+
+
+@dataclass(frozen=True)
+class Walk:
+  """A wave's way through the tiles of the others.
+
+  Attributes:
+    s: the kernel's axes.
+    tiles: the block sizes.
+    group: where this lane stands.
+    dtype: of all matrices.
+    stage: brings the tiles.
+    swaps: room for what is summed up, where lanes swap it.
+    own: this lane's own rows: of Q and dO, or of K and V.
+    accs: the sums: dQ, or dV and dK.
+    here: the rules.
+    visit: the tiles.
+    pairs: (start of a tile, what is to precede) -> the pairs of each own row.
+    follow: (position, what is to precede) -> loads the tile that follows; None if none ever does.
+  """
+
+  s: Scope
+  tiles: Tiles
+  group: Workgroup
+  dtype: DType
+  stage: Stage
+  swaps: list[Rows | None]
+  own: list[list[list[Operand]]]
+  accs: list[UOp]
+  here: HeadRules
+  visit: Visit
+  pairs: Callable[..., list[list[Pairs]]]
+  follow: Callable[..., UOp] | None
+
+  def attend_all(self, ready: UOp, *within: UOp) -> UOp:
+    """All tiles, the first of which is in LDS when `ready`, inside the axes `within`."""
+    for first, trips, masked in spans(UOp.const(0), self.visit.whole, self.visit.count):
+      ready = self.attend(first, trips, masked, ready, *within)
+    return ready
+
+  def attend(self, first: UOp, trips: UOp, masked: bool, *ready: UOp) -> UOp:
+    """The tiles from position `first` on, which is in LDS when `ready`; each is followed there by the next."""
+    f, stage, lane, places = self.tiles.fragments, self.stage, self.group.lane, own_places(self.tiles, self.group)
+    trip = self.s.axis(trips, AxisType.REDUCE)
+    position = first + trip
+    now = (*ready, trip) if self.follow is None else (*ready, trip, self.follow(position, *ready, trip))
+    pairs = self.pairs(self.visit.tile(position) * stage.block, *now)
+    products, dots = self.products(pairs, now)
+    weights, grads = self.weigh(products, dots, pairs, masked)
+    stores: list[UOp] = []
+    for acc, values, swap, lds in zip(
+      self.accs, (weights, grads)[-len(self.accs) :], self.swaps, stage.transposed, strict=True
+    ):
+      operands = as_operands(f, self.dtype, values, swap and swap.after(*ready, trip), places, lane)
+      old = acc.after(*ready, trip)
+      begun = [
+        [UOp.stack(*[old[i, d, e].load() for e in range(f.result)]) for d in range(sizes(acc)[1])]
+        for i in range(len(operands))
+      ]
+      stores += accumulate(f, self.dtype, operands, lds.after(*now), acc, begun, lane)
+    if self.follow is None:
+      return UOp.group(*stores).end(trip)
+    read = UOp.barrier(UOp.group(*stores))  # no wave overwrites a tile before all have read it
+    return UOp.barrier(stage.store(read)).end(trip)
+
+  def products(self, pairs: list[list[Pairs]], now: tuple[UOp, ...]) -> list[list[list[UOp]]]:
+    """S, before all rules, and dP of each own row, with what they begin with, if that may come first."""
+    f, rules, result = self.tiles.fragments, self.here.rules, []
+    shifts = [[x.shift for x in row for _ in x.offsets] for row in pairs] if shifts_early(rules) else None
+    starts = [[x.start for x in row for _ in x.offsets] for row in pairs] if rules.seed is None else None
+    for own, lds, begun in zip(self.own, self.stage.as_is, (shifts, starts), strict=True):
+      c = begun and [[UOp.stack(*row[i : i + f.result]) for i in range(0, len(row), f.result)] for row in begun]
+      tiles = multiply_rows(f, self.dtype, lds.after(*now), self.tiles.block, own, self.group.lane, c)
+      result.append([[tile[e] for tile in row for e in range(f.result)] for row in tiles])
+    return result
+
+  def weigh(
+    self, products: list[list[UOp]], dots: list[list[UOp]], pairs: list[list[Pairs]], masked: bool
+  ) -> tuple[list[list[UOp]], list[list[UOp]]]:
+    """P, after dropout, and dS of each own row."""
+    weights: list[list[UOp]] = [[] for _ in pairs]
+    grads: list[list[UOp]] = [[] for _ in pairs]
+    for i, row in enumerate(pairs):
+      done = 0
+      for x in row:
+        piece = slice(done, done := done + len(x.offsets))
+        p, ds = self.weigh_row(products[i][piece], dots[i][piece], x, masked)
+        weights[i] += p
+        grads[i] += ds
+    return weights, grads
+
+  def weigh_row(self, products: list[UOp], dots: list[UOp], x: Pairs, masked: bool) -> tuple[list[UOp], list[UOp]]:
+    """P, after dropout, and dS of a query's pairs: of Q K^T, but for the factor if that is all that there is."""
+    here, rules, keys = self.here, self.here.rules, (x.row, x.first, x.offsets)
+    scores = here.scores(products, *keys, masked)
+    if masked and x.row.vmax >= rules.M:
+      scores = [(x.row < rules.M).where(score, -inf) for score in scores]
+    factor = rules.factors[1]
+    p = [ins.exp2(HIP, score * factor if shifts_early(rules) else score * factor + x.shift) for score in scores]
+    if rules.seed is not None:
+      dots = [dot + x.start for dot in here.dropped(dots, *keys)]
+    grads = [weight * dot for weight, dot in zip(p, dots, strict=True)]
+    return here.dropped(p, *keys), here.pulled_back(grads, products, *keys) if rules.modifies else grads
+
+  def finish(self, o: UOp, which: int, head: UOp, factor: float, done: UOp, length: UOp | None = None) -> list[UOp]:
+    """Stores a sum times a factor to o[head]; 0 to rows from `length` on."""
+    f, acc, stores = self.tiles.fragments, self.accs[which].after(done), []
+    for i, place in enumerate(own_places(self.tiles, self.group)):
+      row = self.group.block * self.tiles.rows + place
+      finished = scaled(factor, None if length is None else row < length)
+      stores += store_acc(f, o, head, row, acc[i], finished, self.group.lane)
+    return stores
+
+
+def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles) -> UOp:
+  """Builds the kernel for dQ.
+
+  Args:
+    dq: (heads, M, Dk), the gradient of q, in q's dtype.
+    q: (heads, M, Dk), float16 or bfloat16.
+    k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads).
+    v: (kv_heads, N, Dv).
+    do: (heads, M, Dv), the gradient of the output.
+    lse: (heads, M) float32, the natural logarithm of the sum of exponentials of each row.
+    delta: (heads, M) float32, of each row the sum of output times `do`, less the gradient of the LSE.
+    rules: what stands between q.k and the softmax.
+    tiles: block sizes.
+  """
+  (heads, M, Dk), (kv_heads, N, Dv), f = sizes(q), sizes(v), tiles.fragments
+  s = Scope()
+  group = Workgroup(s, heads, ceildiv(M, tiles.rows), tiles.waves, f.lanes)
+  head, start, here = group.head, group.block * tiles.rows, rules.at(group.head)
+  exists, visit = here.length.ne(0), here.visit(start, tiles.rows, tiles.block)
+  queries = [clamp(start + place, 0, M - 1) for place in own_places(tiles, group)]  # past the end: again
+  starts = [(shift(lse[head, query].load(), rules), -delta[head, query].load()) for query in queries]
+
+  as_is = [(words_of(here.keys(x), exists), round_up(sizes(x)[2], f.step)) for x in (k, v)]
+  transposed = [(words_of(here.keys(k), exists), round_up(Dk, ROWS))]
+  stage = Stage(s, f, tiles.block, tiles.threads, group.thread, here.length, as_is, transposed)
+  own = [load_own(f, x, head, UOp.const(M), queries, group.lane) for x in (q, do)]
+  accs = [s.filled(0.0, tiles.own, ceildiv(Dk, ROWS), f.result, after=(group.item,))]
+  first, offsets = own_rows(f, tiles.block, group.lane)
+
+  def pairs(tile: UOp, *_: UOp) -> list[list[Pairs]]:
+    return [[Pairs(query, first + tile, offsets, *x)] for query, x in zip(queries, starts, strict=True)]
+
+  def fetch(position: UOp, *after: UOp) -> UOp:
+    return stage.load(visit.tile(position) * tiles.block, *after)
+
+  def follow(position: UOp, *after: UOp) -> UOp:
+    return fetch(position + 1, *after)
+
+  after = follow if visit.count.vmax > 1 else None
+  walk = Walk(s, tiles, group, q.dtype, stage, swaps(s, tiles), own, accs, here, visit, pairs, after)
+  done = walk.attend_all(UOp.barrier(stage.store(fetch(UOp.const(0), *accs))))
+  stores = walk.finish(dq, 0, head, late_factor(rules), done)
+  return group.kernel(f"attention_backward_q_{tiles.arch}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
+
+
+def backward_kv(
+  dk: UOp, dv: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles
+) -> UOp:
+  """Builds the kernel for dK and dV.
+
+  Args:
+    dk: (kv_heads, N, Dk), the gradient of k, in q's dtype, summed over the query heads of each key head.
+    dv: (kv_heads, N, Dv), that of v, likewise.
+    q, k, v, do, lse, delta, rules, tiles: as `backward_q` has them.
+  """
+  (heads, M, Dk), (kv_heads, N, Dv), f = sizes(q), sizes(v), tiles.fragments
+  s, members = Scope(), heads // kv_heads
+  group = Workgroup(s, kv_heads, ceildiv(N, tiles.rows), tiles.waves, f.lanes)
+  member = s.axis(members, AxisType.REDUCE)  # of the query heads that read this key head
+  kv_head, start = group.head, group.block * tiles.rows
+  at = of_members(rules, kv_head, members)
+  visit_of = visit_alike(at, members, start, tiles)
+  here, visit = at(member), visit_of(member)
+  keys = [clamp(start + place, 0, N - 1) for place in own_places(tiles, group)]
+  existing = [clamp(key, 0, (here.length - 1).maximum(0)) for key in keys]
+
+  as_is, transposed = (
+    [(all_rows(x), round_up(sizes(x)[2], to)) for x in order] for order, to in (((q, do), f.step), ((do, q), ROWS))
+  )
+  numbers = [lambda row: shift(lse.reshape(-1)[row].load(), rules), lambda row: -delta.reshape(-1)[row].load()]
+  stage = Stage(s, f, tiles.block, tiles.threads, group.thread, UOp.const(M), as_is, transposed, numbers)
+  own = [load_own(f, x, kv_head, here.length, existing, group.lane) for x in (k, v)]
+  accs = [s.filled(0.0, tiles.own, ceildiv(size, ROWS), f.result, after=(group.item,)) for size in (Dv, Dk)]
+  first, offsets = own_rows(f, tiles.block, group.lane)
+
+  def pairs(tile: UOp, *after: UOp) -> list[list[Pairs]]:
+    starts = [[x.after(*after)[first + i].load() for x in stage.numbers] for i in offsets]
+    return [[Pairs(tile + first + i, key, [0], *x) for i, x in zip(offsets, starts, strict=True)] for key in keys]
+
+  def fetch(position: UOp, of: UOp, *after: UOp) -> UOp:
+    return stage.load(visit_of(of).tile(position) * tiles.block, *after, base=(kv_head * members + of) * M)
+
+  def follow(position: UOp, *after: UOp) -> UOp:
+    more = position + 1 < visit.count
+    return fetch(more.where(position + 1, 0), clamp(member + more.where(0, 1), 0, members - 1), *after)
+
+  after = follow if members > 1 or visit.count.vmax > 1 else None
+  walk = Walk(s, tiles, group, q.dtype, stage, swaps(s, tiles), own, accs, here, visit, pairs, after)
+  done = UOp.barrier(stage.store(fetch(UOp.const(0), UOp.const(0), *accs)))
+  done, length = walk.attend_all(done, member).end(member), None if rules.kv_lengths is None else here.length
+  stores = walk.finish(dv, 0, kv_head, 1.0, done, length)
+  stores += walk.finish(dk, 1, kv_head, late_factor(rules), done, length)
+  return group.kernel(f"attention_backward_kv_{tiles.arch}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
+
+
+def of_members(rules: Rules, kv_head: UOp, members: int) -> Callable[[UOp], HeadRules]:
+  """The rules for each of the query heads that read a key head."""
+  of_batch = rules.heads // members
+  return lambda member: HeadRules(rules, kv_head // of_batch, kv_head % of_batch * members + member)
+
+
+def visit_alike(at: Callable[[UOp], HeadRules], members: int, start: UOp, tiles: Tiles) -> Callable[[UOp], Visit]:
+  """The tiles of queries that see a block of keys, for each of the query heads; as many for each.
+
+  tinygrad would end the loop over the heads with the loop over the tiles, if how many these are depended on the head.
+  So where lists say how many, all have as many as the longest; a tile too many has no query that exists.
+  """
+  lists, beyond = at(UOp.const(0)).rules.tile_lists, ceildiv(at(UOp.const(0)).rules.M, tiles.block)
+
+  def visit(member: UOp) -> Visit:
+    return at(member).visit_queries(start, tiles.rows, tiles.block)
+
+  if lists is None or members == 1 or sizes(lists[0])[1] == 1:
+    return visit
+  count = reduce(UOp.maximum, (visit(UOp.const(i)).count for i in range(members)))
+
+  def padded(member: UOp) -> Visit:
+    mine = visit(member)
+    return Visit(UOp.const(0), count, lambda position: (position < mine.count).where(mine.tile(position), beyond))
+
+  return padded
+
+
+def own_places(tiles: Tiles, group: Workgroup) -> list[UOp]:
+  """Where this lane's own rows are in the block."""
+  return [(group.warp * tiles.own + i) * ROWS + group.lane % ROWS for i in range(tiles.own)]
+
+
+def load_own(f: Fragments, x: UOp, head: UOp, length: UOp, rows: list[UOp], lane: UOp) -> list[list[Operand]]:
+  """This lane's own rows of x[head], zeros if none exist, as operands."""
+  return [load_operands(f, x.dtype, HeadRows.of(x, head, length), row, lane, length.ne(0)) for row in rows]
+
+
+def all_rows(x: UOp) -> Load:
+  """Words of the rows of all heads, counted through."""
+  heads, rows, size = sizes(x)
+  return words_of(HeadRows.of(x.reshape(1, heads * rows, size), UOp.const(0), UOp.const(heads * rows)))
+
+
+def swaps(s: Scope, tiles: Tiles) -> list[Rows | None]:
+  """Room for dS, or P and dS, where lanes swap them."""
+  f = tiles.fragments
+  return [Rows.make(s, tiles.rows, tiles.block, f.pad) if f.repeated else None for _ in range(1 + tiles.of_keys)]
+
+
+def late_factor(rules: Rules) -> float:
+  """The factor on Q K^T where dS has not had it before."""
+  return 1.0 if rules.modifies else rules.scale
+
+
+def scaled(factor: float, exists: UOp | None) -> Callable[[UOp], UOp]:
+  """Times a factor, and 0 if a row does not exist."""
+  return lambda x: x * factor if exists is None else exists.where(x * factor, 0.0)
+
+
+def shifts_early(rules: Rules) -> bool:
+  """Whether scores are products times one factor, so that the sums of the products can begin with -L by that factor."""
+  return not rules.modifies and rules.factors[0] == 1 and rules.factors[1] > 2**-60
+
+
+def shift(lse: UOp, rules: Rules) -> UOp:
+  """`Pairs.shift` of an L; 0 if that is -inf, as all scores of the row are then."""
+  return lse.eq(-inf).where(0.0, lse * (-LOG2E / rules.factors[1] if shifts_early(rules) else -LOG2E))
