@@ -19,7 +19,7 @@ from tinygrad.dtype import DType
 
 import uopattn.emulator as emulator
 from uopattn.dispatch_backward import dispatch_backward
-from uopattn.dsl import instructions, panels, sizes
+from uopattn.dsl import instructions, panels, quads, sizes
 from uopattn.dsl.gradients import Numbers
 from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.rules import HeadRules, Rules
@@ -306,7 +306,7 @@ def test_chosen_tiles_fit(arch: str, length: int) -> None:
       assert step.tiles.rows // 2 < max(length, 64)
 
 
-right_scores, right_pulled, right_tile = HeadRules.scores, HeadRules.pulled_back, panels.Panels.tile
+right_scores, right_store, right_tile = HeadRules.scores, quads.store_scaled, panels.Panels.tile
 right_numbers, right_queries = Numbers.of, HeadRules.visit_queries
 
 
@@ -314,8 +314,8 @@ def no_mask(self, products, row, first, offsets, masked):
   return right_scores(self, products, row, first, offsets, False)
 
 
-def no_scale(self, grads, *rest):
-  return grads
+def no_scale(o, head, row, half, acc, factor, *rest):
+  return right_store(o, head, row, half, acc, UOp.const(1.0), *rest)
 
 
 def no_delta(*arguments):
@@ -336,7 +336,7 @@ def last_tile_dropped(*arguments):
 MISTAKES: dict[str, tuple[Any, str, Any, bool]] = {
   "no causal mask on the diagonal": (HeadRules, "scores", no_mask, True),
   "last tile of queries dropped": (HeadRules, "visit_queries", last_tile_dropped, False),
-  "no scale": (HeadRules, "pulled_back", no_scale, False),
+  "no scale": (None, "store_scaled", no_scale, False),
   "no delta": (Numbers, "of", no_delta, False),
   "the lse in another base": (Numbers, "of", natural_lse, False),
 }
@@ -348,7 +348,7 @@ def test_a_mistake_is_caught(arch: str, name: str, monkeypatch: pytest.MonkeyPat
   place, phase, mistake, causal = MISTAKES[name]
   shape, tiles = (1, 1, 50, 70, 16, 16), PAIRS[arch][0]
   with on(arch):
-    monkeypatch.setattr(place, phase, mistake)
+    monkeypatch.setattr(place or SCHEDULES[arch], phase, mistake)
     with pytest.raises(AssertionError, match=r"d[qkv]: "):
       check(SCHEDULES[arch], shape, tiles, HALF, causal)
     monkeypatch.undo()
