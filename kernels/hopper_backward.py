@@ -11,6 +11,9 @@ Who holds what. S, dP, P, dS and the sums are in registers; `uopattn.dsl.quads` 
 and dS, rounded, are left operands of the last products as they are. What is kept, once, and tiles of the others,
 `stages` of each, are in shared memory (`uopattn.dsl.panels`); `uopattn.dsl.pipeline` fills the slots, such that no
 warpgroup waits for another until it is about to run out of tiles.
+
+Measured on an H200 (B=4, H=32, N=4096, float16, 2026-11-21), of the five products that a backward pass must have (these
+two have seven): 386 TFLOP/s at D=64 (1444 and 2117 us), 444 at D=128 (2736 and 3458 us).
 """
 
 from collections.abc import Callable
