@@ -281,7 +281,7 @@ class Mainloop:
       scores = self.here.scores(row, query, first + start, offsets, masked)
       m_old, l_old = old.m_i[i].load(), old.l_i[i].load()
       weights, m_new, l_new, alpha = softmax(f, scores, factor, m_old, l_old, m_tiles, self.lane)
-      p.append(self.here.dropped(weights, query, first + start, offsets))
+      p.append(self.here.weights(weights, query, first + start, offsets, masked))
       alphas.append(alpha)
       stores += [old.m_i[i].store(m_new), old.l_i[i].store(l_new)]
     return p, alphas, stores

@@ -290,7 +290,7 @@ class Mainloop:
       seen = self.here.scores(row_elements(scores, half), row, first, columns(len(scores)), masked)
       m_old, l_old = old.m_i[i, half], old.l_i[i, half]
       p_row, m_new, l_new, alpha = online_softmax(CUDA, seen, factor, m_old.load(), l_old.load(), join, self.exponent)
-      p.append(self.here.dropped(p_row, row, first, columns(len(scores))))
+      p.append(self.here.weights(p_row, row, first, columns(len(scores)), masked))
       alphas.append(alpha)
       stores += [m_old.store(m_new), l_old.store(l_new)]
     return p, alphas, stores
