@@ -12,7 +12,7 @@ from tinygrad.helpers import TRAINING
 
 from uopattn.backward import Gradient, gradient
 from uopattn.block_mask import BlockMask
-from uopattn.dispatch import Choice, dispatch
+from uopattn.dispatch import JOINED, Choice, dispatch
 from uopattn.dsl import sizes
 from uopattn.dsl.random import draw_seed
 from uopattn.flash import batched, build, compiled
@@ -176,16 +176,16 @@ def launch(
   inputs: dict[str, Sequence[Tensor]] = {}
   for name, x in extras.tensors():
     inputs[name] = (*inputs.get(name, ()), x)
-  lists: Sequence[Tensor] = ()
   if extras.block_mask is not None:
-    lists = extras.block_mask.tile_lists(choice.tiles.block_m, choice.tiles.block_n)
+    inputs["tile_lists"] = extras.block_mask.tile_lists(choice.tiles.block_m, choice.tiles.block_n)
   if choice.splits > 1:
+    joined = {name: x for name, x in inputs.items() if name in JOINED}
+    inputs.pop("sinks", None)
     part_o, part_lse = (_empty(x.shape, x.dtype, device) for x in choice.parts(spec))
-    read = [*chain(*(x for name, x in inputs.items() if name != "sinks")), *lists]
-    written = _run(replace(choice, stage="parts"), spec, device, [part_o, *operands, part_lse, *read], variables)
-    choice, variables, lists = replace(choice, stage="join"), (), ()
-    inputs = {"parts": (written[0], written[4])} | inputs
-  buffers = [o, *operands, lse, *chain(*inputs.values()), *lists]
+    first, buffers = replace(choice, stage="parts"), [part_o, *operands, part_lse, *chain(*inputs.values())]
+    written = _run(first, spec, device, buffers, variables)
+    choice, variables, inputs = replace(choice, stage="join"), (), {"parts": [written[0], written[4]]} | joined
+  buffers = [o, *operands, lse, *chain(*inputs.values())]
   results = _run(choice, spec, device, buffers, variables, gradient(spec, extras, backend))
   return results[0], results[4]
 

@@ -20,7 +20,7 @@ from tinygrad import Tensor, UOp, dtypes
 from uopattn.dispatch_backward import SHARED, Step, Steps, dispatch_backward
 from uopattn.flash import compiler, for_tinygrad, rules
 from uopattn.log import log_once
-from uopattn.reference import dropped, existing, reference, scores_of
+from uopattn.reference import dropped, keys_of, reference, scores_of
 from uopattn.spec import AttentionSpec, Extras
 from uopattn.target import Target
 
@@ -185,7 +185,7 @@ def of_scores(saved: Saved, scores: Tensor, spec: AttentionSpec, extras: Extras)
   """The gradient of the scores, (B, Hq, M, N) float32, in plain ops."""
   s, groups = saved, (spec.B, spec.Hkv, spec.Hq // spec.Hkv, spec.M)
   p = s.lse.eq(-math.inf).unsqueeze(-1).where(0, (scores - s.lse.unsqueeze(-1)).exp())
-  dp = s.do.float().reshape(*groups, spec.Dv) @ existing(s.v, extras, 1).unsqueeze(2).transpose(-1, -2)
+  dp = s.do.float().reshape(*groups, spec.Dv) @ keys_of(s.v, extras, values=True).unsqueeze(2).transpose(-1, -2)
   return p * (dropped(dp.reshape(scores.shape), spec, extras) - s.delta.unsqueeze(-1))
 
 
@@ -198,11 +198,9 @@ def by_reference(saved: Saved, spec: AttentionSpec, extras: Extras) -> list[Tens
   out, lse = reference(q, k, v, spec, leaves)
   total = (out * saved.do.detach()).sum()
   total = total if saved.dlse is None else total + (lse * saved.dlse.detach()).sum()
-  others = [x for _, x in differentiable(leaves)]
-  if extras.scales is not None:  # rounded to 8 bits, k and v have none
-    dq, *rest = _gradients(total, [q, *others])
-    return [dq, None, None, *rest]
-  return _gradients(total, [q, k, v, *others])
+  if extras.scales is not None:  # no 8 bits hold a gradient
+    return [*_gradients(total, [q]), None, None, *_gradients(total, [x for _, x in differentiable(leaves)])]
+  return _gradients(total, [q, k, v, *(x for _, x in differentiable(leaves))])
 
 
 def _gradients(total: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:

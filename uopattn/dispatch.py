@@ -191,6 +191,9 @@ KERNELS = (
 )
 
 
+JOINED = ("attn_mask", "sinks", "aux")  # what a join is given: it reads the sinks alone, but all of them have gradients
+
+
 @dataclass(frozen=True)
 class Choice:
   """A kernel and how it is to run.
@@ -214,7 +217,7 @@ class Choice:
   def inputs(self, spec: AttentionSpec) -> tuple[Input, ...]:
     """What the kernel takes besides o, q, k, v and the LSE, which for parts are theirs."""
     if self.stage == "join":
-      return self.parts(spec) + spec.inputs
+      return self.parts(spec) + tuple(x for x in spec.inputs if x.name in JOINED)
     lists = spec.tile_lists(self.tiles.block_m, self.tiles.block_n)
     return tuple(x for x in spec.inputs if self.stage == "whole" or x.name != "sinks") + lists
 

@@ -157,10 +157,11 @@ def graph(choice: Choice, spec: AttentionSpec, buffers: tuple[UOp, ...]) -> UOp:
   if choice.stage == "join":
     assert choice.kernel.join is not None
     kernel = choice.kernel.join(o, lse, *rest[:2], rules=rules(spec, inputs[2:], rest[2:], choice.packs))
-    # Its call has the gradients of an attention, and so its arguments; a graph of CUDA's passes them all.
-    return kernel.replace(src=(*kernel.src, *(x.base for x in buffers)))
-  given = rules(spec, inputs, rest, choice.packs, choice.kernel.operand)
-  return choice.kernel.build(o, q, k, v, lse, rules=given, tiles=choice.tiles)
+    # What its call has gradients for it may not read; a graph of CUDA's passes all the same.
+    return kernel.replace(src=(*kernel.src, *(x.base for x in (*buffers[1:4], *rest[2:]))))
+  return choice.kernel.build(
+    o, q, k, v, lse, rules=rules(spec, inputs, rest, choice.packs, choice.kernel.operand), tiles=choice.tiles
+  )
 
 
 def rules(
@@ -170,8 +171,7 @@ def rules(
   packs: int = 1,
   operand: DType | None = None,
 ) -> Rules:
-  """The rules of a kernel that has `buffers` for its inputs, takes `packs` query heads as one, and makes `operand` of
-  keys and values of 8 bits, or q's type if that is None."""
+  """The rules of a kernel that has `buffers` for its inputs; for the rest see `Choice` and `Kernel`."""
   operand = None if spec.kv_dtype is None else operand or spec.dtype
   named: dict[str, list[UOp]] = {}
   for given, buffer in zip(inputs, buffers, strict=True):

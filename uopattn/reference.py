@@ -23,26 +23,28 @@ def reference(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extr
   l = l if sinks is None else l + (sinks - m).exp()
   lse = blind.where(-math.inf, m + l.log()).squeeze(-1)
   p = dropped(blind.where(0, p / l), spec, extras)
-  out = p.reshape(*groups, spec.M, spec.N) @ existing(v, extras, 1).unsqueeze(2)
+  out = p.reshape(*groups, spec.M, spec.N) @ keys_of(v, extras, values=True).unsqueeze(2)
   return out.reshape(spec.B, spec.Hq, spec.M, spec.Dv).cast(spec.dtype), lse
 
 
 def scores_of(q: Tensor, k: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
   """The scores, (B, Hq, M, N) float32, -inf where a key is hidden."""
   q_groups = q.float().reshape(spec.B, spec.Hkv, spec.Hq // spec.Hkv, spec.M, spec.Dk)
-  products = q_groups @ existing(k, extras, 0).unsqueeze(2).transpose(-1, -2)
+  products = q_groups @ keys_of(k, extras).unsqueeze(2).transpose(-1, -2)
   scores = products.reshape(spec.B, spec.Hq, spec.M, spec.N) * spec.scale
   return _hide(_without_page(_modify(scores, extras), spec, extras), spec, extras)
 
 
-def existing(x: Tensor, extras: Extras, which: int) -> Tensor:
-  """k (`which` is 0) or v (1) in float32, (B, Hkv, N, D), with 0 for what is no key: a hidden key has weight 0, and
-  0 * NaN is NaN."""
-  x = x.float() if extras.scales is None else x.float() * extras.scales[which].unsqueeze(-1)
-  x = x if extras.page_table is None else _one_after_another(x, extras.page_table)
-  if extras.kv_lengths is None:
-    return x
-  return (Tensor.arange(x.shape[2]).reshape(1, 1, -1, 1) < _per_batch(extras.kv_lengths)).where(x, 0)
+def keys_of(x: Tensor, extras: Extras, values: bool = False) -> Tensor:
+  """k, or v, as (B, Hkv, N, D) float32, with 0 for what is no key: a hidden key has weight 0, and 0 * NaN is NaN."""
+  x = x.float()
+  if extras.scales is not None:
+    x = x * extras.scales[values].unsqueeze(-1)
+  if extras.page_table is not None:
+    x = _one_after_another(x, extras.page_table)
+  if extras.kv_lengths is not None:
+    x = (Tensor.arange(x.shape[2]).reshape(1, 1, -1, 1) < _per_batch(extras.kv_lengths)).where(x, 0)
+  return x
 
 
 def _one_after_another(x: Tensor, table: Tensor) -> Tensor:

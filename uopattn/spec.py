@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
@@ -182,8 +182,8 @@ class Extras:
     for name, x in self.tensors():
       found.setdefault(name, []).append(change(x))
     found.pop("block_mask", None)
-    given: dict[str, Any] = {name: tuple(xs) if name in ("aux", "bounds") else xs[0] for name, xs in found.items()}
-    return replace(self, **given)
+    given = {name: tuple(xs) if isinstance(getattr(self, name), tuple) else xs[0] for name, xs in found.items()}
+    return replace(self, **cast(dict[str, Any], given))
 
   def variables(self) -> tuple[UOp, ...]:
     """The bound Variables in them, each once; not those of one possible value, which tinygrad makes constants."""
