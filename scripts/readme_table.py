@@ -50,7 +50,8 @@ def _row(row: dict[str, Any], names: Sequence[str], limits: Sequence[str], unit:
   heads = f"{p['Hq']}" + (f"/{p['Hkv']}" if p["Hkv"] != p["Hq"] else "")
   lengths = (f"{p['M']}×" if p["M"] != p["N"] else "") + f"{p['N']}"
   sizes = f"{p['Dk']}" + (f"/{p['Dv']}" if p["Dv"] != p["Dk"] else "")
-  cells = [f"{p['B']} {heads} {lengths} {sizes}", p["dtype"] + ", causal" * p["is_causal"], _speed(ours, unit)]
+  kind = p["dtype"] + ", causal" * p["is_causal"] + ", gradients" * row.get("backward", False)
+  cells = [f"{p['B']} {heads} {lengths} {sizes}", kind, _speed(ours, unit)]
   cells.append(f"{ours['spread']:.0%}" if ours["correct"] else "")
   cells += [_part(ours, by) for by in limits]
   cells.append(f"{ours['error']:.1e}")

@@ -26,6 +26,7 @@ from tinygrad.helpers import Context, tqdm
 from uopattn import contenders_backward
 from uopattn.bench_report import lines, plot
 from uopattn.contenders import Contender, Runner, limit, load, on_cpu, product_size, versions
+from uopattn.dispatch import FEW
 from uopattn.machine import gpu_name, machine_record
 from uopattn.oracle import Array
 from uopattn.run import Config, Problem, Usage, prepare
@@ -70,7 +71,15 @@ def gpu_rows() -> list[Config]:
     Config(b=4, n=4096, d=80),
     Config(b=4, n=4096, d=256),
   ]
-  return rows + [Config(b=16384 // n, n=n, d=d) for d in (64, 128) for n in (512, 1024, 2048, 8192)]
+  rows += [Config(b=16384 // n, n=n, d=d) for d in (64, 128) for n in (512, 1024, 2048, 8192)]
+  return rows + decode_rows()
+
+
+def decode_rows() -> list[Config]:
+  """The problems of few queries timed on a GPU."""
+  rows = [Config(b=b, hkv=8, m=1, n=n, d=128) for b, n in ((16, 8192), (1, 8192), (16, 1024), (64, 2048), (1, 131072))]
+  rows += [Config(m=1, n=4096), Config(b=4, m=1, n=2048, d=128), Config(b=16, hkv=8, m=4, n=8192, d=128)]
+  return rows
 
 
 def backward_rows(kind: str) -> list[Config]:
@@ -287,6 +296,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
   parser.add_argument("device", nargs="?", choices=kinds, help="where to run (default: tinygrad's default device)")
   parser.add_argument("--against", default="", metavar="NAMES", help="contenders, by commas: torch,tinygrad")
   parser.add_argument("--backward", action="store_true", help="time the gradients, from outputs that are there")
+  parser.add_argument("--few", action="store_true", help=f"time the problems of at most {FEW} queries alone")
   parser.add_argument("--quick", action="store_true", help="a few small problems")
   parser.add_argument("--json", default="", metavar="FILE", help="where to write the record")
   parser.add_argument("--plot", default="", metavar="FILE.png", help="where to draw speed over N")
@@ -336,6 +346,7 @@ def problems(given: argparse.Namespace) -> list[tuple[str, Config]]:
       raise Usage(f"there are no problems to time on {kind}; accepted are cpu and gpu")
     configs = cpu_rows() if kind == "CPU" else gpu_rows()
     configs = quick_rows(kind) if given.quick else backward_rows(kind) if given.backward else configs
+    configs = [config for config in configs if not given.few or 0 < config.m <= FEW]
     rows += [(device, config) for config in configs]
   return rows
 

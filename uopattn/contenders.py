@@ -22,6 +22,7 @@ from uopattn.verify import numpy
 
 PRODUCT = 2048  # rows and columns of the product's matrices
 GPU_PRODUCT = 8192  # the same on a GPU
+GPU_READ = 1 << 31  # bytes, many times what a GPU's cache holds
 LONG = 0.02  # seconds that one call is to last on a GPU of FAST floating-point operations a second
 FAST = 4e14
 MOST = 400  # computations in one call
@@ -235,10 +236,10 @@ class Limit:
 
 
 def limit(s: AttentionSpec) -> Limit | None:
-  """What bounds an attention: on a CPU, with few queries, a large read; else a product, where there is one."""
-  if on_cpu() and s.M <= FEW:
-    return Limit("read", Runner(reader(READ), list), moved=READ)
-  return product()
+  """What bounds an attention: with few queries a large read, else a product; on a GPU None where there is no torch."""
+  if s.M > FEW:
+    return product()
+  return Limit("read", Runner(reader(READ), list), moved=READ) if on_cpu() else _gpu_read()
 
 
 def product() -> Limit | None:
@@ -274,6 +275,22 @@ def _gpu_product() -> Limit | None:
     return a @ b
 
   return Limit("torch", Runner(multiply, list, wait=torch.cuda.synchronize), 2 * GPU_PRODUCT**3)
+
+
+def _gpu_read() -> Limit | None:
+  """torch's sum of GPU_READ bytes of float16."""
+  try:
+    torch = importlib.import_module("torch")
+  except ImportError:
+    return None
+  use_torchs_context()
+  x = torch.ones(GPU_READ // 2, device="cuda", dtype=torch.float16)
+
+  def read() -> object:
+    use_torchs_context()
+    return x.sum()
+
+  return Limit("read", Runner(read, list, wait=torch.cuda.synchronize), moved=GPU_READ)
 
 
 def product_size() -> int:
