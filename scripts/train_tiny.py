@@ -149,10 +149,11 @@ def draw(trainings: dict[str, Training], comparison: Comparison, path: Path) -> 
     (comparison.bound, "bound"),
   ):
     below.semilogy(steps, np.maximum(values, 1e-8), label=label)
-  below.set(xlabel="step", ylabel="difference of the losses")
+  below.set(xlabel="step", ylabel="difference of the losses (0 as 1e-8)")
   for panel in (above, below):
-    panel.legend()
     panel.grid(alpha=0.3)
+  above.legend()
+  figure.legend(*below.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
   figure.savefig(path, dpi=110)
 
 
@@ -199,7 +200,7 @@ def run(arguments: argparse.Namespace) -> bool:
 
 def argument_parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-  numbers = {"steps": 100, "layers": 2, "heads": 4, "head-dim": 32, "context": 512, "batch": 2}
+  numbers = {"steps": 50, "layers": 2, "heads": 4, "head-dim": 32, "context": 512, "batch": 2}
   for name, default in numbers.items():
     parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help="(default: %(default)s)")
   parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (default: %(default)s)")
