@@ -13,10 +13,9 @@ last products as they are. What it runs through comes in tiles of `block` rows, 
 share (`uopattn.dsl.stream`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
-from math import inf
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
@@ -25,18 +24,26 @@ from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl import Scope, sizes
 from uopattn.dsl import instructions as ins
+from uopattn.dsl.gradients import (
+  Elements,
+  Line,
+  Numbers,
+  dropped,
+  lines_of_columns,
+  lines_of_rows,
+  pulled_back,
+  weights,
+)
 from uopattn.dsl.keys import spans
-from uopattn.dsl.math import LOG2E
 from uopattn.dsl.mma import PAIR, STEP_BYTES, Accumulators, Mma
 from uopattn.dsl.panels import Panels
-from uopattn.dsl.quads import COLUMNS, HALVES, QUAD, ROWS, WARP, columns, row_elements, row_of, store_scaled
+from uopattn.dsl.quads import COLUMNS, HALVES, ROWS, WARP, row_elements, row_of, store_scaled
 from uopattn.dsl.rows import HeadRows
 from uopattn.dsl.rules import HeadRules, Rules, Visit
 from uopattn.dsl.stream import Stream
 from uopattn.dsl.workgroup import Workgroup
 
 CUDA = "cuda"
-LOWEST = -1e30  # an lse less than any other
 BITS = {8: dtypes.uint, 16: dtypes.ushort}  # elements of a step: an integer of their size
 
 
@@ -166,15 +173,11 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   visit = here.visit(block * tiles.rows, tiles.rows, tiles.block)
   loop = Mainloop(s, group, Mma(s, q.dtype), tiles, here, *tiles.panels(s, Dk, Dv))
 
-  rows, keys = loop.rows(block), columns(tiles.block // COLUMNS)
-  numbers = {place: numbers_of(lse, delta, head, row, True) for place, row in rows.items()}
+  rows, found = loop.rows(block), Numbers(lse, delta, head)
+  numbers = {place: found.of(row, True) for place, row in rows.items()}
 
   def lines(first: UOp, masked: bool) -> list[Line]:
-    key = first + group.lane % QUAD * 2
-    return [
-      Line(row, key, keys, [(i, j // COLUMNS, 2 * half + j % 2) for j in keys], *numbers[i, half])
-      for (i, half), row in rows.items()
-    ]
+    return lines_of_rows(rows, numbers, first, tiles.block, group.lane)
 
   sums = [loop.zeros(Dk, group.item)]
   stream = loop.stream((k, v), kv_head, here.length, visit)
@@ -209,16 +212,9 @@ def backward_kv(
   visit = here.visit_queries(group.block * tiles.rows, tiles.rows, tiles.block)
   loop = Mainloop(s, group, Mma(s, q.dtype), tiles, here, *tiles.panels(s, Dk, Dv))
 
-  rows, queries = loop.rows(group.block), columns(tiles.block // COLUMNS)
-  offsets = [i * ROWS + half * COLUMNS for i, half in rows]
-
   def lines(first: UOp, masked: bool) -> list[Line]:
-    found = []
-    for j in queries:
-      query = first + group.lane % QUAD * 2 + j
-      places = [(i, j // COLUMNS, 2 * half + j % 2) for i, half in rows]
-      found.append(Line(query, rows[0, 0], offsets, places, *numbers_of(lse, delta, head, query, masked)))
-    return found
+    rows = loop.rows(group.block)
+    return lines_of_columns(rows, Numbers(lse, delta, head), first, tiles.block, group.lane, masked)
 
   sums = [loop.zeros(Dk, group.item), loop.zeros(Dv, group.item)]
   stream = loop.stream((q, do), head, UOp.const(M), visit)
@@ -234,27 +230,6 @@ def backward_kv(
   return group.kernel(f"attention_backward_kv_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
 
 
-@dataclass(frozen=True)
-class Line:
-  """A query, and what a lane has of its scores.
-
-  Attributes:
-    query: which.
-    first, offsets: the keys are first + offset.
-    places: where their scores are: tile of 16 rows, accumulator tile, element.
-    lse: of the query, in base 2.
-    delta: of the query.
-  """
-
-  query: UOp
-  first: UOp
-  offsets: Sequence[int]
-  places: list[tuple[int, int, int]]
-  lse: UOp
-  delta: UOp
-
-
-Elements = list[list[list[UOp]]]  # of a lane: tile of 16 rows, accumulator tile, element
 Lines = Callable[[UOp, bool], list[Line]]  # from a tile's first row, and whether it may have hidden scores
 
 
@@ -319,41 +294,24 @@ class Mainloop:
       tiles, found = stream.take(n, trip, begun, *sums), lines(visit.tile(n) * self.tiles.block, masked)
       left = held or self.left(begun, trip)
       products = self.mma.by_rows(left[0], tiles[0], self.group.lane)
-      grads = self.mma.by_rows(left[1], tiles[1], self.group.lane, self.less_delta(found))
-      stores, factors = [], self.factors(found, products, grads, masked)
+      early = self.here.rules.seed is None  # delta is subtracted where it costs nothing, unless there is dropout
+      less = {at: -x.delta for x in found for at in x.places}
+      grads = self.mma.by_rows(left[1], tiles[1], self.group.lane, self.tiled(less) if early else None)
+      products_, grads_ = by_place(products), by_place(grads)
+      p = weights(self.here, found, products_, masked)
+      factors = pulled_back(self.here, found, p, products_, grads_, early), dropped(self.here, found, p)
+      stores = []
       for factor, tile, total in zip(factors, tiles, sums, strict=False):  # backward_q has no sum of P
-        a = [self.mma.as_left([row_elements(rows, half) for half in range(HALVES)]) for rows in factor]
+        a = [self.mma.as_left([row_elements(row, half) for half in range(HALVES)]) for row in self.tiled(factor)]
         out = self.mma.by_columns(a, tile, self.group.lane, accumulators(total.after(trip)))
         stores += [total[i, d].store(x) for i, row in enumerate(out) for d, x in enumerate(row)]
       sums = _after(sums, UOp.group(*stores).end(trip))
     return sums
 
-  def less_delta(self, lines: list[Line]) -> Accumulators | None:
-    """-delta, for dP to start from: so it costs nothing, unless dropout comes between the two."""
-    if self.here.rules.seed is not None:
-      return None
-    return [[UOp.stack(*x) for x in row] for row in self.arranged(lines, [[-x.delta] * len(x.places) for x in lines])]
-
-  def factors(
-    self, lines: list[Line], products: Accumulators, grads: Accumulators, masked: bool
-  ) -> tuple[Elements, Elements]:
-    """dS, by q.k, and P."""
-    pulled, dropped = [], []
-    for line in lines:
-      s, dp = ([x[i][n][e] for i, n, e in line.places] for x in (products, grads))
-      at = line.query, line.first, line.offsets
-      p = [ins.exp2(CUDA, x * self.here.rules.factors[1] - line.lse) for x in self.here.scores(s, *at, masked)]
-      if self.here.rules.seed is not None:
-        dp = [x - line.delta for x in self.here.dropped(dp, *at)]
-      pulled.append(self.here.pulled_back([x * y for x, y in zip(p, dp, strict=True)], s, *at))
-      dropped.append(self.here.dropped(p, *at))
-    return self.arranged(lines, pulled), self.arranged(lines, dropped)
-
-  def arranged(self, lines: list[Line], values: list[list[UOp]]) -> Elements:
-    """The values of each line where they belong."""
-    place = {at: x for line, found in zip(lines, values, strict=True) for at, x in zip(line.places, found, strict=True)}
-    widths = range(self.tiles.block // COLUMNS)
-    return [[[place[i, n, e] for e in range(4)] for n in widths] for i in range(self.tiles.row_tiles)]
+  def tiled(self, elements: Elements) -> Accumulators:
+    """The values as tiles."""
+    row_tiles, width = range(self.tiles.row_tiles), range(self.tiles.block // COLUMNS)
+    return [[UOp.stack(*[elements[i, n, e] for e in range(4)]) for n in width] for i in row_tiles]
 
   def store(self, x: UOp, total: UOp, head: UOp, block: UOp) -> list[UOp]:
     """A sum to the rows of x."""
@@ -363,16 +321,8 @@ class Mainloop:
     return stores
 
 
-def numbers_of(lse: UOp, delta: UOp, head: UOp, query: UOp, doubtful: bool) -> tuple[UOp, UOp]:
-  """lse, in base 2, and delta of a query; of one that may not exist, if `doubtful`, such that its P is 0.
-
-  A query that sees no key has an lse of -inf, as have its scores: a finite one in its place makes P 0.
-  """
-  count = sizes(lse)[1]
-  at = head * count + (query.minimum(count - 1) if doubtful else query)
-  found, number = lse.base[at].load(), delta.base[at].load()
-  found = ins.fmax(CUDA, found * LOG2E, UOp.const(LOWEST, dtypes.float))
-  return (query < count).where(found, inf) if doubtful else found, number
+def by_place(tiles: Accumulators) -> Elements:
+  return {(i, n, e): tile[e] for i, row in enumerate(tiles) for n, tile in enumerate(row) for e in range(4)}
 
 
 def accumulators(total: UOp) -> Accumulators:

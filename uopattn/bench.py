@@ -23,8 +23,9 @@ import numpy as np
 from tinygrad import Device
 from tinygrad.helpers import Context, tqdm
 
+from uopattn import contenders_backward
 from uopattn.bench_report import lines, plot
-from uopattn.contenders import Contender, Runner, load, on_cpu, product, product_size, versions
+from uopattn.contenders import Contender, Runner, limit, load, on_cpu, product_size, versions
 from uopattn.machine import gpu_name, machine_record
 from uopattn.oracle import Array
 from uopattn.run import Config, Problem, Usage, prepare
@@ -32,7 +33,7 @@ from uopattn.spec import AttentionSpec
 from uopattn.target import Target
 from uopattn.threads import thread_count
 from uopattn.toolchain import NoCompiler, clang_version
-from uopattn.verify import Gate, Report, numpy
+from uopattn.verify import Gate, GradientGate, Report, numpy
 
 SETTLE = 0.05  # seconds before a turn: OpenMP threads of the one before spin for a while, on cores that others need
 SPIN = 0.2  # the same after numpy's products, whose OpenBLAS threads spin for a tenth of a second
@@ -46,7 +47,13 @@ def cpu_rows() -> list[Config]:
   rows = [Config(h=h, n=n, d=d, dtype="float") for h, n, d in ((8, 1024, 64), (32, 1024, 64), (32, 1024, 128))]
   rows += [Config(h=8, n=4096, dtype="float"), Config(dtype="float", causal=1), Config(dtype="half")]
   rows += [Config(dtype="bfloat16")]
-  rows += [Config(hkv=8, m=1, n=4096, d=128, dtype=dtype) for dtype in ("float", "bfloat16")]
+  rows += [
+    Config(hkv=8, m=1, n=n, d=d, dtype=dtype)
+    for dtype in ("float", "half", "bfloat16")
+    for n, d in ((4096, 128), (16384, 128), (32768, 64))
+  ]
+  rows += [Config(h=8, hkv=1, m=1, n=131072, d=128, dtype=dtype) for dtype in ("float", "bfloat16")]
+  rows += [Config(hkv=8, m=m, n=16384, d=128, dtype=dtype) for dtype in ("float", "bfloat16") for m in (4, 8)]
   rows += [Config(h=8, n=n, dtype="float") for n in (1000, 1023, 1025)]
   rows += [Config(h=8, d=d, dtype="float") for d in (32, 48, 80, 96, 128, 192, 256)]
   rows += [Config(h=8, d=64, dv=128, dtype="float"), Config(h=8, d=192, dv=128, dtype="float")]
@@ -64,6 +71,22 @@ def gpu_rows() -> list[Config]:
     Config(b=4, n=4096, d=256),
   ]
   return rows + [Config(b=16384 // n, n=n, d=d) for d in (64, 128) for n in (512, 1024, 2048, 8192)]
+
+
+def backward_rows(kind: str) -> list[Config]:
+  """The problems whose gradients are timed."""
+  if kind == "CPU":
+    rows = [Config(h=h, n=n, d=d, dtype="float") for h, n, d in ((8, 1024, 64), (32, 1024, 64), (32, 1024, 128))]
+    rows += [Config(h=8, n=4096, dtype="float"), Config(dtype="float", causal=1), Config(dtype="half")]
+    return [
+      *rows,
+      Config(dtype="bfloat16"),
+      Config(h=8, hkv=2, dtype="float"),
+      Config(h=8, n=1000, d=80, dtype="float"),
+    ]
+  rows = [Config(b=4, n=4096, d=d, causal=causal) for d in (64, 128) for causal in (0, 1)]
+  rows += [Config(b=4, n=4096, d=128, dtype="bfloat16"), Config(b=4, hkv=8, n=4096, d=128), Config()]
+  return rows + [Config(b=16384 // n, n=n, d=d) for d in (64, 128) for n in (1024, 8192)]
 
 
 def quick_rows(kind: str) -> list[Config]:
@@ -91,15 +114,15 @@ class Timing:
     low, high = np.percentile(self.seconds, (25, 75))
     return float(high - low) / self.median
 
-  def record(self, flops: int) -> dict[str, Any]:
-    """For JSON; `flops` is the work of one call."""
+  def record(self, flops: int = 0, moved: int = 0) -> dict[str, Any]:
+    """For JSON; `flops` is the work of one call, `moved` the bytes that it reads, where they count."""
+    speeds = {"gflops": flops, "gbytes": moved}
     return {
       "seconds": self.seconds,
       "median": self.median,
       "minimum": min(self.seconds),
       "spread": self.spread,
-      "gflops": flops / self.median / 1e9,
-    }
+    } | {name: work / self.median / 1e9 for name, work in speeds.items() if work}
 
 
 def alternate(runners: dict[str, Runner], rounds: int) -> dict[str, Timing]:
@@ -119,7 +142,7 @@ def alternate(runners: dict[str, Runner], rounds: int) -> dict[str, Timing]:
         runner.call()
       runner.wait()
       seconds[name].append((time.perf_counter() - start) / (repeats[name] * runner.times))
-      if name == "product numpy":
+      if name == "limit numpy":
         time.sleep(SPIN)
   return {name: Timing(times) for name, times in seconds.items()}
 
@@ -163,15 +186,26 @@ class Heads:
     """(pairs, group, M, ...) of an array (B, Hq, M, ...)."""
     return np.stack([x[b, h * self.group : (h + 1) * self.group] for b, h in self.pairs])
 
+  def of_keys(self, x: Array) -> Array:
+    """(pairs, 1, N, ...) of an array (B, Hkv, N, ...)."""
+    return np.stack([x[b, h : h + 1] for b, h in self.pairs])
+
   def gate(self, problem: Problem) -> Gate:
     """What the oracle says about these heads."""
+    return Gate.of_arrays(*self._inputs(problem), problem.spec.dtype, is_causal=problem.spec.is_causal)
+
+  def gradient_gate(self, problem: Problem) -> GradientGate:
+    """The same about the gradients."""
+    do, s = self.of_queries(numpy(contenders_backward.output_gradient(problem))), problem.spec
+    return GradientGate.of_arrays(*self._inputs(problem), do, s.dtype, is_causal=s.is_causal)
+
+  def _inputs(self, problem: Problem) -> tuple[Array, Array, Array]:
     q, k, v = (numpy(x) for x in (problem.q, problem.k, problem.v))
-    keys, values = (np.stack([x[b, h : h + 1] for b, h in self.pairs]) for x in (k, v))
-    return Gate.of_arrays(self.of_queries(q), keys, values, problem.spec.dtype, is_causal=problem.spec.is_causal)
+    return self.of_queries(q), self.of_keys(k), self.of_keys(v)
 
 
-def bench_row(config: Config, contenders: dict[str, Contender], rounds: int) -> dict[str, Any]:
-  """Checks and times one problem; returns its record.
+def bench_row(config: Config, contenders: dict[str, Contender], rounds: int, backward: bool = False) -> dict[str, Any]:
+  """Checks and times one problem, or its gradients; returns its record.
 
   Raises:
     Usage: no kernel serves it.
@@ -182,33 +216,39 @@ def bench_row(config: Config, contenders: dict[str, Contender], rounds: int) -> 
   for name, set_up in contenders.items():
     if (runner := set_up(problem)) is not None:
       runners[name] = runner
-  heads = Heads.of(s)
-  gate = heads.gate(problem)
+  heads, flops = Heads.of(s), s.flops * 5 // 2 if backward else s.flops  # five products, and not two
+  gate = heads.gradient_gate(problem) if backward else heads.gate(problem)
   reports = {name: _check(runner, heads, gate) for name, runner in runners.items()}
   right = [name for name in runners if all(r.correct for r in reports[name])]
-  by, multiply, wait_for_it = product()
-  limit = {f"product {by}": Runner(multiply, list, wait=wait_for_it)} if by else {}
-  times = alternate({name: runners[name] for name in right} | limit, rounds)
-  multiplied = {by: times[f"product {by}"].record(2 * product_size() ** 3)} if by else {}
+  most = limit(s)
+  turns = {} if most is None else {f"limit {most.name}": most.runner}
+  times = alternate({name: runners[name] for name in right} | turns, rounds)
+  limits = {} if most is None else {most.name: times[f"limit {most.name}"].record(most.flops, most.moved)}
+  moved = s.kv_bytes if most is not None and most.moved else 0
   records = {name: _errors(reports[name]) for name in runners}
   for name in right:
-    records[name] |= times[name].record(s.flops)
-    records[name]["share"] = {by: records[name]["gflops"] / of["gflops"] for by, of in multiplied.items()}
+    records[name] |= times[name].record(flops, moved)
+    speed = "gbytes" if moved else "gflops"
+    records[name]["share"] = {by: records[name][speed] / of[speed] for by, of in limits.items()}
   return {
     "problem": s.record(),
     "device": " ".join(filter(None, (str(Target.of(Device.DEFAULT)), gpu_name(Device.DEFAULT)))),
     "kernel": problem.choice.kernel.name,
     "tiles": asdict(problem.choice.tiles),
-    "flops": s.flops,
+    "flops": flops,
+    "backward": backward,
     "contenders": records,
-    "product": multiplied,
+    "limits": limits,
     "product_of": {"dtype": "float32" if on_cpu() else "float16", "size": product_size()},
     "heads_checked": len(heads.pairs) * heads.group,
     "ratios": {name: ratios(times["uopattn"], times[name]) for name in right[1:]} if "uopattn" in right else {},
   }
 
 
-def _check(runner: Runner, heads: Heads, gate: Gate) -> list[Report]:
+def _check(runner: Runner, heads: Heads, gate: Gate | GradientGate) -> list[Report]:
+  if isinstance(gate, GradientGate):
+    dq, dk, dv = runner.result()
+    return gate.reports(q=heads.of_queries(dq), k=heads.of_keys(dk), v=heads.of_keys(dv))
   out, *lse = (heads.of_queries(x) for x in runner.result())
   return [gate.output(out), *(gate.lse(x) for x in lse)]
 
@@ -216,7 +256,7 @@ def _check(runner: Runner, heads: Heads, gate: Gate) -> list[Report]:
 def _errors(reports: Sequence[Report]) -> dict[str, Any]:
   return {
     "correct": all(r.correct for r in reports),
-    "error": reports[0].relative,
+    "error": max(r.relative for r in reports) if len(reports) > 2 else reports[0].relative,
     "errors": {r.name: r.record() for r in reports},
     "failures": [str(r) for r in reports if not r.correct],
   }
@@ -228,7 +268,8 @@ def record(rows: list[dict[str, Any]], names: list[str], rounds: int, load: floa
   found = machine.pop("versions")
   assert isinstance(found, dict)
   devices = dict.fromkeys(row["device"] for row in rows)
-  more = [name for name in {*names, *(rows[0]["product"] if rows else ())} if name not in found]
+  timed = {name for row in rows for name in row["limits"] if name != "read"}
+  more = [name for name in {*names, *timed} if name not in found]
   return {
     "format": FORMAT,
     "date": date.today().isoformat(),
@@ -245,6 +286,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
   kinds = ["cpu", "gpu", "all"]
   parser.add_argument("device", nargs="?", choices=kinds, help="where to run (default: tinygrad's default device)")
   parser.add_argument("--against", default="", metavar="NAMES", help="contenders, by commas: torch,tinygrad")
+  parser.add_argument("--backward", action="store_true", help="time the gradients, from outputs that are there")
   parser.add_argument("--quick", action="store_true", help="a few small problems")
   parser.add_argument("--json", default="", metavar="FILE", help="where to write the record")
   parser.add_argument("--plot", default="", metavar="FILE.png", help="where to draw speed over N")
@@ -292,7 +334,8 @@ def problems(given: argparse.Namespace) -> list[tuple[str, Config]]:
   for device in devices(given.device):
     if (kind := device.split(":")[0]) not in ("CPU", "CUDA", "AMD"):
       raise Usage(f"there are no problems to time on {kind}; accepted are cpu and gpu")
-    configs = quick_rows(kind) if given.quick else cpu_rows() if kind == "CPU" else gpu_rows()
+    configs = cpu_rows() if kind == "CPU" else gpu_rows()
+    configs = quick_rows(kind) if given.quick else backward_rows(kind) if given.backward else configs
     rows += [(device, config) for config in configs]
   return rows
 
@@ -304,13 +347,13 @@ def bench(given: argparse.Namespace) -> int:
   contenders = {}
   for device in dict.fromkeys(device for device, _ in todo):
     with Context(DEV=device):
-      contenders[device] = load(names)
+      contenders[device] = (contenders_backward.load if given.backward else load)(names)
   rows: list[dict[str, Any]] = []
   status, busy = 0, os.getloadavg()[0]
   try:
     for device, config in tqdm(todo, desc="bench", disable=None):
       with Context(DEV=device):
-        row = bench_row(config, contenders[device], given.rounds)
+        row = bench_row(config, contenders[device], given.rounds, given.backward)
       rows.append(row)
       if sys.stderr.isatty():  # where the progress bar is; the row takes its line
         print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -1,8 +1,9 @@
-"""What `uopattn.bench` times: our kernel, other libraries' attention, and a matrix product to measure them by."""
+"""What `uopattn.bench` times: our kernel, other libraries' attention, and a product or a read to measure by."""
 
 import ctypes
 import importlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -11,6 +12,8 @@ import numpy as np
 from tinygrad import Device, Tensor, TinyJit, dtypes
 from tinygrad.dtype import DType
 
+from uopattn.bandwidth import READ, reader
+from uopattn.dispatch import FEW
 from uopattn.oracle import Array
 from uopattn.run import Problem, Usage, jitted, outputs, poison, wait
 from uopattn.spec import AttentionSpec
@@ -98,25 +101,24 @@ def load_tinygrad() -> Contender:
   return tinygrad
 
 
+def torch_types(torch: Any) -> dict[DType, Any]:
+  """torch's own for the types that its attention takes."""
+  return {dtypes.float32: torch.float32, dtypes.float16: torch.float16, dtypes.bfloat16: torch.bfloat16}
+
+
 def load_torch() -> Contender:
   """torch's `scaled_dot_product_attention`, on as many threads as our kernels use."""
   torch = importlib.import_module("torch")
   torch.set_num_threads(thread_count())
-  types: dict[DType, Any] = {
-    dtypes.float32: torch.float32,
-    dtypes.float16: torch.float16,
-    dtypes.bfloat16: torch.bfloat16,
-  }
 
   def attend(problem: Problem) -> Runner:
-    s = problem.spec
+    s, types = problem.spec, torch_types(torch)
     q, k, v = (torch.from_numpy(numpy(x).copy()).to(types[s.dtype]) for x in (problem.q, problem.k, problem.v))
+    once = sdpa(torch, s)
 
     def call() -> Any:
       with torch.inference_mode():
-        return torch.nn.functional.scaled_dot_product_attention(
-          q, k, v, is_causal=s.is_causal, enable_gqa=s.Hq != s.Hkv
-        )
+        return once(q, k, v)
 
     return Runner(call, lambda: [call().float().numpy()])
 
@@ -128,16 +130,15 @@ def gpu_loader(backend: str) -> Callable[[], Contender]:
 
   def load_backend() -> Contender:
     torch = importlib.import_module("torch")
-    types: dict[DType, Any] = {dtypes.float16: torch.float16, dtypes.bfloat16: torch.bfloat16}
 
     def attend(problem: Problem) -> Runner | None:
-      s = problem.spec
-      if s.dtype not in types:
+      s, types = problem.spec, torch_types(torch)
+      if s.dtype == dtypes.float32:
         return None
       arrays = [numpy(x) for x in (problem.q, problem.k, problem.v)]
       use_torchs_context()
       q, k, v = (torch.from_numpy(x).to("cuda", types[s.dtype]) for x in arrays)
-      once, times = _flex(torch, s) if backend == "flex" else _sdpa(torch, s, backend), repeats(problem)
+      once, times = _flex(torch, s) if backend == "flex" else sdpa(torch, s, backend), repeats(problem)
 
       def call() -> Any:
         use_torchs_context()
@@ -168,12 +169,13 @@ def use_torchs_context() -> None:
   cuda.cuCtxSetCurrent(context)
 
 
-def _sdpa(torch: Any, s: AttentionSpec, backend: str) -> Callable[..., Any]:
+def sdpa(torch: Any, s: AttentionSpec, backend: str = "") -> Callable[..., Any]:
+  """torch's attention of q, k and v; by its own choice of a backend, where none is named."""
   attention = importlib.import_module("torch.nn.attention")
-  kind = {"flash": attention.SDPBackend.FLASH_ATTENTION, "cudnn": attention.SDPBackend.CUDNN_ATTENTION}[backend]
+  of_name = {"flash": attention.SDPBackend.FLASH_ATTENTION, "cudnn": attention.SDPBackend.CUDNN_ATTENTION}
 
   def once(q: Any, k: Any, v: Any) -> Any:
-    with attention.sdpa_kernel([kind]):
+    with attention.sdpa_kernel([of_name[backend]]) if backend else nullcontext():
       return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=s.is_causal, enable_gqa=s.Hq != s.Hkv)
 
   return once
@@ -215,30 +217,55 @@ def load(names: list[str]) -> dict[str, Contender]:
   return found
 
 
-def product() -> tuple[str, Callable[[], object], Callable[[], object]]:
-  """A product of square matrices, whose it is, and what waits for it.
+@dataclass(frozen=True)
+class Limit:
+  """What a machine can do at most.
+
+  Attributes:
+    name: "read", or whose product of matrices it is.
+    runner: does it.
+    flops: floating-point operations of a product.
+    moved: bytes that are read.
+  """
+
+  name: str
+  runner: Runner
+  flops: int = 0
+  moved: int = 0
+
+
+def limit(s: AttentionSpec) -> Limit | None:
+  """What bounds an attention: on a CPU, with few queries, a large read; else a product, where there is one."""
+  if on_cpu() and s.M <= FEW:
+    return Limit("read", Runner(reader(READ), list), moved=READ)
+  return product()
+
+
+def product() -> Limit | None:
+  """A product of square matrices.
 
   On a CPU float32 of size PRODUCT: torch's, on our number of threads, or numpy's, on as many as its library takes,
   where there is no torch. On a GPU float16 of size GPU_PRODUCT: torch's, or no product where there is no torch.
   """
   if not on_cpu():
     return _gpu_product()
+  flops = 2 * PRODUCT**3
   rng = np.random.default_rng(0)
   a, b = (rng.standard_normal((PRODUCT, PRODUCT), dtype=np.float32) for _ in range(2))
   try:
     torch = importlib.import_module("torch")
   except ImportError:
-    return "numpy", lambda: a @ b, lambda: None
+    return Limit("numpy", Runner(lambda: a @ b, list), flops)
   torch.set_num_threads(thread_count())
   ta, tb = torch.from_numpy(a), torch.from_numpy(b)
-  return "torch", lambda: ta @ tb, lambda: None
+  return Limit("torch", Runner(lambda: ta @ tb, list), flops)
 
 
-def _gpu_product() -> tuple[str, Callable[[], object], Callable[[], object]]:
+def _gpu_product() -> Limit | None:
   try:
     torch = importlib.import_module("torch")
   except ImportError:
-    return "", lambda: None, lambda: None
+    return None
   use_torchs_context()
   a, b = (torch.randn(GPU_PRODUCT, GPU_PRODUCT, device="cuda", dtype=torch.float16) for _ in range(2))
 
@@ -246,7 +273,7 @@ def _gpu_product() -> tuple[str, Callable[[], object], Callable[[], object]]:
     use_torchs_context()
     return a @ b
 
-  return "torch", multiply, torch.cuda.synchronize
+  return Limit("torch", Runner(multiply, list, wait=torch.cuda.synchronize), 2 * GPU_PRODUCT**3)
 
 
 def product_size() -> int:

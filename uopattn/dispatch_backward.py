@@ -10,13 +10,14 @@ from tinygrad.helpers import prod
 from tinygrad.renderer import Estimates
 
 from uopattn.block_mask import BlockMask
-from uopattn.dispatch import CPU_DTYPES, EVERYTHING, reasons_against
+from uopattn.dispatch import UNSCALED, WIDE, reasons_against
 from uopattn.dsl.limits import lds_limit
-from uopattn.kernels import amd_backward, cpu_backward, cuda_backward
+from uopattn.kernels import amd_backward, cpu_backward, cuda_backward, hopper_backward
 from uopattn.spec import FLOAT16, AttentionSpec, Input
 from uopattn.target import Target
 from uopattn.threads import thread_count
 
+FEATURES = UNSCALED - {"page_table"}
 SHARED = ("q", "k", "v", "do", "lse", "delta")  # what all of these kernels read
 
 
@@ -109,8 +110,18 @@ def _amd_tiles(of_keys: bool) -> Callable[[AttentionSpec, Target], amd_backward.
   return lambda spec, target: amd_backward.Tiles.choose(target.arch, of_keys, spec.M, spec.N, spec.Dk, spec.Dv)
 
 
-def _amd_block(tiles: amd_backward.Tiles) -> tuple[int, int]:
+def _rows_and_block(tiles: Any) -> tuple[int, int]:
   return tiles.rows, tiles.block
+
+
+def _hopper_tiles(of_keys: bool) -> Callable[[AttentionSpec, Target], hopper_backward.Tiles]:
+  def choose(s: AttentionSpec, target: Target) -> hopper_backward.Tiles:
+    if s.Hq != s.Hkv and s.block_heads is not None and s.block_heads[1] > 1:
+      raise ValueError("query heads that share keys visit tiles of their own; drop the block mask's head dimension")
+    lengths, limit = (s.N, s.M) if of_keys else (s.M, s.N), lds_limit(target.arch)
+    return hopper_backward.Tiles.choose(target.arch, *lengths, s.Dk, s.Dv, limit, of_keys)
+
+  return choose
 
 
 def _cuda_tiles(of_keys: bool) -> Callable[[AttentionSpec, Target], cuda_backward.Tiles]:
@@ -125,8 +136,8 @@ BACKWARDS = (
   Backward(
     "cpu_backward",
     ("CPU",),
-    CPU_DTYPES,
-    EVERYTHING,
+    WIDE,
+    FEATURES,
     (
       Pass(
         ("dq", "dk", "dv"),
@@ -141,26 +152,30 @@ BACKWARDS = (
     "amd_backward",
     ("AMD",),
     FLOAT16,
-    EVERYTHING,
+    FEATURES,
     (
-      Pass(("dq",), _amd_tiles(False), amd_backward.backward_q, _amd_block),
-      Pass(("dk", "dv"), _amd_tiles(True), amd_backward.backward_kv, _amd_block, of_keys=True),
+      Pass(("dq",), _amd_tiles(False), amd_backward.backward_q, _rows_and_block),
+      Pass(("dk", "dv"), _amd_tiles(True), amd_backward.backward_kv, _rows_and_block, of_keys=True),
+    ),
+  ),
+  Backward(
+    "hopper_backward",
+    ("CUDA",),
+    FLOAT16,
+    FEATURES,
+    (
+      Pass(("dq",), _hopper_tiles(False), hopper_backward.backward_q, _rows_and_block),
+      Pass(("dk", "dv"), _hopper_tiles(True), hopper_backward.backward_kv, _rows_and_block, of_keys=True),
     ),
   ),
   Backward(
     "cuda_backward",
     ("CUDA",),
-    (dtypes.half, dtypes.bfloat16, dtypes.float),
-    EVERYTHING,
+    (*FLOAT16, dtypes.float),
+    FEATURES,
     (
-      Pass(("dq",), _cuda_tiles(False), cuda_backward.backward_q, block=lambda tiles: (tiles.rows, tiles.block)),
-      Pass(
-        ("dk", "dv"),
-        _cuda_tiles(True),
-        cuda_backward.backward_kv,
-        block=lambda tiles: (tiles.rows, tiles.block),
-        of_keys=True,
-      ),
+      Pass(("dq",), _cuda_tiles(False), cuda_backward.backward_q, _rows_and_block),
+      Pass(("dk", "dv"), _cuda_tiles(True), cuda_backward.backward_kv, _rows_and_block, of_keys=True),
     ),
     tf32=True,
   ),
@@ -181,4 +196,4 @@ def dispatch_backward(spec: AttentionSpec, target: Target) -> Steps | list[str]:
     except ValueError as error:
       against.append(f"{backward.name}: {error}")
     reasons.append(against)
-  return reasons[0]
+  return reasons[-1]  # of the kernels that serve most

@@ -203,10 +203,25 @@ class GradientGate:
     cls, q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor | None = None, *, tf32: bool = False, **options: Any
   ) -> "GradientGate":
     """Computes both; the arguments are those of `verify_gradients`."""
-    precision = TF32 if tf32 and q.dtype == dtypes.float32 else PRECISIONS[q.dtype]
     a, b, c, d = (numpy(x) for x in (q, k, v, do))
-    of_lse = None if dlse is None else numpy(dlse)
-    exact, naive = (gradients(a, b, c, d, of_lse, precision=x, **options) for x in (EXACT, precision))
+    return cls.of_arrays(a, b, c, d, q.dtype, None if dlse is None else numpy(dlse), tf32=tf32, **options)
+
+  @classmethod
+  def of_arrays(
+    cls,
+    q: Array,
+    k: Array,
+    v: Array,
+    do: Array,
+    dtype: DType,
+    dlse: Array | None = None,
+    *,
+    tf32: bool = False,
+    **options: Any,
+  ) -> "GradientGate":
+    """The same of arrays that hold values of `dtype`."""
+    precision = TF32 if tf32 and dtype == dtypes.float32 else PRECISIONS[dtype]
+    exact, naive = (gradients(q, k, v, do, dlse, precision=x, **options) for x in (EXACT, precision))
     return cls(exact, naive, precision.unit)
 
   def reports(self, **got: Array) -> list[Report]:

@@ -8,16 +8,15 @@ rounded to 16 bits, are a left operand as they are.
 Source: PTX ISA, "Matrix Fragments for mma.m16n8k16" and "Register Fragments for wgmma.mma_async.m64nNk16".
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from tinygrad import UOp, dtypes
 
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.math import LN2
-from uopattn.dsl.scope import gated, sizes
+from uopattn.dsl.scope import as_type, gated, sizes
 from uopattn.dsl.softmax import finish
-from uopattn.dsl.words import as_type
 
 WARP = 32  # lanes
 ROWS = 16  # of a warp's tile
@@ -31,7 +30,7 @@ def row_of(lane: UOp, half: int) -> UOp:
   return lane // QUAD + 8 * half
 
 
-def row_elements(tiles: Sequence[UOp | list[UOp]], half: int) -> list[UOp]:
+def row_elements(tiles: list[UOp], half: int) -> list[UOp]:
   """This lane's elements of one row, over neighbouring accumulator tiles; element i is in column `columns(n)[i]`."""
   return [tile[2 * half + e] for tile in tiles for e in range(2)]
 

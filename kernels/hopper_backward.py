@@ -1,0 +1,307 @@
+"""Gradients of attention on Hopper's matrix cores, sm_90a: `wgmma`, one warpgroup to 64 rows.
+
+The two passes of `cuda_backward`: see there for the method. Each warpgroup keeps 64 queries (`backward_q`) or keys
+(`backward_kv`), and runs through the others, a tile at a time, all of whose products are started at once:
+    start S, then dP               (64, block)   from shared memory
+    wait for S, P                  start dV += P^T dO        (64, Dv)   of `backward_kv`
+    wait for dP, dS                start dK += dS^T Q, or dQ += dS K   (64, Dk)
+    wait for the sums
+
+Who holds what. S, dP, P, dS and the sums are in registers; `uopattn.dsl.quads` says which elements a lane has, and P
+and dS, rounded, are left operands of the last products as they are. What is kept, once, and tiles of the others,
+`stages` of each, are in shared memory (`uopattn.dsl.panels`); `uopattn.dsl.pipeline` fills the slots, such that no
+warpgroup waits for another until it is about to run out of tiles.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tinygrad import UOp, dtypes
+from tinygrad.dtype import DType
+from tinygrad.helpers import ceildiv, round_up
+from tinygrad.uop.ops import AxisType
+
+from uopattn.dsl import Scope, sizes, wgmma
+from uopattn.dsl import instructions as ins
+from uopattn.dsl.gradients import (
+  Elements,
+  Line,
+  Numbers,
+  dropped,
+  lines_of_columns,
+  lines_of_rows,
+  pulled_back,
+  weights,
+)
+from uopattn.dsl.keys import spans
+from uopattn.dsl.panels import Panels
+from uopattn.dsl.pipeline import Pipeline
+from uopattn.dsl.quads import COLUMNS, HALVES, ROWS, WARP, row_of, store_scaled
+from uopattn.dsl.rows import HeadRows
+from uopattn.dsl.rules import HeadRules, Rules, Visit
+from uopattn.dsl.workgroup import Workgroup
+
+CUDA = "cuda"
+WARPS = 4  # in a warpgroup
+
+
+@dataclass(frozen=True)
+class Tiles:
+  """The block sizes of one kernel.
+
+  Attributes:
+    warpgroups: warpgroups in a workgroup.
+    block: rows of a tile that the warpgroups run through, each a column of their scores.
+    stages: slots for tiles.
+  """
+
+  warpgroups: int
+  block: int
+  stages: int = 2
+
+  def __post_init__(self) -> None:
+    if not 16 <= self.block <= 256 or self.block % wgmma.STEP:
+      raise ValueError(f"Tiles.block={self.block}: must be a multiple of {wgmma.STEP} in 16..256")
+    if not 1 <= self.warpgroups <= 8:
+      raise ValueError(f"Tiles.warpgroups={self.warpgroups}: must be in 1..8")
+    if self.stages < 2:
+      raise ValueError(f"Tiles.stages={self.stages}: must be at least 2")
+
+  @property
+  def rows(self) -> int:
+    """Rows that a workgroup keeps."""
+    return self.warpgroups * wgmma.ROWS
+
+  @property
+  def threads(self) -> int:
+    return self.warpgroups * WARPS * WARP
+
+  def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[list[Panels], list[Panels]]:
+    """Room in shared memory for what is kept, and for tiles: of each Dk columns (of Q or K) and Dv (of dO or V)."""
+    widths, least = [round_up(Dk, wgmma.STEP), round_up(Dv, wgmma.STEP)], wgmma.PANEL
+    kept = [Panels.make(s, self.rows, width, 1, self.threads, least=least) for width in widths]
+    return kept, [Panels.make(s, self.block, width, self.stages, self.threads, least=least) for width in widths]
+
+  def shared_bytes(self, Dk: int, Dv: int) -> int:
+    """Bytes of shared memory a workgroup."""
+    return sum(2 * x.slots * x.size for panels in self.panels(Scope(), Dk, Dv) for x in panels)
+
+  def registers(self, sums: int) -> int:
+    """32-bit registers a lane for S, dP and `sums` columns of sums."""
+    return self.block + round_up(sums, wgmma.STEP) // 2
+
+  @classmethod
+  def choose(cls, arch: str, rows: int, others: int, Dk: int, Dv: int, limit: int, of_keys: bool) -> "Tiles":
+    """Tiles for a problem.
+
+    Args:
+      arch: "sm_90" alone has these instructions.
+      rows, others: queries and keys; for `backward_kv` keys and queries.
+      limit: bytes of shared memory that a workgroup may have.
+      of_keys: whether they are for `backward_kv`.
+
+    Raises:
+      ValueError: another architecture; head sizes that are no multiples of 8, or too large.
+    """
+    if arch != "sm_90" or Dk % 8 or Dv % 8:
+      raise ValueError(f"{arch} with head sizes {Dk} and {Dv}: must be sm_90, with head sizes that are multiples of 8")
+    warpgroups, block = FAST[of_keys][max(Dk, Dv) > 64]
+    warpgroups, block = min(warpgroups, ceildiv(rows, wgmma.ROWS)), min(block, round_up(others, wgmma.STEP))
+    sums = Dk + Dv if of_keys else Dk
+    for n in (warpgroups, 1):
+      tiles = cls(n, block)
+      if tiles.registers(sums) <= LIMIT and tiles.shared_bytes(Dk, Dv) <= limit:
+        return tiles
+    raise ValueError(
+      f"head sizes {Dk} and {Dv}: {tiles} needs {tiles.registers(sums)} registers a lane, of {LIMIT}, and "
+      f"{tiles.shared_bytes(Dk, Dv)} bytes of shared memory, of {limit}"
+    )
+
+
+# Of 255 registers, what `Tiles.registers` counts may take: P, dS, addresses and temporaries need the rest.
+LIMIT = 192
+# Warpgroups and `Tiles.block` of `backward_q` and of `backward_kv`, for head sizes up to 64 and above.
+FAST = (((2, 64), (3, 64)), ((1, 64), (2, 64)))
+
+
+def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles) -> UOp:
+  """Builds the kernel for the gradient of the queries.
+
+  Args:
+    dq, q, k, v, do, lse, delta, rules: as for `cuda_backward.backward_q`; in 16 bits, head sizes
+      multiples of 8.
+    tiles: block sizes.
+  """
+  (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
+  blocks = ceildiv(M, tiles.rows)
+  s = Scope()
+  group = Workgroup(s, heads, blocks, tiles.warpgroups * WARPS, WARP)
+  block = blocks - 1 - group.block if rules.longest_last else group.block  # those with the most tiles start first
+  here = rules.at(group.head)
+  visit = here.visit(block * tiles.rows, tiles.rows, tiles.block)
+  rows, found = rows_of(group, block, tiles), Numbers(lse, delta, group.head)
+  numbers = {place: found.of(row, True) for place, row in rows.items()}
+
+  def lines(first: UOp, masked: bool) -> list[Line]:
+    return lines_of_rows(rows, numbers, first, tiles.block, group.lane)
+
+  kept, room = tiles.panels(s, Dk, Dv)
+  pipe = Pipeline(s, here.keys(k), here.keys(v), visit, room[0], room[1], group.thread, lag=0)
+  loop = Mainloop(s, group, q.dtype, tiles, here, visit, kept, pipe, lines)
+  copies = loop.keep((q, do), group.head, UOp.const(M), block, pipe.open())
+  sums, done = loop.run([loop.zeros(Dk, group.item)], *copies)
+  sums = _after(sums, done)
+  name = f"attention_backward_q_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
+  return group.kernel(name, loop.store(dq, sums[0], rows))
+
+
+def backward_kv(
+  dk: UOp, dv: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles
+) -> UOp:
+  """Builds the kernel for the gradients of keys and values, summed over the query heads that share them.
+
+  Args:
+    dk, dv, q, k, v, do, lse, delta, rules: as for `cuda_backward.backward_kv`, in 16 bits, head sizes
+      multiples of 8; the same number of tiles for all heads that share keys.
+    tiles: block sizes.
+  """
+  (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
+  s = Scope()
+  group = Workgroup(s, kv_heads, ceildiv(N, tiles.rows), tiles.warpgroups * WARPS, WARP)
+  share = heads // kv_heads
+  member = s.axis(share, AxisType.REDUCE) if share > 1 else UOp.const(0)
+  head = group.head * share + member
+  here = rules.at(head)
+  visit = here.visit_queries(group.block * tiles.rows, tiles.rows, tiles.block)
+  rows, numbers = rows_of(group, group.block, tiles), Numbers(lse, delta, head)
+
+  def lines(first: UOp, masked: bool) -> list[Line]:
+    return lines_of_columns(rows, numbers, first, tiles.block, group.lane, masked)
+
+  kept, room = tiles.panels(s, Dk, Dv)
+  queries, before = [HeadRows.of(x, head, UOp.const(M)) for x in (q, do)], member * (visit.count + tiles.stages - 1)
+  pipe = Pipeline(s, queries[0], queries[1], visit, room[0], room[1], group.thread, lag=0, before=before)
+  loop = Mainloop(s, group, q.dtype, tiles, here, visit, kept, pipe, lines)
+  length = rules.at(group.head * share).length
+  copies = loop.keep((k, v), group.head, length, group.block, pipe.open())
+  sums = [loop.zeros(Dk, group.item), loop.zeros(Dv, group.item)]
+  if share == 1:
+    sums, done = loop.run(sums, *copies)
+  else:
+    done = loop.run(_after(sums, member), member, *copies)[1].end(member)
+  sums = _after(sums, done)
+  name = f"attention_backward_kv_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
+  return group.kernel(name, loop.store(dk, sums[0], rows) + loop.store(dv, sums[1], rows))
+
+
+def rows_of(group: Workgroup, block: UOp, tiles: Tiles) -> dict[tuple[int, int], UOp]:
+  """A lane's rows, by tile of 16, of which it has one, and half."""
+  first = block * tiles.rows + group.warp * ROWS
+  return {(0, half): first + row_of(group.lane, half) for half in range(HALVES)}
+
+
+@dataclass(frozen=True)
+class Mainloop:
+  """A warpgroup's way through the tiles, which are counted by their position in the visit.
+
+  Attributes:
+    s: the kernel's axes.
+    group: where this thread stands.
+    dtype: of q, k and v.
+    tiles: block sizes.
+    here: the rules for the queries.
+    visit: the tiles.
+    kept: room for the workgroup's own rows, of Q and dO or of K and V.
+    pipe: brings the tiles of the others.
+    lines: this lane's queries, from a tile's first row, and whether it may have hidden scores.
+  """
+
+  s: Scope
+  group: Workgroup
+  dtype: DType
+  tiles: Tiles
+  here: HeadRules
+  visit: Visit
+  kept: list[Panels]
+  pipe: Pipeline
+  lines: Callable[[UOp, bool], list[Line]]
+
+  def zeros(self, width: int, *after: UOp) -> UOp:
+    """A sum for each of the rows, of `width` columns."""
+    return self.s.filled(0.0, round_up(width, wgmma.STEP) // 2, after=after)
+
+  def keep(self, sources: tuple[UOp, UOp], head: UOp, length: UOp, block: UOp, *after: UOp) -> list[UOp]:
+    """Starts copying the workgroup's own rows."""
+    copies = []
+    for panels, x in zip(self.kept, sources, strict=True):
+      copies += panels.fill_tile(UOp.const(0), HeadRows.of(x, head, length), block, self.group.thread, *after)
+    return copies
+
+  def run(self, sums: list[UOp], *after: UOp) -> tuple[list[UOp], UOp]:
+    """All tiles, added to the sums: of dS times the first of the tiles, and of P times the second.
+
+    Returns:
+      The sums, and what is done when no copy is under way any more.
+    """
+    begun = self.pipe.start_first(*after)
+    count, words = self.tiles.block // 2, self.tiles.block // 4
+    scores = [self.s.buffer(count) for _ in range(2)]  # S and dP
+    factors = [self.s.buffer(words, dtype=dtypes.uint) for _ in sums]  # dS and P
+    for first, trips, masked in spans(UOp.const(0), self.visit.whole, self.visit.count):
+      trip = self.s.axis(trips, AxisType.REDUCE)
+      done = self.attend(first + trip, masked, scores, factors, _after(sums, trip), begun, trip)
+      sums = _after(sums, done.end(trip))
+    return sums, self.pipe.drain(self.visit.count, *sums)
+
+  def attend(self, n: UOp, masked: bool, scores: list[UOp], factors: list[UOp], sums: list[UOp], *after: UOp) -> UOp:
+    """Adds the n-th tile to the sums; what is done when it is."""
+    lines, started = self.lines(self.visit.tile(n) * self.tiles.block, masked), self.pipe.arrived(n, *after, *sums)
+    tiles = self.pipe.tiles(n)
+    for kept, tile, into in zip(self.kept, tiles, scores, strict=True):
+      started = self.multiply_kept(kept, tile, into, started)
+    following = self.pipe.start(n + self.pipe.ahead, started)
+    ready = wgmma.wait(1, self.tiles.block, scores[0][0], following)
+    products = self.elements(scores[0].after(ready))
+    p = weights(self.here, lines, products, masked)
+    under_way = ready
+    if len(sums) > 1:
+      under_way = self.accumulate(sums[1], factors[1], dropped(self.here, lines, p), tiles[1], ready)
+    ready = wgmma.wait(len(sums) - 1, self.tiles.block, scores[1][0], under_way)
+    ds = pulled_back(self.here, lines, p, products, self.elements(scores[1].after(ready)))
+    under_way = self.accumulate(sums[0], factors[0], ds, tiles[0], ready)
+    for pending in reversed(range(len(sums))):
+      under_way = wgmma.wait(pending, sizes(sums[pending])[0] * 2, sums[pending][0], under_way)
+    return self.pipe.release(n, under_way)
+
+  def multiply_kept(self, kept: Panels, tile: Panels, into: UOp, *after: UOp) -> UOp:
+    """Starts the product of the warpgroup's own rows with those of a tile, (64, block)."""
+    rows = kept.after(*after).address(self.group.warp // WARPS * wgmma.ROWS)
+    steps, panels = kept.columns // wgmma.STEP, (kept.panel, tile.panel)
+    return wgmma.start(self.dtype, tile.rows, steps, into[0], rows, tile.after(*after).address(), panels, *after)
+
+  def accumulate(self, total: UOp, factor: UOp, elements: Elements, tile: Panels, *after: UOp) -> UOp:
+    """Starts total += factor times a tile, (64, columns)."""
+    words = [
+      ins.pack(CUDA, elements[0, i, 2 * half], elements[0, i, 2 * half + 1], self.dtype)
+      for i in range(self.tiles.block // COLUMNS)
+      for half in range(HALVES)
+    ]
+    held = factor.after(UOp.group(*[factor.after(*after)[i].store(word) for i, word in enumerate(words)]))
+    steps, panels = tile.rows // wgmma.STEP, (0, tile.panel)
+    address = tile.after(*after).address()
+    return wgmma.start(self.dtype, tile.columns, steps, total[0], held[0], address, panels, *after, registers=True)
+
+  def elements(self, scores: UOp) -> Elements:
+    """This lane's elements of S or dP."""
+    return {(0, i // 4, i % 4): scores[i].load() for i in range(self.tiles.block // 2)}
+
+  def store(self, x: UOp, total: UOp, rows: dict[tuple[int, int], UOp]) -> list[UOp]:
+    """A sum to the rows of x."""
+    stores = []
+    for (_, half), row in rows.items():
+      stores += store_scaled(x, self.group.head, row, half, total.reshape(-1, 4), UOp.const(1.0), self.group.lane)
+    return stores
+
+
+def _after(sums: list[UOp], *after: UOp) -> list[UOp]:
+  return [x.after(*after) for x in sums]

@@ -1,0 +1,144 @@
+"""From scores to the gradients of a backward pass, element by element, on NVIDIA: see `uopattn.dsl.quads`.
+
+With rows of queries or of keys, each of a lane's elements has a place: tile of 16 rows, accumulator tile, element. What
+stands between q.k and the softmax is asked query by query: a line is a query with what a lane has of its scores.
+
+Source: FlashAttention-2 (Dao, 2023), algorithm 2.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tinygrad import UOp, dtypes
+
+from uopattn.dsl import instructions as ins
+from uopattn.dsl.math import LOG2E
+from uopattn.dsl.quads import COLUMNS, QUAD, ROWS, columns
+from uopattn.dsl.rules import HeadRules
+from uopattn.dsl.scope import sizes
+
+CUDA = "cuda"
+LOWEST = -1e30  # an lse less than any other
+Place = tuple[int, int, int]
+Elements = dict[Place, UOp]
+Rows = Mapping[tuple[int, int], UOp]  # by tile of 16 and half
+
+
+@dataclass(frozen=True)
+class Line:
+  """A query, and what a lane has of its scores.
+
+  Attributes:
+    query: which.
+    first, offsets: the keys are first + offset.
+    places: of their scores.
+    lse: of the query, in base 2.
+    delta: of the query.
+  """
+
+  query: UOp
+  first: UOp
+  offsets: Sequence[int]
+  places: list[Place]
+  lse: UOp
+  delta: UOp
+
+  @property
+  def keys(self) -> tuple[UOp, UOp, Sequence[int]]:
+    """As the methods of `HeadRules` take them."""
+    return self.query, self.first, self.offsets
+
+
+@dataclass(frozen=True)
+class Numbers:
+  """lse and delta of the queries of a head, (heads, M) float32 both.
+
+  A query that sees no key has an lse of -inf, as have its scores: a finite one in its place makes P 0.
+  """
+
+  lse: UOp
+  delta: UOp
+  head: UOp
+
+  def of(self, query: UOp, doubtful: bool) -> tuple[UOp, UOp]:
+    """lse, in base 2, and delta of a query; of one that may not exist, if `doubtful`, such that its P is 0."""
+    count = sizes(self.lse)[1]
+    at = self.head * count + (query.minimum(count - 1) if doubtful else query)
+    lse, delta = self.lse.base[at].load(), self.delta.base[at].load()
+    lse = ins.fmax(CUDA, lse * LOG2E, UOp.const(LOWEST, dtypes.float))
+    return (query < count).where(lse, float("inf")) if doubtful else lse, delta
+
+
+def lines_of_rows(
+  rows: Mapping[tuple[int, int], UOp],
+  numbers: Mapping[tuple[int, int], tuple[UOp, UOp]],
+  first: UOp,
+  width: int,
+  lane: UOp,
+) -> list[Line]:
+  """Where rows are queries.
+
+  Args:
+    rows: a lane's.
+    numbers: lse and delta of each.
+    first: the first of `width` keys.
+  """
+  key, offsets = first + lane % QUAD * 2, columns(width // COLUMNS)
+  return [
+    Line(row, key, offsets, [(i, j // COLUMNS, 2 * half + j % 2) for j in offsets], *numbers[i, half])
+    for (i, half), row in rows.items()
+  ]
+
+
+def lines_of_columns(rows: Rows, numbers: Numbers, first: UOp, width: int, lane: UOp, doubtful: bool) -> list[Line]:
+  """Where rows are keys.
+
+  Args:
+    rows: a lane's.
+    numbers: lse and delta.
+    first: the first of `width` queries.
+    doubtful: whether all of them exist.
+  """
+  offsets, lines = [i * ROWS + half * COLUMNS for i, half in rows], []
+  for j in columns(width // COLUMNS):
+    query = first + lane % QUAD * 2 + j
+    places = [(i, j // COLUMNS, 2 * half + j % 2) for i, half in rows]
+    lines.append(Line(query, rows[0, 0], offsets, places, *numbers.of(query, doubtful)))
+  return lines
+
+
+def weights(here: HeadRules, lines: list[Line], products: Elements, masked: bool) -> Elements:
+  """P = exp(S - lse), before dropout, of S = Q K^T."""
+  found: Elements = {}
+  for line in lines:
+    scores = here.scores([products[at] for at in line.places], *line.keys, masked)
+    p = [ins.exp2(CUDA, x * here.rules.factors[1] - line.lse) for x in scores]
+    found |= zip(line.places, p, strict=True)
+  return found
+
+
+def dropped(here: HeadRules, lines: list[Line], p: Elements) -> Elements:
+  """P after dropout."""
+  found: Elements = {}
+  for line in lines:
+    found |= zip(line.places, here.dropped([p[at] for at in line.places], *line.keys), strict=True)
+  return found
+
+
+def pulled_back(
+  here: HeadRules, lines: list[Line], p: Elements, products: Elements, grads: Elements, begun: bool = False
+) -> Elements:
+  """The gradient of S: of the scores P (dP - delta), made that of the products.
+
+  Args:
+    p: before dropout.
+    grads: dP = dO V^T.
+    begun: whether delta is already subtracted from dP; not where there is dropout.
+  """
+  found: Elements = {}
+  for line in lines:
+    dp = here.dropped([grads[at] for at in line.places], *line.keys)
+    dp = dp if begun else [x - line.delta for x in dp]
+    ds = [p[at] * x for at, x in zip(line.places, dp, strict=True)]
+    found |= zip(line.places, here.pulled_back(ds, [products[at] for at in line.places], *line.keys), strict=True)
+  return found
