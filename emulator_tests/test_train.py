@@ -1,5 +1,6 @@
 """A training loop with the kernels: the curve of tinygrad's own attention, and the script sees one that is not."""
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -40,15 +41,21 @@ WRONG = {
 }
 
 
-@pytest.fixture(scope="module")
+@functools.cache
+def trained() -> dict[str, Training]:
+  *_, last = train(MODEL, Text.of_python(), BATCH, STEPS, 0, ATTENTIONS | {"again": kernel()} | WRONG)
+  return last
+
+
+@pytest.fixture
+def trainings() -> dict[str, Training]:
+  """All of them, once; not of the module's scope, which would come before the device is chosen."""
+  return trained()
+
+
+@pytest.fixture
 def text() -> Text:
   return Text.of_python()
-
-
-@pytest.fixture(scope="module")
-def trainings(text: Text) -> dict[str, Training]:
-  *_, last = train(MODEL, text, BATCH, STEPS, 0, ATTENTIONS | {"again": kernel()} | WRONG)
-  return last
 
 
 def test_curves_agree(trainings: dict[str, Training]) -> None:
