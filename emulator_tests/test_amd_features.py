@@ -214,7 +214,7 @@ def run_rules(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, name: str, *arrays:
   def fxn(o: UOp, q: UOp, k: UOp, v: UOp, *buffers: UOp) -> UOp:
     flat = [x.reshape(-1, *x.shape[-2:]) for x in (o, q, k, v)]
     named: Options = {name: buffers}
-    rules = Rules(M, N, heads=HQ, scale=DK**-0.5, **named)
+    rules = Rules(M, N, heads=HQ, group=HQ // HKV, scale=DK**-0.5, **named)
     kernel = forward(*flat, rules=rules, tiles=tiles)
     return kernel.replace(arg=replace(kernel.arg, estimates=Estimates()))
 

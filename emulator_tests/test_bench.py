@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import readme_table
 
-from uopattn import bench, contenders, run
+from uopattn import bandwidth, bench, contenders, contenders_backward, run
 from uopattn.bench import Timing, main
 from uopattn.run import Config, Problem
 
@@ -23,6 +23,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(bench, "SPIN", 0)
   monkeypatch.setattr(bench, "TURN", 0)
   monkeypatch.setattr(contenders, "PRODUCT", 16)
+  monkeypatch.setattr(contenders, "READ", 1 << 18)
 
 
 @pytest.fixture
@@ -45,12 +46,49 @@ def test_quick_run_writes_the_record_and_the_plot(tmp_path: Path, capsys: pytest
     assert ours["correct"] is True
     assert ours["error"] <= ours["errors"]["output"]["relative_bound"]
     assert ours["gflops"] == pytest.approx(row["flops"] / ours["median"] / 1e9)
-    assert ours["share"].keys() == row["product"].keys()
+    assert ours["share"].keys() == row["limits"].keys()
     assert row["ratios"] == {}
+    if row["problem"]["M"] == 1:  # what counts is how fast K and V are read
+      assert row["limits"].keys() == {"read"}
+      assert ours["gbytes"] == pytest.approx(2 * 2 * 128 * 32 * 2 / ours["median"] / 1e9)
+      assert ours["share"]["read"] == pytest.approx(ours["gbytes"] / row["limits"]["read"]["gbytes"])
+    else:
+      assert "gbytes" not in ours
   assert files[1].read_bytes().startswith(b"\x89PNG")
   printed = capsys.readouterr().out
   assert printed.count("GFLOP/s") == len(made["rows"])
   assert "B=1 H=4 HKV=2 M=1 N=128 D=32 bfloat16" in printed
+  assert printed.count("of a read") == 1
+
+
+@pytest.mark.usefixtures("one_row")
+def test_gradients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+  assert main(["cpu", "--quick", "--backward", "--rounds", "2", "--json", f"{tmp_path}/b.json"]) == 0
+  (row,) = json.loads((tmp_path / "b.json").read_text())["rows"]
+  ours = row["contenders"]["uopattn"]
+  assert row["backward"] is True
+  assert row["flops"] == 5 * 2 * 2 * 40 * 40 * 8  # products, heads, operations of a pair and column, sizes
+  assert ours["errors"].keys() == {f"gradient of {x}" for x in "qkv"}
+  assert ours["correct"] is True
+  assert len(ours["seconds"]) == 2
+  assert "B=1 H=2 N=40 D=8 float backward" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("one_row")
+def test_wrong_gradients_get_no_speed(
+  monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+  right = contenders_backward.by_kernels
+
+  def swapped(*given: Any) -> list[Any]:
+    dq, dk, dv = right(*given)
+    return [dq, dv, dk]
+
+  monkeypatch.setattr(contenders_backward, "by_kernels", swapped)
+  assert main(["cpu", "--quick", "--backward", "--rounds", "1", "--json", f"{tmp_path}/b.json"]) == 1
+  (row,) = json.loads((tmp_path / "b.json").read_text())["rows"]
+  assert "seconds" not in row["contenders"]["uopattn"]
+  assert "fails the gate: gradient of k" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("one_row")
@@ -106,6 +144,7 @@ def test_a_wrong_contender_is_shown_and_gets_no_speed(
   ("words", "message"),
   [
     (["--against", "jax"], "--against jax: unknown; accepted are torch, tinygrad"),
+    (["--backward", "--against", "tinygrad"], "--against tinygrad: with --backward there is torch alone"),
     (["--rounds", "0"], "--rounds 0 is less than 1"),
     (["--json", "/nowhere/a.json"], "--json /nowhere/a.json: there is no such folder"),
   ],
@@ -124,7 +163,9 @@ def test_a_contender_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, caps
   assert main(["--quick", "--against", "torch"]) == 2
   message = "uopattn.bench: --against torch: it cannot be imported: No module named 'torch'\n"
   assert capsys.readouterr().err == message
-  assert contenders.product()[0] == "numpy"
+  found = contenders.product()
+  assert found is not None
+  assert found.name == "numpy"
 
 
 def test_interrupted_keeps_the_rows_done(
@@ -203,6 +244,20 @@ def test_table_from_a_record() -> None:
     "| 1 8 64 16 | half, causal | 200 | 3% | 50% | 25% | 1.2e-04 | 100 | 1.2e-04 | 2.01 (1.90) |",
     "| 1 8 64 16 | half | fails the gate | | | | 5.0e-01 | 100 | 1.2e-04 | |",
   ]
+
+
+def test_rows_of_few_queries_show_their_share_of_a_read() -> None:
+  record = example()
+  record["rows"][0]["contenders"]["uopattn"] |= {"share": {"read": 0.914}, "gbytes": 44.6}
+  head, _, row, _ = readme_table.table(record).splitlines()
+  assert "| of a read |" in head
+  assert "| 91% (45 GB/s) |" in row
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_read_reads_everything(parts: int) -> None:
+  size = parts * 4 * bandwidth.ITEMS * bandwidth.VECTORS * bandwidth.LANES
+  assert bandwidth.reader(size)().tolist() == [size / 4 / bandwidth.ITEMS] * bandwidth.ITEMS
 
 
 def test_table_goes_between_the_markers(tmp_path: Path) -> None:

@@ -35,21 +35,27 @@ class Notation:
     accumulator: the same on full vectors; the group is c.
     store: of a vector.
     jump: what comes before the label.
+    prefetch: of a line.
   """
 
   multiply_add: str
   accumulator: str
   store: str
   jump: str
+  prefetch: str
 
 
 def x86(register: str) -> Notation:
   return Notation(
-    r"vfmadd231ps", rf"vfmadd231ps\s[^#]*%({register}\d+)\s*(#|$)", r"vmov\w+\s+%[xyz]mm\d+, .*\(%", r"j\w+\s+"
+    r"vfmadd231ps",
+    rf"vfmadd231ps\s[^#]*%({register}\d+)\s*(#|$)",
+    r"vmov\w+\s+%[xyz]mm\d+, .*\(%",
+    r"j\w+\s+",
+    r"prefetcht0\s",
   )
 
 
-NEON = Notation(r"fml?ad?\s", r"fmla\s+(v\d+)\.4s,", r"st\w+\s+\W*[bhsdqvz]\d", r"(b\.|cbn?z|tbn?z).*\s")
+NEON = Notation(r"fml?ad?\s", r"fmla\s+(v\d+)\.4s,", r"st\w+\s+\W*[bhsdqvz]\d", r"(b\.|cbn?z|tbn?z).*\s", r"prfu?m\s")
 MACHINES = {
   "x86_64,haswell": x86("ymm"),
   "x86_64,skylake-avx512": x86("ymm"),
@@ -87,11 +93,14 @@ def innermost_loops(text: str, jump: str) -> list[list[str]]:
   return loops
 
 
-def check_products(kernel: UOp, arch: str, notation: Notation, accumulators: int, least: int = 2) -> None:
+def check_products(
+  kernel: UOp, arch: str, notation: Notation, accumulators: int, least: int = 2, prefetch: bool = False
+) -> None:
   """All products, and no other loop, have that many accumulators, all in vector registers of the full width.
 
   Args:
     least: how many products there are; each may be written out for several strips.
+    prefetch: whether they also ask for what is read next.
   """
 
   def found(pattern: str, loop: list[str]) -> list[re.Match[str]]:
@@ -106,6 +115,7 @@ def check_products(kernel: UOp, arch: str, notation: Notation, accumulators: int
     assert len(full) == len(found(notation.multiply_add, loop))
     assert len({match[1] for match in full}) == accumulators
     assert found(notation.store, loop) == []
+    assert bool(found(notation.prefetch, loop)) == prefetch
     assert not any("Spill" in line or "Reload" in line for line in loop)
 
 
@@ -131,7 +141,7 @@ def test_products_of_few_queries_run_in_registers(arch: str, dtype) -> None:
   assert isinstance(choice, Choice)
   assert choice.kernel.name == "cpu_decode"
   accumulators = choice.tiles.unroll_m * choice.tiles.unroll_n
-  check_products(graph(choice, spec, placeholders(choice, spec)), machine.arch, notation, accumulators)
+  check_products(graph(choice, spec, placeholders(choice, spec)), machine.arch, notation, accumulators, prefetch=True)
 
 
 @pytest.mark.parametrize("arch", MACHINES)
@@ -149,12 +159,14 @@ def test_products_of_the_backward_pass_run_in_registers(arch: str, dtype, is_cau
 X86 = platform.machine() == "x86_64"
 
 RUN = """
+from gradients import check_gradients
 from helpers import DTYPES, check_attention, qkv
 from uopattn.target import Target
 print(Target.of("CPU"))
 for shape in ((1, 2, 2, 100, 130, 64, 64), (1, 6, 2, 1, 77, 33, 17)):
   for dtype in DTYPES:
     check_attention(*qkv(*shape, dtype), is_causal=True, q_start=30)
+    check_gradients(*qkv(*shape, dtype), {"is_causal": True, "q_start": 30})
 """
 
 

@@ -88,8 +88,8 @@ def ones(s, alpha: UOp, within) -> UOp:
   return s.assign(s.buffer(*alpha.shape), lambda r: 1.0, within=within)
 
 
-def no_rescale_of_o(s, p, v, acc, alpha, first_row, tiles, within):
-  return right_pv(s, p, v, acc, ones(s, alpha, within), first_row, tiles, within)
+def no_rescale_of_o(s, p, v, k_next, acc, alpha, *rest):
+  return right_pv(s, p, v, k_next, acc, ones(s, alpha, rest[-1]), *rest)
 
 
 def no_rescale_of_l(s, p, l_old, alpha, first_row, within):
@@ -112,7 +112,8 @@ def half_of_the_lanes(s, x, op, within):
 
 
 def rest_of_the_head_left_out(s, q, k, *rest):
-  return right_qk(s, q, lambda n, d: (d < 16).where(k(n, d), 0.0), *rest)
+  beginning = s.assign(s.buffer(*q.shape), lambda r, d: (d < 16).where(q[r, d], 0.0), within=rest[-1])
+  return right_qk(s, beginning, k, *rest)
 
 
 MISTAKES: dict[str, tuple[str, Any, dict[str, Any]]] = {

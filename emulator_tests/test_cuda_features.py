@@ -24,7 +24,7 @@ from uopattn.spec import Extras, make_spec
 Options = dict[str, Any]
 
 TILES: dict[str, Any] = {"sm_80": cuda_forward.Tiles(2, 1, 16), "sm_90": hopper_forward.Tiles(1, 16)}
-SHAPE = B, HEADS, _, M, N, _, DV = 2, 4, 2, 77, 110, 24, 40
+SHAPE = B, HEADS, KV_HEADS, M, N, _, DV = 2, 4, 2, 77, 110, 24, 40
 RANDOM = np.random.default_rng(5)
 NORMAL = RANDOM.standard_normal((1, HEADS, M, N)).astype(np.float32)
 SLOPES, PARTS = np.array([0.1, 0.2, 0.3, 0.4], np.float32), (np.arange(N) // 40).astype(np.int32)
@@ -188,7 +188,7 @@ def with_rules(arch: str, field: str, *tables: np.ndarray[Any, Any]) -> Tensor:
 
   def body(o: UOp, q: UOp, k: UOp, v: UOp, *buffers: UOp) -> UOp:
     given: Options = {field: buffers}
-    rules = Rules(M, N, heads=HEADS, scale=24**-0.5, **given)
+    rules = Rules(M, N, heads=HEADS, group=HEADS // KV_HEADS, scale=24**-0.5, **given)
     graph = kernel.forward(o, q, k, v, rules=rules, tiles=TILES[arch])
     return graph.replace(arg=replace(graph.arg, estimates=Estimates()))  # tinygrad's own fail
 
@@ -237,7 +237,7 @@ def test_each_barrier_and_wait_deleted(arch: str) -> None:
 
 right_window = HeadRules._firsts
 MISTAKES: dict[str, tuple[str, Any, str]] = {
-  "sinks forgotten": ("sink", property(lambda self: None), "sinks"),
+  "sinks forgotten": ("sink", lambda self, row: None, "sinks"),
   "keys past the length seen": ("length", property(lambda self: UOp.const(self.rules.N)), "lengths"),
   "window one key narrow": ("_firsts", lambda self, row: [x + 1 for x in right_window(self, row)], "window"),
   "softcap forgotten": ("modified", lambda self, score, row, key: score, "softcap"),

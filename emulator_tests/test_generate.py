@@ -77,6 +77,7 @@ def test_characters_of_several_tokens_are_written_whole(small: SmolLM, capsys, m
     (("",), "the text is empty"),
     ((), "give either a text or --measure"),
     (("Hi", "--measure"), "give either a text or --measure"),
+    (("Hi", "--cache", "int8", "--attention", "reference"), "--cache int8 is for a text, and for uopattn's kernel"),
     (("Hi", "--tokens", "0"), "--tokens is 0; it must be at least 1"),
   ],
 )

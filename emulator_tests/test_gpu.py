@@ -31,6 +31,9 @@ CASES: dict[str, tuple[tuple[int, int, int, int, int, int, int], Any, dict[str, 
   "wide values": ((1, 2, 2, 200, 256, 80, 128), BFLOAT, {}),
   "large head": ((1, 2, 2, 300, 400, 256, 256), HALF, {"is_causal": True}),
   "rows that see no key": ((1, 2, 2, 300, 300, 64, 64), HALF, {"is_causal": True, "q_start": -150}),
+  "one query of each head of a group": ((2, 8, 2, 1, 3000, 64, 64), HALF, {}),
+  "five queries": ((1, 16, 2, 5, 5000, 128, 40), BFLOAT, {"is_causal": True, "q_start": 4995}),
+  "more than 128k keys": ((1, 4, 1, 1, 140_001, 64, 64), HALF, {}),
   "scale 0": ((1, 1, 1, 200, 300, 64, 64), HALF, {"scale": 0.0}),
   "negative scale": ((1, 1, 1, 200, 300, 64, 64), BFLOAT, {"scale": -0.5}),
 }
@@ -96,6 +99,20 @@ def test_one_kernel_serves_all_values_of_variables() -> None:
 
   for first in (0, 3, 300, 636, 64):
     check(q, k, v, run(start.bind(first)), is_causal=True, q_start=first)
+
+
+def test_one_kernel_serves_all_lengths_of_split_keys() -> None:
+  q, k, v = qkv(2, 8, 2, 1, 4096, 64, 64, HALF)
+  length = UOp.variable("length", 0, 4096)
+
+  @TinyJit
+  def run(keys: UOp) -> Tensor:
+    first = attention(q, k, v, kv_lengths=keys, enable_gqa=True, backend="kernel")
+    return attention(first, k, v, kv_lengths=keys, enable_gqa=True, backend="kernel").realize()
+
+  for keys in (1, 4096, 0, 2000, 31, 33, 257):
+    first = attention(q, k, v, kv_lengths=keys, enable_gqa=True, backend="kernel").realize()
+    check(first, k, v, run(length.bind(keys)), kv_lengths=np.array([keys, keys]))
 
 
 @pytest.mark.skipif(KIND != "CUDA", reason="types of the CUDA kernels")

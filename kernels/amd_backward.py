@@ -14,6 +14,14 @@ delta. While all work on a tile, the next one is on its way: `uopattn.dsl.stagin
 
 A query's L and delta are its lane's alone in the pass for dQ; in that for dK and dV each lane reads those of its rows.
 A workgroup there adds up all query heads of its key head's group: two runs give the same bits.
+
+Not measured: no AMD GPU at hand. Compiled by LLVM 22 (scripts/compile_report.py, 2026-11-21). Instructions in the main
+loop for each matrix instruction, float16 / bfloat16, and VGPRs, at D=64 for dQ: gfx1100 7.9 / 8.3 (240), gfx1201
+7.1 / 7.5 (201), gfx942 3.4 / 3.7 (156), gfx950 5.5 / 6.1 (154); for dK and dV: gfx1100 9.2 / 9.8 (252), gfx1201
+7.7 / 8.5 (248), gfx942 3.6 / 3.8 (196), gfx950 5.7 / 6.4 (210). None spills but gfx1100 with a causal mask, 5 registers
+of dK and dV, outside the main loop. At D=128, float16, dQ and dK dV: gfx1201 6.3 (190) and 7.5 (245), gfx942 2.6 (244)
+and 2.7 (340), gfx950 3.7 (288) and 3.9 (370), without spills; gfx1100, whose operands take twice the registers, spills
+10 and 87 there.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +43,7 @@ from uopattn.dsl.products import Operand, accumulate, as_operands, load_operands
 from uopattn.dsl.rows import HeadRows
 from uopattn.dsl.rules import HeadRules, Rules, Visit
 from uopattn.dsl.staging import Rows, Stage
-from uopattn.dsl.words import words_of
+from uopattn.dsl.words import Load, words_of
 from uopattn.dsl.workgroup import Workgroup
 
 LDS_LIMIT = 64 << 10  # bytes a workgroup
@@ -95,6 +103,14 @@ class Tiles:
     swaps = (1 + self.of_keys) * self.rows * (self.block + pad) if f.repeated else 0
     return 2 * (as_is + transposed + swaps) + (8 * round_up(self.block, self.threads) if self.of_keys else 0)
 
+  def registers(self, Dk: int, Dv: int) -> int:
+    """32-bit registers a lane for own rows, sums, S, dP, the operands made of them, and the tile on its way to LDS."""
+    f, sums = self.fragments, (Dk, Dv) if self.of_keys else (Dk,)
+    operands = sum(ceildiv(x, f.step) for x in (Dk, Dv)) + len(sums) * self.block // f.step
+    results = sum(ceildiv(x, ROWS) for x in sums) + 2 * self.block // ROWS
+    moving = self.block * (Dk + Dv + sum(sums)) // 2 // self.threads
+    return self.own * (operands * f.width // 2 + results * f.result) + moving
+
   @classmethod
   def choose(cls, arch: str, of_keys: bool, M: int, N: int, Dk: int, Dv: int) -> "Tiles":
     """Tiles of a pass for a target.
@@ -102,8 +118,19 @@ class Tiles:
     Raises:
       ValueError: the target is unknown, or the head size too large for LDS even with the smallest tile.
     """
-    least = cls.least(Fragments.of(arch))
-    return cls(arch, of_keys, 4, 1, least)
+    f = Fragments.of(arch)
+    rows, others = (N, M) if of_keys else (M, N)
+    least, waves = cls.least(f), min(4, ceildiv(rows, ROWS))
+    own = 1 if f.lanes == 32 or rows <= waves * ROWS else 2  # RDNA has registers for one
+    blocks = [block for block in (32, 16) if block % least == 0 and block < others + least]
+    candidates = [cls(arch, of_keys, waves, own, block) for block in blocks or [least]]
+    for tiles in candidates:
+      if tiles.registers(Dk, Dv) <= (210 if f.lanes == 32 else 400) and tiles.lds_bytes(Dk, Dv) <= LDS_LIMIT:
+        return tiles
+    tiles = min(candidates, key=lambda x: x.block)
+    if (needed := tiles.lds_bytes(Dk, Dv)) > LDS_LIMIT:
+      raise ValueError(f"head size {max(Dk, Dv)}: a tile needs {needed} bytes of LDS, the limit is {LDS_LIMIT}")
+    return tiles
 
 
 class Pairs(NamedTuple):
@@ -112,7 +139,7 @@ class Pairs(NamedTuple):
   Attributes:
     row: the query.
     first, offsets: the keys are first + offset.
-    shift: what the query's scores begin with: -L, by the factor in the exponent.
+    shift: -L, in base 2; where the scores begin with it, by the factor in the exponent.
     start: what its dP begin with: -delta.
   """
 
@@ -129,13 +156,12 @@ class Walk:
 
   Attributes:
     s: the kernel's axes.
-    f: what a lane holds.
+    tiles: the block sizes.
+    group: where this lane stands.
     dtype: of all matrices.
-    lane: this lane.
     stage: brings the tiles.
     swaps: room for what is summed up, where lanes swap it.
     own: this lane's own rows: of Q and dO, or of K and V.
-    places: where they are in the block.
     accs: the sums: dQ, or dV and dK.
     here: the rules.
     visit: the tiles.
@@ -144,13 +170,12 @@ class Walk:
   """
 
   s: Scope
-  f: Fragments
+  tiles: Tiles
+  group: Workgroup
   dtype: DType
-  lane: UOp
   stage: Stage
   swaps: list[Rows | None]
   own: list[list[list[Operand]]]
-  places: list[UOp]
   accs: list[UOp]
   here: HeadRules
   visit: Visit
@@ -165,7 +190,7 @@ class Walk:
 
   def attend(self, first: UOp, trips: UOp, masked: bool, *ready: UOp) -> UOp:
     """The tiles from position `first` on, which is in LDS when `ready`; each is followed there by the next."""
-    f, stage, lane = self.f, self.stage, self.lane
+    f, stage, lane, places = self.tiles.fragments, self.stage, self.group.lane, own_places(self.tiles, self.group)
     trip = self.s.axis(trips, AxisType.REDUCE)
     position = first + trip
     now = (*ready, trip) if self.follow is None else (*ready, trip, self.follow(position, *ready, trip))
@@ -176,7 +201,7 @@ class Walk:
     for acc, values, swap, lds in zip(
       self.accs, (weights, grads)[-len(self.accs) :], self.swaps, stage.transposed, strict=True
     ):
-      operands = as_operands(f, self.dtype, values, swap and swap.after(*ready, trip), self.places, lane)
+      operands = as_operands(f, self.dtype, values, swap and swap.after(*ready, trip), places, lane)
       old = acc.after(*ready, trip)
       begun = [
         [UOp.stack(*[old[i, d, e].load() for e in range(f.result)]) for d in range(sizes(acc)[1])]
@@ -190,12 +215,12 @@ class Walk:
 
   def products(self, pairs: list[list[Pairs]], now: tuple[UOp, ...]) -> list[list[list[UOp]]]:
     """S, before all rules, and dP of each own row, with what they begin with, if that may come first."""
-    f, rules, result = self.f, self.here.rules, []
+    f, rules, result = self.tiles.fragments, self.here.rules, []
     shifts = [[x.shift for x in row for _ in x.offsets] for row in pairs] if shifts_early(rules) else None
     starts = [[x.start for x in row for _ in x.offsets] for row in pairs] if rules.seed is None else None
     for own, lds, begun in zip(self.own, self.stage.as_is, (shifts, starts), strict=True):
       c = begun and [[UOp.stack(*row[i : i + f.result]) for i in range(0, len(row), f.result)] for row in begun]
-      tiles = multiply_rows(f, self.dtype, lds.after(*now), self.stage.block, own, self.lane, c)
+      tiles = multiply_rows(f, self.dtype, lds.after(*now), self.tiles.block, own, self.group.lane, c)
       result.append([[tile[e] for tile in row for e in range(f.result)] for row in tiles])
     return result
 
@@ -221,20 +246,19 @@ class Walk:
     if masked and x.row.vmax >= rules.M:
       scores = [(x.row < rules.M).where(score, -inf) for score in scores]
     factor = rules.factors[1]
-    p = [ins.exp2(HIP, score * factor if shifts_early(rules) else (score + x.shift) * factor) for score in scores]
+    p = [ins.exp2(HIP, score * factor if shifts_early(rules) else score * factor + x.shift) for score in scores]
     if rules.seed is not None:
       dots = [dot + x.start for dot in here.dropped(dots, *keys)]
     grads = [weight * dot for weight, dot in zip(p, dots, strict=True)]
     return here.dropped(p, *keys), here.pulled_back(grads, products, *keys) if rules.modifies else grads
 
-  def finish(
-    self, o: UOp, which: int, head: UOp, start: UOp, factor: float, done: UOp, exist: Sequence[UOp | None] = ()
-  ) -> list[UOp]:
-    """Stores a sum times a factor to o[head], to the rows from `start` on; 0 to one that does not exist."""
-    acc, stores = self.accs[which].after(done), []
-    for i, place in enumerate(self.places):
-      finished = scaled(factor, exist[i] if exist else None)
-      stores += store_acc(self.f, o, head, start + place, acc[i], finished, self.lane)
+  def finish(self, o: UOp, which: int, head: UOp, factor: float, done: UOp, length: UOp | None = None) -> list[UOp]:
+    """Stores a sum times a factor to o[head]; 0 to rows from `length` on."""
+    f, acc, stores = self.tiles.fragments, self.accs[which].after(done), []
+    for i, place in enumerate(own_places(self.tiles, self.group)):
+      row = self.group.block * self.tiles.rows + place
+      finished = scaled(factor, None if length is None else row < length)
+      stores += store_acc(f, o, head, row, acc[i], finished, self.group.lane)
     return stores
 
 
@@ -257,14 +281,13 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   group = Workgroup(s, heads, ceildiv(M, tiles.rows), tiles.waves, f.lanes)
   head, start, here = group.head, group.block * tiles.rows, rules.at(group.head)
   exists, visit = here.length.ne(0), here.visit(start, tiles.rows, tiles.block)
-  places = own_places(tiles, group)
-  queries = [clamp(start + place, 0, M - 1) for place in places]  # past the end: again
+  queries = [clamp(start + place, 0, M - 1) for place in own_places(tiles, group)]  # past the end: again
   starts = [(shift(lse[head, query].load(), rules), -delta[head, query].load()) for query in queries]
 
   as_is = [(words_of(here.keys(x), exists), round_up(sizes(x)[2], f.step)) for x in (k, v)]
   transposed = [(words_of(here.keys(k), exists), round_up(Dk, ROWS))]
   stage = Stage(s, f, tiles.block, tiles.threads, group.thread, here.length, as_is, transposed)
-  own = [load_own(f, x, head, M, queries, group.lane) for x in (q, do)]
+  own = [load_own(f, x, head, UOp.const(M), queries, group.lane) for x in (q, do)]
   accs = [s.filled(0.0, tiles.own, ceildiv(Dk, ROWS), f.result, after=(group.item,))]
   first, offsets = own_rows(f, tiles.block, group.lane)
 
@@ -277,10 +300,10 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   def follow(position: UOp, *after: UOp) -> UOp:
     return fetch(position + 1, *after)
 
-  next_one = follow if visit.count.vmax > 1 else None
-  walk = Walk(s, f, q.dtype, group.lane, stage, swaps(s, tiles), own, places, accs, here, visit, pairs, next_one)
+  after = follow if visit.count.vmax > 1 else None
+  walk = Walk(s, tiles, group, q.dtype, stage, swaps(s, tiles), own, accs, here, visit, pairs, after)
   done = walk.attend_all(UOp.barrier(stage.store(fetch(UOp.const(0), *accs))))
-  stores = walk.finish(dq, 0, head, start, late_factor(rules), done)
+  stores = walk.finish(dq, 0, head, late_factor(rules), done)
   return group.kernel(f"attention_backward_q_{tiles.arch}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
 
 
@@ -302,14 +325,11 @@ def backward_kv(
   at = of_members(rules, kv_head, members)
   visit_of = visit_alike(at, members, start, tiles)
   here, visit = at(member), visit_of(member)
-  places = own_places(tiles, group)
-  keys = [clamp(start + place, 0, N - 1) for place in places]
+  keys = [clamp(start + place, 0, N - 1) for place in own_places(tiles, group)]
   existing = [clamp(key, 0, (here.length - 1).maximum(0)) for key in keys]
 
-  rows = [x.reshape(1, heads * M, sizes(x)[2]) for x in (q, do)]
   as_is, transposed = (
-    [(words_of(HeadRows.of(x, UOp.const(0), UOp.const(M))), round_up(sizes(x)[2], to)) for x in order]
-    for order, to in ((rows, f.step), (rows[::-1], ROWS))
+    [(all_rows(x), round_up(sizes(x)[2], to)) for x in order] for order, to in (((q, do), f.step), ((do, q), ROWS))
   )
   numbers = [lambda row: shift(lse.reshape(-1)[row].load(), rules), lambda row: -delta.reshape(-1)[row].load()]
   stage = Stage(s, f, tiles.block, tiles.threads, group.thread, UOp.const(M), as_is, transposed, numbers)
@@ -328,28 +348,12 @@ def backward_kv(
     more = position + 1 < visit.count
     return fetch(more.where(position + 1, 0), clamp(member + more.where(0, 1), 0, members - 1), *after)
 
-  several = members > 1 or visit.count.vmax > 1
-  walk = Walk(
-    s,
-    f,
-    q.dtype,
-    group.lane,
-    stage,
-    swaps(s, tiles),
-    own,
-    places,
-    accs,
-    here,
-    visit,
-    pairs,
-    follow if several else None,
-  )
-  first_tile = fetch(UOp.const(0), UOp.const(0), *accs)
-  done = walk.attend_all(UOp.barrier(stage.store(first_tile)), member).end(member)
-  exist = [key < here.length for key in keys] if rules.kv_lengths is not None else ()
-  stores = walk.finish(dv, 0, kv_head, start, 1.0, done, exist) + walk.finish(
-    dk, 1, kv_head, start, late_factor(rules), done, exist
-  )
+  after = follow if members > 1 or visit.count.vmax > 1 else None
+  walk = Walk(s, tiles, group, q.dtype, stage, swaps(s, tiles), own, accs, here, visit, pairs, after)
+  done = UOp.barrier(stage.store(fetch(UOp.const(0), UOp.const(0), *accs)))
+  done, length = walk.attend_all(done, member).end(member), None if rules.kv_lengths is None else here.length
+  stores = walk.finish(dv, 0, kv_head, 1.0, done, length)
+  stores += walk.finish(dk, 1, kv_head, late_factor(rules), done, length)
   return group.kernel(f"attention_backward_kv_{tiles.arch}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
 
 
@@ -386,10 +390,15 @@ def own_places(tiles: Tiles, group: Workgroup) -> list[UOp]:
   return [(group.warp * tiles.own + i) * ROWS + group.lane % ROWS for i in range(tiles.own)]
 
 
-def load_own(f: Fragments, x: UOp, head: UOp, length: UOp | int, rows: list[UOp], lane: UOp) -> list[list[Operand]]:
+def load_own(f: Fragments, x: UOp, head: UOp, length: UOp, rows: list[UOp], lane: UOp) -> list[list[Operand]]:
   """This lane's own rows of x[head], zeros if none exist, as operands."""
-  length = length if isinstance(length, UOp) else UOp.const(length)
   return [load_operands(f, x.dtype, HeadRows.of(x, head, length), row, lane, length.ne(0)) for row in rows]
+
+
+def all_rows(x: UOp) -> Load:
+  """Words of the rows of all heads, counted through."""
+  heads, rows, size = sizes(x)
+  return words_of(HeadRows.of(x.reshape(1, heads * rows, size), UOp.const(0), UOp.const(heads * rows)))
 
 
 def swaps(s: Scope, tiles: Tiles) -> list[Rows | None]:
@@ -414,5 +423,5 @@ def shifts_early(rules: Rules) -> bool:
 
 
 def shift(lse: UOp, rules: Rules) -> UOp:
-  """-L by the factor in the exponent; 0 if L is -inf, as all scores of the row are then."""
-  return lse.eq(-inf).where(0.0, lse * (-LOG2E / rules.factors[1]))
+  """`Pairs.shift` of an L; 0 if that is -inf, as all scores of the row are then."""
+  return lse.eq(-inf).where(0.0, lse * (-LOG2E / rules.factors[1] if shifts_early(rules) else -LOG2E))

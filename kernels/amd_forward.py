@@ -11,6 +11,9 @@ K (block_n, Dk) and V^T (Dv, block_n) in LDS, in rows padded so that no bank is 
 While they work on a tile, the next one is on its way from global memory to registers: `uopattn.dsl.staging`.
 Lane l is query l % 16 of its wave; `uopattn.dsl.fragments` says which keys and value columns it has.
 
+For a few queries the query heads that share a key head are rows of one tile, and each workgroup has a part of the keys;
+`kernels/join.py` puts the parts together.
+
 Rows of K are dealt out in LDS so that a lane's keys in S^T are neighbours, as P^T needs them. On RDNA3 the two lanes of
 a query must both have all of P: they swap halves through LDS, in rows that only their wave uses.
 
@@ -278,7 +281,7 @@ class Mainloop:
       scores = self.here.scores(row, query, first + start, offsets, masked)
       m_old, l_old = old.m_i[i].load(), old.l_i[i].load()
       weights, m_new, l_new, alpha = softmax(f, scores, factor, m_old, l_old, m_tiles, self.lane)
-      p.append(self.here.dropped(weights, query, first + start, offsets))
+      p.append(self.here.weights(weights, query, first + start, offsets, masked))
       alphas.append(alpha)
       stores += [old.m_i[i].store(m_new), old.l_i[i].store(l_new)]
     return p, alphas, stores

@@ -14,6 +14,9 @@ cache; the matrix that a product reads again and again fits the first-level one.
 up its dK and dV alone, over all the query heads that share it. So nothing is added by two threads, and two runs give
 the same bits. Where there are few key heads, an item has every parts-th block of queries and sums of its own, for the
 caller to add.
+
+Measured on 2026-11-21 on two cores of an AMD EPYC (Zen 5, AVX-512), clang 23, float32, delta included, the fastest of
+five: 434 GFLOP/s (H=8 N=1024 D=64; 2.7 times PyTorch's), 446 (H=4 N=4096), causal 382; the kernel alone up to 485.
 """
 
 from collections.abc import Callable
@@ -85,9 +88,10 @@ class Tiles:
     Raises:
       ValueError: the head size is too large for the stack even with the smallest tile.
     """
-    vectors, unroll = (4, 4) if registers >= 32 else (2, 4)  # accumulators + `unroll` broadcasts + 1 fit the registers
-    block_m = lanes * even(ceildiv(M, lanes), max(1, 64 // lanes))
-    block_n = min(N, round_up(even(N, 128), unroll))
+    large = max(Dk, Dv) > 192  # 64 columns of Q^T or dO^T, read for every strip of keys, leave the first-level cache
+    vectors, unroll = (2, 4) if registers < 32 else (2, 8) if large else (4, 4)  # + `unroll` broadcasts + 1 fit them
+    block_m = lanes * even(ceildiv(M, lanes), max(1, (32 if large else 64) // lanes))
+    block_n = min(N, round_up(even(N, 64), unroll))
     while (tiles := cls(block_m, block_n, unroll, vectors, lanes)).stack_bytes(Dk, Dv, itemsize < 4) > STACK_LIMIT:
       if block_m == lanes and block_n == 1:
         raise ValueError(

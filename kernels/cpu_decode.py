@@ -3,14 +3,19 @@
 With fewer queries than lanes `cpu_forward`, which has one query a lane, leaves lanes empty and reads K and V once for
 each query head. Here the queries of all the heads that share a key head are the rows of one block, K and V are read
 once for all of them, and
-    S = Q K^T      (rows, block_n)   lanes along the head size; the partial sums of each dot product are folded last
+    S = Q K^T      (rows, block_n)   lanes along the head size, folded at the end of each strip
     m, P, l        the online softmax, lanes along the keys; l is kept as one partial sum a lane
     O = O alpha + P V   (rows, Dv)   lanes along the value columns
 K and V are read in their own order and straight into registers; 16-bit elements are widened there. What limits the
-speed is how fast two cores can read memory.
+speed is how fast the cores can read memory, as long as they always have reads under way. The turns between K, softmax
+and V are too many, and too short, for a machine to see by itself what comes next: so while Q K^T is computed the
+tile's values are asked for, a line for a line, and during P V the keys of the tile to follow.
 
 Who holds what. A strip of `unroll_m` rows against `unroll_n` keys (of Q K^T), or `unroll_n` vectors of value columns
-(of P V), is accumulated in vector registers. Q, O, m and l live on the stack, with the scores of one strip.
+(of P V), is accumulated in vector registers; the former's lanes are folded there too. Q, O, m and l live on the stack,
+with the scores of one strip.
+
+With few heads the keys are split among work items, and `join` puts the parts together.
 """
 
 from collections.abc import Callable
@@ -22,12 +27,15 @@ from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType, KernelInfo
 
-from uopattn.dsl import LN2, LOG2E, Scope, clamp, exp2, sizes
-from uopattn.dsl.rules import HeadRules, Rules, least
+from uopattn.dsl import LN2, LOG2E, Scope, clamp, exp2, least, sizes
+from uopattn.dsl.instructions import prefetch
+from uopattn.dsl.rows import HeadRows
+from uopattn.dsl.rules import HeadRules, Rules
 from uopattn.dsl.softmax import finish
 from uopattn.dsl.strips import accumulate, even, largest_divisor, strips, zeros
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
+LINE = 64  # bytes of a line of the cache, or a part of one
 WORK_PER_CALL = 4_000_000  # floating-point operations; some 0.03 ms, against a microsecond that a call costs
 
 # (q.k times the factor, row of the strip, key of the tile) -> the score
@@ -64,8 +72,9 @@ class Tiles:
       raise ValueError(f"Tiles.lanes={self.lanes}: must be a power of two")
 
   def stack_bytes(self, Dk: int, Dv: int) -> int:
-    """Bytes of Q, O, l and the partial sums of a strip's scores, with their folds."""
-    return 4 * (self.block_m * (Dk + Dv + self.lanes) + 2 * self.unroll_m * self.block_n * self.lanes)
+    """Bytes of Q, O and l, a strip's scores in their stages, and its accumulators with their folds."""
+    strip = 4 * self.block_n + 2 * self.unroll_n * self.lanes
+    return 4 * (self.block_m * (Dk + Dv + self.lanes) + self.unroll_m * strip)
 
   @classmethod
   def choose(cls, kv_heads: int, rows: int, N: int, Dk: int, Dv: int, lanes: int, registers: int) -> "Tiles":
@@ -119,7 +128,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   # In base 2, by a factor on q or, where scores are modified first, by one in the exponent.
   factor, exponent = rules.factors if rules.modifies else (rules.scale * LOG2E, 1.0)
-  q_rows = s.assign(s.buffer(block_m, Dk), lambda r, d: as_float(q[result // splits, row(r), d]) * factor, within=outer)
+  q_rows = s.assign(
+    s.buffer(block_m, Dk), lambda r, d: q[result // splits, row(r), d].load().cast(dtypes.float) * factor, within=outer
+  )
   acc = s.assign(s.buffer(block_m, Dv), lambda r, d: 0.0, within=outer)
   m_i = s.assign(s.buffer(block_m), lambda r: -inf, within=outer)
   l_i = s.assign(s.buffer(block_m, tiles.lanes), lambda r, w: 0.0, within=outer)
@@ -129,38 +140,41 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   known = visit.count.vmin == visit.count.vmax
   loop = None if known else s.loop(visit.count, *outer)
   tile, strip = s.axis(int(visit.count.vmax)) if loop is None else loop.axes[-1], s.axis(block_m // tiles.unroll_m)
-  position = tile if loop is None else clamp(loop.index, 0, ceildiv(N, block_n) - 1)
   within, first_row = (*outer, tile, strip), strip * tiles.unroll_m
-  start = visit.tile(position) * block_n  # first key that this trip adds
-  if visit.count.vmin < 1:  # a part without a tile: one trip, in which all keys are hidden
-    start = visit.count.eq(0).where(N, start)
-  first = clamp(start, 0, N - block_n) if N % block_n else start  # of its tile: the last one ends at the last key
+
+  def first_key(trip: UOp) -> tuple[UOp, UOp]:
+    """The first key that a trip adds, and the first of its tile: the last tile ends at the last key."""
+    start = visit.tile(clamp(trip, 0, ceildiv(N, block_n) - 1)) * block_n
+    if visit.count.vmin < 1:  # a part without a tile: one trip, in which all keys are hidden
+      start = visit.count.eq(0).where(N, start)
+    return start, clamp(start, 0, N - block_n)
+
+  start, first = first_key(tile if loop is None else loop.index)
+  following = first_key(tile + 1 if loop is None else loop.index - 1)[1]
   last = None if rules.kv_lengths is None else clamp(here.length - 1, 0, N - 1)
+  anywhere, here = here, here.of_tile(s, first, block_n, (*outer, tile))
 
-  def key(n: UOp) -> UOp:
-    """Where key n of the tile is read: past the last one that exists, that one once more."""
-    return first + n if last is None else least([first + n, last])
-
-  def element_of(x: UOp) -> Callable[[UOp, UOp], UOp]:
-    keys = here.keys(x)
-    return lambda n, d: as_float(keys.element(key(n), d))
+  def tile_of(x: UOp, first: UOp, rules: HeadRules) -> Tile:
+    """Rows from `first` on; past the last one that exists, that one once more."""
+    return Tile(rules.keys(x), lambda n: first + n if last is None else least([first + n, last]))
 
   def score(product: UOp, r: UOp, n: UOp) -> UOp:
     """The score of row r of the strip and key n of the tile; -inf where hidden or counted before."""
     hidden = reduce(UOp.__or__, [first + n < start, *here.hidden(row(first_row + r), first + n)])
     return hidden.where(-inf, here.modified(product, row(first_row + r), first + n))
 
-  def dropped(weight: UOp, r: UOp, n: UOp) -> UOp:
-    return here.dropped([weight], row(first_row + r), first + n, [0])[0]
+  def weight(p: UOp, r: UOp, n: UOp) -> UOp:
+    return here.weights([p], row(first_row + r), first + n, [0], True)[0]
 
   m_old, l_old, acc_old = (x.after(tile, strip) for x in (m_i, l_i, acc))
-  products = multiply_qk(s, q_rows, element_of(k), first_row, block_n, tiles, within)
+  v_tile = tile_of(v, first, here)
+  products = multiply_qk(s, q_rows, tile_of(k, first, here), v_tile, first_row, block_n, tiles, within)
   p, m_end, alpha = softmax(s, products, score, exponent, m_old, first_row, tiles.lanes, within)
   l_end = add_up(s, p, l_old, alpha, first_row, within)
-  if rules.seed is not None:
-    all_of_p = p
-    p = s.assign(s.buffer(*sizes(p)), lambda r, n: dropped(all_of_p[r, n].load(), r, n), within=within)
-  acc_end = multiply_pv(s, p, element_of(v), acc_old, alpha, first_row, tiles, within)
+  if rules.weighs:
+    plain = p
+    p = s.assign(s.buffer(*sizes(p)), lambda r, n: weight(plain[r, n].load(), r, n), within=within)
+  acc_end = multiply_pv(s, p, v_tile, tile_of(k, following, anywhere), acc_old, alpha, first_row, tiles, within)
   stored = UOp.group(m_end, l_end, acc_end).end(strip)
   end = stored.end(tile) if loop is None else loop.end(stored)
 
@@ -170,16 +184,32 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   return UOp.group(*stores).end(*outer).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
 
 
-def as_float(x: UOp) -> UOp:
-  return x.load().cast(dtypes.float)
+@dataclass(frozen=True, eq=False)
+class Tile:
+  """Keys, or values, of which `row` finds the place of the n-th."""
+
+  rows: HeadRows
+  row: Callable[[UOp], UOp]
+
+  def __getitem__(self, place: tuple[UOp, UOp]) -> UOp:
+    """An element, as float32."""
+    n, d = place
+    return self.rows.element(self.row(n), d).cast(dtypes.float)
+
+  def prefetch(self, s: Scope, n: UOp, begin: UOp, width: int, size: int, within: tuple[UOp, ...]) -> UOp:
+    """Asks for that part of row n which the `width` elements from `begin` on are of a row of `size` elements."""
+    times, step = ceildiv(self.rows.size, size), LINE // self.rows.x.dtype.itemsize
+    line = s.axis(ceildiv(times * width, step))
+    place = self.rows.place(self.row(n), clamp(times * begin + line * step, 0, self.rows.size - 1))
+    return prefetch((*within, line), place).end(line)
 
 
 def multiply_qk(
-  s: Scope, q: UOp, k: Callable[[UOp, UOp], UOp], first_row: UOp, block_n: int, tiles: Tiles, within: tuple[UOp, ...]
+  s: Scope, q: UOp, k: Tile, v: Tile, first_row: UOp, block_n: int, tiles: Tiles, within: tuple[UOp, ...]
 ) -> UOp:
-  """S = Q K^T of a strip of rows, (unroll_m, block_n)."""
+  """S = Q K^T of a strip of rows, (unroll_m, block_n); meanwhile the tile's values are fetched."""
   Dk, rows, lanes = sizes(q)[1], tiles.unroll_m, tiles.lanes
-  partial = s.buffer(rows, block_n, lanes)
+  products = s.buffer(rows, block_n)
   ends = []
   for left, count, keys in strips(block_n, tiles.unroll_n):
     strip = s.axis(count)
@@ -189,13 +219,16 @@ def multiply_qk(
 
       def term(a: int, i: UOp, w: UOp) -> UOp:
         d = begin + i * width + w
-        return q[first_row + a // keys, d] * k(key + a % keys, d)
+        return q[first_row + a // keys, d] * k[key + a % keys, d]
 
-      acc = accumulate(s, acc, chunks, width, term)
-    w = s.axis(lanes)
-    stores = [partial.after(*within)[a // keys, key + a % keys, w].store(acc[a, w]) for a in range(rows * keys)]
-    ends.append(UOp.group(*stores).end(strip, w))
-  return fold(s, partial.after(*ends), UOp.__add__, within).reshape(rows, block_n)
+      def fetches(i: UOp) -> list[UOp]:
+        return [v.prefetch(s, key + n, begin + i * width, width, Dk, (*inner, i)) for n in range(keys)]
+
+      acc = accumulate(s, acc, chunks, width, term, fetches)
+    sums = fold(s, acc, UOp.__add__, inner)
+    stores = [products.after(*within)[a // keys, key + a % keys].store(sums[a]) for a in range(rows * keys)]
+    ends.append(UOp.group(*stores).end(strip))
+  return products.after(*ends)
 
 
 def fold(s: Scope, x: UOp, op: Callable[[UOp, UOp], UOp], within: tuple[UOp, ...]) -> UOp:
@@ -258,14 +291,15 @@ def add_up(s: Scope, p: UOp, l_old: UOp, alpha: UOp, first_row: UOp, within: tup
 def multiply_pv(
   s: Scope,
   p: UOp,
-  v: Callable[[UOp, UOp], UOp],
+  v: Tile,
+  k_next: Tile,
   acc: UOp,
   alpha: UOp,
   first_row: UOp,
   tiles: Tiles,
   within: tuple[UOp, ...],
 ) -> UOp:
-  """O = O alpha + P V, for a strip of rows."""
+  """O = O alpha + P V, for a strip of rows; meanwhile the next tile's keys are fetched."""
   rows, block_n = sizes(p)
   ends = []
   for left, count, columns in strips(sizes(acc)[1], tiles.unroll_n * tiles.lanes):
@@ -273,9 +307,12 @@ def multiply_pv(
     column, inner = left + strip * columns, (*within, strip)
 
     def term(r: int, n: UOp, m: UOp) -> UOp:
-      return p[r, n] * v(n, column + m)
+      return p[r, n] * v[n, column + m]
 
-    out = accumulate(s, zeros(s, rows, columns, inner), block_n, columns, term)
+    def fetches(n: UOp) -> list[UOp]:
+      return [k_next.prefetch(s, n, column, columns, sizes(acc)[1], (*inner, n))]
+
+    out = accumulate(s, zeros(s, rows, columns, inner), block_n, columns, term, fetches)
     m = s.axis(columns)
     place = [acc[first_row + r, column + m] for r in range(rows)]
     ends.append(UOp.group(*[place[r].store(place[r] * alpha[r] + out[r, m]) for r in range(rows)]).end(strip, m))

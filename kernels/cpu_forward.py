@@ -123,6 +123,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   loop = s.loop(visit.count if visit.count.vmin < visit.count.vmax else int(visit.count.vmax), *outer)
   start = visit.tile(clamp(loop.index, 0, n_tiles - 1)) * block_n  # first key that this trip adds
   first = clamp(start, 0, N - block_n)  # first key of its tile: the last tile is moved back to end at N
+  here = here.of_tile(s, first, block_n, loop.axes)
 
   def score(product: UOp, n: UOp, m: UOp) -> UOp:
     """The score of key n of the tile and lane m; -inf where it is hidden or counted by the tile before."""
@@ -134,9 +135,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   k_tile, v_tile = (load_tile(s, here.keys(x), first, block_n, length, loop) for x in (k, v))
   scores, m_new = multiply_qk(s, q_t, k_tile, score, m_old, block_n, unroll, exponent, loop)
   p, l_new, alpha = exponentiate(s, scores, m_new, m_old, l_old, exponent, loop)
-  if rules.seed is not None:
-    kept = p
-    p = s.assign(p, lambda n, m: here.dropped([kept[n, m].load()], row + m, first + n, [0])[0], within=loop.axes)
+  if rules.weighs:
+    plain = p
+    p = s.assign(p, lambda n, m: here.weights([plain[n, m].load()], row + m, first + n, [0], True)[0], within=loop.axes)
   acc_end = multiply_pv(s, p, v_tile, acc_old, alpha, unroll, loop)
   m = s.axis(block_m)
   state_end = UOp.group(m_old.after(alpha)[m].store(m_new[m]), l_old.after(l_new)[m].store(l_new[m])).end(m)

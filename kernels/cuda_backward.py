@@ -12,8 +12,8 @@ once (`Tiles.held`) or for each tile anew, and the sums, in registers; so P and 
 last products as they are. What it runs through comes in tiles of `block` rows, `stages` of each kind, which all warps
 share (`uopattn.dsl.stream`).
 
-Measured on an H200 (B=4, H=32, N=4096, float16, 2026-11-21), where `hopper_backward` is faster, of the five products that
-a backward pass must have (these two have seven): 264 TFLOP/s at D=64, with Tiles(4, 2, 32) and Tiles(4, 2, 32,
+Measured on an H200 (B=4, H=32, N=4096, float16, 2026-11-21), where `hopper_backward` is faster, of the five products
+that a backward pass must have (these two have seven): 264 TFLOP/s at D=64, with Tiles(4, 2, 32) and Tiles(4, 2, 32,
 held=False), which spills 16 bytes; 249 at D=128, with Tiles(4, 1, 64) and Tiles(4, 1, 32).
 """
 

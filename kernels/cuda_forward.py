@@ -14,8 +14,13 @@ In 8 bits P is in the inputs' type too: raised by a power of two, and l with it,
 
 Tiles of keys that all queries of the workgroup see whole come first and carry no mask; the rest follow.
 
+A few queries make few workgroups, and what takes the time is reading the keys. Then the query heads that share a key
+head are rows of one tile, so that each key is read once for all of them, a workgroup has a part of the keys, as many
+parts as fill the multiprocessors, and `kernels/join.py` puts the parts together.
+
 Measured on an H200 (B=4, H=32, N=4096, float16, 2026-11-21), where `hopper_forward` is faster: 342 TFLOP/s at D=64, 284
-at D=128, causal 309 and 334. On sm_80 nvcc 13 spills for a softcap: 444 bytes at D=64, 236 at D=128.
+at D=128, causal 309 and 334. One query, D=128, 32 heads on 8 key heads: B=16 N=8192 4227 GB/s of keys and values, B=1
+11.2 us, and 4127 GB/s at N=131072. On sm_80 nvcc 13 spills for a softcap: 444 bytes at D=64, 236 at D=128.
 """
 
 from dataclasses import dataclass
@@ -137,6 +142,8 @@ class Tiles:
     turing = version < 80
     sizes = ((2, 32), (1, 32), (1, 16)) if turing else ((2, 64), (2, 32), (1, 64), (1, 32), (1, 16))
     candidates = [cls(warps, m, min(n, keys), step=step, turing=turing) for m, n in sizes if n >= step]
+    if M <= STREAMING and not turing:
+      candidates.insert(0, cls(warps, 1, min(32, keys), 3, step))
     for tiles in candidates:
       if tiles.m_tiles > 1 and tiles.block_m // 2 >= M:
         continue
@@ -153,6 +160,7 @@ class Tiles:
 # more (on sm_90 the compiler spills from 144 on). The smallest tile has few of these, and may spill a little where the
 # alternative is no kernel.
 BUDGET, LIMIT = {8: 180, 16: 180, 32: 130}, 220
+STREAMING = 64  # queries, up to which reading the keys takes the time: more tiles under way help, larger ones do not
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
@@ -282,7 +290,7 @@ class Mainloop:
       seen = self.here.scores(row_elements(scores, half), row, first, columns(len(scores)), masked)
       m_old, l_old = old.m_i[i, half], old.l_i[i, half]
       p_row, m_new, l_new, alpha = online_softmax(CUDA, seen, factor, m_old.load(), l_old.load(), join, self.exponent)
-      p.append(self.here.dropped(p_row, row, first, columns(len(scores))))
+      p.append(self.here.weights(p_row, row, first, columns(len(scores)), masked))
       alphas.append(alpha)
       stores += [m_old.store(m_new), l_old.store(l_new)]
     return p, alphas, stores

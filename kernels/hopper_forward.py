@@ -300,7 +300,7 @@ class Mainloop:
       products = [scores[4 * n + 2 * half + e].load() for n in range(block_n // COLUMNS) for e in range(2)]
       seen = self.here.scores(products, row, first, columns(block_n // COLUMNS), masked)
       p, m_new, l_new, alpha = online_softmax(CUDA, seen, factor, state.m_i[half].load(), state.l_i[half].load(), join)
-      p = self.here.dropped(p, row, first, columns(block_n // COLUMNS))
+      p = self.here.weights(p, row, first, columns(block_n // COLUMNS), masked)
       parts.append([ins.pack(CUDA, p[i], p[i + 1], self.dtype) for i in range(0, len(p), 2)])
       alphas.append(alpha)
       # scores times a scale of 0 are no scores, and nothing else may be left that waits for the product

@@ -10,7 +10,7 @@ the weights, and the row, are on the stack. What is read is `splits` rows of flo
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from math import inf
 
 from tinygrad import UOp
@@ -23,6 +23,7 @@ from uopattn.dsl.rules import Rules
 from uopattn.dsl.softmax import finish
 
 WARP, MOST_THREADS = 32, 256
+AT_ONCE = 8  # parts that a GPU's thread reads before it uses any
 
 
 def on_cpu(o: UOp, lse: UOp | None, parts: UOp, lses: UOp, *, rules: Rules) -> UOp:
@@ -63,19 +64,27 @@ def on_gpu(family: str, o: UOp, lse: UOp | None, parts: UOp, lses: UOp, *, rules
   splits, threads = sizes(parts)[0] // heads, min(MOST_THREADS, round_up(Dv, WARP))
   item, lane = s.axis(heads * rows, AxisType.GLOBAL), s.axis(threads, AxisType.LOCAL)
   head, row = item // rows, item % rows
-  first, columns = head * splits, [lane + i * threads for i in range(ceildiv(Dv, threads))]
-  t = s.axis(splits, AxisType.REDUCE)
-  highest = s.filled(-inf, 1, after=(item,))
-  highest = highest.after(highest[0].store(highest.after(t)[0].maximum(lses[first + t, row])).end(t))
-  total, acc = s.filled(0.0, 1, after=(item,)), s.filled(0.0, len(columns), after=(item,))
-  t = s.axis(splits, AxisType.REDUCE)
-  weight = _weight(lses[first + t, row].load(), highest[0].load(), power)
-  stores = [total[0].store(total.after(t)[0] + weight)]
+  columns, turns = [lane + i * threads for i in range(ceildiv(Dv, threads))], ceildiv(splits, AT_ONCE)
+
+  def some(turn: UOp) -> list[UOp]:
+    """The parts of a turn."""
+    return [turn * AT_ONCE + i for i in range(min(AT_ONCE, splits))]
+
+  def lse_of(t: UOp) -> UOp:
+    inside = t < splits
+    return inside.where(gated(lses, inside, head * splits + t, row).load(), -inf)
+
+  turn, highest = s.axis(turns, AxisType.REDUCE), s.filled(-inf, 1, after=(item,))
+  found = reduce(UOp.maximum, map(lse_of, some(turn)), highest.after(turn)[0].load())
+  highest = highest.after(highest[0].store(found).end(turn))
+  turn, total, acc = s.axis(turns, AxisType.REDUCE), *(s.filled(0.0, n, after=(item,)) for n in (1, len(columns)))
+  weights = [_weight(lse_of(t), highest[0].load(), power) for t in some(turn)]
+  stores = [total[0].store(reduce(UOp.__add__, weights, total.after(turn)[0].load()))]
   for i, d in enumerate(columns):
-    inside = d < Dv
-    part = gated(parts, inside, first + t, row, d).load() if d.vmax >= Dv else parts[first + t, row, d].load()
-    stores.append(acc[i].store(acc.after(t)[i] + weight * part))
-  end = UOp.group(*stores).end(t)
+    places = [((t < splits) & (d < Dv), head * splits + t, row, d) for t in some(turn)]
+    terms = [weight * gated(parts, *place).load() for weight, place in zip(weights, places, strict=True)]
+    stores.append(acc[i].store(reduce(UOp.__add__, terms, acc.after(turn)[i].load())))
+  end = UOp.group(*stores).end(turn)
   factor, log2 = finish(highest[0].load() * LOG2E, total.after(end)[0].load(), rules.at(head).sink(row), power)
   stores = [
     gated(o, d < Dv, head, row, d).store((acc.after(end)[i].load() * factor).cast(o.dtype))

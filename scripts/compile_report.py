@@ -1,10 +1,10 @@
 """What AMD's and NVIDIA's compilers make of the GPU kernels, without a GPU: what they take, and their main loop.
 
-A table for AMD, then one for NVIDIA. The names: target, kernel (of NVIDIA's), dtype, and its tiles: waves x tiles of 16
-queries x keys, warps x tiles of 16 queries x keys x stages, or warpgroups x keys x stages. Then registers, what found
-no place in them, the bytes of LDS or shared memory of a workgroup, and what fits at once; then the instructions of the
-main loop, for each matrix instruction and by kind. "lane" are those that cross lanes, "wait" also barriers, hints to
-the scheduler and, of NVIDIA's, jumps.
+A table for AMD, then one for NVIDIA. The names: target, kernel, dtype, and its tiles: of AMD's waves x tiles of 16 rows
+x rows in LDS, of NVIDIA's warps x tiles of 16 queries x keys x stages, or warpgroups x keys x stages. Then registers,
+what found no place in them, the bytes of LDS or shared memory of a workgroup, and what fits at once; then the
+instructions of the main loop, for each matrix instruction and by kind. "lane" are those that cross lanes, "wait" also
+barriers, hints to the scheduler and, of NVIDIA's, jumps.
 
 Of AMD, "spills" counts registers and "scratch" bytes a lane, and "occ" waves on a SIMD; of NVIDIA, "spill" and "stack"
 count bytes a thread, "smem" bytes of shared memory, and "wgs" workgroups on a multiprocessor. A warp takes part in an

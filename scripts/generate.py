@@ -16,6 +16,7 @@ from typing import Any
 from capture_qkv import read_text
 from smollm import END, SmolLM, load
 from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
+from tinygrad.dtype import DType
 from tinygrad.helpers import round_up
 
 from uopattn import KVCache
@@ -45,6 +46,7 @@ def nothing(cache: KVCache, q: Tensor, start: UOp) -> Tensor:
 
 
 ATTENTIONS: dict[str, CachedAttention] = {"kernel": kernel, "reference": reference}
+CACHES = {"float32": dtypes.float32, "int8": dtypes.int8, "fp8e4m3": dtypes.fp8e4m3, "fp8e5m2": dtypes.fp8e5m2}
 
 
 class Generator:
@@ -54,10 +56,10 @@ class Generator:
     context: positions that the caches have room for, a multiple of CHUNK.
   """
 
-  def __init__(self, model: SmolLM, context: int, attend: CachedAttention):
+  def __init__(self, model: SmolLM, context: int, attend: CachedAttention, dtype: DType = dtypes.float32):
     c, self.context = model.config, round_up(context, CHUNK)
     self._model, self._attend = model, attend
-    self._caches = [KVCache(1, c.kv_heads, self.context, c.head_dim) for _ in range(c.layers)]
+    self._caches = [KVCache(1, c.kv_heads, self.context, c.head_dim, dtype=dtype) for _ in range(c.layers)]
     self._fill, self._next = TinyJit(self._filled), TinyJit(self._likeliest)
     for _ in range(2):  # a TinyJit replays from its third call on
       self.fill([0], 0)
@@ -116,7 +118,7 @@ def write(model: SmolLM, tokens: Iterator[int]) -> int:
   return len(found)
 
 
-def generate(text: str, limit: int, attention: str, context: int) -> str:
+def generate(text: str, limit: int, attention: str, context: int, cache: str = "float32") -> str:
   """Prints what follows the text, and returns a line on how long that took.
 
   Raises ValueError where the text is empty or does not fit, RuntimeError where the model cannot be downloaded.
@@ -129,7 +131,7 @@ def generate(text: str, limit: int, attention: str, context: int) -> str:
   if len(prompt) > context:
     raise ValueError(f"the text has {len(prompt)} tokens; the context is {context}")
   print("compiling", file=sys.stderr)
-  generator = Generator(model, context, ATTENTIONS[attention])
+  generator = Generator(model, context, ATTENTIONS[attention], CACHES[cache])
   starts = [time.perf_counter()]
 
   def timed() -> Iterator[int]:
@@ -188,6 +190,9 @@ def argument_parser() -> argparse.ArgumentParser:
   parser.add_argument(
     "--context", type=int, default=2048, metavar="N", help="positions in the cache (default: %(default)s)"
   )
+  parser.add_argument(
+    "--cache", choices=CACHES, default="float32", help="what keys and values are kept in (default: %(default)s)"
+  )
   parser.add_argument("--measure", action="store_true", help="print the speed at lengths up to the context instead")
   return parser
 
@@ -197,6 +202,8 @@ def main() -> None:
   arguments = parser.parse_args()
   if (arguments.text is None) != arguments.measure:
     parser.error("give either a text or --measure")
+  if arguments.cache != "float32" and (arguments.measure or arguments.attention != "kernel"):
+    parser.error(f"--cache {arguments.cache} is for a text, and for uopattn's kernel")
   if arguments.tokens < 1:
     parser.error(f"--tokens is {arguments.tokens}; it must be at least 1")
   try:
@@ -204,7 +211,8 @@ def main() -> None:
       for line in measure(arguments.context):
         print(line, flush=True)
     else:
-      done = generate(read_text(arguments.text), arguments.tokens, arguments.attention, arguments.context)
+      text = read_text(arguments.text)
+      done = generate(text, arguments.tokens, arguments.attention, arguments.context, arguments.cache)
       print(done, file=sys.stderr)
   except (OSError, RuntimeError, ValueError) as error:
     parser.exit(2, f"{parser.prog}: {error}\n")

@@ -11,7 +11,7 @@ from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
-from uopattn.bench_report import TERA
+from uopattn.bench_report import TERA, limit_name
 
 BEGIN, END = "<!-- speed: begin, written by scripts/readme_table -->", "<!-- speed: end -->"
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,14 +20,14 @@ ROOT = Path(__file__).resolve().parent.parent
 def table(record: dict[str, Any]) -> str:
   """The rows of a record as a Markdown table."""
   names = [name for name in dict.fromkeys(n for row in record["rows"] for n in row["contenders"]) if name != "uopattn"]
-  products = list(dict.fromkeys(by for row in record["rows"] for by in _share(row["contenders"]["uopattn"])))
+  limits = list(dict.fromkeys(by for row in record["rows"] for by in _share(row["contenders"]["uopattn"])))
   unit = _unit(record)
-  head = ["B H N D", "dtype", unit, "spread", *(f"of {by}'s product" for by in products), "error"]
+  head = ["B H N D", "dtype", unit, "spread", *(f"of {limit_name(by)}" for by in limits), "error"]
   for name in names:
     head += [f"{name}: {unit}", "error", "times as fast (by minima)"]
   aligned = ["---", "---", *("--:" for _ in head[2:])]
   return "\n".join(
-    [_line(head), "|" + "|".join(aligned) + "|", *(_row(row, names, products, unit) for row in record["rows"])]
+    [_line(head), "|" + "|".join(aligned) + "|", *(_row(row, names, limits, unit) for row in record["rows"])]
   )
 
 
@@ -45,20 +45,28 @@ def _unit(record: dict[str, Any]) -> str:
   return "TFLOP/s" if max(speeds, default=0) >= TERA else "GFLOP/s"
 
 
-def _row(row: dict[str, Any], names: Sequence[str], products: Sequence[str], unit: str) -> str:
+def _row(row: dict[str, Any], names: Sequence[str], limits: Sequence[str], unit: str) -> str:
   p, ours = row["problem"], row["contenders"]["uopattn"]
   heads = f"{p['Hq']}" + (f"/{p['Hkv']}" if p["Hkv"] != p["Hq"] else "")
   lengths = (f"{p['M']}×" if p["M"] != p["N"] else "") + f"{p['N']}"
   sizes = f"{p['Dk']}" + (f"/{p['Dv']}" if p["Dv"] != p["Dk"] else "")
   cells = [f"{p['B']} {heads} {lengths} {sizes}", p["dtype"] + ", causal" * p["is_causal"], _speed(ours, unit)]
   cells.append(f"{ours['spread']:.0%}" if ours["correct"] else "")
-  cells += [f"{_share(ours)[by]:.0%}" if by in _share(ours) else "" for by in products]
+  cells += [_part(ours, by) for by in limits]
   cells.append(f"{ours['error']:.1e}")
   for name in names:
     theirs, ratio = row["contenders"].get(name), row["ratios"].get(name)
     cells += [_speed(theirs, unit), f"{theirs['error']:.1e}"] if theirs else ["", ""]
     cells.append(f"{ratio['paired']:.2f} ({ratio['of_minima']:.2f})" if ratio else "")
   return _line(cells)
+
+
+def _part(contender: dict[str, Any], by: str) -> str:
+  """A share of a limit; of a read, with the speed itself."""
+  if by not in _share(contender):
+    return ""
+  speed = f" ({contender['gbytes']:.0f} GB/s)" if by == "read" else ""
+  return f"{_share(contender)[by]:.0%}{speed}"
 
 
 def _speed(contender: dict[str, Any], unit: str) -> str:

@@ -1,4 +1,4 @@
-"""What AMD's compiler makes of the forward kernel: registers, spills, LDS, occupancy, and its main loop by kind.
+"""What AMD's compiler makes of its kernels: registers, spills, LDS, occupancy, and their main loops by kind.
 
 Needs no AMD hardware: clang turns tinygrad's HIP source into LLVM IR, and the LLVM in llvmlite (extra `amd`) compiles
 that for the target. Without llvmlite, a clang that has the AMDGPU target does both.
@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from report_table import Row, kind
 from tinygrad import UOp, dtypes
@@ -24,10 +25,12 @@ from tinygrad.renderer.cstyle import HIPRenderer
 from tinygrad.uop.ops import Ops
 
 from uopattn.dsl.rules import Rules
+from uopattn.kernels import amd_backward
 from uopattn.kernels.amd_forward import Tiles, forward
 from uopattn.toolchain import find_clang
 
 ARCHES = ("gfx1100", "gfx1151", "gfx1201", "gfx942", "gfx950")
+KERNELS = ("forward", "dQ", "dK dV")
 TYPES = {"float16": dtypes.float16, "bfloat16": dtypes.bfloat16}
 # The kinds of instructions, by their names; the first that fits counts.
 KINDS = {
@@ -57,6 +60,9 @@ COLUMNS = {"vgprs": 5, "agprs": 5, "spills": 6, "scratch": 7, "LDS": 5, "occ": 3
 }
 
 
+AnyTiles: TypeAlias = Tiles | amd_backward.Tiles
+
+
 @dataclass(frozen=True)
 class Compiled:
   """One compiled kernel.
@@ -72,7 +78,7 @@ class Compiled:
     compiler: what compiled it.
   """
 
-  tiles: Tiles
+  tiles: AnyTiles
   vgprs: int
   agprs: int
   spills: int
@@ -106,16 +112,30 @@ def occupancy(arch: str, vgprs: int, lds: int, waves: int) -> int:
   return min(by_registers, by_lds) * waves // simds
 
 
-def source(arch: str, dtype: DType, heads: int, M: int, N: int, D: int, causal: bool) -> tuple[str, Tiles]:
-  """The kernel in HIP, as tinygrad renders it, and its tiles."""
+def graph(
+  kernel: str, arch: str, dtype: DType, heads: int, M: int, N: int, D: int, causal: bool
+) -> tuple[UOp, AnyTiles]:
+  """A kernel of KERNELS, and its tiles."""
+  rules = Rules(M, N, heads=heads, scale=D**-0.5, window=(None, 0 if causal else None))
+  rows = {"forward": (M, M, N, N), "dQ": (M, M, N, N, M), "dK dV": (N, N, M, N, N, M)}[kernel]
+  arguments = [UOp.placeholder((heads, length, D), dtype, slot) for slot, length in enumerate(rows)]
+  if kernel == "forward":
+    tiles = Tiles.choose(arch, M, N, D, D, causal)
+    return forward(*arguments, rules=rules, tiles=tiles), tiles
+  arguments += [UOp.placeholder((heads, M), dtypes.float, len(rows) + i) for i in range(2)]
+  own = amd_backward.Tiles.choose(arch, kernel != "dQ", M, N, D, D)
+  build = amd_backward.backward_q if kernel == "dQ" else amd_backward.backward_kv
+  return build(*arguments, rules=rules, tiles=own), own
+
+
+def source(
+  kernel: str, arch: str, dtype: DType, heads: int, M: int, N: int, D: int, causal: bool
+) -> tuple[str, AnyTiles]:
+  """A kernel in HIP, as tinygrad renders it, and its tiles."""
   renderer = HIPRenderer(Target("AMD", "HIPCC", arch), use_hipcc=True)
   renderer.compiler = Compiler()
-  rows = (M, M, N, N)
-  arguments = [UOp.placeholder((heads, length, D), dtype, slot) for slot, length in enumerate(rows)]
-  tiles = Tiles.choose(arch, M, N, D, D, causal)
-  rules = Rules(M, N, heads=heads, scale=D**-0.5, window=(None, 0 if causal else None))
-  program = to_program(forward(*arguments, rules=rules, tiles=tiles), renderer)
-  text = next(u.arg for u in program.src if u.op is Ops.SOURCE)
+  built, tiles = graph(kernel, arch, dtype, heads, M, N, D, causal)
+  text = next(u.arg for u in to_program(built, renderer).src if u.op is Ops.SOURCE)
   # clang converts no vector of unsigned to one of signed elements; the matrix instructions are declared with signed.
   return text.replace("typedef unsigned short hip_bfloat16", "typedef short hip_bfloat16") + LIBRARY, tiles
 
@@ -218,13 +238,13 @@ def main_loop(text: str) -> Counter[str]:
   return max(counts, key=lambda count: (count["matrix"], -count.total()))
 
 
-def measure(arch: str, dtype: str, M: int, N: int, D: int, causal: bool) -> Compiled:
-  """Compiles the kernel for one head. Raises RuntimeError where no compiler is found or it fails."""
-  text, tiles = source(arch, TYPES[dtype], 1, M, N, D, causal)
+def measure(kernel: str, arch: str, dtype: str, M: int, N: int, D: int, causal: bool) -> Compiled:
+  """Compiles a kernel for one head. Raises RuntimeError where no compiler is found or it fails."""
+  text, tiles = source(kernel, arch, TYPES[dtype], 1, M, N, D, causal)
   return compiled(tiles, *assembly(text, arch))
 
 
-def compiled(tiles: Tiles, code: str, compiler: str) -> Compiled:
+def compiled(tiles: AnyTiles, code: str, compiler: str) -> Compiled:
   """What the notes and the instructions of an assembly text say."""
 
   def note(name: str) -> int:
@@ -236,20 +256,22 @@ def compiled(tiles: Tiles, code: str, compiler: str) -> Compiled:
   return Compiled(tiles, note("vgpr_count"), note("agpr_count"), spills, *memory, main_loop(code), compiler)
 
 
-def row(arch: str, dtype: str, c: Compiled) -> Row:
+def row(kernel: str, arch: str, dtype: str, c: Compiled) -> Row:
   """A line of the table."""
-  shape = f"{c.tiles.waves}x{c.tiles.m_tiles}x{c.tiles.block_n}"
+  t = c.tiles
+  own, block = (t.m_tiles, t.block_n) if isinstance(t, Tiles) else (t.own, t.block)
   numbers = (c.vgprs, c.agprs if arch.startswith("gfx9") else "-", c.spills, c.scratch, c.lds, c.occupancy)
   cells = (*numbers, f"{c.each:.1f}", *(c.loop[kind] for kind in KINDS))
-  return Row(f"{arch:8} {dtype:9} {shape}", cells, c.compiler)
+  return Row(f"{arch:7} {kernel:7} {dtype:8} {t.waves}x{own}x{block}", cells, c.compiler)
 
 
 def rows(arches: Sequence[str], M: int, N: int, D: int, causal: bool) -> Iterator[Row]:
-  """Lines for each target and dtype."""
+  """Lines for each target, kernel and dtype."""
   for arch in arches:
     if first := FIRST.get((arch, D)):
       vgprs, spills, waves, matrix, instructions = first
       cells = (vgprs, "-", spills, "?", "?", waves, f"{instructions / matrix:.1f}", matrix)
-      yield Row(f"{arch:8} first, March 2026", cells)
-    for dtype in TYPES:
-      yield row(arch, dtype, measure(arch, dtype, M, N, D, causal))
+      yield Row(f"{arch:7} first, March 2026", cells)
+    for kernel in KERNELS:
+      for dtype in TYPES:
+        yield row(kernel, arch, dtype, measure(kernel, arch, dtype, M, N, D, causal))

@@ -12,7 +12,7 @@ from tinygrad.helpers import TRAINING
 
 from uopattn.backward import Gradient, gradient
 from uopattn.block_mask import BlockMask
-from uopattn.dispatch import Choice, dispatch
+from uopattn.dispatch import JOINED, Choice, dispatch
 from uopattn.dsl import sizes
 from uopattn.dsl.random import draw_seed
 from uopattn.flash import batched, build, compiled
@@ -48,7 +48,10 @@ def attention(
   """softmax(scale q k^T) v without keeping the scores.
 
   score = scale * q.k; then softcap * tanh(score / softcap); then score_mod; then + additive attn_mask. Query i stands
-  at position i + q_start. A row that sees no key gives 0, with a log-sum-exp of -inf.
+  at position i + q_start. A row that sees no key gives 0, with a log-sum-exp of -inf and no gradient.
+
+  q, k, v, sinks, an additive attn_mask and what score_mod reads of aux have gradients, through kernels where `backend`
+  is "kernel"; see `uopattn.backward`.
 
   Args:
     q: (B, Hq, M, Dk) or (Hq, M, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2. Sums are taken in float32.
@@ -83,14 +86,15 @@ def attention(
   Raises:
     TypeError, ValueError: an argument does not fit; the message names it, what was given and what is accepted.
   """
-  if backend not in BACKENDS:
-    raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
-  q4, k4, v4 = (batched(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-  check_dropout(dropout_p)
-  seed = draw_seed(q.device) if dropout_p > 0 and TRAINING else None
-  extras = Extras(
+  return attention_of(
+    q,
+    k,
+    v,
     attn_mask=attn_mask,
     dropout_p=dropout_p,
+    is_causal=is_causal,
+    scale=scale,
+    enable_gqa=enable_gqa,
     window=window,
     softcap=softcap,
     q_start=q_start,
@@ -98,10 +102,34 @@ def attention(
     sinks=sinks,
     score_mod=score_mod,
     mask_mod=mask_mod,
-    aux=placed(aux, q.device),
+    aux=aux,
     block_mask=block_mask,
-    seed=seed,
+    return_lse=return_lse,
+    backend=backend,
   )
+
+
+def attention_of(
+  q: Tensor,
+  k: Tensor,
+  v: Tensor,
+  *,
+  is_causal: bool = False,
+  scale: float | None = None,
+  enable_gqa: bool = False,
+  return_lse: bool = False,
+  backend: str = "auto",
+  dropout_p: float = 0.0,
+  aux: tuple[Tensor, ...] = (),
+  **others: Any,
+) -> Any:
+  """`attention` with what else there is in `Extras`."""
+  if backend not in BACKENDS:
+    raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
+  q4, k4, v4 = (batched(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+  check_dropout(dropout_p)
+  seed = draw_seed(q.device) if dropout_p > 0 and TRAINING else None
+  extras = Extras(dropout_p=dropout_p, aux=placed(aux, q.device), seed=seed, **others)
   spec = make_spec(q4, k4, v4, extras, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, return_lse=return_lse)
   out, lse = attend(q4, k4, v4, spec, extras, backend)
   if q.ndim == 3:
@@ -150,16 +178,15 @@ def launch(
     inputs[name] = (*inputs.get(name, ()), x)
   if extras.block_mask is not None:
     inputs["tile_lists"] = extras.block_mask.tile_lists(choice.tiles.block_m, choice.tiles.block_n)
-  others: list[Tensor] = []
   if choice.splits > 1:
-    parts = [_empty(x.shape, x.dtype, device) for x in choice.parts(spec)]
-    sinks, first = {"sinks": inputs.pop("sinks", [])}, replace(choice, stage="parts")
-    buffers = [parts[0], *operands, parts[1], *chain(*inputs.values())]
+    joined = {name: x for name, x in inputs.items() if name in JOINED}
+    inputs.pop("sinks", None)
+    part_o, part_lse = (_empty(x.shape, x.dtype, device) for x in choice.parts(spec))
+    first, buffers = replace(choice, stage="parts"), [part_o, *operands, part_lse, *chain(*inputs.values())]
     written = _run(first, spec, device, buffers, variables)
-    others = [x for name in ("attn_mask", "aux") for x in inputs.get(name, ())]  # not read, but they have gradients
-    choice, variables, inputs = replace(choice, stage="join"), (), {"parts": [written[0], written[4]]} | sinks
+    choice, variables, inputs = replace(choice, stage="join"), (), {"parts": [written[0], written[4]]} | joined
   buffers = [o, *operands, lse, *chain(*inputs.values())]
-  results = _run(choice, spec, device, buffers, variables, others, gradient(spec, extras, backend))
+  results = _run(choice, spec, device, buffers, variables, gradient(spec, extras, backend))
   return results[0], results[4]
 
 
@@ -169,16 +196,15 @@ def _run(
   device: str,
   buffers: list[Tensor],
   variables: tuple[UOp, ...],
-  others: Sequence[Tensor] = (),
   backward: Gradient | None = None,
 ) -> list[Tensor]:
-  """The buffers once the kernel has run; `others` are arguments of the call for the sake of their gradients alone."""
+  """The buffers once the kernel has run."""
   if "CPU" in choice.kernel.devices:
     # As `custom_kernel` does, without the placeholders: making them takes a fifth of an eager call.
     kernel = compiled(choice, spec, device, tuple(range(len(buffers))))
   else:
     kernel = build(choice, spec, device, *(UOp.placeholder_like(x.uop, i) for i, x in enumerate(buffers)))
-  call = kernel.call(*(x.uop for x in (*buffers, *others)), *variables, grad_fxn=backward)
+  call = kernel.call(*(x.uop for x in buffers), *variables, grad_fxn=backward)
   return [Tensor(x.uop.after(call)) for x in buffers]
 
 

@@ -20,7 +20,7 @@ from tinygrad import Tensor, UOp, dtypes
 from uopattn.dispatch_backward import SHARED, Step, Steps, dispatch_backward
 from uopattn.flash import compiler, for_tinygrad, rules
 from uopattn.log import log_once
-from uopattn.reference import dropped, existing, reference, scores_of
+from uopattn.reference import dropped, keys_of, reference, scores_of
 from uopattn.spec import AttentionSpec, Extras
 from uopattn.target import Target
 
@@ -30,8 +30,9 @@ Gradient = Callable[..., tuple[UOp | None, ...]]
 def gradient(spec: AttentionSpec, extras: Extras, backend: str) -> Gradient:
   """The `grad_fxn` of a forward kernel's call, whose first arguments are the output, q, k, v and the LSE.
 
-  Gradients of sinks, of an additive mask and of what score_mod reads are tinygrad's own ops, and cost nothing where
-  they are not asked for; the last two keep (B, Hq, M, N) in memory.
+  Gradients of sinks, of an additive mask and of what score_mod reads are tinygrad's own ops, which run only where they
+  are asked for; the last two keep (B, Hq, M, N) in memory. tinygrad does not tell what is asked for, so their graphs
+  are made in any case: some 20 ms of Python for a mask and 50 for what score_mod reads, outside of a `TinyJit`.
 
   Args:
     extras: with Tensors that are arguments of the call.
@@ -141,7 +142,7 @@ def graph(step: Step, spec: AttentionSpec) -> UOp:
   places = [UOp.placeholder(x.shape, x.dtype, slot) for slot, x in enumerate(step.layout(spec))]
   inputs = step.inputs(spec)
   own = places[: len(places) - len(inputs)]
-  given = rules(spec, 1, inputs, tuple(places[len(own) :]))
+  given = rules(spec, inputs, tuple(places[len(own) :]))
   return step.pass_.build(*(x.reshape(-1, *x.shape[2:]) for x in own), rules=given, tiles=step.tiles)
 
 
@@ -184,7 +185,7 @@ def of_scores(saved: Saved, scores: Tensor, spec: AttentionSpec, extras: Extras)
   """The gradient of the scores, (B, Hq, M, N) float32, in plain ops."""
   s, groups = saved, (spec.B, spec.Hkv, spec.Hq // spec.Hkv, spec.M)
   p = s.lse.eq(-math.inf).unsqueeze(-1).where(0, (scores - s.lse.unsqueeze(-1)).exp())
-  dp = s.do.float().reshape(*groups, spec.Dv) @ existing(s.v, extras).unsqueeze(2).transpose(-1, -2)
+  dp = s.do.float().reshape(*groups, spec.Dv) @ keys_of(s.v, extras, values=True).unsqueeze(2).transpose(-1, -2)
   return p * (dropped(dp.reshape(scores.shape), spec, extras) - s.delta.unsqueeze(-1))
 
 
@@ -197,6 +198,8 @@ def by_reference(saved: Saved, spec: AttentionSpec, extras: Extras) -> list[Tens
   out, lse = reference(q, k, v, spec, leaves)
   total = (out * saved.do.detach()).sum()
   total = total if saved.dlse is None else total + (lse * saved.dlse.detach()).sum()
+  if extras.scales is not None:  # no 8 bits hold a gradient
+    return [*_gradients(total, [q]), None, None, *_gradients(total, [x for _, x in differentiable(leaves)])]
   return _gradients(total, [q, k, v, *(x for _, x in differentiable(leaves))])
 
 

@@ -25,7 +25,7 @@ from tinygrad.helpers import Context, tqdm
 
 from uopattn import contenders_backward
 from uopattn.bench_report import lines, plot
-from uopattn.contenders import Contender, Runner, load, on_cpu, product, product_size, versions
+from uopattn.contenders import Contender, Runner, limit, load, on_cpu, product_size, versions
 from uopattn.machine import gpu_name, machine_record
 from uopattn.oracle import Array
 from uopattn.run import Config, Problem, Usage, prepare
@@ -47,7 +47,13 @@ def cpu_rows() -> list[Config]:
   rows = [Config(h=h, n=n, d=d, dtype="float") for h, n, d in ((8, 1024, 64), (32, 1024, 64), (32, 1024, 128))]
   rows += [Config(h=8, n=4096, dtype="float"), Config(dtype="float", causal=1), Config(dtype="half")]
   rows += [Config(dtype="bfloat16")]
-  rows += [Config(hkv=8, m=1, n=4096, d=128, dtype=dtype) for dtype in ("float", "bfloat16")]
+  rows += [
+    Config(hkv=8, m=1, n=n, d=d, dtype=dtype)
+    for dtype in ("float", "half", "bfloat16")
+    for n, d in ((4096, 128), (16384, 128), (32768, 64))
+  ]
+  rows += [Config(h=8, hkv=1, m=1, n=131072, d=128, dtype=dtype) for dtype in ("float", "bfloat16")]
+  rows += [Config(hkv=8, m=m, n=16384, d=128, dtype=dtype) for dtype in ("float", "bfloat16") for m in (4, 8)]
   rows += [Config(h=8, n=n, dtype="float") for n in (1000, 1023, 1025)]
   rows += [Config(h=8, d=d, dtype="float") for d in (32, 48, 80, 96, 128, 192, 256)]
   rows += [Config(h=8, d=64, dv=128, dtype="float"), Config(h=8, d=192, dv=128, dtype="float")]
@@ -108,15 +114,15 @@ class Timing:
     low, high = np.percentile(self.seconds, (25, 75))
     return float(high - low) / self.median
 
-  def record(self, flops: int) -> dict[str, Any]:
-    """For JSON; `flops` is the work of one call."""
+  def record(self, flops: int = 0, moved: int = 0) -> dict[str, Any]:
+    """For JSON; `flops` is the work of one call, `moved` the bytes that it reads, where they count."""
+    speeds = {"gflops": flops, "gbytes": moved}
     return {
       "seconds": self.seconds,
       "median": self.median,
       "minimum": min(self.seconds),
       "spread": self.spread,
-      "gflops": flops / self.median / 1e9,
-    }
+    } | {name: work / self.median / 1e9 for name, work in speeds.items() if work}
 
 
 def alternate(runners: dict[str, Runner], rounds: int) -> dict[str, Timing]:
@@ -136,7 +142,7 @@ def alternate(runners: dict[str, Runner], rounds: int) -> dict[str, Timing]:
         runner.call()
       runner.wait()
       seconds[name].append((time.perf_counter() - start) / (repeats[name] * runner.times))
-      if name == "product numpy":
+      if name == "limit numpy":
         time.sleep(SPIN)
   return {name: Timing(times) for name, times in seconds.items()}
 
@@ -214,14 +220,16 @@ def bench_row(config: Config, contenders: dict[str, Contender], rounds: int, bac
   gate = heads.gradient_gate(problem) if backward else heads.gate(problem)
   reports = {name: _check(runner, heads, gate) for name, runner in runners.items()}
   right = [name for name in runners if all(r.correct for r in reports[name])]
-  by, multiply, wait_for_it = product()
-  limit = {f"product {by}": Runner(multiply, list, wait=wait_for_it)} if by else {}
-  times = alternate({name: runners[name] for name in right} | limit, rounds)
-  multiplied = {by: times[f"product {by}"].record(2 * product_size() ** 3)} if by else {}
+  most = limit(s)
+  turns = {} if most is None else {f"limit {most.name}": most.runner}
+  times = alternate({name: runners[name] for name in right} | turns, rounds)
+  limits = {} if most is None else {most.name: times[f"limit {most.name}"].record(most.flops, most.moved)}
+  moved = s.kv_bytes if most is not None and most.moved else 0
   records = {name: _errors(reports[name]) for name in runners}
   for name in right:
-    records[name] |= times[name].record(flops)
-    records[name]["share"] = {by: records[name]["gflops"] / of["gflops"] for by, of in multiplied.items()}
+    records[name] |= times[name].record(flops, moved)
+    speed = "gbytes" if moved else "gflops"
+    records[name]["share"] = {by: records[name][speed] / of[speed] for by, of in limits.items()}
   return {
     "problem": s.record(),
     "device": " ".join(filter(None, (str(Target.of(Device.DEFAULT)), gpu_name(Device.DEFAULT)))),
@@ -230,7 +238,7 @@ def bench_row(config: Config, contenders: dict[str, Contender], rounds: int, bac
     "flops": flops,
     "backward": backward,
     "contenders": records,
-    "product": multiplied,
+    "limits": limits,
     "product_of": {"dtype": "float32" if on_cpu() else "float16", "size": product_size()},
     "heads_checked": len(heads.pairs) * heads.group,
     "ratios": {name: ratios(times["uopattn"], times[name]) for name in right[1:]} if "uopattn" in right else {},
@@ -260,7 +268,8 @@ def record(rows: list[dict[str, Any]], names: list[str], rounds: int, load: floa
   found = machine.pop("versions")
   assert isinstance(found, dict)
   devices = dict.fromkeys(row["device"] for row in rows)
-  more = [name for name in {*names, *(rows[0]["product"] if rows else ())} if name not in found]
+  timed = {name for row in rows for name in row["limits"] if name != "read"}
+  more = [name for name in {*names, *timed} if name not in found]
   return {
     "format": FORMAT,
     "date": date.today().isoformat(),

@@ -17,6 +17,11 @@ def title(problem: dict[str, Any]) -> str:
   return f"B={p['B']} {heads} {lengths} {sizes} {p['dtype']}{' causal' * p['is_causal']}"
 
 
+def limit_name(by: str) -> str:
+  """What a share is one of, in words: a large read, or the product of matrices of a library."""
+  return "a read" if by == "read" else f"{by}'s product"
+
+
 def _speed(gflops: float) -> str:
   return f"{gflops:7.1f} GFLOP/s" if gflops < TERA else f"{gflops / 1e3:7.1f} TFLOP/s"
 
@@ -28,10 +33,11 @@ def lines(row: dict[str, Any]) -> Iterator[str]:
     if not c["correct"]:
       yield f"  {name:<11} fails the gate: {'; '.join(c['failures'])}"
       continue
-    shares = " ".join(f"{share:4.0%} of {by}'s product," for by, share in c["share"].items())
+    shares = "".join(f"{share:4.0%} of {limit_name(by)}, " for by, share in c["share"].items())
+    bytes_too = f"{c['gbytes']:5.1f} GB/s, " if "gbytes" in c else ""
     text = (
       f"  {name:<11} {c['median'] * 1e3:9.3f} ms (min {c['minimum'] * 1e3:.3f}, spread {c['spread']:.0%}) "
-      f"{_speed(c['gflops'])}, {shares} error {c['error']:.2g}"
+      f"{_speed(c['gflops'])}, {bytes_too}{shares}error {c['error']:.2g}"
     )
     if ratio := row["ratios"].get(name):
       text += f"; uopattn is {ratio['paired']:.2f} times as fast (by minima {ratio['of_minima']:.2f})"

@@ -1,4 +1,4 @@
-"""What `uopattn.bench` times: our kernel, other libraries' attention, and a matrix product to measure them by."""
+"""What `uopattn.bench` times: our kernel, other libraries' attention, and a product or a read to measure by."""
 
 import ctypes
 import importlib
@@ -12,6 +12,8 @@ import numpy as np
 from tinygrad import Device, Tensor, TinyJit, dtypes
 from tinygrad.dtype import DType
 
+from uopattn.bandwidth import READ, reader
+from uopattn.dispatch import FEW
 from uopattn.oracle import Array
 from uopattn.run import Problem, Usage, jitted, outputs, poison, wait
 from uopattn.spec import AttentionSpec
@@ -215,30 +217,55 @@ def load(names: list[str]) -> dict[str, Contender]:
   return found
 
 
-def product() -> tuple[str, Callable[[], object], Callable[[], object]]:
-  """A product of square matrices, whose it is, and what waits for it.
+@dataclass(frozen=True)
+class Limit:
+  """What a machine can do at most.
+
+  Attributes:
+    name: "read", or whose product of matrices it is.
+    runner: does it.
+    flops: floating-point operations of a product.
+    moved: bytes that are read.
+  """
+
+  name: str
+  runner: Runner
+  flops: int = 0
+  moved: int = 0
+
+
+def limit(s: AttentionSpec) -> Limit | None:
+  """What bounds an attention: on a CPU, with few queries, a large read; else a product, where there is one."""
+  if on_cpu() and s.M <= FEW:
+    return Limit("read", Runner(reader(READ), list), moved=READ)
+  return product()
+
+
+def product() -> Limit | None:
+  """A product of square matrices.
 
   On a CPU float32 of size PRODUCT: torch's, on our number of threads, or numpy's, on as many as its library takes,
   where there is no torch. On a GPU float16 of size GPU_PRODUCT: torch's, or no product where there is no torch.
   """
   if not on_cpu():
     return _gpu_product()
+  flops = 2 * PRODUCT**3
   rng = np.random.default_rng(0)
   a, b = (rng.standard_normal((PRODUCT, PRODUCT), dtype=np.float32) for _ in range(2))
   try:
     torch = importlib.import_module("torch")
   except ImportError:
-    return "numpy", lambda: a @ b, lambda: None
+    return Limit("numpy", Runner(lambda: a @ b, list), flops)
   torch.set_num_threads(thread_count())
   ta, tb = torch.from_numpy(a), torch.from_numpy(b)
-  return "torch", lambda: ta @ tb, lambda: None
+  return Limit("torch", Runner(lambda: ta @ tb, list), flops)
 
 
-def _gpu_product() -> tuple[str, Callable[[], object], Callable[[], object]]:
+def _gpu_product() -> Limit | None:
   try:
     torch = importlib.import_module("torch")
   except ImportError:
-    return "", lambda: None, lambda: None
+    return None
   use_torchs_context()
   a, b = (torch.randn(GPU_PRODUCT, GPU_PRODUCT, device="cuda", dtype=torch.float16) for _ in range(2))
 
@@ -246,7 +273,7 @@ def _gpu_product() -> tuple[str, Callable[[], object], Callable[[], object]]:
     use_torchs_context()
     return a @ b
 
-  return "torch", multiply, torch.cuda.synchronize
+  return Limit("torch", Runner(multiply, list, wait=torch.cuda.synchronize), 2 * GPU_PRODUCT**3)
 
 
 def product_size() -> int:

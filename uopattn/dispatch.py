@@ -3,15 +3,16 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from math import gcd
 from typing import Any
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
-from tinygrad.helpers import ceildiv
+from tinygrad.helpers import ceildiv, round_up
 
-from uopattn.dsl.limits import lds_limit
+from uopattn.dsl.limits import lds_limit, usual_units
 from uopattn.kernels import amd_forward, cpu_decode, cpu_forward, cuda_forward, hopper_forward, join
-from uopattn.spec import DTYPES, FLOAT16, AttentionSpec, Input, dtype_name
+from uopattn.spec import DTYPES, FLOAT16, WIDE, AttentionSpec, Input, dtype_name
 from uopattn.target import Target
 from uopattn.threads import thread_count
 
@@ -35,6 +36,7 @@ class Kernel:
     join: (o, lse or None, parts, their LSEs, rules=) -> the graph of the kernel that does; see `kernels/join.py`.
     meant_for: whether it is the one to take where several kernels of a device could serve.
     tf32: its products of float32 are in tf32, which must be allowed.
+    operand: what it makes of keys and values of 8 bits that have scales; None is q's type.
   """
 
   name: str
@@ -49,12 +51,13 @@ class Kernel:
   join: Callable[..., UOp] | None = None
   meant_for: Callable[[AttentionSpec, Target], bool] = lambda spec, target: True
   tf32: bool = False
+  operand: DType | None = None
 
 
 def _cpu_tiles(spec: AttentionSpec, target: Target) -> cpu_forward.Tiles:
   unit = target.vector
   return cpu_forward.Tiles.choose(
-    spec.B * spec.Hq, spec.M, spec.N, spec.Dk, spec.Dv, spec.dtype.itemsize, unit.lanes, unit.registers
+    spec.B * spec.Hq, spec.M, spec.N, spec.Dk, spec.Dv, spec.stored.itemsize, unit.lanes, unit.registers
   )
 
 
@@ -74,15 +77,19 @@ def _group_of_few(spec: AttentionSpec) -> int:
 
 
 def _cpu_splits(spec: AttentionSpec, target: Target, tiles: cpu_decode.Tiles) -> int:
-  """So many that all cores have work, and finish together."""
-  blocks = spec.B * spec.Hq * ceildiv(spec.M, tiles.block_m)
-  return min(ceildiv(4 * thread_count(), blocks), max(1, spec.N // LEAST_KEYS))
+  """So many that all threads have as much work, in a few items each, since a thread may lose its core."""
+  blocks, threads = spec.B * spec.Hq * ceildiv(spec.M, tiles.block_m), thread_count()
+  if threads == 1 or blocks >= 16 * threads:
+    return 1
+  wanted = round_up(ceildiv(4 * threads, blocks), threads // gcd(blocks, threads))
+  most = max(1, min(wanted, spec.kv_bytes // (spec.B * spec.Hkv * PART_BYTES)))
+  return min(range(most, 0, -1), key=lambda splits: ceildiv(blocks * splits, threads) / splits)
 
 
 def _gpu_splits(spec: AttentionSpec, target: Target, tiles: Any) -> int:
   """As many as make a workgroup for each place that there is on the multiprocessors."""
   blocks = spec.B * spec.Hq * ceildiv(spec.M, tiles.block_m)
-  places = target.units * tiles.resident(spec.Dk, spec.Dv, target.arch)
+  places = (target.units or usual_units(target.arch)) * tiles.resident(spec.Dk, spec.Dv, target.arch)
   return max(1, min(places // blocks, spec.N // LEAST_KEYS))
 
 
@@ -114,26 +121,28 @@ def _for_hopper(spec: AttentionSpec, target: Target) -> bool:
   return spec.M > FEW and spec.dtype in FLOAT16 and hopper_forward.Tiles.serves(target.arch, spec.Dk, spec.Dv)
 
 
-LEAST_KEYS = 128  # of a part
-CPU_DTYPES = (dtypes.float32, *FLOAT16)
+LEAST_KEYS = 256  # of a part on a GPU
+PART_BYTES = 1 << 20  # of keys and values, at least, of a part on a CPU: 0.04 ms for a core; a join takes half of it
 PLACES = ("q_start", "kv_lengths", "window", "bounds", "attn_mask", "mask_mod", "block_mask")
-EVERYTHING = frozenset((*PLACES, "softcap", "score_mod", "sinks", "dropout_p"))
+UNSCALED = frozenset((*PLACES, "softcap", "score_mod", "sinks", "dropout_p", "page_table"))
+EVERYTHING = UNSCALED | {"scales"}
 DENSE = EVERYTHING - {"block_mask"}
 KERNELS = (
   Kernel(
     "cpu_forward",
     ("CPU",),
-    CPU_DTYPES,
+    WIDE,
     EVERYTHING,
     cpu_forward.Tiles,
     _cpu_tiles,
     cpu_forward.forward,
+    operand=dtypes.float32,
     meant_for=_many_queries,
   ),
   Kernel(
     "cpu_decode",
     ("CPU",),
-    CPU_DTYPES,
+    WIDE,
     DENSE,
     cpu_decode.Tiles,
     _decode_tiles,
@@ -141,6 +150,7 @@ KERNELS = (
     packs=_group,
     split=_cpu_splits,
     join=join.on_cpu,
+    operand=dtypes.float32,
     meant_for=_few_queries,
   ),
   Kernel(
@@ -159,7 +169,7 @@ KERNELS = (
     "hopper_forward",
     ("CUDA",),
     FLOAT16,
-    EVERYTHING,
+    UNSCALED,
     hopper_forward.Tiles,
     _hopper_tiles,
     hopper_forward.forward,
@@ -179,6 +189,9 @@ KERNELS = (
     tf32=True,
   ),
 )
+
+
+JOINED = ("attn_mask", "sinks", "aux")  # what a join is given: it reads the sinks alone, but all of them have gradients
 
 
 @dataclass(frozen=True)
@@ -204,7 +217,7 @@ class Choice:
   def inputs(self, spec: AttentionSpec) -> tuple[Input, ...]:
     """What the kernel takes besides o, q, k, v and the LSE, which for parts are theirs."""
     if self.stage == "join":
-      return self.parts(spec) + tuple(x for x in spec.inputs if x.name == "sinks")
+      return self.parts(spec) + tuple(x for x in spec.inputs if x.name in JOINED)
     lists = spec.tile_lists(self.tiles.block_m, self.tiles.block_n)
     return tuple(x for x in spec.inputs if self.stage == "whole" or x.name != "sinks") + lists
 
@@ -252,6 +265,7 @@ def reasons_against(kernel: Any, spec: AttentionSpec) -> list[str]:
   wanted = {
     "q_start": "takes q_start as an int alone, neither as a Variable nor as a Tensor",
     "bounds": "has no code for sequences one after another, as attention_varlen has them",
+    "scales": "has no code for keys and values of 8 bits that have scales",
   }
   against = [f"{kernel.name} {wanted.get(name, f'has no {name}; leave it at its default')}" for name in lacks]
   if spec.dtype not in kernel.dtypes:

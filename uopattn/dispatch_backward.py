@@ -10,13 +10,14 @@ from tinygrad.helpers import prod
 from tinygrad.renderer import Estimates
 
 from uopattn.block_mask import BlockMask
-from uopattn.dispatch import CPU_DTYPES, EVERYTHING, reasons_against
+from uopattn.dispatch import UNSCALED, WIDE, reasons_against
 from uopattn.dsl.limits import lds_limit
 from uopattn.kernels import amd_backward, cpu_backward, cuda_backward, hopper_backward
 from uopattn.spec import FLOAT16, AttentionSpec, Input
 from uopattn.target import Target
 from uopattn.threads import thread_count
 
+FEATURES = UNSCALED - {"page_table"}
 SHARED = ("q", "k", "v", "do", "lse", "delta")  # what all of these kernels read
 
 
@@ -135,8 +136,8 @@ BACKWARDS = (
   Backward(
     "cpu_backward",
     ("CPU",),
-    CPU_DTYPES,
-    EVERYTHING,
+    WIDE,
+    FEATURES,
     (
       Pass(
         ("dq", "dk", "dv"),
@@ -151,7 +152,7 @@ BACKWARDS = (
     "amd_backward",
     ("AMD",),
     FLOAT16,
-    EVERYTHING,
+    FEATURES,
     (
       Pass(("dq",), _amd_tiles(False), amd_backward.backward_q, _rows_and_block),
       Pass(("dk", "dv"), _amd_tiles(True), amd_backward.backward_kv, _rows_and_block, of_keys=True),
@@ -161,7 +162,7 @@ BACKWARDS = (
     "hopper_backward",
     ("CUDA",),
     FLOAT16,
-    EVERYTHING,
+    FEATURES,
     (
       Pass(("dq",), _hopper_tiles(False), hopper_backward.backward_q, _rows_and_block),
       Pass(("dk", "dv"), _hopper_tiles(True), hopper_backward.backward_kv, _rows_and_block, of_keys=True),
@@ -171,7 +172,7 @@ BACKWARDS = (
     "cuda_backward",
     ("CUDA",),
     (*FLOAT16, dtypes.float),
-    EVERYTHING,
+    FEATURES,
     (
       Pass(("dq",), _cuda_tiles(False), cuda_backward.backward_q, _rows_and_block),
       Pass(("dk", "dv"), _cuda_tiles(True), cuda_backward.backward_kv, _rows_and_block, of_keys=True),

@@ -14,6 +14,8 @@ from tinygrad.uop.ops import Ops
 
 from uopattn.cuda import on_gpu
 from uopattn.dispatch import Choice, dispatch
+from uopattn.dsl.eight_bits import unit
+from uopattn.dsl.rows import Pages
 from uopattn.dsl.rules import Rules, Table
 from uopattn.llvm import as_llvm
 from uopattn.spec import AttentionSpec, Extras, Input, dtype_name, make_spec
@@ -132,8 +134,8 @@ def layout(choice: Choice, spec: AttentionSpec) -> list[tuple[tuple[int, ...], D
   results = [Input("o", (s.B, s.Hq, s.M, s.Dv), s.dtype), Input("lse", (s.B, s.Hq, s.M), dtypes.float32)]
   o, lse = choice.parts(s) if choice.stage == "parts" else results
   has_lse = s.return_lse or choice.stage == "parts"
-  shapes = {"q": (s.B, s.Hq, s.M, s.Dk), "k": (s.B, s.Hkv, s.N, s.Dk), "v": (s.B, s.Hkv, s.N, s.Dv)}
-  operands = [Input(name, shape, s.dtype) for name, shape in shapes.items()]
+  shapes = {"q": (s.B, s.Hq, s.M, s.Dk), "k": (*s.kept, s.Dk), "v": (*s.kept, s.Dv)}
+  operands = [Input(name, shape, s.dtype if name == "q" else s.stored) for name, shape in shapes.items()]
   return [(x.shape, x.dtype) for x in (o, *operands, *([lse] * has_lse), *choice.inputs(s))]
 
 
@@ -154,12 +156,23 @@ def graph(choice: Choice, spec: AttentionSpec, buffers: tuple[UOp, ...]) -> UOp:
   inputs, rest = choice.inputs(spec), buffers[4 + has_lse :]
   if choice.stage == "join":
     assert choice.kernel.join is not None
-    return choice.kernel.join(o, lse, *rest[:2], rules=rules(spec, choice.packs, inputs[2:], rest[2:]))
-  return choice.kernel.build(o, q, k, v, lse, rules=rules(spec, choice.packs, inputs, rest), tiles=choice.tiles)
+    kernel = choice.kernel.join(o, lse, *rest[:2], rules=rules(spec, inputs[2:], rest[2:], choice.packs))
+    # What its call has gradients for it may not read; a graph of CUDA's passes all the same.
+    return kernel.replace(src=(*kernel.src, *(x.base for x in (*buffers[1:4], *rest[2:]))))
+  return choice.kernel.build(
+    o, q, k, v, lse, rules=rules(spec, inputs, rest, choice.packs, choice.kernel.operand), tiles=choice.tiles
+  )
 
 
-def rules(spec: AttentionSpec, packs: int, inputs: tuple[Input, ...], buffers: tuple[UOp, ...]) -> Rules:
-  """The rules of a kernel that packs query heads and has `buffers` for its inputs."""
+def rules(
+  spec: AttentionSpec,
+  inputs: tuple[Input, ...],
+  buffers: tuple[UOp, ...],
+  packs: int = 1,
+  operand: DType | None = None,
+) -> Rules:
+  """The rules of a kernel that has `buffers` for its inputs; for the rest see `Choice` and `Kernel`."""
+  operand = None if spec.kv_dtype is None else operand or spec.dtype
   named: dict[str, list[UOp]] = {}
   for given, buffer in zip(inputs, buffers, strict=True):
     named.setdefault(given.name, []).append(buffer)
@@ -176,7 +189,7 @@ def rules(spec: AttentionSpec, packs: int, inputs: tuple[Input, ...], buffers: t
     spec.M,
     spec.N,
     heads=spec.Hq,
-    kv_heads=spec.Hkv,
+    group=spec.Hq // spec.Hkv,
     packs=packs,
     scale=spec.scale,
     window=spec.window,
@@ -190,7 +203,11 @@ def rules(spec: AttentionSpec, packs: int, inputs: tuple[Input, ...], buffers: t
     dropout_p=spec.dropout_p,
     seed=only("seed"),
     bounds=pair("bounds"),
+    scales=pair("scales"),
+    operand=operand,
+    unit=1.0 if operand is None else unit(spec.stored, operand),
     tile_lists=pair("tile_lists"),
+    pages=None if spec.pages is None else Pages(cast(UOp, only("page_table")), *spec.kept),
   )
 
 
@@ -200,8 +217,9 @@ def estimates(choice: Choice, spec: AttentionSpec) -> Estimates:
   if choice.stage == "join":
     parts = math.prod(choice.parts(s)[0].shape)
     return Estimates(ops=2 * parts, lds=4 * parts, mem=4 * parts)
-  elements = s.B * (s.Hq * s.M * (s.Dk + s.Dv) + s.Hkv * s.N * (s.Dk + s.Dv))
-  return Estimates(ops=s.flops, lds=elements * s.dtype.itemsize, mem=elements * s.dtype.itemsize)
+  rows, keys = (n * s.B * (s.Dk + s.Dv) for n in (s.Hq * s.M, s.Hkv * s.N))
+  moved = rows * s.dtype.itemsize + keys * s.stored.itemsize
+  return Estimates(ops=s.flops, lds=moved, mem=moved)
 
 
 def batched(name: str, x: Any) -> Any:

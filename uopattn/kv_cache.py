@@ -1,13 +1,19 @@
 """Keys and values kept from step to step of a decoder, written in place."""
 
+from math import inf, nan
 from typing import Any
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
-from uopattn.attention import attention
+from uopattn.attention import attention_of
 from uopattn.dsl import sizes
-from uopattn.spec import DTYPES, dtype_name, is_place
+from uopattn.dsl.eight_bits import EIGHT_BITS
+from uopattn.spec import WIDE, dtype_name, is_place
+
+LARGEST = {dtypes.int8: 127.0, dtypes.fp8e4m3: 448.0, dtypes.fp8e5m2: 57344.0}
+FRACTION = {dtypes.fp8e4m3: 3, dtypes.fp8e5m2: 2}  # bits
+LEAST = 2.0**-126  # the smallest float32 whose reciprocal is finite
 
 
 class KVCache:
@@ -25,9 +31,15 @@ class KVCache:
   output realized late may see what was written since. Return from a `TinyJit` what depends on what was written:
   `attend`'s output, or `k` and `v` themselves.
 
+  In 8 bits each key, and each value, has a scale of its own: the largest of its elements becomes the largest number of
+  the type, and the others are rounded to nearest. Kernels read the 8 bits, and multiply scores and weights by the
+  scales. A row that holds NaN or infinity has the scale NaN. Gradients of what is
+  appended to such a cache are 0, those of a rounding; q has its own.
+
   Attributes:
-    k: (B, Hkv, N_max, Dk), with all that was appended so far; what `uopattn.attention` takes.
+    k: (B, Hkv, N_max, Dk), with all that was appended so far; what `uopattn.attention` takes, if not of 8 bits.
     v: (B, Hkv, N_max, Dv), likewise.
+    k_scale, v_scale: (B, Hkv, N_max) float32, which k and v of 8 bits are to be multiplied by; else None.
   """
 
   def __init__(
@@ -49,7 +61,7 @@ class KVCache:
       N_max: positions.
       Dk: head size of keys.
       Dv: head size of values; None is Dk.
-      dtype: float32, float16 or bfloat16.
+      dtype: float32, float16, bfloat16, or, with scales, int8, fp8e4m3 or fp8e5m2.
       device: None is tinygrad's default.
 
     Raises:
@@ -59,22 +71,29 @@ class KVCache:
     for name, size in (("B", B), ("Hkv", Hkv), ("N_max", N_max), ("Dk", Dk), ("Dv", Dv)):
       if not isinstance(size, int) or size < 1:
         raise ValueError(f"{name} is {size!r}; it must be an int >= 1")
-    if dtype not in DTYPES:
-      raise TypeError(f"dtype is {dtype_name(dtype)}; accepted are {', '.join(map(dtype_name, DTYPES))}")
-    self.k, self.v = (
-      Tensor.zeros(B, Hkv, N_max, D, dtype=dtype, device=device).contiguous().realize() for D in (Dk, Dv)
-    )
+    accepted = (*WIDE, *EIGHT_BITS)
+    if dtype not in accepted:
+      raise TypeError(f"dtype is {dtype_name(dtype)}; accepted are {', '.join(map(dtype_name, accepted))}")
+
+    def zeros(*shape: int, dtype: DType) -> Tensor:
+      return Tensor.zeros(*shape, dtype=dtype, device=device).contiguous().realize()
+
+    self.k, self.v = (zeros(B, Hkv, N_max, D, dtype=dtype) for D in (Dk, Dv))
+    self.k_scale: Tensor | None = None
+    self.v_scale: Tensor | None = None
+    if dtype in EIGHT_BITS:
+      self.k_scale, self.v_scale = (zeros(B, Hkv, N_max, dtype=dtypes.float) for _ in range(2))
 
   def append(self, k: Tensor, v: Tensor, start: int | UOp) -> None:
     """Writes the keys and values of M positions, from `start` on.
 
     Args:
-      k: (B, Hkv, M, Dk), of the cache's dtype.
+      k: (B, Hkv, M, Dk), of the cache's dtype; float32, float16 or bfloat16 if that is of 8 bits.
       v: (B, Hkv, M, Dv), likewise.
       start: int, bound Variable, or an expression of such. An int is compiled for that position alone.
 
     Raises:
-      TypeError: the dtype is not the cache's, or `start` is none of these.
+      TypeError: the dtype is not one of these, or `start` is none of these.
       ValueError: a shape or device does not fit, or it could end past N_max: of a Variable its largest value counts, as
         a `TinyJit` checks no values when it replays.
     """
@@ -83,18 +102,22 @@ class KVCache:
       B, Hkv, _, D = sizes(held)
       if x.shape != (B, Hkv, M, D) or not isinstance(M, int) or M < 1:
         raise ValueError(f"{name} has shape {x.shape}; it must be ({B}, {Hkv}, M, {D}), M >= 1 and the same of k and v")
-      if x.dtype != held.dtype:
-        raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}, the cache has {dtype_name(held.dtype)}")
+      if x.dtype not in (accepted := WIDE if held.dtype in EIGHT_BITS else (held.dtype,)):
+        given = f"{name} has dtype {dtype_name(x.dtype)}, the cache has {dtype_name(held.dtype)}"
+        raise TypeError(f"{given}; accepted are {', '.join(map(dtype_name, accepted))}")
       if x.device != held.device:
         raise ValueError(f"{name} is on {x.device}, the cache is on {held.device}")
     self._check(start, M)
+    if self.k_scale is not None and self.v_scale is not None:
+      (k, k_scale), (v, v_scale) = (quantized(x, self.k.dtype) for x in (k, v))
+      self.k_scale, self.v_scale = _written(self.k_scale, k_scale, start), _written(self.v_scale, v_scale, start)
     self.k, self.v = _written(self.k, k, start), _written(self.v, v, start)
 
   def attend(self, q: Tensor, start: int | UOp, *, is_causal: bool = True, **options: Any) -> Any:
     """`uopattn.attention` of M queries, from position `start` on, over all keys up to the last query's.
 
     Args:
-      q: (B, Hq, M, Dk), of the cache's dtype; Hq a multiple of Hkv.
+      q: (B, Hq, M, Dk), of the cache's dtype, or as for `append`; Hq a multiple of Hkv.
       start: as for `append`.
       is_causal: no query sees the keys behind it.
       options: further ones of `uopattn.attention`.
@@ -108,7 +131,9 @@ class KVCache:
     M = sizes(q)[-2]
     self._check(start, M)
     options = {"kv_lengths": start + M, "enable_gqa": True} | options
-    return attention(q, self.k, self.v, is_causal=is_causal, q_start=start, **options)
+    if self.k_scale is not None:
+      options["scales"] = (self.k_scale, self.v_scale)
+    return attention_of(q, self.k, self.v, is_causal=is_causal, q_start=start, **options)
 
   def _check(self, start: int | UOp, M: int) -> None:
     """Raises an error unless M positions from `start` on are within the cache."""
@@ -121,8 +146,28 @@ class KVCache:
       raise ValueError(f"{given}; for {M} of the cache's {N_max} positions it must be from 0 to {N_max - M}")
 
 
+def quantized(x: Tensor, dtype: DType) -> tuple[Tensor, Tensor]:
+  """Rows, the last axis of x, rounded to 8 bits each by its own scale, and the float32 scales.
+
+  A row of zeros, or of numbers so small that they count as such, has the scale 0.
+  """
+  x = x.float()
+  largest = x.abs().bitcast(dtypes.int).max(-1).bitcast(dtypes.float)  # as ints, NaN > infinity > any number
+  scale = (largest < inf).where((largest < LEAST * LARGEST[dtype]).where(0, largest / LARGEST[dtype]), nan)
+  known = (scale > 0).unsqueeze(-1)
+  rows = known.where(x / known.where(scale.unsqueeze(-1), 1), 0)
+  rounded = rows.round() if dtype == dtypes.int8 else _rounded(rows, FRACTION[dtype])
+  return rounded.clip(-LARGEST[dtype], LARGEST[dtype]).cast(dtype), scale
+
+
+def _rounded(x: Tensor, bits: int) -> Tensor:
+  """float32 rounded to `bits` bits of fraction, ties to even: by way of float16, tinygrad's cast would round twice."""
+  whole, rest = x.bitcast(dtypes.uint), 23 - bits
+  return ((whole + ((1 << (rest - 1)) - 1) + ((whole >> rest) & 1)) >> rest << rest).bitcast(dtypes.float)
+
+
 def _written(held: Tensor, x: Tensor, start: int | UOp) -> Tensor:
-  """The same memory, once x stands in it from `start` on.
+  """The same memory, once x stands in it from `start` on, counted along its third axis.
 
   Not `Tensor.assign`, which would also show the new content to tensors made before and not realized yet.
   """

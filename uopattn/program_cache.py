@@ -36,19 +36,19 @@ def finished(kernel: UOp, renderer: Renderer, estimates: Estimates) -> UOp:
     estimates: what tinygrad is to report as the kernel's work.
   """
   params = sorted((u for u in kernel.toposort() if u.op is Ops.PARAM), key=lambda u: u.arg.slot)
-  # tinygrad numbers its own arguments after as many as are used, and orders all by number. So those that are used are
-  # numbered anew; which these are, lowering tells: an attention that sees no key does not use q and k.
-  used = [u for u in params if u.arg.slot >= 0]
+  # tinygrad numbers its own arguments after as many buffers as are used, and orders all by number; and its CUDA graphs
+  # pass all buffers. So all are to be used. Which are not, lowering tells: an attention that sees no key reads no q.
+  buffers = [u for u in params if u.arg.slot >= 0]
   try:
-    info, source, binary = program(_numbered(kernel, used), renderer)
+    info, source, binary = program(_numbered(kernel, buffers), renderer)
     found = info.globals
   except TypeError:  # its own argument got the number of a buffer of ints, and it cannot tell which comes first
-    apart = len(used) + 1
-    found = tuple(i - apart for i in program(_numbered(kernel, used, apart), renderer)[0].globals)
-  if len(found) < len(used):
-    used = [used[i] for i in found]
-    info, source, binary = program(_numbered(kernel, used), renderer)
-  globals_, outs, ins = (tuple(used[i].arg.slot for i in x) for x in (info.globals, info.outs, info.ins))
+    apart = len(buffers) + 1
+    found = tuple(i - apart for i in program(_numbered(kernel, buffers, apart), renderer)[0].globals)
+  if len(found) < len(buffers):
+    rest = (u for i, u in enumerate(buffers) if i not in found)
+    info, source, binary = program(_numbered(kernel.replace(src=(*kernel.src, *rest)), buffers), renderer)
+  globals_, outs, ins = (tuple(buffers[i].arg.slot for i in x) for x in (info.globals, info.outs, info.ins))
   info = replace(info, globals=globals_, outs=outs, ins=ins)
   # tinygrad would look into the kernel's own graph and find its axes open.
   sink = UOp.sink(*params, arg=KernelInfo(name=kernel.arg.name, estimates=estimates))

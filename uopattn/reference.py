@@ -4,6 +4,7 @@ import math
 
 from tinygrad import Tensor, UOp, dtypes
 
+from uopattn.dsl import sizes
 from uopattn.dsl.random import kept
 from uopattn.spec import AttentionSpec, Extras
 
@@ -22,24 +23,43 @@ def reference(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extr
   l = l if sinks is None else l + (sinks - m).exp()
   lse = blind.where(-math.inf, m + l.log()).squeeze(-1)
   p = dropped(blind.where(0, p / l), spec, extras)
-  out = p.reshape(*groups, spec.M, spec.N) @ existing(v, extras).unsqueeze(2)
+  out = p.reshape(*groups, spec.M, spec.N) @ keys_of(v, extras, values=True).unsqueeze(2)
   return out.reshape(spec.B, spec.Hq, spec.M, spec.Dv).cast(spec.dtype), lse
 
 
 def scores_of(q: Tensor, k: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
   """The scores, (B, Hq, M, N) float32, -inf where a key is hidden."""
   q_groups = q.float().reshape(spec.B, spec.Hkv, spec.Hq // spec.Hkv, spec.M, spec.Dk)
-  products = q_groups @ existing(k, extras).unsqueeze(2).transpose(-1, -2)
+  products = q_groups @ keys_of(k, extras).unsqueeze(2).transpose(-1, -2)
   scores = products.reshape(spec.B, spec.Hq, spec.M, spec.N) * spec.scale
-  return _hide(_modify(scores, extras), spec, extras)
+  return _hide(_without_page(_modify(scores, extras), spec, extras), spec, extras)
 
 
-def existing(x: Tensor, extras: Extras) -> Tensor:
-  """k or v in float32, with 0 for what is no key: a hidden key has weight 0, and 0 * NaN is NaN."""
+def keys_of(x: Tensor, extras: Extras, values: bool = False) -> Tensor:
+  """k, or v, as (B, Hkv, N, D) float32, with 0 for what is no key: a hidden key has weight 0, and 0 * NaN is NaN."""
   x = x.float()
-  if extras.kv_lengths is None:
-    return x
-  return (Tensor.arange(x.shape[2]).reshape(1, 1, -1, 1) < _per_batch(extras.kv_lengths)).where(x, 0)
+  if extras.scales is not None:
+    x = x * extras.scales[values].unsqueeze(-1)
+  if extras.page_table is not None:
+    x = _one_after_another(x, extras.page_table)
+  if extras.kv_lengths is not None:
+    x = (Tensor.arange(x.shape[2]).reshape(1, 1, -1, 1) < _per_batch(extras.kv_lengths)).where(x, 0)
+  return x
+
+
+def _one_after_another(x: Tensor, table: Tensor) -> Tensor:
+  """Keys, or values, of pages (P, Hkv, page_size, D) as (B, Hkv, N, D), of what is no page those of another one."""
+  (B, max_pages), (P, Hkv, page_size, D) = sizes(table), sizes(x)
+  return x[table.clip(0, P - 1)].transpose(1, 2).reshape(B, Hkv, max_pages * page_size, D)
+
+
+def _without_page(scores: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
+  """NaN for keys in what is no page, unless they are hidden by now."""
+  if extras.page_table is None or spec.pages is None:
+    return scores
+  P, page_size = spec.pages
+  exists = ((extras.page_table >= 0) & (extras.page_table < P)).repeat_interleave(page_size, 1)
+  return (exists.reshape(spec.B, 1, 1, spec.N) | scores.eq(-math.inf)).where(scores, math.nan)
 
 
 def _indices(scores: Tensor) -> list[Tensor]:

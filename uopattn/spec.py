@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
@@ -13,11 +13,13 @@ from tinygrad.uop.ops import Ops
 
 from uopattn.block_mask import BlockMask
 from uopattn.dsl import sizes
+from uopattn.dsl.eight_bits import EIGHT_BITS
 from uopattn.trace import Mod, trace_mod
 
 FLOAT16 = (dtypes.float16, dtypes.bfloat16)
 FLOAT8 = (dtypes.fp8e4m3, dtypes.fp8e5m2)
-DTYPES = (dtypes.float32, *FLOAT16, *FLOAT8)
+WIDE = (dtypes.float32, *FLOAT16)
+DTYPES = (*WIDE, *FLOAT8)
 BACKENDS = ("auto", "kernel", "reference")
 
 
@@ -51,7 +53,9 @@ class AttentionSpec:
     block_mod: the block mask's own mask_mod.
     block_heads: batches and heads of the block mask; None where there is none.
     inputs: the Tensors among the arguments other than q, k and v, in the order in which kernels take them.
+    kv_dtype: type of k and v where they have scales.
     tf32: products of float32 may ignore all but the first 10 bits of a fraction: tinygrad's ALLOW_TF32.
+    pages: how many there are, and the keys of each, where k is (pages, Hkv, keys of a page, Dk), and v likewise.
   """
 
   B: int
@@ -75,7 +79,14 @@ class AttentionSpec:
   block_mod: Mod | None = None
   block_heads: tuple[int, int] | None = None
   inputs: tuple["Input", ...] = ()
+  kv_dtype: DType | None = None
   tf32: bool = False
+  pages: tuple[int, int] | None = None
+
+  @property
+  def kept(self) -> tuple[int, int, int]:
+    """The shape of k and of v but for the head size."""
+    return (self.B, self.Hkv, self.N) if self.pages is None else (self.pages[0], self.Hkv, self.pages[1])
 
   def tile_lists(self, block_m: int, block_n: int) -> tuple["Input", ...]:
     """What a kernel with tiles of that size takes after `inputs`: the tiles that it visits, with a block mask."""
@@ -89,6 +100,11 @@ class AttentionSpec:
     return replace(self, M=self.N, N=self.M).tile_lists(block_n, block_m)
 
   @property
+  def stored(self) -> DType:
+    """The type of k and v."""
+    return self.dtype if self.kv_dtype is None else self.kv_dtype
+
+  @property
   def is_causal(self) -> bool:
     """Whether no query sees a key behind its own."""
     return self.window[1] == 0
@@ -97,6 +113,11 @@ class AttentionSpec:
     """What JSON keeps of it: shapes, type, scale, and whether there is a causal mask."""
     names = ("B", "Hq", "Hkv", "M", "N", "Dk", "Dv", "scale", "is_causal", "return_lse")
     return {name: getattr(self, name) for name in names} | {"dtype": dtype_name(self.dtype)}
+
+  @property
+  def kv_bytes(self) -> int:
+    """Bytes of K and V."""
+    return self.B * self.Hkv * self.N * (self.Dk + self.Dv) * self.dtype.itemsize
 
   @property
   def flops(self) -> int:
@@ -115,6 +136,8 @@ class Extras:
 
   Attributes:
     bounds: the first and the last key that each query sees, (M,) int32 both; what `attention_varlen` makes of its own.
+    scales: factors on each key and each value, (B, Hkv, N) float32 both; k and v are then of EIGHT_BITS, and q is not.
+    page_table: of `attention_paged`, (B, pages of a sequence) int32.
   """
 
   attn_mask: Tensor | None = None
@@ -130,11 +153,13 @@ class Extras:
   block_mask: BlockMask | None = None
   seed: Tensor | None = None  # of dropout, in training: (2,) uint32
   bounds: tuple[Tensor, Tensor] | None = None
+  scales: tuple[Tensor, Tensor] | None = None
+  page_table: Tensor | None = None
 
   def in_use(self) -> tuple[str, ...]:
     """The names of those that change the result; of q_start only where it is no int."""
-    names = ("attn_mask", "window", "softcap", "kv_lengths", "sinks", "score_mod", "mask_mod", "block_mask", "bounds")
-    used = [name for name in names if getattr(self, name) is not None]
+    named = ("attn_mask", "window", "softcap", "kv_lengths", "sinks", "score_mod", "mask_mod", "block_mask")
+    used = [name for name in (*named, "bounds", "scales", "page_table") if getattr(self, name) is not None]
     used += ["dropout_p"] * (self.seed is not None)
     return tuple(used) + (() if isinstance(self.q_start, int) else ("q_start",))
 
@@ -146,6 +171,8 @@ class Extras:
     found += [] if self.sinks is None else [("sinks", self.sinks.float())]
     found += [] if self.seed is None else [("seed", self.seed)]
     found += [("bounds", x) for x in self.bounds or ()]
+    found += [("scales", x) for x in self.scales or ()]
+    found += [] if self.page_table is None else [("page_table", self.page_table)]
     found += [("aux", x) for x in self.aux]
     return found + [("block_mask", x) for x in (() if self.block_mask is None else self.block_mask.aux)]
 
@@ -155,8 +182,8 @@ class Extras:
     for name, x in self.tensors():
       found.setdefault(name, []).append(change(x))
     found.pop("block_mask", None)
-    given: dict[str, Any] = {name: tuple(xs) if name in ("aux", "bounds") else xs[0] for name, xs in found.items()}
-    return replace(self, **given)
+    given = {name: tuple(xs) if isinstance(getattr(self, name), tuple) else xs[0] for name, xs in found.items()}
+    return replace(self, **cast(dict[str, Any], given))
 
   def variables(self) -> tuple[UOp, ...]:
     """The bound Variables in them, each once; not those of one possible value, which tinygrad makes constants."""
@@ -177,14 +204,17 @@ def make_spec(
   scale: float | None = None,
   enable_gqa: bool = False,
   return_lse: bool = False,
+  pages: tuple[int, int] | None = None,
 ) -> AttentionSpec:
   """Checks every argument; q, k and v have four dimensions by now.
+
+  With `pages`, as AttentionSpec has them, k and v stand for the keys and values one after another.
 
   Raises:
     TypeError: an argument is of the wrong type or dtype.
     ValueError: an argument's value or shape does not fit.
   """
-  _check_dtypes(q, k, v)
+  _check_dtypes(q, k, v, extras.scales is not None)
   for name, x in (("q", q), ("k", k), ("v", v)):
     if not all(isinstance(size, int) and size > 0 for size in x.shape):
       raise ValueError(f"{name} has shape {x.shape}; every size must be a known int >= 1")
@@ -204,6 +234,8 @@ def make_spec(
     if flag not in (False, True):
       raise TypeError(f"{name} is {flag!r}; it must be True or False")
   _check_extras(extras, B, Hq, M, N, q.device)
+  for scales in extras.scales or ():
+    _check_tensor("scales", scales, (B, Hkv, N), (dtypes.float32,), "float32")
   lengths, aux = (B, Hq, M, N), extras.aux
   score_mod, mask_mod = (
     None if mod is None else trace_mod(name, mod, lengths, aux)
@@ -232,7 +264,9 @@ def make_spec(
     block_mod=None if blocks is None else trace_mod("mask_mod", blocks.seen, lengths, blocks.aux),
     block_heads=None if blocks is None else blocks.heads,
     inputs=tuple(Input(name, sizes(x), x.dtype) for name, x in extras.tensors()),
+    kv_dtype=None if extras.scales is None else k.dtype,
     tf32=q.dtype == dtypes.float32 and bool(ALLOW_TF32),
+    pages=pages,
   )
 
 
@@ -267,7 +301,13 @@ def is_place(x: object) -> bool:
   return x.shape == () and is_int and all(u.op in known for u in _in_kernel(x).toposort())
 
 
-def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_dtypes(q: Tensor, k: Tensor, v: Tensor, scaled: bool) -> None:
+  if scaled:
+    for name, x, accepted in (("q", q, WIDE), ("k", k, EIGHT_BITS), ("v", v, (k.dtype,))):
+      if x.dtype not in accepted:
+        given = f"{name} has dtype {dtype_name(x.dtype)}"
+        raise TypeError(f"{given}; accepted with scales are {', '.join(map(dtype_name, accepted))}")
+    return
   for name, x in (("q", q), ("k", k), ("v", v)):
     if x.dtype not in DTYPES:
       raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; accepted are {', '.join(map(dtype_name, DTYPES))}")

@@ -8,7 +8,6 @@ from tinygrad.renderer import Renderer
 from tinygrad.renderer.cstyle import ClangRenderer
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 
-from uopattn.dsl.limits import usual_units
 from uopattn.machine import multiprocessors
 from uopattn.toolchain import PLAIN, VectorUnit, find_clang, vector_unit
 
@@ -35,13 +34,13 @@ class Target:
     device: "CPU", "AMD", "CUDA", ...; the emulator's is that of the target it stands for.
     arch: "x86_64,native", "arm64,native,-sve", "gfx1100", "sm_90", ...
     vector: what a CPU's compiler vectorises with.
-    units: a GPU's multiprocessors (AMD: compute units); as many as its architecture usually has where no GPU tells.
+    units: a GPU's multiprocessors, where one tells; None: as many as its architecture usually has.
   """
 
   device: str
   arch: str
   vector: VectorUnit = PLAIN
-  units: int = 1
+  units: int | None = None
 
   def __str__(self) -> str:
     vector = (
@@ -65,6 +64,6 @@ class Target:
     renderer = kernel_renderer(device)
     arch = renderer.target.arch
     if not isinstance(renderer, ClangRenderer):
-      units = usual_units(arch) if kind != "CUDA" else multiprocessors(device)
+      units = multiprocessors(device) if kind == "CUDA" else None
       return cls(renderer.target.device if kind == "EMU" else kind, arch, units=units)
     return cls(kind, arch, vector_unit(arch.split(",")[0], tuple(cast(ClangCompiler, renderer.compiler).args)))

@@ -5,8 +5,8 @@ and the emulator finds its meaning by that text in `BY_TEXT`. Numbers that must 
 shuffle's offset, a wait's count) are constant operands, so a text never varies.
 
 Families: "hip" for AMD through clang's HIP builtins, "cuda" for NVIDIA through CUDA C++ and inline PTX, "sm_75" where
-Turing lacks what "cuda" has. A kernel for AMD always asks for the "hip" text; where its code is made from LLVM IR,
-`uopattn.llvm` renders it as the instruction's `llvm`.
+Turing lacks what "cuda" has, "c" for CPUs through clang. A kernel for AMD always asks for the "hip" text; where its
+code is made from LLVM IR, `uopattn.llvm` renders it as the instruction's `llvm`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -241,6 +241,8 @@ _LIST = [
     },
     statement=True,
   ),
+  # LDS pointer, four words: 16 bytes
+  Instruction("store_chunk", dict.fromkeys(("cuda", "sm_75"), _copy("make_uint4({1}, {2}, {3}, {4})")), statement=True),
   Instruction(
     "cp_async_commit",
     {"cuda": _asm('asm volatile("cp.async.commit_group;":::"memory");'), "sm_75": "/* a group of copies ends */ 0"},
@@ -292,6 +294,8 @@ _LIST = [
   Instruction(
     "fence_async", {"cuda": _asm('asm volatile("fence.proxy.async.shared::cta;":::"memory");')}, statement=True
   ),
+  # pointer: what it points to is soon to be read
+  Instruction("prefetch", {"c": "(__builtin_prefetch({0}), 0)"}, statement=True),
   # register pointer to 16 bytes, LDS pointer to the row of 16 that this lane names: four 8x8 matrices of 16 bits
   Instruction("ldmatrix", {"cuda": _ldmatrix("")}, statement=True, cross_lane=True),
   Instruction("ldmatrix_trans", {"cuda": _ldmatrix(".trans")}, statement=True, cross_lane=True),
@@ -471,6 +475,11 @@ def cp_async(family: str, to: UOp, source: UOp, *after: UOp, inside: UOp | None 
   return _statement(family, "cp_async_or_zero", after, to, source, inside)
 
 
+def store_chunk(family: str, to: UOp, *words: UOp) -> UOp:
+  """Stores four uint32 to the 16 bytes of LDS at `to`, which 16 divides, at once. A statement."""
+  return _statement(family, "store_chunk", (), to, *words)
+
+
 def cp_async_commit(family: str, *after: UOp) -> UOp:
   """Makes the lane's copies started so far, and not yet committed, one group. A statement."""
   return _statement(family, "cp_async_commit", after)
@@ -520,3 +529,8 @@ def ldmatrix(family: str, to: UOp, row: UOp, *after: UOp, trans: bool = False) -
   of column l // 4 with `trans`, two for each matrix in turn. A statement. Source: PTX ISA, "ldmatrix".
   """
   return _statement(family, "ldmatrix_trans" if trans else "ldmatrix", after, to, row)
+
+
+def prefetch(after: tuple[UOp, ...], place: UOp) -> UOp:
+  """Asks a CPU to bring the cache line of an element of a buffer; whether it does changes no result."""
+  return _statement("c", "prefetch", after, place)

@@ -9,9 +9,10 @@ def spans(begun: UOp, whole: UOp, count: UOp) -> list[tuple[UOp, UOp, bool]]:
   Returns:
     For each the first tile, the number of tiles, and whether they need a mask.
   """
-  both = (begun, (whole - begun).simplify(), False), (whole, (count - whole).simplify(), True)
-  # tinygrad misplaces what stands in a loop that it finds, then or later, to have no trips
-  return [(first, _blurred(trips), masked) for first, trips, masked in both if trips.vmax > 0]
+  both = (begun, whole - begun, False), (whole, count - whole, True)
+  # tinygrad misplaces what stands in a loop of no trips
+  found = [(first, trips.simplify(), masked) for first, trips, masked in both]
+  return [(first, _blurred(trips), masked) for first, trips, masked in found if trips.vmax > 0]
 
 
 def _blurred(trips: UOp) -> UOp:

@@ -9,6 +9,7 @@ Sources: PTX ISA, "ldmatrix", "cp.async" and "Shared Memory Matrix Layout" of wg
 """
 
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 from tinygrad import UOp, dtypes
@@ -17,8 +18,7 @@ from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.rows import HeadRows
-from uopattn.dsl.scope import Scope, clamp
-from uopattn.dsl.words import as_type
+from uopattn.dsl.scope import Scope, as_type, clamp
 
 CHUNK, WIDEST = 16, 128  # bytes of a chunk, and of a panel's row at most
 ALIGN = 8  # rows after which the permutation repeats
@@ -127,7 +127,7 @@ class Panels:
       thread: this thread.
 
     Returns:
-      Statements; where 16 bytes are no whole number of rows' parts, plain stores.
+      Statements; where 16 bytes are no whole number of rows' parts, or elements are widened, stores.
     """
     chunks, size, bits, stores = self.columns // self.chunk, source.size, as_type(source.x, self.bits), []
     for i in range(self.pieces):
@@ -135,21 +135,34 @@ class Panels:
       row, chunk = piece // chunks, piece % chunks
       there = _both(_below(row, rows), _below(chunk * self.chunk, size))
       to, start = self.at(row, chunk), source.start(first + row) + chunk * self.chunk
-      if size % self.chunk == 0:
+      if source.widens and size % self.chunk == 0:
+        stores.append(ins.store_chunk(self.family, to, *self._widened(source, start, there)))
+      elif size % self.chunk == 0:
         stores.append(ins.cp_async(self.family, to, bits[start], inside=there))
       else:
-        stores += self._single(to, bits, start, chunk * self.chunk, size, there)
+        stores += self._single(to, source, start, chunk * self.chunk, there)
     return stores
 
-  def _single(self, to: UOp, source: UOp, start: UOp, column: UOp, size: int, there: UOp | None) -> list[UOp]:
+  def _single(self, to: UOp, source: HeadRows, start: UOp, column: UOp, there: UOp | None) -> list[UOp]:
     """A chunk element by element, for rows that do not begin at multiples of 16 bytes."""
-    stores = []
+    stores, bits = [], as_type(source.x, dtypes.uchar if source.widens else self.bits)
     for e in range(self.chunk):
-      inside = _both(there, _below(column + e, size))
-      value = source[start + e] if inside is None else source[(start + e).valid(inside)]
-      value = value.load() if inside is None else inside.where(value.load(), UOp.const(0, self.bits))
-      stores.append(self.memory[to.src[1] + e].store(value))
+      value = _or_zero(bits, start + e, _both(there, _below(column + e, source.size)))
+      stores.append(self.memory[to.src[1] + e].store(source.wide_bits(value) if source.widens else value))
     return stores
+
+  def _widened(self, source: HeadRows, start: UOp, there: UOp | None) -> list[UOp]:
+    """The four words of a chunk whose elements have 8 bits in memory."""
+    flat, per = as_type(source.x, dtypes.uint), 4 // self.bits.itemsize  # elements in a word
+    words = [_or_zero(flat, start // 4 + i, there) for i in range(self.chunk // 4)]
+    elements = [source.wide_bits(((word >> 8 * i) & 0xFF).cast(dtypes.uchar)) for word in words for i in range(4)]
+    shifted = [x.cast(dtypes.uint) << 8 * self.bits.itemsize * (i % per) for i, x in enumerate(elements)]
+    return [reduce(UOp.__or__, shifted[i : i + per]) for i in range(0, self.chunk, per)]
+
+
+def _or_zero(flat: UOp, at: UOp, inside: UOp | None) -> UOp:
+  """flat[at], or 0 where not `inside`."""
+  return flat[at].load() if inside is None else inside.where(flat[at.valid(inside)].load(), UOp.const(0, flat.dtype))
 
 
 def _below(x: UOp, bound: UOp | int) -> UOp | None:

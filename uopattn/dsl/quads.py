@@ -15,9 +15,8 @@ from tinygrad import UOp, dtypes
 
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.math import LN2
-from uopattn.dsl.scope import gated, sizes
+from uopattn.dsl.scope import as_type, gated, sizes
 from uopattn.dsl.softmax import finish
-from uopattn.dsl.words import as_type
 
 WARP = 32  # lanes
 ROWS = 16  # of a warp's tile

@@ -1,19 +1,20 @@
 """Which keys a query sees, and what becomes of its scores: all that stands between q.k and the softmax."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
-from math import inf
+from math import inf, nan
 
 from tinygrad import UOp, dtypes
+from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv
 from tinygrad.mixin.gradient import compute_gradient
 from tinygrad.uop.ops import Ops
 
 from uopattn.dsl.math import LOG2E, tanh
 from uopattn.dsl.random import kept
-from uopattn.dsl.rows import HeadRows
-from uopattn.dsl.scope import clamp, gated, sizes
+from uopattn.dsl.rows import HeadRows, Pages
+from uopattn.dsl.scope import Scope, clamp, gated, least, sizes
 from uopattn.dsl.softmax import split_factor
 
 
@@ -23,7 +24,8 @@ class Rules:
 
   Attributes:
     M, N: queries and keys.
-    heads, kv_heads: query and key heads of a batch.
+    heads: query heads of a batch.
+    group: query heads that share a key head.
     packs: query heads whose queries a kernel sees as the rows of one head, one head after another. Row r of head h is
       then query r % M of head h packs + r // M.
     scale: factor on q.k.
@@ -39,21 +41,28 @@ class Rules:
     sinks: (heads,) float32 logits that join the sum of exponentials.
     dropout_p: probability of dropping a weight.
     seed: (2,) uint32, of the random numbers that say which; None if none are dropped.
+    scales: of each key and each value, (B, kv_heads, N) float32, where those are of 8 bits.
+    operand: what keys and values become then; None if they stay what they are.
+    unit: by how much a stored element is larger then.
     tile_lists: the tiles of keys that each block of queries visits, (B or 1, heads or 1, blocks, tiles) int32, those
       that it sees whole first; and how many these are and how many all, (B or 1, heads or 1, blocks, 2) int32. For a
       kernel whose blocks are of keys, the tiles of queries likewise.
+    pages: where the keys are that lie in pages; None if they lie one after another.
   """
 
   M: int
   N: int
   heads: int = 1
-  kv_heads: int = 1
+  group: int = 1
   packs: int = 1
   scale: float = 1.0
   window: tuple[int | None, int | None] = (None, None)
   q_start: int | UOp = 0
   kv_lengths: int | UOp | None = None
   bounds: tuple[UOp, UOp] | None = None
+  scales: tuple[UOp, UOp] | None = None
+  operand: DType | None = None
+  unit: float = 1.0
   softcap: float | None = None
   score_mod: Callable[..., UOp] | None = None
   mask_mods: tuple[Callable[..., UOp], ...] = ()
@@ -62,11 +71,18 @@ class Rules:
   dropout_p: float = 0.0
   seed: UOp | None = None
   tile_lists: tuple[UOp, UOp] | None = None
+  pages: Pages | None = None
+
+  @property
+  def kv_heads(self) -> int:
+    """Key heads of a batch."""
+    return self.heads // self.group
 
   @property
   def name(self) -> str:
-    """For the name of a kernel: "_causal", "_window" or nothing."""
-    return "" if self.window == (None, None) else "_causal" if self.window == (None, 0) else "_window"
+    """For the name of a kernel: "_causal", "_window" or nothing, and "_paged" or nothing."""
+    window = "" if self.window == (None, None) else "_causal" if self.window == (None, 0) else "_window"
+    return window if self.pages is None else f"{window}_paged"
 
   @property
   def longest_last(self) -> bool:
@@ -86,6 +102,11 @@ class Rules:
   def modifies(self) -> bool:
     """Whether scores are more than products times a factor."""
     return self.softcap is not None or self._moves
+
+  @property
+  def weighs(self) -> bool:
+    """Whether the weights of values are more than exponentials; see `HeadRules.weights`."""
+    return self.seed is not None or self.scales is not None
 
   @property
   def factors(self) -> tuple[float, float]:
@@ -121,8 +142,13 @@ class Visit:
       return self
     begin, end = self.count * i // parts, self.count * (i + 1) // parts
     count = clamp(end - begin, 0, ceildiv(int(self.count.vmax), parts))
-    whole = clamp(self.whole - begin, 0, count) if self.whole.vmax > 0 else self.whole
-    return Visit(whole, count, lambda position: self.tile(begin + position))
+
+    def tile(position: UOp) -> UOp:  # what is loaded ahead, past the last one, is that one again: it is in a cache
+      return self.tile(begin + clamp(position, 0, (count - 1).maximum(0)))
+
+    if (self.count - self.whole).simplify().vmax == 0:  # all are seen whole
+      return Visit(count, count, tile)
+    return Visit(clamp(self.whole - begin, 0, count) if self.whole.vmax > 0 else self.whole, count, tile)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,9 +165,26 @@ class HeadRules:
     return (self.h, row) if r.packs == 1 else (self.h + clamp(row // r.M, 0, r.packs - 1), row % r.M)
 
   def keys(self, x: UOp) -> HeadRows:
-    """The keys, or values, in a buffer (B kv_heads, N, size)."""
+    """The keys, or values, in a buffer (B kv_heads, N, size), or in pages (pages kv_heads, rows of a page, size)."""
     r = self.rules
-    return HeadRows.of(x, self.b * r.kv_heads + self.h // (r.heads // r.kv_heads), self.length)
+    if r.pages is not None:
+      return HeadRows.paged(x, r.pages, self.b, self._kv_head, self.length)
+    return HeadRows.of(x, self.b * r.kv_heads + self._kv_head, self.length, r.operand)
+
+  def of_tile(self, s: Scope, first: UOp, block_n: int, within: tuple[UOp, ...]) -> "HeadRules":
+    """The same for a CPU's tile of `block_n` keys from `first` on, whose pages are looked up inside the axes `within`.
+
+    From the length on its keys are then where the last one is.
+    """
+    if (pages := self.rules.pages) is None:
+      return self
+    pages = pages.of_tile(s, self.b, self._kv_head, first, block_n, self.length, within)
+    return replace(self, rules=replace(self.rules, pages=pages))
+
+  @property
+  def _kv_head(self) -> UOp:
+    """The key head, of those of its batch."""
+    return self.h // self.rules.group
 
   @property
   def length(self) -> UOp:
@@ -215,7 +258,8 @@ class HeadRules:
     hides = self._hides(1) or r.bounds is not None
     exist = key + block_n <= self.length
     # decided here, if it can be: a loop that turns out to have no trips is more than the linearizer bears
-    whole = UOp.const(0) if hides or whole.vmax < 2 else whole if exist.vmin else exist.where(whole, 0)
+    whole = UOp.const(0) if hides or whole.vmax < 2 or not exist.vmax else whole
+    whole = whole if exist.vmin or whole.vmax == 0 else exist.where(whole, 0)
     count = clamp(end - begin, 1, tiles)
     count = count if r.kv_lengths is None else (key < self.length).where(count, 1)
     return Visit(whole, count, whole_first(begin, whole_begin, whole, tiles) if right is not None else lambda x: x)
@@ -231,7 +275,8 @@ class HeadRules:
     """
     factor = self.rules.factors[0]
     scaled = [
-      self.modified(x if factor == 1 else x * factor, row, first + i) for x, i in zip(products, offsets, strict=True)
+      self.modified(x if factor == 1 else x * factor, row, first + i, masked)
+      for x, i in zip(products, offsets, strict=True)
     ]
     if not masked:
       return scaled
@@ -244,14 +289,24 @@ class HeadRules:
       result.append(reduce(UOp.__or__, hidden).where(-inf, x))
     return result
 
-  def modified(self, score: UOp, row: UOp, key: UOp) -> UOp:
-    """q.k times the first of `Rules.factors`, after softcap, score_mod and the additive mask; times the second next."""
+  def modified(self, score: UOp, row: UOp, key: UOp, masked: bool = True) -> UOp:
+    """q.k times the first of `Rules.factors`, after softcap, score_mod and the additive mask; times the second next.
+
+    Before all of these comes the key's scale. `masked` is whether the key may be none. NaN of a key in what is no page,
+    unless it is hidden.
+    """
     r = self.rules
+    if r.scales is not None:
+      score = score * self._scale(r.scales[0], key, masked)
     if r.softcap is not None:
       score = tanh(score) * r.softcap if r._moves else tanh(score)
     if r.score_mod is not None:
       score = self._mod(score, row, key)
-    return score + self._mask(row, key).cast(dtypes.float) if r._adds else score
+    score = score + self._mask(row, key).cast(dtypes.float) if r._adds else score
+    if r.pages is None:
+      return score
+    right = r.pages.exists(self.b, key, self.length)
+    return (right | score.eq(-inf) if r._moves else right).where(score, nan)
 
   def pulled_back(
     self,
@@ -288,22 +343,37 @@ class HeadRules:
       grad = grad.eq(0).where(0.0, vjp(lambda x: self._mod(x, row, key), score, grad))
     return grad if slope is None else grad * slope
 
-  def dropped(self, weights: list[UOp], row: UOp, first: UOp, offsets: Sequence[int]) -> list[UOp]:
-    """The weights of a query once dropout has set some to 0 and scaled the others by 1 / (1 - dropout_p).
+  def weights(self, p: list[UOp], row: UOp, first: UOp, offsets: Sequence[int], masked: bool) -> list[UOp]:
+    """What a query's values are multiplied by: exponentials after dropout, times the values' scales.
 
     Args:
-      weights: exponentials in float32, already summed.
+      p: exponentials in float32, already summed.
       row: the query.
       first, offsets: the keys are first + offset.
+      masked: whether any of them may be none.
     """
+    p, scales = self.dropped(p, row, first, offsets), self.rules.scales
+    if scales is None:
+      return p
+    return [x * self._scale(scales[1], first + i, masked) for x, i in zip(p, offsets, strict=True)]
+
+  def dropped(self, p: list[UOp], row: UOp, first: UOp, offsets: Sequence[int]) -> list[UOp]:
+    """P once dropout has set some weights to 0 and scaled the others by 1 / (1 - dropout_p)."""
     r = self.rules
     if r.seed is None:
-      return weights
+      return p
     seed = r.seed[0].load(), r.seed[1].load()
     h, query = self.place(row)
     place = ((self.b * r.heads + h) * r.M + query).cast(dtypes.uint)
     keep = [kept(seed, place, (first + i).cast(dtypes.uint), r.dropout_p) for i in offsets]
-    return [x.where(p * (1 / (1 - r.dropout_p)), 0.0) for x, p in zip(keep, weights, strict=True)]
+    return [keeps.where(x * (1 / (1 - r.dropout_p)), 0.0) for keeps, x in zip(keep, p, strict=True)]
+
+  def _scale(self, scales: UOp, key: UOp, masked: bool) -> UOp:
+    """What a key, or value, is to be multiplied by once it is widened; 0 for none, whose scale is not read."""
+    inside = None if not masked or key.vmax < self.length.vmin else key < self.length
+    rows = self.keys(scales.reshape(-1, sizes(scales)[-1], 1))
+    scale = rows.element(key, UOp.const(0), inside) * self.rules.unit
+    return scale if inside is None else inside.where(scale, 0.0)
 
   def hidden(self, row: UOp, key: UOp) -> list[UOp]:
     """The rules by which a query does not see a key below N."""
@@ -429,11 +499,6 @@ def vjp(function: Callable[[UOp], UOp], x: UOp, grad: UOp) -> UOp:
 
 def _among_floats(cast: UOp) -> bool:
   return dtypes.is_float(cast.dtype) and dtypes.is_float(cast.src[0].dtype)
-
-
-def least(values: list[UOp]) -> UOp:
-  """The least of some ints, in a form whose bounds tinygrad sees; see `clamp`."""
-  return reduce(lambda a, b: -((-a).maximum(-b)), values)
 
 
 def _largest(values: list[UOp]) -> UOp:

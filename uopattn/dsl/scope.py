@@ -1,6 +1,8 @@
 """Axes, buffers and loops of one kernel, without hand-numbered ids."""
 
 from collections.abc import Callable
+from functools import reduce
+from math import prod
 from typing import cast
 
 from tinygrad import Tensor, UOp, dtypes
@@ -84,6 +86,12 @@ def sizes(x: UOp | Tensor) -> tuple[int, ...]:
   return cast(tuple[int, ...], x.shape)
 
 
+def as_type(x: UOp, dtype: DType) -> UOp:
+  """The kernel's argument `x`, reshaped or not, as a flat array of another type."""
+  count = prod(sizes(x)) * x.dtype.itemsize // dtype.itemsize
+  return UOp.placeholder((count,), dtype, slot=x.base.arg.slot)
+
+
 def gated(x: UOp, inside: UOp, *index: UOp) -> UOp:
   """x[index] for a load or a store that is to happen only where `inside` is true; x is a buffer, reshaped or not.
 
@@ -103,3 +111,8 @@ def clamp(x: UOp, low: int, high: int | UOp) -> UOp:
   is built from XOR, whose bounds tinygrad does not see; this form is seen through.
   """
   return -((-x.maximum(low)).maximum(-high))
+
+
+def least(values: list[UOp]) -> UOp:
+  """The least of some ints, in a form whose bounds tinygrad sees; see `clamp`."""
+  return reduce(lambda a, b: -((-a).maximum(-b)), values)

@@ -33,16 +33,23 @@ def zeros(s: Scope, rows: int, lanes: int, within: tuple[UOp, ...]) -> UOp:
   return acc.after(UOp.group(*[acc.after(*within)[r, m].store(0.0) for r in range(rows)]).end(m))
 
 
-def accumulate(s: Scope, acc: UOp, length: int, lanes: int, term: Callable[[int, UOp, UOp], UOp]) -> UOp:
+def accumulate(
+  s: Scope,
+  acc: UOp,
+  length: int,
+  lanes: int,
+  term: Callable[[int, UOp, UOp], UOp],
+  beside: Callable[[UOp], list[UOp]] = lambda i: [],
+) -> UOp:
   """acc[r, m] += sum over i < length of term(r, i, m), for all rows and the first `lanes` lanes; returns acc.
 
   The rows are written out, never indexed by an axis: an array that is indexed by constants and whole rows of lanes
-  alone is what the compiler moves into vector registers.
+  alone is what the compiler moves into vector registers. `beside` gives statements that join each i.
   """
   i, m = s.axis(length), s.axis(lanes)
   before = acc.after(i)
   stores = [before[r, m].store(before[r, m] + term(r, i, m)) for r in range(sizes(acc)[0])]
-  return acc.after(UOp.group(*stores).end(i, m))
+  return acc.after(UOp.group(*beside(i), UOp.group(*stores).end(m)).end(i))
 
 
 def load_tile(s: Scope, rows: HeadRows, first: UOp, block_n: int, length: UOp | None, loop: Loop) -> Tile:
@@ -51,13 +58,13 @@ def load_tile(s: Scope, rows: HeadRows, first: UOp, block_n: int, length: UOp | 
   With a length, keys from there on are not read, and 0 in the tile: whatever they hold, they are worth nothing.
   """
   if rows.x.dtype == dtypes.float and length is None:
-    return lambda n, d: rows.element(first + n, d).load()
+    return lambda n, d: rows.element(first + n, d)
 
   def element(n: UOp, d: UOp) -> UOp:
     if length is None:
-      return rows.element(first + n, d).load().cast(dtypes.float)
+      return rows.element(first + n, d).cast(dtypes.float)
     inside = first + n < length
-    return inside.where(rows.element(first + n, d, inside).load().cast(dtypes.float), 0.0)
+    return inside.where(rows.element(first + n, d, inside).cast(dtypes.float), 0.0)
 
   wide = s.assign(s.buffer(block_n, rows.size), element, within=loop.axes)
   return lambda n, d: wide[n, d].load()

@@ -4,30 +4,24 @@ tinygrad joins neighbouring loads of 32-bit types into wide ones; it leaves bflo
 """
 
 from collections.abc import Callable
-from math import prod
 
 from tinygrad import UOp, dtypes
-from tinygrad.dtype import DType
 
 from uopattn.dsl.rows import HeadRows
-from uopattn.dsl.scope import sizes
+from uopattn.dsl.scope import as_type
 
 Words = list[UOp]  # neighbours
 Load = Callable[[UOp, UOp], UOp]  # (row, word) -> a word of that row
 ALWAYS = UOp.const(True)
 
 
-def as_type(x: UOp, dtype: DType) -> UOp:
-  """The kernel's argument `x`, reshaped or not, as a flat array of another type."""
-  count = prod(sizes(x)) * x.dtype.itemsize // dtype.itemsize
-  return UOp.placeholder((count,), dtype, slot=x.base.arg.slot)
-
-
 def words_of(rows: HeadRows, exists: UOp = ALWAYS) -> Load:
-  """Words of rows of a 16-bit type; past a row's end they are 0.
+  """Words of rows of a 16-bit type, or widened to one; past a row's end they are 0.
 
   Where nothing `exists` nothing is read, and all words are 0.
   """
+  if rows.widens:
+    return _widened_words(rows, exists)
   size, words, halves = rows.size, as_type(rows.x, dtypes.uint), as_type(rows.x, dtypes.ushort)
 
   def load(row: UOp, word: UOp) -> UOp:
@@ -37,6 +31,26 @@ def words_of(rows: HeadRows, exists: UOp = ALWAYS) -> Load:
     if size % 2 == 0:
       return _or_zero(words, first // 2, word, size // 2, exists)
     low, high = (_or_zero(halves, first, 2 * word + i, size, exists).cast(dtypes.uint) for i in range(2))
+    return low | (high << 16)
+
+  return load
+
+
+def _widened_words(rows: HeadRows, exists: UOp) -> Load:
+  """The same of 8-bit elements: where rows are whole words, two of the four in one."""
+  size, words, elements = rows.size, as_type(rows.x, dtypes.uint), as_type(rows.x, dtypes.uchar)
+
+  def load(row: UOp, word: UOp) -> UOp:
+    if 2 * word.vmin >= size or not exists.vmax:
+      return UOp.const(0, dtypes.uint)
+    first = rows.start(row)
+    if size % 4 == 0:
+      four = _or_zero(words, first // 4, word // 2, size // 4, exists)
+      two = (word % 2).eq(0).where(four, four >> 16)
+      halves = [(x & 0xFF).cast(dtypes.uchar) for x in (two, two >> 8)]
+    else:
+      halves = [_or_zero(elements, first, 2 * word + i, size, exists) for i in range(2)]
+    low, high = (rows.wide_bits(x).cast(dtypes.uint) for x in halves)
     return low | (high << 16)
 
   return load

@@ -89,8 +89,16 @@ def _set_words(run: Run, u: UOp, to: Pointer, *words: Any) -> Any:
   return NOTHING
 
 
+def _store_chunk(run: Run, u: UOp, to: Pointer, *words: Any) -> Any:
+  lanes = run.active()
+  if (bad := np.asarray(run.spread(to.index)[lanes], np.int64) * to.dtype.itemsize % CHUNK != 0).any():
+    raise run.fail(OutOfBounds, u, "stores 16 bytes at an address that 16 does not divide", lanes[bad])
+  _fill(run, u, to, np.stack([run.spread(word) for word in words], axis=-1))
+  return NOTHING
+
+
 def _fill(run: Run, u: UOp, to: Pointer, block: np.ndarray) -> None:
-  """Stores the bytes of a lane's row of `block` (lanes, ...) to registers of any type."""
+  """Stores the bytes of a lane's row of `block` (lanes, ...) to registers, or LDS, of any type."""
   elements = np.ascontiguousarray(block).reshape(run.shape.lanes, -1).view(alu.storage(to.dtype))
   to.memory.store(u, to.index, to.dtype, list(np.ascontiguousarray(elements.T)))
 
@@ -130,6 +138,7 @@ MEANINGS: dict[str, Meaning] = {
   "even_bytes": _bytes_of(0),
   "odd_bytes": _bytes_of(1),
   "set_words": _set_words,
+  "store_chunk": _store_chunk,
   "cp_async": copies.start,
   "cp_async_or_zero": copies.start,
   "cp_async_commit": copies.commit,
@@ -144,6 +153,7 @@ MEANINGS: dict[str, Meaning] = {
   "wgmma_wait": warpgroup.wait,
   "pin": lambda run, u, x: x,
   "wave_fence": lambda run, u: NOTHING,  # lanes run in step here
+  "prefetch": lambda run, u, place: NOTHING,
   "ldmatrix": lambda run, u, to, row: _ldmatrix(run, u, to, row, trans=False),
   "ldmatrix_trans": lambda run, u, to, row: _ldmatrix(run, u, to, row, trans=True),
 }
