@@ -164,38 +164,46 @@ def run(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Callable[[], dict[st
   return lambda: gradients_of(q, k, v, do, dlse, **options)
 
 
-@pytest.mark.parametrize(
-  ("arch", "Dk", "Dv"),
-  [("gfx1100", 64, 64), ("gfx1201", 33, 48), ("gfx942", 64, 64), ("gfx942", 33, 48), ("gfx950", 64, 64)],
-)
-def test_no_bank_conflict_and_causal_tiles_skipped(arch: str, Dk: int, Dv: int) -> None:
-  counts = []
+def counted(launch: Callable[[], object]) -> dict[str, emulator.Counters]:
+  """What the two kernels cost, by their names up to the target."""
+  with emulator.profile() as profile:
+    launch()
+  found = {name.split("_gfx")[0]: x for name, x in profile.kernels.items() if "backward" in name}
+  assert list(found) == ["attention_backward_q", "attention_backward_kv"]
+  return found
+
+
+@pytest.mark.parametrize(("arch", "Dk", "Dv"), [("gfx1100", 64, 64), ("gfx1201", 33, 48), ("gfx942", 64, 64)])
+def test_no_bank_conflict(arch: str, Dk: int, Dv: int) -> None:
   with on(arch):
-    sources = inputs(1, 1, 1, 200, 200, Dk, Dv)
-    for is_causal in (False, True):
-      with emulator.profile() as profile:
-        run(*sources, is_causal=is_causal)()
-      counts.append({name.removesuffix("_causal"): x for name, x in profile.kernels.items() if "backward" in name})
-  full, causal = counts
-  assert len(full) == 2
-  for name, count in full.items():
-    assert count.bank_conflicts == causal[name].bank_conflicts == 0
-    assert causal[name].matrix < count.matrix
+    for count in counted(run(*inputs(1, 1, 1, 70, 70, Dk, Dv))).values():
+      assert count.bank_conflicts == 0
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize(("is_causal", "barriers"), [(False, 3), (True, 5)])  # one before, two in each loop
-def test_each_barrier_deleted(is_causal: bool, barriers: int, arch: str) -> None:
+def test_causal_tiles_are_skipped() -> None:
+  with on("gfx942"):
+    sources = inputs(1, 1, 1, 128, 128, 16, 16)
+    full, causal = (counted(run(*sources, is_causal=is_causal)) for is_causal in (False, True))
+  for name, count in full.items():  # of four tiles for each block, the first sees one, and so on
+    assert causal[name].matrix * 8 == count.matrix * 5
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize(
+  ("arch", "is_causal", "barriers"),  # one before, two in each loop
+  [("gfx1100", True, 5), ("gfx1201", True, 5), ("gfx942", True, 5), ("gfx942", False, 3), ("gfx950", True, 5)],
+)
+def test_each_barrier_deleted(arch: str, is_causal: bool, barriers: int) -> None:
   with on(arch):
-    launch, names = run(*inputs(1, 2, 1, 128, 128, 16, 16), is_causal=is_causal), []
+    launch = run(*inputs(1, 2, 1, 128, 128, 16, 16), is_causal=is_causal, q_start=15 if is_causal else 0)
     with emulator.profile() as profile:
       launch()
-    names = [name for name in profile.kernels if "backward" in name]
-    assert len(names) == 2
-    for name in names:
-      outcomes = emulator.delete_each_barrier(launch, name)
-      assert [(o.what, type(o.caught)) for o in outcomes] == [("barrier", emulator.Race)] * barriers
+    for name in profile.kernels:
+      if "backward" in name:
+        caught = [type(outcome.caught) for outcome in emulator.delete_each_barrier(launch, name)]
+        own = [type(None)] if "_kv_" in name else []  # tinygrad's, behind the tiles of each query head: redundant
+        assert caught == [emulator.Race] * barriers + own
 
 
 def test_tiles_state_their_laws() -> None:

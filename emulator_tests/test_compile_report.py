@@ -39,14 +39,14 @@ def faults_by(budget: float, D: int, c: Compiled) -> list[str]:
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("arch", ARCHES)
 def test_budget(arch: str, dtype: str, D: int) -> None:
-  assert faults(arch, dtype, D, measure("forward", arch, dtype, 1024, 1024, D, causal=False)) == []
+  assert faults(arch, dtype, D, measure("fwd", arch, dtype, 1024, 1024, D, causal=False)) == []
 
 
 @pytest.mark.parametrize(
   ("arch", "D"), [("gfx1100", 64), ("gfx1201", 64), ("gfx1201", 128), ("gfx942", 64), ("gfx950", 128)]
 )
 def test_a_mask_costs_the_main_loop_next_to_nothing(arch: str, D: int) -> None:
-  assert faults(arch, "float16", D, measure("forward", arch, "float16", 1024, 1024, D, causal=True)) == []
+  assert faults(arch, "float16", D, measure("fwd", arch, "float16", 1024, 1024, D, causal=True)) == []
 
 
 # Of the backward pass, D=64: twice the matrix instructions for one exponential as in the forward pass.
@@ -148,5 +148,5 @@ def test_a_clang_stands_in_for_llvmlite(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_rows_fit_a_screen() -> None:
   compiled = dataclasses.replace(GOOD, tiles=Tiles("gfx942", 16, 2, 128), vgprs=512, agprs=256)
-  wide = row("forward", "gfx942", "bfloat16", compiled)
+  wide = row("fwd", "gfx942", "bfloat16", compiled)
   assert max(len(line(wide.name, wide.cells, COLUMNS)), len(line("", list(COLUMNS), COLUMNS))) <= 120

@@ -3,14 +3,19 @@
 import functools
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import sass
-from report_cuda import ARCHES, HALVES, TYPES, Compiled, by_nvcc, compiled, figure, measure, resident, source
+from report_cuda import ARCHES, HALVES, TYPES, Compiled, by_nvcc, compiled, figure, measure, rendered, resident, source
+from tinygrad import UOp
 
 from uopattn.dispatch import Choice
+from uopattn.dispatch_backward import dispatch_backward
+from uopattn.dsl.rules import Rules
 from uopattn.kernels import cuda_forward, hopper_forward
 from uopattn.spec import AttentionSpec
+from uopattn.target import Target
 
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on PATH")
 
@@ -97,6 +102,19 @@ def test_as_many_workgroups_at_once_as_the_choice_of_tiles_takes_for_granted(
 ) -> None:
   c = measure("sm_90", "float16", HEADS, LENGTH, LENGTH, D, causal, tiles)
   assert resident("sm_90", c.registers, c.shared, tiles.threads) == at_once
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize(("arch", "causal"), [("sm_80", False), ("sm_90", True), ("sm_90", False)])
+def test_backward_does_not_spill(arch: str, causal: bool, D: int) -> None:
+  window = (None, 0 if causal else None)
+  rules = Rules(LENGTH, LENGTH, HEADS, scale=D**-0.5, window=window)
+  for step in dispatch_backward(replace(spec(D), window=window), Target("CUDA", arch)):
+    assert not isinstance(step, str)
+    buffers = [UOp.placeholder(x.shape[1:], x.dtype, slot) for slot, x in enumerate(step.layout(spec(D)))]
+    said = by_nvcc(rendered(step.pass_.build(*buffers, rules=rules, tiles=step.tiles), arch), arch)[1]
+    assert figure(said, "bytes stack frame") == figure(said, "bytes spill stores") == 0
+    assert "serializ" not in said
 
 
 SPILLS = """

@@ -11,6 +11,10 @@ Who holds what. What a warp keeps stands for the rows of its products: the two l
 once (`Tiles.held`) or for each tile anew, and the sums, in registers; so P and dS, rounded, are left operands of the
 last products as they are. What it runs through comes in tiles of `block` rows, `stages` of each kind, which all warps
 share (`uopattn.dsl.stream`).
+
+Measured on an H200 (B=4, H=32, N=4096, float16, 2026-11-21), where `hopper_backward` is faster, of the five products
+that a backward pass must have (these two have seven): 264 TFLOP/s at D=64, with Tiles(4, 2, 32) and Tiles(4, 2, 32,
+held=False), which spills 16 bytes; 249 at D=128, with Tiles(4, 1, 64) and Tiles(4, 1, 32).
 """
 
 from collections.abc import Callable
@@ -173,7 +177,7 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   visit = here.visit(block * tiles.rows, tiles.rows, tiles.block)
   loop = Mainloop(s, group, Mma(s, q.dtype), tiles, here, *tiles.panels(s, Dk, Dv))
 
-  rows, found = loop.rows(block), Numbers(lse, delta, head)
+  rows, found = loop.rows(block), Numbers(lse, delta, head, rules.modifies)
   numbers = {place: found.of(row, True) for place, row in rows.items()}
 
   def lines(first: UOp, masked: bool) -> list[Line]:
@@ -185,7 +189,7 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   sums = loop.run(stream, visit, lines, sums, begun)
   sums = _after(sums, ins.cp_async_wait(CUDA, 0, *sums))  # no copy may be under way at the end
   name = f"attention_backward_q_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
-  return group.kernel(name, loop.store(dq, sums[0], head, block))
+  return group.kernel(name, loop.store(dq, sums[0], rules.scale, head, block))
 
 
 def backward_kv(
@@ -214,7 +218,7 @@ def backward_kv(
 
   def lines(first: UOp, masked: bool) -> list[Line]:
     rows = loop.rows(group.block)
-    return lines_of_columns(rows, Numbers(lse, delta, head), first, tiles.block, group.lane, masked)
+    return lines_of_columns(rows, Numbers(lse, delta, head, rules.modifies), first, tiles.block, group.lane, masked)
 
   sums = [loop.zeros(Dk, group.item), loop.zeros(Dv, group.item)]
   stream = loop.stream((q, do), head, UOp.const(M), visit)
@@ -226,7 +230,8 @@ def backward_kv(
     entered = _after(sums, member)
     entered = loop.run(stream, visit, lines, entered, stream.start_first(UOp.barrier(member), *copies))
     sums = _after(sums, ins.cp_async_wait(CUDA, 0, *entered).end(member))
-  stores = loop.store(dk, sums[0], group.head, group.block) + loop.store(dv, sums[1], group.head, group.block)
+  stores = loop.store(dk, sums[0], rules.scale, group.head, group.block)
+  stores += loop.store(dv, sums[1], 1.0, group.head, group.block)
   return group.kernel(f"attention_backward_kv_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
 
 
@@ -313,11 +318,11 @@ class Mainloop:
     row_tiles, width = range(self.tiles.row_tiles), range(self.tiles.block // COLUMNS)
     return [[UOp.stack(*[elements[i, n, e] for e in range(4)]) for n in width] for i in row_tiles]
 
-  def store(self, x: UOp, total: UOp, head: UOp, block: UOp) -> list[UOp]:
-    """A sum to the rows of x."""
+  def store(self, x: UOp, total: UOp, factor: float, head: UOp, block: UOp) -> list[UOp]:
+    """A sum times a factor, to the rows of x."""
     stores = []
     for (i, half), row in self.rows(block).items():
-      stores += store_scaled(x, head, row, half, total[i], UOp.const(1.0), self.group.lane)
+      stores += store_scaled(x, head, row, half, total[i], UOp.const(factor), self.group.lane)
     return stores
 
 

@@ -30,7 +30,7 @@ from uopattn.kernels.amd_forward import Tiles, forward
 from uopattn.toolchain import find_clang
 
 ARCHES = ("gfx1100", "gfx1151", "gfx1201", "gfx942", "gfx950")
-KERNELS = ("forward", "dQ", "dK dV")
+KERNELS = ("fwd", "dQ", "dK dV")
 TYPES = {"float16": dtypes.float16, "bfloat16": dtypes.bfloat16}
 # The kinds of instructions, by their names; the first that fits counts.
 KINDS = {
@@ -117,9 +117,9 @@ def graph(
 ) -> tuple[UOp, AnyTiles]:
   """A kernel of KERNELS, and its tiles."""
   rules = Rules(M, N, heads=heads, scale=D**-0.5, window=(None, 0 if causal else None))
-  rows = {"forward": (M, M, N, N), "dQ": (M, M, N, N, M), "dK dV": (N, N, M, N, N, M)}[kernel]
+  rows = {"fwd": (M, M, N, N), "dQ": (M, M, N, N, M), "dK dV": (N, N, M, N, N, M)}[kernel]
   arguments = [UOp.placeholder((heads, length, D), dtype, slot) for slot, length in enumerate(rows)]
-  if kernel == "forward":
+  if kernel == "fwd":
     tiles = Tiles.choose(arch, M, N, D, D, causal)
     return forward(*arguments, rules=rules, tiles=tiles), tiles
   arguments += [UOp.placeholder((heads, M), dtypes.float, len(rows) + i) for i in range(2)]
@@ -262,7 +262,7 @@ def row(kernel: str, arch: str, dtype: str, c: Compiled) -> Row:
   own, block = (t.m_tiles, t.block_n) if isinstance(t, Tiles) else (t.own, t.block)
   numbers = (c.vgprs, c.agprs if arch.startswith("gfx9") else "-", c.spills, c.scratch, c.lds, c.occupancy)
   cells = (*numbers, f"{c.each:.1f}", *(c.loop[kind] for kind in KINDS))
-  return Row(f"{arch:7} {kernel:7} {dtype:8} {t.waves}x{own}x{block}", cells, c.compiler)
+  return Row(f"{arch:7} {kernel:5} {dtype:8} {t.waves}x{own}x{block}", cells, c.compiler)
 
 
 def rows(arches: Sequence[str], M: int, N: int, D: int, causal: bool) -> Iterator[Row]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import sass
 from report_table import Row
-from tinygrad import dtypes
+from tinygrad import UOp, dtypes
 from tinygrad.codegen import to_program
 from tinygrad.device import CompileError, Compiler
 from tinygrad.helpers import round_up, to_char_p_p
@@ -127,10 +127,14 @@ def source(spec: AttentionSpec, arch: str, tiles: object = None) -> tuple[str, C
     raise ValueError("; ".join(choice))
   choice = replace(choice, stage="parts") if choice.splits > 1 else choice
   kernel = graph(choice, spec, placeholders(choice, spec))
+  return rendered(kernel, arch), choice, shared_places(tuple(kernel.toposort()))[1]
+
+
+def rendered(kernel: UOp, arch: str) -> str:
+  """A kernel's graph in CUDA C++."""
   renderer = SharedRenderer(arch, use_nvcc=True)
   renderer.compiler = Compiler()  # leaves the source as it is
-  text = next(u.arg for u in to_program(kernel, renderer).src if u.op is Ops.SOURCE)
-  return text, choice, shared_places(tuple(kernel.toposort()))[1]
+  return next(u.arg for u in to_program(kernel, renderer).src if u.op is Ops.SOURCE)
 
 
 def _code(arch: str) -> str:

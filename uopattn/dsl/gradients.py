@@ -51,21 +51,29 @@ class Line:
 
 @dataclass(frozen=True)
 class Numbers:
-  """lse and delta of the queries of a head, (heads, M) float32 both.
+  """lse and delta of the queries of a head.
 
   A query that sees no key has an lse of -inf, as have its scores: a finite one in its place makes P 0.
+
+  Attributes:
+    lse, delta: (heads, M) float32.
+    head: of the queries.
+    blind: whether a query that sees all keys of a tile may see none, as all its scores may be -inf.
   """
 
   lse: UOp
   delta: UOp
   head: UOp
+  blind: bool
 
   def of(self, query: UOp, doubtful: bool) -> tuple[UOp, UOp]:
-    """lse, in base 2, and delta of a query; of one that may not exist, if `doubtful`, such that its P is 0."""
+    """lse, in base 2, and delta of a query; if `doubtful` it may not exist, or see no key: its P will be 0."""
     count = sizes(self.lse)[1]
     at = self.head * count + (query.minimum(count - 1) if doubtful else query)
     lse, delta = self.lse.base[at].load(), self.delta.base[at].load()
-    lse = ins.fmax(CUDA, lse * LOG2E, UOp.const(LOWEST, dtypes.float))
+    lse = lse * LOG2E
+    if doubtful or self.blind:
+      lse = ins.fmax(CUDA, lse, UOp.const(LOWEST, dtypes.float))
     return (query < count).where(lse, float("inf")) if doubtful else lse, delta
 
 
@@ -128,7 +136,7 @@ def dropped(here: HeadRules, lines: list[Line], p: Elements) -> Elements:
 def pulled_back(
   here: HeadRules, lines: list[Line], p: Elements, products: Elements, grads: Elements, begun: bool = False
 ) -> Elements:
-  """The gradient of S: of the scores P (dP - delta), made that of the products.
+  """The gradient of S: of the scores P (dP - delta), made that of the products, but for the factor `Rules.scale`.
 
   Args:
     p: before dropout.
@@ -140,5 +148,6 @@ def pulled_back(
     dp = here.dropped([grads[at] for at in line.places], *line.keys)
     dp = dp if begun else [x - line.delta for x in dp]
     ds = [p[at] * x for at, x in zip(line.places, dp, strict=True)]
-    found |= zip(line.places, here.pulled_back(ds, [products[at] for at in line.places], *line.keys), strict=True)
+    pulled = here.pulled_back(ds, [products[at] for at in line.places], *line.keys, scaled=False)
+    found |= zip(line.places, pulled, strict=True)
   return found

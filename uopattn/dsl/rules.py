@@ -309,7 +309,13 @@ class HeadRules:
     return (right | score.eq(-inf) if r._moves else right).where(score, nan)
 
   def pulled_back(
-    self, grads: list[UOp], products: list[UOp], row: UOp, first: UOp, offsets: Sequence[int]
+    self,
+    grads: list[UOp],
+    products: list[UOp],
+    row: UOp,
+    first: UOp,
+    offsets: Sequence[int],
+    scaled: bool = True,
   ) -> list[UOp]:
     """Gradients of a query's scores, once they are finished, made those of its products.
 
@@ -318,9 +324,10 @@ class HeadRules:
       products: q.k in float32.
       row: the query.
       first, offsets: the keys are first + offset.
+      scaled: whether the factor `Rules.scale` is in them; if not, it is left for the sums of these.
     """
     pulled = [self._pulled_back(g, x, row, first + i) for g, x, i in zip(grads, products, offsets, strict=True)]
-    return [x * self.rules.scale for x in pulled]
+    return [x * self.rules.scale for x in pulled] if scaled else pulled
 
   def _pulled_back(self, grad: UOp, product: UOp, row: UOp, key: UOp) -> UOp:
     """The same by the product times scale. What comes after score_mod is added, and so of no account."""
