@@ -58,7 +58,7 @@ def launch(
 ) -> dict[str, Array]:
   """The gradients as the kernels of a module make them on the emulator, in outputs full of NaN."""
   (heads, kv_heads, M, N, Dk, Dv), dtype = shape, operands[0].dtype
-  rules = Rules(M, N, heads, kv_heads, scale=Dk**-0.5, window=(None, 0 if causal else None))
+  rules = Rules(M, N, heads, group=heads // kv_heads, scale=Dk**-0.5, window=(None, 0 if causal else None))
   found: dict[str, Array] = {}
   for kernel, own, names in ((module.backward_q, tiles[0], NAMES[:1]), (module.backward_kv, tiles[1], NAMES[1:])):
     sizes = {"dq": (heads, M, Dk), "dk": (kv_heads, N, Dk), "dv": (kv_heads, N, Dv)}

@@ -108,7 +108,7 @@ def test_as_many_workgroups_at_once_as_the_choice_of_tiles_takes_for_granted(
 @pytest.mark.parametrize(("arch", "causal"), [("sm_80", False), ("sm_90", True), ("sm_90", False)])
 def test_backward_does_not_spill(arch: str, causal: bool, D: int) -> None:
   window = (None, 0 if causal else None)
-  rules = Rules(LENGTH, LENGTH, HEADS, HEADS, scale=D**-0.5, window=window)
+  rules = Rules(LENGTH, LENGTH, HEADS, scale=D**-0.5, window=window)
   for step in dispatch_backward(replace(spec(D), window=window), Target("CUDA", arch)):
     assert not isinstance(step, str)
     buffers = [UOp.placeholder(x.shape[1:], x.dtype, slot) for slot, x in enumerate(step.layout(spec(D)))]
