@@ -155,7 +155,8 @@ def test_the_reference_agrees(dtype: DType) -> None:
   check_attend(filled(dtype, 77), normal(B, HQ, 3, DK), start_at(74, 3), backend="reference")
 
 
-def test_keys_in_parts() -> None:
+def test_keys_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr("uopattn.dispatch.PART_BYTES", 1 << 12)
   length, N = 1500, 1600
   cache, q = filled(dtypes.int8, length, N=N), normal(B, HQ, 1, DK)
   spec = AttentionSpec(B, HQ, HKV, 1, N, DK, DV, dtypes.float32, 0.25, extras=("scales",), kv_dtype=dtypes.int8)
