@@ -177,8 +177,8 @@ def old_maximum_forgotten(s, scores, m_new, m_old, l_old, exponent, loop):
   return right_exponentiate(s, scores, m_new, filled(s, m_old.shape[0], -math.inf, loop), l_old, exponent, loop)
 
 
-def tiles_one_key_off(s, x, head, first, block_n, *rest):
-  return right_load(s, x, head, cpu_forward.clamp(first + 1, 0, x.shape[1] - block_n), block_n, *rest)
+def tiles_one_key_off(s, rows, first, block_n, length, loop):
+  return right_load(s, rows, cpu_forward.clamp(first + 1, 0, int(rows.length.vmax) - block_n), block_n, length, loop)
 
 
 MISTAKES: dict[str, tuple[str, Any, dict[str, Any]]] = {

@@ -197,8 +197,8 @@ def idle_turns_kept(call: UOp, turn: UOp, blocks: int, group: int, M: int, tiles
   return Block(block.head, block.row, UOp.const(M)), UOp.const(True)
 
 
-def without_delta(s, lse, delta, block, block_m, outer):
-  lse_i, _ = right_sums(s, lse, delta, block, block_m, outer)
+def without_delta(s, lse, delta, block, block_m, factor, outer):
+  lse_i, _ = right_sums(s, lse, delta, block, block_m, factor, outer)
   return lse_i, s.assign(s.buffer(block_m), lambda m: 0.0, within=outer)
 
 

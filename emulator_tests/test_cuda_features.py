@@ -240,7 +240,7 @@ MISTAKES: dict[str, tuple[str, Any, str]] = {
   "sinks forgotten": ("sink", lambda self, row: None, "sinks"),
   "keys past the length seen": ("length", property(lambda self: UOp.const(self.rules.N)), "lengths"),
   "window one key narrow": ("_firsts", lambda self, row: [x + 1 for x in right_window(self, row)], "window"),
-  "softcap forgotten": ("modified", lambda self, score, row, key: score, "softcap"),
+  "softcap forgotten": ("modified", lambda self, score, *x: score, "softcap"),
 }
 
 

@@ -115,7 +115,8 @@ def rewrite(page: str, records: dict[str, dict[str, Any]], plots: Container[str]
 def main(words: Sequence[str]) -> int:
   page, results = (Path(words[0]), Path(words[1])) if words else (ROOT / "README.md", ROOT / "scripts" / "results")
   try:
-    records = {path.name: json.loads(path.read_text()) for path in sorted(results.glob("[0-9]*.json"), reverse=True)}
+    found = {path.name: json.loads(path.read_text()) for path in sorted(results.glob("*.json"), reverse=True)}
+    records = {name: record for name, record in found.items() if "rows" in record}  # those of other scripts have none
     page.write_text(rewrite(page.read_text(), records, {path.name for path in results.glob("*.png")}))
   except (OSError, ValueError, KeyError) as error:
     print(f"readme_table: {page}: {error}", file=sys.stderr)
