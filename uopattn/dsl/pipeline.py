@@ -61,11 +61,10 @@ class Pipeline:
     return self._barriers[self.stages + (n + self.before) % self.stages]
 
   def open(self) -> UOp:
-    """Makes the barriers, for all threads to use."""
-    slots, first, threads = [UOp.const(i) for i in range(self.stages)], self._thread.eq(0), self.k_tiles.threads
-    made = [ins.mbarrier_init(CUDA, self._full(i), threads, first) for i in slots]
-    made += [ins.mbarrier_init(CUDA, self._empty(i), threads // WARP, first) for i in slots]
-    return UOp.barrier(*made)
+    """Makes the barriers, once, for all threads to use, and for all visits."""
+    threads, first = self.k_tiles.threads, self._thread.eq(0)
+    arrivals = [threads] * self.stages + [threads // WARP] * self.stages
+    return UOp.barrier(*[ins.mbarrier_init(CUDA, self._barriers[i], n, first) for i, n in enumerate(arrivals)])
 
   def start(self, n: UOp, *after: UOp) -> UOp:
     """Starts delivery n once all warps are done with what was in its slot."""

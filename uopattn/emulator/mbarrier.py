@@ -72,6 +72,8 @@ def init(run: Run, u: UOp, barrier: Pointer, count: Any, when: Any) -> Any:
   lanes = barrier.memory.lanes(when)
   at = _places(run, u, barrier, lanes)
   barriers = _barriers(run, u, barrier)
+  if (bad := barriers.count[at] > 0).any():
+    raise run.fail(Race, u, "makes a barrier of what is one already, which may be in use", lanes[bad])
   barriers.count[at] = barriers.left[at] = int(count)
   barriers.maker[at] = run.wave[lanes]
   return NOTHING
