@@ -16,14 +16,19 @@ from dataclasses import dataclass
 from typing import cast
 
 from tinygrad import Tensor, UOp, dtypes
+from tinygrad.dtype import DType
+from tinygrad.renderer import Estimates
 
 from uopattn.dispatch_backward import SHARED, Step, Steps, dispatch_backward
+from uopattn.dsl import sizes
 from uopattn.flash import compiler, for_tinygrad, rules
+from uopattn.kernels.delta import row_sums
 from uopattn.log import log_once
 from uopattn.reference import dropped, keys_of, reference, scores_of
 from uopattn.spec import AttentionSpec, Extras
 from uopattn.target import Target
 
+FAMILIES = {"CUDA": "cuda", "AMD": "hip"}  # of the instructions of GPUs, see `uopattn.dsl.instructions`
 Gradient = Callable[..., tuple[UOp | None, ...]]
 
 
@@ -64,26 +69,36 @@ class Saved:
 
   Attributes:
     q, k, v: (B, Hq, M, Dk), (B, Hkv, N, Dk) and (B, Hkv, N, Dv).
-    do: the gradient of the output, (B, Hq, M, Dv), in its dtype.
-    lse: (B, Hq, M) float32, as are the others.
-    dlse: its gradient, or None.
-    delta: see above; 0 where a row sees no key.
+    out: (B, Hq, M, Dv).
+    lse: (B, Hq, M) float32.
+    do: the gradient of the output, of its shape and dtype.
+    dlse: that of lse, of its shape and dtype, or None.
   """
 
   q: Tensor
   k: Tensor
   v: Tensor
-  do: Tensor
+  out: Tensor
   lse: Tensor
+  do: Tensor
   dlse: Tensor | None
-  delta: Tensor
 
   @classmethod
   def of(cls, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> "Saved":
-    """Works out delta; `out` is the output, the others are the attributes of that name."""
-    delta = (out.float() * do.float()).sum(-1)
-    delta = lse.eq(-math.inf).where(0, delta if dlse is None else delta - dlse)
-    return cls(q, k, v, do.cast(out.dtype).contiguous(), lse, dlse, delta.contiguous())
+    """With the gradients as kernels take them."""
+    dlse = None if dlse is None else dlse.cast(dtypes.float).contiguous()
+    return cls(q, k, v, out, lse, do.cast(out.dtype).contiguous(), dlse)
+
+  @functools.cached_property
+  def delta(self) -> Tensor:
+    """See above, (B, Hq, M) float32; 0 where a row sees no key."""
+    s, device = self, str(self.q.device)
+    if (target := Target.of(device)).device in FAMILIES:
+      kernel = delta_kernel(sizes(s.out), s.out.dtype, s.dlse is not None, device, target)
+      inputs = [s.out, s.do, s.lse, *([] if s.dlse is None else [s.dlse])]
+      return _call(kernel, [Tensor.empty(*s.lse.shape, dtype=dtypes.float, device=device)], inputs)[0]
+    delta = (s.out.float() * s.do.float()).sum(-1)
+    return s.lse.eq(-math.inf).where(0, delta if s.dlse is None else delta - s.dlse).contiguous()
 
   @classmethod
   def by(cls, call: UOp, grads: Iterable[UOp]) -> "Saved":
@@ -104,37 +119,53 @@ def differentiable(extras: Extras) -> list[tuple[str, Tensor]]:
 def by_kernels(steps: Steps, saved: Saved, spec: AttentionSpec, extras: Extras) -> list[Tensor]:
   """dQ, dK and dV."""
   found: dict[str, Tensor] = {}
+  device = str(saved.q.device)
   shared = [getattr(saved, name) for name in SHARED]
   inputs = [x for name, x in extras.tensors() if name != "sinks"]
   for step in steps:
-    outputs = [Tensor.empty(*x.shape, dtype=x.dtype, device=saved.q.device) for x in step.outputs(spec)]
+    outputs = [Tensor.empty(*x.shape, dtype=x.dtype, device=device) for x in step.outputs(spec)]
     lists = () if extras.block_mask is None else step.tile_lists(extras.block_mask)
-    results = _run(step, spec, outputs, [*shared, *inputs, *lists], extras.variables())
+    kernel = step_kernel(step, spec, device, Target.of(device))
+    results = _call(kernel, outputs, [*shared, *inputs, *lists], extras.variables())
     found |= dict(zip(step.pass_.outputs, results, strict=True))
-  B, Hkv, N = spec.B, spec.Hkv, spec.N
-  sums = [found[name].reshape(B, Hkv, -1, N, D).sum(2) for name, D in (("dk", spec.Dk), ("dv", spec.Dv))]
-  return [found["dq"], *(x.cast(spec.dtype) for x in sums)]
+  return [found["dq"], *(summed(found[name], spec) for name in ("dk", "dv"))]
 
 
-def _run(
-  step: Step, spec: AttentionSpec, outputs: list[Tensor], inputs: list[Tensor], variables: tuple[UOp, ...]
-) -> list[Tensor]:
+def summed(x: Tensor, spec: AttentionSpec) -> Tensor:
+  """The gradient of keys or values; where x has several sums for each of their heads, one after another, all in one."""
+  if x.shape[1] > spec.Hkv:
+    x = x.reshape(spec.B, spec.Hkv, -1, *x.shape[2:]).sum(2)
+  return x.cast(spec.dtype)
+
+
+def _call(kernel: UOp, outputs: list[Tensor], inputs: list[Tensor], variables: tuple[UOp, ...] = ()) -> list[Tensor]:
   """The outputs once the kernel has run."""
-  device, buffers = str(outputs[0].device), outputs + inputs
-  if compiler(device) is None:
-    kernel = for_tinygrad(graph(step, spec), step.estimates(spec))
-  else:
-    kernel = compiled(step, spec, device)
-  call = kernel.call(*(x.uop for x in buffers), *variables, grad_fxn=_no_further)
+  call = kernel.call(*(x.uop for x in outputs + inputs), *variables, grad_fxn=_no_further)
   return [Tensor(x.uop.after(call)) for x in outputs]
 
 
 @functools.cache
-def compiled(step: Step, spec: AttentionSpec, device: str) -> UOp:
-  """Compiled once a process, as `uopattn.flash.compiled` are the kernels of the forward pass."""
+def step_kernel(step: Step, spec: AttentionSpec, device: str, target: Target) -> UOp:
+  """What runs for a step, made once a process for what a device is; the emulator is one target or another."""
+  return prepared(graph(step, spec), step.estimates(spec), device)
+
+
+@functools.cache
+def delta_kernel(shape: tuple[int, ...], dtype: DType, has_dlse: bool, device: str, target: Target) -> UOp:
+  """The same for delta; `shape` and `dtype` are the output's."""
+  family, rows = FAMILIES[target.device], shape[:3]
+  shapes = [(rows, dtypes.float), (shape, dtype), (shape, dtype), *[(rows, dtypes.float)] * (1 + has_dlse)]
+  places = [UOp.placeholder(s, t, slot).reshape(-1, *s[2:]) for slot, (s, t) in enumerate(shapes)]
+  delta, o, do, lse, *dlse = places
+  kernel = row_sums(family, delta, o, do, lse, dlse[0] if dlse else None)
+  moved = sum(math.prod(s) * t.itemsize for s, t in shapes)
+  return prepared(kernel, Estimates(ops=2 * math.prod(shape), lds=moved, mem=moved), device)
+
+
+def prepared(kernel: UOp, work: Estimates, device: str) -> UOp:
+  """A kernel's graph as a device takes it."""
   compile_for = compiler(device)
-  assert compile_for is not None
-  return compile_for(graph(step, spec), device, step.estimates(spec))
+  return for_tinygrad(kernel, work) if compile_for is None else compile_for(kernel, device, work)
 
 
 def graph(step: Step, spec: AttentionSpec) -> UOp:

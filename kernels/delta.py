@@ -1,0 +1,70 @@
+"""delta = rowsum(O dO) - dL on GPUs: what a backward pass has to know of the output (Dao, FlashAttention-2, 2023).
+
+Who holds what. `LANES` lanes share a row: each reads 16 bytes at a time, and shuffles join their sums. A workgroup has
+`ROWS` rows. The speed is that of memory.
+"""
+
+from collections.abc import Callable
+from functools import reduce
+
+from tinygrad import UOp, dtypes
+from tinygrad.helpers import ceildiv
+
+from uopattn.dsl import Scope, gated, sizes
+from uopattn.dsl import instructions as ins
+from uopattn.dsl.rows import HeadRows
+from uopattn.dsl.words import words_of
+from uopattn.dsl.workgroup import Workgroup
+
+LANES, ROWS, WARP = 8, 32, 32
+WORDS = 4  # of 32 bits, in what a lane reads at once: a chunk
+
+
+def row_sums(family: str, delta: UOp, o: UOp, do: UOp, lse: UOp, dlse: UOp | None) -> UOp:
+  """Builds the kernel for a family of GPUs (`uopattn.dsl.instructions`).
+
+  Args:
+    delta: (heads, M) float32, the output; 0 for rows that see no key, whose lse is -inf.
+    o: (heads, M, Dv), the output of the forward pass, float16, bfloat16 or float32.
+    do: (heads, M, Dv), its gradient, in the same type.
+    lse: (heads, M) float32.
+    dlse: (heads, M) float32, its gradient; None is 0.
+  """
+  (heads, M, Dv), s = sizes(o), Scope()
+  group = Workgroup(s, 1, ceildiv(heads * M, ROWS), ROWS * LANES // WARP, WARP)
+  row, lane = group.block * ROWS + group.thread // LANES, group.lane % LANES
+  exists = row < heads * M
+  left, right = (_chunks(x, row, exists) for x in (o, do))
+  chunks = [lane + i * LANES for i in range(ceildiv(Dv * o.dtype.itemsize, 4 * WORDS * LANES))]
+  terms = [a * b for c in chunks for a, b in zip(left(c), right(c), strict=True)]
+  total = reduce(UOp.__add__, terms)
+  for distance in (1, 2, 4):
+    total = total + ins.shuffle_xor(family, total, distance)
+  head, query = row // M, row % M
+  value = total if dlse is None else total - gated(dlse, exists, head, query).load()
+  value = gated(lse, exists, head, query).load().eq(float("-inf")).where(0.0, value)
+  store = gated(delta, exists & lane.eq(0), head, query).store(value)
+  return group.kernel(f"attention_delta_{heads}_{M}_{Dv}", [store])
+
+
+def _chunks(x: UOp, row: UOp, exists: UOp) -> Callable[[UOp], list[UOp]]:
+  """From the number of a chunk of a row of x, counted through all heads, to its elements as float32.
+
+  Past the row's end they are 0, and everywhere if the row does not exist.
+  """
+  heads, M, size = sizes(x)
+  if x.dtype.itemsize == 4:
+
+    def load(d: UOp) -> UOp:
+      inside = exists & (d < size)
+      return inside.where(x.base[(row * size + d).valid(inside)].load(), 0.0)
+
+    return lambda c: [load(c * WORDS + i) for i in range(WORDS)]
+
+  word = words_of(HeadRows.of(x.reshape(1, heads * M, size), UOp.const(0), UOp.const(heads * M)), exists)
+
+  def halves(c: UOp) -> list[UOp]:
+    bits = [(word(row, c * WORDS + i) >> shift).cast(dtypes.ushort) for i in range(WORDS) for shift in (0, 16)]
+    return [half.bitcast(x.dtype).cast(dtypes.float) for half in bits]
+
+  return halves
