@@ -262,7 +262,7 @@ def test_no_tiles() -> None:
     run(cuda_backward, (1, 1, 16, 16, 16, 16), (Tiles(1, 1, 16, step=8),) * 2)
   with pytest.raises(ValueError, match=r"sm_89 with head sizes 64 and 64: must be sm_90"):
     Wide.choose("sm_89", 64, 64, 64, 64, 1 << 20, False)
-  with pytest.raises(ValueError, match=r"head sizes 256 and 256: .* needs 320 registers a lane, of 192"):
+  with pytest.raises(ValueError, match=r"head sizes 256 and 256: .* needs 352 registers a lane, of 224"):
     Wide.choose("sm_90", 64, 64, 256, 256, 1 << 20, True)
 
 

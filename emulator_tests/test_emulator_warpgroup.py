@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulator_kernels import kernel, launch, lds, loop, reg, threads
+from emulator_kernels import groups, kernel, launch, lds, loop, reg, threads
 from tinygrad import UOp, dtypes
 
 import uopattn.emulator as emulator
@@ -219,6 +219,34 @@ def test_a_mistake_is_an_error(name):
   keywords, error, message = MISTAKES[name]
   with pytest.raises(error, match=message):
     run(from_shared(16, 32, "half", **keywords), 16, 32)
+
+
+def test_workgroups_part_with_products_under_way():
+  """Each of two workgroups starts and waits in a loop of its own, in which the other has no trip."""
+  n, k = 8, 16
+
+  def body(o, a, b):
+    t, g, d = threads(THREADS), groups(2), reg(0, n // 2)
+    left, right = lds(1, 64 * WIDTH, dtypes.ushort), lds(2, n * WIDTH, dtypes.ushort)
+    filled = UOp.group(*panelled(left, a, 64, k, t, THREADS), *panelled(right, b, n, k, t, THREADS))
+    done = UOp.barrier(ins.fence_async("cuda", filled))
+    for i in range(2):
+      trip = loop(2 * g.eq(i).cast(dtypes.int), 100 + i)
+      operands = d[0], left.after(done, trip)[0], right.after(done, trip)[0], (64 * WIDTH, n * WIDTH)
+      waited = wgmma.wait(1, n, d[0], wgmma.start(dtypes.half, n, 1, *operands, done, trip))
+      done = waited.end(trip)
+    done = wgmma.wait(0, n, d[0], done)
+    row = t // 32 * 16
+    stores = [
+      o[(g * 64 + row + row_of(t % 32, e % 4 // 2)) * n + e // 4 * 8 + t % 4 * 2 + e % 2].store(d.after(done)[e].load())
+      for e in range(n // 2)
+    ]
+    return kernel("parting", stores, t, g)
+
+  a, b = matrix(64, k, "half"), matrix(n, k, "half")
+  got = launch(body, np.zeros(2 * 64 * n, np.float32), a.ravel(), b.ravel(), arch=ARCH).reshape(2, 64, n)
+  for part in got:
+    np.testing.assert_allclose(part, exact(a, "half") @ exact(b, "half").T, rtol=1e-5, atol=ERROR)
 
 
 def test_an_operand_changed_in_flight_is_a_race():

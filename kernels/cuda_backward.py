@@ -36,6 +36,7 @@ from uopattn.dsl.gradients import (
   lines_of_columns,
   lines_of_rows,
   pulled_back,
+  queries_of_columns,
   weights,
 )
 from uopattn.dsl.keys import spans
@@ -217,8 +218,8 @@ def backward_kv(
   loop = Mainloop(s, group, Mma(s, q.dtype), tiles, here, *tiles.panels(s, Dk, Dv))
 
   def lines(first: UOp, masked: bool) -> list[Line]:
-    rows = loop.rows(group.block)
-    return lines_of_columns(rows, Numbers(lse, delta, head, rules.modifies), first, tiles.block, group.lane, masked)
+    numbers, queries = Numbers(lse, delta, head, rules.modifies), queries_of_columns(first, tiles.block, group.lane)
+    return lines_of_columns(loop.rows(group.block), queries, [numbers.of(query, masked) for query in queries])
 
   sums = [loop.zeros(Dk, group.item), loop.zeros(Dv, group.item)]
   stream = loop.stream((q, do), head, UOp.const(M), visit)

@@ -68,13 +68,20 @@ class Numbers:
 
   def of(self, query: UOp, doubtful: bool) -> tuple[UOp, UOp]:
     """lse, in base 2, and delta of a query; if `doubtful` it may not exist, or see no key: its P will be 0."""
+    return self.finished(*self.load(query, doubtful), query, doubtful)
+
+  def load(self, query: UOp, doubtful: bool) -> tuple[UOp, UOp]:
+    """The two as they are in memory; of a query that does not exist, of another one."""
     count = sizes(self.lse)[1]
     at = self.head * count + (query.minimum(count - 1) if doubtful else query)
-    lse, delta = self.lse.base[at].load(), self.delta.base[at].load()
+    return self.lse.base[at].load(), self.delta.base[at].load()
+
+  def finished(self, lse: UOp, delta: UOp, query: UOp, doubtful: bool) -> tuple[UOp, UOp]:
+    """What `of` gives, of what `load` gave."""
     lse = lse * LOG2E
     if doubtful or self.blind:
       lse = ins.fmax(CUDA, lse, UOp.const(LOWEST, dtypes.float))
-    return (query < count).where(lse, float("inf")) if doubtful else lse, delta
+    return (query < sizes(self.lse)[1]).where(lse, float("inf")) if doubtful else lse, delta
 
 
 def lines_of_rows(
@@ -98,20 +105,23 @@ def lines_of_rows(
   ]
 
 
-def lines_of_columns(rows: Rows, numbers: Numbers, first: UOp, width: int, lane: UOp, doubtful: bool) -> list[Line]:
+def queries_of_columns(first: UOp, width: int, lane: UOp) -> list[UOp]:
+  """A lane's queries where columns are queries, `width` from the first on."""
+  return [first + lane % QUAD * 2 + j for j in columns(width // COLUMNS)]
+
+
+def lines_of_columns(rows: Rows, queries: list[UOp], found: list[tuple[UOp, UOp]]) -> list[Line]:
   """Where rows are keys.
 
   Args:
     rows: a lane's.
-    numbers: lse and delta.
-    first: the first of `width` queries.
-    doubtful: whether all of them exist.
+    queries: those of `queries_of_columns`.
+    found: lse and delta of each.
   """
   offsets, lines = [i * ROWS + half * COLUMNS for i, half in rows], []
-  for j in columns(width // COLUMNS):
-    query = first + lane % QUAD * 2 + j
-    places = [(i, j // COLUMNS, 2 * half + j % 2) for i, half in rows]
-    lines.append(Line(query, rows[0, 0], offsets, places, *numbers.of(query, doubtful)))
+  for n, (query, numbers) in enumerate(zip(queries, found, strict=True)):
+    places = [(i, n // 2, 2 * half + n % 2) for i, half in rows]
+    lines.append(Line(query, rows[0, 0], offsets, places, *numbers))
   return lines
 
 

@@ -5,7 +5,7 @@ count as unwritten. What it reads of LDS it reads again at the wait, where it mu
 between is a race, barriers or not. What it reads of registers must still be there too.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,9 +28,10 @@ PERIOD = 8 * ROW_BYTES  # bytes after which the swizzle repeats
 
 @dataclass
 class Flight:
-  """One product under way."""
+  """One product under way, of the warpgroups whose first lanes are `groups`."""
 
   u: UOp
+  groups: np.ndarray
   d: Registers
   first: int
   values: list[np.ndarray]
@@ -132,7 +133,8 @@ def _start(
   panels: tuple[int, int],
   registers: bool,
 ) -> None:
-  groups, flight = _groups(run, u), Flight(u, d.memory, int(np.max(d.index)), [], [], [])
+  groups = _groups(run, u)
+  flight = Flight(u, groups, d.memory, int(np.max(d.index)), [], [], [])
   k = STEP * steps
   if registers:
     left = _left(run, u, a, steps, groups, flight.operands)
@@ -172,22 +174,40 @@ def from_registers(
 
 
 def wait(run: Run, u: UOp, n: int, count: Any, d: Pointer) -> Any:
-  """Gives the results of all products but the `count` youngest. Raises Race, Unwritten."""
-  _groups(run, u)
-  started = run.flights.started
-  done, run.flights.started = started[: len(started) - int(count)], started[max(0, len(started) - int(count)) :]
-  for flight in done:
+  """Gives the results of all products of a warpgroup but its `count` youngest. Raises Race, Unwritten."""
+  active, younger = _groups(run, u), np.zeros(run.shape.lanes, int)
+  rest: list[Flight] = []
+  finished: list[Flight] = []
+  for flight in reversed(run.flights.started):
+    waited = np.isin(flight.groups, active)
+    done = waited & (younger[flight.groups] >= int(count))
+    younger[flight.groups[waited]] += 1
+    finished += [replace(flight, groups=flight.groups[done])] if done.any() else []
+    rest += [] if done.all() else [replace(flight, groups=flight.groups[~done])]
+  run.flights.started = rest[::-1]
+  for flight in reversed(finished):
     if (flight.d, flight.first) != (d.memory, int(np.max(d.index))):
       raise run.fail(Unwritten, u, f"waits for a product into {flight.d.name} but names {d.memory.name}")
-    for lds, granules, lanes, content in flight.reads:
-      _check(run, flight.u, lds, granules, lanes)
-      if (bad := _content(lds, granules) != content).any():
-        raise lds.fail(Race, flight.u, "reads {what}, which was overwritten before the wait", granules, bad, lanes)
-    for registers, row, value in flight.operands:
-      if run.check and registers.rows[row] is not value:
-        raise run.fail(Race, flight.u, f"{registers.name} at index {row} was written while a product reads it")
-    d.memory.store(u, flight.first, d.dtype, flight.values)
+    _finish(run, flight, d.dtype)
   return NOTHING
+
+
+def _finish(run: Run, flight: Flight, dtype: DType) -> None:
+  """Gives a product's results, if what it reads is still as it was."""
+  lanes = np.isin(np.arange(run.shape.lanes) // THREADS * THREADS, flight.groups)
+  for lds, granules, readers, content in flight.reads:
+    mine = lanes[readers]
+    granules, readers, content = granules[:, mine], readers[mine], content[:, mine]
+    _check(run, flight.u, lds, granules, readers)
+    if (bad := _content(lds, granules) != content).any():
+      raise lds.fail(Race, flight.u, "reads {what}, which was overwritten before the wait", granules, bad, readers)
+  for registers, row, value in flight.operands:
+    now = registers.rows[row]
+    if run.check and now is not value and (run.spread(now) != run.spread(value))[lanes].any():
+      raise run.fail(Race, flight.u, f"{registers.name} at index {row} was written while a product reads it")
+  mask, run.mask = run.mask, None if lanes.all() else lanes
+  flight.d.store(flight.u, flight.first, dtype, flight.values)
+  run.mask = mask
 
 
 def fence_async(run: Run, u: UOp) -> Any:
