@@ -1,12 +1,16 @@
 """What the tests of gradients share, whatever machine they run on."""
 
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from tinygrad import Device, Tensor
+from helpers import qkv
+from tinygrad import Context, Device, Tensor
+from tinygrad.dtype import DType
 
 import uopattn.emulator as emulator
-from uopattn import attention
+from uopattn import attention, attention_varlen
 from uopattn.oracle import Array
 from uopattn.verify import verify_gradients
 
@@ -61,6 +65,8 @@ def check_gradients(
   options: Options | None = None,
   given: Options | None = None,
   of_lse: bool = True,
+  tf32: bool = False,
+  run: Callable[..., dict[str, Tensor]] = gradients_of,
 ) -> dict[str, Tensor]:
   """Fails unless all gradients of `attention` through kernels pass the gate; returns them.
 
@@ -72,18 +78,37 @@ def check_gradients(
     options: what the oracle takes, and `attention` with arrays as Tensors; but for `kept`, which only the first does.
     given: what `attention` is to be given in another form than the oracle.
     of_lse: whether the loss depends on the LSE, too.
+    tf32: allow products of float32 to be in tf32.
+    run: `gradients_of`, or that in a TinyJit.
   """
   options = options or {}
   passed = {name: on_device(x) for name, x in options.items() if name != "kept"} | (given or {})
   do, dlse = cotangents(q, v)
-  with emulator.profile() as profile:
-    got = gradients_of(q, k, v, do, dlse if of_lse else None, **passed)
+  with emulator.profile() as profile, Context(ALLOW_TF32=int(tf32)):
+    got = run(q, k, v, do, dlse if of_lse else None, **passed)
   if str(q.device).startswith("EMU"):
     assert any(name.startswith("attention_backward") for name in profile.kernels), list(profile.kernels)
   many = {name: x for name, x in got.items() if name in ("q", "k", "v") or x.numel() >= FEW_ELEMENTS}
-  for report in verify_gradients(q, k, v, do, many, dlse if of_lse else None, **options):
+  for report in verify_gradients(q, k, v, do, many, dlse if of_lse else None, tf32=tf32, **options):
     assert report.correct, f"worst at {report.worst}: {report}"
   return got
+
+
+def check_gradients_of_sequences(dtype: DType, Hq: int = 2, D: int = 16, as_tensor: bool = True) -> None:
+  """The same for `attention_varlen`, of Hq query heads and two key heads."""
+  ends_q, ends_k = [0, 30, 30, 95, 100], [0, 50, 70, 71, 120]
+  q, k, v = (x.squeeze(0).transpose(0, 1).contiguous().realize() for x in qkv(1, Hq, 2, 100, 120, D, D, dtype))
+  do = cotangents(q.unsqueeze(0), v.unsqueeze(0))[0].squeeze(0)
+  cu = [on_device(np.array(x, np.int32)) if as_tensor else x for x in (ends_q, ends_k)]
+  out = attention_varlen(q, k, v, *cu, is_causal=True, enable_gqa=True, backend="kernel")
+  got = (out * do).sum().gradient(q, k, v)
+  Tensor.realize(*got)
+  seen = np.zeros((100, 120), bool)
+  for (a, b), (c, d) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
+    seen[a:b, c:d] = np.tril(np.ones((b - a, d - c), bool))
+  q, k, v, do, *got = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v, do, *got))
+  for report in verify_gradients(q, k, v, do, dict(zip("qkv", got, strict=True)), attn_mask=seen):
+    assert report.correct, report
 
 
 def numeric_gradient(loss: Any, x: Array, step: float = 1e-5) -> Array:

@@ -5,16 +5,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gradients import Options, check_gradients, cotangents, gradients_of, numeric_gradient, on_device
+from gradients import (
+  Options,
+  check_gradients,
+  check_gradients_of_sequences,
+  cotangents,
+  gradients_of,
+  numeric_gradient,
+  on_device,
+)
 from helpers import DTYPES, drawn, qkv
 from hypothesis import given
 from hypothesis import strategies as st
 from test_dropout import P, kept_weights
-from test_features import BLIND, FEATURES, Shape, alike, as_given, banded, some
+from test_features import BLIND, FEATURES, Shape, arguments, some
 from tinygrad import Context, GlobalCounters, Tensor, TinyJit, UOp, dtypes
 
 import uopattn.dispatch_backward as dispatch_backward
-from uopattn import BlockMask, attention, attention_varlen
+from uopattn import attention
 from uopattn.backward import step_kernel
 from uopattn.log import log_once
 from uopattn.oracle import Array, oracle
@@ -67,14 +75,8 @@ def test_each_feature_alone(name: str, shape: Shape) -> None:
 )
 def test_any_features_together(B, Hkv, group, M, N, Dk, Dv, dtype, names, numbers, blocks, seed) -> None:
   shape = (B, Hkv * group, Hkv, M, N, Dk, Dv)
-  options = alike(some(np.random.default_rng(seed), shape, *sorted(names)), numbers)
-  passed = as_given(options, "CPU", numbers)
-  if blocks is not None:
-    passed["block_mask"] = BlockMask.of(banded, 1, shape[1], M, N, (), *blocks)
-    seen = options.get("mask_mod")
-    options = options | {"mask_mod": lambda *x: banded(*x[:4]) & (seen is None or seen(*x))}
-    passed["mask_mod"] = seen
-  check_gradients(*qkv(*shape, dtype), options, passed)
+  options = some(np.random.default_rng(seed), shape, *sorted(names))
+  check_gradients(*qkv(*shape, dtype), *arguments(shape, options, numbers, blocks))
 
 
 @pytest.mark.parametrize("shape", [FEW, SHAPE], ids=["few", "many"])
@@ -280,19 +282,7 @@ def test_inputs_that_are_not_whole_arrays(few: bool) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_sequences_one_after_another(as_tensor: bool, dtype: Any) -> None:
-  ends_q, ends_k, H, D = [0, 30, 30, 95, 100], [0, 50, 70, 71, 120], 2, 16
-  q, k, v = (x.squeeze(0).transpose(0, 1).contiguous().realize() for x in qkv(1, H, H, 100, 120, D, D, dtype))
-  do = cotangents(q.unsqueeze(0), v.unsqueeze(0))[0].squeeze(0)
-  cu = [Tensor(x) if as_tensor else x for x in (ends_q, ends_k)]
-  out = attention_varlen(q, k, v, *cu, is_causal=True, backend="kernel")
-  got = (out * do).sum().gradient(q, k, v)
-  Tensor.realize(*got)
-  seen = np.zeros((100, 120), bool)
-  for a, b, c, d in zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False):
-    seen[a:b, c:d] = np.tril(np.ones((b - a, d - c), bool))
-  q, k, v, do, *got = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v, do, *got))
-  for report in verify_gradients(q, k, v, do, dict(zip("qkv", got, strict=True)), attn_mask=seen):
-    assert report.correct, report
+  check_gradients_of_sequences(dtype, as_tensor=as_tensor)
 
 
 def test_without_kernels_it_goes_through_plain_ops_and_says_so(

@@ -4,15 +4,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gradients import Options, check_gradients, cotangents, gradients_of, on_device
+from gradients import check_gradients, cotangents, gradients_of, on_device
 from helpers import drawn, inputs, on
 from hypothesis import given
 from hypothesis import strategies as st
 from test_dropout import P, kept_weights
-from test_features import BLIND, FEATURES, Shape, alike, as_given, banded, some
+from test_features import BLIND, FEATURES, Shape, arguments, some
 from tinygrad import Context, dtypes
-
-from uopattn import BlockMask
 
 AMD, CUDA = ("gfx1100", "gfx1201", "gfx942", "gfx950"), ("sm_80", "sm_90")
 SHAPE: Shape = (2, 4, 2, 20, 75, 16, 24)
@@ -52,14 +50,9 @@ def check_together(
 ) -> None:
   B, Hkv, group, M, N, Dk, Dv = sizes
   shape = B, Hkv * group, Hkv, M, N, Dk, Dv
-  options: Options = alike(some(np.random.default_rng(seed), shape, *sorted(names)), numbers)
+  options = some(np.random.default_rng(seed), shape, *sorted(names))
   with on(arch):
-    passed = as_given(options, "EMU", numbers)
-    if blocks is not None:
-      passed["block_mask"] = BlockMask.of(banded, 1, shape[1], M, N, (), blocks[0], blocks[1], "EMU")
-      passed["mask_mod"] = seen = options.get("mask_mod")
-      options = options | {"mask_mod": lambda *x: banded(*x[:4]) & (seen is None or seen(*x))}
-    check_gradients(*inputs(*shape, dtype), options, passed)
+    check_gradients(*inputs(*shape, dtype), *arguments(shape, options, numbers, blocks))
 
 
 @pytest.mark.parametrize("arch", ["gfx1201", "sm_80"])

@@ -28,8 +28,8 @@ def words(*values: int) -> tuple[Array, Array]:
   return x, y
 
 
-def plain_threefry(key: tuple[int, int], counter: tuple[int, int]) -> tuple[int, int]:
-  """Threefry-2x32-20 as the paper has it, one number at a time: a key is injected after every fourth round."""
+def plain_threefry(key: tuple[int, int], counter: tuple[Any, Any]) -> tuple[Any, Any]:
+  """Threefry-2x32-20 as the paper has it, of ints or arrays of 64 bits: a key is injected after every fourth round."""
   mask, keys = 0xFFFFFFFF, [*key, key[0] ^ key[1] ^ 0x1BD11BDA]
   x = [(counter[i] + keys[i]) & mask for i in (0, 1)]
   for d in range(20):
@@ -46,9 +46,9 @@ def kept_weights(B: int, Hq: int, M: int, N: int) -> Array:
   """What a call of `attention` keeps whose seed is the first that is drawn after manual_seed(5)."""
   Tensor.manual_seed(5)
   seed = [int(x) for x in draw_seed("CPU").numpy()]
-  bits = [[plain_threefry((seed[0], seed[1]), (row, key))[0] for key in range(N)] for row in range(B * Hq * M)]
+  row, key = np.indices((B * Hq * M, N), np.int64)
   Tensor.manual_seed(5)
-  return (np.array(bits) >= round(P * 2**32)).reshape(B, Hq, M, N)
+  return (plain_threefry((seed[0], seed[1]), (row, key))[0] >= round(P * 2**32)).reshape(B, Hq, M, N)
 
 
 @pytest.mark.parametrize("name", KNOWN)

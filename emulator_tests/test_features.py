@@ -86,17 +86,25 @@ def alike(options: Options, numbers: str) -> Options:
   return options if numbers == "tensor" else options | same
 
 
-def check_features(
-  shape: Shape, dtype: Any, options: Options, numbers: str = "tensor", blocks: tuple[int, int] | None = None
-) -> None:
-  """Runs `attention` on the default device; with `blocks`, the sizes of its blocks, a block mask too."""
+def arguments(
+  shape: Shape, options: Options, numbers: str = "tensor", blocks: tuple[int, int] | None = None
+) -> tuple[Options, Options]:
+  """What the oracle takes, and what `attention` does on the default device; with `blocks`, sizes, a block mask too."""
   options, device = alike(options, numbers), Device.DEFAULT
-  q, k, v = (inputs if device == "EMU" else qkv)(*shape, dtype)
   given = as_given(options, device, numbers)
   if blocks is not None:
     given["block_mask"] = BlockMask.of(banded, 1, shape[1], *shape[3:5], (), *blocks, device=device)
-    seen = options.get("mask_mod")
+    given["mask_mod"] = seen = options.get("mask_mod")
     options = options | {"mask_mod": lambda *x: banded(*x[:4]) & (seen is None or seen(*x))}
+  return options, given
+
+
+def check_features(
+  shape: Shape, dtype: Any, options: Options, numbers: str = "tensor", blocks: tuple[int, int] | None = None
+) -> None:
+  """Runs `attention` on the default device with such arguments and fails unless output and LSE pass the gate."""
+  options, given = arguments(shape, options, numbers, blocks)
+  q, k, v = (inputs if Device.DEFAULT == "EMU" else qkv)(*shape, dtype)
   out, lse = attention(q, k, v, enable_gqa=True, return_lse=True, backend="kernel", **given)
   Tensor.realize(out, lse)
   check(q, k, v, out, lse, **options)

@@ -169,17 +169,22 @@ def test_keys_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [dtypes.int8, dtypes.fp8e5m2], ids=str)
 def test_one_compiled_step_for_every_length(dtype: DType) -> None:
-  cache = filled(dtype, 1)
+  check_steps_in_eight_bits(dtype)
+
+
+def check_steps_in_eight_bits(dtype: DType, device: str = "CPU") -> None:
+  """Position by position through one TinyJit: the cache holds what was given, rounded, and attention reads it."""
+  cache = filled(dtype, 1, device=device)
 
   @TinyJit
   def step(q: Tensor, k: Tensor, v: Tensor, start: UOp) -> Tensor:
     cache.append(k, v, start)
     return cache.attend(q, start, backend="kernel").realize()
 
-  q = normal(B, HQ, 1, DK, dtype=dtypes.half)
+  q = normal(B, HQ, 1, DK, dtype=dtypes.half, device=device)
   rows = [(normal(B, HKV, 1, DK, seed=i), normal(B, HKV, 1, DV, seed=100 + i)) for i in range(12)]
   for position, (k, v) in enumerate(rows):
-    k, v = (x.cast(dtypes.half).realize() for x in (k, v))
+    k, v = (x.cast(dtypes.half).to(device).realize() for x in (k, v))
     programs = len(runtime_cache)
     GlobalCounters.reset()
     out = step(q, k, v, start_at(position, 1))

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from gradients import on_device
 from helpers import check, qkv
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,17 +19,22 @@ N, Dv = 72, 24
 
 def partial(q: Tensor, k: Tensor, v: Tensor, seen: np.ndarray) -> tuple[Tensor, Tensor]:
   """Attention over those keys alone: (N,) bool."""
-  return attention(q, k, v, Tensor(seen.reshape(1, 1, 1, -1)), enable_gqa=True, return_lse=True, backend="kernel")
+  mask = on_device(seen.reshape(1, 1, 1, -1))
+  return attention(q, k, v, mask, enable_gqa=True, return_lse=True, backend="kernel")
+
+
+def check_merged(q: Tensor, k: Tensor, v: Tensor, owners: np.ndarray) -> None:
+  """Fails unless the attentions over the keys of owner 0, 1, 2 and 3, merged, are that over all of them."""
+  outs, lses = zip(*(partial(q, k, v, owners == part) for part in range(4)), strict=True)
+  out, lse = merge_states(outs, lses)
+  Tensor.realize(out, lse)
+  check(q, k, v, out, lse)
 
 
 @given(owners=st.lists(st.integers(0, 3), min_size=N, max_size=N), M=st.sampled_from((1, 40)), seed=st.integers(0, 99))
 @settings(max_examples=10)
 def test_any_parts_give_the_whole(owners: list[int], M: int, seed: int) -> None:
-  q, k, v = qkv(2, 4, 2, M, N, 16, Dv, seed=seed)
-  outs, lses = zip(*(partial(q, k, v, np.array(owners) == part) for part in range(4)), strict=True)
-  out, lse = merge_states(outs, lses)
-  Tensor.realize(out, lse)
-  check(q, k, v, out, lse)
+  check_merged(*qkv(2, 4, 2, M, N, 16, Dv, seed=seed), np.array(owners))
 
 
 @given(cuts=st.lists(st.integers(0, N), max_size=5), seed=st.integers(0, 99))
