@@ -28,9 +28,8 @@ def split(shape: Shape, splits: int, options: Options | None = None, dtype: Any 
   """Runs an attention on the default device in so many parts and checks it."""
   q, k, v = inputs(*shape, dtype)
   given = as_given(options or {}, Device.DEFAULT)
-  flags = {name: given.pop(name) for name in ("is_causal", "scale") if name in given}
-  extras = Extras(**given)
-  spec = make_spec(q, k, v, extras, enable_gqa=True, return_lse=True, **flags)
+  extras = Extras(enable_gqa=True, return_lse=True, **given)
+  spec = make_spec(q, k, v, extras)
   choice = dispatch(spec, Target.of("EMU"))
   assert isinstance(choice, Choice)
   out, lse = launch(replace(choice, splits=splits), spec, q, k, v, extras=extras)

@@ -86,10 +86,7 @@ def attention(
   Raises:
     TypeError, ValueError: an argument does not fit; the message names it, what was given and what is accepted.
   """
-  return attention_of(
-    q,
-    k,
-    v,
+  extras = Extras(
     attn_mask=attn_mask,
     dropout_p=dropout_p,
     is_causal=is_causal,
@@ -105,36 +102,23 @@ def attention(
     aux=aux,
     block_mask=block_mask,
     return_lse=return_lse,
-    backend=backend,
   )
+  return attention_of(q, k, v, extras, backend)
 
 
-def attention_of(
-  q: Tensor,
-  k: Tensor,
-  v: Tensor,
-  *,
-  is_causal: bool = False,
-  scale: float | None = None,
-  enable_gqa: bool = False,
-  return_lse: bool = False,
-  backend: str = "auto",
-  dropout_p: float = 0.0,
-  aux: tuple[Tensor, ...] = (),
-  **others: Any,
-) -> Any:
+def attention_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, backend: str) -> Any:
   """`attention` with what else there is in `Extras`."""
   if backend not in BACKENDS:
     raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
   q4, k4, v4 = (batched(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-  check_dropout(dropout_p)
-  seed = draw_seed(q.device) if dropout_p > 0 and TRAINING else None
-  extras = Extras(dropout_p=dropout_p, aux=placed(aux, q.device), seed=seed, **others)
-  spec = make_spec(q4, k4, v4, extras, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, return_lse=return_lse)
+  check_dropout(extras.dropout_p)
+  seed = draw_seed(q.device) if extras.dropout_p > 0 and TRAINING else None
+  extras = replace(extras, aux=placed(extras.aux, q.device), seed=seed)
+  spec = make_spec(q4, k4, v4, extras)
   out, lse = attend(q4, k4, v4, spec, extras, backend)
   if q.ndim == 3:
     out, lse = out.squeeze(0), lse.squeeze(0)
-  return (out, lse) if return_lse else out
+  return (out, lse) if extras.return_lse else out
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras, backend: str) -> tuple[Tensor, Tensor]:

@@ -69,10 +69,19 @@ def flash(
   """
   q4, k4, v4 = (batched(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
   tables = cast(tuple[Tensor, ...], aux)  # of which only shapes and types are asked
-  options = Extras(q_start=q_start, window=window, softcap=softcap, score_mod=score_mod, mask_mod=mask_mod, aux=tables)
-  spec = make_spec(
-    q4, k4, v4, options, is_causal=causal, scale=scale, enable_gqa=enable_gqa, return_lse=lse is not None
+  options = Extras(
+    is_causal=causal,
+    scale=scale,
+    q_start=q_start,
+    enable_gqa=enable_gqa,
+    window=window,
+    softcap=softcap,
+    score_mod=score_mod,
+    mask_mod=mask_mod,
+    aux=tables,
+    return_lse=lse is not None,
   )
+  spec = make_spec(q4, k4, v4, options)
   _check_output("o", o, (*q.shape[:-1], v.shape[-1]), q.dtype)
   if lse is not None:
     _check_output("lse", lse, q.shape[:-1], dtypes.float32)

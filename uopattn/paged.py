@@ -71,6 +71,9 @@ def attention_paged(
   _check_table(page_table, q)
   N = sizes(page_table)[1] * page_size
   extras = Extras(
+    is_causal=is_causal,
+    scale=scale,
+    enable_gqa=enable_gqa,
     window=window,
     softcap=softcap,
     q_start=q_start,
@@ -79,11 +82,11 @@ def attention_paged(
     score_mod=score_mod,
     mask_mod=mask_mod,
     aux=placed(aux, q.device),
+    return_lse=return_lse,
     page_table=_as_int(page_table, P),
   )
   k, v = (Tensor.empty(B, Hkv, N, D, dtype=q.dtype, device=q.device) for D in (Dk, Dv))  # as if one after another
-  given = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa, "return_lse": return_lse}
-  spec = make_spec(q, k, v, extras, pages=(P, page_size), **given)  # type: ignore[arg-type]
+  spec = make_spec(q, k, v, extras, pages=(P, page_size))
   _check_lengths(kv_lengths, page_table, spec)
   out, lse = attend(q, k_pages, v_pages, spec, extras, backend)
   return (out, lse) if return_lse else out

@@ -132,7 +132,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True, eq=False)
 class Extras:
-  """The arguments that are tensors, functions or rarely used; see `uopattn.attention` for their meaning.
+  """What an attention is given besides q, k, v and a backend; see `uopattn.attention` for the meaning.
 
   Attributes:
     bounds: the first and the last key that each query sees, (M,) int32 both; what `attention_varlen` makes of its own.
@@ -142,6 +142,9 @@ class Extras:
 
   attn_mask: Tensor | None = None
   dropout_p: float = 0.0
+  is_causal: bool = False
+  scale: float | None = None
+  enable_gqa: bool = False
   window: tuple[int | None, int | None] | None = None
   softcap: float | None = None
   q_start: "int | UOp | Tensor" = 0
@@ -151,6 +154,7 @@ class Extras:
   mask_mod: Callable[..., Any] | None = None
   aux: tuple[Tensor, ...] = field(default=())
   block_mask: BlockMask | None = None
+  return_lse: bool = False
   seed: Tensor | None = None  # of dropout, in training: (2,) uint32
   bounds: tuple[Tensor, Tensor] | None = None
   scales: tuple[Tensor, Tensor] | None = None
@@ -194,18 +198,7 @@ class Extras:
 NO_EXTRAS = Extras()
 
 
-def make_spec(
-  q: Tensor,
-  k: Tensor,
-  v: Tensor,
-  extras: Extras,
-  *,
-  is_causal: bool = False,
-  scale: float | None = None,
-  enable_gqa: bool = False,
-  return_lse: bool = False,
-  pages: tuple[int, int] | None = None,
-) -> AttentionSpec:
+def make_spec(q: Tensor, k: Tensor, v: Tensor, extras: Extras, pages: tuple[int, int] | None = None) -> AttentionSpec:
   """Checks every argument; q, k and v have four dimensions by now.
 
   With `pages`, as AttentionSpec has them, k and v stand for the keys and values one after another.
@@ -225,14 +218,11 @@ def make_spec(
     raise ValueError(f"k has shape {k.shape}, q has {q.shape}; k must be ({B}, Hkv, N, {Dk})")
   if v.shape[:3] != (B, Hkv, N):
     raise ValueError(f"v has shape {v.shape}, k has {k.shape}; v must be ({B}, {Hkv}, {N}, Dv)")
-  if Hq != Hkv and not enable_gqa:
+  if Hq != Hkv and not extras.enable_gqa:
     raise ValueError(f"q has {Hq} heads, k has {Hkv}; they must be equal unless enable_gqa=True")
   if Hq % Hkv:
     raise ValueError(f"q has {Hq} heads, k has {Hkv}; with enable_gqa=True the first must be a multiple of the second")
-  factor = Dk**-0.5 if scale is None else _number("scale", scale)
-  for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa), ("return_lse", return_lse)):
-    if flag not in (False, True):
-      raise TypeError(f"{name} is {flag!r}; it must be True or False")
+  scale = Dk**-0.5 if extras.scale is None else _number("scale", extras.scale)
   _check_extras(extras, B, Hq, M, N, q.device)
   for scales in extras.scales or ():
     _check_tensor("scales", scales, (B, Hkv, N), (dtypes.float32,), "float32")
@@ -251,12 +241,12 @@ def make_spec(
     Dk,
     Dv,
     q.dtype,
-    factor,
+    scale,
     q_start=_known(extras.q_start),
-    return_lse=return_lse,
+    return_lse=extras.return_lse,
     extras=extras.in_use(),
     kv_lengths=_known(extras.kv_lengths),
-    window=sides(extras.window, is_causal),
+    window=sides(extras.window, extras.is_causal),
     softcap=extras.softcap,
     score_mod=score_mod,
     mask_mod=mask_mod,
@@ -316,6 +306,9 @@ def _check_dtypes(q: Tensor, k: Tensor, v: Tensor, scaled: bool) -> None:
 
 
 def _check_extras(e: Extras, B: int, Hq: int, M: int, N: int, device: object) -> None:
+  for name in ("is_causal", "enable_gqa", "return_lse"):
+    if (flag := getattr(e, name)) not in (False, True):
+      raise TypeError(f"{name} is {flag!r}; it must be True or False")
   _check_mask(e.attn_mask, (B, Hq, M, N))
   check_dropout(e.dropout_p)
   if e.window is not None:
