@@ -6,7 +6,7 @@ from typing import Any
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
-from uopattn.attention import attention_of
+from uopattn.attention import attend
 from uopattn.dsl import sizes
 from uopattn.dsl.eight_bits import EIGHT_BITS
 from uopattn.spec import WIDE, Extras, dtype_name, is_place
@@ -134,7 +134,7 @@ class KVCache:
     options = {"kv_lengths": start + M, "enable_gqa": True} | options
     backend = options.pop("backend", "auto")
     extras = Extras(is_causal=is_causal, q_start=start, scales=scales, **options)
-    return attention_of(q, self.k, self.v, extras, backend)
+    return attend(q, self.k, self.v, extras, backend)
 
   def _check(self, start: int | UOp, M: int) -> None:
     """Raises an error unless M positions from `start` on are within the cache."""
