@@ -60,7 +60,7 @@ def attention_varlen(
   for name, x in (("q", q), ("k", k), ("v", v)):
     if x.ndim != 3:
       raise ValueError(f"{name} has shape {x.shape}; it must have three dimensions, (total, H, head size)")
-  by_heads = [x.transpose(0, 1) for x in (q, k, v)]
+  q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # heads first
   given = Extras(
     is_causal=is_causal,
     scale=scale,
@@ -71,15 +71,15 @@ def attention_varlen(
     return_lse=return_lse,
   )
   # Checks all but the offsets, for which it takes q, k and v to be right.
-  make_spec(*(x.unsqueeze(0) for x in by_heads), given)
-  M, N, device = sizes(q)[0], sizes(k)[0], str(q.device)
+  make_spec(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), given)
+  M, N, device = sizes(q)[1], sizes(k)[1], str(q.device)
   ends_q, ends_k = _offsets("cu_seqlens_q", cu_seqlens_q, M, device), _offsets("cu_seqlens_k", cu_seqlens_k, N, device)
   if ends_q.shape != ends_k.shape:
     raise ValueError(f"cu_seqlens_k has shape {ends_k.shape}, cu_seqlens_q {ends_q.shape}; they must be the same")
   starts = _starts(q_start, sizes(ends_q)[0] - 1, device)
   bounds = key_bounds(ends_q, ends_k, M, N, sides(window, is_causal), starts)
   extras = replace(given, is_causal=False, window=None, bounds=bounds, return_lse=True)
-  out, lse = attend(*by_heads, extras, backend)
+  out, lse = attend(q, k, v, extras, backend)
   return (out.transpose(0, 1), lse) if return_lse else out.transpose(0, 1)
 
 
