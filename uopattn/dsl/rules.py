@@ -6,14 +6,13 @@ from functools import reduce
 from math import inf, nan
 
 from tinygrad import UOp, dtypes
-from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv
 from tinygrad.mixin.gradient import compute_gradient
 from tinygrad.uop.ops import Ops
 
 from uopattn.dsl.math import LOG2E, tanh
 from uopattn.dsl.random import kept
-from uopattn.dsl.rows import HeadRows, Pages
+from uopattn.dsl.rows import HeadRows, Pages, Scales
 from uopattn.dsl.scope import Scope, clamp, gated, least, sizes
 from uopattn.dsl.softmax import split_factor
 
@@ -41,9 +40,7 @@ class Rules:
     sinks: (heads,) float32 logits that join the sum of exponentials.
     dropout_p: probability of dropping a weight.
     seed: (2,) uint32, of the random numbers that say which; None if none are dropped.
-    scales: of each key and each value, (B, kv_heads, N) float32, where those are of 8 bits.
-    operand: what keys and values become then; None if they stay what they are.
-    unit: by how much a stored element is larger then.
+    scales: of keys and values of 8 bits; None if they are multiplied as they are.
     tile_lists: the tiles of keys that each block of queries visits, (B or 1, heads or 1, blocks, tiles) int32, those
       that it sees whole first; and how many these are and how many all, (B or 1, heads or 1, blocks, 2) int32. For a
       kernel whose blocks are of keys, the tiles of queries likewise.
@@ -60,9 +57,7 @@ class Rules:
   q_start: int | UOp = 0
   kv_lengths: int | UOp | None = None
   bounds: tuple[UOp, UOp] | None = None
-  scales: tuple[UOp, UOp] | None = None
-  operand: DType | None = None
-  unit: float = 1.0
+  scales: Scales | None = None
   softcap: float | None = None
   score_mod: Callable[..., UOp] | None = None
   mask_mods: tuple[Callable[..., UOp], ...] = ()
@@ -169,7 +164,8 @@ class HeadRules:
     r = self.rules
     if r.pages is not None:
       return HeadRows.paged(x, r.pages, self.b, self._kv_head, self.length)
-    return HeadRows.of(x, self.b * r.kv_heads + self._kv_head, self.length, r.operand)
+    operand = None if r.scales is None else r.scales.operand
+    return HeadRows.of(x, self.b * r.kv_heads + self._kv_head, self.length, operand)
 
   def of_tile(self, s: Scope, first: UOp, block_n: int, within: tuple[UOp, ...]) -> "HeadRules":
     """The same for a CPU's tile of `block_n` keys from `first` on, whose pages are looked up inside the axes `within`.
@@ -297,7 +293,7 @@ class HeadRules:
     """
     r = self.rules
     if r.scales is not None:
-      score = score * self._scale(r.scales[0], key, masked)
+      score = score * self._scale(r.scales.keys, key, masked)
     if r.softcap is not None:
       score = tanh(score) * r.softcap if r._moves else tanh(score)
     if r.score_mod is not None:
@@ -355,7 +351,7 @@ class HeadRules:
     p, scales = self.dropped(p, row, first, offsets), self.rules.scales
     if scales is None:
       return p
-    return [x * self._scale(scales[1], first + i, masked) for x, i in zip(p, offsets, strict=True)]
+    return [x * self._scale(scales.values, first + i, masked) for x, i in zip(p, offsets, strict=True)]
 
   def dropped(self, p: list[UOp], row: UOp, first: UOp, offsets: Sequence[int]) -> list[UOp]:
     """P of a query for the keys first + offset, once dropout has set some to 0 and scaled the others."""
@@ -370,9 +366,10 @@ class HeadRules:
 
   def _scale(self, scales: UOp, key: UOp, masked: bool) -> UOp:
     """What a key, or value, is to be multiplied by once it is widened; 0 for none, whose scale is not read."""
+    assert self.rules.scales is not None
     inside = None if not masked or key.vmax < self.length.vmin else key < self.length
     rows = self.keys(scales.reshape(-1, sizes(scales)[-1], 1))
-    scale = rows.element(key, UOp.const(0), inside) * self.rules.unit
+    scale = rows.element(key, UOp.const(0), inside) * self.rules.scales.unit
     return scale if inside is None else inside.where(scale, 0.0)
 
   def hidden(self, row: UOp, key: UOp) -> list[UOp]:
