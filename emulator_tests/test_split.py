@@ -15,7 +15,7 @@ import uopattn.emulator as emulator
 from uopattn import attention
 from uopattn.attention import launch
 from uopattn.dispatch import Choice, dispatch
-from uopattn.dsl.rules import Visit
+from uopattn.dsl.visit import Visit
 from uopattn.kernels import join
 from uopattn.spec import Extras, make_spec
 from uopattn.target import Target

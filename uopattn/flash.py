@@ -16,7 +16,8 @@ from uopattn.cuda import on_gpu
 from uopattn.dispatch import Choice, dispatch
 from uopattn.dsl.eight_bits import unit
 from uopattn.dsl.rows import Pages, Scales
-from uopattn.dsl.rules import Rules, Table
+from uopattn.dsl.rules import Rules
+from uopattn.dsl.table import Table
 from uopattn.llvm import as_llvm
 from uopattn.spec import AttentionSpec, Extras, Input, dtype_name, make_spec
 from uopattn.target import Target
