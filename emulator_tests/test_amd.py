@@ -13,8 +13,9 @@ from tinygrad import Device, Tensor, UOp, dtypes
 import uopattn.emulator as emulator
 from uopattn import attention
 from uopattn.dsl.fragments import Fragments
-from uopattn.dsl.rules import HeadRules, Visit
+from uopattn.dsl.rules import HeadRules
 from uopattn.dsl.staging import Stage
+from uopattn.dsl.visit import Visit
 from uopattn.emulator.wmma import fragments as hardware
 from uopattn.kernels import amd_forward
 from uopattn.kernels.amd_forward import Tiles

@@ -17,8 +17,9 @@ from tinygrad import Context, Tensor, UOp, dtypes
 import uopattn.emulator as emulator
 from uopattn import BlockMask
 from uopattn.dsl.fragments import Fragments
-from uopattn.dsl.rules import HeadRules, Visit
+from uopattn.dsl.rules import HeadRules
 from uopattn.dsl.staging import Stage
+from uopattn.dsl.visit import Visit
 from uopattn.kernels import amd_backward
 from uopattn.kernels.amd_backward import LDS_LIMIT, Tiles
 

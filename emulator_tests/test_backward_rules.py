@@ -12,7 +12,8 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.helpers import ceildiv
 from tinygrad.uop.ops import KernelInfo
 
-from uopattn.dsl.rules import Rules, Table
+from uopattn.dsl.rules import Rules
+from uopattn.dsl.table import Table
 from uopattn.oracle import Array
 from uopattn.trace import trace_mod
 

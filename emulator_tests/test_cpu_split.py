@@ -19,7 +19,8 @@ from tinygrad.dtype import DType
 
 from uopattn import attention, dispatch
 from uopattn.dispatch import Choice
-from uopattn.dsl.rules import Rules, Visit
+from uopattn.dsl.rules import Rules
+from uopattn.dsl.visit import Visit
 from uopattn.flash import compiled
 from uopattn.kernels import join
 from uopattn.spec import AttentionSpec

@@ -78,9 +78,8 @@ def plain(name: str, x: Any) -> Any:
 def run(arch: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
   """Output and LSE with small tiles, which take the least time to lower."""
   named = {name: on_emulator(x) for name, x in options.items()}
-  flags = {name: named.pop(name) for name in ("is_causal", "scale") if name in named}
-  extras = Extras(**named)
-  spec = make_spec(q, k, v, extras, enable_gqa=True, return_lse=True, **flags)
+  extras = Extras(enable_gqa=True, return_lse=True, **named)
+  spec = make_spec(q, k, v, extras)
   tiles = TILES[arch]
   (kernel,) = [kernel for kernel in KERNELS if kernel.tiles is type(tiles)]
   out, lse = launch(Choice(kernel, tiles), spec, q, k, v, extras=extras)

@@ -15,7 +15,7 @@ import uopattn.emulator as emulator
 from uopattn import attention
 from uopattn.attention import launch
 from uopattn.dispatch import Choice, dispatch
-from uopattn.dsl.rules import Visit
+from uopattn.dsl.visit import Visit
 from uopattn.kernels import join
 from uopattn.spec import Extras, make_spec
 from uopattn.target import Target
@@ -28,9 +28,8 @@ def split(shape: Shape, splits: int, options: Options | None = None, dtype: Any 
   """Runs an attention on the default device in so many parts and checks it."""
   q, k, v = inputs(*shape, dtype)
   given = as_given(options or {}, Device.DEFAULT)
-  flags = {name: given.pop(name) for name in ("is_causal", "scale") if name in given}
-  extras = Extras(**given)
-  spec = make_spec(q, k, v, extras, enable_gqa=True, return_lse=True, **flags)
+  extras = Extras(enable_gqa=True, return_lse=True, **given)
+  spec = make_spec(q, k, v, extras)
   choice = dispatch(spec, Target.of("EMU"))
   assert isinstance(choice, Choice)
   out, lse = launch(replace(choice, splits=splits), spec, q, k, v, extras=extras)

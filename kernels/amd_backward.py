@@ -41,8 +41,9 @@ from uopattn.dsl.fragments import CHUNK, HIP, ROWS, Fragments
 from uopattn.dsl.keys import spans
 from uopattn.dsl.products import Operand, accumulate, as_operands, load_operands, multiply_rows, own_rows, store_acc
 from uopattn.dsl.rows import HeadRows
-from uopattn.dsl.rules import HeadRules, Rules, Visit
+from uopattn.dsl.rules import HeadRules, Rules
 from uopattn.dsl.staging import Rows, Stage
+from uopattn.dsl.visit import Visit
 from uopattn.dsl.words import Load, words_of
 from uopattn.dsl.workgroup import Workgroup
 

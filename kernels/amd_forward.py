@@ -50,9 +50,10 @@ from uopattn.dsl.products import (
   store_acc,
 )
 from uopattn.dsl.rows import HeadRows
-from uopattn.dsl.rules import HeadRules, Rules, Visit
+from uopattn.dsl.rules import HeadRules, Rules
 from uopattn.dsl.softmax import finish
 from uopattn.dsl.staging import Rows, Stage
+from uopattn.dsl.visit import Visit
 from uopattn.dsl.words import words_of
 from uopattn.dsl.workgroup import Workgroup
 

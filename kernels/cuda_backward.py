@@ -44,8 +44,9 @@ from uopattn.dsl.mma import PAIR, STEP_BYTES, Accumulators, Mma
 from uopattn.dsl.panels import Panels
 from uopattn.dsl.quads import COLUMNS, HALVES, ROWS, WARP, row_elements, row_of, store_scaled
 from uopattn.dsl.rows import HeadRows
-from uopattn.dsl.rules import HeadRules, Rules, Visit
+from uopattn.dsl.rules import HeadRules, Rules
 from uopattn.dsl.stream import Stream
+from uopattn.dsl.visit import Visit
 from uopattn.dsl.workgroup import Workgroup
 
 CUDA = "cuda"

@@ -40,9 +40,10 @@ from uopattn.dsl.mma import PAIR, STEP_BYTES, Accumulators, Mma
 from uopattn.dsl.panels import Panels
 from uopattn.dsl.quads import COLUMNS, HALVES, QUAD, ROWS, WARP, columns, join, row_elements, row_of, store_row
 from uopattn.dsl.rows import HeadRows
-from uopattn.dsl.rules import HeadRules, Rules, Visit
+from uopattn.dsl.rules import HeadRules, Rules
 from uopattn.dsl.softmax import online_softmax
 from uopattn.dsl.stream import Stream
+from uopattn.dsl.visit import Visit
 from uopattn.dsl.workgroup import Workgroup
 
 CUDA, TURING = "cuda", "sm_75"

@@ -43,7 +43,8 @@ from uopattn.dsl.panels import Panels
 from uopattn.dsl.pipeline import Pipeline
 from uopattn.dsl.quads import COLUMNS, HALVES, ROWS, WARP, row_of, store_scaled
 from uopattn.dsl.rows import HeadRows
-from uopattn.dsl.rules import HeadRules, Rules, Visit
+from uopattn.dsl.rules import HeadRules, Rules
+from uopattn.dsl.visit import Visit
 from uopattn.dsl.workgroup import Workgroup
 
 CUDA = "cuda"

@@ -36,8 +36,9 @@ from uopattn.dsl.panels import Panels
 from uopattn.dsl.pipeline import Pipeline
 from uopattn.dsl.quads import COLUMNS, HALVES, QUAD, ROWS, WARP, columns, join, row_of, store_row
 from uopattn.dsl.rows import HeadRows
-from uopattn.dsl.rules import HeadRules, Rules, Visit
+from uopattn.dsl.rules import HeadRules, Rules
 from uopattn.dsl.softmax import online_softmax
+from uopattn.dsl.visit import Visit
 from uopattn.dsl.workgroup import Workgroup
 
 CUDA = "cuda"

@@ -86,10 +86,7 @@ def attention(
   Raises:
     TypeError, ValueError: an argument does not fit; the message names it, what was given and what is accepted.
   """
-  return attention_of(
-    q,
-    k,
-    v,
+  extras = Extras(
     attn_mask=attn_mask,
     dropout_p=dropout_p,
     is_causal=is_causal,
@@ -105,40 +102,27 @@ def attention(
     aux=aux,
     block_mask=block_mask,
     return_lse=return_lse,
-    backend=backend,
   )
+  return attend(q, k, v, extras, backend)
 
 
-def attention_of(
-  q: Tensor,
-  k: Tensor,
-  v: Tensor,
-  *,
-  is_causal: bool = False,
-  scale: float | None = None,
-  enable_gqa: bool = False,
-  return_lse: bool = False,
-  backend: str = "auto",
-  dropout_p: float = 0.0,
-  aux: tuple[Tensor, ...] = (),
-  **others: Any,
-) -> Any:
-  """`attention` with what else there is in `Extras`."""
+def attend(q: Tensor, k: Tensor, v: Tensor, extras: Extras, backend: str) -> Any:
+  """What `attention` and its kin come down to: checks all arguments and runs what `backend` says."""
   if backend not in BACKENDS:
     raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
   q4, k4, v4 = (batched(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-  check_dropout(dropout_p)
-  seed = draw_seed(q.device) if dropout_p > 0 and TRAINING else None
-  extras = Extras(dropout_p=dropout_p, aux=placed(aux, q.device), seed=seed, **others)
-  spec = make_spec(q4, k4, v4, extras, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, return_lse=return_lse)
-  out, lse = attend(q4, k4, v4, spec, extras, backend)
+  check_dropout(extras.dropout_p)
+  seed = draw_seed(q.device) if extras.dropout_p > 0 and TRAINING else None
+  extras = replace(extras, aux=placed(extras.aux, q.device), seed=seed)
+  spec = make_spec(q4, k4, v4, extras)
+  out, lse = _run(q4, k4, v4, spec, extras, backend)
   if q.ndim == 3:
     out, lse = out.squeeze(0), lse.squeeze(0)
-  return (out, lse) if return_lse else out
+  return (out, lse) if extras.return_lse else out
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras, backend: str) -> tuple[Tensor, Tensor]:
-  """Runs what `backend` says on checked arguments; the output and the LSE."""
+def _run(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras, backend: str) -> tuple[Tensor, Tensor]:
+  """The same of checked arguments, of four dimensions; the output and the LSE."""
   chosen: Choice | list[str] = [f"q is on {q.device}; kernels take one device"]
   if isinstance(q.device, str):
     chosen = dispatch(spec, Target.of(q.device))
@@ -183,14 +167,14 @@ def launch(
     inputs.pop("sinks", None)
     part_o, part_lse = (_empty(x.shape, x.dtype, device) for x in choice.parts(spec))
     first, buffers = replace(choice, stage="parts"), [part_o, *operands, part_lse, *chain(*inputs.values())]
-    written = _run(first, spec, device, buffers, variables)
+    written = _call(first, spec, device, buffers, variables)
     choice, variables, inputs = replace(choice, stage="join"), (), {"parts": [written[0], written[4]]} | joined
   buffers = [o, *operands, lse, *chain(*inputs.values())]
-  results = _run(choice, spec, device, buffers, variables, gradient(spec, extras, backend))
+  results = _call(choice, spec, device, buffers, variables, gradient(spec, extras, backend))
   return results[0], results[4]
 
 
-def _run(
+def _call(
   choice: Choice,
   spec: AttentionSpec,
   device: str,

@@ -9,7 +9,7 @@ from tinygrad.helpers import ceildiv
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops
 
 from uopattn.dsl import sizes
-from uopattn.dsl.rules import Table
+from uopattn.dsl.table import Table
 from uopattn.trace import Mod, placed, trace_mod
 
 SHADES = "·░▒▓█"  # nothing seen, up to a third, two thirds, less than all, all
@@ -140,7 +140,7 @@ class BlockMask:
       )
 
   def tile_lists(self, block_m: int, block_n: int) -> tuple[Tensor, Tensor]:
-    """The tiles of keys that a kernel visits, by tiles of its own size; see `uopattn.dsl.rules.Rules.tile_lists`.
+    """The tiles of keys that a kernel visits, by tiles of its own size; see `uopattn.dsl.masks.Masks.tile_lists`.
 
     A tile is seen whole if all the mask's blocks that it touches are full and it ends before N, and not at all if all
     of them are empty. Worked out once for each size, by tinygrad ops.

@@ -15,8 +15,9 @@ from tinygrad.uop.ops import Ops
 from uopattn.cuda import on_gpu
 from uopattn.dispatch import Choice, dispatch
 from uopattn.dsl.eight_bits import unit
-from uopattn.dsl.rows import Pages
-from uopattn.dsl.rules import Rules, Table
+from uopattn.dsl.rows import Pages, Scales
+from uopattn.dsl.rules import Rules
+from uopattn.dsl.table import Table
 from uopattn.llvm import as_llvm
 from uopattn.spec import AttentionSpec, Extras, Input, dtype_name, make_spec
 from uopattn.target import Target
@@ -69,10 +70,19 @@ def flash(
   """
   q4, k4, v4 = (batched(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
   tables = cast(tuple[Tensor, ...], aux)  # of which only shapes and types are asked
-  options = Extras(q_start=q_start, window=window, softcap=softcap, score_mod=score_mod, mask_mod=mask_mod, aux=tables)
-  spec = make_spec(
-    q4, k4, v4, options, is_causal=causal, scale=scale, enable_gqa=enable_gqa, return_lse=lse is not None
+  options = Extras(
+    is_causal=causal,
+    scale=scale,
+    q_start=q_start,
+    enable_gqa=enable_gqa,
+    window=window,
+    softcap=softcap,
+    score_mod=score_mod,
+    mask_mod=mask_mod,
+    aux=tables,
+    return_lse=lse is not None,
   )
+  spec = make_spec(q4, k4, v4, options)
   _check_output("o", o, (*q.shape[:-1], v.shape[-1]), q.dtype)
   if lse is not None:
     _check_output("lse", lse, q.shape[:-1], dtypes.float32)
@@ -172,7 +182,7 @@ def rules(
   operand: DType | None = None,
 ) -> Rules:
   """The rules of a kernel that has `buffers` for its inputs; for the rest see `Choice` and `Kernel`."""
-  operand = None if spec.kv_dtype is None else operand or spec.dtype
+  operand = operand or spec.dtype
   named: dict[str, list[UOp]] = {}
   for given, buffer in zip(inputs, buffers, strict=True):
     named.setdefault(given.name, []).append(buffer)
@@ -184,7 +194,7 @@ def rules(
     return (named[name][0], named[name][1]) if name in named else None
 
   tables, block_tables = (tuple(map(Table, named.get(name, ()))) for name in ("aux", "block_mask"))
-  masks = ((spec.mask_mod, tables), (spec.block_mod, block_tables))
+  masks, scales = ((spec.mask_mod, tables), (spec.block_mod, block_tables)), pair("scales")
   return Rules(
     spec.M,
     spec.N,
@@ -203,9 +213,7 @@ def rules(
     dropout_p=spec.dropout_p,
     seed=only("seed"),
     bounds=pair("bounds"),
-    scales=pair("scales"),
-    operand=operand,
-    unit=1.0 if operand is None else unit(spec.stored, operand),
+    scales=None if scales is None else Scales(*scales, operand, unit(spec.stored, operand)),
     tile_lists=pair("tile_lists"),
     pages=None if spec.pages is None else Pages(cast(UOp, only("page_table")), *spec.kept),
   )

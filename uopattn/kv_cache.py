@@ -6,10 +6,10 @@ from typing import Any
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
-from uopattn.attention import attention_of
+from uopattn.attention import attend
 from uopattn.dsl import sizes
 from uopattn.dsl.eight_bits import EIGHT_BITS
-from uopattn.spec import WIDE, dtype_name, is_place
+from uopattn.spec import WIDE, Extras, dtype_name, is_place
 
 LARGEST = {dtypes.int8: 127.0, dtypes.fp8e4m3: 448.0, dtypes.fp8e5m2: 57344.0}
 FRACTION = {dtypes.fp8e4m3: 3, dtypes.fp8e5m2: 2}  # bits
@@ -130,10 +130,11 @@ class KVCache:
     """
     M = sizes(q)[-2]
     self._check(start, M)
+    scales = None if self.k_scale is None or self.v_scale is None else (self.k_scale, self.v_scale)
     options = {"kv_lengths": start + M, "enable_gqa": True} | options
-    if self.k_scale is not None:
-      options["scales"] = (self.k_scale, self.v_scale)
-    return attention_of(q, self.k, self.v, is_causal=is_causal, q_start=start, **options)
+    backend = options.pop("backend", "auto")
+    extras = Extras(is_causal=is_causal, q_start=start, scales=scales, **options)
+    return attend(q, self.k, self.v, extras, backend)
 
   def _check(self, start: int | UOp, M: int) -> None:
     """Raises an error unless M positions from `start` on are within the cache."""

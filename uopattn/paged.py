@@ -1,7 +1,7 @@
 """`attention_paged`: attention over keys that are kept in pages."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.engine.realize import capturing
@@ -9,8 +9,7 @@ from tinygrad.uop.ops import Ops, sym_infer
 
 from uopattn.attention import attend
 from uopattn.dsl import sizes
-from uopattn.spec import BACKENDS, AttentionSpec, Extras, dtype_name, make_spec
-from uopattn.trace import placed
+from uopattn.spec import Extras, check_place, dtype_name
 
 if TYPE_CHECKING:  # numpy takes a while to import
   import numpy as np
@@ -64,13 +63,18 @@ def attention_paged(
   Raises:
     TypeError, ValueError: an argument does not fit; the message names it, what was given and what is accepted.
   """
-  if backend not in BACKENDS:
-    raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
-  _check_pages(q, k_pages, v_pages)
-  B, (P, Hkv, page_size, Dk), Dv = sizes(q)[0], sizes(k_pages), sizes(v_pages)[3]
+  if q.ndim != 4:
+    raise ValueError(f"q has shape {q.shape}; it must be (B, Hq, M, Dk)")
+  for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
+    if x.ndim != 4 or not all(isinstance(size, int) and size > 0 for size in x.shape):
+      raise ValueError(f"{name} has shape {x.shape}; it must have four dimensions, each a known int >= 1")
   _check_table(page_table, q)
-  N = sizes(page_table)[1] * page_size
+  P, _, page_size, _ = sizes(k_pages)
+  _check_lengths(kv_lengths, page_table, P, page_size)
   extras = Extras(
+    is_causal=is_causal,
+    scale=scale,
+    enable_gqa=enable_gqa,
     window=window,
     softcap=softcap,
     q_start=q_start,
@@ -78,31 +82,11 @@ def attention_paged(
     sinks=sinks,
     score_mod=score_mod,
     mask_mod=mask_mod,
-    aux=placed(aux, q.device),
+    aux=aux,
+    return_lse=return_lse,
     page_table=_as_int(page_table, P),
   )
-  k, v = (Tensor.empty(B, Hkv, N, D, dtype=q.dtype, device=q.device) for D in (Dk, Dv))  # as if one after another
-  given = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa, "return_lse": return_lse}
-  spec = make_spec(q, k, v, extras, pages=(P, page_size), **given)  # type: ignore[arg-type]
-  _check_lengths(kv_lengths, page_table, spec)
-  out, lse = attend(q, k_pages, v_pages, spec, extras, backend)
-  return (out, lse) if return_lse else out
-
-
-def _check_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
-  if q.ndim != 4:
-    raise ValueError(f"q has shape {q.shape}; it must be (B, Hq, M, Dk)")
-  for name, x, head_size in (("k_pages", k_pages, sizes(q)[3]), ("v_pages", v_pages, None)):
-    if x.ndim != 4 or not all(isinstance(size, int) and size > 0 for size in x.shape):
-      raise ValueError(f"{name} has shape {x.shape}; it must have four dimensions, each a known int >= 1")
-    P, Hkv, page_size, D = sizes(k_pages)
-    if x.shape[:3] != (P, Hkv, page_size) or head_size not in (None, D):
-      wanted = f"({P}, {Hkv}, {page_size}, {'Dv' if head_size is None else head_size})"
-      raise ValueError(f"{name} has shape {x.shape}, q has {q.shape}, k_pages {k_pages.shape}; it must be {wanted}")
-    if x.dtype != q.dtype:
-      raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}, q has {dtype_name(q.dtype)}; they must be the same")
-    if x.device != q.device:
-      raise ValueError(f"{name} is on {x.device}, q is on {q.device}; all must be on one device")
+  return attend(q, k_pages, v_pages, extras, backend)
 
 
 def _check_table(table: object, q: Tensor) -> None:
@@ -123,29 +107,28 @@ def _as_int(table: Tensor, P: int) -> Tensor:
   return table.cast(dtypes.int)
 
 
-def _check_lengths(kv_lengths: int | UOp | Tensor | None, table: Tensor, spec: AttentionSpec) -> None:
+def _check_lengths(kv_lengths: int | UOp | Tensor, table: Tensor, P: int, page_size: int) -> None:
   """Checks lengths, and the table's entries that they have looked at, as far as their values are at hand.
 
   Raises:
-    TypeError: there are no lengths.
+    TypeError: the lengths are of a wrong type, or there are none.
     ValueError: one of either is out of its range.
   """
-  if kv_lengths is None:
-    raise TypeError(f"kv_lengths is None; accepted are an int, a bound Variable and a ({spec.B},) integer Tensor")
-  if capturing or (lengths := _lengths(kv_lengths, spec.B)) is None:
+  B, pages = sizes(table)
+  check_place("kv_lengths", kv_lengths, B)
+  if capturing or (lengths := _lengths(kv_lengths, B)) is None:
     return
-  P, page_size = cast(tuple[int, int], spec.pages)
   for b, length in enumerate(lengths):
-    if not 0 <= length <= spec.N:
+    if not 0 <= length <= pages * page_size:
       raise ValueError(
-        f"kv_lengths is {length} for sequence {b}; it must be from 0 to {spec.N}, which are "
-        f"{spec.N // page_size} pages of {page_size} keys"
+        f"kv_lengths is {length} for sequence {b}; it must be from 0 to {pages * page_size}, which are {pages} pages "
+        f"of {page_size} keys"
       )
   if (entries := _at_hand(table)) is None:
     return
   import numpy as np
 
-  used = np.arange(sizes(table)[1]) * page_size < np.array(lengths)[:, None]
+  used = np.arange(pages) * page_size < np.array(lengths)[:, None]
   for b, j in np.argwhere(used & ((entries < 0) | (entries >= P)))[:1].tolist():
     raise ValueError(
       f"page_table[{b}, {j}] is {entries[b, j]}; it must be from 0 to {P - 1}, as k_pages has {P} pages, "

@@ -141,7 +141,7 @@ def prepare(config: Config, target: Target) -> Problem:
   """
   q, k, v = inputs(config)
   try:
-    spec = make_spec(q, k, v, Extras(), is_causal=bool(config.causal), enable_gqa=True, return_lse=True)
+    spec = make_spec(q, k, v, Extras(is_causal=bool(config.causal), enable_gqa=True, return_lse=True))
   except (TypeError, ValueError) as error:
     raise Usage(str(error)) from error
   chosen = dispatch(spec, target)

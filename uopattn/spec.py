@@ -132,7 +132,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True, eq=False)
 class Extras:
-  """The arguments that are tensors, functions or rarely used; see `uopattn.attention` for their meaning.
+  """What an attention is given besides q, k, v and a backend; see `uopattn.attention` for the meaning.
 
   Attributes:
     bounds: the first and the last key that each query sees, (M,) int32 both; what `attention_varlen` makes of its own.
@@ -142,6 +142,9 @@ class Extras:
 
   attn_mask: Tensor | None = None
   dropout_p: float = 0.0
+  is_causal: bool = False
+  scale: float | None = None
+  enable_gqa: bool = False
   window: tuple[int | None, int | None] | None = None
   softcap: float | None = None
   q_start: "int | UOp | Tensor" = 0
@@ -151,6 +154,7 @@ class Extras:
   mask_mod: Callable[..., Any] | None = None
   aux: tuple[Tensor, ...] = field(default=())
   block_mask: BlockMask | None = None
+  return_lse: bool = False
   seed: Tensor | None = None  # of dropout, in training: (2,) uint32
   bounds: tuple[Tensor, Tensor] | None = None
   scales: tuple[Tensor, Tensor] | None = None
@@ -194,45 +198,18 @@ class Extras:
 NO_EXTRAS = Extras()
 
 
-def make_spec(
-  q: Tensor,
-  k: Tensor,
-  v: Tensor,
-  extras: Extras,
-  *,
-  is_causal: bool = False,
-  scale: float | None = None,
-  enable_gqa: bool = False,
-  return_lse: bool = False,
-  pages: tuple[int, int] | None = None,
-) -> AttentionSpec:
-  """Checks every argument; q, k and v have four dimensions by now.
-
-  With `pages`, as AttentionSpec has them, k and v stand for the keys and values one after another.
+def make_spec(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> AttentionSpec:
+  """Checks every argument; q, k and v have four dimensions by now. With a page table k and v are pages.
 
   Raises:
     TypeError: an argument is of the wrong type or dtype.
     ValueError: an argument's value or shape does not fit.
   """
-  _check_dtypes(q, k, v, extras.scales is not None)
-  for name, x in (("q", q), ("k", k), ("v", v)):
-    if not all(isinstance(size, int) and size > 0 for size in x.shape):
-      raise ValueError(f"{name} has shape {x.shape}; every size must be a known int >= 1")
-    if x.device != q.device:
-      raise ValueError(f"{name} is on {x.device}, q is on {q.device}; all must be on one device")
-  (B, Hq, M, Dk), (_, Hkv, N, _), Dv = sizes(q), sizes(k), sizes(v)[3]
-  if (k.shape[0], k.shape[3]) != (B, Dk):
-    raise ValueError(f"k has shape {k.shape}, q has {q.shape}; k must be ({B}, Hkv, N, {Dk})")
-  if v.shape[:3] != (B, Hkv, N):
-    raise ValueError(f"v has shape {v.shape}, k has {k.shape}; v must be ({B}, {Hkv}, {N}, Dv)")
-  if Hq != Hkv and not enable_gqa:
-    raise ValueError(f"q has {Hq} heads, k has {Hkv}; they must be equal unless enable_gqa=True")
-  if Hq % Hkv:
-    raise ValueError(f"q has {Hq} heads, k has {Hkv}; with enable_gqa=True the first must be a multiple of the second")
-  factor = Dk**-0.5 if scale is None else _number("scale", scale)
-  for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa), ("return_lse", return_lse)):
-    if flag not in (False, True):
-      raise TypeError(f"{name} is {flag!r}; it must be True or False")
+  _check_operands(q, k, v, extras)
+  (B, Hq, M, Dk), (P, Hkv, N, _), Dv = sizes(q), sizes(k), sizes(v)[3]
+  pages = None if extras.page_table is None else (P, N)
+  N = N if extras.page_table is None else N * sizes(extras.page_table)[1]
+  scale = Dk**-0.5 if extras.scale is None else _number("scale", extras.scale)
   _check_extras(extras, B, Hq, M, N, q.device)
   for scales in extras.scales or ():
     _check_tensor("scales", scales, (B, Hkv, N), (dtypes.float32,), "float32")
@@ -251,12 +228,12 @@ def make_spec(
     Dk,
     Dv,
     q.dtype,
-    factor,
+    scale,
     q_start=_known(extras.q_start),
-    return_lse=return_lse,
+    return_lse=extras.return_lse,
     extras=extras.in_use(),
     kv_lengths=_known(extras.kv_lengths),
-    window=sides(extras.window, is_causal),
+    window=sides(extras.window, extras.is_causal),
     softcap=extras.softcap,
     score_mod=score_mod,
     mask_mod=mask_mod,
@@ -301,30 +278,67 @@ def is_place(x: object) -> bool:
   return x.shape == () and is_int and all(u.op in known for u in _in_kernel(x).toposort())
 
 
-def _check_dtypes(q: Tensor, k: Tensor, v: Tensor, scaled: bool) -> None:
+def _check_operands(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> None:
+  names = ("q", "k", "v") if extras.page_table is None else ("q", "k_pages", "v_pages")
+  named = dict(zip(names, (q, k, v), strict=True))
+  _check_dtypes(named, extras.scales is not None)
+  for name, x in named.items():
+    if not all(isinstance(size, int) and size > 0 for size in x.shape):
+      raise ValueError(f"{name} has shape {x.shape}; every size must be a known int >= 1")
+    if x.device != q.device:
+      raise ValueError(f"{name} is on {x.device}, q is on {q.device}; all must be on one device")
+  (_check_shapes if extras.page_table is None else _check_pages)(q, k, v)
+  Hq, Hkv = sizes(q)[1], sizes(k)[1]
+  if Hq != Hkv and not extras.enable_gqa:
+    raise ValueError(f"q has {Hq} heads, k has {Hkv}; they must be equal unless enable_gqa=True")
+  if Hq % Hkv:
+    raise ValueError(f"q has {Hq} heads, k has {Hkv}; with enable_gqa=True the first must be a multiple of the second")
+
+
+def _check_dtypes(named: dict[str, Tensor], scaled: bool) -> None:
+  q, k, _ = named.values()
   if scaled:
-    for name, x, accepted in (("q", q, WIDE), ("k", k, EIGHT_BITS), ("v", v, (k.dtype,))):
+    for (name, x), accepted in zip(named.items(), (WIDE, EIGHT_BITS, (k.dtype,)), strict=True):
       if x.dtype not in accepted:
         given = f"{name} has dtype {dtype_name(x.dtype)}"
         raise TypeError(f"{given}; accepted with scales are {', '.join(map(dtype_name, accepted))}")
     return
-  for name, x in (("q", q), ("k", k), ("v", v)):
+  for name, x in named.items():
     if x.dtype not in DTYPES:
       raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; accepted are {', '.join(map(dtype_name, DTYPES))}")
     if x.dtype != q.dtype:
       raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}, q has {dtype_name(q.dtype)}; they must be the same")
 
 
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+  (B, _, _, Dk), (_, Hkv, N, _) = sizes(q), sizes(k)
+  if (k.shape[0], k.shape[3]) != (B, Dk):
+    raise ValueError(f"k has shape {k.shape}, q has {q.shape}; k must be ({B}, Hkv, N, {Dk})")
+  if v.shape[:3] != (B, Hkv, N):
+    raise ValueError(f"v has shape {v.shape}, k has {k.shape}; v must be ({B}, {Hkv}, {N}, Dv)")
+
+
+def _check_pages(q: Tensor, k: Tensor, v: Tensor) -> None:
+  (*_, Dk), (P, Hkv, page_size, _) = sizes(q), sizes(k)
+  for name, x, size in (("k_pages", k, Dk), ("v_pages", v, "Dv")):
+    if x.shape[:3] != (P, Hkv, page_size) or size not in (x.shape[3], "Dv"):
+      given = f"{name} has shape {x.shape}, q has {q.shape}, k_pages {k.shape}"
+      raise ValueError(f"{given}; it must be ({P}, {Hkv}, {page_size}, {size})")
+
+
 def _check_extras(e: Extras, B: int, Hq: int, M: int, N: int, device: object) -> None:
+  for name in ("is_causal", "enable_gqa", "return_lse"):
+    if (flag := getattr(e, name)) not in (False, True):
+      raise TypeError(f"{name} is {flag!r}; it must be True or False")
   _check_mask(e.attn_mask, (B, Hq, M, N))
   check_dropout(e.dropout_p)
   if e.window is not None:
     _check_window(e.window)
   if e.softcap is not None and _number("softcap", e.softcap) <= 0:
     raise ValueError(f"softcap is {e.softcap}; it must be greater than 0")
-  _check_place("q_start", e.q_start, B)
+  check_place("q_start", e.q_start, B)
   if e.kv_lengths is not None:
-    _check_place("kv_lengths", e.kv_lengths, B)
+    check_place("kv_lengths", e.kv_lengths, B)
   if e.sinks is not None:
     _check_tensor("sinks", e.sinks, (Hq,), dtypes.floats, "a float dtype")
   for name in ("score_mod", "mask_mod"):
@@ -375,7 +389,8 @@ def _check_window(window: object) -> None:
       raise TypeError(f"window is {window!r}; its sides must be ints or None")
 
 
-def _check_place(name: str, x: object, B: int) -> None:
+def check_place(name: str, x: object, B: int) -> None:
+  """Raises TypeError or ValueError if this is neither what `is_place` says nor a (B,) integer Tensor."""
   if isinstance(x, Tensor):
     _check_tensor(name, x, (B,), dtypes.ints, "an integer dtype")
   elif not is_place(x):

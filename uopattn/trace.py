@@ -11,7 +11,7 @@ from typing import Any
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
-from uopattn.dsl.rules import Table
+from uopattn.dsl.table import Table
 
 INDICES = ("b", "h", "q_idx", "kv_idx")
 

@@ -1,5 +1,6 @@
 """`attention_varlen`: attention within sequences that lie one after another, of any lengths."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -7,7 +8,7 @@ from tinygrad import Tensor, dtypes
 
 from uopattn.attention import attend
 from uopattn.dsl import sizes
-from uopattn.spec import BACKENDS, Extras, dtype_name, make_spec, sides
+from uopattn.spec import Extras, dtype_name, make_spec, sides
 
 Offsets = Tensor | list[int] | tuple[int, ...]
 
@@ -56,26 +57,30 @@ def attention_varlen(
   Raises:
     TypeError, ValueError: an argument does not fit; the message names it, what was given and what is accepted.
   """
-  if backend not in BACKENDS:
-    raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
   for name, x in (("q", q), ("k", k), ("v", v)):
     if x.ndim != 3:
       raise ValueError(f"{name} has shape {x.shape}; it must have three dimensions, (total, H, head size)")
-  q4, k4, v4 = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-  given = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa, "return_lse": return_lse}
+  q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # heads first
+  given = Extras(
+    is_causal=is_causal,
+    scale=scale,
+    enable_gqa=enable_gqa,
+    window=window,
+    softcap=softcap,
+    sinks=sinks,
+    return_lse=return_lse,
+  )
   # Checks all but the offsets, for which it takes q, k and v to be right.
-  make_spec(q4, k4, v4, Extras(window=window, softcap=softcap, sinks=sinks), **given)  # type: ignore[arg-type]
-  M, N, device = sizes(q)[0], sizes(k)[0], str(q.device)
+  make_spec(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), given)
+  M, N, device = sizes(q)[1], sizes(k)[1], str(q.device)
   ends_q, ends_k = _offsets("cu_seqlens_q", cu_seqlens_q, M, device), _offsets("cu_seqlens_k", cu_seqlens_k, N, device)
   if ends_q.shape != ends_k.shape:
     raise ValueError(f"cu_seqlens_k has shape {ends_k.shape}, cu_seqlens_q {ends_q.shape}; they must be the same")
   starts = _starts(q_start, sizes(ends_q)[0] - 1, device)
   bounds = key_bounds(ends_q, ends_k, M, N, sides(window, is_causal), starts)
-  extras = Extras(softcap=softcap, sinks=sinks, bounds=bounds)
-  spec = make_spec(q4, k4, v4, extras, scale=scale, enable_gqa=enable_gqa, return_lse=return_lse)
-  out, lse = attend(q4, k4, v4, spec, extras, backend)
-  out = out.squeeze(0).transpose(0, 1)
-  return (out, lse.squeeze(0)) if return_lse else out
+  extras = replace(given, is_causal=False, window=None, bounds=bounds, return_lse=True)
+  out, lse = attend(q, k, v, extras, backend)
+  return (out.transpose(0, 1), lse) if return_lse else out.transpose(0, 1)
 
 
 def key_bounds(

@@ -4,7 +4,7 @@ from tinygrad import UOp
 
 
 def spans(begun: UOp, whole: UOp, count: UOp) -> list[tuple[UOp, UOp, bool]]:
-  """The loops over the tiles from `begun` on, of `whole` that need no mask and `count` in all; see `HeadRules.visit`.
+  """The loops over the tiles from `begun` on, of `whole` that need no mask and `count` in all; see `HeadMasks.visit`.
 
   Returns:
     For each the first tile, the number of tiles, and whether they need a mask.

@@ -15,8 +15,8 @@ from uopattn.dsl import instructions as ins
 from uopattn.dsl.panels import Panels
 from uopattn.dsl.quads import WARP
 from uopattn.dsl.rows import HeadRows
-from uopattn.dsl.rules import Visit
 from uopattn.dsl.scope import Scope
+from uopattn.dsl.visit import Visit
 
 CUDA = "cuda"
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
@@ -69,6 +70,21 @@ class Pages:
     assert self.tile is not None
     rows, first = self.tile
     return rows[clamp(key - first, 0, sizes(rows)[0] - 1)].load()
+
+
+class Scales(NamedTuple):
+  """What keys and values of 8 bits are to be multiplied by, each by one of its own.
+
+  Attributes:
+    keys, values: (B, key heads, N) float32.
+    operand: the type that the 8 bits become; see `uopattn.dsl.eight_bits`.
+    unit: by how much a stored element is larger then.
+  """
+
+  keys: UOp
+  values: UOp
+  operand: DType
+  unit: float
 
 
 @dataclass(frozen=True, eq=False)
