@@ -71,6 +71,13 @@ def test_rows_that_see_no_key_have_no_gradient(name: str, arch: str) -> None:
       assert (x.float().numpy() == 0).all()
 
 
+@pytest.mark.parametrize("arch", ["gfx1201", "sm_80", "sm_90"])
+def test_heads_that_share_keys_visit_tiles_of_their_own(arch: str) -> None:
+  shape: Shape = (1, 2, 1, 140, 190, 16, 16)
+  with on(arch):
+    check_gradients(*inputs(*shape), *arguments(shape, {}, blocks=(64, 32)))
+
+
 @pytest.mark.parametrize("arch", ["gfx1201", "sm_90"])
 def test_two_runs_give_the_same_bits(arch: str) -> None:
   def run() -> dict[str, Any]:

@@ -187,7 +187,7 @@ def test_gradients(case: str) -> None:
 TOGETHER: dict[str, tuple[set[str], int, int]] = {
   "added mask": ({"attn_mask", "is_causal", "q_start", "sinks"}, 11, 2),
   "dropout": ({"kv_lengths", "mask_mod", "score_mod"}, 9, 2),
-  "block mask": ({"attn_mask", "scale", "softcap", "window"}, 8, 4),
+  "block mask": ({"attn_mask", "scale", "softcap", "window"}, 8, 2),
 }
 
 

@@ -26,7 +26,6 @@ and 2.7 (340), gfx950 3.7 (288) and 3.9 (370), without spills; gfx1100, whose op
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from math import inf
 from typing import NamedTuple
 
@@ -41,7 +40,7 @@ from uopattn.dsl.fragments import CHUNK, HIP, ROWS, Fragments
 from uopattn.dsl.keys import spans
 from uopattn.dsl.products import Operand, accumulate, as_operands, load_operands, multiply_rows, own_rows, store_acc
 from uopattn.dsl.rows import HeadRows
-from uopattn.dsl.rules import HeadRules, Rules
+from uopattn.dsl.rules import HeadRules, Rules, visits_of_queries
 from uopattn.dsl.staging import Rows, Stage
 from uopattn.dsl.visit import Visit
 from uopattn.dsl.words import Load, words_of
@@ -324,7 +323,7 @@ def backward_kv(
   member = s.axis(members, AxisType.REDUCE)  # of the query heads that read this key head
   kv_head, start = group.head, group.block * tiles.rows
   at = of_members(rules, kv_head, members)
-  visit_of = visit_alike(at, members, start, tiles)
+  visit_of = visits_of_queries(at, members, start, tiles.rows, tiles.block)
   here, visit = at(member), visit_of(member)
   keys = [clamp(start + place, 0, N - 1) for place in own_places(tiles, group)]
   existing = [clamp(key, 0, (here.length - 1).maximum(0)) for key in keys]
@@ -362,28 +361,6 @@ def of_members(rules: Rules, kv_head: UOp, members: int) -> Callable[[UOp], Head
   """The rules for each of the query heads that read a key head."""
   of_batch = rules.heads // members
   return lambda member: HeadRules(rules, kv_head // of_batch, kv_head % of_batch * members + member)
-
-
-def visit_alike(at: Callable[[UOp], HeadRules], members: int, start: UOp, tiles: Tiles) -> Callable[[UOp], Visit]:
-  """The tiles of queries that see a block of keys, for each of the query heads; as many for each.
-
-  tinygrad would end the loop over the heads with the loop over the tiles, if how many these are depended on the head.
-  So where lists say how many, all have as many as the longest; a tile too many has no query that exists.
-  """
-  lists, beyond = at(UOp.const(0)).rules.tile_lists, ceildiv(at(UOp.const(0)).rules.M, tiles.block)
-
-  def visit(member: UOp) -> Visit:
-    return at(member).visit_queries(start, tiles.rows, tiles.block)
-
-  if lists is None or members == 1 or sizes(lists[0])[1] == 1:
-    return visit
-  count = reduce(UOp.maximum, (visit(UOp.const(i)).count for i in range(members)))
-
-  def padded(member: UOp) -> Visit:
-    mine = visit(member)
-    return Visit(UOp.const(0), count, lambda position: (position < mine.count).where(mine.tile(position), beyond))
-
-  return padded
 
 
 def own_places(tiles: Tiles, group: Workgroup) -> list[UOp]:

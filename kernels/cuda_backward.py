@@ -44,7 +44,7 @@ from uopattn.dsl.mma import PAIR, STEP_BYTES, Accumulators, Mma
 from uopattn.dsl.panels import Panels
 from uopattn.dsl.quads import COLUMNS, HALVES, ROWS, WARP, row_elements, row_of, store_scaled
 from uopattn.dsl.rows import HeadRows
-from uopattn.dsl.rules import HeadRules, Rules
+from uopattn.dsl.rules import HeadRules, Rules, visits_of_queries
 from uopattn.dsl.stream import Stream
 from uopattn.dsl.visit import Visit
 from uopattn.dsl.workgroup import Workgroup
@@ -214,8 +214,9 @@ def backward_kv(
   share = heads // kv_heads
   member = s.axis(share, AxisType.REDUCE) if share > 1 else UOp.const(0)
   head = group.head * share + member
-  here = rules.at(head)
-  visit = here.visit_queries(group.block * tiles.rows, tiles.rows, tiles.block)
+  here, first = rules.at(head), group.head * share
+  visits = visits_of_queries(lambda i: rules.at(first + i), share, group.block * tiles.rows, tiles.rows, tiles.block)
+  visit = visits(member)
   loop = Mainloop(s, group, Mma(s, q.dtype), tiles, here, *tiles.panels(s, Dk, Dv))
 
   def lines(first: UOp, masked: bool) -> list[Line]:

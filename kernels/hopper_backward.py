@@ -43,7 +43,7 @@ from uopattn.dsl.panels import Panels
 from uopattn.dsl.pipeline import Pipeline
 from uopattn.dsl.quads import COLUMNS, HALVES, ROWS, WARP, row_of, store_scaled
 from uopattn.dsl.rows import HeadRows
-from uopattn.dsl.rules import HeadRules, Rules
+from uopattn.dsl.rules import HeadRules, Rules, visits_of_queries
 from uopattn.dsl.visit import Visit
 from uopattn.dsl.workgroup import Workgroup
 
@@ -168,7 +168,7 @@ def backward_kv(
 
   Args:
     dk, dv, q, k, v, do, lse, delta, rules: as for `cuda_backward.backward_kv`, in 16 bits, head sizes
-      multiples of 8; the same number of tiles for all heads that share keys.
+      multiples of 8.
     tiles: block sizes.
   """
   (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
@@ -177,8 +177,9 @@ def backward_kv(
   share = heads // kv_heads
   member = s.axis(share, AxisType.REDUCE) if share > 1 else UOp.const(0)
   head = group.head * share + member
-  here = rules.at(head)
-  visit = here.visit_queries(group.block * tiles.rows, tiles.rows, tiles.block)
+  here, first = rules.at(head), group.head * share
+  visits = visits_of_queries(lambda i: rules.at(first + i), share, group.block * tiles.rows, tiles.rows, tiles.block)
+  visit = visits(member)
   rows, numbers = rows_of(group, group.block, tiles), Numbers(lse, delta, head, rules.modifies)
   fetched = s.buffer(tiles.block // 4, 2)
 
@@ -194,7 +195,7 @@ def backward_kv(
   queries, before = [HeadRows.of(x, head, UOp.const(M)) for x in (q, do)], member * (visit.count + tiles.stages - 1)
   pipe = Pipeline(s, queries[0], queries[1], visit, room[0], room[1], group.thread, lag=0, before=before)
   loop = Mainloop(s, group, q.dtype, tiles, here, visit, kept, pipe, lines)
-  length = rules.at(group.head * share).length
+  length = rules.at(first).length
   copies = loop.keep((k, v), group.head, length, group.block, pipe.open())
   sums = [loop.zeros(Dk, group.item), loop.zeros(Dv, group.item)]
   if share == 1:

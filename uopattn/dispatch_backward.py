@@ -116,8 +116,6 @@ def _rows_and_block(tiles: Any) -> tuple[int, int]:
 
 def _hopper_tiles(of_keys: bool) -> Callable[[AttentionSpec, Target], hopper_backward.Tiles]:
   def choose(s: AttentionSpec, target: Target) -> hopper_backward.Tiles:
-    if s.Hq != s.Hkv and s.block_heads is not None and s.block_heads[1] > 1:
-      raise ValueError("query heads that share keys visit tiles of their own; drop the block mask's head dimension")
     lengths, limit = (s.N, s.M) if of_keys else (s.M, s.N), lds_limit(target.arch)
     return hopper_backward.Tiles.choose(target.arch, *lengths, s.Dk, s.Dv, limit, of_keys)
 

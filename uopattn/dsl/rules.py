@@ -6,6 +6,7 @@ from functools import reduce
 from math import inf, nan
 
 from tinygrad import UOp, dtypes
+from tinygrad.helpers import ceildiv
 
 from uopattn.dsl.masks import HeadMasks, Masks
 from uopattn.dsl.math import LOG2E, tanh
@@ -13,6 +14,7 @@ from uopattn.dsl.random import kept
 from uopattn.dsl.rows import HeadRows, Pages, Scales
 from uopattn.dsl.scope import Scope, sizes
 from uopattn.dsl.softmax import split_factor
+from uopattn.dsl.visit import Visit
 from uopattn.dsl.vjp import vjp
 
 
@@ -230,3 +232,27 @@ class HeadRules(HeadMasks):
   def _mod(self, score: UOp, row: UOp, key: UOp) -> UOp:
     assert self.rules.score_mod is not None
     return self.rules.score_mod(score, *self._indices(row, key))
+
+
+def visits_of_queries(
+  at: Callable[[UOp], HeadRules], members: int, key: UOp, block_n: int, block_m: int
+) -> Callable[[UOp], Visit]:
+  """`visit_queries` for each of the `members` query heads that share keys, `at` having their rules; as long for each.
+
+  tinygrad would end the loop over the heads with the loop over the tiles, if how many these are depended on the head.
+  So where lists say how many, all have as many as the longest; a tile too many has no query that exists.
+  """
+  rules = at(UOp.const(0)).rules
+
+  def visit(member: UOp) -> Visit:
+    return at(member).visit_queries(key, block_n, block_m)
+
+  if rules.tile_lists is None or members == 1 or sizes(rules.tile_lists[0])[1] == 1:
+    return visit
+  count, beyond = reduce(UOp.maximum, (visit(UOp.const(i)).count for i in range(members))), ceildiv(rules.M, block_m)
+
+  def padded(member: UOp) -> Visit:
+    mine = visit(member)
+    return Visit(UOp.const(0), count, lambda position: (position < mine.count).where(mine.tile(position), beyond))
+
+  return padded
