@@ -5,8 +5,8 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from helpers import qkv
-from tinygrad import Context, Device, Tensor
+from helpers import placed, qkv
+from tinygrad import Context, Tensor
 from tinygrad.dtype import DType
 
 import uopattn.emulator as emulator
@@ -22,7 +22,7 @@ def on_device(x: Any) -> Any:
   """Arrays, and those in a tuple, as Tensors on the default device."""
   if isinstance(x, tuple) and x and isinstance(x[0], np.ndarray):
     return tuple(map(on_device, x))
-  return Tensor(x, device="CPU").to(Device.DEFAULT).realize() if isinstance(x, np.ndarray) else x
+  return placed(x) if isinstance(x, np.ndarray) else x
 
 
 def cotangents(q: Tensor, v: Tensor, seed: int = 1) -> tuple[Tensor, Tensor]:

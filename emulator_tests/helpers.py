@@ -12,6 +12,7 @@ from tinygrad.dtype import DType
 
 import uopattn.emulator as emulator
 from uopattn import attention, flash
+from uopattn.oracle import Array
 from uopattn.target import Target
 from uopattn.toolchain import NoCompiler
 from uopattn.verify import verify
@@ -29,6 +30,16 @@ def qkv(
   return q, k, v
 
 
+def placed(x: Array, dtype: DType | None = None, device: str | None = None) -> Tensor:
+  """An array on a device, by default the default one, in its own type or another one.
+
+  On the emulator by way of the CPU, which casts sooner; on no other, as the CPU needs a compiler of its own.
+  """
+  device = Device.DEFAULT if device is None else device
+  tensor = Tensor(x, device="CPU" if device.startswith("EMU") else device)
+  return (tensor if dtype is None else tensor.cast(dtype)).to(device).realize()
+
+
 def on(arch: str) -> Context:
   """The emulator in the place of a GPU."""
   return Context(DEV=f"EMU::{arch}")
@@ -40,8 +51,7 @@ def inputs(
   """Normal random q, k and v on the emulator."""
   rng = np.random.default_rng(seed)
   shapes = ((B, Hq, M, Dk), (B, Hkv, N, Dk), (B, Hkv, N, Dv))
-  arrays = [rng.standard_normal(shape, np.float32) for shape in shapes]
-  q, k, v = (Tensor(x, device="CPU").cast(dtype).to("EMU").realize() for x in arrays)
+  q, k, v = (placed(rng.standard_normal(shape, np.float32), dtype, "EMU") for shape in shapes)
   return q, k, v
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gradients import check_gradients
-from helpers import drawn, inputs, on
+from helpers import drawn, inputs, on, placed
 from hypothesis import given
 from hypothesis import strategies as st
 from tinygrad import Tensor, UOp, dtypes
@@ -50,7 +50,7 @@ def exact(q: Array, k: Array, v: Array, do: Array, causal: bool) -> tuple[Array,
 
 
 def on_emulator(x: Array, dtype: DType) -> Tensor:
-  return Tensor(x.astype(np.float32), device="CPU").cast(dtype).to("EMU").realize()
+  return placed(x.astype(np.float32), dtype, "EMU")
 
 
 def launch(

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import DTYPES, check, qkv
-from tinygrad import Context, Tensor, TinyJit, dtypes
+from tinygrad import Context, Device, Tensor, TinyJit, dtypes
 
 from uopattn import attention
 from uopattn.dsl.random import draw_seed, kept, threefry2x32
@@ -45,7 +45,7 @@ def plain_threefry(key: tuple[int, int], counter: tuple[Any, Any]) -> tuple[Any,
 def kept_weights(B: int, Hq: int, M: int, N: int) -> Array:
   """What a call of `attention` keeps whose seed is the first that is drawn after manual_seed(5)."""
   Tensor.manual_seed(5)
-  seed = [int(x) for x in draw_seed("CPU").numpy()]
+  seed = [int(x) for x in draw_seed(Device.DEFAULT).numpy()]
   row, key = np.indices((B * Hq * M, N), np.int64)
   Tensor.manual_seed(5)
   return (plain_threefry((seed[0], seed[1]), (row, key))[0] >= round(P * 2**32)).reshape(B, Hq, M, N)
@@ -96,9 +96,9 @@ def test_nothing_is_dropped_unless_training(M: int) -> None:
   q, k, v = qkv(1, 2, 2, M, 50, 8, 8)
   Tensor.manual_seed(5)
   check(q, k, v, attention(q, k, v, dropout_p=P, backend="kernel"))
-  after = draw_seed("CPU").numpy()
+  after = draw_seed(Device.DEFAULT).numpy()
   Tensor.manual_seed(5)
-  np.testing.assert_array_equal(after, draw_seed("CPU").numpy())
+  np.testing.assert_array_equal(after, draw_seed(Device.DEFAULT).numpy())
   with Context(TRAINING=1):
     check(q, k, v, attention(q, k, v, dropout_p=0.0, backend="kernel"))
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import DTYPES, check, drawn, inputs, on, qkv
+from helpers import DTYPES, check, drawn, inputs, on, placed, qkv
 from hypothesis import given
 from hypothesis import strategies as st
 from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
@@ -75,7 +75,7 @@ def as_given(options: Options, device: str, numbers: str = "tensor") -> Options:
       return value if numbers == "int" else UOp.variable(name, -300, 300).bind(value)
     if not isinstance(x, np.ndarray):
       return x
-    return Tensor(x) if device != "EMU" else Tensor(x, device="CPU").to(device).realize()
+    return placed(x, device=device)
 
   return {name: converted(name, x) for name, x in options.items()}
 

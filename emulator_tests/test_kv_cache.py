@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import check, qkv
-from tinygrad import GlobalCounters, Tensor, TinyJit, UOp, dtypes
+from tinygrad import Device, GlobalCounters, Tensor, TinyJit, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.engine.realize import runtime_cache
 
@@ -72,7 +72,8 @@ def check_steps(dtype: DType, prompt: int, jit: bool = True) -> None:
     programs = len(runtime_cache)
     GlobalCounters.reset()
     out, lse = run(q, k, v, start_at(position))
-    assert GlobalCounters.kernel_count == 3, "k is written, v is written, attention: nothing is copied"
+    # k is written, v is written, attention: nothing is copied. A GPU's graph of the three counts as one.
+    assert GlobalCounters.kernel_count in ((3,) if Device.DEFAULT.startswith(("CPU", "EMU")) else (1, 3))
     assert len(runtime_cache) == programs or position == prompt, (
       f"a further kernel was compiled at length {position + 1}"
     )

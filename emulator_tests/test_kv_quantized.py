@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import on
+from helpers import on, placed
 from tinygrad import GlobalCounters, Tensor, TinyJit, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.engine.realize import runtime_cache
@@ -34,7 +34,7 @@ B, HQ, HKV, N, DK, DV = 2, 4, 2, 90, 16, 24
 
 def normal(*shape: int, dtype: DType = dtypes.float32, device: str = "CPU", seed: int = 0) -> Tensor:
   array = np.random.default_rng(seed).standard_normal(shape, np.float32)
-  return Tensor(array, device="CPU").cast(dtype).to(device).realize()
+  return placed(array, dtype, device)
 
 
 def realized(cache: KVCache) -> KVCache:
@@ -52,10 +52,9 @@ def filled(
   bad_k, bad_v = (Tensor.full((B, HKV, N, d), math.nan, device=device) for d in D)
   cache.append(bad_k, bad_v, 0)
   realized(cache)
-  factors = Tensor(np.exp2(np.arange(length) % 5 - 2).astype(np.float32).reshape(1, 1, -1, 1) * size, device="CPU")
-  k, v = (normal(B, HKV, length, d, seed=d) for d in D)
-  k, v = ((x * factors).realize().to(device) for x in (k / size, v))
-  cache.append(k, v, 0)
+  factors = (np.exp2(np.arange(length) % 5 - 2) * size).reshape(1, 1, -1, 1)
+  of_k, of_v = (np.random.default_rng(d).standard_normal((B, HKV, length, d)) * factors for d in D)
+  cache.append(*(placed(x.astype(np.float32), device=device) for x in (of_k / size, of_v)), 0)
   return realized(cache)
 
 

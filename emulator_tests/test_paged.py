@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import DTYPES, drawn, on
+from helpers import DTYPES, drawn, on, placed
 from hypothesis import given
 from hypothesis import strategies as st
 from tinygrad import Tensor, TinyJit, UOp, dtypes
@@ -48,7 +48,7 @@ class Case:
     self.q, self.k, self.v = (self.tensor(rng.standard_normal(shape, np.float32), dtype) for shape in shapes)
 
   def tensor(self, x: Any, dtype: Any = dtypes.int) -> Tensor:
-    return Tensor(np.asarray(x), device="CPU").cast(dtype).to(self.device).realize()
+    return placed(np.asarray(x), dtype, self.device)
 
   def gathered(self, x: Tensor) -> Tensor:
     """(B, Hkv, N, D) as numpy finds the keys, or values, one by one; 0 where there are none."""
