@@ -54,7 +54,8 @@ def filled(
   realized(cache)
   factors = (np.exp2(np.arange(length) % 5 - 2) * size).reshape(1, 1, -1, 1)
   of_k, of_v = (np.random.default_rng(d).standard_normal((B, HKV, length, d)) * factors for d in D)
-  cache.append(*(placed(x.astype(np.float32), device=device) for x in (of_k / size, of_v)), 0)
+  k, v = (placed(x.astype(np.float32), device=device) for x in (of_k / size, of_v))
+  cache.append(k, v, 0)
   return realized(cache)
 
 
@@ -181,9 +182,10 @@ def check_steps_in_eight_bits(dtype: DType, device: str = "CPU") -> None:
     return cache.attend(q, start, backend="kernel").realize()
 
   q = normal(B, HQ, 1, DK, dtype=dtypes.half, device=device)
-  rows = [(normal(B, HKV, 1, DK, seed=i), normal(B, HKV, 1, DV, seed=100 + i)) for i in range(12)]
-  for position, (k, v) in enumerate(rows):
-    k, v = (x.cast(dtypes.half).to(device).realize() for x in (k, v))
+  rng = np.random.default_rng(0)
+  rows = [tuple(rng.standard_normal((B, HKV, 1, D)).astype(np.float16) for D in (DK, DV)) for _ in range(12)]
+  for position, row in enumerate(rows):
+    k, v = (placed(x, device=device) for x in row)
     programs = len(runtime_cache)
     GlobalCounters.reset()
     out = step(q, k, v, start_at(position, 1))
@@ -191,7 +193,7 @@ def check_steps_in_eight_bits(dtype: DType, device: str = "CPU") -> None:
     assert position == 0 or len(runtime_cache) == programs, f"a further kernel was compiled at length {position + 1}"
     held = stood_for(cache, position + 1)
     for x, own in zip(held, zip(*rows, strict=True), strict=True):
-      given = np.concatenate([y.half().float().numpy() for y in own[: position + 1]], 2)
+      given = np.concatenate(own[: position + 1], 2).astype(np.float32)
       assert np.abs(x - given).max() < np.abs(given).max() * (0.005 if dtype == dtypes.int8 else 0.13)
     gate = Gate.of_arrays(numpy(q), *held, q.dtype)
     assert gate.output(numpy(out)).correct

@@ -14,6 +14,7 @@ from tinygrad.uop.ops import Ops
 
 from uopattn.cuda import on_gpu
 from uopattn.dispatch import Choice, dispatch
+from uopattn.dsl import as_type
 from uopattn.dsl.eight_bits import unit
 from uopattn.dsl.rows import Pages, Scales
 from uopattn.dsl.rules import Rules
@@ -167,8 +168,10 @@ def graph(choice: Choice, spec: AttentionSpec, buffers: tuple[UOp, ...]) -> UOp:
   if choice.stage == "join":
     assert choice.kernel.join is not None
     kernel = choice.kernel.join(o, lse, *rest[:2], rules=rules(spec, inputs[2:], rest[2:], choice.packs))
-    # What its call has gradients for it may not read; a graph of CUDA's passes all the same.
-    return kernel.replace(src=(*kernel.src, *(x.base for x in (*buffers[1:4], *rest[2:]))))
+    # What its call has gradients for it may not read; a graph of CUDA's passes all the same. As bytes, since CUDA C++
+    # knows 8-bit floats only where it is told about them.
+    unread = (as_type(x, dtypes.uchar) for x in (*buffers[1:4], *rest[2:]))
+    return kernel.replace(src=(*kernel.src, *unread))
   return choice.kernel.build(
     o, q, k, v, lse, rules=rules(spec, inputs, rest, choice.packs, choice.kernel.operand), tiles=choice.tiles
   )
