@@ -149,8 +149,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
       start = visit.count.eq(0).where(N, start)
     return start, clamp(start, 0, N - block_n)
 
-  start, first = first_key(tile if loop is None else loop.index)
-  following = first_key(tile + 1 if loop is None else loop.index - 1)[1]
+  trip = tile if loop is None else visit.count - 1 - loop.index  # forwards: machines read ahead that way
+  start, first = first_key(trip)
+  following = first_key(trip + 1)[1]
   last = None if rules.kv_lengths is None else clamp(here.length - 1, 0, N - 1)
   anywhere, here = here, here.of_tile(s, first, block_n, (*outer, tile))
 
@@ -196,11 +197,14 @@ class Tile:
     n, d = place
     return self.rows.element(self.row(n), d).cast(dtypes.float)
 
-  def prefetch(self, s: Scope, n: UOp, begin: UOp, width: int, size: int, within: tuple[UOp, ...]) -> UOp:
-    """Asks for that part of row n which the `width` elements from `begin` on are of a row of `size` elements."""
-    times, step = ceildiv(self.rows.size, size), LINE // self.rows.x.dtype.itemsize
-    line = s.axis(ceildiv(times * width, step))
-    place = self.rows.place(self.row(n), clamp(times * begin + line * step, 0, self.rows.size - 1))
+  def prefetch(self, s: Scope, first: UOp | int, rows: int, part: UOp, parts: int, within: tuple[UOp, ...]) -> UOp:
+    """Asks for one of so many equal parts of `rows` rows from `first` on, a line after another as they are in memory."""
+    step = LINE // self.rows.x.dtype.itemsize
+    lines = ceildiv(self.rows.size, step)
+    share = ceildiv(rows * lines, parts)
+    line = s.axis(share)
+    at = clamp(part * share + line, 0, rows * lines - 1)
+    place = self.rows.place(self.row(first + at // lines), at % lines * step)
     return prefetch((*within, line), place).end(line)
 
 
@@ -222,7 +226,7 @@ def multiply_qk(
         return q[first_row + a // keys, d] * k[key + a % keys, d]
 
       def fetches(i: UOp) -> list[UOp]:
-        return [v.prefetch(s, key + n, begin + i * width, width, Dk, (*inner, i)) for n in range(keys)]
+        return [v.prefetch(s, key, keys, begin // lanes + i, ceildiv(Dk, lanes), (*inner, i))]
 
       acc = accumulate(s, acc, chunks, width, term, fetches)
     sums = fold(s, acc, UOp.__add__, inner)
@@ -300,9 +304,9 @@ def multiply_pv(
   within: tuple[UOp, ...],
 ) -> UOp:
   """O = O alpha + P V, for a strip of rows; meanwhile the next tile's keys are fetched."""
-  rows, block_n = sizes(p)
+  (rows, block_n), Dv, width = sizes(p), sizes(acc)[1], tiles.unroll_n * tiles.lanes
   ends = []
-  for left, count, columns in strips(sizes(acc)[1], tiles.unroll_n * tiles.lanes):
+  for left, count, columns in strips(Dv, width):
     strip = s.axis(count)
     column, inner = left + strip * columns, (*within, strip)
 
@@ -310,7 +314,8 @@ def multiply_pv(
       return p[r, n] * v[n, column + m]
 
     def fetches(n: UOp) -> list[UOp]:
-      return [k_next.prefetch(s, n, column, columns, sizes(acc)[1], (*inner, n))]
+      part = (left // width + strip) * block_n + n
+      return [k_next.prefetch(s, 0, block_n, part, ceildiv(Dv, width) * block_n, (*inner, n))]
 
     out = accumulate(s, zeros(s, rows, columns, inner), block_n, columns, term, fetches)
     m = s.axis(columns)
