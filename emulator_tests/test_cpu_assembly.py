@@ -108,7 +108,7 @@ def check_products(
 
   loops = innermost_loops(assembly(kernel, arch), notation.jump)
   # the exponentials' loop, too, has multiply-adds, but not so many
-  products = [loop for loop in loops if len(found(notation.multiply_add, loop)) >= max(accumulators, len(loop) / 3)]
+  products = [loop for loop in loops if len(found(notation.multiply_add, loop)) >= max(accumulators, len(loop) / 4)]
   assert len(products) >= least
   for loop in products:
     full = found(notation.accumulator, loop)

@@ -198,7 +198,7 @@ class Tile:
     return self.rows.element(self.row(n), d).cast(dtypes.float)
 
   def prefetch(self, s: Scope, first: UOp | int, rows: int, part: UOp, parts: int, within: tuple[UOp, ...]) -> UOp:
-    """Asks for one of so many equal parts of `rows` rows from `first` on, a line after another as they are in memory."""
+    """Asks for a part of `rows` rows from `first` on, which are cut into `parts` as their lines follow in memory."""
     step = LINE // self.rows.x.dtype.itemsize
     lines = ceildiv(self.rows.size, step)
     share = ceildiv(rows * lines, parts)
