@@ -33,9 +33,9 @@ from uopattn.dsl.rows import HeadRows
 from uopattn.dsl.rules import HeadRules, Rules
 from uopattn.dsl.softmax import finish
 from uopattn.dsl.strips import accumulate, even, largest_divisor, strips, zeros
+from uopattn.target import LINE
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
-LINE = 64  # bytes of a line of the cache, or a part of one
 WORK_PER_CALL = 4_000_000  # floating-point operations; some 0.03 ms, against a microsecond that a call costs
 
 # (q.k times the factor, row of the strip, key of the tile) -> the score
