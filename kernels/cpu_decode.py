@@ -87,7 +87,7 @@ class Tiles:
     block_m = even(rows, 4 * most)  # more rows take longer to compute than K and V to read
     unroll_m = even(block_m, most)
     block_m = round_up(block_m, unroll_m)
-    tiles = cls(block_m, min(N, 64), unroll_m, 4, lanes)
+    tiles = cls(block_m, min(N, 32), unroll_m, 4, lanes)
     if tiles.stack_bytes(Dk, Dv) > STACK_LIMIT:
       tiles = cls(1, min(N, 16), 1, 4, lanes)
     if (needed := tiles.stack_bytes(Dk, Dv)) > STACK_LIMIT:
