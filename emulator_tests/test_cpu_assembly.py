@@ -14,7 +14,6 @@ from tinygrad import UOp, dtypes
 from tinygrad.codegen import to_program
 from tinygrad.device import Compiler
 from tinygrad.helpers import Target
-from tinygrad.renderer.cstyle import ClangRenderer
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 from tinygrad.uop.ops import Ops
 
@@ -23,6 +22,7 @@ from uopattn.dispatch import Choice, dispatch
 from uopattn.dispatch_backward import Step, dispatch_backward
 from uopattn.flash import graph, placeholders
 from uopattn.spec import AttentionSpec
+from uopattn.target import AlignedRenderer
 from uopattn.toolchain import find_clang
 
 
@@ -68,7 +68,7 @@ MACHINES = {
 
 def assembly(kernel: UOp, arch: str) -> str:
   """A kernel's graph in the instructions of a machine."""
-  renderer = ClangRenderer(Target("CPU", "CLANG", arch))
+  renderer = AlignedRenderer(Target("CPU", "CLANG", arch))
   renderer.compiler = Compiler()  # the program is only rendered
   program = to_program(kernel, renderer)
   source = next(u.arg for u in program.src if u.op is Ops.SOURCE)
@@ -108,7 +108,7 @@ def check_products(
 
   loops = innermost_loops(assembly(kernel, arch), notation.jump)
   # the exponentials' loop, too, has multiply-adds, but not so many
-  products = [loop for loop in loops if len(found(notation.multiply_add, loop)) >= max(accumulators, len(loop) / 3)]
+  products = [loop for loop in loops if len(found(notation.multiply_add, loop)) >= max(accumulators, len(loop) / 4)]
   assert len(products) >= least
   for loop in products:
     full = found(notation.accumulator, loop)

@@ -28,14 +28,14 @@ from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType, KernelInfo
 
 from uopattn.dsl import LN2, LOG2E, Scope, clamp, exp2, least, sizes
-from uopattn.dsl.instructions import prefetch
+from uopattn.dsl.instructions import add_pairs, prefetch
 from uopattn.dsl.rows import HeadRows
 from uopattn.dsl.rules import HeadRules, Rules
 from uopattn.dsl.softmax import finish
 from uopattn.dsl.strips import accumulate, even, largest_divisor, strips, zeros
+from uopattn.target import LINE
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
-LINE = 64  # bytes of a line of the cache, or a part of one
 WORK_PER_CALL = 4_000_000  # floating-point operations; some 0.03 ms, against a microsecond that a call costs
 
 # (q.k times the factor, row of the strip, key of the tile) -> the score
@@ -87,7 +87,7 @@ class Tiles:
     block_m = even(rows, 4 * most)  # more rows take longer to compute than K and V to read
     unroll_m = even(block_m, most)
     block_m = round_up(block_m, unroll_m)
-    tiles = cls(block_m, min(N, 64), unroll_m, 4, lanes)
+    tiles = cls(block_m, min(N, 32), unroll_m, 4, lanes)
     if tiles.stack_bytes(Dk, Dv) > STACK_LIMIT:
       tiles = cls(1, min(N, 16), 1, 4, lanes)
     if (needed := tiles.stack_bytes(Dk, Dv)) > STACK_LIMIT:
@@ -149,8 +149,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
       start = visit.count.eq(0).where(N, start)
     return start, clamp(start, 0, N - block_n)
 
-  start, first = first_key(tile if loop is None else loop.index)
-  following = first_key(tile + 1 if loop is None else loop.index - 1)[1]
+  trip = tile if loop is None else visit.count - 1 - loop.index  # forwards: machines read ahead that way
+  start, first = first_key(trip)
+  following = first_key(trip + 1)[1]
   last = None if rules.kv_lengths is None else clamp(here.length - 1, 0, N - 1)
   anywhere, here = here, here.of_tile(s, first, block_n, (*outer, tile))
 
@@ -196,11 +197,14 @@ class Tile:
     n, d = place
     return self.rows.element(self.row(n), d).cast(dtypes.float)
 
-  def prefetch(self, s: Scope, n: UOp, begin: UOp, width: int, size: int, within: tuple[UOp, ...]) -> UOp:
-    """Asks for that part of row n which the `width` elements from `begin` on are of a row of `size` elements."""
-    times, step = ceildiv(self.rows.size, size), LINE // self.rows.x.dtype.itemsize
-    line = s.axis(ceildiv(times * width, step))
-    place = self.rows.place(self.row(n), clamp(times * begin + line * step, 0, self.rows.size - 1))
+  def prefetch(self, s: Scope, first: UOp | int, rows: int, part: UOp, parts: int, within: tuple[UOp, ...]) -> UOp:
+    """Asks for a part of `rows` rows from `first` on, which are cut into `parts` as their lines follow in memory."""
+    step = LINE // self.rows.x.dtype.itemsize
+    lines = ceildiv(self.rows.size, step)
+    share = ceildiv(rows * lines, parts)
+    line = s.axis(share)
+    at = clamp(part * share + line, 0, rows * lines - 1)
+    place = self.rows.place(self.row(first + at // lines), at % lines * step)
     return prefetch((*within, line), place).end(line)
 
 
@@ -222,13 +226,30 @@ def multiply_qk(
         return q[first_row + a // keys, d] * k[key + a % keys, d]
 
       def fetches(i: UOp) -> list[UOp]:
-        return [v.prefetch(s, key + n, begin + i * width, width, Dk, (*inner, i)) for n in range(keys)]
+        return [v.prefetch(s, key, keys, begin // lanes + i, ceildiv(Dk, lanes), (*inner, i))]
 
       acc = accumulate(s, acc, chunks, width, term, fetches)
-    sums = fold(s, acc, UOp.__add__, inner)
+    sums = sum_lanes(s, acc, inner)
     stores = [products.after(*within)[a // keys, key + a % keys].store(sums[a]) for a in range(rows * keys)]
     ends.append(UOp.group(*stores).end(strip))
   return products.after(*ends)
+
+
+def sum_lanes(s: Scope, x: UOp, within: tuple[UOp, ...]) -> UOp:
+  """The sum of each row of x, whose rows are vectors in registers: what `fold` finds, by shuffles that cost less."""
+  if sizes(x)[1] not in (4, 8, 16):  # no machine's
+    return fold(s, x, UOp.__add__, within)
+  for _ in range(2):  # then four lanes have parts of the sums of four rows, and so have the next four
+    (rows, lanes), before = sizes(x), x
+    pairs = s.buffer(ceildiv(rows, 2), lanes)
+    ends = [(before[2 * i, 0], before[min(2 * i + 1, rows - 1), 0]) for i in range(ceildiv(rows, 2))]
+    x = pairs.after(*[add_pairs(lanes, pairs[i, 0], a, b, *within) for i, (a, b) in enumerate(ends)])
+  while lanes > 4:
+    lanes, before = lanes // 2, x
+    x = s.assign(
+      s.buffer(sizes(x)[0], lanes), lambda r, w: before[r, w].load() + before[r, w + lanes].load(), within=within
+    )
+  return x.reshape(-1)
 
 
 def fold(s: Scope, x: UOp, op: Callable[[UOp, UOp], UOp], within: tuple[UOp, ...]) -> UOp:
@@ -300,9 +321,9 @@ def multiply_pv(
   within: tuple[UOp, ...],
 ) -> UOp:
   """O = O alpha + P V, for a strip of rows; meanwhile the next tile's keys are fetched."""
-  rows, block_n = sizes(p)
+  (rows, block_n), Dv, width = sizes(p), sizes(acc)[1], tiles.unroll_n * tiles.lanes
   ends = []
-  for left, count, columns in strips(sizes(acc)[1], tiles.unroll_n * tiles.lanes):
+  for left, count, columns in strips(Dv, width):
     strip = s.axis(count)
     column, inner = left + strip * columns, (*within, strip)
 
@@ -310,7 +331,8 @@ def multiply_pv(
       return p[r, n] * v[n, column + m]
 
     def fetches(n: UOp) -> list[UOp]:
-      return [k_next.prefetch(s, n, column, columns, sizes(acc)[1], (*inner, n))]
+      part = (left // width + strip) * block_n + n
+      return [k_next.prefetch(s, 0, block_n, part, ceildiv(Dv, width) * block_n, (*inner, n))]
 
     out = accumulate(s, zeros(s, rows, columns, inner), block_n, columns, term, fetches)
     m = s.axis(columns)

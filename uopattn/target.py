@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import cast
 
-from tinygrad import Device
+from tinygrad import Device, UOp
 from tinygrad.renderer import Renderer
 from tinygrad.renderer.cstyle import ClangRenderer
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
@@ -12,18 +12,30 @@ from uopattn.machine import multiprocessors
 from uopattn.toolchain import PLAIN, VectorUnit, find_clang, vector_unit
 
 DEVICES = ("CPU", "AMD", "NV", "CUDA", "CL", "METAL", "QCOM", "WEBGPU", "PYTHON", "EMU")
+LINE = 64  # bytes of a line of the cache, or a part of one
+
+
+class AlignedRenderer(ClangRenderer):
+  """tinygrad's renderer, with arrays that begin where a line of the cache does.
+
+  A vector that lies in two lines takes two reads, and where the stack begins is another place in every process.
+  """
+
+  def render_buffer(self, x: UOp) -> str:
+    return f"__attribute__((aligned({LINE}))) {super().render_buffer(x)}"
 
 
 def kernel_renderer(device: str) -> Renderer:
-  """What our kernels are rendered and compiled with on a tinygrad device: its own renderer; on arm64 without SVE.
+  """What our kernels are rendered and compiled with on a device: tinygrad's renderer; on CPUs see `AlignedRenderer`.
 
-  Vectors of a length that is unknown at compile time cannot hold the few rows of accumulators that a kernel keeps in
-  registers, and on some machines that have them clang prefers them to NEON's.
+  On arm64 it is without SVE: vectors of a length that is unknown at compile time cannot hold the few rows of
+  accumulators that a kernel keeps in registers, and on some machines that have them clang prefers them to NEON's.
   """
   renderer = Device[device].renderer
-  if isinstance(renderer, ClangRenderer) and renderer.target.arch.startswith("arm64,"):
-    return ClangRenderer(replace(renderer.target, arch=f"{renderer.target.arch},-sve"))
-  return renderer
+  if not isinstance(renderer, ClangRenderer):
+    return renderer
+  target = renderer.target
+  return AlignedRenderer(replace(target, arch=f"{target.arch},-sve") if target.arch.startswith("arm64,") else target)
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,18 @@ def _cp_async(size: str, operand: str) -> str:
   )
 
 
+def _add_pairs(lanes: int) -> str:
+  """C text: of every four lanes the first two are sums of neighbours in one vector, the others in another one."""
+  quads = [[4 * q + i for q in range(lanes // 4) for i in (n, n + 2, lanes + n, lanes + n + 2)] for n in (0, 1)]
+  first, second = (f"__builtin_shufflevector(a, b, {', '.join(map(str, quad))})" for quad in quads)
+  size = 4 * lanes
+  return (
+    f"({{{{ typedef float vector __attribute__((vector_size({size}))); vector a, b, y;"
+    f" __builtin_memcpy(&a, {{1}}, {size}); __builtin_memcpy(&b, {{2}}, {size});"
+    f" y = {first} + {second}; __builtin_memcpy({{0}}, &y, {size}); 0; }}}})"
+  )
+
+
 def _copy(value: str) -> str:
   return "[&](){{ *(uint4*)({0}) = " + value + "; return 0; }}()"
 
@@ -296,6 +308,8 @@ _LIST = [
   ),
   # pointer: what it points to is soon to be read
   Instruction("prefetch", {"c": "(__builtin_prefetch({0}), 0)"}, statement=True),
+  # pointers to a vector of float32 that is written and to two that are read
+  *[Instruction(f"add_pairs_{lanes}", {"c": _add_pairs(lanes)}, statement=True) for lanes in (4, 8, 16)],
   # register pointer to 16 bytes, LDS pointer to the row of 16 that this lane names: four 8x8 matrices of 16 bits
   Instruction("ldmatrix", {"cuda": _ldmatrix("")}, statement=True, cross_lane=True),
   Instruction("ldmatrix_trans", {"cuda": _ldmatrix(".trans")}, statement=True, cross_lane=True),
@@ -534,3 +548,13 @@ def ldmatrix(family: str, to: UOp, row: UOp, *after: UOp, trans: bool = False) -
 def prefetch(after: tuple[UOp, ...], place: UOp) -> UOp:
   """Asks a CPU to bring the cache line of an element of a buffer; whether it does changes no result."""
   return _statement("c", "prefetch", after, place)
+
+
+def add_pairs(lanes: int, to: UOp, a: UOp, b: UOp, *after: UOp) -> UOp:
+  """Sums of neighbours in two vectors, on a CPU: lanes 4q to 4q + 3 of `to` are a's first two and then b's, of theirs.
+
+  Args:
+    lanes: of a vector, 4, 8 or 16.
+    to: INDEX of the first element of float32 that is written; a, b: of those that are read. A statement.
+  """
+  return _statement("c", f"add_pairs_{lanes}", after, to, a, b)
