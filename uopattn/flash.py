@@ -168,8 +168,8 @@ def graph(choice: Choice, spec: AttentionSpec, buffers: tuple[UOp, ...]) -> UOp:
   if choice.stage == "join":
     assert choice.kernel.join is not None
     kernel = choice.kernel.join(o, lse, *rest[:2], rules=rules(spec, inputs[2:], rest[2:], choice.packs))
-    # What its call has gradients for it may not read; a graph of CUDA's passes all the same. q, k and v are bytes to it:
-    # CUDA C++ knows 8-bit floats only where it is told about them.
+    # What its call has gradients for it may not read; a graph of CUDA's passes all the same. q, k and v are bytes to
+    # it: CUDA C++ knows 8-bit floats only where it is told about them.
     operands = (as_type(x, dtypes.uchar) for x in buffers[1:4])
     return kernel.replace(src=(*kernel.src, *operands, *(x.base for x in rest[2:])))
   return choice.kernel.build(
