@@ -23,7 +23,7 @@ from tinygrad import Context, GlobalCounters, Tensor, TinyJit, UOp, dtypes
 
 import uopattn.dispatch_backward as dispatch_backward
 from uopattn import attention
-from uopattn.backward import step_kernel
+from uopattn.backward import compiled
 from uopattn.log import log_once
 from uopattn.oracle import Array, oracle
 from uopattn.oracle_gradients import gradients
@@ -127,7 +127,7 @@ def test_inside_a_jit() -> None:
     out = attention(q, k, v, is_causal=True, q_start=start, enable_gqa=True, backend="kernel")
     return [x.realize() for x in [(out * do).sum(), *(out * do).sum().gradient(q, k, v)]]
 
-  before = step_kernel.cache_info().misses
+  before = compiled.cache_info().misses
   for seed, first in enumerate((3, 60, 0, 99)):
     q, k, v = qkv(1, 4, 2, 40, 130, 16, 24, seed=seed)
     do, _ = cotangents(q, v, seed)
@@ -138,7 +138,7 @@ def test_inside_a_jit() -> None:
       np.testing.assert_allclose(got.numpy(), exact, atol=2e-5)
     exact_loss = (oracle(arrays[0], arrays[1], arrays[2], is_causal=True, q_start=first)[0] * do.numpy()).sum()
     assert loss.item() == pytest.approx(exact_loss, abs=1e-3)
-  assert step_kernel.cache_info().misses == before + 1
+  assert compiled.cache_info().misses == before + 1
 
 
 def kernels_of(*tensors: Tensor) -> int:
@@ -310,7 +310,7 @@ def test_there_is_no_second_derivative() -> None:
 
 
 def test_a_kernel_is_compiled_once() -> None:
-  before = step_kernel.cache_info().misses
+  before = compiled.cache_info().misses
   for seed in range(3):
     check_gradients(*qkv(1, 1, 1, 11, 13, 5, 7, seed=seed))
-  assert step_kernel.cache_info().misses == before + 1
+  assert compiled.cache_info().misses == before + 1

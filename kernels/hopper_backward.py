@@ -185,10 +185,12 @@ def backward_kv(
 
   def lines(first: UOp, masked: bool, *after: UOp) -> tuple[list[Line], tuple[UOp, ...]]:
     queries = queries_of_columns(first, tiles.block, group.lane)
-    loads = [(i, j, x) for i, query in enumerate(queries) for j, x in enumerate(numbers.load(query, masked))]
+    if masked:  # which takes registers of its own
+      return lines_of_columns(rows, queries, [numbers.of(query, True) for query in queries]), after
+    loads = [(i, j, x) for i, query in enumerate(queries) for j, x in enumerate(numbers.load(query, False))]
     begun = UOp.group(*[fetched.after(*after)[i, j].store(x) for i, j, x in loads])
     there = fetched.after(begun)
-    found = [numbers.finished(there[i, 0].load(), there[i, 1].load(), x, masked) for i, x in enumerate(queries)]
+    found = [numbers.finished(there[i, 0].load(), there[i, 1].load(), x, False) for i, x in enumerate(queries)]
     return lines_of_columns(rows, queries, found), (begun,)
 
   kept, room = tiles.panels(s, Dk, Dv)

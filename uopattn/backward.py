@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
@@ -93,8 +93,8 @@ class Saved:
   def delta(self) -> Tensor:
     """See above, (B, Hq, M) float32; 0 where a row sees no key."""
     s, device = self, str(self.q.device)
-    if (target := Target.of(device)).device in FAMILIES:
-      kernel = delta_kernel(sizes(s.out), s.out.dtype, s.dlse is not None, device, target)
+    if Target.of(device).device in FAMILIES:
+      kernel = delta_kernel(sizes(s.out), s.out.dtype, s.dlse is not None, device)
       inputs = [s.out, s.do, s.lse, *([] if s.dlse is None else [s.dlse])]
       return _call(kernel, [Tensor.empty(*s.lse.shape, dtype=dtypes.float, device=device)], inputs)[0]
     delta = (s.out.float() * s.do.float()).sum(-1)
@@ -125,7 +125,7 @@ def by_kernels(steps: Steps, saved: Saved, spec: AttentionSpec, extras: Extras) 
   for step in steps:
     outputs = [Tensor.empty(*x.shape, dtype=x.dtype, device=device) for x in step.outputs(spec)]
     lists = () if extras.block_mask is None else step.tile_lists(extras.block_mask)
-    kernel = step_kernel(step, spec, device, Target.of(device))
+    kernel = step_kernel(step, spec, device)
     results = _call(kernel, outputs, [*shared, *inputs, *lists], extras.variables())
     found |= dict(zip(step.pass_.outputs, results, strict=True))
   return [found["dq"], *(summed(found[name], spec) for name in ("dk", "dv"))]
@@ -144,28 +144,38 @@ def _call(kernel: UOp, outputs: list[Tensor], inputs: list[Tensor], variables: t
   return [Tensor(x.uop.after(call)) for x in outputs]
 
 
-@functools.cache
-def step_kernel(step: Step, spec: AttentionSpec, device: str, target: Target) -> UOp:
-  """What runs for a step, made once a process for what a device is; the emulator is one target or another."""
-  return prepared(graph(step, spec), step.estimates(spec), device)
+def step_kernel(step: Step, spec: AttentionSpec, device: str) -> UOp:
+  """What runs for a step."""
+  return _prepared(graph, step.estimates(spec), device, step, spec)
 
 
-@functools.cache
-def delta_kernel(shape: tuple[int, ...], dtype: DType, has_dlse: bool, device: str, target: Target) -> UOp:
-  """The same for delta; `shape` and `dtype` are the output's."""
-  family, rows = FAMILIES[target.device], shape[:3]
+def delta_kernel(shape: tuple[int, ...], dtype: DType, has_dlse: bool, device: str) -> UOp:
+  """What runs for delta; `shape` and `dtype` are the output's."""
+  moved = math.prod(shape) * dtype.itemsize * 2 + math.prod(shape[:3]) * 4 * (2 + has_dlse)
+  work, family = Estimates(ops=2 * math.prod(shape), lds=moved, mem=moved), FAMILIES[Target.of(device).device]
+  return _prepared(delta_graph, work, device, family, shape, dtype, has_dlse)
+
+
+def delta_graph(family: str, shape: tuple[int, ...], dtype: DType, has_dlse: bool) -> UOp:
+  """The kernel for delta, in which batch and heads become one axis."""
+  rows = shape[:3]
   shapes = [(rows, dtypes.float), (shape, dtype), (shape, dtype), *[(rows, dtypes.float)] * (1 + has_dlse)]
   places = [UOp.placeholder(s, t, slot).reshape(-1, *s[2:]) for slot, (s, t) in enumerate(shapes)]
   delta, o, do, lse, *dlse = places
-  kernel = row_sums(family, delta, o, do, lse, dlse[0] if dlse else None)
-  moved = sum(math.prod(s) * t.itemsize for s, t in shapes)
-  return prepared(kernel, Estimates(ops=2 * math.prod(shape), lds=moved, mem=moved), device)
+  return row_sums(family, delta, o, do, lse, dlse[0] if dlse else None)
 
 
-def prepared(kernel: UOp, work: Estimates, device: str) -> UOp:
-  """A kernel's graph as a device takes it."""
+def _prepared(build: Callable[..., UOp], work: Estimates, device: str, *given: Any) -> UOp:
+  """The kernel `build(*given)` as a device takes it."""
+  return for_tinygrad(build(*given), work) if compiler(device) is None else compiled(build, work, device, *given)
+
+
+@functools.cache
+def compiled(build: Callable[..., UOp], work: Estimates, device: str, *given: Any) -> UOp:
+  """Compiled once a process, as `uopattn.flash.compiled` are the kernels of the forward pass."""
   compile_for = compiler(device)
-  return for_tinygrad(kernel, work) if compile_for is None else compile_for(kernel, device, work)
+  assert compile_for is not None
+  return compile_for(build(*given), device, work)
 
 
 def graph(step: Step, spec: AttentionSpec) -> UOp:

@@ -89,6 +89,16 @@ def _set_words(run: Run, u: UOp, to: Pointer, *words: Any) -> Any:
   return NOTHING
 
 
+def _add_pairs(lanes: int) -> Callable[..., Any]:
+  def meaning(run: Run, u: UOp, to: Pointer, a: Pointer, b: Pointer) -> Any:
+    left, right = (x.memory.load(u, x.index, x.dtype, lanes) for x in (a, b))
+    sums = [x[i] + x[i + 1] for q in range(0, lanes, 4) for x in (left, right) for i in (q, q + 2)]
+    to.memory.store(u, to.index, to.dtype, sums)
+    return NOTHING
+
+  return meaning
+
+
 def _store_chunk(run: Run, u: UOp, to: Pointer, *words: Any) -> Any:
   lanes = run.active()
   if (bad := np.asarray(run.spread(to.index)[lanes], np.int64) * to.dtype.itemsize % CHUNK != 0).any():
@@ -154,6 +164,7 @@ MEANINGS: dict[str, Meaning] = {
   "pin": lambda run, u, x: x,
   "wave_fence": lambda run, u: NOTHING,  # lanes run in step here
   "prefetch": lambda run, u, place: NOTHING,
+  **{f"add_pairs_{lanes}": _add_pairs(lanes) for lanes in (4, 8, 16)},
   "ldmatrix": lambda run, u, to, row: _ldmatrix(run, u, to, row, trans=False),
   "ldmatrix_trans": lambda run, u, to, row: _ldmatrix(run, u, to, row, trans=True),
 }
