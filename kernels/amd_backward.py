@@ -43,7 +43,7 @@ from uopattn.dsl.rows import HeadRows
 from uopattn.dsl.rules import HeadRules, Rules, visits_of_queries
 from uopattn.dsl.staging import Rows, Stage
 from uopattn.dsl.visit import Visit
-from uopattn.dsl.words import Load, words_of
+from uopattn.dsl.words import words_of, words_of_all
 from uopattn.dsl.workgroup import Workgroup
 
 LDS_LIMIT = 64 << 10  # bytes a workgroup
@@ -329,7 +329,7 @@ def backward_kv(
   existing = [clamp(key, 0, (here.length - 1).maximum(0)) for key in keys]
 
   as_is, transposed = (
-    [(all_rows(x), round_up(sizes(x)[2], to)) for x in order] for order, to in (((q, do), f.step), ((do, q), ROWS))
+    [(words_of_all(x), round_up(sizes(x)[2], to)) for x in order] for order, to in (((q, do), f.step), ((do, q), ROWS))
   )
   numbers = [lambda row: shift(lse.reshape(-1)[row].load(), rules), lambda row: -delta.reshape(-1)[row].load()]
   stage = Stage(s, f, tiles.block, tiles.threads, group.thread, UOp.const(M), as_is, transposed, numbers)
@@ -371,12 +371,6 @@ def own_places(tiles: Tiles, group: Workgroup) -> list[UOp]:
 def load_own(f: Fragments, x: UOp, head: UOp, length: UOp, rows: list[UOp], lane: UOp) -> list[list[Operand]]:
   """This lane's own rows of x[head], zeros if none exist, as operands."""
   return [load_operands(f, x.dtype, HeadRows.of(x, head, length), row, lane, length.ne(0)) for row in rows]
-
-
-def all_rows(x: UOp) -> Load:
-  """Words of the rows of all heads, counted through."""
-  heads, rows, size = sizes(x)
-  return words_of(HeadRows.of(x.reshape(1, heads * rows, size), UOp.const(0), UOp.const(heads * rows)))
 
 
 def swaps(s: Scope, tiles: Tiles) -> list[Rows | None]:

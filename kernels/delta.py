@@ -12,8 +12,7 @@ from tinygrad.helpers import ceildiv
 
 from uopattn.dsl import Scope, gated, sizes
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.rows import HeadRows
-from uopattn.dsl.words import words_of
+from uopattn.dsl.words import words_of_all
 from uopattn.dsl.workgroup import Workgroup
 
 LANES, ROWS, WARP = 8, 32, 32
@@ -52,7 +51,7 @@ def _chunks(x: UOp, row: UOp, exists: UOp) -> Callable[[UOp], list[UOp]]:
 
   Past the row's end they are 0, and everywhere if the row does not exist.
   """
-  heads, M, size = sizes(x)
+  size = sizes(x)[2]
   if x.dtype.itemsize == 4:
 
     def load(d: UOp) -> UOp:
@@ -61,7 +60,7 @@ def _chunks(x: UOp, row: UOp, exists: UOp) -> Callable[[UOp], list[UOp]]:
 
     return lambda c: [load(c * WORDS + i) for i in range(WORDS)]
 
-  word = words_of(HeadRows.of(x.reshape(1, heads * M, size), UOp.const(0), UOp.const(heads * M)), exists)
+  word = words_of_all(x, exists)
 
   def halves(c: UOp) -> list[UOp]:
     bits = [(word(row, c * WORDS + i) >> shift).cast(dtypes.ushort) for i in range(WORDS) for shift in (0, 16)]

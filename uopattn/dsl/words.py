@@ -8,7 +8,7 @@ from collections.abc import Callable
 from tinygrad import UOp, dtypes
 
 from uopattn.dsl.rows import HeadRows
-from uopattn.dsl.scope import as_type
+from uopattn.dsl.scope import as_type, sizes
 
 Words = list[UOp]  # neighbours
 Load = Callable[[UOp, UOp], UOp]  # (row, word) -> a word of that row
@@ -34,6 +34,12 @@ def words_of(rows: HeadRows, exists: UOp = ALWAYS) -> Load:
     return low | (high << 16)
 
   return load
+
+
+def words_of_all(x: UOp, exists: UOp = ALWAYS) -> Load:
+  """The same of the rows of all heads of x (heads, rows, size), counted through."""
+  heads, rows, size = sizes(x)
+  return words_of(HeadRows.of(x.reshape(1, heads * rows, size), UOp.const(0), UOp.const(heads * rows)), exists)
 
 
 def _widened_words(rows: HeadRows, exists: UOp) -> Load:
