@@ -279,11 +279,12 @@ def record(rows: list[dict[str, Any]], names: list[str], rounds: int, load: floa
   devices = dict.fromkeys(row["device"] for row in rows)
   timed = {name for row in rows for name in row["limits"] if name != "read"}
   more = [name for name in {*names, *timed} if name not in found]
+  compiler = {"clang": clang_version()} if any(device.startswith("CPU") for device in devices) else {}
   return {
     "format": FORMAT,
     "date": date.today().isoformat(),
     "machine": machine | {"device": " and ".join(devices), "threads": thread_count(), "load": load},
-    "versions": found | versions(sorted(more)) | {"clang": clang_version()},
+    "versions": found | versions(sorted(more)) | compiler,
     "rounds": rounds,
     "rows": rows,
   }

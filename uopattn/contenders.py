@@ -2,8 +2,8 @@
 
 import ctypes
 import importlib
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -137,37 +137,56 @@ def gpu_loader(backend: str) -> Callable[[], Contender]:
       if s.dtype == dtypes.float32:
         return None
       arrays = [numpy(x) for x in (problem.q, problem.k, problem.v)]
-      use_torchs_context()
-      q, k, v = (torch.from_numpy(x).to("cuda", types[s.dtype]) for x in arrays)
-      once, times = _flex(torch, s) if backend == "flex" else sdpa(torch, s, backend), repeats(problem)
+      with torchs_context():
+        q, k, v = (torch.from_numpy(x).to("cuda", types[s.dtype]) for x in arrays)
+        once, times = _flex(torch, s) if backend == "flex" else sdpa(torch, s, backend), repeats(problem)
 
       def call() -> Any:
-        use_torchs_context()
         with torch.inference_mode():
           for _ in range(times):
             out = once(q, k, v)
         return out
 
-      try:
-        call()
-        torch.cuda.synchronize()
-      except RuntimeError as error:  # a backend that has nothing for the case
-        print(f"torch {backend} sits this out: {str(error).splitlines()[0]}")
-        return None
-      return Runner(call, lambda: [call().float().cpu().numpy()], times, torch.cuda.synchronize)
+      return served(f"torch {backend}", torchs_runner(call, lambda: [call().float().cpu().numpy()], times))
 
     return attend
 
   return load_backend
 
 
-def use_torchs_context() -> None:
-  """Makes the primary context of the first GPU the current one, as torch expects; tinygrad has one of its own."""
-  from tinygrad.runtime.autogen import cuda
+@contextmanager
+def torchs_context() -> Iterator[None]:
+  """Has the primary context of the first GPU as the current one meanwhile, as torch expects.
+
+  tinygrad has a context of its own, and launches its graphs in whichever is current: in torch's, they would not be done
+  when tinygrad says so.
+  """
+  from tinygrad.runtime.ops_cuda import check, cuda
 
   context = cuda.CUcontext()
-  cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
-  cuda.cuCtxSetCurrent(context)
+  check(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0))
+  check(cuda.cuCtxPushCurrent_v2(context))
+  try:
+    yield
+  finally:
+    check(cuda.cuCtxPopCurrent_v2(ctypes.byref(context)))
+
+
+def torchs_runner(call: Callable[[], Any], result: Callable[[], list[Array]], times: int = 1) -> Runner:
+  """What torch does on a GPU."""
+  torch = importlib.import_module("torch")
+  return Runner(torchs_context()(call), torchs_context()(result), times, torchs_context()(torch.cuda.synchronize))
+
+
+def served(name: str, runner: Runner) -> Runner | None:
+  """The runner; None, and a line that says why, where its backend has nothing for the case."""
+  try:
+    runner.call()
+    runner.wait()
+  except RuntimeError as error:
+    print(f"{name} sits this out: {str(error).splitlines()[0]}")
+    return None
+  return runner
 
 
 def sdpa(torch: Any, s: AttentionSpec, backend: str = "") -> Callable[..., Any]:
@@ -267,14 +286,9 @@ def _gpu_product() -> Limit | None:
     torch = importlib.import_module("torch")
   except ImportError:
     return None
-  use_torchs_context()
-  a, b = (torch.randn(GPU_PRODUCT, GPU_PRODUCT, device="cuda", dtype=torch.float16) for _ in range(2))
-
-  def multiply() -> object:
-    use_torchs_context()
-    return a @ b
-
-  return Limit("torch", Runner(multiply, list, wait=torch.cuda.synchronize), 2 * GPU_PRODUCT**3)
+  with torchs_context():
+    a, b = (torch.randn(GPU_PRODUCT, GPU_PRODUCT, device="cuda", dtype=torch.float16) for _ in range(2))
+  return Limit("torch", torchs_runner(lambda: a @ b, list), 2 * GPU_PRODUCT**3)
 
 
 def _gpu_read() -> Limit | None:
@@ -283,14 +297,9 @@ def _gpu_read() -> Limit | None:
     torch = importlib.import_module("torch")
   except ImportError:
     return None
-  use_torchs_context()
-  x = torch.ones(GPU_READ // 2, device="cuda", dtype=torch.float16)
-
-  def read() -> object:
-    use_torchs_context()
-    return x.sum()
-
-  return Limit("read", Runner(read, list, wait=torch.cuda.synchronize), moved=GPU_READ)
+  with torchs_context():
+    x = torch.ones(GPU_READ // 2, device="cuda", dtype=torch.float16)
+  return Limit("read", torchs_runner(x.sum, list), moved=GPU_READ)
 
 
 def product_size() -> int:

@@ -1,7 +1,9 @@
 """What `uopattn.bench --backward` times: our gradients and torch's, from outputs that are there."""
 
+import functools
 import importlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,7 @@ from tinygrad import Device, Tensor, TinyJit
 
 from uopattn.attention import launch
 from uopattn.backward import Saved, by_kernels
-from uopattn.contenders import Contender, Runner, on_cpu, sdpa, torch_types, use_torchs_context
+from uopattn.contenders import Contender, Runner, on_cpu, sdpa, served, torch_types, torchs_context, torchs_runner
 from uopattn.dispatch_backward import dispatch_backward
 from uopattn.oracle import Array
 from uopattn.run import Problem, Usage, wait
@@ -57,35 +59,28 @@ def loader(backend: str) -> Callable[[], Contender]:
     torch = importlib.import_module("torch")
     if not backend:
       torch.set_num_threads(thread_count())
-    wait_for_it = torch.cuda.synchronize if backend else lambda: None
 
     def set_up(problem: Problem) -> Runner | None:
       s, device = problem.spec, "cuda" if backend else "cpu"
       if s.dtype not in (types := torch_types(torch)) or (backend and s.dtype.itemsize == 4):
         return None
       arrays = [numpy(x).copy() for x in (problem.q, problem.k, problem.v, output_gradient(problem))]
-      enter = use_torchs_context if backend else lambda: None
-      enter()
-      q, k, v, do = (torch.from_numpy(x).to(device, types[s.dtype]) for x in arrays)
+      with torchs_context() if backend else nullcontext():
+        q, k, v, do = (torch.from_numpy(x).to(device, types[s.dtype]) for x in arrays)
       for x in (q, k, v):
         x.requires_grad_()
 
-      def call() -> Any:
-        enter()
-        return torch.autograd.grad(out, (q, k, v), do, retain_graph=True)
+      @functools.cache
+      def out() -> Any:
+        return sdpa(torch, s, backend)(q, k, v)
 
-      try:
-        out = sdpa(torch, s, backend)(q, k, v)
-        call()
-        wait_for_it()
-      except RuntimeError as error:  # a backend that has nothing for the case
-        print(f"torch {backend} sits this out: {str(error).splitlines()[0]}")
-        return None
+      def call() -> Any:
+        return torch.autograd.grad(out(), (q, k, v), do, retain_graph=True)
 
       def result() -> list[Array]:
         return [x.float().cpu().numpy() for x in call()]
 
-      return Runner(call, result, wait=wait_for_it)
+      return served(f"torch {backend}", torchs_runner(call, result)) if backend else Runner(call, result)
 
     return set_up
 
