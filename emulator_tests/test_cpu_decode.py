@@ -64,15 +64,16 @@ def test_tiles_of_another_machine() -> None:
   unroll_m=st.integers(1, 5),
   row_strips=st.integers(1, 3),
   block_n=st.integers(1, 140),
-  unroll_n=st.integers(1, 5),
+  unroll_n=st.integers(1, 6),
+  unroll_d=st.integers(1, 4),
   lanes=st.sampled_from((1, 2, 4, 8, 16)),
   M=st.integers(1, 7),
   N=st.integers(1, 130),
   causal=st.booleans(),
 )
-def test_any_tiles(unroll_m, row_strips, block_n, unroll_n, lanes, M, N, causal) -> None:
+def test_any_tiles(unroll_m, row_strips, block_n, unroll_n, unroll_d, lanes, M, N, causal) -> None:
   q, k, v = qkv(1, 4, 2, M, N, 20, 21)
-  tiles = Tiles(unroll_m * row_strips, block_n, unroll_m, unroll_n, lanes, 2)
+  tiles = Tiles(unroll_m * row_strips, block_n, unroll_m, unroll_n, unroll_d, lanes, 2)
   fxn = functools.partial(flash, tiles=tiles, causal=causal, enable_gqa=True)
   o, lse = (Tensor.full(x, math.nan).contiguous().realize() for x in ((1, 4, M, 21), (1, 4, M)))
   results = Tensor.custom_kernel(o, q, k, v, lse, fxn=fxn)
@@ -139,19 +140,24 @@ def test_a_mistake_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None
   compiled.cache_clear()
 
 
+def registers_of(tiles: Tiles) -> int:
+  """What the larger of the products holds: sums, one vector of each of its rows, and one of what they are times."""
+  return tiles.unroll_m * max(tiles.unroll_n, tiles.unroll_d) + tiles.unroll_m + 1
+
+
 def test_tiles_state_their_laws() -> None:
   with pytest.raises(ValueError, match="unroll_n=0: must be at least 1"):
-    Tiles(4, 64, 4, 0, 16)
+    Tiles(4, 64, 4, 0, 4, 16)
   with pytest.raises(ValueError, match="block_m=6: must be a multiple of unroll_m=4"):
-    Tiles(6, 64, 4, 4, 16)
+    Tiles(6, 64, 4, 4, 4, 16)
   with pytest.raises(ValueError, match="lanes=12: must be a power of two"):
-    Tiles(4, 64, 4, 4, 12)
+    Tiles(4, 64, 4, 4, 4, 12)
   for rows, block_m, unroll_m in ((1, 1, 1), (4, 4, 4), (5, 6, 3), (7, 8, 4), (16, 16, 4), (17, 9, 3), (40, 16, 4)):
     tiles = Tiles.choose(8, rows, 4096, 128, 128, 16, 32)
     assert (tiles.block_m, tiles.unroll_m) == (block_m, unroll_m)
-    assert tiles.unroll_m * tiles.unroll_n + tiles.unroll_n + 1 <= 32
+    assert registers_of(tiles) <= 32
   small = Tiles.choose(8, 8, 4096, 128, 128, 8, 16)
-  assert small.unroll_m * small.unroll_n + small.unroll_n + 1 <= 16
+  assert registers_of(small) <= 16
   assert Tiles.choose(8, 40, 10, 20_000, 20_000, 16, 32).stack_bytes(20_000, 20_000) <= cpu_decode.STACK_LIMIT
   with pytest.raises(ValueError, match="head size 2000000: a tile needs"):
     Tiles.choose(8, 1, 1000, 2_000_000, 64, 16, 32)

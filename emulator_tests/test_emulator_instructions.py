@@ -1,5 +1,7 @@
 """Each word of uopattn.dsl.instructions: its meaning on the emulator, its operands' limits, its texts."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from emulator_kernels import kernel, launch, lds, reg, threads
@@ -318,18 +320,31 @@ def test_the_targets_renderer_writes_the_text(family, renderer, marks):
     assert mark in text
 
 
-@pytest.mark.parametrize("lanes", [4, 8, 16])
-def test_add_pairs(lanes):
-  """A word of CPUs alone, which the emulator knows too."""
+def joined(add: Callable[..., UOp], lanes: int) -> tuple[np.ndarray, np.ndarray]:
+  """Two vectors a thread, (32, 2 lanes), and what `add` makes of them."""
 
   def body(o, x):
     t, a, b, y = threads(32), reg(0, lanes), reg(1, lanes), reg(2, lanes)
     filled = UOp.group(
       *[r[i].store(x[t * 2 * lanes + at + i].load()) for at, r in ((0, a), (lanes, b)) for i in range(lanes)]
     )
-    done = ins.add_pairs(lanes, y[0], a.after(filled)[0], b.after(filled)[0], filled)
-    return kernel("pairs", [o[t * lanes + i].store(y.after(done)[i].load()) for i in range(lanes)], t)
+    done = add(lanes, y[0], a.after(filled)[0], b.after(filled)[0], filled)
+    return kernel("joined", [o[t * lanes + i].store(y.after(done)[i].load()) for i in range(lanes)], t)
 
-  x = RNG.standard_normal((32, 2, lanes // 4, 4)).astype(np.float32)
-  got = launch(body, np.zeros(32 * lanes, np.float32), x.ravel(), arch="gfx1100").reshape(32, lanes // 4, 2, 2)
-  np.testing.assert_array_equal(got, np.moveaxis(x[..., ::2] + x[..., 1::2], 1, 2))
+  x = RNG.standard_normal((32, 2 * lanes)).astype(np.float32)
+  return x, launch(body, np.zeros(32 * lanes, np.float32), x.ravel(), arch="gfx1100").reshape(32, lanes)
+
+
+@pytest.mark.parametrize("lanes", [4, 8, 16])
+def test_add_pairs(lanes):
+  """A word of CPUs alone, which the emulator knows too."""
+  x, got = joined(ins.add_pairs, lanes)
+  x = x.reshape(32, 2, lanes // 4, 4)
+  np.testing.assert_array_equal(got.reshape(32, -1, 2, 2), np.moveaxis(x[..., ::2] + x[..., 1::2], 1, 2))
+
+
+@pytest.mark.parametrize("lanes", [8, 16])
+def test_add_quads(lanes):
+  x, got = joined(ins.add_quads, lanes)
+  x = x.reshape(32, lanes // 4, 2, 4)
+  np.testing.assert_array_equal(got.reshape(32, -1, 4), x[:, :, 0] + x[:, :, 1])

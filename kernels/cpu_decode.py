@@ -11,7 +11,7 @@ speed is how fast the cores can read memory, as long as they always have reads u
 and V are too many, and too short, for a machine to see by itself what comes next: so while Q K^T is computed the
 tile's values are asked for, a line for a line, and during P V the keys of the tile to follow.
 
-Who holds what. A strip of `unroll_m` rows against `unroll_n` keys (of Q K^T), or `unroll_n` vectors of value columns
+Who holds what. A strip of `unroll_m` rows against `unroll_n` keys (of Q K^T), or `unroll_d` vectors of value columns
 (of P V), is accumulated in vector registers; the former's lanes are folded there too. Q, O, m and l live on the stack,
 with the scores of one strip.
 
@@ -28,7 +28,7 @@ from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType, KernelInfo
 
 from uopattn.dsl import LN2, LOG2E, Scope, clamp, exp2, least, sizes
-from uopattn.dsl.instructions import add_pairs, prefetch
+from uopattn.dsl.instructions import add_pairs, add_quads, prefetch
 from uopattn.dsl.rows import HeadRows
 from uopattn.dsl.rules import HeadRules, Rules
 from uopattn.dsl.softmax import finish
@@ -37,6 +37,7 @@ from uopattn.target import LINE
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
 WORK_PER_CALL = 4_000_000  # floating-point operations; some 0.03 ms, against a microsecond that a call costs
+CACHES = 1 << 25  # bytes: of more than that nothing is left in a machine's caches when it is read again
 
 # (q.k times the factor, row of the strip, key of the tile) -> the score
 Score = Callable[[UOp, UOp, UOp], UOp]
@@ -50,7 +51,8 @@ class Tiles:
     block_m: rows a block, a multiple of `unroll_m`: queries of the heads that share a key head.
     block_n: keys a tile.
     unroll_m: rows whose accumulators are in registers at once.
-    unroll_n: the same of keys, and of vectors of value columns.
+    unroll_n: the same of keys.
+    unroll_d: the same of vectors of value columns.
     lanes: elements of a vector, a power of two.
     blocks_per_call: blocks that one call of the kernel handles; a divisor of kv_heads * ceil(rows / block_m).
   """
@@ -59,6 +61,7 @@ class Tiles:
   block_n: int
   unroll_m: int
   unroll_n: int
+  unroll_d: int
   lanes: int
   blocks_per_call: int = 1
 
@@ -73,7 +76,7 @@ class Tiles:
 
   def stack_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of Q, O and l, a strip's scores in their stages, and its accumulators with their folds."""
-    strip = 4 * self.block_n + 2 * self.unroll_n * self.lanes
+    strip = 4 * self.block_n + 2 * max(self.unroll_n, self.unroll_d) * self.lanes
     return 4 * (self.block_m * (Dk + Dv + self.lanes) + self.unroll_m * strip)
 
   @classmethod
@@ -87,9 +90,10 @@ class Tiles:
     block_m = even(rows, 4 * most)  # more rows take longer to compute than K and V to read
     unroll_m = even(block_m, most)
     block_m = round_up(block_m, unroll_m)
-    tiles = cls(block_m, min(N, 32), unroll_m, 4, lanes)
+    unroll_n = 6 if lanes == 16 else 4  # on x86-64 with 32 registers of 8 lanes clang spills for 6
+    tiles = cls(block_m, min(N, 48), unroll_m, unroll_n, 4, lanes)
     if tiles.stack_bytes(Dk, Dv) > STACK_LIMIT:
-      tiles = cls(1, min(N, 16), 1, 4, lanes)
+      tiles = cls(1, min(N, 16), 1, 4, 4, lanes)
     if (needed := tiles.stack_bytes(Dk, Dv)) > STACK_LIMIT:
       raise ValueError(f"head size {max(Dk, Dv)}: a tile needs {needed} bytes of stack, the limit is {STACK_LIMIT}")
     wanted = ceildiv(WORK_PER_CALL, 2 * tiles.block_m * N * (Dk + Dv))
@@ -154,10 +158,11 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   following = first_key(trip + 1)[1]
   last = None if rules.kv_lengths is None else clamp(here.length - 1, 0, N - 1)
   anywhere, here = here, here.of_tile(s, first, block_n, (*outer, tile))
+  once = blocks == 1 and heads * N * (Dk * k.dtype.itemsize + Dv * v.dtype.itemsize) > CACHES
 
   def tile_of(x: UOp, first: UOp, rules: HeadRules) -> Tile:
     """Rows from `first` on; past the last one that exists, that one once more."""
-    return Tile(rules.keys(x), lambda n: first + n if last is None else least([first + n, last]))
+    return Tile(rules.keys(x), lambda n: first + n if last is None else least([first + n, last]), once)
 
   def score(product: UOp, r: UOp, n: UOp) -> UOp:
     """The score of row r of the strip and key n of the tile; -inf where hidden or counted before."""
@@ -187,10 +192,11 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
 @dataclass(frozen=True, eq=False)
 class Tile:
-  """Keys, or values, of which `row` finds the place of the n-th."""
+  """Keys, or values, of which `row` finds the place of the n-th, and which may be read `once` alone."""
 
   rows: HeadRows
   row: Callable[[UOp], UOp]
+  once: bool
 
   def __getitem__(self, place: tuple[UOp, UOp]) -> UOp:
     """An element, as float32."""
@@ -205,7 +211,7 @@ class Tile:
     line = s.axis(share)
     at = clamp(part * share + line, 0, rows * lines - 1)
     place = self.rows.place(self.row(first + at // lines), at % lines * step)
-    return prefetch((*within, line), place).end(line)
+    return prefetch((*within, line), place, self.once).end(line)
 
 
 def multiply_qk(
@@ -239,16 +245,13 @@ def sum_lanes(s: Scope, x: UOp, within: tuple[UOp, ...]) -> UOp:
   """The sum of each row of x, whose rows are vectors in registers: what `fold` finds, by shuffles that cost less."""
   if sizes(x)[1] not in (4, 8, 16):  # no machine's
     return fold(s, x, UOp.__add__, within)
-  for _ in range(2):  # then four lanes have parts of the sums of four rows, and so have the next four
+  # First within fours of lanes, then between them, so that the sums end up in their rows' order.
+  levels = [add_pairs, add_pairs, add_quads, add_quads][: sizes(x)[1].bit_length() - 1]
+  for add in levels:
     (rows, lanes), before = sizes(x), x
-    pairs = s.buffer(ceildiv(rows, 2), lanes)
+    halves = s.buffer(ceildiv(rows, 2), lanes)
     ends = [(before[2 * i, 0], before[min(2 * i + 1, rows - 1), 0]) for i in range(ceildiv(rows, 2))]
-    x = pairs.after(*[add_pairs(lanes, pairs[i, 0], a, b, *within) for i, (a, b) in enumerate(ends)])
-  while lanes > 4:
-    lanes, before = lanes // 2, x
-    x = s.assign(
-      s.buffer(sizes(x)[0], lanes), lambda r, w: before[r, w].load() + before[r, w + lanes].load(), within=within
-    )
+    x = halves.after(*[add(lanes, halves[i, 0], a, b, *within) for i, (a, b) in enumerate(ends)])
   return x.reshape(-1)
 
 
@@ -305,8 +308,14 @@ def add_up(s: Scope, p: UOp, l_old: UOp, alpha: UOp, first_row: UOp, within: tup
   for begin, chunks, width in strips(block_n, lanes):
     r, i, w = s.axis(rows), s.axis(chunks), s.axis(width)
     total = total.after(total[r, w].store(total.after(r, i)[r, w] + p[r, begin + i * width + w]).end(r, i, w))
-  r, w = s.axis(rows), s.axis(lanes)
-  return l_old[first_row + r, w].store(l_old[first_row + r, w] * alpha[r] + total[r, w]).end(r, w)
+
+  def rescaled(r: int) -> UOp:
+    w = s.axis(lanes)
+    place = l_old[first_row + r, w]
+    return place.store(place * alpha[r] + total[r, w]).end(w)
+
+  # Rows are written out: in a loop over them clang makes vectors of rows, which it gathers.
+  return UOp.group(*[rescaled(r) for r in range(rows)])
 
 
 def multiply_pv(
@@ -321,7 +330,7 @@ def multiply_pv(
   within: tuple[UOp, ...],
 ) -> UOp:
   """O = O alpha + P V, for a strip of rows; meanwhile the next tile's keys are fetched."""
-  (rows, block_n), Dv, width = sizes(p), sizes(acc)[1], tiles.unroll_n * tiles.lanes
+  (rows, block_n), Dv, width = sizes(p), sizes(acc)[1], tiles.unroll_d * tiles.lanes
   ends = []
   for left, count, columns in strips(Dv, width):
     strip = s.axis(count)

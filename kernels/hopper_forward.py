@@ -16,8 +16,9 @@ to run out of tiles.
 Tiles of keys that all queries of the workgroup see whole come first and carry no mask; the rest follow.
 
 Measured: 489 TFLOP/s at D=64, 615 at D=128 and 604 at D=256, causal 390 and 517 at D=64 and 128 (H200, B=4, H=32,
-N=4096, float16, 2026-11-22; cuDNN in the same run 470, 650, 699, 422 and 561); no spills, 164 to 248 registers a thread. Of the other rules, nvcc 13 spills at D=64 for a bool mask (496
-bytes), `mask_mod` and an added mask of 16 bits (112 each) and bounds of each query (16), at D=128 for a bool mask (16).
+N=4096, float16, 2026-11-22; cuDNN in the same run 470, 650, 699, 422 and 561); no spills, 164 to 248 registers a
+thread. Of the other rules, nvcc 13 spills at D=64 for a bool mask (496 bytes), `mask_mod` and an added mask of 16 bits
+(112 each) and bounds of each query (16), at D=128 for a bool mask (16).
 """
 
 from dataclasses import dataclass

@@ -96,16 +96,25 @@ def _cp_async(size: str, operand: str) -> str:
   )
 
 
-def _add_pairs(lanes: int) -> str:
-  """C text: of every four lanes the first two are sums of neighbours in one vector, the others in another one."""
-  quads = [[4 * q + i for q in range(lanes // 4) for i in (n, n + 2, lanes + n, lanes + n + 2)] for n in (0, 1)]
-  first, second = (f"__builtin_shufflevector(a, b, {', '.join(map(str, quad))})" for quad in quads)
+def _add_neighbours(lanes: int, first: list[int], step: int) -> str:
+  """C text: lane i of a vector is the sum of lanes first[i] and first[i] + step of two others, taken as one."""
+  terms = [f"__builtin_shufflevector(a, b, {', '.join(str(i + n) for i in first)})" for n in (0, step)]
   size = 4 * lanes
   return (
     f"({{{{ typedef float vector __attribute__((vector_size({size}))); vector a, b, y;"
     f" __builtin_memcpy(&a, {{1}}, {size}); __builtin_memcpy(&b, {{2}}, {size});"
-    f" y = {first} + {second}; __builtin_memcpy({{0}}, &y, {size}); 0; }}}})"
+    f" y = {' + '.join(terms)}; __builtin_memcpy({{0}}, &y, {size}); 0; }}}})"
   )
+
+
+def _add_pairs(lanes: int) -> str:
+  """C text: of every four lanes the first two are sums of neighbours in one vector, the others in another one."""
+  return _add_neighbours(lanes, [4 * q + i for q in range(lanes // 4) for i in (0, 2, lanes, lanes + 2)], 1)
+
+
+def _add_quads(lanes: int) -> str:
+  """C text: the first half of the lanes are sums of neighbouring fours in one vector, the others in another one."""
+  return _add_neighbours(lanes, [8 * pair + i for pair in range(lanes // 4) for i in range(4)], 4)
 
 
 def _copy(value: str) -> str:
@@ -308,8 +317,10 @@ _LIST = [
   ),
   # pointer: what it points to is soon to be read
   Instruction("prefetch", {"c": "(__builtin_prefetch({0}), 0)"}, statement=True),
+  Instruction("prefetch_once", {"c": "(__builtin_prefetch({0}, 0, 0), 0)"}, statement=True),
   # pointers to a vector of float32 that is written and to two that are read
   *[Instruction(f"add_pairs_{lanes}", {"c": _add_pairs(lanes)}, statement=True) for lanes in (4, 8, 16)],
+  *[Instruction(f"add_quads_{lanes}", {"c": _add_quads(lanes)}, statement=True) for lanes in (8, 16)],
   # register pointer to 16 bytes, LDS pointer to the row of 16 that this lane names: four 8x8 matrices of 16 bits
   Instruction("ldmatrix", {"cuda": _ldmatrix("")}, statement=True, cross_lane=True),
   Instruction("ldmatrix_trans", {"cuda": _ldmatrix(".trans")}, statement=True, cross_lane=True),
@@ -545,9 +556,12 @@ def ldmatrix(family: str, to: UOp, row: UOp, *after: UOp, trans: bool = False) -
   return _statement(family, "ldmatrix_trans" if trans else "ldmatrix", after, to, row)
 
 
-def prefetch(after: tuple[UOp, ...], place: UOp) -> UOp:
-  """Asks a CPU to bring the cache line of an element of a buffer; whether it does changes no result."""
-  return _statement("c", "prefetch", after, place)
+def prefetch(after: tuple[UOp, ...], place: UOp, once: bool = False) -> UOp:
+  """Asks a CPU to bring the cache line of an element of a buffer; whether it does changes no result.
+
+  What is read once is kept in the nearest cache alone.
+  """
+  return _statement("c", "prefetch_once" if once else "prefetch", after, place)
 
 
 def add_pairs(lanes: int, to: UOp, a: UOp, b: UOp, *after: UOp) -> UOp:
@@ -558,3 +572,13 @@ def add_pairs(lanes: int, to: UOp, a: UOp, b: UOp, *after: UOp) -> UOp:
     to: INDEX of the first element of float32 that is written; a, b: of those that are read. A statement.
   """
   return _statement("c", f"add_pairs_{lanes}", after, to, a, b)
+
+
+def add_quads(lanes: int, to: UOp, a: UOp, b: UOp, *after: UOp) -> UOp:
+  """Sums of neighbouring fours of lanes in two vectors, on a CPU: the first half of `to` are a's, the second b's.
+
+  Args:
+    lanes: of a vector, 8 or 16.
+    to: INDEX of the first element of float32 that is written; a, b: of those that are read. A statement.
+  """
+  return _statement("c", f"add_quads_{lanes}", after, to, a, b)

@@ -89,14 +89,27 @@ def _set_words(run: Run, u: UOp, to: Pointer, *words: Any) -> Any:
   return NOTHING
 
 
-def _add_pairs(lanes: int) -> Callable[..., Any]:
+def _add_neighbours(lanes: int, sums: Callable[[Any, Any], list[Any]]) -> Callable[..., Any]:
   def meaning(run: Run, u: UOp, to: Pointer, a: Pointer, b: Pointer) -> Any:
     left, right = (x.memory.load(u, x.index, x.dtype, lanes) for x in (a, b))
-    sums = [x[i] + x[i + 1] for q in range(0, lanes, 4) for x in (left, right) for i in (q, q + 2)]
-    to.memory.store(u, to.index, to.dtype, sums)
+    to.memory.store(u, to.index, to.dtype, sums(left, right))
     return NOTHING
 
   return meaning
+
+
+def _add_pairs(lanes: int) -> Callable[..., Any]:
+  def sums(left: Any, right: Any) -> list[Any]:
+    return [x[i] + x[i + 1] for q in range(0, lanes, 4) for x in (left, right) for i in (q, q + 2)]
+
+  return _add_neighbours(lanes, sums)
+
+
+def _add_quads(lanes: int) -> Callable[..., Any]:
+  def sums(left: Any, right: Any) -> list[Any]:
+    return [x[q + i] + x[q + i + 4] for x in (left, right) for q in range(0, lanes, 8) for i in range(4)]
+
+  return _add_neighbours(lanes, sums)
 
 
 def _store_chunk(run: Run, u: UOp, to: Pointer, *words: Any) -> Any:
@@ -164,7 +177,9 @@ MEANINGS: dict[str, Meaning] = {
   "pin": lambda run, u, x: x,
   "wave_fence": lambda run, u: NOTHING,  # lanes run in step here
   "prefetch": lambda run, u, place: NOTHING,
+  "prefetch_once": lambda run, u, place: NOTHING,
   **{f"add_pairs_{lanes}": _add_pairs(lanes) for lanes in (4, 8, 16)},
+  **{f"add_quads_{lanes}": _add_quads(lanes) for lanes in (8, 16)},
   "ldmatrix": lambda run, u, to, row: _ldmatrix(run, u, to, row, trans=False),
   "ldmatrix_trans": lambda run, u, to, row: _ldmatrix(run, u, to, row, trans=True),
 }
