@@ -153,11 +153,13 @@ def test_tiles_state_their_laws() -> None:
   with pytest.raises(ValueError, match="lanes=12: must be a power of two"):
     Tiles(4, 64, 4, 4, 4, 12)
   for rows, block_m, unroll_m in ((1, 1, 1), (4, 4, 4), (5, 6, 3), (7, 8, 4), (16, 16, 4), (17, 9, 3), (40, 16, 4)):
-    tiles = Tiles.choose(8, rows, 4096, 128, 128, 16, 32)
+    tiles = Tiles.choose(8, rows, 4096, 128, 128, 2, 16, 32)
     assert (tiles.block_m, tiles.unroll_m) == (block_m, unroll_m)
     assert registers_of(tiles) <= 32
-  small = Tiles.choose(8, 8, 4096, 128, 128, 8, 16)
+  for size, itemsize, block_n in ((64, 4, 48), (128, 2, 48), (128, 4, 32), (256, 2, 32), (256, 4, 16), (512, 4, 16)):
+    assert Tiles.choose(8, 4, 4096, size, size, itemsize, 16, 32).block_n == block_n
+  small = Tiles.choose(8, 8, 4096, 128, 128, 2, 8, 16)
   assert registers_of(small) <= 16
-  assert Tiles.choose(8, 40, 10, 20_000, 20_000, 16, 32).stack_bytes(20_000, 20_000) <= cpu_decode.STACK_LIMIT
+  assert Tiles.choose(8, 40, 10, 20_000, 20_000, 2, 16, 32).stack_bytes(20_000, 20_000) <= cpu_decode.STACK_LIMIT
   with pytest.raises(ValueError, match="head size 2000000: a tile needs"):
-    Tiles.choose(8, 1, 1000, 2_000_000, 64, 16, 32)
+    Tiles.choose(8, 1, 1000, 2_000_000, 64, 2, 16, 32)

@@ -37,6 +37,7 @@ from uopattn.target import LINE
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
 WORK_PER_CALL = 4_000_000  # floating-point operations; some 0.03 ms, against a microsecond that a call costs
+NEAREST = 36 << 10  # bytes of K and V a tile, of which one is in use in the nearest cache while the other comes in
 CACHES = 1 << 25  # bytes: of more than that nothing is left in a machine's caches when it is read again
 
 # (q.k times the factor, row of the strip, key of the tile) -> the score
@@ -80,8 +81,13 @@ class Tiles:
     return 4 * (self.block_m * (Dk + Dv + self.lanes) + self.unroll_m * strip)
 
   @classmethod
-  def choose(cls, kv_heads: int, rows: int, N: int, Dk: int, Dv: int, lanes: int, registers: int) -> "Tiles":
+  def choose(
+    cls, kv_heads: int, rows: int, N: int, Dk: int, Dv: int, itemsize: int, lanes: int, registers: int
+  ) -> "Tiles":
     """Tiles for `rows` queries a key head, on a machine with `registers` vector registers of `lanes` float32 each.
+
+    Args:
+      itemsize: bytes of an element of K and V.
 
     Raises:
       ValueError: the head size is too large for the stack even with the smallest tile.
@@ -90,8 +96,9 @@ class Tiles:
     block_m = even(rows, 4 * most)  # more rows take longer to compute than K and V to read
     unroll_m = even(block_m, most)
     block_m = round_up(block_m, unroll_m)
-    unroll_n = 6 if lanes == 16 else 4  # on x86-64 with 32 registers of 8 lanes clang spills for 6
-    tiles = cls(block_m, min(N, 48), unroll_m, unroll_n, 4, lanes)
+    block_n = next((n for n in (48, 32) if n * (Dk + Dv) * itemsize <= NEAREST), 16)
+    unroll_n = 6 if lanes == 16 and block_n == 48 else 4  # with 32 registers of 8 lanes clang spills for 6
+    tiles = cls(block_m, min(N, block_n), unroll_m, unroll_n, 4, lanes)
     if tiles.stack_bytes(Dk, Dv) > STACK_LIMIT:
       tiles = cls(1, min(N, 16), 1, 4, 4, lanes)
     if (needed := tiles.stack_bytes(Dk, Dv)) > STACK_LIMIT:

@@ -63,7 +63,7 @@ def _cpu_tiles(spec: AttentionSpec, target: Target) -> cpu_forward.Tiles:
 
 def _decode_tiles(spec: AttentionSpec, target: Target) -> cpu_decode.Tiles:
   s, unit = spec, target.vector
-  return cpu_decode.Tiles.choose(s.B * s.Hq, s.M, s.N, s.Dk, s.Dv, unit.lanes, unit.registers)
+  return cpu_decode.Tiles.choose(s.B * s.Hq, s.M, s.N, s.Dk, s.Dv, s.stored.itemsize, unit.lanes, unit.registers)
 
 
 def _group(spec: AttentionSpec) -> int:
