@@ -9,10 +9,12 @@ from helpers import DTYPES, check, check_attention, qkv
 from hypothesis import given
 from hypothesis import strategies as st
 from tinygrad import Tensor, UOp, dtypes
+from tinygrad.uop.ops import Ops
 
 from uopattn import flash
 from uopattn.dispatch import Choice, dispatch
-from uopattn.flash import compiled
+from uopattn.dsl.instructions import INSTRUCTIONS
+from uopattn.flash import compiled, graph, placeholders
 from uopattn.kernels import cpu_decode
 from uopattn.kernels.cpu_decode import Tiles
 from uopattn.spec import AttentionSpec
@@ -60,6 +62,19 @@ def test_tiles_of_another_machine() -> None:
     Tensor.custom_kernel(Tensor.empty(1, 1, 1, 8), q, k, v, fxn=functools.partial(flash, tiles=64))
 
 
+@pytest.mark.parametrize(
+  ("M", "N", "once"), [(1, 4096, False), (1, 32768, False), (1, 32769, True), (4, 65536, True), (5, 65536, False)]
+)
+def test_keys_that_no_cache_holds_stay_in_the_nearest(M: int, N: int, once: bool) -> None:
+  """Of more than 32 MB, unless the blocks of queries are several, which each read them."""
+  spec = AttentionSpec(1, 8, 2, M, N, 64, 64, dtypes.float32, 0.125)
+  choice = dispatch(spec, Target("CPU", "x86_64,native", VectorUnit(16, 32)))
+  assert isinstance(choice, Choice)
+  built = graph(choice, spec, placeholders(choice, spec))
+  texts = {u.arg for u in built.toposort() if u.op is Ops.CUSTOM and "prefetch" in str(u.arg)}
+  assert texts == {INSTRUCTIONS["prefetch_once" if once else "prefetch"].text("c")}
+
+
 @given(
   unroll_m=st.integers(1, 5),
   row_strips=st.integers(1, 3),
@@ -93,8 +108,8 @@ def no_rescale_of_o(s, p, v, k_next, acc, alpha, *rest):
   return right_pv(s, p, v, k_next, acc, ones(s, alpha, rest[-1]), *rest)
 
 
-def no_rescale_of_l(s, p, l_old, alpha, first_row, within):
-  return right_add(s, p, l_old, ones(s, alpha, within), first_row, within)
+def no_rescale_of_l(s, p, l_old, alpha, within):
+  return right_add(s, p, l_old, ones(s, alpha, within), within)
 
 
 def no_mask(s, products, score, *rest):
@@ -156,7 +171,15 @@ def test_tiles_state_their_laws() -> None:
     tiles = Tiles.choose(8, rows, 4096, 128, 128, 2, 16, 32)
     assert (tiles.block_m, tiles.unroll_m) == (block_m, unroll_m)
     assert registers_of(tiles) <= 32
-  for size, itemsize, block_n in ((64, 4, 48), (128, 2, 48), (128, 4, 32), (256, 2, 32), (256, 4, 16), (512, 4, 16)):
+  for size, itemsize, block_n in (
+    (64, 2, 96),
+    (64, 4, 48),
+    (128, 2, 48),
+    (128, 4, 32),
+    (256, 2, 32),
+    (256, 4, 16),
+    (512, 4, 16),
+  ):
     assert Tiles.choose(8, 4, 4096, size, size, itemsize, 16, 32).block_n == block_n
   small = Tiles.choose(8, 8, 4096, 128, 128, 2, 8, 16)
   assert registers_of(small) <= 16

@@ -13,7 +13,7 @@ tile's values are asked for, a line for a line, and during P V the keys of the t
 
 Who holds what. A strip of `unroll_m` rows against `unroll_n` keys (of Q K^T), or `unroll_d` vectors of value columns
 (of P V), is accumulated in vector registers; the former's lanes are folded there too. Q, O, m and l live on the stack,
-with the scores of one strip.
+with the scores of a tile.
 
 With few heads the keys are split among work items, and `join` puts the parts together.
 """
@@ -21,7 +21,7 @@ With few heads the keys are split among work items, and `join` puts the parts to
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
-from math import inf
+from math import gcd, inf
 
 from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv, round_up
@@ -40,7 +40,7 @@ WORK_PER_CALL = 4_000_000  # floating-point operations; some 0.03 ms, against a 
 NEAREST = 36 << 10  # bytes of K and V a tile, of which one is in use in the nearest cache while the other comes in
 CACHES = 1 << 25  # bytes: of more than that nothing is left in a machine's caches when it is read again
 
-# (q.k times the factor, row of the strip, key of the tile) -> the score
+# (q.k times the factor, row of the block, key of the tile) -> the score
 Score = Callable[[UOp, UOp, UOp], UOp]
 
 
@@ -76,9 +76,9 @@ class Tiles:
       raise ValueError(f"Tiles.lanes={self.lanes}: must be a power of two")
 
   def stack_bytes(self, Dk: int, Dv: int) -> int:
-    """Bytes of Q, O and l, a strip's scores in their stages, and its accumulators with their folds."""
-    strip = 4 * self.block_n + 2 * max(self.unroll_n, self.unroll_d) * self.lanes
-    return 4 * (self.block_m * (Dk + Dv + self.lanes) + self.unroll_m * strip)
+    """Bytes of Q, O and l, a tile's scores in their stages, and a strip's accumulators with their folds."""
+    strip = 2 * self.unroll_m * max(self.unroll_n, self.unroll_d) * self.lanes
+    return 4 * (self.block_m * (Dk + Dv + self.lanes + 4 * self.block_n) + strip)
 
   @classmethod
   def choose(
@@ -96,8 +96,8 @@ class Tiles:
     block_m = even(rows, 4 * most)  # more rows take longer to compute than K and V to read
     unroll_m = even(block_m, most)
     block_m = round_up(block_m, unroll_m)
-    block_n = next((n for n in (48, 32) if n * (Dk + Dv) * itemsize <= NEAREST), 16)
-    unroll_n = 6 if lanes == 16 and block_n == 48 else 4  # with 32 registers of 8 lanes clang spills for 6
+    block_n = next((n for n in (96, 48, 32) if n * (Dk + Dv) * itemsize <= NEAREST), 16)
+    unroll_n = 6 if lanes == 16 and block_n % 6 == 0 else 4  # with 32 registers of 8 lanes clang spills for 6
     tiles = cls(block_m, min(N, block_n), unroll_m, unroll_n, 4, lanes)
     if tiles.stack_bytes(Dk, Dv) > STACK_LIMIT:
       tiles = cls(1, min(N, 16), 1, 4, 4, lanes)
@@ -150,8 +150,8 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   visit = here.visit(UOp.const(0), rows, block_n).part(result % splits, splits)
   known = visit.count.vmin == visit.count.vmax
   loop = None if known else s.loop(visit.count, *outer)
-  tile, strip = s.axis(int(visit.count.vmax)) if loop is None else loop.axes[-1], s.axis(block_m // tiles.unroll_m)
-  within, first_row = (*outer, tile, strip), strip * tiles.unroll_m
+  tile = s.axis(int(visit.count.vmax)) if loop is None else loop.axes[-1]
+  within = (*outer, tile)
 
   def first_key(trip: UOp) -> tuple[UOp, UOp]:
     """The first key that a trip adds, and the first of its tile: the last tile ends at the last key."""
@@ -164,7 +164,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   start, first = first_key(trip)
   following = first_key(trip + 1)[1]
   last = None if rules.kv_lengths is None else clamp(here.length - 1, 0, N - 1)
-  anywhere, here = here, here.of_tile(s, first, block_n, (*outer, tile))
+  anywhere, here = here, here.of_tile(s, first, block_n, within)
   once = blocks == 1 and heads * N * (Dk * k.dtype.itemsize + Dv * v.dtype.itemsize) > CACHES
 
   def tile_of(x: UOp, first: UOp, rules: HeadRules) -> Tile:
@@ -172,23 +172,23 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     return Tile(rules.keys(x), lambda n: first + n if last is None else least([first + n, last]), once)
 
   def score(product: UOp, r: UOp, n: UOp) -> UOp:
-    """The score of row r of the strip and key n of the tile; -inf where hidden or counted before."""
-    hidden = reduce(UOp.__or__, [first + n < start, *here.hidden(row(first_row + r), first + n)])
-    return hidden.where(-inf, here.modified(product, row(first_row + r), first + n))
+    """The score of row r of the block and key n of the tile; -inf where hidden or counted before."""
+    hidden = reduce(UOp.__or__, [first + n < start, *here.hidden(row(r), first + n)])
+    return hidden.where(-inf, here.modified(product, row(r), first + n))
 
   def weight(p: UOp, r: UOp, n: UOp) -> UOp:
-    return here.weights([p], row(first_row + r), first + n, [0], True)[0]
+    return here.weights([p], row(r), first + n, [0], True)[0]
 
-  m_old, l_old, acc_old = (x.after(tile, strip) for x in (m_i, l_i, acc))
+  m_old, l_old, acc_old = (x.after(tile) for x in (m_i, l_i, acc))
   v_tile = tile_of(v, first, here)
-  products = multiply_qk(s, q_rows, tile_of(k, first, here), v_tile, first_row, block_n, tiles, within)
-  p, m_end, alpha = softmax(s, products, score, exponent, m_old, first_row, tiles.lanes, within)
-  l_end = add_up(s, p, l_old, alpha, first_row, within)
+  products = multiply_qk(s, q_rows, tile_of(k, first, here), v_tile, block_n, tiles, within)
+  p, m_end, alpha = softmax(s, products, score, exponent, m_old, tiles.lanes, within)
+  l_end = add_up(s, p, l_old, alpha, within)
   if rules.weighs:
     plain = p
     p = s.assign(s.buffer(*sizes(p)), lambda r, n: weight(plain[r, n].load(), r, n), within=within)
-  acc_end = multiply_pv(s, p, v_tile, tile_of(k, following, anywhere), acc_old, alpha, first_row, tiles, within)
-  stored = UOp.group(m_end, l_end, acc_end).end(strip)
+  acc_end = multiply_pv(s, p, v_tile, tile_of(k, following, anywhere), acc_old, alpha, tiles, within)
+  stored = UOp.group(m_end, l_end, acc_end)
   end = stored.end(tile) if loop is None else loop.end(stored)
 
   stores = store_rows(s, o, lse, result, row, acc.after(end), m_i.after(end), l_i.after(end), here, outer)
@@ -210,27 +210,26 @@ class Tile:
     n, d = place
     return self.rows.element(self.row(n), d).cast(dtypes.float)
 
-  def prefetch(self, s: Scope, first: UOp | int, rows: int, part: UOp, parts: int, within: tuple[UOp, ...]) -> UOp:
-    """Asks for a part of `rows` rows from `first` on, which are cut into `parts` as their lines follow in memory."""
+  def prefetch(self, s: Scope, rows: int, part: UOp, count: int, parts: int, within: tuple[UOp, ...]) -> UOp:
+    """Asks for what falls to `count` parts, from `part` on, of `rows` rows in `parts`, cut as their lines follow."""
     step = LINE // self.rows.x.dtype.itemsize
     lines = ceildiv(self.rows.size, step)
-    share = ceildiv(rows * lines, parts)
-    line = s.axis(share)
-    at = clamp(part * share + line, 0, rows * lines - 1)
-    place = self.rows.place(self.row(first + at // lines), at % lines * step)
+    line = s.axis(ceildiv(rows * lines * count, parts))
+    common = gcd(rows * lines, parts)
+    at = clamp(part * (rows * lines // common) // (parts // common) + line, 0, rows * lines - 1)
+    place = self.rows.place(self.row(at // lines), at % lines * step)
     return prefetch((*within, line), place, self.once).end(line)
 
 
-def multiply_qk(
-  s: Scope, q: UOp, k: Tile, v: Tile, first_row: UOp, block_n: int, tiles: Tiles, within: tuple[UOp, ...]
-) -> UOp:
-  """S = Q K^T of a strip of rows, (unroll_m, block_n); meanwhile the tile's values are fetched."""
-  Dk, rows, lanes = sizes(q)[1], tiles.unroll_m, tiles.lanes
-  products = s.buffer(rows, block_n)
+def multiply_qk(s: Scope, q: UOp, k: Tile, v: Tile, block_n: int, tiles: Tiles, within: tuple[UOp, ...]) -> UOp:
+  """S = Q K^T, (block_m, block_n); meanwhile the tile's values are fetched."""
+  (block_m, Dk), rows, lanes = sizes(q), tiles.unroll_m, tiles.lanes
+  products, row_strip, chunks_in_all = s.buffer(block_m, block_n), s.axis(block_m // rows), ceildiv(Dk, lanes)
+  first_row = row_strip * rows
   ends = []
   for left, count, keys in strips(block_n, tiles.unroll_n):
     strip = s.axis(count)
-    key, inner = left + strip * keys, (*within, strip)
+    key, inner = left + strip * keys, (*within, row_strip, strip)
     acc = zeros(s, rows * keys, lanes, inner)
     for begin, chunks, width in strips(Dk, lanes):
 
@@ -239,13 +238,14 @@ def multiply_qk(
         return q[first_row + a // keys, d] * k[key + a % keys, d]
 
       def fetches(i: UOp) -> list[UOp]:
-        return [v.prefetch(s, key, keys, begin // lanes + i, ceildiv(Dk, lanes), (*inner, i))]
+        part = (row_strip * block_n + key) * chunks_in_all + (begin // lanes + i) * keys
+        return [v.prefetch(s, block_n, part, keys, block_m // rows * block_n * chunks_in_all, (*inner, i))]
 
       acc = accumulate(s, acc, chunks, width, term, fetches)
     sums = sum_lanes(s, acc, inner)
-    stores = [products.after(*within)[a // keys, key + a % keys].store(sums[a]) for a in range(rows * keys)]
+    stores = [products.after(*inner)[first_row + a // keys, key + a % keys].store(sums[a]) for a in range(rows * keys)]
     ends.append(UOp.group(*stores).end(strip))
-  return products.after(*ends)
+  return products.after(UOp.group(*ends).end(row_strip))
 
 
 def sum_lanes(s: Scope, x: UOp, within: tuple[UOp, ...]) -> UOp:
@@ -278,7 +278,6 @@ def softmax(
   score: Score,
   exponent: float,
   m_old: UOp,
-  first_row: UOp,
   lanes: int,
   within: tuple[UOp, ...],
 ) -> tuple[UOp, UOp, UOp]:
@@ -290,7 +289,7 @@ def softmax(
     return x if exponent == 1 else x * exponent
 
   def before(r: UOp) -> UOp:
-    return m_old[first_row + r].load()
+    return m_old[r].load()
 
   highest = s.assign(s.buffer(rows, lanes), lambda r, w: before(r) if exponent == 1 else -inf, within=within)
   for begin, chunks, width in strips(block_n, lanes):
@@ -305,10 +304,10 @@ def softmax(
   alpha = s.assign(s.buffer(rows), lambda r: exp2(before(r) - shift[r]), within=within)
   p = s.assign(s.buffer(rows, block_n), lambda r, n: exp2(scaled(scores[r, n]) - shift[r]), within=within)
   r = s.axis(rows)
-  return p, m_old.after(alpha)[first_row + r].store(m_new[r]).end(r), alpha
+  return p, m_old.after(alpha)[r].store(m_new[r]).end(r), alpha
 
 
-def add_up(s: Scope, p: UOp, l_old: UOp, alpha: UOp, first_row: UOp, within: tuple[UOp, ...]) -> UOp:
+def add_up(s: Scope, p: UOp, l_old: UOp, alpha: UOp, within: tuple[UOp, ...]) -> UOp:
   """l = l alpha + the sum of P over each lane's keys."""
   (rows, block_n), lanes = sizes(p), sizes(l_old)[1]
   total = s.assign(s.buffer(rows, lanes), lambda r, w: 0.0, within=within)
@@ -318,7 +317,7 @@ def add_up(s: Scope, p: UOp, l_old: UOp, alpha: UOp, first_row: UOp, within: tup
 
   def rescaled(r: int) -> UOp:
     w = s.axis(lanes)
-    place = l_old[first_row + r, w]
+    place = l_old[r, w]
     return place.store(place * alpha[r] + total[r, w]).end(w)
 
   # Rows are written out: in a loop over them clang makes vectors of rows, which it gathers.
@@ -326,35 +325,30 @@ def add_up(s: Scope, p: UOp, l_old: UOp, alpha: UOp, first_row: UOp, within: tup
 
 
 def multiply_pv(
-  s: Scope,
-  p: UOp,
-  v: Tile,
-  k_next: Tile,
-  acc: UOp,
-  alpha: UOp,
-  first_row: UOp,
-  tiles: Tiles,
-  within: tuple[UOp, ...],
+  s: Scope, p: UOp, v: Tile, k_next: Tile, acc: UOp, alpha: UOp, tiles: Tiles, within: tuple[UOp, ...]
 ) -> UOp:
-  """O = O alpha + P V, for a strip of rows; meanwhile the next tile's keys are fetched."""
-  (rows, block_n), Dv, width = sizes(p), sizes(acc)[1], tiles.unroll_d * tiles.lanes
+  """O = O alpha + P V; meanwhile the next tile's keys are fetched."""
+  (block_m, block_n), Dv, rows, width = sizes(p), sizes(acc)[1], tiles.unroll_m, tiles.unroll_d * tiles.lanes
+  row_strip, strips_in_all = s.axis(block_m // rows), ceildiv(Dv, width)
+  first_row = row_strip * rows
   ends = []
   for left, count, columns in strips(Dv, width):
     strip = s.axis(count)
-    column, inner = left + strip * columns, (*within, strip)
+    column, inner = left + strip * columns, (*within, row_strip, strip)
 
     def term(r: int, n: UOp, m: UOp) -> UOp:
-      return p[r, n] * v[n, column + m]
+      return p[first_row + r, n] * v[n, column + m]
 
     def fetches(n: UOp) -> list[UOp]:
-      part = (left // width + strip) * block_n + n
-      return [k_next.prefetch(s, 0, block_n, part, ceildiv(Dv, width) * block_n, (*inner, n))]
+      part = (row_strip * strips_in_all + left // width + strip) * block_n + n
+      return [k_next.prefetch(s, block_n, part, 1, block_m // rows * strips_in_all * block_n, (*inner, n))]
 
     out = accumulate(s, zeros(s, rows, columns, inner), block_n, columns, term, fetches)
     m = s.axis(columns)
     place = [acc[first_row + r, column + m] for r in range(rows)]
-    ends.append(UOp.group(*[place[r].store(place[r] * alpha[r] + out[r, m]) for r in range(rows)]).end(strip, m))
-  return UOp.group(*ends)
+    stores = [place[r].store(place[r] * alpha[first_row + r] + out[r, m]) for r in range(rows)]
+    ends.append(UOp.group(*stores).end(strip, m))
+  return UOp.group(*ends).end(row_strip)
 
 
 def store_rows(
