@@ -16,6 +16,10 @@ Who holds what. A strip of `unroll_m` rows against `unroll_n` keys (of Q K^T), o
 with the scores of a tile.
 
 With few heads the keys are split among work items, and `join` puts the parts together.
+
+Measured, of the speed at which two cores of an AMD EPYC (Zen 5) read memory, 36 to 70 GB/s (2026-11-22): 0.88 to 1.06
+for one to eight rows a key, in float32, float16 and bfloat16, head sizes 64 and 128. More rows take longer to multiply
+than to read: 306 to 321 GFLOP/s.
 """
 
 from collections.abc import Callable
