@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from helpers import placed, qkv
+from helpers import on_device, qkv
 from tinygrad import Context, Tensor
 from tinygrad.dtype import DType
 
@@ -16,13 +16,6 @@ from uopattn.verify import verify_gradients
 
 Options = dict[str, Any]
 FEW_ELEMENTS = 8
-
-
-def on_device(x: Any) -> Any:
-  """Arrays, and those in a tuple, as Tensors on the default device."""
-  if isinstance(x, tuple) and x and isinstance(x[0], np.ndarray):
-    return tuple(map(on_device, x))
-  return placed(x) if isinstance(x, np.ndarray) else x
 
 
 def cotangents(q: Tensor, v: Tensor, seed: int = 1) -> tuple[Tensor, Tensor]:

@@ -40,6 +40,13 @@ def placed(x: Array, dtype: DType | None = None, device: str | None = None) -> T
   return (tensor if dtype is None else tensor.cast(dtype)).to(device).realize()
 
 
+def on_device(x: Any) -> Any:
+  """Arrays, and those in a tuple, as Tensors on the default device."""
+  if isinstance(x, tuple) and x and isinstance(x[0], np.ndarray):
+    return tuple(map(on_device, x))
+  return placed(x) if isinstance(x, np.ndarray) else x
+
+
 def on(arch: str) -> Context:
   """The emulator in the place of a GPU."""
   return Context(DEV=f"EMU::{arch}")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import check, inputs, on, poisoned
+from helpers import check, inputs, on, on_device, placed, poisoned
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.renderer import Estimates
 
@@ -66,13 +66,6 @@ TOGETHER: dict[str, Options] = {
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
   """Two waves and 32 keys: several blocks and tiles of few queries and keys."""
   monkeypatch.setattr(Tiles, "choose", lambda arch, *_: Tiles(arch, 2, 1, 32))
-
-
-def on_device(x: Any) -> Any:
-  """Arrays as Tensors on the emulator."""
-  if isinstance(x, tuple) and x and isinstance(x[0], np.ndarray):
-    return tuple(map(on_device, x))
-  return Tensor(x, device="CPU").to("EMU").realize() if isinstance(x, np.ndarray) else x
 
 
 def check_features(q: Tensor, k: Tensor, v: Tensor, options: Options, given: Options | None = None) -> None:
@@ -143,7 +136,7 @@ def spoiled_behind(lengths: Any, x: Tensor) -> Tensor:
   array = x.float().numpy()
   for b, length in enumerate(lengths):
     array[b, :, length:] = np.resize([math.nan, math.inf, -math.inf], array[b, :, length:].shape)
-  return Tensor(array, device="CPU").cast(x.dtype).to("EMU").realize()
+  return placed(array, x.dtype)
 
 
 def check_what_is_behind() -> None:

@@ -5,16 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gradients import (
-  Options,
-  check_gradients,
-  check_gradients_of_sequences,
-  cotangents,
-  gradients_of,
-  numeric_gradient,
-  on_device,
-)
-from helpers import DTYPES, drawn, qkv
+from gradients import Options, check_gradients, check_gradients_of_sequences, cotangents, gradients_of, numeric_gradient
+from helpers import DTYPES, drawn, on_device, qkv
 from hypothesis import given
 from hypothesis import strategies as st
 from test_dropout import P, kept_weights
@@ -23,10 +15,10 @@ from tinygrad import Context, GlobalCounters, Tensor, TinyJit, UOp, dtypes
 
 import uopattn.dispatch_backward as dispatch_backward
 from uopattn import attention
-from uopattn.backward import compiled
 from uopattn.log import log_once
 from uopattn.oracle import Array, oracle
 from uopattn.oracle_gradients import gradients
+from uopattn.prepare import compiled
 from uopattn.verify import verify_gradients
 
 SHAPE: Shape = (2, 4, 2, 37, 150, 24, 40)

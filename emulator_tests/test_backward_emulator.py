@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gradients import check_gradients, cotangents, gradients_of, on_device
-from helpers import drawn, inputs, on
+from gradients import check_gradients, cotangents, gradients_of
+from helpers import drawn, inputs, on, on_device
 from hypothesis import given
 from hypothesis import strategies as st
 from test_dropout import P, kept_weights

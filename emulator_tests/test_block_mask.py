@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import check, on, qkv
+from helpers import check, on, placed, qkv
 from tinygrad import Context, Device, GlobalCounters, Tensor, TinyJit, UOp, dtypes
 from tinygrad.helpers import ceildiv
 from tinygrad.uop.ops import KernelInfo
 
 from uopattn import BlockMask, attention
 from uopattn.dsl.rules import Rules
-from uopattn.flash import compiled
 from uopattn.mods import and_masks, causal, document
 from uopattn.oracle import Array
+from uopattn.prepare import compiled
 
 B, H, M, N = 2, 3, 130, 201
 DOCUMENTS = (np.arange(N) // 37).astype(np.int32)
@@ -37,7 +37,7 @@ CASES: dict[str, Case] = {
 
 def made(name: str, block_m: int = 32, block_n: int = 32, device: str | None = None) -> BlockMask:
   mod, aux, batches, heads, _ = CASES[name]
-  tensors = tuple(Tensor(x, device="CPU").to(device) for x in aux)
+  tensors = tuple(placed(x, device=device) for x in aux)
   return BlockMask.of(mod, batches, heads, M, N, tensors, block_m, block_n, device)
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tinygrad import Tensor, UOp, dtypes
 
 from uopattn import attention, flash
-from uopattn.flash import compiled
 from uopattn.kernels import cpu_forward
 from uopattn.kernels.cpu_forward import Tiles
+from uopattn.prepare import compiled
 
 SHAPES = {
   "smallest": (1, 1, 1, 1, 1, 1, 1),

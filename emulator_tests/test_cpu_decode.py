@@ -14,9 +14,10 @@ from tinygrad.uop.ops import Ops
 from uopattn import flash
 from uopattn.dispatch import Choice, dispatch
 from uopattn.dsl.instructions import INSTRUCTIONS
-from uopattn.flash import compiled, graph, placeholders
+from uopattn.flash import graph, placeholders
 from uopattn.kernels import cpu_decode
 from uopattn.kernels.cpu_decode import Tiles
+from uopattn.prepare import compiled
 from uopattn.spec import AttentionSpec
 from uopattn.target import Target
 from uopattn.toolchain import VectorUnit

@@ -21,8 +21,8 @@ from uopattn import attention, dispatch
 from uopattn.dispatch import Choice
 from uopattn.dsl.rules import Rules
 from uopattn.dsl.visit import Visit
-from uopattn.flash import compiled
 from uopattn.kernels import join
+from uopattn.prepare import compiled
 from uopattn.spec import AttentionSpec
 from uopattn.target import Target
 from uopattn.toolchain import VectorUnit

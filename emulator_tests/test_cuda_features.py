@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import check, drawn, inputs, on
+from helpers import check, drawn, inputs, on, on_device, placed
 from hypothesis import given
 from hypothesis import strategies as st
 from tinygrad import Tensor, UOp, dtypes
@@ -62,13 +62,6 @@ TOGETHER: dict[str, Options] = {
 }
 
 
-def on_emulator(x: Any) -> Any:
-  """What stands for arrays: Tensors."""
-  if isinstance(x, tuple):
-    return tuple(map(on_emulator, x))
-  return Tensor(x, device="CPU").to("EMU").realize() if isinstance(x, np.ndarray) else x
-
-
 def plain(name: str, x: Any) -> Any:
   """What the oracle takes for a Variable or an int."""
   x = x.unbind()[1] if isinstance(x, UOp) else x
@@ -77,7 +70,7 @@ def plain(name: str, x: Any) -> Any:
 
 def run(arch: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
   """Output and LSE with small tiles, which take the least time to lower."""
-  named = {name: on_emulator(x) for name, x in options.items()}
+  named = {name: on_device(x) for name, x in options.items()}
   extras = Extras(enable_gqa=True, return_lse=True, **named)
   spec = make_spec(q, k, v, extras)
   tiles = TILES[arch]
@@ -133,7 +126,7 @@ def test_the_tiles_that_dispatch_picks(arch: str, dtype: DType) -> None:
   options = FEATURES["window"] | FEATURES["sinks"] | FEATURES["lengths"]
   with on(arch):
     q, k, v = inputs(*SHAPE, dtype)
-    given = {name: on_emulator(x) for name, x in options.items()}
+    given = {name: on_device(x) for name, x in options.items()}
     out, lse = attention(q, k, v, enable_gqa=True, return_lse=True, backend="kernel", **given)
     Tensor.realize(out, lse)
     check(q, k, v, out, lse, **options)
@@ -147,10 +140,7 @@ def test_what_lies_behind_the_lengths_does_not_matter(kind: str, arch: str) -> N
   hidden = (np.arange(N) >= known[:, None]).reshape(B, 1, N, 1)
   with on(arch):
     q, k, v = inputs(*SHAPE)
-    bad_k, bad_v = (
-      Tensor(np.where(hidden, bad, x.numpy()), device="CPU").cast(dtypes.half).to("EMU").realize()
-      for x, bad in ((k, math.inf), (v, math.nan))
-    )
+    bad_k, bad_v = (placed(np.where(hidden, bad, x.numpy()), dtypes.half) for x, bad in ((k, math.inf), (v, math.nan)))
     out, lse = run(arch, q, bad_k, bad_v, kv_lengths=lengths)
     check(q, k, v, out, lse, kv_lengths=known)
 
@@ -192,7 +182,7 @@ def with_rules(arch: str, field: str, *tables: np.ndarray[Any, Any]) -> Tensor:
     return graph.replace(arg=replace(graph.arg, estimates=Estimates()))  # tinygrad's own fail
 
   out = Tensor.empty(B * HEADS, M, DV, dtype=dtypes.half, device="EMU")
-  found = Tensor.custom_kernel(out, q, k, v, *map(on_emulator, tables), fxn=body)[0].realize()
+  found = Tensor.custom_kernel(out, q, k, v, *map(on_device, tables), fxn=body)[0].realize()
   return found.reshape(B, HEADS, M, DV)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import check_attention, counts, drawn, inputs, on, qkv, run_tiles
+from helpers import check_attention, counts, drawn, inputs, on, placed, qkv, run_tiles
 from hypothesis import given
 from hypothesis import strategies as st
 from test_cuda import (
@@ -113,7 +113,7 @@ def one_heavy_key(N: int, weight: float) -> tuple[Tensor, Tensor, Tensor]:
   """Key 0 has a score of 0 and value 0, all others a score that gives `weight`, and value 1; exact in 8 bits."""
   q, k, v = np.zeros((1, 1, 16, 16)), np.zeros((1, 1, N, 16)), np.ones((1, 1, N, 16))
   q[..., 0], k[:, :, 1:, 0], v[:, :, 0] = 1, 1, 0
-  queries, keys, values = (Tensor(x.astype(np.float32), device="CPU").cast(E4M3).to("EMU").realize() for x in (q, k, v))
+  queries, keys, values = (placed(x.astype(np.float32), E4M3) for x in (q, k, v))
   return queries, keys, values
 
 

@@ -12,7 +12,7 @@ from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
 
 from uopattn import BlockMask, attention
 from uopattn.dsl.rules import HeadRules
-from uopattn.flash import compiled
+from uopattn.prepare import compiled
 
 Array = np.ndarray[Any, Any]
 Options = dict[str, Any]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import check, inputs, on, qkv
+from helpers import check, inputs, on, placed, qkv
 from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
 
 from uopattn import attention, flash
@@ -58,10 +58,8 @@ def test_functions_that_read_further_buffers(arch: str) -> None:
   shape, slopes, unused = (1, 2, 2, 40, 50, 16, 16), np.array([0.1, 0.4], np.float32), np.arange(3, dtype=np.int32)
   with contextlib.nullcontext() if arch == "CPU" else on(arch):
     q, k, v = (qkv if arch == "CPU" else inputs)(*shape, dtypes.half)
-    o, lse, *aux = (
-      Tensor(x, device="CPU").to(Device.DEFAULT).contiguous().realize()
-      for x in (np.full((1, 2, 40, 16), np.nan, np.float16), np.full((1, 2, 40), np.nan, np.float32), slopes, unused)
-    )
+    nothing = np.full((1, 2, 40, 16), np.nan, np.float16), np.full((1, 2, 40), np.nan, np.float32)
+    o, lse, *aux = (placed(x) for x in (*nothing, slopes, unused))
     fxn = functools.partial(flash, score_mod=alibi, mask_mod=near)
     out, _, _, _, sums, *_ = Tensor.custom_kernel(o, q, k, v, lse, *aux, fxn=fxn)
     Tensor.realize(out, sums)

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gradients import check_gradients, check_gradients_of_sequences, cotangents, gradients_of, on_device
-from helpers import check, check_attention, drawn, qkv
+from gradients import check_gradients, check_gradients_of_sequences, cotangents, gradients_of
+from helpers import check, check_attention, drawn, on_device, qkv
 from test_dropout import P, kept_weights
 from test_features import CORNER, FEATURES, FEW, SUBSETS, Shape, arguments, check_features, check_subset, some
 from test_kv_cache import check_steps

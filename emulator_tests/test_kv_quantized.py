@@ -17,9 +17,9 @@ from uopattn.dispatch import Choice, dispatch
 from uopattn.dsl import sizes
 from uopattn.dsl.eight_bits import EIGHT_BITS, unit, widened
 from uopattn.dsl.rules import HeadRules
-from uopattn.flash import compiled
 from uopattn.kv_cache import LARGEST, quantized
 from uopattn.oracle import Array, oracle, round_to_e4m3, round_to_e5m2
+from uopattn.prepare import compiled
 from uopattn.spec import WIDE, AttentionSpec
 from uopattn.target import Target
 from uopattn.verify import Gate, numpy

@@ -6,8 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from gradients import on_device
-from helpers import check, qkv
+from helpers import check, on_device, qkv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinygrad import Tensor, TinyJit, dtypes

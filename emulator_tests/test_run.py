@@ -13,8 +13,8 @@ from tinygrad import Tensor, dtypes
 from tinygrad.nn.state import safe_save
 
 from uopattn import run, toolchain
-from uopattn.flash import compiled
 from uopattn.kernels import cpu_forward
+from uopattn.prepare import compiled
 from uopattn.run import Config, Usage, parse
 
 

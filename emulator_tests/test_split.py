@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import check, drawn, inputs, on
+from helpers import check, drawn, inputs, on, placed
 from hypothesis import given
 from hypothesis import strategies as st
 from test_features import FEATURES, FEW, Options, Shape, as_given, some
@@ -97,7 +97,7 @@ def test_more_than_128k_keys(arch: str) -> None:
     q, k, v = inputs(1, 1, 1, 1, N, 16, 16)
     keys = k.numpy().copy()
     keys[0, 0, -1] = 8 * q.numpy()[0, 0, 0]
-    k = Tensor(keys, device="CPU").to("EMU").realize()
+    k = placed(keys)
     out, lse = attention(q, k, v, return_lse=True, backend="kernel")
     Tensor.realize(out, lse)
     check(q, k, v, out, lse)

@@ -15,7 +15,7 @@ from uopattn.block_mask import BlockMask
 from uopattn.dispatch import JOINED, Choice, dispatch
 from uopattn.dsl import sizes
 from uopattn.dsl.random import draw_seed
-from uopattn.flash import batched, build, compiled
+from uopattn.flash import batched, build
 from uopattn.log import log_once
 from uopattn.reference import reference
 from uopattn.spec import BACKENDS, NO_EXTRAS, AttentionSpec, Extras, check_dropout, make_spec
@@ -183,11 +183,8 @@ def _call(
   backward: Gradient | None = None,
 ) -> list[Tensor]:
   """The buffers once the kernel has run."""
-  if "CPU" in choice.kernel.devices:
-    # As `custom_kernel` does, without the placeholders: making them takes a fifth of an eager call.
-    kernel = compiled(choice, spec, device, tuple(range(len(buffers))))
-  else:
-    kernel = build(choice, spec, device, *(UOp.placeholder_like(x.uop, i) for i, x in enumerate(buffers)))
+  # As `custom_kernel` does, without the placeholders: making them takes a fifth of an eager call.
+  kernel = build(choice, spec, device, range(len(buffers)))
   call = kernel.call(*(x.uop for x in buffers), *variables, grad_fxn=backward)
   return [Tensor(x.uop.after(call)) for x in buffers]
 

@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
@@ -21,9 +21,10 @@ from tinygrad.renderer import Estimates
 
 from uopattn.dispatch_backward import SHARED, Step, Steps, dispatch_backward
 from uopattn.dsl import sizes
-from uopattn.flash import compiler, for_tinygrad, rules
+from uopattn.flash import rules
 from uopattn.kernels.delta import row_sums
 from uopattn.log import log_once
+from uopattn.prepare import prepared
 from uopattn.reference import dropped, keys_of, reference, scores_of
 from uopattn.spec import AttentionSpec, Extras
 from uopattn.target import Target
@@ -146,14 +147,21 @@ def _call(kernel: UOp, outputs: list[Tensor], inputs: list[Tensor], variables: t
 
 def step_kernel(step: Step, spec: AttentionSpec, device: str) -> UOp:
   """What runs for a step."""
-  return _prepared(graph, step.estimates(spec), device, step, spec)
+  return prepared(_step, device, step, spec)
+
+
+def _step(step: Step, spec: AttentionSpec) -> tuple[UOp, Estimates]:
+  return graph(step, spec), step.estimates(spec)
 
 
 def delta_kernel(shape: tuple[int, ...], dtype: DType, has_dlse: bool, device: str) -> UOp:
   """What runs for delta; `shape` and `dtype` are the output's."""
+  return prepared(_delta, device, FAMILIES[Target.of(device).device], shape, dtype, has_dlse)
+
+
+def _delta(family: str, shape: tuple[int, ...], dtype: DType, has_dlse: bool) -> tuple[UOp, Estimates]:
   moved = math.prod(shape) * dtype.itemsize * 2 + math.prod(shape[:3]) * 4 * (2 + has_dlse)
-  work, family = Estimates(ops=2 * math.prod(shape), lds=moved, mem=moved), FAMILIES[Target.of(device).device]
-  return _prepared(delta_graph, work, device, family, shape, dtype, has_dlse)
+  return delta_graph(family, shape, dtype, has_dlse), Estimates(ops=2 * math.prod(shape), lds=moved, mem=moved)
 
 
 def delta_graph(family: str, shape: tuple[int, ...], dtype: DType, has_dlse: bool) -> UOp:
@@ -163,19 +171,6 @@ def delta_graph(family: str, shape: tuple[int, ...], dtype: DType, has_dlse: boo
   places = [UOp.placeholder(s, t, slot).reshape(-1, *s[2:]) for slot, (s, t) in enumerate(shapes)]
   delta, o, do, lse, *dlse = places
   return row_sums(family, delta, o, do, lse, dlse[0] if dlse else None)
-
-
-def _prepared(build: Callable[..., UOp], work: Estimates, device: str, *given: Any) -> UOp:
-  """The kernel `build(*given)` as a device takes it."""
-  return for_tinygrad(build(*given), work) if compiler(device) is None else compiled(build, work, device, *given)
-
-
-@functools.cache
-def compiled(build: Callable[..., UOp], work: Estimates, device: str, *given: Any) -> UOp:
-  """Compiled once a process, as `uopattn.flash.compiled` are the kernels of the forward pass."""
-  compile_for = compiler(device)
-  assert compile_for is not None
-  return compile_for(build(*given), device, work)
 
 
 def graph(step: Step, spec: AttentionSpec) -> UOp:

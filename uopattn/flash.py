@@ -1,6 +1,5 @@
 """The kernel as a bare function for `Tensor.custom_kernel`."""
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -9,22 +8,16 @@ from typing import Any, cast
 from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.renderer import Estimates
-from tinygrad.renderer.llvmir import AMDLLVMRenderer
-from tinygrad.uop.ops import Ops
 
-from uopattn.cuda import on_gpu
 from uopattn.dispatch import Choice, dispatch
 from uopattn.dsl import as_type
 from uopattn.dsl.eight_bits import unit
 from uopattn.dsl.rows import Pages, Scales
 from uopattn.dsl.rules import Rules
 from uopattn.dsl.table import Table
-from uopattn.llvm import as_llvm
+from uopattn.prepare import prepared
 from uopattn.spec import AttentionSpec, Extras, Input, dtype_name, make_spec
 from uopattn.target import Target
-from uopattn.threads import threaded
-
-FIRST_VARIABLE = 1 << 16  # no kernel has as many buffers
 
 
 def flash(
@@ -93,43 +86,17 @@ def flash(
   chosen = dispatch(spec, machine, tiles)
   if isinstance(chosen, list):
     raise ValueError("; ".join(chosen))
-  return build(replace(chosen, splits=1), spec, device, o, q, k, v, *([] if lse is None else [lse]), *aux)
+  buffers = (o, q, k, v, *([] if lse is None else [lse]), *aux)
+  return build(replace(chosen, splits=1), spec, device, [x.base.arg.slot for x in buffers])
 
 
-def build(choice: Choice, spec: AttentionSpec, device: str, *buffers: UOp) -> UOp:
-  """What `Tensor.custom_kernel` runs on placeholders of a checked spec, which are as `layout` has them.
-
-  The kernel's graph; compiled where tinygrad's own renderer or runtime does not serve it.
-  """
-  if compiler(device) is not None:
-    return compiled(choice, spec, device, tuple(x.base.arg.slot for x in buffers))
-  return for_tinygrad(graph(choice, spec, buffers), estimates(choice, spec))
+def build(choice: Choice, spec: AttentionSpec, device: str, slots: Sequence[int]) -> UOp:
+  """The kernel of a checked spec as a device runs it, on buffers that `layout` has, of these numbers."""
+  return prepared(_numbered, device, choice, spec, tuple(slots))
 
 
-def for_tinygrad(kernel: UOp, work: Estimates) -> UOp:
-  """A kernel's graph as tinygrad's own renderer takes it."""
-  # tinygrad's own estimate would be a term too deep for Python's stack, or fail where a loop's end is read from a
-  # buffer.
-  kernel = _with_variables_last(kernel)
-  return kernel.replace(arg=replace(kernel.arg, estimates=work))
-
-
-def _with_variables_last(kernel: UOp) -> UOp:
-  """The kernel with its Variables numbered behind all buffers.
-
-  tinygrad gives them numbers from the count of the buffers in use on, which may be those of buffers.
-  """
-  free = [u for u in kernel.toposort() if u.op is Ops.PARAM and u.arg.slot == -1]
-  numbers = enumerate(sorted(free, key=lambda u: u.arg.name), start=FIRST_VARIABLE)
-  return kernel.substitute({u: u.replace(arg=replace(u.arg, slot=i)) for i, u in numbers}, walk=True)
-
-
-@functools.cache
-def compiled(choice: Choice, spec: AttentionSpec, device: str, slots: tuple[int, ...]) -> UOp:
-  """Compiled once a process: a further call of the same attention costs no lowering."""
-  compile_for = compiler(device)
-  assert compile_for is not None
-  return compile_for(graph(choice, spec, placeholders(choice, spec, slots)), device, estimates(choice, spec))
+def _numbered(choice: Choice, spec: AttentionSpec, slots: tuple[int, ...]) -> tuple[UOp, Estimates]:
+  return graph(choice, spec, placeholders(choice, spec, slots)), estimates(choice, spec)
 
 
 def placeholders(choice: Choice, spec: AttentionSpec, slots: Sequence[int] | None = None) -> tuple[UOp, ...]:
@@ -148,14 +115,6 @@ def layout(choice: Choice, spec: AttentionSpec) -> list[tuple[tuple[int, ...], D
   shapes = {"q": (s.B, s.Hq, s.M, s.Dk), "k": (*s.kept, s.Dk), "v": (*s.kept, s.Dv)}
   operands = [Input(name, shape, s.dtype if name == "q" else s.stored) for name, shape in shapes.items()]
   return [(x.shape, x.dtype) for x in (o, *operands, *([lse] * has_lse), *choice.inputs(s))]
-
-
-def compiler(device: str) -> Callable[[UOp, str, Estimates], UOp] | None:
-  """What compiles kernels for a device; None where tinygrad's own renderer and runtime serve."""
-  kind = device.split(":")[0]
-  if kind in ("CPU", "CUDA"):
-    return threaded if kind == "CPU" else on_gpu
-  return as_llvm if isinstance(Device[device].renderer, AMDLLVMRenderer) else None
 
 
 def graph(choice: Choice, spec: AttentionSpec, buffers: tuple[UOp, ...]) -> UOp:

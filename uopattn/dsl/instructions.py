@@ -315,7 +315,7 @@ _LIST = [
   Instruction(
     "fence_async", {"cuda": _asm('asm volatile("fence.proxy.async.shared::cta;":::"memory");')}, statement=True
   ),
-  # pointer: what it points to is soon to be read
+  # pointer: what it points to is soon to be read, and maybe once
   Instruction("prefetch", {"c": "(__builtin_prefetch({0}), 0)"}, statement=True),
   Instruction("prefetch_once", {"c": "(__builtin_prefetch({0}, 0, 0), 0)"}, statement=True),
   # pointers to a vector of float32 that is written and to two that are read
