@@ -13,7 +13,7 @@ from tinygrad.uop.ops import Ops
 
 from uopattn import flash
 from uopattn.dispatch import Choice, dispatch
-from uopattn.dsl.instructions import INSTRUCTIONS
+from uopattn.dsl.instruction_set import INSTRUCTIONS
 from uopattn.flash import graph, placeholders
 from uopattn.kernels import cpu_decode
 from uopattn.kernels.cpu_decode import Tiles

@@ -14,6 +14,7 @@ from tinygrad.renderer.cstyle import CUDARenderer, HIPRenderer
 import uopattn.emulator as emulator
 from uopattn.dsl import instructions as ins
 from uopattn.dsl import wgmma
+from uopattn.dsl.instruction_set import BY_TEXT, INSTRUCTIONS
 from uopattn.emulator.instructions import MEANINGS
 from uopattn.emulator.known import instruction_of
 
@@ -289,8 +290,8 @@ def texts_of_products():
 
 
 def test_every_instruction_has_a_meaning_and_texts_of_its_own():
-  assert len(ins.BY_TEXT) == sum(len({*i.texts.values()}) for i in ins.INSTRUCTIONS.values())
-  texts = [*ins.BY_TEXT, *texts_of_products()]
+  assert len(BY_TEXT) == sum(len({*i.texts.values()}) for i in INSTRUCTIONS.values())
+  texts = [*BY_TEXT, *texts_of_products()]
   found = [instruction_of(text) for text in texts]
   assert {instruction.name for instruction in found if instruction is not None} == set(MEANINGS)
   assert None not in found

@@ -10,7 +10,7 @@ from tinygrad import UOp, dtypes
 import uopattn.emulator as emulator
 from uopattn.dsl import instructions as ins
 from uopattn.dsl import wgmma
-from uopattn.dsl.instructions import BY_TEXT
+from uopattn.dsl.instruction_set import BY_TEXT
 from uopattn.dsl.quads import row_of
 from uopattn.emulator.known import instruction_of
 from uopattn.emulator.warpgroup import THREADS

@@ -17,6 +17,7 @@ from tinygrad.runtime.support import compiler_llvm
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops
 
 from uopattn.dsl import instructions as ins
+from uopattn.dsl.instruction_set import INSTRUCTIONS
 from uopattn.dsl.rules import Rules
 from uopattn.kernels.amd_forward import Tiles, forward
 from uopattn.llvm import InstructionRenderer
@@ -87,13 +88,13 @@ def instructions(text: str) -> Counter[str]:
 
 
 def test_every_word_of_amd_is_here() -> None:
-  assert set(WORDS) == {name for name, word in ins.INSTRUCTIONS.items() if HIP in word.texts}
+  assert set(WORDS) == {name for name, word in INSTRUCTIONS.items() if HIP in word.texts}
 
 
 @pytest.mark.parametrize("dtype", [dtypes.float, dtypes.int], ids=str)
 @pytest.mark.parametrize("name", WORDS)
 def test_a_word_is_the_same_instruction_in_both_languages(name: str, dtype: Any) -> None:
-  if dtype != dtypes.float and not ins.INSTRUCTIONS[name].cross_lane:
+  if dtype != dtypes.float and not INSTRUCTIONS[name].cross_lane:
     dtype = dtypes.float
   kernel = lanewise(f"{name}_{dtype}", WORDS[name], dtype)
   by_llvm = instructions(assembly(source(kernel, llvm_renderer("gfx1100"))))
@@ -132,7 +133,7 @@ def test_the_kernel_fits_the_registers(arch: str, dtype: str) -> None:
   ("text", "message"),
   [
     ("frobnicate({0})", r"no instruction .* has the text 'frobnicate\(\{0\}\)'"),
-    (ins.INSTRUCTIONS["cp_async_commit"].text("cuda"), "cp_async_commit has no LLVM IR for AMD"),
+    (INSTRUCTIONS["cp_async_commit"].text("cuda"), "cp_async_commit has no LLVM IR for AMD"),
   ],
 )
 def test_a_text_that_amd_does_not_have_is_named(text: str, message: str) -> None:

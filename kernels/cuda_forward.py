@@ -97,7 +97,7 @@ class Tiles:
 
   @property
   def family(self) -> str:
-    """Of instructions, where sm_75 has not the same; see `uopattn.dsl.instructions`."""
+    """Of instructions, where sm_75 has not the same; see `uopattn.dsl.instruction_set`."""
     return TURING if self.turing else CUDA
 
   def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[Panels, Panels, Panels]:

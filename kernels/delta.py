@@ -20,7 +20,7 @@ WORDS = 4  # of 32 bits, in what a lane reads at once: a chunk
 
 
 def row_sums(family: str, delta: UOp, o: UOp, do: UOp, lse: UOp, dlse: UOp | None) -> UOp:
-  """Builds the kernel for a family of GPUs (`uopattn.dsl.instructions`).
+  """Builds the kernel for a family of GPUs (`uopattn.dsl.instruction_set`).
 
   Args:
     delta: (heads, M) float32, the output; 0 for rows that see no key, whose lse is -inf.

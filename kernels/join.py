@@ -59,7 +59,7 @@ def on_cpu(o: UOp, lse: UOp | None, parts: UOp, lses: UOp, *, rules: Rules) -> U
 
 
 def on_gpu(family: str, o: UOp, lse: UOp | None, parts: UOp, lses: UOp, *, rules: Rules) -> UOp:
-  """Builds the kernel for a family of GPUs (`uopattn.dsl.instructions`); the rest as for `on_cpu`."""
+  """Builds the kernel for a family of GPUs (`uopattn.dsl.instruction_set`); the rest as for `on_cpu`."""
   (heads, rows, Dv), s, power = sizes(o), Scope(), partial(ins.exp2, family)
   splits, threads = sizes(parts)[0] // heads, min(MOST_THREADS, round_up(Dv, WARP))
   item, lane = s.axis(heads * rows, AxisType.GLOBAL), s.axis(threads, AxisType.LOCAL)

@@ -29,7 +29,7 @@ from uopattn.reference import dropped, keys_of, reference, scores_of
 from uopattn.spec import AttentionSpec, Extras
 from uopattn.target import Target
 
-FAMILIES = {"CUDA": "cuda", "AMD": "hip"}  # of the instructions of GPUs, see `uopattn.dsl.instructions`
+FAMILIES = {"CUDA": "cuda", "AMD": "hip"}  # of the instructions of GPUs, see `uopattn.dsl.instruction_set`
 Gradient = Callable[..., tuple[UOp | None, ...]]
 
 

@@ -11,7 +11,7 @@ from tinygrad.renderer import Estimates
 from tinygrad.renderer.llvmir import AMDLLVMRenderer, ldt
 from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat
 
-from uopattn.dsl.instructions import BY_TEXT
+from uopattn.dsl.instruction_set import BY_TEXT
 from uopattn.program_cache import finished
 
 

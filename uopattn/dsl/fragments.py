@@ -23,7 +23,7 @@ from tinygrad import UOp
 
 Index = TypeVar("Index", int, UOp)
 
-HIP = "hip"  # AMD's family in `uopattn.dsl.instructions`
+HIP = "hip"  # AMD's family in `uopattn.dsl.instruction_set`
 ROWS = 16  # of A, and columns of B
 CHUNK = 8  # 16-bit elements in the 16 bytes that the widest load takes
 

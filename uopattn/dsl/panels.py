@@ -37,7 +37,7 @@ class Panels:
     base: where the slot in use begins.
     least: columns that a panel has at least.
     bits: an unsigned integer of the elements' size.
-    family: of the instructions that copy, "cuda" or "sm_75"; see `uopattn.dsl.instructions`.
+    family: of the instructions that copy, "cuda" or "sm_75"; see `uopattn.dsl.instruction_set`.
   """
 
   memory: UOp

@@ -33,7 +33,7 @@ def online_softmax(
   """P of this lane's scores of one query, the new maximum, the new sum of this lane's P, and alpha.
 
   Args:
-    family: of instructions; see `uopattn.dsl.instructions`.
+    family: of instructions; see `uopattn.dsl.instruction_set`.
     scores: this lane's scores of one query, -inf where hidden.
     factor: on the scores, greater than 0; maxima are of scores times `factor`.
     m_old: the maximum so far.

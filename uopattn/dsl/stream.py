@@ -23,7 +23,7 @@ class Stream:
     tile: which tile is the n-th.
     stages: slots.
     thread: this thread.
-    family: of instructions; see `uopattn.dsl.instructions`.
+    family: of instructions; see `uopattn.dsl.instruction_set`.
   """
 
   sources: list[tuple[Panels, HeadRows]]

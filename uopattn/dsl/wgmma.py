@@ -17,7 +17,8 @@ from functools import cache
 from tinygrad.dtype import DType, dtypes
 from tinygrad.uop.ops import UOp
 
-from uopattn.dsl.instructions import Instruction, statement
+from uopattn.dsl.instruction_set import Instruction
+from uopattn.dsl.instructions import statement
 
 ROWS = 64
 STEP = 16

@@ -27,7 +27,7 @@ class LaneMismatch(KernelError):
 
 
 class UnknownInstruction(KernelError):
-  """An `Ops.CUSTOM` text that `uopattn.dsl.instructions` does not list, or a UOp that a GPU program cannot contain."""
+  """An `Ops.CUSTOM` text that `uopattn.dsl.instruction_set` has not, or a UOp that a GPU program cannot contain."""
 
 
 class LaunchError(KernelError):

@@ -1,4 +1,4 @@
-"""What each instruction of `uopattn.dsl.instructions` does, in numpy, by its name.
+"""What each instruction of `uopattn.dsl.instruction_set` does, in numpy, by its name.
 
 A meaning takes the run, the UOp and the operands: a value is an array or a shared scalar, an un-loaded index a Pointer.
 """

@@ -3,7 +3,7 @@
 from functools import cache
 
 from uopattn.dsl import wgmma
-from uopattn.dsl.instructions import BY_TEXT, Instruction
+from uopattn.dsl.instruction_set import BY_TEXT, Instruction
 
 
 @cache

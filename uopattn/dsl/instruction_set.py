@@ -1,0 +1,324 @@
+"""Single machine instructions that UOps lack: one name, one meaning, one text for each family of targets.
+
+A word such as `shuffle_xor` becomes an `Ops.CUSTOM` whose text is the family's; a renderer writes it into the kernel,
+and the emulator finds its meaning by that text in `BY_TEXT`. Numbers that must be known when the kernel is compiled (a
+shuffle's offset, a wait's count) are constant operands, so a text never varies.
+
+Families: "hip" for AMD through clang's HIP builtins, "cuda" for NVIDIA through CUDA C++ and inline PTX, "sm_75" where
+Turing lacks what "cuda" has, "c" for CPUs through clang. A kernel for AMD always asks for the "hip" text; where its
+code is made from LLVM IR, `uopattn.llvm` renders it as the instruction's `llvm`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Instruction:
+  """One instruction. `texts` maps a family to its text, with {0}, {1}, ... for the operands (see str.format).
+
+  `llvm` gives it as LLVM IR for AMD, from the names of its result and its operands; constants are numbers. A statement
+  works by its effect and has no value. `cross_lane` says that lanes see each other's operands, so that it must run in
+  whole waves and be `Ops.CUSTOM`, never the inlined `Ops.CUSTOMI`; in LLVM IR what they see is an i32. `parameters` are
+  what the text has built in, for the emulator.
+  """
+
+  name: str
+  texts: Mapping[str, str]
+  llvm: Callable[..., str] | None = None
+  statement: bool = False
+  cross_lane: bool = False
+  parameters: tuple[Any, ...] = ()
+
+  def text(self, family: str) -> str:
+    """The text for `family`. Raises ValueError if the family has no such instruction."""
+    if family not in self.texts:
+      raise ValueError(f"{self.name} has no {family} instruction; it has {', '.join(self.texts)}")
+    return self.texts[family]
+
+
+def _bits(call: str) -> str:
+  """HIP text for an instruction on 32-bit registers applied to a value of any 32-bit type."""
+  return f"__builtin_bit_cast(__typeof__({{0}}), {call.replace('{0}', '__builtin_bit_cast(int, {0})')})"
+
+
+def _dpp(control: int) -> Callable[..., str]:
+  """LLVM IR for a move between lanes by data-parallel primitives: `control` and a number below 16 say which lanes."""
+  return lambda y, x, n: (
+    f"{y} = call i32 @llvm.amdgcn.update.dpp(i32 0, i32 {x}, i32 {control + n}, i32 15, i32 15, i1 1)"
+  )
+
+
+def _asm(text: str) -> str:
+  """CUDA text for inline PTX as an expression of value 0."""
+  return "[&](){{ " + text + " return 0; }}()"
+
+
+def _float_asm(ptx: str) -> str:
+  return '[&](){{ float y; asm("' + ptx + ' %0, %1;":"=f"(y):"f"({0})); return y; }}()'
+
+
+def _ldmatrix(modifier: str) -> str:
+  return _asm(
+    f'unsigned p[4]; asm volatile("ldmatrix.sync.aligned.m8n8.x4{modifier}.shared.b16 {{{{%0,%1,%2,%3}}}}, [%4];"'
+    ':"=r"(p[0]),"=r"(p[1]),"=r"(p[2]),"=r"(p[3]):"r"((unsigned)__cvta_generic_to_shared({1})):"memory");'
+    " memcpy({0}, p, 16);"
+  )
+
+
+def _pack(kind: str) -> str:
+  # the instruction takes the high half first
+  return f'[&](){{{{ unsigned y; asm("cvt.rn.{kind}.f32 %0, %1, %2;":"=r"(y):"f"({{1}}),"f"({{0}})); return y; }}}}()'
+
+
+def _pack4(kind: str) -> str:
+  low, high = (f"cvt.rn.satfinite.{kind}x2.f32 {to}" for to in ("a, %2, %1;", "b, %4, %3;"))
+  return (
+    f'[&](){{{{ unsigned y; asm("{{{{ .reg .b16 a, b; {low} {high} mov.b32 %0, {{{{a, b}}}}; }}}}"'
+    ':"=r"(y):"f"({0}),"f"({1}),"f"({2}),"f"({3})); return y; }}()'
+  )
+
+
+_SHARED = "(unsigned)__cvta_generic_to_shared({0})"
+
+
+def _cp_async(size: str, operand: str) -> str:
+  return _asm(
+    f'asm volatile("cp.async.cg.shared.global [%0], [%1], {size};"::"r"({_SHARED}),"l"({{1}}){operand}:"memory");'
+  )
+
+
+def _add_neighbours(lanes: int, first: list[int], step: int) -> str:
+  """C text: lane i of a vector is the sum of lanes first[i] and first[i] + step of two others, taken as one."""
+  terms = [f"__builtin_shufflevector(a, b, {', '.join(str(i + n) for i in first)})" for n in (0, step)]
+  size = 4 * lanes
+  return (
+    f"({{{{ typedef float vector __attribute__((vector_size({size}))); vector a, b, y;"
+    f" __builtin_memcpy(&a, {{1}}, {size}); __builtin_memcpy(&b, {{2}}, {size});"
+    f" y = {' + '.join(terms)}; __builtin_memcpy({{0}}, &y, {size}); 0; }}}})"
+  )
+
+
+def _add_pairs(lanes: int) -> str:
+  """C text: of every four lanes the first two are sums of neighbours in one vector, the others in another one."""
+  return _add_neighbours(lanes, [4 * q + i for q in range(lanes // 4) for i in (0, 2, lanes, lanes + 2)], 1)
+
+
+def _add_quads(lanes: int) -> str:
+  """C text: the first half of the lanes are sums of neighbouring fours in one vector, the others in another one."""
+  return _add_neighbours(lanes, [8 * pair + i for pair in range(lanes // 4) for i in range(4)], 4)
+
+
+def _copy(value: str) -> str:
+  return "[&](){{ *(uint4*)({0}) = " + value + "; return 0; }}()"
+
+
+_LIST = [
+  # value, offset: the value of lane ^ offset. ds_swizzle reaches 32 lanes: and 31, or 0, xor offset.
+  Instruction(
+    "shuffle_xor",
+    {
+      "hip": _bits("__builtin_amdgcn_ds_swizzle({0}, (({1}) << 10) | 31)"),
+      "cuda": "__shfl_xor_sync(0xffffffff, {0}, {1})",
+    },
+    lambda y, x, offset: f"{y} = call i32 @llvm.amdgcn.ds.swizzle(i32 {x}, i32 {offset << 10 | 31})",
+    cross_lane=True,
+  ),
+  # value, lane: the value of that lane of the wave
+  Instruction(
+    "shuffle",
+    {
+      "hip": _bits("__builtin_amdgcn_ds_bpermute(({1}) * 4, {0})"),
+      "cuda": "__shfl_sync(0xffffffff, {0}, {1})",
+    },
+    lambda y, x, lane: (
+      f"""{y}_at = shl i32 {lane}, 2
+  {y} = call i32 @llvm.amdgcn.ds.bpermute(i32 {y}_at, i32 {x})"""
+    ),
+    cross_lane=True,
+  ),
+  # value, mask: the value of lane ^ mask within 16 lanes (RDNA)
+  Instruction(
+    "row_xmask",
+    {"hip": _bits("__builtin_amdgcn_update_dpp(0, {0}, 0x160 + ({1}), 0xf, 0xf, true)")},
+    _dpp(0x160),
+    cross_lane=True,
+  ),
+  # value, n: the value of the lane n places lower within 16 lanes, around the end
+  Instruction(
+    "row_ror",
+    {"hip": _bits("__builtin_amdgcn_update_dpp(0, {0}, 0x120 + ({1}), 0xf, 0xf, true)")},
+    _dpp(0x120),
+    cross_lane=True,
+  ),
+  # value: the value that the lane 16 places away has, in a wave of 32 lanes (RDNA)
+  Instruction(
+    "permlanex16",
+    {"hip": _bits("__builtin_amdgcn_permlanex16(0, {0}, 0x76543210, 0xfedcba98, true, true)")},
+    # LLVM makes one of the two selectors a literal in the instruction, which tinygrad's own emulator takes for 0.
+    lambda y, x: (
+      f"""{y}_low = call i32 asm "s_mov_b32 $0, 0x76543210", "=s"() memory(none)
+  {y}_high = call i32 asm "s_mov_b32 $0, 0xfedcba98", "=s"() memory(none)
+  {y} = call i32 @llvm.amdgcn.permlanex16(i32 0, i32 {x}, i32 {y}_low, i32 {y}_high, i1 true, i1 true)"""
+    ),
+    cross_lane=True,
+  ),
+  # two words: their low halves, or their high ones, as a word
+  Instruction(
+    "low_halves",
+    {"hip": "__builtin_amdgcn_perm({1}, {0}, 0x05040100)", "cuda": "__byte_perm({0}, {1}, 0x5410)"},
+    lambda y, a, b: f"{y} = call i32 @llvm.amdgcn.perm(i32 {b}, i32 {a}, i32 {0x05040100})",
+  ),
+  Instruction(
+    "high_halves",
+    {"hip": "__builtin_amdgcn_perm({1}, {0}, 0x07060302)", "cuda": "__byte_perm({0}, {1}, 0x7632)"},
+    lambda y, a, b: f"{y} = call i32 @llvm.amdgcn.perm(i32 {b}, i32 {a}, i32 {0x07060302})",
+  ),
+  Instruction(
+    "fmin",
+    {"hip": "__builtin_fminf({0}, {1})", "cuda": "fminf({0}, {1})"},
+    lambda y, a, b: f"{y} = call float @llvm.minnum(float {a}, float {b})",
+  ),
+  # what the wave's lanes stored to LDS before is there for all of them after; the order of instructions, none itself
+  Instruction(
+    "wave_fence",
+    {
+      "hip": '[&](){{ __builtin_amdgcn_fence(__ATOMIC_RELEASE, "wavefront"); __builtin_amdgcn_wave_barrier();'
+      ' __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "wavefront"); return 0; }}()'
+    },
+    lambda y, *_: (
+      f"""fence syncscope("wavefront") release
+  call void @llvm.amdgcn.wave.barrier()
+  fence syncscope("wavefront") acquire
+  {y} = add i32 0, 0"""
+    ),
+    statement=True,
+  ),
+  Instruction(
+    "fmax",
+    {"hip": "__builtin_fmaxf({0}, {1})", "cuda": "fmaxf({0}, {1})"},
+    lambda y, a, b: f"{y} = call float @llvm.maxnum(float {a}, float {b})",
+  ),
+  Instruction(
+    "exp2",
+    {"hip": "__builtin_amdgcn_exp2f({0})", "cuda": _float_asm("ex2.approx.ftz.f32")},
+    lambda y, x: f"{y} = call float @llvm.amdgcn.exp2(float {x})",
+  ),
+  Instruction(
+    "log2",
+    {"hip": "__builtin_amdgcn_logf({0})", "cuda": _float_asm("lg2.approx.ftz.f32")},
+    lambda y, x: f"{y} = call float @llvm.amdgcn.log(float {x})",
+  ),
+  Instruction(
+    "reciprocal",
+    {"hip": "__builtin_amdgcn_rcpf({0})", "cuda": _float_asm("rcp.approx.ftz.f32")},
+    lambda y, x: f"{y} = call float @llvm.amdgcn.rcp(float {x})",
+  ),
+  # value: itself
+  Instruction(
+    "pin",
+    {"hip": '({{ __typeof__({0}) x = {0}; __asm__ volatile("" : "+v"(x)); x; }})'},
+    lambda y, x: f'{y} = call i32 asm sideeffect "", "=v,0"(i32 {x})',
+    cross_lane=True,
+  ),
+  # low, high: two float32 rounded to 16 bits, in a word
+  Instruction(
+    "pack_half",
+    {
+      "cuda": _pack("f16x2"),
+      "sm_75": "[&](){{ half2 h = __floats2half2_rn({0}, {1}); unsigned y; memcpy(&y, &h, 4); return y; }}()",
+    },
+  ),
+  Instruction("pack_bfloat16", {"cuda": _pack("bf16x2")}),
+  # four float32 rounded to 8 bits, in a word; what is too large becomes the largest number
+  Instruction("pack_e4m3", {"cuda": _pack4("e4m3")}),
+  Instruction("pack_e5m2", {"cuda": _pack4("e5m2")}),
+  # two words: bytes 0 and 2 of each, or bytes 1 and 3, as a word
+  Instruction("even_bytes", {"cuda": "__byte_perm({0}, {1}, 0x6420)"}),
+  Instruction("odd_bytes", {"cuda": "__byte_perm({0}, {1}, 0x7531)"}),
+  # register pointer to 16 bytes, four words: which the registers are to hold
+  Instruction(
+    "set_words",
+    {"cuda": "[&](){{ unsigned p[4] = {{{1}, {2}, {3}, {4}}}; memcpy({0}, p, 16); return 0; }}()"},
+    statement=True,
+  ),
+  # LDS pointer, global pointer: 16 bytes, in the background. sm_75 cannot and copies at once, which is one of the times
+  # that a background copy may take: a kernel that is right with these is right there.
+  Instruction("cp_async", {"cuda": _cp_async("16", ""), "sm_75": _copy("*(const uint4*)({1})")}, statement=True),
+  # LDS pointer, global pointer, condition: 16 bytes, or 16 zeros and nothing is read
+  Instruction(
+    "cp_async_or_zero",
+    {
+      "cuda": _cp_async("16, %2", ',"r"(({2}) ? 16 : 0)'),
+      "sm_75": _copy("({2}) ? *(const uint4*)({1}) : make_uint4(0, 0, 0, 0)"),
+    },
+    statement=True,
+  ),
+  # LDS pointer, four words: 16 bytes
+  Instruction("store_chunk", dict.fromkeys(("cuda", "sm_75"), _copy("make_uint4({1}, {2}, {3}, {4})")), statement=True),
+  Instruction(
+    "cp_async_commit",
+    {"cuda": _asm('asm volatile("cp.async.commit_group;":::"memory");'), "sm_75": "/* a group of copies ends */ 0"},
+    statement=True,
+  ),
+  # count: until at most that many groups are under way
+  Instruction(
+    "cp_async_wait",
+    {
+      "cuda": _asm('asm volatile("cp.async.wait_group %0;"::"n"({0}):"memory");'),
+      "sm_75": "/* at most {0} groups of copies are under way */ 0",
+    },
+    statement=True,
+  ),
+  # LDS pointer to 64 bits, arrivals that complete a phase, condition
+  Instruction(
+    "mbarrier_init",
+    {
+      "cuda": _asm(
+        f'if ({{2}}) asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"::"r"({_SHARED}),"r"({{1}}):"memory");'
+      )
+    },
+    statement=True,
+  ),
+  # LDS pointer, condition
+  Instruction(
+    "mbarrier_arrive",
+    {"cuda": _asm(f'if ({{1}}) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];"::"r"({_SHARED}):"memory");')},
+    statement=True,
+  ),
+  # LDS pointer
+  Instruction(
+    "cp_async_arrive",
+    {"cuda": _asm(f'asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];"::"r"({_SHARED}):"memory");')},
+    statement=True,
+  ),
+  # LDS pointer, parity
+  Instruction(
+    "mbarrier_wait",
+    {
+      "cuda": _asm(
+        'asm volatile("{{{{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;'
+        f' @!done bra again; }}}}}}}}"::"r"({_SHARED}),"r"({{1}}):"memory");'
+      )
+    },
+    statement=True,
+  ),
+  # what this lane wrote to LDS so far, and what its copies wrote, is there for asynchronous matrix products too
+  Instruction(
+    "fence_async", {"cuda": _asm('asm volatile("fence.proxy.async.shared::cta;":::"memory");')}, statement=True
+  ),
+  # pointer: what it points to is soon to be read, and maybe once
+  Instruction("prefetch", {"c": "(__builtin_prefetch({0}), 0)"}, statement=True),
+  Instruction("prefetch_once", {"c": "(__builtin_prefetch({0}, 0, 0), 0)"}, statement=True),
+  # pointers to a vector of float32 that is written and to two that are read
+  *[Instruction(f"add_pairs_{lanes}", {"c": _add_pairs(lanes)}, statement=True) for lanes in (4, 8, 16)],
+  *[Instruction(f"add_quads_{lanes}", {"c": _add_quads(lanes)}, statement=True) for lanes in (8, 16)],
+  # register pointer to 16 bytes, LDS pointer to the row of 16 that this lane names: four 8x8 matrices of 16 bits
+  Instruction("ldmatrix", {"cuda": _ldmatrix("")}, statement=True, cross_lane=True),
+  Instruction("ldmatrix_trans", {"cuda": _ldmatrix(".trans")}, statement=True, cross_lane=True),
+]
+
+INSTRUCTIONS: Mapping[str, Instruction] = MappingProxyType({i.name: i for i in _LIST})
+BY_TEXT: Mapping[str, Instruction] = MappingProxyType({text: i for i in _LIST for text in i.texts.values()})
