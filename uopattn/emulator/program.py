@@ -248,7 +248,7 @@ class Program:
   def _custom(self, u: UOp) -> Compute:
     instruction = instruction_of(u.arg)
     if instruction is None:
-      raise self._refuse(f"no instruction in uopattn.dsl.instructions has the text {u.arg!r}", u)
+      raise self._refuse(f"no instruction in uopattn.dsl.instruction_set has the text {u.arg!r}", u)
     if instruction.cross_lane and u.op is Ops.CUSTOMI:
       what = f"{instruction.name} must be Ops.CUSTOM: inlined, it can land in a branch that not all lanes take"
       raise self._refuse(what, u)
