@@ -130,7 +130,7 @@ def test_inside_a_jit() -> None:
       np.testing.assert_allclose(got.numpy(), exact, atol=2e-5)
     exact_loss = (oracle(arrays[0], arrays[1], arrays[2], is_causal=True, q_start=first)[0] * do.numpy()).sum()
     assert loss.item() == pytest.approx(exact_loss, abs=1e-3)
-  assert compiled.cache_info().misses == before + 1
+  assert compiled.cache_info().misses == before + 2  # forward, backward
 
 
 def kernels_of(*tensors: Tensor) -> int:
@@ -305,4 +305,4 @@ def test_a_kernel_is_compiled_once() -> None:
   before = compiled.cache_info().misses
   for seed in range(3):
     check_gradients(*qkv(1, 1, 1, 11, 13, 5, 7, seed=seed))
-  assert compiled.cache_info().misses == before + 1
+  assert compiled.cache_info().misses == before + 2  # forward, backward

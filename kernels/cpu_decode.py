@@ -171,9 +171,13 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   anywhere, here = here, here.of_tile(s, first, block_n, within)
   once = blocks == 1 and heads * N * (Dk * k.dtype.itemsize + Dv * v.dtype.itemsize) > CACHES
 
-  def tile_of(x: UOp, first: UOp, rules: HeadRules) -> Tile:
+  def tile_of(x: UOp, first: UOp, rules: HeadRules, counts: Callable[[UOp], UOp] | None = None) -> Tile:
     """Rows from `first` on; past the last one that exists, that one once more."""
-    return Tile(rules.keys(x), lambda n: first + n if last is None else least([first + n, last]), once)
+    return Tile(rules.keys(x), lambda n: first + n if last is None else least([first + n, last]), once, counts)
+
+  def new(n: UOp) -> UOp:
+    """Whether the n-th key of the tile exists and was not in one before. A weight of 0 would not undo an infinity."""
+    return first + n >= start if last is None else (first + n >= start) & (first + n <= last)
 
   def score(product: UOp, r: UOp, n: UOp) -> UOp:
     """The score of row r of the block and key n of the tile; -inf where hidden or counted before."""
@@ -184,7 +188,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     return here.weights([p], row(r), first + n, [0], True)[0]
 
   m_old, l_old, acc_old = (x.after(tile) for x in (m_i, l_i, acc))
-  v_tile = tile_of(v, first, here)
+  v_tile = tile_of(v, first, here, None if last is None and N % block_n == 0 else new)
   products = multiply_qk(s, q_rows, tile_of(k, first, here), v_tile, block_n, tiles, within)
   p, m_end, alpha = softmax(s, products, score, exponent, m_old, tiles.lanes, within)
   l_end = add_up(s, p, l_old, alpha, within)
@@ -203,16 +207,24 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
 @dataclass(frozen=True, eq=False)
 class Tile:
-  """Keys, or values, of which `row` finds the place of the n-th, and which may be read `once` alone."""
+  """Keys, or values.
+
+  Attributes:
+    row: finds the place of the n-th.
+    once: whether they are read once alone.
+    counts: whether the n-th counts; None: all do.
+  """
 
   rows: HeadRows
   row: Callable[[UOp], UOp]
   once: bool
+  counts: Callable[[UOp], UOp] | None = None
 
   def __getitem__(self, place: tuple[UOp, UOp]) -> UOp:
-    """An element, as float32."""
+    """An element, as float32; 0 where it does not count."""
     n, d = place
-    return self.rows.element(self.row(n), d).cast(dtypes.float)
+    element = self.rows.element(self.row(n), d).cast(dtypes.float)
+    return element if self.counts is None else self.counts(n).where(element, 0.0)
 
   def prefetch(self, s: Scope, rows: int, part: UOp, count: int, parts: int, within: tuple[UOp, ...]) -> UOp:
     """Asks for what falls to `count` parts, from `part` on, of `rows` rows in `parts`, cut as their lines follow."""
