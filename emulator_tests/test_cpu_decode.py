@@ -172,16 +172,11 @@ def test_tiles_state_their_laws() -> None:
     tiles = Tiles.choose(8, rows, 4096, 128, 128, 2, 16, 32)
     assert (tiles.block_m, tiles.unroll_m) == (block_m, unroll_m)
     assert registers_of(tiles) <= 32
-  for size, itemsize, block_n in (
-    (64, 2, 96),
-    (64, 4, 48),
-    (128, 2, 48),
-    (128, 4, 32),
-    (256, 2, 32),
-    (256, 4, 16),
-    (512, 4, 16),
-  ):
+  sizes = ((64, 2, 64), (64, 4, 64), (128, 2, 64), (128, 4, 32), (256, 2, 32), (256, 4, 16), (512, 4, 16))
+  for size, itemsize, block_n in sizes:
     assert Tiles.choose(8, 4, 4096, size, size, itemsize, 16, 32).block_n == block_n
+  for N, block_n in ((96, 96), (960, 96), (1000, 96), (1024, 64), (48, 48), (47, 47)):  # whole tiles where there are
+    assert Tiles.choose(8, 4, N, 64, 64, 2, 16, 32).block_n == block_n
   small = Tiles.choose(8, 8, 4096, 128, 128, 2, 8, 16)
   assert registers_of(small) <= 16
   assert Tiles.choose(8, 40, 10, 20_000, 20_000, 2, 16, 32).stack_bytes(20_000, 20_000) <= cpu_decode.STACK_LIMIT
