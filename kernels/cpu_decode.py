@@ -17,9 +17,9 @@ with the scores of a tile.
 
 With few heads the keys are split among work items, and `join` puts the parts together.
 
-Measured, of the speed at which two cores of an AMD EPYC (Zen 5) read memory, 36 to 70 GB/s (2026-11-22): 0.88 to 1.06
-for one to eight rows a key, in float32, float16 and bfloat16, head sizes 64 and 128. More rows take longer to multiply
-than to read: 306 to 321 GFLOP/s.
+Measured, of the speed at which two cores of an AMD EPYC (Zen 5) read memory (2026-11-22), one to eight rows a key, in
+float32, float16 and bfloat16, head sizes 64 and 128: 0.88 to 1.06 on a quiet machine, 0.70 to 1.00 on a busy one. More
+rows take longer to multiply than to read: 288 to 315 GFLOP/s.
 """
 
 from collections.abc import Callable
