@@ -2,6 +2,7 @@
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,12 +10,9 @@ from helpers import DTYPES, check, check_attention, qkv
 from hypothesis import given
 from hypothesis import strategies as st
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.uop.ops import Ops
 
 from uopattn import flash
 from uopattn.dispatch import Choice, dispatch
-from uopattn.dsl.instruction_set import INSTRUCTIONS
-from uopattn.flash import graph, placeholders
 from uopattn.kernels import cpu_decode
 from uopattn.kernels.cpu_decode import Tiles
 from uopattn.prepare import compiled
@@ -63,19 +61,6 @@ def test_tiles_of_another_machine() -> None:
     Tensor.custom_kernel(Tensor.empty(1, 1, 1, 8), q, k, v, fxn=functools.partial(flash, tiles=64))
 
 
-@pytest.mark.parametrize(
-  ("M", "N", "once"), [(1, 4096, False), (1, 32768, False), (1, 32769, True), (4, 65536, True), (5, 65536, False)]
-)
-def test_keys_that_no_cache_holds_stay_in_the_nearest(M: int, N: int, once: bool) -> None:
-  """Of more than 32 MB, unless the blocks of queries are several, which each read them."""
-  spec = AttentionSpec(1, 8, 2, M, N, 64, 64, dtypes.float32, 0.125)
-  choice = dispatch(spec, Target("CPU", "x86_64,native", VectorUnit(16, 32)))
-  assert isinstance(choice, Choice)
-  built = graph(choice, spec, placeholders(choice, spec))
-  texts = {u.arg for u in built.toposort() if u.op is Ops.CUSTOM and "prefetch" in str(u.arg)}
-  assert texts == {INSTRUCTIONS["prefetch_once" if once else "prefetch"].text("c")}
-
-
 @given(
   unroll_m=st.integers(1, 5),
   row_strips=st.integers(1, 3),
@@ -88,17 +73,81 @@ def test_keys_that_no_cache_holds_stay_in_the_nearest(M: int, N: int, once: bool
   causal=st.booleans(),
 )
 def test_any_tiles(unroll_m, row_strips, block_n, unroll_n, unroll_d, lanes, M, N, causal) -> None:
-  q, k, v = qkv(1, 4, 2, M, N, 20, 21)
   tiles = Tiles(unroll_m * row_strips, block_n, unroll_m, unroll_n, unroll_d, lanes, 2)
+  check_tiles(tiles, qkv(1, 4, 2, M, N, 20, 21), causal)
+
+
+def check_tiles(tiles: Tiles, inputs: tuple[Tensor, Tensor, Tensor], causal: bool) -> None:
+  q, k, v = inputs
   fxn = functools.partial(flash, tiles=tiles, causal=causal, enable_gqa=True)
-  o, lse = (Tensor.full(x, math.nan).contiguous().realize() for x in ((1, 4, M, 21), (1, 4, M)))
+  o = Tensor.full((*q.shape[:3], v.shape[3]), math.nan, dtype=q.dtype).contiguous().realize()
+  lse = Tensor.full(q.shape[:3], math.nan).contiguous().realize()
   results = Tensor.custom_kernel(o, q, k, v, lse, fxn=fxn)
   Tensor.realize(results[0], results[4])
   check(q, k, v, results[0], results[4], is_causal=causal)
 
 
+has_pairs = pytest.mark.skipif(
+  not Target.of("CPU").vector.bfloat16, reason="this machine does not add products of bfloat16 two at a time"
+)
+
+
+@has_pairs
+@given(
+  unroll_m=st.integers(1, 5),
+  row_strips=st.integers(1, 3),
+  pairs=st.integers(1, 50),
+  tiles=st.integers(1, 4),
+  unroll_n=st.integers(1, 6),
+  unroll_d=st.integers(1, 4),
+  lanes=st.sampled_from((8, 16)),
+  M=st.integers(1, 7),
+  Dk=st.integers(1, 5),
+  Dv=st.integers(1, 9),
+  causal=st.booleans(),
+)
+def test_any_tiles_of_pairs(unroll_m, row_strips, pairs, tiles, unroll_n, unroll_d, lanes, M, Dk, Dv, causal) -> None:
+  shape = (1, 4, 2, M, 2 * pairs * tiles, 2 * Dk * lanes, Dv * lanes)
+  of_pairs = Tiles(unroll_m * row_strips, 2 * pairs, unroll_m, unroll_n, unroll_d, lanes, 2, pairs=True)
+  check_tiles(of_pairs, qkv(*shape, dtypes.bfloat16), causal)
+
+
+@has_pairs
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"window": (40, 0)}], ids=str)
+@pytest.mark.parametrize(("M", "Hkv", "N", "D"), [(1, 2, 320, 64), (1, 1, 16, 32), (3, 2, 960, 128), (5, 1, 256, 256)])
+def test_pairs_match_the_oracle(M: int, Hkv: int, N: int, D: int, options: dict[str, Any]) -> None:
+  inputs = qkv(1, 8, Hkv, M, N, D, D, dtypes.bfloat16)
+  choice = dispatch(AttentionSpec(1, 8, Hkv, M, N, D, D, dtypes.bfloat16, 1 / math.sqrt(D)), Target.of("CPU"))
+  assert isinstance(choice, Choice)
+  assert choice.tiles.pairs
+  check_attention(*inputs, is_causal=True, q_start=N - M, **options)
+
+
+@pytest.mark.parametrize(
+  ("fit", "N", "Dk", "Dv", "block_n", "lanes"),
+  [
+    (True, 320, 64, 16, 32, 16),
+    (True, 6, 32, 48, 32, 16),
+    (True, 32, 16, 8, 16, 8),
+    (False, 320, 48, 16, 32, 16),  # half a vector of Q
+    (False, 320, 64, 24, 32, 16),  # half a vector of V
+    (False, 330, 64, 16, 32, 16),  # keys in two tiles
+    (False, 33, 32, 32, 33, 16),  # a key without another
+    (False, 320, 64, 16, 32, 4),
+  ],
+)
+def test_where_pairs_fit(fit: bool, N: int, Dk: int, Dv: int, block_n: int, lanes: int) -> None:
+  tiles = Tiles(4, block_n, 4, 4, 4, lanes)
+  assert tiles.fits_pairs(N, Dk, Dv) == fit
+  for dtype in DTYPES if fit else (dtypes.bfloat16,):
+    if not fit or dtype != dtypes.bfloat16:
+      with pytest.raises(ValueError, match=f"Tiles.pairs: not for {N} keys of head sizes {Dk} and {Dv} in {dtype}"):
+        check_tiles(replace(tiles, pairs=True), qkv(1, 4, 2, 1, N, Dk, Dv, dtype), causal=False)
+
+
 right_qk, right_pv = cpu_decode.multiply_qk, cpu_decode.multiply_pv
 right_softmax, right_add, right_fold = cpu_decode.softmax, cpu_decode.add_up, cpu_decode.fold
+right_dot, right_weighted = cpu_decode.dot_pairs, cpu_decode.weighted_pair
 
 
 def ones(s, alpha: UOp, within) -> UOp:
@@ -133,6 +182,14 @@ def rest_of_the_head_left_out(s, q, k, *rest):
   return right_qk(s, beginning, k, *rest)
 
 
+def weights_the_wrong_way_round(lanes, to, weights, a, b, *after):
+  return right_weighted(lanes, to, weights, b, a, *after)
+
+
+def products_of_q_with_itself(lanes, to, a, b, *after):
+  return right_dot(lanes, to, a, a, *after)
+
+
 MISTAKES: dict[str, tuple[str, Any, dict[str, Any]]] = {
   "no rescale of the accumulator": ("multiply_pv", no_rescale_of_o, {}),
   "no rescale of the sum": ("add_up", no_rescale_of_l, {}),
@@ -153,6 +210,20 @@ def test_a_mistake_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None
   monkeypatch.setattr(cpu_decode, phase, mistake)
   with pytest.raises(AssertionError, match="worst at"):
     check_attention(*inputs, **options)
+  compiled.cache_clear()
+
+
+@has_pairs
+@pytest.mark.parametrize(
+  ("phase", "mistake"), [("weighted_pair", weights_the_wrong_way_round), ("dot_pairs", products_of_q_with_itself)]
+)
+def test_a_mistake_with_pairs_is_caught(phase: str, mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+  inputs = qkv(1, 6, 2, 3, 160, 64, 32, dtypes.bfloat16)
+  check_attention(*inputs)
+  compiled.cache_clear()
+  monkeypatch.setattr(cpu_decode, phase, mistake)
+  with pytest.raises(AssertionError, match="worst at"):
+    check_attention(*inputs)
   compiled.cache_clear()
 
 

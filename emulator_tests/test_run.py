@@ -211,18 +211,19 @@ def test_without_a_compiler_the_runner_says_how_to_get_one(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-  ("arch", "lanes", "registers"),
+  ("arch", "lanes", "registers", "bfloat16"),
   [
-    ("x86_64,znver4", 16, 32),
-    ("x86_64,skylake-avx512", 8, 32),
-    ("x86_64,haswell", 8, 16),
-    ("x86_64,x86-64", 4, 16),
-    ("arm64,generic", 4, 32),
-    ("arm64,neoverse-v1", 4, 32),
+    ("x86_64,znver4", 16, 32, True),
+    ("x86_64,sapphirerapids", 8, 32, True),
+    ("x86_64,skylake-avx512", 8, 32, False),
+    ("x86_64,haswell", 8, 16, False),
+    ("x86_64,x86-64", 4, 16, False),
+    ("arm64,generic", 4, 32, False),
+    ("arm64,neoverse-v1", 4, 32, False),
   ],
 )
-def test_vector_unit_is_what_the_compiler_uses(arch: str, lanes: int, registers: int) -> None:
-  assert cpu_target(arch).vector == toolchain.VectorUnit(lanes, registers)
+def test_vector_unit_is_what_the_compiler_uses(arch: str, lanes: int, registers: int, bfloat16: bool) -> None:
+  assert cpu_target(arch).vector == toolchain.VectorUnit(lanes, registers, bfloat16)
 
 
 def test_a_compiler_that_cannot_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,13 @@ once for all of them, and
 K and V are read in their own order and straight into registers; 16-bit elements are widened there. What limits the
 speed is how fast the cores can read memory, as long as they always have reads under way. The turns between K, softmax
 and V are too many, and too short, for a machine to see by itself what comes next: so while Q K^T is computed the
-tile's values are asked for, a line for a line, and during P V the keys of the tile to follow.
+tile's values are asked for, a line for a line, and during P V the keys of the tile to follow. A processor leaves out
+what it cannot queue, so each line is asked for once more shortly before its use.
 
 Who holds what. A strip of `unroll_m` rows against `unroll_n` keys (of Q K^T), or `unroll_d` vectors of value columns
 (of P V), is accumulated in vector registers; the former's lanes are folded there too. Q, O, m and l live on the stack,
-with the scores of a tile.
+with the scores of a tile. Where the machine adds two products of bfloat16 at a time, Q, K and V in bfloat16 are
+multiplied as they are, and P is rounded to it.
 
 With few heads the keys are split among work items, and `join` puts the parts together.
 
@@ -32,17 +34,17 @@ from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType, KernelInfo
 
 from uopattn.dsl import LN2, LOG2E, Scope, clamp, exp2, least, sizes
-from uopattn.dsl.instructions import add_pairs, add_quads, prefetch
+from uopattn.dsl.instructions import add_pairs, add_quads, dot_pairs, prefetch, weighted_pair
 from uopattn.dsl.rows import HeadRows
 from uopattn.dsl.rules import HeadRules, Rules
 from uopattn.dsl.softmax import finish
-from uopattn.dsl.strips import accumulate, even, largest_divisor, strips, zeros
+from uopattn.dsl.strips import accumulate, add_steps, even, largest_divisor, strips, zeros
 from uopattn.target import LINE
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
+AHEAD = 16  # keys before its use that a line is asked for again
 WORK_PER_CALL = 4_000_000  # floating-point operations; some 0.03 ms, against a microsecond that a call costs
 NEAREST = 36 << 10  # bytes of K and V a tile, of which one is in use in the nearest cache while the other comes in
-CACHES = 1 << 25  # bytes: of more than that nothing is left in a machine's caches when it is read again
 
 # (q.k times the factor, row of the block, key of the tile) -> the score
 Score = Callable[[UOp, UOp, UOp], UOp]
@@ -60,6 +62,7 @@ class Tiles:
     unroll_d: the same of vectors of value columns.
     lanes: elements of a vector, a power of two.
     blocks_per_call: blocks that one call of the kernel handles; a divisor of kv_heads * ceil(rows / block_m).
+    pairs: whether products of bfloat16 are added two at a time; see `fits_pairs`.
   """
 
   block_m: int
@@ -69,10 +72,11 @@ class Tiles:
   unroll_d: int
   lanes: int
   blocks_per_call: int = 1
+  pairs: bool = False
 
   def __post_init__(self) -> None:
     for name, value in asdict(self).items():
-      if value < 1:
+      if name != "pairs" and value < 1:
         raise ValueError(f"Tiles.{name}={value}: must be at least 1")
     if self.block_m % self.unroll_m:
       raise ValueError(f"Tiles.block_m={self.block_m}: must be a multiple of unroll_m={self.unroll_m}")
@@ -84,14 +88,32 @@ class Tiles:
     strip = 2 * self.unroll_m * max(self.unroll_n, self.unroll_d) * self.lanes
     return 4 * (self.block_m * (Dk + Dv + self.lanes + 4 * self.block_n) + strip)
 
+  def fits_pairs(self, N: int, Dk: int, Dv: int) -> bool:
+    """Whether rows are whole vectors, of pairs those of Q and K, and each pair of keys is in one tile, and once."""
+    return (
+      self.lanes in (8, 16)
+      and Dk % (2 * self.lanes) == Dv % self.lanes == 0
+      and min(self.block_n, N) % 2 == N % min(self.block_n, N) == 0
+    )
+
   @classmethod
   def choose(
-    cls, kv_heads: int, rows: int, N: int, Dk: int, Dv: int, itemsize: int, lanes: int, registers: int
+    cls,
+    kv_heads: int,
+    rows: int,
+    N: int,
+    Dk: int,
+    Dv: int,
+    itemsize: int,
+    lanes: int,
+    registers: int,
+    pairs: bool = False,
   ) -> "Tiles":
     """Tiles for `rows` queries a key head, on a machine with `registers` vector registers of `lanes` float32 each.
 
     Args:
       itemsize: bytes of an element of K and V.
+      pairs: whether the machine adds two products of such elements at a time.
 
     Raises:
       ValueError: the head size is too large for the stack even with the smallest tile.
@@ -111,7 +133,8 @@ class Tiles:
       raise ValueError(f"head size {max(Dk, Dv)}: a tile needs {needed} bytes of stack, the limit is {STACK_LIMIT}")
     wanted = ceildiv(WORK_PER_CALL, 2 * tiles.block_m * N * (Dk + Dv))
     blocks = kv_heads * ceildiv(rows, tiles.block_m)
-    return replace(tiles, blocks_per_call=largest_divisor(blocks, wanted))
+    fit = pairs and tiles.fits_pairs(N, Dk, Dv)
+    return replace(tiles, blocks_per_call=largest_divisor(blocks, wanted), pairs=fit)
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
@@ -133,6 +156,8 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     raise ValueError(
       f"Tiles.blocks_per_call={tiles.blocks_per_call}: must divide the {results * blocks} blocks of queries"
     )
+  if tiles.pairs and not (q.dtype == k.dtype == v.dtype == dtypes.bfloat16 and tiles.fits_pairs(N, Dk, Dv)):
+    raise ValueError(f"Tiles.pairs: not for {N} keys of head sizes {Dk} and {Dv} in {q.dtype}, with {tiles}")
   s = Scope()
   call = s.axis(results * blocks // tiles.blocks_per_call, AxisType.THREAD)
   outer = (call, s.axis(tiles.blocks_per_call))
@@ -145,9 +170,12 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   # In base 2, by a factor on q or, where scores are modified first, by one in the exponent.
   factor, exponent = rules.factors if rules.modifies else (rules.scale * LOG2E, 1.0)
-  q_rows = s.assign(
-    s.buffer(block_m, Dk), lambda r, d: q[result // splits, row(r), d].load().cast(dtypes.float) * factor, within=outer
-  )
+
+  def query(r: UOp, d: UOp) -> UOp:
+    element = q[result // splits, row(r), d].load()
+    return element if tiles.pairs else element.cast(dtypes.float) * factor
+
+  q_rows = s.assign(s.buffer(block_m, Dk, dtype=q.dtype if tiles.pairs else dtypes.float), query, within=outer)
   acc = s.assign(s.buffer(block_m, Dv), lambda r, d: 0.0, within=outer)
   m_i = s.assign(s.buffer(block_m), lambda r: -inf, within=outer)
   l_i = s.assign(s.buffer(block_m, tiles.lanes), lambda r, w: 0.0, within=outer)
@@ -171,11 +199,10 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   following = first_key(trip + 1)[1]
   last = None if rules.kv_lengths is None else clamp(here.length - 1, 0, N - 1)
   anywhere, here = here, here.of_tile(s, first, block_n, within)
-  once = blocks == 1 and heads * N * (Dk * k.dtype.itemsize + Dv * v.dtype.itemsize) > CACHES
 
   def tile_of(x: UOp, first: UOp, rules: HeadRules, counts: Callable[[UOp], UOp] | None = None) -> Tile:
     """Rows from `first` on; past the last one that exists, that one once more."""
-    return Tile(rules.keys(x), lambda n: first + n if last is None else least([first + n, last]), once, counts)
+    return Tile(rules.keys(x), lambda n: first + n if last is None else least([first + n, last]), counts)
 
   def new(n: UOp) -> UOp:
     """Whether the n-th key of the tile was not in one before. A weight of 0 would not undo an infinity."""
@@ -184,6 +211,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   def score(product: UOp, r: UOp, n: UOp) -> UOp:
     """The score of row r of the block and key n of the tile; -inf where hidden or counted before."""
     hidden = reduce(UOp.__or__, [first + n < start, *here.hidden(row(r), first + n)])
+    product = product * factor if tiles.pairs else product
     return hidden.where(-inf, here.modified(product, row(r), first + n))
 
   def weight(p: UOp, r: UOp, n: UOp) -> UOp:
@@ -213,13 +241,11 @@ class Tile:
 
   Attributes:
     row: finds the place of the n-th.
-    once: whether they are read once alone.
     counts: whether the n-th counts; None: all do.
   """
 
   rows: HeadRows
   row: Callable[[UOp], UOp]
-  once: bool
   counts: Callable[[UOp], UOp] | None = None
 
   def __getitem__(self, place: tuple[UOp, UOp]) -> UOp:
@@ -228,42 +254,60 @@ class Tile:
     element = self.rows.element(self.row(n), d).cast(dtypes.float)
     return element if self.counts is None else self.counts(n).where(element, 0.0)
 
-  def prefetch(self, s: Scope, rows: int, part: UOp, count: int, parts: int, within: tuple[UOp, ...]) -> UOp:
-    """Asks for what falls to `count` parts, from `part` on, of `rows` rows in `parts`, cut as their lines follow."""
+  def place(self, n: UOp, d: UOp) -> UOp:
+    """Where an element is in memory."""
+    return self.rows.place(self.row(n), d)
+
+  def prefetch(
+    self, s: Scope, rows: int, part: UOp, count: int, parts: int, within: tuple[UOp, ...], ahead: int = 0
+  ) -> UOp:
+    """Asks for what falls to `count` parts, from `part` on, of `rows` rows in `parts`, cut as their lines follow.
+
+    The rows are those from `ahead` on, some of which may be none of the buffer's.
+    """
     step = LINE // self.rows.x.dtype.itemsize
     lines = ceildiv(self.rows.size, step)
     line = s.axis(ceildiv(rows * lines * count, parts))
     common = gcd(rows * lines, parts)
     at = clamp(part * (rows * lines // common) // (parts // common) + line, 0, rows * lines - 1)
-    place = self.rows.place(self.row(at // lines), at % lines * step)
-    return prefetch((*within, line), place, self.once).end(line)
+    return prefetch((*within, line), self.place(at // lines + ahead, at % lines * step)).end(line)
 
 
 def multiply_qk(s: Scope, q: UOp, k: Tile, v: Tile, block_n: int, tiles: Tiles, within: tuple[UOp, ...]) -> UOp:
-  """S = Q K^T, (block_m, block_n); meanwhile the tile's values are fetched."""
+  """S = Q K^T, (block_m, block_n); meanwhile the tile's values are fetched.
+
+  All rows take their turn at a strip of keys, so that memory is read all the time, and not in the first turn alone.
+  """
   (block_m, Dk), rows, lanes = sizes(q), tiles.unroll_m, tiles.lanes
-  products, row_strip, chunks_in_all = s.buffer(block_m, block_n), s.axis(block_m // rows), ceildiv(Dk, lanes)
-  first_row = row_strip * rows
+  elements = 2 * lanes if tiles.pairs else lanes  # of a vector of K
+  products, row_strips, chunks_in_all = s.buffer(block_m, block_n), block_m // rows, ceildiv(Dk, elements)
   ends = []
   for left, count, keys in strips(block_n, tiles.unroll_n):
-    strip = s.axis(count)
-    key, inner = left + strip * keys, (*within, row_strip, strip)
+    strip, row_strip = s.axis(count), s.axis(row_strips)
+    key, first_row, inner = left + strip * keys, row_strip * rows, (*within, strip, row_strip)
     acc = zeros(s, rows * keys, lanes, inner)
-    for begin, chunks, width in strips(Dk, lanes):
+    for begin, chunks, width in strips(Dk, elements):
 
       def term(a: int, i: UOp, w: UOp) -> UOp:
         d = begin + i * width + w
         return q[first_row + a // keys, d] * k[key + a % keys, d]
 
       def fetches(i: UOp) -> list[UOp]:
-        part = (row_strip * block_n + key) * chunks_in_all + (begin // lanes + i) * keys
-        return [v.prefetch(s, block_n, part, keys, block_m // rows * block_n * chunks_in_all, (*inner, i))]
+        part = (key * row_strips + row_strip * keys) * chunks_in_all + (begin // elements + i) * keys
+        parts = block_n * row_strips * chunks_in_all
+        share = (block_n, part, keys, parts, (*inner, i))
+        return [v.prefetch(s, *share), k.prefetch(s, *share, ahead=AHEAD)]
 
-      acc = accumulate(s, acc, chunks, width, term, fetches)
+      def dots(before: UOp, i: UOp) -> list[UOp]:
+        d = begin + i * width
+        places = [(before[a, 0], q[first_row + a // keys, d], k.place(key + a % keys, d)) for a in range(rows * keys)]
+        return fetches(i) + [dot_pairs(lanes, *place) for place in places]
+
+      acc = add_steps(s, acc, chunks, dots) if tiles.pairs else accumulate(s, acc, chunks, width, term, fetches)
     sums = sum_lanes(s, acc, inner)
     stores = [products.after(*inner)[first_row + a // keys, key + a % keys].store(sums[a]) for a in range(rows * keys)]
-    ends.append(UOp.group(*stores).end(strip))
-  return products.after(UOp.group(*ends).end(row_strip))
+    ends.append(UOp.group(*stores).end(strip, row_strip))
+  return products.after(UOp.group(*ends))
 
 
 def sum_lanes(s: Scope, x: UOp, within: tuple[UOp, ...]) -> UOp:
@@ -347,26 +391,43 @@ def multiply_pv(
 ) -> UOp:
   """O = O alpha + P V; meanwhile the next tile's keys are fetched."""
   (block_m, block_n), Dv, rows, width = sizes(p), sizes(acc)[1], tiles.unroll_m, tiles.unroll_d * tiles.lanes
-  row_strip, strips_in_all = s.axis(block_m // rows), ceildiv(Dv, width)
-  first_row = row_strip * rows
+  row_strips, strips_in_all = block_m // rows, ceildiv(Dv, width)
+  keys = 2 if tiles.pairs else 1  # that are added at a time
+  weights = p
+  if tiles.pairs:
+    rounded = s.buffer(block_m, block_n, dtype=dtypes.bfloat16)
+    weights = s.assign(rounded, lambda r, n: p[r, n].load().cast(dtypes.bfloat16), within=within)
   ends = []
   for left, count, columns in strips(Dv, width):
-    strip = s.axis(count)
-    column, inner = left + strip * columns, (*within, row_strip, strip)
+    strip, row_strip = s.axis(count), s.axis(row_strips)
+    column, first_row, inner = left + strip * columns, row_strip * rows, (*within, strip, row_strip)
 
     def term(r: int, n: UOp, m: UOp) -> UOp:
-      return p[first_row + r, n] * v[n, column + m]
+      return weights[first_row + r, n] * v[n, column + m]
 
-    def fetches(n: UOp) -> list[UOp]:
-      part = (row_strip * strips_in_all + left // width + strip) * block_n + n
-      return [k_next.prefetch(s, block_n, part, 1, block_m // rows * strips_in_all * block_n, (*inner, n))]
+    def fetches(i: UOp) -> list[UOp]:
+      part = ((left // width + strip) * row_strips + row_strip) * block_n + i * keys
+      parts = strips_in_all * row_strips * block_n
+      share = (block_n, part, keys, parts, (*inner, i))
+      return [k_next.prefetch(s, *share), v.prefetch(s, *share, ahead=AHEAD)]
 
-    out = accumulate(s, zeros(s, rows, columns, inner), block_n, columns, term, fetches)
+    def dots(before: UOp, i: UOp) -> list[UOp]:
+      n = i * 2
+      places = [
+        (before[r, at], weights[first_row + r, n], v.place(n, column + at), v.place(n + 1, column + at))
+        for r in range(rows)
+        for at in range(0, columns, tiles.lanes)
+      ]
+      return fetches(i) + [weighted_pair(tiles.lanes, *place) for place in places]
+
+    out = zeros(s, rows, columns, inner)
+    steps = block_n // keys
+    out = add_steps(s, out, steps, dots) if tiles.pairs else accumulate(s, out, steps, columns, term, fetches)
     m = s.axis(columns)
     place = [acc[first_row + r, column + m] for r in range(rows)]
     stores = [place[r].store(place[r] * alpha[first_row + r] + out[r, m]) for r in range(rows)]
-    ends.append(UOp.group(*stores).end(strip, m))
-  return UOp.group(*ends).end(row_strip)
+    ends.append(UOp.group(*stores).end(strip, row_strip, m))
+  return UOp.group(*ends)
 
 
 def store_rows(

@@ -63,7 +63,9 @@ def _cpu_tiles(spec: AttentionSpec, target: Target) -> cpu_forward.Tiles:
 
 def _decode_tiles(spec: AttentionSpec, target: Target) -> cpu_decode.Tiles:
   s, unit = spec, target.vector
-  return cpu_decode.Tiles.choose(s.B * s.Hq, s.M, s.N, s.Dk, s.Dv, s.stored.itemsize, unit.lanes, unit.registers)
+  pairs = unit.bfloat16 and s.dtype == s.stored == dtypes.bfloat16
+  size = s.stored.itemsize
+  return cpu_decode.Tiles.choose(s.B * s.Hq, s.M, s.N, s.Dk, s.Dv, size, unit.lanes, unit.registers, pairs)
 
 
 def _group(spec: AttentionSpec) -> int:

@@ -55,10 +55,10 @@ class Target:
   units: int | None = None
 
   def __str__(self) -> str:
-    vector = (
-      f": {self.vector.registers} vector registers of {self.vector.lanes} float32" if self.device == "CPU" else ""
-    )
-    return f"{self.device} {self.arch}{vector}"
+    if self.device != "CPU":
+      return f"{self.device} {self.arch}"
+    pairs = ", pairs of bfloat16" if self.vector.bfloat16 else ""
+    return f"CPU {self.arch}: {self.vector.registers} vector registers of {self.vector.lanes} float32{pairs}"
 
   @classmethod
   def of(cls, device: str) -> "Target":

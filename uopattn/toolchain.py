@@ -58,10 +58,17 @@ def provide_clang() -> None:
 
 @dataclass(frozen=True)
 class VectorUnit:
-  """What a compiler vectorises with: `lanes` float32 in a register, `registers` of them."""
+  """What a compiler vectorises with.
+
+  Attributes:
+    lanes: float32 in a register.
+    registers: how many there are.
+    bfloat16: whether there is an instruction that adds two products of bfloat16 at a time; see `dot_pairs`.
+  """
 
   lanes: int
   registers: int
+  bfloat16: bool = False
 
 
 PLAIN = VectorUnit(lanes=4, registers=16)
@@ -70,6 +77,9 @@ _PROBE = """
 void probe(float *restrict a, const float *restrict b) { for (int i = 0; i < 64; i++) a[i] += b[i]; }
 #if defined(__AVX512VL__) || defined(__aarch64__)
 int many_registers;
+#endif
+#if defined(__AVX512VL__) && defined(__AVX512BF16__)
+int pairs_of_bfloat16;
 #endif
 """
 
@@ -90,7 +100,7 @@ def vector_unit(arch: str, flags: tuple[str, ...]) -> VectorUnit:
     said = (done.stderr.strip() or "no message").splitlines()[0]
     raise NoCompiler(f"{command[0]!r} is not a clang that compiles for {arch}: {said}")
   lanes = 16 if "%zmm" in done.stdout else 8 if "%ymm" in done.stdout else 4
-  return VectorUnit(lanes, 32 if "many_registers" in done.stdout else 16)
+  return VectorUnit(lanes, 32 if "many_registers" in done.stdout else 16, "pairs_of_bfloat16" in done.stdout)
 
 
 @functools.cache

@@ -90,6 +90,11 @@ def _cp_async(size: str, operand: str) -> str:
   )
 
 
+# What is opaque to clang stays where it is; else all prefetches of an unrolled loop would come first, and in a burst
+# processors leave some out.
+_PREFETCH = '({{ const void *place = {0}; __asm__ volatile("" : "+r"(place)); __builtin_prefetch(place, 0, 2); 0; }})'
+
+
 def _add_neighbours(lanes: int, first: list[int], step: int) -> str:
   """C text: lane i of a vector is the sum of lanes first[i] and first[i] + step of two others, taken as one."""
   terms = [f"__builtin_shufflevector(a, b, {', '.join(str(i + n) for i in first)})" for n in (0, step)]
@@ -109,6 +114,35 @@ def _add_pairs(lanes: int) -> str:
 def _add_quads(lanes: int) -> str:
   """C text: the first half of the lanes are sums of neighbouring fours in one vector, the others in another one."""
   return _add_neighbours(lanes, [8 * pair + i for pair in range(lanes // 4) for i in range(4)], 4)
+
+
+def _dots(lanes: int, left: str, right: str) -> str:
+  """C text: to each float32 of a vector the products of two bfloat16 are added; `left` and `right` make these, a and b.
+
+  Source: Intel 64 and IA-32 Architectures Software Developer's Manual, VDPBF16PS. Denormal numbers count as 0.
+  """
+  size = 4 * lanes
+  return (
+    f"({{{{ typedef float vector __attribute__((vector_size({size}))); typedef int words"
+    f" __attribute__((vector_size({size}))); typedef __bf16 pairs __attribute__((vector_size({size}))), rows"
+    f" __attribute__((vector_size({size // 2}))); vector y; pairs a, b; {left} {right}"
+    f" __builtin_memcpy(&y, {{0}}, {size}); y = __builtin_ia32_dpbf16ps_{8 * size}(y, a, b);"
+    f" __builtin_memcpy({{0}}, &y, {size}); 0; }}}})"
+  )
+
+
+def _dot_pairs(lanes: int) -> str:
+  """C text: both vectors are in memory, pair by pair."""
+  left, right = (f"__builtin_memcpy(&{x}, {{{i}}}, {4 * lanes});" for i, x in ((1, "a"), (2, "b")))
+  return _dots(lanes, left, right)
+
+
+def _weighted_pair(lanes: int) -> str:
+  """C text: one vector is a pair, repeated; the other has one of each pair in one row of memory, one in another."""
+  repeated = "int w; __builtin_memcpy(&w, {1}, 4); words ws = w - (words){{}}; __builtin_memcpy(&a, &ws, sizeof(a));"
+  order = ", ".join(f"{i}, {lanes + i}" for i in range(lanes))
+  rows = f"rows c, d; __builtin_memcpy(&c, {{2}}, {2 * lanes}); __builtin_memcpy(&d, {{3}}, {2 * lanes});"
+  return _dots(lanes, repeated, f"{rows} b = __builtin_shufflevector(c, d, {order});")
 
 
 def _copy(value: str) -> str:
@@ -309,12 +343,15 @@ _LIST = [
   Instruction(
     "fence_async", {"cuda": _asm('asm volatile("fence.proxy.async.shared::cta;":::"memory");')}, statement=True
   ),
-  # pointer: what it points to is soon to be read, and maybe once
-  Instruction("prefetch", {"c": "(__builtin_prefetch({0}), 0)"}, statement=True),
-  Instruction("prefetch_once", {"c": "(__builtin_prefetch({0}, 0, 0), 0)"}, statement=True),
+  # pointer: what it points to is soon to be read
+  Instruction("prefetch", {"c": _PREFETCH}, statement=True),
   # pointers to a vector of float32 that is written and to two that are read
   *[Instruction(f"add_pairs_{lanes}", {"c": _add_pairs(lanes)}, statement=True) for lanes in (4, 8, 16)],
   *[Instruction(f"add_quads_{lanes}", {"c": _add_quads(lanes)}, statement=True) for lanes in (8, 16)],
+  # pointers to a vector of float32 that is added to, and to what is multiplied: two vectors of pairs of bfloat16, or a
+  # pair and the two rows that it weighs
+  *[Instruction(f"dot_pairs_{lanes}", {"c": _dot_pairs(lanes)}, statement=True) for lanes in (8, 16)],
+  *[Instruction(f"weighted_pair_{lanes}", {"c": _weighted_pair(lanes)}, statement=True) for lanes in (8, 16)],
   # register pointer to 16 bytes, LDS pointer to the row of 16 that this lane names: four 8x8 matrices of 16 bits
   Instruction("ldmatrix", {"cuda": _ldmatrix("")}, statement=True, cross_lane=True),
   Instruction("ldmatrix_trans", {"cuda": _ldmatrix(".trans")}, statement=True, cross_lane=True),

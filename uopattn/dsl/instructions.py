@@ -240,12 +240,13 @@ def ldmatrix(family: str, to: UOp, row: UOp, *after: UOp, trans: bool = False) -
   return _statement(family, "ldmatrix_trans" if trans else "ldmatrix", after, to, row)
 
 
-def prefetch(after: tuple[UOp, ...], place: UOp, once: bool = False) -> UOp:
-  """Asks a CPU to bring the cache line of an element of a buffer; whether it does changes no result.
+def prefetch(after: tuple[UOp, ...], place: UOp) -> UOp:
+  """Asks a CPU to bring the cache line of an element of a buffer to its second cache; that changes no result.
 
-  What is read once is kept in the nearest cache alone.
+  Not to the first, for whose lines a core cannot wait in such numbers as memory's speed takes. `place` may be past the
+  buffer's end: then nothing is asked for.
   """
-  return _statement("c", "prefetch_once" if once else "prefetch", after, place)
+  return _statement("c", "prefetch", after, place)
 
 
 def add_pairs(lanes: int, to: UOp, a: UOp, b: UOp, *after: UOp) -> UOp:
@@ -266,3 +267,21 @@ def add_quads(lanes: int, to: UOp, a: UOp, b: UOp, *after: UOp) -> UOp:
     to: INDEX of the first element of float32 that is written; a, b: of those that are read. A statement.
   """
   return _statement("c", f"add_quads_{lanes}", after, to, a, b)
+
+
+def dot_pairs(lanes: int, to: UOp, a: UOp, b: UOp, *after: UOp) -> UOp:
+  """Adds a[2i] b[2i] + a[2i + 1] b[2i + 1] to to[i], for i < lanes, on an x86 CPU with AVX512-BF16.
+
+  Denormal numbers, read or made, count as 0. Source: Intel 64 and IA-32 Architectures Software Developer's Manual,
+  VDPBF16PS.
+
+  Args:
+    lanes: of a vector of float32, 8 or 16.
+    to: INDEX of the first element of float32; a, b: of those of bfloat16. A statement.
+  """
+  return _statement("c", f"dot_pairs_{lanes}", after, to, a, b)
+
+
+def weighted_pair(lanes: int, to: UOp, weights: UOp, a: UOp, b: UOp, *after: UOp) -> UOp:
+  """Adds weights[0] a[i] + weights[1] b[i] to to[i], for i < lanes; else as `dot_pairs`. A statement."""
+  return _statement("c", f"weighted_pair_{lanes}", after, to, weights, a, b)

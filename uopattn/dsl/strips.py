@@ -46,10 +46,19 @@ def accumulate(
   The rows are written out, never indexed by an axis: an array that is indexed by constants and whole rows of lanes
   alone is what the compiler moves into vector registers. `beside` gives statements that join each i.
   """
-  i, m = s.axis(length), s.axis(lanes)
-  before = acc.after(i)
-  stores = [before[r, m].store(before[r, m] + term(r, i, m)) for r in range(sizes(acc)[0])]
-  return acc.after(UOp.group(*beside(i), UOp.group(*stores).end(m)).end(i))
+  m = s.axis(lanes)
+
+  def step(before: UOp, i: UOp) -> list[UOp]:
+    stores = [before[r, m].store(before[r, m] + term(r, i, m)) for r in range(sizes(acc)[0])]
+    return [*beside(i), UOp.group(*stores).end(m)]
+
+  return add_steps(s, acc, length, step)
+
+
+def add_steps(s: Scope, acc: UOp, length: int, step: Callable[[UOp, UOp], list[UOp]]) -> UOp:
+  """acc after step(acc, i) for all i < length: statements, or stores, that add to it, and what else joins them."""
+  i = s.axis(length)
+  return acc.after(UOp.group(*step(acc.after(i), i)).end(i))
 
 
 def load_tile(s: Scope, rows: HeadRows, first: UOp, block_n: int, length: UOp | None, loop: Loop) -> Tile:

@@ -50,12 +50,15 @@ def _row_ror(run: Run, u: UOp, value: Any, n: Any) -> Any:
 def _exp2(run: Run, u: UOp, x: Any) -> Any:
   if run.counters is not None:
     run.counters.exp2s += len(run.active())
-  y = np.exp2(x)
-  return np.where(np.abs(y) < np.finfo(np.float32).tiny, np.float32(0), y)
+  return _without_denormals(np.exp2(x))
 
 
 def _log2(run: Run, u: UOp, x: Any) -> Any:
-  return np.log2(np.where(np.abs(x) < np.finfo(np.float32).tiny, np.float32(0), x))
+  return np.log2(_without_denormals(x))
+
+
+def _without_denormals(x: Any) -> Any:
+  return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.float32(0), x)
 
 
 def _pack(dtype: DType) -> Meaning:
@@ -110,6 +113,35 @@ def _add_quads(lanes: int) -> Callable[..., Any]:
     return [x[q + i] + x[q + i + 4] for x in (left, right) for q in range(0, lanes, 8) for i in range(4)]
 
   return _add_neighbours(lanes, sums)
+
+
+def _dot_pairs(lanes: int) -> Callable[..., Any]:
+  def meaning(run: Run, u: UOp, to: Pointer, a: Pointer, b: Pointer) -> Any:
+    return _add_products(u, to, *(_bfloat16(u, x, 2 * lanes) for x in (a, b)))
+
+  return meaning
+
+
+def _weighted_pair(lanes: int) -> Callable[..., Any]:
+  def meaning(run: Run, u: UOp, to: Pointer, weights: Pointer, a: Pointer, b: Pointer) -> Any:
+    rows = zip(*(_bfloat16(u, x, lanes) for x in (a, b)), strict=True)
+    return _add_products(u, to, _bfloat16(u, weights, 2) * lanes, [x for pair in rows for x in pair])
+
+  return meaning
+
+
+def _bfloat16(u: UOp, x: Pointer, count: int) -> list[Any]:
+  stored = x.memory.load(u, x.index, x.dtype, count)
+  return [_without_denormals(alu.decode(value, x.dtype)) for value in stored]
+
+
+def _add_products(u: UOp, to: Pointer, left: list[Any], right: list[Any]) -> Any:
+  """Adds the products of a pair to one number each, the second first."""
+  sums = to.memory.load(u, to.index, to.dtype, len(left) // 2)
+  for i in (1, 0):
+    sums = [_without_denormals(y + a * b) for y, a, b in zip(sums, left[i::2], right[i::2], strict=True)]
+  to.memory.store(u, to.index, to.dtype, sums)
+  return NOTHING
 
 
 def _store_chunk(run: Run, u: UOp, to: Pointer, *words: Any) -> Any:
@@ -177,9 +209,10 @@ MEANINGS: dict[str, Meaning] = {
   "pin": lambda run, u, x: x,
   "wave_fence": lambda run, u: NOTHING,  # lanes run in step here
   "prefetch": lambda run, u, place: NOTHING,
-  "prefetch_once": lambda run, u, place: NOTHING,
   **{f"add_pairs_{lanes}": _add_pairs(lanes) for lanes in (4, 8, 16)},
   **{f"add_quads_{lanes}": _add_quads(lanes) for lanes in (8, 16)},
+  **{f"dot_pairs_{lanes}": _dot_pairs(lanes) for lanes in (8, 16)},
+  **{f"weighted_pair_{lanes}": _weighted_pair(lanes) for lanes in (8, 16)},
   "ldmatrix": lambda run, u, to, row: _ldmatrix(run, u, to, row, trans=False),
   "ldmatrix_trans": lambda run, u, to, row: _ldmatrix(run, u, to, row, trans=True),
 }
