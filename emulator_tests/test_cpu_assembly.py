@@ -20,6 +20,7 @@ from tinygrad.uop.ops import Ops
 from uopattn import backward
 from uopattn.dispatch import Choice, dispatch
 from uopattn.dispatch_backward import Step, dispatch_backward
+from uopattn.dsl.strips import strips
 from uopattn.flash import graph, placeholders
 from uopattn.spec import AttentionSpec
 from uopattn.target import AlignedRenderer
@@ -147,7 +148,9 @@ def test_products_of_few_queries_run_in_registers(arch: str, dtype) -> None:
   assert isinstance(choice, Choice)
   assert choice.kernel.name == "cpu_decode"
   assert choice.tiles.pairs == (dtype == dtypes.bfloat16 and arch.split(",")[1] in ("sapphirerapids", "znver4"))
-  accumulators = {choice.tiles.unroll_m * unroll for unroll in (choice.tiles.unroll_n, choice.tiles.unroll_d)}
+  tiles = choice.tiles
+  widths = {tiles.unroll_d, *(keys for _, _, keys in strips(tiles.block_n, tiles.unroll_n))}
+  accumulators = {tiles.unroll_m * width for width in widths}
   kernel = graph(choice, spec, placeholders(choice, spec))
   check_products(kernel, machine.arch, notation, accumulators, prefetch=True)
 

@@ -125,7 +125,7 @@ class Tiles:
     fitting = [n for n in (96, 64, 48, 32) if n * (Dk + Dv) * itemsize <= NEAREST] + [16]
     # Where a key is in two tiles, each value is tested whether it counts: that takes a fifth longer in 16 bits.
     block_n = next((n for n in fitting if N % n == 0), fitting[0])
-    unroll_n = 6 if lanes == 16 and block_n % 6 == 0 else 4  # with 32 registers of 8 lanes clang spills for 6
+    unroll_n = 6 if lanes == 16 else 4  # with 32 registers of 8 lanes clang spills for 6
     tiles = cls(block_m, min(N, block_n), unroll_m, unroll_n, 4, lanes)
     if tiles.stack_bytes(Dk, Dv) > STACK_LIMIT:
       tiles = cls(1, min(N, 16), 1, 4, 4, lanes)
