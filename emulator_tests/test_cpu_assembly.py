@@ -147,7 +147,7 @@ def test_products_of_few_queries_run_in_registers(arch: str, dtype) -> None:
   choice = dispatch(spec, machine)
   assert isinstance(choice, Choice)
   assert choice.kernel.name == "cpu_decode"
-  assert choice.tiles.pairs == (dtype == dtypes.bfloat16 and arch.split(",")[1] in ("sapphirerapids", "znver4"))
+  assert choice.tiles.pairs == (dtype == dtypes.bfloat16 and arch == "x86_64,znver4")
   tiles = choice.tiles
   widths = {tiles.unroll_d, *(keys for _, _, keys in strips(tiles.block_n, tiles.unroll_n))}
   accumulators = {tiles.unroll_m * width for width in widths}
@@ -174,7 +174,7 @@ from gradients import check_gradients
 from helpers import DTYPES, check_attention, qkv
 from uopattn.target import Target
 print(Target.of("CPU"))
-for shape in ((1, 2, 2, 100, 130, 64, 64), (1, 6, 2, 1, 77, 33, 17), (1, 6, 2, 1, 160, 64, 64)):
+for shape in ((1, 2, 2, 100, 130, 64, 64), (1, 6, 2, 1, 77, 33, 17)):
   for dtype in DTYPES:
     check_attention(*qkv(*shape, dtype), is_causal=True, q_start=30)
     check_gradients(*qkv(*shape, dtype), {"is_causal": True, "q_start": 30})
@@ -188,7 +188,6 @@ for shape in ((1, 2, 2, 100, 130, 64, 64), (1, 6, 2, 1, 77, 33, 17), (1, 6, 2, 1
     ("x86-64-v2", "sse4_2", "16 vector registers of 4"),
     ("haswell", "avx2", "16 vector registers of 8"),
     ("skylake-avx512", "avx512vl", "32 vector registers of 8"),
-    ("cooperlake", "avx512_bf16", "32 vector registers of 8 float32, pairs of bfloat16"),
   ],
 )
 def test_code_for_lesser_machines_runs_here(march: str, needs: str, registers: str) -> None:

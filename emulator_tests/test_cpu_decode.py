@@ -87,9 +87,7 @@ def check_tiles(tiles: Tiles, inputs: tuple[Tensor, Tensor, Tensor], causal: boo
   check(q, k, v, results[0], results[4], is_causal=causal)
 
 
-has_pairs = pytest.mark.skipif(
-  not Target.of("CPU").vector.bfloat16, reason="this machine does not add products of bfloat16 two at a time"
-)
+has_pairs = pytest.mark.skipif(not Target.of("CPU").vector.bfloat16, reason="no AMD processor with AVX512-BF16")
 
 
 @has_pairs
@@ -100,15 +98,14 @@ has_pairs = pytest.mark.skipif(
   tiles=st.integers(1, 4),
   unroll_n=st.integers(1, 6),
   unroll_d=st.integers(1, 4),
-  lanes=st.sampled_from((8, 16)),
   M=st.integers(1, 7),
-  Dk=st.integers(1, 5),
-  Dv=st.integers(1, 9),
+  Dk=st.integers(1, 3),
+  Dv=st.integers(1, 6),
   causal=st.booleans(),
 )
-def test_any_tiles_of_pairs(unroll_m, row_strips, pairs, tiles, unroll_n, unroll_d, lanes, M, Dk, Dv, causal) -> None:
-  shape = (1, 4, 2, M, 2 * pairs * tiles, 2 * Dk * lanes, Dv * lanes)
-  of_pairs = Tiles(unroll_m * row_strips, 2 * pairs, unroll_m, unroll_n, unroll_d, lanes, 2, pairs=True)
+def test_any_tiles_of_pairs(unroll_m, row_strips, pairs, tiles, unroll_n, unroll_d, M, Dk, Dv, causal) -> None:
+  shape = (1, 4, 2, M, 2 * pairs * tiles, 32 * Dk, 16 * Dv)
+  of_pairs = Tiles(unroll_m * row_strips, 2 * pairs, unroll_m, unroll_n, unroll_d, 16, 2, pairs=True)
   check_tiles(of_pairs, qkv(*shape, dtypes.bfloat16), causal)
 
 
@@ -128,12 +125,11 @@ def test_pairs_match_the_oracle(M: int, Hkv: int, N: int, D: int, options: dict[
   [
     (True, 320, 64, 16, 32, 16),
     (True, 6, 32, 48, 32, 16),
-    (True, 32, 16, 8, 16, 8),
     (False, 320, 48, 16, 32, 16),  # half a vector of Q
     (False, 320, 64, 24, 32, 16),  # half a vector of V
     (False, 330, 64, 16, 32, 16),  # keys in two tiles
     (False, 33, 32, 32, 33, 16),  # a key without another
-    (False, 320, 64, 16, 32, 4),
+    (False, 320, 64, 16, 32, 8),
   ],
 )
 def test_where_pairs_fit(fit: bool, N: int, Dk: int, Dv: int, block_n: int, lanes: int) -> None:
@@ -182,12 +178,12 @@ def rest_of_the_head_left_out(s, q, k, *rest):
   return right_qk(s, beginning, k, *rest)
 
 
-def weights_the_wrong_way_round(lanes, to, weights, a, b, *after):
-  return right_weighted(lanes, to, weights, b, a, *after)
+def weights_the_wrong_way_round(to, weights, a, b, *after):
+  return right_weighted(to, weights, b, a, *after)
 
 
-def products_of_q_with_itself(lanes, to, a, b, *after):
-  return right_dot(lanes, to, a, a, *after)
+def products_of_q_with_itself(to, a, b, *after):
+  return right_dot(to, a, a, *after)
 
 
 MISTAKES: dict[str, tuple[str, Any, dict[str, Any]]] = {

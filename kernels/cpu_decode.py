@@ -90,11 +90,7 @@ class Tiles:
 
   def fits_pairs(self, N: int, Dk: int, Dv: int) -> bool:
     """Whether rows are whole vectors, of pairs those of Q and K, and each pair of keys is in one tile, and once."""
-    return (
-      self.lanes in (8, 16)
-      and Dk % (2 * self.lanes) == Dv % self.lanes == 0
-      and min(self.block_n, N) % 2 == N % min(self.block_n, N) == 0
-    )
+    return self.lanes == 16 and Dk % 32 == Dv % 16 == 0 and min(self.block_n, N) % 2 == N % min(self.block_n, N) == 0
 
   @classmethod
   def choose(
@@ -301,7 +297,7 @@ def multiply_qk(s: Scope, q: UOp, k: Tile, v: Tile, block_n: int, tiles: Tiles, 
       def dots(before: UOp, i: UOp) -> list[UOp]:
         d = begin + i * width
         places = [(before[a, 0], q[first_row + a // keys, d], k.place(key + a % keys, d)) for a in range(rows * keys)]
-        return fetches(i) + [dot_pairs(lanes, *place) for place in places]
+        return fetches(i) + [dot_pairs(*place) for place in places]
 
       acc = add_steps(s, acc, chunks, dots) if tiles.pairs else accumulate(s, acc, chunks, width, term, fetches)
     sums = sum_lanes(s, acc, inner)
@@ -418,7 +414,7 @@ def multiply_pv(
         for r in range(rows)
         for at in range(0, columns, tiles.lanes)
       ]
-      return fetches(i) + [weighted_pair(tiles.lanes, *place) for place in places]
+      return fetches(i) + [weighted_pair(*place) for place in places]
 
     out = zeros(s, rows, columns, inner)
     steps = block_n // keys

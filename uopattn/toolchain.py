@@ -63,7 +63,7 @@ class VectorUnit:
   Attributes:
     lanes: float32 in a register.
     registers: how many there are.
-    bfloat16: whether there is an instruction that adds two products of bfloat16 at a time; see `dot_pairs`.
+    bfloat16: whether products of bfloat16 are faster two at a time, see `dot_pairs`, than one by one in float32.
   """
 
   lanes: int
@@ -78,7 +78,7 @@ void probe(float *restrict a, const float *restrict b) { for (int i = 0; i < 64;
 #if defined(__AVX512VL__) || defined(__aarch64__)
 int many_registers;
 #endif
-#if defined(__AVX512VL__) && defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && defined(__SSE4A__) // AMD's: Intel's have no SSE4a, and take longer by pairs
 int pairs_of_bfloat16;
 #endif
 """

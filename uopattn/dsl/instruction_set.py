@@ -116,33 +116,25 @@ def _add_quads(lanes: int) -> str:
   return _add_neighbours(lanes, [8 * pair + i for pair in range(lanes // 4) for i in range(4)], 4)
 
 
-def _dots(lanes: int, left: str, right: str) -> str:
-  """C text: to each float32 of a vector the products of two bfloat16 are added; `left` and `right` make these, a and b.
+def _dots(left: str, right: str) -> str:
+  """C text: to each of 16 float32 the products of two bfloat16 are added; `left` and `right` make these, a and b.
 
   Source: Intel 64 and IA-32 Architectures Software Developer's Manual, VDPBF16PS. Denormal numbers count as 0.
   """
-  size = 4 * lanes
+  types = "".join(f" typedef {of} {name} __attribute__((vector_size({size})));" for of, name, size in _VECTORS)
   return (
-    f"({{{{ typedef float vector __attribute__((vector_size({size}))); typedef int words"
-    f" __attribute__((vector_size({size}))); typedef __bf16 pairs __attribute__((vector_size({size}))), rows"
-    f" __attribute__((vector_size({size // 2}))); vector y; pairs a, b; {left} {right}"
-    f" __builtin_memcpy(&y, {{0}}, {size}); y = __builtin_ia32_dpbf16ps_{8 * size}(y, a, b);"
-    f" __builtin_memcpy({{0}}, &y, {size}); 0; }}}})"
+    f"({{{{{types} vector y; pairs a, b; {left} {right} __builtin_memcpy(&y, {{0}}, 64);"
+    " y = __builtin_ia32_dpbf16ps_512(y, a, b); __builtin_memcpy({0}, &y, 64); 0; }})"
   )
 
 
-def _dot_pairs(lanes: int) -> str:
-  """C text: both vectors are in memory, pair by pair."""
-  left, right = (f"__builtin_memcpy(&{x}, {{{i}}}, {4 * lanes});" for i, x in ((1, "a"), (2, "b")))
-  return _dots(lanes, left, right)
-
-
-def _weighted_pair(lanes: int) -> str:
-  """C text: one vector is a pair, repeated; the other has one of each pair in one row of memory, one in another."""
-  repeated = "int w; __builtin_memcpy(&w, {1}, 4); words ws = w - (words){{}}; __builtin_memcpy(&a, &ws, sizeof(a));"
-  order = ", ".join(f"{i}, {lanes + i}" for i in range(lanes))
-  rows = f"rows c, d; __builtin_memcpy(&c, {{2}}, {2 * lanes}); __builtin_memcpy(&d, {{3}}, {2 * lanes});"
-  return _dots(lanes, repeated, f"{rows} b = __builtin_shufflevector(c, d, {order});")
+_VECTORS = [("float", "vector", 64), ("int", "words", 64), ("__bf16", "pairs", 64), ("__bf16", "row", 32)]
+_DOT_PAIRS = _dots("__builtin_memcpy(&a, {1}, 64);", "__builtin_memcpy(&b, {2}, 64);")
+_WEIGHTED_PAIR = _dots(
+  "int w; __builtin_memcpy(&w, {1}, 4); words ws = w - (words){{}}; __builtin_memcpy(&a, &ws, 64);",
+  "row c, d; __builtin_memcpy(&c, {2}, 32); __builtin_memcpy(&d, {3}, 32);"
+  f" b = __builtin_shufflevector(c, d, {', '.join(f'{i}, {16 + i}' for i in range(16))});",
+)
 
 
 def _copy(value: str) -> str:
@@ -348,10 +340,10 @@ _LIST = [
   # pointers to a vector of float32 that is written and to two that are read
   *[Instruction(f"add_pairs_{lanes}", {"c": _add_pairs(lanes)}, statement=True) for lanes in (4, 8, 16)],
   *[Instruction(f"add_quads_{lanes}", {"c": _add_quads(lanes)}, statement=True) for lanes in (8, 16)],
-  # pointers to a vector of float32 that is added to, and to what is multiplied: two vectors of pairs of bfloat16, or a
-  # pair and the two rows that it weighs
-  *[Instruction(f"dot_pairs_{lanes}", {"c": _dot_pairs(lanes)}, statement=True) for lanes in (8, 16)],
-  *[Instruction(f"weighted_pair_{lanes}", {"c": _weighted_pair(lanes)}, statement=True) for lanes in (8, 16)],
+  # pointers to 16 float32 that are added to, and to what is multiplied: two vectors of pairs of bfloat16, or a pair and
+  # the two rows that it weighs
+  Instruction("dot_pairs", {"c": _DOT_PAIRS}, statement=True),
+  Instruction("weighted_pair", {"c": _WEIGHTED_PAIR}, statement=True),
   # register pointer to 16 bytes, LDS pointer to the row of 16 that this lane names: four 8x8 matrices of 16 bits
   Instruction("ldmatrix", {"cuda": _ldmatrix("")}, statement=True, cross_lane=True),
   Instruction("ldmatrix_trans", {"cuda": _ldmatrix(".trans")}, statement=True, cross_lane=True),

@@ -269,19 +269,18 @@ def add_quads(lanes: int, to: UOp, a: UOp, b: UOp, *after: UOp) -> UOp:
   return _statement("c", f"add_quads_{lanes}", after, to, a, b)
 
 
-def dot_pairs(lanes: int, to: UOp, a: UOp, b: UOp, *after: UOp) -> UOp:
-  """Adds a[2i] b[2i] + a[2i + 1] b[2i + 1] to to[i], for i < lanes, on an x86 CPU with AVX512-BF16.
+def dot_pairs(to: UOp, a: UOp, b: UOp, *after: UOp) -> UOp:
+  """Adds a[2i] b[2i] + a[2i + 1] b[2i + 1] to to[i], for i < 16, on an x86 CPU with AVX512-BF16.
 
   Denormal numbers, read or made, count as 0. Source: Intel 64 and IA-32 Architectures Software Developer's Manual,
   VDPBF16PS.
 
   Args:
-    lanes: of a vector of float32, 8 or 16.
     to: INDEX of the first element of float32; a, b: of those of bfloat16. A statement.
   """
-  return _statement("c", f"dot_pairs_{lanes}", after, to, a, b)
+  return _statement("c", "dot_pairs", after, to, a, b)
 
 
-def weighted_pair(lanes: int, to: UOp, weights: UOp, a: UOp, b: UOp, *after: UOp) -> UOp:
-  """Adds weights[0] a[i] + weights[1] b[i] to to[i], for i < lanes; else as `dot_pairs`. A statement."""
-  return _statement("c", f"weighted_pair_{lanes}", after, to, weights, a, b)
+def weighted_pair(to: UOp, weights: UOp, a: UOp, b: UOp, *after: UOp) -> UOp:
+  """Adds weights[0] a[i] + weights[1] b[i] to to[i], for i < 16; else as `dot_pairs`. A statement."""
+  return _statement("c", "weighted_pair", after, to, weights, a, b)

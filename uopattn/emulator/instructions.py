@@ -115,19 +115,13 @@ def _add_quads(lanes: int) -> Callable[..., Any]:
   return _add_neighbours(lanes, sums)
 
 
-def _dot_pairs(lanes: int) -> Callable[..., Any]:
-  def meaning(run: Run, u: UOp, to: Pointer, a: Pointer, b: Pointer) -> Any:
-    return _add_products(u, to, *(_bfloat16(u, x, 2 * lanes) for x in (a, b)))
-
-  return meaning
+def _dot_pairs(run: Run, u: UOp, to: Pointer, a: Pointer, b: Pointer) -> Any:
+  return _add_products(u, to, *(_bfloat16(u, x, 32) for x in (a, b)))
 
 
-def _weighted_pair(lanes: int) -> Callable[..., Any]:
-  def meaning(run: Run, u: UOp, to: Pointer, weights: Pointer, a: Pointer, b: Pointer) -> Any:
-    rows = zip(*(_bfloat16(u, x, lanes) for x in (a, b)), strict=True)
-    return _add_products(u, to, _bfloat16(u, weights, 2) * lanes, [x for pair in rows for x in pair])
-
-  return meaning
+def _weighted_pair(run: Run, u: UOp, to: Pointer, weights: Pointer, a: Pointer, b: Pointer) -> Any:
+  rows = zip(*(_bfloat16(u, x, 16) for x in (a, b)), strict=True)
+  return _add_products(u, to, _bfloat16(u, weights, 2) * 16, [x for pair in rows for x in pair])
 
 
 def _bfloat16(u: UOp, x: Pointer, count: int) -> list[Any]:
@@ -137,7 +131,7 @@ def _bfloat16(u: UOp, x: Pointer, count: int) -> list[Any]:
 
 def _add_products(u: UOp, to: Pointer, left: list[Any], right: list[Any]) -> Any:
   """Adds the products of a pair to one number each, the second first."""
-  sums = to.memory.load(u, to.index, to.dtype, len(left) // 2)
+  sums = to.memory.load(u, to.index, to.dtype, 16)
   for i in (1, 0):
     sums = [_without_denormals(y + a * b) for y, a, b in zip(sums, left[i::2], right[i::2], strict=True)]
   to.memory.store(u, to.index, to.dtype, sums)
@@ -211,8 +205,8 @@ MEANINGS: dict[str, Meaning] = {
   "prefetch": lambda run, u, place: NOTHING,
   **{f"add_pairs_{lanes}": _add_pairs(lanes) for lanes in (4, 8, 16)},
   **{f"add_quads_{lanes}": _add_quads(lanes) for lanes in (8, 16)},
-  **{f"dot_pairs_{lanes}": _dot_pairs(lanes) for lanes in (8, 16)},
-  **{f"weighted_pair_{lanes}": _weighted_pair(lanes) for lanes in (8, 16)},
+  "dot_pairs": _dot_pairs,
+  "weighted_pair": _weighted_pair,
   "ldmatrix": lambda run, u, to, row: _ldmatrix(run, u, to, row, trans=False),
   "ldmatrix_trans": lambda run, u, to, row: _ldmatrix(run, u, to, row, trans=True),
 }
