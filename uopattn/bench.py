@@ -172,6 +172,19 @@ def ratios(ours: Timing, theirs: Timing) -> dict[str, float]:
   }
 
 
+def share(ours: Timing, limit: Timing, work: int, its_work: int) -> float:
+  """Our speed as a part of the limit's: the median over the rounds, in each of which its turn follows ours.
+
+  A machine's memory can change its speed by half from one moment to another: speeds of all rounds would not compare.
+
+  Args:
+    work: floating-point operations of a call of ours, or bytes.
+    its_work: the same of the limit's.
+  """
+  pairs = zip(ours.seconds, limit.seconds, strict=True)
+  return float(np.median([work / a / (its_work / b) for a, b in pairs]))
+
+
 @dataclass(frozen=True)
 class Heads:
   """The heads whose results are checked: all of them, or as many, from first to last, as the oracle can do in time.
@@ -231,14 +244,14 @@ def bench_row(config: Config, contenders: dict[str, Contender], rounds: int, bac
   right = [name for name in runners if all(r.correct for r in reports[name])]
   most = limit(s)
   turns = {} if most is None else {f"limit {most.name}": most.runner}
-  times = alternate({name: runners[name] for name in right} | turns, rounds)
+  times = alternate({name: runners[name] for name in right[:1]} | turns | {n: runners[n] for n in right[1:]}, rounds)
   limits = {} if most is None else {most.name: times[f"limit {most.name}"].record(most.flops, most.moved)}
   moved = s.kv_bytes if most is not None and most.moved else 0
   records = {name: _errors(reports[name]) for name in runners}
   for name in right:
     records[name] |= times[name].record(flops, moved)
-    speed = "gbytes" if moved else "gflops"
-    records[name]["share"] = {by: records[name][speed] / of[speed] for by, of in limits.items()}
+    works = (moved or flops, most.moved or most.flops) if most is not None else (0, 0)
+    records[name]["share"] = {by: share(times[name], times[f"limit {by}"], *works) for by in limits}
   return {
     "problem": s.record(),
     "device": " ".join(filter(None, (str(Target.of(Device.DEFAULT)), gpu_name(Device.DEFAULT)))),
