@@ -250,8 +250,10 @@ def bench_row(config: Config, contenders: dict[str, Contender], rounds: int, bac
   records = {name: _errors(reports[name]) for name in runners}
   for name in right:
     records[name] |= times[name].record(flops, moved)
-    works = (moved or flops, most.moved or most.flops) if most is not None else (0, 0)
-    records[name]["share"] = {by: share(times[name], times[f"limit {by}"], *works) for by in limits}
+    records[name]["share"] = {}
+    if most is not None:
+      its, works = times[f"limit {most.name}"], (moved or flops, most.moved or most.flops)
+      records[name]["share"][most.name] = share(times[name], its, *works)
   return {
     "problem": s.record(),
     "device": " ".join(filter(None, (str(Target.of(Device.DEFAULT)), gpu_name(Device.DEFAULT)))),
