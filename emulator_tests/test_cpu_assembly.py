@@ -37,6 +37,7 @@ class Notation:
     store: of a vector.
     jump: what comes before the label.
     prefetch: of a line.
+    exponent: an integer's shift to a float's exponent, which only exponentials need.
   """
 
   multiply_add: str
@@ -44,6 +45,7 @@ class Notation:
   store: str
   jump: str
   prefetch: str
+  exponent: str
 
 
 def x86(register: str) -> Notation:
@@ -53,10 +55,18 @@ def x86(register: str) -> Notation:
     r"vmov\w+\s+%[xyz]mm\d+, .*\(%",
     r"j\w+\s+",
     r"prefetcht1\s",
+    r"vpslld\s+\$23,",
   )
 
 
-NEON = Notation(r"fml?ad?\s", r"fmla\s+(v\d+)\.4s,", r"st\w+\s+\W*[bhsdqvz]\d", r"(b\.|cbn?z|tbn?z).*\s", r"prfu?m\s")
+NEON = Notation(
+  r"fml?ad?\s",
+  r"fmla\s+(v\d+)\.4s,",
+  r"st\w+\s+\W*[bhsdqvz]\d",
+  r"(b\.|cbn?z|tbn?z).*\s",
+  r"prfu?m\s",
+  r"shl\s.*#23$",
+)
 MACHINES = {
   "x86_64,haswell": x86("ymm"),
   "x86_64,skylake-avx512": x86("ymm"),
@@ -110,9 +120,11 @@ def check_products(
     return [match for line in loop if (match := re.match(pattern, line))]
 
   loops = innermost_loops(assembly(kernel, arch), notation.jump)
-  # the exponentials' loop, too, has multiply-adds, but not so many
+  # the exponentials' loop, too, may have as many multiply-adds
   products = [
-    loop for loop in loops if len(found(notation.multiply_add, loop)) >= max(min(accumulators), len(loop) / 5)
+    loop
+    for loop in loops
+    if len(found(notation.multiply_add, loop)) >= min(accumulators) and not found(notation.exponent, loop)
   ]
   assert len(products) >= least
   seen = set()
