@@ -1,3 +1,4 @@
+from collections import Counter
 from collections.abc import Generator
 
 import pytest
@@ -5,7 +6,7 @@ from hypothesis import settings
 from tinygrad import Context, Device
 
 # The quick run draws the same examples every time; the slow one draws new ones, and more.
-settings.register_profile("quick", max_examples=40, deadline=None, derandomize=True)
+settings.register_profile("quick", max_examples=25, deadline=None, derandomize=True)
 settings.register_profile("slow", max_examples=400, deadline=None)
 
 
@@ -29,9 +30,20 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
   if config.getoption("--slow"):
     return
-  slow = [item for item in items if "slow" in item.keywords]
-  config.hook.pytest_deselected(items=slow)
-  items[:] = [item for item in items if "slow" not in item.keywords]
+  cases: Counter[str] = Counter()  # seen so far, of each thinned test
+
+  def is_quick(item: pytest.Item) -> bool:
+    if "slow" in item.keywords:
+      return False
+    if (thinned := item.get_closest_marker("thinned")) is None:
+      return True
+    test = item.nodeid.split("[")[0]
+    cases[test] += 1
+    return (cases[test] - 1) % thinned.args[0] == 0
+
+  quick = [item for item in items if is_quick(item)]
+  config.hook.pytest_deselected(items=[item for item in items if item not in quick])
+  items[:] = quick
 
 
 @pytest.fixture(autouse=True)

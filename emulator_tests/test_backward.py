@@ -50,7 +50,7 @@ def test_each_feature_alone(name: str, shape: Shape) -> None:
   check_gradients(*qkv(*shape, DTYPES[seed - 2]), some(np.random.default_rng(seed), shape, name))
 
 
-@drawn(12)
+@drawn(8)
 @given(
   B=st.integers(1, 3),
   Hkv=st.integers(1, 2),

@@ -112,6 +112,7 @@ SHAPES: dict[str, Problem] = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("arch", SCHEDULES)
@@ -142,7 +143,7 @@ def test_tf32() -> None:
   Dv=st.sampled_from([1, 8, 15, 24, 40]),
   causal=st.booleans(),
 )  # fmt: skip
-@drawn(6)
+@drawn(4)
 def test_any_tiles(pair: tuple[Tiles, Tiles], group: int, M: int, N: int, Dk: int, Dv: int, causal: bool) -> None:
   with on("sm_89"):
     check(cuda_backward, (group, 1, M, N, Dk, Dv), pair, HALF, causal)
@@ -157,7 +158,7 @@ def test_any_tiles(pair: tuple[Tiles, Tiles], group: int, M: int, N: int, Dk: in
   Dv=st.sampled_from([8, 40]),
   causal=st.booleans(),
 )
-@drawn(6)
+@drawn(4)
 def test_any_tiles_of_warpgroups(
   pair: tuple[Any, Any], group: int, M: int, N: int, Dk: int, Dv: int, causal: bool
 ) -> None:
@@ -280,6 +281,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("arch", SCHEDULES)
 def test_gradients_of_attention(arch: str, feature: str) -> None:

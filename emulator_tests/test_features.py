@@ -140,7 +140,7 @@ def check_subset(B, Hkv, group, M, N, Dk, Dv, dtype, names, numbers, blocks, see
   check_features(shape, dtype, some(np.random.default_rng(seed), shape, *sorted(names)), numbers, blocks)
 
 
-@drawn(12)
+@drawn(8)
 @SUBSETS
 def test_any_of_them_together(**subset: Any) -> None:
   check_subset(**subset)

@@ -38,7 +38,8 @@ from uopattn.verify import Gate, GradientGate, Report, numpy
 
 SETTLE = 0.05  # seconds before a turn: OpenMP threads of the one before spin for a while, on cores that others need
 SPIN = 0.2  # the same after numpy's products, whose OpenBLAS threads spin for a tenth of a second
-TURN = 0.02  # seconds that a turn lasts at least; short calls are repeated
+WARM = 0.03  # seconds of untimed calls before a turn: they wake threads, fill caches, and are as long for all
+TURN = 0.1  # seconds that a turn lasts at least; short calls are repeated
 CHECKED = {True: 1 << 27, False: 1 << 25}  # scores of the heads whose results are checked: on a CPU, on a GPU
 FORMAT = 1  # of the JSON record
 
@@ -142,10 +143,12 @@ def alternate(runners: dict[str, Runner], rounds: int) -> dict[str, Timing]:
   for _ in range(rounds):
     for name, runner in runners.items():
       time.sleep(SETTLE)
-      start = time.perf_counter()
-      runner.call()  # wakes threads and fills caches, untimed
-      runner.wait()
-      repeats.setdefault(name, max(1, math.ceil(TURN / (time.perf_counter() - start))))
+      start, calls = time.perf_counter(), 0
+      while calls == 0 or time.perf_counter() - start < WARM:
+        runner.call()
+        runner.wait()
+        calls += 1
+      repeats.setdefault(name, max(1, math.ceil(TURN * calls / (time.perf_counter() - start))))
       start = time.perf_counter()
       for _ in range(repeats[name]):
         runner.call()
