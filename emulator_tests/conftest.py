@@ -41,8 +41,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     cases[test] += 1
     return (cases[test] - 1) % thinned.args[0] == 0
 
-  quick = [item for item in items if is_quick(item)]
-  config.hook.pytest_deselected(items=[item for item in items if item not in quick])
+  quick, rest = list[pytest.Item](), list[pytest.Item]()
+  for item in items:
+    (quick if is_quick(item) else rest).append(item)
+  config.hook.pytest_deselected(items=rest)
   items[:] = quick
 
 

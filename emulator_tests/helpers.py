@@ -64,7 +64,7 @@ def inputs(
 
 def drawn(quick: int) -> settings:
   """Hypothesis' settings where each example lowers a kernel of its own: `quick` examples, 200 in the slow run."""
-  return settings(max_examples=quick if settings().max_examples <= 25 else 200)
+  return settings(max_examples=quick if settings().max_examples <= settings.get_profile("quick").max_examples else 200)
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None, **options: Any) -> None:
