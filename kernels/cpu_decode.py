@@ -20,8 +20,8 @@ multiplied as they are, and P is rounded to it.
 With few heads the keys are split among work items, and `join` puts the parts together.
 
 Measured, of the speed at which two cores of an AMD EPYC read memory (2026-11-22), four rows a key, head sizes 64 and
-128. Zen 4, reads of 23 to 32 GB/s: 0.89 to 1.25; where other machines leave it reads of 33 to 45: float32 0.78 to 0.97,
-bfloat16 0.74 to 0.98, float16 0.70 to 0.92. Zen 5, by prefetches into all caches, 0.88 to 1.06. More rows take longer
+128. Zen 4, reads of 23 to 32 GB/s: 0.88 to 1.25; where other machines leave it reads of 33 to 45: float32 0.78 to 0.97,
+bfloat16 0.69 to 0.98, float16 0.71 to 0.92. Zen 5, by prefetches into all caches, 0.88 to 1.06. More rows take longer
 to multiply than to read: eight 0.91 (float32) and 0.84 (bfloat16) on Zen 4, 0.95 on Zen 5; sixteen 0.65 and 0.45 on Zen
 4.
 """
