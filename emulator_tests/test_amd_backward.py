@@ -128,7 +128,6 @@ def test_blocks_that_are_skipped(heads: int) -> None:
     check_gradients(*inputs(*SHAPE), {"mask_mod": mod}, {"mask_mod": None, "block_mask": mask})
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("name", BLIND)
 def test_rows_that_see_no_key_have_no_gradient(name: str) -> None:

@@ -76,7 +76,6 @@ def check_features(q: Tensor, k: Tensor, v: Tensor, options: Options, given: Opt
   check(q, k, v, out, lse, **options)
 
 
-@pytest.mark.thinned(3)
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("arch", EACH)
 @pytest.mark.parametrize("name", FEATURES)

@@ -50,7 +50,6 @@ SHAPES = {
 CASES = [(shape, arch) for i, shape in enumerate(SHAPES) for arch in (ARCHES[i % 2], "sm_90")]
 
 
-@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("shape", "arch"), CASES)
 def test_matches_the_oracle(shape: str, arch: str) -> None:
   sizes, dtype = SHAPES[shape]

@@ -122,7 +122,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.thinned(3)
 @pytest.mark.parametrize("backend", ["kernel", "reference"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name: str, backend: str) -> None:

@@ -60,7 +60,6 @@ def test_it_can_be_turned_off(database: Path) -> None:
     assert "lowering" in said(database, "0.5", CACHELEVEL="0")
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("damage", [b"", b"nonsense", b"\x80\x04\x8c\x03abc\x94.", b"\x80\x04]\x94."])
 def test_a_damaged_entry_is_made_anew(database: Path, damage: bytes) -> None:
   said(database, "0.5")

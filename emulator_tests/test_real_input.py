@@ -107,7 +107,6 @@ def test_kernel_in_place_of_sdpa(model, tokens, expected):
   np.testing.assert_array_equal(actual.argmax(-1), expected.argmax(-1))
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("wrong", [without_causal, with_shuffled_key_heads, without_last_key, with_scale_off])
 def test_wrong_attention_is_told_apart(model, tokens, expected, wrong):
   """The errors seen are 0.04 or more, hundreds of times the tolerance."""
