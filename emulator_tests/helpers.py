@@ -2,6 +2,8 @@
 
 import functools
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ from tinygrad import Context, Device, Tensor, dtypes
 from tinygrad.dtype import DType
 
 import uopattn.emulator as emulator
-from uopattn import attention, flash
+from uopattn import attention, dispatch, flash
 from uopattn.oracle import Array
 from uopattn.target import Target
 from uopattn.toolchain import NoCompiler
@@ -97,6 +99,15 @@ def counts(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> emulator.Counters
     attention(q, k, v, backend="kernel", **options).realize()
   (found,) = [count for name, count in profile.kernels.items() if name.startswith("attention")]
   return found
+
+
+@contextmanager
+def served_by(kernel: str) -> Iterator[None]:
+  """`attention` takes this kernel, whichever it would take on the machine at hand."""
+  (wanted,) = [x for x in dispatch.KERNELS if x.name == kernel]
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(dispatch, "KERNELS", (wanted,))
+    yield
 
 
 def cpu_target(arch: str) -> Target:

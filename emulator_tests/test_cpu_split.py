@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import DTYPES, check, check_attention, drawn, qkv
+from helpers import DTYPES, check, check_attention, drawn, qkv, served_by
 from hypothesis import given
 from hypothesis import strategies as st
 from test_features import FEATURES, FEW, Options, Shape, alike, as_given, check_features, some
@@ -30,13 +30,13 @@ from uopattn.toolchain import VectorUnit
 
 @contextmanager
 def in_parts(splits: int) -> Iterator[None]:
-  """`attention` splits the keys into so many parts, whatever their number."""
+  """`attention` takes the kernel for few queries, whatever their number, and splits the keys into so many parts."""
 
   def split(*given: Any) -> Choice | list[str]:
     chosen = dispatch.dispatch(*given)
     return replace(chosen, splits=splits) if isinstance(chosen, Choice) else chosen
 
-  with pytest.MonkeyPatch.context() as patch:
+  with served_by("cpu_decode"), pytest.MonkeyPatch.context() as patch:
     patch.setattr(importlib.import_module("uopattn.attention"), "dispatch", split)
     yield
 

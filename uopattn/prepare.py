@@ -6,12 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from tinygrad import Device, UOp
+from tinygrad.helpers import Target
 from tinygrad.renderer import Estimates
 from tinygrad.renderer.llvmir import AMDLLVMRenderer
 from tinygrad.uop.ops import Ops
 
 from uopattn.cuda import on_gpu
 from uopattn.llvm import as_llvm
+from uopattn.program_cache import finished
 from uopattn.threads import threaded
 
 FIRST_VARIABLE = 1 << 16  # no kernel has as many buffers
@@ -25,14 +27,25 @@ def prepared(build: Build, device: str, *given: Any) -> UOp:
   """The kernel of `build(*given)` as a device takes it: compiled where tinygrad itself does not serve it.
 
   Args:
-    given: hashable; what was compiled for the same in this process is not built again.
+    given: hashable; what was compiled for the same in this process is not built again, except on the emulator, whose
+      users alter kernels to see that it notices. There only lowering is saved, by `program_cache`.
   """
-  return _for_tinygrad(*build(*given)) if compiler(device) is None else compiled(build, device, *given)
+  renderer = Device[device].renderer
+  if device.split(":")[0] == "EMU":
+    kernel, work = build(*given)
+    return finished(kernel, renderer, work)
+  if compiler(device) is None:
+    return _for_tinygrad(*build(*given))
+  return compiled(build, device, renderer.target, *given)
 
 
 @functools.cache
-def compiled(build: Build, device: str, *given: Any) -> UOp:
-  """Compiled once a process: a further call of the same attention costs no lowering."""
+def compiled(build: Build, device: str, target: Target, *given: Any) -> UOp:
+  """Compiled once per process: a further call of the same attention costs no lowering.
+
+  Args:
+    target: what `DEV` says of the device now; it may name another architecture later.
+  """
   compile_for, (kernel, work) = compiler(device), build(*given)
   assert compile_for is not None
   return compile_for(kernel, device, work)
