@@ -177,38 +177,3 @@ def test_products_of_the_backward_pass_run_in_registers(arch: str, dtype, is_cau
   assert isinstance(step, Step)
   accumulators = {step.tiles.vectors * step.tiles.unroll}
   check_products(backward.graph(step, spec), machine.arch, notation, accumulators, least=5)
-
-
-X86 = platform.machine() == "x86_64"
-
-RUN = """
-from gradients import check_gradients
-from helpers import DTYPES, check_attention, qkv
-from uopattn.target import Target
-print(Target.of("CPU"))
-for shape in ((1, 2, 2, 100, 130, 64, 64), (1, 6, 2, 1, 77, 33, 17)):
-  for dtype in DTYPES:
-    check_attention(*qkv(*shape, dtype), is_causal=True, q_start=30)
-    check_gradients(*qkv(*shape, dtype), {"is_causal": True, "q_start": 30})
-"""
-
-
-@pytest.mark.skipif(not X86, reason="these are x86-64 machines")
-@pytest.mark.parametrize(
-  ("march", "needs", "registers"),
-  [
-    ("x86-64-v2", "sse4_2", "16 vector registers of 4"),
-    ("haswell", "avx2", "16 vector registers of 8"),
-    ("skylake-avx512", "avx512vl", "32 vector registers of 8"),
-  ],
-)
-def test_code_for_lesser_machines_runs_here(march: str, needs: str, registers: str) -> None:
-  if needs not in Path("/proc/cpuinfo").read_text().split():
-    pytest.skip(f"this machine has no {needs}")
-  environment = os.environ | {"DEV": f"CPU:CLANG:x86_64,{march}"}
-  folder = Path(__file__).parent
-  done = subprocess.run(
-    [sys.executable, "-c", RUN], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
-  )
-  assert done.returncode == 0, done.stderr
-  assert registers in done.stdout

@@ -6,11 +6,16 @@ tinygrad itself takes for a program's identity: the graph, the renderer, its tar
 kernel, tile size, flag or machine is another entry. `CACHELEVEL=0` turns both off.
 """
 
+import contextlib
 import functools
+import gc
 import hashlib
+import inspect
 import json
 import logging
 import pickle
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, cast
@@ -71,18 +76,34 @@ def program(kernel: UOp, renderer: Renderer) -> tuple[ProgramInfo, str, bytes]:
   """
   if isinstance(renderer, ISARenderer):  # whose source is none that a compiler takes
     return _parts(to_program(kernel, renderer))
-  key = hashlib.sha256(repr((to_program_key(kernel, renderer), _versions())).encode()).hexdigest()
+  key = hashlib.sha256(repr((to_program_key(kernel, renderer), _versions(type(renderer)))).encode()).hexdigest()
   if (entry := _read(key)) is not None:
     return _info(entry["info"], renderer), entry["source"], renderer.compiler.compile_cached(entry["source"])
   log.info("lowering %s", kernel.arg.name)
-  info, source, binary = _parts(to_program(kernel, renderer))
+  with _no_garbage_collection():
+    info, source, binary = _parts(to_program(kernel, renderer))
   text = json.dumps({"info": _record(info), "source": source})
   diskcache_put(TABLE, key, _sum(text) + text)
   return info, source, binary
 
 
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+  """Lowering makes millions of objects, nearly all of them alive: looking for dead ones takes a third longer."""
+  was_enabled = gc.isenabled()
+  gc.disable()
+  try:
+    yield
+  finally:
+    if was_enabled:
+      gc.enable()
+
+
 @functools.cache
-def _versions() -> tuple[str, str]:
+def _versions(renderer: type[Renderer]) -> tuple[str, ...]:
+  """What a source depends on besides its key: the releases, and the text of a renderer of ours."""
+  with contextlib.suppress(OSError):  # no text at hand
+    return version("tinygrad"), version("uopattn"), _sum(inspect.getsource(sys.modules[renderer.__module__]))
   return version("tinygrad"), version("uopattn")
 
 
