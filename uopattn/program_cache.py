@@ -76,7 +76,7 @@ def program(kernel: UOp, renderer: Renderer) -> tuple[ProgramInfo, str, bytes]:
   """
   if isinstance(renderer, ISARenderer):  # whose source is none that a compiler takes
     return _parts(to_program(kernel, renderer))
-  key = hashlib.sha256(repr((to_program_key(kernel, renderer), _versions(type(renderer)))).encode()).hexdigest()
+  key = hashlib.sha256(repr((to_program_key(kernel, renderer), _versions(type(renderer).__module__))).encode()).hexdigest()
   if (entry := _read(key)) is not None:
     return _info(entry["info"], renderer), entry["source"], renderer.compiler.compile_cached(entry["source"])
   log.info("lowering %s", kernel.arg.name)
@@ -100,10 +100,10 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 @functools.cache
-def _versions(renderer: type[Renderer]) -> tuple[str, ...]:
-  """What a source depends on besides its key: the releases, and the text of a renderer of ours."""
+def _versions(renderers: str) -> tuple[str, ...]:
+  """What a source depends on besides its key: the releases, and the text of the module that renders."""
   with contextlib.suppress(OSError):  # no text at hand
-    return version("tinygrad"), version("uopattn"), _sum(inspect.getsource(sys.modules[renderer.__module__]))
+    return version("tinygrad"), version("uopattn"), _sum(inspect.getsource(sys.modules[renderers]))
   return version("tinygrad"), version("uopattn")
 
 
