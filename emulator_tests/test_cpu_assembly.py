@@ -1,12 +1,8 @@
-"""What the compiler makes of the CPU kernels: both products run in vector registers alone, and the code runs."""
+"""What the compiler makes of the CPU kernels: all products run in vector registers only."""
 
-import os
-import platform
 import re
 import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from helpers import cpu_target

@@ -76,7 +76,7 @@ def program(kernel: UOp, renderer: Renderer) -> tuple[ProgramInfo, str, bytes]:
   """
   if isinstance(renderer, ISARenderer):  # whose source is none that a compiler takes
     return _parts(to_program(kernel, renderer))
-  key = hashlib.sha256(repr((to_program_key(kernel, renderer), _versions(type(renderer).__module__))).encode()).hexdigest()
+  key = _sum(repr((to_program_key(kernel, renderer), _versions(type(renderer).__module__))))
   if (entry := _read(key)) is not None:
     return _info(entry["info"], renderer), entry["source"], renderer.compiler.compile_cached(entry["source"])
   log.info("lowering %s", kernel.arg.name)
