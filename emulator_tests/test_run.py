@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from helpers import cpu_target, qkv
 from tinygrad import Tensor, dtypes
+from tinygrad.engine.worker import terminate_worker_pool
 from tinygrad.nn.state import safe_save
 
 from uopattn import run, toolchain
@@ -162,6 +164,13 @@ def executable(folder: Path, name: str) -> Path:
   return path
 
 
+@pytest.fixture
+def no_workers() -> None:
+  """Ends the processes that compile for tinygrad: one that took another's place during the test would keep its CC."""
+  terminate_worker_pool()
+
+
+@pytest.mark.usefixtures("no_workers")
 def test_order_in_which_compilers_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
   prefix = tmp_path / "environment"
   prefix.mkdir()
@@ -186,20 +195,72 @@ def test_order_in_which_compilers_are_taken(tmp_path: Path, monkeypatch: pytest.
     toolchain.find_clang()
 
 
-def test_cc_is_set_only_where_tinygrad_would_find_no_clang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("no_workers")
+def test_cc_names_the_compiler_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(sys, "prefix", str(tmp_path))
-  monkeypatch.setenv("PATH", str(tmp_path / "path"))
-  monkeypatch.setenv("CC", "")  # so that what the test sets is taken back, too
-  monkeypatch.delenv("CC")
+  monkeypatch.setenv("PATH", "path")
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setenv("CC", "")
   toolchain.provide_clang()
-  assert "CC" not in os.environ
-  versioned = executable(tmp_path / "path", "clang-19")
+  assert os.environ["CC"] == ""
+  for name in ("clang-19", "clang"):
+    path = executable(tmp_path / "path", name)
+    monkeypatch.setenv("CC", "")
+    toolchain.provide_clang()
+    assert os.environ["CC"] == str(path)
+  monkeypatch.setenv("CC", "mine")
   toolchain.provide_clang()
-  assert os.environ["CC"] == str(versioned)
-  monkeypatch.delenv("CC")
-  executable(tmp_path / "path", "clang")
-  toolchain.provide_clang()
-  assert "CC" not in os.environ
+  assert os.environ["CC"] == "mine"
+
+
+COMPILED = """
+from tinygrad.engine import worker
+a, b = (Tensor([1, 2]) + 1).contiguous(), (Tensor([3, 4]) * 2).contiguous()
+Tensor.realize(a, b)
+assert worker.worker_pool is not None
+assert (a.tolist(), b.tolist()) == ([2, 3], [6, 8])
+"""
+
+
+@pytest.mark.parametrize(
+  "code",
+  [
+    """
+with Context(DEV="PYTHON"):
+  Tensor.realize((Tensor([1, 2]) + 1).contiguous(), (Tensor([3, 4]) * 2).contiguous())
+from tinygrad.engine import worker
+assert worker.worker_pool is not None
+try:
+  Device["CPU"]
+except FileNotFoundError:
+  import uopattn
+else:
+  raise AssertionError("there is a clang")
+""",
+    """
+os.environ["PATH"] = folder
+import uopattn
+Device["CPU"]
+os.environ["PATH"] = "/nowhere"
+""",
+  ],
+  ids=["tinygrad was in use before", "PATH changes later"],
+)
+def test_processes_that_compile_for_tinygrad_find_the_compiler_of_this_environment(tmp_path: Path, code: str) -> None:
+  (tmp_path / "bin").mkdir()
+  compiler = shutil.which(toolchain.find_clang())
+  assert compiler is not None
+  (tmp_path / "bin/clang").symlink_to(compiler)
+  start = f"import os, sys; sys.prefix, folder = {str(tmp_path)!r}, {str(tmp_path / 'bin')!r}\n"
+  imports = "from tinygrad import Context, Device, Tensor\n"
+  environment = {key: value for key, value in os.environ.items() if key != "CC"} | {"DEV": "CPU", "PATH": "/nowhere"}
+  done = subprocess.run(
+    [sys.executable, "-c", start + imports + code + COMPILED],
+    capture_output=True,
+    text=True,
+    env=environment | {"PARALLEL": "1", "CACHELEVEL": "0"},
+  )
+  assert done.returncode == 0, done.stderr
 
 
 def test_without_a_compiler_the_runner_says_how_to_get_one(tmp_path: Path) -> None:
@@ -226,6 +287,7 @@ def test_vector_unit_is_what_the_compiler_uses(arch: str, lanes: int, registers:
   assert cpu_target(arch).vector == toolchain.VectorUnit(lanes, registers, bfloat16)
 
 
+@pytest.mark.usefixtures("no_workers")
 def test_a_compiler_that_cannot_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
   broken = tmp_path / "cc"
   broken.write_text("#!/bin/sh\necho unknown option >&2; exit 1\n")

@@ -160,6 +160,131 @@ def test_many_python_threads_at_once() -> None:
     assert (result.numpy() == want).all()
 
 
+SIGNALLED = """
+import ctypes, os, random, signal, sys, threading, time
+from tinygrad import Device
+from tinygrad.device import TinyELF
+from tinygrad.runtime.ops_cpu import CPUProgram
+from tinygrad.runtime.support.compiler_cpu import ClangCompiler
+from uopattn import team
+
+SOURCE = '''
+void kernel(long *counts, int (*usleep)(unsigned), long nap, long company, long item) {
+  long begun = __atomic_add_fetch(&counts[0], 1, __ATOMIC_SEQ_CST);
+  for (int i = 0; i < 10000 && begun < company; i++) {
+    usleep(1000);
+    begun = __atomic_load_n(&counts[0], __ATOMIC_SEQ_CST);
+  }
+  if (nap) usleep(nap); else for (volatile int i = 0; i < 20000; i++) {}
+  __atomic_fetch_add(&counts[2 + item], 1, __ATOMIC_SEQ_CST);
+  __atomic_fetch_add(&counts[1], begun >= company, __ATOMIC_SEQ_CST);
+}
+'''
+target = Device["CPU"].renderer.target
+code = ClangCompiler(target.arch.split(",")).compile(SOURCE)
+program = CPUProgram(Device["CPU"], TinyELF(code, "kernel", target, ()))
+usleep = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
+ITEMS, four = 40, team.team(3)
+
+class Counts:
+  def __init__(self):
+    self.words = (ctypes.c_long * (2 + ITEMS))()
+  def run(self, nap, company=0, items=ITEMS):
+    team.team(3).run(program.addr, (ctypes.addressof(self.words), usleep, nap, company, 0), 4, items, 4)
+  def done(self):
+    return self.words[2:] == [1] * ITEMS
+"""
+
+
+def signalled(code: str) -> None:
+  """Runs Python code after SIGNALLED in a process of its own, as signals may not disturb the tests' own."""
+  command = [sys.executable, "-c", SIGNALLED + code]
+  done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=os.environ)
+  assert done.returncode == 0, done.stderr
+
+
+def test_exceptions_of_signal_handlers_leave_the_team_free() -> None:
+  """At any moment of a call, one after another; and then all threads do the items of a call."""
+  signalled("""
+def running(frame):
+  return frame is not None and (frame.f_code is team.Team.run.__code__ or running(frame.f_back))
+
+raised = halfway = 0
+def handler(_, frame):
+  global raised
+  if running(frame):
+    raised += 1
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGALRM, handler)
+random.seed(1)
+for nap, rounds, longest, again in ((0, 400, 0.0005, 0.00005), (20000, 12, 0.15, 0.03)):
+  for _ in range(rounds):
+    time.sleep(random.choice((0, 0.003)))  # workers that are awake, workers that sleep
+    counts = Counts()
+    signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, longest), again)
+    try:
+      counts.run(nap)
+    except KeyboardInterrupt:
+      halfway += 0 < sum(counts.words[2:]) < ITEMS
+    else:
+      assert counts.done()
+    begun, ended = counts.words[0], counts.words[1]
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    assert begun == ended and max(counts.words[2:]) <= 1
+    assert four._shared[team._INSIDE] == team._CLOSED and not four._shared[team._INSIDE + 1]
+assert raised > 100 and halfway > 3, (raised, halfway)
+time.sleep(0.1)
+assert len(four._asleep) == 3
+counts = Counts()
+counts.run(0, company=4, items=4)
+assert counts.words[1] == 4
+""")
+
+
+def test_ctrl_c_ends_a_long_call() -> None:
+  signalled("""
+counts = Counts()
+threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+  counts.run(300000)
+except KeyboardInterrupt:
+  raise SystemExit(sum(counts.words[2:]) > ITEMS // 2)
+raise SystemExit("not interrupted")
+""")
+
+
+def test_forks_while_the_team_is_taken() -> None:
+  """In a signal handler of its caller, who goes on in both processes, and in another thread."""
+  signalled("""
+child = None
+def fork(*_):
+  global child
+  child = os.fork()
+
+signal.signal(signal.SIGALRM, fork)
+signal.setitimer(signal.ITIMER_REAL, 0.05)
+counts = Counts()
+counts.run(20000)
+if child == 0:
+  os._exit(0 if min(counts.words[2:]) == 1 else 1)
+assert counts.done()
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+thread = threading.Thread(target=Counts().run, args=(20000,))
+thread.start()
+while not four._shared[team._INSIDE + 1]:
+  pass
+child = os.fork()
+if child == 0:
+  counts = Counts()
+  counts.run(0, company=4, items=4)
+  os._exit(0 if counts.words[1] == 4 and team._team is not four else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+thread.join()
+""")
+
+
 def test_after_a_fork() -> None:
   code = """
 import os

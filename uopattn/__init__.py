@@ -4,7 +4,7 @@ from uopattn.toolchain import provide_clang
 
 provide_clang()
 
-import uopattn.emulator  # noqa: E402, F401  (tinygrad reads CC once; this makes the device EMU known)
+import uopattn.emulator  # noqa: E402, F401  (makes the device EMU known)
 from uopattn.attention import attention  # noqa: E402
 from uopattn.block_mask import BlockMask  # noqa: E402
 from uopattn.flash import flash  # noqa: E402

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 class NoCompiler(RuntimeError):
@@ -49,11 +50,21 @@ def _newest_on_path() -> str | None:
 
 
 def provide_clang() -> None:
-  """Names the clang to tinygrad through `CC`, where tinygrad would not find one by itself; does nothing otherwise."""
-  if "CC" in os.environ or shutil.which("clang"):
+  """Names the clang of `find_clang` to tinygrad through `CC`, unless `CC` names one; does nothing where there is none.
+
+  By its path: tinygrad also compiles in processes that it starts at any time, whatever PATH is by then. What it has
+  remembered of an environment without `CC` it is made to forget, and processes that it has started so are given up.
+  """
+  if os.environ.get("CC"):
     return
   with contextlib.suppress(NoCompiler):  # whoever needs one asks find_clang, and gets the message
-    os.environ["CC"] = find_clang()
+    os.environ["CC"] = os.path.abspath(find_clang())
+    if helpers := sys.modules.get("tinygrad.helpers"):
+      helpers.getenv.cache_clear()
+    worker: Any = sys.modules.get("tinygrad.engine.worker")
+    if worker and worker.worker_pool:
+      worker.worker_pool.close()  # what another thread has it compile is still done
+      worker.worker_pool = None
 
 
 @dataclass(frozen=True)
