@@ -12,7 +12,6 @@ import json
 import logging
 import pickle
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Any, cast
 
 from tinygrad import UOp, dtypes
@@ -22,6 +21,8 @@ from tinygrad.helpers import diskcache_get, diskcache_put
 from tinygrad.renderer import Estimates, Renderer
 from tinygrad.renderer.isa import ISARenderer
 from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo
+
+from uopattn.machine import installed_version
 
 log = logging.getLogger("uopattn")
 TABLE = "uopattn_source"
@@ -69,7 +70,8 @@ def program(kernel: UOp, renderer: Renderer) -> tuple[ProgramInfo, str, bytes]:
     kernel: a SINK with KernelInfo.
     renderer: of the device that is to run it.
   """
-  if isinstance(renderer, ISARenderer):  # whose source is none that a compiler takes
+  # The source of an ISARenderer is none that a compiler takes. Another tinygrad lowers otherwise, so its version must be known.
+  if isinstance(renderer, ISARenderer) or None in _versions():
     return _parts(to_program(kernel, renderer))
   key = hashlib.sha256(repr((to_program_key(kernel, renderer), _versions())).encode()).hexdigest()
   if (entry := _read(key)) is not None:
@@ -82,8 +84,8 @@ def program(kernel: UOp, renderer: Renderer) -> tuple[ProgramInfo, str, bytes]:
 
 
 @functools.cache
-def _versions() -> tuple[str, str]:
-  return version("tinygrad"), version("uopattn")
+def _versions() -> tuple[str | None, str | None]:
+  return installed_version("tinygrad"), installed_version("uopattn")
 
 
 def _parts(lowered: UOp) -> tuple[ProgramInfo, str, bytes]:
