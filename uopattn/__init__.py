@@ -4,8 +4,6 @@ from pathlib import Path
 
 from uopattn.toolchain import provide_clang
 
-__version__ = "0.1.0"
-
 _here = Path(__file__).resolve().parent
 if not (_here / "kernels").is_dir():  # a checkout, which has them beside this folder
   __path__.append(str(_here.parent))
@@ -20,6 +18,7 @@ from uopattn.kv_cache import KVCache  # noqa: E402
 from uopattn.merge import merge_states  # noqa: E402
 from uopattn.paged import attention_paged  # noqa: E402
 from uopattn.varlen import attention_varlen  # noqa: E402
+from uopattn.version import __version__  # noqa: E402
 
 __all__ = [
   "BlockMask",

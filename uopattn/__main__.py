@@ -2,7 +2,7 @@
 
 import argparse
 
-from uopattn import __version__
+from uopattn.version import __version__
 
 PROGRAMS = """\
   python -m uopattn.run N=1024 D=64   runs the kernel, times it and checks its output

@@ -10,7 +10,7 @@ from typing import cast
 
 from tinygrad import Device
 
-from uopattn import __version__
+from uopattn.version import __version__
 
 
 def cpu_name() -> str:

@@ -70,7 +70,7 @@ def program(kernel: UOp, renderer: Renderer) -> tuple[ProgramInfo, str, bytes]:
     kernel: a SINK with KernelInfo.
     renderer: of the device that is to run it.
   """
-  # The source of an ISARenderer is none that a compiler takes. Another tinygrad lowers otherwise, so its version must be known.
+  # An ISARenderer's source is none that a compiler takes. Another tinygrad lowers otherwise: its version must be known.
   if isinstance(renderer, ISARenderer) or None in _versions():
     return _parts(to_program(kernel, renderer))
   key = hashlib.sha256(repr((to_program_key(kernel, renderer), _versions())).encode()).hexdigest()
