@@ -12,10 +12,11 @@ from tinygrad import Device, Tensor, TinyJit, dtypes
 from tinygrad.dtype import DType
 
 from uopattn.bandwidth import READ, reader
+from uopattn.command_line import Usage
 from uopattn.dispatch import FEW
 from uopattn.machine import installed_version
 from uopattn.oracle import Array
-from uopattn.run import Problem, Usage, jitted, outputs, poison, wait
+from uopattn.run import Problem, jitted, outputs, poison, wait
 from uopattn.spec import AttentionSpec
 from uopattn.threads import thread_count
 from uopattn.verify import numpy
