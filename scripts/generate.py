@@ -20,6 +20,7 @@ from tinygrad.dtype import DType
 from tinygrad.helpers import round_up
 
 from uopattn import KVCache
+from uopattn.command_line import exit_status
 
 CHUNK = 64  # tokens of the prompt that are worked on at once
 ROUNDS, STEPS = 2, 3  # of a measurement: chunks, and single tokens for each
@@ -197,7 +198,7 @@ def argument_parser() -> argparse.ArgumentParser:
   return parser
 
 
-def main() -> None:
+def main() -> int:
   parser = argument_parser()
   arguments = parser.parse_args()
   if (arguments.text is None) != arguments.measure:
@@ -206,7 +207,8 @@ def main() -> None:
     parser.error(f"--cache {arguments.cache} is for a text, and for uopattn's kernel")
   if arguments.tokens < 1:
     parser.error(f"--tokens is {arguments.tokens}; it must be at least 1")
-  try:
+
+  def run() -> int:
     if arguments.measure:
       for line in measure(arguments.context):
         print(line, flush=True)
@@ -214,9 +216,10 @@ def main() -> None:
       text = read_text(arguments.text)
       done = generate(text, arguments.tokens, arguments.attention, arguments.context, arguments.cache)
       print(done, file=sys.stderr)
-  except (OSError, RuntimeError, ValueError) as error:
-    parser.exit(2, f"{parser.prog}: {error}\n")
+    return 0
+
+  return exit_status(parser.prog, run)
 
 
 if __name__ == "__main__":
-  main()
+  sys.exit(main())
