@@ -51,11 +51,18 @@ def test_help_says_the_usage_and_does_nothing(name: str, tmp_path: Path) -> None
 
 
 def test_the_environment_is_set_up_once(clone: Path) -> None:
-  log, path = clone / "log", "/usr/bin:/bin"
+  """Also where it is active already, whose clang is then on PATH."""
+  log, tools, own = clone / "log", clone / "tools", clone / ".venv" / "bin"
+  tools.mkdir()
+  for name in ("bash", "cp", "dirname", "env", "grep", "mkdir", "sed", "sh", "touch"):
+    (tools / name).symlink_to(str(shutil.which(name)))
+  settings = {"PYTHON": str(clone / "python"), "LOG": str(log), "CC": ""}
   for script, *words in (["run", "N=64"], ["test"], ["generate", "Hi"], ["run", "--help"]):
-    ended(f"scripts/{script}", *words, cwd=clone, PYTHON=str(clone / "python"), LOG=str(log), PATH=path, CC="clang")
+    ended(f"scripts/{script}", *words, cwd=clone, PATH=str(tools), **settings)
+  shutil.copy(clone / "python", own / "clang")
+  ended("scripts/run", "N=64", cwd=clone, PATH=f"{own}:{tools}", **settings)
   asked = log.read_text().splitlines()
   assert asked[0] == f"-m venv {clone}/.venv"
   assert [line for line in asked if " pip " in line] == [
-    f"-m pip install --quiet --disable-pip-version-check --editable {clone}[test]"
+    f"-m pip install --quiet --disable-pip-version-check --editable {clone}[clang,test]"
   ]

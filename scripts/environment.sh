@@ -5,7 +5,10 @@
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$repository/.venv
 
-has_clang() { [ -n "${CC:-}" ] || command -v clang >/dev/null || compgen -c clang- | grep -qxE 'clang-[0-9]+'; }
+has_clang() ( # besides the one in .venv, which is on PATH once that is activated
+  PATH=${PATH//"$venv/bin:"/}
+  [ -n "${CC:-}" ] || command -v clang >/dev/null || compgen -c clang- | grep -qxE 'clang-[0-9]+'
+)
 
 install() { # extras, by commas
   local stamp=$venv/installed-${1//,/-}
