@@ -269,7 +269,9 @@ def test_order_in_which_compilers_are_taken(tmp_path: Path, monkeypatch: pytest.
   monkeypatch.setenv("PATH", str(tmp_path / "path"))
   monkeypatch.setenv("CC", "")  # so that what the test sets is taken back, too
   monkeypatch.delenv("CC")
-  with pytest.raises(toolchain.NoCompiler, match=r"uopattn\[clang\].*apt-get install clang.*CC=/path/to/clang"):
+  with pytest.raises(
+    toolchain.NoCompiler, match=r"pip install '\.\[clang\]' in a checkout.*apt-get install clang.*CC=/path/to/clang"
+  ):
     toolchain.find_clang()
   bundled = executable(prefix / "bin", "clang")
   assert toolchain.find_clang() == str(bundled)

@@ -332,7 +332,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     try:
       import matplotlib.figure  # noqa: F401
     except ImportError as error:
-      raise Usage(f"--plot needs matplotlib, which is in the extra uopattn[bench]: {error}") from error
+      raise Usage(f"--plot needs matplotlib, which pip install '.[bench]' in a checkout installs: {error}") from error
   return given
 
 
