@@ -59,7 +59,9 @@ def main() -> int:
     try:
       print(json.dumps(measure()))
     except Exception as error:
-      print(f"{parser.prog}: {os.environ['DEV']}: {' '.join(str(error).split())}", file=sys.stderr)
+      from uopattn.command_line import reason  # not before, as what it imports is timed
+
+      print(f"{parser.prog}: {os.environ['DEV']}: {reason(error)}", file=sys.stderr)
       return 2
     return 0
   if arguments.rounds < 1:
