@@ -212,6 +212,13 @@ def test_no_verification_no_verdict() -> None:
   assert "correct" not in done.stdout
 
 
+def test_tinygrads_own_emulator_is_named_too() -> None:
+  target = run.Target("AMD", "gfx1100")
+  assert run.shown(target, "AMD:1") == "AMD gfx1100"
+  with Context(DEV="MOCKKFD+AMD:LLVM:gfx1100"):
+    assert run.shown(target, "AMD:1") == "AMD gfx1100, emulated"
+
+
 INFO = {
   "CPU": (
     "cpu ",
