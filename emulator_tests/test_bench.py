@@ -171,23 +171,36 @@ def test_a_contender_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, caps
   assert found.name == "numpy"
 
 
-def test_interrupted_keeps_the_rows_done(
-  tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+  ("end", "status", "said"),
+  [
+    (KeyboardInterrupt(), 130, "\ninterrupted after 1 rows\n"),
+    (MemoryError("no room"), 2, "uopattn.bench: MemoryError: no room\n"),
+  ],
+  ids=["interrupted", "failed"],
+)
+def test_the_rows_done_are_kept(
+  end: BaseException,
+  status: int,
+  said: str,
+  tmp_path: Path,
+  monkeypatch: pytest.MonkeyPatch,
+  capsys: pytest.CaptureFixture[str],
 ) -> None:
   whole: Callable[..., dict[str, Any]] = bench.bench_row
 
   def once(config: Config, *rest: Any) -> dict[str, Any]:
     if config != SMALL:
-      raise KeyboardInterrupt
+      raise end
     return whole(config, *rest)
 
   monkeypatch.setattr(bench, "quick_rows", lambda kind: [SMALL, Config(h=3)])
   monkeypatch.setattr(bench, "bench_row", once)
-  assert main(["--quick", "--rounds", "1", "--json", f"{tmp_path}/b.json"]) == 130
+  assert main(["--quick", "--rounds", "1", "--json", f"{tmp_path}/b.json"]) == status
   assert len(json.loads((tmp_path / "b.json").read_text())["rows"]) == 1
   printed = capsys.readouterr()
   assert printed.out.startswith("B=1 H=2 N=40 D=8 float\n  uopattn ")
-  assert "interrupted after 1 rows" in printed.err
+  assert printed.err == said
 
 
 def test_contenders_take_turns() -> None:

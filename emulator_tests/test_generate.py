@@ -65,10 +65,24 @@ def test_characters_of_several_tokens_are_written_whole(small: SmolLM, capsys, m
   monkeypatch.setattr(generate, "print", lambda *x, **options: written.append(x[0] if x else "\n"), raising=False)
   ids = small.tokenizer.encode(text).ids
   (end,) = small.tokenizer.encode("<|im_end|>").ids
-  assert write(small, iter([*ids, end, *ids])) == len(ids) + 1
-  assert "".join(written) == text + "\n"
+  assert write(small, "Hi ", iter([*ids, end, *ids])) == [*ids, end]
+  assert "".join(written) == f"Hi {text}\n"
   assert "☃" in written
   assert "🙂" in written
+
+
+def test_the_prompt_is_echoed_and_the_end_explained(small: SmolLM, capsys, monkeypatch) -> None:
+  monkeypatch.setattr(generate, "load", lambda: small)
+  text, context = "x" * 100, 128
+  lines = generate.generate(text, 5, "kernel", context).splitlines()
+  assert lines[0] == "stopped after 5 tokens (--tokens)"
+  assert lines[1].startswith("kernel: prompt of 100 tokens")
+  printed = capsys.readouterr()
+  assert printed.out.startswith(text)
+  assert "prompt: 100%" in printed.err.replace("\r", "\n")  # two chunks
+  assert generate.generate(text, 99, "kernel", context).startswith("the context of 128 tokens is full (--context)\n")
+  (end,) = small.tokenizer.encode("<|im_end|>").ids
+  assert generate.why_it_ends(small, 100, [3, end], 2, context) == "the model ended the text"
 
 
 @pytest.mark.parametrize(
@@ -103,5 +117,5 @@ def test_kernel_and_tinygrads_attention_write_the_same_text() -> None:
 def test_the_script_writes_the_likeliest_words() -> None:
   command = [sys.executable, str(SCRIPT), "The capital of France is", "--tokens", "2", "--context", "64"]
   done = subprocess.run(command, capture_output=True, text=True)
-  assert (done.returncode, done.stdout) == (0, " Paris.\n")
+  assert (done.returncode, done.stdout) == (0, "The capital of France is Paris.\n")
   assert "kernel: prompt of 5 tokens" in done.stderr

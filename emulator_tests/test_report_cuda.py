@@ -175,7 +175,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
   monkeypatch.setattr(compile_report.report_amd, "ARCHES", ())
   assert compile_report.main([]) == 0  # nobody asked for NVIDIA
   assert capsys.readouterr().out == f"{NONE}\n"
-  assert compile_report.main(["sm_80"]) == 1
+  assert compile_report.main(["sm_80"]) == 2
   assert capsys.readouterr() == ("", f"compile_report: {NONE}\n")
   with pytest.raises(RuntimeError, match="no compiler for NVIDIA's GPUs"):
     report_cuda.compiled("source", "sm_80", CHOICE, 0)
@@ -188,7 +188,7 @@ def test_a_target_of_neither(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_target_without_a_kernel(capsys: pytest.CaptureFixture[str]) -> None:
-  assert compile_report.main(["sm_70"]) == 1
+  assert compile_report.main(["sm_70"]) == 2
   assert "sm_70 has no mma.sync of this kernel's for half" in capsys.readouterr().err
 
 

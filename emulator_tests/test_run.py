@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import cpu_target, qkv
-from tinygrad import Tensor, dtypes
+from tinygrad import Context, Tensor, dtypes
 from tinygrad.engine.worker import terminate_worker_pool
 from tinygrad.nn.state import safe_save
 
@@ -98,13 +98,84 @@ def test_a_word_beats_the_environment() -> None:
   assert parse(["N=5"], {"N": "6", "D": "7", "PATH": "x"}) == Config(n=5, d=7)
 
 
-@pytest.mark.parametrize("words", [["H=4", "HKV=3"], ["INPUT=/nowhere"], ["CNT=0"], ["N=x"]])
-def test_one_line_and_exit_status_2(words: list[str]) -> None:
-  done = program("run", *words)
-  assert done.returncode == 2
-  assert done.stdout == ""
+SMALL = ("N=20", "D=8", "H=1", "CNT=1")
+
+
+@pytest.mark.parametrize(
+  ("words", "device", "message"),
+  [
+    (("H=4", "HKV=3"), "CPU", "q has 4 heads"),
+    (("INPUT=/nowhere",), "CPU", "INPUT=/nowhere is not a safetensors file"),
+    (("CNT=0",), "CPU", "CNT=0 is not"),
+    (("CASUAL=1",), "CPU", "did you mean CAUSAL=?"),
+    (SMALL, "CPUU", "DEV=CPUU cannot be used: device 'CPUU' is unknown"),
+    (SMALL, "EMU::gfx9999", "DEV=EMU::gfx9999 cannot be used: 'gfx9999' is not among the AMD architectures"),
+    ((*SMALL, "JSON=/nowhere/a.json"), "CPU", "JSON=/nowhere/a.json: there is no such folder"),
+    ((*SMALL, "JSON=/"), "CPU", "JSON=/ is a folder"),
+    (("B=9999999", "H=1", "N=9999", "D=999", "M=1"), "CPU", "emory"),
+  ],
+)
+def test_one_line_and_exit_status_2(words: tuple[str, ...], device: str, message: str) -> None:
+  done = program("run", *words, DEV=device)
+  assert (done.returncode, done.stdout) == (2, "")
   assert len(done.stderr.splitlines()) == 1
   assert done.stderr.startswith("uopattn.run: ")
+  assert message in done.stderr
+
+
+def test_a_driver_that_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+  def missing(device: str) -> None:
+    raise ExceptionGroup("no interface", [AttributeError("failed to load\n library"), RuntimeError("0 devices")])
+
+  monkeypatch.setattr("uopattn.target.kernel_renderer", missing)
+  monkeypatch.setattr("sys.argv", ["run", *SMALL])
+  with Context(DEV="CPU"):
+    assert run.main() == 2
+  reasons = "AttributeError: failed to load library; RuntimeError: 0 devices"
+  assert capsys.readouterr().err == f"uopattn.run: DEV=CPU cannot be used: {reasons}\n"
+
+
+@pytest.mark.parametrize(
+  "header", ["[1]", "{", "", '{"q": 1}', '{"q": {"dtype": "F99"}}', '{"q": {}, "k": [], "v": 0}']
+)
+def test_files_that_are_no_safetensors(header: str, tmp_path: Path) -> None:
+  path = tmp_path / "a.safetensors"
+  path.write_bytes(len(header).to_bytes(8, "little") + header.encode())
+  with pytest.raises(Usage, match=f"^INPUT={path} is not a safetensors file with q, k and v: "):
+    run.inputs(Config(input=str(path)))
+
+
+def test_a_record_is_asked_for_before_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+  monkeypatch.setattr(run, "prepare", lambda *given: pytest.fail("came before"))
+  with pytest.raises(Usage, match="is a folder"):
+    run.run(Config(json=str(tmp_path)))
+
+
+def test_help_names_every_key() -> None:
+  done = program("run", "--help", DEV="CPUU")
+  assert (done.returncode, done.stderr) == (0, "")
+  assert done.stdout.startswith("usage: python -m uopattn.run [KEY=VALUE ...]\n")
+  words = done.stdout.replace(",", " ").split()
+  assert [key for key in run.KEYS if key not in words] == []
+
+
+def test_misspelt_keys_in_the_environment_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+  usual = dict.fromkeys(("HOME", "SHELL", "LANG", "USER", "TERM", "PATH", "PWD", "DEV", "DEBUG", "JIT", "_", *run.KEYS))
+  run.warn_of_misspelt(dict.fromkeys((*usual, "causal"), "1"))
+  assert capsys.readouterr().err == ""
+  run.warn_of_misspelt({"CASUAL": "1", "HVK": "2", "DTYP": "half"})
+  assert [line.split("; ")[1] for line in capsys.readouterr().err.splitlines()] == [
+    "did you mean CAUSAL?",
+    "did you mean HKV?",
+    "did you mean DTYPE?",
+  ]
+
+
+@pytest.mark.parametrize("device", ["EMU", "EMU::gfx942"])
+def test_an_emulated_run_says_so(device: str) -> None:
+  done = program("run", *SMALL, DEV=device)
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.splitlines()[0] == f"device   EMU {'gfx1100' if device == 'EMU' else 'gfx942'}, emulated"
 
 
 def test_a_wrong_kernel_ends_with_1_and_says_where(
@@ -143,17 +214,53 @@ def test_no_verification_no_verdict() -> None:
   assert "correct" not in done.stdout
 
 
-def test_info_names_device_compiler_and_kernels() -> None:
-  done = program("info")
-  assert done.returncode == 0, done.stderr
-  for start in (
+def test_tinygrads_own_emulator_is_named_too() -> None:
+  target = run.Target("AMD", "gfx1100")
+  assert run.shown(target, "AMD:1") == "AMD gfx1100"
+  with Context(DEV="MOCKKFD+AMD:LLVM:gfx1100"):
+    assert run.shown(target, "AMD:1") == "AMD gfx1100, emulated"
+
+
+INFO = {
+  "CPU": (
     "cpu ",
     "cores ",
     "compiler ",
     "device     CPU",
-    "kernel     cpu_forward, for CPU: serves this machine",
-  ):
+    "kernel     cpu_forward: serves float, half, bfloat16",
+    "kernel     cpu_decode: serves float of few queries",
+    "kernel     amd_forward: not for this machine, for AMD",
+    "gradients  cpu_backward: serves float, half, bfloat16",
+  ),
+  "EMU::sm_75": (
+    "device     EMU sm_75, emulated",
+    "another    CPU",
+    "kernel     cuda_forward: serves half",
+    "kernel     hopper_forward: not for this machine: sm_75 with head sizes 64 and 64: must be sm_90",
+    "gradients  cuda_backward: not for this machine: sm_75 with half: must be sm_80 or newer",
+  ),
+  "EMU::sm_90": (
+    "kernel     hopper_forward: serves half, bfloat16",
+    "kernel     cuda_forward: serves half of few queries, bfloat16 of few queries, fp8e4m3, fp8e5m2",
+    "gradients  cuda_backward: serves only what hopper_backward does not",
+  ),
+  "CPUU": ("compiler ", "device     none: DEV=CPUU cannot be used: device 'CPUU' is unknown", "another    CPU"),
+}
+
+
+@pytest.mark.parametrize("device", INFO)
+def test_info_names_device_compiler_and_kernels(device: str) -> None:
+  done = program("info", DEV=device)
+  assert (done.returncode, done.stderr) == (2 if device == "CPUU" else 0, "")
+  for start in INFO[device]:
     assert any(line.startswith(start) for line in done.stdout.splitlines()), start
+
+
+def test_info_without_a_compiler(tmp_path: Path) -> None:
+  done = program("info", DEV="EMU", CC=str(tmp_path / "clang"))
+  assert (done.returncode, done.stderr) == (0, "")
+  assert "compiler   none: CC='" in done.stdout
+  assert "kernel     amd_forward: serves half, bfloat16" in done.stdout
 
 
 def executable(folder: Path, name: str) -> Path:
@@ -178,7 +285,9 @@ def test_order_in_which_compilers_are_taken(tmp_path: Path, monkeypatch: pytest.
   monkeypatch.setenv("PATH", str(tmp_path / "path"))
   monkeypatch.setenv("CC", "")  # so that what the test sets is taken back, too
   monkeypatch.delenv("CC")
-  with pytest.raises(toolchain.NoCompiler, match=r"uopattn\[clang\].*apt-get install clang.*CC=/path/to/clang"):
+  with pytest.raises(
+    toolchain.NoCompiler, match=r"pip install '\.\[clang\]' in a checkout.*apt-get install clang.*CC=/path/to/clang"
+  ):
     toolchain.find_clang()
   bundled = executable(prefix / "bin", "clang")
   assert toolchain.find_clang() == str(bundled)

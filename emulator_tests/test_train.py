@@ -2,6 +2,7 @@
 
 import functools
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -102,9 +103,7 @@ def test_the_script_says_so(
   plot, record = tmp_path / "curves.png", tmp_path / "curves.json"
   monkeypatch.setattr(train_tiny, "train", lambda *given: iter([trainings | {KERNEL: trainings[name]}]))
   monkeypatch.setattr("sys.argv", ["train_tiny.py", "--steps", str(STEPS), "--plot", str(plot), "--json", str(record)])
-  with pytest.raises(SystemExit) as end:
-    train_tiny.main()
-  assert end.value.code == status
+  assert train_tiny.main() == status
   assert f"the curves {verdict}\n" in capsys.readouterr().out
   assert plot.read_bytes().startswith(b"\x89PNG")
   found = json.loads(record.read_text())
@@ -119,14 +118,22 @@ def test_the_script_says_so(
     (("--steps", "2"), "--steps is 2; it must be at least 3"),
     (("--head-dim", "0"), "--head-dim is 0; it must be at least 1"),
     (("--context", "20000"), "a piece would take 20001"),
+    (("--json", "/nowhere/a.json"), "--json /nowhere/a.json: there is no such folder"),
   ],
 )
 def test_refuses(arguments: tuple[str, ...], reason: str, capsys, monkeypatch) -> None:
   monkeypatch.setattr("sys.argv", ["train_tiny.py", *arguments])
-  with pytest.raises(SystemExit) as end:
-    train_tiny.main()
-  assert end.value.code == 2
+  with pytest.raises(SystemExit, match=r"^2$"):
+    sys.exit(train_tiny.main())
   assert reason in capsys.readouterr().err
+
+
+def test_nothing_is_written_unasked(trainings: dict[str, Training], tmp_path: Path, monkeypatch) -> None:
+  monkeypatch.setattr(train_tiny, "train", lambda *given: iter([trainings]))
+  monkeypatch.setattr(train_tiny, "draw", lambda *given: pytest.fail("drew"))
+  monkeypatch.setattr(Path, "write_text", lambda *given: pytest.fail("wrote"))
+  monkeypatch.setattr("sys.argv", ["train_tiny.py", "--steps", str(STEPS)])
+  assert train_tiny.main() == 0
 
 
 def test_text_is_the_licence_or_says_what_else(text: Text, tmp_path: Path, capsys, monkeypatch) -> None:

@@ -1,7 +1,8 @@
 """How long the emulator takes: seconds of a forward pass with all checks on, lowering included, in a new process.
 
 The first call of B=H=1, M=N=128, D=64 in float16, the second one, and the first of M=N=1024 after these. Importing
-comes before and is given apart. Medians over the rounds; an output that fails the gate ends the run.
+comes before and is given apart. Medians over the rounds; an output that fails the gate ends the run with exit status 1,
+and anything else that goes wrong with 2.
 """
 
 import argparse
@@ -42,26 +43,35 @@ def measure() -> list[float]:
 
 def in_new_process(arch: str) -> list[float]:
   environment = os.environ | {"DEV": f"EMU::{arch}", "EMU_CHECK": "1"}
-  done = subprocess.run([sys.executable, __file__, "--measure"], env=environment, stdout=subprocess.PIPE, check=True)
+  done = subprocess.run([sys.executable, __file__, "--measure"], env=environment, stdout=subprocess.PIPE)
+  if done.returncode:
+    sys.exit(done.returncode)  # it has said why
   return json.loads(done.stdout)
 
 
-def main() -> None:
+def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("arch", nargs="*", default=ARCHES, help=f"targets; default: {' '.join(ARCHES)}")
   parser.add_argument("--rounds", type=int, default=3, help="processes for each target (default 3)")
   parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
   arguments = parser.parse_args()
   if arguments.measure:
-    print(json.dumps(measure()))
-    return
+    try:
+      print(json.dumps(measure()))
+    except Exception as error:
+      from uopattn.command_line import reason  # not before, as what it imports is timed
+
+      print(f"{parser.prog}: {os.environ['DEV']}: {reason(error)}", file=sys.stderr)
+      return 2
+    return 0
   if arguments.rounds < 1:
     parser.error(f"--rounds {arguments.rounds}: must be at least 1")
   print(f"{'seconds':8} " + " ".join(f"{column:>10}" for column in COLUMNS))
   for arch in arguments.arch:
     rounds = [in_new_process(arch) for _ in range(arguments.rounds)]
     print(f"{arch:8} " + " ".join(f"{median(column):>10.2f}" for column in zip(*rounds, strict=True)), flush=True)
+  return 0
 
 
 if __name__ == "__main__":
-  main()
+  sys.exit(main())

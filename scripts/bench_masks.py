@@ -3,6 +3,7 @@
 Every result is checked by the gate, on its first and its last head, before it is timed.
 """
 
+import argparse
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from tinygrad import Device, Tensor, TinyJit, dtypes
 
 from uopattn import BlockMask, attention, attention_varlen
 from uopattn.bench import alternate
+from uopattn.command_line import exit_status
 from uopattn.contenders import Runner
 from uopattn.mods import causal, document, sliding_window
 from uopattn.oracle import Array
@@ -82,8 +84,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, out: Tensor, seen: Array) -> None:
       sys.exit(f"fails the gate: {report}")
 
 
-def main() -> None:
-  """Prints the table."""
+def table() -> int:
+  """Prints the table; returns 0."""
   q, k, v = (Tensor(RNG.standard_normal((1, H, N, D), np.float32)).realize() for _ in range(3))
   runners, shares = {}, {}
   for name, (compute, seen) in cases(q, k, v).items():
@@ -94,7 +96,14 @@ def main() -> None:
   print("| | pairs seen | ms | time, of that without a mask |\n|---|--:|--:|--:|")
   for name, ms in times.items():
     print(f"| {name} | {shares[name]:.0%} | {ms:.1f} | {ms / times['no mask']:.0%} |")
+  return 0
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+  parser.parse_args()
+  return exit_status(parser.prog, table)
 
 
 if __name__ == "__main__":
-  main()
+  sys.exit(main())

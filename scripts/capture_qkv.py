@@ -13,6 +13,8 @@ from smollm import load
 from tinygrad import Tensor, dtypes
 from tinygrad.nn.state import safe_save
 
+from uopattn.command_line import check_writable, exit_status
+
 DTYPES = {"float32": dtypes.float32, "float16": dtypes.float16, "bfloat16": dtypes.bfloat16}
 
 
@@ -30,14 +32,6 @@ def read_text(argument: str) -> str:
   return (sys.stdin.buffer.read() if argument == "-" else os.fsencode(argument)).decode()
 
 
-def check_writable(output: Path) -> None:
-  """Raises ValueError where `output` cannot be written; asked first, as loading the model takes seconds."""
-  if output.exists() and not output.is_file():  # safe_save would delete a device file such as /dev/null
-    raise ValueError(f"{output} is not a regular file")
-  if not os.access(output.parent, os.W_OK | os.X_OK):
-    raise ValueError(f"cannot write to the folder {output.parent}")
-
-
 def capture(text: str, layer: int, dtype: str, output: Path) -> int:
   """Writes the file and returns the number of tokens.
 
@@ -46,7 +40,9 @@ def capture(text: str, layer: int, dtype: str, output: Path) -> int:
   """
   if not text:
     raise ValueError("the text is empty")
-  check_writable(output)
+  if output.exists() and not output.is_file():  # safe_save would delete a device file such as /dev/null
+    raise ValueError(f"{output} is not a regular file")
+  check_writable(str(output), output)
   model = load()
   tokens = model.tokenizer.encode(text).ids
   q, k, v = (x.cast(DTYPES[dtype]) for x in model.qkv(Tensor([tokens]), layer))
@@ -54,15 +50,17 @@ def capture(text: str, layer: int, dtype: str, output: Path) -> int:
   return len(tokens)
 
 
-def main() -> None:
+def main() -> int:
   parser = argument_parser()
   arguments = parser.parse_args()
-  try:
+
+  def run() -> int:
     tokens = capture(read_text(arguments.text), arguments.layer, arguments.dtype, arguments.output)
-  except (OSError, RuntimeError, ValueError) as error:
-    parser.exit(2, f"{parser.prog}: {error}\n")
-  print(f"saved q, k, v of layer {arguments.layer}, {tokens} tokens, {arguments.dtype}, to {arguments.output}")
+    print(f"saved q, k, v of layer {arguments.layer}, {tokens} tokens, {arguments.dtype}, to {arguments.output}")
+    return 0
+
+  return exit_status(parser.prog, run)
 
 
 if __name__ == "__main__":
-  main()
+  sys.exit(main())

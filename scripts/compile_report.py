@@ -20,6 +20,8 @@ import report_cuda
 import sass
 from report_table import Row, line
 
+from uopattn.command_line import exit_status
+
 
 def show(columns: Mapping[str, int], rows: Iterable[Row]) -> None:
   """Prints a table, each row as it is made."""
@@ -50,32 +52,32 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
   return given
 
 
-def report(given: argparse.Namespace) -> None:
-  """Prints the tables. Raises RuntimeError or ValueError where a target that was named cannot be compiled for."""
+def report(given: argparse.Namespace) -> int:
+  """Prints the tables; returns 0.
+
+  Raises RuntimeError or ValueError where a target that was named cannot be compiled for.
+  """
   amd = [arch for arch in given.arch if arch.startswith("gfx")] or () if given.arch else report_amd.ARCHES
   cuda = [arch for arch in given.arch if arch.startswith("sm_")] or () if given.arch else report_cuda.ARCHES
   if amd:
     show(report_amd.COLUMNS, report_amd.rows(amd, given.M, given.N, given.D, given.causal))
   if not cuda:
-    return
+    return 0
   if report_cuda.compiler() is None:
     if given.arch:
       raise RuntimeError(report_cuda.NONE)
     print(report_cuda.NONE)
-    return
+    return 0
   show(report_cuda.COLUMNS, report_cuda.rows(cuda, given.H, given.M, given.N, given.D, given.causal))
   if sass.disassembler() is None:
     print(sass.NONE)
+  return 0
 
 
 def main(words: Sequence[str] | None = None) -> int:
-  """Exit status 1 with a message on stderr where a target cannot be compiled for."""
-  try:
-    report(arguments(words))
-  except (RuntimeError, ValueError) as error:
-    print(f"compile_report: {error}", file=sys.stderr)
-    return 1
-  return 0
+  """Prints the report; exit status 2 where a target cannot be compiled for."""
+  given = arguments(words)
+  return exit_status("compile_report", lambda: report(given))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
 """Draws the masks of `uopattn.mods`, pair by pair, for the README."""
 
+import argparse
 import sys
+from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
 from tinygrad import Tensor
 
 from uopattn import BlockMask, mods
+from uopattn.command_line import check_writable, exit_status
 
 SIZE = 48
 DOCUMENTS = Tensor(np.repeat([0, 1, 2, 3], [11, 17, 6, 14]).astype(np.int32))
@@ -22,15 +25,24 @@ MASKS = {
 }
 
 
-def main(path: str = "scripts/results/masks.png") -> None:
-  """Writes the picture, eight panels of queries down and keys across."""
+def draw(path: Path) -> int:
+  """Writes the picture, eight panels of queries down and keys across; returns 0."""
+  check_writable(str(path), path)
   figure = Figure(figsize=(11, 5.6), layout="constrained")
   for panel, (name, mask) in zip(figure.subplots(2, 4).flat, MASKS.items(), strict=True):
     BlockMask.of(mask, 1, 1, SIZE, SIZE, (DOCUMENTS,), block_m=1, block_n=1).draw(panel)
     panel.set_title(name, fontsize=8, family="monospace")
     panel.label_outer()
   figure.savefig(path, dpi=110)
+  return 0
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("output", type=Path, metavar="FILE.png", help="the picture to write")
+  path = parser.parse_args().output
+  return exit_status(parser.prog, lambda: draw(path))
 
 
 if __name__ == "__main__":
-  main(*sys.argv[1:])
+  sys.exit(main())

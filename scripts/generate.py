@@ -1,8 +1,8 @@
 """Continues a text with SmolLM2-135M, greedily, by way of a KV cache.
 
 The prompt is taken in chunks, the rest comes token by token; both are replayed by `TinyJit`, with one compiled kernel
-each for all lengths. The text goes to standard output as it comes, what was measured to standard error. Exit status 2
-where nothing could be generated.
+each for all lengths. The text and what follows it go to standard output as it comes; how far a long prompt is, why the
+text ends and what was measured go to standard error. Exit status 2 where nothing could be generated.
 """
 
 import argparse
@@ -17,9 +17,10 @@ from capture_qkv import read_text
 from smollm import END, SmolLM, load
 from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
 from tinygrad.dtype import DType
-from tinygrad.helpers import round_up
+from tinygrad.helpers import round_up, tqdm
 
 from uopattn import KVCache
+from uopattn.command_line import exit_status
 
 CHUNK = 64  # tokens of the prompt that are worked on at once
 ROUNDS, STEPS = 2, 3  # of a measurement: chunks, and single tokens for each
@@ -93,8 +94,12 @@ def _ids(tokens: list[int]) -> Tensor:
 
 
 def continued(generator: Generator, prompt: list[int]) -> Iterator[int]:
-  """The tokens behind a prompt, until the caches are full; the first comes once the prompt is in them."""
-  for begin in range(0, len(prompt) - 1, CHUNK):
+  """The tokens behind a prompt, until the caches are full; the first comes once the prompt is in them.
+
+  Meanwhile a prompt of several chunks has a bar on standard error.
+  """
+  begins = range(0, len(prompt) - 1, CHUNK)
+  for begin in tqdm(begins, desc="prompt", unit="chunk", disable=len(begins) < 2):
     generator.fill(prompt[begin : min(begin + CHUNK, len(prompt) - 1)], begin)
   token = prompt[-1]
   for position in range(len(prompt) - 1, generator.context):
@@ -102,24 +107,35 @@ def continued(generator: Generator, prompt: list[int]) -> Iterator[int]:
     yield token
 
 
-def write(model: SmolLM, tokens: Iterator[int]) -> int:
-  """Prints tokens as they come, up to one that ends the text, and returns how many there were."""
+def write(model: SmolLM, text: str, tokens: Iterator[int]) -> list[int]:
+  """Prints a text once its first token has come, then tokens as they come, up to one that ends it; returns these."""
   found: list[int] = []
   shown, ends = 0, {model.tokenizer.token_to_id(name) for name in END}
   for token in tokens:
+    if not found:
+      print(text, end="", flush=True)
     found.append(token)
-    text = model.tokenizer.decode(found)
-    if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character may take several tokens
-      print(text[shown:], end="", flush=True)
-      shown = len(text)
+    more = model.tokenizer.decode(found)
+    if not more.endswith("\N{REPLACEMENT CHARACTER}"):  # a character may take several tokens
+      print(more[shown:], end="", flush=True)
+      shown = len(more)
     if token in ends:
       break
   print()
-  return len(found)
+  return found
+
+
+def why_it_ends(model: SmolLM, prompt: int, found: list[int], limit: int, context: int) -> str:
+  """What ended a text of so many prompt tokens and those found behind it."""
+  if found[-1] in {model.tokenizer.token_to_id(name) for name in END}:
+    return "the model ended the text"
+  if prompt + len(found) > context:  # the last token found is not in the caches
+    return f"the context of {context} tokens is full (--context)"
+  return f"stopped after {limit} tokens (--tokens)"
 
 
 def generate(text: str, limit: int, attention: str, context: int, cache: str = "float32") -> str:
-  """Prints what follows the text, and returns a line on how long that took.
+  """Prints the text and what follows it, and returns lines on why it ends and how long that took.
 
   Raises ValueError where the text is empty or does not fit, RuntimeError where the model cannot be downloaded.
   """
@@ -139,9 +155,11 @@ def generate(text: str, limit: int, attention: str, context: int, cache: str = "
       starts.append(time.perf_counter())
       yield token
 
-  count = write(model, timed())
+  found = write(model, text, timed())
+  more, seconds = len(found) - 1, starts[-1] - starts[1]
   line = f"{attention}: prompt of {len(prompt)} tokens {len(prompt) / (starts[1] - starts[0]):.1f} tokens/s"
-  return line + (f", {count - 1} more {(count - 1) / (starts[-1] - starts[1]):.1f} tokens/s" if count > 1 else "")
+  line += f", {more} more {more / seconds:.1f} tokens/s" if more else ""
+  return f"{why_it_ends(model, len(prompt), found, limit, context)}\n{line}"
 
 
 def check_context(model: SmolLM, context: int) -> None:
@@ -197,7 +215,7 @@ def argument_parser() -> argparse.ArgumentParser:
   return parser
 
 
-def main() -> None:
+def main() -> int:
   parser = argument_parser()
   arguments = parser.parse_args()
   if (arguments.text is None) != arguments.measure:
@@ -206,7 +224,8 @@ def main() -> None:
     parser.error(f"--cache {arguments.cache} is for a text, and for uopattn's kernel")
   if arguments.tokens < 1:
     parser.error(f"--tokens is {arguments.tokens}; it must be at least 1")
-  try:
+
+  def run() -> int:
     if arguments.measure:
       for line in measure(arguments.context):
         print(line, flush=True)
@@ -214,9 +233,10 @@ def main() -> None:
       text = read_text(arguments.text)
       done = generate(text, arguments.tokens, arguments.attention, arguments.context, arguments.cache)
       print(done, file=sys.stderr)
-  except (OSError, RuntimeError, ValueError) as error:
-    parser.exit(2, f"{parser.prog}: {error}\n")
+    return 0
+
+  return exit_status(parser.prog, run)
 
 
 if __name__ == "__main__":
-  main()
+  sys.exit(main())

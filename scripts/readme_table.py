@@ -1,9 +1,9 @@
 """Rewrites the speed tables of README.md, between their two marker lines, from the records of `uopattn.bench`.
 
-Arguments: the page and the folder of records, by default those of this repository. Exit status 2 where the page has no
-markers or a record cannot be read.
+Exit status 2 where the page has no markers or a record cannot be read.
 """
 
+import argparse
 import json
 import re
 import sys
@@ -112,8 +112,13 @@ def rewrite(page: str, records: dict[str, dict[str, Any]], plots: Container[str]
   return before + begin + "\n" + "".join(parts) + end + after
 
 
-def main(words: Sequence[str]) -> int:
-  page, results = (Path(words[0]), Path(words[1])) if words else (ROOT / "README.md", ROOT / "scripts" / "results")
+def main(words: Sequence[str] | None = None) -> int:
+  parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+  parser.add_argument("page", nargs="?", type=Path, default=ROOT / "README.md", help="(default: %(default)s)")
+  results = ROOT / "scripts" / "results"
+  parser.add_argument("results", nargs="?", type=Path, default=results, help="the records (default: %(default)s)")
+  given = parser.parse_args(words)
+  page, results = given.page, given.results
   try:
     found = {path.name: json.loads(path.read_text()) for path in sorted(results.glob("*.json"), reverse=True)}
     records = {name: record for name, record in found.items() if "rows" in record}  # those of other scripts have none
@@ -125,4 +130,4 @@ def main(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main(sys.argv[1:]))
+  sys.exit(main())

@@ -52,7 +52,7 @@ extern "C" __attribute__((device)) size_t __ockl_get_{name}_id(unsigned int axis
 }}"""
   for name, builtin in (("local", "workitem"), ("group", "workgroup"))
 )
-NONE = "no compiler for AMDGPU: pip install 'uopattn[amd]' for llvmlite, or install the system's clang (clang-19 does)"
+NONE = "no compiler for AMDGPU: pip install '.[amd]' for llvmlite, or install the system's clang (clang-19 does)"
 # The schedule that this project started from, in March 2026: vgprs, spills, waves on a SIMD, matrix, instructions.
 FIRST = {("gfx1100", 64): (241, 0, 5, 32, 745), ("gfx1100", 128): (256, 3, 2, 64, 1029)}
 COLUMNS = {"vgprs": 5, "agprs": 5, "spills": 6, "scratch": 7, "LDS": 5, "occ": 3, "each": 4} | {

@@ -1,13 +1,14 @@
 """Trains a small language model with uopattn's attention and with tinygrad's own: the loss curves agree, and how fast.
 
 A decoder over the characters of Python's licence, from the same weights on the same pieces of text, steps replayed by
-`TinyJit`, by turns. A third training measures what rounding alone does to the curve. Exit status 1 where the curves
-disagree, 2 where nothing could be trained.
+`TinyJit`, by turns. A third training measures what rounding alone does to the curve. The picture and the record are
+written where they are asked for. Exit status 1 where the curves disagree, 2 where nothing could be trained.
 """
 
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -22,10 +23,10 @@ from tinygrad import Context, Device, Tensor, TinyJit
 from tinygrad.nn.optim import AdamW
 
 from uopattn import attention
+from uopattn.command_line import check_writable, exit_status
 from uopattn.machine import machine_record
 from uopattn.oracle import Array
 
-RESULTS = Path(__file__).parent / "results"
 LEARNING_RATE = 1e-3
 TURN = 5  # steps of one training before the next one's turn
 UNTIMED = 2  # first steps, in which a TinyJit runs and captures
@@ -174,11 +175,15 @@ def record(trainings: dict[str, Training], comparison: Comparison, settings: dic
 
 
 def run(arguments: argparse.Namespace) -> bool:
-  """Trains, prints, and writes the picture and the record; whether the curves agree.
+  """Trains, prints, and writes the picture and the record if they are asked for; whether the curves agree.
 
   Raises ValueError where nothing can be trained, OSError where a file cannot be written.
   """
-  a, text = arguments, Text.of_python()
+  a = arguments
+  for option, path in (("--plot", a.plot), ("--json", a.json)):
+    if path:
+      check_writable(f"{option} {path}", path)
+  text = Text.of_python()
   model = TinyModel(len(text.letters), a.layers, a.heads, a.head_dim, a.context)
   print(f"{text.name}: {len(text.ids)} characters, {len(text.letters)} different ones")
   print(f"layers {a.layers}, heads {a.heads} of {a.head_dim}, context {a.context}, batch {a.batch}")
@@ -193,8 +198,10 @@ def run(arguments: argparse.Namespace) -> bool:
   comparison = Comparison.of(trainings)
   print(comparison)
   settings = {"text": text.name, "model": asdict(model), "batch": a.batch, "seed": a.seed, "steps": a.steps}
-  draw(trainings, comparison, a.plot)
-  a.json.write_text(json.dumps(record(trainings, comparison, settings), indent=1) + "\n")
+  if a.plot:
+    draw(trainings, comparison, a.plot)
+  if a.json:
+    a.json.write_text(json.dumps(record(trainings, comparison, settings), indent=1) + "\n")
   print("the curves agree" if comparison.agrees else "the curves DISAGREE")
   return comparison.agrees
 
@@ -205,13 +212,12 @@ def argument_parser() -> argparse.ArgumentParser:
   for name, default in numbers.items():
     parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help="(default: %(default)s)")
   parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (default: %(default)s)")
-  for name in ("plot", "json"):
-    path = RESULTS / f"train_tiny.{'png' if name == 'plot' else 'json'}"
-    parser.add_argument(f"--{name}", type=Path, default=path, metavar="FILE", help="(default: %(default)s)")
+  parser.add_argument("--plot", type=Path, metavar="FILE.png", help="where to draw the curves")
+  parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the record")
   return parser
 
 
-def main() -> None:
+def main() -> int:
   parser = argument_parser()
   arguments = parser.parse_args()
   for name in ("layers", "heads", "head_dim", "context", "batch"):
@@ -219,12 +225,8 @@ def main() -> None:
       parser.error(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; it must be at least 1")
   if arguments.steps <= UNTIMED:
     parser.error(f"--steps is {arguments.steps}; it must be at least {UNTIMED + 1}, as the first {UNTIMED} compile")
-  try:
-    agrees = run(arguments)
-  except (OSError, ValueError) as error:
-    parser.exit(2, f"{parser.prog}: {error}\n")
-  parser.exit(0 if agrees else 1)
+  return exit_status(parser.prog, lambda: 0 if run(arguments) else 1)
 
 
 if __name__ == "__main__":
-  main()
+  sys.exit(main())

@@ -1,6 +1,12 @@
 """Attention for tinygrad: kernels written by hand as UOp graphs, verified on every machine."""
 
+from pathlib import Path
+
 from uopattn.toolchain import provide_clang
+
+_here = Path(__file__).resolve().parent
+if not (_here / "kernels").is_dir():  # a checkout, which has them beside this folder
+  __path__.append(str(_here.parent))
 
 provide_clang()
 
@@ -12,5 +18,15 @@ from uopattn.kv_cache import KVCache  # noqa: E402
 from uopattn.merge import merge_states  # noqa: E402
 from uopattn.paged import attention_paged  # noqa: E402
 from uopattn.varlen import attention_varlen  # noqa: E402
+from uopattn.version import __version__  # noqa: E402
 
-__all__ = ["BlockMask", "KVCache", "attention", "attention_paged", "attention_varlen", "flash", "merge_states"]
+__all__ = [
+  "BlockMask",
+  "KVCache",
+  "__version__",
+  "attention",
+  "attention_paged",
+  "attention_varlen",
+  "flash",
+  "merge_states",
+]

@@ -3,8 +3,9 @@
 Contenders take turns, round after round, so that what else the machine does meets them alike. Every result is checked
 by the gate before it is timed; a wrong one gets no speed.
 
-Exit status: 0 all of our results are right, 1 one is wrong, 2 the call is off or a contender is missing, 130
-interrupted. A contender's wrong result is shown, and is its own affair.
+Exit status: 0 all of our results are right, 1 one is wrong, 2 anything else: the call is off, a contender is missing, a
+device cannot be used, a file cannot be written; 130 interrupted. A contender's wrong result is shown, and is its own
+affair.
 """
 
 import argparse
@@ -25,15 +26,15 @@ from tinygrad.helpers import Context, tqdm
 
 from uopattn import contenders_backward
 from uopattn.bench_report import lines, plot
+from uopattn.command_line import Usage, check_writable, default_target, exit_status
 from uopattn.contenders import Contender, Runner, limit, load, on_cpu, product_size, versions
 from uopattn.dispatch import FEW
 from uopattn.machine import gpu_name, machine_record
 from uopattn.oracle import Array
-from uopattn.run import Config, Problem, Usage, prepare
+from uopattn.run import Config, Problem, prepare
 from uopattn.spec import AttentionSpec
-from uopattn.target import Target
 from uopattn.threads import thread_count
-from uopattn.toolchain import NoCompiler, clang_version
+from uopattn.toolchain import clang_version
 from uopattn.verify import Gate, GradientGate, Report, numpy
 
 SETTLE = 0.05  # seconds before a turn: OpenMP threads of the one before spin for a while, on cores that others need
@@ -235,7 +236,8 @@ def bench_row(config: Config, contenders: dict[str, Contender], rounds: int, bac
   Raises:
     Usage: no kernel serves it.
   """
-  problem = prepare(config, Target.of(Device.DEFAULT))
+  target = default_target()
+  problem = prepare(config, target)
   s = problem.spec
   runners: dict[str, Runner] = {}
   for name, set_up in contenders.items():
@@ -259,7 +261,7 @@ def bench_row(config: Config, contenders: dict[str, Contender], rounds: int, bac
       records[name]["share"][most.name] = share(times[name], its, *works)
   return {
     "problem": s.record(),
-    "device": " ".join(filter(None, (str(Target.of(Device.DEFAULT)), gpu_name(Device.DEFAULT)))),
+    "device": " ".join(filter(None, (str(target), gpu_name(Device.DEFAULT)))),
     "kernel": problem.choice.kernel.name,
     "tiles": asdict(problem.choice.tiles),
     "flops": flops,
@@ -324,13 +326,13 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
   if given.rounds < 1:
     raise Usage(f"--rounds {given.rounds} is less than 1")
   for option, path in (("--json", given.json), ("--plot", given.plot)):
-    if path and not Path(path).absolute().parent.is_dir():  # told now, rather than after minutes of timing
-      raise Usage(f"{option} {path}: there is no such folder")
+    if path:
+      check_writable(f"{option} {path}", path)
   if given.plot:
     try:
       import matplotlib.figure  # noqa: F401
     except ImportError as error:
-      raise Usage(f"--plot needs matplotlib, which is in the extra uopattn[bench]: {error}") from error
+      raise Usage(f"--plot needs matplotlib, which pip install '.[bench]' in a checkout installs: {error}") from error
   return given
 
 
@@ -393,22 +395,17 @@ def bench(given: argparse.Namespace) -> int:
   except KeyboardInterrupt:
     print(f"\ninterrupted after {len(rows)} rows", file=sys.stderr)
     status = 130
-  if given.json:
-    Path(given.json).write_text(json.dumps(record(rows, names, given.rounds, busy), indent=1) + "\n")
-  if given.plot:
-    plot(rows, given.plot)
+  finally:  # also of the rows before one that failed
+    if given.json and rows:
+      Path(given.json).write_text(json.dumps(record(rows, names, given.rounds, busy), indent=1) + "\n")
+    if given.plot and rows:
+      plot(rows, given.plot)
   return status
 
 
 def main(words: Sequence[str] | None = None) -> int:
-  """Exit status 2 with one line on stderr where the call is off."""
-  try:
-    return bench(arguments(words))
-  except (Usage, NoCompiler) as error:
-    print(f"uopattn.bench: {error}", file=sys.stderr)
-    return 2
-  except KeyboardInterrupt:
-    return 130
+  """Reads the command line and runs; returns the exit status."""
+  return exit_status("uopattn.bench", lambda: bench(arguments(words)))
 
 
 if __name__ == "__main__":

@@ -213,7 +213,7 @@ class BlockMask:
     """Draws the share that is seen of each block of a head into a file, of the kind that its name says.
 
     Raises:
-      ImportError: matplotlib is missing; the extra uopattn[bench] has it.
+      ImportError: matplotlib is missing; the extra `bench` has it.
     """
     from matplotlib.figure import Figure
 

@@ -5,7 +5,6 @@ import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,11 @@ from tinygrad import Device, Tensor, TinyJit, dtypes
 from tinygrad.dtype import DType
 
 from uopattn.bandwidth import READ, reader
+from uopattn.command_line import Usage
 from uopattn.dispatch import FEW
+from uopattn.machine import installed_version
 from uopattn.oracle import Array
-from uopattn.run import Problem, Usage, jitted, outputs, poison, wait
+from uopattn.run import Problem, jitted, outputs, poison, wait
 from uopattn.spec import AttentionSpec
 from uopattn.threads import thread_count
 from uopattn.verify import numpy
@@ -309,4 +310,4 @@ def product_size() -> int:
 
 def versions(names: list[str]) -> dict[str, str]:
   """Of the contenders and of what computes the product."""
-  return {name: version(name) for name in dict.fromkeys(name.split()[0] for name in names)}
+  return {name: installed_version(name) or "unknown" for name in dict.fromkeys(name.split()[0] for name in names)}

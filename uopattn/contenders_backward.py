@@ -11,10 +11,11 @@ from tinygrad import Device, Tensor, TinyJit
 
 from uopattn.attention import launch
 from uopattn.backward import Saved, by_kernels
+from uopattn.command_line import Usage
 from uopattn.contenders import Contender, Runner, on_cpu, sdpa, served, torch_types, torchs_context, torchs_runner
 from uopattn.dispatch_backward import dispatch_backward
 from uopattn.oracle import Array
-from uopattn.run import Problem, Usage, wait
+from uopattn.run import Problem, wait
 from uopattn.spec import NO_EXTRAS
 from uopattn.target import Target
 from uopattn.threads import thread_count

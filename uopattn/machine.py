@@ -4,11 +4,13 @@ import ctypes
 import functools
 import os
 import platform
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import cast
 
 from tinygrad import Device
+
+from uopattn.version import __version__
 
 
 def cpu_name() -> str:
@@ -49,6 +51,16 @@ def usable_cores() -> int:
   return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def installed_version(package: str) -> str | None:
+  """The version of a package; None if nothing says it, as of a tinygrad that is only on PYTHONPATH."""
+  if package == "uopattn":
+    return __version__
+  try:
+    return version(package)
+  except PackageNotFoundError:
+    return None
+
+
 def machine_record() -> dict[str, object]:
   """Processor, cores, system and versions, for a JSON record."""
   return {
@@ -56,5 +68,5 @@ def machine_record() -> dict[str, object]:
     "cores": usable_cores(),
     "system": platform.platform(),
     "versions": {"python": platform.python_version()}
-    | {name: version(name) for name in ("uopattn", "tinygrad", "numpy")},
+    | {name: installed_version(name) or "unknown" for name in ("uopattn", "tinygrad", "numpy")},
   }

@@ -17,7 +17,6 @@ import pickle
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Any, cast
 
 from tinygrad import UOp, dtypes
@@ -27,6 +26,8 @@ from tinygrad.helpers import diskcache_get, diskcache_put
 from tinygrad.renderer import Estimates, Renderer
 from tinygrad.renderer.isa import ISARenderer
 from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo
+
+from uopattn.machine import installed_version
 
 log = logging.getLogger("uopattn")
 TABLE = "uopattn_source"
@@ -74,7 +75,8 @@ def program(kernel: UOp, renderer: Renderer) -> tuple[ProgramInfo, str, bytes]:
     kernel: a SINK with KernelInfo.
     renderer: of the device that is to run it.
   """
-  if isinstance(renderer, ISARenderer):  # whose source is none that a compiler takes
+  # An ISARenderer's source is none that a compiler takes. Another tinygrad lowers otherwise: its version must be known.
+  if isinstance(renderer, ISARenderer) or None in _releases():
     return _parts(to_program(kernel, renderer))
   key = _sum(repr((to_program_key(kernel, renderer), _versions(type(renderer).__module__))))
   if (entry := _read(key)) is not None:
@@ -100,11 +102,15 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 @functools.cache
-def _versions(renderers: str) -> tuple[str, ...]:
+def _versions(renderers: str) -> tuple[str | None, ...]:
   """What a source depends on besides its key: the releases, and the text of the module that renders."""
   with contextlib.suppress(OSError):  # no text at hand
-    return version("tinygrad"), version("uopattn"), _sum(inspect.getsource(sys.modules[renderers]))
-  return version("tinygrad"), version("uopattn")
+    return *_releases(), _sum(inspect.getsource(sys.modules[renderers]))
+  return _releases()
+
+
+def _releases() -> tuple[str | None, str | None]:
+  return installed_version("tinygrad"), installed_version("uopattn")
 
 
 def _parts(lowered: UOp) -> tuple[ProgramInfo, str, bytes]:

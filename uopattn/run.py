@@ -1,8 +1,10 @@
 """`python -m uopattn.run KEY=VALUE ...`: runs the kernel, times it, and proves its output right.
 
-Exit status: 0 correct, 1 wrong, 2 bad key, bad value, or no kernel for the case.
+Exit status: 0 correct, 1 wrong output, 2 anything else, such as a bad key or value, no kernel for the case, a device
+that cannot be used, a file that cannot be read or written, or too little memory.
 """
 
+import difflib
 import json
 import os
 import sys
@@ -17,12 +19,12 @@ from tinygrad.dtype import DType
 from tinygrad.nn.state import safe_load
 
 from uopattn.attention import launch
+from uopattn.command_line import Usage, check_writable, default_target, exit_status, reason
 from uopattn.dispatch import Choice, dispatch
 from uopattn.emulator import profile
 from uopattn.machine import machine_record
 from uopattn.spec import AttentionSpec, Extras, dtype_name, make_spec
-from uopattn.target import Target
-from uopattn.toolchain import NoCompiler
+from uopattn.target import Target, shown
 from uopattn.verify import Report, verify
 
 DTYPE_NAMES: dict[str, DType] = {
@@ -34,10 +36,6 @@ DTYPE_NAMES: dict[str, DType] = {
   "fp8e4m3": dtypes.fp8e4m3,
   "fp8e5m2": dtypes.fp8e5m2,
 }
-
-
-class Usage(Exception):
-  """The call's words are off; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +62,24 @@ class Config:
 
 
 KEYS = tuple(field.name.upper() for field in fields(Config))
+HELP = """\
+usage: python -m uopattn.run [KEY=VALUE ...]
+
+Runs the kernel, times it, and proves its output right. A key that is not given is taken from the environment.
+
+  B, H, N, D     batch, query heads, keys, head size of queries and keys (1, 32, 1024, 64)
+  HKV, M, DV     key heads, queries, head size of values (as H, N, D)
+  DTYPE          half, float, bfloat16, fp8e4m3 or fp8e5m2 (half)
+  CAUSAL         1: causal (0)
+  CNT            timed runs (5)
+  VERIFY         0: no check (1)
+  SEED           of the random inputs (0)
+  INPUT          a safetensors file with q, k and v, in place of random inputs
+  JSON           a file for the record: machine, versions, tiles, times, errors
+
+tinygrad's DEV chooses the device: CPU, CUDA, AMD, EMU::gfx1100, EMU::sm_90, ...
+Exit status: 0 correct, 1 wrong output, 2 anything else."""
+ALIKE = 0.8  # from which on two names are taken for one that is misspelt
 SWITCHES, NATURALS = ("CAUSAL", "VERIFY"), ("B", "H", "HKV", "N", "M", "D", "DV", "CNT")
 SHAPE_KEYS = ("B", "H", "HKV", "N", "M", "D", "DV")
 
@@ -78,11 +94,28 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> Config:
   for word in arguments:
     key, equals, value = word.partition("=")
     if not equals or key not in KEYS:
-      raise Usage(f"{word!r} is not one of {', '.join(f'{key}=' for key in KEYS)}")
+      hint = f"; did you mean {meant}=?" if (meant := misspelt(key)) else ""
+      raise Usage(f"{word!r} is not one of {', '.join(f'{key}=' for key in KEYS)}{hint}")
     given[key] = value
   if given.get("INPUT") and (clash := [key for key in SHAPE_KEYS if key in given]):
     raise Usage(f"{clash[0]}={given[clash[0]]} with INPUT={given['INPUT']}: the shape is that of the file")
   return Config(**{key.lower(): _value(key, text) for key, text in given.items()})
+
+
+def misspelt(name: str) -> str | None:
+  """The key that was probably meant by a name that is none: nearly its letters, or just these in another order."""
+  if name in KEYS:
+    return None
+  turned = (key for key in KEYS if len(key) > 1 and sorted(key) == sorted(name))
+  alike = difflib.get_close_matches(name, [key for key in KEYS if len(key) > 3], n=1, cutoff=ALIKE)
+  return next(turned, alike[0] if alike else None)
+
+
+def warn_of_misspelt(environment: Mapping[str, str]) -> None:
+  """Names on stderr the environment's variables that look like a key."""
+  for name, value in environment.items():
+    if name.isupper() and (meant := misspelt(name)):
+      print(f"uopattn.run: {name}={value} in the environment is no key; did you mean {meant}?", file=sys.stderr)
 
 
 def _value(key: str, text: str) -> Any:
@@ -116,9 +149,9 @@ def inputs(config: Config) -> list[Tensor]:
     return [Tensor.randn(*shape, dtype=dtypes.float32).cast(dtype).realize() for shape in shapes]
   try:
     tensors = safe_load(config.input)
-    loaded = [tensors[name].to(Device.DEFAULT) for name in ("q", "k", "v")]
-  except (OSError, KeyError, ValueError) as error:
-    raise Usage(f"INPUT={config.input} is not a safetensors file with q, k and v: {error!r}") from error
+    loaded = [tensors[name].to(Device.DEFAULT).realize() for name in ("q", "k", "v")]
+  except Exception as error:  # whatever a header that is no header makes of tinygrad's reader
+    raise Usage(f"INPUT={config.input} is not a safetensors file with q, k and v: {reason(error)}") from error
   return [x.cast(DTYPE_NAMES[config.dtype] if config.dtype else x.dtype).contiguous().realize() for x in loaded]
 
 
@@ -231,10 +264,12 @@ def report(reports: Sequence[Report]) -> bool:
 
 def run(config: Config) -> int:
   """The whole job; returns the exit status."""
-  target = Target.of(Device.DEFAULT)
+  if config.json:
+    check_writable(f"JSON={config.json}", config.json)
+  target = default_target()
   problem = prepare(config, target)
   s = problem.spec
-  print(f"device   {target}")
+  print(f"device   {shown(target, Device.DEFAULT)}")
   print(f"kernel   {problem.choice}")
   shape = f"B={s.B} H={s.Hq} HKV={s.Hkv} M={s.M} N={s.N} D={s.Dk} DV={s.Dv}"
   source = f" from {config.input}" if config.input else ""
@@ -259,7 +294,7 @@ def record(
 ) -> dict[str, Any]:
   """What JSON= writes."""
   return {
-    "machine": machine_record() | {"device": str(target)},
+    "machine": machine_record() | {"device": shown(target, Device.DEFAULT)},
     "config": asdict(config),
     "problem": problem.spec.record(),
     "kernel": problem.choice.kernel.name,
@@ -271,12 +306,13 @@ def record(
 
 
 def main() -> int:
-  """Exit status 2 with one line on stderr where the call is off."""
-  try:
-    return run(parse(sys.argv[1:], os.environ))
-  except (Usage, NoCompiler) as error:
-    print(f"uopattn.run: {error}", file=sys.stderr)
-    return 2
+  """Reads the command line and the environment, and runs; returns the exit status."""
+  words = sys.argv[1:]
+  if {"-h", "--help"} & set(words):
+    print(HELP)
+    return 0
+  warn_of_misspelt(os.environ)
+  return exit_status("uopattn.run", lambda: run(parse(words, os.environ)))
 
 
 if __name__ == "__main__":

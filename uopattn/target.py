@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from tinygrad import Device, UOp
+from tinygrad.helpers import DEV
 from tinygrad.renderer import Renderer
 from tinygrad.renderer.cstyle import ClangRenderer
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
@@ -79,3 +80,11 @@ class Target:
       units = multiprocessors(device) if kind == "CUDA" else None
       return cls(renderer.target.device if kind == "EMU" else kind, arch, units=units)
     return cls(kind, arch, vector_unit(arch.split(",")[0], tuple(cast(ClangCompiler, renderer.compiler).args)))
+
+
+def shown(target: Target, device: str) -> str:
+  """A device's target for people, who are to see which results an emulator made."""
+  kind = device.split(":")[0].upper()
+  if kind == "EMU":
+    return f"EMU {target.arch}, emulated"
+  return f"{target}, emulated" if DEV.target(kind).interface.upper().startswith("MOCK") else str(target)

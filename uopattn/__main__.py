@@ -1,0 +1,29 @@
+"""`python -m uopattn`: the version, and the modules that are programs."""
+
+import argparse
+
+from uopattn.version import __version__
+
+PROGRAMS = """\
+  python -m uopattn.run N=1024 D=64   runs the kernel, times it and checks its output
+  python -m uopattn.bench --quick     times it next to other libraries
+  python -m uopattn.info              says what there is for this machine
+
+Each has --help."""
+
+
+def main() -> None:
+  """Prints the usage; exit status 2 for words that are not options."""
+  parser = argparse.ArgumentParser(
+    prog="python -m uopattn",
+    description="Attention for tinygrad. These are its programs:",
+    epilog=PROGRAMS,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+  )
+  parser.add_argument("--version", action="version", version=f"uopattn {__version__}")
+  parser.parse_args()
+  parser.print_help()
+
+
+if __name__ == "__main__":
+  main()
