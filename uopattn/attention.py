@@ -15,12 +15,12 @@ from uopattn.block_mask import BlockMask
 from uopattn.dispatch import JOINED, Choice, dispatch
 from uopattn.dsl import sizes
 from uopattn.dsl.random import draw_seed
-from uopattn.flash import batched, build
+from uopattn.flash import batched, build, check_dimensions
 from uopattn.log import log_once
 from uopattn.reference import reference
-from uopattn.spec import BACKENDS, NO_EXTRAS, AttentionSpec, Extras, check_dropout, make_spec
+from uopattn.spec import BACKENDS, NO_EXTRAS, AttentionSpec, Extras, check_dropout, make_spec, settled
 from uopattn.target import Target
-from uopattn.trace import placed
+from uopattn.tensors import operands
 
 
 def attention(
@@ -110,10 +110,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, extras: Extras, backend: str) -> Any
   """What `attention` and its kin come down to: checks all arguments and runs what `backend` says."""
   if backend not in BACKENDS:
     raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
+  q, k, v = operands(q=q, k=k, v=v)
   q4, k4, v4 = (batched(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+  check_dimensions(q=q, k=k, v=v)
   check_dropout(extras.dropout_p)
   seed = draw_seed(q.device) if extras.dropout_p > 0 and TRAINING else None
-  extras = replace(extras, aux=placed(extras.aux, q.device), seed=seed)
+  extras = replace(settled(extras, q.device), seed=seed)
   spec = make_spec(q4, k4, v4, extras)
   out, lse = _run(q4, k4, v4, spec, extras, backend)
   if q.ndim == 3:

@@ -7,6 +7,7 @@ from tinygrad import Tensor, UOp, dtypes
 from uopattn.dsl import sizes
 from uopattn.dsl.random import kept
 from uopattn.spec import AttentionSpec, Extras
+from uopattn.tensors import FAR
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras) -> tuple[Tensor, Tensor]:
@@ -118,4 +119,4 @@ def _bool(seen: Tensor | bool) -> Tensor:
 
 
 def _per_batch(x: int | UOp | Tensor) -> Tensor:
-  return x.reshape(-1, 1, 1, 1) if isinstance(x, Tensor) else Tensor(x)
+  return x.clip(-FAR, FAR).reshape(-1, 1, 1, 1) if isinstance(x, Tensor) else Tensor(x)

@@ -16,6 +16,10 @@ from uopattn.dsl.table import Table
 INDICES = ("b", "h", "q_idx", "kv_idx")
 
 
+class MissingAux(ValueError):
+  """A function of `uopattn.mods` is to read a Tensor that aux does not hold."""
+
+
 @dataclass(frozen=True)
 class Mod:
   """A traced function; equal to another one if both do the same.
@@ -54,8 +58,22 @@ class Symbol:
   def __ne__(self, other: object) -> "Symbol":  # type: ignore[override]
     return Symbol(self.value.ne(_bare(other)))
 
+  def __abs__(self) -> "Symbol":
+    return Symbol(self.value.abs())
+
   def __bool__(self) -> bool:
-    return bool(self.value)
+    raise TypeError(
+      "a condition on symbols is neither true nor false: for `if` write condition.where(a, b); for max(a, b) and "
+      "min(a, b) a.maximum(b) and a.minimum(b); for `and`, `or`, `not` &, |, ~"
+    )
+
+  def __float__(self) -> float:
+    raise TypeError("a symbol is no float: for math.exp(x) write x.exp() or x.exp2(), and likewise for its kin")
+
+  def __int__(self) -> int:
+    raise TypeError("a symbol is no int: for int(x) write x.cast(dtypes.int)")
+
+  __index__ = __int__
 
 
 def _operator(name: str) -> Callable[..., Any]:
@@ -96,11 +114,12 @@ def trace_mod(
   signature = f"{name}({', '.join([*(['score'] if score else []), *INDICES, '*aux'])})"
   try:
     result = _bare(function(*map(Symbol, (*score, *indices, *tables))))
+  except MissingAux:
+    raise
   except Exception as error:
     raise TypeError(
       f"{name} cannot be traced: {type(error).__name__}: {error}. It is called once as {signature} with symbols in the "
-      "place of numbers: for `if` write condition.where(a, b); for `and`, `or`, `not` write &, |, ~; pass Tensors "
-      "through aux and index them there, one index for each axis"
+      "place of numbers; pass Tensors through aux and index them there, one index for each axis"
     ) from error
   if isinstance(result, Tensor):
     raise TypeError(f"{name} returns a Tensor, so it reads one that is not in aux; pass it there, {signature}")
@@ -109,13 +128,6 @@ def trace_mod(
   if dtype == dtypes.bool and isinstance(result, UOp) and result.dtype != dtypes.bool:
     raise TypeError(f"mask_mod returns {result.dtype}; it must return a bool, as a comparison gives")
   return Mod(_result(result, dtype), function, dtype)
-
-
-def placed(aux: Any, device: Any) -> Any:
-  """A tuple of Tensors, those on no device, as `Tensor.arange` makes them, put on one; anything else as it is."""
-  if not isinstance(aux, tuple):
-    return aux
-  return tuple(x.clone(device=device) if isinstance(x, Tensor) and x.device is None else x for x in aux)
 
 
 def _result(x: Any, dtype: DType) -> UOp:
