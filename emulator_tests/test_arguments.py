@@ -96,25 +96,29 @@ CACHE, PACKED = KVCache(2, 4, 6, 8), tensor(10, 4, 8)
 
 
 def of_attention(**given: Any) -> Any:
-  return attention(**dict.fromkeys(("q", "k", "v"), Q) | given)
+  operands: dict[str, Any] = {"q": Q, "k": Q, "v": Q}
+  return attention(**operands | given)
 
 
 def of_varlen(**given: Any) -> Any:
-  operands = dict.fromkeys(("q", "k", "v"), PACKED)
-  return attention_varlen(**operands | {"cu_seqlens_q": [0, 10], "cu_seqlens_k": [0, 10]} | given)
+  operands: dict[str, Any] = {"q": PACKED, "k": PACKED, "v": PACKED, "cu_seqlens_q": [0, 10], "cu_seqlens_k": [0, 10]}
+  return attention_varlen(**operands | given)
 
 
 def of_pages(**given: Any) -> Any:
-  pages = {"k_pages": tensor(3, 4, 2, 8), "v_pages": tensor(3, 4, 2, 8), "page_table": Tensor([[0], [1]])}
-  return attention_paged(**{"q": Q, **pages, "kv_lengths": 2} | given)
+  pages, table = tensor(3, 4, 2, 8), Tensor([[0], [1]])
+  operands: dict[str, Any] = {"q": Q, "k_pages": pages, "v_pages": pages, "page_table": table, "kv_lengths": 2}
+  return attention_paged(**operands | given)
 
 
 def by_cache(**given: Any) -> Any:
-  return CACHE.attend(**{"q": Q, "start": 0} | given)
+  operands: dict[str, Any] = {"q": Q, "start": 0}
+  return CACHE.attend(**operands | given)
 
 
 def into_cache(**given: Any) -> None:
-  CACHE.append(**{"k": Q, "v": Q, "start": 0} | given)
+  operands: dict[str, Any] = {"k": Q, "v": Q, "start": 0}
+  CACHE.append(**operands | given)
 
 
 def seen_of(**given: Any) -> Any:
@@ -122,7 +126,8 @@ def seen_of(**given: Any) -> Any:
 
 
 def merged(**given: Any) -> Any:
-  return merge_states(**{"outs": [Q], "lses": [Q[..., 0]]} | given)
+  operands: dict[str, Any] = {"outs": [Q], "lses": [Q[..., 0]]}
+  return merge_states(**operands | given)
 
 
 # Functions and those of their arguments that are Tensors.
@@ -159,7 +164,7 @@ def test_what_is_no_tensor_is_named(function: Callable[..., Any], names: str) ->
 def test_unknown_options_of_a_cache() -> None:
   for name in ("windwo", "page_table", "seed", "q_start"):
     with pytest.raises(TypeError, match=rf"KVCache.attend\(\) got an unexpected keyword argument '{name}'"):
-      CACHE.attend(Q, 0, **{name: 8})
+      by_cache(**{name: 8})
 
 
 UNTRACEABLE: dict[str, tuple[Callable[..., Any], str]] = {

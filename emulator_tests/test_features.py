@@ -154,6 +154,42 @@ def test_any_of_them_together_on_the_emulator(arch: str, **subset: Any) -> None:
     check_subset(**subset)
 
 
+WIDEST = 2**29
+# What the oracle takes, and as what `attention` does.
+FAR: dict[str, tuple[Options, str]] = {
+  "lengths of 64 bits": ({"kv_lengths": np.array([2**31, -(2**32) + 7])}, "tensor"),
+  "unsigned lengths": ({"kv_lengths": np.array([2**32 - 1, 9], np.uint32)}, "tensor"),
+  "unsigned lengths of 64 bits": ({"kv_lengths": np.array([2**64 - 1, 9], np.uint64)}, "tensor"),
+  "an int of keys": ({"kv_lengths": np.full(2, 2**40)}, "int"),
+  "starts of 64 bits": ({"q_start": np.array([2**32 + 3, -(2**31) - 9]), "is_causal": True}, "tensor"),
+  "unsigned starts": ({"q_start": np.array([2**32 - 1, 5], np.uint32), "is_causal": True}, "tensor"),
+  "ends of int32": ({"q_start": np.array([2**31 - 1, -(2**31)], np.int32), "window": (None, 3)}, "tensor"),
+  "a start and a window": ({"q_start": np.array([2**31 - 1, 70], np.int32), "window": (40, WIDEST)}, "tensor"),
+  "starts and the widest window": ({"q_start": np.array([2**31, -(2**33)]), "window": (WIDEST, WIDEST)}, "tensor"),
+  "an int before all keys": ({"q_start": np.full(2, -(2**40)), "window": (None, 3)}, "int"),
+  "an int behind all keys": ({"q_start": np.full(2, 2**40), "is_causal": True}, "int"),
+}
+
+
+@pytest.mark.parametrize("shape", [FEW, CORNER], ids=["few", "many"])
+@pytest.mark.parametrize("name", FAR)
+def test_places_beyond_int32_or_near_its_ends(name: str, shape: Shape) -> None:
+  options, numbers = FAR[name]
+  q, k, v = qkv(*shape)
+  given = as_given(options, Device.DEFAULT, numbers)
+  for backend in ("kernel", "reference"):
+    out, lse = attention(q, k, v, enable_gqa=True, return_lse=True, backend=backend, **given)
+    Tensor.realize(out, lse)
+    check(q, k, v, out, lse, **options)
+
+
+@pytest.mark.parametrize("arch", ["gfx1100", "sm_80"])
+@pytest.mark.parametrize("name", ["lengths of 64 bits", "a start and a window"])
+def test_places_beyond_int32_on_the_emulator(name: str, arch: str) -> None:
+  with on(arch):
+    check_features(FEW, dtypes.float16, *FAR[name])
+
+
 BLIND: dict[str, Options] = {
   "no keys": {"kv_lengths": np.array([0, 0])},
   "window before all keys": {"window": (3, 2), "q_start": np.array([-60, -70])},

@@ -5,9 +5,9 @@ import math
 from tinygrad import Tensor, UOp, dtypes
 
 from uopattn.dsl import sizes
+from uopattn.dsl.masks import FAR
 from uopattn.dsl.random import kept
 from uopattn.spec import AttentionSpec, Extras
-from uopattn.tensors import FAR
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras) -> tuple[Tensor, Tensor]:

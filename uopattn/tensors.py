@@ -5,7 +5,9 @@ from typing import Any
 from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
-FAR = 1 << 30  # farther than any key, and still within int32 with a side of a window and a number of queries added
+from uopattn.dsl import clamp
+from uopattn.dsl.masks import FAR
+
 WIDEST = FAR // 2  # side of a window
 
 
@@ -86,6 +88,5 @@ def near(x: Any) -> Any:
   if isinstance(x, Tensor):
     return as_int(x) if x.dtype in dtypes.ints else x
   if isinstance(x, UOp):
-    x = x.minimum(FAR) if x.vmax > FAR else x
-    return x.maximum(-FAR) if x.vmin < -FAR else x
+    return clamp(x, -FAR, FAR) if x.vmin < -FAR or x.vmax > FAR else x
   return max(-FAR, min(FAR, x)) if type(x) is int else x

@@ -9,8 +9,9 @@ from tinygrad import Tensor, dtypes
 
 from uopattn.attention import attend
 from uopattn.dsl import sizes
+from uopattn.dsl.masks import FAR
 from uopattn.spec import Extras, dtype_name, make_spec, settled, sides
-from uopattn.tensors import FAR, as_int, check_tensor, described, near, operands, placed
+from uopattn.tensors import as_int, check_tensor, described, near, operands, placed
 
 Offsets = Tensor | list[int] | tuple[int, ...]
 
