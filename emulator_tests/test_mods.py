@@ -176,8 +176,9 @@ UNTRACEABLE: dict[str, tuple[str, Callable[..., Any], tuple[Tensor, ...], str]] 
 def test_a_mod_that_cannot_be_traced_is_told_what_to_write(name: str) -> None:
   argument, mod, aux, message = UNTRACEABLE[name]
   q, k, v = qkv(1, 2, 2, M, N, 8, 8)
+  given: dict[str, Any] = {argument: mod}
   with pytest.raises(TypeError, match=message) as caught:
-    attention(q, k, v, aux=aux, **{argument: mod})  # type: ignore[arg-type]
+    attention(q, k, v, aux=aux, **given)
   assert str(caught.value).startswith(argument)
 
 

@@ -397,11 +397,11 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors(name: str) -> None:
   wrong, error, message = ERRORS[name]
-  right = {
+  right: dict[str, Any] = {
     "q": tensor(*Q),
     "k_pages": tensor(*K),
     "v_pages": tensor(*V),
     "page_table": tensor(*TABLE, dtype=dtypes.int),
   }
   with pytest.raises(error, match=message):
-    attention_paged(**({**right, "kv_lengths": 32, "enable_gqa": True} | wrong))  # type: ignore[arg-type]
+    attention_paged(**({**right, "kv_lengths": 32, "enable_gqa": True} | wrong))

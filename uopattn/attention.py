@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, cast
+from typing import Any, Literal, Unpack, cast, overload
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
@@ -17,10 +17,53 @@ from uopattn.dsl import sizes
 from uopattn.dsl.random import draw_seed
 from uopattn.flash import batched, build, check_dimensions
 from uopattn.log import log_once
+from uopattn.options import AttentionOptions
 from uopattn.reference import reference
 from uopattn.spec import BACKENDS, NO_EXTRAS, AttentionSpec, Extras, check_dropout, make_spec, settled
 from uopattn.target import Target
 from uopattn.tensors import operands
+
+
+@overload
+def attention(
+  q: Tensor,
+  k: Tensor,
+  v: Tensor,
+  attn_mask: Tensor | None = None,
+  dropout_p: float = 0.0,
+  is_causal: bool = False,
+  *,
+  return_lse: Literal[False] = False,
+  **options: Unpack[AttentionOptions],
+) -> Tensor: ...
+
+
+@overload
+def attention(
+  q: Tensor,
+  k: Tensor,
+  v: Tensor,
+  attn_mask: Tensor | None = None,
+  dropout_p: float = 0.0,
+  is_causal: bool = False,
+  *,
+  return_lse: Literal[True],
+  **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+  q: Tensor,
+  k: Tensor,
+  v: Tensor,
+  attn_mask: Tensor | None = None,
+  dropout_p: float = 0.0,
+  is_causal: bool = False,
+  *,
+  return_lse: bool,
+  **options: Unpack[AttentionOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def attention(
@@ -44,7 +87,7 @@ def attention(
   block_mask: BlockMask | None = None,
   return_lse: bool = False,
   backend: str = "auto",
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
   """softmax(scale q k^T) v without keeping the scores.
 
   score = scale * q.k; then softcap * tanh(score / softcap); then score_mod; then + additive attn_mask. Query i stands

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from math import inf, nan
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
@@ -12,6 +12,7 @@ from uopattn.block_mask import BlockMask
 from uopattn.dsl import sizes
 from uopattn.dsl.eight_bits import EIGHT_BITS
 from uopattn.flash import batched
+from uopattn.options import CacheOptions
 from uopattn.spec import WIDE, Extras, check_place, dtype_name
 from uopattn.tensors import check_tensor, placed
 
@@ -118,6 +119,36 @@ class KVCache:
       self.k_scale, self.v_scale = _written(self.k_scale, k_scale, start), _written(self.v_scale, v_scale, start)
     self.k, self.v = _written(self.k, k, start), _written(self.v, v, start)
 
+  @overload
+  def attend(
+    self,
+    q: Tensor,
+    start: int | UOp,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[CacheOptions],
+  ) -> Tensor: ...
+
+  @overload
+  def attend(
+    self,
+    q: Tensor,
+    start: int | UOp,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[CacheOptions],
+  ) -> tuple[Tensor, Tensor]: ...
+
+  @overload
+  def attend(
+    self,
+    q: Tensor,
+    start: int | UOp,
+    *,
+    return_lse: bool,
+    **options: Unpack[CacheOptions],
+  ) -> Tensor | tuple[Tensor, Tensor]: ...
+
   def attend(
     self,
     q: Tensor,
@@ -138,7 +169,7 @@ class KVCache:
     block_mask: BlockMask | None = None,
     return_lse: bool = False,
     backend: str = "auto",
-  ) -> Any:
+  ) -> Tensor | tuple[Tensor, Tensor]:
     """`uopattn.attention` of M queries, from position `start` on, over all keys up to the last query's.
 
     Args:

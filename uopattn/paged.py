@@ -1,7 +1,7 @@
 """`attention_paged`: attention over keys that are kept in pages."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.engine.realize import capturing
@@ -9,11 +9,51 @@ from tinygrad.uop.ops import Ops, sym_infer
 
 from uopattn.attention import attend
 from uopattn.dsl import sizes
+from uopattn.options import PagedOptions
 from uopattn.spec import Extras, check_place, dtype_name
 from uopattn.tensors import check_tensor, operands, placed
 
 if TYPE_CHECKING:  # numpy takes a while to import
   import numpy as np
+
+
+@overload
+def attention_paged(
+  q: Tensor,
+  k_pages: Tensor,
+  v_pages: Tensor,
+  page_table: Tensor,
+  kv_lengths: int | UOp | Tensor,
+  *,
+  return_lse: Literal[False] = False,
+  **options: Unpack[PagedOptions],
+) -> Tensor: ...
+
+
+@overload
+def attention_paged(
+  q: Tensor,
+  k_pages: Tensor,
+  v_pages: Tensor,
+  page_table: Tensor,
+  kv_lengths: int | UOp | Tensor,
+  *,
+  return_lse: Literal[True],
+  **options: Unpack[PagedOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention_paged(
+  q: Tensor,
+  k_pages: Tensor,
+  v_pages: Tensor,
+  page_table: Tensor,
+  kv_lengths: int | UOp | Tensor,
+  *,
+  return_lse: bool,
+  **options: Unpack[PagedOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def attention_paged(
@@ -35,7 +75,7 @@ def attention_paged(
   aux: tuple[Tensor, ...] = (),
   return_lse: bool = False,
   backend: str = "auto",
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
   """`attention` over keys and values in pages, as PagedAttention has them (Kwon et al., 2023): key j of sequence b is
   row j % page_size of page page_table[b, j // page_size]. Kernels read the pages where they are.
 

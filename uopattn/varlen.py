@@ -3,17 +3,57 @@
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 from tinygrad import Tensor, dtypes
 
 from uopattn.attention import attend
 from uopattn.dsl import sizes
 from uopattn.dsl.masks import FAR
+from uopattn.options import VarlenOptions
 from uopattn.spec import Extras, dtype_name, make_spec, settled, sides
 from uopattn.tensors import as_int, check_tensor, described, near, operands, placed
 
 Offsets = Tensor | list[int] | tuple[int, ...]
+
+
+@overload
+def attention_varlen(
+  q: Tensor,
+  k: Tensor,
+  v: Tensor,
+  cu_seqlens_q: Offsets,
+  cu_seqlens_k: Offsets,
+  *,
+  return_lse: Literal[False] = False,
+  **options: Unpack[VarlenOptions],
+) -> Tensor: ...
+
+
+@overload
+def attention_varlen(
+  q: Tensor,
+  k: Tensor,
+  v: Tensor,
+  cu_seqlens_q: Offsets,
+  cu_seqlens_k: Offsets,
+  *,
+  return_lse: Literal[True],
+  **options: Unpack[VarlenOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention_varlen(
+  q: Tensor,
+  k: Tensor,
+  v: Tensor,
+  cu_seqlens_q: Offsets,
+  cu_seqlens_k: Offsets,
+  *,
+  return_lse: bool,
+  **options: Unpack[VarlenOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def attention_varlen(
@@ -35,7 +75,7 @@ def attention_varlen(
   aux: tuple[Tensor, ...] = (),
   return_lse: bool = False,
   backend: str = "auto",
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
   """`attention` of each of S sequences for itself, without padding: sequence s has the queries from cu_seqlens_q[s] to
   cu_seqlens_q[s + 1] - 1, and likewise the keys.
 
