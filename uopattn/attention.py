@@ -96,6 +96,9 @@ def attention(
   q, k, v, sinks, an additive attn_mask and what score_mod reads of aux have gradients, through kernels where `backend`
   is "kernel"; see `uopattn.backward`.
 
+  Tensors without a device, as `Tensor.arange` makes them, are put on the device of q, k and v. Those of a weak dtype
+  take the dtype of q, k and v if they are one of these, and float32 or tinygrad's default dtype of ints otherwise.
+
   Args:
     q: (B, Hq, M, Dk) or (Hq, M, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2. Sums are taken in float32.
       Kernels that multiply float32 in tf32 are taken only where tinygrad's `ALLOW_TF32` is set.
@@ -107,10 +110,11 @@ def attention(
     is_causal: key j is seen by query i iff j <= i + q_start.
     scale: factor on q.k; None is 1/sqrt(Dk).
     enable_gqa: allows Hq to be a multiple of Hkv; query head h reads key head h // (Hq // Hkv), nothing is copied.
-    window: (left, right): key j is seen iff i + q_start - left <= j <= i + q_start + right; None is no bound.
+    window: (left, right): key j is seen iff i + q_start - left <= j <= i + q_start + right. Sides are at least 0, and
+      None is no bound.
     softcap: bounds the scores smoothly to (-softcap, softcap).
-    q_start: int, bound Variable, an expression of such (start + 1), or (B,) integer Tensor. 0 aligns causal masks upper
-      left, N - M lower right.
+    q_start: int, bound Variable, an expression of such (start + 1), or (B,) Tensor of any integer dtype. 0 aligns causal
+      masks upper left, N - M lower right.
     kv_lengths: likewise; key j of batch b is seen iff j < kv_lengths[b].
     sinks: (Hq,) logits that join each row's sum of exponentials without a value.
     score_mod: f(score, b, h, q_idx, kv_idx, *aux) -> score.
