@@ -74,6 +74,11 @@ SCORES: dict[str, tuple[Callable[..., Any], Callable[..., Array], tuple[Array, .
     mods.relative_bias(1), lambda score, b, h, i, j: score + TABLE[h][np.clip(j - i, -9, 9) + 9], (SLOPES, TABLE)
   ),
   "softcap": (mods.softcap(1.5), lambda score, b, h, i, j: 1.5 * np.tanh(score / 1.5), ()),
+  "abs": (
+    lambda score, b, h, i, j: abs(score) - abs(i - j) * 0.1,
+    lambda score, b, h, i, j: np.abs(score) - np.abs(i - j) * 0.1,
+    (),
+  ),
 }  # fmt: skip
 
 

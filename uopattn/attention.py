@@ -113,8 +113,8 @@ def attention(
     window: (left, right): key j is seen iff i + q_start - left <= j <= i + q_start + right. Sides are at least 0, and
       None is no bound.
     softcap: bounds the scores smoothly to (-softcap, softcap).
-    q_start: int, bound Variable, an expression of such (start + 1), or (B,) Tensor of any integer dtype. 0 aligns causal
-      masks upper left, N - M lower right.
+    q_start: int, bound Variable, an expression of such (start + 1), or (B,) Tensor of any integer dtype. 0 aligns
+      causal masks upper left, N - M lower right.
     kv_lengths: likewise; key j of batch b is seen iff j < kv_lengths[b].
     sinks: (Hq,) logits that join each row's sum of exponentials without a value.
     score_mod: f(score, b, h, q_idx, kv_idx, *aux) -> score.

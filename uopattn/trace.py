@@ -40,9 +40,10 @@ class Mod:
 
 
 class Symbol:
-  """A UOp, or a table of them, in all respects but one: == and != compare its elements, as they do those of a Tensor.
+  """A UOp, a table of them, or a Tensor, in most respects; what Python would do wrong is done right or refused.
 
-  Those of a UOp say whether two graphs are one, so a condition written with them would quietly be False.
+  == and != compare elements. Those of a UOp say whether two graphs are one, so a condition written with them would
+  quietly be False. abs() works, and what wants a number for the symbol says what to write instead.
   """
 
   def __init__(self, value: Any):
@@ -90,7 +91,12 @@ def _bare(x: Any) -> Any:
 
 
 def _wrapped(x: Any) -> Any:
-  return Symbol(x) if isinstance(x, UOp) else x
+  return Symbol(x) if isinstance(x, (UOp, Tensor)) else x
+
+
+def of_tensors(function: Callable[..., Any], *given: Tensor) -> Any:
+  """What a mod makes of Tensors, given to it as symbols as well: what it may write is the same."""
+  return _bare(function(*map(Symbol, given)))
 
 
 def trace_mod(
