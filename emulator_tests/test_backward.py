@@ -87,6 +87,13 @@ def test_rows_that_see_no_key_have_no_gradient(name: str, shape: Shape) -> None:
     assert (x.float().numpy() == 0).all()
 
 
+def test_starts_at_the_ends_of_int32() -> None:
+  options = {"q_start": np.array([2**31 - 1, -(2**31)], np.int32), "window": (40, 3)}
+  for x in check_gradients(*qkv(*SHAPE, dtypes.float16), options).values():
+    assert (x.float().numpy() == 0).all()
+  check_gradients(*qkv(*SHAPE), options | {"window": (None, 3)})
+
+
 @pytest.mark.parametrize("lengths", [(0, 77), (150, 1), (64, 65)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_keys_that_do_not_exist_may_hold_anything(lengths: tuple[int, int], dtype: Any) -> None:

@@ -42,7 +42,7 @@ AUX: Options = {"aux": (SLOPES, PARTS)}
 FEATURES: dict[str, Options] = {
   "window": {"window": (20, 5)},
   "window behind": {"window": (20, None), "q_start": 60},
-  "window ahead": {"window": (None, -3)},
+  "window ahead": {"window": (0, 30), "q_start": 3},
   "window behind, causal": {"window": (17, None), "is_causal": True, "q_start": -9},
   "softcap": {"softcap": 2.0},
   "lengths": {"kv_lengths": np.array([0, 77])},

@@ -74,6 +74,11 @@ SCORES: dict[str, tuple[Callable[..., Any], Callable[..., Array], tuple[Array, .
     mods.relative_bias(1), lambda score, b, h, i, j: score + TABLE[h][np.clip(j - i, -9, 9) + 9], (SLOPES, TABLE)
   ),
   "softcap": (mods.softcap(1.5), lambda score, b, h, i, j: 1.5 * np.tanh(score / 1.5), ()),
+  "abs": (
+    lambda score, b, h, i, j: abs(score) - abs(i - j) * 0.1,
+    lambda score, b, h, i, j: np.abs(score) - np.abs(i - j) * 0.1,
+    (),
+  ),
 }  # fmt: skip
 
 
@@ -176,8 +181,9 @@ UNTRACEABLE: dict[str, tuple[str, Callable[..., Any], tuple[Tensor, ...], str]] 
 def test_a_mod_that_cannot_be_traced_is_told_what_to_write(name: str) -> None:
   argument, mod, aux, message = UNTRACEABLE[name]
   q, k, v = qkv(1, 2, 2, M, N, 8, 8)
+  given: dict[str, Any] = {argument: mod}
   with pytest.raises(TypeError, match=message) as caught:
-    attention(q, k, v, aux=aux, **{argument: mod})  # type: ignore[arg-type]
+    attention(q, k, v, aux=aux, **given)
   assert str(caught.value).startswith(argument)
 
 

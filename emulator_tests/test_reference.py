@@ -101,7 +101,7 @@ def test_gradients_agree_with_finite_differences(backend: str, which: str) -> No
   # Squared, so that the gradients that come to attention depend on its outputs.
   terms = [(out.square() * Tensor(weights[0].astype(np.float32))).sum()] * use_out
   terms += [(lse.square() * Tensor(weights[1].astype(np.float32))).sum()] * use_lse
-  grads = sum(terms).gradient(q, k, v)
+  grads = sum(terms, start=Tensor(0.0)).gradient(q, k, v)
   for x, grad in zip(inputs, grads, strict=True):
     numeric = np.zeros_like(x)
     for i in np.ndindex(x.shape):

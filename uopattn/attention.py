@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, cast
+from typing import Any, Literal, Unpack, cast, overload
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
@@ -15,12 +15,55 @@ from uopattn.block_mask import BlockMask
 from uopattn.dispatch import JOINED, Choice, dispatch
 from uopattn.dsl import sizes
 from uopattn.dsl.random import draw_seed
-from uopattn.flash import batched, build
+from uopattn.flash import batched, build, check_dimensions
 from uopattn.log import log_once
+from uopattn.options import AttentionOptions
 from uopattn.reference import reference
-from uopattn.spec import BACKENDS, NO_EXTRAS, AttentionSpec, Extras, check_dropout, make_spec
+from uopattn.spec import BACKENDS, NO_EXTRAS, AttentionSpec, Extras, check_dropout, make_spec, settled
 from uopattn.target import Target
-from uopattn.trace import placed
+from uopattn.tensors import operands
+
+
+@overload
+def attention(
+  q: Tensor,
+  k: Tensor,
+  v: Tensor,
+  attn_mask: Tensor | None = None,
+  dropout_p: float = 0.0,
+  is_causal: bool = False,
+  *,
+  return_lse: Literal[False] = False,
+  **options: Unpack[AttentionOptions],
+) -> Tensor: ...
+
+
+@overload
+def attention(
+  q: Tensor,
+  k: Tensor,
+  v: Tensor,
+  attn_mask: Tensor | None = None,
+  dropout_p: float = 0.0,
+  is_causal: bool = False,
+  *,
+  return_lse: Literal[True],
+  **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+  q: Tensor,
+  k: Tensor,
+  v: Tensor,
+  attn_mask: Tensor | None = None,
+  dropout_p: float = 0.0,
+  is_causal: bool = False,
+  *,
+  return_lse: bool,
+  **options: Unpack[AttentionOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def attention(
@@ -44,7 +87,7 @@ def attention(
   block_mask: BlockMask | None = None,
   return_lse: bool = False,
   backend: str = "auto",
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
   """softmax(scale q k^T) v without keeping the scores.
 
   score = scale * q.k; then softcap * tanh(score / softcap); then score_mod; then + additive attn_mask. Query i stands
@@ -52,6 +95,9 @@ def attention(
 
   q, k, v, sinks, an additive attn_mask and what score_mod reads of aux have gradients, through kernels where `backend`
   is "kernel"; see `uopattn.backward`.
+
+  Tensors without a device, as `Tensor.arange` makes them, are put on the device of q, k and v. Those of a weak dtype
+  take the dtype of q, k and v if they are one of these, and float32 or tinygrad's default dtype of ints otherwise.
 
   Args:
     q: (B, Hq, M, Dk) or (Hq, M, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2. Sums are taken in float32.
@@ -64,10 +110,11 @@ def attention(
     is_causal: key j is seen by query i iff j <= i + q_start.
     scale: factor on q.k; None is 1/sqrt(Dk).
     enable_gqa: allows Hq to be a multiple of Hkv; query head h reads key head h // (Hq // Hkv), nothing is copied.
-    window: (left, right): key j is seen iff i + q_start - left <= j <= i + q_start + right; None is no bound.
+    window: (left, right): key j is seen iff i + q_start - left <= j <= i + q_start + right. Sides are at least 0, and
+      None is no bound.
     softcap: bounds the scores smoothly to (-softcap, softcap).
-    q_start: int, bound Variable, an expression of such (start + 1), or (B,) integer Tensor. 0 aligns causal masks upper
-      left, N - M lower right.
+    q_start: int, bound Variable, an expression of such (start + 1), or (B,) Tensor of any integer dtype. 0 aligns
+      causal masks upper left, N - M lower right.
     kv_lengths: likewise; key j of batch b is seen iff j < kv_lengths[b].
     sinks: (Hq,) logits that join each row's sum of exponentials without a value.
     score_mod: f(score, b, h, q_idx, kv_idx, *aux) -> score.
@@ -110,10 +157,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, extras: Extras, backend: str) -> Any
   """What `attention` and its kin come down to: checks all arguments and runs what `backend` says."""
   if backend not in BACKENDS:
     raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
+  q, k, v = operands(q=q, k=k, v=v)
   q4, k4, v4 = (batched(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+  check_dimensions(q=q, k=k, v=v)
   check_dropout(extras.dropout_p)
   seed = draw_seed(q.device) if extras.dropout_p > 0 and TRAINING else None
-  extras = replace(extras, aux=placed(extras.aux, q.device), seed=seed)
+  extras = replace(settled(extras, q.device), seed=seed)
   spec = make_spec(q4, k4, v4, extras)
   out, lse = _run(q4, k4, v4, spec, extras, backend)
   if q.ndim == 3:

@@ -10,7 +10,8 @@ from tinygrad.uop.ops import AxisType, KernelInfo, Ops
 
 from uopattn.dsl import sizes
 from uopattn.dsl.table import Table
-from uopattn.trace import Mod, placed, trace_mod
+from uopattn.tensors import check_tensors, described, placed
+from uopattn.trace import Mod, trace_mod
 
 SHADES = "·░▒▓█"  # nothing seen, up to a third, two thirds, less than all, all
 PICTURE = (24, 64)  # rows and columns of `str(mask)` at most
@@ -75,10 +76,9 @@ class BlockMask:
         raise TypeError(f"{name} is {size!r}; it must be an int")
       if size < 1:
         raise ValueError(f"{name} is {size}; it must be at least 1")
-    if not isinstance(aux, tuple) or not all(isinstance(x, Tensor) for x in aux):
-      raise TypeError(f"aux is {aux!r}; it must be a tuple of Tensors")
+    check_tensors("aux", aux)
     if not callable(mask_mod):
-      raise TypeError(f"mask_mod is {mask_mod!r}; it must be a function")
+      raise TypeError(f"mask_mod is {described(mask_mod)}; it must be a function")
     block_m, block_n = min(block_m, M), min(block_n, N)
     known = [str(x.device) for x in aux if x.device is not None]
     place = Device.canonicalize(device) if device or not known else known[0]

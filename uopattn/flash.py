@@ -18,6 +18,7 @@ from uopattn.dsl.table import Table
 from uopattn.prepare import prepared
 from uopattn.spec import AttentionSpec, Extras, Input, dtype_name, make_spec
 from uopattn.target import Target
+from uopattn.tensors import described, near
 
 
 def flash(
@@ -62,12 +63,16 @@ def flash(
   Raises:
     TypeError, ValueError: an argument does not fit, or no kernel serves it; the message says what would.
   """
+  for name, x in (("o", o), ("q", q), ("k", k), ("v", v), ("lse", lse), *((f"aux[{i}]", x) for i, x in enumerate(aux))):
+    if not isinstance(x, UOp) and (name, x) != ("lse", None):
+      raise TypeError(f"{name} is {described(x)}; it must be a UOp, as Tensor.custom_kernel gives it")
   q4, k4, v4 = (batched(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+  check_dimensions(q=q, k=k, v=v)
   tables = cast(tuple[Tensor, ...], aux)  # of which only shapes and types are asked
   options = Extras(
     is_causal=causal,
     scale=scale,
-    q_start=q_start,
+    q_start=near(q_start),
     enable_gqa=enable_gqa,
     window=window,
     softcap=softcap,
@@ -197,6 +202,14 @@ def batched(name: str, x: Any) -> Any:
   if x.ndim not in (3, 4):
     raise ValueError(f"{name} has shape {x.shape}; it must have three or four dimensions, (B, H, rows, head size)")
   return x if x.ndim == 4 else x.reshape(1, *x.shape)
+
+
+def check_dimensions(**named: Any) -> None:
+  """Raises ValueError if Tensors, or UOps, of three dimensions are to go with one of four and a batch."""
+  shapes = [x.shape for x in named.values()]
+  if len(set(map(len, shapes))) > 1 and any(len(shape) == 4 and shape[0] != 1 for shape in shapes):
+    given = ", ".join(f"{name} has shape {x.shape}" for name, x in named.items())
+    raise ValueError(f"{given}; all must have four dimensions, or all three")
 
 
 def _check_output(name: str, x: UOp, shape: tuple[Any, ...], dtype: Any) -> None:

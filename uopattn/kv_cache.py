@@ -1,15 +1,20 @@
 """Keys and values kept from step to step of a decoder, written in place."""
 
+from collections.abc import Callable
 from math import inf, nan
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
 from uopattn.attention import attend
+from uopattn.block_mask import BlockMask
 from uopattn.dsl import sizes
 from uopattn.dsl.eight_bits import EIGHT_BITS
-from uopattn.spec import WIDE, Extras, dtype_name, is_place
+from uopattn.flash import batched
+from uopattn.options import CacheOptions
+from uopattn.spec import WIDE, Extras, check_place, dtype_name
+from uopattn.tensors import check_tensor, placed
 
 LARGEST = {dtypes.int8: 127.0, dtypes.fp8e4m3: 448.0, dtypes.fp8e5m2: 57344.0}
 FRACTION = {dtypes.fp8e4m3: 3, dtypes.fp8e5m2: 2}  # bits
@@ -97,10 +102,11 @@ class KVCache:
       ValueError: a shape or device does not fit, or it could end past N_max: of a Variable its largest value counts, as
         a `TinyJit` checks no values when it replays.
     """
+    k, v = (placed(check_tensor(name, x), self._device, self._weak) for name, x in (("k", k), ("v", v)))
     M = sizes(k)[2] if k.ndim == 4 else 0
     for name, x, held in (("k", k, self.k), ("v", v, self.v)):
       B, Hkv, _, D = sizes(held)
-      if x.shape != (B, Hkv, M, D) or not isinstance(M, int) or M < 1:
+      if x.shape != (B, Hkv, M, D) or M < 1:
         raise ValueError(f"{name} has shape {x.shape}; it must be ({B}, {Hkv}, M, {D}), M >= 1 and the same of k and v")
       if x.dtype not in (accepted := WIDE if held.dtype in EIGHT_BITS else (held.dtype,)):
         given = f"{name} has dtype {dtype_name(x.dtype)}, the cache has {dtype_name(held.dtype)}"
@@ -113,14 +119,66 @@ class KVCache:
       self.k_scale, self.v_scale = _written(self.k_scale, k_scale, start), _written(self.v_scale, v_scale, start)
     self.k, self.v = _written(self.k, k, start), _written(self.v, v, start)
 
-  def attend(self, q: Tensor, start: int | UOp, *, is_causal: bool = True, **options: Any) -> Any:
+  @overload
+  def attend(
+    self,
+    q: Tensor,
+    start: int | UOp,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[CacheOptions],
+  ) -> Tensor: ...
+
+  @overload
+  def attend(
+    self,
+    q: Tensor,
+    start: int | UOp,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[CacheOptions],
+  ) -> tuple[Tensor, Tensor]: ...
+
+  @overload
+  def attend(
+    self,
+    q: Tensor,
+    start: int | UOp,
+    *,
+    return_lse: bool,
+    **options: Unpack[CacheOptions],
+  ) -> Tensor | tuple[Tensor, Tensor]: ...
+
+  def attend(
+    self,
+    q: Tensor,
+    start: int | UOp,
+    *,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = True,
+    scale: float | None = None,
+    enable_gqa: bool = True,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    kv_lengths: int | UOp | Tensor | None = None,
+    sinks: Tensor | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    aux: tuple[Tensor, ...] = (),
+    block_mask: BlockMask | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+  ) -> Tensor | tuple[Tensor, Tensor]:
     """`uopattn.attention` of M queries, from position `start` on, over all keys up to the last query's.
 
     Args:
-      q: (B, Hq, M, Dk), of the cache's dtype, or as for `append`; Hq a multiple of Hkv.
+      q: (B, Hq, M, Dk), of the cache's dtype, or as for `append`; Hq a multiple of Hkv, if enable_gqa is left on.
       start: as for `append`.
       is_causal: no query sees the keys behind it.
-      options: further ones of `uopattn.attention`.
+      kv_lengths: as for `uopattn.attention`; None is start + M.
+      attn_mask, dropout_p, scale, enable_gqa, window, softcap, sinks, score_mod, mask_mod, aux, block_mask, return_lse,
+        backend: as for `uopattn.attention`; scores are (B, Hq, M, N_max).
 
     Returns:
       (B, Hq, M, Dv); with return_lse a pair.
@@ -128,18 +186,41 @@ class KVCache:
     Raises:
       TypeError, ValueError: as `append` and `uopattn.attention`.
     """
-    M = sizes(q)[-2]
+    q = placed(check_tensor("q", q), self._device, self._weak)
+    M = sizes(batched("q", q))[2]
     self._check(start, M)
-    scales = None if self.k_scale is None or self.v_scale is None else (self.k_scale, self.v_scale)
-    options = {"kv_lengths": start + M, "enable_gqa": True} | options
-    backend = options.pop("backend", "auto")
-    extras = Extras(is_causal=is_causal, q_start=start, scales=scales, **options)
+    extras = Extras(
+      attn_mask=attn_mask,
+      dropout_p=dropout_p,
+      is_causal=is_causal,
+      scale=scale,
+      enable_gqa=enable_gqa,
+      window=window,
+      softcap=softcap,
+      q_start=start,
+      kv_lengths=start + M if kv_lengths is None else kv_lengths,
+      sinks=sinks,
+      score_mod=score_mod,
+      mask_mod=mask_mod,
+      aux=aux,
+      block_mask=block_mask,
+      return_lse=return_lse,
+      scales=None if self.k_scale is None or self.v_scale is None else (self.k_scale, self.v_scale),
+    )
     return attend(q, self.k, self.v, extras, backend)
+
+  @property
+  def _device(self) -> str:
+    return str(self.k.device)
+
+  @property
+  def _weak(self) -> DType:
+    """The dtype for constants of none."""
+    return dtypes.default_float if self.k.dtype in EIGHT_BITS else self.k.dtype
 
   def _check(self, start: int | UOp, M: int) -> None:
     """Raises an error unless M positions from `start` on are within the cache."""
-    if not is_place(start):
-      raise TypeError(f"start is {start!r}; accepted are an int and a bound Variable, or an expression of such")
+    check_place("start", start)
     low, high = (start.vmin, start.vmax) if isinstance(start, UOp) else (start, start)
     N_max = sizes(self.k)[2]
     if low < 0 or high + M > N_max:

@@ -7,6 +7,7 @@ from math import inf
 from tinygrad import Tensor, dtypes
 
 from uopattn.spec import DTYPES, dtype_name
+from uopattn.tensors import check_tensor, described, operands, placed
 
 
 def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -28,7 +29,7 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor
   Raises:
     TypeError, ValueError: an argument does not fit.
   """
-  _check(outs, lses)
+  outs, lses = _checked(outs, lses)
   highest = reduce(Tensor.maximum, lses)
   shift = highest.eq(-inf).where(0, highest)  # -inf - -inf is NaN
   weights = [(lse - shift).exp() for lse in lses]
@@ -40,9 +41,16 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor
   return reduce(Tensor.add, parts).cast(outs[0].dtype), blind.where(-inf, shift + total.log())
 
 
-def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
+def _checked(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+  """Both, once they are known to fit, and with constants on a device."""
+  for name, xs in (("outs", outs), ("lses", lses)):
+    if not isinstance(xs, (list, tuple)):
+      raise TypeError(f"{name} is {described(xs)}; it must be a list or tuple of Tensors")
   if not outs or len(outs) != len(lses):
     raise ValueError(f"outs has {len(outs)} parts, lses {len(lses)}; there must be as many of both, at least one")
+  outs = operands(**{f"outs[{i}]": x for i, x in enumerate(outs)})
+  device = str(outs[0].device)
+  lses = [placed(check_tensor(f"lses[{i}]", x), device) for i, x in enumerate(lses)]
   shape, dtype = outs[0].shape, outs[0].dtype
   if dtype not in DTYPES:
     raise TypeError(f"outs[0] has dtype {dtype_name(dtype)}; accepted are {', '.join(map(dtype_name, DTYPES))}")
@@ -52,3 +60,6 @@ def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
         raise ValueError(f"{name}[{i}] has shape {x.shape}; it must be {want}")
       if x.dtype != wanted:
         raise TypeError(f"{name}[{i}] has dtype {dtype_name(x.dtype)}; it must be {dtype_name(wanted)}")
+      if x.device != outs[0].device:
+        raise ValueError(f"{name}[{i}] is on {x.device}, outs[0] is on {device}; all must be on one device")
+  return outs, lses

@@ -13,6 +13,9 @@ from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
+from uopattn.tensors import WIDEST
+from uopattn.trace import MissingAux
+
 Mask = Callable[..., Any]
 """(b, h, q_idx, kv_idx, *aux) -> bool; False hides the key."""
 
@@ -27,6 +30,11 @@ def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
 
 def sliding_window(left: int, right: int = 0) -> Mask:
   """Keys from `left` before the query's own to `right` behind it (Beltagy et al., Longformer, 2020)."""
+  for name, side in (("left", left), ("right", right)):
+    if not 0 <= side <= WIDEST:
+      raise ValueError(
+        f"{name} is {side}; it must be from 0 to {WIDEST}; None, no bound, is for attention's own window"
+      )
 
   def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
     return (kv_idx >= q_idx - left) & (kv_idx <= q_idx + right)
@@ -59,7 +67,7 @@ def document(place: int = 0) -> Mask:
   """Keys of the query's own document; aux[place] says of which document each position is, (N,) or (B, N) integers."""
 
   def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
-    documents = aux[place]
+    documents = _read(aux, place, "document", "the document of each position, (N,) or (B, N) integers")
     if documents.ndim == 1:
       return documents[q_idx] == documents[kv_idx]
     return documents[b, q_idx] == documents[b, kv_idx]
@@ -112,7 +120,8 @@ def alibi(place: int = 0) -> Score:
   """
 
   def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
-    return score - aux[place][h] * (q_idx - kv_idx).abs()
+    slopes = _read(aux, place, "alibi", "the slope of each head, (Hq,) floats")
+    return score - slopes[h] * (q_idx - kv_idx).abs()
 
   return score_mod
 
@@ -132,10 +141,18 @@ def relative_bias(place: int = 0) -> Score:
   """
 
   def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
-    last = aux[place].shape[1] - 1
-    return score + aux[place][h, (kv_idx - q_idx + last // 2).clip(0, last)]
+    bias = _read(aux, place, "relative_bias", "what is added, (Hq, 2 * reach + 1) floats")
+    last = bias.shape[1] - 1
+    return score + bias[h, (kv_idx - q_idx + last // 2).clip(0, last)]
 
   return score_mod
+
+
+def _read(aux: tuple[Any, ...], place: int, name: str, what: str) -> Any:
+  """aux[place], which a mod of that name reads."""
+  if not 0 <= place < len(aux):
+    raise MissingAux(f"mods.{name}({place}) reads aux[{place}], {what}; aux holds {len(aux)} Tensors")
+  return aux[place]
 
 
 def softcap(cap: float) -> Score:

@@ -1,7 +1,7 @@
 """`attention_paged`: attention over keys that are kept in pages."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.engine.realize import capturing
@@ -9,10 +9,51 @@ from tinygrad.uop.ops import Ops, sym_infer
 
 from uopattn.attention import attend
 from uopattn.dsl import sizes
+from uopattn.options import PagedOptions
 from uopattn.spec import Extras, check_place, dtype_name
+from uopattn.tensors import check_tensor, operands, placed
 
 if TYPE_CHECKING:  # numpy takes a while to import
   import numpy as np
+
+
+@overload
+def attention_paged(
+  q: Tensor,
+  k_pages: Tensor,
+  v_pages: Tensor,
+  page_table: Tensor,
+  kv_lengths: int | UOp | Tensor,
+  *,
+  return_lse: Literal[False] = False,
+  **options: Unpack[PagedOptions],
+) -> Tensor: ...
+
+
+@overload
+def attention_paged(
+  q: Tensor,
+  k_pages: Tensor,
+  v_pages: Tensor,
+  page_table: Tensor,
+  kv_lengths: int | UOp | Tensor,
+  *,
+  return_lse: Literal[True],
+  **options: Unpack[PagedOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention_paged(
+  q: Tensor,
+  k_pages: Tensor,
+  v_pages: Tensor,
+  page_table: Tensor,
+  kv_lengths: int | UOp | Tensor,
+  *,
+  return_lse: bool,
+  **options: Unpack[PagedOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def attention_paged(
@@ -34,7 +75,7 @@ def attention_paged(
   aux: tuple[Tensor, ...] = (),
   return_lse: bool = False,
   backend: str = "auto",
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
   """`attention` over keys and values in pages, as PagedAttention has them (Kwon et al., 2023): key j of sequence b is
   row j % page_size of page page_table[b, j // page_size]. Kernels read the pages where they are.
 
@@ -63,10 +104,12 @@ def attention_paged(
   Raises:
     TypeError, ValueError: an argument does not fit; the message names it, what was given and what is accepted.
   """
+  q, k_pages, v_pages = operands(q=q, k_pages=k_pages, v_pages=v_pages)
+  page_table, kv_lengths = (placed(x, q.device) for x in (page_table, kv_lengths))
   if q.ndim != 4:
     raise ValueError(f"q has shape {q.shape}; it must be (B, Hq, M, Dk)")
   for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
-    if x.ndim != 4 or not all(isinstance(size, int) and size > 0 for size in x.shape):
+    if x.ndim != 4 or not all(sizes(x)):
       raise ValueError(f"{name} has shape {x.shape}; it must have four dimensions, each a known int >= 1")
   _check_table(page_table, q)
   P, _, page_size, _ = sizes(k_pages)
@@ -90,11 +133,10 @@ def attention_paged(
 
 
 def _check_table(table: object, q: Tensor) -> None:
-  if not isinstance(table, Tensor) or table.dtype not in dtypes.ints:
-    given = f"has dtype {dtype_name(table.dtype)}" if isinstance(table, Tensor) else f"is {table!r}"
-    raise TypeError(f"page_table {given}; it must be a Tensor of an integer dtype")
-  B = sizes(q)[0]
-  if table.ndim != 2 or table.shape[0] != B or not isinstance(table.shape[1], int) or table.shape[1] < 1:
+  table, B = check_tensor("page_table", table), sizes(q)[0]
+  if table.dtype not in dtypes.ints:
+    raise TypeError(f"page_table has dtype {dtype_name(table.dtype)}; it must be a Tensor of an integer dtype")
+  if table.ndim != 2 or table.shape[0] != B or sizes(table)[1] < 1:
     raise ValueError(f"page_table has shape {table.shape}; it must be ({B}, max_pages), max_pages >= 1")
   if table.device != q.device:
     raise ValueError(f"page_table is on {table.device}, q is on {q.device}; all must be on one device")

@@ -5,8 +5,10 @@ import math
 from tinygrad import Tensor, UOp, dtypes
 
 from uopattn.dsl import sizes
+from uopattn.dsl.masks import FAR
 from uopattn.dsl.random import kept
 from uopattn.spec import AttentionSpec, Extras
+from uopattn.trace import of_tensors
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras) -> tuple[Tensor, Tensor]:
@@ -72,7 +74,7 @@ def _modify(scores: Tensor, extras: Extras) -> Tensor:
   if extras.softcap is not None:
     scores = extras.softcap * (scores / extras.softcap).tanh()
   if extras.score_mod is not None:
-    scores = extras.score_mod(scores, *_indices(scores), *extras.aux)
+    scores = of_tensors(extras.score_mod, scores, *_indices(scores), *extras.aux)
   if extras.attn_mask is not None and extras.attn_mask.dtype != dtypes.bool:
     scores = scores + extras.attn_mask.float()
   return scores
@@ -91,9 +93,9 @@ def _hide(scores: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
   if extras.attn_mask is not None and extras.attn_mask.dtype == dtypes.bool:
     rules.append(extras.attn_mask)
   if extras.mask_mod is not None:
-    rules.append(_bool(extras.mask_mod(b, h, i, j, *extras.aux)))
+    rules.append(_bool(of_tensors(extras.mask_mod, b, h, i, j, *extras.aux)))
   if extras.block_mask is not None:
-    rules.append(_bool(extras.block_mask.seen(b, h, i, j, *extras.block_mask.aux)))
+    rules.append(_bool(of_tensors(extras.block_mask.seen, b, h, i, j, *extras.block_mask.aux)))
   if extras.bounds is not None:
     first, last = (x.reshape(-1, 1) for x in extras.bounds)
     rules += [j >= first, j <= last]
@@ -118,4 +120,4 @@ def _bool(seen: Tensor | bool) -> Tensor:
 
 
 def _per_batch(x: int | UOp | Tensor) -> Tensor:
-  return x.reshape(-1, 1, 1, 1) if isinstance(x, Tensor) else Tensor(x)
+  return x.clip(-FAR, FAR).reshape(-1, 1, 1, 1) if isinstance(x, Tensor) else Tensor(x)

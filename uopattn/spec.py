@@ -14,6 +14,7 @@ from tinygrad.uop.ops import Ops
 from uopattn.block_mask import BlockMask
 from uopattn.dsl import sizes
 from uopattn.dsl.eight_bits import EIGHT_BITS
+from uopattn.tensors import WIDEST, check_tensor, check_tensors, described, near, placed
 from uopattn.trace import Mod, trace_mod
 
 FLOAT16 = (dtypes.float16, dtypes.bfloat16)
@@ -247,6 +248,13 @@ def make_spec(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> AttentionSpec:
   )
 
 
+def settled(extras: Extras, device: str | tuple[str, ...] | None) -> Extras:
+  """The arguments with constants among them on a device, and with positions and lengths that int32 holds."""
+  tensors = {name: placed(getattr(extras, name), device) for name in ("attn_mask", "sinks", "aux")}
+  places = {name: near(placed(getattr(extras, name), device)) for name in ("q_start", "kv_lengths")}
+  return replace(extras, **tensors, **places)
+
+
 def sides(window: tuple[int | None, int | None] | None, is_causal: bool) -> tuple[int | None, int | None]:
   """A window with a causal mask in it, which is a right side of 0."""
   left, right = window or (None, None)
@@ -343,14 +351,14 @@ def _check_extras(e: Extras, B: int, Hq: int, M: int, N: int, device: object) ->
     _check_tensor("sinks", e.sinks, (Hq,), dtypes.floats, "a float dtype")
   for name in ("score_mod", "mask_mod"):
     if (mod := getattr(e, name)) is not None and not callable(mod):
-      raise TypeError(f"{name} is {mod!r}; it must be a function or None")
-  if not isinstance(e.aux, tuple) or not all(isinstance(x, (Tensor, UOp)) for x in e.aux):
-    raise TypeError(f"aux is {e.aux!r}; it must be a tuple of Tensors")
+      raise TypeError(f"{name} is {described(mod)}; it must be a function or None")
+  if not isinstance(e.aux, tuple) or not all(isinstance(x, UOp) for x in e.aux):  # which `flash` has
+    check_tensors("aux", e.aux)
   if e.aux and e.score_mod is None and e.mask_mod is None:
     raise ValueError(f"aux holds {len(e.aux)} Tensors, but there is no score_mod or mask_mod to read them")
   if e.block_mask is not None:
     if not isinstance(e.block_mask, BlockMask):
-      raise TypeError(f"block_mask is {e.block_mask!r}; it must be a uopattn.BlockMask or None")
+      raise TypeError(f"block_mask is {described(e.block_mask)}; it must be a uopattn.BlockMask or None")
     e.block_mask.check(B, Hq, M, N)
   for name, x in (
     *((n, getattr(e, n)) for n in ("attn_mask", "kv_lengths", "sinks", "q_start")),
@@ -367,11 +375,12 @@ def check_dropout(p: float) -> None:
     raise ValueError(f"dropout_p is {p}; it must be in [0, 1)")
 
 
-def _check_mask(mask: Tensor | None, scores: tuple[int, ...]) -> None:
+def _check_mask(mask: object, scores: tuple[int, ...]) -> None:
   if mask is None:
     return
-  if not isinstance(mask, Tensor):
-    raise TypeError(f"attn_mask is {type(mask).__name__}; it must be a Tensor or None")
+  if isinstance(mask, BlockMask):
+    raise TypeError("attn_mask is a BlockMask; pass it as block_mask")
+  mask = check_tensor("attn_mask", mask)
   if mask.dtype != dtypes.bool and not dtypes.is_float(mask.dtype):
     raise TypeError(
       f"attn_mask has dtype {dtype_name(mask.dtype)}; accepted are bool (True: seen) and the float dtypes (added)"
@@ -383,24 +392,35 @@ def _check_mask(mask: Tensor | None, scores: tuple[int, ...]) -> None:
 
 def _check_window(window: object) -> None:
   if not isinstance(window, tuple) or len(window) != 2:
-    raise TypeError(f"window is {window!r}; it must be (left, right), each an int or None, or None")
+    given = repr(window) if isinstance(window, tuple) else described(window)
+    raise TypeError(f"window is {given}; it must be (left, right), each an int or None, or None")
   for side in window:
     if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
       raise TypeError(f"window is {window!r}; its sides must be ints or None")
+    if side is not None and not 0 <= side <= WIDEST:
+      raise ValueError(f"window is {window!r}; its sides must be from 0 to {WIDEST}, and None is no bound")
 
 
-def check_place(name: str, x: object, B: int) -> None:
-  """Raises TypeError or ValueError if this is neither what `is_place` says nor a (B,) integer Tensor."""
-  if isinstance(x, Tensor):
+def check_place(name: str, x: object, B: int | None = None) -> None:
+  """Raises TypeError or ValueError unless x is what `is_place` says, or a (B,) integer Tensor if B is given."""
+  if isinstance(x, Tensor) and B is not None:
     _check_tensor(name, x, (B,), dtypes.ints, "an integer dtype")
-  elif not is_place(x):
-    raise TypeError(f"{name} is {x!r}; accepted are an int, a bound Variable and a ({B},) integer Tensor")
+    return
+  if not is_place(x):
+    free = [u.expr for u in _in_kernel(x).toposort() if u.is_variable] if isinstance(x, UOp) else []
+    given = f"has no value for the Variable {free[0]}, call .bind(value)" if free else f"is {described(x)}"
+    given = f"is a UOp of dtype {dtype_name(x.dtype)}" if isinstance(x, UOp) and not free else given
+    tensor = "" if B is None else f", or a ({B},) integer Tensor"
+    raise TypeError(f"{name} {given}; accepted are an int, a bound Variable or an expression of such{tensor}")
+  for u in _in_kernel(x).toposort() if isinstance(x, UOp) else ():
+    if u.dtype != dtypes.void and (u.vmin < dtypes.int32.min or u.vmax > dtypes.int32.max):
+      raise ValueError(f"{name} is made of Variables, by way of {u.vmin} to {u.vmax}; it must stay within int32")
 
 
 def _check_tensor(name: str, x: object, shape: tuple[int, ...], accepted: tuple[DType, ...], what: str) -> None:
-  if not isinstance(x, Tensor) or x.dtype not in accepted:
-    given = f"has dtype {dtype_name(x.dtype)}" if isinstance(x, Tensor) else f"is {x!r}"
-    raise TypeError(f"{name} {given}; it must be a Tensor of {what}")
+  x = check_tensor(name, x)
+  if x.dtype not in accepted:
+    raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it must be a Tensor of {what}")
   if x.shape != shape:
     raise ValueError(f"{name} has shape {x.shape}; it must be {shape}")
 

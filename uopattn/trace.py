@@ -16,6 +16,10 @@ from uopattn.dsl.table import Table
 INDICES = ("b", "h", "q_idx", "kv_idx")
 
 
+class MissingAux(ValueError):
+  """A function of `uopattn.mods` is to read a Tensor that aux does not hold."""
+
+
 @dataclass(frozen=True)
 class Mod:
   """A traced function; equal to another one if both do the same.
@@ -36,9 +40,10 @@ class Mod:
 
 
 class Symbol:
-  """A UOp, or a table of them, in all respects but one: == and != compare its elements, as they do those of a Tensor.
+  """A UOp, a table of them, or a Tensor, in most respects; what Python would do wrong is done right or refused.
 
-  Those of a UOp say whether two graphs are one, so a condition written with them would quietly be False.
+  == and != compare elements. Those of a UOp say whether two graphs are one, so a condition written with them would
+  quietly be False. abs() works, and what wants a number for the symbol says what to write instead.
   """
 
   def __init__(self, value: Any):
@@ -54,8 +59,22 @@ class Symbol:
   def __ne__(self, other: object) -> "Symbol":  # type: ignore[override]
     return Symbol(self.value.ne(_bare(other)))
 
+  def __abs__(self) -> "Symbol":
+    return Symbol(self.value.abs())
+
   def __bool__(self) -> bool:
-    return bool(self.value)
+    raise TypeError(
+      "a condition on symbols is neither true nor false: for `if` write condition.where(a, b); for max(a, b) and "
+      "min(a, b) a.maximum(b) and a.minimum(b); for `and`, `or`, `not` &, |, ~"
+    )
+
+  def __float__(self) -> float:
+    raise TypeError("a symbol is no float: for math.exp(x) write x.exp() or x.exp2(), and likewise for its kin")
+
+  def __int__(self) -> int:
+    raise TypeError("a symbol is no int: for int(x) write x.cast(dtypes.int)")
+
+  __index__ = __int__
 
 
 def _operator(name: str) -> Callable[..., Any]:
@@ -72,7 +91,12 @@ def _bare(x: Any) -> Any:
 
 
 def _wrapped(x: Any) -> Any:
-  return Symbol(x) if isinstance(x, UOp) else x
+  return Symbol(x) if isinstance(x, (UOp, Tensor)) else x
+
+
+def of_tensors(function: Callable[..., Any], *given: Tensor) -> Any:
+  """What a mod makes of Tensors, given to it as symbols as well: what it may write is the same."""
+  return _bare(function(*map(Symbol, given)))
 
 
 def trace_mod(
@@ -96,11 +120,12 @@ def trace_mod(
   signature = f"{name}({', '.join([*(['score'] if score else []), *INDICES, '*aux'])})"
   try:
     result = _bare(function(*map(Symbol, (*score, *indices, *tables))))
+  except MissingAux:
+    raise
   except Exception as error:
     raise TypeError(
       f"{name} cannot be traced: {type(error).__name__}: {error}. It is called once as {signature} with symbols in the "
-      "place of numbers: for `if` write condition.where(a, b); for `and`, `or`, `not` write &, |, ~; pass Tensors "
-      "through aux and index them there, one index for each axis"
+      "place of numbers; pass Tensors through aux and index them there, one index for each axis"
     ) from error
   if isinstance(result, Tensor):
     raise TypeError(f"{name} returns a Tensor, so it reads one that is not in aux; pass it there, {signature}")
@@ -109,13 +134,6 @@ def trace_mod(
   if dtype == dtypes.bool and isinstance(result, UOp) and result.dtype != dtypes.bool:
     raise TypeError(f"mask_mod returns {result.dtype}; it must return a bool, as a comparison gives")
   return Mod(_result(result, dtype), function, dtype)
-
-
-def placed(aux: Any, device: Any) -> Any:
-  """A tuple of Tensors, those on no device, as `Tensor.arange` makes them, put on one; anything else as it is."""
-  if not isinstance(aux, tuple):
-    return aux
-  return tuple(x.clone(device=device) if isinstance(x, Tensor) and x.device is None else x for x in aux)
 
 
 def _result(x: Any, dtype: DType) -> UOp:

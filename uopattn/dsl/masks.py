@@ -11,6 +11,8 @@ from uopattn.dsl.scope import clamp, least, sizes
 from uopattn.dsl.table import Table
 from uopattn.dsl.visit import Visit, whole_first
 
+FAR = 1 << 30  # farther than any key, and still within int32 with a side of a window and a number of queries added
+
 
 @dataclass(frozen=True, eq=False)
 class Masks:
@@ -121,7 +123,7 @@ class HeadMasks:
     if r.tile_lists is not None:
       others = r.window != (None, None) or r.kv_lengths is not None or r.bounds is not None or self._hides(2)
       return self._listed(key // block_n, tiles, others)
-    shift = UOp.const(0) if r.window == (None, None) else self._number(r.q_start)
+    shift = UOp.const(0) if r.window == (None, None) else self._start
     # Of the first and of the last key, as positions of queries count.
     near, far = key - shift, least([key + block_n, UOp.const(r.N)]) - 1 - shift
     begin, end = UOp.const(0), UOp.const(tiles)
@@ -176,7 +178,7 @@ class HeadMasks:
     """Bounds on the last key that a query sees, other than N - 1."""
     r, found = self.rules, []
     if r.window[1] is not None:
-      found.append(query + self._number(r.q_start) + r.window[1])
+      found.append(query + self._start + r.window[1])
     if r.kv_lengths is not None:
       found.append(self.length - 1)
     if r.bounds is not None:
@@ -187,13 +189,19 @@ class HeadMasks:
     """Bounds on the first key that a query sees, other than 0."""
     r, found = self.rules, []
     if r.window[0] is not None:
-      found.append(query + self._number(r.q_start) - r.window[0])
+      found.append(query + self._start - r.window[0])
     if r.bounds is not None:
       found.append(self._bound(r.bounds[0], query))
     return found
 
   def _bound(self, bounds: UOp, query: UOp) -> UOp:
     return bounds[query.minimum(self.rules.M - 1)].load().cast(dtypes.weakint)
+
+  @property
+  def _start(self) -> UOp:
+    """The position of the first query; from a buffer within FAR of 0, as tinygrad takes sums with it in int32."""
+    start = self._number(x := self.rules.q_start)
+    return start if isinstance(x, int) or x.shape == () else clamp(start, -FAR, FAR)
 
   def _number(self, x: int | UOp) -> UOp:
     """A value of this batch: an int, a variable, or an element of a buffer."""
