@@ -12,17 +12,18 @@ from uopattn.spec import AttentionSpec, Extras
 def reference(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras) -> tuple[Tensor, Tensor]:
   """The output (B, Hq, M, Dv) in q's dtype and the natural-log LSE (B, Hq, M) in float32; arithmetic in float32."""
   scores, groups = scores_of(q, k, spec, extras), (spec.B, spec.Hkv, spec.Hq // spec.Hkv)
-  m = scores.max(-1, keepdim=True)
   sinks = None if extras.sinks is None else extras.sinks.float().reshape(1, -1, 1, 1)
-  m = m if sinks is None else m.maximum(sinks)
   # Rows that see no key. Of scores that are NaN, max gives -inf too, and `all` of known truths fails in tinygrad.
   blind = scores.ne(-math.inf).sum(-1, keepdim=True).eq(0)
-  m = blind.where(0, m)
+  m = scores.max(-1, keepdim=True)
+  m = m if sinks is None else m.maximum(sinks)
+  m = m.eq(-math.inf).where(0, m).detach()  # nothing depends on it but the range of what is computed
   p = (scores - m).exp()
   l = p.sum(-1, keepdim=True)
-  l = l if sinks is None else l + (sinks - m).exp()
+  # 1 before it divides: a `where` behind the division would keep NaN out of the result, but not out of its gradient.
+  l = blind.where(1, l if sinks is None else l + (sinks - m).exp())
   lse = blind.where(-math.inf, m + l.log()).squeeze(-1)
-  p = dropped(blind.where(0, p / l), spec, extras)
+  p = dropped(p / l, spec, extras)
   out = p.reshape(*groups, spec.M, spec.N) @ keys_of(v, extras, values=True).unsqueeze(2)
   return out.reshape(spec.B, spec.Hq, spec.M, spec.Dv).cast(spec.dtype), lse
 
