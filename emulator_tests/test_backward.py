@@ -250,7 +250,7 @@ def test_rows_that_see_no_key_have_no_gradient_through_plain_ops(name: str) -> N
   options, bias = BLIND_IN_PART[name], np.linspace(-1, 1, 7, dtype=np.float32)
   row, passed = Tensor(bias), {key: on_device(x) for key, x in options.items()}
   named = {"q": q, "k": k, "v": v} | {key: passed[key] for key in ("attn_mask", "sinks") if is_float(options.get(key))}
-  mod = {"score_mod": lambda score, b, h, i, j, t: score + t[j], "aux": (row,)}
+  mod: Options = {"score_mod": lambda score, b, h, i, j, t: score + t[j], "aux": (row,)}
   out, lse = attention(q, k, v, enable_gqa=True, return_lse=True, backend="reference", **passed, **mod)
   *got, of_row = ((out * do).sum() + (lse * dlse).sum()).gradient(*named.values(), row)
   Tensor.realize(*got, of_row)
