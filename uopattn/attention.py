@@ -10,7 +10,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import TRAINING
 
-from uopattn.backward import Gradient, gradient
+from uopattn.backward import Gradient, with_gradient
 from uopattn.block_mask import BlockMask
 from uopattn.dispatch import JOINED, Choice, dispatch
 from uopattn.dsl import sizes
@@ -155,7 +155,7 @@ def launch(
   device, rows, spec = str(q.device), sizes(q)[:3], replace(spec, return_lse=True)
   o = _empty((*rows, spec.Dv), spec.dtype, device) if o is None else o
   lse = _empty(rows, dtypes.float32, device) if lse is None else lse
-  extras = extras.each(Tensor.contiguous)
+  extras, backward = with_gradient(spec, extras.each(Tensor.contiguous), extras.attn_mask, backend)
   operands, variables = [x.contiguous() for x in (q, k, v)], extras.variables()
   inputs: dict[str, Sequence[Tensor]] = {}
   for name, x in extras.tensors():
@@ -170,7 +170,7 @@ def launch(
     written = _call(first, spec, device, buffers, variables)
     choice, variables, inputs = replace(choice, stage="join"), (), {"parts": [written[0], written[4]]} | joined
   buffers = [o, *operands, lse, *chain(*inputs.values())]
-  results = _call(choice, spec, device, buffers, variables, gradient(spec, extras, backend))
+  results = _call(choice, spec, device, buffers, variables, backward)
   return results[0], results[4]
 
 
