@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from tinygrad import Tensor, dtypes
 
 from uopattn import BlockMask, attention, mods
 from uopattn.oracle import Array
+from uopattn.oracle_gradients import gradients
 
 B, HQ, HKV, M, N = 2, 4, 2, 60, 60
 RNG = np.random.default_rng(4)
@@ -192,3 +194,52 @@ def test_sixteen_bits() -> None:
   q, k, v = qkv(B, HQ, HKV, M, N, 16, 16, dtypes.bfloat16)
   out = attention(q, k, v, score_mod=mods.alibi(), aux=(Tensor(SLOPES),), enable_gqa=True, backend="kernel")
   check(q, k, v, out, score_mod=SCORES["alibi"][1])
+
+
+OUTSIDE = RNG.normal(size=(2, 7)).astype(np.float32), RNG.random(30) < 0.5
+
+
+def beyond(score: Any, b: Any, h: Any, i: Any, j: Any, bias: Any, flags: Any) -> Any:
+  return score + bias[h, j - i] + bias[-1, j] * (bias.shape[1] - bias.ndim)
+
+
+def flagged(b: Any, h: Any, i: Any, j: Any, bias: Any, flags: Any) -> Any:
+  return flags[j - 3] | (i >= j + 20)
+
+
+def by_hand(table: Array, *index: Array) -> Array:
+  """What is outside of the table as 0."""
+  inside = reduce(np.logical_and, [(x >= 0) & (x < n) for x, n in zip(index, table.shape, strict=True)])
+  return np.where(inside, table[tuple(np.clip(x, 0, n - 1) for x, n in zip(index, table.shape, strict=True))], 0)
+
+
+@pytest.mark.parametrize("backend", ["kernel", "reference"])
+def test_outside_of_aux_it_reads_0_and_there_is_no_gradient(backend: str) -> None:
+  q, k, v = qkv(1, HQ, HKV, M, N, 8, 8)
+  bias, flags = map(Tensor, OUTSIDE)
+  h, i, j = np.ogrid[:HQ, :M, :N]
+  added = by_hand(OUTSIDE[0], h, j - i)
+  seen = by_hand(OUTSIDE[1], j - 3).astype(bool) | (i >= j + 20)
+  options: dict[str, Any] = {"score_mod": beyond, "mask_mod": flagged}
+  out, lse = attention(q, k, v, **options, aux=(bias, flags), enable_gqa=True, return_lse=True, backend=backend)
+  do = Tensor(RNG.normal(size=(1, HQ, M, 8)).astype(np.float32))
+  of_k, of_bias = (out * do).sum().gradient(k, bias)
+  Tensor.realize(out, lse, of_k, of_bias)
+  check(q, k, v, out, lse, attn_mask=np.where(seen, added, -np.inf)[None].astype(np.float32))
+  check(q, k, v, out, lse, **options, aux=OUTSIDE)  # the oracle reads them in the same way
+
+  arrays = [x.numpy().astype(np.float64) for x in (q, k, v, do)]
+  want = gradients(*arrays, attn_mask=np.where(seen, added, -np.inf)[None])
+  assert want.attn_mask is not None
+  wanted = np.zeros_like(OUTSIDE[0])
+  for d in range(7):
+    wanted[:, d] = want.attn_mask[0, :2].diagonal(d, 1, 2).sum(-1)
+  np.testing.assert_allclose(of_k.numpy(), want.k, atol=1e-5)
+  np.testing.assert_allclose(of_bias.numpy(), wanted, atol=1e-5)
+
+
+def test_outside_of_aux_a_block_mask_reads_0() -> None:
+  i, j = np.ogrid[:M, :N]
+  seen = by_hand(OUTSIDE[1], j - 3).astype(bool) | (i >= j + 20)
+  mask = BlockMask.of(flagged, 1, 1, M, N, tuple(map(Tensor, OUTSIDE)), 1, 1)
+  np.testing.assert_array_equal(mask.counts.numpy()[0, 0], seen)

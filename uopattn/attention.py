@@ -72,7 +72,8 @@ def attention(
     sinks: (Hq,) logits that join each row's sum of exponentials without a value.
     score_mod: f(score, b, h, q_idx, kv_idx, *aux) -> score.
     mask_mod: f(b, h, q_idx, kv_idx, *aux) -> bool, False hides the key.
-    aux: Tensors that score_mod and mask_mod index.
+    aux: Tensors that score_mod and mask_mod index, with one integer for each axis. What is outside of them, negative
+      indices among it, reads as 0 (False), and has no gradient.
     block_mask: a mask_mod with its own aux, and what it lets see of each block, by which kernels skip tiles. A
       mask_mod besides hides what it hides.
     return_lse: also return the natural-log sum of exponentials of each row, (B, Hq, M) float32. Realize both together,

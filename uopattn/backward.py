@@ -39,7 +39,7 @@ def with_gradient(spec: AttentionSpec, extras: Extras, mask: Tensor | None, back
 
   Args:
     extras: with what kernels read.
-    mask: the attn_mask that was given, of which kernels may read a part, see `folded`. Its gradient is of its own shape.
+    mask: the attn_mask that was given, of which kernels may read a part, see `folded`. Its gradient has its shape.
   """
   part = extras.attn_mask
   if mask is None or part is None or not mask.is_floating_point() or four_axes(mask).shape == part.shape:

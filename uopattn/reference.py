@@ -1,6 +1,7 @@
 """Attention in plain tinygrad ops, with every argument: what kernels fall back to. Keeps the scores in memory."""
 
 import math
+from functools import reduce
 
 from tinygrad import Tensor, UOp, dtypes
 
@@ -68,12 +69,25 @@ def _indices(scores: Tensor) -> list[Tensor]:
   return [Tensor.arange(n).reshape(*(n if a == axis else 1 for a in range(4))) for axis, n in enumerate(scores.shape)]
 
 
+class Lookup:
+  """A Tensor as mods index it here, as kernels index a `uopattn.dsl.table.Table`: what is outside of it reads as 0."""
+
+  def __init__(self, tensor: Tensor):
+    self.tensor, self.shape, self.ndim, self.dtype = tensor, sizes(tensor), tensor.ndim, tensor.dtype
+
+  def __getitem__(self, index: int | Tensor | tuple[int | Tensor, ...]) -> Tensor:
+    places = [x if isinstance(x, Tensor) else Tensor(x) for x in (index if isinstance(index, tuple) else (index,))]
+    inside = reduce(Tensor.__and__, ((x >= 0) & (x < size) for x, size in zip(places, self.shape, strict=True)))
+    found = self.tensor[tuple(inside.where(x, 0) for x in places)]
+    return inside.where(found, 0).cast(self.dtype)  # elements that tinygrad gathers from a bool Tensor are ints
+
+
 def _modify(scores: Tensor, extras: Extras) -> Tensor:
   """softcap, then score_mod, then the additive mask."""
   if extras.softcap is not None:
     scores = extras.softcap * (scores / extras.softcap).tanh()
   if extras.score_mod is not None:
-    scores = extras.score_mod(scores, *_indices(scores), *extras.aux)
+    scores = extras.score_mod(scores, *_indices(scores), *map(Lookup, extras.aux))
   if extras.attn_mask is not None and extras.attn_mask.dtype != dtypes.bool:
     scores = scores + extras.attn_mask.float()
   return scores
@@ -92,9 +106,9 @@ def _hide(scores: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
   if extras.attn_mask is not None and extras.attn_mask.dtype == dtypes.bool:
     rules.append(extras.attn_mask)
   if extras.mask_mod is not None:
-    rules.append(_bool(extras.mask_mod(b, h, i, j, *extras.aux)))
+    rules.append(_bool(extras.mask_mod(b, h, i, j, *map(Lookup, extras.aux))))
   if extras.block_mask is not None:
-    rules.append(_bool(extras.block_mask.seen(b, h, i, j, *extras.block_mask.aux)))
+    rules.append(_bool(extras.block_mask.seen(b, h, i, j, *map(Lookup, extras.block_mask.aux))))
   if extras.bounds is not None:
     first, last = (x.reshape(-1, 1) for x in extras.bounds)
     rules += [j >= first, j <= last]
@@ -114,8 +128,8 @@ def dropped(weights: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
 
 
 def _bool(seen: Tensor | bool) -> Tensor:
-  """What a mask_mod gives: elements that tinygrad gathers from a bool Tensor are ints."""
-  return seen.cast(dtypes.bool) if isinstance(seen, Tensor) else Tensor(seen, dtype=dtypes.bool)
+  """What a mask_mod gives, which may be the same for all."""
+  return seen if isinstance(seen, Tensor) else Tensor(seen, dtype=dtypes.bool)
 
 
 def _per_batch(x: int | UOp | Tensor) -> Tensor:
