@@ -11,6 +11,8 @@ from helpers import check, qkv
 from tinygrad import Tensor, dtypes
 
 from uopattn import BlockMask, attention, mods
+from uopattn.dispatch import CPU_ARGUMENTS
+from uopattn.log import log_once
 from uopattn.oracle import Array
 from uopattn.oracle_gradients import gradients
 
@@ -243,3 +245,30 @@ def test_outside_of_aux_a_block_mask_reads_0() -> None:
   seen = by_hand(OUTSIDE[1], j - 3).astype(bool) | (i >= j + 20)
   mask = BlockMask.of(flagged, 1, 1, M, N, tuple(map(Tensor, OUTSIDE)), 1, 1)
   np.testing.assert_array_equal(mask.counts.numpy()[0, 0], seen)
+
+
+def added_up(score: Any, b: Any, h: Any, i: Any, j: Any, *aux: Any) -> Any:
+  return reduce(lambda total, x: total + x[j], aux, score)
+
+
+@pytest.mark.parametrize(("M", "with_gradient"), [(1, False), (20, False), (20, True)])
+def test_as_many_aux_as_a_call_can_have_and_one_more(
+  M: int, with_gradient: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+  most = CPU_ARGUMENTS - (9 if with_gradient else 5)
+  q, k, v = qkv(1, HQ, HQ, M, 20, 4, 4)
+  tables = RNG.normal(size=(most + 1, 20)).astype(np.float32)
+
+  def run(count: int, backend: str) -> Tensor:
+    aux = tuple(map(Tensor, tables[:count]))
+    out = attention(q, k, v, score_mod=added_up, aux=aux, backend=backend)
+    return (out.square().sum().gradient(q)[0] if with_gradient else out).realize()
+
+  log_once.cache_clear()
+  run(most, "kernel")
+  assert not caplog.records
+  with pytest.raises(ValueError, match=rf"takes {CPU_ARGUMENTS} Tensors and Variables at most.*fewer in aux"):
+    run(most + 1, "kernel")
+  got = run(most + 1, "auto")
+  assert "plain tinygrad ops: cpu_" in caplog.text
+  np.testing.assert_allclose(got.numpy(), run(most + 1, "reference").numpy(), atol=1e-5)

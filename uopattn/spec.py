@@ -101,6 +101,12 @@ class AttentionSpec:
     return replace(self, M=self.N, N=self.M).tile_lists(block_n, block_m)
 
   @property
+  def variables(self) -> int:
+    """How many Variables a kernel takes."""
+    places = [x for x in (self.q_start, self.kv_lengths) if isinstance(x, UOp)]
+    return len({u for x in places for u in x.toposort() if u.op is Ops.PARAM})
+
+  @property
   def stored(self) -> DType:
     """The type of k and v."""
     return self.dtype if self.kv_dtype is None else self.kv_dtype
@@ -118,7 +124,7 @@ class AttentionSpec:
   @property
   def kv_bytes(self) -> int:
     """Bytes of K and V."""
-    return self.B * self.Hkv * self.N * (self.Dk + self.Dv) * self.dtype.itemsize
+    return self.B * self.Hkv * self.N * (self.Dk + self.Dv) * self.stored.itemsize
 
   @property
   def flops(self) -> int:

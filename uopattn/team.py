@@ -19,7 +19,7 @@ from tinygrad.device import TinyELF
 from tinygrad.runtime.ops_cpu import CPUDevice, CPUProgram
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 
-ARGUMENTS = 24  # that a call passes, whatever its kernel takes: by both calling conventions a surplus is not seen
+ARGUMENTS = 64  # that a call passes, whatever its kernel takes: by both calling conventions a surplus is not seen
 
 _SOURCE = """
 typedef unsigned long long word;
@@ -30,8 +30,8 @@ typedef unsigned long long word;
 #else
 #define PAUSE() __asm__ volatile("")
 #endif
-enum { SERVE, RUN, FINISH, SPIN = 20000, CLOSED = -1 };
-struct job { word kernel, slot, items, helpers, arguments[24]; };
+enum { SERVE, RUN, FINISH, ARGUMENTS = COUNT, SPIN = 20000, CLOSED = -1 };
+struct job { word kernel, slot, items, helpers, arguments[ARGUMENTS]; };
 struct team {
   struct job job;
   long next;   // the first item that nobody has taken
@@ -84,14 +84,16 @@ static int finish(struct team *t) {
 }
 
 static void take(const struct job *job, long *next) {
-  word a[24];
-  for (int i = 0; i < 24; i++) a[i] = job->arguments[i];
+  word a[ARGUMENTS];
+  for (int i = 0; i < ARGUMENTS; i++) a[i] = job->arguments[i];
   for (long item; (item = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED)) < (long)job->items;) {
     a[job->slot] = item;
     ((void (*)(TYPES))job->kernel)(VALUES);
   }
 }
-""".replace("TYPES", ", ".join(["word"] * ARGUMENTS)).replace("VALUES", ", ".join(f"a[{i}]" for i in range(ARGUMENTS)))
+"""
+_SOURCE = _SOURCE.replace("COUNT", str(ARGUMENTS)).replace("TYPES", ", ".join(["word"] * ARGUMENTS))
+_SOURCE = _SOURCE.replace("VALUES", ", ".join(f"a[{i}]" for i in range(ARGUMENTS)))
 
 _SERVE, _RUN, _FINISH = range(3)
 _JOB = 4 + ARGUMENTS  # words
