@@ -48,7 +48,8 @@ def attention(
   """softmax(scale q k^T) v without keeping the scores.
 
   score = scale * q.k; then softcap * tanh(score / softcap); then score_mod; then + additive attn_mask. Query i stands
-  at position i + q_start. A row that sees no key gives 0, with a log-sum-exp of -inf and no gradient.
+  at position i + q_start. A row that sees no key gives 0, with a log-sum-exp of -inf and no gradient. Keys and values
+  behind kv_lengths are never read; what other hidden ones may hold, the README says in "What hidden keys may hold".
 
   q, k, v, sinks, an additive attn_mask and what score_mod reads of aux have gradients, through kernels where `backend`
   is "kernel"; see `uopattn.backward`.
