@@ -1,7 +1,7 @@
 """The gradients of attention through the kernels of this machine's CPU: against the oracle and finite differences."""
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -236,6 +236,42 @@ def test_finite_differences(name: str, dtype: Any) -> None:
   for key, x in differentiated.items():
     tolerance = 1e-7 if dtype == dtypes.float64 else 3e-4
     np.testing.assert_allclose(got[key], numeric_gradient(loss, x), atol=tolerance, err_msg=key)
+
+
+HIDDEN_ROW = np.where(np.arange(4)[:, None] == 1, -np.inf, R.normal(size=(2, 1, 4, 7))).astype(np.float32)
+BLIND_IN_PART: dict[str, Options] = {
+  "added infinity": {"attn_mask": HIDDEN_ROW},
+  "added infinity and causal": {"attn_mask": HIDDEN_ROW, "is_causal": True, "q_start": np.array([0, -3])},
+  "window": {"window": (2, 1), "q_start": np.array([-4, 7])},
+  "kv_lengths": {"kv_lengths": np.array([0, 5])},
+  "bool mask": {"attn_mask": np.isfinite(HIDDEN_ROW)},
+  "sinks": {"is_causal": True, "q_start": np.array([-2, 0]), "sinks": np.array([1, 500], np.float32)},
+}
+
+
+@pytest.mark.parametrize("name", BLIND_IN_PART)
+def test_rows_that_see_no_key_have_no_gradient_through_plain_ops(name: str) -> None:
+  """Neither do they spoil those of other rows; whatever the loss makes of their LSE, which is -inf."""
+  q, k, v = qkv(2, 2, 1, 4, 7, 4, 3)
+  do, dlse = cotangents(q, v)
+  options, bias = BLIND_IN_PART[name], np.linspace(-1, 1, 7, dtype=np.float32)
+  row, passed = Tensor(bias), {key: on_device(x) for key, x in options.items()}
+  named = {"q": q, "k": k, "v": v} | {key: passed[key] for key in ("attn_mask", "sinks") if is_float(options.get(key))}
+  mod: Options = {"score_mod": lambda score, b, h, i, j, t: score + t[j], "aux": (row,)}
+  out, lse = attention(q, k, v, enable_gqa=True, return_lse=True, backend="reference", **passed, **mod)
+  *got, of_row = ((out * do).sum() + (lse * dlse).sum()).gradient(*named.values(), row)
+  Tensor.realize(*got, of_row)
+  added = options.get("attn_mask", np.zeros((2, 1, 4, 7), np.float32))
+  added = (np.where(added, 0, -np.inf) if added.dtype == bool else added) + bias
+  arrays = [x.numpy().astype(np.float64) for x in (q, k, v, do, dlse)]
+  want = gradients(*arrays, **(options | {"attn_mask": added}))
+  for key, x in zip(named, got, strict=True):
+    np.testing.assert_allclose(x.numpy(), want.named()[key], atol=1e-5, err_msg=key)
+  np.testing.assert_allclose(of_row.numpy(), cast(Array, want.attn_mask).sum((0, 1, 2)), atol=1e-5)
+  blind = np.isneginf(lse.numpy())
+  assert blind.any()
+  assert not blind.all()
+  assert (got[0].numpy()[blind] == 0).all()
 
 
 def is_float(x: Any) -> bool:

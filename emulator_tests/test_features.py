@@ -213,6 +213,18 @@ def test_rows_that_see_no_key(shape: Shape, name: str) -> None:
   assert (lse.numpy() == -math.inf).all()
 
 
+@pytest.mark.parametrize("M", [1, 2, 20])
+def test_sinks_where_a_call_has_more_blocks_of_queries_than_a_block_has_rows(M: int) -> None:
+  """Where what the loops after a do-while loop share was computed in the first of them, it did not compile."""
+  q, k, v = qkv(2, 64, 64, M, 98, 8, 8)
+  sinks = np.linspace(-3, 3, 64, dtype=np.float32)
+  mask = BlockMask.of(lambda b, h, i, j: j != i + 1, 1, 1, M, 98)
+  given = as_given({"sinks": sinks, "block_mask": mask}, "CPU")
+  out, lse = attention(q, k, v, return_lse=True, backend="kernel", **given)
+  Tensor.realize(out, lse)
+  check(q, k, v, out, lse, sinks=sinks, mask_mod=mask.mask_mod)
+
+
 # Arguments that meet scores of any size: those that bound or move them, and those that hide some.
 MEETING: dict[str, Options] = {
   "softcap": {"softcap": 20.0},

@@ -59,6 +59,13 @@ def filled(
   return realized(cache)
 
 
+@pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
+def test_bytes_are_those_of_the_cache(dtype: DType) -> None:
+  """Keys are split into parts by them: those of q's type would make twice or four times as many."""
+  spec = AttentionSpec(B, HQ, HKV, 1, N, DK, DV, dtypes.float32, 0.25, kv_dtype=dtype)
+  assert spec.kv_bytes == B * HKV * N * (DK + DV)
+
+
 def stood_for(cache: KVCache, length: int) -> tuple[Array, Array]:
   """What the cache stands for, in float64."""
   assert cache.k_scale is not None

@@ -88,6 +88,14 @@ def test_a_part_without_keys_does_not_count_whatever_it_holds() -> None:
   assert merged_lse.tolist() == [[[-math.inf]]]
 
 
+def test_a_part_without_keys_has_no_gradient_and_spoils_none() -> None:
+  outs = Tensor([[[[1.0, 2.0]]]]), Tensor([[[[math.nan, math.inf]]]])
+  lses = Tensor([[[0.5]]]), Tensor([[[-math.inf]]])
+  merged, lse = merge_states(outs, lses)
+  found = (merged.sum() + lse.sum()).gradient(*outs, *lses)
+  assert [x.tolist() for x in found] == [[[[[1.0, 1.0]]]], [[[[0.0, 0.0]]]], [[[1.0]]], [[[0.0]]]]
+
+
 def test_nan_stays() -> None:
   out, lse = Tensor([[[[1.0, 2.0]]]]), Tensor([[[0.5]]])
   for lses in ((lse, lse * math.nan), (lse * math.nan, lse)):

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,10 @@ from helpers import check, qkv
 from tinygrad import Tensor, dtypes
 
 from uopattn import BlockMask, attention, mods
+from uopattn.dispatch import CPU_ARGUMENTS
+from uopattn.log import log_once
 from uopattn.oracle import Array
+from uopattn.oracle_gradients import gradients
 
 B, HQ, HKV, M, N = 2, 4, 2, 60, 60
 RNG = np.random.default_rng(4)
@@ -198,3 +202,79 @@ def test_sixteen_bits() -> None:
   q, k, v = qkv(B, HQ, HKV, M, N, 16, 16, dtypes.bfloat16)
   out = attention(q, k, v, score_mod=mods.alibi(), aux=(Tensor(SLOPES),), enable_gqa=True, backend="kernel")
   check(q, k, v, out, score_mod=SCORES["alibi"][1])
+
+
+OUTSIDE = RNG.normal(size=(2, 7)).astype(np.float32), RNG.random(30) < 0.5
+
+
+def beyond(score: Any, b: Any, h: Any, i: Any, j: Any, bias: Any, flags: Any) -> Any:
+  return score + bias[h, j - i] + bias[-1, j] * (bias.shape[1] - bias.ndim)
+
+
+def flagged(b: Any, h: Any, i: Any, j: Any, bias: Any, flags: Any) -> Any:
+  return flags[j - 3] | (i >= j + 20)
+
+
+def by_hand(table: Array, *index: Array) -> Array:
+  """What is outside of the table as 0."""
+  inside = reduce(np.logical_and, [(x >= 0) & (x < n) for x, n in zip(index, table.shape, strict=True)])
+  return np.where(inside, table[tuple(np.clip(x, 0, n - 1) for x, n in zip(index, table.shape, strict=True))], 0)
+
+
+@pytest.mark.parametrize("backend", ["kernel", "reference"])
+def test_outside_of_aux_it_reads_0_and_there_is_no_gradient(backend: str) -> None:
+  q, k, v = qkv(1, HQ, HKV, M, N, 8, 8)
+  bias, flags = map(Tensor, OUTSIDE)
+  h, i, j = np.ogrid[:HQ, :M, :N]
+  added = by_hand(OUTSIDE[0], h, j - i)
+  seen = by_hand(OUTSIDE[1], j - 3).astype(bool) | (i >= j + 20)
+  options: dict[str, Any] = {"score_mod": beyond, "mask_mod": flagged}
+  out, lse = attention(q, k, v, **options, aux=(bias, flags), enable_gqa=True, return_lse=True, backend=backend)
+  do = Tensor(RNG.normal(size=(1, HQ, M, 8)).astype(np.float32))
+  of_k, of_bias = (out * do).sum().gradient(k, bias)
+  Tensor.realize(out, lse, of_k, of_bias)
+  check(q, k, v, out, lse, attn_mask=np.where(seen, added, -np.inf)[None].astype(np.float32))
+  check(q, k, v, out, lse, **options, aux=OUTSIDE)  # the oracle reads them in the same way
+
+  arrays = [x.numpy().astype(np.float64) for x in (q, k, v, do)]
+  want = gradients(*arrays, attn_mask=np.where(seen, added, -np.inf)[None])
+  assert want.attn_mask is not None
+  wanted = np.zeros_like(OUTSIDE[0])
+  for d in range(7):
+    wanted[:, d] = want.attn_mask[0, :2].diagonal(d, 1, 2).sum(-1)
+  np.testing.assert_allclose(of_k.numpy(), want.k, atol=1e-5)
+  np.testing.assert_allclose(of_bias.numpy(), wanted, atol=1e-5)
+
+
+def test_outside_of_aux_a_block_mask_reads_0() -> None:
+  i, j = np.ogrid[:M, :N]
+  seen = by_hand(OUTSIDE[1], j - 3).astype(bool) | (i >= j + 20)
+  mask = BlockMask.of(flagged, 1, 1, M, N, tuple(map(Tensor, OUTSIDE)), 1, 1)
+  np.testing.assert_array_equal(mask.counts.numpy()[0, 0], seen)
+
+
+def added_up(score: Any, b: Any, h: Any, i: Any, j: Any, *aux: Any) -> Any:
+  return reduce(lambda total, x: total + x[j], aux, score)
+
+
+@pytest.mark.parametrize(("M", "with_gradient"), [(1, False), (20, False), (20, True)])
+def test_as_many_aux_as_a_call_can_have_and_one_more(
+  M: int, with_gradient: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+  most = CPU_ARGUMENTS - (9 if with_gradient else 5)
+  q, k, v = qkv(1, HQ, HQ, M, 20, 4, 4)
+  tables = RNG.normal(size=(most + 1, 20)).astype(np.float32)
+
+  def run(count: int, backend: str) -> Tensor:
+    aux = tuple(map(Tensor, tables[:count]))
+    out = attention(q, k, v, score_mod=added_up, aux=aux, backend=backend)
+    return (out.square().sum().gradient(q)[0] if with_gradient else out).realize()
+
+  log_once.cache_clear()
+  run(most, "kernel")
+  assert not caplog.records
+  with pytest.raises(ValueError, match=rf"takes {CPU_ARGUMENTS} Tensors and Variables at most.*fewer in aux"):
+    run(most + 1, "kernel")
+  got = run(most + 1, "auto")
+  assert "plain tinygrad ops: cpu_" in caplog.text
+  np.testing.assert_allclose(got.numpy(), run(most + 1, "reference").numpy(), atol=1e-5)

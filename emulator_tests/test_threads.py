@@ -15,7 +15,7 @@ from tinygrad.engine.realize import runtime_cache
 from tinygrad.runtime.ops_cpu import CPUProgram
 
 from uopattn import attention, threads
-from uopattn.team import Team
+from uopattn.team import ARGUMENTS, Team
 from uopattn.threads import ThreadedProgram, thread_count
 
 
@@ -106,8 +106,8 @@ def test_workers_keep_off_the_callers_core(three: Team) -> None:
 
 
 def test_too_many_arguments(three: Team) -> None:
-  with pytest.raises(ValueError, match="a kernel of 24 arguments; at most 23 can be passed"):
-    three.run(0, [0] * 24, 1, 1, 1)
+  with pytest.raises(ValueError, match=f"a kernel of {ARGUMENTS} arguments; at most {ARGUMENTS - 1} can be"):
+    three.run(0, [0] * ARGUMENTS, 1, 1, 1)
 
 
 def test_number_of_threads_follows_tinygrad_and_the_affinity(monkeypatch: pytest.MonkeyPatch) -> None:

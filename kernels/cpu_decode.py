@@ -39,7 +39,7 @@ from uopattn.dsl import LN2, LOG2E, Scope, clamp, exp2, least, sizes
 from uopattn.dsl.instructions import add_pairs, add_quads, dot_pairs, prefetch, weighted_pair
 from uopattn.dsl.rows import HeadRows
 from uopattn.dsl.rules import HeadRules, Rules
-from uopattn.dsl.softmax import finish
+from uopattn.dsl.softmax import finish_rows
 from uopattn.dsl.strips import accumulate, add_steps, even, largest_divisor, strips, zeros
 from uopattn.target import LINE
 
@@ -442,16 +442,12 @@ def store_rows(
 ) -> list[UOp]:
   """The output and the LSE; a row that saw no key gets 0 and -inf."""
   total = fold(s, l_i, UOp.__add__, outer)
-
-  def finished(r: UOp) -> tuple[UOp, UOp]:
-    return finish(m_i[r], total[r], here.sink(row(r)), exp2)
-
-  factor = s.assign(s.buffer(*sizes(m_i)), lambda r: finished(r)[0], within=outer)
+  factor, log2 = finish_rows(s, m_i, total, lambda r: here.sink(row(r)), outer)
   r, d = s.axis(sizes(acc)[0]), s.axis(sizes(acc)[1])
   # Where no key exists, what was read in the place of one may be NaN.
   value = (here.length > 0).where(acc[r, d] * factor[r], 0.0)
   stores = [o[result, row(r), d].store(value.cast(o.dtype)).end(r, d)]
   if lse is not None:
     r = s.axis(sizes(acc)[0])
-    stores.append(lse[result, row(r)].store(finished(r)[1] * LN2).end(r))
+    stores.append(lse[result, row(r)].store(log2[r] * LN2).end(r))
   return stores

@@ -28,7 +28,7 @@ from tinygrad.uop.ops import AxisType, KernelInfo
 
 from uopattn.dsl import LN2, LOG2E, Loop, Scope, clamp, exp2, gated, sizes
 from uopattn.dsl.rules import Rules
-from uopattn.dsl.softmax import finish
+from uopattn.dsl.softmax import finish_rows
 from uopattn.dsl.strips import Tile, accumulate, even, largest_divisor, load_tile, strips, zeros
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
@@ -222,14 +222,13 @@ def store_rows(
 ) -> list[UOp]:
   """The output and the LSE; a row that saw no key gets 0 and -inf. Rows past M are not stored."""
   (Dv, block_m), M = sizes(acc), sizes(o)[1]
-  factor = s.assign(s.buffer(block_m), lambda m: finish(m_i[m], l_i[m], sink, exp2)[0], within=outer)
+  factor, log2 = finish_rows(s, m_i, l_i, lambda m: sink, outer)
   lanes = min(block_m, M)  # the rest is past M in every block
   d, m = s.axis(Dv), s.axis(lanes)
   stores = [gated(o, row + m < M, head, row + m, d).store((acc[d, m] * factor[m]).cast(o.dtype)).end(d, m)]
   if lse is not None:
     m = s.axis(lanes)
-    log2 = finish(m_i[m], l_i[m], sink, exp2)[1]
-    stores.append(gated(lse, row + m < M, head, row + m).store(log2 * LN2).end(m))
+    stores.append(gated(lse, row + m < M, head, row + m).store(log2[m] * LN2).end(m))
   return stores
 
 

@@ -10,7 +10,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import TRAINING
 
-from uopattn.backward import Gradient, gradient
+from uopattn.backward import Gradient, with_gradient
 from uopattn.block_mask import BlockMask
 from uopattn.dispatch import JOINED, Choice, dispatch
 from uopattn.dsl import sizes
@@ -91,7 +91,8 @@ def attention(
   """softmax(scale q k^T) v without keeping the scores.
 
   score = scale * q.k; then softcap * tanh(score / softcap); then score_mod; then + additive attn_mask. Query i stands
-  at position i + q_start. A row that sees no key gives 0, with a log-sum-exp of -inf and no gradient.
+  at position i + q_start. A row that sees no key gives 0, with a log-sum-exp of -inf and no gradient. Keys and values
+  behind kv_lengths are never read; what other hidden ones may hold, the README says in "What hidden keys may hold".
 
   q, k, v, sinks, an additive attn_mask and what score_mod reads of aux have gradients, through kernels where `backend`
   is "kernel"; see `uopattn.backward`.
@@ -119,7 +120,8 @@ def attention(
     sinks: (Hq,) logits that join each row's sum of exponentials without a value.
     score_mod: f(score, b, h, q_idx, kv_idx, *aux) -> score.
     mask_mod: f(b, h, q_idx, kv_idx, *aux) -> bool, False hides the key.
-    aux: Tensors that score_mod and mask_mod index.
+    aux: Tensors that score_mod and mask_mod index, with one integer for each axis. What is outside of them, negative
+      indices among it, reads as 0 (False), and has no gradient.
     block_mask: a mask_mod with its own aux, and what it lets see of each block, by which kernels skip tiles. A
       mask_mod besides hides what it hides.
     return_lse: also return the natural-log sum of exponentials of each row, (B, Hq, M) float32. Realize both together,
@@ -204,7 +206,7 @@ def launch(
   device, rows, spec = str(q.device), sizes(q)[:3], replace(spec, return_lse=True)
   o = _empty((*rows, spec.Dv), spec.dtype, device) if o is None else o
   lse = _empty(rows, dtypes.float32, device) if lse is None else lse
-  extras = extras.each(Tensor.contiguous)
+  extras, backward = with_gradient(spec, extras.each(Tensor.contiguous), extras.attn_mask, backend)
   operands, variables = [x.contiguous() for x in (q, k, v)], extras.variables()
   inputs: dict[str, Sequence[Tensor]] = {}
   for name, x in extras.tensors():
@@ -219,7 +221,7 @@ def launch(
     written = _call(first, spec, device, buffers, variables)
     choice, variables, inputs = replace(choice, stage="join"), (), {"parts": [written[0], written[4]]} | joined
   buffers = [o, *operands, lse, *chain(*inputs.values())]
-  results = _call(choice, spec, device, buffers, variables, gradient(spec, extras, backend))
+  results = _call(choice, spec, device, buffers, variables, backward)
   return results[0], results[4]
 
 

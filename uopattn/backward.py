@@ -12,7 +12,7 @@ weights, Z what dropout makes of each (0, or 1 / (1 - p)), O the output, L the L
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from tinygrad import Tensor, UOp, dtypes
@@ -21,19 +21,35 @@ from tinygrad.renderer import Estimates
 
 from uopattn.dispatch_backward import SHARED, Step, Steps, dispatch_backward
 from uopattn.dsl import sizes
+from uopattn.expanded import unfolded
 from uopattn.flash import rules
 from uopattn.kernels.delta import row_sums
 from uopattn.log import log_once
 from uopattn.prepare import prepared
 from uopattn.reference import dropped, keys_of, reference, scores_of
-from uopattn.spec import AttentionSpec, Extras
+from uopattn.spec import AttentionSpec, Extras, four_axes
 from uopattn.target import Target
 
 FAMILIES = {"CUDA": "cuda", "AMD": "hip"}  # of the instructions of GPUs, see `uopattn.dsl.instruction_set`
 Gradient = Callable[..., tuple[UOp | None, ...]]
 
 
-def gradient(spec: AttentionSpec, extras: Extras, backend: str) -> Gradient:
+def with_gradient(spec: AttentionSpec, extras: Extras, mask: Tensor | None, backend: str) -> tuple[Extras, Gradient]:
+  """What a forward kernel's call is to be given, and its `grad_fxn`; see `gradient`.
+
+  Args:
+    extras: with what kernels read.
+    mask: the attn_mask that was given, of which kernels may read a part, see `folded`. Its gradient has its shape.
+  """
+  part = extras.attn_mask
+  if mask is None or part is None or not mask.is_floating_point() or four_axes(mask).shape == part.shape:
+    return extras, gradient(spec, extras, extras, backend, [])
+  whole, found = four_axes(mask), list[Tensor]()
+  extras = replace(extras, attn_mask=unfolded(part, whole, found))
+  return extras, gradient(spec, extras, replace(extras, attn_mask=whole.detach()), backend, found)
+
+
+def gradient(spec: AttentionSpec, extras: Extras, given: Extras, backend: str, of_mask: list[Tensor]) -> Gradient:
   """The `grad_fxn` of a forward kernel's call, whose first arguments are the output, q, k, v and the LSE.
 
   Gradients of sinks, of an additive mask and of what score_mod reads are tinygrad's own ops, which run only where they
@@ -42,7 +58,9 @@ def gradient(spec: AttentionSpec, extras: Extras, backend: str) -> Gradient:
 
   Args:
     extras: with Tensors that are arguments of the call.
+    given: with those whose gradients are wanted: of the mask that kernels read a part of the whole.
     backend: "kernel" raises where there are no kernels, "auto" goes through the reference then.
+    of_mask: receives the gradient of the mask.
   """
 
   def grad_fxn(*grads: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
@@ -51,14 +69,16 @@ def gradient(spec: AttentionSpec, extras: Extras, backend: str) -> Gradient:
     saved = Saved.by(call, grads)
     steps = dispatch_backward(spec, Target.of(str(saved.q.device)))
     if isinstance(steps, tuple):
-      found = [*by_kernels(steps, saved, spec, extras), *of_inputs(saved, spec, extras)]
+      found = [*by_kernels(steps, saved, spec, extras), *of_inputs(saved, spec, given)]
     else:
       if backend == "kernel":
         raise ValueError(f"backend='kernel': {'; '.join(steps)}")
       for reason in steps:
         log_once(f"the gradient of attention goes through plain tinygrad ops: {reason}")
-      found = by_reference(saved, spec, extras)
-    operands = [saved.q, saved.k, saved.v, *(x for _, x in differentiable(extras))]
+      found = by_reference(saved, spec, given)
+    others = differentiable(extras)
+    of_mask[:] = [cast(Tensor, grad) for (name, _), grad in zip(others, found[3:], strict=True) if name == "attn_mask"]
+    operands = [saved.q, saved.k, saved.v, *(x for _, x in others)]
     return None, *_in_places(call.src[2:], operands, found)
 
   return grad_fxn

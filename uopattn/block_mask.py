@@ -62,7 +62,7 @@ class BlockMask:
       mask_mod: (b, h, q_idx, kv_idx, *aux) -> bool; False hides the key. See `uopattn.mods`.
       B, Hq: batches and query heads; 1 makes one mask for all, whose mask_mod is called with 0 for their index.
       M, N: queries and keys.
-      aux: the Tensors that it indexes. The mask is that of their present content.
+      aux: the Tensors that it indexes; outside of them it reads 0. The mask is that of their present content.
       block_m, block_n: queries and keys of a block.
       device: where the mask is to be; None is where aux is, or tinygrad's default device.
 

@@ -14,6 +14,7 @@ from uopattn.dsl.limits import lds_limit, usual_units
 from uopattn.kernels import amd_forward, cpu_decode, cpu_forward, cuda_forward, hopper_forward, join
 from uopattn.spec import DTYPES, FLOAT16, WIDE, AttentionSpec, Input, dtype_name
 from uopattn.target import Target
+from uopattn.team import ARGUMENTS
 from uopattn.threads import thread_count
 
 FEW = 16  # queries: no more than that are packed, and their keys split
@@ -37,6 +38,7 @@ class Kernel:
     meant_for: whether it is the one to take where several kernels of a device could serve.
     tf32: its products of float32 are in tf32, which must be allowed.
     operand: what it makes of keys and values of 8 bits that have scales; None is q's type.
+    arguments: buffers and Variables that a call of it may have; None: no limit that can be reached.
   """
 
   name: str
@@ -52,6 +54,7 @@ class Kernel:
   meant_for: Callable[[AttentionSpec, Target], bool] = lambda spec, target: True
   tf32: bool = False
   operand: DType | None = None
+  arguments: int | None = None
 
 
 def _cpu_tiles(spec: AttentionSpec, target: Target) -> cpu_forward.Tiles:
@@ -123,6 +126,7 @@ def _for_hopper(spec: AttentionSpec, target: Target) -> bool:
   return spec.M > FEW and spec.dtype in FLOAT16 and hopper_forward.Tiles.serves(target.arch, spec.Dk, spec.Dv)
 
 
+CPU_ARGUMENTS = ARGUMENTS - 2  # that a call on a CPU may have, besides the number of its work item
 LEAST_KEYS = 256  # of a part on a GPU
 ITEMS = 32  # of a thread on a CPU: with 4, keys of 16 bits were read at 0.78 of what a thread can, and with 32 at 0.94
 PART_BYTES = 1 << 20  # of keys and values, at least, of a part on a CPU: 0.04 ms for a core; a join takes half of it
@@ -140,6 +144,7 @@ KERNELS = (
     _cpu_tiles,
     cpu_forward.forward,
     operand=dtypes.float32,
+    arguments=CPU_ARGUMENTS,
     meant_for=_many_queries,
   ),
   Kernel(
@@ -154,6 +159,7 @@ KERNELS = (
     split=_cpu_splits,
     join=join.on_cpu,
     operand=dtypes.float32,
+    arguments=CPU_ARGUMENTS,
     meant_for=_few_queries,
   ),
   Kernel(
@@ -224,6 +230,11 @@ class Choice:
     lists = spec.tile_lists(self.tiles.block_m, self.tiles.block_n)
     return tuple(x for x in spec.inputs if self.stage == "whole" or x.name != "sinks") + lists
 
+  def arguments(self, spec: AttentionSpec) -> int:
+    """How many buffers and Variables a call has; where keys are split, the one that has more."""
+    stages = ("whole",) if self.splits == 1 else ("parts", "join")
+    return max(5 + len(replace(self, stage=stage).inputs(spec)) for stage in stages) + spec.variables
+
   def parts(self, spec: AttentionSpec) -> tuple[Input, ...]:
     """The output and the LSE of each part of the keys."""
     rows = (spec.B * spec.Hq // self.packs * self.splits, self.packs * spec.M)
@@ -255,11 +266,22 @@ def dispatch(spec: AttentionSpec, target: Target, tiles: Any = None) -> Choice |
         packs = kernel.packs(spec)
         seen = replace(spec, Hq=spec.Hq // packs, M=packs * spec.M)
         found = tiles or kernel.choose_tiles(seen, target)
-        return Choice(kernel, found, packs, kernel.split(seen, target, found) if spec.M <= FEW else 1)
+        choice = Choice(kernel, found, packs, kernel.split(seen, target, found) if spec.M <= FEW else 1)
+        check_arguments(kernel.arguments, choice.arguments(spec))
+        return choice
     except ValueError as error:
       against.append(f"{kernel.name}: {error}")
     reasons.append(against)
   return reasons[0]
+
+
+def check_arguments(most: int | None, count: int) -> None:
+  """Raises ValueError if a call of a kernel would have more buffers and Variables than it may have."""
+  if most is not None and count > most:
+    raise ValueError(
+      f"takes {most} Tensors and Variables at most, its results among them, and would be given {count}; "
+      "pass fewer in aux, for example several as one"
+    )
 
 
 def reasons_against(kernel: Any, spec: AttentionSpec) -> list[str]:

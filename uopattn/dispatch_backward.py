@@ -10,7 +10,7 @@ from tinygrad.helpers import prod
 from tinygrad.renderer import Estimates
 
 from uopattn.block_mask import BlockMask
-from uopattn.dispatch import UNSCALED, WIDE, reasons_against
+from uopattn.dispatch import CPU_ARGUMENTS, UNSCALED, WIDE, check_arguments, reasons_against
 from uopattn.dsl.limits import lds_limit
 from uopattn.kernels import amd_backward, cpu_backward, cuda_backward, hopper_backward
 from uopattn.spec import FLOAT16, AttentionSpec, Input
@@ -52,6 +52,7 @@ class Backward:
   features: frozenset[str]
   passes: tuple[Pass, ...]
   tf32: bool = False
+  arguments: int | None = None
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,7 @@ BACKWARDS = (
         parts=lambda tiles: tiles.parts,
       ),
     ),
+    arguments=CPU_ARGUMENTS,
   ),
   Backward(
     "amd_backward",
@@ -190,7 +192,9 @@ def dispatch_backward(spec: AttentionSpec, target: Target) -> Steps | list[str]:
     against = reasons_against(backward, spec)
     try:
       if not against:
-        return tuple(Step(x, x.choose_tiles(spec, target)) for x in backward.passes)
+        steps = tuple(Step(x, x.choose_tiles(spec, target)) for x in backward.passes)
+        check_arguments(backward.arguments, max(len(x.layout(spec)) for x in steps) + spec.variables)
+        return steps
     except ValueError as error:
       against.append(f"{backward.name}: {error}")
     reasons.append(against)

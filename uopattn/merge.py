@@ -37,7 +37,7 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor
   blind = total.eq(0)
   total = blind.where(1, total)
   shares = ((weight / total).unsqueeze(-1) for weight in weights)
-  parts = [share.eq(0).where(0, share * out.float()) for share, out in zip(shares, outs, strict=True)]
+  parts = [share * share.eq(0).where(0, out.float()) for share, out in zip(shares, outs, strict=True)]
   return reduce(Tensor.add, parts).cast(outs[0].dtype), blind.where(-inf, shift + total.log())
 
 

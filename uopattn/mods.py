@@ -6,6 +6,9 @@ reference path it is called with Tensors. Indices are those of the query and the
 Those that read a Tensor find it in `aux`, at the place that their factory is given, so several can share one `aux`:
 
   attention(q, k, v, score_mod=alibi(0), mask_mod=and_masks(causal, document(1)), aux=(slopes, documents))
+
+It is indexed with an integer for each axis, and has `shape`, `ndim` and `dtype`. What is outside of it, negative
+indices among it, reads as 0 (False), and has no gradient.
 """
 
 import math

@@ -83,6 +83,18 @@ PRECISIONS: dict[DType, Precision] = {
 TF32 = Precision(np.float32, lambda x: x, 2.0**-11, operand=cut_to_tf32)
 
 
+class Table:
+  """An array as mods index it, with an integer or an array of them for each axis: what is outside of it reads as 0."""
+
+  def __init__(self, array: Array):
+    self.array, self.shape, self.ndim, self.dtype = array, array.shape, array.ndim, array.dtype
+
+  def __getitem__(self, index: Any) -> Array:
+    places = np.broadcast_arrays(*(index if isinstance(index, tuple) else (index,)))
+    inside = np.all([(x >= 0) & (x < size) for x, size in zip(places, self.shape, strict=True)], axis=0)
+    return np.asarray(np.where(inside, self.array[tuple(np.where(inside, x, 0) for x in places)], self.dtype.type(0)))
+
+
 @dataclass(frozen=True, eq=False)
 class Rules:
   """The arguments of `uopattn.attention` that change the result, as numpy has them.
@@ -104,6 +116,11 @@ class Rules:
   aux: tuple[Array, ...] = ()
   dropout_p: float = 0.0
   kept: Array | None = None
+
+  @property
+  def tables(self) -> tuple[Table, ...]:
+    """aux as score_mod and mask_mod are given it."""
+    return tuple(map(Table, self.aux))
 
 
 def oracle(
@@ -153,7 +170,7 @@ def modified(
   if r.softcap is not None:
     score = keep(r.softcap * np.tanh(score / r.softcap))
   if r.score_mod is not None:
-    score = keep(np.asarray(r.score_mod(score, b, h, i, j, *r.aux)).astype(score.dtype))
+    score = keep(np.asarray(r.score_mod(score, b, h, i, j, *r.tables)).astype(score.dtype))
   if mask is not None and mask.dtype != bool:
     score = keep(score + mask)
   return score
@@ -174,7 +191,7 @@ def seen(r: Rules, mask: Array | None, b: int, h: int, i: Array, j: Array) -> Ar
   if mask is not None and mask.dtype == bool:
     seen &= mask
   if r.mask_mod is not None:
-    seen &= r.mask_mod(b, h, i, j, *r.aux)
+    seen &= r.mask_mod(b, h, i, j, *r.tables)
   return seen
 
 

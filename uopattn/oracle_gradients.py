@@ -99,7 +99,7 @@ def slope(r: Rules, score: Array, b: int, h: int, i: Array, j: Array) -> Array:
     found = 1 - np.tanh(x / r.softcap) ** 2
     x = r.softcap * np.tanh(x / r.softcap)
   if r.score_mod is not None:
-    above, below = (np.asarray(r.score_mod(x + step, b, h, i, j, *r.aux), np.float64) for step in (STEP, -STEP))
+    above, below = (np.asarray(r.score_mod(x + step, b, h, i, j, *r.tables), np.float64) for step in (STEP, -STEP))
     found = found * (above - below) / (2 * STEP)
   return found.astype(score.dtype)
 

@@ -1,6 +1,7 @@
 """Attention in plain tinygrad ops, with every argument: what kernels fall back to. Keeps the scores in memory."""
 
 import math
+from functools import reduce
 
 from tinygrad import Tensor, UOp, dtypes
 
@@ -14,17 +15,18 @@ from uopattn.trace import of_tensors
 def reference(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras) -> tuple[Tensor, Tensor]:
   """The output (B, Hq, M, Dv) in q's dtype and the natural-log LSE (B, Hq, M) in float32; arithmetic in float32."""
   scores, groups = scores_of(q, k, spec, extras), (spec.B, spec.Hkv, spec.Hq // spec.Hkv)
-  m = scores.max(-1, keepdim=True)
   sinks = None if extras.sinks is None else extras.sinks.float().reshape(1, -1, 1, 1)
-  m = m if sinks is None else m.maximum(sinks)
   # Rows that see no key. Of scores that are NaN, max gives -inf too, and `all` of known truths fails in tinygrad.
   blind = scores.ne(-math.inf).sum(-1, keepdim=True).eq(0)
-  m = blind.where(0, m)
+  m = scores.max(-1, keepdim=True)
+  m = m if sinks is None else m.maximum(sinks)
+  m = m.eq(-math.inf).where(0, m).detach()  # nothing depends on it but the range of what is computed
   p = (scores - m).exp()
   l = p.sum(-1, keepdim=True)
-  l = l if sinks is None else l + (sinks - m).exp()
+  # 1 before it divides: a `where` behind the division would keep NaN out of the result, but not out of its gradient.
+  l = blind.where(1, l if sinks is None else l + (sinks - m).exp())
   lse = blind.where(-math.inf, m + l.log()).squeeze(-1)
-  p = dropped(blind.where(0, p / l), spec, extras)
+  p = dropped(p / l, spec, extras)
   out = p.reshape(*groups, spec.M, spec.N) @ keys_of(v, extras, values=True).unsqueeze(2)
   return out.reshape(spec.B, spec.Hq, spec.M, spec.Dv).cast(spec.dtype), lse
 
@@ -69,12 +71,25 @@ def _indices(scores: Tensor) -> list[Tensor]:
   return [Tensor.arange(n).reshape(*(n if a == axis else 1 for a in range(4))) for axis, n in enumerate(scores.shape)]
 
 
+class Lookup:
+  """A Tensor as mods index it here, as kernels index a `uopattn.dsl.table.Table`: what is outside of it reads as 0."""
+
+  def __init__(self, tensor: Tensor):
+    self.tensor, self.shape, self.ndim, self.dtype = tensor, sizes(tensor), tensor.ndim, tensor.dtype
+
+  def __getitem__(self, index: int | Tensor | tuple[int | Tensor, ...]) -> Tensor:
+    places = [x if isinstance(x, Tensor) else Tensor(x) for x in (index if isinstance(index, tuple) else (index,))]
+    inside = reduce(Tensor.__and__, ((x >= 0) & (x < size) for x, size in zip(places, self.shape, strict=True)))
+    found = self.tensor[tuple(inside.where(x, 0) for x in places)]
+    return inside.where(found, 0).cast(self.dtype)  # elements that tinygrad gathers from a bool Tensor are ints
+
+
 def _modify(scores: Tensor, extras: Extras) -> Tensor:
   """softcap, then score_mod, then the additive mask."""
   if extras.softcap is not None:
     scores = extras.softcap * (scores / extras.softcap).tanh()
   if extras.score_mod is not None:
-    scores = of_tensors(extras.score_mod, scores, *_indices(scores), *extras.aux)
+    scores = of_tensors(extras.score_mod, scores, *_indices(scores), *map(Lookup, extras.aux))
   if extras.attn_mask is not None and extras.attn_mask.dtype != dtypes.bool:
     scores = scores + extras.attn_mask.float()
   return scores
@@ -93,9 +108,9 @@ def _hide(scores: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
   if extras.attn_mask is not None and extras.attn_mask.dtype == dtypes.bool:
     rules.append(extras.attn_mask)
   if extras.mask_mod is not None:
-    rules.append(_bool(of_tensors(extras.mask_mod, b, h, i, j, *extras.aux)))
+    rules.append(_bool(of_tensors(extras.mask_mod, b, h, i, j, *map(Lookup, extras.aux))))
   if extras.block_mask is not None:
-    rules.append(_bool(of_tensors(extras.block_mask.seen, b, h, i, j, *extras.block_mask.aux)))
+    rules.append(_bool(of_tensors(extras.block_mask.seen, b, h, i, j, *map(Lookup, extras.block_mask.aux))))
   if extras.bounds is not None:
     first, last = (x.reshape(-1, 1) for x in extras.bounds)
     rules += [j >= first, j <= last]
@@ -115,8 +130,8 @@ def dropped(weights: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
 
 
 def _bool(seen: Tensor | bool) -> Tensor:
-  """What a mask_mod gives: elements that tinygrad gathers from a bool Tensor are ints."""
-  return seen.cast(dtypes.bool) if isinstance(seen, Tensor) else Tensor(seen, dtype=dtypes.bool)
+  """What a mask_mod gives, which may be the same for all."""
+  return seen if isinstance(seen, Tensor) else Tensor(seen, dtype=dtypes.bool)
 
 
 def _per_batch(x: int | UOp | Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from tinygrad.uop.ops import Ops
 from uopattn.block_mask import BlockMask
 from uopattn.dsl import sizes
 from uopattn.dsl.eight_bits import EIGHT_BITS
+from uopattn.expanded import folded
 from uopattn.tensors import WIDEST, check_tensor, check_tensors, described, near, placed
 from uopattn.trace import Mod, trace_mod
 
@@ -101,6 +102,12 @@ class AttentionSpec:
     return replace(self, M=self.N, N=self.M).tile_lists(block_n, block_m)
 
   @property
+  def variables(self) -> int:
+    """How many Variables a kernel takes."""
+    places = [x for x in (self.q_start, self.kv_lengths) if isinstance(x, UOp)]
+    return len({u for x in places for u in x.toposort() if u.op is Ops.PARAM})
+
+  @property
   def stored(self) -> DType:
     """The type of k and v."""
     return self.dtype if self.kv_dtype is None else self.kv_dtype
@@ -118,7 +125,7 @@ class AttentionSpec:
   @property
   def kv_bytes(self) -> int:
     """Bytes of K and V."""
-    return self.B * self.Hkv * self.N * (self.Dk + self.Dv) * self.dtype.itemsize
+    return self.B * self.Hkv * self.N * (self.Dk + self.Dv) * self.stored.itemsize
 
   @property
   def flops(self) -> int:
@@ -170,7 +177,7 @@ class Extras:
 
   def tensors(self) -> list[tuple[str, Tensor]]:
     """The Tensors among them as kernels take them, each with the name of its argument."""
-    found = [] if self.attn_mask is None else [("attn_mask", _own_shape(self.attn_mask))]
+    found = [] if self.attn_mask is None else [("attn_mask", folded(four_axes(self.attn_mask)))]
     places = (("q_start", self.q_start), ("kv_lengths", self.kv_lengths))
     found += [(name, x.cast(dtypes.int)) for name, x in places if isinstance(x, Tensor)]
     found += [] if self.sinks is None else [("sinks", self.sinks.float())]
@@ -438,12 +445,6 @@ def dtype_name(dtype: DType) -> str:
   return str(dtype).removeprefix("dtypes.")
 
 
-def _own_shape(mask: Tensor) -> Tensor:
-  """A mask with four axes, those along which it was expanded of size 1 again: `expand` adds axes on the left."""
-  x = mask.uop
-  order = x.marg if x.op is Ops.PERMUTE else tuple(range(mask.ndim))
-  x = x.src[0] if x.op is Ops.PERMUTE else x
-  if x.op is Ops.EXPAND:
-    own = x.src[0].shape
-    mask = Tensor(x.src[0]).reshape((1,) * (mask.ndim - len(own)) + own).permute(order)
-  return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+def four_axes(mask: Tensor) -> Tensor:
+  """A mask with axes of size 1 on the left, four in all."""
+  return mask.reshape((1,) * (4 - mask.ndim) + sizes(mask))

@@ -20,7 +20,7 @@ from tinygrad.device import TinyELF
 from tinygrad.runtime.ops_cpu import CPUDevice, CPUProgram
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 
-ARGUMENTS = 24  # that a call passes, whatever its kernel takes: by both calling conventions a surplus is not seen
+ARGUMENTS = 64  # that a call passes, whatever its kernel takes: by both calling conventions a surplus is not seen
 
 _SOURCE = """
 typedef unsigned long long word;
@@ -31,10 +31,10 @@ typedef unsigned long long word;
 #else
 #define PAUSE() __asm__ volatile("")
 #endif
-enum { SERVE, RUN, CANCEL, SPIN = 20000, CLOSED = -1 };
+enum { SERVE, RUN, CANCEL, ARGUMENTS = COUNT, SPIN = 20000, CLOSED = -1 };
 enum { NEW, LEADS, ALONE, DONE };
 struct job {
-  word kernel, slot, items, helpers, arguments[24];
+  word kernel, slot, items, helpers, arguments[ARGUMENTS];
   word next;  // the first item that nobody has taken
   word state; // LEADS: the caller has the team; ALONE: another one has, or no helpers are wanted
 };
@@ -107,8 +107,8 @@ static long tenths(const struct team *t) {
 
 // 1: all items are taken. 0, only with a clock: a tenth of a second has ended.
 static int take(struct job *job, const struct team *clock) {
-  word a[24];
-  for (int i = 0; i < 24; i++) a[i] = job->arguments[i];
+  word a[ARGUMENTS];
+  for (int i = 0; i < ARGUMENTS; i++) a[i] = job->arguments[i];
   long begun = clock ? tenths(clock) : 0;
   for (word item; (item = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED)) < job->items;) {
     a[job->slot] = item;
@@ -117,7 +117,9 @@ static int take(struct job *job, const struct team *clock) {
   }
   return 1;
 }
-""".replace("TYPES", ", ".join(["word"] * ARGUMENTS)).replace("VALUES", ", ".join(f"a[{i}]" for i in range(ARGUMENTS)))
+"""
+_SOURCE = _SOURCE.replace("COUNT", str(ARGUMENTS)).replace("TYPES", ", ".join(["word"] * ARGUMENTS))
+_SOURCE = _SOURCE.replace("VALUES", ", ".join(f"a[{i}]" for i in range(ARGUMENTS)))
 
 _SERVE, _RUN, _CANCEL = range(3)
 _NEXT, _JOB = 4 + ARGUMENTS, 6 + ARGUMENTS  # words

@@ -94,7 +94,7 @@ def _wrapped(x: Any) -> Any:
   return Symbol(x) if isinstance(x, (UOp, Tensor)) else x
 
 
-def of_tensors(function: Callable[..., Any], *given: Tensor) -> Any:
+def of_tensors(function: Callable[..., Any], *given: Any) -> Any:
   """What a mod makes of Tensors, given to it as symbols as well: what it may write is the same."""
   return _bare(function(*map(Symbol, given)))
 

@@ -55,7 +55,9 @@ class Loop:
   tinygrad closes every axis that a RANGE's end depends on together with that RANGE, so on a CPU a `for` whose bound
   depends on an outer axis cannot be written; `for (;;) { body; if (!condition) break; }` can. Its END, in turn, takes
   for closed all that is open around it, which misleads the linearizer about what follows. So a kernel may have one such
-  loop, inside one axis (`within`), and `index` must be used early in its body; the body's own axes are plain ones.
+  loop, inside one axis (`within`), and `index` must be used early in its body; the body's own axes are plain ones. And
+  loops that follow must not share a value that was not used before them, other than through a buffer: the linearizer
+  would compute it in the first of them, where the next one does not see it.
 
   Attributes:
     axes: all axes that are open inside the loop; what an earlier trip wrote must be read after them.

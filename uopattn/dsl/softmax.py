@@ -7,7 +7,8 @@ from math import inf
 from tinygrad import UOp
 
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.math import LOG2E
+from uopattn.dsl.math import LOG2E, exp2
+from uopattn.dsl.scope import Scope, sizes
 
 Operation = Callable[[UOp, UOp], UOp]
 
@@ -72,3 +73,21 @@ def finish(m_i: UOp, l_i: UOp, sink: UOp | None, exp2: Callable[[UOp], UOp]) -> 
   alpha = exp2(m_i - m_new)
   total = l_i * alpha + exp2(sink - m_new)
   return blind.where(0.0, alpha / total), blind.where(-inf, m_new + total.log2())
+
+
+def finish_rows(
+  s: Scope, m_i: UOp, l_i: UOp, sink: Callable[[UOp], UOp | None], within: tuple[UOp, ...]
+) -> tuple[UOp, UOp]:
+  """Applies `finish` to every row of a CPU's block; returns the factors and the logarithms, (rows,) both.
+
+  One loop finds both: no value may be shared by two loops that follow a `Loop`, see there.
+
+  Args:
+    m_i, l_i: maxima and sums, (rows,).
+    sink: from a row of the block to its logit.
+  """
+  factor, log2 = (s.buffer(*sizes(m_i)).after(*within) for _ in range(2))
+  r = s.axis(sizes(m_i)[0])
+  found = finish(m_i[r], l_i[r], sink(r), exp2)
+  end = UOp.group(*(x[r].store(value) for x, value in zip((factor, log2), found, strict=True))).end(r)
+  return factor.after(end), log2.after(end)

@@ -1,0 +1,71 @@
+"""Tensors that were expanded: read once, without a copy, and differentiated as they are."""
+
+from itertools import accumulate, pairwise
+from operator import mul
+
+from tinygrad import Tensor, UOp
+from tinygrad.uop import GroupOp
+from tinygrad.uop.ops import Ops
+
+from uopattn.dsl import sizes
+
+
+def folded(x: Tensor) -> Tensor:
+  """The Tensor with size 1 along each axis along which it is known to be constant."""
+  return x.shrink(tuple((0, 1 if same else n) for n, same in zip(sizes(x), _constant_axes(x.uop, {}), strict=True)))
+
+
+def unfolded(part: Tensor, whole: Tensor, grad: list[Tensor]) -> Tensor:
+  """`part`, which is `folded(whole)` or a copy of it, with a gradient that goes on to `whole`; no kernel reads that.
+
+  Args:
+    grad: holds the gradient of `whole` once that of what reads the result is known.
+  """
+
+  def grad_fxn(_: UOp, call: UOp) -> tuple[UOp | None, ...]:
+    return None, grad.pop().uop
+
+  call = UOp.maketuple(part.uop.param_like(0)).call(part.uop, whole.uop, grad_fxn=grad_fxn)
+  return Tensor(call.gettuple(0))
+
+
+def _constant_axes(x: UOp, known: dict[UOp, tuple[bool, ...]]) -> tuple[bool, ...]:
+  """Of each axis whether all elements along it are equal; False where that cannot be seen.
+
+  Args:
+    known: what has been found of others.
+  """
+  if x not in known:
+    before = [_constant_axes(s, known) for s in _read(x)]
+    own = tuple(n == 1 for n in sizes(x))
+    known[x] = tuple(a or b for a, b in zip(own, _from(x, before), strict=True)) if before else own
+  return known[x]
+
+
+def _read(x: UOp) -> tuple[UOp, ...]:
+  """The Tensors whose elements those of x come from; none where x is a buffer, or too much to look into."""
+  if x.op in (Ops.EXPAND, Ops.PERMUTE, Ops.RESHAPE, Ops.SHRINK, Ops.FLIP):
+    return x.src[:1]
+  return x.src if x.op in GroupOp.ALU or x.op is Ops.CAST else ()
+
+
+def _from(x: UOp, before: list[tuple[bool, ...]]) -> tuple[bool, ...]:
+  """Which axes of x are constant because of those of what it reads."""
+  if x.op is Ops.PERMUTE:
+    return tuple(before[0][axis] for axis in x.marg)
+  if x.op is Ops.RESHAPE:
+    return _reshaped(before[0], sizes(x.src[0]), sizes(x))
+  ndim = len(sizes(x))  # `expand` adds axes on the left, and so do elementwise operations
+  return tuple(map(all, zip(*((True,) * (ndim - len(axes)) + axes for axes in before), strict=True)))
+
+
+def _reshaped(constant: tuple[bool, ...], old: tuple[int, ...], new: tuple[int, ...]) -> tuple[bool, ...]:
+  """Which of the new axes are constant: those that constant old ones, and no others, were split or merged into."""
+  old_ends, new_ends = (list(accumulate(shape, mul, initial=1)) for shape in (old, new))
+  shared = sorted(set(old_ends) & set(new_ends))
+
+  def is_constant(begin: int, end: int) -> bool:
+    begin, end = max(x for x in shared if x <= begin), min(x for x in shared if x >= end)
+    return all(same for same, a, b in zip(constant, old_ends, old_ends[1:], strict=False) if begin <= a < b <= end)
+
+  return tuple(is_constant(a, b) for a, b in pairwise(new_ends))
