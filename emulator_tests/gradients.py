@@ -11,8 +11,8 @@ from tinygrad.dtype import DType
 
 import uopattn.emulator as emulator
 from uopattn import attention, attention_varlen
-from uopattn.oracle import Array
-from uopattn.verify import verify_gradients
+from uopattn.proof.gate import verify_gradients
+from uopattn.proof.oracle import Array
 
 Options = dict[str, Any]
 FEW_ELEMENTS = 8

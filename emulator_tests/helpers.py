@@ -13,11 +13,12 @@ from tinygrad import Context, Device, Tensor, dtypes
 from tinygrad.dtype import DType
 
 import uopattn.emulator as emulator
-from uopattn import attention, dispatch, flash
-from uopattn.oracle import Array
-from uopattn.target import Target
-from uopattn.toolchain import NoCompiler
-from uopattn.verify import verify
+from uopattn import attention, flash
+from uopattn.plan import dispatch
+from uopattn.plan.target import Target
+from uopattn.proof.gate import verify
+from uopattn.proof.oracle import Array
+from uopattn.runtime.clang import NoCompiler
 
 DTYPES = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
 

@@ -10,7 +10,7 @@ Delta is where the sums of dP begin. P and dS are the last products' operands wh
 
 Who holds what. In registers: the operands of the own rows, the sums of their gradients; of own queries L and delta. In
 LDS, in rows padded so that no bank is asked twice: the tile of the others as it is, and transposed; of queries L and
-delta. While all work on a tile, the next one is on its way: `uopattn.dsl.staging`.
+delta. While all work on a tile, the next one is on its way: `uopattn.dsl.amd.staging`.
 
 A query's L and delta are its lane's alone in the pass for dQ; in that for dK and dV each lane reads those of its rows.
 A workgroup there adds up all query heads of its key head's group: two runs give the same bits.
@@ -36,15 +36,15 @@ from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl import LOG2E, Scope, clamp, sizes
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.fragments import CHUNK, HIP, ROWS, Fragments
-from uopattn.dsl.keys import spans
-from uopattn.dsl.products import Operand, accumulate, as_operands, load_operands, multiply_rows, own_rows, store_acc
-from uopattn.dsl.rows import HeadRows
-from uopattn.dsl.rules import HeadRules, Rules, visits_of_queries
-from uopattn.dsl.staging import Rows, Stage
-from uopattn.dsl.visit import Visit
+from uopattn.dsl.amd.fragments import CHUNK, HIP, ROWS, Fragments
+from uopattn.dsl.amd.products import Operand, accumulate, as_operands, load_operands, multiply_rows, own_rows, store_acc
+from uopattn.dsl.amd.staging import Rows, Stage
+from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.rules.keys import spans
+from uopattn.dsl.rules.rows import HeadRows
+from uopattn.dsl.rules.rules import HeadRules, Rules, visits_of_queries
+from uopattn.dsl.rules.visit import Visit
 from uopattn.dsl.words import words_of, words_of_all
-from uopattn.dsl.workgroup import Workgroup
 
 LDS_LIMIT = 64 << 10  # bytes a workgroup
 

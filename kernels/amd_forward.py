@@ -8,8 +8,8 @@ first through the tiles that all its rows see whole, then, with a mask, through 
 
 Who holds what. Q^T, m, l, P and O^T are in registers, Q^T for the whole loop; see `Tiles.registers`. All waves share
 K (block_n, Dk) and V^T (Dv, block_n) in LDS, in rows padded so that no bank is asked twice; see `Tiles.lds_bytes`.
-While they work on a tile, the next one is on its way from global memory to registers: `uopattn.dsl.staging`.
-Lane l is query l % 16 of its wave; `uopattn.dsl.fragments` says which keys and value columns it has.
+While they work on a tile, the next one is on its way from global memory to registers: `uopattn.dsl.amd.staging`.
+Lane l is query l % 16 of its wave; `uopattn.dsl.amd.fragments` says which keys and value columns it has.
 
 For a few queries the query heads that share a key head are rows of one tile, and each workgroup has a part of the keys;
 `kernels/join.py` puts the parts together.
@@ -36,10 +36,8 @@ from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl import LN2, Scope, gated, sizes
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.fragments import CHUNK, HIP, ROWS, Fragments
-from uopattn.dsl.keys import spans
-from uopattn.dsl.limits import lds_limit
-from uopattn.dsl.products import (
+from uopattn.dsl.amd.fragments import CHUNK, HIP, ROWS, Fragments
+from uopattn.dsl.amd.products import (
   Operand,
   accumulate,
   as_operands,
@@ -49,13 +47,15 @@ from uopattn.dsl.products import (
   own_rows,
   store_acc,
 )
-from uopattn.dsl.rows import HeadRows
-from uopattn.dsl.rules import HeadRules, Rules
-from uopattn.dsl.softmax import finish
-from uopattn.dsl.staging import Rows, Stage
-from uopattn.dsl.visit import Visit
+from uopattn.dsl.amd.staging import Rows, Stage
+from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.limits import lds_limit
+from uopattn.dsl.rules.keys import spans
+from uopattn.dsl.rules.rows import HeadRows
+from uopattn.dsl.rules.rules import HeadRules, Rules
+from uopattn.dsl.rules.softmax import finish
+from uopattn.dsl.rules.visit import Visit
 from uopattn.dsl.words import words_of
-from uopattn.dsl.workgroup import Workgroup
 
 LDS_LIMIT = 64 << 10  # bytes a workgroup
 LARGEST = 3.4028234663852886e38  # float32

@@ -29,9 +29,9 @@ from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType, KernelInfo
 
 from uopattn.dsl import LOG2E, Loop, Scope, clamp, exp2, gated, sizes
-from uopattn.dsl.rows import HeadRows
-from uopattn.dsl.rules import HeadRules, Rules
-from uopattn.dsl.strips import Tile, accumulate, even, load_tile, strips, zeros
+from uopattn.dsl.cpu.strips import Tile, accumulate, even, load_tile, strips, zeros
+from uopattn.dsl.rules.rows import HeadRows
+from uopattn.dsl.rules.rules import HeadRules, Rules
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
 

@@ -36,12 +36,12 @@ from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType, KernelInfo
 
 from uopattn.dsl import LN2, LOG2E, Scope, clamp, exp2, least, sizes
+from uopattn.dsl.cpu.strips import accumulate, add_steps, even, largest_divisor, strips, zeros
 from uopattn.dsl.instructions import add_pairs, add_quads, dot_pairs, prefetch, weighted_pair
-from uopattn.dsl.rows import HeadRows
-from uopattn.dsl.rules import HeadRules, Rules
-from uopattn.dsl.softmax import finish_rows
-from uopattn.dsl.strips import accumulate, add_steps, even, largest_divisor, strips, zeros
-from uopattn.target import LINE
+from uopattn.dsl.limits import LINE
+from uopattn.dsl.rules.rows import HeadRows
+from uopattn.dsl.rules.rules import HeadRules, Rules
+from uopattn.dsl.rules.softmax import finish_rows
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
 AHEAD = 16  # keys before its use that a line is asked for again

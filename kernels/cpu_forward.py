@@ -27,9 +27,9 @@ from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType, KernelInfo
 
 from uopattn.dsl import LN2, LOG2E, Loop, Scope, clamp, exp2, gated, sizes
-from uopattn.dsl.rules import Rules
-from uopattn.dsl.softmax import finish_rows
-from uopattn.dsl.strips import Tile, accumulate, even, largest_divisor, load_tile, strips, zeros
+from uopattn.dsl.cpu.strips import Tile, accumulate, even, largest_divisor, load_tile, strips, zeros
+from uopattn.dsl.rules.rules import Rules
+from uopattn.dsl.rules.softmax import finish_rows
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
 WORK_PER_CALL = 4_000_000  # floating-point operations; some 0.02 ms, against a microsecond that a call costs

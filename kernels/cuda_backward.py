@@ -10,7 +10,7 @@ workgroup has: results are the same bits in every run. delta = rowsum(O dO), lse
 Who holds what. What a warp keeps stands for the rows of its products: the two left operands, read from shared memory
 once (`Tiles.held`) or for each tile anew, and the sums, in registers; so P and dS, rounded, are left operands of the
 last products as they are. What it runs through comes in tiles of `block` rows, `stages` of each kind, which all warps
-share (`uopattn.dsl.stream`).
+share (`uopattn.dsl.nvidia.stream`).
 
 Measured on an H200 (B=4, H=32, N=4096, float16, 2026-11-21), where `hopper_backward` is faster, of the five products
 that a backward pass must have (these two have seven): 264 TFLOP/s at D=64, with Tiles(4, 2, 32) and Tiles(4, 2, 32,
@@ -28,7 +28,8 @@ from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl import Scope, sizes
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.gradients import (
+from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.nvidia.gradients import (
   Elements,
   Line,
   Numbers,
@@ -39,15 +40,14 @@ from uopattn.dsl.gradients import (
   queries_of_columns,
   weights,
 )
-from uopattn.dsl.keys import spans
-from uopattn.dsl.mma import PAIR, STEP_BYTES, Accumulators, Mma
-from uopattn.dsl.panels import Panels
-from uopattn.dsl.quads import COLUMNS, HALVES, ROWS, WARP, row_elements, row_of, store_scaled
-from uopattn.dsl.rows import HeadRows
-from uopattn.dsl.rules import HeadRules, Rules, visits_of_queries
-from uopattn.dsl.stream import Stream
-from uopattn.dsl.visit import Visit
-from uopattn.dsl.workgroup import Workgroup
+from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, Accumulators, Mma
+from uopattn.dsl.nvidia.panels import Panels
+from uopattn.dsl.nvidia.quads import COLUMNS, HALVES, ROWS, WARP, row_elements, row_of, store_scaled
+from uopattn.dsl.nvidia.stream import Stream
+from uopattn.dsl.rules.keys import spans
+from uopattn.dsl.rules.rows import HeadRows
+from uopattn.dsl.rules.rules import HeadRules, Rules, visits_of_queries
+from uopattn.dsl.rules.visit import Visit
 
 CUDA = "cuda"
 BITS = {8: dtypes.uint, 16: dtypes.ushort}  # elements of a step: an integer of their size

@@ -5,10 +5,10 @@ FlashAttention-2 (Dao, 2023). Each warp keeps its queries and runs through the k
     m, l, P             in registers; the maximum joins the four lanes of a row; l stays apart until the end
     O = O alpha + P V   (16 m_tiles, Dv)   P is the second product's left operand as it is, in registers
 
-Who holds what. Q, m, l, P and O are in registers, Q for the whole loop; `uopattn.dsl.quads` says which elements a lane
-has. All warps share Q once, and tiles of K and V, `stages` of each, in shared memory (`uopattn.dsl.panels`): cp.async
-fills one slot while another is worked on (sm_75 copies by way of registers), ldmatrix reads K as it is and V transposed
-(`uopattn.dsl.mma`). See `Tiles.shared_bytes`.
+Who holds what. Q, m, l, P and O are in registers, Q for the whole loop; `uopattn.dsl.nvidia.quads` says which elements
+a lane has. All warps share Q once, and tiles of K and V, `stages` of each, in shared memory
+(`uopattn.dsl.nvidia.panels`): cp.async fills one slot while another is worked on (sm_75 copies by way of registers),
+ldmatrix reads K as it is and V transposed (`uopattn.dsl.nvidia.mma`). See `Tiles.shared_bytes`.
 
 In 8 bits P is in the inputs' type too: raised by a power of two, and l with it, so that it cancels; see `P_EXPONENTS`.
 
@@ -34,17 +34,17 @@ from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl import Scope, sizes
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.keys import spans
+from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.limits import lds_limit
-from uopattn.dsl.mma import PAIR, STEP_BYTES, Accumulators, Mma
-from uopattn.dsl.panels import Panels
-from uopattn.dsl.quads import COLUMNS, HALVES, QUAD, ROWS, WARP, columns, join, row_elements, row_of, store_row
-from uopattn.dsl.rows import HeadRows
-from uopattn.dsl.rules import HeadRules, Rules
-from uopattn.dsl.softmax import online_softmax
-from uopattn.dsl.stream import Stream
-from uopattn.dsl.visit import Visit
-from uopattn.dsl.workgroup import Workgroup
+from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, Accumulators, Mma
+from uopattn.dsl.nvidia.panels import Panels
+from uopattn.dsl.nvidia.quads import COLUMNS, HALVES, QUAD, ROWS, WARP, columns, join, row_elements, row_of, store_row
+from uopattn.dsl.nvidia.stream import Stream
+from uopattn.dsl.rules.keys import spans
+from uopattn.dsl.rules.rows import HeadRows
+from uopattn.dsl.rules.rules import HeadRules, Rules
+from uopattn.dsl.rules.softmax import online_softmax
+from uopattn.dsl.rules.visit import Visit
 
 CUDA, TURING = "cuda", "sm_75"
 STEPS = {8: dtypes.uint, 16: dtypes.ushort, 32: dtypes.uchar}  # elements of a step: an integer of their size

@@ -12,8 +12,8 @@ from tinygrad.helpers import ceildiv
 
 from uopattn.dsl import Scope, gated, sizes
 from uopattn.dsl import instructions as ins
+from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.words import words_of_all
-from uopattn.dsl.workgroup import Workgroup
 
 LANES, ROWS, WARP = 8, 32, 32
 WORDS = 4  # of 32 bits, in what a lane reads at once: a chunk

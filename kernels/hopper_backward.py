@@ -7,11 +7,12 @@ The two passes of `cuda_backward`: see there for the method. Each warpgroup keep
     wait for dP, dS                start dK += dS^T Q, or dQ += dS K   (64, Dk)
     wait for the sums
 
-Who holds what. S, dP, P, dS and the sums are in registers; `uopattn.dsl.quads` says which elements a lane has, and P
-and dS, rounded, are left operands of the last products as they are. What is kept, once, and tiles of the others,
-`stages` of each, are in shared memory (`uopattn.dsl.panels`); `uopattn.dsl.pipeline` fills the slots, such that no
-warpgroup waits for another until it is about to run out of tiles. In `backward_kv` lse and delta of a tile's queries
-are on their way, to registers, before the tile is waited for; not of a masked tile, for want of registers.
+Who holds what. S, dP, P, dS and the sums are in registers; `uopattn.dsl.nvidia.quads` says which elements a lane has,
+and P and dS, rounded, are left operands of the last products as they are. What is kept, once, and tiles of the others,
+`stages` of each, are in shared memory (`uopattn.dsl.nvidia.panels`); `uopattn.dsl.nvidia.pipeline` fills the slots,
+such that no warpgroup waits for another until it is about to run out of tiles. In `backward_kv` lse and delta of a
+tile's queries are on their way, to registers, before the tile is waited for; not of a masked tile, for want of
+registers.
 
 Measured on an H200 (B=4, H=32, N=4096, 2026-11-22), of the five products that a backward pass must have (these two have
 seven), with delta: 397 TFLOP/s at D=64 and 489 at D=128 in float16, 503 in bfloat16; with a causal mask 361 and 436.
@@ -25,9 +26,11 @@ from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType
 
-from uopattn.dsl import Scope, sizes, wgmma
+from uopattn.dsl import Scope, sizes
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.gradients import (
+from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.nvidia import wgmma
+from uopattn.dsl.nvidia.gradients import (
   Elements,
   Line,
   Numbers,
@@ -38,14 +41,13 @@ from uopattn.dsl.gradients import (
   queries_of_columns,
   weights,
 )
-from uopattn.dsl.keys import spans
-from uopattn.dsl.panels import Panels
-from uopattn.dsl.pipeline import Pipeline
-from uopattn.dsl.quads import COLUMNS, HALVES, ROWS, WARP, row_of, store_scaled
-from uopattn.dsl.rows import HeadRows
-from uopattn.dsl.rules import HeadRules, Rules, visits_of_queries
-from uopattn.dsl.visit import Visit
-from uopattn.dsl.workgroup import Workgroup
+from uopattn.dsl.nvidia.panels import Panels
+from uopattn.dsl.nvidia.pipeline import Pipeline
+from uopattn.dsl.nvidia.quads import COLUMNS, HALVES, ROWS, WARP, row_of, store_scaled
+from uopattn.dsl.rules.keys import spans
+from uopattn.dsl.rules.rows import HeadRows
+from uopattn.dsl.rules.rules import HeadRules, Rules, visits_of_queries
+from uopattn.dsl.rules.visit import Visit
 
 CUDA = "cuda"
 WARPS = 4  # in a warpgroup

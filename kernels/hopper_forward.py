@@ -8,10 +8,10 @@ tile before it. Each warpgroup keeps its queries and runs through the keys, a ti
 NVIDIA's compiler moves the second wait up to the first: products overlap with the softmax of other warpgroups. Held
 where it stands, as in FlashAttention-3 (Shah et al., 2024), it made the kernel slower; see scripts/results/NOTES.md.
 
-Who holds what. S, m, l, P and O are in registers; `uopattn.dsl.quads` says which elements a lane has. Q, once, and
-tiles of K and V, `stages` of each, are in shared memory (`uopattn.dsl.panels`), where the matrix cores read them, see
-`Tiles.shared_bytes`; `uopattn.dsl.pipeline` fills the slots, such that no warpgroup waits for another until it is about
-to run out of tiles.
+Who holds what. S, m, l, P and O are in registers; `uopattn.dsl.nvidia.quads` says which elements a lane has. Q, once,
+and tiles of K and V, `stages` of each, are in shared memory (`uopattn.dsl.nvidia.panels`), where the matrix cores read
+them, see `Tiles.shared_bytes`; `uopattn.dsl.nvidia.pipeline` fills the slots, such that no warpgroup waits for another
+until it is about to run out of tiles.
 
 Tiles of keys that all queries of the workgroup see whole come first and carry no mask; the rest follow.
 
@@ -30,17 +30,18 @@ from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType
 
-from uopattn.dsl import Scope, sizes, wgmma
+from uopattn.dsl import Scope, sizes
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.keys import spans
-from uopattn.dsl.panels import Panels
-from uopattn.dsl.pipeline import Pipeline
-from uopattn.dsl.quads import COLUMNS, HALVES, QUAD, ROWS, WARP, columns, join, row_of, store_row
-from uopattn.dsl.rows import HeadRows
-from uopattn.dsl.rules import HeadRules, Rules
-from uopattn.dsl.softmax import online_softmax
-from uopattn.dsl.visit import Visit
-from uopattn.dsl.workgroup import Workgroup
+from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.nvidia import wgmma
+from uopattn.dsl.nvidia.panels import Panels
+from uopattn.dsl.nvidia.pipeline import Pipeline
+from uopattn.dsl.nvidia.quads import COLUMNS, HALVES, QUAD, ROWS, WARP, columns, join, row_of, store_row
+from uopattn.dsl.rules.keys import spans
+from uopattn.dsl.rules.rows import HeadRows
+from uopattn.dsl.rules.rules import HeadRules, Rules
+from uopattn.dsl.rules.softmax import online_softmax
+from uopattn.dsl.rules.visit import Visit
 
 CUDA = "cuda"
 WARPS = 4  # in a warpgroup

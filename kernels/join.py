@@ -19,8 +19,8 @@ from tinygrad.uop.ops import AxisType, KernelInfo
 
 from uopattn.dsl import LN2, LOG2E, Scope, exp2, gated, sizes
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.rules import Rules
-from uopattn.dsl.softmax import finish
+from uopattn.dsl.rules.rules import Rules
+from uopattn.dsl.rules.softmax import finish
 
 WARP, MOST_THREADS = 32, 256
 AT_ONCE = 8  # parts that a GPU's thread reads before it uses any

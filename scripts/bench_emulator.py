@@ -25,7 +25,7 @@ def measure() -> list[float]:
   from tinygrad import Tensor, dtypes
 
   from uopattn import attention
-  from uopattn.verify import verify
+  from uopattn.proof.gate import verify
 
   seconds = [time.perf_counter() - start]
   rng = np.random.default_rng(0)
@@ -59,7 +59,7 @@ def main() -> int:
     try:
       print(json.dumps(measure()))
     except Exception as error:
-      from uopattn.command_line import reason  # not before, as what it imports is timed
+      from uopattn.measure.command_line import reason  # not before, as what it imports is timed
 
       print(f"{parser.prog}: {os.environ['DEV']}: {reason(error)}", file=sys.stderr)
       return 2

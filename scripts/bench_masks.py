@@ -12,13 +12,13 @@ import numpy as np
 from tinygrad import Device, Tensor, TinyJit, dtypes
 
 from uopattn import BlockMask, attention, attention_varlen
-from uopattn.bench import alternate
-from uopattn.command_line import exit_status
-from uopattn.contenders import Runner
+from uopattn.measure.bench import alternate
+from uopattn.measure.command_line import exit_status
+from uopattn.measure.contenders import Runner
+from uopattn.measure.run import wait
 from uopattn.mods import causal, document, sliding_window
-from uopattn.oracle import Array
-from uopattn.run import wait
-from uopattn.verify import numpy, verify
+from uopattn.proof.gate import numpy, verify
+from uopattn.proof.oracle import Array
 
 H, N, D, BLOCK, WINDOW = 8, 4096, 64, 128, 512
 RNG = np.random.default_rng(0)

@@ -20,7 +20,7 @@ import report_cuda
 import sass
 from report_table import Row, line
 
-from uopattn.command_line import exit_status
+from uopattn.measure.command_line import exit_status
 
 
 def show(columns: Mapping[str, int], rows: Iterable[Row]) -> None:

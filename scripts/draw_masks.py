@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from tinygrad import Tensor
 
 from uopattn import BlockMask, mods
-from uopattn.command_line import check_writable, exit_status
+from uopattn.measure.command_line import check_writable, exit_status
 
 SIZE = 48
 DOCUMENTS = Tensor(np.repeat([0, 1, 2, 3], [11, 17, 6, 14]).astype(np.int32))

@@ -20,7 +20,7 @@ from tinygrad.dtype import DType
 from tinygrad.helpers import round_up, tqdm
 
 from uopattn import KVCache
-from uopattn.command_line import exit_status
+from uopattn.measure.command_line import exit_status
 
 CHUNK = 64  # tokens of the prompt that are worked on at once
 ROUNDS, STEPS = 2, 3  # of a measurement: chunks, and single tokens for each

@@ -11,7 +11,7 @@ from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
-from uopattn.bench_report import TERA, limit_name
+from uopattn.measure.bench_report import TERA, limit_name
 
 BEGIN, END = "<!-- speed: begin, written by scripts/readme_table -->", "<!-- speed: end -->"
 ROOT = Path(__file__).resolve().parent.parent

@@ -24,10 +24,10 @@ from tinygrad.helpers import Target, round_up
 from tinygrad.renderer.cstyle import HIPRenderer
 from tinygrad.uop.ops import Ops
 
-from uopattn.dsl.rules import Rules
+from uopattn.dsl.rules.rules import Rules
 from uopattn.kernels import amd_backward
 from uopattn.kernels.amd_forward import Tiles, forward
-from uopattn.toolchain import find_clang
+from uopattn.runtime.clang import find_clang
 
 ARCHES = ("gfx1100", "gfx1151", "gfx1201", "gfx942", "gfx950")
 KERNELS = ("fwd", "dQ", "dK dV")

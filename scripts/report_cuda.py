@@ -21,13 +21,13 @@ from tinygrad.device import CompileError, Compiler
 from tinygrad.helpers import round_up, to_char_p_p
 from tinygrad.uop.ops import Ops
 
-from uopattn.cuda import SharedRenderer, shared_places
-from uopattn.dispatch import Choice, dispatch
 from uopattn.dsl.limits import lds_limit
-from uopattn.flash import graph, placeholders
 from uopattn.kernels import cuda_forward
-from uopattn.spec import AttentionSpec
-from uopattn.target import Target
+from uopattn.plan.dispatch import Choice, dispatch
+from uopattn.plan.graph import graph, placeholders
+from uopattn.plan.target import Target
+from uopattn.runtime.cuda import SharedRenderer, shared_places
+from uopattn.spec.spec import AttentionSpec
 
 ARCHES = ("sm_80", "sm_89", "sm_90")
 TYPES = {

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from tinygrad import Tensor
 
-from uopattn.oracle import Array
+from uopattn.proof.oracle import Array
 
 # Called as attention(q, k, v, is_causal=True) with each (B, H, M, D); returns a Tensor of the same shape. Typed Any, as
 # uopattn.attention may be asked for a pair.

@@ -23,9 +23,9 @@ from tinygrad import Context, Device, Tensor, TinyJit
 from tinygrad.nn.optim import AdamW
 
 from uopattn import attention
-from uopattn.command_line import check_writable, exit_status
-from uopattn.machine import machine_record
-from uopattn.oracle import Array
+from uopattn.measure.command_line import check_writable, exit_status
+from uopattn.proof.oracle import Array
+from uopattn.runtime.machine import machine_record
 
 LEARNING_RATE = 1e-3
 TURN = 5  # steps of one training before the next one's turn

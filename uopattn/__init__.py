@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from uopattn.toolchain import provide_clang
+from uopattn.runtime.clang import provide_clang
 
 _here = Path(__file__).resolve().parent
 if not (_here / "kernels").is_dir():  # a checkout, which has them beside this folder
@@ -11,13 +11,13 @@ if not (_here / "kernels").is_dir():  # a checkout, which has them beside this f
 provide_clang()
 
 import uopattn.emulator  # noqa: E402, F401  (makes the device EMU known)
-from uopattn.attention import attention  # noqa: E402
-from uopattn.block_mask import BlockMask  # noqa: E402
-from uopattn.flash import flash  # noqa: E402
-from uopattn.kv_cache import KVCache  # noqa: E402
-from uopattn.merge import merge_states  # noqa: E402
-from uopattn.paged import attention_paged  # noqa: E402
-from uopattn.varlen import attention_varlen  # noqa: E402
+from uopattn.api.attention import attention  # noqa: E402
+from uopattn.api.flash import flash  # noqa: E402
+from uopattn.api.kv_cache import KVCache  # noqa: E402
+from uopattn.api.merge import merge_states  # noqa: E402
+from uopattn.api.paged import attention_paged  # noqa: E402
+from uopattn.api.varlen import attention_varlen  # noqa: E402
+from uopattn.spec.block_mask import BlockMask  # noqa: E402
 from uopattn.version import __version__  # noqa: E402
 
 __all__ = [

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
-from uopattn.tensors import WIDEST
-from uopattn.trace import MissingAux
+from uopattn.spec.tensors import WIDEST
+from uopattn.spec.trace import MissingAux
 
 Mask = Callable[..., Any]
 """(b, h, q_idx, kv_idx, *aux) -> bool; False hides the key."""

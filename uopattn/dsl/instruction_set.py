@@ -6,7 +6,7 @@ shuffle's offset, a wait's count) are constant operands, so a text never varies.
 
 Families: "hip" for AMD through clang's HIP builtins, "cuda" for NVIDIA through CUDA C++ and inline PTX, "sm_75" where
 Turing lacks what "cuda" has, "c" for CPUs through clang. A kernel for AMD always asks for the "hip" text; where its
-code is made from LLVM IR, `uopattn.llvm` renders it as the instruction's `llvm`.
+code is made from LLVM IR, `uopattn.runtime.amd` renders it as the instruction's `llvm`.
 """
 
 from collections.abc import Callable, Mapping

@@ -224,7 +224,8 @@ def mbarrier_wait(family: str, barrier: UOp, parity: UOp | int, *after: UOp) -> 
 
 
 def fence_async(family: str, *after: UOp) -> UOp:
-  """Makes what this lane has written to LDS, its finished copies included, visible to `uopattn.dsl.wgmma`. A statement.
+  """Makes what this lane has written to LDS, its finished copies included, visible to `uopattn.dsl.nvidia.wgmma`. A
+  statement.
 
   It is to stand before the barrier that the readers wait at. Source: PTX ISA, "membar/fence", async proxy.
   """

@@ -1,4 +1,4 @@
-"""How much of a workgroup's resources a target has.
+"""How much of its resources a target has.
 
 Sources: AMD, RDNA3, RDNA4, CDNA3 and CDNA4 instruction set architecture documents; NVIDIA, CUDA C++ Programming Guide,
 "Technical Specifications per Compute Capability", maximum shared memory per thread block.
@@ -31,7 +31,8 @@ _UNITS = {
   "sm_100": 148,
   "sm_120": 170,
 }
-MAX_THREADS = 1024
+MAX_THREADS = 1024  # of a workgroup
+LINE = 64  # bytes of a line of a CPU's cache, or a part of one
 
 
 def usual_units(arch: str) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from tinygrad import UOp, dtypes
 
-from uopattn.dsl.rows import HeadRows
+from uopattn.dsl.rules.rows import HeadRows
 from uopattn.dsl.scope import as_type, sizes
 
 Words = list[UOp]  # neighbours

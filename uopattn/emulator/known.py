@@ -2,8 +2,8 @@
 
 from functools import cache
 
-from uopattn.dsl import wgmma
 from uopattn.dsl.instruction_set import BY_TEXT, Instruction
+from uopattn.dsl.nvidia import wgmma
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The asynchronous matrix products of `uopattn.dsl.wgmma`.
+"""The asynchronous matrix products of `uopattn.dsl.nvidia.wgmma`.
 
 A product is computed when it starts, but its result is kept back until the wait for it: until then the accumulators
 count as unwritten. What it reads of LDS it reads again at the wait, where it must find the same: an overwrite in
@@ -12,7 +12,7 @@ import numpy as np
 from tinygrad.dtype import DType
 from tinygrad.uop.ops import UOp
 
-from uopattn.dsl.wgmma import PANEL, ROWS, STEP
+from uopattn.dsl.nvidia.wgmma import PANEL, ROWS, STEP
 
 from . import alu
 from .copies import NOTHING

@@ -1,0 +1,280 @@
+"""The library of masks and score functions, and what is said of a function that cannot be traced."""
+
+import re
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import check, qkv
+from tinygrad import Tensor, dtypes
+
+from uopattn import BlockMask, attention, mods
+from uopattn.plan.dispatch import CPU_ARGUMENTS
+from uopattn.proof.oracle import Array
+from uopattn.proof.oracle_gradients import gradients
+from uopattn.runtime.log import log_once
+
+B, HQ, HKV, M, N = 2, 4, 2, 60, 60
+RNG = np.random.default_rng(4)
+DOCUMENTS = np.sort(RNG.integers(0, 5, (B, N)), 1).astype(np.int32)
+SLOPES = RNG.random(HQ).astype(np.float32)
+TABLE = RNG.normal(size=(HQ, 2 * 9 + 1)).astype(np.float32)
+
+
+def pixels(b: Any, h: Any, i: Array, j: Array) -> Array:
+  """Each query's 3 x 5 nearest pixels of its own on 6 x 10, listed one by one."""
+  seen = np.zeros((60, 60), bool)
+  for query in range(60):
+    y, x = divmod(query, 10)
+    top, left = min(max(y - 1, 0), 6 - 3), min(max(x - 2, 0), 10 - 5)
+    for row in range(top, top + 3):
+      seen[query, row * 10 + left : row * 10 + left + 5] = True
+  return seen[i, j]
+
+
+# A mask_mod, what the oracle has for it, and aux.
+MASKS: dict[str, tuple[Callable[..., Any], Callable[..., Array], tuple[Array, ...]]] = {
+  "causal": (mods.causal, lambda b, h, i, j: j <= i, ()),
+  "sliding window": (mods.sliding_window(7), lambda b, h, i, j: (i - j >= 0) & (i - j <= 7), ()),
+  "window on both sides": (mods.sliding_window(7, 3), lambda b, h, i, j: (i - j >= -3) & (i - j <= 7), ()),
+  "dilated": (mods.dilated(20, 4, 9), lambda b, h, i, j: np.isin(j - i, [-20, -16, -12, -8, -4, 0, 4, 8]), ()),
+  "prefix": (mods.prefix_lm(13), lambda b, h, i, j: (j < 13) | (j <= i), ()),
+  "document": (mods.document(), lambda b, h, i, j: DOCUMENTS[0][i] == DOCUMENTS[0][j], (DOCUMENTS[0],)),
+  "documents of batches": (
+    mods.document(1),
+    lambda b, h, i, j: DOCUMENTS[b][i] == DOCUMENTS[b][j],
+    (SLOPES, DOCUMENTS),
+  ),
+  "neighbourhood": (mods.neighbourhood((6, 10), (3, 5)), pixels, ()),
+  "and": (
+    mods.and_masks(mods.causal, mods.document(), lambda b, h, i, j, *aux: (i + j) % 2 == 0),
+    lambda b, h, i, j: (j <= i) & (DOCUMENTS[b][i] == DOCUMENTS[b][j]) & ((i + j) % 2 == 0),
+    (DOCUMENTS,),
+  ),
+  "or": (
+    mods.or_masks(mods.sliding_window(3), mods.document()),
+    lambda b, h, i, j: ((j <= i) & (j >= i - 3)) | (DOCUMENTS[b][i] == DOCUMENTS[b][j]),
+    (DOCUMENTS,),
+  ),
+}
+
+
+@pytest.mark.parametrize("backend", ["kernel", "reference"])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name: str, backend: str) -> None:
+  mod, seen, aux = MASKS[name]
+  q, k, v = qkv(B, HQ, HKV, M, N, 16, 16)
+  tensors = tuple(map(Tensor, aux))
+  out, lse = attention(q, k, v, mask_mod=mod, aux=tensors, enable_gqa=True, return_lse=True, backend=backend)
+  Tensor.realize(out, lse)
+  check(q, k, v, out, lse, mask_mod=seen)
+
+
+SCORES: dict[str, tuple[Callable[..., Any], Callable[..., Array], tuple[Array, ...]]] = {
+  "alibi": (mods.alibi(), lambda score, b, h, i, j: score - SLOPES[h] * np.abs(i - j), (SLOPES,)),
+  "relative bias": (
+    mods.relative_bias(1), lambda score, b, h, i, j: score + TABLE[h][np.clip(j - i, -9, 9) + 9], (SLOPES, TABLE)
+  ),
+  "softcap": (mods.softcap(1.5), lambda score, b, h, i, j: 1.5 * np.tanh(score / 1.5), ()),
+  "abs": (
+    lambda score, b, h, i, j: abs(score) - abs(i - j) * 0.1,
+    lambda score, b, h, i, j: np.abs(score) - np.abs(i - j) * 0.1,
+    (),
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["kernel", "reference"])
+@pytest.mark.parametrize("name", SCORES)
+def test_scores(name: str, backend: str) -> None:
+  mod, score, aux = SCORES[name]
+  q, k, v = qkv(B, HQ, HKV, M, N, 16, 16)
+  tensors = tuple(map(Tensor, aux))
+  out, lse = attention(q, k, v, score_mod=mod, aux=tensors, enable_gqa=True, return_lse=True, backend=backend)
+  Tensor.realize(out, lse)
+  check(q, k, v, out, lse, score_mod=score)
+
+
+def test_a_score_and_a_mask_share_aux() -> None:
+  q, k, v = qkv(B, HQ, HQ, M, N, 16, 16)
+  mask = mods.and_masks(mods.causal, mods.document(1))
+  aux = (Tensor(SLOPES), Tensor(DOCUMENTS))
+  out = attention(q, k, v, score_mod=mods.alibi(0), mask_mod=mask, aux=aux, backend="kernel")
+  check(
+    q, k, v, out,
+    score_mod=SCORES["alibi"][1], mask_mod=lambda b, h, i, j: (j <= i) & (DOCUMENTS[b][i] == DOCUMENTS[b][j]),
+  )  # fmt: skip
+
+
+def test_aux_may_be_on_no_device_yet() -> None:
+  q, k, v = qkv(1, 2, 2, M, N, 16, 16)
+  documents = Tensor.arange(M) // 20
+  assert documents.device is None
+  for options in (
+    {"mask_mod": mods.document(), "aux": (documents,)},
+    {"block_mask": BlockMask.of(mods.document(), 1, 1, M, N, (documents,))},
+  ):
+    out = attention(q, k, v, backend="kernel", **options)
+    check(q, k, v, out, mask_mod=lambda b, h, i, j: i // 20 == j // 20)
+
+
+def test_softcap_is_the_argument_of_that_name() -> None:
+  q, k, v = qkv(1, 2, 2, M, N, 16, 16)
+  check(q, k, v, attention(q, k, v, score_mod=mods.softcap(2.0), backend="kernel"), softcap=2.0)
+
+
+def test_slopes_are_the_papers() -> None:
+  assert mods.alibi_slopes(8) == [2.0**-i for i in range(1, 9)]
+  assert mods.alibi_slopes(4) == [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8]
+  assert mods.alibi_slopes(1) == [2.0**-8]
+  # Of 12 heads, 8 have those of 8 and 4 every other one of 16.
+  assert mods.alibi_slopes(12) == [2.0**-i for i in range(1, 9)] + [2.0**-0.5, 2.0**-1.5, 2.0**-2.5, 2.0**-3.5]
+
+
+@pytest.mark.parametrize(
+  ("factory", "message"),
+  [
+    (lambda: mods.dilated(9, 0), "step is 0; it must be at least 1"),
+    (
+      lambda: mods.neighbourhood((6, 10), (2, 5)),
+      "kernel is (2, 5); its height must be odd and at most",
+    ),
+    (lambda: mods.neighbourhood((6, 10), (3, 11)), "its width must be odd and at most the canvas's, 10"),
+    (mods.and_masks, "and_masks is given no mask; it needs at least one"),
+    (mods.or_masks, "or_masks is given no mask"),
+    (lambda: mods.softcap(0), "cap is 0; it must be greater than 0"),
+  ],
+)
+def test_factories_check_their_parameters(factory: Callable[[], Any], message: str) -> None:
+  with pytest.raises(ValueError, match=re.escape(message)):
+    factory()
+
+
+TWO = Tensor([1.0, 2.0])
+
+
+def with_if(b, h, i, j):
+  if j > i:
+    h = 0
+  return h <= i
+
+
+UNTRACEABLE: dict[str, tuple[str, Callable[..., Any], tuple[Tensor, ...], str]] = {
+  "if": ("mask_mod", with_if, (), r"for `if` write condition.where\(a, b\)"),
+  "and": ("mask_mod", lambda b, h, i, j: j <= i and j > 3, (), "for `and`, `or`, `not` write &, |, ~"),
+  "not": ("mask_mod", lambda b, h, i, j: not j <= i, (), "for `and`, `or`, `not` write &, |, ~"),
+  "chained comparison": ("mask_mod", lambda b, h, i, j: 3 < j < i, (), "for `and`, `or`, `not` write &, |, ~"),
+  "min": ("mask_mod", lambda b, h, i, j: min(i, j) > 3, (), r"for `if` write condition.where\(a, b\)"),
+  "captured Tensor": ("score_mod", lambda s, b, h, i, j: s + TWO[h], (), "pass Tensors through aux and index them"),
+  "captured Tensor as it is": ("score_mod", lambda s, b, h, i, j: TWO.sum(), (), "it reads one that is not in aux"),
+  "too few indices": ("score_mod", lambda s, b, h, i, j, x: s + x[h, i], (TWO,),
+                      r"2 indices for a tensor of shape \(2,\)"),
+  "index of a captured array": ("mask_mod", lambda b, h, i, j: np.arange(60)[i] > j, (), "mask_mod cannot be traced"),
+  "wrong arguments": ("mask_mod", lambda i, j: j <= i, (),
+                      r"called as mask_mod\(b, h, q_idx, kv_idx, \*aux\)|called once as mask_mod"),
+  "aux without a name": ("mask_mod", lambda b, h, i, j: j <= i, (TWO,), r"mask_mod\(b, h, q_idx, kv_idx, \*aux\)"),
+  "a number for a bool": ("mask_mod", lambda b, h, i, j: i - j, (), "mask_mod returns .*int; it must return a bool"),
+  "None": ("score_mod", lambda s, b, h, i, j: None, (), "score_mod returns NoneType; it must return what it computes"),
+  "a list": ("mask_mod", lambda b, h, i, j: [i >= j], (), "mask_mod returns list; it must return what it computes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNTRACEABLE)
+def test_a_mod_that_cannot_be_traced_is_told_what_to_write(name: str) -> None:
+  argument, mod, aux, message = UNTRACEABLE[name]
+  q, k, v = qkv(1, 2, 2, M, N, 8, 8)
+  given: dict[str, Any] = {argument: mod}
+  with pytest.raises(TypeError, match=message) as caught:
+    attention(q, k, v, aux=aux, **given)
+  assert str(caught.value).startswith(argument)
+
+
+def test_comparisons_of_equality_compare() -> None:
+  """Those of tinygrad's symbols say whether two graphs are one."""
+  q, k, v = qkv(1, 2, 2, M, N, 8, 8)
+  for mod in (lambda b, h, i, j: i % 3 == j % 3, lambda b, h, i, j: i % 3 != j % 3):
+    check(q, k, v, attention(q, k, v, mask_mod=mod, backend="kernel"), mask_mod=mod)
+
+
+def test_sixteen_bits() -> None:
+  q, k, v = qkv(B, HQ, HKV, M, N, 16, 16, dtypes.bfloat16)
+  out = attention(q, k, v, score_mod=mods.alibi(), aux=(Tensor(SLOPES),), enable_gqa=True, backend="kernel")
+  check(q, k, v, out, score_mod=SCORES["alibi"][1])
+
+
+OUTSIDE = RNG.normal(size=(2, 7)).astype(np.float32), RNG.random(30) < 0.5
+
+
+def beyond(score: Any, b: Any, h: Any, i: Any, j: Any, bias: Any, flags: Any) -> Any:
+  return score + bias[h, j - i] + bias[-1, j] * (bias.shape[1] - bias.ndim)
+
+
+def flagged(b: Any, h: Any, i: Any, j: Any, bias: Any, flags: Any) -> Any:
+  return flags[j - 3] | (i >= j + 20)
+
+
+def by_hand(table: Array, *index: Array) -> Array:
+  """What is outside of the table as 0."""
+  inside = reduce(np.logical_and, [(x >= 0) & (x < n) for x, n in zip(index, table.shape, strict=True)])
+  return np.where(inside, table[tuple(np.clip(x, 0, n - 1) for x, n in zip(index, table.shape, strict=True))], 0)
+
+
+@pytest.mark.parametrize("backend", ["kernel", "reference"])
+def test_outside_of_aux_it_reads_0_and_there_is_no_gradient(backend: str) -> None:
+  q, k, v = qkv(1, HQ, HKV, M, N, 8, 8)
+  bias, flags = map(Tensor, OUTSIDE)
+  h, i, j = np.ogrid[:HQ, :M, :N]
+  added = by_hand(OUTSIDE[0], h, j - i)
+  seen = by_hand(OUTSIDE[1], j - 3).astype(bool) | (i >= j + 20)
+  options: dict[str, Any] = {"score_mod": beyond, "mask_mod": flagged}
+  out, lse = attention(q, k, v, **options, aux=(bias, flags), enable_gqa=True, return_lse=True, backend=backend)
+  do = Tensor(RNG.normal(size=(1, HQ, M, 8)).astype(np.float32))
+  of_k, of_bias = (out * do).sum().gradient(k, bias)
+  Tensor.realize(out, lse, of_k, of_bias)
+  check(q, k, v, out, lse, attn_mask=np.where(seen, added, -np.inf)[None].astype(np.float32))
+  check(q, k, v, out, lse, **options, aux=OUTSIDE)  # the oracle reads them in the same way
+
+  arrays = [x.numpy().astype(np.float64) for x in (q, k, v, do)]
+  want = gradients(*arrays, attn_mask=np.where(seen, added, -np.inf)[None])
+  assert want.attn_mask is not None
+  wanted = np.zeros_like(OUTSIDE[0])
+  for d in range(7):
+    wanted[:, d] = want.attn_mask[0, :2].diagonal(d, 1, 2).sum(-1)
+  np.testing.assert_allclose(of_k.numpy(), want.k, atol=1e-5)
+  np.testing.assert_allclose(of_bias.numpy(), wanted, atol=1e-5)
+
+
+def test_outside_of_aux_a_block_mask_reads_0() -> None:
+  i, j = np.ogrid[:M, :N]
+  seen = by_hand(OUTSIDE[1], j - 3).astype(bool) | (i >= j + 20)
+  mask = BlockMask.of(flagged, 1, 1, M, N, tuple(map(Tensor, OUTSIDE)), 1, 1)
+  np.testing.assert_array_equal(mask.counts.numpy()[0, 0], seen)
+
+
+def added_up(score: Any, b: Any, h: Any, i: Any, j: Any, *aux: Any) -> Any:
+  return reduce(lambda total, x: total + x[j], aux, score)
+
+
+@pytest.mark.parametrize(("M", "with_gradient"), [(1, False), (20, False), (20, True)])
+def test_as_many_aux_as_a_call_can_have_and_one_more(
+  M: int, with_gradient: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+  most = CPU_ARGUMENTS - (9 if with_gradient else 5)
+  q, k, v = qkv(1, HQ, HQ, M, 20, 4, 4)
+  tables = RNG.normal(size=(most + 1, 20)).astype(np.float32)
+
+  def run(count: int, backend: str) -> Tensor:
+    aux = tuple(map(Tensor, tables[:count]))
+    out = attention(q, k, v, score_mod=added_up, aux=aux, backend=backend)
+    return (out.square().sum().gradient(q)[0] if with_gradient else out).realize()
+
+  log_once.cache_clear()
+  run(most, "kernel")
+  assert not caplog.records
+  with pytest.raises(ValueError, match=rf"takes {CPU_ARGUMENTS} Tensors and Variables at most.*fewer in aux"):
+    run(most + 1, "kernel")
+  got = run(most + 1, "auto")
+  assert "plain tinygrad ops: cpu_" in caplog.text
+  np.testing.assert_allclose(got.numpy(), run(most + 1, "reference").numpy(), atol=1e-5)

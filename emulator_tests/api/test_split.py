@@ -1,0 +1,159 @@
+"""Keys split into parts and query heads packed into rows, on GPUs: each target on the emulator, against the oracle."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import check, drawn, inputs, on, placed
+from hypothesis import given
+from hypothesis import strategies as st
+from test_features import FEATURES, FEW, Options, Shape, as_given, some
+from tinygrad import Device, Tensor, UOp, dtypes
+
+import uopattn.emulator as emulator
+from uopattn import attention
+from uopattn.dsl.rules.visit import Visit
+from uopattn.kernels import join
+from uopattn.plan.dispatch import Choice, dispatch
+from uopattn.plan.launch import launch
+from uopattn.plan.target import Target
+from uopattn.spec.spec import Extras, make_spec
+
+ARCHS = ("gfx1100", "gfx1201", "gfx942", "sm_80")
+PLAIN: Shape = (1, 6, 2, 1, 210, 32, 32)
+
+
+def split(shape: Shape, splits: int, options: Options | None = None, dtype: Any = dtypes.float16) -> None:
+  """Runs an attention on the default device in so many parts and checks it."""
+  q, k, v = inputs(*shape, dtype)
+  given = as_given(options or {}, Device.DEFAULT)
+  extras = Extras(enable_gqa=True, return_lse=True, **given)
+  spec = make_spec(q, k, v, extras)
+  choice = dispatch(spec, Target.of("EMU"))
+  assert isinstance(choice, Choice)
+  out, lse = launch(replace(choice, splits=splits), spec, q, k, v, extras=extras)
+  assert lse is not None
+  Tensor.realize(out, lse)
+  check(q, k, v, out, lse, **(options or {}))
+
+
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("splits", [2, 3, 9, 40])
+def test_parts(arch: str, splits: int) -> None:
+  """Up to more parts than there are tiles of keys."""
+  with on(arch):
+    split(PLAIN, splits)
+
+
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("group", [1, 5])
+@pytest.mark.parametrize("M", [2, 16])
+def test_rows_of_a_group(arch: str, M: int, group: int) -> None:
+  """Up to more rows than a tile has, with a causal mask whose bound differs from row to row."""
+  with on(arch):
+    split((2, 2 * group, 2, M, 150, 24, 40), 3, {"is_causal": True, "q_start": np.array([133, 60])}, dtypes.bfloat16)
+
+
+TOGETHER: dict[str, Options] = {
+  "lengths": {"kv_lengths": np.array([0, 77])},
+  "sinks and lengths": {"sinks": np.array([0.0, 3, -1, 1], np.float32), "kv_lengths": np.array([149, 30])},
+  "a window at the end": {"window": (20, 5), "q_start": np.array([120, 140]), "sinks": np.ones(4, np.float32)},
+}
+
+
+@pytest.mark.thinned(5)
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", TOGETHER)
+def test_parts_without_keys(arch: str, name: str) -> None:
+  with on(arch):
+    split(FEW, 3, TOGETHER[name])
+
+
+SOME = given(names=st.sets(st.sampled_from(FEATURES), min_size=1), seed=st.integers(0, 1000), splits=st.integers(2, 9))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@drawn(1)
+@SOME
+def test_any_of_them_together(arch: str, names: set[str], seed: int, splits: int) -> None:
+  with on(arch):
+    split(FEW, splits, some(np.random.default_rng(seed), FEW, *sorted(names)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+@drawn(20)
+@SOME
+def test_many_of_them_together(arch: str, names: set[str], seed: int, splits: int) -> None:
+  with on(arch):
+    split(FEW, splits, some(np.random.default_rng(seed), FEW, *sorted(names)))
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "sm_80"])
+def test_more_than_128k_keys(arch: str) -> None:
+  """The last keys count: one of them has nearly all of the weight."""
+  N = 140_001
+  with on(arch):
+    q, k, v = inputs(1, 1, 1, 1, N, 16, 16)
+    keys = k.numpy().copy()
+    keys[0, 0, -1] = 8 * q.numpy()[0, 0, 0]
+    k = placed(keys)
+    out, lse = attention(q, k, v, return_lse=True, backend="kernel")
+    Tensor.realize(out, lse)
+    check(q, k, v, out, lse)
+
+
+@pytest.mark.parametrize("arch", ["gfx1100", "sm_80"])
+def test_one_kernel_does_no_work_beyond_the_length(arch: str) -> None:
+  """A Variable says how many keys there are; matrix instructions and bytes read are counted."""
+  with on(arch):
+    q, k, v = inputs(1, 4, 2, 1, 1024, 32, 32)
+    work: dict[int, tuple[int, int]] = {}
+    names: set[str] = set()
+    for length in (1024, 512, 1):
+      bound = UOp.variable("length", 0, 1024).bind(length)
+      with emulator.profile() as profile:
+        out, lse = attention(q, k, v, kv_lengths=bound, enable_gqa=True, return_lse=True, backend="kernel")
+        Tensor.realize(out, lse)
+      check(q, k, v, out, lse, kv_lengths=np.array([length]))
+      (count,) = [x for name, x in profile.kernels.items() if name.startswith("attention") and "join" not in name]
+      work[length], names = (count.matrix, count.global_read), names | {*profile.kernels}
+    assert len(names) == 2  # the kernel of the parts, and the one that joins them
+  (full, all_bytes), (half, half_of_bytes), (least, least_bytes) = (work[n] for n in (1024, 512, 1))
+  assert half == full / 2, work
+  assert least <= full / 16, work  # a tile each part at the least
+  # Each part also reads its queries, and begins to load a tile that it may not need.
+  assert half_of_bytes < 0.65 * all_bytes, work
+  assert least_bytes < 0.25 * all_bytes, work
+
+
+right_part, right_weight = Visit.part, join._weight
+
+
+def without_the_last_tile(self: Visit, i: UOp, parts: int) -> Visit:
+  return right_part(Visit(self.whole, self.count - 1, self.tile), i, parts)
+
+
+def the_first_part_again(self: Visit, i: UOp, parts: int) -> Visit:
+  return right_part(self, i * 0, parts)
+
+
+MISTAKES: dict[str, tuple[Any, str, Any]] = {
+  "last tile left out": (Visit, "part", without_the_last_tile),
+  "every part the first one": (Visit, "part", the_first_part_again),
+  "parts of equal weight": (join, "_weight", lambda lse, highest, power: right_weight(lse, lse, power)),
+}
+
+
+@pytest.mark.parametrize("arch", ["gfx1201", "sm_80"])
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_caught(arch: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+  place, phase, mistake = MISTAKES[name]
+  with on(arch):
+    split(PLAIN, 3)
+    monkeypatch.setattr(place, phase, mistake)
+    with pytest.raises(AssertionError, match="worst at"):
+      split(PLAIN, 3)

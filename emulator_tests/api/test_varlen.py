@@ -1,0 +1,280 @@
+"""Sequences one after another, against the oracle on each of them."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import DTYPES, on_device
+from tinygrad import Tensor, TinyJit, dtypes
+
+from uopattn import attention_varlen
+from uopattn.api.varlen import key_bounds
+from uopattn.proof.gate import Gate, numpy
+from uopattn.proof.oracle import PRECISIONS, Array, oracle
+
+HQ, HKV, DK, DV = 4, 2, 16, 24
+
+# Queries and keys of each sequence.
+LENGTHS: dict[str, tuple[list[int], list[int]]] = {
+  "one": ([70], [90]),
+  "three": ([30, 77, 50], [40, 77, 101]),
+  "many small": ([1, 2, 3, 1, 9, 4, 1, 1, 30, 2], [5, 1, 3, 2, 9, 1, 1, 8, 7, 3]),
+  "no queries in some": ([0, 40, 0, 0, 33, 0], [7, 40, 3, 0, 20, 11]),
+  "no keys in some": ([20, 40, 13, 2], [0, 50, 0, 9]),
+  "no keys at the end": ([20, 40], [50, 0]),
+  "few queries": ([1, 0, 2, 1], [30, 9, 44, 70]),
+  "long and short": ([200, 3, 1], [2, 260, 300]),
+}
+
+
+def tensors(lengths: tuple[list[int], list[int]], dtype: Any = dtypes.float32, seed: int = 0) -> list[Tensor]:
+  rng, (M, N) = np.random.default_rng(seed), (sum(x) for x in lengths)
+  shapes = ((M, HQ, DK), (N, HKV, DK), (N, HKV, DV))
+  return [Tensor(rng.standard_normal(shape, np.float32)).cast(dtype).realize() for shape in shapes]
+
+
+def ends(lengths: list[int]) -> list[int]:
+  return [0, *np.cumsum(lengths).tolist()]
+
+
+def of_sequence(s: int, options: dict[str, Any]) -> dict[str, Any]:
+  """The options for sequence s, which is the only batch that the oracle knows of."""
+  mods: dict[str, Any] = {}
+  if "score_mod" in options:
+    mods["score_mod"] = lambda score, b, *rest: options["score_mod"](score, s, *rest)
+  if "mask_mod" in options:
+    mods["mask_mod"] = lambda b, *rest: options["mask_mod"](s, *rest)
+  return options | mods
+
+
+def oracle_of_parts(
+  arrays: list[Array], lengths: tuple[list[int], list[int]], q_start: Sequence[int], **options: Any
+) -> tuple[Array, Array]:
+  """The oracle on each sequence; (1, Hq, M, DV) and (1, Hq, M)."""
+  q, k, v = arrays
+  parts, (ends_q, ends_k) = [], map(ends, lengths)
+  for s, start in enumerate(q_start):
+    rows, keys = slice(ends_q[s], ends_q[s + 1]), slice(ends_k[s], ends_k[s + 1])
+    if ends_k[s] == ends_k[s + 1]:  # of no keys the oracle has no largest
+      size = ends_q[s + 1] - ends_q[s]
+      parts.append((np.zeros((1, HQ, size, DV)), np.full((1, HQ, size), -np.inf)))
+    elif ends_q[s] < ends_q[s + 1]:
+      parts.append(oracle(q[:, :, rows], k[:, :, keys], v[:, :, keys], q_start=start, **of_sequence(s, options)))
+  out, lse = zip(*parts, strict=True)
+  return np.concatenate(out, 2), np.concatenate(lse, 2)
+
+
+def check_varlen(
+  lengths: tuple[list[int], list[int]],
+  dtype: Any = dtypes.float32,
+  backend: str = "kernel",
+  q_start: int | list[int] = 0,
+  as_tensors: bool = True,
+  **options: Any,
+) -> None:
+  """Runs `attention_varlen` and fails unless its output and LSE pass the gate."""
+  q, k, v = tensors(lengths, dtype)
+  cu = [ends(x) for x in lengths]
+  offsets = [Tensor(x, dtype=dtypes.int) for x in cu] if as_tensors else cu
+  start = q_start if isinstance(q_start, int) else Tensor(q_start, dtype=dtypes.int)
+  given = {name: on_device(x) for name, x in options.items()}
+  out, lse = attention_varlen(
+    q, k, v, *offsets, enable_gqa=True, return_lse=True, backend=backend, q_start=start, **given
+  )
+  Tensor.realize(out, lse)
+  assert (out.shape, out.dtype, lse.shape) == ((cu[0][-1], HQ, DV), dtype, (HQ, cu[0][-1]))
+  starts = [q_start] * len(lengths[0]) if isinstance(q_start, int) else q_start
+  arrays = [numpy(x).swapaxes(0, 1)[None] for x in (q, k, v)]
+  ways = (PRECISIONS[dtype], PRECISIONS[dtypes.float32])
+  theirs = {name: x.numpy() if isinstance(x, Tensor) else x for name, x in options.items()}
+  exact = oracle_of_parts(arrays, lengths, starts, **theirs)
+  naive, in_float = (oracle_of_parts(arrays, lengths, starts, precision=way, **theirs) for way in ways)
+  gate = Gate(*exact, naive[0], in_float[1], ways[0].unit)
+  for report in (gate.output(numpy(out).swapaxes(0, 1)[None]), gate.lse(lse.numpy()[None])):
+    assert report.correct, f"worst at {report.worst}: {report}"
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_each_sequence_is_an_attention_of_its_own(name: str, is_causal: bool) -> None:
+  check_varlen(LENGTHS[name], is_causal=is_causal)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+  "window": {"window": (9, 4)},
+  "causal window": {"window": (9, None), "is_causal": True},
+  "window ahead": {"window": (0, 17), "q_start": 3},
+  "softcap": {"softcap": 1.5, "scale": 0.4},
+  "sinks": {"sinks": Tensor([0.5, -1.0, 2.0, 0.0])},
+  "one start": {"q_start": 13, "is_causal": True},
+  "starts": {"q_start": [10, -40, 51], "is_causal": True},
+  "starts and a window": {"q_start": [10, 0, 51], "window": (5, 5)},
+  "ints": {"as_tensors": False, "is_causal": True},
+}
+
+
+@pytest.mark.parametrize("backend", ["kernel", "reference"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name: str, backend: str) -> None:
+  check_varlen(LENGTHS["three"], backend=backend, **OPTIONS[name])
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_sixteen_bits(dtype: Any) -> None:
+  check_varlen(LENGTHS["three"], dtype, is_causal=True)
+
+
+def test_lower_right_alignment() -> None:
+  queries, keys = LENGTHS["three"]
+  check_varlen((queries, keys), is_causal=True, q_start=[n - m for m, n in zip(queries, keys, strict=True)])
+
+
+BIAS = np.random.default_rng(5).standard_normal((4, 30)).astype(np.float32)  # of sequences and distances
+
+
+def near_keys(b: Any, h: Any, i: Any, j: Any, bias: Any, parts: Any) -> Any:
+  return (parts[j] == h % 2) | (j - i < 3 * b)
+
+
+def biased(score: Any, b: Any, h: Any, i: Any, j: Any, bias: Any, parts: Any) -> Any:
+  return score * 0.5 + bias[b, (i - j + 15).clip(0, 29)] - 0.1 * h
+
+
+MODS: dict[str, dict[str, Any]] = {
+  "score_mod": {"score_mod": biased},
+  "mask_mod": {"mask_mod": near_keys},
+  "both": {"score_mod": biased, "mask_mod": near_keys, "is_causal": True, "q_start": [10, -5, 51]},
+}
+
+
+@pytest.mark.parametrize("backend", ["kernel", "reference"])
+@pytest.mark.parametrize("name", MODS)
+def test_mods_have_the_indices_of_a_sequence(name: str, backend: str) -> None:
+  """b is the sequence's number, and its queries and keys count from 0."""
+  aux = BIAS, (np.arange(110) % 3 == 0).astype(np.int32)
+  check_varlen(LENGTHS["three"], backend=backend, aux=aux, **MODS[name])
+
+
+def test_gradients_of_what_a_score_mod_reads() -> None:
+  found = []
+  for backend in ("kernel", "reference"):
+    q, k, v = tensors(([20, 30], [30, 21]))
+    aux = Tensor(BIAS), Tensor(np.zeros(30, np.int32))
+    loss = attention_varlen(
+      q, k, v, [0, 20, 50], [0, 30, 51], score_mod=biased, aux=aux, enable_gqa=True, backend=backend
+    )
+    found.append([x.numpy() for x in loss.square().sum().gradient(q, k, v, aux[0])])
+  for got, want in zip(*found, strict=True):
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [dtypes.int64, dtypes.uint32, dtypes.uint64], ids=str)
+def test_offsets_and_starts_beyond_int32(dtype: Any) -> None:
+  lengths = LENGTHS["three"]
+  q, k, v = tensors(lengths)
+  far = [2**31 + 7, 2, 2**32 - 1]
+  ends_q, ends_k = (Tensor([*ends(x)[:-1], 2**32 - 9], dtype=dtype) for x in lengths)
+  options: dict[str, Any] = {"is_causal": True, "enable_gqa": True, "backend": "kernel"}
+  got = attention_varlen(q, k, v, ends_q, ends_k, q_start=Tensor(far, dtype=dtype), **options)
+  want = attention_varlen(q, k, v, *map(ends, lengths), q_start=Tensor([500, 2, 500]), **options)
+  np.testing.assert_array_equal(got.numpy(), want.numpy())
+
+
+def test_a_query_without_keys_gives_zero() -> None:
+  q, k, v = tensors(([5, 6], [0, 9]))
+  out, lse = attention_varlen(q, k, v, [0, 5, 11], [0, 0, 9], enable_gqa=True, return_lse=True, backend="kernel")
+  Tensor.realize(out, lse)
+  assert (out.numpy()[:5] == 0).all()
+  assert (lse.numpy()[:, :5] == -math.inf).all()
+  assert np.isfinite(lse.numpy()[:, 5:]).all()
+
+
+def test_tiles_of_other_sequences_are_not_visited() -> None:
+  """Values of the other sequence are NaN, which a weight of 0 would not hide."""
+  lengths = [256, 256]
+  q, k, v = tensors((lengths, lengths))
+  want = attention_varlen(q, k, v, ends(lengths), ends(lengths), enable_gqa=True, backend="kernel").numpy()
+  for part in (slice(0, 256), slice(256, 512)):
+    other = np.ones((512, 1, 1), bool)
+    other[part] = False
+    bad_k, bad_v = (Tensor(other).where(math.nan, x).realize() for x in (k, v))
+    got = attention_varlen(q, bad_k, bad_v, ends(lengths), ends(lengths), enable_gqa=True, backend="kernel").numpy()
+    np.testing.assert_array_equal(got[part], want[part])
+
+
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (7, 3), (0, None), (5, 0)], ids=str)
+@pytest.mark.parametrize("q_start", [0, 6, [3, -50, 100, 0, 2, 1]], ids=str)
+def test_bounds_never_decrease_and_stay_within(window: tuple[int | None, int | None], q_start: int | list[int]) -> None:
+  queries, keys = ([0, 9, 0, 12, 1, 30], [4, 3, 0, 20, 0, 11])
+  start = Tensor(q_start, dtype=dtypes.int) if isinstance(q_start, list) else q_start
+  cu_q, cu_k = (Tensor(ends(x), dtype=dtypes.int) for x in (queries, keys))
+  first, last = (x.numpy() for x in key_bounds(cu_q, cu_k, sum(queries) + 5, sum(keys), window, start))
+  assert (np.diff(first) >= 0).all()
+  assert (np.diff(last) >= 0).all()
+  assert first.min() >= 0
+  assert last.max() < sum(keys)
+  assert (last[sum(queries) :] < first[sum(queries) :]).all()  # behind the last sequence
+
+
+@pytest.mark.parametrize("cu", [[0, 500, 90], [-7, 30, 1000], [50, 20, 10], [90, 90, 90]], ids=str)
+def test_wrong_offsets_in_a_tensor_stay_within_bounds(cu: list[int]) -> None:
+  """Behind K and V in their buffers there is NaN, here as rows that are cut off."""
+  first, last = (x.numpy() for x in key_bounds(Tensor(cu), Tensor(cu[::-1]), 90, 90, (20, 10), 3))
+  assert first.min() >= 0
+  assert last.max() < 90
+  q, k, v = tensors(([90], [90]))
+  out = attention_varlen(q, k, v, Tensor(cu), Tensor(cu[::-1]), enable_gqa=True, backend="kernel")
+  assert np.isfinite(out.numpy()).all()
+
+
+def test_inside_a_jit_with_offsets_that_change() -> None:
+  @TinyJit
+  def run(q: Tensor, k: Tensor, v: Tensor, cu: Tensor) -> Tensor:
+    return attention_varlen(q, k, v, cu, cu, is_causal=True, enable_gqa=True, backend="kernel").realize()
+
+  for first in (10, 40, 3, 60):
+    lengths = ([first, 80 - first],) * 2
+    q, k, v = tensors(lengths, seed=first)
+    cu = ends(lengths[0])
+    want = attention_varlen(q, k, v, cu, cu, is_causal=True, enable_gqa=True, backend="reference").numpy()
+    np.testing.assert_allclose(run(q, k, v, Tensor(cu, dtype=dtypes.int)).numpy(), want, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_are_those_of_the_reference() -> None:
+  found = []
+  for backend in ("kernel", "reference"):
+    q, k, v = tensors(([20, 30], [30, 21]))
+    loss = attention_varlen(q, k, v, [0, 20, 50], [0, 30, 51], is_causal=True, enable_gqa=True, backend=backend)
+    found.append([x.numpy() for x in loss.square().sum().gradient(q, k, v)])
+  for got, want in zip(*found, strict=True):
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+Q = Tensor.empty(10, 4, 8)
+CU = [0, 4, 10]
+BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
+  "dimensions": ((Tensor.empty(1, 4, 10, 8), Q, Q, CU, CU), {}, ValueError, "q has shape .* three dimensions"),
+  "heads": ((Q, Q[:, :2], Q[:, :2], CU, CU), {}, ValueError, "q has 4 heads, k has 2"),
+  "float offsets": ((Q, Q, Q, Tensor([0.0, 10.0]), CU), {}, TypeError, "cu_seqlens_q has dtype float"),
+  "offsets of two axes": ((Q, Q, Q, CU, Tensor([[0, 10]])), {}, ValueError, r"cu_seqlens_k has shape \(1, 2\)"),
+  "no sequence": ((Q, Q, Q, Tensor([0]), CU), {}, ValueError, r"cu_seqlens_q has shape \(1,\); it must be \(S \+ 1,\)"),
+  "other number": ((Q, Q, Q, CU, [0, 10]), {}, ValueError, r"cu_seqlens_k has shape \(2,\), cu_seqlens_q \(3,\)"),
+  "not from 0": ((Q, Q, Q, [1, 4, 10], CU), {}, ValueError, r"cu_seqlens_q is \[1, 4, 10\]; it must rise from 0 to 10"),
+  "decreasing": ((Q, Q, Q, [0, 11, 10], CU), {}, ValueError, r"cu_seqlens_q is \[0, 11, 10\]; it must rise"),
+  "too short": ((Q, Q, Q, CU, [0, 4, 9]), {}, ValueError, r"cu_seqlens_k is \[0, 4, 9\]; it must rise from 0 to 10"),
+  "no ints": ((Q, Q, Q, CU, 10), {}, TypeError, "cu_seqlens_k is 10; it must be a Tensor"),
+  "device": ((Q, Q, Q, CU, Tensor(CU, device="PYTHON")), {}, ValueError, "cu_seqlens_k is on PYTHON, q is on CPU"),
+  "q_start": ((Q, Q, Q, CU, CU), {"q_start": Tensor([1])}, ValueError, r"q_start has shape \(1,\); it must be \(2,\)"),
+  "q_start float": ((Q, Q, Q, CU, CU), {"q_start": 1.5}, TypeError, "q_start is 1.5; accepted are an int and"),
+  "window": ((Q, Q, Q, CU, CU), {"window": 3}, TypeError, "window is 3; it must be"),
+  "backend": ((Q, Q, Q, CU, CU), {"backend": "fast"}, ValueError, "backend is 'fast'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments(name: str) -> None:
+  given, options, error, message = BAD[name]
+  with pytest.raises(error, match=message):
+    attention_varlen(*given, **options)

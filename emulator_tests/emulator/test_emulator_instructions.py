@@ -1,0 +1,375 @@
+"""Each word of uopattn.dsl.instructions: its meaning on the emulator, its operands' limits, its texts."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from emulator_kernels import kernel, launch, lds, reg, threads
+from tinygrad import Context, UOp, dtypes
+from tinygrad.codegen import to_program_cache
+from tinygrad.device import Device
+from tinygrad.dtype import float_to_fp8
+from tinygrad.renderer.cstyle import CUDARenderer, HIPRenderer
+
+import uopattn.emulator as emulator
+from uopattn.dsl import instructions as ins
+from uopattn.dsl.instruction_set import BY_TEXT, INSTRUCTIONS
+from uopattn.dsl.nvidia import wgmma
+from uopattn.emulator.instructions import MEANINGS
+from uopattn.emulator.known import instruction_of
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal(128).astype(np.float32)
+LANES = np.arange(128)
+FAMILIES = {"hip": "gfx1100", "cuda": "sm_80"}
+
+
+def lanewise(name, word, dtype=np.float32, count=128):
+  """A kernel whose result in each lane is `word` of the lane's input and its thread index."""
+
+  def body(o, x):
+    t = threads(count)
+    return kernel(name, [o[t].store(word(x[t].load(), t.cast(dtypes.int)))], t)
+
+  return body
+
+
+def source_of(permutation, unit):
+  """The lane that each lane reads when `permutation` acts within blocks of `unit` lanes."""
+  return LANES // unit * unit + permutation(LANES % unit)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("offset", [1, 2, 4, 8, 16, 31])
+def test_shuffle_xor(family, offset):
+  got = launch(lanewise(f"xor{offset}", lambda x, _: ins.shuffle_xor(family, x, offset)), X, X, arch=FAMILIES[family])
+  np.testing.assert_array_equal(got, X[LANES ^ offset])
+
+
+@pytest.mark.parametrize(
+  ("family", "arch", "wave"), [("hip", "gfx1100", 32), ("hip", "gfx942", 64), ("cuda", "sm_80", 32)]
+)
+def test_shuffle(family, arch, wave):
+  got = launch(lanewise("reversed", lambda x, t: ins.shuffle(family, x, wave - 1 - t % wave)), X, X, arch=arch)
+  np.testing.assert_array_equal(got, X[source_of(lambda l: wave - 1 - l, wave)])
+  got = launch(lanewise("broadcast", lambda x, _: ins.shuffle(family, x, 5)), X, X, arch=arch)
+  np.testing.assert_array_equal(got, X[LANES // wave * wave + 5])
+
+
+def test_shuffle_moves_integers_too():
+  x = RNG.integers(-99, 99, 128).astype(np.int32)
+  got = launch(lanewise("integers", lambda v, _: ins.shuffle_xor("hip", v, 3)), x, x)
+  np.testing.assert_array_equal(got, x[LANES ^ 3])
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 8, 15])
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx942"])
+def test_rows(n, arch):
+  got = launch(lanewise(f"ror{n}", lambda x, _: ins.row_ror("hip", x, n)), X, X, arch=arch)
+  np.testing.assert_array_equal(got, X[source_of(lambda l: (l - n) % 16, 16)])
+  got = launch(lanewise(f"xmask{n}", lambda x, _: ins.row_xmask("hip", x, n)), X, X)
+  np.testing.assert_array_equal(got, X[LANES ^ n])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_arithmetic(family):
+  arch, x = FAMILIES[family], X.copy()
+  x[:4] = [np.inf, -np.inf, 0, np.nan]
+  zero = UOp.const(0.0, dtypes.float)
+  with np.errstate(divide="ignore"):
+    logarithm, inverse = np.log2(x * x), 1 / x
+  cases = {
+    "fmax": (lambda v, _: ins.fmax(family, v, zero), np.fmax(x, np.float32(0))),
+    "fmin": (lambda v, _: ins.fmin(family, v, zero), np.fmin(x, np.float32(0))),
+    "exp2": (lambda v, _: ins.exp2(family, v), np.exp2(x)),
+    "log2": (lambda v, _: ins.log2(family, v * v), logarithm),
+    "reciprocal": (lambda v, _: ins.reciprocal(family, v), inverse),
+  }
+  for name, (word, want) in cases.items():
+    np.testing.assert_allclose(launch(lanewise(name, word), x, x, arch=arch), want, rtol=1e-6)
+
+
+def test_pin_changes_nothing():
+  np.testing.assert_array_equal(launch(lanewise("pinned", lambda v, _: ins.pin("hip", v)), X, X), X)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_halves_of_two_words(family):
+  x = RNG.integers(0, 1 << 32, 128, dtype=np.uint32)
+  y = x ^ np.uint32(0x12345678)
+  want = {"low_halves": (x & 0xFFFF) | (y << 16), "high_halves": (x >> 16) | (y & 0xFFFF0000)}
+  for name, expected in want.items():
+    body = lanewise(name, lambda v, _: getattr(ins, name)(family, v, v ^ 0x12345678))
+    np.testing.assert_array_equal(launch(body, x, x, arch=FAMILIES[family]), expected)
+
+
+def test_a_wave_reads_what_its_lanes_stored():
+  """No barrier: four waves of 32 lanes, each in words of its own."""
+
+  def body(o, x):
+    t, s = threads(128), lds(0, 128)
+    fence = ins.wave_fence("hip", s[t].store(x[t].load()))
+    return kernel("fence", [o[t].store(s[(t ^ 5) + fence].load())], t)
+
+  with emulator.profile() as profile:
+    np.testing.assert_array_equal(launch(body, X, X), X[LANES ^ 5])
+  assert profile.kernels["fence"].barriers == 0
+
+
+def test_exp2_flushes_denormals_and_is_counted():
+  x = np.array([-126.0, -127.0, -140.0, 1.0] * 32, np.float32)
+  with emulator.profile() as profile:
+    got = launch(lanewise("flush", lambda v, _: ins.exp2("hip", v)), x, x)
+  np.testing.assert_array_equal(got[:4], np.array([2.0**-126, 0, 0, 2], np.float32))
+  assert profile.kernels["flush"].exp2s == 128
+
+
+@pytest.mark.parametrize("trans", [False, True])
+def test_ldmatrix(trans):
+  """Four 8x8 matrices side by side in LDS; lane l holds elements 2*(l%4), +1 of row (or column) l // 4 of each."""
+
+  def body(o, x):
+    t, s, frag = threads(32), lds(0, 256, dtypes.half), reg(1, 8, dtypes.half)
+    s = s.after(UOp.barrier(UOp.group(*[s[8 * t + i].store(x[8 * t + i].load()) for i in range(8)])))
+    frag = frag.after(ins.ldmatrix("cuda", frag[0], s[8 * t], trans=trans))
+    return kernel(f"ldmatrix{trans}", [o[8 * t + i].store(frag[i].load()) for i in range(8)], t)
+
+  x = RNG.standard_normal(256).astype(np.float16)
+  matrices = x.reshape(4, 8, 8)
+  want = np.empty((32, 4, 2), np.float16)
+  for lane in range(32):
+    for i in range(2):
+      place = (lane // 4, 2 * (lane % 4) + i)
+      want[lane, :, i] = matrices[(slice(None), *(reversed(place) if trans else place))]
+  np.testing.assert_array_equal(launch(body, x, x, arch="sm_80"), want.ravel())
+
+
+@pytest.mark.parametrize("dtype", [dtypes.uint, dtypes.half, dtypes.uchar], ids=str)
+def test_ldmatrix_of_what_nothing_wrote_is_caught_in_memory_of_any_type(dtype):
+  """The last of 32 rows of 16 bytes is missing, or not."""
+  count = 16 // dtype.itemsize
+
+  def body(rows):
+    def fxn(o, x):
+      t, s, frag = threads(32), lds(0, 32 * count, dtype), reg(1, 4, dtypes.uint)
+      stores = [s[(count * t + i).valid(t < rows)].store(x[count * t + i].load()) for i in range(count)]
+      frag = frag.after(ins.ldmatrix("cuda", frag[0], s.after(UOp.barrier(UOp.group(*stores)))[count * t]))
+      return kernel(f"missing_{rows}_{dtype}", [o[4 * t + i].store(frag[i].load()) for i in range(4)], t)
+
+    return fxn
+
+  x = RNG.integers(0, 1 << 32, 128, dtype=np.uint32)
+  numbers = x.view(np.float16 if dtype == dtypes.half else f"u{dtype.itemsize}")
+  got = launch(body(32), np.zeros(128, np.uint32), numbers, arch="sm_80")
+  np.testing.assert_array_equal(got, x.reshape(4, 32).T.ravel())  # lane l has word l % 4 of row l // 4 of each matrix
+  with pytest.raises(emulator.Unwritten, match="which nothing has written"):
+    launch(body(31), np.zeros(128, np.uint32), numbers, arch="sm_80")
+
+
+def test_groups_of_copies_complete_in_order():
+  """Two groups in flight; waiting until one is left makes the first one readable."""
+
+  def body(read_second):
+    def fxn(o, x):
+      t, s = threads(32), lds(0, 256)
+      first = ins.cp_async_commit("cuda", ins.cp_async("cuda", s[4 * t], x[4 * t]))
+      second = ins.cp_async_commit("cuda", ins.cp_async("cuda", s[128 + 4 * t], x[128 + 4 * t], first))
+      ready = s.after(UOp.barrier(ins.cp_async_wait("cuda", 1, second)))
+      stores = [o[4 * t + i].store(ready[(128 if read_second else 0) + 4 * t + i].load()) for i in range(4)]
+      # no copy may be under way when the kernel ends
+      return kernel(f"groups{read_second}", [ins.cp_async_wait("cuda", 0, *stores)], t)
+
+    return fxn
+
+  x = RNG.standard_normal(256).astype(np.float32)
+  np.testing.assert_array_equal(launch(body(False), x[:128], x, arch="sm_80"), x[:128])
+  with pytest.raises(emulator.Unwritten, match="in flight"):
+    launch(body(True), x[:128], x, arch="sm_80")
+
+
+@pytest.mark.parametrize("dtype", [dtypes.half, dtypes.bfloat16], ids=str)
+def test_pack_rounds_to_nearest_even(dtype):
+  """The first number is the low half."""
+  lost = 2.0**-11 if dtype == dtypes.half else 2.0**-8  # half of the last place of 1
+  numbers = [1 + lost, 1 + 3 * lost, 1 + lost * 1.01, -1 - lost, 0.0, -0.0, np.inf, -np.inf, np.nan, 3e38, 1e-7, 0.1]
+  x = np.resize(np.array(numbers, np.float32), 128)
+
+  def body(o, x):
+    t = threads(64)
+    return kernel(f"pack_{dtype}", [o[t].store(ins.pack("cuda", x[2 * t].load(), x[2 * t + 1].load(), dtype))], t)
+
+  halves = launch(body, np.zeros(64, np.uint32), x, arch="sm_80").view(np.uint16)
+  if dtype == dtypes.half:
+    with np.errstate(over="ignore"):
+      np.testing.assert_array_equal(halves.view(np.float16), x.astype(np.float16))
+  else:
+    got = (halves.astype(np.uint32) << 16).view(np.float32)
+    np.testing.assert_array_equal(got[:4], np.array([1, 1 + 4 * lost, 1 + 2 * lost, -1], np.float32))
+    np.testing.assert_allclose(got, x, rtol=lost)
+
+
+@pytest.mark.parametrize("dtype", [dtypes.fp8e4m3, dtypes.fp8e5m2], ids=str)
+def test_pack4_rounds_to_nearest_even_and_saturates(dtype):
+  """The first number is the lowest byte."""
+  numbers = [1.0625, 1.125, -1.1875, 0.0, -0.0, 449.0, 464.1, 1e5, -1e30, 2.0**-9, 2.0**-10, 1e-5, 3e-5, 0.3, np.nan]
+  x = np.resize(np.array(numbers, np.float32), 128)
+
+  def body(o, x):
+    t = threads(32)
+    return kernel(f"pack4_{dtype}", [o[t].store(ins.pack4("cuda", [x[4 * t + i].load() for i in range(4)], dtype))], t)
+
+  got = launch(body, np.zeros(32, np.uint32), x, arch="sm_89").view(np.uint8)
+  np.testing.assert_array_equal(got, [float_to_fp8(float(number), dtype) for number in x])
+  infinities = np.resize(np.array([np.inf, -np.inf], np.float32), 128)
+  largest = 0x7E if dtype == dtypes.fp8e4m3 else 0x7B
+  got = launch(body, np.zeros(32, np.uint32), infinities, arch="sm_89").view(np.uint8)
+  np.testing.assert_array_equal(got[:2], [largest, 0x80 | largest])
+
+
+def test_bytes_of_two_words():
+  x = RNG.integers(0, 1 << 32, 128, dtype=np.uint32)
+  two = np.stack([x, x ^ np.uint32(0x12345678)], axis=1).view(np.uint8)
+  for first, word in enumerate((ins.even_bytes, ins.odd_bytes)):
+    body = lanewise(f"bytes_{first}", lambda v, _, word=word: word("cuda", v, v ^ 0x12345678))
+    want = np.ascontiguousarray(two[:, first::2]).view(np.uint32).ravel()
+    np.testing.assert_array_equal(launch(body, x, x, arch="sm_80"), want)
+
+
+@pytest.mark.parametrize("dtype", [dtypes.uint, dtypes.half, dtypes.fp8e4m3], ids=str)
+def test_words_become_registers_of_any_type(dtype):
+  count, numbers = 16 // dtype.itemsize, np.dtype(f"u{dtype.itemsize}")
+
+  def body(o, x):
+    t, frag = threads(32), reg(1, count, dtype)
+    frag = frag.after(ins.set_words("cuda", frag[0], *[x[4 * t + i].load() for i in range(4)]))
+    to = {1: dtypes.uchar, 2: dtypes.ushort, 4: dtypes.uint}[dtype.itemsize]
+    return kernel(f"words_{dtype}", [o[count * t + i].store(frag[i].load().bitcast(to)) for i in range(count)], t)
+
+  x = RNG.integers(0, 1 << 32, 128, dtype=np.uint32)
+  np.testing.assert_array_equal(launch(body, np.zeros(32 * count, numbers), x, arch="sm_89"), x.view(numbers))
+
+
+def test_a_copy_of_zeros_reads_nothing():
+  """The lanes past the end name addresses that are not there."""
+  length = 40
+
+  def body(inside):
+    def fxn(o, x):
+      t, s = threads(32), lds(0, 128)
+      copy = ins.cp_async("cuda", s[4 * t], x[4 * t], inside=4 * t < length if inside else UOp.const(True))
+      ready = s.after(UOp.barrier(ins.cp_async_wait("cuda", 0, ins.cp_async_commit("cuda", copy))))
+      return kernel(f"zeros{inside}", [o[4 * t + i].store(ready[4 * t + i].load()) for i in range(4)], t)
+
+    return fxn
+
+  got = launch(body(True), X, X[:length], arch="sm_80")
+  np.testing.assert_array_equal(got, np.where(np.arange(128) < length, X, 0))
+  with pytest.raises(emulator.OutOfBounds, match=r"reads argument 1 at index \[40"):
+    launch(body(False), X, X[:length], arch="sm_80")
+
+
+def test_operands_out_of_range():
+  x = UOp.const(1.0, dtypes.float)
+  for call in (
+    lambda: ins.shuffle_xor("hip", x, 32),
+    lambda: ins.shuffle_xor("hip", x.cast(dtypes.half), 1),
+    lambda: ins.row_xmask("hip", x, 16),
+    lambda: ins.row_ror("hip", x, 0),
+    lambda: ins.row_ror("cuda", x, 1),
+    lambda: ins.cp_async_commit("hip"),
+  ):
+    with pytest.raises(ValueError, match=r"32-bit|within|rows of 16|has no|not"):
+      call()
+
+
+def texts_of_products():
+  """A text of each kind of instruction in uopattn.dsl.nvidia.wgmma."""
+  d, a, b = reg(0, 8), reg(1, 4, dtypes.uint), lds(2, 64)
+  starts = [wgmma.start(dtypes.half, 16, 1, d[0], a[0], b[0], (0, 0), registers=where) for where in (False, True)]
+  return [store.src[1].arg for store in (*starts, wgmma.wait(0, 16, d[0]))]
+
+
+def test_every_instruction_has_a_meaning_and_texts_of_its_own():
+  assert len(BY_TEXT) == sum(len({*i.texts.values()}) for i in INSTRUCTIONS.values())
+  texts = [*BY_TEXT, *texts_of_products()]
+  found = [instruction_of(text) for text in texts]
+  assert {instruction.name for instruction in found if instruction is not None} == set(MEANINGS)
+  assert None not in found
+  for text in texts:
+    rendered = text.format("first", "second", "third", "fourth", "fifth")  # braces are balanced
+    assert rendered.count("(") == rendered.count(")")
+    assert rendered.count("{") == rendered.count("}")
+
+
+@pytest.mark.parametrize(("family", "renderer", "marks"), [
+  ("hip", HIPRenderer, ["__builtin_amdgcn_ds_swizzle(", "((1) << 10) | 31", "__builtin_fmaxf("]),
+  ("cuda", CUDARenderer, ["__shfl_xor_sync(0xffffffff,", "ex2.approx.ftz.f32 %0, %1;", "fmaxf("]),
+])  # fmt: skip
+def test_the_targets_renderer_writes_the_text(family, renderer, marks):
+  """What the emulator gets, rendered by the target's own renderer."""
+
+  def body(o, x):
+    t = threads(64)
+    v = ins.exp2(family, ins.fmax(family, x[t].load(), ins.shuffle_xor(family, x[t].load(), 1)))
+    return kernel(f"texts_{family}", [o[t].store(v)], t)
+
+  launch(body, X[:64], X[:64], arch=FAMILIES[family])
+  program = next(p for p in to_program_cache.values() if p.src[0].arg.name == f"texts_{family}")
+  with Context(DEV=f"EMU::{FAMILIES[family]}"):
+    text = renderer.render(Device["EMU"].renderer, list(program.src[1].src))
+  for mark in marks:
+    assert mark in text
+
+
+def joined(add: Callable[..., UOp], lanes: int) -> tuple[np.ndarray, np.ndarray]:
+  """Two vectors a thread, (32, 2 lanes), and what `add` makes of them."""
+
+  def body(o, x):
+    t, a, b, y = threads(32), reg(0, lanes), reg(1, lanes), reg(2, lanes)
+    filled = UOp.group(
+      *[r[i].store(x[t * 2 * lanes + at + i].load()) for at, r in ((0, a), (lanes, b)) for i in range(lanes)]
+    )
+    done = add(lanes, y[0], a.after(filled)[0], b.after(filled)[0], filled)
+    return kernel("joined", [o[t * lanes + i].store(y.after(done)[i].load()) for i in range(lanes)], t)
+
+  x = RNG.standard_normal((32, 2 * lanes)).astype(np.float32)
+  return x, launch(body, np.zeros(32 * lanes, np.float32), x.ravel(), arch="gfx1100").reshape(32, lanes)
+
+
+@pytest.mark.parametrize("lanes", [4, 8, 16])
+def test_add_pairs(lanes):
+  """A word of CPUs alone, which the emulator knows too."""
+  x, got = joined(ins.add_pairs, lanes)
+  x = x.reshape(32, 2, lanes // 4, 4)
+  np.testing.assert_array_equal(got.reshape(32, -1, 2, 2), np.moveaxis(x[..., ::2] + x[..., 1::2], 1, 2))
+
+
+@pytest.mark.parametrize("lanes", [8, 16])
+def test_add_quads(lanes):
+  x, got = joined(ins.add_quads, lanes)
+  x = x.reshape(32, lanes // 4, 2, 4)
+  np.testing.assert_array_equal(got.reshape(32, -1, 4), x[:, :, 0] + x[:, :, 1])
+
+
+def test_products_of_pairs():
+  """Of numbers that bfloat16 has, all of whose sums are exact; and of one that is denormal there, which counts as 0."""
+  lanes, n = 16, 32
+
+  def body(o, x):
+    t, y = threads(32), reg(0, n)
+    a, b = (reg(slot, n, dtype=dtypes.bfloat16) for slot in (1, 2))
+    copies = [r[i].store(x[(t * 2 + at) * n + i].load().cast(r.dtype)) for at, r in ((0, a), (1, b)) for i in range(n)]
+    filled = UOp.group(*copies, *[y[i].store(1.0) for i in range(n)])
+    a, b, z = (r.after(filled) for r in (a, b, y))
+    dot = ins.dot_pairs(z[0], a[0], b[0], filled)
+    weighted = ins.weighted_pair(z[lanes], a[2], b[0], b[lanes], dot)
+    return kernel("pairs", [o[t * n + i].store(y.after(weighted)[i].load()) for i in range(n)], t)
+
+  x = (RNG.integers(-128, 128, (32, 2, n)) / 8).astype(np.float32)
+  x[:, 0, 1], x[:, 1, 1] = 2.0**-130, 2.0**127
+  got = launch(body, np.zeros(32 * n, np.float32), x.ravel(), arch="gfx1100").reshape(32, 2, lanes)
+  a, b = np.where(x == 2.0**-130, 0, x).swapaxes(0, 1)
+  np.testing.assert_array_equal(got[:, 0], 1 + (a * b).reshape(32, lanes, 2).sum(-1))
+  others = np.delete(np.arange(lanes), 1)  # than that of 2**127
+  weighted = 1 + a[:, 2:3] * b[:, others] + a[:, 3:4] * b[:, lanes + others]
+  np.testing.assert_array_equal(got[:, 1, others], weighted)

@@ -1,0 +1,250 @@
+"""The CPU kernel for few queries against the oracle: corners, drawn shapes and tiles, deliberate mistakes."""
+
+import functools
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from helpers import DTYPES, check, check_attention, qkv
+from hypothesis import given
+from hypothesis import strategies as st
+from tinygrad import Tensor, UOp, dtypes
+
+from uopattn import flash
+from uopattn.kernels import cpu_decode
+from uopattn.kernels.cpu_decode import Tiles
+from uopattn.plan.dispatch import Choice, dispatch
+from uopattn.plan.target import Target
+from uopattn.runtime.clang import VectorUnit
+from uopattn.runtime.prepare import compiled
+from uopattn.spec.spec import AttentionSpec
+
+SHAPES = {
+  "smallest": (1, 1, 1, 1, 1, 1, 1),
+  "grouped": (1, 8, 2, 1, 300, 64, 64),
+  "one key head for all": (2, 7, 1, 1, 130, 32, 32),
+  "a few queries": (1, 4, 4, 3, 200, 48, 80),
+  "rows of two blocks": (1, 14, 2, 3, 129, 16, 16),
+  "odd everywhere": (2, 6, 3, 3, 77, 33, 17),
+  "fewer keys than lanes": (1, 2, 2, 2, 3, 16, 16),
+  "fewer columns than lanes": (1, 2, 2, 2, 70, 3, 2),
+  "large head": (1, 2, 1, 2, 70, 300, 260),
+}
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_matches_the_oracle(shape: str, dtype, is_causal: bool) -> None:
+  B, Hq, Hkv, M, N, Dk, Dv = SHAPES[shape]
+  check_attention(*qkv(B, Hq, Hkv, M, N, Dk, Dv, dtype), is_causal=is_causal, q_start=max(N - M, 0))
+
+
+@pytest.mark.parametrize("q_start", [-200, -2, -1, 0, 1, 62, 63, 64, 127, 1000])
+def test_causal_at_any_start(q_start: int) -> None:
+  check_attention(*qkv(1, 6, 2, 3, 130, 16, 16), is_causal=True, q_start=q_start)
+
+
+def test_it_serves_few_queries_and_leaves_the_others() -> None:
+  for lanes, registers in ((4, 16), (8, 16), (16, 32)):
+    target = Target("CPU", "x86_64,native", VectorUnit(lanes, registers))
+    for M in (1, lanes - 1, lanes):
+      choice = dispatch(AttentionSpec(1, 8, 2, M, 100, 64, 64, dtypes.float32, 0.125), target)
+      assert isinstance(choice, Choice)
+      assert choice.kernel.name == ("cpu_decode" if lanes > M else "cpu_forward")
+
+
+def test_tiles_of_another_machine() -> None:
+  q, k, v = qkv(1, 1, 1, 1, 20, 8, 8)
+  with pytest.raises(ValueError, match="tiles is 64, which no kernel for CPU takes"):
+    Tensor.custom_kernel(Tensor.empty(1, 1, 1, 8), q, k, v, fxn=functools.partial(flash, tiles=64))
+
+
+@given(
+  unroll_m=st.integers(1, 5),
+  row_strips=st.integers(1, 3),
+  block_n=st.integers(1, 140),
+  unroll_n=st.integers(1, 6),
+  unroll_d=st.integers(1, 4),
+  lanes=st.sampled_from((1, 2, 4, 8, 16)),
+  M=st.integers(1, 7),
+  N=st.integers(1, 130),
+  causal=st.booleans(),
+)
+def test_any_tiles(unroll_m, row_strips, block_n, unroll_n, unroll_d, lanes, M, N, causal) -> None:
+  tiles = Tiles(unroll_m * row_strips, block_n, unroll_m, unroll_n, unroll_d, lanes, 2)
+  check_tiles(tiles, qkv(1, 4, 2, M, N, 20, 21), causal)
+
+
+def check_tiles(tiles: Tiles, inputs: tuple[Tensor, Tensor, Tensor], causal: bool) -> None:
+  q, k, v = inputs
+  fxn = functools.partial(flash, tiles=tiles, causal=causal, enable_gqa=True)
+  o = Tensor.full((*q.shape[:3], v.shape[3]), math.nan, dtype=q.dtype).contiguous().realize()
+  lse = Tensor.full(q.shape[:3], math.nan).contiguous().realize()
+  results = Tensor.custom_kernel(o, q, k, v, lse, fxn=fxn)
+  Tensor.realize(results[0], results[4])
+  check(q, k, v, results[0], results[4], is_causal=causal)
+
+
+has_pairs = pytest.mark.skipif(not Target.of("CPU").vector.bfloat16, reason="no AMD processor with AVX512-BF16")
+
+
+@has_pairs
+@given(
+  unroll_m=st.integers(1, 5),
+  row_strips=st.integers(1, 3),
+  pairs=st.integers(1, 50),
+  tiles=st.integers(1, 4),
+  unroll_n=st.integers(1, 6),
+  unroll_d=st.integers(1, 4),
+  M=st.integers(1, 7),
+  Dk=st.integers(1, 3),
+  Dv=st.integers(1, 6),
+  causal=st.booleans(),
+)
+def test_any_tiles_of_pairs(unroll_m, row_strips, pairs, tiles, unroll_n, unroll_d, M, Dk, Dv, causal) -> None:
+  shape = (1, 4, 2, M, 2 * pairs * tiles, 32 * Dk, 16 * Dv)
+  of_pairs = Tiles(unroll_m * row_strips, 2 * pairs, unroll_m, unroll_n, unroll_d, 16, 2, pairs=True)
+  check_tiles(of_pairs, qkv(*shape, dtypes.bfloat16), causal)
+
+
+@has_pairs
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"window": (40, 0)}], ids=str)
+@pytest.mark.parametrize(("M", "Hkv", "N", "D"), [(1, 2, 320, 64), (1, 1, 16, 32), (3, 2, 960, 128), (5, 1, 256, 256)])
+def test_pairs_match_the_oracle(M: int, Hkv: int, N: int, D: int, options: dict[str, Any]) -> None:
+  inputs = qkv(1, 8, Hkv, M, N, D, D, dtypes.bfloat16)
+  choice = dispatch(AttentionSpec(1, 8, Hkv, M, N, D, D, dtypes.bfloat16, 1 / math.sqrt(D)), Target.of("CPU"))
+  assert isinstance(choice, Choice)
+  assert choice.tiles.pairs
+  check_attention(*inputs, is_causal=True, q_start=N - M, **options)
+
+
+@pytest.mark.parametrize(
+  ("fit", "N", "Dk", "Dv", "block_n", "lanes"),
+  [
+    (True, 320, 64, 16, 32, 16),
+    (True, 6, 32, 48, 32, 16),
+    (False, 320, 48, 16, 32, 16),  # half a vector of Q
+    (False, 320, 64, 24, 32, 16),  # half a vector of V
+    (False, 330, 64, 16, 32, 16),  # keys in two tiles
+    (False, 33, 32, 32, 33, 16),  # a key without another
+    (False, 320, 64, 16, 32, 8),
+  ],
+)
+def test_where_pairs_fit(fit: bool, N: int, Dk: int, Dv: int, block_n: int, lanes: int) -> None:
+  tiles = Tiles(4, block_n, 4, 4, 4, lanes)
+  assert tiles.fits_pairs(N, Dk, Dv) == fit
+  for dtype in DTYPES if fit else (dtypes.bfloat16,):
+    if not fit or dtype != dtypes.bfloat16:
+      with pytest.raises(ValueError, match=f"Tiles.pairs: not for {N} keys of head sizes {Dk} and {Dv} in {dtype}"):
+        check_tiles(replace(tiles, pairs=True), qkv(1, 4, 2, 1, N, Dk, Dv, dtype), causal=False)
+
+
+right_qk, right_pv = cpu_decode.multiply_qk, cpu_decode.multiply_pv
+right_softmax, right_add, right_fold = cpu_decode.softmax, cpu_decode.add_up, cpu_decode.fold
+right_dot, right_weighted = cpu_decode.dot_pairs, cpu_decode.weighted_pair
+
+
+def ones(s, alpha: UOp, within) -> UOp:
+  return s.assign(s.buffer(*alpha.shape), lambda r: 1.0, within=within)
+
+
+def no_rescale_of_o(s, p, v, k_next, acc, alpha, *rest):
+  return right_pv(s, p, v, k_next, acc, ones(s, alpha, rest[-1]), *rest)
+
+
+def no_rescale_of_l(s, p, l_old, alpha, within):
+  return right_add(s, p, l_old, ones(s, alpha, within), within)
+
+
+def no_mask(s, products, score, *rest):
+  return right_softmax(s, products, lambda x, r, n: x, *rest)
+
+
+def mask_one_key_late(s, products, score, *rest):
+  return right_softmax(s, products, lambda x, r, n: score(x, r, n - 1), *rest)
+
+
+def half_of_the_lanes(s, x, op, within):
+  width = x.shape[-1]
+  return right_fold(
+    s, s.assign(s.buffer(*x.shape), lambda *i: (i[-1] < width // 2).where(x[i], 0.0), within=within), op, within
+  )
+
+
+def rest_of_the_head_left_out(s, q, k, *rest):
+  beginning = s.assign(s.buffer(*q.shape), lambda r, d: (d < 16).where(q[r, d], 0.0), within=rest[-1])
+  return right_qk(s, beginning, k, *rest)
+
+
+def weights_the_wrong_way_round(to, weights, a, b, *after):
+  return right_weighted(to, weights, b, a, *after)
+
+
+def products_of_q_with_itself(to, a, b, *after):
+  return right_dot(to, a, a, *after)
+
+
+MISTAKES: dict[str, tuple[str, Any, dict[str, Any]]] = {
+  "no rescale of the accumulator": ("multiply_pv", no_rescale_of_o, {}),
+  "no rescale of the sum": ("add_up", no_rescale_of_l, {}),
+  "no causal mask": ("softmax", no_mask, {"is_causal": True, "q_start": 140}),
+  "last tile counted twice": ("softmax", no_mask, {}),
+  "mask one key late": ("softmax", mask_one_key_late, {"is_causal": True, "q_start": 140}),
+  "half of the lanes": ("fold", half_of_the_lanes, {}),
+  "rest of the head left out": ("multiply_qk", rest_of_the_head_left_out, {}),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+  phase, mistake, options = MISTAKES[name]
+  check_caught(monkeypatch, phase, mistake, qkv(1, 6, 2, 3, 150, 20, 16), **options)
+
+
+def check_caught(
+  monkeypatch: pytest.MonkeyPatch, phase: str, mistake: Any, inputs: tuple[Tensor, Tensor, Tensor], **options: Any
+) -> None:
+  check_attention(*inputs, **options)
+  compiled.cache_clear()
+  monkeypatch.setattr(cpu_decode, phase, mistake)
+  with pytest.raises(AssertionError, match="worst at"):
+    check_attention(*inputs, **options)
+  compiled.cache_clear()
+
+
+@has_pairs
+@pytest.mark.parametrize(
+  ("phase", "mistake"), [("weighted_pair", weights_the_wrong_way_round), ("dot_pairs", products_of_q_with_itself)]
+)
+def test_a_mistake_with_pairs_is_caught(phase: str, mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+  check_caught(monkeypatch, phase, mistake, qkv(1, 6, 2, 3, 160, 64, 32, dtypes.bfloat16))
+
+
+def registers_of(tiles: Tiles) -> int:
+  """What the larger of the products holds: sums, one vector of each of its rows, and one of what they are times."""
+  return tiles.unroll_m * max(tiles.unroll_n, tiles.unroll_d) + tiles.unroll_m + 1
+
+
+def test_tiles_state_their_laws() -> None:
+  with pytest.raises(ValueError, match="unroll_n=0: must be at least 1"):
+    Tiles(4, 64, 4, 0, 4, 16)
+  with pytest.raises(ValueError, match="block_m=6: must be a multiple of unroll_m=4"):
+    Tiles(6, 64, 4, 4, 4, 16)
+  with pytest.raises(ValueError, match="lanes=12: must be a power of two"):
+    Tiles(4, 64, 4, 4, 4, 12)
+  for rows, block_m, unroll_m in ((1, 1, 1), (4, 4, 4), (5, 6, 3), (7, 8, 4), (16, 16, 4), (17, 9, 3), (40, 16, 4)):
+    tiles = Tiles.choose(8, rows, 4096, 128, 128, 2, 16, 32)
+    assert (tiles.block_m, tiles.unroll_m) == (block_m, unroll_m)
+    assert registers_of(tiles) <= 32
+  sizes = ((64, 2, 64), (64, 4, 64), (128, 2, 64), (128, 4, 32), (256, 2, 32), (256, 4, 16), (512, 4, 16))
+  for size, itemsize, block_n in sizes:
+    assert Tiles.choose(8, 4, 4096, size, size, itemsize, 16, 32).block_n == block_n
+  for N, block_n in ((96, 96), (960, 96), (1000, 96), (1024, 64), (48, 48), (47, 47)):  # whole tiles where there are
+    assert Tiles.choose(8, 4, N, 64, 64, 2, 16, 32).block_n == block_n
+  small = Tiles.choose(8, 8, 4096, 128, 128, 2, 8, 16)
+  assert registers_of(small) <= 16
+  assert Tiles.choose(8, 40, 10, 20_000, 20_000, 2, 16, 32).stack_bytes(20_000, 20_000) <= cpu_decode.STACK_LIMIT
+  with pytest.raises(ValueError, match="head size 2000000: a tile needs"):
+    Tiles.choose(8, 1, 1000, 2_000_000, 64, 2, 16, 32)

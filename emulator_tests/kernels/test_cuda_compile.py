@@ -1,0 +1,150 @@
+"""What NVIDIA's compiler makes of the CUDA kernels: no spills, and asynchronous products stay asynchronous."""
+
+import functools
+import re
+import shutil
+from dataclasses import replace
+
+import pytest
+import sass
+from report_cuda import ARCHES, HALVES, TYPES, Compiled, by_nvcc, compiled, figure, measure, rendered, resident, source
+from tinygrad import UOp
+
+from uopattn.dsl.rules.rules import Rules
+from uopattn.kernels import cuda_forward, hopper_forward
+from uopattn.plan.dispatch import Choice
+from uopattn.plan.dispatch_backward import dispatch_backward
+from uopattn.plan.target import Target
+from uopattn.spec.spec import AttentionSpec
+
+pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on PATH")
+
+HEADS, LENGTH = 4, 4096
+measured = functools.cache(measure)
+QUICK = [
+  ("sm_80", 64, True, "float16"),
+  ("sm_89", 128, False, "bfloat16"),
+  ("sm_80", 256, True, "float16"),
+  ("sm_90", 64, True, "bfloat16"),
+  ("sm_90", 128, True, "float16"),
+  ("sm_90", 256, False, "float16"),
+  ("sm_89", 64, True, "fp8e4m3"),
+  ("sm_89", 128, False, "fp8e5m2"),
+  ("sm_90", 64, True, "fp8e5m2"),
+  ("sm_90", 128, True, "fp8e4m3"),
+  ("sm_75", 64, True, "float16"),
+  ("sm_80", 64, True, "float32"),
+  ("sm_89", 128, False, "float32"),
+]
+EVERY = [(arch, D, dtype) for arch in ARCHES for D in (64, 128, 256) for dtype in HALVES]
+EVERY += [(arch, D, dtype) for arch in ("sm_89", "sm_90") for D in (64, 128) for dtype in ("fp8e4m3", "fp8e5m2")]
+EVERY += [("sm_75", D, "float16") for D in (64, 128)]
+EVERY += [(arch, D, "float32") for arch in ARCHES for D in (64, 128)]
+REST = [
+  (arch, D, causal, dtype)
+  for arch, D, dtype in EVERY
+  for causal in (False, True)
+  if (arch, D, causal, dtype) not in QUICK
+]
+
+
+def matrix_instructions(choice: Choice, D: int) -> int:
+  """Of one tile of keys, for a warp or a warpgroup."""
+  tiles = choice.tiles
+  if isinstance(tiles, hopper_forward.Tiles):
+    return D // 16 + tiles.block_n // 16
+  assert isinstance(tiles, cuda_forward.Tiles)
+  return 2 * tiles.m_tiles * (tiles.block_n // 8) * (D // tiles.step) * (2 if tiles.turing else 1)
+
+
+def check_compiled(arch: str, D: int, causal: bool, dtype: str) -> Compiled:
+  c = measured(arch, dtype, HEADS, LENGTH, LENGTH, D, causal)
+  assert c.choice.kernel.name == ("hopper_forward" if arch == "sm_90" and dtype in HALVES else "cuda_forward")
+  assert (c.stack, c.spills) == (0, 0)
+  assert c.registers <= 255
+  assert c.shared >= c.choice.tiles.shared_bytes(D, D)
+  assert c.resident >= 1
+  assert "serializ" not in c.said  # "Potential Performance Loss: wgmma.mma_async instructions are serialized"
+  return c
+
+
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize(("arch", "D", "causal", "dtype"), QUICK)
+def test_no_spills(arch: str, D: int, causal: bool, dtype: str) -> None:
+  check_compiled(arch, D, causal, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arch", "D", "causal", "dtype"), REST)
+def test_no_spills_anywhere(arch: str, D: int, causal: bool, dtype: str) -> None:
+  check_compiled(arch, D, causal, dtype)
+
+
+@pytest.mark.thinned(2)
+@pytest.mark.skipif(sass.disassembler() is None, reason="no nvdisasm")
+@pytest.mark.parametrize(("arch", "D", "causal", "dtype"), QUICK)
+def test_main_loop_is_a_tile_of_keys(arch: str, D: int, causal: bool, dtype: str) -> None:
+  c = check_compiled(arch, D, causal, dtype)
+  assert c.loop is not None
+  assert c.loop["matrix"] == matrix_instructions(c.choice, D)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("D", "causal", "tiles", "at_once"),
+  [
+    (D, causal, tiles, at_once)
+    for D, candidates in hopper_forward.MEASURED.items()
+    for tiles, at_once, *_ in candidates
+    for causal in (False, True)
+  ],
+)
+def test_as_many_workgroups_at_once_as_the_choice_of_tiles_takes_for_granted(
+  D: int, causal: bool, tiles: hopper_forward.Tiles, at_once: int
+) -> None:
+  c = measure("sm_90", "float16", HEADS, LENGTH, LENGTH, D, causal, tiles)
+  assert resident("sm_90", c.registers, c.shared, tiles.threads) == at_once
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize(("arch", "causal"), [("sm_80", False), ("sm_90", True), ("sm_90", False)])
+def test_backward_does_not_spill(arch: str, causal: bool, D: int) -> None:
+  window = (None, 0 if causal else None)
+  rules = Rules(LENGTH, LENGTH, HEADS, scale=D**-0.5, window=window)
+  for step in dispatch_backward(replace(spec(D), window=window), Target("CUDA", arch)):
+    assert not isinstance(step, str)
+    buffers = [UOp.placeholder(x.shape[1:], x.dtype, slot) for slot, x in enumerate(step.layout(spec(D)))]
+    said = by_nvcc(rendered(step.pass_.build(*buffers, rules=rules, tiles=step.tiles), arch), arch)[1]
+    assert figure(said, "bytes stack frame") == figure(said, "bytes spill stores") == 0
+    assert "serializ" not in said
+
+
+SPILLS = """
+extern "C" __global__ void __launch_bounds__(1024) spills(float* p) {
+  float x[96];
+  for (int i = 0; i < 96; i++) x[i] = p[i * 1024 + threadIdx.x];
+  __syncthreads();
+  for (int j = 0; j < 96; j++) for (int i = 0; i < 96; i++) x[i] = x[i] * x[(i * 7 + j) % 96] + 1;
+  for (int i = 0; i < 96; i++) p[i * 1024 + threadIdx.x] = x[i];
+}"""
+
+
+def spec(D: int) -> AttentionSpec:
+  return AttentionSpec(1, HEADS, HEADS, LENGTH, LENGTH, D, D, TYPES["float16"], D**-0.5, return_lse=True)
+
+
+def test_a_spill_is_seen() -> None:
+  assert figure(by_nvcc(SPILLS, "sm_80")[1], "bytes stack frame") > 0
+
+
+def test_a_serialized_product_is_seen() -> None:
+  """Without the wait for it, registers are used while a product has them."""
+  text, choice, shared = source(spec(64), "sm_90")
+  waits = list(re.finditer(r"wgmma\.wait_group\.sync\.aligned %\d+;", text))
+  without = (text[: wait.start()] + text[wait.end() :] for wait in waits)
+  assert any("serializ" in compiled(broken, "sm_90", choice, shared).said for broken in without)
+
+
+def test_what_nvcc_says_is_told() -> None:
+  with pytest.raises(RuntimeError, match="error"):
+    by_nvcc("no CUDA", "sm_80")

@@ -1,0 +1,143 @@
+"""The AMD kernel and its instructions as LLVM IR, compiled without AMD hardware."""
+
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+from report_amd import ARCHES, TYPES, by_llvmlite, compiled, to_ir
+from tinygrad import UOp, dtypes
+from tinygrad.codegen import to_program
+from tinygrad.device import Compiler
+from tinygrad.dtype import AddrSpace
+from tinygrad.helpers import Target
+from tinygrad.renderer import Renderer
+from tinygrad.renderer.cstyle import HIPRenderer
+from tinygrad.runtime.support import compiler_llvm
+from tinygrad.uop.ops import AxisType, KernelInfo, Ops
+
+from uopattn.dsl import instructions as ins
+from uopattn.dsl.instruction_set import INSTRUCTIONS
+from uopattn.dsl.rules.rules import Rules
+from uopattn.kernels.amd_forward import Tiles, forward
+from uopattn.runtime.amd import InstructionRenderer
+
+HIP = "hip"
+
+
+def exchanged(x: UOp, lane: UOp) -> UOp:
+  """The value of lane ^ 5, by way of LDS."""
+  memory = UOp.placeholder((32,), x.dtype, slot=0, addrspace=AddrSpace.LOCAL)
+  return memory[(lane ^ 5) + ins.wave_fence(HIP, memory[lane].store(x))].load()
+
+
+WORDS = {
+  "shuffle_xor": lambda x, lane: ins.shuffle_xor(HIP, x, 9),
+  "shuffle": lambda x, lane: ins.shuffle(HIP, x, lane ^ 21),
+  "row_xmask": lambda x, lane: ins.row_xmask(HIP, x, 9),
+  "row_ror": lambda x, lane: ins.row_ror(HIP, x, 9),
+  "permlanex16": lambda x, lane: ins.permlanex16(HIP, x),
+  "low_halves": lambda x, lane: ins.low_halves(HIP, x.bitcast(dtypes.uint), lane.cast(dtypes.uint)).bitcast(x.dtype),
+  "high_halves": lambda x, lane: ins.high_halves(HIP, x.bitcast(dtypes.uint), lane.cast(dtypes.uint)).bitcast(x.dtype),
+  "fmin": lambda x, lane: ins.fmin(HIP, x, UOp.const(0.5, dtypes.float)),
+  "wave_fence": lambda x, lane: exchanged(x, lane),
+  "fmax": lambda x, lane: ins.fmax(HIP, x, UOp.const(0.5, dtypes.float)),
+  "exp2": lambda x, lane: ins.exp2(HIP, x),
+  "log2": lambda x, lane: ins.log2(HIP, x),
+  "reciprocal": lambda x, lane: ins.reciprocal(HIP, x),
+  "pin": lambda x, lane: ins.pin(HIP, ins.shuffle(HIP, x, lane ^ 21)),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+  """tinygrad's renderer asks for a system's libLLVM, which these tests do without."""
+  monkeypatch.setattr(compiler_llvm, "AMDLLVMCompiler", lambda arch: Compiler())
+
+
+def llvm_renderer(arch: str) -> Renderer:
+  return InstructionRenderer(Target("AMD", "LLVM", arch))
+
+
+def hip_renderer(arch: str) -> Renderer:
+  renderer = HIPRenderer(Target("AMD", "HIPCC", arch), use_hipcc=True)
+  renderer.compiler = Compiler()
+  return renderer
+
+
+def source(kernel: UOp, renderer: Renderer) -> str:
+  return next(u.arg for u in to_program(kernel, renderer).src if u.op is Ops.SOURCE)
+
+
+def lanewise(name: str, word: Any, dtype: Any = dtypes.float) -> UOp:
+  """A kernel of one wave: the result of each lane is `word` of its input and its place."""
+  o, x = (UOp.placeholder((32,), dtype, slot) for slot in range(2))
+  lane = UOp.range(32, 0, AxisType.WARP)
+  store = o[lane].store(word(x[lane].load(), lane.cast(dtypes.int)))
+  return store.end(lane).sink(arg=KernelInfo(name=name, opts_to_apply=()))
+
+
+def assembly(ir: str) -> str:
+  return by_llvmlite(ir, "gfx1100")[0]
+
+
+def instructions(text: str) -> Counter[str]:
+  """Those that do the word's work: register names are left out, and so are numbers that may be in registers."""
+  lines = [line.strip() for line in text.splitlines() if re.match(r"\t(v_(perm|exp|log|rcp|max|min)|ds_|.*_dpp)", line)]
+  return Counter(re.sub(r"\b[vs]\d+\b|\b0x[0-9a-f]{8}\b", "", line) for line in lines)
+
+
+def test_every_word_of_amd_is_here() -> None:
+  assert set(WORDS) == {name for name, word in INSTRUCTIONS.items() if HIP in word.texts}
+
+
+@pytest.mark.parametrize("dtype", [dtypes.float, dtypes.int], ids=str)
+@pytest.mark.parametrize("name", WORDS)
+def test_a_word_is_the_same_instruction_in_both_languages(name: str, dtype: Any) -> None:
+  if dtype != dtypes.float and not INSTRUCTIONS[name].cross_lane:
+    dtype = dtypes.float
+  kernel = lanewise(f"{name}_{dtype}", WORDS[name], dtype)
+  by_llvm = instructions(assembly(source(kernel, llvm_renderer("gfx1100"))))
+  by_hip = instructions(assembly(to_ir(source(kernel, hip_renderer("gfx1100")), "gfx1100")))
+  assert by_llvm == by_hip
+  assert by_llvm.total() > 0
+
+
+def test_a_pinned_product_is_computed_by_the_whole_wave() -> None:
+  o, x = UOp.placeholder((32,), dtypes.float, 0), UOp.placeholder((32 * 16,), dtypes.half, 1)
+  lane = UOp.range(32, 0, AxisType.WARP)
+  a = UOp.stack(*[x[lane * 16 + e].load() for e in range(16)])
+  product = UOp.wmma(a, a, UOp.const((0.0,) * 8, dtypes.float), (16, 16, 16), "AMD", 32)
+  store = o[lane.valid(lane < 1)].store(ins.pin(HIP, product[0]))
+  kernel = store.end(lane).sink(arg=KernelInfo(name="pinned", opts_to_apply=()), tag=1)
+  for ir in (source(kernel, llvm_renderer("gfx1100")), to_ir(source(kernel, hip_renderer("gfx1100")), "gfx1100")):
+    order = [m[0] for m in re.finditer(r"v_wmma|v_cmpx|saveexec|global_store", assembly(ir))]
+    assert order in (["v_wmma", "v_cmpx", "global_store"], ["v_wmma", "saveexec", "global_store"])
+
+
+@pytest.mark.thinned(5)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("arch", [*ARCHES, "gfx1103"])
+def test_the_kernel_fits_the_registers(arch: str, dtype: str) -> None:
+  rows, D = (1024, 1024, 1024, 1024), 64
+  arguments = [UOp.placeholder((1, length, D), TYPES[dtype], slot) for slot, length in enumerate(rows)]
+  tiles = Tiles.choose(arch, *rows[:2], D, D)
+  kernel = forward(*arguments, rules=Rules(*rows[:2], scale=D**-0.5), tiles=tiles)
+  made = compiled(tiles, *by_llvmlite(source(kernel, llvm_renderer(arch)), arch))
+  assert made.spills == made.scratch == 0
+  assert made.vgprs > 0
+  assert made.lds == tiles.lds_bytes(D, D)
+  assert made.loop["matrix"] > 0
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("frobnicate({0})", r"no instruction .* has the text 'frobnicate\(\{0\}\)'"),
+    (INSTRUCTIONS["cp_async_commit"].text("cuda"), "cp_async_commit has no LLVM IR for AMD"),
+  ],
+)
+def test_a_text_that_amd_does_not_have_is_named(text: str, message: str) -> None:
+  kernel = lanewise("foreign", lambda x, lane: UOp(Ops.CUSTOM, dtypes.float, (x,), text))
+  with pytest.raises(ValueError, match=message):
+    source(kernel, llvm_renderer("gfx1100"))

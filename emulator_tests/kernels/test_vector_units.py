@@ -1,0 +1,73 @@
+"""The CPU kernels on each kind of vector unit, also those that the machine at hand has but would not use.
+
+How many lanes and registers there are decides which kernel serves an attention, with which tiles. A test that names no
+unit sees only that of its machine; these run for all that it can execute.
+"""
+
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from gradients import check_gradients
+from helpers import DTYPES, check_attention, qkv
+from test_cpu_split import in_parts
+from tinygrad import Context
+from tinygrad.dtype import DType
+
+from uopattn.plan.target import Target
+from uopattn.runtime.clang import VectorUnit
+
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="these are x86-64 machines")
+
+WIDE = "x86-64-v4,prefer-vector-width=512"  # clang prefers half the width for most processors
+UNITS = {
+  "SSE4": ("x86-64-v2", "sse4_2", VectorUnit(4, 16)),
+  "AVX2": ("x86-64-v3", "avx2", VectorUnit(8, 16)),
+  "AVX-512 in half width": ("x86-64-v4", "avx512vl", VectorUnit(8, 32)),
+  "AVX-512 in full width": (WIDE, "avx512vl", VectorUnit(16, 32)),
+}
+
+
+@pytest.fixture(params=UNITS)
+def unit(request: pytest.FixtureRequest) -> Iterator[VectorUnit]:
+  """Kernels are compiled for a machine with this vector unit."""
+  march, needs, unit = UNITS[request.param]
+  if needs not in Path("/proc/cpuinfo").read_text().split():
+    pytest.skip(f"this machine has no {needs}")
+  with Context(DEV=f"CPU::x86_64,{march}"):
+    assert Target.of("CPU").vector == unit
+    yield unit
+
+
+MANY = (2, 6, 2, 77, 131, 33, 17)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_many_queries(unit: VectorUnit, dtype: DType) -> None:
+  check_attention(*qkv(*MANY, dtype), is_causal=True, q_start=54)
+  check_attention(*qkv(1, 2, 2, 128, 128, 64, 64, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_few_queries(unit: VectorUnit, dtype: DType) -> None:
+  """Among them the most that are few here, and the fewest that are many."""
+  for M in (1, unit.lanes - 1, unit.lanes):
+    check_attention(*qkv(2, 6, 2, M, 77, 33, 17, dtype), is_causal=True, q_start=77 - M)
+  check_attention(*qkv(1, 8, 2, 1, 300, 64, 64, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_split_keys(unit: VectorUnit, dtype: DType) -> None:
+  with in_parts(3):
+    check_attention(*qkv(2, 4, 2, 9, 150, 24, 40, dtype), is_causal=True, q_start=141)
+
+
+def test_features(unit: VectorUnit) -> None:
+  for M in (3, 37):
+    check_attention(*qkv(2, 4, 2, M, 150, 24, 40), window=(60, 5), softcap=3.0, q_start=20)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients(unit: VectorUnit, dtype: DType) -> None:
+  check_gradients(*qkv(*MANY, dtype), {"is_causal": True, "q_start": 30})

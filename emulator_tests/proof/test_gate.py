@@ -1,0 +1,140 @@
+"""The gate must let right outputs through, and no wrong one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tinygrad import Tensor, dtypes
+
+import uopattn.proof.gate as verify_module
+from uopattn.proof.gate import Gate, compare, numpy, verify
+from uopattn.proof.oracle import EXACT, PRECISIONS, Array, Precision, oracle
+from uopattn.spec.spec import FLOAT8
+
+N, D, TILE = 192, 64, 64
+INPUTS = tuple(np.random.default_rng(3).normal(size=(1, 2, N, D)).astype(np.float32) for _ in range(3))
+
+
+def attend(q: Array, k: Array, v: Array) -> Array:
+  return oracle(q, k, v)[0]
+
+
+def online(q: Array, k: Array, v: Array, rescale: bool) -> Array:
+  """FlashAttention in numpy, tile by tile, with or without the rescale of the accumulator."""
+  scores = q @ k.swapaxes(-1, -2) / np.sqrt(D)
+  m, l, acc = np.full(q.shape[:3], -np.inf)[..., None], 0.0, np.zeros_like(q)
+  for start in range(0, N, TILE):
+    tile = scores[..., start : start + TILE]
+    m_new = np.maximum(m, tile.max(-1, keepdims=True))
+    p, alpha = np.exp(tile - m_new), np.exp(m - m_new)
+    l = l * alpha + p.sum(-1, keepdims=True)
+    acc = acc * (alpha if rescale else 1.0) + p @ v[:, :, start : start + TILE]
+    m = m_new
+  return acc / l
+
+
+WRONG: dict[str, Callable[[Array, Array, Array], Array]] = {
+  "V transposed": lambda q, k, v: attend(
+    q, k, np.concatenate([v[:, :, i : i + D].swapaxes(-1, -2) for i in range(0, N, D)], 2)),
+  "no rescale of the accumulator": lambda q, k, v: online(q, k, v, rescale=False),
+  "last key tile dropped": lambda q, k, v: attend(q, k[:, :, :-TILE], v[:, :, :-TILE]),
+  "last key dropped": lambda q, k, v: attend(q, k[:, :, :-1], v[:, :, :-1]),
+  "keys shuffled": lambda q, k, v: attend(q, k[:, :, ::-1], v),
+  "scale missing": lambda q, k, v: oracle(q, k, v, scale=1.0)[0],
+  "causal by mistake": lambda q, k, v: oracle(q, k, v, is_causal=True)[0],
+  "mean of V": lambda q, k, v: np.broadcast_to(v.mean(2, keepdims=True), v.shape),
+  "zeros": lambda q, k, v: np.zeros_like(v),
+  "heads swapped": lambda q, k, v: attend(q, k[:, ::-1], v[:, ::-1]),
+  "NaN in one element": lambda q, k, v: np.where(np.arange(v.size).reshape(v.shape) == 77, np.nan, attend(q, k, v)),
+  "one element off": lambda q, k, v: attend(q, k, v) + (np.arange(v.size).reshape(v.shape) == 77) * 0.5,
+  "one element far off": lambda q, k, v: attend(q, k, v) + (np.arange(v.size).reshape(v.shape) == 77) * 3.0,
+  "inf in one element": lambda q, k, v: np.where(np.arange(v.size).reshape(v.shape) == 77, np.inf, attend(q, k, v)),
+}  # fmt: skip
+
+
+# An output in 8 bits does not show these, as it might be as far off by its roundings.
+TOO_FINE = ("last key dropped", "scale missing", "causal by mistake", "one element off")
+
+
+def judged(out: Array, dtype) -> bool:
+  """What the gate says of an output, given to it in `dtype` together with inputs in `dtype`."""
+  q, k, v, o = (Tensor(np.ascontiguousarray(x, np.float32)).cast(dtype) for x in (*INPUTS, out))
+  return all(report.correct for report in verify(q, k, v, o))
+
+
+REJECTED = [(name, dtype) for name in WRONG for dtype in PRECISIONS if dtype not in FLOAT8 or name not in TOO_FINE]
+
+
+@pytest.mark.parametrize(("name", "dtype"), REJECTED)
+def test_rejects(name: str, dtype) -> None:
+  assert not judged(WRONG[name](*INPUTS), dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+@pytest.mark.parametrize("options", [{"scale": 1.0}, {"is_causal": True}, {}], ids=str)
+def test_the_log_sum_exp_shows_what_8_bits_hide(options: dict[str, Any], dtype) -> None:
+  q, k, v = (numpy(Tensor(x).cast(dtype)) for x in INPUTS)
+  keys = slice(None) if options else slice(-1)  # or the last key dropped
+  wrong = oracle(q, k[:, :, keys], v[:, :, keys], **options)[1].astype(np.float32)
+  gate = Gate.of_arrays(q, k, v, dtype)
+  assert gate.lse(oracle(q, k, v)[1].astype(np.float32)).correct
+  assert not gate.lse(wrong).correct
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS)
+def test_accepts_the_truth(dtype) -> None:
+  q, k, v = (numpy(Tensor(x).cast(dtype)) for x in INPUTS)
+  assert judged(attend(q, k, v), dtype)
+  assert judged(online(q, k, v, rescale=True), dtype)
+
+
+def test_infinities_must_be_where_the_oracle_has_them() -> None:
+  exact = np.array([1.0, -np.inf, 2.0])
+  assert compare("lse", exact, exact, exact, 2.0**-24).correct
+  for got in ([1.0, np.inf, 2.0], [1.0, 0.0, 2.0], [-np.inf, -np.inf, 2.0], [1.0, np.nan, 2.0]):
+    report = compare("lse", np.array(got), exact, exact, 2.0**-24)
+    assert not report.correct
+    assert report.wrong == 1
+
+
+def test_nan_never_passes_even_where_the_oracle_has_it() -> None:
+  exact = np.array([np.nan, 1.0])
+  assert not compare("output", exact, exact, exact, 2.0**-24).correct
+
+
+def test_zeros_must_be_zeros_where_no_row_sees_a_key() -> None:
+  zeros = np.zeros((1, 1, 4, 4))
+  assert compare("output", zeros, zeros, zeros, 2.0**-11).correct
+  assert not compare("output", zeros + 1e-7, zeros, zeros, 2.0**-11).correct
+
+
+def test_names_the_worst_element() -> None:
+  exact = np.ones((2, 3))
+  got = exact.copy()
+  got[1, 2] = 1.5
+  report = compare("output", got, exact, exact, 2.0**-11)
+  assert (report.worst, report.largest) == ((1, 2), 0.5)
+
+
+def test_shapes_must_agree() -> None:
+  with pytest.raises(ValueError, match=r"output has shape \(2,\)"):
+    compare("output", np.ones(2), np.ones(3), np.ones(3), 2.0**-24)
+
+
+def test_lse_is_judged_as_float32_whatever_q_is() -> None:
+  q, k, v = (Tensor(x).cast(dtypes.half).realize() for x in INPUTS)
+  exact, lse = oracle(*(x.float().numpy() for x in (q, k, v)))
+  out = Tensor(exact.astype(np.float32)).cast(dtypes.half)
+  assert all(r.correct for r in verify(q, k, v, out, Tensor(lse.astype(np.float32))))
+  assert not all(r.correct for r in verify(q, k, v, out, Tensor((lse + 1e-4).astype(np.float32))))
+
+
+def test_a_useless_naive_computation_is_no_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+  def broken(*arrays: Array, precision: Precision = EXACT, **options: Any) -> tuple[Array, Array]:
+    out, lse = oracle(*arrays, precision=precision, **options)
+    return (out if precision is EXACT else out + 1), lse
+
+  monkeypatch.setattr(verify_module, "oracle", broken)
+  with pytest.raises(ArithmeticError, match="naive computation in float is off by"):
+    Gate.of(*(Tensor(x) for x in INPUTS))

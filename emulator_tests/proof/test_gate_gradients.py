@@ -1,0 +1,121 @@
+"""The gate must let right gradients through, and no wrong one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import DTYPES
+from tinygrad import Tensor, dtypes
+
+from uopattn.proof.gate import numpy, verify_gradients
+from uopattn.proof.oracle import Array, Rules, oracle
+from uopattn.proof.oracle_gradients import gradients, slope, unbroadcast
+
+HEADS, KEY_HEADS, M, N, D, TILE = 4, 2, 96, 192, 32, 64
+random = np.random.default_rng(3)
+Q, K, V, DO = (
+  random.normal(size=(1, heads, rows, D)).astype(np.float32)
+  for heads, rows in ((HEADS, M), (KEY_HEADS, N), (KEY_HEADS, N), (HEADS, M))
+)
+Named = dict[str, Array]
+
+
+def by_formulae(
+  q: Array, k: Array, v: Array, do: Array, scale: float = D**-0.5, of_delta: float = 1.0, heads: Any = slice(None)
+) -> Named:
+  """The gradients in float64; in dK and dV those of some heads of each group alone."""
+  group = HEADS // KEY_HEADS
+  out, lse = oracle(q, k, v)
+  k_all, v_all = (x.repeat(group, 1) for x in (k, v))
+  p = np.exp(q @ k_all.swapaxes(-1, -2) * D**-0.5 - lse[..., None])
+  dp = do @ v_all.swapaxes(-1, -2)
+  dqk = p * (dp - of_delta * (out * do).sum(-1, keepdims=True)) * scale
+  dk, dv = dqk.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ do
+  shape = (1, KEY_HEADS, group, N, D)
+  return {"q": dqk @ k_all, "k": dk.reshape(shape)[:, :, heads].sum(2), "v": dv.reshape(shape)[:, :, heads].sum(2)}
+
+
+def without_last_tile(q: Array, k: Array, v: Array, do: Array, *names: str) -> Named:
+  """The gradient of the last tile of keys dropped."""
+  found = by_formulae(q, k, v, do)
+  for name in names:
+    found[name][:, :, -TILE:] = 0
+  return found
+
+
+def of_fewer_keys(q: Array, k: Array, v: Array, do: Array) -> Named:
+  """dQ without the last tile of keys."""
+  found = by_formulae(q, k, v, do)
+  last = gradients(q, k[:, :, :-TILE], v[:, :, :-TILE], do)
+  return found | {"q": last.q}
+
+
+WRONG: dict[str, Callable[[Array, Array, Array, Array], Named]] = {
+  "delta missing": lambda q, k, v, do: by_formulae(q, k, v, do, of_delta=0.0),
+  "delta of the wrong sign": lambda q, k, v, do: by_formulae(q, k, v, do, of_delta=-1.0),
+  "scale missing": lambda q, k, v, do: by_formulae(q, k, v, do, scale=1.0),
+  "gradients of K and V swapped": lambda *x: {a: by_formulae(*x)[b] for a, b in (("q", "q"), ("k", "v"), ("v", "k"))},
+  "a head of the group left out": lambda q, k, v, do: by_formulae(q, k, v, do, heads=slice(0, 1)),
+  "last tile of keys dropped in dK": lambda *x: without_last_tile(*x, "k"),
+  "last tile of keys dropped in dV": lambda *x: without_last_tile(*x, "v"),
+  "last tile of keys dropped in dQ": of_fewer_keys,
+  "causal by mistake": lambda *x: gradients(*x, is_causal=True).named(),
+  "zeros": lambda *x: {name: 0 * g for name, g in by_formulae(*x).items()},
+  "NaN in one element": lambda *x: {
+    name: np.where(np.arange(g.size).reshape(g.shape) == 77, np.nan, g) for name, g in by_formulae(*x).items()
+  },
+}
+
+
+def judged(made: Callable[..., Named], dtype: Any) -> dict[str, bool]:
+  """What the gate says of gradients, given to it in `dtype` together with inputs in `dtype`."""
+  q, k, v, do = (Tensor(x).cast(dtype).realize() for x in (Q, K, V, DO))
+  got = made(*(numpy(x).astype(np.float64) for x in (q, k, v, do)))
+  tensors = {name: Tensor(np.ascontiguousarray(x, np.float32)).cast(dtype) for name, x in got.items()}
+  reports = verify_gradients(q, k, v, do, tensors)
+  return {name: report.correct for name, report in zip(tensors, reports, strict=True)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", WRONG)
+def test_rejects(name: str, dtype: Any) -> None:
+  assert not all(judged(WRONG[name], dtype).values())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_accepts_what_is_right(dtype: Any) -> None:
+  assert judged(by_formulae, dtype) == {"q": True, "k": True, "v": True}
+
+
+def test_each_gradient_is_judged_alone() -> None:
+  assert judged(WRONG["last tile of keys dropped in dK"], dtypes.half) == {"q": True, "k": False, "v": True}
+  assert judged(of_fewer_keys, dtypes.half) == {"q": False, "k": True, "v": True}
+  assert judged(WRONG["a head of the group left out"], dtypes.half) == {"q": True, "k": False, "v": False}
+
+
+def test_gradients_of_sinks_and_masks_are_judged() -> None:
+  q, k, v, do = map(Tensor, (Q, K, V, DO))
+  options: dict[str, Any] = {
+    "sinks": random.normal(size=HEADS).astype(np.float32),
+    "attn_mask": random.normal(size=(M, N)).astype(np.float32),
+  }
+  right = {name: Tensor(x.astype(np.float32)) for name, x in gradients(Q, K, V, DO, **options).named().items()}
+  assert all(report.correct for report in verify_gradients(q, k, v, do, right, **options))
+  for name in options:
+    for wrong in (right[name] * 1.001, -right[name], right[name] * 0):
+      (report,) = verify_gradients(q, k, v, do, {name: wrong}, **options)
+      assert not report.correct
+
+
+def test_slope_and_broadcast() -> None:
+  x = np.linspace(-3, 3, 12).reshape(3, 4)
+  i, j = np.arange(3)[:, None], np.arange(4)
+  rules = Rules(softcap=2.0, score_mod=lambda s, b, h, i, j: s * s + j)
+  want = 2 * (2 * np.tanh(x / 2)) * (1 - np.tanh(x / 2) ** 2)
+  np.testing.assert_allclose(slope(rules, x, 0, 0, i, j), want, atol=1e-8)
+  np.testing.assert_array_equal(slope(Rules(), x, 0, 0, i, j), np.ones((3, 4)))
+  grad = np.arange(24.0).reshape(2, 3, 4)
+  np.testing.assert_array_equal(unbroadcast(grad, (4,)), grad.sum((0, 1)))
+  np.testing.assert_array_equal(unbroadcast(grad, (3, 1)), grad.sum((0, 2))[:, None])
+  np.testing.assert_array_equal(unbroadcast(grad, (2, 1, 4)), grad.sum(1, keepdims=True))

@@ -1,0 +1,329 @@
+"""The bench and the table that the README takes from it. No test looks at a time."""
+
+import functools
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import readme_table
+
+from uopattn.measure import bandwidth, bench, contenders, contenders_backward, run
+from uopattn.measure.bench import Timing, main
+from uopattn.measure.run import Config, Problem
+
+SMALL = Config(h=2, n=40, d=8, dtype="float")
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr(bench, "SETTLE", 0)
+  monkeypatch.setattr(bench, "SPIN", 0)
+  monkeypatch.setattr(bench, "TURN", 0)
+  monkeypatch.setattr(contenders, "PRODUCT", 16)
+  monkeypatch.setattr(contenders, "READ", 1 << 18)
+
+
+@pytest.fixture
+def one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr(bench, "quick_rows", lambda kind: [SMALL])
+
+
+def test_quick_run_writes_the_record_and_the_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+  files = tmp_path / "b.json", tmp_path / "b.png"
+  assert main(["cpu", "--quick", "--rounds", "2", "--json", str(files[0]), "--plot", str(files[1])]) == 0
+  made = json.loads(files[0].read_text())
+  assert {"cpu", "cores", "system", "device", "threads", "load"} <= set(made["machine"])
+  assert {"python", "uopattn", "tinygrad", "numpy", "clang"} <= set(made["versions"])
+  assert made["rounds"] == 2
+  assert len(made["rows"]) == len(bench.quick_rows("CPU"))
+  for row in made["rows"]:
+    ours = row["contenders"]["uopattn"]
+    assert len(ours["seconds"]) == 2
+    assert ours["minimum"] <= ours["median"]
+    assert ours["correct"] is True
+    assert ours["error"] <= ours["errors"]["output"]["relative_bound"]
+    assert ours["gflops"] == pytest.approx(row["flops"] / ours["median"] / 1e9)
+    assert ours["share"].keys() == row["limits"].keys()
+    assert row["ratios"] == {}
+    if row["problem"]["M"] == 1:  # what counts is how fast K and V are read
+      assert row["limits"].keys() == {"read"}
+      assert ours["gbytes"] == pytest.approx(2 * 2 * 128 * 32 * 2 / ours["median"] / 1e9)
+      rounds = zip(ours["seconds"], row["limits"]["read"]["seconds"], strict=True)
+      speeds = [(2 * 2 * 128 * 32 * 2 / a, contenders.READ / b) for a, b in rounds]
+      assert ours["share"]["read"] == pytest.approx(sum(a / b for a, b in speeds) / 2)  # the median of two
+    else:
+      assert "gbytes" not in ours
+  assert files[1].read_bytes().startswith(b"\x89PNG")
+  printed = capsys.readouterr().out
+  assert printed.count("GFLOP/s") == len(made["rows"])
+  assert "B=1 H=4 HKV=2 M=1 N=128 D=32 bfloat16" in printed
+  assert printed.count("of a read") == 1
+
+
+@pytest.mark.usefixtures("one_row")
+def test_gradients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+  assert main(["cpu", "--quick", "--backward", "--rounds", "2", "--json", f"{tmp_path}/b.json"]) == 0
+  (row,) = json.loads((tmp_path / "b.json").read_text())["rows"]
+  ours = row["contenders"]["uopattn"]
+  assert row["backward"] is True
+  assert row["flops"] == 5 * 2 * 2 * 40 * 40 * 8  # products, heads, operations of a pair and column, sizes
+  assert ours["errors"].keys() == {f"gradient of {x}" for x in "qkv"}
+  assert ours["correct"] is True
+  assert len(ours["seconds"]) == 2
+  assert "B=1 H=2 N=40 D=8 float backward" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("one_row")
+def test_wrong_gradients_get_no_speed(
+  monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+  right = contenders_backward.by_kernels
+
+  def swapped(*given: Any) -> list[Any]:
+    dq, dk, dv = right(*given)
+    return [dq, dv, dk]
+
+  monkeypatch.setattr(contenders_backward, "by_kernels", swapped)
+  assert main(["cpu", "--quick", "--backward", "--rounds", "1", "--json", f"{tmp_path}/b.json"]) == 1
+  (row,) = json.loads((tmp_path / "b.json").read_text())["rows"]
+  assert "seconds" not in row["contenders"]["uopattn"]
+  assert "fails the gate: gradient of k" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("one_row")
+def test_tinygrad_beside_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+  assert main(["--quick", "--against", "tinygrad", "--rounds", "3", "--json", f"{tmp_path}/b.json"]) == 0
+  (row,) = json.loads((tmp_path / "b.json").read_text())["rows"]
+  assert row["contenders"].keys() == {"uopattn", "tinygrad"}
+  ratio = row["ratios"]["tinygrad"]
+  assert ratio["lowest"] <= ratio["paired"] <= ratio["highest"]
+  assert "uopattn is" in capsys.readouterr().out
+
+
+def test_tinygrad_sits_large_problems_out() -> None:
+  problem = run.prepare(Config(h=8, n=257, d=8), run.Target.of("CPU"))
+  assert contenders.load_tinygrad()(problem) is None
+
+
+@pytest.mark.usefixtures("one_row")
+def test_a_wrong_kernel_gets_no_speed(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+  monkeypatch.setattr(run, "launch", lambda choice, spec, q, k, v, o, lse: (o, lse))
+  monkeypatch.setattr(run, "TinyJit", lambda fxn: fxn)
+  assert main(["--quick", "--against", "tinygrad", "--rounds", "1", "--json", f"{tmp_path}/b.json"]) == 1
+  (row,) = json.loads((tmp_path / "b.json").read_text())["rows"]
+  assert {"seconds", "median", "gflops"}.isdisjoint(row["contenders"]["uopattn"])
+  assert row["ratios"] == {}
+  line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  uopattn"))
+  assert "fails the gate: output: " in line
+  assert "640 elements NaN or infinite" in line
+  assert "GFLOP/s" not in line
+
+
+@pytest.mark.usefixtures("one_row")
+def test_a_wrong_contender_is_shown_and_gets_no_speed(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+  def wrong(problem: Problem) -> contenders.Runner:
+    out = (problem.q * 0).realize()
+    return contenders.Runner(lambda: None, lambda: [contenders.numpy(out)])
+
+  monkeypatch.setitem(contenders.LOADERS, "tinygrad", lambda: wrong)
+  assert main(["--quick", "--against", "tinygrad", "--rounds", "1", "--json", f"{tmp_path}/b.json"]) == 0
+  (row,) = json.loads((tmp_path / "b.json").read_text())["rows"]
+  assert row["contenders"]["tinygrad"]["correct"] is False
+  assert "seconds" not in row["contenders"]["tinygrad"]
+  assert "seconds" in row["contenders"]["uopattn"]
+  assert row["ratios"] == {}
+  assert "tinygrad    fails the gate: output: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+  ("words", "message"),
+  [
+    (["--against", "jax"], "--against jax: unknown; accepted are torch, tinygrad"),
+    (["--backward", "--against", "tinygrad"], "--against tinygrad: with --backward there is torch alone"),
+    (["--rounds", "0"], "--rounds 0 is less than 1"),
+    (["--json", "/nowhere/a.json"], "--json /nowhere/a.json: there is no such folder"),
+  ],
+)
+def test_one_line_and_exit_status_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+  assert main(["--quick", *words]) == 2
+  printed = capsys.readouterr()
+  assert (printed.out, printed.err) == ("", f"uopattn.bench: {message}\n")
+
+
+def test_a_contender_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+  def missing(name: str) -> Any:
+    raise ModuleNotFoundError(f"No module named {name!r}")
+
+  monkeypatch.setattr(contenders, "importlib", SimpleNamespace(import_module=missing))
+  assert main(["--quick", "--against", "torch"]) == 2
+  message = "uopattn.bench: --against torch: it cannot be imported: No module named 'torch'\n"
+  assert capsys.readouterr().err == message
+  found = contenders.product()
+  assert found is not None
+  assert found.name == "numpy"
+
+
+@pytest.mark.parametrize(
+  ("end", "status", "said"),
+  [
+    (KeyboardInterrupt(), 130, "\ninterrupted after 1 rows\n"),
+    (MemoryError("no room"), 2, "uopattn.bench: MemoryError: no room\n"),
+  ],
+  ids=["interrupted", "failed"],
+)
+def test_the_rows_done_are_kept(
+  end: BaseException,
+  status: int,
+  said: str,
+  tmp_path: Path,
+  monkeypatch: pytest.MonkeyPatch,
+  capsys: pytest.CaptureFixture[str],
+) -> None:
+  whole: Callable[..., dict[str, Any]] = bench.bench_row
+
+  def once(config: Config, *rest: Any) -> dict[str, Any]:
+    if config != SMALL:
+      raise end
+    return whole(config, *rest)
+
+  monkeypatch.setattr(bench, "quick_rows", lambda kind: [SMALL, Config(h=3)])
+  monkeypatch.setattr(bench, "bench_row", once)
+  assert main(["--quick", "--rounds", "1", "--json", f"{tmp_path}/b.json"]) == status
+  assert len(json.loads((tmp_path / "b.json").read_text())["rows"]) == 1
+  printed = capsys.readouterr()
+  assert printed.out.startswith("B=1 H=2 N=40 D=8 float\n  uopattn ")
+  assert printed.err == said
+
+
+def test_contenders_take_turns() -> None:
+  order: list[str] = []
+  bench.alternate({name: contenders.Runner(functools.partial(order.append, name), list) for name in "ab"}, rounds=2)
+  assert [name for name, _ in itertools.groupby(order)] == list("abab")
+
+
+def test_median_spread_and_ratios() -> None:
+  ours, theirs = Timing([1.0, 2.0, 3.0, 4.0, 5.0]), Timing([2.0, 8.0, 6.0, 8.0, 5.0])
+  assert ours.record(6 * 10**9) == {
+    "seconds": ours.seconds,
+    "median": 3.0,
+    "minimum": 1.0,
+    "spread": pytest.approx(2 / 3),
+    "gflops": pytest.approx(2.0),
+  }
+  assert bench.ratios(ours, theirs) == {
+    "of_medians": 2.0,
+    "of_minima": 2.0,
+    "paired": 2.0,
+    "lowest": 1.0,
+    "highest": 4.0,
+  }
+
+
+def test_a_share_is_of_the_limit_in_the_same_round() -> None:
+  """Whose speed halves from one round to the next, as does ours."""
+  ours, limit = Timing([1.0, 2.0, 4.0, 4.0]), Timing([0.5, 1.0, 2.0, 1.0])
+  assert bench.share(ours, limit, 30, 20) == pytest.approx(0.75)
+
+
+def test_the_limits_turn_follows_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+  order: list[str] = []
+
+  def noted(runners: dict[str, contenders.Runner], rounds: int) -> dict[str, Timing]:
+    order.extend(runners)
+    return {name: Timing([1.0]) for name in runners}
+
+  monkeypatch.setattr(bench, "alternate", noted)
+  bench.bench_row(SMALL, {"uopattn": contenders.uopattn, "again": contenders.uopattn}, rounds=1)
+  assert [name.split()[0] for name in order] == ["uopattn", "limit", "again"]
+
+
+def example() -> dict[str, Any]:
+  """A record of two rows, the second of which is wrong."""
+  problem = {"B": 1, "Hq": 8, "Hkv": 8, "M": 64, "N": 64, "Dk": 16, "Dv": 16, "dtype": "half", "is_causal": True}
+  time = {"correct": True, "median": 2e-3, "spread": 0.034, "share": {"torch": 0.5, "numpy": 0.25}, "error": 1.23e-4}
+  ours, theirs = time | {"gflops": 200.4}, time | {"gflops": 99.6}
+  right = {
+    "problem": problem,
+    "contenders": {"uopattn": ours, "torch": theirs},
+    "ratios": {"torch": {"paired": 2.012, "of_minima": 1.9}},
+    "product_of": {"dtype": "float32", "size": 2048},
+  }
+  wrong = {
+    "problem": problem | {"is_causal": False},
+    "contenders": {"uopattn": {"correct": False, "error": 0.5}, "torch": theirs},
+    "ratios": {},
+  }
+  return {
+    "date": "2026-01-02",
+    "machine": {"cpu": "Some CPU", "device": "CPU x", "threads": 2, "load": 0.52},
+    "versions": {"torch": "2.0", "tinygrad": "0.14", "clang": "clang version 23"},
+    "rounds": 7,
+    "rows": [right, wrong],
+  }
+
+
+def test_table_from_a_record() -> None:
+  assert readme_table.table(example()).splitlines() == [
+    "| B H N D | dtype | GFLOP/s | spread | of torch's product | of numpy's product | error | torch: GFLOP/s | error "
+    "| times as fast (by minima) |",
+    "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+    "| 1 8 64 16 | half, causal | 200 | 3% | 50% | 25% | 1.2e-04 | 100 | 1.2e-04 | 2.01 (1.90) |",
+    "| 1 8 64 16 | half | fails the gate | | | | 5.0e-01 | 100 | 1.2e-04 | |",
+  ]
+
+
+def test_rows_of_few_queries_show_their_share_of_a_read() -> None:
+  record = example()
+  record["rows"][0]["contenders"]["uopattn"] |= {"share": {"read": 0.914}, "gbytes": 44.6}
+  head, _, row, _ = readme_table.table(record).splitlines()
+  assert "| of a read |" in head
+  assert "| 91% (45 GB/s) |" in row
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_read_reads_everything(parts: int) -> None:
+  size = parts * 4 * bandwidth.ITEMS * bandwidth.VECTORS * bandwidth.LANES
+  assert bandwidth.reader(size)().tolist() == [size / 4 / bandwidth.ITEMS] * bandwidth.ITEMS
+
+
+def test_table_goes_between_the_markers(tmp_path: Path) -> None:
+  results, page = tmp_path / "results", tmp_path / "README.md"
+  results.mkdir()
+  (results / "a.json").write_text(json.dumps(example()))
+  page.write_text(f"before\n{readme_table.BEGIN}\nold\n{readme_table.END}\nafter\n")
+  for _ in range(2):  # a second run changes nothing
+    assert readme_table.main([str(page), str(results)]) == 0
+    text = page.read_text()
+    assert text.startswith(f"before\n{readme_table.BEGIN}\n")
+    assert text.endswith(f"\n{readme_table.END}\nafter\n")
+    assert "old" not in text
+    assert text.count(readme_table.table(example())) == 1
+    assert "Some CPU, 2 threads, load average 0.5 at the start, clang version 23" in text
+    assert "![" not in text
+  for name in ("a.png", "other.png"):
+    (results / name).touch()
+  assert readme_table.main([str(page), str(results)]) == 0
+  assert [line for line in page.read_text().splitlines() if "![" in line] == ["![Speed over N](scripts/results/a.png)"]
+
+
+def test_a_page_without_markers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+  (tmp_path / "README.md").write_text("nothing\n")
+  assert readme_table.main([str(tmp_path / "README.md"), str(tmp_path)]) == 2
+  assert "has no lines" in capsys.readouterr().err
+
+
+def test_bf16_of_torch_if_there_is_one() -> None:
+  pytest.importorskip("torch")
+  problem: Problem = run.prepare(Config(h=2, hkv=1, n=40, d=8, dtype="bfloat16", causal=1), run.Target.of("CPU"))
+  runner = contenders.load_torch()(problem)
+  assert runner is not None
+  gate = bench.Gate.of(problem.q, problem.k, problem.v, is_causal=True)
+  assert gate.output(*runner.result()).correct

@@ -1,0 +1,100 @@
+"""Lowered kernels on disk: found again by another process, and by no other kernel."""
+
+import logging
+import os
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tinygrad import Context, Device, UOp, dtypes
+from tinygrad.codegen import to_program
+
+from uopattn.dsl.rules.rules import Rules
+from uopattn.kernels import cpu_forward
+from uopattn.runtime import program_cache
+
+CALL = """
+import logging, sys
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+from tinygrad import Tensor
+from uopattn import attention
+from uopattn.proof.gate import verify
+q, k, v = (Tensor.randn(1, 2, 40, 16).realize() for _ in range(3))
+out = attention(q, k, v, is_causal="causal" in sys.argv, scale=float(sys.argv[1]), backend="kernel")
+assert all(report.correct for report in verify(q, k, v, out, is_causal="causal" in sys.argv, scale=float(sys.argv[1])))
+"""
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Path:
+  return tmp_path / "cache.db"
+
+
+def said(database: Path, *words: str, **settings: str) -> str:
+  """What a new process says as it computes a small attention."""
+  environment = os.environ | {"CACHEDB": str(database)} | settings
+  done = subprocess.run(
+    [sys.executable, "-c", CALL, *words], env=environment, capture_output=True, text=True, timeout=100
+  )
+  assert done.returncode == 0, done.stderr
+  return done.stdout
+
+
+def test_a_second_process_does_not_lower(database: Path) -> None:
+  assert said(database, "0.5").count("lowering attention") == 1
+  assert said(database, "0.5") == ""
+
+
+def test_other_flags_numbers_and_settings_are_other_entries(database: Path) -> None:
+  said(database, "0.5")
+  assert "lowering" in said(database, "0.25")
+  assert "lowering" in said(database, "0.5", "causal")
+  assert "lowering" in said(database, "0.5", TRANSCENDENTAL="2")
+  assert said(database, "0.5") == ""
+
+
+def test_it_can_be_turned_off(database: Path) -> None:
+  for _ in range(2):
+    assert "lowering" in said(database, "0.5", CACHELEVEL="0")
+
+
+@pytest.mark.parametrize("damage", [b"", b"nonsense", b"\x80\x04\x8c\x03abc\x94.", b"\x80\x04]\x94."])
+def test_a_damaged_entry_is_made_anew(database: Path, damage: bytes) -> None:
+  said(database, "0.5")
+  with sqlite3.connect(database) as connection:
+    (table,) = connection.execute("SELECT name FROM sqlite_master WHERE name LIKE 'uopattn_source%'").fetchone()
+    assert connection.execute(f"UPDATE '{table}' SET val = ?", (damage,)).rowcount == 1
+  assert "damaged entry" in said(database, "0.5")
+  assert said(database, "0.5") == ""
+
+
+def kernel(tiles: cpu_forward.Tiles) -> UOp:
+  q, k, v, o = (UOp.placeholder((2, 40, 16), dtypes.float, slot) for slot in (1, 2, 3, 0))
+  return cpu_forward.forward(o, q, k, v, rules=Rules(40, 40, heads=2, scale=0.5, window=(None, 0)), tiles=tiles)
+
+
+def test_an_entry_says_all_of_the_program(caplog: pytest.LogCaptureFixture) -> None:
+  renderer = Device["CPU"].renderer
+  graph = kernel(cpu_forward.Tiles(16, 17, 3))
+  program_cache.program(graph, renderer)
+  with caplog.at_level(logging.INFO, "uopattn"):
+    info, source, binary = program_cache.program(graph, renderer)
+  assert caplog.records == []
+  lowered = to_program(graph, renderer)
+  assert (info, source, binary) == (lowered.arg, lowered.src[2].arg, lowered.src[3].arg)
+
+
+def test_other_tiles_and_a_changed_kernel_are_other_entries(
+  caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  renderer = Device["CPU"].renderer
+  with caplog.at_level(logging.INFO, "uopattn"), Context(CACHELEVEL=2):
+    for _ in range(2):
+      source = program_cache.program(kernel(cpu_forward.Tiles(16, 18, 3)), renderer)[1]
+    caplog.clear()
+    assert program_cache.program(kernel(cpu_forward.Tiles(16, 19, 3)), renderer)[1] != source
+    monkeypatch.setattr(cpu_forward, "LN2", 0.5)
+    monkeypatch.setattr(cpu_forward, "LOG2E", 1.5)
+    assert program_cache.program(kernel(cpu_forward.Tiles(16, 18, 3)), renderer)[1] != source

@@ -1,0 +1,310 @@
+"""Kernels on several threads: every work item once, whatever the number of threads, and nobody else affected."""
+
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from helpers import check, qkv
+from tinygrad import Context, Device, Tensor
+from tinygrad.engine.realize import runtime_cache
+from tinygrad.runtime.ops_cpu import CPUProgram
+
+from uopattn import attention
+from uopattn.runtime import threads
+from uopattn.runtime.team import ARGUMENTS, Team
+from uopattn.runtime.threads import ThreadedProgram, thread_count
+
+
+class Recorder:
+  """A kernel whose work item is to note itself, what else it was given, and the thread it is on.
+
+  With `company` the first item lasts until another thread has done one: a busy machine may wake it late.
+  """
+
+  def __init__(self, slow_item: int | None = None, company: bool = False):
+    self.slow_item, self.company = slow_item, company
+    self.came = threading.Event()
+    self.done: list[tuple[int, int, threading.Thread]] = []
+    self.function = ctypes.CFUNCTYPE(None, ctypes.c_uint64, ctypes.c_uint64)(self.note)
+
+  def note(self, given: int, item: int) -> None:
+    time.sleep(0.2 if item == self.slow_item else 0.002)
+    self.done.append((item, given, threading.current_thread()))
+    if len({thread for _, _, thread in self.done}) > 1:
+      self.came.set()
+    if item == 0 and self.company:
+      self.came.wait(timeout=20)
+
+  def run(self, team: Team, items: int, threads: int) -> list[int]:
+    address = ctypes.cast(self.function, ctypes.c_void_p).value
+    assert address is not None
+    team.run(address, (5, 0), 1, items, threads)
+    assert {given for _, given, _ in self.done} == {5}
+    return sorted(item for item, _, _ in self.done)
+
+
+@pytest.fixture(scope="module")
+def three() -> Team:
+  return Team(3)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 4, 64])
+@pytest.mark.parametrize("items", [1, 2, 7, 130])
+def test_every_item_once(three: Team, threads: int, items: int) -> None:
+  for pause in (0, 0.1):  # workers that are awake, workers that sleep
+    time.sleep(pause)
+    recorder = Recorder(company=min(items, threads) > 1)
+    assert recorder.run(three, items, threads) == list(range(items))
+    assert min(threads, items, 2) <= len({thread for _, _, thread in recorder.done}) <= min(threads, items, 4)
+
+
+def test_a_long_item_does_not_hold_up_the_others(three: Team) -> None:
+  recorder = Recorder(slow_item=0)
+  assert recorder.run(three, 20, 2) == list(range(20))
+  assert recorder.done[-1][0] == 0
+  assert len({thread for item, _, thread in recorder.done if item}) == 1
+
+
+def test_a_worker_that_lacks_the_interpreter_lock_when_a_job_comes_does_not_miss_it(three: Team) -> None:
+  """As in an eager call: Python for longer than a worker looks out for jobs, then a job."""
+  for _ in range(5):
+    Recorder().run(three, 8, 4)
+    end = time.perf_counter() + 0.003
+    while time.perf_counter() < end:
+      pass
+    recorder = Recorder()
+    assert recorder.run(three, 30, 2) == list(range(30))
+    assert len({thread for _, _, thread in recorder.done}) == 2
+
+
+def test_callers_at_once_do_not_wait_for_each_other(three: Team) -> None:
+  recorders = [Recorder(slow_item=3) for _ in range(4)]
+  with ThreadPoolExecutor(4) as pool:
+    for items in pool.map(lambda recorder: recorder.run(three, 10, 4), recorders):
+      assert items == list(range(10))
+
+
+def test_workers_keep_off_the_callers_core(three: Team) -> None:
+  allowed = os.sched_getaffinity(0)
+  if len(allowed) < 2:
+    pytest.skip("there is one core")
+  try:
+    for core in (*allowed, min(allowed)):
+      os.sched_setaffinity(0, {core})  # the workers have nowhere else to go, and stay where they are
+      assert Recorder().run(three, 30, 4) == list(range(30))
+      os.sched_setaffinity(0, allowed)
+      three._core = -1
+      assert Recorder().run(three, 30, 4) == list(range(30))
+      assert three._core in allowed
+      assert all(os.sched_getaffinity(thread) == allowed - {three._core} for thread in three._threads)
+  finally:
+    os.sched_setaffinity(0, allowed)
+
+
+def test_too_many_arguments(three: Team) -> None:
+  with pytest.raises(ValueError, match=f"a kernel of {ARGUMENTS} arguments; at most {ARGUMENTS - 1} can be"):
+    three.run(0, [0] * ARGUMENTS, 1, 1, 1)
+
+
+def test_number_of_threads_follows_tinygrad_and_the_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr(threads, "usable_cores", lambda: 6)
+  with Context(NUM_CPU_THREADS=4):
+    assert thread_count() == 4
+  with Context(NUM_CPU_THREADS=8):
+    assert thread_count() == 6
+  with Context(NUM_CPU_THREADS=0):
+    assert thread_count() == 1
+
+
+def test_only_our_programs_are_threaded() -> None:
+  check(*(x := qkv(1, 9, 9, 70, 70, 16, 16)), attention(*x, backend="kernel"))
+  (Tensor([1, 2, 3]) + 4).realize()
+  ours = [program for program in runtime_cache.values() if isinstance(program, ThreadedProgram)]
+  assert ours
+  assert all(program.name.startswith("attention") for program in ours)
+  others = [program for program in runtime_cache.values() if type(program) is CPUProgram]
+  assert others
+  assert not any(program.name.startswith("attention") for program in others)
+  assert Device["CPU"].runtime_t is CPUProgram
+
+
+def test_one_thread_gives_the_same_bits() -> None:
+  inputs = qkv(1, 8, 8, 200, 200, 64, 64)
+  many = attention(*inputs, is_causal=True, backend="kernel").numpy()
+  with Context(NUM_CPU_THREADS=1):
+    assert (attention(*inputs, is_causal=True, backend="kernel").numpy() == many).all()
+
+
+def test_many_python_threads_at_once() -> None:
+  inputs = [qkv(1, 12, 12, 150, 150, 64, 64, seed=seed) for seed in range(6)]
+  outs = [attention(*x, backend="kernel") for x in inputs]
+  program = next(p for p in runtime_cache.values() if isinstance(p, ThreadedProgram))
+  assert program.addr
+  for out in outs:
+    out.realize()
+  wanted = [out.numpy() for out in outs]
+  results = [Tensor.empty(*out.shape) for out in outs]
+
+  def run(index: int) -> None:
+    q, k, v = inputs[index]
+    results[index] = attention(q, k, v, backend="kernel").realize()
+
+  with ThreadPoolExecutor(6) as pool:
+    for _ in range(3):
+      list(pool.map(run, range(6)))
+  for want, result in zip(wanted, results, strict=True):
+    assert (result.numpy() == want).all()
+
+
+SIGNALLED = """
+import ctypes, os, random, signal, sys, threading, time
+from tinygrad import Device
+from tinygrad.device import TinyELF
+from tinygrad.runtime.ops_cpu import CPUProgram
+from tinygrad.runtime.support.compiler_cpu import ClangCompiler
+from uopattn.runtime import team
+
+SOURCE = '''
+void kernel(long *counts, int (*usleep)(unsigned), long nap, long company, long item) {
+  long begun = __atomic_add_fetch(&counts[0], 1, __ATOMIC_SEQ_CST);
+  for (int i = 0; i < 10000 && begun < company; i++) {
+    usleep(1000);
+    begun = __atomic_load_n(&counts[0], __ATOMIC_SEQ_CST);
+  }
+  if (nap) usleep(nap); else for (volatile int i = 0; i < 20000; i++) {}
+  __atomic_fetch_add(&counts[2 + item], 1, __ATOMIC_SEQ_CST);
+  __atomic_fetch_add(&counts[1], begun >= company, __ATOMIC_SEQ_CST);
+}
+'''
+target = Device["CPU"].renderer.target
+code = ClangCompiler(target.arch.split(",")).compile(SOURCE)
+program = CPUProgram(Device["CPU"], TinyELF(code, "kernel", target, ()))
+usleep = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
+ITEMS, four = 40, team.team(3)
+
+class Counts:
+  def __init__(self):
+    self.words = (ctypes.c_long * (2 + ITEMS))()
+  def run(self, nap, company=0, items=ITEMS):
+    team.team(3).run(program.addr, (ctypes.addressof(self.words), usleep, nap, company, 0), 4, items, 4)
+  def done(self):
+    return self.words[2:] == [1] * ITEMS
+"""
+
+
+def signalled(code: str) -> None:
+  """Runs Python code after SIGNALLED in a process of its own, as signals may not disturb the tests' own."""
+  command = [sys.executable, "-c", SIGNALLED + code]
+  done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=os.environ)
+  assert done.returncode == 0, done.stderr
+
+
+def test_exceptions_of_signal_handlers_leave_the_team_free() -> None:
+  """At any moment of a call, one after another; and then all threads do the items of a call."""
+  signalled("""
+def running(frame):
+  return frame is not None and (frame.f_code is team.Team.run.__code__ or running(frame.f_back))
+
+raised = halfway = 0
+def handler(_, frame):
+  global raised
+  if running(frame):
+    raised += 1
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGALRM, handler)
+random.seed(1)
+for nap, rounds, longest, again in ((0, 400, 0.0005, 0.00005), (20000, 12, 0.15, 0.03)):
+  for _ in range(rounds):
+    time.sleep(random.choice((0, 0.003)))  # workers that are awake, workers that sleep
+    counts = Counts()
+    signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, longest), again)
+    try:
+      counts.run(nap)
+    except KeyboardInterrupt:
+      halfway += 0 < sum(counts.words[2:]) < ITEMS
+    else:
+      assert counts.done()
+    begun, ended = counts.words[0], counts.words[1]
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    assert begun == ended and max(counts.words[2:]) <= 1
+    assert four._shared[team._INSIDE] == team._CLOSED and not four._shared[team._INSIDE + 1]
+assert raised > 100 and halfway > 3, (raised, halfway)
+time.sleep(0.1)
+assert len(four._asleep) == 3
+counts = Counts()
+counts.run(0, company=4, items=4)
+assert counts.words[1] == 4
+""")
+
+
+def test_ctrl_c_ends_a_long_call() -> None:
+  signalled("""
+counts = Counts()
+threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+  counts.run(300000)
+except KeyboardInterrupt:
+  raise SystemExit(sum(counts.words[2:]) > ITEMS // 2)
+raise SystemExit("not interrupted")
+""")
+
+
+def test_forks_while_the_team_is_taken() -> None:
+  """In a signal handler of its caller, who goes on in both processes, and in another thread."""
+  signalled("""
+child = None
+def fork(*_):
+  global child
+  child = os.fork()
+
+signal.signal(signal.SIGALRM, fork)
+signal.setitimer(signal.ITIMER_REAL, 0.05)
+counts = Counts()
+counts.run(20000)
+if child == 0:
+  os._exit(0 if min(counts.words[2:]) == 1 else 1)
+assert counts.done()
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+thread = threading.Thread(target=Counts().run, args=(20000,))
+thread.start()
+while not four._shared[team._INSIDE + 1]:
+  pass
+child = os.fork()
+if child == 0:
+  counts = Counts()
+  counts.run(0, company=4, items=4)
+  os._exit(0 if counts.words[1] == 4 and team._team is not four else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+thread.join()
+""")
+
+
+def test_after_a_fork() -> None:
+  code = """
+import os
+from tinygrad import Tensor
+from uopattn import attention
+from uopattn.runtime import team
+from uopattn.runtime import threads
+threads.usable_cores = lambda: 2
+threads.thread_count = lambda: 2
+q, k, v = (Tensor.randn(1, 32, 256, 64).realize() for _ in range(3))
+before = attention(q, k, v, backend="kernel").numpy()
+parent = team._team
+assert parent is not None
+child = os.fork()
+if child == 0:
+  after = attention(q, k, v, backend="kernel").numpy()
+  assert team._team is not parent
+  os._exit(0 if (after == before).all() else 1)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=os.environ)
+  assert done.returncode == 0, done.stderr

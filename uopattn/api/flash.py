@@ -1,0 +1,94 @@
+"""The kernel as a bare function for `Tensor.custom_kernel`."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+from tinygrad import Device, Tensor, UOp, dtypes
+
+from uopattn.plan.dispatch import dispatch
+from uopattn.plan.graph import build
+from uopattn.plan.target import Target
+from uopattn.spec.spec import Extras, dtype_name, make_spec
+from uopattn.spec.tensors import batched, check_dimensions, described, near
+
+
+def flash(
+  o: UOp,
+  q: UOp,
+  k: UOp,
+  v: UOp,
+  lse: UOp | None = None,
+  *aux: UOp,
+  causal: bool = False,
+  scale: float | None = None,
+  q_start: int = 0,
+  enable_gqa: bool = False,
+  window: tuple[int | None, int | None] | None = None,
+  softcap: float | None = None,
+  score_mod: Callable[..., Any] | None = None,
+  mask_mod: Callable[..., Any] | None = None,
+  target: Target | None = None,
+  tiles: Any = None,
+) -> UOp:
+  """Attention as an `fxn`: `Tensor.custom_kernel(o, q, k, v, fxn=flash)`; bind options with `functools.partial`.
+
+  tinygrad copies an input that is a view, and loses what is written to an output that is one: give it
+  `Tensor.empty(...)` outputs. The results must be realized together, `Tensor.realize(o, lse)`: one at a time, the
+  kernel runs once for each.
+
+  Args:
+    o: (B, Hq, M, Dv), or (Hq, M, Dv), in q's dtype; receives the output.
+    q: (B, Hq, M, Dk), or (Hq, M, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2.
+    k: (B, Hkv, N, Dk), or (Hkv, N, Dk).
+    v: (B, Hkv, N, Dv), or (Hkv, N, Dv).
+    lse: (B, Hq, M), or (Hq, M), float32; receives the natural-log sum of exponentials of each row. None: not wanted.
+    aux: what score_mod and mask_mod index; after an lse.
+    causal: key j is seen by query i iff j <= i + q_start.
+    scale: factor on q.k; None is 1/sqrt(Dk).
+    q_start: position of the first query among the keys.
+    window, softcap, score_mod, mask_mod: as for `uopattn.attention`, which takes what else there is.
+    enable_gqa: allows Hq to be a multiple of Hkv; query head h reads key head h // (Hq // Hkv).
+    target: the machine to write for; None is tinygrad's default device.
+    tiles: the block sizes, of the `Tiles` class of the kernel that is to run; None leaves both to `dispatch`.
+
+  Raises:
+    TypeError, ValueError: an argument does not fit, or no kernel serves it; the message says what would.
+  """
+  for name, x in (("o", o), ("q", q), ("k", k), ("v", v), ("lse", lse), *((f"aux[{i}]", x) for i, x in enumerate(aux))):
+    if not isinstance(x, UOp) and (name, x) != ("lse", None):
+      raise TypeError(f"{name} is {described(x)}; it must be a UOp, as Tensor.custom_kernel gives it")
+  q4, k4, v4 = (batched(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+  check_dimensions(q=q, k=k, v=v)
+  tables = cast(tuple[Tensor, ...], aux)  # of which only shapes and types are asked
+  options = Extras(
+    is_causal=causal,
+    scale=scale,
+    q_start=near(q_start),
+    enable_gqa=enable_gqa,
+    window=window,
+    softcap=softcap,
+    score_mod=score_mod,
+    mask_mod=mask_mod,
+    aux=tables,
+    return_lse=lse is not None,
+  )
+  spec = make_spec(q4, k4, v4, options)
+  _check_output("o", o, (*q.shape[:-1], v.shape[-1]), q.dtype)
+  if lse is not None:
+    _check_output("lse", lse, q.shape[:-1], dtypes.float32)
+  machine, device = Target.of(Device.DEFAULT), Device.DEFAULT
+  if target is not None and target != machine:
+    machine, device = target, target.device
+  chosen = dispatch(spec, machine, tiles)
+  if isinstance(chosen, list):
+    raise ValueError("; ".join(chosen))
+  buffers = (o, q, k, v, *([] if lse is None else [lse]), *aux)
+  return build(replace(chosen, splits=1), spec, device, [x.base.arg.slot for x in buffers])
+
+
+def _check_output(name: str, x: UOp, shape: tuple[Any, ...], dtype: Any) -> None:
+  if x.shape != shape:
+    raise ValueError(f"{name} has shape {x.shape}; it must be {shape}")
+  if x.dtype != dtype:
+    raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it must be {dtype_name(dtype)}")

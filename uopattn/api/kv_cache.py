@@ -1,0 +1,256 @@
+"""Keys and values kept from step to step of a decoder, written in place."""
+
+from collections.abc import Callable
+from math import inf, nan
+from typing import Any, Literal, Unpack, overload
+
+from tinygrad import Tensor, UOp, dtypes
+from tinygrad.dtype import DType
+
+from uopattn.api.attention import attend
+from uopattn.api.options import CacheOptions
+from uopattn.dsl import sizes
+from uopattn.dsl.rules.eight_bits import EIGHT_BITS
+from uopattn.spec.block_mask import BlockMask
+from uopattn.spec.spec import WIDE, Extras, check_place, dtype_name
+from uopattn.spec.tensors import batched, check_tensor, placed
+
+LARGEST = {dtypes.int8: 127.0, dtypes.fp8e4m3: 448.0, dtypes.fp8e5m2: 57344.0}
+FRACTION = {dtypes.fp8e4m3: 3, dtypes.fp8e5m2: 2}  # bits
+LEAST = 2.0**-126  # the smallest float32 whose reciprocal is finite
+
+
+class KVCache:
+  """The keys and values of one layer.
+
+  Memory for all N_max positions is taken at once, filled with 0, and never copied. With a bound Variable as `start` one
+  compiled kernel serves all lengths, in and out of `TinyJit`:
+
+    start = UOp.variable("start", 0, N_max - 1)
+    for position in range(...):
+      cache.append(k, v, start.bind(position))  # one position each
+      out = cache.attend(q, start.bind(position))
+
+  Both are lazy. Realize each step before the next: a Variable has one value in all that is realized together, and an
+  output realized late may see what was written since. Return from a `TinyJit` what depends on what was written:
+  `attend`'s output, or `k` and `v` themselves.
+
+  In 8 bits each key, and each value, has a scale of its own: the largest of its elements becomes the largest number of
+  the type, and the others are rounded to nearest. Kernels read the 8 bits, and multiply scores and weights by the
+  scales. A row that holds NaN or infinity has the scale NaN. Gradients of what is
+  appended to such a cache are 0, those of a rounding; q has its own.
+
+  Attributes:
+    k: (B, Hkv, N_max, Dk), with all that was appended so far; what `uopattn.attention` takes, if not of 8 bits.
+    v: (B, Hkv, N_max, Dv), likewise.
+    k_scale, v_scale: (B, Hkv, N_max) float32, which k and v of 8 bits are to be multiplied by; else None.
+  """
+
+  def __init__(
+    self,
+    B: int,
+    Hkv: int,
+    N_max: int,
+    Dk: int,
+    Dv: int | None = None,
+    *,
+    dtype: DType = dtypes.float32,
+    device: str | None = None,
+  ):
+    """Takes the memory.
+
+    Args:
+      B: sequences.
+      Hkv: key heads.
+      N_max: positions.
+      Dk: head size of keys.
+      Dv: head size of values; None is Dk.
+      dtype: float32, float16, bfloat16, or, with scales, int8, fp8e4m3 or fp8e5m2.
+      device: None is tinygrad's default.
+
+    Raises:
+      TypeError, ValueError: an argument does not fit.
+    """
+    Dv = Dk if Dv is None else Dv
+    for name, size in (("B", B), ("Hkv", Hkv), ("N_max", N_max), ("Dk", Dk), ("Dv", Dv)):
+      if not isinstance(size, int) or size < 1:
+        raise ValueError(f"{name} is {size!r}; it must be an int >= 1")
+    accepted = (*WIDE, *EIGHT_BITS)
+    if dtype not in accepted:
+      raise TypeError(f"dtype is {dtype_name(dtype)}; accepted are {', '.join(map(dtype_name, accepted))}")
+
+    def zeros(*shape: int, dtype: DType) -> Tensor:
+      return Tensor.zeros(*shape, dtype=dtype, device=device).contiguous().realize()
+
+    self.k, self.v = (zeros(B, Hkv, N_max, D, dtype=dtype) for D in (Dk, Dv))
+    self.k_scale: Tensor | None = None
+    self.v_scale: Tensor | None = None
+    if dtype in EIGHT_BITS:
+      self.k_scale, self.v_scale = (zeros(B, Hkv, N_max, dtype=dtypes.float) for _ in range(2))
+
+  def append(self, k: Tensor, v: Tensor, start: int | UOp) -> None:
+    """Writes the keys and values of M positions, from `start` on.
+
+    Args:
+      k: (B, Hkv, M, Dk), of the cache's dtype; float32, float16 or bfloat16 if that is of 8 bits.
+      v: (B, Hkv, M, Dv), likewise.
+      start: int, bound Variable, or an expression of such. An int is compiled for that position alone.
+
+    Raises:
+      TypeError: the dtype is not one of these, or `start` is none of these.
+      ValueError: a shape or device does not fit, or it could end past N_max: of a Variable its largest value counts, as
+        a `TinyJit` checks no values when it replays.
+    """
+    k, v = (placed(check_tensor(name, x), self._device, self._weak) for name, x in (("k", k), ("v", v)))
+    M = sizes(k)[2] if k.ndim == 4 else 0
+    for name, x, held in (("k", k, self.k), ("v", v, self.v)):
+      B, Hkv, _, D = sizes(held)
+      if x.shape != (B, Hkv, M, D) or M < 1:
+        raise ValueError(f"{name} has shape {x.shape}; it must be ({B}, {Hkv}, M, {D}), M >= 1 and the same of k and v")
+      if x.dtype not in (accepted := WIDE if held.dtype in EIGHT_BITS else (held.dtype,)):
+        given = f"{name} has dtype {dtype_name(x.dtype)}, the cache has {dtype_name(held.dtype)}"
+        raise TypeError(f"{given}; accepted are {', '.join(map(dtype_name, accepted))}")
+      if x.device != held.device:
+        raise ValueError(f"{name} is on {x.device}, the cache is on {held.device}")
+    self._check(start, M)
+    if self.k_scale is not None and self.v_scale is not None:
+      (k, k_scale), (v, v_scale) = (quantized(x, self.k.dtype) for x in (k, v))
+      self.k_scale, self.v_scale = _written(self.k_scale, k_scale, start), _written(self.v_scale, v_scale, start)
+    self.k, self.v = _written(self.k, k, start), _written(self.v, v, start)
+
+  @overload
+  def attend(
+    self,
+    q: Tensor,
+    start: int | UOp,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[CacheOptions],
+  ) -> Tensor: ...
+
+  @overload
+  def attend(
+    self,
+    q: Tensor,
+    start: int | UOp,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[CacheOptions],
+  ) -> tuple[Tensor, Tensor]: ...
+
+  @overload
+  def attend(
+    self,
+    q: Tensor,
+    start: int | UOp,
+    *,
+    return_lse: bool,
+    **options: Unpack[CacheOptions],
+  ) -> Tensor | tuple[Tensor, Tensor]: ...
+
+  def attend(
+    self,
+    q: Tensor,
+    start: int | UOp,
+    *,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = True,
+    scale: float | None = None,
+    enable_gqa: bool = True,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    kv_lengths: int | UOp | Tensor | None = None,
+    sinks: Tensor | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    aux: tuple[Tensor, ...] = (),
+    block_mask: BlockMask | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+  ) -> Tensor | tuple[Tensor, Tensor]:
+    """`uopattn.attention` of M queries, from position `start` on, over all keys up to the last query's.
+
+    Args:
+      q: (B, Hq, M, Dk), of the cache's dtype, or as for `append`; Hq a multiple of Hkv, if enable_gqa is left on.
+      start: as for `append`.
+      is_causal: no query sees the keys behind it.
+      kv_lengths: as for `uopattn.attention`; None is start + M.
+      attn_mask, dropout_p, scale, enable_gqa, window, softcap, sinks, score_mod, mask_mod, aux, block_mask, return_lse,
+        backend: as for `uopattn.attention`; scores are (B, Hq, M, N_max).
+
+    Returns:
+      (B, Hq, M, Dv); with return_lse a pair.
+
+    Raises:
+      TypeError, ValueError: as `append` and `uopattn.attention`.
+    """
+    q = placed(check_tensor("q", q), self._device, self._weak)
+    M = sizes(batched("q", q))[2]
+    self._check(start, M)
+    extras = Extras(
+      attn_mask=attn_mask,
+      dropout_p=dropout_p,
+      is_causal=is_causal,
+      scale=scale,
+      enable_gqa=enable_gqa,
+      window=window,
+      softcap=softcap,
+      q_start=start,
+      kv_lengths=start + M if kv_lengths is None else kv_lengths,
+      sinks=sinks,
+      score_mod=score_mod,
+      mask_mod=mask_mod,
+      aux=aux,
+      block_mask=block_mask,
+      return_lse=return_lse,
+      scales=None if self.k_scale is None or self.v_scale is None else (self.k_scale, self.v_scale),
+    )
+    return attend(q, self.k, self.v, extras, backend)
+
+  @property
+  def _device(self) -> str:
+    return str(self.k.device)
+
+  @property
+  def _weak(self) -> DType:
+    """The dtype for constants of none."""
+    return dtypes.default_float if self.k.dtype in EIGHT_BITS else self.k.dtype
+
+  def _check(self, start: int | UOp, M: int) -> None:
+    """Raises an error unless M positions from `start` on are within the cache."""
+    check_place("start", start)
+    low, high = (start.vmin, start.vmax) if isinstance(start, UOp) else (start, start)
+    N_max = sizes(self.k)[2]
+    if low < 0 or high + M > N_max:
+      given = f"start is {start}" if isinstance(start, int) else f"start is a Variable from {low} to {high}"
+      raise ValueError(f"{given}; for {M} of the cache's {N_max} positions it must be from 0 to {N_max - M}")
+
+
+def quantized(x: Tensor, dtype: DType) -> tuple[Tensor, Tensor]:
+  """Rows, the last axis of x, rounded to 8 bits each by its own scale, and the float32 scales.
+
+  A row of zeros, or of numbers so small that they count as such, has the scale 0.
+  """
+  x = x.float()
+  largest = x.abs().bitcast(dtypes.int).max(-1).bitcast(dtypes.float)  # as ints, NaN > infinity > any number
+  scale = (largest < inf).where((largest < LEAST * LARGEST[dtype]).where(0, largest / LARGEST[dtype]), nan)
+  known = (scale > 0).unsqueeze(-1)
+  rows = known.where(x / known.where(scale.unsqueeze(-1), 1), 0)
+  rounded = rows.round() if dtype == dtypes.int8 else _rounded(rows, FRACTION[dtype])
+  return rounded.clip(-LARGEST[dtype], LARGEST[dtype]).cast(dtype), scale
+
+
+def _rounded(x: Tensor, bits: int) -> Tensor:
+  """float32 rounded to `bits` bits of fraction, ties to even: by way of float16, tinygrad's cast would round twice."""
+  whole, rest = x.bitcast(dtypes.uint), 23 - bits
+  return ((whole + ((1 << (rest - 1)) - 1) + ((whole >> rest) & 1)) >> rest << rest).bitcast(dtypes.float)
+
+
+def _written(held: Tensor, x: Tensor, start: int | UOp) -> Tensor:
+  """The same memory, once x stands in it from `start` on, counted along its third axis.
+
+  Not `Tensor.assign`, which would also show the new content to tensors made before and not realized yet.
+  """
+  place = held[:, :, start : start + sizes(x)[2]]
+  return Tensor(held.uop.after(place.uop.store(x.uop)))

@@ -1,0 +1,65 @@
+"""Attention over keys that were seen in parts: the parts' outputs and log-sum-exps give those of the whole."""
+
+from collections.abc import Sequence
+from functools import reduce
+from math import inf
+
+from tinygrad import Tensor, dtypes
+
+from uopattn.spec.spec import DTYPES, dtype_name
+from uopattn.spec.tensors import check_tensor, described, operands, placed
+
+
+def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+  """Merges attentions of the same queries over disjoint keys, exactly: the softmax over all of them.
+
+  Each part's output is weighted by its share of the sum of exponentials, exp(lse_i - lse). The order of the parts does
+  not matter. This is how Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023) joins its splits, and FlashInfer's merge
+  of attention states (Ye et al., "FlashInfer", 2025, section 2.2).
+
+  Args:
+    outs: one or more of (B, H, M, Dv), all of one dtype, float32, float16 or bfloat16.
+    lses: as many of (B, H, M), float32: natural-log sums of exponentials. -inf is a part that sees no key, whose output
+      does not count, whatever it holds.
+
+  Returns:
+    The output (B, H, M, Dv) in the dtype of `outs`, 0 where no part sees a key, and the LSE (B, H, M) float32, -inf
+    there. Sums are taken in float32.
+
+  Raises:
+    TypeError, ValueError: an argument does not fit.
+  """
+  outs, lses = _checked(outs, lses)
+  highest = reduce(Tensor.maximum, lses)
+  shift = highest.eq(-inf).where(0, highest)  # -inf - -inf is NaN
+  weights = [(lse - shift).exp() for lse in lses]
+  total = reduce(Tensor.add, weights)
+  blind = total.eq(0)
+  total = blind.where(1, total)
+  shares = ((weight / total).unsqueeze(-1) for weight in weights)
+  parts = [share * share.eq(0).where(0, out.float()) for share, out in zip(shares, outs, strict=True)]
+  return reduce(Tensor.add, parts).cast(outs[0].dtype), blind.where(-inf, shift + total.log())
+
+
+def _checked(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+  """Both, once they are known to fit, and with constants on a device."""
+  for name, xs in (("outs", outs), ("lses", lses)):
+    if not isinstance(xs, (list, tuple)):
+      raise TypeError(f"{name} is {described(xs)}; it must be a list or tuple of Tensors")
+  if not outs or len(outs) != len(lses):
+    raise ValueError(f"outs has {len(outs)} parts, lses {len(lses)}; there must be as many of both, at least one")
+  outs = operands(**{f"outs[{i}]": x for i, x in enumerate(outs)})
+  device = str(outs[0].device)
+  lses = [placed(check_tensor(f"lses[{i}]", x), device) for i, x in enumerate(lses)]
+  shape, dtype = outs[0].shape, outs[0].dtype
+  if dtype not in DTYPES:
+    raise TypeError(f"outs[0] has dtype {dtype_name(dtype)}; accepted are {', '.join(map(dtype_name, DTYPES))}")
+  for name, parts, want, wanted in (("outs", outs, shape, dtype), ("lses", lses, shape[:-1], dtypes.float32)):
+    for i, x in enumerate(parts):
+      if x.shape != want:
+        raise ValueError(f"{name}[{i}] has shape {x.shape}; it must be {want}")
+      if x.dtype != wanted:
+        raise TypeError(f"{name}[{i}] has dtype {dtype_name(x.dtype)}; it must be {dtype_name(wanted)}")
+      if x.device != outs[0].device:
+        raise ValueError(f"{name}[{i}] is on {x.device}, outs[0] is on {device}; all must be on one device")
+  return outs, lses

@@ -1,0 +1,194 @@
+"""`attention_paged`: attention over keys that are kept in pages."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+
+from tinygrad import Tensor, UOp, dtypes
+from tinygrad.engine.realize import capturing
+from tinygrad.uop.ops import Ops, sym_infer
+
+from uopattn.api.attention import attend
+from uopattn.api.options import PagedOptions
+from uopattn.dsl import sizes
+from uopattn.spec.spec import Extras, check_place, dtype_name
+from uopattn.spec.tensors import check_tensor, operands, placed
+
+if TYPE_CHECKING:  # numpy takes a while to import
+  import numpy as np
+
+
+@overload
+def attention_paged(
+  q: Tensor,
+  k_pages: Tensor,
+  v_pages: Tensor,
+  page_table: Tensor,
+  kv_lengths: int | UOp | Tensor,
+  *,
+  return_lse: Literal[False] = False,
+  **options: Unpack[PagedOptions],
+) -> Tensor: ...
+
+
+@overload
+def attention_paged(
+  q: Tensor,
+  k_pages: Tensor,
+  v_pages: Tensor,
+  page_table: Tensor,
+  kv_lengths: int | UOp | Tensor,
+  *,
+  return_lse: Literal[True],
+  **options: Unpack[PagedOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention_paged(
+  q: Tensor,
+  k_pages: Tensor,
+  v_pages: Tensor,
+  page_table: Tensor,
+  kv_lengths: int | UOp | Tensor,
+  *,
+  return_lse: bool,
+  **options: Unpack[PagedOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+def attention_paged(
+  q: Tensor,
+  k_pages: Tensor,
+  v_pages: Tensor,
+  page_table: Tensor,
+  kv_lengths: int | UOp | Tensor,
+  *,
+  is_causal: bool = False,
+  scale: float | None = None,
+  enable_gqa: bool = False,
+  window: tuple[int | None, int | None] | None = None,
+  softcap: float | None = None,
+  q_start: int | UOp | Tensor = 0,
+  sinks: Tensor | None = None,
+  score_mod: Callable[..., Any] | None = None,
+  mask_mod: Callable[..., Any] | None = None,
+  aux: tuple[Tensor, ...] = (),
+  return_lse: bool = False,
+  backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+  """`attention` over keys and values in pages, as PagedAttention has them (Kwon et al., 2023): key j of sequence b is
+  row j % page_size of page page_table[b, j // page_size]. Kernels read the pages where they are.
+
+  Sequences may share pages. Of a sequence of n keys the first ceil(n / page_size) entries of the table are looked at;
+  what the others hold, and the rows of the last page behind the last key, does not matter.
+
+  An entry that is looked at must be in 0..P-1. Where the table and the lengths are at hand, realized or made of numbers
+  of Python's or numpy's, this is checked, unless a `TinyJit` captures or replays; on a GPU the check waits for what is
+  under way. A kernel that meets another entry reads nothing outside of the pages, and the output and the LSE of each
+  row that sees one of its keys are NaN.
+
+  Args:
+    q: (B, Hq, M, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2. Any number of queries.
+    k_pages: (P, Hkv, page_size, Dk), of q's dtype; any page_size >= 1.
+    v_pages: (P, Hkv, page_size, Dv), of q's dtype.
+    page_table: (B, max_pages), of an integer dtype; what is not int32 is converted at each call.
+    kv_lengths: the keys of each sequence, from 0 to max_pages * page_size: int, bound Variable, an expression of such,
+      or (B,) integer Tensor. Beyond the table's end there are no keys.
+    q_start: as for `attention`; for the queries to be the last positions of their sequences, kv_lengths - M.
+    is_causal, scale, enable_gqa, window, softcap, sinks, return_lse, backend: as for `attention`.
+    score_mod, mask_mod, aux: likewise; kv_idx is j, the key's place in its sequence.
+
+  Returns:
+    (B, Hq, M, Dv) in q's dtype; with return_lse a pair.
+
+  Raises:
+    TypeError, ValueError: an argument does not fit; the message names it, what was given and what is accepted.
+  """
+  q, k_pages, v_pages = operands(q=q, k_pages=k_pages, v_pages=v_pages)
+  page_table, kv_lengths = (placed(x, q.device) for x in (page_table, kv_lengths))
+  if q.ndim != 4:
+    raise ValueError(f"q has shape {q.shape}; it must be (B, Hq, M, Dk)")
+  for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
+    if x.ndim != 4 or not all(sizes(x)):
+      raise ValueError(f"{name} has shape {x.shape}; it must have four dimensions, each a known int >= 1")
+  _check_table(page_table, q)
+  P, _, page_size, _ = sizes(k_pages)
+  _check_lengths(kv_lengths, page_table, P, page_size)
+  extras = Extras(
+    is_causal=is_causal,
+    scale=scale,
+    enable_gqa=enable_gqa,
+    window=window,
+    softcap=softcap,
+    q_start=q_start,
+    kv_lengths=kv_lengths,
+    sinks=sinks,
+    score_mod=score_mod,
+    mask_mod=mask_mod,
+    aux=aux,
+    return_lse=return_lse,
+    page_table=_as_int(page_table, P),
+  )
+  return attend(q, k_pages, v_pages, extras, backend)
+
+
+def _check_table(table: object, q: Tensor) -> None:
+  table, B = check_tensor("page_table", table), sizes(q)[0]
+  if table.dtype not in dtypes.ints:
+    raise TypeError(f"page_table has dtype {dtype_name(table.dtype)}; it must be a Tensor of an integer dtype")
+  if table.ndim != 2 or table.shape[0] != B or sizes(table)[1] < 1:
+    raise ValueError(f"page_table has shape {table.shape}; it must be ({B}, max_pages), max_pages >= 1")
+  if table.device != q.device:
+    raise ValueError(f"page_table is on {table.device}, q is on {q.device}; all must be on one device")
+
+
+def _as_int(table: Tensor, P: int) -> Tensor:
+  """The table in int32; P, which is no page, for what int32 may not hold."""
+  if dtypes.int32.max < table.dtype.max:
+    table = ((table >= 0) & (table < P)).where(table, P)
+  return table.cast(dtypes.int)
+
+
+def _check_lengths(kv_lengths: int | UOp | Tensor, table: Tensor, P: int, page_size: int) -> None:
+  """Checks lengths, and the table's entries that they have looked at, as far as their values are at hand.
+
+  Raises:
+    TypeError: the lengths are of a wrong type, or there are none.
+    ValueError: one of either is out of its range.
+  """
+  B, pages = sizes(table)
+  check_place("kv_lengths", kv_lengths, B)
+  if capturing or (lengths := _lengths(kv_lengths, B)) is None:
+    return
+  for b, length in enumerate(lengths):
+    if not 0 <= length <= pages * page_size:
+      raise ValueError(
+        f"kv_lengths is {length} for sequence {b}; it must be from 0 to {pages * page_size}, which are {pages} pages "
+        f"of {page_size} keys"
+      )
+  if (entries := _at_hand(table)) is None:
+    return
+  import numpy as np
+
+  used = np.arange(pages) * page_size < np.array(lengths)[:, None]
+  for b, j in np.argwhere(used & ((entries < 0) | (entries >= P)))[:1].tolist():
+    raise ValueError(
+      f"page_table[{b}, {j}] is {entries[b, j]}; it must be from 0 to {P - 1}, as k_pages has {P} pages, "
+      f"for sequence {b} has {lengths[b]} keys in pages of {page_size}"
+    )
+
+
+def _lengths(kv_lengths: int | UOp | Tensor, B: int) -> list[int] | None:
+  """The length of each sequence; None if they are not at hand."""
+  if isinstance(kv_lengths, Tensor):
+    return None if (values := _at_hand(kv_lengths)) is None else values.tolist()
+  if isinstance(kv_lengths, UOp):
+    expression, bound = kv_lengths.unbind_all()
+    kv_lengths = sym_infer(expression, {variable.expr: value for variable, value in bound.items()})
+  return [kv_lengths] * B
+
+
+def _at_hand(x: Tensor) -> "np.ndarray[Any, Any] | None":
+  """The values of a Tensor that need not be computed; None of another."""
+  held = x.uop.src[0] if x.uop.op is Ops.COPY else x.uop  # which a Tensor of Python's or numpy's numbers is
+  return Tensor(held).numpy() if held.has_buffer_identity() and held.is_realized else None

@@ -1,0 +1,240 @@
+"""`attention_varlen`: attention within sequences that lie one after another, of any lengths."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, Literal, Unpack, overload
+
+from tinygrad import Tensor, dtypes
+
+from uopattn.api.attention import attend
+from uopattn.api.options import VarlenOptions
+from uopattn.dsl import sizes
+from uopattn.dsl.rules.masks import FAR
+from uopattn.spec.spec import Extras, dtype_name, make_spec, settled, sides
+from uopattn.spec.tensors import as_int, check_tensor, described, near, operands, placed
+
+Offsets = Tensor | list[int] | tuple[int, ...]
+
+
+@overload
+def attention_varlen(
+  q: Tensor,
+  k: Tensor,
+  v: Tensor,
+  cu_seqlens_q: Offsets,
+  cu_seqlens_k: Offsets,
+  *,
+  return_lse: Literal[False] = False,
+  **options: Unpack[VarlenOptions],
+) -> Tensor: ...
+
+
+@overload
+def attention_varlen(
+  q: Tensor,
+  k: Tensor,
+  v: Tensor,
+  cu_seqlens_q: Offsets,
+  cu_seqlens_k: Offsets,
+  *,
+  return_lse: Literal[True],
+  **options: Unpack[VarlenOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention_varlen(
+  q: Tensor,
+  k: Tensor,
+  v: Tensor,
+  cu_seqlens_q: Offsets,
+  cu_seqlens_k: Offsets,
+  *,
+  return_lse: bool,
+  **options: Unpack[VarlenOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+def attention_varlen(
+  q: Tensor,
+  k: Tensor,
+  v: Tensor,
+  cu_seqlens_q: Offsets,
+  cu_seqlens_k: Offsets,
+  *,
+  is_causal: bool = False,
+  scale: float | None = None,
+  enable_gqa: bool = False,
+  window: tuple[int | None, int | None] | None = None,
+  softcap: float | None = None,
+  q_start: int | Tensor = 0,
+  sinks: Tensor | None = None,
+  score_mod: Callable[..., Any] | None = None,
+  mask_mod: Callable[..., Any] | None = None,
+  aux: tuple[Tensor, ...] = (),
+  return_lse: bool = False,
+  backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+  """`attention` of each of S sequences for itself, without padding: sequence s has the queries from cu_seqlens_q[s] to
+  cu_seqlens_q[s + 1] - 1, and likewise the keys.
+
+  The first and the last key that each query sees say it all, so a kernel skips the tiles of other sequences as it does
+  those that a causal mask or a window hides. q, k and v are copied once, heads first.
+
+  Args:
+    q: (total queries, Hq, Dk); float32, float16 or bfloat16.
+    k: (total keys, Hkv, Dk), of q's dtype.
+    v: (total keys, Hkv, Dv), of q's dtype.
+    cu_seqlens_q, cu_seqlens_k: (S + 1,), the lengths summed up: 0, and then where each sequence ends. Either ints,
+      which are checked, or a Tensor of an integer dtype, which is not read back: if it decreases or goes beyond the
+      total, the output is wrong, but nothing is read out of bounds. A sequence may be empty on either side; a query
+      behind the last end sees no key.
+    is_causal, window: as for `attention`, by positions within the sequence.
+    scale, enable_gqa, softcap, sinks, backend: as for `attention`.
+    q_start: position of the first query among the keys of its sequence, an int or (S,) integer Tensor; 0 aligns causal
+      masks upper left, the number of keys less that of queries lower right.
+    score_mod, mask_mod, aux: as for `attention`, by indices of the sequence's own: b is its number, from 0 to S - 1,
+      q_idx and kv_idx count its queries and its keys from 0.
+    return_lse: also return the natural-log sum of exponentials of each row, (Hq, total queries) float32. Realize both
+      together.
+
+  Returns:
+    (total queries, Hq, Dv) in q's dtype; with return_lse a pair. A query that sees no key gets 0, and -inf.
+
+  Raises:
+    TypeError, ValueError: an argument does not fit; the message names it, what was given and what is accepted.
+  """
+  q, k, v = operands(q=q, k=k, v=v)
+  for name, x in (("q", q), ("k", k), ("v", v)):
+    if x.ndim != 3:
+      raise ValueError(f"{name} has shape {x.shape}; it must have three dimensions, (total, H, head size)")
+  q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # heads first
+  M, N, device = sizes(q)[1], sizes(k)[1], str(q.device)
+  given = Extras(
+    is_causal=is_causal,
+    scale=scale,
+    enable_gqa=enable_gqa,
+    window=window,
+    softcap=softcap,
+    sinks=sinks,
+    score_mod=score_mod,
+    mask_mod=mask_mod,
+    aux=aux,
+    return_lse=return_lse,
+  )
+  given = settled(given, device)
+  # Checks all but the offsets, for which it takes q, k and v to be right.
+  make_spec(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), given)
+  ends_q, ends_k = _offsets("cu_seqlens_q", cu_seqlens_q, M, device), _offsets("cu_seqlens_k", cu_seqlens_k, N, device)
+  if ends_q.shape != ends_k.shape:
+    raise ValueError(f"cu_seqlens_k has shape {ends_k.shape}, cu_seqlens_q {ends_q.shape}; they must be the same")
+  starts = _starts(q_start, sizes(ends_q)[0] - 1, device)
+  bounds = key_bounds(ends_q, ends_k, M, N, sides(window, is_causal), starts)
+  extras = replace(given, is_causal=False, window=None, bounds=bounds, return_lse=True)
+  if score_mod is not None or mask_mod is not None:
+    aux = (*given.aux, *_sequences(ends_q, ends_k, M, N))
+    extras = replace(extras, score_mod=_of_sequences(score_mod, 1), mask_mod=_of_sequences(mask_mod, 0), aux=aux)
+  out, lse = attend(q, k, v, extras, backend)
+  return (out.transpose(0, 1), lse) if return_lse else out.transpose(0, 1)
+
+
+def key_bounds(
+  ends_q: Tensor, ends_k: Tensor, M: int, N: int, window: tuple[int | None, int | None], q_start: int | Tensor
+) -> tuple[Tensor, Tensor]:
+  """The first and the last key that each query sees, (M,) int32 both; neither decreases with the query.
+
+  Where a query sees no key, the last one comes before the first.
+
+  Args:
+    ends_q, ends_k: (S + 1,) int32, `cu_seqlens_q` and `cu_seqlens_k`.
+    M, N: queries and keys.
+    window: keys before and behind a query's position that it sees, None for no bound.
+    q_start: an int or (S,) int32.
+  """
+  row, ends_q, ends_k, of_own = _queries(ends_q, ends_k, M, N)
+  start, end = of_own(ends_k[:-1]), of_own(ends_k[1:])
+  shift = of_own(q_start.clip(-FAR, FAR).pad((0, 1))) if isinstance(q_start, Tensor) else near(q_start)
+  position = start + row - of_own(ends_q[:-1]) + shift
+  left, right = window
+  first = start if left is None else (position - left).maximum(start).minimum(end)
+  last = end - 1 if right is None else (position + right).minimum(end - 1).maximum(start - 1)
+  return first.cast(dtypes.int).contiguous(), last.cast(dtypes.int).contiguous()
+
+
+def _queries(
+  ends_q: Tensor, ends_k: Tensor, M: int, N: int
+) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]]:
+  """What there is to know of each query's sequence.
+
+  One more sequence, without keys, has the queries behind the last end.
+
+  Returns:
+    The queries (M,) int32; `ends_q` and `ends_k` within their bounds, (S + 2,); and what makes of a number for each
+    sequence, (S + 1,), one for each query, (M,).
+  """
+  row = Tensor.arange(M).cast(dtypes.int)
+  ends_q, ends_k = (x.clip(0, n).pad((0, 1), value=n) for x, n in ((ends_q, M), (ends_k, N)))
+  ends_k = ends_k.minimum(ends_k[-2])
+  own = (ends_q[:-1].unsqueeze(1) <= row) & (row < ends_q[1:].unsqueeze(1))  # (S + 1, M)
+  return row, ends_q, ends_k, lambda x: own.where(x.unsqueeze(1), 0).sum(0)
+
+
+def _sequences(ends_q: Tensor, ends_k: Tensor, M: int, N: int) -> tuple[Tensor, ...]:
+  """For each query the number of its sequence, and where its queries and its keys begin, (M,) int32 each."""
+  _, ends_q, ends_k, of_own = _queries(ends_q, ends_k, M, N)
+  found = Tensor.arange(sizes(ends_q)[0] - 1), ends_q[:-1], ends_k[:-1]
+  return tuple(of_own(x).cast(dtypes.int).contiguous() for x in found)
+
+
+def _of_sequences(mod: Callable[..., Any] | None, scores: int) -> Callable[..., Any] | None:
+  """A function of a sequence's own indices as one of those of all queries and keys; behind its aux, `_sequences`.
+
+  Args:
+    scores: how many arguments come before the indices: 1 of a score_mod, 0 of a mask_mod.
+  """
+
+  if mod is None:
+    return None
+
+  def packed(*given: Any) -> Any:
+    score, (_, h, i, j), aux = given[:scores], given[scores : scores + 4], given[scores + 4 : -3]
+    sequence, first_query, first_key = (x[i] for x in given[-3:])
+    return mod(*score, sequence, h, i - first_query, j - first_key, *aux)
+
+  return packed
+
+
+def _offsets(name: str, x: Offsets, total: int, device: str) -> Tensor:
+  """`cu_seqlens` as (S + 1,) int32, S at least 1."""
+  x = placed(x, device)
+  if isinstance(x, Tensor):
+    check_tensor(name, x)
+    if x.dtype not in dtypes.ints:
+      raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it must be of an integer dtype, or ints")
+    if x.ndim != 1 or sizes(x)[0] < 2:
+      raise ValueError(f"{name} has shape {x.shape}; it must be (S + 1,) for S >= 1 sequences")
+    if x.device != device:
+      raise ValueError(f"{name} is on {x.device}, q is on {device}; all must be on one device")
+    return as_int(x)
+  if not isinstance(x, (list, tuple)) or not all(type(end) is int for end in x):
+    raise TypeError(f"{name} is {described(x)}; it must be a Tensor of an integer dtype, or a list of ints")
+  if len(x) < 2 or x[0] != 0 or x[-1] != total or any(a > b for a, b in pairwise(x)):
+    raise ValueError(f"{name} is {x!r}; it must rise from 0 to {total}, the length of all sequences")
+  return Tensor(x, dtype=dtypes.int, device=device)
+
+
+def _starts(x: int | Tensor, sequences: int, device: str) -> int | Tensor:
+  x = placed(x, device)
+  if isinstance(x, Tensor):
+    check_tensor("q_start", x)
+    if x.dtype not in dtypes.ints:
+      raise TypeError(f"q_start has dtype {dtype_name(x.dtype)}; it must be an int or a Tensor of an integer dtype")
+    if x.shape != (sequences,):
+      raise ValueError(f"q_start has shape {x.shape}; it must be ({sequences},)")
+    if x.device != device:
+      raise ValueError(f"q_start is on {x.device}, q is on {device}; all must be on one device")
+    return as_int(x)
+  if isinstance(x, bool) or not isinstance(x, int):
+    raise TypeError(f"q_start is {described(x)}; accepted are an int and a ({sequences},) integer Tensor")
+  return x

@@ -1,0 +1,222 @@
+"""Products of matrices on AMD's matrix cores: operands from memory, LDS and registers, sums in registers, results back.
+
+Two kinds are what attention is made of, both with D's columns, 16 a wave, for the lanes: `uopattn.dsl.amd.fragments`.
+    D = A B         `multiply_rows`: A is a tile of rows in LDS, B other rows of the same size, in registers
+    C + A^T D       `accumulate`: A^T is a tile in LDS, transposed, D what was made of the first product, `as_operands`
+"""
+
+from collections.abc import Callable
+
+from tinygrad import UOp, dtypes
+from tinygrad.dtype import DType
+from tinygrad.helpers import ceildiv
+
+from uopattn.dsl import instructions as ins
+from uopattn.dsl.amd.fragments import CHUNK, HIP, ROWS, Fragments
+from uopattn.dsl.amd.staging import WORDS, Rows
+from uopattn.dsl.rules.rows import HeadRows
+from uopattn.dsl.scope import gated, sizes
+from uopattn.dsl.words import ALWAYS, Words, as_type, words_of
+
+Operand = list[UOp]  # the `width` 16-bit elements that a lane holds of A, or of B, for a step
+
+
+def load_operands(
+  f: Fragments, dtype: DType, rows: HeadRows, row: UOp, lane: UOp, exists: UOp = ALWAYS
+) -> list[Operand]:
+  """A row, of this lane, as the B operand of each step; zeros where nothing `exists`."""
+  load, steps = words_of(rows, exists), ceildiv(rows.size, f.step)
+  words = [[load(row, f.chunk(UOp.const(i), lane) * WORDS + w) for w in range(f.width // 2)] for i in range(steps)]
+  return [elements(f, dtype, step) for step in words]
+
+
+def multiply(f: Fragments, a: Operand, b: Operand, c: UOp) -> UOp:
+  """C + A B over one step."""
+  for i in range(0, f.width, f.operand):
+    left, right = (UOp.stack(*x[i : i + f.operand]) for x in (a, b))
+    c = UOp.wmma(left, right, c, (ROWS, ROWS, f.k), "AMD", f.lanes)
+  return c
+
+
+def elements(f: Fragments, dtype: DType, words: Words) -> Operand:
+  """Words as 16-bit elements.
+
+  tinygrad's lowering never ends where an operand is all of one vector that is no STACK: make it half of one, or two.
+  """
+  size = len(words) // 2 if f.products == 1 else len(words)
+  result: Operand = []
+  for part in (words[i : i + size] for i in range(0, len(words), size)):
+    if all(word.vmin == word.vmax == 0 for word in part):  # past the head size; a constant vector has no elements in C
+      result += [UOp.const(0.0, dtype)] * (2 * size)
+    else:
+      vector = UOp.stack(*part).bitcast(dtype)
+      result += [vector[e] for e in range(2 * size)]
+  return result
+
+
+def read_row(f: Fragments, dtype: DType, lds: Rows, row: UOp, step: int, lane: UOp) -> Operand:
+  """What this lane holds of a row in LDS, for one step along it."""
+  chunk = f.chunk(UOp.const(step), lane)
+  return elements(f, dtype, [word for i in range(f.width // CHUNK) for word in lds.load(row, chunk + i)])
+
+
+def multiply_rows(
+  f: Fragments,
+  dtype: DType,
+  lds: Rows,
+  rows: int,
+  operands: list[list[Operand]],
+  lane: UOp,
+  begun: list[list[UOp]] | None = None,
+) -> list[list[UOp]]:
+  """C + A B for each tile of columns: tiles of 16 rows, `result` elements of them in this lane.
+
+  Args:
+    lds: A (rows, size).
+    operands: B (size, 16) of each tile of columns, for each step.
+    begun: C, likewise in tiles; None is 0.
+  """
+  zero = UOp.const((0.0,) * f.result, dtypes.float)
+  tiles = [[zero] * (rows // ROWS) for _ in operands] if begun is None else [list(tile) for tile in begun]
+  for n in range(rows // ROWS):
+    for step in range(len(operands[0])):
+      frag = read_row(f, dtype, lds, n * ROWS + lane % ROWS, step, lane)
+      for tile, operand in zip(tiles, operands, strict=True):
+        tile[n] = multiply(f, frag, operand[step], tile[n])
+  return tiles
+
+
+def own_rows(f: Fragments, rows: int, lane: UOp) -> tuple[UOp, list[int]]:
+  """The first row of a tile that this lane has elements of, and how far from it each is, in their order.
+
+  The tile's rows are those of `Stage.as_is`, dealt out so that a lane has neighbours.
+  """
+  own = f.row_tiles * f.result  # of each step
+  return lane // ROWS * own, [step + i for step in range(0, rows, f.step) for i in range(own)]
+
+
+def rounded(dtype: DType, x: UOp) -> UOp:
+  """x as a 16-bit float, to nearest; a tie of bfloat16 goes away from 0, which takes one addition."""
+  if dtype == dtypes.half:
+    return x.cast(dtype)
+  return ((x.bitcast(dtypes.uint) + 0x8000) >> 16).cast(dtypes.ushort).bitcast(dtype)
+
+
+def word_of(dtype: DType, low: UOp, high: UOp) -> UOp:
+  """Two float32, rounded, as a word."""
+  if dtype == dtypes.half:
+    low, high = (rounded(dtype, x).bitcast(dtypes.ushort).cast(dtypes.uint) for x in (low, high))
+    return low | (high << 16)
+  return ins.high_halves(HIP, *(x.bitcast(dtypes.uint) + 0x8000 for x in (low, high)))
+
+
+def as_operands(
+  f: Fragments, dtype: DType, values: list[list[UOp]], lds: Rows | None, places: list[UOp], lane: UOp
+) -> list[list[Operand]]:
+  """D of each tile of columns, float32, as the B operand of each step of `accumulate`; on RDNA3 by way of LDS.
+
+  There a lane's column is row `places[tile]` of `lds` (columns, rows); one fence serves all tiles.
+  """
+  own = f.row_tiles * f.result  # elements of a step
+  tiles = [[x[i : i + own] for i in range(0, len(x), own)] for x in values]
+  if lds is None:
+    return [[[rounded(dtype, x) for x in step] for step in steps] for steps in tiles]
+  stores = []
+  for steps, place in zip(tiles, places, strict=True):
+    for i, step in enumerate(steps):
+      words = [word_of(dtype, *step[j : j + 2]) for j in range(0, own, 2)]
+      stores += lds.store(place, f.step // CHUNK * i + lane // ROWS, words)
+  fenced = lds.fenced(*stores)
+  return [[read_row(f, dtype, fenced, place, i, lane) for i in range(len(tiles[0]))] for place in places]
+
+
+def accumulate(
+  f: Fragments, dtype: DType, operands: list[list[Operand]], lds: Rows, acc: UOp, begun: list[list[UOp]], lane: UOp
+) -> list[UOp]:
+  """C + A^T D: the stores to acc (tiles of columns, tiles of 16 of A's columns, `result` in this lane).
+
+  Args:
+    operands: D of each tile of columns, for each step.
+    lds: A^T (A's columns, A's rows).
+    begun: C, in tiles as acc.
+  """
+  stores = []
+  for d in range(sizes(acc)[1]):
+    out = [tiles[d] for tiles in begun]
+    for step in range(len(operands[0])):
+      frag = read_row(f, dtype, lds, d * ROWS + lane % ROWS, step, lane)
+      out = [multiply(f, frag, operand[step], c) for operand, c in zip(operands, out, strict=True)]
+    stores += [acc[i, d].store(c) for i, c in enumerate(out)]
+  return stores
+
+
+def other_group(f: Fragments, value: UOp, lane: UOp, distance: int) -> UOp:
+  """The value that the lane of the same column, `distance` groups away, has; 32-bit."""
+  if f.lanes == 32:
+    return ins.permlanex16(HIP, value)
+  return ins.shuffle_xor(HIP, value, ROWS) if distance == 1 else ins.shuffle(HIP, value, (lane ^ 32).cast(dtypes.int))
+
+
+def join(f: Fragments, operation: Callable[[UOp, UOp], UOp], value: UOp, lane: UOp) -> UOp:
+  """The values of all lanes of a column, joined by `operation`."""
+  distance = 1
+  while distance < f.groups:
+    value, distance = operation(value, other_group(f, value, lane, distance)), 2 * distance
+  return value
+
+
+def store_acc(
+  f: Fragments, o: UOp, head: UOp, row: UOp, acc: UOp, finished: Callable[[UOp], UOp], lane: UOp
+) -> list[UOp]:
+  """Stores acc (tiles of 16 columns, `result` in this lane), finished, to o[head, row]; nothing past o's rows.
+
+  o is of a 16-bit type or, where it is to be joined with others, float32.
+  """
+  stores = []
+  for j in range(sizes(acc)[0]):
+    values = [finished(acc[j, e].load()) for e in range(f.result)]
+    if o.dtype == dtypes.float:
+      stores += [store_part(o, head, row, j * ROWS + f.result_row(lane // ROWS, e), x) for e, x in enumerate(values)]
+      continue
+    columns = neighbours(f, [x.cast(o.dtype) for x in values], lane)
+    stores += store_columns(o, head, row, j * ROWS + lane // ROWS * f.result, columns)
+  return stores
+
+
+def store_part(o: UOp, head: UOp, row: UOp, column: UOp, value: UOp) -> UOp:
+  """Stores an element in float32."""
+  _, M, Dv = sizes(o)
+  inside = (row < M) & (column < Dv) if column.vmax >= Dv else row < M
+  return gated(o, inside, head, row, column).store(ins.pin(HIP, value))
+
+
+def neighbours(f: Fragments, values: list[UOp], lane: UOp) -> list[UOp]:
+  """What a lane has of 16 columns, as neighbours: on RDNA3 each has every second one, and lanes swap halves."""
+  if not f.interleaved:
+    return values
+  low, half, result = lane < ROWS, len(values) // 2, []
+  for near, far in zip(values[:half], values[half:], strict=True):
+    bits = low.where(far, near).bitcast(dtypes.ushort).cast(dtypes.uint)
+    other = other_group(f, bits, lane, 1).cast(dtypes.ushort).bitcast(near.dtype)
+    result += [low.where(near, other), low.where(other, far)]
+  return result
+
+
+def store_columns(o: UOp, head: UOp, row: UOp, first: UOp, values: list[UOp]) -> list[UOp]:
+  """Stores `values` to o[head, row, first:], in words where rows are whole ones; nothing outside o.
+
+  All lanes work the values out, also those that store none: the other lanes' are made with their help.
+  """
+  _, M, Dv = sizes(o)
+  width = 2 - Dv % 2
+  stores = []
+  for e in range(0, len(values), width):
+    inside = (row < M) & (first + e < Dv) if first.vmax + e >= Dv else row < M
+    if width == 1:
+      word = ins.pin(HIP, values[e].bitcast(dtypes.ushort).cast(dtypes.uint))
+      stores.append(gated(o, inside, head, row, first + e).store(word.cast(dtypes.ushort).bitcast(o.dtype)))
+      continue
+    low, high = (x.bitcast(dtypes.ushort).cast(dtypes.uint) for x in values[e : e + 2])
+    at = (head * M + row) * (Dv // 2) + (first + e) // 2
+    stores.append(as_type(o, dtypes.uint)[at.valid(inside)].store(ins.pin(HIP, low | (high << 16))))
+  return stores

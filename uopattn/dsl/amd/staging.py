@@ -1,0 +1,195 @@
+"""The way of tiles of rows from global memory through registers to LDS, on AMD: as they are, transposed, or both.
+
+A workgroup shares one tile of each matrix. Each thread loads its pieces of the next tile into registers while the
+workgroup still reads the present one, and stores them once all are done with it. Pieces are dealt to lanes in an order
+in which the lanes served together write to different banks.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from tinygrad import UOp, dtypes
+from tinygrad.dtype import AddrSpace
+from tinygrad.helpers import round_up
+
+from uopattn.dsl import instructions as ins
+from uopattn.dsl.amd.fragments import CHUNK, HIP, ROWS, Fragments
+from uopattn.dsl.scope import Scope, clamp
+from uopattn.dsl.words import ALWAYS, Load, Words
+
+WORDS = CHUNK // 2  # 32-bit words in a chunk
+
+Source = tuple[Load, int]  # a matrix in global memory, and how long its rows are to be, in whole fragments
+Number = Callable[[UOp], UOp]  # row -> its float32
+
+
+@dataclass(frozen=True)
+class Rows:
+  """Rows of chunks in LDS. The index is flat, so that tinygrad keeps the gate of a store whatever the sizes are.
+
+  Attributes:
+    words: the memory.
+    stride: words from row to row.
+    first: the first chunk for loads, 0; see `fenced`.
+  """
+
+  words: UOp
+  stride: int
+  first: UOp | int = 0
+
+  @classmethod
+  def make(cls, s: Scope, rows: int, columns: int, pad: int) -> "Rows":
+    """Rows of `columns` elements, padded by `pad` chunks."""
+    stride = (columns // CHUNK + pad) * WORDS
+    return cls(s.buffer(rows * stride, dtype=dtypes.uint, space=AddrSpace.LOCAL), stride)
+
+  def after(self, *after: UOp) -> "Rows":
+    return replace(self, words=self.words.after(*after))
+
+  def fenced(self, *stores: UOp) -> "Rows":
+    """These rows for a wave that loads what its own lanes stored. `after` would have tinygrad add a barrier."""
+    return replace(self, first=ins.wave_fence(HIP, *stores))
+
+  def load(self, row: UOp, chunk: UOp | int) -> Words:
+    """A chunk."""
+    return [self.words[row * self.stride + (self.first + chunk) * WORDS + w].load() for w in range(WORDS)]
+
+  def store(self, row: UOp, chunk: UOp, words: Words, inside: UOp = ALWAYS) -> list[UOp]:
+    """Stores a chunk where `inside`."""
+    first = row * self.stride + chunk * WORDS
+    return [self.words[(first + w).valid(inside)].store(word) for w, word in enumerate(words)]
+
+
+class Stage:
+  """The tiles of `block` rows in LDS, and this thread's part in filling them.
+
+  Attributes:
+    as_is: of each matrix that is wanted so, (block, columns) in LDS, rows dealt out by `Fragments.row_at`.
+    transposed: of each that is wanted transposed, (columns, block) in LDS.
+    numbers: of each array of float32, (block,) and more in LDS.
+  """
+
+  def __init__(
+    self,
+    s: Scope,
+    f: Fragments,
+    block: int,
+    threads: int,
+    thread: UOp,
+    length: UOp,
+    as_is: Sequence[Source],
+    transposed: Sequence[Source],
+    numbers: Sequence[Number] = (),
+  ):
+    """`length` is the number of rows that exist."""
+    self.length, self.block = length, block
+    self.as_is = [Rows.make(s, block, columns, f.pad) for _, columns in as_is]
+    self.transposed = [Rows.make(s, columns, block, f.pad) for _, columns in transposed]
+    self.numbers = [s.buffer(round_up(block, threads), space=AddrSpace.LOCAL) for _ in numbers]
+    self._parts: list[AsIs | Transposed | Numbers] = [
+      *(AsIs(s, f, block, threads, thread, source, lds) for source, lds in zip(as_is, self.as_is, strict=True)),
+      *(Transposed(s, f, block, threads, thread, *x) for x in zip(transposed, self.transposed, strict=True)),
+      *(Numbers(s, block, threads, thread, *x) for x in zip(numbers, self.numbers, strict=True)),
+    ]
+
+  def load(self, first: UOp, *after: UOp, base: UOp | int = 0) -> UOp:
+    """Loads the tile that starts at row `first`. Past the last row that row is loaded again, and masked later.
+
+    Where all tiles are whole, the last tile itself is loaded again: one bound for all instead of one a row.
+    Row 0 is row `base` of the sources.
+    """
+    least, most = int(self.length.vmin), int(self.length.vmax)
+    if whole := least == most and most % self.block == 0:
+      first = clamp(first, 0, most - self.block)
+
+    def row(at: UOp) -> UOp:
+      return base + (first + at if whole else clamp(first + at, 0, (self.length - 1).maximum(0)))
+
+    return UOp.group(*(store for part in self._parts for store in part.load(row, *after)))
+
+  def store(self, *after: UOp) -> UOp:
+    """Stores to LDS what was loaded."""
+    return UOp.group(*(store for part in self._parts for store in part.store(*after)))
+
+
+class AsIs:
+  """A thread's pieces of a matrix that is wanted as it is: a chunk of a row each."""
+
+  def __init__(self, s: Scope, f: Fragments, block: int, threads: int, thread: UOp, source: Source, lds: Rows):
+    self.word, columns = source
+    self.lds, pieces = lds, block * columns // CHUNK
+    self.places = [chunk_place(f, thread + i, columns // CHUNK, pieces) for i in range(0, pieces, threads)]
+    self.words = s.buffer(len(self.places), WORDS, dtype=dtypes.uint)
+
+  def load(self, row: Callable[[UOp], UOp], *after: UOp) -> list[UOp]:
+    words, stores = self.words.after(*after), []
+    for i, (_, at, chunk, _) in enumerate(self.places):
+      stores += [words[i, w].store(self.word(row(at), chunk * WORDS + w)) for w in range(WORDS)]
+    return stores
+
+  def store(self, *after: UOp) -> list[UOp]:
+    words, lds, stores = self.words.after(*after), self.lds.after(*after), []
+    for i, (place, _, chunk, inside) in enumerate(self.places):
+      stores += lds.store(place, chunk, [words[i, w].load() for w in range(WORDS)], inside)
+    return stores
+
+
+class Transposed:
+  """A thread's pieces of a matrix that is wanted transposed: two columns of eight rows each."""
+
+  def __init__(self, s: Scope, f: Fragments, block: int, threads: int, thread: UOp, source: Source, lds: Rows):
+    self.word, columns = source
+    self.lds, pieces = lds, columns // 2 * (block // CHUNK)
+    self.places = [pair_place(f, thread + i, columns // 2, pieces) for i in range(0, pieces, threads)]
+    self.words = s.buffer(len(self.places), CHUNK, dtype=dtypes.uint)
+
+  def load(self, row: Callable[[UOp], UOp], *after: UOp) -> list[UOp]:
+    words, stores = self.words.after(*after), []
+    for i, (pair, chunk, _) in enumerate(self.places):
+      stores += [words[i, e].store(self.word(row(chunk * CHUNK + e), pair)) for e in range(CHUNK)]
+    return stores
+
+  def store(self, *after: UOp) -> list[UOp]:
+    words, lds, stores = self.words.after(*after), self.lds.after(*after), []
+    for i, (pair, chunk, inside) in enumerate(self.places):
+      loaded = [words[i, e].load() for e in range(CHUNK)]  # of two columns, for eight rows
+      for half, column in ((ins.low_halves, 2 * pair), (ins.high_halves, 2 * pair + 1)):
+        stores += lds.store(column, chunk, [half(HIP, *loaded[e : e + 2]) for e in range(0, CHUNK, 2)], inside)
+    return stores
+
+
+class Numbers:
+  """A thread's rows of an array with one float32 a row. Threads that are left over take rows again, to a place beyond.
+
+  A branch around their store would have LLVM put off products that come before it, and keep all operands until then.
+  """
+
+  def __init__(self, s: Scope, block: int, threads: int, thread: UOp, number: Number, lds: UOp):
+    self.number, self.lds, self.block = number, lds, block
+    self.places = [thread + i for i in range(0, block, threads)]
+    self.words = s.buffer(len(self.places))
+
+  def load(self, row: Callable[[UOp], UOp], *after: UOp) -> list[UOp]:
+    words = self.words.after(*after)
+    return [words[i].store(self.number(row(at % self.block))) for i, at in enumerate(self.places)]
+
+  def store(self, *after: UOp) -> list[UOp]:
+    words, lds = self.words.after(*after), self.lds.after(*after)
+    return [lds[at].store(words[i].load()) for i, at in enumerate(self.places)]
+
+
+def chunk_place(f: Fragments, piece: UOp, chunks: int, pieces: int) -> tuple[UOp, UOp, UOp, UOp]:
+  """(row in LDS, row of the tile, chunk, whether there is such a piece): `pad` chunks, then 8 rows, then the rest."""
+  inside = piece < pieces
+  piece = inside.where(piece, 0)  # what is loaded without being stored must be there to load
+  chunk, row, rest = piece % f.pad, piece // f.pad % 8, piece // (8 * f.pad)
+  chunk, row = chunk + f.pad * (rest % (chunks // f.pad)), row + 8 * (rest // (chunks // f.pad))
+  at = row // f.step * f.step + f.row_at(row % f.step // ROWS, row % ROWS)
+  return row, at, chunk, inside
+
+
+def pair_place(f: Fragments, piece: UOp, pairs: int, pieces: int) -> tuple[UOp, UOp, UOp]:
+  """(pair of columns, chunk of rows, whether there is such a piece): 2 `pad` chunks, then the pairs, then the rest."""
+  near, inside = 2 * f.pad, piece < pieces
+  piece = inside.where(piece, 0)
+  return piece // near % pairs, piece % near + near * (piece // (near * pairs)), inside

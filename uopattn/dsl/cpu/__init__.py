@@ -1,0 +1,1 @@
+"""For kernels of CPUs."""

@@ -1,0 +1,79 @@
+"""What CPU kernels share: tiles of keys, strips of rows that registers hold, and the sums that those registers take."""
+
+from collections.abc import Callable
+
+from tinygrad import UOp, dtypes
+from tinygrad.helpers import ceildiv
+
+from uopattn.dsl.rules.rows import HeadRows
+from uopattn.dsl.scope import Loop, Scope, sizes
+
+Tile = Callable[[UOp, UOp], UOp]  # (key, column), both counted within the tile -> its float32 element
+
+
+def even(length: int, most: int) -> int:
+  """The size of the largest part when `length` is cut into as few parts of at most `most` as it takes, evenly."""
+  return ceildiv(length, ceildiv(length, most))
+
+
+def strips(length: int, width: int) -> list[tuple[int, int, int]]:
+  """Cuts `length` rows into strips of `width` and one narrower rest: (first row, how many strips, rows a strip)."""
+  whole, rest = divmod(length, width)
+  return [(0, whole, width)] * (whole > 0) + [(whole * width, 1, rest)] * (rest > 0)
+
+
+def largest_divisor(x: int, most: int) -> int:
+  """The largest divisor of x that is at most `most` (and at least 1)."""
+  return max(d for d in range(1, min(max(most, 1), x) + 1) if x % d == 0)
+
+
+def zeros(s: Scope, rows: int, lanes: int, within: tuple[UOp, ...]) -> UOp:
+  """A new accumulator of (rows, lanes), 0 at every turn of the axes `within`; see `accumulate`."""
+  acc, m = s.buffer(rows, lanes), s.axis(lanes)
+  return acc.after(UOp.group(*[acc.after(*within)[r, m].store(0.0) for r in range(rows)]).end(m))
+
+
+def accumulate(
+  s: Scope,
+  acc: UOp,
+  length: int,
+  lanes: int,
+  term: Callable[[int, UOp, UOp], UOp],
+  beside: Callable[[UOp], list[UOp]] = lambda i: [],
+) -> UOp:
+  """acc[r, m] += sum over i < length of term(r, i, m), for all rows and the first `lanes` lanes; returns acc.
+
+  The rows are written out, never indexed by an axis: an array that is indexed by constants and whole rows of lanes
+  alone is what the compiler moves into vector registers. `beside` gives statements that join each i.
+  """
+  m = s.axis(lanes)
+
+  def step(before: UOp, i: UOp) -> list[UOp]:
+    stores = [before[r, m].store(before[r, m] + term(r, i, m)) for r in range(sizes(acc)[0])]
+    return [*beside(i), UOp.group(*stores).end(m)]
+
+  return add_steps(s, acc, length, step)
+
+
+def add_steps(s: Scope, acc: UOp, length: int, step: Callable[[UOp, UOp], list[UOp]]) -> UOp:
+  """acc after step(acc, i) for all i < length: statements, or stores, that add to it, and what else joins them."""
+  i = s.axis(length)
+  return acc.after(UOp.group(*step(acc.after(i), i)).end(i))
+
+
+def load_tile(s: Scope, rows: HeadRows, first: UOp, block_n: int, length: UOp | None, loop: Loop) -> Tile:
+  """The tile of keys (or values) from `first` on: float32 is read in place, 16 bit is widened once a tile.
+
+  With a length, keys from there on are not read, and 0 in the tile: whatever they hold, they are worth nothing.
+  """
+  if rows.x.dtype == dtypes.float and length is None:
+    return lambda n, d: rows.element(first + n, d)
+
+  def element(n: UOp, d: UOp) -> UOp:
+    if length is None:
+      return rows.element(first + n, d).cast(dtypes.float)
+    inside = first + n < length
+    return inside.where(rows.element(first + n, d, inside).cast(dtypes.float), 0.0)
+
+  wide = s.assign(s.buffer(block_n, rows.size), element, within=loop.axes)
+  return lambda n, d: wide[n, d].load()

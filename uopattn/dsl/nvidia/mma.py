@@ -1,0 +1,139 @@
+"""NVIDIA's matrix instruction of one warp, mma.sync, and how its operands come to lie in registers.
+
+A step is 32 bytes along k, whatever the type: (16, 8) += (16, step) (step, 8), summed in float32. Operands are read
+from `uopattn.dsl.nvidia.panels` by ldmatrix, which moves 16-byte chunks of eight rows and tells no types apart: where k
+runs along the rows, as for Q and K, they lie alike for all types. `uopattn.dsl.nvidia.quads` says which elements of an
+accumulator a lane has. Rounded to 16 bits two neighbouring ones are a left operand, and in 8 bits four, but for the
+order of k (the keys). Any order will do that the right operand (V) has too.
+
+V's rows are k, so it is read transposed, in units of 16 bits. In 8 bits these are pairs of columns, which two byte
+permutations then part: one operand has the even columns of 16, the other the odd ones, and so have the accumulators.
+In words of four neighbours a lane's order of keys is that of P, 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. In 32 bits ldmatrix
+cannot transpose: V is read element by element, keys 2 t and 2 t + 1 of 8 as P has them.
+
+Source: PTX ISA, "Matrix Fragments for mma.m16n8k8", "k16" and "k32", "ldmatrix", "prmt".
+"""
+
+from dataclasses import dataclass
+
+from tinygrad import UOp
+from tinygrad.dtype import AddrSpace, DType, dtypes
+
+from uopattn.dsl import instructions as ins
+from uopattn.dsl.nvidia.panels import Panels
+from uopattn.dsl.nvidia.quads import COLUMNS, HALVES, QUAD, ROWS
+from uopattn.dsl.scope import Scope
+
+CUDA = "cuda"
+STEP_BYTES = 32
+PAIR = 2 * COLUMNS  # columns of two right operands, which are loaded together
+FLOAT8 = (dtypes.fp8e4m3, dtypes.fp8e5m2)
+Accumulators = list[list[UOp]]  # for each 16 rows, tiles of 8 columns; see `uopattn.dsl.nvidia.quads`
+
+
+@dataclass(frozen=True)
+class Mma:
+  """The instruction for operands of one type in the kernel of `scope`.
+
+  Attributes:
+    scope: of the kernel.
+    dtype: float16, bfloat16, fp8e4m3 or fp8e5m2; float32, of which the products ignore the last 13 bits (tf32).
+    turing: in two instructions of 8 along k, for float16 on sm_75.
+  """
+
+  scope: Scope
+  dtype: DType
+  turing: bool = False
+
+  @property
+  def step(self) -> int:
+    """Elements along k."""
+    return STEP_BYTES // self.dtype.itemsize
+
+  def multiply(self, a: UOp, b: UOp, acc: UOp) -> UOp:
+    """acc + A B, the four elements of an accumulator."""
+    if not self.turing:
+      return UOp.wmma(a, b, acc, (COLUMNS, ROWS, self.step), "CUDA", 32)
+    for half in range(2):
+      acc = UOp.wmma(_part(a, half, 4), _part(b, half, 2), acc, (COLUMNS, ROWS, self.step // 2), "CUDA", 32)
+    return acc
+
+  def load_left(self, tile: Panels, first: UOp, lane: UOp) -> list[UOp]:
+    """The 16 rows from `first` on as left operands, one for each step along the columns."""
+    frags = []
+    for step in range(tile.columns // self.step):
+      frag = self.scope.buffer(self.step // 2, dtype=self.dtype)
+      row, chunk = first + lane % ROWS, 2 * step + lane // ROWS
+      frags.append(frag.after(ins.ldmatrix(CUDA, frag[0], tile.at(row, chunk))))
+    return frags
+
+  def by_rows(self, left: list[list[UOp]], tile: Panels, lane: UOp, acc: Accumulators | None = None) -> Accumulators:
+    """acc + A B^T, B being the rows of a tile, for each A in `left`: 16 rows as `load_left` gives them."""
+    zero = UOp.const((0.0,) * 4, dtypes.float)
+    out = [list(x) for x in acc] if acc else [[zero] * (tile.rows // COLUMNS) for _ in left]
+    for step in range(len(left[0])):
+      for n in range(0, len(out[0]), 2):
+        for j, right in enumerate(self.load_right(tile, n * COLUMNS, step, lane)):
+          for found, a in zip(out, left, strict=True):
+            found[n + j] = self.multiply(a[step], right, found[n + j])
+    return out
+
+  def by_columns(self, left: list[list[UOp]], tile: Panels, lane: UOp, acc: Accumulators) -> Accumulators:
+    """acc + A B, B being the rows of a tile, for each A in `left`: 16 rows as `as_left` gives them."""
+    out = [list(x) for x in acc]
+    for step in range(len(left[0])):
+      for d in range(0, len(out[0]), 2):
+        for j, right in enumerate(self.load_right_transposed(tile, step, d * COLUMNS, lane)):
+          for found, a in zip(out, left, strict=True):
+            found[d + j] = self.multiply(a[step], right, found[d + j])
+    return out
+
+  def load_right(self, tile: Panels, first: int, step: int, lane: UOp) -> list[UOp]:
+    """Rows `first` to `first` + 15 as the columns of two right operands, for a step along the tile's columns."""
+    pair = self.scope.buffer(2, self.step // 4, dtype=self.dtype)
+    row, chunk = first + lane // ROWS * COLUMNS + lane % COLUMNS, 2 * step + lane // COLUMNS % 2
+    loaded = pair.after(ins.ldmatrix(CUDA, pair[0, 0], tile.at(row, chunk)))
+    return [loaded[0], loaded[1]]
+
+  def load_right_transposed(self, tile: Panels, step: int, first: int, lane: UOp) -> list[UOp]:
+    """Columns `first` to `first` + 15 of two right operands, of which the rows of a step are k."""
+    if self.dtype == dtypes.float32:
+      rows = [step * self.step + lane % QUAD * 2 + i for i in range(2)]
+      columns = [first + j * COLUMNS + lane // QUAD for j in range(2)]
+      return [UOp.stack(*[tile.element(row, column).bitcast(self.dtype) for row in rows]) for column in columns]
+    pair = self.scope.buffer(2, self.step // 4, dtype=self.dtype)
+    if self.dtype not in FLOAT8:
+      row, chunk = step * self.step + lane % ROWS, first // COLUMNS + lane // ROWS
+      loaded = pair.after(ins.ldmatrix(CUDA, pair[0, 0], tile.at(row, chunk), trans=True))
+      return [loaded[0], loaded[1]]
+    words = self.scope.buffer(4, dtype=dtypes.uint)
+    row, chunk = step * self.step + lane, UOp.const(first // PAIR)
+    words = words.after(ins.ldmatrix(CUDA, words[0], tile.at(row, chunk), trans=True))
+    keys = [(words[i].load(), words[i + 1].load()) for i in (0, 2)]
+    parts = [part(CUDA, *two) for part in (ins.even_bytes, ins.odd_bytes) for two in keys]
+    loaded = pair.after(ins.set_words(CUDA, pair[0, 0], *parts))
+    return [loaded[0], loaded[1]]
+
+  def as_left(self, rows: list[list[UOp]]) -> list[UOp]:
+    """Accumulators as left operands, one for each step of their columns.
+
+    Args:
+      rows: this lane's elements of rows g and g + 8, as `quads.row_elements` gives them.
+    """
+    word = 4 // self.dtype.itemsize  # elements in 32 bits
+    steps = range(0, len(rows[0]), 2 * word)
+    parts = [[(half, i + part * word) for part in range(2) for half in range(HALVES)] for i in steps]
+    if self.dtype not in FLOAT8:
+      return [UOp.stack(*[rows[h][i + e].cast(self.dtype) for h, i in words for e in range(word)]) for words in parts]
+    frags = []
+    for words in parts:
+      frag = self.scope.buffer(self.step // 2, dtype=self.dtype)
+      packed = [ins.pack4(CUDA, rows[h][i : i + word], self.dtype) for h, i in words]
+      frags.append(frag.after(ins.set_words(CUDA, frag[0], *packed)))
+    return frags
+
+
+def _part(x: UOp, part: int, count: int) -> UOp:
+  """Elements `part` `count` to (`part` + 1) `count` - 1 of registers or of a value."""
+  elements = [x[part * count + i] for i in range(count)]
+  return UOp.stack(*[e.load() if x.addrspace is AddrSpace.REG else e for e in elements])

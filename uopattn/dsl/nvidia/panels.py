@@ -1,0 +1,174 @@
+"""Tiles of rows in NVIDIA's shared memory, filled in the background.
+
+Matrix instructions read rows in chunks of 16 bytes, eight rows at a time. A tile lies in panels whose rows have at most
+128 bytes (64 columns of 16 bits), which is once around all banks. Within a row the chunks are permuted: chunk c of
+row r is stored at place c xor r, so that one chunk of eight rows covers all banks. (A narrower panel has several rows
+in 128 bytes, and permutes by the number of the 128 bytes.) These are the hardware's own 128-, 64- and 32-byte swizzles.
+
+Sources: PTX ISA, "ldmatrix", "cp.async" and "Shared Memory Matrix Layout" of wgmma.
+"""
+
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+from tinygrad import UOp, dtypes
+from tinygrad.dtype import AddrSpace, DType
+from tinygrad.helpers import ceildiv, round_up
+
+from uopattn.dsl import instructions as ins
+from uopattn.dsl.rules.rows import HeadRows
+from uopattn.dsl.scope import Scope, as_type, clamp
+
+CHUNK, WIDEST = 16, 128  # bytes of a chunk, and of a panel's row at most
+ALIGN = 8  # rows after which the permutation repeats
+
+
+@dataclass(frozen=True)
+class Panels:
+  """Room for `slots` tiles of (rows, columns) elements.
+
+  Attributes:
+    memory: the elements' bits, as one axis.
+    rows: rows of a tile.
+    columns: columns of a tile, a whole number of chunks.
+    slots: how many tiles there are.
+    threads: threads of the workgroup, which all take part in filling a tile.
+    base: where the slot in use begins.
+    least: columns that a panel has at least.
+    bits: an unsigned integer of the elements' size.
+    family: of the instructions that copy, "cuda" or "sm_75"; see `uopattn.dsl.instruction_set`.
+  """
+
+  memory: UOp
+  rows: int
+  columns: int
+  slots: int
+  threads: int
+  base: UOp | int = 0
+  least: int = 16
+  bits: DType = dtypes.ushort
+  family: str = "cuda"
+
+  @classmethod
+  def make(cls, s: Scope, rows: int, columns: int, slots: int, threads: int, **options: Any) -> "Panels":
+    """New room; `options` are the attributes from `least` on."""
+    panels = cls(UOp.const(0), rows, columns, slots, threads, **options)
+    return replace(panels, memory=s.buffer(slots * panels.size, dtype=panels.bits, space=AddrSpace.LOCAL))
+
+  @property
+  def chunk(self) -> int:
+    """Elements of a chunk."""
+    return CHUNK // self.bits.itemsize
+
+  @property
+  def width(self) -> int:
+    """Columns of a panel."""
+    return min(WIDEST // self.bits.itemsize, max(self.least, 1 << (self.columns - 1).bit_length()))
+
+  @property
+  def pieces(self) -> int:
+    """Chunks that each thread copies."""
+    return ceildiv(self.rows * self.columns // self.chunk, self.threads)
+
+  @property
+  def height(self) -> int:
+    """Rows of a panel: the last threads' pieces may lie past the tile's."""
+    return round_up(ceildiv(self.pieces * self.threads, self.columns // self.chunk), ALIGN)
+
+  @property
+  def panel(self) -> int:
+    """Elements of a panel."""
+    return self.height * self.width
+
+  @property
+  def size(self) -> int:
+    """Elements of a slot."""
+    return self.height * round_up(self.columns, self.width)
+
+  def after(self, *after: UOp) -> "Panels":
+    return replace(self, memory=self.memory.after(*after))
+
+  def tile(self, n_tile: UOp, *after: UOp) -> "Panels":
+    """With the slot of a tile in use."""
+    return replace(self, memory=self.memory.after(*after), base=n_tile % self.slots * self.size)
+
+  def address(self, row: UOp | int = 0) -> UOp:
+    """Where a row begins, as the matrix cores count: without the permutation."""
+    return self.memory[self.base + row * self.width]
+
+  def at(self, row: UOp, chunk: UOp) -> UOp:
+    """The address of a chunk."""
+    per = self.width // self.chunk
+    place = (chunk % per) ^ (row // (WIDEST // CHUNK // per) % per)
+    return self.memory[self.base + (chunk // per * self.height + row) * self.width + place * self.chunk]
+
+  def element(self, row: UOp, column: UOp) -> UOp:
+    """An element's bits."""
+    return self.memory[self.at(row, column // self.chunk).src[1] + column % self.chunk].load()
+
+  def fill_tile(self, position: UOp, source: HeadRows, n_tile: UOp, thread: UOp, *after: UOp) -> list[UOp]:
+    """Starts copying tile `n_tile` of the rows of a head into slot position % slots; see `fill`.
+
+    Past the last row there are zeros; past the last tile that tile comes again, if all are known to be whole.
+    """
+    most = int(source.length.vmax)
+    whole = source.length.vmin == most > 0 and most % self.rows == 0
+    first = clamp(n_tile, 0, most // self.rows - 1) * self.rows if whole else n_tile * self.rows
+    return self.tile(position, *after).fill(source, first, self.rows if whole else source.length - first, thread)
+
+  def fill(self, source: HeadRows, first: UOp, rows: UOp | int, thread: UOp) -> list[UOp]:
+    """Starts copying `rows` rows, and zeros for the rest, into the slot in use.
+
+    Args:
+      source: the rows.
+      first: the first of them to be copied.
+      rows: rows that there are, from the first on; an int only where all are there.
+      thread: this thread.
+
+    Returns:
+      Statements; where 16 bytes are no whole number of rows' parts, or elements are widened, stores.
+    """
+    chunks, size, bits, stores = self.columns // self.chunk, source.size, as_type(source.x, self.bits), []
+    for i in range(self.pieces):
+      piece = thread + i * self.threads
+      row, chunk = piece // chunks, piece % chunks
+      there = _both(_below(row, rows), _below(chunk * self.chunk, size))
+      to, start = self.at(row, chunk), source.start(first + row) + chunk * self.chunk
+      if source.widens and size % self.chunk == 0:
+        stores.append(ins.store_chunk(self.family, to, *self._widened(source, start, there)))
+      elif size % self.chunk == 0:
+        stores.append(ins.cp_async(self.family, to, bits[start], inside=there))
+      else:
+        stores += self._single(to, source, start, chunk * self.chunk, there)
+    return stores
+
+  def _single(self, to: UOp, source: HeadRows, start: UOp, column: UOp, there: UOp | None) -> list[UOp]:
+    """A chunk element by element, for rows that do not begin at multiples of 16 bytes."""
+    stores, bits = [], as_type(source.x, dtypes.uchar if source.widens else self.bits)
+    for e in range(self.chunk):
+      value = _or_zero(bits, start + e, _both(there, _below(column + e, source.size)))
+      stores.append(self.memory[to.src[1] + e].store(source.wide_bits(value) if source.widens else value))
+    return stores
+
+  def _widened(self, source: HeadRows, start: UOp, there: UOp | None) -> list[UOp]:
+    """The four words of a chunk whose elements have 8 bits in memory."""
+    flat, per = as_type(source.x, dtypes.uint), 4 // self.bits.itemsize  # elements in a word
+    words = [_or_zero(flat, start // 4 + i, there) for i in range(self.chunk // 4)]
+    elements = [source.wide_bits(((word >> 8 * i) & 0xFF).cast(dtypes.uchar)) for word in words for i in range(4)]
+    shifted = [x.cast(dtypes.uint) << 8 * self.bits.itemsize * (i % per) for i, x in enumerate(elements)]
+    return [reduce(UOp.__or__, shifted[i : i + per]) for i in range(0, self.chunk, per)]
+
+
+def _or_zero(flat: UOp, at: UOp, inside: UOp | None) -> UOp:
+  """flat[at], or 0 where not `inside`."""
+  return flat[at].load() if inside is None else inside.where(flat[at.valid(inside)].load(), UOp.const(0, flat.dtype))
+
+
+def _below(x: UOp, bound: UOp | int) -> UOp | None:
+  """x < bound; None where that always holds."""
+  return None if isinstance(bound, int) and x.vmax < bound else x < bound
+
+
+def _both(a: UOp | None, b: UOp | None) -> UOp | None:
+  return b if a is None else a if b is None else a & b

@@ -1,0 +1,125 @@
+"""Rows of NVIDIA's matrix instructions: each belongs to the four lanes of a quad.
+
+mma.sync (16, 8, 16) and wgmma hold 16 rows a warp in the same way. Lane l is member t = l % 4 of quad g = l // 4. Of an
+accumulator tile (16, 8) it has four elements: e is row g + 8 * (e // 2), column 2 t + e % 2. Of the left operand
+(16, 16) it has words of two neighbours: row g or g + 8, columns 2 t and 2 t + 8. So two neighbouring accumulator tiles,
+rounded to 16 bits, are a left operand as they are.
+
+Source: PTX ISA, "Matrix Fragments for mma.m16n8k16" and "Register Fragments for wgmma.mma_async.m64nNk16".
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from tinygrad import UOp, dtypes
+
+from uopattn.dsl import instructions as ins
+from uopattn.dsl.math import LN2
+from uopattn.dsl.rules.softmax import finish
+from uopattn.dsl.scope import as_type, gated, sizes
+
+WARP = 32  # lanes
+ROWS = 16  # of a warp's tile
+COLUMNS = 8  # of an accumulator tile
+HALVES = 2  # rows g and g + 8
+QUAD = 4
+
+
+def row_of(lane: UOp, half: int) -> UOp:
+  """The row of this lane's half of the elements."""
+  return lane // QUAD + 8 * half
+
+
+def row_elements(tiles: list[UOp], half: int) -> list[UOp]:
+  """This lane's elements of one row, over neighbouring accumulator tiles; element i is in column `columns(n)[i]`."""
+  return [tile[2 * half + e] for tile in tiles for e in range(2)]
+
+
+def columns(tiles: int) -> list[int]:
+  """The columns of `row_elements`, counted from this lane's first, 2 * (lane % 4)."""
+  return [COLUMNS * n + e for n in range(tiles) for e in range(2)]
+
+
+def join(operation: Callable[[UOp, UOp], UOp], value: UOp) -> UOp:
+  """The values of a row's four lanes, joined by `operation`."""
+  for distance in (1, 2):
+    value = operation(value, ins.shuffle_xor("cuda", value, distance))
+  return value
+
+
+def transposed(words: list[UOp], lane: UOp) -> list[UOp]:
+  """Of four words in each lane of a quad: lane t gets word t of lanes 0 to 3, in two exchanges.
+
+  Eight neighbouring columns of a row, which the quad's lanes share, so come to lie in one lane: 16 bytes.
+  """
+  for distance in (1, 2):
+    upper = (lane // distance % 2).ne(0)
+    kept = list(words)
+    for i in range(QUAD):
+      if not i & distance:
+        low, high = words[i], words[i + distance]
+        other = ins.shuffle_xor("cuda", upper.where(low, high), distance)
+        kept[i], kept[i + distance] = upper.where(other, low), upper.where(high, other)
+    words = kept
+  return words
+
+
+def store_row(
+  o: UOp,
+  lse: UOp | None,
+  head: UOp,
+  row: UOp,
+  half: int,
+  acc: UOp,
+  m_i: UOp,
+  l_i: UOp,
+  sink: UOp | None,
+  lane: UOp,
+  exponent: int = 0,
+  family: str = "cuda",
+) -> list[UOp]:
+  """The output and the LSE of a row, see `finish`. Rows past M are not stored.
+
+  acc and l are 2**exponent times as large as they should be.
+  """
+  total, exp2 = join(UOp.__add__, l_i), partial(ins.exp2, "cuda")
+  factor, log2 = finish(m_i, total, sink, exp2)
+  if exponent:  # either way; the one loses digits of the LSE, the other costs a product for each element
+    factor, log2 = finish(m_i - exponent, total, sink, exp2)[0], finish(m_i, total * 2.0**-exponent, sink, exp2)[1]
+  stores = store_scaled(o, head, row, half, acc, factor, lane, family)
+  if lse is not None:
+    stores.append(gated(lse, (row < sizes(lse)[1]) & (lane % QUAD).eq(0), head, row).store(log2 * LN2))
+  return stores
+
+
+def store_scaled(
+  o: UOp, head: UOp, row: UOp, half: int, acc: UOp, factor: UOp, lane: UOp, family: str = "cuda"
+) -> list[UOp]:
+  """A row of accumulators times a factor, to o (heads, rows, size), unless it is past the last row.
+
+  A lane has 32-bit words of neighbours: two of each accumulator tile in 16 bits; in 8 bits four of each two tiles, the
+  even and the odd columns of 16.
+  """
+  _, M, Dv = sizes(o)
+  width = max(2, 4 // o.dtype.itemsize)  # elements in a word, or two words of float32
+  tiles, chunk = width // 2, QUAD * width  # accumulator tiles that a word is of; elements of a quad's words
+  values = [
+    [acc[d + i % tiles, 2 * half + i // tiles].load() * factor for i in range(width)]
+    for d in range(0, acc.shape[0], tiles)
+  ]
+  stores = []
+  if Dv % chunk == 0 and o.dtype.itemsize < 4:
+    words, flat = [ins.pack_word(family, elements, o.dtype) for elements in values], as_type(o, dtypes.uint)
+    words += [UOp.const(0, dtypes.uint)] * (-len(words) % QUAD)
+    for d in range(0, len(words), QUAD):  # lane t of the quad stores the quad's words d + t
+      column = (d + lane % QUAD) * chunk
+      inside = row < M if column.vmax < Dv else (row < M) & (column < Dv)
+      first = ((head * M + row) * Dv + column) // width
+      for w, word in enumerate(transposed(words[d : d + QUAD], lane)):
+        stores.append(flat[(first + w).valid(inside)].store(word))
+  else:
+    for d, elements in enumerate(values):
+      for e, value in enumerate(elements):
+        column = d * chunk + lane % QUAD * width + e
+        stores.append(gated(o, (row < M) & (column < Dv), head, row, column).store(value.cast(o.dtype)))
+  return stores

@@ -1,0 +1,124 @@
+"""Hopper's asynchronous matrix product of a warpgroup (four warps, 128 threads), sm_90a.
+
+`start` begins D (64, n) += A (64, 16 steps) B (16 steps, n) with float32 accumulators in registers, as one group;
+`wait` waits for it. B, and A where it is not in registers, lie in shared memory, in panels of 64 columns with the
+128-byte swizzle (`uopattn.dsl.nvidia.panels`), each panel at a multiple of 1024 bytes. Warp w of the four has rows 16 w
+to 16 w + 15 of A and D, with the elements of `uopattn.dsl.nvidia.quads`.
+
+The product and its fence are one text, and the wait names the accumulators: so neither the compiler's front end nor its
+back end can move an access to a register into the time when the hardware has it.
+
+Source: PTX ISA, "Asynchronous warpgroup level matrix multiply-accumulate instructions".
+"""
+
+import re
+from functools import cache
+
+from tinygrad.dtype import DType, dtypes
+from tinygrad.uop.ops import UOp
+
+from uopattn.dsl.instruction_set import Instruction
+from uopattn.dsl.instructions import statement
+
+ROWS = 64
+STEP = 16
+PANEL = 64  # columns
+_KINDS = {"f16": dtypes.half, "bf16": dtypes.bfloat16}
+_NAME = re.compile(r"/\* (wgmma\w*) n=(\d+)(?: steps=(\d+) (b?f16))? \*/")
+
+# start address, leading offset between panels (used where B's rows are k), 1024 bytes from 8 rows to 8 rows, swizzle
+_DESCRIPTOR = """
+  unsigned long long {name} = ((unsigned)__cvta_generic_to_shared({pointer}) & 0x3FFFF) >> 4 | (unsigned long long)
+    (({panel}) * 2 >> 4) << 16 | 64ull << 32 | 1ull << 62;"""
+
+
+def _escaped(text: str) -> str:
+  return text.replace("{", "{{").replace("}", "}}")
+
+
+def _listed(form: str, count: int, first: int = 0) -> str:
+  return ", ".join(form.replace("#", str(i)) for i in range(first, first + count))
+
+
+@cache
+def _product(n: int, steps: int, kind: str, registers: bool) -> Instruction:
+  """Operands: accumulators, A (words in registers, or shared memory), B, elements from panel to panel of A and of B."""
+  count, lines = n // 2, ["wgmma.fence.sync.aligned;"]
+  inputs: list[str] = []
+  shape = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{_listed('%#', count)}}}"
+  for step in range(steps):
+    at = count + len(inputs)
+    if registers:  # B's rows are k: 16 of them further on
+      inputs += [f'"r"(a[{4 * step + i}])' for i in range(4)] + [f'"l"(b + {step * STEP * PANEL * 2 >> 4})']
+      lines.append(f"{shape}, {{{_listed('%#', 4, at)}}}, %{at + 4}, 1, 1, 1, 1;")
+    else:  # k are columns: 16 of them further on, or in the next panel
+      inner, panel = step % (PANEL // STEP) * STEP * 2 >> 4, step // (PANEL // STEP)
+      inputs += [f'"l"(a + {panel} * (({{3}}) * 2 >> 4) + {inner})', f'"l"(b + {panel} * (({{4}}) * 2 >> 4) + {inner})']
+      lines.append(f"{shape}, %{at}, %{at + 1}, {int(step > 0)}, 1, 1, 0, 0;")
+  lines.append("wgmma.commit_group.sync.aligned;")
+  body = "".join(f'\n    "{_escaped(line)}\\n"' for line in lines)
+  left = "unsigned* a = {1};" if registers else _DESCRIPTOR.format(name="a", pointer="{1}", panel="0")
+  right = _DESCRIPTOR.format(name="b", pointer="{2}", panel="{4}" if registers else "0")
+  outputs = _listed('"+f"(d[#])', count)
+  name = "wgmma_registers" if registers else "wgmma"
+  text = (
+    f"/* {name} n={n} steps={steps} {kind} */ [&](){{{{ float* d = {{0}}; {left}{right}\n"
+    f'  asm volatile({body}\n    : {outputs}\n    : {", ".join(inputs)} : "memory"); return 0; }}}}()'
+  )
+  return Instruction(name, {"cuda": text}, statement=True, cross_lane=True, parameters=(n, steps, _KINDS[kind]))
+
+
+@cache
+def _wait(n: int) -> Instruction:
+  """Operands: groups that may be under way, accumulators."""
+  count = n // 2
+  text = (
+    f"/* wgmma_wait n={n} */ [&](){{{{ float* d = {{1}}; asm volatile("
+    f'"wgmma.wait_group.sync.aligned %{count};" : {_listed(chr(34) + "+f" + chr(34) + "(d[#])", count)} '
+    f': "n"({{0}}) : "memory"); return 0; }}}}()'
+  )
+  return Instruction("wgmma_wait", {"cuda": text}, statement=True, cross_lane=True, parameters=(n,))
+
+
+def find(text: str) -> Instruction | None:
+  """The instruction of this file that has the text."""
+  if (match := _NAME.match(text)) is None:
+    return None
+  name, n, steps, kind = match.groups()
+  found = _wait(int(n)) if steps is None else _product(int(n), int(steps), kind, name == "wgmma_registers")
+  return found if found.texts["cuda"] == text else None
+
+
+def start(
+  dtype: DType,
+  n: int,
+  steps: int,
+  d: UOp,
+  a: UOp,
+  b: UOp,
+  panels: tuple[int, int],
+  *after: UOp,
+  registers: bool = False,
+) -> UOp:
+  """Starts a product, a statement and a group of its own.
+
+  Args:
+    dtype: of A and B, float16 or bfloat16.
+    n: columns of D, a multiple of 8 up to 256.
+    steps: of 16 along k.
+    d: the address of n / 2 float32 registers; cleared first unless `registers`.
+    a: the address of A's rows in shared memory, or, with `registers`, of 4 `steps` 32-bit registers.
+    b: the address in shared memory of B, transposed: n rows of k. With `registers` of B as it is: k rows of n.
+    panels: elements from one panel of A to the next, and of B.
+    after: what the product must wait for.
+    registers: A is in registers.
+  """
+  kind = next(kind for kind, x in _KINDS.items() if x == dtype)
+  return statement(
+    _product(n, steps, kind, registers), "cuda", after, d, a, b, *(UOp.const(x, dtypes.int) for x in panels)
+  )
+
+
+def wait(count: int, n: int, d: UOp, *after: UOp) -> UOp:
+  """Waits until at most `count` of the warpgroup's products are under way; `d` is the result that may then be read."""
+  return statement(_wait(n), "cuda", after, UOp.const(count, dtypes.int), d)

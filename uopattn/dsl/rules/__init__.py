@@ -1,0 +1,1 @@
+"""What stands between q.k and the weighted sum, and where the keys are: the same for all targets."""

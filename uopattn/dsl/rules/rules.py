@@ -1,0 +1,258 @@
+"""The rules of one attention: its masks, and what becomes of scores, weights and gradients; where its keys are."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from math import inf, nan
+
+from tinygrad import UOp, dtypes
+from tinygrad.helpers import ceildiv
+
+from uopattn.dsl.math import LOG2E, tanh
+from uopattn.dsl.random import kept
+from uopattn.dsl.rules.masks import HeadMasks, Masks
+from uopattn.dsl.rules.rows import HeadRows, Pages, Scales
+from uopattn.dsl.rules.softmax import split_factor
+from uopattn.dsl.rules.visit import Visit
+from uopattn.dsl.rules.vjp import vjp
+from uopattn.dsl.scope import Scope, sizes
+
+
+@dataclass(frozen=True, eq=False)
+class Rules(Masks):
+  """All that stands between q.k and the weighted sum but the softmax, besides `Masks`; and how keys are stored.
+
+  Attributes:
+    group: query heads that share a key head.
+    pages: where the keys are that lie in pages; None if they lie one after another.
+    scales: of keys and values of 8 bits; None if they are multiplied as they are.
+    scale: factor on q.k.
+    softcap: bounds the scores to (-softcap, softcap).
+    score_mod: (score, b, h, q_idx, kv_idx) -> score, on float32 and int32.
+    sinks: (heads,) float32 logits that join the sum of exponentials.
+    dropout_p: probability of dropping a weight.
+    seed: (2,) uint32, of the random numbers that say which; None if none are dropped.
+  """
+
+  group: int = 1
+  pages: Pages | None = None
+  scales: Scales | None = None
+  scale: float = 1.0
+  softcap: float | None = None
+  score_mod: Callable[..., UOp] | None = None
+  sinks: UOp | None = None
+  dropout_p: float = 0.0
+  seed: UOp | None = None
+
+  @property
+  def kv_heads(self) -> int:
+    """Key heads of a batch."""
+    return self.heads // self.group
+
+  @property
+  def name(self) -> str:
+    """For the name of a kernel: "_causal", "_window" or nothing, and "_paged" or nothing."""
+    window = "" if self.window == (None, None) else "_causal" if self.window == (None, 0) else "_window"
+    return window if self.pages is None else f"{window}_paged"
+
+  @property
+  def _moves(self) -> bool:
+    """Whether anything comes after softcap."""
+    return self.score_mod is not None or self._adds
+
+  @property
+  def modifies(self) -> bool:
+    """Whether scores are more than products times a factor."""
+    return self.softcap is not None or self._moves
+
+  @property
+  def weighs(self) -> bool:
+    """Whether the weights of values are more than exponentials; see `HeadRules.weights`."""
+    return self.seed is not None or self.scales is not None
+
+  @property
+  def factors(self) -> tuple[float, float]:
+    """A factor on q.k, for `HeadRules.scores` to apply, and one in the exponent, of base 2, which is greater than 0."""
+    if not self.modifies:
+      return split_factor(self.scale)
+    cap = 1.0 if self.softcap is None else self.softcap
+    return self.scale / cap, LOG2E if self._moves else LOG2E * cap
+
+  def at(self, head: UOp) -> "HeadRules":
+    """The rules for a head of the kernel's, counted through all batches."""
+    heads = self.heads // self.packs
+    return HeadRules(self, head // heads, head % heads * self.packs)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadRules(HeadMasks):
+  """The rules for query head `h` of batch `b`, or for those that are packed from there on."""
+
+  rules: Rules
+
+  def keys(self, x: UOp) -> HeadRows:
+    """The keys, or values, in a buffer (B kv_heads, N, size), or in pages (pages kv_heads, rows of a page, size)."""
+    r = self.rules
+    if r.pages is not None:
+      return HeadRows.paged(x, r.pages, self.b, self._kv_head, self.length)
+    operand = None if r.scales is None else r.scales.operand
+    return HeadRows.of(x, self.b * r.kv_heads + self._kv_head, self.length, operand)
+
+  def of_tile(self, s: Scope, first: UOp, block_n: int, within: tuple[UOp, ...]) -> "HeadRules":
+    """The same for a CPU's tile of `block_n` keys from `first` on, whose pages are looked up inside the axes `within`.
+
+    From the length on its keys are then where the last one is.
+    """
+    if (pages := self.rules.pages) is None:
+      return self
+    pages = pages.of_tile(s, self.b, self._kv_head, first, block_n, self.length, within)
+    return replace(self, rules=replace(self.rules, pages=pages))
+
+  @property
+  def _kv_head(self) -> UOp:
+    """The key head, of those of its batch."""
+    return self.h // self.rules.group
+
+  def sink(self, row: UOp) -> UOp | None:
+    """The logit that joins a row's sum of exponentials, in base 2."""
+    return None if self.rules.sinks is None else self.rules.sinks[self.place(row)[0]].load() * LOG2E
+
+  def scores(self, products: list[UOp], row: UOp, first: UOp, offsets: Sequence[int], masked: bool) -> list[UOp]:
+    """The scores of a query before the factor in the exponent, -inf where hidden.
+
+    Args:
+      products: q.k in float32.
+      row: the query.
+      first, offsets: the keys are first + offset.
+      masked: whether any of them may be hidden; their tile is not seen whole.
+    """
+    factor = self.rules.factors[0]
+    scaled = [
+      self.modified(x if factor == 1 else x * factor, row, first + i, masked)
+      for x, i in zip(products, offsets, strict=True)
+    ]
+    if not masked:
+      return scaled
+    last, start = self.last_seen(row) - first, self.first_seen(row)
+    result = []
+    for x, offset in zip(scaled, offsets, strict=True):
+      hidden = [last < offset, *self._hidden(row, first + offset)]
+      if start is not None:
+        hidden.append(start - first > offset)
+      result.append(reduce(UOp.__or__, hidden).where(-inf, x))
+    return result
+
+  def modified(self, score: UOp, row: UOp, key: UOp, masked: bool = True) -> UOp:
+    """q.k times the first of `Rules.factors`, after softcap, score_mod and the additive mask; times the second next.
+
+    Before all of these comes the key's scale. `masked` is whether the key may be none. NaN of a key in what is no page,
+    unless it is hidden.
+    """
+    r = self.rules
+    if r.scales is not None:
+      score = score * self._scale(r.scales.keys, key, masked)
+    if r.softcap is not None:
+      score = tanh(score) * r.softcap if r._moves else tanh(score)
+    if r.score_mod is not None:
+      score = self._mod(score, row, key)
+    score = score + self._mask(row, key).cast(dtypes.float) if r._adds else score
+    if r.pages is None:
+      return score
+    right = r.pages.exists(self.b, key, self.length)
+    return (right | score.eq(-inf) if r._moves else right).where(score, nan)
+
+  def weights(self, p: list[UOp], row: UOp, first: UOp, offsets: Sequence[int], masked: bool) -> list[UOp]:
+    """What a query's values are multiplied by: exponentials after dropout, times the values' scales.
+
+    Args:
+      p: exponentials in float32, already summed.
+      row: the query.
+      first, offsets: the keys are first + offset.
+      masked: whether any of them may be none.
+    """
+    p, scales = self.dropped(p, row, first, offsets), self.rules.scales
+    if scales is None:
+      return p
+    return [x * self._scale(scales.values, first + i, masked) for x, i in zip(p, offsets, strict=True)]
+
+  def dropped(self, p: list[UOp], row: UOp, first: UOp, offsets: Sequence[int]) -> list[UOp]:
+    """P of a query for the keys first + offset, once dropout has set some to 0 and scaled the others."""
+    r = self.rules
+    if r.seed is None:
+      return p
+    seed = r.seed[0].load(), r.seed[1].load()
+    h, query = self.place(row)
+    place = ((self.b * r.heads + h) * r.M + query).cast(dtypes.uint)
+    keep = [kept(seed, place, (first + i).cast(dtypes.uint), r.dropout_p) for i in offsets]
+    return [keeps.where(x * (1 / (1 - r.dropout_p)), 0.0) for keeps, x in zip(keep, p, strict=True)]
+
+  def _scale(self, scales: UOp, key: UOp, masked: bool) -> UOp:
+    """What a key, or value, is to be multiplied by once it is widened; 0 for none, whose scale is not read."""
+    assert self.rules.scales is not None
+    inside = None if not masked or key.vmax < self.length.vmin else key < self.length
+    rows = self.keys(scales.reshape(-1, sizes(scales)[-1], 1))
+    scale = rows.element(key, UOp.const(0), inside) * self.rules.scales.unit
+    return scale if inside is None else inside.where(scale, 0.0)
+
+  def pulled_back(
+    self,
+    grads: list[UOp],
+    products: list[UOp],
+    row: UOp,
+    first: UOp,
+    offsets: Sequence[int],
+    scaled: bool = True,
+  ) -> list[UOp]:
+    """Gradients of a query's scores, once they are finished, made those of its products.
+
+    Args:
+      grads: by the scores in natural units, float32; 0 where a key is hidden.
+      products: q.k in float32.
+      row: the query.
+      first, offsets: the keys are first + offset.
+      scaled: whether the factor `Rules.scale` is in them; if not, it is left for the sums of these.
+    """
+    pulled = [self._pulled_back(g, x, row, first + i) for g, x, i in zip(grads, products, offsets, strict=True)]
+    return [x * self.rules.scale for x in pulled] if scaled else pulled
+
+  def _pulled_back(self, grad: UOp, product: UOp, row: UOp, key: UOp) -> UOp:
+    """The same by the product times scale. What comes after score_mod is added, and so of no account."""
+    r = self.rules
+    if not r.modifies:
+      return grad
+    score, slope = product * r.factors[0], None
+    if r.softcap is not None:
+      bounded = tanh(score)
+      score, slope = bounded * r.softcap, 1.0 - bounded * bounded
+    if r.score_mod is not None:
+      # Of a hidden key the slope of score_mod may be infinite, and 0 times that is NaN.
+      grad = grad.eq(0).where(0.0, vjp(lambda x: self._mod(x, row, key), score, grad))
+    return grad if slope is None else grad * slope
+
+  def _mod(self, score: UOp, row: UOp, key: UOp) -> UOp:
+    assert self.rules.score_mod is not None
+    return self.rules.score_mod(score, *self._indices(row, key))
+
+
+def visits_of_queries(
+  at: Callable[[UOp], HeadRules], members: int, key: UOp, block_n: int, block_m: int
+) -> Callable[[UOp], Visit]:
+  """`visit_queries` for each of the `members` query heads that share keys, `at` having their rules; as long for each.
+
+  tinygrad would end the loop over the heads with the loop over the tiles, if how many these are depended on the head.
+  So where lists say how many, all have as many as the longest; a tile too many has no query that exists.
+  """
+  rules = at(UOp.const(0)).rules
+
+  def visit(member: UOp) -> Visit:
+    return at(member).visit_queries(key, block_n, block_m)
+
+  if rules.tile_lists is None or members == 1 or sizes(rules.tile_lists[0])[1] == 1:
+    return visit
+  count, beyond = reduce(UOp.maximum, (visit(UOp.const(i)).count for i in range(members))), ceildiv(rules.M, block_m)
+
+  def padded(member: UOp) -> Visit:
+    mine = visit(member)
+    return Visit(UOp.const(0), count, lambda position: (position < mine.count).where(mine.tile(position), beyond))
+
+  return padded

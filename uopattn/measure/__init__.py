@@ -1,0 +1,1 @@
+"""Timing kernels and other libraries, and the reports made of it."""

@@ -1,0 +1,408 @@
+"""`python -m uopattn.bench`: how fast the kernel is, next to other libraries' attention on the same inputs.
+
+Contenders take turns, round after round, so that what else the machine does meets them alike. Every result is checked
+by the gate before it is timed; a wrong one gets no speed.
+
+Exit status: 0 all of our results are right, 1 one is wrong, 2 anything else: the call is off, a contender is missing, a
+device cannot be used, a file cannot be written; 130 interrupted. A contender's wrong result is shown, and is its own
+affair.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tinygrad import Device
+from tinygrad.helpers import Context, tqdm
+
+from uopattn.measure import contenders_backward
+from uopattn.measure.bench_report import lines, plot
+from uopattn.measure.command_line import Usage, check_writable, default_target, exit_status
+from uopattn.measure.contenders import Contender, Runner, limit, load, on_cpu, product_size, versions
+from uopattn.measure.run import Config, Problem, prepare
+from uopattn.plan.dispatch import FEW
+from uopattn.proof.gate import Gate, GradientGate, Report, numpy
+from uopattn.proof.oracle import Array
+from uopattn.runtime.clang import clang_version
+from uopattn.runtime.machine import gpu_name, machine_record
+from uopattn.runtime.threads import thread_count
+from uopattn.spec.spec import AttentionSpec
+
+SETTLE = 0.05  # seconds before a turn: OpenMP threads of the one before spin for a while, on cores that others need
+SPIN = 0.2  # the same after numpy's products, whose OpenBLAS threads spin for a tenth of a second
+WARM = 0.03  # seconds of untimed calls before a turn: they wake threads, fill caches, and are as long for all
+TURN = 0.1  # seconds that a turn lasts at least; short calls are repeated
+CHECKED = {True: 1 << 27, False: 1 << 25}  # scores of the heads whose results are checked: on a CPU, on a GPU
+FORMAT = 1  # of the JSON record
+
+
+def cpu_rows() -> list[Config]:
+  """The problems timed on a CPU."""
+  rows = [Config(h=h, n=n, d=d, dtype="float") for h, n, d in ((8, 1024, 64), (32, 1024, 64), (32, 1024, 128))]
+  rows += [Config(h=8, n=4096, dtype="float"), Config(dtype="float", causal=1), Config(dtype="half")]
+  rows += [Config(dtype="bfloat16")]
+  rows += [
+    Config(hkv=8, m=1, n=n, d=d, dtype=dtype)
+    for dtype in ("float", "half", "bfloat16")
+    for n, d in ((4096, 128), (16384, 128), (32768, 64))
+  ]
+  rows += [Config(h=8, hkv=1, m=1, n=131072, d=128, dtype=dtype) for dtype in ("float", "bfloat16")]
+  rows += [Config(hkv=8, m=m, n=16384, d=128, dtype=dtype) for dtype in ("float", "bfloat16") for m in (4, 8)]
+  rows += [Config(h=8, n=n, dtype="float") for n in (1000, 1023, 1025)]
+  rows += [Config(h=8, d=d, dtype="float") for d in (32, 48, 80, 96, 128, 192, 256)]
+  rows += [Config(h=8, d=64, dv=128, dtype="float"), Config(h=8, d=192, dv=128, dtype="float")]
+  return rows + [Config(h=8, n=n, d=d, dtype="float") for d in (64, 128) for n in (16, 64, 256)]
+
+
+def gpu_rows() -> list[Config]:
+  """The problems timed on a GPU: as many tokens in all from one length to the next."""
+  rows = [Config(b=4, n=4096, d=d, causal=causal) for d in (64, 128) for causal in (0, 1)]
+  rows += [Config(), Config(b=4, n=4096, d=128, dtype="bfloat16"), Config(b=4, hkv=8, n=4096, d=128)]
+  rows += [
+    Config(b=4, n=4000, d=128),
+    Config(b=4, n=4095, causal=1),
+    Config(b=4, n=4096, d=80),
+    Config(b=4, n=4096, d=256),
+  ]
+  rows += [Config(b=16384 // n, n=n, d=d) for d in (64, 128) for n in (512, 1024, 2048, 8192)]
+  return rows + decode_rows()
+
+
+def decode_rows() -> list[Config]:
+  """The problems of few queries timed on a GPU."""
+  rows = [Config(b=b, hkv=8, m=1, n=n, d=128) for b, n in ((16, 8192), (1, 8192), (16, 1024), (64, 2048), (1, 131072))]
+  rows += [Config(m=1, n=4096), Config(b=4, m=1, n=2048, d=128), Config(b=16, hkv=8, m=4, n=8192, d=128)]
+  return rows
+
+
+def backward_rows(kind: str) -> list[Config]:
+  """The problems whose gradients are timed."""
+  if kind == "CPU":
+    rows = [Config(h=h, n=n, d=d, dtype="float") for h, n, d in ((8, 1024, 64), (32, 1024, 64), (32, 1024, 128))]
+    rows += [Config(h=8, n=4096, dtype="float"), Config(dtype="float", causal=1), Config(dtype="half")]
+    return [
+      *rows,
+      Config(dtype="bfloat16"),
+      Config(h=8, hkv=2, dtype="float"),
+      Config(h=8, n=1000, d=80, dtype="float"),
+    ]
+  rows = [Config(b=4, n=4096, d=d, causal=causal) for d in (64, 128) for causal in (0, 1)]
+  rows += [Config(b=4, n=4096, d=128, dtype="bfloat16"), Config(b=4, hkv=8, n=4096, d=128), Config()]
+  return rows + [Config(b=16384 // n, n=n, d=d) for d in (64, 128) for n in (1024, 8192)]
+
+
+def quick_rows(kind: str) -> list[Config]:
+  """A few small problems: the bench itself is tried, rather than the machine."""
+  return [
+    Config(h=2, n=64, d=32, dtype="float" if kind == "CPU" else "half"),
+    Config(h=2, n=100, d=32, dtype="half", causal=1),
+    Config(h=4, hkv=2, m=1, n=128, d=32, dtype="bfloat16"),
+  ]
+
+
+@dataclass(frozen=True)
+class Timing:
+  """Seconds a call, one number a round."""
+
+  seconds: list[float]
+
+  @property
+  def median(self) -> float:
+    return float(np.median(self.seconds))
+
+  @property
+  def spread(self) -> float:
+    """Distance between the quartiles over the median."""
+    low, high = np.percentile(self.seconds, (25, 75))
+    return float(high - low) / self.median
+
+  def record(self, flops: int = 0, moved: int = 0) -> dict[str, Any]:
+    """For JSON; `flops` is the work of one call, `moved` the bytes that it reads, where they count."""
+    speeds = {"gflops": flops, "gbytes": moved}
+    return {
+      "seconds": self.seconds,
+      "median": self.median,
+      "minimum": min(self.seconds),
+      "spread": self.spread,
+    } | {name: work / self.median / 1e9 for name, work in speeds.items() if work}
+
+
+def alternate(runners: dict[str, Runner], rounds: int) -> dict[str, Timing]:
+  """Times runners in turns: A B C, A B C, ..."""
+  repeats: dict[str, int] = {}
+  seconds: dict[str, list[float]] = {name: [] for name in runners}
+  time.sleep(SPIN)  # the oracle was numpy's
+  for _ in range(rounds):
+    for name, runner in runners.items():
+      time.sleep(SETTLE)
+      start, calls = time.perf_counter(), 0
+      while calls == 0 or time.perf_counter() - start < WARM:
+        runner.call()
+        runner.wait()
+        calls += 1
+      repeats.setdefault(name, max(1, math.ceil(TURN * calls / (time.perf_counter() - start))))
+      start = time.perf_counter()
+      for _ in range(repeats[name]):
+        runner.call()
+      runner.wait()
+      seconds[name].append((time.perf_counter() - start) / (repeats[name] * runner.times))
+      if name == "limit numpy":
+        time.sleep(SPIN)
+  return {name: Timing(times) for name, times in seconds.items()}
+
+
+def ratios(ours: Timing, theirs: Timing) -> dict[str, float]:
+  """How many times as fast as the contender we are.
+
+  By the medians, by the minima (which other work on the machine disturbs least), and the median and extremes of the
+  rounds' own ratios.
+  """
+  pairs = [b / a for a, b in zip(ours.seconds, theirs.seconds, strict=True)]
+  return {
+    "of_medians": theirs.median / ours.median,
+    "of_minima": min(theirs.seconds) / min(ours.seconds),
+    "paired": float(np.median(pairs)),
+    "lowest": min(pairs),
+    "highest": max(pairs),
+  }
+
+
+def share(ours: Timing, limit: Timing, work: int, its_work: int) -> float:
+  """Our speed as a part of the limit's: the median over the rounds, in each of which its turn follows ours.
+
+  A machine's memory can change its speed by half from one moment to another: speeds of all rounds would not compare.
+
+  Args:
+    work: floating-point operations of a call of ours, or bytes.
+    its_work: the same of the limit's.
+  """
+  pairs = zip(ours.seconds, limit.seconds, strict=True)
+  return float(np.median([work / a / (its_work / b) for a, b in pairs]))
+
+
+@dataclass(frozen=True)
+class Heads:
+  """The heads whose results are checked: all of them, or as many, from first to last, as the oracle can do in time.
+
+  Attributes:
+    pairs: (batch, key head) of each.
+    group: query heads of a key head.
+  """
+
+  pairs: list[tuple[int, int]]
+  group: int
+
+  @classmethod
+  def of(cls, s: AttentionSpec) -> "Heads":
+    every, group = s.B * s.Hkv, s.Hq // s.Hkv
+    count = max(1, min(every, CHECKED[on_cpu()] // (group * s.M * s.N)))
+    places = np.linspace(0, every - 1, count).round().astype(int).tolist()
+    return cls([divmod(place, s.Hkv) for place in places], group)
+
+  def of_queries(self, x: Array) -> Array:
+    """(pairs, group, M, ...) of an array (B, Hq, M, ...)."""
+    return np.stack([x[b, h * self.group : (h + 1) * self.group] for b, h in self.pairs])
+
+  def of_keys(self, x: Array) -> Array:
+    """(pairs, 1, N, ...) of an array (B, Hkv, N, ...)."""
+    return np.stack([x[b, h : h + 1] for b, h in self.pairs])
+
+  def gate(self, problem: Problem) -> Gate:
+    """What the oracle says about these heads."""
+    return Gate.of_arrays(*self._inputs(problem), problem.spec.dtype, is_causal=problem.spec.is_causal)
+
+  def gradient_gate(self, problem: Problem) -> GradientGate:
+    """The same about the gradients."""
+    do, s = self.of_queries(numpy(contenders_backward.output_gradient(problem))), problem.spec
+    return GradientGate.of_arrays(*self._inputs(problem), do, s.dtype, is_causal=s.is_causal)
+
+  def _inputs(self, problem: Problem) -> tuple[Array, Array, Array]:
+    q, k, v = (numpy(x) for x in (problem.q, problem.k, problem.v))
+    return self.of_queries(q), self.of_keys(k), self.of_keys(v)
+
+
+def bench_row(config: Config, contenders: dict[str, Contender], rounds: int, backward: bool = False) -> dict[str, Any]:
+  """Checks and times one problem, or its gradients; returns its record.
+
+  Raises:
+    Usage: no kernel serves it.
+  """
+  target = default_target()
+  problem = prepare(config, target)
+  s = problem.spec
+  runners: dict[str, Runner] = {}
+  for name, set_up in contenders.items():
+    if (runner := set_up(problem)) is not None:
+      runners[name] = runner
+  heads, flops = Heads.of(s), s.flops * 5 // 2 if backward else s.flops  # five products, and not two
+  gate = heads.gradient_gate(problem) if backward else heads.gate(problem)
+  reports = {name: _check(runner, heads, gate) for name, runner in runners.items()}
+  right = [name for name in runners if all(r.correct for r in reports[name])]
+  most = limit(s)
+  turns = {} if most is None else {f"limit {most.name}": most.runner}
+  times = alternate({name: runners[name] for name in right[:1]} | turns | {n: runners[n] for n in right[1:]}, rounds)
+  limits = {} if most is None else {most.name: times[f"limit {most.name}"].record(most.flops, most.moved)}
+  moved = s.kv_bytes if most is not None and most.moved else 0
+  records = {name: _errors(reports[name]) for name in runners}
+  for name in right:
+    records[name] |= times[name].record(flops, moved)
+    records[name]["share"] = {}
+    if most is not None:
+      its, works = times[f"limit {most.name}"], (moved or flops, most.moved or most.flops)
+      records[name]["share"][most.name] = share(times[name], its, *works)
+  return {
+    "problem": s.record(),
+    "device": " ".join(filter(None, (str(target), gpu_name(Device.DEFAULT)))),
+    "kernel": problem.choice.kernel.name,
+    "tiles": asdict(problem.choice.tiles),
+    "flops": flops,
+    "backward": backward,
+    "contenders": records,
+    "limits": limits,
+    "product_of": {"dtype": "float32" if on_cpu() else "float16", "size": product_size()},
+    "heads_checked": len(heads.pairs) * heads.group,
+    "ratios": {name: ratios(times["uopattn"], times[name]) for name in right[1:]} if "uopattn" in right else {},
+  }
+
+
+def _check(runner: Runner, heads: Heads, gate: Gate | GradientGate) -> list[Report]:
+  if isinstance(gate, GradientGate):
+    dq, dk, dv = runner.result()
+    return gate.reports(q=heads.of_queries(dq), k=heads.of_keys(dk), v=heads.of_keys(dv))
+  out, *lse = (heads.of_queries(x) for x in runner.result())
+  return [gate.output(out), *(gate.lse(x) for x in lse)]
+
+
+def _errors(reports: Sequence[Report]) -> dict[str, Any]:
+  return {
+    "correct": all(r.correct for r in reports),
+    "error": max(r.relative for r in reports) if len(reports) > 2 else reports[0].relative,
+    "errors": {r.name: r.record() for r in reports},
+    "failures": [str(r) for r in reports if not r.correct],
+  }
+
+
+def record(rows: list[dict[str, Any]], names: list[str], rounds: int, load: float) -> dict[str, Any]:
+  """What --json writes; `load` is the system's load average before the first row."""
+  machine = machine_record()
+  found = machine.pop("versions")
+  assert isinstance(found, dict)
+  devices = dict.fromkeys(row["device"] for row in rows)
+  timed = {name for row in rows for name in row["limits"] if name != "read"}
+  more = [name for name in {*names, *timed} if name not in found]
+  compiler = {"clang": clang_version()} if any(device.startswith("CPU") for device in devices) else {}
+  return {
+    "format": FORMAT,
+    "date": date.today().isoformat(),
+    "machine": machine | {"device": " and ".join(devices), "threads": thread_count(), "load": load},
+    "versions": found | versions(sorted(more)) | compiler,
+    "rounds": rounds,
+    "rows": rows,
+  }
+
+
+def arguments(words: Sequence[str] | None) -> argparse.Namespace:
+  """Reads the command line; argparse ends the process with 2 where it is off."""
+  parser = argparse.ArgumentParser(prog="uopattn.bench", description="Times and checks attention.")
+  kinds = ["cpu", "gpu", "all"]
+  parser.add_argument("device", nargs="?", choices=kinds, help="where to run (default: tinygrad's default device)")
+  parser.add_argument("--against", default="", metavar="NAMES", help="contenders, by commas: torch,tinygrad")
+  parser.add_argument("--backward", action="store_true", help="time the gradients, from outputs that are there")
+  parser.add_argument("--few", action="store_true", help=f"time the problems of at most {FEW} queries alone")
+  parser.add_argument("--quick", action="store_true", help="a few small problems")
+  parser.add_argument("--json", default="", metavar="FILE", help="where to write the record")
+  parser.add_argument("--plot", default="", metavar="FILE.png", help="where to draw speed over N")
+  parser.add_argument("--rounds", type=int, default=7, metavar="R", help="turns of each contender (%(default)s)")
+  given = parser.parse_args(words)
+  if given.rounds < 1:
+    raise Usage(f"--rounds {given.rounds} is less than 1")
+  for option, path in (("--json", given.json), ("--plot", given.plot)):
+    if path:
+      check_writable(f"{option} {path}", path)
+  if given.plot:
+    try:
+      import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+      raise Usage(f"--plot needs matplotlib, which pip install '.[bench]' in a checkout installs: {error}") from error
+  return given
+
+
+def gpu() -> str:
+  """The GPU that tinygrad computes on, by its own choice where that is none.
+
+  Raises:
+    Usage: there is none.
+  """
+  for device in (Device.DEFAULT, "CUDA", "AMD"):
+    if device.split(":")[0] in ("CUDA", "AMD"):
+      try:
+        Device[device]
+        return device
+      except Exception:  # whatever a missing driver makes it raise
+        continue
+  raise Usage("gpu: tinygrad finds neither a CUDA nor an AMD device here")
+
+
+def devices(name: str | None) -> list[str]:
+  """The devices that the first word names: cpu, gpu, all, or none, which is tinygrad's default device."""
+  if name is None:
+    return [Device.DEFAULT]
+  return [device for kind, device in (("cpu", "CPU"), ("gpu", gpu() if name != "cpu" else "")) if name in (kind, "all")]
+
+
+def problems(given: argparse.Namespace) -> list[tuple[str, Config]]:
+  """What to time, and on which device."""
+  rows: list[tuple[str, Config]] = []
+  for device in devices(given.device):
+    if (kind := device.split(":")[0]) not in ("CPU", "CUDA", "AMD"):
+      raise Usage(f"there are no problems to time on {kind}; accepted are cpu and gpu")
+    configs = cpu_rows() if kind == "CPU" else gpu_rows()
+    configs = quick_rows(kind) if given.quick else backward_rows(kind) if given.backward else configs
+    configs = [config for config in configs if not given.few or 0 < config.m <= FEW]
+    rows += [(device, config) for config in configs]
+  return rows
+
+
+def bench(given: argparse.Namespace) -> int:
+  """Runs every row, printing each as it is done, and writes the files; returns the exit status."""
+  names = [name for name in given.against.split(",") if name]
+  todo = problems(given)
+  contenders = {}
+  for device in dict.fromkeys(device for device, _ in todo):
+    with Context(DEV=device):
+      contenders[device] = (contenders_backward.load if given.backward else load)(names)
+  rows: list[dict[str, Any]] = []
+  status, busy = 0, os.getloadavg()[0]
+  try:
+    for device, config in tqdm(todo, desc="bench", disable=None):
+      with Context(DEV=device):
+        row = bench_row(config, contenders[device], given.rounds, given.backward)
+      rows.append(row)
+      if sys.stderr.isatty():  # where the progress bar is; the row takes its line
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+      print("\n".join(lines(row)), flush=True)
+      if not row["contenders"]["uopattn"]["correct"]:
+        status = 1
+  except KeyboardInterrupt:
+    print(f"\ninterrupted after {len(rows)} rows", file=sys.stderr)
+    status = 130
+  finally:  # also of the rows before one that failed
+    if given.json and rows:
+      Path(given.json).write_text(json.dumps(record(rows, names, given.rounds, busy), indent=1) + "\n")
+    if given.plot and rows:
+      plot(rows, given.plot)
+  return status
+
+
+def main(words: Sequence[str] | None = None) -> int:
+  """Reads the command line and runs; returns the exit status."""
+  return exit_status("uopattn.bench", lambda: bench(arguments(words)))

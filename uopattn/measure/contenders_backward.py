@@ -1,0 +1,115 @@
+"""What `uopattn.bench --backward` times: our gradients and torch's, from outputs that are there."""
+
+import functools
+import importlib
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+from tinygrad import Device, Tensor, TinyJit
+
+from uopattn.measure.command_line import Usage
+from uopattn.measure.contenders import (
+  Contender,
+  Runner,
+  on_cpu,
+  sdpa,
+  served,
+  torch_types,
+  torchs_context,
+  torchs_runner,
+)
+from uopattn.measure.run import Problem, wait
+from uopattn.plan.dispatch_backward import dispatch_backward
+from uopattn.plan.gradient import Saved, by_kernels
+from uopattn.plan.launch import launch
+from uopattn.plan.target import Target
+from uopattn.proof.gate import numpy
+from uopattn.proof.oracle import Array
+from uopattn.runtime.threads import thread_count
+from uopattn.spec.spec import NO_EXTRAS
+
+
+def output_gradient(problem: Problem) -> Tensor:
+  """A normal random gradient of the output, (B, Hq, M, Dv), the same at each call."""
+  s = problem.spec
+  array = np.random.default_rng(1).standard_normal((s.B, s.Hq, s.M, s.Dv), np.float32)
+  return Tensor(array).cast(s.dtype).realize()
+
+
+def uopattn(problem: Problem) -> Runner:
+  """Our kernels, replayed by TinyJit, with all that goes on around them.
+
+  Raises:
+    Usage: there are none for the problem.
+  """
+  p, steps = problem, dispatch_backward(problem.spec, Target.of(Device.DEFAULT))
+  if not isinstance(steps, tuple):
+    raise Usage("; ".join(steps))
+  out, lse = launch(p.choice, p.spec, p.q, p.k, p.v)
+  Tensor.realize(out, lse)
+  do = output_gradient(p)
+
+  @TinyJit
+  def run() -> list[Tensor]:
+    grads = by_kernels(steps, Saved.of(p.q, p.k, p.v, out, lse, do, None), p.spec, NO_EXTRAS)
+    Tensor.realize(*grads)
+    return grads
+
+  for _ in range(2):  # compile, capture
+    run()
+  return Runner(run, lambda: [numpy(x) for x in run()], wait=wait)
+
+
+def loader(backend: str) -> Callable[[], Contender]:
+  """torch's `scaled_dot_product_attention`: on a CPU, where `backend` is empty, or by one of its backends on a GPU."""
+
+  def load_backend() -> Contender:
+    torch = importlib.import_module("torch")
+    if not backend:
+      torch.set_num_threads(thread_count())
+
+    def set_up(problem: Problem) -> Runner | None:
+      s, device = problem.spec, "cuda" if backend else "cpu"
+      if s.dtype not in (types := torch_types(torch)) or (backend and s.dtype.itemsize == 4):
+        return None
+      arrays = [numpy(x).copy() for x in (problem.q, problem.k, problem.v, output_gradient(problem))]
+      with torchs_context() if backend else nullcontext():
+        q, k, v, do = (torch.from_numpy(x).to(device, types[s.dtype]) for x in arrays)
+      for x in (q, k, v):
+        x.requires_grad_()
+
+      @functools.cache
+      def out() -> Any:
+        return sdpa(torch, s, backend)(q, k, v)
+
+      def call() -> Any:
+        return torch.autograd.grad(out(), (q, k, v), do, retain_graph=True)
+
+      def result() -> list[Array]:
+        return [x.float().cpu().numpy() for x in call()]
+
+      return served(f"torch {backend}", torchs_runner(call, result)) if backend else Runner(call, result)
+
+    return set_up
+
+  return load_backend
+
+
+def load(names: list[str]) -> dict[str, Contender]:
+  """The contenders by name, ours first; on a GPU, torch is two of its backends.
+
+  Raises:
+    Usage: a name is unknown, or its library cannot be imported.
+  """
+  found: dict[str, Contender] = {"uopattn": uopattn}
+  for name in names:
+    if name != "torch":
+      raise Usage(f"--against {name}: with --backward there is torch alone")
+    try:
+      backends = {"torch": ""} if on_cpu() else {"torch flash": "flash", "torch cudnn": "cudnn"}
+      found |= {shown: loader(backend)() for shown, backend in backends.items()}
+    except ImportError as error:
+      raise Usage(f"--against {name}: it cannot be imported: {error}") from error
+  return found

@@ -1,0 +1,111 @@
+"""`python -m uopattn.info`: the device, the compiler, and which kernels serve this machine, or why one does not.
+
+Exit status: 0 the default device can be used, 2 it cannot.
+"""
+
+import argparse
+import subprocess
+from collections.abc import Iterator
+
+from tinygrad import Device, Tensor, dtypes
+from tinygrad.dtype import DType
+from tinygrad.helpers import DEV, Context
+
+from uopattn.measure.command_line import Usage, default_target, exit_status, reason
+from uopattn.plan.dispatch import KERNELS, Kernel, dispatch
+from uopattn.plan.dispatch_backward import BACKWARDS, Backward, dispatch_backward
+from uopattn.plan.target import Target, shown
+from uopattn.runtime.clang import NoCompiler, clang_version, find_clang
+from uopattn.runtime.machine import machine_record
+from uopattn.spec.spec import DTYPES, AttentionSpec, Extras, dtype_name, make_spec
+
+QUERIES = {1024: "", 1: " of few queries"}  # of the cases that are asked about
+KEYS, HEAD_SIZE = 1024, 64  # of these
+
+
+def line(name: str, text: object) -> None:
+  print(f"{name:<10} {text}")
+
+
+def case(dtype: DType, queries: int) -> AttentionSpec:
+  """A plain attention."""
+  q, k, v = (Tensor.empty(1, 1, n, HEAD_SIZE, dtype=dtype) for n in (queries, KEYS, KEYS))
+  return make_spec(q, k, v, Extras(return_lse=True))
+
+
+def taken(kernel: Kernel | Backward, spec: AttentionSpec, target: Target) -> str:
+  """The name of the kernel that is taken for a case, or for its gradients if `kernel` is of those; "" if none is."""
+  if isinstance(kernel, Kernel):
+    chosen = dispatch(spec, target)
+    return "" if isinstance(chosen, list) else chosen.kernel.name
+  steps = dispatch_backward(spec, target)
+  return "" if isinstance(steps, list) else next(x.name for x in BACKWARDS if steps[0].pass_ in x.passes)
+
+
+def served(kernel: Kernel | Backward, target: Target) -> str:
+  """What a kernel serves on a machine, or why it does not."""
+  if target.device not in kernel.devices:
+    return f"not for this machine, for {' and '.join(kernel.devices)}"
+  cases: dict[str, str] = {}
+  for dtype in DTYPES:
+    for queries, name in QUERIES.items():
+      if taken(kernel, case(dtype, queries), target) == kernel.name:
+        cases.setdefault(dtype_name(dtype), name)
+  return f"serves {', '.join(x + few for x, few in cases.items())}" if cases else against(kernel, target)
+
+
+def against(kernel: Kernel | Backward, target: Target) -> str:
+  """Why a kernel for the machine's kind of device is taken for none of the cases: asked of float16, which all take."""
+  spec = case(dtypes.float16, max(QUERIES))
+  try:
+    for part in kernel.passes if isinstance(kernel, Backward) else (kernel,):
+      part.choose_tiles(spec, target)
+  except ValueError as error:
+    return f"not for this machine: {error}"
+  return f"serves only what {taken(kernel, spec, target)} does not"
+
+
+def others(default: str) -> Iterator[str]:
+  """The other devices that there are kernels for, and whether they can be used.
+
+  Args:
+    default: the default device, which is not opened anew: there may be more to its name.
+  """
+  for device in sorted({device for kernel in KERNELS for device in kernel.devices} - {default.split(":")[0]}):
+    try:
+      with Context(DEV=device):
+        yield str(Target.of(device))
+    except Exception as error:  # whatever a missing driver makes tinygrad raise
+      yield f"{device}: none: {reason(error)}"
+
+
+def report() -> int:
+  """Prints all of it; returns the exit status."""
+  for key, value in machine_record().items():
+    line(key, ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value)
+  try:
+    line("compiler", f"{find_clang()}: {clang_version()}")
+  except (NoCompiler, OSError, subprocess.CalledProcessError) as error:
+    line("compiler", f"none: {reason(error)}")
+  target = None
+  try:
+    target = default_target()
+    line("device", shown(target, Device.DEFAULT))
+  except (Usage, NoCompiler) as error:
+    line("device", f"none: {reason(error)}")
+  for text in others(DEV.device if target is None else Device.DEFAULT):
+    line("another", text)
+  if target is None:
+    return 2
+  for kernel in KERNELS:
+    line("kernel", f"{kernel.name}: {served(kernel, target)}")
+  for backward in BACKWARDS:
+    line("gradients", f"{backward.name}: {served(backward, target)}")
+  return 0
+
+
+def main() -> int:
+  """Reads the command line and reports; returns the exit status."""
+  description = (__doc__ or "").splitlines()[0].split(": ", 1)[1]
+  argparse.ArgumentParser(prog="python -m uopattn.info", description=description).parse_args()
+  return exit_status("uopattn.info", report)

@@ -1,0 +1,315 @@
+"""`python -m uopattn.run KEY=VALUE ...`: runs the kernel, times it, and proves its output right.
+
+Exit status: 0 correct, 1 wrong output, 2 anything else, such as a bad key or value, no kernel for the case, a device
+that cannot be used, a file that cannot be read or written, or too little memory.
+"""
+
+import difflib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from tinygrad import Device, Tensor, TinyJit, dtypes
+from tinygrad.dtype import DType
+from tinygrad.nn.state import safe_load
+
+from uopattn.emulator import profile
+from uopattn.measure.command_line import Usage, check_writable, default_target, exit_status, reason
+from uopattn.plan.dispatch import Choice, dispatch
+from uopattn.plan.launch import launch
+from uopattn.plan.target import Target, shown
+from uopattn.proof.gate import Report, verify
+from uopattn.runtime.machine import machine_record
+from uopattn.spec.spec import AttentionSpec, Extras, dtype_name, make_spec
+
+DTYPE_NAMES: dict[str, DType] = {
+  "half": dtypes.float16,
+  "float": dtypes.float32,
+  "float16": dtypes.float16,
+  "float32": dtypes.float32,
+  "bfloat16": dtypes.bfloat16,
+  "fp8e4m3": dtypes.fp8e4m3,
+  "fp8e5m2": dtypes.fp8e5m2,
+}
+
+
+@dataclass(frozen=True)
+class Config:
+  """The runner's keys, in lower case.
+
+  0 stands for "as another key": hkv as h, m as n, dv as d. No dtype is half, or that of the input file.
+  """
+
+  b: int = 1
+  h: int = 32
+  hkv: int = 0
+  n: int = 1024
+  m: int = 0
+  d: int = 64
+  dv: int = 0
+  dtype: str = ""
+  causal: int = 0
+  cnt: int = 5
+  verify: int = 1
+  seed: int = 0
+  input: str = ""
+  json: str = ""
+
+
+KEYS = tuple(field.name.upper() for field in fields(Config))
+HELP = """\
+usage: python -m uopattn.run [KEY=VALUE ...]
+
+Runs the kernel, times it, and proves its output right. A key that is not given is taken from the environment.
+
+  B, H, N, D     batch, query heads, keys, head size of queries and keys (1, 32, 1024, 64)
+  HKV, M, DV     key heads, queries, head size of values (as H, N, D)
+  DTYPE          half, float, bfloat16, fp8e4m3 or fp8e5m2 (half)
+  CAUSAL         1: causal (0)
+  CNT            timed runs (5)
+  VERIFY         0: no check (1)
+  SEED           of the random inputs (0)
+  INPUT          a safetensors file with q, k and v, in place of random inputs
+  JSON           a file for the record: machine, versions, tiles, times, errors
+
+tinygrad's DEV chooses the device: CPU, CUDA, AMD, EMU::gfx1100, EMU::sm_90, ...
+Exit status: 0 correct, 1 wrong output, 2 anything else."""
+ALIKE = 0.8  # from which on two names are taken for one that is misspelt
+SWITCHES, NATURALS = ("CAUSAL", "VERIFY"), ("B", "H", "HKV", "N", "M", "D", "DV", "CNT")
+SHAPE_KEYS = ("B", "H", "HKV", "N", "M", "D", "DV")
+
+
+def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> Config:
+  """Reads KEY=VALUE words; keys that are not given are looked up in the environment.
+
+  Raises:
+    Usage: an unknown key, or a value that the key does not take.
+  """
+  given = {key: environment[key] for key in KEYS if key in environment}
+  for word in arguments:
+    key, equals, value = word.partition("=")
+    if not equals or key not in KEYS:
+      hint = f"; did you mean {meant}=?" if (meant := misspelt(key)) else ""
+      raise Usage(f"{word!r} is not one of {', '.join(f'{key}=' for key in KEYS)}{hint}")
+    given[key] = value
+  if given.get("INPUT") and (clash := [key for key in SHAPE_KEYS if key in given]):
+    raise Usage(f"{clash[0]}={given[clash[0]]} with INPUT={given['INPUT']}: the shape is that of the file")
+  return Config(**{key.lower(): _value(key, text) for key, text in given.items()})
+
+
+def misspelt(name: str) -> str | None:
+  """The key that was probably meant by a name that is none: nearly its letters, or just these in another order."""
+  if name in KEYS:
+    return None
+  turned = (key for key in KEYS if len(key) > 1 and sorted(key) == sorted(name))
+  alike = difflib.get_close_matches(name, [key for key in KEYS if len(key) > 3], n=1, cutoff=ALIKE)
+  return next(turned, alike[0] if alike else None)
+
+
+def warn_of_misspelt(environment: Mapping[str, str]) -> None:
+  """Names on stderr the environment's variables that look like a key."""
+  for name, value in environment.items():
+    if name.isupper() and (meant := misspelt(name)):
+      print(f"uopattn.run: {name}={value} in the environment is no key; did you mean {meant}?", file=sys.stderr)
+
+
+def _value(key: str, text: str) -> Any:
+  if key in ("INPUT", "JSON"):
+    return text
+  if key == "DTYPE":
+    if text not in DTYPE_NAMES:
+      raise Usage(f"DTYPE={text} is not one of {', '.join(DTYPE_NAMES)}")
+    return text
+  if key in SWITCHES:
+    if text not in ("0", "1"):
+      raise Usage(f"{key}={text} is neither 0 nor 1")
+    return int(text)
+  lowest = 1 if key in NATURALS else 0
+  if not (text.isascii() and text.isdigit() and int(text) >= lowest):
+    raise Usage(f"{key}={text} is not a whole number of at least {lowest}")
+  return int(text)
+
+
+def inputs(config: Config) -> list[Tensor]:
+  """q, k and v: normal random numbers, or what INPUT holds.
+
+  Raises:
+    Usage: the file is missing or has no q, k and v.
+  """
+  if not config.input:
+    dtype = DTYPE_NAMES[config.dtype or "half"]
+    hkv, m, dv = config.hkv or config.h, config.m or config.n, config.dv or config.d
+    Tensor.manual_seed(config.seed)
+    shapes = ((config.b, config.h, m, config.d), (config.b, hkv, config.n, config.d), (config.b, hkv, config.n, dv))
+    return [Tensor.randn(*shape, dtype=dtypes.float32).cast(dtype).realize() for shape in shapes]
+  try:
+    tensors = safe_load(config.input)
+    loaded = [tensors[name].to(Device.DEFAULT).realize() for name in ("q", "k", "v")]
+  except Exception as error:  # whatever a header that is no header makes of tinygrad's reader
+    raise Usage(f"INPUT={config.input} is not a safetensors file with q, k and v: {reason(error)}") from error
+  return [x.cast(DTYPE_NAMES[config.dtype] if config.dtype else x.dtype).contiguous().realize() for x in loaded]
+
+
+@dataclass(frozen=True)
+class Problem:
+  """Inputs, and the kernel that is to run on them."""
+
+  q: Tensor
+  k: Tensor
+  v: Tensor
+  spec: AttentionSpec
+  choice: Choice
+
+
+def prepare(config: Config, target: Target) -> Problem:
+  """Loads the inputs and picks the kernel.
+
+  Raises:
+    Usage: the inputs do not fit together or no kernel serves them.
+  """
+  q, k, v = inputs(config)
+  try:
+    spec = make_spec(q, k, v, Extras(is_causal=bool(config.causal), enable_gqa=True, return_lse=True))
+  except (TypeError, ValueError) as error:
+    raise Usage(str(error)) from error
+  chosen = dispatch(spec, target)
+  if isinstance(chosen, list):
+    raise Usage("; ".join(chosen))
+  return Problem(q, k, v, spec, chosen)
+
+
+def outputs(spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+  """New buffers for the output and the LSE."""
+  o = Tensor.empty(spec.B, spec.Hq, spec.M, spec.Dv, dtype=spec.dtype)
+  return o, Tensor.empty(spec.B, spec.Hq, spec.M, dtype=dtypes.float32)
+
+
+def poison(*buffers: Tensor) -> None:
+  """Fills outputs with NaN, so that what a kernel leaves out is seen."""
+  for x in buffers:
+    x.assign(Tensor.full(x.shape, float("nan"), dtype=x.dtype)).realize()
+
+
+def jitted(problem: Problem, o: Tensor, lse: Tensor, times: int = 1) -> Callable[[], None]:
+  """A call that runs the kernel `times` times, writing `o` and `lse`; the third call is the first that replays.
+
+  The inputs are bound when the call is captured, as they are within a model: tinygrad takes some 0.05 ms to check each
+  argument of a TinyJit.
+  """
+  p = problem
+
+  @TinyJit
+  def run() -> tuple[Tensor, Tensor]:
+    out, sums = o, lse
+    for _ in range(times):
+      out, sums = launch(p.choice, p.spec, p.q, p.k, p.v, out, sums)
+    Tensor.realize(out, sums)
+    return out, sums
+
+  def call() -> None:
+    run()
+
+  return call
+
+
+def wait() -> None:
+  """Until the default device has done what it was given."""
+  Device[Device.DEFAULT].synchronize()
+
+
+def measure(problem: Problem, count: int) -> tuple[Tensor, Tensor, list[float]]:
+  """Runs the kernel `count` times on outputs full of NaN; returns the last output and LSE and each run's seconds."""
+  o, lse = outputs(problem.spec)
+  call = jitted(problem, o, lse)
+  seconds: list[float] = []
+  for warm_up in (True, True, *(False for _ in range(count))):  # TinyJit compiles, then captures, then replays
+    poison(o, lse)
+    wait()
+    start = time.perf_counter()
+    call()
+    wait()
+    if not warm_up:
+      seconds.append(time.perf_counter() - start)
+      print(f"run {len(seconds)}/{count}  {seconds[-1] * 1e3:10.3f} ms  {speed(problem.spec, seconds[-1])}")
+  return o, lse, seconds
+
+
+def speed(spec: AttentionSpec, seconds: float) -> str:
+  """For people: GFLOP/s, or TFLOP/s from 1000 on."""
+  gflops = spec.flops / seconds / 1e9
+  return f"{gflops:.1f} GFLOP/s" if gflops < 1000 else f"{gflops / 1e3:.1f} TFLOP/s"
+
+
+def report(reports: Sequence[Report]) -> bool:
+  """Prints the verdict; true if everything is right."""
+  output, lse = reports
+  print(f"mean squared error {output.mse:.3g}")
+  print(
+    f"relative error {output.relative:.3g} (bound {output.relative_bound:.3g}), "
+    f"largest {output.largest:.3g} (bound {output.largest_bound:.3g}); "
+    f"lse {lse.relative:.3g} (bound {lse.relative_bound:.3g})"
+  )
+  for wrong in (r for r in reports if not r.correct):
+    print(f"flash attention is WRONG, worst at {wrong.worst} of (B, H, M{', D' * (len(wrong.worst) == 4)}): {wrong}")
+  correct = all(r.correct for r in reports)
+  if correct:
+    print("flash attention is correct!")
+  return correct
+
+
+def run(config: Config) -> int:
+  """The whole job; returns the exit status."""
+  if config.json:
+    check_writable(f"JSON={config.json}", config.json)
+  target = default_target()
+  problem = prepare(config, target)
+  s = problem.spec
+  print(f"device   {shown(target, Device.DEFAULT)}")
+  print(f"kernel   {problem.choice}")
+  shape = f"B={s.B} H={s.Hq} HKV={s.Hkv} M={s.M} N={s.N} D={s.Dk} DV={s.Dv}"
+  source = f" from {config.input}" if config.input else ""
+  print(f"problem  {shape} {dtype_name(s.dtype)}{' causal' * s.is_causal}{source}")
+  with profile() as counts:
+    o, lse, seconds = measure(problem, config.cnt)
+  if counts.kernels:  # on the emulator, over all runs
+    print(counts)
+  print(f"best     {min(seconds) * 1e3:10.3f} ms  {speed(s, min(seconds))}")
+  reports: list[Report] = []
+  if config.verify:
+    tf32 = s.tf32 and problem.choice.kernel.tf32
+    reports = verify(problem.q, problem.k, problem.v, o, lse, is_causal=s.is_causal, tf32=tf32, progress=True)
+  correct = report(reports) if reports else True
+  if config.json:
+    Path(config.json).write_text(json.dumps(record(config, target, problem, seconds, reports), indent=2) + "\n")
+  return 0 if correct else 1
+
+
+def record(
+  config: Config, target: Target, problem: Problem, seconds: list[float], reports: list[Report]
+) -> dict[str, Any]:
+  """What JSON= writes."""
+  return {
+    "machine": machine_record() | {"device": shown(target, Device.DEFAULT)},
+    "config": asdict(config),
+    "problem": problem.spec.record(),
+    "kernel": problem.choice.kernel.name,
+    "tiles": asdict(problem.choice.tiles),
+    "seconds": seconds,
+    "flops": problem.spec.flops,
+    "errors": {r.name: r.record() for r in reports},
+  }
+
+
+def main() -> int:
+  """Reads the command line and the environment, and runs; returns the exit status."""
+  words = sys.argv[1:]
+  if {"-h", "--help"} & set(words):
+    print(HELP)
+    return 0
+  warn_of_misspelt(os.environ)
+  return exit_status("uopattn.run", lambda: run(parse(words, os.environ)))

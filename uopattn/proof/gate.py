@@ -1,0 +1,264 @@
+"""The gate: is this output attention, as exactly as its type allows?"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from tinygrad import Tensor
+from tinygrad.dtype import DType, dtypes
+
+from uopattn.proof.oracle import EXACT, PRECISIONS, TF32, Array, oracle
+from uopattn.proof.oracle_gradients import Gradients, gradients
+from uopattn.spec.spec import dtype_name
+
+# What any output is allowed, however exact the naive computation happens to be: some unit roundoffs of its own type,
+# and of float32, in which the long sums are taken in an order of the kernel's choice.
+# Of 8-bit units it is two, for P and the output, which are all that a kernel rounds: four would let much pass.
+FLOOR, FLOOR_OF_EIGHT_BITS, FLOOR_OF_SUMS = 4, 2, 16 * PRECISIONS[dtypes.float32].unit
+
+EIGHT_BITS = 2.0**-4  # the least unit roundoff of their types
+
+USELESS = 0.5  # relative error of the naive computation from which it says nothing about others
+
+
+@dataclass(frozen=True)
+class Report:
+  """How far an output is from the oracle, and how far it may be.
+
+  Attributes:
+    name: what was measured, "output" or "lse".
+    mse: mean squared error.
+    relative: root of mse over the root mean square of the oracle; `relative_bound` is what is allowed.
+    largest: largest absolute error; `largest_bound` is what is allowed.
+    wrong: elements that are NaN, or infinite where the oracle is not (or the reverse).
+    worst: index of the element with the largest error, or of the first wrong one.
+  """
+
+  name: str
+  mse: float
+  relative: float
+  relative_bound: float
+  largest: float
+  largest_bound: float
+  wrong: int
+  worst: tuple[int, ...]
+
+  @property
+  def correct(self) -> bool:
+    return self.wrong == 0 and self.relative <= self.relative_bound and self.largest <= self.largest_bound
+
+  def __str__(self) -> str:
+    text = (
+      f"{self.name}: mean squared error {self.mse:.3g}, relative error {self.relative:.3g} "
+      f"(bound {self.relative_bound:.3g}), largest error {self.largest:.3g} (bound {self.largest_bound:.3g})"
+    )
+    return text + (f", {self.wrong} elements NaN or infinite" if self.wrong else "")
+
+  def record(self) -> dict[str, Any]:
+    """For JSON."""
+    return asdict(self) | {"correct": self.correct}
+
+
+def compare(name: str, got: Array, exact: Array, naive: Array, unit: float) -> Report:
+  """Measures `got` against the oracle's `exact`.
+
+  The bounds are twice the error of the naive computation in the same type, plus a floor. NaN never passes;
+  infinities must be where the oracle has them.
+
+  Args:
+    got, exact, naive: of one shape; any float type.
+    unit: unit roundoff of the type of `got`.
+
+  Raises:
+    ValueError: the shapes differ.
+  """
+  if not got.shape == exact.shape == naive.shape:
+    raise ValueError(f"{name} has shape {got.shape}, the oracle {exact.shape}, the naive computation {naive.shape}")
+  got, naive = got.astype(np.float64), naive.astype(np.float64)
+  floor = (FLOOR if unit < EIGHT_BITS else FLOOR_OF_EIGHT_BITS) * unit + FLOOR_OF_SUMS
+  same_infinity = np.isinf(exact) & (got == exact)
+  wrong = ~np.isfinite(got) & ~same_infinity | np.isinf(exact) & ~same_infinity
+  measured = np.isfinite(exact) & ~wrong
+  error = np.zeros(exact.shape)
+  np.subtract(got, exact, out=error, where=measured)
+  naive_error = np.zeros(exact.shape)
+  np.subtract(naive, exact, out=naive_error, where=measured & np.isfinite(naive))
+  values = np.where(measured, exact, 0.0)
+  rms = _rms(values) or 1.0  # an oracle that is all 0 is measured absolutely
+  relative, largest = _rms(error) / rms, float(np.abs(error).max(initial=0))
+  worst = np.argmax(wrong) if wrong.any() else np.argmax(np.abs(error))
+  return Report(
+    name,
+    mse=_rms(error) ** 2,
+    relative=relative,
+    relative_bound=2 * _rms(naive_error) / rms + floor,
+    largest=largest,
+    largest_bound=2 * float(np.abs(naive_error).max(initial=0)) + floor * float(np.abs(values).max(initial=0)),
+    wrong=int(wrong.sum()),
+    worst=tuple(int(x) for x in np.unravel_index(worst, exact.shape)),
+  )
+
+
+def _relative(got: Array, exact: Array) -> float:
+  """Root mean square error over the root mean square, where both are finite."""
+  finite = np.isfinite(got) & np.isfinite(exact)
+  return _rms(np.where(finite, got - exact, 0.0)) / (_rms(np.where(finite, exact, 0.0)) or 1.0)
+
+
+def _rms(x: Array) -> float:
+  return float(np.sqrt(np.mean(np.square(x)))) if x.size else 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Gate:
+  """What the oracle says about some inputs, for any number of outputs to be measured against.
+
+  Attributes:
+    exact, exact_lse: the oracle's output and LSE.
+    naive, naive_lse: those of the naive computation, the output in the inputs' type, the LSE in float32.
+    unit: unit roundoff of the inputs' type.
+  """
+
+  exact: Array
+  exact_lse: Array
+  naive: Array
+  naive_lse: Array
+  unit: float
+
+  @classmethod
+  def of(cls, q: Tensor, k: Tensor, v: Tensor, *, progress: bool = False, **options: Any) -> "Gate":
+    """Computes the oracle and the naive versions; the arguments are those of `verify`."""
+    return cls.of_arrays(numpy(q), numpy(k), numpy(v), q.dtype, progress=progress, **options)
+
+  @classmethod
+  def of_arrays(
+    cls, q: Array, k: Array, v: Array, dtype: DType, *, tf32: bool = False, progress: bool = False, **options: Any
+  ) -> "Gate":
+    """The same of arrays that hold values of `dtype`.
+
+    Raises:
+      ArithmeticError: the naive computation is too far off to measure others by.
+    """
+    arrays, precision = (q, k, v), TF32 if tf32 and dtype == dtypes.float32 else PRECISIONS[dtype]
+    exact, exact_lse = oracle(*arrays, progress=progress, **options)
+    naive, naive_lse = oracle(*arrays, precision=precision, progress=progress, **options)
+    if dtype != dtypes.float32:  # the LSE is float32 whatever q is, and so is the arithmetic behind it
+      _, naive_lse = oracle(*arrays, precision=PRECISIONS[dtypes.float32], progress=progress, **options)
+    if (off := _relative(naive, exact)) > USELESS:
+      raise ArithmeticError(
+        f"the naive computation in {dtype_name(dtype)} is off by {off:.2g} of the output, which leaves no bound to "
+        "hold others to: smaller scores are needed, or a machine whose numpy is right"
+      )
+    return cls(exact, exact_lse, naive, naive_lse, precision.unit)
+
+  def output(self, got: Array) -> Report:
+    """The report on an output."""
+    return compare("output", got, self.exact, self.naive, self.unit)
+
+  def lse(self, got: Array) -> Report:
+    """The report on a float32 LSE."""
+    return compare("lse", got, self.exact_lse, self.naive_lse, PRECISIONS[dtypes.float32].unit)
+
+
+def verify(
+  q: Tensor,
+  k: Tensor,
+  v: Tensor,
+  out: Tensor,
+  lse: Tensor | None = None,
+  *,
+  tf32: bool = False,
+  progress: bool = False,
+  **options: Any,
+) -> list[Report]:
+  """Reports on an output, and on its LSE if there is one.
+
+  Args:
+    q, k, v, out: as `uopattn.attention` takes and gives them, four dimensions.
+    lse: (B, Hq, M) float32.
+    progress: show a progress bar.
+    tf32: products of float32 were in tf32.
+    options: what `uopattn.proof.oracle.oracle` takes.
+  """
+  gate = Gate.of(q, k, v, tf32=tf32, progress=progress, **options)
+  return [gate.output(numpy(out)), *([] if lse is None else [gate.lse(numpy(lse))])]
+
+
+@dataclass(frozen=True, eq=False)
+class GradientGate:
+  """What the oracle says about the gradients of some inputs.
+
+  Attributes:
+    exact: the oracle's.
+    naive: those of the naive computation.
+    unit: unit roundoff of the inputs' type.
+  """
+
+  exact: Gradients
+  naive: Gradients
+  unit: float
+
+  @classmethod
+  def of(
+    cls, q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor | None = None, *, tf32: bool = False, **options: Any
+  ) -> "GradientGate":
+    """Computes both; the arguments are those of `verify_gradients`."""
+    a, b, c, d = (numpy(x) for x in (q, k, v, do))
+    return cls.of_arrays(a, b, c, d, q.dtype, None if dlse is None else numpy(dlse), tf32=tf32, **options)
+
+  @classmethod
+  def of_arrays(
+    cls,
+    q: Array,
+    k: Array,
+    v: Array,
+    do: Array,
+    dtype: DType,
+    dlse: Array | None = None,
+    *,
+    tf32: bool = False,
+    **options: Any,
+  ) -> "GradientGate":
+    """The same of arrays that hold values of `dtype`."""
+    precision = TF32 if tf32 and dtype == dtypes.float32 else PRECISIONS[dtype]
+    exact, naive = (gradients(q, k, v, do, dlse, precision=x, **options) for x in (EXACT, precision))
+    return cls(exact, naive, precision.unit)
+
+  def reports(self, **got: Array) -> list[Report]:
+    """A report on each gradient, by the names that `uopattn.proof.oracle_gradients.Gradients` has for them."""
+    exact, naive = self.exact.named(), self.naive.named()
+    return [compare(f"gradient of {name}", x, exact[name], naive[name], self.unit) for name, x in got.items()]
+
+
+def verify_gradients(
+  q: Tensor,
+  k: Tensor,
+  v: Tensor,
+  do: Tensor,
+  got: dict[str, Tensor],
+  dlse: Tensor | None = None,
+  *,
+  tf32: bool = False,
+  **options: Any,
+) -> list[Report]:
+  """Reports on the gradients of sum(do * out) + sum(dlse * lse).
+
+  Args:
+    q, k, v: as `uopattn.attention` takes them, four dimensions.
+    do: (B, Hq, M, Dv), of q's dtype.
+    got: the gradients by name: q, k, v, sinks, attn_mask.
+    dlse: (B, Hq, M) float32; None is 0.
+    tf32: products of float32 were in tf32.
+    options: what `uopattn.proof.oracle.oracle` takes.
+  """
+  gate = GradientGate.of(q, k, v, do, dlse, tf32=tf32, **options)
+  return gate.reports(**{name: numpy(x) for name, x in got.items()})
+
+
+def numpy(x: Tensor) -> Array:
+  """The values as numpy has them: bfloat16 and 8-bit floats, which numpy lacks, as float32."""
+  x = x.realize()  # a cast that is still lazy would be folded with the one to float32, and its rounding lost
+  return x.numpy() if x.dtype in _NUMPY_FLOATS else x.float().numpy()
+
+
+_NUMPY_FLOATS: tuple[DType, ...] = tuple(d for d in PRECISIONS if d.fmt in ("e", "f", "d"))

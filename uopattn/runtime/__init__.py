@@ -1,0 +1,1 @@
+"""How a kernel's graph becomes what a device runs."""

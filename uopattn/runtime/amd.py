@@ -1,0 +1,56 @@
+"""Our instructions on AMD devices whose code tinygrad makes from LLVM IR (`DEV=AMD:LLVM`, or no ROCm installed).
+
+tinygrad's own renderer has no rule for `Ops.CUSTOM`. The one here has, and compiles our kernels alone; the device keeps
+its own for all others.
+"""
+
+from tinygrad import Device
+from tinygrad.codegen.opt.tc import pm_validate_wmma_rdna3
+from tinygrad.helpers import Target
+from tinygrad.renderer import Estimates
+from tinygrad.renderer.llvmir import AMDLLVMRenderer, ldt
+from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat
+
+from uopattn.dsl.instruction_set import BY_TEXT
+from uopattn.runtime.program_cache import finished
+
+
+def render_instruction(ctx: dict[UOp, str], u: UOp) -> str:
+  """LLVM IR for the `Ops.CUSTOM` u; `ctx` has the names of values.
+
+  Raises:
+    ValueError: its text is no instruction's, or that of one that AMD does not have.
+  """
+  instruction = BY_TEXT.get(u.arg)
+  if instruction is None:
+    raise ValueError(f"no instruction in uopattn.dsl.instructions has the text {u.arg!r}")
+  if instruction.llvm is None:
+    raise ValueError(f"{instruction.name} has no LLVM IR for AMD")
+  y, operands = ctx[u], [ctx[s] for s in u.src]
+  if not instruction.cross_lane:
+    return "  " + instruction.llvm(y, *operands)
+  kind = ldt(u.dtype)  # any of 32 bits
+  return f"""  {y}_in = bitcast {kind} {operands[0]} to i32
+  {instruction.llvm(f"{y}_out", f"{y}_in", *operands[1:])}
+  {y} = bitcast i32 {y}_out to {kind}"""
+
+
+class InstructionRenderer(AMDLLVMRenderer):
+  """tinygrad's renderer, with our instructions."""
+
+  def __init__(self, target: Target):
+    super().__init__(target)
+    self.string_rewrite = PatternMatcher([(UPat(Ops.CUSTOM, name="u"), render_instruction)]) + self.string_rewrite
+    if target.arch.startswith("gfx11"):  # tinygrad does this for two of RDNA3's architectures
+      self.extra_matcher = self.extra_matcher + pm_validate_wmma_rdna3
+
+
+def as_llvm(kernel: UOp, device: str, estimates: Estimates) -> UOp:
+  """Compiles a kernel's graph for an AMD device and returns the PROGRAM that `Tensor.custom_kernel` takes in its place.
+
+  Args:
+    kernel: a SINK with KernelInfo.
+    device: "AMD", "AMD:1", ...
+    estimates: what tinygrad is to report as the kernel's work.
+  """
+  return finished(kernel, InstructionRenderer(Device[device].renderer.target), estimates)

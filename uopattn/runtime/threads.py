@@ -1,0 +1,63 @@
+"""Our CPU kernels on all cores.
+
+tinygrad's own runtime calls a kernel's work items (`core_id`) one after another on the calling thread. Here a program
+of ours gets a runtime object of its own, put where tinygrad looks a program's runtime up; every other program, and
+every other user of the process, keeps tinygrad's.
+"""
+
+import time
+from typing import Any, cast
+
+from tinygrad import Device, UOp
+from tinygrad.engine.realize import runtime_cache
+from tinygrad.helpers import NUM_CPU_THREADS
+from tinygrad.renderer import Estimates
+from tinygrad.runtime.ops_cpu import CPUDevice, CPUProgram
+
+from uopattn.runtime.machine import usable_cores
+from uopattn.runtime.program_cache import finished
+from uopattn.runtime.renderer import kernel_renderer
+from uopattn.runtime.team import ARGUMENTS, team
+
+
+def thread_count() -> int:
+  """Threads that a kernel may use: tinygrad's NUM_CPU_THREADS, and no more than the cores that we may run on."""
+  return max(1, min(NUM_CPU_THREADS.value, usable_cores()))
+
+
+class ThreadedProgram(CPUProgram):
+  """A compiled kernel whose work items are taken from a common counter by several threads, the caller among them.
+
+  So uneven items (causal rows) balance by themselves.
+  """
+
+  def __init__(self, *given: Any):
+    super().__init__(*given)
+    team(usable_cores() - 1)  # made by the thread that compiles, the one that tinygrad's database is open for
+
+  def __call__(
+    self,
+    *bufs: Any,
+    global_size: tuple[int, int, int] = (1, 1, 1),
+    vals: tuple[int | None, ...] = (),
+    wait: bool = False,
+    **launch: Any,
+  ) -> float | None:
+    start = time.perf_counter()
+    words = [buf.va_addr for buf in bufs] + [value or 0 for value in vals]
+    slot = self.runtimevars.get("core_id", ARGUMENTS - 1)
+    team(usable_cores() - 1).run(self.addr, words, slot, global_size[0], thread_count())
+    return time.perf_counter() - start if wait else None
+
+
+def threaded(kernel: UOp, device: str, estimates: Estimates) -> UOp:
+  """Compiles a kernel's graph for a CPU device and returns the PROGRAM that `Tensor.custom_kernel` takes in its place.
+
+  Args:
+    kernel: a SINK with KernelInfo, whose work items are an axis of type THREAD.
+    device: "CPU", "CPU:1", ...
+    estimates: what tinygrad is to report as the kernel's work.
+  """
+  made = finished(kernel, kernel_renderer(device), estimates)
+  runtime_cache.setdefault((made.key, device), ThreadedProgram(cast(CPUDevice, Device[device]), made.to_elf()))
+  return made

@@ -1,0 +1,1 @@
+"""What is asked of an attention: its arguments, checked, and traced functions."""

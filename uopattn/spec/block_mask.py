@@ -1,0 +1,266 @@
+"""Which blocks of keys each block of queries sees, so that kernels skip the others."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tinygrad import Device, Tensor, UOp, dtypes
+from tinygrad.helpers import ceildiv
+from tinygrad.uop.ops import AxisType, KernelInfo, Ops
+
+from uopattn.dsl import sizes
+from uopattn.dsl.rules.table import Table
+from uopattn.spec.tensors import check_tensors, described, placed
+from uopattn.spec.trace import Mod, trace_mod
+
+SHADES = "·░▒▓█"  # nothing seen, up to a third, two thirds, less than all, all
+PICTURE = (24, 64)  # rows and columns of `str(mask)` at most
+
+if TYPE_CHECKING:  # numpy takes a while to import, and who makes no mask needs none
+  import numpy as np
+
+
+@dataclass(frozen=True, eq=False)
+class BlockMask:
+  """A mask_mod, and how much of each block of the scores it lets see; made by `BlockMask.of`.
+
+  Attributes:
+    mask_mod: (b, h, q_idx, kv_idx, *aux) -> bool; False hides the key.
+    aux: the Tensors that it indexes.
+    M, N: queries and keys.
+    block_m, block_n: queries and keys of a block; the last ones may have fewer.
+    counts: pairs seen in each block, (B or 1, Hq or 1, ceil(M / block_m), ceil(N / block_n)) int32.
+  """
+
+  mask_mod: Callable[..., Any]
+  aux: tuple[Tensor, ...]
+  M: int
+  N: int
+  block_m: int
+  block_n: int
+  counts: Tensor
+  _lists: dict[tuple[int, int, bool], tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+  @classmethod
+  def of(
+    cls,
+    mask_mod: Callable[..., Any],
+    B: int,
+    Hq: int,
+    M: int,
+    N: int,
+    aux: tuple[Tensor, ...] = (),
+    block_m: int = 128,
+    block_n: int = 128,
+    device: str | None = None,
+  ) -> "BlockMask":
+    """Asks a mask_mod about every pair of a query and a key, in one kernel that keeps a number for each block alone.
+
+    Small blocks let kernels skip more, where the mask is fine; kernels need not have tiles of the same size.
+
+    Args:
+      mask_mod: (b, h, q_idx, kv_idx, *aux) -> bool; False hides the key. See `uopattn.mods`.
+      B, Hq: batches and query heads; 1 makes one mask for all, whose mask_mod is called with 0 for their index.
+      M, N: queries and keys.
+      aux: the Tensors that it indexes; outside of them it reads 0. The mask is that of their present content.
+      block_m, block_n: queries and keys of a block.
+      device: where the mask is to be; None is where aux is, or tinygrad's default device.
+
+    Raises:
+      TypeError: mask_mod cannot be traced, aux is no tuple of Tensors, or a size is no int.
+      ValueError: a size is less than 1.
+    """
+    named = {"B": B, "Hq": Hq, "M": M, "N": N, "block_m": block_m, "block_n": block_n}
+    for name, size in named.items():
+      if isinstance(size, bool) or not isinstance(size, int):
+        raise TypeError(f"{name} is {size!r}; it must be an int")
+      if size < 1:
+        raise ValueError(f"{name} is {size}; it must be at least 1")
+    check_tensors("aux", aux)
+    if not callable(mask_mod):
+      raise TypeError(f"mask_mod is {described(mask_mod)}; it must be a function")
+    block_m, block_n = min(block_m, M), min(block_n, N)
+    known = [str(x.device) for x in aux if x.device is not None]
+    place = Device.canonicalize(device) if device or not known else known[0]
+    aux = tuple(x.contiguous() for x in placed(aux, place))
+    if any(x.device != place for x in aux):
+      raise ValueError(
+        f"aux is on {', '.join(str(x.device) for x in aux)}, the mask on {place}; it must be on one device"
+      )
+    counts = Tensor.empty(B, Hq, ceildiv(M, block_m), ceildiv(N, block_n), dtype=dtypes.int, device=place)
+    mod = trace_mod("mask_mod", mask_mod, (B, Hq, M, N), aux)
+    kernel = _count(mod, M, N, block_m, block_n)
+    counts = Tensor.custom_kernel(counts, *aux, fxn=kernel)[0].realize()
+    return cls(mask_mod, aux, M, N, block_m, block_n, counts)
+
+  def seen(self, b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
+    """mask_mod as attention calls it: without the batch or the head, where the mask is the same for all."""
+    B, H = self.heads
+    return self.mask_mod(b if B > 1 else b * 0, h if H > 1 else h * 0, q_idx, kv_idx, *aux)
+
+  @property
+  def heads(self) -> tuple[int, int]:
+    """Batches and query heads; 1 where the mask is the same for all."""
+    B, H, *_ = sizes(self.counts)
+    return B, H
+
+  @property
+  def full(self) -> Tensor:
+    """The blocks that are seen whole; bool, of the shape of `counts`."""
+    return self.counts == Tensor(self._pairs.astype("int32"), device=self.counts.device)
+
+  @property
+  def empty(self) -> Tensor:
+    """The blocks of which nothing is seen."""
+    return self.counts == 0
+
+  @property
+  def partial(self) -> Tensor:
+    """The others."""
+    return (self.full | self.empty).logical_not()
+
+  @property
+  def density(self) -> float:
+    """The share of all pairs of a query and a key that see each other."""
+    return float(self.counts.numpy().mean(axis=(0, 1)).sum()) / (self.M * self.N)
+
+  @property
+  def _pairs(self) -> "np.ndarray[Any, Any]":
+    """How many pairs each block holds, (ceil(M / block_m), ceil(N / block_n))."""
+    import numpy as np
+
+    return np.outer(*(_lengths(n, block) for n, block in ((self.M, self.block_m), (self.N, self.block_n))))
+
+  def check(self, B: int, Hq: int, M: int, N: int) -> None:
+    """Raises ValueError if this mask is not one for scores of (B, Hq, M, N)."""
+    mine = (*self.heads, self.M, self.N)
+    if mine[0] not in (1, B) or mine[1] not in (1, Hq) or mine[2:] != (M, N):
+      raise ValueError(
+        f"block_mask was made for scores of {mine}; it must be for {(B, Hq, M, N)}, with 1 allowed for the first two"
+      )
+
+  def tile_lists(self, block_m: int, block_n: int) -> tuple[Tensor, Tensor]:
+    """The tiles of keys that a kernel visits, by tiles of its own size; see `uopattn.dsl.rules.masks.Masks.tile_lists`.
+
+    A tile is seen whole if all the mask's blocks that it touches are full and it ends before N, and not at all if all
+    of them are empty. Worked out once for each size, by tinygrad ops.
+
+    Args:
+      block_m, block_n: queries and keys of a tile.
+
+    Returns:
+      The order of the visit, (B or 1, Hq or 1, blocks, tiles) int32; and how many are seen whole and how many are
+      visited, at least 1, (B or 1, Hq or 1, blocks, 2) int32.
+    """
+    return self._listed(block_m, block_n, of_keys=False)
+
+  def query_lists(self, block_m: int, block_n: int) -> tuple[Tensor, Tensor]:
+    """The same of a kernel whose blocks are of keys: the tiles of queries that each of them visits.
+
+    A tile is seen whole if it ends before M, too. The lists have as many blocks as there are of keys, each with as many
+    tiles as there are of queries.
+    """
+    return self._listed(block_m, block_n, of_keys=True)
+
+  def _listed(self, block_m: int, block_n: int, of_keys: bool) -> tuple[Tensor, Tensor]:
+    key = block_m, block_n, of_keys
+    if key not in self._lists:
+      self._lists[key] = self._list(*key)
+    return self._lists[key]
+
+  def _list(self, block_m: int, block_n: int, of_keys: bool) -> tuple[Tensor, Tensor]:
+    device = self.counts.device
+    rows, keys = (
+      Tensor(_touches(n, tile, block), device=device)
+      for n, tile, block in ((self.M, block_m, self.block_m), (self.N, block_n, self.block_n))
+    )
+    seen, doubtful = (rows @ x.float() @ keys.T > 0 for x in (self.empty.logical_not(), self.full.logical_not()))
+    lengths = [(self.N, block_n), (self.M, block_m)]
+    within = [Tensor([end <= n for end in range(tile, n + tile, tile)], device=device) for n, tile in lengths]
+    whole = doubtful.logical_not() & within[0]
+    if of_keys:
+      seen, whole = (x.transpose(-1, -2) for x in (seen, whole & within[1].unsqueeze(-1)))
+    kinds = Tensor.stack(whole, seen & whole.logical_not(), seen.logical_not(), dim=-2).int()  # in this order
+    ranks = kinds.flatten(-2).cumsum(-1).reshape(kinds.shape)
+    position = ((kinds * ranks).sum(-2) - 1).contiguous()
+    order = Tensor.empty(*position.shape, dtype=dtypes.int, device=device)
+    order = Tensor.custom_kernel(order, position, fxn=_scatter)[0]
+    numbers = Tensor.stack(whole.int().sum(-1), seen.int().sum(-1).maximum(1), dim=-1).cast(dtypes.int).contiguous()
+    Tensor.realize(order, numbers)
+    return order, numbers
+
+  def __repr__(self) -> str:
+    B, H, blocks_m, blocks_n = sizes(self.counts)
+    kinds = [int(x.sum().item()) for x in (self.full, self.partial, self.empty)]
+    return (
+      f"BlockMask(B={B}, Hq={H}, M={self.M}, N={self.N}): {self.density:.1%} seen; {blocks_m} x {blocks_n} blocks of "
+      f"{self.block_m} queries x {self.block_n} keys, {kinds[0]} full, {kinds[1]} partial, {kinds[2]} empty"
+    )
+
+  def __str__(self) -> str:
+    """With a picture of the first head, each character a block, or several where they are many."""
+    import numpy as np
+
+    counts, pairs = self.counts[0, 0].numpy(), self._pairs
+    for axis, most in enumerate(PICTURE):
+      size = counts.shape[axis]
+      starts = np.linspace(0, size, min(size, most), endpoint=False).astype(int)
+      counts, pairs = (np.add.reduceat(x, starts, axis) for x in (counts, pairs))
+    shades = np.where(counts == pairs, 4, np.ceil(np.minimum(counts / pairs * 3, 3)).astype(int))
+    return "\n".join([repr(self), *("".join(SHADES[x] for x in row) for row in shades)])
+
+  def plot(self, path: str, b: int = 0, h: int = 0) -> None:
+    """Draws the share that is seen of each block of a head into a file, of the kind that its name says.
+
+    Raises:
+      ImportError: matplotlib is missing; the extra `bench` has it.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4, 4 * max(0.3, min(3, self.M / self.N))), layout="constrained")
+    self.draw(figure.subplots(), b, h)
+    figure.savefig(path, dpi=120)
+
+  def draw(self, panel: Any, b: int = 0, h: int = 0) -> None:
+    """The same into a matplotlib `Axes`."""
+    shares = self.counts[b, h].numpy() / self._pairs
+    rows, keys = ([*range(0, n, block), n] for n, block in ((self.M, self.block_m), (self.N, self.block_n)))
+    panel.pcolormesh(keys, rows, shares, cmap="Blues", vmin=0, vmax=1, edgecolors="white", linewidth=0.3)
+    panel.set(xlim=(0, self.N), ylim=(self.M, 0), xlabel="key", ylabel="query", aspect="equal")
+
+
+def _count(mod: Mod, M: int, N: int, block_m: int, block_n: int) -> Callable[..., UOp]:
+  """The kernel that counts the pairs that a mask_mod lets see, for each block. tinygrad chooses its schedule."""
+
+  def count(counts: UOp, *aux: UOp) -> UOp:
+    b, h, m, n = at = [UOp.range(size, i) for i, size in enumerate(sizes(counts))]
+    i, j = UOp.range(block_m, 4, AxisType.REDUCE), UOp.range(block_n, 5, AxisType.REDUCE)
+    row, key = m * block_m + i, n * block_n + j
+    seen = mod(tuple(map(Table, aux)))(*(x.cast(dtypes.int) for x in (b, h, row, key)))
+    number = ((row < M) & (key < N) & seen).cast(dtypes.int).reduce(i, j, arg=Ops.ADD)
+    return counts[tuple(at)].store(number).end(*at).sink(arg=KernelInfo(name="count_seen"))
+
+  return count
+
+
+def _scatter(order: UOp, position: UOp) -> UOp:
+  """order[..., position[..., t]] = t."""
+  at = [UOp.range(size, i) for i, size in enumerate(sizes(order))]
+  place = position[tuple(at)].load().cast(dtypes.weakint)
+  store = order[(*at[:-1], place)].store(at[-1].cast(dtypes.int))
+  return store.end(*at).sink(arg=KernelInfo(name="order_tiles", opts_to_apply=()))
+
+
+def _lengths(n: int, block: int) -> "np.ndarray[Any, Any]":
+  """The lengths of blocks that cover n."""
+  import numpy as np
+
+  return np.minimum(block, n - np.arange(0, n, block)).astype(np.float64)
+
+
+def _touches(n: int, tile: int, block: int) -> "np.ndarray[Any, Any]":
+  """Which of the blocks each tile overlaps, both counted from 0 to n: (tiles, blocks), 1 or 0."""
+  import numpy as np
+
+  tiles, blocks = np.arange(0, n, tile)[:, None], np.arange(0, n, block)
+  return ((tiles < blocks + block) & (blocks < tiles + tile)).astype(np.float32)

@@ -1,0 +1,141 @@
+"""Functions of a score and its indices, made part of a kernel.
+
+A `score_mod` or `mask_mod` is called with UOps, and what it computes from them is compiled into the kernel. Called
+once with symbols, it leaves a trace: two functions with the same trace are the same, whatever they are called.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tinygrad import Tensor, UOp, dtypes
+from tinygrad.dtype import DType
+
+from uopattn.dsl.rules.table import Table
+
+INDICES = ("b", "h", "q_idx", "kv_idx")
+
+
+class MissingAux(ValueError):
+  """A function of `uopattn.mods` is to read a Tensor that aux does not hold."""
+
+
+@dataclass(frozen=True)
+class Mod:
+  """A traced function; equal to another one if both do the same.
+
+  Attributes:
+    trace: what it makes of symbols.
+    function: (*arguments, *tables) -> a number or bool.
+    dtype: of its result.
+  """
+
+  trace: UOp
+  function: Callable[..., Any] = field(compare=False)
+  dtype: DType
+
+  def __call__(self, tables: tuple[Table, ...]) -> Callable[..., UOp]:
+    """The function of UOps that a kernel calls, reading `tables`."""
+    return lambda *given: _result(self.function(*map(Symbol, given), *map(Symbol, tables)), self.dtype)
+
+
+class Symbol:
+  """A UOp, a table of them, or a Tensor, in most respects; what Python would do wrong is done right or refused.
+
+  == and != compare elements. Those of a UOp say whether two graphs are one, so a condition written with them would
+  quietly be False. abs() works, and what wants a number for the symbol says what to write instead.
+  """
+
+  def __init__(self, value: Any):
+    self.value = value
+
+  def __getattr__(self, name: str) -> Any:
+    found = getattr(self.value, name)
+    return (lambda *given, **named: _wrapped(found(*map(_bare, given), **named))) if callable(found) else found
+
+  def __eq__(self, other: object) -> "Symbol":  # type: ignore[override]
+    return Symbol(self.value.eq(_bare(other)))
+
+  def __ne__(self, other: object) -> "Symbol":  # type: ignore[override]
+    return Symbol(self.value.ne(_bare(other)))
+
+  def __abs__(self) -> "Symbol":
+    return Symbol(self.value.abs())
+
+  def __bool__(self) -> bool:
+    raise TypeError(
+      "a condition on symbols is neither true nor false: for `if` write condition.where(a, b); for max(a, b) and "
+      "min(a, b) a.maximum(b) and a.minimum(b); for `and`, `or`, `not` &, |, ~"
+    )
+
+  def __float__(self) -> float:
+    raise TypeError("a symbol is no float: for math.exp(x) write x.exp() or x.exp2(), and likewise for its kin")
+
+  def __int__(self) -> int:
+    raise TypeError("a symbol is no int: for int(x) write x.cast(dtypes.int)")
+
+  __index__ = __int__
+
+
+def _operator(name: str) -> Callable[..., Any]:
+  return lambda self, *given: _wrapped(getattr(self.value, name)(*map(_bare, given)))
+
+
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+for _name in (*_BINARY, *(f"r{x}" for x in _BINARY), "lt", "le", "gt", "ge", "neg", "invert", "getitem"):
+  setattr(Symbol, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def _bare(x: Any) -> Any:
+  return x.value if isinstance(x, Symbol) else tuple(map(_bare, x)) if isinstance(x, tuple) else x
+
+
+def _wrapped(x: Any) -> Any:
+  return Symbol(x) if isinstance(x, (UOp, Tensor)) else x
+
+
+def of_tensors(function: Callable[..., Any], *given: Any) -> Any:
+  """What a mod makes of Tensors, given to it as symbols as well: what it may write is the same."""
+  return _bare(function(*map(Symbol, given)))
+
+
+def trace_mod(
+  name: str, function: Callable[..., Any], lengths: tuple[int, int, int, int], aux: tuple[Tensor, ...]
+) -> Mod:
+  """Traces a function.
+
+  Args:
+    name: "score_mod" or "mask_mod".
+    function: score_mod(score, b, h, q_idx, kv_idx, *aux) -> score, or mask_mod(b, h, q_idx, kv_idx, *aux) -> bool.
+    lengths: B, Hq, M and N.
+    aux: the Tensors that it indexes.
+
+  Raises:
+    TypeError: it cannot be traced; the message says what to write instead.
+  """
+  indices = [UOp.variable(x, 0, n - 1, dtypes.int, param=True) for x, n in zip(INDICES, lengths, strict=True)]
+  score = [UOp.variable("score", -float("inf"), float("inf"), dtypes.float, param=True)] if name == "score_mod" else []
+  tables = [Table(UOp.placeholder(tuple(map(int, x.shape)), x.dtype, i)) for i, x in enumerate(aux)]
+  dtype = dtypes.float if name == "score_mod" else dtypes.bool
+  signature = f"{name}({', '.join([*(['score'] if score else []), *INDICES, '*aux'])})"
+  try:
+    result = _bare(function(*map(Symbol, (*score, *indices, *tables))))
+  except MissingAux:
+    raise
+  except Exception as error:
+    raise TypeError(
+      f"{name} cannot be traced: {type(error).__name__}: {error}. It is called once as {signature} with symbols in the "
+      "place of numbers; pass Tensors through aux and index them there, one index for each axis"
+    ) from error
+  if isinstance(result, Tensor):
+    raise TypeError(f"{name} returns a Tensor, so it reads one that is not in aux; pass it there, {signature}")
+  if not isinstance(result, (UOp, bool, int, float)):
+    raise TypeError(f"{name} returns {type(result).__name__}; it must return what it computes from its arguments")
+  if dtype == dtypes.bool and isinstance(result, UOp) and result.dtype != dtypes.bool:
+    raise TypeError(f"mask_mod returns {result.dtype}; it must return a bool, as a comparison gives")
+  return Mod(_result(result, dtype), function, dtype)
+
+
+def _result(x: Any, dtype: DType) -> UOp:
+  x = _bare(x)
+  return x.cast(dtype) if isinstance(x, UOp) else UOp.const(x, dtype)
