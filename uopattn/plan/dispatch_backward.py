@@ -88,8 +88,7 @@ class Step:
     return [*self.outputs(s), *map(Input, SHARED, shapes, kinds), *self.inputs(s)]
 
   def estimates(self, spec: AttentionSpec) -> Estimates:
-    """Its work, as `uopattn.plan.graph.estimates` has that of a forward pass: that of two products of matrices, and one for
-    each output."""
+    """Its work, for tinygrad's own reports: that of two products of matrices, and one for each output."""
     widths = {"dq": spec.Dk, "dk": spec.Dk, "dv": spec.Dv}
     share = sum(widths[x] for x in self.pass_.outputs) / (spec.Dk + spec.Dv)
     size = sum(prod(x.shape) * x.dtype.itemsize for x in self.layout(spec))
