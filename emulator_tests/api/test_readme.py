@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PRINTED = re.compile(r"^print\(.*  # (\(.*\))$", re.MULTILINE)  # shapes that a line says it prints
 NOT_RUN = {  # commands of shell blocks, by how they start
