@@ -20,7 +20,7 @@ import report_cuda
 import sass
 from report_table import Row, line
 
-from uopattn.measure.command_line import exit_status
+from uopattn.measure.command_line import Usage, exit_status
 
 
 def show(columns: Mapping[str, int], rows: Iterable[Row]) -> None:
@@ -65,7 +65,7 @@ def report(given: argparse.Namespace) -> int:
     return 0
   if report_cuda.compiler() is None:
     if given.arch:
-      raise RuntimeError(report_cuda.NONE)
+      raise Usage(report_cuda.NONE)
     print(report_cuda.NONE)
     return 0
   show(report_cuda.COLUMNS, report_cuda.rows(cuda, given.H, given.M, given.N, given.D, given.causal))

@@ -67,7 +67,7 @@ def test_dropout(arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "sm_90"])
-@pytest.mark.parametrize("name", ["no keys", "empty window", "sinks"])
+@pytest.mark.parametrize("name", ["no keys", "window before all keys", "sinks"])
 def test_rows_that_see_no_key_have_no_gradient(name: str, arch: str) -> None:
   with on(arch):
     for x in check_gradients(*inputs(*SHAPE), BLIND[name]).values():

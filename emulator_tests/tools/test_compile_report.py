@@ -144,7 +144,7 @@ def test_a_clang_stands_in_for_llvmlite(monkeypatch: pytest.MonkeyPatch) -> None
   assert command[:2] == ["clang-19", "-cc1"]
   assert {"gfx1201", "-O3", "-S", "+cumode"} <= set(command)
   monkeypatch.setattr(report_amd.shutil, "which", lambda name: None)
-  with pytest.raises(RuntimeError, match=r"pip install 'uopattn\[amd\]' for llvmlite, or install the system's clang"):
+  with pytest.raises(RuntimeError, match=r"pip install '\.\[amd\]' for llvmlite, or install the system's clang"):
     report_amd.assembly("source", "gfx1201")
 
 
