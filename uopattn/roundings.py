@@ -1,0 +1,484 @@
+"""What independent roundings leave in the products of attention, and so which errors are no roundings.
+
+The output and its gradients are products X = A Y per head: O = P V, dQ = dS K, dK = dS^T Q and dV = P^T dO. A kernel
+rounds each weight of A to the inputs' type, works out the scores in float32, and rounds X. To first order the error is
+linear in these roundings,
+
+  R = (A e) Y + X f,  |f| <= u,  e of three parts:
+
+- the weight's own rounding, at most u = `Precision.unit`, or `Precision.least` for what is below the type's range;
+- the sum's: float32's u for each weight, times the root of the number of terms, as partial sums grow by a random walk;
+- the score's: absolute errors of a score are relative ones of its weight. They are of the size of float32's u times
+  that of the score and of its partial sums. Operands rounded anew, as q is by a kernel that scales it first, leave
+  u times each term of q.k. The sum that divides the weights has them, too, so Y - X in place of Y
+  is what they meet.
+
+A rounding error is taken as uniform in its interval, centred, and independent of others. Every linear form of the
+errors, as are those below, is then sub-Gaussian with the sum of the squares of its coefficients, times u^2 / 3, as its
+variance: beyond z standard deviations it lies with a probability of at most 2 exp(-z^2 / 2). For K forms,
+z = sqrt(2 ln(2 K / ALARM)) makes a false alarm in any of them less probable than ALARM. The forms are
+
+- each element of R, with the variance (var A) Y^2 + X^2 u^2 / 3;
+- for each row, column and head of X the sum of R X: how much larger than X it is, which averages the roundings of
+  many elements. In rows and heads a weight's error meets X through A (X Y^T), as it is the same in all columns;
+- for each row j of Y (a key of P V) the sum over i of A_ij R_i.y_j: how much of its share is missing or too much.
+
+Roundings are not independent where weights are equal, as with few different scores or with rows alike. Equal weights
+are found by their places between two numbers of the type: the covariance of two roundings at a distance of d such
+steps, at an unknown place between, is 1 - 6 d + 6 d^2 (for d <= 1; its mean over d is 0, so smooth distributions add
+nothing). The sums of a head's coefficients by place, with that covariance, say by how much its variances grow.
+
+What remains is systematic and the type's own: tf32 cuts off, and small outputs of 8 bits vanish. What exceeds z is
+therefore compared with twice the largest deviation that the guide shows, the naive computation of a fused kernel.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import log, prod, sqrt
+
+import numpy as np
+
+from uopattn.oracle import Array, Precision, Rules, modified, pieces, seen
+from uopattn.oracle_gradients import slope
+
+ALARM = 1e-6  # probability that the roundings of a right result look like a fault
+FLOAT32 = 2.0**-24  # unit roundoff of what all kernels add up in
+LEAST_UNIT = 2.0**-12  # unit roundoff of types that are narrower than float32, in which kernels keep weights
+NEGLIGIBLE = 2.0**-40  # what is so much smaller than others is no matter
+BINADES, PLACES = 14, 8  # of weights below the largest; places between two numbers of a type
+
+Head = tuple[int, int]  # batch, head
+Shape = tuple[int, int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Term:
+  """A part of a product: `rows` of X in head `result` gain weights @ Y, of the rows `inner` of Y in head `operand`.
+
+  Attributes:
+    place: the query head that the weights belong to.
+    weights: (rows, inner).
+    variance: of the error of each.
+    shared: the same of errors that are also in the sum by which a row of weights is divided; None where there is none.
+    common: the deviations of what is one error for all weights of a query, if any; also part of `variance`.
+    by_row: whether a query is a row of X, else of Y.
+  """
+
+  result: Head
+  operand: Head
+  place: Head
+  rows: slice
+  inner: slice
+  weights: Array
+  variance: Array
+  shared: Array | None = None
+  common: Array | None = None
+  by_row: bool = True
+
+
+Terms = Callable[[], Iterator[tuple[str, Term]]]  # with the names of their products
+_TINY = 2.0**-1000  # keeps a variance from being 0
+
+
+@dataclass(frozen=True)
+class Fault:
+  """An error that no roundings explain.
+
+  Attributes:
+    kind: "element", "row", "column", "head" or "key"; of the gradients of k and v a "query".
+    place: its index: (B, H, M, D), (B, H, M), (B, H, D), (B, H), and (B, H, N).
+    size: the error of an element, else by how much of itself it is too large: -1 where it is missing.
+    bound: what roundings may leave.
+  """
+
+  kind: str
+  place: tuple[int, ...]
+  size: float
+  bound: float
+
+  def __str__(self) -> str:
+    what = "off by" if self.kind == "element" else "too large, as a share of itself, by"
+    return f"{self.kind} {self.place} is {what} {self.size:.3g} (bound {self.bound:.3g})"
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+  """Linear forms of one kind in the error: their values, variances, what is allowed beside, and what 1 is."""
+
+  kind: str
+  value: Array
+  variance: Array
+  slack: Array
+  size: Array
+
+  def times(self, common: Array) -> "Family":
+    """With variances that are larger by factors (B, H)."""
+    each = np.repeat(common, self.value.shape[1] // common.shape[1], 1)
+    return replace(self, variance=self.variance * each.reshape(*each.shape, *[1] * (self.value.ndim - 2)))
+
+  def excess(self) -> Array:
+    """In standard deviations."""
+    return np.maximum(np.abs(self.value) - self.slack, 0) / np.sqrt(self.variance + _TINY)
+
+  def fault(self, limit: float) -> Fault:
+    """The worst of them, if `limit` standard deviations are allowed."""
+    place = np.unravel_index(np.argmax(self.excess()), self.value.shape)
+    size = self.size[place] or 1.0
+    bound = limit * np.sqrt(self.variance[place]) + self.slack[place]
+    return Fault(self.kind, tuple(map(int, place)), float(self.value[place] / size), float(bound / size))
+
+
+class Product:
+  """The variances of one product X = A Y per head, in units of the largest number of Y.
+
+  Attributes:
+    exact, operand: X and Y in that unit.
+    lengths, directions: of the rows of X.
+    elements, rows, columns, heads: the variances of each element, of R along a row's direction, and of the sums of R X.
+    key: what a row of Y is; keys: (B, H, rows) of `Term.place` and `Term.inner`.
+  """
+
+  def __init__(
+    self, exact: Array, operand: Array, unit: float, precision: Precision, rules: Rules, key: str, keys: Shape
+  ):
+    self.unit, self.key, self.keys, self.precision = unit, key, keys, precision
+    self.exact, self.operand = _finite(exact) / unit, (_finite(operand) / _largest(operand)).astype(np.float32)
+    self.lengths = np.sqrt(np.square(self.exact).sum(-1))
+    self.directions = self.exact / (self.lengths + _TINY)[..., None]
+    least = np.maximum(precision.least / unit, NEGLIGIBLE * np.abs(self.exact).max((2, 3), keepdims=True))
+    own = np.maximum(precision.unit * np.abs(self.exact), least) ** 2 / 3
+    self.elements, self.rows = own, (np.square(self.directions) * own).sum(-1)
+    self.columns, self.heads = np.zeros(np.delete(exact.shape, 2)), (np.square(self.lengths) * self.rows).sum(-1)
+    self.slack = precision.unit**2 + 16 * FLOAT32  # of second order, and of float32's exponentials and sums
+    kept, weights = np.float32(1 / (1 - rules.dropout_p)), precision.fused().weights
+    if weights is not None:  # many a weight is 1 times this, and rounded alike
+      self.slack += abs(float(weights(np.array(kept)) / kept) - 1)
+    forms = exact.size + prod(exact.shape[:3]) + exact.shape[0] * exact.shape[1] * (exact.shape[3] + 1) + prod(keys)
+    self.limit = sqrt(2 * log(2 * forms / ALARM))
+
+  def response(self, t: Term) -> Array:
+    """How much each weight adds to its row, in the row's direction."""
+    return self.directions[t.result][t.rows].astype(np.float32) @ self.operand[t.operand][t.inner].T
+
+  def add(self, t: Term) -> None:
+    part, response, y = (*t.result, t.rows), self.response(t), self.operand[t.operand][t.inner]
+    x, lengths = self.exact[part], self.lengths[part]
+    elements = t.variance @ np.square(y)
+    rows = np.einsum("ij,ij,ij->i", t.variance, response, response)
+    if t.shared is not None:  # these errors meet Y - X; and kernels may sum rounded weights
+      own, shared = t.variance.sum(1, dtype=np.float64), t.shared.sum(1, dtype=np.float64)
+      elements = elements + (t.shared @ np.square(y) - 2 * x * (t.shared @ y) + shared[:, None] * np.square(x)).clip(0)
+      elements += own[:, None] * np.square(x)
+      rows = rows + np.einsum("ij,ij->i", t.shared, np.square(response - lengths[:, None].astype(np.float32)))
+      rows += own * np.square(lengths)
+    heads = np.square(lengths) @ rows
+    if t.common is not None and t.by_row:
+      together = np.einsum("ij,ij->i", t.common, response)
+      elements += np.square(t.common @ y)
+      rows += np.square(together)
+      heads += np.square(lengths * together).sum()
+    elif t.common is not None:
+      heads += np.square(lengths @ (t.common * response)).sum()
+      self.columns[t.result] += np.square((t.common.T @ x) * y).sum(0)
+    self.elements[part] += elements
+    self.rows[part] += rows
+    self.heads[t.result] += heads
+
+  def error(self, got: Array) -> Array:
+    """How far an array is from X; 0 where either is not finite."""
+    return _finite(got / self.unit - self.exact)
+
+  def families(self, error: Array) -> Iterator[Family]:
+    """All forms but those of keys."""
+    x, x2, lengths, slack = self.exact, np.square(self.exact), self.lengths, self.slack
+    yield Family("element", error, self.elements, slack * np.abs(x), np.full(x.shape, 1 / self.unit))
+    yield Family("row", (error * self.directions).sum(-1), self.rows, slack * lengths, lengths)
+    sizes = x2.sum(2)
+    yield Family("column", (error * x).sum(2), (x2 * self.elements).sum(2) + self.columns, slack * sizes, sizes)
+    sizes = sizes.sum(-1)
+    yield Family("head", (error * x).sum((2, 3)), self.heads, slack * sizes, sizes)
+
+
+class Keys:
+  """The forms of an error that belong to the rows of Y."""
+
+  def __init__(self, product: Product, error: Array):
+    self.product, self.sums = product, np.zeros((4, *product.keys))  # value, variance, slack, size
+    self.unit = np.sqrt(product.elements.max((2, 3), keepdims=True))  # of each head, so that no square is too small
+    self.error = (error / self.unit).astype(np.float32)
+    self.variance = (product.elements / np.square(self.unit)).astype(np.float32)
+
+  def add(self, t: Term) -> None:
+    p, rows, unit = self.product, (*t.result, t.rows), np.float64(self.unit[t.result].item())
+    y = p.operand[t.operand][t.inner]
+    squares, lengths = np.square(t.weights), np.square(y).sum(-1)
+    squares += np.float32(NEGLIGIBLE**3)
+    value, variance, slack, size = self.sums[:, t.place[0], t.place[1], t.inner]
+    value += unit * np.einsum("ij,ij->j", t.weights, self.error[rows] @ y.T)
+    variance += unit**2 * np.einsum("jd,jd->j", squares.T @ self.variance[rows], np.square(y))
+    variance += np.einsum("ij,ij->j", squares, t.variance if t.shared is None else t.variance + t.shared) * lengths**2
+    slack += p.slack * (p.lengths[rows].astype(np.float32) @ np.abs(t.weights)) * np.sqrt(lengths)
+    size += squares.sum(0) * lengths
+
+  def family(self) -> Family:
+    value, variance, slack, size = self.sums
+    least = variance.max(-1, keepdims=True) * NEGLIGIBLE
+    return Family(self.product.key, value, variance + least, slack, size)
+
+
+@dataclass(frozen=True, eq=False)
+class Roundings:
+  """What roundings may leave in some products.
+
+  Attributes:
+    terms: goes through the parts of all products.
+    products: by name.
+    guides: the errors of the naive computation of a fused kernel, by name.
+  """
+
+  terms: Terms
+  products: dict[str, Product]
+  guides: dict[str, Array]
+
+  @classmethod
+  def of(cls, terms: Terms, products: dict[str, Product], guides: dict[str, Array]) -> "Roundings":
+    """Goes through the terms once, for the variances; `guides` are whole arrays."""
+    for name, term in terms():
+      products[name].add(term)
+    return cls(terms, products, {name: x.error(guides[name]) for name, x in products.items()})
+
+  def spread(self, name: str) -> tuple[Array, float] | tuple[()]:
+    """The standard deviation of each element, and how many of it are allowed; nothing of what is no product."""
+    if (product := self.products.get(name)) is None:
+      return ()
+    return np.sqrt(product.elements) * product.unit, product.limit
+
+  def faults(self, **got: Array) -> dict[str, tuple[Fault, ...]]:
+    """The worst fault of each kind, by the names of the products."""
+    errors = {name: self.products[name].error(x) for name, x in got.items()}
+    found: dict[str, tuple[Fault, ...]] = dict.fromkeys(got, ())
+    families = self._families(errors)
+    suspects = [n for n, group in families.items() if any(f.excess().max() > self.products[n].limit for f in group)]
+    if suspects:
+      shown = self._families({name: self.guides[name] for name in suspects})
+    for name in suspects:
+      common = self._common(name)
+      group, guides = ([f.times(common) for f in x[name]] for x in (families, shown))
+      limits = [max(self.products[name].limit, 2 * float(guide.excess().max())) for guide in guides]
+      found[name] = tuple(f.fault(x) for f, x in zip(group, limits, strict=True) if f.excess().max() > x)
+    return found
+
+  def _families(self, errors: dict[str, Array]) -> dict[str, list[Family]]:
+    keys = {name: Keys(self.products[name], error) for name, error in errors.items()}
+    for name, term in self.terms():
+      if name in keys:
+        keys[name].add(term)
+    return {name: [*self.products[name].families(error), keys[name].family()] for name, error in errors.items()}
+
+  def _common(self, name: str) -> Array:
+    """By how much the variances of each head of X grow because weights are equal: (B, H)."""
+    p = self.products[name]
+    found, unit = np.ones(p.exact.shape[:2]), p.precision.unit
+    if unit < LEAST_UNIT:
+      return found
+    count = round(BINADES * PLACES / (2 * unit))
+    by_place: dict[Head, Array] = defaultdict(lambda: np.zeros(count))
+    alone: Array = np.zeros(found.shape)
+    for x, t in self.terms():
+      if x == name:
+        lengths = p.lengths[t.result][t.rows].astype(np.float32)[:, None]
+        coefficients = (lengths * p.response(t) * t.weights).ravel()
+        by_place[t.result] += np.bincount(_places(t.weights, unit, count), coefficients, count)
+        alone[t.result] += np.square(coefficients.astype(np.float64)).sum()
+    for head, sums in by_place.items():
+      found[head] = max(1.0, _covariance(sums) / (alone[head] + _TINY))
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+  """Weights of some rows of one head, each array (rows, N) float32.
+
+  Attributes:
+    query, key: batch and head of Q and of K.
+    rows: of the query head.
+    p: the weights, which sum to 1.
+    kept: what dropout multiplies them by.
+    slope: the derivative of what becomes of a score by q.k times scale.
+    variance: of the error of a score.
+    bend: of the relative error of `slope` by that of the product.
+  """
+
+  query: Head
+  key: Head
+  rows: slice
+  p: Array
+  kept: Array
+  slope: Array
+  variance: Array
+  bend: Array
+
+
+def _scores(q: Array, k: Array, lse: Array, precision: Precision, r: Rules) -> Iterator[Scores]:
+  (B, Hq, M, Dk), (_, Hkv, N, _) = q.shape, k.shape
+  scale = Dk**-0.5 if r.scale is None else r.scale
+  mask = None if r.attn_mask is None else np.broadcast_to(r.attn_mask, (B, Hq, M, N))
+  bends, one = r.softcap is not None or r.score_mod is not None, np.ones((1, 1), np.float32)
+  q, k = (_finite(x).astype(np.float32) for x in (q, k))
+  for b, h, rows in pieces(B, Hq, M, N):
+    query, key, part = (b, h), (b, h // (Hq // Hkv)), None if mask is None else mask[b, h, rows]
+    at = b, h, np.arange(rows.start, rows.stop)[:, None], np.arange(N)
+    with np.errstate(all="ignore"):
+      raw = (q[query][rows] @ k[key].T) * np.float32(scale)
+      final = modified(r, raw, part, *at, lambda x: x)
+      slopes = slope(r, raw, *at) if bends else one
+      hidden = ~seen(r, part, *at) | ~np.isfinite(final)
+      top = np.where(np.isfinite(lse[query][rows]), lse[query][rows], np.inf).astype(np.float32)[:, None]
+      p = np.minimum(np.exp(final - top), 1)
+      p[hidden] = 0
+      variance = np.square(raw) if final is raw else np.square(raw * slopes) + np.square(final)
+      variance += np.float32((r.softcap or 0) ** 2)
+      variance *= np.float32(2 * FLOAT32**2)
+      terms = np.square(q[query][rows]) @ np.square(k[key]).T  # of q.k, each squared
+      terms *= np.float32((2 * Dk * FLOAT32**2 + 2 * precision.unit**2 / 3) * scale**2)
+      bend = terms * np.float32(0 if r.softcap is None else 4 / r.softcap**2)
+      variance += terms if slopes is one else np.square(slopes) * terms
+      variance[hidden] = 0
+    kept = one if r.kept is None else (r.kept[query][rows] / (1 - r.dropout_p)).astype(np.float32)
+    bend = _finite32(bend if r.score_mod is not None else bend * (1 - slopes))
+    yield Scores(query, key, rows, p, kept, _finite32(slopes), _finite32(variance), bend)
+
+
+def of_output(
+  q: Array, k: Array, v: Array, exact: Array, lse: Array, guide: Array, precision: Precision, rules: Rules
+) -> Roundings:
+  """Of the output, under the name "output".
+
+  Args:
+    q, k, v, rules: as `uopattn.oracle.oracle` takes them.
+    exact, lse: what it gives, in float64.
+    guide: the output by `precision.fused()`.
+  """
+  N = k.shape[2]
+  relative, least = np.float32(_relative(precision, N)), np.float32(precision.least**2 / 3)
+
+  def terms() -> Iterator[tuple[str, Term]]:
+    for s in _scores(q, k, lse, precision, rules):
+      weights = s.p * s.kept
+      squares = np.square(weights)
+      variance = squares * relative + least * (weights > 0)
+      yield "output", Term(s.query, s.key, s.query, s.rows, slice(0, N), weights, variance, squares * s.variance)
+
+  product = Product(exact, v, _largest(v), precision, rules, "key", (*q.shape[:2], N))
+  return Roundings.of(terms, {"output": product}, {"output": guide})
+
+
+def of_gradients(
+  q: Array,
+  k: Array,
+  v: Array,
+  do: Array,
+  dlse: Array | None,
+  out: Array,
+  lse: Array,
+  exact: dict[str, Array],
+  guides: dict[str, Array],
+  precision: Precision,
+  rules: Rules,
+) -> Roundings:
+  """Of the gradients "q", "k" and "v".
+
+  Args:
+    q, k, v, do, dlse, rules: as `uopattn.oracle_gradients.gradients` takes them.
+    out, lse: of these inputs, in float64.
+    exact: the gradients in float64.
+    guides: those by `precision.fused()`.
+  """
+  (B, Hq, M, Dk), (_, Hkv, N, Dv) = q.shape, v.shape
+  scale = abs(Dk**-0.5 if rules.scale is None else rules.scale)
+  of_v, of_do = _largest(v), _largest(do)
+  values, grads, out = ((_finite(x) / unit).astype(np.float32) for x, unit in ((v, of_v), (do, of_do), (out, of_v)))
+  delta = (out * grads).sum(-1) - (0 if dlse is None else _finite32(dlse / (of_v * of_do)))
+  unit, least, whole = precision.unit, precision.least, slice(0, N)
+  in_float32 = np.float32(2 * FLOAT32**2) * (2 + np.square(_finite32(lse)))[..., None]
+  cuts = precision.operand is not None
+  group = M * Hq // Hkv
+  of_out, of_weights, of_ds = (np.float32(_relative(precision, terms)) for terms in (N, group, max(N, group)))
+  of_dp, cut = np.float32(FLOAT32**2 + unit**2 / Dv * cuts), np.float32((2 * unit) ** 2 * cuts)
+
+  def terms() -> Iterator[tuple[str, Term]]:
+    for s in _scores(q, k, lse, precision, rules):
+      d, y, weights = grads[s.query][s.rows], values[s.key], s.p * s.kept
+      slopes = s.slope * s.p * np.float32(scale)  # of dS by dP
+      of_p = s.kept * (d @ y.T) - delta[s.query][s.rows][:, None]
+      ds = slopes * of_p
+      squares = np.square(weights)
+      # delta is of an output that has its own errors, and tf32 cuts the other part of dS, not delta
+      in_out = of_out * (np.square(out[s.query][s.rows]) + squares @ np.square(y))
+      in_delta = (np.square(d) * in_out).sum(1) + cut * np.square(delta[s.query][s.rows])
+      in_delta = (in_delta + np.einsum("ij,ij->i", np.square(s.p * of_p), s.variance))[:, None]
+      in_dp = np.square(s.kept) * np.outer(of_dp * np.square(d).sum(1), np.square(y).sum(1)) + in_delta
+      common = slopes * np.sqrt(in_delta)
+      of_lse = (np.square(s.p) * s.variance).sum(1, keepdims=True) + in_float32[s.query][s.rows]
+      score = s.variance + of_lse
+      some = weights > 0
+      in_p = squares * (of_weights + score) + np.float32(least**2 / 3) * some
+      in_ds = np.square(ds) * (of_ds + score + s.bend) + np.square(slopes) * in_dp
+      in_ds += np.float32((max(1.0, scale) * least / (of_v * of_do)) ** 2 / 3) * some
+      yield "q", Term(s.query, s.key, s.query, s.rows, whole, ds, in_ds, common=common)
+      yield "k", Term(s.key, s.query, s.query, whole, s.rows, ds.T, in_ds.T, common=common.T, by_row=False)
+      common = weights * np.sqrt(of_lse)
+      yield "v", Term(s.key, s.query, s.query, whole, s.rows, weights.T, in_p.T, common=common.T, by_row=False)
+
+  products = {
+    "q": Product(exact["q"], k, of_v * of_do * _largest(k), precision, rules, "key", (B, Hq, N)),
+    "k": Product(exact["k"], q, of_v * of_do * _largest(q), precision, rules, "query", (B, Hq, M)),
+    "v": Product(exact["v"], do, of_do, precision, rules, "query", (B, Hq, M)),
+  }
+  return Roundings.of(terms, products, guides)
+
+
+def _relative(precision: Precision, terms: int) -> float:
+  """The variance of the relative error of a weight by its own rounding, and by a sum of so many."""
+  operands = 2 if precision.operand else 1  # what is multiplied is rounded too
+  return operands * precision.unit**2 / 3 + FLOAT32**2 * (16 + terms)
+
+
+def _finite(x: Array) -> Array:
+  """In float64, with zeros in place of NaN and infinity."""
+  return np.nan_to_num(x.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _finite32(x: Array) -> Array:
+  """In float32, with zeros in place of NaN and infinity."""
+  return np.nan_to_num(x.astype(np.float32), nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _largest(x: Array) -> float:
+  """The largest finite number, or 1 if that is 0."""
+  return float(np.abs(_finite(x)).max()) or 1.0
+
+
+def _places(weights: Array, unit: float, count: int) -> Array:
+  """The place of each weight among the numbers of a type, from that of the largest downwards."""
+  fraction, exponent = np.frexp(np.abs(weights).ravel().astype(np.float64))
+  steps = (exponent + 2 * fraction) * (PLACES / (2 * unit))
+  return np.minimum(np.rint(steps.max() - steps), count - 1).astype(np.int64)
+
+
+def _covariance(by_place: Array) -> float:
+  """The variance of a sum of roundings, in units of that of one, whose coefficients at each place are these."""
+  found = _TAPS[0] * np.dot(by_place, by_place)
+  return float(found + sum(2 * tap * np.dot(by_place[d:], by_place[:-d]) for d, tap in enumerate(_TAPS[1:], 1)))
+
+
+def _taps() -> list[float]:
+  """The covariance of two roundings whose places are 0, 1... apart, as the mean over each pair's distances."""
+  near = (np.arange(-512, 512) + 0.5) / 512  # within two places that touch
+  distances = np.abs(np.arange(PLACES + 1)[:, None] + near) / PLACES
+  covariance = np.where(distances < 1, 1 - 6 * distances + 6 * distances**2, 0)
+  return (covariance * (1 - np.abs(near)) / 512).sum(1).tolist()
+
+
+_TAPS = _taps()
