@@ -1,4 +1,7 @@
-"""Right kernels in numpy: fused attention with the roundings, tiles and orders of summing that kernels differ in."""
+"""Right kernels in numpy: fused attention with the roundings, tiles and orders of summing that kernels differ in.
+
+And cases to try them on, drawn at random.
+"""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -81,7 +84,7 @@ class Kernel:
       head = h // (Hq // k.shape[1])
       score, _, visible = self._scores(q[b, h], k[b, head], r, b, h, keep)
       score = np.where(visible, score, np.float32(-np.inf))
-      sink = np.float32(-np.inf if r.sinks is None else r.sinks[h])
+      sink = np.full((1, 1), -np.inf if r.sinks is None else r.sinks[h], np.float32)
       kept = np.ones((1, 1), np.float32) if r.kept is None else (r.kept[b, h] / (1 - r.dropout_p)).astype(np.float32)
       parts = []
       for start, stop in pairwise(ends):
@@ -98,12 +101,12 @@ class Kernel:
         parts.append((m, l, acc))
       m = np.maximum(np.max([x[0] for x in parts], 0), sink)
       top = np.where(np.isfinite(m), m, 0)
-      l = sum(x[1] * self._exp(x[0] - top) for x in parts) / raised + self._exp(sink - top)
-      acc = sum(x[2] * self._exp(x[0] - top) for x in parts) / raised
-      blind = ~visible.any(-1)
+      l = np.sum([x[1] * self._exp(x[0] - top) for x in parts], 0) / raised + self._exp(sink - top)
+      acc = np.sum([x[2] * self._exp(x[0] - top) for x in parts], 0) / raised
+      blind = np.logical_not(visible.any(-1, keepdims=True))
       with np.errstate(divide="ignore", invalid="ignore"):
-        out[b, h] = np.where(blind[:, None], 0, narrow((acc / l).astype(np.float32)))
-        lse[b, h] = np.where(blind, -np.inf, (m + np.log(l))[:, 0])
+        out[b, h] = np.where(blind, 0, narrow((acc / l).astype(np.float32)))
+        lse[b, h] = np.where(blind, -np.inf, m + np.log(l))[:, 0]
     return out, lse
 
   def backward(
@@ -128,3 +131,83 @@ class Kernel:
       dq[b, h] = keep(self._product(cut(ds), cut(k[b, head])) * after)
       dk[b, head] += self._product(cut(ds).T, cut(q[b, h])) * after
     return {"q": dq, "k": keep(dk), "v": keep(dv)}
+
+
+def of_type(x: Array, dtype: DType) -> Array:
+  """Rounded to `dtype`, as float32."""
+  precision = PRECISIONS[dtype]
+  return (precision.store or precision.keep)(x.astype(np.float32))
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+  """Inputs of `dtype` in float32, rules as the oracle takes them, and a kernel."""
+
+  q: Array
+  k: Array
+  v: Array
+  do: Array
+  dlse: Array | None
+  dtype: DType
+  rules: dict[str, Any]
+  kernel: Kernel
+
+  @property
+  def inputs(self) -> tuple[Array, Array, Array]:
+    return self.q, self.k, self.v
+
+  @classmethod
+  def drawn(cls, seed: int, dtypes_of: tuple[DType, ...]) -> "Case":
+    """Any shape, from one of each size on, and any arguments; of numbers that are normal, large, equal and so on."""
+    random = np.random.default_rng(seed)
+
+    def one_of(*values: Any) -> Any:
+      return values[random.integers(len(values))]
+
+    def perhaps(chance: float) -> bool:
+      return bool(random.random() < chance)
+
+    dtype = one_of(*dtypes_of)
+    B, Hkv, group, M = one_of(1, 1, 2), one_of(1, 1, 2), one_of(1, 1, 2, 3), one_of(1, 1, 2, 5, 17, 64, 100, 200)
+    N, Dk = one_of(1, 2, 3, 9, 33, 64, 100, 150, 300, 1000), one_of(1, 2, 8, 16, 24, 64)
+    Dv, Hq = one_of(Dk, Dk, 1, 3, 16, 40, 64), Hkv * group
+    shapes = (B, Hq, M, Dk), (B, Hkv, N, Dk), (B, Hkv, N, Dv), (B, Hq, M, Dv)
+    q, k, v, do = (random.standard_normal(shape) for shape in shapes)
+    match one_of("normal", "normal", "normal", "large", "small", "zero", "huge", "mean", "copies", "equal", "heavy"):
+      case "large":
+        q *= one_of(3, 10, 30)
+      case "small":
+        q *= one_of(1e-2, 1e-3)
+      case "zero":
+        q *= 0
+      case "huge" if dtype == dtypes.float32:
+        q *= 1e4
+      case "mean":
+        k += 3 * random.standard_normal((B, Hkv, 1, Dk))
+        v += one_of(1, 5) * random.standard_normal((B, Hkv, 1, Dv))
+      case "copies":
+        k = k[:, :, random.integers(0, max(1, N // 4), N)]
+        q = q[:, :, random.integers(0, max(1, M // 4), M)]
+      case "equal":
+        v[:] = v[:, :, :1]
+      case "heavy":
+        k *= np.exp(random.standard_normal((B, Hkv, N, 1)))
+        v *= np.exp(2 * random.standard_normal(v.shape))
+    broad = random.standard_normal((1, 1, 1, N)).astype(np.float32)
+    slope, p = np.float32(one_of(0.05, 0.5)), 0.25
+    every: dict[str, Any] = {
+      "is_causal": True,
+      "scale": one_of(-0.3, 0.0, 0.5, 1.0),
+      "window": (one_of(0, 3, 20), one_of(0, 5, 30)),
+      "softcap": one_of(0.5, 3.0, 20.0),
+      "kv_lengths": random.integers(0, N + 1, B),
+      "sinks": random.standard_normal(Hq).astype(np.float32),
+      "attn_mask": one_of(random.random((1, 1, M, N)) < 0.7, np.where(broad < -1, -np.inf, broad).astype(np.float32)),
+      "score_mod": one_of(lambda s, b, h, i, j: s - slope * (i - j), lambda s, b, h, i, j: s * -0.5 + 3),
+    }
+    rules = {name: x for name, x in every.items() if perhaps(0.13)}
+    rules |= {"dropout_p": p, "kept": random.random((B, Hq, M, N)) > p} if perhaps(0.1) else {}
+    dlse = random.standard_normal((B, Hq, M)).astype(np.float32) if perhaps(0.5) else None
+    kernel = Kernel.drawn(random, dtype, tf32=dtype == dtypes.float32 and perhaps(0.4))
+    q, k, v, do = (of_type(x, dtype) for x in (q, k, v, do))
+    return cls(q, k, v, do, dlse, dtype, rules, kernel)

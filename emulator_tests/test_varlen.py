@@ -58,7 +58,7 @@ def check_varlen(
   assert (out.shape, out.dtype, lse.shape) == ((cu[0][-1], HQ, DV), dtype, (HQ, cu[0][-1]))
   starts = [q_start] * len(lengths[0]) if isinstance(q_start, int) else q_start
   arrays = [numpy(x).swapaxes(0, 1)[None] for x in (q, k, v)]
-  theirs = {name: x.numpy() if isinstance(x, Tensor) else x for name, x in options.items()}
+  theirs: dict[str, Any] = {name: x.numpy() if isinstance(x, Tensor) else x for name, x in options.items()}
   found, found_lse = numpy(out).swapaxes(0, 1)[None], lse.numpy()[None]
   for first, keys, start in zip(pairwise(cu[0]), pairwise(cu[1]), starts, strict=True):
     rows = slice(*first)
@@ -66,8 +66,8 @@ def check_varlen(
       assert (found[:, :, rows] == 0).all()
       assert (found_lse[:, :, rows] == -np.inf).all()
     elif first[0] < first[1]:
-      parts = [x[:, :, slice(*part)] for x, part in zip(arrays, (first, keys, keys), strict=True)]
-      gate = Gate.of_arrays(*parts, dtype, q_start=start, **theirs)
+      a, b, c = (x[:, :, slice(*part)] for x, part in zip(arrays, (first, keys, keys), strict=True))
+      gate = Gate.of_arrays(a, b, c, dtype, q_start=start, **theirs)
       for report in (gate.output(found[:, :, rows]), gate.lse(found_lse[:, :, rows])):
         assert report.correct, f"worst at {report.worst}: {report}"
 

@@ -39,7 +39,7 @@ from math import log, prod, sqrt
 
 import numpy as np
 
-from uopattn.oracle import Array, Precision, Rules, modified, pieces, seen
+from uopattn.oracle import CHUNK, Array, Precision, Rules, modified, pieces, seen
 from uopattn.oracle_gradients import slope
 
 ALARM = 1e-6  # probability that the roundings of a right result look like a fault
@@ -150,10 +150,7 @@ class Product:
     own = np.maximum(precision.unit * np.abs(self.exact), least) ** 2 / 3
     self.elements, self.rows = own, (np.square(self.directions) * own).sum(-1)
     self.columns, self.heads = np.zeros(np.delete(exact.shape, 2)), (np.square(self.lengths) * self.rows).sum(-1)
-    self.slack = precision.unit**2 + 16 * FLOAT32  # of second order, and of float32's exponentials and sums
-    kept, weights = np.float32(1 / (1 - rules.dropout_p)), precision.fused().weights
-    if weights is not None:  # many a weight is 1 times this, and rounded alike
-      self.slack += abs(float(weights(np.array(kept)) / kept) - 1)
+    self.slack = _slack(precision, rules, exact.shape[1])
     forms = exact.size + prod(exact.shape[:3]) + exact.shape[0] * exact.shape[1] * (exact.shape[3] + 1) + prod(keys)
     self.limit = sqrt(2 * log(2 * forms / ALARM))
 
@@ -191,13 +188,13 @@ class Product:
 
   def families(self, error: Array) -> Iterator[Family]:
     """All forms but those of keys."""
-    x, x2, lengths, slack = self.exact, np.square(self.exact), self.lengths, self.slack
-    yield Family("element", error, self.elements, slack * np.abs(x), np.full(x.shape, 1 / self.unit))
+    x, x2, lengths, slack = self.exact, np.square(self.exact), self.lengths, self.slack[:, None]
+    yield Family("element", error, self.elements, slack[:, None] * np.abs(x), np.full(x.shape, 1 / self.unit))
     yield Family("row", (error * self.directions).sum(-1), self.rows, slack * lengths, lengths)
     sizes = x2.sum(2)
     yield Family("column", (error * x).sum(2), (x2 * self.elements).sum(2) + self.columns, slack * sizes, sizes)
     sizes = sizes.sum(-1)
-    yield Family("head", (error * x).sum((2, 3)), self.heads, slack * sizes, sizes)
+    yield Family("head", (error * x).sum((2, 3)), self.heads, self.slack * sizes, sizes)
 
 
 class Keys:
@@ -218,7 +215,7 @@ class Keys:
     value += unit * np.einsum("ij,ij->j", t.weights, self.error[rows] @ y.T)
     variance += unit**2 * np.einsum("jd,jd->j", squares.T @ self.variance[rows], np.square(y))
     variance += np.einsum("ij,ij->j", squares, t.variance if t.shared is None else t.variance + t.shared) * lengths**2
-    slack += p.slack * (p.lengths[rows].astype(np.float32) @ np.abs(t.weights)) * np.sqrt(lengths)
+    slack += p.slack[t.result[1]] * (p.lengths[rows].astype(np.float32) @ np.abs(t.weights)) * np.sqrt(lengths)
     size += squares.sum(0) * lengths
 
   def family(self) -> Family:
@@ -243,7 +240,9 @@ class Roundings:
 
   @classmethod
   def of(cls, terms: Terms, products: dict[str, Product], guides: dict[str, Array]) -> "Roundings":
-    """Goes through the terms once, for the variances; `guides` are whole arrays."""
+    """Goes through the terms once, for the variances, and keeps them if they are small; `guides` are whole arrays."""
+    if sum(prod(x.keys) * x.exact.shape[2] for x in products.values()) <= CHUNK:
+      terms = list(terms()).__iter__
     for name, term in terms():
       products[name].add(term)
     return cls(terms, products, {name: x.error(guides[name]) for name, x in products.items()})
@@ -332,22 +331,21 @@ def _scores(q: Array, k: Array, lse: Array, precision: Precision, r: Rules) -> I
     with np.errstate(all="ignore"):
       raw = (q[query][rows] @ k[key].T) * np.float32(scale)
       final = modified(r, raw, part, *at, lambda x: x)
-      slopes = slope(r, raw, *at) if bends else one
-      hidden = ~seen(r, part, *at) | ~np.isfinite(final)
       top = np.where(np.isfinite(lse[query][rows]), lse[query][rows], np.inf).astype(np.float32)[:, None]
-      p = np.minimum(np.exp(final - top), 1)
-      p[hidden] = 0
-      variance = np.square(raw) if final is raw else np.square(raw * slopes) + np.square(final)
-      variance += np.float32((r.softcap or 0) ** 2)
-      variance *= np.float32(2 * FLOAT32**2)
+      p = np.exp(final - top).clip(0, 1)
+      hidden = ~seen(r, part, *at) | ~np.isfinite(final)
+      slopes = _finite32(slope(r, raw, *at)) if bends else one
       terms = np.square(q[query][rows]) @ np.square(k[key]).T  # of q.k, each squared
       terms *= np.float32((2 * Dk * FLOAT32**2 + 2 * precision.unit**2 / 3) * scale**2)
-      bend = terms * np.float32(0 if r.softcap is None else 4 / r.softcap**2)
-      variance += terms if slopes is one else np.square(slopes) * terms
-      variance[hidden] = 0
+      variance = np.square(raw) if final is raw else np.square(raw * slopes) + np.square(final)
+      variance *= np.float32(2 * FLOAT32**2)
+      variance += np.float32(2 * (FLOAT32 * (r.softcap or 0)) ** 2) + np.square(slopes) * terms
+    if hidden.any():
+      p[hidden] = variance[hidden] = terms[hidden] = 0
+    bend = terms * np.float32(4 / r.softcap**2) if r.softcap is not None else 0 * one
+    bend = bend if r.score_mod is not None else bend * (1 - slopes)
     kept = one if r.kept is None else (r.kept[query][rows] / (1 - r.dropout_p)).astype(np.float32)
-    bend = _finite32(bend if r.score_mod is not None else bend * (1 - slopes))
-    yield Scores(query, key, rows, p, kept, _finite32(slopes), _finite32(variance), bend)
+    yield Scores(query, key, rows, p, kept, slopes, variance, bend)
 
 
 def of_output(
@@ -361,13 +359,13 @@ def of_output(
     guide: the output by `precision.fused()`.
   """
   N = k.shape[2]
-  relative, least = np.float32(_relative(precision, N)), np.float32(precision.least**2 / 3)
+  relative = np.float32(_relative(precision, N))
 
   def terms() -> Iterator[tuple[str, Term]]:
     for s in _scores(q, k, lse, precision, rules):
       weights = s.p * s.kept
       squares = np.square(weights)
-      variance = squares * relative + least * (weights > 0)
+      variance = squares * relative + _least(weights, precision)
       yield "output", Term(s.query, s.key, s.query, s.rows, slice(0, N), weights, variance, squares * s.variance)
 
   product = Product(exact, v, _largest(v), precision, rules, "key", (*q.shape[:2], N))
@@ -400,7 +398,7 @@ def of_gradients(
   of_v, of_do = _largest(v), _largest(do)
   values, grads, out = ((_finite(x) / unit).astype(np.float32) for x, unit in ((v, of_v), (do, of_do), (out, of_v)))
   delta = (out * grads).sum(-1) - (0 if dlse is None else _finite32(dlse / (of_v * of_do)))
-  unit, least, whole = precision.unit, precision.least, slice(0, N)
+  unit, whole = precision.unit, slice(0, N)
   in_float32 = np.float32(2 * FLOAT32**2) * (2 + np.square(_finite32(lse)))[..., None]
   cuts = precision.operand is not None
   group = M * Hq // Hkv
@@ -422,10 +420,9 @@ def of_gradients(
       common = slopes * np.sqrt(in_delta)
       of_lse = (np.square(s.p) * s.variance).sum(1, keepdims=True) + in_float32[s.query][s.rows]
       score = s.variance + of_lse
-      some = weights > 0
-      in_p = squares * (of_weights + score) + np.float32(least**2 / 3) * some
+      in_p = squares * (of_weights + score) + _least(weights, precision)
       in_ds = np.square(ds) * (of_ds + score + s.bend) + np.square(slopes) * in_dp
-      in_ds += np.float32((max(1.0, scale) * least / (of_v * of_do)) ** 2 / 3) * some
+      in_ds += _least(weights, precision, max(1.0, scale) / (of_v * of_do))
       yield "q", Term(s.query, s.key, s.query, s.rows, whole, ds, in_ds, common=common)
       yield "k", Term(s.key, s.query, s.query, whole, s.rows, ds.T, in_ds.T, common=common.T, by_row=False)
       common = weights * np.sqrt(of_lse)
@@ -439,10 +436,26 @@ def of_gradients(
   return Roundings.of(terms, products, guides)
 
 
+def _slack(precision: Precision, r: Rules, heads: int) -> Array:
+  """By how much of itself each head may be too large: (heads,)."""
+  slack = precision.unit**2 + 16 * FLOAT32  # of second order, and of float32's exponentials and sums
+  if (weights := precision.fused().weights) is not None:  # many a weight is 1 times what dropout gives: rounded alike
+    kept = np.float32(1 / (1 - r.dropout_p))
+    slack += abs(float(weights(np.array(kept)) / kept) - 1)
+  sinks: Array = np.zeros(heads) if r.sinks is None else np.abs(_finite(r.sinks)).reshape(heads, -1).max(1)
+  return slack + 2 * FLOAT32 * sinks  # a score of a sink has one error for all
+
+
 def _relative(precision: Precision, terms: int) -> float:
   """The variance of the relative error of a weight by its own rounding, and by a sum of so many."""
   operands = 2 if precision.operand else 1  # what is multiplied is rounded too
   return operands * precision.unit**2 / 3 + FLOAT32**2 * (16 + terms)
+
+
+def _least(weights: Array, precision: Precision, factor: float = 1.0) -> Array | float:
+  """The variance of weights that are too small for the relative one, times the square of `factor`."""
+  variance = np.float32((factor * precision.least) ** 2 / 3)
+  return variance * (weights > 0) if variance > 0 else 0.0
 
 
 def _finite(x: Array) -> Array:
