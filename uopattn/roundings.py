@@ -145,7 +145,8 @@ class Product:
     self.unit, self.key, self.keys, self.precision = unit, key, keys, precision
     self.exact, self.operand = _finite(exact) / unit, (_finite(operand) / _largest(operand)).astype(np.float32)
     self.lengths = np.sqrt(np.square(self.exact).sum(-1))
-    self.directions = self.exact / (self.lengths + _TINY)[..., None]
+    some = self.lengths[..., None] > 0
+    self.directions = np.divide(self.exact, self.lengths[..., None], out=np.zeros(exact.shape), where=some)
     least = np.maximum(precision.least / unit, NEGLIGIBLE * np.abs(self.exact).max((2, 3), keepdims=True))
     own = np.maximum(precision.unit * np.abs(self.exact), least) ** 2 / 3
     self.elements, self.rows = own, (np.square(self.directions) * own).sum(-1)
@@ -184,7 +185,7 @@ class Product:
 
   def error(self, got: Array) -> Array:
     """How far an array is from X; 0 where either is not finite."""
-    return _finite(got / self.unit - self.exact)
+    return _finite(got.astype(np.float64) / self.unit - self.exact)
 
   def families(self, error: Array) -> Iterator[Family]:
     """All forms but those of keys."""
