@@ -206,6 +206,17 @@ def test_one_key_of_many_left_out_of_the_product_is_seen(M: int, dtype) -> None:
   assert fault.size == pytest.approx(-1, abs=0.2)
 
 
+@pytest.mark.parametrize(("dtype", "factor"), [(dtypes.float16, 1.002), (dtypes.bfloat16, 1.015)], ids=str)
+def test_a_tile_of_keys_that_counts_too_much_is_seen(dtype, factor: float) -> None:
+  """As where the accumulator is rescaled wrongly, for one tile."""
+  q, k, v = (of_type(x, dtype) for x in FAINT_INPUTS)
+  tile = slice(3 * 64, 4 * 64)
+  weights = np.exp(q @ k[:, :, tile].swapaxes(-1, -2) * HEAD_SIZE**-0.5 - oracle(q, k, v)[1][..., None])
+  report = faint(dtype, lambda out: out + (factor - 1) * weights @ v[:, :, tile])
+  assert kinds(report) == {"tile"}
+  assert report.faults[0].place[2] == 3
+
+
 @pytest.mark.parametrize("dtype", [dtypes.float16, dtypes.bfloat16], ids=str)
 def test_roundings_that_rows_share_are_no_fault(dtype) -> None:
   """Rows that are alike have the same roundings, so their mean is no smaller: by itself it looks like a bias."""
@@ -243,3 +254,20 @@ def test_right_results_pass(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(1000, 3000, 100))
 def test_many_right_results_pass(seed: int) -> None:
   assert sum(check_case(each) for each in range(seed, seed + 100)) > 90
+
+
+def test_bounds_follow_what_float32_leaves_of_large_scores() -> None:
+  """The naive computation sums products in one order of many, in which its error may be small by chance."""
+  random = np.random.default_rng(0)
+  q, k, v = (random.standard_normal((2, *shape), np.float32) for shape in ((4, 3, 24), (2, 150, 24), (2, 150, 40)))
+  q *= np.float32(1e4)
+  gate = Gate.of_arrays(q, k, v, dtypes.float32, softcap=20.0)
+  largest = 0.0
+  for _ in range(60):
+    order = random.permutation(24)
+    out, _ = Kernel().forward(q[..., order], k[..., order], v, dtypes.float32, softcap=20.0)
+    report = gate.output(out)
+    assert report.correct, report
+    largest = max(largest, report.largest)
+  assert largest > compare("output", gate.naive, gate.exact, gate.naive, gate.unit).largest_bound
+  assert not gate.output((gate.exact * (1 + 1e-4)).astype(np.float32)).correct

@@ -21,7 +21,8 @@ z = sqrt(2 ln(2 K / ALARM)) makes a false alarm in any of them less probable tha
 - each element of R, with the variance (var A) Y^2 + X^2 u^2 / 3;
 - for each row, column and head of X the sum of R X: how much larger than X it is, which averages the roundings of
   many elements. In rows and heads a weight's error meets X through A (X Y^T), as it is the same in all columns;
-- for each row j of Y (a key of P V) the sum over i of A_ij R_i.y_j: how much of its share is missing or too much.
+- for each row j of Y (a key of P V) the sum over i of A_ij R_i.y_j: how much of its share in X is missing or too much;
+  and the same of the shares of tiles of such rows.
 
 Roundings are not independent where weights are equal, as with few different scores or with rows alike. Equal weights
 are found by their places between two numbers of the type: the covariance of two roundings at a distance of d such
@@ -46,6 +47,8 @@ ALARM = 1e-6  # probability that the roundings of a right result look like a fau
 FLOAT32 = 2.0**-24  # unit roundoff of what all kernels add up in
 LEAST_UNIT = 2.0**-12  # unit roundoff of types that are narrower than float32, in which kernels keep weights
 NEGLIGIBLE = 2.0**-40  # what is so much smaller than others is no matter
+LEAST_SQUARE = np.float32(2.0**-120)
+TILE = 64  # keys or queries that are looked at together
 BINADES, PLACES = 14, 8  # of weights below the largest; places between two numbers of a type
 
 Head = tuple[int, int]  # batch, head
@@ -86,8 +89,9 @@ class Fault:
   """An error that no roundings explain.
 
   Attributes:
-    kind: "element", "row", "column", "head" or "key"; of the gradients of k and v a "query".
-    place: its index: (B, H, M, D), (B, H, M), (B, H, D), (B, H), and (B, H, N).
+    kind: "element", "row", "column", "head", "key", or "tile" of keys; of the gradients of k and v a "query" or "tile"
+      of queries.
+    place: its index: (B, H, M, D), (B, H, M), (B, H, D), (B, H), (B, H, N), and (B, H, tile), of `TILE` keys.
     size: the error of an element, else by how much of itself it is too large: -1 where it is missing.
     bound: what roundings may leave.
   """
@@ -152,7 +156,7 @@ class Product:
     self.elements, self.rows = own, (np.square(self.directions) * own).sum(-1)
     self.columns, self.heads = np.zeros(np.delete(exact.shape, 2)), (np.square(self.lengths) * self.rows).sum(-1)
     self.slack = _slack(precision, rules, exact.shape[1])
-    forms = exact.size + prod(exact.shape[:3]) + exact.shape[0] * exact.shape[1] * (exact.shape[3] + 1) + prod(keys)
+    forms = exact.size + prod(exact.shape[:3]) + exact.shape[0] * exact.shape[1] * (exact.shape[3] + 1) + 2 * prod(keys)
     self.limit = sqrt(2 * log(2 * forms / ALARM))
 
   def response(self, t: Term) -> Array:
@@ -188,7 +192,7 @@ class Product:
     return _finite(got.astype(np.float64) / self.unit - self.exact)
 
   def families(self, error: Array) -> Iterator[Family]:
-    """All forms but those of keys."""
+    """All forms but those of shares."""
     x, x2, lengths, slack = self.exact, np.square(self.exact), self.lengths, self.slack[:, None]
     yield Family("element", error, self.elements, slack[:, None] * np.abs(x), np.full(x.shape, 1 / self.unit))
     yield Family("row", (error * self.directions).sum(-1), self.rows, slack * lengths, lengths)
@@ -198,31 +202,42 @@ class Product:
     yield Family("head", (error * x).sum((2, 3)), self.heads, self.slack * sizes, sizes)
 
 
-class Keys:
-  """The forms of an error that belong to the rows of Y."""
+class Shares:
+  """The forms of an error that belong to the rows of Y, and to tiles of them: by what these add to X."""
 
   def __init__(self, product: Product, error: Array):
-    self.product, self.sums = product, np.zeros((4, *product.keys))  # value, variance, slack, size
+    self.product, (B, H, rows) = product, product.keys
+    self.of_rows = np.zeros((4, B, H, rows))  # value, variance, slack, size
+    self.of_tiles = np.zeros((4, B, H, -(-rows // TILE)))
     self.unit = np.sqrt(product.elements.max((2, 3), keepdims=True))  # of each head, so that no square is too small
     self.error = (error / self.unit).astype(np.float32)
     self.variance = (product.elements / np.square(self.unit)).astype(np.float32)
 
   def add(self, t: Term) -> None:
-    p, rows, unit = self.product, (*t.result, t.rows), np.float64(self.unit[t.result].item())
-    y = p.operand[t.operand][t.inner]
-    squares, lengths = np.square(t.weights), np.square(y).sum(-1)
-    squares += np.float32(NEGLIGIBLE**3)
-    value, variance, slack, size = self.sums[:, t.place[0], t.place[1], t.inner]
-    value += unit * np.einsum("ij,ij->j", t.weights, self.error[rows] @ y.T)
-    variance += unit**2 * np.einsum("jd,jd->j", squares.T @ self.variance[rows], np.square(y))
-    variance += np.einsum("ij,ij->j", squares, t.variance if t.shared is None else t.variance + t.shared) * lengths**2
-    slack += p.slack[t.result[1]] * (p.lengths[rows].astype(np.float32) @ np.abs(t.weights)) * np.sqrt(lengths)
-    size += squares.sum(0) * lengths
+    rows, unit = (*t.result, t.rows), np.float64(self.unit[t.result].item())
+    error, variance = self.error[rows], self.variance[rows]
+    slack = self.product.slack[t.result[1]] * self.product.lengths[rows]
+    y = self.product.operand[t.operand][t.inner]
+    squares, lengths = np.square(t.weights) + LEAST_SQUARE, np.square(y).sum(-1)
+    found = self.of_rows[:, t.place[0], t.place[1], t.inner]
+    found[0] += unit * np.einsum("ij,ij->j", t.weights, error @ y.T)
+    found[1] += unit**2 * np.einsum("jd,jd->j", squares.T @ variance, np.square(y))
+    found[1] += np.einsum("ij,ij->j", squares, t.variance if t.shared is None else t.variance + t.shared) * lengths**2
+    found[2] += (slack.astype(np.float32) @ np.abs(t.weights)) * np.sqrt(lengths)
+    found[3] += squares.sum(0) * lengths
+    first = t.inner.start
+    for tile in range(first // TILE, -(-t.inner.stop // TILE)):
+      part = slice(max(tile * TILE - first, 0), (tile + 1) * TILE - first)
+      share = t.weights[:, part] @ y[part]
+      squares = np.square(share) + LEAST_SQUARE
+      sums = unit * np.vdot(share, error), unit**2 * np.vdot(squares, variance)
+      size = squares.sum(1)
+      self.of_tiles[:, t.place[0], t.place[1], tile] += *sums, slack @ np.sqrt(size), size.sum()
 
-  def family(self) -> Family:
-    value, variance, slack, size = self.sums
-    least = variance.max(-1, keepdims=True) * NEGLIGIBLE
-    return Family(self.product.key, value, variance + least, slack, size)
+  def families(self) -> Iterator[Family]:
+    for kind, (value, variance, slack, size) in ((self.product.key, self.of_rows), ("tile", self.of_tiles)):
+      least = variance.max(-1, keepdims=True) * NEGLIGIBLE
+      yield Family(kind, value, variance + least, slack, size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,11 +285,11 @@ class Roundings:
     return found
 
   def _families(self, errors: dict[str, Array]) -> dict[str, list[Family]]:
-    keys = {name: Keys(self.products[name], error) for name, error in errors.items()}
+    shares = {name: Shares(self.products[name], error) for name, error in errors.items()}
     for name, term in self.terms():
-      if name in keys:
-        keys[name].add(term)
-    return {name: [*self.products[name].families(error), keys[name].family()] for name, error in errors.items()}
+      if name in shares:
+        shares[name].add(term)
+    return {name: [*self.products[name].families(error), *shares[name].families()] for name, error in errors.items()}
 
   def _common(self, name: str) -> Array:
     """By how much the variances of each head of X grow because weights are equal: (B, H)."""
