@@ -322,7 +322,7 @@ class Scores:
     kept: what dropout multiplies them by.
     slope: the derivative of what becomes of a score by q.k times scale.
     variance: of the error of a score.
-    bend: of the relative error of `slope` by that of the product.
+    bend: of the error of `slope`.
   """
 
   query: Head
@@ -358,8 +358,9 @@ def _scores(q: Array, k: Array, lse: Array, precision: Precision, r: Rules) -> I
       variance += np.float32(2 * (FLOAT32 * (r.softcap or 0)) ** 2) + np.square(slopes) * terms
     if hidden.any():
       p[hidden] = variance[hidden] = terms[hidden] = 0
-    bend = terms * np.float32(4 / r.softcap**2) if r.softcap is not None else 0 * one
-    bend = bend if r.score_mod is not None else bend * (1 - slopes)
+    bend = 0 * one
+    if r.softcap is not None:  # its slope is 1 - tanh^2: what is near 1 is subtracted from 1
+      bend = np.square(slopes) * terms * np.float32(4 / r.softcap**2) + np.float32((4 * FLOAT32) ** 2)
     kept = one if r.kept is None else (r.kept[query][rows] / (1 - r.dropout_p)).astype(np.float32)
     yield Scores(query, key, rows, p, kept, slopes, variance, bend)
 
@@ -437,7 +438,8 @@ def of_gradients(
       of_lse = (np.square(s.p) * s.variance).sum(1, keepdims=True) + in_float32[s.query][s.rows]
       score = s.variance + of_lse
       in_p = squares * (of_weights + score) + _least(weights, precision)
-      in_ds = np.square(ds) * (of_ds + score + s.bend) + np.square(slopes) * in_dp
+      in_ds = np.square(ds) * (of_ds + score) + np.square(s.p * of_p * np.float32(scale)) * s.bend
+      in_ds += np.square(slopes) * in_dp
       in_ds += _least(weights, precision, max(1.0, scale) / (of_v * of_do))
       yield "q", Term(s.query, s.key, s.query, s.rows, whole, ds, in_ds, common=common)
       yield "k", Term(s.key, s.query, s.query, whole, s.rows, ds.T, in_ds.T, common=common.T, by_row=False)
