@@ -9,9 +9,8 @@ linear in these roundings,
 - the weight's own rounding, at most u = `Precision.unit`, or `Precision.least` for what is below the type's range;
 - the sum's: float32's u for each weight, times the root of the number of terms, as partial sums grow by a random walk;
 - the score's: absolute errors of a score are relative ones of its weight. They are of the size of float32's u times
-  that of the score and of its partial sums. Operands rounded anew, as q is by a kernel that scales it first, leave
-  u times each term of q.k. The sum that divides the weights has them, too, so Y - X in place of Y
-  is what they meet.
+  that of the score and of its partial sums. Operands rounded anew, as q is by a kernel that scales it first, leave u
+  times each term of q.k. The sum that divides the weights has these errors, too, so they meet Y - X in place of Y.
 
 A rounding error is taken as uniform in its interval, centred, and independent of others. Every linear form of the
 errors, as are those below, is then sub-Gaussian with the sum of the squares of its coefficients, times u^2 / 3, as its
@@ -47,7 +46,8 @@ ALARM = 1e-6  # probability that the roundings of a right result look like a fau
 FLOAT32 = 2.0**-24  # unit roundoff of what all kernels add up in
 LEAST_UNIT = 2.0**-12  # unit roundoff of types that are narrower than float32, in which kernels keep weights
 NEGLIGIBLE = 2.0**-40  # what is so much smaller than others is no matter
-LEAST_SQUARE = np.float32(2.0**-120)
+LEAST_SQUARE = np.float32(2.0**-120)  # keeps the square of what is not 0 from becoming 0
+LARGEST_VARIANCE = 2.0**20  # of a score: its weight may be anything
 TILE = 64  # keys or queries that are looked at together
 BINADES, PLACES = 14, 8  # of weights below the largest; places between two numbers of a type
 
@@ -108,7 +108,14 @@ class Fault:
 
 @dataclass(frozen=True, eq=False)
 class Family:
-  """Linear forms of one kind in the error: their values, variances, what is allowed beside, and what 1 is."""
+  """Linear forms of one kind in the error; arrays of one shape, (B, H) first.
+
+  Attributes:
+    kind: see `Fault`.
+    value, variance: of each form.
+    slack: what is allowed beside the variance.
+    size: what a fault is told as a share of.
+  """
 
   kind: str
   value: Array
@@ -134,13 +141,18 @@ class Family:
 
 
 class Product:
-  """The variances of one product X = A Y per head, in units of the largest number of Y.
+  """The variances of the errors of one product X = A Y per head.
 
   Attributes:
-    exact, operand: X and Y in that unit.
+    unit: the product of the largest numbers of Y and of what A is linear in, so that no square leaves float32's range.
+    exact, operand: X in that unit, and Y over its largest number.
     lengths, directions: of the rows of X.
     elements, rows, columns, heads: the variances of each element, of R along a row's direction, and of the sums of R X.
-    key: what a row of Y is; keys: (B, H, rows) of `Term.place` and `Term.inner`.
+      `columns` is only what is beside that of the elements.
+    slack: by how much of itself each head may be too large.
+    key: what a row of Y is.
+    keys: (B, H, rows) of `Term.place` and `Term.inner`.
+    limit: how many standard deviations any form may have.
   """
 
   def __init__(
@@ -160,10 +172,11 @@ class Product:
     self.limit = sqrt(2 * log(2 * forms / ALARM))
 
   def response(self, t: Term) -> Array:
-    """How much each weight adds to its row, in the row's direction."""
+    """How much one of each weight adds to its row, in the row's direction."""
     return self.directions[t.result][t.rows].astype(np.float32) @ self.operand[t.operand][t.inner].T
 
   def add(self, t: Term) -> None:
+    """Adds what the errors of these weights leave."""
     part, response, y = (*t.result, t.rows), self.response(t), self.operand[t.operand][t.inner]
     x, lengths = self.exact[part], self.lengths[part]
     elements = t.variance @ np.square(y)
@@ -214,6 +227,7 @@ class Shares:
     self.variance = (product.elements / np.square(self.unit)).astype(np.float32)
 
   def add(self, t: Term) -> None:
+    """Adds what these weights contribute."""
     rows, unit = (*t.result, t.rows), np.float64(self.unit[t.result].item())
     error, variance = self.error[rows], self.variance[rows]
     slack = self.product.slack[t.result[1]] * self.product.lengths[rows]
@@ -313,7 +327,7 @@ class Roundings:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-  """Weights of some rows of one head, each array (rows, N) float32.
+  """Weights of some rows of one head: arrays (rows, N), or that broadcast to it, float32.
 
   Attributes:
     query, key: batch and head of Q and of K.
@@ -346,7 +360,7 @@ def _scores(q: Array, k: Array, lse: Array, precision: Precision, r: Rules) -> I
     at = b, h, np.arange(rows.start, rows.stop)[:, None], np.arange(N)
     with np.errstate(all="ignore"):
       raw = (q[query][rows] @ k[key].T) * np.float32(scale)
-      final = modified(r, raw, part, *at, lambda x: x)
+      final = modified(r, raw, part, *at, lambda x: x).astype(np.float32, copy=False)
       top = np.where(np.isfinite(lse[query][rows]), lse[query][rows], np.inf).astype(np.float32)[:, None]
       p = np.exp(final - top).clip(0, 1)
       hidden = ~seen(r, part, *at) | ~np.isfinite(final)
@@ -356,6 +370,7 @@ def _scores(q: Array, k: Array, lse: Array, precision: Precision, r: Rules) -> I
       variance = np.square(raw) if final is raw else np.square(raw * slopes) + np.square(final)
       variance *= np.float32(2 * FLOAT32**2)
       variance += np.float32(2 * (FLOAT32 * (r.softcap or 0)) ** 2) + np.square(slopes) * terms
+      terms, variance = (np.minimum(x, np.float32(LARGEST_VARIANCE)) for x in (terms, variance))
     if hidden.any():
       p[hidden] = variance[hidden] = terms[hidden] = 0
     bend = 0 * one
