@@ -71,7 +71,10 @@ class Kernel:
     part = None if part is None else np.broadcast_to(part, (max(b + 1, len(part)), h + 1, len(q), len(k)))[b, h]
     raw = (self._operand(q) @ self._operand(k).T) * factor
     score = modified(r, raw, part, *at, lambda x: x)
-    return score, slope(r, raw, *at), seen(r, part, *at) & (score > -np.inf)
+    slopes = slope(r, raw, *at)
+    if r.softcap is not None and r.score_mod is None:
+      slopes = 1 - np.square(np.tanh(raw / np.float32(r.softcap)))  # in float32
+    return score, slopes, seen(r, part, *at) & (score > -np.inf)
 
   def forward(self, q: Array, k: Array, v: Array, dtype: DType, **rules: Any) -> tuple[Array, Array]:
     """The output, rounded to `dtype`, and the LSE, of arrays in float32 that hold numbers of it."""
