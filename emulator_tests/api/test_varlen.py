@@ -1,7 +1,7 @@
 """Sequences one after another, against the oracle on each of them."""
 
 import math
-from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ from tinygrad import Tensor, TinyJit, dtypes
 from uopattn import attention_varlen
 from uopattn.api.varlen import key_bounds
 from uopattn.proof.gate import Gate, numpy
-from uopattn.proof.oracle import PRECISIONS, Array, oracle
 
 HQ, HKV, DK, DV = 4, 2, 16, 24
 
@@ -49,23 +48,6 @@ def of_sequence(s: int, options: dict[str, Any]) -> dict[str, Any]:
   return options | mods
 
 
-def oracle_of_parts(
-  arrays: list[Array], lengths: tuple[list[int], list[int]], q_start: Sequence[int], **options: Any
-) -> tuple[Array, Array]:
-  """The oracle on each sequence; (1, Hq, M, DV) and (1, Hq, M)."""
-  q, k, v = arrays
-  parts, (ends_q, ends_k) = [], map(ends, lengths)
-  for s, start in enumerate(q_start):
-    rows, keys = slice(ends_q[s], ends_q[s + 1]), slice(ends_k[s], ends_k[s + 1])
-    if ends_k[s] == ends_k[s + 1]:  # of no keys the oracle has no largest
-      size = ends_q[s + 1] - ends_q[s]
-      parts.append((np.zeros((1, HQ, size, DV)), np.full((1, HQ, size), -np.inf)))
-    elif ends_q[s] < ends_q[s + 1]:
-      parts.append(oracle(q[:, :, rows], k[:, :, keys], v[:, :, keys], q_start=start, **of_sequence(s, options)))
-  out, lse = zip(*parts, strict=True)
-  return np.concatenate(out, 2), np.concatenate(lse, 2)
-
-
 def check_varlen(
   lengths: tuple[list[int], list[int]],
   dtype: Any = dtypes.float32,
@@ -87,13 +69,18 @@ def check_varlen(
   assert (out.shape, out.dtype, lse.shape) == ((cu[0][-1], HQ, DV), dtype, (HQ, cu[0][-1]))
   starts = [q_start] * len(lengths[0]) if isinstance(q_start, int) else q_start
   arrays = [numpy(x).swapaxes(0, 1)[None] for x in (q, k, v)]
-  ways = (PRECISIONS[dtype], PRECISIONS[dtypes.float32])
-  theirs = {name: x.numpy() if isinstance(x, Tensor) else x for name, x in options.items()}
-  exact = oracle_of_parts(arrays, lengths, starts, **theirs)
-  naive, in_float = (oracle_of_parts(arrays, lengths, starts, precision=way, **theirs) for way in ways)
-  gate = Gate(*exact, naive[0], in_float[1], ways[0].unit)
-  for report in (gate.output(numpy(out).swapaxes(0, 1)[None]), gate.lse(lse.numpy()[None])):
-    assert report.correct, f"worst at {report.worst}: {report}"
+  theirs: dict[str, Any] = {name: x.numpy() if isinstance(x, Tensor) else x for name, x in options.items()}
+  found, found_lse = numpy(out).swapaxes(0, 1)[None], lse.numpy()[None]
+  for s, (first, keys, start) in enumerate(zip(pairwise(cu[0]), pairwise(cu[1]), starts, strict=True)):
+    rows = slice(*first)
+    if keys[0] == keys[1]:
+      assert (found[:, :, rows] == 0).all()
+      assert (found_lse[:, :, rows] == -np.inf).all()
+    elif first[0] < first[1]:
+      a, b, c = (x[:, :, slice(*part)] for x, part in zip(arrays, (first, keys, keys), strict=True))
+      gate = Gate.of_arrays(a, b, c, dtype, q_start=start, **of_sequence(s, theirs))
+      for report in (gate.output(found[:, :, rows]), gate.lse(found_lse[:, :, rows])):
+        assert report.correct, f"worst at {report.worst}: {report}"
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])

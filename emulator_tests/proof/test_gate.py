@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from simulated import Case, Kernel, of_type
 from tinygrad import Tensor, dtypes
 
 import uopattn.proof.gate as verify_module
-from uopattn.proof.gate import Gate, compare, numpy, verify
+from uopattn.proof.gate import Gate, Report, compare, numpy, verify
 from uopattn.proof.oracle import EXACT, PRECISIONS, Array, Precision, oracle
 from uopattn.spec.spec import FLOAT8
 
@@ -84,7 +85,7 @@ def test_the_log_sum_exp_shows_what_8_bits_hide(options: dict[str, Any], dtype) 
 
 @pytest.mark.parametrize("dtype", PRECISIONS)
 def test_accepts_the_truth(dtype) -> None:
-  q, k, v = (numpy(Tensor(x).cast(dtype)) for x in INPUTS)
+  q, k, v = (numpy(Tensor(x).cast(dtype)).astype(np.float32) for x in INPUTS)
   assert judged(attend(q, k, v), dtype)
   assert judged(online(q, k, v, rescale=True), dtype)
 
@@ -138,3 +139,135 @@ def test_a_useless_naive_computation_is_no_measure(monkeypatch: pytest.MonkeyPat
   monkeypatch.setattr(verify_module, "oracle", broken)
   with pytest.raises(ArithmeticError, match="naive computation in float is off by"):
     Gate.of(*(Tensor(x) for x in INPUTS))
+
+
+HEADS, KEYS, HEAD_SIZE = 4, 1024, 32
+FAINT_INPUTS = tuple(
+  np.random.default_rng(4).normal(size=(1, HEADS, rows, HEAD_SIZE)).astype(np.float32) for rows in (64, KEYS, KEYS)
+)
+
+
+def faint(dtype, mistake: Callable[[Array], Array], inputs: tuple[Array, ...] = FAINT_INPUTS) -> Report:
+  """What the gate says of a right kernel's output that `mistake` changes, in `dtype`."""
+  q, k, v = (of_type(x, dtype) for x in inputs)
+  out, _ = Kernel().forward(q, k, v, dtype)
+  return Gate.of_arrays(q, k, v, dtype).output(of_type(mistake(out), dtype))
+
+
+def kinds(report: Report) -> set[str]:
+  return {fault.kind for fault in report.faults}
+
+
+@pytest.mark.parametrize(
+  ("dtype", "factor"), [(dtypes.float32, 1.00001), (dtypes.float16, 1.001), (dtypes.bfloat16, 1.01)], ids=str
+)
+def test_a_factor_below_the_rounding_noise_is_seen(dtype, factor: float) -> None:
+  assert faint(dtype, lambda out: out).correct
+  report = faint(dtype, lambda out: out * factor)
+  assert not report.correct
+  assert "head" in kinds(report)
+
+
+@pytest.mark.parametrize("dtype", [dtypes.float32, dtypes.float16, dtypes.bfloat16], ids=str)
+def test_a_factor_of_one_head_is_seen_and_named(dtype) -> None:
+  report = faint(dtype, lambda out: out * np.where(np.arange(HEADS) == 2, 1.003, 1)[:, None, None])
+  (fault,) = (fault for fault in report.faults if fault.kind == "head")
+  assert fault.place == (0, 2)
+  assert fault.size == pytest.approx(0.003, rel=0.2)
+  assert f"head (0, 2) is too large, as a share of itself, by {fault.size:.3g} (bound " in str(report)
+  assert report.record()["faults"]
+
+
+@pytest.mark.parametrize("dtype", [dtypes.float32, dtypes.float16, dtypes.bfloat16], ids=str)
+@pytest.mark.parametrize("place", [(0, 1, 5, 7), (0, 3, 63, 0)], ids=str)
+def test_an_element_off_by_a_third_of_the_deviation_is_seen(place: tuple[int, ...], dtype) -> None:
+  def mistake(out: Array) -> Array:
+    out[place] += 0.3 * out.std()
+    return out
+
+  (fault,) = (fault for fault in faint(dtype, mistake).faults if fault.kind == "element")
+  assert fault.place == place
+
+
+@pytest.mark.parametrize("dtype", [dtypes.float16, dtypes.bfloat16], ids=str)
+@pytest.mark.parametrize("M", [1, 8])
+def test_one_key_of_many_left_out_of_the_product_is_seen(M: int, dtype) -> None:
+  random, left_out = np.random.default_rng(5), 1234
+  q, k, v = (of_type(random.normal(size=(1, 2, rows, 64)), dtype) for rows in (M, 4097, 4097))
+  weight = np.exp((q @ k[:, :, left_out, :, None])[..., 0] / 8 - oracle(q, k, v)[1])
+
+  def mistake(out: Array) -> Array:
+    out[0, 1] -= weight[0, 1, :, None] * v[0, 1, left_out]
+    return out
+
+  assert faint(dtype, lambda out: out, (q, k, v)).correct
+  (fault,) = (fault for fault in faint(dtype, mistake, (q, k, v)).faults if fault.kind == "key")
+  assert fault.place == (0, 1, left_out)
+  assert fault.size == pytest.approx(-1, abs=0.2)
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(dtypes.float16, 1.002), (dtypes.bfloat16, 1.015)], ids=str)
+def test_a_tile_of_keys_that_counts_too_much_is_seen(dtype, factor: float) -> None:
+  """As where the accumulator is rescaled wrongly, for one tile."""
+  q, k, v = (of_type(x, dtype) for x in FAINT_INPUTS)
+  tile = slice(3 * 64, 4 * 64)
+  weights = np.exp(q @ k[:, :, tile].swapaxes(-1, -2) * HEAD_SIZE**-0.5 - oracle(q, k, v)[1][..., None])
+  report = faint(dtype, lambda out: out + (factor - 1) * weights @ v[:, :, tile])
+  assert kinds(report) == {"tile"}
+  assert report.faults[0].place[2] == 3
+
+
+@pytest.mark.parametrize("dtype", [dtypes.float16, dtypes.bfloat16], ids=str)
+def test_roundings_that_rows_share_are_no_fault(dtype) -> None:
+  """Rows that are alike have the same roundings, so their mean is no smaller: by itself it looks like a bias."""
+  random = np.random.default_rng(6)
+  q, k, v = (of_type(random.normal(size=(1, 1, rows, 16)), dtype) for rows in (1, 40, 40))
+  q = q.repeat(400, 2)
+  gate = Gate.of_arrays(q, k, v, dtype)
+  assert gate.output(Kernel(tile=7).forward(q, k, v, dtype)[0]).correct
+  assert not gate.output(of_type(1.01 * gate.exact, dtype)).correct
+
+
+def check_case(seed: int) -> bool:
+  """Fails if a right result does not pass; false where the naive computation is no measure."""
+  case = Case.drawn(seed, tuple(PRECISIONS))
+  with np.errstate(all="ignore"):
+    try:
+      gate = Gate.of_arrays(*case.inputs, case.dtype, tf32=case.kernel.tf32, **case.rules)
+    except ArithmeticError:
+      return False
+    out, lse = case.kernel.forward(*case.inputs, case.dtype, **case.rules)
+  reports = [gate.output(out)]
+  if not (case.kernel.sums_rounded or case.kernel.scales_first):  # which the LSE, as it is float32, does not forgive
+    reports.append(gate.lse(lse))
+  for report in reports:
+    assert report.correct, f"{case.kernel}, {case.rules}: {report}"
+  return True
+
+
+@pytest.mark.parametrize("seed", range(0, 80, 10))
+def test_right_results_pass(seed: int) -> None:
+  assert sum(check_case(each) for each in range(seed, seed + 10)) > 7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 3000, 100))
+def test_many_right_results_pass(seed: int) -> None:
+  assert sum(check_case(each) for each in range(seed, seed + 100)) > 90
+
+
+def test_bounds_follow_what_float32_leaves_of_large_scores() -> None:
+  """The naive computation sums products in one order of many, in which its error may be small by chance."""
+  random = np.random.default_rng(0)
+  q, k, v = (random.standard_normal((2, *shape), np.float32) for shape in ((4, 3, 24), (2, 150, 24), (2, 150, 40)))
+  q *= np.float32(1e4)
+  gate = Gate.of_arrays(q, k, v, dtypes.float32, softcap=20.0)
+  largest = 0.0
+  for _ in range(60):
+    order = random.permutation(24)
+    out, _ = Kernel().forward(q[..., order], k[..., order], v, dtypes.float32, softcap=20.0)
+    report = gate.output(out)
+    assert report.correct, report
+    largest = max(largest, report.largest)
+  assert largest > compare("output", gate.naive, gate.exact, gate.naive, gate.unit).largest_bound
+  assert not gate.output((gate.exact * (1 + 1e-4)).astype(np.float32)).correct

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import DTYPES
+from simulated import Case, Kernel, of_type
 from tinygrad import Tensor, dtypes
 
-from uopattn.proof.gate import numpy, verify_gradients
+from uopattn.proof.gate import GradientGate, Report, numpy, verify_gradients
 from uopattn.proof.oracle import Array, Rules, oracle
 from uopattn.proof.oracle_gradients import gradients, slope, unbroadcast
 
@@ -119,3 +120,80 @@ def test_slope_and_broadcast() -> None:
   np.testing.assert_array_equal(unbroadcast(grad, (4,)), grad.sum((0, 1)))
   np.testing.assert_array_equal(unbroadcast(grad, (3, 1)), grad.sum((0, 2))[:, None])
   np.testing.assert_array_equal(unbroadcast(grad, (2, 1, 4)), grad.sum(1, keepdims=True))
+
+
+TYPES = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
+
+
+def faint(dtype: Any, mistake: Callable[[Array], Array]) -> list[Report]:
+  """What the gate says of a right kernel's gradients that `mistake` changes, in `dtype`."""
+  q, k, v, do = (of_type(x, dtype) for x in (Q, K, V, DO))
+  found = Kernel().backward(q, k, v, do, dtype)
+  return GradientGate.of_arrays(q, k, v, do, dtype).reports(**{n: of_type(mistake(x), dtype) for n, x in found.items()})
+
+
+def of_one_head(x: Array) -> Array:
+  x[:, 1] *= 1.003
+  return x
+
+
+def of_one_element(x: Array) -> Array:
+  x[0, 1, 5, 7] += 0.3 * x.std()
+  return x
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_faint_mistakes_are_seen(dtype: Any) -> None:
+  factor = {dtypes.float32: 1.00003, dtypes.float16: 1.001, dtypes.bfloat16: 1.01}[dtype]
+  assert all(report.correct for report in faint(dtype, lambda x: x))
+  for mistake, kind, place in (
+    (lambda x: x * factor, "head", None),
+    (of_one_head, "head", (0, 1)),
+    (of_one_element, "element", (0, 1, 5, 7)),
+  ):
+    for report in faint(dtype, mistake):
+      found = {fault.kind: fault.place for fault in report.faults}
+      assert kind in found, report
+      assert place is None or found[kind] == place
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_one_of_many_terms_left_out_is_seen(dtype: Any) -> None:
+  """A query left out of dK and dV, a key left out of dQ."""
+  q, k, v, do = (of_type(x, dtype) for x in (Q, K, V, DO))
+  gate, left_out, h = GradientGate.of_arrays(q, k, v, do, dtype), 33, 3
+  found = Kernel().backward(q, k, v, do, dtype)
+  q, k, v, do = (x.astype(np.float64) for x in (q, k, v, do))
+  out, lse = oracle(q, k, v)
+  p = np.exp(q[0, h] @ k[0, 1].T * D**-0.5 - lse[0, h, :, None])
+  ds = p * (do[0, h] @ v[0, 1].T - (out[0, h] * do[0, h]).sum(-1, keepdims=True)) * D**-0.5
+  found["q"][0, h] -= np.outer(ds[:, left_out], k[0, 1, left_out])
+  found["k"][0, 1] -= np.outer(ds[left_out], q[0, h, left_out])
+  found["v"][0, 1] -= np.outer(p[left_out], do[0, h, left_out])
+  for report in gate.reports(**{n: of_type(x, dtype) for n, x in found.items()}):
+    (fault,) = (fault for fault in report.faults if fault.kind in ("key", "query"))
+    assert fault.place == (0, h, left_out), report
+    assert fault.size == pytest.approx(-1, abs=0.3)
+
+
+def check_case(seed: int) -> None:
+  case = Case.drawn(seed, TYPES)
+  with np.errstate(all="ignore"):
+    inputs = *case.inputs, case.do, case.dtype, case.dlse
+    gate = GradientGate.of_arrays(*inputs, tf32=case.kernel.tf32, **case.rules)
+    found = case.kernel.backward(*inputs, **case.rules)
+  for report in gate.reports(**found):
+    assert report.correct, f"{case.kernel}, {case.rules}: {report}"
+
+
+@pytest.mark.parametrize("seed", range(0, 40, 10))
+def test_right_gradients_pass(seed: int) -> None:
+  for each in range(seed, seed + 10):
+    check_case(each)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 2000, 100))
+def test_many_right_gradients_pass(seed: int) -> None:
+  for each in range(seed, seed + 100):
+    check_case(each)

@@ -1,14 +1,16 @@
 """The gate: is this output attention, as exactly as its type allows?"""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 from tinygrad import Tensor
 from tinygrad.dtype import DType, dtypes
 
-from uopattn.proof.oracle import EXACT, PRECISIONS, TF32, Array, oracle
+from uopattn.proof.errors import of_gradients, of_output
+from uopattn.proof.oracle import EXACT, PRECISIONS, TF32, Array, Rules, oracle
 from uopattn.proof.oracle_gradients import Gradients, gradients
+from uopattn.proof.roundings import Fault, Roundings
 from uopattn.spec.spec import dtype_name
 
 # What any output is allowed, however exact the naive computation happens to be: some unit roundoffs of its own type,
@@ -32,6 +34,7 @@ class Report:
     largest: largest absolute error; `largest_bound` is what is allowed.
     wrong: elements that are NaN, or infinite where the oracle is not (or the reverse).
     worst: index of the element with the largest error, or of the first wrong one.
+    faults: what no independent roundings explain, if measured: the worst of each kind.
   """
 
   name: str
@@ -42,32 +45,39 @@ class Report:
   largest_bound: float
   wrong: int
   worst: tuple[int, ...]
+  faults: tuple[Fault, ...] = ()
 
   @property
   def correct(self) -> bool:
-    return self.wrong == 0 and self.relative <= self.relative_bound and self.largest <= self.largest_bound
+    within = self.relative <= self.relative_bound and self.largest <= self.largest_bound
+    return self.wrong == 0 and within and not self.faults
 
   def __str__(self) -> str:
     text = (
       f"{self.name}: mean squared error {self.mse:.3g}, relative error {self.relative:.3g} "
       f"(bound {self.relative_bound:.3g}), largest error {self.largest:.3g} (bound {self.largest_bound:.3g})"
     )
-    return text + (f", {self.wrong} elements NaN or infinite" if self.wrong else "")
+    text += f", {self.wrong} elements NaN or infinite" if self.wrong else ""
+    return "; ".join([text, *map(str, self.faults)])
 
   def record(self) -> dict[str, Any]:
     """For JSON."""
     return asdict(self) | {"correct": self.correct}
 
 
-def compare(name: str, got: Array, exact: Array, naive: Array, unit: float) -> Report:
+def compare(
+  name: str, got: Array, exact: Array, naive: Array, unit: float, deviation: Array | None = None, limit: float = 0.0
+) -> Report:
   """Measures `got` against the oracle's `exact`.
 
-  The bounds are twice the error of the naive computation in the same type, plus a floor. NaN never passes;
-  infinities must be where the oracle has them.
+  The bounds are twice the error of the naive computation in the same type, or of independent roundings where it is less
+  by chance, plus a floor. NaN never passes; infinities must be where the oracle has them.
 
   Args:
     got, exact, naive: of one shape; any float type.
     unit: unit roundoff of the type of `got`.
+    deviation: the standard deviation of each element by independent roundings.
+    limit: how many such deviations the largest error may be.
 
   Raises:
     ValueError: the shapes differ.
@@ -86,14 +96,16 @@ def compare(name: str, got: Array, exact: Array, naive: Array, unit: float) -> R
   values = np.where(measured, exact, 0.0)
   rms = _rms(values) or 1.0  # an oracle that is all 0 is measured absolutely
   relative, largest = _rms(error) / rms, float(np.abs(error).max(initial=0))
+  expected = np.zeros(1) if deviation is None else deviation
+  largest_bound = 2 * float(np.abs(naive_error).max(initial=0)) + floor * float(np.abs(values).max(initial=0))
   worst = np.argmax(wrong) if wrong.any() else np.argmax(np.abs(error))
   return Report(
     name,
     mse=_rms(error) ** 2,
     relative=relative,
-    relative_bound=2 * _rms(naive_error) / rms + floor,
+    relative_bound=2 * max(_rms(naive_error), _rms(expected)) / rms + floor,
     largest=largest,
-    largest_bound=2 * float(np.abs(naive_error).max(initial=0)) + floor * float(np.abs(values).max(initial=0)),
+    largest_bound=max(largest_bound, limit * float(expected.max(initial=0))),
     wrong=int(wrong.sum()),
     worst=tuple(int(x) for x in np.unravel_index(worst, exact.shape)),
   )
@@ -117,6 +129,7 @@ class Gate:
     exact, exact_lse: the oracle's output and LSE.
     naive, naive_lse: those of the naive computation, the output in the inputs' type, the LSE in float32.
     unit: unit roundoff of the inputs' type.
+    roundings: what independent roundings may leave in the output.
   """
 
   exact: Array
@@ -124,6 +137,7 @@ class Gate:
   naive: Array
   naive_lse: Array
   unit: float
+  roundings: Roundings
 
   @classmethod
   def of(cls, q: Tensor, k: Tensor, v: Tensor, *, progress: bool = False, **options: Any) -> "Gate":
@@ -142,18 +156,21 @@ class Gate:
     arrays, precision = (q, k, v), TF32 if tf32 and dtype == dtypes.float32 else PRECISIONS[dtype]
     exact, exact_lse = oracle(*arrays, progress=progress, **options)
     naive, naive_lse = oracle(*arrays, precision=precision, progress=progress, **options)
+    guide = naive
     if dtype != dtypes.float32:  # the LSE is float32 whatever q is, and so is the arithmetic behind it
-      _, naive_lse = oracle(*arrays, precision=PRECISIONS[dtypes.float32], progress=progress, **options)
+      guide, naive_lse = oracle(*arrays, precision=precision.fused(), progress=progress, **options)
     if (off := _relative(naive, exact)) > USELESS:
       raise ArithmeticError(
         f"the naive computation in {dtype_name(dtype)} is off by {off:.2g} of the output, which leaves no bound to "
         "hold others to: smaller scores are needed, or a machine whose numpy is right"
       )
-    return cls(exact, exact_lse, naive, naive_lse, precision.unit)
+    roundings = of_output(*arrays, exact, exact_lse, guide, precision, Rules(**options))
+    return cls(exact, exact_lse, naive, naive_lse, precision.unit, roundings)
 
   def output(self, got: Array) -> Report:
     """The report on an output."""
-    return compare("output", got, self.exact, self.naive, self.unit)
+    report = compare("output", got, self.exact, self.naive, self.unit, *self.roundings.spread("output"))
+    return replace(report, faults=self.roundings.faults(output=got)["output"])
 
   def lse(self, got: Array) -> Report:
     """The report on a float32 LSE."""
@@ -192,11 +209,13 @@ class GradientGate:
     exact: the oracle's.
     naive: those of the naive computation.
     unit: unit roundoff of the inputs' type.
+    roundings: what independent roundings may leave in the gradients of q, k and v.
   """
 
   exact: Gradients
   naive: Gradients
   unit: float
+  roundings: Roundings
 
   @classmethod
   def of(
@@ -221,13 +240,23 @@ class GradientGate:
   ) -> "GradientGate":
     """The same of arrays that hold values of `dtype`."""
     precision = TF32 if tf32 and dtype == dtypes.float32 else PRECISIONS[dtype]
-    exact, naive = (gradients(q, k, v, do, dlse, precision=x, **options) for x in (EXACT, precision))
-    return cls(exact, naive, precision.unit)
+    inputs = q, k, v, do, dlse
+    exact, naive = (gradients(*inputs, precision=x, **options) for x in (EXACT, precision))
+    guide = naive if dtype == dtypes.float32 else gradients(*inputs, precision=precision.fused(), **options)
+    out, lse = oracle(q, k, v, **options)
+    named = exact.named(), guide.named()
+    roundings = of_gradients(*inputs, out, lse, *named, precision, Rules(**options))
+    return cls(exact, naive, precision.unit, roundings)
 
   def reports(self, **got: Array) -> list[Report]:
     """A report on each gradient, by the names that `uopattn.proof.oracle_gradients.Gradients` has for them."""
-    exact, naive = self.exact.named(), self.naive.named()
-    return [compare(f"gradient of {name}", x, exact[name], naive[name], self.unit) for name, x in got.items()]
+    exact, naive, spread = self.exact.named(), self.naive.named(), self.roundings.spread
+    reports = {
+      name: compare(f"gradient of {name}", x, exact[name], naive[name], self.unit, *spread(name))
+      for name, x in got.items()
+    }
+    faults = self.roundings.faults(**{name: x for name, x in got.items() if name in self.roundings.products})
+    return [replace(report, faults=faults.get(name, ())) for name, report in reports.items()]
 
 
 def verify_gradients(

@@ -5,7 +5,7 @@ error of that computation says what a type allows.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,9 @@ class Precision:
     unit: unit roundoff, half the distance from 1 to the next number.
     store: rounds the output; None where that is `keep` too.
     operand: rounds what goes into a product of matrices; None where nothing is lost.
+    weights: rounds the weights that go into a product of matrices, which is then divided by their sum; None where
+      they are divided first, and `operand` rounds them.
+    least: half the least positive number of the output's type: no number is rounded more finely.
   """
 
   work: type
@@ -33,6 +36,12 @@ class Precision:
   unit: float
   store: Callable[[Array], Array] | None = None
   operand: Callable[[Array], Array] | None = None
+  weights: Callable[[Array], Array] | None = None
+  least: float = 0.0
+
+  def fused(self) -> "Precision":
+    """How a fused kernel keeps numbers: it only rounds the weights of a product, and the output."""
+    return replace(self, keep=lambda x: x, store=self.store or self.keep, weights=self.operand or self.keep)
 
 
 def round_to_bfloat16(x: Array) -> Array:
@@ -74,13 +83,13 @@ EXACT = Precision(np.float64, lambda x: x, 2.0**-53)
 # Whoever computes in 8 bits scales what leaves their range, as weights below 2**-9 do; so intermediates have a range
 # without end here. The output has the type's own.
 PRECISIONS: dict[DType, Precision] = {
-  dtypes.float32: Precision(np.float32, lambda x: x, 2.0**-24),
-  dtypes.float16: Precision(np.float32, lambda x: x.astype(np.float16).astype(np.float32), 2.0**-11),
-  dtypes.bfloat16: Precision(np.float32, round_to_bfloat16, 2.0**-8),
-  dtypes.fp8e4m3: Precision(np.float32, lambda x: round_to_bits(x, 4), 2.0**-4, round_to_e4m3),
-  dtypes.fp8e5m2: Precision(np.float32, lambda x: round_to_bits(x, 3), 2.0**-3, round_to_e5m2),
+  dtypes.float32: Precision(np.float32, lambda x: x, 2.0**-24, least=2.0**-150),
+  dtypes.float16: Precision(np.float32, lambda x: x.astype(np.float16).astype(np.float32), 2.0**-11, least=2.0**-25),
+  dtypes.bfloat16: Precision(np.float32, round_to_bfloat16, 2.0**-8, least=2.0**-134),
+  dtypes.fp8e4m3: Precision(np.float32, lambda x: round_to_bits(x, 4), 2.0**-4, round_to_e4m3, least=2.0**-10),
+  dtypes.fp8e5m2: Precision(np.float32, lambda x: round_to_bits(x, 3), 2.0**-3, round_to_e5m2, least=2.0**-17),
 }
-TF32 = Precision(np.float32, lambda x: x, 2.0**-11, operand=cut_to_tf32)
+TF32 = Precision(np.float32, lambda x: x, 2.0**-11, operand=cut_to_tf32, least=2.0**-150)
 
 
 class Table:
@@ -139,6 +148,7 @@ def oracle(
   (B, Hq, M, Dk), (_, Hkv, N, Dv) = q.shape, v.shape
   r, keep, work = Rules(**rules), precision.keep, precision.work
   store, operand = precision.store or keep, precision.operand or (lambda x: x)
+  rounded = precision.weights or operand
   scale = Dk**-0.5 if r.scale is None else r.scale
   mask = None if r.attn_mask is None else np.broadcast_to(r.attn_mask, (B, Hq, M, N))
   out, lse = np.zeros((B, Hq, M, Dv), work), np.full((B, Hq, M), -np.inf, work)
@@ -155,10 +165,10 @@ def oracle(
     with np.errstate(invalid="ignore"):  # inf - inf is NaN, as it should be
       p = keep(np.exp(keep(score - m)))
       l = p.sum(-1, keepdims=True) + (0 if r.sinks is None else np.exp(r.sinks[h] - m))
-      weights = keep(p / keep(l))
+      weights, rest = (keep(p / keep(l)), 1) if precision.weights is None else (p, l)
       if r.kept is not None:
         weights = keep(np.where(r.kept[b, h, rows][sees], weights / work(1 - r.dropout_p), 0))
-      out[b, h, rows][sees] = store(operand(weights) @ operand(v[b, key_head].astype(work)))
+      out[b, h, rows][sees] = store(rounded(weights) @ operand(v[b, key_head].astype(work)) / rest)
     lse[b, h, rows][sees] = (m + np.log(l))[:, 0]
   return out, lse
 

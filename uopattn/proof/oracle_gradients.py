@@ -52,7 +52,8 @@ def gradients(
   """
   (B, Hq, M, Dk), (_, Hkv, N, _) = q.shape, v.shape
   r, keep, work = Rules(**rules), precision.keep, precision.work
-  operand = precision.operand or (lambda x: x)
+  store, operand = precision.store or keep, precision.operand or (lambda x: x)
+  rounded = precision.weights or operand
   scale = work(Dk**-0.5 if r.scale is None else r.scale)
   q, k, v, do = (operand(x.astype(work)) for x in (q, k, v, do))
   out, lse = oracle(q, k, v, precision=precision, progress=progress, **rules)
@@ -72,12 +73,12 @@ def gradients(
     hidden = ~(seen(r, part, *at) & sees[:, None])
     p = keep(np.exp(keep(np.where(hidden, -np.inf, modified(r, score, part, *at, keep)) - L)))
     z = np.ones_like(p) if r.kept is None else r.kept[b, h, rows] / work(1 - r.dropout_p)
-    dv[b, key_head] += operand(keep(z * p)).T @ do[b, h, rows]
+    dv[b, key_head] += rounded(keep(z * p)).T @ do[b, h, rows]
     dp = keep(do[b, h, rows] @ v[b, key_head].T)
     ds = keep(p * keep(z * dp - D))
     with np.errstate(invalid="ignore"):  # the slope of what is hidden may be anything
-      dqk = operand(keep(np.where(ds == 0, 0, ds * slope(r, score, *at)) * scale))
-    dq[b, h, rows] = keep(dqk @ k[b, key_head])
+      dqk = rounded(keep(np.where(ds == 0, 0, ds * slope(r, score, *at)) * scale))
+    dq[b, h, rows] = store(dqk @ k[b, key_head])
     dk[b, key_head] += dqk.T @ q[b, h, rows]
     if adds:
       dmask[b, h, rows] = ds
@@ -85,8 +86,8 @@ def gradients(
       dsinks[h] -= (np.exp(r.sinks[h].astype(work) - L) * D).sum()
   return Gradients(
     dq,
-    keep(dk),
-    keep(dv),
+    store(dk),
+    store(dv),
     None if r.sinks is None else dsinks,
     unbroadcast(dmask, r.attn_mask.shape) if adds and r.attn_mask is not None else None,
   )

@@ -1,0 +1,173 @@
+"""Which roundings a fused kernel makes on its way to the output and to the gradients; see `uopattn.proof.roundings`."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from uopattn.proof.oracle import Array, Precision, Rules, modified, pieces, seen
+from uopattn.proof.oracle_gradients import slope
+from uopattn.proof.roundings import FLOAT32, Head, Product, Roundings, Term, finite, largest
+
+LARGEST_VARIANCE = 2.0**20  # of a score: its weight may be anything
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+  """Weights of some rows of one head: arrays (rows, N), or that broadcast to it, float32.
+
+  Attributes:
+    query, key: batch and head of Q and of K.
+    rows: of the query head.
+    p: the weights, which sum to 1.
+    kept: what dropout multiplies them by.
+    slope: the derivative of what becomes of a score by q.k times scale.
+    variance: of the error of a score.
+    bend: of the error of `slope`.
+  """
+
+  query: Head
+  key: Head
+  rows: slice
+  p: Array
+  kept: Array
+  slope: Array
+  variance: Array
+  bend: Array
+
+
+def _scores(q: Array, k: Array, lse: Array, precision: Precision, r: Rules) -> Iterator[Scores]:
+  (B, Hq, M, Dk), (_, Hkv, N, _) = q.shape, k.shape
+  scale = Dk**-0.5 if r.scale is None else r.scale
+  mask = None if r.attn_mask is None else np.broadcast_to(r.attn_mask, (B, Hq, M, N))
+  bends, one = r.softcap is not None or r.score_mod is not None, np.ones((1, 1), np.float32)
+  q, k = (finite(x).astype(np.float32) for x in (q, k))
+  for b, h, rows in pieces(B, Hq, M, N):
+    query, key, part = (b, h), (b, h // (Hq // Hkv)), None if mask is None else mask[b, h, rows]
+    at = b, h, np.arange(rows.start, rows.stop)[:, None], np.arange(N)
+    with np.errstate(all="ignore"):
+      raw = (q[query][rows] @ k[key].T) * np.float32(scale)
+      final = modified(r, raw, part, *at, lambda x: x).astype(np.float32, copy=False)
+      top = np.where(np.isfinite(lse[query][rows]), lse[query][rows], np.inf).astype(np.float32)[:, None]
+      p = np.exp(final - top).clip(0, 1)
+      hidden = ~seen(r, part, *at) | ~np.isfinite(final)
+      slopes = _finite32(slope(r, raw, *at)) if bends else one
+      terms = np.square(q[query][rows]) @ np.square(k[key]).T  # of q.k, each squared
+      terms *= np.float32((2 * Dk * FLOAT32**2 + 2 * precision.unit**2 / 3) * scale**2)
+      variance = np.square(raw) if final is raw else np.square(raw * slopes) + np.square(final)
+      variance *= np.float32(2 * FLOAT32**2)
+      variance += np.float32(2 * (FLOAT32 * (r.softcap or 0)) ** 2) + np.square(slopes) * terms
+      terms, variance = (np.minimum(x, np.float32(LARGEST_VARIANCE)) for x in (terms, variance))
+    if hidden.any():
+      p[hidden] = variance[hidden] = terms[hidden] = 0
+    bend = 0 * one
+    if r.softcap is not None:  # its slope is 1 - tanh^2: what is near 1 is subtracted from 1
+      bend = np.square(slopes) * terms * np.float32(4 / r.softcap**2) + np.float32((4 * FLOAT32) ** 2)
+    kept = one if r.kept is None else (r.kept[query][rows] / (1 - r.dropout_p)).astype(np.float32)
+    yield Scores(query, key, rows, p, kept, slopes, variance, bend)
+
+
+def of_output(
+  q: Array, k: Array, v: Array, exact: Array, lse: Array, guide: Array, precision: Precision, rules: Rules
+) -> Roundings:
+  """Of the output, under the name "output".
+
+  Args:
+    q, k, v, rules: as `uopattn.proof.oracle.oracle` takes them.
+    exact, lse: what it gives, in float64.
+    guide: the output by `precision.fused()`.
+  """
+  N = k.shape[2]
+  relative = np.float32(_relative(precision, N))
+
+  def terms() -> Iterator[tuple[str, Term]]:
+    for s in _scores(q, k, lse, precision, rules):
+      weights = s.p * s.kept
+      squares = np.square(weights)
+      variance = squares * relative + _least(weights, precision)
+      yield "output", Term(s.query, s.key, s.query, s.rows, slice(0, N), weights, variance, squares * s.variance)
+
+  product = Product(exact, v, largest(v), precision, rules, "key", (*q.shape[:2], N))
+  return Roundings.of(terms, {"output": product}, {"output": guide})
+
+
+def of_gradients(
+  q: Array,
+  k: Array,
+  v: Array,
+  do: Array,
+  dlse: Array | None,
+  out: Array,
+  lse: Array,
+  exact: dict[str, Array],
+  guides: dict[str, Array],
+  precision: Precision,
+  rules: Rules,
+) -> Roundings:
+  """Of the gradients "q", "k" and "v".
+
+  Args:
+    q, k, v, do, dlse, rules: as `uopattn.proof.oracle_gradients.gradients` takes them.
+    out, lse: of these inputs, in float64.
+    exact: the gradients in float64.
+    guides: those by `precision.fused()`.
+  """
+  (B, Hq, M, Dk), (_, Hkv, N, Dv) = q.shape, v.shape
+  scale = abs(Dk**-0.5 if rules.scale is None else rules.scale)
+  of_v, of_do = largest(v), largest(do)
+  values, grads, out = ((finite(x) / unit).astype(np.float32) for x, unit in ((v, of_v), (do, of_do), (out, of_v)))
+  delta = (out * grads).sum(-1) - (0 if dlse is None else _finite32(dlse / (of_v * of_do)))
+  unit, whole = precision.unit, slice(0, N)
+  in_float32 = np.float32(2 * FLOAT32**2) * (2 + np.square(_finite32(lse)))[..., None]
+  cuts = precision.operand is not None
+  group = M * Hq // Hkv
+  of_out, of_weights, of_ds = (np.float32(_relative(precision, terms)) for terms in (N, group, max(N, group)))
+  of_dp, cut = np.float32(FLOAT32**2 + unit**2 / Dv * cuts), np.float32((2 * unit) ** 2 * cuts)
+
+  def terms() -> Iterator[tuple[str, Term]]:
+    for s in _scores(q, k, lse, precision, rules):
+      d, y, weights = grads[s.query][s.rows], values[s.key], s.p * s.kept
+      slopes = s.slope * s.p * np.float32(scale)  # of dS by dP
+      of_p = s.kept * (d @ y.T) - delta[s.query][s.rows][:, None]
+      ds = slopes * of_p
+      squares = np.square(weights)
+      # delta is of an output that has its own errors, and tf32 cuts the other part of dS, not delta
+      in_out = of_out * (np.square(out[s.query][s.rows]) + squares @ np.square(y))
+      in_delta = (np.square(d) * in_out).sum(1) + cut * np.square(delta[s.query][s.rows])
+      in_delta = (in_delta + np.einsum("ij,ij->i", np.square(s.p * of_p), s.variance))[:, None]
+      in_dp = np.square(s.kept) * np.outer(of_dp * np.square(d).sum(1), np.square(y).sum(1)) + in_delta
+      common = slopes * np.sqrt(in_delta)
+      of_lse = (np.square(s.p) * s.variance).sum(1, keepdims=True) + in_float32[s.query][s.rows]
+      score = s.variance + of_lse
+      in_p = squares * (of_weights + score) + _least(weights, precision)
+      in_ds = np.square(ds) * (of_ds + score) + np.square(s.p * of_p * np.float32(scale)) * s.bend
+      in_ds += np.square(slopes) * in_dp
+      in_ds += _least(weights, precision, max(1.0, scale) / (of_v * of_do))
+      yield "q", Term(s.query, s.key, s.query, s.rows, whole, ds, in_ds, common=common)
+      yield "k", Term(s.key, s.query, s.query, whole, s.rows, ds.T, in_ds.T, common=common.T, by_row=False)
+      common = weights * np.sqrt(of_lse)
+      yield "v", Term(s.key, s.query, s.query, whole, s.rows, weights.T, in_p.T, common=common.T, by_row=False)
+
+  products = {
+    "q": Product(exact["q"], k, of_v * of_do * largest(k), precision, rules, "key", (B, Hq, N)),
+    "k": Product(exact["k"], q, of_v * of_do * largest(q), precision, rules, "query", (B, Hq, M)),
+    "v": Product(exact["v"], do, of_do, precision, rules, "query", (B, Hq, M)),
+  }
+  return Roundings.of(terms, products, guides)
+
+
+def _relative(precision: Precision, terms: int) -> float:
+  """The variance of the relative error of a weight by its own rounding, and by a sum of so many."""
+  operands = 2 if precision.operand else 1  # what is multiplied is rounded too
+  return operands * precision.unit**2 / 3 + FLOAT32**2 * (16 + terms)
+
+
+def _least(weights: Array, precision: Precision, factor: float = 1.0) -> Array | float:
+  """The variance of weights that are too small for the relative one, times the square of `factor`."""
+  variance = np.float32((factor * precision.least) ** 2 / 3)
+  return variance * (weights > 0) if variance > 0 else 0.0
+
+
+def _finite32(x: Array) -> Array:
+  """In float32, with zeros in place of NaN and infinity."""
+  return np.nan_to_num(x.astype(np.float32), nan=0.0, posinf=0.0, neginf=0.0)

@@ -1,0 +1,367 @@
+"""What independent roundings leave in the products of attention, and so which errors are no roundings.
+
+The output and its gradients are products X = A Y per head: O = P V, dQ = dS K, dK = dS^T Q and dV = P^T dO. A kernel
+rounds each weight of A to the inputs' type, works out the scores in float32, and rounds X. To first order the error is
+linear in these roundings,
+
+  R = (A e) Y + X f,  |f| <= u,  e of three parts:
+
+- the weight's own rounding, at most u = `Precision.unit`, or `Precision.least` for what is below the type's range;
+- the sum's: float32's u for each weight, times the root of the number of terms, as partial sums grow by a random walk;
+- the score's: absolute errors of a score are relative ones of its weight. They are of the size of float32's u times
+  that of the score and of its partial sums. Operands rounded anew, as q is by a kernel that scales it first, leave u
+  times each term of q.k. The sum that divides the weights has these errors, too, so they meet Y - X in place of Y.
+
+A rounding error is taken as uniform in its interval, centred, and independent of others. Every linear form of the
+errors, as are those below, is then sub-Gaussian with the sum of the squares of its coefficients, times u^2 / 3, as its
+variance: beyond z standard deviations it lies with a probability of at most 2 exp(-z^2 / 2). For K forms,
+z = sqrt(2 ln(2 K / ALARM)) makes a false alarm in any of them less probable than ALARM. The forms are
+
+- each element of R, with the variance (var A) Y^2 + X^2 u^2 / 3;
+- for each row, column and head of X the sum of R X: how much larger than X it is, which averages the roundings of
+  many elements. In rows and heads a weight's error meets X through A (X Y^T), as it is the same in all columns;
+- for each row j of Y (a key of P V) the sum over i of A_ij R_i.y_j: how much of its share in X is missing or too much;
+  and the same of the shares of tiles of such rows.
+
+Roundings are not independent where weights are equal, as with few different scores or with rows alike. Equal weights
+are found by their places between two numbers of the type: the covariance of two roundings at a distance of d such
+steps, at an unknown place between, is 1 - 6 d + 6 d^2 (for d <= 1; its mean over d is 0, so smooth distributions add
+nothing). The sums of a head's coefficients by place, with that covariance, say by how much its variances grow.
+
+What remains is systematic and the type's own: tf32 cuts off, and small outputs of 8 bits vanish. What exceeds z is
+therefore compared with twice the largest deviation that the guide shows, the naive computation of a fused kernel.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import log, prod, sqrt
+
+import numpy as np
+
+from uopattn.proof.oracle import CHUNK, Array, Precision, Rules
+
+ALARM = 1e-6  # probability that the roundings of a right result look like a fault
+FLOAT32 = 2.0**-24  # unit roundoff of what all kernels add up in
+LEAST_UNIT = 2.0**-12  # unit roundoff of types that are narrower than float32, in which kernels keep weights
+NEGLIGIBLE = 2.0**-40  # what is so much smaller than others is no matter
+LEAST_SQUARE = np.float32(2.0**-120)  # keeps the square of what is not 0 from becoming 0
+TILE = 64  # keys or queries that are looked at together
+BINADES, PLACES = 14, 8  # of weights below the largest; places between two numbers of a type
+
+Head = tuple[int, int]  # batch, head
+Shape = tuple[int, int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Term:
+  """A part of a product: `rows` of X in head `result` gain weights @ Y, of the rows `inner` of Y in head `operand`.
+
+  Attributes:
+    place: the query head that the weights belong to.
+    weights: (rows, inner).
+    variance: of the error of each.
+    shared: the same of errors that are also in the sum by which a row of weights is divided; None where there is none.
+    common: the deviations of what is one error for all weights of a query, if any; also part of `variance`.
+    by_row: whether a query is a row of X, else of Y.
+  """
+
+  result: Head
+  operand: Head
+  place: Head
+  rows: slice
+  inner: slice
+  weights: Array
+  variance: Array
+  shared: Array | None = None
+  common: Array | None = None
+  by_row: bool = True
+
+
+Terms = Callable[[], Iterator[tuple[str, Term]]]  # with the names of their products
+_TINY = 2.0**-1000  # keeps a variance from being 0
+
+
+@dataclass(frozen=True)
+class Fault:
+  """An error that no roundings explain.
+
+  Attributes:
+    kind: "element", "row", "column", "head", "key", or "tile" of keys; of the gradients of k and v a "query" or "tile"
+      of queries.
+    place: its index: (B, H, M, D), (B, H, M), (B, H, D), (B, H), (B, H, N), and (B, H, tile), of `TILE` keys.
+    size: the error of an element, else by how much of itself it is too large: -1 where it is missing.
+    bound: what roundings may leave.
+  """
+
+  kind: str
+  place: tuple[int, ...]
+  size: float
+  bound: float
+
+  def __str__(self) -> str:
+    what = "off by" if self.kind == "element" else "too large, as a share of itself, by"
+    return f"{self.kind} {self.place} is {what} {self.size:.3g} (bound {self.bound:.3g})"
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+  """Linear forms of one kind in the error; arrays of one shape, (B, H) first.
+
+  Attributes:
+    kind: see `Fault`.
+    value, variance: of each form.
+    slack: what is allowed beside the variance.
+    size: what a fault is told as a share of.
+  """
+
+  kind: str
+  value: Array
+  variance: Array
+  slack: Array
+  size: Array
+
+  def times(self, common: Array) -> "Family":
+    """With variances that are larger by factors (B, H)."""
+    each = np.repeat(common, self.value.shape[1] // common.shape[1], 1)
+    return replace(self, variance=self.variance * each.reshape(*each.shape, *[1] * (self.value.ndim - 2)))
+
+  def excess(self) -> Array:
+    """In standard deviations."""
+    return np.maximum(np.abs(self.value) - self.slack, 0) / np.sqrt(self.variance + _TINY)
+
+  def fault(self, limit: float) -> Fault:
+    """The worst of them, if `limit` standard deviations are allowed."""
+    place = np.unravel_index(np.argmax(self.excess()), self.value.shape)
+    size = self.size[place] or 1.0
+    bound = limit * np.sqrt(self.variance[place]) + self.slack[place]
+    return Fault(self.kind, tuple(map(int, place)), float(self.value[place] / size), float(bound / size))
+
+
+class Product:
+  """The variances of the errors of one product X = A Y per head.
+
+  Attributes:
+    unit: the product of the largest numbers of Y and of what A is linear in, so that no square leaves float32's range.
+    exact, operand: X in that unit, and Y over its largest number.
+    lengths, directions: of the rows of X.
+    elements, rows, columns, heads: the variances of each element, of R along a row's direction, and of the sums of R X.
+      `columns` is only what is beside that of the elements.
+    slack: by how much of itself each head may be too large.
+    key: what a row of Y is.
+    keys: (B, H, rows) of `Term.place` and `Term.inner`.
+    limit: how many standard deviations any form may have.
+  """
+
+  def __init__(
+    self, exact: Array, operand: Array, unit: float, precision: Precision, rules: Rules, key: str, keys: Shape
+  ):
+    self.unit, self.key, self.keys, self.precision = unit, key, keys, precision
+    self.exact, self.operand = finite(exact) / unit, (finite(operand) / largest(operand)).astype(np.float32)
+    self.lengths = np.sqrt(np.square(self.exact).sum(-1))
+    some = self.lengths[..., None] > 0
+    self.directions = np.divide(self.exact, self.lengths[..., None], out=np.zeros(exact.shape), where=some)
+    least = np.maximum(precision.least / unit, NEGLIGIBLE * np.abs(self.exact).max((2, 3), keepdims=True))
+    own = np.maximum(precision.unit * np.abs(self.exact), least) ** 2 / 3
+    self.elements, self.rows = own, (np.square(self.directions) * own).sum(-1)
+    self.columns, self.heads = np.zeros(np.delete(exact.shape, 2)), (np.square(self.lengths) * self.rows).sum(-1)
+    self.slack = _slack(precision, rules, exact.shape[1])
+    forms = exact.size + prod(exact.shape[:3]) + exact.shape[0] * exact.shape[1] * (exact.shape[3] + 1) + 2 * prod(keys)
+    self.limit = sqrt(2 * log(2 * forms / ALARM))
+
+  def response(self, t: Term) -> Array:
+    """How much one of each weight adds to its row, in the row's direction."""
+    return self.directions[t.result][t.rows].astype(np.float32) @ self.operand[t.operand][t.inner].T
+
+  def add(self, t: Term) -> None:
+    """Adds what the errors of these weights leave."""
+    part, response, y = (*t.result, t.rows), self.response(t), self.operand[t.operand][t.inner]
+    x, lengths = self.exact[part], self.lengths[part]
+    elements = t.variance @ np.square(y)
+    rows = np.einsum("ij,ij,ij->i", t.variance, response, response)
+    if t.shared is not None:  # these errors meet Y - X; and kernels may sum rounded weights
+      own, shared = t.variance.sum(1, dtype=np.float64), t.shared.sum(1, dtype=np.float64)
+      elements = elements + (t.shared @ np.square(y) - 2 * x * (t.shared @ y) + shared[:, None] * np.square(x)).clip(0)
+      elements += own[:, None] * np.square(x)
+      rows = rows + np.einsum("ij,ij->i", t.shared, np.square(response - lengths[:, None].astype(np.float32)))
+      rows += own * np.square(lengths)
+    heads = np.square(lengths) @ rows
+    if t.common is not None and t.by_row:
+      together = np.einsum("ij,ij->i", t.common, response)
+      elements += np.square(t.common @ y)
+      rows += np.square(together)
+      heads += np.square(lengths * together).sum()
+    elif t.common is not None:
+      heads += np.square(lengths @ (t.common * response)).sum()
+      self.columns[t.result] += np.square((t.common.T @ x) * y).sum(0)
+    self.elements[part] += elements
+    self.rows[part] += rows
+    self.heads[t.result] += heads
+
+  def error(self, got: Array) -> Array:
+    """How far an array is from X; 0 where either is not finite."""
+    return finite(got.astype(np.float64) / self.unit - self.exact)
+
+  def families(self, error: Array) -> Iterator[Family]:
+    """All forms but those of shares."""
+    x, x2, lengths, slack = self.exact, np.square(self.exact), self.lengths, self.slack[:, None]
+    yield Family("element", error, self.elements, slack[:, None] * np.abs(x), np.full(x.shape, 1 / self.unit))
+    yield Family("row", (error * self.directions).sum(-1), self.rows, slack * lengths, lengths)
+    sizes = x2.sum(2)
+    yield Family("column", (error * x).sum(2), (x2 * self.elements).sum(2) + self.columns, slack * sizes, sizes)
+    sizes = sizes.sum(-1)
+    yield Family("head", (error * x).sum((2, 3)), self.heads, self.slack * sizes, sizes)
+
+
+class Shares:
+  """The forms of an error that belong to the rows of Y, and to tiles of them: by what these add to X."""
+
+  def __init__(self, product: Product, error: Array):
+    self.product, (B, H, rows) = product, product.keys
+    self.of_rows = np.zeros((4, B, H, rows))  # value, variance, slack, size
+    self.of_tiles = np.zeros((4, B, H, -(-rows // TILE)))
+    self.unit = np.sqrt(product.elements.max((2, 3), keepdims=True))  # of each head, so that no square is too small
+    self.error = (error / self.unit).astype(np.float32)
+    self.variance = (product.elements / np.square(self.unit)).astype(np.float32)
+
+  def add(self, t: Term) -> None:
+    """Adds what these weights contribute."""
+    rows, unit = (*t.result, t.rows), np.float64(self.unit[t.result].item())
+    error, variance = self.error[rows], self.variance[rows]
+    slack = self.product.slack[t.result[1]] * self.product.lengths[rows]
+    y = self.product.operand[t.operand][t.inner]
+    squares, lengths = np.square(t.weights) + LEAST_SQUARE, np.square(y).sum(-1)
+    found = self.of_rows[:, t.place[0], t.place[1], t.inner]
+    found[0] += unit * np.einsum("ij,ij->j", t.weights, error @ y.T)
+    found[1] += unit**2 * np.einsum("jd,jd->j", squares.T @ variance, np.square(y))
+    found[1] += np.einsum("ij,ij->j", squares, t.variance if t.shared is None else t.variance + t.shared) * lengths**2
+    found[2] += (slack.astype(np.float32) @ np.abs(t.weights)) * np.sqrt(lengths)
+    found[3] += squares.sum(0) * lengths
+    first = t.inner.start
+    for tile in range(first // TILE, -(-t.inner.stop // TILE)):
+      part = slice(max(tile * TILE - first, 0), (tile + 1) * TILE - first)
+      share = t.weights[:, part] @ y[part]
+      squares = np.square(share) + LEAST_SQUARE
+      sums = unit * np.vdot(share, error), unit**2 * np.vdot(squares, variance)
+      size = squares.sum(1)
+      self.of_tiles[:, t.place[0], t.place[1], tile] += *sums, slack @ np.sqrt(size), size.sum()
+
+  def families(self) -> Iterator[Family]:
+    for kind, (value, variance, slack, size) in ((self.product.key, self.of_rows), ("tile", self.of_tiles)):
+      least = variance.max(-1, keepdims=True) * NEGLIGIBLE
+      yield Family(kind, value, variance + least, slack, size)
+
+
+@dataclass(frozen=True, eq=False)
+class Roundings:
+  """What roundings may leave in some products.
+
+  Attributes:
+    terms: goes through the parts of all products.
+    products: by name.
+    guides: the errors of the naive computation of a fused kernel, by name.
+  """
+
+  terms: Terms
+  products: dict[str, Product]
+  guides: dict[str, Array]
+
+  @classmethod
+  def of(cls, terms: Terms, products: dict[str, Product], guides: dict[str, Array]) -> "Roundings":
+    """Goes through the terms once, for the variances, and keeps them if they are small; `guides` are whole arrays."""
+    if sum(prod(x.keys) * x.exact.shape[2] for x in products.values()) <= CHUNK:
+      terms = list(terms()).__iter__
+    for name, term in terms():
+      products[name].add(term)
+    return cls(terms, products, {name: x.error(guides[name]) for name, x in products.items()})
+
+  def spread(self, name: str) -> tuple[Array, float] | tuple[()]:
+    """The standard deviation of each element, and how many of it are allowed; nothing of what is no product."""
+    if (product := self.products.get(name)) is None:
+      return ()
+    return np.sqrt(product.elements) * product.unit, product.limit
+
+  def faults(self, **got: Array) -> dict[str, tuple[Fault, ...]]:
+    """The worst fault of each kind, by the names of the products."""
+    errors = {name: self.products[name].error(x) for name, x in got.items()}
+    found: dict[str, tuple[Fault, ...]] = dict.fromkeys(got, ())
+    families = self._families(errors)
+    suspects = [n for n, group in families.items() if any(f.excess().max() > self.products[n].limit for f in group)]
+    if suspects:
+      shown = self._families({name: self.guides[name] for name in suspects})
+    for name in suspects:
+      common = self._common(name)
+      group, guides = ([f.times(common) for f in x[name]] for x in (families, shown))
+      limits = [max(self.products[name].limit, 2 * float(guide.excess().max())) for guide in guides]
+      found[name] = tuple(f.fault(x) for f, x in zip(group, limits, strict=True) if f.excess().max() > x)
+    return found
+
+  def _families(self, errors: dict[str, Array]) -> dict[str, list[Family]]:
+    shares = {name: Shares(self.products[name], error) for name, error in errors.items()}
+    for name, term in self.terms():
+      if name in shares:
+        shares[name].add(term)
+    return {name: [*self.products[name].families(error), *shares[name].families()] for name, error in errors.items()}
+
+  def _common(self, name: str) -> Array:
+    """By how much the variances of each head of X grow because weights are equal: (B, H)."""
+    p = self.products[name]
+    found, unit = np.ones(p.exact.shape[:2]), p.precision.unit
+    if unit < LEAST_UNIT:
+      return found
+    count = round(BINADES * PLACES / (2 * unit))
+    by_place: dict[Head, Array] = defaultdict(lambda: np.zeros(count))
+    alone: Array = np.zeros(found.shape)
+    for x, t in self.terms():
+      if x == name:
+        lengths = p.lengths[t.result][t.rows].astype(np.float32)[:, None]
+        coefficients = (lengths * p.response(t) * t.weights).ravel()
+        by_place[t.result] += np.bincount(_places(t.weights, unit, count), coefficients, count)
+        alone[t.result] += np.square(coefficients.astype(np.float64)).sum()
+    for head, sums in by_place.items():
+      found[head] = max(1.0, _covariance(sums) / (alone[head] + _TINY))
+    return found
+
+
+def _slack(precision: Precision, r: Rules, heads: int) -> Array:
+  """By how much of itself each head may be too large: (heads,)."""
+  slack = precision.unit**2 + 16 * FLOAT32  # of second order, and of float32's exponentials and sums
+  if (weights := precision.fused().weights) is not None:  # many a weight is 1 times what dropout gives: rounded alike
+    kept = np.float32(1 / (1 - r.dropout_p))
+    slack += abs(float(weights(np.array(kept)) / kept) - 1)
+  sinks: Array = np.zeros(heads) if r.sinks is None else np.abs(finite(r.sinks)).reshape(heads, -1).max(1)
+  return slack + 2 * FLOAT32 * sinks  # a score of a sink has one error for all
+
+
+def finite(x: Array) -> Array:
+  """In float64, with zeros in place of NaN and infinity."""
+  return np.nan_to_num(x.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def largest(x: Array) -> float:
+  """The largest finite number, or 1 if that is 0."""
+  return float(np.abs(finite(x)).max()) or 1.0
+
+
+def _places(weights: Array, unit: float, count: int) -> Array:
+  """The place of each weight among the numbers of a type, from that of the largest downwards."""
+  fraction, exponent = np.frexp(np.abs(weights).ravel().astype(np.float64))
+  steps = (exponent + 2 * fraction) * (PLACES / (2 * unit))
+  return np.minimum(np.rint(steps.max() - steps), count - 1).astype(np.int64)
+
+
+def _covariance(by_place: Array) -> float:
+  """The variance of a sum of roundings, in units of that of one, whose coefficients at each place are these."""
+  found = _TAPS[0] * np.dot(by_place, by_place)
+  return float(found + sum(2 * tap * np.dot(by_place[d:], by_place[:-d]) for d, tap in enumerate(_TAPS[1:], 1)))
+
+
+def _taps() -> list[float]:
+  """The covariance of two roundings whose places are 0, 1... apart, as the mean over each pair's distances."""
+  near = (np.arange(-512, 512) + 0.5) / 512  # within two places that touch
+  distances = np.abs(np.arange(PLACES + 1)[:, None] + near) / PLACES
+  covariance = np.where(distances < 1, 1 - 6 * distances + 6 * distances**2, 0)
+  return (covariance * (1 - np.abs(near)) / 512).sum(1).tolist()
+
+
+_TAPS = _taps()
