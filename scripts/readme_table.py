@@ -1,4 +1,4 @@
-"""Rewrites the speed tables, all rows in scripts/results/README.md and ten in README.md, from `uopattn.bench`'s records.
+"""Rewrites the speed tables, all rows in scripts/results/README.md and ten in README.md, from the bench's records.
 
 Each page has two marker lines, between which its tables are. Exit status 2 where one has none, a record cannot be read
 or lacks a row.

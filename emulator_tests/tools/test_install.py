@@ -13,7 +13,7 @@ import tinygrad
 import uopattn
 from uopattn.runtime.clang import find_clang
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BUILD = "import sys; from hatchling.build import build_editable, build_wheel; print({}(sys.argv[1]))"
 RUN = "from runpy import run_module; import sys; run_module('uopattn.run', run_name='__main__', alter_sys=True)"
 PROBLEM = ("N=20", "D=8", "H=1", "CNT=1")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
 SHELL = [path.name for path in sorted(SCRIPTS.iterdir()) if path.is_file() and not path.suffix]
 PYTHON = [name for name in SHELL if (SCRIPTS / f"{name}.py").exists()]
