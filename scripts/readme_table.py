@@ -107,9 +107,10 @@ def summary(records: Mapping[str, Record], cases: Sequence[Case] = CASES) -> str
   lines = [_line(["case", "uopattn", "best other", "ratio", "machine"]), "|---|--:|--:|--:|---|"]
   for case in cases:
     row = case.row(records)
-    found, unit = row["contenders"], unit_of(row)
+    found = row["contenders"]
     if not found["uopattn"]["correct"]:
       raise ValueError(f"{case.record}: uopattn fails the gate at {case.problem}, {case.kind}")
+    unit = unit_of(row)
     name, ratio = next(iter(ratios(row).items()))
     ours, best = (f"{speed(found[x], unit)} {unit}" for x in ("uopattn", name))
     lines.append(_line([case.label, ours, f"{best}, {NAMES[name]}", f"{ratio:.2f}", case.machine]))
@@ -122,7 +123,7 @@ def rewrite(page: str, text: str) -> str:
   _, end, after = rest.partition(END)
   if not begin or not end:
     raise ValueError(f"has no lines {BEGIN!r} and {END!r}")
-  return f"{before}{begin}\n{text}\n{end}{after}".replace("\n\n\n", "\n\n")
+  return f"{before}{begin}\n{text.strip()}\n\n{end}{after}"
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -15,7 +15,9 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 PRINTED = re.compile(r"^print\(.*  # (\(.*\))$", re.MULTILINE)  # shapes that a line says it prints
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-NAMED = re.compile(r"`((?:uopattn|kernels|emulator_tests|scripts|runtime)/[\w./]*)[` ]")  # files and folders in the text
+NAMED = re.compile(
+  r"`((?:uopattn|kernels|emulator_tests|scripts|runtime)/[\w./]*)[` ]"
+)  # files and folders in the text
 NOT_RUN = {  # commands of shell blocks, by how they start
   "pip install ": "installs into whatever environment there is; test_install does it in one of its own",
   "scripts/test ": "the suite itself",
