@@ -114,8 +114,9 @@ def attention(
       causal masks upper left, N - M lower right.
     kv_lengths: of the same types; key j of batch b is seen iff j < kv_lengths[b]. None: all keys are.
     sinks: (Hq,) logits; each joins the sum of exponentials of its head's rows, without a value.
-    score_mod: f(score, b, h, q_idx, kv_idx, *aux) -> score.
-    mask_mod: f(b, h, q_idx, kv_idx, *aux) -> bool; False hides the key.
+    score_mod: f(score, b, h, q_idx, kv_idx, *aux) -> score. It is called with symbols: write x.where(a, b), &, | and ~
+      for if, and, or and not; abs(x) works, max(x, y) is x.maximum(y), math.exp(x) is x.exp().
+    mask_mod: f(b, h, q_idx, kv_idx, *aux) -> bool, written likewise; False hides the key.
     aux: Tensors that score_mod and mask_mod index, with one integer per axis. Indices out of bounds, negative ones
       included, read 0 (False) and have no gradient.
     block_mask: a mask_mod with its own aux, and the number of pairs that it lets see in each block, by which kernels
@@ -184,7 +185,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, extras: Extras, backend: str) -> Any
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras, backend: str) -> tuple[Tensor, Tensor]:
-  """The same of checked arguments, of four dimensions; the output and the LSE."""
+  """Runs attention on checked arguments of four dimensions; returns the output and the LSE."""
   chosen: Choice | list[str] = [f"q is on {q.device}; kernels take one device"]
   if isinstance(q.device, str):
     chosen = dispatch(spec, Target.of(q.device))

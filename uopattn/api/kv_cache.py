@@ -282,7 +282,7 @@ def _rounded(x: Tensor, bits: int) -> Tensor:
 
 
 def _written(held: Tensor, x: Tensor, start: int | UOp) -> Tensor:
-  """The same memory, once x stands in it from `start` on, counted along its third axis.
+  """Writes x into `held` from `start` on, along the third axis; returns that memory as a Tensor.
 
   Not `Tensor.assign`, which would also show the new content to tensors made before and not realized yet.
   """
