@@ -19,7 +19,6 @@ NAMED = re.compile(
   r"`((?:uopattn|kernels|emulator_tests|scripts|runtime)/[\w./]*)[` ]"
 )  # files and folders in the text
 NOT_RUN = {  # commands of shell blocks, by how they start
-  "pip install ": "installs into whatever environment there is; test_install does it in one of its own",
   "scripts/test ": "the suite itself",
   "scripts/test_all ": "likewise",
   "DEV=CUDA ": "needs an NVIDIA GPU; test_gpu runs there",
