@@ -248,7 +248,7 @@ class KVCache:
 
   @property
   def _weak(self) -> DType:
-    """The dtype for constants of none."""
+    """The dtype that constants of a weak dtype take."""
     return dtypes.default_float if self.k.dtype in EIGHT_BITS else self.k.dtype
 
   def _check(self, start: int | UOp, M: int) -> None:

@@ -134,7 +134,7 @@ class Gate:
   def of_arrays(
     cls, q: Array, k: Array, v: Array, dtype: DType, *, tf32: bool = False, progress: bool = False, **options: Any
   ) -> "Gate":
-    """The same of arrays that hold values of `dtype`.
+    """Computes the oracle and the naive versions for arrays that hold values of `dtype`.
 
     Raises:
       ArithmeticError: the naive computation is too far off to measure others by.
@@ -219,7 +219,7 @@ class GradientGate:
     tf32: bool = False,
     **options: Any,
   ) -> "GradientGate":
-    """The same of arrays that hold values of `dtype`."""
+    """Computes the gradients by the oracle and naively, for arrays that hold values of `dtype`."""
     precision = TF32 if tf32 and dtype == dtypes.float32 else PRECISIONS[dtype]
     exact, naive = (gradients(q, k, v, do, dlse, precision=x, **options) for x in (EXACT, precision))
     return cls(exact, naive, precision.unit)
