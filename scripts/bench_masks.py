@@ -1,4 +1,4 @@
-"""Times attention with masks next to attention without one, and prints a table for the README.
+"""Times attention with masks next to attention without one, and prints a table for scripts/results/README.md.
 
 Every result is checked by the gate, on its first and its last head, before it is timed.
 """

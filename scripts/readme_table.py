@@ -1,20 +1,21 @@
-"""Rewrites the speed tables of README.md, between their two marker lines, from the records of `uopattn.bench`.
+"""Rewrites the speed tables, all rows in scripts/results/README.md and ten in README.md, from the bench's records.
 
-Exit status 2 where the page has no markers or a record cannot be read.
+Each page has two marker lines, between which its tables are. Exit status 2 where one has none, a record cannot be read
+or lacks a row.
 """
 
 import argparse
-import json
 import re
 import sys
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from speed import CASES, NAMES, RESULTS, ROOT, Case, Record, kind, problem, ratios, read_records, speed, unit_of
 
 from uopattn.measure.bench_report import TERA, limit_name
 
 BEGIN, END = "<!-- speed: begin, written by scripts/readme_table -->", "<!-- speed: end -->"
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def table(record: dict[str, Any]) -> str:
@@ -46,12 +47,8 @@ def _unit(record: dict[str, Any]) -> str:
 
 
 def _row(row: dict[str, Any], names: Sequence[str], limits: Sequence[str], unit: str) -> str:
-  p, ours = row["problem"], row["contenders"]["uopattn"]
-  heads = f"{p['Hq']}" + (f"/{p['Hkv']}" if p["Hkv"] != p["Hq"] else "")
-  lengths = (f"{p['M']}×" if p["M"] != p["N"] else "") + f"{p['N']}"
-  sizes = f"{p['Dk']}" + (f"/{p['Dv']}" if p["Dv"] != p["Dk"] else "")
-  kind = p["dtype"] + ", causal" * p["is_causal"] + ", gradients" * row.get("backward", False)
-  cells = [f"{p['B']} {heads} {lengths} {sizes}", kind, _speed(ours, unit)]
+  ours = row["contenders"]["uopattn"]
+  cells = [problem(row), kind(row), _speed(ours, unit)]
   cells.append(f"{ours['spread']:.0%}" if ours["correct"] else "")
   cells += [_part(ours, by) for by in limits]
   cells.append(f"{ours['error']:.1e}")
@@ -66,15 +63,14 @@ def _part(contender: dict[str, Any], by: str) -> str:
   """A share of a limit; of a read, with the speed itself."""
   if by not in _share(contender):
     return ""
-  speed = f" ({contender['gbytes']:.0f} GB/s)" if by == "read" else ""
-  return f"{_share(contender)[by]:.0%}{speed}"
+  read = f" ({contender['gbytes']:.0f} GB/s)" if by == "read" else ""
+  return f"{_share(contender)[by]:.0%}{read}"
 
 
 def _speed(contender: dict[str, Any], unit: str) -> str:
   if not contender["correct"]:
     return "fails the gate"
-  speed = contender["gflops"] / (1000 if unit == "TFLOP/s" else 1)
-  return f"{speed:.0f}" if speed >= 10 else f"{speed:#.2g}"
+  return speed(contender, unit)
 
 
 def caption(record: dict[str, Any], file: str) -> str:
@@ -87,42 +83,62 @@ def caption(record: dict[str, Any], file: str) -> str:
     load = f"load average {machine['load']:.1f} at the start, " if "load" in machine else ""
     on = f"{machine['cpu']}, {machine['threads']} threads, {load}{found[0] if found else versions['clang']}"
   return (
-    f"{on}, {libraries}; {record['date']}, medians of {record['rounds']} rounds ([{file}](scripts/results/{file})). "
+    f"{on}, {libraries}; {record['date']}, medians of {record['rounds']} rounds ([{file}]({file})). "
     f"A product is of {of['dtype']} matrices of {of['size']} rows and columns."
   )
 
 
-def rewrite(page: str, records: dict[str, dict[str, Any]], plots: Container[str] = ()) -> str:
-  """The page with the tables of `records`, by file name, between its markers.
-
-  A record is followed by the plot of the same name, if that is among `plots`.
-
-  Raises:
-    ValueError: the page has no such lines.
-  """
-  before, begin, rest = page.partition(BEGIN + "\n")
-  _, end, after = rest.partition(END)
-  if not begin or not end:
-    raise ValueError(f"has no lines {BEGIN!r} and {END!r}")
+def tables(records: Mapping[str, Record], plots: Container[str] = ()) -> str:
+  """The table of each of the records, by file name, under its caption; then its plot, if that is among `plots`."""
   parts = []
   for name, record in records.items():
     plot = f"{name.removesuffix('.json')}.png"
     parts.append(f"{caption(record, name)}\n\n{table(record)}\n\n")
-    parts.append(f"![Speed over N](scripts/results/{plot})\n\n" * (plot in plots))
-  return before + begin + "\n" + "".join(parts) + end + after
+    parts.append(f"![Speed over N]({plot})\n\n" * (plot in plots))
+  return "".join(parts)
+
+
+def summary(records: Mapping[str, Record], cases: Sequence[Case] = CASES) -> str:
+  """A table of a few cases: our speed, that of the best other library, and the ratio.
+
+  Raises:
+    ValueError: a case is in none of the records, or ours is wrong there.
+  """
+  lines = [_line(["case", "uopattn", "best other", "ratio", "machine"]), "|---|--:|--:|--:|---|"]
+  for case in cases:
+    row = case.row(records)
+    found = row["contenders"]
+    if not found["uopattn"]["correct"]:
+      raise ValueError(f"{case.record}: uopattn fails the gate at {case.problem}, {case.kind}")
+    unit = unit_of(row)
+    name, ratio = next(iter(ratios(row).items()))
+    ours, best = (f"{speed(found[x], unit)} {unit}" for x in ("uopattn", name))
+    lines.append(_line([case.label, ours, f"{best}, {NAMES[name]}", f"{ratio:.2f}", case.machine]))
+  return "\n".join(lines) + "\n"
+
+
+def rewrite(page: str, text: str) -> str:
+  """The page with a text between its markers; ValueError where it has no such lines."""
+  before, begin, rest = page.partition(BEGIN + "\n")
+  _, end, after = rest.partition(END)
+  if not begin or not end:
+    raise ValueError(f"has no lines {BEGIN!r} and {END!r}")
+  return f"{before}{begin}\n{text.strip()}\n\n{end}{after}"
 
 
 def main(words: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-  parser.add_argument("page", nargs="?", type=Path, default=ROOT / "README.md", help="(default: %(default)s)")
-  results = ROOT / "scripts" / "results"
-  parser.add_argument("results", nargs="?", type=Path, default=results, help="the records (default: %(default)s)")
+  readme, results = ROOT / "README.md", RESULTS / "README.md"
+  parser.add_argument("--summary", type=Path, default=readme, help="the page with ten rows (default: %(default)s)")
+  parser.add_argument("--page", type=Path, default=results, help="the page with all rows (default: %(default)s)")
+  parser.add_argument("results", nargs="?", type=Path, default=RESULTS, help="the records (default: %(default)s)")
   given = parser.parse_args(words)
-  page, results = given.page, given.results
+  page = given.results
   try:
-    found = {path.name: json.loads(path.read_text()) for path in sorted(results.glob("*.json"), reverse=True)}
-    records = {name: record for name, record in found.items() if "rows" in record}  # those of other scripts have none
-    page.write_text(rewrite(page.read_text(), records, {path.name for path in results.glob("*.png")}))
+    records = read_records(given.results)
+    everything = tables(records, {path.name for path in given.results.glob("*.png")})
+    for page, text in ((given.page, everything), (given.summary, summary(records))):
+      page.write_text(rewrite(page.read_text(), text))
   except (OSError, ValueError, KeyError) as error:
     print(f"readme_table: {page}: {error}", file=sys.stderr)
     return 2

@@ -1,14 +1,14 @@
-"""Masks and score functions that many models share, for `attention`'s mask_mod and score_mod.
+"""Masks and score functions that many models share, for the `mask_mod` and `score_mod` of `attention`.
 
-Each is a function of indices, or a factory of one. It is called with symbols and compiled into the kernel; on the
-reference path it is called with Tensors. Indices are those of the query and the key themselves, whatever `q_start` is.
+Each is a function of indices, or makes one. Kernels trace it, with symbols for the indices, and plain tinygrad ops call
+it with Tensors. q_idx and kv_idx count queries and keys from 0, whatever `q_start` is.
 
-Those that read a Tensor find it in `aux`, at the place that their factory is given, so several can share one `aux`:
+Mods that read a Tensor find it in `aux`, at the index that they are made with, so several can share one `aux`:
 
   attention(q, k, v, score_mod=alibi(0), mask_mod=and_masks(causal, document(1)), aux=(slopes, documents))
 
-It is indexed with an integer for each axis, and has `shape`, `ndim` and `dtype`. What is outside of it, negative
-indices among it, reads as 0 (False), and has no gradient.
+A Tensor of `aux` is indexed with one integer per axis, and has `shape`, `ndim` and `dtype`. Indices out of bounds,
+negative ones included, read 0 (False) and have no gradient.
 """
 
 import math
@@ -27,12 +27,40 @@ Score = Callable[..., Any]
 
 
 def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
-  """Keys up to the query's own. `is_causal=True` does the same, and knows which tiles to skip."""
+  """Keys up to the query's own. `is_causal=True` does the same, and knows which tiles to skip.
+
+  Example:
+    >>> from uopattn import BlockMask, mods
+    >>> print(BlockMask.of(mods.causal, 1, 1, 4, 4, block_m=1, block_n=1))
+    BlockMask(B=1, Hq=1, M=4, N=4): 62.5% seen; 4 x 4 blocks of 1 queries x 1 keys, 10 full, 0 partial, 6 empty
+    █···
+    ██··
+    ███·
+    ████
+  """
   return kv_idx <= q_idx
 
 
 def sliding_window(left: int, right: int = 0) -> Mask:
-  """Keys from `left` before the query's own to `right` behind it (Beltagy et al., Longformer, 2020)."""
+  """Keys from `left` before the query's own to `right` behind it (Beltagy et al., Longformer, 2020).
+
+  Args:
+    left, right: keys, from 0 on.
+
+  Raises:
+    ValueError: one of them is negative, or wider than int32 positions allow.
+
+  Example:
+    >>> from uopattn import BlockMask, mods
+    >>> print(BlockMask.of(mods.sliding_window(2, 1), 1, 1, 6, 6, block_m=1, block_n=1))
+    BlockMask(B=1, Hq=1, M=6, N=6): 55.6% seen; 6 x 6 blocks of 1 queries x 1 keys, 20 full, 0 partial, 16 empty
+    ██····
+    ███···
+    ████··
+    ·████·
+    ··████
+    ···███
+  """
   for name, side in (("left", left), ("right", right)):
     if not 0 <= side <= WIDEST:
       raise ValueError(
@@ -46,7 +74,23 @@ def sliding_window(left: int, right: int = 0) -> Mask:
 
 
 def dilated(left: int, step: int, right: int = 0) -> Mask:
-  """Every `step`th key of a sliding window, counted from the query's own (Longformer, figure 2c)."""
+  """Every `step`th key of a sliding window, counted from the query's own (Longformer, figure 2c).
+
+  Args:
+    left, right: keys of the window before and behind the query's own.
+    step: distance of the keys that are seen, at least 1.
+
+  Example:
+    >>> from uopattn import BlockMask, mods
+    >>> print(BlockMask.of(mods.dilated(4, 2), 1, 1, 6, 6, block_m=1, block_n=1))
+    BlockMask(B=1, Hq=1, M=6, N=6): 33.3% seen; 6 x 6 blocks of 1 queries x 1 keys, 12 full, 0 partial, 24 empty
+    █·····
+    ·█····
+    █·█···
+    ·█·█··
+    █·█·█·
+    ·█·█·█
+  """
   if step < 1:
     raise ValueError(f"step is {step}; it must be at least 1")
   within = sliding_window(left, right)
@@ -58,7 +102,19 @@ def dilated(left: int, step: int, right: int = 0) -> Mask:
 
 
 def prefix_lm(length: int) -> Mask:
-  """The first `length` keys, and those up to the query's own (Raffel et al., T5, 2020)."""
+  """The first `length` keys, and keys up to the query's own (Raffel et al., T5, 2020).
+
+  Example:
+    >>> from uopattn import BlockMask, mods
+    >>> print(BlockMask.of(mods.prefix_lm(3), 1, 1, 6, 6, block_m=1, block_n=1))
+    BlockMask(B=1, Hq=1, M=6, N=6): 66.7% seen; 6 x 6 blocks of 1 queries x 1 keys, 24 full, 0 partial, 12 empty
+    ███···
+    ███···
+    ███···
+    ████··
+    █████·
+    ██████
+  """
 
   def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
     return (kv_idx < length) | (kv_idx <= q_idx)
@@ -67,7 +123,24 @@ def prefix_lm(length: int) -> Mask:
 
 
 def document(place: int = 0) -> Mask:
-  """Keys of the query's own document; aux[place] says of which document each position is, (N,) or (B, N) integers."""
+  """Keys of the query's own document.
+
+  Args:
+    place: aux[place] holds the document of each position, (N,) or (B, N) integers.
+
+  Example:
+    >>> from tinygrad import Tensor
+    >>> from uopattn import BlockMask, mods
+    >>> documents = Tensor([0, 0, 1, 1, 1, 2])
+    >>> print(BlockMask.of(mods.document(), 1, 1, 6, 6, (documents,), block_m=1, block_n=1))
+    BlockMask(B=1, Hq=1, M=6, N=6): 38.9% seen; 6 x 6 blocks of 1 queries x 1 keys, 14 full, 0 partial, 22 empty
+    ██····
+    ██····
+    ··███·
+    ··███·
+    ··███·
+    ·····█
+  """
 
   def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
     documents = _read(aux, place, "document", "the document of each position, (N,) or (B, N) integers")
@@ -79,10 +152,32 @@ def document(place: int = 0) -> Mask:
 
 
 def neighbourhood(canvas: tuple[int, int], kernel: tuple[int, int]) -> Mask:
-  """Neighbours on a canvas of (height, width) pixels, which are counted row by row.
+  """Neighbours of each pixel on a canvas, whose pixels are the positions, counted row by row.
 
-  Each query sees the kernel[0] by kernel[1] pixels around it, both odd; near an edge, those nearest to the edge
+  Each query sees the kernel[0] by kernel[1] pixels around it; near an edge, as many that are nearest to the edge
   (Hassani et al., Neighborhood Attention Transformer, 2023).
+
+  Args:
+    canvas: (height, width) in pixels.
+    kernel: (height, width), both odd and at most the canvas's.
+
+  Raises:
+    ValueError: the kernel does not fit.
+
+  Example:
+    >>> from uopattn import BlockMask, mods
+    >>> print(BlockMask.of(mods.neighbourhood((2, 5), (1, 3)), 1, 1, 10, 10, block_m=1, block_n=1))
+    BlockMask(B=1, Hq=1, M=10, N=10): 30.0% seen; 10 x 10 blocks of 1 queries x 1 keys, 30 full, 0 partial, 70 empty
+    ███·······
+    ███·······
+    ·███······
+    ··███·····
+    ··███·····
+    ·····███··
+    ·····███··
+    ······███·
+    ·······███
+    ·······███
   """
   for name, size, most in zip(("height", "width"), kernel, canvas, strict=True):
     if size % 2 == 0 or not 1 <= size <= most:
@@ -101,12 +196,35 @@ def neighbourhood(canvas: tuple[int, int], kernel: tuple[int, int]) -> Mask:
 
 
 def and_masks(*masks: Mask) -> Mask:
-  """What all masks let see."""
+  """Keys that all of the masks let see.
+
+  Example:
+    >>> from uopattn import BlockMask, mods
+    >>> print(BlockMask.of(mods.and_masks(mods.causal, mods.sliding_window(1, 1)), 1, 1, 5, 5, block_m=1, block_n=1))
+    BlockMask(B=1, Hq=1, M=5, N=5): 36.0% seen; 5 x 5 blocks of 1 queries x 1 keys, 9 full, 0 partial, 16 empty
+    █····
+    ██···
+    ·██··
+    ··██·
+    ···██
+  """
   return _joined(masks, lambda a, b: a & b, "and_masks")
 
 
 def or_masks(*masks: Mask) -> Mask:
-  """What any mask lets see."""
+  """Keys that any of the masks lets see.
+
+  Example:
+    >>> from uopattn import BlockMask, mods
+    >>> first = lambda b, h, q_idx, kv_idx: kv_idx < 1
+    >>> print(BlockMask.of(mods.or_masks(mods.sliding_window(1), first), 1, 1, 5, 5, block_m=1, block_n=1))
+    BlockMask(B=1, Hq=1, M=5, N=5): 48.0% seen; 5 x 5 blocks of 1 queries x 1 keys, 12 full, 0 partial, 13 empty
+    █····
+    ██···
+    ███··
+    █·██·
+    █··██
+  """
   return _joined(masks, lambda a, b: a | b, "or_masks")
 
 
@@ -117,9 +235,18 @@ def _joined(masks: tuple[Mask, ...], join: Callable[[Any, Any], Any], name: str)
 
 
 def alibi(place: int = 0) -> Score:
-  """Takes a slope times the distance to the key off the score (Press et al., ALiBi, 2022); see `alibi_slopes`.
+  """Subtracts slope * distance between query and key from the score (Press et al., ALiBi, 2022).
 
-  aux[place] holds the slope of each head, (Hq,) floats.
+  Args:
+    place: aux[place] holds the slope of each head, (Hq,) floats; see `alibi_slopes`.
+
+  Example:
+    >>> from tinygrad import Tensor
+    >>> from uopattn import attention, mods
+    >>> q, k, v = (Tensor.randn(1, 8, 50, 16) for _ in range(3))
+    >>> slopes = Tensor(mods.alibi_slopes(8))
+    >>> attention(q, k, v, is_causal=True, score_mod=mods.alibi(), aux=(slopes,)).realize().shape
+    (1, 8, 50, 16)
   """
 
   def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
@@ -130,7 +257,17 @@ def alibi(place: int = 0) -> Score:
 
 
 def alibi_slopes(heads: int) -> list[float]:
-  """The paper's slopes: 2**(-8 i / heads), i from 1 on; where heads is no power of 2, with every other one of twice."""
+  """The slopes of the ALiBi paper, one per head: 2**(-8 i / heads), i from 1 on.
+
+  If `heads` is no power of 2, the slopes of the next lower power are followed by every other slope of twice as many.
+
+  Example:
+    >>> from uopattn import mods
+    >>> mods.alibi_slopes(4)
+    [0.25, 0.0625, 0.015625, 0.00390625]
+    >>> mods.alibi_slopes(3)
+    [0.0625, 0.00390625, 0.25]
+  """
   power = 1 << (heads.bit_length() - 1)
   slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
   return slopes + [2 ** (-4 * i / power) for i in range(1, 2 * (heads - power), 2)]
@@ -139,8 +276,17 @@ def alibi_slopes(heads: int) -> list[float]:
 def relative_bias(place: int = 0) -> Score:
   """Adds a learned number for each head and distance (Shaw et al., 2018).
 
-  aux[place] is (Hq, 2 * reach + 1) floats, of which [h, reach + kv_idx - q_idx] is added; keys farther away get the
-  first or the last.
+  Args:
+    place: aux[place] is (Hq, 2 * reach + 1) floats, of which [h, reach + kv_idx - q_idx] is added; keys farther away
+      than `reach` get the first or the last.
+
+  Example:
+    >>> from tinygrad import Tensor
+    >>> from uopattn import attention, mods
+    >>> q, k, v = (Tensor.randn(1, 2, 50, 16) for _ in range(3))
+    >>> bias = Tensor.zeros(2, 2 * 10 + 1)  # reach 10
+    >>> attention(q, k, v, score_mod=mods.relative_bias(), aux=(bias,)).realize().shape
+    (1, 2, 50, 16)
   """
 
   def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
@@ -159,7 +305,19 @@ def _read(aux: tuple[Any, ...], place: int, name: str, what: str) -> Any:
 
 
 def softcap(cap: float) -> Score:
-  """Bounds the scores smoothly to (-cap, cap), as attention's own `softcap` does (Gemma 2, 2024)."""
+  """Bounds the scores smoothly to (-cap, cap), as attention's own `softcap` does (Gemma 2, 2024).
+
+  Raises:
+    ValueError: cap is not finite and greater than 0.
+
+  Example:
+    >>> from tinygrad import Tensor
+    >>> from uopattn import attention, mods
+    >>> q, k, v = (Tensor([[[x]]]) for x in (3.0, 2.0, 1.0))
+    >>> _, score = attention(q, k, v, score_mod=mods.softcap(5.0), return_lse=True)  # the LSE of one key is its score
+    >>> round(score.item(), 3)  # 5 * tanh(6 / 5)
+    4.168
+  """
   if not 0 < cap < math.inf:
     raise ValueError(f"cap is {cap}; it must be greater than 0")
   return lambda score, b, h, q_idx, kv_idx, *aux: (score / cap).tanh() * cap

@@ -3,13 +3,16 @@
 import functools
 import itertools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import draw_speed
 import pytest
 import readme_table
+import speed
 
 from uopattn.measure import bandwidth, bench, contenders, contenders_backward, run
 from uopattn.measure.bench import Timing, main
@@ -294,30 +297,66 @@ def test_a_read_reads_everything(parts: int) -> None:
   assert bandwidth.reader(size)().tolist() == [size / 4 / bandwidth.ITEMS] * bandwidth.ITEMS
 
 
-def test_table_goes_between_the_markers(tmp_path: Path) -> None:
-  results, page = tmp_path / "results", tmp_path / "README.md"
-  results.mkdir()
-  (results / "a.json").write_text(json.dumps(example()))
-  page.write_text(f"before\n{readme_table.BEGIN}\nold\n{readme_table.END}\nafter\n")
+def test_tables_of_records_have_captions_and_plots() -> None:
+  text = readme_table.tables({"a.json": example(), "b.json": example()}, {"a.png", "other.png"})
+  assert text.count(readme_table.table(example())) == 2
+  assert "Some CPU, 2 threads, load average 0.5 at the start, clang version 23" in text
+  assert "([b.json](b.json))" in text
+  assert [line for line in text.splitlines() if "![" in line] == ["![Speed over N](a.png)"]
+
+
+def case(kind: str) -> speed.Case:
+  return speed.Case("a.json", "1 8 64 16", kind, "some case", "some machine")
+
+
+def test_summary_compares_ours_with_the_best_other() -> None:
+  record = example()
+  row = record["rows"][0]
+  row["contenders"] |= {
+    "torch cudnn": row["contenders"]["torch"] | {"gflops": 150.0},
+    "torch flex": row["contenders"]["torch"] | {"gflops": 500.0, "correct": False},
+  }
+  row["ratios"]["torch cudnn"] = {"paired": 1.336, "of_minima": 1.3}
+  assert readme_table.summary({"a.json": record}, [case("half, causal")]).splitlines() == [
+    "| case | uopattn | best other | ratio | machine |",
+    "|---|--:|--:|--:|---|",
+    "| some case | 200 GFLOP/s | 150 GFLOP/s, cuDNN | 1.34 | some machine |",
+  ]
+
+
+@pytest.mark.parametrize(("kind", "message"), [("float", "has no row"), ("half", "fails the gate")])
+def test_summary_has_right_rows_only(kind: str, message: str) -> None:
+  with pytest.raises(ValueError, match=message):
+    readme_table.summary({"a.json": example()}, [case(kind)])
+
+
+def test_the_tables_of_the_pages_are_those_of_the_records(tmp_path: Path) -> None:
+  pages = {"--summary": speed.ROOT / "README.md", "--page": speed.RESULTS / "README.md"}
+  copies = {option: tmp_path / option for option in pages}
+  for option, page in pages.items():
+    old = re.sub(r"^\| .* H200 \|$|^\| 4 32 .*$", "old", page.read_text(), flags=re.MULTILINE)
+    assert "\nold\n" in old
+    copies[option].write_text(old)
+  words = [str(word) for pair in copies.items() for word in pair]
   for _ in range(2):  # a second run changes nothing
-    assert readme_table.main([str(page), str(results)]) == 0
-    text = page.read_text()
-    assert text.startswith(f"before\n{readme_table.BEGIN}\n")
-    assert text.endswith(f"\n{readme_table.END}\nafter\n")
-    assert "old" not in text
-    assert text.count(readme_table.table(example())) == 1
-    assert "Some CPU, 2 threads, load average 0.5 at the start, clang version 23" in text
-    assert "![" not in text
-  for name in ("a.png", "other.png"):
-    (results / name).touch()
-  assert readme_table.main([str(page), str(results)]) == 0
-  assert [line for line in page.read_text().splitlines() if "![" in line] == ["![Speed over N](scripts/results/a.png)"]
+    assert readme_table.main(words) == 0
+    for option, page in pages.items():
+      assert copies[option].read_text() == page.read_text()
 
 
 def test_a_page_without_markers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
   (tmp_path / "README.md").write_text("nothing\n")
-  assert readme_table.main([str(tmp_path / "README.md"), str(tmp_path)]) == 2
+  assert readme_table.main(["--page", str(tmp_path / "README.md")]) == 2
   assert "has no lines" in capsys.readouterr().err
+
+
+def test_the_picture_of_speed(tmp_path: Path) -> None:
+  assert draw_speed.draw(tmp_path / "speed.png", speed.RESULTS) == 0
+  assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+  row = speed.CASES[0].row(speed.read_records(speed.RESULTS))
+  found = draw_speed.relative(row)
+  assert found["torch flash"] == pytest.approx(1)
+  assert found["uopattn"] == row["ratios"]["torch flash"]["paired"]
 
 
 def test_bf16_of_torch_if_there_is_one() -> None:

@@ -75,6 +75,7 @@ def test_runs_from_the_checkouts_root_beside_an_installed_wheel(
 ) -> None:
   site = installed(checkout, "build_wheel", tmp_path)
   assert (site / "uopattn" / "kernels" / "cpu_forward.py").exists()
+  assert not (site / "uopattn" / "kernels" / "README.md").exists()
   assert "flash attention is correct!" in python(RUN, *PROBLEM, cwd=checkout, path=libraries, site=site)
   where = "import uopattn.kernels; print(uopattn.kernels.__file__)"
   assert python(where, cwd=tmp_path, path=libraries, site=site).strip() == str(site / "uopattn/kernels/__init__.py")
@@ -82,8 +83,8 @@ def test_runs_from_the_checkouts_root_beside_an_installed_wheel(
 
 def test_an_editable_install_is_found_from_the_folder_above(checkout: Path, libraries: Path, tmp_path: Path) -> None:
   site = installed(checkout, "build_editable", tmp_path)
-  code = "from uopattn import attention, kernels; print(callable(attention), kernels.__file__)"
-  expected = f"True {checkout / 'kernels' / '__init__.py'}\n"
+  code = "from uopattn import attention, kernels; print(attention.__module__, kernels.__file__)"
+  expected = f"uopattn.api.attention {checkout / 'kernels' / '__init__.py'}\n"
   for cwd in (checkout.parent, checkout, tmp_path):
     assert python(code, cwd=cwd, path=libraries, site=site) == expected
 

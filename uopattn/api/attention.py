@@ -83,52 +83,69 @@ def attention(
   return_lse: bool = False,
   backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-  """softmax(scale q k^T) v without keeping the scores.
+  """Attention, softmax(scale q k^T) v, without keeping the scores in memory.
 
-  score = scale * q.k; then softcap * tanh(score / softcap); then score_mod; then + additive attn_mask. Query i stands
-  at position i + q_start. A row that sees no key gives 0, with a log-sum-exp of -inf and no gradient. Keys and values
-  behind kv_lengths are never read; what other hidden ones may hold, the README says in "What hidden keys may hold".
+  The score of query i and key j is scale * q[i].k[j]; then softcap * tanh(score / softcap); then score_mod; then
+  + attn_mask, if that is additive. Query i stands at position i + q_start. A row that sees no key gives 0, with a
+  log-sum-exp of -inf and no gradient. Keys and values at or beyond kv_lengths are never read. What other hidden keys
+  may hold is listed in emulator_tests/README.md, "What hidden keys may hold".
 
-  q, k, v, sinks, an additive attn_mask and what score_mod reads of aux have gradients, through kernels where `backend`
-  is "kernel"; see `uopattn.plan.gradient`.
+  q, k, v, sinks, an additive attn_mask and what score_mod reads of aux have gradients. `uopattn.plan.gradient` says
+  which of them come from kernels. Second derivatives need `backend="reference"`.
 
-  Tensors without a device, as `Tensor.arange` makes them, are put on the device of q, k and v. Those of a weak dtype
-  take the dtype of q, k and v if they are one of these, and float32 or tinygrad's default dtype of ints otherwise.
+  Tensors without a device, such as `Tensor.arange` makes, are put on the device of q, k and v. Tensors of a weak dtype
+  take the dtype of q, k and v if they are one of these, otherwise float32 or tinygrad's default int dtype.
 
   Args:
     q: (B, Hq, M, Dk) or (Hq, M, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2. Sums are taken in float32.
-      Kernels that multiply float32 in tf32 are taken only where tinygrad's `ALLOW_TF32` is set.
+      Kernels that multiply float32 in tf32 are taken only if tinygrad's `ALLOW_TF32` is set.
     k: (B, Hkv, N, Dk) or (Hkv, N, Dk), of q's dtype.
     v: (B, Hkv, N, Dv) or (Hkv, N, Dv), of q's dtype.
-    attn_mask: broadcasts to (B, Hq, M, N). bool: False hides a key. A float dtype: added to the scores, -inf hides.
-    dropout_p: probability of dropping a weight, while tinygrad's `TRAINING` is set. Which ones are dropped depends on
-      `Tensor.manual_seed` and differs from call to call, and from replay to replay of a `TinyJit`.
-    is_causal: key j is seen by query i iff j <= i + q_start.
+    attn_mask: broadcasts to (B, Hq, M, N). bool: False hides a key. Float dtypes: added to the scores, -inf hides.
+    dropout_p: probability of dropping a weight while tinygrad's `TRAINING` is set. Which weights are dropped follows
+      from `Tensor.manual_seed`; it differs from call to call, and from replay to replay of a `TinyJit`.
+    is_causal: query i sees key j iff j <= i + q_start.
     scale: factor on q.k; None is 1/sqrt(Dk).
-    enable_gqa: allows Hq to be a multiple of Hkv; query head h reads key head h // (Hq // Hkv), nothing is copied.
-    window: (left, right): key j is seen iff i + q_start - left <= j <= i + q_start + right. Sides are at least 0, and
-      None is no bound.
+    enable_gqa: allows Hq to be a multiple of Hkv; query head h reads key head h // (Hq // Hkv). Nothing is copied.
+    window: (left, right): query i sees key j iff i + q_start - left <= j <= i + q_start + right. Each side is at least
+      0, or None for no bound.
     softcap: bounds the scores smoothly to (-softcap, softcap).
-    q_start: int, bound Variable, an expression of such (start + 1), or (B,) Tensor of any integer dtype. 0 aligns
+    q_start: int, bound Variable, an expression of Variables (start + 1), or (B,) Tensor of any integer dtype. 0 aligns
       causal masks upper left, N - M lower right.
-    kv_lengths: likewise; key j of batch b is seen iff j < kv_lengths[b].
-    sinks: (Hq,) logits that join each row's sum of exponentials without a value.
-    score_mod: f(score, b, h, q_idx, kv_idx, *aux) -> score.
-    mask_mod: f(b, h, q_idx, kv_idx, *aux) -> bool, False hides the key.
-    aux: Tensors that score_mod and mask_mod index, with one integer for each axis. What is outside of them, negative
-      indices among it, reads as 0 (False), and has no gradient.
-    block_mask: a mask_mod with its own aux, and what it lets see of each block, by which kernels skip tiles. A
-      mask_mod besides hides what it hides.
-    return_lse: also return the natural-log sum of exponentials of each row, (B, Hq, M) float32. Realize both together,
-      `Tensor.realize(out, lse)`: one at a time, the kernel runs twice.
-    backend: "kernel" raises where no kernel serves the case; "reference" is plain tinygrad ops, which keep the scores
-      in memory; "auto" takes the kernel, or the reference with one log line for each reason.
+    kv_lengths: of the same types; key j of batch b is seen iff j < kv_lengths[b]. None: all keys are.
+    sinks: (Hq,) logits; each joins the sum of exponentials of its head's rows, without a value.
+    score_mod: f(score, b, h, q_idx, kv_idx, *aux) -> score. It is called with symbols: write x.where(a, b), &, | and ~
+      for if, and, or and not; abs(x) works, max(x, y) is x.maximum(y), math.exp(x) is x.exp().
+    mask_mod: f(b, h, q_idx, kv_idx, *aux) -> bool, written likewise; False hides the key.
+    aux: Tensors that score_mod and mask_mod index, with one integer per axis. Indices out of bounds, negative ones
+      included, read 0 (False) and have no gradient.
+    block_mask: a mask_mod with its own aux, and the number of pairs that it lets see in each block, by which kernels
+      skip tiles. If mask_mod is given too, a key must pass both.
+    return_lse: also return the log-sum-exp (natural logarithm) of each row, (B, Hq, M) float32. Realize both together,
+      `Tensor.realize(out, lse)`; one at a time, the kernel runs twice.
+    backend: "kernel" raises an error if no kernel serves the case. "reference" is plain tinygrad ops, which keep the
+      scores in memory. "auto" takes the kernel if there is one, otherwise the reference, with one log line per reason.
 
   Returns:
     (B, Hq, M, Dv), or (Hq, M, Dv), in q's dtype; with return_lse a pair.
 
   Raises:
     TypeError, ValueError: an argument does not fit; the message names it, what was given and what is accepted.
+
+  Example:
+    >>> from tinygrad import Tensor
+    >>> from uopattn import attention
+    >>> q, k, v = Tensor.randn(1, 8, 10, 32), Tensor.randn(1, 2, 20, 32), Tensor.randn(1, 2, 20, 16)
+    >>> out, lse = attention(q, k, v, is_causal=True, q_start=10, enable_gqa=True, return_lse=True)
+    >>> out = out.realize(lse)  # together
+    >>> out.shape, lse.shape
+    ((1, 8, 10, 16), (1, 8, 10))
+
+    Where all scores are equal, each row is the mean of the values that it sees:
+
+    >>> q = k = Tensor.zeros(1, 3, 4)
+    >>> attention(q, k, Tensor([[[1.0], [3.0], [5.0]]]), is_causal=True).tolist()
+    [[[1.0], [2.0], [3.0]]]
   """
   extras = Extras(
     attn_mask=attn_mask,
@@ -168,7 +185,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, extras: Extras, backend: str) -> Any
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras, backend: str) -> tuple[Tensor, Tensor]:
-  """The same of checked arguments, of four dimensions; the output and the LSE."""
+  """Runs attention on checked arguments of four dimensions; returns the output and the LSE."""
   chosen: Choice | list[str] = [f"q is on {q.device}; kernels take one device"]
   if isinstance(q.device, str):
     chosen = dispatch(spec, Target.of(q.device))

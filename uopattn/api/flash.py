@@ -31,29 +31,39 @@ def flash(
   target: Target | None = None,
   tiles: Any = None,
 ) -> UOp:
-  """Attention as an `fxn`: `Tensor.custom_kernel(o, q, k, v, fxn=flash)`; bind options with `functools.partial`.
+  """Attention as the `fxn` of a `Tensor.custom_kernel` call of your own; bind options with `functools.partial`.
 
-  tinygrad copies an input that is a view, and loses what is written to an output that is one: give it
-  `Tensor.empty(...)` outputs. The results must be realized together, `Tensor.realize(o, lse)`: one at a time, the
-  kernel runs once for each.
+  Outputs must be `Tensor.empty(...)`: tinygrad copies an input that is a view, and loses what is written to an output
+  that is one. Realize the results together, `Tensor.realize(o, lse)`; one at a time, the kernel runs once for each.
 
   Args:
     o: (B, Hq, M, Dv), or (Hq, M, Dv), in q's dtype; receives the output.
     q: (B, Hq, M, Dk), or (Hq, M, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2.
-    k: (B, Hkv, N, Dk), or (Hkv, N, Dk).
-    v: (B, Hkv, N, Dv), or (Hkv, N, Dv).
-    lse: (B, Hq, M), or (Hq, M), float32; receives the natural-log sum of exponentials of each row. None: not wanted.
-    aux: what score_mod and mask_mod index; after an lse.
-    causal: key j is seen by query i iff j <= i + q_start.
+    k: (B, Hkv, N, Dk), or (Hkv, N, Dk), of q's dtype.
+    v: (B, Hkv, N, Dv), or (Hkv, N, Dv), of q's dtype.
+    lse: (B, Hq, M), or (Hq, M), float32; receives the log-sum-exp (natural logarithm) of each row. None: not wanted.
+    aux: what score_mod and mask_mod index; these buffers follow an lse.
+    causal: query i sees key j iff j <= i + q_start.
     scale: factor on q.k; None is 1/sqrt(Dk).
     q_start: position of the first query among the keys.
-    window, softcap, score_mod, mask_mod: as for `uopattn.attention`, which takes what else there is.
+    window, softcap, score_mod, mask_mod: as in `uopattn.attention`, which takes more arguments than these.
     enable_gqa: allows Hq to be a multiple of Hkv; query head h reads key head h // (Hq // Hkv).
-    target: the machine to write for; None is tinygrad's default device.
+    target: the machine to write the kernel for; None is tinygrad's default device.
     tiles: the block sizes, of the `Tiles` class of the kernel that is to run; None leaves both to `dispatch`.
 
   Raises:
     TypeError, ValueError: an argument does not fit, or no kernel serves it; the message says what would.
+
+  Example:
+    >>> from functools import partial
+    >>> from tinygrad import Tensor
+    >>> from uopattn import flash
+    >>> q, k, v = (Tensor.randn(2, 50, 16) for _ in range(3))  # (heads, N, D)
+    >>> o, lse = Tensor.empty(2, 50, 16), Tensor.empty(2, 50)
+    >>> o, *_, lse = Tensor.custom_kernel(o, q, k, v, lse, fxn=partial(flash, causal=True))
+    >>> o = o.realize(lse)  # together
+    >>> o.shape, lse.shape
+    ((2, 50, 16), (2, 50))
   """
   for name, x in (("o", o), ("q", q), ("k", k), ("v", v), ("lse", lse), *((f"aux[{i}]", x) for i, x in enumerate(aux))):
     if not isinstance(x, UOp) and (name, x) != ("lse", None):

@@ -21,29 +21,38 @@ LEAST = 2.0**-126  # the smallest float32 whose reciprocal is finite
 
 
 class KVCache:
-  """The keys and values of one layer.
+  """The keys and values of one layer, written in place step by step.
 
-  Memory for all N_max positions is taken at once, filled with 0, and never copied. With a bound Variable as `start` one
-  compiled kernel serves all lengths, in and out of `TinyJit`:
+  Memory for all N_max positions is allocated once, filled with 0, and never copied. With a bound Variable as `start`,
+  one compiled kernel serves all lengths, inside and outside `TinyJit`. An int is compiled for that position only, which
+  suits a prompt.
 
-    start = UOp.variable("start", 0, N_max - 1)
-    for position in range(...):
-      cache.append(k, v, start.bind(position))  # one position each
-      out = cache.attend(q, start.bind(position))
+  `append` and `attend` are lazy. Realize each step before the next: a Variable has one value in all that is realized
+  together, and an output realized late may see what was written since. Return from a `TinyJit` what depends on what was
+  written: `attend`'s output, or `k` and `v` themselves.
 
-  Both are lazy. Realize each step before the next: a Variable has one value in all that is realized together, and an
-  output realized late may see what was written since. Return from a `TinyJit` what depends on what was written:
-  `attend`'s output, or `k` and `v` themselves.
-
-  In 8 bits each key, and each value, has a scale of its own: the largest of its elements becomes the largest number of
-  the type, and the others are rounded to nearest. Kernels read the 8 bits, and multiply scores and weights by the
-  scales. A row that holds NaN or infinity has the scale NaN. Gradients of what is
-  appended to such a cache are 0, those of a rounding; q has its own.
+  In 8 bits each key and each value has a scale of its own, by which its largest element becomes the largest number of
+  the type; the others are rounded to nearest. Kernels read the 8 bits and multiply scores and weights by the scales. A
+  row that holds NaN or infinity has the scale NaN. What is appended to such a cache has gradients of 0, as rounding
+  has; q has its usual ones.
 
   Attributes:
-    k: (B, Hkv, N_max, Dk), with all that was appended so far; what `uopattn.attention` takes, if not of 8 bits.
+    k: (B, Hkv, N_max, Dk), with all that was appended so far; `uopattn.attention` takes it, unless it has 8 bits.
     v: (B, Hkv, N_max, Dv), likewise.
-    k_scale, v_scale: (B, Hkv, N_max) float32, which k and v of 8 bits are to be multiplied by; else None.
+    k_scale, v_scale: (B, Hkv, N_max) float32 factors for k and v of 8 bits, otherwise None.
+
+  Example:
+    >>> from tinygrad import Tensor, UOp
+    >>> from uopattn import KVCache
+    >>> cache = KVCache(1, 1, 100, 4, 1)  # B, Hkv, N_max, Dk, Dv
+    >>> start = UOp.variable("start", 0, 99)
+    >>> for position, value in enumerate([1.0, 3.0, 5.0]):
+    ...   q = k = Tensor.zeros(1, 1, 1, 4)
+    ...   cache.append(k, Tensor([[[[value]]]]), start.bind(position))
+    ...   print(cache.attend(q, start.bind(position)).item())  # the mean of the values so far
+    1.0
+    2.0
+    3.0
   """
 
   def __init__(
@@ -57,7 +66,7 @@ class KVCache:
     dtype: DType = dtypes.float32,
     device: str | None = None,
   ):
-    """Takes the memory.
+    """Allocates the memory.
 
     Args:
       B: sequences.
@@ -70,6 +79,13 @@ class KVCache:
 
     Raises:
       TypeError, ValueError: an argument does not fit.
+
+    Example:
+      >>> from tinygrad import dtypes
+      >>> from uopattn import KVCache
+      >>> cache = KVCache(1, 8, 1000, 64, dtype=dtypes.int8)
+      >>> cache.k.shape, cache.k_scale.shape
+      ((1, 8, 1000, 64), (1, 8, 1000))
     """
     Dv = Dk if Dv is None else Dv
     for name, size in (("B", B), ("Hkv", Hkv), ("N_max", N_max), ("Dk", Dk), ("Dv", Dv)):
@@ -92,14 +108,22 @@ class KVCache:
     """Writes the keys and values of M positions, from `start` on.
 
     Args:
-      k: (B, Hkv, M, Dk), of the cache's dtype; float32, float16 or bfloat16 if that is of 8 bits.
+      k: (B, Hkv, M, Dk), of the cache's dtype; float32, float16 or bfloat16 if that has 8 bits.
       v: (B, Hkv, M, Dv), likewise.
-      start: int, bound Variable, or an expression of such. An int is compiled for that position alone.
+      start: int, bound Variable, or an expression of Variables. An int is compiled for that position only.
 
     Raises:
       TypeError: the dtype is not one of these, or `start` is none of these.
-      ValueError: a shape or device does not fit, or it could end past N_max: of a Variable its largest value counts, as
-        a `TinyJit` checks no values when it replays.
+      ValueError: a shape or device does not fit, or the last position could lie at or beyond N_max. For a Variable its
+        largest value counts, as a `TinyJit` checks no values when it replays.
+
+    Example:
+      >>> from tinygrad import Tensor
+      >>> from uopattn import KVCache
+      >>> cache = KVCache(1, 1, 4, 2)
+      >>> cache.append(Tensor([[[[1.0, 2.0], [3.0, 4.0]]]]), Tensor.ones(1, 1, 2, 2), 1)  # positions 1 and 2
+      >>> cache.k.tolist()
+      [[[[0.0, 0.0], [1.0, 2.0], [3.0, 4.0], [0.0, 0.0]]]]
     """
     k, v = (placed(check_tensor(name, x), self._device, self._weak) for name, x in (("k", k), ("v", v)))
     M = sizes(k)[2] if k.ndim == 4 else 0
@@ -169,21 +193,31 @@ class KVCache:
     return_lse: bool = False,
     backend: str = "auto",
   ) -> Tensor | tuple[Tensor, Tensor]:
-    """`uopattn.attention` of M queries, from position `start` on, over all keys up to the last query's.
+    """Attention of M queries, from position `start` on, over all keys up to the last query's.
+
+    It is `attention(q, cache.k, cache.v, is_causal=True, q_start=start, kv_lengths=start + M, enable_gqa=True)`.
 
     Args:
-      q: (B, Hq, M, Dk), of the cache's dtype, or as for `append`; Hq a multiple of Hkv, if enable_gqa is left on.
-      start: as for `append`.
+      q: (B, Hq, M, Dk), of the same dtype as in `append`; Hq a multiple of Hkv, unless enable_gqa is False.
+      start: as in `append`.
       is_causal: no query sees the keys behind it.
-      kv_lengths: as for `uopattn.attention`; None is start + M.
+      kv_lengths: as in `uopattn.attention`; None is start + M.
       attn_mask, dropout_p, scale, enable_gqa, window, softcap, sinks, score_mod, mask_mod, aux, block_mask, return_lse,
-        backend: as for `uopattn.attention`; scores are (B, Hq, M, N_max).
+        backend: as in `uopattn.attention`; scores are (B, Hq, M, N_max).
 
     Returns:
       (B, Hq, M, Dv); with return_lse a pair.
 
     Raises:
-      TypeError, ValueError: as `append` and `uopattn.attention`.
+      TypeError, ValueError: as in `append` and `uopattn.attention`.
+
+    Example:
+      >>> from tinygrad import Tensor
+      >>> from uopattn import KVCache
+      >>> cache = KVCache(1, 2, 100, 16)
+      >>> cache.append(Tensor.randn(1, 2, 5, 16), Tensor.randn(1, 2, 5, 16), 0)  # a prompt
+      >>> cache.attend(Tensor.randn(1, 8, 5, 16), 0, window=(3, 0)).realize().shape
+      (1, 8, 5, 16)
     """
     q = placed(check_tensor("q", q), self._device, self._weak)
     M = sizes(batched("q", q))[2]
@@ -214,7 +248,7 @@ class KVCache:
 
   @property
   def _weak(self) -> DType:
-    """The dtype for constants of none."""
+    """The dtype that constants of a weak dtype take."""
     return dtypes.default_float if self.k.dtype in EIGHT_BITS else self.k.dtype
 
   def _check(self, start: int | UOp, M: int) -> None:
@@ -248,7 +282,7 @@ def _rounded(x: Tensor, bits: int) -> Tensor:
 
 
 def _written(held: Tensor, x: Tensor, start: int | UOp) -> Tensor:
-  """The same memory, once x stands in it from `start` on, counted along its third axis.
+  """Writes x into `held` from `start` on, along the third axis; returns that memory as a Tensor.
 
   Not `Tensor.assign`, which would also show the new content to tensors made before and not realized yet.
   """

@@ -11,16 +11,16 @@ from uopattn.spec.tensors import check_tensor, described, operands, placed
 
 
 def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-  """Merges attentions of the same queries over disjoint keys, exactly: the softmax over all of them.
+  """Merges attention over disjoint sets of keys, for the same queries, into attention over all of them, exactly.
 
   Each part's output is weighted by its share of the sum of exponentials, exp(lse_i - lse). The order of the parts does
-  not matter. This is how Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023) joins its splits, and FlashInfer's merge
-  of attention states (Ye et al., "FlashInfer", 2025, section 2.2).
+  not matter. Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023) combines its splits like this, and FlashInfer its
+  attention states (Ye et al., "FlashInfer", 2025, section 2.2).
 
   Args:
     outs: one or more of (B, H, M, Dv), all of one dtype, float32, float16 or bfloat16.
-    lses: as many of (B, H, M), float32: natural-log sums of exponentials. -inf is a part that sees no key, whose output
-      does not count, whatever it holds.
+    lses: as many of (B, H, M), float32: log-sum-exps (natural logarithm). -inf marks a part that sees no key; its
+      output does not count, whatever it holds.
 
   Returns:
     The output (B, H, M, Dv) in the dtype of `outs`, 0 where no part sees a key, and the LSE (B, H, M) float32, -inf
@@ -28,6 +28,15 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor
 
   Raises:
     TypeError, ValueError: an argument does not fit.
+
+  Example:
+    >>> from tinygrad import Tensor
+    >>> from uopattn import attention, merge_states
+    >>> q, k, v = Tensor.zeros(1, 1, 1, 4), Tensor.zeros(1, 1, 4, 4), Tensor([1.0, 3.0, 5.0, 7.0]).reshape(1, 1, 4, 1)
+    >>> parts = [attention(q, k[:, :, a:b], v[:, :, a:b], return_lse=True) for a, b in ((0, 1), (1, 4))]
+    >>> out, lse = merge_states(*zip(*parts))
+    >>> [round(x.item(), 4) for x in (out, lse)]  # the mean of 1, 3, 5, 7, and log(4)
+    [4.0, 1.3863]
   """
   outs, lses = _checked(outs, lses)
   highest = reduce(Tensor.maximum, lses)

@@ -1,4 +1,4 @@
-"""Keywords of `attention` and its kin, for the overloads that tell one Tensor from a pair by return_lse."""
+"""Keyword arguments of the public functions, for overloads whose result depends on return_lse: a Tensor or a pair."""
 
 from collections.abc import Callable
 from typing import Any, TypedDict
@@ -9,7 +9,7 @@ from uopattn.spec.block_mask import BlockMask
 
 
 class Options(TypedDict, total=False):
-  """What all of them take."""
+  """Keywords that all of these functions take."""
 
   scale: float | None
   enable_gqa: bool
@@ -23,7 +23,7 @@ class Options(TypedDict, total=False):
 
 
 class AttentionOptions(Options, total=False):
-  """Of `attention`."""
+  """Further keywords of `attention`."""
 
   q_start: int | UOp | Tensor
   kv_lengths: int | UOp | Tensor | None
@@ -31,21 +31,21 @@ class AttentionOptions(Options, total=False):
 
 
 class VarlenOptions(Options, total=False):
-  """Of `attention_varlen`."""
+  """Further keywords of `attention_varlen`."""
 
   is_causal: bool
   q_start: int | Tensor
 
 
 class PagedOptions(Options, total=False):
-  """Of `attention_paged`."""
+  """Further keywords of `attention_paged`."""
 
   is_causal: bool
   q_start: int | UOp | Tensor
 
 
 class CacheOptions(Options, total=False):
-  """Of `KVCache.attend`."""
+  """Further keywords of `KVCache.attend`."""
 
   attn_mask: Tensor | None
   dropout_p: float

@@ -76,33 +76,42 @@ def attention_paged(
   return_lse: bool = False,
   backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-  """`attention` over keys and values in pages, as PagedAttention has them (Kwon et al., 2023): key j of sequence b is
-  row j % page_size of page page_table[b, j // page_size]. Kernels read the pages where they are.
+  """Attention over keys and values in pages (PagedAttention, Kwon et al., 2023), which kernels read where they are.
 
-  Sequences may share pages. Of a sequence of n keys the first ceil(n / page_size) entries of the table are looked at;
-  what the others hold, and the rows of the last page behind the last key, does not matter.
+  Key j of sequence b is row j % page_size of page page_table[b, j // page_size]. Sequences may share pages. For a
+  sequence of n keys only the first ceil(n / page_size) entries of the table are used. The other entries may hold
+  anything, and so may the rows of the last page behind the last key.
 
-  An entry that is looked at must be in 0..P-1. Where the table and the lengths are at hand, realized or made of numbers
-  of Python's or numpy's, this is checked, unless a `TinyJit` captures or replays; on a GPU the check waits for what is
-  under way. A kernel that meets another entry reads nothing outside of the pages, and the output and the LSE of each
-  row that sees one of its keys are NaN.
+  Page ids must be in 0..P-1. An invalid id raises an error if the table and the lengths are realized or made of Python
+  or numpy numbers; on a GPU this check waits for pending work. While a `TinyJit` captures or replays there is no check:
+  the output and the LSE of each row that sees a key of an invalid page are NaN, and nothing outside the pages is read.
 
   Args:
     q: (B, Hq, M, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2. Any number of queries.
     k_pages: (P, Hkv, page_size, Dk), of q's dtype; any page_size >= 1.
     v_pages: (P, Hkv, page_size, Dv), of q's dtype.
-    page_table: (B, max_pages), of an integer dtype; what is not int32 is converted at each call.
-    kv_lengths: the keys of each sequence, from 0 to max_pages * page_size: int, bound Variable, an expression of such,
-      or (B,) integer Tensor. Beyond the table's end there are no keys.
-    q_start: as for `attention`; for the queries to be the last positions of their sequences, kv_lengths - M.
-    is_causal, scale, enable_gqa, window, softcap, sinks, return_lse, backend: as for `attention`.
-    score_mod, mask_mod, aux: likewise; kv_idx is j, the key's place in its sequence.
+    page_table: (B, max_pages), of an integer dtype; dtypes other than int32 are converted at each call.
+    kv_lengths: the number of keys of each sequence, from 0 to max_pages * page_size: int, bound Variable, an expression
+      of Variables, or (B,) integer Tensor. There are no keys beyond the table's end.
+    q_start: as in `attention`; kv_lengths - M makes the queries the last positions of their sequences.
+    is_causal, scale, enable_gqa, window, softcap, sinks, return_lse, backend: as in `attention`.
+    score_mod, mask_mod, aux: as in `attention`; kv_idx is j, the key's place in its sequence.
 
   Returns:
     (B, Hq, M, Dv) in q's dtype; with return_lse a pair.
 
   Raises:
     TypeError, ValueError: an argument does not fit; the message names it, what was given and what is accepted.
+
+  Example:
+    >>> from tinygrad import Tensor
+    >>> from uopattn import attention_paged
+    >>> q = Tensor.zeros(2, 1, 1, 4)
+    >>> k_pages, v_pages = Tensor.zeros(3, 1, 2, 4), Tensor([[1.0, 3.0], [5.0, 7.0], [9.0, 11.0]]).reshape(3, 1, 2, 1)
+    >>> table = Tensor([[2, 0], [2, 1]])  # both sequences begin with page 2
+    >>> lengths = Tensor([3, 4])  # values 9, 11, 1 and 9, 11, 5, 7
+    >>> attention_paged(q, k_pages, v_pages, table, lengths).flatten().tolist()
+    [7.0, 8.0]
   """
   q, k_pages, v_pages = operands(q=q, k_pages=k_pages, v_pages=v_pages)
   page_table, kv_lengths = (placed(x, q.device) for x in (page_table, kv_lengths))

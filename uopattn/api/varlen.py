@@ -76,27 +76,25 @@ def attention_varlen(
   return_lse: bool = False,
   backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-  """`attention` of each of S sequences for itself, without padding: sequence s has the queries from cu_seqlens_q[s] to
-  cu_seqlens_q[s + 1] - 1, and likewise the keys.
+  """Attention within each of S sequences that are packed one after another, without padding.
 
-  The first and the last key that each query sees say it all, so a kernel skips the tiles of other sequences as it does
-  those that a causal mask or a window hides. q, k and v are copied once, heads first.
+  Sequence s has the queries from cu_seqlens_q[s] to cu_seqlens_q[s + 1] - 1; keys likewise. Kernels skip the tiles of
+  other sequences as they skip those that a causal mask or a window hides. q, k and v are copied once, heads first.
 
   Args:
     q: (total queries, Hq, Dk); float32, float16 or bfloat16.
     k: (total keys, Hkv, Dk), of q's dtype.
     v: (total keys, Hkv, Dv), of q's dtype.
-    cu_seqlens_q, cu_seqlens_k: (S + 1,), the lengths summed up: 0, and then where each sequence ends. Either ints,
-      which are checked, or a Tensor of an integer dtype, which is not read back: if it decreases or goes beyond the
-      total, the output is wrong, but nothing is read out of bounds. A sequence may be empty on either side; a query
-      behind the last end sees no key.
-    is_causal, window: as for `attention`, by positions within the sequence.
-    scale, enable_gqa, softcap, sinks, backend: as for `attention`.
-    q_start: position of the first query among the keys of its sequence, an int or (S,) integer Tensor; 0 aligns causal
-      masks upper left, the number of keys less that of queries lower right.
-    score_mod, mask_mod, aux: as for `attention`, by indices of the sequence's own: b is its number, from 0 to S - 1,
-      q_idx and kv_idx count its queries and its keys from 0.
-    return_lse: also return the natural-log sum of exponentials of each row, (Hq, total queries) float32. Realize both
+    cu_seqlens_q, cu_seqlens_k: (S + 1,) offsets: 0, then the end of each sequence. Ints are checked. A Tensor, of any
+      integer dtype, is not read back: if it decreases or exceeds the total, the output is wrong, but nothing is read
+      out of bounds. A sequence may have no queries or no keys; a query behind the last end sees no key.
+    is_causal, window: as in `attention`, by positions within the sequence.
+    scale, enable_gqa, softcap, sinks, backend: as in `attention`.
+    q_start: position of the first query among the keys of its sequence, an int or (S,) integer Tensor. 0 aligns causal
+      masks upper left; each sequence's number of keys minus its number of queries, lower right.
+    score_mod, mask_mod, aux: as in `attention`, with indices within the sequence: b is the sequence's number, from 0 to
+      S - 1; q_idx and kv_idx count its queries and its keys from 0.
+    return_lse: also return the log-sum-exp (natural logarithm) of each row, (Hq, total queries) float32. Realize both
       together.
 
   Returns:
@@ -104,6 +102,14 @@ def attention_varlen(
 
   Raises:
     TypeError, ValueError: an argument does not fit; the message names it, what was given and what is accepted.
+
+  Example:
+    >>> from tinygrad import Tensor
+    >>> from uopattn import attention_varlen
+    >>> q = k = Tensor.zeros(5, 1, 4)  # two sequences, of 2 and 3 positions
+    >>> v = Tensor([1.0, 3.0, 10.0, 20.0, 30.0]).reshape(5, 1, 1)
+    >>> attention_varlen(q, k, v, [0, 2, 5], [0, 2, 5], is_causal=True).flatten().tolist()
+    [1.0, 2.0, 10.0, 15.0, 20.0]
   """
   q, k, v = operands(q=q, k=k, v=v)
   for name, x in (("q", q), ("k", k), ("v", v)):

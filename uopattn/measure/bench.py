@@ -221,7 +221,7 @@ class Heads:
     return Gate.of_arrays(*self._inputs(problem), problem.spec.dtype, is_causal=problem.spec.is_causal)
 
   def gradient_gate(self, problem: Problem) -> GradientGate:
-    """The same about the gradients."""
+    """What the oracle says about the gradients of these heads."""
     do, s = self.of_queries(numpy(contenders_backward.output_gradient(problem))), problem.spec
     return GradientGate.of_arrays(*self._inputs(problem), do, s.dtype, is_causal=s.is_causal)
 

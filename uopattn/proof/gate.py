@@ -148,7 +148,7 @@ class Gate:
   def of_arrays(
     cls, q: Array, k: Array, v: Array, dtype: DType, *, tf32: bool = False, progress: bool = False, **options: Any
   ) -> "Gate":
-    """The same of arrays that hold values of `dtype`.
+    """Computes the oracle and the naive versions for arrays that hold values of `dtype`.
 
     Raises:
       ArithmeticError: the naive computation is too far off to measure others by.
@@ -238,7 +238,7 @@ class GradientGate:
     tf32: bool = False,
     **options: Any,
   ) -> "GradientGate":
-    """The same of arrays that hold values of `dtype`."""
+    """Computes the gradients by the oracle and naively, for arrays that hold values of `dtype`."""
     precision = TF32 if tf32 and dtype == dtypes.float32 else PRECISIONS[dtype]
     inputs = q, k, v, do, dlse
     exact, naive = (gradients(*inputs, precision=x, **options) for x in (EXACT, precision))

@@ -28,7 +28,7 @@ class Gradients:
   attn_mask: Array | None
 
   def named(self) -> dict[str, Array]:
-    """Those that there are."""
+    """The gradients that there are, by name."""
     return {name: x for name, x in vars(self).items() if x is not None}
 
 

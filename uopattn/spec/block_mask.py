@@ -22,7 +22,10 @@ if TYPE_CHECKING:  # numpy takes a while to import, and who makes no mask needs 
 
 @dataclass(frozen=True, eq=False)
 class BlockMask:
-  """A mask_mod, and how much of each block of the scores it lets see; made by `BlockMask.of`.
+  """A mask_mod, and how many pairs it lets see in each block of the scores, so that kernels skip the empty blocks.
+
+  `BlockMask.of` makes one. It stores its own `mask_mod` and `aux`; rebuild it if either changes. `str(mask)` is a
+  picture: "·" for a block of which nothing is seen, "█" for a full one, and shades between.
 
   Attributes:
     mask_mod: (b, h, q_idx, kv_idx, *aux) -> bool; False hides the key.
@@ -30,6 +33,20 @@ class BlockMask:
     M, N: queries and keys.
     block_m, block_n: queries and keys of a block; the last ones may have fewer.
     counts: pairs seen in each block, (B or 1, Hq or 1, ceil(M / block_m), ceil(N / block_n)) int32.
+
+  Example:
+    >>> from tinygrad import Tensor
+    >>> from uopattn import BlockMask, attention, mods
+    >>> mask = BlockMask.of(mods.sliding_window(100), 1, 1, 512, 512)
+    >>> print(mask)
+    BlockMask(B=1, Hq=1, M=512, N=512): 17.8% seen; 4 x 4 blocks of 128 queries x 128 keys, 0 full, 7 partial, 9 empty
+    ▒···
+    ░▒··
+    ·░▒·
+    ··░▒
+    >>> q, k, v = (Tensor.randn(1, 2, 512, 16) for _ in range(3))
+    >>> attention(q, k, v, block_mask=mask).realize().shape
+    (1, 2, 512, 16)
   """
 
   mask_mod: Callable[..., Any]
@@ -54,21 +71,27 @@ class BlockMask:
     block_n: int = 128,
     device: str | None = None,
   ) -> "BlockMask":
-    """Asks a mask_mod about every pair of a query and a key, in one kernel that keeps a number for each block alone.
+    """Asks a mask_mod about every pair of a query and a key, in one kernel that stores one count per block.
 
-    Small blocks let kernels skip more, where the mask is fine; kernels need not have tiles of the same size.
+    Small blocks let kernels skip more of a fine mask. Blocks need not have the size of a kernel's tiles.
 
     Args:
       mask_mod: (b, h, q_idx, kv_idx, *aux) -> bool; False hides the key. See `uopattn.mods`.
-      B, Hq: batches and query heads; 1 makes one mask for all, whose mask_mod is called with 0 for their index.
+      B, Hq: batches and query heads. 1 makes one mask for all, whose mask_mod is called with 0 for their index.
       M, N: queries and keys.
-      aux: the Tensors that it indexes; outside of them it reads 0. The mask is that of their present content.
+      aux: the Tensors that it indexes; out of bounds it reads 0. The mask is made from their present content.
       block_m, block_n: queries and keys of a block.
       device: where the mask is to be; None is where aux is, or tinygrad's default device.
 
     Raises:
       TypeError: mask_mod cannot be traced, aux is no tuple of Tensors, or a size is no int.
       ValueError: a size is less than 1.
+
+    Example:
+      >>> from uopattn import BlockMask
+      >>> mask = BlockMask.of(lambda b, h, q_idx, kv_idx: kv_idx <= q_idx, 1, 1, 6, 6, block_m=2, block_n=2)
+      >>> mask.counts.tolist()
+      [[[[3, 0, 0], [4, 3, 0], [4, 4, 3]]]]
     """
     named = {"B": B, "Hq": Hq, "M": M, "N": N, "block_m": block_m, "block_n": block_n}
     for name, size in named.items():
@@ -106,22 +129,46 @@ class BlockMask:
 
   @property
   def full(self) -> Tensor:
-    """The blocks that are seen whole; bool, of the shape of `counts`."""
+    """Blocks of which every pair is seen; bool, of the shape of `counts`.
+
+    Example:
+      >>> from uopattn import BlockMask, mods
+      >>> BlockMask.of(mods.causal, 1, 1, 4, 4, block_m=2, block_n=2).full.tolist()
+      [[[[False, False], [True, False]]]]
+    """
     return self.counts == Tensor(self._pairs.astype("int32"), device=self.counts.device)
 
   @property
   def empty(self) -> Tensor:
-    """The blocks of which nothing is seen."""
+    """Blocks of which no pair is seen; bool, of the shape of `counts`.
+
+    Example:
+      >>> from uopattn import BlockMask, mods
+      >>> BlockMask.of(mods.causal, 1, 1, 4, 4, block_m=2, block_n=2).empty.tolist()
+      [[[[False, True], [False, False]]]]
+    """
     return self.counts == 0
 
   @property
   def partial(self) -> Tensor:
-    """The others."""
+    """Blocks that are neither full nor empty; bool, of the shape of `counts`.
+
+    Example:
+      >>> from uopattn import BlockMask, mods
+      >>> BlockMask.of(mods.causal, 1, 1, 4, 4, block_m=2, block_n=2).partial.tolist()
+      [[[[True, False], [False, True]]]]
+    """
     return (self.full | self.empty).logical_not()
 
   @property
   def density(self) -> float:
-    """The share of all pairs of a query and a key that see each other."""
+    """The share, from 0 to 1, of all pairs of a query and a key that see each other.
+
+    Example:
+      >>> from uopattn import BlockMask, mods
+      >>> BlockMask.of(mods.causal, 1, 1, 4, 4).density
+      0.625
+    """
     return float(self.counts.numpy().mean(axis=(0, 1)).sum()) / (self.M * self.N)
 
   @property
@@ -155,7 +202,7 @@ class BlockMask:
     return self._listed(block_m, block_n, of_keys=False)
 
   def query_lists(self, block_m: int, block_n: int) -> tuple[Tensor, Tensor]:
-    """The same of a kernel whose blocks are of keys: the tiles of queries that each of them visits.
+    """The tiles of queries that a kernel visits whose blocks are of keys, as `tile_lists` has those of keys.
 
     A tile is seen whole if it ends before M, too. The lists have as many blocks as there are of keys, each with as many
     tiles as there are of queries.
@@ -210,10 +257,20 @@ class BlockMask:
     return "\n".join([repr(self), *("".join(SHADES[x] for x in row) for row in shades)])
 
   def plot(self, path: str, b: int = 0, h: int = 0) -> None:
-    """Draws the share that is seen of each block of a head into a file, of the kind that its name says.
+    """Draws into a file how much is seen of each block, for one head; the file's suffix says which format.
+
+    Args:
+      path: the file, "mask.png" say.
+      b, h: the batch and the query head.
 
     Raises:
-      ImportError: matplotlib is missing; the extra `bench` has it.
+      ImportError: matplotlib is missing; `pip install '.[bench]'` in a checkout installs it.
+
+    Example:
+      >>> import tempfile
+      >>> from uopattn import BlockMask, mods
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...   BlockMask.of(mods.causal, 1, 1, 512, 512).plot(f"{folder}/mask.png")
     """
     from matplotlib.figure import Figure
 
@@ -222,7 +279,13 @@ class BlockMask:
     figure.savefig(path, dpi=120)
 
   def draw(self, panel: Any, b: int = 0, h: int = 0) -> None:
-    """The same into a matplotlib `Axes`."""
+    """Draws how much is seen of each block into a matplotlib `Axes`, for one head.
+
+    Example:
+      >>> from matplotlib.figure import Figure
+      >>> from uopattn import BlockMask, mods
+      >>> BlockMask.of(mods.causal, 1, 1, 512, 512).draw(Figure().subplots())
+    """
     shares = self.counts[b, h].numpy() / self._pairs
     rows, keys = ([*range(0, n, block), n] for n, block in ((self.M, self.block_m), (self.N, self.block_n)))
     panel.pcolormesh(keys, rows, shares, cmap="Blues", vmin=0, vmax=1, edgecolors="white", linewidth=0.3)

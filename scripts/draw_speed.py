@@ -1,0 +1,91 @@
+"""Draws how fast uopattn is beside other libraries, case by case, for the README."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import speed
+from matplotlib.figure import Figure
+from speed import CASES, NAMES, Case
+
+from uopattn.measure.command_line import check_writable, exit_status
+
+OURS = "uopattn"
+BASES = ("torch flash", "torch")  # of a row, the first that it has counts as 1
+COLOURS = {OURS: "#0b5cad", "torch cudnn": "#d9822b", "torch flex": "#5a9e6f", "torch flash": "#777777"}
+COLOURS["torch"] = COLOURS["torch flash"]
+HEADS = {  # of the machines in the picture; others are in the table only
+  "H200": "NVIDIA H200, float16, 32 heads (forward and backward: B=4, N=4096)",
+  "EPYC Zen 5, 2 cores": "CPU: two cores of an AMD EPYC (Zen 5), B=1, 32 heads, N=1024, D=64",
+}
+PLACES: dict[str, tuple[str, tuple[int, int]]] = {  # of a name beside its dot: how it is aligned, and points away
+  OURS: ("left", (-4, 8)),
+  "torch cudnn": ("right", (2, -16)),
+  "torch flex": ("center", (0, 8)),
+}
+GREY = "#555555"
+
+
+def relative(row: speed.Record) -> dict[str, float]:
+  """The speed of each contender that is right, as a multiple of PyTorch's flash kernel, ours last."""
+  ratios = speed.ratios(row)
+  ours = next(ratios[name] for name in BASES if name in ratios)
+  return {name: ours / ratio for name, ratio in ratios.items()} | {OURS: ours}
+
+
+def draw(path: Path, results: Path) -> int:
+  """Writes the picture: a line for each case, a dot for each library; returns 0."""
+  check_writable(str(path), path)
+  records = speed.read_records(results)
+  figure = Figure(figsize=(9.2, 4.9), layout="constrained")
+  axis = figure.subplots()
+  y = 0.0
+  for machine, head in HEADS.items():
+    place: dict[str, Any] = {"transform": axis.get_yaxis_transform(), "backgroundcolor": "white"}
+    axis.text(-0.3, y, head, weight="bold", va="center", **place)
+    y += 1.1
+    for i, case in enumerate(case for case in CASES if case.machine == machine):
+      _draw_case(axis, y, case, case.row(records), named=i == 0)
+      y += 1
+    y += 0.5
+  dates = sorted({records[case.record]["date"] for case in CASES if case.machine in HEADS})
+  axis.set(xlim=(0, 3.35), ylim=(y - 0.9, -0.6), yticks=[], xticks=(0, 1, 2, 3))
+  axis.set_xticklabels(["0", "1×", "2×", "3×"])
+  axis.set_xlabel(f"times as fast as PyTorch's own flash attention, measured in the same run, {', '.join(dates)}")
+  axis.grid(axis="x", color="#e2e2e2", linewidth=0.8)
+  axis.axvline(1, color=GREY, linewidth=1, zorder=0)
+  axis.set_axisbelow(True)
+  for side in ("top", "left", "right"):
+    axis.spines[side].set_visible(False)
+  figure.savefig(path, dpi=110)
+  return 0
+
+
+def _draw_case(axis: Any, y: float, case: Case, row: speed.Record, named: bool) -> None:
+  """A line of dots; `named` writes above each what it stands for."""
+  found, unit = relative(row), speed.unit_of(row)
+  axis.text(-0.02, y, case.label, transform=axis.get_yaxis_transform(), ha="right", va="center")
+  axis.plot([0, max(found.values())], [y, y], color="#d5dde6", linewidth=3, zorder=1)
+  for name, at in found.items():
+    ours = name == OURS
+    axis.scatter(at, y, s=90 if ours else 46, color=COLOURS[name], zorder=3 if ours else 2, edgecolor="white")
+  told = f"{speed.speed(row['contenders'][OURS], unit)} {unit}"
+  end, offset = (max(found.values()), y), {"textcoords": "offset points", "weight": "bold"}
+  axis.annotate(told, end, (9, 0), va="center", color=COLOURS[OURS], **offset)
+  for name, at in found.items() if named else ():
+    align, away = PLACES.get(name, ("right", (4, 8)))
+    text = OURS if name == OURS else NAMES[name]
+    axis.annotate(text, (at, y), away, ha=align, color=COLOURS[name], fontsize=9, **offset)
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("output", type=Path, metavar="FILE.png", help="the picture to write")
+  parser.add_argument("results", nargs="?", type=Path, default=speed.RESULTS, help="the records (default: %(default)s)")
+  given = parser.parse_args()
+  return exit_status(parser.prog, lambda: draw(given.output, given.results))
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,109 @@
+"""The ten cases of the README's table and picture of speed, read from the records in scripts/results."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from uopattn.measure.bench_report import TERA
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "scripts" / "results"
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+  """One row of a record.
+
+  Attributes:
+    record: the file's name.
+    problem, kind: its first two cells in the speed table, as `problem` and `kind` make them.
+    label: the case for people.
+    machine: what it ran on, for people.
+  """
+
+  record: str
+  problem: str
+  kind: str
+  label: str
+  machine: str
+
+  def row(self, records: Mapping[str, Record]) -> Record:
+    """The row of the records, by file name; ValueError where none of them has it."""
+    for row in records.get(self.record, {}).get("rows", ()):
+      if (problem(row), kind(row)) == (self.problem, self.kind):
+        return row
+    raise ValueError(f"{self.record} has no row {self.problem}, {self.kind}")
+
+
+def problem(row: Record) -> str:
+  """Batches, heads, lengths and head sizes: B H N D, with H/HKV, M×N and D/DV where they differ."""
+  p = row["problem"]
+  heads = f"{p['Hq']}" + (f"/{p['Hkv']}" if p["Hkv"] != p["Hq"] else "")
+  lengths = (f"{p['M']}×" if p["M"] != p["N"] else "") + f"{p['N']}"
+  sizes = f"{p['Dk']}" + (f"/{p['Dv']}" if p["Dv"] != p["Dk"] else "")
+  return f"{p['B']} {heads} {lengths} {sizes}"
+
+
+def kind(row: Record) -> str:
+  """The dtype, and what else tells it from a plain forward pass."""
+  p = row["problem"]
+  return p["dtype"] + ", causal" * p["is_causal"] + ", gradients" * row.get("backward", False)
+
+
+def rounded(number: float) -> str:
+  """Two digits, or all before the point."""
+  return f"{number:.0f}" if number >= 10 else f"{number:#.2g}"
+
+
+def speed(contender: Record, unit: str) -> str:
+  """What a contender reached, in a unit of `unit_of`."""
+  if unit == "GB/s":
+    return rounded(contender["gbytes"])
+  return rounded(contender["gflops"] / (1000 if unit == "TFLOP/s" else 1))
+
+
+def unit_of(row: Record) -> str:
+  """What the speed of our contender is told in: of few queries, how fast keys and values are read."""
+  ours = row["contenders"]["uopattn"]
+  if "read" in ours.get("share", {}):
+    return "GB/s"
+  return "TFLOP/s" if ours["gflops"] >= TERA else "GFLOP/s"
+
+
+def ratios(row: Record) -> dict[str, float]:
+  """How many times as fast ours is as each contender that is right, the best of them first."""
+  others = {n: c for n, c in row["contenders"].items() if n != "uopattn" and c["correct"]}
+  best_first = sorted(others, key=lambda name: -others[name]["gflops"])
+  return {name: row["ratios"][name]["paired"] for name in best_first}
+
+
+def read_records(folder: Path) -> dict[str, Record]:
+  """The records of `uopattn.bench` in a folder, by file name, the newest first."""
+  found = {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"), reverse=True)}
+  return {name: record for name, record in found.items() if "rows" in record}  # those of other scripts have none
+
+
+NAMES = {  # of contenders
+  "torch": "PyTorch",
+  "torch flash": "FlashAttention-2",
+  "torch cudnn": "cuDNN",
+  "torch flex": "FlexAttention",
+  "tinygrad": "tinygrad",
+}
+_H200, _ZEN5, _ZEN4 = "H200", "EPYC Zen 5, 2 cores", "EPYC Zen 4, 2 cores"
+_GPU, _CPU = "2026-11-22-cuda-h200", "2026-11-22-cpu-epyc-zen5"
+CASES = (
+  Case(f"{_GPU}.json", "4 32 4096 64", "half", "forward, D=64", _H200),
+  Case(f"{_GPU}.json", "4 32 4096 128", "half", "forward, D=128", _H200),
+  Case(f"{_GPU}.json", "4 32 4096 128", "half, causal", "causal, D=128", _H200),
+  Case(f"{_GPU}-backward.json", "4 32 4096 128", "half, gradients", "backward, D=128", _H200),
+  Case(f"{_GPU}-few.json", "16 32/8 1×8192 128", "half", "decode, 8192 keys, B=16", _H200),
+  Case(f"{_CPU}.json", "1 32 1024 64", "float", "forward, float32", _ZEN5),
+  Case(f"{_CPU}.json", "1 32 1024 64", "bfloat16", "forward, bfloat16", _ZEN5),
+  Case(f"{_CPU}.json", "1 32 1024 64", "float, causal", "causal, float32", _ZEN5),
+  Case(f"{_CPU}-backward.json", "1 32 1024 64", "float, gradients", "backward, float32", _ZEN5),
+  Case("2026-11-22-cpu-epyc-zen4-few.json", "1 32/8 1×4096 128", "float", "decode, 4096 keys, float32", _ZEN4),
+)
