@@ -113,7 +113,6 @@ SMALL = ("N=20", "D=8", "H=1", "CNT=1")
     (SMALL, "EMU::gfx9999", "DEV=EMU::gfx9999 cannot be used: 'gfx9999' is not among the AMD architectures"),
     ((*SMALL, "JSON=/nowhere/a.json"), "CPU", "JSON=/nowhere/a.json: there is no such folder"),
     ((*SMALL, "JSON=/"), "CPU", "JSON=/ is a folder"),
-    (("B=9999999", "H=1", "N=9999", "D=999", "M=1"), "CPU", "emory"),
   ],
 )
 def test_one_line_and_exit_status_2(words: tuple[str, ...], device: str, message: str) -> None:
@@ -122,6 +121,22 @@ def test_one_line_and_exit_status_2(words: tuple[str, ...], device: str, message
   assert len(done.stderr.splitlines()) == 1
   assert done.stderr.startswith("uopattn.run: ")
   assert message in done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no limits of memory")
+def test_too_little_memory() -> None:
+  import resource
+
+  def limit() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))  # whatever the machine has
+
+  words = [sys.executable, "-m", "uopattn.run", "B=99", "H=1", "N=99999", "D=999", "M=1"]
+  done = subprocess.run(
+    words, capture_output=True, text=True, env=os.environ | {"DEV": "CPU"}, preexec_fn=limit, timeout=200
+  )
+  assert (done.returncode, done.stdout) == (2, "")
+  assert len(done.stderr.splitlines()) == 1
+  assert "emory" in done.stderr
 
 
 def test_a_driver_that_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
