@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,9 @@ from tinygrad import Tensor, UOp, dtypes
 
 from uopattn import BlockMask, KVCache, attention, attention_paged, attention_varlen, flash, merge_states
 from uopattn.mods import causal, dilated, document, sliding_window
-from uopattn.plan.dispatch import KERNELS
+from uopattn.plan.dispatch import FORWARD
 from uopattn.runtime.log import log_once
+from uopattn.spec.spec import Extras
 
 
 def tensor(*shape: int, dtype=dtypes.float32, device: str | None = None) -> Tensor:
@@ -212,8 +213,8 @@ def test_block_masks_are_checked_when_made(name: str) -> None:
 @pytest.fixture
 def bare_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
   """Kernels without any feature."""
-  bare = tuple(replace(kernel, features=frozenset()) for kernel in KERNELS)
-  monkeypatch.setattr("uopattn.plan.dispatch.KERNELS", bare)
+  bare = tuple(replace(schedule, lacks=tuple(x.name for x in fields(Extras))) for schedule in FORWARD)
+  monkeypatch.setattr("uopattn.plan.dispatch.FORWARD", bare)
 
 
 @pytest.mark.usefixtures("bare_kernels")

@@ -14,6 +14,7 @@ import readme_table
 from uopattn.measure import bandwidth, bench, contenders, contenders_backward, run
 from uopattn.measure.bench import Timing, main
 from uopattn.measure.run import Config, Problem
+from uopattn.plan.target import target_of
 
 SMALL = Config(h=2, n=40, d=8, dtype="float")
 
@@ -105,7 +106,7 @@ def test_tinygrad_beside_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_tinygrad_sits_large_problems_out() -> None:
-  problem = run.prepare(Config(h=8, n=257, d=8), run.Target.of("CPU"))
+  problem = run.prepare(Config(h=8, n=257, d=8), target_of("CPU"))
   assert contenders.load_tinygrad()(problem) is None
 
 
@@ -322,7 +323,7 @@ def test_a_page_without_markers(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_bf16_of_torch_if_there_is_one() -> None:
   pytest.importorskip("torch")
-  problem: Problem = run.prepare(Config(h=2, hkv=1, n=40, d=8, dtype="bfloat16", causal=1), run.Target.of("CPU"))
+  problem: Problem = run.prepare(Config(h=2, hkv=1, n=40, d=8, dtype="bfloat16", causal=1), target_of("CPU"))
   runner = contenders.load_torch()(problem)
   assert runner is not None
   gate = bench.Gate.of(problem.q, problem.k, problem.v, is_causal=True)

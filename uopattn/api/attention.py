@@ -2,17 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, Unpack, cast, overload
+from typing import Any, Literal, Unpack, overload
 
 from tinygrad import Tensor, UOp
 from tinygrad.helpers import TRAINING
 
 from uopattn.api.options import AttentionOptions
 from uopattn.dsl.random import draw_seed
-from uopattn.plan.dispatch import Choice, dispatch
-from uopattn.plan.launch import launch
+from uopattn.plan.dispatch import NoKernel, dispatch
+from uopattn.plan.forward import forward
+from uopattn.plan.launch import Launch
 from uopattn.plan.reference import reference
-from uopattn.plan.target import Target
+from uopattn.plan.target import target_of
 from uopattn.runtime.log import log_once
 from uopattn.spec.block_mask import BlockMask
 from uopattn.spec.spec import BACKENDS, AttentionSpec, Extras, check_dropout, make_spec, settled
@@ -168,15 +169,22 @@ def attend(q: Tensor, k: Tensor, v: Tensor, extras: Extras, backend: str) -> Any
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras, backend: str) -> tuple[Tensor, Tensor]:
-  """The same of checked arguments, of four dimensions; the output and the LSE."""
-  chosen: Choice | list[str] = [f"q is on {q.device}; kernels take one device"]
-  if isinstance(q.device, str):
-    chosen = dispatch(spec, Target.of(q.device))
-  if backend != "reference" and isinstance(chosen, Choice):
-    return launch(chosen, spec, q, k, v, extras=extras, backend=backend)
-  if backend == "kernel":
-    raise ValueError(f"backend='kernel': {'; '.join(cast(list[str], chosen))}")
-  if backend == "auto":
-    for reason in cast(list[str], chosen):
+  """The output and the LSE of checked arguments, of four dimensions."""
+  if backend == "reference":
+    return reference(q, k, v, spec, extras)
+  try:
+    launch = _launch(q.device, spec)
+  except NoKernel as error:
+    if backend == "kernel":
+      raise ValueError(f"backend='kernel': {error}") from error
+    for reason in error.reasons:
       log_once(f"attention falls back to plain tinygrad ops: {reason}")
-  return reference(q, k, v, spec, extras)
+    return reference(q, k, v, spec, extras)
+  return forward(launch, q, k, v, extras=extras, backend=backend)
+
+
+def _launch(device: object, spec: AttentionSpec) -> Launch:
+  """The kernel for an attention on a device. Raises NoKernel."""
+  if not isinstance(device, str):
+    raise NoKernel(f"q is on {device}; kernels take one device")
+  return dispatch(spec, target_of(device))

@@ -6,7 +6,8 @@ from math import inf
 
 from tinygrad import Tensor, dtypes
 
-from uopattn.spec.spec import DTYPES, dtype_name
+from uopattn.dsl.schedule import DTYPES
+from uopattn.spec.spec import dtype_name
 from uopattn.spec.tensors import check_tensor, described, operands, placed
 
 

@@ -13,15 +13,12 @@ from tinygrad.uop.ops import Ops
 
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.eight_bits import EIGHT_BITS
+from uopattn.dsl.schedule import DTYPES, WIDE, Problem
 from uopattn.spec.block_mask import BlockMask
 from uopattn.spec.expanded import folded
 from uopattn.spec.tensors import WIDEST, check_tensor, check_tensors, described, near, placed
 from uopattn.spec.trace import Mod, trace_mod
 
-FLOAT16 = (dtypes.float16, dtypes.bfloat16)
-FLOAT8 = (dtypes.fp8e4m3, dtypes.fp8e5m2)
-WIDE = (dtypes.float32, *FLOAT16)
-DTYPES = (*WIDE, *FLOAT8)
 BACKENDS = ("auto", "kernel", "reference")
 
 
@@ -40,49 +37,27 @@ class Input:
 
 
 @dataclass(frozen=True)
-class AttentionSpec:
-  """Shapes, type and flags; hashable, no tensors.
-
-  q is (B, Hq, M, Dk), k (B, Hkv, N, Dk), v (B, Hkv, N, Dv).
+class AttentionSpec(Problem):
+  """A problem, with all that its kernels are made of; hashable, no tensors.
 
   Attributes:
-    scale: factor on q.k.
     q_start: position of the first query: an int, made of Variables, or None where it is a Tensor.
-    extras: names of the arguments in use beyond is_causal, q_start, scale, enable_gqa and return_lse.
     kv_lengths: keys that exist: an int, made of Variables, or None where it is a Tensor or all do.
-    window: the first and last key that a query sees, counted back and on from its position; is_causal is in it.
     dropout_p: probability of dropping a weight; 0 unless training.
     block_mod: the block mask's own mask_mod.
-    block_heads: batches and heads of the block mask; None where there is none.
     inputs: the Tensors among the arguments other than q, k and v, in the order in which kernels take them.
-    kv_dtype: type of k and v where they have scales.
-    tf32: products of float32 may ignore all but the first 10 bits of a fraction: tinygrad's ALLOW_TF32.
     pages: how many there are, and the keys of each, where k is (pages, Hkv, keys of a page, Dk), and v likewise.
   """
 
-  B: int
-  Hq: int
-  Hkv: int
-  M: int
-  N: int
-  Dk: int
-  Dv: int
-  dtype: DType
-  scale: float
   q_start: int | UOp | None = 0
   return_lse: bool = False
-  extras: tuple[str, ...] = ()
   kv_lengths: int | UOp | None = None
-  window: tuple[int | None, int | None] = (None, None)
   softcap: float | None = None
   score_mod: Mod | None = None
   mask_mod: Mod | None = None
   dropout_p: float = 0.0
   block_mod: Mod | None = None
-  block_heads: tuple[int, int] | None = None
   inputs: tuple["Input", ...] = ()
-  kv_dtype: DType | None = None
-  tf32: bool = False
   pages: tuple[int, int] | None = None
 
   @property
@@ -90,16 +65,18 @@ class AttentionSpec:
     """The shape of k and of v but for the head size."""
     return (self.B, self.Hkv, self.N) if self.pages is None else (self.pages[0], self.Hkv, self.pages[1])
 
-  def tile_lists(self, block_m: int, block_n: int) -> tuple["Input", ...]:
-    """What a kernel with tiles of that size takes after `inputs`: the tiles that it visits, with a block mask."""
+  def tile_lists(self, block: int, tile: int, of_keys: bool) -> tuple["Input", ...]:
+    """With a block mask, what a kernel takes besides `inputs`: the tiles that each of its blocks visits.
+
+    Args:
+      block, tile: rows of a block and of a tile.
+      of_keys: whether blocks are of keys and tiles of queries, not the reverse.
+    """
     if self.block_heads is None:
       return ()
-    blocks = (*self.block_heads, ceildiv(self.M, block_m))
-    return tuple(Input("tile_lists", (*blocks, n), dtypes.int) for n in (ceildiv(self.N, block_n), 2))
-
-  def query_lists(self, block_m: int, block_n: int) -> tuple["Input", ...]:
-    """The same of a kernel whose blocks of keys visit tiles of queries."""
-    return replace(self, M=self.N, N=self.M).tile_lists(block_n, block_m)
+    rows, walked = (self.N, self.M) if of_keys else (self.M, self.N)
+    blocks = (*self.block_heads, ceildiv(rows, block))
+    return tuple(Input("tile_lists", (*blocks, n), dtypes.int) for n in (ceildiv(walked, tile), 2))
 
   @property
   def variables(self) -> int:
@@ -107,25 +84,10 @@ class AttentionSpec:
     places = [x for x in (self.q_start, self.kv_lengths) if isinstance(x, UOp)]
     return len({u for x in places for u in x.toposort() if u.op is Ops.PARAM})
 
-  @property
-  def stored(self) -> DType:
-    """The type of k and v."""
-    return self.dtype if self.kv_dtype is None else self.kv_dtype
-
-  @property
-  def is_causal(self) -> bool:
-    """Whether no query sees a key behind its own."""
-    return self.window[1] == 0
-
   def record(self) -> dict[str, Any]:
     """What JSON keeps of it: shapes, type, scale, and whether there is a causal mask."""
     names = ("B", "Hq", "Hkv", "M", "N", "Dk", "Dv", "scale", "is_causal", "return_lse")
     return {name: getattr(self, name) for name in names} | {"dtype": dtype_name(self.dtype)}
-
-  @property
-  def kv_bytes(self) -> int:
-    """Bytes of K and V."""
-    return self.B * self.Hkv * self.N * (self.Dk + self.Dv) * self.stored.itemsize
 
   @property
   def flops(self) -> int:
@@ -188,12 +150,16 @@ class Extras:
     found += [("aux", x) for x in self.aux]
     return found + [("block_mask", x) for x in (() if self.block_mask is None else self.block_mask.aux)]
 
-  def each(self, change: Callable[[Tensor], Tensor]) -> "Extras":
-    """The same with these Tensors changed, but for those of a block mask."""
+  def buffers(self) -> dict[str, list[Tensor]]:
+    """These Tensors, by the names of their arguments."""
     found: dict[str, list[Tensor]] = {}
     for name, x in self.tensors():
-      found.setdefault(name, []).append(change(x))
-    found.pop("block_mask", None)
+      found.setdefault(name, []).append(x)
+    return found
+
+  def each(self, change: Callable[[Tensor], Tensor]) -> "Extras":
+    """The same with these Tensors changed, but for those of a block mask."""
+    found = {name: [*map(change, xs)] for name, xs in self.buffers().items() if name != "block_mask"}
     given = {name: tuple(xs) if isinstance(getattr(self, name), tuple) else xs[0] for name, xs in found.items()}
     return replace(self, **cast(dict[str, Any], given))
 
