@@ -163,4 +163,5 @@ def test_a_graph_tells_its_own_work(arch: str) -> None:
     o = Tensor.full((1, 2, 40, 24), math.nan, dtype=q.dtype, device="EMU").contiguous().realize()
     check(q, k, v, Tensor.custom_kernel(o, q, k, v, fxn=fxn)[0].realize(), is_causal=True)
   (work,) = {u.arg.estimates for u in graphs[0].src if isinstance(u.arg, KernelInfo)}
+  assert work is not None
   assert work.ops == 2 * 2 * (16 + 24) * sum(range(1, 41))
