@@ -15,7 +15,7 @@ from uopattn import BlockMask, KVCache, attention, attention_paged, attention_va
 from uopattn.mods import causal, dilated, document, sliding_window
 from uopattn.plan.dispatch import FORWARD
 from uopattn.runtime.log import log_once
-from uopattn.spec.spec import Extras
+from uopattn.spec.arguments import Extras
 
 
 def tensor(*shape: int, dtype=dtypes.float32, device: str | None = None) -> Tensor:

@@ -18,7 +18,8 @@ from uopattn.kernels import combine
 from uopattn.plan.dispatch import dispatch
 from uopattn.plan.forward import forward
 from uopattn.plan.target import target_of
-from uopattn.spec.spec import Extras, make_spec
+from uopattn.spec.arguments import Extras
+from uopattn.spec.spec import make_spec
 
 ARCHS = ("gfx1100", "gfx1201", "gfx942", "sm_80")
 PLAIN: Shape = (1, 6, 2, 1, 210, 32, 32)

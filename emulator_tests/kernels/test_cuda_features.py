@@ -20,7 +20,8 @@ from uopattn.kernels import cuda_forward, hopper_forward
 from uopattn.plan.dispatch import FORWARD
 from uopattn.plan.forward import forward
 from uopattn.plan.launch import Launch
-from uopattn.spec.spec import Extras, make_spec
+from uopattn.spec.arguments import Extras
+from uopattn.spec.spec import make_spec
 
 Options = dict[str, Any]
 

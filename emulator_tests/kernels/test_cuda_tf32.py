@@ -20,7 +20,8 @@ from uopattn.dsl.target import Target
 from uopattn.kernels import cuda_forward
 from uopattn.plan.dispatch import dispatch
 from uopattn.proof.gate import Gate, verify
-from uopattn.spec.spec import AttentionSpec, Extras, make_spec
+from uopattn.spec.arguments import Extras
+from uopattn.spec.spec import AttentionSpec, make_spec
 
 F32 = dtypes.float32
 SHAPES = {

@@ -15,8 +15,9 @@ from uopattn.plan.launch import Launch
 from uopattn.plan.reference import reference
 from uopattn.plan.target import target_of
 from uopattn.runtime.log import log_once
+from uopattn.spec.arguments import Extras, check_dropout
 from uopattn.spec.block_mask import BlockMask
-from uopattn.spec.spec import BACKENDS, AttentionSpec, Extras, check_dropout, make_spec, settled
+from uopattn.spec.spec import BACKENDS, AttentionSpec, make_spec
 from uopattn.spec.tensors import batched, check_dimensions, operands
 
 
@@ -158,9 +159,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, extras: Extras, backend: str) -> Any
   q, k, v = operands(q=q, k=k, v=v)
   q4, k4, v4 = (batched(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
   check_dimensions(q=q, k=k, v=v)
-  check_dropout(extras.dropout_p)
+  check_dropout("dropout_p", extras.dropout_p)
   seed = draw_seed(q.device) if extras.dropout_p > 0 and TRAINING else None
-  extras = replace(settled(extras, q.device), seed=seed)
+  extras = replace(extras.settled(q.device), seed=seed)
   spec = make_spec(q4, k4, v4, extras)
   out, lse = _run(q4, k4, v4, spec, extras, backend)
   if q.ndim == 3:

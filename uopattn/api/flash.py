@@ -9,8 +9,9 @@ from tinygrad import Device, Tensor, UOp, dtypes
 from uopattn.dsl.target import Target
 from uopattn.plan.dispatch import dispatch
 from uopattn.plan.target import target_of
-from uopattn.spec.spec import Extras, dtype_name, make_spec
-from uopattn.spec.tensors import batched, check_dimensions, described, near
+from uopattn.spec.arguments import Extras
+from uopattn.spec.spec import make_spec
+from uopattn.spec.tensors import batched, check_dimensions, described, dtype_name, near
 
 
 def flash(

@@ -7,8 +7,7 @@ from math import inf
 from tinygrad import Tensor, dtypes
 
 from uopattn.dsl.schedule import DTYPES
-from uopattn.spec.spec import dtype_name
-from uopattn.spec.tensors import check_tensor, described, operands, placed
+from uopattn.spec.tensors import check_tensor, described, dtype_name, operands, placed
 
 
 def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ from uopattn.plan.target import target_of
 from uopattn.proof.gate import numpy
 from uopattn.proof.oracle import Array
 from uopattn.runtime.threads import thread_count
-from uopattn.spec.spec import NO_EXTRAS
+from uopattn.spec.arguments import NO_EXTRAS
 
 
 def output_gradient(problem: Problem) -> Tensor:

@@ -18,7 +18,9 @@ from uopattn.plan.dispatch import BACKWARD, FORWARD, NoKernel, dispatch, dispatc
 from uopattn.plan.target import shown, target_of
 from uopattn.runtime.clang import NoCompiler, clang_version, find_clang
 from uopattn.runtime.machine import machine_record
-from uopattn.spec.spec import AttentionSpec, Extras, dtype_name, make_spec
+from uopattn.spec.arguments import Extras
+from uopattn.spec.spec import AttentionSpec, make_spec
+from uopattn.spec.tensors import dtype_name
 
 QUERIES = {1024: "", 1: " of few queries"}  # of the cases that are asked about
 KEYS, HEAD_SIZE = 1024, 64  # of these

@@ -27,7 +27,9 @@ from uopattn.plan.launch import Launch
 from uopattn.plan.target import shown
 from uopattn.proof.gate import Report, verify
 from uopattn.runtime.machine import machine_record
-from uopattn.spec.spec import AttentionSpec, Extras, dtype_name, make_spec
+from uopattn.spec.arguments import Extras
+from uopattn.spec.spec import AttentionSpec, make_spec
+from uopattn.spec.tensors import dtype_name
 
 DTYPE_NAMES: dict[str, DType] = {
   "half": dtypes.float16,

@@ -23,7 +23,8 @@ from uopattn.kernels import (
 )
 from uopattn.plan.launch import Launch
 from uopattn.runtime.team import ARGUMENTS
-from uopattn.spec.spec import AttentionSpec, dtype_name
+from uopattn.spec.spec import AttentionSpec
+from uopattn.spec.tensors import dtype_name
 
 # Of several schedules that are meant for a case, the first one is taken.
 FORWARD = tuple(x.SCHEDULE for x in (cpu_forward, cpu_decode, amd_forward, hopper_forward, cuda_forward))

@@ -8,7 +8,7 @@ from tinygrad import Tensor
 from uopattn.plan.dispatch import stages
 from uopattn.plan.gradient import with_gradient
 from uopattn.plan.launch import Launch
-from uopattn.spec.spec import NO_EXTRAS, Extras
+from uopattn.spec.arguments import NO_EXTRAS, Extras
 
 
 def forward(

@@ -18,12 +18,13 @@ from typing import cast
 from tinygrad import Tensor, UOp, dtypes
 
 from uopattn.plan.dispatch import NoKernel, delta_launch, dispatch_backward
-from uopattn.plan.launch import Gradient, Launch
+from uopattn.plan.launch import DIFFERENTIABLE, Gradient, Launch
 from uopattn.plan.reference import dropped, keys_of, reference, scores_of
 from uopattn.plan.target import target_of
 from uopattn.runtime.log import log_once
+from uopattn.spec.arguments import Extras, four_axes
 from uopattn.spec.expanded import unfolded
-from uopattn.spec.spec import AttentionSpec, Extras, four_axes
+from uopattn.spec.spec import AttentionSpec
 
 
 def with_gradient(spec: AttentionSpec, extras: Extras, mask: Tensor | None, backend: str) -> tuple[Extras, Gradient]:
@@ -138,7 +139,7 @@ class Saved:
 
 def differentiable(extras: Extras) -> list[tuple[str, Tensor]]:
   """The Tensors besides q, k and v that have a gradient: an additive mask, sinks, and what score_mod reads."""
-  names = ("attn_mask", "sinks") + (("aux",) if extras.score_mod is not None else ())
+  names = [name for name in DIFFERENTIABLE if name != "aux" or extras.score_mod is not None]
   return [(name, x) for name, x in extras.tensors() if name in names and dtypes.is_float(x.dtype)]
 
 

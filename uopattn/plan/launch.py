@@ -12,10 +12,12 @@ from uopattn.dsl import as_type
 from uopattn.dsl.schedule import Kernel, Schedule
 from uopattn.plan.rules import rules_of
 from uopattn.runtime.prepare import prepared
+from uopattn.spec.arguments import ARGUMENTS
 from uopattn.spec.block_mask import BlockMask
 from uopattn.spec.spec import AttentionSpec, Input
 
-DIFFERENTIABLE = ("attn_mask", "sinks", "aux")  # arguments that may have a gradient
+DIFFERENTIABLE = tuple(name for name, declared in ARGUMENTS.items() if declared.has_gradient)
+IN_LSE = tuple(name for name, declared in ARGUMENTS.items() if declared.in_lse)
 GRADIENTS = ("dq", "dk", "dv")
 Tensors = Mapping[str, Sequence[Tensor]]
 Gradient = Callable[..., tuple[UOp | None, ...]]
@@ -73,14 +75,14 @@ class Launch:
     return tuple(Input(x, rows if D is None else (*rows, D), dtype) for x, rows, D, dtype in found) + self.inputs()
 
   def inputs(self) -> tuple[Input, ...]:
-    """The arguments' Tensors that its rules take. Sinks are in the LSE: what leaves it to others has none."""
+    """The arguments' Tensors that its rules take. What is in the LSE only counts where the last one is made."""
     s = self.spec
     if "rules" not in self.kernel.wants:
       return ()
     if "tiles" not in self.kernel.wants:
       return tuple(x for x in s.inputs if x.name in DIFFERENTIABLE)
     finishes = "lse" in self.kernel.outputs and not self.partial
-    given = tuple(x for x in s.inputs if finishes or x.name != "sinks")
+    given = tuple(x for x in s.inputs if finishes or x.name not in IN_LSE)
     return given + s.tile_lists(*self.kernel.block(self.tiles), self.kernel.of_keys)
 
   def lists(self, mask: BlockMask) -> Sequence[Tensor]:

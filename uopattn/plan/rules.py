@@ -1,7 +1,7 @@
 """The rules of a kernel, from an attention and the buffers that its arguments are in."""
 
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any
 
 from tinygrad import UOp
 from tinygrad.dtype import DType
@@ -23,34 +23,27 @@ def rules_of(
     operand: what it makes of keys and values of 8 bits that have scales; None is q's type.
   """
   operand = operand or spec.dtype
-
-  def only(name: str) -> UOp | None:
-    return buffers[name][0] if name in buffers else None
-
-  def pair(name: str) -> tuple[UOp, UOp] | None:
-    return (buffers[name][0], buffers[name][1]) if name in buffers else None
-
-  tables, block_tables = (tuple(map(Table, buffers.get(name, ()))) for name in ("aux", "block_mask"))
-  masks, scales = ((spec.mask_mod, tables), (spec.block_mod, block_tables)), pair("scales")
+  tables = {name: tuple(map(Table, buffers.get(name, ()))) for name in ("aux", "block_mask")}
+  masks = ((spec.mask_mod, tables["aux"]), (spec.block_mod, tables["block_mask"]))
+  given: dict[str, Any] = {name: x[0] if len(x) == 1 else tuple(x) for name, x in buffers.items() if name not in tables}
+  given |= {name: x for name in ("q_start", "kv_lengths") if (x := getattr(spec, name)) is not None}
+  if "scales" in given:
+    keys, values = given["scales"]
+    given["scales"] = Scales(keys, values, operand, unit(spec.stored, operand))
+  if "page_table" in given:
+    given["pages"] = Pages(given.pop("page_table"), *spec.kept)
   return Rules(
     spec.M,
     spec.N,
     heads=spec.Hq,
-    group=spec.Hq // spec.Hkv,
+    group=spec.group,
     packs=packs,
     scale=spec.scale,
     window=spec.window,
-    q_start=cast(UOp, only("q_start")) if spec.q_start is None else spec.q_start,
-    kv_lengths=only("kv_lengths") if spec.kv_lengths is None else spec.kv_lengths,
+    masks=spec.masks,
     softcap=spec.softcap,
-    score_mod=None if spec.score_mod is None else spec.score_mod(tables),
+    score_mod=None if spec.score_mod is None else spec.score_mod(tables["aux"]),
     mask_mods=tuple(mod(aux) for mod, aux in masks if mod is not None),
-    attn_mask=only("attn_mask"),
-    sinks=only("sinks"),
     dropout_p=spec.dropout_p,
-    seed=only("seed"),
-    bounds=pair("bounds"),
-    scales=None if scales is None else Scales(*scales, operand, unit(spec.stored, operand)),
-    tile_lists=pair("tile_lists"),
-    pages=None if spec.pages is None else Pages(cast(UOp, only("page_table")), *spec.kept),
+    **given,
   )

@@ -9,7 +9,7 @@ from tinygrad.dtype import DType, dtypes
 
 from uopattn.proof.oracle import EXACT, PRECISIONS, TF32, Array, oracle
 from uopattn.proof.oracle_gradients import Gradients, gradients
-from uopattn.spec.spec import dtype_name
+from uopattn.spec.tensors import dtype_name
 
 # What any output is allowed, however exact the naive computation happens to be: some unit roundoffs of its own type,
 # and of float32, in which the long sums are taken in an order of the kernel's choice.
