@@ -185,7 +185,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras, b
 
 
 def _launch(device: object, spec: AttentionSpec) -> Launch:
-  """The kernel for an attention on a device. Raises NoKernel."""
+  """The kernel for an attention on a device; it stores the LSE, see `forward`. Raises NoKernel."""
   if not isinstance(device, str):
     raise NoKernel(f"q is on {device}; kernels take one device")
-  return dispatch(spec, target_of(device))
+  return dispatch(replace(spec, return_lse=True), target_of(device))

@@ -81,7 +81,7 @@ class Problem:
 
   def packed(self, heads: int) -> Self:
     """The problem with the queries of so many heads as the rows of one."""
-    return replace(self, Hq=self.Hq // heads, M=self.M * heads)
+    return self if heads == 1 else replace(self, Hq=self.Hq // heads, M=self.M * heads)
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ def _launches(schedule: Schedule, spec: AttentionSpec, target: Target, tiles: An
 
 def check_arguments(launches: Sequence[Launch], target: Target) -> None:
   """Raises ValueError if a call would have more buffers and Variables than one on a CPU may have."""
-  calls = (call for x in launches for call in stages(replace(x, spec=replace(x.spec, return_lse=True))))
+  calls = (call for x in launches for call in stages(x))
   if target.device == "CPU" and (count := max(call.arguments() for call in calls)) > CPU_ARGUMENTS:
     raise ValueError(
       f"takes {CPU_ARGUMENTS} Tensors and Variables at most, its results among them, and would be given {count}; "

@@ -4,6 +4,7 @@ What a mask needs beyond its declaration is a rule for kernels, in `uopattn.dsl.
 and one for `uopattn.proof.oracle`.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
@@ -245,7 +246,7 @@ class Extras:
 
   def check(self, sizes: Sizes, device: object) -> None:
     """Raises TypeError or ValueError if an argument does not fit the others; all Tensors must be on the device."""
-    for name, declared, value in self.given():
+    for name, declared, value in self.given:
       declared.check(name, value, sizes)
       for x in value if isinstance(value, tuple) else (value.counts if name == "block_mask" else value,):
         if isinstance(x, Tensor) and x.device != device:
@@ -255,9 +256,10 @@ class Extras:
 
   def settled(self, device: str | tuple[str, ...] | None) -> "Extras":
     """The same with constants among them on a device, and with positions and lengths that int32 holds."""
-    found = {name: declared.settle(placed(value, device)) for name, declared, value in self.given()}
+    found = {name: declared.settle(placed(value, device)) for name, declared, value in self.given}
     return replace(self, **found)
 
+  @functools.cached_property
   def given(self) -> list[tuple[str, Argument, Any]]:
     """Those that are not left out, with what is declared of them."""
     values = ((name, declared, getattr(self, name)) for name, declared in ARGUMENTS.items())
@@ -265,16 +267,16 @@ class Extras:
 
   def in_use(self) -> tuple[str, ...]:
     """The features that it takes to serve them."""
-    used = ((name, x.feature) for name, x, value in self.given() if x.is_used(value))
+    used = ((name, x.feature) for name, x, value in self.given if x.is_used(value))
     return tuple(name if feature is None else feature for name, feature in used if feature != "")
 
   def masks(self) -> tuple[Range, ...]:
     """The rules of those that let a query see the keys from one to another."""
-    return tuple(x.mask(value) for _, x, value in self.given() if x.mask is not None)
+    return tuple(x.mask(value) for _, x, value in self.given if x.mask is not None)
 
   def tensors(self) -> list[tuple[str, Tensor]]:
     """The Tensors among them as kernels take them, each with the name of its argument."""
-    return [(name, x) for name, declared, value in self.given() for x in declared.tensors(value)]
+    return [(name, x) for name, declared, value in self.given for x in declared.tensors(value)]
 
   def buffers(self) -> dict[str, list[Tensor]]:
     """These Tensors, by the names of their arguments."""
@@ -291,7 +293,7 @@ class Extras:
 
   def variables(self) -> tuple[UOp, ...]:
     """The bound Variables in them, each once; not those of one possible value, which tinygrad makes constants."""
-    places = (value for _, _, value in self.given() if isinstance(value, UOp))
+    places = (value for _, _, value in self.given if isinstance(value, UOp))
     return tuple(dict.fromkeys(v for x in places for v in bound_variables(x) if v.src[0].vmin < v.src[0].vmax))
 
 
