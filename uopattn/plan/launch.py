@@ -18,7 +18,6 @@ from uopattn.spec.spec import AttentionSpec, Input
 
 DIFFERENTIABLE = tuple(name for name, declared in ARGUMENTS.items() if declared.has_gradient)
 IN_LSE = tuple(name for name, declared in ARGUMENTS.items() if declared.in_lse)
-GRADIENTS = ("dq", "dk", "dv")
 Tensors = Mapping[str, Sequence[Tensor]]
 Gradient = Callable[..., tuple[UOp | None, ...]]
 
@@ -26,6 +25,8 @@ Gradient = Callable[..., tuple[UOp | None, ...]]
 @dataclass(frozen=True)
 class Launch:
   """A kernel of a schedule, for an attention: hashable, no tensors.
+
+  `str` names the schedule and its tiles, for people.
 
   Attributes:
     tiles: its block sizes.
@@ -51,7 +52,7 @@ class Launch:
     return tuple(name for name in self.kernel.buffers if name not in left_out)
 
   def buffers(self) -> tuple[Input, ...]:
-    """All buffers of a call, in order: of several of one name the first comes first."""
+    """All buffers of a call, in order; an argument may have several, one after another."""
     s, rows = self.spec, (self.spec.B, self.spec.Hq, self.spec.M)
     part = (s.heads // self.packs * self.splits, self.packs * s.M)
     sums = self.kernel.sums(self.tiles)
@@ -75,14 +76,14 @@ class Launch:
     return tuple(Input(x, rows if D is None else (*rows, D), dtype) for x, rows, D, dtype in found) + self.inputs()
 
   def inputs(self) -> tuple[Input, ...]:
-    """The arguments' Tensors that its rules take. What is in the LSE only counts where the last one is made."""
+    """The arguments' Tensors that its rules take; no tiles, as where parts are combined, no keys, and so no masks."""
     s = self.spec
     if "rules" not in self.kernel.wants:
       return ()
     if "tiles" not in self.kernel.wants:
       return tuple(x for x in s.inputs if x.name in DIFFERENTIABLE)
-    finishes = "lse" in self.kernel.outputs and not self.partial
-    given = tuple(x for x in s.inputs if finishes or x.name not in IN_LSE)
+    makes_lse = "lse" in self.kernel.outputs and not self.partial
+    given = tuple(x for x in s.inputs if makes_lse or x.name not in IN_LSE)
     return given + s.tile_lists(*self.kernel.block(self.tiles), self.kernel.of_keys)
 
   def lists(self, mask: BlockMask) -> Sequence[Tensor]:
