@@ -114,7 +114,7 @@ def test_tinygrad_sits_large_problems_out() -> None:
 def test_a_wrong_kernel_gets_no_speed(
   tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-  monkeypatch.setattr(run, "launch", lambda choice, spec, q, k, v, o, lse: (o, lse))
+  monkeypatch.setattr(run, "forward", lambda launch, q, k, v, o, lse: (o, lse))
   monkeypatch.setattr(run, "TinyJit", lambda fxn: fxn)
   assert main(["--quick", "--against", "tinygrad", "--rounds", "1", "--json", f"{tmp_path}/b.json"]) == 1
   (row,) = json.loads((tmp_path / "b.json").read_text())["rows"]

@@ -13,7 +13,7 @@ import tinygrad
 import uopattn
 from uopattn.runtime.clang import find_clang
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BUILD = "import sys; from hatchling.build import build_editable, build_wheel; print({}(sys.argv[1]))"
 RUN = "from runpy import run_module; import sys; run_module('uopattn.run', run_name='__main__', alter_sys=True)"
 PROBLEM = ("N=20", "D=8", "H=1", "CNT=1")
@@ -83,7 +83,7 @@ def test_runs_from_the_checkouts_root_beside_an_installed_wheel(
 def test_an_editable_install_is_found_from_the_folder_above(checkout: Path, libraries: Path, tmp_path: Path) -> None:
   site = installed(checkout, "build_editable", tmp_path)
   code = "from uopattn import attention, kernels; print(attention.__module__, kernels.__file__)"
-  expected = f"uopattn.attention {checkout / 'kernels' / '__init__.py'}\n"
+  expected = f"uopattn.api.attention {checkout / 'kernels' / '__init__.py'}\n"
   for cwd in (checkout.parent, checkout, tmp_path):
     assert python(code, cwd=cwd, path=libraries, site=site) == expected
 
