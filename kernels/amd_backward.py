@@ -405,7 +405,7 @@ SCHEDULE = Schedule(
   "amd_backward",
   devices=("AMD",),
   dtypes=FLOAT16,
-  kernels=passes(backward_q, backward_kv, Tiles.choose),
+  kernels=passes(backward_q, backward_kv, Tiles),
   tiles=Tiles,
   lacks=("scales", "page_table"),
 )

@@ -376,7 +376,7 @@ SCHEDULE = Schedule(
   "amd_forward",
   devices=("AMD",),
   dtypes=FLOAT16,
-  kernels=(Kernel.forward(forward, Tiles.choose),),
+  kernels=(Kernel.forward(forward, Tiles),),
   tiles=Tiles,
   packs=group_of_few,
   split=splits_on_gpu,

@@ -358,7 +358,11 @@ SCHEDULE = Schedule(
   "cpu_backward",
   devices=("CPU",),
   dtypes=WIDE,
-  kernels=(Kernel.backward(backward, "dq", "dk", "dv", choose=Tiles.choose, sums=lambda tiles: tiles.parts),),
+  kernels=(
+    Kernel.backward(
+      backward, "dq", "dk", "dv", choose=lambda *given: Tiles.choose(*given), sums=lambda tiles: tiles.parts
+    ),
+  ),
   tiles=Tiles,
   lacks=("scales", "page_table"),
 )

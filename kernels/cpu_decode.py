@@ -457,7 +457,7 @@ SCHEDULE = Schedule(
   "cpu_decode",
   devices=("CPU",),
   dtypes=WIDE,
-  kernels=(Kernel.forward(forward, Tiles.choose),),
+  kernels=(Kernel.forward(forward, Tiles),),
   tiles=Tiles,
   lacks=("block_mask",),
   packs=lambda problem: problem.group,

@@ -242,7 +242,7 @@ SCHEDULE = Schedule(
   "cpu_forward",
   devices=("CPU",),
   dtypes=WIDE,
-  kernels=(Kernel.forward(forward, Tiles.choose),),
+  kernels=(Kernel.forward(forward, Tiles),),
   tiles=Tiles,
   meant_for=lambda problem, target: target.vector.lanes <= problem.M,
   operand=dtypes.float32,

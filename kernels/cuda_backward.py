@@ -347,7 +347,7 @@ SCHEDULE = Schedule(
   "cuda_backward",
   devices=("CUDA",),
   dtypes=WIDE,
-  kernels=passes(backward_q, backward_kv, Tiles.choose),
+  kernels=passes(backward_q, backward_kv, Tiles),
   tiles=Tiles,
   lacks=("scales", "page_table"),
   tf32=True,

@@ -307,7 +307,7 @@ SCHEDULE = Schedule(
   "cuda_forward",
   devices=("CUDA",),
   dtypes=DTYPES,
-  kernels=(Kernel.forward(forward, Tiles.choose),),
+  kernels=(Kernel.forward(forward, Tiles),),
   tiles=Tiles,
   packs=group_of_few,
   split=splits_on_gpu,

@@ -327,7 +327,7 @@ SCHEDULE = Schedule(
   "hopper_backward",
   devices=("CUDA",),
   dtypes=FLOAT16,
-  kernels=passes(backward_q, backward_kv, Tiles.choose),
+  kernels=passes(backward_q, backward_kv, Tiles),
   tiles=Tiles,
   lacks=("scales", "page_table"),
 )

@@ -315,7 +315,7 @@ SCHEDULE = Schedule(
   "hopper_forward",
   devices=("CUDA",),
   dtypes=FLOAT16,
-  kernels=(Kernel.forward(forward, Tiles.choose),),
+  kernels=(Kernel.forward(forward, Tiles),),
   tiles=Tiles,
   lacks=("scales",),
   meant_for=lambda problem, target: not problem.few and problem.dtype in FLOAT16 and Tiles.serves(problem, target),

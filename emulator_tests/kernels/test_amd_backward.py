@@ -42,7 +42,7 @@ SHAPES = {
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
   """Two waves and tiles of 32: several blocks and tiles of few queries and keys."""
-  monkeypatch.setattr(Tiles, "choose", lambda arch, of_keys, *_: Tiles(arch, of_keys, 2, 1, 32))
+  monkeypatch.setattr(Tiles, "choose", lambda problem, target, of_keys: Tiles(target.arch, of_keys, 2, 1, 32))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -85,7 +85,7 @@ def test_matches_the_oracle_in_both_types(shape: str, arch: str, dtype: Any) -> 
 def test_any_tiles_and_shape(arch, waves, own, block, group, M, N, Dk, Dv, q_start) -> None:
   options = {} if q_start is None else {"is_causal": True, "q_start": q_start}
   with pytest.MonkeyPatch.context() as patch, on(arch):
-    patch.setattr(Tiles, "choose", lambda arch, of_keys, *_: Tiles(arch, of_keys, waves, own, 32 * block))
+    patch.setattr(Tiles, "choose", lambda problem, target, of_keys: Tiles(target.arch, of_keys, waves, own, 32 * block))
     check_gradients(*inputs(1, group, 1, M, N, Dk, Dv), options)
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Self
 
 from tinygrad import UOp, dtypes
@@ -112,9 +111,9 @@ class Kernel:
   unread: tuple[str, ...] = ()
 
   @classmethod
-  def forward(cls, build: Callable[..., UOp], choose: Callable[[Problem, Target], Any]) -> "Kernel":
-    """Of a forward pass: (o, q, k, v, lse or None, *, rules, tiles)."""
-    return cls(build, ("o", "lse"), ("o", "q", "k", "v", "lse"), choose)
+  def forward(cls, build: Callable[..., UOp], tiles: Any) -> "Kernel":
+    """Of a forward pass: (o, q, k, v, lse or None, *, rules, tiles); its tiles are `tiles.choose(problem, target)`."""
+    return cls(build, ("o", "lse"), ("o", "q", "k", "v", "lse"), lambda *given: tiles.choose(*given))
 
   @classmethod
   def backward(cls, build: Callable[..., UOp], *outputs: str, **given: Any) -> "Kernel":
@@ -154,18 +153,20 @@ class Schedule:
   operand: DType | None = None
 
 
-def passes(
-  of_queries: Callable[..., UOp], of_keys: Callable[..., UOp], choose: Callable[..., Any]
-) -> tuple[Kernel, ...]:
+def passes(of_queries: Callable[..., UOp], of_keys: Callable[..., UOp], tiles: Any) -> tuple[Kernel, ...]:
   """The kernels of a backward pass with blocks of `tiles.rows` queries, for dQ, and of as many keys, for dK and dV.
 
-  Args:
-    choose: (problem, target, of_keys) -> tiles.
+  Their tiles are `tiles.choose(problem, target, of_keys)`.
   """
 
   def make(build: Callable[..., UOp], keys: bool, *outputs: str) -> Kernel:
-    choice = partial(choose, of_keys=keys)
-    return Kernel.backward(build, *outputs, choose=choice, block=lambda tiles: (tiles.rows, tiles.block), of_keys=keys)
+    return Kernel.backward(
+      build,
+      *outputs,
+      choose=lambda *given: tiles.choose(*given, of_keys=keys),
+      block=lambda x: (x.rows, x.block),
+      of_keys=keys,
+    )
 
   return make(of_queries, False, "dq"), make(of_keys, True, "dk", "dv")
 
