@@ -14,8 +14,10 @@ from tinygrad.dtype import DType
 
 import uopattn.emulator as emulator
 from uopattn import attention, flash
+from uopattn.dsl.schedule import Problem
+from uopattn.dsl.target import Target, VectorUnit
 from uopattn.plan import dispatch
-from uopattn.plan.target import Target
+from uopattn.plan.target import target_of
 from uopattn.proof.gate import verify
 from uopattn.proof.oracle import Array
 from uopattn.runtime.clang import NoCompiler
@@ -105,10 +107,22 @@ def counts(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> emulator.Counters
 @contextmanager
 def served_by(kernel: str) -> Iterator[None]:
   """`attention` takes this kernel, whichever it would take on the machine at hand."""
-  (wanted,) = [x for x in dispatch.KERNELS if x.name == kernel]
+  (wanted,) = [x for x in dispatch.FORWARD if x.name == kernel]
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(dispatch, "KERNELS", (wanted,))
+    patch.setattr(dispatch, "FORWARD", (wanted,))
     yield
+
+
+def problem_of(
+  heads: int, M: int, N: int, Dk: int, Dv: int, dtype: DType = dtypes.float32, kv_heads: int | None = None, **more: Any
+) -> Problem:
+  """What tiles are chosen for."""
+  return Problem(1, heads, kv_heads or heads, M, N, Dk, Dv, dtype, Dk**-0.5, **more)
+
+
+def with_vectors(lanes: int, registers: int, threads: int = 1) -> Target:
+  """A CPU with so many vector registers of so many float32."""
+  return Target("CPU", "x86_64,native", VectorUnit(lanes, registers), threads)
 
 
 def cpu_target(arch: str) -> Target:
@@ -116,6 +130,6 @@ def cpu_target(arch: str) -> Target:
   Device["CPU"]  # compiles programs of its own when it is first asked for: they are for this machine
   try:
     with Context(DEV=f"CPU::{arch}"):
-      return Target.of("CPU")
+      return target_of("CPU")
   except NoCompiler as error:
     pytest.skip(str(error))

@@ -44,6 +44,8 @@ from uopattn.dsl.rules.keys import spans
 from uopattn.dsl.rules.rows import HeadRows
 from uopattn.dsl.rules.rules import HeadRules, Rules, visits_of_queries
 from uopattn.dsl.rules.visit import Visit
+from uopattn.dsl.schedule import FLOAT16, Problem, Schedule, passes
+from uopattn.dsl.target import Target
 from uopattn.dsl.words import words_of, words_of_all
 
 LDS_LIMIT = 64 << 10  # bytes a workgroup
@@ -112,14 +114,14 @@ class Tiles:
     return self.own * (operands * f.width // 2 + results * f.result) + moving
 
   @classmethod
-  def choose(cls, arch: str, of_keys: bool, M: int, N: int, Dk: int, Dv: int) -> "Tiles":
+  def choose(cls, problem: Problem, target: Target, of_keys: bool) -> "Tiles":
     """Tiles of a pass for a target.
 
     Raises:
       ValueError: the target is unknown, or the head size too large for LDS even with the smallest tile.
     """
-    f = Fragments.of(arch)
-    rows, others = (N, M) if of_keys else (M, N)
+    arch, Dk, Dv, f = target.arch, problem.Dk, problem.Dv, Fragments.of(target.arch)
+    rows, others = (problem.N, problem.M) if of_keys else (problem.M, problem.N)
     least, waves = cls.least(f), min(4, ceildiv(rows, ROWS))
     own = 1 if f.lanes == 32 or rows <= waves * ROWS else 2  # RDNA has registers for one
     blocks = [block for block in (32, 16) if block % least == 0 and block < others + least]
@@ -397,3 +399,13 @@ def shifts_early(rules: Rules) -> bool:
 def shift(lse: UOp, rules: Rules) -> UOp:
   """`Pairs.shift` of an L; 0 if that is -inf, as all scores of the row are then."""
   return lse.eq(-inf).where(0.0, lse * (-LOG2E / rules.factors[1] if shifts_early(rules) else -LOG2E))
+
+
+SCHEDULE = Schedule(
+  "amd_backward",
+  devices=("AMD",),
+  dtypes=FLOAT16,
+  kernels=passes(backward_q, backward_kv, Tiles),
+  tiles=Tiles,
+  lacks=("scales", "page_table"),
+)

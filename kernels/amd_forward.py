@@ -12,7 +12,7 @@ While they work on a tile, the next one is on its way from global memory to regi
 Lane l is query l % 16 of its wave; `uopattn.dsl.amd.fragments` says which keys and value columns it has.
 
 For a few queries the query heads that share a key head are rows of one tile, and each workgroup has a part of the keys;
-`kernels/join.py` puts the parts together.
+`kernels/combine.py` puts the parts together.
 
 Rows of K are dealt out in LDS so that a lane's keys in S^T are neighbours, as P^T needs them. On RDNA3 the two lanes of
 a query must both have all of P: they swap halves through LDS, in rows that only their wave uses.
@@ -55,6 +55,8 @@ from uopattn.dsl.rules.rows import HeadRows
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import finish
 from uopattn.dsl.rules.visit import Visit
+from uopattn.dsl.schedule import FLOAT16, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
+from uopattn.dsl.target import Target
 from uopattn.dsl.words import words_of
 
 LDS_LIMIT = 64 << 10  # bytes a workgroup
@@ -126,16 +128,18 @@ class Tiles:
     return max(1, lds_limit(arch) // self.lds_bytes(Dk, Dv))
 
   @classmethod
-  def choose(cls, arch: str, M: int, N: int, Dk: int, Dv: int, masked: bool = False) -> "Tiles":
+  def choose(cls, problem: Problem, target: Target) -> "Tiles":
     """Tiles for a target: as many queries a wave, then as many keys a tile, as registers and LDS allow.
-
-    `masked` is for a second loop that needs many registers: that of a causal mask, of a window or of attn_mask.
 
     Raises:
       ValueError: the target is unknown, or the head size too large for LDS even with the smallest tile.
     """
+    arch, M, N, Dk, Dv = target.arch, problem.M, problem.N, problem.Dk, problem.Dv
     f = Fragments.of(arch)
     least, waves = cls.least(f), ceildiv(M, ROWS)
+    # The second loop needs many registers then. With kv_lengths LLVM spills where there are fewer keys a tile.
+    masked = problem.window != (None, None) or "attn_mask" in problem.extras
+    masked = masked and "kv_lengths" not in problem.extras
     budget = 200 if f.lanes == 32 else 360  # of 256 and 512; the rest is for addresses and temporaries
     wanted: tuple[int, ...] = (64, 32, 16)
     if masked and f.lanes == 32 and not f.repeated:  # RDNA4, where LLVM spills what the second loop needs in the first
@@ -366,3 +370,14 @@ def store_rows(
   if lse is not None:
     stores.append(gated(lse, row < M, head, row).store(ins.pin(HIP, log2 * LN2)))
   return stores
+
+
+SCHEDULE = Schedule(
+  "amd_forward",
+  devices=("AMD",),
+  dtypes=FLOAT16,
+  kernels=(Kernel.forward(forward, Tiles),),
+  tiles=Tiles,
+  packs=group_of_few,
+  split=splits_on_gpu,
+)

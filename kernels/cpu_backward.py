@@ -20,7 +20,7 @@ five: 434 GFLOP/s (H=8 N=1024 D=64; 2.7 times PyTorch's), 446 (H=4 N=4096), caus
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import reduce
 from math import inf
 
@@ -32,6 +32,8 @@ from uopattn.dsl import LOG2E, Loop, Scope, clamp, exp2, gated, sizes
 from uopattn.dsl.cpu.strips import Tile, accumulate, even, load_tile, strips, zeros
 from uopattn.dsl.rules.rows import HeadRows
 from uopattn.dsl.rules.rules import HeadRules, Rules
+from uopattn.dsl.schedule import WIDE, Kernel, Problem, Schedule
+from uopattn.dsl.target import Target
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
 
@@ -70,36 +72,24 @@ class Tiles:
     return 4 * (rows * self.block_m + widen * (Dk + Dv) * self.block_n)
 
   @classmethod
-  def choose(
-    cls,
-    heads: int,
-    kv_heads: int,
-    M: int,
-    N: int,
-    Dk: int,
-    Dv: int,
-    itemsize: int,
-    lanes: int,
-    registers: int,
-    threads: int,
-  ) -> "Tiles":
-    """Tiles for `threads` threads of a machine with `registers` vector registers of `lanes` float32 each.
+  def choose(cls, problem: Problem, target: Target) -> "Tiles":
+    """Tiles for the threads and the vectors of a machine.
 
     Raises:
       ValueError: the head size is too large for the stack even with the smallest tile.
     """
+    p, Dk, Dv, lanes = problem, problem.Dk, problem.Dv, target.vector.lanes
     large = max(Dk, Dv) > 192  # 64 columns of Q^T or dO^T, read for every strip of keys, leave the first-level cache
-    vectors, unroll = (2, 4) if registers < 32 else (2, 8) if large else (4, 4)  # + `unroll` broadcasts + 1 fit them
-    block_m = lanes * even(ceildiv(M, lanes), max(1, (32 if large else 64) // lanes))
-    block_n = min(N, round_up(even(N, 64), unroll))
-    while (tiles := cls(block_m, block_n, unroll, vectors, lanes)).stack_bytes(Dk, Dv, itemsize < 4) > STACK_LIMIT:
+    many = target.vector.registers >= 32
+    vectors, unroll = (2, 4) if not many else (2, 8) if large else (4, 4)  # + `unroll` broadcasts + 1 fit them
+    block_m = lanes * even(ceildiv(p.M, lanes), max(1, (32 if large else 64) // lanes))
+    block_n, widen = min(p.N, round_up(even(p.N, 64), unroll)), p.dtype.itemsize < 4
+    while (needed := cls(block_m, block_n, unroll, vectors, lanes).stack_bytes(Dk, Dv, widen)) > STACK_LIMIT:
       if block_m == lanes and block_n == 1:
-        raise ValueError(
-          f"head size {max(Dk, Dv)}: a tile needs {tiles.stack_bytes(Dk, Dv, itemsize < 4)} bytes of stack, "
-          f"the limit is {STACK_LIMIT}"
-        )
+        raise ValueError(f"head size {max(Dk, Dv)}: a tile needs {needed} bytes of stack, the limit is {STACK_LIMIT}")
       block_m, block_n = lanes * ceildiv(block_m // lanes, 2), ceildiv(block_n, 2)
-    return replace(tiles, parts=_parts(kv_heads, heads // kv_heads * ceildiv(M, tiles.block_m), threads))
+    parts = _parts(p.B * p.Hkv, p.group * ceildiv(p.M, block_m), target.threads)
+    return cls(block_m, block_n, unroll, vectors, lanes, parts)
 
 
 def _parts(kv_heads: int, blocks: int, threads: int) -> int:
@@ -362,3 +352,17 @@ def store_rows(s: Scope, dq: UOp, block: Block, dq_t: UOp) -> UOp:
   d, m = s.axis(Dk), s.axis(min(block_m, M))  # the rest is past M in every block
   place = gated(dq, block.exists(m), block.head, block.row + m, d)
   return place.store(dq_t[d, m].cast(dq.dtype)).end(d, m)
+
+
+SCHEDULE = Schedule(
+  "cpu_backward",
+  devices=("CPU",),
+  dtypes=WIDE,
+  kernels=(
+    Kernel.backward(
+      backward, "dq", "dk", "dv", choose=lambda *given: Tiles.choose(*given), sums=lambda tiles: tiles.parts
+    ),
+  ),
+  tiles=Tiles,
+  lacks=("scales", "page_table"),
+)

@@ -17,7 +17,7 @@ Who holds what. A strip of `unroll_m` rows against `unroll_n` keys (of Q K^T), o
 with the scores of a tile. Where the machine adds two products of bfloat16 at a time, Q, K and V in bfloat16 are
 multiplied as they are, and P is rounded to it.
 
-With few heads the keys are split among work items, and `join` puts the parts together.
+With few heads the keys are split among work items, and `combine` puts the parts together.
 
 Measured, of the speed at which two cores of an AMD EPYC read memory (2026-11-22), four rows a key, head sizes 64 and
 128. Zen 4, reads of 23 to 32 GB/s: 0.88 to 1.25; where other machines leave it reads of 33 to 45: float32 0.78 to 0.97,
@@ -42,10 +42,14 @@ from uopattn.dsl.limits import LINE
 from uopattn.dsl.rules.rows import HeadRows
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import finish_rows
+from uopattn.dsl.schedule import WIDE, Kernel, Problem, Schedule
+from uopattn.dsl.target import Target
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
 AHEAD = 16  # keys before its use that a line is asked for again
 WORK_PER_CALL = 4_000_000  # floating-point operations; some 0.03 ms, against a microsecond that a call costs
+ITEMS = 32  # of a thread: with 4, keys of 16 bits were read at 0.78 of what a thread can, and with 32 at 0.94
+PART_BYTES = 1 << 20  # of keys and values, at least, of a part: 0.04 ms for a core; combining takes half of it
 NEAREST = 36 << 10  # bytes of K and V a tile, of which one is in use in the nearest cache while the other comes in
 
 # (q.k times the factor, row of the block, key of the tile) -> the score
@@ -95,32 +99,18 @@ class Tiles:
     return self.lanes == 16 and Dk % 32 == Dv % 16 == 0 and min(self.block_n, N) % 2 == N % min(self.block_n, N) == 0
 
   @classmethod
-  def choose(
-    cls,
-    kv_heads: int,
-    rows: int,
-    N: int,
-    Dk: int,
-    Dv: int,
-    itemsize: int,
-    lanes: int,
-    registers: int,
-    pairs: bool = False,
-  ) -> "Tiles":
-    """Tiles for `rows` queries a key head, on a machine with `registers` vector registers of `lanes` float32 each.
-
-    Args:
-      itemsize: bytes of an element of K and V.
-      pairs: whether the machine adds two products of such elements at a time.
+  def choose(cls, problem: Problem, target: Target) -> "Tiles":
+    """Tiles for a problem whose query heads are packed, on a machine with vectors.
 
     Raises:
       ValueError: the head size is too large for the stack even with the smallest tile.
     """
-    most = 4 if registers >= 32 else 2
-    block_m = even(rows, 4 * most)  # more rows take longer to compute than K and V to read
+    p, N, Dk, Dv, lanes = problem, problem.N, problem.Dk, problem.Dv, target.vector.lanes
+    most = 4 if target.vector.registers >= 32 else 2
+    block_m = even(p.M, 4 * most)  # more rows take longer to compute than K and V to read
     unroll_m = even(block_m, most)
     block_m = round_up(block_m, unroll_m)
-    fitting = [n for n in (96, 64, 48, 32) if n * (Dk + Dv) * itemsize <= NEAREST] + [16]
+    fitting = [n for n in (96, 64, 48, 32) if n * (Dk + Dv) * p.stored.itemsize <= NEAREST] + [16]
     # Where a key is in two tiles, each value is tested whether it counts: that takes a fifth longer in 16 bits.
     block_n = next((n for n in fitting if N % n == 0), fitting[0])
     unroll_n = 6 if lanes == 16 else 4  # with 32 registers of 8 lanes clang spills for 6
@@ -130,9 +120,9 @@ class Tiles:
     if (needed := tiles.stack_bytes(Dk, Dv)) > STACK_LIMIT:
       raise ValueError(f"head size {max(Dk, Dv)}: a tile needs {needed} bytes of stack, the limit is {STACK_LIMIT}")
     wanted = ceildiv(WORK_PER_CALL, 2 * tiles.block_m * N * (Dk + Dv))
-    blocks = kv_heads * ceildiv(rows, tiles.block_m)
-    fit = pairs and tiles.fits_pairs(N, Dk, Dv)
-    return replace(tiles, blocks_per_call=largest_divisor(blocks, wanted), pairs=fit)
+    blocks = p.heads * ceildiv(p.M, tiles.block_m)
+    pairs = target.vector.bfloat16 and p.dtype == p.stored == dtypes.bfloat16 and tiles.fits_pairs(N, Dk, Dv)
+    return replace(tiles, blocks_per_call=largest_divisor(blocks, wanted), pairs=pairs)
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
@@ -451,3 +441,27 @@ def store_rows(
     r = s.axis(sizes(acc)[0])
     stores.append(lse[result, row(r)].store(log2[r] * LN2).end(r))
   return stores
+
+
+def splits(problem: Problem, target: Target, tiles: Tiles) -> int:
+  """So many that all threads have as much work, in many items each: threads are not equally fast at reading memory."""
+  blocks, threads = problem.heads * ceildiv(problem.M, tiles.block_m), target.threads
+  if threads == 1 or blocks >= ITEMS * threads:
+    return 1
+  wanted = round_up(ceildiv(ITEMS * threads, blocks), threads // gcd(blocks, threads))
+  most = max(1, min(wanted, problem.kv_bytes // (problem.B * problem.Hkv * PART_BYTES)))
+  return min(range(most, 0, -1), key=lambda splits: ceildiv(blocks * splits, threads) / splits)
+
+
+SCHEDULE = Schedule(
+  "cpu_decode",
+  devices=("CPU",),
+  dtypes=WIDE,
+  kernels=(Kernel.forward(forward, Tiles),),
+  tiles=Tiles,
+  lacks=("block_mask",),
+  packs=lambda problem: problem.group,
+  split=splits,
+  meant_for=lambda problem, target: target.vector.lanes > problem.M,
+  operand=dtypes.float32,
+)

@@ -18,7 +18,7 @@ Measured on 2026-11-21 on two cores of an AMD EPYC (Zen 5, AVX-512), clang 23, f
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import reduce
 from math import inf
 
@@ -30,6 +30,8 @@ from uopattn.dsl import LN2, LOG2E, Loop, Scope, clamp, exp2, gated, sizes
 from uopattn.dsl.cpu.strips import Tile, accumulate, even, largest_divisor, load_tile, strips, zeros
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.softmax import finish_rows
+from uopattn.dsl.schedule import WIDE, Kernel, Problem, Schedule
+from uopattn.dsl.target import Target
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
 WORK_PER_CALL = 4_000_000  # floating-point operations; some 0.02 ms, against a microsecond that a call costs
@@ -65,25 +67,23 @@ class Tiles:
     return 4 * ((Dk + Dv + self.block_n) * self.block_m + widen * (Dk + Dv) * self.block_n)
 
   @classmethod
-  def choose(cls, heads: int, M: int, N: int, Dk: int, Dv: int, itemsize: int, lanes: int, registers: int) -> "Tiles":
-    """Tiles for a machine with `registers` vector registers of `lanes` float32 each.
+  def choose(cls, problem: Problem, target: Target) -> "Tiles":
+    """Tiles for a problem on a machine with vectors.
 
     Raises:
       ValueError: the head size is too large for the stack even with the smallest tile.
     """
-    vectors, unroll = (4, 4) if registers >= 32 else (2, 4)  # accumulators + `unroll` broadcasts + 1 fit the registers
-    block_m = lanes * even(ceildiv(M, lanes), vectors)
-    block_n = min(N, round_up(even(N, 64), unroll))
-    while (tiles := cls(block_m, block_n, unroll)).stack_bytes(Dk, Dv, itemsize < 4) > STACK_LIMIT:
+    p, lanes, widen = problem, target.vector.lanes, problem.stored.itemsize < 4
+    vectors, unroll = 4 if target.vector.registers >= 32 else 2, 4  # + `unroll` broadcasts + 1 fit the registers
+    block_m = lanes * even(ceildiv(p.M, lanes), vectors)
+    block_n = min(p.N, round_up(even(p.N, 64), unroll))
+    while (needed := cls(block_m, block_n, unroll).stack_bytes(p.Dk, p.Dv, widen)) > STACK_LIMIT:
       if block_m == lanes and block_n == 1:
-        raise ValueError(
-          f"head size {max(Dk, Dv)}: a tile needs {tiles.stack_bytes(Dk, Dv, itemsize < 4)} bytes of stack, "
-          f"the limit is {STACK_LIMIT}"
-        )
+        size = max(p.Dk, p.Dv)
+        raise ValueError(f"head size {size}: a tile needs {needed} bytes of stack, the limit is {STACK_LIMIT}")
       block_m, block_n = max(lanes, block_m // 2), max(1, block_n // 2)
-    blocks = heads * ceildiv(M, tiles.block_m)
-    wanted = ceildiv(WORK_PER_CALL, 2 * tiles.block_m * N * (Dk + Dv))
-    return replace(tiles, blocks_per_call=largest_divisor(blocks, wanted))
+    wanted = ceildiv(WORK_PER_CALL, 2 * block_m * p.N * (p.Dk + p.Dv))
+    return cls(block_m, block_n, unroll, largest_divisor(p.heads * ceildiv(p.M, block_m), wanted))
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
@@ -236,3 +236,14 @@ def product(s: Scope, rows: int, left: Callable[[int, UOp], UOp], right: UOp, wi
   """acc[r, m] = sum over i of left(r, i) * right[i, m], one broadcast scalar at a time against a row of lanes."""
   length, lanes = sizes(right)
   return accumulate(s, zeros(s, rows, lanes, within), length, lanes, lambda r, i, m: left(r, i) * right[i, m])
+
+
+SCHEDULE = Schedule(
+  "cpu_forward",
+  devices=("CPU",),
+  dtypes=WIDE,
+  kernels=(Kernel.forward(forward, Tiles),),
+  tiles=Tiles,
+  meant_for=lambda problem, target: target.vector.lanes <= problem.M,
+  operand=dtypes.float32,
+)

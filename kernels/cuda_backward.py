@@ -48,6 +48,8 @@ from uopattn.dsl.rules.keys import spans
 from uopattn.dsl.rules.rows import HeadRows
 from uopattn.dsl.rules.rules import HeadRules, Rules, visits_of_queries
 from uopattn.dsl.rules.visit import Visit
+from uopattn.dsl.schedule import WIDE, Problem, Schedule, passes
+from uopattn.dsl.target import Target
 
 CUDA = "cuda"
 BITS = {8: dtypes.uint, 16: dtypes.ushort}  # elements of a step: an integer of their size
@@ -112,21 +114,14 @@ class Tiles:
     return self.row_tiles * (held + self.block + ceildiv(sums, COLUMNS) * 4)
 
   @classmethod
-  def choose(
-    cls, arch: str, dtype: DType, rows: int, others: int, Dk: int, Dv: int, limit: int, of_keys: bool
-  ) -> "Tiles":
-    """Tiles for a problem.
-
-    Args:
-      arch: "sm_80" or newer.
-      dtype: of q, k and v.
-      rows, others: queries and keys; for `backward_kv` keys and queries.
-      limit: bytes of shared memory that a workgroup may have.
-      of_keys: whether they are for `backward_kv`.
+  def choose(cls, problem: Problem, target: Target, of_keys: bool) -> "Tiles":
+    """Tiles for a problem on sm_80 or newer; `of_keys` for `backward_kv`, whose blocks are of keys.
 
     Raises:
       ValueError: an older architecture, another type; head sizes too large even for the smallest tile.
     """
+    arch, dtype, Dk, Dv, limit = target.arch, problem.dtype, problem.Dk, problem.Dv, target.lds
+    rows, others = (problem.N, problem.M) if of_keys else (problem.M, problem.N)
     step = STEP_BYTES // dtype.itemsize
     if int(arch.removeprefix("sm_")) < 80 or step not in BITS:
       raise ValueError(f"{arch} with {str(dtype).removeprefix('dtypes.')}: must be sm_80 or newer, with 16 or 32 bits")
@@ -346,3 +341,14 @@ def _after(sums: list[UOp], *after: UOp) -> list[UOp]:
 def _check(tiles: Tiles, dtype: DType) -> None:
   if tiles.step * dtype.itemsize != STEP_BYTES:
     raise ValueError(f"Tiles.step={tiles.step}: must be {STEP_BYTES // dtype.itemsize} for {dtype}")
+
+
+SCHEDULE = Schedule(
+  "cuda_backward",
+  devices=("CUDA",),
+  dtypes=WIDE,
+  kernels=passes(backward_q, backward_kv, Tiles),
+  tiles=Tiles,
+  lacks=("scales", "page_table"),
+  tf32=True,
+)

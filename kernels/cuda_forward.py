@@ -16,7 +16,7 @@ Tiles of keys that all queries of the workgroup see whole come first and carry n
 
 A few queries make few workgroups, and what takes the time is reading the keys. Then the query heads that share a key
 head are rows of one tile, so that each key is read once for all of them, a workgroup has a part of the keys, as many
-parts as fill the multiprocessors, and `kernels/join.py` puts the parts together.
+parts as fill the multiprocessors, and `kernels/combine.py` puts the parts together.
 
 Measured on an H200 (B=4, H=32, N=4096, float16, 2026-11-21), where `hopper_forward` is faster: 342 TFLOP/s at D=64, 284
 at D=128, causal 309 and 334. One query, D=128, 32 heads on 8 key heads: B=16 N=8192 4227 GB/s of keys and values, B=1
@@ -28,7 +28,6 @@ from math import inf
 from typing import NamedTuple
 
 from tinygrad import UOp, dtypes
-from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType
 
@@ -45,6 +44,8 @@ from uopattn.dsl.rules.rows import HeadRows
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import online_softmax
 from uopattn.dsl.rules.visit import Visit
+from uopattn.dsl.schedule import DTYPES, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
+from uopattn.dsl.target import Target
 
 CUDA, TURING = "cuda", "sm_75"
 STEPS = {8: dtypes.uint, 16: dtypes.ushort, 32: dtypes.uchar}  # elements of a step: an integer of their size
@@ -123,17 +124,13 @@ class Tiles:
     return self.m_tiles * (ceildiv(Dk, self.step) * 4 + round_up(Dv, PAIR) // 2 + self.block_n // 2)
 
   @classmethod
-  def choose(cls, arch: str, dtype: DType, M: int, N: int, Dk: int, Dv: int, limit: int) -> "Tiles":
-    """Tiles for a problem.
-
-    Args:
-      arch: "sm_75" or newer; for bfloat16 "sm_80", for 8-bit types "sm_89".
-      dtype: of q, k and v.
-      limit: bytes of shared memory that a workgroup may have.
+  def choose(cls, problem: Problem, target: Target) -> "Tiles":
+    """Tiles for a problem on sm_75 or newer; for bfloat16 sm_80, for 8-bit types sm_89.
 
     Raises:
       ValueError: an older architecture; head sizes too large even for the smallest tile.
     """
+    arch, dtype, M, N, Dk, Dv = target.arch, problem.dtype, problem.M, problem.N, problem.Dk, problem.Dv
     version, step = int(arch.removeprefix("sm_")), STEP_BYTES // dtype.itemsize
     if version < SINCE[dtype]:
       name = str(dtype).removeprefix("dtypes.")
@@ -149,11 +146,11 @@ class Tiles:
       if tiles.m_tiles > 1 and tiles.block_m // 2 >= M:
         continue
       budget = LIMIT if tiles == candidates[-1] else BUDGET[step]
-      if tiles.registers(Dk, Dv) <= budget and tiles.shared_bytes(Dk, Dv) <= limit:
+      if tiles.registers(Dk, Dv) <= budget and tiles.shared_bytes(Dk, Dv) <= target.lds:
         return tiles
     raise ValueError(
       f"head sizes {Dk} and {Dv}: the smallest tile needs {tiles.registers(Dk, Dv)} registers a lane, of {LIMIT}, "
-      f"and {tiles.shared_bytes(Dk, Dv)} bytes of shared memory, of {limit}"
+      f"and {tiles.shared_bytes(Dk, Dv)} bytes of shared memory, of {target.lds}"
     )
 
 
@@ -304,3 +301,15 @@ def rescaled(acc: UOp, alphas: list[list[UOp]]) -> Accumulators:
     [UOp.stack(*[acc[i, d, e].load() * alphas[i][e // 2] for e in range(4)]) for d in range(d_tiles)]
     for i in range(m_tiles)
   ]
+
+
+SCHEDULE = Schedule(
+  "cuda_forward",
+  devices=("CUDA",),
+  dtypes=DTYPES,
+  kernels=(Kernel.forward(forward, Tiles),),
+  tiles=Tiles,
+  packs=group_of_few,
+  split=splits_on_gpu,
+  tf32=True,
+)

@@ -5,7 +5,7 @@ Who holds what. `LANES` lanes share a row: each reads 16 bytes at a time, and sh
 """
 
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 
 from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv
@@ -13,13 +13,14 @@ from tinygrad.helpers import ceildiv
 from uopattn.dsl import Scope, gated, sizes
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.schedule import WIDE, Kernel, Schedule
 from uopattn.dsl.words import words_of_all
 
 LANES, ROWS, WARP = 8, 32, 32
 WORDS = 4  # of 32 bits, in what a lane reads at once: a chunk
 
 
-def row_sums(family: str, delta: UOp, o: UOp, do: UOp, lse: UOp, dlse: UOp | None) -> UOp:
+def row_sums(family: str, delta: UOp, o: UOp, do: UOp, lse: UOp, dlse: UOp | None = None) -> UOp:
   """Builds the kernel for a family of GPUs (`uopattn.dsl.instruction_set`).
 
   Args:
@@ -67,3 +68,13 @@ def _chunks(x: UOp, row: UOp, exists: UOp) -> Callable[[UOp], list[UOp]]:
     return [half.bitcast(x.dtype).cast(dtypes.float) for half in bits]
 
   return halves
+
+
+def _schedule(device: str, family: str) -> Schedule:
+  """Two kernels: without a gradient of the LSE, and with one."""
+  buffers = ("delta", "o", "do", "lse", "dlse")
+  kernels = (Kernel(partial(row_sums, family), ("delta",), given, wants=()) for given in (buffers[:-1], buffers))
+  return Schedule("delta", (device,), WIDE, tuple(kernels))
+
+
+SCHEDULES = _schedule("AMD", "hip"), _schedule("CUDA", "cuda")

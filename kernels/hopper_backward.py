@@ -48,6 +48,8 @@ from uopattn.dsl.rules.keys import spans
 from uopattn.dsl.rules.rows import HeadRows
 from uopattn.dsl.rules.rules import HeadRules, Rules, visits_of_queries
 from uopattn.dsl.rules.visit import Visit
+from uopattn.dsl.schedule import FLOAT16, Problem, Schedule, passes
+from uopattn.dsl.target import Target
 
 CUDA = "cuda"
 WARPS = 4  # in a warpgroup
@@ -100,18 +102,14 @@ class Tiles:
     return self.block + (sum(sums) + self.block // 2 if of_keys else sums[0])
 
   @classmethod
-  def choose(cls, arch: str, rows: int, others: int, Dk: int, Dv: int, limit: int, of_keys: bool) -> "Tiles":
-    """Tiles for a problem.
-
-    Args:
-      arch: "sm_90" alone has these instructions.
-      rows, others: queries and keys; for `backward_kv` keys and queries.
-      limit: bytes of shared memory that a workgroup may have.
-      of_keys: whether they are for `backward_kv`.
+  def choose(cls, problem: Problem, target: Target, of_keys: bool) -> "Tiles":
+    """Tiles for a problem on sm_90, which alone has these instructions; `of_keys` for `backward_kv`.
 
     Raises:
       ValueError: another architecture; head sizes that are no multiples of 8, or too large.
     """
+    arch, Dk, Dv, limit = target.arch, problem.Dk, problem.Dv, target.lds
+    rows, others = (problem.N, problem.M) if of_keys else (problem.M, problem.N)
     if arch != "sm_90" or Dk % 8 or Dv % 8:
       raise ValueError(f"{arch} with head sizes {Dk} and {Dv}: must be sm_90, with head sizes that are multiples of 8")
     warpgroups, block, stages = FAST[of_keys][max(Dk, Dv) > 64]
@@ -323,3 +321,13 @@ class Mainloop:
 
 def _after(sums: list[UOp], *after: UOp) -> list[UOp]:
   return [x.after(*after) for x in sums]
+
+
+SCHEDULE = Schedule(
+  "hopper_backward",
+  devices=("CUDA",),
+  dtypes=FLOAT16,
+  kernels=passes(backward_q, backward_kv, Tiles),
+  tiles=Tiles,
+  lacks=("scales", "page_table"),
+)

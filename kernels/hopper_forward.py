@@ -42,6 +42,8 @@ from uopattn.dsl.rules.rows import HeadRows
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import online_softmax
 from uopattn.dsl.rules.visit import Visit
+from uopattn.dsl.schedule import FLOAT16, Kernel, Problem, Schedule
+from uopattn.dsl.target import Target
 
 CUDA = "cuda"
 WARPS = 4  # in a warpgroup
@@ -92,41 +94,38 @@ class Tiles:
     return sum(2 * x.slots * x.size for x in self.panels(Scope(), Dk, Dv))
 
   @staticmethod
-  def serves(arch: str, Dk: int, Dv: int) -> bool:
-    """Whether there are tiles for an architecture and head sizes."""
-    return arch == "sm_90" and Dk % 8 == 0 and Dv % 8 == 0 and max(Dk, Dv) <= LARGEST
+  def serves(problem: Problem, target: Target) -> bool:
+    """Whether there are tiles for these head sizes on this architecture; sm_90 alone has the instructions."""
+    Dk, Dv = problem.Dk, problem.Dv
+    return target.arch == "sm_90" and Dk % 8 == 0 and Dv % 8 == 0 and max(Dk, Dv) <= LARGEST
 
   @classmethod
-  def choose(cls, arch: str, heads: int, M: int, N: int, Dk: int, Dv: int, causal: bool, limit: int) -> "Tiles":
+  def choose(cls, problem: Problem, target: Target) -> "Tiles":
     """The tiles that promise most: their speed where there is plenty to do, times the shares of rows and places in use
     and of the time that is left when a workgroup has started and ended.
-
-    Args:
-      arch: "sm_90" alone has these instructions.
-      heads: query heads of all batches.
-      causal: half the tiles or so are left out.
-      limit: bytes of shared memory that a workgroup may have.
 
     Raises:
       ValueError: another architecture; head sizes that are no multiples of 8, or too large.
     """
-    if not cls.serves(arch, Dk, Dv):
+    heads, M, N, Dk, Dv, causal = problem.heads, problem.M, problem.N, problem.Dk, problem.Dv, problem.is_causal
+    if not cls.serves(problem, target):
       raise ValueError(
-        f"{arch} with head sizes {Dk} and {Dv}: must be sm_90, with head sizes that are multiples of 8 up to {LARGEST}"
+        f"{target.arch} with head sizes {Dk} and {Dv}: must be sm_90, with head sizes that are multiples of 8 up to "
+        f"{LARGEST}"
       )
 
     def promise(candidate: tuple["Tiles", int, int, int, int]) -> float:
       tiles, resident, full, half, ends = candidate
       blocks, places = ceildiv(M, tiles.block_m), MULTIPROCESSORS * resident
       rows, turns = M / (blocks * tiles.block_m), heads * blocks / round_up(heads * blocks, places)
-      keys, measured = (N / 2, LENGTH / 2) if causal else (N, LENGTH)
+      keys, measured = (N / 2, LENGTH / 2) if causal else (N, LENGTH)  # half the tiles or so are left out
       return (half if causal else full) * rows * turns * (1 + ends / measured) / (1 + ends / keys)
 
     size = next(size for size in MEASURED if max(Dk, Dv) <= size)
     best = max(MEASURED[size], key=promise)[0]
     tiles = cls(min(best.warpgroups, ceildiv(M, wgmma.ROWS)), min(best.block_n, round_up(N, wgmma.STEP)), best.stages)
-    if tiles.shared_bytes(Dk, Dv) > limit:
-      raise ValueError(f"head sizes {Dk} and {Dv}: {tiles} needs {tiles.shared_bytes(Dk, Dv)} bytes, of {limit}")
+    if (needed := tiles.shared_bytes(Dk, Dv)) > target.lds:
+      raise ValueError(f"head sizes {Dk} and {Dv}: {tiles} needs {needed} bytes, of {target.lds}")
     return tiles
 
 
@@ -310,3 +309,14 @@ class Mainloop:
       stores += [x.after(*after)[half].store(y) for x, y in ((state.m_i, m_new), (state.l_i, l_new))]
     words = [parts[half][n] for n in range(block_n // COLUMNS) for half in range(HALVES)]
     return alphas, words, stores
+
+
+SCHEDULE = Schedule(
+  "hopper_forward",
+  devices=("CUDA",),
+  dtypes=FLOAT16,
+  kernels=(Kernel.forward(forward, Tiles),),
+  tiles=Tiles,
+  lacks=("scales",),
+  meant_for=lambda problem, target: not problem.few and problem.dtype in FLOAT16 and Tiles.serves(problem, target),
+)

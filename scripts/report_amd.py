@@ -25,6 +25,8 @@ from tinygrad.renderer.cstyle import HIPRenderer
 from tinygrad.uop.ops import Ops
 
 from uopattn.dsl.rules.rules import Rules
+from uopattn.dsl.schedule import Problem
+from uopattn.dsl.target import Target as Machine
 from uopattn.kernels import amd_backward
 from uopattn.kernels.amd_forward import Tiles, forward
 from uopattn.runtime.clang import find_clang
@@ -116,14 +118,16 @@ def graph(
   kernel: str, arch: str, dtype: DType, heads: int, M: int, N: int, D: int, causal: bool
 ) -> tuple[UOp, AnyTiles]:
   """A kernel of KERNELS, and its tiles."""
-  rules = Rules(M, N, heads=heads, scale=D**-0.5, window=(None, 0 if causal else None))
+  window = (None, 0 if causal else None)
+  rules = Rules(M, N, heads=heads, scale=D**-0.5, window=window)
+  problem = Problem(1, heads, heads, M, N, D, D, dtype, D**-0.5, window=window)
   rows = {"fwd": (M, M, N, N), "dQ": (M, M, N, N, M), "dK dV": (N, N, M, N, N, M)}[kernel]
   arguments = [UOp.placeholder((heads, length, D), dtype, slot) for slot, length in enumerate(rows)]
   if kernel == "fwd":
-    tiles = Tiles.choose(arch, M, N, D, D, causal)
+    tiles = Tiles.choose(problem, Machine("AMD", arch))
     return forward(*arguments, rules=rules, tiles=tiles), tiles
   arguments += [UOp.placeholder((heads, M), dtypes.float, len(rows) + i) for i in range(2)]
-  own = amd_backward.Tiles.choose(arch, kernel != "dQ", M, N, D, D)
+  own = amd_backward.Tiles.choose(problem, Machine("AMD", arch), kernel != "dQ")
   build = amd_backward.backward_q if kernel == "dQ" else amd_backward.backward_kv
   return build(*arguments, rules=rules, tiles=own), own
 

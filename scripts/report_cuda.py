@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import sass
@@ -22,10 +22,10 @@ from tinygrad.helpers import round_up, to_char_p_p
 from tinygrad.uop.ops import Ops
 
 from uopattn.dsl.limits import lds_limit
+from uopattn.dsl.target import Target
 from uopattn.kernels import cuda_forward
-from uopattn.plan.dispatch import Choice, dispatch
-from uopattn.plan.graph import graph, placeholders
-from uopattn.plan.target import Target
+from uopattn.plan.dispatch import dispatch, stages
+from uopattn.plan.launch import Launch
 from uopattn.runtime.cuda import SharedRenderer, shared_places
 from uopattn.spec.spec import AttentionSpec
 
@@ -64,7 +64,7 @@ class Compiled:
 
   Attributes:
     arch: its target.
-    choice: the kernel and its tiles.
+    launch: the kernel and its tiles.
     registers: of a thread.
     spills: bytes that a thread stores for want of registers, and loads again.
     stack: bytes of a thread's memory.
@@ -75,7 +75,7 @@ class Compiled:
   """
 
   arch: str
-  choice: Choice
+  launch: Launch
   registers: int
   spills: int
   stack: int
@@ -92,7 +92,7 @@ class Compiled:
   @property
   def resident(self) -> int:
     """Workgroups at once on a multiprocessor; see `resident`."""
-    return resident(self.arch, self.registers, self.shared, self.choice.tiles.threads)
+    return resident(self.arch, self.registers, self.shared, self.launch.tiles.threads)
 
 
 def resident(arch: str, registers: int, shared: int, threads: int) -> int:
@@ -116,18 +116,15 @@ def resident(arch: str, registers: int, shared: int, threads: int) -> int:
   return min(by_registers, by_shared, most_threads // threads, most)
 
 
-def source(spec: AttentionSpec, arch: str, tiles: object = None) -> tuple[str, Choice, int]:
+def source(spec: AttentionSpec, arch: str, tiles: object = None) -> tuple[str, Launch, int]:
   """The kernel in CUDA C++, as it is rendered for `arch`, with its tiles, and its bytes of shared memory.
 
   Raises:
     ValueError: no kernel serves it.
   """
-  choice = dispatch(spec, Target("CUDA", arch), tiles)
-  if not isinstance(choice, Choice):
-    raise ValueError("; ".join(choice))
-  choice = replace(choice, stage="parts") if choice.splits > 1 else choice
-  kernel = graph(choice, spec, placeholders(choice, spec))
-  return rendered(kernel, arch), choice, shared_places(tuple(kernel.toposort()))[1]
+  launch = stages(dispatch(spec, Target("CUDA", arch), tiles))[0]
+  kernel = launch.graph()
+  return rendered(kernel, arch), launch, shared_places(tuple(kernel.toposort()))[1]
 
 
 def rendered(kernel: UOp, arch: str) -> str:
@@ -194,7 +191,7 @@ def compiler() -> Callable[[str, str], tuple[bytes, str, str]] | None:
   return by_nvrtc
 
 
-def compiled(text: str, arch: str, choice: Choice, shared: int) -> Compiled:
+def compiled(text: str, arch: str, launch: Launch, shared: int) -> Compiled:
   """Compiles a kernel's source. Raises RuntimeError where there is no compiler, or with what it or nvdisasm says."""
   compile_it = compiler()
   if compile_it is None:
@@ -204,7 +201,7 @@ def compiled(text: str, arch: str, choice: Choice, shared: int) -> Compiled:
   code = sass.disassemble(cubin)
   loop = None if code is None else sass.main_loop(code)
   registers, stack = figure(said, "registers"), figure(said, "bytes stack frame")
-  return Compiled(arch, choice, registers, spills, stack, shared, loop, said, name)
+  return Compiled(arch, launch, registers, spills, stack, shared, loop, said, name)
 
 
 def figure(said: str, what: str) -> int:
@@ -219,14 +216,14 @@ def measure(arch: str, dtype: str, H: int, M: int, N: int, D: int, causal: bool,
   """Compiles the kernel that dispatch picks, with the log-sum-exp. Raises RuntimeError and ValueError."""
   window = (None, 0 if causal else None)
   spec = AttentionSpec(1, H, H, M, N, D, D, TYPES[dtype], D**-0.5, return_lse=True, window=window, tf32=True)
-  text, choice, shared = source(spec, arch, tiles)
-  return compiled(text, arch, choice, shared)
+  text, launch, shared = source(spec, arch, tiles)
+  return compiled(text, arch, launch, shared)
 
 
 def row(dtype: str, c: Compiled) -> Row:
   """A line of the table."""
-  name = f"{c.arch} {c.choice.kernel.name.removesuffix('_forward'):6} {dtype:8} " + "x".join(
-    str(size) for size in astuple(c.choice.tiles) if not isinstance(size, bool)
+  name = f"{c.arch} {c.launch.schedule.name.removesuffix('_forward'):6} {dtype:8} " + "x".join(
+    str(size) for size in astuple(c.launch.tiles) if not isinstance(size, bool)
   )
   kinds = ["-"] * len(sass.KINDS) if c.loop is None else [c.loop[kind] for kind in sass.KINDS]
   each = "-" if c.each is None else f"{c.each:.1f}"

@@ -3,8 +3,9 @@
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, replace
+from inspect import signature
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -12,9 +13,11 @@ from helpers import check, qkv
 from tinygrad import Tensor, UOp, dtypes
 
 from uopattn import BlockMask, KVCache, attention, attention_paged, attention_varlen, flash, merge_states
+from uopattn.api.options import AttentionOptions
 from uopattn.mods import causal, dilated, document, sliding_window
-from uopattn.plan.dispatch import KERNELS
+from uopattn.plan.dispatch import BACKWARD, FORWARD
 from uopattn.runtime.log import log_once
+from uopattn.spec.arguments import ARGUMENTS, Extras
 
 
 def tensor(*shape: int, dtype=dtypes.float32, device: str | None = None) -> Tensor:
@@ -212,8 +215,8 @@ def test_block_masks_are_checked_when_made(name: str) -> None:
 @pytest.fixture
 def bare_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
   """Kernels without any feature."""
-  bare = tuple(replace(kernel, features=frozenset()) for kernel in KERNELS)
-  monkeypatch.setattr("uopattn.plan.dispatch.KERNELS", bare)
+  bare = tuple(replace(schedule, lacks=tuple(x.name for x in fields(Extras))) for schedule in FORWARD)
+  monkeypatch.setattr("uopattn.plan.dispatch.FORWARD", bare)
 
 
 @pytest.mark.usefixtures("bare_kernels")
@@ -252,3 +255,18 @@ def test_flash_checks_its_placeholders() -> None:
   for tensors, error, message in cases:
     with pytest.raises(error, match=message):
       Tensor.custom_kernel(*tensors, fxn=flash)
+
+
+def test_each_argument_is_declared() -> None:
+  """What `attention` takes and what `Extras` declares, but for what its kin make of their own."""
+  of_kin = {"seed", "bounds", "scales", "page_table"}
+  taken = signature(attention).parameters.keys() - {"q", "k", "v", "backend"}
+  assert taken | of_kin == ARGUMENTS.keys()
+  typed = get_type_hints(AttentionOptions).keys() | {"attn_mask", "dropout_p", "is_causal", "return_lse"}
+  assert typed - {"backend"} == taken
+
+
+def test_kernels_lack_only_what_there_is() -> None:
+  features = {name if x.feature is None else x.feature for name, x in ARGUMENTS.items()}
+  for schedule in FORWARD + BACKWARD:
+    assert set(schedule.lacks) <= features

@@ -13,8 +13,8 @@ from test_dropout import P, kept_weights
 from test_features import BLIND, FEATURES, Shape, arguments, some
 from tinygrad import Context, GlobalCounters, Tensor, TinyJit, UOp, dtypes
 
-import uopattn.plan.dispatch_backward as dispatch_backward
 from uopattn import attention
+from uopattn.plan import dispatch
 from uopattn.proof.gate import verify_gradients
 from uopattn.proof.oracle import Array, oracle
 from uopattn.proof.oracle_gradients import gradients
@@ -324,7 +324,7 @@ def test_sequences_one_after_another(as_tensor: bool, dtype: Any) -> None:
 def test_without_kernels_it_goes_through_plain_ops_and_says_so(
   monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-  monkeypatch.setattr(dispatch_backward, "BACKWARDS", ())
+  monkeypatch.setattr(dispatch, "BACKWARD", ())
   log_once.cache_clear()
   q, k, v = qkv(1, 2, 1, 20, 30, 8, 8)
   do, dlse = cotangents(q, v)

@@ -17,12 +17,14 @@ from uopattn.api.kv_cache import LARGEST, quantized
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.eight_bits import EIGHT_BITS, unit, widened
 from uopattn.dsl.rules.rules import HeadRules
-from uopattn.plan.dispatch import Choice, dispatch
-from uopattn.plan.target import Target
+from uopattn.dsl.schedule import WIDE
+from uopattn.dsl.target import Target
+from uopattn.plan.dispatch import dispatch
+from uopattn.plan.target import target_of
 from uopattn.proof.gate import Gate, numpy
 from uopattn.proof.oracle import Array, oracle, round_to_e4m3, round_to_e5m2
 from uopattn.runtime.prepare import compiled
-from uopattn.spec.spec import WIDE, AttentionSpec
+from uopattn.spec.spec import AttentionSpec
 
 ROUND: dict[DType, Callable[[Array], Array]] = {
   dtypes.int8: np.rint,
@@ -163,13 +165,12 @@ def test_the_reference_agrees(dtype: DType) -> None:
 
 
 def test_keys_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr("uopattn.plan.dispatch.PART_BYTES", 1 << 12)
+  monkeypatch.setattr("uopattn.kernels.cpu_decode.PART_BYTES", 1 << 12)
   length, N = 1500, 1600
   cache, q = filled(dtypes.int8, length, N=N), normal(B, HQ, 1, DK)
   spec = AttentionSpec(B, HQ, HKV, 1, N, DK, DV, dtypes.float32, 0.25, extras=("scales",), kv_dtype=dtypes.int8)
-  choice = dispatch(spec, Target.of("CPU"))
-  assert isinstance(choice, Choice)
-  assert choice.splits > 1
+  launch = dispatch(spec, target_of("CPU"))
+  assert launch.splits > 1
   for end in (1, 700, length):
     check_attend(cache, q, start_at(end - 1, 1, N))
 
@@ -283,9 +284,8 @@ def test_small_and_large_values_in_float16(dtype: DType, size: float) -> None:
 
 def test_on_hopper_the_other_kernel_serves() -> None:
   spec = AttentionSpec(1, 8, 2, 100, 300, 64, 64, dtypes.half, 0.125, extras=("scales",), kv_dtype=dtypes.int8)
-  choice = dispatch(spec, Target("CUDA", "sm_90"))
-  assert isinstance(choice, Choice)
-  assert choice.kernel.name == "cuda_forward"
+  launch = dispatch(spec, Target("CUDA", "sm_90"))
+  assert launch.schedule.name == "cuda_forward"
 
 
 right_scale, right_widened = HeadRules._scale, widened

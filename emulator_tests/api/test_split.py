@@ -14,11 +14,12 @@ from tinygrad import Device, Tensor, UOp, dtypes
 import uopattn.emulator as emulator
 from uopattn import attention
 from uopattn.dsl.rules.visit import Visit
-from uopattn.kernels import join
-from uopattn.plan.dispatch import Choice, dispatch
-from uopattn.plan.launch import launch
-from uopattn.plan.target import Target
-from uopattn.spec.spec import Extras, make_spec
+from uopattn.kernels import combine
+from uopattn.plan.dispatch import dispatch
+from uopattn.plan.forward import forward
+from uopattn.plan.target import target_of
+from uopattn.spec.arguments import Extras
+from uopattn.spec.spec import make_spec
 
 ARCHS = ("gfx1100", "gfx1201", "gfx942", "sm_80")
 PLAIN: Shape = (1, 6, 2, 1, 210, 32, 32)
@@ -30,9 +31,8 @@ def split(shape: Shape, splits: int, options: Options | None = None, dtype: Any 
   given = as_given(options or {}, Device.DEFAULT)
   extras = Extras(enable_gqa=True, return_lse=True, **given)
   spec = make_spec(q, k, v, extras)
-  choice = dispatch(spec, Target.of("EMU"))
-  assert isinstance(choice, Choice)
-  out, lse = launch(replace(choice, splits=splits), spec, q, k, v, extras=extras)
+  launch = dispatch(spec, target_of("EMU"))
+  out, lse = forward(replace(launch, splits=splits), q, k, v, extras=extras)
   assert lse is not None
   Tensor.realize(out, lse)
   check(q, k, v, out, lse, **(options or {}))
@@ -130,7 +130,7 @@ def test_one_kernel_does_no_work_beyond_the_length(arch: str) -> None:
   assert least_bytes < 0.25 * all_bytes, work
 
 
-right_part, right_weight = Visit.part, join._weight
+right_part, right_weight = Visit.part, combine._weight
 
 
 def without_the_last_tile(self: Visit, i: UOp, parts: int) -> Visit:
@@ -144,7 +144,7 @@ def the_first_part_again(self: Visit, i: UOp, parts: int) -> Visit:
 MISTAKES: dict[str, tuple[Any, str, Any]] = {
   "last tile left out": (Visit, "part", without_the_last_tile),
   "every part the first one": (Visit, "part", the_first_part_again),
-  "parts of equal weight": (join, "_weight", lambda lse, highest, power: right_weight(lse, lse, power)),
+  "parts of equal weight": (combine, "_weight", lambda lse, highest, power: right_weight(lse, lse, power)),
 }
 
 

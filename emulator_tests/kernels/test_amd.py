@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import check, check_attention, counts, drawn, inputs, on, run_tiles
+from helpers import check, check_attention, counts, drawn, inputs, on, problem_of, run_tiles
 from hypothesis import given
 from hypothesis import strategies as st
 from tinygrad import Device, Tensor, UOp, dtypes
@@ -16,10 +16,11 @@ from uopattn.dsl.amd.fragments import Fragments
 from uopattn.dsl.amd.staging import Stage
 from uopattn.dsl.rules.rules import HeadRules
 from uopattn.dsl.rules.visit import Visit
+from uopattn.dsl.target import Target
 from uopattn.emulator.wmma import fragments as hardware
 from uopattn.kernels import amd_forward
 from uopattn.kernels.amd_forward import Tiles
-from uopattn.plan.target import Target
+from uopattn.plan.target import target_of
 
 ARCHES = ("gfx1100", "gfx1201", "gfx942", "gfx950")  # one of each instruction
 QUICK = 5  # drawn examples in the quick run: each lowers a kernel of its own
@@ -164,7 +165,7 @@ def test_a_lane_has_neighbouring_keys(arch: str) -> None:
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx950"])
 def test_target_and_dispatch(arch: str) -> None:
   with on(arch):
-    assert Target.of(Device.DEFAULT) == Target("AMD", arch)
+    assert target_of(Device.DEFAULT) == Target("AMD", arch)
     q, k, v = (x.float() for x in inputs(1, 1, 1, 20, 20, 16, 16))
     with pytest.raises(ValueError, match="no code for float q, k and v; give it half or bfloat16"):
       attention(q, k, v, backend="kernel")
@@ -182,11 +183,11 @@ def test_tiles_state_their_laws() -> None:
       Tiles(*arguments)
   for arch in ARCHES:
     for size in (64, 128):
-      tiles = Tiles.choose(arch, 4096, 4096, size, size)
+      tiles = Tiles.choose(problem_of(1, 4096, 4096, size, size, dtypes.half), Target("AMD", arch))
       assert tiles.registers(size, size) <= (256 if Fragments.of(arch).lanes == 32 else 512)
       assert tiles.lds_bytes(size, size) <= amd_forward.LDS_LIMIT
   with pytest.raises(ValueError, match="head size 4000: a tile needs"):
-    Tiles.choose("gfx1100", 64, 64, 4000, 64)
+    Tiles.choose(problem_of(1, 64, 64, 4000, 64, dtypes.half), Target("AMD", "gfx1100"))
 
 
 right_pv, right_scores, right_last = amd_forward.multiply_pv, HeadRules.scores, HeadRules.last_seen

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gradients import Options, check_gradients, cotangents, gradients_of
-from helpers import drawn, inputs, on, placed
+from helpers import drawn, inputs, on, placed, problem_of
 from hypothesis import given
 from hypothesis import strategies as st
 from test_amd_features import spoiled_behind
@@ -20,6 +20,7 @@ from uopattn.dsl.amd.fragments import Fragments
 from uopattn.dsl.amd.staging import Stage
 from uopattn.dsl.rules.rules import HeadRules
 from uopattn.dsl.rules.visit import Visit
+from uopattn.dsl.target import Target
 from uopattn.kernels import amd_backward
 from uopattn.kernels.amd_backward import LDS_LIMIT, Tiles
 
@@ -41,7 +42,7 @@ SHAPES = {
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
   """Two waves and tiles of 32: several blocks and tiles of few queries and keys."""
-  monkeypatch.setattr(Tiles, "choose", lambda arch, of_keys, *_: Tiles(arch, of_keys, 2, 1, 32))
+  monkeypatch.setattr(Tiles, "choose", lambda problem, target, of_keys: Tiles(target.arch, of_keys, 2, 1, 32))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -84,7 +85,7 @@ def test_matches_the_oracle_in_both_types(shape: str, arch: str, dtype: Any) -> 
 def test_any_tiles_and_shape(arch, waves, own, block, group, M, N, Dk, Dv, q_start) -> None:
   options = {} if q_start is None else {"is_causal": True, "q_start": q_start}
   with pytest.MonkeyPatch.context() as patch, on(arch):
-    patch.setattr(Tiles, "choose", lambda arch, of_keys, *_: Tiles(arch, of_keys, waves, own, 32 * block))
+    patch.setattr(Tiles, "choose", lambda problem, target, of_keys: Tiles(target.arch, of_keys, waves, own, 32 * block))
     check_gradients(*inputs(1, group, 1, M, N, Dk, Dv), options)
 
 
@@ -224,11 +225,11 @@ def test_tiles_state_their_laws() -> None:
       Tiles(*arguments)
   for arch in ARCHES:
     for of_keys in (False, True):
-      tiles = Tiles.choose(arch, of_keys, 4096, 4096, 64, 64)
+      tiles = Tiles.choose(problem_of(1, 4096, 4096, 64, 64, dtypes.half), Target("AMD", arch), of_keys)
       assert tiles.registers(64, 64) <= (256 if Fragments.of(arch).lanes == 32 else 512)
       assert tiles.lds_bytes(64, 64) <= LDS_LIMIT
   with pytest.raises(ValueError, match="head size 4000: a tile needs"):
-    Tiles.choose("gfx1100", True, 64, 64, 4000, 64)
+    Tiles.choose(problem_of(1, 64, 64, 4000, 64, dtypes.half), Target("AMD", "gfx1100"), True)
 
 
 right_scores, right_operands, right_load = HeadRules.scores, amd_backward.as_operands, Stage.load

@@ -65,7 +65,7 @@ TOGETHER: dict[str, Options] = {
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
   """Two waves and 32 keys: several blocks and tiles of few queries and keys."""
-  monkeypatch.setattr(Tiles, "choose", lambda arch, *_: Tiles(arch, 2, 1, 32))
+  monkeypatch.setattr(Tiles, "choose", lambda problem, target: Tiles(target.arch, 2, 1, 32))
 
 
 def check_features(q: Tensor, k: Tensor, v: Tensor, options: Options, given: Options | None = None) -> None:

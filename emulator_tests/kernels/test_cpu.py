@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import DTYPES, check, check_attention, qkv
+from helpers import DTYPES, check, check_attention, problem_of, qkv, with_vectors
 from hypothesis import given
 from hypothesis import strategies as st
 from tinygrad import Tensor, UOp, dtypes
@@ -206,15 +206,21 @@ def test_a_mistake_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 def test_tiles_state_their_laws() -> None:
   with pytest.raises(ValueError, match="block_m=1: must be at least 2"):
     Tiles(1, 16, 4)
-  small, wide = Tiles.choose(8, 1000, 1000, 64, 64, 4, 8, 16), Tiles.choose(8, 1000, 1000, 64, 64, 4, 16, 32)
+  small, wide = (
+    Tiles.choose(problem_of(8, 1000, 1000, 64, 64), with_vectors(8, 16)),
+    Tiles.choose(problem_of(8, 1000, 1000, 64, 64), with_vectors(16, 32)),
+  )
   for tiles, registers, lanes in ((small, 16, 8), (wide, 32, 16)):
     vectors = tiles.block_m // lanes
     assert vectors * tiles.unroll + tiles.unroll + 1 <= registers
   for length, parts in ((64, [64]), (65, [36, 36]), (100, [52, 52]), (1000, [64] * 16), (7, [7])):
-    assert Tiles.choose(8, 64, length, 64, 64, 4, 16, 32).block_n == parts[0]
+    assert Tiles.choose(problem_of(8, 64, length, 64, 64), with_vectors(16, 32)).block_n == parts[0]
     assert -(-length // parts[0]) == len(parts)
-  assert Tiles.choose(8, 65, 64, 64, 64, 4, 16, 32).block_m == 48
-  assert Tiles.choose(8, 3, 1000, 64, 64, 4, 16, 32).block_m == 16
-  assert Tiles.choose(8, 1000, 1000, 40_000, 64, 2, 16, 32).stack_bytes(40_000, 64, True) <= cpu_forward.STACK_LIMIT
+  assert Tiles.choose(problem_of(8, 65, 64, 64, 64), with_vectors(16, 32)).block_m == 48
+  assert Tiles.choose(problem_of(8, 3, 1000, 64, 64), with_vectors(16, 32)).block_m == 16
+  assert (
+    Tiles.choose(problem_of(8, 1000, 1000, 40_000, 64, dtypes.half), with_vectors(16, 32)).stack_bytes(40_000, 64, True)
+    <= cpu_forward.STACK_LIMIT
+  )
   with pytest.raises(ValueError, match="head size 1000000: a tile needs"):
-    Tiles.choose(8, 1000, 1000, 1_000_000, 64, 4, 16, 32)
+    Tiles.choose(problem_of(8, 1000, 1000, 1_000_000, 64), with_vectors(16, 32))

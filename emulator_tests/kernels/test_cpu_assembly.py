@@ -14,10 +14,7 @@ from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 from tinygrad.uop.ops import Ops
 
 from uopattn.dsl.cpu.strips import strips
-from uopattn.plan import gradient as backward
-from uopattn.plan.dispatch import Choice, dispatch
-from uopattn.plan.dispatch_backward import Step, dispatch_backward
-from uopattn.plan.graph import graph, placeholders
+from uopattn.plan.dispatch import dispatch, dispatch_backward
 from uopattn.runtime.clang import find_clang
 from uopattn.runtime.renderer import AlignedRenderer
 from uopattn.spec.spec import AttentionSpec
@@ -140,11 +137,10 @@ def check_products(
 def test_products_run_in_registers(arch: str, dtype, is_causal: bool) -> None:
   spec = AttentionSpec(1, 8, 8, 512, 512, 64, 64, dtype, 0.125, window=(None, 0 if is_causal else None))
   machine, notation = cpu_target(arch), MACHINES[arch]
-  choice = dispatch(spec, machine)
-  assert isinstance(choice, Choice)
-  assert choice.kernel.name == "cpu_forward"
-  accumulators = {choice.tiles.block_m // machine.vector.lanes * choice.tiles.unroll}
-  check_products(graph(choice, spec, placeholders(choice, spec)), machine.arch, notation, accumulators)
+  launch = dispatch(spec, machine)
+  assert launch.schedule.name == "cpu_forward"
+  accumulators = {launch.tiles.block_m // machine.vector.lanes * launch.tiles.unroll}
+  check_products(launch.graph(), machine.arch, notation, accumulators)
 
 
 @pytest.mark.parametrize("arch", MACHINES)
@@ -152,15 +148,13 @@ def test_products_run_in_registers(arch: str, dtype, is_causal: bool) -> None:
 def test_products_of_few_queries_run_in_registers(arch: str, dtype) -> None:
   spec = AttentionSpec(1, 16, 4, 1, 512, 256, 256, dtype, 0.0625)
   machine, notation = cpu_target(arch), MACHINES[arch]
-  choice = dispatch(spec, machine)
-  assert isinstance(choice, Choice)
-  assert choice.kernel.name == "cpu_decode"
-  assert choice.tiles.pairs == (dtype == dtypes.bfloat16 and arch == "x86_64,znver4")
-  tiles = choice.tiles
+  launch = dispatch(spec, machine)
+  assert launch.schedule.name == "cpu_decode"
+  assert launch.tiles.pairs == (dtype == dtypes.bfloat16 and arch == "x86_64,znver4")
+  tiles = launch.tiles
   widths = {tiles.unroll_d, *(keys for _, _, keys in strips(tiles.block_n, tiles.unroll_n))}
   accumulators = {tiles.unroll_m * width for width in widths}
-  kernel = graph(choice, spec, placeholders(choice, spec))
-  check_products(kernel, machine.arch, notation, accumulators, prefetch=True)
+  check_products(launch.graph(), machine.arch, notation, accumulators, prefetch=True)
 
 
 @pytest.mark.parametrize("arch", MACHINES)
@@ -169,7 +163,6 @@ def test_products_of_few_queries_run_in_registers(arch: str, dtype) -> None:
 def test_products_of_the_backward_pass_run_in_registers(arch: str, dtype, is_causal: bool) -> None:
   spec = AttentionSpec(1, 8, 8, 512, 512, 64, 64, dtype, 0.125, window=(None, 0 if is_causal else None))
   machine, notation = cpu_target(arch), MACHINES[arch]
-  (step,) = dispatch_backward(spec, machine)
-  assert isinstance(step, Step)
-  accumulators = {step.tiles.vectors * step.tiles.unroll}
-  check_products(backward.graph(step, spec), machine.arch, notation, accumulators, least=5)
+  (launch,) = dispatch_backward(spec, machine)
+  accumulators = {launch.tiles.vectors * launch.tiles.unroll}
+  check_products(launch.graph(), machine.arch, notation, accumulators, least=5)

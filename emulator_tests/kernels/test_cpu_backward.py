@@ -1,13 +1,13 @@
 """The CPU's backward kernel against its definition: corners, drawn shapes and tiles, deliberate mistakes, threads."""
 
-import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import DTYPES, drawn
+from helpers import DTYPES, drawn, problem_of, with_vectors
 from hypothesis import given
 from hypothesis import strategies as st
 from tinygrad import Tensor, UOp, dtypes
@@ -19,7 +19,7 @@ from uopattn.dsl import sizes
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.kernels import cpu_backward
 from uopattn.kernels.cpu_backward import Block, Tiles
-from uopattn.plan.target import Target
+from uopattn.plan.target import target_of
 from uopattn.proof.gate import GradientGate, numpy
 from uopattn.proof.oracle import PRECISIONS, Array, oracle
 from uopattn.runtime.threads import threaded
@@ -76,8 +76,9 @@ class Problem:
     self.rules: dict[str, Any] = {"window": (None, 0 if is_causal else None), "q_start": q_start, "kv_lengths": length}
 
   def tiles(self) -> Tiles:
-    unit = Target.of("CPU").vector
-    return Tiles.choose(*self.shape, self.inputs[0].dtype.itemsize, unit.lanes, unit.registers, 2)
+    heads, kv_heads, M, N, Dk, Dv = self.shape
+    given = problem_of(heads, M, N, Dk, Dv, self.inputs[0].dtype, kv_heads)
+    return Tiles.choose(given, replace(target_of("CPU"), threads=2))
 
   def run(self, tiles: Tiles | None = None) -> list[Array]:
     """What the kernel writes to outputs that were full of NaN: dq, and the sums of dk and dv."""
@@ -276,21 +277,21 @@ def test_tiles_state_their_laws() -> None:
     Tiles(16, 16, 4, 2, 1)
   with pytest.raises(ValueError, match="block_m=24: must be a multiple of lanes=16"):
     Tiles(24, 16, 4, 2, 16)
-  choose = functools.partial(Tiles.choose, 8, 8, 1000, 1000, 64, 64, 4)
   for lanes, registers in ((4, 16), (8, 16), (8, 32), (16, 32)):
-    tiles = choose(lanes, registers, 2)
+    tiles = Tiles.choose(problem_of(8, 1000, 1000, 64, 64), with_vectors(lanes, registers, 2))
     assert tiles.vectors * tiles.unroll + tiles.unroll + 1 <= registers
     assert (tiles.block_m, tiles.parts) == (64, 1)
-  assert Tiles.choose(1, 1, 1000, 1000, 20_000, 64, 2, 16, 32, 2).stack_bytes(20_000, 64, True) <= 4 << 20
+  wide = Tiles.choose(problem_of(1, 1000, 1000, 20_000, 64, dtypes.half), with_vectors(16, 32, 2))
+  assert wide.stack_bytes(20_000, 64, True) <= 4 << 20
   with pytest.raises(ValueError, match="head size 1000000: a tile needs"):
-    Tiles.choose(8, 8, 1000, 1000, 1_000_000, 64, 4, 16, 32, 2)
+    Tiles.choose(problem_of(8, 1000, 1000, 1_000_000, 64), with_vectors(16, 32, 2))
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 7, 64])
 @pytest.mark.parametrize("blocks", [1, 2, 16, 17])
 @pytest.mark.parametrize("threads", [1, 2, 12])
 def test_threads_have_like_shares(kv_heads: int, blocks: int, threads: int) -> None:
-  parts = Tiles.choose(kv_heads, kv_heads, 64 * blocks, 100, 16, 16, 4, 16, 32, threads).parts
+  parts = Tiles.choose(problem_of(kv_heads, 64 * blocks, 100, 16, 16), with_vectors(16, 32, threads)).parts
   assert parts <= min(blocks, 4 * threads)
   turns = -(-kv_heads * parts // threads) * -(-blocks // parts)
   least = -(-kv_heads * blocks // threads)

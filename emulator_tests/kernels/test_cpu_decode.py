@@ -6,17 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from helpers import DTYPES, check, check_attention, qkv
+from helpers import DTYPES, check, check_attention, problem_of, qkv, with_vectors
 from hypothesis import given
 from hypothesis import strategies as st
 from tinygrad import Tensor, UOp, dtypes
 
 from uopattn import flash
+from uopattn.dsl.target import Target, VectorUnit
 from uopattn.kernels import cpu_decode
 from uopattn.kernels.cpu_decode import Tiles
-from uopattn.plan.dispatch import Choice, dispatch
-from uopattn.plan.target import Target
-from uopattn.runtime.clang import VectorUnit
+from uopattn.plan.dispatch import dispatch
+from uopattn.plan.target import target_of
 from uopattn.runtime.prepare import compiled
 from uopattn.spec.spec import AttentionSpec
 
@@ -50,9 +50,8 @@ def test_it_serves_few_queries_and_leaves_the_others() -> None:
   for lanes, registers in ((4, 16), (8, 16), (16, 32)):
     target = Target("CPU", "x86_64,native", VectorUnit(lanes, registers))
     for M in (1, lanes - 1, lanes):
-      choice = dispatch(AttentionSpec(1, 8, 2, M, 100, 64, 64, dtypes.float32, 0.125), target)
-      assert isinstance(choice, Choice)
-      assert choice.kernel.name == ("cpu_decode" if lanes > M else "cpu_forward")
+      launch = dispatch(AttentionSpec(1, 8, 2, M, 100, 64, 64, dtypes.float32, 0.125), target)
+      assert launch.schedule.name == ("cpu_decode" if lanes > M else "cpu_forward")
 
 
 def test_tiles_of_another_machine() -> None:
@@ -87,7 +86,7 @@ def check_tiles(tiles: Tiles, inputs: tuple[Tensor, Tensor, Tensor], causal: boo
   check(q, k, v, results[0], results[4], is_causal=causal)
 
 
-has_pairs = pytest.mark.skipif(not Target.of("CPU").vector.bfloat16, reason="no AMD processor with AVX512-BF16")
+has_pairs = pytest.mark.skipif(not target_of("CPU").vector.bfloat16, reason="no AMD processor with AVX512-BF16")
 
 
 @has_pairs
@@ -114,9 +113,8 @@ def test_any_tiles_of_pairs(unroll_m, row_strips, pairs, tiles, unroll_n, unroll
 @pytest.mark.parametrize(("M", "Hkv", "N", "D"), [(1, 2, 320, 64), (1, 1, 16, 32), (3, 2, 960, 128), (5, 1, 256, 256)])
 def test_pairs_match_the_oracle(M: int, Hkv: int, N: int, D: int, options: dict[str, Any]) -> None:
   inputs = qkv(1, 8, Hkv, M, N, D, D, dtypes.bfloat16)
-  choice = dispatch(AttentionSpec(1, 8, Hkv, M, N, D, D, dtypes.bfloat16, 1 / math.sqrt(D)), Target.of("CPU"))
-  assert isinstance(choice, Choice)
-  assert choice.tiles.pairs
+  launch = dispatch(AttentionSpec(1, 8, Hkv, M, N, D, D, dtypes.bfloat16, 1 / math.sqrt(D)), target_of("CPU"))
+  assert launch.tiles.pairs
   check_attention(*inputs, is_causal=True, q_start=N - M, **options)
 
 
@@ -235,16 +233,27 @@ def test_tiles_state_their_laws() -> None:
   with pytest.raises(ValueError, match="lanes=12: must be a power of two"):
     Tiles(4, 64, 4, 4, 4, 12)
   for rows, block_m, unroll_m in ((1, 1, 1), (4, 4, 4), (5, 6, 3), (7, 8, 4), (16, 16, 4), (17, 9, 3), (40, 16, 4)):
-    tiles = Tiles.choose(8, rows, 4096, 128, 128, 2, 16, 32)
+    tiles = Tiles.choose(problem_of(8, rows, 4096, 128, 128, dtypes.half), with_vectors(16, 32))
     assert (tiles.block_m, tiles.unroll_m) == (block_m, unroll_m)
     assert registers_of(tiles) <= 32
-  sizes = ((64, 2, 64), (64, 4, 64), (128, 2, 64), (128, 4, 32), (256, 2, 32), (256, 4, 16), (512, 4, 16))
-  for size, itemsize, block_n in sizes:
-    assert Tiles.choose(8, 4, 4096, size, size, itemsize, 16, 32).block_n == block_n
+  half, full = dtypes.half, dtypes.float32
+  for size, dtype, block_n in (
+    (64, half, 64),
+    (64, full, 64),
+    (128, half, 64),
+    (128, full, 32),
+    (256, half, 32),
+    (256, full, 16),
+    (512, full, 16),
+  ):
+    assert Tiles.choose(problem_of(8, 4, 4096, size, size, dtype), with_vectors(16, 32)).block_n == block_n
   for N, block_n in ((96, 96), (960, 96), (1000, 96), (1024, 64), (48, 48), (47, 47)):  # whole tiles where there are
-    assert Tiles.choose(8, 4, N, 64, 64, 2, 16, 32).block_n == block_n
-  small = Tiles.choose(8, 8, 4096, 128, 128, 2, 8, 16)
+    assert Tiles.choose(problem_of(8, 4, N, 64, 64, dtypes.half), with_vectors(16, 32)).block_n == block_n
+  small = Tiles.choose(problem_of(8, 8, 4096, 128, 128, dtypes.half), with_vectors(8, 16))
   assert registers_of(small) <= 16
-  assert Tiles.choose(8, 40, 10, 20_000, 20_000, 2, 16, 32).stack_bytes(20_000, 20_000) <= cpu_decode.STACK_LIMIT
+  assert (
+    Tiles.choose(problem_of(8, 40, 10, 20_000, 20_000, dtypes.half), with_vectors(16, 32)).stack_bytes(20_000, 20_000)
+    <= cpu_decode.STACK_LIMIT
+  )
   with pytest.raises(ValueError, match="head size 2000000: a tile needs"):
-    Tiles.choose(8, 1, 1000, 2_000_000, 64, 2, 16, 32)
+    Tiles.choose(problem_of(8, 1, 1000, 2_000_000, 64, dtypes.half), with_vectors(16, 32))

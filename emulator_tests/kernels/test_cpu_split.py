@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import DTYPES, check, check_attention, drawn, qkv, served_by
+from helpers import DTYPES, check, check_attention, drawn, qkv, served_by, with_vectors
 from hypothesis import given
 from hypothesis import strategies as st
 from test_features import FEATURES, FEW, Options, Shape, alike, as_given, check_features, some
@@ -20,11 +20,9 @@ from tinygrad.dtype import DType
 from uopattn import attention
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.visit import Visit
-from uopattn.kernels import join
+from uopattn.kernels import combine, cpu_decode
 from uopattn.plan import dispatch
-from uopattn.plan.dispatch import Choice
-from uopattn.plan.target import Target
-from uopattn.runtime.clang import VectorUnit
+from uopattn.plan.launch import Launch
 from uopattn.runtime.prepare import compiled
 from uopattn.spec.spec import AttentionSpec
 
@@ -33,24 +31,19 @@ from uopattn.spec.spec import AttentionSpec
 def in_parts(splits: int) -> Iterator[None]:
   """`attention` takes the kernel for few queries, whatever their number, and splits the keys into so many parts."""
 
-  def split(*given: Any) -> Choice | list[str]:
-    chosen = dispatch.dispatch(*given)
-    return replace(chosen, splits=splits) if isinstance(chosen, Choice) else chosen
+  def split(*given: Any) -> Launch:
+    return replace(dispatch.dispatch(*given), splits=splits)
 
   with served_by("cpu_decode"), pytest.MonkeyPatch.context() as patch:
     patch.setattr(importlib.import_module("uopattn.api.attention"), "dispatch", split)
     yield
 
 
-def chosen(threads: int, B: int, Hq: int, Hkv: int, N: int, D: int = 128, dtype: DType = dtypes.float32) -> Choice:
+def chosen(threads: int, B: int, Hq: int, Hkv: int, N: int, D: int = 128, dtype: DType = dtypes.float32) -> Launch:
   """What a machine with so many threads gets for one query."""
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(dispatch, "thread_count", lambda: threads)
-    spec = AttentionSpec(B, Hq, Hkv, 1, N, D, D, dtype, 0.1)
-    choice = dispatch.dispatch(spec, Target("CPU", "x86_64,native", VectorUnit(16, 32)))
-  assert isinstance(choice, Choice)
-  assert choice.kernel.name == "cpu_decode"
-  return choice
+  launch = dispatch.dispatch(AttentionSpec(B, Hq, Hkv, 1, N, D, D, dtype, 0.1), with_vectors(16, 32, threads))
+  assert launch.schedule.name == "cpu_decode"
+  return launch
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8, 64])
@@ -70,7 +63,7 @@ def test_short_keys_are_not_split() -> None:
   for dtype in DTYPES:
     for N in (1, 63, 1000, 5000, 70000):
       splits = chosen(64, 1, 8, 1, N, dtype=dtype).splits
-      assert splits == 1 or N * 2 * 128 * dtype.itemsize // splits >= dispatch.PART_BYTES
+      assert splits == 1 or N * 2 * 128 * dtype.itemsize // splits >= cpu_decode.PART_BYTES
 
 
 def tiles_of_parts(length: int | UOp, value: int, N: int, block_n: int, splits: int) -> list[list[int]]:
@@ -194,7 +187,7 @@ def test_keys_that_do_not_exist_may_hold_anything(numbers: str) -> None:
   np.testing.assert_array_equal(clean, same)
 
 
-right_part, right_weight = Visit.part, join._weight
+right_part, right_weight = Visit.part, combine._weight
 MISTAKES: dict[str, tuple[Any, str, Any]] = {
   "the last part left out": (Visit, "part", lambda self, i, parts: right_part(self, i.minimum(parts - 2), parts)),
   "a tile of each part counted twice": (
@@ -202,8 +195,8 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "part",
     lambda self, i, parts: replace(right_part(self, i, parts), tile=lambda x: right_part(self, i, parts).tile(x // 2)),
   ),
-  "parts not weighted": (join, "_weight", lambda lse, highest, power: right_weight(lse, lse, power)),
-  "weights to another base": (join, "_weight", lambda *x: right_weight(x[0] * 1.4, x[1] * 1.4, x[2])),
+  "parts not weighted": (combine, "_weight", lambda lse, highest, power: right_weight(lse, lse, power)),
+  "weights to another base": (combine, "_weight", lambda *x: right_weight(x[0] * 1.4, x[1] * 1.4, x[2])),
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import check, check_attention, counts, drawn, inputs, on, run_tiles
+from helpers import check, check_attention, counts, drawn, inputs, on, problem_of, run_tiles
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from tinygrad import Device, Tensor, UOp, dtypes
@@ -21,9 +21,10 @@ from uopattn.dsl import instructions
 from uopattn.dsl.limits import MAX_THREADS, lds_limit
 from uopattn.dsl.nvidia import panels, quads
 from uopattn.dsl.rules.rules import HeadRules, Rules
+from uopattn.dsl.target import Target
 from uopattn.kernels import cuda_forward, hopper_forward
-from uopattn.plan.dispatch import KERNELS, Choice, dispatch
-from uopattn.plan.target import Target
+from uopattn.plan.dispatch import NoKernel, dispatch
+from uopattn.plan.target import target_of
 from uopattn.spec.spec import AttentionSpec
 
 ARCHES = ("sm_80", "sm_89", "sm_90")
@@ -239,23 +240,24 @@ SPEC = AttentionSpec(1, 1, 1, 100, 100, 64, 64, HALF, 0.125)
   ],
 )
 def test_which_kernel_serves(arch: str, Dk: int, Dv: int, kernel: str) -> None:
-  choice = dispatch(AttentionSpec(1, 1, 1, 100, 100, Dk, Dv, HALF, 0.125), Target("CUDA", arch))
-  assert isinstance(choice, Choice)
-  assert choice.kernel.name == kernel
+  launch = dispatch(AttentionSpec(1, 1, 1, 100, 100, Dk, Dv, HALF, 0.125), Target("CUDA", arch))
+  assert launch.schedule.name == kernel
 
 
 def test_why_no_kernel_serves() -> None:
-  old = dispatch(SPEC, Target("CUDA", "sm_70"))
-  assert old == ["cuda_forward: sm_70 has no mma.sync of this kernel's for half; sm_75 and newer have"]
-  large = dispatch(AttentionSpec(1, 1, 1, 100, 100, 64, 4000, HALF, 0.125), Target("CUDA", "sm_90"))
-  assert isinstance(large, list)
-  assert "cuda_forward: head sizes 64 and 4000: the smallest tile needs 2024 registers a lane, of " in large[-1]
+  with pytest.raises(NoKernel) as old:
+    dispatch(SPEC, Target("CUDA", "sm_70"))
+  reason = "cuda_forward: sm_70 has no mma.sync of this kernel's for half; sm_75 and newer have"
+  assert old.value.reasons == (reason,)
+  with pytest.raises(NoKernel) as large:
+    dispatch(AttentionSpec(1, 1, 1, 100, 100, 64, 4000, HALF, 0.125), Target("CUDA", "sm_90"))
+  assert "cuda_forward: head sizes 64 and 4000: the smallest tile needs 2024 registers a lane, of " in str(large.value)
 
 
 @pytest.mark.parametrize("arch", ARCHES)
 def test_target_and_float32(arch: str) -> None:
   with on(arch):
-    assert Target.of(Device.DEFAULT) == Target("CUDA", arch)
+    assert target_of(Device.DEFAULT) == Target("CUDA", arch)
     q, k, v = (x.float() for x in inputs(1, 1, 1, 20, 20, 16, 16))
     with pytest.raises(ValueError, match=r"multiplies float32 in tf32 alone.*ALLOW_TF32=1, or give it half or bf"):
       attention(q, k, v, backend="kernel")
@@ -285,23 +287,21 @@ def test_tiles_state_their_laws(kernel: ModuleType, arguments: tuple[int, ...], 
 @pytest.mark.parametrize("length", [1, 50, 4096])
 def test_chosen_tiles_fit(arch: str, length: int) -> None:
   for D in (1, 8, 64, 80, 128, 192, 256):
-    choice = dispatch(AttentionSpec(1, 1, 1, length, length, D, D, HALF, 0.125), Target("CUDA", arch))
-    assert isinstance(choice, Choice)
-    assert choice.tiles.shared_bytes(D, D) <= lds_limit(arch)
-    assert choice.tiles.threads <= MAX_THREADS
-    assert choice.tiles.block_m // 2 < max(length, 64)
+    launch = dispatch(AttentionSpec(1, 1, 1, length, length, D, D, HALF, 0.125), Target("CUDA", arch))
+    assert launch.tiles.shared_bytes(D, D) <= lds_limit(arch)
+    assert launch.tiles.threads <= MAX_THREADS
+    assert launch.tiles.block_m // 2 < max(length, 64)
 
 
 def test_no_tiles() -> None:
-  hopper = next(kernel for kernel in KERNELS if kernel.name == "hopper_forward")
   with pytest.raises(ValueError, match=r"sm_89.*sm_90"):
-    hopper.choose_tiles(SPEC, Target("CUDA", "sm_89"))
+    hopper_forward.Tiles.choose(SPEC, Target("CUDA", "sm_89"))
   for size in (60, 264):
     spec = AttentionSpec(1, 1, 1, 100, 100, 64, size, HALF, 0.125)
     with pytest.raises(ValueError, match=rf"head sizes 64 and {size}.* multiples of 8.*256"):
-      hopper.choose_tiles(spec, Target("CUDA", "sm_90"))
-  with pytest.raises(ValueError, match=r"the smallest tile needs \d+ registers .* of shared memory, of 99"):
-    cuda_forward.Tiles.choose("sm_80", HALF, 64, 64, 64, 64, 99)
+      hopper_forward.Tiles.choose(spec, Target("CUDA", "sm_90"))
+  with pytest.raises(ValueError, match=r"the smallest tile needs \d+ registers .* of shared memory, of 65536"):
+    cuda_forward.Tiles.choose(problem_of(1, 64, 64, 4000, 64, HALF), Target("CUDA", "sm_75"))
 
 
 right_scores, right_last, right_visit = HeadRules.scores, HeadRules.last_seen, HeadRules.visit

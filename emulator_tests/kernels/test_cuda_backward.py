@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gradients import check_gradients
-from helpers import drawn, inputs, on, placed
+from helpers import drawn, inputs, on, placed, problem_of
 from hypothesis import given
 from hypothesis import strategies as st
 from tinygrad import Tensor, UOp, dtypes
@@ -23,10 +23,10 @@ from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.nvidia import panels, quads
 from uopattn.dsl.nvidia.gradients import Numbers
 from uopattn.dsl.rules.rules import HeadRules, Rules
+from uopattn.dsl.target import Target
 from uopattn.kernels import cuda_backward, hopper_backward
 from uopattn.kernels.cuda_backward import Tiles
-from uopattn.plan.dispatch_backward import dispatch_backward
-from uopattn.plan.target import Target
+from uopattn.plan.dispatch import dispatch_backward
 from uopattn.proof.oracle import Array
 from uopattn.spec.spec import AttentionSpec
 
@@ -257,15 +257,15 @@ def test_tiles_state_their_laws(kind: Any, arguments: tuple[Any, ...], message: 
 
 def test_no_tiles() -> None:
   with pytest.raises(ValueError, match=r"sm_75 with half: must be sm_80 or newer"):
-    Tiles.choose("sm_75", HALF, 64, 64, 64, 64, 1 << 20, False)
+    Tiles.choose(problem_of(1, 64, 64, 64, 64, HALF), Target("CUDA", "sm_75"), False)
   with pytest.raises(ValueError, match=r"head sizes 300 and 300: the smallest tile needs \d+ registers"):
-    Tiles.choose("sm_80", HALF, 64, 64, 300, 300, 1 << 20, True)
+    Tiles.choose(problem_of(1, 64, 64, 300, 300, HALF), Target("CUDA", "sm_80"), True)
   with on("sm_80"), pytest.raises(ValueError, match=r"Tiles\.step=8: must be 16 for"):
     run(cuda_backward, (1, 1, 16, 16, 16, 16), (Tiles(1, 1, 16, step=8),) * 2)
   with pytest.raises(ValueError, match=r"sm_89 with head sizes 64 and 64: must be sm_90"):
-    Wide.choose("sm_89", 64, 64, 64, 64, 1 << 20, False)
+    Wide.choose(problem_of(1, 64, 64, 64, 64, HALF), Target("CUDA", "sm_89"), False)
   with pytest.raises(ValueError, match=r"head sizes 256 and 256: .* needs 352 registers a lane, of 224"):
-    Wide.choose("sm_90", 64, 64, 256, 256, 1 << 20, True)
+    Wide.choose(problem_of(1, 64, 64, 256, 256, HALF), Target("CUDA", "sm_90"), True)
 
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -295,18 +295,17 @@ def test_gradients_of_attention(arch: str, feature: str) -> None:
   [("sm_80", 64, cuda_backward), ("sm_90", 64, hopper_backward), ("sm_90", 60, cuda_backward)],
 )
 def test_which_kernels_serve(arch: str, D: int, module: ModuleType) -> None:
-  steps = dispatch_backward(AttentionSpec(1, 1, 1, 100, 100, D, D, HALF, 0.125), Target("CUDA", arch))
-  assert [step.pass_.build for step in steps if not isinstance(step, str)] == [module.backward_q, module.backward_kv]
+  launches = dispatch_backward(AttentionSpec(1, 1, 1, 100, 100, D, D, HALF, 0.125), Target("CUDA", arch))
+  assert [launch.kernel.build for launch in launches] == [module.backward_q, module.backward_kv]
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_86"])
 @pytest.mark.parametrize("length", [1, 50, 4096])
 def test_chosen_tiles_fit(arch: str, length: int) -> None:
   for D in (1, 8, 64, 80, 128):
-    for step in dispatch_backward(AttentionSpec(1, 1, 1, length, length, D, D, HALF, 0.125), Target("CUDA", arch)):
-      assert not isinstance(step, str)
-      assert step.tiles.shared_bytes(D, D) <= lds_limit(arch)
-      assert step.tiles.rows // 2 < max(length, 64)
+    for launch in dispatch_backward(AttentionSpec(1, 1, 1, length, length, D, D, HALF, 0.125), Target("CUDA", arch)):
+      assert launch.tiles.shared_bytes(D, D) <= lds_limit(arch)
+      assert launch.tiles.rows // 2 < max(length, 64)
 
 
 right_scores, right_store, right_tile = HeadRules.scores, quads.store_scaled, panels.Panels.tile

@@ -11,10 +11,10 @@ from report_cuda import ARCHES, HALVES, TYPES, Compiled, by_nvcc, compiled, figu
 from tinygrad import UOp
 
 from uopattn.dsl.rules.rules import Rules
+from uopattn.dsl.target import Target
 from uopattn.kernels import cuda_forward, hopper_forward
-from uopattn.plan.dispatch import Choice
-from uopattn.plan.dispatch_backward import dispatch_backward
-from uopattn.plan.target import Target
+from uopattn.plan.dispatch import dispatch_backward
+from uopattn.plan.launch import Launch
 from uopattn.spec.spec import AttentionSpec
 
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on PATH")
@@ -48,9 +48,9 @@ REST = [
 ]
 
 
-def matrix_instructions(choice: Choice, D: int) -> int:
+def matrix_instructions(launch: Launch, D: int) -> int:
   """Of one tile of keys, for a warp or a warpgroup."""
-  tiles = choice.tiles
+  tiles = launch.tiles
   if isinstance(tiles, hopper_forward.Tiles):
     return D // 16 + tiles.block_n // 16
   assert isinstance(tiles, cuda_forward.Tiles)
@@ -59,10 +59,10 @@ def matrix_instructions(choice: Choice, D: int) -> int:
 
 def check_compiled(arch: str, D: int, causal: bool, dtype: str) -> Compiled:
   c = measured(arch, dtype, HEADS, LENGTH, LENGTH, D, causal)
-  assert c.choice.kernel.name == ("hopper_forward" if arch == "sm_90" and dtype in HALVES else "cuda_forward")
+  assert c.launch.schedule.name == ("hopper_forward" if arch == "sm_90" and dtype in HALVES else "cuda_forward")
   assert (c.stack, c.spills) == (0, 0)
   assert c.registers <= 255
-  assert c.shared >= c.choice.tiles.shared_bytes(D, D)
+  assert c.shared >= c.launch.tiles.shared_bytes(D, D)
   assert c.resident >= 1
   assert "serializ" not in c.said  # "Potential Performance Loss: wgmma.mma_async instructions are serialized"
   return c
@@ -86,7 +86,7 @@ def test_no_spills_anywhere(arch: str, D: int, causal: bool, dtype: str) -> None
 def test_main_loop_is_a_tile_of_keys(arch: str, D: int, causal: bool, dtype: str) -> None:
   c = check_compiled(arch, D, causal, dtype)
   assert c.loop is not None
-  assert c.loop["matrix"] == matrix_instructions(c.choice, D)
+  assert c.loop["matrix"] == matrix_instructions(c.launch, D)
 
 
 @pytest.mark.slow
@@ -111,10 +111,9 @@ def test_as_many_workgroups_at_once_as_the_choice_of_tiles_takes_for_granted(
 def test_backward_does_not_spill(arch: str, causal: bool, D: int) -> None:
   window = (None, 0 if causal else None)
   rules = Rules(LENGTH, LENGTH, HEADS, scale=D**-0.5, window=window)
-  for step in dispatch_backward(replace(spec(D), window=window), Target("CUDA", arch)):
-    assert not isinstance(step, str)
-    buffers = [UOp.placeholder(x.shape[1:], x.dtype, slot) for slot, x in enumerate(step.layout(spec(D)))]
-    said = by_nvcc(rendered(step.pass_.build(*buffers, rules=rules, tiles=step.tiles), arch), arch)[1]
+  for launch in dispatch_backward(replace(spec(D), window=window), Target("CUDA", arch)):
+    buffers = {x.name: UOp.placeholder(x.shape[1:], x.dtype, slot) for slot, x in enumerate(launch.buffers())}
+    said = by_nvcc(rendered(launch.kernel.build(**buffers, rules=rules, tiles=launch.tiles), arch), arch)[1]
     assert figure(said, "bytes stack frame") == figure(said, "bytes spill stores") == 0
     assert "serializ" not in said
 
@@ -139,10 +138,10 @@ def test_a_spill_is_seen() -> None:
 
 def test_a_serialized_product_is_seen() -> None:
   """Without the wait for it, registers are used while a product has them."""
-  text, choice, shared = source(spec(64), "sm_90")
+  text, launch, shared = source(spec(64), "sm_90")
   waits = list(re.finditer(r"wgmma\.wait_group\.sync\.aligned %\d+;", text))
   without = (text[: wait.start()] + text[wait.end() :] for wait in waits)
-  assert any("serializ" in compiled(broken, "sm_90", choice, shared).said for broken in without)
+  assert any("serializ" in compiled(broken, "sm_90", launch, shared).said for broken in without)
 
 
 def test_what_nvcc_says_is_told() -> None:

@@ -17,9 +17,11 @@ import uopattn.emulator as emulator
 from uopattn import attention
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.kernels import cuda_forward, hopper_forward
-from uopattn.plan.dispatch import KERNELS, Choice
-from uopattn.plan.launch import launch
-from uopattn.spec.spec import Extras, make_spec
+from uopattn.plan.dispatch import FORWARD
+from uopattn.plan.forward import forward
+from uopattn.plan.launch import Launch
+from uopattn.spec.arguments import Extras
+from uopattn.spec.spec import make_spec
 
 Options = dict[str, Any]
 
@@ -74,8 +76,8 @@ def run(arch: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Ten
   extras = Extras(enable_gqa=True, return_lse=True, **named)
   spec = make_spec(q, k, v, extras)
   tiles = TILES[arch]
-  (kernel,) = [kernel for kernel in KERNELS if kernel.tiles is type(tiles)]
-  out, lse = launch(Choice(kernel, tiles), spec, q, k, v, extras=extras)
+  (schedule,) = [x for x in FORWARD if x.tiles is type(tiles)]
+  out, lse = forward(Launch(schedule, schedule.kernels[0], spec, tiles), q, k, v, extras=extras)
   assert lse is not None
   Tensor.realize(out, lse)
   return out, lse

@@ -26,11 +26,12 @@ from uopattn.dsl import instructions
 from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.nvidia import mma, panels, quads
 from uopattn.dsl.rules.rules import HeadRules
+from uopattn.dsl.schedule import FLOAT8
+from uopattn.dsl.target import Target
 from uopattn.kernels import cuda_forward
-from uopattn.plan.dispatch import Choice, dispatch
-from uopattn.plan.target import Target
+from uopattn.plan.dispatch import NoKernel, dispatch
 from uopattn.proof.gate import numpy
-from uopattn.spec.spec import FLOAT8, AttentionSpec
+from uopattn.spec.spec import AttentionSpec
 
 E4M3, E5M2 = FLOAT8
 ARCHES = ("sm_89", "sm_90")
@@ -122,7 +123,7 @@ def test_small_weights_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
   """Weights of 2**-13, far below e4m3's least number, of 8000 keys that the heavy key does not outweigh."""
   N, weight = 8001, 2.0**-13
   monkeypatch.setattr(
-    "uopattn.plan.dispatch.FEW", 0
+    "uopattn.dsl.schedule.FEW", 0
   )  # one part of the keys: in others these weights would be the largest
   with on("sm_89"):
     sources = one_heavy_key(N, weight)
@@ -206,11 +207,10 @@ def spec(dtype, length: int = 100, D: int = 64) -> AttentionSpec:
 @pytest.mark.parametrize("length", [1, 50, 4096])
 def test_chosen_tiles_fit(arch: str, length: int) -> None:
   for D in (1, 8, 64, 80, 128, 192, 256):
-    choice = dispatch(spec(E4M3, length, D), Target("CUDA", arch))
-    assert isinstance(choice, Choice)
-    assert choice.kernel.name == "cuda_forward"
-    assert choice.tiles.step == 32
-    assert choice.tiles.shared_bytes(D, D) <= lds_limit(arch)
+    launch = dispatch(spec(E4M3, length, D), Target("CUDA", arch))
+    assert launch.schedule.name == "cuda_forward"
+    assert launch.tiles.step == 32
+    assert launch.tiles.shared_bytes(D, D) <= lds_limit(arch)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,9 @@ def test_chosen_tiles_fit(arch: str, length: int) -> None:
   ids=str,
 )
 def test_why_no_kernel_serves(target: Target, reason: str) -> None:
-  assert dispatch(spec(E4M3), target) == [reason]
+  with pytest.raises(NoKernel) as failure:
+    dispatch(spec(E4M3), target)
+  assert failure.value.reasons == (reason,)
 
 
 def test_without_a_kernel_plain_ops_serve(caplog: pytest.LogCaptureFixture) -> None:

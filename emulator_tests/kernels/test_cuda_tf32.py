@@ -16,11 +16,12 @@ import uopattn.emulator as emulator
 from uopattn import attention, flash
 from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.nvidia import panels
+from uopattn.dsl.target import Target
 from uopattn.kernels import cuda_forward
-from uopattn.plan.dispatch import Choice, dispatch
-from uopattn.plan.target import Target
+from uopattn.plan.dispatch import dispatch
 from uopattn.proof.gate import Gate, verify
-from uopattn.spec.spec import AttentionSpec, Extras, make_spec
+from uopattn.spec.arguments import Extras
+from uopattn.spec.spec import AttentionSpec, make_spec
 
 F32 = dtypes.float32
 SHAPES = {
@@ -116,7 +117,7 @@ def test_a_mistake_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_gate_of_float32_rejects_tf32() -> None:
-  """The choice is judged by a naive computation of its own, which is no wider than what it allows."""
+  """The launch is judged by a naive computation of its own, which is no wider than what it allows."""
   q, k, v = np.random.default_rng(5).standard_normal((3, 1, 1, 40, 32), np.float32)
   gate, wider = (Gate.of_arrays(q, k, v, F32, tf32=flag) for flag in (False, True))
   assert wider.output(wider.naive).correct
@@ -155,14 +156,13 @@ def test_other_types_and_devices_do_not_ask() -> None:
   with Context(ALLOW_TF32=1), on("sm_80"):
     assert not make_spec(*inputs(1, 1, 1, 8, 8, 8, 8), Extras()).tf32
   exact = AttentionSpec(1, 1, 1, 100, 100, 64, 64, F32, 0.125)
-  assert isinstance(dispatch(exact, Target("CPU", "x86_64")), Choice)
+  assert dispatch(exact, Target("CPU", "x86_64")).schedule.name == "cpu_forward"
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_120"])
 def test_chosen_tiles_fit(arch: str) -> None:
   for length in (1, 50, 4096):
     for D in (1, 8, 64, 80, 128, 192):
-      choice = dispatch(AttentionSpec(1, 1, 1, length, length, D, D, F32, 0.1, tf32=True), Target("CUDA", arch))
-      assert isinstance(choice, Choice)
-      assert choice.tiles.step == 8
-      assert choice.tiles.shared_bytes(D, D) <= lds_limit(arch)
+      launch = dispatch(AttentionSpec(1, 1, 1, length, length, D, D, F32, 0.1, tf32=True), Target("CUDA", arch))
+      assert launch.tiles.step == 8
+      assert launch.tiles.shared_bytes(D, D) <= lds_limit(arch)

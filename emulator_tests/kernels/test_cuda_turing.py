@@ -10,9 +10,9 @@ from tinygrad import UOp, dtypes
 import uopattn.emulator as emulator
 from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.nvidia import mma, panels
+from uopattn.dsl.target import Target
 from uopattn.kernels import cuda_forward
-from uopattn.plan.dispatch import Choice, dispatch
-from uopattn.plan.target import Target
+from uopattn.plan.dispatch import NoKernel, dispatch
 from uopattn.spec.spec import AttentionSpec
 
 ARCH = "sm_75"
@@ -101,14 +101,15 @@ def spec(dtype=dtypes.half, length: int = 100, D: int = 64) -> AttentionSpec:
 @pytest.mark.parametrize("length", [1, 50, 4096])
 def test_chosen_tiles_fit(length: int) -> None:
   for D in (1, 8, 64, 80, 128, 192, 256):
-    choice = dispatch(spec(length=length, D=D), Target("CUDA", ARCH))
-    assert isinstance(choice, Choice)
-    assert choice.tiles.turing
-    assert choice.tiles.shared_bytes(D, D) <= lds_limit(ARCH) == 64 << 10
+    launch = dispatch(spec(length=length, D=D), Target("CUDA", ARCH))
+    assert launch.tiles.turing
+    assert launch.tiles.shared_bytes(D, D) <= lds_limit(ARCH) == 64 << 10
 
 
 @pytest.mark.parametrize(("dtype", "since"), [(dtypes.bfloat16, "sm_80"), (dtypes.fp8e5m2, "sm_89")], ids=str)
 def test_why_no_kernel_serves(dtype, since: str) -> None:
   name = str(dtype).removeprefix("dtypes.")
   reason = f"cuda_forward: sm_75 has no mma.sync of this kernel's for {name}; {since} and newer have"
-  assert dispatch(spec(dtype), Target("CUDA", ARCH)) == [reason]
+  with pytest.raises(NoKernel) as failure:
+    dispatch(spec(dtype), Target("CUDA", ARCH))
+  assert failure.value.reasons == (reason,)

@@ -5,6 +5,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from helpers import problem_of
 from report_amd import ARCHES, TYPES, by_llvmlite, compiled, to_ir
 from tinygrad import UOp, dtypes
 from tinygrad.codegen import to_program
@@ -19,6 +20,7 @@ from tinygrad.uop.ops import AxisType, KernelInfo, Ops
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.instruction_set import INSTRUCTIONS
 from uopattn.dsl.rules.rules import Rules
+from uopattn.dsl.target import Target as Machine
 from uopattn.kernels.amd_forward import Tiles, forward
 from uopattn.runtime.amd import InstructionRenderer
 
@@ -121,7 +123,7 @@ def test_a_pinned_product_is_computed_by_the_whole_wave() -> None:
 def test_the_kernel_fits_the_registers(arch: str, dtype: str) -> None:
   rows, D = (1024, 1024, 1024, 1024), 64
   arguments = [UOp.placeholder((1, length, D), TYPES[dtype], slot) for slot, length in enumerate(rows)]
-  tiles = Tiles.choose(arch, *rows[:2], D, D)
+  tiles = Tiles.choose(problem_of(1, *rows[:2], D, D, TYPES[dtype]), Machine("AMD", arch))
   kernel = forward(*arguments, rules=Rules(*rows[:2], scale=D**-0.5), tiles=tiles)
   made = compiled(tiles, *by_llvmlite(source(kernel, llvm_renderer(arch)), arch))
   assert made.spills == made.scratch == 0

@@ -15,8 +15,8 @@ from test_cpu_split import in_parts
 from tinygrad import Context, dtypes
 from tinygrad.dtype import DType
 
-from uopattn.plan.target import Target
-from uopattn.runtime.clang import VectorUnit
+from uopattn.dsl.target import VectorUnit
+from uopattn.plan.target import target_of
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="these are x86-64 machines")
 
@@ -38,7 +38,7 @@ def unit(request: pytest.FixtureRequest) -> Iterator[VectorUnit]:
   if needs not in Path("/proc/cpuinfo").read_text().split():
     pytest.skip(f"this machine has no {needs}")
   with Context(DEV=f"CPU::x86_64,{march}"):
-    assert Target.of("CPU").vector == unit
+    assert target_of("CPU").vector == unit
     yield unit
 
 

@@ -9,9 +9,9 @@ from simulated import Case, Kernel, of_type
 from tinygrad import Tensor, dtypes
 
 import uopattn.proof.gate as verify_module
+from uopattn.dsl.schedule import FLOAT8
 from uopattn.proof.gate import Gate, Report, compare, numpy, verify
 from uopattn.proof.oracle import EXACT, PRECISIONS, Array, Precision, oracle
-from uopattn.spec.spec import FLOAT8
 
 N, D, TILE = 192, 64, 64
 INPUTS = tuple(np.random.default_rng(3).normal(size=(1, 2, N, D)).astype(np.float32) for _ in range(3))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tinygrad.dtype import float_to_fp8, fp8_to_float
 
+from uopattn.dsl.schedule import DTYPES, FLOAT8
 from uopattn.proof.oracle import CHUNK, PRECISIONS, TF32, Array, cut_to_tf32, oracle, round_to_bfloat16, round_to_bits
-from uopattn.spec.spec import DTYPES, FLOAT8
 
 
 def by_the_definition(q: Array, k: Array, v: Array, seen, score_of) -> tuple[Array, Array]:

@@ -10,15 +10,18 @@ import report_cuda
 import sass
 from report_cuda import COLUMNS, MULTIPROCESSOR, NONE, Compiled, figure, resident, row
 from report_table import kind, line
+from tinygrad import dtypes
 from tinygrad.runtime.autogen import nvrtc
 from tinygrad.runtime.support.compiler_cuda import NVRTCCompiler
 
+from uopattn.dsl.target import Target
 from uopattn.kernels import cuda_forward
-from uopattn.plan.dispatch import KERNELS, Choice
+from uopattn.plan.dispatch import dispatch
+from uopattn.spec.spec import AttentionSpec
 
-(KERNEL,) = (kernel for kernel in KERNELS if kernel.name == "cuda_forward")
-CHOICE = Choice(KERNEL, cuda_forward.Tiles(4, 2, 64))
-GOOD = Compiled("sm_80", CHOICE, 168, 0, 0, 49152, Counter(matrix=4, trans=1, float=5), "", "none")
+SPEC = AttentionSpec(1, 1, 1, 100, 100, 64, 64, dtypes.half, 0.125)
+LAUNCH = dispatch(SPEC, Target("CUDA", "sm_80"), cuda_forward.Tiles(4, 2, 64))
+GOOD = Compiled("sm_80", LAUNCH, 168, 0, 0, 49152, Counter(matrix=4, trans=1, float=5), "", "none")
 
 
 def listing(*lines: str) -> str:
@@ -178,7 +181,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
   assert compile_report.main(["sm_80"]) == 2
   assert capsys.readouterr() == ("", f"compile_report: {NONE}\n")
   with pytest.raises(RuntimeError, match="no compiler for NVIDIA's GPUs"):
-    report_cuda.compiled("source", "sm_80", CHOICE, 0)
+    report_cuda.compiled("source", "sm_80", LAUNCH, 0)
 
 
 def test_a_target_of_neither(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,11 +14,14 @@ from tinygrad import Context, Tensor, dtypes
 from tinygrad.engine.worker import terminate_worker_pool
 from tinygrad.nn.state import safe_save
 
+from uopattn.dsl.target import VectorUnit
 from uopattn.kernels import cpu_forward
 from uopattn.measure import run
 from uopattn.measure.run import Config, Usage, parse
+from uopattn.plan.target import target_of
 from uopattn.runtime import clang as toolchain
 from uopattn.runtime.prepare import compiled
+from uopattn.runtime.vector_unit import vector_unit
 
 
 def program(module: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -214,9 +217,9 @@ def test_a_wrong_kernel_ends_with_1_and_says_where(
 def test_an_output_that_is_not_written_is_wrong(
   monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-  monkeypatch.setattr(run, "launch", lambda choice, spec, q, k, v, o, lse: (o, lse))
+  monkeypatch.setattr(run, "forward", lambda launch, q, k, v, o, lse: (o, lse))
   config = Config(h=1, n=20, d=8, cnt=1)
-  problem = run.prepare(config, run.Target.of("CPU"))
+  problem = run.prepare(config, target_of("CPU"))
   monkeypatch.setattr(run, "TinyJit", lambda fxn: fxn)
   o, _, _ = run.measure(problem, 1)
   assert np.isnan(o.numpy()).all()
@@ -409,7 +412,7 @@ def test_without_a_compiler_the_runner_says_how_to_get_one(tmp_path: Path) -> No
   ],
 )
 def test_vector_unit_is_what_the_compiler_uses(arch: str, lanes: int, registers: int, bfloat16: bool) -> None:
-  assert cpu_target(arch).vector == toolchain.VectorUnit(lanes, registers, bfloat16)
+  assert cpu_target(arch).vector == VectorUnit(lanes, registers, bfloat16)
 
 
 @pytest.mark.usefixtures("no_workers")
@@ -418,7 +421,7 @@ def test_a_compiler_that_cannot_compile(tmp_path: Path, monkeypatch: pytest.Monk
   broken.write_text("#!/bin/sh\necho unknown option >&2; exit 1\n")
   broken.chmod(0o755)
   monkeypatch.setenv("CC", str(broken))
-  toolchain.vector_unit.cache_clear()
+  vector_unit.cache_clear()
   with pytest.raises(toolchain.NoCompiler, match="is not a clang that compiles for x86_64: unknown option"):
-    toolchain.vector_unit("x86_64", ())
+    vector_unit("x86_64", ())
   assert Tensor([1]).tolist() == [1]

@@ -2,20 +2,22 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, Unpack, cast, overload
+from typing import Any, Literal, Unpack, overload
 
 from tinygrad import Tensor, UOp
 from tinygrad.helpers import TRAINING
 
 from uopattn.api.options import AttentionOptions
 from uopattn.dsl.random import draw_seed
-from uopattn.plan.dispatch import Choice, dispatch
-from uopattn.plan.launch import launch
+from uopattn.plan.dispatch import NoKernel, dispatch
+from uopattn.plan.forward import forward
+from uopattn.plan.launch import Launch
 from uopattn.plan.reference import reference
-from uopattn.plan.target import Target
+from uopattn.plan.target import target_of
 from uopattn.runtime.log import log_once
+from uopattn.spec.arguments import Extras, check_dropout
 from uopattn.spec.block_mask import BlockMask
-from uopattn.spec.spec import BACKENDS, AttentionSpec, Extras, check_dropout, make_spec, settled
+from uopattn.spec.spec import BACKENDS, AttentionSpec, make_spec
 from uopattn.spec.tensors import batched, check_dimensions, operands
 
 
@@ -174,9 +176,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, extras: Extras, backend: str) -> Any
   q, k, v = operands(q=q, k=k, v=v)
   q4, k4, v4 = (batched(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
   check_dimensions(q=q, k=k, v=v)
-  check_dropout(extras.dropout_p)
+  check_dropout("dropout_p", extras.dropout_p)
   seed = draw_seed(q.device) if extras.dropout_p > 0 and TRAINING else None
-  extras = replace(settled(extras, q.device), seed=seed)
+  extras = replace(extras.settled(q.device), seed=seed)
   spec = make_spec(q4, k4, v4, extras)
   out, lse = _run(q4, k4, v4, spec, extras, backend)
   if q.ndim == 3:
@@ -186,14 +188,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, extras: Extras, backend: str) -> Any
 
 def _run(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras, backend: str) -> tuple[Tensor, Tensor]:
   """Runs attention on checked arguments of four dimensions; returns the output and the LSE."""
-  chosen: Choice | list[str] = [f"q is on {q.device}; kernels take one device"]
-  if isinstance(q.device, str):
-    chosen = dispatch(spec, Target.of(q.device))
-  if backend != "reference" and isinstance(chosen, Choice):
-    return launch(chosen, spec, q, k, v, extras=extras, backend=backend)
-  if backend == "kernel":
-    raise ValueError(f"backend='kernel': {'; '.join(cast(list[str], chosen))}")
-  if backend == "auto":
-    for reason in cast(list[str], chosen):
+  if backend == "reference":
+    return reference(q, k, v, spec, extras)
+  try:
+    launch = _launch(q.device, spec)
+  except NoKernel as error:
+    if backend == "kernel":
+      raise ValueError(f"backend='kernel': {error}") from error
+    for reason in error.reasons:
       log_once(f"attention falls back to plain tinygrad ops: {reason}")
-  return reference(q, k, v, spec, extras)
+    return reference(q, k, v, spec, extras)
+  return forward(launch, q, k, v, extras=extras, backend=backend)
+
+
+def _launch(device: object, spec: AttentionSpec) -> Launch:
+  """The kernel for an attention on a device; it stores the LSE, see `forward`. Raises NoKernel."""
+  if not isinstance(device, str):
+    raise NoKernel(f"q is on {device}; kernels take one device")
+  return dispatch(replace(spec, return_lse=True), target_of(device))

@@ -6,11 +6,12 @@ from typing import Any, cast
 
 from tinygrad import Device, Tensor, UOp, dtypes
 
+from uopattn.dsl.target import Target
 from uopattn.plan.dispatch import dispatch
-from uopattn.plan.graph import build
-from uopattn.plan.target import Target
-from uopattn.spec.spec import Extras, dtype_name, make_spec
-from uopattn.spec.tensors import batched, check_dimensions, described, near
+from uopattn.plan.target import target_of
+from uopattn.spec.arguments import Extras
+from uopattn.spec.spec import make_spec
+from uopattn.spec.tensors import batched, check_dimensions, described, dtype_name, near
 
 
 def flash(
@@ -87,14 +88,12 @@ def flash(
   _check_output("o", o, (*q.shape[:-1], v.shape[-1]), q.dtype)
   if lse is not None:
     _check_output("lse", lse, q.shape[:-1], dtypes.float32)
-  machine, device = Target.of(Device.DEFAULT), Device.DEFAULT
+  machine, device = target_of(Device.DEFAULT), Device.DEFAULT
   if target is not None and target != machine:
     machine, device = target, target.device
-  chosen = dispatch(spec, machine, tiles)
-  if isinstance(chosen, list):
-    raise ValueError("; ".join(chosen))
+  launch = replace(dispatch(spec, machine, tiles), splits=1)
   buffers = (o, q, k, v, *([] if lse is None else [lse]), *aux)
-  return build(replace(chosen, splits=1), spec, device, [x.base.arg.slot for x in buffers])
+  return launch.build(device, [x.base.arg.slot for x in buffers])
 
 
 def _check_output(name: str, x: UOp, shape: tuple[Any, ...], dtype: Any) -> None:

@@ -11,9 +11,10 @@ from uopattn.api.attention import attend
 from uopattn.api.options import CacheOptions
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.eight_bits import EIGHT_BITS
+from uopattn.dsl.schedule import WIDE
+from uopattn.spec.arguments import Extras, check_place
 from uopattn.spec.block_mask import BlockMask
-from uopattn.spec.spec import WIDE, Extras, check_place, dtype_name
-from uopattn.spec.tensors import batched, check_tensor, placed
+from uopattn.spec.tensors import batched, check_tensor, dtype_name, placed
 
 LARGEST = {dtypes.int8: 127.0, dtypes.fp8e4m3: 448.0, dtypes.fp8e5m2: 57344.0}
 FRACTION = {dtypes.fp8e4m3: 3, dtypes.fp8e5m2: 2}  # bits

@@ -6,8 +6,8 @@ from math import inf
 
 from tinygrad import Tensor, dtypes
 
-from uopattn.spec.spec import DTYPES, dtype_name
-from uopattn.spec.tensors import check_tensor, described, operands, placed
+from uopattn.dsl.schedule import DTYPES
+from uopattn.spec.tensors import check_tensor, described, dtype_name, operands, placed
 
 
 def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -10,8 +10,8 @@ from tinygrad.uop.ops import Ops, sym_infer
 from uopattn.api.attention import attend
 from uopattn.api.options import PagedOptions
 from uopattn.dsl import sizes
-from uopattn.spec.spec import Extras, check_place, dtype_name
-from uopattn.spec.tensors import check_tensor, operands, placed
+from uopattn.spec.arguments import Extras, check_place
+from uopattn.spec.tensors import check_tensor, dtype_name, operands, placed
 
 if TYPE_CHECKING:  # numpy takes a while to import
   import numpy as np

@@ -11,8 +11,9 @@ from uopattn.api.attention import attend
 from uopattn.api.options import VarlenOptions
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.masks import FAR
-from uopattn.spec.spec import Extras, dtype_name, make_spec, settled, sides
-from uopattn.spec.tensors import as_int, check_tensor, described, near, operands, placed
+from uopattn.spec.arguments import Extras
+from uopattn.spec.spec import make_spec, sides
+from uopattn.spec.tensors import as_int, check_tensor, described, dtype_name, near, operands, placed
 
 Offsets = Tensor | list[int] | tuple[int, ...]
 
@@ -129,7 +130,7 @@ def attention_varlen(
     aux=aux,
     return_lse=return_lse,
   )
-  given = settled(given, device)
+  given = given.settled(device)
   # Checks all but the offsets, for which it takes q, k and v to be right.
   make_spec(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), given)
   ends_q, ends_k = _offsets("cu_seqlens_q", cu_seqlens_q, M, device), _offsets("cu_seqlens_k", cu_seqlens_k, N, device)

@@ -24,12 +24,12 @@ import numpy as np
 from tinygrad import Device
 from tinygrad.helpers import Context, tqdm
 
+from uopattn.dsl.schedule import FEW
 from uopattn.measure import contenders_backward
 from uopattn.measure.bench_report import lines, plot
 from uopattn.measure.command_line import Usage, check_writable, default_target, exit_status
 from uopattn.measure.contenders import Contender, Runner, limit, load, on_cpu, product_size, versions
 from uopattn.measure.run import Config, Problem, prepare
-from uopattn.plan.dispatch import FEW
 from uopattn.proof.gate import Gate, GradientGate, Report, numpy
 from uopattn.proof.oracle import Array
 from uopattn.runtime.clang import clang_version
@@ -262,8 +262,8 @@ def bench_row(config: Config, contenders: dict[str, Contender], rounds: int, bac
   return {
     "problem": s.record(),
     "device": " ".join(filter(None, (str(target), gpu_name(Device.DEFAULT)))),
-    "kernel": problem.choice.kernel.name,
-    "tiles": asdict(problem.choice.tiles),
+    "kernel": problem.launch.schedule.name,
+    "tiles": asdict(problem.launch.tiles),
     "flops": flops,
     "backward": backward,
     "contenders": records,

@@ -9,7 +9,8 @@ from pathlib import Path
 from tinygrad import Device
 from tinygrad.helpers import DEBUG, DEV
 
-from uopattn.plan.target import Target
+from uopattn.dsl.target import Target
+from uopattn.plan.target import target_of
 from uopattn.runtime.clang import NoCompiler
 
 LONGEST = 500  # characters of an error: those of a compiler hold all of a kernel's source
@@ -53,7 +54,7 @@ def default_target() -> Target:
     NoCompiler: it is a CPU and there is no clang.
   """
   try:
-    return Target.of(Device.DEFAULT)
+    return target_of(Device.DEFAULT)
   except NoCompiler:
     raise
   except Exception as error:  # whatever a missing driver, or a name that is no device's, makes tinygrad raise

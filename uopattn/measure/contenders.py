@@ -11,10 +11,10 @@ import numpy as np
 from tinygrad import Device, Tensor, TinyJit, dtypes
 from tinygrad.dtype import DType
 
+from uopattn.dsl.schedule import FEW
 from uopattn.measure.bandwidth import READ, reader
 from uopattn.measure.command_line import Usage
 from uopattn.measure.run import Problem, jitted, outputs, poison, wait
-from uopattn.plan.dispatch import FEW
 from uopattn.proof.gate import numpy
 from uopattn.proof.oracle import Array
 from uopattn.runtime.machine import installed_version

@@ -21,14 +21,14 @@ from uopattn.measure.contenders import (
   torchs_runner,
 )
 from uopattn.measure.run import Problem, wait
-from uopattn.plan.dispatch_backward import dispatch_backward
+from uopattn.plan.dispatch import NoKernel, dispatch_backward
+from uopattn.plan.forward import forward
 from uopattn.plan.gradient import Saved, by_kernels
-from uopattn.plan.launch import launch
-from uopattn.plan.target import Target
+from uopattn.plan.target import target_of
 from uopattn.proof.gate import numpy
 from uopattn.proof.oracle import Array
 from uopattn.runtime.threads import thread_count
-from uopattn.spec.spec import NO_EXTRAS
+from uopattn.spec.arguments import NO_EXTRAS
 
 
 def output_gradient(problem: Problem) -> Tensor:
@@ -44,16 +44,18 @@ def uopattn(problem: Problem) -> Runner:
   Raises:
     Usage: there are none for the problem.
   """
-  p, steps = problem, dispatch_backward(problem.spec, Target.of(Device.DEFAULT))
-  if not isinstance(steps, tuple):
-    raise Usage("; ".join(steps))
-  out, lse = launch(p.choice, p.spec, p.q, p.k, p.v)
+  p = problem
+  try:
+    launches = dispatch_backward(p.spec, target_of(Device.DEFAULT))
+  except NoKernel as error:
+    raise Usage(str(error)) from error
+  out, lse = forward(p.launch, p.q, p.k, p.v)
   Tensor.realize(out, lse)
   do = output_gradient(p)
 
   @TinyJit
   def run() -> list[Tensor]:
-    grads = by_kernels(steps, Saved.of(p.q, p.k, p.v, out, lse, do, None), p.spec, NO_EXTRAS)
+    grads = by_kernels(launches, Saved.of(p.spec, p.q, p.k, p.v, out, lse, do), NO_EXTRAS)
     Tensor.realize(*grads)
     return grads
 

@@ -11,13 +11,16 @@ from tinygrad import Device, Tensor, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import DEV, Context
 
+from uopattn.dsl.schedule import DTYPES, Schedule
+from uopattn.dsl.target import Target
 from uopattn.measure.command_line import Usage, default_target, exit_status, reason
-from uopattn.plan.dispatch import KERNELS, Kernel, dispatch
-from uopattn.plan.dispatch_backward import BACKWARDS, Backward, dispatch_backward
-from uopattn.plan.target import Target, shown
+from uopattn.plan.dispatch import BACKWARD, FORWARD, NoKernel, dispatch, dispatch_backward
+from uopattn.plan.target import shown, target_of
 from uopattn.runtime.clang import NoCompiler, clang_version, find_clang
 from uopattn.runtime.machine import machine_record
-from uopattn.spec.spec import DTYPES, AttentionSpec, Extras, dtype_name, make_spec
+from uopattn.spec.arguments import Extras
+from uopattn.spec.spec import AttentionSpec, make_spec
+from uopattn.spec.tensors import dtype_name
 
 QUERIES = {1024: "", 1: " of few queries"}  # of the cases that are asked about
 KEYS, HEAD_SIZE = 1024, 64  # of these
@@ -33,36 +36,36 @@ def case(dtype: DType, queries: int) -> AttentionSpec:
   return make_spec(q, k, v, Extras(return_lse=True))
 
 
-def taken(kernel: Kernel | Backward, spec: AttentionSpec, target: Target) -> str:
-  """The name of the kernel that is taken for a case, or for its gradients if `kernel` is of those; "" if none is."""
-  if isinstance(kernel, Kernel):
-    chosen = dispatch(spec, target)
-    return "" if isinstance(chosen, list) else chosen.kernel.name
-  steps = dispatch_backward(spec, target)
-  return "" if isinstance(steps, list) else next(x.name for x in BACKWARDS if steps[0].pass_ in x.passes)
+def taken(schedule: Schedule, spec: AttentionSpec, target: Target) -> str:
+  """The name of the schedule that is taken for a case, or for its gradients if this one is of those; "" if none is."""
+  try:
+    launch = dispatch(spec, target) if schedule in FORWARD else dispatch_backward(spec, target)[0]
+  except NoKernel:
+    return ""
+  return launch.schedule.name
 
 
-def served(kernel: Kernel | Backward, target: Target) -> str:
-  """What a kernel serves on a machine, or why it does not."""
-  if target.device not in kernel.devices:
-    return f"not for this machine, for {' and '.join(kernel.devices)}"
+def served(schedule: Schedule, target: Target) -> str:
+  """What a schedule serves on a machine, or why it does not."""
+  if target.device not in schedule.devices:
+    return f"not for this machine, for {' and '.join(schedule.devices)}"
   cases: dict[str, str] = {}
   for dtype in DTYPES:
     for queries, name in QUERIES.items():
-      if taken(kernel, case(dtype, queries), target) == kernel.name:
+      if taken(schedule, case(dtype, queries), target) == schedule.name:
         cases.setdefault(dtype_name(dtype), name)
-  return f"serves {', '.join(x + few for x, few in cases.items())}" if cases else against(kernel, target)
+  return f"serves {', '.join(x + few for x, few in cases.items())}" if cases else against(schedule, target)
 
 
-def against(kernel: Kernel | Backward, target: Target) -> str:
-  """Why a kernel for the machine's kind of device is taken for none of the cases: asked of float16, which all take."""
+def against(schedule: Schedule, target: Target) -> str:
+  """Why one for the machine's kind of device is taken for none of the cases: asked of float16, which all take."""
   spec = case(dtypes.float16, max(QUERIES))
   try:
-    for part in kernel.passes if isinstance(kernel, Backward) else (kernel,):
-      part.choose_tiles(spec, target)
+    for kernel in schedule.kernels:
+      kernel.choose(spec, target)
   except ValueError as error:
     return f"not for this machine: {error}"
-  return f"serves only what {taken(kernel, spec, target)} does not"
+  return f"serves only what {taken(schedule, spec, target)} does not"
 
 
 def others(default: str) -> Iterator[str]:
@@ -71,10 +74,10 @@ def others(default: str) -> Iterator[str]:
   Args:
     default: the default device, which is not opened anew: there may be more to its name.
   """
-  for device in sorted({device for kernel in KERNELS for device in kernel.devices} - {default.split(":")[0]}):
+  for device in sorted({device for schedule in FORWARD for device in schedule.devices} - {default.split(":")[0]}):
     try:
       with Context(DEV=device):
-        yield str(Target.of(device))
+        yield str(target_of(device))
     except Exception as error:  # whatever a missing driver makes tinygrad raise
       yield f"{device}: none: {reason(error)}"
 
@@ -97,10 +100,9 @@ def report() -> int:
     line("another", text)
   if target is None:
     return 2
-  for kernel in KERNELS:
-    line("kernel", f"{kernel.name}: {served(kernel, target)}")
-  for backward in BACKWARDS:
-    line("gradients", f"{backward.name}: {served(backward, target)}")
+  for name, schedules in (("kernel", FORWARD), ("gradients", BACKWARD)):
+    for schedule in schedules:
+      line(name, f"{schedule.name}: {served(schedule, target)}")
   return 0
 
 

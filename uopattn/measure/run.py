@@ -18,14 +18,18 @@ from tinygrad import Device, Tensor, TinyJit, dtypes
 from tinygrad.dtype import DType
 from tinygrad.nn.state import safe_load
 
+from uopattn.dsl.target import Target
 from uopattn.emulator import profile
 from uopattn.measure.command_line import Usage, check_writable, default_target, exit_status, reason
-from uopattn.plan.dispatch import Choice, dispatch
-from uopattn.plan.launch import launch
-from uopattn.plan.target import Target, shown
+from uopattn.plan.dispatch import NoKernel, dispatch
+from uopattn.plan.forward import forward
+from uopattn.plan.launch import Launch
+from uopattn.plan.target import shown
 from uopattn.proof.gate import Report, verify
 from uopattn.runtime.machine import machine_record
-from uopattn.spec.spec import AttentionSpec, Extras, dtype_name, make_spec
+from uopattn.spec.arguments import Extras
+from uopattn.spec.spec import AttentionSpec, make_spec
+from uopattn.spec.tensors import dtype_name
 
 DTYPE_NAMES: dict[str, DType] = {
   "half": dtypes.float16,
@@ -162,8 +166,11 @@ class Problem:
   q: Tensor
   k: Tensor
   v: Tensor
-  spec: AttentionSpec
-  choice: Choice
+  launch: Launch
+
+  @property
+  def spec(self) -> AttentionSpec:
+    return self.launch.spec
 
 
 def prepare(config: Config, target: Target) -> Problem:
@@ -177,10 +184,10 @@ def prepare(config: Config, target: Target) -> Problem:
     spec = make_spec(q, k, v, Extras(is_causal=bool(config.causal), enable_gqa=True, return_lse=True))
   except (TypeError, ValueError) as error:
     raise Usage(str(error)) from error
-  chosen = dispatch(spec, target)
-  if isinstance(chosen, list):
-    raise Usage("; ".join(chosen))
-  return Problem(q, k, v, spec, chosen)
+  try:
+    return Problem(q, k, v, dispatch(spec, target))
+  except NoKernel as error:
+    raise Usage(str(error)) from error
 
 
 def outputs(spec: AttentionSpec) -> tuple[Tensor, Tensor]:
@@ -207,7 +214,7 @@ def jitted(problem: Problem, o: Tensor, lse: Tensor, times: int = 1) -> Callable
   def run() -> tuple[Tensor, Tensor]:
     out, sums = o, lse
     for _ in range(times):
-      out, sums = launch(p.choice, p.spec, p.q, p.k, p.v, out, sums)
+      out, sums = forward(p.launch, p.q, p.k, p.v, out, sums)
     Tensor.realize(out, sums)
     return out, sums
 
@@ -270,7 +277,7 @@ def run(config: Config) -> int:
   problem = prepare(config, target)
   s = problem.spec
   print(f"device   {shown(target, Device.DEFAULT)}")
-  print(f"kernel   {problem.choice}")
+  print(f"kernel   {problem.launch}")
   shape = f"B={s.B} H={s.Hq} HKV={s.Hkv} M={s.M} N={s.N} D={s.Dk} DV={s.Dv}"
   source = f" from {config.input}" if config.input else ""
   print(f"problem  {shape} {dtype_name(s.dtype)}{' causal' * s.is_causal}{source}")
@@ -281,7 +288,7 @@ def run(config: Config) -> int:
   print(f"best     {min(seconds) * 1e3:10.3f} ms  {speed(s, min(seconds))}")
   reports: list[Report] = []
   if config.verify:
-    tf32 = s.tf32 and problem.choice.kernel.tf32
+    tf32 = s.tf32 and problem.launch.schedule.tf32
     reports = verify(problem.q, problem.k, problem.v, o, lse, is_causal=s.is_causal, tf32=tf32, progress=True)
   correct = report(reports) if reports else True
   if config.json:
@@ -297,8 +304,8 @@ def record(
     "machine": machine_record() | {"device": shown(target, Device.DEFAULT)},
     "config": asdict(config),
     "problem": problem.spec.record(),
-    "kernel": problem.choice.kernel.name,
-    "tiles": asdict(problem.choice.tiles),
+    "kernel": problem.launch.schedule.name,
+    "tiles": asdict(problem.launch.tiles),
     "seconds": seconds,
     "flops": problem.spec.flops,
     "errors": {r.name: r.record() for r in reports},

@@ -8,7 +8,8 @@ from tinygrad import Tensor, UOp, dtypes
 from uopattn.dsl import sizes
 from uopattn.dsl.random import kept
 from uopattn.dsl.rules.masks import FAR
-from uopattn.spec.spec import AttentionSpec, Extras
+from uopattn.spec.arguments import Extras
+from uopattn.spec.spec import AttentionSpec
 from uopattn.spec.trace import of_tensors
 
 

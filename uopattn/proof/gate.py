@@ -11,7 +11,7 @@ from uopattn.proof.errors import of_gradients, of_output
 from uopattn.proof.oracle import EXACT, PRECISIONS, TF32, Array, Rules, oracle
 from uopattn.proof.oracle_gradients import Gradients, gradients
 from uopattn.proof.roundings import Fault, Roundings
-from uopattn.spec.spec import dtype_name
+from uopattn.spec.tensors import dtype_name
 
 # What any output is allowed, however exact the naive computation happens to be: some unit roundoffs of its own type,
 # and of float32, in which the long sums are taken in an order of the kernel's choice.

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,53 +64,6 @@ def provide_clang() -> None:
     if worker and worker.worker_pool:
       worker.worker_pool.close()  # what another thread has it compile is still done
       worker.worker_pool = None
-
-
-@dataclass(frozen=True)
-class VectorUnit:
-  """What a compiler vectorises with.
-
-  Attributes:
-    lanes: float32 in a register.
-    registers: how many there are.
-    bfloat16: whether products of bfloat16 are faster two at a time, see `dot_pairs`, than one by one in float32.
-  """
-
-  lanes: int
-  registers: int
-  bfloat16: bool = False
-
-
-PLAIN = VectorUnit(lanes=4, registers=16)
-
-_PROBE = """
-void probe(float *restrict a, const float *restrict b) { for (int i = 0; i < 64; i++) a[i] += b[i]; }
-#if defined(__AVX512VL__) || defined(__aarch64__)
-int many_registers;
-#endif
-#if defined(__AVX512BF16__) && defined(__SSE4A__) // AMD's: Intel's have no SSE4a, and take longer by pairs
-int pairs_of_bfloat16;
-#endif
-"""
-
-
-@functools.cache
-def vector_unit(arch: str, flags: tuple[str, ...]) -> VectorUnit:
-  """What clang makes of a plain loop, for `arch` ("x86_64", "arm64", ...) and its machine flags (`-march=native`, ...).
-
-  Asked of the compiler, since flags do not tell: for some AVX-512 machines clang prefers registers of half the width.
-
-  Raises:
-    NoCompiler: the compiler rejects the probe.
-  """
-  target = f"--target={arch}-none-unknown-elf"
-  command = [find_clang(), "-S", "-x", "c", "-O2", "-ffreestanding", target, *flags, "-o", "-", "-"]
-  done = subprocess.run(command, input=_PROBE, capture_output=True, text=True)
-  if done.returncode:
-    said = (done.stderr.strip() or "no message").splitlines()[0]
-    raise NoCompiler(f"{command[0]!r} is not a clang that compiles for {arch}: {said}")
-  lanes = 16 if "%zmm" in done.stdout else 8 if "%ymm" in done.stdout else 4
-  return VectorUnit(lanes, 32 if "many_registers" in done.stdout else 16, "pairs_of_bfloat16" in done.stdout)
 
 
 @functools.cache

@@ -1,27 +1,21 @@
-"""What is asked of an attention: the arguments of `uopattn.attention`, checked."""
+"""What is asked of an attention, checked."""
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import ALLOW_TF32, ceildiv
-from tinygrad.uop import GroupOp
 from tinygrad.uop.ops import Ops
 
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.eight_bits import EIGHT_BITS
-from uopattn.spec.block_mask import BlockMask
-from uopattn.spec.expanded import folded
-from uopattn.spec.tensors import WIDEST, check_tensor, check_tensors, described, near, placed
+from uopattn.dsl.rules.ranges import Range
+from uopattn.dsl.schedule import DTYPES, WIDE, Problem
+from uopattn.spec.arguments import Extras, Sizes, known
+from uopattn.spec.tensors import dtype_name
 from uopattn.spec.trace import Mod, trace_mod
 
-FLOAT16 = (dtypes.float16, dtypes.bfloat16)
-FLOAT8 = (dtypes.fp8e4m3, dtypes.fp8e5m2)
-WIDE = (dtypes.float32, *FLOAT16)
-DTYPES = (*WIDE, *FLOAT8)
 BACKENDS = ("auto", "kernel", "reference")
 
 
@@ -40,49 +34,29 @@ class Input:
 
 
 @dataclass(frozen=True)
-class AttentionSpec:
-  """Shapes, type and flags; hashable, no tensors.
-
-  q is (B, Hq, M, Dk), k (B, Hkv, N, Dk), v (B, Hkv, N, Dv).
+class AttentionSpec(Problem):
+  """A problem, with all that its kernels are made of; hashable, no tensors.
 
   Attributes:
-    scale: factor on q.k.
     q_start: position of the first query: an int, made of Variables, or None where it is a Tensor.
-    extras: names of the arguments in use beyond is_causal, q_start, scale, enable_gqa and return_lse.
     kv_lengths: keys that exist: an int, made of Variables, or None where it is a Tensor or all do.
-    window: the first and last key that a query sees, counted back and on from its position; is_causal is in it.
+    masks: further rules by which a query sees the keys from one to another.
     dropout_p: probability of dropping a weight; 0 unless training.
     block_mod: the block mask's own mask_mod.
-    block_heads: batches and heads of the block mask; None where there is none.
     inputs: the Tensors among the arguments other than q, k and v, in the order in which kernels take them.
-    kv_dtype: type of k and v where they have scales.
-    tf32: products of float32 may ignore all but the first 10 bits of a fraction: tinygrad's ALLOW_TF32.
     pages: how many there are, and the keys of each, where k is (pages, Hkv, keys of a page, Dk), and v likewise.
   """
 
-  B: int
-  Hq: int
-  Hkv: int
-  M: int
-  N: int
-  Dk: int
-  Dv: int
-  dtype: DType
-  scale: float
   q_start: int | UOp | None = 0
   return_lse: bool = False
-  extras: tuple[str, ...] = ()
   kv_lengths: int | UOp | None = None
-  window: tuple[int | None, int | None] = (None, None)
+  masks: tuple[Range, ...] = ()
   softcap: float | None = None
   score_mod: Mod | None = None
   mask_mod: Mod | None = None
   dropout_p: float = 0.0
   block_mod: Mod | None = None
-  block_heads: tuple[int, int] | None = None
   inputs: tuple["Input", ...] = ()
-  kv_dtype: DType | None = None
-  tf32: bool = False
   pages: tuple[int, int] | None = None
 
   @property
@@ -90,16 +64,18 @@ class AttentionSpec:
     """The shape of k and of v but for the head size."""
     return (self.B, self.Hkv, self.N) if self.pages is None else (self.pages[0], self.Hkv, self.pages[1])
 
-  def tile_lists(self, block_m: int, block_n: int) -> tuple["Input", ...]:
-    """What a kernel with tiles of that size takes after `inputs`: the tiles that it visits, with a block mask."""
+  def tile_lists(self, block: int, tile: int, of_keys: bool) -> tuple["Input", ...]:
+    """With a block mask, what a kernel takes besides `inputs`: the tiles that each of its blocks visits.
+
+    Args:
+      block, tile: rows of a block and of a tile.
+      of_keys: whether blocks are of keys and tiles of queries, not the reverse.
+    """
     if self.block_heads is None:
       return ()
-    blocks = (*self.block_heads, ceildiv(self.M, block_m))
-    return tuple(Input("tile_lists", (*blocks, n), dtypes.int) for n in (ceildiv(self.N, block_n), 2))
-
-  def query_lists(self, block_m: int, block_n: int) -> tuple["Input", ...]:
-    """The same of a kernel whose blocks of keys visit tiles of queries."""
-    return replace(self, M=self.N, N=self.M).tile_lists(block_n, block_m)
+    rows, walked = (self.N, self.M) if of_keys else (self.M, self.N)
+    blocks = (*self.block_heads, ceildiv(rows, block))
+    return tuple(Input("tile_lists", (*blocks, n), dtypes.int) for n in (ceildiv(walked, tile), 2))
 
   @property
   def variables(self) -> int:
@@ -107,25 +83,10 @@ class AttentionSpec:
     places = [x for x in (self.q_start, self.kv_lengths) if isinstance(x, UOp)]
     return len({u for x in places for u in x.toposort() if u.op is Ops.PARAM})
 
-  @property
-  def stored(self) -> DType:
-    """The type of k and v."""
-    return self.dtype if self.kv_dtype is None else self.kv_dtype
-
-  @property
-  def is_causal(self) -> bool:
-    """Whether no query sees a key behind its own."""
-    return self.window[1] == 0
-
   def record(self) -> dict[str, Any]:
     """What JSON keeps of it: shapes, type, scale, and whether there is a causal mask."""
     names = ("B", "Hq", "Hkv", "M", "N", "Dk", "Dv", "scale", "is_causal", "return_lse")
     return {name: getattr(self, name) for name in names} | {"dtype": dtype_name(self.dtype)}
-
-  @property
-  def kv_bytes(self) -> int:
-    """Bytes of K and V."""
-    return self.B * self.Hkv * self.N * (self.Dk + self.Dv) * self.stored.itemsize
 
   @property
   def flops(self) -> int:
@@ -136,74 +97,6 @@ class AttentionSpec:
       lasts = [self.N - 1 if right is None else i + self.q_start + right for i in range(self.M)]
       pairs = sum(max(0, min(b, self.N - 1) - max(a, 0) + 1) for a, b in zip(firsts, lasts, strict=True))
     return 2 * self.B * self.Hq * pairs * (self.Dk + self.Dv)
-
-
-@dataclass(frozen=True, eq=False)
-class Extras:
-  """What an attention is given besides q, k, v and a backend; see `uopattn.attention` for the meaning.
-
-  Attributes:
-    bounds: the first and the last key that each query sees, (M,) int32 both; what `attention_varlen` makes of its own.
-    scales: factors on each key and each value, (B, Hkv, N) float32 both; k and v are then of EIGHT_BITS, and q is not.
-    page_table: of `attention_paged`, (B, pages of a sequence) int32.
-  """
-
-  attn_mask: Tensor | None = None
-  dropout_p: float = 0.0
-  is_causal: bool = False
-  scale: float | None = None
-  enable_gqa: bool = False
-  window: tuple[int | None, int | None] | None = None
-  softcap: float | None = None
-  q_start: "int | UOp | Tensor" = 0
-  kv_lengths: "int | UOp | Tensor | None" = None
-  sinks: Tensor | None = None
-  score_mod: Callable[..., Any] | None = None
-  mask_mod: Callable[..., Any] | None = None
-  aux: tuple[Tensor, ...] = field(default=())
-  block_mask: BlockMask | None = None
-  return_lse: bool = False
-  seed: Tensor | None = None  # of dropout, in training: (2,) uint32
-  bounds: tuple[Tensor, Tensor] | None = None
-  scales: tuple[Tensor, Tensor] | None = None
-  page_table: Tensor | None = None
-
-  def in_use(self) -> tuple[str, ...]:
-    """The names of those that change the result; of q_start only where it is no int."""
-    named = ("attn_mask", "window", "softcap", "kv_lengths", "sinks", "score_mod", "mask_mod", "block_mask")
-    used = [name for name in (*named, "bounds", "scales", "page_table") if getattr(self, name) is not None]
-    used += ["dropout_p"] * (self.seed is not None)
-    return tuple(used) + (() if isinstance(self.q_start, int) else ("q_start",))
-
-  def tensors(self) -> list[tuple[str, Tensor]]:
-    """The Tensors among them as kernels take them, each with the name of its argument."""
-    found = [] if self.attn_mask is None else [("attn_mask", folded(four_axes(self.attn_mask)))]
-    places = (("q_start", self.q_start), ("kv_lengths", self.kv_lengths))
-    found += [(name, x.cast(dtypes.int)) for name, x in places if isinstance(x, Tensor)]
-    found += [] if self.sinks is None else [("sinks", self.sinks.float())]
-    found += [] if self.seed is None else [("seed", self.seed)]
-    found += [("bounds", x) for x in self.bounds or ()]
-    found += [("scales", x) for x in self.scales or ()]
-    found += [] if self.page_table is None else [("page_table", self.page_table)]
-    found += [("aux", x) for x in self.aux]
-    return found + [("block_mask", x) for x in (() if self.block_mask is None else self.block_mask.aux)]
-
-  def each(self, change: Callable[[Tensor], Tensor]) -> "Extras":
-    """The same with these Tensors changed, but for those of a block mask."""
-    found: dict[str, list[Tensor]] = {}
-    for name, x in self.tensors():
-      found.setdefault(name, []).append(change(x))
-    found.pop("block_mask", None)
-    given = {name: tuple(xs) if isinstance(getattr(self, name), tuple) else xs[0] for name, xs in found.items()}
-    return replace(self, **cast(dict[str, Any], given))
-
-  def variables(self) -> tuple[UOp, ...]:
-    """The bound Variables in them, each once; not those of one possible value, which tinygrad makes constants."""
-    places = (x for x in (self.q_start, self.kv_lengths) if isinstance(x, UOp))
-    return tuple(dict.fromkeys(v for x in places for v in _bound_variables(x) if v.src[0].vmin < v.src[0].vmax))
-
-
-NO_EXTRAS = Extras()
 
 
 def make_spec(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> AttentionSpec:
@@ -217,10 +110,8 @@ def make_spec(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> AttentionSpec:
   (B, Hq, M, Dk), (P, Hkv, N, _), Dv = sizes(q), sizes(k), sizes(v)[3]
   pages = None if extras.page_table is None else (P, N)
   N = N if extras.page_table is None else N * sizes(extras.page_table)[1]
-  scale = Dk**-0.5 if extras.scale is None else _number("scale", extras.scale)
-  _check_extras(extras, B, Hq, M, N, q.device)
-  for scales in extras.scales or ():
-    _check_tensor("scales", scales, (B, Hkv, N), (dtypes.float32,), "float32")
+  extras.check(Sizes(B, Hq, Hkv, M, N), q.device)
+  scale = Dk**-0.5 if extras.scale is None else float(extras.scale)
   lengths, aux = (B, Hq, M, N), extras.aux
   score_mod, mask_mod = (
     None if mod is None else trace_mod(name, mod, lengths, aux)
@@ -237,11 +128,12 @@ def make_spec(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> AttentionSpec:
     Dv,
     q.dtype,
     scale,
-    q_start=_known(extras.q_start),
+    q_start=known(extras.q_start),
     return_lse=extras.return_lse,
     extras=extras.in_use(),
-    kv_lengths=_known(extras.kv_lengths),
+    kv_lengths=known(extras.kv_lengths),
     window=sides(extras.window, extras.is_causal),
+    masks=extras.masks(),
     softcap=extras.softcap,
     score_mod=score_mod,
     mask_mod=mask_mod,
@@ -255,42 +147,10 @@ def make_spec(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> AttentionSpec:
   )
 
 
-def settled(extras: Extras, device: str | tuple[str, ...] | None) -> Extras:
-  """The arguments with constants among them on a device, and with positions and lengths that int32 holds."""
-  tensors = {name: placed(getattr(extras, name), device) for name in ("attn_mask", "sinks", "aux")}
-  places = {name: near(placed(getattr(extras, name), device)) for name in ("q_start", "kv_lengths")}
-  return replace(extras, **tensors, **places)
-
-
 def sides(window: tuple[int | None, int | None] | None, is_causal: bool) -> tuple[int | None, int | None]:
   """A window with a causal mask in it, which is a right side of 0."""
   left, right = window or (None, None)
   return left, min(0, right or 0) if is_causal else right
-
-
-def _known(x: int | UOp | Tensor | None) -> int | UOp | None:
-  """An int, or the kernel's side of what is made of bound Variables; None for a Tensor."""
-  return _in_kernel(x) if isinstance(x, UOp) else x if isinstance(x, int) else None
-
-
-def _bound_variables(x: UOp) -> list[UOp]:
-  """Those in an expression."""
-  return [u for u in x.toposort() if u.is_bound_var]
-
-
-def _in_kernel(x: UOp) -> UOp:
-  """An expression with a parameter of the kernel in the place of each bound Variable."""
-  variables = ((bound, bound.unbind()[0]) for bound in _bound_variables(x))
-  return x.substitute({bound: UOp.variable(v.expr, v.vmin, v.vmax, param=True) for bound, v in variables})
-
-
-def is_place(x: object) -> bool:
-  """Whether x is an int, a bound Variable, or an integer expression of bound Variables such as start + 1."""
-  if not isinstance(x, UOp):
-    return isinstance(x, int) and not isinstance(x, bool)
-  known = GroupOp.ALU | {Ops.PARAM, Ops.CONST, Ops.CAST, Ops.STACK}
-  is_int = x.dtype == dtypes.weakint or x.dtype in dtypes.ints
-  return x.shape == () and is_int and all(u.op in known for u in _in_kernel(x).toposort())
 
 
 def _check_operands(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> None:
@@ -339,112 +199,3 @@ def _check_pages(q: Tensor, k: Tensor, v: Tensor) -> None:
     if x.shape[:3] != (P, Hkv, page_size) or size not in (x.shape[3], "Dv"):
       given = f"{name} has shape {x.shape}, q has {q.shape}, k_pages {k.shape}"
       raise ValueError(f"{given}; it must be ({P}, {Hkv}, {page_size}, {size})")
-
-
-def _check_extras(e: Extras, B: int, Hq: int, M: int, N: int, device: object) -> None:
-  for name in ("is_causal", "enable_gqa", "return_lse"):
-    if (flag := getattr(e, name)) not in (False, True):
-      raise TypeError(f"{name} is {flag!r}; it must be True or False")
-  _check_mask(e.attn_mask, (B, Hq, M, N))
-  check_dropout(e.dropout_p)
-  if e.window is not None:
-    _check_window(e.window)
-  if e.softcap is not None and _number("softcap", e.softcap) <= 0:
-    raise ValueError(f"softcap is {e.softcap}; it must be greater than 0")
-  check_place("q_start", e.q_start, B)
-  if e.kv_lengths is not None:
-    check_place("kv_lengths", e.kv_lengths, B)
-  if e.sinks is not None:
-    _check_tensor("sinks", e.sinks, (Hq,), dtypes.floats, "a float dtype")
-  for name in ("score_mod", "mask_mod"):
-    if (mod := getattr(e, name)) is not None and not callable(mod):
-      raise TypeError(f"{name} is {described(mod)}; it must be a function or None")
-  if not isinstance(e.aux, tuple) or not all(isinstance(x, UOp) for x in e.aux):  # which `flash` has
-    check_tensors("aux", e.aux)
-  if e.aux and e.score_mod is None and e.mask_mod is None:
-    raise ValueError(f"aux holds {len(e.aux)} Tensors, but there is no score_mod or mask_mod to read them")
-  if e.block_mask is not None:
-    if not isinstance(e.block_mask, BlockMask):
-      raise TypeError(f"block_mask is {described(e.block_mask)}; it must be a uopattn.BlockMask or None")
-    e.block_mask.check(B, Hq, M, N)
-  for name, x in (
-    *((n, getattr(e, n)) for n in ("attn_mask", "kv_lengths", "sinks", "q_start")),
-    *(("aux", x) for x in e.aux),
-    ("block_mask", None if e.block_mask is None else e.block_mask.counts),
-  ):
-    if isinstance(x, Tensor) and x.device != device:
-      raise ValueError(f"{name} is on {x.device}, q is on {device}; all must be on one device")
-
-
-def check_dropout(p: float) -> None:
-  """Raises TypeError or ValueError if this is no probability of dropping a weight."""
-  if not 0 <= _number("dropout_p", p) < 1:
-    raise ValueError(f"dropout_p is {p}; it must be in [0, 1)")
-
-
-def _check_mask(mask: object, scores: tuple[int, ...]) -> None:
-  if mask is None:
-    return
-  if isinstance(mask, BlockMask):
-    raise TypeError("attn_mask is a BlockMask; pass it as block_mask")
-  mask = check_tensor("attn_mask", mask)
-  if mask.dtype != dtypes.bool and not dtypes.is_float(mask.dtype):
-    raise TypeError(
-      f"attn_mask has dtype {dtype_name(mask.dtype)}; accepted are bool (True: seen) and the float dtypes (added)"
-    )
-  fits = mask.ndim <= 4 and all(have in (1, want) for have, want in zip(mask.shape[::-1], scores[::-1], strict=False))
-  if not fits:
-    raise ValueError(f"attn_mask has shape {mask.shape}; it must broadcast to (B, Hq, M, N) = {scores}")
-
-
-def _check_window(window: object) -> None:
-  if not isinstance(window, tuple) or len(window) != 2:
-    given = repr(window) if isinstance(window, tuple) else described(window)
-    raise TypeError(f"window is {given}; it must be (left, right), each an int or None, or None")
-  for side in window:
-    if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
-      raise TypeError(f"window is {window!r}; its sides must be ints or None")
-    if side is not None and not 0 <= side <= WIDEST:
-      raise ValueError(f"window is {window!r}; its sides must be from 0 to {WIDEST}, and None is no bound")
-
-
-def check_place(name: str, x: object, B: int | None = None) -> None:
-  """Raises TypeError or ValueError unless x is what `is_place` says, or a (B,) integer Tensor if B is given."""
-  if isinstance(x, Tensor) and B is not None:
-    _check_tensor(name, x, (B,), dtypes.ints, "an integer dtype")
-    return
-  if not is_place(x):
-    free = [u.expr for u in _in_kernel(x).toposort() if u.is_variable] if isinstance(x, UOp) else []
-    given = f"has no value for the Variable {free[0]}, call .bind(value)" if free else f"is {described(x)}"
-    given = f"is a UOp of dtype {dtype_name(x.dtype)}" if isinstance(x, UOp) and not free else given
-    tensor = "" if B is None else f", or a ({B},) integer Tensor"
-    raise TypeError(f"{name} {given}; accepted are an int, a bound Variable or an expression of such{tensor}")
-  for u in _in_kernel(x).toposort() if isinstance(x, UOp) else ():
-    if u.dtype != dtypes.void and (u.vmin < dtypes.int32.min or u.vmax > dtypes.int32.max):
-      raise ValueError(f"{name} is made of Variables, by way of {u.vmin} to {u.vmax}; it must stay within int32")
-
-
-def _check_tensor(name: str, x: object, shape: tuple[int, ...], accepted: tuple[DType, ...], what: str) -> None:
-  x = check_tensor(name, x)
-  if x.dtype not in accepted:
-    raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it must be a Tensor of {what}")
-  if x.shape != shape:
-    raise ValueError(f"{name} has shape {x.shape}; it must be {shape}")
-
-
-def _number(name: str, value: object) -> float:
-  if isinstance(value, bool) or not isinstance(value, (int, float)):
-    raise TypeError(f"{name} is {value!r}; it must be a number")
-  if not math.isfinite(value):
-    raise ValueError(f"{name} is {value}; it must be finite")
-  return float(value)
-
-
-def dtype_name(dtype: DType) -> str:
-  """ "half" for dtypes.half."""
-  return str(dtype).removeprefix("dtypes.")
-
-
-def four_axes(mask: Tensor) -> Tensor:
-  """A mask with axes of size 1 on the left, four in all."""
-  return mask.reshape((1,) * (4 - mask.ndim) + sizes(mask))

@@ -105,3 +105,8 @@ def check_dimensions(**named: Any) -> None:
   if len(set(map(len, shapes))) > 1 and any(len(shape) == 4 and shape[0] != 1 for shape in shapes):
     given = ", ".join(f"{name} has shape {x.shape}" for name, x in named.items())
     raise ValueError(f"{given}; all must have four dimensions, or all three")
+
+
+def dtype_name(dtype: DType) -> str:
+  """ "half" for dtypes.half."""
+  return str(dtype).removeprefix("dtypes.")

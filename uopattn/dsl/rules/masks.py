@@ -1,12 +1,14 @@
 """Which keys a query sees, and which tiles of them a block of queries visits."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import reduce
 
 from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv
 
+from uopattn.dsl.rules.ranges import Bounds, Lengths, Range, Window
 from uopattn.dsl.rules.table import Table
 from uopattn.dsl.rules.visit import Visit, whole_first
 from uopattn.dsl.scope import clamp, least, sizes
@@ -28,6 +30,7 @@ class Masks:
     q_start: an int, a variable, or a (B,) int32 buffer.
     kv_lengths: keys that exist, likewise; None is N.
     bounds: the first and the last key that each query sees, (M,) int32 both, none of which decreases with the query.
+    masks: further rules by which a query sees the keys from one to another.
     mask_mods: (b, h, q_idx, kv_idx) -> bool; False hides the key.
     attn_mask: a buffer that broadcasts to (B, heads, M, N); bool hides, a float is added.
     tile_lists: the tiles of keys that each block of queries visits, (B or 1, heads or 1, blocks, tiles) int32, those
@@ -43,9 +46,18 @@ class Masks:
   q_start: int | UOp = 0
   kv_lengths: int | UOp | None = None
   bounds: tuple[UOp, UOp] | None = None
+  masks: tuple[Range, ...] = ()
   mask_mods: tuple[Callable[..., UOp], ...] = ()
   attn_mask: UOp | None = None
   tile_lists: tuple[UOp, UOp] | None = None
+
+  @functools.cached_property
+  def ranges(self) -> tuple[Range, ...]:
+    """All rules by which a query sees the keys from one to another."""
+    found: list[Range] = [] if self.window == (None, None) else [Window(*self.window)]
+    found += [] if self.kv_lengths is None else [Lengths()]
+    found += [] if self.bounds is None else [Bounds(*self.bounds)]
+    return (*found, *self.masks)
 
   @property
   def longest_last(self) -> bool:
@@ -119,30 +131,29 @@ class HeadMasks:
       key: a multiple of `block_n`.
     """
     r, tiles = self.rules, ceildiv(self.rules.M, block_m)
-    left, right = r.window
     if r.tile_lists is not None:
-      others = r.window != (None, None) or r.kv_lengths is not None or r.bounds is not None or self._hides(2)
-      return self._listed(key // block_n, tiles, others)
-    shift = UOp.const(0) if r.window == (None, None) else self._start
-    # Of the first and of the last key, as positions of queries count.
-    near, far = key - shift, least([key + block_n, UOp.const(r.N)]) - 1 - shift
+      return self._listed(key // block_n, tiles, bool(r.ranges) or self._hides(2))
+    last_key = least([key + block_n, UOp.const(r.N)]) - 1
+    # The first queries that see the first key, and the last key; likewise the last ones.
+    firsts, all_firsts = (_known(x.first_query(self, k) for x in r.ranges) for k in (key, last_key))
+    all_lasts, lasts = (_known(x.last_query(self, k) for x in r.ranges) for k in (key, last_key))
     begin, end = UOp.const(0), UOp.const(tiles)
     whole_begin, whole_end = begin, UOp.const(r.M // block_m)
-    if right is not None:
-      begin = clamp(near - right, 0, r.M - 1) // block_m
-      whole_begin = (clamp(far - right, 0, r.M) + block_m - 1) // block_m
-    if left is not None:
-      end = clamp(far + left, 0, r.M - 1) // block_m + 1
-      whole_end = clamp(near + left + 1, 0, r.M) // block_m
+    if firsts:
+      begin = clamp(_largest(firsts), 0, r.M - 1) // block_m
+      whole_begin = (clamp(_largest(all_firsts), 0, r.M) + block_m - 1) // block_m
+    if lasts:
+      end = clamp(least(lasts), 0, r.M - 1) // block_m + 1
+      whole_end = clamp(least(all_lasts) + 1, 0, r.M) // block_m
     whole = (whole_end - whole_begin).maximum(0)
-    hides = self._hides(1) or r.bounds is not None
+    hides = self._hides(1) or not all(x.by_keys for x in r.ranges)
     exist = key + block_n <= self.length
     # decided here, if it can be: a loop that turns out to have no trips is more than the linearizer bears
     whole = UOp.const(0) if hides or whole.vmax < 2 or not exist.vmax else whole
     whole = whole if exist.vmin or whole.vmax == 0 else exist.where(whole, 0)
     count = clamp(end - begin, 1, tiles)
     count = count if r.kv_lengths is None else (key < self.length).where(count, 1)
-    return Visit(whole, count, whole_first(begin, whole_begin, whole, tiles) if right is not None else lambda x: x)
+    return Visit(whole, count, whole_first(begin, whole_begin, whole, tiles) if firsts else lambda x: x)
 
   def hidden(self, row: UOp, key: UOp) -> list[UOp]:
     """The rules by which a query does not see a key below N."""
@@ -176,29 +187,18 @@ class HeadMasks:
 
   def _lasts(self, query: UOp) -> list[UOp]:
     """Bounds on the last key that a query sees, other than N - 1."""
-    r, found = self.rules, []
-    if r.window[1] is not None:
-      found.append(query + self._start + r.window[1])
-    if r.kv_lengths is not None:
-      found.append(self.length - 1)
-    if r.bounds is not None:
-      found.append(self._bound(r.bounds[1], query))
-    return found
+    return _known(rule.last(self, query) for rule in self.rules.ranges)
 
   def _firsts(self, query: UOp) -> list[UOp]:
     """Bounds on the first key that a query sees, other than 0."""
-    r, found = self.rules, []
-    if r.window[0] is not None:
-      found.append(query + self._start - r.window[0])
-    if r.bounds is not None:
-      found.append(self._bound(r.bounds[0], query))
-    return found
+    return _known(rule.first(self, query) for rule in self.rules.ranges)
 
-  def _bound(self, bounds: UOp, query: UOp) -> UOp:
+  def bound(self, bounds: UOp, query: UOp) -> UOp:
+    """The element of a (M,) buffer for a query; past the last one that of the last."""
     return bounds[query.minimum(self.rules.M - 1)].load().cast(dtypes.weakint)
 
   @property
-  def _start(self) -> UOp:
+  def start(self) -> UOp:
     """The position of the first query; from a buffer within FAR of 0, as tinygrad takes sums with it in int32."""
     start = self._number(x := self.rules.q_start)
     return start if isinstance(x, int) or x.shape == () else clamp(start, -FAR, FAR)
@@ -219,6 +219,10 @@ class HeadMasks:
     places = (self.b, *self.place(row), key)
     index = [UOp.const(0) if size == 1 else x for x, size in zip(places, sizes(mask), strict=True)]
     return Table(mask)[tuple(index)]
+
+
+def _known(bounds: Iterable[UOp | None]) -> list[UOp]:
+  return [x for x in bounds if x is not None]
 
 
 def _largest(values: list[UOp]) -> UOp:

@@ -1,4 +1,4 @@
-"""Attention over parts of the keys, joined: the second half of Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023).
+"""Attention over parts of the keys, combined: the second half of Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023).
 
 With few queries there are too few of them to keep a machine busy, so the keys are split, and each work item of a
 forward kernel leaves the output O_s of its part, finished, and the logarithm lse_s of its sum of exponentials. Then
@@ -21,6 +21,7 @@ from uopattn.dsl import LN2, LOG2E, Scope, exp2, gated, sizes
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.softmax import finish
+from uopattn.dsl.schedule import DTYPES, Kernel, Schedule
 
 WARP, MOST_THREADS = 32, 256
 AT_ONCE = 8  # parts that a GPU's thread reads before it uses any
@@ -103,3 +104,15 @@ def _kernel(o: UOp, splits: int, end: UOp) -> UOp:
   heads, rows, Dv = sizes(o)
   # A tag keeps tinygrad from rearranging the axes.
   return end.sink(arg=KernelInfo(name=f"attention_join_{heads}_{splits}_{rows}_{Dv}", opts_to_apply=()), tag=1)
+
+
+def _schedule(device: str, build: Callable[..., UOp]) -> Schedule:
+  buffers = ("o", "q", "k", "v", "lse", "parts", "lses")
+  kernel = Kernel(build, ("o", "lse"), buffers, wants=("rules",), unread=("q", "k", "v"))
+  return Schedule("combine", (device,), DTYPES, (kernel,))
+
+
+SCHEDULES = tuple(
+  _schedule(device, build)
+  for device, build in (("CPU", on_cpu), ("AMD", partial(on_gpu, "hip")), ("CUDA", partial(on_gpu, "cuda")))
+)

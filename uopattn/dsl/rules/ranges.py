@@ -1,0 +1,80 @@
+"""Rules by which a query sees the keys from one to another."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tinygrad import UOp
+
+if TYPE_CHECKING:
+  from uopattn.dsl.rules.masks import HeadMasks
+
+
+class Range:
+  """A rule: the first and the last key that each query sees, neither of which decreases from query to query.
+
+  Its methods take the masks of the head, for positions and lengths; None is no bound.
+
+  Attributes:
+    by_keys: whether it can say which queries see a key. If not, `first_query` and `last_query` leave out none, and no
+      tile of queries is known to be seen whole.
+  """
+
+  by_keys = True
+
+  def first(self, at: "HeadMasks", query: UOp) -> UOp | None:
+    """The first key that a query sees."""
+    return None
+
+  def last(self, at: "HeadMasks", query: UOp) -> UOp | None:
+    """The last key that a query sees."""
+    return None
+
+  def first_query(self, at: "HeadMasks", key: UOp) -> UOp | None:
+    """The first query that sees a key."""
+    return None
+
+  def last_query(self, at: "HeadMasks", key: UOp) -> UOp | None:
+    """The last query that sees a key."""
+    return None
+
+
+@dataclass(frozen=True)
+class Window(Range):
+  """Keys from `left` before a query's position to `right` behind it; None is no bound."""
+
+  left: int | None
+  right: int | None
+
+  def first(self, at: "HeadMasks", query: UOp) -> UOp | None:
+    return None if self.left is None else query + at.start - self.left
+
+  def last(self, at: "HeadMasks", query: UOp) -> UOp | None:
+    return None if self.right is None else query + at.start + self.right
+
+  def first_query(self, at: "HeadMasks", key: UOp) -> UOp | None:
+    return None if self.right is None else key - at.start - self.right
+
+  def last_query(self, at: "HeadMasks", key: UOp) -> UOp | None:
+    return None if self.left is None else key - at.start + self.left
+
+
+class Lengths(Range):
+  """Keys that exist."""
+
+  def last(self, at: "HeadMasks", query: UOp) -> UOp | None:
+    return at.length - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Bounds(Range):
+  """The first and the last key of each query from two buffers, (M,) int32 both."""
+
+  firsts: UOp
+  lasts: UOp
+  by_keys = False
+
+  def first(self, at: "HeadMasks", query: UOp) -> UOp | None:
+    return at.bound(self.firsts, query)
+
+  def last(self, at: "HeadMasks", query: UOp) -> UOp | None:
+    return at.bound(self.lasts, query)

@@ -1,0 +1,49 @@
+"""The rules of a kernel, from an attention and the buffers that its arguments are in."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tinygrad import UOp
+from tinygrad.dtype import DType
+
+from uopattn.dsl.rules.eight_bits import unit
+from uopattn.dsl.rules.rows import Pages, Scales
+from uopattn.dsl.rules.rules import Rules
+from uopattn.dsl.rules.table import Table
+from uopattn.spec.spec import AttentionSpec
+
+
+def rules_of(
+  spec: AttentionSpec, buffers: Mapping[str, Sequence[UOp]], packs: int = 1, operand: DType | None = None
+) -> Rules:
+  """The rules of a kernel with these buffers, by the names of their arguments.
+
+  Args:
+    packs: query heads that it takes as the rows of one.
+    operand: what it makes of keys and values of 8 bits that have scales; None is q's type.
+  """
+  operand = operand or spec.dtype
+  tables = {name: tuple(map(Table, buffers.get(name, ()))) for name in ("aux", "block_mask")}
+  masks = ((spec.mask_mod, tables["aux"]), (spec.block_mod, tables["block_mask"]))
+  given: dict[str, Any] = {name: x[0] if len(x) == 1 else tuple(x) for name, x in buffers.items() if name not in tables}
+  given |= {name: x for name in ("q_start", "kv_lengths") if (x := getattr(spec, name)) is not None}
+  if "scales" in given:
+    keys, values = given["scales"]
+    given["scales"] = Scales(keys, values, operand, unit(spec.stored, operand))
+  if "page_table" in given:
+    given["pages"] = Pages(given.pop("page_table"), *spec.kept)
+  return Rules(
+    spec.M,
+    spec.N,
+    heads=spec.Hq,
+    group=spec.group,
+    packs=packs,
+    scale=spec.scale,
+    window=spec.window,
+    masks=spec.masks,
+    softcap=spec.softcap,
+    score_mod=None if spec.score_mod is None else spec.score_mod(tables["aux"]),
+    mask_mods=tuple(mod(aux) for mod, aux in masks if mod is not None),
+    dropout_p=spec.dropout_p,
+    **given,
+  )

@@ -1,0 +1,301 @@
+"""The arguments of an attention besides q, k and v: each declared once, in `Extras`.
+
+What a mask needs beyond its declaration is a rule for kernels, in `uopattn.dsl.rules`, one for `uopattn.plan.reference`
+and one for `uopattn.proof.oracle`.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple, cast
+
+from tinygrad import Tensor, UOp, dtypes
+from tinygrad.dtype import DType
+from tinygrad.uop import GroupOp
+from tinygrad.uop.ops import Ops
+
+from uopattn.dsl import sizes as shape_of
+from uopattn.dsl.rules.ranges import Range
+from uopattn.spec.block_mask import BlockMask
+from uopattn.spec.expanded import folded
+from uopattn.spec.tensors import WIDEST, check_tensor, check_tensors, described, dtype_name, near, placed
+
+
+class Sizes(NamedTuple):
+  """What arguments must fit: batches, query heads, key heads, queries and keys."""
+
+  B: int
+  Hq: int
+  Hkv: int
+  M: int
+  N: int
+
+  @property
+  def scores(self) -> tuple[int, int, int, int]:
+    return self.B, self.Hq, self.M, self.N
+
+
+def four_axes(mask: Tensor) -> Tensor:
+  """A mask with axes of size 1 on the left, four in all."""
+  return mask.reshape((1,) * (4 - mask.ndim) + shape_of(mask))
+
+
+def known(x: int | UOp | Tensor | None) -> int | UOp | None:
+  """An int, or the kernel's side of what is made of bound Variables; None for a Tensor."""
+  return in_kernel(x) if isinstance(x, UOp) else x if isinstance(x, int) else None
+
+
+def bound_variables(x: UOp) -> list[UOp]:
+  """Those in an expression."""
+  return [u for u in x.toposort() if u.is_bound_var]
+
+
+def in_kernel(x: UOp) -> UOp:
+  """An expression with a parameter of the kernel in the place of each bound Variable."""
+  variables = ((bound, bound.unbind()[0]) for bound in bound_variables(x))
+  return x.substitute({bound: UOp.variable(v.expr, v.vmin, v.vmax, param=True) for bound, v in variables})
+
+
+def is_place(x: object) -> bool:
+  """Whether x is an int, a bound Variable, or an integer expression of bound Variables such as start + 1."""
+  if not isinstance(x, UOp):
+    return isinstance(x, int) and not isinstance(x, bool)
+  known = GroupOp.ALU | {Ops.PARAM, Ops.CONST, Ops.CAST, Ops.STACK}
+  is_int = x.dtype == dtypes.weakint or x.dtype in dtypes.ints
+  return x.shape == () and is_int and all(u.op in known for u in in_kernel(x).toposort())
+
+
+def check_mask(name: str, mask: object, sizes: Sizes) -> None:
+  scores = sizes.scores
+  if isinstance(mask, BlockMask):
+    raise TypeError("attn_mask is a BlockMask; pass it as block_mask")
+  mask = check_tensor("attn_mask", mask)
+  if mask.dtype != dtypes.bool and not dtypes.is_float(mask.dtype):
+    raise TypeError(
+      f"attn_mask has dtype {dtype_name(mask.dtype)}; accepted are bool (True: seen) and the float dtypes (added)"
+    )
+  fits = mask.ndim <= 4 and all(have in (1, want) for have, want in zip(mask.shape[::-1], scores[::-1], strict=False))
+  if not fits:
+    raise ValueError(f"attn_mask has shape {mask.shape}; it must broadcast to (B, Hq, M, N) = {scores}")
+
+
+def check_window(name: str, window: object, sizes: Sizes) -> None:
+  if not isinstance(window, tuple) or len(window) != 2:
+    given = repr(window) if isinstance(window, tuple) else described(window)
+    raise TypeError(f"window is {given}; it must be (left, right), each an int or None, or None")
+  for side in window:
+    if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
+      raise TypeError(f"window is {window!r}; its sides must be ints or None")
+    if side is not None and not 0 <= side <= WIDEST:
+      raise ValueError(f"window is {window!r}; its sides must be from 0 to {WIDEST}, and None is no bound")
+
+
+def check_place(name: str, x: object, B: int | None = None) -> None:
+  """Raises TypeError or ValueError unless x is what `is_place` says, or a (B,) integer Tensor if B is given."""
+  if isinstance(x, Tensor) and B is not None:
+    check_tensor_of(name, x, (B,), dtypes.ints, "an integer dtype")
+    return
+  if not is_place(x):
+    free = [u.expr for u in in_kernel(x).toposort() if u.is_variable] if isinstance(x, UOp) else []
+    given = f"has no value for the Variable {free[0]}, call .bind(value)" if free else f"is {described(x)}"
+    given = f"is a UOp of dtype {dtype_name(x.dtype)}" if isinstance(x, UOp) and not free else given
+    tensor = "" if B is None else f", or a ({B},) integer Tensor"
+    raise TypeError(f"{name} {given}; accepted are an int, a bound Variable or an expression of such{tensor}")
+  for u in in_kernel(x).toposort() if isinstance(x, UOp) else ():
+    if u.dtype != dtypes.void and (u.vmin < dtypes.int32.min or u.vmax > dtypes.int32.max):
+      raise ValueError(f"{name} is made of Variables, by way of {u.vmin} to {u.vmax}; it must stay within int32")
+
+
+def check_tensor_of(name: str, x: object, shape: tuple[int, ...], accepted: tuple[DType, ...], what: str) -> None:
+  x = check_tensor(name, x)
+  if x.dtype not in accepted:
+    raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it must be a Tensor of {what}")
+  if x.shape != shape:
+    raise ValueError(f"{name} has shape {x.shape}; it must be {shape}")
+
+
+def number(name: str, value: object) -> float:
+  if isinstance(value, bool) or not isinstance(value, (int, float)):
+    raise TypeError(f"{name} is {value!r}; it must be a number")
+  if not math.isfinite(value):
+    raise ValueError(f"{name} is {value}; it must be finite")
+  return float(value)
+
+
+def as_place(x: int | UOp | Tensor) -> list[Tensor]:
+  """A position, or a number of keys, in the form of kernels if it is a Tensor."""
+  return [x.cast(dtypes.int)] if isinstance(x, Tensor) else []
+
+
+def check_flag(name: str, flag: object, sizes: Sizes) -> None:
+  if flag not in (False, True):
+    raise TypeError(f"{name} is {flag!r}; it must be True or False")
+
+
+def check_number(name: str, value: object, sizes: Sizes) -> None:
+  number(name, value)
+
+
+def check_softcap(name: str, value: object, sizes: Sizes) -> None:
+  if number(name, value) <= 0:
+    raise ValueError(f"{name} is {value}; it must be greater than 0")
+
+
+def check_dropout(name: str, p: object, sizes: Sizes | None = None) -> None:
+  """Raises TypeError or ValueError if this is no probability of dropping a weight."""
+  if not 0 <= number(name, p) < 1:
+    raise ValueError(f"{name} is {p}; it must be in [0, 1)")
+
+
+def check_places(name: str, x: object, sizes: Sizes) -> None:
+  check_place(name, x, sizes.B)
+
+
+def check_sinks(name: str, x: object, sizes: Sizes) -> None:
+  check_tensor_of(name, x, (sizes.Hq,), dtypes.floats, "a float dtype")
+
+
+def check_scales(name: str, scales: tuple[object, ...], sizes: Sizes) -> None:
+  for x in scales:
+    check_tensor_of(name, x, (sizes.B, sizes.Hkv, sizes.N), (dtypes.float32,), "float32")
+
+
+def check_mod(name: str, mod: object, sizes: Sizes) -> None:
+  if not callable(mod):
+    raise TypeError(f"{name} is {described(mod)}; it must be a function or None")
+
+
+def check_aux(name: str, aux: object, sizes: Sizes) -> None:
+  if not isinstance(aux, tuple) or not all(isinstance(x, UOp) for x in aux):  # which `flash` has
+    check_tensors(name, aux)
+
+
+def check_block_mask(name: str, mask: object, sizes: Sizes) -> None:
+  if not isinstance(mask, BlockMask):
+    raise TypeError(f"{name} is {described(mask)}; it must be a uopattn.BlockMask or None")
+  mask.check(*sizes.scores)
+
+
+@dataclass(frozen=True)
+class Argument:
+  """What is declared of an argument.
+
+  Attributes:
+    default: None where it may be left out, and is not looked at then.
+    check: (name, value, sizes); raises TypeError or ValueError where a value does not fit.
+    tensors: from a value the Tensors that kernels take, in their form. Its name is that of their buffers.
+    mask: from a value the rule by which a query sees the keys from one to another.
+    settle: what becomes of a value before anything else.
+    feature: what a kernel without code for it says it lacks; None is its name, "" that none needs any.
+    is_used: whether a value takes that code.
+    in_lse: whether what it does to a row is in its LSE: a backward pass, and a part of the keys, need it no more.
+    has_gradient: whether its Tensors may have one.
+  """
+
+  default: Any = None
+  check: Callable[[str, Any, Sizes], None] = lambda name, value, sizes: None
+  tensors: Callable[[Any], list[Tensor]] = lambda value: []
+  mask: Callable[[Any], Range] | None = None
+  settle: Callable[[Any], Any] = lambda value: value
+  feature: str | None = None
+  is_used: Callable[[Any], bool] = lambda value: True
+  in_lse: bool = False
+  has_gradient: bool = False
+
+
+def argument(default: Any = None, **declared: Any) -> Any:
+  """A field of `Extras`; see `Argument`."""
+  return field(default=default, metadata={"argument": Argument(default, **declared)})
+
+
+@dataclass(frozen=True, eq=False)
+class Extras:
+  """What an attention is given besides q, k, v and a backend; see `uopattn.attention` for the meaning.
+
+  Kernels take the Tensors in the order of the fields.
+
+  Attributes:
+    seed: of dropout, in training: (2,) uint32.
+    bounds: the first and the last key that each query sees, (M,) int32 both; what `attention_varlen` makes of its own.
+    scales: factors on each key and each value, (B, Hkv, N) float32 both; k and v are then of EIGHT_BITS, and q is not.
+    page_table: of `attention_paged`, (B, pages of a sequence) int32.
+  """
+
+  is_causal: bool = argument(False, check=check_flag, feature="")
+  enable_gqa: bool = argument(False, check=check_flag, feature="")
+  return_lse: bool = argument(False, check=check_flag, feature="")
+  scale: float | None = argument(check=check_number, feature="")
+  attn_mask: Tensor | None = argument(check=check_mask, tensors=lambda x: [folded(four_axes(x))], has_gradient=True)
+  window: tuple[int | None, int | None] | None = argument(check=check_window)
+  softcap: float | None = argument(check=check_softcap)
+  q_start: "int | UOp | Tensor" = argument(
+    0, check=check_places, tensors=as_place, settle=near, is_used=lambda x: not isinstance(x, int)
+  )
+  kv_lengths: "int | UOp | Tensor | None" = argument(check=check_places, tensors=as_place, settle=near)
+  sinks: Tensor | None = argument(check=check_sinks, tensors=lambda x: [x.float()], in_lse=True, has_gradient=True)
+  score_mod: Callable[..., Any] | None = argument(check=check_mod)
+  mask_mod: Callable[..., Any] | None = argument(check=check_mod)
+  dropout_p: float = argument(0.0, check=check_dropout, feature="")
+  seed: Tensor | None = argument(tensors=lambda x: [x], feature="dropout_p")
+  bounds: tuple[Tensor, Tensor] | None = argument(tensors=list)
+  scales: tuple[Tensor, Tensor] | None = argument(check=check_scales, tensors=list)
+  page_table: Tensor | None = argument(tensors=lambda x: [x])
+  aux: tuple[Tensor, ...] = argument((), check=check_aux, feature="", tensors=list, has_gradient=True)
+  block_mask: BlockMask | None = argument(check=check_block_mask, tensors=lambda x: list(x.aux))
+
+  def check(self, sizes: Sizes, device: object) -> None:
+    """Raises TypeError or ValueError if an argument does not fit the others; all Tensors must be on the device."""
+    for name, declared, value in self.given:
+      declared.check(name, value, sizes)
+      for x in value if isinstance(value, tuple) else (value.counts if name == "block_mask" else value,):
+        if isinstance(x, Tensor) and x.device != device:
+          raise ValueError(f"{name} is on {x.device}, q is on {device}; all must be on one device")
+    if self.aux and self.score_mod is None and self.mask_mod is None:
+      raise ValueError(f"aux holds {len(self.aux)} Tensors, but there is no score_mod or mask_mod to read them")
+
+  def settled(self, device: str | tuple[str, ...] | None) -> "Extras":
+    """The same with constants among them on a device, and with positions and lengths that int32 holds."""
+    found = {name: declared.settle(placed(value, device)) for name, declared, value in self.given}
+    return replace(self, **found)
+
+  @functools.cached_property
+  def given(self) -> list[tuple[str, Argument, Any]]:
+    """Those that are not left out, with what is declared of them."""
+    values = ((name, declared, getattr(self, name)) for name, declared in ARGUMENTS.items())
+    return [(name, x, value) for name, x, value in values if value is not None or x.default is not None]
+
+  def in_use(self) -> tuple[str, ...]:
+    """The features that it takes to serve them."""
+    used = ((name, x.feature) for name, x, value in self.given if x.is_used(value))
+    return tuple(name if feature is None else feature for name, feature in used if feature != "")
+
+  def masks(self) -> tuple[Range, ...]:
+    """The rules of those that let a query see the keys from one to another."""
+    return tuple(x.mask(value) for _, x, value in self.given if x.mask is not None)
+
+  def tensors(self) -> list[tuple[str, Tensor]]:
+    """The Tensors among them as kernels take them, each with the name of its argument."""
+    return [(name, x) for name, declared, value in self.given for x in declared.tensors(value)]
+
+  def buffers(self) -> dict[str, list[Tensor]]:
+    """These Tensors, by the names of their arguments."""
+    found: dict[str, list[Tensor]] = {}
+    for name, x in self.tensors():
+      found.setdefault(name, []).append(x)
+    return found
+
+  def each(self, change: Callable[[Tensor], Tensor]) -> "Extras":
+    """The same with these Tensors changed, but for those of a block mask."""
+    found = {name: [*map(change, xs)] for name, xs in self.buffers().items() if name != "block_mask"}
+    given = {name: tuple(xs) if isinstance(getattr(self, name), tuple) else xs[0] for name, xs in found.items()}
+    return replace(self, **cast(dict[str, Any], given))
+
+  def variables(self) -> tuple[UOp, ...]:
+    """The bound Variables in them, each once; not those of one possible value, which tinygrad makes constants."""
+    places = (value for _, _, value in self.given if isinstance(value, UOp))
+    return tuple(dict.fromkeys(v for x in places for v in bound_variables(x) if v.src[0].vmin < v.src[0].vmax))
+
+
+ARGUMENTS: dict[str, Argument] = {x.name: x.metadata["argument"] for x in fields(Extras)}
+NO_EXTRAS = Extras()
