@@ -169,7 +169,7 @@ def test_no_array_of_queries_and_keys_is_kept(monkeypatch: pytest.MonkeyPatch) -
     return allocate(self, *given, **named)
 
   monkeypatch.setattr(Buffer, "allocate", recorded)
-  monkeypatch.setattr("uopattn.plan.dispatch_backward.thread_count", lambda: 2)  # each has sums of its own
+  monkeypatch.setattr("uopattn.plan.target.thread_count", lambda: 2)  # each has sums of its own
   q, k, v = qkv(1, 1, 1, 2048, 2048, 8, 8)
   do, dlse = cotangents(q, v)
   gradients_of(q, k, v, do, dlse, is_causal=True)

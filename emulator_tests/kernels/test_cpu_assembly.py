@@ -15,7 +15,7 @@ from tinygrad.uop.ops import Ops
 
 from uopattn.dsl.cpu.strips import strips
 from uopattn.plan.dispatch import dispatch, dispatch_backward
-from uopattn.runtime.clang import find_clang
+from uopattn.runtime.clang import clang_version, find_clang
 from uopattn.runtime.renderer import AlignedRenderer
 from uopattn.spec.spec import AttentionSpec
 
@@ -84,6 +84,12 @@ def assembly(kernel: UOp, arch: str) -> str:
   return subprocess.run(command, input=source, capture_output=True, text=True, check=True).stdout
 
 
+def clang_release() -> int:
+  match = re.search(r"version (\d+)", clang_version())
+  assert match
+  return int(match[1])
+
+
 def innermost_loops(text: str, jump: str) -> list[list[str]]:
   """The instructions of each loop that holds no other label: from a label to a jump back to it."""
   loops: list[list[str]] = []
@@ -145,7 +151,10 @@ def test_products_run_in_registers(arch: str, dtype, is_causal: bool) -> None:
 
 @pytest.mark.parametrize("arch", MACHINES)
 @pytest.mark.parametrize("dtype", [dtypes.float32, dtypes.float16, dtypes.bfloat16], ids=str)
-def test_products_of_few_queries_run_in_registers(arch: str, dtype) -> None:
+def test_products_of_few_queries_run_in_registers(arch: str, dtype, request: pytest.FixtureRequest) -> None:
+  if dtype == dtypes.float16 and MACHINES[arch] == x86("ymm") and clang_release() <= 19:
+    reason = "clang 19 widens float16 by four where vectors have eight lanes, and spills; clang 23 does not"
+    request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
   spec = AttentionSpec(1, 16, 4, 1, 512, 256, 256, dtype, 0.0625)
   machine, notation = cpu_target(arch), MACHINES[arch]
   launch = dispatch(spec, machine)

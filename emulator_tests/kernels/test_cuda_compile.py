@@ -86,7 +86,9 @@ def test_no_spills_anywhere(arch: str, D: int, causal: bool, dtype: str) -> None
 def test_main_loop_is_a_tile_of_keys(arch: str, D: int, causal: bool, dtype: str) -> None:
   c = check_compiled(arch, D, causal, dtype)
   assert c.loop is not None
-  assert c.loop["matrix"] == matrix_instructions(c.launch, D)
+  # Hopper has no mma.sync of 8 bits: ptxas widens the operands and takes two of 16 bits.
+  widened = 2 if arch == "sm_90" and dtype.startswith("fp8") else 1
+  assert c.loop["matrix"] == widened * matrix_instructions(c.launch, D)
 
 
 @pytest.mark.slow
