@@ -280,7 +280,7 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   """
   (heads, M, Dk), (kv_heads, N, Dv), f = sizes(q), sizes(v), tiles.fragments
   s = Scope()
-  group = Workgroup(s, heads, ceildiv(M, tiles.rows), tiles.waves, f.lanes)
+  group = Workgroup(s, heads, ceildiv(M, tiles.rows), tiles.waves, f.lanes, last_first=rules.longest_last)
   head, start, here = group.head, group.block * tiles.rows, rules.at(group.head)
   exists, visit = here.length.ne(0), here.visit(start, tiles.rows, tiles.block)
   queries = [clamp(start + place, 0, M - 1) for place in own_places(tiles, group)]  # past the end: again

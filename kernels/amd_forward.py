@@ -171,7 +171,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   """
   (heads, M, Dk), (results, _, Dv), f, m_tiles = sizes(q), sizes(o), tiles.fragments, tiles.m_tiles
   s = Scope()
-  group = Workgroup(s, heads, ceildiv(M, tiles.block_m), tiles.waves, f.lanes, results // heads)
+  group = Workgroup(s, heads, ceildiv(M, tiles.block_m), tiles.waves, f.lanes, results // heads, rules.longest_last)
   lane, block_row, here = group.lane, group.block * tiles.block_m, rules.at(group.head)
   places = [(group.warp * m_tiles + i) * ROWS + lane % ROWS for i in range(m_tiles)]  # this lane's in the block
   queries = [(row < M).where(row, M - 1) for row in (block_row + place for place in places)]  # past the end: again

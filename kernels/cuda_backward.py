@@ -167,14 +167,13 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
   blocks = ceildiv(M, tiles.rows)
   s = Scope()
-  group = Workgroup(s, heads, blocks, tiles.warps, WARP)
+  group = Workgroup(s, heads, blocks, tiles.warps, WARP, last_first=rules.longest_last)
   head, kv_head = group.head, group.head // (heads // kv_heads)
-  block = blocks - 1 - group.block if rules.longest_last else group.block  # those with the most tiles start first
   here = rules.at(head)
-  visit = here.visit(block * tiles.rows, tiles.rows, tiles.block)
+  visit = here.visit(group.block * tiles.rows, tiles.rows, tiles.block)
   loop = Mainloop(s, group, Mma(s, q.dtype), tiles, here, *tiles.panels(s, Dk, Dv))
 
-  rows, found = loop.rows(block), Numbers(lse, delta, head, rules.modifies)
+  rows, found = loop.rows(group.block), Numbers(lse, delta, head, rules.modifies)
   numbers = {place: found.of(row, True) for place, row in rows.items()}
 
   def lines(first: UOp, masked: bool) -> list[Line]:
@@ -182,11 +181,11 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
 
   sums = [loop.zeros(Dk, group.item)]
   stream = loop.stream((k, v), kv_head, here.length, visit)
-  begun = stream.start_first(*loop.keep((q, do), head, UOp.const(M), block))
+  begun = stream.start_first(*loop.keep((q, do), head, UOp.const(M), group.block))
   sums = loop.run(stream, visit, lines, sums, begun)
   sums = _after(sums, ins.cp_async_wait(CUDA, 0, *sums))  # no copy may be under way at the end
   name = f"attention_backward_q_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
-  return group.kernel(name, loop.store(dq, sums[0], rules.scale, head, block))
+  return group.kernel(name, loop.store(dq, sums[0], rules.scale, head, group.block))
 
 
 def backward_kv(

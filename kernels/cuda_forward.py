@@ -181,12 +181,11 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   (heads, M, Dk), (results, _, Dv), block_m = sizes(q), sizes(o), tiles.block_m
   blocks, exponent = ceildiv(M, block_m), P_EXPONENTS.get(q.dtype, 0)
   s = Scope()
-  group = Workgroup(s, heads, blocks, tiles.warps, WARP, results // heads)
-  block = blocks - 1 - group.block if rules.longest_last else group.block  # those with the most tiles start first
-  tops = [block * block_m + (group.warp * tiles.m_tiles + i) * ROWS for i in range(tiles.m_tiles)]
+  group = Workgroup(s, heads, blocks, tiles.warps, WARP, results // heads, rules.longest_last)
+  tops = [group.block * block_m + (group.warp * tiles.m_tiles + i) * ROWS for i in range(tiles.m_tiles)]
   rows = [[top + row_of(group.lane, half) for half in range(HALVES)] for top in tops]
   here = rules.at(group.head)
-  visit = here.visit(block * block_m, block_m, tiles.block_n).part(group.split, results // heads)
+  visit = here.visit(group.block * block_m, block_m, tiles.block_n).part(group.split, results // heads)
 
   state = State.make(s, tiles.m_tiles, round_up(Dv, PAIR), group.item)
   q_tile, k_tiles, v_tiles = tiles.panels(s, Dk, Dv)
@@ -194,7 +193,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   stream = Stream(sources, visit.tile, tiles.stages, group.thread, tiles.family)
   loop = Mainloop(s, group, Mma(s, q.dtype, tiles.turing), tiles, stream, rows, here, visit, exponent)
 
-  filled = stream.start_first(*q_tile.fill_tile(block, HeadRows.of(q, group.head, UOp.const(M)), block, group.thread))
+  filled = stream.start_first(
+    *q_tile.fill_tile(group.block, HeadRows.of(q, group.head, UOp.const(M)), group.block, group.thread)
+  )
   q_frags = loop.load_queries(q_tile, filled)
   for first, trips, masked in spans(UOp.const(0), visit.whole, visit.count):
     state = loop.attend(first, trips, masked, q_frags, state, filled)

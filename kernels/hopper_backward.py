@@ -141,11 +141,10 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
   blocks = ceildiv(M, tiles.rows)
   s = Scope()
-  group = Workgroup(s, heads, blocks, tiles.warpgroups * WARPS, WARP)
-  block = blocks - 1 - group.block if rules.longest_last else group.block  # those with the most tiles start first
+  group = Workgroup(s, heads, blocks, tiles.warpgroups * WARPS, WARP, last_first=rules.longest_last)
   here = rules.at(group.head)
-  visit = here.visit(block * tiles.rows, tiles.rows, tiles.block)
-  rows, found = rows_of(group, block, tiles), Numbers(lse, delta, group.head, rules.modifies)
+  visit = here.visit(group.block * tiles.rows, tiles.rows, tiles.block)
+  rows, found = rows_of(group, group.block, tiles), Numbers(lse, delta, group.head, rules.modifies)
   numbers = {place: found.of(row, True) for place, row in rows.items()}
 
   def lines(first: UOp, masked: bool, *after: UOp) -> tuple[list[Line], tuple[UOp, ...]]:
@@ -154,7 +153,7 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   kept, room = tiles.panels(s, Dk, Dv)
   pipe = Pipeline(s, here.keys(k), here.keys(v), visit, room[0], room[1], group.thread, lag=0)
   loop = Mainloop(s, group, q.dtype, tiles, here, visit, kept, pipe, lines)
-  copies = loop.keep((q, do), group.head, UOp.const(M), block, pipe.open())
+  copies = loop.keep((q, do), group.head, UOp.const(M), group.block, pipe.open())
   sums, done = loop.run([loop.zeros(Dk, group.item)], *copies)
   sums = _after(sums, done)
   name = f"attention_backward_q_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"

@@ -162,18 +162,19 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   (heads, M, Dk), Dv, block_m = sizes(q), sizes(o)[2], tiles.block_m
   blocks = ceildiv(M, block_m)
   s = Scope()
-  group = Workgroup(s, heads, blocks, tiles.warpgroups * WARPS, WARP)
-  block = blocks - 1 - group.block if rules.longest_last else group.block  # those with the most tiles start first
-  rows = [block * block_m + group.warp * ROWS + row_of(group.lane, half) for half in range(HALVES)]
+  group = Workgroup(s, heads, blocks, tiles.warpgroups * WARPS, WARP, last_first=rules.longest_last)
+  rows = [group.block * block_m + group.warp * ROWS + row_of(group.lane, half) for half in range(HALVES)]
   here = rules.at(group.head)
-  visit = here.visit(block * block_m, block_m, tiles.block_n)
+  visit = here.visit(group.block * block_m, block_m, tiles.block_n)
 
   scores, state = s.buffer(tiles.block_n // 2), State.make(s, tiles.block_n, round_up(Dv, wgmma.STEP), group.item)
   q_tile, k_tiles, v_tiles = tiles.panels(s, Dk, Dv)
   pipe = Pipeline(s, here.keys(k), here.keys(v), visit, k_tiles, v_tiles, group.thread)
   loop = Mainloop(s, group, q.dtype, pipe, q_tile, scores, rows, here, visit)
 
-  queries = q_tile.fill_tile(block, HeadRows.of(q, group.head, UOp.const(M)), block, group.thread, pipe.open())
+  queries = q_tile.fill_tile(
+    group.block, HeadRows.of(q, group.head, UOp.const(M)), group.block, group.thread, pipe.open()
+  )
   state = loop.begin(state, pipe.start_first(*queries))
   for first, trips, masked in spans(UOp.const(1), visit.whole.maximum(1), visit.count):
     state = loop.attend(first, trips, masked, state)

@@ -6,6 +6,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.uop.ops import KernelInfo
 
 from uopattn.dsl import Scope, clamp, exp2
+from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.math import tanh
 
 
@@ -67,3 +68,11 @@ def test_loop_of_a_length_that_depends_on_an_outer_axis(items: int, longest: int
   got = Tensor.custom_kernel(Tensor.empty(items, 2), fxn=kernel)[0].tolist()
   want = [float("1" * (i % longest + 1)) for i in range(items)]
   assert got == [[w, w] for w in want]
+
+
+@pytest.mark.parametrize(("last_first", "order"), [(False, [0, 1, 2, 3, 4]), (True, [4, 3, 2, 1, 0])])
+def test_blocks_with_the_most_tiles_start_first(last_first: bool, order: list[int]) -> None:
+  group = Workgroup(Scope(), heads=2, blocks=5, warps=1, lanes=32, last_first=last_first)
+  for item in range(10):
+    head, block = (x.substitute({group.item: UOp.const(item)}).simplify() for x in (group.head, group.block))
+    assert (int(head.vmin), int(block.vmin)) == (item // 5, order[item % 5])

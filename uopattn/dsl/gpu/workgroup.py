@@ -16,16 +16,20 @@ class Workgroup:
     warp: of the thread in its workgroup.
     thread: the same in one number.
     head: of the queries.
-    block: of the head's blocks.
+    block: of the head's blocks. Workgroups start in the order of their numbers; where later blocks have more tiles
+      (`last_first`), they get the first numbers, so that no long one is left for the end.
     split: of the parts that the keys are split into.
     result: where the output goes, in place of a head: each has one for each split.
   """
 
-  def __init__(self, s: Scope, heads: int, blocks: int, warps: int, lanes: int, splits: int = 1):
+  def __init__(
+    self, s: Scope, heads: int, blocks: int, warps: int, lanes: int, splits: int = 1, last_first: bool = False
+  ):
     self.item = s.axis(heads * splits * blocks, AxisType.GLOBAL)
     self.lane, self.warp = s.axis(lanes, AxisType.WARP), s.axis(warps, AxisType.LOCAL)
     self.thread = self.warp * lanes + self.lane
-    self.result, self.block = self.item // blocks, self.item % blocks
+    self.result, block = self.item // blocks, self.item % blocks
+    self.block = blocks - 1 - block if last_first else block
     self.head, self.split = self.result // splits, self.result % splits
 
   def kernel(self, name: str, stores: list[UOp]) -> UOp:
