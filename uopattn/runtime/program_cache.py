@@ -109,6 +109,7 @@ def _versions(renderers: str) -> tuple[str | None, ...]:
   return _releases()
 
 
+@functools.cache
 def _releases() -> tuple[str | None, str | None]:
   return installed_version("tinygrad"), installed_version("uopattn")
 
