@@ -27,7 +27,7 @@ WARP, MOST_THREADS = 32, 256
 AT_ONCE = 8  # parts that a GPU's thread reads before it uses any
 
 
-def on_cpu(o: UOp, lse: UOp | None, parts: UOp, lses: UOp, *, rules: Rules) -> UOp:
+def on_cpu(o: UOp, parts: UOp, lses: UOp, lse: UOp | None = None, *, rules: Rules) -> UOp:
   """Builds the kernel for CPUs.
 
   Args:
@@ -59,7 +59,7 @@ def on_cpu(o: UOp, lse: UOp | None, parts: UOp, lses: UOp, *, rules: Rules) -> U
   return _kernel(o, splits, UOp.group(*stores).end(row, head))
 
 
-def on_gpu(family: str, o: UOp, lse: UOp | None, parts: UOp, lses: UOp, *, rules: Rules) -> UOp:
+def on_gpu(family: str, o: UOp, parts: UOp, lses: UOp, lse: UOp | None = None, *, rules: Rules) -> UOp:
   """Builds the kernel for a family of GPUs (`uopattn.dsl.instruction_set`); the rest as for `on_cpu`."""
   (heads, rows, Dv), s, power = sizes(o), Scope(), partial(ins.exp2, family)
   splits, threads = sizes(parts)[0] // heads, min(MOST_THREADS, round_up(Dv, WARP))
