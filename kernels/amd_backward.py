@@ -1,6 +1,6 @@
 """Backward attention on AMD's matrix cores: dQ by a pass over tiles of keys, dK and dV by one over tiles of queries.
 
-FlashAttention-2 (Dao, 2023), transposed, without atomics. In both passes each wave has some tiles of 16 rows, its own,
+FlashAttention-2 (Dao, 2023), transposed, without atomics. In both passes each wave has some tiles of 16 rows, its row_tiles,
 one of them a lane, and runs through the tiles of the others, which all waves share in LDS. With S the scores, dO the
 gradient of the output, L the logarithm of the sum of exponentials and delta = rowsum(O dO) - dL, which is given:
     own queries, dQ     S^T = K Q^T    dP^T = V dO^T - delta    P = exp(S - L)    dS = P dP    dQ^T += K^T dS^T
@@ -36,17 +36,16 @@ from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl import LOG2E, Scope, clamp, sizes
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.amd.fragments import CHUNK, HIP, ROWS, Fragments
-from uopattn.dsl.amd.products import Operand, accumulate, as_operands, load_operands, multiply_rows, own_rows, store_acc
-from uopattn.dsl.amd.staging import Rows, Stage
+from uopattn.dsl.amd.fragments import CHUNK_ELEMENTS, HIP, MMA_SIZE, Fragments
+from uopattn.dsl.amd.products import Operand, as_operands, lane_rows, load_operands, mma_ab, mma_abt, store_acc
+from uopattn.dsl.amd.staging import LdsRows, RegisterPipeline
 from uopattn.dsl.gpu.workgroup import Workgroup
-from uopattn.dsl.rules.keys import spans
-from uopattn.dsl.rules.rows import HeadRows
-from uopattn.dsl.rules.rules import HeadRules, Rules, visits_of_queries
-from uopattn.dsl.rules.visit import Visit
-from uopattn.dsl.schedule import FLOAT16, Problem, Schedule, passes
+from uopattn.dsl.packed import words_of, words_of_all
+from uopattn.dsl.rules.head_view import HeadView
+from uopattn.dsl.rules.rules import HeadRules, Rules, query_ranges
+from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
+from uopattn.dsl.schedule import DTYPES_16, Problem, Schedule, passes
 from uopattn.dsl.target import Target
-from uopattn.dsl.words import words_of, words_of_all
 
 LDS_LIMIT = 64 << 10  # bytes a workgroup
 
@@ -59,29 +58,29 @@ class Tiles:
     arch: the target, which decides the matrix instruction.
     of_keys: whether it is the pass for dK and dV, whose own rows are keys.
     waves: waves in a workgroup.
-    own: tiles of 16 own rows a wave.
+    row_tiles: tiles of 16 own rows a wave.
     block: rows of a tile of the others.
   """
 
   arch: str
   of_keys: bool
   waves: int
-  own: int
+  row_tiles: int
   block: int
 
   def __post_init__(self) -> None:
     f = self.fragments
     if self.block < 1 or self.block % (least := self.least(f)):
       raise ValueError(f"Tiles.block={self.block}: must be a multiple of {least} on {self.arch}")
-    if self.own < 1:
-      raise ValueError(f"Tiles.own={self.own}: must be at least 1")
+    if self.row_tiles < 1:
+      raise ValueError(f"Tiles.row_tiles={self.row_tiles}: must be at least 1")
     if not 1 <= self.waves <= 1024 // f.lanes:
       raise ValueError(f"Tiles.waves={self.waves}: must be in 1..{1024 // f.lanes} on {self.arch}")
 
   @staticmethod
   def least(f: Fragments) -> int:
     """The smallest block: whole steps of the last products, and whole pieces of what is transposed."""
-    return max(f.step, 2 * CHUNK * f.pad)
+    return max(f.step, 2 * CHUNK_ELEMENTS * f.pad)
 
   @property
   def fragments(self) -> Fragments:
@@ -94,24 +93,24 @@ class Tiles:
   @property
   def rows(self) -> int:
     """Own rows of a workgroup."""
-    return self.waves * self.own * ROWS
+    return self.waves * self.row_tiles * MMA_SIZE
 
   def lds_bytes(self, Dk: int, Dv: int) -> int:
-    """Bytes of LDS: the tile as it is and transposed, L and delta of queries, and room where lanes swap P and dS."""
+    """Bytes of LDS: the tile as it is and transposed, L and delta of queries, and room where lanes lds P and dS."""
     f = self.fragments
-    pad = f.pad * CHUNK
+    pad = f.pad * CHUNK_ELEMENTS
     as_is = self.block * sum(round_up(x, f.step) + pad for x in (Dk, Dv))
-    transposed = sum(round_up(x, ROWS) for x in ((Dk, Dv) if self.of_keys else (Dk,))) * (self.block + pad)
-    swaps = (1 + self.of_keys) * self.rows * (self.block + pad) if f.repeated else 0
-    return 2 * (as_is + transposed + swaps) + (8 * round_up(self.block, self.threads) if self.of_keys else 0)
+    transposed = sum(round_up(x, MMA_SIZE) for x in ((Dk, Dv) if self.of_keys else (Dk,))) * (self.block + pad)
+    p_lds = (1 + self.of_keys) * self.rows * (self.block + pad) if f.repeated else 0
+    return 2 * (as_is + transposed + p_lds) + (8 * round_up(self.block, self.threads) if self.of_keys else 0)
 
   def registers(self, Dk: int, Dv: int) -> int:
     """32-bit registers a lane for own rows, sums, S, dP, the operands made of them, and the tile on its way to LDS."""
     f, sums = self.fragments, (Dk, Dv) if self.of_keys else (Dk,)
     operands = sum(ceildiv(x, f.step) for x in (Dk, Dv)) + len(sums) * self.block // f.step
-    results = sum(ceildiv(x, ROWS) for x in sums) + 2 * self.block // ROWS
+    results = sum(ceildiv(x, MMA_SIZE) for x in sums) + 2 * self.block // MMA_SIZE
     moving = self.block * (Dk + Dv + sum(sums)) // 2 // self.threads
-    return self.own * (operands * f.width // 2 + results * f.result) + moving
+    return self.row_tiles * (operands * f.width // 2 + results * f.result) + moving
 
   @classmethod
   def choose(cls, problem: Problem, target: Target, of_keys: bool) -> "Tiles":
@@ -122,10 +121,10 @@ class Tiles:
     """
     arch, Dk, Dv, f = target.arch, problem.Dk, problem.Dv, Fragments.of(target.arch)
     rows, others = (problem.N, problem.M) if of_keys else (problem.M, problem.N)
-    least, waves = cls.least(f), min(4, ceildiv(rows, ROWS))
-    own = 1 if f.lanes == 32 or rows <= waves * ROWS else 2  # RDNA has registers for one
+    least, waves = cls.least(f), min(4, ceildiv(rows, MMA_SIZE))
+    row_tiles = 1 if f.lanes == 32 or rows <= waves * MMA_SIZE else 2  # RDNA has registers for one
     blocks = [block for block in (32, 16) if block % least == 0 and block < others + least]
-    candidates = [cls(arch, of_keys, waves, own, block) for block in blocks or [least]]
+    candidates = [cls(arch, of_keys, waves, row_tiles, block) for block in blocks or [least]]
     for tiles in candidates:
       if tiles.registers(Dk, Dv) <= (224 if f.lanes == 32 else 400) and tiles.lds_bytes(Dk, Dv) <= LDS_LIMIT:
         return tiles
@@ -135,25 +134,25 @@ class Tiles:
     return tiles
 
 
-class Pairs(NamedTuple):
-  """Pairs of a query and keys that a lane has the scores of, in the order of its elements.
+class ScoreRow(NamedTuple):
+  """ScoreRow of a query and keys that a lane has the scores of, in the order of its elements.
 
   Attributes:
     row: the query.
     first, offsets: the keys are first + offset.
-    shift: -L, in base 2; where the scores begin with it, by the factor in the exponent.
-    start: what its dP begin with: -delta.
+    neg_lse: -L, in base 2; where the scores begin with it, by the factor in the exponent.
+    neg_delta: what its dP begin with: -delta.
   """
 
   row: UOp
   first: UOp
   offsets: Sequence[int]
-  shift: UOp
-  start: UOp
+  neg_lse: UOp
+  neg_delta: UOp
 
 
 @dataclass(frozen=True)
-class Walk:
+class Mainloop:
   """A wave's way through the tiles of the others.
 
   Attributes:
@@ -162,12 +161,12 @@ class Walk:
     group: where this lane stands.
     dtype: of all matrices.
     stage: brings the tiles.
-    swaps: room for what is summed up, where lanes swap it.
-    own: this lane's own rows: of Q and dO, or of K and V.
+    p_lds: room for what is summed up, where lanes lds it.
+    stationary: this lane's own rows: of Q and dO, or of K and V.
     accs: the sums: dQ, or dV and dK.
-    here: the rules.
-    visit: the tiles.
-    pairs: (start of a tile, what is to precede) -> the pairs of each own row.
+    rules: the rules.
+    tile_range: the tiles.
+    score_rows: (start of a tile, what is to precede) -> the pairs of each own row.
     follow: (position, what is to precede) -> loads the tile that follows; None if none ever does.
   """
 
@@ -175,33 +174,38 @@ class Walk:
   tiles: Tiles
   group: Workgroup
   dtype: DType
-  stage: Stage
-  swaps: list[Rows | None]
-  own: list[list[list[Operand]]]
+  stage: RegisterPipeline
+  p_lds: list[LdsRows | None]
+  stationary: list[list[list[Operand]]]
   accs: list[UOp]
-  here: HeadRules
-  visit: Visit
-  pairs: Callable[..., list[list[Pairs]]]
+  rules: HeadRules
+  tile_range: TileRange
+  score_rows: Callable[..., list[list[ScoreRow]]]
   follow: Callable[..., UOp] | None
 
   def attend_all(self, ready: UOp, *within: UOp) -> UOp:
     """All tiles, the first of which is in LDS when `ready`, inside the axes `within`."""
-    for first, trips, masked in spans(UOp.const(0), self.visit.whole, self.visit.count):
+    for first, trips, masked in full_then_masked(UOp.const(0), self.tile_range.n_full, self.tile_range.n_tiles):
       ready = self.attend(first, trips, masked, ready, *within)
     return ready
 
   def attend(self, first: UOp, trips: UOp, masked: bool, *ready: UOp) -> UOp:
     """The tiles from position `first` on, which is in LDS when `ready`; each is followed there by the next."""
-    f, stage, lane, places = self.tiles.fragments, self.stage, self.group.lane, own_places(self.tiles, self.group)
+    f, stage, lane, places = (
+      self.tiles.fragments,
+      self.stage,
+      self.group.lane,
+      stationary_places(self.tiles, self.group),
+    )
     trip = self.s.axis(trips, AxisType.REDUCE)
     position = first + trip
     now = (*ready, trip) if self.follow is None else (*ready, trip, self.follow(position, *ready, trip))
-    pairs = self.pairs(self.visit.tile(position) * stage.block, *now)
-    products, dots = self.products(pairs, now)
-    weights, grads = self.weigh(products, dots, pairs, masked)
+    score_rows = self.score_rows(self.tile_range.tile(position) * stage.block, *now)
+    products, dots = self.products(score_rows, now)
+    weights, grads = self.softmax_grad(products, dots, score_rows, masked)
     stores: list[UOp] = []
     for acc, values, swap, lds in zip(
-      self.accs, (weights, grads)[-len(self.accs) :], self.swaps, stage.transposed, strict=True
+      self.accs, (weights, grads)[-len(self.accs) :], self.p_lds, stage.transposed, strict=True
     ):
       operands = as_operands(f, self.dtype, values, swap and swap.after(*ready, trip), places, lane)
       old = acc.after(*ready, trip)
@@ -209,55 +213,57 @@ class Walk:
         [UOp.stack(*[old[i, d, e].load() for e in range(f.result)]) for d in range(sizes(acc)[1])]
         for i in range(len(operands))
       ]
-      stores += accumulate(f, self.dtype, operands, lds.after(*now), acc, begun, lane)
+      stores += mma_ab(f, self.dtype, operands, lds.after(*now), acc, begun, lane)
     if self.follow is None:
       return UOp.group(*stores).end(trip)
     read = UOp.barrier(UOp.group(*stores))  # no wave overwrites a tile before all have read it
     return UOp.barrier(stage.store(read)).end(trip)
 
-  def products(self, pairs: list[list[Pairs]], now: tuple[UOp, ...]) -> list[list[list[UOp]]]:
+  def products(self, score_rows: list[list[ScoreRow]], now: tuple[UOp, ...]) -> list[list[list[UOp]]]:
     """S, before all rules, and dP of each own row, with what they begin with, if that may come first."""
-    f, rules, result = self.tiles.fragments, self.here.rules, []
-    shifts = [[x.shift for x in row for _ in x.offsets] for row in pairs] if shifts_early(rules) else None
-    starts = [[x.start for x in row for _ in x.offsets] for row in pairs] if rules.seed is None else None
-    for own, lds, begun in zip(self.own, self.stage.as_is, (shifts, starts), strict=True):
+    f, rules, result = self.tiles.fragments, self.rules.rules, []
+    shifts = [[x.neg_lse for x in row for _ in x.offsets] for row in score_rows] if shifts_early(rules) else None
+    starts = [[x.neg_delta for x in row for _ in x.offsets] for row in score_rows] if rules.seed is None else None
+    for stationary, lds, begun in zip(self.stationary, self.stage.as_is, (shifts, starts), strict=True):
       c = begun and [[UOp.stack(*row[i : i + f.result]) for i in range(0, len(row), f.result)] for row in begun]
-      tiles = multiply_rows(f, self.dtype, lds.after(*now), self.tiles.block, own, self.group.lane, c)
+      tiles = mma_abt(f, self.dtype, lds.after(*now), self.tiles.block, stationary, self.group.lane, c)
       result.append([[tile[e] for tile in row for e in range(f.result)] for row in tiles])
     return result
 
-  def weigh(
-    self, products: list[list[UOp]], dots: list[list[UOp]], pairs: list[list[Pairs]], masked: bool
+  def softmax_grad(
+    self, products: list[list[UOp]], dots: list[list[UOp]], score_rows: list[list[ScoreRow]], masked: bool
   ) -> tuple[list[list[UOp]], list[list[UOp]]]:
     """P, after dropout, and dS of each own row."""
-    weights: list[list[UOp]] = [[] for _ in pairs]
-    grads: list[list[UOp]] = [[] for _ in pairs]
-    for i, row in enumerate(pairs):
+    weights: list[list[UOp]] = [[] for _ in score_rows]
+    grads: list[list[UOp]] = [[] for _ in score_rows]
+    for i, row in enumerate(score_rows):
       done = 0
       for x in row:
         piece = slice(done, done := done + len(x.offsets))
-        p, ds = self.weigh_row(products[i][piece], dots[i][piece], x, masked)
+        p, ds = self.softmax_grad_row(products[i][piece], dots[i][piece], x, masked)
         weights[i] += p
         grads[i] += ds
     return weights, grads
 
-  def weigh_row(self, products: list[UOp], dots: list[UOp], x: Pairs, masked: bool) -> tuple[list[UOp], list[UOp]]:
-    """P, after dropout, and dS of a query's pairs: of Q K^T, but for the factor if that is all that there is."""
-    here, rules, keys = self.here, self.here.rules, (x.row, x.first, x.offsets)
-    scores = here.scores(products, *keys, masked)
+  def softmax_grad_row(
+    self, products: list[UOp], dots: list[UOp], x: ScoreRow, masked: bool
+  ) -> tuple[list[UOp], list[UOp]]:
+    """P, after dropout, and dS of a query's score_rows: of Q K^T, but for the factor if that is all that there is."""
+    head_rules, rules, keys = self.rules, self.rules.rules, (x.row, x.first, x.offsets)
+    scores = head_rules.scores(products, *keys, masked)
     if masked and x.row.vmax >= rules.M:
       scores = [(x.row < rules.M).where(score, -inf) for score in scores]
-    factor = rules.factors[1]
-    p = [ins.exp2(HIP, score * factor if shifts_early(rules) else score * factor + x.shift) for score in scores]
+    factor = rules.scaling.log2
+    p = [ins.exp2(HIP, score * factor if shifts_early(rules) else score * factor + x.neg_lse) for score in scores]
     if rules.seed is not None:
-      dots = [dot + x.start for dot in here.dropped(dots, *keys)]
+      dots = [dot + x.neg_delta for dot in head_rules.dropped(dots, *keys)]
     grads = [weight * dot for weight, dot in zip(p, dots, strict=True)]
-    return here.dropped(p, *keys), here.pulled_back(grads, products, *keys) if rules.modifies else grads
+    return head_rules.dropped(p, *keys), head_rules.score_vjp(grads, products, *keys) if rules.has_score_mods else grads
 
-  def finish(self, o: UOp, which: int, head: UOp, factor: float, done: UOp, length: UOp | None = None) -> list[UOp]:
+  def store_sum(self, o: UOp, which: int, head: UOp, factor: float, done: UOp, length: UOp | None = None) -> list[UOp]:
     """Stores a sum times a factor to o[head]; 0 to rows from `length` on."""
     f, acc, stores = self.tiles.fragments, self.accs[which].after(done), []
-    for i, place in enumerate(own_places(self.tiles, self.group)):
+    for i, place in enumerate(stationary_places(self.tiles, self.group)):
       row = self.group.block * self.tiles.rows + place
       finished = scaled(factor, None if length is None else row < length)
       stores += store_acc(f, o, head, row, acc[i], finished, self.group.lane)
@@ -281,31 +287,33 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   (heads, M, Dk), (kv_heads, N, Dv), f = sizes(q), sizes(v), tiles.fragments
   s = Scope()
   group = Workgroup(s, heads, ceildiv(M, tiles.rows), tiles.waves, f.lanes, last_first=rules.longest_last)
-  head, start, here = group.head, group.block * tiles.rows, rules.at(group.head)
-  exists, visit = here.length.ne(0), here.visit(start, tiles.rows, tiles.block)
-  queries = [clamp(start + place, 0, M - 1) for place in own_places(tiles, group)]  # past the end: again
-  starts = [(shift(lse[head, query].load(), rules), -delta[head, query].load()) for query in queries]
+  head, start, head_rules = group.head, group.block * tiles.rows, rules.at(group.head)
+  exists, key_range = head_rules.length.ne(0), head_rules.key_range(start, tiles.rows, tiles.block)
+  queries = [clamp(start + place, 0, M - 1) for place in stationary_places(tiles, group)]  # past the end: again
+  starts = [(neg_lse_of(lse[head, query].load(), rules), -delta[head, query].load()) for query in queries]
 
-  as_is = [(words_of(here.keys(x), exists), round_up(sizes(x)[2], f.step)) for x in (k, v)]
-  transposed = [(words_of(here.keys(k), exists), round_up(Dk, ROWS))]
-  stage = Stage(s, f, tiles.block, tiles.threads, group.thread, here.length, as_is, transposed)
-  own = [load_own(f, x, head, UOp.const(M), queries, group.lane) for x in (q, do)]
-  accs = [s.filled(0.0, tiles.own, ceildiv(Dk, ROWS), f.result, after=(group.item,))]
-  first, offsets = own_rows(f, tiles.block, group.lane)
+  as_is = [(words_of(head_rules.keys(x), exists), round_up(sizes(x)[2], f.step)) for x in (k, v)]
+  transposed = [(words_of(head_rules.keys(k), exists), round_up(Dk, MMA_SIZE))]
+  stage = RegisterPipeline(s, f, tiles.block, tiles.threads, group.thread, head_rules.length, as_is, transposed)
+  stationary = [load_stationary(f, x, head, UOp.const(M), queries, group.lane) for x in (q, do)]
+  accs = [s.filled(0.0, tiles.row_tiles, ceildiv(Dk, MMA_SIZE), f.result, after=(group.item,))]
+  first, offsets = lane_rows(f, tiles.block, group.lane)
 
-  def pairs(tile: UOp, *_: UOp) -> list[list[Pairs]]:
-    return [[Pairs(query, first + tile, offsets, *x)] for query, x in zip(queries, starts, strict=True)]
+  def score_rows(tile: UOp, *_: UOp) -> list[list[ScoreRow]]:
+    return [[ScoreRow(query, first + tile, offsets, *x)] for query, x in zip(queries, starts, strict=True)]
 
   def fetch(position: UOp, *after: UOp) -> UOp:
-    return stage.load(visit.tile(position) * tiles.block, *after)
+    return stage.load(key_range.tile(position) * tiles.block, *after)
 
   def follow(position: UOp, *after: UOp) -> UOp:
     return fetch(position + 1, *after)
 
-  after = follow if visit.count.vmax > 1 else None
-  walk = Walk(s, tiles, group, q.dtype, stage, swaps(s, tiles), own, accs, here, visit, pairs, after)
-  done = walk.attend_all(UOp.barrier(stage.store(fetch(UOp.const(0), *accs))))
-  stores = walk.finish(dq, 0, head, late_factor(rules), done)
+  after = follow if key_range.n_tiles.vmax > 1 else None
+  loop = Mainloop(
+    s, tiles, group, q.dtype, stage, p_lds(s, tiles), stationary, accs, head_rules, key_range, score_rows, after
+  )
+  done = loop.attend_all(UOp.barrier(stage.store(fetch(UOp.const(0), *accs))))
+  stores = loop.store_sum(dq, 0, head, late_factor(rules), done)
   return group.kernel(f"attention_backward_q_{tiles.arch}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
 
 
@@ -325,37 +333,40 @@ def backward_kv(
   member = s.axis(members, AxisType.REDUCE)  # of the query heads that read this key head
   kv_head, start = group.head, group.block * tiles.rows
   at = of_members(rules, kv_head, members)
-  visit_of = visits_of_queries(at, members, start, tiles.rows, tiles.block)
-  here, visit = at(member), visit_of(member)
-  keys = [clamp(start + place, 0, N - 1) for place in own_places(tiles, group)]
-  existing = [clamp(key, 0, (here.length - 1).maximum(0)) for key in keys]
+  query_range_of = query_ranges(at, members, start, tiles.rows, tiles.block)
+  head_rules, query_range = at(member), query_range_of(member)
+  keys = [clamp(start + place, 0, N - 1) for place in stationary_places(tiles, group)]
+  existing = [clamp(key, 0, (head_rules.length - 1).maximum(0)) for key in keys]
 
   as_is, transposed = (
-    [(words_of_all(x), round_up(sizes(x)[2], to)) for x in order] for order, to in (((q, do), f.step), ((do, q), ROWS))
+    [(words_of_all(x), round_up(sizes(x)[2], to)) for x in order]
+    for order, to in (((q, do), f.step), ((do, q), MMA_SIZE))
   )
-  numbers = [lambda row: shift(lse.reshape(-1)[row].load(), rules), lambda row: -delta.reshape(-1)[row].load()]
-  stage = Stage(s, f, tiles.block, tiles.threads, group.thread, UOp.const(M), as_is, transposed, numbers)
-  own = [load_own(f, x, kv_head, here.length, existing, group.lane) for x in (k, v)]
-  accs = [s.filled(0.0, tiles.own, ceildiv(size, ROWS), f.result, after=(group.item,)) for size in (Dv, Dk)]
-  first, offsets = own_rows(f, tiles.block, group.lane)
+  numbers = [lambda row: neg_lse_of(lse.reshape(-1)[row].load(), rules), lambda row: -delta.reshape(-1)[row].load()]
+  stage = RegisterPipeline(s, f, tiles.block, tiles.threads, group.thread, UOp.const(M), as_is, transposed, numbers)
+  stationary = [load_stationary(f, x, kv_head, head_rules.length, existing, group.lane) for x in (k, v)]
+  accs = [s.filled(0.0, tiles.row_tiles, ceildiv(size, MMA_SIZE), f.result, after=(group.item,)) for size in (Dv, Dk)]
+  first, offsets = lane_rows(f, tiles.block, group.lane)
 
-  def pairs(tile: UOp, *after: UOp) -> list[list[Pairs]]:
-    starts = [[x.after(*after)[first + i].load() for x in stage.numbers] for i in offsets]
-    return [[Pairs(tile + first + i, key, [0], *x) for i, x in zip(offsets, starts, strict=True)] for key in keys]
+  def score_rows(tile: UOp, *after: UOp) -> list[list[ScoreRow]]:
+    starts = [[x.after(*after)[first + i].load() for x in stage.row_stats] for i in offsets]
+    return [[ScoreRow(tile + first + i, key, [0], *x) for i, x in zip(offsets, starts, strict=True)] for key in keys]
 
   def fetch(position: UOp, of: UOp, *after: UOp) -> UOp:
-    return stage.load(visit_of(of).tile(position) * tiles.block, *after, base=(kv_head * members + of) * M)
+    return stage.load(query_range_of(of).tile(position) * tiles.block, *after, base=(kv_head * members + of) * M)
 
   def follow(position: UOp, *after: UOp) -> UOp:
-    more = position + 1 < visit.count
+    more = position + 1 < query_range.n_tiles
     return fetch(more.where(position + 1, 0), clamp(member + more.where(0, 1), 0, members - 1), *after)
 
-  after = follow if members > 1 or visit.count.vmax > 1 else None
-  walk = Walk(s, tiles, group, q.dtype, stage, swaps(s, tiles), own, accs, here, visit, pairs, after)
+  after = follow if members > 1 or query_range.n_tiles.vmax > 1 else None
+  loop = Mainloop(
+    s, tiles, group, q.dtype, stage, p_lds(s, tiles), stationary, accs, head_rules, query_range, score_rows, after
+  )
   done = UOp.barrier(stage.store(fetch(UOp.const(0), UOp.const(0), *accs)))
-  done, length = walk.attend_all(done, member).end(member), None if rules.kv_lengths is None else here.length
-  stores = walk.finish(dv, 0, kv_head, 1.0, done, length)
-  stores += walk.finish(dk, 1, kv_head, late_factor(rules), done, length)
+  done, length = loop.attend_all(done, member).end(member), None if rules.kv_lengths is None else head_rules.length
+  stores = loop.store_sum(dv, 0, kv_head, 1.0, done, length)
+  stores += loop.store_sum(dk, 1, kv_head, late_factor(rules), done, length)
   return group.kernel(f"attention_backward_kv_{tiles.arch}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
 
 
@@ -365,25 +376,25 @@ def of_members(rules: Rules, kv_head: UOp, members: int) -> Callable[[UOp], Head
   return lambda member: HeadRules(rules, kv_head // of_batch, kv_head % of_batch * members + member)
 
 
-def own_places(tiles: Tiles, group: Workgroup) -> list[UOp]:
+def stationary_places(tiles: Tiles, group: Workgroup) -> list[UOp]:
   """Where this lane's own rows are in the block."""
-  return [(group.warp * tiles.own + i) * ROWS + group.lane % ROWS for i in range(tiles.own)]
+  return [(group.warp * tiles.row_tiles + i) * MMA_SIZE + group.lane % MMA_SIZE for i in range(tiles.row_tiles)]
 
 
-def load_own(f: Fragments, x: UOp, head: UOp, length: UOp, rows: list[UOp], lane: UOp) -> list[list[Operand]]:
+def load_stationary(f: Fragments, x: UOp, head: UOp, length: UOp, rows: list[UOp], lane: UOp) -> list[list[Operand]]:
   """This lane's own rows of x[head], zeros if none exist, as operands."""
-  return [load_operands(f, x.dtype, HeadRows.of(x, head, length), row, lane, length.ne(0)) for row in rows]
+  return [load_operands(f, x.dtype, HeadView.of(x, head, length), row, lane, length.ne(0)) for row in rows]
 
 
-def swaps(s: Scope, tiles: Tiles) -> list[Rows | None]:
-  """Room for dS, or P and dS, where lanes swap them."""
+def p_lds(s: Scope, tiles: Tiles) -> list[LdsRows | None]:
+  """Room for dS, or P and dS, where lanes lds them."""
   f = tiles.fragments
-  return [Rows.make(s, tiles.rows, tiles.block, f.pad) if f.repeated else None for _ in range(1 + tiles.of_keys)]
+  return [LdsRows.make(s, tiles.rows, tiles.block, f.pad) if f.repeated else None for _ in range(1 + tiles.of_keys)]
 
 
 def late_factor(rules: Rules) -> float:
   """The factor on Q K^T where dS has not had it before."""
-  return 1.0 if rules.modifies else rules.scale
+  return 1.0 if rules.has_score_mods else rules.scale
 
 
 def scaled(factor: float, exists: UOp | None) -> Callable[[UOp], UOp]:
@@ -393,18 +404,18 @@ def scaled(factor: float, exists: UOp | None) -> Callable[[UOp], UOp]:
 
 def shifts_early(rules: Rules) -> bool:
   """Whether scores are products times one factor, so that the sums of the products can begin with -L by that factor."""
-  return not rules.modifies and rules.factors[0] == 1 and rules.factors[1] > 2**-60
+  return not rules.has_score_mods and rules.scaling.pre == 1 and rules.scaling.log2 > 2**-60
 
 
-def shift(lse: UOp, rules: Rules) -> UOp:
-  """`Pairs.shift` of an L; 0 if that is -inf, as all scores of the row are then."""
-  return lse.eq(-inf).where(0.0, lse * (-LOG2E / rules.factors[1] if shifts_early(rules) else -LOG2E))
+def neg_lse_of(lse: UOp, rules: Rules) -> UOp:
+  """`ScoreRow.neg_lse` of an L; 0 if that is -inf, as all scores of the row are then."""
+  return lse.eq(-inf).where(0.0, lse * (-LOG2E / rules.scaling.log2 if shifts_early(rules) else -LOG2E))
 
 
 SCHEDULE = Schedule(
   "amd_backward",
   devices=("AMD",),
-  dtypes=FLOAT16,
+  dtypes=DTYPES_16,
   kernels=passes(backward_q, backward_kv, Tiles),
   tiles=Tiles,
   lacks=("scales", "page_table"),

@@ -1,4 +1,4 @@
-"""Attention over parts of the keys, combined: the second half of Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023).
+"""Attention over partial_o of the keys, combined: the second half of Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023).
 
 With few queries there are too few of them to keep a machine busy, so the keys are split, and each work item of a
 forward kernel leaves the output O_s of its part, finished, and the logarithm lse_s of its sum of exponentials. Then
@@ -20,60 +20,62 @@ from tinygrad.uop.ops import AxisType, KernelInfo
 from uopattn.dsl import LN2, LOG2E, Scope, exp2, gated, sizes
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.rules.rules import Rules
-from uopattn.dsl.rules.softmax import finish
+from uopattn.dsl.rules.softmax import normalize
 from uopattn.dsl.schedule import DTYPES, Kernel, Schedule
 
 WARP, MOST_THREADS = 32, 256
-AT_ONCE = 8  # parts that a GPU's thread reads before it uses any
+AT_ONCE = 8  # partial_o that a GPU's thread reads before it uses any
 
 
-def on_cpu(o: UOp, parts: UOp, lses: UOp, lse: UOp | None = None, *, rules: Rules) -> UOp:
+def on_cpu(o: UOp, partial_o: UOp, partial_lse: UOp, lse: UOp | None = None, *, rules: Rules) -> UOp:
   """Builds the kernel for CPUs.
 
   Args:
     o: (heads, rows, Dv), the output, in its type.
     lse: (heads, rows) float32, or None.
-    parts: (heads splits, rows, Dv) float32.
-    lses: (heads splits, rows) float32.
+    partial_o: (heads splits, rows, Dv) float32.
+    partial_lse: (heads splits, rows) float32.
     rules: of which only the sinks count.
   """
   (heads, rows, Dv), s = sizes(o), Scope()
-  splits = sizes(parts)[0] // heads
+  splits = sizes(partial_o)[0] // heads
   head = s.axis(heads, AxisType.THREAD)
   row = s.axis(rows)
   first, within = head * splits, (head, row)
   highest = s.assign(s.buffer(1), lambda i: -inf, within=within)
   t = s.axis(splits)
-  highest = highest.after(highest[0].store(highest.after(t)[0].maximum(lses[first + t, row])).end(t))
-  weights = s.assign(s.buffer(splits), lambda t: _weight(lses[first + t, row].load(), highest[0], exp2), within=within)
+  highest = highest.after(highest[0].store(highest.after(t)[0].maximum(partial_lse[first + t, row])).end(t))
+  weights = s.assign(
+    s.buffer(splits), lambda t: _weight(partial_lse[first + t, row].load(), highest[0], exp2), within=within
+  )
   total = s.assign(s.buffer(1), lambda i: 0.0, within=within)
   t = s.axis(splits)
   total = total.after(total[0].store(total.after(t)[0] + weights[t]).end(t))
   acc = s.assign(s.buffer(Dv), lambda d: 0.0, within=within)
   t, d = s.axis(splits), s.axis(Dv)
-  acc = acc.after(acc[d].store(acc.after(t)[d] + weights[t] * parts[first + t, row, d]).end(t, d))
-  factor, log2 = finish(highest[0] * LOG2E, total[0], rules.at(head).sink(row), exp2)
+  acc = acc.after(acc[d].store(acc.after(t)[d] + weights[t] * partial_o[first + t, row, d]).end(t, d))
+  factor, log2 = normalize(highest[0] * LOG2E, total[0], rules.at(head).sink(row), exp2)
   d = s.axis(Dv)
   stores = [o[head, row, d].store((acc[d] * factor).cast(o.dtype)).end(d)]
   stores += [] if lse is None else [lse[head, row].store(log2 * LN2)]
   return _kernel(o, splits, UOp.group(*stores).end(row, head))
 
 
-def on_gpu(family: str, o: UOp, parts: UOp, lses: UOp, lse: UOp | None = None, *, rules: Rules) -> UOp:
+def on_gpu(family: str, o: UOp, partial_o: UOp, partial_lse: UOp, lse: UOp | None = None, *, rules: Rules) -> UOp:
   """Builds the kernel for a family of GPUs (`uopattn.dsl.instruction_set`); the rest as for `on_cpu`."""
   (heads, rows, Dv), s, power = sizes(o), Scope(), partial(ins.exp2, family)
-  splits, threads = sizes(parts)[0] // heads, min(MOST_THREADS, round_up(Dv, WARP))
+  splits, threads = sizes(partial_o)[0] // heads, min(MOST_THREADS, round_up(Dv, WARP))
   item, lane = s.axis(heads * rows, AxisType.GLOBAL), s.axis(threads, AxisType.LOCAL)
   head, row = item // rows, item % rows
   columns, turns = [lane + i * threads for i in range(ceildiv(Dv, threads))], ceildiv(splits, AT_ONCE)
 
   def some(turn: UOp) -> list[UOp]:
-    """The parts of a turn."""
+    """The partial_o of a turn."""
     return [turn * AT_ONCE + i for i in range(min(AT_ONCE, splits))]
 
   def lse_of(t: UOp) -> UOp:
     inside = t < splits
-    return inside.where(gated(lses, inside, head * splits + t, row).load(), -inf)
+    return inside.where(gated(partial_lse, inside, head * splits + t, row).load(), -inf)
 
   turn, highest = s.axis(turns, AxisType.REDUCE), s.filled(-inf, 1, after=(item,))
   found = reduce(UOp.maximum, map(lse_of, some(turn)), highest.after(turn)[0].load())
@@ -83,10 +85,10 @@ def on_gpu(family: str, o: UOp, parts: UOp, lses: UOp, lse: UOp | None = None, *
   stores = [total[0].store(reduce(UOp.__add__, weights, total.after(turn)[0].load()))]
   for i, d in enumerate(columns):
     places = [((t < splits) & (d < Dv), head * splits + t, row, d) for t in some(turn)]
-    terms = [weight * gated(parts, *place).load() for weight, place in zip(weights, places, strict=True)]
+    terms = [weight * gated(partial_o, *place).load() for weight, place in zip(weights, places, strict=True)]
     stores.append(acc[i].store(reduce(UOp.__add__, terms, acc.after(turn)[i].load())))
   end = UOp.group(*stores).end(turn)
-  factor, log2 = finish(highest[0].load() * LOG2E, total.after(end)[0].load(), rules.at(head).sink(row), power)
+  factor, log2 = normalize(highest[0].load() * LOG2E, total.after(end)[0].load(), rules.at(head).sink(row), power)
   stores = [
     gated(o, d < Dv, head, row, d).store((acc.after(end)[i].load() * factor).cast(o.dtype))
     for i, d in enumerate(columns)
@@ -103,11 +105,11 @@ def _weight(lse: UOp, highest: UOp, power: Callable[[UOp], UOp]) -> UOp:
 def _kernel(o: UOp, splits: int, end: UOp) -> UOp:
   heads, rows, Dv = sizes(o)
   # A tag keeps tinygrad from rearranging the axes.
-  return end.sink(arg=KernelInfo(name=f"attention_join_{heads}_{splits}_{rows}_{Dv}", opts_to_apply=()), tag=1)
+  return end.sink(arg=KernelInfo(name=f"attention_combine_{heads}_{splits}_{rows}_{Dv}", opts_to_apply=()), tag=1)
 
 
 def _schedule(device: str, build: Callable[..., UOp]) -> Schedule:
-  buffers = ("o", "q", "k", "v", "lse", "parts", "lses")
+  buffers = ("o", "q", "k", "v", "lse", "partial_o", "partial_lse")
   kernel = Kernel(build, ("o", "lse"), buffers, wants=("rules",), unread=("q", "k", "v"))
   return Schedule("combine", (device,), DTYPES, (kernel,))
 

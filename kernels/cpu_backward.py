@@ -29,10 +29,10 @@ from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType, KernelInfo
 
 from uopattn.dsl import LOG2E, Loop, Scope, clamp, exp2, gated, sizes
-from uopattn.dsl.cpu.strips import Tile, accumulate, even, load_tile, strips, zeros
-from uopattn.dsl.rules.rows import HeadRows
+from uopattn.dsl.cpu.register_blocks import Tile, accumulate, even, load_tile, register_blocks, zeros
+from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.schedule import WIDE, Kernel, Problem, Schedule
+from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
@@ -147,22 +147,24 @@ def backward(
   dk, dv = (clear(s, x, call) for x in (dk, dv))
   outer = (call, s.axis(ceildiv(blocks, tiles.parts)))
   block, busy = block_of(call, outer[1], blocks, heads // kv_heads, M, tiles)
-  here = rules.at(block.head)
+  head_rules = rules.at(block.head)
 
   q_rows, do_rows = (load_rows(s, x, block, tiles, outer) for x in (q, do))  # (block_m, D)
   q_t, do_t = (transpose(s, x, D, outer) for x, D in ((q_rows, Dk), (do_rows, Dv)))  # (D, block_m)
-  lse_i, delta_i = load_row_sums(s, lse, delta, block, block_m, 1.0 if rules.modifies else LOG2E, outer)
+  lse_i, delta_i = load_row_sums(s, lse, delta, block, block_m, 1.0 if rules.has_score_mods else LOG2E, outer)
   dq_t = s.assign(s.buffer(Dk, block_m), lambda d, m: 0.0, within=outer)
 
-  visit = here.visit(block.row, block_m, block_n)
-  trips = busy.where(visit.count, 1)  # an idle turn makes one trip
+  key_range = head_rules.key_range(block.row, block_m, block_n)
+  trips = busy.where(key_range.n_tiles, 1)  # an idle turn makes one trip
   loop = s.loop(trips if trips.vmin < trips.vmax else int(trips.vmax), *outer)
-  start = visit.tile(clamp(loop.index, 0, n_tiles - 1)) * block_n  # first key that this trip adds
+  start = key_range.tile(clamp(loop.index, 0, n_tiles - 1)) * block_n  # first key that this trip adds
   first = clamp(start, 0, N - block_n)  # first key of its tile: the last tile is moved back to end at N
 
-  length = None if rules.kv_lengths is None else here.length
-  k_tile, v_tile = (load_tile(s, HeadRows.of(x, kv_head, here.length), first, block_n, length, loop) for x in (k, v))
-  gradients = Gradients(here, block.row, start, first, lse_i, delta_i)
+  length = None if rules.kv_lengths is None else head_rules.length
+  k_tile, v_tile = (
+    load_tile(s, HeadView.of(x, kv_head, head_rules.length), first, block_n, length, loop) for x in (k, v)
+  )
+  gradients = Gradients(head_rules, block.row, start, first, lse_i, delta_i)
   p, ds = recompute(s, k_tile, v_tile, q_t, do_t, gradients, block_n, tiles, loop)
   dv_end = add_product(s, dv, call, first, p, do_rows, tiles, loop)
   dk_end = add_product(s, dk, call, first, ds, q_rows, tiles, loop)
@@ -256,15 +258,15 @@ class Gradients:
       product: q.k.
       dp: dO.v.
     """
-    row, key, (factor, exponent) = self.row + m, self.first + n, self.rules.rules.factors
+    row, key, (pre, scale_log2) = self.row + m, self.first + n, self.rules.rules.scaling
     hidden = reduce(UOp.__or__, [key < self.start, *self.rules.hidden(row, key)])
-    score = hidden.where(-inf, self.rules.modified(product * factor, row, key))
-    if self.rules.rules.modifies:  # scores may be large: what is subtracted is not rounded before
-      p = exp2((score * (exponent / LOG2E) - self.lse_i[m]) * LOG2E)
+    score = hidden.where(-inf, self.rules.apply_score_mods(product * pre, row, key))
+    if self.rules.rules.has_score_mods:  # scores may be large: what is subtracted is not rounded before
+      p = exp2((score * (scale_log2 / LOG2E) - self.lse_i[m]) * LOG2E)
     else:
-      p = exp2(score * exponent - self.lse_i[m])
+      p = exp2(score * scale_log2 - self.lse_i[m])
     weight, dp = self.rules.dropped([p], row, key, [0])[0], self.rules.dropped([dp], row, key, [0])[0]
-    return weight, self.rules.pulled_back([p * (dp - self.delta_i[m])], [product], row, key, [0])[0]
+    return weight, self.rules.score_vjp([p * (dp - self.delta_i[m])], [product], row, key, [0])[0]
 
 
 def cut(
@@ -277,8 +279,8 @@ def cut(
   """
   ends = []
   most = tiles.lanes * even(ceildiv(columns, tiles.lanes), tiles.vectors)
-  for top, down, height in strips(rows, tiles.unroll):
-    for left, across, width in strips(columns, most):
+  for top, down, height in register_blocks(rows, tiles.unroll):
+    for left, across, width in register_blocks(columns, most):
       axes = s.axis(down), s.axis(across)
       ends.append(body(top + axes[0] * height, height, left + axes[1] * width, width, axes).end(*axes))
   return UOp.group(*ends)
@@ -357,7 +359,7 @@ def store_rows(s: Scope, dq: UOp, block: Block, dq_t: UOp) -> UOp:
 SCHEDULE = Schedule(
   "cpu_backward",
   devices=("CPU",),
-  dtypes=WIDE,
+  dtypes=DTYPES_16_32,
   kernels=(
     Kernel.backward(
       backward, "dq", "dk", "dv", choose=lambda *given: Tiles.choose(*given), sums=lambda tiles: tiles.parts

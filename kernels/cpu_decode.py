@@ -36,13 +36,13 @@ from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType, KernelInfo
 
 from uopattn.dsl import LN2, LOG2E, Scope, clamp, exp2, least, sizes
-from uopattn.dsl.cpu.strips import accumulate, add_steps, even, largest_divisor, strips, zeros
+from uopattn.dsl.cpu.register_blocks import accumulate, add_steps, even, largest_divisor, register_blocks, zeros
 from uopattn.dsl.instructions import add_pairs, add_quads, dot_pairs, prefetch, weighted_pair
 from uopattn.dsl.limits import LINE
-from uopattn.dsl.rules.rows import HeadRows
+from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.rules.softmax import finish_rows
-from uopattn.dsl.schedule import WIDE, Kernel, Problem, Schedule
+from uopattn.dsl.rules.softmax import normalize_rows
+from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
@@ -157,36 +157,36 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     return top + r if rows % block_m == 0 else clamp(top + r, 0, rows - 1)
 
   # In base 2, by a factor on q or, where scores are modified first, by one in the exponent.
-  factor, exponent = rules.factors if rules.modifies else (rules.scale * LOG2E, 1.0)
+  pre, scale_log2 = rules.scaling if rules.has_score_mods else (rules.scale * LOG2E, 1.0)
 
   def query(r: UOp, d: UOp) -> UOp:
     element = q[result // splits, row(r), d].load()
-    return element if tiles.pairs else element.cast(dtypes.float) * factor
+    return element if tiles.pairs else element.cast(dtypes.float) * pre
 
   q_rows = s.assign(s.buffer(block_m, Dk, dtype=q.dtype if tiles.pairs else dtypes.float), query, within=outer)
   acc = s.assign(s.buffer(block_m, Dv), lambda r, d: 0.0, within=outer)
   m_i = s.assign(s.buffer(block_m), lambda r: -inf, within=outer)
   l_i = s.assign(s.buffer(block_m, tiles.lanes), lambda r, w: 0.0, within=outer)
 
-  here = rules.at(result // splits)
-  visit = here.visit(UOp.const(0), rows, block_n).part(result % splits, splits)
-  known = visit.count.vmin == visit.count.vmax
-  loop = None if known else s.loop(visit.count, *outer)
-  tile = s.axis(int(visit.count.vmax)) if loop is None else loop.axes[-1]
+  head_rules = rules.at(result // splits)
+  key_range = head_rules.key_range(UOp.const(0), rows, block_n).split(result % splits, splits)
+  known = key_range.n_tiles.vmin == key_range.n_tiles.vmax
+  loop = None if known else s.loop(key_range.n_tiles, *outer)
+  tile = s.axis(int(key_range.n_tiles.vmax)) if loop is None else loop.axes[-1]
   within = (*outer, tile)
 
   def first_key(trip: UOp) -> tuple[UOp, UOp]:
     """The first key that a trip adds, and the first of its tile: the last tile ends at the last key."""
-    start = visit.tile(clamp(trip, 0, ceildiv(N, block_n) - 1)) * block_n
-    if visit.count.vmin < 1:  # a part without a tile: one trip, in which all keys are hidden
-      start = visit.count.eq(0).where(N, start)
+    start = key_range.tile(clamp(trip, 0, ceildiv(N, block_n) - 1)) * block_n
+    if key_range.n_tiles.vmin < 1:  # a part without a tile: one trip, in which all keys are hidden
+      start = key_range.n_tiles.eq(0).where(N, start)
     return start, clamp(start, 0, N - block_n)
 
-  trip = tile if loop is None else visit.count - 1 - loop.index  # forwards: machines read ahead that way
+  trip = tile if loop is None else key_range.n_tiles - 1 - loop.index  # forwards: machines read ahead that way
   start, first = first_key(trip)
   following = first_key(trip + 1)[1]
-  last = None if rules.kv_lengths is None else clamp(here.length - 1, 0, N - 1)
-  anywhere, here = here, here.of_tile(s, first, block_n, within)
+  last = None if rules.kv_lengths is None else clamp(head_rules.length - 1, 0, N - 1)
+  anywhere, head_rules = head_rules, head_rules.of_tile(s, first, block_n, within)
 
   def tile_of(x: UOp, first: UOp, rules: HeadRules, counts: Callable[[UOp], UOp] | None = None) -> Tile:
     """Rows from `first` on; past the last one that exists, that one once more."""
@@ -198,26 +198,26 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   def score(product: UOp, r: UOp, n: UOp) -> UOp:
     """The score of row r of the block and key n of the tile; -inf where hidden or counted before."""
-    hidden = reduce(UOp.__or__, [first + n < start, *here.hidden(row(r), first + n)])
-    product = product * factor if tiles.pairs else product
-    return hidden.where(-inf, here.modified(product, row(r), first + n))
+    hidden = reduce(UOp.__or__, [first + n < start, *head_rules.hidden(row(r), first + n)])
+    product = product * pre if tiles.pairs else product
+    return hidden.where(-inf, head_rules.apply_score_mods(product, row(r), first + n))
 
   def weight(p: UOp, r: UOp, n: UOp) -> UOp:
-    return here.weights([p], row(r), first + n, [0], True)[0]
+    return head_rules.weights([p], row(r), first + n, [0], True)[0]
 
   m_old, l_old, acc_old = (x.after(tile) for x in (m_i, l_i, acc))
-  v_tile = tile_of(v, first, here, new if N % block_n else None)
-  products = multiply_qk(s, q_rows, tile_of(k, first, here), v_tile, block_n, tiles, within)
-  p, m_end, alpha = softmax(s, products, score, exponent, m_old, tiles.lanes, within)
+  v_tile = tile_of(v, first, head_rules, new if N % block_n else None)
+  products = multiply_qk(s, q_rows, tile_of(k, first, head_rules), v_tile, block_n, tiles, within)
+  p, m_end, alpha = softmax(s, products, score, scale_log2, m_old, tiles.lanes, within)
   l_end = add_up(s, p, l_old, alpha, within)
-  if rules.weighs:
+  if rules.scales_weights:
     plain = p
     p = s.assign(s.buffer(*sizes(p)), lambda r, n: weight(plain[r, n].load(), r, n), within=within)
   acc_end = multiply_pv(s, p, v_tile, tile_of(k, following, anywhere), acc_old, alpha, tiles, within)
   stored = UOp.group(m_end, l_end, acc_end)
   end = stored.end(tile) if loop is None else loop.end(stored)
 
-  stores = store_rows(s, o, lse, result, row, acc.after(end), m_i.after(end), l_i.after(end), here, outer)
+  stores = store_rows(s, o, lse, result, row, acc.after(end), m_i.after(end), l_i.after(end), head_rules, outer)
   name = f"attention_decode_{results}_{rows}_{N}_{Dk}_{Dv}{rules.name}"
   # A tag keeps tinygrad from rearranging the axes.
   return UOp.group(*stores).end(*outer).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
@@ -232,7 +232,7 @@ class Tile:
     counts: whether the n-th counts; None: all do.
   """
 
-  rows: HeadRows
+  rows: HeadView
   row: Callable[[UOp], UOp]
   counts: Callable[[UOp], UOp] | None = None
 
@@ -270,11 +270,11 @@ def multiply_qk(s: Scope, q: UOp, k: Tile, v: Tile, block_n: int, tiles: Tiles, 
   elements = 2 * lanes if tiles.pairs else lanes  # of a vector of K
   products, row_strips, chunks_in_all = s.buffer(block_m, block_n), block_m // rows, ceildiv(Dk, elements)
   ends = []
-  for left, count, keys in strips(block_n, tiles.unroll_n):
+  for left, count, keys in register_blocks(block_n, tiles.unroll_n):
     strip, row_strip = s.axis(count), s.axis(row_strips)
     key, first_row, inner = left + strip * keys, row_strip * rows, (*within, strip, row_strip)
     acc = zeros(s, rows * keys, lanes, inner)
-    for begin, chunks, width in strips(Dk, elements):
+    for begin, chunks, width in register_blocks(Dk, elements):
 
       def term(a: int, i: UOp, w: UOp) -> UOp:
         d = begin + i * width + w
@@ -326,28 +326,28 @@ def softmax(
   s: Scope,
   products: UOp,
   score: Score,
-  exponent: float,
+  scale_log2: float,
   m_old: UOp,
   lanes: int,
   within: tuple[UOp, ...],
 ) -> tuple[UOp, UOp, UOp]:
-  """P = exp2(S exponent - m); the store of the new row maximum m of S exponent; alpha = exp2(m_old - m), for O."""
+  """P = exp2(S scale_log2 - m); the store of the new row maximum m of S scale_log2; alpha = exp2(m_old - m), for O."""
   rows, block_n = sizes(products)
   scores = s.assign(s.buffer(rows, block_n), lambda r, n: score(products[r, n].load(), r, n), within=within)
 
   def scaled(x: UOp) -> UOp:
-    return x if exponent == 1 else x * exponent
+    return x if scale_log2 == 1 else x * scale_log2
 
   def before(r: UOp) -> UOp:
     return m_old[r].load()
 
-  highest = s.assign(s.buffer(rows, lanes), lambda r, w: before(r) if exponent == 1 else -inf, within=within)
-  for begin, chunks, width in strips(block_n, lanes):
+  highest = s.assign(s.buffer(rows, lanes), lambda r, w: before(r) if scale_log2 == 1 else -inf, within=within)
+  for begin, chunks, width in register_blocks(block_n, lanes):
     r, i, w = s.axis(rows), s.axis(chunks), s.axis(width)
     higher = highest.after(r, i)[r, w].maximum(scores[r, begin + i * width + w])
     highest = highest.after(highest[r, w].store(higher).end(r, i, w))
   m_new = top = fold(s, highest, UOp.maximum, within)
-  if exponent != 1:
+  if scale_log2 != 1:
     m_new = s.assign(s.buffer(rows), lambda r: before(r).maximum(scaled(top[r])), within=within)
   # A row that has seen no key yet has m = -inf, and -inf - -inf is NaN: such a row is shifted by 0.
   shift = s.assign(s.buffer(rows), lambda r: m_new[r].eq(-inf).where(0.0, m_new[r]), within=within)
@@ -361,7 +361,7 @@ def add_up(s: Scope, p: UOp, l_old: UOp, alpha: UOp, within: tuple[UOp, ...]) ->
   """l = l alpha + the sum of P over each lane's keys."""
   (rows, block_n), lanes = sizes(p), sizes(l_old)[1]
   total = s.assign(s.buffer(rows, lanes), lambda r, w: 0.0, within=within)
-  for begin, chunks, width in strips(block_n, lanes):
+  for begin, chunks, width in register_blocks(block_n, lanes):
     r, i, w = s.axis(rows), s.axis(chunks), s.axis(width)
     total = total.after(total[r, w].store(total.after(r, i)[r, w] + p[r, begin + i * width + w]).end(r, i, w))
 
@@ -386,7 +386,7 @@ def multiply_pv(
     rounded = s.buffer(block_m, block_n, dtype=dtypes.bfloat16)
     weights = s.assign(rounded, lambda r, n: p[r, n].load().cast(dtypes.bfloat16), within=within)
   ends = []
-  for left, count, columns in strips(Dv, width):
+  for left, count, columns in register_blocks(Dv, width):
     strip, row_strip = s.axis(count), s.axis(row_strips)
     column, first_row, inner = left + strip * columns, row_strip * rows, (*within, strip, row_strip)
 
@@ -427,15 +427,15 @@ def store_rows(
   acc: UOp,
   m_i: UOp,
   l_i: UOp,
-  here: HeadRules,
+  rules: HeadRules,
   outer: tuple[UOp, ...],
 ) -> list[UOp]:
   """The output and the LSE; a row that saw no key gets 0 and -inf."""
   total = fold(s, l_i, UOp.__add__, outer)
-  factor, log2 = finish_rows(s, m_i, total, lambda r: here.sink(row(r)), outer)
+  factor, log2 = normalize_rows(s, m_i, total, lambda r: rules.sink(row(r)), outer)
   r, d = s.axis(sizes(acc)[0]), s.axis(sizes(acc)[1])
   # Where no key exists, what was read in the place of one may be NaN.
-  value = (here.length > 0).where(acc[r, d] * factor[r], 0.0)
+  value = (rules.length > 0).where(acc[r, d] * factor[r], 0.0)
   stores = [o[result, row(r), d].store(value.cast(o.dtype)).end(r, d)]
   if lse is not None:
     r = s.axis(sizes(acc)[0])
@@ -456,11 +456,11 @@ def splits(problem: Problem, target: Target, tiles: Tiles) -> int:
 SCHEDULE = Schedule(
   "cpu_decode",
   devices=("CPU",),
-  dtypes=WIDE,
+  dtypes=DTYPES_16_32,
   kernels=(Kernel.forward(forward, Tiles),),
   tiles=Tiles,
   lacks=("block_mask",),
-  packs=lambda problem: problem.group,
+  pack_gqa=lambda problem: problem.group,
   split=splits,
   meant_for=lambda problem, target: target.vector.lanes > problem.M,
   operand=dtypes.float32,

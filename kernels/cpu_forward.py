@@ -27,10 +27,10 @@ from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType, KernelInfo
 
 from uopattn.dsl import LN2, LOG2E, Loop, Scope, clamp, exp2, gated, sizes
-from uopattn.dsl.cpu.strips import Tile, accumulate, even, largest_divisor, load_tile, strips, zeros
+from uopattn.dsl.cpu.register_blocks import Tile, accumulate, even, largest_divisor, load_tile, register_blocks, zeros
 from uopattn.dsl.rules.rules import Rules
-from uopattn.dsl.rules.softmax import finish_rows
-from uopattn.dsl.schedule import WIDE, Kernel, Problem, Schedule
+from uopattn.dsl.rules.softmax import normalize_rows
+from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
@@ -110,40 +110,44 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   outer = (call, s.axis(tiles.blocks_per_call))
   item = call * tiles.blocks_per_call + outer[1]
   head, row = item // blocks, item % blocks * block_m  # head and first query row of this block
-  here = rules.at(head)
+  head_rules = rules.at(head)
 
   # In base 2, by a factor on q or, where scores are modified first, by one in the exponent.
-  factor, exponent = rules.factors if rules.modifies else (rules.scale * LOG2E, 1.0)
-  q_t = s.assign(s.buffer(Dk, block_m), lambda d, m: load_query(q, head, row + m, d) * factor, within=outer)
+  pre, scale_log2 = rules.scaling if rules.has_score_mods else (rules.scale * LOG2E, 1.0)
+  q_t = s.assign(s.buffer(Dk, block_m), lambda d, m: load_query(q, head, row + m, d) * pre, within=outer)
   acc = s.assign(s.buffer(Dv, block_m), lambda d, m: 0.0, within=outer)
   m_i = s.assign(s.buffer(block_m), lambda m: -inf, within=outer)
   l_i = s.assign(s.buffer(block_m), lambda m: 0.0, within=outer)
 
-  visit = here.visit(row, block_m, block_n)
-  loop = s.loop(visit.count if visit.count.vmin < visit.count.vmax else int(visit.count.vmax), *outer)
-  start = visit.tile(clamp(loop.index, 0, n_tiles - 1)) * block_n  # first key that this trip adds
+  key_range = head_rules.key_range(row, block_m, block_n)
+  loop = s.loop(
+    key_range.n_tiles if key_range.n_tiles.vmin < key_range.n_tiles.vmax else int(key_range.n_tiles.vmax), *outer
+  )
+  start = key_range.tile(clamp(loop.index, 0, n_tiles - 1)) * block_n  # first key that this trip adds
   first = clamp(start, 0, N - block_n)  # first key of its tile: the last tile is moved back to end at N
-  here = here.of_tile(s, first, block_n, loop.axes)
+  head_rules = head_rules.of_tile(s, first, block_n, loop.axes)
 
   def score(product: UOp, n: UOp, m: UOp) -> UOp:
     """The score of key n of the tile and lane m; -inf where it is hidden or counted by the tile before."""
-    hidden = reduce(UOp.__or__, [first + n < start, *here.hidden(row + m, first + n)])
-    return hidden.where(-inf, here.modified(product, row + m, first + n))
+    hidden = reduce(UOp.__or__, [first + n < start, *head_rules.hidden(row + m, first + n)])
+    return hidden.where(-inf, head_rules.apply_score_mods(product, row + m, first + n))
 
   m_old, l_old, acc_old = (x.after(*loop.axes) for x in (m_i, l_i, acc))
-  length = None if rules.kv_lengths is None else here.length
-  k_tile, v_tile = (load_tile(s, here.keys(x), first, block_n, length, loop) for x in (k, v))
-  scores, m_new = multiply_qk(s, q_t, k_tile, score, m_old, block_n, unroll, exponent, loop)
-  p, l_new, alpha = exponentiate(s, scores, m_new, m_old, l_old, exponent, loop)
-  if rules.weighs:
+  length = None if rules.kv_lengths is None else head_rules.length
+  k_tile, v_tile = (load_tile(s, head_rules.keys(x), first, block_n, length, loop) for x in (k, v))
+  scores, m_new = multiply_qk(s, q_t, k_tile, score, m_old, block_n, unroll, scale_log2, loop)
+  p, l_new, alpha = exponentiate(s, scores, m_new, m_old, l_old, scale_log2, loop)
+  if rules.scales_weights:
     plain = p
-    p = s.assign(p, lambda n, m: here.weights([plain[n, m].load()], row + m, first + n, [0], True)[0], within=loop.axes)
+    p = s.assign(
+      p, lambda n, m: head_rules.weights([plain[n, m].load()], row + m, first + n, [0], True)[0], within=loop.axes
+    )
   acc_end = multiply_pv(s, p, v_tile, acc_old, alpha, unroll, loop)
   m = s.axis(block_m)
   state_end = UOp.group(m_old.after(alpha)[m].store(m_new[m]), l_old.after(l_new)[m].store(l_new[m])).end(m)
   end = loop.end(acc_end, state_end)
 
-  stores = store_rows(s, o, lse, head, row, acc.after(end), m_i.after(end), l_i.after(end), here.sink(row), outer)
+  stores = store_rows(s, o, lse, head, row, acc.after(end), m_i.after(end), l_i.after(end), head_rules.sink(row), outer)
   name = f"attention_{heads}_{rules.kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
   # A tag keeps tinygrad from rearranging the axes.
   return UOp.group(*stores).end(*outer).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
@@ -156,13 +160,13 @@ def load_query(q: UOp, head: UOp, row: UOp, d: UOp) -> UOp:
 
 
 def multiply_qk(
-  s: Scope, q_t: UOp, k_tile: Tile, score: Score, m_old: UOp, block_n: int, unroll: int, exponent: float, loop: Loop
+  s: Scope, q_t: UOp, k_tile: Tile, score: Score, m_old: UOp, block_n: int, unroll: int, scale_log2: float, loop: Loop
 ) -> tuple[UOp, UOp]:
-  """The scores of S^T = K Q^T (block_n, block_m), and the row maximum so far (block_m,), times `exponent`."""
+  """The scores of S^T = K Q^T (block_n, block_m), and the row maximum so far (block_m,), times `scale_log2`."""
   block_m = sizes(q_t)[1]
   scores = s.buffer(block_n, block_m).after(*loop.axes)
-  m_new = s.assign(s.buffer(block_m), lambda m: m_old[m].load() if exponent == 1 else -inf, within=loop.axes)
-  for top, count, rows in strips(block_n, unroll):
+  m_new = s.assign(s.buffer(block_m), lambda m: m_old[m].load() if scale_log2 == 1 else -inf, within=loop.axes)
+  for top, count, rows in register_blocks(block_n, unroll):
     strip = s.axis(count)
     key = top + strip * rows
     acc = product(s, rows, lambda r, d: k_tile(key + r, d), q_t, (*loop.axes, strip))
@@ -172,16 +176,16 @@ def multiply_qk(
     stores = [m_new[m].store(highest), *(scores[key + r, m].store(row[r]) for r in range(rows))]
     end = UOp.group(*stores).end(strip, m)
     scores, m_new = scores.after(end), m_new.after(end)
-  if exponent != 1:
+  if scale_log2 != 1:
     of_tile = m_new
-    m_new = s.assign(s.buffer(block_m), lambda m: m_old[m].maximum(of_tile[m] * exponent), within=loop.axes)
+    m_new = s.assign(s.buffer(block_m), lambda m: m_old[m].maximum(of_tile[m] * scale_log2), within=loop.axes)
   return scores, m_new
 
 
 def exponentiate(
-  s: Scope, scores: UOp, m_new: UOp, m_old: UOp, l_old: UOp, exponent: float, loop: Loop
+  s: Scope, scores: UOp, m_new: UOp, m_old: UOp, l_old: UOp, scale_log2: float, loop: Loop
 ) -> tuple[UOp, UOp, UOp]:
-  """P^T = exp2(S^T exponent - m) in place of S^T, the new row sum l, and alpha = exp2(m_old - m) for l and O."""
+  """P^T = exp2(S^T scale_log2 - m) in place of S^T, the new row sum l, and alpha = exp2(m_old - m) for l and O."""
   block_n, block_m = sizes(scores)
   # A row that has seen no key yet has m = -inf, and -inf - -inf is NaN: such a row is shifted by 0.
   shift = s.assign(s.buffer(block_m), lambda m: m_new[m].eq(-inf).where(0.0, m_new[m]), within=loop.axes)
@@ -189,7 +193,7 @@ def exponentiate(
   l_tile = s.assign(s.buffer(block_m), lambda m: 0.0, within=loop.axes)  # summed apart: a long sum loses digits
   n, m = s.axis(block_n), s.axis(block_m)
   x = scores.after(n)[n, m]
-  p = exp2((x if exponent == 1 else x * exponent) - shift[m])
+  p = exp2((x if scale_log2 == 1 else x * scale_log2) - shift[m])
   end = UOp.group(scores[n, m].store(p), l_tile[m].store(l_tile.after(n)[m] + p)).end(n, m)
   scores, l_tile = scores.after(end), l_tile.after(end)
   return scores, s.assign(s.buffer(block_m), lambda m: l_old[m] * alpha[m] + l_tile[m], within=loop.axes), alpha
@@ -198,7 +202,7 @@ def exponentiate(
 def multiply_pv(s: Scope, p: UOp, v_tile: Tile, acc: UOp, alpha: UOp, unroll: int, loop: Loop) -> UOp:
   """O^T = O^T alpha + V^T P^T, (Dv, block_m)."""
   ends = []
-  for left, count, columns in strips(sizes(acc)[0], unroll):
+  for left, count, columns in register_blocks(sizes(acc)[0], unroll):
     strip = s.axis(count)
     column = left + strip * columns
     out = product(s, columns, lambda c, n: v_tile(n, column + c), p, (*loop.axes, strip))
@@ -222,7 +226,7 @@ def store_rows(
 ) -> list[UOp]:
   """The output and the LSE; a row that saw no key gets 0 and -inf. Rows past M are not stored."""
   (Dv, block_m), M = sizes(acc), sizes(o)[1]
-  factor, log2 = finish_rows(s, m_i, l_i, lambda m: sink, outer)
+  factor, log2 = normalize_rows(s, m_i, l_i, lambda m: sink, outer)
   lanes = min(block_m, M)  # the rest is past M in every block
   d, m = s.axis(Dv), s.axis(lanes)
   stores = [gated(o, row + m < M, head, row + m, d).store((acc[d, m] * factor[m]).cast(o.dtype)).end(d, m)]
@@ -241,7 +245,7 @@ def product(s: Scope, rows: int, left: Callable[[int, UOp], UOp], right: UOp, wi
 SCHEDULE = Schedule(
   "cpu_forward",
   devices=("CPU",),
-  dtypes=WIDE,
+  dtypes=DTYPES_16_32,
   kernels=(Kernel.forward(forward, Tiles),),
   tiles=Tiles,
   meant_for=lambda problem, target: target.vector.lanes <= problem.M,

@@ -10,11 +10,11 @@ workgroup has: results are the same bits in every run. delta = rowsum(O dO), lse
 Who holds what. What a warp keeps stands for the rows of its products: the two left operands, read from shared memory
 once (`Tiles.held`) or for each tile anew, and the sums, in registers; so P and dS, rounded, are left operands of the
 last products as they are. What it runs through comes in tiles of `block` rows, `stages` of each kind, which all warps
-share (`uopattn.dsl.nvidia.stream`).
+share (`uopattn.dsl.nvidia.cp_async`).
 
 Measured on an H200 (B=4, H=32, N=4096, float16, 2026-11-21), where `hopper_backward` is faster, of the five products
 that a backward pass must have (these two have seven): 264 TFLOP/s at D=64, with Tiles(4, 2, 32) and Tiles(4, 2, 32,
-held=False), which spills 16 bytes; 249 at D=128, with Tiles(4, 1, 64) and Tiles(4, 1, 32).
+in_registers=False), which spills 16 bytes; 249 at D=128, with Tiles(4, 1, 64) and Tiles(4, 1, 32).
 """
 
 from collections.abc import Callable
@@ -29,26 +29,25 @@ from tinygrad.uop.ops import AxisType
 from uopattn.dsl import Scope, sizes
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.workgroup import Workgroup
-from uopattn.dsl.nvidia.gradients import (
+from uopattn.dsl.nvidia.cp_async import CpAsyncPipeline
+from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, Accumulators, Mma
+from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, row_elements, row_of, store_scaled
+from uopattn.dsl.nvidia.score_gradients import (
   Elements,
-  Line,
-  Numbers,
+  RowStats,
+  ScoreRow,
   dropped,
-  lines_of_columns,
-  lines_of_rows,
-  pulled_back,
   queries_of_columns,
+  score_rows_by_column,
+  score_rows_by_row,
+  score_vjp,
   weights,
 )
-from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, Accumulators, Mma
-from uopattn.dsl.nvidia.panels import Panels
-from uopattn.dsl.nvidia.quads import COLUMNS, HALVES, ROWS, WARP, row_elements, row_of, store_scaled
-from uopattn.dsl.nvidia.stream import Stream
-from uopattn.dsl.rules.keys import spans
-from uopattn.dsl.rules.rows import HeadRows
-from uopattn.dsl.rules.rules import HeadRules, Rules, visits_of_queries
-from uopattn.dsl.rules.visit import Visit
-from uopattn.dsl.schedule import WIDE, Problem, Schedule, passes
+from uopattn.dsl.nvidia.swizzled import SwizzledTiles
+from uopattn.dsl.rules.head_view import HeadView
+from uopattn.dsl.rules.rules import HeadRules, Rules, query_ranges
+from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
+from uopattn.dsl.schedule import DTYPES_16_32, Problem, Schedule, passes
 from uopattn.dsl.target import Target
 
 CUDA = "cuda"
@@ -64,7 +63,7 @@ class Tiles:
     row_tiles: tiles of 16 rows a warp, queries of `backward_q` and keys of `backward_kv`.
     block: rows of a tile that the warps run through, each a column of their scores.
     stages: slots for tiles.
-    held: whether the left operands stay in registers.
+    in_registers: whether the left operands stay in registers.
     step: elements in the 32 bytes along k of a step: 8 for float32, 16 for float16 and bfloat16.
   """
 
@@ -72,7 +71,7 @@ class Tiles:
   row_tiles: int
   block: int
   stages: int = 2
-  held: bool = True
+  in_registers: bool = True
   step: int = 16
 
   def __post_init__(self) -> None:
@@ -90,18 +89,18 @@ class Tiles:
   @property
   def rows(self) -> int:
     """Rows that a workgroup keeps."""
-    return self.warps * self.row_tiles * ROWS
+    return self.warps * self.row_tiles * MMA_M
 
   @property
   def threads(self) -> int:
     return self.warps * WARP
 
-  def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[list[Panels], list[Panels]]:
-    """Room in shared memory for what is kept, and for tiles: of each Dk columns (of Q or K) and Dv (of dO or V)."""
+  def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[list[SwizzledTiles], list[SwizzledTiles]]:
+    """Room in shared memory for what is stationary, and for tiles: of each Dk columns (of Q or K) and Dv (of dO or V)."""
     widths = [round_up(Dk, PAIR), round_up(Dv, PAIR)]
-    kept = [Panels.make(s, self.rows, width, 1, self.threads, bits=BITS[self.step]) for width in widths]
-    return kept, [
-      Panels.make(s, self.block, width, self.stages, self.threads, bits=BITS[self.step]) for width in widths
+    stationary = [SwizzledTiles.make(s, self.rows, width, 1, self.threads, bits=BITS[self.step]) for width in widths]
+    return stationary, [
+      SwizzledTiles.make(s, self.block, width, self.stages, self.threads, bits=BITS[self.step]) for width in widths
     ]
 
   def shared_bytes(self, Dk: int, Dv: int) -> int:
@@ -110,8 +109,8 @@ class Tiles:
 
   def registers(self, Dk: int, Dv: int, sums: int) -> int:
     """32-bit registers a lane for the left operands, S and dP, and `sums` columns of sums."""
-    held = (ceildiv(Dk, self.step) + ceildiv(Dv, self.step)) * 4 if self.held else 0
-    return self.row_tiles * (held + self.block + ceildiv(sums, COLUMNS) * 4)
+    in_registers = (ceildiv(Dk, self.step) + ceildiv(Dv, self.step)) * 4 if self.in_registers else 0
+    return self.row_tiles * (in_registers + self.block + ceildiv(sums, MMA_N) * 4)
 
   @classmethod
   def choose(cls, problem: Problem, target: Target, of_keys: bool) -> "Tiles":
@@ -125,10 +124,10 @@ class Tiles:
     step = STEP_BYTES // dtype.itemsize
     if int(arch.removeprefix("sm_")) < 80 or step not in BITS:
       raise ValueError(f"{arch} with {str(dtype).removeprefix('dtypes.')}: must be sm_80 or newer, with 16 or 32 bits")
-    warps, sums = min(4, ceildiv(rows, ROWS)), Dk + Dv if of_keys else Dk
+    warps, sums = min(4, ceildiv(rows, MMA_M)), Dk + Dv if of_keys else Dk
     fast = ((2, 16, True),) if of_keys else ((2, 32, True), (1, 64, True))
     sizes = (*fast, (1, 32, True), (1, 32, False), (1, 16, False))
-    candidates = [cls(warps, m, min(n, round_up(others, PAIR)), 2, held, step) for m, n, held in sizes]
+    candidates = [cls(warps, m, min(n, round_up(others, PAIR)), 2, in_registers, step) for m, n, in_registers in sizes]
     for tiles in candidates:
       if tiles.row_tiles > 1 and tiles.rows // 2 >= rows:
         continue
@@ -169,20 +168,20 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   s = Scope()
   group = Workgroup(s, heads, blocks, tiles.warps, WARP, last_first=rules.longest_last)
   head, kv_head = group.head, group.head // (heads // kv_heads)
-  here = rules.at(head)
-  visit = here.visit(group.block * tiles.rows, tiles.rows, tiles.block)
-  loop = Mainloop(s, group, Mma(s, q.dtype), tiles, here, *tiles.panels(s, Dk, Dv))
+  head_rules = rules.at(head)
+  key_range = head_rules.key_range(group.block * tiles.rows, tiles.rows, tiles.block)
+  loop = Mainloop(s, group, Mma(s, q.dtype), tiles, head_rules, *tiles.panels(s, Dk, Dv))
 
-  rows, found = loop.rows(group.block), Numbers(lse, delta, head, rules.modifies)
-  numbers = {place: found.of(row, True) for place, row in rows.items()}
+  rows, found = loop.rows(group.block), RowStats(lse, delta, head, rules.has_score_mods)
+  row_stats = {place: found.of(row, True) for place, row in rows.items()}
 
-  def lines(first: UOp, masked: bool) -> list[Line]:
-    return lines_of_rows(rows, numbers, first, tiles.block, group.lane)
+  def score_rows(first: UOp, masked: bool) -> list[ScoreRow]:
+    return score_rows_by_row(rows, row_stats, first, tiles.block, group.lane)
 
   sums = [loop.zeros(Dk, group.item)]
-  stream = loop.stream((k, v), kv_head, here.length, visit)
-  begun = stream.start_first(*loop.keep((q, do), head, UOp.const(M), group.block))
-  sums = loop.run(stream, visit, lines, sums, begun)
+  stream = loop.stream((k, v), kv_head, head_rules.length, key_range)
+  begun = stream.prologue(*loop.load_stationary((q, do), head, UOp.const(M), group.block))
+  sums = loop.run(stream, key_range, score_rows, sums, begun)
   sums = _after(sums, ins.cp_async_wait(CUDA, 0, *sums))  # no copy may be under way at the end
   name = f"attention_backward_q_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
   return group.kernel(name, loop.store(dq, sums[0], rules.scale, head, group.block))
@@ -208,111 +207,116 @@ def backward_kv(
   share = heads // kv_heads
   member = s.axis(share, AxisType.REDUCE) if share > 1 else UOp.const(0)
   head = group.head * share + member
-  here, first = rules.at(head), group.head * share
-  visits = visits_of_queries(lambda i: rules.at(first + i), share, group.block * tiles.rows, tiles.rows, tiles.block)
-  visit = visits(member)
-  loop = Mainloop(s, group, Mma(s, q.dtype), tiles, here, *tiles.panels(s, Dk, Dv))
+  head_rules, first = rules.at(head), group.head * share
+  range_of = query_ranges(lambda i: rules.at(first + i), share, group.block * tiles.rows, tiles.rows, tiles.block)
+  query_range = range_of(member)
+  loop = Mainloop(s, group, Mma(s, q.dtype), tiles, head_rules, *tiles.panels(s, Dk, Dv))
 
-  def lines(first: UOp, masked: bool) -> list[Line]:
-    numbers, queries = Numbers(lse, delta, head, rules.modifies), queries_of_columns(first, tiles.block, group.lane)
-    return lines_of_columns(loop.rows(group.block), queries, [numbers.of(query, masked) for query in queries])
+  def score_rows(first: UOp, masked: bool) -> list[ScoreRow]:
+    row_stats, queries = (
+      RowStats(lse, delta, head, rules.has_score_mods),
+      queries_of_columns(first, tiles.block, group.lane),
+    )
+    return score_rows_by_column(loop.rows(group.block), queries, [row_stats.of(query, masked) for query in queries])
 
   sums = [loop.zeros(Dk, group.item), loop.zeros(Dv, group.item)]
-  stream = loop.stream((q, do), head, UOp.const(M), visit)
-  copies = loop.keep((k, v), group.head, rules.at(group.head * share).length, group.block)
+  stream = loop.stream((q, do), head, UOp.const(M), query_range)
+  copies = loop.load_stationary((k, v), group.head, rules.at(group.head * share).length, group.block)
   if share == 1:
-    sums = loop.run(stream, visit, lines, sums, stream.start_first(*copies))
+    sums = loop.run(stream, query_range, score_rows, sums, stream.prologue(*copies))
     sums = _after(sums, ins.cp_async_wait(CUDA, 0, *sums))
   else:  # until all warps are done with one head, the slots are in use
     entered = _after(sums, member)
-    entered = loop.run(stream, visit, lines, entered, stream.start_first(UOp.barrier(member), *copies))
+    entered = loop.run(stream, query_range, score_rows, entered, stream.prologue(UOp.barrier(member), *copies))
     sums = _after(sums, ins.cp_async_wait(CUDA, 0, *entered).end(member))
   stores = loop.store(dk, sums[0], rules.scale, group.head, group.block)
   stores += loop.store(dv, sums[1], 1.0, group.head, group.block)
   return group.kernel(f"attention_backward_kv_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
 
 
-Lines = Callable[[UOp, bool], list[Line]]  # from a tile's first row, and whether it may have hidden scores
+ScoreRows = Callable[[UOp, bool], list[ScoreRow]]  # from a tile's first row, and whether it may have hidden scores
 
 
 @dataclass(frozen=True)
 class Mainloop:
-  """A warp's way through the tiles, which are counted by their position in the visit.
+  """A warp's way through the tiles, which are counted by their position in the tile_range.
 
   Attributes:
     s: the kernel's axes.
     group: where this thread stands.
     mma: the matrix instruction.
     tiles: block sizes.
-    here: the rules for the queries.
-    kept: room for the workgroup's own rows, of Q and dO or of K and V.
-    room: room for tiles of the others.
+    rules: the rules for the queries.
+    stationary: room for the workgroup's own rows, of Q and dO or of K and V.
+    streamed: room for tiles of the others.
   """
 
   s: Scope
   group: Workgroup
   mma: Mma
   tiles: Tiles
-  here: HeadRules
-  kept: list[Panels]
-  room: list[Panels]
+  rules: HeadRules
+  stationary: list[SwizzledTiles]
+  streamed: list[SwizzledTiles]
 
   def rows(self, block: UOp) -> dict[tuple[int, int], UOp]:
     """This lane's rows, by tile of 16 and half."""
-    first = (block * self.tiles.warps + self.group.warp) * self.tiles.row_tiles * ROWS
+    first = (block * self.tiles.warps + self.group.warp) * self.tiles.row_tiles * MMA_M
     halves = product(range(self.tiles.row_tiles), range(HALVES))
-    return {(i, half): first + i * ROWS + row_of(self.group.lane, half) for i, half in halves}
+    return {(i, half): first + i * MMA_M + row_of(self.group.lane, half) for i, half in halves}
 
   def zeros(self, width: int, *after: UOp) -> UOp:
     """A sum for each of the rows, of `width` columns."""
-    return self.s.filled(0.0, self.tiles.row_tiles, round_up(width, PAIR) // COLUMNS, 4, after=after)
+    return self.s.filled(0.0, self.tiles.row_tiles, round_up(width, PAIR) // MMA_N, 4, after=after)
 
-  def keep(self, sources: tuple[UOp, UOp], head: UOp, length: UOp, block: UOp) -> list[UOp]:
+  def load_stationary(self, sources: tuple[UOp, UOp], head: UOp, length: UOp, block: UOp) -> list[UOp]:
     """Starts copying the workgroup's own rows."""
     copies = []
-    for panels, x in zip(self.kept, sources, strict=True):
-      copies += panels.fill_tile(UOp.const(0), HeadRows.of(x, head, length), block, self.group.thread)
+    for panels, x in zip(self.stationary, sources, strict=True):
+      copies += panels.fill_tile(UOp.const(0), HeadView.of(x, head, length), block, self.group.thread)
     return copies
 
-  def stream(self, sources: tuple[UOp, UOp], head: UOp, length: UOp, visit: Visit) -> Stream:
+  def stream(self, sources: tuple[UOp, UOp], head: UOp, length: UOp, tile_range: TileRange) -> CpAsyncPipeline:
     """What brings the others."""
-    pairs = [(panels, HeadRows.of(x, head, length)) for panels, x in zip(self.room, sources, strict=True)]
-    return Stream(pairs, visit.tile, self.tiles.stages, self.group.thread)
+    pairs = [(panels, HeadView.of(x, head, length)) for panels, x in zip(self.streamed, sources, strict=True)]
+    return CpAsyncPipeline(pairs, tile_range.tile, self.tiles.stages, self.group.thread)
 
   def left(self, *after: UOp) -> list[list[list[UOp]]]:
     """The left operands: of both kinds, for each tile of 16 rows, one for each step along the columns."""
-    first, tiles = self.group.warp * self.tiles.row_tiles, [x.tile(UOp.const(0), *after) for x in self.kept]
+    first, tiles = self.group.warp * self.tiles.row_tiles, [x.tile(UOp.const(0), *after) for x in self.stationary]
     return [
-      [self.mma.load_left(tile, (first + i) * ROWS, self.group.lane) for i in range(self.tiles.row_tiles)]
+      [self.mma.load_left(tile, (first + i) * MMA_M, self.group.lane) for i in range(self.tiles.row_tiles)]
       for tile in tiles
     ]
 
-  def run(self, stream: Stream, visit: Visit, lines: Lines, sums: list[UOp], begun: UOp) -> list[UOp]:
-    """All tiles of a visit, added to the sums: of dS times the first of the tiles, and of P times the second."""
-    held = self.left(begun) if self.tiles.held else None
-    for first, trips, masked in spans(UOp.const(0), visit.whole, visit.count):
+  def run(
+    self, stream: CpAsyncPipeline, tile_range: TileRange, score_rows: ScoreRows, sums: list[UOp], begun: UOp
+  ) -> list[UOp]:
+    """All tiles of a tile_range, added to the sums: of dS times the first of the tiles, and of P times the second."""
+    in_registers = self.left(begun) if self.tiles.in_registers else None
+    for first, trips, masked in full_then_masked(UOp.const(0), tile_range.n_full, tile_range.n_tiles):
       trip = self.s.axis(trips, AxisType.REDUCE)
       n = first + trip
-      tiles, found = stream.take(n, trip, begun, *sums), lines(visit.tile(n) * self.tiles.block, masked)
-      left = held or self.left(begun, trip)
-      products = self.mma.by_rows(left[0], tiles[0], self.group.lane)
-      early = self.here.rules.seed is None  # delta is subtracted where it costs nothing, unless there is dropout
+      tiles, found = stream.acquire(n, trip, begun, *sums), score_rows(tile_range.tile(n) * self.tiles.block, masked)
+      left = in_registers or self.left(begun, trip)
+      products = self.mma.mma_abt(left[0], tiles[0], self.group.lane)
+      early = self.rules.rules.seed is None  # delta is subtracted where it costs nothing, unless there is dropout
       less = {at: -x.delta for x in found for at in x.places}
-      grads = self.mma.by_rows(left[1], tiles[1], self.group.lane, self.tiled(less) if early else None)
+      grads = self.mma.mma_abt(left[1], tiles[1], self.group.lane, self.tiled(less) if early else None)
       products_, grads_ = by_place(products), by_place(grads)
-      p = weights(self.here, found, products_, masked)
-      factors = pulled_back(self.here, found, p, products_, grads_, early), dropped(self.here, found, p)
+      p = weights(self.rules, found, products_, masked)
+      factors = score_vjp(self.rules, found, p, products_, grads_, early), dropped(self.rules, found, p)
       stores = []
       for factor, tile, total in zip(factors, tiles, sums, strict=False):  # backward_q has no sum of P
         a = [self.mma.as_left([row_elements(row, half) for half in range(HALVES)]) for row in self.tiled(factor)]
-        out = self.mma.by_columns(a, tile, self.group.lane, accumulators(total.after(trip)))
+        out = self.mma.mma_ab(a, tile, self.group.lane, accumulators(total.after(trip)))
         stores += [total[i, d].store(x) for i, row in enumerate(out) for d, x in enumerate(row)]
       sums = _after(sums, UOp.group(*stores).end(trip))
     return sums
 
   def tiled(self, elements: Elements) -> Accumulators:
     """The values as tiles."""
-    row_tiles, width = range(self.tiles.row_tiles), range(self.tiles.block // COLUMNS)
+    row_tiles, width = range(self.tiles.row_tiles), range(self.tiles.block // MMA_N)
     return [[UOp.stack(*[elements[i, n, e] for e in range(4)]) for n in width] for i in row_tiles]
 
   def store(self, x: UOp, total: UOp, factor: float, head: UOp, block: UOp) -> list[UOp]:
@@ -345,7 +349,7 @@ def _check(tiles: Tiles, dtype: DType) -> None:
 SCHEDULE = Schedule(
   "cuda_backward",
   devices=("CUDA",),
-  dtypes=WIDE,
+  dtypes=DTYPES_16_32,
   kernels=passes(backward_q, backward_kv, Tiles),
   tiles=Tiles,
   lacks=("scales", "page_table"),

@@ -5,12 +5,12 @@ FlashAttention-2 (Dao, 2023). Each warp keeps its queries and runs through the k
     m, l, P             in registers; the maximum joins the four lanes of a row; l stays apart until the end
     O = O alpha + P V   (16 m_tiles, Dv)   P is the second product's left operand as it is, in registers
 
-Who holds what. Q, m, l, P and O are in registers, Q for the whole loop; `uopattn.dsl.nvidia.quads` says which elements
+Who holds what. Q, m, l, P and O are in registers, Q for the whole loop; `uopattn.dsl.nvidia.mma_layout` says which elements
 a lane has. All warps share Q once, and tiles of K and V, `stages` of each, in shared memory
-(`uopattn.dsl.nvidia.panels`): cp.async fills one slot while another is worked on (sm_75 copies by way of registers),
+(`uopattn.dsl.nvidia.swizzled`): cp.async fills one slot while another is worked on (sm_75 copies by way of registers),
 ldmatrix reads K as it is and V transposed (`uopattn.dsl.nvidia.mma`). See `Tiles.shared_bytes`.
 
-In 8 bits P is in the inputs' type too: raised by a power of two, and l with it, so that it cancels; see `P_EXPONENTS`.
+In 8 bits P is in the inputs' type too: raised by a power of two, and l with it, so that it cancels; see `P_SCALE_LOG2`.
 
 Tiles of keys that all queries of the workgroup see whole come first and carry no mask; the rest follow.
 
@@ -35,15 +35,25 @@ from uopattn.dsl import Scope, sizes
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.limits import lds_limit
+from uopattn.dsl.nvidia.cp_async import CpAsyncPipeline
 from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, Accumulators, Mma
-from uopattn.dsl.nvidia.panels import Panels
-from uopattn.dsl.nvidia.quads import COLUMNS, HALVES, QUAD, ROWS, WARP, columns, join, row_elements, row_of, store_row
-from uopattn.dsl.nvidia.stream import Stream
-from uopattn.dsl.rules.keys import spans
-from uopattn.dsl.rules.rows import HeadRows
+from uopattn.dsl.nvidia.mma_layout import (
+  HALVES,
+  MMA_M,
+  MMA_N,
+  QUAD,
+  WARP,
+  columns,
+  row_elements,
+  row_of,
+  row_reduce,
+  store_row,
+)
+from uopattn.dsl.nvidia.swizzled import SwizzledTiles
+from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import online_softmax
-from uopattn.dsl.rules.visit import Visit
+from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
 from uopattn.dsl.schedule import DTYPES, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
 
@@ -52,7 +62,7 @@ STEPS = {8: dtypes.uint, 16: dtypes.ushort, 32: dtypes.uchar}  # elements of a s
 # The first architecture with instructions for a type.
 SINCE = {dtypes.half: 75, dtypes.bfloat16: 80, dtypes.float32: 80, dtypes.fp8e4m3: 89, dtypes.fp8e5m2: 89}
 # P is in [0, 1]: in 8 bits it is multiplied by 2 to this power, nearly the type's largest number, to use its range.
-P_EXPONENTS = {dtypes.fp8e4m3: 8, dtypes.fp8e5m2: 15}
+P_SCALE_LOG2 = {dtypes.fp8e4m3: 8, dtypes.fp8e5m2: 15}
 
 
 @dataclass(frozen=True)
@@ -90,7 +100,7 @@ class Tiles:
   @property
   def block_m(self) -> int:
     """Queries a workgroup."""
-    return self.warps * self.m_tiles * ROWS
+    return self.warps * self.m_tiles * MMA_M
 
   @property
   def threads(self) -> int:
@@ -101,14 +111,14 @@ class Tiles:
     """Of instructions, where sm_75 has not the same; see `uopattn.dsl.instruction_set`."""
     return TURING if self.turing else CUDA
 
-  def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[Panels, Panels, Panels]:
+  def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[SwizzledTiles, SwizzledTiles, SwizzledTiles]:
     """Room for Q, K and V in shared memory."""
     Dk, Dv = round_up(Dk, self.step), round_up(Dv, PAIR)
     options = {"bits": STEPS[self.step], "family": self.family}
     return (
-      Panels.make(s, self.block_m, Dk, 1, self.threads, **options),
-      Panels.make(s, self.block_n, Dk, self.stages, self.threads, **options),
-      Panels.make(s, self.block_n, Dv, self.stages, self.threads, **options),
+      SwizzledTiles.make(s, self.block_m, Dk, 1, self.threads, **options),
+      SwizzledTiles.make(s, self.block_n, Dk, self.stages, self.threads, **options),
+      SwizzledTiles.make(s, self.block_n, Dv, self.stages, self.threads, **options),
     )
 
   def shared_bytes(self, Dk: int, Dv: int) -> int:
@@ -135,7 +145,7 @@ class Tiles:
     if version < SINCE[dtype]:
       name = str(dtype).removeprefix("dtypes.")
       raise ValueError(f"{arch} has no mma.sync of this kernel's for {name}; sm_{SINCE[dtype]} and newer have")
-    warps, keys = min(4, ceildiv(M, ROWS)), round_up(N, max(step, PAIR))
+    warps, keys = min(4, ceildiv(M, MMA_M)), round_up(N, max(step, PAIR))
     # Copies by way of registers are waited for: tiles of 32 keys leave room for a second workgroup, at work meanwhile.
     turing = version < 80
     sizes = ((2, 32), (1, 32), (1, 16)) if turing else ((2, 64), (2, 32), (1, 64), (1, 32), (1, 16))
@@ -179,33 +189,33 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   if tiles.step * q.dtype.itemsize != STEP_BYTES:
     raise ValueError(f"Tiles.step={tiles.step}: must be {STEP_BYTES // q.dtype.itemsize} for {q.dtype}")
   (heads, M, Dk), (results, _, Dv), block_m = sizes(q), sizes(o), tiles.block_m
-  blocks, exponent = ceildiv(M, block_m), P_EXPONENTS.get(q.dtype, 0)
+  blocks, p_scale_log2 = ceildiv(M, block_m), P_SCALE_LOG2.get(q.dtype, 0)
   s = Scope()
   group = Workgroup(s, heads, blocks, tiles.warps, WARP, results // heads, rules.longest_last)
-  tops = [group.block * block_m + (group.warp * tiles.m_tiles + i) * ROWS for i in range(tiles.m_tiles)]
+  tops = [group.block * block_m + (group.warp * tiles.m_tiles + i) * MMA_M for i in range(tiles.m_tiles)]
   rows = [[top + row_of(group.lane, half) for half in range(HALVES)] for top in tops]
-  here = rules.at(group.head)
-  visit = here.visit(group.block * block_m, block_m, tiles.block_n).part(group.split, results // heads)
+  head_rules = rules.at(group.head)
+  key_range = head_rules.key_range(group.block * block_m, block_m, tiles.block_n).split(group.split, results // heads)
 
   state = State.make(s, tiles.m_tiles, round_up(Dv, PAIR), group.item)
   q_tile, k_tiles, v_tiles = tiles.panels(s, Dk, Dv)
-  sources = [(panels, here.keys(x)) for panels, x in ((k_tiles, k), (v_tiles, v))]
-  stream = Stream(sources, visit.tile, tiles.stages, group.thread, tiles.family)
-  loop = Mainloop(s, group, Mma(s, q.dtype, tiles.turing), tiles, stream, rows, here, visit, exponent)
+  sources = [(panels, head_rules.keys(x)) for panels, x in ((k_tiles, k), (v_tiles, v))]
+  stream = CpAsyncPipeline(sources, key_range.tile, tiles.stages, group.thread, tiles.family)
+  loop = Mainloop(s, group, Mma(s, q.dtype, tiles.turing), tiles, stream, rows, head_rules, key_range, p_scale_log2)
 
-  filled = stream.start_first(
-    *q_tile.fill_tile(group.block, HeadRows.of(q, group.head, UOp.const(M)), group.block, group.thread)
+  filled = stream.prologue(
+    *q_tile.fill_tile(group.block, HeadView.of(q, group.head, UOp.const(M)), group.block, group.thread)
   )
   q_frags = loop.load_queries(q_tile, filled)
-  for first, trips, masked in spans(UOp.const(0), visit.whole, visit.count):
+  for first, trips, masked in full_then_masked(UOp.const(0), key_range.n_full, key_range.n_tiles):
     state = loop.attend(first, trips, masked, q_frags, state, filled)
   acc, m_i, l_i = state.after(ins.cp_async_wait(tiles.family, 0, *state))  # no copy may be under way at the end
 
   stores = []
   for i, half, row in ((i, half, row) for i, pair in enumerate(rows) for half, row in enumerate(pair)):
     m, l = m_i[i, half].load(), l_i[i, half].load()
-    sink = here.sink(row)
-    stores += store_row(o, lse, group.result, row, half, acc[i], m, l, sink, group.lane, exponent, tiles.family)
+    sink = head_rules.sink(row)
+    stores += store_row(o, lse, group.result, row, half, acc[i], m, l, sink, group.lane, p_scale_log2, tiles.family)
   return group.kernel(f"attention_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
 
 
@@ -225,7 +235,7 @@ class State(NamedTuple):
   @classmethod
   def make(cls, s: Scope, m_tiles: int, width: int, *after: UOp) -> "State":
     """Before the first tile; O has `width` columns."""
-    acc = s.filled(0.0, m_tiles, width // COLUMNS, 4, after=after)
+    acc = s.filled(0.0, m_tiles, width // MMA_N, 4, after=after)
     return cls(acc, *(s.filled(x, m_tiles, HALVES, after=after) for x in (-inf, 0.0)))
 
   def after(self, *after: UOp) -> "State":
@@ -234,7 +244,7 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Mainloop:
-  """A warp's way through the tiles of keys, which are counted by their position in the visit.
+  """A warp's way through the tiles of keys, which are counted by their position in the key_range.
 
   Attributes:
     s: the kernel's axes.
@@ -243,39 +253,39 @@ class Mainloop:
     tiles: block sizes.
     stream: brings tiles of K and of V.
     rows: this lane's two queries of each tile of 16.
-    here: the rules for them.
-    visit: the tiles.
-    exponent: P is 2**exponent times as large as it should be.
+    rules: the rules for them.
+    key_range: the tiles.
+    p_scale_log2: P is 2**p_scale_log2 times as large as it should be.
   """
 
   s: Scope
   group: Workgroup
   mma: Mma
   tiles: Tiles
-  stream: Stream
+  stream: CpAsyncPipeline
   rows: list[list[UOp]]
-  here: HeadRules
-  visit: Visit
-  exponent: int
+  rules: HeadRules
+  key_range: TileRange
+  p_scale_log2: int
 
-  def load_queries(self, q_tile: Panels, *after: UOp) -> list[list[UOp]]:
+  def load_queries(self, q_tile: SwizzledTiles, *after: UOp) -> list[list[UOp]]:
     """Q as left operands: for each tile of queries, one for each step along Dk."""
     q_tile, first = q_tile.tile(UOp.const(0), *after), self.group.warp * self.tiles.m_tiles
-    return [self.mma.load_left(q_tile, (first + i) * ROWS, self.group.lane) for i in range(self.tiles.m_tiles)]
+    return [self.mma.load_left(q_tile, (first + i) * MMA_M, self.group.lane) for i in range(self.tiles.m_tiles)]
 
   def attend(self, first: UOp, trips: UOp, masked: bool, q_frags: list[list[UOp]], state: State, filled: UOp) -> State:
     """The tiles of keys from `first` on."""
     trip = self.s.axis(trips, AxisType.REDUCE)
     n, lane, old = first + trip, self.group.lane, state.after(trip)
-    k_tile, v_tile = self.stream.take(n, trip, filled, *state)
-    scores = self.mma.by_rows(q_frags, k_tile, lane)
+    k_tile, v_tile = self.stream.acquire(n, trip, filled, *state)
+    scores = self.mma.mma_abt(q_frags, k_tile, lane)
     p_frags, alphas, updates = [], [], []
     for i in range(self.tiles.m_tiles):
       p, alpha, stores = self.softmax(i, scores[i], n, masked, old)
       p_frags.append(self.mma.as_left(p))
       alphas.append(alpha)
       updates += stores
-    out = self.mma.by_columns(p_frags, v_tile, lane, rescaled(old.acc, alphas))
+    out = self.mma.mma_ab(p_frags, v_tile, lane, rescaled(old.acc, alphas))
     updates += [state.acc[i, d].store(tile) for i, tiles in enumerate(out) for d, tile in enumerate(tiles)]
     return state.after(UOp.group(*updates).end(trip))
 
@@ -283,13 +293,15 @@ class Mainloop:
     self, i: int, scores: list[UOp], n: UOp, masked: bool, old: State
   ) -> tuple[list[list[UOp]], list[UOp], list[UOp]]:
     """P and alpha of both of this lane's rows of query tile `i`, and the stores of m and l."""
-    first = self.visit.tile(n) * self.tiles.block_n + self.group.lane % QUAD * 2
-    p, alphas, stores, factor = [], [], [], self.here.rules.factors[1]
+    first = self.key_range.tile(n) * self.tiles.block_n + self.group.lane % QUAD * 2
+    p, alphas, stores, factor = [], [], [], self.rules.scaling.log2
     for half, row in enumerate(self.rows[i]):
-      seen = self.here.scores(row_elements(scores, half), row, first, columns(len(scores)), masked)
+      seen = self.rules.scores(row_elements(scores, half), row, first, columns(len(scores)), masked)
       m_old, l_old = old.m_i[i, half], old.l_i[i, half]
-      p_row, m_new, l_new, alpha = online_softmax(CUDA, seen, factor, m_old.load(), l_old.load(), join, self.exponent)
-      p.append(self.here.weights(p_row, row, first, columns(len(scores)), masked))
+      p_row, m_new, l_new, alpha = online_softmax(
+        CUDA, seen, factor, m_old.load(), l_old.load(), row_reduce, self.p_scale_log2
+      )
+      p.append(self.rules.weights(p_row, row, first, columns(len(scores)), masked))
       alphas.append(alpha)
       stores += [m_old.store(m_new), l_old.store(l_new)]
     return p, alphas, stores
@@ -310,7 +322,7 @@ SCHEDULE = Schedule(
   dtypes=DTYPES,
   kernels=(Kernel.forward(forward, Tiles),),
   tiles=Tiles,
-  packs=group_of_few,
+  pack_gqa=group_of_few,
   split=splits_on_gpu,
   tf32=True,
 )

@@ -1,7 +1,7 @@
 """delta = rowsum(O dO) - dL on GPUs: what a backward pass has to know of the output (Dao, FlashAttention-2, 2023).
 
 Who holds what. `LANES` lanes share a row: each reads 16 bytes at a time, and shuffles join their sums. A workgroup has
-`ROWS` rows. Its speed is that of memory: 2.4 to 2.6 TB/s at D=64, 3.9 at D=128 (H200, B=4, H=32, N=4096, 2026-11-22).
+`BLOCK_ROWS` rows. Its speed is that of memory: 2.4 to 2.6 TB/s at D=64, 3.9 at D=128 (H200, B=4, H=32, N=4096, 2026-11-22).
 """
 
 from collections.abc import Callable
@@ -13,11 +13,11 @@ from tinygrad.helpers import ceildiv
 from uopattn.dsl import Scope, gated, sizes
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.workgroup import Workgroup
-from uopattn.dsl.schedule import WIDE, Kernel, Schedule
-from uopattn.dsl.words import words_of_all
+from uopattn.dsl.packed import words_of_all
+from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Schedule
 
-LANES, ROWS, WARP = 8, 32, 32
-WORDS = 4  # of 32 bits, in what a lane reads at once: a chunk
+LANES, BLOCK_ROWS, WARP = 8, 32, 32
+CHUNK_WORDS = 4  # of 32 bits, in what a lane reads at once: a chunk
 
 
 def row_sums(family: str, delta: UOp, o: UOp, do: UOp, lse: UOp, dlse: UOp | None = None) -> UOp:
@@ -31,11 +31,11 @@ def row_sums(family: str, delta: UOp, o: UOp, do: UOp, lse: UOp, dlse: UOp | Non
     dlse: (heads, M) float32, its gradient; None is 0.
   """
   (heads, M, Dv), s = sizes(o), Scope()
-  group = Workgroup(s, 1, ceildiv(heads * M, ROWS), ROWS * LANES // WARP, WARP)
-  row, lane = group.block * ROWS + group.thread // LANES, group.lane % LANES
+  group = Workgroup(s, 1, ceildiv(heads * M, BLOCK_ROWS), BLOCK_ROWS * LANES // WARP, WARP)
+  row, lane = group.block * BLOCK_ROWS + group.thread // LANES, group.lane % LANES
   exists = row < heads * M
   left, right = (_chunks(x, row, exists) for x in (o, do))
-  chunks = [lane + i * LANES for i in range(ceildiv(Dv * o.dtype.itemsize, 4 * WORDS * LANES))]
+  chunks = [lane + i * LANES for i in range(ceildiv(Dv * o.dtype.itemsize, 4 * CHUNK_WORDS * LANES))]
   terms = [a * b for c in chunks for a, b in zip(left(c), right(c), strict=True)]
   total = reduce(UOp.__add__, terms)
   for distance in (1, 2, 4):
@@ -59,12 +59,14 @@ def _chunks(x: UOp, row: UOp, exists: UOp) -> Callable[[UOp], list[UOp]]:
       inside = exists & (d < size)
       return inside.where(x.base[(row * size + d).valid(inside)].load(), 0.0)
 
-    return lambda c: [load(c * WORDS + i) for i in range(WORDS)]
+    return lambda c: [load(c * CHUNK_WORDS + i) for i in range(CHUNK_WORDS)]
 
   word = words_of_all(x, exists)
 
   def halves(c: UOp) -> list[UOp]:
-    bits = [(word(row, c * WORDS + i) >> shift).cast(dtypes.ushort) for i in range(WORDS) for shift in (0, 16)]
+    bits = [
+      (word(row, c * CHUNK_WORDS + i) >> shift).cast(dtypes.ushort) for i in range(CHUNK_WORDS) for shift in (0, 16)
+    ]
     return [half.bitcast(x.dtype).cast(dtypes.float) for half in bits]
 
   return halves
@@ -74,7 +76,7 @@ def _schedule(device: str, family: str) -> Schedule:
   """Two kernels: without a gradient of the LSE, and with one."""
   buffers = ("delta", "o", "do", "lse", "dlse")
   kernels = (Kernel(partial(row_sums, family), ("delta",), given, wants=()) for given in (buffers[:-1], buffers))
-  return Schedule("delta", (device,), WIDE, tuple(kernels))
+  return Schedule("delta", (device,), DTYPES_16_32, tuple(kernels))
 
 
 SCHEDULES = _schedule("AMD", "hip"), _schedule("CUDA", "cuda")

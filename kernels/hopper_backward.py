@@ -7,9 +7,9 @@ The two passes of `cuda_backward`: see there for the method. Each warpgroup keep
     wait for dP, dS                start dK += dS^T Q, or dQ += dS K   (64, Dk)
     wait for the sums
 
-Who holds what. S, dP, P, dS and the sums are in registers; `uopattn.dsl.nvidia.quads` says which elements a lane has,
-and P and dS, rounded, are left operands of the last products as they are. What is kept, once, and tiles of the others,
-`stages` of each, are in shared memory (`uopattn.dsl.nvidia.panels`); `uopattn.dsl.nvidia.pipeline` fills the slots,
+Who holds what. S, dP, P, dS and the sums are in registers; `uopattn.dsl.nvidia.mma_layout` says which elements a lane has,
+and P and dS, rounded, are left operands of the last products as they are. What is stationary, once, and tiles of the others,
+`stages` of each, are in shared memory (`uopattn.dsl.nvidia.swizzled`); `uopattn.dsl.nvidia.mbarrier` fills the slots,
 such that no warpgroup waits for another until it is about to run out of tiles. In `backward_kv` lse and delta of a
 tile's queries are on their way, to registers, before the tile is waited for; not of a masked tile, for want of
 registers.
@@ -30,25 +30,24 @@ from uopattn.dsl import Scope, sizes
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia import wgmma
-from uopattn.dsl.nvidia.gradients import (
+from uopattn.dsl.nvidia.mbarrier import MbarrierPipeline
+from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, row_of, store_scaled
+from uopattn.dsl.nvidia.score_gradients import (
   Elements,
-  Line,
-  Numbers,
+  RowStats,
+  ScoreRow,
   dropped,
-  lines_of_columns,
-  lines_of_rows,
-  pulled_back,
   queries_of_columns,
+  score_rows_by_column,
+  score_rows_by_row,
+  score_vjp,
   weights,
 )
-from uopattn.dsl.nvidia.panels import Panels
-from uopattn.dsl.nvidia.pipeline import Pipeline
-from uopattn.dsl.nvidia.quads import COLUMNS, HALVES, ROWS, WARP, row_of, store_scaled
-from uopattn.dsl.rules.keys import spans
-from uopattn.dsl.rules.rows import HeadRows
-from uopattn.dsl.rules.rules import HeadRules, Rules, visits_of_queries
-from uopattn.dsl.rules.visit import Visit
-from uopattn.dsl.schedule import FLOAT16, Problem, Schedule, passes
+from uopattn.dsl.nvidia.swizzled import SwizzledTiles
+from uopattn.dsl.rules.head_view import HeadView
+from uopattn.dsl.rules.rules import HeadRules, Rules, query_ranges
+from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
+from uopattn.dsl.schedule import DTYPES_16, Problem, Schedule, passes
 from uopattn.dsl.target import Target
 
 CUDA = "cuda"
@@ -70,8 +69,8 @@ class Tiles:
   stages: int = 2
 
   def __post_init__(self) -> None:
-    if not 16 <= self.block <= 256 or self.block % wgmma.STEP:
-      raise ValueError(f"Tiles.block={self.block}: must be a multiple of {wgmma.STEP} in 16..256")
+    if not 16 <= self.block <= 256 or self.block % wgmma.K:
+      raise ValueError(f"Tiles.block={self.block}: must be a multiple of {wgmma.K} in 16..256")
     if not 1 <= self.warpgroups <= 8:
       raise ValueError(f"Tiles.warpgroups={self.warpgroups}: must be in 1..8")
     if self.stages < 2:
@@ -80,17 +79,19 @@ class Tiles:
   @property
   def rows(self) -> int:
     """Rows that a workgroup keeps."""
-    return self.warpgroups * wgmma.ROWS
+    return self.warpgroups * wgmma.M
 
   @property
   def threads(self) -> int:
     return self.warpgroups * WARPS * WARP
 
-  def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[list[Panels], list[Panels]]:
-    """Room in shared memory for what is kept, and for tiles: of each Dk columns (of Q or K) and Dv (of dO or V)."""
-    widths, least = [round_up(Dk, wgmma.STEP), round_up(Dv, wgmma.STEP)], wgmma.PANEL
-    kept = [Panels.make(s, self.rows, width, 1, self.threads, least=least) for width in widths]
-    return kept, [Panels.make(s, self.block, width, self.stages, self.threads, least=least) for width in widths]
+  def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[list[SwizzledTiles], list[SwizzledTiles]]:
+    """Room in shared memory for what is stationary, and for tiles: of each Dk columns (of Q or K) and Dv (of dO or V)."""
+    widths, least = [round_up(Dk, wgmma.K), round_up(Dv, wgmma.K)], wgmma.PANEL
+    stationary = [SwizzledTiles.make(s, self.rows, width, 1, self.threads, least=least) for width in widths]
+    return stationary, [
+      SwizzledTiles.make(s, self.block, width, self.stages, self.threads, least=least) for width in widths
+    ]
 
   def shared_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of shared memory a workgroup."""
@@ -98,7 +99,7 @@ class Tiles:
 
   def registers(self, Dk: int, Dv: int, of_keys: bool) -> int:
     """32-bit registers a lane for S, dP and the sums; of `backward_kv` also for lse and delta."""
-    sums = [round_up(x, wgmma.STEP) // 2 for x in (Dk, Dv)]
+    sums = [round_up(x, wgmma.K) // 2 for x in (Dk, Dv)]
     return self.block + (sum(sums) + self.block // 2 if of_keys else sums[0])
 
   @classmethod
@@ -113,7 +114,7 @@ class Tiles:
     if arch != "sm_90" or Dk % 8 or Dv % 8:
       raise ValueError(f"{arch} with head sizes {Dk} and {Dv}: must be sm_90, with head sizes that are multiples of 8")
     warpgroups, block, stages = FAST[of_keys][max(Dk, Dv) > 64]
-    warpgroups, block = min(warpgroups, ceildiv(rows, wgmma.ROWS)), min(block, round_up(others, wgmma.STEP))
+    warpgroups, block = min(warpgroups, ceildiv(rows, wgmma.M)), min(block, round_up(others, wgmma.K))
     for n in (warpgroups, 1):
       tiles = cls(n, block, stages)
       if (registers := tiles.registers(Dk, Dv, of_keys)) <= LIMIT and tiles.shared_bytes(Dk, Dv) <= limit:
@@ -142,18 +143,20 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   blocks = ceildiv(M, tiles.rows)
   s = Scope()
   group = Workgroup(s, heads, blocks, tiles.warpgroups * WARPS, WARP, last_first=rules.longest_last)
-  here = rules.at(group.head)
-  visit = here.visit(group.block * tiles.rows, tiles.rows, tiles.block)
-  rows, found = rows_of(group, group.block, tiles), Numbers(lse, delta, group.head, rules.modifies)
-  numbers = {place: found.of(row, True) for place, row in rows.items()}
+  head_rules = rules.at(group.head)
+  key_range = head_rules.key_range(group.block * tiles.rows, tiles.rows, tiles.block)
+  rows, found = rows_of(group, group.block, tiles), RowStats(lse, delta, group.head, rules.has_score_mods)
+  row_stats = {place: found.of(row, True) for place, row in rows.items()}
 
-  def lines(first: UOp, masked: bool, *after: UOp) -> tuple[list[Line], tuple[UOp, ...]]:
-    return lines_of_rows(rows, numbers, first, tiles.block, group.lane), after
+  def score_rows(first: UOp, masked: bool, *after: UOp) -> tuple[list[ScoreRow], tuple[UOp, ...]]:
+    return score_rows_by_row(rows, row_stats, first, tiles.block, group.lane), after
 
-  kept, room = tiles.panels(s, Dk, Dv)
-  pipe = Pipeline(s, here.keys(k), here.keys(v), visit, room[0], room[1], group.thread, lag=0)
-  loop = Mainloop(s, group, q.dtype, tiles, here, visit, kept, pipe, lines)
-  copies = loop.keep((q, do), group.head, UOp.const(M), group.block, pipe.open())
+  stationary, streamed = tiles.panels(s, Dk, Dv)
+  pipe = MbarrierPipeline(
+    s, head_rules.keys(k), head_rules.keys(v), key_range, streamed[0], streamed[1], group.thread, lag=0
+  )
+  loop = Mainloop(s, group, q.dtype, tiles, head_rules, key_range, stationary, pipe, score_rows)
+  copies = loop.load_stationary((q, do), group.head, UOp.const(M), group.block, pipe.init())
   sums, done = loop.run([loop.zeros(Dk, group.item)], *copies)
   sums = _after(sums, done)
   name = f"attention_backward_q_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
@@ -176,28 +179,33 @@ def backward_kv(
   share = heads // kv_heads
   member = s.axis(share, AxisType.REDUCE) if share > 1 else UOp.const(0)
   head = group.head * share + member
-  here, first = rules.at(head), group.head * share
-  visits = visits_of_queries(lambda i: rules.at(first + i), share, group.block * tiles.rows, tiles.rows, tiles.block)
-  visit = visits(member)
-  rows, numbers = rows_of(group, group.block, tiles), Numbers(lse, delta, head, rules.modifies)
+  head_rules, first = rules.at(head), group.head * share
+  range_of = query_ranges(lambda i: rules.at(first + i), share, group.block * tiles.rows, tiles.rows, tiles.block)
+  query_range = range_of(member)
+  rows, row_stats = rows_of(group, group.block, tiles), RowStats(lse, delta, head, rules.has_score_mods)
   fetched = s.buffer(tiles.block // 4, 2)
 
-  def lines(first: UOp, masked: bool, *after: UOp) -> tuple[list[Line], tuple[UOp, ...]]:
+  def score_rows(first: UOp, masked: bool, *after: UOp) -> tuple[list[ScoreRow], tuple[UOp, ...]]:
     queries = queries_of_columns(first, tiles.block, group.lane)
     if masked:  # which takes registers of its own
-      return lines_of_columns(rows, queries, [numbers.of(query, True) for query in queries]), after
-    loads = [(i, j, x) for i, query in enumerate(queries) for j, x in enumerate(numbers.load(query, False))]
+      return score_rows_by_column(rows, queries, [row_stats.of(query, True) for query in queries]), after
+    loads = [(i, j, x) for i, query in enumerate(queries) for j, x in enumerate(row_stats.load(query, False))]
     begun = UOp.group(*[fetched.after(*after)[i, j].store(x) for i, j, x in loads])
     there = fetched.after(begun)
-    found = [numbers.finished(there[i, 0].load(), there[i, 1].load(), x, False) for i, x in enumerate(queries)]
-    return lines_of_columns(rows, queries, found), (begun,)
+    found = [row_stats.finished(there[i, 0].load(), there[i, 1].load(), x, False) for i, x in enumerate(queries)]
+    return score_rows_by_column(rows, queries, found), (begun,)
 
-  kept, room = tiles.panels(s, Dk, Dv)
-  queries, before = [HeadRows.of(x, head, UOp.const(M)) for x in (q, do)], member * (visit.count + tiles.stages - 1)
-  pipe = Pipeline(s, queries[0], queries[1], visit, room[0], room[1], group.thread, lag=0, before=before)
-  loop = Mainloop(s, group, q.dtype, tiles, here, visit, kept, pipe, lines)
+  stationary, streamed = tiles.panels(s, Dk, Dv)
+  queries, before = (
+    [HeadView.of(x, head, UOp.const(M)) for x in (q, do)],
+    member * (query_range.n_tiles + tiles.stages - 1),
+  )
+  pipe = MbarrierPipeline(
+    s, queries[0], queries[1], query_range, streamed[0], streamed[1], group.thread, lag=0, before=before
+  )
+  loop = Mainloop(s, group, q.dtype, tiles, head_rules, query_range, stationary, pipe, score_rows)
   length = rules.at(first).length
-  copies = loop.keep((k, v), group.head, length, group.block, pipe.open())
+  copies = loop.load_stationary((k, v), group.head, length, group.block, pipe.init())
   sums = [loop.zeros(Dk, group.item), loop.zeros(Dv, group.item)]
   if share == 1:
     sums, done = loop.run(sums, *copies)
@@ -210,24 +218,24 @@ def backward_kv(
 
 def rows_of(group: Workgroup, block: UOp, tiles: Tiles) -> dict[tuple[int, int], UOp]:
   """A lane's rows, by tile of 16, of which it has one, and half."""
-  first = block * tiles.rows + group.warp * ROWS
+  first = block * tiles.rows + group.warp * MMA_M
   return {(0, half): first + row_of(group.lane, half) for half in range(HALVES)}
 
 
 @dataclass(frozen=True)
 class Mainloop:
-  """A warpgroup's way through the tiles, which are counted by their position in the visit.
+  """A warpgroup's way through the tiles, which are counted by their position in the tile_range.
 
   Attributes:
     s: the kernel's axes.
     group: where this thread stands.
     dtype: of q, k and v.
     tiles: block sizes.
-    here: the rules for the queries.
-    visit: the tiles.
-    kept: room for the workgroup's own rows, of Q and dO or of K and V.
+    rules: the rules for the queries.
+    tile_range: the tiles.
+    stationary: room for the workgroup's own rows, of Q and dO or of K and V.
     pipe: brings the tiles of the others.
-    lines: this lane's queries, from a tile's first row, whether it may have hidden scores, and what came before; with
+    score_rows: this lane's queries, from a tile's first row, whether it may have hidden scores, and what came before; with
       what comes before what follows.
   """
 
@@ -235,21 +243,21 @@ class Mainloop:
   group: Workgroup
   dtype: DType
   tiles: Tiles
-  here: HeadRules
-  visit: Visit
-  kept: list[Panels]
-  pipe: Pipeline
-  lines: Callable[..., tuple[list[Line], tuple[UOp, ...]]]
+  rules: HeadRules
+  tile_range: TileRange
+  stationary: list[SwizzledTiles]
+  pipe: MbarrierPipeline
+  score_rows: Callable[..., tuple[list[ScoreRow], tuple[UOp, ...]]]
 
   def zeros(self, width: int, *after: UOp) -> UOp:
     """A sum for each of the rows, of `width` columns."""
-    return self.s.filled(0.0, round_up(width, wgmma.STEP) // 2, after=after)
+    return self.s.filled(0.0, round_up(width, wgmma.K) // 2, after=after)
 
-  def keep(self, sources: tuple[UOp, UOp], head: UOp, length: UOp, block: UOp, *after: UOp) -> list[UOp]:
+  def load_stationary(self, sources: tuple[UOp, UOp], head: UOp, length: UOp, block: UOp, *after: UOp) -> list[UOp]:
     """Starts copying the workgroup's own rows."""
     copies = []
-    for panels, x in zip(self.kept, sources, strict=True):
-      copies += panels.fill_tile(UOp.const(0), HeadRows.of(x, head, length), block, self.group.thread, *after)
+    for panels, x in zip(self.stationary, sources, strict=True):
+      copies += panels.fill_tile(UOp.const(0), HeadView.of(x, head, length), block, self.group.thread, *after)
     return copies
 
   def run(self, sums: list[UOp], *after: UOp) -> tuple[list[UOp], UOp]:
@@ -258,51 +266,51 @@ class Mainloop:
     Returns:
       The sums, and what is done when no copy is under way any more.
     """
-    begun = self.pipe.start_first(*after)
+    begun = self.pipe.prologue(*after)
     count, words = self.tiles.block // 2, self.tiles.block // 4
     scores = [self.s.buffer(count) for _ in range(2)]  # S and dP
     factors = [self.s.buffer(words, dtype=dtypes.uint) for _ in sums]  # dS and P
-    for first, trips, masked in spans(UOp.const(0), self.visit.whole, self.visit.count):
+    for first, trips, masked in full_then_masked(UOp.const(0), self.tile_range.n_full, self.tile_range.n_tiles):
       trip = self.s.axis(trips, AxisType.REDUCE)
       done = self.attend(first + trip, masked, scores, factors, _after(sums, trip), begun, trip)
       sums = _after(sums, done.end(trip))
-    return sums, self.pipe.drain(self.visit.count, *sums)
+    return sums, self.pipe.drain(self.tile_range.n_tiles, *sums)
 
   def attend(self, n: UOp, masked: bool, scores: list[UOp], factors: list[UOp], sums: list[UOp], *after: UOp) -> UOp:
     """Adds the n-th tile to the sums; what is done when it is."""
-    lines, begun = self.lines(self.visit.tile(n) * self.tiles.block, masked, *after, *sums)
-    started, tiles = self.pipe.arrived(n, *begun), self.pipe.tiles(n)
-    for kept, tile, into in zip(self.kept, tiles, scores, strict=True):
-      started = self.multiply_kept(kept, tile, into, started)
-    following = self.pipe.start(n + self.pipe.ahead, started)
+    score_rows, begun = self.score_rows(self.tile_range.tile(n) * self.tiles.block, masked, *after, *sums)
+    started, tiles = self.pipe.consumer_wait(n, *begun), self.pipe.tiles(n)
+    for stationary, tile, into in zip(self.stationary, tiles, scores, strict=True):
+      started = self.start_scores(stationary, tile, into, started)
+    following = self.pipe.producer_load(n + self.pipe.ahead, started)
     ready = wgmma.wait(1, self.tiles.block, scores[0][0], following)
     products = self.elements(scores[0].after(ready))
-    p = weights(self.here, lines, products, masked)
+    p = weights(self.rules, score_rows, products, masked)
     under_way = ready
     if len(sums) > 1:
-      under_way = self.accumulate(sums[1], factors[1], dropped(self.here, lines, p), tiles[1], ready)
+      under_way = self.start_sum(sums[1], factors[1], dropped(self.rules, score_rows, p), tiles[1], ready)
     ready = wgmma.wait(len(sums) - 1, self.tiles.block, scores[1][0], under_way)
-    ds = pulled_back(self.here, lines, p, products, self.elements(scores[1].after(ready)))
-    under_way = self.accumulate(sums[0], factors[0], ds, tiles[0], ready)
+    ds = score_vjp(self.rules, score_rows, p, products, self.elements(scores[1].after(ready)))
+    under_way = self.start_sum(sums[0], factors[0], ds, tiles[0], ready)
     for pending in reversed(range(len(sums))):
       under_way = wgmma.wait(pending, sizes(sums[pending])[0] * 2, sums[pending][0], under_way)
-    return self.pipe.release(n, under_way)
+    return self.pipe.consumer_release(n, under_way)
 
-  def multiply_kept(self, kept: Panels, tile: Panels, into: UOp, *after: UOp) -> UOp:
+  def start_scores(self, stationary: SwizzledTiles, tile: SwizzledTiles, into: UOp, *after: UOp) -> UOp:
     """Starts the product of the warpgroup's own rows with those of a tile, (64, block)."""
-    rows = kept.after(*after).address(self.group.warp // WARPS * wgmma.ROWS)
-    steps, panels = kept.columns // wgmma.STEP, (kept.panel, tile.panel)
+    rows = stationary.after(*after).address(self.group.warp // WARPS * wgmma.M)
+    steps, panels = stationary.columns // wgmma.K, (stationary.panel, tile.panel)
     return wgmma.start(self.dtype, tile.rows, steps, into[0], rows, tile.after(*after).address(), panels, *after)
 
-  def accumulate(self, total: UOp, factor: UOp, elements: Elements, tile: Panels, *after: UOp) -> UOp:
+  def start_sum(self, total: UOp, factor: UOp, elements: Elements, tile: SwizzledTiles, *after: UOp) -> UOp:
     """Starts total += factor times a tile, (64, columns)."""
     words = [
       ins.pack(CUDA, elements[0, i, 2 * half], elements[0, i, 2 * half + 1], self.dtype)
-      for i in range(self.tiles.block // COLUMNS)
+      for i in range(self.tiles.block // MMA_N)
       for half in range(HALVES)
     ]
     held = factor.after(UOp.group(*[factor.after(*after)[i].store(word) for i, word in enumerate(words)]))
-    steps, panels = tile.rows // wgmma.STEP, (0, tile.panel)
+    steps, panels = tile.rows // wgmma.K, (0, tile.panel)
     address = tile.after(*after).address()
     return wgmma.start(self.dtype, tile.columns, steps, total[0], held[0], address, panels, *after, registers=True)
 
@@ -325,7 +333,7 @@ def _after(sums: list[UOp], *after: UOp) -> list[UOp]:
 SCHEDULE = Schedule(
   "hopper_backward",
   devices=("CUDA",),
-  dtypes=FLOAT16,
+  dtypes=DTYPES_16,
   kernels=passes(backward_q, backward_kv, Tiles),
   tiles=Tiles,
   lacks=("scales", "page_table"),

@@ -8,9 +8,9 @@ tile before it. Each warpgroup keeps its queries and runs through the keys, a ti
 NVIDIA's compiler moves the second wait up to the first: products overlap with the softmax of other warpgroups. Held
 where it stands, as in FlashAttention-3 (Shah et al., 2024), it made the kernel slower; see scripts/results/NOTES.md.
 
-Who holds what. S, m, l, P and O are in registers; `uopattn.dsl.nvidia.quads` says which elements a lane has. Q, once,
-and tiles of K and V, `stages` of each, are in shared memory (`uopattn.dsl.nvidia.panels`), where the matrix cores read
-them, see `Tiles.shared_bytes`; `uopattn.dsl.nvidia.pipeline` fills the slots, such that no warpgroup waits for another
+Who holds what. S, m, l, P and O are in registers; `uopattn.dsl.nvidia.mma_layout` says which elements a lane has. Q, once,
+and tiles of K and V, `stages` of each, are in shared memory (`uopattn.dsl.nvidia.swizzled`), where the matrix cores read
+them, see `Tiles.shared_bytes`; `uopattn.dsl.nvidia.mbarrier` fills the slots, such that no warpgroup waits for another
 until it is about to run out of tiles.
 
 Tiles of keys that all queries of the workgroup see whole come first and carry no mask; the rest follow.
@@ -34,15 +34,14 @@ from uopattn.dsl import Scope, sizes
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia import wgmma
-from uopattn.dsl.nvidia.panels import Panels
-from uopattn.dsl.nvidia.pipeline import Pipeline
-from uopattn.dsl.nvidia.quads import COLUMNS, HALVES, QUAD, ROWS, WARP, columns, join, row_of, store_row
-from uopattn.dsl.rules.keys import spans
-from uopattn.dsl.rules.rows import HeadRows
+from uopattn.dsl.nvidia.mbarrier import MbarrierPipeline
+from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, QUAD, WARP, columns, row_of, row_reduce, store_row
+from uopattn.dsl.nvidia.swizzled import SwizzledTiles
+from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import online_softmax
-from uopattn.dsl.rules.visit import Visit
-from uopattn.dsl.schedule import FLOAT16, Kernel, Problem, Schedule
+from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
+from uopattn.dsl.schedule import DTYPES_16, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
 
 CUDA = "cuda"
@@ -64,8 +63,8 @@ class Tiles:
   stages: int = 2
 
   def __post_init__(self) -> None:
-    if not 16 <= self.block_n <= 256 or self.block_n % wgmma.STEP:
-      raise ValueError(f"Tiles.block_n={self.block_n}: must be a multiple of {wgmma.STEP} in 16..256")
+    if not 16 <= self.block_n <= 256 or self.block_n % wgmma.K:
+      raise ValueError(f"Tiles.block_n={self.block_n}: must be a multiple of {wgmma.K} in 16..256")
     if not 1 <= self.warpgroups <= 8:
       raise ValueError(f"Tiles.warpgroups={self.warpgroups}: must be in 1..8")
     if self.stages < 2:
@@ -74,19 +73,19 @@ class Tiles:
   @property
   def block_m(self) -> int:
     """Queries a workgroup."""
-    return self.warpgroups * wgmma.ROWS
+    return self.warpgroups * wgmma.M
 
   @property
   def threads(self) -> int:
     return self.warpgroups * WARPS * WARP
 
-  def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[Panels, Panels, Panels]:
+  def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[SwizzledTiles, SwizzledTiles, SwizzledTiles]:
     """Room for Q, K and V in shared memory."""
-    Dk, Dv = round_up(Dk, wgmma.STEP), round_up(Dv, wgmma.STEP)
+    Dk, Dv = round_up(Dk, wgmma.K), round_up(Dv, wgmma.K)
     return (
-      Panels.make(s, self.block_m, Dk, 1, self.threads, least=wgmma.PANEL),
-      Panels.make(s, self.block_n, Dk, self.stages, self.threads, least=wgmma.PANEL),
-      Panels.make(s, self.block_n, Dv, self.stages, self.threads, least=wgmma.PANEL),
+      SwizzledTiles.make(s, self.block_m, Dk, 1, self.threads, least=wgmma.PANEL),
+      SwizzledTiles.make(s, self.block_n, Dk, self.stages, self.threads, least=wgmma.PANEL),
+      SwizzledTiles.make(s, self.block_n, Dv, self.stages, self.threads, least=wgmma.PANEL),
     )
 
   def shared_bytes(self, Dk: int, Dv: int) -> int:
@@ -97,7 +96,7 @@ class Tiles:
   def serves(problem: Problem, target: Target) -> bool:
     """Whether there are tiles for these head sizes on this architecture; sm_90 alone has the instructions."""
     Dk, Dv = problem.Dk, problem.Dv
-    return target.arch == "sm_90" and Dk % 8 == 0 and Dv % 8 == 0 and max(Dk, Dv) <= LARGEST
+    return target.arch == "sm_90" and Dk % 8 == 0 and Dv % 8 == 0 and max(Dk, Dv) <= MAX_HEAD_DIM
 
   @classmethod
   def choose(cls, problem: Problem, target: Target) -> "Tiles":
@@ -111,7 +110,7 @@ class Tiles:
     if not cls.serves(problem, target):
       raise ValueError(
         f"{target.arch} with head sizes {Dk} and {Dv}: must be sm_90, with head sizes that are multiples of 8 up to "
-        f"{LARGEST}"
+        f"{MAX_HEAD_DIM}"
       )
 
     def promise(candidate: tuple["Tiles", int, int, int, int]) -> float:
@@ -123,13 +122,13 @@ class Tiles:
 
     size = next(size for size in MEASURED if max(Dk, Dv) <= size)
     best = max(MEASURED[size], key=promise)[0]
-    tiles = cls(min(best.warpgroups, ceildiv(M, wgmma.ROWS)), min(best.block_n, round_up(N, wgmma.STEP)), best.stages)
+    tiles = cls(min(best.warpgroups, ceildiv(M, wgmma.M)), min(best.block_n, round_up(N, wgmma.K)), best.stages)
     if (needed := tiles.shared_bytes(Dk, Dv)) > target.lds:
       raise ValueError(f"head sizes {Dk} and {Dv}: {tiles} needs {needed} bytes, of {target.lds}")
     return tiles
 
 
-LARGEST = 256  # head size
+MAX_HEAD_DIM = 256  # head size
 MULTIPROCESSORS = 132  # of an H100 or H200
 # By the largest head size: tiles, workgroups at once on a multiprocessor, TFLOP/s without and with a causal mask (H200,
 # B=4, H=32, N=LENGTH, float16, 2026-11-21), and the keys that a workgroup could work through in the time that its
@@ -163,26 +162,26 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   blocks = ceildiv(M, block_m)
   s = Scope()
   group = Workgroup(s, heads, blocks, tiles.warpgroups * WARPS, WARP, last_first=rules.longest_last)
-  rows = [group.block * block_m + group.warp * ROWS + row_of(group.lane, half) for half in range(HALVES)]
-  here = rules.at(group.head)
-  visit = here.visit(group.block * block_m, block_m, tiles.block_n)
+  rows = [group.block * block_m + group.warp * MMA_M + row_of(group.lane, half) for half in range(HALVES)]
+  head_rules = rules.at(group.head)
+  key_range = head_rules.key_range(group.block * block_m, block_m, tiles.block_n)
 
-  scores, state = s.buffer(tiles.block_n // 2), State.make(s, tiles.block_n, round_up(Dv, wgmma.STEP), group.item)
+  scores, state = s.buffer(tiles.block_n // 2), State.make(s, tiles.block_n, round_up(Dv, wgmma.K), group.item)
   q_tile, k_tiles, v_tiles = tiles.panels(s, Dk, Dv)
-  pipe = Pipeline(s, here.keys(k), here.keys(v), visit, k_tiles, v_tiles, group.thread)
-  loop = Mainloop(s, group, q.dtype, pipe, q_tile, scores, rows, here, visit)
+  pipe = MbarrierPipeline(s, head_rules.keys(k), head_rules.keys(v), key_range, k_tiles, v_tiles, group.thread)
+  loop = Mainloop(s, group, q.dtype, pipe, q_tile, scores, rows, head_rules, key_range)
 
   queries = q_tile.fill_tile(
-    group.block, HeadRows.of(q, group.head, UOp.const(M)), group.block, group.thread, pipe.open()
+    group.block, HeadView.of(q, group.head, UOp.const(M)), group.block, group.thread, pipe.init()
   )
-  state = loop.begin(state, pipe.start_first(*queries))
-  for first, trips, masked in spans(UOp.const(1), visit.whole.maximum(1), visit.count):
+  state = loop.begin(state, pipe.prologue(*queries))
+  for first, trips, masked in full_then_masked(UOp.const(1), key_range.n_full.maximum(1), key_range.n_tiles):
     state = loop.attend(first, trips, masked, state)
   acc, m_i, l_i = loop.finish(state)
 
   stores = []
   for half, row in enumerate(rows):
-    m, l, sink = m_i[half].load(), l_i[half].load(), here.sink(row)
+    m, l, sink = m_i[half].load(), l_i[half].load(), head_rules.sink(row)
     stores += store_row(o, lse, group.head, row, half, acc, m, l, sink, group.lane)
   return group.kernel(f"attention_{heads}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
 
@@ -225,27 +224,27 @@ class Mainloop:
     q_tile: the workgroup's queries.
     scores: registers for S.
     rows: this lane's queries.
-    here: the rules for them.
-    visit: the tiles. All that counts them here counts positions in the visit.
+    rules: the rules for them.
+    key_range: the tiles. Tiles are counted by their position in it.
   """
 
   s: Scope
   group: Workgroup
   dtype: DType
-  pipe: Pipeline
-  q_tile: Panels
+  pipe: MbarrierPipeline
+  q_tile: SwizzledTiles
   scores: UOp
   rows: list[UOp]
-  here: HeadRules
-  visit: Visit
+  rules: HeadRules
+  key_range: TileRange
 
   def begin(self, state: State, started: UOp) -> State:
     """The first tile, but for its weighted sum."""
     zero = UOp.const(0)
-    waited = self.wait_qk(0, self.start_qk(zero, self.pipe.arrived(zero, started)))
-    following = self.pipe.start(zero + self.pipe.ahead, waited)
-    _, words, stores = self.softmax(zero, self.visit.whole.vmin == 0, state, waited, following)
-    stores.append(self.pipe.release(zero, *stores))
+    waited = self.wait_qk(0, self.start_qk(zero, self.pipe.consumer_wait(zero, started)))
+    following = self.pipe.producer_load(zero + self.pipe.ahead, waited)
+    _, words, stores = self.softmax(zero, self.key_range.n_full.vmin == 0, state, waited, following)
+    stores.append(self.pipe.consumer_release(zero, *stores))
     stores += [state.p[i].store(word) for i, word in enumerate(words)]
     return state.after(UOp.group(*stores))
 
@@ -253,35 +252,35 @@ class Mainloop:
     """The tiles from `first` on, each with the weighted sum of the tile before it."""
     trip = self.s.axis(trips, AxisType.REDUCE)
     n_tile, old = first + trip, state.after(trip)
-    qk = self.start_qk(n_tile, self.pipe.arrived(n_tile, trip, *state))
+    qk = self.start_qk(n_tile, self.pipe.consumer_wait(n_tile, trip, *state))
     pv = self.start_pv(n_tile - 1, old, qk)
     waited = self.wait_qk(1, pv)
-    following = self.pipe.start(n_tile + self.pipe.ahead, waited)
+    following = self.pipe.producer_load(n_tile + self.pipe.ahead, waited)
     alphas, words, stores = self.softmax(n_tile, masked, old, waited, following)
     out = self.wait_pv(old, pv, *stores)
     stores += [old.acc[i].store(out[i].load() * alphas[i % 4 // 2]) for i in range(sizes(out)[0])]
     stores += [old.p.after(out)[i].store(word) for i, word in enumerate(words)]
-    stores.append(self.pipe.release(n_tile, out))
+    stores.append(self.pipe.consumer_release(n_tile, out))
     return state.after(UOp.group(*stores).end(trip))
 
   def finish(self, state: State) -> tuple[UOp, UOp, UOp]:
     """The weighted sum of the last tile. Returns O as tiles of accumulators, m and l."""
-    count = self.visit.count
-    pv = self.start_pv(count - 1, state, self.pipe.arrived(count, *state))
-    acc = self.wait_pv(state, self.pipe.close(pv))
+    count = self.key_range.n_tiles
+    pv = self.start_pv(count - 1, state, self.pipe.consumer_wait(count, *state))
+    acc = self.wait_pv(state, self.pipe.wait_all(pv))
     return acc.reshape(-1, 4), state.m_i, state.l_i
 
   def start_qk(self, n_tile: UOp, *after: UOp) -> UOp:
     """Starts S = Q K^T, (64, block_n)."""
     k_tile = self.pipe.k_tiles.tile(n_tile, *after)
-    q_rows, panels = self.q_tile.address(self.group.warp // WARPS * wgmma.ROWS), (self.q_tile.panel, k_tile.panel)
-    steps = k_tile.columns // wgmma.STEP
+    q_rows, panels = self.q_tile.address(self.group.warp // WARPS * wgmma.M), (self.q_tile.panel, k_tile.panel)
+    steps = k_tile.columns // wgmma.K
     return wgmma.start(self.dtype, k_tile.rows, steps, self.scores[0], q_rows, k_tile.address(), panels, *after)
 
   def start_pv(self, n_tile: UOp, state: State, *after: UOp) -> UOp:
     """Starts O += P V, (64, Dv)."""
     v_tile, p = self.pipe.v_tiles.tile(n_tile, *after), state.p[0]
-    steps, panels = v_tile.rows // wgmma.STEP, (0, v_tile.panel)
+    steps, panels = v_tile.rows // wgmma.K, (0, v_tile.panel)
     return wgmma.start(
       self.dtype, v_tile.columns, steps, state.acc[0], p, v_tile.address(), panels, *after, registers=True
     )
@@ -296,28 +295,30 @@ class Mainloop:
 
   def softmax(self, n_tile: UOp, masked: bool, state: State, *after: UOp) -> tuple[list[UOp], list[UOp], list[UOp]]:
     """Alpha of both rows, the words of P, and the stores of m and l, with S there and all else done that is `after`."""
-    block_n, factor = self.pipe.k_tiles.rows, self.here.rules.factors[1]
-    first = self.visit.tile(n_tile) * block_n + self.group.lane % QUAD * 2
+    block_n, factor = self.pipe.k_tiles.rows, self.rules.scaling.log2
+    first = self.key_range.tile(n_tile) * block_n + self.group.lane % QUAD * 2
     scores, alphas, stores, parts = self.scores.after(*after), [], [], []
     for half, row in enumerate(self.rows):
-      products = [scores[4 * n + 2 * half + e].load() for n in range(block_n // COLUMNS) for e in range(2)]
-      seen = self.here.scores(products, row, first, columns(block_n // COLUMNS), masked)
-      p, m_new, l_new, alpha = online_softmax(CUDA, seen, factor, state.m_i[half].load(), state.l_i[half].load(), join)
-      p = self.here.weights(p, row, first, columns(block_n // COLUMNS), masked)
+      products = [scores[4 * n + 2 * half + e].load() for n in range(block_n // MMA_N) for e in range(2)]
+      seen = self.rules.scores(products, row, first, columns(block_n // MMA_N), masked)
+      p, m_new, l_new, alpha = online_softmax(
+        CUDA, seen, factor, state.m_i[half].load(), state.l_i[half].load(), row_reduce
+      )
+      p = self.rules.weights(p, row, first, columns(block_n // MMA_N), masked)
       parts.append([ins.pack(CUDA, p[i], p[i + 1], self.dtype) for i in range(0, len(p), 2)])
       alphas.append(alpha)
       # scores times a scale of 0 are no scores, and nothing else may be left that waits for the product
       stores += [x.after(*after)[half].store(y) for x, y in ((state.m_i, m_new), (state.l_i, l_new))]
-    words = [parts[half][n] for n in range(block_n // COLUMNS) for half in range(HALVES)]
+    words = [parts[half][n] for n in range(block_n // MMA_N) for half in range(HALVES)]
     return alphas, words, stores
 
 
 SCHEDULE = Schedule(
   "hopper_forward",
   devices=("CUDA",),
-  dtypes=FLOAT16,
+  dtypes=DTYPES_16,
   kernels=(Kernel.forward(forward, Tiles),),
   tiles=Tiles,
   lacks=("scales",),
-  meant_for=lambda problem, target: not problem.few and problem.dtype in FLOAT16 and Tiles.serves(problem, target),
+  meant_for=lambda problem, target: not problem.few and problem.dtype in DTYPES_16 and Tiles.serves(problem, target),
 )

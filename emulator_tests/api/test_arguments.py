@@ -17,7 +17,7 @@ from uopattn.api.options import AttentionOptions
 from uopattn.mods import causal, dilated, document, sliding_window
 from uopattn.plan.dispatch import BACKWARD, FORWARD
 from uopattn.runtime.log import log_once
-from uopattn.spec.arguments import ARGUMENTS, Extras
+from uopattn.spec.arguments import ARGUMENTS, Arguments
 
 
 def tensor(*shape: int, dtype=dtypes.float32, device: str | None = None) -> Tensor:
@@ -215,7 +215,7 @@ def test_block_masks_are_checked_when_made(name: str) -> None:
 @pytest.fixture
 def bare_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
   """Kernels without any feature."""
-  bare = tuple(replace(schedule, lacks=tuple(x.name for x in fields(Extras))) for schedule in FORWARD)
+  bare = tuple(replace(schedule, lacks=tuple(x.name for x in fields(Arguments))) for schedule in FORWARD)
   monkeypatch.setattr("uopattn.plan.dispatch.FORWARD", bare)
 
 
@@ -258,7 +258,7 @@ def test_flash_checks_its_placeholders() -> None:
 
 
 def test_each_argument_is_declared() -> None:
-  """What `attention` takes and what `Extras` declares, but for what its kin make of their own."""
+  """What `attention` takes and what `Arguments` declares, but for what its kin make of their own."""
   of_kin = {"seed", "bounds", "scales", "page_table"}
   taken = signature(attention).parameters.keys() - {"q", "k", "v", "backend"}
   assert taken | of_kin == ARGUMENTS.keys()

@@ -21,17 +21,17 @@ Options = dict[str, Any]
 
 
 def visited(M: int, N: int, block_m: int, block_n: int, b: int, options: Options) -> Array:
-  """What `visit_queries` says for each block of keys: whole, count, and the tile at each position."""
+  """What `query_range` says for each block of keys: whole, count, and the tile at each position."""
   blocks, tiles = ceildiv(N, block_n), ceildiv(M, block_m)
   arrays = {name: x for name, x in options.items() if isinstance(x, np.ndarray)}
 
   def kernel(out: UOp, *buffers: UOp) -> UOp:
     rules = Rules(M, N, heads=2, **(options | dict(zip(arrays, buffers, strict=True))))
     block = UOp.range(blocks, 0)
-    visit = rules.at(UOp.const(2 * b + 1)).visit_queries(block * block_n, block_n, block_m)
-    found = [visit.whole, visit.count, *(visit.tile(UOp.const(i)) for i in range(tiles))]
+    tile_range = rules.at(UOp.const(2 * b + 1)).query_range(block * block_n, block_n, block_m)
+    found = [tile_range.n_full, tile_range.n_tiles, *(tile_range.tile(UOp.const(i)) for i in range(tiles))]
     stores = [out[block, i].store(x.cast(dtypes.int)) for i, x in enumerate(found)]
-    return UOp.group(*stores).end(block).sink(arg=KernelInfo(name="visit_queries", opts_to_apply=()))
+    return UOp.group(*stores).end(block).sink(arg=KernelInfo(name="query_range", opts_to_apply=()))
 
   out = Tensor.empty(blocks, 2 + tiles, dtype=dtypes.int)
   return Tensor.custom_kernel(out, *map(Tensor, arrays.values()), fxn=kernel)[0].numpy()
@@ -152,8 +152,8 @@ def test_scores_are_pulled_back(name: str, softcap: float | None) -> None:
   def kernel(o: UOp, x: UOp, g: UOp, t: UOp) -> UOp:
     rules = Rules(4, n, scale=scale, softcap=softcap, score_mod=traced((Table(t),)))
     j = UOp.range(n, 0)
-    (out,) = rules.at(UOp.const(0)).pulled_back([g[j].load()], [x[j].load()], UOp.const(3), j, [0])
-    return o[j].store(out).end(j).sink(arg=KernelInfo(name="pulled_back", opts_to_apply=()))
+    (out,) = rules.at(UOp.const(0)).score_vjp([g[j].load()], [x[j].load()], UOp.const(3), j, [0])
+    return o[j].store(out).end(j).sink(arg=KernelInfo(name="score_vjp", opts_to_apply=()))
 
   grads = np.random.default_rng(0).standard_normal(n).astype(np.float32)
   got = Tensor.custom_kernel(Tensor.empty(n), Tensor(X), Tensor(grads), Tensor(TABLE), fxn=kernel)[0].numpy()
@@ -170,15 +170,15 @@ def test_plain_scores_softcap_and_added_masks() -> None:
   zero = UOp.const(0)
   for options in ({}, {"attn_mask": UOp.placeholder((1, 1, 4, 4), dtypes.float, slot=0)}):
     rules = Rules(4, 4, scale=0.25, **options)
-    assert rules.at(zero).pulled_back([grad], [product], zero, zero, [0]) == [grad * 0.25]
+    assert rules.at(zero).score_vjp([grad], [product], zero, zero, [0]) == [grad * 0.25]
 
 
 def test_a_hidden_key_has_no_gradient_whatever_the_slope() -> None:
   def kernel(o: UOp, g: UOp) -> UOp:
     rules = Rules(1, 2, score_mod=lambda s, b, h, i, j: s / (j - 1))
     j = UOp.range(2, 0)
-    (out,) = rules.at(UOp.const(0)).pulled_back([g[j].load()], [UOp.const(3.0, dtypes.float)], UOp.const(0), j, [0])
-    return o[j].store(out).end(j).sink(arg=KernelInfo(name="pulled_back", opts_to_apply=()))
+    (out,) = rules.at(UOp.const(0)).score_vjp([g[j].load()], [UOp.const(3.0, dtypes.float)], UOp.const(0), j, [0])
+    return o[j].store(out).end(j).sink(arg=KernelInfo(name="score_vjp", opts_to_apply=()))
 
   for grad, want in (([2.0, 0.0], [-2.0, 0.0]), ([2.0, math.nan], [-2.0, math.nan])):
     got = Tensor.custom_kernel(Tensor.empty(2), Tensor(grad), fxn=kernel)[0].numpy()

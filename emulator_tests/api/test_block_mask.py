@@ -134,7 +134,7 @@ def test_lists_are_worked_out_once_a_size() -> None:
 
 
 def visited(mask: BlockMask, block_m: int, block_n: int, head: int, heads: int, of_keys: bool, **rules: Any) -> Array:
-  """What `visit`, or `visit_queries`, makes of the lists, for each block: whole, count, the tile at each position."""
+  """What `visit`, or `query_range`, makes of the lists, for each block: whole, count, the tile at each position."""
   lists = (mask.query_lists if of_keys else mask.tile_lists)(block_m, block_n)
   blocks, tiles = lists[0].shape[2:]
 
@@ -143,10 +143,10 @@ def visited(mask: BlockMask, block_m: int, block_n: int, head: int, heads: int, 
     here = Rules(M, N, heads=heads, tile_lists=(order, numbers), **given).at(UOp.const(head))
     block = UOp.range(int(blocks), 0)
     own, walked = (block_n, block_m) if of_keys else (block_m, block_n)
-    visit = (here.visit_queries if of_keys else here.visit)(block * own, own, walked)
-    found = [visit.whole, visit.count, *(visit.tile(UOp.const(i)) for i in range(int(tiles)))]
+    tile_range = (here.query_range if of_keys else here.key_range)(block * own, own, walked)
+    found = [tile_range.n_full, tile_range.n_tiles, *(tile_range.tile(UOp.const(i)) for i in range(int(tiles)))]
     stores = [out[block, i].store(x.cast(dtypes.int)) for i, x in enumerate(found)]
-    return UOp.group(*stores).end(block).sink(arg=KernelInfo(name="visit", opts_to_apply=()))
+    return UOp.group(*stores).end(block).sink(arg=KernelInfo(name="key_range", opts_to_apply=()))
 
   return Tensor.custom_kernel(Tensor.empty(blocks, 2 + tiles, dtype=dtypes.int), *lists, fxn=kernel)[0].numpy()
 

@@ -13,11 +13,11 @@ from tinygrad.dtype import DType
 from tinygrad.engine.realize import runtime_cache
 
 from uopattn import KVCache, attention
-from uopattn.api.kv_cache import LARGEST, quantized
+from uopattn.api.kv_cache import MAX_STORED, quantized
 from uopattn.dsl import sizes
-from uopattn.dsl.rules.eight_bits import EIGHT_BITS, unit, widened
+from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES, unit, widened
 from uopattn.dsl.rules.rules import HeadRules
-from uopattn.dsl.schedule import WIDE
+from uopattn.dsl.schedule import DTYPES_16_32
 from uopattn.dsl.target import Target
 from uopattn.plan.dispatch import dispatch
 from uopattn.plan.target import target_of
@@ -61,7 +61,7 @@ def filled(
   return realized(cache)
 
 
-@pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
+@pytest.mark.parametrize("dtype", QUANTIZED_DTYPES, ids=str)
 def test_bytes_are_those_of_the_cache(dtype: DType) -> None:
   """Keys are split into parts by them: those of q's type would make twice or four times as many."""
   spec = AttentionSpec(B, HQ, HKV, 1, N, DK, DV, dtypes.float32, 0.25, kv_dtype=dtype)
@@ -92,13 +92,13 @@ def start_at(position: int, M: int, N: int = N) -> UOp:
   return UOp.variable("start", 0, N - M).bind(position)
 
 
-@pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
+@pytest.mark.parametrize("dtype", QUANTIZED_DTYPES, ids=str)
 def test_rows_are_rounded_to_nearest(dtype: DType) -> None:
   rows = normal(50, 33).numpy() * np.exp2(np.arange(50) - 25)[:, None].astype(np.float32)
   q, scale = quantized(Tensor(rows), dtype)
   Tensor.realize(q, scale)
   assert (q.dtype, scale.dtype, scale.shape) == (dtype, dtypes.float32, (50,))
-  np.testing.assert_allclose(scale.numpy(), np.abs(rows).max(1) / LARGEST[dtype], rtol=1e-6)
+  np.testing.assert_allclose(scale.numpy(), np.abs(rows).max(1) / MAX_STORED[dtype], rtol=1e-6)
   exact = rows / scale.numpy()[:, None]
   rounded = ROUND[dtype](exact.astype(np.float32))
   # The quotient is the compiler's, so that a tie may fall either way.
@@ -108,7 +108,7 @@ def test_rows_are_rounded_to_nearest(dtype: DType) -> None:
   assert (near == 0).mean() > 0.99
 
 
-@pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
+@pytest.mark.parametrize("dtype", QUANTIZED_DTYPES, ids=str)
 def test_rows_of_zeros_and_of_what_is_no_number(dtype: DType) -> None:
   rows = np.ones((6, 3), np.float32) * np.array([0, 1, 1, 1, 1e-42, 3e38], np.float32)[:, None]
   rows[1, 1], rows[2, 2], rows[3, 0] = math.nan, math.inf, -math.inf
@@ -120,8 +120,8 @@ def test_rows_of_zeros_and_of_what_is_no_number(dtype: DType) -> None:
   np.testing.assert_allclose(stands_for[5], rows[5], rtol=1e-6)
 
 
-@pytest.mark.parametrize("to", WIDE, ids=str)
-@pytest.mark.parametrize("stored", EIGHT_BITS, ids=str)
+@pytest.mark.parametrize("to", DTYPES_16_32, ids=str)
+@pytest.mark.parametrize("stored", QUANTIZED_DTYPES, ids=str)
 def test_every_byte_widened(stored: DType, to: DType) -> None:
   """By the very function that kernels use, which Tensors go through too."""
   codes = np.arange(256, dtype=np.uint8)
@@ -134,15 +134,17 @@ def test_every_byte_widened(stored: DType, to: DType) -> None:
     bias, exponent, fraction = 2 ** (6 - bits) - 1, (codes & 127) >> bits, codes % 2**bits / 2.0**bits
     size = np.where(exponent == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * 2.0 ** (exponent - float(bias)))
     want = np.where(codes & 128, -size, size)
-  real = np.abs(want) <= LARGEST.get(stored, 127)
+  real = np.abs(want) <= MAX_STORED.get(stored, 127)
   lost = 2.0**-25 * unit(stored, to) if (stored, to) == (dtypes.fp8e5m2, dtypes.half) else 0
   assert np.abs(got - want)[real].max() <= lost
 
 
-@pytest.mark.parametrize("q_dtype", WIDE, ids=str)
-@pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
+@pytest.mark.parametrize("q_dtype", DTYPES_16_32, ids=str)
+@pytest.mark.parametrize("dtype", QUANTIZED_DTYPES, ids=str)
 def test_on_the_cpu(dtype: DType, q_dtype: DType) -> None:
-  M = (1, 3, 40)[(EIGHT_BITS.index(dtype) + WIDE.index(q_dtype)) % 3]  # of which the last is cpu_forward's
+  M = (1, 3, 40)[
+    (QUANTIZED_DTYPES.index(dtype) + DTYPES_16_32.index(q_dtype)) % 3
+  ]  # of which the last is cpu_forward's
   cache = filled(dtype, 77)
   check_attend(cache, normal(B, HQ, M, DK, dtype=q_dtype), start_at(77 - M, M))
 
@@ -159,7 +161,7 @@ def test_together_with_other_arguments(M: int) -> None:
   assert gate.output(out.numpy()).correct
 
 
-@pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
+@pytest.mark.parametrize("dtype", QUANTIZED_DTYPES, ids=str)
 def test_the_reference_agrees(dtype: DType) -> None:
   check_attend(filled(dtype, 77), normal(B, HQ, 3, DK), start_at(74, 3), backend="reference")
 
@@ -168,7 +170,7 @@ def test_keys_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr("uopattn.kernels.cpu_decode.PART_BYTES", 1 << 12)
   length, N = 1500, 1600
   cache, q = filled(dtypes.int8, length, N=N), normal(B, HQ, 1, DK)
-  spec = AttentionSpec(B, HQ, HKV, 1, N, DK, DV, dtypes.float32, 0.25, extras=("scales",), kv_dtype=dtypes.int8)
+  spec = AttentionSpec(B, HQ, HKV, 1, N, DK, DV, dtypes.float32, 0.25, features=("scales",), kv_dtype=dtypes.int8)
   launch = dispatch(spec, target_of("CPU"))
   assert launch.splits > 1
   for end in (1, 700, length):
@@ -213,7 +215,7 @@ def test_the_error_of_8_bits_is_of_the_size_expected() -> None:
   k, v, q = (normal(1, 1, n, D, seed=i) for i, n in enumerate((length, length, 16)))
   exact = oracle(*(x.numpy() for x in (q, k, v)))[0]
   errors = {}
-  for dtype in EIGHT_BITS:
+  for dtype in QUANTIZED_DTYPES:
     cache = KVCache(1, 1, length, D, dtype=dtype)
     cache.append(k, v, 0)
     out = cache.attend(q, 0, is_causal=False, kv_lengths=length, backend="kernel").numpy()
@@ -283,7 +285,7 @@ def test_small_and_large_values_in_float16(dtype: DType, size: float) -> None:
 
 
 def test_on_hopper_the_other_kernel_serves() -> None:
-  spec = AttentionSpec(1, 8, 2, 100, 300, 64, 64, dtypes.half, 0.125, extras=("scales",), kv_dtype=dtypes.int8)
+  spec = AttentionSpec(1, 8, 2, 100, 300, 64, 64, dtypes.half, 0.125, features=("scales",), kv_dtype=dtypes.int8)
   launch = dispatch(spec, Target("CUDA", "sm_90"))
   assert launch.schedule.name == "cuda_forward"
 

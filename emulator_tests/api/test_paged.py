@@ -13,7 +13,7 @@ from tinygrad.engine.realize import runtime_cache
 
 from uopattn import attention_paged
 from uopattn.dsl import sizes
-from uopattn.dsl.rules import rows
+from uopattn.dsl.rules import head_view
 from uopattn.proof.gate import numpy, verify
 
 B, HQ, HKV, DK, DV = 2, 4, 2, 16, 24
@@ -324,7 +324,7 @@ def test_gradients(M: int) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
-right_entry, right_row = rows.Pages._entry, rows.Pages.row
+right_entry, right_row = head_view.Pages._entry, head_view.Pages.row
 
 
 def of_next_sequence(self: Any, b: UOp, key: UOp, length: UOp) -> UOp:
@@ -360,7 +360,7 @@ def test_mistakes_are_caught(name: str, M: int, monkeypatch: pytest.MonkeyPatch)
   case = Case([80, 79], 8, M=M)
   options: dict[str, Any] = {"softcap": 3.0 + number}
   attribute, wrong = MISTAKES[name]
-  monkeypatch.setattr(rows.Pages, attribute, wrong)
+  monkeypatch.setattr(head_view.Pages, attribute, wrong)
   assert not all(report.correct for report in case.reports(*case.run(**options), **options))
 
 

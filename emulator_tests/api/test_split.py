@@ -13,12 +13,12 @@ from tinygrad import Device, Tensor, UOp, dtypes
 
 import uopattn.emulator as emulator
 from uopattn import attention
-from uopattn.dsl.rules.visit import Visit
+from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.kernels import combine
 from uopattn.plan.dispatch import dispatch
 from uopattn.plan.forward import forward
 from uopattn.plan.target import target_of
-from uopattn.spec.arguments import Extras
+from uopattn.spec.arguments import Arguments
 from uopattn.spec.spec import make_spec
 
 ARCHS = ("gfx1100", "gfx1201", "gfx942", "sm_80")
@@ -29,10 +29,10 @@ def split(shape: Shape, splits: int, options: Options | None = None, dtype: Any 
   """Runs an attention on the default device in so many parts and checks it."""
   q, k, v = inputs(*shape, dtype)
   given = as_given(options or {}, Device.DEFAULT)
-  extras = Extras(enable_gqa=True, return_lse=True, **given)
-  spec = make_spec(q, k, v, extras)
+  arguments = Arguments(enable_gqa=True, return_lse=True, **given)
+  spec = make_spec(q, k, v, arguments)
   launch = dispatch(spec, target_of("EMU"))
-  out, lse = forward(replace(launch, splits=splits), q, k, v, extras=extras)
+  out, lse = forward(replace(launch, splits=splits), q, k, v, arguments=arguments)
   assert lse is not None
   Tensor.realize(out, lse)
   check(q, k, v, out, lse, **(options or {}))
@@ -130,20 +130,20 @@ def test_one_kernel_does_no_work_beyond_the_length(arch: str) -> None:
   assert least_bytes < 0.25 * all_bytes, work
 
 
-right_part, right_weight = Visit.part, combine._weight
+right_part, right_weight = TileRange.split, combine._weight
 
 
-def without_the_last_tile(self: Visit, i: UOp, parts: int) -> Visit:
-  return right_part(Visit(self.whole, self.count - 1, self.tile), i, parts)
+def without_the_last_tile(self: TileRange, i: UOp, parts: int) -> TileRange:
+  return right_part(TileRange(self.n_full, self.n_tiles - 1, self.tile), i, parts)
 
 
-def the_first_part_again(self: Visit, i: UOp, parts: int) -> Visit:
+def the_first_part_again(self: TileRange, i: UOp, parts: int) -> TileRange:
   return right_part(self, i * 0, parts)
 
 
 MISTAKES: dict[str, tuple[Any, str, Any]] = {
-  "last tile left out": (Visit, "part", without_the_last_tile),
-  "every part the first one": (Visit, "part", the_first_part_again),
+  "last tile left out": (TileRange, "split", without_the_last_tile),
+  "every part the first one": (TileRange, "split", the_first_part_again),
   "parts of equal weight": (combine, "_weight", lambda lse, highest, power: right_weight(lse, lse, power)),
 }
 

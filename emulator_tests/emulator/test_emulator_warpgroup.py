@@ -11,7 +11,7 @@ import uopattn.emulator as emulator
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.instruction_set import BY_TEXT
 from uopattn.dsl.nvidia import wgmma
-from uopattn.dsl.nvidia.quads import row_of
+from uopattn.dsl.nvidia.mma_layout import row_of
 from uopattn.emulator.known import instruction_of
 from uopattn.emulator.warpgroup import THREADS
 

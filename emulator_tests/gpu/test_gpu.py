@@ -19,7 +19,7 @@ from tinygrad.dtype import DType
 from tinygrad.nn.optim import SGD
 
 from uopattn import attention, attention_varlen, flash
-from uopattn.dsl.rules.eight_bits import EIGHT_BITS
+from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES
 from uopattn.kernels import cuda_forward, hopper_forward
 from uopattn.proof.gate import verify, verify_gradients
 
@@ -293,7 +293,7 @@ def test_cache_step_by_step() -> None:
   check_steps(HALF, prompt=60)
 
 
-@pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
+@pytest.mark.parametrize("dtype", QUANTIZED_DTYPES, ids=str)
 def test_cache_of_eight_bits_step_by_step(dtype: DType) -> None:
   check_steps_in_eight_bits(dtype, Device.DEFAULT)
 

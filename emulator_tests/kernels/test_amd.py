@@ -13,9 +13,9 @@ from tinygrad import Device, Tensor, UOp, dtypes
 import uopattn.emulator as emulator
 from uopattn import attention
 from uopattn.dsl.amd.fragments import Fragments
-from uopattn.dsl.amd.staging import Stage
+from uopattn.dsl.amd.staging import RegisterPipeline
 from uopattn.dsl.rules.rules import HeadRules
-from uopattn.dsl.rules.visit import Visit
+from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.target import Target
 from uopattn.emulator.wmma import fragments as hardware
 from uopattn.kernels import amd_forward
@@ -191,7 +191,7 @@ def test_tiles_state_their_laws() -> None:
 
 
 right_pv, right_scores, right_last = amd_forward.multiply_pv, HeadRules.scores, HeadRules.last_seen
-right_operands, right_load = amd_forward.as_operands, Stage.load
+right_operands, right_load = amd_forward.as_operands, RegisterPipeline.load
 
 
 def no_rescale(f, dtype, p_frags, v_lds, acc, old, alpha, lane):
@@ -221,7 +221,7 @@ def tiles_one_key_off(self, first, *after):
 
 def masked_tiles_left_out(self, row, block_m, block_n):
   whole = UOp.const(self.rules.N // block_n)
-  return Visit(whole, whole, lambda position: position)
+  return TileRange(whole, whole, lambda position: position)
 
 
 MISTAKES: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
@@ -229,10 +229,10 @@ MISTAKES: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
   "no causal mask on the diagonal": (HeadRules, "scores", no_mask, {"is_causal": True}),
   "keys past the end counted": (HeadRules, "scores", no_mask, {}),
   "mask one key late": (HeadRules, "last_seen", mask_one_key_late, {"is_causal": True}),
-  "lanes of a query not joined": (amd_forward, "join", maximum_of_half_the_keys, {}),
+  "lanes of a query not joined": (amd_forward, "row_reduce", maximum_of_half_the_keys, {}),
   "halves of P exchanged": (amd_forward, "as_operands", halves_not_swapped, {}),
-  "tiles one key off": (Stage, "load", tiles_one_key_off, {}),
-  "last tile left out": (HeadRules, "visit", masked_tiles_left_out, {}),
+  "tiles one key off": (RegisterPipeline, "load", tiles_one_key_off, {}),
+  "last tile left out": (HeadRules, "key_range", masked_tiles_left_out, {}),
 }
 
 

@@ -17,9 +17,9 @@ from tinygrad import Context, Tensor, UOp, dtypes
 import uopattn.emulator as emulator
 from uopattn import BlockMask
 from uopattn.dsl.amd.fragments import Fragments
-from uopattn.dsl.amd.staging import Stage
+from uopattn.dsl.amd.staging import RegisterPipeline
 from uopattn.dsl.rules.rules import HeadRules
-from uopattn.dsl.rules.visit import Visit
+from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.target import Target
 from uopattn.kernels import amd_backward
 from uopattn.kernels.amd_backward import LDS_LIMIT, Tiles
@@ -232,9 +232,9 @@ def test_tiles_state_their_laws() -> None:
     Tiles.choose(problem_of(1, 64, 64, 4000, 64, dtypes.half), Target("AMD", "gfx1100"), True)
 
 
-right_scores, right_operands, right_load = HeadRules.scores, amd_backward.as_operands, Stage.load
-right_visit, right_shift, right_members = HeadRules.visit_queries, amd_backward.shift, amd_backward.of_members
-right_rows, right_accumulate = amd_backward.own_rows, amd_backward.accumulate
+right_scores, right_operands, right_load = HeadRules.scores, amd_backward.as_operands, RegisterPipeline.load
+right_visit, right_shift, right_members = HeadRules.query_range, amd_backward.neg_lse_of, amd_backward.of_members
+right_rows, right_accumulate = amd_backward.lane_rows, amd_backward.mma_ab
 
 
 def no_mask(self, products, row, first, offsets, masked):
@@ -251,7 +251,7 @@ def tiles_one_row_off(self, first, *after, base=0):
 
 
 def masked_tiles_left_out(self, key, block_n, block_m):
-  return Visit(UOp.const(0), UOp.const(1), lambda position: position)
+  return TileRange(UOp.const(0), UOp.const(1), lambda position: position)
 
 
 def sums_begun_anew(f, dtype, operands, lds, acc, begun, lane):
@@ -272,13 +272,13 @@ MISTAKES: dict[str, tuple[Any, str, Any, Options]] = {
   "no causal mask on the diagonal": (HeadRules, "scores", no_mask, {"is_causal": True}),
   "keys past the end counted": (HeadRules, "scores", no_mask, {}),
   "halves of P and dS exchanged": (amd_backward, "as_operands", halves_not_swapped, {}),
-  "tiles one row off": (Stage, "load", tiles_one_row_off, {}),
-  "tiles of queries left out": (HeadRules, "visit_queries", masked_tiles_left_out, {}),
-  "sums begun anew with each tile": (amd_backward, "accumulate", sums_begun_anew, {}),
+  "tiles one row off": (RegisterPipeline, "load", tiles_one_row_off, {}),
+  "tiles of queries left out": (HeadRules, "query_range", masked_tiles_left_out, {}),
+  "sums begun anew with each tile": (amd_backward, "mma_ab", sums_begun_anew, {}),
   "no factor": (amd_backward, "late_factor", lambda rules: 1.0, {}),
-  "L not subtracted": (amd_backward, "shift", lambda lse, rules: right_shift(lse, rules) * 0.0, {}),
+  "L not subtracted": (amd_backward, "neg_lse_of", lambda lse, rules: right_shift(lse, rules) * 0.0, {}),
   "the mask of the group's first head for all": (amd_backward, "of_members", first_of_the_group, {"mask_mod": banded}),
-  "L and delta of other rows": (amd_backward, "own_rows", rows_in_another_order, {}),
+  "L and delta of other rows": (amd_backward, "lane_rows", rows_in_another_order, {}),
 }
 
 

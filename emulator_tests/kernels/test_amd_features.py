@@ -12,7 +12,7 @@ from tinygrad.renderer import Estimates
 
 import uopattn.emulator as emulator
 from uopattn import attention
-from uopattn.dsl.amd.staging import Stage
+from uopattn.dsl.amd.staging import RegisterPipeline
 from uopattn.dsl.rules.rules import Rules
 from uopattn.kernels.amd_forward import Tiles, forward
 
@@ -156,17 +156,17 @@ def test_what_lies_behind_the_length_does_not_matter(arch: str) -> None:
     check_what_is_behind()
 
 
-right_load = Stage.load
+right_load = RegisterPipeline.load
 
 
-def length_ignored(self: Stage, first: UOp, *after: UOp) -> UOp:
+def length_ignored(self: RegisterPipeline, first: UOp, *after: UOp) -> UOp:
   self.length = UOp.const(N)
   return right_load(self, first, *after)
 
 
 @pytest.mark.usefixtures("small_tiles")
 def test_reading_behind_the_length_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(Stage, "load", length_ignored)
+  monkeypatch.setattr(RegisterPipeline, "load", length_ignored)
   with on("gfx942"), pytest.raises(AssertionError, match="worst at"):
     check_what_is_behind()
 

@@ -13,7 +13,7 @@ from tinygrad.helpers import Target
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 from tinygrad.uop.ops import Ops
 
-from uopattn.dsl.cpu.strips import strips
+from uopattn.dsl.cpu.register_blocks import register_blocks
 from uopattn.plan.dispatch import dispatch, dispatch_backward
 from uopattn.runtime.clang import clang_version, find_clang
 from uopattn.runtime.renderer import AlignedRenderer
@@ -111,7 +111,7 @@ def check_products(
 
   Args:
     accumulators: of one product or another.
-    least: how many products there are; each may be written out for several strips.
+    least: how many products there are; each may be written out for several register_blocks.
     prefetch: whether they also ask for what is read next.
   """
 
@@ -161,7 +161,7 @@ def test_products_of_few_queries_run_in_registers(arch: str, dtype, request: pyt
   assert launch.schedule.name == "cpu_decode"
   assert launch.tiles.pairs == (dtype == dtypes.bfloat16 and arch == "x86_64,znver4")
   tiles = launch.tiles
-  widths = {tiles.unroll_d, *(keys for _, _, keys in strips(tiles.block_n, tiles.unroll_n))}
+  widths = {tiles.unroll_d, *(keys for _, _, keys in register_blocks(tiles.block_n, tiles.unroll_n))}
   accumulators = {tiles.unroll_m * width for width in widths}
   check_products(launch.graph(), machine.arch, notation, accumulators, prefetch=True)
 

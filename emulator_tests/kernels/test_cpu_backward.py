@@ -256,7 +256,7 @@ MISTAKES: dict[str, Mistake] = {
   "no causal mask": (cpu_backward.Gradients, "of", unmasked, {"is_causal": True}),
   "mask one key late": (cpu_backward.Gradients, "of", one_late, {"is_causal": True}),
   "last tile counted twice": (cpu_backward.Gradients, "of", tile_counted_again, {}),
-  "no scale": (HeadRules, "pulled_back", unscaled, {}),
+  "no scale": (HeadRules, "score_vjp", unscaled, {}),
   "keys one off": (cpu_backward, "add_product", keys_one_off, {}),
   "dq of the last tile alone": (cpu_backward, "multiply_ds_k", last_tile_alone, {}),
 }

@@ -19,7 +19,7 @@ from tinygrad.dtype import DType
 
 from uopattn import attention
 from uopattn.dsl.rules.rules import Rules
-from uopattn.dsl.rules.visit import Visit
+from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.kernels import combine, cpu_decode
 from uopattn.plan import dispatch
 from uopattn.plan.launch import Launch
@@ -69,14 +69,14 @@ def test_short_keys_are_not_split() -> None:
 def tiles_of_parts(length: int | UOp, value: int, N: int, block_n: int, splits: int) -> list[list[int]]:
   """The tiles that each part visits where `value` keys exist."""
   rules = Rules(1, N, kv_lengths=length)
-  visit = rules.at(UOp.const(0)).visit(UOp.const(0), 1, block_n)
+  tile_range = rules.at(UOp.const(0)).key_range(UOp.const(0), 1, block_n)
 
   def number(x: UOp) -> int:
     x = x if isinstance(length, int) else x.substitute({length: UOp.const(value)})
     return int(x.simplify().vmax)
 
-  parts = [visit.part(UOp.const(i), splits) for i in range(splits)]
-  return [[number(part.tile(UOp.const(i))) for i in range(number(part.count))] for part in parts]
+  parts = [tile_range.split(UOp.const(i), splits) for i in range(splits)]
+  return [[number(part.tile(UOp.const(i))) for i in range(number(part.n_tiles))] for part in parts]
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 7, 16])
@@ -187,11 +187,11 @@ def test_keys_that_do_not_exist_may_hold_anything(numbers: str) -> None:
   np.testing.assert_array_equal(clean, same)
 
 
-right_part, right_weight = Visit.part, combine._weight
+right_part, right_weight = TileRange.split, combine._weight
 MISTAKES: dict[str, tuple[Any, str, Any]] = {
-  "the last part left out": (Visit, "part", lambda self, i, parts: right_part(self, i.minimum(parts - 2), parts)),
+  "the last part left out": (TileRange, "split", lambda self, i, parts: right_part(self, i.minimum(parts - 2), parts)),
   "a tile of each part counted twice": (
-    Visit,
+    TileRange,
     "part",
     lambda self, i, parts: replace(right_part(self, i, parts), tile=lambda x: right_part(self, i, parts).tile(x // 2)),
   ),

@@ -19,7 +19,7 @@ import uopattn.emulator as emulator
 from uopattn import attention
 from uopattn.dsl import instructions
 from uopattn.dsl.limits import MAX_THREADS, lds_limit
-from uopattn.dsl.nvidia import panels, quads
+from uopattn.dsl.nvidia import mma_layout, swizzled
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.target import Target
 from uopattn.kernels import cuda_forward, hopper_forward
@@ -304,8 +304,8 @@ def test_no_tiles() -> None:
     cuda_forward.Tiles.choose(problem_of(1, 64, 64, 4000, 64, HALF), Target("CUDA", "sm_75"))
 
 
-right_scores, right_last, right_visit = HeadRules.scores, HeadRules.last_seen, HeadRules.visit
-right_softmax, right_pack, right_tile = cuda_forward.online_softmax, instructions.pack, panels.Panels.tile
+right_scores, right_last, right_visit = HeadRules.scores, HeadRules.last_seen, HeadRules.key_range
+right_softmax, right_pack, right_tile = cuda_forward.online_softmax, instructions.pack, swizzled.SwizzledTiles.tile
 
 
 def no_mask(self, products, row, first, offsets, masked):
@@ -327,8 +327,8 @@ def sum_not_rescaled(family, scores, factor, m_old, l_old, *rest):
 
 
 def last_tile_dropped(*arguments):
-  visit = right_visit(*arguments)
-  return replace(visit, count=(visit.count - 1).maximum(1))
+  tile_range = right_visit(*arguments)
+  return replace(tile_range, n_tiles=(tile_range.n_tiles - 1).maximum(1))
 
 
 def own_lane_alone(operation, value):
@@ -346,9 +346,9 @@ MISTAKES: dict[str, tuple[tuple[Any, ...], str, Any, dict[str, Any]]] = {
   "mask one key late": ((HeadRules,), "last_seen", mask_one_key_late, {"is_causal": True}),
   "no rescale of the accumulator": (BOTH, "online_softmax", no_rescale, {}),
   "no rescale of the sum": (BOTH, "online_softmax", sum_not_rescaled, {}),
-  "maximum of a lane's own keys": (BOTH, "join", own_lane_alone, {}),
-  "sum of a lane's own keys": ((quads,), "join", own_lane_alone, {}),
-  "last tile dropped": ((HeadRules,), "visit", last_tile_dropped, {}),
+  "maximum of a lane's own keys": (BOTH, "row_reduce", own_lane_alone, {}),
+  "sum of a lane's own keys": ((mma_layout,), "row_reduce", own_lane_alone, {}),
+  "last tile dropped": ((HeadRules,), "key_range", last_tile_dropped, {}),
   "halves of a word exchanged": ((instructions,), "pack", halves_exchanged, {}),
 }
 
@@ -374,13 +374,13 @@ def test_values_not_transposed_are_caught(monkeypatch: pytest.MonkeyPatch) -> No
     check_attention(*inputs(1, 1, 1, 50, 150, 16, 16))
 
 
-def without_permutation(self: panels.Panels, row: UOp, chunk: UOp) -> UOp:
+def without_permutation(self: swizzled.SwizzledTiles, row: UOp, chunk: UOp) -> UOp:
   per = self.width // self.chunk
   return self.memory[self.base + (chunk // per * self.height + row) * self.width + chunk % per * self.chunk]
 
 
 def test_without_its_permutation_shared_memory_has_conflicts(monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(panels.Panels, "at", without_permutation)
+  monkeypatch.setattr(swizzled.SwizzledTiles, "at", without_permutation)
   with on("sm_80"):
     sources = inputs(1, 1, 1, 64, 64, 64, 64)
     check_attention(*sources)  # ldmatrix takes any address
@@ -392,6 +392,6 @@ def test_without_its_permutation_shared_memory_has_conflicts(monkeypatch: pytest
 @pytest.mark.parametrize("arch", SCHEDULES)
 def test_a_slot_filled_too_early_is_caught(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
   """Every tile in one slot: the copy of the next overwrites what is being read."""
-  monkeypatch.setattr(panels.Panels, "tile", lambda self, n_tile, *after: right_tile(self, n_tile * 0, *after))
+  monkeypatch.setattr(swizzled.SwizzledTiles, "tile", lambda self, n_tile, *after: right_tile(self, n_tile * 0, *after))
   with on(arch), pytest.raises(emulator.KernelError, match="LDS"):
     check_attention(*inputs(1, 1, 1, 50, 300, 16, 16))

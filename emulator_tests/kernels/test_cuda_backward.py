@@ -20,8 +20,8 @@ from tinygrad.dtype import DType
 import uopattn.emulator as emulator
 from uopattn.dsl import instructions, sizes
 from uopattn.dsl.limits import lds_limit
-from uopattn.dsl.nvidia import panels, quads
-from uopattn.dsl.nvidia.gradients import Numbers
+from uopattn.dsl.nvidia import mma_layout, swizzled
+from uopattn.dsl.nvidia.score_gradients import RowStats
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.target import Target
 from uopattn.kernels import cuda_backward, hopper_backward
@@ -308,8 +308,8 @@ def test_chosen_tiles_fit(arch: str, length: int) -> None:
       assert launch.tiles.rows // 2 < max(length, 64)
 
 
-right_scores, right_store, right_tile = HeadRules.scores, quads.store_scaled, panels.Panels.tile
-right_numbers, right_queries = Numbers.of, HeadRules.visit_queries
+right_scores, right_store, right_tile = HeadRules.scores, mma_layout.store_scaled, swizzled.SwizzledTiles.tile
+right_numbers, right_queries = RowStats.of, HeadRules.query_range
 
 
 def no_mask(self, products, row, first, offsets, masked):
@@ -331,16 +331,16 @@ def natural_lse(*arguments):
 
 
 def last_tile_dropped(*arguments):
-  visit = right_queries(*arguments)
-  return replace(visit, count=(visit.count - 1).maximum(1))
+  tile_range = right_queries(*arguments)
+  return replace(tile_range, n_tiles=(tile_range.n_tiles - 1).maximum(1))
 
 
 MISTAKES: dict[str, tuple[Any, str, Any, bool]] = {
   "no causal mask on the diagonal": (HeadRules, "scores", no_mask, True),
-  "last tile of queries dropped": (HeadRules, "visit_queries", last_tile_dropped, False),
+  "last tile of queries dropped": (HeadRules, "query_range", last_tile_dropped, False),
   "no scale": (None, "store_scaled", no_scale, False),
-  "no delta": (Numbers, "of", no_delta, False),
-  "the lse in another base": (Numbers, "of", natural_lse, False),
+  "no delta": (RowStats, "of", no_delta, False),
+  "the lse in another base": (RowStats, "of", natural_lse, False),
 }
 
 
@@ -367,6 +367,6 @@ def test_what_is_not_transposed_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("arch", SCHEDULES)
 def test_a_slot_filled_too_early_is_caught(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
   """Every tile in one slot: the copy of the next overwrites what is being read."""
-  monkeypatch.setattr(panels.Panels, "tile", lambda self, n_tile, *after: right_tile(self, n_tile * 0, *after))
+  monkeypatch.setattr(swizzled.SwizzledTiles, "tile", lambda self, n_tile, *after: right_tile(self, n_tile * 0, *after))
   with on(arch), pytest.raises(emulator.KernelError, match="LDS"):
     run(SCHEDULES[arch], (1, 1, 50, 300, 16, 16), PAIRS[arch][0])

@@ -20,7 +20,7 @@ from uopattn.kernels import cuda_forward, hopper_forward
 from uopattn.plan.dispatch import FORWARD
 from uopattn.plan.forward import forward
 from uopattn.plan.launch import Launch
-from uopattn.spec.arguments import Extras
+from uopattn.spec.arguments import Arguments
 from uopattn.spec.spec import make_spec
 
 Options = dict[str, Any]
@@ -73,11 +73,11 @@ def plain(name: str, x: Any) -> Any:
 def run(arch: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
   """Output and LSE with small tiles, which take the least time to lower."""
   named = {name: on_device(x) for name, x in options.items()}
-  extras = Extras(enable_gqa=True, return_lse=True, **named)
-  spec = make_spec(q, k, v, extras)
+  arguments = Arguments(enable_gqa=True, return_lse=True, **named)
+  spec = make_spec(q, k, v, arguments)
   tiles = TILES[arch]
   (schedule,) = [x for x in FORWARD if x.tiles is type(tiles)]
-  out, lse = forward(Launch(schedule, schedule.kernels[0], spec, tiles), q, k, v, extras=extras)
+  out, lse = forward(Launch(schedule, schedule.kernels[0], spec, tiles), q, k, v, arguments=arguments)
   assert lse is not None
   Tensor.realize(out, lse)
   return out, lse
@@ -232,7 +232,7 @@ MISTAKES: dict[str, tuple[str, Any, str]] = {
   "sinks forgotten": ("sink", lambda self, row: None, "sinks"),
   "keys past the length seen": ("length", property(lambda self: UOp.const(self.rules.N)), "lengths"),
   "window one key narrow": ("_firsts", lambda self, row: [x + 1 for x in right_window(self, row)], "window"),
-  "softcap forgotten": ("modified", lambda self, score, *x: score, "softcap"),
+  "softcap forgotten": ("apply_score_mods", lambda self, score, *x: score, "softcap"),
 }
 
 

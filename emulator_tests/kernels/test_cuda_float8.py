@@ -24,16 +24,16 @@ import uopattn.emulator as emulator
 from uopattn import attention
 from uopattn.dsl import instructions
 from uopattn.dsl.limits import lds_limit
-from uopattn.dsl.nvidia import mma, panels, quads
+from uopattn.dsl.nvidia import mma, mma_layout, swizzled
 from uopattn.dsl.rules.rules import HeadRules
-from uopattn.dsl.schedule import FLOAT8
+from uopattn.dsl.schedule import DTYPES_8
 from uopattn.dsl.target import Target
 from uopattn.kernels import cuda_forward
 from uopattn.plan.dispatch import NoKernel, dispatch
 from uopattn.proof.gate import numpy
 from uopattn.spec.spec import AttentionSpec
 
-E4M3, E5M2 = FLOAT8
+E4M3, E5M2 = DTYPES_8
 ARCHES = ("sm_89", "sm_90")
 QUICK = 6  # drawn examples in the quick run: each lowers a kernel of its own
 
@@ -49,7 +49,7 @@ SHAPES = {
   "grouped": (2, 4, 2, 50, 90, 24, 40),
   "large head": (1, 1, 1, 20, 40, 256, 256),
 }
-CASES = [(shape, ARCHES[i % 2], FLOAT8[i // 2 % 2]) for i, shape in enumerate(SHAPES)]
+CASES = [(shape, ARCHES[i % 2], DTYPES_8[i // 2 % 2]) for i, shape in enumerate(SHAPES)]
 
 
 @pytest.mark.parametrize(("shape", "arch", "dtype"), CASES, ids=str)
@@ -75,7 +75,7 @@ def test_matches_the_oracle_in_both_types(shape: str, arch: str, dtype, q_start:
   N=st.integers(1, 150),
   Dk=st.sampled_from([1, 8, 15, 32, 48, 64]),
   Dv=st.sampled_from([1, 8, 15, 32, 48, 64]),
-  dtype=st.sampled_from(FLOAT8),
+  dtype=st.sampled_from(DTYPES_8),
   is_causal=st.booleans(),
   q_start=st.integers(-100, 200),
   seed=st.integers(0, 1000),
@@ -86,7 +86,7 @@ def test_any_shape(arch, Hkv, group, M, N, Dk, Dv, dtype, is_causal, q_start, se
     check_attention(*inputs(1, Hkv * group, Hkv, M, N, Dk, Dv, dtype, seed), is_causal=is_causal, q_start=q_start)
 
 
-@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES_8, ids=str)
 def test_rows_that_see_no_key_are_zero(dtype) -> None:
   with on("sm_89"):
     out, lse = attention(
@@ -98,7 +98,7 @@ def test_rows_that_see_no_key_are_zero(dtype) -> None:
     assert np.isfinite(lse.numpy()[0, 0, 70:]).all()
 
 
-@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES_8, ids=str)
 def test_the_largest_values_stay_and_nan_stays_nan(dtype) -> None:
   largest = 448.0 if dtype == E4M3 else 57344.0
   with on("sm_89"):
@@ -130,7 +130,7 @@ def test_small_weights_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"scale": math.log(weight)}
     check_attention(*sources, **options)
     assert numpy(attention(*sources, backend="kernel", **options))[0, 0, 0, 0] == 0.5  # 0.494
-    monkeypatch.setattr(cuda_forward, "P_EXPONENTS", {})
+    monkeypatch.setattr(cuda_forward, "P_SCALE_LOG2", {})
     with pytest.raises(AssertionError, match="worst at"):
       check_attention(*sources, **options)
 
@@ -171,9 +171,9 @@ MISTAKES: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
   "mask one key late": (HeadRules, "last_seen", mask_one_key_late, {"is_causal": True}),
   "no rescale of the accumulator": (cuda_forward, "online_softmax", no_rescale, {}),
   "no rescale of the sum": (cuda_forward, "online_softmax", sum_not_rescaled, {}),
-  "maximum of a lane's own keys": (cuda_forward, "join", own_lane_alone, {}),
-  "sum of a lane's own keys": (quads, "join", own_lane_alone, {}),
-  "last tile dropped": (HeadRules, "visit", last_tile_dropped, {}),
+  "maximum of a lane's own keys": (cuda_forward, "row_reduce", own_lane_alone, {}),
+  "sum of a lane's own keys": (mma_layout, "row_reduce", own_lane_alone, {}),
+  "last tile dropped": (HeadRules, "key_range", last_tile_dropped, {}),
   "keys in another order": (mma.Mma, "as_left", keys_in_another_order, {}),
   "odd columns are the even ones": (instructions, "odd_bytes", instructions.even_bytes, {}),
   "values not transposed": (
@@ -194,7 +194,7 @@ def test_a_mistake_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_slot_filled_too_early_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(panels.Panels, "tile", lambda self, n_tile, *after: right_tile(self, n_tile * 0, *after))
+  monkeypatch.setattr(swizzled.SwizzledTiles, "tile", lambda self, n_tile, *after: right_tile(self, n_tile * 0, *after))
   with on("sm_89"), pytest.raises(emulator.KernelError, match="LDS"):
     check_attention(*inputs(1, 1, 1, 50, 300, 16, 16, E5M2))
 

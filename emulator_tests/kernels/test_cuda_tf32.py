@@ -15,12 +15,12 @@ from tinygrad import Context, Tensor, UOp, dtypes
 import uopattn.emulator as emulator
 from uopattn import attention, flash
 from uopattn.dsl.limits import lds_limit
-from uopattn.dsl.nvidia import panels
+from uopattn.dsl.nvidia import swizzled
 from uopattn.dsl.target import Target
 from uopattn.kernels import cuda_forward
 from uopattn.plan.dispatch import dispatch
 from uopattn.proof.gate import Gate, verify
-from uopattn.spec.arguments import Extras
+from uopattn.spec.arguments import Arguments
 from uopattn.spec.spec import AttentionSpec, make_spec
 
 F32 = dtypes.float32
@@ -88,22 +88,22 @@ def test_each_barrier_and_wait_deleted(causal: bool) -> None:
 
 
 def test_a_slot_filled_too_early_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(panels.Panels, "tile", lambda self, n_tile, *after: right_tile(self, n_tile * 0, *after))
+  monkeypatch.setattr(swizzled.SwizzledTiles, "tile", lambda self, n_tile, *after: right_tile(self, n_tile * 0, *after))
   with pytest.raises(emulator.KernelError, match="LDS"):
     check_tf32((1, 1, 1, 50, 300, 16, 16))
 
 
-def keys_in_order(self: panels.Panels, row: UOp, column: UOp) -> UOp:
+def keys_in_order(self: swizzled.SwizzledTiles, row: UOp, column: UOp) -> UOp:
   """A lane's two keys are t and t + 4 of 8, as the hardware counts k."""
   pair, odd = row % 8 // 2, row % 2
   return right_element(self, row // 8 * 8 + pair + 4 * odd, column)
 
 
-right_element = panels.Panels.element
+right_element = swizzled.SwizzledTiles.element
 
 
 def test_keys_in_another_order_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(panels.Panels, "element", keys_in_order)
+  monkeypatch.setattr(swizzled.SwizzledTiles, "element", keys_in_order)
   with pytest.raises(AssertionError, match="worst at"):
     check_tf32((1, 1, 1, 50, 150, 16, 16))
 
@@ -134,7 +134,7 @@ def test_only_where_it_is_allowed() -> None:
     q, k, v = inputs(1, 1, 1, 20, 20, 16, 16, F32)
     for allowed in (0, 1, 0):
       with Context(ALLOW_TF32=allowed):
-        assert make_spec(q, k, v, Extras()).tf32 == bool(allowed)
+        assert make_spec(q, k, v, Arguments()).tf32 == bool(allowed)
         if allowed:
           attention(q, k, v, backend="kernel").realize()
           continue
@@ -154,7 +154,7 @@ def test_without_permission_plain_ops_serve(caplog: pytest.LogCaptureFixture) ->
 
 def test_other_types_and_devices_do_not_ask() -> None:
   with Context(ALLOW_TF32=1), on("sm_80"):
-    assert not make_spec(*inputs(1, 1, 1, 8, 8, 8, 8), Extras()).tf32
+    assert not make_spec(*inputs(1, 1, 1, 8, 8, 8, 8), Arguments()).tf32
   exact = AttentionSpec(1, 1, 1, 100, 100, 64, 64, F32, 0.125)
   assert dispatch(exact, Target("CPU", "x86_64")).schedule.name == "cpu_forward"
 

@@ -9,7 +9,7 @@ from tinygrad import UOp, dtypes
 
 import uopattn.emulator as emulator
 from uopattn.dsl.limits import lds_limit
-from uopattn.dsl.nvidia import mma, panels
+from uopattn.dsl.nvidia import mma, swizzled
 from uopattn.dsl.target import Target
 from uopattn.kernels import cuda_forward
 from uopattn.plan.dispatch import NoKernel, dispatch
@@ -69,7 +69,7 @@ def test_each_barrier_deleted(causal: bool) -> None:
 
 
 def test_a_slot_filled_too_early_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(panels.Panels, "tile", lambda self, n_tile, *after: right_tile(self, n_tile * 0, *after))
+  monkeypatch.setattr(swizzled.SwizzledTiles, "tile", lambda self, n_tile, *after: right_tile(self, n_tile * 0, *after))
   with on(ARCH), pytest.raises(emulator.KernelError, match="LDS"):
     check_attention(*inputs(1, 1, 1, 50, 300, 16, 16))
 

@@ -20,12 +20,12 @@ from uopattn.plan.target import target_of
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="these are x86-64 machines")
 
-WIDE = "x86-64-v4,prefer-vector-width=512"  # clang prefers half the width for most processors
+DTYPES_16_32 = "x86-64-v4,prefer-vector-width=512"  # clang prefers half the width for most processors
 UNITS = {
   "SSE4": ("x86-64-v2", "sse4_2", VectorUnit(4, 16)),
   "AVX2": ("x86-64-v3", "avx2", VectorUnit(8, 16)),
   "AVX-512 in half width": ("x86-64-v4", "avx512vl", VectorUnit(8, 32)),
-  "AVX-512 in full width": (WIDE, "avx512vl", VectorUnit(16, 32)),
+  "AVX-512 in full width": (DTYPES_16_32, "avx512vl", VectorUnit(16, 32)),
 }
 
 

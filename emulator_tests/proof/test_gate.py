@@ -9,7 +9,7 @@ from simulated import Case, Kernel, of_type
 from tinygrad import Tensor, dtypes
 
 import uopattn.proof.gate as verify_module
-from uopattn.dsl.schedule import FLOAT8
+from uopattn.dsl.schedule import DTYPES_8
 from uopattn.proof.gate import Gate, Report, compare, numpy, verify
 from uopattn.proof.oracle import EXACT, PRECISIONS, Array, Precision, oracle
 
@@ -64,7 +64,7 @@ def judged(out: Array, dtype) -> bool:
   return all(report.correct for report in verify(q, k, v, o))
 
 
-REJECTED = [(name, dtype) for name in WRONG for dtype in PRECISIONS if dtype not in FLOAT8 or name not in TOO_FINE]
+REJECTED = [(name, dtype) for name in WRONG for dtype in PRECISIONS if dtype not in DTYPES_8 or name not in TOO_FINE]
 
 
 @pytest.mark.parametrize(("name", "dtype"), REJECTED)
@@ -72,7 +72,7 @@ def test_rejects(name: str, dtype) -> None:
   assert not judged(WRONG[name](*INPUTS), dtype)
 
 
-@pytest.mark.parametrize("dtype", FLOAT8)
+@pytest.mark.parametrize("dtype", DTYPES_8)
 @pytest.mark.parametrize("options", [{"scale": 1.0}, {"is_causal": True}, {}], ids=str)
 def test_the_log_sum_exp_shows_what_8_bits_hide(options: dict[str, Any], dtype) -> None:
   q, k, v = (numpy(Tensor(x).cast(dtype)) for x in INPUTS)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tinygrad.dtype import float_to_fp8, fp8_to_float
 
-from uopattn.dsl.schedule import DTYPES, FLOAT8
+from uopattn.dsl.schedule import DTYPES, DTYPES_8
 from uopattn.proof.oracle import CHUNK, PRECISIONS, TF32, Array, cut_to_tf32, oracle, round_to_bfloat16, round_to_bits
 
 
@@ -110,7 +110,7 @@ def test_bfloat16_rounds_to_nearest_even() -> None:
   assert np.isnan(round_to_bfloat16(np.array([np.nan], np.float32)))[0]
 
 
-@pytest.mark.parametrize("dtype", FLOAT8)
+@pytest.mark.parametrize("dtype", DTYPES_8)
 def test_8_bit_floats_are_rounded_as_tinygrad_rounds_them(dtype) -> None:
   """Every number of the type, every tie between two, their neighbours, and what is too large or too small."""
   numbers = np.array([fp8_to_float(code, dtype) for code in range(256)])

@@ -16,7 +16,7 @@ from tinygrad.runtime.ops_cpu import CPUProgram
 
 from uopattn import attention
 from uopattn.runtime import threads
-from uopattn.runtime.team import ARGUMENTS, Team
+from uopattn.runtime.team import MOST_ARGUMENTS, Team
 from uopattn.runtime.threads import ThreadedProgram, thread_count
 
 
@@ -107,8 +107,8 @@ def test_workers_keep_off_the_callers_core(three: Team) -> None:
 
 
 def test_too_many_arguments(three: Team) -> None:
-  with pytest.raises(ValueError, match=f"a kernel of {ARGUMENTS} arguments; at most {ARGUMENTS - 1} can be"):
-    three.run(0, [0] * ARGUMENTS, 1, 1, 1)
+  with pytest.raises(ValueError, match=f"a kernel of {MOST_ARGUMENTS} arguments; at most {MOST_ARGUMENTS - 1} can be"):
+    three.run(0, [0] * MOST_ARGUMENTS, 1, 1, 1)
 
 
 def test_number_of_threads_follows_tinygrad_and_the_affinity(monkeypatch: pytest.MonkeyPatch) -> None:

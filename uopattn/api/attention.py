@@ -15,7 +15,7 @@ from uopattn.plan.launch import Launch
 from uopattn.plan.reference import reference
 from uopattn.plan.target import target_of
 from uopattn.runtime.log import log_once
-from uopattn.spec.arguments import Extras, check_dropout
+from uopattn.spec.arguments import Arguments, check_dropout
 from uopattn.spec.block_mask import BlockMask
 from uopattn.spec.spec import BACKENDS, AttentionSpec, make_spec
 from uopattn.spec.tensors import batched, check_dimensions, operands
@@ -149,7 +149,7 @@ def attention(
     >>> attention(q, k, Tensor([[[1.0], [3.0], [5.0]]]), is_causal=True).tolist()
     [[[1.0], [2.0], [3.0]]]
   """
-  extras = Extras(
+  arguments = Arguments(
     attn_mask=attn_mask,
     dropout_p=dropout_p,
     is_causal=is_causal,
@@ -166,30 +166,32 @@ def attention(
     block_mask=block_mask,
     return_lse=return_lse,
   )
-  return attend(q, k, v, extras, backend)
+  return attend(q, k, v, arguments, backend)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, extras: Extras, backend: str) -> Any:
+def attend(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, backend: str) -> Any:
   """What `attention` and its kin come down to: checks all arguments and runs what `backend` says."""
   if backend not in BACKENDS:
     raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
   q, k, v = operands(q=q, k=k, v=v)
   q4, k4, v4 = (batched(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
   check_dimensions(q=q, k=k, v=v)
-  check_dropout("dropout_p", extras.dropout_p)
-  seed = draw_seed(q.device) if extras.dropout_p > 0 and TRAINING else None
-  extras = replace(extras.settled(q.device), seed=seed)
-  spec = make_spec(q4, k4, v4, extras)
-  out, lse = _run(q4, k4, v4, spec, extras, backend)
+  check_dropout("dropout_p", arguments.dropout_p)
+  seed = draw_seed(q.device) if arguments.dropout_p > 0 and TRAINING else None
+  arguments = replace(arguments.settled(q.device), seed=seed)
+  spec = make_spec(q4, k4, v4, arguments)
+  out, lse = _run(q4, k4, v4, spec, arguments, backend)
   if q.ndim == 3:
     out, lse = out.squeeze(0), lse.squeeze(0)
-  return (out, lse) if extras.return_lse else out
+  return (out, lse) if arguments.return_lse else out
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras, backend: str) -> tuple[Tensor, Tensor]:
+def _run(
+  q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, arguments: Arguments, backend: str
+) -> tuple[Tensor, Tensor]:
   """Runs attention on checked arguments of four dimensions; returns the output and the LSE."""
   if backend == "reference":
-    return reference(q, k, v, spec, extras)
+    return reference(q, k, v, spec, arguments)
   try:
     launch = _launch(q.device, spec)
   except NoKernel as error:
@@ -197,8 +199,8 @@ def _run(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras, b
       raise ValueError(f"backend='kernel': {error}") from error
     for reason in error.reasons:
       log_once(f"attention falls back to plain tinygrad ops: {reason}")
-    return reference(q, k, v, spec, extras)
-  return forward(launch, q, k, v, extras=extras, backend=backend)
+    return reference(q, k, v, spec, arguments)
+  return forward(launch, q, k, v, arguments=arguments, backend=backend)
 
 
 def _launch(device: object, spec: AttentionSpec) -> Launch:

@@ -9,7 +9,7 @@ from tinygrad import Device, Tensor, UOp, dtypes
 from uopattn.dsl.target import Target
 from uopattn.plan.dispatch import dispatch
 from uopattn.plan.target import target_of
-from uopattn.spec.arguments import Extras
+from uopattn.spec.arguments import Arguments
 from uopattn.spec.spec import make_spec
 from uopattn.spec.tensors import batched, check_dimensions, described, dtype_name, near
 
@@ -72,7 +72,7 @@ def flash(
   q4, k4, v4 = (batched(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
   check_dimensions(q=q, k=k, v=v)
   tables = cast(tuple[Tensor, ...], aux)  # of which only shapes and types are asked
-  options = Extras(
+  options = Arguments(
     is_causal=causal,
     scale=scale,
     q_start=near(q_start),

@@ -10,13 +10,13 @@ from tinygrad.dtype import DType
 from uopattn.api.attention import attend
 from uopattn.api.options import CacheOptions
 from uopattn.dsl import sizes
-from uopattn.dsl.rules.eight_bits import EIGHT_BITS
-from uopattn.dsl.schedule import WIDE
-from uopattn.spec.arguments import Extras, check_place
+from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES
+from uopattn.dsl.schedule import DTYPES_16_32
+from uopattn.spec.arguments import Arguments, check_place
 from uopattn.spec.block_mask import BlockMask
 from uopattn.spec.tensors import batched, check_tensor, dtype_name, placed
 
-LARGEST = {dtypes.int8: 127.0, dtypes.fp8e4m3: 448.0, dtypes.fp8e5m2: 57344.0}
+MAX_STORED = {dtypes.int8: 127.0, dtypes.fp8e4m3: 448.0, dtypes.fp8e5m2: 57344.0}
 FRACTION = {dtypes.fp8e4m3: 3, dtypes.fp8e5m2: 2}  # bits
 LEAST = 2.0**-126  # the smallest float32 whose reciprocal is finite
 
@@ -92,7 +92,7 @@ class KVCache:
     for name, size in (("B", B), ("Hkv", Hkv), ("N_max", N_max), ("Dk", Dk), ("Dv", Dv)):
       if not isinstance(size, int) or size < 1:
         raise ValueError(f"{name} is {size!r}; it must be an int >= 1")
-    accepted = (*WIDE, *EIGHT_BITS)
+    accepted = (*DTYPES_16_32, *QUANTIZED_DTYPES)
     if dtype not in accepted:
       raise TypeError(f"dtype is {dtype_name(dtype)}; accepted are {', '.join(map(dtype_name, accepted))}")
 
@@ -102,7 +102,7 @@ class KVCache:
     self.k, self.v = (zeros(B, Hkv, N_max, D, dtype=dtype) for D in (Dk, Dv))
     self.k_scale: Tensor | None = None
     self.v_scale: Tensor | None = None
-    if dtype in EIGHT_BITS:
+    if dtype in QUANTIZED_DTYPES:
       self.k_scale, self.v_scale = (zeros(B, Hkv, N_max, dtype=dtypes.float) for _ in range(2))
 
   def append(self, k: Tensor, v: Tensor, start: int | UOp) -> None:
@@ -132,7 +132,7 @@ class KVCache:
       B, Hkv, _, D = sizes(held)
       if x.shape != (B, Hkv, M, D) or M < 1:
         raise ValueError(f"{name} has shape {x.shape}; it must be ({B}, {Hkv}, M, {D}), M >= 1 and the same of k and v")
-      if x.dtype not in (accepted := WIDE if held.dtype in EIGHT_BITS else (held.dtype,)):
+      if x.dtype not in (accepted := DTYPES_16_32 if held.dtype in QUANTIZED_DTYPES else (held.dtype,)):
         given = f"{name} has dtype {dtype_name(x.dtype)}, the cache has {dtype_name(held.dtype)}"
         raise TypeError(f"{given}; accepted are {', '.join(map(dtype_name, accepted))}")
       if x.device != held.device:
@@ -223,7 +223,7 @@ class KVCache:
     q = placed(check_tensor("q", q), self._device, self._weak)
     M = sizes(batched("q", q))[2]
     self._check(start, M)
-    extras = Extras(
+    arguments = Arguments(
       attn_mask=attn_mask,
       dropout_p=dropout_p,
       is_causal=is_causal,
@@ -241,7 +241,7 @@ class KVCache:
       return_lse=return_lse,
       scales=None if self.k_scale is None or self.v_scale is None else (self.k_scale, self.v_scale),
     )
-    return attend(q, self.k, self.v, extras, backend)
+    return attend(q, self.k, self.v, arguments, backend)
 
   @property
   def _device(self) -> str:
@@ -250,7 +250,7 @@ class KVCache:
   @property
   def _weak(self) -> DType:
     """The dtype that constants of a weak dtype take."""
-    return dtypes.default_float if self.k.dtype in EIGHT_BITS else self.k.dtype
+    return dtypes.default_float if self.k.dtype in QUANTIZED_DTYPES else self.k.dtype
 
   def _check(self, start: int | UOp, M: int) -> None:
     """Raises an error unless M positions from `start` on are within the cache."""
@@ -269,11 +269,11 @@ def quantized(x: Tensor, dtype: DType) -> tuple[Tensor, Tensor]:
   """
   x = x.float()
   largest = x.abs().bitcast(dtypes.int).max(-1).bitcast(dtypes.float)  # as ints, NaN > infinity > any number
-  scale = (largest < inf).where((largest < LEAST * LARGEST[dtype]).where(0, largest / LARGEST[dtype]), nan)
+  scale = (largest < inf).where((largest < LEAST * MAX_STORED[dtype]).where(0, largest / MAX_STORED[dtype]), nan)
   known = (scale > 0).unsqueeze(-1)
   rows = known.where(x / known.where(scale.unsqueeze(-1), 1), 0)
   rounded = rows.round() if dtype == dtypes.int8 else _rounded(rows, FRACTION[dtype])
-  return rounded.clip(-LARGEST[dtype], LARGEST[dtype]).cast(dtype), scale
+  return rounded.clip(-MAX_STORED[dtype], MAX_STORED[dtype]).cast(dtype), scale
 
 
 def _rounded(x: Tensor, bits: int) -> Tensor:

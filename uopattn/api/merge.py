@@ -43,11 +43,11 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor
   shift = highest.eq(-inf).where(0, highest)  # -inf - -inf is NaN
   weights = [(lse - shift).exp() for lse in lses]
   total = reduce(Tensor.add, weights)
-  blind = total.eq(0)
-  total = blind.where(1, total)
+  no_key = total.eq(0)
+  total = no_key.where(1, total)
   shares = ((weight / total).unsqueeze(-1) for weight in weights)
   parts = [share * share.eq(0).where(0, out.float()) for share, out in zip(shares, outs, strict=True)]
-  return reduce(Tensor.add, parts).cast(outs[0].dtype), blind.where(-inf, shift + total.log())
+  return reduce(Tensor.add, parts).cast(outs[0].dtype), no_key.where(-inf, shift + total.log())
 
 
 def _checked(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:

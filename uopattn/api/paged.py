@@ -10,7 +10,7 @@ from tinygrad.uop.ops import Ops, sym_infer
 from uopattn.api.attention import attend
 from uopattn.api.options import PagedOptions
 from uopattn.dsl import sizes
-from uopattn.spec.arguments import Extras, check_place
+from uopattn.spec.arguments import Arguments, check_place
 from uopattn.spec.tensors import check_tensor, dtype_name, operands, placed
 
 if TYPE_CHECKING:  # numpy takes a while to import
@@ -123,7 +123,7 @@ def attention_paged(
   _check_table(page_table, q)
   P, _, page_size, _ = sizes(k_pages)
   _check_lengths(kv_lengths, page_table, P, page_size)
-  extras = Extras(
+  arguments = Arguments(
     is_causal=is_causal,
     scale=scale,
     enable_gqa=enable_gqa,
@@ -138,7 +138,7 @@ def attention_paged(
     return_lse=return_lse,
     page_table=_as_int(page_table, P),
   )
-  return attend(q, k_pages, v_pages, extras, backend)
+  return attend(q, k_pages, v_pages, arguments, backend)
 
 
 def _check_table(table: object, q: Tensor) -> None:

@@ -11,8 +11,8 @@ from uopattn.api.attention import attend
 from uopattn.api.options import VarlenOptions
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.masks import FAR
-from uopattn.spec.arguments import Extras
-from uopattn.spec.spec import make_spec, sides
+from uopattn.spec.arguments import Arguments
+from uopattn.spec.spec import make_spec, window_with_causal
 from uopattn.spec.tensors import as_int, check_tensor, described, dtype_name, near, operands, placed
 
 Offsets = Tensor | list[int] | tuple[int, ...]
@@ -118,7 +118,7 @@ def attention_varlen(
       raise ValueError(f"{name} has shape {x.shape}; it must have three dimensions, (total, H, head size)")
   q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # heads first
   M, N, device = sizes(q)[1], sizes(k)[1], str(q.device)
-  given = Extras(
+  given = Arguments(
     is_causal=is_causal,
     scale=scale,
     enable_gqa=enable_gqa,
@@ -137,12 +137,12 @@ def attention_varlen(
   if ends_q.shape != ends_k.shape:
     raise ValueError(f"cu_seqlens_k has shape {ends_k.shape}, cu_seqlens_q {ends_q.shape}; they must be the same")
   starts = _starts(q_start, sizes(ends_q)[0] - 1, device)
-  bounds = key_bounds(ends_q, ends_k, M, N, sides(window, is_causal), starts)
-  extras = replace(given, is_causal=False, window=None, bounds=bounds, return_lse=True)
+  bounds = key_bounds(ends_q, ends_k, M, N, window_with_causal(window, is_causal), starts)
+  arguments = replace(given, is_causal=False, window=None, bounds=bounds, return_lse=True)
   if score_mod is not None or mask_mod is not None:
     aux = (*given.aux, *_sequences(ends_q, ends_k, M, N))
-    extras = replace(extras, score_mod=_of_sequences(score_mod, 1), mask_mod=_of_sequences(mask_mod, 0), aux=aux)
-  out, lse = attend(q, k, v, extras, backend)
+    arguments = replace(arguments, score_mod=_of_sequences(score_mod, 1), mask_mod=_of_sequences(mask_mod, 0), aux=aux)
+  out, lse = attend(q, k, v, arguments, backend)
   return (out.transpose(0, 1), lse) if return_lse else out.transpose(0, 1)
 
 

@@ -10,10 +10,10 @@ from tinygrad.helpers import ceildiv
 
 from uopattn.dsl.target import Target
 
-FLOAT16 = (dtypes.float16, dtypes.bfloat16)
-FLOAT8 = (dtypes.fp8e4m3, dtypes.fp8e5m2)
-WIDE = (dtypes.float32, *FLOAT16)
-DTYPES = (*WIDE, *FLOAT8)
+DTYPES_16 = (dtypes.float16, dtypes.bfloat16)
+DTYPES_8 = (dtypes.fp8e4m3, dtypes.fp8e5m2)
+DTYPES_16_32 = (dtypes.float32, *DTYPES_16)
+DTYPES = (*DTYPES_16_32, *DTYPES_8)
 
 FEW = 16  # queries: no more than that are packed, and their keys split
 LEAST_KEYS = 256  # of a part of split keys, on a GPU
@@ -26,7 +26,7 @@ class Problem:
   Attributes:
     dtype: of q and of the output.
     scale: factor on q.k.
-    extras: names of the arguments in use beyond is_causal, q_start, scale, enable_gqa and return_lse.
+    features: names of the arguments in use beyond is_causal, q_start, scale, enable_gqa and return_lse.
     window: the first and last key that a query sees, counted back and on from its position; is_causal is in it.
     block_heads: batches and heads of the block mask; None where there is none.
     kv_dtype: type of k and v where they have scales.
@@ -42,7 +42,7 @@ class Problem:
   Dv: int
   dtype: DType
   scale: float
-  extras: tuple[str, ...] = ()
+  features: tuple[str, ...] = ()
   window: tuple[int | None, int | None] = (None, None)
   block_heads: tuple[int, int] | None = None
   kv_dtype: DType | None = None
@@ -131,8 +131,8 @@ class Schedule:
     dtypes: what q, k and v may be.
     kernels: one for the forward pass; for a backward pass all that it takes.
     tiles: the class of its block sizes.
-    lacks: the arguments, by their names in `Problem.extras`, that it has no code for.
-    packs: how many query heads it takes as the rows of one; `choose` and `split` see a problem so packed.
+    lacks: the arguments, by their names in `Problem.features`, that it has no code for.
+    pack_gqa: how many query heads it takes as the rows of one; `choose` and `split` see a problem so packed.
     split: for a problem, a target and tiles, into how many parts it splits the keys of a few queries; `combine` puts
       them together.
     meant_for: whether it is the one to take where several schedules of a device could serve.
@@ -146,7 +146,7 @@ class Schedule:
   kernels: tuple[Kernel, ...]
   tiles: type | None = None
   lacks: tuple[str, ...] = ()
-  packs: Callable[[Problem], int] = lambda problem: 1
+  pack_gqa: Callable[[Problem], int] = lambda problem: 1
   split: Callable[[Problem, Target, Any], int] = lambda problem, target, tiles: 1
   meant_for: Callable[[Problem, Target], bool] = lambda problem, target: True
   tf32: bool = False

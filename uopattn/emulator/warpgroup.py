@@ -12,7 +12,7 @@ import numpy as np
 from tinygrad.dtype import DType
 from tinygrad.uop.ops import UOp
 
-from uopattn.dsl.nvidia.wgmma import PANEL, ROWS, STEP
+from uopattn.dsl.nvidia.wgmma import PANEL, K, M
 
 from . import alu
 from .copies import NOTHING
@@ -111,11 +111,11 @@ def _left(run: Run, u: UOp, pointer: Pointer, steps: int, groups: np.ndarray, op
   """(warpgroups, 64, 16 steps) bits of the left operand in registers."""
   words = pointer.memory.load(u, pointer.index, pointer.dtype, 4 * steps)
   operands += [(pointer.memory, int(np.max(pointer.index)) + i, word) for i, word in enumerate(words)]
-  result = np.empty((len(groups), ROWS, STEP * steps), np.uint16)
+  result = np.empty((len(groups), M, K * steps), np.uint16)
   thread = np.arange(THREADS)
   for i, word in enumerate(words):
     row = thread // 32 * 16 + thread % 32 // 4 + 8 * (i % 2)
-    column = i // 4 * STEP + i % 4 // 2 * 8 + 2 * (thread % 4)
+    column = i // 4 * K + i % 4 // 2 * 8 + 2 * (thread % 4)
     bits = run.spread(word)[groups[:, None] + thread].astype(np.uint32)
     result[:, row, column], result[:, row, column + 1] = bits & 0xFFFF, bits >> 16
   return result
@@ -135,12 +135,12 @@ def _start(
 ) -> None:
   groups = _groups(run, u)
   flight = Flight(u, groups, d.memory, int(np.max(d.index)), [], [], [])
-  k = STEP * steps
+  k = K * steps
   if registers:
     left = _left(run, u, a, steps, groups, flight.operands)
     right = _read(run, u, b, k, n, panels[1], groups, flight.reads)
   else:
-    left = _read(run, u, a, ROWS, k, panels[0], groups, flight.reads)
+    left = _read(run, u, a, M, k, panels[0], groups, flight.reads)
     right = _read(run, u, b, n, k, panels[1], groups, flight.reads).swapaxes(1, 2)
   left, right = (alu.decode(x.view(alu.storage(dtype)), dtype).astype(np.float32) for x in (left, right))
   product = left @ right  # (warpgroups, 64, n)

@@ -9,7 +9,7 @@ from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import AxisType, KernelInfo
 
 from uopattn.dsl import Scope, sizes
-from uopattn.dsl.cpu.strips import accumulate, zeros
+from uopattn.dsl.cpu.register_blocks import accumulate, zeros
 from uopattn.runtime.threads import threaded
 
 READ = 1 << 28  # bytes: several times what the largest caches of two cores hold

@@ -28,7 +28,7 @@ from uopattn.plan.target import target_of
 from uopattn.proof.gate import numpy
 from uopattn.proof.oracle import Array
 from uopattn.runtime.threads import thread_count
-from uopattn.spec.arguments import NO_EXTRAS
+from uopattn.spec.arguments import NO_ARGUMENTS
 
 
 def output_gradient(problem: Problem) -> Tensor:
@@ -55,7 +55,7 @@ def uopattn(problem: Problem) -> Runner:
 
   @TinyJit
   def run() -> list[Tensor]:
-    grads = by_kernels(launches, Saved.of(p.spec, p.q, p.k, p.v, out, lse, do), NO_EXTRAS)
+    grads = by_kernels(launches, Saved.of(p.spec, p.q, p.k, p.v, out, lse, do), NO_ARGUMENTS)
     Tensor.realize(*grads)
     return grads
 

@@ -18,7 +18,7 @@ from uopattn.plan.dispatch import BACKWARD, FORWARD, NoKernel, dispatch, dispatc
 from uopattn.plan.target import shown, target_of
 from uopattn.runtime.clang import NoCompiler, clang_version, find_clang
 from uopattn.runtime.machine import machine_record
-from uopattn.spec.arguments import Extras
+from uopattn.spec.arguments import Arguments
 from uopattn.spec.spec import AttentionSpec, make_spec
 from uopattn.spec.tensors import dtype_name
 
@@ -33,7 +33,7 @@ def line(name: str, text: object) -> None:
 def case(dtype: DType, queries: int) -> AttentionSpec:
   """A plain attention."""
   q, k, v = (Tensor.empty(1, 1, n, HEAD_SIZE, dtype=dtype) for n in (queries, KEYS, KEYS))
-  return make_spec(q, k, v, Extras(return_lse=True))
+  return make_spec(q, k, v, Arguments(return_lse=True))
 
 
 def taken(schedule: Schedule, spec: AttentionSpec, target: Target) -> str:

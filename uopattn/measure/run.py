@@ -27,7 +27,7 @@ from uopattn.plan.launch import Launch
 from uopattn.plan.target import shown
 from uopattn.proof.gate import Report, verify
 from uopattn.runtime.machine import machine_record
-from uopattn.spec.arguments import Extras
+from uopattn.spec.arguments import Arguments
 from uopattn.spec.spec import AttentionSpec, make_spec
 from uopattn.spec.tensors import dtype_name
 
@@ -181,7 +181,7 @@ def prepare(config: Config, target: Target) -> Problem:
   """
   q, k, v = inputs(config)
   try:
-    spec = make_spec(q, k, v, Extras(is_causal=bool(config.causal), enable_gqa=True, return_lse=True))
+    spec = make_spec(q, k, v, Arguments(is_causal=bool(config.causal), enable_gqa=True, return_lse=True))
   except (TypeError, ValueError) as error:
     raise Usage(str(error)) from error
   try:

@@ -22,14 +22,14 @@ from uopattn.kernels import (
   hopper_forward,
 )
 from uopattn.plan.launch import Launch
-from uopattn.runtime.team import ARGUMENTS
+from uopattn.runtime.team import MOST_ARGUMENTS
 from uopattn.spec.spec import AttentionSpec
 from uopattn.spec.tensors import dtype_name
 
 # Of several schedules that are meant for a case, the first one is taken.
 FORWARD = tuple(x.SCHEDULE for x in (cpu_forward, cpu_decode, amd_forward, hopper_forward, cuda_forward))
 BACKWARD = tuple(x.SCHEDULE for x in (cpu_backward, amd_backward, hopper_backward, cuda_backward))
-CPU_ARGUMENTS = ARGUMENTS - 2  # that a call on a CPU may have, besides the number of its work item
+CPU_ARGUMENTS = MOST_ARGUMENTS - 2  # that a call on a CPU may have, besides the number of its work item
 
 
 class NoKernel(ValueError):
@@ -116,12 +116,12 @@ def _launches(schedule: Schedule, spec: AttentionSpec, target: Target, tiles: An
   """The launches of all kernels of a schedule. Raises NoKernel."""
   if against := reasons_against(schedule, spec):
     raise NoKernel(*against)
-  packs = schedule.packs(spec)
-  seen = spec.packed(packs)
+  pack_gqa = schedule.pack_gqa(spec)
+  seen = spec.packed(pack_gqa)
 
   def launch(kernel: Kernel) -> Launch:
     found = tiles or kernel.choose(seen, target)
-    return Launch(schedule, kernel, spec, found, packs, schedule.split(seen, target, found) if spec.few else 1)
+    return Launch(schedule, kernel, spec, found, pack_gqa, schedule.split(seen, target, found) if spec.few else 1)
 
   try:
     launches = tuple(map(launch, schedule.kernels))
@@ -134,7 +134,7 @@ def _launches(schedule: Schedule, spec: AttentionSpec, target: Target, tiles: An
 def check_arguments(launches: Sequence[Launch], target: Target) -> None:
   """Raises ValueError if a call would have more buffers and Variables than one on a CPU may have."""
   calls = (call for x in launches for call in stages(x))
-  if target.device == "CPU" and (count := max(call.arguments() for call in calls)) > CPU_ARGUMENTS:
+  if target.device == "CPU" and (count := max(call.argument_count() for call in calls)) > CPU_ARGUMENTS:
     raise ValueError(
       f"takes {CPU_ARGUMENTS} Tensors and Variables at most, its results among them, and would be given {count}; "
       "pass fewer in aux, for example several as one"
@@ -148,7 +148,7 @@ def reasons_against(schedule: Schedule, spec: AttentionSpec) -> list[str]:
     "bounds": "has no code for sequences one after another, as attention_varlen has them",
     "scales": "has no code for keys and values of 8 bits that have scales",
   }
-  lacks = [name for name in spec.extras if name in schedule.lacks]
+  lacks = [name for name in spec.features if name in schedule.lacks]
   against = [f"{schedule.name} {wanted.get(name, f'has no {name}; leave it at its default')}" for name in lacks]
   if spec.dtype not in schedule.dtypes:
     accepted = " or ".join(map(dtype_name, schedule.dtypes))

@@ -7,7 +7,7 @@ from tinygrad import Tensor
 from uopattn.plan.dispatch import stages
 from uopattn.plan.gradient import with_gradient
 from uopattn.plan.launch import Launch
-from uopattn.spec.arguments import NO_EXTRAS, Extras
+from uopattn.spec.arguments import NO_ARGUMENTS, Arguments
 
 
 def forward(
@@ -17,7 +17,7 @@ def forward(
   v: Tensor,
   o: Tensor | None = None,
   lse: Tensor | None = None,
-  extras: Extras = NO_EXTRAS,
+  arguments: Arguments = NO_ARGUMENTS,
   backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
   """The output and the LSE, of inputs of four dimensions; `o` and `lse` are the buffers to write to, new ones if None.
@@ -27,15 +27,15 @@ def forward(
   """
   assert launch.spec.return_lse
   device = str(q.device)
-  extras, gradient = with_gradient(launch.spec, extras.each(Tensor.contiguous), extras.attn_mask, backend)
+  arguments, gradient = with_gradient(launch.spec, arguments.each(Tensor.contiguous), arguments.attn_mask, backend)
   given: dict[str, Sequence[Tensor]] = {name: [x.contiguous()] for name, x in (("q", q), ("k", k), ("v", v))}
-  given |= extras.buffers()
-  if extras.block_mask is not None:
-    given["tile_lists"] = launch.lists(extras.block_mask)
+  given |= arguments.buffers()
+  if arguments.block_mask is not None:
+    given["tile_lists"] = launch.lists(arguments.block_mask)
   results = {name: [x] for name, x in (("o", o), ("lse", lse)) if x is not None}
   *before, last = stages(launch)
   for parts in before:
-    found = parts.run(device, given, extras.variables())
-    given |= {"parts": [found["o"]], "lses": [found["lse"]]}
-  found = last.run(device, given | results, () if before else extras.variables(), gradient)
+    found = parts.run(device, given, arguments.variables())
+    given |= {"partial_o": [found["o"]], "partial_lse": [found["lse"]]}
+  found = last.run(device, given | results, () if before else arguments.variables(), gradient)
   return found["o"], found["lse"]

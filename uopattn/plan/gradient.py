@@ -22,27 +22,31 @@ from uopattn.plan.launch import DIFFERENTIABLE, Gradient, Launch
 from uopattn.plan.reference import dropped, keys_of, reference, scores_of
 from uopattn.plan.target import target_of
 from uopattn.runtime.log import log_once
-from uopattn.spec.arguments import Extras, four_axes
+from uopattn.spec.arguments import Arguments, four_axes
 from uopattn.spec.expanded import unfolded
 from uopattn.spec.spec import AttentionSpec
 
 
-def with_gradient(spec: AttentionSpec, extras: Extras, mask: Tensor | None, backend: str) -> tuple[Extras, Gradient]:
+def with_gradient(
+  spec: AttentionSpec, arguments: Arguments, mask: Tensor | None, backend: str
+) -> tuple[Arguments, Gradient]:
   """What a forward kernel's call is to be given, and its `grad_fxn`; see `gradient`.
 
   Args:
-    extras: with what kernels read.
+    arguments: with what kernels read.
     mask: the attn_mask that was given, of which kernels may read a part, see `folded`. Its gradient has its shape.
   """
-  part = extras.attn_mask
+  part = arguments.attn_mask
   if mask is None or part is None or not mask.is_floating_point() or four_axes(mask).shape == part.shape:
-    return extras, gradient(spec, extras, extras, backend, [])
+    return arguments, gradient(spec, arguments, arguments, backend, [])
   whole, found = four_axes(mask), list[Tensor]()
-  extras = replace(extras, attn_mask=unfolded(part, whole, found))
-  return extras, gradient(spec, extras, replace(extras, attn_mask=whole.detach()), backend, found)
+  arguments = replace(arguments, attn_mask=unfolded(part, whole, found))
+  return arguments, gradient(spec, arguments, replace(arguments, attn_mask=whole.detach()), backend, found)
 
 
-def gradient(spec: AttentionSpec, extras: Extras, given: Extras, backend: str, of_mask: list[Tensor]) -> Gradient:
+def gradient(
+  spec: AttentionSpec, arguments: Arguments, given: Arguments, backend: str, of_mask: list[Tensor]
+) -> Gradient:
   """The `grad_fxn` of a forward kernel's call, whose first arguments are the output, q, k, v and the LSE.
 
   Gradients of sinks, of an additive mask and of what score_mod reads are tinygrad's own ops, which run only where they
@@ -50,7 +54,7 @@ def gradient(spec: AttentionSpec, extras: Extras, given: Extras, backend: str, o
   are made in any case: some 20 ms of Python for a mask and 50 for what score_mod reads, outside of a `TinyJit`.
 
   Args:
-    extras: with Tensors that are arguments of the call.
+    arguments: with Tensors that are arguments of the call.
     given: with those whose gradients are wanted: of the mask that kernels read a part of the whole.
     backend: "kernel" raises where there are no kernels, "auto" goes through the reference then.
     of_mask: receives the gradient of the mask.
@@ -69,8 +73,8 @@ def gradient(spec: AttentionSpec, extras: Extras, given: Extras, backend: str, o
         log_once(f"the gradient of attention goes through plain tinygrad ops: {reason}")
       found = by_reference(saved, given)
     else:
-      found = [*by_kernels(launches, saved, extras), *of_inputs(saved, given)]
-    others = differentiable(extras)
+      found = [*by_kernels(launches, saved, arguments), *of_inputs(saved, given)]
+    others = differentiable(arguments)
     of_mask[:] = [cast(Tensor, grad) for (name, _), grad in zip(others, found[3:], strict=True) if name == "attn_mask"]
     operands = [saved.q, saved.k, saved.v, *(x for _, x in others)]
     return None, *_in_places(call.src[2:], operands, found)
@@ -137,21 +141,21 @@ class Saved:
     return cls.of(spec, q, k, v, out, lse, do, given.get(lse.ndim))
 
 
-def differentiable(extras: Extras) -> list[tuple[str, Tensor]]:
+def differentiable(arguments: Arguments) -> list[tuple[str, Tensor]]:
   """The Tensors besides q, k and v that have a gradient: an additive mask, sinks, and what score_mod reads."""
-  names = [name for name in DIFFERENTIABLE if name != "aux" or extras.score_mod is not None]
-  return [(name, x) for name, x in extras.tensors() if name in names and dtypes.is_float(x.dtype)]
+  names = [name for name in DIFFERENTIABLE if name != "aux" or arguments.score_mod is not None]
+  return [(name, x) for name, x in arguments.tensors() if name in names and dtypes.is_float(x.dtype)]
 
 
-def by_kernels(launches: tuple[Launch, ...], saved: Saved, extras: Extras) -> list[Tensor]:
+def by_kernels(launches: tuple[Launch, ...], saved: Saved, arguments: Arguments) -> list[Tensor]:
   """dQ, dK and dV."""
   found: dict[str, Tensor] = {}
   given: dict[str, Sequence[Tensor]] = {x: [getattr(saved, x)] for x in ("q", "k", "v", "do", "lse", "delta")}
-  given |= extras.buffers()
+  given |= arguments.buffers()
   for launch in launches:
-    if extras.block_mask is not None:
-      given["tile_lists"] = launch.lists(extras.block_mask)
-    found |= launch.run(str(saved.q.device), given, extras.variables(), _no_further)
+    if arguments.block_mask is not None:
+      given["tile_lists"] = launch.lists(arguments.block_mask)
+    found |= launch.run(str(saved.q.device), given, arguments.variables(), _no_further)
   return [found["dq"], *(summed(found[name], saved.spec) for name in ("dk", "dv"))]
 
 
@@ -166,57 +170,57 @@ def _no_further(*given: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
   raise NotImplementedError("the gradient of attention has no gradient itself through kernels; backend='reference' has")
 
 
-def of_inputs(saved: Saved, extras: Extras) -> list[Tensor | None]:
+def of_inputs(saved: Saved, arguments: Arguments) -> list[Tensor | None]:
   """The gradients of what `differentiable` names, in its order."""
-  names, found = [name for name, _ in differentiable(extras)], list[Tensor | None]()
-  found += [of_mask(saved, extras)] if "attn_mask" in names else []
-  found += [of_sinks(saved, extras)] if "sinks" in names else []
-  return found + (of_aux(saved, extras) if "aux" in names else [])
+  names, found = [name for name, _ in differentiable(arguments)], list[Tensor | None]()
+  found += [of_mask(saved, arguments)] if "attn_mask" in names else []
+  found += [of_sinks(saved, arguments)] if "sinks" in names else []
+  return found + (of_aux(saved, arguments) if "aux" in names else [])
 
 
-def of_sinks(saved: Saved, extras: Extras) -> Tensor:
+def of_sinks(saved: Saved, arguments: Arguments) -> Tensor:
   """The gradient of the sinks, (Hq,). A row that sees no key has a delta of 0."""
   lse = saved.lse.eq(-math.inf).where(0, saved.lse)
-  return -((cast(Tensor, extras.sinks).reshape(1, -1, 1) - lse).exp() * saved.delta).sum((0, 2))
+  return -((cast(Tensor, arguments.sinks).reshape(1, -1, 1) - lse).exp() * saved.delta).sum((0, 2))
 
 
-def of_mask(saved: Saved, extras: Extras) -> Tensor:
+def of_mask(saved: Saved, arguments: Arguments) -> Tensor:
   """The gradient of an additive mask: that of the scores, summed where the mask is the same."""
-  scores = scores_of(saved.q, saved.k, saved.spec, extras)
-  mask, grad = cast(Tensor, extras.attn_mask), of_scores(saved, scores, extras)
+  scores = scores_of(saved.q, saved.k, saved.spec, arguments)
+  mask, grad = cast(Tensor, arguments.attn_mask), of_scores(saved, scores, arguments)
   for axis in (3, 2, 1, 0):
     if mask.shape[axis] == 1:
       grad = grad.sum(axis, keepdim=True).contiguous()  # one axis at a time: a long sum loses digits
   return grad.cast(mask.dtype)
 
 
-def of_aux(saved: Saved, extras: Extras) -> list[Tensor | None]:
+def of_aux(saved: Saved, arguments: Arguments) -> list[Tensor | None]:
   """The gradients of what score_mod reads, by tinygrad's own of the scores."""
-  leaves = extras.each(Tensor.detach)
+  leaves = arguments.each(Tensor.detach)
   scores = scores_of(saved.q.detach(), saved.k.detach(), saved.spec, leaves)
-  total = (scores * of_scores(saved, scores, extras).detach()).sum()
+  total = (scores * of_scores(saved, scores, arguments).detach()).sum()
   return _gradients(total, [x for name, x in differentiable(leaves) if name == "aux"])
 
 
-def of_scores(saved: Saved, scores: Tensor, extras: Extras) -> Tensor:
+def of_scores(saved: Saved, scores: Tensor, arguments: Arguments) -> Tensor:
   """The gradient of the scores, (B, Hq, M, N) float32, in plain ops."""
   s, spec = saved, saved.spec
   groups = spec.B, spec.Hkv, spec.group, spec.M
   p = s.lse.eq(-math.inf).unsqueeze(-1).where(0, (scores - s.lse.unsqueeze(-1)).exp())
-  dp = s.do.float().reshape(*groups, spec.Dv) @ keys_of(s.v, extras, values=True).unsqueeze(2).transpose(-1, -2)
-  return p * (dropped(dp.reshape(scores.shape), spec, extras) - s.delta.unsqueeze(-1))
+  dp = s.do.float().reshape(*groups, spec.Dv) @ keys_of(s.v, arguments, values=True).unsqueeze(2).transpose(-1, -2)
+  return p * (dropped(dp.reshape(scores.shape), spec, arguments) - s.delta.unsqueeze(-1))
 
 
-def by_reference(saved: Saved, extras: Extras) -> list[Tensor | None]:
+def by_reference(saved: Saved, arguments: Arguments) -> list[Tensor | None]:
   """All gradients, through the reference, which keeps (B, Hq, M, N) in memory."""
   # What is detached is a leaf: neither q, k and v nor the gradients are followed to what they are made of, which may
   # be one another.
-  leaves = extras.each(Tensor.detach)
+  leaves = arguments.each(Tensor.detach)
   q, k, v = (x.detach() for x in (saved.q, saved.k, saved.v))
   out, lse = reference(q, k, v, saved.spec, leaves)
   total = (out * saved.do.detach()).sum()
   total = total if saved.dlse is None else total + (lse * saved.dlse.detach()).sum()
-  if extras.scales is not None:  # no 8 bits hold a gradient
+  if arguments.scales is not None:  # no 8 bits hold a gradient
     return [*_gradients(total, [q]), None, None, *_gradients(total, [x for _, x in differentiable(leaves)])]
   return _gradients(total, [q, k, v, *(x for _, x in differentiable(leaves))])
 

@@ -30,7 +30,7 @@ class Launch:
 
   Attributes:
     tiles: its block sizes.
-    packs: query heads that it takes as the rows of one.
+    pack_gqa: query heads that it takes as the rows of one.
     splits: parts that the keys are split into.
     partial: whether its results are those of the parts.
   """
@@ -39,7 +39,7 @@ class Launch:
   kernel: Kernel
   spec: AttentionSpec
   tiles: Any = None
-  packs: int = 1
+  pack_gqa: int = 1
   splits: int = 1
   partial: bool = False
 
@@ -54,14 +54,14 @@ class Launch:
   def buffers(self) -> tuple[Input, ...]:
     """All buffers of a call, in order; an argument may have several, one after another."""
     s, rows = self.spec, (self.spec.B, self.spec.Hq, self.spec.M)
-    part = (s.heads // self.packs * self.splits, self.packs * s.M)
+    part = (s.heads // self.pack_gqa * self.splits, self.pack_gqa * s.M)
     sums = self.kernel.sums(self.tiles)
     heads, of_sums = (s.Hkv * sums, dtypes.float) if sums else (s.Hkv, s.dtype)
     known = {
       "o": (part if self.partial else rows, s.Dv, dtypes.float if self.partial else s.dtype),
       "lse": (part if self.partial else rows, None, dtypes.float),
-      "parts": (part, s.Dv, dtypes.float),
-      "lses": (part, None, dtypes.float),
+      "partial_o": (part, s.Dv, dtypes.float),
+      "partial_lse": (part, None, dtypes.float),
       "q": (rows, s.Dk, s.dtype),
       "k": (s.kept, s.Dk, s.stored),
       "v": (s.kept, s.Dv, s.stored),
@@ -102,7 +102,7 @@ class Launch:
       arguments.setdefault(x.name, []).append(place)
     wanted: dict[str, Any] = {"tiles": self.tiles}
     if "rules" in self.kernel.wants:
-      wanted["rules"] = rules_of(self.spec, arguments, self.packs, self.schedule.operand)
+      wanted["rules"] = rules_of(self.spec, arguments, self.pack_gqa, self.schedule.operand)
     flat = {name: self._flat(name, x) for name, x in own.items() if name not in self.kernel.unread}
     kernel = self.kernel.build(**flat, **{name: wanted[name] for name in self.kernel.wants})
     if not self.kernel.unread:
@@ -114,8 +114,8 @@ class Launch:
 
   def _flat(self, name: str, x: UOp) -> UOp:
     """A buffer with batch and heads as one axis, in which packed heads are one head with more rows."""
-    width = () if name in ("lse", "lses", "delta", "dlse") else x.shape[-1:]
-    rows = self.packs * self.spec.M if name in ("o", "q", "lse") else x.shape[-1 - len(width)]
+    width = () if name in ("lse", "partial_lse", "delta", "dlse") else x.shape[-1:]
+    rows = self.pack_gqa * self.spec.M if name in ("o", "q", "lse") else x.shape[-1 - len(width)]
     return x.reshape(-1, rows, *width)
 
   def estimates(self) -> Estimates:
@@ -128,9 +128,9 @@ class Launch:
       share = sum(widths.get(x, 0) for x in self.kernel.outputs) / (self.spec.Dk + self.spec.Dv)
       moved += self.spec.kv_bytes  # not all pages that there are
       return Estimates(ops=round(self.spec.flops * (1 + share)), lds=moved, mem=moved)
-    return Estimates(ops=2 * sizes.get("parts", sizes["o"]), lds=moved, mem=moved)
+    return Estimates(ops=2 * sizes.get("partial_o", sizes["o"]), lds=moved, mem=moved)
 
-  def arguments(self) -> int:
+  def argument_count(self) -> int:
     """How many buffers and Variables a call has."""
     return len(self.buffers()) + self.spec.variables
 

@@ -8,47 +8,47 @@ from tinygrad import Tensor, UOp, dtypes
 from uopattn.dsl import sizes
 from uopattn.dsl.random import kept
 from uopattn.dsl.rules.masks import FAR
-from uopattn.spec.arguments import Extras
+from uopattn.spec.arguments import Arguments
 from uopattn.spec.spec import AttentionSpec
 from uopattn.spec.trace import of_tensors
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras) -> tuple[Tensor, Tensor]:
+def reference(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, arguments: Arguments) -> tuple[Tensor, Tensor]:
   """The output (B, Hq, M, Dv) in q's dtype and the natural-log LSE (B, Hq, M) in float32; arithmetic in float32."""
-  scores, groups = scores_of(q, k, spec, extras), (spec.B, spec.Hkv, spec.Hq // spec.Hkv)
-  sinks = None if extras.sinks is None else extras.sinks.float().reshape(1, -1, 1, 1)
+  scores, groups = scores_of(q, k, spec, arguments), (spec.B, spec.Hkv, spec.Hq // spec.Hkv)
+  sinks = None if arguments.sinks is None else arguments.sinks.float().reshape(1, -1, 1, 1)
   # Rows that see no key. Of scores that are NaN, max gives -inf too, and `all` of known truths fails in tinygrad.
-  blind = scores.ne(-math.inf).sum(-1, keepdim=True).eq(0)
+  no_key = scores.ne(-math.inf).sum(-1, keepdim=True).eq(0)
   m = scores.max(-1, keepdim=True)
   m = m if sinks is None else m.maximum(sinks)
   m = m.eq(-math.inf).where(0, m).detach()  # nothing depends on it but the range of what is computed
   p = (scores - m).exp()
   l = p.sum(-1, keepdim=True)
   # 1 before it divides: a `where` behind the division would keep NaN out of the result, but not out of its gradient.
-  l = blind.where(1, l if sinks is None else l + (sinks - m).exp())
-  lse = blind.where(-math.inf, m + l.log()).squeeze(-1)
-  p = dropped(p / l, spec, extras)
-  out = p.reshape(*groups, spec.M, spec.N) @ keys_of(v, extras, values=True).unsqueeze(2)
+  l = no_key.where(1, l if sinks is None else l + (sinks - m).exp())
+  lse = no_key.where(-math.inf, m + l.log()).squeeze(-1)
+  p = dropped(p / l, spec, arguments)
+  out = p.reshape(*groups, spec.M, spec.N) @ keys_of(v, arguments, values=True).unsqueeze(2)
   return out.reshape(spec.B, spec.Hq, spec.M, spec.Dv).cast(spec.dtype), lse
 
 
-def scores_of(q: Tensor, k: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
+def scores_of(q: Tensor, k: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tensor:
   """The scores, (B, Hq, M, N) float32, -inf where a key is hidden."""
   q_groups = q.float().reshape(spec.B, spec.Hkv, spec.Hq // spec.Hkv, spec.M, spec.Dk)
-  products = q_groups @ keys_of(k, extras).unsqueeze(2).transpose(-1, -2)
+  products = q_groups @ keys_of(k, arguments).unsqueeze(2).transpose(-1, -2)
   scores = products.reshape(spec.B, spec.Hq, spec.M, spec.N) * spec.scale
-  return _hide(_without_page(_modify(scores, extras), spec, extras), spec, extras)
+  return _hide(_without_page(_modify(scores, arguments), spec, arguments), spec, arguments)
 
 
-def keys_of(x: Tensor, extras: Extras, values: bool = False) -> Tensor:
+def keys_of(x: Tensor, arguments: Arguments, values: bool = False) -> Tensor:
   """k, or v, as (B, Hkv, N, D) float32, with 0 for what is no key: a hidden key has weight 0, and 0 * NaN is NaN."""
   x = x.float()
-  if extras.scales is not None:
-    x = x * extras.scales[values].unsqueeze(-1)
-  if extras.page_table is not None:
-    x = _one_after_another(x, extras.page_table)
-  if extras.kv_lengths is not None:
-    x = (Tensor.arange(x.shape[2]).reshape(1, 1, -1, 1) < _per_batch(extras.kv_lengths)).where(x, 0)
+  if arguments.scales is not None:
+    x = x * arguments.scales[values].unsqueeze(-1)
+  if arguments.page_table is not None:
+    x = _one_after_another(x, arguments.page_table)
+  if arguments.kv_lengths is not None:
+    x = (Tensor.arange(x.shape[2]).reshape(1, 1, -1, 1) < _per_batch(arguments.kv_lengths)).where(x, 0)
   return x
 
 
@@ -58,12 +58,12 @@ def _one_after_another(x: Tensor, table: Tensor) -> Tensor:
   return x[table.clip(0, P - 1)].transpose(1, 2).reshape(B, Hkv, max_pages * page_size, D)
 
 
-def _without_page(scores: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
+def _without_page(scores: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tensor:
   """NaN for keys in what is no page, unless they are hidden by now."""
-  if extras.page_table is None or spec.pages is None:
+  if arguments.page_table is None or spec.pages is None:
     return scores
   P, page_size = spec.pages
-  exists = ((extras.page_table >= 0) & (extras.page_table < P)).repeat_interleave(page_size, 1)
+  exists = ((arguments.page_table >= 0) & (arguments.page_table < P)).repeat_interleave(page_size, 1)
   return (exists.reshape(spec.B, 1, 1, spec.N) | scores.eq(-math.inf)).where(scores, math.nan)
 
 
@@ -86,49 +86,51 @@ class Lookup:
     return inside.where(found, 0).cast(self.dtype)  # elements that tinygrad gathers from a bool Tensor are ints
 
 
-def _modify(scores: Tensor, extras: Extras) -> Tensor:
+def _modify(scores: Tensor, arguments: Arguments) -> Tensor:
   """softcap, then score_mod, then the additive mask."""
-  if extras.softcap is not None:
-    scores = extras.softcap * (scores / extras.softcap).tanh()
-  if extras.score_mod is not None:
-    scores = of_tensors(extras.score_mod, scores, *_indices(scores), *map(Lookup, extras.aux))
-  if extras.attn_mask is not None and extras.attn_mask.dtype != dtypes.bool:
-    scores = scores + extras.attn_mask.float()
+  if arguments.softcap is not None:
+    scores = arguments.softcap * (scores / arguments.softcap).tanh()
+  if arguments.score_mod is not None:
+    scores = of_tensors(arguments.score_mod, scores, *_indices(scores), *map(Lookup, arguments.aux))
+  if arguments.attn_mask is not None and arguments.attn_mask.dtype != dtypes.bool:
+    scores = scores + arguments.attn_mask.float()
   return scores
 
 
-def _hide(scores: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
+def _hide(scores: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tensor:
   """-inf wherever any rule hides a key."""
   b, h, i, j = _indices(scores)
-  position = i + _per_batch(extras.q_start)
+  position = i + _per_batch(arguments.q_start)
   rules: list[Tensor] = []
   left, right = spec.window
   rules += [] if left is None else [j >= position - left]
   rules += [] if right is None else [j <= position + right]
-  if extras.kv_lengths is not None:
-    rules.append(j < _per_batch(extras.kv_lengths))
-  if extras.attn_mask is not None and extras.attn_mask.dtype == dtypes.bool:
-    rules.append(extras.attn_mask)
-  if extras.mask_mod is not None:
-    rules.append(_bool(of_tensors(extras.mask_mod, b, h, i, j, *map(Lookup, extras.aux))))
-  if extras.block_mask is not None:
-    rules.append(_bool(of_tensors(extras.block_mask.seen, b, h, i, j, *map(Lookup, extras.block_mask.aux))))
-  if extras.bounds is not None:
-    first, last = (x.reshape(-1, 1) for x in extras.bounds)
+  if arguments.kv_lengths is not None:
+    rules.append(j < _per_batch(arguments.kv_lengths))
+  if arguments.attn_mask is not None and arguments.attn_mask.dtype == dtypes.bool:
+    rules.append(arguments.attn_mask)
+  if arguments.mask_mod is not None:
+    rules.append(_bool(of_tensors(arguments.mask_mod, b, h, i, j, *map(Lookup, arguments.aux))))
+  if arguments.block_mask is not None:
+    rules.append(_bool(of_tensors(arguments.block_mask.seen, b, h, i, j, *map(Lookup, arguments.block_mask.aux))))
+  if arguments.bounds is not None:
+    first, last = (x.reshape(-1, 1) for x in arguments.bounds)
     rules += [j >= first, j <= last]
   for seen in rules:
     scores = seen.where(scores, -math.inf)
   return scores
 
 
-def dropped(weights: Tensor, spec: AttentionSpec, extras: Extras) -> Tensor:
+def dropped(weights: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tensor:
   """Some weights 0, the others scaled by 1 / (1 - dropout_p); kernels drop the same ones."""
-  if extras.seed is None:
+  if arguments.seed is None:
     return weights
   b, h, i, j = _indices(weights)
   row = (b * spec.Hq + h) * spec.M + i
-  keep = kept((extras.seed[0], extras.seed[1]), row.cast(dtypes.uint32), j.cast(dtypes.uint32), extras.dropout_p)
-  return keep.where(weights / (1 - extras.dropout_p), 0)
+  keep = kept(
+    (arguments.seed[0], arguments.seed[1]), row.cast(dtypes.uint32), j.cast(dtypes.uint32), arguments.dropout_p
+  )
+  return keep.where(weights / (1 - arguments.dropout_p), 0)
 
 
 def _bool(seen: Tensor | bool) -> Tensor:

@@ -6,20 +6,20 @@ from typing import Any
 from tinygrad import UOp
 from tinygrad.dtype import DType
 
-from uopattn.dsl.rules.eight_bits import unit
-from uopattn.dsl.rules.rows import Pages, Scales
+from uopattn.dsl.rules.head_view import Pages, Scales
+from uopattn.dsl.rules.quantized import unit
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.table import Table
 from uopattn.spec.spec import AttentionSpec
 
 
 def rules_of(
-  spec: AttentionSpec, buffers: Mapping[str, Sequence[UOp]], packs: int = 1, operand: DType | None = None
+  spec: AttentionSpec, buffers: Mapping[str, Sequence[UOp]], pack_gqa: int = 1, operand: DType | None = None
 ) -> Rules:
   """The rules of a kernel with these buffers, by the names of their arguments.
 
   Args:
-    packs: query heads that it takes as the rows of one.
+    pack_gqa: query heads that it takes as the rows of one.
     operand: what it makes of keys and values of 8 bits that have scales; None is q's type.
   """
   operand = operand or spec.dtype
@@ -37,7 +37,7 @@ def rules_of(
     spec.N,
     heads=spec.Hq,
     group=spec.group,
-    packs=packs,
+    pack_gqa=pack_gqa,
     scale=spec.scale,
     window=spec.window,
     masks=spec.masks,

@@ -18,7 +18,7 @@ from uopattn.spec.tensors import dtype_name
 # Of 8-bit units it is two, for P and the output, which are all that a kernel rounds: four would let much pass.
 FLOOR, FLOOR_OF_EIGHT_BITS, FLOOR_OF_SUMS = 4, 2, 16 * PRECISIONS[dtypes.float32].unit
 
-EIGHT_BITS = 2.0**-4  # the least unit roundoff of their types
+EIGHT_BIT_UNIT = 2.0**-4  # the least unit roundoff of their types
 
 USELESS = 0.5  # relative error of the naive computation from which it says nothing about others
 
@@ -85,7 +85,7 @@ def compare(
   if not got.shape == exact.shape == naive.shape:
     raise ValueError(f"{name} has shape {got.shape}, the oracle {exact.shape}, the naive computation {naive.shape}")
   got, naive = got.astype(np.float64), naive.astype(np.float64)
-  floor = (FLOOR if unit < EIGHT_BITS else FLOOR_OF_EIGHT_BITS) * unit + FLOOR_OF_SUMS
+  floor = (FLOOR if unit < EIGHT_BIT_UNIT else FLOOR_OF_EIGHT_BITS) * unit + FLOOR_OF_SUMS
   same_infinity = np.isinf(exact) & (got == exact)
   wrong = ~np.isfinite(got) & ~same_infinity | np.isinf(exact) & ~same_infinity
   measured = np.isfinite(exact) & ~wrong

@@ -20,7 +20,7 @@ from tinygrad.device import TinyELF
 from tinygrad.runtime.ops_cpu import CPUDevice, CPUProgram
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 
-ARGUMENTS = 64  # that a call passes, whatever its kernel takes: by both calling conventions a surplus is not seen
+MOST_ARGUMENTS = 64  # that a call passes, whatever its kernel takes: by both calling conventions a surplus is not seen
 
 _SOURCE = """
 typedef unsigned long long word;
@@ -31,10 +31,10 @@ typedef unsigned long long word;
 #else
 #define PAUSE() __asm__ volatile("")
 #endif
-enum { SERVE, RUN, CANCEL, ARGUMENTS = COUNT, SPIN = 20000, CLOSED = -1 };
+enum { SERVE, RUN, CANCEL, MOST_ARGUMENTS = COUNT, SPIN = 20000, CLOSED = -1 };
 enum { NEW, LEADS, ALONE, DONE };
 struct job {
-  word kernel, slot, items, helpers, arguments[ARGUMENTS];
+  word kernel, slot, items, helpers, arguments[MOST_ARGUMENTS];
   word next;  // the first item that nobody has taken
   word state; // LEADS: the caller has the team; ALONE: another one has, or no helpers are wanted
 };
@@ -107,8 +107,8 @@ static long tenths(const struct team *t) {
 
 // 1: all items are taken. 0, only with a clock: a tenth of a second has ended.
 static int take(struct job *job, const struct team *clock) {
-  word a[ARGUMENTS];
-  for (int i = 0; i < ARGUMENTS; i++) a[i] = job->arguments[i];
+  word a[MOST_ARGUMENTS];
+  for (int i = 0; i < MOST_ARGUMENTS; i++) a[i] = job->arguments[i];
   long begun = clock ? tenths(clock) : 0;
   for (word item; (item = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED)) < job->items;) {
     a[job->slot] = item;
@@ -118,11 +118,11 @@ static int take(struct job *job, const struct team *clock) {
   return 1;
 }
 """
-_SOURCE = _SOURCE.replace("COUNT", str(ARGUMENTS)).replace("TYPES", ", ".join(["word"] * ARGUMENTS))
-_SOURCE = _SOURCE.replace("VALUES", ", ".join(f"a[{i}]" for i in range(ARGUMENTS)))
+_SOURCE = _SOURCE.replace("COUNT", str(MOST_ARGUMENTS)).replace("TYPES", ", ".join(["word"] * MOST_ARGUMENTS))
+_SOURCE = _SOURCE.replace("VALUES", ", ".join(f"a[{i}]" for i in range(MOST_ARGUMENTS)))
 
 _SERVE, _RUN, _CANCEL = range(3)
-_NEXT, _JOB = 4 + ARGUMENTS, 6 + ARGUMENTS  # words
+_NEXT, _JOB = 4 + MOST_ARGUMENTS, 6 + MOST_ARGUMENTS  # words
 _INSIDE, _CLOSED = _JOB, (1 << 64) - 1
 _LIBC = ctypes.CDLL(None)
 
@@ -174,8 +174,8 @@ class Team:
 
     Args:
       kernel: its address; it takes pointers and integers of 64 bits or fewer.
-      words: its arguments, at most ARGUMENTS - 1.
-      slot: which of them receives the item's number; ARGUMENTS - 1 where none does.
+      words: its arguments, at most MOST_ARGUMENTS - 1.
+      slot: which of them receives the item's number; MOST_ARGUMENTS - 1 where none does.
       items: how many there are.
       threads: 1 is the caller's alone.
 
@@ -183,8 +183,8 @@ class Team:
       ValueError: too many arguments.
       BaseException: what a signal handler raised. Items may be undone then, but none is being done any more.
     """
-    if len(words) >= ARGUMENTS:
-      raise ValueError(f"a kernel of {len(words)} arguments; at most {ARGUMENTS - 1} can be passed")
+    if len(words) >= MOST_ARGUMENTS:
+      raise ValueError(f"a kernel of {len(words)} arguments; at most {MOST_ARGUMENTS - 1} can be passed")
     helpers = min(threads, items) - 1
     job = (ctypes.c_uint64 * _JOB)(kernel, slot, items, helpers, *words)
     if helpers and _core() != self._core:

@@ -17,7 +17,7 @@ from tinygrad.runtime.ops_cpu import CPUDevice, CPUProgram
 from uopattn.runtime.machine import usable_cores
 from uopattn.runtime.program_cache import finished
 from uopattn.runtime.renderer import kernel_renderer
-from uopattn.runtime.team import ARGUMENTS, team
+from uopattn.runtime.team import MOST_ARGUMENTS, team
 
 
 def thread_count() -> int:
@@ -45,7 +45,7 @@ class ThreadedProgram(CPUProgram):
   ) -> float | None:
     start = time.perf_counter()
     words = [buf.va_addr for buf in bufs] + [value or 0 for value in vals]
-    slot = self.runtimevars.get("core_id", ARGUMENTS - 1)
+    slot = self.runtimevars.get("core_id", MOST_ARGUMENTS - 1)
     team(usable_cores() - 1).run(self.addr, words, slot, global_size[0], thread_count())
     return time.perf_counter() - start if wait else None
 

@@ -1,4 +1,4 @@
-"""The arguments of an attention besides q, k and v: each declared once, in `Extras`.
+"""The arguments of an attention besides q, k and v: each declared once, in `Arguments`.
 
 What a mask needs beyond its declaration is a rule for kernels, in `uopattn.dsl.rules`, one for `uopattn.plan.reference`
 and one for `uopattn.proof.oracle`.
@@ -205,12 +205,12 @@ class Argument:
 
 
 def argument(default: Any = None, **declared: Any) -> Any:
-  """A field of `Extras`; see `Argument`."""
+  """A field of `Arguments`; see `Argument`."""
   return field(default=default, metadata={"argument": Argument(default, **declared)})
 
 
 @dataclass(frozen=True, eq=False)
-class Extras:
+class Arguments:
   """What an attention is given besides q, k, v and a backend; see `uopattn.attention` for the meaning.
 
   Kernels take the Tensors in the order of the fields.
@@ -218,7 +218,7 @@ class Extras:
   Attributes:
     seed: of dropout, in training: (2,) uint32.
     bounds: the first and the last key that each query sees, (M,) int32 both; what `attention_varlen` makes of its own.
-    scales: factors on each key and each value, (B, Hkv, N) float32 both; k and v are then of EIGHT_BITS, and q is not.
+    scales: factors on each key and each value, (B, Hkv, N) float32 both; k and v are then of QUANTIZED_DTYPES, and q is not.
     page_table: of `attention_paged`, (B, pages of a sequence) int32.
   """
 
@@ -254,7 +254,7 @@ class Extras:
     if self.aux and self.score_mod is None and self.mask_mod is None:
       raise ValueError(f"aux holds {len(self.aux)} Tensors, but there is no score_mod or mask_mod to read them")
 
-  def settled(self, device: str | tuple[str, ...] | None) -> "Extras":
+  def settled(self, device: str | tuple[str, ...] | None) -> "Arguments":
     """The same with constants among them on a device, and with positions and lengths that int32 holds."""
     found = {name: declared.settle(placed(value, device)) for name, declared, value in self.given}
     return replace(self, **found)
@@ -285,7 +285,7 @@ class Extras:
       found.setdefault(name, []).append(x)
     return found
 
-  def each(self, change: Callable[[Tensor], Tensor]) -> "Extras":
+  def each(self, change: Callable[[Tensor], Tensor]) -> "Arguments":
     """The same with these Tensors changed, but for those of a block mask."""
     found = {name: [*map(change, xs)] for name, xs in self.buffers().items() if name != "block_mask"}
     given = {name: tuple(xs) if isinstance(getattr(self, name), tuple) else xs[0] for name, xs in found.items()}
@@ -297,5 +297,5 @@ class Extras:
     return tuple(dict.fromkeys(v for x in places for v in bound_variables(x) if v.src[0].vmin < v.src[0].vmax))
 
 
-ARGUMENTS: dict[str, Argument] = {x.name: x.metadata["argument"] for x in fields(Extras)}
-NO_EXTRAS = Extras()
+ARGUMENTS: dict[str, Argument] = {x.name: x.metadata["argument"] for x in fields(Arguments)}
+NO_ARGUMENTS = Arguments()

@@ -9,10 +9,10 @@ from tinygrad.helpers import ALLOW_TF32, ceildiv
 from tinygrad.uop.ops import Ops
 
 from uopattn.dsl import sizes
-from uopattn.dsl.rules.eight_bits import EIGHT_BITS
+from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES
 from uopattn.dsl.rules.ranges import Range
-from uopattn.dsl.schedule import DTYPES, WIDE, Problem
-from uopattn.spec.arguments import Extras, Sizes, known
+from uopattn.dsl.schedule import DTYPES, DTYPES_16_32, Problem
+from uopattn.spec.arguments import Arguments, Sizes, known
 from uopattn.spec.tensors import dtype_name
 from uopattn.spec.trace import Mod, trace_mod
 
@@ -99,25 +99,25 @@ class AttentionSpec(Problem):
     return 2 * self.B * self.Hq * pairs * (self.Dk + self.Dv)
 
 
-def make_spec(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> AttentionSpec:
+def make_spec(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> AttentionSpec:
   """Checks every argument; q, k and v have four dimensions by now. With a page table k and v are pages.
 
   Raises:
     TypeError: an argument is of the wrong type or dtype.
     ValueError: an argument's value or shape does not fit.
   """
-  _check_operands(q, k, v, extras)
+  _check_operands(q, k, v, arguments)
   (B, Hq, M, Dk), (P, Hkv, N, _), Dv = sizes(q), sizes(k), sizes(v)[3]
-  pages = None if extras.page_table is None else (P, N)
-  N = N if extras.page_table is None else N * sizes(extras.page_table)[1]
-  extras.check(Sizes(B, Hq, Hkv, M, N), q.device)
-  scale = Dk**-0.5 if extras.scale is None else float(extras.scale)
-  lengths, aux = (B, Hq, M, N), extras.aux
+  pages = None if arguments.page_table is None else (P, N)
+  N = N if arguments.page_table is None else N * sizes(arguments.page_table)[1]
+  arguments.check(Sizes(B, Hq, Hkv, M, N), q.device)
+  scale = Dk**-0.5 if arguments.scale is None else float(arguments.scale)
+  lengths, aux = (B, Hq, M, N), arguments.aux
   score_mod, mask_mod = (
     None if mod is None else trace_mod(name, mod, lengths, aux)
-    for name, mod in (("score_mod", extras.score_mod), ("mask_mod", extras.mask_mod))
+    for name, mod in (("score_mod", arguments.score_mod), ("mask_mod", arguments.mask_mod))
   )
-  blocks = extras.block_mask
+  blocks = arguments.block_mask
   return AttentionSpec(
     B,
     Hq,
@@ -128,43 +128,43 @@ def make_spec(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> AttentionSpec:
     Dv,
     q.dtype,
     scale,
-    q_start=known(extras.q_start),
-    return_lse=extras.return_lse,
-    extras=extras.in_use(),
-    kv_lengths=known(extras.kv_lengths),
-    window=sides(extras.window, extras.is_causal),
-    masks=extras.masks(),
-    softcap=extras.softcap,
+    q_start=known(arguments.q_start),
+    return_lse=arguments.return_lse,
+    features=arguments.in_use(),
+    kv_lengths=known(arguments.kv_lengths),
+    window=window_with_causal(arguments.window, arguments.is_causal),
+    masks=arguments.masks(),
+    softcap=arguments.softcap,
     score_mod=score_mod,
     mask_mod=mask_mod,
-    dropout_p=extras.dropout_p if extras.seed is not None else 0.0,
+    dropout_p=arguments.dropout_p if arguments.seed is not None else 0.0,
     block_mod=None if blocks is None else trace_mod("mask_mod", blocks.seen, lengths, blocks.aux),
     block_heads=None if blocks is None else blocks.heads,
-    inputs=tuple(Input(name, sizes(x), x.dtype) for name, x in extras.tensors()),
-    kv_dtype=None if extras.scales is None else k.dtype,
+    inputs=tuple(Input(name, sizes(x), x.dtype) for name, x in arguments.tensors()),
+    kv_dtype=None if arguments.scales is None else k.dtype,
     tf32=q.dtype == dtypes.float32 and bool(ALLOW_TF32),
     pages=pages,
   )
 
 
-def sides(window: tuple[int | None, int | None] | None, is_causal: bool) -> tuple[int | None, int | None]:
+def window_with_causal(window: tuple[int | None, int | None] | None, is_causal: bool) -> tuple[int | None, int | None]:
   """A window with a causal mask in it, which is a right side of 0."""
   left, right = window or (None, None)
   return left, min(0, right or 0) if is_causal else right
 
 
-def _check_operands(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> None:
-  names = ("q", "k", "v") if extras.page_table is None else ("q", "k_pages", "v_pages")
+def _check_operands(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> None:
+  names = ("q", "k", "v") if arguments.page_table is None else ("q", "k_pages", "v_pages")
   named = dict(zip(names, (q, k, v), strict=True))
-  _check_dtypes(named, extras.scales is not None)
+  _check_dtypes(named, arguments.scales is not None)
   for name, x in named.items():
     if not all(isinstance(size, int) and size > 0 for size in x.shape):
       raise ValueError(f"{name} has shape {x.shape}; every size must be a known int >= 1")
     if x.device != q.device:
       raise ValueError(f"{name} is on {x.device}, q is on {q.device}; all must be on one device")
-  (_check_shapes if extras.page_table is None else _check_pages)(q, k, v)
+  (_check_shapes if arguments.page_table is None else _check_pages)(q, k, v)
   Hq, Hkv = sizes(q)[1], sizes(k)[1]
-  if Hq != Hkv and not extras.enable_gqa:
+  if Hq != Hkv and not arguments.enable_gqa:
     raise ValueError(f"q has {Hq} heads, k has {Hkv}; they must be equal unless enable_gqa=True")
   if Hq % Hkv:
     raise ValueError(f"q has {Hq} heads, k has {Hkv}; with enable_gqa=True the first must be a multiple of the second")
@@ -173,7 +173,7 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> None:
 def _check_dtypes(named: dict[str, Tensor], scaled: bool) -> None:
   q, k, _ = named.values()
   if scaled:
-    for (name, x), accepted in zip(named.items(), (WIDE, EIGHT_BITS, (k.dtype,)), strict=True):
+    for (name, x), accepted in zip(named.items(), (DTYPES_16_32, QUANTIZED_DTYPES, (k.dtype,)), strict=True):
       if x.dtype not in accepted:
         given = f"{name} has dtype {dtype_name(x.dtype)}"
         raise TypeError(f"{given}; accepted with scales are {', '.join(map(dtype_name, accepted))}")

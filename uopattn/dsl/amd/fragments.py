@@ -8,7 +8,7 @@ rows of A are put in another order, which is then the order of D's rows. So a sc
 
 * k runs through `width` neighbours in each lane, and from group to group: 16 or 32 bytes, one or two wide loads. Where
   the instruction takes fewer elements, `products` of them share one step.
-* Rows of A are dealt so that the elements that a lane has in D, over the `row_tiles` tiles of one step, are neighbours:
+* LdsRows of A are dealt so that the elements that a lane has in D, over the `row_tiles` tiles of one step, are neighbours:
   `row_at`. Then D is, lane by lane, the B operand of a following product, whose k are D's rows. On RDNA3, where both
   groups hold the whole of k, each lane also needs what the other group has.
 
@@ -24,8 +24,8 @@ from tinygrad import UOp
 Index = TypeVar("Index", int, UOp)
 
 HIP = "hip"  # AMD's family in `uopattn.dsl.instruction_set`
-ROWS = 16  # of A, and columns of B
-CHUNK = 8  # 16-bit elements in the 16 bytes that the widest load takes
+MMA_SIZE = 16  # of A, and columns of B
+CHUNK_ELEMENTS = 8  # 16-bit elements in the 16 bytes that the widest load takes
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Fragments:
     """The instruction that attention uses on an architecture such as "gfx1100".
 
     Raises:
-      ValueError: the architecture has no matrix instruction that is known here.
+      ValueError: the architecture has no matrix instruction that is known head_rules.
     """
     for prefix, fragments in _BY_ARCH.items():
       if arch.startswith(prefix):
@@ -64,16 +64,16 @@ class Fragments:
 
   def operand_at(self, lane: Index, e: int) -> tuple[Index, Index | int]:
     """(row of A or column of B, k) of element e of a lane."""
-    group = lane // ROWS
+    group = lane // MMA_SIZE
     if self.repeated:
-      return lane % ROWS, e
+      return lane % MMA_SIZE, e
     if self.lanes == 32:  # RDNA4: blocks of 4 k go round the groups
-      return lane % ROWS, e % 4 + 8 * (e // 4) + 4 * group
-    return lane % ROWS, self.operand * group + e
+      return lane % MMA_SIZE, e % 4 + 8 * (e // 4) + 4 * group
+    return lane % MMA_SIZE, self.operand * group + e
 
   def result_at(self, lane: Index, e: int) -> tuple[Index, Index]:
     """(row, column) of element e of a lane in C and D."""
-    return self.result_row(lane // ROWS, e), lane % ROWS
+    return self.result_row(lane // MMA_SIZE, e), lane % MMA_SIZE
 
   def result_row(self, group: Index, e: int) -> Index:
     return self.groups * e + group if self.interleaved else self.result * group + e
@@ -82,12 +82,12 @@ class Fragments:
 
   @property
   def groups(self) -> int:
-    return self.lanes // ROWS
+    return self.lanes // MMA_SIZE
 
   @property
   def width(self) -> int:
     """Elements of A, or of B, that a lane holds for one step."""
-    return max(CHUNK, self.operand)
+    return max(CHUNK_ELEMENTS, self.operand)
 
   @property
   def products(self) -> int:
@@ -102,20 +102,20 @@ class Fragments:
   @property
   def row_tiles(self) -> int:
     """Tiles of 16 rows of D whose rows are one step's k."""
-    return self.step // ROWS
+    return self.step // MMA_SIZE
 
   @property
   def pad(self) -> int:
     """Chunks by which a row in LDS, a whole number of steps long, is to be padded.
 
-    Rows then start an odd number of chunks apart, or (CDNA, whose wide reads mix the groups) twice an odd number, so
+    LdsRows then start an odd number of chunks apart, or (CDNA, whose wide reads mix the groups) twice an odd number, so
     that the lanes served together find all banks different.
     """
     return 1 if self.lanes == 32 else 2
 
   def chunk(self, step: UOp, lane: UOp) -> UOp:
     """The first of the chunks, along k, that a lane holds for a step."""
-    return step * (self.step // CHUNK) + (0 if self.repeated else lane // ROWS)
+    return step * (self.step // CHUNK_ELEMENTS) + (0 if self.repeated else lane // MMA_SIZE)
 
   def row_at(self, tile: Index, row: Index) -> Index:
     """Which of a step's rows row `row` of A stands for in tile `tile`; see the module."""

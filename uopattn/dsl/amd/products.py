@@ -1,8 +1,8 @@
 """Products of matrices on AMD's matrix cores: operands from memory, LDS and registers, sums in registers, results back.
 
 Two kinds are what attention is made of, both with D's columns, 16 a wave, for the lanes: `uopattn.dsl.amd.fragments`.
-    D = A B         `multiply_rows`: A is a tile of rows in LDS, B other rows of the same size, in registers
-    C + A^T D       `accumulate`: A^T is a tile in LDS, transposed, D what was made of the first product, `as_operands`
+    D = A B         `mma_abt`: A is a tile of rows in LDS, B other rows of the same size, in registers
+    C + A^T D       `mma_ab`: A^T is a tile in LDS, transposed, D what was made of the first product, `as_operands`
 """
 
 from collections.abc import Callable
@@ -12,21 +12,23 @@ from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv
 
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.amd.fragments import CHUNK, HIP, ROWS, Fragments
-from uopattn.dsl.amd.staging import WORDS, Rows
-from uopattn.dsl.rules.rows import HeadRows
+from uopattn.dsl.amd.fragments import CHUNK_ELEMENTS, HIP, MMA_SIZE, Fragments
+from uopattn.dsl.amd.staging import CHUNK_WORDS, LdsRows
+from uopattn.dsl.packed import ALWAYS, Words, as_type, words_of
+from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.scope import gated, sizes
-from uopattn.dsl.words import ALWAYS, Words, as_type, words_of
 
 Operand = list[UOp]  # the `width` 16-bit elements that a lane holds of A, or of B, for a step
 
 
 def load_operands(
-  f: Fragments, dtype: DType, rows: HeadRows, row: UOp, lane: UOp, exists: UOp = ALWAYS
+  f: Fragments, dtype: DType, rows: HeadView, row: UOp, lane: UOp, exists: UOp = ALWAYS
 ) -> list[Operand]:
   """A row, of this lane, as the B operand of each step; zeros where nothing `exists`."""
   load, steps = words_of(rows, exists), ceildiv(rows.size, f.step)
-  words = [[load(row, f.chunk(UOp.const(i), lane) * WORDS + w) for w in range(f.width // 2)] for i in range(steps)]
+  words = [
+    [load(row, f.chunk(UOp.const(i), lane) * CHUNK_WORDS + w) for w in range(f.width // 2)] for i in range(steps)
+  ]
   return [elements(f, dtype, step) for step in words]
 
 
@@ -34,7 +36,7 @@ def multiply(f: Fragments, a: Operand, b: Operand, c: UOp) -> UOp:
   """C + A B over one step."""
   for i in range(0, f.width, f.operand):
     left, right = (UOp.stack(*x[i : i + f.operand]) for x in (a, b))
-    c = UOp.wmma(left, right, c, (ROWS, ROWS, f.k), "AMD", f.lanes)
+    c = UOp.wmma(left, right, c, (MMA_SIZE, MMA_SIZE, f.k), "AMD", f.lanes)
   return c
 
 
@@ -54,16 +56,16 @@ def elements(f: Fragments, dtype: DType, words: Words) -> Operand:
   return result
 
 
-def read_row(f: Fragments, dtype: DType, lds: Rows, row: UOp, step: int, lane: UOp) -> Operand:
+def read_row(f: Fragments, dtype: DType, lds: LdsRows, row: UOp, step: int, lane: UOp) -> Operand:
   """What this lane holds of a row in LDS, for one step along it."""
   chunk = f.chunk(UOp.const(step), lane)
-  return elements(f, dtype, [word for i in range(f.width // CHUNK) for word in lds.load(row, chunk + i)])
+  return elements(f, dtype, [word for i in range(f.width // CHUNK_ELEMENTS) for word in lds.load(row, chunk + i)])
 
 
-def multiply_rows(
+def mma_abt(
   f: Fragments,
   dtype: DType,
-  lds: Rows,
+  lds: LdsRows,
   rows: int,
   operands: list[list[Operand]],
   lane: UOp,
@@ -77,22 +79,22 @@ def multiply_rows(
     begun: C, likewise in tiles; None is 0.
   """
   zero = UOp.const((0.0,) * f.result, dtypes.float)
-  tiles = [[zero] * (rows // ROWS) for _ in operands] if begun is None else [list(tile) for tile in begun]
-  for n in range(rows // ROWS):
+  tiles = [[zero] * (rows // MMA_SIZE) for _ in operands] if begun is None else [list(tile) for tile in begun]
+  for n in range(rows // MMA_SIZE):
     for step in range(len(operands[0])):
-      frag = read_row(f, dtype, lds, n * ROWS + lane % ROWS, step, lane)
+      frag = read_row(f, dtype, lds, n * MMA_SIZE + lane % MMA_SIZE, step, lane)
       for tile, operand in zip(tiles, operands, strict=True):
         tile[n] = multiply(f, frag, operand[step], tile[n])
   return tiles
 
 
-def own_rows(f: Fragments, rows: int, lane: UOp) -> tuple[UOp, list[int]]:
+def lane_rows(f: Fragments, rows: int, lane: UOp) -> tuple[UOp, list[int]]:
   """The first row of a tile that this lane has elements of, and how far from it each is, in their order.
 
-  The tile's rows are those of `Stage.as_is`, dealt out so that a lane has neighbours.
+  The tile's rows are those of `RegisterPipeline.as_is`, dealt out so that a lane has neighbours.
   """
   own = f.row_tiles * f.result  # of each step
-  return lane // ROWS * own, [step + i for step in range(0, rows, f.step) for i in range(own)]
+  return lane // MMA_SIZE * own, [step + i for step in range(0, rows, f.step) for i in range(own)]
 
 
 def rounded(dtype: DType, x: UOp) -> UOp:
@@ -111,9 +113,9 @@ def word_of(dtype: DType, low: UOp, high: UOp) -> UOp:
 
 
 def as_operands(
-  f: Fragments, dtype: DType, values: list[list[UOp]], lds: Rows | None, places: list[UOp], lane: UOp
+  f: Fragments, dtype: DType, values: list[list[UOp]], lds: LdsRows | None, places: list[UOp], lane: UOp
 ) -> list[list[Operand]]:
-  """D of each tile of columns, float32, as the B operand of each step of `accumulate`; on RDNA3 by way of LDS.
+  """D of each tile of columns, float32, as the B operand of each step of `mma_ab`; on RDNA3 by way of LDS.
 
   There a lane's column is row `places[tile]` of `lds` (columns, rows); one fence serves all tiles.
   """
@@ -125,13 +127,13 @@ def as_operands(
   for steps, place in zip(tiles, places, strict=True):
     for i, step in enumerate(steps):
       words = [word_of(dtype, *step[j : j + 2]) for j in range(0, own, 2)]
-      stores += lds.store(place, f.step // CHUNK * i + lane // ROWS, words)
+      stores += lds.store(place, f.step // CHUNK_ELEMENTS * i + lane // MMA_SIZE, words)
   fenced = lds.fenced(*stores)
   return [[read_row(f, dtype, fenced, place, i, lane) for i in range(len(tiles[0]))] for place in places]
 
 
-def accumulate(
-  f: Fragments, dtype: DType, operands: list[list[Operand]], lds: Rows, acc: UOp, begun: list[list[UOp]], lane: UOp
+def mma_ab(
+  f: Fragments, dtype: DType, operands: list[list[Operand]], lds: LdsRows, acc: UOp, begun: list[list[UOp]], lane: UOp
 ) -> list[UOp]:
   """C + A^T D: the stores to acc (tiles of columns, tiles of 16 of A's columns, `result` in this lane).
 
@@ -144,7 +146,7 @@ def accumulate(
   for d in range(sizes(acc)[1]):
     out = [tiles[d] for tiles in begun]
     for step in range(len(operands[0])):
-      frag = read_row(f, dtype, lds, d * ROWS + lane % ROWS, step, lane)
+      frag = read_row(f, dtype, lds, d * MMA_SIZE + lane % MMA_SIZE, step, lane)
       out = [multiply(f, frag, operand[step], c) for operand, c in zip(operands, out, strict=True)]
     stores += [acc[i, d].store(c) for i, c in enumerate(out)]
   return stores
@@ -154,10 +156,12 @@ def other_group(f: Fragments, value: UOp, lane: UOp, distance: int) -> UOp:
   """The value that the lane of the same column, `distance` groups away, has; 32-bit."""
   if f.lanes == 32:
     return ins.permlanex16(HIP, value)
-  return ins.shuffle_xor(HIP, value, ROWS) if distance == 1 else ins.shuffle(HIP, value, (lane ^ 32).cast(dtypes.int))
+  return (
+    ins.shuffle_xor(HIP, value, MMA_SIZE) if distance == 1 else ins.shuffle(HIP, value, (lane ^ 32).cast(dtypes.int))
+  )
 
 
-def join(f: Fragments, operation: Callable[[UOp, UOp], UOp], value: UOp, lane: UOp) -> UOp:
+def row_reduce(f: Fragments, operation: Callable[[UOp, UOp], UOp], value: UOp, lane: UOp) -> UOp:
   """The values of all lanes of a column, joined by `operation`."""
   distance = 1
   while distance < f.groups:
@@ -176,10 +180,12 @@ def store_acc(
   for j in range(sizes(acc)[0]):
     values = [finished(acc[j, e].load()) for e in range(f.result)]
     if o.dtype == dtypes.float:
-      stores += [store_part(o, head, row, j * ROWS + f.result_row(lane // ROWS, e), x) for e, x in enumerate(values)]
+      stores += [
+        store_part(o, head, row, j * MMA_SIZE + f.result_row(lane // MMA_SIZE, e), x) for e, x in enumerate(values)
+      ]
       continue
     columns = neighbours(f, [x.cast(o.dtype) for x in values], lane)
-    stores += store_columns(o, head, row, j * ROWS + lane // ROWS * f.result, columns)
+    stores += store_columns(o, head, row, j * MMA_SIZE + lane // MMA_SIZE * f.result, columns)
   return stores
 
 
@@ -194,7 +200,7 @@ def neighbours(f: Fragments, values: list[UOp], lane: UOp) -> list[UOp]:
   """What a lane has of 16 columns, as neighbours: on RDNA3 each has every second one, and lanes swap halves."""
   if not f.interleaved:
     return values
-  low, half, result = lane < ROWS, len(values) // 2, []
+  low, half, result = lane < MMA_SIZE, len(values) // 2, []
   for near, far in zip(values[:half], values[half:], strict=True):
     bits = low.where(far, near).bitcast(dtypes.ushort).cast(dtypes.uint)
     other = other_group(f, bits, lane, 1).cast(dtypes.ushort).bitcast(near.dtype)

@@ -13,19 +13,19 @@ from tinygrad.dtype import AddrSpace
 from tinygrad.helpers import round_up
 
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.amd.fragments import CHUNK, HIP, ROWS, Fragments
+from uopattn.dsl.amd.fragments import CHUNK_ELEMENTS, HIP, MMA_SIZE, Fragments
+from uopattn.dsl.packed import ALWAYS, Load, Words
 from uopattn.dsl.scope import Scope, clamp
-from uopattn.dsl.words import ALWAYS, Load, Words
 
-WORDS = CHUNK // 2  # 32-bit words in a chunk
+CHUNK_WORDS = CHUNK_ELEMENTS // 2  # 32-bit words in a chunk
 
 Source = tuple[Load, int]  # a matrix in global memory, and how long its rows are to be, in whole fragments
 Number = Callable[[UOp], UOp]  # row -> its float32
 
 
 @dataclass(frozen=True)
-class Rows:
-  """Rows of chunks in LDS. The index is flat, so that tinygrad keeps the gate of a store whatever the sizes are.
+class LdsRows:
+  """LdsRows of chunks in LDS. The index is flat, so that tinygrad keeps the gate of a store whatever the sizes are.
 
   Attributes:
     words: the memory.
@@ -38,35 +38,35 @@ class Rows:
   first: UOp | int = 0
 
   @classmethod
-  def make(cls, s: Scope, rows: int, columns: int, pad: int) -> "Rows":
-    """Rows of `columns` elements, padded by `pad` chunks."""
-    stride = (columns // CHUNK + pad) * WORDS
+  def make(cls, s: Scope, rows: int, columns: int, pad: int) -> "LdsRows":
+    """LdsRows of `columns` elements, padded by `pad` chunks."""
+    stride = (columns // CHUNK_ELEMENTS + pad) * CHUNK_WORDS
     return cls(s.buffer(rows * stride, dtype=dtypes.uint, space=AddrSpace.LOCAL), stride)
 
-  def after(self, *after: UOp) -> "Rows":
+  def after(self, *after: UOp) -> "LdsRows":
     return replace(self, words=self.words.after(*after))
 
-  def fenced(self, *stores: UOp) -> "Rows":
+  def fenced(self, *stores: UOp) -> "LdsRows":
     """These rows for a wave that loads what its own lanes stored. `after` would have tinygrad add a barrier."""
     return replace(self, first=ins.wave_fence(HIP, *stores))
 
   def load(self, row: UOp, chunk: UOp | int) -> Words:
     """A chunk."""
-    return [self.words[row * self.stride + (self.first + chunk) * WORDS + w].load() for w in range(WORDS)]
+    return [self.words[row * self.stride + (self.first + chunk) * CHUNK_WORDS + w].load() for w in range(CHUNK_WORDS)]
 
   def store(self, row: UOp, chunk: UOp, words: Words, inside: UOp = ALWAYS) -> list[UOp]:
     """Stores a chunk where `inside`."""
-    first = row * self.stride + chunk * WORDS
+    first = row * self.stride + chunk * CHUNK_WORDS
     return [self.words[(first + w).valid(inside)].store(word) for w, word in enumerate(words)]
 
 
-class Stage:
+class RegisterPipeline:
   """The tiles of `block` rows in LDS, and this thread's part in filling them.
 
   Attributes:
     as_is: of each matrix that is wanted so, (block, columns) in LDS, rows dealt out by `Fragments.row_at`.
     transposed: of each that is wanted transposed, (columns, block) in LDS.
-    numbers: of each array of float32, (block,) and more in LDS.
+    row_stats: of each array of float32, (block,) and more in LDS.
   """
 
   def __init__(
@@ -79,17 +79,17 @@ class Stage:
     length: UOp,
     as_is: Sequence[Source],
     transposed: Sequence[Source],
-    numbers: Sequence[Number] = (),
+    row_stats: Sequence[Number] = (),
   ):
     """`length` is the number of rows that exist."""
     self.length, self.block = length, block
-    self.as_is = [Rows.make(s, block, columns, f.pad) for _, columns in as_is]
-    self.transposed = [Rows.make(s, columns, block, f.pad) for _, columns in transposed]
-    self.numbers = [s.buffer(round_up(block, threads), space=AddrSpace.LOCAL) for _ in numbers]
-    self._parts: list[AsIs | Transposed | Numbers] = [
-      *(AsIs(s, f, block, threads, thread, source, lds) for source, lds in zip(as_is, self.as_is, strict=True)),
-      *(Transposed(s, f, block, threads, thread, *x) for x in zip(transposed, self.transposed, strict=True)),
-      *(Numbers(s, block, threads, thread, *x) for x in zip(numbers, self.numbers, strict=True)),
+    self.as_is = [LdsRows.make(s, block, columns, f.pad) for _, columns in as_is]
+    self.transposed = [LdsRows.make(s, columns, block, f.pad) for _, columns in transposed]
+    self.row_stats = [s.buffer(round_up(block, threads), space=AddrSpace.LOCAL) for _ in row_stats]
+    self._parts: list[RowCopy | TransposedCopy | RowStatCopy] = [
+      *(RowCopy(s, f, block, threads, thread, source, lds) for source, lds in zip(as_is, self.as_is, strict=True)),
+      *(TransposedCopy(s, f, block, threads, thread, *x) for x in zip(transposed, self.transposed, strict=True)),
+      *(RowStatCopy(s, block, threads, thread, *x) for x in zip(row_stats, self.row_stats, strict=True)),
     ]
 
   def load(self, first: UOp, *after: UOp, base: UOp | int = 0) -> UOp:
@@ -112,53 +112,53 @@ class Stage:
     return UOp.group(*(store for part in self._parts for store in part.store(*after)))
 
 
-class AsIs:
+class RowCopy:
   """A thread's pieces of a matrix that is wanted as it is: a chunk of a row each."""
 
-  def __init__(self, s: Scope, f: Fragments, block: int, threads: int, thread: UOp, source: Source, lds: Rows):
+  def __init__(self, s: Scope, f: Fragments, block: int, threads: int, thread: UOp, source: Source, lds: LdsRows):
     self.word, columns = source
-    self.lds, pieces = lds, block * columns // CHUNK
-    self.places = [chunk_place(f, thread + i, columns // CHUNK, pieces) for i in range(0, pieces, threads)]
-    self.words = s.buffer(len(self.places), WORDS, dtype=dtypes.uint)
+    self.lds, pieces = lds, block * columns // CHUNK_ELEMENTS
+    self.places = [chunk_place(f, thread + i, columns // CHUNK_ELEMENTS, pieces) for i in range(0, pieces, threads)]
+    self.words = s.buffer(len(self.places), CHUNK_WORDS, dtype=dtypes.uint)
 
   def load(self, row: Callable[[UOp], UOp], *after: UOp) -> list[UOp]:
     words, stores = self.words.after(*after), []
     for i, (_, at, chunk, _) in enumerate(self.places):
-      stores += [words[i, w].store(self.word(row(at), chunk * WORDS + w)) for w in range(WORDS)]
+      stores += [words[i, w].store(self.word(row(at), chunk * CHUNK_WORDS + w)) for w in range(CHUNK_WORDS)]
     return stores
 
   def store(self, *after: UOp) -> list[UOp]:
     words, lds, stores = self.words.after(*after), self.lds.after(*after), []
     for i, (place, _, chunk, inside) in enumerate(self.places):
-      stores += lds.store(place, chunk, [words[i, w].load() for w in range(WORDS)], inside)
+      stores += lds.store(place, chunk, [words[i, w].load() for w in range(CHUNK_WORDS)], inside)
     return stores
 
 
-class Transposed:
+class TransposedCopy:
   """A thread's pieces of a matrix that is wanted transposed: two columns of eight rows each."""
 
-  def __init__(self, s: Scope, f: Fragments, block: int, threads: int, thread: UOp, source: Source, lds: Rows):
+  def __init__(self, s: Scope, f: Fragments, block: int, threads: int, thread: UOp, source: Source, lds: LdsRows):
     self.word, columns = source
-    self.lds, pieces = lds, columns // 2 * (block // CHUNK)
+    self.lds, pieces = lds, columns // 2 * (block // CHUNK_ELEMENTS)
     self.places = [pair_place(f, thread + i, columns // 2, pieces) for i in range(0, pieces, threads)]
-    self.words = s.buffer(len(self.places), CHUNK, dtype=dtypes.uint)
+    self.words = s.buffer(len(self.places), CHUNK_ELEMENTS, dtype=dtypes.uint)
 
   def load(self, row: Callable[[UOp], UOp], *after: UOp) -> list[UOp]:
     words, stores = self.words.after(*after), []
     for i, (pair, chunk, _) in enumerate(self.places):
-      stores += [words[i, e].store(self.word(row(chunk * CHUNK + e), pair)) for e in range(CHUNK)]
+      stores += [words[i, e].store(self.word(row(chunk * CHUNK_ELEMENTS + e), pair)) for e in range(CHUNK_ELEMENTS)]
     return stores
 
   def store(self, *after: UOp) -> list[UOp]:
     words, lds, stores = self.words.after(*after), self.lds.after(*after), []
     for i, (pair, chunk, inside) in enumerate(self.places):
-      loaded = [words[i, e].load() for e in range(CHUNK)]  # of two columns, for eight rows
+      loaded = [words[i, e].load() for e in range(CHUNK_ELEMENTS)]  # of two columns, for eight rows
       for half, column in ((ins.low_halves, 2 * pair), (ins.high_halves, 2 * pair + 1)):
-        stores += lds.store(column, chunk, [half(HIP, *loaded[e : e + 2]) for e in range(0, CHUNK, 2)], inside)
+        stores += lds.store(column, chunk, [half(HIP, *loaded[e : e + 2]) for e in range(0, CHUNK_ELEMENTS, 2)], inside)
     return stores
 
 
-class Numbers:
+class RowStatCopy:
   """A thread's rows of an array with one float32 a row. Threads that are left over take rows again, to a place beyond.
 
   A branch around their store would have LLVM put off products that come before it, and keep all operands until then.
@@ -184,7 +184,7 @@ def chunk_place(f: Fragments, piece: UOp, chunks: int, pieces: int) -> tuple[UOp
   piece = inside.where(piece, 0)  # what is loaded without being stored must be there to load
   chunk, row, rest = piece % f.pad, piece // f.pad % 8, piece // (8 * f.pad)
   chunk, row = chunk + f.pad * (rest % (chunks // f.pad)), row + 8 * (rest // (chunks // f.pad))
-  at = row // f.step * f.step + f.row_at(row % f.step // ROWS, row % ROWS)
+  at = row // f.step * f.step + f.row_at(row % f.step // MMA_SIZE, row % MMA_SIZE)
   return row, at, chunk, inside
 
 

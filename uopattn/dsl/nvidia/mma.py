@@ -1,8 +1,8 @@
 """NVIDIA's matrix instruction of one warp, mma.sync, and how its operands come to lie in registers.
 
 A step is 32 bytes along k, whatever the type: (16, 8) += (16, step) (step, 8), summed in float32. Operands are read
-from `uopattn.dsl.nvidia.panels` by ldmatrix, which moves 16-byte chunks of eight rows and tells no types apart: where k
-runs along the rows, as for Q and K, they lie alike for all types. `uopattn.dsl.nvidia.quads` says which elements of an
+from `uopattn.dsl.nvidia.swizzled` by ldmatrix, which moves 16-byte chunks of eight rows and tells no types apart: where k
+runs along the rows, as for Q and K, they lie alike for all types. `uopattn.dsl.nvidia.mma_layout` says which elements of an
 accumulator a lane has. Rounded to 16 bits two neighbouring ones are a left operand, and in 8 bits four, but for the
 order of k (the keys). Any order will do that the right operand (V) has too.
 
@@ -20,15 +20,15 @@ from tinygrad import UOp
 from tinygrad.dtype import AddrSpace, DType, dtypes
 
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.nvidia.panels import Panels
-from uopattn.dsl.nvidia.quads import COLUMNS, HALVES, QUAD, ROWS
+from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, QUAD
+from uopattn.dsl.nvidia.swizzled import SwizzledTiles
+from uopattn.dsl.schedule import DTYPES_8
 from uopattn.dsl.scope import Scope
 
 CUDA = "cuda"
 STEP_BYTES = 32
-PAIR = 2 * COLUMNS  # columns of two right operands, which are loaded together
-FLOAT8 = (dtypes.fp8e4m3, dtypes.fp8e5m2)
-Accumulators = list[list[UOp]]  # for each 16 rows, tiles of 8 columns; see `uopattn.dsl.nvidia.quads`
+PAIR = 2 * MMA_N  # columns of two right operands, which are loaded together
+Accumulators = list[list[UOp]]  # for each 16 rows, tiles of 8 columns; see `uopattn.dsl.nvidia.mma_layout`
 
 
 @dataclass(frozen=True)
@@ -53,57 +53,59 @@ class Mma:
   def multiply(self, a: UOp, b: UOp, acc: UOp) -> UOp:
     """acc + A B, the four elements of an accumulator."""
     if not self.turing:
-      return UOp.wmma(a, b, acc, (COLUMNS, ROWS, self.step), "CUDA", 32)
+      return UOp.wmma(a, b, acc, (MMA_N, MMA_M, self.step), "CUDA", 32)
     for half in range(2):
-      acc = UOp.wmma(_part(a, half, 4), _part(b, half, 2), acc, (COLUMNS, ROWS, self.step // 2), "CUDA", 32)
+      acc = UOp.wmma(_part(a, half, 4), _part(b, half, 2), acc, (MMA_N, MMA_M, self.step // 2), "CUDA", 32)
     return acc
 
-  def load_left(self, tile: Panels, first: UOp, lane: UOp) -> list[UOp]:
+  def load_left(self, tile: SwizzledTiles, first: UOp, lane: UOp) -> list[UOp]:
     """The 16 rows from `first` on as left operands, one for each step along the columns."""
     frags = []
     for step in range(tile.columns // self.step):
       frag = self.scope.buffer(self.step // 2, dtype=self.dtype)
-      row, chunk = first + lane % ROWS, 2 * step + lane // ROWS
+      row, chunk = first + lane % MMA_M, 2 * step + lane // MMA_M
       frags.append(frag.after(ins.ldmatrix(CUDA, frag[0], tile.at(row, chunk))))
     return frags
 
-  def by_rows(self, left: list[list[UOp]], tile: Panels, lane: UOp, acc: Accumulators | None = None) -> Accumulators:
+  def mma_abt(
+    self, left: list[list[UOp]], tile: SwizzledTiles, lane: UOp, acc: Accumulators | None = None
+  ) -> Accumulators:
     """acc + A B^T, B being the rows of a tile, for each A in `left`: 16 rows as `load_left` gives them."""
     zero = UOp.const((0.0,) * 4, dtypes.float)
-    out = [list(x) for x in acc] if acc else [[zero] * (tile.rows // COLUMNS) for _ in left]
+    out = [list(x) for x in acc] if acc else [[zero] * (tile.rows // MMA_N) for _ in left]
     for step in range(len(left[0])):
       for n in range(0, len(out[0]), 2):
-        for j, right in enumerate(self.load_right(tile, n * COLUMNS, step, lane)):
+        for j, right in enumerate(self.load_right(tile, n * MMA_N, step, lane)):
           for found, a in zip(out, left, strict=True):
             found[n + j] = self.multiply(a[step], right, found[n + j])
     return out
 
-  def by_columns(self, left: list[list[UOp]], tile: Panels, lane: UOp, acc: Accumulators) -> Accumulators:
+  def mma_ab(self, left: list[list[UOp]], tile: SwizzledTiles, lane: UOp, acc: Accumulators) -> Accumulators:
     """acc + A B, B being the rows of a tile, for each A in `left`: 16 rows as `as_left` gives them."""
     out = [list(x) for x in acc]
     for step in range(len(left[0])):
       for d in range(0, len(out[0]), 2):
-        for j, right in enumerate(self.load_right_transposed(tile, step, d * COLUMNS, lane)):
+        for j, right in enumerate(self.load_right_transposed(tile, step, d * MMA_N, lane)):
           for found, a in zip(out, left, strict=True):
             found[d + j] = self.multiply(a[step], right, found[d + j])
     return out
 
-  def load_right(self, tile: Panels, first: int, step: int, lane: UOp) -> list[UOp]:
+  def load_right(self, tile: SwizzledTiles, first: int, step: int, lane: UOp) -> list[UOp]:
     """Rows `first` to `first` + 15 as the columns of two right operands, for a step along the tile's columns."""
     pair = self.scope.buffer(2, self.step // 4, dtype=self.dtype)
-    row, chunk = first + lane // ROWS * COLUMNS + lane % COLUMNS, 2 * step + lane // COLUMNS % 2
+    row, chunk = first + lane // MMA_M * MMA_N + lane % MMA_N, 2 * step + lane // MMA_N % 2
     loaded = pair.after(ins.ldmatrix(CUDA, pair[0, 0], tile.at(row, chunk)))
     return [loaded[0], loaded[1]]
 
-  def load_right_transposed(self, tile: Panels, step: int, first: int, lane: UOp) -> list[UOp]:
+  def load_right_transposed(self, tile: SwizzledTiles, step: int, first: int, lane: UOp) -> list[UOp]:
     """Columns `first` to `first` + 15 of two right operands, of which the rows of a step are k."""
     if self.dtype == dtypes.float32:
       rows = [step * self.step + lane % QUAD * 2 + i for i in range(2)]
-      columns = [first + j * COLUMNS + lane // QUAD for j in range(2)]
+      columns = [first + j * MMA_N + lane // QUAD for j in range(2)]
       return [UOp.stack(*[tile.element(row, column).bitcast(self.dtype) for row in rows]) for column in columns]
     pair = self.scope.buffer(2, self.step // 4, dtype=self.dtype)
-    if self.dtype not in FLOAT8:
-      row, chunk = step * self.step + lane % ROWS, first // COLUMNS + lane // ROWS
+    if self.dtype not in DTYPES_8:
+      row, chunk = step * self.step + lane % MMA_M, first // MMA_N + lane // MMA_M
       loaded = pair.after(ins.ldmatrix(CUDA, pair[0, 0], tile.at(row, chunk), trans=True))
       return [loaded[0], loaded[1]]
     words = self.scope.buffer(4, dtype=dtypes.uint)
@@ -118,12 +120,12 @@ class Mma:
     """Accumulators as left operands, one for each step of their columns.
 
     Args:
-      rows: this lane's elements of rows g and g + 8, as `quads.row_elements` gives them.
+      rows: this lane's elements of rows g and g + 8, as `mma_layout.row_elements` gives them.
     """
     word = 4 // self.dtype.itemsize  # elements in 32 bits
     steps = range(0, len(rows[0]), 2 * word)
     parts = [[(half, i + part * word) for part in range(2) for half in range(HALVES)] for i in steps]
-    if self.dtype not in FLOAT8:
+    if self.dtype not in DTYPES_8:
       return [UOp.stack(*[rows[h][i + e].cast(self.dtype) for h, i in words for e in range(word)]) for words in parts]
     frags = []
     for words in parts:

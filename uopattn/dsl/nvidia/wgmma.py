@@ -2,8 +2,8 @@
 
 `start` begins D (64, n) += A (64, 16 steps) B (16 steps, n) with float32 accumulators in registers, as one group;
 `wait` waits for it. B, and A where it is not in registers, lie in shared memory, in panels of 64 columns with the
-128-byte swizzle (`uopattn.dsl.nvidia.panels`), each panel at a multiple of 1024 bytes. Warp w of the four has rows 16 w
-to 16 w + 15 of A and D, with the elements of `uopattn.dsl.nvidia.quads`.
+128-byte swizzle (`uopattn.dsl.nvidia.swizzled`), each panel at a multiple of 1024 bytes. Warp w of the four has rows 16 w
+to 16 w + 15 of A and D, with the elements of `uopattn.dsl.nvidia.mma_layout`.
 
 The product and its fence are one text, and the wait names the accumulators: so neither the compiler's front end nor its
 back end can move an access to a register into the time when the hardware has it.
@@ -20,8 +20,8 @@ from tinygrad.uop.ops import UOp
 from uopattn.dsl.instruction_set import Instruction
 from uopattn.dsl.instructions import statement
 
-ROWS = 64
-STEP = 16
+M = 64
+K = 16
 PANEL = 64  # columns
 _KINDS = {"f16": dtypes.half, "bf16": dtypes.bfloat16}
 _NAME = re.compile(r"/\* (wgmma\w*) n=(\d+)(?: steps=(\d+) (b?f16))? \*/")
@@ -49,10 +49,10 @@ def _product(n: int, steps: int, kind: str, registers: bool) -> Instruction:
   for step in range(steps):
     at = count + len(inputs)
     if registers:  # B's rows are k: 16 of them further on
-      inputs += [f'"r"(a[{4 * step + i}])' for i in range(4)] + [f'"l"(b + {step * STEP * PANEL * 2 >> 4})']
+      inputs += [f'"r"(a[{4 * step + i}])' for i in range(4)] + [f'"l"(b + {step * K * PANEL * 2 >> 4})']
       lines.append(f"{shape}, {{{_listed('%#', 4, at)}}}, %{at + 4}, 1, 1, 1, 1;")
     else:  # k are columns: 16 of them further on, or in the next panel
-      inner, panel = step % (PANEL // STEP) * STEP * 2 >> 4, step // (PANEL // STEP)
+      inner, panel = step % (PANEL // K) * K * 2 >> 4, step // (PANEL // K)
       inputs += [f'"l"(a + {panel} * (({{3}}) * 2 >> 4) + {inner})', f'"l"(b + {panel} * (({{4}}) * 2 >> 4) + {inner})']
       lines.append(f"{shape}, %{at}, %{at + 1}, {int(step > 0)}, 1, 1, 0, 0;")
   lines.append("wgmma.commit_group.sync.aligned;")

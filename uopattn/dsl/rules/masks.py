@@ -10,7 +10,7 @@ from tinygrad.helpers import ceildiv
 
 from uopattn.dsl.rules.ranges import Bounds, Lengths, Range, Window
 from uopattn.dsl.rules.table import Table
-from uopattn.dsl.rules.visit import Visit, whole_first
+from uopattn.dsl.rules.tile_range import TileRange, full_first
 from uopattn.dsl.scope import clamp, least, sizes
 
 FAR = 1 << 30  # farther than any key, and still within int32 with a side of a window and a number of queries added
@@ -23,8 +23,8 @@ class Masks:
   Attributes:
     M, N: queries and keys.
     heads: query heads of a batch.
-    packs: query heads whose queries a kernel sees as the rows of one head, one head after another. Row r of head h is
-      then query r % M of head h packs + r // M.
+    pack_gqa: query heads whose queries a kernel sees as the rows of one head, one head after another. Row r of head h is
+      then query r % M of head h pack_gqa + r // M.
     window: key j is seen by query i iff position - left <= j <= position + right, its position being i + q_start; None
       is no bound. A causal mask is a right side of 0.
     q_start: an int, a variable, or a (B,) int32 buffer.
@@ -41,7 +41,7 @@ class Masks:
   M: int
   N: int
   heads: int = 1
-  packs: int = 1
+  pack_gqa: int = 1
   window: tuple[int | None, int | None] = (None, None)
   q_start: int | UOp = 0
   kv_lengths: int | UOp | None = None
@@ -80,11 +80,11 @@ class HeadMasks:
   def place(self, row: UOp) -> tuple[UOp, UOp]:
     """The query head, and the query, that a row is; past the last row, which is none, the last head."""
     r = self.rules
-    return (self.h, row) if r.packs == 1 else (self.h + clamp(row // r.M, 0, r.packs - 1), row % r.M)
+    return (self.h, row) if r.pack_gqa == 1 else (self.h + clamp(row // r.M, 0, r.pack_gqa - 1), row % r.M)
 
   @property
   def length(self) -> UOp:
-    """How many keys exist: none from here on may be read."""
+    """How many keys exist: none from there on may be read."""
     r = self.rules
     return UOp.const(r.N) if r.kv_lengths is None else clamp(self._number(r.kv_lengths), 0, r.N)
 
@@ -97,31 +97,31 @@ class HeadMasks:
     firsts = self._firsts(self.place(row)[1])
     return reduce(UOp.maximum, firsts) if firsts else None
 
-  def visit(self, row: UOp, block_m: int, block_n: int) -> Visit:
+  def key_range(self, row: UOp, block_m: int, block_n: int) -> TileRange:
     """The tiles of `block_n` keys that the queries from `row` to row + block_m - 1 visit; all queries, if packed.
 
     tinygrad's linearizer knows what is outside a loop by how often it runs: a loop of one trip at most, if that is not
     known to be one, would swallow what comes before it. So `whole` is 0 where it could be at most 1.
     """
     r, tiles = self.rules, ceildiv(self.rules.N, block_n)
-    row, last_row = (row, (row + block_m).minimum(r.M) - 1) if r.packs == 1 else (UOp.const(0), UOp.const(r.M - 1))
+    row, last_row = (row, (row + block_m).minimum(r.M) - 1) if r.pack_gqa == 1 else (UOp.const(0), UOp.const(r.M - 1))
     lasts, firsts = self._lasts(last_row), self._firsts(row)
     if r.tile_lists is not None:
       return self._listed(row // block_m, tiles, bool(lasts or firsts or self._hides(2)))
     count = UOp.const(tiles)
     if not lasts and not firsts:
-      return Visit(UOp.const(0 if self._hides(1) else r.N // block_n), count, lambda position: position)
+      return TileRange(UOp.const(0 if self._hides(1) else r.N // block_n), count, lambda position: position)
     end = clamp(least(lasts), 0, r.N - 1) // block_n + 1 if lasts else count
-    whole_end = clamp(least(self._lasts(row)) + 1, 0, r.N) // block_n if lasts else UOp.const(r.N // block_n)
+    full_end = clamp(least(self._lasts(row)) + 1, 0, r.N) // block_n if lasts else UOp.const(r.N // block_n)
     begin = clamp(_largest(firsts), 0, r.N - 1) // block_n if firsts else UOp.const(0)
-    whole_begin = (clamp(_largest(self._firsts(last_row)), 0, r.N) + block_n - 1) // block_n if firsts else begin
-    whole = whole_end if not firsts else (whole_end - whole_begin).maximum(0)
+    full_begin = (clamp(_largest(self._firsts(last_row)), 0, r.N) + block_n - 1) // block_n if firsts else begin
+    whole = full_end if not firsts else (full_end - full_begin).maximum(0)
     whole = whole if whole.vmax > 1 and not self._hides(1) else UOp.const(0)
     if not firsts:
-      return Visit(whole, end, lambda position: position)
-    return Visit(whole, clamp(end - begin, 1, tiles), whole_first(begin, whole_begin, whole, tiles))
+      return TileRange(whole, end, lambda position: position)
+    return TileRange(whole, clamp(end - begin, 1, tiles), full_first(begin, full_begin, whole, tiles))
 
-  def visit_queries(self, key: UOp, block_n: int, block_m: int) -> Visit:
+  def query_range(self, key: UOp, block_n: int, block_m: int) -> TileRange:
     """The tiles of `block_m` queries that see any of the keys from `key` to key + block_n - 1; see `visit`.
 
     Of a tile that is seen whole all queries exist, and so do all the keys. What bounds and rules for single keys hide
@@ -138,14 +138,14 @@ class HeadMasks:
     firsts, all_firsts = (_known(x.first_query(self, k) for x in r.ranges) for k in (key, last_key))
     all_lasts, lasts = (_known(x.last_query(self, k) for x in r.ranges) for k in (key, last_key))
     begin, end = UOp.const(0), UOp.const(tiles)
-    whole_begin, whole_end = begin, UOp.const(r.M // block_m)
+    full_begin, full_end = begin, UOp.const(r.M // block_m)
     if firsts:
       begin = clamp(_largest(firsts), 0, r.M - 1) // block_m
-      whole_begin = (clamp(_largest(all_firsts), 0, r.M) + block_m - 1) // block_m
+      full_begin = (clamp(_largest(all_firsts), 0, r.M) + block_m - 1) // block_m
     if lasts:
       end = clamp(least(lasts), 0, r.M - 1) // block_m + 1
-      whole_end = clamp(least(all_lasts) + 1, 0, r.M) // block_m
-    whole = (whole_end - whole_begin).maximum(0)
+      full_end = clamp(least(all_lasts) + 1, 0, r.M) // block_m
+    whole = (full_end - full_begin).maximum(0)
     hides = self._hides(1) or not all(x.by_keys for x in r.ranges)
     exist = key + block_n <= self.length
     # decided here, if it can be: a loop that turns out to have no trips is more than the linearizer bears
@@ -153,7 +153,7 @@ class HeadMasks:
     whole = whole if exist.vmin or whole.vmax == 0 else exist.where(whole, 0)
     count = clamp(end - begin, 1, tiles)
     count = count if r.kv_lengths is None else (key < self.length).where(count, 1)
-    return Visit(whole, count, whole_first(begin, whole_begin, whole, tiles) if firsts else lambda x: x)
+    return TileRange(whole, count, full_first(begin, full_begin, whole, tiles) if firsts else lambda x: x)
 
   def hidden(self, row: UOp, key: UOp) -> list[UOp]:
     """The rules by which a query does not see a key below N."""
@@ -172,7 +172,7 @@ class HeadMasks:
     r = self.rules
     return len(r.mask_mods) + (r.attn_mask is not None and not r._adds) >= more_than
 
-  def _listed(self, block: UOp, tiles: int, others: bool) -> Visit:
+  def _listed(self, block: UOp, tiles: int, others: bool) -> TileRange:
     """What the lists say; with other rules at work no tile is known to be seen whole."""
     assert self.rules.tile_lists is not None
     order, counts = self.rules.tile_lists
@@ -183,7 +183,7 @@ class HeadMasks:
     def tile(position: UOp) -> UOp:
       return clamp(order[(*place, clamp(position, 0, tiles - 1))].load().cast(dtypes.weakint), 0, tiles - 1)
 
-    return Visit(whole, count if tiles > 1 else UOp.const(1), tile)
+    return TileRange(whole, count if tiles > 1 else UOp.const(1), tile)
 
   def _lasts(self, query: UOp) -> list[UOp]:
     """Bounds on the last key that a query sees, other than N - 1."""

@@ -10,10 +10,10 @@ from tinygrad.helpers import ceildiv
 
 from uopattn.dsl.math import LOG2E, tanh
 from uopattn.dsl.random import kept
+from uopattn.dsl.rules.head_view import HeadView, Pages, Scales
 from uopattn.dsl.rules.masks import HeadMasks, Masks
-from uopattn.dsl.rules.rows import HeadRows, Pages, Scales
-from uopattn.dsl.rules.softmax import split_factor
-from uopattn.dsl.rules.visit import Visit
+from uopattn.dsl.rules.softmax import Scaling
+from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.rules.vjp import vjp
 from uopattn.dsl.scope import Scope, sizes
 
@@ -61,27 +61,27 @@ class Rules(Masks):
     return self.score_mod is not None or self._adds
 
   @property
-  def modifies(self) -> bool:
+  def has_score_mods(self) -> bool:
     """Whether scores are more than products times a factor."""
     return self.softcap is not None or self._moves
 
   @property
-  def weighs(self) -> bool:
+  def scales_weights(self) -> bool:
     """Whether the weights of values are more than exponentials; see `HeadRules.weights`."""
     return self.seed is not None or self.scales is not None
 
   @property
-  def factors(self) -> tuple[float, float]:
-    """A factor on q.k, for `HeadRules.scores` to apply, and one in the exponent, of base 2, which is greater than 0."""
-    if not self.modifies:
-      return split_factor(self.scale)
+  def scaling(self) -> Scaling:
+    """The factors on q.k and in the exponent; see `Scaling`."""
+    if not self.has_score_mods:
+      return Scaling.of(self.scale)
     cap = 1.0 if self.softcap is None else self.softcap
-    return self.scale / cap, LOG2E if self._moves else LOG2E * cap
+    return Scaling(self.scale / cap, LOG2E if self._moves else LOG2E * cap)
 
   def at(self, head: UOp) -> "HeadRules":
     """The rules for a head of the kernel's, counted through all batches."""
-    heads = self.heads // self.packs
-    return HeadRules(self, head // heads, head % heads * self.packs)
+    heads = self.heads // self.pack_gqa
+    return HeadRules(self, head // heads, head % heads * self.pack_gqa)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,13 +90,18 @@ class HeadRules(HeadMasks):
 
   rules: Rules
 
-  def keys(self, x: UOp) -> HeadRows:
+  @property
+  def scaling(self) -> Scaling:
+    """The factors on q.k and in the exponent."""
+    return self.rules.scaling
+
+  def keys(self, x: UOp) -> HeadView:
     """The keys, or values, in a buffer (B kv_heads, N, size), or in pages (pages kv_heads, rows of a page, size)."""
     r = self.rules
     if r.pages is not None:
-      return HeadRows.paged(x, r.pages, self.b, self._kv_head, self.length)
+      return HeadView.paged(x, r.pages, self.b, self._kv_head, self.length)
     operand = None if r.scales is None else r.scales.operand
-    return HeadRows.of(x, self.b * r.kv_heads + self._kv_head, self.length, operand)
+    return HeadView.of(x, self.b * r.kv_heads + self._kv_head, self.length, operand)
 
   def of_tile(self, s: Scope, first: UOp, block_n: int, within: tuple[UOp, ...]) -> "HeadRules":
     """The same for a CPU's tile of `block_n` keys from `first` on, whose pages are looked up inside the axes `within`.
@@ -126,9 +131,9 @@ class HeadRules(HeadMasks):
       first, offsets: the keys are first + offset.
       masked: whether any of them may be hidden; their tile is not seen whole.
     """
-    factor = self.rules.factors[0]
+    factor = self.rules.scaling.pre
     scaled = [
-      self.modified(x if factor == 1 else x * factor, row, first + i, masked)
+      self.apply_score_mods(x if factor == 1 else x * factor, row, first + i, masked)
       for x, i in zip(products, offsets, strict=True)
     ]
     if not masked:
@@ -142,8 +147,8 @@ class HeadRules(HeadMasks):
       result.append(reduce(UOp.__or__, hidden).where(-inf, x))
     return result
 
-  def modified(self, score: UOp, row: UOp, key: UOp, masked: bool = True) -> UOp:
-    """q.k times the first of `Rules.factors`, after softcap, score_mod and the additive mask; times the second next.
+  def apply_score_mods(self, score: UOp, row: UOp, key: UOp, masked: bool = True) -> UOp:
+    """q.k times the first of `Rules.scaling`, after softcap, score_mod and the additive mask; times the second next.
 
     Before all of these comes the key's scale. `masked` is whether the key may be none. NaN of a key in what is no page,
     unless it is hidden.
@@ -194,7 +199,7 @@ class HeadRules(HeadMasks):
     scale = rows.element(key, UOp.const(0), inside) * self.rules.scales.unit
     return scale if inside is None else inside.where(scale, 0.0)
 
-  def pulled_back(
+  def score_vjp(
     self,
     grads: list[UOp],
     products: list[UOp],
@@ -212,15 +217,15 @@ class HeadRules(HeadMasks):
       first, offsets: the keys are first + offset.
       scaled: whether the factor `Rules.scale` is in them; if not, it is left for the sums of these.
     """
-    pulled = [self._pulled_back(g, x, row, first + i) for g, x, i in zip(grads, products, offsets, strict=True)]
+    pulled = [self._score_vjp(g, x, row, first + i) for g, x, i in zip(grads, products, offsets, strict=True)]
     return [x * self.rules.scale for x in pulled] if scaled else pulled
 
-  def _pulled_back(self, grad: UOp, product: UOp, row: UOp, key: UOp) -> UOp:
+  def _score_vjp(self, grad: UOp, product: UOp, row: UOp, key: UOp) -> UOp:
     """The same by the product times scale. What comes after score_mod is added, and so of no account."""
     r = self.rules
-    if not r.modifies:
+    if not r.has_score_mods:
       return grad
-    score, slope = product * r.factors[0], None
+    score, slope = product * r.scaling.pre, None
     if r.softcap is not None:
       bounded = tanh(score)
       score, slope = bounded * r.softcap, 1.0 - bounded * bounded
@@ -234,25 +239,28 @@ class HeadRules(HeadMasks):
     return self.rules.score_mod(score, *self._indices(row, key))
 
 
-def visits_of_queries(
+def query_ranges(
   at: Callable[[UOp], HeadRules], members: int, key: UOp, block_n: int, block_m: int
-) -> Callable[[UOp], Visit]:
-  """`visit_queries` for each of the `members` query heads that share keys, `at` having their rules; as long for each.
+) -> Callable[[UOp], TileRange]:
+  """`query_range` for each of the `members` query heads that share keys, `at` having their rules; as long for each.
 
   tinygrad would end the loop over the heads with the loop over the tiles, if how many these are depended on the head.
   So where lists say how many, all have as many as the longest; a tile too many has no query that exists.
   """
   rules = at(UOp.const(0)).rules
 
-  def visit(member: UOp) -> Visit:
-    return at(member).visit_queries(key, block_n, block_m)
+  def query_range(member: UOp) -> TileRange:
+    return at(member).query_range(key, block_n, block_m)
 
   if rules.tile_lists is None or members == 1 or sizes(rules.tile_lists[0])[1] == 1:
-    return visit
-  count, beyond = reduce(UOp.maximum, (visit(UOp.const(i)).count for i in range(members))), ceildiv(rules.M, block_m)
+    return query_range
+  count, beyond = (
+    reduce(UOp.maximum, (query_range(UOp.const(i)).n_tiles for i in range(members))),
+    ceildiv(rules.M, block_m),
+  )
 
-  def padded(member: UOp) -> Visit:
-    mine = visit(member)
-    return Visit(UOp.const(0), count, lambda position: (position < mine.count).where(mine.tile(position), beyond))
+  def padded(member: UOp) -> TileRange:
+    mine = query_range(member)
+    return TileRange(UOp.const(0), count, lambda position: (position < mine.n_tiles).where(mine.tile(position), beyond))
 
   return padded

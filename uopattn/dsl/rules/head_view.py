@@ -7,7 +7,7 @@ from typing import NamedTuple
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 
-from uopattn.dsl.rules.eight_bits import widened, widened_bits
+from uopattn.dsl.rules.quantized import widened, widened_bits
 from uopattn.dsl.scope import Scope, as_type, clamp, least, sizes
 
 
@@ -77,7 +77,7 @@ class Scales(NamedTuple):
 
   Attributes:
     keys, values: (B, key heads, N) float32.
-    operand: the type that the 8 bits become; see `uopattn.dsl.rules.eight_bits`.
+    operand: the type that the 8 bits become; see `uopattn.dsl.rules.quantized`.
     unit: by how much a stored element is larger then.
   """
 
@@ -88,15 +88,15 @@ class Scales(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class HeadRows:
+class HeadView:
   """Those of one head of a buffer.
 
   Attributes:
     x: the buffer, reshaped or not.
     size: elements of a row.
-    length: none from here on is read.
+    length: none from there on is read.
     start: the place of a row's first element, counted through the whole buffer.
-    to: what elements become where the buffer's are of 8 bits; see `uopattn.dsl.rules.eight_bits`. None: they stay.
+    to: what elements become where the buffer's are of 8 bits; see `uopattn.dsl.rules.quantized`. None: they stay.
   """
 
   x: UOp
@@ -106,7 +106,7 @@ class HeadRows:
   to: DType | None = None
 
   @classmethod
-  def of(cls, x: UOp, head: UOp, length: UOp, to: DType | None = None) -> "HeadRows":
+  def of(cls, x: UOp, head: UOp, length: UOp, to: DType | None = None) -> "HeadView":
     """Rows one after another: x is (heads, rows, size)."""
     _, rows, size = sizes(x)
     return cls(x, size, length, lambda row: (head * rows + row) * size, to)
@@ -117,7 +117,7 @@ class HeadRows:
     return self.to is not None and self.x.dtype.itemsize == 1 and self.x.dtype != self.to
 
   @classmethod
-  def paged(cls, x: UOp, pages: Pages, b: UOp, head: UOp, length: UOp) -> "HeadRows":
+  def paged(cls, x: UOp, pages: Pages, b: UOp, head: UOp, length: UOp) -> "HeadView":
     """Those of sequence b in pages: x is (pages heads, rows of a page, size)."""
     size = sizes(x)[2]
     return cls(x, size, length, lambda row: pages.row(b, head, row, length) * size)

@@ -15,12 +15,12 @@ from tinygrad import UOp, dtypes
 
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.math import LN2
-from uopattn.dsl.rules.softmax import finish
+from uopattn.dsl.rules.softmax import normalize
 from uopattn.dsl.scope import as_type, gated, sizes
 
 WARP = 32  # lanes
-ROWS = 16  # of a warp's tile
-COLUMNS = 8  # of an accumulator tile
+MMA_M = 16  # of a warp's tile
+MMA_N = 8  # of an accumulator tile
 HALVES = 2  # rows g and g + 8
 QUAD = 4
 
@@ -37,10 +37,10 @@ def row_elements(tiles: list[UOp], half: int) -> list[UOp]:
 
 def columns(tiles: int) -> list[int]:
   """The columns of `row_elements`, counted from this lane's first, 2 * (lane % 4)."""
-  return [COLUMNS * n + e for n in range(tiles) for e in range(2)]
+  return [MMA_N * n + e for n in range(tiles) for e in range(2)]
 
 
-def join(operation: Callable[[UOp, UOp], UOp], value: UOp) -> UOp:
+def row_reduce(operation: Callable[[UOp, UOp], UOp], value: UOp) -> UOp:
   """The values of a row's four lanes, joined by `operation`."""
   for distance in (1, 2):
     value = operation(value, ins.shuffle_xor("cuda", value, distance))
@@ -75,17 +75,20 @@ def store_row(
   l_i: UOp,
   sink: UOp | None,
   lane: UOp,
-  exponent: int = 0,
+  p_scale_log2: int = 0,
   family: str = "cuda",
 ) -> list[UOp]:
-  """The output and the LSE of a row, see `finish`. Rows past M are not stored.
+  """The output and the LSE of a row, see `normalize`. Rows past M are not stored.
 
-  acc and l are 2**exponent times as large as they should be.
+  acc and l are 2**p_scale_log2 times as large as they should be.
   """
-  total, exp2 = join(UOp.__add__, l_i), partial(ins.exp2, "cuda")
-  factor, log2 = finish(m_i, total, sink, exp2)
-  if exponent:  # either way; the one loses digits of the LSE, the other costs a product for each element
-    factor, log2 = finish(m_i - exponent, total, sink, exp2)[0], finish(m_i, total * 2.0**-exponent, sink, exp2)[1]
+  total, exp2 = row_reduce(UOp.__add__, l_i), partial(ins.exp2, "cuda")
+  factor, log2 = normalize(m_i, total, sink, exp2)
+  if p_scale_log2:  # either way; the one loses digits of the LSE, the other costs a product for each element
+    factor, log2 = (
+      normalize(m_i - p_scale_log2, total, sink, exp2)[0],
+      normalize(m_i, total * 2.0**-p_scale_log2, sink, exp2)[1],
+    )
   stores = store_scaled(o, head, row, half, acc, factor, lane, family)
   if lse is not None:
     stores.append(gated(lse, (row < sizes(lse)[1]) & (lane % QUAD).eq(0), head, row).store(log2 * LN2))

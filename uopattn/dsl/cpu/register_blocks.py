@@ -1,11 +1,11 @@
-"""What CPU kernels share: tiles of keys, strips of rows that registers hold, and the sums that those registers take."""
+"""What CPU kernels share: tiles of keys, register_blocks of rows that registers hold, and the sums that those registers take."""
 
 from collections.abc import Callable
 
 from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv
 
-from uopattn.dsl.rules.rows import HeadRows
+from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.scope import Loop, Scope, sizes
 
 Tile = Callable[[UOp, UOp], UOp]  # (key, column), both counted within the tile -> its float32 element
@@ -16,8 +16,8 @@ def even(length: int, most: int) -> int:
   return ceildiv(length, ceildiv(length, most))
 
 
-def strips(length: int, width: int) -> list[tuple[int, int, int]]:
-  """Cuts `length` rows into strips of `width` and one narrower rest: (first row, how many strips, rows a strip)."""
+def register_blocks(length: int, width: int) -> list[tuple[int, int, int]]:
+  """Cuts `length` rows into register_blocks of `width` and one narrower rest: (first row, how many register_blocks, rows a strip)."""
   whole, rest = divmod(length, width)
   return [(0, whole, width)] * (whole > 0) + [(whole * width, 1, rest)] * (rest > 0)
 
@@ -61,7 +61,7 @@ def add_steps(s: Scope, acc: UOp, length: int, step: Callable[[UOp, UOp], list[U
   return acc.after(UOp.group(*step(acc.after(i), i)).end(i))
 
 
-def load_tile(s: Scope, rows: HeadRows, first: UOp, block_n: int, length: UOp | None, loop: Loop) -> Tile:
+def load_tile(s: Scope, rows: HeadView, first: UOp, block_n: int, length: UOp | None, loop: Loop) -> Tile:
   """The tile of keys (or values) from `first` on: float32 is read in place, 16 bit is widened once a tile.
 
   With a length, keys from there on are not read, and 0 in the tile: whatever they hold, they are worth nothing.

@@ -1,4 +1,4 @@
-"""From scores to the gradients of a backward pass, element by element, on NVIDIA: see `uopattn.dsl.nvidia.quads`.
+"""From scores to the gradients of a backward pass, element by element, on NVIDIA: see `uopattn.dsl.nvidia.mma_layout`.
 
 With rows of queries or of keys, each of a lane's elements has a place: tile of 16 rows, accumulator tile, element. What
 stands between q.k and the softmax is asked query by query: a line is a query with what a lane has of its scores.
@@ -13,7 +13,7 @@ from tinygrad import UOp, dtypes
 
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.math import LOG2E
-from uopattn.dsl.nvidia.quads import COLUMNS, QUAD, ROWS, columns
+from uopattn.dsl.nvidia.mma_layout import MMA_M, MMA_N, QUAD, columns
 from uopattn.dsl.rules.rules import HeadRules
 from uopattn.dsl.scope import sizes
 
@@ -21,11 +21,11 @@ CUDA = "cuda"
 LOWEST = -1e30  # an lse less than any other
 Place = tuple[int, int, int]
 Elements = dict[Place, UOp]
-Rows = Mapping[tuple[int, int], UOp]  # by tile of 16 and half
+RowMap = Mapping[tuple[int, int], UOp]  # by tile of 16 and half
 
 
 @dataclass(frozen=True)
-class Line:
+class ScoreRow:
   """A query, and what a lane has of its scores.
 
   Attributes:
@@ -50,7 +50,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Numbers:
+class RowStats:
   """lse and delta of the queries of a head.
 
   A query that sees no key has an lse of -inf, as have its scores: a finite one in its place makes P 0.
@@ -58,59 +58,59 @@ class Numbers:
   Attributes:
     lse, delta: (heads, M) float32.
     head: of the queries.
-    blind: whether a query that sees all keys of a tile may see none, as all its scores may be -inf.
+    no_key: whether a query that sees all keys of a tile may see none, as all its scores may be -inf.
   """
 
   lse: UOp
   delta: UOp
   head: UOp
-  blind: bool
+  no_key: bool
 
-  def of(self, query: UOp, doubtful: bool) -> tuple[UOp, UOp]:
-    """lse, in base 2, and delta of a query; if `doubtful` it may not exist, or see no key: its P will be 0."""
-    return self.finished(*self.load(query, doubtful), query, doubtful)
+  def of(self, query: UOp, past_end: bool) -> tuple[UOp, UOp]:
+    """lse, in base 2, and delta of a query; if `past_end` it may not exist, or see no key: its P will be 0."""
+    return self.finished(*self.load(query, past_end), query, past_end)
 
-  def load(self, query: UOp, doubtful: bool) -> tuple[UOp, UOp]:
+  def load(self, query: UOp, past_end: bool) -> tuple[UOp, UOp]:
     """The two as they are in memory; of a query that does not exist, of another one."""
     count = sizes(self.lse)[1]
-    at = self.head * count + (query.minimum(count - 1) if doubtful else query)
+    at = self.head * count + (query.minimum(count - 1) if past_end else query)
     return self.lse.base[at].load(), self.delta.base[at].load()
 
-  def finished(self, lse: UOp, delta: UOp, query: UOp, doubtful: bool) -> tuple[UOp, UOp]:
+  def finished(self, lse: UOp, delta: UOp, query: UOp, past_end: bool) -> tuple[UOp, UOp]:
     """What `of` gives, of what `load` gave."""
     lse = lse * LOG2E
-    if doubtful or self.blind:
+    if past_end or self.no_key:
       lse = ins.fmax(CUDA, lse, UOp.const(LOWEST, dtypes.float))
-    return (query < sizes(self.lse)[1]).where(lse, float("inf")) if doubtful else lse, delta
+    return (query < sizes(self.lse)[1]).where(lse, float("inf")) if past_end else lse, delta
 
 
-def lines_of_rows(
+def score_rows_by_row(
   rows: Mapping[tuple[int, int], UOp],
-  numbers: Mapping[tuple[int, int], tuple[UOp, UOp]],
+  row_stats: Mapping[tuple[int, int], tuple[UOp, UOp]],
   first: UOp,
   width: int,
   lane: UOp,
-) -> list[Line]:
+) -> list[ScoreRow]:
   """Where rows are queries.
 
   Args:
     rows: a lane's.
-    numbers: lse and delta of each.
+    row_stats: lse and delta of each.
     first: the first of `width` keys.
   """
-  key, offsets = first + lane % QUAD * 2, columns(width // COLUMNS)
+  key, offsets = first + lane % QUAD * 2, columns(width // MMA_N)
   return [
-    Line(row, key, offsets, [(i, j // COLUMNS, 2 * half + j % 2) for j in offsets], *numbers[i, half])
+    ScoreRow(row, key, offsets, [(i, j // MMA_N, 2 * half + j % 2) for j in offsets], *row_stats[i, half])
     for (i, half), row in rows.items()
   ]
 
 
 def queries_of_columns(first: UOp, width: int, lane: UOp) -> list[UOp]:
   """A lane's queries where columns are queries, `width` from the first on."""
-  return [first + lane % QUAD * 2 + j for j in columns(width // COLUMNS)]
+  return [first + lane % QUAD * 2 + j for j in columns(width // MMA_N)]
 
 
-def lines_of_columns(rows: Rows, queries: list[UOp], found: list[tuple[UOp, UOp]]) -> list[Line]:
+def score_rows_by_column(rows: RowMap, queries: list[UOp], found: list[tuple[UOp, UOp]]) -> list[ScoreRow]:
   """Where rows are keys.
 
   Args:
@@ -118,33 +118,33 @@ def lines_of_columns(rows: Rows, queries: list[UOp], found: list[tuple[UOp, UOp]
     queries: those of `queries_of_columns`.
     found: lse and delta of each.
   """
-  offsets, lines = [i * ROWS + half * COLUMNS for i, half in rows], []
-  for n, (query, numbers) in enumerate(zip(queries, found, strict=True)):
+  offsets, score_rows = [i * MMA_M + half * MMA_N for i, half in rows], []
+  for n, (query, row_stats) in enumerate(zip(queries, found, strict=True)):
     places = [(i, n // 2, 2 * half + n % 2) for i, half in rows]
-    lines.append(Line(query, rows[0, 0], offsets, places, *numbers))
-  return lines
+    score_rows.append(ScoreRow(query, rows[0, 0], offsets, places, *row_stats))
+  return score_rows
 
 
-def weights(here: HeadRules, lines: list[Line], products: Elements, masked: bool) -> Elements:
+def weights(rules: HeadRules, score_rows: list[ScoreRow], products: Elements, masked: bool) -> Elements:
   """P = exp(S - lse), before dropout, of S = Q K^T."""
   found: Elements = {}
-  for line in lines:
-    scores = here.scores([products[at] for at in line.places], *line.keys, masked)
-    p = [ins.exp2(CUDA, x * here.rules.factors[1] - line.lse) for x in scores]
-    found |= zip(line.places, p, strict=True)
+  for row in score_rows:
+    scores = rules.scores([products[at] for at in row.places], *row.keys, masked)
+    p = [ins.exp2(CUDA, x * rules.scaling.log2 - row.lse) for x in scores]
+    found |= zip(row.places, p, strict=True)
   return found
 
 
-def dropped(here: HeadRules, lines: list[Line], p: Elements) -> Elements:
+def dropped(rules: HeadRules, score_rows: list[ScoreRow], p: Elements) -> Elements:
   """P after dropout."""
   found: Elements = {}
-  for line in lines:
-    found |= zip(line.places, here.dropped([p[at] for at in line.places], *line.keys), strict=True)
+  for row in score_rows:
+    found |= zip(row.places, rules.dropped([p[at] for at in row.places], *row.keys), strict=True)
   return found
 
 
-def pulled_back(
-  here: HeadRules, lines: list[Line], p: Elements, products: Elements, grads: Elements, begun: bool = False
+def score_vjp(
+  rules: HeadRules, score_rows: list[ScoreRow], p: Elements, products: Elements, grads: Elements, begun: bool = False
 ) -> Elements:
   """The gradient of S: of the scores P (dP - delta), made that of the products, but for the factor `Rules.scale`.
 
@@ -154,10 +154,10 @@ def pulled_back(
     begun: whether delta is already subtracted from dP; not where there is dropout.
   """
   found: Elements = {}
-  for line in lines:
-    dp = here.dropped([grads[at] for at in line.places], *line.keys)
-    dp = dp if begun else [x - line.delta for x in dp]
-    ds = [p[at] * x for at, x in zip(line.places, dp, strict=True)]
-    pulled = here.pulled_back(ds, [products[at] for at in line.places], *line.keys, scaled=False)
-    found |= zip(line.places, pulled, strict=True)
+  for row in score_rows:
+    dp = rules.dropped([grads[at] for at in row.places], *row.keys)
+    dp = dp if begun else [x - row.delta for x in dp]
+    ds = [p[at] * x for at, x in zip(row.places, dp, strict=True)]
+    pulled = rules.score_vjp(ds, [products[at] for at in row.places], *row.keys, scaled=False)
+    found |= zip(row.places, pulled, strict=True)
   return found

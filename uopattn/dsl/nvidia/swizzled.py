@@ -17,15 +17,15 @@ from tinygrad.dtype import AddrSpace, DType
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.rules.rows import HeadRows
+from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.scope import Scope, as_type, clamp
 
-CHUNK, WIDEST = 16, 128  # bytes of a chunk, and of a panel's row at most
+CHUNK_BYTES, PANEL_BYTES = 16, 128  # bytes of a chunk, and of a panel's row at most
 ALIGN = 8  # rows after which the permutation repeats
 
 
 @dataclass(frozen=True)
-class Panels:
+class SwizzledTiles:
   """Room for `slots` tiles of (rows, columns) elements.
 
   Attributes:
@@ -51,7 +51,7 @@ class Panels:
   family: str = "cuda"
 
   @classmethod
-  def make(cls, s: Scope, rows: int, columns: int, slots: int, threads: int, **options: Any) -> "Panels":
+  def make(cls, s: Scope, rows: int, columns: int, slots: int, threads: int, **options: Any) -> "SwizzledTiles":
     """New room; `options` are the attributes from `least` on."""
     panels = cls(UOp.const(0), rows, columns, slots, threads, **options)
     return replace(panels, memory=s.buffer(slots * panels.size, dtype=panels.bits, space=AddrSpace.LOCAL))
@@ -59,12 +59,12 @@ class Panels:
   @property
   def chunk(self) -> int:
     """Elements of a chunk."""
-    return CHUNK // self.bits.itemsize
+    return CHUNK_BYTES // self.bits.itemsize
 
   @property
   def width(self) -> int:
     """Columns of a panel."""
-    return min(WIDEST // self.bits.itemsize, max(self.least, 1 << (self.columns - 1).bit_length()))
+    return min(PANEL_BYTES // self.bits.itemsize, max(self.least, 1 << (self.columns - 1).bit_length()))
 
   @property
   def pieces(self) -> int:
@@ -86,10 +86,10 @@ class Panels:
     """Elements of a slot."""
     return self.height * round_up(self.columns, self.width)
 
-  def after(self, *after: UOp) -> "Panels":
+  def after(self, *after: UOp) -> "SwizzledTiles":
     return replace(self, memory=self.memory.after(*after))
 
-  def tile(self, n_tile: UOp, *after: UOp) -> "Panels":
+  def tile(self, n_tile: UOp, *after: UOp) -> "SwizzledTiles":
     """With the slot of a tile in use."""
     return replace(self, memory=self.memory.after(*after), base=n_tile % self.slots * self.size)
 
@@ -100,14 +100,14 @@ class Panels:
   def at(self, row: UOp, chunk: UOp) -> UOp:
     """The address of a chunk."""
     per = self.width // self.chunk
-    place = (chunk % per) ^ (row // (WIDEST // CHUNK // per) % per)
+    place = (chunk % per) ^ (row // (PANEL_BYTES // CHUNK_BYTES // per) % per)
     return self.memory[self.base + (chunk // per * self.height + row) * self.width + place * self.chunk]
 
   def element(self, row: UOp, column: UOp) -> UOp:
     """An element's bits."""
     return self.memory[self.at(row, column // self.chunk).src[1] + column % self.chunk].load()
 
-  def fill_tile(self, position: UOp, source: HeadRows, n_tile: UOp, thread: UOp, *after: UOp) -> list[UOp]:
+  def fill_tile(self, position: UOp, source: HeadView, n_tile: UOp, thread: UOp, *after: UOp) -> list[UOp]:
     """Starts copying tile `n_tile` of the rows of a head into slot position % slots; see `fill`.
 
     Past the last row there are zeros; past the last tile that tile comes again, if all are known to be whole.
@@ -117,7 +117,7 @@ class Panels:
     first = clamp(n_tile, 0, most // self.rows - 1) * self.rows if whole else n_tile * self.rows
     return self.tile(position, *after).fill(source, first, self.rows if whole else source.length - first, thread)
 
-  def fill(self, source: HeadRows, first: UOp, rows: UOp | int, thread: UOp) -> list[UOp]:
+  def fill(self, source: HeadView, first: UOp, rows: UOp | int, thread: UOp) -> list[UOp]:
     """Starts copying `rows` rows, and zeros for the rest, into the slot in use.
 
     Args:
@@ -143,7 +143,7 @@ class Panels:
         stores += self._single(to, source, start, chunk * self.chunk, there)
     return stores
 
-  def _single(self, to: UOp, source: HeadRows, start: UOp, column: UOp, there: UOp | None) -> list[UOp]:
+  def _single(self, to: UOp, source: HeadView, start: UOp, column: UOp, there: UOp | None) -> list[UOp]:
     """A chunk element by element, for rows that do not begin at multiples of 16 bytes."""
     stores, bits = [], as_type(source.x, dtypes.uchar if source.widens else self.bits)
     for e in range(self.chunk):
@@ -151,7 +151,7 @@ class Panels:
       stores.append(self.memory[to.src[1] + e].store(source.wide_bits(value) if source.widens else value))
     return stores
 
-  def _widened(self, source: HeadRows, start: UOp, there: UOp | None) -> list[UOp]:
+  def _widened(self, source: HeadView, start: UOp, there: UOp | None) -> list[UOp]:
     """The four words of a chunk whose elements have 8 bits in memory."""
     flat, per = as_type(source.x, dtypes.uint), 4 // self.bits.itemsize  # elements in a word
     words = [_or_zero(flat, start // 4 + i, there) for i in range(self.chunk // 4)]

@@ -10,7 +10,7 @@ Sources: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), for the tw
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 
-EIGHT_BITS = (dtypes.int8, dtypes.fp8e4m3, dtypes.fp8e5m2)
+QUANTIZED_DTYPES = (dtypes.int8, dtypes.fp8e4m3, dtypes.fp8e5m2)
 
 
 def unit(stored: DType, to: DType) -> float:
@@ -25,7 +25,7 @@ def widened(byte: UOp, stored: DType, to: DType) -> UOp:
 
   Args:
     byte: its bits, uint8.
-    stored: what they are, one of EIGHT_BITS.
+    stored: what they are, one of QUANTIZED_DTYPES.
     to: float16, bfloat16 or float32.
   """
   if stored == dtypes.int8:

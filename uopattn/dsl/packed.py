@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from tinygrad import UOp, dtypes
 
-from uopattn.dsl.rules.rows import HeadRows
+from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.scope import as_type, sizes
 
 Words = list[UOp]  # neighbours
@@ -15,7 +15,7 @@ Load = Callable[[UOp, UOp], UOp]  # (row, word) -> a word of that row
 ALWAYS = UOp.const(True)
 
 
-def words_of(rows: HeadRows, exists: UOp = ALWAYS) -> Load:
+def words_of(rows: HeadView, exists: UOp = ALWAYS) -> Load:
   """Words of rows of a 16-bit type, or widened to one; past a row's end they are 0.
 
   Where nothing `exists` nothing is read, and all words are 0.
@@ -39,10 +39,10 @@ def words_of(rows: HeadRows, exists: UOp = ALWAYS) -> Load:
 def words_of_all(x: UOp, exists: UOp = ALWAYS) -> Load:
   """The same of the rows of all heads of x (heads, rows, size), counted through."""
   heads, rows, size = sizes(x)
-  return words_of(HeadRows.of(x.reshape(1, heads * rows, size), UOp.const(0), UOp.const(heads * rows)), exists)
+  return words_of(HeadView.of(x.reshape(1, heads * rows, size), UOp.const(0), UOp.const(heads * rows)), exists)
 
 
-def _widened_words(rows: HeadRows, exists: UOp) -> Load:
+def _widened_words(rows: HeadView, exists: UOp) -> Load:
   """The same of 8-bit elements: where rows are whole words, two of the four in one."""
   size, words, elements = rows.size, as_type(rows.x, dtypes.uint), as_type(rows.x, dtypes.uchar)
 

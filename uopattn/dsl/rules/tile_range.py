@@ -1,0 +1,77 @@
+"""The tiles of keys that a block of queries attends to, or of queries that see a block of keys, and the loops over them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tinygrad import UOp
+from tinygrad.helpers import ceildiv
+
+from uopattn.dsl.scope import clamp
+
+
+@dataclass(frozen=True, eq=False)
+class TileRange:
+  """Tiles in the order in which a block processes them: full tiles first, then those that need a mask.
+
+  Attributes:
+    n_full: how many tiles, from position 0 on, need no mask: every row of the block sees all of the tile.
+    n_tiles: how many tiles there are, at least 1.
+    tile: maps a position below `n_tiles` to the number of a tile.
+  """
+
+  n_full: UOp
+  n_tiles: UOp
+  tile: Callable[[UOp], UOp]
+
+  def split(self, i: UOp, splits: int) -> "TileRange":
+    """Split `i` of `splits`, as equal in size as possible. A split may be empty."""
+    if splits == 1:
+      return self
+    begin, end = self.n_tiles * i // splits, self.n_tiles * (i + 1) // splits
+    n_tiles = clamp(end - begin, 0, ceildiv(int(self.n_tiles.vmax), splits))
+
+    def tile(position: UOp) -> UOp:  # prefetches past the end read the last tile again: it is in a cache
+      return self.tile(begin + clamp(position, 0, (n_tiles - 1).maximum(0)))
+
+    if (self.n_tiles - self.n_full).simplify().vmax == 0:  # all are full
+      return TileRange(n_tiles, n_tiles, tile)
+    n_full = clamp(self.n_full - begin, 0, n_tiles) if self.n_full.vmax > 0 else self.n_full
+    return TileRange(n_full, n_tiles, tile)
+
+
+def full_first(begin: UOp, full_begin: UOp, n_full: UOp, tiles: int) -> Callable[[UOp], UOp]:
+  """Order tiles from `begin` on such that the `n_full` full ones, which start at `full_begin`, come first.
+
+  Returns:
+    A function from a position to a tile, clamped to 0 ... tiles - 1.
+  """
+
+  def tile(position: UOp) -> UOp:
+    rest = begin + position - n_full
+    after = (rest < full_begin).where(rest, rest + n_full)
+    return clamp((position < n_full).where(full_begin + position, after), 0, tiles - 1)
+
+  return tile
+
+
+def full_then_masked(begin: UOp, n_full: UOp, n_tiles: UOp) -> list[tuple[UOp, UOp, bool]]:
+  """The mainloop's two loops over a `TileRange` from position `begin` on: one over full tiles, one with masks.
+
+  Returns:
+    For each loop that may run: its first position, its number of trips, and whether its tiles need a mask.
+  """
+  both = (begin, n_full - begin, False), (n_full, n_tiles - n_full, True)
+  # tinygrad misplaces what stands in a loop of no trips
+  found = [(first, trips.simplify(), masked) for first, trips, masked in both]
+  return [(first, _blurred(trips), masked) for first, trips, masked in found if trips.vmax > 0]
+
+
+def _blurred(trips: UOp) -> UOp:
+  """The same number; one that is 0 or 1 in a form of which tinygrad knows only that it is at most 2.
+
+  See `HeadMasks.key_range` for the reason.
+  """
+  if not trips.vmin < trips.vmax == 1:
+    return trips
+  trips = trips.maximum(0)
+  return trips * trips * 2 - trips
