@@ -54,3 +54,7 @@ class CpAsyncPipeline:
     ready = self.consumer_wait(*after)
     following = self.producer_load(n + self.stages - 1, ready)
     return [panels.tile(n, ready, following) for panels, _ in self.sources]
+
+  def release(self, n: UOp, *stores: UOp) -> UOp:
+    """Ends the work on the n-th tile; its slot is filled again only after the barrier of the next `acquire`."""
+    return UOp.group(*stores)
