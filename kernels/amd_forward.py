@@ -51,7 +51,7 @@ from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.packed import words_of
 from uopattn.dsl.rules.head_view import HeadView
-from uopattn.dsl.rules.rules import Rules
+from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import normalize
 from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.schedule import DTYPES_16, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
@@ -176,7 +176,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   unit = WaveMma(f, q.dtype, group, tiles, M, p_lds)
 
   q_frags = unit.load_queries(HeadView.of(q, group.head, UOp.const(M)))
-  state = State.make(s, tiles.m_tiles, (tiles.m_tiles, ceildiv(Dv, MMA_SIZE), f.result), group.item)
+  state = State.make(s, tiles.m_tiles, (tiles.m_tiles, ceildiv(Dv, MMA_SIZE), f.result), rules.scaling, group.item)
   # Not `> 0`: tinygrad would take a comparison for granted in all of a gated index, in the ends of its loops too.
   exists = head_rules.length.ne(0)
   sources = [(words_of(head_rules.keys(x), exists), size) for x, size in zip((k, v), tiles.padded(Dk, Dv), strict=True)]
@@ -189,7 +189,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   stores = []
   for i, place in enumerate(unit.places):
     row = block_row + place
-    stores += unit.store(o, lse, group.result, row, i, state, head_rules.sink(row))
+    stores += unit.store(o, lse, group.result, row, i, state, head_rules)
   return group.kernel(f"attention_{tiles.arch}_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
 
 
@@ -278,11 +278,11 @@ class WaveMma:
   def softmax(self, scores: list[UOp], scale_log2: float, m_old: UOp, l_old: UOp) -> tuple[list[UOp], UOp, UOp, UOp]:
     """P, m_i, l_i and alpha of a query, as `online_softmax` defines them, in the order that suits LLVM."""
     f, m_tiles = self.f, self.tiles.m_tiles
-    m_new = fmax(m_old, row_reduce(f, fmax, by_turns(fmax, scores, 3), self.group.lane) * scale_log2)
+    m_new = row_reduce(f, fmax, by_turns(fmax, [m_old, *scores], 3), self.group.lane)
     if alone(f, m_tiles):
       m_old = ins.pin(HIP, m_old)  # or LLVM loads so much of K ahead that it spills
-    alpha, shifts = ins.exp2(HIP, m_old - m_new), twins(f, m_new, m_tiles)
-    p = [ins.exp2(HIP, x * scale_log2 - shifts[i % 2]) for i, x in enumerate(scores)]
+    alpha, shifts = ins.exp2(HIP, (m_old - m_new) * scale_log2), twins(f, m_new * -scale_log2, m_tiles)
+    p = [ins.exp2(HIP, x * scale_log2 + shifts[i % 2]) for i, x in enumerate(scores)]
     # Side by side, sums need more registers, which pays with two tiles of queries.
     l_new = by_turns(UOp.__add__, [l_old * alpha, *p], 2) if m_tiles > 1 else l_old * alpha + reduce(UOp.__add__, p)
     return p, m_new, l_new, alpha
@@ -298,10 +298,13 @@ class WaveMma:
     v_tile = v_tile.after(*stores)  # not before P is done: V's registers are few
     return multiply_pv(self.f, self.dtype, p, v_tile, acc, old, alphas, self.group.lane)
 
-  def store(self, o: UOp, lse: UOp | None, head: UOp, row: UOp, i: int, state: State, sink: UOp | None) -> list[UOp]:
+  def store(self, o: UOp, lse: UOp | None, head: UOp, row: UOp, i: int, state: State, rules: HeadRules) -> list[UOp]:
     """Stores the output and the LSE of the i-th of this lane's queries, unless it is past the last one."""
-    m_i, l_i = state.m_i[i].load(), row_reduce(self.f, UOp.__add__, state.l_i[i].load(), self.group.lane)
-    return store_rows(self.f, o, lse, head, row, state.acc[i], m_i, l_i, sink, self.group.lane)
+    m_i, l_i = (
+      state.m_i[i].load() * rules.scaling.log2,
+      row_reduce(self.f, UOp.__add__, state.l_i[i].load(), self.group.lane),
+    )
+    return store_rows(self.f, o, lse, head, row, state.acc[i], m_i, l_i, rules.sink(row), self.group.lane)
 
 
 def by_turns(operation: Callable[[UOp, UOp], UOp], values: list[UOp], arity: int) -> UOp:

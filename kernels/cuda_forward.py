@@ -50,7 +50,7 @@ from uopattn.dsl.nvidia.mma_layout import (
 )
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.head_view import HeadView
-from uopattn.dsl.rules.rules import Rules
+from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import online_softmax
 from uopattn.dsl.schedule import DTYPES, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
@@ -194,7 +194,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   key_range = head_rules.key_range(group.block * block_m, block_m, tiles.block_n).split(group.split, results // heads)
   unit = WarpMma(Mma(s, q.dtype, tiles.turing), group, tiles, p_scale_log2)
 
-  state = State.make(s, len(unit.rows), (tiles.m_tiles, round_up(Dv, PAIR) // MMA_N, 4), group.item)
+  state = State.make(s, len(unit.rows), (tiles.m_tiles, round_up(Dv, PAIR) // MMA_N, 4), rules.scaling, group.item)
   q_tile, k_tiles, v_tiles = tiles.panels(s, Dk, Dv)
   sources = [(panels, head_rules.keys(x)) for panels, x in ((k_tiles, k), (v_tiles, v))]
   stream = CpAsyncPipeline(sources, key_range.tile, tiles.stages, group.thread, tiles.family)
@@ -205,8 +205,8 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   state = state.after(ins.cp_async_wait(tiles.family, 0, *state))  # no copy may be under way at the end
 
   stores = []
-  for i, row in enumerate(unit.rows):
-    stores += unit.store(o, lse, group.result, i, state, head_rules.sink(row))
+  for i in range(len(unit.rows)):
+    stores += unit.store(o, lse, group.result, i, state, head_rules)
   return group.kernel(f"attention_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
 
 
@@ -264,9 +264,15 @@ class WarpMma:
     out = self.mma.mma_ab(p, v_tile, self.group.lane, rescaled(old, alphas))
     return [acc[i, d].store(tile) for i, tiles in enumerate(out) for d, tile in enumerate(tiles)]
 
-  def store(self, o: UOp, lse: UOp | None, head: UOp, i: int, state: State, sink: UOp | None) -> list[UOp]:
+  def store(self, o: UOp, lse: UOp | None, head: UOp, i: int, state: State, rules: HeadRules) -> list[UOp]:
     """Stores the output and the LSE of the i-th of this lane's rows."""
-    m_i, l_i, acc, half = state.m_i[i].load(), state.l_i[i].load(), state.acc[i // HALVES], i % HALVES
+    m_i, l_i, acc, half = (
+      state.m_i[i].load() * rules.scaling.log2,
+      state.l_i[i].load(),
+      state.acc[i // HALVES],
+      i % HALVES,
+    )
+    sink = rules.sink(self.rows[i])
     return store_row(
       o, lse, head, self.rows[i], half, acc, m_i, l_i, sink, self.group.lane, self.p_scale_log2, self.tiles.family
     )

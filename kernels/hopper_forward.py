@@ -38,7 +38,7 @@ from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, QUAD, WARP, colu
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.rules.softmax import LOWEST, online_softmax
+from uopattn.dsl.rules.softmax import Scaling, lowest, online_softmax
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
 from uopattn.dsl.schedule import DTYPES_16, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
@@ -165,7 +165,10 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   head_rules = rules.at(group.head)
   key_range = head_rules.key_range(group.block * block_m, block_m, tiles.block_n)
 
-  scores, state = s.buffer(tiles.block_n // 2), State.make(s, tiles.block_n, round_up(Dv, wgmma.K), group.item)
+  scores, state = (
+    s.buffer(tiles.block_n // 2),
+    State.make(s, tiles.block_n, round_up(Dv, wgmma.K), rules.scaling, group.item),
+  )
   q_tile, k_tiles, v_tiles = tiles.panels(s, Dk, Dv)
   pipe = MbarrierPipeline(s, head_rules.keys(k), head_rules.keys(v), key_range, k_tiles, v_tiles, group.thread)
   loop = Mainloop(s, group, q.dtype, pipe, q_tile, scores, rows, head_rules, key_range)
@@ -180,7 +183,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   stores = []
   for half, row in enumerate(rows):
-    m, l, sink = m_i[half].load(), l_i[half].load(), head_rules.sink(row)
+    m, l, sink = m_i[half].load() * rules.scaling.log2, l_i[half].load(), head_rules.sink(row)
     stores += store_row(o, lse, group.head, row, half, acc, m, l, sink, group.lane)
   return group.kernel(f"attention_{heads}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
 
@@ -201,10 +204,10 @@ class State(NamedTuple):
   l_i: UOp
 
   @classmethod
-  def make(cls, s: Scope, block_n: int, width: int, *after: UOp) -> "State":
+  def make(cls, s: Scope, block_n: int, width: int, scaling: Scaling, *after: UOp) -> "State":
     """Before the first tile; O has `width` columns."""
     acc = s.filled(0.0, width // 2, after=after)
-    m_i, l_i = (s.filled(x, HALVES, after=after) for x in (LOWEST, 0.0))
+    m_i, l_i = (s.filled(x, HALVES, after=after) for x in (lowest(scaling), 0.0))
     return cls(acc, s.buffer(block_n // 4, dtype=dtypes.uint), m_i, l_i)
 
   def after(self, *after: UOp) -> "State":

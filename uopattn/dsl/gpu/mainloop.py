@@ -13,7 +13,7 @@ from tinygrad import UOp
 from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl.rules.rules import HeadRules
-from uopattn.dsl.rules.softmax import LOWEST
+from uopattn.dsl.rules.softmax import Scaling, lowest
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
 from uopattn.dsl.scope import Scope
 
@@ -23,8 +23,8 @@ class State(NamedTuple):
 
   Attributes:
     acc: O of the lane's query rows, unnormalized, relative to m_i.
-    m_i: row maxima of the scores in base 2, (rows,).
-    l_i: row sums of exp2(score - m_i), (rows,), each over this lane's keys only.
+    m_i: row maxima of the scores, (rows,), without the factor `Scaling.log2`.
+    l_i: row sums of exp2((score - m_i) * log2), (rows,), each over this lane's keys only.
   """
 
   acc: UOp
@@ -32,10 +32,10 @@ class State(NamedTuple):
   l_i: UOp
 
   @classmethod
-  def make(cls, s: Scope, rows: int, shape: tuple[int, ...], *after: UOp) -> "State":
+  def make(cls, s: Scope, rows: int, shape: tuple[int, ...], scaling: Scaling, *after: UOp) -> "State":
     """The state before the first tile, for `rows` query rows per lane and an `acc` of this shape."""
     acc = s.filled(0.0, *shape, after=after)
-    return cls(acc, *(s.filled(x, rows, after=after) for x in (LOWEST, 0.0)))
+    return cls(acc, *(s.filled(x, rows, after=after) for x in (lowest(scaling), 0.0)))
 
   def after(self, *after: UOp) -> "State":
     """The state once `after` is done."""

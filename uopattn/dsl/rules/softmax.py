@@ -11,7 +11,7 @@ from uopattn.dsl import instructions as ins
 from uopattn.dsl.math import LOG2E, exp2
 from uopattn.dsl.scope import Scope, sizes
 
-LOWEST = -3.4028234663852886e38  # m_i of a row that has seen no key: finite, as -inf - -inf would be NaN
+FLOAT32_MAX = 3.4028234663852886e38
 
 Operation = Callable[[UOp, UOp], UOp]
 
@@ -35,6 +35,11 @@ class Scaling(NamedTuple):
     return cls(1.0, factor) if scale > 0 else cls(factor, 1.0)
 
 
+def lowest(scaling: Scaling) -> float:
+  """m_i of a row that has seen no key: below all scores, and finite even in the exponent, as -inf - -inf is NaN."""
+  return -FLOAT32_MAX / max(1.0, scaling.log2)
+
+
 def online_softmax(
   family: str,
   scores: list[UOp],
@@ -49,8 +54,8 @@ def online_softmax(
   Args:
     family: of instructions; see `uopattn.dsl.instruction_set`.
     scores: this lane's scores of one query, -inf where hidden.
-    scale_log2: `Scaling.log2`; maxima are of scores times it.
-    m_old: the maximum so far; `LOWEST` at first.
+    scale_log2: `Scaling.log2`, which maxima do not have yet.
+    m_old: the maximum so far; `lowest` at first.
     l_old: the sum so far, of this lane's own P.
     row_reduce: applies an operation across all lanes of the query.
     p_scale_log2: P, and with it the sum, is 2**p_scale_log2 times as large.
@@ -59,9 +64,9 @@ def online_softmax(
   def larger(a: UOp, b: UOp) -> UOp:
     return ins.fmax(family, a, b)
 
-  m_new = larger(m_old, row_reduce(larger, reduce(larger, scores)) * scale_log2)
-  alpha = ins.exp2(family, m_old - m_new)
-  shift = m_new - p_scale_log2 if p_scale_log2 else m_new
+  m_new = larger(m_old, row_reduce(larger, reduce(larger, scores)))
+  alpha, shift = ins.exp2(family, (m_old - m_new) * scale_log2), m_new * scale_log2
+  shift = shift - p_scale_log2 if p_scale_log2 else shift
   p = [ins.exp2(family, x * scale_log2 - shift) for x in scores]
   return p, m_new, l_old * alpha + reduce(UOp.__add__, p), alpha
 
