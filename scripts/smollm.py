@@ -24,10 +24,10 @@ CONTROL_TOKEN = 3  # in tokenizer.ggml.token_type
 END = ("<|im_end|>", "<|endoftext|>")  # tokens that end a text
 
 # Called as attention(q, k, v, is_causal=True, enable_gqa=True) with q (B, Hq, M, D), k and v (B, Hkv, N, D); returns a
-# Tensor (B, Hq, M, D). Typed Any, as uopattn.attention may be asked for a pair.
+# Tensor (B, Hq, M, D). Typed Any, because uopattn.attention can also return a pair.
 Attention = Callable[..., Any]
 
-# Called as attend(layer, q, k, v) with q (B, Hq, M, D), k and v (B, Hkv, M, D) of the tokens at hand; returns a Tensor
+# Called as attend(layer, q, k, v) with q (B, Hq, M, D), k and v (B, Hkv, M, D) of the given tokens; returns a Tensor
 # (B, Hq, M, D).
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 

@@ -14,8 +14,8 @@ from tinygrad import Tensor
 
 from uopattn.proof.oracle import Array
 
-# Called as attention(q, k, v, is_causal=True) with each (B, H, M, D); returns a Tensor of the same shape. Typed Any, as
-# uopattn.attention may be asked for a pair.
+# Called as attention(q, k, v, is_causal=True) with each (B, H, M, D); returns a Tensor of the same shape. Typed Any,
+# because uopattn.attention can also return a pair.
 Attention = Callable[..., Any]
 
 

@@ -103,7 +103,7 @@ class Comparison:
   rounding: Array
 
   # The effect of rounding depends on the model and on how errors propagate from step to step. So it is measured in the
-  # same steps, and the curves may differ by MARGIN times its largest value until then. It is a single sample, from sums
+  # same steps, and the curves may differ by MARGIN times its largest value so far. It is a single sample, from sums
   # that are partly the same: the kernels were seen at up to 4 times it (300 steps), gradients that are 1 % off at 500
   # times within 8 steps. FLOOR, 2 units in the last place of a float32 loss of 4 to 8, is for the first steps, where
   # both orders may happen to give the same number.

@@ -204,7 +204,7 @@ def sdpa(torch: Any, s: AttentionSpec, backend: str = "") -> Callable[..., Any]:
 
 def _flex(torch: Any, s: AttentionSpec) -> Callable[..., Any]:
   flex = importlib.import_module("torch.nn.attention.flex_attention")
-  torch.compiler.reset()  # torch.compile stops compiling after a few shapes
+  torch.compiler.reset()  # without a reset, torch.compile gives up after a few shapes
   compiled = torch.compile(flex.flex_attention, dynamic=False)
   mask = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, s.M, s.N) if s.is_causal else None
   return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=s.Hq != s.Hkv)

@@ -158,7 +158,7 @@ def of_gradients(
 
 def _relative(precision: Precision, terms: int) -> float:
   """Return the variance of a weight's relative error, from its own rounding and from a sum of `terms` terms."""
-  operands = 2 if precision.operand else 1  # the other operand of the product is rounded too
+  operands = 2 if precision.operand else 1  # the operands of the product are rounded too
   return operands * precision.unit**2 / 3 + FLOAT32**2 * (16 + terms)
 
 

@@ -75,7 +75,7 @@ def round_to_e5m2(x: Array) -> Array:
 def _round_to_float8(x: Array, bits: int, lowest: int, largest: float) -> Array:
   """Round x to `bits` significant bits (fewer below 2**lowest) and clamp it to [-largest, largest]."""
   exponent = np.maximum(np.frexp(x)[1] - 1, lowest)
-  last = np.ldexp(x.dtype.type(1), exponent - (bits - 1))  # place
+  last = np.ldexp(x.dtype.type(1), exponent - (bits - 1))  # unit in the last place
   return np.clip(np.rint(x / last) * last, -largest, largest)
 
 

@@ -31,7 +31,7 @@ class SharedRenderer(CUDARenderer):
     super().__init__(Target("CUDA", "NVCC" if use_nvcc else "CUDA", arch), use_nvcc=use_nvcc)
     from tinygrad.runtime.support.compiler_cuda import NVCCCompiler, NVRTCCompiler
 
-    compiler, ptx = NVCCCompiler if use_nvcc else NVRTCCompiler, DEBUG >= 5  # when tinygrad prints it
+    compiler, ptx = NVCCCompiler if use_nvcc else NVRTCCompiler, DEBUG >= 5  # at which tinygrad prints PTX
     name = f"uopattn_{'ptx' if ptx else 'cubin'}"
     self.compiler = compiler("sm_90a" if arch == "sm_90" else arch, ptx=ptx, cache_key=name)
 
