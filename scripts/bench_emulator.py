@@ -1,8 +1,8 @@
-"""How long the emulator takes: seconds of a forward pass with all checks on, lowering included, in a new process.
+"""Times the emulator: seconds of a forward pass with all checks on, including lowering, in a new process.
 
-The first call of B=H=1, M=N=128, D=64 in float16, the second one, and the first of M=N=1024 after these. Importing
-comes before and is given apart. Medians over the rounds; an output that fails the gate ends the run with exit status 1,
-and anything else that goes wrong with 2.
+The columns are the time of importing, the first and the second call of B=H=1, M=N=128, D=64 in float16, and then the
+first call of M=N=1024, as medians over the rounds. The exit status is 1 if an output fails the gate, 2 on any other
+error.
 """
 
 import argparse
@@ -19,7 +19,7 @@ HEAD_DIM = 64
 
 
 def measure() -> list[float]:
-  """The seconds of each column, on the device that DEV names."""
+  """Return the seconds of each column, on the device that DEV names."""
   start = time.perf_counter()
   import numpy as np
   from tinygrad import Tensor, dtypes
@@ -45,7 +45,7 @@ def in_new_process(arch: str) -> list[float]:
   environment = os.environ | {"DEV": f"EMU::{arch}", "EMU_CHECK": "1"}
   done = subprocess.run([sys.executable, __file__, "--measure"], env=environment, stdout=subprocess.PIPE)
   if done.returncode:
-    sys.exit(done.returncode)  # it has said why
+    sys.exit(done.returncode)  # the process has printed the error
   return json.loads(done.stdout)
 
 
@@ -59,7 +59,7 @@ def main() -> int:
     try:
       print(json.dumps(measure()))
     except Exception as error:
-      from uopattn.measure.command_line import reason  # not before, as what it imports is timed
+      from uopattn.measure.command_line import reason  # not earlier, because importing is timed
 
       print(f"{parser.prog}: {os.environ['DEV']}: {reason(error)}", file=sys.stderr)
       return 2

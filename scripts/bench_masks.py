@@ -1,6 +1,6 @@
 """Times attention with masks next to attention without one, and prints a table for scripts/results/README.md.
 
-Every result is checked by the gate, on its first and its last head, before it is timed.
+The gate checks the first and the last head of every result before it is timed.
 """
 
 import argparse
@@ -30,7 +30,7 @@ Case = tuple[Callable[..., Tensor], Array]
 
 
 def cases(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Case]:
-  """What computes each, without arguments, and the pairs that see each other, (N, N) bool."""
+  """Return each case by name: a function without arguments, and the visible pairs, (N, N) bool."""
   i, j = np.ogrid[:N, :N]
   kept, documents = Tensor(KEPT).realize(), Tensor(DOCUMENTS).realize()
   within = DOCUMENTS[i] == DOCUMENTS[j]
@@ -53,7 +53,7 @@ def cases(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Case]:
     "`block_mask` of `causal`": (blocks(causal), j <= i),
     f"`window=({WINDOW}, 0)`": (call(window=(WINDOW, 0)), (j <= i) & (j >= i - WINDOW)),
     f"`block_mask` of `sliding_window({WINDOW})`": (blocks(sliding_window(WINDOW)), (j <= i) & (j >= i - WINDOW)),
-    "ten documents: `mask_mod` alone, which skips nothing": (call(mask_mod=document(), aux=(documents,)), within),
+    "ten documents: only `mask_mod`, which skips nothing": (call(mask_mod=document(), aux=(documents,)), within),
     "ten documents: `block_mask`": (blocks(document(), documents), within),
     "ten documents: `attention_varlen`, with its copies": (one_by_one, within),
     f"`block_mask`, a tenth of all blocks of {BLOCK}×{BLOCK}, at random": (
@@ -64,7 +64,7 @@ def cases(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Case]:
 
 
 def replayed(compute: Callable[[], Tensor]) -> Runner:
-  """By TinyJit, compiled and captured."""
+  """Return a runner that replays `compute` by TinyJit, already compiled and captured."""
 
   @TinyJit
   def run() -> Tensor:
@@ -76,7 +76,7 @@ def replayed(compute: Callable[[], Tensor]) -> Runner:
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, out: Tensor, seen: Array) -> None:
-  """SystemExit where the first or the last head fails the gate."""
+  """Raise SystemExit if the first or the last head fails the gate."""
   out = out if out.ndim == 4 else out.transpose(0, 1).unsqueeze(0)
   q, k, v, out = (x[:, :: H - 1].contiguous() for x in (q, k, v, out))
   for report in verify(q, k, v, out, attn_mask=seen[None, None]):
@@ -85,7 +85,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, out: Tensor, seen: Array) -> None:
 
 
 def table() -> int:
-  """Prints the table; returns 0."""
+  """Print the table; return 0."""
   q, k, v = (Tensor(RNG.standard_normal((1, H, N, D), np.float32)).realize() for _ in range(3))
   runners, shares = {}, {}
   for name, (compute, seen) in cases(q, k, v).items():

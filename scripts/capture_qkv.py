@@ -1,7 +1,7 @@
 """Saves the q, k and v that one layer of SmolLM2-135M computes for a text, as a safetensors file.
 
-The file holds q (1, 9, M, 64), k (1, 3, M, 64) and v (1, 3, M, 64) for the text's M tokens, q and k with their rotary
-positions applied: the very arguments of the layer's causal attention. Exit status 2 where nothing could be saved.
+The file holds q (1, 9, M, 64), k (1, 3, M, 64) and v (1, 3, M, 64) for the text's M tokens. They are the arguments of
+the layer's causal attention, with rotary positions applied to q and k. The exit status is 2 if nothing could be saved.
 """
 
 import argparse
@@ -28,15 +28,15 @@ def argument_parser() -> argparse.ArgumentParser:
 
 
 def read_text(argument: str) -> str:
-  """Returns `argument`, or standard input where it is -; raises ValueError where that is not UTF-8."""
+  """Return `argument`, or standard input if it is "-". Raises ValueError if the text is not UTF-8."""
   return (sys.stdin.buffer.read() if argument == "-" else os.fsencode(argument)).decode()
 
 
 def capture(text: str, layer: int, dtype: str, output: Path) -> int:
-  """Writes the file and returns the number of tokens.
+  """Write the file and return the number of tokens.
 
-  Raises ValueError where the text is empty or too long, the layer does not exist or `output` cannot be written,
-  RuntimeError where the model cannot be downloaded.
+  Raises ValueError if the text is empty or too long, the layer does not exist or `output` is not a regular file, Usage
+  if `output` cannot be written, RuntimeError if the model cannot be downloaded.
   """
   if not text:
     raise ValueError("the text is empty")

@@ -1,14 +1,15 @@
-"""What AMD's and NVIDIA's compilers make of the GPU kernels, without a GPU: what they take, and their main loop.
+"""Compiles the GPU kernels for AMD and NVIDIA without a GPU, and reports their resources and main loops.
 
-A table for AMD, then one for NVIDIA. The names: target, kernel, dtype, and its tiles: of AMD's waves x tiles of 16 rows
-x rows in LDS, of NVIDIA's warps x tiles of 16 queries x keys x stages, or warpgroups x keys x stages. Then registers,
-what found no place in them, the bytes of LDS or shared memory of a workgroup, and what fits at once; then the
-instructions of the main loop, for each matrix instruction and by kind. "lane" are those that cross lanes, "wait" also
-barriers, hints to the scheduler and, of NVIDIA's, jumps.
+The first table is AMD's, the second NVIDIA's. A row's name is the target, kernel, dtype and tiles: for AMD waves x
+tiles of 16 rows x rows in LDS; for NVIDIA warps x tiles of 16 queries x keys x stages, or warpgroups x keys x stages.
+The columns are registers, spills, bytes of LDS or shared memory per workgroup and occupancy, then the instructions of
+the main loop: per matrix instruction ("each") and by kind. "lane" counts instructions that cross lanes; "wait" includes
+barriers, scheduling hints and, for NVIDIA, jumps.
 
-Of AMD, "spills" counts registers and "scratch" bytes a lane, and "occ" waves on a SIMD; of NVIDIA, "spill" and "stack"
-count bytes a thread, "smem" bytes of shared memory, and "wgs" workgroups on a multiprocessor. A warp takes part in an
-HMMA, of 16 x 8 x 16 steps, and a warpgroup in an HGMMA, of as many columns as its tile has: only alike ones compare.
+For AMD, "spills" counts registers, "scratch" bytes per lane and "occ" waves per SIMD. For NVIDIA, "spill" and "stack"
+count bytes per thread, "smem" bytes of shared memory and "wgs" workgroups per multiprocessor. A warp executes an HMMA
+(16 x 8 x 16); a warpgroup executes an HGMMA, whose columns are those of its tile. Compare only rows with the same kind
+of matrix instruction.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from uopattn.measure.command_line import Usage, exit_status
 
 
 def show(columns: Mapping[str, int], rows: Iterable[Row]) -> None:
-  """Prints a table, each row as it is made."""
+  """Print a table, each row when it is ready."""
   print(line("", list(columns), columns))
   compilers: dict[str, None] = {}
   for row in rows:
@@ -34,7 +35,7 @@ def show(columns: Mapping[str, int], rows: Iterable[Row]) -> None:
 
 
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
-  """Reads the command line; argparse ends the process with 2 where it is off."""
+  """Parse the command line; argparse exits with status 2 if it is invalid."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   every = report_amd.ARCHES + report_cuda.ARCHES
   parser.add_argument("arch", nargs="*", help=f"targets, gfx... or sm_...; default: {' '.join(every)}")
@@ -53,9 +54,9 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def report(given: argparse.Namespace) -> int:
-  """Prints the tables; returns 0.
+  """Print the tables; return 0.
 
-  Raises RuntimeError or ValueError where a target that was named cannot be compiled for.
+  Raises Usage, RuntimeError or ValueError if a named target cannot be compiled for.
   """
   amd = [arch for arch in given.arch if arch.startswith("gfx")] or () if given.arch else report_amd.ARCHES
   cuda = [arch for arch in given.arch if arch.startswith("sm_")] or () if given.arch else report_cuda.ARCHES
@@ -75,7 +76,7 @@ def report(given: argparse.Namespace) -> int:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-  """Prints the report; exit status 2 where a target cannot be compiled for."""
+  """Print the report; return the exit status, 2 if a target cannot be compiled for."""
   given = arguments(words)
   return exit_status("compile_report", lambda: report(given))
 

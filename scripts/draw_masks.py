@@ -1,4 +1,4 @@
-"""Draws the masks of `uopattn.mods`, pair by pair, for the README."""
+"""Draws the masks of `uopattn.mods`, one cell per pair of query and key, for the README."""
 
 import argparse
 import sys
@@ -26,7 +26,7 @@ MASKS = {
 
 
 def draw(path: Path) -> int:
-  """Writes the picture, eight panels of queries down and keys across; returns 0."""
+  """Write the picture, eight panels with queries down and keys across; return 0."""
   check_writable(str(path), path)
   figure = Figure(figsize=(11, 5.6), layout="constrained")
   for panel, (name, mask) in zip(figure.subplots(2, 4).flat, MASKS.items(), strict=True):

@@ -1,4 +1,4 @@
-"""Draws how fast uopattn is beside other libraries, case by case, for the README."""
+"""Draws the speed of uopattn next to other libraries, one line per case, for the README."""
 
 import argparse
 import sys
@@ -12,14 +12,14 @@ from speed import CASES, NAMES, Case
 from uopattn.measure.command_line import check_writable, exit_status
 
 OURS = "uopattn"
-BASES = ("torch flash", "torch")  # of a row, the first that it has counts as 1
+BASES = ("torch flash", "torch")  # the first of these that a row has is its unit of speed
 COLOURS = {OURS: "#0b5cad", "torch cudnn": "#d9822b", "torch flex": "#5a9e6f", "torch flash": "#777777"}
 COLOURS["torch"] = COLOURS["torch flash"]
-HEADS = {  # of the machines in the picture; others are in the table only
+HEADS = {  # titles of the machines in the picture; other machines are only in the table
   "H200": "NVIDIA H200, float16, 32 heads (forward and backward: B=4, N=4096)",
   "EPYC Zen 5, 2 cores": "CPU: two cores of an AMD EPYC (Zen 5), B=1, 32 heads, N=1024, D=64",
 }
-PLACES: dict[str, tuple[str, tuple[int, int]]] = {  # of a name beside its dot: how it is aligned, and points away
+PLACES: dict[str, tuple[str, tuple[int, int]]] = {  # of a name at its dot: alignment, and offset in points
   OURS: ("left", (-4, 8)),
   "torch cudnn": ("right", (2, -16)),
   "torch flex": ("center", (0, 8)),
@@ -28,14 +28,14 @@ GREY = "#555555"
 
 
 def relative(row: speed.Record) -> dict[str, float]:
-  """The speed of each contender that is right, as a multiple of PyTorch's flash kernel, ours last."""
+  """Return the speed of each correct contender as a multiple of PyTorch's flash kernel, ours last."""
   ratios = speed.ratios(row)
   ours = next(ratios[name] for name in BASES if name in ratios)
   return {name: ours / ratio for name, ratio in ratios.items()} | {OURS: ours}
 
 
 def draw(path: Path, results: Path) -> int:
-  """Writes the picture: a line for each case, a dot for each library; returns 0."""
+  """Write the picture, with a line per case and a dot per library; return 0."""
   check_writable(str(path), path)
   records = speed.read_records(results)
   figure = Figure(figsize=(9.2, 4.9), layout="constrained")
@@ -63,7 +63,7 @@ def draw(path: Path, results: Path) -> int:
 
 
 def _draw_case(axis: Any, y: float, case: Case, row: speed.Record, named: bool) -> None:
-  """A line of dots; `named` writes above each what it stands for."""
+  """Draw a line of dots; `named` writes its library's name at each dot."""
   found, unit = relative(row), speed.unit_of(row)
   axis.text(-0.02, y, case.label, transform=axis.get_yaxis_transform(), ha="right", va="center")
   axis.plot([0, max(found.values())], [y, y], color="#d5dde6", linewidth=3, zorder=1)

@@ -1,16 +1,16 @@
-# Sourced by the scripts beside it: makes .venv on first use, once for all of them, and activates it. Until it is there,
-# --help is answered by the comment at a script's top, without waiting for it.
-#   PYTHON  the Python to make it with (default python3; 3.11 or newer, with venv and pip)
-#   more    another extra of pyproject.toml (more=arm64 . environment.sh)
+# Sourced by the other scripts: creates .venv, which all of them share, on first use, and activates it. Before .venv
+# exists, --help prints the comment at the script's top instead of waiting for the installation.
+#   PYTHON  the Python to create it with (default python3; 3.11 or newer, with venv and pip)
+#   more    an additional extra of pyproject.toml (more=arm64 . environment.sh)
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$repository/.venv
 
-has_clang() ( # besides the one in .venv, which is on PATH once that is activated
+has_clang() ( # not counting the one in .venv, which is on PATH once .venv is activated
   PATH=${PATH//"$venv/bin:"/}
   [ -n "${CC:-}" ] || command -v clang >/dev/null || compgen -c clang- | grep -qxE 'clang-[0-9]+'
 )
 
-install() { # extras, by commas
+install() { # extras, separated by commas
   local stamp=$venv/installed-${1//,/-}
   [ "$stamp" -nt "$repository/pyproject.toml" ] && return
   echo "setting up $venv with [$1] (once)" >&2

@@ -1,8 +1,9 @@
-"""Continues a text with SmolLM2-135M, greedily, by way of a KV cache.
+"""Continues a text with SmolLM2-135M, by greedy decoding with a KV cache.
 
-The prompt is taken in chunks, the rest comes token by token; both are replayed by `TinyJit`, with one compiled kernel
-each for all lengths. The text and what follows it go to standard output as it comes; how far a long prompt is, why the
-text ends and what was measured go to standard error. Exit status 2 where nothing could be generated.
+The prompt is processed in chunks, then decoding goes token by token. `TinyJit` replays both, each with one compiled
+kernel for all lengths. The text and its continuation go to standard output as they are generated; the progress of a
+long prompt, the reason why the text ends, and the speed go to standard error. The exit status is 2 if nothing could be
+generated.
 """
 
 import argparse
@@ -22,10 +23,10 @@ from tinygrad.helpers import round_up, tqdm
 from uopattn import KVCache
 from uopattn.measure.command_line import exit_status
 
-CHUNK = 64  # tokens of the prompt that are worked on at once
-ROUNDS, STEPS = 2, 3  # of a measurement: chunks, and single tokens for each
+CHUNK = 64  # tokens of the prompt that are processed at once
+ROUNDS, STEPS = 2, 3  # of a measurement: chunks, and single tokens per chunk
 
-# Called as attend(cache, q, start) once the keys and values of q's positions, from `start` on, are in the cache.
+# Called as attend(cache, q, start) after the keys and values of q's positions, from `start` on, are in the cache.
 CachedAttention = Callable[[KVCache, Tensor, UOp], Tensor]
 
 
@@ -34,7 +35,7 @@ def kernel(cache: KVCache, q: Tensor, start: UOp) -> Tensor:
 
 
 def reference(cache: KVCache, q: Tensor, start: UOp) -> Tensor:
-  """tinygrad's own attention over the part of the cache that is filled, masked as tinygrad's own models do."""
+  """Attend with tinygrad's own attention over the filled part of the cache, masked as in tinygrad's own models."""
   M = q.shape[2]
   end = start + M
   mask = None if M == 1 else Tensor.full((1, 1, M, end), -inf).triu(start + 1)
@@ -42,7 +43,7 @@ def reference(cache: KVCache, q: Tensor, start: UOp) -> Tensor:
 
 
 def nothing(cache: KVCache, q: Tensor, start: UOp) -> Tensor:
-  """In the place of attention, to see what all else takes, the writes to the cache among it."""
+  """Stand in for attention, to time everything else, including the writes to the cache."""
   return Tensor(q.uop.after(cache.k.uop, cache.v.uop))
 
 
@@ -51,10 +52,10 @@ CACHES = {"float32": dtypes.float32, "int8": dtypes.int8, "fp8e4m3": dtypes.fp8e
 
 
 class Generator:
-  """A model with a KV cache for each layer.
+  """A model with a KV cache per layer.
 
   Attributes:
-    context: positions that the caches have room for, a multiple of CHUNK.
+    context: capacity of the caches in positions, a multiple of CHUNK.
   """
 
   def __init__(self, model: SmolLM, context: int, attend: CachedAttention, dtype: DType = dtypes.float32):
@@ -67,12 +68,12 @@ class Generator:
       self.next(0, 0)
 
   def fill(self, tokens: list[int], position: int) -> None:
-    """Puts up to CHUNK tokens into the caches, from a position on, a multiple of CHUNK."""
-    padded = tokens + [0] * (CHUNK - len(tokens))  # what the zeros leave is overwritten before any query sees it
+    """Append up to CHUNK tokens to the caches at a position, which is a multiple of CHUNK."""
+    padded = tokens + [0] * (CHUNK - len(tokens))  # the zeros' keys are overwritten before any query sees them
     self._fill(_ids(padded), UOp.variable("start", 0, self.context - CHUNK).bind(position))
 
   def next(self, token: int, position: int) -> int:
-    """The likeliest token behind one at a position, once all before it are in the caches."""
+    """Return the likeliest token after `token` at a position; the caches must hold all tokens before it."""
     return int(self._next(_ids([token]), UOp.variable("start", 0, self.context - 1).bind(position)).item())
 
   def _hidden(self, tokens: Tensor, start: UOp) -> Tensor:
@@ -94,9 +95,9 @@ def _ids(tokens: list[int]) -> Tensor:
 
 
 def continued(generator: Generator, prompt: list[int]) -> Iterator[int]:
-  """The tokens behind a prompt, until the caches are full; the first comes once the prompt is in them.
+  """Yield the tokens after a prompt until the caches are full.
 
-  Meanwhile a prompt of several chunks has a bar on standard error.
+  A prompt of several chunks shows a progress bar on standard error.
   """
   begins = range(0, len(prompt) - 1, CHUNK)
   for begin in tqdm(begins, desc="prompt", unit="chunk", disable=len(begins) < 2):
@@ -108,7 +109,7 @@ def continued(generator: Generator, prompt: list[int]) -> Iterator[int]:
 
 
 def write(model: SmolLM, text: str, tokens: Iterator[int]) -> list[int]:
-  """Prints a text once its first token has come, then tokens as they come, up to one that ends it; returns these."""
+  """Print a text when its first token arrives, then the tokens as they arrive, up to an end token; return them."""
   found: list[int] = []
   shown, ends = 0, {model.tokenizer.token_to_id(name) for name in END}
   for token in tokens:
@@ -126,7 +127,7 @@ def write(model: SmolLM, text: str, tokens: Iterator[int]) -> list[int]:
 
 
 def why_it_ends(model: SmolLM, prompt: int, found: list[int], limit: int, context: int) -> str:
-  """What ended a text of so many prompt tokens and those found behind it."""
+  """Return why generation ended, after `prompt` tokens of prompt and the tokens in `found`."""
   if found[-1] in {model.tokenizer.token_to_id(name) for name in END}:
     return "the model ended the text"
   if prompt + len(found) > context:  # the last token found is not in the caches
@@ -135,9 +136,9 @@ def why_it_ends(model: SmolLM, prompt: int, found: list[int], limit: int, contex
 
 
 def generate(text: str, limit: int, attention: str, context: int, cache: str = "float32") -> str:
-  """Prints the text and what follows it, and returns lines on why it ends and how long that took.
+  """Print the text and its continuation; return lines on why it ends and on the speed.
 
-  Raises ValueError where the text is empty or does not fit, RuntimeError where the model cannot be downloaded.
+  Raises ValueError if the text is empty or does not fit, RuntimeError if the model cannot be downloaded.
   """
   if not text:
     raise ValueError("the text is empty")
@@ -163,15 +164,15 @@ def generate(text: str, limit: int, attention: str, context: int, cache: str = "
 
 
 def check_context(model: SmolLM, context: int) -> None:
-  """Raises ValueError where the model knows no such positions."""
+  """Raise ValueError if the model does not support a context of this length."""
   if not 1 <= context <= model.config.context_length:
     raise ValueError(f"context is {context}; it must be from 1 to {model.config.context_length}")
 
 
 def measure(context: int) -> Iterator[str]:
-  """Tokens a second with either attention and with none, the lines of a table; by turns, medians.
+  """Yield the lines of a table of tokens per second with both attentions and with none: medians, measured in turns.
 
-  Raises ValueError where the context does not fit, RuntimeError where the model cannot be downloaded.
+  Raises ValueError if the context does not fit, RuntimeError if the model cannot be downloaded.
   """
   model = load()
   check_context(model, context)

@@ -1,7 +1,7 @@
 """Rewrites the speed tables, all rows in scripts/results/README.md and ten in README.md, from the bench's records.
 
-Each page has two marker lines, between which its tables are. Exit status 2 where one has none, a record cannot be read
-or lacks a row.
+Each page has its tables between two marker lines. The exit status is 2 if a page lacks the markers, or a record cannot
+be read or lacks a row.
 """
 
 import argparse
@@ -19,7 +19,7 @@ BEGIN, END = "<!-- speed: begin, written by scripts/readme_table -->", "<!-- spe
 
 
 def table(record: dict[str, Any]) -> str:
-  """The rows of a record as a Markdown table."""
+  """Return the rows of a record as a Markdown table."""
   names = [name for name in dict.fromkeys(n for row in record["rows"] for n in row["contenders"]) if name != "uopattn"]
   limits = list(dict.fromkeys(by for row in record["rows"] for by in _share(row["contenders"]["uopattn"])))
   unit = _unit(record)
@@ -60,7 +60,7 @@ def _row(row: dict[str, Any], names: Sequence[str], limits: Sequence[str], unit:
 
 
 def _part(contender: dict[str, Any], by: str) -> str:
-  """A share of a limit; of a read, with the speed itself."""
+  """Return the share of a limit as a cell; for a read, the cell also has the speed in GB/s."""
   if by not in _share(contender):
     return ""
   read = f" ({contender['gbytes']:.0f} GB/s)" if by == "read" else ""
@@ -74,12 +74,12 @@ def _speed(contender: dict[str, Any], unit: str) -> str:
 
 
 def caption(record: dict[str, Any], file: str) -> str:
-  """What a record was made on, in a paragraph."""
+  """Return a paragraph on the machine, versions and date of a record."""
   machine, versions, of = record["machine"], record["versions"], record["rows"][0]["product_of"]
   libraries = ", ".join(f"{name} {v}" for name, v in versions.items() if name not in ("clang", "python", "uopattn"))
   on = machine["device"]
   if on.startswith("CPU"):
-    found = re.search(r"clang version [\d.]+", versions["clang"])  # makers put much around it
+    found = re.search(r"clang version [\d.]+", versions["clang"])  # vendors add text around it
     load = f"load average {machine['load']:.1f} at the start, " if "load" in machine else ""
     on = f"{machine['cpu']}, {machine['threads']} threads, {load}{found[0] if found else versions['clang']}"
   return (
@@ -89,7 +89,7 @@ def caption(record: dict[str, Any], file: str) -> str:
 
 
 def tables(records: Mapping[str, Record], plots: Container[str] = ()) -> str:
-  """The table of each of the records, by file name, under its caption; then its plot, if that is among `plots`."""
+  """Return the caption and table of each record, by file name, followed by its plot if that is among `plots`."""
   parts = []
   for name, record in records.items():
     plot = f"{name.removesuffix('.json')}.png"
@@ -99,10 +99,10 @@ def tables(records: Mapping[str, Record], plots: Container[str] = ()) -> str:
 
 
 def summary(records: Mapping[str, Record], cases: Sequence[Case] = CASES) -> str:
-  """A table of a few cases: our speed, that of the best other library, and the ratio.
+  """Return a table of a few cases: our speed, that of the best other library, and the ratio.
 
   Raises:
-    ValueError: a case is in none of the records, or ours is wrong there.
+    ValueError: a case is in none of the records, or our result there is wrong.
   """
   lines = [_line(["case", "uopattn", "best other", "ratio", "machine"]), "|---|--:|--:|--:|---|"]
   for case in cases:
@@ -118,7 +118,7 @@ def summary(records: Mapping[str, Record], cases: Sequence[Case] = CASES) -> str
 
 
 def rewrite(page: str, text: str) -> str:
-  """The page with a text between its markers; ValueError where it has no such lines."""
+  """Return the page with a text between its marker lines. Raises ValueError if it has no markers."""
   before, begin, rest = page.partition(BEGIN + "\n")
   _, end, after = rest.partition(END)
   if not begin or not end:

@@ -1,7 +1,7 @@
-"""What AMD's compiler makes of its kernels: registers, spills, LDS, occupancy, and their main loops by kind.
+"""Compile report of the AMD kernels: registers, spills, LDS, occupancy, and the main loop's instructions by kind.
 
-Needs no AMD hardware: clang turns tinygrad's HIP source into LLVM IR, and the LLVM in llvmlite (extra `amd`) compiles
-that for the target. Without llvmlite, a clang that has the AMDGPU target does both.
+No AMD hardware is needed: clang compiles tinygrad's HIP source to LLVM IR, and the LLVM in llvmlite (extra `amd`)
+compiles the IR for the target. Without llvmlite, a clang with the AMDGPU target does both.
 """
 
 import re
@@ -34,7 +34,7 @@ from uopattn.runtime.clang import find_clang
 ARCHES = ("gfx1100", "gfx1151", "gfx1201", "gfx942", "gfx950")
 KERNELS = ("fwd", "dQ", "dK dV")
 TYPES = {"float16": dtypes.float16, "bfloat16": dtypes.bfloat16}
-# The kinds of instructions, by their names; the first that fits counts.
+# Kinds of instructions, as patterns of their names; the first match counts.
 KINDS = {
   "matrix": r"v_(s?wmma|s?mfma)",
   "trans": r"v_(exp|log|rcp|rsq|sqrt|sin|cos)_",
@@ -45,7 +45,7 @@ KINDS = {
   "scalar": r"s_",
   "valu": r"v_",
 }
-# What the kernel calls of AMD's device library. Undefined, it would count as a call that may use any register.
+# The functions of AMD's device library that the kernels call. An undefined function may use any register.
 LIBRARY = "".join(
   f"""
 extern "C" __attribute__((device)) size_t __ockl_get_{name}_id(unsigned int axis) {{
@@ -55,7 +55,7 @@ extern "C" __attribute__((device)) size_t __ockl_get_{name}_id(unsigned int axis
   for name, builtin in (("local", "workitem"), ("group", "workgroup"))
 )
 NONE = "no compiler for AMDGPU: pip install '.[amd]' for llvmlite, or install the system's clang (clang-19 does)"
-# The schedule that this project started from, in March 2026: vgprs, spills, waves on a SIMD, matrix, instructions.
+# The schedule that this project started from, in March 2026: vgprs, spills, waves per SIMD, matrix, instructions.
 FIRST = {("gfx1100", 64): (241, 0, 5, 32, 745), ("gfx1100", 128): (256, 3, 2, 64, 1029)}
 COLUMNS = {"vgprs": 5, "agprs": 5, "spills": 6, "scratch": 7, "LDS": 5, "occ": 3, "each": 4} | {
   name: max(4, len(name)) for name in KINDS
@@ -70,14 +70,14 @@ class Compiled:
   """One compiled kernel.
 
   Attributes:
-    tiles: its block sizes.
-    vgprs: vector registers a lane, `agprs` among them.
-    agprs: accumulation registers (CDNA).
-    spills: vector and scalar registers that found no place.
-    scratch: bytes of private memory a lane.
-    lds: bytes of LDS a workgroup.
-    loop: the kinds of the main loop's instructions.
-    compiler: what compiled it.
+    tiles: its tile sizes.
+    vgprs: vector registers per lane, including `agprs`.
+    agprs: accumulation registers per lane (CDNA).
+    spills: spilled vector and scalar registers.
+    scratch: bytes of private memory per lane.
+    lds: bytes of LDS per workgroup.
+    loop: number of the main loop's instructions of each kind.
+    compiler: name of the compiler.
   """
 
   tiles: AnyTiles
@@ -91,21 +91,21 @@ class Compiled:
 
   @property
   def each(self) -> float:
-    """Instructions of the main loop for each matrix instruction."""
+    """Instructions of the main loop per matrix instruction."""
     return self.loop.total() / max(1, self.loop["matrix"])
 
   @property
   def occupancy(self) -> int:
-    """Waves that share a SIMD; see `occupancy`."""
+    """Waves per SIMD; see the function `occupancy`."""
     return occupancy(self.tiles.arch, self.vgprs, self.lds, self.tiles.waves)
 
 
 def occupancy(arch: str, vgprs: int, lds: int, waves: int) -> int:
-  """Waves on a SIMD, by vector registers and LDS, in whole workgroups of `waves` on a compute unit.
+  """Return the waves per SIMD allowed by vector registers and LDS, in whole workgroups of `waves` per compute unit.
 
-  A SIMD has 1536 registers a lane in granules of 24 (RDNA3's and RDNA4's large files, waves of 32) or 512 in granules
-  of 8 (CDNA), for at most 16 or 8 waves. Two SIMDs (in CU mode), or four, share 64 KiB of LDS, on gfx950 160.
-  Source: LLVM, "User Guide for AMDGPU Backend", and its tables of targets.
+  A SIMD has 1536 registers per lane in granules of 24 (RDNA3's and RDNA4's large register files, wave32) or 512 in
+  granules of 8 (CDNA), for at most 16 or 8 waves. Two SIMDs (RDNA in CU mode) or four (CDNA) share 64 KiB of LDS, on
+  gfx950 160 KiB. Source: LLVM, "User Guide for AMDGPU Backend", and its tables of targets.
   """
   rdna = arch.startswith("gfx1")
   registers, granule, most, simds = (1536, 24, 16, 2) if rdna else (512, 8, 8, 4)
@@ -117,7 +117,7 @@ def occupancy(arch: str, vgprs: int, lds: int, waves: int) -> int:
 def graph(
   kernel: str, arch: str, dtype: DType, heads: int, M: int, N: int, D: int, causal: bool
 ) -> tuple[UOp, AnyTiles]:
-  """A kernel of KERNELS, and its tiles."""
+  """Build a kernel of KERNELS; return its graph and its tiles."""
   window = (None, 0 if causal else None)
   rules = Rules(M, N, heads=heads, scale=D**-0.5, window=window)
   problem = Problem(1, heads, heads, M, N, D, D, dtype, D**-0.5, window=window)
@@ -135,17 +135,17 @@ def graph(
 def source(
   kernel: str, arch: str, dtype: DType, heads: int, M: int, N: int, D: int, causal: bool
 ) -> tuple[str, AnyTiles]:
-  """A kernel in HIP, as tinygrad renders it, and its tiles."""
+  """Return a kernel in HIP, as tinygrad renders it, and its tiles."""
   renderer = HIPRenderer(Target("AMD", "HIPCC", arch), use_hipcc=True)
   renderer.compiler = Compiler()
   built, tiles = graph(kernel, arch, dtype, heads, M, N, D, causal)
   text = next(u.arg for u in to_program(built, renderer).src if u.op is Ops.SOURCE)
-  # clang converts no vector of unsigned to one of signed elements; the matrix instructions are declared with signed.
+  # clang does not convert unsigned vectors to the signed ones with which the matrix instructions are declared.
   return text.replace("typedef unsigned short hip_bfloat16", "typedef short hip_bfloat16") + LIBRARY, tiles
 
 
 def clang(program: str, text: str, arch: str, *flags: str) -> str:
-  """What a clang makes of HIP source for the target. Raises RuntimeError with the compiler's message."""
+  """Compile HIP source for the target and return clang's output. Raises RuntimeError with the compiler's message."""
   with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "kernel.hip"
     path.write_text(text)
@@ -158,9 +158,9 @@ def clang(program: str, text: str, arch: str, *flags: str) -> str:
 
 
 def plain_floats(ir: str) -> str:
-  """Rewrites what only LLVM 23 and newer read of floats as every LLVM reads it.
+  """Rewrite float syntax that only LLVM 23 and newer read into syntax that every LLVM reads.
 
-  That is -inf, f0x3F800000, 6.250000e-03 (which is no float exactly; kernels have no doubles), and flags of sitofp.
+  It rewrites -inf, f0x3F800000, 6.250000e-03 (not exactly a float; kernels have no doubles), and flags of sitofp.
   """
 
   def double(value: bytes) -> str:
@@ -174,18 +174,18 @@ def plain_floats(ir: str) -> str:
 
 
 def to_ir(text: str, arch: str) -> str:
-  """LLVM IR of HIP source, before any pass. Raises RuntimeError."""
+  """Compile HIP source to LLVM IR, before any pass. Raises RuntimeError."""
   return clang(find_clang(), text, arch, "-O3", "-disable-llvm-passes", "-emit-llvm")
 
 
 def by_llvmlite(ir: str, arch: str) -> tuple[str, str]:
-  """Assembly of LLVM IR, optimised as by clang -O3, and the compiler's name. Raises ImportError, RuntimeError."""
+  """Compile LLVM IR like clang -O3; return assembly and compiler name. Raises ImportError, RuntimeError."""
   import llvmlite.binding as llvm
 
   llvm.initialize_all_targets()
   llvm.initialize_all_asmprinters()
   module = llvm.parse_assembly(plain_floats(ir))
-  features = "+wavefrontsize32,+cumode" if arch.startswith("gfx1") else ""  # CU mode: as tinygrad asks for
+  features = "+wavefrontsize32,+cumode" if arch.startswith("gfx1") else ""  # CU mode, as in tinygrad
   machine = llvm.Target.from_triple("amdgcn-amd-amdhsa").create_target_machine(cpu=arch, opt=3, features=features)
   tuning = llvm.create_pipeline_tuning_options(speed_level=3)
   tuning.slp_vectorization = True
@@ -195,7 +195,7 @@ def by_llvmlite(ir: str, arch: str) -> tuple[str, str]:
 
 
 def by_clang(text: str, arch: str) -> tuple[str, str]:
-  """Assembly, and the compiler's name. Raises RuntimeError."""
+  """Compile HIP source with clang only; return assembly and compiler name. Raises RuntimeError."""
   program = amdgpu_clang()
   if program is None:
     raise RuntimeError(NONE)
@@ -204,7 +204,7 @@ def by_clang(text: str, arch: str) -> tuple[str, str]:
 
 
 def amdgpu_clang() -> str | None:
-  """A clang on PATH that compiles for AMDGPU: `clang`, else the newest `clang-NN` that does."""
+  """Return a clang on PATH that compiles for AMDGPU: `clang`, else the newest such `clang-NN`, else None."""
   for name in ("clang", *(f"clang-{version}" for version in range(30, 17, -1))):
     if shutil.which(name) and any("amdgcn" in line for line in _says(name, "--print-targets")):
       return name
@@ -216,7 +216,7 @@ def _says(program: str, flag: str) -> list[str]:
 
 
 def assembly(text: str, arch: str) -> tuple[str, str]:
-  """Assembly of HIP source by the first compiler that can, and that compiler's name. Raises RuntimeError."""
+  """Compile HIP source with the first compiler that can; return assembly and compiler name. Raises RuntimeError."""
   try:
     return by_llvmlite(to_ir(text, arch), arch)
   except (ImportError, RuntimeError) as error:
@@ -227,7 +227,7 @@ def assembly(text: str, arch: str) -> tuple[str, str]:
 
 
 def main_loop(text: str) -> Counter[str]:
-  """How often each kind of instruction occurs in the shortest loop with the most matrix instructions."""
+  """Count the instructions of each kind in the shortest loop with the most matrix instructions."""
   lines = text.splitlines()
   labels = {m[1]: i for i, line in enumerate(lines) if (m := re.match(r"(\.LBB\w+):", line))}
   bodies = [
@@ -243,13 +243,13 @@ def main_loop(text: str) -> Counter[str]:
 
 
 def measure(kernel: str, arch: str, dtype: str, M: int, N: int, D: int, causal: bool) -> Compiled:
-  """Compiles a kernel for one head. Raises RuntimeError where no compiler is found or it fails."""
+  """Compile a kernel for one head. Raises RuntimeError if there is no compiler or compilation fails."""
   text, tiles = source(kernel, arch, TYPES[dtype], 1, M, N, D, causal)
   return compiled(tiles, *assembly(text, arch))
 
 
 def compiled(tiles: AnyTiles, code: str, compiler: str) -> Compiled:
-  """What the notes and the instructions of an assembly text say."""
+  """Parse the notes and the main loop of an assembly text."""
 
   def note(name: str) -> int:
     match = re.search(rf"\.{name}:\s*(\d+)", code)
@@ -261,7 +261,7 @@ def compiled(tiles: AnyTiles, code: str, compiler: str) -> Compiled:
 
 
 def row(kernel: str, arch: str, dtype: str, c: Compiled) -> Row:
-  """A line of the table."""
+  """Return a row of the table."""
   t = c.tiles
   own, block = (t.m_tiles, t.block_n) if isinstance(t, Tiles) else (t.own, t.block)
   numbers = (c.vgprs, c.agprs if arch.startswith("gfx9") else "-", c.spills, c.scratch, c.lds, c.occupancy)
@@ -270,7 +270,7 @@ def row(kernel: str, arch: str, dtype: str, c: Compiled) -> Row:
 
 
 def rows(arches: Sequence[str], M: int, N: int, D: int, causal: bool) -> Iterator[Row]:
-  """Lines for each target, kernel and dtype."""
+  """Yield a row for each target, kernel and dtype."""
   for arch in arches:
     if first := FIRST.get((arch, D)):
       vgprs, spills, waves, matrix, instructions = first

@@ -1,6 +1,7 @@
-"""What NVIDIA's compiler makes of the CUDA kernels: registers, spills, shared memory, occupancy, and their main loop.
+"""Compile report of the CUDA kernels: registers, spills, shared memory, occupancy, and the main loop by kind.
 
-Needs no GPU: nvcc compiles tinygrad's CUDA source, or NVRTC where tinygrad finds that; nvdisasm shows the main loop.
+No GPU is needed: nvcc, or the NVRTC that tinygrad finds, compiles tinygrad's CUDA source, and nvdisasm shows the main
+loop.
 """
 
 import ctypes
@@ -42,7 +43,7 @@ NONE = (
   "no compiler for NVIDIA's GPUs: install the CUDA toolkit for nvcc; or pip install nvidia-cuda-nvrtc and "
   "nvidia-cuda-runtime of one version, with CUDA_PATH=.../site-packages/nvidia/cu13 and LD_LIBRARY_PATH=$CUDA_PATH/lib"
 )
-# Threads and workgroups that a multiprocessor has at most; registers are 65536 on all.
+# Most threads and workgroups per multiprocessor; all have 65536 registers.
 MULTIPROCESSOR = {
   "sm_75": (1024, 16),
   "sm_80": (2048, 32),
@@ -65,13 +66,13 @@ class Compiled:
   Attributes:
     arch: its target.
     launch: the kernel and its tiles.
-    registers: of a thread.
-    spills: bytes that a thread stores for want of registers, and loads again.
-    stack: bytes of a thread's memory.
-    shared: bytes of shared memory a workgroup.
-    loop: the kinds of the main loop's instructions; None without a disassembler.
+    registers: registers per thread.
+    spills: bytes of spill stores and spill loads per thread.
+    stack: bytes of stack per thread.
+    shared: bytes of shared memory per workgroup.
+    loop: number of the main loop's instructions of each kind; None without a disassembler.
     said: the compiler's messages.
-    compiler: what compiled it.
+    compiler: name of the compiler.
   """
 
   arch: str
@@ -86,28 +87,28 @@ class Compiled:
 
   @property
   def each(self) -> float | None:
-    """Instructions of the main loop for each matrix instruction."""
+    """Instructions of the main loop per matrix instruction."""
     return None if self.loop is None else self.loop.total() / max(1, self.loop["matrix"])
 
   @property
   def resident(self) -> int:
-    """Workgroups at once on a multiprocessor; see `resident`."""
+    """Resident workgroups per multiprocessor; see the function `resident`."""
     return resident(self.arch, self.registers, self.shared, self.launch.tiles.threads)
 
 
 def resident(arch: str, registers: int, shared: int, threads: int) -> int:
-  """Workgroups at once on a multiprocessor, by registers a thread, bytes of shared memory, and threads a workgroup.
+  """Return the resident workgroups per multiprocessor, from registers per thread, shared memory in bytes and threads.
 
-  Each of a multiprocessor's four parts has 16384 registers, which a warp gets in units of 256. Of shared memory there
-  is 1 KiB more than one workgroup may have, and each takes 1 KiB besides its own; not so on sm_75.
-  Source: NVIDIA, CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", and its sections on
-  shared memory of compute capabilities 7.x, 8.x and 9.0; units of registers: its occupancy calculator.
+  Each of a multiprocessor's four partitions has 16384 registers, allocated to warps in units of 256. Shared memory is
+  1 KiB larger than the most that one workgroup may use, and each workgroup takes 1 KiB on top of its own, except on
+  sm_75. Sources: NVIDIA, CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", and sections on
+  shared memory of compute capabilities 7.x, 8.x and 9.0; NVIDIA's occupancy calculator for the register units.
 
   Raises:
-    ValueError: a target that is not in `MULTIPROCESSOR`.
+    ValueError: the target is not in `MULTIPROCESSOR`.
   """
   if arch not in MULTIPROCESSOR:
-    raise ValueError(f"{arch}: what its multiprocessors have is known here for {', '.join(MULTIPROCESSOR)} alone")
+    raise ValueError(f"{arch}: the limits of its multiprocessors are known only for {', '.join(MULTIPROCESSOR)}")
   most_threads, most = MULTIPROCESSOR[arch]
   warps = round_up(threads, 128) // 32
   by_registers = 16384 // round_up(32 * max(1, registers), 256) * 4 // warps
@@ -117,10 +118,10 @@ def resident(arch: str, registers: int, shared: int, threads: int) -> int:
 
 
 def source(spec: AttentionSpec, arch: str, tiles: object = None) -> tuple[str, Launch, int]:
-  """The kernel in CUDA C++, as it is rendered for `arch`, with its tiles, and its bytes of shared memory.
+  """Return the kernel in CUDA C++ as rendered for `arch`, its launch, and its bytes of shared memory.
 
   Raises:
-    ValueError: no kernel serves it.
+    ValueError: no kernel supports the spec.
   """
   launch = stages(dispatch(spec, Target("CUDA", arch), tiles))[0]
   kernel = launch.graph()
@@ -128,19 +129,19 @@ def source(spec: AttentionSpec, arch: str, tiles: object = None) -> tuple[str, L
 
 
 def rendered(kernel: UOp, arch: str) -> str:
-  """A kernel's graph in CUDA C++."""
+  """Render a kernel's graph as CUDA C++."""
   renderer = SharedRenderer(arch, use_nvcc=True)
   renderer.compiler = Compiler()  # leaves the source as it is
   return next(u.arg for u in to_program(kernel, renderer).src if u.op is Ops.SOURCE)
 
 
 def _code(arch: str) -> str:
-  """The target whose instructions we use: of sm_90 also those that later ones lack."""
+  """Return the compiler's target: sm_90a for sm_90, whose kernels use instructions that later targets lack."""
   return "sm_90a" if arch == "sm_90" else arch
 
 
 def by_nvcc(text: str, arch: str) -> tuple[bytes, str, str]:
-  """A cubin, the compiler's messages, and its name. Raises RuntimeError."""
+  """Compile with nvcc; return the cubin, the compiler's messages and its name. Raises RuntimeError."""
   code = _code(arch)
   with tempfile.TemporaryDirectory() as folder:
     (Path(folder) / "kernel.cu").write_text(text)
@@ -156,9 +157,9 @@ def by_nvcc(text: str, arch: str) -> tuple[bytes, str, str]:
 
 
 def by_nvrtc(text: str, arch: str) -> tuple[bytes, str, str]:
-  """A cubin, the compiler's messages, and its name. Raises RuntimeError.
+  """Compile with NVRTC; return the cubin, the compiler's messages and its name. Raises RuntimeError.
 
-  tinygrad's own compiler class throws away the messages of what compiles.
+  tinygrad's own compiler class discards the messages of a successful compilation.
   """
   from tinygrad.runtime.autogen import nvrtc
   from tinygrad.runtime.support.compiler_cuda import NVRTCCompiler, _get_bytes, nvrtc_check
@@ -179,20 +180,20 @@ def by_nvrtc(text: str, arch: str) -> tuple[bytes, str, str]:
 
 
 def compiler() -> Callable[[str, str], tuple[bytes, str, str]] | None:
-  """`by_nvcc` where nvcc is on PATH, else `by_nvrtc` where tinygrad finds that, else None."""
+  """Return `by_nvcc` if nvcc is on PATH, else `by_nvrtc` if tinygrad finds NVRTC, else None."""
   if shutil.which("nvcc"):
     return by_nvcc
   from tinygrad.runtime.support.compiler_cuda import NVRTCCompiler
 
   try:
     NVRTCCompiler("sm_80")
-  except AttributeError:  # what tinygrad's loader raises
+  except AttributeError:  # raised by tinygrad's loader if there is no NVRTC
     return None
   return by_nvrtc
 
 
 def compiled(text: str, arch: str, launch: Launch, shared: int) -> Compiled:
-  """Compiles a kernel's source. Raises RuntimeError where there is no compiler, or with what it or nvdisasm says."""
+  """Compile a kernel's source. Raises RuntimeError without a compiler, or with the message of it or of nvdisasm."""
   compile_it = compiler()
   if compile_it is None:
     raise RuntimeError(NONE)
@@ -205,7 +206,7 @@ def compiled(text: str, arch: str, launch: Launch, shared: int) -> Compiled:
 
 
 def figure(said: str, what: str) -> int:
-  """The number before `what` in ptxas' report. Raises RuntimeError where there is none."""
+  """Return the number before `what` in ptxas' report. Raises RuntimeError if there is none."""
   match = re.search(rf"(\d+) {what}", said)
   if match is None:
     raise RuntimeError(f"the compiler's messages tell no {what}: {said}")
@@ -213,7 +214,7 @@ def figure(said: str, what: str) -> int:
 
 
 def measure(arch: str, dtype: str, H: int, M: int, N: int, D: int, causal: bool, tiles: object = None) -> Compiled:
-  """Compiles the kernel that dispatch picks, with the log-sum-exp. Raises RuntimeError and ValueError."""
+  """Compile the kernel that dispatch chooses, with the log-sum-exp. Raises RuntimeError and ValueError."""
   window = (None, 0 if causal else None)
   spec = AttentionSpec(1, H, H, M, N, D, D, TYPES[dtype], D**-0.5, return_lse=True, window=window, tf32=True)
   text, launch, shared = source(spec, arch, tiles)
@@ -221,7 +222,7 @@ def measure(arch: str, dtype: str, H: int, M: int, N: int, D: int, causal: bool,
 
 
 def row(dtype: str, c: Compiled) -> Row:
-  """A line of the table."""
+  """Return a row of the table."""
   name = f"{c.arch} {c.launch.schedule.name.removesuffix('_forward'):6} {dtype:8} " + "x".join(
     str(size) for size in astuple(c.launch.tiles) if not isinstance(size, bool)
   )
@@ -231,7 +232,7 @@ def row(dtype: str, c: Compiled) -> Row:
 
 
 def rows(arches: Sequence[str], H: int, M: int, N: int, D: int, causal: bool) -> Iterator[Row]:
-  """Lines for each target and the dtypes that it has matrix instructions for. Raises ValueError if it has none."""
+  """Yield a row for each target and dtype with matrix instructions. Raises ValueError if a target has none."""
   for arch in arches:
     version = int(arch.removeprefix("sm_"))
     for dtype in [name for name, type_ in TYPES.items() if version >= cuda_forward.SINCE[type_]] or TYPES:

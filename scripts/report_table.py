@@ -1,4 +1,4 @@
-"""The tables of the compile report, and instructions by kind, which AMD's and NVIDIA's parts share."""
+"""Tables and instruction kinds of the compile report, shared by AMD's and NVIDIA's parts."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Row:
-  """A line of a table.
+  """A row of a table.
 
   Attributes:
-    name: what was compiled.
-    cells: one for each of the first columns; the rest stay empty.
-    compiler: what compiled it; "" where none did.
+    name: the kernel, with its target and tiles.
+    cells: one per column; missing ones at the end stay empty.
+    compiler: name of the compiler; "" if nothing was compiled.
   """
 
   name: str
@@ -21,12 +21,12 @@ class Row:
 
 
 def line(name: str, cells: Sequence[object], columns: Mapping[str, int]) -> str:
-  """A line as text; `columns` are the widths by their heads."""
+  """Format a row as text; `columns` maps column headings to widths."""
   return f"{name:31}" + " ".join(f"{cell!s:>{width}}" for cell, width in zip(cells, columns.values(), strict=False))
 
 
 def kind(name: str, kinds: Mapping[str, str]) -> str:
-  """The first of `kinds`, patterns by name, that fits an instruction's name; RuntimeError where none does."""
+  """Return the first of `kinds` whose pattern matches an instruction's name. Raises RuntimeError if none does."""
   found = next((kind for kind, pattern in kinds.items() if re.match(pattern, name)), None)
   if found is None:
     raise RuntimeError(f"{name} is no instruction of a kind that is known here")

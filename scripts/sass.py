@@ -1,4 +1,4 @@
-"""Machine code of NVIDIA's GPUs (SASS) as text: disassembled, its main loop found, its instructions by kind."""
+"""Analysis of NVIDIA machine code (SASS): disassembly, detection of the main loop, and its instructions by kind."""
 
 import importlib.util
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from report_table import kind
 
-# The kinds of instructions, by their names; the first that fits counts.
+# Kinds of instructions, as patterns of their names; the first match counts.
 KINDS = {
   "matrix": r"[A-Z]G?MMA\b",
   "trans": r"MUFU",
@@ -24,14 +24,14 @@ KINDS = {
   "int": r"(I[A-Z]\w+|U[A-Z]\w+|VI\w+|LEA|P?LOP3|SH[FLR]|MOV|SEL|PRMT|SGXT|POPC|FLO|BREV|BMSK"
   r"|R2UR|[RP]2[RP]|C?S2U?R)\b",
 }
-NEVER = "@!PT "  # a predicate that is never true: what fills the time before a fence
+NEVER = "@!PT "  # a predicate that is never true, on instructions that only fill the time before a fence
 NONE = (
   "no disassembler for the main loop: install NVIDIA's CUDA toolkit for nvdisasm, or pip install triton, which has one"
 )
 
 
 def disassembler() -> str | None:
-  """nvdisasm: the one on PATH, else the one that an installed triton brings along."""
+  """Return the path of nvdisasm: the one on PATH, else the one in an installed triton, else None."""
   if found := shutil.which("nvdisasm"):
     return found
   triton = importlib.util.find_spec("triton")
@@ -40,7 +40,7 @@ def disassembler() -> str | None:
 
 
 def disassemble(cubin: bytes) -> str | None:
-  """The code of a cubin as text; None where there is no disassembler. Raises RuntimeError with what it says."""
+  """Disassemble a cubin; None without a disassembler. Raises RuntimeError with the disassembler's message."""
   program = disassembler()
   if program is None:
     return None
@@ -54,11 +54,11 @@ def disassemble(cubin: bytes) -> str | None:
 
 
 def main_loop(text: str) -> Counter[str]:
-  """How often each kind of instruction occurs in the shortest loop with the most matrix instructions.
+  """Count the instructions of each kind in the shortest loop with the most matrix instructions.
 
-  Without a loop, in all of the code. A loop is what leads from its first instruction back to it (a natural loop: Aho,
-  Lam, Sethi and Ullman, "Compilers", 9.6.6), between the two in memory: the compiler puts what is rarely run elsewhere,
-  such as the second and later looks at a barrier, with jumps back that close no loop of their own.
+  Without a loop, all of the code counts. A loop is a natural loop (Aho, Lam, Sethi and Ullman, "Compilers", 9.6.6),
+  restricted to the instructions between its first one and the jump back. The compiler moves rarely executed code, such
+  as repeated polls of a barrier, elsewhere; its jumps back do not form a loop of their own.
   """
   code, after = _read(text)
   before: list[list[int]] = [[] for _ in code]
@@ -75,7 +75,7 @@ def main_loop(text: str) -> Counter[str]:
 
 
 def _read(text: str) -> tuple[list[str], list[list[int]]]:
-  """The instructions, and for each which ones may come next."""
+  """Return the instructions, and for each the indices of those that may come next."""
   code: list[str] = []
   labels: dict[str, int] = {}
   for line in text.splitlines():
@@ -93,7 +93,7 @@ def _read(text: str) -> tuple[list[str], list[list[int]]]:
 
 
 def _reached(start: int, after: list[list[int]], without: int) -> set[int]:
-  """What can be reached from an instruction, itself included, on ways that avoid another."""
+  """Return the instructions reachable from `start`, including it, on paths that avoid `without`."""
   found, todo = {without}, [start]
   while todo:
     i = todo.pop()
@@ -104,7 +104,7 @@ def _reached(start: int, after: list[list[int]], without: int) -> set[int]:
 
 
 def _kind(instruction: str) -> str:
-  """The kind of an instruction with its predicate and operands."""
+  """Return the kind of an instruction, given as text with predicate and operands."""
   if instruction.startswith(NEVER):
     return "wait"
   return kind(re.sub(r"@!?U?P\w+\s+", "", instruction).split()[0], KINDS)

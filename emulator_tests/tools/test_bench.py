@@ -151,7 +151,7 @@ def test_a_wrong_contender_is_shown_and_gets_no_speed(
   ("words", "message"),
   [
     (["--against", "jax"], "--against jax: unknown; accepted are torch, tinygrad"),
-    (["--backward", "--against", "tinygrad"], "--against tinygrad: with --backward there is torch alone"),
+    (["--backward", "--against", "tinygrad"], "--against tinygrad: with --backward the only contender is torch"),
     (["--rounds", "0"], "--rounds 0 is less than 1"),
     (["--json", "/nowhere/a.json"], "--json /nowhere/a.json: there is no such folder"),
   ],

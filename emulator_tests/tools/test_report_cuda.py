@@ -122,7 +122,7 @@ def test_resident(arch: str, registers: int, shared: int, threads: int, expected
 
 def test_a_multiprocessor_that_is_not_known() -> None:
   with pytest.raises(
-    ValueError, match=f"sm_70: what its multiprocessors have is known here for {next(iter(MULTIPROCESSOR))}"
+    ValueError, match=f"sm_70: the limits of its multiprocessors are known only for {next(iter(MULTIPROCESSOR))}"
   ):
     resident("sm_70", 32, 0, 32)
 

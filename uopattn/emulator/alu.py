@@ -1,8 +1,8 @@
 """Storage types, rounding and arithmetic of every tinygrad dtype in numpy.
 
-bfloat16 and fp8 values are kept as their raw bits (uint16, uint8): they decode to float32 exactly, one operation is
-done in float32 and its result is rounded to nearest even. For +, -, *, / and sqrt that equals one correct rounding, as
-float32 has more than twice their significand bits plus two.
+bfloat16 and fp8 values are stored as raw bits (uint16, uint8). They decode to float32 exactly; one operation is done in
+float32, and its result is rounded to nearest even. For +, -, *, / and sqrt this equals a single correct rounding,
+because float32 has at least twice their significand bits plus two.
 """
 
 from collections.abc import Callable
@@ -14,13 +14,13 @@ import numpy as np
 from tinygrad.dtype import DType, dtypes
 from tinygrad.uop.ops import Ops
 
-Value = Any  # a numpy array (lanes,), a numpy scalar that all lanes share, or a list of these: a short vector
+Value = Any  # a numpy array (lanes,), a numpy scalar shared by all lanes, or a list of these (a short vector)
 Function = Callable[..., Value]
 
 
 @dataclass(frozen=True)
 class Float8:
-  """An 8-bit float format: widths, bias and the largest finite code (OCP 8-bit Floating Point Specification 1.0)."""
+  """An 8-bit float format: mantissa bits, bias and largest finite code (OCP 8-bit Floating Point Specification 1.0)."""
 
   mantissa: int
   bias: int
@@ -33,7 +33,7 @@ RAW = {dtypes.bfloat16: np.uint16, dtypes.fp8e4m3: np.uint8, dtypes.fp8e5m2: np.
 
 
 def storage(dtype: DType) -> np.dtype:
-  """The numpy dtype that holds `dtype`. Raises TypeError for a dtype no GPU program holds (fnuz fp8, weak dtypes)."""
+  """Return the numpy dtype that stores `dtype`. Raises TypeError for dtypes no GPU program holds (fnuz fp8, weak)."""
   if dtype in RAW:
     return np.dtype(RAW[dtype])
   if dtype.fmt is None:
@@ -53,7 +53,7 @@ def _float8_values(dtype: DType) -> np.ndarray:
 
 
 def _encode_float8(x: np.ndarray, dtype: DType, saturate_infinity: bool) -> np.ndarray:
-  """float64 to fp8: nearest even, finite values saturate; infinity too where the target's conversion does so."""
+  """Convert float64 to fp8, rounding to nearest even; finite values saturate, infinity only if `saturate_infinity`."""
   form = FLOAT8[dtype]
   largest = float(_float8_values(dtype)[form.largest])
   magnitude = np.minimum(np.abs(x), largest)
@@ -75,7 +75,7 @@ def _encode_bfloat16(x: np.ndarray) -> np.ndarray:
 
 
 def decode(x: Value, dtype: DType) -> Value:
-  """Stored values to values numpy computes with: float32 for bfloat16 and fp8, else unchanged."""
+  """Convert stored values to values that numpy computes with: float32 for bfloat16 and fp8, else unchanged."""
   if dtype == dtypes.bfloat16:
     return (np.asarray(x).astype(np.uint32) << np.uint32(16)).view(np.float32)
   if dtype in FLOAT8:
@@ -84,7 +84,7 @@ def decode(x: Value, dtype: DType) -> Value:
 
 
 def encode(x: Value, dtype: DType, saturate_infinity: bool = False) -> Value:
-  """Numpy values to stored ones, rounded to nearest even (floats) or truncated towards zero (float to integer)."""
+  """Convert numpy values to stored ones, rounding to nearest even (floats) or towards zero (float to integer)."""
   if dtype == dtypes.bfloat16:
     return _encode_bfloat16(x)
   if dtype in FLOAT8:
@@ -92,19 +92,19 @@ def encode(x: Value, dtype: DType, saturate_infinity: bool = False) -> Value:
   if dtype == dtypes.bool:
     return np.asarray(x) != 0
   x = np.asarray(x)
-  # A negative float to an unsigned integer wraps on no target alike; go through int64 so that small ones wrap as in C.
+  # Targets differ in converting a negative float to an unsigned integer; through int64, small ones wrap around.
   if x.dtype.kind == "f" and dtype in dtypes.uints and dtype != dtypes.uint64:
     x = x.astype(np.int64)
   return x.astype(storage(dtype))
 
 
 def cast(source: DType, target: DType, saturate_infinity: bool) -> Function:
-  """CAST from `source` to `target` for values of one lane axis."""
+  """Return the function of a CAST from `source` to `target`, for values over the lane axis."""
   return lambda x: encode(decode(x, source), target, saturate_infinity)
 
 
 def bitcast(x: Value, source: DType, target: DType, count: int) -> Value:
-  """BITCAST of a scalar or a short vector to `count` elements of `target`; lengths may differ, total bits may not."""
+  """Bitcast a scalar or short vector to `count` elements of `target`; the total number of bits must be the same."""
   to = storage(target)
   if not isinstance(x, list):
     x = np.asarray(x)
@@ -157,9 +157,9 @@ _BITS: dict[Ops, Function] = {
 
 
 def function(op: Ops, dtype: DType, never_negative: bool) -> Function:
-  """The numpy function of the ALU operation `op` on operands stored as `dtype`.
+  """Return the numpy function of the ALU operation `op` on operands stored as `dtype`.
 
-  `never_negative` says that an integer division needs no care for signs. Raises KeyError where `op` has no meaning.
+  `never_negative` says that the operands of an integer division are not negative. Raises KeyError if `op` is unknown.
   """
   if op is Ops.WHERE:
     return np.where

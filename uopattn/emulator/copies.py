@@ -1,4 +1,4 @@
-"""Asynchronous copies from global memory to LDS: cp.async and its groups."""
+"""Asynchronous copies from global memory to LDS: cp.async and its commit groups."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,7 @@ CHUNK = 16  # bytes that one cp.async moves
 
 @dataclass
 class Copies:
-  """Asynchronous copies: `started` holds those not yet complete, `groups` how many groups a lane committed."""
+  """Asynchronous copies: `started` holds the incomplete ones, `groups` the number of groups each lane committed."""
 
   groups: np.ndarray
   started: list["Copy"] = field(default_factory=list)
@@ -24,7 +24,7 @@ class Copies:
 
 @dataclass
 class Copy:
-  """One cp.async: which lanes, the group each belongs to, where to, and the bytes."""
+  """One cp.async: its lanes, the commit group of each, the destination and the bytes."""
 
   lds: LDS
   lanes: np.ndarray
@@ -32,10 +32,10 @@ class Copy:
   index: np.ndarray  # (lanes,) in units of 16 bytes
   granules: np.ndarray  # (granules, lanes)
   data: np.ndarray  # (lanes, 16) uint8
-  signal: Any = None  # the barriers (mbarrier) that its end arrives at, which of them, and in which phase, by lane
+  signal: Any = None  # the mbarriers that its completion arrives at, and per lane the index and the phase
 
   def only(self, kept: np.ndarray) -> "Copy":
-    """The part of the copy that the lanes marked in `kept` do."""
+    """Return the part of the copy done by the lanes marked in `kept`."""
     parts = self.lanes[kept], self.group[kept], self.index[kept], self.granules[:, kept], self.data[kept]
     signal = None if self.signal is None else (self.signal[0], *(x[kept] for x in self.signal[1:]))
     return Copy(self.lds, *parts, signal)
@@ -89,7 +89,7 @@ def wait(run: Run, u: UOp, count: Any) -> Any:
 
 
 def finish(copy: Copy, done: np.ndarray) -> None:
-  """Makes the copies of the lanes in `done` visible, as writes of their waves."""
+  """Make the copies of the lanes in `done` visible, as writes of their waves."""
   granules = copy.granules[:, done]
   copy.lds.in_flight[granules] = False
   copy.lds.data.reshape(-1, CHUNK)[copy.index[done]] = copy.data[done]

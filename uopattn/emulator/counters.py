@@ -1,4 +1,4 @@
-"""What kernels cost, counted while they run: instructions, bytes moved, LDS bank conflicts."""
+"""Counters of running kernels: instructions, bytes moved and LDS bank conflicts."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,12 +26,12 @@ class Counters:
 
 @dataclass
 class Profile:
-  """Counters by kernel name, in the order of first launch (kernels of one name add up). `str` gives a table."""
+  """Counters by kernel name, in the order of first launch; `str` gives a table. Kernels with the same name add up."""
 
   kernels: dict[str, Counters] = field(default_factory=dict)
 
   def of(self, kernel: str) -> Counters:
-    """The counters of one kernel, made at its first launch."""
+    """Return the counters of one kernel, which are created at its first launch."""
     return self.kernels.setdefault(kernel, Counters())
 
   def __str__(self) -> str:
@@ -52,7 +52,7 @@ _active: list[Profile] = []
 
 @contextmanager
 def profile() -> Iterator[Profile]:
-  """Counts what the kernels launched on the emulator inside the `with` block cost."""
+  """Count the costs of the kernels launched on the emulator inside the `with` block."""
   _active.append(result := Profile())
   try:
     yield result
@@ -61,5 +61,5 @@ def profile() -> Iterator[Profile]:
 
 
 def active() -> Profile | None:
-  """The innermost profile being taken, if any."""
+  """Return the innermost active profile, if any."""
   return _active[-1] if _active else None

@@ -1,4 +1,4 @@
-"""A kernel's line as text: the UOp with its buffer and index expression, for errors."""
+"""Text of a kernel's line for errors: the UOp with its buffer and index expression."""
 
 from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import GroupOp, Ops, UOp
@@ -15,7 +15,7 @@ DEEPEST = 8
 
 
 def expression(u: UOp, depth: int = 0) -> str:
-  """A value or address as C-like text; what is nested deeper than DEEPEST becomes "..."."""
+  """Return a value or address as C-like text; expressions nested deeper than DEEPEST become "..."."""
   if depth > DEEPEST:
     return "..."
   sub = [] if u.op in LEAVES else [expression(s, depth + 1) for s in u.src[:3]]
@@ -39,7 +39,7 @@ def expression(u: UOp, depth: int = 0) -> str:
 
 
 def describe(u: UOp) -> str:
-  """One line for the UOp that an error is about."""
+  """Return one line of text for the UOp at which an error occurred."""
   if u.op is Ops.STORE:
     return f"STORE {expression(u.src[0])} = {expression(u.src[1], DEEPEST - 3)}"
   if u.op is Ops.LOAD:

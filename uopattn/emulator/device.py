@@ -1,7 +1,7 @@
-"""The tinygrad device EMU: lowers like a real GPU's renderer, runs on numpy.
+"""The tinygrad device EMU, which lowers kernels with a GPU's renderer and runs them on numpy.
 
-tinygrad finds a device called NAME as the class `NAMEDevice` of the module `tinygrad.runtime.ops_name`. `register`
-puts this module there under the name `ops_emu`, so that `DEV=EMU::gfx1100` and `Tensor(..., device="EMU")` work.
+tinygrad looks up a device called NAME as the class `NAMEDevice` of the module `tinygrad.runtime.ops_name`. `register`
+installs this module as `ops_emu`, so that `DEV=EMU::gfx1100` and `Tensor(..., device="EMU")` work.
 """
 
 import base64
@@ -24,17 +24,17 @@ NVIDIA = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90")
 
 
 def pack(uops: list[UOp]) -> str:
-  """Turns linearised UOps into the text that tinygrad carries from a renderer to a program."""
+  """Encode linearised UOps as text, which tinygrad passes from a renderer to a program."""
   return base64.b85encode(zlib.compress(pickle.dumps(uops), 1)).decode()
 
 
 def unpack(lib: bytes) -> list[UOp]:
-  """The inverse of `pack`, from the compiler's output."""
+  """Decode the compiler's output into UOps, the inverse of `pack`."""
   return pickle.loads(zlib.decompress(base64.b85decode(lib)))
 
 
 class EMUHIPRenderer(HIPRenderer):
-  """HIPRenderer for `arch` (gfx...) whose program is its linearised UOps."""
+  """HIPRenderer for `arch` (gfx...) whose output is the linearised UOps."""
 
   compiler: Compiler
 
@@ -49,7 +49,7 @@ class EMUHIPRenderer(HIPRenderer):
 
 
 class EMUCUDARenderer(CUDARenderer):
-  """CUDARenderer for `arch` (sm_...) whose program is its linearised UOps."""
+  """CUDARenderer for `arch` (sm_...) whose output is the linearised UOps."""
 
   compiler: Compiler
 
@@ -64,7 +64,7 @@ class EMUCUDARenderer(CUDARenderer):
 
 
 class EMUAllocator(Allocator["EMUDevice"]):
-  """Global memory as bytearrays of exactly the size asked for, so that bounds mean something."""
+  """Allocator of global memory as bytearrays of exactly the requested size, so that bounds checks are exact."""
 
   def _alloc(self, size: int, options: Any) -> memoryview:
     return memoryview(bytearray(size))
@@ -83,28 +83,28 @@ class EMUAllocator(Allocator["EMUDevice"]):
 
 
 class EMUProgram(Program["EMUDevice"]):
-  """One kernel. Its steps are made at the first launch and kept."""
+  """One kernel on the emulator, whose steps are built once, at its first launch."""
 
   def __init__(self, dev: "EMUDevice", obj: TinyELF):
     super().__init__(dev, obj)
-    from . import launch, program  # numpy is loaded when a kernel is, not when the device is made known
+    from . import launch, program  # imported here, so that registering the device does not load numpy
 
     self.program, self.launch = program.Program.from_elf(obj, unpack(obj.lib)), launch.launch
 
   def __call__(self, *bufs, global_size=(1, 1, 1), local_size=(1, 1, 1), vals=(), wait=False, **kwargs) -> float:
-    """Executes the kernel; returns the seconds that took on this machine. Raises KernelError."""
+    """Execute the kernel; return the seconds it took on this machine. Raises KernelError."""
     start = time.perf_counter()
     self.launch(mutated(self.program), bufs, global_size, local_size, vals)
     return time.perf_counter() - start
 
 
 class EMUDevice(Compiled):
-  """The device. `DEV=EMU::<arch>` chooses what it stands for; the default is gfx1100."""
+  """The EMU device; `DEV=EMU::<arch>` chooses the target that it emulates, by default gfx1100."""
 
   def __init__(self, device: str):
     super().__init__(device, EMUAllocator(self), [EMUHIPRenderer, EMUCUDARenderer], EMUProgram, arch=DEFAULT_ARCH)
 
 
 def register() -> None:
-  """Makes the device known to tinygrad."""
+  """Register the device with tinygrad."""
   sys.modules["tinygrad.runtime.ops_emu"] = sys.modules[__name__]

@@ -1,8 +1,8 @@
-"""What the emulator reports: one exception class for each kind of mistake in a kernel."""
+"""Exceptions of the emulator, one class per kind of mistake in a kernel."""
 
 
 class KernelError(RuntimeError):
-  """A kernel did something that its target would not do as meant; the message says what, where and in which lanes."""
+  """A mistake in a kernel; the message says what happened, where, and in which lanes."""
 
 
 class OutOfBounds(KernelError):
@@ -10,7 +10,7 @@ class OutOfBounds(KernelError):
 
 
 class Unwritten(KernelError):
-  """A read of LDS or registers that nothing has written, or whose asynchronous copy is still in flight."""
+  """A read of LDS or registers that were never written, or whose asynchronous copy is still in flight."""
 
 
 class Race(KernelError):
@@ -19,16 +19,16 @@ class Race(KernelError):
 
 
 class Divergence(KernelError):
-  """A barrier, matrix instruction or shuffle that needs a lane which is not active."""
+  """A barrier, matrix instruction or shuffle that needs an inactive lane."""
 
 
 class LaneMismatch(KernelError):
-  """Lanes that the hardware takes to hold the same values hold different ones."""
+  """Lanes that must hold the same values hold different ones."""
 
 
 class UnknownInstruction(KernelError):
-  """An `Ops.CUSTOM` text that `uopattn.dsl.instruction_set` has not, or a UOp that a GPU program cannot contain."""
+  """An `Ops.CUSTOM` text unknown to `uopattn.dsl.instruction_set`, or a UOp that a GPU program cannot contain."""
 
 
 class LaunchError(KernelError):
-  """More threads or LDS than the target has, or buffers that do not fit the kernel."""
+  """More threads or LDS than the target has, or buffers that do not match the kernel's parameters."""

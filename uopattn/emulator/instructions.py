@@ -1,6 +1,6 @@
-"""What each instruction of `uopattn.dsl.instruction_set` does, in numpy, by its name.
+"""The meaning in numpy of each instruction of `uopattn.dsl.instruction_set`, by name.
 
-A meaning takes the run, the UOp and the operands: a value is an array or a shared scalar, an un-loaded index a Pointer.
+A meaning takes the run, the UOp and the operands: an array or shared scalar for a value, a Pointer for an address.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ Meaning = Callable[..., Any]
 
 
 def _from_lane(run: Run, u: UOp, value: Any, lane: Any) -> np.ndarray:
-  """The value that `lane` (place in the wave) holds. Raises Divergence."""
+  """Return the value held by `lane`, a place in the wave. Raises Divergence."""
   lane = run.spread(np.asarray(lane, np.int64))
   source = run.wave_start + lane
   inside = (lane >= 0) & (lane < run.shape.wave) & (lane + run.thread - run.lane_in_wave < run.shape.threads)
@@ -78,7 +78,7 @@ def _pack4(dtype: DType) -> Meaning:
 
 
 def _bytes_of(first: int) -> Meaning:
-  """Bytes `first` and `first` + 2 of two words."""
+  """Return the meaning that packs bytes `first` and `first` + 2 of two words into one word."""
 
   def permute(run: Run, u: UOp, a: Any, b: Any) -> Any:
     parts = [(word >> np.uint32(8 * (first + i))) & np.uint32(0xFF) for word in (a, b) for i in (0, 2)]
@@ -130,7 +130,7 @@ def _bfloat16(u: UOp, x: Pointer, count: int) -> list[Any]:
 
 
 def _add_products(u: UOp, to: Pointer, left: list[Any], right: list[Any]) -> Any:
-  """Adds the products of a pair to one number each, the second first."""
+  """Add the products of each pair to one number of `to`, the second product first."""
   sums = to.memory.load(u, to.index, to.dtype, 16)
   for i in (1, 0):
     sums = [_without_denormals(y + a * b) for y, a, b in zip(sums, left[i::2], right[i::2], strict=True)]
@@ -147,7 +147,7 @@ def _store_chunk(run: Run, u: UOp, to: Pointer, *words: Any) -> Any:
 
 
 def _fill(run: Run, u: UOp, to: Pointer, block: np.ndarray) -> None:
-  """Stores the bytes of a lane's row of `block` (lanes, ...) to registers, or LDS, of any type."""
+  """Store the bytes of each lane's row of `block` (lanes, ...) to registers or LDS, of any dtype."""
   elements = np.ascontiguousarray(block).reshape(run.shape.lanes, -1).view(alu.storage(to.dtype))
   to.memory.store(u, to.index, to.dtype, list(np.ascontiguousarray(elements.T)))
 

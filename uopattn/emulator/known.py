@@ -1,4 +1,4 @@
-"""Which instruction an Ops.CUSTOM text is."""
+"""Lookup of the instruction behind an Ops.CUSTOM text."""
 
 from functools import cache
 
@@ -8,5 +8,5 @@ from uopattn.dsl.nvidia import wgmma
 
 @cache
 def instruction_of(text: str) -> Instruction | None:
-  """The instruction of the DSL with this text in any family, or None."""
+  """Return the DSL's instruction with this text in any family, or None."""
   return BY_TEXT.get(text) or wgmma.find(text)

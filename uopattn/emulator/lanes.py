@@ -1,7 +1,7 @@
 """The state of a running kernel: its lanes, which of them are active, its values and its memory.
 
-All lanes of a batch of workgroups lie on one axis: workgroup by workgroup, within it thread by thread with local index
-x fastest. A value is an array over that axis, or a numpy scalar that every lane shares, or a list of these (a short
+One axis holds all lanes of a batch of workgroups, workgroup by workgroup, and within it thread by thread with the local
+index x fastest. A value is an array over that axis, a numpy scalar shared by all lanes, or a list of these (a short
 vector). Values are never changed in place, so a register can hold one without a copy.
 """
 
@@ -19,13 +19,13 @@ from .trace import lines_of
 
 
 def wave_size(arch: str) -> int:
-  """Lanes in a wave: 64 on CDNA, 32 on RDNA and NVIDIA."""
+  """Return the lanes per wave: 64 on CDNA, 32 on RDNA and NVIDIA."""
   return 64 if arch.startswith("gfx9") else 32
 
 
 @dataclass(frozen=True)
 class Shape:
-  """The geometry of a batch: workgroups in it, threads in a workgroup, lanes in a wave."""
+  """The geometry of a batch: workgroups, threads per workgroup and lanes per wave."""
 
   groups: int
   threads: int
@@ -37,7 +37,7 @@ class Shape:
 
   @property
   def waves(self) -> int:
-    """Waves in a workgroup."""
+    """Waves per workgroup."""
     return -(-self.threads // self.wave)
 
 
@@ -64,32 +64,32 @@ class Run:
     self.mask: np.ndarray | None = None  # active lanes; None for all
     self.values: list[Any] = []
     self.memory: list[Any] = []
-    self.copies: Any = None  # the asynchronous copies under way, if the kernel makes any
-    self.stamped = False  # whether the kernel has such barriers
-    self.barriers: dict[Any, Any] = {}  # those that count arrivals (mbarrier), by LDS buffer
-    self.clock = 0  # goes on with every arrival at such a barrier
-    self.flights: Any = None  # the warpgroups' matrix products under way, likewise
+    self.copies: Any = None  # the asynchronous copies in flight, if the kernel has any
+    self.stamped = False  # whether the kernel has mbarriers
+    self.barriers: dict[Any, Any] = {}  # the mbarriers, by LDS buffer
+    self.clock = 0  # advances with every arrival at an mbarrier
+    self.flights: Any = None  # the warpgroups' matrix products in flight, if the kernel has any
 
   def tick(self) -> int:
     self.clock += 1
     return self.clock
 
   def active(self) -> np.ndarray:
-    """The indices of the active lanes."""
+    """Return the indices of the active lanes."""
     return self.all_lanes if self.mask is None else np.flatnonzero(self.mask)
 
   def spread(self, value: Any) -> np.ndarray:
-    """A value as an array over all lanes."""
+    """Return a value as an array over all lanes."""
     return np.broadcast_to(value, (self.shape.lanes,))
 
   def active_waves(self) -> int:
-    """How many waves have an active lane."""
+    """Return the number of waves with an active lane."""
     if self.mask is None:
       return self.shape.groups * self.shape.waves
     return len(np.unique(self.wave[self.mask]))
 
   def fail(self, kind: type[KernelError], u: UOp, what: str, lanes: np.ndarray | None = None) -> KernelError:
-    """The exception for a mistake at `u`: kernel, what happened, in which lanes, and the kernel's line."""
+    """Return the exception for a mistake at `u`; it names the kernel, the mistake, the lanes and the kernel's line."""
     text = f"kernel {self.kernel}: {what}"
     if lanes is not None and len(lanes):
       text += f"; {self.name_lanes(lanes)}"
@@ -99,7 +99,7 @@ class Run:
     return kind(text)
 
   def name_lanes(self, lanes: np.ndarray) -> str:
-    """Lanes in the kernel's own terms, the first few of them."""
+    """Return the first few lanes as text: workgroup, local index and wave."""
     shown, lanes = [], np.unique(lanes)
     for lane in lanes[:3]:
       thread, index = int(self.thread[lane]), []
@@ -112,11 +112,11 @@ class Run:
     return "lanes " + ", ".join(shown) + (f" and {more} more" if more > 0 else "")
 
   def place(self, first_group: int, global_size: tuple[int, ...], arguments: tuple[int, ...]) -> None:
-    """Says which workgroups of the launch these are, and the integers it was launched with."""
+    """Set the first workgroup of this batch, the launch's global size and its integer arguments."""
     self.first_group, self.global_size, self.arguments = first_group, global_size, arguments
 
   def coordinate(self, kind: str, axis: int) -> Any:
-    """The workgroup ("g") or local ("l") index along an axis, x being 0, as int32."""
+    """Return the workgroup ("g") or local ("l") index along an axis (x is 0), as int32."""
     sizes, flat = (self.global_size, self.group + self.first_group) if kind == "g" else (self.local_size, self.thread)
     before = int(np.prod(sizes[:axis]))
     if sizes[axis] == 1:
@@ -125,7 +125,7 @@ class Run:
 
 
 def buffer_of(u: UOp) -> UOp:
-  """The PARAM or BUFFER that a pointer points into."""
+  """Return the PARAM or BUFFER that a pointer points into."""
   while u.op not in (Ops.PARAM, Ops.BUFFER):
     u = u.src[0]
   return u

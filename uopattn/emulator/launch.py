@@ -1,4 +1,4 @@
-"""Launching a kernel: its workgroups in batches, each with its own lanes and memory."""
+"""Launching of a kernel: its workgroups run in batches, each with its own lanes and memory."""
 
 import os
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ from .memory import LDS, Global, Registers
 from .program import Program, execute
 from .warpgroup import Flights
 
-# Lanes that run together: enough that numpy's cost per call vanishes, few enough that all values fit in 64 MiB.
+# Lanes per batch: enough to make numpy's cost per call negligible, few enough that all values fit in 64 MiB.
 BATCH_LANES, BATCH_VALUES = 8192, 1 << 24
 
 
 def checking() -> bool:
-  """Whether checks are on: unless the environment says EMU_CHECK=0."""
+  """Return whether checks are on, which they are unless EMU_CHECK=0."""
   return os.environ.get("EMU_CHECK", "1") != "0"
 
 
@@ -34,10 +34,10 @@ def launch(
   local_size: Sequence[int],
   arguments: Sequence[int] = (),
 ) -> None:
-  """Executes a kernel.
+  """Execute a kernel.
 
-  buffers: bytes for each buffer parameter, in order; global_size, local_size: workgroups and threads along x, y, z;
-  arguments: its integers. Raises KernelError.
+  buffers: the bytes of each buffer parameter, in order; global_size, local_size: workgroups and threads along x, y, z;
+  arguments: the kernel's integers. Raises KernelError.
   """
   profile = counters.active()
   count = profile.of(program.name) if profile is not None else None
@@ -47,7 +47,7 @@ def launch(
   data = [np.frombuffer(buffer, np.uint8) for buffer in buffers]
   groups, threads = int(np.prod(global_size)), int(np.prod(local_size))
   batch = max(1, min(BATCH_LANES, BATCH_VALUES // len(program.uops)) // threads)
-  with np.errstate(all="ignore"):  # infinities and wrapped integers are what the hardware gives too
+  with np.errstate(all="ignore"):  # infinities and integer wraparound are what the hardware gives too
     for first in range(0, groups, batch):
       shape = Shape(min(batch, groups - first), threads, wave_size(program.arch))
       run = Run(program.name, program.arch, shape, tuple(local_size), checking(), count)
@@ -73,7 +73,7 @@ def _check_launch(program: Program, buffers: Sequence[Any], local_size: Sequence
 
 
 def _fill(program: Program, run: Run, data: list[np.ndarray]) -> None:
-  """Gives a run its values and its memory."""
+  """Set up the values and the memory of a run."""
   run.values = list(program.template)
   if program.uses("cp_async"):
     run.copies = Copies(np.zeros(run.shape.lanes, np.int64))

@@ -1,8 +1,8 @@
-"""Barriers in LDS that count arrivals, phase by phase (NVIDIA's mbarrier).
+"""NVIDIA's mbarriers: barriers in LDS that count the arrivals of each phase.
 
-All waves execute a statement together here, so a phase that a wait names must be complete by then, or no order of the
-waves completes it. What a wait orders: all accesses to LDS from before the phase's first arrival lie before it, and the
-copies that arrived by themselves are there.
+All waves execute a statement together here. So a phase must be complete when a wait names it; otherwise no order of the
+waves completes it. After the wait, all LDS accesses from before the phase's first arrival are ordered, and the copies
+that arrived on completion are visible.
 
 Source: PTX ISA, "Asynchronous Barrier".
 """
@@ -19,22 +19,22 @@ from .memory import LDS, Pointer
 
 
 class Barriers:
-  """The barriers in one LDS buffer, of each workgroup: arrays (workgroups, barriers)."""
+  """The mbarriers in one LDS buffer of each workgroup, as arrays (workgroups, barriers)."""
 
   def __init__(self, groups: int, size: int):
     shape = (groups, size)
     self.count, self.left = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     self.phase = np.zeros(shape, np.int64)
-    self.maker = np.full(shape, -1)  # the wave that made it and that no barrier of the workgroup has followed
-    self.first = np.zeros(shape, np.int64)  # when the phase under way had its first arrival
-    self.last = np.zeros(shape, np.int64)  # when the phase before it had
+    self.maker = np.full(shape, -1)  # the wave that initialised it, until the workgroup's next barrier; then -1
+    self.first = np.zeros(shape, np.int64)  # time of the current phase's first arrival
+    self.last = np.zeros(shape, np.int64)  # time of the previous phase's first arrival
 
   def known(self, groups: np.ndarray | None) -> None:
-    """All threads of `groups` (None for all) have met."""
+    """Record that all threads of `groups` (None for all) have met at a barrier."""
     self.maker[slice(None) if groups is None else groups] = -1
 
   def arrive(self, at: tuple[np.ndarray, np.ndarray], now: int) -> None:
-    """One arrival at each of `at`."""
+    """Count one arrival at each of the barriers `at`, at time `now`."""
     fresh = self.left[at] == self.count[at]
     self.first[tuple(x[fresh] for x in at)] = now
     np.subtract.at(self.left, at, 1)
@@ -53,7 +53,7 @@ def _barriers(run: Run, u: UOp, pointer: Pointer) -> Barriers:
 
 
 def _places(run: Run, u: UOp, pointer: Pointer, lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """(workgroup, barrier) of each lane. Raises OutOfBounds."""
+  """Return (workgroup, barrier) of each lane. Raises OutOfBounds."""
   index = run.spread(pointer.index)[lanes].astype(np.int64)
   pointer.memory.bounds(u, "names a barrier in", index, 1, 8, lanes)
   return run.group[lanes], index
@@ -120,7 +120,7 @@ def wait(run: Run, u: UOp, barrier: Pointer, parity: Any) -> Any:
 
 
 def _finish(run: Run, copy: Copy, barriers: Barriers, waited: np.ndarray) -> list[Copy]:
-  """Finishes the part of a copy whose phase is complete and waited for; returns what is left of it."""
+  """Finish the part of a copy whose phase is complete and waited for; return the rest of it."""
   if copy.signal is None or copy.signal[0] is not barriers:
     return [copy]
   _, index, phase = copy.signal
@@ -128,7 +128,7 @@ def _finish(run: Run, copy: Copy, barriers: Barriers, waited: np.ndarray) -> lis
   done = (index >= 0) & (waited[copy.lanes] == index) & (phase < barriers.phase[group, index])
   if not done.any():
     return [copy]
-  now, run.clock = run.clock, int(barriers.last[group, index][done].min()) - 1  # it was written before that arrival
+  now, run.clock = run.clock, int(barriers.last[group, index][done].min()) - 1  # the copy precedes that arrival
   finish(copy, done)
   run.clock = now
   return [] if done.all() else [copy.only(~done)]

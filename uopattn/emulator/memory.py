@@ -1,7 +1,7 @@
-"""Global memory, LDS and registers: what a kernel's loads and stores do, and whether they may.
+"""Global memory, LDS and registers, with checks of a kernel's loads and stores.
 
-Addresses are element indices, one for each lane (or one that all lanes share), in units of the accessed dtype. Every
-access names its UOp so that an error can say where it happened.
+Addresses are element indices in units of the accessed dtype, one per lane or one shared by all lanes. Every access
+takes its UOp, so that an error can say where it happened.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Pointer:
 
 
 class Memory:
-  """A buffer in bytes. `name` is what errors call it."""
+  """A buffer in bytes; errors call it `name`."""
 
   def __init__(self, run: Run, name: str, data: np.ndarray, per_group: int):
     self.run, self.name, self.data = run, name, data
@@ -37,18 +37,18 @@ class Memory:
     self.views: dict[np.dtype, np.ndarray] = {}
 
   def view(self, dtype: np.dtype) -> np.ndarray:
-    """The whole buffer as one axis of `dtype`."""
+    """Return the whole buffer as one axis of `dtype`."""
     if dtype not in self.views:
       self.views[dtype] = self.data[: self.data.size // dtype.itemsize * dtype.itemsize].view(dtype)
     return self.views[dtype]
 
   def lanes(self, gate: Any) -> np.ndarray:
-    """The active lanes for which `gate` (None for always) is true."""
+    """Return the active lanes for which `gate` is true (None for all)."""
     lanes = self.run.active()
     return lanes if gate is None else lanes[self.run.spread(gate)[lanes]]
 
   def bounds(self, u: UOp, verb: str, index: np.ndarray, count: int, itemsize: int, lanes: np.ndarray) -> None:
-    """Raises OutOfBounds if a lane would touch an element outside [0, size)."""
+    """Raise OutOfBounds if a lane would access an element outside [0, size)."""
     size = self.per_group // itemsize
     if index.size and (index.min() < 0 or index.max() > size - count):
       bad = (index < 0) | (index > size - count)
@@ -58,7 +58,7 @@ class Memory:
       raise self.run.fail(OutOfBounds, u, what, lanes[bad])
 
   def gather(self, dtype: np.dtype, index: np.ndarray, count: int, lanes: np.ndarray) -> list[np.ndarray]:
-    """`count` consecutive elements for each of `lanes`, as arrays over all lanes (0 in the others)."""
+    """Return `count` consecutive elements for each of `lanes`, as arrays over all lanes (0 in the others)."""
     view, every = self.view(dtype), len(lanes) == self.run.shape.lanes
     parts = []
     for i in range(count):
@@ -71,7 +71,7 @@ class Memory:
     return parts
 
   def index_of(self, index: Any, lanes: np.ndarray) -> np.ndarray:
-    """A lane's element index as int64 over `lanes`."""
+    """Return each lane's element index as int64 over `lanes`."""
     if np.ndim(index) == 0:
       return np.full(len(lanes), int(index), np.int64)
     index = index if len(lanes) == self.run.shape.lanes else index[lanes]
@@ -79,10 +79,10 @@ class Memory:
 
 
 class Global(Memory):
-  """A kernel argument."""
+  """A kernel argument in global memory."""
 
   def load(self, u: UOp, index: Any, dtype: DType, count: int, gate: Any = None) -> list[np.ndarray]:
-    """Reads `count` elements for each lane. Raises OutOfBounds."""
+    """Read `count` elements per lane. Raises OutOfBounds."""
     lanes = self.lanes(gate)
     index, to = self.index_of(index, lanes), storage(dtype)
     self.bounds(u, "reads", index, count, to.itemsize, lanes)
@@ -91,7 +91,7 @@ class Global(Memory):
     return self.gather(to, index, count, lanes)
 
   def store(self, u: UOp, index: Any, dtype: DType, values: Sequence[Any]) -> None:
-    """Writes `values` from each active lane; the last lane wins. Raises OutOfBounds."""
+    """Write `values` from each active lane; the last lane wins. Raises OutOfBounds."""
     lanes = self.run.active()
     index, to = self.index_of(index, lanes), storage(dtype)
     self.bounds(u, "writes", index, len(values), to.itemsize, lanes)
@@ -103,10 +103,10 @@ class Global(Memory):
 
 
 class LDS(Memory):
-  """Memory that a workgroup shares; each workgroup of the batch has its own copy.
+  """Memory shared by a workgroup; each workgroup of the batch has its own copy.
 
-  For each granule (the smallest element anyone accesses) it keeps whether it was ever written, and which waves wrote
-  and read it since the workgroup's last barrier.
+  For each granule (the size of the smallest accessed element) it tracks whether it was ever written, and which waves
+  wrote and read it since the workgroup's last barrier.
   """
 
   def __init__(self, run: Run, name: str, size: int, granule: int):
@@ -118,13 +118,13 @@ class LDS(Memory):
     self.in_flight = np.zeros(shape, bool)
     self.writers, self.readers = np.zeros(shape, np.uint32), np.zeros(shape, np.uint32)
     self.races = run.check and run.shape.waves > 1
-    # when each granule was last written and read, where a barrier may order some accesses and not others
+    # the times when each granule was last written and read, because an mbarrier orders only some accesses
     self.stamps = (np.zeros(shape, np.int32), np.zeros(shape, np.int32)) if self.races and run.stamped else None
-    # the lane that wrote each granule and has not made it visible to asynchronous matrix products yet, or -1
+    # the lane that wrote each granule, until its fence_async makes it visible to asynchronous matrix products; or -1
     self.unfenced = np.full(shape, -1) if run.check and run.flights is not None else None
 
   def place(self, u: UOp, verb: str, index: Any, dtype: DType, count: int, lanes: np.ndarray) -> np.ndarray:
-    """Checks bounds and turns a lane's index into one that counts from the first workgroup."""
+    """Check bounds and return each lane's index counted from the first workgroup of the batch."""
     index = self.index_of(index, lanes)
     self.bounds(u, verb, index, count, dtype.itemsize, lanes)
     if (counters := self.run.counters) is not None:
@@ -134,20 +134,20 @@ class LDS(Memory):
     return index + self.run.group[lanes] * (self.stride // dtype.itemsize)
 
   def granules(self, index: np.ndarray, dtype: DType, count: int) -> np.ndarray:
-    """(granules, lanes) that an access touches."""
+    """Return the granules that an access touches: (granules, lanes)."""
     ratio = dtype.itemsize // self.granule
     return index * ratio + np.arange(count * ratio)[:, None]
 
   def fail(
     self, kind: type[KernelError], u: UOp, text: str, granules: np.ndarray, bad: np.ndarray, lanes: np.ndarray
   ) -> KernelError:
-    """The exception for the accesses marked in `bad`; {what} in `text` becomes the buffer and the bytes."""
+    """Return the exception for the accesses marked in `bad`; {what} in `text` becomes the buffer and the bytes."""
     local = np.unique(granules[bad] % (self.stride // self.granule))[:4] * self.granule
     what = f"{self.name} at byte {local.tolist()}"
     return self.run.fail(kind, u, text.replace("{what}", what), lanes[np.nonzero(bad)[1]])
 
   def check_read(self, u: UOp, granules: np.ndarray, lanes: np.ndarray) -> None:
-    """Raises Unwritten or Race if a lane may not read what it reads, and records the reads."""
+    """Raise Unwritten or Race if a lane may not read its granules, and record the reads."""
     if self.run.copies is not None and (bad := self.in_flight.take(granules)).any():
       raise self.fail(
         Unwritten, u, "reads {what} while a copy to it is in flight: wait for it first", granules, bad, lanes
@@ -163,7 +163,7 @@ class LDS(Memory):
       self.stamps[1][granules] = self.run.clock
 
   def check_write(self, u: UOp, granules: np.ndarray, differs: np.ndarray, lanes: np.ndarray) -> None:
-    """Raises Race if a lane overwrites what another wave read, or wrote with another value, since the last barrier."""
+    """Raise Race if another wave read the granules, or wrote them with another value, since the last barrier."""
     if self.run.copies is not None and (bad := self.in_flight.take(granules)).any():
       raise self.fail(Race, u, "writes {what} while an asynchronous copy to it is in flight", granules, bad, lanes)
     if not self.races:
@@ -175,7 +175,7 @@ class LDS(Memory):
       raise self.fail(Race, u, "writes {what}, which another wave wrote, " + UNORDERED, granules, bad, lanes)
 
   def record_write(self, granules: np.ndarray, lanes: np.ndarray) -> None:
-    """Marks granules as written by the lanes' waves."""
+    """Mark granules as written by the lanes' waves."""
     self.written[granules] = True
     if self.unfenced is not None:
       self.unfenced[granules] = lanes
@@ -185,7 +185,7 @@ class LDS(Memory):
       np.bitwise_or.at(self.writers, granules, np.broadcast_to(self.run.wave_bit[lanes], granules.shape))
 
   def load(self, u: UOp, index: Any, dtype: DType, count: int, gate: Any = None) -> list[np.ndarray]:
-    """Reads `count` elements for each lane. Raises OutOfBounds, Unwritten, Race."""
+    """Read `count` elements per lane. Raises OutOfBounds, Unwritten, Race."""
     lanes = self.lanes(gate)
     index = self.place(u, "reads", index, dtype, count, lanes)
     if self.run.check:
@@ -195,7 +195,7 @@ class LDS(Memory):
     return self.gather(storage(dtype), index, count, lanes)
 
   def store(self, u: UOp, index: Any, dtype: DType, values: Sequence[Any]) -> None:
-    """Writes `values` from each active lane. Raises OutOfBounds, Race."""
+    """Write `values` from each active lane. Raises OutOfBounds, Race."""
     lanes = self.run.active()
     index = self.place(u, "writes", index, dtype, len(values), lanes)
     if self.run.counters is not None:
@@ -204,7 +204,7 @@ class LDS(Memory):
     self.put(u, index, dtype, block, lanes)
 
   def put(self, u: UOp, index: np.ndarray, dtype: DType, block: np.ndarray, lanes: np.ndarray) -> None:
-    """Writes the rows of `block` (lanes, count) at `index`, checked."""
+    """Check, then write the rows of `block` (lanes, count) at `index`. Raises Race."""
     granules = self.granules(index, dtype, block.shape[1])
     unit = np.dtype(f"u{self.granule}")
     new, view = np.ascontiguousarray(block).view(unit).T, self.view(unit)
@@ -217,7 +217,7 @@ class LDS(Memory):
       self.record_write(granules, lanes)
 
   def barrier(self, groups: np.ndarray | None) -> None:
-    """All waves of `groups` (None for all) have met: what they wrote and read before is in order."""
+    """Record that all waves of `groups` (None for all) have met, so their earlier accesses are ordered."""
     if self.races:
       for mark in (self.writers, self.readers):
         if groups is None:
@@ -226,22 +226,22 @@ class LDS(Memory):
           mark.reshape(self.run.shape.groups, -1)[groups] = 0
 
   def ordered(self, before: np.ndarray) -> None:
-    """What was written and read before time `before` of each workgroup is in order."""
+    """Record that the accesses of each workgroup before its time in `before` are ordered."""
     if self.stamps is not None:
       for mark, stamp in zip((self.writers, self.readers), self.stamps, strict=True):
         mark.reshape(len(before), -1)[stamp.reshape(len(before), -1) < before[:, None]] = 0
 
 
 class Registers:
-  """A register array: one value for each element, each with its own lanes."""
+  """A register array: one value per element, each over all lanes."""
 
   def __init__(self, run: Run, name: str, dtype: DType, size: int):
     self.run, self.name, self.dtype, self.size = run, name, dtype, size
     self.rows: list[Any] = [None] * size
-    self.written: list[Any] = [False] * size  # True: in all lanes; an array: in those lanes
+    self.written: list[Any] = [False] * size  # True or False for all lanes, or an array over the lanes
 
   def elements(self, u: UOp, verb: str, index: Any, count: int) -> np.ndarray | int:
-    """The index as an int if all active lanes share it, else over all lanes. Raises OutOfBounds."""
+    """Return the index as an int if all active lanes share it, else over all lanes. Raises OutOfBounds."""
     if np.ndim(index) == 0:
       low = high = int(index)
       shared: np.ndarray | int = low
@@ -255,7 +255,7 @@ class Registers:
     return shared
 
   def check_written(self, u: UOp, row: int, lanes: np.ndarray | None) -> None:
-    """Raises Unwritten if an active lane reads an element before writing it."""
+    """Raise Unwritten if an active lane reads an element before writing it."""
     written = self.written[row]
     if written is True or not self.run.check:
       return
@@ -265,7 +265,7 @@ class Registers:
       raise self.run.fail(Unwritten, u, f"reads {self.name} at index {row}, which nothing has written", bad)
 
   def load(self, u: UOp, index: Any, dtype: DType, count: int, gate: Any = None) -> list[Any]:
-    """Reads `count` elements for each lane. Raises OutOfBounds, Unwritten."""
+    """Read `count` elements per lane. Raises OutOfBounds, Unwritten."""
     if dtype.itemsize != self.dtype.itemsize or gate is not None:
       raise TypeError(f"{self.name}: registers are read in their own dtype and ungated, not as {dtype}")
     index, to = self.elements(u, "reads", index, count), storage(dtype)
@@ -273,7 +273,7 @@ class Registers:
     return rows if to == storage(self.dtype) else [np.asarray(row).view(to) for row in rows]
 
   def load_row(self, u: UOp, index: np.ndarray | int) -> Any:
-    """Reads one element for each lane."""
+    """Read one element per lane."""
     zero = storage(self.dtype).type(0)
     if isinstance(index, int):
       self.check_written(u, index, None)
@@ -286,7 +286,7 @@ class Registers:
     return result
 
   def store(self, u: UOp, index: Any, dtype: DType, values: Sequence[Any]) -> None:
-    """Writes `values` from each active lane. Raises OutOfBounds."""
+    """Write `values` from each active lane. Raises OutOfBounds."""
     if dtype.itemsize != self.dtype.itemsize:
       raise TypeError(f"{self.name}: registers are written in their own dtype, not as {dtype}")
     index, own = self.elements(u, "writes", index, len(values)), storage(self.dtype)
@@ -300,7 +300,7 @@ class Registers:
         self.store_row(row + i, value, (index == row) if self.run.mask is None else (index == row) & self.run.mask)
 
   def store_row(self, row: int, value: Any, mask: np.ndarray | None) -> None:
-    """Writes one element in the lanes of `mask` (None for all)."""
+    """Write one element in the lanes of `mask` (None for all)."""
     if mask is None:
       self.rows[row], self.written[row] = value, True
       return

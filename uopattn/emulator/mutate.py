@@ -1,6 +1,6 @@
-"""Deletes a kernel's synchronisation, one piece at a time, and tells whether the checks notice.
+"""Deletion of a kernel's barriers, fences and waits, one at a time, to see whether the checks notice.
 
-A barrier or wait whose loss nothing notices is redundant (or the checks are blind): every kernel is put through this.
+If no check notices, the deleted statement is redundant, or a check is missing. The tests do this with every kernel.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ WAITS = ("cp_async_wait", "fence_async", "mbarrier_wait", "wgmma_wait")
 
 @dataclass(frozen=True)
 class Outcome:
-  """What happened without one barrier or wait: `line` is its place in the linearised UOps of `kernel`."""
+  """The result of deleting one barrier or wait; `line` is its place in the linearised UOps of `kernel`."""
 
   kernel: str
   line: int
@@ -37,7 +37,7 @@ _replace: Callable[["Program"], "Program"] | None = None
 
 
 def mutated(program: "Program") -> "Program":
-  """The program to run in place of `program`: itself, unless a mutation is being tried."""
+  """Return the program to run in place of `program`: `program` itself unless a mutation is active."""
   return program if _replace is None else _replace(program)
 
 
@@ -62,11 +62,11 @@ def _synchronises(u: UOp) -> str | None:
 
 
 def delete_each_barrier(run: Callable[[], object], kernel: str | None = None) -> list[Outcome]:
-  """Calls `run` once as it is, then once without each barrier and each statement of WAITS of the kernels it launches.
+  """Call `run` unchanged, then once without each barrier and each statement of WAITS of the kernels that it launches.
 
   run: launches kernels on the emulator with fresh outputs, as `lambda: Tensor.custom_kernel(...)[0].realize()` does; it
-  must launch the same kernels each time. kernel: only this one's barriers; None for all. Raises KernelError
-  if `run` fails as it is, and RuntimeError if the checks are off.
+  must launch the same kernels each time. kernel: mutate only the kernel with this name; None for all. Raises
+  KernelError if the unchanged `run` fails, and RuntimeError if the checks are off.
   """
   from .launch import checking
 
@@ -90,7 +90,7 @@ def delete_each_barrier(run: Callable[[], object], kernel: str | None = None) ->
 
 
 def _without(run: Callable[[], object], program: "Program", u: UOp) -> KernelError | None:
-  """What `run` raises when `program` lacks the line `u`."""
+  """Return the error that `run` raises when `program` lacks the line `u`, or None."""
   broken = program.without(u)
   with _replacing(lambda launched: broken if launched.uops == program.uops else launched):
     try:

@@ -1,7 +1,7 @@
-"""A kernel's linearised UOps made into steps that run on numpy: what is made from each UOp, and control flow.
+"""Translation of a kernel's linearised UOps, including control flow, into steps that run on numpy.
 
-A step is a UOp's place among the values and a function of the run that gives its value (None for what has none). Loops
-and conditions hold the steps of their body.
+A step is a UOp's place among the values and a function that computes its value from the run (None if it has no value).
+Loops and conditions contain the steps of their body.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,31 +33,31 @@ SILENT = (Ops.NOOP, Ops.GROUP, Ops.SINK, Ops.CONST)
 
 
 def is_pointer(u: UOp) -> bool:
-  """Whether `u` is an address (rendered as a pointer) and not a value."""
+  """Return whether `u` is an address (rendered as a pointer) and not a value."""
   return u.op in ADDRESSES and u.addrspace in MEMORY_SPACES
 
 
 def is_constant(u: UOp) -> bool:
-  """Whether `u` is a literal: a CONST cast to its dtype."""
+  """Return whether `u` is a literal: a CONST cast to its dtype."""
   return u.op is Ops.CAST and u.src[0].op is Ops.CONST
 
 
 def execute(steps: list[Step], run: Run) -> None:
-  """Runs steps in order."""
+  """Run steps in order."""
   values = run.values
   for place, compute in steps:
     values[place] = compute(run)
 
 
 class Program:
-  """The steps of one kernel for one architecture. Built once, launched often.
+  """The steps of one kernel for one architecture, built once and launched many times.
 
   Raises UnknownInstruction for a UOp or an Ops.CUSTOM text that the emulator cannot execute.
   """
 
   def __init__(self, name: str, arch: str, uops: Sequence[UOp], scalars: Sequence[str | None], omit: UOp | None = None):
     self.name, self.arch, self.uops, self.omit = name, arch, list(uops), omit
-    self.scalars = list(scalars)  # names of the integer arguments, in the order launch gets them
+    self.scalars = list(scalars)  # names of the integer arguments, in the order in which launch gets them
     self.place = {u: i for i, u in enumerate(self.uops)}
     self.params = [u for u in self.uops if u.op is Ops.PARAM and u.addrspace is not AddrSpace.ALU]
     self.buffers = {u: i for i, u in enumerate([*self.params, *(u for u in self.uops if u.op is Ops.BUFFER)])}
@@ -69,22 +69,22 @@ class Program:
 
   @classmethod
   def from_elf(cls, obj: TinyELF, uops: list[UOp]) -> "Program":
-    """The program that tinygrad's runtime asks for."""
+    """Build the program from what tinygrad passes to a runtime."""
     sink = uops[-1].arg
     name = ansistrip(sink.name) if sink is not None else obj.name
     buffers = sum(u.op is Ops.PARAM and u.addrspace is not AddrSpace.ALU for u in uops)
     return cls(name, obj.target.arch, uops, [entry[0] for entry in obj.signature[buffers:]])
 
   def uses(self, prefix: str) -> bool:
-    """Whether an instruction whose name begins with `prefix` occurs."""
+    """Return whether the kernel has an instruction whose name begins with `prefix`."""
     return any(name.startswith(prefix) for name in self.names)
 
   def without(self, omit: UOp) -> "Program":
-    """The same kernel with one barrier or statement left out."""
+    """Return a copy of the program without one barrier or statement."""
     return Program(self.name, self.arch, self.uops, self.scalars, omit)
 
   def _granules(self) -> dict[UOp, int]:
-    """The smallest element, in bytes, that each LDS buffer is accessed by."""
+    """Return the size in bytes of the smallest accessed element of each LDS buffer."""
     granule: dict[UOp, int] = {}
     for u in self.uops:
       if is_pointer(u) and u.addrspace is AddrSpace.LOCAL:
@@ -96,7 +96,7 @@ class Program:
     return UnknownInstruction(f"kernel {self.name}: {what}\n  at {describe(u)}")
 
   def _block(self, uops: Iterator[UOp]) -> list[Step]:
-    """The steps up to the END or ENDIF that closes this block, or the end of the kernel."""
+    """Return the steps up to the END or ENDIF that closes this block, or to the end of the kernel."""
     steps: list[Step] = []
     for u in uops:
       if u.op in (Ops.END, Ops.ENDIF):
@@ -135,7 +135,7 @@ class Program:
     return np.array(bits, f"u{dtype.itemsize}").view(alu.storage(dtype))[()]
 
   def _pointer(self, u: UOp) -> Compute:
-    """An address: its value is an element index in units of its dtype."""
+    """Return the step of an address, whose value is an element index in units of its dtype."""
     base = self.place[u.src[0]]
     if u.op is Ops.AFTER:
       return lambda run: run.values[base]
@@ -199,14 +199,14 @@ class Program:
     return lambda run: [run.values[s] for s in places]
 
   def _element(self, u: UOp) -> Compute:
-    """INDEX into a short vector."""
+    """Return the step of an INDEX into a short vector."""
     base, at = self.place[u.src[0]], u.src[1]
     if not is_constant(at):
       raise self._refuse("an element of a vector value must be chosen by a constant", u)
     if u.src[0].max_numel() == 1:
       raise self._refuse("C has no element of a vector of one", u)
     if u.src[0].addrspace is None:
-      raise self._refuse("renderers take a vector that stems from Ops.CUSTOM alone for an address", u)
+      raise self._refuse("renderers take a vector that comes only from Ops.CUSTOM for an address", u)
     element = at.src[0].arg
     return lambda run: run.values[base][element]
 

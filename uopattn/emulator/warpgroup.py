@@ -1,8 +1,8 @@
 """The asynchronous matrix products of `uopattn.dsl.nvidia.wgmma`.
 
-A product is computed when it starts, but its result is kept back until the wait for it: until then the accumulators
-count as unwritten. What it reads of LDS it reads again at the wait, where it must find the same: an overwrite in
-between is a race, barriers or not. What it reads of registers must still be there too.
+A product is computed when it starts, but its result is withheld until the wait for it; until then the accumulators
+count as unwritten. At the wait, its operands in LDS are read again and must be unchanged: an overwrite in between is a
+race, with or without barriers. Its operands in registers must be unchanged too.
 """
 
 from dataclasses import dataclass, field, replace
@@ -28,7 +28,7 @@ PERIOD = 8 * ROW_BYTES  # bytes after which the swizzle repeats
 
 @dataclass
 class Flight:
-  """One product under way, of the warpgroups whose first lanes are `groups`."""
+  """One product in flight, of the warpgroups whose first lanes are `groups`."""
 
   u: UOp
   groups: np.ndarray
@@ -41,13 +41,13 @@ class Flight:
 
 @dataclass
 class Flights:
-  """The products under way, oldest first."""
+  """The products in flight, oldest first."""
 
   started: list[Flight] = field(default_factory=list)
 
 
 def _groups(run: Run, u: UOp) -> np.ndarray:
-  """The first lane of each active warpgroup. Raises Divergence unless each is active as a whole or not at all."""
+  """Return the first lane of each active warpgroup. Raises Divergence unless each is fully active or fully inactive."""
   if run.shape.threads % THREADS:
     what = f"a warpgroup's product needs {THREADS} threads; the workgroup has {run.shape.threads}"
     raise run.fail(Divergence, u, what)
@@ -61,7 +61,7 @@ def _groups(run: Run, u: UOp) -> np.ndarray:
 
 
 def _address(run: Run, u: UOp, pointer: Pointer, groups: np.ndarray) -> np.ndarray:
-  """Byte address of a matrix in LDS, one for each warpgroup. Raises OutOfBounds, Divergence."""
+  """Return the byte address of a matrix in LDS, one per warpgroup. Raises OutOfBounds, Divergence."""
   if not isinstance(pointer.memory, LDS):
     raise run.fail(OutOfBounds, u, "reads a matrix that is not in LDS")
   address = run.spread(pointer.index).astype(np.int64) * pointer.dtype.itemsize
@@ -76,7 +76,7 @@ def _address(run: Run, u: UOp, pointer: Pointer, groups: np.ndarray) -> np.ndarr
 def _read(
   run: Run, u: UOp, pointer: Pointer, rows: int, columns: int, panel: int, groups: np.ndarray, reads: list[Any]
 ) -> np.ndarray:
-  """(warpgroups, rows, columns) bits of a matrix in panels; notes what it read. Raises as a load does."""
+  """Return the bits of a matrix in panels, (warpgroups, rows, columns), and append the reads. Raises as a load does."""
   row, column = np.arange(rows)[:, None], np.arange(columns)[None]
   offset = column // PANEL * panel * 2 + row * ROW_BYTES + column % PANEL * 2
   offset ^= (offset // ROW_BYTES % 8) * 16
@@ -108,7 +108,7 @@ def _content(lds: LDS, granules: np.ndarray) -> np.ndarray:
 
 
 def _left(run: Run, u: UOp, pointer: Pointer, steps: int, groups: np.ndarray, operands: list[Any]) -> np.ndarray:
-  """(warpgroups, 64, 16 steps) bits of the left operand in registers."""
+  """Return the bits of the left operand in registers, (warpgroups, 64, 16 * steps), and append its registers."""
   words = pointer.memory.load(u, pointer.index, pointer.dtype, 4 * steps)
   operands += [(pointer.memory, int(np.max(pointer.index)) + i, word) for i, word in enumerate(words)]
   result = np.empty((len(groups), M, K * steps), np.uint16)
@@ -160,7 +160,7 @@ def _start(
 
 
 def from_shared(run: Run, u: UOp, n: int, steps: int, dtype: DType, d: Pointer, a: Pointer, b: Pointer, *panels: Any):
-  """D = A B with A and B in LDS."""
+  """Start D = A B with A and B in LDS."""
   _start(run, u, n, steps, dtype, d, a, b, (int(panels[0]), int(panels[1])), registers=False)
   return NOTHING
 
@@ -168,13 +168,13 @@ def from_shared(run: Run, u: UOp, n: int, steps: int, dtype: DType, d: Pointer, 
 def from_registers(
   run: Run, u: UOp, n: int, steps: int, dtype: DType, d: Pointer, a: Pointer, b: Pointer, *panels: Any
 ):
-  """D += A B with A in registers and B in LDS."""
+  """Start D += A B with A in registers and B in LDS."""
   _start(run, u, n, steps, dtype, d, a, b, (int(panels[0]), int(panels[1])), registers=True)
   return NOTHING
 
 
 def wait(run: Run, u: UOp, n: int, count: Any, d: Pointer) -> Any:
-  """Gives the results of all products of a warpgroup but its `count` youngest. Raises Race, Unwritten."""
+  """Deliver the results of all products of a warpgroup except its `count` youngest. Raises Race, Unwritten."""
   active, younger = _groups(run, u), np.zeros(run.shape.lanes, int)
   rest: list[Flight] = []
   finished: list[Flight] = []
@@ -193,7 +193,7 @@ def wait(run: Run, u: UOp, n: int, count: Any, d: Pointer) -> Any:
 
 
 def _finish(run: Run, flight: Flight, dtype: DType) -> None:
-  """Gives a product's results, if what it reads is still as it was."""
+  """Deliver a product's results. Raises Race if its operands have changed."""
   lanes = np.isin(np.arange(run.shape.lanes) // THREADS * THREADS, flight.groups)
   for lds, granules, readers, content in flight.reads:
     mine = lanes[readers]
@@ -211,7 +211,7 @@ def _finish(run: Run, flight: Flight, dtype: DType) -> None:
 
 
 def fence_async(run: Run, u: UOp) -> Any:
-  """What the active lanes wrote to LDS is there for products."""
+  """Make the active lanes' writes to LDS visible to asynchronous products."""
   lanes = run.active()
   for memory in run.memory:
     if isinstance(memory, LDS) and memory.unfenced is not None:

@@ -1,11 +1,11 @@
-"""Matrix instructions: which lane holds which element, and the product itself.
+"""Matrix instructions: their fragment layouts and the product itself.
 
-D = A @ B + C for one wave, A (M, K), B (K, N), C and D (M, N). A fragment is what one lane holds, element e of lane l.
-Sources of the layouts: AMD, "RDNA3", "RDNA4" and "CDNA3" instruction set architecture documents and the AMD matrix
-instruction calculator; NVIDIA, PTX ISA, "Matrix Fragments for mma.m16n8k8 / k16 / k32".
+An instruction computes D = A @ B + C for one wave, with A (M, K), B (K, N), C and D (M, N). A fragment holds the
+elements e of one lane l. Sources of the layouts: AMD, "RDNA3", "RDNA4" and "CDNA3" instruction set architecture
+documents and the AMD matrix instruction calculator; NVIDIA, PTX ISA, "Matrix Fragments for mma.m16n8k8 / k16 / k32".
 
-Products of 8- and 16-bit floats are exact in float32. They are summed in float32, in an order the hardware does not
-promise either, and the accumulator is added last; a 16-bit accumulator is rounded once. tf32 ignores the low 13 bits of
+Products of 8- and 16-bit floats are exact in float32. They are summed in float32, in an order that the hardware does
+not specify, and the accumulator is added last; a 16-bit accumulator is rounded once. tf32 ignores the low 13 bits of
 its inputs. Integers are exact.
 """
 
@@ -38,7 +38,7 @@ class Fragments:
 
 
 def _same(lanes: int, elements: tuple[int, int, int], a: Layout, c: Layout, repeated: bool = False) -> Fragments:
-  """Fragments whose B is held as A is, with columns for rows."""
+  """Return fragments whose layout of B is that of A transposed."""
   return Fragments(lanes, elements, a, lambda l, e: a(l, e)[::-1], c, repeated)
 
 
@@ -54,7 +54,7 @@ RDNA4 = _same(
 
 
 def _nvidia(k: int, bits: int) -> Fragments:
-  n = 32 // bits  # elements in a 32-bit register: neighbours along k
+  n = 32 // bits  # elements per 32-bit register, neighbours along k
   registers = k // (4 * n)  # 32-bit registers along k
 
   def a(l: Any, e: Any) -> tuple[Any, Any]:
@@ -72,7 +72,7 @@ def _nvidia(k: int, bits: int) -> Fragments:
 
 @cache
 def fragments(dims: tuple[int, int, int], dtype: DType, device: str, threads: int, elements: int) -> Fragments:
-  """The layouts of the instruction with `dims` (N, M, K) and inputs of `dtype`, `elements` of A in a lane.
+  """Return the layouts of the instruction with `dims` (N, M, K), inputs of `dtype` and `elements` of A per lane.
 
   Raises KeyError for an instruction that no listed target has.
   """
@@ -86,7 +86,7 @@ def fragments(dims: tuple[int, int, int], dtype: DType, device: str, threads: in
 
 @cache
 def _matrix_index(layout: Layout, lanes: int, elements: int, shape: tuple[int, int]) -> np.ndarray:
-  """For each matrix element, where a wave holds it: element * lanes + lane, for the lowest such lane."""
+  """Return where a wave holds each matrix element: element * lanes + lane, for the lowest such lane."""
   e, lane = np.divmod(np.arange(elements * lanes)[::-1], lanes)
   row, column = layout(lane, e)
   index = np.full(shape, -1)
@@ -97,10 +97,10 @@ def _matrix_index(layout: Layout, lanes: int, elements: int, shape: tuple[int, i
 
 
 def _wave_values(run: Run, value: Any, elements: int, lanes: int, dtype: DType) -> np.ndarray:
-  """A vector of every lane as (elements, waves, lanes) stored values of `dtype`."""
+  """Return every lane's vector as stored values of `dtype`: (elements, waves, lanes)."""
   parts = value if isinstance(value, list) else [value]
   to = alu.storage(dtype)
-  if parts[0].dtype.itemsize != to.itemsize:  # packed for the compiler's sake, e.g. eight fp8 in a uint64
+  if parts[0].dtype.itemsize != to.itemsize:  # packed as the compiler requires, e.g. eight fp8 in a uint64
     packed = np.ascontiguousarray(np.stack([run.spread(p) for p in parts], axis=-1)).view(to)
     return np.ascontiguousarray(packed.T).reshape(elements, -1, lanes)
   block = np.empty((elements, run.shape.lanes), to)
@@ -110,7 +110,7 @@ def _wave_values(run: Run, value: Any, elements: int, lanes: int, dtype: DType) 
 
 
 def _numbers(block: np.ndarray, dtype: DType) -> np.ndarray:
-  """Stored inputs as the numbers the instruction multiplies."""
+  """Convert stored inputs to the numbers that the instruction multiplies."""
   if dtype == dtypes.float:
     return (block.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)  # tf32
   if dtype in dtypes.ints:
@@ -121,7 +121,7 @@ def _numbers(block: np.ndarray, dtype: DType) -> np.ndarray:
 def _operand(run: Run, u: UOp, value: Any, frags: Fragments, which: int, shape: tuple[int, int]) -> np.ndarray:
   dtype = u.arg[1]
   block = _wave_values(run, value, frags.elements[which], frags.lanes, dtype)
-  bits = block.view(f"u{block.dtype.itemsize}")  # NaN is the same as itself
+  bits = block.view(f"u{block.dtype.itemsize}")  # so that NaN compares equal to itself
   if frags.repeated and run.check and (bits[..., :16] != bits[..., 16:]).any():
     _, wave, lane = np.nonzero(bits[..., :16] != bits[..., 16:])
     lanes = wave * frags.lanes + lane + 16
@@ -132,7 +132,7 @@ def _operand(run: Run, u: UOp, value: Any, frags: Fragments, which: int, shape: 
 
 
 def check_whole_waves(run: Run, u: UOp, lanes: int, what: str) -> None:
-  """Raises Divergence unless each wave is active as a whole or not at all."""
+  """Raise Divergence unless each wave is fully active or fully inactive."""
   if run.shape.threads % lanes or run.shape.wave != lanes:
     raise run.fail(Divergence, u, f"{what} needs waves of {lanes} lanes; the workgroup has {run.shape.threads} threads")
   if run.mask is not None:
@@ -144,9 +144,9 @@ def check_whole_waves(run: Run, u: UOp, lanes: int, what: str) -> None:
 
 
 def multiply(run: Run, u: UOp, a: Any, b: Any, c: list[Any]) -> list[Any]:
-  """Executes the Ops.WMMA `u`: a, b, c and the result are vectors of lanes' values.
+  """Execute the Ops.WMMA `u`; a, b, c and the result are vectors of lanes' values.
 
-  Raises UnknownInstruction, Divergence, and LaneMismatch where RDNA3 needs both halves of a wave to agree.
+  Raises UnknownInstruction, Divergence, and LaneMismatch if both halves of a wave must agree (RDNA3) and do not.
   """
   dims, dtype, device, threads, _ = u.arg
   n, m, k = dims

@@ -1,1 +1,1 @@
-"""Timing kernels and other libraries, and the reports made of it."""
+"""Timing of our kernels and of other libraries, and reports on it."""

@@ -1,4 +1,4 @@
-"""How fast this machine's cores read memory together: what bounds attention with few queries on a CPU."""
+"""Read bandwidth of all CPU cores together, which bounds attention with few queries."""
 
 import functools
 from collections.abc import Callable
@@ -12,16 +12,16 @@ from uopattn.dsl import Scope, sizes
 from uopattn.dsl.cpu.register_blocks import accumulate, zeros
 from uopattn.runtime.threads import threaded
 
-READ = 1 << 28  # bytes: several times what the largest caches of two cores hold
-ITEMS = 64  # that the threads share out
-VECTORS, LANES = 16, 16  # sums that are independent of each other
+READ = 1 << 28  # bytes: several times the largest caches of two cores
+ITEMS = 64  # work items, distributed over the threads
+VECTORS, LANES = 16, 16  # independent running sums
 
 
 @functools.cache
 def reader(size: int) -> Callable[[], Tensor]:
-  """A function that adds up `size` bytes of float32 on all our threads, replayed by TinyJit; it returns ITEMS sums.
+  """Return a function that sums `size` bytes of float32 on all threads, replayed by TinyJit; it returns ITEMS sums.
 
-  torch's sum is as fast as this one, numpy's, on one thread, half as fast (`scripts/results/NOTES.md`).
+  torch's sum is as fast; numpy's, on one thread, is half as fast (`scripts/results/NOTES.md`).
   """
   x = Tensor(np.ones(size // 4, np.float32)).realize()
   sums = Tensor(np.zeros(ITEMS, np.float32)).realize()
@@ -38,7 +38,7 @@ def reader(size: int) -> Callable[[], Tensor]:
 
 
 def add_up(sums: UOp, x: UOp) -> UOp:
-  """Builds the kernel: sums[i] is that of the i-th part of x, whose length is a multiple of ITEMS VECTORS LANES."""
+  """Build the kernel: sums[i] is the sum of the i-th part of x, whose size is a multiple of ITEMS * VECTORS * LANES."""
   s = Scope()
   item = s.axis(sizes(sums)[0], AxisType.THREAD)
   x = x.reshape(sizes(sums)[0], -1, VECTORS, LANES)

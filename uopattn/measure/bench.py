@@ -1,11 +1,11 @@
-"""`python -m uopattn.bench`: how fast the kernel is, next to other libraries' attention on the same inputs.
+"""`python -m uopattn.bench`: times our kernels next to other libraries' attention on the same inputs.
 
-Contenders take turns, round after round, so that what else the machine does meets them alike. Every result is checked
-by the gate before it is timed; a wrong one gets no speed.
+Contenders take turns in every round, so that other work on the machine affects all of them alike. The gate checks every
+result before it is timed; a wrong one gets no speed.
 
-Exit status: 0 all of our results are right, 1 one is wrong, 2 anything else: the call is off, a contender is missing, a
-device cannot be used, a file cannot be written; 130 interrupted. A contender's wrong result is shown, and is its own
-affair.
+Exit status: 0 if all of our results are correct; 1 if one is wrong; 2 on any error, such as invalid arguments, a
+missing contender, an unusable device or an unwritable file; 130 if interrupted. A contender's wrong result is shown,
+but does not change the status.
 """
 
 import argparse
@@ -37,16 +37,16 @@ from uopattn.runtime.machine import gpu_name, machine_record
 from uopattn.runtime.threads import thread_count
 from uopattn.spec.spec import AttentionSpec
 
-SETTLE = 0.05  # seconds before a turn: OpenMP threads of the one before spin for a while, on cores that others need
-SPIN = 0.2  # the same after numpy's products, whose OpenBLAS threads spin for a tenth of a second
-WARM = 0.03  # seconds of untimed calls before a turn: they wake threads, fill caches, and are as long for all
-TURN = 0.1  # seconds that a turn lasts at least; short calls are repeated
-CHECKED = {True: 1 << 27, False: 1 << 25}  # scores of the heads whose results are checked: on a CPU, on a GPU
+SETTLE = 0.05  # seconds of pause before a turn: the previous contender's OpenMP threads spin for a while
+SPIN = 0.2  # seconds of pause after numpy's products, whose OpenBLAS threads spin for a tenth of a second
+WARM = 0.03  # seconds of untimed calls before a turn, which wake threads and fill caches; equal for all
+TURN = 0.1  # least seconds of a turn; short calls are repeated
+CHECKED = {True: 1 << 27, False: 1 << 25}  # most scores of the heads that are checked: on a CPU, on a GPU
 FORMAT = 1  # of the JSON record
 
 
 def cpu_rows() -> list[Config]:
-  """The problems timed on a CPU."""
+  """Return the problems timed on a CPU."""
   rows = [Config(h=h, n=n, d=d, dtype="float") for h, n, d in ((8, 1024, 64), (32, 1024, 64), (32, 1024, 128))]
   rows += [Config(h=8, n=4096, dtype="float"), Config(dtype="float", causal=1), Config(dtype="half")]
   rows += [Config(dtype="bfloat16")]
@@ -64,7 +64,7 @@ def cpu_rows() -> list[Config]:
 
 
 def gpu_rows() -> list[Config]:
-  """The problems timed on a GPU: as many tokens in all from one length to the next."""
+  """Return the problems timed on a GPU; the total number of tokens is the same for all lengths."""
   rows = [Config(b=4, n=4096, d=d, causal=causal) for d in (64, 128) for causal in (0, 1)]
   rows += [Config(), Config(b=4, n=4096, d=128, dtype="bfloat16"), Config(b=4, hkv=8, n=4096, d=128)]
   rows += [
@@ -78,14 +78,14 @@ def gpu_rows() -> list[Config]:
 
 
 def decode_rows() -> list[Config]:
-  """The problems of few queries timed on a GPU."""
+  """Return the problems with few queries timed on a GPU."""
   rows = [Config(b=b, hkv=8, m=1, n=n, d=128) for b, n in ((16, 8192), (1, 8192), (16, 1024), (64, 2048), (1, 131072))]
   rows += [Config(m=1, n=4096), Config(b=4, m=1, n=2048, d=128), Config(b=16, hkv=8, m=4, n=8192, d=128)]
   return rows
 
 
 def backward_rows(kind: str) -> list[Config]:
-  """The problems whose gradients are timed."""
+  """Return the problems whose gradients are timed."""
   if kind == "CPU":
     rows = [Config(h=h, n=n, d=d, dtype="float") for h, n, d in ((8, 1024, 64), (32, 1024, 64), (32, 1024, 128))]
     rows += [Config(h=8, n=4096, dtype="float"), Config(dtype="float", causal=1), Config(dtype="half")]
@@ -101,7 +101,7 @@ def backward_rows(kind: str) -> list[Config]:
 
 
 def quick_rows(kind: str) -> list[Config]:
-  """A few small problems: the bench itself is tried, rather than the machine."""
+  """Return a few small problems, for trying out the bench."""
   return [
     Config(h=2, n=64, d=32, dtype="float" if kind == "CPU" else "half"),
     Config(h=2, n=100, d=32, dtype="half", causal=1),
@@ -111,7 +111,7 @@ def quick_rows(kind: str) -> list[Config]:
 
 @dataclass(frozen=True)
 class Timing:
-  """Seconds a call, one number a round."""
+  """Seconds per call, one number per round."""
 
   seconds: list[float]
 
@@ -121,12 +121,12 @@ class Timing:
 
   @property
   def spread(self) -> float:
-    """Distance between the quartiles over the median."""
+    """Interquartile range over the median."""
     low, high = np.percentile(self.seconds, (25, 75))
     return float(high - low) / self.median
 
   def record(self, flops: int = 0, moved: int = 0) -> dict[str, Any]:
-    """For JSON; `flops` is the work of one call, `moved` the bytes that it reads, where they count."""
+    """Return a dict for JSON; `flops` and `moved` are the operations and the bytes read per call, 0 to leave out."""
     speeds = {"gflops": flops, "gbytes": moved}
     return {
       "seconds": self.seconds,
@@ -137,10 +137,10 @@ class Timing:
 
 
 def alternate(runners: dict[str, Runner], rounds: int) -> dict[str, Timing]:
-  """Times runners in turns: A B C, A B C, ..."""
+  """Time runners in turns: A B C, A B C, ..."""
   repeats: dict[str, int] = {}
   seconds: dict[str, list[float]] = {name: [] for name in runners}
-  time.sleep(SPIN)  # the oracle was numpy's
+  time.sleep(SPIN)  # the oracle ran numpy's products
   for _ in range(rounds):
     for name, runner in runners.items():
       time.sleep(SETTLE)
@@ -161,10 +161,10 @@ def alternate(runners: dict[str, Runner], rounds: int) -> dict[str, Timing]:
 
 
 def ratios(ours: Timing, theirs: Timing) -> dict[str, float]:
-  """How many times as fast as the contender we are.
+  """Return how many times as fast as a contender we are.
 
-  By the medians, by the minima (which other work on the machine disturbs least), and the median and extremes of the
-  rounds' own ratios.
+  The ratios are of the medians, of the minima (which other work on the machine disturbs least), and the median, lowest
+  and highest of the ratios in each round.
   """
   pairs = [b / a for a, b in zip(ours.seconds, theirs.seconds, strict=True)]
   return {
@@ -177,13 +177,13 @@ def ratios(ours: Timing, theirs: Timing) -> dict[str, float]:
 
 
 def share(ours: Timing, limit: Timing, work: int, its_work: int) -> float:
-  """Our speed as a part of the limit's: the median over the rounds, in each of which its turn follows ours.
+  """Return our share of the limit's speed: the median over the rounds, in each of which the limit runs right after us.
 
-  A machine's memory can change its speed by half from one moment to another: speeds of all rounds would not compare.
+  Medians over all rounds do not compare, because memory speed can change by half from one moment to the next.
 
   Args:
-    work: floating-point operations of a call of ours, or bytes.
-    its_work: the same of the limit's.
+    work: floating-point operations, or bytes, per call of ours.
+    its_work: floating-point operations, or bytes, per call of the limit.
   """
   pairs = zip(ours.seconds, limit.seconds, strict=True)
   return float(np.median([work / a / (its_work / b) for a, b in pairs]))
@@ -191,11 +191,11 @@ def share(ours: Timing, limit: Timing, work: int, its_work: int) -> float:
 
 @dataclass(frozen=True)
 class Heads:
-  """The heads whose results are checked: all of them, or as many, from first to last, as the oracle can do in time.
+  """The heads whose results are checked: all, or an even sample of as many as the oracle can check in time.
 
   Attributes:
     pairs: (batch, key head) of each.
-    group: query heads of a key head.
+    group: query heads per key head.
   """
 
   pairs: list[tuple[int, int]]
@@ -209,19 +209,19 @@ class Heads:
     return cls([divmod(place, s.Hkv) for place in places], group)
 
   def of_queries(self, x: Array) -> Array:
-    """(pairs, group, M, ...) of an array (B, Hq, M, ...)."""
+    """Select (pairs, group, M, ...) from an array (B, Hq, M, ...)."""
     return np.stack([x[b, h * self.group : (h + 1) * self.group] for b, h in self.pairs])
 
   def of_keys(self, x: Array) -> Array:
-    """(pairs, 1, N, ...) of an array (B, Hkv, N, ...)."""
+    """Select (pairs, 1, N, ...) from an array (B, Hkv, N, ...)."""
     return np.stack([x[b, h : h + 1] for b, h in self.pairs])
 
   def gate(self, problem: Problem) -> Gate:
-    """What the oracle says about these heads."""
+    """Return the gate for these heads."""
     return Gate.of_arrays(*self._inputs(problem), problem.spec.dtype, is_causal=problem.spec.is_causal)
 
   def gradient_gate(self, problem: Problem) -> GradientGate:
-    """What the oracle says about the gradients of these heads."""
+    """Return the gate for the gradients of these heads."""
     do, s = self.of_queries(numpy(contenders_backward.output_gradient(problem))), problem.spec
     return GradientGate.of_arrays(*self._inputs(problem), do, s.dtype, is_causal=s.is_causal)
 
@@ -231,10 +231,10 @@ class Heads:
 
 
 def bench_row(config: Config, contenders: dict[str, Contender], rounds: int, backward: bool = False) -> dict[str, Any]:
-  """Checks and times one problem, or its gradients; returns its record.
+  """Check and time one problem, or its gradients; return its record.
 
   Raises:
-    Usage: no kernel serves it.
+    Usage: no kernel supports the problem.
   """
   target = default_target()
   problem = prepare(config, target)
@@ -243,7 +243,7 @@ def bench_row(config: Config, contenders: dict[str, Contender], rounds: int, bac
   for name, set_up in contenders.items():
     if (runner := set_up(problem)) is not None:
       runners[name] = runner
-  heads, flops = Heads.of(s), s.flops * 5 // 2 if backward else s.flops  # five products, and not two
+  heads, flops = Heads.of(s), s.flops * 5 // 2 if backward else s.flops  # backward has five products, forward two
   gate = heads.gradient_gate(problem) if backward else heads.gate(problem)
   reports = {name: _check(runner, heads, gate) for name, runner in runners.items()}
   right = [name for name in runners if all(r.correct for r in reports[name])]
@@ -292,7 +292,7 @@ def _errors(reports: Sequence[Report]) -> dict[str, Any]:
 
 
 def record(rows: list[dict[str, Any]], names: list[str], rounds: int, load: float) -> dict[str, Any]:
-  """What --json writes; `load` is the system's load average before the first row."""
+  """Return what --json writes; `load` is the system's load average before the first row."""
   machine = machine_record()
   found = machine.pop("versions")
   assert isinstance(found, dict)
@@ -311,13 +311,13 @@ def record(rows: list[dict[str, Any]], names: list[str], rounds: int, load: floa
 
 
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
-  """Reads the command line; argparse ends the process with 2 where it is off."""
+  """Parse the command line; argparse exits with status 2 if it is invalid."""
   parser = argparse.ArgumentParser(prog="uopattn.bench", description="Times and checks attention.")
   kinds = ["cpu", "gpu", "all"]
   parser.add_argument("device", nargs="?", choices=kinds, help="where to run (default: tinygrad's default device)")
   parser.add_argument("--against", default="", metavar="NAMES", help="contenders, by commas: torch,tinygrad")
-  parser.add_argument("--backward", action="store_true", help="time the gradients, from outputs that are there")
-  parser.add_argument("--few", action="store_true", help=f"time the problems of at most {FEW} queries alone")
+  parser.add_argument("--backward", action="store_true", help="time the gradients, from outputs computed beforehand")
+  parser.add_argument("--few", action="store_true", help=f"time only the problems of at most {FEW} queries")
   parser.add_argument("--quick", action="store_true", help="a few small problems")
   parser.add_argument("--json", default="", metavar="FILE", help="where to write the record")
   parser.add_argument("--plot", default="", metavar="FILE.png", help="where to draw speed over N")
@@ -337,30 +337,30 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def gpu() -> str:
-  """The GPU that tinygrad computes on, by its own choice where that is none.
+  """Return the GPU to use: tinygrad's default device if it is one, else the first of CUDA and AMD that works.
 
   Raises:
-    Usage: there is none.
+    Usage: there is no GPU.
   """
   for device in (Device.DEFAULT, "CUDA", "AMD"):
     if device.split(":")[0] in ("CUDA", "AMD"):
       try:
         Device[device]
         return device
-      except Exception:  # whatever a missing driver makes it raise
+      except Exception:  # a missing driver can raise anything
         continue
   raise Usage("gpu: tinygrad finds neither a CUDA nor an AMD device here")
 
 
 def devices(name: str | None) -> list[str]:
-  """The devices that the first word names: cpu, gpu, all, or none, which is tinygrad's default device."""
+  """Return the devices named by the first argument: cpu, gpu or all; None stands for tinygrad's default device."""
   if name is None:
     return [Device.DEFAULT]
   return [device for kind, device in (("cpu", "CPU"), ("gpu", gpu() if name != "cpu" else "")) if name in (kind, "all")]
 
 
 def problems(given: argparse.Namespace) -> list[tuple[str, Config]]:
-  """What to time, and on which device."""
+  """Return the problems to time, each with its device."""
   rows: list[tuple[str, Config]] = []
   for device in devices(given.device):
     if (kind := device.split(":")[0]) not in ("CPU", "CUDA", "AMD"):
@@ -373,7 +373,7 @@ def problems(given: argparse.Namespace) -> list[tuple[str, Config]]:
 
 
 def bench(given: argparse.Namespace) -> int:
-  """Runs every row, printing each as it is done, and writes the files; returns the exit status."""
+  """Run every row, print each when it is done, and write the files; return the exit status."""
   names = [name for name in given.against.split(",") if name]
   todo = problems(given)
   contenders = {}
@@ -387,7 +387,7 @@ def bench(given: argparse.Namespace) -> int:
       with Context(DEV=device):
         row = bench_row(config, contenders[device], given.rounds, given.backward)
       rows.append(row)
-      if sys.stderr.isatty():  # where the progress bar is; the row takes its line
+      if sys.stderr.isatty():  # erase the progress bar, whose line the row takes
         print("\r\033[K", end="", file=sys.stderr, flush=True)
       print("\n".join(lines(row)), flush=True)
       if not row["contenders"]["uopattn"]["correct"]:
@@ -395,7 +395,7 @@ def bench(given: argparse.Namespace) -> int:
   except KeyboardInterrupt:
     print(f"\ninterrupted after {len(rows)} rows", file=sys.stderr)
     status = 130
-  finally:  # also of the rows before one that failed
+  finally:  # also write the rows before one that failed
     if given.json and rows:
       Path(given.json).write_text(json.dumps(record(rows, names, given.rounds, busy), indent=1) + "\n")
     if given.plot and rows:
@@ -404,5 +404,5 @@ def bench(given: argparse.Namespace) -> int:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-  """Reads the command line and runs; returns the exit status."""
+  """Parse the command line and run; return the exit status."""
   return exit_status("uopattn.bench", lambda: bench(arguments(words)))

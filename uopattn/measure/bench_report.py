@@ -1,15 +1,15 @@
-"""What the bench shows: a row in words, and a plot of all rows."""
+"""The output of the bench: a row as text, and a plot of all rows."""
 
 import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-TERA = 5000  # GFLOP/s from which speeds are given in TFLOP/s
+TERA = 5000  # GFLOP/s from which speeds are shown in TFLOP/s
 
 
 def title(problem: dict[str, Any]) -> str:
-  """A problem in a few words, from its record."""
+  """Return a short description of a problem, from its record."""
   p = problem
   heads = f"H={p['Hq']}" + (f" HKV={p['Hkv']}" if p["Hkv"] != p["Hq"] else "")
   lengths = (f"M={p['M']} " if p["M"] != p["N"] else "") + f"N={p['N']}"
@@ -18,7 +18,7 @@ def title(problem: dict[str, Any]) -> str:
 
 
 def limit_name(by: str) -> str:
-  """What a share is one of, in words: a large read, or the product of matrices of a library."""
+  """Return the name of a limit: a large read, or the matrix product of a library."""
   return "a read" if by == "read" else f"{by}'s product"
 
 
@@ -27,7 +27,7 @@ def _speed(gflops: float) -> str:
 
 
 def lines(row: dict[str, Any]) -> Iterator[str]:
-  """A row for people."""
+  """Yield a row as lines of text."""
   yield title(row["problem"]) + " backward" * row["backward"]
   for name, c in row["contenders"].items():
     if not c["correct"]:
@@ -45,9 +45,9 @@ def lines(row: dict[str, Any]) -> Iterator[str]:
 
 
 def plot(rows: list[dict[str, Any]], path: str) -> None:
-  """Draws the speed over N, a panel for each D: of the commonest type, without a mask, as many queries as keys.
+  """Draw the speed over N, one panel per D, for the most common dtype, without a mask, and with M = N.
 
-  Of rows that differ in the number of heads alone, the one with the fewest counts.
+  Of rows that differ only in the number of heads, the one with the fewest heads counts.
   """
   from matplotlib.figure import Figure
 
@@ -76,6 +76,6 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
     panel.grid(alpha=0.3)
   for panel in panels.flat[len(points) :]:
     panel.set_visible(False)
-  panels.flat[0].set_ylim(bottom=0)  # of all, once all are drawn
+  panels.flat[0].set_ylim(bottom=0)  # shared by all panels, so set after all are drawn
   panels.flat[0].legend(list(legend.values()), list(legend))
   figure.savefig(path, dpi=120)

@@ -1,4 +1,4 @@
-"""What the programs share: exit statuses, errors in one line, and files that are to be written."""
+"""Shared by the command-line programs: exit statuses, one-line errors, and checks of output files."""
 
 import os
 import sys
@@ -13,15 +13,15 @@ from uopattn.dsl.target import Target
 from uopattn.plan.target import target_of
 from uopattn.runtime.clang import NoCompiler
 
-LONGEST = 500  # characters of an error: those of a compiler hold all of a kernel's source
+LONGEST = 500  # characters of an error: a compiler's contains all of a kernel's source
 
 
 class Usage(Exception):
-  """The call's words are off, or this machine cannot do what they ask for; the message is one line."""
+  """The arguments are invalid, or this machine cannot do what they ask for; the message is one line."""
 
 
 def reason(error: BaseException) -> str:
-  """An error in one line; of a group, the errors within it."""
+  """Return an error as one line; an exception group as the errors in it."""
   if isinstance(error, BaseExceptionGroup):
     return "; ".join(dict.fromkeys(map(reason, error.exceptions)))
   said = " ".join(str(error).split())
@@ -30,10 +30,10 @@ def reason(error: BaseException) -> str:
 
 
 def exit_status(program: str, job: Callable[[], int]) -> int:
-  """Runs a program and returns its exit status.
+  """Run a program and return its exit status.
 
-  That is what `job` returns, which is 0 or, for wrong output and nothing else, 1; 2 after an error, which is one line
-  on stderr (with DEBUG=1 also the traceback); and 130 where it was interrupted.
+  `job` returns 0, or 1 only for wrong output. An exception gives status 2 and one line on stderr (with DEBUG=1 also the
+  traceback); an interrupt gives 130.
   """
   try:
     return job()
@@ -47,29 +47,29 @@ def exit_status(program: str, job: Callable[[], int]) -> int:
 
 
 def default_target() -> Target:
-  """The target of tinygrad's default device.
+  """Return the target of tinygrad's default device.
 
   Raises:
     Usage: the device cannot be used.
-    NoCompiler: it is a CPU and there is no clang.
+    NoCompiler: the device is a CPU and there is no clang.
   """
   try:
     return target_of(Device.DEFAULT)
   except NoCompiler:
     raise
-  except Exception as error:  # whatever a missing driver, or a name that is no device's, makes tinygrad raise
+  except Exception as error:  # a missing driver or an unknown device name can raise anything
     device = f"DEV={DEV!r}" if DEV.device else "the device that tinygrad chooses"
     raise Usage(f"{device} cannot be used: {reason(error)}") from error
 
 
 def check_writable(name: str, path: str | Path) -> None:
-  """Asks before the work is done whether its record can be written.
+  """Check before the work starts that its record can be written.
 
   Args:
-    name: what the user calls the file, as "JSON=a.json".
+    name: the file in the user's words, such as "JSON=a.json".
 
   Raises:
-    Usage: it is a folder, there is no folder for it, or permission is lacking.
+    Usage: the path is a folder, its folder does not exist, or permission is denied.
   """
   path = Path(path).absolute()
   if path.is_dir():

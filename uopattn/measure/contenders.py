@@ -1,4 +1,4 @@
-"""What `uopattn.bench` times: our kernel, other libraries' attention, and a product or a read to measure by."""
+"""Contenders of `uopattn.bench`: our kernel, other libraries' attention, and a matrix product or a read as a limit."""
 
 import ctypes
 import importlib
@@ -21,13 +21,13 @@ from uopattn.runtime.machine import installed_version
 from uopattn.runtime.threads import thread_count
 from uopattn.spec.spec import AttentionSpec
 
-PRODUCT = 2048  # rows and columns of the product's matrices
-GPU_PRODUCT = 8192  # the same on a GPU
-GPU_READ = 1 << 31  # bytes, many times what a GPU's cache holds
-LONG = 0.02  # seconds that one call is to last on a GPU of FAST floating-point operations a second
+PRODUCT = 2048  # rows and columns of the product's matrices on a CPU
+GPU_PRODUCT = 8192  # rows and columns of the product's matrices on a GPU
+GPU_READ = 1 << 31  # bytes, many times the size of a GPU's cache
+LONG = 0.02  # target seconds of one call on a GPU that does FAST floating-point operations per second
 FAST = 4e14
-MOST = 400  # computations in one call
-SMALL = 1 << 19  # scores of the largest problem that tinygrad's own attention is timed on
+MOST = 400  # computations per call, at most
+SMALL = 1 << 19  # scores of the largest problem on which tinygrad's own attention is timed
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Runner:
   """An attention on given inputs.
 
   Attributes:
-    call: computes it `times` times, or has a device begin to.
-    result: computes it once more, on outputs that hold none yet: the output, and the LSE if it gives one.
-    times: how often one call computes it.
+    call: computes it `times` times, or launches that on a device.
+    result: computes it once more, into cleared outputs; returns the output, and the LSE if there is one.
+    times: computations per call.
     wait: returns when all calls so far are done.
   """
 
@@ -48,11 +48,11 @@ class Runner:
 
 
 Contender = Callable[[Problem], Runner | None]
-"""Sets a contender up for a problem; None where it sits the problem out."""
+"""A function that sets up a contender for a problem; it returns None to skip the problem."""
 
 
 def uopattn(problem: Problem) -> Runner:
-  """Our kernel, replayed by TinyJit; it writes the LSE too."""
+  """Set up our kernel, replayed by TinyJit; it also writes the LSE."""
   o, lse = outputs(problem.spec)
   times = repeats(problem)
   call = jitted(problem, o, lse, times)
@@ -68,17 +68,17 @@ def uopattn(problem: Problem) -> Runner:
 
 
 def on_cpu() -> bool:
-  """Whether tinygrad's default device is a CPU."""
+  """Return whether tinygrad's default device is a CPU."""
   return Device.DEFAULT.split(":")[0] == "CPU"
 
 
 def repeats(problem: Problem) -> int:
-  """How often one call computes an attention: on a GPU enough that starting the call costs next to nothing."""
+  """Return the computations per call: 1 on a CPU, on a GPU enough to make the cost of starting a call negligible."""
   return 1 if on_cpu() else max(1, min(MOST, int(LONG / (problem.spec.flops / FAST))))
 
 
 def load_tinygrad() -> Contender:
-  """tinygrad's own attention, replayed by TinyJit; it keeps the scores in memory, so it sits large problems out."""
+  """Return tinygrad's own attention, replayed by TinyJit; it skips large problems because it stores all scores."""
 
   def tinygrad(problem: Problem) -> Runner | None:
     s = problem.spec
@@ -86,7 +86,7 @@ def load_tinygrad() -> Contender:
       return None
 
     @TinyJit
-    def attend() -> Tensor:  # on inputs that are bound when it is captured, as ours
+    def attend() -> Tensor:  # its inputs are bound when it is captured, as ours are
       grouped = s.Hq != s.Hkv
       q, k, v = problem.q, problem.k, problem.v
       return q.scaled_dot_product_attention(k, v, is_causal=s.is_causal, enable_gqa=grouped).realize()
@@ -104,12 +104,12 @@ def load_tinygrad() -> Contender:
 
 
 def torch_types(torch: Any) -> dict[DType, Any]:
-  """torch's own for the types that its attention takes."""
+  """Return torch's dtype for each dtype that its attention takes."""
   return {dtypes.float32: torch.float32, dtypes.float16: torch.float16, dtypes.bfloat16: torch.bfloat16}
 
 
 def load_torch() -> Contender:
-  """torch's `scaled_dot_product_attention`, on as many threads as our kernels use."""
+  """Return torch's `scaled_dot_product_attention`, on as many threads as our kernels use."""
   torch = importlib.import_module("torch")
   torch.set_num_threads(thread_count())
 
@@ -128,7 +128,7 @@ def load_torch() -> Contender:
 
 
 def gpu_loader(backend: str) -> Callable[[], Contender]:
-  """torch's attention by one of its backends on a GPU."""
+  """Return the loader of torch's attention by one of its GPU backends: "flash", "cudnn" or "flex"."""
 
   def load_backend() -> Contender:
     torch = importlib.import_module("torch")
@@ -157,10 +157,10 @@ def gpu_loader(backend: str) -> Callable[[], Contender]:
 
 @contextmanager
 def torchs_context() -> Iterator[None]:
-  """Has the primary context of the first GPU as the current one meanwhile, as torch expects.
+  """Make the primary context of the first GPU current inside the `with` block, as torch expects.
 
-  tinygrad has a context of its own, and launches its graphs in whichever is current: in torch's, they would not be done
-  when tinygrad says so.
+  tinygrad has a context of its own and launches its graphs in the current one. Launched in torch's context, they would
+  not be finished when tinygrad's synchronize returns.
   """
   from tinygrad.runtime.ops_cuda import check, cuda
 
@@ -174,13 +174,13 @@ def torchs_context() -> Iterator[None]:
 
 
 def torchs_runner(call: Callable[[], Any], result: Callable[[], list[Array]], times: int = 1) -> Runner:
-  """What torch does on a GPU."""
+  """Return a runner whose functions execute in torch's context on a GPU."""
   torch = importlib.import_module("torch")
   return Runner(torchs_context()(call), torchs_context()(result), times, torchs_context()(torch.cuda.synchronize))
 
 
 def served(name: str, runner: Runner) -> Runner | None:
-  """The runner; None, and a line that says why, where its backend has nothing for the case."""
+  """Return the runner; if its backend does not support the case, print why and return None."""
   try:
     runner.call()
     runner.wait()
@@ -191,7 +191,7 @@ def served(name: str, runner: Runner) -> Runner | None:
 
 
 def sdpa(torch: Any, s: AttentionSpec, backend: str = "") -> Callable[..., Any]:
-  """torch's attention of q, k and v; by its own choice of a backend, where none is named."""
+  """Return torch's attention as a function of q, k and v; without a backend torch chooses one."""
   attention = importlib.import_module("torch.nn.attention")
   of_name = {"flash": attention.SDPBackend.FLASH_ATTENTION, "cudnn": attention.SDPBackend.CUDNN_ATTENTION}
 
@@ -204,7 +204,7 @@ def sdpa(torch: Any, s: AttentionSpec, backend: str = "") -> Callable[..., Any]:
 
 def _flex(torch: Any, s: AttentionSpec) -> Callable[..., Any]:
   flex = importlib.import_module("torch.nn.attention.flex_attention")
-  torch.compiler.reset()  # it gives up compiling after a few shapes
+  torch.compiler.reset()  # without a reset, torch.compile gives up after a few shapes
   compiled = torch.compile(flex.flex_attention, dynamic=False)
   mask = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, s.M, s.N) if s.is_causal else None
   return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=s.Hq != s.Hkv)
@@ -219,7 +219,7 @@ GPU_LOADERS: dict[str, Callable[[], Contender]] = {
 
 
 def load(names: list[str]) -> dict[str, Contender]:
-  """The contenders by name, ours first; on a GPU, torch is its backends, each a contender.
+  """Return the contenders by name, ours first; on a GPU, each backend of torch is a contender.
 
   Raises:
     Usage: a name is unknown, or its library cannot be imported.
@@ -240,13 +240,13 @@ def load(names: list[str]) -> dict[str, Contender]:
 
 @dataclass(frozen=True)
 class Limit:
-  """What a machine can do at most.
+  """An upper bound of the speed on this machine.
 
   Attributes:
-    name: "read", or whose product of matrices it is.
-    runner: does it.
+    name: "read", or the library of the matrix product.
+    runner: computes the read or the product.
     flops: floating-point operations of a product.
-    moved: bytes that are read.
+    moved: bytes of a read.
   """
 
   name: str
@@ -256,17 +256,18 @@ class Limit:
 
 
 def limit(s: AttentionSpec) -> Limit | None:
-  """What bounds an attention: with few queries a large read, else a product; on a GPU None where there is no torch."""
+  """Return the limit of an attention: a large read with few queries, else a product; None on a GPU without torch."""
   if s.M > FEW:
     return product()
   return Limit("read", Runner(reader(READ), list), moved=READ) if on_cpu() else _gpu_read()
 
 
 def product() -> Limit | None:
-  """A product of square matrices.
+  """Return a product of square matrices as a limit.
 
-  On a CPU float32 of size PRODUCT: torch's, on our number of threads, or numpy's, on as many as its library takes,
-  where there is no torch. On a GPU float16 of size GPU_PRODUCT: torch's, or no product where there is no torch.
+  On a CPU the matrices are float32 of size PRODUCT; torch multiplies them on our number of threads, or without torch
+  numpy, on as many threads as its library uses. On a GPU they are float16 of size GPU_PRODUCT; torch multiplies them,
+  and without torch the result is None.
   """
   if not on_cpu():
     return _gpu_product()
@@ -293,7 +294,7 @@ def _gpu_product() -> Limit | None:
 
 
 def _gpu_read() -> Limit | None:
-  """torch's sum of GPU_READ bytes of float16."""
+  """Return torch's sum of GPU_READ bytes of float16 as a limit."""
   try:
     torch = importlib.import_module("torch")
   except ImportError:
@@ -304,10 +305,10 @@ def _gpu_read() -> Limit | None:
 
 
 def product_size() -> int:
-  """Rows and columns of the product's matrices."""
+  """Return the number of rows and columns of the product's matrices."""
   return PRODUCT if on_cpu() else GPU_PRODUCT
 
 
 def versions(names: list[str]) -> dict[str, str]:
-  """Of the contenders and of what computes the product."""
+  """Return the versions of the libraries in `names`, which are contenders and limits."""
   return {name: installed_version(name) or "unknown" for name in dict.fromkeys(name.split()[0] for name in names)}

@@ -1,4 +1,4 @@
-"""What `uopattn.bench --backward` times: our gradients and torch's, from outputs that are there."""
+"""Contenders of `uopattn.bench --backward`: our gradients and torch's, from outputs computed beforehand."""
 
 import functools
 import importlib
@@ -32,17 +32,17 @@ from uopattn.spec.arguments import NO_ARGUMENTS
 
 
 def output_gradient(problem: Problem) -> Tensor:
-  """A normal random gradient of the output, (B, Hq, M, Dv), the same at each call."""
+  """Return a normal random gradient of the output, (B, Hq, M, Dv), the same in each call."""
   s = problem.spec
   array = np.random.default_rng(1).standard_normal((s.B, s.Hq, s.M, s.Dv), np.float32)
   return Tensor(array).cast(s.dtype).realize()
 
 
 def uopattn(problem: Problem) -> Runner:
-  """Our kernels, replayed by TinyJit, with all that goes on around them.
+  """Set up our backward pass, replayed by TinyJit: all kernels, and the tinygrad operations around them.
 
   Raises:
-    Usage: there are none for the problem.
+    Usage: no kernel supports the problem.
   """
   p = problem
   try:
@@ -65,7 +65,7 @@ def uopattn(problem: Problem) -> Runner:
 
 
 def loader(backend: str) -> Callable[[], Contender]:
-  """torch's `scaled_dot_product_attention`: on a CPU, where `backend` is empty, or by one of its backends on a GPU."""
+  """Return the loader of torch's `scaled_dot_product_attention`: on a CPU if `backend` is "", else on a GPU by it."""
 
   def load_backend() -> Contender:
     torch = importlib.import_module("torch")
@@ -100,7 +100,7 @@ def loader(backend: str) -> Callable[[], Contender]:
 
 
 def load(names: list[str]) -> dict[str, Contender]:
-  """The contenders by name, ours first; on a GPU, torch is two of its backends.
+  """Return the contenders by name, ours first; on a GPU, two backends of torch are contenders.
 
   Raises:
     Usage: a name is unknown, or its library cannot be imported.
@@ -108,7 +108,7 @@ def load(names: list[str]) -> dict[str, Contender]:
   found: dict[str, Contender] = {"uopattn": uopattn}
   for name in names:
     if name != "torch":
-      raise Usage(f"--against {name}: with --backward there is torch alone")
+      raise Usage(f"--against {name}: with --backward the only contender is torch")
     try:
       backends = {"torch": ""} if on_cpu() else {"torch flash": "flash", "torch cudnn": "cudnn"}
       found |= {shown: loader(backend)() for shown, backend in backends.items()}

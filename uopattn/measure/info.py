@@ -1,6 +1,6 @@
-"""`python -m uopattn.info`: the device, the compiler, and which kernels serve this machine, or why one does not.
+"""`python -m uopattn.info`: shows the device, the compiler, and which kernels serve this machine, or why not.
 
-Exit status: 0 the default device can be used, 2 it cannot.
+Exit status: 0 if the default device can be used, 2 if not.
 """
 
 import argparse
@@ -22,8 +22,8 @@ from uopattn.spec.arguments import Arguments
 from uopattn.spec.spec import AttentionSpec, make_spec
 from uopattn.spec.tensors import dtype_name
 
-QUERIES = {1024: "", 1: " of few queries"}  # of the cases that are asked about
-KEYS, HEAD_SIZE = 1024, 64  # of these
+QUERIES = {1024: "", 1: " of few queries"}  # numbers of queries that are tried, with their labels
+KEYS, HEAD_SIZE = 1024, 64  # keys and head size of every case
 
 
 def line(name: str, text: object) -> None:
@@ -31,13 +31,13 @@ def line(name: str, text: object) -> None:
 
 
 def case(dtype: DType, queries: int) -> AttentionSpec:
-  """A plain attention."""
+  """Return the spec of an attention without a mask."""
   q, k, v = (Tensor.empty(1, 1, n, HEAD_SIZE, dtype=dtype) for n in (queries, KEYS, KEYS))
   return make_spec(q, k, v, Arguments(return_lse=True))
 
 
 def taken(schedule: Schedule, spec: AttentionSpec, target: Target) -> str:
-  """The name of the schedule that is taken for a case, or for its gradients if this one is of those; "" if none is."""
+  """Return the name of the schedule chosen for a case ("" if none), forward or backward as `schedule` is."""
   try:
     launch = dispatch(spec, target) if schedule in FORWARD else dispatch_backward(spec, target)[0]
   except NoKernel:
@@ -46,7 +46,7 @@ def taken(schedule: Schedule, spec: AttentionSpec, target: Target) -> str:
 
 
 def served(schedule: Schedule, target: Target) -> str:
-  """What a schedule serves on a machine, or why it does not."""
+  """Return which cases a schedule serves on a machine, or why it serves none, as text."""
   if target.device not in schedule.devices:
     return f"not for this machine, for {' and '.join(schedule.devices)}"
   cases: dict[str, str] = {}
@@ -58,7 +58,7 @@ def served(schedule: Schedule, target: Target) -> str:
 
 
 def against(schedule: Schedule, target: Target) -> str:
-  """Why one for the machine's kind of device is taken for none of the cases: asked of float16, which all take."""
+  """Return why a schedule for this kind of device serves none of the cases; float16, which all accept, is tried."""
   spec = case(dtypes.float16, max(QUERIES))
   try:
     for kernel in schedule.kernels:
@@ -69,21 +69,21 @@ def against(schedule: Schedule, target: Target) -> str:
 
 
 def others(default: str) -> Iterator[str]:
-  """The other devices that there are kernels for, and whether they can be used.
+  """Yield the targets of the other devices that have kernels, or why a device cannot be used.
 
   Args:
-    default: the default device, which is not opened anew: there may be more to its name.
+    default: the default device, which is skipped; its name may have more parts than the device's kind.
   """
   for device in sorted({device for schedule in FORWARD for device in schedule.devices} - {default.split(":")[0]}):
     try:
       with Context(DEV=device):
         yield str(target_of(device))
-    except Exception as error:  # whatever a missing driver makes tinygrad raise
+    except Exception as error:  # a missing driver can raise anything
       yield f"{device}: none: {reason(error)}"
 
 
 def report() -> int:
-  """Prints all of it; returns the exit status."""
+  """Print the whole report; return the exit status."""
   for key, value in machine_record().items():
     line(key, ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value)
   try:
@@ -107,7 +107,7 @@ def report() -> int:
 
 
 def main() -> int:
-  """Reads the command line and reports; returns the exit status."""
+  """Parse the command line and report; return the exit status."""
   description = (__doc__ or "").splitlines()[0].split(": ", 1)[1]
   argparse.ArgumentParser(prog="python -m uopattn.info", description=description).parse_args()
   return exit_status("uopattn.info", report)

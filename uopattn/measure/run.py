@@ -1,7 +1,7 @@
-"""`python -m uopattn.run KEY=VALUE ...`: runs the kernel, times it, and proves its output right.
+"""`python -m uopattn.run KEY=VALUE ...`: runs the kernel, times it, and checks its output.
 
-Exit status: 0 correct, 1 wrong output, 2 anything else, such as a bad key or value, no kernel for the case, a device
-that cannot be used, a file that cannot be read or written, or too little memory.
+Exit status: 0 if the output is correct; 1 if it is wrong; 2 on any error, such as an invalid key or value, no kernel
+for the case, an unusable device, a file that cannot be read or written, or too little memory.
 """
 
 import difflib
@@ -46,7 +46,8 @@ DTYPE_NAMES: dict[str, DType] = {
 class Config:
   """The runner's keys, in lower case.
 
-  0 stands for "as another key": hkv as h, m as n, dv as d. No dtype is half, or that of the input file.
+  0 takes the value of another key: hkv that of h, m that of n, dv that of d. An empty dtype means half, or the dtype of
+  the input file.
   """
 
   b: int = 1
@@ -69,7 +70,7 @@ KEYS = tuple(field.name.upper() for field in fields(Config))
 HELP = """\
 usage: python -m uopattn.run [KEY=VALUE ...]
 
-Runs the kernel, times it, and proves its output right. A key that is not given is taken from the environment.
+Runs the kernel, times it, and checks its output. A key that is not given is taken from the environment.
 
   B, H, N, D     batch, query heads, keys, head size of queries and keys (1, 32, 1024, 64)
   HKV, M, DV     key heads, queries, head size of values (as H, N, D)
@@ -83,16 +84,16 @@ Runs the kernel, times it, and proves its output right. A key that is not given 
 
 tinygrad's DEV chooses the device: CPU, CUDA, AMD, EMU::gfx1100, EMU::sm_90, ...
 Exit status: 0 correct, 1 wrong output, 2 anything else."""
-ALIKE = 0.8  # from which on two names are taken for one that is misspelt
+ALIKE = 0.8  # similarity from which a name counts as a misspelt key
 SWITCHES, NATURALS = ("CAUSAL", "VERIFY"), ("B", "H", "HKV", "N", "M", "D", "DV", "CNT")
 SHAPE_KEYS = ("B", "H", "HKV", "N", "M", "D", "DV")
 
 
 def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> Config:
-  """Reads KEY=VALUE words; keys that are not given are looked up in the environment.
+  """Parse KEY=VALUE words; missing keys are looked up in the environment.
 
   Raises:
-    Usage: an unknown key, or a value that the key does not take.
+    Usage: a key is unknown, or does not take its value.
   """
   given = {key: environment[key] for key in KEYS if key in environment}
   for word in arguments:
@@ -107,7 +108,7 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> Config:
 
 
 def misspelt(name: str) -> str | None:
-  """The key that was probably meant by a name that is none: nearly its letters, or just these in another order."""
+  """Return the key that a name probably misspells: similar letters, or the same ones in another order; else None."""
   if name in KEYS:
     return None
   turned = (key for key in KEYS if len(key) > 1 and sorted(key) == sorted(name))
@@ -116,7 +117,7 @@ def misspelt(name: str) -> str | None:
 
 
 def warn_of_misspelt(environment: Mapping[str, str]) -> None:
-  """Names on stderr the environment's variables that look like a key."""
+  """Warn on stderr of environment variables that look like a misspelt key."""
   for name, value in environment.items():
     if name.isupper() and (meant := misspelt(name)):
       print(f"uopattn.run: {name}={value} in the environment is no key; did you mean {meant}?", file=sys.stderr)
@@ -140,10 +141,10 @@ def _value(key: str, text: str) -> Any:
 
 
 def inputs(config: Config) -> list[Tensor]:
-  """q, k and v: normal random numbers, or what INPUT holds.
+  """Return q, k and v: normal random numbers, or the tensors of the INPUT file.
 
   Raises:
-    Usage: the file is missing or has no q, k and v.
+    Usage: the file is missing or does not contain q, k and v.
   """
   if not config.input:
     dtype = DTYPE_NAMES[config.dtype or "half"]
@@ -154,14 +155,14 @@ def inputs(config: Config) -> list[Tensor]:
   try:
     tensors = safe_load(config.input)
     loaded = [tensors[name].to(Device.DEFAULT).realize() for name in ("q", "k", "v")]
-  except Exception as error:  # whatever a header that is no header makes of tinygrad's reader
+  except Exception as error:  # an invalid header can make tinygrad's reader raise anything
     raise Usage(f"INPUT={config.input} is not a safetensors file with q, k and v: {reason(error)}") from error
   return [x.cast(DTYPE_NAMES[config.dtype] if config.dtype else x.dtype).contiguous().realize() for x in loaded]
 
 
 @dataclass(frozen=True)
 class Problem:
-  """Inputs, and the kernel that is to run on them."""
+  """Inputs, and the kernel to run on them."""
 
   q: Tensor
   k: Tensor
@@ -174,10 +175,10 @@ class Problem:
 
 
 def prepare(config: Config, target: Target) -> Problem:
-  """Loads the inputs and picks the kernel.
+  """Load the inputs and choose the kernel.
 
   Raises:
-    Usage: the inputs do not fit together or no kernel serves them.
+    Usage: the inputs do not fit together, or no kernel supports them.
   """
   q, k, v = inputs(config)
   try:
@@ -191,22 +192,22 @@ def prepare(config: Config, target: Target) -> Problem:
 
 
 def outputs(spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-  """New buffers for the output and the LSE."""
+  """Return new buffers for the output and the LSE."""
   o = Tensor.empty(spec.B, spec.Hq, spec.M, spec.Dv, dtype=spec.dtype)
   return o, Tensor.empty(spec.B, spec.Hq, spec.M, dtype=dtypes.float32)
 
 
 def poison(*buffers: Tensor) -> None:
-  """Fills outputs with NaN, so that what a kernel leaves out is seen."""
+  """Fill outputs with NaN, so that elements which a kernel does not write are detected."""
   for x in buffers:
     x.assign(Tensor.full(x.shape, float("nan"), dtype=x.dtype)).realize()
 
 
 def jitted(problem: Problem, o: Tensor, lse: Tensor, times: int = 1) -> Callable[[], None]:
-  """A call that runs the kernel `times` times, writing `o` and `lse`; the third call is the first that replays.
+  """Return a function that runs the kernel `times` times, writing `o` and `lse`; its third call is the first replay.
 
-  The inputs are bound when the call is captured, as they are within a model: tinygrad takes some 0.05 ms to check each
-  argument of a TinyJit.
+  The inputs are bound at capture, as within a model, because tinygrad takes about 0.05 ms to check each argument of a
+  TinyJit.
   """
   p = problem
 
@@ -225,12 +226,12 @@ def jitted(problem: Problem, o: Tensor, lse: Tensor, times: int = 1) -> Callable
 
 
 def wait() -> None:
-  """Until the default device has done what it was given."""
+  """Wait until the default device has finished all work."""
   Device[Device.DEFAULT].synchronize()
 
 
 def measure(problem: Problem, count: int) -> tuple[Tensor, Tensor, list[float]]:
-  """Runs the kernel `count` times on outputs full of NaN; returns the last output and LSE and each run's seconds."""
+  """Run the kernel `count` times on outputs filled with NaN; return the last output and LSE, and each run's seconds."""
   o, lse = outputs(problem.spec)
   call = jitted(problem, o, lse)
   seconds: list[float] = []
@@ -247,13 +248,13 @@ def measure(problem: Problem, count: int) -> tuple[Tensor, Tensor, list[float]]:
 
 
 def speed(spec: AttentionSpec, seconds: float) -> str:
-  """For people: GFLOP/s, or TFLOP/s from 1000 on."""
+  """Return the speed as text: in GFLOP/s, or in TFLOP/s from 1000 GFLOP/s on."""
   gflops = spec.flops / seconds / 1e9
   return f"{gflops:.1f} GFLOP/s" if gflops < 1000 else f"{gflops / 1e3:.1f} TFLOP/s"
 
 
 def report(reports: Sequence[Report]) -> bool:
-  """Prints the verdict; true if everything is right."""
+  """Print the verdict; return whether everything is correct."""
   output, lse = reports
   print(f"mean squared error {output.mse:.3g}")
   print(
@@ -270,7 +271,7 @@ def report(reports: Sequence[Report]) -> bool:
 
 
 def run(config: Config) -> int:
-  """The whole job; returns the exit status."""
+  """Run, time and check the kernel; return the exit status."""
   if config.json:
     check_writable(f"JSON={config.json}", config.json)
   target = default_target()
@@ -299,7 +300,7 @@ def run(config: Config) -> int:
 def record(
   config: Config, target: Target, problem: Problem, seconds: list[float], reports: list[Report]
 ) -> dict[str, Any]:
-  """What JSON= writes."""
+  """Return the record that JSON= writes."""
   return {
     "machine": machine_record() | {"device": shown(target, Device.DEFAULT)},
     "config": asdict(config),
@@ -313,7 +314,7 @@ def record(
 
 
 def main() -> int:
-  """Reads the command line and the environment, and runs; returns the exit status."""
+  """Parse the command line and the environment, and run; return the exit status."""
   words = sys.argv[1:]
   if {"-h", "--help"} & set(words):
     print(HELP)

@@ -1,4 +1,4 @@
-"""Which roundings a fused kernel makes on its way to the output and to the gradients; see `uopattn.proof.roundings`."""
+"""The rounding errors of a fused kernel in the output and in the gradients, for `uopattn.proof.roundings`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,21 +9,21 @@ from uopattn.proof.oracle import Array, Precision, Rules, modified, pieces, seen
 from uopattn.proof.oracle_gradients import slope
 from uopattn.proof.roundings import FLOAT32, Head, Product, Roundings, Term, finite, largest
 
-LARGEST_VARIANCE = 2.0**20  # of a score: its weight may be anything
+LARGEST_VARIANCE = 2.0**20  # of a score's error, beyond which its weight may be anything
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-  """Weights of some rows of one head: arrays (rows, N), or that broadcast to it, float32.
+  """Weights of some rows of one head: float32 arrays that are, or broadcast to, (rows, N).
 
   Attributes:
     query, key: batch and head of Q and of K.
-    rows: of the query head.
-    p: the weights, which sum to 1.
-    kept: what dropout multiplies them by.
-    slope: the derivative of what becomes of a score by q.k times scale.
-    variance: of the error of a score.
-    bend: of the error of `slope`.
+    rows: the rows of the query head.
+    p: the weights; each row sums to 1.
+    kept: the factors by which dropout multiplies them.
+    slope: the derivative of the final score by q.k times scale.
+    variance: variance of the error of the final score.
+    bend: variance of the error of `slope`.
   """
 
   query: Head
@@ -52,7 +52,7 @@ def _scores(q: Array, k: Array, lse: Array, precision: Precision, r: Rules) -> I
       p = np.exp(final - top).clip(0, 1)
       hidden = ~seen(r, part, *at) | ~np.isfinite(final)
       slopes = _finite32(slope(r, raw, *at)) if bends else one
-      terms = np.square(q[query][rows]) @ np.square(k[key]).T  # of q.k, each squared
+      terms = np.square(q[query][rows]) @ np.square(k[key]).T  # the sum of the squared terms of q.k
       terms *= np.float32((2 * Dk * FLOAT32**2 + 2 * precision.unit**2 / 3) * scale**2)
       variance = np.square(raw) if final is raw else np.square(raw * slopes) + np.square(final)
       variance *= np.float32(2 * FLOAT32**2)
@@ -61,7 +61,7 @@ def _scores(q: Array, k: Array, lse: Array, precision: Precision, r: Rules) -> I
     if hidden.any():
       p[hidden] = variance[hidden] = terms[hidden] = 0
     bend = 0 * one
-    if r.softcap is not None:  # its slope is 1 - tanh^2: what is near 1 is subtracted from 1
+    if r.softcap is not None:  # its slope 1 - tanh^2 cancels where tanh is near 1
       bend = np.square(slopes) * terms * np.float32(4 / r.softcap**2) + np.float32((4 * FLOAT32) ** 2)
     kept = one if r.kept is None else (r.kept[query][rows] / (1 - r.dropout_p)).astype(np.float32)
     yield Scores(query, key, rows, p, kept, slopes, variance, bend)
@@ -70,12 +70,12 @@ def _scores(q: Array, k: Array, lse: Array, precision: Precision, r: Rules) -> I
 def of_output(
   q: Array, k: Array, v: Array, exact: Array, lse: Array, guide: Array, precision: Precision, rules: Rules
 ) -> Roundings:
-  """Of the output, under the name "output".
+  """Return the roundings of the output, under the name "output".
 
   Args:
-    q, k, v, rules: as `uopattn.proof.oracle.oracle` takes them.
-    exact, lse: what it gives, in float64.
-    guide: the output by `precision.fused()`.
+    q, k, v, rules: the arguments of `uopattn.proof.oracle.oracle`.
+    exact, lse: its output and LSE in float64.
+    guide: its output with `precision.fused()`.
   """
   N = k.shape[2]
   relative = np.float32(_relative(precision, N))
@@ -104,13 +104,13 @@ def of_gradients(
   precision: Precision,
   rules: Rules,
 ) -> Roundings:
-  """Of the gradients "q", "k" and "v".
+  """Return the roundings of the gradients, under the names "q", "k" and "v".
 
   Args:
-    q, k, v, do, dlse, rules: as `uopattn.proof.oracle_gradients.gradients` takes them.
-    out, lse: of these inputs, in float64.
+    q, k, v, do, dlse, rules: the arguments of `uopattn.proof.oracle_gradients.gradients`.
+    out, lse: the oracle's output and LSE in float64.
     exact: the gradients in float64.
-    guides: those by `precision.fused()`.
+    guides: the gradients with `precision.fused()`.
   """
   (B, Hq, M, Dk), (_, Hkv, N, Dv) = q.shape, v.shape
   scale = abs(Dk**-0.5 if rules.scale is None else rules.scale)
@@ -127,11 +127,11 @@ def of_gradients(
   def terms() -> Iterator[tuple[str, Term]]:
     for s in _scores(q, k, lse, precision, rules):
       d, y, weights = grads[s.query][s.rows], values[s.key], s.p * s.kept
-      slopes = s.slope * s.p * np.float32(scale)  # of dS by dP
+      slopes = s.slope * s.p * np.float32(scale)  # the derivative of dS by dP
       of_p = s.kept * (d @ y.T) - delta[s.query][s.rows][:, None]
       ds = slopes * of_p
       squares = np.square(weights)
-      # delta is of an output that has its own errors, and tf32 cuts the other part of dS, not delta
+      # delta comes from an output with errors of its own; tf32 truncates the other part of dS, not delta
       in_out = of_out * (np.square(out[s.query][s.rows]) + squares @ np.square(y))
       in_delta = (np.square(d) * in_out).sum(1) + cut * np.square(delta[s.query][s.rows])
       in_delta = (in_delta + np.einsum("ij,ij->i", np.square(s.p * of_p), s.variance))[:, None]
@@ -157,17 +157,17 @@ def of_gradients(
 
 
 def _relative(precision: Precision, terms: int) -> float:
-  """The variance of the relative error of a weight by its own rounding, and by a sum of so many."""
-  operands = 2 if precision.operand else 1  # what is multiplied is rounded too
+  """Return the variance of a weight's relative error, from its own rounding and from a sum of `terms` terms."""
+  operands = 2 if precision.operand else 1  # the operands of the product are rounded too
   return operands * precision.unit**2 / 3 + FLOAT32**2 * (16 + terms)
 
 
 def _least(weights: Array, precision: Precision, factor: float = 1.0) -> Array | float:
-  """The variance of weights that are too small for the relative one, times the square of `factor`."""
+  """Return the variance of the error that the type's smallest step leaves in a weight, times the square of `factor`."""
   variance = np.float32((factor * precision.least) ** 2 / 3)
   return variance * (weights > 0) if variance > 0 else 0.0
 
 
 def _finite32(x: Array) -> Array:
-  """In float32, with zeros in place of NaN and infinity."""
+  """Return x in float32, with NaN and infinity replaced by 0."""
   return np.nan_to_num(x.astype(np.float32), nan=0.0, posinf=0.0, neginf=0.0)

@@ -1,4 +1,4 @@
-"""The gate: is this output attention, as exactly as its type allows?"""
+"""The gate: checks that an output is attention, as exactly as its dtype allows."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -13,28 +13,28 @@ from uopattn.proof.oracle_gradients import Gradients, gradients
 from uopattn.proof.roundings import Fault, Roundings
 from uopattn.spec.tensors import dtype_name
 
-# What any output is allowed, however exact the naive computation happens to be: some unit roundoffs of its own type,
-# and of float32, in which the long sums are taken in an order of the kernel's choice.
-# Of 8-bit units it is two, for P and the output, which are all that a kernel rounds: four would let much pass.
+# Allowed for any output, however exact the naive computation happens to be: some unit roundoffs of its own type, and
+# of float32, in which a kernel takes the long sums in any order. An 8-bit type gets two units, for P and the output,
+# which are all that a kernel rounds; four would let many faults pass.
 FLOOR, FLOOR_OF_EIGHT_BITS, FLOOR_OF_SUMS = 4, 2, 16 * PRECISIONS[dtypes.float32].unit
 
-EIGHT_BIT_UNIT = 2.0**-4  # the least unit roundoff of their types
+EIGHT_BIT_UNIT = 2.0**-4  # the smallest unit roundoff of an 8-bit type
 
-USELESS = 0.5  # relative error of the naive computation from which it says nothing about others
+USELESS = 0.5  # relative error above which the naive computation gives no bound
 
 
 @dataclass(frozen=True)
 class Report:
-  """How far an output is from the oracle, and how far it may be.
+  """The error of an output against the oracle, with its bounds.
 
   Attributes:
-    name: what was measured, "output" or "lse".
+    name: the array that was measured: "output", "lse" or "gradient of q", ....
     mse: mean squared error.
-    relative: root of mse over the root mean square of the oracle; `relative_bound` is what is allowed.
-    largest: largest absolute error; `largest_bound` is what is allowed.
-    wrong: elements that are NaN, or infinite where the oracle is not (or the reverse).
+    relative: root mean square error over the root mean square of the oracle; at most `relative_bound` is allowed.
+    largest: largest absolute error; at most `largest_bound` is allowed.
+    wrong: number of elements that are NaN, or infinite where the oracle is not (or the reverse).
     worst: index of the element with the largest error, or of the first wrong one.
-    faults: what no independent roundings explain, if measured: the worst of each kind.
+    faults: the worst error of each kind that independent roundings cannot explain, if measured.
   """
 
   name: str
@@ -61,23 +61,23 @@ class Report:
     return "; ".join([text, *map(str, self.faults)])
 
   def record(self) -> dict[str, Any]:
-    """For JSON."""
+    """Return the report as a dict for JSON."""
     return asdict(self) | {"correct": self.correct}
 
 
 def compare(
   name: str, got: Array, exact: Array, naive: Array, unit: float, deviation: Array | None = None, limit: float = 0.0
 ) -> Report:
-  """Measures `got` against the oracle's `exact`.
+  """Measure `got` against the oracle's `exact`.
 
-  The bounds are twice the error of the naive computation in the same type, or of independent roundings where it is less
-  by chance, plus a floor. NaN never passes; infinities must be where the oracle has them.
+  The bounds are twice the error of the naive computation in the same dtype, or that of independent roundings if this is
+  larger, plus a floor. NaN never passes, and infinities must be where the oracle has them.
 
   Args:
-    got, exact, naive: of one shape; any float type.
-    unit: unit roundoff of the type of `got`.
-    deviation: the standard deviation of each element by independent roundings.
-    limit: how many such deviations the largest error may be.
+    got, exact, naive: arrays of one shape and any float type.
+    unit: unit roundoff of the dtype of `got`.
+    deviation: standard deviation of each element under independent roundings.
+    limit: bound of the largest error, in units of the largest deviation.
 
   Raises:
     ValueError: the shapes differ.
@@ -94,7 +94,7 @@ def compare(
   naive_error = np.zeros(exact.shape)
   np.subtract(naive, exact, out=naive_error, where=measured & np.isfinite(naive))
   values = np.where(measured, exact, 0.0)
-  rms = _rms(values) or 1.0  # an oracle that is all 0 is measured absolutely
+  rms = _rms(values) or 1.0  # absolute errors if the oracle is all 0
   relative, largest = _rms(error) / rms, float(np.abs(error).max(initial=0))
   expected = np.zeros(1) if deviation is None else deviation
   largest_bound = 2 * float(np.abs(naive_error).max(initial=0)) + floor * float(np.abs(values).max(initial=0))
@@ -112,7 +112,7 @@ def compare(
 
 
 def _relative(got: Array, exact: Array) -> float:
-  """Root mean square error over the root mean square, where both are finite."""
+  """Return the root mean square error over the root mean square, of elements that are finite in both."""
   finite = np.isfinite(got) & np.isfinite(exact)
   return _rms(np.where(finite, got - exact, 0.0)) / (_rms(np.where(finite, exact, 0.0)) or 1.0)
 
@@ -123,13 +123,13 @@ def _rms(x: Array) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Gate:
-  """What the oracle says about some inputs, for any number of outputs to be measured against.
+  """The oracle's results for some inputs, against which any number of outputs can be measured.
 
   Attributes:
     exact, exact_lse: the oracle's output and LSE.
-    naive, naive_lse: those of the naive computation, the output in the inputs' type, the LSE in float32.
-    unit: unit roundoff of the inputs' type.
-    roundings: what independent roundings may leave in the output.
+    naive, naive_lse: output and LSE of the naive computation, in the inputs' dtype and in float32.
+    unit: unit roundoff of the inputs' dtype.
+    roundings: bounds of the output's error under independent roundings.
   """
 
   exact: Array
@@ -141,23 +141,23 @@ class Gate:
 
   @classmethod
   def of(cls, q: Tensor, k: Tensor, v: Tensor, *, progress: bool = False, **options: Any) -> "Gate":
-    """Computes the oracle and the naive versions; the arguments are those of `verify`."""
+    """Compute the oracle and the naive versions; takes the arguments of `verify`."""
     return cls.of_arrays(numpy(q), numpy(k), numpy(v), q.dtype, progress=progress, **options)
 
   @classmethod
   def of_arrays(
     cls, q: Array, k: Array, v: Array, dtype: DType, *, tf32: bool = False, progress: bool = False, **options: Any
   ) -> "Gate":
-    """Computes the oracle and the naive versions for arrays that hold values of `dtype`.
+    """Compute the oracle and the naive versions for arrays that hold values of `dtype`.
 
     Raises:
-      ArithmeticError: the naive computation is too far off to measure others by.
+      ArithmeticError: the naive computation is too inaccurate to give a bound.
     """
     arrays, precision = (q, k, v), TF32 if tf32 and dtype == dtypes.float32 else PRECISIONS[dtype]
     exact, exact_lse = oracle(*arrays, progress=progress, **options)
     naive, naive_lse = oracle(*arrays, precision=precision, progress=progress, **options)
     guide = naive
-    if dtype != dtypes.float32:  # the LSE is float32 whatever q is, and so is the arithmetic behind it
+    if dtype != dtypes.float32:  # the LSE and its arithmetic are float32 for every dtype of q
       guide, naive_lse = oracle(*arrays, precision=precision.fused(), progress=progress, **options)
     if (off := _relative(naive, exact)) > USELESS:
       raise ArithmeticError(
@@ -168,12 +168,12 @@ class Gate:
     return cls(exact, exact_lse, naive, naive_lse, precision.unit, roundings)
 
   def output(self, got: Array) -> Report:
-    """The report on an output."""
+    """Return the report on an output."""
     report = compare("output", got, self.exact, self.naive, self.unit, *self.roundings.spread("output"))
     return replace(report, faults=self.roundings.faults(output=got)["output"])
 
   def lse(self, got: Array) -> Report:
-    """The report on a float32 LSE."""
+    """Return the report on a float32 LSE."""
     return compare("lse", got, self.exact_lse, self.naive_lse, PRECISIONS[dtypes.float32].unit)
 
 
@@ -188,14 +188,14 @@ def verify(
   progress: bool = False,
   **options: Any,
 ) -> list[Report]:
-  """Reports on an output, and on its LSE if there is one.
+  """Check an output, and its LSE if given; return a report on each.
 
   Args:
-    q, k, v, out: as `uopattn.attention` takes and gives them, four dimensions.
+    q, k, v, out: inputs and output of `uopattn.attention`, with four dimensions.
     lse: (B, Hq, M) float32.
+    tf32: whether float32 products were computed in tf32.
     progress: show a progress bar.
-    tf32: products of float32 were in tf32.
-    options: what `uopattn.proof.oracle.oracle` takes.
+    options: keyword arguments of `uopattn.proof.oracle.oracle`.
   """
   gate = Gate.of(q, k, v, tf32=tf32, progress=progress, **options)
   return [gate.output(numpy(out)), *([] if lse is None else [gate.lse(numpy(lse))])]
@@ -203,13 +203,13 @@ def verify(
 
 @dataclass(frozen=True, eq=False)
 class GradientGate:
-  """What the oracle says about the gradients of some inputs.
+  """The oracle's gradients for some inputs, against which other gradients can be measured.
 
   Attributes:
-    exact: the oracle's.
-    naive: those of the naive computation.
-    unit: unit roundoff of the inputs' type.
-    roundings: what independent roundings may leave in the gradients of q, k and v.
+    exact: the oracle's gradients.
+    naive: the gradients of the naive computation.
+    unit: unit roundoff of the inputs' dtype.
+    roundings: bounds of the errors of dQ, dK and dV under independent roundings.
   """
 
   exact: Gradients
@@ -221,7 +221,7 @@ class GradientGate:
   def of(
     cls, q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor | None = None, *, tf32: bool = False, **options: Any
   ) -> "GradientGate":
-    """Computes both; the arguments are those of `verify_gradients`."""
+    """Compute the gradients by the oracle and naively; takes the arguments of `verify_gradients`."""
     a, b, c, d = (numpy(x) for x in (q, k, v, do))
     return cls.of_arrays(a, b, c, d, q.dtype, None if dlse is None else numpy(dlse), tf32=tf32, **options)
 
@@ -238,7 +238,7 @@ class GradientGate:
     tf32: bool = False,
     **options: Any,
   ) -> "GradientGate":
-    """Computes the gradients by the oracle and naively, for arrays that hold values of `dtype`."""
+    """Compute the gradients by the oracle and naively, for arrays that hold values of `dtype`."""
     precision = TF32 if tf32 and dtype == dtypes.float32 else PRECISIONS[dtype]
     inputs = q, k, v, do, dlse
     exact, naive = (gradients(*inputs, precision=x, **options) for x in (EXACT, precision))
@@ -249,7 +249,7 @@ class GradientGate:
     return cls(exact, naive, precision.unit, roundings)
 
   def reports(self, **got: Array) -> list[Report]:
-    """A report on each gradient, by the names that `uopattn.proof.oracle_gradients.Gradients` has for them."""
+    """Return a report on each gradient; the names are the fields of `uopattn.proof.oracle_gradients.Gradients`."""
     exact, naive, spread = self.exact.named(), self.naive.named(), self.roundings.spread
     reports = {
       name: compare(f"gradient of {name}", x, exact[name], naive[name], self.unit, *spread(name))
@@ -270,23 +270,23 @@ def verify_gradients(
   tf32: bool = False,
   **options: Any,
 ) -> list[Report]:
-  """Reports on the gradients of sum(do * out) + sum(dlse * lse).
+  """Check the gradients of sum(do * out) + sum(dlse * lse); return a report on each.
 
   Args:
-    q, k, v: as `uopattn.attention` takes them, four dimensions.
+    q, k, v: inputs of `uopattn.attention`, with four dimensions.
     do: (B, Hq, M, Dv), of q's dtype.
     got: the gradients by name: q, k, v, sinks, attn_mask.
-    dlse: (B, Hq, M) float32; None is 0.
-    tf32: products of float32 were in tf32.
-    options: what `uopattn.proof.oracle.oracle` takes.
+    dlse: (B, Hq, M) float32; None stands for 0.
+    tf32: whether float32 products were computed in tf32.
+    options: keyword arguments of `uopattn.proof.oracle.oracle`.
   """
   gate = GradientGate.of(q, k, v, do, dlse, tf32=tf32, **options)
   return gate.reports(**{name: numpy(x) for name, x in got.items()})
 
 
 def numpy(x: Tensor) -> Array:
-  """The values as numpy has them: bfloat16 and 8-bit floats, which numpy lacks, as float32."""
-  x = x.realize()  # a cast that is still lazy would be folded with the one to float32, and its rounding lost
+  """Return the values as a numpy array; bfloat16 and 8-bit floats, which numpy lacks, become float32."""
+  x = x.realize()  # a lazy cast would be fused with the one to float32, and its rounding lost
   return x.numpy() if x.dtype in _NUMPY_FLOATS else x.float().numpy()
 
 

@@ -1,7 +1,7 @@
-"""Attention as its definition says, in float64 numpy: what every kernel is measured against.
+"""Attention by its definition in float64 numpy, against which every kernel is measured.
 
-The same function computes naively in a narrower type: given a `Precision`, every intermediate is rounded to it. The
-error of that computation says what a type allows.
+Given a `Precision`, the same function computes naively in a narrower type, with every intermediate rounded to it. The
+error of the naive computation shows how exact an output of that type can be.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,22 +13,22 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad.helpers import tqdm
 
 Array = np.ndarray[Any, np.dtype[Any]]
-CHUNK = 1 << 22  # scores held at once
+CHUNK = 1 << 22  # scores held in memory at once
 
 
 @dataclass(frozen=True)
 class Precision:
-  """How numbers are kept.
+  """The rounding of each kind of number in a computation.
 
   Attributes:
-    work: the numpy type that arithmetic is done in.
+    work: numpy type of the arithmetic.
     keep: rounds an intermediate of type `work`.
-    unit: unit roundoff, half the distance from 1 to the next number.
-    store: rounds the output; None where that is `keep` too.
-    operand: rounds what goes into a product of matrices; None where nothing is lost.
-    weights: rounds the weights that go into a product of matrices, which is then divided by their sum; None where
-      they are divided first, and `operand` rounds them.
-    least: half the least positive number of the output's type: no number is rounded more finely.
+    unit: unit roundoff: half the distance from 1 to the next number.
+    store: rounds the output; None uses `keep`.
+    operand: rounds the operands of a matrix product; None rounds nothing.
+    weights: rounds the weights P of the product P V, which is divided by their sum afterwards; None divides the
+      weights first, and `operand` rounds them.
+    least: half the smallest positive number of the output's type, the finest rounding step.
   """
 
   work: type
@@ -40,48 +40,48 @@ class Precision:
   least: float = 0.0
 
   def fused(self) -> "Precision":
-    """How a fused kernel keeps numbers: it only rounds the weights of a product, and the output."""
+    """Return the precision of a fused kernel, which rounds only the weights of a product and the output."""
     return replace(self, keep=lambda x: x, store=self.store or self.keep, weights=self.operand or self.keep)
 
 
 def round_to_bfloat16(x: Array) -> Array:
-  """float32 rounded to the nearest bfloat16, ties to even, as float32; NaN stays NaN."""
+  """Round float32 to the nearest bfloat16, ties to even; returns float32, and NaN stays NaN."""
   bits = x.astype(np.float32).view(np.uint32)
   rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
   return np.where(np.isnan(x), np.float32(np.nan), rounded)
 
 
 def cut_to_tf32(x: Array) -> Array:
-  """float32 as a product in tf32 sees it: with the first 10 bits of the fraction, the others cut off."""
+  """Truncate float32 to tf32, as a matrix product does: only the first 10 bits of the fraction stay."""
   return (x.astype(np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 def round_to_bits(x: Array, bits: int) -> Array:
-  """x rounded to `bits` significant bits, ties to even, whatever its exponent."""
+  """Round x to `bits` significant bits, ties to even, for any exponent."""
   fraction, exponent = np.frexp(x)
   return np.ldexp(np.rint(np.ldexp(fraction, bits)), exponent - bits).astype(x.dtype)
 
 
 def round_to_e4m3(x: Array) -> Array:
-  """x rounded to the nearest fp8e4m3, ties to even, as tinygrad casts: beyond 448 it is 448; infinity becomes NaN."""
+  """Round x to the nearest fp8e4m3, ties to even, as tinygrad casts: saturates at 448; infinity becomes NaN."""
   return np.where(np.isfinite(x), _round_to_float8(x, 4, -6, 448), np.nan).astype(x.dtype)
 
 
 def round_to_e5m2(x: Array) -> Array:
-  """x rounded to the nearest fp8e5m2, ties to even, as tinygrad casts: finite numbers beyond 57344 are that."""
+  """Round x to the nearest fp8e5m2, ties to even, as tinygrad casts: finite numbers saturate at 57344."""
   return np.where(np.isfinite(x), _round_to_float8(x, 3, -14, 57344), x)
 
 
 def _round_to_float8(x: Array, bits: int, lowest: int, largest: float) -> Array:
-  """x rounded to `bits` significant bits, fewer below 2**lowest, and held within [-largest, largest]."""
+  """Round x to `bits` significant bits (fewer below 2**lowest) and clamp it to [-largest, largest]."""
   exponent = np.maximum(np.frexp(x)[1] - 1, lowest)
-  last = np.ldexp(x.dtype.type(1), exponent - (bits - 1))  # place
+  last = np.ldexp(x.dtype.type(1), exponent - (bits - 1))  # unit in the last place
   return np.clip(np.rint(x / last) * last, -largest, largest)
 
 
 EXACT = Precision(np.float64, lambda x: x, 2.0**-53)
-# Whoever computes in 8 bits scales what leaves their range, as weights below 2**-9 do; so intermediates have a range
-# without end here. The output has the type's own.
+# Kernels that compute in 8 bits scale numbers that leave the range, such as weights below 2**-9. So intermediates have
+# an unlimited range here; the output has that of its type.
 PRECISIONS: dict[DType, Precision] = {
   dtypes.float32: Precision(np.float32, lambda x: x, 2.0**-24, least=2.0**-150),
   dtypes.float16: Precision(np.float32, lambda x: x.astype(np.float16).astype(np.float32), 2.0**-11, least=2.0**-25),
@@ -93,7 +93,7 @@ TF32 = Precision(np.float32, lambda x: x, 2.0**-11, operand=cut_to_tf32, least=2
 
 
 class Table:
-  """An array as mods index it, with an integer or an array of them for each axis: what is outside of it reads as 0."""
+  """An array as mods index it, with an integer or an integer array per axis; reads outside of it give 0."""
 
   def __init__(self, array: Array):
     self.array, self.shape, self.ndim, self.dtype = array, array.shape, array.ndim, array.dtype
@@ -106,10 +106,10 @@ class Table:
 
 @dataclass(frozen=True, eq=False)
 class Rules:
-  """The arguments of `uopattn.attention` that change the result, as numpy has them.
+  """The arguments of `uopattn.attention` that change the result, with numpy arrays for Tensors.
 
-  score_mod and mask_mod are called with numpy arrays where kernels give UOps; q_start is an int or (B,). `kept` says
-  which weights dropout keeps, (B, Hq, M, N) bool; None is all.
+  score_mod and mask_mod get numpy arrays where kernels pass UOps. q_start is an int or (B,). `kept` marks the weights
+  that dropout keeps, (B, Hq, M, N) bool; None keeps all.
   """
 
   is_causal: bool = False
@@ -128,21 +128,21 @@ class Rules:
 
   @property
   def tables(self) -> tuple[Table, ...]:
-    """aux as score_mod and mask_mod are given it."""
+    """Return aux as score_mod and mask_mod receive it."""
     return tuple(map(Table, self.aux))
 
 
 def oracle(
   q: Array, k: Array, v: Array, *, precision: Precision = EXACT, progress: bool = False, **rules: Any
 ) -> tuple[Array, Array]:
-  """The output (B, Hq, M, Dv) and the natural-log LSE (B, Hq, M), in `precision.work`.
+  """Return the output (B, Hq, M, Dv) and the natural-log LSE (B, Hq, M), in `precision.work`.
 
   Args:
     q: (B, Hq, M, Dk); query head h reads key head h // (Hq // Hkv).
     k: (B, Hkv, N, Dk).
     v: (B, Hkv, N, Dv).
-    precision: how intermediates are kept.
-    progress: show a progress bar, if on a terminal.
+    precision: rounding of intermediates.
+    progress: show a progress bar on a terminal.
     rules: the fields of `Rules`.
   """
   (B, Hq, M, Dk), (_, Hkv, N, Dv) = q.shape, v.shape
@@ -158,7 +158,7 @@ def oracle(
     score = keep(keep(operand(q[b, h, rows].astype(work)) @ operand(k[b, key_head].astype(work)).T) * work(scale))
     score = np.where(seen(r, part, b, h, i, j), modified(r, score, part, b, h, i, j, keep), -np.inf)
 
-    sees = (score > -np.inf).any(-1) | np.isnan(score).any(-1)  # rows that see no key stay 0 and -inf
+    sees = (score > -np.inf).any(-1) | np.isnan(score).any(-1)  # rows that see no key keep output 0 and LSE -inf
     score = score[sees]
     m = score.max(-1, keepdims=True)
     m = m if r.sinks is None else np.maximum(m, r.sinks[h])
@@ -176,7 +176,7 @@ def oracle(
 def modified(
   r: Rules, score: Array, mask: Array | None, b: int, h: int, i: Array, j: Array, keep: Callable[[Array], Array]
 ) -> Array:
-  """softcap, then score_mod, then the additive mask."""
+  """Apply softcap, then score_mod, then the additive mask to a score."""
   if r.softcap is not None:
     score = keep(r.softcap * np.tanh(score / r.softcap))
   if r.score_mod is not None:
@@ -187,7 +187,7 @@ def modified(
 
 
 def seen(r: Rules, mask: Array | None, b: int, h: int, i: Array, j: Array) -> Array:
-  """Which keys j (N,) the queries i (rows, 1) see: (rows, N) bool."""
+  """Return which of the keys j (N,) each of the queries i (rows, 1) sees: (rows, N) bool."""
   position = i + (r.q_start if isinstance(r.q_start, int) else r.q_start[b])
   seen = np.ones(np.broadcast_shapes(i.shape, j.shape), bool)
   if r.is_causal:
@@ -206,7 +206,7 @@ def seen(r: Rules, mask: Array | None, b: int, h: int, i: Array, j: Array) -> Ar
 
 
 def pieces(B: int, Hq: int, M: int, N: int) -> Iterator[tuple[int, int, slice]]:
-  """Batch, head and a range of rows whose scores fit CHUNK."""
+  """Yield batch, head and a range of rows, at most CHUNK scores at a time."""
   step = max(1, CHUNK // N)
   for b in range(B):
     for h in range(Hq):

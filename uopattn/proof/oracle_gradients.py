@@ -1,6 +1,6 @@
-"""The gradients of attention by their formulae, in float64 numpy: what every backward kernel is measured against.
+"""The gradients of attention by their formulae in float64 numpy, against which every backward kernel is measured.
 
-As `uopattn.proof.oracle.oracle`, the same function computes naively in a narrower type.
+Given a `Precision`, the same function computes naively in a narrower type, as `uopattn.proof.oracle.oracle` does.
 """
 
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from tinygrad.helpers import tqdm
 
 from uopattn.proof.oracle import EXACT, Array, Precision, Rules, modified, oracle, pieces, seen
 
-STEP = 1e-6  # of the differences by which score_mod is differentiated
+STEP = 1e-6  # of the central differences that differentiate score_mod
 
 
 @dataclass(frozen=True, eq=False)
 class Gradients:
-  """Of a loss, by each argument: of its shape.
+  """Gradients of a loss by each argument, each with the argument's shape.
 
-  sinks and attn_mask are None where there are none, attn_mask also where it is bool.
+  sinks and attn_mask are None if not given; attn_mask is also None if it is bool.
   """
 
   q: Array
@@ -28,7 +28,7 @@ class Gradients:
   attn_mask: Array | None
 
   def named(self) -> dict[str, Array]:
-    """The gradients that there are, by name."""
+    """Return the gradients that are not None, by name."""
     return {name: x for name, x in vars(self).items() if x is not None}
 
 
@@ -43,12 +43,12 @@ def gradients(
   progress: bool = False,
   **rules: Any,
 ) -> Gradients:
-  """The gradients of sum(do * out) + sum(dlse * lse), in `precision.work`.
+  """Return the gradients of sum(do * out) + sum(dlse * lse), in `precision.work`.
 
   Args:
-    q, k, v: as `uopattn.proof.oracle.oracle` takes them, as do the rest.
+    q, k, v, precision, progress, rules: the arguments of `uopattn.proof.oracle.oracle`.
     do: (B, Hq, M, Dv).
-    dlse: (B, Hq, M); None is 0. What it says of rows that see no key does not count.
+    dlse: (B, Hq, M); None stands for 0. Rows that see no key are ignored.
   """
   (B, Hq, M, Dk), (_, Hkv, N, _) = q.shape, v.shape
   r, keep, work = Rules(**rules), precision.keep, precision.work
@@ -76,7 +76,7 @@ def gradients(
     dv[b, key_head] += rounded(keep(z * p)).T @ do[b, h, rows]
     dp = keep(do[b, h, rows] @ v[b, key_head].T)
     ds = keep(p * keep(z * dp - D))
-    with np.errstate(invalid="ignore"):  # the slope of what is hidden may be anything
+    with np.errstate(invalid="ignore"):  # the slope of a hidden score may be anything
       dqk = rounded(keep(np.where(ds == 0, 0, ds * slope(r, score, *at)) * scale))
     dq[b, h, rows] = store(dqk @ k[b, key_head])
     dk[b, key_head] += dqk.T @ q[b, h, rows]
@@ -94,7 +94,7 @@ def gradients(
 
 
 def slope(r: Rules, score: Array, b: int, h: int, i: Array, j: Array) -> Array:
-  """The derivative, by a score that is no more than a product times scale, of what becomes of it; in its dtype."""
+  """Return the derivative of the final score by `score` (q.k times scale), in the dtype of `score`."""
   x, found = score.astype(np.float64), np.ones(score.shape)
   if r.softcap is not None:
     found = 1 - np.tanh(x / r.softcap) ** 2
@@ -106,7 +106,7 @@ def slope(r: Rules, score: Array, b: int, h: int, i: Array, j: Array) -> Array:
 
 
 def unbroadcast(grad: Array, shape: tuple[int, ...]) -> Array:
-  """The gradient by an array that was broadcast from `shape`."""
+  """Sum a gradient over the axes along which its argument was broadcast from `shape`."""
   whole = (1,) * (grad.ndim - len(shape)) + shape
   axes = tuple(axis for axis, size in enumerate(whole) if size == 1)
   return np.asarray(grad.sum(axes, keepdims=True)).reshape(shape)

@@ -1,35 +1,38 @@
-"""What independent roundings leave in the products of attention, and so which errors are no roundings.
+"""Bounds of the errors that independent roundings leave in the products of attention; larger errors are faults.
 
 The output and its gradients are products X = A Y per head: O = P V, dQ = dS K, dK = dS^T Q and dV = P^T dO. A kernel
-rounds each weight of A to the inputs' type, works out the scores in float32, and rounds X. To first order the error is
-linear in these roundings,
+rounds each weight of A to the inputs' type, computes the scores in float32, and rounds X. To first order the error is
+linear in these roundings:
 
-  R = (A e) Y + X f,  |f| <= u,  e of three parts:
+  R = (A e) Y + X f,  |f| <= u
 
-- the weight's own rounding, at most u = `Precision.unit`, or `Precision.least` for what is below the type's range;
-- the sum's: float32's u for each weight, times the root of the number of terms, as partial sums grow by a random walk;
-- the score's: absolute errors of a score are relative ones of its weight. They are of the size of float32's u times
-  that of the score and of its partial sums. Operands rounded anew, as q is by a kernel that scales it first, leave u
-  times each term of q.k. The sum that divides the weights has these errors, too, so they meet Y - X in place of Y.
+The relative error e of a weight has three parts:
 
-A rounding error is taken as uniform in its interval, centred, and independent of others. Every linear form of the
-errors, as are those below, is then sub-Gaussian with the sum of the squares of its coefficients, times u^2 / 3, as its
-variance: beyond z standard deviations it lies with a probability of at most 2 exp(-z^2 / 2). For K forms,
-z = sqrt(2 ln(2 K / ALARM)) makes a false alarm in any of them less probable than ALARM. The forms are
+- The rounding of the weight itself, at most u = `Precision.unit`, or `Precision.least` below the type's range.
+- The rounding of the sum: float32's u per weight, times the root of the number of terms, because partial sums grow
+  like a random walk.
+- The error of the score: an absolute error of a score is a relative error of its weight. It is of the size of float32's
+  u times the score and its partial sums. An operand that is rounded again, such as q in a kernel that scales it first,
+  adds u times each term of q.k. The sum that divides the weights has these errors too, so they multiply Y - X, not Y.
 
-- each element of R, with the variance (var A) Y^2 + X^2 u^2 / 3;
-- for each row, column and head of X the sum of R X: how much larger than X it is, which averages the roundings of
-  many elements. In rows and heads a weight's error meets X through A (X Y^T), as it is the same in all columns;
-- for each row j of Y (a key of P V) the sum over i of A_ij R_i.y_j: how much of its share in X is missing or too much;
-  and the same of the shares of tiles of such rows.
+Each rounding error is modelled as uniform in its interval, centred, and independent of the others. Every linear form of
+the errors is then sub-Gaussian, and its variance is the sum of the squares of its coefficients, times u^2 / 3. It
+exceeds z standard deviations with a probability of at most 2 exp(-z^2 / 2). For K forms, z = sqrt(2 ln(2 K / ALARM))
+keeps the probability of any false alarm below ALARM. The forms are:
 
-Roundings are not independent where weights are equal, as with few different scores or with rows alike. Equal weights
-are found by their places between two numbers of the type: the covariance of two roundings at a distance of d such
-steps, at an unknown place between, is 1 - 6 d + 6 d^2 (for d <= 1; its mean over d is 0, so smooth distributions add
-nothing). The sums of a head's coefficients by place, with that covariance, say by how much its variances grow.
+- Each element of R, with the variance (var A) Y^2 + X^2 u^2 / 3.
+- The sum of R X over each row, column and head of X, which shows a scale error. It averages the roundings of many
+  elements. In rows and heads the error of a weight enters through A (X Y^T), because it is the same in all columns.
+- For each row j of Y (a key of P V) the sum over i of A_ij R_i.y_j, which shows how much of its share in X is missing
+  or too much, and likewise for tiles of such rows.
 
-What remains is systematic and the type's own: tf32 cuts off, and small outputs of 8 bits vanish. What exceeds z is
-therefore compared with twice the largest deviation that the guide shows, the naive computation of a fused kernel.
+The roundings of equal weights are not independent; few different scores, or identical rows, give equal weights. They
+are found by their places between two numbers of the type. The covariance of two roundings at a distance of d steps, at
+an unknown place in between, is 1 - 6 d + 6 d^2 for d <= 1. Its mean over d is 0, so smooth distributions add nothing.
+The sums of a head's coefficients by place, combined with this covariance, give the factor by which its variances grow.
+
+The remaining errors are systematic and belong to the type: tf32 truncates, and small 8-bit outputs vanish. A form that
+exceeds z is therefore compared with twice the largest deviation of the guide, the naive computation of a fused kernel.
 """
 
 from collections import defaultdict
@@ -41,13 +44,13 @@ import numpy as np
 
 from uopattn.proof.oracle import CHUNK, Array, Precision, Rules
 
-ALARM = 1e-6  # probability that the roundings of a right result look like a fault
-FLOAT32 = 2.0**-24  # unit roundoff of what all kernels add up in
-LEAST_UNIT = 2.0**-12  # unit roundoff of types that are narrower than float32, in which kernels keep weights
-NEGLIGIBLE = 2.0**-40  # what is so much smaller than others is no matter
-LEAST_SQUARE = np.float32(2.0**-120)  # keeps the square of what is not 0 from becoming 0
-TILE = 64  # keys or queries that are looked at together
-BINADES, PLACES = 14, 8  # of weights below the largest; places between two numbers of a type
+ALARM = 1e-6  # probability that the roundings of a correct result look like a fault
+FLOAT32 = 2.0**-24  # unit roundoff of float32, in which all kernels accumulate
+LEAST_UNIT = 2.0**-12  # lower bound of the unit roundoff of types narrower than float32, in which kernels keep weights
+NEGLIGIBLE = 2.0**-40  # relative size below which a number is ignored
+LEAST_SQUARE = np.float32(2.0**-120)  # keeps squares of nonzero numbers from underflowing to 0
+TILE = 64  # keys or queries per tile form
+BINADES, PLACES = 14, 8  # binades of weights below the largest; places between two numbers of a type
 
 Head = tuple[int, int]  # batch, head
 Shape = tuple[int, int, int]
@@ -55,15 +58,17 @@ Shape = tuple[int, int, int]
 
 @dataclass(frozen=True, eq=False)
 class Term:
-  """A part of a product: `rows` of X in head `result` gain weights @ Y, of the rows `inner` of Y in head `operand`.
+  """A part of a product: X[result][rows] += weights @ Y[operand][inner].
 
   Attributes:
+    result, operand: the heads of X and of Y.
     place: the query head that the weights belong to.
+    rows, inner: the rows of X and of Y.
     weights: (rows, inner).
-    variance: of the error of each.
-    shared: the same of errors that are also in the sum by which a row of weights is divided; None where there is none.
-    common: the deviations of what is one error for all weights of a query, if any; also part of `variance`.
-    by_row: whether a query is a row of X, else of Y.
+    variance: variance of each weight's error.
+    shared: variance of the errors that are also in the sum that divides the weights; None if there is no such sum.
+    common: deviations of an error that is the same for all weights of a query, if any; also part of `variance`.
+    by_row: whether a query is a row of X, or else of Y.
   """
 
   result: Head
@@ -78,20 +83,20 @@ class Term:
   by_row: bool = True
 
 
-Terms = Callable[[], Iterator[tuple[str, Term]]]  # with the names of their products
+Terms = Callable[[], Iterator[tuple[str, Term]]]  # pairs of a product's name and a term
 _TINY = 2.0**-1000  # keeps a variance from being 0
 
 
 @dataclass(frozen=True)
 class Fault:
-  """An error that no roundings explain.
+  """An error that roundings cannot explain.
 
   Attributes:
-    kind: "element", "row", "column", "head", "key", or "tile" of keys; of the gradients of k and v a "query" or "tile"
-      of queries.
-    place: its index: (B, H, M, D), (B, H, M), (B, H, D), (B, H), (B, H, N), and (B, H, tile), of `TILE` keys.
-    size: the error of an element, else by how much of itself it is too large: -1 where it is missing.
-    bound: what roundings may leave.
+    kind: "element", "row", "column", "head", "key" or "tile" (of keys); for the gradients of k and v also "query", and
+      "tile" (of queries).
+    place: index (B, H, M, D), (B, H, M), (B, H, D), (B, H), (B, H, N) or (B, H, tile), by kind; a tile has `TILE` keys.
+    size: the error of an element; for other kinds, the excess relative to the exact value, -1 if it is missing.
+    bound: the largest size that roundings explain.
   """
 
   kind: str
@@ -106,13 +111,13 @@ class Fault:
 
 @dataclass(frozen=True, eq=False)
 class Family:
-  """Linear forms of one kind in the error; arrays of one shape, (B, H) first.
+  """Linear forms of one kind in the error; all arrays have the same shape, starting with (B, H).
 
   Attributes:
     kind: see `Fault`.
-    value, variance: of each form.
-    slack: what is allowed beside the variance.
-    size: what a fault is told as a share of.
+    value, variance: the value and variance of each form.
+    slack: deviation allowed besides the variance.
+    size: the exact value, by which the size of a fault is divided.
   """
 
   kind: str
@@ -122,16 +127,16 @@ class Family:
   size: Array
 
   def times(self, common: Array) -> "Family":
-    """With variances that are larger by factors (B, H)."""
+    """Return the family with variances multiplied by factors (B, H)."""
     each = np.repeat(common, self.value.shape[1] // common.shape[1], 1)
     return replace(self, variance=self.variance * each.reshape(*each.shape, *[1] * (self.value.ndim - 2)))
 
   def excess(self) -> Array:
-    """In standard deviations."""
+    """Return each form's value beyond its slack, in standard deviations."""
     return np.maximum(np.abs(self.value) - self.slack, 0) / np.sqrt(self.variance + _TINY)
 
   def fault(self, limit: float) -> Fault:
-    """The worst of them, if `limit` standard deviations are allowed."""
+    """Return the worst form as a fault, with a bound of `limit` standard deviations."""
     place = np.unravel_index(np.argmax(self.excess()), self.value.shape)
     size = self.size[place] or 1.0
     bound = limit * np.sqrt(self.variance[place]) + self.slack[place]
@@ -142,15 +147,15 @@ class Product:
   """The variances of the errors of one product X = A Y per head.
 
   Attributes:
-    unit: the product of the largest numbers of Y and of what A is linear in, so that no square leaves float32's range.
-    exact, operand: X in that unit, and Y over its largest number.
-    lengths, directions: of the rows of X.
-    elements, rows, columns, heads: the variances of each element, of R along a row's direction, and of the sums of R X.
-      `columns` is only what is beside that of the elements.
-    slack: by how much of itself each head may be too large.
-    key: what a row of Y is.
-    keys: (B, H, rows) of `Term.place` and `Term.inner`.
-    limit: how many standard deviations any form may have.
+    unit: the largest number of Y times those of the arrays in which A is linear; keeps squares in float32's range.
+    exact, operand: X divided by `unit`, and Y divided by its largest number.
+    lengths, directions: norms and unit vectors of the rows of X.
+    elements, rows, columns, heads: variances of each element, of R along a row's direction, and of the sums of R X.
+      `columns` holds only the part beyond that of the elements.
+    slack: relative scale error that each head may have.
+    key: what a row of Y is: "key" or "query".
+    keys: (B, H, rows), the shape that `Term.place` and `Term.inner` index.
+    limit: standard deviations that any form may have.
   """
 
   def __init__(
@@ -170,16 +175,16 @@ class Product:
     self.limit = sqrt(2 * log(2 * forms / ALARM))
 
   def response(self, t: Term) -> Array:
-    """How much one of each weight adds to its row, in the row's direction."""
+    """Return the change of each row of X, along its direction, per unit of each weight: (rows, inner)."""
     return self.directions[t.result][t.rows].astype(np.float32) @ self.operand[t.operand][t.inner].T
 
   def add(self, t: Term) -> None:
-    """Adds what the errors of these weights leave."""
+    """Add the variances that the errors of these weights cause."""
     part, response, y = (*t.result, t.rows), self.response(t), self.operand[t.operand][t.inner]
     x, lengths = self.exact[part], self.lengths[part]
     elements = t.variance @ np.square(y)
     rows = np.einsum("ij,ij,ij->i", t.variance, response, response)
-    if t.shared is not None:  # these errors meet Y - X; and kernels may sum rounded weights
+    if t.shared is not None:  # these errors multiply Y - X; and kernels may sum rounded weights
       own, shared = t.variance.sum(1, dtype=np.float64), t.shared.sum(1, dtype=np.float64)
       elements = elements + (t.shared @ np.square(y) - 2 * x * (t.shared @ y) + shared[:, None] * np.square(x)).clip(0)
       elements += own[:, None] * np.square(x)
@@ -199,11 +204,11 @@ class Product:
     self.heads[t.result] += heads
 
   def error(self, got: Array) -> Array:
-    """How far an array is from X; 0 where either is not finite."""
+    """Return the error of an array against X, divided by `unit`; 0 where either is not finite."""
     return finite(got.astype(np.float64) / self.unit - self.exact)
 
   def families(self, error: Array) -> Iterator[Family]:
-    """All forms but those of shares."""
+    """Yield the forms of elements, rows, columns and heads."""
     x, x2, lengths, slack = self.exact, np.square(self.exact), self.lengths, self.slack[:, None]
     yield Family("element", error, self.elements, slack[:, None] * np.abs(x), np.full(x.shape, 1 / self.unit))
     yield Family("row", (error * self.directions).sum(-1), self.rows, slack * lengths, lengths)
@@ -214,18 +219,18 @@ class Product:
 
 
 class Shares:
-  """The forms of an error that belong to the rows of Y, and to tiles of them: by what these add to X."""
+  """The forms of an error for the rows of Y and for tiles of them, weighted by their shares in X."""
 
   def __init__(self, product: Product, error: Array):
     self.product, (B, H, rows) = product, product.keys
     self.of_rows = np.zeros((4, B, H, rows))  # value, variance, slack, size
     self.of_tiles = np.zeros((4, B, H, -(-rows // TILE)))
-    self.unit = np.sqrt(product.elements.max((2, 3), keepdims=True))  # of each head, so that no square is too small
+    self.unit = np.sqrt(product.elements.max((2, 3), keepdims=True))  # per head, so that no square underflows
     self.error = (error / self.unit).astype(np.float32)
     self.variance = (product.elements / np.square(self.unit)).astype(np.float32)
 
   def add(self, t: Term) -> None:
-    """Adds what these weights contribute."""
+    """Add the contributions of these weights."""
     rows, unit = (*t.result, t.rows), np.float64(self.unit[t.result].item())
     error, variance = self.error[rows], self.variance[rows]
     slack = self.product.slack[t.result[1]] * self.product.lengths[rows]
@@ -254,11 +259,11 @@ class Shares:
 
 @dataclass(frozen=True, eq=False)
 class Roundings:
-  """What roundings may leave in some products.
+  """The errors that roundings may leave in some products.
 
   Attributes:
-    terms: goes through the parts of all products.
-    products: by name.
+    terms: returns an iterator over the parts of all products.
+    products: the products by name.
     guides: the errors of the naive computation of a fused kernel, by name.
   """
 
@@ -268,7 +273,7 @@ class Roundings:
 
   @classmethod
   def of(cls, terms: Terms, products: dict[str, Product], guides: dict[str, Array]) -> "Roundings":
-    """Goes through the terms once, for the variances, and keeps them if they are small; `guides` are whole arrays."""
+    """Compute the variances from the terms, which are kept in memory if small; `guides` are arrays, not errors."""
     if sum(prod(x.keys) * x.exact.shape[2] for x in products.values()) <= CHUNK:
       terms = list(terms()).__iter__
     for name, term in terms():
@@ -276,13 +281,13 @@ class Roundings:
     return cls(terms, products, {name: x.error(guides[name]) for name, x in products.items()})
 
   def spread(self, name: str) -> tuple[Array, float] | tuple[()]:
-    """The standard deviation of each element, and how many of it are allowed; nothing of what is no product."""
+    """Return the standard deviation of each element and the allowed number of them; () if `name` is no product."""
     if (product := self.products.get(name)) is None:
       return ()
     return np.sqrt(product.elements) * product.unit, product.limit
 
   def faults(self, **got: Array) -> dict[str, tuple[Fault, ...]]:
-    """The worst fault of each kind, by the names of the products."""
+    """Return the worst fault of each kind, by the names of the products."""
     errors = {name: self.products[name].error(x) for name, x in got.items()}
     found: dict[str, tuple[Fault, ...]] = dict.fromkeys(got, ())
     families = self._families(errors)
@@ -304,7 +309,7 @@ class Roundings:
     return {name: [*self.products[name].families(error), *shares[name].families()] for name, error in errors.items()}
 
   def _common(self, name: str) -> Array:
-    """By how much the variances of each head of X grow because weights are equal: (B, H)."""
+    """Return the factor by which equal weights increase the variances of each head of X: (B, H)."""
     p = self.products[name]
     found, unit = np.ones(p.exact.shape[:2]), p.precision.unit
     if unit < LEAST_UNIT:
@@ -324,41 +329,41 @@ class Roundings:
 
 
 def _slack(precision: Precision, r: Rules, heads: int) -> Array:
-  """By how much of itself each head may be too large: (heads,)."""
-  slack = precision.unit**2 + 16 * FLOAT32  # of second order, and of float32's exponentials and sums
-  if (weights := precision.fused().weights) is not None:  # many a weight is 1 times what dropout gives: rounded alike
+  """Return the relative scale error that each head may have: (heads,)."""
+  slack = precision.unit**2 + 16 * FLOAT32  # second-order terms, and float32's exponentials and sums
+  if (weights := precision.fused().weights) is not None:  # many weights are 1 times dropout's factor: rounded alike
     kept = np.float32(1 / (1 - r.dropout_p))
     slack += abs(float(weights(np.array(kept)) / kept) - 1)
   sinks: Array = np.zeros(heads) if r.sinks is None else np.abs(finite(r.sinks)).reshape(heads, -1).max(1)
-  return slack + 2 * FLOAT32 * sinks  # a score of a sink has one error for all
+  return slack + 2 * FLOAT32 * sinks  # the error of a sink's score is the same for all rows
 
 
 def finite(x: Array) -> Array:
-  """In float64, with zeros in place of NaN and infinity."""
+  """Return x in float64, with NaN and infinity replaced by 0."""
   return np.nan_to_num(x.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def largest(x: Array) -> float:
-  """The largest finite number, or 1 if that is 0."""
+  """Return the largest finite absolute value, or 1 if it is 0."""
   return float(np.abs(finite(x)).max()) or 1.0
 
 
 def _places(weights: Array, unit: float, count: int) -> Array:
-  """The place of each weight among the numbers of a type, from that of the largest downwards."""
+  """Return the place of each weight among the numbers of a type, counted down from the largest weight."""
   fraction, exponent = np.frexp(np.abs(weights).ravel().astype(np.float64))
   steps = (exponent + 2 * fraction) * (PLACES / (2 * unit))
   return np.minimum(np.rint(steps.max() - steps), count - 1).astype(np.int64)
 
 
 def _covariance(by_place: Array) -> float:
-  """The variance of a sum of roundings, in units of that of one, whose coefficients at each place are these."""
+  """Return the variance of a sum of roundings, over that of one rounding, from the sums of coefficients per place."""
   found = _TAPS[0] * np.dot(by_place, by_place)
   return float(found + sum(2 * tap * np.dot(by_place[d:], by_place[:-d]) for d, tap in enumerate(_TAPS[1:], 1)))
 
 
 def _taps() -> list[float]:
-  """The covariance of two roundings whose places are 0, 1... apart, as the mean over each pair's distances."""
-  near = (np.arange(-512, 512) + 0.5) / 512  # within two places that touch
+  """Return the covariance of two roundings 0, 1, ... places apart, as the mean over the distances of each pair."""
+  near = (np.arange(-512, 512) + 0.5) / 512  # offsets within two adjacent places
   distances = np.abs(np.arange(PLACES + 1)[:, None] + near) / PLACES
   covariance = np.where(distances < 1, 1 - 6 * distances + 6 * distances**2, 0)
   return (covariance * (1 - np.abs(near)) / 512).sum(1).tolist()

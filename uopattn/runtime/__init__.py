@@ -1,1 +1,1 @@
-"""How a kernel's graph becomes what a device runs."""
+"""Compiling, caching and running kernels on each device."""

@@ -1,7 +1,7 @@
-"""Our instructions on AMD devices whose code tinygrad makes from LLVM IR (`DEV=AMD:LLVM`, or no ROCm installed).
+"""Rendering of our instructions for AMD devices that compile LLVM IR (`DEV=AMD:LLVM`, or no ROCm installed).
 
-tinygrad's own renderer has no rule for `Ops.CUSTOM`. The one here has, and compiles our kernels alone; the device keeps
-its own for all others.
+tinygrad's LLVM renderer has no rule for `Ops.CUSTOM`. The renderer here adds one. It compiles only our kernels; all
+others keep the device's own renderer.
 """
 
 from tinygrad import Device
@@ -16,10 +16,10 @@ from uopattn.runtime.program_cache import finished
 
 
 def render_instruction(ctx: dict[UOp, str], u: UOp) -> str:
-  """LLVM IR for the `Ops.CUSTOM` u; `ctx` has the names of values.
+  """Render the `Ops.CUSTOM` u as LLVM IR; `ctx` maps UOps to the names of their values.
 
   Raises:
-    ValueError: its text is no instruction's, or that of one that AMD does not have.
+    ValueError: the text of u belongs to no instruction, or to one that AMD does not have.
   """
   instruction = BY_TEXT.get(u.arg)
   if instruction is None:
@@ -29,28 +29,28 @@ def render_instruction(ctx: dict[UOp, str], u: UOp) -> str:
   y, operands = ctx[u], [ctx[s] for s in u.src]
   if not instruction.cross_lane:
     return "  " + instruction.llvm(y, *operands)
-  kind = ldt(u.dtype)  # any of 32 bits
+  kind = ldt(u.dtype)  # any 32-bit type
   return f"""  {y}_in = bitcast {kind} {operands[0]} to i32
   {instruction.llvm(f"{y}_out", f"{y}_in", *operands[1:])}
   {y} = bitcast i32 {y}_out to {kind}"""
 
 
 class InstructionRenderer(AMDLLVMRenderer):
-  """tinygrad's renderer, with our instructions."""
+  """tinygrad's LLVM renderer for AMD, extended by our instructions."""
 
   def __init__(self, target: Target):
     super().__init__(target)
     self.string_rewrite = PatternMatcher([(UPat(Ops.CUSTOM, name="u"), render_instruction)]) + self.string_rewrite
-    if target.arch.startswith("gfx11"):  # tinygrad does this for two of RDNA3's architectures
+    if target.arch.startswith("gfx11"):  # tinygrad does this for only two of RDNA3's architectures
       self.extra_matcher = self.extra_matcher + pm_validate_wmma_rdna3
 
 
 def as_llvm(kernel: UOp, device: str, estimates: Estimates) -> UOp:
-  """Compiles a kernel's graph for an AMD device and returns the PROGRAM that `Tensor.custom_kernel` takes in its place.
+  """Compile a kernel for an AMD device and return the PROGRAM that `Tensor.custom_kernel` takes in its place.
 
   Args:
     kernel: a SINK with KernelInfo.
     device: "AMD", "AMD:1", ...
-    estimates: what tinygrad is to report as the kernel's work.
+    estimates: the work that tinygrad reports for the kernel.
   """
   return finished(kernel, InstructionRenderer(Device[device].renderer.target), estimates)

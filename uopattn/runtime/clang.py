@@ -1,4 +1,4 @@
-"""The C compiler that tinygrad needs on a CPU, and what it vectorises with."""
+"""Locating the clang that tinygrad needs to compile for a CPU."""
 
 import contextlib
 import functools
@@ -12,14 +12,14 @@ from typing import Any
 
 
 class NoCompiler(RuntimeError):
-  """No clang was found, or the one that was named cannot compile."""
+  """No clang was found, or the given one cannot compile."""
 
 
 def find_clang() -> str:
-  """The clang to use: `CC`, else `clang` or the newest `clang-NN` on PATH, else the one of this Python environment.
+  """Return the clang to use: `CC`, else `clang` or the newest `clang-NN` on PATH, else this Python environment's.
 
   Raises:
-    NoCompiler: there is none; the message names the three ways to get one.
+    NoCompiler: none was found; the message names three ways to get one.
   """
   if cc := os.environ.get("CC"):
     if shutil.which(cc) is None:
@@ -49,24 +49,24 @@ def _newest_on_path() -> str | None:
 
 
 def provide_clang() -> None:
-  """Names the clang of `find_clang` to tinygrad through `CC`, unless `CC` names one; does nothing where there is none.
+  """Set `CC` to the clang of `find_clang` for tinygrad to use; do nothing if `CC` is set or no clang is found.
 
-  By its path: tinygrad also compiles in processes that it starts at any time, whatever PATH is by then. What it has
-  remembered of an environment without `CC` it is made to forget, and processes that it has started so are given up.
+  `CC` is an absolute path, because tinygrad also compiles in worker processes, which may start after PATH has changed.
+  tinygrad's cached environment is cleared, and workers that it has started without `CC` are shut down.
   """
   if os.environ.get("CC"):
     return
-  with contextlib.suppress(NoCompiler):  # whoever needs one asks find_clang, and gets the message
+  with contextlib.suppress(NoCompiler):  # code that needs a clang calls find_clang, which raises the message
     os.environ["CC"] = os.path.abspath(find_clang())
     if helpers := sys.modules.get("tinygrad.helpers"):
       helpers.getenv.cache_clear()
     worker: Any = sys.modules.get("tinygrad.engine.worker")
     if worker and worker.worker_pool:
-      worker.worker_pool.close()  # what another thread has it compile is still done
+      worker.worker_pool.close()  # jobs of other threads still finish
       worker.worker_pool = None
 
 
 @functools.cache
 def clang_version() -> str:
-  """The first line that the compiler says of itself."""
+  """Return the first line of the compiler's `--version`."""
   return subprocess.run([find_clang(), "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]

@@ -1,9 +1,9 @@
-"""Our CUDA kernels on a GPU, with what tinygrad's own renderer and runtime leave out.
+"""Rendering, compiling and launching our CUDA kernels, with features that tinygrad's renderer and runtime lack.
 
-Shared memory is dynamic, so that a workgroup may have more than 48 KiB, and Hopper's own instructions are there: code
-is compiled for sm_90a where the GPU is sm_90. It is compiled whole, where tinygrad leaves PTX for the driver to finish
-in every process: that took 0.1 to 0.4 s of a first call. The program's runtime is put where tinygrad looks it up;
-every other program keeps tinygrad's.
+Shared memory is dynamic, so a workgroup may use more than 48 KiB. On sm_90 the target is sm_90a, which adds Hopper's
+own instructions, such as wgmma. Kernels are compiled to a cubin; tinygrad stops at PTX, which the driver finishes in
+every process, adding 0.1 to 0.4 s to a first call. The program's runtime object is stored in tinygrad's runtime cache;
+all other programs keep tinygrad's runtime.
 """
 
 from typing import cast
@@ -23,7 +23,7 @@ ALIGN = 1024  # bytes: the period of the widest swizzle of shared memory
 
 
 class SharedRenderer(CUDARenderer):
-  """CUDARenderer that lays LOCAL buffers out in dynamic shared memory, for GPUs of architecture `arch`, "sm_90"."""
+  """CUDARenderer that places LOCAL buffers in dynamic shared memory, for GPUs of architecture `arch` ("sm_90", ...)."""
 
   compiler: Compiler
 
@@ -31,7 +31,7 @@ class SharedRenderer(CUDARenderer):
     super().__init__(Target("CUDA", "NVCC" if use_nvcc else "CUDA", arch), use_nvcc=use_nvcc)
     from tinygrad.runtime.support.compiler_cuda import NVCCCompiler, NVRTCCompiler
 
-    compiler, ptx = NVCCCompiler if use_nvcc else NVRTCCompiler, DEBUG >= 5  # when tinygrad prints it
+    compiler, ptx = NVCCCompiler if use_nvcc else NVRTCCompiler, DEBUG >= 5  # at which tinygrad prints PTX
     name = f"uopattn_{'ptx' if ptx else 'cubin'}"
     self.compiler = compiler("sm_90a" if arch == "sm_90" else arch, ptx=ptx, cache_key=name)
 
@@ -47,7 +47,7 @@ class SharedRenderer(CUDARenderer):
 
 
 def shared_places(uops: tuple[UOp, ...] | list[UOp]) -> tuple[dict[UOp, int], int]:
-  """Where each LOCAL buffer of a linearised kernel begins in shared memory, and the bytes of all."""
+  """Return the offset of each LOCAL buffer of a linearised kernel in shared memory, and the total size, in bytes."""
   places, total = {}, 0
   for u in uops:
     if u.op is Ops.BUFFER and u.addrspace is AddrSpace.LOCAL:
@@ -57,12 +57,12 @@ def shared_places(uops: tuple[UOp, ...] | list[UOp]) -> tuple[dict[UOp, int], in
 
 
 def on_gpu(kernel: UOp, device: str, estimates: Estimates) -> UOp:
-  """Compiles a kernel's graph for a CUDA device and returns the PROGRAM that `Tensor.custom_kernel` takes in its place.
+  """Compile a kernel for a CUDA device and return the PROGRAM that `Tensor.custom_kernel` takes in its place.
 
   Args:
     kernel: a SINK with KernelInfo.
     device: "CUDA", "CUDA:1", ...
-    estimates: what tinygrad is to report as the kernel's work.
+    estimates: the work that tinygrad reports for the kernel.
   """
   from tinygrad.runtime.ops_cuda import CUDADevice, CUDAProgram
 

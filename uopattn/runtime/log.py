@@ -1,4 +1,4 @@
-"""What the package says of itself while it works."""
+"""The package's logger."""
 
 import functools
 import logging
@@ -8,5 +8,5 @@ log = logging.getLogger("uopattn")
 
 @functools.cache
 def log_once(message: str) -> None:
-  """Logs a warning that was not logged before."""
+  """Log a warning, once per process."""
   log.warning(message)

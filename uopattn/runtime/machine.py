@@ -1,4 +1,4 @@
-"""What a measurement was made on."""
+"""Description of the machine that a measurement ran on."""
 
 import ctypes
 import functools
@@ -14,7 +14,7 @@ from uopattn.version import __version__
 
 
 def cpu_name() -> str:
-  """The processor's own name, or its architecture where the system does not tell."""
+  """Return the processor's model name, or its architecture if the system does not provide one."""
   info = Path("/proc/cpuinfo")
   for line in info.read_text().splitlines() if info.exists() else ():
     if line.startswith("model name"):
@@ -23,7 +23,7 @@ def cpu_name() -> str:
 
 
 def gpu_name(device: str) -> str:
-  """A CUDA device's own name; of others, the empty string."""
+  """Return the model name of a CUDA device; "" for any other device."""
   if device.split(":")[0] != "CUDA":
     return ""
   from tinygrad.runtime.autogen import cuda
@@ -36,7 +36,7 @@ def gpu_name(device: str) -> str:
 
 @functools.cache
 def multiprocessors(device: str) -> int:
-  """Those of a CUDA device."""
+  """Return the number of multiprocessors of a CUDA device."""
   from tinygrad.runtime.autogen import cuda
   from tinygrad.runtime.ops_cuda import CUDADevice
 
@@ -47,12 +47,12 @@ def multiprocessors(device: str) -> int:
 
 
 def usable_cores() -> int:
-  """Cores that this process may run on."""
+  """Return the number of cores that this process may run on."""
   return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def installed_version(package: str) -> str | None:
-  """The version of a package; None if nothing says it, as of a tinygrad that is only on PYTHONPATH."""
+  """Return the version of a package; None if it has no metadata, such as a tinygrad that is only on PYTHONPATH."""
   if package == "uopattn":
     return __version__
   try:
@@ -62,7 +62,7 @@ def installed_version(package: str) -> str | None:
 
 
 def machine_record() -> dict[str, object]:
-  """Processor, cores, system and versions, for a JSON record."""
+  """Return processor, cores, system and versions, for a JSON record."""
   return {
     "cpu": cpu_name(),
     "cores": usable_cores(),

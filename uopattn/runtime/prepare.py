@@ -1,4 +1,4 @@
-"""How a kernel's graph becomes what a device runs."""
+"""Preparation of a kernel's graph for a device: compilation, or changes for tinygrad's own renderer."""
 
 import functools
 from collections.abc import Callable
@@ -16,19 +16,19 @@ from uopattn.runtime.cuda import on_gpu
 from uopattn.runtime.program_cache import finished
 from uopattn.runtime.threads import threaded
 
-FIRST_VARIABLE = 1 << 16  # no kernel has as many buffers
+FIRST_VARIABLE = 1 << 16  # more than the buffers of any kernel
 
 
 Build = Callable[..., tuple[UOp, Estimates]]
-"""Makes a kernel's graph, and what tinygrad is to report as its work."""
+"""A function that builds a kernel's graph and the work that tinygrad reports for it."""
 
 
 def prepared(build: Build, device: str, *given: Any) -> UOp:
-  """The kernel of `build(*given)` as a device takes it: compiled where tinygrad itself does not serve it.
+  """Return the kernel of `build(*given)` as `device` takes it: a PROGRAM, or a graph for tinygrad's own renderer.
 
   Args:
-    given: hashable; what was compiled for the same in this process is not built again, except on the emulator, whose
-      users alter kernels to see that it notices. There only lowering is saved, by `program_cache`.
+    given: hashable. A kernel is compiled once per process for the same arguments, except on the emulator, where tests
+      modify kernels to see that the checks notice. There only lowering is cached, by `program_cache`.
   """
   renderer = Device[device].renderer
   if device.split(":")[0] == "EMU":
@@ -41,10 +41,10 @@ def prepared(build: Build, device: str, *given: Any) -> UOp:
 
 @functools.cache
 def compiled(build: Build, device: str, target: Target, *given: Any) -> UOp:
-  """Compiled once per process: a further call of the same attention costs no lowering.
+  """Compile the kernel of `build(*given)`, once per process, so further calls of the same attention skip lowering.
 
   Args:
-    target: what `DEV` says of the device now; it may name another architecture later.
+    target: the device's current target, part of the cache key because `DEV` may name another architecture later.
   """
   compile_for, (kernel, work) = compiler(device), build(*given)
   assert compile_for is not None
@@ -52,7 +52,7 @@ def compiled(build: Build, device: str, target: Target, *given: Any) -> UOp:
 
 
 def compiler(device: str) -> Callable[[UOp, str, Estimates], UOp] | None:
-  """What compiles kernels for a device; None where tinygrad's own renderer and runtime serve."""
+  """Return the function that compiles our kernels for a device; None if tinygrad's own renderer and runtime do."""
   kind = device.split(":")[0]
   if kind in ("CPU", "CUDA"):
     return threaded if kind == "CPU" else on_gpu
@@ -60,17 +60,17 @@ def compiler(device: str) -> Callable[[UOp, str, Estimates], UOp] | None:
 
 
 def _for_tinygrad(kernel: UOp, work: Estimates) -> UOp:
-  """A kernel's graph as tinygrad's own renderer takes it."""
-  # tinygrad's own estimate would be a term too deep for Python's stack, or fail where a loop's end is read from a
-  # buffer.
+  """Return a kernel's graph as tinygrad's own renderer takes it."""
+  # tinygrad's own estimate would be an expression too deep for Python's stack, and it fails where a loop's bound is
+  # read from a buffer.
   kernel = _with_variables_last(kernel)
   return kernel.replace(arg=replace(kernel.arg, estimates=work))
 
 
 def _with_variables_last(kernel: UOp) -> UOp:
-  """The kernel with its Variables numbered behind all buffers.
+  """Return the kernel with its Variables numbered after all buffers.
 
-  tinygrad gives them numbers from the count of the buffers in use on, which may be those of buffers.
+  tinygrad numbers them from the count of the used buffers on, which can collide with the number of a buffer.
   """
   free = [u for u in kernel.toposort() if u.op is Ops.PARAM and u.arg.slot == -1]
   numbers = enumerate(sorted(free, key=lambda u: u.arg.name), start=FIRST_VARIABLE)

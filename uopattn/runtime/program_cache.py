@@ -1,9 +1,9 @@
-"""Lowered kernels, kept on disk: a process that meets a kernel for the first time need not lower it again.
+"""On-disk cache of lowered kernels, shared by all processes.
 
-tinygrad keeps what its compilers make in a database of its own (`CACHEDB`), but not the sources, and lowering a graph
-to its source takes longer than all else that a first call does. The sources are put into the same database, under what
-tinygrad itself takes for a program's identity: the graph, the renderer, its target, and the settings. So a changed
-kernel, tile size, flag or machine is another entry. `CACHELEVEL=0` turns both off.
+tinygrad caches compiled binaries in a database on disk (`CACHEDB`), but not the sources, and lowering a graph to its
+source is the slowest part of a first call. This module stores the sources in the same database, under tinygrad's own
+key for a program: the graph, the renderer, its target and the settings. A changed kernel, tile size, flag or machine
+therefore gets a new entry. `CACHELEVEL=0` turns off both caches.
 """
 
 import contextlib
@@ -34,21 +34,22 @@ TABLE = "uopattn_source"
 
 
 def finished(kernel: UOp, renderer: Renderer, estimates: Estimates) -> UOp:
-  """The compiled PROGRAM that `Tensor.custom_kernel` takes in the place of a kernel's graph.
+  """Compile a kernel and return the PROGRAM that `Tensor.custom_kernel` takes in its place.
 
   Args:
     kernel: a SINK with KernelInfo.
-    renderer: of the device that is to run it.
-    estimates: what tinygrad is to report as the kernel's work.
+    renderer: the renderer of the device that runs the kernel.
+    estimates: the work that tinygrad reports for the kernel.
   """
   params = sorted((u for u in kernel.toposort() if u.op is Ops.PARAM), key=lambda u: u.arg.slot)
-  # tinygrad numbers its own arguments after as many buffers as are used, and orders all by number; and its CUDA graphs
-  # pass all buffers. So all are to be used. Which are not, lowering tells: an attention that sees no key reads no q.
+  # tinygrad numbers its own arguments from the count of the used buffers on and sorts all by number, and its CUDA
+  # graphs pass all buffers. So every buffer must be used. Only lowering shows which are not: an attention that sees no
+  # key does not read q.
   buffers = [u for u in params if u.arg.slot >= 0]
   try:
     info, source, binary = program(_numbered(kernel, buffers), renderer)
     found = info.globals
-  except TypeError:  # its own argument got the number of a buffer of ints, and it cannot tell which comes first
+  except TypeError:  # tinygrad's argument got the number of a buffer of ints, and sorting cannot order the two
     apart = len(buffers) + 1
     found = tuple(i - apart for i in program(_numbered(kernel, buffers, apart), renderer)[0].globals)
   if len(found) < len(buffers):
@@ -56,26 +57,27 @@ def finished(kernel: UOp, renderer: Renderer, estimates: Estimates) -> UOp:
     info, source, binary = program(_numbered(kernel.replace(src=(*kernel.src, *rest)), buffers), renderer)
   globals_, outs, ins = (tuple(buffers[i].arg.slot for i in x) for x in (info.globals, info.outs, info.ins))
   info = replace(info, globals=globals_, outs=outs, ins=ins)
-  # tinygrad would look into the kernel's own graph and find its axes open.
+  # A new SINK, because tinygrad would inspect the kernel's own graph and reject its open axes.
   sink = UOp.sink(*params, arg=KernelInfo(name=kernel.arg.name, estimates=estimates))
   code = UOp(Ops.SOURCE, arg=source), UOp(Ops.BINARY, arg=binary)
   return UOp(Ops.PROGRAM, src=(sink, UOp(Ops.LINEAR, src=(*sink.src, sink)), *code), arg=info)
 
 
 def _numbered(kernel: UOp, buffers: list[UOp], first: int = 0) -> UOp:
-  """The kernel with these buffers numbered from `first` on."""
+  """Return the kernel with these buffers numbered from `first` on."""
   anew = {u: u.replace(arg=replace(u.arg, slot=i)) for i, u in enumerate(buffers, first) if u.arg.slot != i}
-  return kernel.substitute(anew, walk=True)  # at once: one may have had the number that another gets
+  return kernel.substitute(anew, walk=True)  # all at once: a new number may be another buffer's old one
 
 
 def program(kernel: UOp, renderer: Renderer) -> tuple[ProgramInfo, str, bytes]:
-  """How a kernel is launched, its source and its machine code.
+  """Return a kernel's launch information, source and machine code.
 
   Args:
     kernel: a SINK with KernelInfo.
-    renderer: of the device that is to run it.
+    renderer: the renderer of the device that runs the kernel.
   """
-  # An ISARenderer's source is none that a compiler takes. Another tinygrad lowers otherwise: its version must be known.
+  # The source of an ISARenderer cannot be compiled again. Another tinygrad release lowers differently, so without a
+  # known version nothing is cached.
   if isinstance(renderer, ISARenderer) or None in _releases():
     return _parts(to_program(kernel, renderer))
   key = _sum(repr((to_program_key(kernel, renderer), _versions(type(renderer).__module__))))
@@ -91,7 +93,7 @@ def program(kernel: UOp, renderer: Renderer) -> tuple[ProgramInfo, str, bytes]:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-  """Lowering makes millions of objects, nearly all of them alive: looking for dead ones takes a third longer."""
+  """Disable garbage collection; lowering takes a third longer with it, as it makes millions of objects that live on."""
   was_enabled = gc.isenabled()
   gc.disable()
   try:
@@ -103,8 +105,8 @@ def _no_garbage_collection() -> Iterator[None]:
 
 @functools.cache
 def _versions(renderers: str) -> tuple[str | None, ...]:
-  """What a source depends on besides its key: the releases, and the text of the module that renders."""
-  with contextlib.suppress(OSError):  # no text at hand
+  """Return what a source depends on besides its key: the releases, and a hash of the renderer module's text."""
+  with contextlib.suppress(OSError):  # the module's source is not available
     return *_releases(), _sum(inspect.getsource(sys.modules[renderers]))
   return _releases()
 
@@ -123,7 +125,7 @@ def _sum(text: str) -> str:
 
 
 def _read(key: str) -> dict[str, Any] | None:
-  """The entry, or None where there is none or it is damaged."""
+  """Return the cache entry, or None if it is missing or damaged."""
   try:
     stored = diskcache_get(TABLE, key)
   except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, ImportError, IndexError):
@@ -137,7 +139,7 @@ def _read(key: str) -> dict[str, Any] | None:
 
 
 def _record(info: ProgramInfo) -> dict[str, Any]:
-  """What JSON can hold of it."""
+  """Return the parts of `info` that JSON can hold."""
   variables = [(v.arg.slot, v.dtype.name, v.arg.vmin_vmax, v.arg.multiple_of, v.arg.name) for v in info.vars]
   fields = ("name", "global_size", "local_size", "globals", "outs", "ins")
   return {name: getattr(info, name) for name in fields} | {"vars": variables}

@@ -1,4 +1,4 @@
-"""What our kernels are rendered with on a CPU."""
+"""The renderer of our kernels on a CPU."""
 
 from dataclasses import replace
 
@@ -11,9 +11,9 @@ from uopattn.dsl.limits import LINE
 
 
 class AlignedRenderer(ClangRenderer):
-  """tinygrad's renderer, with arrays that begin where a line of the cache does.
+  """tinygrad's clang renderer, with arrays aligned to cache lines.
 
-  A vector that lies in two lines takes two reads, and where the stack begins is another place in every process.
+  A vector that crosses a cache line takes two reads, and the stack starts at a different address in every process.
   """
 
   def render_buffer(self, x: UOp) -> str:
@@ -21,10 +21,10 @@ class AlignedRenderer(ClangRenderer):
 
 
 def kernel_renderer(device: str) -> Renderer:
-  """What our kernels are rendered and compiled with on a device: tinygrad's renderer; on CPUs see `AlignedRenderer`.
+  """Return the renderer of our kernels on a device: `AlignedRenderer` on a CPU, else tinygrad's.
 
-  On arm64 it is without SVE: vectors of a length that is unknown at compile time cannot hold the few rows of
-  accumulators that a kernel keeps in registers, and on some machines that have them clang prefers them to NEON's.
+  On arm64 it disables SVE, which clang prefers to NEON on some machines. Vectors whose length is unknown at compile
+  time cannot hold the rows of accumulators that a kernel keeps in registers.
   """
   renderer = Device[device].renderer
   if not isinstance(renderer, ClangRenderer):

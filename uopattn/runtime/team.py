@@ -1,10 +1,10 @@
-"""Threads that share out the work items of a kernel call, in machine code: no interpreter between two items.
+"""Thread pool that runs the work items of a kernel call, in machine code, so no interpreter runs between two items.
 
-A worker is a Python thread that calls into the machine code below, and so gives up the interpreter lock. There it looks
-out for a job for about half a millisecond, since calls tend to follow each other closely; then it returns and sleeps on
-a Python lock. A caller does the items together with the workers that have come, and never waits for one that has not
-begun. About every tenth of a second it returns to the interpreter, which sees to signals: an exception that their
-handlers raise, such as KeyboardInterrupt, cancels the items that nobody has begun.
+A worker is a Python thread that calls the C code below, which releases the interpreter lock. It spins for about half a
+millisecond for a job, since calls tend to follow each other closely; then it returns and sleeps on a Python lock. The
+caller runs items together with the workers that have joined, and never waits for one that has not started. About every
+tenth of a second it returns to the interpreter, which handles signals. An exception raised by a signal handler, such as
+KeyboardInterrupt, cancels the items that have not started.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from tinygrad.device import TinyELF
 from tinygrad.runtime.ops_cpu import CPUDevice, CPUProgram
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 
-MOST_ARGUMENTS = 64  # that a call passes, whatever its kernel takes: by both calling conventions a surplus is not seen
+MOST_ARGUMENTS = 64  # that every call passes: under both calling conventions a kernel ignores the surplus
 
 _SOURCE = """
 typedef unsigned long long word;
@@ -133,7 +133,7 @@ def _address(function: Any) -> int:
 
 @functools.cache
 def _program() -> CPUProgram:
-  """The machine code."""
+  """Compile the C code above."""
   device = cast(CPUDevice, Device["CPU"])
   target = device.renderer.target
   code = ClangCompiler(target.arch.split(",")).compile_cached(_SOURCE)
@@ -141,18 +141,18 @@ def _program() -> CPUProgram:
 
 
 class Team:
-  """Worker threads, and the memory by which they learn of a job.
+  """Worker threads, and the memory through which they receive jobs.
 
   Args:
-    workers: how many threads to start.
+    workers: number of threads to start.
   """
 
   def __init__(self, workers: int):
     self._enter = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)(_program().addr)
     libc = _address(_LIBC.sched_yield), _address(_LIBC.clock_gettime)
     self._shared = (ctypes.c_uint64 * (_JOB + 4))(*[0] * _JOB, _CLOSED, 0, *libc)
-    self._asleep: list[threading.Lock] = []  # what sleeping workers wait for
-    self._core = -1  # the caller's, which the workers keep off
+    self._asleep: list[threading.Lock] = []  # the locks that sleeping workers wait on
+    self._core = -1  # the caller's core, which the workers avoid
     threads = [threading.Thread(target=self._serve, name=f"uopattn-{i}", daemon=True) for i in range(workers)]
     for thread in threads:
       thread.start()
@@ -164,24 +164,24 @@ class Team:
     while True:
       self._enter(self._shared, None, _SERVE)
       if self._shared[_INSIDE] != _CLOSED:
-        continue  # a caller kept the interpreter lock from us until its job had begun
+        continue  # a job has begun: its caller held the interpreter lock until then
       self._asleep.append(lock)
       lock.acquire()
       self._asleep.remove(lock)
 
   def run(self, kernel: int, words: Sequence[int], slot: int, items: int, threads: int) -> None:
-    """Calls a C function once for each work item, on at most `threads` threads, the caller's among them.
+    """Call a C function once per work item, on at most `threads` threads, including the caller's.
 
     Args:
-      kernel: its address; it takes pointers and integers of 64 bits or fewer.
+      kernel: the function's address; it takes pointers and integers of at most 64 bits.
       words: its arguments, at most MOST_ARGUMENTS - 1.
-      slot: which of them receives the item's number; MOST_ARGUMENTS - 1 where none does.
-      items: how many there are.
-      threads: 1 is the caller's alone.
+      slot: index of the argument that receives the item's number; MOST_ARGUMENTS - 1 if none does.
+      items: number of work items.
+      threads: 1 uses only the caller's thread.
 
     Raises:
-      ValueError: too many arguments.
-      BaseException: what a signal handler raised. Items may be undone then, but none is being done any more.
+      ValueError: there are too many arguments.
+      BaseException: an exception raised by a signal handler. Some items may not have run, but none is still running.
     """
     if len(words) >= MOST_ARGUMENTS:
       raise ValueError(f"a kernel of {len(words)} arguments; at most {MOST_ARGUMENTS - 1} can be passed")
@@ -196,31 +196,31 @@ class Team:
     try:
       while self._enter(self._shared, job, _RUN):
         pass
-    except BaseException:  # until the next call has returned, the interpreter raises no second one
+    except BaseException:  # the interpreter raises no second exception until the next call has returned
       self._enter(self._shared, job, _CANCEL)
       raise
 
   def restart(self) -> None:
-    """Begins a job anew without workers: for a caller that forked in a signal handler, in the new process.
+    """Restart the current job without workers, in the child of a caller that forked in a signal handler.
 
-    The workers are not in that process, and items that they had begun may be half done.
+    The workers do not exist in the child, and items that they had started may be incomplete.
     """
     self._shared[_NEXT] = self._shared[_INSIDE] = 0
 
   def _keep_off(self, core: int) -> None:
-    """Sends the workers to other cores than the caller's.
+    """Move the workers off the caller's core.
 
-    Left to itself, a system may run a thread on the core of the one that wakes it for longer than a call lasts.
+    The scheduler may otherwise keep a woken thread on the core of its waker for longer than a call lasts.
     """
     if others := os.sched_getaffinity(0) - {core}:
       with contextlib.suppress(OSError):  # a sandbox may forbid it
         for thread in self._threads:
           os.sched_setaffinity(thread, others)
-    self._core = core  # last: an interrupted call leaves it to the next one
+    self._core = core  # last, so that after an interrupt the next call repeats the move
 
 
 def _core() -> int:
-  """The core that this thread is on; -1 where the system does not tell."""
+  """Return the core that this thread runs on; -1 if the system does not say."""
   return int(_LIBC.sched_getcpu()) if hasattr(_LIBC, "sched_getcpu") else -1
 
 
@@ -229,7 +229,7 @@ _starting = threading.Lock()
 
 
 def _forget() -> None:
-  """In a forked process, where threads do not go on."""
+  """Drop the team in a forked process, which has no copies of its threads."""
   global _team, _starting
   if _team:
     _team.restart()
@@ -240,7 +240,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def team(workers: int) -> Team:
-  """The team of this process, with as many workers as the first call asks for."""
+  """Return the process-wide team; the first call sets its number of workers."""
   global _team
   with _starting:
     _team = _team or Team(workers)

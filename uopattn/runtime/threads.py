@@ -1,8 +1,8 @@
-"""Our CPU kernels on all cores.
+"""Multithreaded runtime for our CPU kernels.
 
-tinygrad's own runtime calls a kernel's work items (`core_id`) one after another on the calling thread. Here a program
-of ours gets a runtime object of its own, put where tinygrad looks a program's runtime up; every other program, and
-every other user of the process, keeps tinygrad's.
+tinygrad's own runtime calls a kernel's work items (`core_id`) one after another on the calling thread. Our programs get
+a runtime object of their own, which is stored in tinygrad's runtime cache. All other programs in the process keep
+tinygrad's runtime.
 """
 
 import time
@@ -21,19 +21,19 @@ from uopattn.runtime.team import MOST_ARGUMENTS, team
 
 
 def thread_count() -> int:
-  """Threads that a kernel may use: tinygrad's NUM_CPU_THREADS, and no more than the cores that we may run on."""
+  """Return the number of threads per kernel: tinygrad's NUM_CPU_THREADS, at most the number of usable cores."""
   return max(1, min(NUM_CPU_THREADS.value, usable_cores()))
 
 
 class ThreadedProgram(CPUProgram):
-  """A compiled kernel whose work items are taken from a common counter by several threads, the caller among them.
+  """A compiled kernel whose work items several threads, including the caller, take from a shared counter.
 
-  So uneven items (causal rows) balance by themselves.
+  Uneven items, such as causal rows, balance by themselves.
   """
 
   def __init__(self, *given: Any):
     super().__init__(*given)
-    team(usable_cores() - 1)  # made by the thread that compiles, the one that tinygrad's database is open for
+    team(usable_cores() - 1)  # created by the thread that compiles, for which tinygrad's database is open
 
   def __call__(
     self,
@@ -51,12 +51,12 @@ class ThreadedProgram(CPUProgram):
 
 
 def threaded(kernel: UOp, device: str, estimates: Estimates) -> UOp:
-  """Compiles a kernel's graph for a CPU device and returns the PROGRAM that `Tensor.custom_kernel` takes in its place.
+  """Compile a kernel for a CPU device and return the PROGRAM that `Tensor.custom_kernel` takes in its place.
 
   Args:
     kernel: a SINK with KernelInfo, whose work items are an axis of type THREAD.
     device: "CPU", "CPU:1", ...
-    estimates: what tinygrad is to report as the kernel's work.
+    estimates: the work that tinygrad reports for the kernel.
   """
   made = finished(kernel, kernel_renderer(device), estimates)
   runtime_cache.setdefault((made.key, device), ThreadedProgram(cast(CPUDevice, Device[device]), made.to_elf()))

@@ -1,4 +1,4 @@
-"""What the compiler of a CPU vectorises with."""
+"""The vector unit that the C compiler uses on a CPU."""
 
 import functools
 import subprocess
@@ -19,9 +19,10 @@ int pairs_of_bfloat16;
 
 @functools.cache
 def vector_unit(arch: str, flags: tuple[str, ...]) -> VectorUnit:
-  """What clang makes of a plain loop, for `arch` ("x86_64", "arm64", ...) and its machine flags (`-march=native`, ...).
+  """Return the vector unit that clang uses for `arch` ("x86_64", "arm64", ...) with machine flags (`-march=native`).
 
-  Asked of the compiler, since flags do not tell: for some AVX-512 machines clang prefers registers of half the width.
+  It compiles a plain loop and reads the assembly. The flags do not tell: on some AVX-512 machines clang prefers
+  registers of half the width.
 
   Raises:
     NoCompiler: the compiler rejects the probe.
