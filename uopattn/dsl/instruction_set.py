@@ -341,7 +341,7 @@ _LIST = [
   *[Instruction(f"add_pairs_{lanes}", {"c": _add_pairs(lanes)}, statement=True) for lanes in (4, 8, 16)],
   *[Instruction(f"add_quads_{lanes}", {"c": _add_quads(lanes)}, statement=True) for lanes in (8, 16)],
   # pointers to 16 float32 that are added to, and to what is multiplied: two vectors of pairs of bfloat16, or a pair and
-  # the two rows that it scales_weights
+  # the two rows that it weighs
   Instruction("dot_pairs", {"c": _DOT_PAIRS}, statement=True),
   Instruction("weighted_pair", {"c": _WEIGHTED_PAIR}, statement=True),
   # register pointer to 16 bytes, LDS pointer to the row of 16 that this lane names: four 8x8 matrices of 16 bits

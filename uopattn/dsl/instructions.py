@@ -131,7 +131,7 @@ def reciprocal(family: str, x: UOp) -> UOp:
 
 
 def pin(family: str, x: UOp) -> UOp:
-  """x, of any 32-bit dtype, computed head_rules, by all lanes that are active head_rules.
+  """x, of any 32-bit dtype, computed here, by all lanes that are active here.
 
   For what lanes compute together and only some store. LLVM before 23 takes matrix instructions, before 21 permutes too,
   for ones that may move into the branch that needs their result (llvm-project pull requests 142962, 165602, 178314).

@@ -8,7 +8,7 @@ rows of A are put in another order, which is then the order of D's rows. So a sc
 
 * k runs through `width` neighbours in each lane, and from group to group: 16 or 32 bytes, one or two wide loads. Where
   the instruction takes fewer elements, `products` of them share one step.
-* LdsRows of A are dealt so that the elements that a lane has in D, over the `row_tiles` tiles of one step, are neighbours:
+* Rows of A are dealt so that the elements that a lane has in D, over the `row_tiles` tiles of one step, are neighbours:
   `row_at`. Then D is, lane by lane, the B operand of a following product, whose k are D's rows. On RDNA3, where both
   groups hold the whole of k, each lane also needs what the other group has.
 
@@ -53,7 +53,7 @@ class Fragments:
     """The instruction that attention uses on an architecture such as "gfx1100".
 
     Raises:
-      ValueError: the architecture has no matrix instruction that is known head_rules.
+      ValueError: the architecture has no matrix instruction that is known here.
     """
     for prefix, fragments in _BY_ARCH.items():
       if arch.startswith(prefix):
@@ -108,7 +108,7 @@ class Fragments:
   def pad(self) -> int:
     """Chunks by which a row in LDS, a whole number of steps long, is to be padded.
 
-    LdsRows then start an odd number of chunks apart, or (CDNA, whose wide reads mix the groups) twice an odd number, so
+    Rows then start an odd number of chunks apart, or (CDNA, whose wide reads mix the groups) twice an odd number, so
     that the lanes served together find all banks different.
     """
     return 1 if self.lanes == 32 else 2

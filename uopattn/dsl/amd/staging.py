@@ -25,7 +25,7 @@ Number = Callable[[UOp], UOp]  # row -> its float32
 
 @dataclass(frozen=True)
 class LdsRows:
-  """LdsRows of chunks in LDS. The index is flat, so that tinygrad keeps the gate of a store whatever the sizes are.
+  """Rows of chunks in LDS. The index is flat, so that tinygrad keeps the gate of a store whatever the sizes are.
 
   Attributes:
     words: the memory.
@@ -39,7 +39,7 @@ class LdsRows:
 
   @classmethod
   def make(cls, s: Scope, rows: int, columns: int, pad: int) -> "LdsRows":
-    """LdsRows of `columns` elements, padded by `pad` chunks."""
+    """Allocate rows of `columns` elements, padded by `pad` chunks."""
     stride = (columns // CHUNK_ELEMENTS + pad) * CHUNK_WORDS
     return cls(s.buffer(rows * stride, dtype=dtypes.uint, space=AddrSpace.LOCAL), stride)
 

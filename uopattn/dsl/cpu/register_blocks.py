@@ -1,4 +1,4 @@
-"""What CPU kernels share: tiles of keys, register_blocks of rows that registers hold, and the sums that those registers take."""
+"""Tiles of keys, register blocks and accumulators of CPU kernels."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ def even(length: int, most: int) -> int:
 
 
 def register_blocks(length: int, width: int) -> list[tuple[int, int, int]]:
-  """Cuts `length` rows into register_blocks of `width` and one narrower rest: (first row, how many register_blocks, rows a strip)."""
+  """Cut `length` rows into blocks of `width` and a narrower rest: (first row, blocks, rows per block) of each."""
   whole, rest = divmod(length, width)
   return [(0, whole, width)] * (whole > 0) + [(whole * width, 1, rest)] * (rest > 0)
 

@@ -9,7 +9,7 @@ from uopattn.dsl.scope import Scope
 class Workgroup:
   """The workgroup of this thread, which has one block of the queries of one head, against all keys or a part.
 
-  AMD's waves are warps head_rules.
+  A wave on AMD is called a warp here.
 
   Attributes:
     lane: of the thread in its warp.

@@ -1,6 +1,6 @@
 """Tiles on their way from global memory to shared memory on NVIDIA, for a workgroup that keeps in step by barriers.
 
-Tile n of a tile_range goes to slot n % stages; all threads take part in copying (cp.async). While one tile is worked on,
+Tile n of a range goes to slot n % stages; all threads take part in copying (cp.async). While one tile is worked on,
 stages - 1 may be under way. Tiles past the last one bring what nobody reads.
 """
 

@@ -1,6 +1,6 @@
 """Tiles of K and V on their way from global memory to shared memory on Hopper, without a barrier of the workgroup.
 
-Delivery n is tile n of a visit of K and tile n - 1 of V: what a schedule needs at once whose weighted sum is one tile
+Delivery n is tile n of a range of K and tile n - 1 of V: what a schedule needs at once whose weighted sum is one tile
 behind its scores. (Others have tile n of both.) It goes to slot n % stages, and all threads take part in copying
 (cp.async). For each slot, one barrier tells that a delivery is there, and another that all warps are done with it: so
 no warp waits for another until it is about to run out of tiles. Deliveries past the last one bring what nobody reads.
@@ -31,7 +31,7 @@ class MbarrierPipeline:
     v_tiles: room for tiles of V, as many.
     ahead: deliveries that may be under way while one is in use.
     lag: how many tiles V is behind K.
-    before: deliveries of an earlier tile_range, each of which was released.
+    before: deliveries of earlier tile ranges, each of which was released.
   """
 
   def __init__(
@@ -61,7 +61,7 @@ class MbarrierPipeline:
     return self._barriers[self.stages + (n + self.before) % self.stages]
 
   def init(self) -> UOp:
-    """Makes the barriers, once, for all threads to use, and for all visits."""
+    """Makes the barriers, once, for all threads to use, and for all tile ranges."""
     threads, first = self.k_tiles.threads, self._thread.eq(0)
     arrivals = [threads] * self.stages + [threads // WARP] * self.stages
     return UOp.barrier(*[ins.mbarrier_init(CUDA, self._barriers[i], n, first) for i, n in enumerate(arrivals)])

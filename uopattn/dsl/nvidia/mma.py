@@ -1,10 +1,10 @@
 """NVIDIA's matrix instruction of one warp, mma.sync, and how its operands come to lie in registers.
 
 A step is 32 bytes along k, whatever the type: (16, 8) += (16, step) (step, 8), summed in float32. Operands are read
-from `uopattn.dsl.nvidia.swizzled` by ldmatrix, which moves 16-byte chunks of eight rows and tells no types apart: where k
-runs along the rows, as for Q and K, they lie alike for all types. `uopattn.dsl.nvidia.mma_layout` says which elements of an
-accumulator a lane has. Rounded to 16 bits two neighbouring ones are a left operand, and in 8 bits four, but for the
-order of k (the keys). Any order will do that the right operand (V) has too.
+from `uopattn.dsl.nvidia.swizzled` by ldmatrix, which moves 16-byte chunks of eight rows and tells no types apart: where
+k runs along the rows, as for Q and K, they lie alike for all types. `uopattn.dsl.nvidia.mma_layout` says which elements
+of an accumulator a lane has. Rounded to 16 bits two neighbouring ones are a left operand, and in 8 bits four, but for
+the order of k (the keys). Any order will do that the right operand (V) has too.
 
 V's rows are k, so it is read transposed, in units of 16 bits. In 8 bits these are pairs of columns, which two byte
 permutations then part: one operand has the even columns of 16, the other the odd ones, and so have the accumulators.

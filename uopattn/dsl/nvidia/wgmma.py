@@ -2,8 +2,8 @@
 
 `start` begins D (64, n) += A (64, 16 steps) B (16 steps, n) with float32 accumulators in registers, as one group;
 `wait` waits for it. B, and A where it is not in registers, lie in shared memory, in panels of 64 columns with the
-128-byte swizzle (`uopattn.dsl.nvidia.swizzled`), each panel at a multiple of 1024 bytes. Warp w of the four has rows 16 w
-to 16 w + 15 of A and D, with the elements of `uopattn.dsl.nvidia.mma_layout`.
+128-byte swizzle (`uopattn.dsl.nvidia.swizzled`), each panel at a multiple of 1024 bytes. Warp w of the four has rows
+16 w to 16 w + 15 of A and D, with the elements of `uopattn.dsl.nvidia.mma_layout`.
 
 The product and its fence are one text, and the wait names the accumulators: so neither the compiler's front end nor its
 back end can move an access to a register into the time when the hardware has it.

@@ -23,8 +23,8 @@ class Masks:
   Attributes:
     M, N: queries and keys.
     heads: query heads of a batch.
-    pack_gqa: query heads whose queries a kernel sees as the rows of one head, one head after another. Row r of head h is
-      then query r % M of head h pack_gqa + r // M.
+    pack_gqa: query heads whose queries a kernel sees as the rows of one head, one head after another. Row r of head h
+      is then query r % M of head h pack_gqa + r // M.
     window: key j is seen by query i iff position - left <= j <= position + right, its position being i + q_start; None
       is no bound. A causal mask is a right side of 0.
     q_start: an int, a variable, or a (B,) int32 buffer.
@@ -101,7 +101,7 @@ class HeadMasks:
     """The tiles of `block_n` keys that the queries from `row` to row + block_m - 1 visit; all queries, if packed.
 
     tinygrad's linearizer knows what is outside a loop by how often it runs: a loop of one trip at most, if that is not
-    known to be one, would swallow what comes before it. So `whole` is 0 where it could be at most 1.
+    known to be one, would swallow what comes before it. So `n_full` is 0 where it could be at most 1.
     """
     r, tiles = self.rules, ceildiv(self.rules.N, block_n)
     row, last_row = (row, (row + block_m).minimum(r.M) - 1) if r.pack_gqa == 1 else (UOp.const(0), UOp.const(r.M - 1))
@@ -122,7 +122,7 @@ class HeadMasks:
     return TileRange(whole, clamp(end - begin, 1, tiles), full_first(begin, full_begin, whole, tiles))
 
   def query_range(self, key: UOp, block_n: int, block_m: int) -> TileRange:
-    """The tiles of `block_m` queries that see any of the keys from `key` to key + block_n - 1; see `visit`.
+    """The tiles of `block_m` queries that see any of the keys from `key` to key + block_n - 1; see `key_range`.
 
     Of a tile that is seen whole all queries exist, and so do all the keys. What bounds and rules for single keys hide
     is not left out, so with these no tile is known to be seen whole. Lists of tiles are those of tiles of queries.

@@ -1,4 +1,4 @@
-"""The tiles of keys that a block of queries attends to, or of queries that see a block of keys, and the loops over them."""
+"""The tiles of keys that a block of queries attends to, or of queries that see a block of keys, and loops over them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
