@@ -61,15 +61,15 @@ def full_then_masked(begin: UOp, n_full: UOp, n_tiles: UOp) -> list[tuple[UOp, U
     For each loop that may run: its first position, its number of trips, and whether its tiles need a mask.
   """
   both = (begin, n_full - begin, False), (n_full, n_tiles - n_full, True)
-  # tinygrad misplaces what stands in a loop of no trips
+  # tinygrad misplaces the body of a loop that has no trips
   found = [(first, trips.simplify(), masked) for first, trips, masked in both]
   return [(first, _blurred(trips), masked) for first, trips, masked in found if trips.vmax > 0]
 
 
 def _blurred(trips: UOp) -> UOp:
-  """The same number; one that is 0 or 1 in a form of which tinygrad knows only that it is at most 2.
+  """Return `trips`. If it is 0 or 1, return it in a form of which tinygrad only knows that it is at most 2.
 
-  See `HeadMasks.key_range` for the reason.
+  `HeadMasks.key_range` gives the reason.
   """
   if not trips.vmin < trips.vmax == 1:
     return trips
