@@ -242,15 +242,10 @@ class HeadRules(HeadMasks):
 def query_ranges(
   at: Callable[[UOp], HeadRules], members: int, key: UOp, block_n: int, block_m: int
 ) -> Callable[[UOp], TileRange]:
-  """`query_range` for each of `members` query heads that share keys, with the same number of tiles for all.
+  """`query_range` for each of `members` query heads that share keys, with equally many tiles; `at` gives their rules.
 
   If the number of tiles depended on the head, tinygrad would end the loop over heads together with the loop over tiles.
   So with tile lists every head has as many tiles as the longest list. No query exists in a surplus tile.
-
-  Args:
-    at: maps 0 ... members - 1 to the rules of the query head.
-    members: query heads per key head.
-    key, block_n, block_m: as `HeadMasks.query_range` takes them.
   """
   rules = at(UOp.const(0)).rules
 
