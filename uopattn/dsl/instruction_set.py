@@ -210,7 +210,7 @@ _LIST = [
     {"hip": "__builtin_fminf({0}, {1})", "cuda": "fminf({0}, {1})"},
     lambda y, a, b: f"{y} = call float @llvm.minnum(float {a}, float {b})",
   ),
-  # earlier LDS stores of the wave's lanes are visible to all of them; only orders instructions, and emits none
+  # makes earlier LDS stores of the wave's lanes visible to all of them; it orders instructions and emits none
   Instruction(
     "wave_fence",
     {
@@ -334,11 +334,11 @@ _LIST = [
     },
     statement=True,
   ),
-  # this lane's writes to LDS, and those of its copies, are visible to asynchronous matrix products
+  # makes this lane's writes to LDS, and those of its copies, visible to asynchronous matrix products
   Instruction(
     "fence_async", {"cuda": _asm('asm volatile("fence.proxy.async.shared::cta;":::"memory");')}, statement=True
   ),
-  # pointer that is soon to be read
+  # pointer to what will soon be read
   Instruction("prefetch", {"c": _PREFETCH}, statement=True),
   # pointers to a vector of float32 to write, and to two to read
   *[Instruction(f"add_pairs_{lanes}", {"c": _add_pairs(lanes)}, statement=True) for lanes in (4, 8, 16)],

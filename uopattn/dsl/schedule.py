@@ -15,13 +15,13 @@ DTYPES_8 = (dtypes.fp8e4m3, dtypes.fp8e5m2)
 DTYPES_16_32 = (dtypes.float32, *DTYPES_16)
 DTYPES = (*DTYPES_16_32, *DTYPES_8)
 
-FEW = 16  # decode: up to so many queries, GQA heads are packed and the keys split
+FEW = 16  # the most queries for which GQA heads are packed and the keys are split
 LEAST_KEYS = 256  # per split of the keys, on a GPU
 
 
 @dataclass(frozen=True)
 class Problem:
-  """The attention problem for which a schedule picks tiles: q (B, Hq, M, Dk), k (B, Hkv, N, Dk), v (B, Hkv, N, Dv).
+  """The attention that a schedule picks tiles for: q (B, Hq, M, Dk), k (B, Hkv, N, Dk), v (B, Hkv, N, Dv).
 
   Attributes:
     dtype: type of q and of the output.
@@ -96,7 +96,7 @@ class Kernel:
     block: maps the tiles to the rows of a block and the rows of a tile in the mainloop.
     of_keys: whether blocks are of keys, and tiles of queries.
     sums: maps the tiles to the number of float32 partial sums of dk and dv per key head; 0: it writes the gradients.
-    unread: those of `buffers` that the kernel does not read. They are in the call only to get gradients.
+    unread: those of `buffers` that the kernel does not read. A call takes them only so that they get gradients.
   """
 
   build: Callable[..., UOp]

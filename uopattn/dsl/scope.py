@@ -45,7 +45,7 @@ class Scope:
     return buffer.after(store.end(*index))
 
   def loop(self, trips: UOp | int, *within: UOp) -> "Loop":
-    """Create a `Loop` of `trips` >= 1 trips, which may be known only at run time, inside the axes `within`."""
+    """Create a `Loop` of `trips` >= 1 trips, a number that may depend on outer axes, inside the axes `within`."""
     return Loop(self, trips, within)
 
 

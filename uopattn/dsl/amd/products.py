@@ -176,10 +176,8 @@ def store_acc(
 ) -> list[UOp]:
   """Store finished(acc) to o[head, row], unless the row is past o's end.
 
-  Args:
-    o: (heads, rows, size) of a 16-bit type; or float32 for a split that `combine` reads.
-    acc: (tiles of 16 columns, `result` elements in this lane).
-    finished: maps an accumulator element to its output.
+  acc is (tiles of 16 columns, `result` elements in this lane). o is of a 16-bit type, or float32 for a split of the
+  keys that `combine` reads.
   """
   stores = []
   for j in range(sizes(acc)[0]):

@@ -127,7 +127,7 @@ def score_rows_by_column(rows: RowMap, queries: list[UOp], found: list[tuple[UOp
 
 
 def weights(rules: HeadRules, score_rows: list[ScoreRow], products: Elements, masked: bool) -> Elements:
-  """P = exp(S - lse) before dropout, where `products` are Q K^T and S the scores made of them."""
+  """P = exp(S - lse) before dropout, with the scores S of `products` = Q K^T."""
   found: Elements = {}
   for row in score_rows:
     scores = rules.scores([products[at] for at in row.places], *row.keys, masked)

@@ -73,7 +73,7 @@ class SwizzledTiles:
 
   @property
   def height(self) -> int:
-    """Rows per panel, including those past the tile's end to which surplus threads copy."""
+    """Rows per panel, including rows past the tile's end to which the last threads may copy."""
     return round_up(ceildiv(self.pieces * self.threads, self.columns // self.chunk), ALIGN)
 
   @property

@@ -98,7 +98,7 @@ class HeadMasks:
     return reduce(UOp.maximum, firsts) if firsts else None
 
   def key_range(self, row: UOp, block_m: int, block_n: int) -> TileRange:
-    """The tiles of `block_n` keys that rows `row` to row + block_m - 1 process; of all queries if heads are packed.
+    """The tiles of `block_n` keys that rows `row` to row + block_m - 1 attend to; all rows if heads are packed.
 
     tinygrad's linearizer decides what is outside a loop by how often it runs. A loop of at most one trip, if it is not
     known to have exactly one, would swallow the code before it. So `n_full` is 0 where it could be at most 1.
