@@ -1,6 +1,5 @@
 import gc
-from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Hashable
 
 import pytest
 from hypothesis import Phase, settings
@@ -35,24 +34,38 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+  """Leaves the long cases for `--slow`, and of tests marked `each` all but a cover of their cases."""
   if config.getoption("--slow"):
     return
-  cases: Counter[str] = Counter()  # seen so far, of each thinned test
-
-  def is_quick(item: pytest.Item) -> bool:
-    if "slow" in item.keywords:
-      return False
-    if (thinned := item.get_closest_marker("thinned")) is None:
-      return True
-    test = item.nodeid.split("[")[0]
-    cases[test] += 1
-    return (cases[test] - 1) % thinned.args[0] == 0
-
-  quick, rest = list[pytest.Item](), list[pytest.Item]()
+  tests: dict[str, list[pytest.Item]] = {}
   for item in items:
-    (quick if is_quick(item) else rest).append(item)
-  config.hook.pytest_deselected(items=rest)
-  items[:] = quick
+    tests.setdefault(item.nodeid.split("[")[0], []).append(item)
+  quick = {item for cases in tests.values() for item in cover([x for x in cases if "slow" not in x.keywords])}
+  config.hook.pytest_deselected(items=[item for item in items if item not in quick])
+  items[:] = [item for item in items if item in quick]
+
+
+def cover(cases: list[pytest.Item]) -> list[pytest.Item]:
+  """Cases of a test marked `each("dtype", "shape")`: every value of these parameters and every combination of the rest.
+
+  Each of them stands in at least one case; which values meet in it changes from case to case. A test without the mark
+  keeps all its cases.
+  """
+  if not cases or (mark := cases[0].get_closest_marker("each")) is None:
+    return cases
+  waiting: set[Hashable] = set()
+  facts: dict[pytest.Item, set[Hashable]] = {}
+  for case in cases:
+    assert isinstance(case, pytest.Function)
+    values = {name: repr(value) for name, value in case.callspec.params.items()}
+    rest = tuple(value for name, value in values.items() if name not in mark.args)
+    facts[case] = {rest, *((name, values[name]) for name in mark.args)}
+    waiting |= facts[case]
+  found = []
+  while waiting:
+    found.append(max(cases, key=lambda case: len(facts[case] & waiting)))
+    waiting -= facts[found[-1]]
+  return found
 
 
 @pytest.fixture(autouse=True)

@@ -26,13 +26,11 @@ D=64 kv_lengths make 11.5 instructions, and softcap, whose tanh is long, 59, wit
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
-from typing import NamedTuple
+from functools import cached_property, reduce
 
 from tinygrad import UOp
 from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
-from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl import LN2, Scope, gated, sizes
 from uopattn.dsl import instructions as ins
@@ -48,18 +46,18 @@ from uopattn.dsl.amd.products import (
   store_acc,
 )
 from uopattn.dsl.amd.staging import LdsRows, RegisterPipeline
+from uopattn.dsl.gpu.mainloop import Mainloop, State
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.packed import words_of
 from uopattn.dsl.rules.head_view import HeadView
-from uopattn.dsl.rules.rules import HeadRules, Rules
+from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.softmax import normalize
-from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
+from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.schedule import DTYPES_16, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
 
 LDS_LIMIT = 64 << 10  # bytes a workgroup
-FLOAT32_MAX = 3.4028234663852886e38  # float32
 
 
 @dataclass(frozen=True)
@@ -168,144 +166,142 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     rules: what stands between q.k and the softmax.
     tiles: block sizes.
   """
-  (heads, M, Dk), (results, _, Dv), f, m_tiles = sizes(q), sizes(o), tiles.fragments, tiles.m_tiles
+  (heads, M, Dk), (results, _, Dv), f = sizes(q), sizes(o), tiles.fragments
   s = Scope()
   group = Workgroup(s, heads, ceildiv(M, tiles.block_m), tiles.waves, f.lanes, results // heads, rules.longest_last)
-  lane, block_row, head_rules = group.lane, group.block * tiles.block_m, rules.at(group.head)
-  places = [(group.warp * m_tiles + i) * MMA_SIZE + lane % MMA_SIZE for i in range(m_tiles)]  # this lane's in the block
-  queries = [(row < M).where(row, M - 1) for row in (block_row + place for place in places)]  # past the end: again
+  head_rules = rules.at(group.head)
+  block_row = group.block * tiles.block_m
   key_range = head_rules.key_range(block_row, tiles.block_m, tiles.block_n).split(group.split, results // heads)
+  p_lds = LdsRows.make(s, tiles.block_m, tiles.block_n, f.pad) if f.repeated else None
+  unit = WaveMma(f, q.dtype, group, tiles, M, p_lds)
 
-  q_rows = HeadView.of(q, group.head, UOp.const(M))
-  q_frags = [load_operands(f, q.dtype, q_rows, query, lane) for query in queries]
-  state = State.make(s, (m_tiles, ceildiv(Dv, MMA_SIZE), f.result), rules.scaling.log2, group.item)
-  threads = tiles.waves * f.lanes
+  q_frags = unit.load_queries(HeadView.of(q, group.head, UOp.const(M)))
+  state = State.make(s, tiles.m_tiles, (tiles.m_tiles, ceildiv(Dv, MMA_SIZE), f.result), group.item)
   # Not `> 0`: tinygrad would take a comparison for granted in all of a gated index, in the ends of its loops too.
   exists = head_rules.length.ne(0)
   sources = [(words_of(head_rules.keys(x), exists), size) for x, size in zip((k, v), tiles.padded(Dk, Dv), strict=True)]
+  threads = tiles.waves * f.lanes
   stage = RegisterPipeline(s, f, tiles.block_n, threads, group.thread, head_rules.length, sources[:1], sources[1:])
-  p_lds = LdsRows.make(s, tiles.block_m, tiles.block_n, f.pad) if f.repeated else None
-  loop = Mainloop(s, f, q.dtype, lane, stage, p_lds, q_frags, places, queries, head_rules, key_range, state)
+  pipeline = KeyTiles(stage, key_range)
 
-  done = UOp.barrier(stage.store(stage.load(key_range.tile(UOp.const(0)) * tiles.block_n, *state)))
-  for first, trips, masked in full_then_masked(UOp.const(0), key_range.n_full, key_range.n_tiles):
-    done = loop.attend(first, trips, masked, done)
-
-  state, stores = state.after(done), []
-  for i, place in enumerate(places):
-    m, l = state.m_i[i].load() * rules.scaling.log2, row_reduce(f, UOp.__add__, state.l_i[i].load(), lane)
+  loop = Mainloop(s, unit, pipeline, head_rules, key_range, tiles.block_n)
+  state = loop.run(q_frags, state.after(pipeline.prologue(*state)))
+  stores = []
+  for i, place in enumerate(unit.places):
     row = block_row + place
-    stores += store_rows(f, o, lse, group.result, row, state.acc[i], m, l, head_rules.sink(row), lane)
+    stores += unit.store(o, lse, group.result, row, i, state, head_rules.sink(row))
   return group.kernel(f"attention_{tiles.arch}_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
 
 
-class State(NamedTuple):
-  """What a lane carries from tile to tile.
+@dataclass(frozen=True)
+class KeyTiles:
+  """The `KeyPipeline`: one tile of K and of V^T in LDS; the next one is in registers while that one is worked on.
 
   Attributes:
-    acc: O^T of each tile of queries, relative to m_i.
-    m_i: of each query, before the factor in the exponent.
-    l_i: of each query, over this lane's keys.
+    stage: brings the tiles.
+    key_range: which ones.
   """
 
-  acc: UOp
-  m_i: UOp
-  l_i: UOp
+  stage: RegisterPipeline
+  key_range: TileRange
 
-  @classmethod
-  def make(cls, s: Scope, shape: tuple[int, int, int], factor: float, *after: UOp) -> "State":
-    """Before the first tile; `shape` is that of acc, `factor` is the one in the exponent."""
-    lowest = -FLOAT32_MAX / max(1.0, factor)  # finite, also times `factor`, as -inf - -inf is NaN
-    acc = s.filled(0.0, *shape, after=after)
-    m_i, l_i = (s.filled(x, shape[0], after=after) for x in (lowest, 0.0))
-    return cls(acc, m_i, l_i)
+  def prologue(self, *after: UOp) -> UOp:
+    """Brings the first tile."""
+    return UOp.barrier(self.stage.store(self._load(UOp.const(0), *after)))
 
-  def after(self, *after: UOp) -> "State":
-    return State(*(x.after(*after) for x in self))
+  def acquire(self, n: UOp, *after: UOp) -> tuple[LdsRows, LdsRows]:
+    """Tile n of K and of V^T, and begins to load the next one."""
+    now = (*after, self._load(n + 1, *after)) if self._has_next(n) else after
+    return self.stage.as_is[0].after(*now), self.stage.transposed[0].after(*now)
+
+  def release(self, n: UOp, *stores: UOp) -> UOp:
+    """Stores the next tile to LDS, once all waves have read this one."""
+    if not self._has_next(n):
+      return UOp.group(*stores)
+    return UOp.barrier(self.stage.store(UOp.barrier(UOp.group(*stores))))
+
+  def _has_next(self, n: UOp) -> bool:
+    """Whether a tile may follow: known for all trips of a loop."""
+    return n.vmin < self.key_range.n_tiles.vmax - 1
+
+  def _load(self, n: UOp, *after: UOp) -> UOp:
+    return self.stage.load(self.key_range.tile(n) * self.stage.block, *after)
 
 
 @dataclass(frozen=True)
-class Mainloop:
-  """A wave's way through the tiles of keys.
+class WaveMma:
+  """The `MatrixUnit` of a wave: WMMA or MFMA on `m_tiles` tiles of 16 queries, one query per lane and tile.
+
+  All is transposed: S^T = K Q^T and O^T = V^T P^T, so that a lane has the scores of its own queries only.
 
   Attributes:
-    s: the kernel's axes.
-    f: what a lane holds.
-    dtype: of q, k and v.
-    lane: this lane.
-    stage: brings the tiles.
-    p_lds: room for P^T where lanes swap it.
-    q_frags: this lane's queries.
-    places: where they are in the block.
-    queries: which they are.
-    rules: the rules.
-    key_range: the tiles.
-    state: as it is before the first tile.
+    f: what a lane holds of operands and results.
+    dtype: dtype of q, k and v.
+    group: the position of this thread.
+    tiles: block sizes.
+    M: number of queries.
+    p_lds: LDS where the lanes of a query swap P^T; RDNA3 only.
   """
 
-  s: Scope
   f: Fragments
   dtype: DType
-  lane: UOp
-  stage: RegisterPipeline
+  group: Workgroup
+  tiles: Tiles
+  M: int
   p_lds: LdsRows | None
-  q_frags: list[list[Operand]]
-  places: list[UOp]
-  queries: list[UOp]
-  rules: HeadRules
-  key_range: TileRange
-  state: State
 
-  def attend(self, first: UOp, trips: UOp, masked: bool, ready: UOp) -> UOp:
-    """The tiles from position `first` on, which is in LDS when `ready`; each is followed there by the next."""
-    f, stage, lane, key_range = self.f, self.stage, self.lane, self.key_range
-    trip = self.s.axis(trips, AxisType.REDUCE)
-    position, old, more = first + trip, self.state.after(ready, trip), first.vmin < key_range.n_tiles.vmax - 1
-    following = key_range.tile(position + 1) * stage.block
-    now = (ready, trip, stage.load(following, ready, trip)) if more else (ready, trip)
-    scores = mma_abt(f, self.dtype, stage.as_is[0].after(*now), stage.block, self.q_frags, lane)
-    p, alphas, stores = self.softmax(scores, key_range.tile(position) * stage.block, masked, old)
-    p_frags = as_operands(f, self.dtype, p, self.p_lds and self.p_lds.after(ready, trip), self.places, lane)
-    v_lds = stage.transposed[0].after(*now, *stores)  # not before P is done: V's registers are few
-    stores += multiply_pv(f, self.dtype, p_frags, v_lds, self.state.acc, old.acc, alphas, lane)
-    if not more:
-      return UOp.group(*stores).end(trip)
-    read = UOp.barrier(UOp.group(*stores))  # no wave overwrites K and V before all have read them
-    return UOp.barrier(stage.store(read)).end(trip)
+  @cached_property
+  def places(self) -> list[UOp]:
+    """This lane's rows within the block of queries."""
+    m_tiles, lane = self.tiles.m_tiles, self.group.lane
+    return [(self.group.warp * m_tiles + i) * MMA_SIZE + lane % MMA_SIZE for i in range(m_tiles)]
 
-  def softmax(
-    self, products: list[list[UOp]], start: UOp, masked: bool, old: State
-  ) -> tuple[list[list[UOp]], list[UOp], list[UOp]]:
-    """P and alpha of each of this lane's queries for the keys from `start` on, and the stores of m and l."""
-    f, factor, m_tiles = self.f, self.rules.scaling.log2, len(self.queries)
-    first, offsets = lane_rows(f, self.stage.block, self.lane)
-    p, alphas, stores = [], [], []
-    for i, query in enumerate(self.queries):
-      row = [tile[e] for tile in products[i] for e in range(f.result)]
-      scores = self.rules.scores(row, query, first + start, offsets, masked)
-      m_old, l_old = old.m_i[i].load(), old.l_i[i].load()
-      weights, m_new, l_new, alpha = softmax_row(f, scores, factor, m_old, l_old, m_tiles, self.lane)
-      p.append(self.rules.weights(weights, query, first + start, offsets, masked))
-      alphas.append(alpha)
-      stores += [old.m_i[i].store(m_new), old.l_i[i].store(l_new)]
-    return p, alphas, stores
+  @cached_property
+  def rows(self) -> list[UOp]:
+    """This lane's queries; past the last one, that one again."""
+    block_row = self.group.block * self.tiles.block_m
+    return [(row < self.M).where(row, self.M - 1) for row in (block_row + place for place in self.places)]
 
+  def keys(self) -> tuple[UOp, list[int]]:
+    """The first key of a tile that this lane holds scores of, and the offsets of all of them from it."""
+    return lane_rows(self.f, self.tiles.block_n, self.group.lane)
 
-def softmax_row(
-  f: Fragments, scores: list[UOp], factor: float, m_old: UOp, l_old: UOp, m_tiles: int, lane: UOp
-) -> tuple[list[UOp], UOp, UOp, UOp]:
-  """P of this lane's keys, the query's new m, the new sum of this lane's keys, and alpha.
+  def load_queries(self, q: HeadView) -> list[list[Operand]]:
+    """Q^T as operands: for each tile of queries, one for each step along Dk."""
+    return [load_operands(self.f, self.dtype, q, row, self.group.lane) for row in self.rows]
 
-  m is the maximum of the scores, before `factor`: the exponent is one multiply-add.
-  """
-  m_new = row_reduce(f, fmax, by_turns(fmax, [m_old, *scores], 3), lane)
-  if alone(f, m_tiles):
-    m_old = ins.pin(HIP, m_old)  # or LLVM loads so much of K ahead that it spills
-  alpha, shifts = ins.exp2(HIP, (m_old - m_new) * factor), twins(f, m_new * -factor, m_tiles)
-  p = [ins.exp2(HIP, x * factor + shifts[i % 2]) for i, x in enumerate(scores)]
-  # Side by side, sums need more registers, which pays with two tiles of queries.
-  l_new = by_turns(UOp.__add__, [l_old * alpha, *p], 2) if m_tiles > 1 else l_old * alpha + reduce(UOp.__add__, p)
-  return p, m_new, l_new, alpha
+  def mma_abt(self, q: list[list[Operand]], k_tile: LdsRows) -> list[list[UOp]]:
+    """S^T = K Q^T: this lane's elements of each of its queries."""
+    scores = mma_abt(self.f, self.dtype, k_tile, self.tiles.block_n, q, self.group.lane)
+    return [[tile[e] for tile in row for e in range(self.f.result)] for row in scores]
+
+  def softmax(self, scores: list[UOp], scale_log2: float, m_old: UOp, l_old: UOp) -> tuple[list[UOp], UOp, UOp, UOp]:
+    """P, m_i, l_i and alpha of a query, as `online_softmax` defines them, in the order that suits LLVM."""
+    f, m_tiles = self.f, self.tiles.m_tiles
+    m_new = fmax(m_old, row_reduce(f, fmax, by_turns(fmax, scores, 3), self.group.lane) * scale_log2)
+    if alone(f, m_tiles):
+      m_old = ins.pin(HIP, m_old)  # or LLVM loads so much of K ahead that it spills
+    alpha, shifts = ins.exp2(HIP, m_old - m_new), twins(f, m_new, m_tiles)
+    p = [ins.exp2(HIP, x * scale_log2 - shifts[i % 2]) for i, x in enumerate(scores)]
+    # Side by side, sums need more registers, which pays with two tiles of queries.
+    l_new = by_turns(UOp.__add__, [l_old * alpha, *p], 2) if m_tiles > 1 else l_old * alpha + reduce(UOp.__add__, p)
+    return p, m_new, l_new, alpha
+
+  def as_operands(self, p: list[list[UOp]], *after: UOp) -> list[list[Operand]]:
+    """P^T as operands: for each tile of queries, one for each step along the keys."""
+    return as_operands(self.f, self.dtype, p, self.p_lds and self.p_lds.after(*after), self.places, self.group.lane)
+
+  def mma_ab(
+    self, p: list[list[Operand]], v_tile: LdsRows, acc: UOp, old: UOp, alphas: list[UOp], stores: list[UOp]
+  ) -> list[UOp]:
+    """O^T = O^T alpha + V^T P^T: the stores to acc."""
+    v_tile = v_tile.after(*stores)  # not before P is done: V's registers are few
+    return multiply_pv(self.f, self.dtype, p, v_tile, acc, old, alphas, self.group.lane)
+
+  def store(self, o: UOp, lse: UOp | None, head: UOp, row: UOp, i: int, state: State, sink: UOp | None) -> list[UOp]:
+    """Stores the output and the LSE of the i-th of this lane's queries, unless it is past the last one."""
+    m_i, l_i = state.m_i[i].load(), row_reduce(self.f, UOp.__add__, state.l_i[i].load(), self.group.lane)
+    return store_rows(self.f, o, lse, head, row, state.acc[i], m_i, l_i, sink, self.group.lane)
 
 
 def by_turns(operation: Callable[[UOp, UOp], UOp], values: list[UOp], arity: int) -> UOp:

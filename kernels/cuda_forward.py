@@ -24,15 +24,14 @@ at D=128, causal 309 and 334. One query, D=128, 32 heads on 8 key heads: B=16 N=
 """
 
 from dataclasses import dataclass
-from math import inf
-from typing import NamedTuple
+from functools import cached_property
 
 from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv, round_up
-from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl import Scope, sizes
 from uopattn.dsl import instructions as ins
+from uopattn.dsl.gpu.mainloop import Mainloop, State
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.nvidia.cp_async import CpAsyncPipeline
@@ -51,9 +50,8 @@ from uopattn.dsl.nvidia.mma_layout import (
 )
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.head_view import HeadView
-from uopattn.dsl.rules.rules import HeadRules, Rules
+from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.softmax import online_softmax
-from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
 from uopattn.dsl.schedule import DTYPES, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
 
@@ -192,126 +190,93 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   blocks, p_scale_log2 = ceildiv(M, block_m), P_SCALE_LOG2.get(q.dtype, 0)
   s = Scope()
   group = Workgroup(s, heads, blocks, tiles.warps, WARP, results // heads, rules.longest_last)
-  tops = [group.block * block_m + (group.warp * tiles.m_tiles + i) * MMA_M for i in range(tiles.m_tiles)]
-  rows = [[top + row_of(group.lane, half) for half in range(HALVES)] for top in tops]
   head_rules = rules.at(group.head)
   key_range = head_rules.key_range(group.block * block_m, block_m, tiles.block_n).split(group.split, results // heads)
+  unit = WarpMma(Mma(s, q.dtype, tiles.turing), group, tiles, p_scale_log2)
 
-  state = State.make(s, tiles.m_tiles, round_up(Dv, PAIR), group.item)
+  state = State.make(s, len(unit.rows), (tiles.m_tiles, round_up(Dv, PAIR) // MMA_N, 4), group.item)
   q_tile, k_tiles, v_tiles = tiles.panels(s, Dk, Dv)
   sources = [(panels, head_rules.keys(x)) for panels, x in ((k_tiles, k), (v_tiles, v))]
   stream = CpAsyncPipeline(sources, key_range.tile, tiles.stages, group.thread, tiles.family)
-  loop = Mainloop(s, group, Mma(s, q.dtype, tiles.turing), tiles, stream, rows, head_rules, key_range, p_scale_log2)
-
-  filled = stream.prologue(
-    *q_tile.fill_tile(group.block, HeadView.of(q, group.head, UOp.const(M)), group.block, group.thread)
-  )
-  q_frags = loop.load_queries(q_tile, filled)
-  for first, trips, masked in full_then_masked(UOp.const(0), key_range.n_full, key_range.n_tiles):
-    state = loop.attend(first, trips, masked, q_frags, state, filled)
-  acc, m_i, l_i = state.after(ins.cp_async_wait(tiles.family, 0, *state))  # no copy may be under way at the end
+  queries = q_tile.fill_tile(group.block, HeadView.of(q, group.head, UOp.const(M)), group.block, group.thread)
+  filled = stream.prologue(*queries)
+  loop = Mainloop(s, unit, stream, head_rules, key_range, tiles.block_n)
+  state = loop.run(unit.load_queries(q_tile, filled), state.after(filled))
+  state = state.after(ins.cp_async_wait(tiles.family, 0, *state))  # no copy may be under way at the end
 
   stores = []
-  for i, half, row in ((i, half, row) for i, pair in enumerate(rows) for half, row in enumerate(pair)):
-    m, l = m_i[i, half].load(), l_i[i, half].load()
-    sink = head_rules.sink(row)
-    stores += store_row(o, lse, group.result, row, half, acc[i], m, l, sink, group.lane, p_scale_log2, tiles.family)
+  for i, row in enumerate(unit.rows):
+    stores += unit.store(o, lse, group.result, i, state, head_rules.sink(row))
   return group.kernel(f"attention_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
 
 
-class State(NamedTuple):
-  """What a lane carries from tile to tile, for each tile of queries.
-
-  Attributes:
-    acc: O of two rows, relative to m_i, as accumulators.
-    m_i: of each row.
-    l_i: of each row, over this lane's keys.
-  """
-
-  acc: UOp
-  m_i: UOp
-  l_i: UOp
-
-  @classmethod
-  def make(cls, s: Scope, m_tiles: int, width: int, *after: UOp) -> "State":
-    """Before the first tile; O has `width` columns."""
-    acc = s.filled(0.0, m_tiles, width // MMA_N, 4, after=after)
-    return cls(acc, *(s.filled(x, m_tiles, HALVES, after=after) for x in (-inf, 0.0)))
-
-  def after(self, *after: UOp) -> "State":
-    return State(*(x.after(*after) for x in self))
-
-
 @dataclass(frozen=True)
-class Mainloop:
-  """A warp's way through the tiles of keys, which are counted by their position in the key range.
+class WarpMma:
+  """The `MatrixUnit` of a warp: `mma.sync` on `m_tiles` tiles of 16 queries.
+
+  A lane has two rows of each tile, g and g + 8 (see `uopattn.dsl.nvidia.mma_layout`), which are neighbours in `rows`.
 
   Attributes:
-    s: the kernel's axes.
-    group: where this thread stands.
     mma: the matrix instruction.
+    group: the position of this thread.
     tiles: block sizes.
-    stream: brings tiles of K and of V.
-    rows: this lane's two queries of each tile of 16.
-    rules: the rules for them.
-    key_range: the tiles.
-    p_scale_log2: P is 2**p_scale_log2 times as large as it should be.
+    p_scale_log2: P is multiplied by 2**p_scale_log2.
   """
 
-  s: Scope
-  group: Workgroup
   mma: Mma
+  group: Workgroup
   tiles: Tiles
-  stream: CpAsyncPipeline
-  rows: list[list[UOp]]
-  rules: HeadRules
-  key_range: TileRange
   p_scale_log2: int
+
+  @cached_property
+  def rows(self) -> list[UOp]:
+    """This lane's queries."""
+    m_tiles, block = self.tiles.m_tiles, self.group.block * self.tiles.block_m
+    tops = [block + (self.group.warp * m_tiles + i) * MMA_M for i in range(m_tiles)]
+    return [top + row_of(self.group.lane, half) for top in tops for half in range(HALVES)]
+
+  def keys(self) -> tuple[UOp, list[int]]:
+    """The first key of a tile that this lane holds scores of, and the offsets of all of them from it."""
+    return self.group.lane % QUAD * 2, columns(self.tiles.block_n // MMA_N)
 
   def load_queries(self, q_tile: SwizzledTiles, *after: UOp) -> list[list[UOp]]:
     """Q as left operands: for each tile of queries, one for each step along Dk."""
     q_tile, first = q_tile.tile(UOp.const(0), *after), self.group.warp * self.tiles.m_tiles
     return [self.mma.load_left(q_tile, (first + i) * MMA_M, self.group.lane) for i in range(self.tiles.m_tiles)]
 
-  def attend(self, first: UOp, trips: UOp, masked: bool, q_frags: list[list[UOp]], state: State, filled: UOp) -> State:
-    """The tiles of keys from `first` on."""
-    trip = self.s.axis(trips, AxisType.REDUCE)
-    n, lane, old = first + trip, self.group.lane, state.after(trip)
-    k_tile, v_tile = self.stream.acquire(n, trip, filled, *state)
-    scores = self.mma.mma_abt(q_frags, k_tile, lane)
-    p_frags, alphas, updates = [], [], []
-    for i in range(self.tiles.m_tiles):
-      p, alpha, stores = self.softmax(i, scores[i], n, masked, old)
-      p_frags.append(self.mma.as_left(p))
-      alphas.append(alpha)
-      updates += stores
-    out = self.mma.mma_ab(p_frags, v_tile, lane, rescaled(old.acc, alphas))
-    updates += [state.acc[i, d].store(tile) for i, tiles in enumerate(out) for d, tile in enumerate(tiles)]
-    return state.after(UOp.group(*updates).end(trip))
+  def mma_abt(self, q: list[list[UOp]], k_tile: SwizzledTiles) -> list[list[UOp]]:
+    """S = Q K^T: this lane's elements of each of its rows."""
+    scores = self.mma.mma_abt(q, k_tile, self.group.lane)
+    return [row_elements(tile, half) for tile in scores for half in range(HALVES)]
 
-  def softmax(
-    self, i: int, scores: list[UOp], n: UOp, masked: bool, old: State
-  ) -> tuple[list[list[UOp]], list[UOp], list[UOp]]:
-    """P and alpha of both of this lane's rows of query tile `i`, and the stores of m and l."""
-    first = self.key_range.tile(n) * self.tiles.block_n + self.group.lane % QUAD * 2
-    p, alphas, stores, factor = [], [], [], self.rules.scaling.log2
-    for half, row in enumerate(self.rows[i]):
-      seen = self.rules.scores(row_elements(scores, half), row, first, columns(len(scores)), masked)
-      m_old, l_old = old.m_i[i, half], old.l_i[i, half]
-      p_row, m_new, l_new, alpha = online_softmax(
-        CUDA, seen, factor, m_old.load(), l_old.load(), row_reduce, self.p_scale_log2
-      )
-      p.append(self.rules.weights(p_row, row, first, columns(len(scores)), masked))
-      alphas.append(alpha)
-      stores += [m_old.store(m_new), l_old.store(l_new)]
-    return p, alphas, stores
+  def softmax(self, scores: list[UOp], scale_log2: float, m_old: UOp, l_old: UOp) -> tuple[list[UOp], UOp, UOp, UOp]:
+    """P, m_i, l_i and alpha of a row; see `online_softmax`."""
+    return online_softmax(CUDA, scores, scale_log2, m_old, l_old, row_reduce, self.p_scale_log2)
+
+  def as_operands(self, p: list[list[UOp]], *after: UOp) -> list[list[UOp]]:
+    """P as left operands: for each tile of queries, one for each step along the keys."""
+    return [self.mma.as_left(p[i : i + HALVES]) for i in range(0, len(p), HALVES)]
+
+  def mma_ab(
+    self, p: list[list[UOp]], v_tile: SwizzledTiles, acc: UOp, old: UOp, alphas: list[UOp], stores: list[UOp]
+  ) -> list[UOp]:
+    """O = O alpha + P V: the stores to acc."""
+    out = self.mma.mma_ab(p, v_tile, self.group.lane, rescaled(old, alphas))
+    return [acc[i, d].store(tile) for i, tiles in enumerate(out) for d, tile in enumerate(tiles)]
+
+  def store(self, o: UOp, lse: UOp | None, head: UOp, i: int, state: State, sink: UOp | None) -> list[UOp]:
+    """Stores the output and the LSE of the i-th of this lane's rows."""
+    m_i, l_i, acc, half = state.m_i[i].load(), state.l_i[i].load(), state.acc[i // HALVES], i % HALVES
+    return store_row(
+      o, lse, head, self.rows[i], half, acc, m_i, l_i, sink, self.group.lane, self.p_scale_log2, self.tiles.family
+    )
 
 
-def rescaled(acc: UOp, alphas: list[list[UOp]]) -> Accumulators:
-  """O times alpha, which is of two rows for each tile of queries."""
+def rescaled(acc: UOp, alphas: list[UOp]) -> Accumulators:
+  """O times alpha, of which there are two per tile of queries."""
   m_tiles, d_tiles, _ = sizes(acc)
   return [
-    [UOp.stack(*[acc[i, d, e].load() * alphas[i][e // 2] for e in range(4)]) for d in range(d_tiles)]
+    [UOp.stack(*[acc[i, d, e].load() * alphas[HALVES * i + e // 2] for e in range(4)]) for d in range(d_tiles)]
     for i in range(m_tiles)
   ]
 

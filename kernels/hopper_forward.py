@@ -22,7 +22,6 @@ thread. Of the other rules, nvcc 13 spills at D=64 for a bool mask (496 bytes), 
 """
 
 from dataclasses import dataclass
-from math import inf
 from typing import NamedTuple
 
 from tinygrad import UOp, dtypes
@@ -39,7 +38,7 @@ from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, QUAD, WARP, colu
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.rules.softmax import online_softmax
+from uopattn.dsl.rules.softmax import LOWEST, online_softmax
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
 from uopattn.dsl.schedule import DTYPES_16, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
@@ -205,7 +204,7 @@ class State(NamedTuple):
   def make(cls, s: Scope, block_n: int, width: int, *after: UOp) -> "State":
     """Before the first tile; O has `width` columns."""
     acc = s.filled(0.0, width // 2, after=after)
-    m_i, l_i = (s.filled(x, HALVES, after=after) for x in (-inf, 0.0))
+    m_i, l_i = (s.filled(x, HALVES, after=after) for x in (LOWEST, 0.0))
     return cls(acc, s.buffer(block_n // 4, dtype=dtypes.uint), m_i, l_i)
 
   def after(self, *after: UOp) -> "State":

@@ -169,7 +169,7 @@ def test_what_is_no_key_does_not_matter(M: int) -> None:
 TARGETS = ("gfx1100", "gfx1201", "gfx942", "sm_80", "sm_90")
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.each("arch", "page_size", "M")
 @pytest.mark.parametrize(("page_size", "M"), [(16, 1), (7, 3), (16, 40)])
 @pytest.mark.parametrize("arch", TARGETS)
 def test_on_gpus(arch: str, page_size: int, M: int) -> None:

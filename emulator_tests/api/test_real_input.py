@@ -146,7 +146,6 @@ def capture_qkv(*arguments, stdin: str = "") -> subprocess.CompletedProcess[str]
   return subprocess.run(command, input=stdin, capture_output=True, text=True, encoding="utf-8")
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
   ("text", "stdin", "layer", "dtype"),
   [("The sky is blue", "", 0, "float32"), ("The year 1969", "", 2, "bfloat16"), ("-", "naïve ☃", 1, "float16")],

@@ -38,7 +38,7 @@ def split(shape: Shape, splits: int, options: Options | None = None, dtype: Any 
   check(q, k, v, out, lse, **(options or {}))
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.each("arch", "splits")
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("splits", [2, 3, 9, 40])
 def test_parts(arch: str, splits: int) -> None:
@@ -47,7 +47,7 @@ def test_parts(arch: str, splits: int) -> None:
     split(PLAIN, splits)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.each("arch", "group", "M")
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("group", [1, 5])
 @pytest.mark.parametrize("M", [2, 16])
@@ -64,7 +64,7 @@ TOGETHER: dict[str, Options] = {
 }
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.each("arch")
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", TOGETHER)
 def test_parts_without_keys(arch: str, name: str) -> None:

@@ -39,7 +39,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.each("arch", "shape")
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_matches_the_oracle(shape: str, arch: str) -> None:
@@ -122,7 +122,7 @@ def test_a_bad_number_reaches_the_rows_that_see_it_and_no_other(bad: float) -> N
   assert np.isfinite(out[:129]).all()
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.each("arch", "Dk", "Dv")
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize(("Dk", "Dv"), [(64, 64), (33, 48)])
 def test_no_bank_conflict_and_causal_tiles_skipped(arch: str, Dk: int, Dv: int) -> None:

@@ -52,7 +52,7 @@ def test_matches_the_oracle(shape: str) -> None:
     check_gradients(*inputs(*sizes, dtype))
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.each("arch", "dtype")
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT], ids=str)
 @pytest.mark.parametrize("arch", ARCHES)
 def test_causal_and_grouped(arch: str, dtype: Any) -> None:
@@ -106,7 +106,6 @@ def test_each_feature_with_the_tiles_of_choice(name: str, arch: str) -> None:
     check_gradients(*inputs(*shape, BFLOAT), some(np.random.default_rng(1), shape, name))
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("arch", ["gfx950", "gfx1201"])
 def test_dropout(arch: str) -> None:
@@ -137,7 +136,6 @@ def test_rows_that_see_no_key_have_no_gradient(name: str) -> None:
       assert (x.float().numpy() == 0).all()
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("arch", ["gfx942", "gfx1100"])
 def test_what_lies_behind_the_length_does_not_matter(arch: str) -> None:
@@ -178,7 +176,6 @@ def counted(launch: Callable[[], object]) -> dict[str, emulator.Counters]:
   return found
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("arch", "Dk", "Dv"), [("gfx1201", 33, 48), ("gfx1100", 64, 64), ("gfx942", 64, 64)])
 def test_no_bank_conflict(arch: str, Dk: int, Dv: int) -> None:
   with on(arch):
@@ -195,7 +192,6 @@ def test_causal_tiles_are_skipped() -> None:
     assert causal[name].matrix * 8 == count.matrix * 5
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize(
   ("arch", "is_causal", "barriers"),  # one before, two in each loop

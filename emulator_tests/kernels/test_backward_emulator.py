@@ -19,14 +19,13 @@ SLOW = [(name, arch) for name in FEATURES for arch in AMD + CUDA if (name, arch)
 EACH = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("arch", AMD + CUDA)
 def test_plain_attention(arch: str) -> None:
   with on(arch):
     check_gradients(*inputs(1, 2, 1, 40, 70, 32, 16, dtypes.bfloat16))
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.each("arch")
 @pytest.mark.parametrize(("name", "arch"), EACH)
 def test_each_feature_alone(name: str, arch: str) -> None:
   with on(arch):
@@ -57,7 +56,6 @@ def check_together(
     check_gradients(*inputs(*shape, dtype), *arguments(shape, options, numbers, blocks))
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("arch", ["gfx1201", "sm_80"])
 def test_dropout(arch: str) -> None:
   B, Hq, _, M, N, *_ = SHAPE
@@ -74,7 +72,6 @@ def test_rows_that_see_no_key_have_no_gradient(name: str, arch: str) -> None:
       assert (x.float().numpy() == 0).all()
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("arch", ["gfx1201", "sm_80", "sm_90"])
 def test_heads_that_share_keys_visit_tiles_of_their_own(arch: str) -> None:
   shape: Shape = (1, 2, 1, 140, 190, 16, 16)

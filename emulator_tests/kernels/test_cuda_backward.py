@@ -113,7 +113,7 @@ SHAPES: dict[str, Problem] = {
 }
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.each("shape", "causal")
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("arch", SCHEDULES)
@@ -282,7 +282,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.each("arch")
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("arch", SCHEDULES)
 def test_gradients_of_attention(arch: str, feature: str) -> None:

@@ -68,7 +68,7 @@ def check_compiled(arch: str, D: int, causal: bool, dtype: str) -> Compiled:
   return c
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.each("arch", "D", "causal", "dtype")
 @pytest.mark.parametrize(("arch", "D", "causal", "dtype"), QUICK)
 def test_no_spills(arch: str, D: int, causal: bool, dtype: str) -> None:
   check_compiled(arch, D, causal, dtype)
@@ -80,7 +80,7 @@ def test_no_spills_anywhere(arch: str, D: int, causal: bool, dtype: str) -> None
   check_compiled(arch, D, causal, dtype)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.each("arch", "D", "causal", "dtype")
 @pytest.mark.skipif(sass.disassembler() is None, reason="no nvdisasm")
 @pytest.mark.parametrize(("arch", "D", "causal", "dtype"), QUICK)
 def test_main_loop_is_a_tile_of_keys(arch: str, D: int, causal: bool, dtype: str) -> None:

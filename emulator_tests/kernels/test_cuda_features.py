@@ -87,7 +87,7 @@ def check_run(arch: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Non
   check(q, k, v, *run(arch, q, k, v, **options), **{name: plain(name, x) for name, x in options.items()})
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.each("arch")
 @pytest.mark.parametrize("arch", TILES)
 @pytest.mark.parametrize("name", FEATURES)
 def test_each_alone(name: str, arch: str) -> None:

@@ -35,7 +35,7 @@ def faults_by(budget: float, D: int, c: Compiled) -> list[str]:
   return found
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.each("arch", "dtype", "D")
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("arch", ARCHES)
@@ -54,7 +54,7 @@ def test_a_mask_costs_the_main_loop_next_to_nothing(arch: str, D: int) -> None:
 BACKWARD_BUDGET = {"gfx1100": 10.0, "gfx1151": 10.0, "gfx1201": 8.6, "gfx942": 4.0, "gfx950": 6.5}
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.each("dtype", "arch")
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("kernel", ["dQ", "dK dV"])

@@ -54,3 +54,7 @@ class CpAsyncPipeline:
     ready = self.consumer_wait(*after)
     following = self.producer_load(n + self.stages - 1, ready)
     return [tiles.tile(n, ready, following) for tiles, _ in self.sources]
+
+  def release(self, n: UOp, *stores: UOp) -> UOp:
+    """Finish the n-th tile after `stores`; its slot is refilled only after the barrier of the next `acquire`."""
+    return UOp.group(*stores)

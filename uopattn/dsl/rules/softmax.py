@@ -11,6 +11,8 @@ from uopattn.dsl import instructions as ins
 from uopattn.dsl.math import LOG2E, exp2
 from uopattn.dsl.scope import Scope, sizes
 
+LOWEST = -3.4028234663852886e38  # m_i of a row that has seen no key: finite, as -inf - -inf would be NaN
+
 Operation = Callable[[UOp, UOp], UOp]
 
 
@@ -48,7 +50,7 @@ def online_softmax(
     family: family of instructions; see `uopattn.dsl.instruction_set`.
     scores: this lane's scores of one query, -inf where hidden.
     scale_log2: `Scaling.log2`. Row maxima are of scores times it.
-    m_old: the row max so far.
+    m_old: the row max so far; `LOWEST` before the first tile.
     l_old: the sum of this lane's P so far.
     row_reduce: applies an operation across all lanes of the query.
     p_scale_log2: P, and with it the sum, is multiplied by 2**p_scale_log2.
@@ -61,10 +63,8 @@ def online_softmax(
     return ins.fmax(family, a, b)
 
   m_new = larger(m_old, row_reduce(larger, reduce(larger, scores)) * scale_log2)
-  # A row that has seen no key yet has m = -inf, and -inf - -inf is NaN. Such a row is shifted by 0.
-  shift = m_new.eq(-inf).where(0.0, m_new)
-  alpha = ins.exp2(family, m_old - shift)
-  shift = shift - p_scale_log2 if p_scale_log2 else shift
+  alpha = ins.exp2(family, m_old - m_new)
+  shift = m_new - p_scale_log2 if p_scale_log2 else m_new
   p = [ins.exp2(family, x * scale_log2 - shift) for x in scores]
   return p, m_new, l_old * alpha + reduce(UOp.__add__, p), alpha
 

@@ -1,0 +1,132 @@
+"""The mainloop of a forward kernel whose warps issue synchronous matrix instructions: AMD's WMMA and MFMA, `mma.sync`.
+
+FlashAttention-2 (Dao, 2023, algorithm 1). A kernel supplies a `MatrixUnit`, which knows the hardware, and a
+`KeyPipeline`, which brings tiles of K and V on chip. This module has the rest: the order of the steps, the state of the
+online softmax, and two loops, one over full tiles of keys and one over tiles that need a mask.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from tinygrad import UOp
+from tinygrad.uop.ops import AxisType
+
+from uopattn.dsl.rules.rules import HeadRules
+from uopattn.dsl.rules.softmax import LOWEST
+from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
+from uopattn.dsl.scope import Scope
+
+
+class State(NamedTuple):
+  """The state of the online softmax, which each lane keeps in registers from tile to tile.
+
+  Attributes:
+    acc: O of the lane's query rows, unnormalized, relative to m_i.
+    m_i: row maxima of the scores in base 2, (rows,).
+    l_i: row sums of exp2(score - m_i), (rows,), each over this lane's keys only.
+  """
+
+  acc: UOp
+  m_i: UOp
+  l_i: UOp
+
+  @classmethod
+  def make(cls, s: Scope, rows: int, shape: tuple[int, ...], *after: UOp) -> "State":
+    """The state before the first tile, for `rows` query rows per lane and an `acc` of this shape."""
+    acc = s.filled(0.0, *shape, after=after)
+    return cls(acc, *(s.filled(x, rows, after=after) for x in (LOWEST, 0.0)))
+
+  def after(self, *after: UOp) -> "State":
+    """The state once `after` is done."""
+    return State(*(x.after(*after) for x in self))
+
+
+class MatrixUnit(Protocol):
+  """The matrix instructions of one warp, and what its lanes hold of their operands and results.
+
+  The format of operands is up to the unit. Rows are lists of the elements that a lane holds.
+  """
+
+  @property
+  def rows(self) -> Sequence[UOp]:
+    """The query rows that this lane holds scores of."""
+
+  def keys(self) -> tuple[UOp, Sequence[int]]:
+    """The first key of a tile that this lane holds scores of, and the offsets of all of them from it."""
+
+  def mma_abt(self, q: Any, k_tile: Any) -> list[list[UOp]]:
+    """S = Q K^T: this lane's elements of each of its rows."""
+
+  def softmax(self, scores: list[UOp], scale_log2: float, m_old: UOp, l_old: UOp) -> tuple[list[UOp], UOp, UOp, UOp]:
+    """P of one row, its new m_i and l_i, and alpha, the factor on the earlier sums; see `online_softmax`."""
+
+  def as_operands(self, p: list[list[UOp]], *after: UOp) -> Any:
+    """P of all rows, rounded, as the left operand of `mma_ab`."""
+
+  def mma_ab(self, p: Any, v_tile: Any, acc: UOp, old: UOp, alphas: list[UOp], stores: list[UOp]) -> list[UOp]:
+    """O = O alpha + P V: the stores to `acc`, from its old value; `stores` are those of m_i and l_i."""
+
+
+class KeyPipeline(Protocol):
+  """A pipeline of tiles of K and V, from global memory to where the matrix unit reads them."""
+
+  def acquire(self, n: UOp, *after: UOp) -> Sequence[Any]:
+    """Wait for tile n of K and V, counted by position in the key range, and start loading one that follows."""
+
+  def release(self, n: UOp, *stores: UOp) -> UOp:
+    """Signal that tile n is no longer needed after `stores`."""
+
+
+@dataclass(frozen=True)
+class Mainloop:
+  """The loops over the tiles of keys of one block of queries.
+
+  Attributes:
+    s: the kernel's scope.
+    unit: the matrix unit.
+    pipeline: brings the tiles.
+    rules: masks and score modifications of the head.
+    key_range: the tiles to process.
+    block_n: keys per tile.
+  """
+
+  s: Scope
+  unit: MatrixUnit
+  pipeline: KeyPipeline
+  rules: HeadRules
+  key_range: TileRange
+  block_n: int
+
+  def run(self, q: Any, state: State) -> State:
+    """Process all tiles."""
+    for first, trips, masked in full_then_masked(UOp.const(0), self.key_range.n_full, self.key_range.n_tiles):
+      state = self.attend(first, trips, masked, q, state)
+    return state
+
+  def attend(self, first: UOp, trips: UOp, masked: bool, q: Any, state: State) -> State:
+    """Process `trips` tiles from position `first` on."""
+    trip = self.s.axis(trips, AxisType.REDUCE)
+    n, old = first + trip, state.after(trip)
+    k_tile, v_tile = self.pipeline.acquire(n, trip, *state)
+    scores = self.unit.mma_abt(q, k_tile)
+    p, alphas, stores = self.softmax(scores, n, masked, old)
+    operands = self.unit.as_operands(p, trip, *state)
+    stores += self.unit.mma_ab(operands, v_tile, state.acc, old.acc, alphas, stores)
+    return state.after(self.pipeline.release(n, *stores).end(trip))
+
+  def softmax(
+    self, products: list[list[UOp]], n: UOp, masked: bool, old: State
+  ) -> tuple[list[list[UOp]], list[UOp], list[UOp]]:
+    """P and alpha of each of this lane's rows for the n-th tile, and the stores of m_i and l_i."""
+    lane_key, offsets = self.unit.keys()
+    first = self.key_range.tile(n) * self.block_n + lane_key
+    p, alphas, stores = [], [], []
+    for i, row in enumerate(self.unit.rows):
+      scores = self.rules.scores(products[i], row, first, offsets, masked)
+      m_old, l_old = old.m_i[i], old.l_i[i]
+      p_row, m_new, l_new, alpha = self.unit.softmax(scores, self.rules.scaling.log2, m_old.load(), l_old.load())
+      p.append(self.rules.weights(p_row, row, first, offsets, masked))
+      alphas.append(alpha)
+      stores += [m_old.store(m_new), l_old.store(l_new)]
+    return p, alphas, stores
