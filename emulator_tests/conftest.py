@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def cover(cases: list[pytest.Item]) -> list[pytest.Item]:
-  """Cases of a test marked `each("dtype", "shape")`: every value of these parameters, and every combination of the rest.
+  """Cases of a test marked `each("dtype", "shape")`: every value of these parameters and every combination of the rest.
 
   Each of them stands in at least one case; which values meet in it changes from case to case. A test without the mark
   keeps all its cases.

@@ -1,7 +1,7 @@
 """Backward attention on AMD's matrix cores: dQ by a pass over tiles of keys, dK and dV by one over tiles of queries.
 
-FlashAttention-2 (Dao, 2023), transposed, without atomics. In both passes each wave has some tiles of 16 rows, its row_tiles,
-one of them a lane, and runs through the tiles of the others, which all waves share in LDS. With S the scores, dO the
+FlashAttention-2 (Dao, 2023), transposed, without atomics. In both passes each wave keeps `row_tiles` tiles of 16 rows,
+one row per lane, and runs through the tiles of the others, which all waves share in LDS. With S the scores, dO the
 gradient of the output, L the logarithm of the sum of exponentials and delta = rowsum(O dO) - dL, which is given:
     own queries, dQ     S^T = K Q^T    dP^T = V dO^T - delta    P = exp(S - L)    dS = P dP    dQ^T += K^T dS^T
     own keys, dK, dV    S = Q K^T      dP = dO V^T - delta      P, dS likewise    dV^T += dO^T P    dK^T += Q^T dS
@@ -58,7 +58,7 @@ class Tiles:
     arch: the target, which decides the matrix instruction.
     of_keys: whether it is the pass for dK and dV, whose own rows are keys.
     waves: waves in a workgroup.
-    row_tiles: tiles of 16 own rows a wave.
+    row_tiles: tiles of 16 stationary rows per wave.
     block: rows of a tile of the others.
   """
 
@@ -96,7 +96,7 @@ class Tiles:
     return self.waves * self.row_tiles * MMA_SIZE
 
   def lds_bytes(self, Dk: int, Dv: int) -> int:
-    """Bytes of LDS: the tile as it is and transposed, L and delta of queries, and room where lanes lds P and dS."""
+    """Bytes of LDS: the tile as it is and transposed, L and delta of queries, space where lanes exchange P and dS."""
     f = self.fragments
     pad = f.pad * CHUNK_ELEMENTS
     as_is = self.block * sum(round_up(x, f.step) + pad for x in (Dk, Dv))
@@ -161,7 +161,7 @@ class Mainloop:
     group: where this lane stands.
     dtype: of all matrices.
     stage: brings the tiles.
-    p_lds: room for what is summed up, where lanes lds it.
+    p_lds: LDS through which lanes exchange P and dS, or dS; None where they need not.
     stationary: this lane's own rows: of Q and dO, or of K and V.
     accs: the sums: dQ, or dV and dK.
     rules: the rules.
@@ -387,7 +387,7 @@ def load_stationary(f: Fragments, x: UOp, head: UOp, length: UOp, rows: list[UOp
 
 
 def p_lds(s: Scope, tiles: Tiles) -> list[LdsRows | None]:
-  """Room for dS, or P and dS, where lanes lds them."""
+  """LDS for dS, or P and dS, where lanes exchange them."""
   f = tiles.fragments
   return [LdsRows.make(s, tiles.rows, tiles.block, f.pad) if f.repeated else None for _ in range(1 + tiles.of_keys)]
 

@@ -14,7 +14,7 @@ Lane l is query l % 16 of its wave; `uopattn.dsl.amd.fragments` says which keys 
 For a few queries the query heads that share a key head are rows of one tile, and each workgroup has a part of the keys;
 `kernels/combine.py` puts the parts together.
 
-LdsRows of K are dealt out in LDS so that a lane's keys in S^T are neighbours, as P^T needs them. On RDNA3 the two lanes of
+Rows of K are dealt out in LDS so that a lane's keys in S^T are neighbours, as P^T needs them. On RDNA3 the two lanes of
 a query must both have all of P: they swap halves through LDS, in rows that only their wave uses.
 
 Not measured: no AMD GPU at hand. Compiled by LLVM 22 (scripts/compile_report.py, 2026-11-21), without spills.
@@ -368,7 +368,7 @@ def store_rows(
   sink: UOp | None,
   lane: UOp,
 ) -> list[UOp]:
-  """The output and the LSE of a query; m_i and l_i are in base 2, of all its keys. LdsRows past M are not stored."""
+  """The output and the LSE of a query; m_i and l_i are in base 2, of all its keys. Rows past M are not stored."""
   M = sizes(o)[1]
   factor, log2 = normalize(m_i, l_i, sink, lambda x: ins.exp2(HIP, x))
   stores = store_acc(f, o, head, row, acc, lambda x: x * factor, lane)

@@ -1,4 +1,4 @@
-"""Attention over partial_o of the keys, combined: the second half of Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023).
+"""Combine attention over splits of the keys: the second half of Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023).
 
 With few queries there are too few of them to keep a machine busy, so the keys are split, and each work item of a
 forward kernel leaves the output O_s of its part, finished, and the logarithm lse_s of its sum of exponentials. Then
@@ -24,7 +24,7 @@ from uopattn.dsl.rules.softmax import normalize
 from uopattn.dsl.schedule import DTYPES, Kernel, Schedule
 
 WARP, MOST_THREADS = 32, 256
-AT_ONCE = 8  # partial_o that a GPU's thread reads before it uses any
+AT_ONCE = 8  # splits that a GPU's thread reads before it uses any
 
 
 def on_cpu(o: UOp, partial_o: UOp, partial_lse: UOp, lse: UOp | None = None, *, rules: Rules) -> UOp:
@@ -70,7 +70,7 @@ def on_gpu(family: str, o: UOp, partial_o: UOp, partial_lse: UOp, lse: UOp | Non
   columns, turns = [lane + i * threads for i in range(ceildiv(Dv, threads))], ceildiv(splits, AT_ONCE)
 
   def some(turn: UOp) -> list[UOp]:
-    """The partial_o of a turn."""
+    """The splits of a turn."""
     return [turn * AT_ONCE + i for i in range(min(AT_ONCE, splits))]
 
   def lse_of(t: UOp) -> UOp:

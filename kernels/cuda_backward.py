@@ -96,7 +96,7 @@ class Tiles:
     return self.warps * WARP
 
   def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[list[SwizzledTiles], list[SwizzledTiles]]:
-    """Room in shared memory for what is stationary, and for tiles: of each Dk columns (of Q or K) and Dv (of dO or V)."""
+    """Shared memory for the stationary rows and for the tiles: of each Dk columns (of Q or K) and Dv (of dO or V)."""
     widths = [round_up(Dk, PAIR), round_up(Dv, PAIR)]
     stationary = [SwizzledTiles.make(s, self.rows, width, 1, self.threads, bits=BITS[self.step]) for width in widths]
     return stationary, [
@@ -239,7 +239,7 @@ ScoreRows = Callable[[UOp, bool], list[ScoreRow]]  # from a tile's first row, an
 
 @dataclass(frozen=True)
 class Mainloop:
-  """A warp's way through the tiles, which are counted by their position in the tile_range.
+  """A warp's way through the tiles, which are counted by their position in the tile range.
 
   Attributes:
     s: the kernel's axes.
@@ -247,8 +247,8 @@ class Mainloop:
     mma: the matrix instruction.
     tiles: block sizes.
     rules: the rules for the queries.
-    stationary: room for the workgroup's own rows, of Q and dO or of K and V.
-    streamed: room for tiles of the others.
+    stationary: shared memory of the workgroup's own rows, of Q and dO or of K and V.
+    streamed: shared memory of the tiles of the others.
   """
 
   s: Scope
@@ -292,7 +292,7 @@ class Mainloop:
   def run(
     self, stream: CpAsyncPipeline, tile_range: TileRange, score_rows: ScoreRows, sums: list[UOp], begun: UOp
   ) -> list[UOp]:
-    """All tiles of a tile_range, added to the sums: of dS times the first of the tiles, and of P times the second."""
+    """All tiles of a range, added to the sums: of dS times the first of the tiles, and of P times the second."""
     in_registers = self.left(begun) if self.tiles.in_registers else None
     for first, trips, masked in full_then_masked(UOp.const(0), tile_range.n_full, tile_range.n_tiles):
       trip = self.s.axis(trips, AxisType.REDUCE)

@@ -5,8 +5,8 @@ FlashAttention-2 (Dao, 2023). Each warp keeps its queries and runs through the k
     m, l, P             in registers; the maximum joins the four lanes of a row; l stays apart until the end
     O = O alpha + P V   (16 m_tiles, Dv)   P is the second product's left operand as it is, in registers
 
-Who holds what. Q, m, l, P and O are in registers, Q for the whole loop; `uopattn.dsl.nvidia.mma_layout` says which elements
-a lane has. All warps share Q once, and tiles of K and V, `stages` of each, in shared memory
+Who holds what. Q, m, l, P and O are in registers, Q for the whole loop; `uopattn.dsl.nvidia.mma_layout` says which
+elements a lane has. All warps share Q once, and tiles of K and V, `stages` of each, in shared memory
 (`uopattn.dsl.nvidia.swizzled`): cp.async fills one slot while another is worked on (sm_75 copies by way of registers),
 ldmatrix reads K as it is and V transposed (`uopattn.dsl.nvidia.mma`). See `Tiles.shared_bytes`.
 

@@ -1,7 +1,8 @@
 """delta = rowsum(O dO) - dL on GPUs: what a backward pass has to know of the output (Dao, FlashAttention-2, 2023).
 
 Who holds what. `LANES` lanes share a row: each reads 16 bytes at a time, and shuffles join their sums. A workgroup has
-`BLOCK_ROWS` rows. Its speed is that of memory: 2.4 to 2.6 TB/s at D=64, 3.9 at D=128 (H200, B=4, H=32, N=4096, 2026-11-22).
+`BLOCK_ROWS` rows. Its speed is that of memory: 2.4 to 2.6 TB/s at D=64, 3.9 at D=128 (H200, B=4, H=32, N=4096,
+2026-11-22).
 """
 
 from collections.abc import Callable

@@ -7,12 +7,12 @@ The two passes of `cuda_backward`: see there for the method. Each warpgroup keep
     wait for dP, dS                start dK += dS^T Q, or dQ += dS K   (64, Dk)
     wait for the sums
 
-Who holds what. S, dP, P, dS and the sums are in registers; `uopattn.dsl.nvidia.mma_layout` says which elements a lane has,
-and P and dS, rounded, are left operands of the last products as they are. What is stationary, once, and tiles of the others,
-`stages` of each, are in shared memory (`uopattn.dsl.nvidia.swizzled`); `uopattn.dsl.nvidia.mbarrier` fills the slots,
-such that no warpgroup waits for another until it is about to run out of tiles. In `backward_kv` lse and delta of a
-tile's queries are on their way, to registers, before the tile is waited for; not of a masked tile, for want of
-registers.
+Who holds what. S, dP, P, dS and the sums are in registers; `uopattn.dsl.nvidia.mma_layout` says which elements a lane
+has, and P and dS, rounded, are left operands of the last products as they are. The stationary rows, once, and tiles of
+the others, `stages` of each, are in shared memory (`uopattn.dsl.nvidia.swizzled`); `uopattn.dsl.nvidia.mbarrier` fills
+the slots, such that no warpgroup waits for another until it is about to run out of tiles. In `backward_kv` lse and
+delta of a tile's queries are on their way, to registers, before the tile is waited for; not of a masked tile, for want
+of registers.
 
 Measured on an H200 (B=4, H=32, N=4096, 2026-11-22), of the five products that a backward pass must have (these two have
 seven), with delta: 397 TFLOP/s at D=64 and 489 at D=128 in float16, 503 in bfloat16; with a causal mask 361 and 436.
@@ -86,7 +86,7 @@ class Tiles:
     return self.warpgroups * WARPS * WARP
 
   def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[list[SwizzledTiles], list[SwizzledTiles]]:
-    """Room in shared memory for what is stationary, and for tiles: of each Dk columns (of Q or K) and Dv (of dO or V)."""
+    """Shared memory for the stationary rows and for the tiles: of each Dk columns (of Q or K) and Dv (of dO or V)."""
     widths, least = [round_up(Dk, wgmma.K), round_up(Dv, wgmma.K)], wgmma.PANEL
     stationary = [SwizzledTiles.make(s, self.rows, width, 1, self.threads, least=least) for width in widths]
     return stationary, [
@@ -224,7 +224,7 @@ def rows_of(group: Workgroup, block: UOp, tiles: Tiles) -> dict[tuple[int, int],
 
 @dataclass(frozen=True)
 class Mainloop:
-  """A warpgroup's way through the tiles, which are counted by their position in the tile_range.
+  """A warpgroup's way through the tiles, which are counted by their position in the tile range.
 
   Attributes:
     s: the kernel's axes.
@@ -233,10 +233,10 @@ class Mainloop:
     tiles: block sizes.
     rules: the rules for the queries.
     tile_range: the tiles.
-    stationary: room for the workgroup's own rows, of Q and dO or of K and V.
+    stationary: shared memory of the workgroup's own rows, of Q and dO or of K and V.
     pipe: brings the tiles of the others.
-    score_rows: this lane's queries, from a tile's first row, whether it may have hidden scores, and what came before; with
-      what comes before what follows.
+    score_rows: this lane's score rows, from a tile's first row, whether it may have hidden scores, and what came
+      before; with what comes before what follows.
   """
 
   s: Scope

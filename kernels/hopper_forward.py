@@ -8,10 +8,10 @@ tile before it. Each warpgroup keeps its queries and runs through the keys, a ti
 NVIDIA's compiler moves the second wait up to the first: products overlap with the softmax of other warpgroups. Held
 where it stands, as in FlashAttention-3 (Shah et al., 2024), it made the kernel slower; see scripts/results/NOTES.md.
 
-Who holds what. S, m, l, P and O are in registers; `uopattn.dsl.nvidia.mma_layout` says which elements a lane has. Q, once,
-and tiles of K and V, `stages` of each, are in shared memory (`uopattn.dsl.nvidia.swizzled`), where the matrix cores read
-them, see `Tiles.shared_bytes`; `uopattn.dsl.nvidia.mbarrier` fills the slots, such that no warpgroup waits for another
-until it is about to run out of tiles.
+Who holds what. S, m, l, P and O are in registers; `uopattn.dsl.nvidia.mma_layout` says which elements a lane has. Q,
+once, and tiles of K and V, `stages` of each, are in shared memory (`uopattn.dsl.nvidia.swizzled`), where the matrix
+cores read them, see `Tiles.shared_bytes`; `uopattn.dsl.nvidia.mbarrier` fills the slots, such that no warpgroup waits
+for another until it is about to run out of tiles.
 
 Tiles of keys that all queries of the workgroup see whole come first and carry no mask; the rest follow.
 

@@ -1,4 +1,4 @@
-"""The words that kernels are written in."""
+"""Building blocks for kernels that are written as UOp graphs."""
 
 from uopattn.dsl.math import LN2, LOG2E, exp2
 from uopattn.dsl.packed import as_type

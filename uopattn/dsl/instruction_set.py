@@ -1,8 +1,8 @@
-"""Single machine instructions that UOps lack: one name, one meaning, one text for each family of targets.
+"""Machine instructions that UOps lack: each has one name, one meaning and one text per family of targets.
 
-A word such as `shuffle_xor` becomes an `Ops.CUSTOM` whose text is the family's; a renderer writes it into the kernel,
-and the emulator finds its meaning by that text in `BY_TEXT`. Numbers that must be known when the kernel is compiled (a
-shuffle's offset, a wait's count) are constant operands, so a text never varies.
+An instruction such as `shuffle_xor` becomes an `Ops.CUSTOM` with the text of the family. A renderer writes the text
+into the kernel, and the emulator looks up its meaning by that text in `BY_TEXT`. Numbers that must be known at compile
+time (the offset of a shuffle, the count of a wait) are constant operands, so a text never varies.
 
 Families: "hip" for AMD through clang's HIP builtins, "cuda" for NVIDIA through CUDA C++ and inline PTX, "sm_75" where
 Turing lacks what "cuda" has, "c" for CPUs through clang. A kernel for AMD always asks for the "hip" text; where its
@@ -17,12 +17,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Instruction:
-  """One instruction. `texts` maps a family to its text, with {0}, {1}, ... for the operands (see str.format).
+  """One instruction.
 
-  `llvm` gives it as LLVM IR for AMD, from the names of its result and its operands; constants are numbers. A statement
-  works by its effect and has no value. `cross_lane` says that lanes see each other's operands, so that it must run in
-  whole waves and be `Ops.CUSTOM`, never the inlined `Ops.CUSTOMI`; in LLVM IR what they see is an i32. `parameters` are
-  what the text has built in, for the emulator.
+  Attributes:
+    texts: maps a family to its text, with {0}, {1}, ... for the operands (see str.format).
+    llvm: returns the LLVM IR for AMD, given the names of the result and the operands; constants are numbers.
+    statement: whether it has a side effect and no value.
+    cross_lane: whether lanes see each other's operands. Such an instruction must run in whole waves and be
+      `Ops.CUSTOM`, never the inlined `Ops.CUSTOMI`; in LLVM IR its operand is an i32.
+    parameters: constants that are part of the text, for the emulator.
   """
 
   name: str
@@ -40,12 +43,12 @@ class Instruction:
 
 
 def _bits(call: str) -> str:
-  """HIP text for an instruction on 32-bit registers applied to a value of any 32-bit type."""
+  """HIP text that applies an instruction on 32-bit registers to a value of any 32-bit type."""
   return f"__builtin_bit_cast(__typeof__({{0}}), {call.replace('{0}', '__builtin_bit_cast(int, {0})')})"
 
 
 def _dpp(control: int) -> Callable[..., str]:
-  """LLVM IR for a move between lanes by data-parallel primitives: `control` and a number below 16 say which lanes."""
+  """LLVM IR for a data-parallel move between lanes (DPP), selected by `control` plus a number below 16."""
   return lambda y, x, n: (
     f"{y} = call i32 @llvm.amdgcn.update.dpp(i32 0, i32 {x}, i32 {control + n}, i32 15, i32 15, i1 1)"
   )
@@ -69,7 +72,7 @@ def _ldmatrix(modifier: str) -> str:
 
 
 def _pack(kind: str) -> str:
-  # the instruction takes the high half first
+  # The instruction takes the high half first.
   return f'[&](){{{{ unsigned y; asm("cvt.rn.{kind}.f32 %0, %1, %2;":"=r"(y):"f"({{1}}),"f"({{0}})); return y; }}}}()'
 
 
@@ -90,13 +93,13 @@ def _cp_async(size: str, operand: str) -> str:
   )
 
 
-# What is opaque to clang stays where it is; else all prefetches of an unrolled loop would come first, and in a burst
-# processors leave some out.
+# The empty asm makes the address opaque, so clang keeps each prefetch in place. Otherwise it would move all prefetches
+# of an unrolled loop to its start, and processors drop some of such a burst.
 _PREFETCH = '({{ const void *place = {0}; __asm__ volatile("" : "+r"(place)); __builtin_prefetch(place, 0, 2); 0; }})'
 
 
 def _add_neighbours(lanes: int, first: list[int], step: int) -> str:
-  """C text: lane i of a vector is the sum of lanes first[i] and first[i] + step of two others, taken as one."""
+  """C text: lane i of the result is the sum of lanes first[i] and first[i] + step of two vectors, concatenated."""
   terms = [f"__builtin_shufflevector(a, b, {', '.join(str(i + n) for i in first)})" for n in (0, step)]
   size = 4 * lanes
   return (
@@ -107,17 +110,17 @@ def _add_neighbours(lanes: int, first: list[int], step: int) -> str:
 
 
 def _add_pairs(lanes: int) -> str:
-  """C text: of every four lanes the first two are sums of neighbours in one vector, the others in another one."""
+  """C text of `uopattn.dsl.instructions.add_pairs`."""
   return _add_neighbours(lanes, [4 * q + i for q in range(lanes // 4) for i in (0, 2, lanes, lanes + 2)], 1)
 
 
 def _add_quads(lanes: int) -> str:
-  """C text: the first half of the lanes are sums of neighbouring fours in one vector, the others in another one."""
+  """C text of `uopattn.dsl.instructions.add_quads`."""
   return _add_neighbours(lanes, [8 * pair + i for pair in range(lanes // 4) for i in range(4)], 4)
 
 
 def _dots(left: str, right: str) -> str:
-  """C text: to each of 16 float32 the products of two bfloat16 are added; `left` and `right` make these, a and b.
+  """C text that adds the products of two bfloat16 pairs to each of 16 float32; `left` and `right` set pairs a and b.
 
   Source: Intel 64 and IA-32 Architectures Software Developer's Manual, VDPBF16PS. Denormal numbers count as 0.
   """
@@ -142,7 +145,7 @@ def _copy(value: str) -> str:
 
 
 _LIST = [
-  # value, offset: the value of lane ^ offset. ds_swizzle reaches 32 lanes: and 31, or 0, xor offset.
+  # value, offset: the value in lane ^ offset. ds_swizzle's masks for 32 lanes: and 31, or 0, xor offset.
   Instruction(
     "shuffle_xor",
     {
@@ -152,7 +155,7 @@ _LIST = [
     lambda y, x, offset: f"{y} = call i32 @llvm.amdgcn.ds.swizzle(i32 {x}, i32 {offset << 10 | 31})",
     cross_lane=True,
   ),
-  # value, lane: the value of that lane of the wave
+  # value, lane: the value in that lane of the wave
   Instruction(
     "shuffle",
     {
@@ -165,25 +168,25 @@ _LIST = [
     ),
     cross_lane=True,
   ),
-  # value, mask: the value of lane ^ mask within 16 lanes (RDNA)
+  # value, mask: the value in lane ^ mask within 16 lanes (RDNA)
   Instruction(
     "row_xmask",
     {"hip": _bits("__builtin_amdgcn_update_dpp(0, {0}, 0x160 + ({1}), 0xf, 0xf, true)")},
     _dpp(0x160),
     cross_lane=True,
   ),
-  # value, n: the value of the lane n places lower within 16 lanes, around the end
+  # value, n: the value in the lane n places lower within 16 lanes, wrapping around
   Instruction(
     "row_ror",
     {"hip": _bits("__builtin_amdgcn_update_dpp(0, {0}, 0x120 + ({1}), 0xf, 0xf, true)")},
     _dpp(0x120),
     cross_lane=True,
   ),
-  # value: the value that the lane 16 places away has, in a wave of 32 lanes (RDNA)
+  # value: the value in lane ^ 16 of a wave of 32 lanes (RDNA)
   Instruction(
     "permlanex16",
     {"hip": _bits("__builtin_amdgcn_permlanex16(0, {0}, 0x76543210, 0xfedcba98, true, true)")},
-    # LLVM makes one of the two selectors a literal in the instruction, which tinygrad's own emulator takes for 0.
+    # LLVM would encode one of the selectors as a literal, which tinygrad's own emulator reads as 0.
     lambda y, x: (
       f"""{y}_low = call i32 asm "s_mov_b32 $0, 0x76543210", "=s"() memory(none)
   {y}_high = call i32 asm "s_mov_b32 $0, 0xfedcba98", "=s"() memory(none)
@@ -191,7 +194,7 @@ _LIST = [
     ),
     cross_lane=True,
   ),
-  # two words: their low halves, or their high ones, as a word
+  # two words: their low halves, or their high halves, as one word
   Instruction(
     "low_halves",
     {"hip": "__builtin_amdgcn_perm({1}, {0}, 0x05040100)", "cuda": "__byte_perm({0}, {1}, 0x5410)"},
@@ -207,7 +210,7 @@ _LIST = [
     {"hip": "__builtin_fminf({0}, {1})", "cuda": "fminf({0}, {1})"},
     lambda y, a, b: f"{y} = call float @llvm.minnum(float {a}, float {b})",
   ),
-  # what the wave's lanes stored to LDS before is there for all of them after; the order of instructions, none itself
+  # makes earlier LDS stores of the wave's lanes visible to all of them; it orders instructions and emits none
   Instruction(
     "wave_fence",
     {
@@ -242,14 +245,14 @@ _LIST = [
     {"hip": "__builtin_amdgcn_rcpf({0})", "cuda": _float_asm("rcp.approx.ftz.f32")},
     lambda y, x: f"{y} = call float @llvm.amdgcn.rcp(float {x})",
   ),
-  # value: itself
+  # value: the value itself, computed here
   Instruction(
     "pin",
     {"hip": '({{ __typeof__({0}) x = {0}; __asm__ volatile("" : "+v"(x)); x; }})'},
     lambda y, x: f'{y} = call i32 asm sideeffect "", "=v,0"(i32 {x})',
     cross_lane=True,
   ),
-  # low, high: two float32 rounded to 16 bits, in a word
+  # low, high: two float32 rounded to 16 bits, in one word
   Instruction(
     "pack_half",
     {
@@ -258,22 +261,22 @@ _LIST = [
     },
   ),
   Instruction("pack_bfloat16", {"cuda": _pack("bf16x2")}),
-  # four float32 rounded to 8 bits, in a word; what is too large becomes the largest number
+  # four float32 rounded to 8 bits, in one word; values out of range become the largest finite number
   Instruction("pack_e4m3", {"cuda": _pack4("e4m3")}),
   Instruction("pack_e5m2", {"cuda": _pack4("e5m2")}),
-  # two words: bytes 0 and 2 of each, or bytes 1 and 3, as a word
+  # two words: bytes 0 and 2 of each, or bytes 1 and 3, as one word
   Instruction("even_bytes", {"cuda": "__byte_perm({0}, {1}, 0x6420)"}),
   Instruction("odd_bytes", {"cuda": "__byte_perm({0}, {1}, 0x7531)"}),
-  # register pointer to 16 bytes, four words: which the registers are to hold
+  # register pointer to 16 bytes, four words to write there
   Instruction(
     "set_words",
     {"cuda": "[&](){{ unsigned p[4] = {{{1}, {2}, {3}, {4}}}; memcpy({0}, p, 16); return 0; }}()"},
     statement=True,
   ),
-  # LDS pointer, global pointer: 16 bytes, in the background. sm_75 cannot and copies at once, which is one of the times
-  # that a background copy may take: a kernel that is right with these is right there.
+  # LDS pointer, global pointer: 16 bytes, asynchronously. sm_75 copies at once, which is one of the possible timings of
+  # an asynchronous copy: a kernel that is correct with those is correct on sm_75.
   Instruction("cp_async", {"cuda": _cp_async("16", ""), "sm_75": _copy("*(const uint4*)({1})")}, statement=True),
-  # LDS pointer, global pointer, condition: 16 bytes, or 16 zeros and nothing is read
+  # LDS pointer, global pointer, condition: 16 bytes, or 16 zeros without a read
   Instruction(
     "cp_async_or_zero",
     {
@@ -282,14 +285,14 @@ _LIST = [
     },
     statement=True,
   ),
-  # LDS pointer, four words: 16 bytes
+  # LDS pointer, four words to write there
   Instruction("store_chunk", dict.fromkeys(("cuda", "sm_75"), _copy("make_uint4({1}, {2}, {3}, {4})")), statement=True),
   Instruction(
     "cp_async_commit",
     {"cuda": _asm('asm volatile("cp.async.commit_group;":::"memory");'), "sm_75": "/* a group of copies ends */ 0"},
     statement=True,
   ),
-  # count: until at most that many groups are under way
+  # count: waits until at most that many groups are pending
   Instruction(
     "cp_async_wait",
     {
@@ -298,7 +301,7 @@ _LIST = [
     },
     statement=True,
   ),
-  # LDS pointer to 64 bits, arrivals that complete a phase, condition
+  # LDS pointer to 64 bits, arrivals per phase, condition
   Instruction(
     "mbarrier_init",
     {
@@ -331,20 +334,20 @@ _LIST = [
     },
     statement=True,
   ),
-  # what this lane wrote to LDS so far, and what its copies wrote, is there for asynchronous matrix products too
+  # makes this lane's writes to LDS, and those of its copies, visible to asynchronous matrix products
   Instruction(
     "fence_async", {"cuda": _asm('asm volatile("fence.proxy.async.shared::cta;":::"memory");')}, statement=True
   ),
-  # pointer: what it points to is soon to be read
+  # pointer to what will soon be read
   Instruction("prefetch", {"c": _PREFETCH}, statement=True),
-  # pointers to a vector of float32 that is written and to two that are read
+  # pointers to a vector of float32 to write, and to two to read
   *[Instruction(f"add_pairs_{lanes}", {"c": _add_pairs(lanes)}, statement=True) for lanes in (4, 8, 16)],
   *[Instruction(f"add_quads_{lanes}", {"c": _add_quads(lanes)}, statement=True) for lanes in (8, 16)],
-  # pointers to 16 float32 that are added to, and to what is multiplied: two vectors of pairs of bfloat16, or a pair and
-  # the two rows that it scales_weights
+  # pointers to 16 float32 to add to, and to the factors: two vectors of bfloat16 pairs, or a pair of weights and the
+  # two rows that it weights
   Instruction("dot_pairs", {"c": _DOT_PAIRS}, statement=True),
   Instruction("weighted_pair", {"c": _WEIGHTED_PAIR}, statement=True),
-  # register pointer to 16 bytes, LDS pointer to the row of 16 that this lane names: four 8x8 matrices of 16 bits
+  # register pointer to 16 bytes, LDS pointer to this lane's row of 16 bytes: four 8x8 matrices of 16-bit elements
   Instruction("ldmatrix", {"cuda": _ldmatrix("")}, statement=True, cross_lane=True),
   Instruction("ldmatrix_trans", {"cuda": _ldmatrix(".trans")}, statement=True, cross_lane=True),
 ]

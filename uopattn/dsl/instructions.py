@@ -1,6 +1,6 @@
-"""The instructions of `uopattn.dsl.instruction_set` as functions of UOps, which check what the instructions can do.
+"""The instructions of `uopattn.dsl.instruction_set` as functions of UOps that check their operands.
 
-A statement, one that works by its effect, is a store to a register that nothing reads.
+An instruction with a side effect and no value is a statement: a store to a register that nothing reads.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from tinygrad.uop.ops import Ops, UOp
 
 from uopattn.dsl.instruction_set import INSTRUCTIONS, Instruction
 
-# The register that statements store to. Nothing reads it, and no other buffer may have this slot.
+# Slot of the register that statements store to. Nothing reads it, and no other buffer may have this slot.
 STATEMENT_SLOT = 1 << 20
 
 
@@ -25,8 +25,8 @@ def _statement(family: str, name: str, after: tuple[UOp, ...], *operands: UOp) -
 def statement(instruction: Instruction, family: str, after: tuple[UOp, ...], *operands: UOp) -> UOp:
   """A statement that runs after `after` and before whatever is `.after` it.
 
-  tinygrad drops a void CUSTOM; it keeps the store of a value to a register, and keeps its order. The register's address
-  is a last operand that the text does not name: it makes the instruction itself, not only its store, wait for `after`.
+  tinygrad drops a void CUSTOM, but keeps the store of a value to a register, in order. The register's address is a last
+  operand that the text does not name: it makes the instruction itself, not only its store, wait for `after`.
   """
   register = UOp.placeholder((1,), dtypes.int, slot=STATEMENT_SLOT, addrspace=AddrSpace.REG)
   source = (*operands, register.after(*after)[0])
@@ -40,28 +40,31 @@ def _shuffled(family: str, name: str, value: UOp, lane: UOp | int) -> UOp:
 
 
 def shuffle_xor(family: str, value: UOp, offset: int) -> UOp:
-  """The value (any 32-bit dtype) that lane ^ offset holds; offset in 1..31. Raises ValueError."""
+  """The value (any 32-bit dtype) in lane ^ offset. Raises ValueError unless 0 < offset < 32."""
   if not 0 < offset < 32:
     raise ValueError(f"shuffle_xor reaches lanes within 32, so 0 < offset < 32, not {offset}; use shuffle beyond that")
   return _shuffled(family, "shuffle_xor", value, offset)
 
 
 def shuffle(family: str, value: UOp, lane: UOp | int) -> UOp:
-  """The value (any 32-bit dtype) that `lane` (int32) of the same wave holds. Raises ValueError."""
+  """The value in lane `lane` (int32) of the same wave. Raises ValueError unless the value has 32 bits."""
   return _shuffled(family, "shuffle", value, lane)
 
 
 def row_xmask(family: str, value: UOp, mask: int) -> UOp:
-  """The value that lane ^ mask holds, mask in 1..15: one VALU modifier (DPP), RDNA only. Raises ValueError."""
+  """The value (any 32-bit dtype) in lane ^ mask, by one VALU modifier (DPP). RDNA only.
+
+  Raises ValueError unless 0 < mask < 16.
+  """
   if not 0 < mask < 16:
     raise ValueError(f"row_xmask permutes rows of 16 lanes, so 0 < mask < 16, not {mask}")
   return _shuffled(family, "row_xmask", value, mask)
 
 
 def row_ror(family: str, value: UOp, n: int) -> UOp:
-  """The value that the lane n places lower in the row of 16 holds, around the end, n in 1..15: DPP, RDNA and CDNA.
+  """The value (any 32-bit dtype) in the lane n places lower in its row of 16, wrapping around. RDNA and CDNA.
 
-  Source: AMD RDNA3 ISA, "Data Parallel Processing", DPP_ROW_RR. Raises ValueError.
+  Raises ValueError unless 0 < n < 16. Source: AMD RDNA3 ISA, "Data Parallel Processing", DPP_ROW_RR.
   """
   if not 0 < n < 16:
     raise ValueError(f"row_ror rotates rows of 16 lanes, so 0 < n < 16, not {n}")
@@ -69,9 +72,9 @@ def row_ror(family: str, value: UOp, n: int) -> UOp:
 
 
 def permlanex16(family: str, value: UOp) -> UOp:
-  """The value (any 32-bit dtype) that lane ^ 16 holds, in waves of 32 lanes: one VALU instruction, RDNA only.
+  """The value in lane ^ 16 of a wave of 32 lanes, by one VALU instruction. RDNA only.
 
-  Source: AMD RDNA3 ISA, "V_PERMLANEX16_B32".
+  Raises ValueError unless the value has 32 bits. Source: AMD RDNA3 ISA, "V_PERMLANEX16_B32".
   """
   if value.dtype.bitsize != 32:
     raise ValueError(f"permlanex16 moves 32-bit values between lanes, not {value.dtype}; cast or bitcast first")
@@ -79,7 +82,7 @@ def permlanex16(family: str, value: UOp) -> UOp:
 
 
 def fmax(family: str, a: UOp, b: UOp) -> UOp:
-  """The larger of two float32, or the one that is not NaN, in one instruction (Ops.MAX takes two)."""
+  """The larger of two float32, or the one that is not NaN, in one instruction (`Ops.MAX` becomes two)."""
   return _value(family, "fmax", dtypes.float, a, b)
 
 
@@ -102,9 +105,9 @@ def high_halves(family: str, a: UOp, b: UOp) -> UOp:
 
 
 def wave_fence(family: str, *after: UOp) -> UOp:
-  """An index of 0, known when all lanes of the wave can read what each of them stored to LDS in `after`.
+  """An index of 0 that is available once all lanes of the wave can read what the wave stored to LDS in `after`.
 
-  Add it to the index of a load from LDS. `.after` on LDS would have tinygrad put in a barrier for the workgroup.
+  Add it to the index of a load from LDS. With `.after` on LDS instead, tinygrad would insert a workgroup barrier.
   """
   statement = _statement(family, "wave_fence", after)
   return (
@@ -131,30 +134,30 @@ def reciprocal(family: str, x: UOp) -> UOp:
 
 
 def pin(family: str, x: UOp) -> UOp:
-  """x, of any 32-bit dtype, computed head_rules, by all lanes that are active head_rules.
+  """Keep the computation of x, of any 32-bit dtype, at this point, by all lanes that are active here.
 
-  For what lanes compute together and only some store. LLVM before 23 takes matrix instructions, before 21 permutes too,
-  for ones that may move into the branch that needs their result (llvm-project pull requests 142962, 165602, 178314).
+  Needed where lanes compute together and only some store. LLVM before 23 may move matrix instructions, and before 21
+  permutes too, into the branch that needs their result (llvm-project pull requests 142962, 165602, 178314).
   """
   return _value(family, "pin", x.dtype, x)
 
 
 def pack(family: str, low: UOp, high: UOp, dtype: DType) -> UOp:
-  """Two float32 rounded to nearest float16 or bfloat16 (`dtype`, the latter not on sm_75), the halves of a uint32."""
+  """Round two float32 to nearest as float16 or bfloat16 (not on sm_75) and pack them into a uint32, `low` first."""
   return _value(family, {dtypes.half: "pack_half", dtypes.bfloat16: "pack_bfloat16"}[dtype], dtypes.uint, low, high)
 
 
 def pack4(family: str, elements: Sequence[UOp], dtype: DType) -> UOp:
-  """Four float32 rounded to nearest fp8e4m3 or fp8e5m2 (`dtype`), as the bytes of a uint32, the first lowest.
+  """Round four float32 to nearest as fp8e4m3 or fp8e5m2 (`dtype`) and pack them into a uint32, lowest byte first.
 
-  Numbers beyond the type's largest become that, infinities too. Source: PTX ISA, "cvt", satfinite.
+  Values out of range, infinities too, become the largest finite number. Source: PTX ISA, "cvt", satfinite.
   """
   name = {dtypes.fp8e4m3: "pack_e4m3", dtypes.fp8e5m2: "pack_e5m2"}[dtype]
   return _value(family, name, dtypes.uint, *elements)
 
 
 def pack_word(family: str, elements: Sequence[UOp], dtype: DType) -> UOp:
-  """Two or four float32 rounded to a `dtype` of 16 or 8 bits, as a uint32: see `pack` and `pack4`."""
+  """Round two float32 to a 16-bit `dtype`, or four to an 8-bit one, and pack them: see `pack` and `pack4`."""
   return pack(family, elements[0], elements[1], dtype) if len(elements) == 2 else pack4(family, elements, dtype)
 
 
@@ -169,15 +172,15 @@ def odd_bytes(family: str, a: UOp, b: UOp) -> UOp:
 
 
 def set_words(family: str, to: UOp, *words: UOp) -> UOp:
-  """Four uint32 into the 16 bytes of registers, of any type, that `to` points to. A statement; costs nothing."""
+  """Write four uint32 to the 16 bytes of registers, of any type, at `to`. A statement; costs no instruction."""
   return _statement(family, "set_words", (), to, *words)
 
 
 def cp_async(family: str, to: UOp, source: UOp, *after: UOp, inside: UOp | None = None) -> UOp:
-  """Starts copying 16 bytes from `source` (INDEX into a global buffer) to `to` (INDEX into LDS), both 16-byte aligned.
+  """Start copying 16 bytes from `source` (INDEX into a global buffer) to `to` (INDEX into LDS), both 16-byte aligned.
 
-  Where `inside` is given and false, 16 zeros are written and nothing is read. A statement. The copy belongs to the
-  lane's next `cp_async_commit`, and is there after the `cp_async_wait` for it.
+  Where `inside` is given and false, 16 zeros are written and nothing is read. The copy belongs to the lane's next
+  `cp_async_commit`, and is complete after the `cp_async_wait` for it. A statement.
   """
   if inside is None:
     return _statement(family, "cp_async", after, to, source)
@@ -185,103 +188,109 @@ def cp_async(family: str, to: UOp, source: UOp, *after: UOp, inside: UOp | None 
 
 
 def store_chunk(family: str, to: UOp, *words: UOp) -> UOp:
-  """Stores four uint32 to the 16 bytes of LDS at `to`, which 16 divides, at once. A statement."""
+  """Store four uint32 to the 16 bytes of LDS at `to`, 16-byte aligned, in one instruction. A statement."""
   return _statement(family, "store_chunk", (), to, *words)
 
 
 def cp_async_commit(family: str, *after: UOp) -> UOp:
-  """Makes the lane's copies started so far, and not yet committed, one group. A statement."""
+  """Commit the lane's copies since its last commit as one group. A statement."""
   return _statement(family, "cp_async_commit", after)
 
 
 def cp_async_wait(family: str, count: int, *after: UOp) -> UOp:
-  """Waits until at most `count` of the lane's groups are under way; other lanes' copies need a barrier. A statement."""
+  """Wait until at most `count` of the lane's groups are pending; copies of other lanes need a barrier. A statement."""
   return _statement(family, "cp_async_wait", after, UOp.const(count, dtypes.int))
 
 
 def mbarrier_init(family: str, barrier: UOp, count: int, when: UOp, *after: UOp) -> UOp:
-  """Makes `barrier` (INDEX into a uint64 LDS buffer) a barrier of `count` arrivals a phase, where `when`. A statement.
+  """Initialize `barrier` (INDEX into a uint64 LDS buffer) to `count` arrivals per phase, where `when`. A statement.
 
-  Phase 0 begins. A workgroup's barrier must follow before others use it. Source: PTX ISA, "mbarrier".
+  Phase 0 begins. A workgroup barrier must follow before other threads use it. Source: PTX ISA, "mbarrier".
   """
   return _statement(family, "mbarrier_init", after, barrier, UOp.const(count, dtypes.int), when)
 
 
 def mbarrier_arrive(family: str, barrier: UOp, when: UOp, *after: UOp) -> UOp:
-  """Arrives at the barrier's phase where `when`: what this lane did before is done. A statement."""
+  """Arrive at the barrier's current phase where `when`: this lane's earlier accesses are complete. A statement."""
   return _statement(family, "mbarrier_arrive", after, barrier, when)
 
 
 def cp_async_arrive(family: str, barrier: UOp, *after: UOp) -> UOp:
-  """Arrives, without waiting, once the lane's copies started so far are there. A statement."""
+  """Arrive, without waiting, once the copies that the lane has started are complete. A statement."""
   return _statement(family, "cp_async_arrive", after, barrier)
 
 
 def mbarrier_wait(family: str, barrier: UOp, parity: UOp | int, *after: UOp) -> UOp:
-  """Waits until the phase of that parity is complete; with parity 1 a fresh barrier does not wait. A statement."""
+  """Wait until the phase with that parity is complete; parity 1 does not wait on a new barrier. A statement."""
   parity = UOp.const(parity) if isinstance(parity, int) else parity
   return _statement(family, "mbarrier_wait", after, barrier, parity.cast(dtypes.int))
 
 
 def fence_async(family: str, *after: UOp) -> UOp:
-  """Makes what this lane has written to LDS, its finished copies included, visible to `uopattn.dsl.nvidia.wgmma`. A
-  statement.
+  """Make this lane's writes to LDS, completed copies included, visible to `uopattn.dsl.nvidia.wgmma`. A statement.
 
-  It is to stand before the barrier that the readers wait at. Source: PTX ISA, "membar/fence", async proxy.
+  Place it before the barrier at which the readers wait. Source: PTX ISA, "membar/fence", async proxy.
   """
   return _statement(family, "fence_async", after)
 
 
 def ldmatrix(family: str, to: UOp, row: UOp, *after: UOp, trans: bool = False) -> UOp:
-  """Loads four 8x8 matrices of 16-bit elements from LDS: `to` points to 16 bytes of registers, `row` to 16 of LDS.
+  """Load four 8x8 matrices of 16-bit elements from LDS: `to` points to 16 bytes of registers, `row` to 16 of LDS.
 
-  Lane l names row l % 8 of matrix l // 8. It gets elements 2*(l % 4) and the next one of row l // 4 of each matrix, or
-  of column l // 4 with `trans`, two for each matrix in turn. A statement. Source: PTX ISA, "ldmatrix".
+  Lane l passes the address of row l % 8 of matrix l // 8. From each matrix in turn it gets elements 2*(l % 4) and
+  2*(l % 4) + 1 of row l // 4, or of column l // 4 with `trans`. A statement. Source: PTX ISA, "ldmatrix".
   """
   return _statement(family, "ldmatrix_trans" if trans else "ldmatrix", after, to, row)
 
 
 def prefetch(after: tuple[UOp, ...], place: UOp) -> UOp:
-  """Asks a CPU to bring the cache line of an element of a buffer to its second cache; that changes no result.
+  """Prefetch the cache line of a buffer's element into a CPU's L2 cache. A statement that changes no result.
 
-  Not to the first, for whose lines a core cannot wait in such numbers as memory's speed takes. `place` may be past the
-  buffer's end: then nothing is asked for.
+  Not into L1: a core can have too few L1 misses pending to reach full memory bandwidth. If `place` is past the buffer's
+  end, nothing is prefetched.
   """
   return _statement("c", "prefetch", after, place)
 
 
 def add_pairs(lanes: int, to: UOp, a: UOp, b: UOp, *after: UOp) -> UOp:
-  """Sums of neighbours in two vectors, on a CPU: lanes 4q to 4q + 3 of `to` are a's first two and then b's, of theirs.
+  """Add neighbouring lanes of two vectors on a CPU. A statement.
+
+  Lanes 4q and 4q + 1 of `to` are the two sums of lanes 4q to 4q + 3 of `a`; lanes 4q + 2 and 4q + 3 are those of `b`.
 
   Args:
-    lanes: of a vector, 4, 8 or 16.
-    to: INDEX of the first element of float32 that is written; a, b: of those that are read. A statement.
+    lanes: float32 lanes per vector: 4, 8 or 16.
+    to: INDEX of the first element that is written.
+    a, b: INDEX of the first element of each vector that is read.
   """
   return _statement("c", f"add_pairs_{lanes}", after, to, a, b)
 
 
 def add_quads(lanes: int, to: UOp, a: UOp, b: UOp, *after: UOp) -> UOp:
-  """Sums of neighbouring fours of lanes in two vectors, on a CPU: the first half of `to` are a's, the second b's.
+  """Add neighbouring groups of four lanes of two vectors on a CPU. A statement.
+
+  In each 8 lanes, lanes 0 to 3 are added to lanes 4 to 7. The first half of `to` are sums of `a`, the second of `b`.
 
   Args:
-    lanes: of a vector, 8 or 16.
-    to: INDEX of the first element of float32 that is written; a, b: of those that are read. A statement.
+    lanes: float32 lanes per vector: 8 or 16.
+    to: INDEX of the first element that is written.
+    a, b: INDEX of the first element of each vector that is read.
   """
   return _statement("c", f"add_quads_{lanes}", after, to, a, b)
 
 
 def dot_pairs(to: UOp, a: UOp, b: UOp, *after: UOp) -> UOp:
-  """Adds a[2i] b[2i] + a[2i + 1] b[2i + 1] to to[i], for i < 16, on an x86 CPU with AVX512-BF16.
+  """Add a[2i] b[2i] + a[2i + 1] b[2i + 1] to to[i], for i < 16, on an x86 CPU with AVX512-BF16. A statement.
 
-  Denormal numbers, read or made, count as 0. Source: Intel 64 and IA-32 Architectures Software Developer's Manual,
+  Denormal inputs and results count as 0. Source: Intel 64 and IA-32 Architectures Software Developer's Manual,
   VDPBF16PS.
 
   Args:
-    to: INDEX of the first element of float32; a, b: of those of bfloat16. A statement.
+    to: INDEX of the first element, float32.
+    a, b: INDEX of the first element of each, bfloat16.
   """
   return _statement("c", "dot_pairs", after, to, a, b)
 
 
 def weighted_pair(to: UOp, weights: UOp, a: UOp, b: UOp, *after: UOp) -> UOp:
-  """Adds weights[0] a[i] + weights[1] b[i] to to[i], for i < 16; else as `dot_pairs`. A statement."""
+  """Add weights[0] a[i] + weights[1] b[i] to to[i], for i < 16; otherwise like `dot_pairs`. A statement."""
   return _statement("c", "weighted_pair", after, to, weights, a, b)

@@ -1,4 +1,4 @@
-"""How much of its resources a target has.
+"""Hardware limits: shared memory (LDS), compute units, threads per workgroup, cache lines.
 
 Sources: AMD, RDNA3, RDNA4, CDNA3 and CDNA4 instruction set architecture documents; NVIDIA, CUDA C++ Programming Guide,
 "Technical Specifications per Compute Capability", maximum shared memory per thread block.
@@ -31,15 +31,15 @@ _UNITS = {
   "sm_100": 148,
   "sm_120": 170,
 }
-MAX_THREADS = 1024  # of a workgroup
-LINE = 64  # bytes of a line of a CPU's cache, or a part of one
+MAX_THREADS = 1024  # per workgroup
+LINE = 64  # bytes per cache line of a CPU, or a divisor of that
 
 
 def usual_units(arch: str) -> int:
-  """Multiprocessors, or compute units, of the largest usual GPU of an architecture; 64 where not known."""
+  """Multiprocessors (compute units) of the largest common GPU of an architecture; 64 if unknown."""
   return _UNITS.get(arch, 64)
 
 
 def lds_limit(arch: str) -> int:
-  """Bytes of LDS (shared memory) that one workgroup may have, dynamic allocation included; 64 KiB where not known."""
+  """Bytes of shared memory (LDS) available to a workgroup, dynamic allocation included; 64 KiB if unknown."""
   return _LDS_BYTES.get(arch, 64 << 10)

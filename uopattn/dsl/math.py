@@ -1,4 +1,4 @@
-"""Arithmetic that tinygrad's own ops do not give at full speed."""
+"""Math functions that are faster than tinygrad's own ops."""
 
 import math
 from functools import reduce
@@ -8,8 +8,8 @@ from tinygrad import UOp, dtypes
 LOG2E = math.log2(math.e)
 LN2 = math.log(2)
 
-# Polynomial of 2**f on [-1, 0], constant term first, with the least largest relative error (8.4e-8, by Lawson's
-# iteration) among those that are exactly 1 at 0: a row with one key has l = 1 and its output is that key's value.
+# Polynomial of 2**f on [-1, 0], constant term first. Minimax in relative error (8.4e-8, by Lawson's iteration) among
+# polynomials that are exactly 1 at 0: a row with one key then has l = 1, and its output is exactly that key's value.
 _EXP2 = (
   1.0,
   0.6931437211284862,
@@ -23,7 +23,7 @@ _EXP2 = (
 def exp2(x: UOp) -> UOp:
   """2**x of a float32 x <= 0: exactly 1 at 0, exactly 0 below -126 (and at -inf), NaN at NaN, else within 2.2e-7.
 
-  `UOp.exp2` becomes a call-like sequence that compilers keep scalar; this one is a chain of fused multiply-adds which
+  `UOp.exp2` becomes a call-like sequence that compilers keep scalar. This is a chain of fused multiply-adds, which
   vectorises. The integer part goes straight into the exponent bits.
   """
   tiny = x < -126.0
@@ -36,8 +36,8 @@ def exp2(x: UOp) -> UOp:
   return tiny.where(0.0, (mantissa.bitcast(dtypes.int) + whole * (1 << 23)).bitcast(dtypes.float))
 
 
-# P and Q of tanh(x) = x P(x^2) / Q(x^2) on [-9, 9], constant terms first, of the least largest relative error (2.1e-8)
-# that iteratively reweighted least squares found (Sanathanan and Koerner, 1963, with Lawson's weights).
+# P and Q of tanh(x) = x P(x^2) / Q(x^2) on [-9, 9], constant terms first. Minimax in relative error (2.1e-8), by
+# iteratively reweighted least squares (Sanathanan and Koerner, 1963, with Lawson's weights).
 _TANH = (
   (1.0, 0.13381020724773407, 0.0034955828450620174, 2.0608995328075252e-05, 1.3354544137200719e-08),
   (1.0, 0.46714335680007935, 0.025876961648464203, 0.0003285626007709652, 7.776509391987929e-07),
@@ -45,7 +45,7 @@ _TANH = (
 
 
 def tanh(x: UOp) -> UOp:
-  """The hyperbolic tangent of a float32, within 3.3e-7 of itself, NaN at NaN; beyond 9 it is 1 to float32."""
+  """tanh(x) of a float32, with a relative error of at most 3.3e-7; NaN at NaN. Beyond 9 it is 1 to float32."""
   x = (x < -9.0).where(-9.0, (x > 9.0).where(9.0, x))
   t = x * x
   p, q = (reduce(lambda sum_, c: sum_ * t + c, z[-2::-1], UOp.const(z[-1], dtypes.float)) for z in _TANH)

@@ -1,6 +1,6 @@
-"""16-bit data as 32-bit words of two neighbours: how it travels between global memory, registers and LDS.
+"""16-bit elements as 32-bit words of two neighbours, for moves between global memory, registers and LDS.
 
-tinygrad joins neighbouring loads of 32-bit types into wide ones; it leaves bfloat16 apart.
+tinygrad merges neighbouring loads of 32-bit types into wide ones, but not those of bfloat16.
 """
 
 from collections.abc import Callable
@@ -10,15 +10,15 @@ from tinygrad import UOp, dtypes
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.scope import as_type, sizes
 
-Words = list[UOp]  # neighbours
+Words = list[UOp]  # neighbouring 32-bit words
 Load = Callable[[UOp, UOp], UOp]  # (row, word) -> a word of that row
 ALWAYS = UOp.const(True)
 
 
 def words_of(rows: HeadView, exists: UOp = ALWAYS) -> Load:
-  """Words of rows of a 16-bit type, or widened to one; past a row's end they are 0.
+  """Return a function that loads a word of a row of a 16-bit type, or of 8-bit elements widened to one.
 
-  Where nothing `exists` nothing is read, and all words are 0.
+  Words past a row's end are 0. Where `exists` is false, nothing is read and all words are 0.
   """
   if rows.widens:
     return _widened_words(rows, exists)
@@ -37,13 +37,13 @@ def words_of(rows: HeadView, exists: UOp = ALWAYS) -> Load:
 
 
 def words_of_all(x: UOp, exists: UOp = ALWAYS) -> Load:
-  """The same of the rows of all heads of x (heads, rows, size), counted through."""
+  """`words_of` for the rows of all heads of x (heads, rows, size), numbered consecutively."""
   heads, rows, size = sizes(x)
   return words_of(HeadView.of(x.reshape(1, heads * rows, size), UOp.const(0), UOp.const(heads * rows)), exists)
 
 
 def _widened_words(rows: HeadView, exists: UOp) -> Load:
-  """The same of 8-bit elements: where rows are whole words, two of the four in one."""
+  """`words_of` for 8-bit elements. If rows are whole words, each load takes four elements and widens two of them."""
   size, words, elements = rows.size, as_type(rows.x, dtypes.uint), as_type(rows.x, dtypes.uchar)
 
   def load(row: UOp, word: UOp) -> UOp:
@@ -63,7 +63,7 @@ def _widened_words(rows: HeadView, exists: UOp) -> Load:
 
 
 def _or_zero(flat: UOp, base: UOp, at: UOp, width: int, exists: UOp) -> UOp:
-  """flat[base + at], or 0 where at is not below width or nothing exists: decided, if possible, when this is built."""
+  """flat[base + at], or 0 where at >= width or `exists` is false. No check is emitted where the bounds suffice."""
   inside = exists if at.vmax < width else exists & (at < width)
   if inside.vmin:
     return flat[base + at].load()

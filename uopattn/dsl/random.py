@@ -1,4 +1,4 @@
-"""Random bits that any kernel can work out where it needs them: a function of a seed and a place, without a state."""
+"""Counter-based random bits: a function of a seed and a position, without state, that any kernel can recompute."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ def threefry2x32(key: tuple[Any, Any], counter: tuple[Any, Any]) -> tuple[Any, A
   """Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 
   Args:
-    key, counter: two 32-bit words each; UOps, Tensors or numpy arrays, of uint32, whose sums wrap.
+    key, counter: two words each, as UOps, Tensors or numpy arrays of uint32, whose sums wrap.
 
   Returns:
-    Two words, each 32 random bits.
+    Two words of 32 random bits each.
   """
   keys = (*key, key[0] ^ key[1] ^ _PARITY)
   x, y = counter[0] + keys[0], counter[1] + keys[1]
@@ -28,21 +28,22 @@ def threefry2x32(key: tuple[Any, Any], counter: tuple[Any, Any]) -> tuple[Any, A
 
 
 def kept(seed: tuple[Any, Any], row: Any, key: Any, p: float) -> Any:
-  """Whether dropout of probability p keeps a weight.
+  """Whether dropout with probability p keeps a weight.
 
   Args:
     seed: two words; see `draw_seed`.
-    row: (b * Hq + h) * M + i, of query i of head h of batch b, in uint32 as key.
-    key: of the weight.
+    row: (b * Hq + h) * M + i for query i of head h of batch b, uint32.
+    key: index of the key, uint32.
+    p: probability that a weight is dropped.
   """
   return threefry2x32(seed, (row, key))[0] >= min(round(p * 2**32), 2**32 - 1)
 
 
 def draw_seed(device: str | tuple[str, ...] | None) -> Tensor:
-  """Two words from tinygrad's generator, (2,) uint32: `Tensor.manual_seed` determines them.
+  """Draw a dropout seed, (2,) uint32, from tinygrad's generator; `Tensor.manual_seed` determines it.
 
-  They are there when this returns, so that all that is computed from them, now or later, has the same. Of what a
-  `TinyJit` captures each replay draws new ones.
+  The seed is realized here, so that everything computed from it, now or later, uses the same one. In a `TinyJit` each
+  replay draws a new seed.
   """
   lead = device[0] if isinstance(device, tuple) else device
   halves = (Tensor.rand(2, 2, device=lead, dtype=dtypes.float32) * 65536).cast(dtypes.uint32)

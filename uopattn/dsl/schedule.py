@@ -1,4 +1,4 @@
-"""What a kernel file says of itself in its `SCHEDULE`, and the problem that it is asked to solve."""
+"""The `SCHEDULE` that each kernel file declares, and the problem that a schedule is asked to solve."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,22 +15,22 @@ DTYPES_8 = (dtypes.fp8e4m3, dtypes.fp8e5m2)
 DTYPES_16_32 = (dtypes.float32, *DTYPES_16)
 DTYPES = (*DTYPES_16_32, *DTYPES_8)
 
-FEW = 16  # queries: no more than that are packed, and their keys split
-LEAST_KEYS = 256  # of a part of split keys, on a GPU
+FEW = 16  # the most queries for which GQA heads are packed and the keys are split
+LEAST_KEYS = 256  # per split of the keys, on a GPU
 
 
 @dataclass(frozen=True)
 class Problem:
-  """What is known of an attention when a schedule picks its tiles. q is (B, Hq, M, Dk), k (B, Hkv, N, Dk), v likewise.
+  """The attention that a schedule picks tiles for: q (B, Hq, M, Dk), k (B, Hkv, N, Dk), v (B, Hkv, N, Dv).
 
   Attributes:
-    dtype: of q and of the output.
+    dtype: type of q and of the output.
     scale: factor on q.k.
     features: names of the arguments in use beyond is_causal, q_start, scale, enable_gqa and return_lse.
-    window: the first and last key that a query sees, counted back and on from its position; is_causal is in it.
-    block_heads: batches and heads of the block mask; None where there is none.
-    kv_dtype: type of k and v where they have scales.
-    tf32: products of float32 may ignore all but the first 10 bits of a fraction: tinygrad's ALLOW_TF32.
+    window: how many keys a query sees to the left and right of its position, None for no bound; includes is_causal.
+    block_heads: batches and heads of the block mask; None without one.
+    kv_dtype: type of k and v if they have scales, else None.
+    tf32: whether tinygrad's ALLOW_TF32 is set: float32 products may ignore all but the first 10 bits of a fraction.
   """
 
   B: int
@@ -50,27 +50,27 @@ class Problem:
 
   @property
   def heads(self) -> int:
-    """Query heads of all batches."""
+    """Query heads in all batches."""
     return self.B * self.Hq
 
   @property
   def group(self) -> int:
-    """Query heads that share a key head."""
+    """Query heads per key head."""
     return self.Hq // self.Hkv
 
   @property
   def few(self) -> bool:
-    """Whether there are so few queries that packing heads and splitting keys pays."""
+    """Whether M is so small that packing GQA heads and splitting the keys pays."""
     return self.M <= FEW
 
   @property
   def is_causal(self) -> bool:
-    """Whether no query sees a key behind its own."""
+    """Whether no query sees a key after its own position."""
     return self.window[1] == 0
 
   @property
   def stored(self) -> DType:
-    """The type of k and v."""
+    """The type of k and v in memory."""
     return self.dtype if self.kv_dtype is None else self.kv_dtype
 
   @property
@@ -79,7 +79,7 @@ class Problem:
     return self.B * self.Hkv * self.N * (self.Dk + self.Dv) * self.stored.itemsize
 
   def packed(self, heads: int) -> Self:
-    """The problem with the queries of so many heads as the rows of one."""
+    """The problem after GQA packing: the queries of `heads` heads are the rows of one."""
     return self if heads == 1 else replace(self, Hq=self.Hq // heads, M=self.M * heads)
 
 
@@ -88,16 +88,15 @@ class Kernel:
   """A function that builds a kernel's graph on named buffers.
 
   Attributes:
-    build: takes the buffers that the kernel reads and writes by name, with batch and heads as one axis, and what it
-      `wants`; returns the graph.
-    outputs: the buffers that it writes.
-    buffers: all that a call of it has before the arguments' Tensors, in order.
-    choose: its tiles for a problem and a target; raises ValueError where none fit.
-    wants: "rules", what stands between q.k and the softmax (see `uopattn.dsl.rules.rules`), and "tiles".
-    block: for its tiles, how many rows a block has, and how many a tile that it walks through.
-    of_keys: whether its blocks are of keys, and its tiles of queries.
-    sums: for its tiles, how many sums it leaves for each key head's dk and dv, in float32; 0: the gradients themselves.
-    unread: of `buffers`, those that a call has only for their gradients.
+    build: returns the graph. It takes buffers by name, with batch and heads as one axis, and the keywords in `wants`.
+    outputs: the buffers that the kernel writes.
+    buffers: all buffers of a call, in order. The Tensors of the arguments follow them.
+    choose: returns the tiles for a problem and a target; raises ValueError if none fit.
+    wants: "rules", for masks and score functions (see `uopattn.dsl.rules.rules`), and "tiles".
+    block: maps the tiles to the rows of a block and the rows of a tile in the mainloop.
+    of_keys: whether blocks are of keys, and tiles of queries.
+    sums: maps the tiles to the number of float32 partial sums of dk and dv per key head; 0: it writes the gradients.
+    unread: those of `buffers` that the kernel does not read. A call takes them only so that they get gradients.
   """
 
   build: Callable[..., UOp]
@@ -112,32 +111,31 @@ class Kernel:
 
   @classmethod
   def forward(cls, build: Callable[..., UOp], tiles: Any) -> "Kernel":
-    """Of a forward pass: (o, q, k, v, lse or None, *, rules, tiles); its tiles are `tiles.choose(problem, target)`."""
+    """A forward kernel: build(o, q, k, v, lse or None, *, rules, tiles), with `tiles.choose(problem, target)`."""
     return cls(build, ("o", "lse"), ("o", "q", "k", "v", "lse"), lambda *given: tiles.choose(*given))
 
   @classmethod
   def backward(cls, build: Callable[..., UOp], *outputs: str, **given: Any) -> "Kernel":
-    """Of a backward pass: (dq and/or dk and dv, q, k, v, do, lse, delta, *, rules, tiles)."""
+    """A backward kernel: build(dq and/or dk and dv, q, k, v, do, lse, delta, *, rules, tiles)."""
     return cls(build, outputs, (*outputs, "q", "k", "v", "do", "lse", "delta"), **given)
 
 
 @dataclass(frozen=True)
 class Schedule:
-  """One file of kernels: what it serves, and how.
+  """One kernel file: what it supports, and its kernels.
 
   Attributes:
-    name: the file's.
-    devices: the devices that it runs on.
-    dtypes: what q, k and v may be.
-    kernels: one for the forward pass; for a backward pass all that it takes.
+    name: name of the file.
+    devices: devices that it runs on.
+    dtypes: types of q, k and v that it supports.
+    kernels: one kernel for a forward pass; all kernels of a backward pass.
     tiles: the class of its block sizes.
-    lacks: the arguments, by their names in `Problem.features`, that it has no code for.
-    pack_gqa: how many query heads it takes as the rows of one; `choose` and `split` see a problem so packed.
-    split: for a problem, a target and tiles, into how many parts it splits the keys of a few queries; `combine` puts
-      them together.
-    meant_for: whether it is the one to take where several schedules of a device could serve.
-    tf32: its products of float32 are in tf32, which must be allowed.
-    operand: what it makes of keys and values of 8 bits that have scales; None is q's type.
+    lacks: the arguments that it does not support, by their names in `Problem.features`.
+    pack_gqa: the number of query heads to pack as the rows of one; `choose` and `split` see the packed problem.
+    split: the number of splits of the keys for a problem, a target and tiles; `combine` combines their results.
+    meant_for: whether to prefer it where several schedules of a device support a problem.
+    tf32: whether it multiplies float32 in tf32, which must be allowed.
+    operand: the type to which it widens 8-bit keys and values that have scales; None is q's type.
   """
 
   name: str
@@ -154,9 +152,9 @@ class Schedule:
 
 
 def passes(of_queries: Callable[..., UOp], of_keys: Callable[..., UOp], tiles: Any) -> tuple[Kernel, ...]:
-  """The kernels of a backward pass with blocks of `tiles.rows` queries, for dQ, and of as many keys, for dK and dV.
+  """The two kernels of a backward pass: blocks of `tiles.rows` queries for dQ, and of `tiles.rows` keys for dK and dV.
 
-  Their tiles are `tiles.choose(problem, target, of_keys)`.
+  Each picks its tiles by `tiles.choose(problem, target, of_keys)`.
   """
 
   def make(build: Callable[..., UOp], keys: bool, *outputs: str) -> Kernel:
@@ -172,12 +170,12 @@ def passes(of_queries: Callable[..., UOp], of_keys: Callable[..., UOp], tiles: A
 
 
 def group_of_few(problem: Problem) -> int:
-  """Of a few queries all heads that share a key head, but one where a block mask may differ from head to head."""
+  """GQA packing for decode: all query heads of a key head, or 1 if a block mask may differ between heads."""
   return problem.group if problem.few and problem.block_heads is None else 1
 
 
 def splits_on_gpu(problem: Problem, target: Target, tiles: Any) -> int:
-  """As many parts as make a workgroup for each place that there is on the multiprocessors."""
+  """Splits of the keys that fill the GPU: as many workgroups as are resident on all multiprocessors at once."""
   blocks = problem.heads * ceildiv(problem.M, tiles.block_m)
   places = target.multiprocessors * tiles.resident(problem.Dk, problem.Dv, target.arch)
   return max(1, min(places // blocks, problem.N // LEAST_KEYS))

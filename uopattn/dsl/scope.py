@@ -1,4 +1,4 @@
-"""Axes, buffers and loops of one kernel, without hand-numbered ids."""
+"""Axes, buffers and loops of a kernel, numbered automatically."""
 
 from collections.abc import Callable
 from functools import reduce
@@ -11,9 +11,9 @@ from tinygrad.uop.ops import AxisType
 
 
 class Scope:
-  """Hands out the axis ids and buffer slots of one kernel.
+  """Assigns the axis ids and buffer slots of one kernel.
 
-  Loops nest in the order in which their axes were made: of two open axes the older one is the outer.
+  Loops nest in the order in which their axes were created: of two open axes the older one is the outer.
   """
 
   def __init__(self) -> None:
@@ -25,43 +25,45 @@ class Scope:
     return self._axes - 1
 
   def axis(self, size: int | UOp, kind: AxisType = AxisType.LOOP) -> UOp:
-    """An axis that runs from 0 to size - 1; on a CPU a `for` loop."""
+    """Create an axis that runs from 0 to size - 1; on a CPU, a `for` loop."""
     return UOp.range(size, self._axis_id(), kind)
 
   def buffer(self, *shape: int, dtype: DType = dtypes.float, space: AddrSpace = AddrSpace.REG) -> UOp:
-    """Memory of one thread (REG) or of one workgroup (LOCAL), with undefined content."""
+    """Allocate memory of one thread (REG) or of one workgroup (LOCAL), with undefined content."""
     self._slots += 1
     return UOp.placeholder(shape, dtype, slot=self._slots - 1, addrspace=space)
 
   def filled(self, value: float, *shape: int, after: tuple[UOp, ...] = ()) -> UOp:
-    """Float registers of one thread that hold `value` once `after` has come to pass."""
+    """Allocate float32 registers of one thread and set them to `value` after `after`."""
     buffer = self.buffer(*shape)
     return buffer.after(buffer.after(*after).store(buffer.const_like(value)))
 
   def assign(self, buffer: UOp, value: Callable[..., UOp | float], *, within: tuple[UOp, ...] = ()) -> UOp:
-    """`buffer[i, ...] = value(i, ...)` for every index, inside the axes `within`; returns the buffer so written."""
+    """Set buffer[i, ...] = value(i, ...) for every index, inside the axes `within`; return the buffer after that."""
     index = [self.axis(size) for size in sizes(buffer)]
     store = buffer.after(*within)[tuple(index)].store(value(*index))
     return buffer.after(store.end(*index))
 
   def loop(self, trips: UOp | int, *within: UOp) -> "Loop":
-    """A loop of `trips` >= 1 trips, a number known only when the kernel runs, inside the axes `within`; see `Loop`."""
+    """Create a `Loop` of `trips` >= 1 trips, a number that may depend on outer axes, inside the axes `within`."""
     return Loop(self, trips, within)
 
 
 class Loop:
   """A loop that counts down to 0, from a number that may depend on outer axes.
 
-  tinygrad closes every axis that a RANGE's end depends on together with that RANGE, so on a CPU a `for` whose bound
-  depends on an outer axis cannot be written; `for (;;) { body; if (!condition) break; }` can. Its END, in turn, takes
-  for closed all that is open around it, which misleads the linearizer about what follows. So a kernel may have one such
-  loop, inside one axis (`within`), and `index` must be used early in its body; the body's own axes are plain ones. And
-  loops that follow must not share a value that was not used before them, other than through a buffer: the linearizer
-  would compute it in the first of them, where the next one does not see it.
+  tinygrad closes every axis that a RANGE's end depends on together with that RANGE. So a `for` loop on a CPU cannot
+  have a bound that depends on an outer axis; `for (;;) { body; if (!condition) break; }` can. The END of such a loop
+  treats everything open around it as closed, which misleads the linearizer about the code that follows. Hence:
+
+  * A kernel may have one such loop, inside one axis (`within`). The axes of its body are plain ones.
+  * `index` must be used early in the body.
+  * Later loops must not share a value that was not used before them, except through a buffer. The linearizer would
+    compute it in the first of them, where the next one does not see it.
 
   Attributes:
-    axes: all axes that are open inside the loop; what an earlier trip wrote must be read after them.
-    index: trips - 1 on the first trip, 0 on the last. tinygrad does not know its upper bound: see `clamp`.
+    axes: all axes that are open inside the loop. Read what an earlier trip wrote after them.
+    index: trips - 1 on the first trip, 0 on the last. tinygrad does not know its upper bound; see `clamp`.
   """
 
   def __init__(self, scope: Scope, trips: UOp | int, within: tuple[UOp, ...]):
@@ -76,7 +78,7 @@ class Loop:
     self.index = self._counter.after(self._axis)[0].load().cast(dtypes.weakint)
 
   def end(self, *body: UOp) -> UOp:
-    """Ends the loop after the stores of its body."""
+    """End the loop after the stores of its body."""
     if self._axis is None:
       return UOp.group(*body)
     count = self._counter.after(*body)[0].store((self.index - 1).cast(dtypes.int))
@@ -84,21 +86,21 @@ class Loop:
 
 
 def sizes(x: UOp | Tensor) -> tuple[int, ...]:
-  """The shape, where every size is known to be an int."""
+  """The shape of `x`, all of whose sizes are ints."""
   return cast(tuple[int, ...], x.shape)
 
 
 def as_type(x: UOp, dtype: DType) -> UOp:
-  """The kernel's argument `x`, reshaped or not, as a flat array of another type."""
+  """The kernel argument `x`, reshaped or not, as a flat array of another type."""
   count = prod(sizes(x)) * x.dtype.itemsize // dtype.itemsize
   return UOp.placeholder((count,), dtype, slot=x.base.arg.slot)
 
 
 def gated(x: UOp, inside: UOp, *index: UOp) -> UOp:
-  """x[index] for a load or a store that is to happen only where `inside` is true; x is a buffer, reshaped or not.
+  """x[index] for a load or store that happens only where `inside` is true; x is a buffer, reshaped or not.
 
-  The index is flat, into the buffer as it was before any reshape: through a reshape, tinygrad may wrap an index with
-  `%` and then simplify it as if the gate held; where an axis has the size 1, it drops that index and the gate with it.
+  The index is flat, into the buffer before any reshape. Through a reshape, tinygrad may wrap an index with `%` and then
+  simplify it as if the gate held. If an axis has size 1, tinygrad drops its index, and the gate with it.
   """
   flat = UOp.const(0)
   for i, size in zip(index, sizes(x), strict=True):
@@ -107,14 +109,14 @@ def gated(x: UOp, inside: UOp, *index: UOp) -> UOp:
 
 
 def clamp(x: UOp, low: int, high: int | UOp) -> UOp:
-  """The int x, held within [low, high].
+  """Clamp the int x to [low, high].
 
-  An index of unknown bounds into a reshaped buffer is wrapped with a costly `%` by tinygrad. `UOp.minimum` on integers
-  is built from XOR, whose bounds tinygrad does not see; this form is seen through.
+  tinygrad wraps an index of unknown bounds into a reshaped buffer with a costly `%`. It does not see the bounds of
+  `UOp.minimum` on integers, which is built from XOR. It sees the bounds of this form.
   """
   return -((-x.maximum(low)).maximum(-high))
 
 
 def least(values: list[UOp]) -> UOp:
-  """The least of some ints, in a form whose bounds tinygrad sees; see `clamp`."""
+  """The minimum of ints, in a form whose bounds tinygrad sees; see `clamp`."""
   return reduce(lambda a, b: -((-a).maximum(-b)), values)

@@ -1,4 +1,4 @@
-"""The machine that a kernel is written for."""
+"""The device that a kernel is built for."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ from uopattn.dsl.limits import lds_limit, usual_units
 
 @dataclass(frozen=True)
 class VectorUnit:
-  """What a CPU's compiler vectorises with.
+  """The vector registers that a CPU's compiler uses.
 
   Attributes:
-    lanes: float32 in a register.
-    registers: how many there are.
-    bfloat16: whether products of bfloat16 are faster two at a time, see `dot_pairs`, than one by one in float32.
+    lanes: float32 elements per register.
+    registers: number of registers.
+    bfloat16: whether products of bfloat16 pairs (see `dot_pairs`) are faster than single products in float32.
   """
 
   lanes: int
@@ -22,14 +22,14 @@ class VectorUnit:
 
 @dataclass(frozen=True)
 class Target:
-  """A device and its architecture, in tinygrad's spelling.
+  """A device and its architecture, as tinygrad spells them.
 
   Attributes:
-    device: "CPU", "AMD", "CUDA", ...; the emulator's is that of the target it stands for.
+    device: "CPU", "AMD", "CUDA", ...; on the emulator, the device that it emulates.
     arch: "x86_64,native", "arm64,native,-sve", "gfx1100", "sm_90", ...
-    vector: of a CPU.
-    threads: of a CPU, that a kernel may use.
-    units: a GPU's multiprocessors, where one tells; None: as many as its architecture usually has.
+    vector: the vector registers of a CPU.
+    threads: CPU threads that a kernel may use.
+    units: multiprocessors of a GPU, if known; None takes the usual number of the architecture.
   """
 
   device: str
@@ -46,10 +46,10 @@ class Target:
 
   @property
   def multiprocessors(self) -> int:
-    """Of a GPU: multiprocessors, or compute units."""
+    """Multiprocessors (compute units) of a GPU."""
     return self.units or usual_units(self.arch)
 
   @property
   def lds(self) -> int:
-    """Of a GPU: bytes of shared memory, or LDS, that a workgroup may have."""
+    """Bytes of shared memory (LDS) available to a workgroup of a GPU."""
     return lds_limit(self.arch)

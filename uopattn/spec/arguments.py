@@ -218,7 +218,7 @@ class Arguments:
   Attributes:
     seed: of dropout, in training: (2,) uint32.
     bounds: the first and the last key that each query sees, (M,) int32 both; what `attention_varlen` makes of its own.
-    scales: factors on each key and each value, (B, Hkv, N) float32 both; k and v are then of QUANTIZED_DTYPES, and q is not.
+    scales: factors on each key and each value, (B, Hkv, N) float32 both; k and v are then of QUANTIZED_DTYPES, q not.
     page_table: of `attention_paged`, (B, pages of a sequence) int32.
   """
 

@@ -1,1 +1,1 @@
-"""For kernels of AMD's matrix cores."""
+"""Building blocks for kernels on AMD's matrix cores."""

@@ -1,16 +1,16 @@
-"""What one lane holds of the operands of AMD's matrix instructions, and how a schedule may number rows and k.
+"""Fragments of AMD's matrix instructions: what each lane holds, and how a schedule may number rows and k.
 
 D = A B + C with A (16, K), B (K, 16), C and D (16, 16), all in the registers of one wave. Lane l is member l % 16 of
-group l // 16. It holds row l % 16 of A, column l % 16 of B, and, in C and D, rows of its group of column l % 16.
+group l // 16. It holds row l % 16 of A, column l % 16 of B, and the rows of its group in column l % 16 of C and D.
 
-A product does not change when A and B number k differently from the hardware, as long as both do it alike, nor when the
-rows of A are put in another order, which is then the order of D's rows. So a schedule numbers them to suit its memory:
+The hardware's order of k does not matter, as long as A and B use the same one. Any order of A's rows will do too; D's
+rows then have that order. So a schedule numbers both to suit its memory:
 
-* k runs through `width` neighbours in each lane, and from group to group: 16 or 32 bytes, one or two wide loads. Where
-  the instruction takes fewer elements, `products` of them share one step.
-* LdsRows of A are dealt so that the elements that a lane has in D, over the `row_tiles` tiles of one step, are neighbours:
-  `row_at`. Then D is, lane by lane, the B operand of a following product, whose k are D's rows. On RDNA3, where both
-  groups hold the whole of k, each lane also needs what the other group has.
+* k runs through `width` neighbours in each lane, then from group to group: 16 or 32 bytes, one or two wide loads. If
+  the instruction takes fewer elements, `products` instructions share one step.
+* Rows of A are permuted by `row_at`, so that the elements that a lane has in D, over the `row_tiles` tiles of one step,
+  are neighbours. Each lane's part of D is then its B operand of a second product, whose k are D's rows. On RDNA3, where
+  both groups hold all of k, each lane also needs the elements of the other group.
 
 Sources: AMD, "RDNA3", "RDNA4", "CDNA3" and "CDNA4" instruction set architecture documents and the AMD matrix
 instruction calculator.
@@ -24,8 +24,8 @@ from tinygrad import UOp
 Index = TypeVar("Index", int, UOp)
 
 HIP = "hip"  # AMD's family in `uopattn.dsl.instruction_set`
-MMA_SIZE = 16  # of A, and columns of B
-CHUNK_ELEMENTS = 8  # 16-bit elements in the 16 bytes that the widest load takes
+MMA_SIZE = 16  # rows of A, and columns of B
+CHUNK_ELEMENTS = 8  # 16-bit elements in 16 bytes, the widest load
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Fragments:
   """One 16x16 matrix instruction on 16-bit inputs with a float32 accumulator.
 
   Attributes:
-    k: its K.
-    lanes: lanes in a wave.
-    operand: elements of A, and of B, in a lane.
-    result: elements of C, and of D, in a lane.
-    repeated: every group holds the whole of k.
-    interleaved: rows of C go round the groups, rather than in blocks.
+    k: K of the instruction.
+    lanes: lanes per wave.
+    operand: elements of A, and of B, per lane.
+    result: elements of C, and of D, per lane.
+    repeated: whether every group holds all of k.
+    interleaved: whether the rows of C alternate between groups, instead of forming one block per group.
   """
 
   k: int
@@ -50,10 +50,10 @@ class Fragments:
 
   @classmethod
   def of(cls, arch: str) -> "Fragments":
-    """The instruction that attention uses on an architecture such as "gfx1100".
+    """The matrix instruction that attention uses on an architecture such as "gfx1100".
 
     Raises:
-      ValueError: the architecture has no matrix instruction that is known head_rules.
+      ValueError: no matrix instruction is known for the architecture.
     """
     for prefix, fragments in _BY_ARCH.items():
       if arch.startswith(prefix):
@@ -67,7 +67,7 @@ class Fragments:
     group = lane // MMA_SIZE
     if self.repeated:
       return lane % MMA_SIZE, e
-    if self.lanes == 32:  # RDNA4: blocks of 4 k go round the groups
+    if self.lanes == 32:  # RDNA4: blocks of 4 k alternate between the groups
       return lane % MMA_SIZE, e % 4 + 8 * (e // 4) + 4 * group
     return lane % MMA_SIZE, self.operand * group + e
 
@@ -86,39 +86,39 @@ class Fragments:
 
   @property
   def width(self) -> int:
-    """Elements of A, or of B, that a lane holds for one step."""
+    """Elements of A, or of B, per lane and step."""
     return max(CHUNK_ELEMENTS, self.operand)
 
   @property
   def products(self) -> int:
-    """Instructions in a step."""
+    """Instructions per step."""
     return self.width // self.operand
 
   @property
   def step(self) -> int:
-    """Length of k that one step covers."""
+    """Elements along k per step."""
     return self.k * self.products
 
   @property
   def row_tiles(self) -> int:
-    """Tiles of 16 rows of D whose rows are one step's k."""
+    """Tiles of 16 rows of D that make up the k of one step."""
     return self.step // MMA_SIZE
 
   @property
   def pad(self) -> int:
-    """Chunks by which a row in LDS, a whole number of steps long, is to be padded.
+    """Chunks of padding per row in LDS, if rows are a whole number of steps long.
 
-    LdsRows then start an odd number of chunks apart, or (CDNA, whose wide reads mix the groups) twice an odd number, so
-    that the lanes served together find all banks different.
+    Rows then start an odd number of chunks apart, or twice an odd number on CDNA, whose wide reads mix the groups. So
+    the lanes that are served together access different banks.
     """
     return 1 if self.lanes == 32 else 2
 
   def chunk(self, step: UOp, lane: UOp) -> UOp:
-    """The first of the chunks, along k, that a lane holds for a step."""
+    """The first chunk along k that a lane holds for a step."""
     return step * (self.step // CHUNK_ELEMENTS) + (0 if self.repeated else lane // MMA_SIZE)
 
   def row_at(self, tile: Index, row: Index) -> Index:
-    """Which of a step's rows row `row` of A stands for in tile `tile`; see the module."""
+    """The row within a step that row `row` of A in tile `tile` stands for; see the module's docstring."""
     group = row % self.groups if self.interleaved else row // self.result
     e = row // self.groups if self.interleaved else row % self.result
     return (group * self.row_tiles + tile) * self.result + e

@@ -1,8 +1,8 @@
-"""Products of matrices on AMD's matrix cores: operands from memory, LDS and registers, sums in registers, results back.
+"""Matrix products on AMD's matrix cores, from loading the operands to storing the accumulators.
 
-Two kinds are what attention is made of, both with D's columns, 16 a wave, for the lanes: `uopattn.dsl.amd.fragments`.
-    D = A B         `mma_abt`: A is a tile of rows in LDS, B other rows of the same size, in registers
-    C + A^T D       `mma_ab`: A^T is a tile in LDS, transposed, D what was made of the first product, `as_operands`
+Attention needs two kinds. In both, D's columns belong to lanes, 16 per wave; see `uopattn.dsl.amd.fragments`.
+    D = A B         `mma_abt`: A is a tile of rows in LDS; B, other rows of the same size, is in registers
+    C + A^T D       `mma_ab`: A^T is a transposed tile in LDS; D comes from the first product by `as_operands`
 """
 
 from collections.abc import Callable
@@ -18,13 +18,13 @@ from uopattn.dsl.packed import ALWAYS, Words, as_type, words_of
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.scope import gated, sizes
 
-Operand = list[UOp]  # the `width` 16-bit elements that a lane holds of A, or of B, for a step
+Operand = list[UOp]  # the `width` 16-bit elements of A, or of B, that a lane holds for a step
 
 
 def load_operands(
   f: Fragments, dtype: DType, rows: HeadView, row: UOp, lane: UOp, exists: UOp = ALWAYS
 ) -> list[Operand]:
-  """A row, of this lane, as the B operand of each step; zeros where nothing `exists`."""
+  """Load a row as this lane's B operand of each step; zeros where `exists` is false."""
   load, steps = words_of(rows, exists), ceildiv(rows.size, f.step)
   words = [
     [load(row, f.chunk(UOp.const(i), lane) * CHUNK_WORDS + w) for w in range(f.width // 2)] for i in range(steps)
@@ -41,14 +41,15 @@ def multiply(f: Fragments, a: Operand, b: Operand, c: UOp) -> UOp:
 
 
 def elements(f: Fragments, dtype: DType, words: Words) -> Operand:
-  """Words as 16-bit elements.
+  """Reinterpret words as 16-bit elements.
 
-  tinygrad's lowering never ends where an operand is all of one vector that is no STACK: make it half of one, or two.
+  tinygrad's lowering does not terminate if an operand is all of one vector that is no STACK. So the operand is made of
+  half a vector, or of two.
   """
   size = len(words) // 2 if f.products == 1 else len(words)
   result: Operand = []
   for part in (words[i : i + size] for i in range(0, len(words), size)):
-    if all(word.vmin == word.vmax == 0 for word in part):  # past the head size; a constant vector has no elements in C
+    if all(word.vmin == word.vmax == 0 for word in part):  # past the head size; C cannot index a constant vector
       result += [UOp.const(0.0, dtype)] * (2 * size)
     else:
       vector = UOp.stack(*part).bitcast(dtype)
@@ -57,7 +58,7 @@ def elements(f: Fragments, dtype: DType, words: Words) -> Operand:
 
 
 def read_row(f: Fragments, dtype: DType, lds: LdsRows, row: UOp, step: int, lane: UOp) -> Operand:
-  """What this lane holds of a row in LDS, for one step along it."""
+  """Load this lane's operand for one step from a row in LDS."""
   chunk = f.chunk(UOp.const(step), lane)
   return elements(f, dtype, [word for i in range(f.width // CHUNK_ELEMENTS) for word in lds.load(row, chunk + i)])
 
@@ -71,12 +72,12 @@ def mma_abt(
   lane: UOp,
   begun: list[list[UOp]] | None = None,
 ) -> list[list[UOp]]:
-  """C + A B for each tile of columns: tiles of 16 rows, `result` elements of them in this lane.
+  """C + A B for each tile of columns, as tiles of 16 rows with `result` elements in this lane.
 
   Args:
     lds: A (rows, size).
-    operands: B (size, 16) of each tile of columns, for each step.
-    begun: C, likewise in tiles; None is 0.
+    operands: B (size, 16) for each tile of columns and each step.
+    begun: C, in the tiles of the result; None is 0.
   """
   zero = UOp.const((0.0,) * f.result, dtypes.float)
   tiles = [[zero] * (rows // MMA_SIZE) for _ in operands] if begun is None else [list(tile) for tile in begun]
@@ -89,23 +90,23 @@ def mma_abt(
 
 
 def lane_rows(f: Fragments, rows: int, lane: UOp) -> tuple[UOp, list[int]]:
-  """The first row of a tile that this lane has elements of, and how far from it each is, in their order.
+  """The first row of a tile that this lane has elements of, and the offset of each element's row from it.
 
-  The tile's rows are those of `RegisterPipeline.as_is`, dealt out so that a lane has neighbours.
+  The rows of the tile are those of `RegisterPipeline.as_is`, permuted so that a lane has neighbours.
   """
-  own = f.row_tiles * f.result  # of each step
-  return lane // MMA_SIZE * own, [step + i for step in range(0, rows, f.step) for i in range(own)]
+  per_step = f.row_tiles * f.result  # elements
+  return lane // MMA_SIZE * per_step, [step + i for step in range(0, rows, f.step) for i in range(per_step)]
 
 
 def rounded(dtype: DType, x: UOp) -> UOp:
-  """x as a 16-bit float, to nearest; a tie of bfloat16 goes away from 0, which takes one addition."""
+  """Round x to the nearest 16-bit float. Ties of bfloat16 go away from 0, which takes only one addition."""
   if dtype == dtypes.half:
     return x.cast(dtype)
   return ((x.bitcast(dtypes.uint) + 0x8000) >> 16).cast(dtypes.ushort).bitcast(dtype)
 
 
 def word_of(dtype: DType, low: UOp, high: UOp) -> UOp:
-  """Two float32, rounded, as a word."""
+  """Round two float32 to 16 bits and pack them into a word."""
   if dtype == dtypes.half:
     low, high = (rounded(dtype, x).bitcast(dtypes.ushort).cast(dtypes.uint) for x in (low, high))
     return low | (high << 16)
@@ -115,18 +116,19 @@ def word_of(dtype: DType, low: UOp, high: UOp) -> UOp:
 def as_operands(
   f: Fragments, dtype: DType, values: list[list[UOp]], lds: LdsRows | None, places: list[UOp], lane: UOp
 ) -> list[list[Operand]]:
-  """D of each tile of columns, float32, as the B operand of each step of `mma_ab`; on RDNA3 by way of LDS.
+  """Turn D of each tile of columns, float32, into the B operand of each step of `mma_ab`.
 
-  There a lane's column is row `places[tile]` of `lds` (columns, rows); one fence serves all tiles.
+  On RDNA3 D goes through `lds` (columns, rows), where row `places[tile]` is this lane's column. One fence serves all
+  tiles.
   """
-  own = f.row_tiles * f.result  # elements of a step
-  tiles = [[x[i : i + own] for i in range(0, len(x), own)] for x in values]
+  per_step = f.row_tiles * f.result  # elements
+  tiles = [[x[i : i + per_step] for i in range(0, len(x), per_step)] for x in values]
   if lds is None:
     return [[[rounded(dtype, x) for x in step] for step in steps] for steps in tiles]
   stores = []
   for steps, place in zip(tiles, places, strict=True):
     for i, step in enumerate(steps):
-      words = [word_of(dtype, *step[j : j + 2]) for j in range(0, own, 2)]
+      words = [word_of(dtype, *step[j : j + 2]) for j in range(0, per_step, 2)]
       stores += lds.store(place, f.step // CHUNK_ELEMENTS * i + lane // MMA_SIZE, words)
   fenced = lds.fenced(*stores)
   return [[read_row(f, dtype, fenced, place, i, lane) for i in range(len(tiles[0]))] for place in places]
@@ -135,12 +137,12 @@ def as_operands(
 def mma_ab(
   f: Fragments, dtype: DType, operands: list[list[Operand]], lds: LdsRows, acc: UOp, begun: list[list[UOp]], lane: UOp
 ) -> list[UOp]:
-  """C + A^T D: the stores to acc (tiles of columns, tiles of 16 of A's columns, `result` in this lane).
+  """The stores of C + A^T D to acc (tiles of columns, tiles of 16 of A's columns, `result` elements in this lane).
 
   Args:
-    operands: D of each tile of columns, for each step.
+    operands: D for each tile of columns and each step.
     lds: A^T (A's columns, A's rows).
-    begun: C, in tiles as acc.
+    begun: C, in the tiles of acc.
   """
   stores = []
   for d in range(sizes(acc)[1]):
@@ -153,7 +155,7 @@ def mma_ab(
 
 
 def other_group(f: Fragments, value: UOp, lane: UOp, distance: int) -> UOp:
-  """The value that the lane of the same column, `distance` groups away, has; 32-bit."""
+  """The 32-bit value in the lane of the same column, `distance` groups away."""
   if f.lanes == 32:
     return ins.permlanex16(HIP, value)
   return (
@@ -162,7 +164,7 @@ def other_group(f: Fragments, value: UOp, lane: UOp, distance: int) -> UOp:
 
 
 def row_reduce(f: Fragments, operation: Callable[[UOp, UOp], UOp], value: UOp, lane: UOp) -> UOp:
-  """The values of all lanes of a column, joined by `operation`."""
+  """Reduce the values of all lanes of a column by `operation`."""
   distance = 1
   while distance < f.groups:
     value, distance = operation(value, other_group(f, value, lane, distance)), 2 * distance
@@ -172,9 +174,10 @@ def row_reduce(f: Fragments, operation: Callable[[UOp, UOp], UOp], value: UOp, l
 def store_acc(
   f: Fragments, o: UOp, head: UOp, row: UOp, acc: UOp, finished: Callable[[UOp], UOp], lane: UOp
 ) -> list[UOp]:
-  """Stores acc (tiles of 16 columns, `result` in this lane), finished, to o[head, row]; nothing past o's rows.
+  """Store finished(acc) to o[head, row], unless the row is past o's end.
 
-  o is of a 16-bit type or, where it is to be joined with others, float32.
+  acc is (tiles of 16 columns, `result` elements in this lane). o is of a 16-bit type, or float32 for a split of the
+  keys that `combine` reads.
   """
   stores = []
   for j in range(sizes(acc)[0]):
@@ -190,14 +193,14 @@ def store_acc(
 
 
 def store_part(o: UOp, head: UOp, row: UOp, column: UOp, value: UOp) -> UOp:
-  """Stores an element in float32."""
+  """Store one float32 element."""
   _, M, Dv = sizes(o)
   inside = (row < M) & (column < Dv) if column.vmax >= Dv else row < M
   return gated(o, inside, head, row, column).store(ins.pin(HIP, value))
 
 
 def neighbours(f: Fragments, values: list[UOp], lane: UOp) -> list[UOp]:
-  """What a lane has of 16 columns, as neighbours: on RDNA3 each has every second one, and lanes swap halves."""
+  """This lane's elements of 16 columns, as neighbours. On RDNA3 a lane has every second one, so lanes swap halves."""
   if not f.interleaved:
     return values
   low, half, result = lane < MMA_SIZE, len(values) // 2, []
@@ -209,9 +212,9 @@ def neighbours(f: Fragments, values: list[UOp], lane: UOp) -> list[UOp]:
 
 
 def store_columns(o: UOp, head: UOp, row: UOp, first: UOp, values: list[UOp]) -> list[UOp]:
-  """Stores `values` to o[head, row, first:], in words where rows are whole ones; nothing outside o.
+  """Store `values` to o[head, row, first:], in words if rows are whole words; nothing outside o.
 
-  All lanes work the values out, also those that store none: the other lanes' are made with their help.
+  All lanes compute the values, also those that store none, because lanes exchange elements to make them.
   """
   _, M, Dv = sizes(o)
   width = 2 - Dv % 2

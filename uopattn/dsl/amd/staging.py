@@ -1,8 +1,8 @@
-"""The way of tiles of rows from global memory through registers to LDS, on AMD: as they are, transposed, or both.
+"""A pipeline on AMD that brings tiles of rows from global memory through registers to LDS, as they are or transposed.
 
 A workgroup shares one tile of each matrix. Each thread loads its pieces of the next tile into registers while the
-workgroup still reads the present one, and stores them once all are done with it. Pieces are dealt to lanes in an order
-in which the lanes served together write to different banks.
+workgroup still reads the current one, and stores them once all waves are done with it. Pieces are assigned to lanes
+such that lanes that are served together write to different banks.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,18 +19,18 @@ from uopattn.dsl.scope import Scope, clamp
 
 CHUNK_WORDS = CHUNK_ELEMENTS // 2  # 32-bit words in a chunk
 
-Source = tuple[Load, int]  # a matrix in global memory, and how long its rows are to be, in whole fragments
-Number = Callable[[UOp], UOp]  # row -> its float32
+Source = tuple[Load, int]  # a matrix in global memory, and the length of its rows in LDS, in whole fragments
+Number = Callable[[UOp], UOp]  # row -> its float32 statistic
 
 
 @dataclass(frozen=True)
 class LdsRows:
-  """LdsRows of chunks in LDS. The index is flat, so that tinygrad keeps the gate of a store whatever the sizes are.
+  """Rows of 16-byte chunks in LDS. The index is flat, so that tinygrad keeps the gate of a store for all sizes.
 
   Attributes:
-    words: the memory.
-    stride: words from row to row.
-    first: the first chunk for loads, 0; see `fenced`.
+    words: the memory, in 32-bit words.
+    stride: words per row, padding included.
+    first: the first chunk for loads: 0, possibly with a dependency; see `fenced`.
   """
 
   words: UOp
@@ -39,7 +39,7 @@ class LdsRows:
 
   @classmethod
   def make(cls, s: Scope, rows: int, columns: int, pad: int) -> "LdsRows":
-    """LdsRows of `columns` elements, padded by `pad` chunks."""
+    """Allocate rows of `columns` elements, padded by `pad` chunks."""
     stride = (columns // CHUNK_ELEMENTS + pad) * CHUNK_WORDS
     return cls(s.buffer(rows * stride, dtype=dtypes.uint, space=AddrSpace.LOCAL), stride)
 
@@ -47,26 +47,26 @@ class LdsRows:
     return replace(self, words=self.words.after(*after))
 
   def fenced(self, *stores: UOp) -> "LdsRows":
-    """These rows for a wave that loads what its own lanes stored. `after` would have tinygrad add a barrier."""
+    """The rows after `stores` of the same wave, without a barrier. For `after`, tinygrad would insert one."""
     return replace(self, first=ins.wave_fence(HIP, *stores))
 
   def load(self, row: UOp, chunk: UOp | int) -> Words:
-    """A chunk."""
+    """Load a chunk."""
     return [self.words[row * self.stride + (self.first + chunk) * CHUNK_WORDS + w].load() for w in range(CHUNK_WORDS)]
 
   def store(self, row: UOp, chunk: UOp, words: Words, inside: UOp = ALWAYS) -> list[UOp]:
-    """Stores a chunk where `inside`."""
+    """Store a chunk where `inside`."""
     first = row * self.stride + chunk * CHUNK_WORDS
     return [self.words[(first + w).valid(inside)].store(word) for w, word in enumerate(words)]
 
 
 class RegisterPipeline:
-  """The tiles of `block` rows in LDS, and this thread's part in filling them.
+  """Tiles of `block` rows in LDS, and this thread's part in filling them.
 
   Attributes:
-    as_is: of each matrix that is wanted so, (block, columns) in LDS, rows dealt out by `Fragments.row_at`.
-    transposed: of each that is wanted transposed, (columns, block) in LDS.
-    row_stats: of each array of float32, (block,) and more in LDS.
+    as_is: (block, columns) in LDS for each matrix that is copied as it is, with rows permuted by `Fragments.row_at`.
+    transposed: (columns, block) in LDS for each matrix that is transposed.
+    row_stats: (block,) or more in LDS for each float32 row statistic.
   """
 
   def __init__(
@@ -93,10 +93,10 @@ class RegisterPipeline:
     ]
 
   def load(self, first: UOp, *after: UOp, base: UOp | int = 0) -> UOp:
-    """Loads the tile that starts at row `first`. Past the last row that row is loaded again, and masked later.
+    """Load the tile that starts at row `first` into registers. Row 0 is row `base` of the sources.
 
-    Where all tiles are whole, the last tile itself is loaded again: one bound for all instead of one a row.
-    Row 0 is row `base` of the sources.
+    Past the end the last row is loaded again; it is masked later. If all tiles are known to be whole, the last tile is
+    loaded again: one bounds check per tile instead of one per row.
     """
     least, most = int(self.length.vmin), int(self.length.vmax)
     if whole := least == most and most % self.block == 0:
@@ -108,12 +108,12 @@ class RegisterPipeline:
     return UOp.group(*(store for part in self._parts for store in part.load(row, *after)))
 
   def store(self, *after: UOp) -> UOp:
-    """Stores to LDS what was loaded."""
+    """Store the loaded tile to LDS."""
     return UOp.group(*(store for part in self._parts for store in part.store(*after)))
 
 
 class RowCopy:
-  """A thread's pieces of a matrix that is wanted as it is: a chunk of a row each."""
+  """A thread's pieces of a matrix that is copied as it is: one chunk of a row each."""
 
   def __init__(self, s: Scope, f: Fragments, block: int, threads: int, thread: UOp, source: Source, lds: LdsRows):
     self.word, columns = source
@@ -135,7 +135,7 @@ class RowCopy:
 
 
 class TransposedCopy:
-  """A thread's pieces of a matrix that is wanted transposed: two columns of eight rows each."""
+  """A thread's pieces of a matrix that is transposed: two columns of eight rows each."""
 
   def __init__(self, s: Scope, f: Fragments, block: int, threads: int, thread: UOp, source: Source, lds: LdsRows):
     self.word, columns = source
@@ -159,9 +159,9 @@ class TransposedCopy:
 
 
 class RowStatCopy:
-  """A thread's rows of an array with one float32 a row. Threads that are left over take rows again, to a place beyond.
+  """A thread's rows of an array with one float32 per row. Surplus threads store rows again, past the block.
 
-  A branch around their store would have LLVM put off products that come before it, and keep all operands until then.
+  With a branch around their store, LLVM would delay the products before it, and keep all operands alive until then.
   """
 
   def __init__(self, s: Scope, block: int, threads: int, thread: UOp, number: Number, lds: UOp):
@@ -179,9 +179,9 @@ class RowStatCopy:
 
 
 def chunk_place(f: Fragments, piece: UOp, chunks: int, pieces: int) -> tuple[UOp, UOp, UOp, UOp]:
-  """(row in LDS, row of the tile, chunk, whether there is such a piece): `pad` chunks, then 8 rows, then the rest."""
+  """(row in LDS, row of the tile, chunk, whether the piece exists). Pieces run over `pad` chunks, then 8 rows."""
   inside = piece < pieces
-  piece = inside.where(piece, 0)  # what is loaded without being stored must be there to load
+  piece = inside.where(piece, 0)  # a surplus piece is loaded, though not stored
   chunk, row, rest = piece % f.pad, piece // f.pad % 8, piece // (8 * f.pad)
   chunk, row = chunk + f.pad * (rest % (chunks // f.pad)), row + 8 * (rest // (chunks // f.pad))
   at = row // f.step * f.step + f.row_at(row % f.step // MMA_SIZE, row % MMA_SIZE)
@@ -189,7 +189,7 @@ def chunk_place(f: Fragments, piece: UOp, chunks: int, pieces: int) -> tuple[UOp
 
 
 def pair_place(f: Fragments, piece: UOp, pairs: int, pieces: int) -> tuple[UOp, UOp, UOp]:
-  """(pair of columns, chunk of rows, whether there is such a piece): 2 `pad` chunks, then the pairs, then the rest."""
+  """(pair of columns, chunk of rows, whether the piece exists). Pieces run over 2 `pad` chunks, then the pairs."""
   near, inside = 2 * f.pad, piece < pieces
   piece = inside.where(piece, 0)
   return piece // near % pairs, piece % near + near * (piece // (near * pairs)), inside

@@ -1,1 +1,1 @@
-"""For kernels of CPUs."""
+"""Building blocks for CPU kernels."""

@@ -1,4 +1,4 @@
-"""What CPU kernels share: tiles of keys, register_blocks of rows that registers hold, and the sums that those registers take."""
+"""Tiles of keys, register blocks and accumulators of CPU kernels."""
 
 from collections.abc import Callable
 
@@ -8,16 +8,16 @@ from tinygrad.helpers import ceildiv
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.scope import Loop, Scope, sizes
 
-Tile = Callable[[UOp, UOp], UOp]  # (key, column), both counted within the tile -> its float32 element
+Tile = Callable[[UOp, UOp], UOp]  # (key of the tile, column) -> its float32 element
 
 
 def even(length: int, most: int) -> int:
-  """The size of the largest part when `length` is cut into as few parts of at most `most` as it takes, evenly."""
+  """The size of the largest part when `length` is split evenly into the fewest parts of at most `most`."""
   return ceildiv(length, ceildiv(length, most))
 
 
 def register_blocks(length: int, width: int) -> list[tuple[int, int, int]]:
-  """Cuts `length` rows into register_blocks of `width` and one narrower rest: (first row, how many register_blocks, rows a strip)."""
+  """Split `length` rows into blocks of `width` and a narrower rest: (first row, blocks, rows per block) of each."""
   whole, rest = divmod(length, width)
   return [(0, whole, width)] * (whole > 0) + [(whole * width, 1, rest)] * (rest > 0)
 
@@ -28,7 +28,7 @@ def largest_divisor(x: int, most: int) -> int:
 
 
 def zeros(s: Scope, rows: int, lanes: int, within: tuple[UOp, ...]) -> UOp:
-  """A new accumulator of (rows, lanes), 0 at every turn of the axes `within`; see `accumulate`."""
+  """Allocate an accumulator (rows, lanes) that is zeroed on every trip of the axes `within`; see `accumulate`."""
   acc, m = s.buffer(rows, lanes), s.axis(lanes)
   return acc.after(UOp.group(*[acc.after(*within)[r, m].store(0.0) for r in range(rows)]).end(m))
 
@@ -43,8 +43,8 @@ def accumulate(
 ) -> UOp:
   """acc[r, m] += sum over i < length of term(r, i, m), for all rows and the first `lanes` lanes; returns acc.
 
-  The rows are written out, never indexed by an axis: an array that is indexed by constants and whole rows of lanes
-  alone is what the compiler moves into vector registers. `beside` gives statements that join each i.
+  The rows are unrolled, never indexed by an axis: the compiler moves an array into vector registers only if it is
+  indexed by constants and whole rows of lanes. `beside` returns further statements for each i.
   """
   m = s.axis(lanes)
 
@@ -56,15 +56,15 @@ def accumulate(
 
 
 def add_steps(s: Scope, acc: UOp, length: int, step: Callable[[UOp, UOp], list[UOp]]) -> UOp:
-  """acc after step(acc, i) for all i < length: statements, or stores, that add to it, and what else joins them."""
+  """acc after step(acc, i) for all i < length. `step` returns the statements that add to acc, and any others."""
   i = s.axis(length)
   return acc.after(UOp.group(*step(acc.after(i), i)).end(i))
 
 
 def load_tile(s: Scope, rows: HeadView, first: UOp, block_n: int, length: UOp | None, loop: Loop) -> Tile:
-  """The tile of keys (or values) from `first` on: float32 is read in place, 16 bit is widened once a tile.
+  """The tile of keys (or values) from `first` on. float32 is read in place; 16-bit types are widened once per tile.
 
-  With a length, keys from there on are not read, and 0 in the tile: whatever they hold, they are worth nothing.
+  With a length, keys from there on are not read and are 0 in the tile, as their memory may hold anything.
   """
   if rows.x.dtype == dtypes.float and length is None:
     return lambda n, d: rows.element(first + n, d)

@@ -1,1 +1,1 @@
-"""For kernels of any GPU."""
+"""Building blocks for kernels of all GPUs."""

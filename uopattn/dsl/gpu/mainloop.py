@@ -1,8 +1,8 @@
 """The mainloop of a forward kernel whose warps issue synchronous matrix instructions: AMD's WMMA and MFMA, `mma.sync`.
 
-FlashAttention-2 (Dao, 2023, algorithm 1). A kernel brings a `MatrixUnit`, which knows the hardware, and a
-`KeyPipeline`, which knows how tiles of K and V get on chip. What is common is here: the order of the steps, the online
-softmax's state, and the two loops, over full tiles of keys and over those that need a mask.
+FlashAttention-2 (Dao, 2023, algorithm 1). A kernel supplies a `MatrixUnit`, which knows the hardware, and a
+`KeyPipeline`, which brings tiles of K and V on chip. This module has the rest: the order of the steps, the state of the
+online softmax, and two loops, one over full tiles of keys and one over tiles that need a mask.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from uopattn.dsl.scope import Scope
 
 
 class State(NamedTuple):
-  """The online softmax's state, which each lane carries from tile to tile in registers.
+  """The state of the online softmax, which each lane keeps in registers from tile to tile.
 
   Attributes:
     acc: O of the lane's query rows, unnormalized, relative to m_i.
@@ -43,9 +43,9 @@ class State(NamedTuple):
 
 
 class MatrixUnit(Protocol):
-  """One warp's matrix instructions, and what its lanes hold of their operands and results.
+  """The matrix instructions of one warp, and what its lanes hold of their operands and results.
 
-  Operands of matrices are the unit's own; rows are given as lists of the elements that a lane holds.
+  The format of operands is up to the unit. Rows are lists of the elements that a lane holds.
   """
 
   @property
@@ -59,7 +59,7 @@ class MatrixUnit(Protocol):
     """S = Q K^T: this lane's elements of each of its rows."""
 
   def softmax(self, scores: list[UOp], scale_log2: float, m_old: UOp, l_old: UOp) -> tuple[list[UOp], UOp, UOp, UOp]:
-    """P of one row, its new m_i and l_i, and alpha, the factor on what was summed before; see `online_softmax`."""
+    """P of one row, its new m_i and l_i, and alpha, the factor on the earlier sums; see `online_softmax`."""
 
   def as_operands(self, p: list[list[UOp]], *after: UOp) -> Any:
     """P of all rows, rounded, as the left operand of `mma_ab`."""
@@ -69,13 +69,13 @@ class MatrixUnit(Protocol):
 
 
 class KeyPipeline(Protocol):
-  """Tiles of K and V on their way from global memory to where the matrix unit reads them."""
+  """A pipeline of tiles of K and V, from global memory to where the matrix unit reads them."""
 
   def acquire(self, n: UOp, *after: UOp) -> Sequence[Any]:
     """Wait for tile n of K and V, counted by position in the key range, and start loading one that follows."""
 
   def release(self, n: UOp, *stores: UOp) -> UOp:
-    """Tile n is used up once `stores` are done."""
+    """Signal that tile n is no longer needed after `stores`."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Where a thread of a GPU stands: which lane of which warp it is, and which queries its workgroup has."""
+"""The position of a GPU thread: its lane and warp, and the queries of its workgroup."""
 
 from tinygrad import UOp
 from tinygrad.uop.ops import AxisType, KernelInfo
@@ -7,19 +7,19 @@ from uopattn.dsl.scope import Scope
 
 
 class Workgroup:
-  """The workgroup of this thread, which has one block of the queries of one head, against all keys or a part.
+  """The workgroup of this thread: one block of the queries of one head, with all keys or one split of them.
 
-  AMD's waves are warps head_rules.
+  A wave on AMD is called a warp here.
 
   Attributes:
-    lane: of the thread in its warp.
-    warp: of the thread in its workgroup.
-    thread: the same in one number.
-    head: of the queries.
-    block: of the head's blocks. Workgroups start in the order of their numbers; where later blocks have more tiles
-      (`last_first`), they get the first numbers, so that no long one is left for the end.
-    split: of the parts that the keys are split into.
-    result: where the output goes, in place of a head: each has one for each split.
+    lane: index of the thread in its warp.
+    warp: index of the warp in the workgroup.
+    thread: index of the thread in the workgroup.
+    head: head of the queries.
+    block: block of queries within the head. Workgroups start in the order of their numbers. With `last_first`, later
+      blocks, which have more tiles, get the first numbers, so that no long block is left for the end.
+    split: index of the split of the keys.
+    result: index of the output: head * splits + split.
   """
 
   def __init__(
@@ -33,7 +33,7 @@ class Workgroup:
     self.head, self.split = self.result // splits, self.result % splits
 
   def kernel(self, name: str, stores: list[UOp]) -> UOp:
-    """The kernel that ends with `stores`."""
+    """The graph of the kernel that ends with `stores`."""
     ended = UOp.group(*stores).end(self.warp, self.lane).end(self.item)
     # A tag keeps tinygrad from rearranging the axes.
     return ended.sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)

@@ -1,1 +1,1 @@
-"""For kernels of NVIDIA's tensor cores."""
+"""Building blocks for kernels on NVIDIA's tensor cores."""

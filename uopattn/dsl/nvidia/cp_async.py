@@ -1,7 +1,7 @@
-"""Tiles on their way from global memory to shared memory on NVIDIA, for a workgroup that keeps in step by barriers.
+"""A cp.async pipeline that brings tiles to NVIDIA's shared memory, for a workgroup that synchronizes by barriers.
 
-Tile n of a tile_range goes to slot n % stages; all threads take part in copying (cp.async). While one tile is worked on,
-stages - 1 may be under way. Tiles past the last one bring what nobody reads.
+Tile n of a range goes to slot n % stages, copied by all threads. While one tile is in use, stages - 1 may be in flight.
+Tiles past the last one bring data that nobody reads.
 """
 
 from collections.abc import Callable
@@ -16,14 +16,14 @@ from uopattn.dsl.rules.head_view import HeadView
 
 @dataclass(frozen=True)
 class CpAsyncPipeline:
-  """What a method does is done after `after`, and before whatever is `.after` what it returns.
+  """A pipeline of `stages` slots. Each method acts after `after`, and before whatever is `.after` its result.
 
   Attributes:
-    sources: what comes together: room for tiles, and the rows that they are copied from.
-    tile: which tile is the n-th.
-    stages: slots.
-    thread: this thread.
-    family: of instructions; see `uopattn.dsl.instruction_set`.
+    sources: the tiles that are loaded together, each with the rows that it is copied from.
+    tile: maps n to the number of the n-th tile.
+    stages: number of slots.
+    thread: index of this thread in the workgroup.
+    family: family of instructions; see `uopattn.dsl.instruction_set`.
   """
 
   sources: list[tuple[SwizzledTiles, HeadView]]
@@ -33,28 +33,28 @@ class CpAsyncPipeline:
   family: str = "cuda"
 
   def producer_load(self, n: UOp, *after: UOp) -> UOp:
-    """Starts copying the n-th tile of each source, as one group."""
+    """Start copying the n-th tile of each source, as one group."""
     copies = []
-    for panels, rows in self.sources:
-      copies += panels.fill_tile(n, rows, self.tile(n), self.thread, *after)
+    for tiles, rows in self.sources:
+      copies += tiles.fill_tile(n, rows, self.tile(n), self.thread, *after)
     return ins.cp_async_commit(self.family, *copies)
 
   def consumer_wait(self, *after: UOp) -> UOp:
-    """Waits until the oldest of the tiles under way is there, and all warps are done with the tile before it."""
+    """Wait for the oldest tile in flight, and until all warps are done with the tile before it."""
     return UOp.barrier(ins.cp_async_wait(self.family, self.stages - 2, *after))
 
   def prologue(self, *after: UOp) -> UOp:
-    """Starts as many tiles as may be under way, and waits for the first, and for what was started before."""
+    """Start the first stages - 1 tiles; wait for the first one, and for copies started earlier."""
     for i in range(self.stages - 1):
       after = (self.producer_load(UOp.const(i), *after),)
     return self.consumer_wait(*after)
 
   def acquire(self, n: UOp, *after: UOp) -> list[SwizzledTiles]:
-    """Waits for the n-th tile of each source, and starts the next one that there is a slot for."""
+    """Wait for the n-th tile of each source, and start the next tile that has a slot."""
     ready = self.consumer_wait(*after)
     following = self.producer_load(n + self.stages - 1, ready)
-    return [panels.tile(n, ready, following) for panels, _ in self.sources]
+    return [tiles.tile(n, ready, following) for tiles, _ in self.sources]
 
   def release(self, n: UOp, *stores: UOp) -> UOp:
-    """Ends the work on the n-th tile; its slot is filled again only after the barrier of the next `acquire`."""
+    """Finish the n-th tile after `stores`; its slot is refilled only after the barrier of the next `acquire`."""
     return UOp.group(*stores)

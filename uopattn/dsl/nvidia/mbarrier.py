@@ -1,9 +1,9 @@
-"""Tiles of K and V on their way from global memory to shared memory on Hopper, without a barrier of the workgroup.
+"""An mbarrier pipeline that brings tiles of K and V to shared memory on Hopper, without barriers of the workgroup.
 
-Delivery n is tile n of a visit of K and tile n - 1 of V: what a schedule needs at once whose weighted sum is one tile
-behind its scores. (Others have tile n of both.) It goes to slot n % stages, and all threads take part in copying
-(cp.async). For each slot, one barrier tells that a delivery is there, and another that all warps are done with it: so
-no warp waits for another until it is about to run out of tiles. Deliveries past the last one bring what nobody reads.
+Delivery n is tile n of K and tile n - lag of V, with a lag of 1 where the weighted sum is one tile behind the scores,
+else 0. It goes to slot n % stages, copied by all threads (cp.async). Each slot has two barriers: one signals that a
+delivery is complete, the other that all warps are done with it. So no warp waits for another until it is about to run
+out of tiles. Deliveries past the last one bring data that nobody reads.
 
 Source: PTX ISA, "mbarrier".
 """
@@ -24,14 +24,14 @@ CUDA = "cuda"
 class MbarrierPipeline:
   """The slots of a workgroup, and this thread's part in filling them.
 
-  What a method does is done after `after`, and before whatever is `.after` what it returns.
+  Each method acts after `after`, and before whatever is `.after` its result.
 
   Attributes:
-    k_tiles: room for tiles of K.
-    v_tiles: room for tiles of V, as many.
-    ahead: deliveries that may be under way while one is in use.
-    lag: how many tiles V is behind K.
-    before: deliveries of an earlier tile_range, each of which was released.
+    k_tiles: tiles of K in shared memory.
+    v_tiles: tiles of V in shared memory, as many.
+    ahead: deliveries that may be in flight while one is in use.
+    lag: number of tiles by which V is behind K.
+    before: number of deliveries of earlier tile ranges, all of them released.
   """
 
   def __init__(
@@ -46,30 +46,30 @@ class MbarrierPipeline:
     lag: int = 1,
     before: UOp | int = 0,
   ):
-    """The rows are of a 16-bit type."""
+    """Create a pipeline for K and V of a 16-bit type."""
     self.lag, self.before = lag, before
     self.k_tiles, self.v_tiles, self.stages, self.ahead = k_tiles, v_tiles, k_tiles.slots, k_tiles.slots - 1
     self._k, self._v, self._tile_range, self._thread = k, v, tile_range, thread
     self._barriers = s.buffer(2 * self.stages, dtype=dtypes.ulong, space=AddrSpace.LOCAL)
 
   def _full(self, n: UOp) -> UOp:
-    """The barrier that tells of a delivery that is there."""
+    """The barrier that signals that delivery n is complete."""
     return self._barriers[(n + self.before) % self.stages]
 
   def _empty(self, n: UOp) -> UOp:
-    """The barrier that tells of a delivery that is no longer needed."""
+    """The barrier that signals that all warps are done with delivery n."""
     return self._barriers[self.stages + (n + self.before) % self.stages]
 
   def init(self) -> UOp:
-    """Makes the barriers, once, for all threads to use, and for all visits."""
+    """Initialize the barriers, once for all threads and all tile ranges."""
     threads, first = self.k_tiles.threads, self._thread.eq(0)
     arrivals = [threads] * self.stages + [threads // WARP] * self.stages
     return UOp.barrier(*[ins.mbarrier_init(CUDA, self._barriers[i], n, first) for i, n in enumerate(arrivals)])
 
   def producer_load(self, n: UOp, *after: UOp) -> UOp:
-    """Starts delivery n once all warps are done with what was in its slot."""
+    """Start delivery n once all warps are done with the previous one in its slot."""
     number = n + self.before
-    if number.vmax >= self.stages:  # there was something
+    if number.vmax >= self.stages:  # there was a previous one
       after = (ins.mbarrier_wait(CUDA, self._empty(n), (number // self.stages + 1) % 2, *after),)
     copies = self._copy(self.k_tiles, n, self._k, *after)
     if n.vmax >= self.lag:
@@ -80,32 +80,32 @@ class MbarrierPipeline:
     return tiles.fill_tile(n + self.before, source, self._tile_range.tile(n), self._thread, *after)
 
   def prologue(self, *after: UOp) -> UOp:
-    """Starts as many deliveries as may be under way."""
+    """Start the first `ahead` deliveries."""
     for i in range(self.ahead):
       after = (self.producer_load(UOp.const(i), *after),)
     return UOp.group(*after)
 
   def consumer_wait(self, n: UOp, *after: UOp) -> UOp:
-    """Waits until delivery n is there, and all that was copied before it."""
+    """Wait until delivery n is complete, and all copies before it."""
     return ins.fence_async(CUDA, self._wait_full(n, *after))
 
   def _wait_full(self, n: UOp, *after: UOp) -> UOp:
     return ins.mbarrier_wait(CUDA, self._full(n), (n + self.before) // self.stages % 2, *after)
 
   def tiles(self, n: UOp) -> tuple[SwizzledTiles, SwizzledTiles]:
-    """Delivery n."""
+    """The tiles of K and V of delivery n."""
     return self.k_tiles.tile(n + self.before), self.v_tiles.tile(n + self.before)
 
   def consumer_release(self, n: UOp, *after: UOp) -> UOp:
-    """This warp is done with delivery n."""
+    """Signal that this warp is done with delivery n."""
     return ins.mbarrier_arrive(CUDA, self._empty(n), (self._thread % WARP).eq(0), *after)
 
   def drain(self, count: UOp, *after: UOp) -> UOp:
-    """Waits for what was delivered from `count` on, which nobody reads, and releases it."""
+    """Wait for the deliveries from `count` on, which nobody reads, and release them."""
     for i in range(self.ahead):
       after = (self.consumer_release(count + i, self._wait_full(count + i, *after)),)
     return UOp.group(*after)
 
   def wait_all(self, last: UOp) -> UOp:
-    """Waits, after `last`, for deliveries that nobody waits for: no copy may be under way when the workgroup ends."""
+    """Wait, after `last`, for all remaining deliveries: no copy may be in flight when the workgroup ends."""
     return last if self.ahead == 1 else ins.cp_async_wait(CUDA, 0, ins.cp_async_commit(CUDA, last))

@@ -1,15 +1,15 @@
-"""NVIDIA's matrix instruction of one warp, mma.sync, and how its operands come to lie in registers.
+"""NVIDIA's matrix instruction of one warp, mma.sync, and how its operands get into registers.
 
-A step is 32 bytes along k, whatever the type: (16, 8) += (16, step) (step, 8), summed in float32. Operands are read
-from `uopattn.dsl.nvidia.swizzled` by ldmatrix, which moves 16-byte chunks of eight rows and tells no types apart: where k
-runs along the rows, as for Q and K, they lie alike for all types. `uopattn.dsl.nvidia.mma_layout` says which elements of an
-accumulator a lane has. Rounded to 16 bits two neighbouring ones are a left operand, and in 8 bits four, but for the
-order of k (the keys). Any order will do that the right operand (V) has too.
+A step is 32 bytes along k for all types: (16, 8) += (16, step) (step, 8), accumulated in float32. ldmatrix reads the
+operands from `uopattn.dsl.nvidia.swizzled` tiles, in 16-byte chunks of eight rows, regardless of the type. So where k
+runs along the rows, as for Q and K, all types have the same layout. `uopattn.dsl.nvidia.mma_layout` says which elements
+of an accumulator a lane has. Two neighbouring accumulators rounded to 16 bits, or four rounded to 8 bits, are a left
+operand, but for the order of k (the keys). Any order will do that the right operand (V) has too.
 
-V's rows are k, so it is read transposed, in units of 16 bits. In 8 bits these are pairs of columns, which two byte
-permutations then part: one operand has the even columns of 16, the other the odd ones, and so have the accumulators.
-In words of four neighbours a lane's order of keys is that of P, 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. In 32 bits ldmatrix
-cannot transpose: V is read element by element, keys 2 t and 2 t + 1 of 8 as P has them.
+V's rows are k, so V is read transposed, in units of 16 bits. In 8 bits a unit is a pair of columns, and two byte
+permutations separate them: one operand has the even columns of 16, the other the odd ones, and so do the accumulators.
+In words of four neighbours, a lane's keys then are in the order of P: 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. ldmatrix
+cannot transpose 32-bit elements: V is then read element by element, keys 2 t and 2 t + 1 of 8 as P has them.
 
 Source: PTX ISA, "Matrix Fragments for mma.m16n8k8", "k16" and "k32", "ldmatrix", "prmt".
 """
@@ -27,18 +27,18 @@ from uopattn.dsl.scope import Scope
 
 CUDA = "cuda"
 STEP_BYTES = 32
-PAIR = 2 * MMA_N  # columns of two right operands, which are loaded together
+PAIR = 2 * MMA_N  # columns of two right operands, loaded together
 Accumulators = list[list[UOp]]  # for each 16 rows, tiles of 8 columns; see `uopattn.dsl.nvidia.mma_layout`
 
 
 @dataclass(frozen=True)
 class Mma:
-  """The instruction for operands of one type in the kernel of `scope`.
+  """mma.sync for operands of one type.
 
   Attributes:
-    scope: of the kernel.
-    dtype: float16, bfloat16, fp8e4m3 or fp8e5m2; float32, of which the products ignore the last 13 bits (tf32).
-    turing: in two instructions of 8 along k, for float16 on sm_75.
+    scope: the kernel's scope.
+    dtype: float16, bfloat16, fp8e4m3, fp8e5m2, or float32, whose last 13 bits the products ignore (tf32).
+    turing: whether a step is two instructions of 8 along k, for float16 on sm_75.
   """
 
   scope: Scope
@@ -47,11 +47,11 @@ class Mma:
 
   @property
   def step(self) -> int:
-    """Elements along k."""
+    """Elements along k per step."""
     return STEP_BYTES // self.dtype.itemsize
 
   def multiply(self, a: UOp, b: UOp, acc: UOp) -> UOp:
-    """acc + A B, the four elements of an accumulator."""
+    """acc + A B over one step, four elements in this lane."""
     if not self.turing:
       return UOp.wmma(a, b, acc, (MMA_N, MMA_M, self.step), "CUDA", 32)
     for half in range(2):
@@ -59,7 +59,7 @@ class Mma:
     return acc
 
   def load_left(self, tile: SwizzledTiles, first: UOp, lane: UOp) -> list[UOp]:
-    """The 16 rows from `first` on as left operands, one for each step along the columns."""
+    """Load the 16 rows from `first` on as left operands, one per step along the columns."""
     frags = []
     for step in range(tile.columns // self.step):
       frag = self.scope.buffer(self.step // 2, dtype=self.dtype)
@@ -70,7 +70,7 @@ class Mma:
   def mma_abt(
     self, left: list[list[UOp]], tile: SwizzledTiles, lane: UOp, acc: Accumulators | None = None
   ) -> Accumulators:
-    """acc + A B^T, B being the rows of a tile, for each A in `left`: 16 rows as `load_left` gives them."""
+    """acc + A B^T for each A in `left`, 16 rows from `load_left`. B is a tile; acc is 0 by default."""
     zero = UOp.const((0.0,) * 4, dtypes.float)
     out = [list(x) for x in acc] if acc else [[zero] * (tile.rows // MMA_N) for _ in left]
     for step in range(len(left[0])):
@@ -81,7 +81,7 @@ class Mma:
     return out
 
   def mma_ab(self, left: list[list[UOp]], tile: SwizzledTiles, lane: UOp, acc: Accumulators) -> Accumulators:
-    """acc + A B, B being the rows of a tile, for each A in `left`: 16 rows as `as_left` gives them."""
+    """acc + A B for each A in `left`, 16 rows from `as_left`. B is a tile."""
     out = [list(x) for x in acc]
     for step in range(len(left[0])):
       for d in range(0, len(out[0]), 2):
@@ -91,14 +91,14 @@ class Mma:
     return out
 
   def load_right(self, tile: SwizzledTiles, first: int, step: int, lane: UOp) -> list[UOp]:
-    """Rows `first` to `first` + 15 as the columns of two right operands, for a step along the tile's columns."""
+    """Load rows `first` to `first` + 15 as the columns of two right operands, for one step along the tile's columns."""
     pair = self.scope.buffer(2, self.step // 4, dtype=self.dtype)
     row, chunk = first + lane // MMA_M * MMA_N + lane % MMA_N, 2 * step + lane // MMA_N % 2
     loaded = pair.after(ins.ldmatrix(CUDA, pair[0, 0], tile.at(row, chunk)))
     return [loaded[0], loaded[1]]
 
   def load_right_transposed(self, tile: SwizzledTiles, step: int, first: int, lane: UOp) -> list[UOp]:
-    """Columns `first` to `first` + 15 of two right operands, of which the rows of a step are k."""
+    """Load columns `first` to `first` + 15 of a step's rows as two right operands, whose k are these rows."""
     if self.dtype == dtypes.float32:
       rows = [step * self.step + lane % QUAD * 2 + i for i in range(2)]
       columns = [first + j * MMA_N + lane // QUAD for j in range(2)]
@@ -117,10 +117,10 @@ class Mma:
     return [loaded[0], loaded[1]]
 
   def as_left(self, rows: list[list[UOp]]) -> list[UOp]:
-    """Accumulators as left operands, one for each step of their columns.
+    """Round accumulators to left operands, one per step along their columns.
 
     Args:
-      rows: this lane's elements of rows g and g + 8, as `mma_layout.row_elements` gives them.
+      rows: this lane's elements of rows g and g + 8, from `mma_layout.row_elements`.
     """
     word = 4 // self.dtype.itemsize  # elements in 32 bits
     steps = range(0, len(rows[0]), 2 * word)
@@ -136,6 +136,6 @@ class Mma:
 
 
 def _part(x: UOp, part: int, count: int) -> UOp:
-  """Elements `part` `count` to (`part` + 1) `count` - 1 of registers or of a value."""
+  """Elements part * count to (part + 1) * count - 1 of registers or of a value."""
   elements = [x[part * count + i] for i in range(count)]
   return UOp.stack(*[e.load() if x.addrspace is AddrSpace.REG else e for e in elements])

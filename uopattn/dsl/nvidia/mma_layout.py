@@ -1,9 +1,9 @@
-"""Rows of NVIDIA's matrix instructions: each belongs to the four lanes of a quad.
+"""Accumulator layout of NVIDIA's matrix instructions: the four lanes of a quad share each row.
 
-mma.sync (16, 8, 16) and wgmma hold 16 rows a warp in the same way. Lane l is member t = l % 4 of quad g = l // 4. Of an
-accumulator tile (16, 8) it has four elements: e is row g + 8 * (e // 2), column 2 t + e % 2. Of the left operand
-(16, 16) it has words of two neighbours: row g or g + 8, columns 2 t and 2 t + 8. So two neighbouring accumulator tiles,
-rounded to 16 bits, are a left operand as they are.
+mma.sync (16, 8, 16) and wgmma give 16 rows to a warp in the same way. Lane l is member t = l % 4 of quad g = l // 4. It
+has four elements of an accumulator tile (16, 8): element e is in row g + 8 * (e // 2), column 2 t + e % 2. It has words
+of two neighbours of the left operand (16, 16): in rows g and g + 8, from columns 2 t and 2 t + 8 on. So two
+neighbouring accumulator tiles, rounded to 16 bits, are a left operand as they are.
 
 Source: PTX ISA, "Matrix Fragments for mma.m16n8k16" and "Register Fragments for wgmma.mma_async.m64nNk16".
 """
@@ -19,38 +19,38 @@ from uopattn.dsl.rules.softmax import normalize
 from uopattn.dsl.scope import as_type, gated, sizes
 
 WARP = 32  # lanes
-MMA_M = 16  # of a warp's tile
-MMA_N = 8  # of an accumulator tile
+MMA_M = 16  # rows of a warp's tile
+MMA_N = 8  # columns of an accumulator tile
 HALVES = 2  # rows g and g + 8
-QUAD = 4
+QUAD = 4  # lanes that share a row
 
 
 def row_of(lane: UOp, half: int) -> UOp:
-  """The row of this lane's half of the elements."""
+  """The row of this lane's elements in half 0 or 1."""
   return lane // QUAD + 8 * half
 
 
 def row_elements(tiles: list[UOp], half: int) -> list[UOp]:
-  """This lane's elements of one row, over neighbouring accumulator tiles; element i is in column `columns(n)[i]`."""
+  """This lane's elements of one row, over n neighbouring accumulator tiles; element i is in column `columns(n)[i]`."""
   return [tile[2 * half + e] for tile in tiles for e in range(2)]
 
 
 def columns(tiles: int) -> list[int]:
-  """The columns of `row_elements`, counted from this lane's first, 2 * (lane % 4)."""
+  """The columns of `row_elements`, relative to this lane's first column, 2 * (lane % 4)."""
   return [MMA_N * n + e for n in range(tiles) for e in range(2)]
 
 
 def row_reduce(operation: Callable[[UOp, UOp], UOp], value: UOp) -> UOp:
-  """The values of a row's four lanes, joined by `operation`."""
+  """Reduce the values of a row's four lanes by `operation`."""
   for distance in (1, 2):
     value = operation(value, ins.shuffle_xor("cuda", value, distance))
   return value
 
 
 def transposed(words: list[UOp], lane: UOp) -> list[UOp]:
-  """Of four words in each lane of a quad: lane t gets word t of lanes 0 to 3, in two exchanges.
+  """Transpose four words per lane within a quad: lane t gets word t of lanes 0 to 3, in two exchanges.
 
-  Eight neighbouring columns of a row, which the quad's lanes share, so come to lie in one lane: 16 bytes.
+  Eight neighbouring columns of a row, which the quad's lanes share, thus end up in one lane: 16 bytes.
   """
   for distance in (1, 2):
     upper = (lane // distance % 2).ne(0)
@@ -78,13 +78,13 @@ def store_row(
   p_scale_log2: int = 0,
   family: str = "cuda",
 ) -> list[UOp]:
-  """The output and the LSE of a row, see `normalize`. Rows past M are not stored.
+  """Store the output and the LSE of a row; see `normalize`. Rows past M are not stored.
 
-  acc and l are 2**p_scale_log2 times as large as they should be.
+  `acc` and `l_i` are scaled by 2**p_scale_log2, which is undone here.
   """
   total, exp2 = row_reduce(UOp.__add__, l_i), partial(ins.exp2, "cuda")
   factor, log2 = normalize(m_i, total, sink, exp2)
-  if p_scale_log2:  # either way; the one loses digits of the LSE, the other costs a product for each element
+  if p_scale_log2:  # changing m_i loses digits of the LSE; changing l_i would cost the output a product per element
     factor, log2 = (
       normalize(m_i - p_scale_log2, total, sink, exp2)[0],
       normalize(m_i, total * 2.0**-p_scale_log2, sink, exp2)[1],
@@ -98,14 +98,14 @@ def store_row(
 def store_scaled(
   o: UOp, head: UOp, row: UOp, half: int, acc: UOp, factor: UOp, lane: UOp, family: str = "cuda"
 ) -> list[UOp]:
-  """A row of accumulators times a factor, to o (heads, rows, size), unless it is past the last row.
+  """Store a row of accumulators times `factor` to o (heads, rows, size), unless it is past the last row.
 
-  A lane has 32-bit words of neighbours: two of each accumulator tile in 16 bits; in 8 bits four of each two tiles, the
-  even and the odd columns of 16.
+  A lane has 32-bit words of neighbouring elements. In 16 bits a word is two elements of one accumulator tile. In 8 bits
+  it is four elements of two tiles, which are the even and the odd columns of 16.
   """
   _, M, Dv = sizes(o)
-  width = max(2, 4 // o.dtype.itemsize)  # elements in a word, or two words of float32
-  tiles, chunk = width // 2, QUAD * width  # accumulator tiles that a word is of; elements of a quad's words
+  width = max(2, 4 // o.dtype.itemsize)  # elements per word, or per two words of float32
+  tiles, chunk = width // 2, QUAD * width  # accumulator tiles per word; elements in a word of each lane of a quad
   values = [
     [acc[d + i % tiles, 2 * half + i // tiles].load() * factor for i in range(width)]
     for d in range(0, acc.shape[0], tiles)
@@ -114,7 +114,7 @@ def store_scaled(
   if Dv % chunk == 0 and o.dtype.itemsize < 4:
     words, flat = [ins.pack_word(family, elements, o.dtype) for elements in values], as_type(o, dtypes.uint)
     words += [UOp.const(0, dtypes.uint)] * (-len(words) % QUAD)
-    for d in range(0, len(words), QUAD):  # lane t of the quad stores the quad's words d + t
+    for d in range(0, len(words), QUAD):  # lane t of the quad stores word d + t of all four lanes
       column = (d + lane % QUAD) * chunk
       inside = row < M if column.vmax < Dv else (row < M) & (column < Dv)
       first = ((head * M + row) * Dv + column) // width

@@ -1,7 +1,8 @@
-"""From scores to the gradients of a backward pass, element by element, on NVIDIA: see `uopattn.dsl.nvidia.mma_layout`.
+"""The elementwise part of a backward pass on NVIDIA, from scores to their gradients.
 
-With rows of queries or of keys, each of a lane's elements has a place: tile of 16 rows, accumulator tile, element. What
-stands between q.k and the softmax is asked query by query: a line is a query with what a lane has of its scores.
+Rows of the accumulators are queries or keys. Each of a lane's elements has a place: tile of 16 rows, accumulator tile,
+element; see `uopattn.dsl.nvidia.mma_layout`. Masks and score functions are applied query by query, so elements are
+grouped into score rows: a query with the scores of it that a lane has.
 
 Source: FlashAttention-2 (Dao, 2023), algorithm 2.
 """
@@ -18,22 +19,22 @@ from uopattn.dsl.rules.rules import HeadRules
 from uopattn.dsl.scope import sizes
 
 CUDA = "cuda"
-LOWEST = -1e30  # an lse less than any other
-Place = tuple[int, int, int]
+LOWEST = -1e30  # less than any finite lse
+Place = tuple[int, int, int]  # tile of 16 rows, accumulator tile, element
 Elements = dict[Place, UOp]
-RowMap = Mapping[tuple[int, int], UOp]  # by tile of 16 and half
+RowMap = Mapping[tuple[int, int], UOp]  # (tile of 16 rows, half) -> row
 
 
 @dataclass(frozen=True)
 class ScoreRow:
-  """A query, and what a lane has of its scores.
+  """A query, and the scores of it that a lane has.
 
   Attributes:
-    query: which.
+    query: index of the query.
     first, offsets: the keys are first + offset.
-    places: of their scores.
-    lse: of the query, in base 2.
-    delta: of the query.
+    places: the place of each score.
+    lse: log-sum-exp of the query, in base 2.
+    delta: delta of the query, float32.
   """
 
   query: UOp
@@ -45,7 +46,7 @@ class ScoreRow:
 
   @property
   def keys(self) -> tuple[UOp, UOp, Sequence[int]]:
-    """As the methods of `HeadRules` take them."""
+    """The query and its keys, as the methods of `HeadRules` take them."""
     return self.query, self.first, self.offsets
 
 
@@ -53,12 +54,12 @@ class ScoreRow:
 class RowStats:
   """lse and delta of the queries of a head.
 
-  A query that sees no key has an lse of -inf, as have its scores: a finite one in its place makes P 0.
+  A query that sees no key has an lse and scores of -inf. A finite lse in its place makes P 0.
 
   Attributes:
     lse, delta: (heads, M) float32.
-    head: of the queries.
-    no_key: whether a query that sees all keys of a tile may see none, as all its scores may be -inf.
+    head: head of the queries.
+    no_key: whether a query may see no key even though the tile is full, because all its scores may be -inf.
   """
 
   lse: UOp
@@ -67,17 +68,17 @@ class RowStats:
   no_key: bool
 
   def of(self, query: UOp, past_end: bool) -> tuple[UOp, UOp]:
-    """lse, in base 2, and delta of a query; if `past_end` it may not exist, or see no key: its P will be 0."""
+    """lse, in base 2, and delta of a query. With `past_end` it may not exist, or see no key; its P will be 0."""
     return self.finished(*self.load(query, past_end), query, past_end)
 
   def load(self, query: UOp, past_end: bool) -> tuple[UOp, UOp]:
-    """The two as they are in memory; of a query that does not exist, of another one."""
+    """Load lse and delta as they are in memory; for a query that does not exist, those of another one."""
     count = sizes(self.lse)[1]
     at = self.head * count + (query.minimum(count - 1) if past_end else query)
     return self.lse.base[at].load(), self.delta.base[at].load()
 
   def finished(self, lse: UOp, delta: UOp, query: UOp, past_end: bool) -> tuple[UOp, UOp]:
-    """What `of` gives, of what `load` gave."""
+    """Turn the result of `load` into the result of `of`."""
     lse = lse * LOG2E
     if past_end or self.no_key:
       lse = ins.fmax(CUDA, lse, UOp.const(LOWEST, dtypes.float))
@@ -91,11 +92,11 @@ def score_rows_by_row(
   width: int,
   lane: UOp,
 ) -> list[ScoreRow]:
-  """Where rows are queries.
+  """This lane's score rows if accumulator rows are queries.
 
   Args:
-    rows: a lane's.
-    row_stats: lse and delta of each.
+    rows: this lane's queries.
+    row_stats: lse and delta of each query.
     first: the first of `width` keys.
   """
   key, offsets = first + lane % QUAD * 2, columns(width // MMA_N)
@@ -106,17 +107,17 @@ def score_rows_by_row(
 
 
 def queries_of_columns(first: UOp, width: int, lane: UOp) -> list[UOp]:
-  """A lane's queries where columns are queries, `width` from the first on."""
+  """This lane's queries if accumulator columns are queries, `width` of them from `first` on."""
   return [first + lane % QUAD * 2 + j for j in columns(width // MMA_N)]
 
 
 def score_rows_by_column(rows: RowMap, queries: list[UOp], found: list[tuple[UOp, UOp]]) -> list[ScoreRow]:
-  """Where rows are keys.
+  """This lane's score rows if accumulator rows are keys.
 
   Args:
-    rows: a lane's.
-    queries: those of `queries_of_columns`.
-    found: lse and delta of each.
+    rows: this lane's keys.
+    queries: this lane's queries, from `queries_of_columns`.
+    found: lse and delta of each query.
   """
   offsets, score_rows = [i * MMA_M + half * MMA_N for i, half in rows], []
   for n, (query, row_stats) in enumerate(zip(queries, found, strict=True)):
@@ -126,7 +127,7 @@ def score_rows_by_column(rows: RowMap, queries: list[UOp], found: list[tuple[UOp
 
 
 def weights(rules: HeadRules, score_rows: list[ScoreRow], products: Elements, masked: bool) -> Elements:
-  """P = exp(S - lse), before dropout, of S = Q K^T."""
+  """P = exp(S - lse) before dropout, with the scores S of `products` = Q K^T."""
   found: Elements = {}
   for row in score_rows:
     scores = rules.scores([products[at] for at in row.places], *row.keys, masked)
@@ -146,12 +147,13 @@ def dropped(rules: HeadRules, score_rows: list[ScoreRow], p: Elements) -> Elemen
 def score_vjp(
   rules: HeadRules, score_rows: list[ScoreRow], p: Elements, products: Elements, grads: Elements, begun: bool = False
 ) -> Elements:
-  """The gradient of S: of the scores P (dP - delta), made that of the products, but for the factor `Rules.scale`.
+  """The gradient of Q K^T, without the factor `Rules.scale`: P (dP - delta), through `HeadRules.score_vjp`.
 
   Args:
-    p: before dropout.
+    p: P before dropout.
+    products: Q K^T.
     grads: dP = dO V^T.
-    begun: whether delta is already subtracted from dP; not where there is dropout.
+    begun: whether delta is already subtracted from dP; never with dropout.
   """
   found: Elements = {}
   for row in score_rows:

@@ -1,9 +1,9 @@
-"""Tiles of rows in NVIDIA's shared memory, filled in the background.
+"""Swizzled tiles of rows in NVIDIA's shared memory, filled by asynchronous copies.
 
-Matrix instructions read rows in chunks of 16 bytes, eight rows at a time. A tile lies in panels whose rows have at most
-128 bytes (64 columns of 16 bits), which is once around all banks. Within a row the chunks are permuted: chunk c of
-row r is stored at place c xor r, so that one chunk of eight rows covers all banks. (A narrower panel has several rows
-in 128 bytes, and permutes by the number of the 128 bytes.) These are the hardware's own 128-, 64- and 32-byte swizzles.
+Matrix instructions read rows in chunks of 16 bytes, eight rows at a time. A tile is stored in panels whose rows have at
+most 128 bytes (64 columns of 16 bits), the width of all banks. Within a row the chunks are permuted: chunk c of row r
+is stored at place c xor r, so that the same chunk of eight rows covers all banks. (A narrower panel has several rows
+per 128 bytes, and permutes by the index of the 128 bytes.) These are the hardware's 128-, 64- and 32-byte swizzles.
 
 Sources: PTX ISA, "ldmatrix", "cp.async" and "Shared Memory Matrix Layout" of wgmma.
 """
@@ -20,24 +20,24 @@ from uopattn.dsl import instructions as ins
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.scope import Scope, as_type, clamp
 
-CHUNK_BYTES, PANEL_BYTES = 16, 128  # bytes of a chunk, and of a panel's row at most
+CHUNK_BYTES, PANEL_BYTES = 16, 128  # bytes per chunk, and at most per row of a panel
 ALIGN = 8  # rows after which the permutation repeats
 
 
 @dataclass(frozen=True)
 class SwizzledTiles:
-  """Room for `slots` tiles of (rows, columns) elements.
+  """Shared memory for `slots` tiles of (rows, columns) elements.
 
   Attributes:
-    memory: the elements' bits, as one axis.
-    rows: rows of a tile.
-    columns: columns of a tile, a whole number of chunks.
-    slots: how many tiles there are.
-    threads: threads of the workgroup, which all take part in filling a tile.
-    base: where the slot in use begins.
-    least: columns that a panel has at least.
-    bits: an unsigned integer of the elements' size.
-    family: of the instructions that copy, "cuda" or "sm_75"; see `uopattn.dsl.instruction_set`.
+    memory: the bits of the elements, as one axis.
+    rows: rows per tile.
+    columns: columns per tile, a whole number of chunks.
+    slots: number of tiles.
+    threads: threads of the workgroup, all of which take part in filling a tile.
+    base: start of the slot in use.
+    least: minimum number of columns of a panel.
+    bits: an unsigned integer type of the elements' size.
+    family: family of the copy instructions, "cuda" or "sm_75"; see `uopattn.dsl.instruction_set`.
   """
 
   memory: UOp
@@ -52,49 +52,49 @@ class SwizzledTiles:
 
   @classmethod
   def make(cls, s: Scope, rows: int, columns: int, slots: int, threads: int, **options: Any) -> "SwizzledTiles":
-    """New room; `options` are the attributes from `least` on."""
-    panels = cls(UOp.const(0), rows, columns, slots, threads, **options)
-    return replace(panels, memory=s.buffer(slots * panels.size, dtype=panels.bits, space=AddrSpace.LOCAL))
+    """Allocate shared memory for the tiles; `options` are the attributes from `least` on."""
+    tiles = cls(UOp.const(0), rows, columns, slots, threads, **options)
+    return replace(tiles, memory=s.buffer(slots * tiles.size, dtype=tiles.bits, space=AddrSpace.LOCAL))
 
   @property
   def chunk(self) -> int:
-    """Elements of a chunk."""
+    """Elements per chunk."""
     return CHUNK_BYTES // self.bits.itemsize
 
   @property
   def width(self) -> int:
-    """Columns of a panel."""
+    """Columns per panel."""
     return min(PANEL_BYTES // self.bits.itemsize, max(self.least, 1 << (self.columns - 1).bit_length()))
 
   @property
   def pieces(self) -> int:
-    """Chunks that each thread copies."""
+    """Chunks per tile that each thread copies."""
     return ceildiv(self.rows * self.columns // self.chunk, self.threads)
 
   @property
   def height(self) -> int:
-    """Rows of a panel: the last threads' pieces may lie past the tile's."""
+    """Rows per panel, including rows past the tile's end to which the last threads may copy."""
     return round_up(ceildiv(self.pieces * self.threads, self.columns // self.chunk), ALIGN)
 
   @property
   def panel(self) -> int:
-    """Elements of a panel."""
+    """Elements per panel."""
     return self.height * self.width
 
   @property
   def size(self) -> int:
-    """Elements of a slot."""
+    """Elements per slot."""
     return self.height * round_up(self.columns, self.width)
 
   def after(self, *after: UOp) -> "SwizzledTiles":
     return replace(self, memory=self.memory.after(*after))
 
   def tile(self, n_tile: UOp, *after: UOp) -> "SwizzledTiles":
-    """With the slot of a tile in use."""
+    """The tiles with the slot of tile `n_tile` in use."""
     return replace(self, memory=self.memory.after(*after), base=n_tile % self.slots * self.size)
 
   def address(self, row: UOp | int = 0) -> UOp:
-    """Where a row begins, as the matrix cores count: without the permutation."""
+    """The address of a row, as the matrix cores expect it: without the permutation."""
     return self.memory[self.base + row * self.width]
 
   def at(self, row: UOp, chunk: UOp) -> UOp:
@@ -104,13 +104,13 @@ class SwizzledTiles:
     return self.memory[self.base + (chunk // per * self.height + row) * self.width + place * self.chunk]
 
   def element(self, row: UOp, column: UOp) -> UOp:
-    """An element's bits."""
+    """Load the bits of an element."""
     return self.memory[self.at(row, column // self.chunk).src[1] + column % self.chunk].load()
 
   def fill_tile(self, position: UOp, source: HeadView, n_tile: UOp, thread: UOp, *after: UOp) -> list[UOp]:
-    """Starts copying tile `n_tile` of the rows of a head into slot position % slots; see `fill`.
+    """Start copying tile `n_tile` of the rows of a head into slot position % slots; see `fill`.
 
-    Past the last row there are zeros; past the last tile that tile comes again, if all are known to be whole.
+    Rows past the last one are zeros. If all tiles are known to be whole, a tile past the last one repeats the last one.
     """
     most = int(source.length.vmax)
     whole = source.length.vmin == most > 0 and most % self.rows == 0
@@ -118,16 +118,16 @@ class SwizzledTiles:
     return self.tile(position, *after).fill(source, first, self.rows if whole else source.length - first, thread)
 
   def fill(self, source: HeadView, first: UOp, rows: UOp | int, thread: UOp) -> list[UOp]:
-    """Starts copying `rows` rows, and zeros for the rest, into the slot in use.
+    """Start copying `rows` rows, and zeros for the rest, into the slot in use.
 
     Args:
-      source: the rows.
-      first: the first of them to be copied.
-      rows: rows that there are, from the first on; an int only where all are there.
-      thread: this thread.
+      source: the rows of a head.
+      first: the first row to copy.
+      rows: number of rows that exist from `first` on; an int only if they fill the tile.
+      thread: index of this thread in the workgroup.
 
     Returns:
-      Statements; where 16 bytes are no whole number of rows' parts, or elements are widened, stores.
+      Statements; or plain stores if rows are no whole number of chunks, or elements are widened.
     """
     chunks, size, bits, stores = self.columns // self.chunk, source.size, as_type(source.x, self.bits), []
     for i in range(self.pieces):
@@ -144,7 +144,7 @@ class SwizzledTiles:
     return stores
 
   def _single(self, to: UOp, source: HeadView, start: UOp, column: UOp, there: UOp | None) -> list[UOp]:
-    """A chunk element by element, for rows that do not begin at multiples of 16 bytes."""
+    """Copy a chunk element by element, for rows that do not start at multiples of 16 bytes."""
     stores, bits = [], as_type(source.x, dtypes.uchar if source.widens else self.bits)
     for e in range(self.chunk):
       value = _or_zero(bits, start + e, _both(there, _below(column + e, source.size)))
@@ -152,7 +152,7 @@ class SwizzledTiles:
     return stores
 
   def _widened(self, source: HeadView, start: UOp, there: UOp | None) -> list[UOp]:
-    """The four words of a chunk whose elements have 8 bits in memory."""
+    """Load the four words of a chunk whose elements have 8 bits in memory."""
     flat, per = as_type(source.x, dtypes.uint), 4 // self.bits.itemsize  # elements in a word
     words = [_or_zero(flat, start // 4 + i, there) for i in range(self.chunk // 4)]
     elements = [source.wide_bits(((word >> 8 * i) & 0xFF).cast(dtypes.uchar)) for word in words for i in range(4)]
@@ -161,12 +161,12 @@ class SwizzledTiles:
 
 
 def _or_zero(flat: UOp, at: UOp, inside: UOp | None) -> UOp:
-  """flat[at], or 0 where not `inside`."""
+  """flat[at], or 0 where `inside` is false."""
   return flat[at].load() if inside is None else inside.where(flat[at.valid(inside)].load(), UOp.const(0, flat.dtype))
 
 
 def _below(x: UOp, bound: UOp | int) -> UOp | None:
-  """x < bound; None where that always holds."""
+  """x < bound; None if that always holds."""
   return None if isinstance(bound, int) and x.vmax < bound else x < bound
 
 

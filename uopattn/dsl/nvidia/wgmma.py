@@ -1,12 +1,12 @@
 """Hopper's asynchronous matrix product of a warpgroup (four warps, 128 threads), sm_90a.
 
-`start` begins D (64, n) += A (64, 16 steps) B (16 steps, n) with float32 accumulators in registers, as one group;
-`wait` waits for it. B, and A where it is not in registers, lie in shared memory, in panels of 64 columns with the
-128-byte swizzle (`uopattn.dsl.nvidia.swizzled`), each panel at a multiple of 1024 bytes. Warp w of the four has rows 16 w
-to 16 w + 15 of A and D, with the elements of `uopattn.dsl.nvidia.mma_layout`.
+`start` starts D (64, n) += A (64, 16 steps) B (16 steps, n) with float32 accumulators in registers, as one group;
+`wait` waits for it. B, and A if it is not in registers, are in shared memory, in panels of 64 columns with the 128-byte
+swizzle (`uopattn.dsl.nvidia.swizzled`), each panel aligned to 1024 bytes. Warp w of the four has rows 16 w to 16 w + 15
+of A and D, in the layout of `uopattn.dsl.nvidia.mma_layout`.
 
-The product and its fence are one text, and the wait names the accumulators: so neither the compiler's front end nor its
-back end can move an access to a register into the time when the hardware has it.
+The product and its fence are one text, and the wait names the accumulators. So neither the compiler's front end nor its
+back end can move an access to a register into the time when the hardware owns it.
 
 Source: PTX ISA, "Asynchronous warpgroup level matrix multiply-accumulate instructions".
 """
@@ -26,7 +26,7 @@ PANEL = 64  # columns
 _KINDS = {"f16": dtypes.half, "bf16": dtypes.bfloat16}
 _NAME = re.compile(r"/\* (wgmma\w*) n=(\d+)(?: steps=(\d+) (b?f16))? \*/")
 
-# start address, leading offset between panels (used where B's rows are k), 1024 bytes from 8 rows to 8 rows, swizzle
+# start address, leading offset between panels (used if B's rows are k), stride of 1024 bytes per 8 rows, swizzle
 _DESCRIPTOR = """
   unsigned long long {name} = ((unsigned)__cvta_generic_to_shared({pointer}) & 0x3FFFF) >> 4 | (unsigned long long)
     (({panel}) * 2 >> 4) << 16 | 64ull << 32 | 1ull << 62;"""
@@ -42,16 +42,16 @@ def _listed(form: str, count: int, first: int = 0) -> str:
 
 @cache
 def _product(n: int, steps: int, kind: str, registers: bool) -> Instruction:
-  """Operands: accumulators, A (words in registers, or shared memory), B, elements from panel to panel of A and of B."""
+  """Operands: accumulators, A (words in registers, or shared memory), B, elements per panel of A and of B."""
   count, lines = n // 2, ["wgmma.fence.sync.aligned;"]
   inputs: list[str] = []
   shape = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{_listed('%#', count)}}}"
   for step in range(steps):
     at = count + len(inputs)
-    if registers:  # B's rows are k: 16 of them further on
+    if registers:  # B's rows are k: advance by 16 rows
       inputs += [f'"r"(a[{4 * step + i}])' for i in range(4)] + [f'"l"(b + {step * K * PANEL * 2 >> 4})']
       lines.append(f"{shape}, {{{_listed('%#', 4, at)}}}, %{at + 4}, 1, 1, 1, 1;")
-    else:  # k are columns: 16 of them further on, or in the next panel
+    else:  # columns are k: advance by 16 columns, or to the next panel
       inner, panel = step % (PANEL // K) * K * 2 >> 4, step // (PANEL // K)
       inputs += [f'"l"(a + {panel} * (({{3}}) * 2 >> 4) + {inner})', f'"l"(b + {panel} * (({{4}}) * 2 >> 4) + {inner})']
       lines.append(f"{shape}, %{at}, %{at + 1}, {int(step > 0)}, 1, 1, 0, 0;")
@@ -70,7 +70,7 @@ def _product(n: int, steps: int, kind: str, registers: bool) -> Instruction:
 
 @cache
 def _wait(n: int) -> Instruction:
-  """Operands: groups that may be under way, accumulators."""
+  """Operands: groups that may be pending, accumulators."""
   count = n // 2
   text = (
     f"/* wgmma_wait n={n} */ [&](){{{{ float* d = {{1}}; asm volatile("
@@ -81,7 +81,7 @@ def _wait(n: int) -> Instruction:
 
 
 def find(text: str) -> Instruction | None:
-  """The instruction of this file that has the text."""
+  """The instruction of this module that has the given text; None if there is none."""
   if (match := _NAME.match(text)) is None:
     return None
   name, n, steps, kind = match.groups()
@@ -100,18 +100,18 @@ def start(
   *after: UOp,
   registers: bool = False,
 ) -> UOp:
-  """Starts a product, a statement and a group of its own.
+  """Start a product as a group of its own. A statement.
 
   Args:
-    dtype: of A and B, float16 or bfloat16.
+    dtype: type of A and B, float16 or bfloat16.
     n: columns of D, a multiple of 8 up to 256.
-    steps: of 16 along k.
-    d: the address of n / 2 float32 registers; cleared first unless `registers`.
-    a: the address of A's rows in shared memory, or, with `registers`, of 4 `steps` 32-bit registers.
-    b: the address in shared memory of B, transposed: n rows of k. With `registers` of B as it is: k rows of n.
-    panels: elements from one panel of A to the next, and of B.
+    steps: steps of 16 along k.
+    d: address of n / 2 float32 registers; cleared first unless `registers`.
+    a: address of A's rows in shared memory or, with `registers`, of 4 * steps 32-bit registers.
+    b: address of B in shared memory: transposed, n rows of k; or, with `registers`, as it is, k rows of n.
+    panels: elements per panel of A, and of B.
     after: what the product must wait for.
-    registers: A is in registers.
+    registers: whether A is in registers.
   """
   kind = next(kind for kind, x in _KINDS.items() if x == dtype)
   return statement(
@@ -120,5 +120,5 @@ def start(
 
 
 def wait(count: int, n: int, d: UOp, *after: UOp) -> UOp:
-  """Waits until at most `count` of the warpgroup's products are under way; `d` is the result that may then be read."""
+  """Wait until at most `count` of the warpgroup's products are pending; the result `d` may then be read."""
   return statement(_wait(n), "cuda", after, UOp.const(count, dtypes.int), d)

@@ -1,1 +1,1 @@
-"""What stands between q.k and the weighted sum, and where the keys are: the same for all targets."""
+"""Masks, score functions, the online softmax and the layout of keys in memory, shared by all targets."""

@@ -1,10 +1,10 @@
-"""Elements of 8 bits on their way to where they are multiplied, in a type of 16 or 32.
+"""8-bit elements, widened to the 16- or 32-bit type in which they are multiplied.
 
-A stored number is a widened one times a power of two, `unit`: so the numbers of fp8e4m3 are float16's by a shift alone,
-and those of a row that uses its type's range are about 1 in float16. That matters, as a kernel multiplies its weights,
-which are in float16 too, by the rows' scales.
+A stored number is its widened value times a power of two, `unit`. So fp8e4m3 becomes float16 by a shift only, and a row
+that uses the range of its type has values of about 1 in float16. The latter matters because a kernel multiplies its
+weights, which are float16 too, by the scales of the rows.
 
-Sources: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), for the two types of OCP's.
+Source: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), for OCP's two fp8 types.
 """
 
 from tinygrad import UOp, dtypes
@@ -14,18 +14,18 @@ QUANTIZED_DTYPES = (dtypes.int8, dtypes.fp8e4m3, dtypes.fp8e5m2)
 
 
 def unit(stored: DType, to: DType) -> float:
-  """A stored number over what `widened` makes of it."""
+  """The ratio of a stored number to its `widened` value."""
   if stored == dtypes.fp8e4m3:
     return 2.0**8
   return 1.0 if to != dtypes.half else 2.0**7 if stored == dtypes.int8 else 2.0**15
 
 
 def widened(byte: UOp, stored: DType, to: DType) -> UOp:
-  """An element over `unit`, exactly; but of fp8e5m2 to a multiple of 2**-24 in float16, and no NaN of fp8e4m3.
+  """An element divided by `unit`, exactly, but fp8e5m2 in float16 to a multiple of 2**-24, and fp8e4m3 without NaN.
 
   Args:
-    byte: its bits, uint8.
-    stored: what they are, one of QUANTIZED_DTYPES.
+    byte: bits of the element, uint8.
+    stored: type of the element, one of QUANTIZED_DTYPES.
     to: float16, bfloat16 or float32.
   """
   if stored == dtypes.int8:
@@ -39,7 +39,7 @@ def widened(byte: UOp, stored: DType, to: DType) -> UOp:
 
 
 def widened_bits(byte: UOp, stored: DType, to: DType) -> UOp:
-  """The bits of `widened`, an unsigned integer; no bits of bits, on which tinygrad fails where they are constant."""
+  """The bits of `widened` as an unsigned integer, without a bitcast of a bitcast: tinygrad fails on constant ones."""
   if stored == dtypes.fp8e4m3 and to == dtypes.half:
     return _shifted(byte, stored)
   if to == dtypes.bfloat16:
@@ -48,12 +48,12 @@ def widened_bits(byte: UOp, stored: DType, to: DType) -> UOp:
 
 
 def _shifted(byte: UOp, stored: DType) -> UOp:
-  """Eight bits where float16 has them: sign, exponent or the lower part of one, and fraction."""
+  """The bits of an fp8 element, moved to the sign, the exponent (or its lower part) and the fraction of a float16."""
   if stored == dtypes.fp8e5m2:
     return byte.cast(dtypes.ushort) << 8
-  return (byte.bitcast(dtypes.int8).cast(dtypes.ushort) << 7) & 0xBFFF  # the sign, now twice, once
+  return (byte.bitcast(dtypes.int8).cast(dtypes.ushort) << 7) & 0xBFFF  # clears the copy of the sign
 
 
 def _upper_half(number: UOp) -> UOp:
-  """The bits of a float32 as a bfloat16, for numbers of which the rest is 0."""
+  """The upper 16 bits of a float32: its bits as a bfloat16, if the lower ones are 0."""
   return (number.bitcast(dtypes.uint) >> 16).cast(dtypes.ushort)

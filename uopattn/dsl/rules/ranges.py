@@ -1,4 +1,4 @@
-"""Rules by which a query sees the keys from one to another."""
+"""Masks under which each query sees one contiguous range of keys."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
 
 
 class Range:
-  """A rule: the first and the last key that each query sees, neither of which decreases from query to query.
+  """A mask given by the first and the last key that each query sees, neither of which decreases from query to query.
 
-  Its methods take the masks of the head, for positions and lengths; None is no bound.
+  Methods take the masks of the head, for positions and lengths, and return None for no bound.
 
   Attributes:
-    by_keys: whether it can say which queries see a key. If not, `first_query` and `last_query` leave out none, and no
-      tile of queries is known to be seen whole.
+    by_keys: whether the mask can tell which queries see a key. If not, `first_query` and `last_query` skip no query,
+      and no tile of queries is known to be full.
   """
 
   by_keys = True
@@ -40,7 +40,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Window(Range):
-  """Keys from `left` before a query's position to `right` behind it; None is no bound."""
+  """Keys from `left` before a query's position to `right` after it; None is no bound."""
 
   left: int | None
   right: int | None
@@ -59,7 +59,7 @@ class Window(Range):
 
 
 class Lengths(Range):
-  """Keys that exist."""
+  """Keys below `kv_lengths`."""
 
   def last(self, at: "HeadMasks", query: UOp) -> UOp | None:
     return at.length - 1
@@ -67,7 +67,7 @@ class Lengths(Range):
 
 @dataclass(frozen=True, eq=False)
 class Bounds(Range):
-  """The first and the last key of each query from two buffers, (M,) int32 both."""
+  """The first and the last key of each query, from two (M,) int32 buffers."""
 
   firsts: UOp
   lasts: UOp

@@ -1,4 +1,4 @@
-"""The rules of one attention: its masks, and what becomes of scores, weights and gradients; where its keys are."""
+"""The rules of one attention: its masks, score functions, dropout and score gradients, and where its keys are."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,18 +20,18 @@ from uopattn.dsl.scope import Scope, sizes
 
 @dataclass(frozen=True, eq=False)
 class Rules(Masks):
-  """All that stands between q.k and the weighted sum but the softmax, besides `Masks`; and how keys are stored.
+  """Everything between q.k and the weighted sum except the softmax: `Masks` and the following; and how keys are stored.
 
   Attributes:
-    group: query heads that share a key head.
-    pages: where the keys are that lie in pages; None if they lie one after another.
-    scales: of keys and values of 8 bits; None if they are multiplied as they are.
+    group: query heads per key head.
+    pages: layout of paged keys; None if keys are contiguous.
+    scales: scales of 8-bit keys and values; None without scales.
     scale: factor on q.k.
     softcap: bounds the scores to (-softcap, softcap).
     score_mod: (score, b, h, q_idx, kv_idx) -> score, on float32 and int32.
-    sinks: (heads,) float32 logits that join the sum of exponentials.
-    dropout_p: probability of dropping a weight.
-    seed: (2,) uint32, of the random numbers that say which; None if none are dropped.
+    sinks: (heads,) float32 logits that are added to the softmax's sum of exponentials.
+    dropout_p: probability that a weight is dropped.
+    seed: (2,) uint32 seed of dropout; None without dropout.
   """
 
   group: int = 1
@@ -46,23 +46,23 @@ class Rules(Masks):
 
   @property
   def kv_heads(self) -> int:
-    """Key heads of a batch."""
+    """Key heads per batch element."""
     return self.heads // self.group
 
   @property
   def name(self) -> str:
-    """For the name of a kernel: "_causal", "_window" or nothing, and "_paged" or nothing."""
+    """Suffix of a kernel's name: "_causal", "_window" or nothing, then "_paged" or nothing."""
     window = "" if self.window == (None, None) else "_causal" if self.window == (None, 0) else "_window"
     return window if self.pages is None else f"{window}_paged"
 
   @property
   def _moves(self) -> bool:
-    """Whether anything comes after softcap."""
+    """Whether a score_mod or an additive mask follows softcap."""
     return self.score_mod is not None or self._adds
 
   @property
   def has_score_mods(self) -> bool:
-    """Whether scores are more than products times a factor."""
+    """Whether scores are more than q.k times a factor."""
     return self.softcap is not None or self._moves
 
   @property
@@ -72,31 +72,31 @@ class Rules(Masks):
 
   @property
   def scaling(self) -> Scaling:
-    """The factors on q.k and in the exponent; see `Scaling`."""
+    """The factors on q.k and on the scores; see `Scaling`."""
     if not self.has_score_mods:
       return Scaling.of(self.scale)
     cap = 1.0 if self.softcap is None else self.softcap
     return Scaling(self.scale / cap, LOG2E if self._moves else LOG2E * cap)
 
   def at(self, head: UOp) -> "HeadRules":
-    """The rules for a head of the kernel's, counted through all batches."""
+    """The rules for a head of the kernel, numbered through all batch elements."""
     heads = self.heads // self.pack_gqa
     return HeadRules(self, head // heads, head % heads * self.pack_gqa)
 
 
 @dataclass(frozen=True, eq=False)
 class HeadRules(HeadMasks):
-  """The rules for query head `h` of batch `b`, or for those that are packed from there on."""
+  """The rules for query head `h` of batch `b`, or for the `pack_gqa` packed heads from `h` on."""
 
   rules: Rules
 
   @property
   def scaling(self) -> Scaling:
-    """The factors on q.k and in the exponent."""
+    """The factors on q.k and on the scores; see `Scaling`."""
     return self.rules.scaling
 
   def keys(self, x: UOp) -> HeadView:
-    """The keys, or values, in a buffer (B kv_heads, N, size), or in pages (pages kv_heads, rows of a page, size)."""
+    """View this head's keys or values: x is (B * kv_heads, N, size), or (pages * kv_heads, rows per page, size)."""
     r = self.rules
     if r.pages is not None:
       return HeadView.paged(x, r.pages, self.b, self._kv_head, self.length)
@@ -104,9 +104,9 @@ class HeadRules(HeadMasks):
     return HeadView.of(x, self.b * r.kv_heads + self._kv_head, self.length, operand)
 
   def of_tile(self, s: Scope, first: UOp, block_n: int, within: tuple[UOp, ...]) -> "HeadRules":
-    """The same for a CPU's tile of `block_n` keys from `first` on, whose pages are looked up inside the axes `within`.
+    """The rules for a CPU's tile of `block_n` keys from `first` on, with its pages looked up inside the axes `within`.
 
-    From the length on its keys are then where the last one is.
+    Keys from the length on then map to the row of the last key.
     """
     if (pages := self.rules.pages) is None:
       return self
@@ -115,21 +115,21 @@ class HeadRules(HeadMasks):
 
   @property
   def _kv_head(self) -> UOp:
-    """The key head, of those of its batch."""
+    """The key head within its batch element."""
     return self.h // self.rules.group
 
   def sink(self, row: UOp) -> UOp | None:
-    """The logit that joins a row's sum of exponentials, in base 2."""
+    """The sink logit of a row, in base 2; None without sinks."""
     return None if self.rules.sinks is None else self.rules.sinks[self.place(row)[0]].load() * LOG2E
 
   def scores(self, products: list[UOp], row: UOp, first: UOp, offsets: Sequence[int], masked: bool) -> list[UOp]:
-    """The scores of a query before the factor in the exponent, -inf where hidden.
+    """The scores of a query, before the factor `Scaling.log2`; -inf where hidden.
 
     Args:
       products: q.k in float32.
       row: the query.
       first, offsets: the keys are first + offset.
-      masked: whether any of them may be hidden; their tile is not seen whole.
+      masked: whether any key may be hidden, as the tile is not full.
     """
     factor = self.rules.scaling.pre
     scaled = [
@@ -148,10 +148,10 @@ class HeadRules(HeadMasks):
     return result
 
   def apply_score_mods(self, score: UOp, row: UOp, key: UOp, masked: bool = True) -> UOp:
-    """q.k times the first of `Rules.scaling`, after softcap, score_mod and the additive mask; times the second next.
+    """Apply the key's scale, softcap, score_mod and the additive mask to `score`, which is q.k times `Scaling.pre`.
 
-    Before all of these comes the key's scale. `masked` is whether the key may be none. NaN of a key in what is no page,
-    unless it is hidden.
+    The result is still to be multiplied by `Scaling.log2`. It is NaN for a key with an invalid page id, unless the key
+    is hidden. `masked` says whether the key may not exist.
     """
     r = self.rules
     if r.scales is not None:
@@ -167,13 +167,13 @@ class HeadRules(HeadMasks):
     return (right | score.eq(-inf) if r._moves else right).where(score, nan)
 
   def weights(self, p: list[UOp], row: UOp, first: UOp, offsets: Sequence[int], masked: bool) -> list[UOp]:
-    """What a query's values are multiplied by: exponentials after dropout, times the values' scales.
+    """The weights of a query's values: exponentials after dropout, times the scales of the values.
 
     Args:
       p: exponentials in float32, already summed.
       row: the query.
       first, offsets: the keys are first + offset.
-      masked: whether any of them may be none.
+      masked: whether any key may not exist.
     """
     p, scales = self.dropped(p, row, first, offsets), self.rules.scales
     if scales is None:
@@ -181,7 +181,7 @@ class HeadRules(HeadMasks):
     return [x * self._scale(scales.values, first + i, masked) for x, i in zip(p, offsets, strict=True)]
 
   def dropped(self, p: list[UOp], row: UOp, first: UOp, offsets: Sequence[int]) -> list[UOp]:
-    """P of a query for the keys first + offset, once dropout has set some to 0 and scaled the others."""
+    """P of a query for the keys first + offset, after dropout: 0, or scaled by 1 / (1 - dropout_p)."""
     r = self.rules
     if r.seed is None:
       return p
@@ -192,7 +192,7 @@ class HeadRules(HeadMasks):
     return [keeps.where(x * (1 / (1 - r.dropout_p)), 0.0) for keeps, x in zip(keep, p, strict=True)]
 
   def _scale(self, scales: UOp, key: UOp, masked: bool) -> UOp:
-    """What a key, or value, is to be multiplied by once it is widened; 0 for none, whose scale is not read."""
+    """The factor on a widened key or value. For a key that does not exist it is 0, and no scale is read."""
     assert self.rules.scales is not None
     inside = None if not masked or key.vmax < self.length.vmin else key < self.length
     rows = self.keys(scales.reshape(-1, sizes(scales)[-1], 1))
@@ -208,20 +208,20 @@ class HeadRules(HeadMasks):
     offsets: Sequence[int],
     scaled: bool = True,
   ) -> list[UOp]:
-    """Gradients of a query's scores, once they are finished, made those of its products.
+    """Turn gradients of a query's final scores into gradients of its products q.k.
 
     Args:
-      grads: by the scores in natural units, float32; 0 where a key is hidden.
+      grads: gradients of the scores, in natural units, float32; 0 where a key is hidden.
       products: q.k in float32.
       row: the query.
       first, offsets: the keys are first + offset.
-      scaled: whether the factor `Rules.scale` is in them; if not, it is left for the sums of these.
+      scaled: whether to multiply by `Rules.scale`. If not, multiply the sums of the results by it.
     """
     pulled = [self._score_vjp(g, x, row, first + i) for g, x, i in zip(grads, products, offsets, strict=True)]
     return [x * self.rules.scale for x in pulled] if scaled else pulled
 
   def _score_vjp(self, grad: UOp, product: UOp, row: UOp, key: UOp) -> UOp:
-    """The same by the product times scale. What comes after score_mod is added, and so of no account."""
+    """`score_vjp` of one score, with respect to q.k times `Rules.scale`. An additive mask does not change it."""
     r = self.rules
     if not r.has_score_mods:
       return grad
@@ -230,7 +230,7 @@ class HeadRules(HeadMasks):
       bounded = tanh(score)
       score, slope = bounded * r.softcap, 1.0 - bounded * bounded
     if r.score_mod is not None:
-      # Of a hidden key the slope of score_mod may be infinite, and 0 times that is NaN.
+      # The slope of score_mod may be infinite at a hidden key, and 0 times that is NaN.
       grad = grad.eq(0).where(0.0, vjp(lambda x: self._mod(x, row, key), score, grad))
     return grad if slope is None else grad * slope
 
@@ -242,10 +242,10 @@ class HeadRules(HeadMasks):
 def query_ranges(
   at: Callable[[UOp], HeadRules], members: int, key: UOp, block_n: int, block_m: int
 ) -> Callable[[UOp], TileRange]:
-  """`query_range` for each of the `members` query heads that share keys, `at` having their rules; as long for each.
+  """`query_range` for each of `members` query heads that share keys, with equally many tiles; `at` gives their rules.
 
-  tinygrad would end the loop over the heads with the loop over the tiles, if how many these are depended on the head.
-  So where lists say how many, all have as many as the longest; a tile too many has no query that exists.
+  If the number of tiles depended on the head, tinygrad would end the loop over heads together with the loop over tiles.
+  So with tile lists every head has as many tiles as the longest list. No query exists in a surplus tile.
   """
   rules = at(UOp.const(0)).rules
 

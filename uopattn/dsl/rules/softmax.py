@@ -49,16 +49,19 @@ def online_softmax(
   row_reduce: Callable[[Operation, UOp], UOp],
   p_scale_log2: int = 0,
 ) -> tuple[list[UOp], UOp, UOp, UOp]:
-  """P of this lane's scores of one query, the new maximum, the new sum of this lane's P, and alpha.
+  """Update the online softmax of one query with this lane's scores of a tile.
 
   Args:
-    family: of instructions; see `uopattn.dsl.instruction_set`.
+    family: family of instructions; see `uopattn.dsl.instruction_set`.
     scores: this lane's scores of one query, -inf where hidden.
-    scale_log2: `Scaling.log2`, which maxima do not have yet.
-    m_old: the maximum so far; `lowest` at first.
-    l_old: the sum so far, of this lane's own P.
+    scale_log2: `Scaling.log2`.
+    m_old: the row max so far, without that factor; `lowest` before the first tile.
+    l_old: the sum of this lane's P so far.
     row_reduce: applies an operation across all lanes of the query.
-    p_scale_log2: P, and with it the sum, is 2**p_scale_log2 times as large.
+    p_scale_log2: P, and with it the sum, is multiplied by 2**p_scale_log2.
+
+  Returns:
+    P of this lane's scores, the new row max, the new sum of this lane's P, and alpha = exp2((m_old - m_new) * scale_log2).
   """
 
   def larger(a: UOp, b: UOp) -> UOp:
@@ -72,14 +75,14 @@ def online_softmax(
 
 
 def normalize(m_i: UOp, l_i: UOp, sink: UOp | None, exp2: Callable[[UOp], UOp]) -> tuple[UOp, UOp]:
-  """The factor that turns the weighted sum of a row into its output, and the logarithm of its sum, all in base 2.
+  """The factor that turns the accumulator of a row into its output, and the log-sum-exp of the row, in base 2.
 
-  A row that saw no key gets 0 and -inf.
+  A row that sees no key gets 0 and -inf.
 
   Args:
-    m_i: the maximum.
-    l_i: the sum of exponentials, of all keys.
-    sink: a logit that joins them; None if there is none.
+    m_i: the row max, in base 2.
+    l_i: the sum of exponentials over all keys.
+    sink: a logit, in base 2, that is added to the sum; None without one.
     exp2: 2**x of an x <= 0.
   """
   no_key = l_i.eq(0)
@@ -94,13 +97,13 @@ def normalize(m_i: UOp, l_i: UOp, sink: UOp | None, exp2: Callable[[UOp], UOp]) 
 def normalize_rows(
   s: Scope, m_i: UOp, l_i: UOp, sink: Callable[[UOp], UOp | None], within: tuple[UOp, ...]
 ) -> tuple[UOp, UOp]:
-  """Applies `normalize` to every row of a CPU's block; returns the factors and the logarithms, (rows,) both.
+  """Apply `normalize` to every row of a CPU's block; return the factors and the log-sum-exps, both (rows,).
 
-  One loop finds both: no value may be shared by two loops that follow a `Loop`, see there.
+  One loop computes both, as loops that follow a `Loop` must not share a value.
 
   Args:
-    m_i, l_i: maxima and sums, (rows,).
-    sink: from a row of the block to its logit.
+    m_i, l_i: row maxima and row sums, (rows,).
+    sink: maps a row of the block to its sink logit.
   """
   factor, log2 = (s.buffer(*sizes(m_i)).after(*within) for _ in range(2))
   r = s.axis(sizes(m_i)[0])

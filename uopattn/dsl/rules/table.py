@@ -1,4 +1,4 @@
-"""Buffers that a function of indices reads, as `score_mod` and `mask_mod` read their aux."""
+"""Buffers that `score_mod` and `mask_mod` read: their `aux`."""
 
 from functools import reduce
 
@@ -8,7 +8,7 @@ from uopattn.dsl.scope import gated, sizes
 
 
 class Table:
-  """A buffer that is indexed with any integers: what is outside of it reads as 0."""
+  """A buffer that accepts any integers as indices. Elements out of bounds read as 0."""
 
   def __init__(self, buffer: UOp):
     self.buffer, self.shape, self.ndim, self.dtype = buffer, sizes(buffer), len(sizes(buffer)), buffer.dtype

@@ -1,4 +1,4 @@
-"""The tiles of keys that a block of queries attends to, or of queries that see a block of keys, and the loops over them."""
+"""Tiles of keys that a block of queries attends to, or of queries that see a block of keys, and loops over them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ class TileRange:
   """Tiles in the order in which a block processes them: full tiles first, then those that need a mask.
 
   Attributes:
-    n_full: how many tiles, from position 0 on, need no mask: every row of the block sees all of the tile.
-    n_tiles: how many tiles there are, at least 1.
+    n_full: number of tiles, from position 0 on, that need no mask: every row of the block sees all of the tile.
+    n_tiles: number of tiles; at least 1, but 0 for an empty split.
     tile: maps a position below `n_tiles` to the number of a tile.
   """
 
@@ -61,15 +61,15 @@ def full_then_masked(begin: UOp, n_full: UOp, n_tiles: UOp) -> list[tuple[UOp, U
     For each loop that may run: its first position, its number of trips, and whether its tiles need a mask.
   """
   both = (begin, n_full - begin, False), (n_full, n_tiles - n_full, True)
-  # tinygrad misplaces what stands in a loop of no trips
+  # tinygrad misplaces the body of a loop that has no trips.
   found = [(first, trips.simplify(), masked) for first, trips, masked in both]
   return [(first, _blurred(trips), masked) for first, trips, masked in found if trips.vmax > 0]
 
 
 def _blurred(trips: UOp) -> UOp:
-  """The same number; one that is 0 or 1 in a form of which tinygrad knows only that it is at most 2.
+  """Return `trips`. If it is 0 or 1, return it in a form of which tinygrad only knows that it is at most 2.
 
-  See `HeadMasks.key_range` for the reason.
+  `HeadMasks.key_range` gives the reason.
   """
   if not trips.vmin < trips.vmax == 1:
     return trips

@@ -1,4 +1,4 @@
-"""The derivative of a function of UOps."""
+"""Vector-Jacobian product of a function of UOps."""
 
 from collections.abc import Callable
 from math import inf
@@ -9,10 +9,10 @@ from tinygrad.uop.ops import Ops
 
 
 def vjp(function: Callable[[UOp], UOp], x: UOp, grad: UOp) -> UOp:
-  """grad times the derivative of a function at a float32 x, by tinygrad's own rules.
+  """grad times the derivative of `function` at a float32 x, by tinygrad's own rules.
 
-  What is computed from x by way of ints and bools, as an element looked up, is constant. The derivative is taken of
-  symbols, as those rules would walk through all that x is computed from.
+  Values computed from x through ints or bools, such as a table lookup, count as constants. The derivative is taken with
+  respect to a symbol, because tinygrad's rules would otherwise walk through everything that x is computed from.
   """
   at, seed = (UOp.variable(name, -inf, inf, dtypes.float, param=True) for name in ("x", "grad"))
   result = function(at)
