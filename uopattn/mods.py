@@ -259,7 +259,7 @@ def alibi(place: int = 0) -> Score:
 def alibi_slopes(heads: int) -> list[float]:
   """Return the slopes of the ALiBi paper, one per head: 2**(-8 i / heads), i from 1 on.
 
-  If `heads` is not a power of 2, the slopes of the next lower power come first, then every other slope of twice as many.
+  If `heads` is not a power of 2, the slopes of the next lower power are followed by every other slope of twice as many.
 
   Example:
     >>> from uopattn import mods
