@@ -189,8 +189,8 @@ class BlockMask:
   def tile_lists(self, block_m: int, block_n: int) -> tuple[Tensor, Tensor]:
     """List the tiles of keys that each block of queries attends to; see `uopattn.dsl.rules.masks.Masks.tile_lists`.
 
-    A tile is full if all the mask's blocks that it touches are full and it ends before N. Kernels skip it if all of them
-    are empty. The lists are computed once per tile size, by tinygrad ops.
+    A tile is full if all the mask's blocks that it touches are full and it ends before N. Kernels skip it if all of
+    them are empty. The lists are computed once per tile size, by tinygrad ops.
 
     Args:
       block_m, block_n: queries per block and keys per tile of the kernel.
