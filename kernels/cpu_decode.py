@@ -30,18 +30,20 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from math import gcd, inf
+from typing import NamedTuple
 
 from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType, KernelInfo
 
-from uopattn.dsl import LN2, LOG2E, Scope, clamp, exp2, least, sizes
+from uopattn.dsl import LN2, LOG2E, Loop, Scope, clamp, exp2, least, sizes
 from uopattn.dsl.cpu.register_blocks import accumulate, add_steps, even, largest_divisor, register_blocks, zeros
 from uopattn.dsl.instructions import add_pairs, add_quads, dot_pairs, prefetch, weighted_pair
 from uopattn.dsl.limits import LINE
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import normalize_rows
+from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
 
@@ -137,90 +139,202 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     rules: what stands between q.k and the softmax.
     tiles: block sizes.
   """
-  (heads, rows, Dk), (results, _, Dv), N = sizes(q), sizes(o), rules.N
-  block_m, block_n, splits = tiles.block_m, min(tiles.block_n, N), results // heads
-  blocks = ceildiv(rows, block_m)
-  if results * blocks % tiles.blocks_per_call:
-    raise ValueError(
-      f"Tiles.blocks_per_call={tiles.blocks_per_call}: must divide the {results * blocks} blocks of queries"
-    )
+  (_, rows, Dk), (results, _, Dv), N = sizes(q), sizes(o), rules.N
   if tiles.pairs and not (q.dtype == k.dtype == v.dtype == dtypes.bfloat16 and tiles.fits_pairs(N, Dk, Dv)):
     raise ValueError(f"Tiles.pairs: not for {N} keys of head sizes {Dk} and {Dv} in {q.dtype}, with {tiles}")
   s = Scope()
-  call = s.axis(results * blocks // tiles.blocks_per_call, AxisType.THREAD)
-  outer = (call, s.axis(tiles.blocks_per_call))
-  item = call * tiles.blocks_per_call + outer[1]
-  result, top = item // blocks, item % blocks * block_m
-
-  def row(r: UOp) -> UOp:
-    """Row r of the block among q's; past the last one, that one once more, which yields the same result."""
-    return top + r if rows % block_m == 0 else clamp(top + r, 0, rows - 1)
-
+  block = Block.make(s, q, o, tiles)
   # In base 2, by a factor on q or, where scores are modified first, by one in the exponent.
   pre, scale_log2 = rules.scaling if rules.has_score_mods else (rules.scale * LOG2E, 1.0)
+  q_rows = load_queries(s, q, block, pre, tiles)
+  state = State.make(s, tiles, Dv, block.axes)
 
-  def query(r: UOp, d: UOp) -> UOp:
-    element = q[result // splits, row(r), d].load()
-    return element if tiles.pairs else element.cast(dtypes.float) * pre
+  loop = Mainloop.make(s, rules.at(block.head), block, tiles)
+  trip, next_first = loop.trip(s, pre if tiles.pairs else None), loop.keys_of(loop.number + 1)[1]
+  k_tile, v_tile = Tile.of(trip.rules, k, trip.first), Tile.of(trip.rules, v, trip.first, trip.counts(loop.block_n))
+  k_next, old, axes = Tile.of(loop.rules, k, next_first), state.after(loop.axes[-1]), loop.axes
+  products = multiply_qk(s, q_rows, k_tile, v_tile, loop.block_n, tiles, axes)
+  p, m_end, alpha = softmax(s, products, trip.score, scale_log2, old.m_i, tiles.lanes, axes)
+  l_end = add_up(s, p, old.l_i, alpha, axes)
+  acc_end = multiply_pv(s, trip.weights(s, p, axes), v_tile, k_next, old.acc, alpha, tiles, axes)
+  state = state.after(loop.end(m_end, l_end, acc_end))
 
-  q_rows = s.assign(s.buffer(block_m, Dk, dtype=q.dtype if tiles.pairs else dtypes.float), query, within=outer)
-  acc = s.assign(s.buffer(block_m, Dv), lambda r, d: 0.0, within=outer)
-  m_i = s.assign(s.buffer(block_m), lambda r: -inf, within=outer)
-  l_i = s.assign(s.buffer(block_m, tiles.lanes), lambda r, w: 0.0, within=outer)
-
-  head_rules = rules.at(result // splits)
-  key_range = head_rules.key_range(UOp.const(0), rows, block_n).split(result % splits, splits)
-  known = key_range.n_tiles.vmin == key_range.n_tiles.vmax
-  loop = None if known else s.loop(key_range.n_tiles, *outer)
-  tile = s.axis(int(key_range.n_tiles.vmax)) if loop is None else loop.axes[-1]
-  within = (*outer, tile)
-
-  def first_key(trip: UOp) -> tuple[UOp, UOp]:
-    """The first key that a trip adds, and the first of its tile: the last tile ends at the last key."""
-    start = key_range.tile(clamp(trip, 0, ceildiv(N, block_n) - 1)) * block_n
-    if key_range.n_tiles.vmin < 1:  # a part without a tile: one trip, in which all keys are hidden
-      start = key_range.n_tiles.eq(0).where(N, start)
-    return start, clamp(start, 0, N - block_n)
-
-  trip = tile if loop is None else key_range.n_tiles - 1 - loop.index  # forwards: machines read ahead that way
-  start, first = first_key(trip)
-  following = first_key(trip + 1)[1]
-  last = None if rules.kv_lengths is None else clamp(head_rules.length - 1, 0, N - 1)
-  anywhere, head_rules = head_rules, head_rules.of_tile(s, first, block_n, within)
-
-  def tile_of(x: UOp, first: UOp, rules: HeadRules, counts: Callable[[UOp], UOp] | None = None) -> Tile:
-    """Rows from `first` on; past the last one that exists, that one once more."""
-    return Tile(rules.keys(x), lambda n: first + n if last is None else least([first + n, last]), counts)
-
-  def new(n: UOp) -> UOp:
-    """Whether the n-th key of the tile was not in one before. A weight of 0 would not undo an infinity."""
-    return first + n >= start
-
-  def score(product: UOp, r: UOp, n: UOp) -> UOp:
-    """The score of row r of the block and key n of the tile; -inf where hidden or counted before."""
-    hidden = reduce(UOp.__or__, [first + n < start, *head_rules.hidden(row(r), first + n)])
-    product = product * pre if tiles.pairs else product
-    return hidden.where(-inf, head_rules.apply_score_mods(product, row(r), first + n))
-
-  def weight(p: UOp, r: UOp, n: UOp) -> UOp:
-    return head_rules.weights([p], row(r), first + n, [0], True)[0]
-
-  m_old, l_old, acc_old = (x.after(tile) for x in (m_i, l_i, acc))
-  v_tile = tile_of(v, first, head_rules, new if N % block_n else None)
-  products = multiply_qk(s, q_rows, tile_of(k, first, head_rules), v_tile, block_n, tiles, within)
-  p, m_end, alpha = softmax(s, products, score, scale_log2, m_old, tiles.lanes, within)
-  l_end = add_up(s, p, l_old, alpha, within)
-  if rules.scales_weights:
-    plain = p
-    p = s.assign(s.buffer(*sizes(p)), lambda r, n: weight(plain[r, n].load(), r, n), within=within)
-  acc_end = multiply_pv(s, p, v_tile, tile_of(k, following, anywhere), acc_old, alpha, tiles, within)
-  stored = UOp.group(m_end, l_end, acc_end)
-  end = stored.end(tile) if loop is None else loop.end(stored)
-
-  stores = store_rows(s, o, lse, result, row, acc.after(end), m_i.after(end), l_i.after(end), head_rules, outer)
+  stores = store_rows(s, o, lse, block, state, loop.rules)
   name = f"attention_decode_{results}_{rows}_{N}_{Dk}_{Dv}{rules.name}"
   # A tag keeps tinygrad from rearranging the axes.
-  return UOp.group(*stores).end(*outer).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
+  return UOp.group(*stores).end(*block.axes).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+  """The query rows of one work item, against one split of the keys.
+
+  Attributes:
+    axes: the axes that it is inside of: calls of the kernel, and blocks per call.
+    result: its head of the output: head * splits + split.
+    splits: splits of the keys.
+    top: its first row of those of the head.
+    block_m, rows: rows of a block, and of a head.
+  """
+
+  axes: tuple[UOp, UOp]
+  result: UOp
+  splits: int
+  top: UOp
+  block_m: int
+  rows: int
+
+  @classmethod
+  def make(cls, s: Scope, q: UOp, o: UOp, tiles: Tiles) -> "Block":
+    """Opens the axes. Raises ValueError if `tiles.blocks_per_call` does not divide the blocks."""
+    (heads, rows, _), results = sizes(q), sizes(o)[0]
+    blocks = ceildiv(rows, tiles.block_m)
+    if results * blocks % tiles.blocks_per_call:
+      raise ValueError(
+        f"Tiles.blocks_per_call={tiles.blocks_per_call}: must divide the {results * blocks} blocks of queries"
+      )
+    call = s.axis(results * blocks // tiles.blocks_per_call, AxisType.THREAD)
+    axes = (call, s.axis(tiles.blocks_per_call))
+    item = call * tiles.blocks_per_call + axes[1]
+    return cls(axes, item // blocks, results // heads, item % blocks * tiles.block_m, tiles.block_m, rows)
+
+  @property
+  def head(self) -> UOp:
+    """The head of q."""
+    return self.result // self.splits
+
+  def row(self, r: UOp) -> UOp:
+    """The row of the head that is row r of the block. Rows past the last one repeat it, and its result."""
+    return self.top + r if self.rows % self.block_m == 0 else clamp(self.top + r, 0, self.rows - 1)
+
+
+class State(NamedTuple):
+  """The running result of a block, on the stack.
+
+  Attributes:
+    acc: O relative to m_i, (block_m, Dv).
+    m_i: row maxima, (block_m,).
+    l_i: running sums, one per lane, (block_m, lanes).
+  """
+
+  acc: UOp
+  m_i: UOp
+  l_i: UOp
+
+  @classmethod
+  def make(cls, s: Scope, tiles: Tiles, Dv: int, within: tuple[UOp, ...]) -> "State":
+    """The state before the first tile."""
+    acc = s.assign(s.buffer(tiles.block_m, Dv), lambda r, d: 0.0, within=within)
+    m_i = s.assign(s.buffer(tiles.block_m), lambda r: -inf, within=within)
+    return cls(acc, m_i, s.assign(s.buffer(tiles.block_m, tiles.lanes), lambda r, w: 0.0, within=within))
+
+  def after(self, *after: UOp) -> "State":
+    return State(*(x.after(*after) for x in self))
+
+
+def load_queries(s: Scope, q: UOp, block: Block, pre: float, tiles: Tiles) -> UOp:
+  """The block's rows of Q, (block_m, Dk): float32 times `pre`, or with `tiles.pairs` bfloat16 as it is."""
+
+  def element(r: UOp, d: UOp) -> UOp:
+    x = q[block.head, block.row(r), d].load()
+    return x if tiles.pairs else x.cast(dtypes.float) * pre
+
+  rows = s.buffer(block.block_m, sizes(q)[2], dtype=q.dtype if tiles.pairs else dtypes.float)
+  return s.assign(rows, element, within=block.axes)
+
+
+@dataclass(frozen=True, eq=False)
+class Mainloop:
+  """A block's loop over tiles of keys, one tile per trip.
+
+  Attributes:
+    rules: the rules of the block's head.
+    block: the block.
+    key_range: the tiles.
+    block_n: keys per tile.
+    loop: counts the trips down; None if their number is known, and a plain axis counts them.
+    axes: all axes that are open inside the loop, its own last.
+  """
+
+  rules: HeadRules
+  block: Block
+  key_range: TileRange
+  block_n: int
+  loop: Loop | None
+  axes: tuple[UOp, ...]
+
+  @classmethod
+  def make(cls, s: Scope, rules: HeadRules, block: Block, tiles: Tiles) -> "Mainloop":
+    """Opens the loop."""
+    block_n, splits = min(tiles.block_n, rules.rules.N), block.splits
+    key_range = rules.key_range(UOp.const(0), block.rows, block_n).split(block.result % splits, splits)
+    trips = key_range.n_tiles
+    loop = s.loop(trips, *block.axes) if trips.vmin < trips.vmax else None
+    axis = s.axis(int(trips.vmax)) if loop is None else loop.axes[-1]
+    return cls(rules, block, key_range, block_n, loop, (*block.axes, axis))
+
+  @property
+  def number(self) -> UOp:
+    """The number of the current trip. It counts up, because processors prefetch in that direction."""
+    return self.axes[-1] if self.loop is None else self.key_range.n_tiles - 1 - self.loop.index
+
+  def keys_of(self, number: UOp) -> tuple[UOp, UOp]:
+    """The first key that a trip adds, and the first key of its tile: the last tile is moved back to end at N."""
+    N, n_tiles = self.rules.rules.N, self.key_range.n_tiles
+    start = self.key_range.tile(clamp(number, 0, ceildiv(N, self.block_n) - 1)) * self.block_n
+    if n_tiles.vmin < 1:  # an empty split makes one trip, in which all keys are hidden
+      start = n_tiles.eq(0).where(N, start)
+    return start, clamp(start, 0, N - self.block_n)
+
+  def trip(self, s: Scope, pre: float | None) -> "Trip":
+    """The current trip; see `Trip` for `pre`."""
+    start, first = self.keys_of(self.number)
+    return Trip(self.rules.of_tile(s, first, self.block_n, self.axes), self.block, start, first, pre)
+
+  def end(self, *stores: UOp) -> UOp:
+    """Ends the loop after the stores of its body."""
+    stored = UOp.group(*stores)
+    return stored.end(self.axes[-1]) if self.loop is None else self.loop.end(stored)
+
+
+@dataclass(frozen=True, eq=False)
+class Trip:
+  """One tile of keys: its scores and weights.
+
+  Attributes:
+    rules: the rules of the block's head, for this tile.
+    block: the rows.
+    start: the first key that this trip adds; the tile before it had those from `first` on.
+    first: the first key of the tile.
+    pre: the factor on q.k that the rows of Q do not contain; None if they do.
+  """
+
+  rules: HeadRules
+  block: Block
+  start: UOp
+  first: UOp
+  pre: float | None
+
+  def counts(self, block_n: int) -> Callable[[UOp], UOp] | None:
+    """Whether the n-th key of the tile is new; None if all are. A weight of 0 does not undo an infinite value."""
+    return None if self.rules.rules.N % block_n == 0 else lambda n: self.first + n >= self.start
+
+  def score(self, product: UOp, r: UOp, n: UOp) -> UOp:
+    """The score of row r of the block and key n of the tile; -inf if it is hidden or was counted before."""
+    row, key = self.block.row(r), self.first + n
+    hidden = reduce(UOp.__or__, [key < self.start, *self.rules.hidden(row, key)])
+    product = product if self.pre is None else product * self.pre
+    return hidden.where(-inf, self.rules.apply_score_mods(product, row, key))
+
+  def weights(self, s: Scope, p: UOp, within: tuple[UOp, ...]) -> UOp:
+    """P after dropout, times the scales of values."""
+    if not self.rules.rules.scales_weights:
+      return p
+
+    def weight(r: UOp, n: UOp) -> UOp:
+      return self.rules.weights([p[r, n].load()], self.block.row(r), self.first + n, [0], True)[0]
+
+    return s.assign(s.buffer(*sizes(p)), weight, within=within)
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,6 +349,13 @@ class Tile:
   rows: HeadView
   row: Callable[[UOp], UOp]
   counts: Callable[[UOp], UOp] | None = None
+
+  @classmethod
+  def of(cls, rules: HeadRules, x: UOp, first: UOp, counts: Callable[[UOp], UOp] | None = None) -> "Tile":
+    """Rows of x from `first` on; keys past the length repeat the last one that exists."""
+    N = rules.rules.N
+    last = None if rules.rules.kv_lengths is None else clamp(rules.length - 1, 0, N - 1)
+    return cls(rules.keys(x), lambda n: first + n if last is None else least([first + n, last]), counts)
 
   def __getitem__(self, place: tuple[UOp, UOp]) -> UOp:
     """An element, as float32; 0 where it does not count."""
@@ -418,28 +539,17 @@ def multiply_pv(
   return UOp.group(*ends)
 
 
-def store_rows(
-  s: Scope,
-  o: UOp,
-  lse: UOp | None,
-  result: UOp,
-  row: Callable[[UOp], UOp],
-  acc: UOp,
-  m_i: UOp,
-  l_i: UOp,
-  rules: HeadRules,
-  outer: tuple[UOp, ...],
-) -> list[UOp]:
+def store_rows(s: Scope, o: UOp, lse: UOp | None, block: Block, state: State, rules: HeadRules) -> list[UOp]:
   """The output and the LSE; a row that saw no key gets 0 and -inf."""
-  total = fold(s, l_i, UOp.__add__, outer)
-  factor, log2 = normalize_rows(s, m_i, total, lambda r: rules.sink(row(r)), outer)
-  r, d = s.axis(sizes(acc)[0]), s.axis(sizes(acc)[1])
-  # Where no key exists, what was read in the place of one may be NaN.
-  value = (rules.length > 0).where(acc[r, d] * factor[r], 0.0)
-  stores = [o[result, row(r), d].store(value.cast(o.dtype)).end(r, d)]
+  total, Dv = fold(s, state.l_i, UOp.__add__, block.axes), sizes(state.acc)[1]
+  factor, log2 = normalize_rows(s, state.m_i, total, lambda r: rules.sink(block.row(r)), block.axes)
+  r, d = s.axis(block.block_m), s.axis(Dv)
+  # If no key exists, what was read instead may be NaN.
+  value = (rules.length > 0).where(state.acc[r, d] * factor[r], 0.0)
+  stores = [o[block.result, block.row(r), d].store(value.cast(o.dtype)).end(r, d)]
   if lse is not None:
-    r = s.axis(sizes(acc)[0])
-    stores.append(lse[result, row(r)].store(log2[r] * LN2).end(r))
+    r = s.axis(block.block_m)
+    stores.append(lse[block.result, block.row(r)].store(log2[r] * LN2).end(r))
   return stores
 
 
