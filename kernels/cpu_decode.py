@@ -250,7 +250,7 @@ class Mainloop:
     block: the block of rows.
     key_range: the tiles.
     block_n: keys per tile.
-    loop: the loop; None if the number of trips is known, so that a plain axis does.
+    loop: the loop; None if the number of trips is known, which needs only a plain axis.
     axes: all axes that are open inside the loop; its own is the last.
   """
 

@@ -186,7 +186,7 @@ class Argument:
     check: (name, value, sizes); raises TypeError or ValueError if the value does not fit.
     tensors: maps a value to the Tensors that kernels take, in their form. Their buffers have the argument's name.
     mask: maps a value to the rule that limits a query to the keys from one to another.
-    settle: normalizes a value before it is checked.
+    settle: normalises a value before it is checked.
     feature: the name that a kernel without code for it reports; None is the argument's name, "" if none needs code.
     is_used: whether a value needs that code.
     in_lse: whether the LSE contains its effect on a row. A backward pass, and a split of the keys, then ignore it.
