@@ -1,1 +1,1 @@
-"""One file per schedule, and nothing but schedules."""
+"""The kernels, one file per schedule."""

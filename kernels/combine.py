@@ -1,12 +1,12 @@
-"""Combine attention over splits of the keys: the second half of Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023).
+"""Combines the splits of split-KV attention: the second kernel of Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023).
 
-With few queries there are too few of them to keep a machine busy, so the keys are split, and each work item of a
-forward kernel leaves the output O_s of its part, finished, and the logarithm lse_s of its sum of exponentials. Then
+A few queries do not keep a machine busy, so the keys are split. Each work item of a forward kernel stores the
+normalized output O_s of its split and the logarithm lse_s of its sum of exponentials. Then
     m = max lse_s,  w_s = exp(lse_s - m),  O = sum w_s O_s / sum w_s,  lse = m + log sum w_s
-where a sink, which must count once, joins the sum. A part in which a row sees no key has an lse_s of -inf.
+A sink must count only once, so it joins the sum here. A split in which a row sees no key has an lse_s of -inf.
 
-Who holds what. A work item has one row. On a GPU its lanes have the columns, and each works out all weights; on a CPU
-the weights, and the row, are on the stack. What is read is `splits` rows of float32, in cache as a rule.
+Storage: a work item has one row. On a GPU its lanes hold the columns, and each lane computes all weights; on a CPU the
+weights and the row are on the stack. It reads `splits` rows of float32, usually from a cache.
 """
 
 from collections.abc import Callable
@@ -24,18 +24,18 @@ from uopattn.dsl.rules.softmax import normalize
 from uopattn.dsl.schedule import DTYPES, Kernel, Schedule
 
 WARP, MOST_THREADS = 32, 256
-AT_ONCE = 8  # splits that a GPU's thread reads before it uses any
+AT_ONCE = 8  # splits that a GPU thread loads before it uses any
 
 
 def on_cpu(o: UOp, partial_o: UOp, partial_lse: UOp, lse: UOp | None = None, *, rules: Rules) -> UOp:
-  """Builds the kernel for CPUs.
+  """Build the kernel for CPUs.
 
   Args:
-    o: (heads, rows, Dv), the output, in its type.
+    o: (heads, rows, Dv), the output, float32, float16, bfloat16 or an 8-bit float.
     lse: (heads, rows) float32, or None.
     partial_o: (heads splits, rows, Dv) float32.
     partial_lse: (heads splits, rows) float32.
-    rules: of which only the sinks count.
+    rules: only the sinks are used.
   """
   (heads, rows, Dv), s = sizes(o), Scope()
   splits = sizes(partial_o)[0] // heads
@@ -62,7 +62,7 @@ def on_cpu(o: UOp, partial_o: UOp, partial_lse: UOp, lse: UOp | None = None, *, 
 
 
 def on_gpu(family: str, o: UOp, partial_o: UOp, partial_lse: UOp, lse: UOp | None = None, *, rules: Rules) -> UOp:
-  """Builds the kernel for a family of GPUs (`uopattn.dsl.instruction_set`); the rest as for `on_cpu`."""
+  """Build the kernel for a family of GPUs (`uopattn.dsl.instruction_set`); other arguments as for `on_cpu`."""
   (heads, rows, Dv), s, power = sizes(o), Scope(), partial(ins.exp2, family)
   splits, threads = sizes(partial_o)[0] // heads, min(MOST_THREADS, round_up(Dv, WARP))
   item, lane = s.axis(heads * rows, AxisType.GLOBAL), s.axis(threads, AxisType.LOCAL)
@@ -98,13 +98,13 @@ def on_gpu(family: str, o: UOp, partial_o: UOp, partial_lse: UOp, lse: UOp | Non
 
 
 def _weight(lse: UOp, highest: UOp, power: Callable[[UOp], UOp]) -> UOp:
-  """exp(lse - highest); of a row that sees no key at all both are -inf, and it is 0."""
+  """exp(lse - highest); 0 for a row that sees no key in any split, where both are -inf."""
   return power((lse - highest.eq(-inf).where(0.0, highest)) * LOG2E)
 
 
 def _kernel(o: UOp, splits: int, end: UOp) -> UOp:
   heads, rows, Dv = sizes(o)
-  # A tag keeps tinygrad from rearranging the axes.
+  # The tag keeps tinygrad from rearranging the axes.
   return end.sink(arg=KernelInfo(name=f"attention_combine_{heads}_{splits}_{rows}_{Dv}", opts_to_apply=()), tag=1)
 
 

@@ -1,22 +1,23 @@
-"""Backward attention on a CPU: the three gradients in one pass, one query a SIMD lane.
+"""Backward attention on a CPU: all three gradients in one pass, one query per SIMD lane.
 
-FlashAttention-2's backward pass (Dao, 2023), transposed, a block of `block_m` queries at a time against all tiles of
+FlashAttention-2's backward pass (Dao, 2023), transposed. Each block of `block_m` queries runs over all tiles of
 `block_n` keys that it sees:
     S^T = K Q^T,  dP^T = V dO^T           (block_n, block_m)   computed once; P and dS follow lane by lane
     dV += P^T dO,  dK += dS^T Q           (block_n, Dv), (block_n, Dk)   in memory
     dQ^T += K^T dS^T                      (Dk, block_m)   on the stack, stored when the block is done
-Five products are what there is to do; a pass for dQ and one for dK and dV would take seven, as both need S and dP.
+These are the minimum of five products. Separate passes for dQ and for dK and dV would take seven, as both need S and
+dP.
 
-Who holds what. In all five, elements of the left matrix are read where they are and broadcast, rows of the right one
-are vectors: only Q and dO are transposed, once a block. `unroll` rows of `vectors` vectors are accumulated in
-registers. Q and dO, both ways, dQ^T, P and dS live on the stack (see `Tiles.stack_bytes`), sized for the second-level
-cache; the matrix that a product reads again and again fits the first-level one. A work item has one key head and adds
-up its dK and dV alone, over all the query heads that share it. So nothing is added by two threads, and two runs give
-the same bits. Where there are few key heads, an item has every parts-th block of queries and sums of its own, for the
-caller to add.
+Storage: in all five products, elements of the left matrix are read in place and broadcast, and rows of the right one
+are vectors. Only Q and dO are transposed, once per block. `unroll` rows of `vectors` vectors are accumulated in
+registers. Q and dO, both ways, dQ^T, P and dS are on the stack (see `Tiles.stack_bytes`), sized for the second-level
+cache; the matrix that a product reads repeatedly fits the first-level cache. One work item sums dK and dV of a key head
+over all query heads that share it. No two threads add to the same sum, so results are deterministic. With few key heads
+there are `parts` items per key head; each takes every parts-th block of queries and has sums of its own, which the
+caller adds up.
 
-Measured on 2026-11-21 on two cores of an AMD EPYC (Zen 5, AVX-512), clang 23, float32, delta included, the fastest of
-five: 434 GFLOP/s (H=8 N=1024 D=64; 2.7 times PyTorch's), 446 (H=4 N=4096), causal 382; the kernel alone up to 485.
+Measured 2026-11-22 on two cores of an AMD EPYC (Zen 5, AVX-512), clang 23, float32, D=64, delta included: 371 GFLOP/s
+(H=8 N=1024), 439 (H=8 N=4096), causal 359 (H=32 N=1024); the kernel alone up to 485 (2026-11-21).
 """
 
 from collections.abc import Callable
@@ -43,12 +44,12 @@ class Tiles:
   """The block sizes of one kernel.
 
   Attributes:
-    block_m: query rows a block, one a lane; a multiple of `lanes`.
-    block_n: keys a tile.
+    block_m: query rows per block, one per lane; a multiple of `lanes`.
+    block_n: keys per tile.
     unroll: rows whose accumulators are in registers at once.
-    vectors: vectors of each of these rows.
-    lanes: float32 elements of a vector.
-    parts: how many work items share a key head's queries, each with sums of dK and dV of its own.
+    vectors: vectors per row of accumulators.
+    lanes: float32 elements per vector.
+    parts: work items that share the queries of a key head, each with its own sums of dK and dV.
   """
 
   block_m: int
@@ -60,28 +61,29 @@ class Tiles:
 
   def __post_init__(self) -> None:
     for name, value in asdict(self).items():
-      least = 2 if name == "lanes" else 1  # a single lane would be no axis at all
+      least = 2 if name == "lanes" else 1  # tinygrad drops an axis of size 1
       if value < least:
         raise ValueError(f"Tiles.{name}={value}: must be at least {least}")
     if self.block_m % self.lanes:
       raise ValueError(f"Tiles.block_m={self.block_m}: must be a multiple of lanes={self.lanes}")
 
   def stack_bytes(self, Dk: int, Dv: int, widen: bool) -> int:
-    """Bytes of Q, dO, Q^T, dO^T, dQ^T, P and dS and, where K and V are widened, their float32 tiles."""
+    """Bytes of Q, dO, Q^T, dO^T, dQ^T, P and dS, and of the float32 tiles of K and V if these are widened."""
     rows = 2 * Dk + Dv + round_up(Dk, self.lanes) + round_up(Dv, self.lanes) + 2 * self.block_n
     return 4 * (rows * self.block_m + widen * (Dk + Dv) * self.block_n)
 
   @classmethod
   def choose(cls, problem: Problem, target: Target) -> "Tiles":
-    """Tiles for the threads and the vectors of a machine.
+    """Choose tiles for a problem and the threads and vector unit of a machine.
 
     Raises:
       ValueError: the head size is too large for the stack even with the smallest tile.
     """
     p, Dk, Dv, lanes = problem, problem.Dk, problem.Dv, target.vector.lanes
-    large = max(Dk, Dv) > 192  # 64 columns of Q^T or dO^T, read for every strip of keys, leave the first-level cache
+    large = max(Dk, Dv) > 192  # 64 columns of Q^T or dO^T, read for every strip of keys, exceed the first-level cache
     many = target.vector.registers >= 32
-    vectors, unroll = (2, 4) if not many else (2, 8) if large else (4, 4)  # + `unroll` broadcasts + 1 fit them
+    # accumulators (vectors * unroll), `unroll` broadcasts and 1 operand fit the registers
+    vectors, unroll = (2, 4) if not many else (2, 8) if large else (4, 4)
     block_m = lanes * even(ceildiv(p.M, lanes), max(1, (32 if large else 64) // lanes))
     block_n, widen = min(p.N, round_up(even(p.N, 64), unroll)), p.dtype.itemsize < 4
     while (needed := cls(block_m, block_n, unroll, vectors, lanes).stack_bytes(Dk, Dv, widen)) > STACK_LIMIT:
@@ -93,9 +95,9 @@ class Tiles:
 
 
 def _parts(kv_heads: int, blocks: int, threads: int) -> int:
-  """Into how few parts the `blocks` blocks of each key head are cut for threads to be busy for nine tenths of the time.
+  """Choose the fewest parts of each key head's `blocks` blocks that keep threads busy for nine tenths of the time.
 
-  Or as near to it as there is a way.
+  If that is not possible, come as close as possible.
   """
 
   def turns(parts: int) -> int:
@@ -108,7 +110,7 @@ def _parts(kv_heads: int, blocks: int, threads: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-  """A block of queries: those of `head` from `row` to before `end`; the other lanes are idle."""
+  """A block of queries: rows `row` to `end` - 1 of `head`; the other lanes are idle."""
 
   head: UOp
   row: UOp
@@ -121,26 +123,25 @@ class Block:
 def backward(
   dq: UOp, dk: UOp, dv: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles
 ) -> UOp:
-  """Builds the kernel.
+  """Build the kernel.
 
   Args:
-    dq: (heads, M, Dk), the gradient of q, in its dtype.
-    dk: (kv_heads * parts, N, Dk) float32, sums whose total over the parts of a key head, `tiles.parts` in a row, is the
-      gradient of k.
-    dv: (kv_heads * parts, N, Dv) float32, the same of v.
+    dq: (heads, M, Dk), the gradient of q, in q's dtype.
+    dk: (kv_heads * parts, N, Dk) float32: sums that the caller adds up, over the `tiles.parts` parts of each key head,
+      to get the gradient of k.
+    dv: (kv_heads * parts, N, Dv) float32: sums for the gradient of v, in the form of dk.
     q: (heads, M, Dk), float32, float16 or bfloat16.
     k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads).
     v: (kv_heads, N, Dv).
     do: (heads, M, Dv), the gradient of the output, in q's dtype.
-    lse: (heads, M) float32, as `cpu_forward` stores it; -inf where a row sees no key.
-    delta: (heads, M) float32, the sum of the output times its gradient, less the gradient of lse; any value where a row
-      sees no key.
-    rules: what stands between q.k and the softmax.
+    lse: (heads, M) float32, as `cpu_forward` stores it; -inf for a row that sees no key.
+    delta: (heads, M) float32, rowsum(O dO) minus the gradient of lse; any value for a row that sees no key.
+    rules: masks, score mods and scaling.
     tiles: block sizes.
   """
   (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
   block_m, block_n = tiles.block_m, min(tiles.block_n, N)
-  blocks, n_tiles = heads // kv_heads * ceildiv(M, block_m), ceildiv(N, block_n)  # of a key head
+  blocks, n_tiles = heads // kv_heads * ceildiv(M, block_m), ceildiv(N, block_n)  # per key head
   s = Scope()
   call = s.axis(kv_heads * tiles.parts, AxisType.THREAD)
   kv_head = call // tiles.parts
@@ -155,10 +156,10 @@ def backward(
   dq_t = s.assign(s.buffer(Dk, block_m), lambda d, m: 0.0, within=outer)
 
   key_range = head_rules.key_range(block.row, block_m, block_n)
-  trips = busy.where(key_range.n_tiles, 1)  # an idle turn makes one trip
+  trips = busy.where(key_range.n_tiles, 1)  # without a block of its own, an item makes one trip
   loop = s.loop(trips if trips.vmin < trips.vmax else int(trips.vmax), *outer)
   start = key_range.tile(clamp(loop.index, 0, n_tiles - 1)) * block_n  # first key that this trip adds
-  first = clamp(start, 0, N - block_n)  # first key of its tile: the last tile is moved back to end at N
+  first = clamp(start, 0, N - block_n)  # first key of the tile: the last tile is moved back to end at N
 
   length = None if rules.kv_lengths is None else head_rules.length
   k_tile, v_tile = (
@@ -173,20 +174,20 @@ def backward(
 
   store = store_rows(s, dq, block, dq_t.after(end))
   name = f"attention_backward_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
-  # A tag keeps tinygrad from rearranging the axes.
+  # The tag keeps tinygrad from rearranging the axes.
   return store.end(*outer).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
 
 
 def clear(s: Scope, x: UOp, item: UOp) -> UOp:
-  """The sums of a work item, (N, D), set to 0."""
+  """Set the sums of a work item, (N, D), to 0."""
   n, d = (s.axis(size) for size in sizes(x)[1:])
   return x.after(x[item, n, d].store(UOp.const(0.0, dtypes.float)).end(n, d))
 
 
 def block_of(call: UOp, turn: UOp, blocks: int, group: int, M: int, tiles: Tiles) -> tuple[Block, UOp]:
-  """The block of queries that a work item has at a turn, and whether there is one: at the last turn it may have none.
+  """Return the block of queries of a work item at a turn, and whether it exists: at the last turn there may be none.
 
-  An item's blocks are `parts` apart, and so as long and as short, with a causal mask, as those of another.
+  The blocks of an item are `parts` apart. With a causal mask, all items thus get a similar mix of long and short ones.
   """
   place, a_head = turn * tiles.parts + call % tiles.parts, blocks // group
   busy, place = place < blocks, clamp(place, 0, blocks - 1)
@@ -195,7 +196,7 @@ def block_of(call: UOp, turn: UOp, blocks: int, group: int, M: int, tiles: Tiles
 
 
 def load_rows(s: Scope, x: UOp, block: Block, tiles: Tiles, outer: tuple[UOp, ...]) -> UOp:
-  """The block's rows of q or dO in float32, (block_m, D), D rounded up to whole vectors; 0 where there is nothing."""
+  """Load the block's rows of q or dO in float32, (block_m, D), with D rounded up to whole vectors; 0 past the ends."""
   D = sizes(x)[2]
 
   def element(m: UOp, d: UOp) -> UOp:
@@ -206,16 +207,16 @@ def load_rows(s: Scope, x: UOp, block: Block, tiles: Tiles, outer: tuple[UOp, ..
 
 
 def transpose(s: Scope, x: UOp, D: int, outer: tuple[UOp, ...]) -> UOp:
-  """The first D columns of x, (D, rows)."""
+  """Transpose the first D columns of x, to (D, rows)."""
   return s.assign(s.buffer(D, sizes(x)[0]), lambda d, m: x[m, d].load(), within=outer)
 
 
 def load_row_sums(
   s: Scope, lse: UOp, delta: UOp, block: Block, block_m: int, unit: float, outer: tuple[UOp, ...]
 ) -> tuple[UOp, UOp]:
-  """The block's LSE times `unit` and its delta, (block_m,) both.
+  """Load the block's LSE times `unit`, and its delta, (block_m,) both.
 
-  A row that sees no key, or is none, gets an LSE of inf and a delta of 0: its P is 0, and so are its gradients.
+  A row that sees no key, or does not exist, gets an LSE of inf and a delta of 0: its P and its gradients are 0.
   """
 
   def lse_of(m: UOp) -> UOp:
@@ -234,12 +235,12 @@ def load_row_sums(
 
 @dataclass(frozen=True, eq=False)
 class Gradients:
-  """What turns the products of a tile into P and dS.
+  """Maps the products of a tile to P and dS.
 
   Attributes:
-    rules: of the block's head.
+    rules: the rules of the block's head.
     row: the block's first query.
-    start: the first key that is this trip's; those of the tile before it were another trip's.
+    start: the first key that this trip adds; another trip has the keys of the tile before it.
     first: the first key of the tile.
     lse_i, delta_i: see `load_row_sums`.
   """
@@ -252,7 +253,7 @@ class Gradients:
   delta_i: UOp
 
   def of(self, product: UOp, dp: UOp, n: UOp, m: UOp) -> tuple[UOp, UOp]:
-    """The weight of key n of the tile for lane m, after dropout, and the gradient of their product q.k.
+    """Return the weight of key n of the tile for lane m, after dropout, and the gradient of their product q.k.
 
     Args:
       product: q.k.
@@ -261,7 +262,7 @@ class Gradients:
     row, key, (pre, scale_log2) = self.row + m, self.first + n, self.rules.rules.scaling
     hidden = reduce(UOp.__or__, [key < self.start, *self.rules.hidden(row, key)])
     score = hidden.where(-inf, self.rules.apply_score_mods(product * pre, row, key))
-    if self.rules.rules.has_score_mods:  # scores may be large: what is subtracted is not rounded before
+    if self.rules.rules.has_score_mods:  # scores may be large: subtract the LSE before the factor rounds it
       p = exp2((score * (scale_log2 / LOG2E) - self.lse_i[m]) * LOG2E)
     else:
       p = exp2(score * scale_log2 - self.lse_i[m])
@@ -272,10 +273,10 @@ class Gradients:
 def cut(
   s: Scope, rows: int, columns: int, tiles: Tiles, body: Callable[[UOp, int, UOp, int, tuple[UOp, ...]], UOp]
 ) -> UOp:
-  """Does `body` for each piece of a matrix (rows, columns) whose accumulators fit the registers.
+  """Apply `body` to each piece of a (rows, columns) matrix whose accumulators fit the registers.
 
   Args:
-    body: (first row, rows, first column, columns of the piece; the axes of the pieces) -> its stores.
+    body: (first row, rows, first column, columns of the piece; axes of the pieces) -> its stores.
   """
   ends = []
   most = tiles.lanes * even(ceildiv(columns, tiles.lanes), tiles.vectors)
@@ -297,7 +298,7 @@ def recompute(
   tiles: Tiles,
   loop: Loop,
 ) -> tuple[UOp, UOp]:
-  """P^T, after dropout, and the gradients of Q K^T, transposed, (block_n, block_m) both."""
+  """Compute P^T after dropout and dS^T, the gradients of Q K^T transposed, (block_n, block_m) both."""
   p, ds = (s.buffer(block_n, tiles.block_m).after(*loop.axes) for _ in range(2))
 
   def piece(key: UOp, keys: int, lane: UOp, lanes: int, axes: tuple[UOp, ...]) -> UOp:
@@ -318,12 +319,12 @@ def recompute(
 
 
 def add_product(s: Scope, out: UOp, item: UOp, first: UOp, left: UOp, right: UOp, tiles: Tiles, loop: Loop) -> UOp:
-  """dV += P^T dO, or dK += dS^T Q: adds left (block_n, block_m) right (block_m, D) to the keys from `first` on."""
+  """Compute dV += P^T dO or dK += dS^T Q: add left (block_n, block_m) right (block_m, D) to keys from `first` on."""
   (block_n, block_m), D = sizes(left), sizes(out)[2]
   out = out.after(*loop.axes)
 
   def piece(key: UOp, keys: int, column: UOp, columns: int, axes: tuple[UOp, ...]) -> UOp:
-    lanes = round_up(columns, tiles.lanes)  # what is past D adds up to 0, and is not stored
+    lanes = round_up(columns, tiles.lanes)  # columns past D are 0 and not stored
     acc = zeros(s, keys, lanes, (*loop.axes, *axes))
     acc = accumulate(s, acc, block_m, lanes, lambda r, m, d: left[key + r, m] * right[m, column + d])
     d = s.axis(columns)
@@ -334,7 +335,7 @@ def add_product(s: Scope, out: UOp, item: UOp, first: UOp, left: UOp, right: UOp
 
 
 def multiply_ds_k(s: Scope, dq_t: UOp, k_tile: Tile, ds: UOp, tiles: Tiles, loop: Loop) -> UOp:
-  """dQ^T += K^T dS^T, (Dk, block_m)."""
+  """Compute dQ^T += K^T dS^T, (Dk, block_m)."""
   (Dk, block_m), block_n = sizes(dq_t), sizes(ds)[0]
   dq_old = dq_t.after(*loop.axes)
 
@@ -349,9 +350,9 @@ def multiply_ds_k(s: Scope, dq_t: UOp, k_tile: Tile, ds: UOp, tiles: Tiles, loop
 
 
 def store_rows(s: Scope, dq: UOp, block: Block, dq_t: UOp) -> UOp:
-  """The gradient of the block's queries."""
+  """Store the gradient of the block's queries."""
   (Dk, block_m), M = sizes(dq_t), sizes(dq)[1]
-  d, m = s.axis(Dk), s.axis(min(block_m, M))  # the rest is past M in every block
+  d, m = s.axis(Dk), s.axis(min(block_m, M))  # the other lanes are past M in every block
   place = gated(dq, block.exists(m), block.head, block.row + m, d)
   return place.store(dq_t[d, m].cast(dq.dtype)).end(d, m)
 

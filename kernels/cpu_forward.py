@@ -1,20 +1,20 @@
 """Forward attention on a CPU: one query row per SIMD lane.
 
-FlashAttention-2 (Dao, 2023), transposed. A block of `block_m` query rows is held as Q^T, so that
-    S^T = K Q^T      (block_n, block_m)   one key at a time against all lanes
-    m, l, P          (block_m,) and S^T   the online softmax is purely vertical: no reduction across lanes
+FlashAttention-2 (Dao, 2023), transposed. A block of `block_m` query rows is stored as Q^T, and for each tile of keys
+    S^T = K Q^T                 (block_n, block_m)   one key at a time against all lanes
+    m, l, P^T                   (block_m,) and (block_n, block_m)   online softmax without reductions across lanes
     O^T = O^T alpha + V^T P^T   (Dv, block_m)
-and every element of K and V is read from memory in its own order and broadcast: nothing is packed or transposed.
+Elements of K and V are read in memory order and broadcast; nothing is packed or transposed.
 
-Who holds what. Both products keep `unroll` rows of `block_m` lanes as accumulators in vector registers: S^T rows are
-keys, O^T rows are value columns. Q^T, P and O^T live on the stack (see `Tiles.stack_bytes`), sized for the first- and
-second-level cache. 16-bit keys and values are widened to float32 once a tile.
+Storage: both products keep `unroll` rows of `block_m` lanes as accumulators in vector registers; a row of S^T is a key,
+a row of O^T a value column. Q^T, P^T and O^T are on the stack (see `Tiles.stack_bytes`), sized for the first- and
+second-level cache. 16-bit keys and values are widened to float32 once per tile.
 
-What the compiler is left to do is small and checked by the tests: every inner loop runs over `block_m` lanes with unit
-stride; clang vectorises it, unrolls it whole (block_m is a few vectors), and keeps the accumulator arrays in registers.
+The compiler's part is small, and tests check it: every inner loop runs over `block_m` lanes with unit stride. clang
+vectorises it, unrolls it fully (block_m is a few vectors), and keeps the accumulators in registers.
 
-Measured on 2026-11-21 on two cores of an AMD EPYC (Zen 5, AVX-512), clang 23, float32, D=64: 398 GFLOP/s (H=8 N=1024),
-452 (N=4096), causal 327 (H=32 N=1024).
+Measured 2026-11-22 on two cores of an AMD EPYC (Zen 5, AVX-512), clang 23, float32, D=64: 368 GFLOP/s (H=8 N=1024),
+404 (H=8 N=4096), causal 300 (H=32 N=1024).
 """
 
 from collections.abc import Callable
@@ -34,9 +34,9 @@ from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
-WORK_PER_CALL = 4_000_000  # floating-point operations; some 0.02 ms, against a microsecond that a call costs
+WORK_PER_CALL = 4_000_000  # floating-point operations: some 0.02 ms, while a call costs a microsecond
 
-Score = Callable[[UOp, UOp, UOp], UOp]  # (q.k times the factor, key of the tile, lane) -> the score
+Score = Callable[[UOp, UOp, UOp], UOp]  # (q.k times the factor on q, key of the tile, lane) -> score
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Tiles:
   """The block sizes of one kernel.
 
   Attributes:
-    block_m: query rows a block, one a lane; a few vectors' worth.
-    block_n: keys a tile, a multiple of `unroll` or less than it.
+    block_m: query rows per block, one per lane; a few vectors.
+    block_n: keys per tile, a multiple of `unroll` or less than it.
     unroll: keys (in Q K^T) and value columns (in P V) whose accumulators are in registers at once.
-    blocks_per_call: blocks of queries that one call of the kernel handles; a divisor of heads * ceil(M / block_m).
-      Calls are what threads share out.
+    blocks_per_call: query blocks per call of the kernel; a divisor of heads * ceil(M / block_m). Threads share the
+      calls.
   """
 
   block_m: int
@@ -58,23 +58,24 @@ class Tiles:
 
   def __post_init__(self) -> None:
     for name, value in asdict(self).items():
-      least = 2 if name == "block_m" else 1  # a single lane would be no axis at all
+      least = 2 if name == "block_m" else 1  # tinygrad drops an axis of size 1
       if value < least:
         raise ValueError(f"Tiles.{name}={value}: must be at least {least}")
 
   def stack_bytes(self, Dk: int, Dv: int, widen: bool) -> int:
-    """Bytes of Q^T, O^T, P and, where K and V are widened, their float32 tiles."""
+    """Bytes of Q^T, O^T and P^T, and of the float32 tiles of K and V if these are widened."""
     return 4 * ((Dk + Dv + self.block_n) * self.block_m + widen * (Dk + Dv) * self.block_n)
 
   @classmethod
   def choose(cls, problem: Problem, target: Target) -> "Tiles":
-    """Tiles for a problem on a machine with vectors.
+    """Choose tiles for a problem and the vector unit of a machine.
 
     Raises:
       ValueError: the head size is too large for the stack even with the smallest tile.
     """
     p, lanes, widen = problem, target.vector.lanes, problem.stored.itemsize < 4
-    vectors, unroll = 4 if target.vector.registers >= 32 else 2, 4  # + `unroll` broadcasts + 1 fit the registers
+    # accumulators (vectors * unroll), `unroll` broadcasts and 1 operand fit the registers
+    vectors, unroll = 4 if target.vector.registers >= 32 else 2, 4
     block_m = lanes * even(ceildiv(p.M, lanes), vectors)
     block_n = min(p.N, round_up(even(p.N, 64), unroll))
     while (needed := cls(block_m, block_n, unroll).stack_bytes(p.Dk, p.Dv, widen)) > STACK_LIMIT:
@@ -87,15 +88,14 @@ class Tiles:
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
-  """Builds the kernel.
+  """Build the kernel.
 
   Args:
     o: (heads, M, Dv), the output, in q's dtype.
     q: (heads, M, Dk), float32, float16 or bfloat16.
-    k: keys, as `rules` finds them.
-    v: values, likewise.
-    lse: (heads, M) float32, receives the natural logarithm of the sum of exponentials of each row.
-    rules: what stands between q.k and the softmax.
+    k, v: keys and values, as `rules` finds them.
+    lse: (heads, M) float32, receives the log-sum-exp (natural logarithm) of each row.
+    rules: masks, score mods and scaling; where the keys are.
     tiles: block sizes.
   """
   (heads, M, Dk), Dv, N = sizes(q), sizes(o)[2], rules.N
@@ -112,7 +112,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   head, row = item // blocks, item % blocks * block_m  # head and first query row of this block
   head_rules = rules.at(head)
 
-  # In base 2, by a factor on q or, where scores are modified first, by one in the exponent.
+  # The softmax is in base 2: log2(e) is a factor on q, or with score mods one in the exponent.
   pre, scale_log2 = rules.scaling if rules.has_score_mods else (rules.scale * LOG2E, 1.0)
   q_t = s.assign(s.buffer(Dk, block_m), lambda d, m: load_query(q, head, row + m, d) * pre, within=outer)
   acc = s.assign(s.buffer(Dv, block_m), lambda d, m: 0.0, within=outer)
@@ -124,11 +124,11 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     key_range.n_tiles if key_range.n_tiles.vmin < key_range.n_tiles.vmax else int(key_range.n_tiles.vmax), *outer
   )
   start = key_range.tile(clamp(loop.index, 0, n_tiles - 1)) * block_n  # first key that this trip adds
-  first = clamp(start, 0, N - block_n)  # first key of its tile: the last tile is moved back to end at N
+  first = clamp(start, 0, N - block_n)  # first key of the tile: the last tile is moved back to end at N
   head_rules = head_rules.of_tile(s, first, block_n, loop.axes)
 
   def score(product: UOp, n: UOp, m: UOp) -> UOp:
-    """The score of key n of the tile and lane m; -inf where it is hidden or counted by the tile before."""
+    """The score of key n of the tile for lane m; -inf if it is hidden or was in the tile before."""
     hidden = reduce(UOp.__or__, [first + n < start, *head_rules.hidden(row + m, first + n)])
     return hidden.where(-inf, head_rules.apply_score_mods(product, row + m, first + n))
 
@@ -149,12 +149,12 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   stores = store_rows(s, o, lse, head, row, acc.after(end), m_i.after(end), l_i.after(end), head_rules.sink(row), outer)
   name = f"attention_{heads}_{rules.kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
-  # A tag keeps tinygrad from rearranging the axes.
+  # The tag keeps tinygrad from rearranging the axes.
   return UOp.group(*stores).end(*outer).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
 
 
 def load_query(q: UOp, head: UOp, row: UOp, d: UOp) -> UOp:
-  """q[head, row, d] as float32; 0 past the last row."""
+  """Load q[head, row, d] as float32; 0 past the last row."""
   inside = row < sizes(q)[1]
   return inside.where(gated(q, inside, head, row, d).load().cast(dtypes.float), 0.0)
 
@@ -162,7 +162,7 @@ def load_query(q: UOp, head: UOp, row: UOp, d: UOp) -> UOp:
 def multiply_qk(
   s: Scope, q_t: UOp, k_tile: Tile, score: Score, m_old: UOp, block_n: int, unroll: int, scale_log2: float, loop: Loop
 ) -> tuple[UOp, UOp]:
-  """The scores of S^T = K Q^T (block_n, block_m), and the row maximum so far (block_m,), times `scale_log2`."""
+  """Compute the scores of S^T = K Q^T, (block_n, block_m), and the new row max, (block_m,), times `scale_log2`."""
   block_m = sizes(q_t)[1]
   scores = s.buffer(block_n, block_m).after(*loop.axes)
   m_new = s.assign(s.buffer(block_m), lambda m: m_old[m].load() if scale_log2 == 1 else -inf, within=loop.axes)
@@ -185,12 +185,12 @@ def multiply_qk(
 def exponentiate(
   s: Scope, scores: UOp, m_new: UOp, m_old: UOp, l_old: UOp, scale_log2: float, loop: Loop
 ) -> tuple[UOp, UOp, UOp]:
-  """P^T = exp2(S^T scale_log2 - m) in place of S^T, the new row sum l, and alpha = exp2(m_old - m) for l and O."""
+  """Compute P^T = exp2(S^T scale_log2 - m) in place of S^T, the new running sum l, and alpha = exp2(m_old - m)."""
   block_n, block_m = sizes(scores)
-  # A row that has seen no key yet has m = -inf, and -inf - -inf is NaN: such a row is shifted by 0.
+  # A row that has seen no key yet has m = -inf, and -inf - -inf is NaN: shift such a row by 0.
   shift = s.assign(s.buffer(block_m), lambda m: m_new[m].eq(-inf).where(0.0, m_new[m]), within=loop.axes)
   alpha = s.assign(s.buffer(block_m), lambda m: exp2(m_old[m] - shift[m]), within=loop.axes)
-  l_tile = s.assign(s.buffer(block_m), lambda m: 0.0, within=loop.axes)  # summed apart: a long sum loses digits
+  l_tile = s.assign(s.buffer(block_m), lambda m: 0.0, within=loop.axes)  # a separate sum: a long one loses digits
   n, m = s.axis(block_n), s.axis(block_m)
   x = scores.after(n)[n, m]
   p = exp2((x if scale_log2 == 1 else x * scale_log2) - shift[m])
@@ -200,7 +200,7 @@ def exponentiate(
 
 
 def multiply_pv(s: Scope, p: UOp, v_tile: Tile, acc: UOp, alpha: UOp, unroll: int, loop: Loop) -> UOp:
-  """O^T = O^T alpha + V^T P^T, (Dv, block_m)."""
+  """Compute O^T = O^T alpha + V^T P^T, (Dv, block_m)."""
   ends = []
   for left, count, columns in register_blocks(sizes(acc)[0], unroll):
     strip = s.axis(count)
@@ -224,10 +224,10 @@ def store_rows(
   sink: UOp | None,
   outer: tuple[UOp, ...],
 ) -> list[UOp]:
-  """The output and the LSE; a row that saw no key gets 0 and -inf. Rows past M are not stored."""
+  """Store the output and the LSE. A row that saw no key gets 0 and -inf; rows past M are not stored."""
   (Dv, block_m), M = sizes(acc), sizes(o)[1]
   factor, log2 = normalize_rows(s, m_i, l_i, lambda m: sink, outer)
-  lanes = min(block_m, M)  # the rest is past M in every block
+  lanes = min(block_m, M)  # the other lanes are past M in every block
   d, m = s.axis(Dv), s.axis(lanes)
   stores = [gated(o, row + m < M, head, row + m, d).store((acc[d, m] * factor[m]).cast(o.dtype)).end(d, m)]
   if lse is not None:
@@ -237,7 +237,7 @@ def store_rows(
 
 
 def product(s: Scope, rows: int, left: Callable[[int, UOp], UOp], right: UOp, within: tuple[UOp, ...]) -> UOp:
-  """acc[r, m] = sum over i of left(r, i) * right[i, m], one broadcast scalar at a time against a row of lanes."""
+  """Compute acc[r, m] = sum over i of left(r, i) * right[i, m]: broadcast scalars times rows of lanes."""
   length, lanes = sizes(right)
   return accumulate(s, zeros(s, rows, lanes, within), length, lanes, lambda r, i, m: left(r, i) * right[i, m])
 

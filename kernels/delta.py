@@ -1,8 +1,7 @@
-"""delta = rowsum(O dO) - dL on GPUs: what a backward pass has to know of the output (Dao, FlashAttention-2, 2023).
+"""delta = rowsum(O dO) - dL on GPUs, which the backward pass needs (Dao, FlashAttention-2, 2023).
 
-Who holds what. `LANES` lanes share a row: each reads 16 bytes at a time, and shuffles join their sums. A workgroup has
-`BLOCK_ROWS` rows. Its speed is that of memory: 2.4 to 2.6 TB/s at D=64, 3.9 at D=128 (H200, B=4, H=32, N=4096,
-2026-11-22).
+Storage: `LANES` lanes share a row; each loads 16 bytes at a time, and shuffles add up their sums. A workgroup has
+`BLOCK_ROWS` rows. Memory limits it: 2.4 to 2.6 TB/s at D=64, 3.9 at D=128 (H200, B=4, H=32, N=4096, 2026-11-22).
 """
 
 from collections.abc import Callable
@@ -18,18 +17,18 @@ from uopattn.dsl.packed import words_of_all
 from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Schedule
 
 LANES, BLOCK_ROWS, WARP = 8, 32, 32
-CHUNK_WORDS = 4  # of 32 bits, in what a lane reads at once: a chunk
+CHUNK_WORDS = 4  # 32-bit words in a chunk, which a lane loads at once
 
 
 def row_sums(family: str, delta: UOp, o: UOp, do: UOp, lse: UOp, dlse: UOp | None = None) -> UOp:
-  """Builds the kernel for a family of GPUs (`uopattn.dsl.instruction_set`).
+  """Build the kernel for a family of GPUs (`uopattn.dsl.instruction_set`).
 
   Args:
     delta: (heads, M) float32, the output; 0 for rows that see no key, whose lse is -inf.
     o: (heads, M, Dv), the output of the forward pass, float16, bfloat16 or float32.
-    do: (heads, M, Dv), its gradient, in the same type.
+    do: (heads, M, Dv), the gradient of o, in o's dtype.
     lse: (heads, M) float32.
-    dlse: (heads, M) float32, its gradient; None is 0.
+    dlse: (heads, M) float32, the gradient of lse; None is 0.
   """
   (heads, M, Dv), s = sizes(o), Scope()
   group = Workgroup(s, 1, ceildiv(heads * M, BLOCK_ROWS), BLOCK_ROWS * LANES // WARP, WARP)
@@ -49,9 +48,9 @@ def row_sums(family: str, delta: UOp, o: UOp, do: UOp, lse: UOp, dlse: UOp | Non
 
 
 def _chunks(x: UOp, row: UOp, exists: UOp) -> Callable[[UOp], list[UOp]]:
-  """From the number of a chunk of a row of x, counted through all heads, to its elements as float32.
+  """Return a function from the number of a chunk in a row of x to its elements as float32.
 
-  Past the row's end they are 0, and everywhere if the row does not exist.
+  Rows are counted through all heads. Elements past the end of the row, or of a row that does not exist, are 0.
   """
   size = sizes(x)[2]
   if x.dtype.itemsize == 4:
@@ -74,7 +73,7 @@ def _chunks(x: UOp, row: UOp, exists: UOp) -> Callable[[UOp], list[UOp]]:
 
 
 def _schedule(device: str, family: str) -> Schedule:
-  """Two kernels: without a gradient of the LSE, and with one."""
+  """Return the schedule for a device, with two kernels: without a gradient of the LSE, and with one."""
   buffers = ("delta", "o", "do", "lse", "dlse")
   kernels = (Kernel(partial(row_sums, family), ("delta",), given, wants=()) for given in (buffers[:-1], buffers))
   return Schedule("delta", (device,), DTYPES_16_32, tuple(kernels))

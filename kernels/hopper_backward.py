@@ -1,21 +1,20 @@
-"""Gradients of attention on Hopper's matrix cores, sm_90a: `wgmma`, one warpgroup to 64 rows.
+"""Gradients of attention on Hopper's tensor cores (sm_90a) with `wgmma`, one warpgroup per 64 rows.
 
-The two passes of `cuda_backward`: see there for the method. Each warpgroup keeps 64 queries (`backward_q`) or keys
-(`backward_kv`), and runs through the others, a tile at a time, all of whose products are started at once:
+The method and the two passes are those of `cuda_backward`. Each warpgroup keeps 64 stationary rows, queries
+(`backward_q`) or keys (`backward_kv`), and loops over streamed tiles of the other. Per tile:
     start S, then dP               (64, block)   from shared memory
-    wait for S, P                  start dV += P^T dO        (64, Dv)   of `backward_kv`
-    wait for dP, dS                start dK += dS^T Q, or dQ += dS K   (64, Dk)
+    wait for S, compute P          start dV += P^T dO        (64, Dv)   only in `backward_kv`
+    wait for dP, compute dS        start dK += dS^T Q, or dQ += dS K   (64, Dk)
     wait for the sums
 
-Who holds what. S, dP, P, dS and the sums are in registers; `uopattn.dsl.nvidia.mma_layout` says which elements a lane
-has, and P and dS, rounded, are left operands of the last products as they are. The stationary rows, once, and tiles of
-the others, `stages` of each, are in shared memory (`uopattn.dsl.nvidia.swizzled`); `uopattn.dsl.nvidia.mbarrier` fills
-the slots, such that no warpgroup waits for another until it is about to run out of tiles. In `backward_kv` lse and
-delta of a tile's queries are on their way, to registers, before the tile is waited for; not of a masked tile, for want
-of registers.
+Storage: S, dP, P, dS and the sums are in registers; `uopattn.dsl.nvidia.mma_layout` says which elements a lane has. P
+and dS, rounded to 16 bits, are left operands of the last products without moving. The stationary rows, and `stages`
+streamed tiles, are in shared memory (`uopattn.dsl.nvidia.swizzled`). `uopattn.dsl.nvidia.mbarrier` fills the stages, so
+that a warpgroup waits for another only when it is about to run out of tiles. `backward_kv` loads lse and delta of a
+tile's queries into registers before it waits for the tile, except for masked tiles, for want of registers.
 
-Measured on an H200 (B=4, H=32, N=4096, 2026-11-22), of the five products that a backward pass must have (these two have
-seven), with delta: 397 TFLOP/s at D=64 and 489 at D=128 in float16, 503 in bfloat16; with a causal mask 361 and 436.
+Measured 2026-11-22 on an H200 (B=4, H=32, N=4096), counting the minimum of five products (these passes compute seven),
+with delta: 397 TFLOP/s at D=64 and 489 at D=128 in float16, 503 in bfloat16; causal 361 and 436.
 """
 
 from collections.abc import Callable
@@ -51,7 +50,7 @@ from uopattn.dsl.schedule import DTYPES_16, Problem, Schedule, passes
 from uopattn.dsl.target import Target
 
 CUDA = "cuda"
-WARPS = 4  # in a warpgroup
+WARPS = 4  # per warpgroup
 
 
 @dataclass(frozen=True)
@@ -59,9 +58,9 @@ class Tiles:
   """The block sizes of one kernel.
 
   Attributes:
-    warpgroups: warpgroups in a workgroup.
-    block: rows of a tile that the warpgroups run through, each a column of their scores.
-    stages: slots for tiles.
+    warpgroups: warpgroups per workgroup.
+    block: rows per streamed tile, which are the columns of S.
+    stages: streamed tiles in shared memory.
   """
 
   warpgroups: int
@@ -78,7 +77,7 @@ class Tiles:
 
   @property
   def rows(self) -> int:
-    """Rows that a workgroup keeps."""
+    """Stationary rows per workgroup."""
     return self.warpgroups * wgmma.M
 
   @property
@@ -86,7 +85,7 @@ class Tiles:
     return self.warpgroups * WARPS * WARP
 
   def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[list[SwizzledTiles], list[SwizzledTiles]]:
-    """Shared memory for the stationary rows and for the tiles: of each Dk columns (of Q or K) and Dv (of dO or V)."""
+    """Shared memory for stationary rows, and for streamed tiles: of each Dk columns (Q or K) and Dv (dO or V)."""
     widths, least = [round_up(Dk, wgmma.K), round_up(Dv, wgmma.K)], wgmma.PANEL
     stationary = [SwizzledTiles.make(s, self.rows, width, 1, self.threads, least=least) for width in widths]
     return stationary, [
@@ -94,20 +93,20 @@ class Tiles:
     ]
 
   def shared_bytes(self, Dk: int, Dv: int) -> int:
-    """Bytes of shared memory a workgroup."""
+    """Bytes of shared memory per workgroup."""
     return sum(2 * x.slots * x.size for panels in self.panels(Scope(), Dk, Dv) for x in panels)
 
   def registers(self, Dk: int, Dv: int, of_keys: bool) -> int:
-    """32-bit registers a lane for S, dP and the sums; of `backward_kv` also for lse and delta."""
+    """32-bit registers per lane for S, dP and the sums; in `backward_kv` also for lse and delta."""
     sums = [round_up(x, wgmma.K) // 2 for x in (Dk, Dv)]
     return self.block + (sum(sums) + self.block // 2 if of_keys else sums[0])
 
   @classmethod
   def choose(cls, problem: Problem, target: Target, of_keys: bool) -> "Tiles":
-    """Tiles for a problem on sm_90, which alone has these instructions; `of_keys` for `backward_kv`.
+    """Choose tiles for a problem on sm_90, the only architecture with wgmma; `of_keys` for `backward_kv`.
 
     Raises:
-      ValueError: another architecture; head sizes that are no multiples of 8, or too large.
+      ValueError: another architecture; head sizes that are not multiples of 8, or too large.
     """
     arch, Dk, Dv, limit = target.arch, problem.Dk, problem.Dv, target.lds
     rows, others = (problem.N, problem.M) if of_keys else (problem.M, problem.N)
@@ -125,18 +124,17 @@ class Tiles:
     )
 
 
-# Of 255 registers, what `Tiles.registers` counts may take: P, dS, addresses and temporaries need the rest.
+# Limit of `Tiles.registers`, of 255 registers per lane: P, dS, addresses and temporaries need the rest.
 LIMIT = 224
-# Warpgroups, `Tiles.block` and slots of `backward_q` and of `backward_kv`, for head sizes up to 64 and above.
+# Warpgroups, block and stages of `backward_q` and of `backward_kv`, for head sizes up to 64 and above.
 FAST = (((2, 64, 2), (2, 128, 2)), ((1, 64, 3), (2, 64, 2)))
 
 
 def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles) -> UOp:
-  """Builds the kernel for the gradient of the queries.
+  """Build the kernel for the gradient of the queries.
 
   Args:
-    dq, q, k, v, do, lse, delta, rules: as for `cuda_backward.backward_q`; in 16 bits, head sizes
-      multiples of 8.
+    dq, q, k, v, do, lse, delta, rules: as for `cuda_backward.backward_q`, in 16 bits; head sizes are multiples of 8.
     tiles: block sizes.
   """
   (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
@@ -166,11 +164,11 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
 def backward_kv(
   dk: UOp, dv: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles
 ) -> UOp:
-  """Builds the kernel for the gradients of keys and values, summed over the query heads that share them.
+  """Build the kernel for the gradients of keys and values, summed over the query heads that share them.
 
   Args:
-    dk, dv, q, k, v, do, lse, delta, rules: as for `cuda_backward.backward_kv`, in 16 bits, head sizes
-      multiples of 8.
+    dk, dv, q, k, v, do, lse, delta, rules: as for `cuda_backward.backward_kv`, in 16 bits; head sizes are multiples of
+      8.
     tiles: block sizes.
   """
   (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
@@ -187,7 +185,7 @@ def backward_kv(
 
   def score_rows(first: UOp, masked: bool, *after: UOp) -> tuple[list[ScoreRow], tuple[UOp, ...]]:
     queries = queries_of_columns(first, tiles.block, group.lane)
-    if masked:  # which takes registers of its own
+    if masked:  # masks need the registers that prefetching would take
       return score_rows_by_column(rows, queries, [row_stats.of(query, True) for query in queries]), after
     loads = [(i, j, x) for i, query in enumerate(queries) for j, x in enumerate(row_stats.load(query, False))]
     begun = UOp.group(*[fetched.after(*after)[i, j].store(x) for i, j, x in loads])
@@ -217,26 +215,26 @@ def backward_kv(
 
 
 def rows_of(group: Workgroup, block: UOp, tiles: Tiles) -> dict[tuple[int, int], UOp]:
-  """A lane's rows, by tile of 16, of which it has one, and half."""
+  """Return a lane's rows, by tile of 16 rows (it has only one) and half."""
   first = block * tiles.rows + group.warp * MMA_M
   return {(0, half): first + row_of(group.lane, half) for half in range(HALVES)}
 
 
 @dataclass(frozen=True)
 class Mainloop:
-  """A warpgroup's way through the tiles, which are counted by their position in the tile range.
+  """A warpgroup's loop over streamed tiles, which are numbered by their position in `tile_range`.
 
   Attributes:
     s: the kernel's axes.
-    group: where this thread stands.
-    dtype: of q, k and v.
+    group: the position of this thread.
+    dtype: dtype of q, k and v.
     tiles: block sizes.
-    rules: the rules for the queries.
+    rules: the rules of the query head.
     tile_range: the tiles.
-    stationary: shared memory of the workgroup's own rows, of Q and dO or of K and V.
-    pipe: brings the tiles of the others.
-    score_rows: this lane's score rows, from a tile's first row, whether it may have hidden scores, and what came
-      before; with what comes before what follows.
+    stationary: shared memory for the workgroup's own rows, of Q and dO or of K and V.
+    pipe: the pipeline that loads the streamed tiles.
+    score_rows: (first row of a tile, whether it may have hidden scores, *after) -> this lane's score rows, and what
+      comes before the next step.
   """
 
   s: Scope
@@ -250,21 +248,21 @@ class Mainloop:
   score_rows: Callable[..., tuple[list[ScoreRow], tuple[UOp, ...]]]
 
   def zeros(self, width: int, *after: UOp) -> UOp:
-    """A sum for each of the rows, of `width` columns."""
+    """A sum of `width` columns for each row, set to 0."""
     return self.s.filled(0.0, round_up(width, wgmma.K) // 2, after=after)
 
   def load_stationary(self, sources: tuple[UOp, UOp], head: UOp, length: UOp, block: UOp, *after: UOp) -> list[UOp]:
-    """Starts copying the workgroup's own rows."""
+    """Start copying the workgroup's own rows to shared memory."""
     copies = []
     for panels, x in zip(self.stationary, sources, strict=True):
       copies += panels.fill_tile(UOp.const(0), HeadView.of(x, head, length), block, self.group.thread, *after)
     return copies
 
   def run(self, sums: list[UOp], *after: UOp) -> tuple[list[UOp], UOp]:
-    """All tiles, added to the sums: of dS times the first of the tiles, and of P times the second.
+    """Add all tiles to the sums: dS times the first matrix of each tile, and P times the second.
 
     Returns:
-      The sums, and what is done when no copy is under way any more.
+      The sums, and a UOp after which no copy is in flight.
     """
     begun = self.pipe.prologue(*after)
     count, words = self.tiles.block // 2, self.tiles.block // 4
@@ -277,7 +275,7 @@ class Mainloop:
     return sums, self.pipe.drain(self.tile_range.n_tiles, *sums)
 
   def attend(self, n: UOp, masked: bool, scores: list[UOp], factors: list[UOp], sums: list[UOp], *after: UOp) -> UOp:
-    """Adds the n-th tile to the sums; what is done when it is."""
+    """Add the n-th tile to the sums. Returns the end of its work."""
     score_rows, begun = self.score_rows(self.tile_range.tile(n) * self.tiles.block, masked, *after, *sums)
     started, tiles = self.pipe.consumer_wait(n, *begun), self.pipe.tiles(n)
     for stationary, tile, into in zip(self.stationary, tiles, scores, strict=True):
@@ -297,13 +295,13 @@ class Mainloop:
     return self.pipe.consumer_release(n, under_way)
 
   def start_scores(self, stationary: SwizzledTiles, tile: SwizzledTiles, into: UOp, *after: UOp) -> UOp:
-    """Starts the product of the warpgroup's own rows with those of a tile, (64, block)."""
+    """Start the product of the warpgroup's own rows with those of a tile, (64, block)."""
     rows = stationary.after(*after).address(self.group.warp // WARPS * wgmma.M)
     steps, panels = stationary.columns // wgmma.K, (stationary.panel, tile.panel)
     return wgmma.start(self.dtype, tile.rows, steps, into[0], rows, tile.after(*after).address(), panels, *after)
 
   def start_sum(self, total: UOp, factor: UOp, elements: Elements, tile: SwizzledTiles, *after: UOp) -> UOp:
-    """Starts total += factor times a tile, (64, columns)."""
+    """Start total += factor times a tile, (64, columns)."""
     words = [
       ins.pack(CUDA, elements[0, i, 2 * half], elements[0, i, 2 * half + 1], self.dtype)
       for i in range(self.tiles.block // MMA_N)
@@ -315,11 +313,11 @@ class Mainloop:
     return wgmma.start(self.dtype, tile.columns, steps, total[0], held[0], address, panels, *after, registers=True)
 
   def elements(self, scores: UOp) -> Elements:
-    """This lane's elements of S or dP."""
+    """Return this lane's elements of S or dP."""
     return {(0, i // 4, i % 4): scores[i].load() for i in range(self.tiles.block // 2)}
 
   def store(self, x: UOp, total: UOp, factor: float, rows: dict[tuple[int, int], UOp]) -> list[UOp]:
-    """A sum times a factor, to the rows of x."""
+    """Store a sum times a factor to the rows of x."""
     stores = []
     for (_, half), row in rows.items():
       stores += store_scaled(x, self.group.head, row, half, total.reshape(-1, 4), UOp.const(factor), self.group.lane)

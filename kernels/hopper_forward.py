@@ -1,24 +1,24 @@
-"""Forward attention on Hopper's matrix cores, sm_90a: `wgmma`, one warpgroup to 64 query rows.
+"""Forward attention on Hopper's tensor cores (sm_90a) with `wgmma`, one warpgroup per 64 query rows.
 
-FlashAttention-2 (Dao, 2023), with both products of a trip started at once: S of a tile, and the weighted sum of the
-tile before it. Each warpgroup keeps its queries and runs through the keys, a tile at a time:
+FlashAttention-2 (Dao, 2023), with the two products of a trip in flight at once: Q K^T of a tile, and P V of the tile
+before it. Each warpgroup keeps its queries and loops over tiles of keys:
     start S = Q K[n]^T    (64, block_n), then O += P V[n-1]   (64, Dv)
-    wait for S, m, l, P'  in registers; the maximum joins the four lanes of a row; l stays apart until the end
+    wait for S            m, l, P' in registers; the four lanes of a row reduce the max per tile, l only at the end
     wait for O            O = O alpha, P = P'
-NVIDIA's compiler moves the second wait up to the first: products overlap with the softmax of other warpgroups. Held
-where it stands, as in FlashAttention-3 (Shah et al., 2024), it made the kernel slower; see scripts/results/NOTES.md.
+NVIDIA's compiler moves the second wait up to the first, so products overlap with the softmax of other warpgroups. With
+the wait held in place, as in FlashAttention-3 (Shah et al., 2024), the kernel was slower; see scripts/results/NOTES.md.
 
-Who holds what. S, m, l, P and O are in registers; `uopattn.dsl.nvidia.mma_layout` says which elements a lane has. Q,
-once, and tiles of K and V, `stages` of each, are in shared memory (`uopattn.dsl.nvidia.swizzled`), where the matrix
-cores read them, see `Tiles.shared_bytes`; `uopattn.dsl.nvidia.mbarrier` fills the slots, such that no warpgroup waits
-for another until it is about to run out of tiles.
+Storage: S, m, l, P and O are in registers; `uopattn.dsl.nvidia.mma_layout` says which elements a lane has. Q, and
+`stages` tiles of K and of V, are in shared memory (`uopattn.dsl.nvidia.swizzled`, `Tiles.shared_bytes`), where the
+tensor cores read them. `uopattn.dsl.nvidia.mbarrier` fills the stages, so that a warpgroup waits for another only when
+it is about to run out of tiles.
 
-Tiles of keys that all queries of the workgroup see whole come first and carry no mask; the rest follow.
+Full tiles, which all queries of the workgroup see completely, come first and need no mask; masked tiles follow.
 
-Measured: 489 TFLOP/s at D=64, 615 at D=128 and 604 at D=256, causal 390 and 517 at D=64 and 128 (H200, B=4, H=32,
-N=4096, float16, 2026-11-22; cuDNN in the same run 470, 650, 699, 422 and 561); no spills, 164 to 248 registers a
-thread. Of the other rules, nvcc 13 spills at D=64 for a bool mask (496 bytes), `mask_mod` and an added mask of 16 bits
-(112 each) and bounds of each query (16), at D=128 for a bool mask (16).
+Measured 2026-11-22 on an H200 (B=4, H=32, N=4096, float16): 489 TFLOP/s at D=64, 615 at D=128, 604 at D=256, causal 390
+at D=64 and 517 at D=128 (cuDNN in the same run 471, 650, 699, 421 and 561). 164 to 248 registers per thread without
+spills. With other features nvcc 13 spills at D=64 for a bool mask (496 bytes), `mask_mod` and an added 16-bit mask (112
+each) and bounds per query (16), and at D=128 for a bool mask (16).
 """
 
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ from uopattn.dsl.schedule import DTYPES_16, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
 
 CUDA = "cuda"
-WARPS = 4  # in a warpgroup
+WARPS = 4  # per warpgroup
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class Tiles:
   """The block sizes of one kernel.
 
   Attributes:
-    warpgroups: warpgroups in a workgroup.
-    block_n: keys a tile.
-    stages: slots for tiles of K and of V.
+    warpgroups: warpgroups per workgroup.
+    block_n: keys per tile.
+    stages: tiles of K, and of V, in shared memory.
   """
 
   warpgroups: int
@@ -71,7 +71,7 @@ class Tiles:
 
   @property
   def block_m(self) -> int:
-    """Queries a workgroup."""
+    """Queries per workgroup."""
     return self.warpgroups * wgmma.M
 
   @property
@@ -79,7 +79,7 @@ class Tiles:
     return self.warpgroups * WARPS * WARP
 
   def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[SwizzledTiles, SwizzledTiles, SwizzledTiles]:
-    """Room for Q, K and V in shared memory."""
+    """Allocate Q, K and V in shared memory."""
     Dk, Dv = round_up(Dk, wgmma.K), round_up(Dv, wgmma.K)
     return (
       SwizzledTiles.make(s, self.block_m, Dk, 1, self.threads, least=wgmma.PANEL),
@@ -88,22 +88,22 @@ class Tiles:
     )
 
   def shared_bytes(self, Dk: int, Dv: int) -> int:
-    """Bytes of shared memory a workgroup."""
+    """Bytes of shared memory per workgroup."""
     return sum(2 * x.slots * x.size for x in self.panels(Scope(), Dk, Dv))
 
   @staticmethod
   def serves(problem: Problem, target: Target) -> bool:
-    """Whether there are tiles for these head sizes on this architecture; sm_90 alone has the instructions."""
+    """Whether there are tiles for these head sizes on this architecture; only sm_90 has wgmma."""
     Dk, Dv = problem.Dk, problem.Dv
     return target.arch == "sm_90" and Dk % 8 == 0 and Dv % 8 == 0 and max(Dk, Dv) <= MAX_HEAD_DIM
 
   @classmethod
   def choose(cls, problem: Problem, target: Target) -> "Tiles":
-    """The tiles that promise most: their speed where there is plenty to do, times the shares of rows and places in use
-    and of the time that is left when a workgroup has started and ended.
+    """Choose the tiles of the highest predicted speed: measured for a large problem, times the shares of rows and of
+    residency in use, times the share of time that the start and the end of workgroups leave.
 
     Raises:
-      ValueError: another architecture; head sizes that are no multiples of 8, or too large.
+      ValueError: another architecture; head sizes that are not multiples of 8, or too large.
     """
     heads, M, N, Dk, Dv, causal = problem.heads, problem.M, problem.N, problem.Dk, problem.Dv, problem.is_causal
     if not cls.serves(problem, target):
@@ -116,7 +116,7 @@ class Tiles:
       tiles, resident, full, half, ends = candidate
       blocks, places = ceildiv(M, tiles.block_m), MULTIPROCESSORS * resident
       rows, turns = M / (blocks * tiles.block_m), heads * blocks / round_up(heads * blocks, places)
-      keys, measured = (N / 2, LENGTH / 2) if causal else (N, LENGTH)  # half the tiles or so are left out
+      keys, measured = (N / 2, LENGTH / 2) if causal else (N, LENGTH)  # a causal mask skips about half the tiles
       return (half if causal else full) * rows * turns * (1 + ends / measured) / (1 + ends / keys)
 
     size = next(size for size in MEASURED if max(Dk, Dv) <= size)
@@ -127,11 +127,11 @@ class Tiles:
     return tiles
 
 
-MAX_HEAD_DIM = 256  # head size
+MAX_HEAD_DIM = 256
 MULTIPROCESSORS = 132  # of an H100 or H200
-# By the largest head size: tiles, workgroups at once on a multiprocessor, TFLOP/s without and with a causal mask (H200,
-# B=4, H=32, N=LENGTH, float16, 2026-11-21), and the keys that a workgroup could work through in the time that its
-# start and end take, which its speed at N=512 and 1024 shows; those of head sizes above 128 are guessed.
+# By the largest head size: tiles, resident workgroups per multiprocessor, TFLOP/s without and with a causal mask (H200,
+# B=4, H=32, N=LENGTH, float16, 2026-11-21), and the cost of a workgroup's start and end, as the number of keys that it
+# could process in that time. The cost follows from the speed at N=512 and 1024; above head size 128 it is guessed.
 LENGTH = 4096
 MEASURED = {
   64: (
@@ -146,15 +146,14 @@ MEASURED = {
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
-  """Builds the kernel.
+  """Build the kernel.
 
   Args:
     o: (heads, M, Dv), the output, in q's dtype.
     q: (heads, M, Dk), float16 or bfloat16, Dk a multiple of 8.
-    k: keys, as `rules` finds them.
-    v: values, likewise, Dv a multiple of 8.
-    lse: (heads, M) float32, receives the natural logarithm of the sum of exponentials of each row.
-    rules: what stands between q.k and the softmax.
+    k, v: keys and values, as `rules` finds them; Dv a multiple of 8.
+    lse: (heads, M) float32, receives the log-sum-exp (natural logarithm) of each row.
+    rules: masks, score mods and scaling; where the keys are.
     tiles: block sizes.
   """
   (heads, M, Dk), Dv, block_m = sizes(q), sizes(o)[2], tiles.block_m
@@ -192,10 +191,10 @@ class State(NamedTuple):
   """What a lane carries from tile to tile.
 
   Attributes:
-    acc: O of two rows, relative to m_i; the weighted sum of the last tile is still to come.
-    p: P of the last tile, rounded, in words.
-    m_i: of each row.
-    l_i: of each row, over this lane's keys.
+    acc: O of two rows, relative to m_i, without P V of the last tile.
+    p: P of the last tile, in packed 16-bit words.
+    m_i: row max of each row.
+    l_i: running sum of each row, over this lane's keys.
   """
 
   acc: UOp
@@ -205,7 +204,7 @@ class State(NamedTuple):
 
   @classmethod
   def make(cls, s: Scope, block_n: int, width: int, scaling: Scaling, *after: UOp) -> "State":
-    """Before the first tile; O has `width` columns."""
+    """The state before the first tile; O has `width` columns."""
     acc = s.filled(0.0, width // 2, after=after)
     m_i, l_i = (s.filled(x, HALVES, after=after) for x in (lowest(scaling), 0.0))
     return cls(acc, s.buffer(block_n // 4, dtype=dtypes.uint), m_i, l_i)
@@ -216,18 +215,18 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Mainloop:
-  """A warpgroup's way through the tiles of keys.
+  """A warpgroup's loop over tiles of keys.
 
   Attributes:
     s: the kernel's axes.
-    group: where this thread stands.
-    dtype: of q, k and v.
-    pipe: brings the tiles.
-    q_tile: the workgroup's queries.
+    group: the position of this thread.
+    dtype: dtype of q, k and v.
+    pipe: the pipeline that loads the tiles.
+    q_tile: the workgroup's queries in shared memory.
     scores: registers for S.
     rows: this lane's queries.
-    rules: the rules for them.
-    key_range: the tiles. Tiles are counted by their position in it.
+    rules: the rules of their head.
+    key_range: the tiles. Tiles are numbered by their position in it.
   """
 
   s: Scope
@@ -241,7 +240,7 @@ class Mainloop:
   key_range: TileRange
 
   def begin(self, state: State, started: UOp) -> State:
-    """The first tile, but for its weighted sum."""
+    """Process the first tile, except for its P V."""
     zero = UOp.const(0)
     waited = self.wait_qk(0, self.start_qk(zero, self.pipe.consumer_wait(zero, started)))
     following = self.pipe.producer_load(zero + self.pipe.ahead, waited)
@@ -251,7 +250,7 @@ class Mainloop:
     return state.after(UOp.group(*stores))
 
   def attend(self, first: UOp, trips: UOp, masked: bool, state: State) -> State:
-    """The tiles from `first` on, each with the weighted sum of the tile before it."""
+    """Process the tiles from `first` on, each together with P V of the tile before it."""
     trip = self.s.axis(trips, AxisType.REDUCE)
     n_tile, old = first + trip, state.after(trip)
     qk = self.start_qk(n_tile, self.pipe.consumer_wait(n_tile, trip, *state))
@@ -266,21 +265,21 @@ class Mainloop:
     return state.after(UOp.group(*stores).end(trip))
 
   def finish(self, state: State) -> tuple[UOp, UOp, UOp]:
-    """The weighted sum of the last tile. Returns O as tiles of accumulators, m and l."""
+    """Add P V of the last tile. Returns O as tiles of accumulators, m and l."""
     count = self.key_range.n_tiles
     pv = self.start_pv(count - 1, state, self.pipe.consumer_wait(count, *state))
     acc = self.wait_pv(state, self.pipe.wait_all(pv))
     return acc.reshape(-1, 4), state.m_i, state.l_i
 
   def start_qk(self, n_tile: UOp, *after: UOp) -> UOp:
-    """Starts S = Q K^T, (64, block_n)."""
+    """Start S = Q K^T, (64, block_n)."""
     k_tile = self.pipe.k_tiles.tile(n_tile, *after)
     q_rows, panels = self.q_tile.address(self.group.warp // WARPS * wgmma.M), (self.q_tile.panel, k_tile.panel)
     steps = k_tile.columns // wgmma.K
     return wgmma.start(self.dtype, k_tile.rows, steps, self.scores[0], q_rows, k_tile.address(), panels, *after)
 
   def start_pv(self, n_tile: UOp, state: State, *after: UOp) -> UOp:
-    """Starts O += P V, (64, Dv)."""
+    """Start O += P V, (64, Dv)."""
     v_tile, p = self.pipe.v_tiles.tile(n_tile, *after), state.p[0]
     steps, panels = v_tile.rows // wgmma.K, (0, v_tile.panel)
     return wgmma.start(
@@ -288,15 +287,15 @@ class Mainloop:
     )
 
   def wait_qk(self, pending: int, *after: UOp) -> UOp:
-    """Waits for S, until at most `pending` products are under way."""
+    """Wait for S: until at most `pending` products are in flight."""
     return wgmma.wait(pending, self.pipe.k_tiles.rows, self.scores[0], *after)
 
   def wait_pv(self, state: State, *after: UOp) -> UOp:
-    """Waits for all products. Returns O."""
+    """Wait for all products. Returns O."""
     return state.acc.after(wgmma.wait(0, self.pipe.v_tiles.columns, state.acc[0], *after))
 
   def softmax(self, n_tile: UOp, masked: bool, state: State, *after: UOp) -> tuple[list[UOp], list[UOp], list[UOp]]:
-    """Alpha of both rows, the words of P, and the stores of m and l, with S there and all else done that is `after`."""
+    """Return alpha of both rows, the words of P, and the stores of m and l. S is read once all of `after` is done."""
     block_n, factor = self.pipe.k_tiles.rows, self.rules.scaling.log2
     first = self.key_range.tile(n_tile) * block_n + self.group.lane % QUAD * 2
     scores, alphas, stores, parts = self.scores.after(*after), [], [], []
@@ -309,7 +308,7 @@ class Mainloop:
       p = self.rules.weights(p, row, first, columns(block_n // MMA_N), masked)
       parts.append([ins.pack(CUDA, p[i], p[i + 1], self.dtype) for i in range(0, len(p), 2)])
       alphas.append(alpha)
-      # scores times a scale of 0 are no scores, and nothing else may be left that waits for the product
+      # Wait explicitly: with a scale of 0 the scores are constants, and nothing else would depend on the product.
       stores += [x.after(*after)[half].store(y) for x, y in ((state.m_i, m_new), (state.l_i, l_new))]
     words = [parts[half][n] for n in range(block_n // MMA_N) for half in range(HALVES)]
     return alphas, words, stores

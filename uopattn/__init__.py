@@ -1,16 +1,16 @@
-"""Attention for tinygrad: kernels written by hand as UOp graphs, verified on every machine."""
+"""Attention for tinygrad: kernels written by hand as UOp graphs, checked by an emulator and a float64 oracle."""
 
 from pathlib import Path
 
 from uopattn.runtime.clang import provide_clang
 
 _here = Path(__file__).resolve().parent
-if not (_here / "kernels").is_dir():  # a checkout, which has them beside this folder
+if not (_here / "kernels").is_dir():  # in a checkout, kernels/ is beside this folder
   __path__.append(str(_here.parent))
 
 provide_clang()
 
-import uopattn.emulator  # noqa: E402, F401  (makes the device EMU known)
+import uopattn.emulator  # noqa: E402, F401  (registers the device EMU)
 from uopattn.api.attention import attention  # noqa: E402
 from uopattn.api.flash import flash  # noqa: E402
 from uopattn.api.kv_cache import KVCache  # noqa: E402

@@ -1,4 +1,4 @@
-"""`python -m uopattn`: the version, and the modules that are programs."""
+"""`python -m uopattn`: prints the version and the modules that are programs."""
 
 import argparse
 
@@ -13,7 +13,7 @@ Each has --help."""
 
 
 def main() -> None:
-  """Prints the usage; exit status 2 for words that are not options."""
+  """Print the usage. Exits with status 2 on unknown arguments."""
   parser = argparse.ArgumentParser(
     prog="python -m uopattn",
     description="Attention for tinygrad. These are its programs:",

@@ -1,9 +1,9 @@
 """Masks and score functions that many models share, for the `mask_mod` and `score_mod` of `attention`.
 
-Each is a function of indices, or makes one. Kernels trace it, with symbols for the indices, and plain tinygrad ops call
+Each is a function of indices, or returns one. Kernels trace it with symbols for the indices; plain tinygrad ops call
 it with Tensors. q_idx and kv_idx count queries and keys from 0, whatever `q_start` is.
 
-Mods that read a Tensor find it in `aux`, at the index that they are made with, so several can share one `aux`:
+A mod that reads a Tensor takes the index of that Tensor in `aux` as an argument, so several mods can share one `aux`:
 
   attention(q, k, v, score_mod=alibi(0), mask_mod=and_masks(causal, document(1)), aux=(slopes, documents))
 
@@ -27,7 +27,7 @@ Score = Callable[..., Any]
 
 
 def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
-  """Keys up to the query's own. `is_causal=True` does the same, and knows which tiles to skip.
+  """Show keys up to the query's own position. `is_causal=True` does the same, and lets kernels skip tiles.
 
   Example:
     >>> from uopattn import BlockMask, mods
@@ -42,13 +42,13 @@ def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
 
 
 def sliding_window(left: int, right: int = 0) -> Mask:
-  """Keys from `left` before the query's own to `right` behind it (Beltagy et al., Longformer, 2020).
+  """Show keys from `left` before the query's position to `right` behind it (Beltagy et al., Longformer, 2020).
 
   Args:
-    left, right: keys, from 0 on.
+    left, right: number of keys on each side, at least 0.
 
   Raises:
-    ValueError: one of them is negative, or wider than int32 positions allow.
+    ValueError: a side is negative, or too large for int32 positions.
 
   Example:
     >>> from uopattn import BlockMask, mods
@@ -74,11 +74,11 @@ def sliding_window(left: int, right: int = 0) -> Mask:
 
 
 def dilated(left: int, step: int, right: int = 0) -> Mask:
-  """Every `step`th key of a sliding window, counted from the query's own (Longformer, figure 2c).
+  """Show every `step`th key of a sliding window, counted from the query's position (Longformer, figure 2c).
 
   Args:
-    left, right: keys of the window before and behind the query's own.
-    step: distance of the keys that are seen, at least 1.
+    left, right: keys of the window before and behind the query's position.
+    step: distance between visible keys, at least 1.
 
   Example:
     >>> from uopattn import BlockMask, mods
@@ -102,7 +102,7 @@ def dilated(left: int, step: int, right: int = 0) -> Mask:
 
 
 def prefix_lm(length: int) -> Mask:
-  """The first `length` keys, and keys up to the query's own (Raffel et al., T5, 2020).
+  """Show the first `length` keys, and keys up to the query's position (Raffel et al., T5, 2020).
 
   Example:
     >>> from uopattn import BlockMask, mods
@@ -123,10 +123,10 @@ def prefix_lm(length: int) -> Mask:
 
 
 def document(place: int = 0) -> Mask:
-  """Keys of the query's own document.
+  """Show keys of the query's own document.
 
   Args:
-    place: aux[place] holds the document of each position, (N,) or (B, N) integers.
+    place: aux[place] holds the document id of each position, (N,) or (B, N) integers.
 
   Example:
     >>> from tinygrad import Tensor
@@ -152,14 +152,14 @@ def document(place: int = 0) -> Mask:
 
 
 def neighbourhood(canvas: tuple[int, int], kernel: tuple[int, int]) -> Mask:
-  """Neighbours of each pixel on a canvas, whose pixels are the positions, counted row by row.
+  """Show the neighbours of each pixel of a 2D canvas, whose pixels are numbered row by row.
 
-  Each query sees the kernel[0] by kernel[1] pixels around it; near an edge, as many that are nearest to the edge
+  Each query sees kernel[0] by kernel[1] pixels centred on its own. Near an edge the rectangle is shifted inwards
   (Hassani et al., Neighborhood Attention Transformer, 2023).
 
   Args:
     canvas: (height, width) in pixels.
-    kernel: (height, width), both odd and at most the canvas's.
+    kernel: (height, width), both odd and at most those of the canvas.
 
   Raises:
     ValueError: the kernel does not fit.
@@ -196,7 +196,7 @@ def neighbourhood(canvas: tuple[int, int], kernel: tuple[int, int]) -> Mask:
 
 
 def and_masks(*masks: Mask) -> Mask:
-  """Keys that all of the masks let see.
+  """Show keys that pass all of the masks.
 
   Example:
     >>> from uopattn import BlockMask, mods
@@ -212,7 +212,7 @@ def and_masks(*masks: Mask) -> Mask:
 
 
 def or_masks(*masks: Mask) -> Mask:
-  """Keys that any of the masks lets see.
+  """Show keys that pass any of the masks.
 
   Example:
     >>> from uopattn import BlockMask, mods
@@ -235,7 +235,7 @@ def _joined(masks: tuple[Mask, ...], join: Callable[[Any, Any], Any], name: str)
 
 
 def alibi(place: int = 0) -> Score:
-  """Subtracts slope * distance between query and key from the score (Press et al., ALiBi, 2022).
+  """Subtract slope * distance between query and key from the score (Press et al., ALiBi, 2022).
 
   Args:
     place: aux[place] holds the slope of each head, (Hq,) floats; see `alibi_slopes`.
@@ -257,9 +257,9 @@ def alibi(place: int = 0) -> Score:
 
 
 def alibi_slopes(heads: int) -> list[float]:
-  """The slopes of the ALiBi paper, one per head: 2**(-8 i / heads), i from 1 on.
+  """Return the slopes of the ALiBi paper, one per head: 2**(-8 i / heads), i from 1 on.
 
-  If `heads` is no power of 2, the slopes of the next lower power are followed by every other slope of twice as many.
+  If `heads` is not a power of 2, the slopes of the next lower power are followed by every other slope of twice as many.
 
   Example:
     >>> from uopattn import mods
@@ -274,11 +274,11 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 def relative_bias(place: int = 0) -> Score:
-  """Adds a learned number for each head and distance (Shaw et al., 2018).
+  """Add a learned bias per head and relative position (Shaw et al., 2018).
 
   Args:
-    place: aux[place] is (Hq, 2 * reach + 1) floats, of which [h, reach + kv_idx - q_idx] is added; keys farther away
-      than `reach` get the first or the last.
+    place: aux[place] is (Hq, 2 * reach + 1) floats; [h, reach + kv_idx - q_idx] is added. Keys farther away than
+      `reach` use the first or the last column.
 
   Example:
     >>> from tinygrad import Tensor
@@ -298,17 +298,17 @@ def relative_bias(place: int = 0) -> Score:
 
 
 def _read(aux: tuple[Any, ...], place: int, name: str, what: str) -> Any:
-  """aux[place], which a mod of that name reads."""
+  """Return aux[place] for the mod `name`. Raises MissingAux."""
   if not 0 <= place < len(aux):
     raise MissingAux(f"mods.{name}({place}) reads aux[{place}], {what}; aux holds {len(aux)} Tensors")
   return aux[place]
 
 
 def softcap(cap: float) -> Score:
-  """Bounds the scores smoothly to (-cap, cap), as attention's own `softcap` does (Gemma 2, 2024).
+  """Bound the scores smoothly to (-cap, cap), as the `softcap` argument of attention does (Gemma 2, 2024).
 
   Raises:
-    ValueError: cap is not finite and greater than 0.
+    ValueError: cap is not greater than 0, or not finite.
 
   Example:
     >>> from tinygrad import Tensor

@@ -1,4 +1,4 @@
-"""`attention`: the front door."""
+"""`attention`: the main entry point."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -85,27 +85,27 @@ def attention(
   return_lse: bool = False,
   backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-  """Attention, softmax(scale q k^T) v, without keeping the scores in memory.
+  """Compute softmax(scale * q k^T) v without storing the scores.
 
-  The score of query i and key j is scale * q[i].k[j]; then softcap * tanh(score / softcap); then score_mod; then
-  + attn_mask, if that is additive. Query i stands at position i + q_start. A row that sees no key gives 0, with a
-  log-sum-exp of -inf and no gradient. Keys and values at or beyond kv_lengths are never read. What other hidden keys
-  may hold is listed in emulator_tests/README.md, "What hidden keys may hold".
+  The score of query i and key j is scale * q[i].k[j], then softcap * tanh(score / softcap), then score_mod, then
+  plus an additive attn_mask. Query i has position i + q_start. A row that sees no key gives 0, a log-sum-exp of -inf
+  and no gradient. Keys and values at or beyond kv_lengths are never read. emulator_tests/README.md lists what other
+  hidden keys may hold, under "What hidden keys may hold".
 
-  q, k, v, sinks, an additive attn_mask and what score_mod reads of aux have gradients. `uopattn.plan.gradient` says
-  which of them come from kernels. Second derivatives need `backend="reference"`.
+  q, k, v, sinks, an additive attn_mask and the aux Tensors that score_mod reads have gradients. `uopattn.plan.gradient`
+  says which gradients kernels compute. Second derivatives need `backend="reference"`.
 
-  Tensors without a device, such as `Tensor.arange` makes, are put on the device of q, k and v. Tensors of a weak dtype
-  take the dtype of q, k and v if they are one of these, otherwise float32 or tinygrad's default int dtype.
+  Tensors without a device, such as `Tensor.arange(n)`, are put on the device of q, k and v. If q, k or v has a weak
+  dtype, it takes the dtype of the others. Any other Tensor of a weak dtype becomes float32 or the default int dtype.
 
   Args:
-    q: (B, Hq, M, Dk) or (Hq, M, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2. Sums are taken in float32.
-      Kernels that multiply float32 in tf32 are taken only if tinygrad's `ALLOW_TF32` is set.
-    k: (B, Hkv, N, Dk) or (Hkv, N, Dk), of q's dtype.
-    v: (B, Hkv, N, Dv) or (Hkv, N, Dv), of q's dtype.
+    q: (B, Hq, M, Dk) or (Hq, M, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2. Accumulation is in float32.
+      Kernels that multiply float32 in tf32 are used only if tinygrad's `ALLOW_TF32` is set.
+    k: (B, Hkv, N, Dk) or (Hkv, N, Dk), in q's dtype.
+    v: (B, Hkv, N, Dv) or (Hkv, N, Dv), in q's dtype.
     attn_mask: broadcasts to (B, Hq, M, N). bool: False hides a key. Float dtypes: added to the scores, -inf hides.
-    dropout_p: probability of dropping a weight while tinygrad's `TRAINING` is set. Which weights are dropped follows
-      from `Tensor.manual_seed`; it differs from call to call, and from replay to replay of a `TinyJit`.
+    dropout_p: probability of dropping a weight while tinygrad's `TRAINING` is set. `Tensor.manual_seed` determines
+      which weights are dropped; the choice differs from call to call, and from replay to replay of a `TinyJit`.
     is_causal: query i sees key j iff j <= i + q_start.
     scale: factor on q.k; None is 1/sqrt(Dk).
     enable_gqa: allows Hq to be a multiple of Hkv; query head h reads key head h // (Hq // Hkv). Nothing is copied.
@@ -114,19 +114,19 @@ def attention(
     softcap: bounds the scores smoothly to (-softcap, softcap).
     q_start: int, bound Variable, an expression of Variables (start + 1), or (B,) Tensor of any integer dtype. 0 aligns
       causal masks upper left, N - M lower right.
-    kv_lengths: of the same types; key j of batch b is seen iff j < kv_lengths[b]. None: all keys are.
+    kv_lengths: accepts the types of q_start; key j of batch b is seen iff j < kv_lengths[b]. None is N.
     sinks: (Hq,) logits; each joins the sum of exponentials of its head's rows, without a value.
     score_mod: f(score, b, h, q_idx, kv_idx, *aux) -> score. It is called with symbols: write x.where(a, b), &, | and ~
       for if, and, or and not; abs(x) works, max(x, y) is x.maximum(y), math.exp(x) is x.exp().
-    mask_mod: f(b, h, q_idx, kv_idx, *aux) -> bool, written likewise; False hides the key.
+    mask_mod: f(b, h, q_idx, kv_idx, *aux) -> bool, written like score_mod; False hides the key.
     aux: Tensors that score_mod and mask_mod index, with one integer per axis. Indices out of bounds, negative ones
       included, read 0 (False) and have no gradient.
-    block_mask: a mask_mod with its own aux, and the number of pairs that it lets see in each block, by which kernels
-      skip tiles. If mask_mod is given too, a key must pass both.
+    block_mask: a mask_mod with its own aux, and the number of visible pairs in each block, which lets kernels skip
+      tiles. If mask_mod is given too, a key must pass both.
     return_lse: also return the log-sum-exp (natural logarithm) of each row, (B, Hq, M) float32. Realize both together,
       `Tensor.realize(out, lse)`; one at a time, the kernel runs twice.
-    backend: "kernel" raises an error if no kernel serves the case. "reference" is plain tinygrad ops, which keep the
-      scores in memory. "auto" takes the kernel if there is one, otherwise the reference, with one log line per reason.
+    backend: "kernel" raises an error if no kernel serves the case. "reference" uses plain tinygrad ops, which store the
+      scores. "auto" uses the kernel if there is one, otherwise the reference, with one log line per reason.
 
   Returns:
     (B, Hq, M, Dv), or (Hq, M, Dv), in q's dtype; with return_lse a pair.
@@ -143,7 +143,7 @@ def attention(
     >>> out.shape, lse.shape
     ((1, 8, 10, 16), (1, 8, 10))
 
-    Where all scores are equal, each row is the mean of the values that it sees:
+    If all scores are equal, each row is the mean of the values that it sees:
 
     >>> q = k = Tensor.zeros(1, 3, 4)
     >>> attention(q, k, Tensor([[[1.0], [3.0], [5.0]]]), is_causal=True).tolist()
@@ -170,7 +170,7 @@ def attention(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, backend: str) -> Any:
-  """What `attention` and its kin come down to: checks all arguments and runs what `backend` says."""
+  """Check all arguments and run the backend, for `attention` and the functions built on it."""
   if backend not in BACKENDS:
     raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
   q, k, v = operands(q=q, k=k, v=v)
@@ -189,7 +189,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, backend: str) 
 def _run(
   q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, arguments: Arguments, backend: str
 ) -> tuple[Tensor, Tensor]:
-  """Runs attention on checked arguments of four dimensions; returns the output and the LSE."""
+  """Run attention on checked arguments with four dimensions. Returns the output and the LSE."""
   if backend == "reference":
     return reference(q, k, v, spec, arguments)
   try:
@@ -204,7 +204,7 @@ def _run(
 
 
 def _launch(device: object, spec: AttentionSpec) -> Launch:
-  """The kernel for an attention on a device; it stores the LSE, see `forward`. Raises NoKernel."""
+  """Return the kernel launch for an attention on a device. It stores the LSE, see `forward`. Raises NoKernel."""
   if not isinstance(device, str):
     raise NoKernel(f"q is on {device}; kernels take one device")
   return dispatch(replace(spec, return_lse=True), target_of(device))

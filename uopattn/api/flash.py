@@ -1,4 +1,4 @@
-"""The kernel as a bare function for `Tensor.custom_kernel`."""
+"""`flash`: the forward kernel as an `fxn` for `Tensor.custom_kernel`."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,28 +32,28 @@ def flash(
   target: Target | None = None,
   tiles: Any = None,
 ) -> UOp:
-  """Attention as the `fxn` of a `Tensor.custom_kernel` call of your own; bind options with `functools.partial`.
+  """Build the forward kernel in a `Tensor.custom_kernel` call of your own; bind options with `functools.partial`.
 
-  Outputs must be `Tensor.empty(...)`: tinygrad copies an input that is a view, and loses what is written to an output
-  that is one. Realize the results together, `Tensor.realize(o, lse)`; one at a time, the kernel runs once for each.
+  Outputs must be `Tensor.empty(...)`: tinygrad copies an input that is a view, and discards what is written to an
+  output that is a view. Realize the results together, `Tensor.realize(o, lse)`; one at a time, the kernel runs twice.
 
   Args:
     o: (B, Hq, M, Dv), or (Hq, M, Dv), in q's dtype; receives the output.
     q: (B, Hq, M, Dk), or (Hq, M, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2.
-    k: (B, Hkv, N, Dk), or (Hkv, N, Dk), of q's dtype.
-    v: (B, Hkv, N, Dv), or (Hkv, N, Dv), of q's dtype.
-    lse: (B, Hq, M), or (Hq, M), float32; receives the log-sum-exp (natural logarithm) of each row. None: not wanted.
-    aux: what score_mod and mask_mod index; these buffers follow an lse.
+    k: (B, Hkv, N, Dk), or (Hkv, N, Dk), in q's dtype.
+    v: (B, Hkv, N, Dv), or (Hkv, N, Dv), in q's dtype.
+    lse: (B, Hq, M), or (Hq, M), float32; receives the log-sum-exp (natural logarithm) of each row. None: not stored.
+    aux: the buffers that score_mod and mask_mod index; they come after lse.
     causal: query i sees key j iff j <= i + q_start.
     scale: factor on q.k; None is 1/sqrt(Dk).
     q_start: position of the first query among the keys.
-    window, softcap, score_mod, mask_mod: as in `uopattn.attention`, which takes more arguments than these.
+    window, softcap, score_mod, mask_mod: as in `uopattn.attention`, which has further arguments.
     enable_gqa: allows Hq to be a multiple of Hkv; query head h reads key head h // (Hq // Hkv).
-    target: the machine to write the kernel for; None is tinygrad's default device.
-    tiles: the block sizes, of the `Tiles` class of the kernel that is to run; None leaves both to `dispatch`.
+    target: the machine to build the kernel for; None is tinygrad's default device.
+    tiles: the block sizes, an instance of the `Tiles` class of the kernel to use; None lets `dispatch` choose both.
 
   Raises:
-    TypeError, ValueError: an argument does not fit, or no kernel serves it; the message says what would.
+    TypeError, ValueError: an argument does not fit, or no kernel serves the case; the message says what is accepted.
 
   Example:
     >>> from functools import partial
@@ -71,7 +71,7 @@ def flash(
       raise TypeError(f"{name} is {described(x)}; it must be a UOp, as Tensor.custom_kernel gives it")
   q4, k4, v4 = (batched(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
   check_dimensions(q=q, k=k, v=v)
-  tables = cast(tuple[Tensor, ...], aux)  # of which only shapes and types are asked
+  tables = cast(tuple[Tensor, ...], aux)  # only shapes and dtypes are read
   options = Arguments(
     is_causal=causal,
     scale=scale,

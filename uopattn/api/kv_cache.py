@@ -1,4 +1,4 @@
-"""Keys and values kept from step to step of a decoder, written in place."""
+"""`KVCache`: a decoder's keys and values, written in place step by step."""
 
 from collections.abc import Callable
 from math import inf, nan
@@ -17,7 +17,7 @@ from uopattn.spec.block_mask import BlockMask
 from uopattn.spec.tensors import batched, check_tensor, dtype_name, placed
 
 MAX_STORED = {dtypes.int8: 127.0, dtypes.fp8e4m3: 448.0, dtypes.fp8e5m2: 57344.0}
-FRACTION = {dtypes.fp8e4m3: 3, dtypes.fp8e5m2: 2}  # bits
+FRACTION = {dtypes.fp8e4m3: 3, dtypes.fp8e5m2: 2}  # bits of the mantissa that are stored
 LEAST = 2.0**-126  # the smallest float32 whose reciprocal is finite
 
 
@@ -28,18 +28,18 @@ class KVCache:
   one compiled kernel serves all lengths, inside and outside `TinyJit`. An int is compiled for that position only, which
   suits a prompt.
 
-  `append` and `attend` are lazy. Realize each step before the next: a Variable has one value in all that is realized
-  together, and an output realized late may see what was written since. Return from a `TinyJit` what depends on what was
-  written: `attend`'s output, or `k` and `v` themselves.
+  `append` and `attend` are lazy. Realize each step before the next: a Variable has only one value in everything that is
+  realized together, and an output realized late may see what was written since. Return something from a `TinyJit` that
+  depends on the write: `attend`'s output, or `k` and `v` themselves.
 
-  In 8 bits each key and each value has a scale of its own, by which its largest element becomes the largest number of
-  the type; the others are rounded to nearest. Kernels read the 8 bits and multiply scores and weights by the scales. A
-  row that holds NaN or infinity has the scale NaN. What is appended to such a cache has gradients of 0, as rounding
-  has; q has its usual ones.
+  An 8-bit cache has one scale per key and one per value, which maps the largest element to the largest number of the
+  dtype; the others are rounded to nearest. Kernels read the 8 bits and multiply scores and weights by the scales. A row
+  that holds NaN or infinity has the scale NaN. k and v appended to an 8-bit cache have gradients of 0, as rounding has;
+  q has its usual gradient.
 
   Attributes:
-    k: (B, Hkv, N_max, Dk), with all that was appended so far; `uopattn.attention` takes it, unless it has 8 bits.
-    v: (B, Hkv, N_max, Dv), likewise.
+    k: (B, Hkv, N_max, Dk), with everything appended so far; `uopattn.attention` accepts it unless it has 8 bits.
+    v: (B, Hkv, N_max, Dv), as k.
     k_scale, v_scale: (B, Hkv, N_max) float32 factors for k and v of 8 bits, otherwise None.
 
   Example:
@@ -67,15 +67,15 @@ class KVCache:
     dtype: DType = dtypes.float32,
     device: str | None = None,
   ):
-    """Allocates the memory.
+    """Allocate the memory.
 
     Args:
-      B: sequences.
-      Hkv: key heads.
-      N_max: positions.
+      B: number of sequences.
+      Hkv: number of key heads.
+      N_max: number of positions.
       Dk: head size of keys.
       Dv: head size of values; None is Dk.
-      dtype: float32, float16, bfloat16, or, with scales, int8, fp8e4m3 or fp8e5m2.
+      dtype: float32, float16 or bfloat16, or with scales int8, fp8e4m3 or fp8e5m2.
       device: None is tinygrad's default.
 
     Raises:
@@ -106,15 +106,15 @@ class KVCache:
       self.k_scale, self.v_scale = (zeros(B, Hkv, N_max, dtype=dtypes.float) for _ in range(2))
 
   def append(self, k: Tensor, v: Tensor, start: int | UOp) -> None:
-    """Writes the keys and values of M positions, from `start` on.
+    """Write the keys and values of M positions, from position `start` on.
 
     Args:
-      k: (B, Hkv, M, Dk), of the cache's dtype; float32, float16 or bfloat16 if that has 8 bits.
-      v: (B, Hkv, M, Dv), likewise.
+      k: (B, Hkv, M, Dk), in the cache's dtype; for an 8-bit cache float32, float16 or bfloat16.
+      v: (B, Hkv, M, Dv), as k.
       start: int, bound Variable, or an expression of Variables. An int is compiled for that position only.
 
     Raises:
-      TypeError: the dtype is not one of these, or `start` is none of these.
+      TypeError: a dtype, or the type of `start`, is not accepted.
       ValueError: a shape or device does not fit, or the last position could lie at or beyond N_max. For a Variable its
         largest value counts, as a `TinyJit` checks no values when it replays.
 
@@ -194,20 +194,20 @@ class KVCache:
     return_lse: bool = False,
     backend: str = "auto",
   ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of M queries, from position `start` on, over all keys up to the last query's.
+    """Compute attention of M queries, from position `start` on, over all keys up to the last query.
 
-    It is `attention(q, cache.k, cache.v, is_causal=True, q_start=start, kv_lengths=start + M, enable_gqa=True)`.
+    Equals `attention(q, cache.k, cache.v, is_causal=True, q_start=start, kv_lengths=start + M, enable_gqa=True)`.
 
     Args:
-      q: (B, Hq, M, Dk), of the same dtype as in `append`; Hq a multiple of Hkv, unless enable_gqa is False.
+      q: (B, Hq, M, Dk), in a dtype that `append` accepts; Hq is a multiple of Hkv, or equal if enable_gqa is False.
       start: as in `append`.
-      is_causal: no query sees the keys behind it.
+      is_causal: no query sees keys behind its own position.
       kv_lengths: as in `uopattn.attention`; None is start + M.
       attn_mask, dropout_p, scale, enable_gqa, window, softcap, sinks, score_mod, mask_mod, aux, block_mask, return_lse,
         backend: as in `uopattn.attention`; scores are (B, Hq, M, N_max).
 
     Returns:
-      (B, Hq, M, Dv); with return_lse a pair.
+      (B, Hq, M, Dv) in q's dtype; with return_lse a pair.
 
     Raises:
       TypeError, ValueError: as in `append` and `uopattn.attention`.
@@ -249,11 +249,11 @@ class KVCache:
 
   @property
   def _weak(self) -> DType:
-    """The dtype that constants of a weak dtype take."""
+    """The dtype that Tensors of a weak dtype are cast to."""
     return dtypes.default_float if self.k.dtype in QUANTIZED_DTYPES else self.k.dtype
 
   def _check(self, start: int | UOp, M: int) -> None:
-    """Raises an error unless M positions from `start` on are within the cache."""
+    """Raise an error unless the M positions from `start` on lie within the cache."""
     check_place("start", start)
     low, high = (start.vmin, start.vmax) if isinstance(start, UOp) else (start, start)
     N_max = sizes(self.k)[2]
@@ -263,9 +263,9 @@ class KVCache:
 
 
 def quantized(x: Tensor, dtype: DType) -> tuple[Tensor, Tensor]:
-  """Rows, the last axis of x, rounded to 8 bits each by its own scale, and the float32 scales.
+  """Quantize each row (last axis) of x to 8 bits with its own scale. Returns the rows and the float32 scales.
 
-  A row of zeros, or of numbers so small that they count as such, has the scale 0.
+  A row of zeros, or of numbers too small for a finite reciprocal of the scale, has the scale 0.
   """
   x = x.float()
   largest = x.abs().bitcast(dtypes.int).max(-1).bitcast(dtypes.float)  # as ints, NaN > infinity > any number
@@ -277,15 +277,15 @@ def quantized(x: Tensor, dtype: DType) -> tuple[Tensor, Tensor]:
 
 
 def _rounded(x: Tensor, bits: int) -> Tensor:
-  """float32 rounded to `bits` bits of fraction, ties to even: by way of float16, tinygrad's cast would round twice."""
+  """Round float32 to `bits` bits of mantissa, ties to even. tinygrad's cast goes by way of float16: it rounds twice."""
   whole, rest = x.bitcast(dtypes.uint), 23 - bits
   return ((whole + ((1 << (rest - 1)) - 1) + ((whole >> rest) & 1)) >> rest << rest).bitcast(dtypes.float)
 
 
 def _written(held: Tensor, x: Tensor, start: int | UOp) -> Tensor:
-  """Writes x into `held` from `start` on, along the third axis; returns that memory as a Tensor.
+  """Write x into `held` from `start` on, along the third axis; return that memory as a Tensor.
 
-  Not `Tensor.assign`, which would also show the new content to tensors made before and not realized yet.
+  `Tensor.assign` would also show the new content to Tensors made before and not realized yet.
   """
   place = held[:, :, start : start + sizes(x)[2]]
   return Tensor(held.uop.after(place.uop.store(x.uop)))

@@ -1,4 +1,4 @@
-"""Attention over keys that were seen in parts: the parts' outputs and log-sum-exps give those of the whole."""
+"""`merge_states`: combines attention over disjoint parts of the keys by the outputs and log-sum-exps of the parts."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -11,20 +11,20 @@ from uopattn.spec.tensors import check_tensor, described, dtype_name, operands, 
 
 
 def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-  """Merges attention over disjoint sets of keys, for the same queries, into attention over all of them, exactly.
+  """Merge attention of the same queries over disjoint sets of keys into attention over all keys, exactly.
 
-  Each part's output is weighted by its share of the sum of exponentials, exp(lse_i - lse). The order of the parts does
-  not matter. Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023) combines its splits like this, and FlashInfer its
-  attention states (Ye et al., "FlashInfer", 2025, section 2.2).
+  Each output is weighted by its share of the sum of exponentials, exp(lse_i - lse). The order of the parts does not
+  matter. Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023) combines its splits this way, and FlashInfer its attention
+  states (Ye et al., "FlashInfer", 2025, section 2.2).
 
   Args:
-    outs: one or more of (B, H, M, Dv), all of one dtype, float32, float16 or bfloat16.
-    lses: as many of (B, H, M), float32: log-sum-exps (natural logarithm). -inf marks a part that sees no key; its
-      output does not count, whatever it holds.
+    outs: one or more Tensors (B, H, M, Dv), all float32, all float16 or all bfloat16.
+    lses: the log-sum-exp (natural logarithm) of each part, (B, H, M) float32. -inf marks a row that sees no key in this
+      part; its output is ignored, even if it is NaN.
 
   Returns:
-    The output (B, H, M, Dv) in the dtype of `outs`, 0 where no part sees a key, and the LSE (B, H, M) float32, -inf
-    there. Sums are taken in float32.
+    The output (B, H, M, Dv) in the dtype of `outs`, and the LSE (B, H, M) float32. Rows that see no key in any part get
+    0 and -inf. Accumulation is in float32.
 
   Raises:
     TypeError, ValueError: an argument does not fit.
@@ -51,7 +51,7 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor
 
 
 def _checked(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-  """Both, once they are known to fit, and with constants on a device."""
+  """Check outs and lses, and put constants on a device. Raises TypeError or ValueError."""
   for name, xs in (("outs", outs), ("lses", lses)):
     if not isinstance(xs, (list, tuple)):
       raise TypeError(f"{name} is {described(xs)}; it must be a list or tuple of Tensors")

@@ -1,4 +1,4 @@
-"""Keyword arguments of the public functions, for overloads whose result depends on return_lse: a Tensor or a pair."""
+"""Keyword arguments of the public functions, for overloads that return a Tensor or a pair, depending on return_lse."""
 
 from collections.abc import Callable
 from typing import Any, TypedDict
@@ -9,7 +9,7 @@ from uopattn.spec.block_mask import BlockMask
 
 
 class Options(TypedDict, total=False):
-  """Keywords that all of these functions take."""
+  """Keyword arguments that all public attention functions share."""
 
   scale: float | None
   enable_gqa: bool
@@ -23,7 +23,7 @@ class Options(TypedDict, total=False):
 
 
 class AttentionOptions(Options, total=False):
-  """Further keywords of `attention`."""
+  """Additional keyword arguments of `attention`."""
 
   q_start: int | UOp | Tensor
   kv_lengths: int | UOp | Tensor | None
@@ -31,21 +31,21 @@ class AttentionOptions(Options, total=False):
 
 
 class VarlenOptions(Options, total=False):
-  """Further keywords of `attention_varlen`."""
+  """Additional keyword arguments of `attention_varlen`."""
 
   is_causal: bool
   q_start: int | Tensor
 
 
 class PagedOptions(Options, total=False):
-  """Further keywords of `attention_paged`."""
+  """Additional keyword arguments of `attention_paged`."""
 
   is_causal: bool
   q_start: int | UOp | Tensor
 
 
 class CacheOptions(Options, total=False):
-  """Further keywords of `KVCache.attend`."""
+  """Additional keyword arguments of `KVCache.attend`."""
 
   attn_mask: Tensor | None
   dropout_p: float

@@ -1,4 +1,4 @@
-"""`attention_paged`: attention over keys that are kept in pages."""
+"""`attention_paged`: attention over a paged KV cache."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
@@ -76,11 +76,11 @@ def attention_paged(
   return_lse: bool = False,
   backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-  """Attention over keys and values in pages (PagedAttention, Kwon et al., 2023), which kernels read where they are.
+  """Compute attention over keys and values in pages (PagedAttention, Kwon et al., 2023), which are read in place.
 
-  Key j of sequence b is row j % page_size of page page_table[b, j // page_size]. Sequences may share pages. For a
-  sequence of n keys only the first ceil(n / page_size) entries of the table are used. The other entries may hold
-  anything, and so may the rows of the last page behind the last key.
+  Key j of sequence b is row j % page_size of page page_table[b, j // page_size]. Sequences may share pages. A sequence
+  of n keys uses only the first ceil(n / page_size) entries of its table row. The other entries may hold anything, and
+  so may the rows of the last page behind the last key.
 
   Page ids must be in 0..P-1. An invalid id raises an error if the table and the lengths are realized or made of Python
   or numpy numbers; on a GPU this check waits for pending work. While a `TinyJit` captures or replays there is no check:
@@ -88,14 +88,14 @@ def attention_paged(
 
   Args:
     q: (B, Hq, M, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2. Any number of queries.
-    k_pages: (P, Hkv, page_size, Dk), of q's dtype; any page_size >= 1.
-    v_pages: (P, Hkv, page_size, Dv), of q's dtype.
+    k_pages: (P, Hkv, page_size, Dk), in q's dtype; any page_size >= 1.
+    v_pages: (P, Hkv, page_size, Dv), in q's dtype.
     page_table: (B, max_pages), of an integer dtype; dtypes other than int32 are converted at each call.
     kv_lengths: the number of keys of each sequence, from 0 to max_pages * page_size: int, bound Variable, an expression
-      of Variables, or (B,) integer Tensor. There are no keys beyond the table's end.
+      of Variables, or (B,) integer Tensor. Keys beyond the end of the table do not exist.
     q_start: as in `attention`; kv_lengths - M makes the queries the last positions of their sequences.
     is_causal, scale, enable_gqa, window, softcap, sinks, return_lse, backend: as in `attention`.
-    score_mod, mask_mod, aux: as in `attention`; kv_idx is j, the key's place in its sequence.
+    score_mod, mask_mod, aux: as in `attention`; kv_idx is j, the position of the key in its sequence.
 
   Returns:
     (B, Hq, M, Dv) in q's dtype; with return_lse a pair.
@@ -152,18 +152,18 @@ def _check_table(table: object, q: Tensor) -> None:
 
 
 def _as_int(table: Tensor, P: int) -> Tensor:
-  """The table in int32; P, which is no page, for what int32 may not hold."""
+  """Cast the page table to int32. Ids that may not fit become P, which is not a page."""
   if dtypes.int32.max < table.dtype.max:
     table = ((table >= 0) & (table < P)).where(table, P)
   return table.cast(dtypes.int)
 
 
 def _check_lengths(kv_lengths: int | UOp | Tensor, table: Tensor, P: int, page_size: int) -> None:
-  """Checks lengths, and the table's entries that they have looked at, as far as their values are at hand.
+  """Check the lengths, and the entries of the table that they use, as far as their values are known without computing.
 
   Raises:
-    TypeError: the lengths are of a wrong type, or there are none.
-    ValueError: one of either is out of its range.
+    TypeError: the lengths are missing or of a wrong type.
+    ValueError: a length or a page id is out of range.
   """
   B, pages = sizes(table)
   check_place("kv_lengths", kv_lengths, B)
@@ -188,7 +188,7 @@ def _check_lengths(kv_lengths: int | UOp | Tensor, table: Tensor, P: int, page_s
 
 
 def _lengths(kv_lengths: int | UOp | Tensor, B: int) -> list[int] | None:
-  """The length of each sequence; None if they are not at hand."""
+  """Return the length of each sequence; None if that would need computing."""
   if isinstance(kv_lengths, Tensor):
     return None if (values := _at_hand(kv_lengths)) is None else values.tolist()
   if isinstance(kv_lengths, UOp):
@@ -198,6 +198,6 @@ def _lengths(kv_lengths: int | UOp | Tensor, B: int) -> list[int] | None:
 
 
 def _at_hand(x: Tensor) -> "np.ndarray[Any, Any] | None":
-  """The values of a Tensor that need not be computed; None of another."""
-  held = x.uop.src[0] if x.uop.op is Ops.COPY else x.uop  # which a Tensor of Python's or numpy's numbers is
+  """Return the values of a Tensor that is already realized; None for any other."""
+  held = x.uop.src[0] if x.uop.op is Ops.COPY else x.uop  # a Tensor made of Python or numpy numbers is a COPY
   return Tensor(held).numpy() if held.has_buffer_identity() and held.is_realized else None

@@ -1,4 +1,4 @@
-"""`attention_varlen`: attention within sequences that lie one after another, of any lengths."""
+"""`attention_varlen`: attention within packed sequences of different lengths."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -77,29 +77,30 @@ def attention_varlen(
   return_lse: bool = False,
   backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-  """Attention within each of S sequences that are packed one after another, without padding.
+  """Compute attention within each of S sequences that are packed one after another, without padding.
 
-  Sequence s has the queries from cu_seqlens_q[s] to cu_seqlens_q[s + 1] - 1; keys likewise. Kernels skip the tiles of
-  other sequences as they skip those that a causal mask or a window hides. q, k and v are copied once, heads first.
+  Sequence s has the queries from cu_seqlens_q[s] to cu_seqlens_q[s + 1] - 1, and keys by cu_seqlens_k likewise. Kernels
+  skip tiles of other sequences, as they skip tiles that a causal mask or a window hides. q, k and v are copied once,
+  heads first.
 
   Args:
     q: (total queries, Hq, Dk); float32, float16 or bfloat16.
-    k: (total keys, Hkv, Dk), of q's dtype.
-    v: (total keys, Hkv, Dv), of q's dtype.
+    k: (total keys, Hkv, Dk), in q's dtype.
+    v: (total keys, Hkv, Dv), in q's dtype.
     cu_seqlens_q, cu_seqlens_k: (S + 1,) offsets: 0, then the end of each sequence. Ints are checked. A Tensor, of any
       integer dtype, is not read back: if it decreases or exceeds the total, the output is wrong, but nothing is read
       out of bounds. A sequence may have no queries or no keys; a query behind the last end sees no key.
     is_causal, window: as in `attention`, by positions within the sequence.
     scale, enable_gqa, softcap, sinks, backend: as in `attention`.
     q_start: position of the first query among the keys of its sequence, an int or (S,) integer Tensor. 0 aligns causal
-      masks upper left; each sequence's number of keys minus its number of queries, lower right.
-    score_mod, mask_mod, aux: as in `attention`, with indices within the sequence: b is the sequence's number, from 0 to
-      S - 1; q_idx and kv_idx count its queries and its keys from 0.
+      masks upper left; each sequence's number of keys minus its number of queries aligns them lower right.
+    score_mod, mask_mod, aux: as in `attention`, with indices within the sequence: b is the number of the sequence, from
+      0 to S - 1; q_idx and kv_idx count its queries and its keys from 0.
     return_lse: also return the log-sum-exp (natural logarithm) of each row, (Hq, total queries) float32. Realize both
       together.
 
   Returns:
-    (total queries, Hq, Dv) in q's dtype; with return_lse a pair. A query that sees no key gets 0, and -inf.
+    (total queries, Hq, Dv) in q's dtype; with return_lse a pair. A query that sees no key gets 0, and an LSE of -inf.
 
   Raises:
     TypeError, ValueError: an argument does not fit; the message names it, what was given and what is accepted.
@@ -131,7 +132,7 @@ def attention_varlen(
     return_lse=return_lse,
   )
   given = given.settled(device)
-  # Checks all but the offsets, for which it takes q, k and v to be right.
+  # Checks everything but the offsets: checking those relies on q, k and v.
   make_spec(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), given)
   ends_q, ends_k = _offsets("cu_seqlens_q", cu_seqlens_q, M, device), _offsets("cu_seqlens_k", cu_seqlens_k, N, device)
   if ends_q.shape != ends_k.shape:
@@ -149,14 +150,14 @@ def attention_varlen(
 def key_bounds(
   ends_q: Tensor, ends_k: Tensor, M: int, N: int, window: tuple[int | None, int | None], q_start: int | Tensor
 ) -> tuple[Tensor, Tensor]:
-  """The first and the last key that each query sees, (M,) int32 both; neither decreases with the query.
+  """Return the first and the last key that each query sees, (M,) int32 both; neither decreases with the query.
 
-  Where a query sees no key, the last one comes before the first.
+  If a query sees no key, its last key comes before its first.
 
   Args:
     ends_q, ends_k: (S + 1,) int32, `cu_seqlens_q` and `cu_seqlens_k`.
     M, N: queries and keys.
-    window: keys before and behind a query's position that it sees, None for no bound.
+    window: (left, right): keys visible before and behind a query's position, None for no bound.
     q_start: an int or (S,) int32.
   """
   row, ends_q, ends_k, of_own = _queries(ends_q, ends_k, M, N)
@@ -172,13 +173,13 @@ def key_bounds(
 def _queries(
   ends_q: Tensor, ends_k: Tensor, M: int, N: int
 ) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]]:
-  """What there is to know of each query's sequence.
+  """Map queries to their sequences.
 
-  One more sequence, without keys, has the queries behind the last end.
+  An extra sequence without keys holds the queries behind the last end.
 
   Returns:
-    The queries (M,) int32; `ends_q` and `ends_k` within their bounds, (S + 2,); and what makes of a number for each
-    sequence, (S + 1,), one for each query, (M,).
+    The query indices, (M,) int32; `ends_q` and `ends_k` clamped to their ranges, (S + 2,) each; and a function that
+    gathers a number per sequence, (S + 1,), into a number per query, (M,).
   """
   row = Tensor.arange(M).cast(dtypes.int)
   ends_q, ends_k = (x.clip(0, n).pad((0, 1), value=n) for x, n in ((ends_q, M), (ends_k, N)))
@@ -188,17 +189,17 @@ def _queries(
 
 
 def _sequences(ends_q: Tensor, ends_k: Tensor, M: int, N: int) -> tuple[Tensor, ...]:
-  """For each query the number of its sequence, and where its queries and its keys begin, (M,) int32 each."""
+  """Return the sequence number, the first query and the first key of each query's sequence, (M,) int32 each."""
   _, ends_q, ends_k, of_own = _queries(ends_q, ends_k, M, N)
   found = Tensor.arange(sizes(ends_q)[0] - 1), ends_q[:-1], ends_k[:-1]
   return tuple(of_own(x).cast(dtypes.int).contiguous() for x in found)
 
 
 def _of_sequences(mod: Callable[..., Any] | None, scores: int) -> Callable[..., Any] | None:
-  """A function of a sequence's own indices as one of those of all queries and keys; behind its aux, `_sequences`.
+  """Turn a mod of indices within a sequence into one of packed indices. Its last three aux Tensors are `_sequences`.
 
   Args:
-    scores: how many arguments come before the indices: 1 of a score_mod, 0 of a mask_mod.
+    scores: arguments before the indices: 1 for a score_mod, 0 for a mask_mod.
   """
 
   if mod is None:
@@ -213,7 +214,7 @@ def _of_sequences(mod: Callable[..., Any] | None, scores: int) -> Callable[..., 
 
 
 def _offsets(name: str, x: Offsets, total: int, device: str) -> Tensor:
-  """`cu_seqlens` as (S + 1,) int32, S at least 1."""
+  """Check `cu_seqlens` and return it as an int32 Tensor (S + 1,), S >= 1."""
   x = placed(x, device)
   if isinstance(x, Tensor):
     check_tensor(name, x)

@@ -1,1 +1,1 @@
-"""Which kernels serve an attention on which machine, and what is done where none does."""
+"""Choice and launch of the kernels for an attention on a machine, and the fallback to plain tinygrad ops."""

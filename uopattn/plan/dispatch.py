@@ -1,4 +1,4 @@
-"""Which kernels serve which attention, and its gradient, on which machine."""
+"""Dispatch: which kernels compute an attention, and its gradient, on a machine."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,14 +26,14 @@ from uopattn.runtime.team import MOST_ARGUMENTS
 from uopattn.spec.spec import AttentionSpec
 from uopattn.spec.tensors import dtype_name
 
-# Of several schedules that are meant for a case, the first one is taken.
+# If several schedules are meant for a case, the first one is used.
 FORWARD = tuple(x.SCHEDULE for x in (cpu_forward, cpu_decode, amd_forward, hopper_forward, cuda_forward))
 BACKWARD = tuple(x.SCHEDULE for x in (cpu_backward, amd_backward, hopper_backward, cuda_backward))
-CPU_ARGUMENTS = MOST_ARGUMENTS - 2  # that a call on a CPU may have, besides the number of its work item
+CPU_ARGUMENTS = MOST_ARGUMENTS - 2  # buffers and Variables of a call on a CPU; its work item takes the rest
 
 
 class NoKernel(ValueError):
-  """No kernel serves a case.
+  """Raised when no kernel serves a case.
 
   Attributes:
     reasons: why not, each with what would be accepted.
@@ -45,13 +45,13 @@ class NoKernel(ValueError):
 
 
 def dispatch(spec: AttentionSpec, target: Target, tiles: Any = None) -> Launch:
-  """The kernel for this attention.
+  """Return the launch of the kernel for this attention.
 
   Args:
-    tiles: block sizes, whose class says which kernel is wanted; None leaves both to us.
+    tiles: block sizes, whose class selects the kernel; None leaves both choices to dispatch.
 
   Raises:
-    NoKernel: none serves it. Of several schedules for a device, the reasons are those of the one that is meant for it.
+    NoKernel: no kernel serves it. The reasons are those of the schedule that is meant for the case.
   """
   schedules = _on_device(FORWARD, "no kernel", target)
   if tiles is not None:
@@ -63,17 +63,17 @@ def dispatch(spec: AttentionSpec, target: Target, tiles: Any = None) -> Launch:
 
 
 def dispatch_backward(spec: AttentionSpec, target: Target) -> tuple[Launch, ...]:
-  """The kernels for the gradient of this attention.
+  """Return the launches of the kernels for the gradient of this attention.
 
   Raises:
-    NoKernel: none serve it. Of several schedules for a device, the reasons are those of the one that serves most.
+    NoKernel: no kernels serve it. The reasons are those of the device's last, most general, schedule.
   """
   schedules = _on_device(BACKWARD, "no kernels for gradients", target)
   return _first(schedules, spec, target, reasons_of=-1)
 
 
 def stages(launch: Launch) -> tuple[Launch, ...]:
-  """What a forward pass runs: one kernel, or where the keys are split one for the parts and one that combines them."""
+  """Return the launches of a forward pass: one kernel, or for split-KV the kernel per split and the combine kernel."""
   if launch.splits == 1:
     return (launch,)
   (schedule,) = (x for x in combine.SCHEDULES if x.devices == launch.schedule.devices)
@@ -81,17 +81,17 @@ def stages(launch: Launch) -> tuple[Launch, ...]:
 
 
 def delta_launch(spec: AttentionSpec, target: Target, has_dlse: bool) -> Launch | None:
-  """The kernel for delta, see `uopattn.plan.gradient`; None on a CPU, where tinygrad's own ops do."""
+  """Return the launch of the delta kernel, see `uopattn.plan.gradient`; None on a CPU, where tinygrad computes it."""
   schedule = next((x for x in delta.SCHEDULES if target.device in x.devices), None)
   if schedule is None:
     return None
-  # Only the output counts: attentions that differ in the rest share the kernel.
+  # delta depends only on the output: attentions that differ in the rest share the kernel.
   rows = AttentionSpec(spec.B, spec.Hq, spec.Hq, spec.M, 1, 1, spec.Dv, spec.dtype, 1.0)
   return Launch(schedule, schedule.kernels[has_dlse], rows)
 
 
 def _on_device(schedules: Sequence[Schedule], what: str, target: Target) -> list[Schedule]:
-  """Those for the target's device. Raises NoKernel if there are none."""
+  """Return the schedules for the target's device. Raises NoKernel if there are none."""
   found = [x for x in schedules if target.device in x.devices]
   if not found:
     devices = sorted({device for x in schedules for device in x.devices})
@@ -102,7 +102,7 @@ def _on_device(schedules: Sequence[Schedule], what: str, target: Target) -> list
 def _first(
   schedules: Sequence[Schedule], spec: AttentionSpec, target: Target, tiles: Any = None, reasons_of: int = 0
 ) -> tuple[Launch, ...]:
-  """The launches of the first schedule that serves the case. Raises NoKernel, with the reasons of one of them."""
+  """Return the launches of the first schedule that serves the case. Raises NoKernel, with one schedule's reasons."""
   failures: list[NoKernel] = []
   for schedule in schedules:
     try:
@@ -113,7 +113,7 @@ def _first(
 
 
 def _launches(schedule: Schedule, spec: AttentionSpec, target: Target, tiles: Any = None) -> tuple[Launch, ...]:
-  """The launches of all kernels of a schedule. Raises NoKernel."""
+  """Return the launches of all kernels of a schedule. Raises NoKernel."""
   if against := reasons_against(schedule, spec):
     raise NoKernel(*against)
   pack_gqa = schedule.pack_gqa(spec)
@@ -132,7 +132,7 @@ def _launches(schedule: Schedule, spec: AttentionSpec, target: Target, tiles: An
 
 
 def check_arguments(launches: Sequence[Launch], target: Target) -> None:
-  """Raises ValueError if a call would have more buffers and Variables than one on a CPU may have."""
+  """Raise ValueError if a CPU call would have more buffers and Variables than it may have."""
   calls = (call for x in launches for call in stages(x))
   if target.device == "CPU" and (count := max(call.argument_count() for call in calls)) > CPU_ARGUMENTS:
     raise ValueError(
@@ -142,7 +142,7 @@ def check_arguments(launches: Sequence[Launch], target: Target) -> None:
 
 
 def reasons_against(schedule: Schedule, spec: AttentionSpec) -> list[str]:
-  """What a schedule has no code for."""
+  """Return the features and dtypes of an attention that a schedule does not support, one sentence each."""
   wanted = {
     "q_start": "takes q_start as an int alone, neither as a Variable nor as a Tensor",
     "bounds": "has no code for sequences one after another, as attention_varlen has them",

@@ -1,11 +1,11 @@
 """The backward pass of `attention`.
 
-Of the forward pass it reads the output and the LSE, so memory is O(N), after FlashAttention-2 (Dao, 2023). With P the
-weights, Z what dropout makes of each (0, or 1 / (1 - p)), O the output, L the LSE, and d the gradient by something:
+It reads only the output and the LSE of the forward pass, so memory is O(N), as in FlashAttention-2 (Dao, 2023). With
+weights P, dropout factors Z (0, or 1 / (1 - p)), output O, LSE L, and dX the gradient of X:
     delta = rowsum(dO * O) - dL
     dV = (Z P)^T dO
-    dS = P (Z (dO V^T) - delta)     of the scores, from which those of the products Q K^T follow
-    dQ, dK = dS K, dS^T Q           where scores are the products
+    dS = P (Z (dO V^T) - delta)     the gradient of the scores; by the chain rule that of the products Q K^T
+    dQ, dK = dS K, dS^T Q           if scores are these products
     d sink = -sum(exp(sink - L) delta)
 """
 
@@ -30,11 +30,11 @@ from uopattn.spec.spec import AttentionSpec
 def with_gradient(
   spec: AttentionSpec, arguments: Arguments, mask: Tensor | None, backend: str
 ) -> tuple[Arguments, Gradient]:
-  """What a forward kernel's call is to be given, and its `grad_fxn`; see `gradient`.
+  """Return the arguments for a forward kernel's call, and its `grad_fxn`; see `gradient`.
 
   Args:
-    arguments: with what kernels read.
-    mask: the attn_mask that was given, of which kernels may read a part, see `folded`. Its gradient has its shape.
+    arguments: with the Tensors that kernels read.
+    mask: the attn_mask as the user gave it; its gradient has its shape. Kernels may read only part of it, see `folded`.
   """
   part = arguments.attn_mask
   if mask is None or part is None or not mask.is_floating_point() or four_axes(mask).shape == part.shape:
@@ -47,21 +47,21 @@ def with_gradient(
 def gradient(
   spec: AttentionSpec, arguments: Arguments, given: Arguments, backend: str, of_mask: list[Tensor]
 ) -> Gradient:
-  """The `grad_fxn` of a forward kernel's call, whose first arguments are the output, q, k, v and the LSE.
+  """Return the `grad_fxn` of a forward kernel's call, whose first arguments are the output, q, k, v and the LSE.
 
-  Gradients of sinks, of an additive mask and of what score_mod reads are tinygrad's own ops, which run only where they
-  are asked for; the last two keep (B, Hq, M, N) in memory. tinygrad does not tell what is asked for, so their graphs
-  are made in any case: some 20 ms of Python for a mask and 50 for what score_mod reads, outside of a `TinyJit`.
+  The gradients of sinks, of an additive mask and of the aux that score_mod reads are tinygrad's own ops, which run only
+  if they are asked for; the last two store (B, Hq, M, N) scores. tinygrad does not tell which gradients it needs, so
+  their graphs are always built: some 20 ms of Python for a mask and 50 ms for score_mod's aux, outside of a `TinyJit`.
 
   Args:
-    arguments: with Tensors that are arguments of the call.
-    given: with those whose gradients are wanted: of the mask that kernels read a part of the whole.
-    backend: "kernel" raises where there are no kernels, "auto" goes through the reference then.
+    arguments: with the Tensors that are arguments of the call.
+    given: with the Tensors to differentiate by: the whole mask, even if kernels read only a part of it.
+    backend: if there are no kernels, "kernel" raises an error and "auto" uses the reference.
     of_mask: receives the gradient of the mask.
   """
 
   def grad_fxn(*grads: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
-    if call is None:  # tinygrad gives a lone gradient and the call by position, several with call=
+    if call is None:  # tinygrad passes a single gradient and the call by position, several gradients with call=
       *grads, call = grads  # type: ignore[assignment]
     saved = Saved.by(spec, call, grads)
     try:
@@ -84,14 +84,14 @@ def gradient(
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-  """What a backward pass starts from.
+  """The inputs of a backward pass.
 
   Attributes:
     q, k, v: (B, Hq, M, Dk), (B, Hkv, N, Dk) and (B, Hkv, N, Dv).
     out: (B, Hq, M, Dv).
     lse: (B, Hq, M) float32.
-    do: the gradient of the output, of its shape and dtype.
-    dlse: that of lse, of its shape and dtype, or None.
+    do: the gradient of the output, in its shape and dtype.
+    dlse: the gradient of lse, in its shape and dtype, or None.
   """
 
   spec: AttentionSpec
@@ -115,13 +115,13 @@ class Saved:
     do: Tensor,
     dlse: Tensor | None = None,
   ) -> "Saved":
-    """With the gradients as kernels take them."""
+    """Make one, with the gradients in the form that kernels take."""
     dlse = None if dlse is None else dlse.cast(dtypes.float).contiguous()
     return cls(spec, q, k, v, out, lse, do.cast(out.dtype).contiguous(), dlse)
 
   @functools.cached_property
   def delta(self) -> Tensor:
-    """See above, (B, Hq, M) float32; 0 where a row sees no key."""
+    """rowsum(dO * O) - dL, (B, Hq, M) float32; 0 for a row that sees no key."""
     s, device = self, str(self.q.device)
     launch = delta_launch(s.spec, target_of(device), s.dlse is not None)
     if launch is not None:
@@ -132,8 +132,8 @@ class Saved:
 
   @classmethod
   def by(cls, spec: AttentionSpec, call: UOp, grads: Iterable[UOp]) -> "Saved":
-    """By a call and the gradients of those of its results that were used, which differ in their dimensions."""
-    o, *operands, lse_ = call.src[1:6]  # as `Kernel.forward` has them
+    """Make one from a call and the gradients of its used results, which are told apart by their number of axes."""
+    o, *operands, lse_ = call.src[1:6]  # in the order of `Kernel.forward`
     out, lse = (Tensor(x.after(call)) for x in (o, lse_))
     q, k, v = map(Tensor, operands)
     given = {g.ndim: Tensor(g) for g in grads}
@@ -142,13 +142,13 @@ class Saved:
 
 
 def differentiable(arguments: Arguments) -> list[tuple[str, Tensor]]:
-  """The Tensors besides q, k and v that have a gradient: an additive mask, sinks, and what score_mod reads."""
+  """Return the Tensors besides q, k, v that have a gradient: an additive mask, sinks, and aux that score_mod reads."""
   names = [name for name in DIFFERENTIABLE if name != "aux" or arguments.score_mod is not None]
   return [(name, x) for name, x in arguments.tensors() if name in names and dtypes.is_float(x.dtype)]
 
 
 def by_kernels(launches: tuple[Launch, ...], saved: Saved, arguments: Arguments) -> list[Tensor]:
-  """dQ, dK and dV."""
+  """Compute dQ, dK and dV with kernels."""
   found: dict[str, Tensor] = {}
   given: dict[str, Sequence[Tensor]] = {x: [getattr(saved, x)] for x in ("q", "k", "v", "do", "lse", "delta")}
   given |= arguments.buffers()
@@ -160,7 +160,7 @@ def by_kernels(launches: tuple[Launch, ...], saved: Saved, arguments: Arguments)
 
 
 def summed(x: Tensor, spec: AttentionSpec) -> Tensor:
-  """The gradient of keys or values; where x has several sums for each of their heads, one after another, all in one."""
+  """Return the gradient of keys or values in q's dtype. If x holds several partial sums per head, add them up."""
   if x.shape[1] > spec.Hkv:
     x = x.reshape(spec.B, spec.Hkv, -1, *x.shape[2:]).sum(2)
   return x.cast(spec.dtype)
@@ -171,7 +171,7 @@ def _no_further(*given: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
 
 
 def of_inputs(saved: Saved, arguments: Arguments) -> list[Tensor | None]:
-  """The gradients of what `differentiable` names, in its order."""
+  """Return the gradients of the Tensors that `differentiable` lists, in its order."""
   names, found = [name for name, _ in differentiable(arguments)], list[Tensor | None]()
   found += [of_mask(saved, arguments)] if "attn_mask" in names else []
   found += [of_sinks(saved, arguments)] if "sinks" in names else []
@@ -179,13 +179,13 @@ def of_inputs(saved: Saved, arguments: Arguments) -> list[Tensor | None]:
 
 
 def of_sinks(saved: Saved, arguments: Arguments) -> Tensor:
-  """The gradient of the sinks, (Hq,). A row that sees no key has a delta of 0."""
+  """Return the gradient of the sinks, (Hq,). A row that sees no key has a delta of 0."""
   lse = saved.lse.eq(-math.inf).where(0, saved.lse)
   return -((cast(Tensor, arguments.sinks).reshape(1, -1, 1) - lse).exp() * saved.delta).sum((0, 2))
 
 
 def of_mask(saved: Saved, arguments: Arguments) -> Tensor:
-  """The gradient of an additive mask: that of the scores, summed where the mask is the same."""
+  """Return the gradient of an additive mask: that of the scores, summed where the mask broadcasts."""
   scores = scores_of(saved.q, saved.k, saved.spec, arguments)
   mask, grad = cast(Tensor, arguments.attn_mask), of_scores(saved, scores, arguments)
   for axis in (3, 2, 1, 0):
@@ -195,7 +195,7 @@ def of_mask(saved: Saved, arguments: Arguments) -> Tensor:
 
 
 def of_aux(saved: Saved, arguments: Arguments) -> list[Tensor | None]:
-  """The gradients of what score_mod reads, by tinygrad's own of the scores."""
+  """Return the gradients of the aux that score_mod reads, differentiating the scores with tinygrad."""
   leaves = arguments.each(Tensor.detach)
   scores = scores_of(saved.q.detach(), saved.k.detach(), saved.spec, leaves)
   total = (scores * of_scores(saved, scores, arguments).detach()).sum()
@@ -203,7 +203,7 @@ def of_aux(saved: Saved, arguments: Arguments) -> list[Tensor | None]:
 
 
 def of_scores(saved: Saved, scores: Tensor, arguments: Arguments) -> Tensor:
-  """The gradient of the scores, (B, Hq, M, N) float32, in plain ops."""
+  """Return the gradient of the scores, (B, Hq, M, N) float32, in plain ops."""
   s, spec = saved, saved.spec
   groups = spec.B, spec.Hkv, spec.group, spec.M
   p = s.lse.eq(-math.inf).unsqueeze(-1).where(0, (scores - s.lse.unsqueeze(-1)).exp())
@@ -212,21 +212,20 @@ def of_scores(saved: Saved, scores: Tensor, arguments: Arguments) -> Tensor:
 
 
 def by_reference(saved: Saved, arguments: Arguments) -> list[Tensor | None]:
-  """All gradients, through the reference, which keeps (B, Hq, M, N) in memory."""
-  # What is detached is a leaf: neither q, k and v nor the gradients are followed to what they are made of, which may
-  # be one another.
+  """Compute all gradients through the reference, which stores (B, Hq, M, N) scores."""
+  # Detached Tensors are leaves: differentiation stops at q, k, v and the gradients, which may depend on one another.
   leaves = arguments.each(Tensor.detach)
   q, k, v = (x.detach() for x in (saved.q, saved.k, saved.v))
   out, lse = reference(q, k, v, saved.spec, leaves)
   total = (out * saved.do.detach()).sum()
   total = total if saved.dlse is None else total + (lse * saved.dlse.detach()).sum()
-  if arguments.scales is not None:  # no 8 bits hold a gradient
+  if arguments.scales is not None:  # 8-bit keys and values have no gradient
     return [*_gradients(total, [q]), None, None, *_gradients(total, [x for _, x in differentiable(leaves)])]
   return _gradients(total, [q, k, v, *(x for _, x in differentiable(leaves))])
 
 
 def _gradients(total: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:
-  """The gradients by the leaves; of one that is there twice, whose gradient is that of both, at the first place."""
+  """Return the gradient of each leaf; for a leaf that occurs twice the whole gradient comes first, then None."""
   found = dict(zip((x.uop for x in leaves), total.gradient(*leaves), strict=True))
   return [found.pop(x.uop, None) for x in leaves]
 
@@ -234,7 +233,7 @@ def _gradients(total: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:
 def _in_places(
   arguments: Iterable[UOp], operands: list[Tensor], grads: Iterable[Tensor | None]
 ) -> Iterator[UOp | None]:
-  """The gradient of each argument of a call; None for one that is no operand."""
+  """Yield the gradient of each argument of a call; None for one that is not an operand."""
   left = list(zip(operands, grads, strict=True))
   for argument in arguments:
     place = next((i for i, (x, _) in enumerate(left) if x.uop is argument), None)

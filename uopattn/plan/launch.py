@@ -1,4 +1,4 @@
-"""Calls of kernels, for all passes: named buffers, the graph on them, and what runs."""
+"""Calls of kernels, for all passes: their named buffers, their graph, and running them."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -24,15 +24,15 @@ Gradient = Callable[..., tuple[UOp | None, ...]]
 
 @dataclass(frozen=True)
 class Launch:
-  """A kernel of a schedule, for an attention: hashable, no tensors.
+  """A kernel of a schedule, applied to an attention: hashable, without Tensors.
 
-  `str` names the schedule and its tiles, for people.
+  `str` gives the schedule and its tiles for display.
 
   Attributes:
-    tiles: its block sizes.
-    pack_gqa: query heads that it takes as the rows of one.
-    splits: parts that the keys are split into.
-    partial: whether its results are those of the parts.
+    tiles: block sizes.
+    pack_gqa: query heads that the kernel treats as rows of one head (GQA packing).
+    splits: number of splits of the keys (split-KV).
+    partial: whether the outputs are those of the splits.
   """
 
   schedule: Schedule
@@ -47,12 +47,12 @@ class Launch:
     return f"{self.schedule.name} {self.tiles}" + (f" in {self.splits} parts" if self.splits > 1 else "")
 
   def names(self) -> tuple[str, ...]:
-    """The buffers of a call that are not arguments, in order; the LSE is stored only where it is wanted."""
+    """Return the buffers of a call that are not arguments, in order. The LSE is among them only if it is wanted."""
     left_out = () if self.spec.return_lse or self.partial or "lse" not in self.kernel.outputs else ("lse",)
     return tuple(name for name in self.kernel.buffers if name not in left_out)
 
   def buffers(self) -> tuple[Input, ...]:
-    """All buffers of a call, in order; an argument may have several, one after another."""
+    """Return all buffers of a call, in order; an argument may have several in a row."""
     s, rows = self.spec, (self.spec.B, self.spec.Hq, self.spec.M)
     part = (s.heads // self.pack_gqa * self.splits, self.pack_gqa * s.M)
     sums = self.kernel.sums(self.tiles)
@@ -76,7 +76,7 @@ class Launch:
     return tuple(Input(x, rows if D is None else (*rows, D), dtype) for x, rows, D, dtype in found) + self.inputs()
 
   def inputs(self) -> tuple[Input, ...]:
-    """The arguments' Tensors that its rules take; no tiles, as where parts are combined, no keys, and so no masks."""
+    """Return the arguments' Tensors that the rules read; without tiles, as in `combine`, no keys and so no masks."""
     s = self.spec
     if "rules" not in self.kernel.wants:
       return ()
@@ -87,12 +87,12 @@ class Launch:
     return given + s.tile_lists(*self.kernel.block(self.tiles), self.kernel.of_keys)
 
   def lists(self, mask: BlockMask) -> Sequence[Tensor]:
-    """Its "tile_lists", by a block mask."""
+    """Return the "tile_lists" for a block mask."""
     block, tile = self.kernel.block(self.tiles)
     return mask.query_lists(tile, block) if self.kernel.of_keys else mask.tile_lists(block, tile)
 
   def graph(self, slots: Sequence[int] | None = None) -> UOp:
-    """The kernel, on buffers that are numbered by `slots`, or from 0; batch and heads become one axis."""
+    """Build the kernel on buffers with the given slots, or slots from 0 on; batch and heads become one axis."""
     buffers = self.buffers()
     numbers = range(len(buffers)) if slots is None else slots
     places = [UOp.placeholder(x.shape, x.dtype, slot) for x, slot in zip(buffers, numbers, strict=True)]
@@ -107,48 +107,48 @@ class Launch:
     kernel = self.kernel.build(**flat, **{name: wanted[name] for name in self.kernel.wants})
     if not self.kernel.unread:
       return kernel
-    # A call has gradients for these, which its kernel may not read; a graph of CUDA's passes all the same. q, k and v
-    # are bytes to it: CUDA C++ knows 8-bit floats only where it is told about them.
+    # The call needs these buffers for its gradients although the kernel does not read them, and CUDA graphs pass every
+    # argument. q, k and v become bytes: CUDA C++ knows 8-bit floats only if it is told about them.
     unread = (as_type(own[name], dtypes.uchar) for name in self.kernel.unread)
     return kernel.replace(src=(*kernel.src, *unread, *(x.base for xs in arguments.values() for x in xs)))
 
   def _flat(self, name: str, x: UOp) -> UOp:
-    """A buffer with batch and heads as one axis, in which packed heads are one head with more rows."""
+    """Return a buffer with batch and heads as one axis; packed heads become one head with more rows."""
     width = () if name in ("lse", "partial_lse", "delta", "dlse") else x.shape[-1:]
     rows = self.pack_gqa * self.spec.M if name in ("o", "q", "lse") else x.shape[-1 - len(width)]
     return x.reshape(-1, rows, *width)
 
   def estimates(self) -> Estimates:
-    """The kernel's work, for tinygrad's own reports: operations, and the bytes of its buffers."""
+    """Estimate the kernel's operations and bytes moved, for tinygrad's own reports."""
     sizes = {x.name: math.prod(x.shape) for x in self.buffers()}
     read = [x for x in self.buffers() if x.name not in (*self.kernel.unread, "k", "v")]
     moved = sum(sizes[x.name] * x.dtype.itemsize for x in read)
-    if "tiles" in self.kernel.wants:  # two products of matrices, and one for each gradient
+    if "tiles" in self.kernel.wants:  # two matrix products, and one more per gradient
       widths = {"dq": self.spec.Dk, "dk": self.spec.Dk, "dv": self.spec.Dv}
       share = sum(widths.get(x, 0) for x in self.kernel.outputs) / (self.spec.Dk + self.spec.Dv)
-      moved += self.spec.kv_bytes  # not all pages that there are
+      moved += self.spec.kv_bytes  # not every page of the pool
       return Estimates(ops=round(self.spec.flops * (1 + share)), lds=moved, mem=moved)
     return Estimates(ops=2 * sizes.get("partial_o", sizes["o"]), lds=moved, mem=moved)
 
   def argument_count(self) -> int:
-    """How many buffers and Variables a call has."""
+    """Return the number of buffers and Variables of a call."""
     return len(self.buffers()) + self.spec.variables
 
   def build(self, device: str, slots: Sequence[int] | None = None) -> UOp:
-    """What a device runs."""
+    """Return the prepared kernel for a device."""
     return prepared(_graph, device, self, None if slots is None else tuple(slots))
 
   def run(
     self, device: str, given: Tensors, variables: tuple[UOp, ...] = (), gradient: Gradient | None = None
   ) -> dict[str, Tensor]:
-    """The outputs once the kernel has run, by name.
+    """Call the kernel and return its outputs by name.
 
     Args:
-      given: Tensors by the names of `buffers`; an output that is missing is a new buffer.
-      variables: bound ones.
+      given: Tensors by the names of `buffers`; a missing output is a new buffer.
+      variables: bound Variables.
       gradient: the call's `grad_fxn`.
     """
-    # As `custom_kernel` does, without the placeholders: making them takes a fifth of an eager call.
+    # Like `Tensor.custom_kernel`, but without making placeholders, which takes a fifth of an eager call.
     buffers = self.buffers()
     given = {x.name: (_empty(x, device),) for x in buffers if x.name in self.kernel.outputs} | dict(given)
     tensors = [x for name in dict.fromkeys(x.name for x in buffers) for x in given[name]]
@@ -161,5 +161,5 @@ def _graph(launch: Launch, slots: tuple[int, ...] | None) -> tuple[UOp, Estimate
 
 
 def _empty(x: Input, device: str) -> Tensor:
-  """`Tensor.empty` for a shape without variables, which takes half the time."""
+  """`Tensor.empty` for a shape without Variables, in half the time."""
   return Tensor(UOp.new_buffer(device, math.prod(x.shape), x.dtype).reshape(x.shape))

@@ -1,4 +1,4 @@
-"""Attention in plain tinygrad ops, with every argument: what kernels fall back to. Keeps the scores in memory."""
+"""Attention in plain tinygrad ops, with every argument: the fallback for kernels. It stores the scores."""
 
 import math
 from functools import reduce
@@ -14,17 +14,17 @@ from uopattn.spec.trace import of_tensors
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, arguments: Arguments) -> tuple[Tensor, Tensor]:
-  """The output (B, Hq, M, Dv) in q's dtype and the natural-log LSE (B, Hq, M) in float32; arithmetic in float32."""
+  """Return the output (B, Hq, M, Dv) in q's dtype and the natural-log LSE (B, Hq, M). Computes in float32."""
   scores, groups = scores_of(q, k, spec, arguments), (spec.B, spec.Hkv, spec.Hq // spec.Hkv)
   sinks = None if arguments.sinks is None else arguments.sinks.float().reshape(1, -1, 1, 1)
-  # Rows that see no key. Of scores that are NaN, max gives -inf too, and `all` of known truths fails in tinygrad.
+  # Rows that see no key. Max does not find them: it gives -inf for NaN too. `all` of constant bools fails in tinygrad.
   no_key = scores.ne(-math.inf).sum(-1, keepdim=True).eq(0)
   m = scores.max(-1, keepdim=True)
   m = m if sinks is None else m.maximum(sinks)
-  m = m.eq(-math.inf).where(0, m).detach()  # nothing depends on it but the range of what is computed
+  m = m.eq(-math.inf).where(0, m).detach()  # the result does not depend on m, only the range of the exponentials
   p = (scores - m).exp()
   l = p.sum(-1, keepdim=True)
-  # 1 before it divides: a `where` behind the division would keep NaN out of the result, but not out of its gradient.
+  # 1 before the division: a `where` behind it would keep NaN out of the result, but not out of the gradient.
   l = no_key.where(1, l if sinks is None else l + (sinks - m).exp())
   lse = no_key.where(-math.inf, m + l.log()).squeeze(-1)
   p = dropped(p / l, spec, arguments)
@@ -33,7 +33,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, arguments: A
 
 
 def scores_of(q: Tensor, k: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tensor:
-  """The scores, (B, Hq, M, N) float32, -inf where a key is hidden."""
+  """Return the scores, (B, Hq, M, N) float32, -inf where a key is hidden."""
   q_groups = q.float().reshape(spec.B, spec.Hkv, spec.Hq // spec.Hkv, spec.M, spec.Dk)
   products = q_groups @ keys_of(k, arguments).unsqueeze(2).transpose(-1, -2)
   scores = products.reshape(spec.B, spec.Hq, spec.M, spec.N) * spec.scale
@@ -41,7 +41,7 @@ def scores_of(q: Tensor, k: Tensor, spec: AttentionSpec, arguments: Arguments) -
 
 
 def keys_of(x: Tensor, arguments: Arguments, values: bool = False) -> Tensor:
-  """k, or v, as (B, Hkv, N, D) float32, with 0 for what is no key: a hidden key has weight 0, and 0 * NaN is NaN."""
+  """Return k, or v, as (B, Hkv, N, D) float32, with 0 past kv_lengths: such a key has weight 0, but 0 * NaN is NaN."""
   x = x.float()
   if arguments.scales is not None:
     x = x * arguments.scales[values].unsqueeze(-1)
@@ -53,13 +53,13 @@ def keys_of(x: Tensor, arguments: Arguments, values: bool = False) -> Tensor:
 
 
 def _one_after_another(x: Tensor, table: Tensor) -> Tensor:
-  """Keys, or values, of pages (P, Hkv, page_size, D) as (B, Hkv, N, D), of what is no page those of another one."""
+  """Gather keys or values from pages (P, Hkv, page_size, D) into (B, Hkv, N, D). Invalid page ids read another page."""
   (B, max_pages), (P, Hkv, page_size, D) = sizes(table), sizes(x)
   return x[table.clip(0, P - 1)].transpose(1, 2).reshape(B, Hkv, max_pages * page_size, D)
 
 
 def _without_page(scores: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tensor:
-  """NaN for keys in what is no page, unless they are hidden by now."""
+  """Set the scores of keys on invalid pages to NaN, unless they are already hidden."""
   if arguments.page_table is None or spec.pages is None:
     return scores
   P, page_size = spec.pages
@@ -68,13 +68,12 @@ def _without_page(scores: Tensor, spec: AttentionSpec, arguments: Arguments) -> 
 
 
 def _indices(scores: Tensor) -> list[Tensor]:
-  """b, h, q_idx and kv_idx, each along its own axis of (B, Hq, M, N)."""
+  """Return b, h, q_idx and kv_idx, each along its own axis of (B, Hq, M, N)."""
   return [Tensor.arange(n).reshape(*(n if a == axis else 1 for a in range(4))) for axis, n in enumerate(scores.shape)]
 
 
 class Lookup:
-  """A Tensor as mods index it here, as kernels index a `uopattn.dsl.rules.table.Table`: what is outside of it reads as
-  0."""
+  """A Tensor that mods index as kernels index a `uopattn.dsl.rules.table.Table`: out of bounds it reads 0."""
 
   def __init__(self, tensor: Tensor):
     self.tensor, self.shape, self.ndim, self.dtype = tensor, sizes(tensor), tensor.ndim, tensor.dtype
@@ -83,11 +82,11 @@ class Lookup:
     places = [x if isinstance(x, Tensor) else Tensor(x) for x in (index if isinstance(index, tuple) else (index,))]
     inside = reduce(Tensor.__and__, ((x >= 0) & (x < size) for x, size in zip(places, self.shape, strict=True)))
     found = self.tensor[tuple(inside.where(x, 0) for x in places)]
-    return inside.where(found, 0).cast(self.dtype)  # elements that tinygrad gathers from a bool Tensor are ints
+    return inside.where(found, 0).cast(self.dtype)  # tinygrad gathers ints from a bool Tensor
 
 
 def _modify(scores: Tensor, arguments: Arguments) -> Tensor:
-  """softcap, then score_mod, then the additive mask."""
+  """Apply softcap, then score_mod, then the additive mask."""
   if arguments.softcap is not None:
     scores = arguments.softcap * (scores / arguments.softcap).tanh()
   if arguments.score_mod is not None:
@@ -98,7 +97,7 @@ def _modify(scores: Tensor, arguments: Arguments) -> Tensor:
 
 
 def _hide(scores: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tensor:
-  """-inf wherever any rule hides a key."""
+  """Set scores to -inf where any rule hides the key."""
   b, h, i, j = _indices(scores)
   position = i + _per_batch(arguments.q_start)
   rules: list[Tensor] = []
@@ -122,7 +121,7 @@ def _hide(scores: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tensor:
 
 
 def dropped(weights: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tensor:
-  """Some weights 0, the others scaled by 1 / (1 - dropout_p); kernels drop the same ones."""
+  """Apply dropout: set some weights to 0 and scale the others by 1 / (1 - dropout_p). Kernels drop the same weights."""
   if arguments.seed is None:
     return weights
   b, h, i, j = _indices(weights)
@@ -134,7 +133,7 @@ def dropped(weights: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tenso
 
 
 def _bool(seen: Tensor | bool) -> Tensor:
-  """What a mask_mod gives, which may be the same for all."""
+  """Return the result of a mask_mod as a Tensor; it may be a constant bool."""
   return seen if isinstance(seen, Tensor) else Tensor(seen, dtype=dtypes.bool)
 
 

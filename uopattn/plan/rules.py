@@ -1,4 +1,4 @@
-"""The rules of a kernel, from an attention and the buffers that its arguments are in."""
+"""Construction of a kernel's `Rules` from an attention's spec and the kernel's buffers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,11 +16,11 @@ from uopattn.spec.spec import AttentionSpec
 def rules_of(
   spec: AttentionSpec, buffers: Mapping[str, Sequence[UOp]], pack_gqa: int = 1, operand: DType | None = None
 ) -> Rules:
-  """The rules of a kernel with these buffers, by the names of their arguments.
+  """Return the rules of a kernel, given its buffers by the names of their arguments.
 
   Args:
-    pack_gqa: query heads that it takes as the rows of one.
-    operand: what it makes of keys and values of 8 bits that have scales; None is q's type.
+    pack_gqa: query heads that the kernel treats as rows of one head.
+    operand: the dtype that 8-bit keys and values with scales are widened to; None is q's dtype.
   """
   operand = operand or spec.dtype
   tables = {name: tuple(map(Table, buffers.get(name, ()))) for name in ("aux", "block_mask")}

@@ -1,4 +1,4 @@
-"""The target of a device."""
+"""The target of a tinygrad device."""
 
 from typing import cast
 
@@ -17,11 +17,11 @@ DEVICES = ("CPU", "AMD", "NV", "CUDA", "CL", "METAL", "QCOM", "WEBGPU", "PYTHON"
 
 
 def target_of(device: str) -> Target:
-  """The target of a tinygrad device such as "CPU" or "CUDA:1".
+  """Return the target of a tinygrad device such as "CPU" or "CUDA:1".
 
   Raises:
-    ValueError: the device is none that tinygrad computes on.
-    NoCompiler: the device is a CPU and there is no clang.
+    ValueError: the device is not one that tinygrad computes on.
+    NoCompiler: the device is a CPU and no clang was found.
   """
   kind = device.split(":")[0].upper()
   if kind not in DEVICES:
@@ -38,7 +38,7 @@ def target_of(device: str) -> Target:
 
 
 def shown(target: Target, device: str) -> str:
-  """A device's target for people, who are to see which results an emulator made."""
+  """Return a device's target for display; it says when results come from an emulator."""
   kind = device.split(":")[0].upper()
   if kind == "EMU":
     return f"EMU {target.arch}, emulated"

@@ -1,1 +1,1 @@
-"""What is asked of an attention: its arguments, checked, and traced functions."""
+"""The description of one attention: checked arguments, and traced mods."""

@@ -1,7 +1,7 @@
-"""The arguments of an attention besides q, k and v: each declared once, in `Arguments`.
+"""The arguments of an attention besides q, k and v, each declared once, in `Arguments`.
 
-What a mask needs beyond its declaration is a rule for kernels, in `uopattn.dsl.rules`, one for `uopattn.plan.reference`
-and one for `uopattn.proof.oracle`.
+A new mask needs, beyond its declaration, a rule for kernels in `uopattn.dsl.rules`, one in `uopattn.plan.reference` and
+one in `uopattn.proof.oracle`.
 """
 
 import functools
@@ -23,7 +23,7 @@ from uopattn.spec.tensors import WIDEST, check_tensor, check_tensors, described,
 
 
 class Sizes(NamedTuple):
-  """What arguments must fit: batches, query heads, key heads, queries and keys."""
+  """The sizes that arguments must fit: batches, query heads, key heads, queries and keys."""
 
   B: int
   Hq: int
@@ -37,28 +37,28 @@ class Sizes(NamedTuple):
 
 
 def four_axes(mask: Tensor) -> Tensor:
-  """A mask with axes of size 1 on the left, four in all."""
+  """Prepend axes of size 1 to a mask until it has four."""
   return mask.reshape((1,) * (4 - mask.ndim) + shape_of(mask))
 
 
 def known(x: int | UOp | Tensor | None) -> int | UOp | None:
-  """An int, or the kernel's side of what is made of bound Variables; None for a Tensor."""
+  """Return an int as it is, an expression of bound Variables in its form inside a kernel, and None for a Tensor."""
   return in_kernel(x) if isinstance(x, UOp) else x if isinstance(x, int) else None
 
 
 def bound_variables(x: UOp) -> list[UOp]:
-  """Those in an expression."""
+  """Return the bound Variables in an expression."""
   return [u for u in x.toposort() if u.is_bound_var]
 
 
 def in_kernel(x: UOp) -> UOp:
-  """An expression with a parameter of the kernel in the place of each bound Variable."""
+  """Replace each bound Variable of an expression by a parameter of the kernel."""
   variables = ((bound, bound.unbind()[0]) for bound in bound_variables(x))
   return x.substitute({bound: UOp.variable(v.expr, v.vmin, v.vmax, param=True) for bound, v in variables})
 
 
 def is_place(x: object) -> bool:
-  """Whether x is an int, a bound Variable, or an integer expression of bound Variables such as start + 1."""
+  """Return whether x is an int, a bound Variable, or an integer expression of bound Variables such as start + 1."""
   if not isinstance(x, UOp):
     return isinstance(x, int) and not isinstance(x, bool)
   known = GroupOp.ALU | {Ops.PARAM, Ops.CONST, Ops.CAST, Ops.STACK}
@@ -92,7 +92,7 @@ def check_window(name: str, window: object, sizes: Sizes) -> None:
 
 
 def check_place(name: str, x: object, B: int | None = None) -> None:
-  """Raises TypeError or ValueError unless x is what `is_place` says, or a (B,) integer Tensor if B is given."""
+  """Raise TypeError or ValueError unless `is_place(x)` is true, or x is a (B,) integer Tensor and B is given."""
   if isinstance(x, Tensor) and B is not None:
     check_tensor_of(name, x, (B,), dtypes.ints, "an integer dtype")
     return
@@ -124,7 +124,7 @@ def number(name: str, value: object) -> float:
 
 
 def as_place(x: int | UOp | Tensor) -> list[Tensor]:
-  """A position, or a number of keys, in the form of kernels if it is a Tensor."""
+  """Return the Tensors that kernels take for a position or a number of keys: an int32 Tensor, or none for an int."""
   return [x.cast(dtypes.int)] if isinstance(x, Tensor) else []
 
 
@@ -143,7 +143,7 @@ def check_softcap(name: str, value: object, sizes: Sizes) -> None:
 
 
 def check_dropout(name: str, p: object, sizes: Sizes | None = None) -> None:
-  """Raises TypeError or ValueError if this is no probability of dropping a weight."""
+  """Raise TypeError or ValueError unless p is a number in [0, 1)."""
   if not 0 <= number(name, p) < 1:
     raise ValueError(f"{name} is {p}; it must be in [0, 1)")
 
@@ -167,7 +167,7 @@ def check_mod(name: str, mod: object, sizes: Sizes) -> None:
 
 
 def check_aux(name: str, aux: object, sizes: Sizes) -> None:
-  if not isinstance(aux, tuple) or not all(isinstance(x, UOp) for x in aux):  # which `flash` has
+  if not isinstance(aux, tuple) or not all(isinstance(x, UOp) for x in aux):  # `flash` passes UOps
     check_tensors(name, aux)
 
 
@@ -179,18 +179,18 @@ def check_block_mask(name: str, mask: object, sizes: Sizes) -> None:
 
 @dataclass(frozen=True)
 class Argument:
-  """What is declared of an argument.
+  """The declaration of one argument.
 
   Attributes:
-    default: None where it may be left out, and is not looked at then.
-    check: (name, value, sizes); raises TypeError or ValueError where a value does not fit.
-    tensors: from a value the Tensors that kernels take, in their form. Its name is that of their buffers.
-    mask: from a value the rule by which a query sees the keys from one to another.
-    settle: what becomes of a value before anything else.
-    feature: what a kernel without code for it says it lacks; None is its name, "" that none needs any.
-    is_used: whether a value takes that code.
-    in_lse: whether what it does to a row is in its LSE: a backward pass, and a part of the keys, need it no more.
-    has_gradient: whether its Tensors may have one.
+    default: None if the argument is optional; its checks are then skipped for None.
+    check: (name, value, sizes); raises TypeError or ValueError if the value does not fit.
+    tensors: maps a value to the Tensors that kernels take, in their form. Their buffers have the argument's name.
+    mask: maps a value to the rule that limits a query to the keys from one to another.
+    settle: normalises a value before it is checked.
+    feature: the name that a kernel without code for it reports; None is the argument's name, "" if none needs code.
+    is_used: whether a value needs that code.
+    in_lse: whether the LSE contains its effect on a row. A backward pass, and a split of the keys, then ignore it.
+    has_gradient: whether its Tensors may have a gradient.
   """
 
   default: Any = None
@@ -205,21 +205,21 @@ class Argument:
 
 
 def argument(default: Any = None, **declared: Any) -> Any:
-  """A field of `Arguments`; see `Argument`."""
+  """Declare a field of `Arguments`; see `Argument`."""
   return field(default=default, metadata={"argument": Argument(default, **declared)})
 
 
 @dataclass(frozen=True, eq=False)
 class Arguments:
-  """What an attention is given besides q, k, v and a backend; see `uopattn.attention` for the meaning.
+  """The arguments of an attention besides q, k, v and backend; see `uopattn.attention` for their meaning.
 
   Kernels take the Tensors in the order of the fields.
 
   Attributes:
-    seed: of dropout, in training: (2,) uint32.
-    bounds: the first and the last key that each query sees, (M,) int32 both; what `attention_varlen` makes of its own.
-    scales: factors on each key and each value, (B, Hkv, N) float32 both; k and v are then of QUANTIZED_DTYPES, q not.
-    page_table: of `attention_paged`, (B, pages of a sequence) int32.
+    seed: random seed for dropout in training, (2,) uint32.
+    bounds: the first and the last key that each query sees, (M,) int32 both; `attention_varlen` makes them.
+    scales: factors on each key and each value, (B, Hkv, N) float32 both. k and v then have one of QUANTIZED_DTYPES.
+    page_table: the page table of `attention_paged`, (B, max_pages) int32.
   """
 
   is_causal: bool = argument(False, check=check_flag, feature="")
@@ -245,7 +245,7 @@ class Arguments:
   block_mask: BlockMask | None = argument(check=check_block_mask, tensors=lambda x: list(x.aux))
 
   def check(self, sizes: Sizes, device: object) -> None:
-    """Raises TypeError or ValueError if an argument does not fit the others; all Tensors must be on the device."""
+    """Raise TypeError or ValueError if an argument does not fit the sizes, or a Tensor is not on the device."""
     for name, declared, value in self.given:
       declared.check(name, value, sizes)
       for x in value if isinstance(value, tuple) else (value.counts if name == "block_mask" else value,):
@@ -255,44 +255,44 @@ class Arguments:
       raise ValueError(f"aux holds {len(self.aux)} Tensors, but there is no score_mod or mask_mod to read them")
 
   def settled(self, device: str | tuple[str, ...] | None) -> "Arguments":
-    """The same with constants among them on a device, and with positions and lengths that int32 holds."""
+    """Return a copy with constants moved to the device, and with positions and lengths that fit int32."""
     found = {name: declared.settle(placed(value, device)) for name, declared, value in self.given}
     return replace(self, **found)
 
   @functools.cached_property
   def given(self) -> list[tuple[str, Argument, Any]]:
-    """Those that are not left out, with what is declared of them."""
+    """The arguments in use: name, declaration and value."""
     values = ((name, declared, getattr(self, name)) for name, declared in ARGUMENTS.items())
     return [(name, x, value) for name, x, value in values if value is not None or x.default is not None]
 
   def in_use(self) -> tuple[str, ...]:
-    """The features that it takes to serve them."""
+    """Return the features that a kernel must support."""
     used = ((name, x.feature) for name, x, value in self.given if x.is_used(value))
     return tuple(name if feature is None else feature for name, feature in used if feature != "")
 
   def masks(self) -> tuple[Range, ...]:
-    """The rules of those that let a query see the keys from one to another."""
+    """Return the rules that limit a query to the keys from one to another."""
     return tuple(x.mask(value) for _, x, value in self.given if x.mask is not None)
 
   def tensors(self) -> list[tuple[str, Tensor]]:
-    """The Tensors among them as kernels take them, each with the name of its argument."""
+    """Return the Tensors as kernels take them, each with the name of its argument."""
     return [(name, x) for name, declared, value in self.given for x in declared.tensors(value)]
 
   def buffers(self) -> dict[str, list[Tensor]]:
-    """These Tensors, by the names of their arguments."""
+    """Return the Tensors as kernels take them, grouped by the name of their argument."""
     found: dict[str, list[Tensor]] = {}
     for name, x in self.tensors():
       found.setdefault(name, []).append(x)
     return found
 
   def each(self, change: Callable[[Tensor], Tensor]) -> "Arguments":
-    """The same with these Tensors changed, but for those of a block mask."""
+    """Return a copy with `change` applied to each Tensor, except those of a block mask."""
     found = {name: [*map(change, xs)] for name, xs in self.buffers().items() if name != "block_mask"}
     given = {name: tuple(xs) if isinstance(getattr(self, name), tuple) else xs[0] for name, xs in found.items()}
     return replace(self, **cast(dict[str, Any], given))
 
   def variables(self) -> tuple[UOp, ...]:
-    """The bound Variables in them, each once; not those of one possible value, which tinygrad makes constants."""
+    """Return the distinct bound Variables, without those of only one possible value: tinygrad makes them constants."""
     places = (value for _, _, value in self.given if isinstance(value, UOp))
     return tuple(dict.fromkeys(v for x in places for v in bound_variables(x) if v.src[0].vmin < v.src[0].vmax))
 

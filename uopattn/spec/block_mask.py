@@ -1,4 +1,4 @@
-"""Which blocks of keys each block of queries sees, so that kernels skip the others."""
+"""`BlockMask`: counts visible pairs per block of queries and keys, so that kernels can skip empty tiles."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,24 +14,24 @@ from uopattn.spec.tensors import check_tensors, described, placed
 from uopattn.spec.trace import Mod, trace_mod
 
 SHADES = "·░▒▓█"  # nothing seen, up to a third, two thirds, less than all, all
-PICTURE = (24, 64)  # rows and columns of `str(mask)` at most
+PICTURE = (24, 64)  # largest number of rows and columns of `str(mask)`
 
-if TYPE_CHECKING:  # numpy takes a while to import, and who makes no mask needs none
+if TYPE_CHECKING:  # numpy is slow to import, and only block masks need it
   import numpy as np
 
 
 @dataclass(frozen=True, eq=False)
 class BlockMask:
-  """A mask_mod, and how many pairs it lets see in each block of the scores, so that kernels skip the empty blocks.
+  """A mask_mod with the number of visible pairs in each block of the scores, so that kernels skip empty blocks.
 
-  `BlockMask.of` makes one. It stores its own `mask_mod` and `aux`; rebuild it if either changes. `str(mask)` is a
-  picture: "·" for a block of which nothing is seen, "█" for a full one, and shades between.
+  Make one with `BlockMask.of`. It stores its own `mask_mod` and `aux`; rebuild it if either changes. `str(mask)` is a
+  picture: "·" is an empty block, "█" a full one, with shades in between.
 
   Attributes:
     mask_mod: (b, h, q_idx, kv_idx, *aux) -> bool; False hides the key.
-    aux: the Tensors that it indexes.
+    aux: the Tensors that mask_mod indexes.
     M, N: queries and keys.
-    block_m, block_n: queries and keys of a block; the last ones may have fewer.
+    block_m, block_n: queries and keys per block; the last blocks may have fewer.
     counts: pairs seen in each block, (B or 1, Hq or 1, ceil(M / block_m), ceil(N / block_n)) int32.
 
   Example:
@@ -71,20 +71,20 @@ class BlockMask:
     block_n: int = 128,
     device: str | None = None,
   ) -> "BlockMask":
-    """Asks a mask_mod about every pair of a query and a key, in one kernel that stores one count per block.
+    """Evaluate a mask_mod for every pair of a query and a key, in one kernel that stores one count per block.
 
-    Small blocks let kernels skip more of a fine mask. Blocks need not have the size of a kernel's tiles.
+    Small blocks let kernels skip more of a fine-grained mask. Blocks need not have the size of a kernel's tiles.
 
     Args:
       mask_mod: (b, h, q_idx, kv_idx, *aux) -> bool; False hides the key. See `uopattn.mods`.
-      B, Hq: batches and query heads. 1 makes one mask for all, whose mask_mod is called with 0 for their index.
+      B, Hq: batches and query heads. 1 makes one mask for all, and mask_mod is called with index 0.
       M, N: queries and keys.
-      aux: the Tensors that it indexes; out of bounds it reads 0. The mask is made from their present content.
-      block_m, block_n: queries and keys of a block.
-      device: where the mask is to be; None is where aux is, or tinygrad's default device.
+      aux: the Tensors that mask_mod indexes; out of bounds they read 0. The mask is made from their present content.
+      block_m, block_n: queries and keys per block.
+      device: the device of the mask; None is that of aux, or tinygrad's default device.
 
     Raises:
-      TypeError: mask_mod cannot be traced, aux is no tuple of Tensors, or a size is no int.
+      TypeError: mask_mod cannot be traced, aux is not a tuple of Tensors, or a size is not an int.
       ValueError: a size is less than 1.
 
     Example:
@@ -117,19 +117,19 @@ class BlockMask:
     return cls(mask_mod, aux, M, N, block_m, block_n, counts)
 
   def seen(self, b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
-    """mask_mod as attention calls it: without the batch or the head, where the mask is the same for all."""
+    """Call mask_mod as attention does: with batch or head 0 where one mask serves all of them."""
     B, H = self.heads
     return self.mask_mod(b if B > 1 else b * 0, h if H > 1 else h * 0, q_idx, kv_idx, *aux)
 
   @property
   def heads(self) -> tuple[int, int]:
-    """Batches and query heads; 1 where the mask is the same for all."""
+    """Batches and query heads; 1 where one mask serves all of them."""
     B, H, *_ = sizes(self.counts)
     return B, H
 
   @property
   def full(self) -> Tensor:
-    """Blocks of which every pair is seen; bool, of the shape of `counts`.
+    """Blocks in which every pair is seen; bool, in the shape of `counts`.
 
     Example:
       >>> from uopattn import BlockMask, mods
@@ -140,7 +140,7 @@ class BlockMask:
 
   @property
   def empty(self) -> Tensor:
-    """Blocks of which no pair is seen; bool, of the shape of `counts`.
+    """Blocks in which no pair is seen; bool, in the shape of `counts`.
 
     Example:
       >>> from uopattn import BlockMask, mods
@@ -151,7 +151,7 @@ class BlockMask:
 
   @property
   def partial(self) -> Tensor:
-    """Blocks that are neither full nor empty; bool, of the shape of `counts`.
+    """Blocks that are neither full nor empty; bool, in the shape of `counts`.
 
     Example:
       >>> from uopattn import BlockMask, mods
@@ -162,7 +162,7 @@ class BlockMask:
 
   @property
   def density(self) -> float:
-    """The share, from 0 to 1, of all pairs of a query and a key that see each other.
+    """The share of query-key pairs that are visible, from 0 to 1.
 
     Example:
       >>> from uopattn import BlockMask, mods
@@ -173,13 +173,13 @@ class BlockMask:
 
   @property
   def _pairs(self) -> "np.ndarray[Any, Any]":
-    """How many pairs each block holds, (ceil(M / block_m), ceil(N / block_n))."""
+    """Pairs in each block, (ceil(M / block_m), ceil(N / block_n))."""
     import numpy as np
 
     return np.outer(*(_lengths(n, block) for n, block in ((self.M, self.block_m), (self.N, self.block_n))))
 
   def check(self, B: int, Hq: int, M: int, N: int) -> None:
-    """Raises ValueError if this mask is not one for scores of (B, Hq, M, N)."""
+    """Raise ValueError if this mask does not fit scores of (B, Hq, M, N)."""
     mine = (*self.heads, self.M, self.N)
     if mine[0] not in (1, B) or mine[1] not in (1, Hq) or mine[2:] != (M, N):
       raise ValueError(
@@ -187,25 +187,24 @@ class BlockMask:
       )
 
   def tile_lists(self, block_m: int, block_n: int) -> tuple[Tensor, Tensor]:
-    """The tiles of keys that a kernel visits, by tiles of its own size; see `uopattn.dsl.rules.masks.Masks.tile_lists`.
+    """List the tiles of keys that each block of queries attends to; see `uopattn.dsl.rules.masks.Masks.tile_lists`.
 
-    A tile is seen whole if all the mask's blocks that it touches are full and it ends before N, and not at all if all
-    of them are empty. Worked out once for each size, by tinygrad ops.
+    A tile is full if all the mask's blocks that it touches are full and it ends before N. Kernels skip it if all of
+    them are empty. The lists are computed once per tile size, by tinygrad ops.
 
     Args:
-      block_m, block_n: queries and keys of a tile.
+      block_m, block_n: queries per block and keys per tile of the kernel.
 
     Returns:
-      The order of the visit, (B or 1, Hq or 1, blocks, tiles) int32; and how many are seen whole and how many are
-      visited, at least 1, (B or 1, Hq or 1, blocks, 2) int32.
+      The tiles, full ones first and empty ones last, (B or 1, Hq or 1, blocks, tiles) int32; and how many are full and
+      how many are not empty, at least 1, (B or 1, Hq or 1, blocks, 2) int32.
     """
     return self._listed(block_m, block_n, of_keys=False)
 
   def query_lists(self, block_m: int, block_n: int) -> tuple[Tensor, Tensor]:
-    """The tiles of queries that a kernel visits whose blocks are of keys, as `tile_lists` has those of keys.
+    """List the tiles of queries that see each block of keys, in the form of `tile_lists`.
 
-    A tile is seen whole if it ends before M, too. The lists have as many blocks as there are of keys, each with as many
-    tiles as there are of queries.
+    A full tile also ends before M. There is one list per block of keys, and its entries are tiles of queries.
     """
     return self._listed(block_m, block_n, of_keys=True)
 
@@ -245,7 +244,7 @@ class BlockMask:
     )
 
   def __str__(self) -> str:
-    """With a picture of the first head, each character a block, or several where they are many."""
+    """Return the summary and a picture of the first head, with one character per block, or per group of blocks."""
     import numpy as np
 
     counts, pairs = self.counts[0, 0].numpy(), self._pairs
@@ -257,10 +256,10 @@ class BlockMask:
     return "\n".join([repr(self), *("".join(SHADES[x] for x in row) for row in shades)])
 
   def plot(self, path: str, b: int = 0, h: int = 0) -> None:
-    """Draws into a file how much is seen of each block, for one head; the file's suffix says which format.
+    """Draw the visible share of each block of one head into a file; the file's suffix selects the format.
 
     Args:
-      path: the file, "mask.png" say.
+      path: the file, such as "mask.png".
       b, h: the batch and the query head.
 
     Raises:
@@ -279,7 +278,7 @@ class BlockMask:
     figure.savefig(path, dpi=120)
 
   def draw(self, panel: Any, b: int = 0, h: int = 0) -> None:
-    """Draws how much is seen of each block into a matplotlib `Axes`, for one head.
+    """Draw the visible share of each block of one head into a matplotlib `Axes`.
 
     Example:
       >>> from matplotlib.figure import Figure
@@ -293,7 +292,7 @@ class BlockMask:
 
 
 def _count(mod: Mod, M: int, N: int, block_m: int, block_n: int) -> Callable[..., UOp]:
-  """The kernel that counts the pairs that a mask_mod lets see, for each block. tinygrad chooses its schedule."""
+  """Return the kernel that counts the visible pairs of each block. tinygrad chooses its schedule."""
 
   def count(counts: UOp, *aux: UOp) -> UOp:
     b, h, m, n = at = [UOp.range(size, i) for i, size in enumerate(sizes(counts))]
@@ -307,7 +306,7 @@ def _count(mod: Mod, M: int, N: int, block_m: int, block_n: int) -> Callable[...
 
 
 def _scatter(order: UOp, position: UOp) -> UOp:
-  """order[..., position[..., t]] = t."""
+  """Build the kernel of order[..., position[..., t]] = t."""
   at = [UOp.range(size, i) for i, size in enumerate(sizes(order))]
   place = position[tuple(at)].load().cast(dtypes.weakint)
   store = order[(*at[:-1], place)].store(at[-1].cast(dtypes.int))
@@ -315,14 +314,14 @@ def _scatter(order: UOp, position: UOp) -> UOp:
 
 
 def _lengths(n: int, block: int) -> "np.ndarray[Any, Any]":
-  """The lengths of blocks that cover n."""
+  """Return the lengths of consecutive blocks that cover n, (ceil(n / block),) float64."""
   import numpy as np
 
   return np.minimum(block, n - np.arange(0, n, block)).astype(np.float64)
 
 
 def _touches(n: int, tile: int, block: int) -> "np.ndarray[Any, Any]":
-  """Which of the blocks each tile overlaps, both counted from 0 to n: (tiles, blocks), 1 or 0."""
+  """Return which blocks each tile overlaps, both counted from 0 to n: (tiles, blocks), 1 or 0."""
   import numpy as np
 
   tiles, blocks = np.arange(0, n, tile)[:, None], np.arange(0, n, block)

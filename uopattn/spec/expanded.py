@@ -1,4 +1,4 @@
-"""Tensors that were expanded: read once, without a copy, and differentiated as they are."""
+"""Expanded Tensors: kernels read the part that was expanded, without a copy, and gradients have the full shape."""
 
 from itertools import accumulate, pairwise
 from operator import mul
@@ -11,15 +11,15 @@ from uopattn.dsl import sizes
 
 
 def folded(x: Tensor) -> Tensor:
-  """The Tensor with size 1 along each axis along which it is known to be constant."""
+  """Shrink the Tensor to size 1 along each axis along which it is known to be constant."""
   return x.shrink(tuple((0, 1 if same else n) for n, same in zip(sizes(x), _constant_axes(x.uop, {}), strict=True)))
 
 
 def unfolded(part: Tensor, whole: Tensor, grad: list[Tensor]) -> Tensor:
-  """`part`, which is `folded(whole)` or a copy of it, with a gradient that goes on to `whole`; no kernel reads that.
+  """Return `part`, with a gradient that flows to `whole`. `part` is `folded(whole)` or a copy; no kernel reads `whole`.
 
   Args:
-    grad: holds the gradient of `whole` once that of what reads the result is known.
+    grad: holds the gradient of `whole` by the time that the gradient of the result is known.
   """
 
   def grad_fxn(_: UOp, call: UOp) -> tuple[UOp | None, ...]:
@@ -30,10 +30,10 @@ def unfolded(part: Tensor, whole: Tensor, grad: list[Tensor]) -> Tensor:
 
 
 def _constant_axes(x: UOp, known: dict[UOp, tuple[bool, ...]]) -> tuple[bool, ...]:
-  """Of each axis whether all elements along it are equal; False where that cannot be seen.
+  """Return for each axis whether all elements along it are known to be equal.
 
   Args:
-    known: what has been found of others.
+    known: results so far.
   """
   if x not in known:
     before = [_constant_axes(s, known) for s in _read(x)]
@@ -43,14 +43,14 @@ def _constant_axes(x: UOp, known: dict[UOp, tuple[bool, ...]]) -> tuple[bool, ..
 
 
 def _read(x: UOp) -> tuple[UOp, ...]:
-  """The Tensors whose elements those of x come from; none where x is a buffer, or too much to look into."""
+  """Return the inputs that x takes its elements from; none if x is a buffer, or an op that is not analysed."""
   if x.op in (Ops.EXPAND, Ops.PERMUTE, Ops.RESHAPE, Ops.SHRINK, Ops.FLIP):
     return x.src[:1]
   return x.src if x.op in GroupOp.ALU or x.op is Ops.CAST else ()
 
 
 def _from(x: UOp, before: list[tuple[bool, ...]]) -> tuple[bool, ...]:
-  """Which axes of x are constant because of those of what it reads."""
+  """Return which axes of x are constant because its inputs are constant along theirs."""
   if x.op is Ops.PERMUTE:
     return tuple(before[0][axis] for axis in x.marg)
   if x.op is Ops.RESHAPE:
@@ -60,7 +60,7 @@ def _from(x: UOp, before: list[tuple[bool, ...]]) -> tuple[bool, ...]:
 
 
 def _reshaped(constant: tuple[bool, ...], old: tuple[int, ...], new: tuple[int, ...]) -> tuple[bool, ...]:
-  """Which of the new axes are constant: those that constant old ones, and no others, were split or merged into."""
+  """Return which new axes are constant: those that only constant old axes were split or merged into."""
   old_ends, new_ends = (list(accumulate(shape, mul, initial=1)) for shape in (old, new))
   shared = sorted(set(old_ends) & set(new_ends))
 

@@ -1,4 +1,4 @@
-"""What is asked of an attention, checked."""
+"""`AttentionSpec`: the checked, hashable description of one attention."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +24,8 @@ class Input:
   """A Tensor that a kernel takes besides q, k and v.
 
   Attributes:
-    name: the argument that it comes with; aux may hold several.
-    shape, dtype: as the kernel sees it.
+    name: the argument that it belongs to; aux may have several.
+    shape, dtype: as the kernel sees them.
   """
 
   name: str
@@ -35,16 +35,16 @@ class Input:
 
 @dataclass(frozen=True)
 class AttentionSpec(Problem):
-  """A problem, with all that its kernels are made of; hashable, no tensors.
+  """A problem with everything that determines its kernels; hashable, without Tensors.
 
   Attributes:
-    q_start: position of the first query: an int, made of Variables, or None where it is a Tensor.
-    kv_lengths: keys that exist: an int, made of Variables, or None where it is a Tensor or all do.
-    masks: further rules by which a query sees the keys from one to another.
+    q_start: position of the first query: an int, an expression of Variables, or None for a Tensor.
+    kv_lengths: number of keys: an int, an expression of Variables, or None for a Tensor or if all keys exist.
+    masks: further rules that limit a query to the keys from one to another.
     dropout_p: probability of dropping a weight; 0 unless training.
-    block_mod: the block mask's own mask_mod.
+    block_mod: the mask_mod of the block mask.
     inputs: the Tensors among the arguments other than q, k and v, in the order in which kernels take them.
-    pages: how many there are, and the keys of each, where k is (pages, Hkv, keys of a page, Dk), and v likewise.
+    pages: number of pages and keys per page, if k is (pages, Hkv, keys per page, Dk) and v likewise.
   """
 
   q_start: int | UOp | None = 0
@@ -61,15 +61,15 @@ class AttentionSpec(Problem):
 
   @property
   def kept(self) -> tuple[int, int, int]:
-    """The shape of k and of v but for the head size."""
+    """The shape of k and v without the head size."""
     return (self.B, self.Hkv, self.N) if self.pages is None else (self.pages[0], self.Hkv, self.pages[1])
 
   def tile_lists(self, block: int, tile: int, of_keys: bool) -> tuple["Input", ...]:
-    """With a block mask, what a kernel takes besides `inputs`: the tiles that each of its blocks visits.
+    """Return the further inputs of a kernel with a block mask: the lists of tiles for each of its blocks.
 
     Args:
-      block, tile: rows of a block and of a tile.
-      of_keys: whether blocks are of keys and tiles of queries, not the reverse.
+      block, tile: rows per block and per tile.
+      of_keys: whether blocks are of keys and tiles of queries, instead of the reverse.
     """
     if self.block_heads is None:
       return ()
@@ -79,18 +79,18 @@ class AttentionSpec(Problem):
 
   @property
   def variables(self) -> int:
-    """How many Variables a kernel takes."""
+    """The number of Variables that a kernel takes."""
     places = [x for x in (self.q_start, self.kv_lengths) if isinstance(x, UOp)]
     return len({u for x in places for u in x.toposort() if u.op is Ops.PARAM})
 
   def record(self) -> dict[str, Any]:
-    """What JSON keeps of it: shapes, type, scale, and whether there is a causal mask."""
+    """Return the entries of a JSON record: shapes, dtype, scale, whether it is causal, and return_lse."""
     names = ("B", "Hq", "Hkv", "M", "N", "Dk", "Dv", "scale", "is_causal", "return_lse")
     return {name: getattr(self, name) for name in names} | {"dtype": dtype_name(self.dtype)}
 
   @property
   def flops(self) -> int:
-    """Floating-point operations of the two products, over the pairs of query and key that see each other."""
+    """Floating-point operations of the two matrix products, over the pairs of query and key that see each other."""
     pairs, (left, right) = self.M * self.N, self.window
     if isinstance(self.q_start, int) and self.window != (None, None):
       firsts = [0 if left is None else i + self.q_start - left for i in range(self.M)]
@@ -100,7 +100,7 @@ class AttentionSpec(Problem):
 
 
 def make_spec(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> AttentionSpec:
-  """Checks every argument; q, k and v have four dimensions by now. With a page table k and v are pages.
+  """Check every argument and return the spec. q, k and v have four dimensions; with a page table k and v are pages.
 
   Raises:
     TypeError: an argument is of the wrong type or dtype.
@@ -148,7 +148,7 @@ def make_spec(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> Attentio
 
 
 def window_with_causal(window: tuple[int | None, int | None] | None, is_causal: bool) -> tuple[int | None, int | None]:
-  """A window with a causal mask in it, which is a right side of 0."""
+  """Return the window with a causal mask merged into it: a right side of 0."""
   left, right = window or (None, None)
   return left, min(0, right or 0) if is_causal else right
 

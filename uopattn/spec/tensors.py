@@ -1,4 +1,4 @@
-"""What public functions take for a Tensor, and what becomes of constants and of integers that int32 does not hold."""
+"""Checks of Tensors that users pass, and the conversion of constants and of integers that do not fit int32."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ from tinygrad.dtype import DType
 from uopattn.dsl import clamp
 from uopattn.dsl.rules.masks import FAR
 
-WIDEST = FAR // 2  # side of a window
+WIDEST = FAR // 2  # largest side of a window
 
 
 def described(x: object) -> str:
-  """What an argument of a wrong type is, in a few words: 1.5, None, a list, a numpy.ndarray."""
+  """Describe an argument of a wrong type in a few words: 1.5, None, a list, a numpy.ndarray."""
   if x is None or isinstance(x, (int, float, str)):
     return repr(x)
   kind = type(x)
@@ -21,10 +21,10 @@ def described(x: object) -> str:
 
 
 def check_tensor(name: str, x: object) -> Tensor:
-  """x, which is to be a Tensor whose sizes are known.
+  """Return x if it is a Tensor whose sizes are ints.
 
   Raises:
-    TypeError: it is no Tensor.
+    TypeError: x is not a Tensor.
     ValueError: one of its sizes is made of Variables.
   """
   if not isinstance(x, Tensor):
@@ -36,7 +36,7 @@ def check_tensor(name: str, x: object) -> Tensor:
 
 
 def check_tensors(name: str, xs: object) -> None:
-  """Raises TypeError or ValueError unless xs is a tuple of what `check_tensor` accepts."""
+  """Raise TypeError or ValueError unless xs is a tuple of Tensors that `check_tensor` accepts."""
   if not isinstance(xs, tuple):
     raise TypeError(f"{name} is {described(xs)}; it must be a tuple of Tensors")
   for i, x in enumerate(xs):
@@ -44,10 +44,10 @@ def check_tensors(name: str, xs: object) -> None:
 
 
 def operands(**named: object) -> tuple[Tensor, ...]:
-  """Tensors that are computed with one another, constants among them as tinygrad's own ops take these.
+  """Give Tensors a common device and strong dtypes, as tinygrad's own ops do.
 
-  Those without a device are put on that of the first one that has one, or on tinygrad's default device. Those of a weak
-  dtype are of that of the first one that has none, or if none has, of tinygrad's default dtypes.
+  A Tensor without a device is put on that of the first one that has one, or on tinygrad's default device. A Tensor of a
+  weak dtype takes the first strong dtype among them, or tinygrad's default dtype if there is none.
 
   Raises:
     TypeError, ValueError: see `check_tensor`.
@@ -61,11 +61,11 @@ def operands(**named: object) -> tuple[Tensor, ...]:
 
 
 def placed(x: Any, device: str | tuple[str, ...] | None, weak: DType | None = None) -> Any:
-  """A Tensor on a device and of a dtype that is not weak; anything else as it is.
+  """Put a Tensor on a device and give it a strong dtype; return anything else as it is.
 
   Args:
-    device: for a Tensor that has none, as `Tensor.arange` makes them; None is tinygrad's default.
-    weak: the dtype for one of a weak dtype; None is float32 or tinygrad's default dtype of ints.
+    device: for a Tensor without one, such as `Tensor.arange(n)`; None is tinygrad's default.
+    weak: the dtype for a Tensor of a weak dtype; None is float32 or tinygrad's default int dtype.
   """
   if isinstance(x, tuple):
     return tuple(placed(y, device, weak) for y in x)
@@ -77,14 +77,14 @@ def placed(x: Any, device: str | tuple[str, ...] | None, weak: DType | None = No
 
 
 def as_int(x: Tensor) -> Tensor:
-  """Integers in int32, those that it may not hold held within FAR of 0."""
+  """Cast integers to int32, first clamped to [-FAR, FAR] if their dtype holds larger ones."""
   if dtypes.int32.max < x.dtype.max:
     x = x.minimum(FAR) if x.dtype in dtypes.uints else x.clip(-FAR, FAR)
   return x.cast(dtypes.int)
 
 
 def near(x: Any) -> Any:
-  """A number of keys or a position, held within FAR of 0 where it is no int32; what is none as it is."""
+  """Clamp a position or a number of keys to [-FAR, FAR], and cast a Tensor to int32; return anything else as it is."""
   if isinstance(x, Tensor):
     return as_int(x) if x.dtype in dtypes.ints else x
   if isinstance(x, UOp):
@@ -93,14 +93,14 @@ def near(x: Any) -> Any:
 
 
 def batched(name: str, x: Any) -> Any:
-  """A Tensor or UOp of three or four dimensions with four; ValueError, with its name, for any other."""
+  """Return a Tensor or UOp of three or four dimensions with four. Raises ValueError, with its name, for any other."""
   if x.ndim not in (3, 4):
     raise ValueError(f"{name} has shape {x.shape}; it must have three or four dimensions, (B, H, rows, head size)")
   return x if x.ndim == 4 else x.reshape(1, *x.shape)
 
 
 def check_dimensions(**named: Any) -> None:
-  """Raises ValueError if Tensors, or UOps, of three dimensions are to go with one of four and a batch."""
+  """Raise ValueError if some Tensors or UOps have three dimensions and others have four with more than one batch."""
   shapes = [x.shape for x in named.values()]
   if len(set(map(len, shapes))) > 1 and any(len(shape) == 4 and shape[0] != 1 for shape in shapes):
     given = ", ".join(f"{name} has shape {x.shape}" for name, x in named.items())
@@ -108,5 +108,5 @@ def check_dimensions(**named: Any) -> None:
 
 
 def dtype_name(dtype: DType) -> str:
-  """ "half" for dtypes.half."""
+  """Return the name of a dtype without "dtypes.", such as half."""
   return str(dtype).removeprefix("dtypes.")

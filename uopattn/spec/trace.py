@@ -1,7 +1,7 @@
-"""Functions of a score and its indices, made part of a kernel.
+"""Tracing of `score_mod` and `mask_mod` functions, which become part of a kernel.
 
-A `score_mod` or `mask_mod` is called with UOps, and what it computes from them is compiled into the kernel. Called
-once with symbols, it leaves a trace: two functions with the same trace are the same, whatever they are called.
+A mod is called with UOps, and what it computes from them is compiled into the kernel. One call with symbols gives its
+trace. Two functions with the same trace are the same mod, whatever their names.
 """
 
 from collections.abc import Callable
@@ -17,17 +17,17 @@ INDICES = ("b", "h", "q_idx", "kv_idx")
 
 
 class MissingAux(ValueError):
-  """A function of `uopattn.mods` is to read a Tensor that aux does not hold."""
+  """Raised when a mod of `uopattn.mods` reads a Tensor that aux does not hold."""
 
 
 @dataclass(frozen=True)
 class Mod:
-  """A traced function; equal to another one if both do the same.
+  """A traced function; equal to another one if both compute the same.
 
   Attributes:
-    trace: what it makes of symbols.
+    trace: the result for symbolic arguments.
     function: (*arguments, *tables) -> a number or bool.
-    dtype: of its result.
+    dtype: dtype of the result.
   """
 
   trace: UOp
@@ -35,15 +35,15 @@ class Mod:
   dtype: DType
 
   def __call__(self, tables: tuple[Table, ...]) -> Callable[..., UOp]:
-    """The function of UOps that a kernel calls, reading `tables`."""
+    """Return the function of UOps that a kernel calls; it reads `tables`."""
     return lambda *given: _result(self.function(*map(Symbol, given), *map(Symbol, tables)), self.dtype)
 
 
 class Symbol:
-  """A UOp, a table of them, or a Tensor, in most respects; what Python would do wrong is done right or refused.
+  """A wrapper of a UOp, a table of UOps, or a Tensor, on which Python operators do the right thing or raise an error.
 
-  == and != compare elements. Those of a UOp say whether two graphs are one, so a condition written with them would
-  quietly be False. abs() works, and what wants a number for the symbol says what to write instead.
+  == and != compare elements. On UOps they compare graphs, so a condition written with them would silently be False.
+  abs() works. An operation that needs a concrete number raises TypeError, and says what to write instead.
   """
 
   def __init__(self, value: Any):
@@ -95,23 +95,24 @@ def _wrapped(x: Any) -> Any:
 
 
 def of_tensors(function: Callable[..., Any], *given: Any) -> Any:
-  """What a mod makes of Tensors, given to it as symbols as well: what it may write is the same."""
+  """Call a mod with Tensors wrapped as symbols, so that it may use the same operators as in a kernel."""
   return _bare(function(*map(Symbol, given)))
 
 
 def trace_mod(
   name: str, function: Callable[..., Any], lengths: tuple[int, int, int, int], aux: tuple[Tensor, ...]
 ) -> Mod:
-  """Traces a function.
+  """Trace a function.
 
   Args:
     name: "score_mod" or "mask_mod".
     function: score_mod(score, b, h, q_idx, kv_idx, *aux) -> score, or mask_mod(b, h, q_idx, kv_idx, *aux) -> bool.
     lengths: B, Hq, M and N.
-    aux: the Tensors that it indexes.
+    aux: the Tensors that the function indexes.
 
   Raises:
-    TypeError: it cannot be traced; the message says what to write instead.
+    TypeError: the function cannot be traced; the message says what to write instead.
+    MissingAux: the function is a mod of `uopattn.mods` that reads a Tensor beyond the end of aux.
   """
   indices = [UOp.variable(x, 0, n - 1, dtypes.int, param=True) for x, n in zip(INDICES, lengths, strict=True)]
   score = [UOp.variable("score", -float("inf"), float("inf"), dtypes.float, param=True)] if name == "score_mod" else []
