@@ -61,8 +61,8 @@ def online_softmax(
     p_scale_log2: P, and with it the sum, is multiplied by 2**p_scale_log2.
 
   Returns:
-    P of this lane's scores, the new row max, the new sum of this lane's P, and alpha, the factor on what was summed before:
-    exp2((m_old - m_new) * scale_log2).
+    P of this lane's scores, the new row max, the new sum of this lane's P, and alpha = exp2((m_old - m_new) *
+    scale_log2), the factor on what was summed before.
   """
 
   def larger(a: UOp, b: UOp) -> UOp:
