@@ -41,7 +41,7 @@ from uopattn.dsl.instructions import add_pairs, add_quads, dot_pairs, prefetch, 
 from uopattn.dsl.limits import LINE
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.rules.softmax import normalize_rows
+from uopattn.dsl.rules.softmax import Scaling, lowest, normalize_rows
 from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
@@ -143,21 +143,21 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   s = Scope()
   block = Block.make(s, q, o, tiles)
   # The softmax is in base 2: log2(e) is a factor on q, or with score mods one in the exponent.
-  pre, scale_log2 = rules.scaling if rules.has_score_mods else (rules.scale * LOG2E, 1.0)
-  q_rows = load_queries(s, q, block, pre, tiles)
-  state = State.make(s, tiles, Dv, block.axes)
+  scaling = rules.scaling if rules.has_score_mods else Scaling(rules.scale * LOG2E, 1.0)
+  q_rows = load_queries(s, q, block, scaling.pre, tiles)
+  state = State.make(s, tiles, Dv, scaling, block.axes)
 
   loop = Mainloop.make(s, rules.at(block.head), block, tiles)
-  trip, next_first = loop.trip(s, pre if tiles.pairs else None), loop.keys_of(loop.number + 1)[1]
+  trip, next_first = loop.trip(s, scaling.pre if tiles.pairs else None), loop.keys_of(loop.number + 1)[1]
   k_tile, v_tile = Tile.of(trip.rules, k, trip.first), Tile.of(trip.rules, v, trip.first, trip.counts(loop.block_n))
   k_next, old, axes = Tile.of(loop.rules, k, next_first), state.after(loop.axes[-1]), loop.axes
   products = multiply_qk(s, q_rows, k_tile, v_tile, loop.block_n, tiles, axes)
-  p, m_end, alpha = softmax(s, products, trip.score, scale_log2, old.m_i, tiles.lanes, axes)
+  p, m_end, alpha = softmax(s, products, trip.score, scaling.log2, old.m_i, tiles.lanes, axes)
   l_end = add_up(s, p, old.l_i, alpha, axes)
   acc_end = multiply_pv(s, trip.weights(s, p, axes), v_tile, k_next, old.acc, alpha, tiles, axes)
   state = state.after(loop.end(m_end, l_end, acc_end))
 
-  stores = store_rows(s, o, lse, block, state, loop.rules)
+  stores = store_rows(s, o, lse, block, state, scaling.log2, loop.rules)
   name = f"attention_decode_{results}_{rows}_{N}_{Dk}_{Dv}{rules.name}"
   # The tag keeps tinygrad from rearranging the axes.
   return UOp.group(*stores).end(*block.axes).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
@@ -220,10 +220,10 @@ class State(NamedTuple):
   l_i: UOp
 
   @classmethod
-  def make(cls, s: Scope, tiles: Tiles, Dv: int, within: tuple[UOp, ...]) -> "State":
+  def make(cls, s: Scope, tiles: Tiles, Dv: int, scaling: Scaling, within: tuple[UOp, ...]) -> "State":
     """The state before the first tile."""
     acc = s.assign(s.buffer(tiles.block_m, Dv), lambda r, d: 0.0, within=within)
-    m_i = s.assign(s.buffer(tiles.block_m), lambda r: -inf, within=within)
+    m_i = s.assign(s.buffer(tiles.block_m), lambda r: lowest(scaling), within=within)
     return cls(acc, m_i, s.assign(s.buffer(tiles.block_m, tiles.lanes), lambda r, w: 0.0, within=within))
 
   def after(self, *after: UOp) -> "State":
@@ -451,28 +451,19 @@ def softmax(
   lanes: int,
   within: tuple[UOp, ...],
 ) -> tuple[UOp, UOp, UOp]:
-  """Return P = exp2(S scale_log2 - m), the store of the new row max m of S scale_log2, and alpha = exp2(m_old - m)."""
+  """Return P = exp2((S - m) scale_log2), the store of the new row max m, and alpha for l and O."""
   rows, block_n = sizes(products)
   scores = s.assign(s.buffer(rows, block_n), lambda r, n: score(products[r, n].load(), r, n), within=within)
 
-  def scaled(x: UOp) -> UOp:
-    return x if scale_log2 == 1 else x * scale_log2
-
-  def before(r: UOp) -> UOp:
-    return m_old[r].load()
-
-  highest = s.assign(s.buffer(rows, lanes), lambda r, w: before(r) if scale_log2 == 1 else -inf, within=within)
+  highest = s.assign(s.buffer(rows, lanes), lambda r, w: m_old[r].load(), within=within)
   for begin, chunks, width in register_blocks(block_n, lanes):
     r, i, w = s.axis(rows), s.axis(chunks), s.axis(width)
     higher = highest.after(r, i)[r, w].maximum(scores[r, begin + i * width + w])
     highest = highest.after(highest[r, w].store(higher).end(r, i, w))
-  m_new = top = fold(s, highest, UOp.maximum, within)
-  if scale_log2 != 1:
-    m_new = s.assign(s.buffer(rows), lambda r: before(r).maximum(scaled(top[r])), within=within)
-  # A row that has seen no key yet has m = -inf, and -inf - -inf is NaN: shift such a row by 0.
-  shift = s.assign(s.buffer(rows), lambda r: m_new[r].eq(-inf).where(0.0, m_new[r]), within=within)
-  alpha = s.assign(s.buffer(rows), lambda r: exp2(before(r) - shift[r]), within=within)
-  p = s.assign(s.buffer(rows, block_n), lambda r, n: exp2(scaled(scores[r, n]) - shift[r]), within=within)
+  m_new = fold(s, highest, UOp.maximum, within)
+  shift = s.assign(s.buffer(rows), lambda r: m_new[r] * scale_log2, within=within)
+  alpha = s.assign(s.buffer(rows), lambda r: exp2((m_old[r] - m_new[r]) * scale_log2), within=within)
+  p = s.assign(s.buffer(rows, block_n), lambda r, n: exp2(scores[r, n] * scale_log2 - shift[r]), within=within)
   r = s.axis(rows)
   return p, m_old.after(alpha)[r].store(m_new[r]).end(r), alpha
 
@@ -538,10 +529,12 @@ def multiply_pv(
   return UOp.group(*ends)
 
 
-def store_rows(s: Scope, o: UOp, lse: UOp | None, block: Block, state: State, rules: HeadRules) -> list[UOp]:
+def store_rows(
+  s: Scope, o: UOp, lse: UOp | None, block: Block, state: State, scale_log2: float, rules: HeadRules
+) -> list[UOp]:
   """Store the output and the LSE; a row that saw no key gets 0 and -inf."""
   total, Dv = fold(s, state.l_i, UOp.__add__, block.axes), sizes(state.acc)[1]
-  factor, log2 = normalize_rows(s, state.m_i, total, lambda r: rules.sink(block.row(r)), block.axes)
+  factor, log2 = normalize_rows(s, state.m_i, total, scale_log2, lambda r: rules.sink(block.row(r)), block.axes)
   r, d = s.axis(block.block_m), s.axis(Dv)
   # If no key exists, what was read instead may be NaN.
   value = (rules.length > 0).where(state.acc[r, d] * factor[r], 0.0)

@@ -29,7 +29,7 @@ from tinygrad.uop.ops import AxisType, KernelInfo
 from uopattn.dsl import LN2, LOG2E, Loop, Scope, clamp, exp2, gated, sizes
 from uopattn.dsl.cpu.register_blocks import Tile, accumulate, even, largest_divisor, load_tile, register_blocks, zeros
 from uopattn.dsl.rules.rules import Rules
-from uopattn.dsl.rules.softmax import normalize_rows
+from uopattn.dsl.rules.softmax import Scaling, lowest, normalize_rows
 from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
 
@@ -113,10 +113,10 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   head_rules = rules.at(head)
 
   # The softmax is in base 2: log2(e) is a factor on q, or with score mods one in the exponent.
-  pre, scale_log2 = rules.scaling if rules.has_score_mods else (rules.scale * LOG2E, 1.0)
-  q_t = s.assign(s.buffer(Dk, block_m), lambda d, m: load_query(q, head, row + m, d) * pre, within=outer)
+  scaling = rules.scaling if rules.has_score_mods else Scaling(rules.scale * LOG2E, 1.0)
+  q_t = s.assign(s.buffer(Dk, block_m), lambda d, m: load_query(q, head, row + m, d) * scaling.pre, within=outer)
   acc = s.assign(s.buffer(Dv, block_m), lambda d, m: 0.0, within=outer)
-  m_i = s.assign(s.buffer(block_m), lambda m: -inf, within=outer)
+  m_i = s.assign(s.buffer(block_m), lambda m: lowest(scaling), within=outer)
   l_i = s.assign(s.buffer(block_m), lambda m: 0.0, within=outer)
 
   key_range = head_rules.key_range(row, block_m, block_n)
@@ -135,8 +135,8 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   m_old, l_old, acc_old = (x.after(*loop.axes) for x in (m_i, l_i, acc))
   length = None if rules.kv_lengths is None else head_rules.length
   k_tile, v_tile = (load_tile(s, head_rules.keys(x), first, block_n, length, loop) for x in (k, v))
-  scores, m_new = multiply_qk(s, q_t, k_tile, score, m_old, block_n, unroll, scale_log2, loop)
-  p, l_new, alpha = exponentiate(s, scores, m_new, m_old, l_old, scale_log2, loop)
+  scores, m_new = multiply_qk(s, q_t, k_tile, score, m_old, block_n, unroll, loop)
+  p, l_new, alpha = exponentiate(s, scores, m_new, m_old, l_old, scaling.log2, loop)
   if rules.scales_weights:
     plain = p
     p = s.assign(
@@ -147,7 +147,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   state_end = UOp.group(m_old.after(alpha)[m].store(m_new[m]), l_old.after(l_new)[m].store(l_new[m])).end(m)
   end = loop.end(acc_end, state_end)
 
-  stores = store_rows(s, o, lse, head, row, acc.after(end), m_i.after(end), l_i.after(end), head_rules.sink(row), outer)
+  stores = store_rows(
+    s, o, lse, head, row, acc.after(end), m_i.after(end), l_i.after(end), scaling.log2, head_rules.sink(row), outer
+  )
   name = f"attention_{heads}_{rules.kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
   # The tag keeps tinygrad from rearranging the axes.
   return UOp.group(*stores).end(*outer).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
@@ -160,12 +162,12 @@ def load_query(q: UOp, head: UOp, row: UOp, d: UOp) -> UOp:
 
 
 def multiply_qk(
-  s: Scope, q_t: UOp, k_tile: Tile, score: Score, m_old: UOp, block_n: int, unroll: int, scale_log2: float, loop: Loop
+  s: Scope, q_t: UOp, k_tile: Tile, score: Score, m_old: UOp, block_n: int, unroll: int, loop: Loop
 ) -> tuple[UOp, UOp]:
-  """Compute the scores of S^T = K Q^T, (block_n, block_m), and the new row max, (block_m,), times `scale_log2`."""
+  """Compute the scores of S^T = K Q^T, (block_n, block_m), and the new row max, (block_m,)."""
   block_m = sizes(q_t)[1]
   scores = s.buffer(block_n, block_m).after(*loop.axes)
-  m_new = s.assign(s.buffer(block_m), lambda m: m_old[m].load() if scale_log2 == 1 else -inf, within=loop.axes)
+  m_new = s.assign(s.buffer(block_m), lambda m: m_old[m].load(), within=loop.axes)
   for top, count, rows in register_blocks(block_n, unroll):
     strip = s.axis(count)
     key = top + strip * rows
@@ -176,24 +178,20 @@ def multiply_qk(
     stores = [m_new[m].store(highest), *(scores[key + r, m].store(row[r]) for r in range(rows))]
     end = UOp.group(*stores).end(strip, m)
     scores, m_new = scores.after(end), m_new.after(end)
-  if scale_log2 != 1:
-    of_tile = m_new
-    m_new = s.assign(s.buffer(block_m), lambda m: m_old[m].maximum(of_tile[m] * scale_log2), within=loop.axes)
   return scores, m_new
 
 
 def exponentiate(
   s: Scope, scores: UOp, m_new: UOp, m_old: UOp, l_old: UOp, scale_log2: float, loop: Loop
 ) -> tuple[UOp, UOp, UOp]:
-  """Compute P^T = exp2(S^T scale_log2 - m) in place of S^T, the new running sum l, and alpha = exp2(m_old - m)."""
+  """Compute P^T = exp2((S^T - m) scale_log2) in place of S^T, the running sum l, and alpha for O."""
   block_n, block_m = sizes(scores)
-  # A row that has seen no key yet has m = -inf, and -inf - -inf is NaN: shift such a row by 0.
-  shift = s.assign(s.buffer(block_m), lambda m: m_new[m].eq(-inf).where(0.0, m_new[m]), within=loop.axes)
-  alpha = s.assign(s.buffer(block_m), lambda m: exp2(m_old[m] - shift[m]), within=loop.axes)
+  shift = s.assign(s.buffer(block_m), lambda m: m_new[m] * scale_log2, within=loop.axes)
+  alpha = s.assign(s.buffer(block_m), lambda m: exp2((m_old[m] - m_new[m]) * scale_log2), within=loop.axes)
   l_tile = s.assign(s.buffer(block_m), lambda m: 0.0, within=loop.axes)  # a separate sum: a long one loses digits
   n, m = s.axis(block_n), s.axis(block_m)
   x = scores.after(n)[n, m]
-  p = exp2((x if scale_log2 == 1 else x * scale_log2) - shift[m])
+  p = exp2(x * scale_log2 - shift[m])
   end = UOp.group(scores[n, m].store(p), l_tile[m].store(l_tile.after(n)[m] + p)).end(n, m)
   scores, l_tile = scores.after(end), l_tile.after(end)
   return scores, s.assign(s.buffer(block_m), lambda m: l_old[m] * alpha[m] + l_tile[m], within=loop.axes), alpha
@@ -221,12 +219,13 @@ def store_rows(
   acc: UOp,
   m_i: UOp,
   l_i: UOp,
+  scale_log2: float,
   sink: UOp | None,
   outer: tuple[UOp, ...],
 ) -> list[UOp]:
   """Store the output and the LSE. A row that saw no key gets 0 and -inf; rows past M are not stored."""
   (Dv, block_m), M = sizes(acc), sizes(o)[1]
-  factor, log2 = normalize_rows(s, m_i, l_i, lambda m: sink, outer)
+  factor, log2 = normalize_rows(s, m_i, l_i, scale_log2, lambda m: sink, outer)
   lanes = min(block_m, M)  # the other lanes are past M in every block
   d, m = s.axis(Dv), s.axis(lanes)
   stores = [gated(o, row + m < M, head, row + m, d).store((acc[d, m] * factor[m]).cast(o.dtype)).end(d, m)]

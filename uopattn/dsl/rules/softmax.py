@@ -96,7 +96,7 @@ def normalize(m_i: UOp, l_i: UOp, sink: UOp | None, exp2: Callable[[UOp], UOp]) 
 
 
 def normalize_rows(
-  s: Scope, m_i: UOp, l_i: UOp, sink: Callable[[UOp], UOp | None], within: tuple[UOp, ...]
+  s: Scope, m_i: UOp, l_i: UOp, scale_log2: float, sink: Callable[[UOp], UOp | None], within: tuple[UOp, ...]
 ) -> tuple[UOp, UOp]:
   """Apply `normalize` to every row of a CPU's block; return the factors and the log-sum-exps, both (rows,).
 
@@ -104,10 +104,11 @@ def normalize_rows(
 
   Args:
     m_i, l_i: row maxima and row sums, (rows,).
+    scale_log2: the factor that brings maxima to base 2.
     sink: maps a row of the block to its sink logit.
   """
   factor, log2 = (s.buffer(*sizes(m_i)).after(*within) for _ in range(2))
   r = s.axis(sizes(m_i)[0])
-  found = normalize(m_i[r], l_i[r], sink(r), exp2)
+  found = normalize(m_i[r] * scale_log2, l_i[r], sink(r), exp2)
   end = UOp.group(*(x[r].store(value) for x, value in zip((factor, log2), found, strict=True))).end(r)
   return factor.after(end), log2.after(end)
