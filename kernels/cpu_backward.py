@@ -197,11 +197,12 @@ def block_of(call: UOp, turn: UOp, blocks: int, group: int, M: int, tiles: Tiles
 
 def load_rows(s: Scope, x: UOp, block: Block, tiles: Tiles, outer: tuple[UOp, ...]) -> UOp:
   """Load the block's rows of q or dO in float32, (block_m, D), with D rounded up to whole vectors; 0 past the ends."""
-  D = sizes(x)[2]
+  (_, M, D), head = sizes(x), block.head
+  rows = HeadView.of(x, head, UOp.const(M))
 
   def element(m: UOp, d: UOp) -> UOp:
     inside = block.exists(m) & (d < D)
-    return inside.where(gated(x, inside, block.head, block.row + m, d).load().cast(dtypes.float), 0.0)
+    return inside.where(rows.element(block.row + m, d, inside).cast(dtypes.float), 0.0)
 
   return s.assign(s.buffer(tiles.block_m, round_up(D, tiles.lanes)), element, within=outer)
 

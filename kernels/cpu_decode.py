@@ -232,9 +232,10 @@ class State(NamedTuple):
 
 def load_queries(s: Scope, q: UOp, block: Block, pre: float, tiles: Tiles) -> UOp:
   """Load the block's rows of Q, (block_m, Dk): in float32 times `pre`, or with `tiles.pairs` as bfloat16."""
+  view = HeadView.of(q, block.head, UOp.const(sizes(q)[1]))
 
   def element(r: UOp, d: UOp) -> UOp:
-    x = q[block.head, block.row(r), d].load()
+    x = view.element(block.row(r), d)
     return x if tiles.pairs else x.cast(dtypes.float) * pre
 
   rows = s.buffer(block.block_m, sizes(q)[2], dtype=q.dtype if tiles.pairs else dtypes.float)

@@ -28,6 +28,7 @@ from tinygrad.uop.ops import AxisType, KernelInfo
 
 from uopattn.dsl import LN2, LOG2E, Loop, Scope, clamp, exp2, gated, sizes
 from uopattn.dsl.cpu.register_blocks import Tile, accumulate, even, largest_divisor, load_tile, register_blocks, zeros
+from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.softmax import Scaling, lowest, normalize_rows
 from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Problem, Schedule
@@ -158,7 +159,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 def load_query(q: UOp, head: UOp, row: UOp, d: UOp) -> UOp:
   """Load q[head, row, d] as float32; 0 past the last row."""
   inside = row < sizes(q)[1]
-  return inside.where(gated(q, inside, head, row, d).load().cast(dtypes.float), 0.0)
+  return inside.where(HeadView.of(q, head, UOp.const(sizes(q)[1])).element(row, d, inside).cast(dtypes.float), 0.0)
 
 
 def multiply_qk(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from tinygrad import UOp, dtypes
 
-from uopattn.dsl.rules.head_view import HeadView
+from uopattn.dsl.rules.head_view import HeadView, View
 from uopattn.dsl.scope import as_type, sizes
 
 Words = list[UOp]  # neighbouring 32-bit words
@@ -28,7 +28,7 @@ def words_of(rows: HeadView, exists: UOp = ALWAYS) -> Load:
     if 2 * word.vmin >= size or not exists.vmax:
       return UOp.const(0, dtypes.uint)
     first = rows.start(row)
-    if size % 2 == 0:
+    if rows.in_chunks(2):
       return _or_zero(words, first // 2, word, size // 2, exists)
     low, high = (_or_zero(halves, first, 2 * word + i, size, exists).cast(dtypes.uint) for i in range(2))
     return low | (high << 16)
@@ -36,9 +36,12 @@ def words_of(rows: HeadView, exists: UOp = ALWAYS) -> Load:
   return load
 
 
-def words_of_all(x: UOp, exists: UOp = ALWAYS) -> Load:
+def words_of_all(x: UOp | View, exists: UOp = ALWAYS) -> Load:
   """`words_of` for the rows of all heads of x (heads, rows, size), numbered consecutively."""
   heads, rows, size = sizes(x)
+  if isinstance(x, View):
+    flat = HeadView(x.buffer, size, UOp.const(heads * rows), lambda row: x.start(row // rows, row % rows), unit=x.unit)
+    return words_of(flat, exists)
   return words_of(HeadView.of(x.reshape(1, heads * rows, size), UOp.const(0), UOp.const(heads * rows)), exists)
 
 
@@ -50,7 +53,7 @@ def _widened_words(rows: HeadView, exists: UOp) -> Load:
     if 2 * word.vmin >= size or not exists.vmax:
       return UOp.const(0, dtypes.uint)
     first = rows.start(row)
-    if size % 4 == 0:
+    if rows.in_chunks(4):
       four = _or_zero(words, first // 4, word // 2, size // 4, exists)
       two = (word % 2).eq(0).where(four, four >> 16)
       halves = [(x & 0xFF).cast(dtypes.uchar) for x in (two, two >> 8)]

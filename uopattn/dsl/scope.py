@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from functools import reduce
 from math import prod
-from typing import cast
+from typing import Any, cast
 
-from tinygrad import Tensor, UOp, dtypes
+from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.uop.ops import AxisType
 
@@ -85,7 +85,7 @@ class Loop:
     return UOp.group(*body, count).end(self._axis, self.index > 0)
 
 
-def sizes(x: UOp | Tensor) -> tuple[int, ...]:
+def sizes(x: Any) -> tuple[int, ...]:
   """The shape of `x`, all of whose sizes are ints."""
   return cast(tuple[int, ...], x.shape)
 

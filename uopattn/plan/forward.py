@@ -8,6 +8,8 @@ from uopattn.plan.dispatch import stages
 from uopattn.plan.gradient import with_gradient
 from uopattn.plan.launch import Launch
 from uopattn.spec.arguments import NO_ARGUMENTS, Arguments
+from uopattn.spec.expanded import unfolded
+from uopattn.spec.layout import flat_base
 
 
 def forward(
@@ -28,8 +30,17 @@ def forward(
   """
   assert launch.spec.return_lse
   device = str(q.device)
-  arguments, gradient = with_gradient(launch.spec, arguments.each(Tensor.contiguous), arguments.attn_mask, backend)
-  given: dict[str, Sequence[Tensor]] = {name: [x.contiguous()] for name, x in (("q", q), ("k", k), ("v", v))}
+  layouts = dict(launch.spec.layouts)
+  views: dict[str, list[Tensor]] = {name: [] for name in layouts}
+  arguments, gradient = with_gradient(
+    launch.spec, arguments.each(Tensor.contiguous), arguments.attn_mask, backend, views
+  )
+  given: dict[str, Sequence[Tensor]] = {
+    name: [flat_base(name, x, layouts.get(name))] for name, x in (("q", q), ("k", k), ("v", v))
+  }
+  given |= {
+    name: [unfolded(given[name][0], x, views[name])] for name, x in (("q", q), ("k", k), ("v", v)) if name in views
+  }
   given |= arguments.buffers()
   if arguments.block_mask is not None:
     given["tile_lists"] = launch.lists(arguments.block_mask)

@@ -11,7 +11,7 @@ weights P, dropout factors Z (0, or 1 / (1 - p)), output O, LSE L, and dX the gr
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -23,12 +23,15 @@ from uopattn.plan.reference import dropped, keys_of, reference, scores_of
 from uopattn.plan.target import target_of
 from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import Arguments, four_axes
-from uopattn.spec.expanded import unfolded
+from uopattn.spec.expanded import unfolded, whole_of
+from uopattn.spec.layout import flat_base
 from uopattn.spec.spec import AttentionSpec
+
+Views = Mapping[str, list[Tensor]]  # of q, k and v that are views the lists that receive their gradients
 
 
 def with_gradient(
-  spec: AttentionSpec, arguments: Arguments, mask: Tensor | None, backend: str
+  spec: AttentionSpec, arguments: Arguments, mask: Tensor | None, backend: str, views: Views
 ) -> tuple[Arguments, Gradient]:
   """Return the arguments for a forward kernel's call, and its `grad_fxn`; see `gradient`.
 
@@ -38,14 +41,14 @@ def with_gradient(
   """
   part = arguments.attn_mask
   if mask is None or part is None or not mask.is_floating_point() or four_axes(mask).shape == part.shape:
-    return arguments, gradient(spec, arguments, arguments, backend, [])
+    return arguments, gradient(spec, arguments, arguments, backend, [], views)
   whole, found = four_axes(mask), list[Tensor]()
   arguments = replace(arguments, attn_mask=unfolded(part, whole, found))
-  return arguments, gradient(spec, arguments, replace(arguments, attn_mask=whole.detach()), backend, found)
+  return arguments, gradient(spec, arguments, replace(arguments, attn_mask=whole.detach()), backend, found, views)
 
 
 def gradient(
-  spec: AttentionSpec, arguments: Arguments, given: Arguments, backend: str, of_mask: list[Tensor]
+  spec: AttentionSpec, arguments: Arguments, given: Arguments, backend: str, of_mask: list[Tensor], views: Views
 ) -> Gradient:
   """Return the `grad_fxn` of a forward kernel's call, whose first arguments are the output, q, k, v and the LSE.
 
@@ -58,12 +61,13 @@ def gradient(
     given: with the Tensors to differentiate by: the whole mask, even if kernels read only a part of it.
     backend: if there are no kernels, "kernel" raises an error and "auto" uses the reference.
     of_mask: receives the gradient of the mask.
+    views: receive the gradients of those of q, k and v whose buffers the call reads, by name; see `unfolded`.
   """
 
   def grad_fxn(*grads: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
     if call is None:  # tinygrad passes a single gradient and the call by position, several gradients with call=
       *grads, call = grads  # type: ignore[assignment]
-    saved = Saved.by(spec, call, grads)
+    saved = Saved.by(spec, call, grads, views)
     try:
       launches = dispatch_backward(spec, target_of(str(saved.q.device)))
     except NoKernel as error:
@@ -76,7 +80,11 @@ def gradient(
       found = [*by_kernels(launches, saved, arguments), *of_inputs(saved, given)]
     others = differentiable(arguments)
     of_mask[:] = [cast(Tensor, grad) for (name, _), grad in zip(others, found[3:], strict=True) if name == "attn_mask"]
-    operands = [saved.q, saved.k, saved.v, *(x for _, x in others)]
+    for i, (name, buffer) in enumerate(zip("qkv", call.src[2:5], strict=True)):
+      if name in views:
+        views[name][:] = [cast(Tensor, found[i])]
+        found[i] = Tensor(buffer).zeros_like()  # on its way to the view, whose gradient takes its place
+    operands = [*map(Tensor, call.src[2:5]), *(x for _, x in others)]
     return None, *_in_places(call.src[2:], operands, found)
 
   return grad_fxn
@@ -131,11 +139,12 @@ class Saved:
     return s.lse.eq(-math.inf).where(0, delta if s.dlse is None else delta - s.dlse).contiguous()
 
   @classmethod
-  def by(cls, spec: AttentionSpec, call: UOp, grads: Iterable[UOp]) -> "Saved":
+  def by(cls, spec: AttentionSpec, call: UOp, grads: Iterable[UOp], views: Views) -> "Saved":
     """Make one from a call and the gradients of its used results, which are told apart by their number of axes."""
     o, *operands, lse_ = call.src[1:6]  # in the order of `Kernel.forward`
     out, lse = (Tensor(x.after(call)) for x in (o, lse_))
-    q, k, v = map(Tensor, operands)
+    named = zip("qkv", operands, strict=True)
+    q, k, v = (Tensor(whole_of(x) if name in views else x) for name, x in named)
     given = {g.ndim: Tensor(g) for g in grads}
     do = given[out.ndim] if out.ndim in given else out.zeros_like()
     return cls.of(spec, q, k, v, out, lse, do, given.get(lse.ndim))
@@ -150,7 +159,9 @@ def differentiable(arguments: Arguments) -> list[tuple[str, Tensor]]:
 def by_kernels(launches: tuple[Launch, ...], saved: Saved, arguments: Arguments) -> list[Tensor]:
   """Compute dQ, dK and dV with kernels."""
   found: dict[str, Tensor] = {}
-  given: dict[str, Sequence[Tensor]] = {x: [getattr(saved, x)] for x in ("q", "k", "v", "do", "lse", "delta")}
+  given: dict[str, Sequence[Tensor]] = {x: [getattr(saved, x)] for x in ("do", "lse", "delta")}
+  layouts = dict(saved.spec.layouts)
+  given |= {name: [flat_base(name, getattr(saved, name), layouts.get(name))] for name in ("q", "k", "v")}
   given |= arguments.buffers()
   for launch in launches:
     if arguments.block_mask is not None:

@@ -9,11 +9,13 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.renderer import Estimates
 
 from uopattn.dsl import as_type
+from uopattn.dsl.rules.head_view import View
 from uopattn.dsl.schedule import Kernel, Schedule
 from uopattn.plan.rules import rules_of
 from uopattn.runtime.prepare import prepared
 from uopattn.spec.arguments import ARGUMENTS
 from uopattn.spec.block_mask import BlockMask
+from uopattn.spec.layout import Layout
 from uopattn.spec.spec import AttentionSpec, Input
 
 DIFFERENTIABLE = tuple(name for name, declared in ARGUMENTS.items() if declared.has_gradient)
@@ -73,7 +75,9 @@ class Launch:
       "dv": ((s.B, heads, s.N), s.Dv, of_sums),
     }
     found = ((name, *known[name]) for name in self.names())
-    return tuple(Input(x, rows if D is None else (*rows, D), dtype) for x, rows, D, dtype in found) + self.inputs()
+    views = {name: (layout.size,) for name, layout in s.layouts}
+    own = (Input(x, views.get(x) or (rows if D is None else (*rows, D)), dtype) for x, rows, D, dtype in found)
+    return (*own, *self.inputs())
 
   def inputs(self) -> tuple[Input, ...]:
     """Return the arguments' Tensors that the rules read; without tiles, as in `combine`, no keys and so no masks."""
@@ -112,15 +116,32 @@ class Launch:
     unread = (as_type(own[name], dtypes.uchar) for name in self.kernel.unread)
     return kernel.replace(src=(*kernel.src, *unread, *(x.base for xs in arguments.values() for x in xs)))
 
-  def _flat(self, name: str, x: UOp) -> UOp:
+  def _flat(self, name: str, x: UOp) -> UOp | View:
     """Return a buffer with batch and heads as one axis; packed heads become one head with more rows."""
+    if (layout := dict(self.spec.layouts).get(name)) is not None:
+      return self._view(name, x, layout)
     width = () if name in ("lse", "partial_lse", "delta", "dlse") else x.shape[-1:]
     rows = self.pack_gqa * self.spec.M if name in ("o", "q", "lse") else x.shape[-1 - len(width)]
     return x.reshape(-1, rows, *width)
 
+  def _view(self, name: str, buffer: UOp, layout: Layout) -> View:
+    """Return q, k or v as the strided view of a flat buffer that it is."""
+    s, packs = self.spec, self.pack_gqa if name == "q" else 1
+    heads, rows, D = {"q": (s.Hq, s.M, s.Dk), "k": (s.Hkv, s.N, s.Dk), "v": (s.Hkv, s.N, s.Dv)}[name]
+    of_batch, of_head, of_row, _ = layout.strides
+
+    def start(head: UOp, row: UOp) -> UOp:
+      b, h = head // (heads // packs), head % (heads // packs)
+      if packs > 1:
+        h, row = h * packs + row // rows, row % rows
+      return b * of_batch + h * of_head + row * of_row + layout.offset
+
+    unit = math.gcd(layout.offset, of_batch, of_head, of_row)
+    return View(buffer, (s.B * heads // packs, packs * rows, D), start, unit)
+
   def estimates(self) -> Estimates:
     """Estimate the kernel's operations and bytes moved, for tinygrad's own reports."""
-    sizes = {x.name: math.prod(x.shape) for x in self.buffers()}
+    sizes = {x.name: math.prod(x.shape) for x in self.buffers()} | {"q": self.spec.heads * self.spec.M * self.spec.Dk}
     read = [x for x in self.buffers() if x.name not in (*self.kernel.unread, "k", "v")]
     moved = sum(sizes[x.name] * x.dtype.itemsize for x in read)
     if "tiles" in self.kernel.wants:  # two matrix products, and one more per gradient

@@ -29,6 +29,11 @@ def unfolded(part: Tensor, whole: Tensor, grad: list[Tensor]) -> Tensor:
   return Tensor(call.gettuple(0))
 
 
+def whole_of(part: UOp) -> UOp:
+  """Return `whole` of a Tensor that `unfolded` returned."""
+  return part.src[0].src[2]
+
+
 def _constant_axes(x: UOp, known: dict[UOp, tuple[bool, ...]]) -> tuple[bool, ...]:
   """Return for each axis whether all elements along it are known to be equal.
 

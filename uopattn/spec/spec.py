@@ -13,6 +13,7 @@ from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES
 from uopattn.dsl.rules.ranges import Range
 from uopattn.dsl.schedule import DTYPES, DTYPES_16_32, Problem
 from uopattn.spec.arguments import Arguments, Sizes, known
+from uopattn.spec.layout import Layout, strided
 from uopattn.spec.tensors import dtype_name
 from uopattn.spec.trace import Mod, trace_mod
 
@@ -44,6 +45,7 @@ class AttentionSpec(Problem):
     dropout_p: probability of dropping a weight; 0 unless training.
     block_mod: the mask_mod of the block mask.
     inputs: the Tensors among the arguments other than q, k and v, in the order in which kernels take them.
+    layouts: how q, k and v that are strided views lie in their buffers, by name.
     pages: number of pages and keys per page, if k is (pages, Hkv, keys per page, Dk) and v likewise.
   """
 
@@ -58,6 +60,7 @@ class AttentionSpec(Problem):
   block_mod: Mod | None = None
   inputs: tuple["Input", ...] = ()
   pages: tuple[int, int] | None = None
+  layouts: tuple[tuple[str, Layout], ...] = ()
 
   @property
   def kept(self) -> tuple[int, int, int]:
@@ -144,6 +147,7 @@ def make_spec(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> Attentio
     kv_dtype=None if arguments.scales is None else k.dtype,
     tf32=q.dtype == dtypes.float32 and bool(ALLOW_TF32),
     pages=pages,
+    layouts=() if pages else tuple((name, x) for name, x in zip("qkv", map(strided, (q, k, v)), strict=True) if x),
   )
 
 

@@ -129,15 +129,16 @@ class SwizzledTiles:
     Returns:
       Statements; or plain stores if rows are no whole number of chunks, or elements are widened.
     """
+    whole = source.in_chunks(self.chunk)
     chunks, size, bits, stores = self.columns // self.chunk, source.size, as_type(source.x, self.bits), []
     for i in range(self.pieces):
       piece = thread + i * self.threads
       row, chunk = piece // chunks, piece % chunks
       there = _both(_below(row, rows), _below(chunk * self.chunk, size))
       to, start = self.at(row, chunk), source.start(first + row) + chunk * self.chunk
-      if source.widens and size % self.chunk == 0:
+      if source.widens and whole:
         stores.append(ins.store_chunk(self.family, to, *self._widened(source, start, there)))
-      elif size % self.chunk == 0:
+      elif whole:
         stores.append(ins.cp_async(self.family, to, bits[start], inside=there))
       else:
         stores += self._single(to, source, start, chunk * self.chunk, there)

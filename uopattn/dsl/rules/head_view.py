@@ -88,6 +88,28 @@ class Scales(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
+class View:
+  """An input of a kernel that is a strided view: rows of all heads, the elements of a row next to each other.
+
+  Attributes:
+    buffer: the kernel's argument, flat.
+    shape: (heads, rows, elements per row).
+    start: maps a head and a row to the flat index of the row's first element in the buffer.
+    unit: a number of elements that divides the start of every row.
+  """
+
+  buffer: UOp
+  shape: tuple[int, int, int]
+  start: Callable[[UOp, UOp], UOp]
+  unit: int
+
+  @property
+  def dtype(self) -> DType:
+    """The dtype of the elements."""
+    return self.buffer.dtype
+
+
+@dataclass(frozen=True, eq=False)
 class HeadView:
   """The rows of one head of a buffer.
 
@@ -97,6 +119,7 @@ class HeadView:
     length: number of rows. No row from there on is read.
     start: maps a row to the flat index of its first element in the buffer.
     to: the type to which 8-bit elements are widened, see `uopattn.dsl.rules.quantized`; None leaves them as they are.
+    unit: a number of elements that divides the start of every row; None is the size of a row.
   """
 
   x: UOp
@@ -104,12 +127,19 @@ class HeadView:
   length: UOp
   start: Callable[[UOp], UOp]
   to: DType | None = None
+  unit: int | None = None
 
   @classmethod
-  def of(cls, x: UOp, head: UOp, length: UOp, to: DType | None = None) -> "HeadView":
-    """View a head of contiguous rows: x is (heads, rows, size)."""
+  def of(cls, x: UOp | View, head: UOp, length: UOp, to: DType | None = None) -> "HeadView":
+    """View a head of x, (heads, rows, size): a contiguous buffer or a strided view."""
     _, rows, size = sizes(x)
+    if isinstance(x, View):
+      return cls(x.buffer, size, length, lambda row: x.start(head, row), to, x.unit)
     return cls(x, size, length, lambda row: (head * rows + row) * size, to)
+
+  def in_chunks(self, elements: int) -> bool:
+    """Whether every row starts at a multiple of `elements` and is a multiple of them long."""
+    return self.size % elements == 0 and (self.unit is None or self.unit % elements == 0)
 
   @property
   def widens(self) -> bool:

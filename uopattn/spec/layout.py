@@ -1,0 +1,130 @@
+"""Where the elements of a view lie in its buffer: offset and strides, found by following a Tensor's movement ops."""
+
+import math
+from dataclasses import dataclass
+from typing import cast
+
+from tinygrad import Tensor, UOp
+from tinygrad.uop.ops import Ops
+
+from uopattn.runtime.log import log_once
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+  """A strided view of a flat buffer. Offset and strides count elements.
+
+  Attributes:
+    size: elements in the buffer.
+    offset: index of the view's first element in the buffer.
+    strides: distance in the buffer between neighbours along each axis; 0 along axes that are expanded or of size 1.
+  """
+
+  size: int
+  offset: int
+  strides: tuple[int, ...]
+
+  def is_contiguous(self, shape: Shape) -> bool:
+    """Whether a view of this shape is the whole buffer in its own order."""
+    return (self.size, self.offset, self.strides) == (math.prod(shape), 0, contiguous_strides(shape))
+
+
+def contiguous_strides(shape: Shape) -> tuple[int, ...]:
+  """The strides of a row-major array; 0 along axes of size 1."""
+  return tuple(0 if n == 1 else math.prod(shape[i + 1 :]) for i, n in enumerate(shape))
+
+
+def base_of(x: UOp) -> UOp:
+  """The buffer that x is a view of, or x itself if it must be computed first."""
+  base = x.base
+  return base if base.has_buffer_identity(after_ok=True) or base.op is Ops.CONTIGUOUS else x
+
+
+def layout_of(x: UOp) -> Layout | None:
+  """The layout of x in `base_of(x)`; None if movement ops make no strided view of it, as pads and some reshapes."""
+  base = base_of(x)
+  found = _strided(x, base)
+  return None if found is None else Layout(math.prod(_ints(base)), *found)
+
+
+def strided(x: Tensor | UOp) -> Layout | None:
+  """The layout with which kernels read a view in place; None for what they read as a contiguous buffer, or a copy."""
+  uop = x.uop if isinstance(x, Tensor) else x
+  layout = layout_of(uop)
+  if layout is None or layout.is_contiguous(_ints(uop)) or (uop.shape[-1] > 1 and layout.strides[-1] != 1):
+    return None
+  return layout
+
+
+def _ints(x: UOp) -> Shape:
+  return cast(Shape, x.shape)
+
+
+def _strided(x: UOp, base: UOp) -> tuple[int, tuple[int, ...]] | None:
+  """Offset and strides of x."""
+  if not all(isinstance(n, int) for n in x.shape):
+    return None
+  if x is base:
+    return 0, contiguous_strides(_ints(x))
+  found = _strided(x.src[0], base)
+  if found is None or x.op is Ops.DETACH:
+    return found
+  offset, strides = found
+  match x.op:
+    case Ops.RESHAPE:
+      reshaped = _reshaped(_ints(x.src[0]), strides, _ints(x))
+      return None if reshaped is None else (offset, reshaped)
+    case Ops.PERMUTE:
+      return offset, tuple(strides[i] for i in x.marg)
+    case Ops.EXPAND:  # new axes come first
+      return offset, (*(0 for _ in range(x.ndim - x.src[0].ndim)), *strides)
+    case Ops.SHRINK:
+      offset += sum(first * stride for (first, _), stride in zip(x.marg, strides, strict=True))
+      return offset, tuple(0 if n == 1 else stride for n, stride in zip(_ints(x), strides, strict=True))
+    case Ops.FLIP:
+      flips = list(zip(x.marg, _ints(x), strides, strict=True))
+      return offset + sum(flip * (n - 1) * s for flip, n, s in flips), tuple(-s if f else s for f, _, s in flips)
+  return None
+
+
+def _reshaped(shape: Shape, strides: tuple[int, ...], new: Shape) -> tuple[int, ...] | None:
+  """The strides of a reshaped view; None if it cannot be one.
+
+  Axes that lie one within the other in memory form runs; each run must be cut into whole new axes.
+  """
+  runs: list[tuple[int, int]] = []  # (elements, stride of the innermost axis), outermost run first
+  for n, stride in zip(shape, strides, strict=True):
+    if n == 1:
+      continue
+    if runs and runs[-1][1] == n * stride:
+      runs[-1] = (runs[-1][0] * n, stride)
+    else:
+      runs.append((n, stride))
+  result = []
+  left, inner = 1, 0  # elements of the present run that are still to be cut off, innermost first
+  for n in reversed(new):
+    if n == 1:
+      result.append(0)
+      continue
+    if left == 1:
+      left, inner = runs.pop()
+    if left % n:
+      return None
+    result.append(inner)
+    left, inner = left // n, inner * n
+  return tuple(reversed(result))
+
+
+def flat_base(name: str, x: Tensor, layout: Layout | None) -> Tensor:
+  """What kernels read of x: its buffer, flat, with a layout; without one x itself, as a contiguous buffer.
+
+  A view that no layout describes is copied, and the reason logged once.
+  """
+  if layout is not None:
+    return Tensor(base_of(x.uop)).reshape(-1)
+  if base_of(x.uop) is not x.uop and not ((found := layout_of(x.uop)) and found.is_contiguous(_ints(x.uop))):
+    reason = "its movement ops make no strided view" if found is None else "its last axis is not contiguous"
+    log_once(f"{name} is copied: {reason}")
+  return x.contiguous()
