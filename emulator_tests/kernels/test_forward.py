@@ -1,5 +1,6 @@
 """Each forward kernel of `conformance.SUBJECTS`: corner cases, drawn shapes and tiles, barriers, mistakes."""
 
+import functools
 import math
 from collections import Counter
 from typing import Any
@@ -15,7 +16,7 @@ from tinygrad import Tensor, UOp
 from tinygrad.dtype import DType
 
 import uopattn.emulator as emulator
-from uopattn import attention
+from uopattn import attention, flash
 from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.rules.rules import Rules
 from uopattn.kernels import cpu_decode
@@ -110,10 +111,18 @@ def test_any_tiles(name: str, data: st.DataObject) -> None:
   Dv = 24 if name == "hopper" else 21
   if name in NVIDIA:
     assume(tiles.shared_bytes(Dk, Dv) <= lds_limit(arch))
-  M, N, is_causal = (data.draw(x) for x in (st.integers(1, subject.most_queries), st.integers(1, 150), st.booleans()))
+  M, N = (data.draw(st.integers(1, most)) for most in (subject.most_queries, 150))
+  is_causal = data.draw(st.booleans())
   heads = (4, 2) if arch == CPU else (2, 1)  # on CPUs `blocks_per_call` must divide the number of blocks
   with subject.on(arch, tiles):
-    subject.check(*subject.inputs(arch, (1, *heads, M, N, Dk, Dv), subject.dtypes[0]), is_causal=is_causal)
+    q, k, v = subject.inputs(arch, (1, *heads, M, N, Dk, Dv), subject.dtypes[0])
+    shape = (1, heads[0], M)
+    o = placed(np.full((*shape, Dv), math.nan, np.float32), q.dtype)
+    lse = placed(np.full(shape, math.nan, np.float32))
+    fxn = functools.partial(flash, tiles=tiles, causal=is_causal, enable_gqa=True)
+    results = Tensor.custom_kernel(o, q, k, v, lse, fxn=fxn)
+    Tensor.realize(results[0], results[4])
+    subject.verify(q, k, v, results[0], results[4], is_causal=is_causal)
 
 
 @cases(ON_GPUS)
