@@ -193,7 +193,7 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
   "the last part left out": (TileRange, "split", lambda self, i, parts: right_part(self, i.minimum(parts - 2), parts)),
   "a tile of each part counted twice": (
     TileRange,
-    "part",
+    "split",
     lambda self, i, parts: replace(right_part(self, i, parts), tile=lambda x: right_part(self, i, parts).tile(x // 2)),
   ),
   "parts not weighted": (combine, "_weight", lambda lse, highest, power: right_weight(lse, lse, power)),
