@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 from gradients import Options, check_gradients, cotangents, gradients_of
-from helpers import drawn, inputs, on, placed, problem_of
+from helpers import drawn, inputs, on, placed, problem_of, spoiled_behind
 from hypothesis import given
 from hypothesis import strategies as st
-from test_amd_features import spoiled_behind
 from test_dropout import P, kept_weights
 from test_features import BLIND, FEATURES, banded, some
 from tinygrad import Context, Tensor, UOp, dtypes
