@@ -24,6 +24,7 @@ from uopattn.plan.target import target_of
 from uopattn.proof.gate import GradientGate, numpy
 from uopattn.proof.oracle import EXACT, PRECISIONS, TF32, Array, oracle
 from uopattn.spec.arguments import Arguments
+from uopattn.spec.block_mask import BlockMask
 from uopattn.spec.spec import make_spec
 
 HALF, BFLOAT, FLOAT = dtypes.float16, dtypes.bfloat16, dtypes.float32
@@ -220,6 +221,11 @@ def stored(x: Array, dtype: DType, device: str) -> Tensor:
   return Tensor(data.tobytes(), device, dtype).reshape(x.shape).realize()
 
 
+def block_mask_on(mask: BlockMask, device: str) -> BlockMask:
+  """A block mask without aux, with its counts on a device."""
+  return replace(mask, counts=mask.counts.to(device).realize(), _lists={})
+
+
 @dataclass(frozen=True, eq=False)
 class Case:
   """A backward pass on normal random inputs.
@@ -295,8 +301,9 @@ class Case:
     """The outputs of the i-th kernel; see `run`."""
     launch = self.launches[i] if tiles is None else replace(self.launches[i], tiles=tiles[i])
     given: dict[str, Any] = {name: [x] for name, x in (self.operands | changed).items()} | self.arguments.buffers()
-    if self.arguments.block_mask is not None:
-      given["tile_lists"] = launch.lists(self.arguments.block_mask)
+    if (mask := self.arguments.block_mask) is not None:
+      lists = launch.lists(block_mask_on(mask, "CPU"))  # the emulator would lower a sort
+      given["tile_lists"] = [x.to(self.device).realize() for x in lists]
     for x in launch.buffers():
       if x.name in launch.kernel.outputs:
         given[x.name] = [stored(np.full(x.shape, np.nan, np.float32), x.dtype, self.device)]
