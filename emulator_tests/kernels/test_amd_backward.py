@@ -15,7 +15,7 @@ def test_tiles_state_their_laws() -> None:
   for arguments, message in (
     (("gfx1100", False, 4, 1, 24), "block=24: must be a multiple of 16"),
     (("gfx950", True, 4, 1, 16), "block=16: must be a multiple of 32"),
-    (("gfx1100", True, 4, 0, 32), "own=0: must be at least 1"),
+    (("gfx1100", True, 4, 0, 32), "row_tiles=0: must be at least 1"),
     (("gfx942", False, 17, 1, 32), r"waves=17: must be in 1\.\.16"),
     (("gfx1030", False, 4, 1, 32), "no matrix instruction known for gfx1030"),
   ):
