@@ -72,6 +72,14 @@ def drawn(quick: int) -> settings:
   return settings(max_examples=quick if settings().max_examples <= settings.get_profile("quick").max_examples else 200)
 
 
+def spoiled_behind(lengths: Any, x: Tensor) -> Tensor:
+  """x, keys or values, with NaN and infinities from each batch's length on."""
+  array = x.float().numpy()
+  for b, length in enumerate(lengths):
+    array[b, :, length:] = np.resize([math.nan, math.inf, -math.inf], array[b, :, length:].shape)
+  return placed(array, x.dtype)
+
+
 def check(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None, **options: Any) -> None:
   """Fails unless the output, and the LSE if given, pass the gate."""
   for report in verify(q, k, v, out, lse, **options):

@@ -25,6 +25,7 @@ SHAPE: Shape = (2, 4, 2, 37, 150, 24, 40)
 FEW: Shape = (2, 4, 2, 3, 400, 24, 40)  # queries: the keys of the forward pass are split
 
 
+@pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
   "shape",
@@ -43,6 +44,7 @@ def test_any_shape_and_type(shape: Shape, dtype: Any) -> None:
   check_gradients(*qkv(*shape, dtype), {"is_causal": True, "q_start": 20}, of_lse=False)
 
 
+@pytest.mark.each("shape")
 @pytest.mark.parametrize("shape", [FEW, SHAPE], ids=["few", "many"])
 @pytest.mark.parametrize("name", FEATURES)
 def test_each_feature_alone(name: str, shape: Shape) -> None:
@@ -71,6 +73,7 @@ def test_any_features_together(B, Hkv, group, M, N, Dk, Dv, dtype, names, number
   check_gradients(*qkv(*shape, dtype), *arguments(shape, options, numbers, blocks))
 
 
+@pytest.mark.each("dtype", "shape")
 @pytest.mark.parametrize("shape", [FEW, SHAPE], ids=["few", "many"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dropout(dtype: Any, shape: Shape) -> None:
@@ -80,6 +83,7 @@ def test_dropout(dtype: Any, shape: Shape) -> None:
     check_gradients(*qkv(*shape, dtype), {"dropout_p": P, "kept": kept})
 
 
+@pytest.mark.each("shape")
 @pytest.mark.parametrize("shape", [FEW[:4] + SHAPE[4:], SHAPE], ids=["few", "many"])
 @pytest.mark.parametrize("name", BLIND)
 def test_rows_that_see_no_key_have_no_gradient(name: str, shape: Shape) -> None:
@@ -94,6 +98,7 @@ def test_starts_at_the_ends_of_int32() -> None:
   check_gradients(*qkv(*SHAPE), options | {"window": (None, 3)})
 
 
+@pytest.mark.each("lengths", "dtype")
 @pytest.mark.parametrize("lengths", [(0, 77), (150, 1), (64, 65)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_keys_that_do_not_exist_may_hold_anything(lengths: tuple[int, int], dtype: Any) -> None:
@@ -315,6 +320,7 @@ def test_inputs_that_are_not_whole_arrays(few: bool) -> None:
     np.testing.assert_allclose(got.float().numpy(), want.float().numpy(), atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.each("as_tensor", "dtype")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_sequences_one_after_another(as_tensor: bool, dtype: Any) -> None:

@@ -46,9 +46,14 @@ def kept_weights(B: int, Hq: int, M: int, N: int) -> Array:
   """What a call of `attention` keeps whose seed is the first that is drawn after manual_seed(5)."""
   Tensor.manual_seed(5)
   seed = [int(x) for x in draw_seed(Device.DEFAULT).numpy()]
-  row, key = np.indices((B * Hq * M, N), np.int64)
   Tensor.manual_seed(5)
-  return (plain_threefry((seed[0], seed[1]), (row, key))[0] >= round(P * 2**32)).reshape(B, Hq, M, N)
+  return kept_by_seed((seed[0], seed[1]), B, Hq, M, N)
+
+
+def kept_by_seed(seed: tuple[int, int], B: int, Hq: int, M: int, N: int) -> Array:
+  """The weights that a call of `attention` with this seed keeps, (B, Hq, M, N) bool."""
+  row, key = np.indices((B * Hq * M, N), np.int64)
+  return (plain_threefry(seed, (row, key))[0] >= round(P * 2**32)).reshape(B, Hq, M, N)
 
 
 @pytest.mark.parametrize("name", KNOWN)

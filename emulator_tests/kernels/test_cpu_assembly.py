@@ -137,6 +137,7 @@ def check_products(
   assert seen == accumulators
 
 
+@pytest.mark.each("dtype", "is_causal")
 @pytest.mark.parametrize("arch", MACHINES)
 @pytest.mark.parametrize("dtype", [dtypes.float32, dtypes.float16, dtypes.bfloat16], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -149,6 +150,7 @@ def test_products_run_in_registers(arch: str, dtype, is_causal: bool) -> None:
   check_products(launch.graph(), machine.arch, notation, accumulators)
 
 
+@pytest.mark.each("dtype")
 @pytest.mark.parametrize("arch", MACHINES)
 @pytest.mark.parametrize("dtype", [dtypes.float32, dtypes.float16, dtypes.bfloat16], ids=str)
 def test_products_of_few_queries_run_in_registers(arch: str, dtype, request: pytest.FixtureRequest) -> None:
@@ -166,6 +168,7 @@ def test_products_of_few_queries_run_in_registers(arch: str, dtype, request: pyt
   check_products(launch.graph(), machine.arch, notation, accumulators, prefetch=True)
 
 
+@pytest.mark.each("dtype", "is_causal")
 @pytest.mark.parametrize("arch", MACHINES)
 @pytest.mark.parametrize("dtype", [dtypes.float32, dtypes.float16, dtypes.bfloat16], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])

@@ -92,6 +92,7 @@ def test_parts_visit_each_tile_with_a_key_once_and_no_other(N: int, splits: int)
       assert max(counts) - min(counts) <= 1
 
 
+@pytest.mark.each("splits", "dtype", "is_causal")
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("splits", [2, 3, 8])
@@ -149,7 +150,7 @@ def test_each_feature(name: str) -> None:
     check_features(FEW, dtypes.float16, some(np.random.default_rng(5), FEW, name))
 
 
-@drawn(12)
+@drawn(4)
 @given(
   heads=st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 20)),
   M=st.integers(1, 15),

@@ -1,21 +1,15 @@
-"""`cuda_forward` in float32, by products in tf32, on the emulator; only where ALLOW_TF32 says so."""
+"""`cuda_forward` in float32, by products in tf32: only where ALLOW_TF32 says so; see also test_forward."""
 
 import functools
 import logging
-from typing import Any
 
 import numpy as np
 import pytest
-from helpers import counts, drawn, inputs, on, poisoned, run_tiles
-from hypothesis import given
-from hypothesis import strategies as st
-from test_cuda import MISTAKES, right_tile
-from tinygrad import Context, Tensor, UOp, dtypes
+from helpers import inputs, on, poisoned
+from tinygrad import Context, Tensor, dtypes
 
-import uopattn.emulator as emulator
 from uopattn import attention, flash
 from uopattn.dsl.limits import lds_limit
-from uopattn.dsl.nvidia import swizzled
 from uopattn.dsl.target import Target
 from uopattn.kernels import cuda_forward
 from uopattn.plan.dispatch import dispatch
@@ -24,96 +18,6 @@ from uopattn.spec.arguments import Arguments
 from uopattn.spec.spec import AttentionSpec, make_spec
 
 F32 = dtypes.float32
-SHAPES = {
-  "smallest": (1, 1, 1, 1, 1, 1, 1),
-  "one key": (1, 2, 2, 70, 1, 16, 16),
-  "round": (1, 1, 1, 128, 128, 64, 64),
-  "odd everywhere": (1, 2, 2, 77, 131, 33, 17),
-  "one past the tiles": (1, 1, 1, 129, 129, 72, 72),
-  "grouped": (2, 4, 2, 50, 90, 24, 40),
-  "large head": (1, 1, 1, 20, 40, 192, 192),
-}
-
-
-Sizes = tuple[int, int, int, int, int, int, int]  # B, Hq, Hkv, M, N, Dk, Dv
-
-
-def check_tf32(sizes: Sizes, arch: str = "sm_80", seed: int = 0, **options: Any) -> None:
-  """Runs `attention` with ALLOW_TF32=1 and fails unless output and LSE pass the gate of tf32."""
-  with on(arch), Context(ALLOW_TF32=1):
-    q, k, v = inputs(*sizes, dtype=F32, seed=seed)
-    out, lse = attention(q, k, v, enable_gqa=True, return_lse=True, backend="kernel", **options)
-    Tensor.realize(out, lse)
-    for report in verify(q, k, v, out, lse, tf32=True, **options):
-      assert report.correct, f"worst at {report.worst}: {report}"
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_matches_the_oracle(shape: str) -> None:
-  place = list(SHAPES).index(shape)
-  check_tf32(SHAPES[shape], arch=("sm_80", "sm_90")[place % 2], is_causal=place % 3 == 0)
-
-
-@given(
-  M=st.integers(1, 150),
-  N=st.integers(1, 150),
-  Dk=st.sampled_from([1, 8, 15, 40]),
-  Dv=st.sampled_from([1, 8, 15, 40]),
-  is_causal=st.booleans(),
-  q_start=st.integers(-100, 200),
-  seed=st.integers(0, 1000),
-)
-@drawn(4)
-def test_any_shape(M, N, Dk, Dv, is_causal, q_start, seed) -> None:
-  check_tf32((1, 2, 1, M, N, Dk, Dv), seed=seed, is_causal=is_causal, q_start=q_start)
-
-
-@pytest.mark.parametrize("D", [64, 128])
-def test_products_and_bank_conflicts(D: int) -> None:
-  M, N = 128, 128
-  with on("sm_80"), Context(ALLOW_TF32=1):
-    cost = counts(*inputs(1, 1, 1, M, N, D, D, F32))
-  assert cost.bank_conflicts == 0
-  assert cost.matrix == 2 * M * N * D // (16 * 8 * 8)
-
-
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_each_barrier_and_wait_deleted(causal: bool) -> None:
-  tiles = cuda_forward.Tiles(4, 1, 32, step=8)
-  with on("sm_80"), Context(ALLOW_TF32=1):
-    q, k, v = inputs(1, 1, 1, 130, 130, 32, 16, F32)
-    outcomes = emulator.delete_each_barrier(lambda: run_tiles(q, k, v, tiles, causal))
-  assert {o.what for o in outcomes} >= {"barrier", "cp_async_wait"}
-  assert [str(o) for o in outcomes if o.caught is None] == []
-
-
-def test_a_slot_filled_too_early_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(swizzled.SwizzledTiles, "tile", lambda self, n_tile, *after: right_tile(self, n_tile * 0, *after))
-  with pytest.raises(emulator.KernelError, match="LDS"):
-    check_tf32((1, 1, 1, 50, 300, 16, 16))
-
-
-def keys_in_order(self: swizzled.SwizzledTiles, row: UOp, column: UOp) -> UOp:
-  """A lane's two keys are t and t + 4 of 8, as the hardware counts k."""
-  pair, odd = row % 8 // 2, row % 2
-  return right_element(self, row // 8 * 8 + pair + 4 * odd, column)
-
-
-right_element = swizzled.SwizzledTiles.element
-
-
-def test_keys_in_another_order_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(swizzled.SwizzledTiles, "element", keys_in_order)
-  with pytest.raises(AssertionError, match="worst at"):
-    check_tf32((1, 1, 1, 50, 150, 16, 16))
-
-
-@pytest.mark.parametrize("name", ["keys past the end counted", "no rescale of the accumulator", "last tile dropped"])
-def test_a_mistake_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-  places, phase, mistake, options = MISTAKES[name]
-  monkeypatch.setattr(places[0], phase, mistake)
-  with pytest.raises(AssertionError, match="worst at"):
-    check_tf32((1, 1, 1, 50, 150, 16, 16), **options)
 
 
 def test_the_gate_of_float32_rejects_tf32() -> None:

@@ -26,6 +26,7 @@ def launch(arch: str, *inputs: Tensor, heads: int, M: int) -> Tensor:
   return Tensor.custom_kernel(out, *inputs, fxn=body)[0].realize()
 
 
+@pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", [dtypes.half, dtypes.bfloat16, dtypes.float], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("arch", FAMILIES)

@@ -45,12 +45,14 @@ def unit(request: pytest.FixtureRequest) -> Iterator[VectorUnit]:
 MANY = (2, 6, 2, 77, 131, 33, 17)
 
 
+@pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_many_queries(unit: VectorUnit, dtype: DType) -> None:
   check_attention(*qkv(*MANY, dtype), is_causal=True, q_start=54)
   check_attention(*qkv(1, 2, 2, 128, 128, 64, 64, dtype))
 
 
+@pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_few_queries(unit: VectorUnit, dtype: DType) -> None:
   """Among them the most that are few here, and the fewest that are many."""
@@ -59,6 +61,7 @@ def test_few_queries(unit: VectorUnit, dtype: DType) -> None:
   check_attention(*qkv(1, 8, 2, 1, 300, 64, 64, dtype))
 
 
+@pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_split_keys(unit: VectorUnit, dtype: DType) -> None:
   with in_parts(3):
@@ -70,6 +73,7 @@ def test_features(unit: VectorUnit) -> None:
     check_attention(*qkv(2, 4, 2, M, 150, 24, 40), window=(60, 5), softcap=3.0, q_start=20)
 
 
+@pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", [dtypes.float32, dtypes.bfloat16], ids=str)
 def test_gradients(unit: VectorUnit, dtype: DType) -> None:
   check_gradients(*qkv(*MANY, dtype), {"is_causal": True, "q_start": 30})

@@ -1,0 +1,330 @@
+"""The forward kernels under test: where each runs, with which tiles, its corner cases, barriers and mistakes.
+
+`kernels/test_forward.py` and `kernels/test_forward_features.py` write each check once, for all of them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import mistakes
+import pytest
+from helpers import inputs, on, qkv, served_by
+from hypothesis import strategies as st
+from mistakes import Mistake
+from tinygrad import Context, Tensor, dtypes
+from tinygrad.dtype import DType
+
+from uopattn import attention
+from uopattn.dsl.amd.fragments import Fragments
+from uopattn.dsl.schedule import DTYPES_8, DTYPES_16, DTYPES_16_32
+from uopattn.kernels import amd_forward, cpu_decode, cpu_forward, cuda_forward, hopper_forward
+from uopattn.proof.gate import verify
+
+Options = dict[str, Any]
+Sizes = tuple[int, int, int, int, int, int, int]  # B, Hq, Hkv, M, N, Dk, Dv
+CPU = "CPU"
+
+# Corner cases of the kernels on GPUs; small tiles are of 32 or 64 queries and 16 or 32 keys.
+CORNERS: dict[str, Sizes] = {
+  "one query": (2, 2, 2, 1, 150, 32, 32),
+  "one key": (1, 2, 2, 70, 1, 16, 16),
+  "round": (1, 1, 1, 128, 128, 32, 32),
+  "grouped": (2, 4, 2, 50, 90, 24, 40),
+}
+ODD: dict[str, Sizes] = {
+  "smallest": (1, 1, 1, 1, 1, 1, 1),
+  "odd everywhere": (1, 2, 2, 77, 131, 33, 17),
+}
+CPU_CORNERS: dict[str, Sizes] = {
+  "smallest": (1, 1, 1, 1, 1, 1, 1),
+  "one query": (2, 4, 4, 1, 300, 64, 64),
+  "one key": (1, 2, 2, 70, 1, 16, 16),
+  "round": (1, 2, 2, 128, 128, 64, 64),
+  "odd everywhere": (2, 3, 3, 77, 131, 33, 17),
+  "one past the tiles": (1, 2, 2, 65, 65, 65, 65),
+  "one before the tiles": (1, 2, 2, 63, 63, 63, 63),
+  "more queries than keys": (1, 2, 2, 200, 20, 32, 32),
+  "grouped": (2, 6, 2, 50, 90, 24, 40),
+  "one key head for all": (1, 5, 1, 33, 40, 8, 8),
+  "head of 80": (1, 4, 2, 40, 100, 80, 80),
+  "head of 128": (1, 2, 2, 50, 70, 128, 128),
+  "large head": (1, 1, 1, 40, 70, 300, 260),
+  "rows past two blocks": (1, 3, 3, 144, 144, 64, 64),
+}
+DECODE_CORNERS: dict[str, Sizes] = {
+  "smallest": (1, 1, 1, 1, 1, 1, 1),
+  "grouped": (1, 8, 2, 1, 300, 64, 64),
+  "one key head for all": (2, 7, 1, 1, 130, 32, 32),
+  "a few queries": (1, 4, 4, 3, 200, 48, 80),
+  "rows of two blocks": (1, 14, 2, 3, 129, 16, 16),
+  "odd everywhere": (2, 6, 3, 3, 77, 33, 17),
+  "fewer keys than lanes": (1, 2, 2, 2, 3, 16, 16),
+  "fewer columns than lanes": (1, 2, 2, 2, 70, 3, 2),
+  "large head": (1, 2, 1, 2, 70, 300, 260),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+  """A forward kernel under test, with what its checks need to know.
+
+  Attributes:
+    kernel: its module.
+    arches: where it runs: emulated architectures, or the CPU at hand.
+    dtypes: of q, k, v and the output.
+    shapes: corner cases.
+    mistakes: that a check must catch.
+    small: small tiles for an architecture, which take the least time to lower; None where tiles do not matter for that.
+    any_tiles: draws tiles for an architecture and (Dk, Dv).
+    head_dims: that drawn shapes have.
+    most_queries: that drawn shapes have.
+    conflict_free: (Dk, Dv) for which bank conflicts are counted.
+    flops: multiply-adds of a matrix instruction, M N K; None where their number is not just that of the products.
+    synchronised: tiles of kernels whose barriers and waits are deleted.
+    mistaken: the shape in which mistakes show.
+  """
+
+  kernel: Any
+  arches: tuple[str, ...]
+  dtypes: tuple[DType, ...]
+  shapes: Mapping[str, Sizes]
+  mistakes: Mapping[str, Mistake]
+  small: Callable[[str], Any] | None = None
+  any_tiles: Callable[[str], st.SearchStrategy[Any]] | None = None
+  head_dims: Sequence[int] = (1, 8, 15, 24, 40, 64)
+  most_queries: int = 150
+  conflict_free: Sequence[tuple[int, int]] = ((64, 64), (128, 128))
+  flops: int | None = None
+  synchronised: Callable[[str], Sequence[Any]] = lambda arch: ()
+  mistaken: Sizes = (1, 1, 1, 50, 150, 16, 16)
+
+  @property
+  def name(self) -> str:
+    return str(self.kernel.SCHEDULE.name)
+
+  @contextmanager
+  def on(self, arch: str, tiles: Any = None, chosen: bool = False) -> Iterator[None]:
+    """`attention` takes this kernel on this machine, with small tiles, or those given, or those that it chooses."""
+    with ExitStack() as stack:
+      enter = stack.enter_context
+      if arch != CPU:
+        enter(on(arch))
+      enter(Context(ALLOW_TF32=int(self.tf32)))
+      enter(served_by(self.name))
+      if tiles is None and self.small is not None and not chosen:
+        tiles = self.small(arch)
+      if tiles is not None:
+        enter(pytest.MonkeyPatch.context()).setattr(self.kernel.Tiles, "choose", lambda problem, target: tiles)
+      yield
+
+  @property
+  def tf32(self) -> bool:
+    return self.arches != (CPU,) and self.dtypes == (dtypes.float32,)
+
+  def inputs(self, arch: str, sizes: Sizes, dtype: DType, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Normal random q, k and v on this machine."""
+    return (qkv if arch == CPU else inputs)(*sizes, dtype, seed)
+
+  def check(self, q: Tensor, k: Tensor, v: Tensor, given: Options | None = None, **options: Any) -> None:
+    """Runs `attention` and fails unless output and LSE pass the gate.
+
+    Args:
+      given: the arguments in the form in which `attention` takes them; by default as the oracle does.
+      options: the arguments as the oracle takes them.
+    """
+    passed = options if given is None else given
+    out, lse = attention(q, k, v, enable_gqa=True, return_lse=True, backend="kernel", **passed)
+    Tensor.realize(out, lse)
+    self.verify(q, k, v, out, lse, **options)
+
+  def verify(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None, **options: Any) -> None:
+    """Fails unless the output, and the LSE if given, pass the gate."""
+    for report in verify(q, k, v, out, lse, tf32=self.tf32, **options):
+      assert report.correct, f"worst at {report.worst}: {report}"
+
+
+def amd_tiles(arch: str) -> st.SearchStrategy[amd_forward.Tiles]:
+  return st.builds(
+    amd_forward.Tiles,
+    st.just(arch),
+    waves=st.integers(1, 5),
+    m_tiles=st.integers(1, 3),
+    block_n=st.sampled_from((32, 64, 96)),
+  )
+
+
+def cuda_tiles(step: int = 16, turing: bool = False) -> Callable[[str], st.SearchStrategy[cuda_forward.Tiles]]:
+  least = max(step, 16)
+  tiles = st.builds(
+    cuda_forward.Tiles,
+    warps=st.integers(1, 5),
+    m_tiles=st.integers(1, 2),
+    block_n=st.integers(1, 3).map(lambda n: n * least),
+    stages=st.integers(2, 4),
+    step=st.just(step),
+    turing=st.just(turing),
+  )
+  return lambda arch: tiles
+
+
+def hopper_tiles(arch: str) -> st.SearchStrategy[hopper_forward.Tiles]:
+  return st.builds(
+    hopper_forward.Tiles,
+    warpgroups=st.integers(1, 4),
+    block_n=st.integers(1, 8).map(lambda n: n * 16),
+    stages=st.integers(2, 4),
+  )
+
+
+def cpu_tiles(arch: str) -> st.SearchStrategy[cpu_forward.Tiles]:
+  return st.builds(cpu_forward.Tiles, st.integers(2, 70), st.integers(1, 140), st.integers(1, 9), st.just(2))
+
+
+def decode_tiles(arch: str) -> st.SearchStrategy[cpu_decode.Tiles]:
+  return st.builds(
+    lambda unroll_m, strips, *rest: cpu_decode.Tiles(unroll_m * strips, rest[0], unroll_m, *rest[1:], 2),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.integers(1, 140),
+    st.integers(1, 6),
+    st.integers(1, 4),
+    st.sampled_from((1, 2, 4, 8, 16)),
+  )
+
+
+T, H = cuda_forward.Tiles, hopper_forward.Tiles
+SUBJECTS: dict[str, Subject] = {
+  "amd": Subject(
+    amd_forward,
+    ("gfx1100", "gfx1201", "gfx942", "gfx950"),  # one of each instruction
+    DTYPES_16,
+    CORNERS
+    | ODD
+    | {
+      "one past the tiles": (1, 1, 1, 65, 65, 33, 33),
+      "rows past two tiles a wave": (1, 1, 1, 144, 100, 16, 16),
+      "large head": (1, 1, 1, 20, 40, 150, 260),
+    },
+    mistakes.AMD,
+    small=lambda arch: amd_forward.Tiles(arch, 2, 1, amd_forward.Tiles.least(Fragments.of(arch))),
+    any_tiles=amd_tiles,
+    head_dims=(1, 8, 15, 24, 33, 40, 80),
+    conflict_free=((64, 64), (33, 48)),
+    synchronised=lambda arch: (amd_forward.Tiles(arch, 4, 1, 32),),
+  ),
+  "cuda": Subject(
+    cuda_forward,
+    ("sm_80", "sm_89", "sm_90"),
+    DTYPES_16,
+    CORNERS
+    | ODD
+    | {
+      "smallest of whole chunks": (1, 1, 1, 1, 1, 8, 8),
+      "one past the tiles": (1, 1, 1, 65, 65, 40, 40),
+      "large head": (1, 1, 1, 20, 40, 256, 256),
+      "large head of the values": (1, 1, 1, 70, 40, 64, 200),
+      "larger than Hopper's products": (1, 1, 1, 64, 20, 160, 264),
+    },
+    mistakes.CUDA,
+    small=lambda arch: T(2, 1, 16),
+    any_tiles=cuda_tiles(),
+    flops=16 * 8 * 16,
+    synchronised=lambda arch: (T(4, 1, 32), T(2, 1, 16, 3)),
+  ),
+  "hopper": Subject(
+    hopper_forward,
+    ("sm_90",),
+    DTYPES_16,
+    CORNERS
+    | {
+      "smallest of whole chunks": (1, 1, 1, 1, 1, 8, 8),
+      "odd lengths": (1, 2, 2, 77, 131, 40, 24),
+      "one past the tiles": (1, 1, 1, 129, 129, 72, 72),
+      "large head": (1, 1, 1, 20, 40, 256, 256),
+      "large head of the values": (1, 1, 1, 70, 40, 64, 200),
+    },
+    mistakes.HOPPER,
+    small=lambda arch: H(1, 16),
+    any_tiles=hopper_tiles,
+    head_dims=(8, 24, 40, 64, 72),
+    most_queries=300,
+    synchronised=lambda arch: (H(1, 32), H(2, 16, 3)),
+  ),
+  "float8": Subject(
+    cuda_forward,
+    ("sm_89", "sm_90"),
+    DTYPES_8,
+    CORNERS
+    | ODD
+    | {
+      "smallest of whole chunks": (1, 1, 1, 1, 1, 16, 16),
+      "chunks that are half a step": (1, 2, 2, 77, 131, 48, 80),
+      "one past the tiles": (1, 1, 1, 65, 65, 96, 72),
+      "large head": (1, 1, 1, 20, 40, 256, 256),
+    },
+    mistakes.FLOAT8,
+    small=lambda arch: T(2, 1, 32, step=32),
+    any_tiles=cuda_tiles(32),
+    head_dims=(1, 8, 15, 32, 48, 64),
+    conflict_free=((32, 32), (64, 64), (128, 128)),
+    flops=16 * 8 * 32,
+    synchronised=lambda arch: (T(4, 1, 32, step=32), T(2, 2, 32, 3, step=32)),
+    mistaken=(1, 1, 1, 50, 150, 32, 16),
+  ),
+  "tf32": Subject(
+    cuda_forward,
+    ("sm_80", "sm_90"),
+    (dtypes.float32,),
+    CORNERS | ODD | {"one past the tiles": (1, 1, 1, 65, 65, 40, 40), "large head": (1, 1, 1, 20, 40, 192, 192)},
+    mistakes.TF32,
+    small=lambda arch: T(2, 1, 16, step=8),
+    any_tiles=cuda_tiles(8),
+    head_dims=(1, 8, 15, 40),
+    flops=16 * 8 * 8,
+    synchronised=lambda arch: (T(4, 1, 32, step=8),),
+  ),
+  "turing": Subject(
+    cuda_forward,
+    ("sm_75",),
+    (dtypes.float16,),
+    CORNERS | ODD | {"one past the tiles": (1, 1, 1, 65, 65, 40, 40), "large head": (1, 1, 1, 20, 40, 256, 256)},
+    mistakes.TURING,
+    small=lambda arch: T(2, 1, 16, turing=True),
+    any_tiles=cuda_tiles(turing=True),
+    head_dims=(7, 8, 24, 32),
+    conflict_free=((64, 64),),
+    flops=16 * 8 * 8,
+    synchronised=lambda arch: (T(4, 1, 32, turing=True),),
+  ),
+  "cpu": Subject(
+    cpu_forward,
+    (CPU,),
+    DTYPES_16_32,
+    CPU_CORNERS,
+    mistakes.CPU,
+    any_tiles=cpu_tiles,
+    head_dims=range(1, 81),
+    mistaken=(1, 1, 1, 150, 150, 16, 16),
+  ),
+  "decode": Subject(
+    cpu_decode,
+    (CPU,),
+    DTYPES_16_32,
+    DECODE_CORNERS,
+    mistakes.DECODE,
+    any_tiles=decode_tiles,
+    head_dims=range(1, 81),
+    most_queries=7,
+    mistaken=(1, 6, 2, 3, 150, 20, 16),
+  ),
+}
+GPU = [name for name, x in SUBJECTS.items() if x.arches != (CPU,)]
+NVIDIA = [name for name in GPU if name != "amd"]
+# Every machine and type: for tests of ("subject", "arch", "dtype").
+EVERYWHERE = [(name, arch, dtype) for name, x in SUBJECTS.items() for arch in x.arches for dtype in x.dtypes]
+ON_GPUS = [case for case in EVERYWHERE if case[0] in GPU]
+# The first machine and type of each: for what does not depend on them.
+ONCE = [(name, x.arches[0], x.dtypes[0]) for name, x in SUBJECTS.items()]
+ONCE_ON_GPUS = [case for case in ONCE if case[0] in GPU]

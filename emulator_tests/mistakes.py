@@ -1,0 +1,306 @@
+"""Deliberate mistakes in the forward kernels, each in one phase. With any of them a kernel must fail the gate."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from tinygrad import UOp, dtypes
+
+from uopattn.dsl import instructions
+from uopattn.dsl.amd.staging import RegisterPipeline
+from uopattn.dsl.nvidia import mma, mma_layout, swizzled
+from uopattn.dsl.rules.rules import HeadRules
+from uopattn.kernels import amd_forward, cpu_decode, cpu_forward, cuda_forward, hopper_forward
+from uopattn.runtime.prepare import compiled
+
+Phase = Callable[..., Any]
+Options = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Mistake:
+  """A wrong phase of a kernel.
+
+  Attributes:
+    owner: the module or class that has the phase.
+    phase: its name there.
+    wrong: makes the wrong phase of the right one.
+    options: arguments of an attention in which it shows.
+  """
+
+  owner: Any
+  phase: str
+  wrong: Callable[[Any], Any]
+  options: Options = field(default_factory=dict)
+
+  @contextmanager
+  def made(self) -> Iterator[None]:
+    """The kernels that are built here have the mistake."""
+    compiled.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+      patch.setattr(self.owner, self.phase, self.wrong(getattr(self.owner, self.phase)))
+      yield
+    compiled.cache_clear()
+
+
+def instead(phase: Phase) -> Callable[[Phase], Phase]:
+  """A wrong phase that has no use for the right one."""
+  return lambda right: phase
+
+
+# masks and key ranges
+
+
+def no_mask(right: Phase) -> Phase:
+  return lambda self, products, row, first, offsets, masked: right(self, products, row, first, offsets, False)
+
+
+def mask_one_key_late(right: Phase) -> Phase:
+  return lambda self, row: right(self, row) + 1
+
+
+def last_tile_dropped(right: Phase) -> Phase:
+  def key_range(*given: Any) -> Any:
+    found = right(*given)
+    n_tiles = (found.n_tiles - 1).maximum(1)
+    return replace(found, n_full=found.n_full.minimum(n_tiles), n_tiles=n_tiles)
+
+  return key_range
+
+
+MASKS = {
+  "no causal mask on the diagonal": Mistake(HeadRules, "scores", no_mask, {"is_causal": True}),
+  "keys past the end counted": Mistake(HeadRules, "scores", no_mask),
+  "mask one key late": Mistake(HeadRules, "last_seen", mask_one_key_late, {"is_causal": True}),
+  "last tile dropped": Mistake(HeadRules, "key_range", last_tile_dropped),
+}
+
+
+# the softmax of a matrix unit: (unit or family, scores, scale_log2, m_old, l_old, ...) -> P, m_i, l_i, alpha
+
+
+def no_rescale(right: Phase) -> Phase:
+  return lambda *given: (*right(*given)[:3], UOp.const(1.0, dtypes.float))
+
+
+def sum_not_rescaled(right: Phase) -> Phase:
+  def softmax(*given: Any) -> tuple[Any, ...]:
+    p, m_new, l_new, alpha = right(*given)
+    return p, m_new, l_new + given[4] * (1 - alpha), alpha
+
+  return softmax
+
+
+def softmax_mistakes(owner: Any, phase: str) -> dict[str, Mistake]:
+  """Mistakes of the softmax that `owner` has by this name."""
+  return {
+    "no rescale of the accumulator": Mistake(owner, phase, no_rescale),
+    "no rescale of the sum": Mistake(owner, phase, sum_not_rescaled),
+  }
+
+
+# AMD
+
+
+def p_halves_exchanged(right: Phase) -> Phase:
+  return lambda *given: [[step[8:] + step[:8] for step in steps] for steps in right(*given)]
+
+
+AMD = MASKS | softmax_mistakes(amd_forward.WaveMma, "softmax")
+AMD |= {
+  "lanes of a query not joined": Mistake(amd_forward, "row_reduce", instead(lambda f, operation, value, lane: value)),
+  "halves of P exchanged": Mistake(amd_forward, "as_operands", p_halves_exchanged),
+  "tiles one key off": Mistake(
+    RegisterPipeline, "load", lambda right: lambda self, first, *after: right(self, first + 1, *after)
+  ),
+}
+
+
+# NVIDIA
+
+
+def own_lane_only(operation: Any, value: UOp) -> UOp:
+  return value
+
+
+def nvidia(kernel: Any, owner: Any, phase: str) -> dict[str, Mistake]:
+  """Mistakes of a kernel on NVIDIA's matrix cores, whose softmax `owner` has."""
+  return (
+    MASKS
+    | softmax_mistakes(owner, phase)
+    | {
+      "maximum of a lane's own keys": Mistake(kernel, "row_reduce", instead(own_lane_only)),
+      "sum of a lane's own keys": Mistake(mma_layout, "row_reduce", instead(own_lane_only)),
+    }
+  )
+
+
+def word_halves_exchanged(right: Phase) -> Phase:
+  return lambda family, low, high, dtype: right(family, high, low, dtype)
+
+
+def not_transposed(right: Phase) -> Phase:
+  return lambda *given, trans=False: right(*given)
+
+
+def key_pairs_exchanged(right: Phase) -> Phase:
+  """P's words in the order of 16 keys in 8 bits, as if V's rows came one after another."""
+  return lambda self, rows: right(self, [[row[i ^ 2] for i in range(len(row))] for row in rows])
+
+
+def keys_in_order(right: Phase) -> Phase:
+  """A lane's two keys are t and t + 4 of 8, as the hardware counts k."""
+
+  def element(self: Any, row: UOp, column: UOp) -> UOp:
+    pair, odd = row % 8 // 2, row % 2
+    return right(self, row // 8 * 8 + pair + 4 * odd, column)
+
+  return element
+
+
+def k_halves_exchanged(right: Phase) -> Phase:
+  """The left operand's only: of both it would be no mistake."""
+  return lambda x, part, count: right(x, 1 - part if count == 4 else part, count)
+
+
+def without_permutation(self: swizzled.SwizzledTiles, row: UOp, chunk: UOp) -> UOp:
+  per = self.width // self.chunk
+  return self.memory[self.base + (chunk // per * self.height + row) * self.width + chunk % per * self.chunk]
+
+
+PACK = {"halves of a word exchanged": Mistake(instructions, "pack", word_halves_exchanged)}
+TRANSPOSE = {"values not transposed": Mistake(instructions, "ldmatrix", not_transposed)}
+MMA = nvidia(cuda_forward, cuda_forward, "online_softmax")
+CUDA = MMA | PACK | TRANSPOSE
+FLOAT8 = (
+  MMA
+  | TRANSPOSE
+  | {
+    "keys in another order": Mistake(mma.Mma, "as_left", key_pairs_exchanged),
+    "odd columns are the even ones": Mistake(instructions, "odd_bytes", instead(instructions.even_bytes)),
+  }
+)
+TF32 = MMA | {"keys in another order": Mistake(swizzled.SwizzledTiles, "element", keys_in_order)}
+TURING = MMA | {"halves of k exchanged": Mistake(mma, "_part", k_halves_exchanged)}
+NO_PERMUTATION = Mistake(swizzled.SwizzledTiles, "at", instead(without_permutation))
+HOPPER = nvidia(hopper_forward, hopper_forward, "online_softmax") | PACK
+# Every tile in one slot: the copy of the next one overwrites what is being read.
+ONE_SLOT = Mistake(swizzled.SwizzledTiles, "tile", lambda right: lambda self, n, *after: right(self, n * 0, *after))
+
+
+# what attention's arguments ask for
+
+
+def window_one_key_narrow(right: Phase) -> Phase:
+  return lambda self, row: [x + 1 for x in right(self, row)]
+
+
+# By the feature in which each shows.
+FEATURES = {
+  "sinks": Mistake(HeadRules, "sink", instead(lambda self, row: None)),
+  "lengths": Mistake(HeadRules, "length", lambda right: property(lambda self: UOp.const(self.rules.N))),
+  "window": Mistake(HeadRules, "_firsts", window_one_key_narrow),
+  "softcap": Mistake(HeadRules, "apply_score_mods", instead(lambda self, score, *rest: score)),
+}
+
+
+# CPU
+
+
+def filled(s: Any, like: UOp, value: float, within: Any) -> UOp:
+  return s.assign(s.buffer(*like.shape), lambda *i: value, within=within)
+
+
+def strips_not_rescaled(right: Phase) -> Phase:
+  return lambda s, p, v, acc, alpha, unroll, loop: right(s, p, v, acc, filled(s, alpha, 1.0, loop.axes), unroll, loop)
+
+
+def strips_not_masked(right: Phase) -> Phase:
+  return lambda s, q_t, k_tile, score, *rest: right(s, q_t, k_tile, lambda x, n, m: x, *rest)
+
+
+def strips_masked_late(right: Phase) -> Phase:
+  return lambda s, q_t, k_tile, score, *rest: right(s, q_t, k_tile, lambda x, n, m: score(x, n - 1, m), *rest)
+
+
+def old_maximum_forgotten(right: Phase) -> Phase:
+  def exponentiate(s: Any, scores: UOp, m_new: UOp, m_old: UOp, l_old: UOp, exponent: Any, loop: Any) -> Any:
+    return right(s, scores, m_new, filled(s, m_old, -math.inf, loop.axes), l_old, exponent, loop)
+
+  return exponentiate
+
+
+def strips_one_key_off(right: Phase) -> Phase:
+  def load_tile(s: Any, rows: Any, first: UOp, block_n: int, *rest: Any) -> Any:
+    return right(s, rows, cpu_forward.clamp(first + 1, 0, int(rows.length.vmax) - block_n), block_n, *rest)
+
+  return load_tile
+
+
+CPU = {
+  "no rescale of the accumulator": Mistake(cpu_forward, "multiply_pv", strips_not_rescaled),
+  "no causal mask on the diagonal": Mistake(cpu_forward, "multiply_qk", strips_not_masked, {"is_causal": True}),
+  "last tile counted twice": Mistake(cpu_forward, "multiply_qk", strips_not_masked),
+  "mask one key late": Mistake(cpu_forward, "multiply_qk", strips_masked_late, {"is_causal": True}),
+  "old maximum forgotten": Mistake(cpu_forward, "exponentiate", old_maximum_forgotten),
+  "tiles one key off": Mistake(cpu_forward, "load_tile", strips_one_key_off),
+}
+
+
+def rows_not_rescaled(right: Phase) -> Phase:
+  def multiply_pv(s: Any, p: UOp, v: Any, k_next: Any, acc: UOp, alpha: UOp, *rest: Any) -> Any:
+    return right(s, p, v, k_next, acc, filled(s, alpha, 1.0, rest[-1]), *rest)
+
+  return multiply_pv
+
+
+def row_sum_not_rescaled(right: Phase) -> Phase:
+  return lambda s, p, l_old, alpha, within: right(s, p, l_old, filled(s, alpha, 1.0, within), within)
+
+
+def rows_not_masked(right: Phase) -> Phase:
+  return lambda s, products, score, *rest: right(s, products, lambda x, r, n: x, *rest)
+
+
+def rows_masked_late(right: Phase) -> Phase:
+  return lambda s, products, score, *rest: right(s, products, lambda x, r, n: score(x, r, n - 1), *rest)
+
+
+def half_of_the_lanes(right: Phase) -> Phase:
+  def fold(s: Any, x: UOp, operation: Any, within: Any) -> Any:
+    half = int(x.shape[-1]) // 2
+    kept = s.assign(s.buffer(*x.shape), lambda *i: (i[-1] < half).where(x[i], 0.0), within=within)
+    return right(s, kept, operation, within)
+
+  return fold
+
+
+def rest_of_the_head_left_out(right: Phase) -> Phase:
+  def multiply_qk(s: Any, q: UOp, k: Any, *rest: Any) -> Any:
+    kept = s.assign(s.buffer(*q.shape), lambda r, d: (d < 16).where(q[r, d], 0.0), within=rest[-1])
+    return right(s, kept, k, *rest)
+
+  return multiply_qk
+
+
+LATE = {"is_causal": True, "q_start": 140}
+DECODE = {
+  "no rescale of the accumulator": Mistake(cpu_decode, "multiply_pv", rows_not_rescaled),
+  "no rescale of the sum": Mistake(cpu_decode, "add_up", row_sum_not_rescaled),
+  "no causal mask": Mistake(cpu_decode, "softmax", rows_not_masked, LATE),
+  "last tile counted twice": Mistake(cpu_decode, "softmax", rows_not_masked),
+  "mask one key late": Mistake(cpu_decode, "softmax", rows_masked_late, LATE),
+  "half of the lanes": Mistake(cpu_decode, "fold", half_of_the_lanes),
+  "rest of the head left out": Mistake(cpu_decode, "multiply_qk", rest_of_the_head_left_out),
+}
+DECODE_PAIRS = {
+  "weights the wrong way round": Mistake(
+    cpu_decode, "weighted_pair", lambda right: lambda to, weights, a, b, *rest: right(to, weights, b, a, *rest)
+  ),
+  "products of q with itself": Mistake(
+    cpu_decode, "dot_pairs", lambda right: lambda to, a, b, *rest: right(to, a, a, *rest)
+  ),
+}

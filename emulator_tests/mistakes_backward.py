@@ -1,0 +1,190 @@
+"""Deliberate mistakes in the backward kernels: the wrong phase, what it breaks, and where each schedule has it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from conformance_backward import Options, Shape
+from test_features import banded
+from tinygrad import UOp
+
+from uopattn.dsl import instructions
+from uopattn.dsl.amd.staging import RegisterPipeline
+from uopattn.dsl.nvidia.score_gradients import RowStats
+from uopattn.dsl.nvidia.swizzled import SwizzledTiles
+from uopattn.dsl.rules.rules import HeadRules
+from uopattn.kernels import amd_backward, cpu_backward, cuda_backward, hopper_backward
+
+Phase = Callable[..., Any]
+Place = tuple[object, str]  # a module or class, and the name of the phase in it
+GPU: Shape = (1, 2, 1, 50, 90, 16, 16)
+CPU: Shape = (1, 2, 1, 140, 150, 16, 16)
+LONG: Shape = (1, 1, 1, 50, 300, 16, 16)
+CAUSAL: Options = {"is_causal": True}
+
+
+@dataclass(frozen=True)
+class Mistake:
+  """A wrong phase.
+
+  Attributes:
+    wrong: makes it of the right one.
+    places: where each schedule, by its name, has the phase.
+    options: what the attention is given.
+    shape: at which it shows; None is GPU or CPU.
+    noticed_by: "gate", or "emulator" where the checks of memory stop the kernel.
+  """
+
+  wrong: Callable[[Phase], Phase]
+  places: Mapping[str, Place]
+  options: Options = field(default_factory=dict)
+  shape: Shape | None = None
+  noticed_by: str = "gate"
+
+
+def instead(result: Any) -> Callable[[Phase], Phase]:
+  """A phase that gives `result` whatever it is asked."""
+  return lambda right: lambda *arguments, **named: result
+
+
+def unmasked(right: Phase) -> Phase:
+  return lambda self, products, row, first, offsets, masked: right(self, products, row, first, offsets, False)
+
+
+def last_tile_dropped(right: Phase) -> Phase:
+  def query_range(*arguments: Any) -> Any:
+    found = right(*arguments)
+    n_tiles = (found.n_tiles - 1).maximum(1)
+    return replace(found, n_full=found.n_full.minimum(n_tiles), n_tiles=n_tiles)
+
+  return query_range
+
+
+def no_delta(right: Phase) -> Phase:
+  return lambda *arguments: (right(*arguments)[0], right(*arguments)[1] * 0.0)
+
+
+def no_delta_of_block(right: Phase) -> Phase:
+  def load_row_sums(s: Any, lse: Any, delta: Any, block: Any, block_m: int, unit: float, outer: Any) -> Any:
+    lse_i, _ = right(s, lse, delta, block, block_m, unit, outer)
+    return lse_i, s.assign(s.buffer(block_m), lambda m: 0.0, within=outer)
+
+  return load_row_sums
+
+
+def natural_lse(right: Phase) -> Phase:
+  return lambda *arguments: (right(*arguments)[0] * 0.6931, right(*arguments)[1])
+
+
+def unscaled_store(right: Phase) -> Phase:
+  return lambda o, head, row, half, acc, factor, *rest: right(o, head, row, half, acc, UOp.const(1.0), *rest)
+
+
+def halves_exchanged(right: Phase) -> Phase:
+  def as_operands(*arguments: Any) -> Any:
+    tiles = right(*arguments)
+    return [[step[len(step) // 2 :] + step[: len(step) // 2] for step in steps] for steps in tiles]
+
+  return as_operands
+
+
+def first_of_the_group(right: Phase) -> Phase:
+  return lambda *arguments: lambda member: right(*arguments)(UOp.const(0))
+
+
+def twice_the_first_head(right: Phase) -> Phase:
+  def block_of(*arguments: Any) -> Any:
+    block, busy = right(*arguments)
+    return replace(block, head=block.head // 2 * 2), busy
+
+  return block_of
+
+
+def idle_turns_kept(right: Phase) -> Phase:
+  def block_of(call: UOp, turn: UOp, blocks: int, group: int, M: int, tiles: Any) -> Any:
+    block, _ = right(call, turn, blocks, group, M, tiles)
+    return replace(block, end=UOp.const(M)), UOp.const(True)
+
+  return block_of
+
+
+def begun_anew(right: Phase) -> Phase:
+  def mma_ab(f: Any, dtype: Any, operands: Any, lds: Any, acc: Any, begun: Any, lane: UOp) -> Any:
+    return right(f, dtype, operands, lds, acc, [[x * 0.0 for x in tile] for tile in begun], lane)
+
+  return mma_ab
+
+
+def begun_anew_in_memory(right: Phase) -> Phase:
+  def multiply_ds_k(s: Any, dq_t: UOp, k_tile: Any, ds: UOp, tiles: Any, loop: Any) -> Any:
+    return right(s, s.assign(dq_t, lambda d, m: 0.0, within=loop.axes), k_tile, ds, tiles, loop)
+
+  return multiply_ds_k
+
+
+def one_key_off(right: Phase) -> Phase:
+  def add_product(s: Any, out: UOp, item: UOp, first: UOp, *rest: Any) -> Any:
+    return right(s, out, item, cpu_backward.clamp(first - 1, 0, out.shape[1]), *rest)
+
+  return add_product
+
+
+def rows_reversed(right: Phase) -> Phase:
+  return lambda *arguments: (right(*arguments)[0], right(*arguments)[1][::-1])
+
+
+CUDA_AND_HOPPER = {"cuda": cuda_backward, "hopper": hopper_backward}
+GPUS = ("amd", "cuda", "hopper")
+
+MISTAKES: dict[str, Mistake] = {
+  "no causal mask on the diagonal": Mistake(unmasked, dict.fromkeys(GPUS, (HeadRules, "scores")), CAUSAL),
+  "no causal mask": Mistake(instead([]), {"cpu": (HeadRules, "hidden")}, CAUSAL),
+  "mask one key late": Mistake(
+    lambda right: lambda self, row, key: right(self, row, key - 1), {"cpu": (HeadRules, "hidden")}, CAUSAL
+  ),
+  "keys past the end counted": Mistake(unmasked, {"amd": (HeadRules, "scores")}),
+  "last tile of queries dropped": Mistake(last_tile_dropped, dict.fromkeys(GPUS, (HeadRules, "query_range"))),
+  "last tile counted twice": Mistake(
+    lambda right: lambda self, *rest: right(replace(self, start=UOp.const(0)), *rest),
+    {"cpu": (cpu_backward.Gradients, "of")},
+  ),
+  "no scale": Mistake(
+    unscaled_store, {name: (module, "store_scaled") for name, module in CUDA_AND_HOPPER.items()}
+  ),
+  "no late factor": Mistake(instead(1.0), {"amd": (amd_backward, "late_factor")}),
+  "scores not pulled back": Mistake(
+    lambda right: lambda self, grads, *rest: grads, {"cpu": (HeadRules, "score_vjp")}
+  ),
+  "no delta": Mistake(no_delta, dict.fromkeys(CUDA_AND_HOPPER, (RowStats, "of"))),
+  "no delta of a block": Mistake(no_delta_of_block, {"cpu": (cpu_backward, "load_row_sums")}),
+  "the LSE in another base": Mistake(natural_lse, dict.fromkeys(CUDA_AND_HOPPER, (RowStats, "of"))),
+  "the LSE not subtracted": Mistake(
+    lambda right: lambda *arguments: right(*arguments) * 0.0, {"amd": (amd_backward, "neg_lse_of")}
+  ),
+  "the LSE and delta of other rows": Mistake(rows_reversed, {"amd": (amd_backward, "lane_rows")}),
+  "halves of P and dS exchanged": Mistake(halves_exchanged, {"amd": (amd_backward, "as_operands")}),
+  "a matrix not transposed": Mistake(
+    lambda right: lambda *arguments, trans=False: right(*arguments), {"cuda": (instructions, "ldmatrix")}
+  ),
+  "tiles one row off": Mistake(
+    lambda right: lambda self, first, *after, base=0: right(self, first + 1, *after, base=base),
+    {"amd": (RegisterPipeline, "load")},
+  ),
+  "keys one off": Mistake(one_key_off, {"cpu": (cpu_backward, "add_product")}),
+  "sums begun anew with each tile": Mistake(
+    begun_anew, {"amd": (amd_backward, "mma_ab")}
+  ),
+  "dq of the last tile only": Mistake(begun_anew_in_memory, {"cpu": (cpu_backward, "multiply_ds_k")}),
+  "sums not cleared": Mistake(lambda right: lambda s, x, item: x, {"cpu": (cpu_backward, "clear")}),
+  "the mask of the group's first head for all": Mistake(
+    first_of_the_group, {"amd": (amd_backward, "of_members")}, {"mask_mod": banded}
+  ),
+  "a group's first head for all": Mistake(twice_the_first_head, {"cpu": (cpu_backward, "block_of")}),
+  "idle turns not idle": Mistake(idle_turns_kept, {"cpu": (cpu_backward, "block_of")}),
+  "every tile in one slot": Mistake(
+    lambda right: lambda self, n_tile, *after: right(self, n_tile * 0, *after),
+    dict.fromkeys(CUDA_AND_HOPPER, (SwizzledTiles, "tile")),
+    shape=LONG,
+    noticed_by="emulator",
+  ),
+}  # fmt: skip
