@@ -121,9 +121,9 @@ def test_one_kernel_does_no_work_beyond_the_length(arch: str) -> None:
         out, lse = attention(q, k, v, kv_lengths=bound, enable_gqa=True, return_lse=True, backend="kernel")
         Tensor.realize(out, lse)
       check(q, k, v, out, lse, kv_lengths=np.array([length]))
-      (count,) = [x for name, x in profile.kernels.items() if name.startswith("attention") and "join" not in name]
+      (count,) = [x for name, x in profile.kernels.items() if name.startswith("attention") and "combine" not in name]
       work[length], names = (count.matrix, count.global_read), names | {*profile.kernels}
-    assert len(names) == 2  # the kernel of the parts, and the one that joins them
+    assert len(names) == 2  # the kernel of the parts, and the one that combines them
   (full, all_bytes), (half, half_of_bytes), (least, least_bytes) = (work[n] for n in (1024, 512, 1))
   assert half == full / 2, work
   assert least <= full / 16, work  # a tile each part at the least
