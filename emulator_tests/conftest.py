@@ -1,4 +1,6 @@
 import gc
+import os
+from collections import Counter
 from collections.abc import Generator, Hashable
 
 import pytest
@@ -18,6 +20,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+  # A process for each core: threads of numpy's products would only wait for one another, at twice the cost of the gate.
+  os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
   # Graphs are millions of objects that live long: with Python's thresholds a quarter of the time is a search for dead
   # ones among them.
   gc.freeze()
@@ -49,7 +53,7 @@ def cover(cases: list[pytest.Item]) -> list[pytest.Item]:
   """Cases of a test marked `each("dtype", "shape")`: every value of these parameters and every combination of the rest.
 
   Each of them stands in at least one case; which values meet in it changes from case to case. A test without the mark
-  keeps all its cases.
+  keeps all its cases. `each("shape", evenly=True)` takes the values in about equal numbers, not mostly the first one.
   """
   if not cases or (mark := cases[0].get_closest_marker("each")) is None:
     return cases
@@ -61,11 +65,24 @@ def cover(cases: list[pytest.Item]) -> list[pytest.Item]:
     rest = tuple(value for name, value in values.items() if name not in mark.args)
     facts[case] = {rest, *((name, values[name]) for name in mark.args)}
     waiting |= facts[case]
-  found = []
+  found: list[pytest.Item] = []
+  taken: Counter[Hashable] = Counter()
   while waiting:
-    found.append(max(cases, key=lambda case: len(facts[case] & waiting)))
+    evenly = (lambda case: -sum(taken[x] for x in facts[case])) if mark.kwargs.get("evenly") else (lambda case: 0)
+    found.append(max(cases, key=lambda case: (len(facts[case] & waiting), evenly(case))))
     waiting -= facts[found[-1]]
+    taken.update(facts[found[-1]])
   return found
+
+
+@pytest.fixture(autouse=True)
+def unoptimized(request: pytest.FixtureRequest) -> Generator[None, None, None]:
+  """tinygrad's own ops as they are where only kernels are tested: lowering them takes a fifth less.
+
+  Not those of a whole model, which would take long to run.
+  """
+  with Context(NOOPT=int(request.path.parent.name == "api" and request.path.stem != "test_real_input")):
+    yield
 
 
 @pytest.fixture(autouse=True)

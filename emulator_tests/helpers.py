@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from tinygrad import Context, Device, Tensor, dtypes
 from tinygrad.dtype import DType
 
@@ -53,8 +53,8 @@ def on_device(x: Any) -> Any:
 
 
 def on(arch: str) -> Context:
-  """The emulator in the place of a GPU."""
-  return Context(DEV=f"EMU::{arch}")
+  """The emulator in the place of a GPU; it runs what tinygrad has optimized sooner."""
+  return Context(DEV=f"EMU::{arch}", NOOPT=0)
 
 
 def inputs(
@@ -67,9 +67,14 @@ def inputs(
   return q, k, v
 
 
-def drawn(quick: int) -> settings:
-  """Hypothesis' settings where each example lowers a kernel of its own: `quick` examples, 200 in the slow run."""
-  return settings(max_examples=quick if settings().max_examples <= settings.get_profile("quick").max_examples else 200)
+def drawn(quick: int, slow: int = 200) -> settings:
+  """Hypothesis' settings where each example lowers a kernel of its own: `quick` examples, or `slow` with --slow.
+
+  The first drawn is the simplest: with `quick` of 0 only the explicit examples run, which can be better ones.
+  """
+  if settings().max_examples > settings.get_profile("quick").max_examples:
+    return settings(max_examples=slow)
+  return settings(max_examples=quick) if quick else settings(phases=(Phase.explicit,))
 
 
 def spoiled_behind(lengths: Any, x: Tensor) -> Tensor:

@@ -35,6 +35,9 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
+EACH_LAYOUT = ("causal", "blocks", "nothing", "everything")  # one for all heads, one for each, and the extremes
+
+
 def made(name: str, block_m: int = 32, block_n: int = 32, device: str | None = None) -> BlockMask:
   mod, aux, batches, heads, _ = CASES[name]
   tensors = tuple(placed(x, device=device) for x in aux)
@@ -51,6 +54,7 @@ def pairs(seen: Array, block_m: int, block_n: int) -> Array:
   return np.add.reduceat(rows, range(0, N, block_n), 3)
 
 
+@pytest.mark.each("size", evenly=True)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("size", [(32, 32), (128, 70), (1000, 1000)], ids=str)
 def test_counts_what_is_seen_of_each_block(name: str, size: tuple[int, int]) -> None:
@@ -105,6 +109,7 @@ def check_lists(seen: Array, lists: tuple[Tensor, Tensor], block_m: int, block_n
         assert not part.any()
 
 
+@pytest.mark.each("tile", evenly=True)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("tile", [(64, 16), (48, 20), (500, 500)], ids=str)
 def test_lists_tiles_of_any_size(name: str, tile: tuple[int, int]) -> None:
@@ -113,17 +118,15 @@ def test_lists_tiles_of_any_size(name: str, tile: tuple[int, int]) -> None:
   check_lists(dense(name).transpose(0, 1, 3, 2), mask.query_lists(*tile), *tile[::-1], complete=True)
 
 
-def test_lists_are_as_short_as_they_can_be_where_the_sizes_are_the_masks() -> None:
-  for name in CASES:
-    mask, count = made(name), pairs(dense(name), 32, 32)
-    numbers, of_keys = (x.numpy() for _, x in (mask.tile_lists(32, 32), mask.query_lists(32, 32)))
-    whole = (count == pairs(np.ones_like(dense(name)), 32, 32)) & ((np.arange(count.shape[3]) + 1) * 32 <= N)
-    np.testing.assert_array_equal(numbers[..., 0], whole.sum(-1))
-    np.testing.assert_array_equal(numbers[..., 1], np.maximum(1, (count > 0).sum(-1)))
-    np.testing.assert_array_equal(
-      of_keys[..., 0], (whole & ((np.arange(count.shape[2])[:, None] + 1) * 32 <= M)).sum(-2)
-    )
-    np.testing.assert_array_equal(of_keys[..., 1], np.maximum(1, (count > 0).sum(-2)))
+@pytest.mark.parametrize("name", [x if x in EACH_LAYOUT else pytest.param(x, marks=pytest.mark.slow) for x in CASES])
+def test_lists_are_as_short_as_they_can_be_where_the_sizes_are_the_masks(name: str) -> None:
+  mask, count = made(name), pairs(dense(name), 32, 32)
+  numbers, of_keys = (x.numpy() for _, x in (mask.tile_lists(32, 32), mask.query_lists(32, 32)))
+  whole = (count == pairs(np.ones_like(dense(name)), 32, 32)) & ((np.arange(count.shape[3]) + 1) * 32 <= N)
+  np.testing.assert_array_equal(numbers[..., 0], whole.sum(-1))
+  np.testing.assert_array_equal(numbers[..., 1], np.maximum(1, (count > 0).sum(-1)))
+  np.testing.assert_array_equal(of_keys[..., 0], (whole & ((np.arange(count.shape[2])[:, None] + 1) * 32 <= M)).sum(-2))
+  np.testing.assert_array_equal(of_keys[..., 1], np.maximum(1, (count > 0).sum(-2)))
 
 
 def test_lists_are_worked_out_once_a_size() -> None:
@@ -151,6 +154,7 @@ def visited(mask: BlockMask, block_m: int, block_n: int, head: int, heads: int, 
   return Tensor.custom_kernel(Tensor.empty(blocks, 2 + tiles, dtype=dtypes.int), *lists, fxn=kernel)[0].numpy()
 
 
+@pytest.mark.each("name", evenly=True)
 @pytest.mark.parametrize("of_keys", [False, True])
 @pytest.mark.parametrize("head", [0, 2, 5])
 @pytest.mark.parametrize("name", ["blocks", "heads", "batches", "causal"])
@@ -188,10 +192,11 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 COMBINED = [
   ("kernel", name, other) for name in CASES for other in OTHERS if other == "nothing else" or name == "blocks"
 ]
-COMBINED += [("reference", name, "mask_mod") for name in CASES]
+COMBINED += [("reference", name, "mask_mod") for name in CASES if name in ("documents", "blocks")]
+LONG = [pytest.param("reference", name, "mask_mod", marks=pytest.mark.slow) for name in CASES]
 
 
-@pytest.mark.parametrize(("backend", "name", "other"), COMBINED)
+@pytest.mark.parametrize(("backend", "name", "other"), [*COMBINED, *(x for x in LONG if x.values not in COMBINED)])
 def test_attention(backend: str, name: str, other: str) -> None:
   ours, theirs = OTHERS[other]
   q, k, v = qkv(B, H, 1, M, N, 16, 24)

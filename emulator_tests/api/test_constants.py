@@ -37,6 +37,7 @@ def known(x: Any) -> Any:
   return tuple(map(known, x)) if isinstance(x, tuple) else x.clone(device="CPU").numpy() if isinstance(x, Tensor) else x
 
 
+@pytest.mark.each("backend", evenly=True)
 @pytest.mark.parametrize("backend", ["kernel", "reference"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name: str, backend: str) -> None:
@@ -46,6 +47,7 @@ def test_options(name: str, backend: str) -> None:
   check(q, k, v, out, lse, **{option: known(x) for option, x in OPTIONS[name].items()})
 
 
+@pytest.mark.each("dtype", evenly=True)
 @pytest.mark.parametrize("dtype", [dtypes.float32, dtypes.float16], ids=str)
 @pytest.mark.parametrize("constants", ["q", "k", "v", "qkv"])
 def test_operands(constants: str, dtype: Any) -> None:

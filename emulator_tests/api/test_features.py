@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import DTYPES, check, drawn, inputs, on, placed, qkv
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
 
@@ -110,6 +110,7 @@ def check_features(
   check(q, k, v, out, lse, **options)
 
 
+@pytest.mark.each("seed", evenly=True)
 @pytest.mark.parametrize("shape", [FEW, CORNER], ids=["few", "many"])
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("seed", [0, 1])
@@ -133,6 +134,11 @@ SUBSETS = given(
 )
 
 
+SMALL: dict[str, Any] = {"B": 2, "Hkv": 1, "group": 2, "M": 20, "N": 60, "Dk": 16, "Dv": 12, "dtype": dtypes.float16,
+                         "numbers": "tensor", "blocks": None, "seed": 1}  # fmt: skip
+ALL = example(**SMALL | {"names": set(FEATURES), "blocks": (16, 30)})
+
+
 def check_subset(B, Hkv, group, M, N, Dk, Dv, dtype, names, numbers, blocks, seed) -> None:
   shape = (B, Hkv * group, Hkv, M, N, Dk, Dv)
   on_cpu = Device.DEFAULT == "CPU"
@@ -140,15 +146,20 @@ def check_subset(B, Hkv, group, M, N, Dk, Dv, dtype, names, numbers, blocks, see
   check_features(shape, dtype, some(np.random.default_rng(seed), shape, *sorted(names)), numbers, blocks)
 
 
-@drawn(8)
+@drawn(3)
 @SUBSETS
+@ALL
+@example(
+  **SMALL | {"M": 3, "names": {"attn_mask", "is_causal", "kv_lengths", "q_start", "sinks"}, "numbers": "variable"}
+)
 def test_any_of_them_together(**subset: Any) -> None:
   check_subset(**subset)
 
 
 @pytest.mark.parametrize("arch", EMULATED)
-@drawn(2)
+@drawn(0)
 @SUBSETS
+@ALL
 def test_any_of_them_together_on_the_emulator(arch: str, **subset: Any) -> None:
   with on(arch):
     check_subset(**subset)
@@ -171,6 +182,7 @@ FAR: dict[str, tuple[Options, str]] = {
 }
 
 
+@pytest.mark.each("shape", evenly=True)
 @pytest.mark.parametrize("shape", [FEW, CORNER], ids=["few", "many"])
 @pytest.mark.parametrize("name", FAR)
 def test_places_beyond_int32_or_near_its_ends(name: str, shape: Shape) -> None:
@@ -183,7 +195,8 @@ def test_places_beyond_int32_or_near_its_ends(name: str, shape: Shape) -> None:
     check(q, k, v, out, lse, **options)
 
 
-@pytest.mark.parametrize("arch", ["gfx1100", "sm_80"])
+@pytest.mark.each("arch")
+@pytest.mark.parametrize("arch", ["sm_80", "gfx1100"])
 @pytest.mark.parametrize("name", ["lengths of 64 bits", "a start and a window"])
 def test_places_beyond_int32_on_the_emulator(name: str, arch: str) -> None:
   with on(arch):
@@ -255,6 +268,7 @@ def test_values_may_be_denormal(shape: Shape) -> None:
   check(q, k, v, attention(q, k, v, softcap=5.0, enable_gqa=True, backend="kernel"), softcap=5.0)
 
 
+@pytest.mark.each("numbers", "lengths", evenly=True)
 @pytest.mark.parametrize("numbers", ["int", "variable", "tensor"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [FEW, CORNER], ids=["few", "many"])
@@ -306,6 +320,7 @@ MISTAKES: dict[str, tuple[str, Any, str]] = {
 }
 
 
+@pytest.mark.each("shape", evenly=True)
 @pytest.mark.parametrize("shape", [FEW, CORNER], ids=["few", "many"])
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_caught(name: str, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:

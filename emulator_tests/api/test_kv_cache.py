@@ -50,7 +50,7 @@ def joined(a: Tensor, b: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 def test_one_kernel_for_every_length(jit: bool) -> None:
-  check_steps(dtypes.float32, 0, jit)
+  check_steps(dtypes.float32, 0 if jit else 60, jit)  # past 64 keys, where another tile begins
 
 
 def check_steps(dtype: DType, prompt: int, jit: bool = True) -> None:

@@ -61,6 +61,7 @@ MASKS: dict[str, tuple[Callable[..., Any], Callable[..., Array], tuple[Array, ..
 }
 
 
+@pytest.mark.each("backend", evenly=True)
 @pytest.mark.parametrize("backend", ["kernel", "reference"])
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name: str, backend: str) -> None:
@@ -86,6 +87,7 @@ SCORES: dict[str, tuple[Callable[..., Any], Callable[..., Array], tuple[Array, .
 }  # fmt: skip
 
 
+@pytest.mark.each("backend", evenly=True)
 @pytest.mark.parametrize("backend", ["kernel", "reference"])
 @pytest.mark.parametrize("name", SCORES)
 def test_scores(name: str, backend: str) -> None:

@@ -92,12 +92,14 @@ LENGTHS: dict[str, tuple[list[int], int]] = {
 }
 
 
+@pytest.mark.each("M", evenly=True)
 @pytest.mark.parametrize("M", [1, 3, 40])
 @pytest.mark.parametrize("name", LENGTHS)
 def test_pages(name: str, M: int) -> None:
   Case(*LENGTHS[name], M=M, max_pages=None if "larger than t" in name else 40).check()
 
 
+@pytest.mark.each("M", evenly=True)
 @pytest.mark.parametrize("M", [2, 33])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_types(dtype: Any, M: int) -> None:
@@ -123,13 +125,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("backend", ["kernel", "reference"])
+@pytest.mark.each("way", evenly=True)
+@pytest.mark.parametrize("way", [("kernel", 3), ("kernel", 40), ("reference", 3), ("reference", 40)], ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_options(name: str, backend: str) -> None:
-  for M in (3, 40):
-    Case([70, 41], 13, M=M).check(backend, **OPTIONS[name])
+def test_options(name: str, way: tuple[str, int]) -> None:
+  backend, M = way
+  Case([70, 41], 13, M=M).check(backend, **OPTIONS[name])
 
 
+@pytest.mark.each("backend", evenly=True)
 @pytest.mark.parametrize("backend", ["kernel", "reference"])
 @pytest.mark.parametrize("kv_lengths", [53, LENGTH.bind(53), LENGTH.bind(51) + 2], ids=["int", "bound", "expression"])
 def test_one_length_for_all(kv_lengths: Any, backend: str) -> None:
@@ -144,7 +148,7 @@ def test_one_length_for_all(kv_lengths: Any, backend: str) -> None:
   causal=st.booleans(),
   seed=st.integers(0, 99),
 )
-@drawn(12)
+@drawn(4)
 def test_drawn(lengths: list[int], page_size: int, M: int, spare: int, causal: bool, seed: int) -> None:
   case = Case(lengths, page_size, M=M, seed=seed)
   case = Case(lengths, page_size, M=M, seed=seed, max_pages=case.max_pages + spare)
@@ -177,7 +181,7 @@ def test_on_gpus(arch: str, page_size: int, M: int) -> None:
     Case([90, 33], page_size, M=M, dtype=dtypes.float16, device="EMU").check(is_causal=True, q_start=60)
 
 
-@pytest.mark.parametrize("arch", ["gfx1100", "sm_80"])
+@pytest.mark.parametrize("arch", [pytest.param("gfx1100", marks=pytest.mark.slow), "gfx942", "sm_80"])
 def test_keys_in_parts_on_gpus(arch: str) -> None:
   with on(arch):
     Case([520, 0], 16, dtype=dtypes.bfloat16, device="EMU", sizes=(2, 1, 16, 16)).check()
@@ -220,6 +224,7 @@ def check_nan_where_seen(out: Any, lse: Any, M: int) -> None:
   np.testing.assert_array_equal(np.isnan(out), np.broadcast_to(bad[..., None], out.shape))
 
 
+@pytest.mark.each("bad", evenly=True)
 @pytest.mark.parametrize("backend", ["kernel", "reference"])
 @pytest.mark.parametrize("M", [3, 20])
 @pytest.mark.parametrize("bad", BAD)
@@ -227,7 +232,10 @@ def test_bad_ids_give_nan(bad: int, M: int, backend: str) -> None:
   check_nan_where_seen(*computed_with_bad_ids(bad, M, backend=backend), M)
 
 
-@pytest.mark.parametrize(("arch", "M"), [*((arch, 3) for arch in TARGETS), ("gfx1100", 20), ("sm_90", 20)])
+@pytest.mark.parametrize(
+  ("arch", "M"),
+  [*((arch, 3) for arch in TARGETS), pytest.param("gfx1100", 20, marks=pytest.mark.slow), ("sm_90", 20)],
+)
 def test_bad_ids_on_gpus_give_nan_and_read_nothing_outside(arch: str, M: int) -> None:
   with on(arch):
     for bad in (-1, 10**6):
@@ -298,7 +306,7 @@ def check_steps_of_tables(M: int, **where: Any) -> None:
     assert all(report.correct for report in case.reports(out, lse)), lengths
 
 
-@pytest.mark.parametrize("M", [2, 40])
+@pytest.mark.parametrize("M", [2, pytest.param(40, marks=pytest.mark.slow)])
 def test_gradients(M: int) -> None:
   """By way of the kernel as by way of pages gathered ahead, whose gradients flow back through the gathering."""
   case, results = Case([11, 14], 4, M=M, filler=0), []
@@ -352,6 +360,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.each("M", evenly=True)
 @pytest.mark.parametrize("M", [2, 40])
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_are_caught(name: str, M: int, monkeypatch: pytest.MonkeyPatch) -> None:

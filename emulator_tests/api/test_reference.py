@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import check, qkv
-from hypothesis import given
+from helpers import check, drawn, qkv
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tinygrad import Context, Tensor, UOp, dtypes
 
@@ -54,7 +54,9 @@ def test_each_argument(name: str) -> None:
   check_reference([name])
 
 
+@drawn(6, slow=400)
 @given(st.sets(st.sampled_from(sorted(ARGUMENTS)), min_size=2))
+@example(set(ARGUMENTS))
 def test_any_of_them_together(names: set[str]) -> None:
   check_reference(sorted(names))
 
@@ -85,6 +87,7 @@ def test_dropout_drops_in_training_alone() -> None:
   assert np.abs(mean - plain).mean() < np.abs(dropped[0] - plain).mean() / 3
 
 
+@pytest.mark.each("which", evenly=True)
 @pytest.mark.parametrize("backend", ["kernel", "reference"])
 @pytest.mark.parametrize("which", ["out", "lse", "both"])
 def test_gradients_agree_with_finite_differences(backend: str, which: str) -> None:

@@ -83,6 +83,7 @@ def check_varlen(
         assert report.correct, f"worst at {report.worst}: {report}"
 
 
+@pytest.mark.each("is_causal", evenly=True)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("name", LENGTHS)
 def test_each_sequence_is_an_attention_of_its_own(name: str, is_causal: bool) -> None:
@@ -102,6 +103,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.each("backend", evenly=True)
 @pytest.mark.parametrize("backend", ["kernel", "reference"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name: str, backend: str) -> None:

@@ -24,7 +24,19 @@ def offered(arch):
   ]
 
 
-CASES = [pytest.param(arch, i, core, id=f"{arch}-{core}") for arch in ARCHES for i, core in offered(arch)]
+def cases():
+  """Each core on the first target that offers it, and one of each other target; all on all with --slow."""
+  found, seen = [], set()
+  for arch in ARCHES:
+    new = [str(core) not in seen for _, core in offered(arch)]
+    for place, (i, core) in enumerate(offered(arch)):
+      quick = new[place] or (place == 0 and not any(new))
+      found.append(pytest.param(arch, i, core, id=f"{arch}-{core}", marks=() if quick else pytest.mark.slow))
+      seen.add(str(core))
+  return found
+
+
+CASES = cases()
 
 
 def inputs(dtype, shape, seed):

@@ -33,6 +33,7 @@ def test_unary(emu, name):
   np.testing.assert_allclose(got, want, rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.each("emu", evenly=True)
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64])
 def test_integers(emu, dtype):
   info = np.iinfo(dtype)
@@ -82,26 +83,36 @@ def test_movement_and_indexing(emu):
   np.testing.assert_array_equal((x > 0).where(x, -1).numpy(), np.where(X > 0, X, -1).astype(np.float32))
 
 
-def test_whole_networks(emu):
-  """Attention with its gradients, a convolution, a normalisation and a sort, against the CPU."""
-  rng = np.random.default_rng(5)
-  qkv = rng.standard_normal((3, 2, 4, 24, 16)).astype(np.float32)
-  image, weight = rng.standard_normal((2, 3, 12, 12)), rng.standard_normal((5, 3, 3, 3))
+def attention_with_gradients(tensor, rng):
+  q, k, v = (tensor(x) for x in rng.standard_normal((3, 2, 4, 24, 16)).astype(np.float32))
+  out = q.scaled_dot_product_attention(k, v, is_causal=True)
+  assert isinstance(out, Tensor)
+  return [out, *out.square().sum().gradient(q, k, v)]
 
-  def program(device):
-    q, k, v = (Tensor(x, device=device) for x in qkv)
-    out = q.scaled_dot_product_attention(k, v, is_causal=True)
-    assert isinstance(out, Tensor)
-    results = [out, *out.square().sum().gradient(q, k, v)]
-    i, w = (Tensor(x.astype(np.float32), device=device) for x in (image, weight))
-    results += [i.conv2d(w, padding=1).relu().avg_pool2d(), q.layernorm(), q.flatten().sort()[0]]
-    results += [q.cast(dtypes.double).exp().sum(-1), q.cast(dtypes.half).softmax(-1).cast(dtypes.float)]
-    return [x.numpy() for x in results]
 
+def convolution(tensor, rng):
+  image, weight = (tensor(rng.standard_normal(x).astype(np.float32)) for x in ((2, 3, 12, 12), (5, 3, 3, 3)))
+  return [image.conv2d(weight, padding=1).relu().avg_pool2d()]
+
+
+def normalisation_and_sort(tensor, rng):
+  x = tensor(rng.standard_normal((2, 4, 24, 16)).astype(np.float32))
+  return [x.layernorm(), x.flatten().sort()[0]]
+
+
+def other_floats(tensor, rng):
+  x = tensor(rng.standard_normal((2, 4, 24, 16)).astype(np.float32))
+  return [x.cast(dtypes.double).exp().sum(-1), x.cast(dtypes.half).softmax(-1).cast(dtypes.float)]
+
+
+@pytest.mark.each("emu", evenly=True)
+@pytest.mark.parametrize("network", [attention_with_gradients, convolution, normalisation_and_sort, other_floats])
+def test_whole_networks(emu, network):
+  """Against the CPU."""
   with Context(DEV="CPU"):
-    wanted = program("CPU")
-  for got, want in zip(program("EMU"), wanted, strict=True):
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=5e-4)
+    wanted = [x.numpy() for x in network(lambda x: Tensor(x, device="CPU"), np.random.default_rng(5))]
+  for got, want in zip(network(emu, np.random.default_rng(5)), wanted, strict=True):
+    np.testing.assert_allclose(got.numpy(), want, rtol=1e-4, atol=5e-4)
 
 
 def test_random_numbers(emu):

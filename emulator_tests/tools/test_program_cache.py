@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tinygrad import Context, Device, UOp, dtypes
+from tinygrad import Context, Device, UOp, dtypes, helpers
 from tinygrad.codegen import to_program
 
 from uopattn.dsl.rules.rules import Rules
@@ -18,10 +18,11 @@ from uopattn.runtime import program_cache
 CALL = """
 import logging, sys
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+import numpy as np
 from tinygrad import Tensor
 from uopattn import attention
 from uopattn.proof.gate import verify
-q, k, v = (Tensor.randn(1, 2, 40, 16).realize() for _ in range(3))
+q, k, v = (Tensor(np.random.randn(1, 2, 40, 16).astype(np.float32)).realize() for _ in range(3))
 out = attention(q, k, v, is_causal="causal" in sys.argv, scale=float(sys.argv[1]), backend="kernel")
 assert all(report.correct for report in verify(q, k, v, out, is_causal="causal" in sys.argv, scale=float(sys.argv[1])))
 """
@@ -42,8 +43,18 @@ def said(database: Path, *words: str, **settings: str) -> str:
   return done.stdout
 
 
-def test_a_second_process_does_not_lower(database: Path) -> None:
+def entries(database: Path) -> int:
+  with sqlite3.connect(database) as connection:
+    if (found := connection.execute(TABLES).fetchone()) is None:
+      return 0
+    return int(connection.execute(f"SELECT COUNT(*) FROM '{found[0]}'").fetchone()[0])
+
+
+def test_a_second_process_lowers_neither_what_the_first_did_nor_what_was_damaged_and_made_anew(database: Path) -> None:
   assert said(database, "0.5").count("lowering attention") == 1
+  assert said(database, "0.5") == ""
+  damage(database, b"nonsense")
+  assert "damaged entry" in said(database, "0.5")
   assert said(database, "0.5") == ""
 
 
@@ -52,22 +63,39 @@ def test_other_flags_numbers_and_settings_are_other_entries(database: Path) -> N
   assert "lowering" in said(database, "0.25")
   assert "lowering" in said(database, "0.5", "causal")
   assert "lowering" in said(database, "0.5", TRANSCENDENTAL="2")
+  assert entries(database) == 4
+  assert "lowering" in said(database, "0.5", CACHELEVEL="0"), "nothing is read"
+  assert "lowering" in said(database, "0.75", CACHELEVEL="0")
+  assert entries(database) == 4, "and nothing written"
   assert said(database, "0.5") == ""
 
 
-def test_it_can_be_turned_off(database: Path) -> None:
-  for _ in range(2):
-    assert "lowering" in said(database, "0.5", CACHELEVEL="0")
+TABLES = "SELECT name FROM sqlite_master WHERE name LIKE 'uopattn_source%'"
 
 
-@pytest.mark.parametrize("damage", [b"", b"nonsense", b"\x80\x04\x8c\x03abc\x94.", b"\x80\x04]\x94."])
-def test_a_damaged_entry_is_made_anew(database: Path, damage: bytes) -> None:
-  said(database, "0.5")
+def damage(database: Path, value: bytes) -> None:
+  """Puts a value in the place of the only entry."""
   with sqlite3.connect(database) as connection:
-    (table,) = connection.execute("SELECT name FROM sqlite_master WHERE name LIKE 'uopattn_source%'").fetchone()
-    assert connection.execute(f"UPDATE '{table}' SET val = ?", (damage,)).rowcount == 1
-  assert "damaged entry" in said(database, "0.5")
-  assert said(database, "0.5") == ""
+    (table,) = connection.execute(TABLES).fetchone()
+    assert connection.execute(f"UPDATE '{table}' SET val = ?", (value,)).rowcount == 1
+
+
+@pytest.mark.parametrize("value", [b"", b"nonsense", b"\x80\x04\x8c\x03abc\x94.", b"\x80\x04]\x94."])
+def test_a_damaged_entry_is_made_anew(
+  database: Path, value: bytes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setattr(helpers, "CACHEDB", str(database))
+  monkeypatch.setattr(helpers, "_db_connection", None)
+  monkeypatch.setattr(helpers, "_db_tables", set())
+  renderer, graph = Device["CPU"].renderer, kernel(cpu_forward.Tiles(16, 17, 3))
+  want = program_cache.program(graph, renderer)
+  damage(database, value)
+  with caplog.at_level(logging.INFO, "uopattn"):
+    assert program_cache.program(graph, renderer) == want
+    assert any("damaged entry" in record.message for record in caplog.records)
+    caplog.clear()
+    assert program_cache.program(graph, renderer) == want
+  assert caplog.records == []
 
 
 def kernel(tiles: cpu_forward.Tiles) -> UOp:
