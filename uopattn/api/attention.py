@@ -8,6 +8,7 @@ from tinygrad import Tensor, UOp
 from tinygrad.helpers import TRAINING
 
 from uopattn.api.options import AttentionOptions
+from uopattn.api.symbolic import with_known_sizes
 from uopattn.dsl.random import draw_seed
 from uopattn.plan.dispatch import NoKernel, dispatch
 from uopattn.plan.forward import forward
@@ -173,7 +174,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, backend: str) 
   """Check all arguments and run the backend, for `attention` and the functions built on it."""
   if backend not in BACKENDS:
     raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
-  q, k, v = operands(q=q, k=k, v=v)
+  q, k, v = operands((-2,), q=q, k=k, v=v)
+  M = q.shape[-2]
+  q, k, v, arguments = with_known_sizes(q, k, v, arguments)
   q4, k4, v4 = (batched(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
   check_dimensions(q=q, k=k, v=v)
   check_dropout("dropout_p", arguments.dropout_p)
@@ -183,6 +186,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, backend: str) 
   out, lse = _run(q4, k4, v4, spec, arguments, backend)
   if q.ndim == 3:
     out, lse = out.squeeze(0), lse.squeeze(0)
+  if isinstance(M, UOp):
+    out, lse = out[..., :M, :], lse[..., :M]
   return (out, lse) if arguments.return_lse else out
 
 

@@ -20,8 +20,8 @@ def described(x: object) -> str:
   return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
-def check_tensor(name: str, x: object) -> Tensor:
-  """Return x if it is a Tensor whose sizes are ints.
+def check_tensor(name: str, x: object, symbolic: tuple[int, ...] = ()) -> Tensor:
+  """Return x if it is a Tensor whose sizes are ints; those of the axes `symbolic` may be made of Variables.
 
   Raises:
     TypeError: x is not a Tensor.
@@ -29,7 +29,8 @@ def check_tensor(name: str, x: object) -> Tensor:
   """
   if not isinstance(x, Tensor):
     raise TypeError(f"{name} is {described(x)}; it must be a tinygrad Tensor")
-  if not all(isinstance(size, int) for size in x.shape):
+  axes = {axis % x.ndim for axis in symbolic if -x.ndim <= axis < x.ndim}
+  if not all(isinstance(size, int) or axis in axes for axis, size in enumerate(x.shape)):
     sizes = ", ".join(size.render() if isinstance(size, UOp) else str(size) for size in x.shape)
     raise ValueError(f"{name} has shape ({sizes}); every size must be a known int, and lengths that vary kv_lengths")
   return x
@@ -43,16 +44,19 @@ def check_tensors(name: str, xs: object) -> None:
     check_tensor(f"{name}[{i}]", x)
 
 
-def operands(**named: object) -> tuple[Tensor, ...]:
+def operands(symbolic: tuple[int, ...] = (), **named: object) -> tuple[Tensor, ...]:
   """Give Tensors a common device and strong dtypes, as tinygrad's own ops do.
 
   A Tensor without a device is put on that of the first one that has one, or on tinygrad's default device. A Tensor of a
   weak dtype takes the first strong dtype among them, or tinygrad's default dtype if there is none.
 
+  Args:
+    symbolic: axes whose sizes may be made of Variables.
+
   Raises:
     TypeError, ValueError: see `check_tensor`.
   """
-  given = [check_tensor(name, x) for name, x in named.items()]
+  given = [check_tensor(name, x, symbolic) for name, x in named.items()]
   device = next((x.device for x in given if x.device is not None), Device.DEFAULT)
   strong = [x.dtype for x in given if x.dtype not in dtypes.weaks]
   weak_float = any(x.dtype == dtypes.weakfloat for x in given)
