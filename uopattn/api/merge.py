@@ -57,7 +57,7 @@ def _checked(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Sequence[T
       raise TypeError(f"{name} is {described(xs)}; it must be a list or tuple of Tensors")
   if not outs or len(outs) != len(lses):
     raise ValueError(f"outs has {len(outs)} parts, lses {len(lses)}; there must be as many of both, at least one")
-  outs = operands(**{f"outs[{i}]": x for i, x in enumerate(outs)})
+  outs = operands((), **{f"outs[{i}]": x for i, x in enumerate(outs)})
   device = str(outs[0].device)
   lses = [placed(check_tensor(f"lses[{i}]", x), device) for i, x in enumerate(lses)]
   shape, dtype = outs[0].shape, outs[0].dtype

@@ -28,11 +28,8 @@ def with_known_sizes(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> t
     arguments = replace(arguments, kv_lengths=lengths)
   q, k, v = padded(q), widest(k), widest(v)
   if (mask := arguments.attn_mask) is not None and is_symbolic(mask):
-    sizes = (
-      *mask.shape[:-2],
-      *(m if n == 1 else n for m, n in zip(mask.shape[-2:], (q.shape[-2], k.shape[-2]), strict=True)),
-    )
-    arguments = replace(arguments, attn_mask=padded(mask, sizes))
+    rows, keys = (m if m == 1 else x.shape[-2] for m, x in zip(mask.shape[-2:], (q, k), strict=True))
+    arguments = replace(arguments, attn_mask=padded(mask, (*mask.shape[:-2], rows, keys)))
   return q, k, v, arguments
 
 
@@ -68,10 +65,8 @@ def _widest(x: UOp, base: UOp) -> Tensor | None:
     case Ops.PERMUTE:
       return before.permute(x.marg)
     case Ops.SHRINK if all(isinstance(first, int) for first, _ in x.marg):
-      ends = (
-        min(first + _most(n), m) for (first, n), m in zip(x.marg, cast(tuple[int, ...], before.shape), strict=True)
-      )
-      return before.shrink(tuple((first, end) for (first, _), end in zip(x.marg, ends, strict=True)))
+      parts = zip(x.marg, cast(tuple[int, ...], before.shape), strict=True)
+      return before.shrink(tuple((first, min(first + _most(n), size)) for (first, n), size in parts))
     case Ops.RESHAPE | Ops.EXPAND:
       return _as_shaped(x, before)
   return None
