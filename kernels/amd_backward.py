@@ -7,7 +7,8 @@ loops over streamed tiles of `block` rows:
       S^T = K Q^T, dP^T = V dO^T - delta, P = exp(S - lse), dS = P dP   (block, 16)    dQ^T += K^T dS^T   (Dk, 16)
     backward_kv   keeps keys, streams the queries of all query heads that share them:
       S = Q K^T, dP = dO V^T - delta, P and dS as above   (block, 16)    dV^T += dO^T P, dK^T += Q^T dS   (Dv or Dk, 16)
-The accumulators of dP start at -delta. The factor `Rules.scale` is applied to dQ and dK at the end.
+Accumulators of S start at -lse (without score mods), those of dP at -delta (without dropout). The factor `Rules.scale`
+is applied to dQ and dK at the end.
 
 Storage: operands of the stationary rows, S, dP, P, dS and the sums are in registers; P and dS are operands of the last
 products without moving, as in `amd_forward`. All waves share the streamed tile in LDS, as it is and transposed, in rows
@@ -37,6 +38,7 @@ from uopattn.dsl import instructions as ins
 from uopattn.dsl.amd.fragments import CHUNK_ELEMENTS, HIP, MMA_SIZE, Fragments
 from uopattn.dsl.amd.products import Operand, as_operands, lane_rows, load_operands, mma_ab, mma_abt, store_acc
 from uopattn.dsl.amd.staging import LdsRows, RegisterPipeline
+from uopattn.dsl.gpu.gradient_sums import Factor, Sum
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.packed import words_of, words_of_all
 from uopattn.dsl.rules.head_view import HeadView
@@ -99,8 +101,8 @@ class Tiles:
     pad = f.pad * CHUNK_ELEMENTS
     as_is = self.block * sum(round_up(x, f.step) + pad for x in (Dk, Dv))
     transposed = sum(round_up(x, MMA_SIZE) for x in ((Dk, Dv) if self.of_keys else (Dk,))) * (self.block + pad)
-    p_lds = (1 + self.of_keys) * self.rows * (self.block + pad) if f.repeated else 0
-    return 2 * (as_is + transposed + p_lds) + (8 * round_up(self.block, self.threads) if self.of_keys else 0)
+    swaps = (1 + self.of_keys) * self.rows * (self.block + pad) if f.repeated else 0
+    return 2 * (as_is + transposed + swaps) + (8 * round_up(self.block, self.threads) if self.of_keys else 0)
 
   def registers(self, Dk: int, Dv: int) -> int:
     """32-bit registers per lane for stationary rows, sums, S, dP, P, dS and the tile on its way to LDS."""
@@ -159,9 +161,9 @@ class Mainloop:
     group: the position of this thread.
     dtype: dtype of q, k and v.
     pipe: the pipeline that brings the tiles to LDS.
-    p_lds: LDS through which lanes swap P and dS; None except on RDNA3.
     stationary: operands of this lane's stationary rows, of Q and dO or of K and V.
-    accs: the sums: dQ, or dV and dK.
+    sums: dQ, or dV and dK, transposed. `Sum.right` counts the transposed matrices of `pipe`.
+    swaps: LDS for each sum, through which lanes swap P or dS; None except on RDNA3.
     rules: the rules of the query head.
     tile_range: the tiles.
     score_rows: (first row of a tile, *after) -> the score rows of each stationary row.
@@ -173,9 +175,9 @@ class Mainloop:
   group: Workgroup
   dtype: DType
   pipe: RegisterPipeline
-  p_lds: list[LdsRows | None]
   stationary: list[list[list[Operand]]]
-  accs: list[UOp]
+  sums: list[Sum]
+  swaps: list[LdsRows | None]
   rules: HeadRules
   tile_range: TileRange
   score_rows: Callable[..., list[list[ScoreRow]]]
@@ -188,7 +190,7 @@ class Mainloop:
     return ready
 
   def attend(self, first: UOp, trips: UOp, masked: bool, *ready: UOp) -> UOp:
-    """Add `trips` tiles, from the `first` on, to the sums. It is in LDS after `ready`; each trip brings the next."""
+    """Add `trips` tiles to the sums. Tile `first` is in LDS after `ready`; each trip brings the next one there."""
     f, pipe, lane = self.tiles.fragments, self.pipe, self.group.lane
     places = stationary_places(self.tiles, self.group)
     trip = self.s.axis(trips, AxisType.REDUCE)
@@ -196,25 +198,23 @@ class Mainloop:
     now = (*ready, trip) if self.follow is None else (*ready, trip, self.follow(position, *ready, trip))
     score_rows = self.score_rows(self.tile_range.tile(position) * pipe.block, *now)
     products, dots = self.products(score_rows, now)
-    weights, grads = self.softmax_grad(products, dots, score_rows, masked)
-    stores: list[UOp] = []
-    for acc, values, swap, lds in zip(
-      self.accs, (weights, grads)[-len(self.accs) :], self.p_lds, pipe.transposed, strict=True
-    ):
+    factors, stores = self.softmax_grad(products, dots, score_rows, masked), []
+    for total, swap in zip(self.sums, self.swaps, strict=True):
+      values, lds = factors[total.left], pipe.transposed[total.right]
       operands = as_operands(f, self.dtype, values, swap and swap.after(*ready, trip), places, lane)
-      old = acc.after(*ready, trip)
+      old = total.acc.after(*ready, trip)
       begun = [
-        [UOp.stack(*[old[i, d, e].load() for e in range(f.result)]) for d in range(sizes(acc)[1])]
+        [UOp.stack(*[old[i, d, e].load() for e in range(f.result)]) for d in range(sizes(old)[1])]
         for i in range(len(operands))
       ]
-      stores += mma_ab(f, self.dtype, operands, lds.after(*now), acc, begun, lane)
+      stores += mma_ab(f, self.dtype, operands, lds.after(*now), total.acc, begun, lane)
     if self.follow is None:
       return UOp.group(*stores).end(trip)
     read = UOp.barrier(UOp.group(*stores))  # no wave overwrites a tile before all have read it
     return UOp.barrier(pipe.store(read)).end(trip)
 
   def products(self, score_rows: list[list[ScoreRow]], now: tuple[UOp, ...]) -> list[list[list[UOp]]]:
-    """Compute S, before all rules, and dP of each stationary row, from -lse and -delta if they may come first."""
+    """Compute Q K^T and dP of each stationary row; they start at -lse and -delta where the rules allow it."""
     f, rules, result = self.tiles.fragments, self.rules.rules, []
     shifts = [[x.neg_lse for x in row for _ in x.offsets] for row in score_rows] if shifts_early(rules) else None
     starts = [[x.neg_delta for x in row for _ in x.offsets] for row in score_rows] if rules.seed is None else None
@@ -226,7 +226,7 @@ class Mainloop:
 
   def softmax_grad(
     self, products: list[list[UOp]], dots: list[list[UOp]], score_rows: list[list[ScoreRow]], masked: bool
-  ) -> tuple[list[list[UOp]], list[list[UOp]]]:
+  ) -> dict[Factor, list[list[UOp]]]:
     """Return P after dropout, and dS, of each stationary row."""
     weights: list[list[UOp]] = [[] for _ in score_rows]
     grads: list[list[UOp]] = [[] for _ in score_rows]
@@ -237,7 +237,7 @@ class Mainloop:
         p, ds = self.softmax_grad_row(products[i][piece], dots[i][piece], x, masked)
         weights[i] += p
         grads[i] += ds
-    return weights, grads
+    return {Factor.P: weights, Factor.DS: grads}
 
   def softmax_grad_row(
     self, products: list[UOp], dots: list[UOp], x: ScoreRow, masked: bool
@@ -254,9 +254,9 @@ class Mainloop:
     grads = [weight * dot for weight, dot in zip(p, dots, strict=True)]
     return head_rules.dropped(p, *keys), head_rules.score_vjp(grads, products, *keys) if rules.has_score_mods else grads
 
-  def store_sum(self, o: UOp, which: int, head: UOp, factor: float, done: UOp, length: UOp | None = None) -> list[UOp]:
+  def store_sum(self, o: UOp, total: Sum, head: UOp, factor: float, done: UOp, length: UOp | None = None) -> list[UOp]:
     """Store a sum times a factor to o[head], and 0 to rows from `length` on."""
-    f, acc, stores = self.tiles.fragments, self.accs[which].after(done), []
+    f, acc, stores = self.tiles.fragments, total.acc.after(done), []
     for i, place in enumerate(stationary_places(self.tiles, self.group)):
       row = self.group.block * self.tiles.rows + place
       finished = scaled(factor, None if length is None else row < length)
@@ -290,7 +290,7 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   transposed = [(words_of(head_rules.keys(k), exists), round_up(Dk, MMA_SIZE))]
   pipe = RegisterPipeline(s, f, tiles.block, tiles.threads, group.thread, head_rules.length, as_is, transposed)
   stationary = [load_stationary(f, x, head, UOp.const(M), queries, group.lane) for x in (q, do)]
-  accs = [s.filled(0.0, tiles.row_tiles, ceildiv(Dk, MMA_SIZE), f.result, after=(group.item,))]
+  dq_sum = Sum(zeros(s, tiles, Dk, group.item), Factor.DS, 0)
   first, offsets = lane_rows(f, tiles.block, group.lane)
 
   def score_rows(tile: UOp, *_: UOp) -> list[list[ScoreRow]]:
@@ -303,11 +303,10 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
     return fetch(position + 1, *after)
 
   after = follow if key_range.n_tiles.vmax > 1 else None
-  loop = Mainloop(
-    s, tiles, group, q.dtype, pipe, p_lds(s, tiles), stationary, accs, head_rules, key_range, score_rows, after
-  )
-  done = loop.attend_all(UOp.barrier(pipe.store(fetch(UOp.const(0), *accs))))
-  stores = loop.store_sum(dq, 0, head, late_factor(rules), done)
+  swaps = [swap_lds(s, tiles)]
+  loop = Mainloop(s, tiles, group, q.dtype, pipe, stationary, [dq_sum], swaps, head_rules, key_range, score_rows, after)
+  done = loop.attend_all(UOp.barrier(pipe.store(fetch(UOp.const(0), dq_sum.acc))))
+  stores = loop.store_sum(dq, dq_sum, head, late_factor(rules), done)
   return group.kernel(f"attention_backward_q_{tiles.arch}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
 
 
@@ -339,7 +338,8 @@ def backward_kv(
   row_stats = [lambda row: neg_lse_of(lse.reshape(-1)[row].load(), rules), lambda row: -delta.reshape(-1)[row].load()]
   pipe = RegisterPipeline(s, f, tiles.block, tiles.threads, group.thread, UOp.const(M), as_is, transposed, row_stats)
   stationary = [load_stationary(f, x, kv_head, head_rules.length, existing, group.lane) for x in (k, v)]
-  accs = [s.filled(0.0, tiles.row_tiles, ceildiv(size, MMA_SIZE), f.result, after=(group.item,)) for size in (Dv, Dk)]
+  dv_sum = Sum(zeros(s, tiles, Dv, group.item), Factor.P, 0)
+  dk_sum = Sum(zeros(s, tiles, Dk, group.item), Factor.DS, 1)
   first, offsets = lane_rows(f, tiles.block, group.lane)
 
   def score_rows(tile: UOp, *after: UOp) -> list[list[ScoreRow]]:
@@ -354,13 +354,12 @@ def backward_kv(
     return fetch(more.where(position + 1, 0), clamp(member + more.where(0, 1), 0, members - 1), *after)
 
   after = follow if members > 1 or query_range.n_tiles.vmax > 1 else None
-  loop = Mainloop(
-    s, tiles, group, q.dtype, pipe, p_lds(s, tiles), stationary, accs, head_rules, query_range, score_rows, after
-  )
-  done = UOp.barrier(pipe.store(fetch(UOp.const(0), UOp.const(0), *accs)))
+  sums, swaps = [dv_sum, dk_sum], [swap_lds(s, tiles), swap_lds(s, tiles)]
+  loop = Mainloop(s, tiles, group, q.dtype, pipe, stationary, sums, swaps, head_rules, query_range, score_rows, after)
+  done = UOp.barrier(pipe.store(fetch(UOp.const(0), UOp.const(0), dv_sum.acc, dk_sum.acc)))
   done, length = loop.attend_all(done, member).end(member), None if rules.kv_lengths is None else head_rules.length
-  stores = loop.store_sum(dv, 0, kv_head, 1.0, done, length)
-  stores += loop.store_sum(dk, 1, kv_head, late_factor(rules), done, length)
+  stores = loop.store_sum(dv, dv_sum, kv_head, 1.0, done, length)
+  stores += loop.store_sum(dk, dk_sum, kv_head, late_factor(rules), done, length)
   return group.kernel(f"attention_backward_kv_{tiles.arch}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
 
 
@@ -380,14 +379,19 @@ def load_stationary(f: Fragments, x: UOp, head: UOp, length: UOp, rows: list[UOp
   return [load_operands(f, x.dtype, HeadView.of(x, head, length), row, lane, length.ne(0)) for row in rows]
 
 
-def p_lds(s: Scope, tiles: Tiles) -> list[LdsRows | None]:
-  """Allocate LDS for the sums' P and dS where lanes swap them."""
+def zeros(s: Scope, tiles: Tiles, size: int, *after: UOp) -> UOp:
+  """A transposed sum of `size` columns for each stationary row, set to 0."""
+  return s.filled(0.0, tiles.row_tiles, ceildiv(size, MMA_SIZE), tiles.fragments.result, after=after)
+
+
+def swap_lds(s: Scope, tiles: Tiles) -> LdsRows | None:
+  """Allocate LDS through which lanes swap P or dS; None except on RDNA3."""
   f = tiles.fragments
-  return [LdsRows.make(s, tiles.rows, tiles.block, f.pad) if f.repeated else None for _ in range(1 + tiles.of_keys)]
+  return LdsRows.make(s, tiles.rows, tiles.block, f.pad) if f.repeated else None
 
 
 def late_factor(rules: Rules) -> float:
-  """The factor on dQ and dK at the end: `Rules.scale`, unless score mods apply it to dS."""
+  """The factor on dQ and dK at the end: `Rules.scale`, unless dS has it already (with score mods)."""
   return 1.0 if rules.has_score_mods else rules.scale
 
 

@@ -30,6 +30,7 @@ from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl import Scope, sizes
 from uopattn.dsl import instructions as ins
+from uopattn.dsl.gpu.gradient_sums import Factor, QueryHeads, Sum, sums_after
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia.cp_async import CpAsyncPipeline
 from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, Accumulators, Mma
@@ -47,7 +48,7 @@ from uopattn.dsl.nvidia.score_gradients import (
 )
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.head_view import HeadView
-from uopattn.dsl.rules.rules import HeadRules, Rules, query_ranges
+from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
 from uopattn.dsl.schedule import DTYPES_16_32, Problem, Schedule, passes
 from uopattn.dsl.target import Target
@@ -180,13 +181,13 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   def score_rows(first: UOp, masked: bool) -> list[ScoreRow]:
     return score_rows_by_row(rows, row_stats, first, tiles.block, group.lane)
 
-  sums = [loop.zeros(Dk, group.item)]
+  sums = [Sum(loop.zeros(Dk, group.item), Factor.DS, 0)]
   pipeline = loop.pipeline((k, v), kv_head, head_rules.length, key_range)
   begun = pipeline.prologue(*loop.load_stationary((q, do), head, UOp.const(M), group.block))
   sums = loop.run(pipeline, key_range, score_rows, sums, begun)
-  sums = _after(sums, ins.cp_async_wait(CUDA, 0, *sums))  # no copy may be in flight at the end
+  sums = sums_after(sums, ins.cp_async_wait(CUDA, 0, *(x.acc for x in sums)))  # no copy may be in flight at the end
   name = f"attention_backward_q_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
-  return group.kernel(name, loop.store(dq, sums[0], rules.scale, head, group.block))
+  return group.kernel(name, loop.store(dq, sums[0].acc, rules.scale, head, group.block))
 
 
 def backward_kv(
@@ -206,33 +207,27 @@ def backward_kv(
   (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
   s = Scope()
   group = Workgroup(s, kv_heads, ceildiv(N, tiles.rows), tiles.warps, WARP)
-  share = heads // kv_heads
-  member = s.axis(share, AxisType.REDUCE) if share > 1 else UOp.const(0)
-  head = group.head * share + member
-  head_rules, first = rules.at(head), group.head * share
-  range_of = query_ranges(lambda i: rules.at(first + i), share, group.block * tiles.rows, tiles.rows, tiles.block)
-  query_range = range_of(member)
-  loop = Mainloop(s, group, Mma(s, q.dtype), tiles, head_rules, *tiles.panels(s, Dk, Dv))
+  members = QueryHeads.of(s, rules, group, heads // kv_heads, tiles.rows, tiles.block)
+  loop = Mainloop(s, group, Mma(s, q.dtype), tiles, members.rules, *tiles.panels(s, Dk, Dv))
 
   def score_rows(first: UOp, masked: bool) -> list[ScoreRow]:
-    row_stats, queries = (
-      RowStats(lse, delta, head, rules.has_score_mods),
-      queries_of_columns(first, tiles.block, group.lane),
-    )
+    row_stats = RowStats(lse, delta, members.head, rules.has_score_mods)
+    queries = queries_of_columns(first, tiles.block, group.lane)
     return score_rows_by_column(loop.rows(group.block), queries, [row_stats.of(query, masked) for query in queries])
 
-  sums = [loop.zeros(Dk, group.item), loop.zeros(Dv, group.item)]
-  pipeline = loop.pipeline((q, do), head, UOp.const(M), query_range)
-  copies = loop.load_stationary((k, v), group.head, rules.at(group.head * share).length, group.block)
-  if share == 1:
-    sums = loop.run(pipeline, query_range, score_rows, sums, pipeline.prologue(*copies))
-    sums = _after(sums, ins.cp_async_wait(CUDA, 0, *sums))
+  sums = [Sum(loop.zeros(Dk, group.item), Factor.DS, 0), Sum(loop.zeros(Dv, group.item), Factor.P, 1)]
+  pipeline = loop.pipeline((q, do), members.head, UOp.const(M), members.query_range)
+  copies = loop.load_stationary((k, v), group.head, members.n_keys, group.block)
+  if members.count == 1:
+    sums = loop.run(pipeline, members.query_range, score_rows, sums, pipeline.prologue(*copies))
+    sums = sums_after(sums, ins.cp_async_wait(CUDA, 0, *(x.acc for x in sums)))
   else:  # the stages are in use until all warps are done with the previous head
-    entered = _after(sums, member)
-    entered = loop.run(pipeline, query_range, score_rows, entered, pipeline.prologue(UOp.barrier(member), *copies))
-    sums = _after(sums, ins.cp_async_wait(CUDA, 0, *entered).end(member))
-  stores = loop.store(dk, sums[0], rules.scale, group.head, group.block)
-  stores += loop.store(dv, sums[1], 1.0, group.head, group.block)
+    member = members.member
+    begun = pipeline.prologue(UOp.barrier(member), *copies)
+    added = loop.run(pipeline, members.query_range, score_rows, sums_after(sums, member), begun)
+    sums = sums_after(sums, ins.cp_async_wait(CUDA, 0, *(x.acc for x in added)).end(member))
+  stores = loop.store(dk, sums[0].acc, rules.scale, group.head, group.block)
+  stores += loop.store(dv, sums[1].acc, 1.0, group.head, group.block)
   return group.kernel(f"attention_backward_kv_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
 
 
@@ -292,14 +287,15 @@ class Mainloop:
     ]
 
   def run(
-    self, pipeline: CpAsyncPipeline, tile_range: TileRange, score_rows: ScoreRows, sums: list[UOp], begun: UOp
-  ) -> list[UOp]:
-    """Add all tiles of a range to the sums: dS times the first matrix of each tile, and P times the second."""
+    self, pipeline: CpAsyncPipeline, tile_range: TileRange, score_rows: ScoreRows, sums: list[Sum], begun: UOp
+  ) -> list[Sum]:
+    """Add all tiles of a range to the sums."""
     in_registers = self.left(begun) if self.tiles.in_registers else None
     for first, trips, masked in full_then_masked(UOp.const(0), tile_range.n_full, tile_range.n_tiles):
       trip = self.s.axis(trips, AxisType.REDUCE)
       n = first + trip
-      tiles, found = pipeline.acquire(n, trip, begun, *sums), score_rows(tile_range.tile(n) * self.tiles.block, masked)
+      tiles = pipeline.acquire(n, trip, begun, *(x.acc for x in sums))
+      found = score_rows(tile_range.tile(n) * self.tiles.block, masked)
       left = in_registers or self.left(begun, trip)
       products = self.mma.mma_abt(left[0], tiles[0], self.group.lane)
       early = self.rules.rules.seed is None  # without dropout, dP starts at -delta, which costs nothing
@@ -307,13 +303,14 @@ class Mainloop:
       grads = self.mma.mma_abt(left[1], tiles[1], self.group.lane, self.tiled(less) if early else None)
       products_, grads_ = by_place(products), by_place(grads)
       p = weights(self.rules, found, products_, masked)
-      factors = score_vjp(self.rules, found, p, products_, grads_, early), dropped(self.rules, found, p)
-      stores = []
-      for factor, tile, total in zip(factors, tiles, sums, strict=False):  # backward_q has no sum of P
-        a = [self.mma.as_left([row_elements(row, half) for half in range(HALVES)]) for row in self.tiled(factor)]
-        out = self.mma.mma_ab(a, tile, self.group.lane, accumulators(total.after(trip)))
-        stores += [total[i, d].store(x) for i, row in enumerate(out) for d, x in enumerate(row)]
-      sums = _after(sums, UOp.group(*stores).end(trip))
+      ds = score_vjp(self.rules, found, p, products_, grads_, early)
+      factors, stores = {Factor.DS: ds, Factor.P: dropped(self.rules, found, p)}, []
+      for total in sums:
+        factor = self.tiled(factors[total.left])
+        a = [self.mma.as_left([row_elements(row, half) for half in range(HALVES)]) for row in factor]
+        out = self.mma.mma_ab(a, tiles[total.right], self.group.lane, accumulators(total.acc.after(trip)))
+        stores += [total.acc[i, d].store(x) for i, row in enumerate(out) for d, x in enumerate(row)]
+      sums = sums_after(sums, UOp.group(*stores).end(trip))
     return sums
 
   def tiled(self, elements: Elements) -> Accumulators:
@@ -321,11 +318,11 @@ class Mainloop:
     row_tiles, width = range(self.tiles.row_tiles), range(self.tiles.block // MMA_N)
     return [[UOp.stack(*[elements[i, n, e] for e in range(4)]) for n in width] for i in row_tiles]
 
-  def store(self, x: UOp, total: UOp, factor: float, head: UOp, block: UOp) -> list[UOp]:
+  def store(self, x: UOp, acc: UOp, factor: float, head: UOp, block: UOp) -> list[UOp]:
     """Store a sum times a factor to the rows of x."""
     stores = []
     for (i, half), row in self.rows(block).items():
-      stores += store_scaled(x, head, row, half, total[i], UOp.const(factor), self.group.lane)
+      stores += store_scaled(x, head, row, half, acc[i], UOp.const(factor), self.group.lane)
     return stores
 
 
@@ -334,14 +331,10 @@ def by_place(tiles: Accumulators) -> Elements:
   return {(i, n, e): tile[e] for i, row in enumerate(tiles) for n, tile in enumerate(row) for e in range(4)}
 
 
-def accumulators(total: UOp) -> Accumulators:
-  """Load a sum (tiles of 16 rows, accumulator tiles, 4) as values."""
-  row_tiles, width, _ = sizes(total)
-  return [[UOp.stack(*[total[i, d, e].load() for e in range(4)]) for d in range(width)] for i in range(row_tiles)]
-
-
-def _after(sums: list[UOp], *after: UOp) -> list[UOp]:
-  return [x.after(*after) for x in sums]
+def accumulators(acc: UOp) -> Accumulators:
+  """Load a sum's acc (tiles of 16 rows, accumulator tiles, 4) as values."""
+  row_tiles, width, _ = sizes(acc)
+  return [[UOp.stack(*[acc[i, d, e].load() for e in range(4)]) for d in range(width)] for i in range(row_tiles)]
 
 
 def _check(tiles: Tiles, dtype: DType) -> None:
