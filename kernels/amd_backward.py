@@ -1,27 +1,26 @@
-"""Backward attention on AMD's matrix cores: dQ by a pass over tiles of keys, dK and dV by one over tiles of queries.
+"""Gradients of attention on AMD's matrix cores (WMMA and MFMA), one row per lane.
 
-FlashAttention-2 (Dao, 2023), transposed, without atomics. In both passes each wave keeps `row_tiles` tiles of 16 rows,
-one row per lane, and runs through the tiles of the others, which all waves share in LDS. With S the scores, dO the
-gradient of the output, L the logarithm of the sum of exponentials and delta = rowsum(O dO) - dL, which is given:
-    own queries, dQ     S^T = K Q^T    dP^T = V dO^T - delta    P = exp(S - L)    dS = P dP    dQ^T += K^T dS^T
-    own keys, dK, dV    S = Q K^T      dP = dO V^T - delta      P, dS likewise    dV^T += dO^T P    dK^T += Q^T dS
-Delta is where the sums of dP begin. P and dS are the last products' operands where they are, in registers, as in
-`amd_forward`; the factor on Q K^T joins at the end.
+FlashAttention-2's backward pass (Dao, 2023, algorithm 2), transposed, in two kernels without atomics: two runs give the
+same bits. lse and delta = rowsum(O dO) - dlse are inputs. Each wave keeps `row_tiles` tiles of 16 stationary rows, and
+loops over streamed tiles of `block` rows:
+    backward_q    keeps queries, streams keys:
+      S^T = K Q^T, dP^T = V dO^T - delta, P = exp(S - lse), dS = P dP   (block, 16)    dQ^T += K^T dS^T   (Dk, 16)
+    backward_kv   keeps keys, streams the queries of all query heads that share them:
+      S = Q K^T, dP = dO V^T - delta, P and dS as above   (block, 16)    dV^T += dO^T P, dK^T += Q^T dS   (Dv or Dk, 16)
+Accumulators of S start at -lse (without score mods), those of dP at -delta (without dropout). The factor `Rules.scale`
+is applied to dQ and dK at the end.
 
-Who holds what. In registers: the operands of the own rows, the sums of their gradients; of own queries L and delta. In
-LDS, in rows padded so that no bank is asked twice: the tile of the others as it is, and transposed; of queries L and
-delta. While all work on a tile, the next one is on its way: `uopattn.dsl.amd.staging`.
+Storage: operands of the stationary rows, S, dP, P, dS and the sums are in registers; P and dS are operands of the last
+products without moving, as in `amd_forward`. All waves share the streamed tile in LDS, as it is and transposed, in rows
+padded against bank conflicts. While a tile is in use, `uopattn.dsl.amd.staging` loads the next one. In `backward_q` a
+lane keeps lse and delta of its queries; in `backward_kv` they are in LDS with the tile of queries.
 
-A query's L and delta are its lane's alone in the pass for dQ; in that for dK and dV each lane reads those of its rows.
-A workgroup there adds up all query heads of its key head's group: two runs give the same bits.
-
-Not measured: no AMD GPU at hand. Compiled by LLVM 22 (scripts/compile_report.py, 2026-11-21). Instructions in the main
-loop for each matrix instruction, float16 / bfloat16, and VGPRs, at D=64 for dQ: gfx1100 7.9 / 8.3 (240), gfx1201
-7.1 / 7.5 (201), gfx942 3.4 / 3.7 (156), gfx950 5.5 / 6.1 (154); for dK and dV: gfx1100 9.2 / 9.8 (252), gfx1201
-7.7 / 8.5 (248), gfx942 3.6 / 3.8 (196), gfx950 5.7 / 6.4 (210). None spills but gfx1100 with a causal mask, 5 registers
-of dK and dV, outside the main loop. At D=128, float16, dQ and dK dV: gfx1201 5.8 (205) and 7.5 (245), gfx942 2.6 (244)
-and 2.7 (340), gfx950 3.7 (288) and 3.9 (370), without spills; gfx1100, whose operands take twice the registers, spills
-10 and 87 there.
+Not measured: no AMD GPU at hand. Compiled by LLVM 22 (scripts/compile_report.py, 2026-11-21). Instructions per matrix
+instruction in the mainloop, float16 / bfloat16, and VGPRs, at D=64 for dQ: gfx1100 7.9 / 8.3 (240), gfx1201 7.1 / 7.5
+(201), gfx942 3.4 / 3.7 (156), gfx950 5.5 / 6.1 (154); for dK and dV: gfx1100 9.2 / 9.8 (252), gfx1201 7.7 / 8.5 (248),
+gfx942 3.6 / 3.8 (196), gfx950 5.7 / 6.4 (210). Only gfx1100 spills: 5 registers of dK and dV, if causal, outside
+the mainloop. At D=128, float16, dQ and dK dV: gfx1201 5.8 (205) and 7.5 (245), gfx942 2.6 (244) and 2.7 (340), gfx950
+3.7 (288) and 3.9 (370), without spills; gfx1100, whose operands take twice the registers, spills 10 and 87.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,6 +38,7 @@ from uopattn.dsl import instructions as ins
 from uopattn.dsl.amd.fragments import CHUNK_ELEMENTS, HIP, MMA_SIZE, Fragments
 from uopattn.dsl.amd.products import Operand, as_operands, lane_rows, load_operands, mma_ab, mma_abt, store_acc
 from uopattn.dsl.amd.staging import LdsRows, RegisterPipeline
+from uopattn.dsl.gpu.gradient_sums import Factor, Sum
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.packed import words_of, words_of_all
 from uopattn.dsl.rules.head_view import HeadView
@@ -47,19 +47,19 @@ from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
 from uopattn.dsl.schedule import DTYPES_16, Problem, Schedule, passes
 from uopattn.dsl.target import Target
 
-LDS_LIMIT = 64 << 10  # bytes a workgroup
+LDS_LIMIT = 64 << 10  # bytes per workgroup
 
 
 @dataclass(frozen=True)
 class Tiles:
-  """The block sizes of one pass.
+  """The block sizes of one kernel.
 
   Attributes:
-    arch: the target, which decides the matrix instruction.
-    of_keys: whether it is the pass for dK and dV, whose own rows are keys.
-    waves: waves in a workgroup.
+    arch: the architecture, which decides the matrix instruction.
+    of_keys: whether for `backward_kv`, whose stationary rows are keys.
+    waves: waves per workgroup.
     row_tiles: tiles of 16 stationary rows per wave.
-    block: rows of a tile of the others.
+    block: rows per streamed tile.
   """
 
   arch: str
@@ -79,7 +79,7 @@ class Tiles:
 
   @staticmethod
   def least(f: Fragments) -> int:
-    """The smallest block: whole steps of the last products, and whole pieces of what is transposed."""
+    """The divisor of `block`: a whole step of the last products, and whole pieces of transposed tiles."""
     return max(f.step, 2 * CHUNK_ELEMENTS * f.pad)
 
   @property
@@ -92,20 +92,20 @@ class Tiles:
 
   @property
   def rows(self) -> int:
-    """Own rows of a workgroup."""
+    """Stationary rows per workgroup."""
     return self.waves * self.row_tiles * MMA_SIZE
 
   def lds_bytes(self, Dk: int, Dv: int) -> int:
-    """Bytes of LDS: the tile as it is and transposed, L and delta of queries, space where lanes exchange P and dS."""
+    """Bytes of LDS per workgroup: the streamed tile as it is and transposed, lse and delta, and on RDNA3 P and dS."""
     f = self.fragments
     pad = f.pad * CHUNK_ELEMENTS
     as_is = self.block * sum(round_up(x, f.step) + pad for x in (Dk, Dv))
     transposed = sum(round_up(x, MMA_SIZE) for x in ((Dk, Dv) if self.of_keys else (Dk,))) * (self.block + pad)
-    p_lds = (1 + self.of_keys) * self.rows * (self.block + pad) if f.repeated else 0
-    return 2 * (as_is + transposed + p_lds) + (8 * round_up(self.block, self.threads) if self.of_keys else 0)
+    swaps = (1 + self.of_keys) * self.rows * (self.block + pad) if f.repeated else 0
+    return 2 * (as_is + transposed + swaps) + (8 * round_up(self.block, self.threads) if self.of_keys else 0)
 
   def registers(self, Dk: int, Dv: int) -> int:
-    """32-bit registers a lane for own rows, sums, S, dP, the operands made of them, and the tile on its way to LDS."""
+    """32-bit registers per lane for stationary rows, sums, S, dP, P, dS and the tile on its way to LDS."""
     f, sums = self.fragments, (Dk, Dv) if self.of_keys else (Dk,)
     operands = sum(ceildiv(x, f.step) for x in (Dk, Dv)) + len(sums) * self.block // f.step
     results = sum(ceildiv(x, MMA_SIZE) for x in sums) + 2 * self.block // MMA_SIZE
@@ -114,15 +114,15 @@ class Tiles:
 
   @classmethod
   def choose(cls, problem: Problem, target: Target, of_keys: bool) -> "Tiles":
-    """Tiles of a pass for a target.
+    """Choose tiles for a problem; `of_keys` for `backward_kv`.
 
     Raises:
-      ValueError: the target is unknown, or the head size too large for LDS even with the smallest tile.
+      ValueError: the architecture is unknown, or the head size is too large for LDS even with the smallest tile.
     """
     arch, Dk, Dv, f = target.arch, problem.Dk, problem.Dv, Fragments.of(target.arch)
     rows, others = (problem.N, problem.M) if of_keys else (problem.M, problem.N)
     least, waves = cls.least(f), min(4, ceildiv(rows, MMA_SIZE))
-    row_tiles = 1 if f.lanes == 32 or rows <= waves * MMA_SIZE else 2  # RDNA has registers for one
+    row_tiles = 1 if f.lanes == 32 or rows <= waves * MMA_SIZE else 2  # RDNA has registers for only one
     blocks = [block for block in (32, 16) if block % least == 0 and block < others + least]
     candidates = [cls(arch, of_keys, waves, row_tiles, block) for block in blocks or [least]]
     for tiles in candidates:
@@ -135,13 +135,13 @@ class Tiles:
 
 
 class ScoreRow(NamedTuple):
-  """ScoreRow of a query and keys that a lane has the scores of, in the order of its elements.
+  """A query, and the keys whose scores a lane has, in the order of its elements.
 
   Attributes:
-    row: the query.
+    row: index of the query.
     first, offsets: the keys are first + offset.
-    neg_lse: -L, in base 2; where the scores begin with it, by the factor in the exponent.
-    neg_delta: what its dP begin with: -delta.
+    neg_lse: -lse, in base 2; divided by `Scaling.log2` if S starts at it (`shifts_early`).
+    neg_delta: -delta, at which dP starts.
   """
 
   row: UOp
@@ -153,78 +153,72 @@ class ScoreRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Mainloop:
-  """A wave's way through the tiles of the others.
+  """A wave's loop over streamed tiles, which are numbered by their position in `tile_range`.
 
   Attributes:
     s: the kernel's axes.
-    tiles: the block sizes.
-    group: where this lane stands.
-    dtype: of all matrices.
-    stage: brings the tiles.
-    p_lds: LDS through which lanes exchange P and dS, or dS; None where they need not.
-    stationary: this lane's own rows: of Q and dO, or of K and V.
-    accs: the sums: dQ, or dV and dK.
-    rules: the rules.
+    tiles: block sizes.
+    group: the position of this thread.
+    dtype: dtype of q, k and v.
+    pipe: the pipeline that brings the tiles to LDS.
+    stationary: operands of this lane's stationary rows, of Q and dO or of K and V.
+    sums: dQ, or dV and dK, transposed. `Sum.right` counts the transposed matrices of `pipe`.
+    swaps: LDS for each sum, through which lanes swap P or dS; None except on RDNA3.
+    rules: the rules of the query head.
     tile_range: the tiles.
-    score_rows: (start of a tile, what is to precede) -> the pairs of each own row.
-    follow: (position, what is to precede) -> loads the tile that follows; None if none ever does.
+    score_rows: (first row of a tile, *after) -> the score rows of each stationary row.
+    follow: (position, *after) -> loads the next tile; None if there is only one.
   """
 
   s: Scope
   tiles: Tiles
   group: Workgroup
   dtype: DType
-  stage: RegisterPipeline
-  p_lds: list[LdsRows | None]
+  pipe: RegisterPipeline
   stationary: list[list[list[Operand]]]
-  accs: list[UOp]
+  sums: list[Sum]
+  swaps: list[LdsRows | None]
   rules: HeadRules
   tile_range: TileRange
   score_rows: Callable[..., list[list[ScoreRow]]]
   follow: Callable[..., UOp] | None
 
   def attend_all(self, ready: UOp, *within: UOp) -> UOp:
-    """All tiles, the first of which is in LDS when `ready`, inside the axes `within`."""
+    """Add all tiles to the sums, inside the axes `within`. The first tile is in LDS after `ready`."""
     for first, trips, masked in full_then_masked(UOp.const(0), self.tile_range.n_full, self.tile_range.n_tiles):
       ready = self.attend(first, trips, masked, ready, *within)
     return ready
 
   def attend(self, first: UOp, trips: UOp, masked: bool, *ready: UOp) -> UOp:
-    """The tiles from position `first` on, which is in LDS when `ready`; each is followed there by the next."""
-    f, stage, lane, places = (
-      self.tiles.fragments,
-      self.stage,
-      self.group.lane,
-      stationary_places(self.tiles, self.group),
-    )
+    """Add `trips` tiles to the sums. Tile `first` is in LDS after `ready`; each trip brings the next one there."""
+    f, pipe, lane = self.tiles.fragments, self.pipe, self.group.lane
+    places = stationary_places(self.tiles, self.group)
     trip = self.s.axis(trips, AxisType.REDUCE)
     position = first + trip
     now = (*ready, trip) if self.follow is None else (*ready, trip, self.follow(position, *ready, trip))
-    score_rows = self.score_rows(self.tile_range.tile(position) * stage.block, *now)
+    score_rows = self.score_rows(self.tile_range.tile(position) * pipe.block, *now)
     products, dots = self.products(score_rows, now)
-    weights, grads = self.softmax_grad(products, dots, score_rows, masked)
-    stores: list[UOp] = []
-    for acc, values, swap, lds in zip(
-      self.accs, (weights, grads)[-len(self.accs) :], self.p_lds, stage.transposed, strict=True
-    ):
+    factors, stores = self.softmax_grad(products, dots, score_rows, masked), []
+    for total, swap in zip(self.sums, self.swaps, strict=True):
+      values, lds = factors[total.left], pipe.transposed[total.right]
       operands = as_operands(f, self.dtype, values, swap and swap.after(*ready, trip), places, lane)
-      old = acc.after(*ready, trip)
+      old = total.acc.after(*ready, trip)
       begun = [
-        [UOp.stack(*[old[i, d, e].load() for e in range(f.result)]) for d in range(sizes(acc)[1])]
+        [UOp.stack(*[old[i, d, e].load() for e in range(f.result)]) for d in range(sizes(old)[1])]
         for i in range(len(operands))
       ]
-      stores += mma_ab(f, self.dtype, operands, lds.after(*now), acc, begun, lane)
+      stores += mma_ab(f, self.dtype, operands, lds.after(*now), total.acc, begun, lane)
     if self.follow is None:
       return UOp.group(*stores).end(trip)
     read = UOp.barrier(UOp.group(*stores))  # no wave overwrites a tile before all have read it
-    return UOp.barrier(stage.store(read)).end(trip)
+    return UOp.barrier(pipe.store(read)).end(trip)
 
   def products(self, score_rows: list[list[ScoreRow]], now: tuple[UOp, ...]) -> list[list[list[UOp]]]:
-    """S, before all rules, and dP of each own row, with what they begin with, if that may come first."""
+    """Compute Q K^T and dP of each stationary row; they start at -lse and -delta where the rules allow it."""
     f, rules, result = self.tiles.fragments, self.rules.rules, []
     shifts = [[x.neg_lse for x in row for _ in x.offsets] for row in score_rows] if shifts_early(rules) else None
     starts = [[x.neg_delta for x in row for _ in x.offsets] for row in score_rows] if rules.seed is None else None
-    for stationary, lds, begun in zip(self.stationary, self.stage.as_is, (shifts, starts), strict=True):
+    for stationary, lds, begun in zip(self.stationary, self.pipe.as_is, (shifts, starts), strict=True):
       c = begun and [[UOp.stack(*row[i : i + f.result]) for i in range(0, len(row), f.result)] for row in begun]
       tiles = mma_abt(f, self.dtype, lds.after(*now), self.tiles.block, stationary, self.group.lane, c)
       result.append([[tile[e] for tile in row for e in range(f.result)] for row in tiles])
@@ -232,8 +226,8 @@ class Mainloop:
 
   def softmax_grad(
     self, products: list[list[UOp]], dots: list[list[UOp]], score_rows: list[list[ScoreRow]], masked: bool
-  ) -> tuple[list[list[UOp]], list[list[UOp]]]:
-    """P, after dropout, and dS of each own row."""
+  ) -> dict[Factor, list[list[UOp]]]:
+    """Return P after dropout, and dS, of each stationary row."""
     weights: list[list[UOp]] = [[] for _ in score_rows]
     grads: list[list[UOp]] = [[] for _ in score_rows]
     for i, row in enumerate(score_rows):
@@ -243,12 +237,12 @@ class Mainloop:
         p, ds = self.softmax_grad_row(products[i][piece], dots[i][piece], x, masked)
         weights[i] += p
         grads[i] += ds
-    return weights, grads
+    return {Factor.P: weights, Factor.DS: grads}
 
   def softmax_grad_row(
     self, products: list[UOp], dots: list[UOp], x: ScoreRow, masked: bool
   ) -> tuple[list[UOp], list[UOp]]:
-    """P, after dropout, and dS of a query's score_rows: of Q K^T, but for the factor if that is all that there is."""
+    """Return P after dropout, and dS, of one score row: dS of Q K^T, without `late_factor`."""
     head_rules, rules, keys = self.rules, self.rules.rules, (x.row, x.first, x.offsets)
     scores = head_rules.scores(products, *keys, masked)
     if masked and x.row.vmax >= rules.M:
@@ -260,9 +254,9 @@ class Mainloop:
     grads = [weight * dot for weight, dot in zip(p, dots, strict=True)]
     return head_rules.dropped(p, *keys), head_rules.score_vjp(grads, products, *keys) if rules.has_score_mods else grads
 
-  def store_sum(self, o: UOp, which: int, head: UOp, factor: float, done: UOp, length: UOp | None = None) -> list[UOp]:
-    """Stores a sum times a factor to o[head]; 0 to rows from `length` on."""
-    f, acc, stores = self.tiles.fragments, self.accs[which].after(done), []
+  def store_sum(self, o: UOp, total: Sum, head: UOp, factor: float, done: UOp, length: UOp | None = None) -> list[UOp]:
+    """Store a sum times a factor to o[head], and 0 to rows from `length` on."""
+    f, acc, stores = self.tiles.fragments, total.acc.after(done), []
     for i, place in enumerate(stationary_places(self.tiles, self.group)):
       row = self.group.block * self.tiles.rows + place
       finished = scaled(factor, None if length is None else row < length)
@@ -271,17 +265,17 @@ class Mainloop:
 
 
 def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles) -> UOp:
-  """Builds the kernel for dQ.
+  """Build the kernel for the gradient of the queries.
 
   Args:
-    dq: (heads, M, Dk), the gradient of q, in q's dtype.
+    dq: (heads, M, Dk), the output, in q's dtype.
     q: (heads, M, Dk), float16 or bfloat16.
     k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads).
     v: (kv_heads, N, Dv).
-    do: (heads, M, Dv), the gradient of the output.
-    lse: (heads, M) float32, the natural logarithm of the sum of exponentials of each row.
-    delta: (heads, M) float32, of each row the sum of output times `do`, less the gradient of the LSE.
-    rules: what stands between q.k and the softmax.
+    do: (heads, M, Dv), the gradient of the attention's output.
+    lse: (heads, M) float32, the log-sum-exp (natural logarithm) of each row.
+    delta: (heads, M) float32, rowsum(O dO) minus the gradient of the log-sum-exp.
+    rules: masks, score mods and scaling.
     tiles: block sizes.
   """
   (heads, M, Dk), (kv_heads, N, Dv), f = sizes(q), sizes(v), tiles.fragments
@@ -289,48 +283,47 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   group = Workgroup(s, heads, ceildiv(M, tiles.rows), tiles.waves, f.lanes, last_first=rules.longest_last)
   head, start, head_rules = group.head, group.block * tiles.rows, rules.at(group.head)
   exists, key_range = head_rules.length.ne(0), head_rules.key_range(start, tiles.rows, tiles.block)
-  queries = [clamp(start + place, 0, M - 1) for place in stationary_places(tiles, group)]  # past the end: again
+  queries = [clamp(start + place, 0, M - 1) for place in stationary_places(tiles, group)]  # past the end the last one
   starts = [(neg_lse_of(lse[head, query].load(), rules), -delta[head, query].load()) for query in queries]
 
   as_is = [(words_of(head_rules.keys(x), exists), round_up(sizes(x)[2], f.step)) for x in (k, v)]
   transposed = [(words_of(head_rules.keys(k), exists), round_up(Dk, MMA_SIZE))]
-  stage = RegisterPipeline(s, f, tiles.block, tiles.threads, group.thread, head_rules.length, as_is, transposed)
+  pipe = RegisterPipeline(s, f, tiles.block, tiles.threads, group.thread, head_rules.length, as_is, transposed)
   stationary = [load_stationary(f, x, head, UOp.const(M), queries, group.lane) for x in (q, do)]
-  accs = [s.filled(0.0, tiles.row_tiles, ceildiv(Dk, MMA_SIZE), f.result, after=(group.item,))]
+  dq_sum = Sum(zeros(s, tiles, Dk, group.item), Factor.DS, 0)
   first, offsets = lane_rows(f, tiles.block, group.lane)
 
   def score_rows(tile: UOp, *_: UOp) -> list[list[ScoreRow]]:
     return [[ScoreRow(query, first + tile, offsets, *x)] for query, x in zip(queries, starts, strict=True)]
 
   def fetch(position: UOp, *after: UOp) -> UOp:
-    return stage.load(key_range.tile(position) * tiles.block, *after)
+    return pipe.load(key_range.tile(position) * tiles.block, *after)
 
   def follow(position: UOp, *after: UOp) -> UOp:
     return fetch(position + 1, *after)
 
   after = follow if key_range.n_tiles.vmax > 1 else None
-  loop = Mainloop(
-    s, tiles, group, q.dtype, stage, p_lds(s, tiles), stationary, accs, head_rules, key_range, score_rows, after
-  )
-  done = loop.attend_all(UOp.barrier(stage.store(fetch(UOp.const(0), *accs))))
-  stores = loop.store_sum(dq, 0, head, late_factor(rules), done)
+  swaps = [swap_lds(s, tiles)]
+  loop = Mainloop(s, tiles, group, q.dtype, pipe, stationary, [dq_sum], swaps, head_rules, key_range, score_rows, after)
+  done = loop.attend_all(UOp.barrier(pipe.store(fetch(UOp.const(0), dq_sum.acc))))
+  stores = loop.store_sum(dq, dq_sum, head, late_factor(rules), done)
   return group.kernel(f"attention_backward_q_{tiles.arch}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
 
 
 def backward_kv(
   dk: UOp, dv: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles
 ) -> UOp:
-  """Builds the kernel for dK and dV.
+  """Build the kernel for the gradients of keys and values, summed over the query heads that share them.
 
   Args:
-    dk: (kv_heads, N, Dk), the gradient of k, in q's dtype, summed over the query heads of each key head.
-    dv: (kv_heads, N, Dv), that of v, likewise.
-    q, k, v, do, lse, delta, rules, tiles: as `backward_q` has them.
+    dk: (kv_heads, N, Dk), an output, in q's dtype.
+    dv: (kv_heads, N, Dv), an output.
+    q, k, v, do, lse, delta, rules, tiles: as for `backward_q`.
   """
   (heads, M, Dk), (kv_heads, N, Dv), f = sizes(q), sizes(v), tiles.fragments
   s, members = Scope(), heads // kv_heads
   group = Workgroup(s, kv_heads, ceildiv(N, tiles.rows), tiles.waves, f.lanes)
-  member = s.axis(members, AxisType.REDUCE)  # of the query heads that read this key head
+  member = s.axis(members, AxisType.REDUCE)  # the query heads that share this key head
   kv_head, start = group.head, group.block * tiles.rows
   at = of_members(rules, kv_head, members)
   query_range_of = query_ranges(at, members, start, tiles.rows, tiles.block)
@@ -342,73 +335,78 @@ def backward_kv(
     [(words_of_all(x), round_up(sizes(x)[2], to)) for x in order]
     for order, to in (((q, do), f.step), ((do, q), MMA_SIZE))
   )
-  numbers = [lambda row: neg_lse_of(lse.reshape(-1)[row].load(), rules), lambda row: -delta.reshape(-1)[row].load()]
-  stage = RegisterPipeline(s, f, tiles.block, tiles.threads, group.thread, UOp.const(M), as_is, transposed, numbers)
+  row_stats = [lambda row: neg_lse_of(lse.reshape(-1)[row].load(), rules), lambda row: -delta.reshape(-1)[row].load()]
+  pipe = RegisterPipeline(s, f, tiles.block, tiles.threads, group.thread, UOp.const(M), as_is, transposed, row_stats)
   stationary = [load_stationary(f, x, kv_head, head_rules.length, existing, group.lane) for x in (k, v)]
-  accs = [s.filled(0.0, tiles.row_tiles, ceildiv(size, MMA_SIZE), f.result, after=(group.item,)) for size in (Dv, Dk)]
+  dv_sum = Sum(zeros(s, tiles, Dv, group.item), Factor.P, 0)
+  dk_sum = Sum(zeros(s, tiles, Dk, group.item), Factor.DS, 1)
   first, offsets = lane_rows(f, tiles.block, group.lane)
 
   def score_rows(tile: UOp, *after: UOp) -> list[list[ScoreRow]]:
-    starts = [[x.after(*after)[first + i].load() for x in stage.row_stats] for i in offsets]
+    starts = [[x.after(*after)[first + i].load() for x in pipe.row_stats] for i in offsets]
     return [[ScoreRow(tile + first + i, key, [0], *x) for i, x in zip(offsets, starts, strict=True)] for key in keys]
 
   def fetch(position: UOp, of: UOp, *after: UOp) -> UOp:
-    return stage.load(query_range_of(of).tile(position) * tiles.block, *after, base=(kv_head * members + of) * M)
+    return pipe.load(query_range_of(of).tile(position) * tiles.block, *after, base=(kv_head * members + of) * M)
 
   def follow(position: UOp, *after: UOp) -> UOp:
     more = position + 1 < query_range.n_tiles
     return fetch(more.where(position + 1, 0), clamp(member + more.where(0, 1), 0, members - 1), *after)
 
   after = follow if members > 1 or query_range.n_tiles.vmax > 1 else None
-  loop = Mainloop(
-    s, tiles, group, q.dtype, stage, p_lds(s, tiles), stationary, accs, head_rules, query_range, score_rows, after
-  )
-  done = UOp.barrier(stage.store(fetch(UOp.const(0), UOp.const(0), *accs)))
+  sums, swaps = [dv_sum, dk_sum], [swap_lds(s, tiles), swap_lds(s, tiles)]
+  loop = Mainloop(s, tiles, group, q.dtype, pipe, stationary, sums, swaps, head_rules, query_range, score_rows, after)
+  done = UOp.barrier(pipe.store(fetch(UOp.const(0), UOp.const(0), dv_sum.acc, dk_sum.acc)))
   done, length = loop.attend_all(done, member).end(member), None if rules.kv_lengths is None else head_rules.length
-  stores = loop.store_sum(dv, 0, kv_head, 1.0, done, length)
-  stores += loop.store_sum(dk, 1, kv_head, late_factor(rules), done, length)
+  stores = loop.store_sum(dv, dv_sum, kv_head, 1.0, done, length)
+  stores += loop.store_sum(dk, dk_sum, kv_head, late_factor(rules), done, length)
   return group.kernel(f"attention_backward_kv_{tiles.arch}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
 
 
 def of_members(rules: Rules, kv_head: UOp, members: int) -> Callable[[UOp], HeadRules]:
-  """The rules for each of the query heads that read a key head."""
+  """The rules of each query head that shares a key head, numbered from 0."""
   of_batch = rules.heads // members
   return lambda member: HeadRules(rules, kv_head // of_batch, kv_head % of_batch * members + member)
 
 
 def stationary_places(tiles: Tiles, group: Workgroup) -> list[UOp]:
-  """Where this lane's own rows are in the block."""
+  """The positions of this lane's stationary rows in the block."""
   return [(group.warp * tiles.row_tiles + i) * MMA_SIZE + group.lane % MMA_SIZE for i in range(tiles.row_tiles)]
 
 
 def load_stationary(f: Fragments, x: UOp, head: UOp, length: UOp, rows: list[UOp], lane: UOp) -> list[list[Operand]]:
-  """This lane's own rows of x[head], zeros if none exist, as operands."""
+  """Load `rows` of x[head], zeros if it has no rows, as operands."""
   return [load_operands(f, x.dtype, HeadView.of(x, head, length), row, lane, length.ne(0)) for row in rows]
 
 
-def p_lds(s: Scope, tiles: Tiles) -> list[LdsRows | None]:
-  """LDS for dS, or P and dS, where lanes exchange them."""
+def zeros(s: Scope, tiles: Tiles, size: int, *after: UOp) -> UOp:
+  """A transposed sum of `size` columns for each stationary row, set to 0."""
+  return s.filled(0.0, tiles.row_tiles, ceildiv(size, MMA_SIZE), tiles.fragments.result, after=after)
+
+
+def swap_lds(s: Scope, tiles: Tiles) -> LdsRows | None:
+  """Allocate LDS through which lanes swap P or dS; None except on RDNA3."""
   f = tiles.fragments
-  return [LdsRows.make(s, tiles.rows, tiles.block, f.pad) if f.repeated else None for _ in range(1 + tiles.of_keys)]
+  return LdsRows.make(s, tiles.rows, tiles.block, f.pad) if f.repeated else None
 
 
 def late_factor(rules: Rules) -> float:
-  """The factor on Q K^T where dS has not had it before."""
+  """The factor on dQ and dK at the end: `Rules.scale`, unless dS has it already (with score mods)."""
   return 1.0 if rules.has_score_mods else rules.scale
 
 
 def scaled(factor: float, exists: UOp | None) -> Callable[[UOp], UOp]:
-  """Times a factor, and 0 if a row does not exist."""
+  """Return a function that multiplies by a factor, and gives 0 if the row does not exist."""
   return lambda x: x * factor if exists is None else exists.where(x * factor, 0.0)
 
 
 def shifts_early(rules: Rules) -> bool:
-  """Whether scores are products times one factor, so that the sums of the products can begin with -L by that factor."""
+  """Whether scores are products times one factor, so that S can start at -lse divided by that factor."""
   return not rules.has_score_mods and rules.scaling.pre == 1 and rules.scaling.log2 > 2**-60
 
 
 def neg_lse_of(lse: UOp, rules: Rules) -> UOp:
-  """`ScoreRow.neg_lse` of an L; 0 if that is -inf, as all scores of the row are then."""
+  """`ScoreRow.neg_lse` for an lse; 0 if it is -inf, because all scores of the row are then -inf too."""
   return lse.eq(-inf).where(0.0, lse * (-LOG2E / rules.scaling.log2 if shifts_early(rules) else -LOG2E))
 
 

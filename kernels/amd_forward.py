@@ -1,27 +1,26 @@
-"""Forward attention on AMD's matrix cores: one query column per lane.
+"""Forward attention on AMD's matrix cores (WMMA and MFMA), one query column per lane.
 
-FlashAttention-2 (Dao, 2023), transposed. Each wave has 16 `m_tiles` query rows and runs through the keys with
-    S^T = K Q^T       (block_n, 16)   keys are rows, so a lane has keys of one query only
-    m, l, P           in the lane     the maximum joins the 2 or 4 lanes of a query; l stays apart until the end
-    O^T = O^T alpha + V^T P^T   (Dv, 16)   P is the second product's operand where it is, in registers
-first through the tiles that all its rows see whole, then, with a mask, through those that some see in part.
+FlashAttention-2 (Dao, 2023), transposed. Each wave keeps `m_tiles` tiles of 16 queries and loops over tiles of keys:
+    S^T = K Q^T                 (block_n, 16)   a lane has the scores of only one query per tile
+    m, l, P^T                   online softmax; the 2 or 4 lanes of a query reduce m per tile, l only at the end
+    O^T = O^T alpha + V^T P^T   (Dv, 16)
+Full tiles, which all queries of the workgroup see completely, come first and need no mask; masked tiles follow.
 
-Who holds what. Q^T, m, l, P and O^T are in registers, Q^T for the whole loop; see `Tiles.registers`. All waves share
-K (block_n, Dk) and V^T (Dv, block_n) in LDS, in rows padded so that no bank is asked twice; see `Tiles.lds_bytes`.
-While they work on a tile, the next one is on its way from global memory to registers: `uopattn.dsl.amd.staging`.
-Lane l is query l % 16 of its wave; `uopattn.dsl.amd.fragments` says which keys and value columns it has.
+Storage: Q^T, m, l, P^T and O^T are in registers (`Tiles.registers`); P^T is an operand of the second product without
+moving. Lane l has query l % 16 of each tile; `uopattn.dsl.amd.fragments` says which keys and value columns it has. All
+waves share one tile of K (block_n, Dk) and of V^T (Dv, block_n) in LDS (`Tiles.lds_bytes`), in rows padded against bank
+conflicts. Rows of K are permuted so that a lane's keys in S^T are neighbours, as P^T needs them. On RDNA3 both lanes of
+a query need all of P^T; they swap halves through rows of LDS that only their wave uses. While a tile is in use,
+`uopattn.dsl.amd.staging` loads the next one from global memory into registers.
 
-For a few queries the query heads that share a key head are rows of one tile, and each workgroup has a part of the keys;
-`kernels/combine.py` puts the parts together.
+With few queries, the query heads that share a key head are packed into one tile (GQA packing), the keys are split over
+workgroups, and `kernels/combine.py` combines the splits.
 
-Rows of K are dealt out in LDS so that a lane's keys in S^T are neighbours, as P^T needs them. On RDNA3 the two lanes of
-a query must both have all of P: they swap halves through LDS, in rows that only their wave uses.
-
-Not measured: no AMD GPU at hand. Compiled by LLVM 22 (scripts/compile_report.py, 2026-11-21), without spills.
-Instructions in the main loop for each matrix instruction, float16 / bfloat16, and VGPRs: at D=64 gfx1100 9.9 / 9.7
+Not measured: no AMD GPU at hand. Compiled by LLVM 22 (scripts/compile_report.py, 2026-11-21), causal or not, without
+spills. Instructions per matrix instruction in the mainloop, float16 / bfloat16, and VGPRs: at D=64 gfx1100 9.9 / 9.7
 (240), gfx1201 10.0 / 9.8 (182), gfx942 4.9 / 4.9 (156), gfx950 7.8 / 8.8 (158); at D=128 gfx1100 8.3 / 8.7 (232),
-gfx1201 7.7 / 7.7 (183), gfx942 4.2 / 4.2 (210), gfx950 6.8 / 7.5 (200). No target spills, causal or not. On gfx1201 at
-D=64 kv_lengths make 11.5 instructions, and softcap, whose tanh is long, 59, with 28 registers spilled.
+gfx1201 7.7 / 7.7 (183), gfx942 4.2 / 4.2 (210), gfx950 6.8 / 7.5 (200). On gfx1201 at D=64, `kv_lengths` take 11.5, and
+softcap, whose tanh is long, 59 with 28 registers spilled.
 """
 
 from collections.abc import Callable
@@ -57,7 +56,7 @@ from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.schedule import DTYPES_16, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
 
-LDS_LIMIT = 64 << 10  # bytes a workgroup
+LDS_LIMIT = 64 << 10  # bytes per workgroup
 
 
 @dataclass(frozen=True)
@@ -65,10 +64,10 @@ class Tiles:
   """The block sizes of one kernel.
 
   Attributes:
-    arch: the target, which decides the matrix instruction.
-    waves: waves in a workgroup.
-    m_tiles: tiles of 16 queries a wave.
-    block_n: keys a tile.
+    arch: the architecture, which decides the matrix instruction.
+    waves: waves per workgroup.
+    m_tiles: tiles of 16 queries per wave.
+    block_n: keys per tile.
   """
 
   arch: str
@@ -86,7 +85,7 @@ class Tiles:
 
   @staticmethod
   def least(f: Fragments) -> int:
-    """The smallest block_n: whole steps of the second product, and whole pieces of V."""
+    """The divisor of block_n: a whole step of the second product, and whole pieces of V^T."""
     return max(f.step, 2 * CHUNK_ELEMENTS * f.pad)
 
   @property
@@ -95,21 +94,21 @@ class Tiles:
 
   @property
   def block_m(self) -> int:
-    """Queries a workgroup."""
+    """Queries per workgroup."""
     return self.waves * self.m_tiles * MMA_SIZE
 
   def padded(self, Dk: int, Dv: int) -> tuple[int, int]:
-    """The head sizes in whole fragments."""
+    """The head sizes, rounded up to whole fragments."""
     return round_up(Dk, self.fragments.step), round_up(Dv, MMA_SIZE)
 
   def lds_bytes(self, Dk: int, Dv: int) -> int:
-    """Bytes of the K and V^T tiles, and of P^T where lanes swap it."""
+    """Bytes of LDS per workgroup: the tiles of K and V^T, and on RDNA3 P^T."""
     (Dk, Dv), pad = self.padded(Dk, Dv), self.fragments.pad * CHUNK_ELEMENTS
     p = self.block_m * (self.block_n + pad) if self.fragments.repeated else 0
     return 2 * (self.block_n * (Dk + pad) + Dv * (self.block_n + pad) + p)
 
   def registers(self, Dk: int, Dv: int) -> int:
-    """32-bit registers a lane for Q^T, O^T, S^T, P^T and the tile on its way to LDS."""
+    """32-bit registers per lane for Q^T, O^T, S^T, P^T and the tile on its way to LDS."""
     (Dk, Dv), f = self.padded(Dk, Dv), self.fragments
     words, results = f.width // 2, f.result
     query = Dk // f.step * words + Dv // MMA_SIZE * results
@@ -117,34 +116,34 @@ class Tiles:
     return self.m_tiles * (query + scores) + self.block_n * (Dk + Dv) // 2 // (self.waves * f.lanes)
 
   def waves_for(self, Dk: int, Dv: int) -> int:
-    """Waves that share a SIMD, as far as LDS goes: two SIMDs of RDNA, four of CDNA, have LDS_LIMIT bytes."""
+    """Waves per SIMD, as limited by LDS: two SIMDs on RDNA, and four on CDNA, share LDS_LIMIT bytes."""
     return LDS_LIMIT // self.lds_bytes(Dk, Dv) * self.waves // (2 if self.fragments.lanes == 32 else 4)
 
   def resident(self, Dk: int, Dv: int, arch: str) -> int:
-    """Workgroups at once on a compute unit, as far as LDS goes."""
+    """Workgroups that fit on a compute unit at once, as limited by LDS."""
     return max(1, lds_limit(arch) // self.lds_bytes(Dk, Dv))
 
   @classmethod
   def choose(cls, problem: Problem, target: Target) -> "Tiles":
-    """Tiles for a target: as many queries a wave, then as many keys a tile, as registers and LDS allow.
+    """Choose tiles for a problem: as many queries per wave, then as many keys per tile, as registers and LDS allow.
 
     Raises:
-      ValueError: the target is unknown, or the head size too large for LDS even with the smallest tile.
+      ValueError: the architecture is unknown, or the head size is too large for LDS even with the smallest tile.
     """
     arch, M, N, Dk, Dv = target.arch, problem.M, problem.N, problem.Dk, problem.Dv
     f = Fragments.of(arch)
     least, waves = cls.least(f), ceildiv(M, MMA_SIZE)
-    # The second loop needs many registers then. With kv_lengths LLVM spills where there are fewer keys a tile.
+    # The loop over masked tiles needs many registers then. With kv_lengths, LLVM spills if tiles have fewer keys.
     masked = problem.window != (None, None) or "attn_mask" in problem.features
     masked = masked and "kv_lengths" not in problem.features
-    budget = 200 if f.lanes == 32 else 360  # of 256 and 512; the rest is for addresses and temporaries
+    budget = 200 if f.lanes == 32 else 360  # of 256 and 512: addresses and temporaries need the rest
     wanted: tuple[int, ...] = (64, 32, 16)
-    if masked and f.lanes == 32 and not f.repeated:  # RDNA4, where LLVM spills what the second loop needs in the first
+    if masked and f.lanes == 32 and not f.repeated:  # RDNA4: LLVM spills the masked loop's values in the full loop
       budget, wanted = 170, (64, 48, 32, 16)
     sizes_n = dict.fromkeys(min(n, round_up(N, least)) for n in wanted if n % least == 0)
     candidates = [cls(arch, w, 2, n) for n in sizes_n for w in (4, 8) if 2 * w <= M // MMA_SIZE]
     candidates += [cls(arch, min(w, waves), 1, n) for n in sizes_n for w in (4, 8)]
-    for enough in (3, 1):  # waves on a SIMD, so that one computes while another waits
+    for enough in (3, 1):  # waves per SIMD, so that one computes while another waits
       for tiles in candidates:
         if tiles.registers(Dk, Dv) <= budget and tiles.waves_for(Dk, Dv) >= enough:
           return tiles
@@ -155,15 +154,14 @@ class Tiles:
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
-  """Builds the kernel.
+  """Build the kernel.
 
   Args:
-    o: (heads, M, Dv), the output, in q's dtype. Or float32 (heads splits, M, Dv): the output over a part of the keys.
+    o: (heads, M, Dv), the output, in q's dtype; or (heads * splits, M, Dv) float32, the output per split of the keys.
     q: (heads, M, Dk), float16 or bfloat16.
-    k: keys, as `rules` finds them.
-    v: values, likewise.
-    lse: (heads, M), or (heads splits, M), float32; receives the natural logarithm of the sum of exponentials of a row.
-    rules: what stands between q.k and the softmax.
+    k, v: keys and values, as `rules` finds them.
+    lse: (heads, M), or (heads * splits, M), float32; receives the log-sum-exp (natural logarithm) of each row.
+    rules: masks, score mods and scaling; where the keys are.
     tiles: block sizes.
   """
   (heads, M, Dk), (results, _, Dv), f = sizes(q), sizes(o), tiles.fragments
@@ -177,12 +175,12 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   q_frags = unit.load_queries(HeadView.of(q, group.head, UOp.const(M)))
   state = State.make(s, tiles.m_tiles, (tiles.m_tiles, ceildiv(Dv, MMA_SIZE), f.result), rules.scaling, group.item)
-  # Not `> 0`: tinygrad would take a comparison for granted in all of a gated index, in the ends of its loops too.
+  # Not `> 0`: tinygrad would assume a comparison to hold throughout the gated index, even in the bounds of its loops.
   exists = head_rules.length.ne(0)
   sources = [(words_of(head_rules.keys(x), exists), size) for x, size in zip((k, v), tiles.padded(Dk, Dv), strict=True)]
   threads = tiles.waves * f.lanes
-  stage = RegisterPipeline(s, f, tiles.block_n, threads, group.thread, head_rules.length, sources[:1], sources[1:])
-  pipeline = KeyTiles(stage, key_range)
+  registers = RegisterPipeline(s, f, tiles.block_n, threads, group.thread, head_rules.length, sources[:1], sources[1:])
+  pipeline = KeyTiles(registers, key_range)
 
   loop = Mainloop(s, unit, pipeline, head_rules, key_range, tiles.block_n)
   state = loop.run(q_frags, state.after(pipeline.prologue(*state)))
@@ -195,52 +193,52 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
 @dataclass(frozen=True)
 class KeyTiles:
-  """The `KeyPipeline`: one tile of K and of V^T in LDS; the next one is in registers while that one is worked on.
+  """A `KeyPipeline` with one tile of K and of V^T in LDS, and the next one on its way through registers.
 
   Attributes:
-    stage: brings the tiles.
-    key_range: which ones.
+    registers: loads the tiles and stores them to LDS.
+    key_range: the tiles. Tiles are numbered by their position in it.
   """
 
-  stage: RegisterPipeline
+  registers: RegisterPipeline
   key_range: TileRange
 
   def prologue(self, *after: UOp) -> UOp:
-    """Brings the first tile."""
-    return UOp.barrier(self.stage.store(self._load(UOp.const(0), *after)))
+    """Bring the first tile to LDS."""
+    return UOp.barrier(self.registers.store(self._load(UOp.const(0), *after)))
 
   def acquire(self, n: UOp, *after: UOp) -> tuple[LdsRows, LdsRows]:
-    """Tile n of K and of V^T, and begins to load the next one."""
+    """Return tile n of K and of V^T, and start loading the next one."""
     now = (*after, self._load(n + 1, *after)) if self._has_next(n) else after
-    return self.stage.as_is[0].after(*now), self.stage.transposed[0].after(*now)
+    return self.registers.as_is[0].after(*now), self.registers.transposed[0].after(*now)
 
   def release(self, n: UOp, *stores: UOp) -> UOp:
-    """Stores the next tile to LDS, once all waves have read this one."""
+    """Store the next tile to LDS once all waves have read this one."""
     if not self._has_next(n):
       return UOp.group(*stores)
-    return UOp.barrier(self.stage.store(UOp.barrier(UOp.group(*stores))))
+    return UOp.barrier(self.registers.store(UOp.barrier(UOp.group(*stores))))
 
   def _has_next(self, n: UOp) -> bool:
-    """Whether a tile may follow: known for all trips of a loop."""
+    """Whether a tile may follow tile n, by its bounds: the same for all trips of a loop."""
     return n.vmin < self.key_range.n_tiles.vmax - 1
 
   def _load(self, n: UOp, *after: UOp) -> UOp:
-    return self.stage.load(self.key_range.tile(n) * self.stage.block, *after)
+    return self.registers.load(self.key_range.tile(n) * self.registers.block, *after)
 
 
 @dataclass(frozen=True)
 class WaveMma:
   """The `MatrixUnit` of a wave: WMMA or MFMA on `m_tiles` tiles of 16 queries, one query per lane and tile.
 
-  All is transposed: S^T = K Q^T and O^T = V^T P^T, so that a lane has the scores of its own queries only.
+  The products are transposed, S^T = K Q^T and O^T = V^T P^T, so that a lane has scores of only its own queries.
 
   Attributes:
-    f: what a lane holds of operands and results.
+    f: the fragments of the matrix instruction.
     dtype: dtype of q, k and v.
     group: the position of this thread.
     tiles: block sizes.
     M: number of queries.
-    p_lds: LDS where the lanes of a query swap P^T; RDNA3 only.
+    p_lds: LDS through which the lanes of a query swap P^T; None except on RDNA3.
   """
 
   f: Fragments
@@ -258,7 +256,7 @@ class WaveMma:
 
   @cached_property
   def rows(self) -> list[UOp]:
-    """This lane's queries; past the last one, that one again."""
+    """This lane's queries; the last query in place of those past the end."""
     block_row = self.group.block * self.tiles.block_m
     return [(row < self.M).where(row, self.M - 1) for row in (block_row + place for place in self.places)]
 
@@ -267,39 +265,39 @@ class WaveMma:
     return lane_rows(self.f, self.tiles.block_n, self.group.lane)
 
   def load_queries(self, q: HeadView) -> list[list[Operand]]:
-    """Q^T as operands: for each tile of queries, one for each step along Dk."""
+    """Load Q^T as operands: for each tile of queries, one per step along Dk."""
     return [load_operands(self.f, self.dtype, q, row, self.group.lane) for row in self.rows]
 
   def mma_abt(self, q: list[list[Operand]], k_tile: LdsRows) -> list[list[UOp]]:
-    """S^T = K Q^T: this lane's elements of each of its queries."""
+    """Compute S^T = K Q^T. Returns this lane's elements for each of its queries."""
     scores = mma_abt(self.f, self.dtype, k_tile, self.tiles.block_n, q, self.group.lane)
     return [[tile[e] for tile in row for e in range(self.f.result)] for row in scores]
 
   def softmax(self, scores: list[UOp], scale_log2: float, m_old: UOp, l_old: UOp) -> tuple[list[UOp], UOp, UOp, UOp]:
-    """P, m_i, l_i and alpha of a query, as `online_softmax` defines them, in the order that suits LLVM."""
+    """P, m_i, l_i and alpha of a query, as `online_softmax` defines them, in an order that suits LLVM."""
     f, m_tiles = self.f, self.tiles.m_tiles
     m_new = row_reduce(f, fmax, by_turns(fmax, [m_old, *scores], 3), self.group.lane)
     if alone(f, m_tiles):
-      m_old = ins.pin(HIP, m_old)  # or LLVM loads so much of K ahead that it spills
+      m_old = ins.pin(HIP, m_old)  # otherwise LLVM loads so much of K ahead that it spills
     alpha, shifts = ins.exp2(HIP, (m_old - m_new) * scale_log2), twins(f, m_new * -scale_log2, m_tiles)
     p = [ins.exp2(HIP, x * scale_log2 + shifts[i % 2]) for i, x in enumerate(scores)]
-    # Side by side, sums need more registers, which pays with two tiles of queries.
+    # Sums that run in parallel need more registers, which pays only with two tiles of queries.
     l_new = by_turns(UOp.__add__, [l_old * alpha, *p], 2) if m_tiles > 1 else l_old * alpha + reduce(UOp.__add__, p)
     return p, m_new, l_new, alpha
 
   def as_operands(self, p: list[list[UOp]], *after: UOp) -> list[list[Operand]]:
-    """P^T as operands: for each tile of queries, one for each step along the keys."""
+    """P^T as operands: for each tile of queries, one per step along the keys."""
     return as_operands(self.f, self.dtype, p, self.p_lds and self.p_lds.after(*after), self.places, self.group.lane)
 
   def mma_ab(
     self, p: list[list[Operand]], v_tile: LdsRows, acc: UOp, old: UOp, alphas: list[UOp], stores: list[UOp]
   ) -> list[UOp]:
-    """O^T = O^T alpha + V^T P^T: the stores to acc."""
-    v_tile = v_tile.after(*stores)  # not before P is done: V's registers are few
+    """Compute O^T = O^T alpha + V^T P^T. Returns the stores to acc."""
+    v_tile = v_tile.after(*stores)  # V is read only after P is done, for want of registers
     return multiply_pv(self.f, self.dtype, p, v_tile, acc, old, alphas, self.group.lane)
 
   def store(self, o: UOp, lse: UOp | None, head: UOp, row: UOp, i: int, state: State, rules: HeadRules) -> list[UOp]:
-    """Stores the output and the LSE of the i-th of this lane's queries, unless it is past the last one."""
+    """Store the output and the LSE of the i-th of this lane's queries, unless it is past the last one."""
     m_i, l_i = (
       state.m_i[i].load() * rules.scaling.log2,
       row_reduce(self.f, UOp.__add__, state.l_i[i].load(), self.group.lane),
@@ -308,10 +306,10 @@ class WaveMma:
 
 
 def by_turns(operation: Callable[[UOp, UOp], UOp], values: list[UOp], arity: int) -> UOp:
-  """All values joined, the `arity` oldest at a time, so that neighbouring instructions do not wait for each other.
+  """Reduce the values in a queue, the `arity` oldest at a time, so that neighbouring instructions are independent.
 
-  With an odd number of values by threes, all maxima are of three, for which AMD has one instruction. A maximum of two
-  costs up to three, as LLVM then quiets NaN first.
+  An odd number of values reduced by threes needs only maxima of three, for which AMD has one instruction. A maximum of
+  two takes up to three instructions, because LLVM quiets NaN first.
   """
   while len(values) > 1:
     values = [*values[arity:], reduce(operation, values[:arity])]
@@ -319,16 +317,16 @@ def by_turns(operation: Callable[[UOp, UOp], UOp], values: list[UOp], arity: int
 
 
 def twins(f: Fragments, x: UOp, m_tiles: int) -> tuple[UOp, UOp]:
-  """What the lanes of a query share, in two registers, each for half of the uses.
+  """Copy a value that the lanes of a query share into a second register, so that each serves half of the uses.
 
-  RDNA joins two instructions in one if they read different registers, as those of two tiles of queries do anyway. On
-  RDNA3, short of registers, it does not pay.
+  RDNA pairs two instructions into one if they read different registers. With two tiles of queries they do so anyway,
+  and on RDNA3, which is short of registers, the copy does not pay; then both results are x.
   """
   return x, ins.permlanex16(HIP, x) if alone(f, m_tiles) else x
 
 
 def alone(f: Fragments, m_tiles: int) -> bool:
-  """Whether RDNA4 works on one tile of queries at a time."""
+  """Whether this is RDNA4 with one tile of queries per wave."""
   return f.lanes == 32 and not f.repeated and m_tiles == 1
 
 
@@ -346,7 +344,7 @@ def multiply_pv(
   alpha: list[UOp],
   lane: UOp,
 ) -> list[UOp]:
-  """O^T = O^T alpha + V^T P^T: the stores to acc (tiles of queries, tiles of 16 columns, `result` in this lane)."""
+  """Compute O^T = O^T alpha + V^T P^T. Returns the stores to acc (tiles of queries, tiles of 16 columns, `result`)."""
   m_tiles, d_tiles, results = sizes(acc)
   alphas = [twins(f, x, m_tiles) for x in alpha]
   scaled = [
@@ -368,7 +366,7 @@ def store_rows(
   sink: UOp | None,
   lane: UOp,
 ) -> list[UOp]:
-  """The output and the LSE of a query; m_i and l_i are in base 2, of all its keys. Rows past M are not stored."""
+  """Store the output and the LSE of a query, unless it is past M; m_i and l_i are in base 2 and over all its keys."""
   M = sizes(o)[1]
   factor, log2 = normalize(m_i, l_i, sink, lambda x: ins.exp2(HIP, x))
   stores = store_acc(f, o, head, row, acc, lambda x: x * factor, lane)

@@ -1,26 +1,27 @@
-"""Forward attention on NVIDIA's matrix cores, sm_75 and newer: `mma.sync`, one warp to 16 `m_tiles` query rows.
+"""Forward attention on NVIDIA's tensor cores, sm_75 and newer, with `mma.sync`, one warp per 16 `m_tiles` query rows.
 
-FlashAttention-2 (Dao, 2023). Each warp keeps its queries and runs through the keys, a tile of `block_n` at a time:
+FlashAttention-2 (Dao, 2023). Each warp keeps its queries and loops over tiles of keys:
     S = Q K^T           (16 m_tiles, block_n)
-    m, l, P             in registers; the maximum joins the four lanes of a row; l stays apart until the end
-    O = O alpha + P V   (16 m_tiles, Dv)   P is the second product's left operand as it is, in registers
+    m, l, P             online softmax; the four lanes of a row reduce m per tile, l only at the end
+    O = O alpha + P V   (16 m_tiles, Dv)
+Full tiles, which all queries of the workgroup see completely, come first and need no mask; masked tiles follow.
 
-Who holds what. Q, m, l, P and O are in registers, Q for the whole loop; `uopattn.dsl.nvidia.mma_layout` says which
-elements a lane has. All warps share Q once, and tiles of K and V, `stages` of each, in shared memory
-(`uopattn.dsl.nvidia.swizzled`): cp.async fills one slot while another is worked on (sm_75 copies by way of registers),
-ldmatrix reads K as it is and V transposed (`uopattn.dsl.nvidia.mma`). See `Tiles.shared_bytes`.
+Storage: Q, S, m, l, P and O are in registers; `uopattn.dsl.nvidia.mma_layout` says which elements a lane has. P,
+rounded, is the left operand of the second product without moving. All warps share Q, which each reads once, and
+`stages` tiles of K and of V in shared memory (`uopattn.dsl.nvidia.swizzled`, `Tiles.shared_bytes`). cp.async fills one
+stage while another is in use (sm_75 copies through registers); ldmatrix reads K, and V transposed
+(`uopattn.dsl.nvidia.mma`).
 
-In 8 bits P is in the inputs' type too: raised by a power of two, and l with it, so that it cancels; see `P_SCALE_LOG2`.
+With 8-bit inputs P is rounded to their type. A power of two scales P and l, so it cancels; see `P_SCALE_LOG2`.
 
-Tiles of keys that all queries of the workgroup see whole come first and carry no mask; the rest follow.
+With few queries the time goes into reading the keys. The query heads that share a key head are then packed into one
+tile (GQA packing), so that each key is read once for all of them. The keys are split over as many workgroups as fill
+the multiprocessors (Flash-Decoding), and `kernels/combine.py` combines the splits.
 
-A few queries make few workgroups, and what takes the time is reading the keys. Then the query heads that share a key
-head are rows of one tile, so that each key is read once for all of them, a workgroup has a part of the keys, as many
-parts as fill the multiprocessors, and `kernels/combine.py` puts the parts together.
-
-Measured on an H200 (B=4, H=32, N=4096, float16, 2026-11-21), where `hopper_forward` is faster: 342 TFLOP/s at D=64, 284
-at D=128, causal 309 and 334. One query, D=128, 32 heads on 8 key heads: B=16 N=8192 4227 GB/s of keys and values, B=1
-11.2 us, and 4127 GB/s at N=131072. On sm_80 nvcc 13 spills for a softcap: 444 bytes at D=64, 236 at D=128.
+Measured 2026-11-21 on an H200 (B=4, H=32, N=4096, float16), where `hopper_forward` is faster: 342 TFLOP/s at D=64, 284
+at D=128, causal 309 and 334. Decode, one query, D=128, 32/8 heads (2026-11-22): 4277 GB/s of keys and values at B=16
+N=8192, 3139 at B=1 N=8192 (11.2 us in a CUDA graph), 4132 at B=1 N=131072. On sm_80 nvcc 13 spills with softcap: 444
+bytes at D=64, 236 at D=128.
 """
 
 from dataclasses import dataclass
@@ -56,10 +57,10 @@ from uopattn.dsl.schedule import DTYPES, Kernel, Problem, Schedule, group_of_few
 from uopattn.dsl.target import Target
 
 CUDA, TURING = "cuda", "sm_75"
-STEPS = {8: dtypes.uint, 16: dtypes.ushort, 32: dtypes.uchar}  # elements of a step: an integer of their size
-# The first architecture with instructions for a type.
+STEPS = {8: dtypes.uint, 16: dtypes.ushort, 32: dtypes.uchar}  # elements per step -> an integer of their size
+# The first architecture that multiplies each type.
 SINCE = {dtypes.half: 75, dtypes.bfloat16: 80, dtypes.float32: 80, dtypes.fp8e4m3: 89, dtypes.fp8e5m2: 89}
-# P is in [0, 1]: in 8 bits it is multiplied by 2 to this power, nearly the type's largest number, to use its range.
+# P is in [0, 1]. In 8 bits it is multiplied by 2 to this power, close to the type's largest number, to use its range.
 P_SCALE_LOG2 = {dtypes.fp8e4m3: 8, dtypes.fp8e5m2: 15}
 
 
@@ -68,12 +69,12 @@ class Tiles:
   """The block sizes of one kernel.
 
   Attributes:
-    warps: warps in a workgroup.
-    m_tiles: tiles of 16 queries a warp.
-    block_n: keys a tile.
-    stages: slots for tiles of K and of V.
-    step: elements in the 32 bytes along k of a step: 8 for float32, 16 for float16 and bfloat16, 32 for 8-bit types.
-    turing: for sm_75, whose products have half as many steps of k, and which copies tiles by way of registers.
+    warps: warps per workgroup.
+    m_tiles: tiles of 16 queries per warp.
+    block_n: keys per tile.
+    stages: tiles of K, and of V, in shared memory.
+    step: elements in the 32 bytes of a step along k: 8 for float32, 16 for float16 and bfloat16, 32 for 8-bit types.
+    turing: whether for sm_75, whose products are half as long along k, and which copies tiles through registers.
   """
 
   warps: int
@@ -97,7 +98,7 @@ class Tiles:
 
   @property
   def block_m(self) -> int:
-    """Queries a workgroup."""
+    """Queries per workgroup."""
     return self.warps * self.m_tiles * MMA_M
 
   @property
@@ -106,11 +107,11 @@ class Tiles:
 
   @property
   def family(self) -> str:
-    """Of instructions, where sm_75 has not the same; see `uopattn.dsl.instruction_set`."""
+    """Family of the instructions that sm_75 does differently; see `uopattn.dsl.instruction_set`."""
     return TURING if self.turing else CUDA
 
   def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[SwizzledTiles, SwizzledTiles, SwizzledTiles]:
-    """Room for Q, K and V in shared memory."""
+    """Allocate Q, K and V in shared memory."""
     Dk, Dv = round_up(Dk, self.step), round_up(Dv, PAIR)
     options = {"bits": STEPS[self.step], "family": self.family}
     return (
@@ -120,23 +121,23 @@ class Tiles:
     )
 
   def shared_bytes(self, Dk: int, Dv: int) -> int:
-    """Bytes of shared memory a workgroup."""
+    """Bytes of shared memory per workgroup."""
     return sum(x.bits.itemsize * x.slots * x.size for x in self.panels(Scope(), Dk, Dv))
 
   def resident(self, Dk: int, Dv: int, arch: str) -> int:
-    """Workgroups at once on a multiprocessor, as far as shared memory goes."""
+    """Workgroups that fit on a multiprocessor at once, as limited by shared memory."""
     return max(1, lds_limit(arch) // self.shared_bytes(Dk, Dv))
 
   def registers(self, Dk: int, Dv: int) -> int:
-    """32-bit registers a lane for Q, O and S."""
+    """32-bit registers per lane for Q, O and S."""
     return self.m_tiles * (ceildiv(Dk, self.step) * 4 + round_up(Dv, PAIR) // 2 + self.block_n // 2)
 
   @classmethod
   def choose(cls, problem: Problem, target: Target) -> "Tiles":
-    """Tiles for a problem on sm_75 or newer; for bfloat16 sm_80, for 8-bit types sm_89.
+    """Choose tiles for a problem on sm_75 or newer (bfloat16 and float32 need sm_80, 8-bit types sm_89).
 
     Raises:
-      ValueError: an older architecture; head sizes too large even for the smallest tile.
+      ValueError: the architecture is older; the head sizes are too large even for the smallest tile.
     """
     arch, dtype, M, N, Dk, Dv = target.arch, problem.dtype, problem.M, problem.N, problem.Dk, problem.Dv
     version, step = int(arch.removeprefix("sm_")), STEP_BYTES // dtype.itemsize
@@ -144,7 +145,7 @@ class Tiles:
       name = str(dtype).removeprefix("dtypes.")
       raise ValueError(f"{arch} has no mma.sync of this kernel's for {name}; sm_{SINCE[dtype]} and newer have")
     warps, keys = min(4, ceildiv(M, MMA_M)), round_up(N, max(step, PAIR))
-    # Copies by way of registers are waited for: tiles of 32 keys leave room for a second workgroup, at work meanwhile.
+    # sm_75 waits for its copies through registers. Tiles of 32 keys leave room for a second workgroup, busy meanwhile.
     turing = version < 80
     sizes = ((2, 32), (1, 32), (1, 16)) if turing else ((2, 64), (2, 32), (1, 64), (1, 32), (1, 16))
     candidates = [cls(warps, m, min(n, keys), step=step, turing=turing) for m, n in sizes if n >= step]
@@ -162,27 +163,26 @@ class Tiles:
     )
 
 
-# Of 255 registers, what Q, O and S may take, by `Tiles.step`: P, addresses and temporaries need the rest, and in 8 bits
-# more (on sm_90 the compiler spills from 144 on). The smallest tile has few of these, and may spill a little where the
-# alternative is no kernel.
+# Limits of `Tiles.registers` by `Tiles.step`, of 255 registers per lane: P, addresses and temporaries need the rest.
+# In 8 bits they need more (on sm_90 the compiler spills from 144 on). With the smallest tile they need less, and it may
+# spill a little, because the alternative is no kernel.
 BUDGET, LIMIT = {8: 180, 16: 180, 32: 130}, 220
-STREAMING = 64  # queries, up to which reading the keys takes the time: more tiles under way help, larger ones do not
+STREAMING = 64  # queries; up to here reading the keys takes the time, and more stages help instead of larger tiles
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
-  """Builds the kernel.
+  """Build the kernel.
 
   Args:
-    o: (heads, M, Dv), the output, in q's dtype. Or float32 (heads splits, M, Dv): the output over a part of the keys.
-    q: (heads, M, Dk), float16, bfloat16, fp8e4m3, fp8e5m2, or float32, whose products are then in tf32.
-    k: keys, as `rules` finds them.
-    v: values, likewise.
-    lse: (heads, M), or (heads splits, M), float32; receives the natural logarithm of the sum of exponentials of a row.
-    rules: what stands between q.k and the softmax.
+    o: (heads, M, Dv), the output, in q's dtype; or (heads * splits, M, Dv) float32, the output per split of the keys.
+    q: (heads, M, Dk), float16, bfloat16, fp8e4m3, fp8e5m2, or float32, which is multiplied in tf32.
+    k, v: keys and values, as `rules` finds them.
+    lse: (heads, M), or (heads * splits, M), float32; receives the log-sum-exp (natural logarithm) of each row.
+    rules: masks, score mods and scaling; where the keys are.
     tiles: block sizes.
 
   Raises:
-    ValueError: the tiles are for elements of another size.
+    ValueError: `Tiles.step` is for elements of another size.
   """
   if tiles.step * q.dtype.itemsize != STEP_BYTES:
     raise ValueError(f"Tiles.step={tiles.step}: must be {STEP_BYTES // q.dtype.itemsize} for {q.dtype}")
@@ -197,12 +197,12 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   state = State.make(s, len(unit.rows), (tiles.m_tiles, round_up(Dv, PAIR) // MMA_N, 4), rules.scaling, group.item)
   q_tile, k_tiles, v_tiles = tiles.panels(s, Dk, Dv)
   sources = [(panels, head_rules.keys(x)) for panels, x in ((k_tiles, k), (v_tiles, v))]
-  stream = CpAsyncPipeline(sources, key_range.tile, tiles.stages, group.thread, tiles.family)
+  pipeline = CpAsyncPipeline(sources, key_range.tile, tiles.stages, group.thread, tiles.family)
   queries = q_tile.fill_tile(group.block, HeadView.of(q, group.head, UOp.const(M)), group.block, group.thread)
-  filled = stream.prologue(*queries)
-  loop = Mainloop(s, unit, stream, head_rules, key_range, tiles.block_n)
+  filled = pipeline.prologue(*queries)
+  loop = Mainloop(s, unit, pipeline, head_rules, key_range, tiles.block_n)
   state = loop.run(unit.load_queries(q_tile, filled), state.after(filled))
-  state = state.after(ins.cp_async_wait(tiles.family, 0, *state))  # no copy may be under way at the end
+  state = state.after(ins.cp_async_wait(tiles.family, 0, *state))  # no copy may be in flight at the end
 
   stores = []
   for i in range(len(unit.rows)):
@@ -214,13 +214,13 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 class WarpMma:
   """The `MatrixUnit` of a warp: `mma.sync` on `m_tiles` tiles of 16 queries.
 
-  A lane has two rows of each tile, g and g + 8 (see `uopattn.dsl.nvidia.mma_layout`), which are neighbours in `rows`.
+  A lane has two rows of each tile, g and g + 8 (see `uopattn.dsl.nvidia.mma_layout`). They are neighbours in `rows`.
 
   Attributes:
     mma: the matrix instruction.
     group: the position of this thread.
     tiles: block sizes.
-    p_scale_log2: P is multiplied by 2**p_scale_log2.
+    p_scale_log2: P and l are multiplied by 2**p_scale_log2.
   """
 
   mma: Mma
@@ -240,12 +240,12 @@ class WarpMma:
     return self.group.lane % QUAD * 2, columns(self.tiles.block_n // MMA_N)
 
   def load_queries(self, q_tile: SwizzledTiles, *after: UOp) -> list[list[UOp]]:
-    """Q as left operands: for each tile of queries, one for each step along Dk."""
+    """Load Q as left operands: for each tile of queries, one per step along Dk."""
     q_tile, first = q_tile.tile(UOp.const(0), *after), self.group.warp * self.tiles.m_tiles
     return [self.mma.load_left(q_tile, (first + i) * MMA_M, self.group.lane) for i in range(self.tiles.m_tiles)]
 
   def mma_abt(self, q: list[list[UOp]], k_tile: SwizzledTiles) -> list[list[UOp]]:
-    """S = Q K^T: this lane's elements of each of its rows."""
+    """Compute S = Q K^T. Returns this lane's elements of each of its rows."""
     scores = self.mma.mma_abt(q, k_tile, self.group.lane)
     return [row_elements(tile, half) for tile in scores for half in range(HALVES)]
 
@@ -254,18 +254,18 @@ class WarpMma:
     return online_softmax(CUDA, scores, scale_log2, m_old, l_old, row_reduce, self.p_scale_log2)
 
   def as_operands(self, p: list[list[UOp]], *after: UOp) -> list[list[UOp]]:
-    """P as left operands: for each tile of queries, one for each step along the keys."""
+    """P as left operands: for each tile of queries, one per step along the keys."""
     return [self.mma.as_left(p[i : i + HALVES]) for i in range(0, len(p), HALVES)]
 
   def mma_ab(
     self, p: list[list[UOp]], v_tile: SwizzledTiles, acc: UOp, old: UOp, alphas: list[UOp], stores: list[UOp]
   ) -> list[UOp]:
-    """O = O alpha + P V: the stores to acc."""
+    """Compute O = O alpha + P V. Returns the stores to acc."""
     out = self.mma.mma_ab(p, v_tile, self.group.lane, rescaled(old, alphas))
     return [acc[i, d].store(tile) for i, tiles in enumerate(out) for d, tile in enumerate(tiles)]
 
   def store(self, o: UOp, lse: UOp | None, head: UOp, i: int, state: State, rules: HeadRules) -> list[UOp]:
-    """Stores the output and the LSE of the i-th of this lane's rows."""
+    """Store the output and the LSE of the i-th of this lane's rows."""
     m_i, l_i, acc, half = (
       state.m_i[i].load() * rules.scaling.log2,
       state.l_i[i].load(),
@@ -279,7 +279,7 @@ class WarpMma:
 
 
 def rescaled(acc: UOp, alphas: list[UOp]) -> Accumulators:
-  """O times alpha, of which there are two per tile of queries."""
+  """O times alpha; each tile of queries has two alphas per lane."""
   m_tiles, d_tiles, _ = sizes(acc)
   return [
     [UOp.stack(*[acc[i, d, e].load() * alphas[HALVES * i + e // 2] for e in range(4)]) for d in range(d_tiles)]

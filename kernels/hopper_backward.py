@@ -27,6 +27,7 @@ from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl import Scope, sizes
 from uopattn.dsl import instructions as ins
+from uopattn.dsl.gpu.gradient_sums import Factor, QueryHeads, Sum, sums_after
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.mbarrier import MbarrierPipeline
@@ -44,7 +45,7 @@ from uopattn.dsl.nvidia.score_gradients import (
 )
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.head_view import HeadView
-from uopattn.dsl.rules.rules import HeadRules, Rules, query_ranges
+from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
 from uopattn.dsl.schedule import DTYPES_16, Problem, Schedule, passes
 from uopattn.dsl.target import Target
@@ -155,10 +156,10 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   )
   loop = Mainloop(s, group, q.dtype, tiles, head_rules, key_range, stationary, pipe, score_rows)
   copies = loop.load_stationary((q, do), group.head, UOp.const(M), group.block, pipe.init())
-  sums, done = loop.run([loop.zeros(Dk, group.item)], *copies)
-  sums = _after(sums, done)
+  sums, done = loop.run([Sum(loop.zeros(Dk, group.item), Factor.DS, 0)], *copies)
+  sums = sums_after(sums, done)
   name = f"attention_backward_q_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
-  return group.kernel(name, loop.store(dq, sums[0], rules.scale, rows))
+  return group.kernel(name, loop.store(dq, sums[0].acc, rules.scale, rows))
 
 
 def backward_kv(
@@ -174,13 +175,9 @@ def backward_kv(
   (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
   s = Scope()
   group = Workgroup(s, kv_heads, ceildiv(N, tiles.rows), tiles.warpgroups * WARPS, WARP)
-  share = heads // kv_heads
-  member = s.axis(share, AxisType.REDUCE) if share > 1 else UOp.const(0)
-  head = group.head * share + member
-  head_rules, first = rules.at(head), group.head * share
-  range_of = query_ranges(lambda i: rules.at(first + i), share, group.block * tiles.rows, tiles.rows, tiles.block)
-  query_range = range_of(member)
-  rows, row_stats = rows_of(group, group.block, tiles), RowStats(lse, delta, head, rules.has_score_mods)
+  members = QueryHeads.of(s, rules, group, heads // kv_heads, tiles.rows, tiles.block)
+  member, query_range = members.member, members.query_range
+  rows, row_stats = rows_of(group, group.block, tiles), RowStats(lse, delta, members.head, rules.has_score_mods)
   fetched = s.buffer(tiles.block // 4, 2)
 
   def score_rows(first: UOp, masked: bool, *after: UOp) -> tuple[list[ScoreRow], tuple[UOp, ...]]:
@@ -194,24 +191,21 @@ def backward_kv(
     return score_rows_by_column(rows, queries, found), (begun,)
 
   stationary, streamed = tiles.panels(s, Dk, Dv)
-  queries, before = (
-    [HeadView.of(x, head, UOp.const(M)) for x in (q, do)],
-    member * (query_range.n_tiles + tiles.stages - 1),
-  )
+  queries = [HeadView.of(x, members.head, UOp.const(M)) for x in (q, do)]
+  before = member * (query_range.n_tiles + tiles.stages - 1)
   pipe = MbarrierPipeline(
     s, queries[0], queries[1], query_range, streamed[0], streamed[1], group.thread, lag=0, before=before
   )
-  loop = Mainloop(s, group, q.dtype, tiles, head_rules, query_range, stationary, pipe, score_rows)
-  length = rules.at(first).length
-  copies = loop.load_stationary((k, v), group.head, length, group.block, pipe.init())
-  sums = [loop.zeros(Dk, group.item), loop.zeros(Dv, group.item)]
-  if share == 1:
+  loop = Mainloop(s, group, q.dtype, tiles, members.rules, query_range, stationary, pipe, score_rows)
+  copies = loop.load_stationary((k, v), group.head, members.n_keys, group.block, pipe.init())
+  sums = [Sum(loop.zeros(Dk, group.item), Factor.DS, 0), Sum(loop.zeros(Dv, group.item), Factor.P, 1)]
+  if members.count == 1:
     sums, done = loop.run(sums, *copies)
   else:
-    done = loop.run(_after(sums, member), member, *copies)[1].end(member)
-  sums = _after(sums, done)
+    done = loop.run(sums_after(sums, member), member, *copies)[1].end(member)
+  sums = sums_after(sums, done)
   name = f"attention_backward_kv_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
-  return group.kernel(name, loop.store(dk, sums[0], rules.scale, rows) + loop.store(dv, sums[1], 1.0, rows))
+  return group.kernel(name, loop.store(dk, sums[0].acc, rules.scale, rows) + loop.store(dv, sums[1].acc, 1.0, rows))
 
 
 def rows_of(group: Workgroup, block: UOp, tiles: Tiles) -> dict[tuple[int, int], UOp]:
@@ -231,7 +225,7 @@ class Mainloop:
     tiles: block sizes.
     rules: the rules of the query head.
     tile_range: the tiles.
-    stationary: shared memory for the workgroup's own rows, of Q and dO or of K and V.
+    stationary: shared memory for the stationary rows, of Q and dO or of K and V.
     pipe: the pipeline that loads the streamed tiles.
     score_rows: (first row of a tile, whether it may have hidden scores, *after) -> this lane's score rows, and what
       comes before the next step.
@@ -252,14 +246,14 @@ class Mainloop:
     return self.s.filled(0.0, round_up(width, wgmma.K) // 2, after=after)
 
   def load_stationary(self, sources: tuple[UOp, UOp], head: UOp, length: UOp, block: UOp, *after: UOp) -> list[UOp]:
-    """Start copying the workgroup's own rows to shared memory."""
+    """Start copying the stationary rows to shared memory."""
     copies = []
     for panels, x in zip(self.stationary, sources, strict=True):
       copies += panels.fill_tile(UOp.const(0), HeadView.of(x, head, length), block, self.group.thread, *after)
     return copies
 
-  def run(self, sums: list[UOp], *after: UOp) -> tuple[list[UOp], UOp]:
-    """Add all tiles to the sums: dS times the first matrix of each tile, and P times the second.
+  def run(self, sums: list[Sum], *after: UOp) -> tuple[list[Sum], UOp]:
+    """Add all tiles to the sums.
 
     Returns:
       The sums, and a UOp after which no copy is in flight.
@@ -267,16 +261,24 @@ class Mainloop:
     begun = self.pipe.prologue(*after)
     count, words = self.tiles.block // 2, self.tiles.block // 4
     scores = [self.s.buffer(count) for _ in range(2)]  # S and dP
-    factors = [self.s.buffer(words, dtype=dtypes.uint) for _ in sums]  # dS and P
+    factors = {x.left: self.s.buffer(words, dtype=dtypes.uint) for x in sums}
     for first, trips, masked in full_then_masked(UOp.const(0), self.tile_range.n_full, self.tile_range.n_tiles):
       trip = self.s.axis(trips, AxisType.REDUCE)
-      done = self.attend(first + trip, masked, scores, factors, _after(sums, trip), begun, trip)
-      sums = _after(sums, done.end(trip))
-    return sums, self.pipe.drain(self.tile_range.n_tiles, *sums)
+      done = self.attend(first + trip, masked, scores, factors, sums_after(sums, trip), begun, trip)
+      sums = sums_after(sums, done.end(trip))
+    return sums, self.pipe.drain(self.tile_range.n_tiles, *(x.acc for x in sums))
 
-  def attend(self, n: UOp, masked: bool, scores: list[UOp], factors: list[UOp], sums: list[UOp], *after: UOp) -> UOp:
-    """Add the n-th tile to the sums. Returns the end of its work."""
-    score_rows, begun = self.score_rows(self.tile_range.tile(n) * self.tiles.block, masked, *after, *sums)
+  def attend(
+    self, n: UOp, masked: bool, scores: list[UOp], factors: dict[Factor, UOp], sums: list[Sum], *after: UOp
+  ) -> UOp:
+    """Add the n-th tile to the sums. Returns the end of its work.
+
+    Args:
+      scores: registers for S and dP.
+      factors: registers for the left operands, in packed 16-bit words.
+    """
+    accs = [x.acc for x in sums]
+    score_rows, begun = self.score_rows(self.tile_range.tile(n) * self.tiles.block, masked, *after, *accs)
     started, tiles = self.pipe.consumer_wait(n, *begun), self.pipe.tiles(n)
     for stationary, tile, into in zip(self.stationary, tiles, scores, strict=True):
       started = self.start_scores(stationary, tile, into, started)
@@ -284,24 +286,27 @@ class Mainloop:
     ready = wgmma.wait(1, self.tiles.block, scores[0][0], following)
     products = self.elements(scores[0].after(ready))
     p = weights(self.rules, score_rows, products, masked)
-    under_way = ready
-    if len(sums) > 1:
-      under_way = self.start_sum(sums[1], factors[1], dropped(self.rules, score_rows, p), tiles[1], ready)
-    ready = wgmma.wait(len(sums) - 1, self.tiles.block, scores[1][0], under_way)
+    of_p, of_ds = ([x for x in sums if x.left is factor] for factor in (Factor.P, Factor.DS))
+    in_flight = ready
+    for total in of_p:  # these products overlap with computing dS
+      elements = dropped(self.rules, score_rows, p)
+      in_flight = self.start_sum(total.acc, factors[total.left], elements, tiles[total.right], in_flight)
+    in_flight = ready = wgmma.wait(len(of_p), self.tiles.block, scores[1][0], in_flight)
     ds = score_vjp(self.rules, score_rows, p, products, self.elements(scores[1].after(ready)))
-    under_way = self.start_sum(sums[0], factors[0], ds, tiles[0], ready)
-    for pending in reversed(range(len(sums))):
-      under_way = wgmma.wait(pending, sizes(sums[pending])[0] * 2, sums[pending][0], under_way)
-    return self.pipe.consumer_release(n, under_way)
+    for total in of_ds:
+      in_flight = self.start_sum(total.acc, factors[total.left], ds, tiles[total.right], in_flight)
+    for pending, total in zip(reversed(range(len(sums))), [*of_p, *of_ds], strict=True):
+      in_flight = wgmma.wait(pending, sizes(total.acc)[0] * 2, total.acc[0], in_flight)
+    return self.pipe.consumer_release(n, in_flight)
 
   def start_scores(self, stationary: SwizzledTiles, tile: SwizzledTiles, into: UOp, *after: UOp) -> UOp:
-    """Start the product of the warpgroup's own rows with those of a tile, (64, block)."""
+    """Start the product of the stationary rows with those of a tile, (64, block)."""
     rows = stationary.after(*after).address(self.group.warp // WARPS * wgmma.M)
     steps, panels = stationary.columns // wgmma.K, (stationary.panel, tile.panel)
     return wgmma.start(self.dtype, tile.rows, steps, into[0], rows, tile.after(*after).address(), panels, *after)
 
-  def start_sum(self, total: UOp, factor: UOp, elements: Elements, tile: SwizzledTiles, *after: UOp) -> UOp:
-    """Start total += factor times a tile, (64, columns)."""
+  def start_sum(self, acc: UOp, factor: UOp, elements: Elements, tile: SwizzledTiles, *after: UOp) -> UOp:
+    """Start acc += elements times a tile, (64, columns); `factor` is registers for the packed elements."""
     words = [
       ins.pack(CUDA, elements[0, i, 2 * half], elements[0, i, 2 * half + 1], self.dtype)
       for i in range(self.tiles.block // MMA_N)
@@ -310,22 +315,18 @@ class Mainloop:
     held = factor.after(UOp.group(*[factor.after(*after)[i].store(word) for i, word in enumerate(words)]))
     steps, panels = tile.rows // wgmma.K, (0, tile.panel)
     address = tile.after(*after).address()
-    return wgmma.start(self.dtype, tile.columns, steps, total[0], held[0], address, panels, *after, registers=True)
+    return wgmma.start(self.dtype, tile.columns, steps, acc[0], held[0], address, panels, *after, registers=True)
 
   def elements(self, scores: UOp) -> Elements:
     """Return this lane's elements of S or dP."""
     return {(0, i // 4, i % 4): scores[i].load() for i in range(self.tiles.block // 2)}
 
-  def store(self, x: UOp, total: UOp, factor: float, rows: dict[tuple[int, int], UOp]) -> list[UOp]:
+  def store(self, x: UOp, acc: UOp, factor: float, rows: dict[tuple[int, int], UOp]) -> list[UOp]:
     """Store a sum times a factor to the rows of x."""
     stores = []
     for (_, half), row in rows.items():
-      stores += store_scaled(x, self.group.head, row, half, total.reshape(-1, 4), UOp.const(factor), self.group.lane)
+      stores += store_scaled(x, self.group.head, row, half, acc.reshape(-1, 4), UOp.const(factor), self.group.lane)
     return stores
-
-
-def _after(sums: list[UOp], *after: UOp) -> list[UOp]:
-  return [x.after(*after) for x in sums]
 
 
 SCHEDULE = Schedule(

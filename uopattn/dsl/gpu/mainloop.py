@@ -1,4 +1,4 @@
-"""The mainloop of a forward kernel whose warps issue synchronous matrix instructions: AMD's WMMA and MFMA, `mma.sync`.
+"""The mainloop of forward kernels with synchronous matrix instructions: AMD's WMMA and MFMA, NVIDIA's `mma.sync`.
 
 FlashAttention-2 (Dao, 2023, algorithm 1). A kernel supplies a `MatrixUnit`, which knows the hardware, and a
 `KeyPipeline`, which brings tiles of K and V on chip. This module has the rest: the order of the steps, the state of the
@@ -23,8 +23,8 @@ class State(NamedTuple):
 
   Attributes:
     acc: O of the lane's query rows, unnormalized, relative to m_i.
-    m_i: row maxima of the scores, (rows,), without the factor `Scaling.log2`.
-    l_i: row sums of exp2((score - m_i) * log2), (rows,), each over this lane's keys only.
+    m_i: row max of each row, (rows,), without the factor `Scaling.log2`.
+    l_i: running sum of exp2((score - m_i) * log2) of each row, (rows,), over this lane's keys only.
   """
 
   acc: UOp
@@ -33,7 +33,7 @@ class State(NamedTuple):
 
   @classmethod
   def make(cls, s: Scope, rows: int, shape: tuple[int, ...], scaling: Scaling, *after: UOp) -> "State":
-    """The state before the first tile, for `rows` query rows per lane and an `acc` of this shape."""
+    """The state before the first tile, for `rows` query rows per lane; acc has `shape`."""
     acc = s.filled(0.0, *shape, after=after)
     return cls(acc, *(s.filled(x, rows, after=after) for x in (lowest(scaling), 0.0)))
 
@@ -43,9 +43,9 @@ class State(NamedTuple):
 
 
 class MatrixUnit(Protocol):
-  """The matrix instructions of one warp, and what its lanes hold of their operands and results.
+  """The matrix instructions of one warp, and which elements of operands and results its lanes hold.
 
-  The format of operands is up to the unit. Rows are lists of the elements that a lane holds.
+  Each unit has its own format of operands. A row is a list of the elements that a lane holds.
   """
 
   @property
@@ -56,38 +56,38 @@ class MatrixUnit(Protocol):
     """The first key of a tile that this lane holds scores of, and the offsets of all of them from it."""
 
   def mma_abt(self, q: Any, k_tile: Any) -> list[list[UOp]]:
-    """S = Q K^T: this lane's elements of each of its rows."""
+    """Compute S = Q K^T. Returns this lane's elements of each of its rows."""
 
   def softmax(self, scores: list[UOp], scale_log2: float, m_old: UOp, l_old: UOp) -> tuple[list[UOp], UOp, UOp, UOp]:
-    """P of one row, its new m_i and l_i, and alpha, the factor on the earlier sums; see `online_softmax`."""
+    """P of one row, its new m_i and l_i, and alpha; see `online_softmax`."""
 
   def as_operands(self, p: list[list[UOp]], *after: UOp) -> Any:
     """P of all rows, rounded, as the left operand of `mma_ab`."""
 
   def mma_ab(self, p: Any, v_tile: Any, acc: UOp, old: UOp, alphas: list[UOp], stores: list[UOp]) -> list[UOp]:
-    """O = O alpha + P V: the stores to `acc`, from its old value; `stores` are those of m_i and l_i."""
+    """Compute O = O alpha + P V from `old`. Returns the stores to `acc`; `stores` are the stores of m_i and l_i."""
 
 
 class KeyPipeline(Protocol):
-  """A pipeline of tiles of K and V, from global memory to where the matrix unit reads them."""
+  """A pipeline that brings tiles of K and V from global memory to where the matrix unit reads them."""
 
   def acquire(self, n: UOp, *after: UOp) -> Sequence[Any]:
-    """Wait for tile n of K and V, counted by position in the key range, and start loading one that follows."""
+    """Wait for tile n of K and V, numbered by position in the key range, and start loading a later one."""
 
   def release(self, n: UOp, *stores: UOp) -> UOp:
-    """Signal that tile n is no longer needed after `stores`."""
+    """Release tile n after `stores`: its memory may be overwritten."""
 
 
 @dataclass(frozen=True)
 class Mainloop:
-  """The loops over the tiles of keys of one block of queries.
+  """The loops over the tiles of keys for one block of queries.
 
   Attributes:
-    s: the kernel's scope.
+    s: the kernel's axes.
     unit: the matrix unit.
-    pipeline: brings the tiles.
-    rules: masks and score modifications of the head.
-    key_range: the tiles to process.
+    pipeline: the pipeline that loads the tiles.
+    rules: the rules of the head.
+    key_range: the tiles. Tiles are numbered by their position in it.
     block_n: keys per tile.
   """
 
@@ -105,7 +105,7 @@ class Mainloop:
     return state
 
   def attend(self, first: UOp, trips: UOp, masked: bool, q: Any, state: State) -> State:
-    """Process `trips` tiles from position `first` on."""
+    """Process `trips` tiles from the `first` on; `masked` says whether they need a mask."""
     trip = self.s.axis(trips, AxisType.REDUCE)
     n, old = first + trip, state.after(trip)
     k_tile, v_tile = self.pipeline.acquire(n, trip, *state)
@@ -118,7 +118,7 @@ class Mainloop:
   def softmax(
     self, products: list[list[UOp]], n: UOp, masked: bool, old: State
   ) -> tuple[list[list[UOp]], list[UOp], list[UOp]]:
-    """P and alpha of each of this lane's rows for the n-th tile, and the stores of m_i and l_i."""
+    """Return P of the n-th tile and alpha for each of this lane's rows, and the stores of m_i and l_i."""
     lane_key, offsets = self.unit.keys()
     first = self.key_range.tile(n) * self.block_n + lane_key
     p, alphas, stores = [], [], []
