@@ -27,7 +27,8 @@ def with_known_sizes(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> t
   if isinstance(lengths, UOp) and arguments.kv_lengths is None:
     arguments = replace(arguments, kv_lengths=lengths)
   q, k, v = padded(q), widest(k), widest(v)
-  if (mask := arguments.attn_mask) is not None and is_symbolic(mask):
+  mask = arguments.attn_mask
+  if isinstance(mask, Tensor) and is_symbolic(mask) and mask.ndim > 1:
     rows, keys = (m if m == 1 else x.shape[-2] for m, x in zip(mask.shape[-2:], (q, k), strict=True))
     arguments = replace(arguments, attn_mask=padded(mask, (*mask.shape[:-2], rows, keys)))
   return q, k, v, arguments
