@@ -18,6 +18,7 @@ from uopattn.plan.target import target_of
 from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import Arguments, check_dropout
 from uopattn.spec.block_mask import BlockMask
+from uopattn.spec.expanded import distinct_heads
 from uopattn.spec.spec import BACKENDS, AttentionSpec, make_spec
 from uopattn.spec.tensors import batched, check_dimensions, operands
 
@@ -179,6 +180,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, backend: str) 
   q, k, v, arguments = with_known_sizes(q, k, v, arguments)
   q4, k4, v4 = (batched(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
   check_dimensions(q=q, k=k, v=v)
+  if q4.shape[1] == k4.shape[1] == v4.shape[1]:
+    k4, v4 = distinct_heads(k4, v4)
+    arguments = replace(arguments, enable_gqa=arguments.enable_gqa or k4.shape[1] < q4.shape[1])
   check_dropout("dropout_p", arguments.dropout_p)
   seed = draw_seed(q.device) if arguments.dropout_p > 0 and TRAINING else None
   arguments = replace(arguments.settled(q.device), seed=seed)

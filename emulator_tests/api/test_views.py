@@ -1,0 +1,197 @@
+"""q, k and v that are views: kernels read their buffers in place, by strides, and gradients go to the buffers."""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import on, placed
+from hypothesis import given
+from hypothesis import strategies as st
+from tinygrad import Context, GlobalCounters, Tensor, dtypes
+from tinygrad.dtype import DType
+
+from uopattn import attention
+from uopattn.runtime.log import log_once
+from uopattn.spec.layout import base_of, layout_of
+
+B, H, N, D = 2, 4, 40, 16
+View = Callable[..., Any]  # buffers -> q, k and v
+
+# The shapes of buffers, and q, k and v as views of them.
+VIEWS: dict[str, tuple[Sequence[tuple[int, ...]], View]] = {
+  "heads last": ([(B, N, H, D)] * 3, lambda q, k, v: [x.transpose(1, 2) for x in (q, k, v)]),
+  "packed": ([(B, N, 3, H, D)], lambda x: [x[:, :, i].transpose(1, 2) for i in range(3)]),
+  "a row for all three": (
+    [(B, N, 3 * H * D)],
+    lambda x: [y.reshape(B, N, H, D).transpose(1, 2) for y in x.chunk(3, -1)],
+  ),
+  "cache": ([(B, H, 3, D), (2, B, N, H, D)], lambda q, x: [q, *(y.transpose(1, 2) for y in x)]),
+  "a part of a cache": (
+    [(B, H, N, D), (2, B, N, H, D)],
+    lambda q, x: [q, *(y[:, 3:-5].transpose(1, 2) for y in x)],
+  ),
+  "backwards": ([(B, H, N, D)] * 3, lambda q, k, v: [x.flip(2) for x in (q, k, v)]),
+  "odd offset": ([(3 * B * H * N * D + 1,)], lambda x: x[1:].reshape(3, B, H, N, D)),
+  "odd rows": ([(B, N, H, D + 1)] * 3, lambda q, k, v: [x[..., 1:].transpose(1, 2) for x in (q, k, v)]),
+  "one batch for all": ([(1, N, H, D)] * 3, lambda *xs: [x.transpose(1, 2).expand(B, H, N, D) for x in xs]),
+}
+REPEATED: dict[str, View] = {
+  "one head for all": lambda k: k[:, :1].expand(B, H, N, k.shape[3]),
+  "repeat_interleave": lambda k: k.repeat_interleave(2, 1),
+  "of a cache": lambda k: k.transpose(1, 2).contiguous().realize().transpose(1, 2).repeat_interleave(2, 1),
+  "computed": lambda k: (k * 2).repeat_interleave(2, 1),
+}
+COPIES: dict[str, tuple[Sequence[tuple[int, ...]], View, str]] = {
+  "columns first": ([(B, H, D, N)] * 3, lambda *xs: [x.transpose(2, 3) for x in xs], "its last axis is not contiguous"),
+  "padded": (
+    [(B, H, N, D)] * 3,
+    lambda *xs: [x.pad(((0, 0), (0, 0), (0, 3), (0, 0))) for x in xs],
+    "its movement ops make no strided view",
+  ),
+}
+
+
+def buffers(shapes: Sequence[tuple[int, ...]], dtype: DType) -> list[Tensor]:
+  random = np.random.default_rng(len(shapes))
+  return [placed(random.standard_normal(shape, np.float32), dtype) for shape in shapes]
+
+
+def run(view: View, given: list[Tensor], copy: bool) -> tuple[list[np.ndarray], int, int]:
+  """The output and the gradients of all buffers; the kernels of the forward pass and the bytes that they move."""
+  q, k, v = (x.contiguous().realize() if copy else x for x in view(*given))
+  before = GlobalCounters.kernel_count, GlobalCounters.global_mem
+  out = attention(q, k, v, is_causal=True, backend="kernel").realize()
+  counts = GlobalCounters.kernel_count - before[0], GlobalCounters.global_mem - before[1]
+  q, k, v = (x.contiguous() if copy else x for x in view(*given))
+  out = attention(q, k, v, is_causal=True, backend="kernel")
+  do = placed(np.random.default_rng(9).standard_normal(out.shape, np.float32), out.dtype)
+  grads = (out * do).sum().gradient(*given)
+  Tensor.realize(out, *grads)
+  return [x.numpy() for x in (out, *grads)], *counts
+
+
+@pytest.mark.each("target")
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("target", ["CPU", "sm_80", "sm_90", "gfx1201", "gfx942"])
+def test_a_view_is_read_in_place(name: str, target: str) -> None:
+  """The same bits as with copies, by as many kernels and as many bytes as without them."""
+  check_in_place(name, target)
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_is_read_in_place_on_the_cpu(name: str) -> None:
+  check_in_place(name, "CPU")
+
+
+def check_in_place(name: str, target: str) -> None:
+  shapes, view = VIEWS[name]
+  with Context(DEV="CPU") if target == "CPU" else on(target):
+    given = buffers(shapes, dtypes.float if target == "CPU" else dtypes.half)
+    in_place, kernels, moved = run(view, given, copy=False)
+    copied, kernels_of_copies, moved_by_copies = run(view, given, copy=True)
+  for got, want in zip(in_place, copied, strict=True):
+    np.testing.assert_array_equal(got, want)
+  assert (kernels, moved) == (kernels_of_copies, moved_by_copies)
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_repeated_heads_are_read_once(name: str) -> None:
+  q, k, v = buffers([(B, H, 3, D), (B, 2, N, D), (B, 2, N, 8)], dtypes.float)
+  k4, v4 = (REPEATED[name](x) for x in (k, v))
+
+  def loss(backend: str) -> tuple[Tensor, Sequence[Tensor]]:
+    out = attention(q, k4, v4, backend=backend)
+    return out, out.square().sum().gradient(q, k, v)
+
+  before = GlobalCounters.global_mem
+  attention(q, k4, v4, backend="kernel").realize()
+  computed = 2 * (k.nbytes() + v.nbytes()) if name == "computed" else 0
+  assert GlobalCounters.global_mem - before < k4.nbytes() + v4.nbytes() + computed
+  (got, grads), (want, wanted) = loss("kernel"), loss("reference")
+  np.testing.assert_allclose(got.numpy(), want.numpy(), atol=1e-5)
+  for a, b in zip(grads, wanted, strict=True):
+    np.testing.assert_allclose(a.numpy(), b.numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_what_is_copied_is_said_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
+  shapes, view, reason = COPIES[name]
+  log_once.cache_clear()
+  given = buffers(shapes, dtypes.float)
+  with caplog.at_level(logging.WARNING, "uopattn"):
+    out = attention(*view(*given), backend="kernel")
+    attention(*view(*given), backend="kernel")
+  assert [x.getMessage() for x in caplog.records] == [f"{name} is copied: {reason}" for name in "qkv"]
+  np.testing.assert_allclose(out.numpy(), attention(*view(*given), backend="reference").numpy(), atol=1e-5)
+
+
+def test_a_detached_view_has_no_gradient() -> None:
+  q, kv = buffers([(B, H, N, D), (2, B, N, H, D)], dtypes.float)
+  k, v = (kv[i].transpose(1, 2) for i in range(2))
+  of_v, of_both = (attention(q, key, v, backend="kernel").sum().gradient(kv)[0].numpy() for key in (k.detach(), k))
+  assert np.all(of_v[0] == 0)
+  assert np.any(of_both[0] != 0)
+  np.testing.assert_array_equal(of_v[1], of_both[1])
+
+
+def test_the_bytes_of_a_step_with_a_cache() -> None:
+  """One query with 8 key heads against a cache with heads last: nothing but the keys and values is read."""
+  heads, kv_heads, keys, size = 32, 8, 512, 128
+  random = np.random.default_rng(0)
+  q = Tensor(random.standard_normal((1, heads, 1, size), np.float32)).half().realize()
+  cache = Tensor(random.standard_normal((2, 1, keys, kv_heads, size), np.float32)).half().realize()
+  k, v = (cache[i].transpose(1, 2) for i in range(2))
+  before = GlobalCounters.global_mem
+  out = attention(q, k, v, enable_gqa=True, backend="kernel").realize()
+  moved = GlobalCounters.global_mem - before
+  assert moved < 1.1 * cache.nbytes() + 64 * heads * size * 4
+  np.testing.assert_allclose(out.numpy(), attention(q, k, v, enable_gqa=True, backend="reference").numpy(), atol=2e-3)
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> tuple[Tensor, np.ndarray]:
+  """A view of a buffer by some movement ops, and the places in the buffer of its elements."""
+  shape = draw(st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=5))
+  x, places = Tensor.empty(*shape), np.arange(math.prod(shape)).reshape(shape)
+  for op in draw(st.lists(st.sampled_from(["permute", "reshape", "shrink", "expand", "flip"]), max_size=5)):
+    axis = draw(st.integers(0, places.ndim - 1))
+    if op == "permute":
+      order = draw(st.permutations(range(places.ndim)))
+      x, places = x.permute(*order), places.transpose(order)
+    elif op == "reshape":
+      left, new = places.size, list[int]()
+      while left > 1 and len(new) < 5:
+        new.append(draw(st.sampled_from([n for n in range(2, left + 1) if left % n == 0])))
+        left //= new[-1]
+      new.append(left)
+      x, places = x.reshape(*new), places.reshape(new)
+    elif op == "shrink":
+      begin = draw(st.integers(0, places.shape[axis] - 1))
+      end = draw(st.integers(begin + 1, places.shape[axis]))
+      cut = tuple(slice(begin, end) if i == axis else slice(None) for i in range(places.ndim))
+      x, places = x[cut], places[cut]
+    elif op == "expand" and places.shape[axis] == 1:
+      wide = [3 if i == axis else n for i, n in enumerate(places.shape)]
+      x, places = x.expand(*wide), np.broadcast_to(places, wide)
+    elif op == "flip":
+      x, places = x.flip(axis), np.flip(places, axis)
+  return x, places
+
+
+@given(chains())
+def test_offset_and_strides_are_those_of_the_elements(drawn: tuple[Tensor, np.ndarray]) -> None:
+  x, places = drawn
+  layout = layout_of(x.uop)
+  if layout is None:  # rightly, if no strides describe it
+    steps = [np.diff(places, axis=i) for i in range(places.ndim)]
+    assert any(step.size and step.min() != step.max() for step in steps) or base_of(x.uop) is x.uop
+    return
+  found = np.full(places.shape, layout.offset)
+  for axis, stride in enumerate(layout.strides):
+    along = np.arange(places.shape[axis]) * stride
+    found = found + along.reshape([-1 if i == axis else 1 for i in range(places.ndim)])
+  np.testing.assert_array_equal(found, places)
+  assert layout.size == math.prod(base_of(x.uop).shape)
