@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from tinygrad import Tensor, UOp, dtypes
+from tinygrad.function import _function
 
 from uopattn.plan.dispatch import NoKernel, delta_launch, dispatch_backward
 from uopattn.plan.launch import DIFFERENTIABLE, Gradient, Launch
@@ -64,7 +65,14 @@ def gradient(
     views: receive the gradients of those of q, k and v whose buffers the call reads, by name; see `unfolded`.
   """
 
+  in_function = _function.depth > 0
+
   def grad_fxn(*grads: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
+    if in_function:
+      raise NotImplementedError(
+        "tinygrad 0.14 takes no gradient of kernels inside a tinygrad.function: call attention outside of it, or with "
+        "backend='reference'"
+      )
     if call is None:  # tinygrad passes a single gradient and the call by position, several gradients with call=
       *grads, call = grads  # type: ignore[assignment]
     saved = Saved.by(spec, call, grads, views)

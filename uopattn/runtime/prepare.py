@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tinygrad import Device, UOp
+from tinygrad import Context, Device, UOp
 from tinygrad.helpers import Target
 from tinygrad.renderer import Estimates
 from tinygrad.renderer.llvmir import AMDLLVMRenderer
@@ -30,6 +30,11 @@ def prepared(build: Build, device: str, *given: Any) -> UOp:
     given: hashable. A kernel is compiled once per process for the same arguments, except on the emulator, where tests
       modify kernels to see that the checks notice. There only lowering is cached, by `program_cache`.
   """
+  with Context(ALLOW_DEVICE_USAGE=1):  # also while a tinygrad.function is traced, where nothing may run
+    return _prepared(build, device, *given)
+
+
+def _prepared(build: Build, device: str, *given: Any) -> UOp:
   renderer = Device[device].renderer
   if device.split(":")[0] == "EMU":
     kernel, work = build(*given)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tinygrad import Device
+from tinygrad import Context, Device
 from tinygrad.renderer import Renderer
 from tinygrad.renderer.cstyle import ClangRenderer
 from tinygrad.uop.ops import UOp
@@ -26,7 +26,8 @@ def kernel_renderer(device: str) -> Renderer:
   On arm64 it disables SVE, which clang prefers to NEON on some machines. Vectors whose length is unknown at compile
   time cannot hold the rows of accumulators that a kernel keeps in registers.
   """
-  renderer = Device[device].renderer
+  with Context(ALLOW_DEVICE_USAGE=1):  # also while a tinygrad.function is traced, where nothing may run
+    renderer = Device[device].renderer
   if not isinstance(renderer, ClangRenderer):
     return renderer
   target = renderer.target

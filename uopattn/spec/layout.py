@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import cast
 
 from tinygrad import Tensor, UOp
-from tinygrad.uop.ops import Ops
+from tinygrad.function import _function
+from tinygrad.uop.ops import GroupOp, Ops
 
 from uopattn.runtime.log import log_once
 
@@ -37,9 +38,19 @@ def contiguous_strides(shape: Shape) -> tuple[int, ...]:
 
 
 def base_of(x: UOp) -> UOp:
-  """The buffer that x is a view of, or x itself if it must be computed first."""
-  base = x.base
-  return base if base.has_buffer_identity(after_ok=True) or base.op is Ops.CONTIGUOUS else x
+  """The buffer that x is a view of, or x itself if it must be computed first.
+
+  Inside a `tinygrad.function` that is x too: tinygrad replaces the function's inputs, which may be views, but nothing
+  that they are views of.
+  """
+  if _function.depth:
+    return x
+  base = x
+  while not (base.has_buffer_identity(after_ok=True) or base.op is Ops.CONTIGUOUS):
+    if base.op not in {*GroupOp.Movement, Ops.DETACH}:
+      return x
+    base = base.src[0]
+  return base
 
 
 def layout_of(x: UOp) -> Layout | None:

@@ -1,0 +1,49 @@
+"""Attention inside a `tinygrad.function`, as the blocks of tinygrad's own models are."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from helpers import on, placed
+from tinygrad import Context, Tensor, TinyJit, dtypes, function
+
+from uopattn import attention
+
+H, N, D = 2, 40, 16
+
+
+def of_views(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+  q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+  return attention(q, k, v, is_causal=True, backend="kernel") * 2
+
+
+def inputs(device: str, heads: int = H) -> list[Tensor]:
+  random, dtype = np.random.default_rng(0), dtypes.float if device == "CPU" else dtypes.half
+  return [placed(random.standard_normal((1, N, heads, D), np.float32), dtype) for _ in range(3)]
+
+
+@pytest.mark.parametrize("precompile", [False, True])
+@pytest.mark.parametrize("target", ["CPU", "sm_80", "gfx1201"])
+def test_forward(target: str, precompile: bool) -> None:
+  with Context(DEV="CPU") if target == "CPU" else on(target):
+    x = inputs(target)
+    want, f = of_views(*x).numpy(), function(of_views, precompile=precompile)
+    np.testing.assert_array_equal(f(*x).numpy(), want)
+    captured = TinyJit(lambda *x: f(*x).realize())
+    for _ in range(3):
+      got = captured(*x).numpy()
+    np.testing.assert_array_equal(got, want)
+
+
+def test_an_argument_that_is_a_view() -> None:
+  q = inputs("CPU")[0].transpose(1, 2)
+  f: Callable[[Tensor], Tensor] = function(lambda x: attention(x, x, x, backend="kernel"))
+  np.testing.assert_array_equal(f(q).numpy(), attention(q, q, q, backend="kernel").numpy())
+
+
+def test_gradients_end_in_one_line() -> None:
+  q, k, v = inputs("CPU")
+  with pytest.raises(NotImplementedError, match=r"^tinygrad 0.14 takes no gradient of kernels inside a [^\n]*$"):
+    function(of_views)(q, k, v).sum().gradient(q)
+  by_reference = function(lambda *x: attention(*x, backend="reference"))(q, k, v).sum().gradient(q)[0]
+  np.testing.assert_allclose(by_reference.numpy(), attention(q, k, v).sum().gradient(q)[0].numpy(), atol=1e-5)
