@@ -7,6 +7,7 @@ from typing import Any, Literal, Unpack, overload
 from tinygrad import Tensor, UOp
 from tinygrad.helpers import TRAINING
 
+from uopattn.api.broadcast import with_four_axes
 from uopattn.api.options import AttentionOptions
 from uopattn.api.symbolic import with_known_sizes
 from uopattn.dsl.random import draw_seed
@@ -20,7 +21,7 @@ from uopattn.spec.arguments import Arguments, check_dropout
 from uopattn.spec.block_mask import BlockMask
 from uopattn.spec.expanded import distinct_heads
 from uopattn.spec.spec import BACKENDS, AttentionSpec, make_spec
-from uopattn.spec.tensors import batched, check_dimensions, operands
+from uopattn.spec.tensors import operands
 
 
 @overload
@@ -105,10 +106,11 @@ def attention(
   dtype, it takes the dtype of the others. Any other Tensor of a weak dtype becomes float32 or the default int dtype.
 
   Args:
-    q: (B, Hq, M, Dk) or (Hq, M, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2. Accumulation is in float32.
-      Kernels that multiply float32 in tf32 are used only if tinygrad's `ALLOW_TF32` is set.
-    k: (B, Hkv, N, Dk) or (Hkv, N, Dk), in q's dtype.
-    v: (B, Hkv, N, Dv) or (Hkv, N, Dv), in q's dtype.
+    q: (..., Hq, M, Dk) or (M, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2. Accumulation is in float32.
+      Batches and heads of q, k and v broadcast; B is all batches in one axis. Kernels that multiply float32 in tf32 are
+      used only if tinygrad's `ALLOW_TF32` is set.
+    k: (..., Hkv, N, Dk) or (N, Dk), in q's dtype.
+    v: (..., Hkv, N, Dv) or (N, Dv), in q's dtype.
     attn_mask: broadcasts to (B, Hq, M, N). bool: False hides a key. Float dtypes: added to the scores, -inf hides.
     dropout_p: probability of dropping a weight while tinygrad's `TRAINING` is set. `Tensor.manual_seed` determines
       which weights are dropped; the choice differs from call to call, and from replay to replay of a `TinyJit`.
@@ -135,7 +137,7 @@ def attention(
       scores. "auto" uses the kernel if there is one, otherwise the reference, with one log line per reason.
 
   Returns:
-    (B, Hq, M, Dv), or (Hq, M, Dv), in q's dtype; with return_lse a pair.
+    (..., Hq, M, Dv), or (M, Dv), in q's dtype; with return_lse a pair.
 
   Raises:
     TypeError, ValueError: an argument does not fit; the message names it, what was given and what is accepted.
@@ -180,20 +182,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, backend: str) 
   if backend not in BACKENDS:
     raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
   q, k, v = operands((-2,), q=q, k=k, v=v)
-  M = q.shape[-2]
+  M = q.shape[-2] if q.ndim > 1 else 1
   q, k, v, arguments = with_known_sizes(q, k, v, arguments)
-  q4, k4, v4 = (batched(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-  check_dimensions(q=q, k=k, v=v)
+  q4, k4, v4, restored = q, k, v, lambda x: x
+  if arguments.page_table is None:
+    q4, k4, v4, arguments, restored = with_four_axes(q, k, v, arguments)
   if q4.shape[1] == k4.shape[1] == v4.shape[1]:
     k4, v4 = distinct_heads(k4, v4)
-    arguments = replace(arguments, enable_gqa=arguments.enable_gqa or k4.shape[1] < q4.shape[1])
+    arguments = replace(arguments, enable_gqa=arguments.enable_gqa or k4.shape[1] != q4.shape[1])
   check_dropout("dropout_p", arguments.dropout_p)
   seed = draw_seed(q.device) if arguments.dropout_p > 0 and TRAINING else None
   arguments = replace(arguments.settled(q.device), seed=seed)
   spec = make_spec(q4, k4, v4, arguments)
   out, lse = _run(q4, k4, v4, spec, arguments, backend)
-  if q.ndim == 3:
-    out, lse = out.squeeze(0), lse.squeeze(0)
+  out, lse = restored(out), restored(lse)
   if isinstance(M, UOp):
     out, lse = out[..., :M, :], lse[..., :M]
   return (out, lse) if arguments.return_lse else out

@@ -1,0 +1,56 @@
+"""Axes, batches and heads: everything that tinygrad's own attention takes."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tinygrad import Tensor
+
+from uopattn import attention
+
+# Shapes of q, k and v, without their last two axes, and further arguments.
+CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
+  "no heads": ((), (), (), {}),
+  "heads": ((4,), (4,), (4,), {"is_causal": True}),
+  "two batches": ((2, 3, 4), (2, 3, 4), (2, 3, 4), {"is_causal": True}),
+  "three batches": ((2, 1, 3, 4), (2, 1, 3, 4), (2, 1, 3, 4), {}),
+  "one batch of keys": ((3, 4), (1, 4), (1, 4), {}),
+  "keys without batches": ((3, 4), (4,), (4,), {}),
+  "queries without batches": ((4,), (3, 4), (3, 4), {}),
+  "batches that meet": ((2, 1, 4), (3, 4), (2, 3, 4), {}),
+  "one key head": ((2, 4), (2, 1), (2, 1), {}),
+  "one query head": ((2, 1), (2, 4), (2, 4), {}),
+  "one head of values": ((2, 4), (2, 4), (2, 1), {}),
+  "queries without heads": ((), (2, 4), (2, 4), {}),
+  "grouped": ((2, 3, 4), (2, 3, 2), (2, 3, 2), {"enable_gqa": True}),
+}
+MASKS = {"rows and keys": (), "heads": (4,), "a batch": (3, 1), "all": (2, 3, 4)}
+
+
+def array(*shape: int) -> Tensor:
+  return Tensor(np.random.default_rng(len(shape)).standard_normal(shape, np.float32)).realize()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shapes_are_those_of_tinygrad(name: str) -> None:
+  of_q, of_k, of_v, options = CASES[name]
+  q, k, v = array(*of_q, 10, 8), array(*of_k, 12, 8), array(*of_v, 12, 6)
+  got = attention(q, k, v, backend="kernel", **options)
+  want = q.scaled_dot_product_attention(k, v, **options)
+  assert got.shape == want.shape
+  np.testing.assert_allclose(got.numpy(), want.numpy(), atol=2e-6)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_of_more_batches(name: str) -> None:
+  q, k, v, mask = array(2, 3, 4, 10, 8), array(2, 3, 4, 12, 8), array(2, 3, 4, 12, 6), array(*MASKS[name], 10, 12)
+  got, want = attention(q, k, v, mask, backend="kernel"), q.scaled_dot_product_attention(k, v, mask)
+  np.testing.assert_allclose(got.numpy(), want.numpy(), atol=2e-6)
+
+
+def test_gradients_of_what_broadcasts() -> None:
+  q, k = array(2, 1, 4, 10, 8), array(3, 1, 12, 8)
+  found = attention(q, k, k, backend="kernel").square().sum().gradient(q, k)
+  wanted = q.scaled_dot_product_attention(k, k).square().sum().gradient(q, k)
+  for got, want in zip(found, wanted, strict=True):
+    np.testing.assert_allclose(got.numpy(), want.numpy(), atol=1e-4)

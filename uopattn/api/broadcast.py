@@ -1,0 +1,83 @@
+"""q, k and v of any number of axes, whose batches and heads broadcast as in tinygrad's own ops."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from tinygrad import Tensor
+from tinygrad.helpers import all_same
+
+from uopattn.dsl import sizes
+from uopattn.spec.arguments import Arguments
+
+
+def with_four_axes(
+  q: Tensor, k: Tensor, v: Tensor, arguments: Arguments
+) -> tuple[Tensor, Tensor, Tensor, Arguments, Callable[[Tensor], Tensor]]:
+  """Reshape and expand q, k and v to (B, heads, rows, size); an attn_mask follows where it must.
+
+  Axes are aligned from the right: (rows, size), then heads, then batches. One batch, or one head, serves all.
+
+  Returns:
+    q, k, v, the arguments, and a function that gives results, (B, Hq, ...), the axes of the inputs.
+
+  Raises:
+    ValueError: a Tensor has fewer than two axes, or batches do not broadcast.
+  """
+  named = {"q": q, "k": k, "v": v}
+  for name, x in named.items():
+    if x.ndim < 2:
+      raise ValueError(f"{name} has shape {x.shape}; it must have at least two dimensions, (..., H, rows, head size)")
+  batches = _broadcast([sizes(x)[:-3] for x in named.values()])
+  if batches is None and all(x.ndim == 4 for x in named.values()):
+    return q, k, v, arguments, lambda x: x  # the checks to come say what is wrong
+  if batches is None:
+    given = ", ".join(f"{name} has shape {x.shape}" for name, x in named.items())
+    raise ValueError(f"{given}; all axes but the last three must broadcast")
+  ndim = max(x.ndim for x in named.values())
+  q, k, v = (_four(x, batches) for x in (q, k, v))
+  if k.shape[1] != v.shape[1] and 1 in (k.shape[1], v.shape[1]):
+    k, v = (_with_heads(x, max(sizes(k)[1], sizes(v)[1])) for x in (k, v))
+  if sizes(q)[1] == 1 < sizes(k)[1]:
+    q = _with_heads(q, sizes(k)[1])
+  enable_gqa = arguments.enable_gqa or sizes(k)[1] == 1
+  arguments = replace(arguments, enable_gqa=enable_gqa, attn_mask=_mask(arguments.attn_mask, batches))
+
+  def restored(x: Tensor) -> Tensor:
+    shape = sizes(x)[1:] if ndim > 2 else sizes(x)[2:]
+    return x if ndim == 4 else x.reshape(*batches, *shape)
+
+  return q, k, v, arguments, restored
+
+
+def _broadcast(shapes: list[tuple[int, ...]]) -> tuple[int, ...] | None:
+  """The shape that all broadcast to; None if they do not."""
+  ndim = max(map(len, shapes))
+  found = []
+  for axis in zip(*((1,) * (ndim - len(shape)) + shape for shape in shapes), strict=True):
+    wide = [n for n in axis if n != 1]
+    if not all_same(wide):
+      return None
+    found.append(wide[0] if wide else 1)
+  return tuple(found)
+
+
+def _four(x: Tensor, batches: tuple[int, ...]) -> Tensor:
+  """Expand x to all batches, as one axis."""
+  if x.ndim == 4 and len(batches) == 1 and x.shape[0] == batches[0]:
+    return x
+  own = sizes(x) if x.ndim > 2 else (1, *sizes(x))
+  shape = *batches, *own[-3:]
+  x = x.reshape((1,) * (len(shape) - len(own)) + own).expand(shape)
+  return x.reshape(math.prod(batches), *own[-3:])
+
+
+def _with_heads(x: Tensor, heads: int) -> Tensor:
+  return x.expand(x.shape[0], heads, *x.shape[2:])
+
+
+def _mask(mask: Tensor | None, batches: tuple[int, ...]) -> Tensor | None:
+  """The mask with one axis for all batches, if those of q, k and v are not one axis."""
+  if not isinstance(mask, Tensor) or mask.ndim <= 3 or len(batches) == 1 or mask.ndim > 3 + len(batches):
+    return mask
+  return _four(mask, batches)
