@@ -93,7 +93,7 @@ def test_any_tiles_and_shape(schedule: str) -> None:
   check()
 
 
-@pytest.mark.each("machine")
+@pytest.mark.each("schedule", "machine")  # each schedule has several at once in `test_any_features_together`
 @pytest.mark.parametrize(("schedule", "machine", "name"), over_machines(*FEATURES))
 def test_each_feature_alone(schedule: str, machine: Machine, name: str) -> None:
   check_backward(machine, SHAPE, some(np.random.default_rng(FEATURES.index(name) % 2), SHAPE, name))
