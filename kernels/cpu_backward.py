@@ -85,7 +85,7 @@ class Tiles:
     # accumulators (vectors * unroll), `unroll` broadcasts and 1 operand fit the registers
     vectors, unroll = (2, 4) if not many else (2, 8) if large else (4, 4)
     block_m = lanes * even(ceildiv(p.M, lanes), max(1, (32 if large else 64) // lanes))
-    block_n, widen = min(p.N, round_up(even(p.N, 64), unroll)), p.dtype.itemsize < 4
+    block_n, widen = min(p.N, round_up(even(p.N, 64), unroll)), p.stored.itemsize < 4
     while (needed := cls(block_m, block_n, unroll, vectors, lanes).stack_bytes(Dk, Dv, widen)) > STACK_LIMIT:
       if block_m == lanes and block_n == 1:
         raise ValueError(f"head size {max(Dk, Dv)}: a tile needs {needed} bytes of stack, the limit is {STACK_LIMIT}")

@@ -26,7 +26,7 @@ def tensor(*shape: int, dtype=dtypes.float32, device: str | None = None) -> Tens
 
 Q = tensor(2, 4, 5, 8)
 BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
-  "mixed dtypes": ((Q, tensor(2, 4, 6, 8, dtype=dtypes.half), Q), {}, TypeError, "k has dtype half, q has float"),
+  "dtype of keys": ((Q, tensor(2, 4, 6, 8, dtype=dtypes.int), Q), {}, TypeError, "k has dtype int; accepted are float"),
   "integer dtype": ((tensor(2, 4, 5, 8, dtype=dtypes.int),) * 3, {},
      TypeError, "q has dtype int; accepted are float, half"),
   "float64": ((tensor(2, 4, 5, 8, dtype=dtypes.double),) * 3, {}, TypeError, "q has dtype double"),

@@ -1,10 +1,11 @@
-"""Axes, batches and heads: everything that tinygrad's own attention takes."""
+"""Axes, batches, heads and dtypes: what tinygrad's own attention takes."""
 
 from typing import Any
 
 import numpy as np
 import pytest
-from tinygrad import Tensor
+from tinygrad import GlobalCounters, Tensor, dtypes
+from tinygrad.dtype import DType
 
 from uopattn import attention
 
@@ -54,3 +55,28 @@ def test_gradients_of_what_broadcasts() -> None:
   wanted = q.scaled_dot_product_attention(k, k).square().sum().gradient(q, k)
   for got, want in zip(found, wanted, strict=True):
     np.testing.assert_allclose(got.numpy(), want.numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize("of_v", [dtypes.float, dtypes.half, dtypes.bfloat16], ids=str)
+@pytest.mark.parametrize("of_k", [dtypes.float, dtypes.half, dtypes.bfloat16], ids=str)
+@pytest.mark.parametrize("of_q", [dtypes.float, dtypes.half], ids=str)
+def test_dtypes_are_promoted(of_q: DType, of_k: DType, of_v: DType) -> None:
+  q, k, v = (array(2, 4, n, 8).cast(dtype).realize() for n, dtype in ((10, of_q), (12, of_k), (12, of_v)))
+  got, want = attention(q, k, v, backend="kernel"), q.scaled_dot_product_attention(k, v)
+  assert got.dtype == want.dtype
+  np.testing.assert_allclose(
+    got.float().numpy(), want.float().numpy(), atol=2e-6 if got.dtype == dtypes.float else 2e-2
+  )
+
+
+@pytest.mark.parametrize("M", [1, 30])
+def test_a_cache_of_16_bits_is_read_as_it_is(M: int) -> None:
+  q, k = array(2, 4, M, 16), array(2, 4, 40, 16).half().realize()
+  before = GlobalCounters.kernel_count
+  attention(q, k, k, backend="kernel").realize()
+  assert GlobalCounters.kernel_count == before + 1
+  found = attention(q, k, k, backend="kernel").square().sum().gradient(q, k)
+  wanted = attention(q, k, k, backend="reference").square().sum().gradient(q, k)
+  for got, want in zip(found, wanted, strict=True):
+    assert got.dtype == want.dtype
+    np.testing.assert_allclose(got.float().numpy(), want.float().numpy(), atol=1e-2)

@@ -22,7 +22,7 @@ from uopattn.spec.arguments import Arguments, check_dropout
 from uopattn.spec.block_mask import BlockMask
 from uopattn.spec.expanded import distinct_heads
 from uopattn.spec.spec import BACKENDS, AttentionSpec, make_spec
-from uopattn.spec.tensors import operands
+from uopattn.spec.tensors import operands, promoted
 
 
 @overload
@@ -183,7 +183,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, backend: str) 
   if backend not in BACKENDS:
     raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
   q, k, v = operands((-2,), q=q, k=k, v=v)
-  M = q.shape[-2] if q.ndim > 1 else 1
+  dtype, M = q.dtype, q.shape[-2] if q.ndim > 1 else 1
+  if arguments.scales is None:
+    q, k, v, dtype = promoted(q, k, v)
   q, k, v, arguments = with_known_sizes(q, k, v, arguments)
   q4, k4, v4, restored = q, k, v, lambda x: x
   if arguments.page_table is None:
@@ -196,7 +198,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, backend: str) 
   arguments = replace(arguments.settled(q.device), seed=seed)
   spec = make_spec(q4, k4, v4, arguments)
   out, lse = _run(q4, k4, v4, spec, arguments, backend)
-  out, lse = restored(out), restored(lse)
+  out, lse = restored(out).cast(dtype), restored(lse)
   if isinstance(M, UOp):
     out, lse = out[..., :M, :], lse[..., :M]
   return (out, lse) if arguments.return_lse else out

@@ -29,7 +29,7 @@ class Problem:
     features: names of the arguments in use beyond is_causal, q_start, scale, enable_gqa and return_lse.
     window: how many keys a query sees to the left and right of its position, None for no bound; includes is_causal.
     block_heads: batches and heads of the block mask; None without one.
-    kv_dtype: type of k and v if they have scales, else None.
+    kv_dtype: dtype of k and v if it is not q's, else None.
     tf32: whether tinygrad's ALLOW_TF32 is set: float32 products may ignore all but the first 10 bits of a fraction.
   """
 

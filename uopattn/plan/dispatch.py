@@ -6,7 +6,7 @@ from typing import Any
 
 from tinygrad import dtypes
 
-from uopattn.dsl.schedule import Kernel, Schedule
+from uopattn.dsl.schedule import DTYPES_16, Kernel, Schedule
 from uopattn.dsl.target import Target
 from uopattn.kernels import (
   amd_backward,
@@ -153,6 +153,8 @@ def reasons_against(schedule: Schedule, spec: AttentionSpec) -> list[str]:
   if spec.dtype not in schedule.dtypes:
     accepted = " or ".join(map(dtype_name, schedule.dtypes))
     against.append(f"{schedule.name} has no code for {dtype_name(spec.dtype)} q, k and v; give it {accepted}")
+  elif spec.stored in DTYPES_16 and spec.dtype == dtypes.float32 and "CPU" not in schedule.devices:
+    against.append(f"{schedule.name} has no code for float q with {dtype_name(spec.stored)} k and v; give it one dtype")
   elif schedule.tf32 and spec.dtype == dtypes.float32 and not spec.tf32:
     against.append(
       f"{schedule.name} multiplies float32 in tf32 alone, with 10 bits of a fraction: allow that by tinygrad's "

@@ -179,10 +179,10 @@ def by_kernels(launches: tuple[Launch, ...], saved: Saved, arguments: Arguments)
 
 
 def summed(x: Tensor, spec: AttentionSpec) -> Tensor:
-  """Return the gradient of keys or values in q's dtype. If x holds several partial sums per head, add them up."""
+  """Return the gradient of keys or values in their dtype. If x holds several partial sums per head, add them up."""
   if x.shape[1] > spec.Hkv:
     x = x.reshape(spec.B, spec.Hkv, -1, *x.shape[2:]).sum(2)
-  return x.cast(spec.dtype)
+  return x.cast(spec.stored)
 
 
 def _no_further(*given: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:

@@ -11,7 +11,7 @@ from tinygrad.uop.ops import Ops
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES
 from uopattn.dsl.rules.ranges import Range
-from uopattn.dsl.schedule import DTYPES, DTYPES_16_32, Problem
+from uopattn.dsl.schedule import DTYPES, DTYPES_16, DTYPES_16_32, Problem
 from uopattn.spec.arguments import Arguments, Sizes, known
 from uopattn.spec.layout import Layout, strided
 from uopattn.spec.tensors import dtype_name
@@ -144,7 +144,7 @@ def make_spec(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> Attentio
     block_mod=None if blocks is None else trace_mod("mask_mod", blocks.seen, lengths, blocks.aux),
     block_heads=None if blocks is None else blocks.heads,
     inputs=tuple(Input(name, sizes(x), x.dtype) for name, x in arguments.tensors()),
-    kv_dtype=None if arguments.scales is None else k.dtype,
+    kv_dtype=None if k.dtype == q.dtype else k.dtype,
     tf32=q.dtype == dtypes.float32 and bool(ALLOW_TF32),
     pages=pages,
     layouts=() if pages else tuple((name, x) for name, x in zip("qkv", map(strided, (q, k, v)), strict=True) if x),
@@ -175,7 +175,7 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> No
 
 
 def _check_dtypes(named: dict[str, Tensor], scaled: bool) -> None:
-  q, k, _ = named.values()
+  q, k, v = named.values()
   if scaled:
     for (name, x), accepted in zip(named.items(), (DTYPES_16_32, QUANTIZED_DTYPES, (k.dtype,)), strict=True):
       if x.dtype not in accepted:
@@ -185,7 +185,8 @@ def _check_dtypes(named: dict[str, Tensor], scaled: bool) -> None:
   for name, x in named.items():
     if x.dtype not in DTYPES:
       raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; accepted are {', '.join(map(dtype_name, DTYPES))}")
-    if x.dtype != q.dtype:
+    mixed = q.dtype == dtypes.float32 and k.dtype == v.dtype and k.dtype in DTYPES_16
+    if x.dtype != q.dtype and not mixed:
       raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}, q has {dtype_name(q.dtype)}; they must be the same")
 
 

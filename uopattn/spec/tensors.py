@@ -3,10 +3,12 @@
 from typing import Any
 
 from tinygrad import Device, Tensor, UOp, dtypes
-from tinygrad.dtype import DType
+from tinygrad.dtype import DType, least_upper_dtype
+from tinygrad.helpers import all_same
 
 from uopattn.dsl import clamp
 from uopattn.dsl.rules.masks import FAR
+from uopattn.dsl.schedule import DTYPES, DTYPES_16
 
 WIDEST = FAR // 2  # largest side of a window
 
@@ -62,6 +64,20 @@ def operands(symbolic: tuple[int, ...] = (), **named: object) -> tuple[Tensor, .
   weak_float = any(x.dtype == dtypes.weakfloat for x in given)
   dtype = strong[0] if strong else dtypes.default_float if weak_float else dtypes.default_int
   return tuple(placed(x, device, dtype) for x in given)
+
+
+def promoted(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, DType]:
+  """Give q, k and v dtypes that go together, and return the result's, as tinygrad's promotion has it.
+
+  k and v of 16 bits stay as they are if q is float32: kernels on CPUs widen them as they read them.
+  """
+  given = q.dtype, k.dtype, v.dtype
+  if all_same(given) or not all(x in DTYPES for x in given):
+    return q, k, v, q.dtype
+  common, result = least_upper_dtype(*given), least_upper_dtype(q.dtype, v.dtype)
+  if k.dtype != v.dtype or k.dtype not in DTYPES_16 or common != dtypes.float32:
+    k, v = k.cast(common), v.cast(common)
+  return q.cast(common), k, v, result
 
 
 def placed(x: Any, device: str | tuple[str, ...] | None, weak: DType | None = None) -> Any:
