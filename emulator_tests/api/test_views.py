@@ -34,6 +34,7 @@ VIEWS: dict[str, tuple[Sequence[tuple[int, ...]], View]] = {
     lambda q, x: [q, *(y[:, 3:-5].transpose(1, 2) for y in x)],
   ),
   "backwards": ([(B, H, N, D)] * 3, lambda q, k, v: [x.flip(2) for x in (q, k, v)]),
+  "one head, last": ([(B, N, 1, D)] * 3, lambda q, k, v: [x.transpose(1, 2) for x in (q, k, v)]),
   "odd offset": ([(3 * B * H * N * D + 1,)], lambda x: x[1:].reshape(3, B, H, N, D)),
   "odd rows": ([(B, N, H, D + 1)] * 3, lambda q, k, v: [x[..., 1:].transpose(1, 2) for x in (q, k, v)]),
   "one batch for all": ([(1, N, H, D)] * 3, lambda *xs: [x.transpose(1, 2).expand(B, H, N, D) for x in xs]),

@@ -184,7 +184,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, backend: str) 
     raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
   q, k, v = operands((-2,), q=q, k=k, v=v)
   dtype, M = q.dtype, q.shape[-2] if q.ndim > 1 else 1
-  if arguments.scales is None:
+  if arguments.scales is None and arguments.page_table is None:
     q, k, v, dtype = promoted(q, k, v)
   q, k, v, arguments = with_known_sizes(q, k, v, arguments)
   q4, k4, v4, restored = q, k, v, lambda x: x

@@ -27,10 +27,6 @@ class Layout:
   offset: int
   strides: tuple[int, ...]
 
-  def is_contiguous(self, shape: Shape) -> bool:
-    """Whether a view of this shape is the whole buffer in its own order."""
-    return (self.size, self.offset, self.strides) == (math.prod(shape), 0, contiguous_strides(shape))
-
 
 def contiguous_strides(shape: Shape) -> tuple[int, ...]:
   """The strides of a row-major array; 0 along axes of size 1."""
@@ -61,12 +57,10 @@ def layout_of(x: UOp) -> Layout | None:
 
 
 def strided(x: Tensor | UOp) -> Layout | None:
-  """The layout with which kernels read a view in place; None for what they read as a contiguous buffer, or a copy."""
+  """The layout with which kernels read a view in place; None if x is a buffer, is computed first, or must be copied."""
   uop = x.uop if isinstance(x, Tensor) else x
-  layout = layout_of(uop)
-  if layout is None or layout.is_contiguous(_ints(uop)) or (uop.shape[-1] > 1 and layout.strides[-1] != 1):
-    return None
-  return layout
+  layout = None if base_of(uop) is uop else layout_of(uop)
+  return None if layout is None or (uop.shape[-1] > 1 and layout.strides[-1] != 1) else layout
 
 
 def _ints(x: UOp) -> Shape:
@@ -135,7 +129,7 @@ def flat_base(name: str, x: Tensor, layout: Layout | None) -> Tensor:
   """
   if layout is not None:
     return Tensor(base_of(x.uop)).reshape(-1)
-  if base_of(x.uop) is not x.uop and not ((found := layout_of(x.uop)) and found.is_contiguous(_ints(x.uop))):
-    reason = "its movement ops make no strided view" if found is None else "its last axis is not contiguous"
-    log_once(f"{name} is copied: {reason}")
+  if base_of(x.uop) is not x.uop:
+    reason = "pages are read from a contiguous buffer" if strided(x) else "its last axis is not contiguous"
+    log_once(f"{name} is copied: {reason if layout_of(x.uop) else 'its movement ops make no strided view'}")
   return x.contiguous()
