@@ -194,7 +194,11 @@ class Block:
     call = s.axis(results * blocks // tiles.blocks_per_call, AxisType.THREAD)
     axes = (call, s.axis(tiles.blocks_per_call))
     item = call * tiles.blocks_per_call + axes[1]
-    return cls(axes, item // blocks, results // heads, item % blocks * tiles.block_m, tiles.block_m, rows)
+    # Items of all heads for one split come one after another: where heads lie next to each other, as in a cache with
+    # heads last, threads then read the same pages at the same time.
+    work, splits = item // blocks, results // heads
+    result = work % heads * splits + work // heads
+    return cls(axes, result, splits, item % blocks * tiles.block_m, tiles.block_m, rows)
 
   @property
   def head(self) -> UOp:
