@@ -77,7 +77,8 @@ static int serve(struct team *t) {
     if (inside != CLOSED && inside < (long)t->job.helpers &&
         __atomic_load_n(&t->job.next, __ATOMIC_RELAXED) < t->job.items &&
         __atomic_compare_exchange_n(&t->inside, &inside, inside + 1, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED)) {
-      take(&t->job, 0);
+      // Only now can the job not become another one, with fewer helpers than were counted above.
+      if (inside < (long)t->job.helpers) take(&t->job, 0);
       __atomic_fetch_sub(&t->inside, 1, __ATOMIC_RELEASE);
       spin = 0;
     }
