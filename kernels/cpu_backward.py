@@ -369,4 +369,5 @@ SCHEDULE = Schedule(
   ),
   tiles=Tiles,
   lacks=("scales", "page_table"),
+  mixed=True,
 )

@@ -33,10 +33,18 @@ from typing import NamedTuple
 
 from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv, round_up
-from tinygrad.uop.ops import AxisType, KernelInfo
+from tinygrad.uop.ops import KernelInfo
 
 from uopattn.dsl import LN2, LOG2E, Loop, Scope, clamp, exp2, least, sizes
-from uopattn.dsl.cpu.register_blocks import accumulate, add_steps, even, largest_divisor, register_blocks, zeros
+from uopattn.dsl.cpu.register_blocks import (
+  accumulate,
+  add_steps,
+  even,
+  largest_divisor,
+  register_blocks,
+  work_items,
+  zeros,
+)
 from uopattn.dsl.instructions import add_pairs, add_quads, dot_pairs, prefetch, weighted_pair
 from uopattn.dsl.limits import LINE
 from uopattn.dsl.rules.head_view import HeadView
@@ -187,13 +195,7 @@ class Block:
     """Open the axes. Raises ValueError if `tiles.blocks_per_call` does not divide the number of blocks."""
     (heads, rows, _), results = sizes(q), sizes(o)[0]
     blocks = ceildiv(rows, tiles.block_m)
-    if results * blocks % tiles.blocks_per_call:
-      raise ValueError(
-        f"Tiles.blocks_per_call={tiles.blocks_per_call}: must divide the {results * blocks} blocks of queries"
-      )
-    call = s.axis(results * blocks // tiles.blocks_per_call, AxisType.THREAD)
-    axes = (call, s.axis(tiles.blocks_per_call))
-    item = call * tiles.blocks_per_call + axes[1]
+    axes, item = work_items(s, results * blocks, tiles.blocks_per_call)
     # Items of all heads for one split come one after another: where heads lie next to each other, as in a cache with
     # heads last, threads then read the same pages at the same time.
     work, splits = item // blocks, results // heads
@@ -571,4 +573,5 @@ SCHEDULE = Schedule(
   split=splits,
   meant_for=lambda problem, target: target.vector.lanes > problem.M,
   operand=dtypes.float32,
+  mixed=True,
 )

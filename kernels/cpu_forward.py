@@ -24,10 +24,19 @@ from math import inf
 
 from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv, round_up
-from tinygrad.uop.ops import AxisType, KernelInfo
+from tinygrad.uop.ops import KernelInfo
 
 from uopattn.dsl import LN2, LOG2E, Loop, Scope, clamp, exp2, gated, sizes
-from uopattn.dsl.cpu.register_blocks import Tile, accumulate, even, largest_divisor, load_tile, register_blocks, zeros
+from uopattn.dsl.cpu.register_blocks import (
+  Tile,
+  accumulate,
+  even,
+  largest_divisor,
+  load_tile,
+  register_blocks,
+  work_items,
+  zeros,
+)
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.softmax import Scaling, lowest, normalize_rows
@@ -103,13 +112,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   block_m, block_n, unroll = tiles.block_m, min(tiles.block_n, N), tiles.unroll
   blocks, n_tiles = ceildiv(M, block_m), ceildiv(N, block_n)
   s = Scope()
-  if heads * blocks % tiles.blocks_per_call:
-    raise ValueError(
-      f"Tiles.blocks_per_call={tiles.blocks_per_call}: must divide the {heads * blocks} blocks of queries"
-    )
-  call = s.axis(heads * blocks // tiles.blocks_per_call, AxisType.THREAD)
-  outer = (call, s.axis(tiles.blocks_per_call))
-  item = call * tiles.blocks_per_call + outer[1]
+  outer, item = work_items(s, heads * blocks, tiles.blocks_per_call)
   head, row = item // blocks, item % blocks * block_m  # head and first query row of this block
   head_rules = rules.at(head)
 
@@ -250,4 +253,5 @@ SCHEDULE = Schedule(
   tiles=Tiles,
   meant_for=lambda problem, target: target.vector.lanes <= problem.M,
   operand=dtypes.float32,
+  mixed=True,
 )

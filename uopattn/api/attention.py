@@ -10,7 +10,6 @@ from tinygrad.helpers import TRAINING
 from uopattn.api.broadcast import with_four_axes
 from uopattn.api.options import AttentionOptions
 from uopattn.api.symbolic import with_known_sizes
-from uopattn.dsl import sizes
 from uopattn.dsl.random import draw_seed
 from uopattn.plan.dispatch import NoKernel, dispatch
 from uopattn.plan.forward import forward
@@ -192,7 +191,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, backend: str) 
     q4, k4, v4, arguments, restored = with_four_axes(q, k, v, arguments)
   if q4.shape[1] == k4.shape[1] == v4.shape[1]:
     k4, v4 = distinct_heads(k4, v4)
-    arguments = replace(arguments, enable_gqa=arguments.enable_gqa or sizes(k4)[1] != sizes(q4)[1])
+    if k4.shape[1] != q4.shape[1]:
+      arguments = replace(arguments, enable_gqa=True)
   check_dropout("dropout_p", arguments.dropout_p)
   seed = draw_seed(q.device) if arguments.dropout_p > 0 and TRAINING else None
   arguments = replace(arguments.settled(q.device), seed=seed)

@@ -40,8 +40,11 @@ def with_four_axes(
     k, v = (_with_heads(x, max(sizes(k)[1], sizes(v)[1])) for x in (k, v))
   if sizes(q)[1] == 1 < sizes(k)[1]:
     q = _with_heads(q, sizes(k)[1])
-  enable_gqa = arguments.enable_gqa or sizes(k)[1] == 1
-  arguments = replace(arguments, enable_gqa=enable_gqa, attn_mask=_mask(arguments.attn_mask, batches))
+  if sizes(k)[1] == 1 < sizes(q)[1]:
+    arguments = replace(arguments, enable_gqa=True)
+  mask = arguments.attn_mask
+  if isinstance(mask, Tensor) and len(batches) > 1 and 3 < mask.ndim <= 3 + len(batches):
+    arguments = replace(arguments, attn_mask=_four(mask, batches))
 
   def restored(x: Tensor) -> Tensor:
     shape = sizes(x)[1:] if ndim > 2 else sizes(x)[2:]
@@ -74,10 +77,3 @@ def _four(x: Tensor, batches: tuple[int, ...]) -> Tensor:
 
 def _with_heads(x: Tensor, heads: int) -> Tensor:
   return x.expand(x.shape[0], heads, *x.shape[2:])
-
-
-def _mask(mask: Tensor | None, batches: tuple[int, ...]) -> Tensor | None:
-  """The mask with one axis for all batches, if those of q, k and v are not one axis."""
-  if not isinstance(mask, Tensor) or mask.ndim <= 3 or len(batches) == 1 or mask.ndim > 3 + len(batches):
-    return mask
-  return _four(mask, batches)

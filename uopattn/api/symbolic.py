@@ -1,13 +1,14 @@
 """Tensors whose shapes hold Variables: they are served at their largest size, by one kernel for all values."""
 
+import math
 from dataclasses import replace
 from typing import cast
 
 from tinygrad import Tensor, UOp
-from tinygrad.uop.ops import GroupOp, Ops
+from tinygrad.uop.ops import Ops
 
 from uopattn.spec.arguments import Arguments
-from uopattn.spec.layout import base_of
+from uopattn.spec.layout import VIEW_OPS, base_of
 
 Size = int | UOp
 
@@ -58,7 +59,7 @@ def _widest(x: UOp, base: UOp) -> Tensor | None:
   """The view x of a buffer with the largest size for each symbolic one; None if its movement ops do not allow that."""
   if not is_symbolic(Tensor(x)):
     return Tensor(x)
-  if x is base or x.op not in {*GroupOp.Movement, Ops.DETACH} or (before := _widest(x.src[0], base)) is None:
+  if x is base or x.op not in VIEW_OPS or (before := _widest(x.src[0], base)) is None:
     return None
   match x.op:
     case Ops.DETACH:
@@ -82,7 +83,4 @@ def _as_shaped(x: UOp, before: Tensor) -> Tensor | None:
   known = cast(tuple[int, ...], shape)
   if x.op is Ops.EXPAND:
     return before.expand(known)
-  count = 1
-  for n in known:
-    count *= n
-  return before.reshape(known) if count == before.numel() else None
+  return before.reshape(known) if math.prod(known) == before.numel() else None

@@ -136,6 +136,7 @@ class Schedule:
     meant_for: whether to prefer it where several schedules of a device support a problem.
     tf32: whether it multiplies float32 in tf32, which must be allowed.
     operand: the type to which it widens 8-bit keys and values that have scales; None is q's type.
+    mixed: whether k and v may be of 16 bits with q in float32.
   """
 
   name: str
@@ -149,6 +150,7 @@ class Schedule:
   meant_for: Callable[[Problem, Target], bool] = lambda problem, target: True
   tf32: bool = False
   operand: DType | None = None
+  mixed: bool = False
 
 
 def passes(of_queries: Callable[..., UOp], of_keys: Callable[..., UOp], tiles: Any) -> tuple[Kernel, ...]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import reduce
 from math import prod
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
@@ -85,7 +85,14 @@ class Loop:
     return UOp.group(*body, count).end(self._axis, self.index > 0)
 
 
-def sizes(x: Any) -> tuple[int, ...]:
+class Shaped(Protocol):
+  """A Tensor, a UOp or a view of a buffer."""
+
+  @property
+  def shape(self) -> tuple[Any, ...]: ...
+
+
+def sizes(x: Shaped) -> tuple[int, ...]:
   """The shape of `x`, all of whose sizes are ints."""
   return cast(tuple[int, ...], x.shape)
 

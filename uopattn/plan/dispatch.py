@@ -153,7 +153,7 @@ def reasons_against(schedule: Schedule, spec: AttentionSpec) -> list[str]:
   if spec.dtype not in schedule.dtypes:
     accepted = " or ".join(map(dtype_name, schedule.dtypes))
     against.append(f"{schedule.name} has no code for {dtype_name(spec.dtype)} q, k and v; give it {accepted}")
-  elif spec.stored in DTYPES_16 and spec.dtype == dtypes.float32 and "CPU" not in schedule.devices:
+  elif spec.stored in DTYPES_16 and spec.dtype == dtypes.float32 and not schedule.mixed:
     against.append(f"{schedule.name} has no code for float q with {dtype_name(spec.stored)} k and v; give it one dtype")
   elif schedule.tf32 and spec.dtype == dtypes.float32 and not spec.tf32:
     against.append(

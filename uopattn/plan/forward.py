@@ -35,12 +35,10 @@ def forward(
   arguments, gradient = with_gradient(
     launch.spec, arguments.each(Tensor.contiguous), arguments.attn_mask, backend, views
   )
-  given: dict[str, Sequence[Tensor]] = {
-    name: [flat_base(name, x, layouts.get(name))] for name, x in (("q", q), ("k", k), ("v", v))
-  }
-  given |= {
-    name: [unfolded(given[name][0], x, views[name])] for name, x in (("q", q), ("k", k), ("v", v)) if name in views
-  }
+  given: dict[str, Sequence[Tensor]] = {}
+  for name, x in (("q", q), ("k", k), ("v", v)):
+    buffer = flat_base(name, x, layouts.get(name))
+    given[name] = [unfolded(buffer, x, views[name]) if name in views else buffer]
   given |= arguments.buffers()
   if arguments.block_mask is not None:
     given["tile_lists"] = launch.lists(arguments.block_mask)

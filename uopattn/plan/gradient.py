@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.function import _function
 
 from uopattn.plan.dispatch import NoKernel, delta_launch, dispatch_backward
 from uopattn.plan.launch import DIFFERENTIABLE, Gradient, Launch
 from uopattn.plan.reference import dropped, keys_of, reference, scores_of
 from uopattn.plan.target import target_of
+from uopattn.runtime.function import in_function
 from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import Arguments, four_axes
 from uopattn.spec.expanded import unfolded, whole_of
@@ -65,10 +65,10 @@ def gradient(
     views: receive the gradients of those of q, k and v whose buffers the call reads, by name; see `unfolded`.
   """
 
-  in_function = _function.depth > 0
+  traced = in_function()
 
   def grad_fxn(*grads: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
-    if in_function:
+    if traced:
       raise NotImplementedError(
         "tinygrad 0.14 takes no gradient of kernels inside a tinygrad.function: call attention outside of it, or with "
         "backend='reference'"

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.function import _function
 from tinygrad.renderer import Estimates
 
 from uopattn.dsl import as_type
 from uopattn.dsl.rules.head_view import View
 from uopattn.dsl.schedule import Kernel, Schedule
 from uopattn.plan.rules import rules_of
+from uopattn.runtime.function import in_function
 from uopattn.runtime.prepare import prepared
 from uopattn.spec.arguments import ARGUMENTS
 from uopattn.spec.block_mask import BlockMask
@@ -187,6 +187,6 @@ def _empty(x: Input, device: str) -> Tensor:
 
   In a `tinygrad.function` a new buffer would be an implicit input, and is `Tensor.invalids` instead.
   """
-  if _function.depth:
+  if in_function():
     return Tensor.invalids(*x.shape, device=device, dtype=x.dtype)
   return Tensor(UOp.new_buffer(device, math.prod(x.shape), x.dtype).reshape(x.shape))

@@ -31,17 +31,13 @@ def prepared(build: Build, device: str, *given: Any) -> UOp:
       modify kernels to see that the checks notice. There only lowering is cached, by `program_cache`.
   """
   with Context(ALLOW_DEVICE_USAGE=1):  # also while a tinygrad.function is traced, where nothing may run
-    return _prepared(build, device, *given)
-
-
-def _prepared(build: Build, device: str, *given: Any) -> UOp:
-  renderer = Device[device].renderer
-  if device.split(":")[0] == "EMU":
-    kernel, work = build(*given)
-    return finished(kernel, renderer, work)
-  if compiler(device) is None:
-    return _for_tinygrad(*build(*given))
-  return compiled(build, device, renderer.target, *given)
+    renderer = Device[device].renderer
+    if device.split(":")[0] == "EMU":
+      kernel, work = build(*given)
+      return finished(kernel, renderer, work)
+    if compiler(device) is None:
+      return _for_tinygrad(*build(*given))
+    return compiled(build, device, renderer.target, *given)
 
 
 @functools.cache

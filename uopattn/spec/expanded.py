@@ -35,7 +35,8 @@ def distinct_heads(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
   Heads are repeated if they were expanded from one, or each into several in a row, as by `repeat_interleave`. k and v
   stay as they are if they would have different numbers of heads.
   """
-  if 0 in k.shape or 0 in v.shape:
+  buffers = k.uop.has_buffer_identity(after_ok=True) or v.uop.has_buffer_identity(after_ok=True)
+  if buffers or 0 in k.shape or 0 in v.shape:
     return k, v
   found = _distinct_heads(k), _distinct_heads(v)
   return found if found[0].shape[1] == found[1].shape[1] else (k, v)
@@ -44,7 +45,7 @@ def distinct_heads(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def _distinct_heads(x: Tensor) -> Tensor:
   if x.shape[1] == 1 or _constant_axes(x.uop, {})[1]:
     return x[:, :1]
-  before = x.uop.src[0] if x.uop.op is Ops.RESHAPE else x.uop
+  before = x.uop.src[0] if x.uop.op is Ops.RESHAPE else x.uop  # (B, heads, repeats, N, D)
   in_rows = before.ndim == 5 and (before.shape[0], *before.shape[3:]) == (x.shape[0], *x.shape[2:])
   return Tensor(before)[:, :, 0] if in_rows and _constant_axes(before, {})[2] else x
 

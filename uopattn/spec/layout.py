@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from typing import cast
 
 from tinygrad import Tensor, UOp
-from tinygrad.function import _function
 from tinygrad.uop.ops import GroupOp, Ops
 
+from uopattn.runtime.function import in_function
 from uopattn.runtime.log import log_once
 
 Shape = tuple[int, ...]
+VIEW_OPS = frozenset({*GroupOp.Movement, Ops.DETACH})  # what lies between a view and its buffer
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,11 @@ def base_of(x: UOp) -> UOp:
   Inside a `tinygrad.function` that is x too: tinygrad replaces the function's inputs, which may be views, but nothing
   that they are views of.
   """
-  if _function.depth:
+  if in_function():
     return x
   base = x
   while not (base.has_buffer_identity(after_ok=True) or base.op is Ops.CONTIGUOUS):
-    if base.op not in {*GroupOp.Movement, Ops.DETACH}:
+    if base.op not in VIEW_OPS:
       return x
     base = base.src[0]
   return base

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv
+from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.scope import Loop, Scope, sizes
@@ -25,6 +26,21 @@ def register_blocks(length: int, width: int) -> list[tuple[int, int, int]]:
 def largest_divisor(x: int, most: int) -> int:
   """The largest divisor of x that is at most `most` (and at least 1)."""
   return max(d for d in range(1, min(max(most, 1), x) + 1) if x % d == 0)
+
+
+def work_items(s: Scope, count: int, per_call: int) -> tuple[tuple[UOp, UOp], UOp]:
+  """Open the axes of `count` work items, `per_call` of which one call of the kernel processes in turn.
+
+  Returns:
+    The two axes, of calls and of items per call, and the number of the work item.
+
+  Raises:
+    ValueError: `per_call` does not divide `count`.
+  """
+  if count % per_call:
+    raise ValueError(f"Tiles.blocks_per_call={per_call}: must divide the {count} blocks of queries")
+  axes = s.axis(count // per_call, AxisType.THREAD), s.axis(per_call)
+  return axes, axes[0] * per_call + axes[1]
 
 
 def zeros(s: Scope, rows: int, lanes: int, within: tuple[UOp, ...]) -> UOp:
