@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import Phase, settings
 from tinygrad import Context, Device, Tensor, dtypes
-from tinygrad.dtype import DType
+from tinygrad.dtype import DType, _to_np_dtype
 
 import uopattn.emulator as emulator
 from uopattn import attention, flash
@@ -29,20 +30,31 @@ def qkv(
   B: int, Hq: int, Hkv: int, M: int, N: int, Dk: int, Dv: int, dtype: DType = dtypes.float32, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
   """Normal random q, k and v of four dimensions."""
-  random = np.random.default_rng(seed)  # numpy's, as tinygrad would compile three kernels for every shape
-  shapes = ((B, Hq, M, Dk), (B, Hkv, N, Dk), (B, Hkv, N, Dv))
-  q, k, v = (Tensor(random.standard_normal(shape, np.float32)).cast(dtype).realize() for shape in shapes)
-  return q, k, v
+  return _random((B, Hq, M, Dk), (B, Hkv, N, Dk), (B, Hkv, N, Dv), dtype=dtype, seed=seed)
+
+
+def _random(*shapes: tuple[int, ...], dtype: DType, seed: int, device: str | None = None) -> Any:
+  random = np.random.default_rng(seed)
+  return tuple(placed(random.standard_normal(shape, np.float32), dtype, device) for shape in shapes)
+
+
+NOT_OF_NUMPY = {
+  dtypes.bfloat16: ml_dtypes.bfloat16,
+  dtypes.fp8e4m3: ml_dtypes.float8_e4m3fn,
+  dtypes.fp8e5m2: ml_dtypes.float8_e5m2,
+}
 
 
 def placed(x: Array, dtype: DType | None = None, device: str | None = None) -> Tensor:
   """An array on a device, by default the default one, in its own type or another one.
 
-  On the emulator by way of the CPU, which casts sooner; on no other, as the CPU needs a compiler of its own.
+  Drawn and cast in numpy: tinygrad would compile a kernel for every shape.
   """
-  device = Device.DEFAULT if device is None else device
-  tensor = Tensor(x, device="CPU" if device.startswith("EMU") else device)
-  return (tensor if dtype is None else tensor.cast(dtype)).to(device).realize()
+  if dtype in NOT_OF_NUMPY:
+    stored = np.ascontiguousarray(x).astype(NOT_OF_NUMPY[dtype])
+    return Tensor(stored.tobytes(), dtype=dtype, device=device).reshape(x.shape).realize()
+  kind = None if dtype is None else _to_np_dtype(dtype)
+  return Tensor(x if kind is None else x.astype(kind), dtype=dtype, device=device).realize()
 
 
 def on_device(x: Any) -> Any:
@@ -61,10 +73,7 @@ def inputs(
   B: int, Hq: int, Hkv: int, M: int, N: int, Dk: int, Dv: int, dtype: DType = dtypes.float16, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
   """Normal random q, k and v on the emulator."""
-  rng = np.random.default_rng(seed)
-  shapes = ((B, Hq, M, Dk), (B, Hkv, N, Dk), (B, Hkv, N, Dv))
-  q, k, v = (placed(rng.standard_normal(shape, np.float32), dtype, "EMU") for shape in shapes)
-  return q, k, v
+  return _random((B, Hq, M, Dk), (B, Hkv, N, Dk), (B, Hkv, N, Dv), dtype=dtype, seed=seed, device="EMU")
 
 
 def drawn(quick: int, slow: int = 200) -> settings:

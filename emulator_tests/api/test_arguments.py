@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 from collections.abc import Callable
 from dataclasses import fields, replace
 from inspect import signature
@@ -29,7 +30,7 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
   "dtype of keys": ((Q, tensor(2, 4, 6, 8, dtype=dtypes.int), Q), {}, TypeError, "k has dtype int; accepted are float"),
   "integer dtype": ((tensor(2, 4, 5, 8, dtype=dtypes.int),) * 3, {},
      TypeError, "q has dtype int; accepted are float, half"),
-  "float64": ((tensor(2, 4, 5, 8, dtype=dtypes.double),) * 3, {}, TypeError, "q has dtype double"),
+  "float64": ((tensor(2, 4, 5, 8, dtype=dtypes.double),) * 3, {}, ValueError, "has no code for double q, k and v"),
   "one dimension": ((tensor(8), Q, Q), {}, ValueError, r"q has shape \(8,\); it must have at least two dimensions"),
   "many dimensions": ((tensor(3, 1, 4, 5, 8), tensor(2, 1, 4, 5, 8), Q), {}, ValueError,
      r"q has shape \(3, 1, 4, 5, 8\), k has shape \(2, 1, 4, 5, 8\), .*; all axes but the last three must broadcast"),
@@ -92,7 +93,31 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
 def test_bad_arguments(name: str) -> None:
   inputs, options, error, message = BAD[name]
   with pytest.raises(error, match=message):
+    attention(*inputs, **{"backend": "kernel"} | options)
+
+
+# Of these, what tinygrad's own attention takes.
+TAKEN = ("integer dtype", "float64", "no keys", "dropout", "mask dtype", "is_causal")
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_tinygrad_takes_is_left_to_it(name: str, caplog: pytest.LogCaptureFixture) -> None:
+  inputs, options, error, message = BAD[name]
+  if name not in TAKEN:
+    with pytest.raises(error, match=message):
+      attention(*inputs, **options)
+    return
+  log_once.cache_clear()
+  inputs = tuple(x.zeros_like() for x in inputs)
+  with caplog.at_level(logging.WARNING, "uopattn"):
+    out = attention(*inputs, **options)
     attention(*inputs, **options)
+  want = Tensor.scaled_dot_product_attention(*inputs, **options)
+  assert (out.shape, out.dtype) == (want.shape, want.dtype)
+  np.testing.assert_array_equal(out.numpy(), want.numpy())
+  (line,) = (x.getMessage() for x in caplog.records)
+  assert line.startswith("attention falls back to ")
+  assert re.search(message, line)
 
 
 CACHE, PACKED = KVCache(2, 4, 6, 8), tensor(10, 4, 8)

@@ -7,9 +7,10 @@ from typing import Any, Literal, Unpack, overload
 from tinygrad import Tensor, UOp
 from tinygrad.helpers import TRAINING
 
-from uopattn.api.broadcast import with_four_axes
+from uopattn.api.broadcast import check_axes, with_four_axes
 from uopattn.api.options import AttentionOptions
 from uopattn.api.symbolic import with_known_sizes
+from uopattn.api.tinygrads import by_tinygrad
 from uopattn.dsl.random import draw_seed
 from uopattn.plan.dispatch import NoKernel, dispatch
 from uopattn.plan.forward import forward
@@ -106,7 +107,8 @@ def attention(
   dtype, it takes the dtype of the others. Any other Tensor of a weak dtype becomes float32 or the default int dtype.
 
   Args:
-    q: (..., Hq, M, Dk) or (M, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2. Accumulation is in float32.
+    q: (..., Hq, M, Dk) or (M, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2, with sums in float32; or float64, in
+      plain ops.
       Batches and heads of q, k and v broadcast; B is all batches in one axis. Kernels that multiply float32 in tf32 are
       used only if tinygrad's `ALLOW_TF32` is set.
     k: (..., Hkv, N, Dk) or (N, Dk), in q's dtype.
@@ -131,10 +133,11 @@ def attention(
       included, read 0 (False) and have no gradient.
     block_mask: a mask_mod with its own aux, and the number of visible pairs in each block, which lets kernels skip
       tiles. If mask_mod is given too, a key must pass both.
-    return_lse: also return the log-sum-exp (natural logarithm) of each row, (B, Hq, M) float32. Realize both together,
-      `Tensor.realize(out, lse)`; one at a time, the kernel runs twice.
+    return_lse: also return the log-sum-exp (natural logarithm) of each row, (B, Hq, M) float32, or float64 if q is.
+      Realize both together, `Tensor.realize(out, lse)`; one at a time, the kernel runs twice.
     backend: "kernel" raises an error if no kernel serves the case. "reference" uses plain tinygrad ops, which store the
-      scores. "auto" uses the kernel if there is one, otherwise the reference, with one log line per reason.
+      scores. "auto" uses the kernel if there is one, otherwise the reference, and tinygrad's own attention for what
+      that alone accepts, such as integers and sizes of 0; each with one log line per reason.
 
   Returns:
     (..., Hq, M, Dv), or (M, Dv), in q's dtype; with return_lse a pair.
@@ -174,7 +177,12 @@ def attention(
     block_mask=block_mask,
     return_lse=return_lse,
   )
-  return attend(q, k, v, arguments, backend)
+  try:
+    return attend(q, k, v, arguments, backend)
+  except (TypeError, ValueError) as refusal:
+    if backend != "auto":
+      raise
+    return by_tinygrad(q, k, v, arguments, refusal)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, backend: str) -> Any:
@@ -182,7 +190,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, backend: str) 
   if backend not in BACKENDS:
     raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
   q, k, v = operands((-2,), q=q, k=k, v=v)
-  dtype, M = q.dtype, q.shape[-2] if q.ndim > 1 else 1
+  check_axes(q=q, k=k, v=v)
+  dtype, M = q.dtype, q.shape[-2]
   if arguments.scales is None and arguments.page_table is None:
     q, k, v, dtype = promoted(q, k, v)
   q, k, v, arguments = with_known_sizes(q, k, v, arguments)

@@ -11,6 +11,13 @@ from uopattn.dsl import sizes
 from uopattn.spec.arguments import Arguments
 
 
+def check_axes(**named: Tensor) -> None:
+  """Raise ValueError if a Tensor has fewer than two axes."""
+  for name, x in named.items():
+    if x.ndim < 2:
+      raise ValueError(f"{name} has shape {x.shape}; it must have at least two dimensions, (..., H, rows, head size)")
+
+
 def with_four_axes(
   q: Tensor, k: Tensor, v: Tensor, arguments: Arguments
 ) -> tuple[Tensor, Tensor, Tensor, Arguments, Callable[[Tensor], Tensor]]:
@@ -22,12 +29,9 @@ def with_four_axes(
     q, k, v, the arguments, and a function that gives results, (B, Hq, ...), the axes of the inputs.
 
   Raises:
-    ValueError: a Tensor has fewer than two axes, or batches do not broadcast.
+    ValueError: batches do not broadcast.
   """
   named = {"q": q, "k": k, "v": v}
-  for name, x in named.items():
-    if x.ndim < 2:
-      raise ValueError(f"{name} has shape {x.shape}; it must have at least two dimensions, (..., H, rows, head size)")
   batches = _broadcast([sizes(x)[:-3] for x in named.values()])
   if batches is None and all(x.ndim == 4 for x in named.values()):
     return q, k, v, arguments, lambda x: x  # the checks to come say what is wrong

@@ -14,9 +14,12 @@ from uopattn.spec.trace import of_tensors
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, arguments: Arguments) -> tuple[Tensor, Tensor]:
-  """Return the output (B, Hq, M, Dv) in q's dtype and the natural-log LSE (B, Hq, M). Computes in float32."""
+  """Return the output (B, Hq, M, Dv) in q's dtype and the natural-log LSE (B, Hq, M) in float32.
+
+  It computes in float32, and in float64 where q is of that, as the LSE is then.
+  """
   scores, groups = scores_of(q, k, spec, arguments), (spec.B, spec.Hkv, spec.Hq // spec.Hkv)
-  sinks = None if arguments.sinks is None else arguments.sinks.float().reshape(1, -1, 1, 1)
+  sinks = None if arguments.sinks is None else arguments.sinks.cast(scores.dtype).reshape(1, -1, 1, 1)
   # Rows that see no key. Max does not find them: it gives -inf for NaN too. `all` of constant bools fails in tinygrad.
   no_key = scores.ne(-math.inf).sum(-1, keepdim=True).eq(0)
   m = scores.max(-1, keepdim=True)
@@ -33,16 +36,19 @@ def reference(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, arguments: A
 
 
 def scores_of(q: Tensor, k: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tensor:
-  """Return the scores, (B, Hq, M, N) float32, -inf where a key is hidden."""
-  q_groups = q.float().reshape(spec.B, spec.Hkv, spec.Hq // spec.Hkv, spec.M, spec.Dk)
+  """Return the scores, (B, Hq, M, N) float32 or float64, -inf where a key is hidden."""
+  q_groups = _wide(q).reshape(spec.B, spec.Hkv, spec.Hq // spec.Hkv, spec.M, spec.Dk)
   products = q_groups @ keys_of(k, arguments).unsqueeze(2).transpose(-1, -2)
   scores = products.reshape(spec.B, spec.Hq, spec.M, spec.N) * spec.scale
   return _hide(_without_page(_modify(scores, arguments), spec, arguments), spec, arguments)
 
 
 def keys_of(x: Tensor, arguments: Arguments, values: bool = False) -> Tensor:
-  """Return k, or v, as (B, Hkv, N, D) float32, with 0 past kv_lengths: such a key has weight 0, but 0 * NaN is NaN."""
-  x = x.float()
+  """Return k, or v, as (B, Hkv, N, D) float32 or float64.
+
+  It is 0 past kv_lengths: such a key has weight 0, but 0 * NaN is NaN.
+  """
+  x = _wide(x)
   if arguments.scales is not None:
     x = x * arguments.scales[values].unsqueeze(-1)
   if arguments.page_table is not None:
@@ -50,6 +56,10 @@ def keys_of(x: Tensor, arguments: Arguments, values: bool = False) -> Tensor:
   if arguments.kv_lengths is not None:
     x = (Tensor.arange(x.shape[2]).reshape(1, 1, -1, 1) < _per_batch(arguments.kv_lengths)).where(x, 0)
   return x
+
+
+def _wide(x: Tensor) -> Tensor:
+  return x if x.dtype == dtypes.float64 else x.float()
 
 
 def _one_after_another(x: Tensor, table: Tensor) -> Tensor:
@@ -92,7 +102,7 @@ def _modify(scores: Tensor, arguments: Arguments) -> Tensor:
   if arguments.score_mod is not None:
     scores = of_tensors(arguments.score_mod, scores, *_indices(scores), *map(Lookup, arguments.aux))
   if arguments.attn_mask is not None and arguments.attn_mask.dtype != dtypes.bool:
-    scores = scores + arguments.attn_mask.float()
+    scores = scores + arguments.attn_mask.cast(scores.dtype)
   return scores
 
 

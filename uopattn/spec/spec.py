@@ -11,10 +11,10 @@ from tinygrad.uop.ops import Ops
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES
 from uopattn.dsl.rules.ranges import Range
-from uopattn.dsl.schedule import DTYPES, DTYPES_16, DTYPES_16_32, Problem
+from uopattn.dsl.schedule import DTYPES_16, DTYPES_16_32, Problem
 from uopattn.spec.arguments import Arguments, Sizes, known
 from uopattn.spec.layout import Layout, strided
-from uopattn.spec.tensors import dtype_name
+from uopattn.spec.tensors import OPERANDS, dtype_name
 from uopattn.spec.trace import Mod, trace_mod
 
 BACKENDS = ("auto", "kernel", "reference")
@@ -183,8 +183,8 @@ def _check_dtypes(named: dict[str, Tensor], scaled: bool) -> None:
         raise TypeError(f"{given}; accepted with scales are {', '.join(map(dtype_name, accepted))}")
     return
   for name, x in named.items():
-    if x.dtype not in DTYPES:
-      raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; accepted are {', '.join(map(dtype_name, DTYPES))}")
+    if x.dtype not in OPERANDS:
+      raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; accepted are {', '.join(map(dtype_name, OPERANDS))}")
     mixed = q.dtype == dtypes.float32 and k.dtype == v.dtype and k.dtype in DTYPES_16
     if x.dtype != q.dtype and not mixed:
       raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}, q has {dtype_name(q.dtype)}; they must be the same")

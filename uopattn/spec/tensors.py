@@ -10,6 +10,7 @@ from uopattn.dsl import clamp
 from uopattn.dsl.rules.masks import FAR
 from uopattn.dsl.schedule import DTYPES, DTYPES_16
 
+OPERANDS = (*DTYPES, dtypes.float64)  # dtypes of q, k and v; the last by plain ops alone
 WIDEST = FAR // 2  # largest side of a window
 
 
@@ -72,7 +73,7 @@ def promoted(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, D
   k and v of 16 bits stay as they are if q is float32: kernels on CPUs widen them as they read them.
   """
   given = q.dtype, k.dtype, v.dtype
-  if all_same(given) or not all(x in DTYPES for x in given):
+  if all_same(given) or not all(x in OPERANDS for x in given):
     return q, k, v, q.dtype
   common, result = least_upper_dtype(*given), least_upper_dtype(q.dtype, v.dtype)
   if k.dtype != v.dtype or k.dtype not in DTYPES_16 or common != dtypes.float32:
