@@ -4,13 +4,14 @@ The card is a stub. The compiler, the ELF loader and `NVProgram` are those that 
 """
 
 import itertools
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
-from tinygrad import Context, Device, dtypes
+from tinygrad import Context, Device, UOp, dtypes
 from tinygrad.device import Compiled
 from tinygrad.dtype import DType
 from tinygrad.engine.realize import runtime_cache
@@ -120,23 +121,25 @@ def in_launch(program: NVProgram) -> int:
   return int(program.qmd.read("shared_memory_size"))
 
 
-def check(launch: Launch, program: NVProgram, cubin: bytes, arch: str) -> None:
-  """Fail unless a launch has the shared memory, threads and local memory that its kernel needs, and a card has them."""
-  first, needed = start_of_shared_memory(program, cubin), shared_memory(launch)
+def check(made: UOp, program: object, needed: int, arch: str) -> None:
+  """Fail unless a launch has the shared memory and threads that its kernel needs, and no more than the card has.
+
+  Args:
+    made: the PROGRAM, whose cubin is as the compiler left it.
+    program: as tinygrad will call it.
+    needed: bytes of dynamic shared memory.
+  """
+  assert isinstance(program, NVProgram)
+  first = start_of_shared_memory(program, made.to_elf().lib)
   assert first in (0, RESERVED)
   assert first + needed <= in_launch(program), "too little shared memory"
   assert in_launch(program) <= lds_limit(arch) + RESERVED
-  threads = 32 if launch.tiles is None else launch.tiles.threads
-  assert program.max_threads >= threads
-  assert program.lcmem_usage <= program.dev.slm_per_thread
+  assert program.max_threads >= math.prod(made.arg.local_size)
 
 
-def built(launch: Launch, device: str) -> tuple[NVProgram, bytes]:
-  """Return a launch's program as tinygrad will call it, and its cubin as the compiler left it."""
+def check_launch(launch: Launch, device: str) -> None:
   made = launch.build(device)
-  program = runtime_cache[made.key, device]
-  assert isinstance(program, NVProgram)
-  return program, made.to_elf().lib
+  check(made, runtime_cache[made.key, device], shared_memory(launch), CARDS[device][0])
 
 
 def has_type(dtype: DType, device: str) -> bool:
@@ -151,30 +154,32 @@ QUICK = [(name, device) for name, (_, given) in CASES.items() for device in CARD
 @pytest.mark.parametrize(("name", "device"), QUICK)
 def test_a_launch_has_what_its_kernel_needs(name: str, device: str) -> None:
   run, given = CASES[name]
-  target = target_of(device)
-  for launch in run(given, target):
-    check(launch, *built(launch, device), target.arch)
+  for launch in run(given, target_of(device)):
+    check_launch(launch, device)
 
 
+OF_A_PASS = [
+  (device, run, dtype)
+  for device in CARDS
+  for run, types in ((forward, (HALF, BFLOAT, FLOAT, FP8)), (backward, (HALF, BFLOAT, FLOAT)))
+  for dtype in types
+  if has_type(dtype, device)
+]
 SIZES = ((8, 8), (40, 24), (64, 64), (96, 96), (128, 128), (136, 68), (192, 128), (256, 256))
 
 
 @has_nvcc
 @pytest.mark.slow
-@pytest.mark.parametrize("run", [forward, backward])
-@pytest.mark.parametrize("dtype", [HALF, BFLOAT, FLOAT, FP8])
-@pytest.mark.parametrize("device", CARDS)
-def test_launches_with_all_tiles_have_what_their_kernels_need(device: str, dtype: DType, run: Run) -> None:
+@pytest.mark.parametrize(("device", "run", "dtype"), OF_A_PASS)
+def test_launches_with_all_tiles_have_what_their_kernels_need(device: str, run: Run, dtype: DType) -> None:
   """Of the tiles that dispatch chooses for some sizes, each with the first of them."""
-  if not has_type(dtype, device) or (run is backward and dtype == FP8):
-    return
   target, seen = target_of(device), set()
   for (Dk, Dv), M in itertools.product(SIZES, (1, 17, 50, 4096)):
     with suppress(NoKernel):
       for launch in run(spec(dtype, M, Dk, Dv), target):
         if (kind := (launch.schedule.name, launch.kernel.outputs, launch.tiles)) not in seen:
           seen.add(kind)
-          check(launch, *built(launch, device), target.arch)
+          check_launch(launch, device)
   assert len(seen) > 2
 
 
@@ -182,12 +187,11 @@ def test_launches_with_all_tiles_have_what_their_kernels_need(device: str, dtype
 @pytest.mark.parametrize("device", ["NV:1", "NV:3"])
 def test_a_cubin_as_the_compiler_leaves_it_is_noticed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
   (launch,) = forward(LARGEST, target_of(device))
-  elf = launch.build(device).to_elf()
+  made, needed = launch.build(device), shared_memory(launch)
   monkeypatch.setattr(cuda, "with_shared_memory", lambda cubin, name, size: cubin)
-  program = cuda.loaded(elf, Device[device], shared_memory(launch))
-  assert isinstance(program, NVProgram)
+  program = cuda.loaded(made.to_elf(), Device[device], needed)
   with pytest.raises(AssertionError, match="too little shared memory"):
-    check(launch, program, elf.lib, CARDS[device][0])
+    check(made, program, needed, CARDS[device][0])
 
 
 @pytest.mark.parametrize(("device", "units"), [("NV:1", 84), ("NV:2", 132), ("NV:3", 192)])

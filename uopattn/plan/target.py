@@ -47,8 +47,7 @@ def target_of(device: str) -> Target:
 def shown(target: Target, device: str) -> str:
   """Return a device's target for display; it names NV, and says when results come from an emulator."""
   kind = device.split(":")[0].upper()
-  if RUNTIMES.get(kind) == target.device:
-    return f"{kind} {target.arch}"
   if kind == "EMU":
     return f"EMU {target.arch}, emulated"
-  return f"{target}, emulated" if DEV.target(kind).interface.upper().startswith("MOCK") else str(target)
+  name = f"{kind} {target.arch}" if RUNTIMES.get(kind) == target.device else str(target)
+  return f"{name}, emulated" if DEV.target(kind).interface.upper().startswith("MOCK") else name
