@@ -216,7 +216,7 @@ SUBJECTS: dict[str, Subject] = {
   ),
   "cuda": Subject(
     cuda_forward,
-    ("sm_80", "sm_89", "sm_90"),
+    ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120"),
     DTYPES_16,
     CORNERS
     | ODD
@@ -254,7 +254,7 @@ SUBJECTS: dict[str, Subject] = {
   ),
   "float8": Subject(
     cuda_forward,
-    ("sm_89", "sm_90"),
+    ("sm_89", "sm_90", "sm_120"),
     DTYPES_8,
     CORNERS
     | ODD

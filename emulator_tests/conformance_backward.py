@@ -112,7 +112,7 @@ TABLE: dict[str, BackwardSchedule] = {
   ),
   "cuda": BackwardSchedule(
     cuda_backward,
-    ("sm_80", "sm_89"),
+    ("sm_80", "sm_89", "sm_120"),
     (HALF, BFLOAT, FLOAT),
     lambda arch, dtype: cuda_pair(dtype, (2, 1, 16), (2, 1, 16, 3, False)),
     lambda arch, dtype: st.tuples(

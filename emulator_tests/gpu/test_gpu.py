@@ -21,12 +21,15 @@ from tinygrad.nn.optim import SGD
 from uopattn import attention, attention_varlen, flash
 from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES
 from uopattn.kernels import cuda_forward, hopper_forward
+from uopattn.plan.target import target_of
 from uopattn.proof.gate import verify, verify_gradients
 
 KIND = Device.DEFAULT.split(":")[0]
-pytestmark = pytest.mark.skipif(KIND not in ("CUDA", "AMD"), reason=f"tinygrad's default device is {KIND}, not a GPU")
+ARCH = target_of(Device.DEFAULT).arch if KIND in ("CUDA", "NV") else ""
+pytestmark = pytest.mark.skipif(KIND not in ("CUDA", "NV", "AMD"), reason=f"default device is {KIND}, not a GPU")
 HALF, BFLOAT, FLOAT = dtypes.float16, dtypes.bfloat16, dtypes.float32
-cuda_alone = pytest.mark.skipif(KIND != "CUDA", reason="tiles and types of the CUDA kernels")
+cuda_alone = pytest.mark.skipif(not ARCH, reason="tiles and types of the CUDA kernels")
+hopper_alone = pytest.mark.skipif(ARCH != "sm_90", reason="tiles for Hopper")
 
 CASES: dict[str, tuple[tuple[int, int, int, int, int, int, int], Any, dict[str, Any]]] = {
   "smallest": ((1, 1, 1, 1, 1, 1, 1), HALF, {}),
@@ -58,7 +61,11 @@ def test_matches_the_oracle(case: str) -> None:
 @cuda_alone
 @pytest.mark.parametrize(
   "tiles",
-  [cuda_forward.Tiles(4, 2, 32, 3), cuda_forward.Tiles(2, 1, 64), hopper_forward.Tiles(3, 64, 4)],
+  [
+    cuda_forward.Tiles(4, 2, 32, 3),
+    cuda_forward.Tiles(2, 1, 64),
+    pytest.param(hopper_forward.Tiles(3, 64, 4), marks=hopper_alone),
+  ],
   ids=str,
 )
 def test_other_tiles(tiles) -> None:
@@ -126,6 +133,7 @@ def test_one_kernel_serves_all_lengths_of_split_keys() -> None:
 
 
 @cuda_alone
+@pytest.mark.skipif(ARCH in ("sm_75", "sm_80", "sm_86"), reason="8 bits from sm_89 on")
 @pytest.mark.parametrize("dtype", [dtypes.fp8e4m3, dtypes.fp8e5m2], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_eight_bits(dtype: DType, is_causal: bool) -> None:

@@ -24,12 +24,7 @@ Options = dict[str, Any]
 
 # Kernels with machines: rules are the same code on all machines of a kernel.
 KERNELS = ("amd", "cuda", "hopper")
-MACHINES = [
-  (name, arch)
-  for name in KERNELS
-  for arch in SUBJECTS[name].arches
-  if (name, arch) not in {("cuda", "sm_89"), ("cuda", "sm_90")}
-]
+MACHINES = [(name, arch) for name in KERNELS for arch in SUBJECTS[name].arches if name != "cuda" or arch == "sm_80"]
 ONE_EACH = [("amd", "gfx942"), ("cuda", "sm_80"), ("hopper", "sm_90")]
 SHAPE = B, HEADS, KV_HEADS, M, N, DK, DV = 2, 4, 2, 77, 110, 24, 40
 RANDOM = np.random.default_rng(5)

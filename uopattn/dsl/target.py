@@ -25,7 +25,7 @@ class Target:
   """A device and its architecture, as tinygrad spells them.
 
   Attributes:
-    device: "CPU", "AMD", "CUDA", ...; on the emulator, the device that it emulates.
+    device: "CPU", "AMD", "CUDA", ...; on the emulator, the device that it emulates; on NV, CUDA, whose kernels it runs.
     arch: "x86_64,native", "arm64,native,-sve", "gfx1100", "sm_90", ...
     vector: the vector registers of a CPU.
     threads: CPU threads that a kernel may use.

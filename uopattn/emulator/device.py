@@ -20,7 +20,7 @@ from .mutate import mutated
 
 DEFAULT_ARCH = "gfx1100"
 AMD = ("gfx11", "gfx1200", "gfx1201", "gfx942", "gfx950")  # prefixes of the names
-NVIDIA = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90")
+NVIDIA = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 
 def pack(uops: list[UOp]) -> str:

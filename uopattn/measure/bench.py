@@ -30,6 +30,7 @@ from uopattn.measure.bench_report import lines, plot
 from uopattn.measure.command_line import Usage, check_writable, default_target, exit_status
 from uopattn.measure.contenders import Contender, Runner, limit, load, on_cpu, product_size, versions
 from uopattn.measure.run import Config, Problem, prepare
+from uopattn.plan.target import shown
 from uopattn.proof.gate import Gate, GradientGate, Report, numpy
 from uopattn.proof.oracle import Array
 from uopattn.runtime.clang import clang_version
@@ -43,6 +44,7 @@ WARM = 0.03  # seconds of untimed calls before a turn, which wake threads and fi
 TURN = 0.1  # least seconds of a turn; short calls are repeated
 CHECKED = {True: 1 << 27, False: 1 << 25}  # most scores of the heads that are checked: on a CPU, on a GPU
 FORMAT = 1  # of the JSON record
+GPUS = ("CUDA", "NV", "AMD")
 
 
 def cpu_rows() -> list[Config]:
@@ -261,7 +263,7 @@ def bench_row(config: Config, contenders: dict[str, Contender], rounds: int, bac
       records[name]["share"][most.name] = share(times[name], its, *works)
   return {
     "problem": s.record(),
-    "device": " ".join(filter(None, (str(target), gpu_name(Device.DEFAULT)))),
+    "device": " ".join(filter(None, (shown(target, Device.DEFAULT), gpu_name(Device.DEFAULT)))),
     "kernel": problem.launch.schedule.name,
     "tiles": asdict(problem.launch.tiles),
     "flops": flops,
@@ -337,19 +339,19 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def gpu() -> str:
-  """Return the GPU to use: tinygrad's default device if it is one, else the first of CUDA and AMD that works.
+  """Return the GPU to use: tinygrad's default device if it is one, else the first of `GPUS` that works.
 
   Raises:
     Usage: there is no GPU.
   """
-  for device in (Device.DEFAULT, "CUDA", "AMD"):
-    if device.split(":")[0] in ("CUDA", "AMD"):
+  for device in (Device.DEFAULT, *GPUS):
+    if device.split(":")[0] in GPUS:
       try:
         Device[device]
         return device
       except Exception:  # a missing driver can raise anything
         continue
-  raise Usage("gpu: tinygrad finds neither a CUDA nor an AMD device here")
+  raise Usage(f"gpu: tinygrad finds none of the devices {', '.join(GPUS)} here")
 
 
 def devices(name: str | None) -> list[str]:
@@ -363,7 +365,7 @@ def problems(given: argparse.Namespace) -> list[tuple[str, Config]]:
   """Return the problems to time, each with its device."""
   rows: list[tuple[str, Config]] = []
   for device in devices(given.device):
-    if (kind := device.split(":")[0]) not in ("CPU", "CUDA", "AMD"):
+    if (kind := device.split(":")[0]) not in ("CPU", *GPUS):
       raise Usage(f"there are no problems to time on {kind}; accepted are cpu and gpu")
     configs = cpu_rows() if kind == "CPU" else gpu_rows()
     configs = quick_rows(kind) if given.quick else backward_rows(kind) if given.backward else configs

@@ -14,8 +14,8 @@ from tinygrad.helpers import DEV, Context
 from uopattn.dsl.schedule import DTYPES, Schedule
 from uopattn.dsl.target import Target
 from uopattn.measure.command_line import Usage, default_target, exit_status, reason
-from uopattn.plan.dispatch import BACKWARD, FORWARD, NoKernel, dispatch, dispatch_backward
-from uopattn.plan.target import shown, target_of
+from uopattn.plan.dispatch import BACKWARD, FORWARD, NoKernel, dispatch, dispatch_backward, on_device
+from uopattn.plan.target import RUNTIMES, shown, target_of
 from uopattn.runtime.clang import NoCompiler, clang_version, find_clang
 from uopattn.runtime.machine import machine_record
 from uopattn.spec.arguments import Arguments
@@ -74,10 +74,11 @@ def others(default: str) -> Iterator[str]:
   Args:
     default: the default device, which is skipped; its name may have more parts than the device's kind.
   """
-  for device in sorted({device for schedule in FORWARD for device in schedule.devices} - {default.split(":")[0]}):
+  kinds = {device for schedule in FORWARD for device in schedule.devices} | set(RUNTIMES)
+  for device in sorted(kinds - {default.split(":")[0]}):
     try:
       with Context(DEV=device):
-        yield str(target_of(device))
+        yield shown(target_of(device), device)
     except Exception as error:  # a missing driver can raise anything
       yield f"{device}: none: {reason(error)}"
 
@@ -101,6 +102,11 @@ def report() -> int:
   if target is None:
     return 2
   for name, schedules in (("kernel", FORWARD), ("gradients", BACKWARD)):
+    try:
+      on_device(schedules, "no kernel", target)
+    except NoKernel as error:
+      line(name, f"none: {error}")
+      continue
     for schedule in schedules:
       line(name, f"{schedule.name}: {served(schedule, target)}")
   return 0

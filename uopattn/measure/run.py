@@ -82,7 +82,7 @@ Runs the kernel, times it, and checks its output. A key that is not given is tak
   INPUT          a safetensors file with q, k and v, in place of random inputs
   JSON           a file for the record: machine, versions, tiles, times, errors
 
-tinygrad's DEV chooses the device: CPU, CUDA, AMD, EMU::gfx1100, EMU::sm_90, ...
+tinygrad's DEV chooses the device: CPU, CUDA, NV, AMD, EMU::gfx1100, EMU::sm_90, ...
 Exit status: 0 correct, 1 wrong output, 2 anything else."""
 ALIKE = 0.8  # similarity from which a name counts as a misspelt key
 SWITCHES, NATURALS = ("CAUSAL", "VERIFY"), ("B", "H", "HKV", "N", "M", "D", "DV", "CNT")

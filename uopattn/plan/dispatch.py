@@ -29,6 +29,8 @@ from uopattn.spec.tensors import dtype_name
 # If several schedules are meant for a case, the first one is used.
 FORWARD = tuple(x.SCHEDULE for x in (cpu_forward, cpu_decode, amd_forward, hopper_forward, cuda_forward))
 BACKWARD = tuple(x.SCHEDULE for x in (cpu_backward, amd_backward, hopper_backward, cuda_backward))
+# How to have tinygrad render CUDA C++, as the kernels for NVIDIA's GPUs need, with NVRTC and with nvcc.
+WITH_NVRTC_AND_NVCC = {"CUDA": ("DEV=CUDA:CUDA", "DEV=CUDA:NVCC"), "NV": ("DEV=NV:CUDA", "DEV=NV:CC")}
 CPU_ARGUMENTS = MOST_ARGUMENTS - 2  # buffers and Variables of a call on a CPU; its work item takes the rest
 
 
@@ -53,7 +55,7 @@ def dispatch(spec: AttentionSpec, target: Target, tiles: Any = None) -> Launch:
   Raises:
     NoKernel: no kernel serves it. The reasons are those of the schedule that is meant for the case.
   """
-  schedules = _on_device(FORWARD, "no kernel", target)
+  schedules = on_device(FORWARD, "no kernel", target)
   if tiles is not None:
     schedules = [x for x in schedules if x.tiles is type(tiles)]
     if not schedules:
@@ -68,7 +70,7 @@ def dispatch_backward(spec: AttentionSpec, target: Target) -> tuple[Launch, ...]
   Raises:
     NoKernel: no kernels serve it. The reasons are those of the device's last, most general, schedule.
   """
-  schedules = _on_device(BACKWARD, "no kernels for gradients", target)
+  schedules = on_device(BACKWARD, "no kernels for gradients", target)
   return _first(schedules, spec, target, reasons_of=-1)
 
 
@@ -90,12 +92,17 @@ def delta_launch(spec: AttentionSpec, target: Target, has_dlse: bool) -> Launch 
   return Launch(schedule, schedule.kernels[has_dlse], rows)
 
 
-def _on_device(schedules: Sequence[Schedule], what: str, target: Target) -> list[Schedule]:
-  """Return the schedules for the target's device. Raises NoKernel if there are none."""
+def on_device(schedules: Sequence[Schedule], what: str, target: Target) -> list[Schedule]:
+  """Return the schedules for the target's device. Raises NoKernel, which says `what` is missing, if there are none."""
   found = [x for x in schedules if target.device in x.devices]
   if not found:
-    devices = sorted({device for x in schedules for device in x.devices})
-    raise NoKernel(f"{what} for device {target.device}; there are kernels for {', '.join(devices)}")
+    kind, *renderer = target.device.split(":")
+    if renderer:
+      nvrtc, nvcc = WITH_NVRTC_AND_NVCC[kind]
+      needed = f"kernels are CUDA C++: set {nvrtc}, which needs NVRTC, or {nvcc}, which needs nvcc"
+    else:
+      needed = f"there are kernels for {', '.join(sorted({device for x in schedules for device in x.devices}))}"
+    raise NoKernel(f"{what} for device {target.device}; {needed}")
   return found
 
 

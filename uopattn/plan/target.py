@@ -3,7 +3,7 @@
 from typing import cast
 
 from tinygrad.helpers import DEV
-from tinygrad.renderer.cstyle import ClangRenderer
+from tinygrad.renderer.cstyle import ClangRenderer, CUDARenderer
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 
 from uopattn.dsl.target import Target
@@ -14,10 +14,14 @@ from uopattn.runtime.threads import thread_count
 from uopattn.runtime.vector_unit import vector_unit
 
 DEVICES = ("CPU", "AMD", "NV", "CUDA", "CL", "METAL", "QCOM", "WEBGPU", "PYTHON", "EMU")
+RUNTIMES = {"NV": "CUDA"}  # devices that run the kernels of another device
 
 
 def target_of(device: str) -> Target:
   """Return the target of a tinygrad device such as "CPU" or "CUDA:1".
+
+  That of NV is CUDA, whose kernels it runs. If CUDA or NV do not render CUDA C++, the target is that device and its
+  renderer, such as "NV:PTX", for which there are no kernels.
 
   Raises:
     ValueError: the device is not one that tinygrad computes on.
@@ -31,15 +35,19 @@ def target_of(device: str) -> Target:
   renderer = kernel_renderer(device)
   arch = renderer.target.arch
   if not isinstance(renderer, ClangRenderer):
-    units = multiprocessors(device) if kind == "CUDA" else None
-    return Target(renderer.target.device if kind == "EMU" else kind, arch, units=units)
+    if kind not in ("CUDA", "NV"):
+      return Target(renderer.target.device if kind == "EMU" else kind, arch)
+    if not isinstance(renderer, CUDARenderer):
+      return Target(f"{kind}:{type(renderer).__name__.removesuffix('Renderer')}", arch)
+    return Target("CUDA", arch, units=multiprocessors(device))
   flags = tuple(cast(ClangCompiler, renderer.compiler).args)
   return Target(kind, arch, vector_unit(arch.split(",")[0], flags), thread_count())
 
 
 def shown(target: Target, device: str) -> str:
-  """Return a device's target for display; it says when results come from an emulator."""
+  """Return a device's target for display; it names NV, and says when results come from an emulator."""
   kind = device.split(":")[0].upper()
   if kind == "EMU":
     return f"EMU {target.arch}, emulated"
-  return f"{target}, emulated" if DEV.target(kind).interface.upper().startswith("MOCK") else str(target)
+  name = f"{kind} {target.arch}" if RUNTIMES.get(kind) == target.device else str(target)
+  return f"{name}, emulated" if DEV.target(kind).interface.upper().startswith("MOCK") else name

@@ -1,15 +1,19 @@
 """Rendering, compiling and launching our CUDA kernels, with features that tinygrad's renderer and runtime lack.
 
 Shared memory is dynamic, so a workgroup may use more than 48 KiB. On sm_90 the target is sm_90a, which adds Hopper's
-own instructions, such as wgmma. Kernels are compiled to a cubin; tinygrad stops at PTX, which the driver finishes in
-every process, adding 0.1 to 0.4 s to a first call. The program's runtime object is stored in tinygrad's runtime cache;
-all other programs keep tinygrad's runtime.
+own instructions, such as wgmma. Kernels are compiled to a cubin; on CUDA tinygrad stops at PTX, which the driver
+finishes in every process, adding 0.1 to 0.4 s to a first call. The program's runtime object is stored in tinygrad's
+runtime cache; all other programs keep tinygrad's runtime.
+
+Two devices of tinygrad run CUDA kernels: CUDA, through the CUDA driver's library, and NV, which gives commands to the
+GPU by itself (`uopattn.runtime.nv`).
 """
 
-from typing import cast
+from dataclasses import replace
+from typing import Any
 
 from tinygrad import Device, UOp
-from tinygrad.device import Compiler
+from tinygrad.device import Compiler, Program, TinyELF
 from tinygrad.dtype import AddrSpace
 from tinygrad.engine.realize import runtime_cache
 from tinygrad.helpers import DEBUG, Target, round_up
@@ -17,22 +21,25 @@ from tinygrad.renderer import Estimates
 from tinygrad.renderer.cstyle import CUDARenderer, NVCCRenderer
 from tinygrad.uop.ops import Ops
 
+from uopattn.runtime.nv import with_shared_memory
 from uopattn.runtime.program_cache import finished
 
 ALIGN = 1024  # bytes: the period of the widest swizzle of shared memory
 
 
 class SharedRenderer(CUDARenderer):
-  """CUDARenderer that places LOCAL buffers in dynamic shared memory, for GPUs of architecture `arch` ("sm_90", ...)."""
+  """CUDARenderer that places LOCAL buffers in dynamic shared memory, for GPUs of architecture `arch` ("sm_90", ...).
+
+  It compiles with nvcc or NVRTC, to a cubin or to PTX.
+  """
 
   compiler: Compiler
 
-  def __init__(self, arch: str, use_nvcc: bool = False):
+  def __init__(self, arch: str, use_nvcc: bool = False, ptx: bool = False):
     super().__init__(Target("CUDA", "NVCC" if use_nvcc else "CUDA", arch), use_nvcc=use_nvcc)
     from tinygrad.runtime.support.compiler_cuda import NVCCCompiler, NVRTCCompiler
 
-    compiler, ptx = NVCCCompiler if use_nvcc else NVRTCCompiler, DEBUG >= 5  # at which tinygrad prints PTX
-    name = f"uopattn_{'ptx' if ptx else 'cubin'}"
+    compiler, name = NVCCCompiler if use_nvcc else NVRTCCompiler, f"uopattn_{'ptx' if ptx else 'cubin'}"
     self.compiler = compiler("sm_90a" if arch == "sm_90" else arch, ptx=ptx, cache_key=name)
 
   def render(self, uops: list[UOp]) -> str:
@@ -57,19 +64,29 @@ def shared_places(uops: tuple[UOp, ...] | list[UOp]) -> tuple[dict[UOp, int], in
 
 
 def on_gpu(kernel: UOp, device: str, estimates: Estimates) -> UOp:
-  """Compile a kernel for a CUDA device and return the PROGRAM that `Tensor.custom_kernel` takes in its place.
+  """Compile a kernel for a CUDA or NV device and return the PROGRAM that `Tensor.custom_kernel` takes in its place.
 
   Args:
     kernel: a SINK with KernelInfo.
-    device: "CUDA", "CUDA:1", ...
+    device: "CUDA", "CUDA:1", "NV", ...
     estimates: the work that tinygrad reports for the kernel.
   """
-  from tinygrad.runtime.ops_cuda import CUDADevice, CUDAProgram
-
-  gpu = cast(CUDADevice, Device[device])
-  renderer = SharedRenderer(gpu.renderer.target.arch, isinstance(gpu.renderer, NVCCRenderer))
+  gpu = Device[device]
+  ptx = DEBUG >= 5 and device.split(":")[0] == "CUDA"  # whose runtime then prints it
+  renderer = SharedRenderer(gpu.renderer.target.arch, isinstance(gpu.renderer, NVCCRenderer), ptx)
   made = finished(kernel, renderer, estimates)
   if (made.key, device) not in runtime_cache:
     shared = shared_places(tuple(kernel.toposort()))[1]
-    runtime_cache[(made.key, device)] = CUDAProgram(gpu, made.to_elf(), smem=shared)
+    runtime_cache[(made.key, device)] = loaded(made.to_elf(), gpu, shared)
   return made
+
+
+def loaded(elf: TinyELF, gpu: Any, shared: int) -> Program[Any]:
+  """Load a kernel with `shared` bytes of dynamic shared memory on a CUDADevice or NVDevice."""
+  if gpu.device.split(":")[0] == "NV":
+    from tinygrad.runtime.ops_nv import NVProgram
+
+    return NVProgram(gpu, replace(elf, lib=with_shared_memory(elf.lib, elf.name, shared)))
+  from tinygrad.runtime.ops_cuda import CUDAProgram
+
+  return CUDAProgram(gpu, elf, smem=shared)

@@ -6,9 +6,9 @@ import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
-from tinygrad import Device
+from tinygrad import Context, Device
 
 from uopattn.version import __version__
 
@@ -36,13 +36,18 @@ def gpu_name(device: str) -> str:
 
 @functools.cache
 def multiprocessors(device: str) -> int:
-  """Return the number of multiprocessors of a CUDA device."""
+  """Return the number of multiprocessors of a CUDA or NV device.
+
+  For NV it is the number of the whole chip. tinygrad does not ask which of them are disabled on this card.
+  """
+  with Context(ALLOW_DEVICE_USAGE=1):  # also while a tinygrad.function is traced, where nothing may run
+    gpu: Any = Device[device]
+  if device.split(":")[0] == "NV":
+    return int(gpu.num_gpcs * gpu.num_tpc_per_gpc * gpu.num_sm_per_tpc)
   from tinygrad.runtime.autogen import cuda
-  from tinygrad.runtime.ops_cuda import CUDADevice
 
   count = ctypes.c_int()
-  attribute = cuda.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
-  cuda.cuDeviceGetAttribute(count, attribute, cast(CUDADevice, Device[device]).cu_device)
+  cuda.cuDeviceGetAttribute(count, cuda.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, gpu.cu_device)
   return count.value
 
 

@@ -55,7 +55,7 @@ def compiled(build: Build, device: str, target: Target, *given: Any) -> UOp:
 def compiler(device: str) -> Callable[[UOp, str, Estimates], UOp] | None:
   """Return the function that compiles our kernels for a device; None if tinygrad's own renderer and runtime do."""
   kind = device.split(":")[0]
-  if kind in ("CPU", "CUDA"):
+  if kind in ("CPU", "CUDA", "NV"):
     return threaded if kind == "CPU" else on_gpu
   return as_llvm if isinstance(Device[device].renderer, AMDLLVMRenderer) else None
 
