@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from helpers import on, placed
-from tinygrad import Context, Tensor, TinyJit, dtypes, function
+from tinygrad import Context, GlobalCounters, Tensor, TinyJit, UOp, dtypes, function
 
 from uopattn import attention
 
@@ -39,6 +39,37 @@ def test_an_argument_that_is_a_view() -> None:
   q = inputs("CPU")[0].transpose(1, 2)
   f: Callable[[Tensor], Tensor] = function(lambda x: attention(x, x, x, backend="kernel"))
   np.testing.assert_array_equal(f(q).numpy(), attention(q, q, q, backend="kernel").numpy())
+
+
+@pytest.mark.parametrize("precompile", [False, True])
+def test_a_cache_that_the_function_writes_is_read_in_place(precompile: bool) -> None:
+  """A float32 query of each step beside a half cache that is not among the function's arguments."""
+  random = np.random.default_rng(0)
+  qs, kvs = (random.standard_normal((4, *shape), np.float32) for shape in ((1, H, 1, D), (2, 1, H, 1, D)))
+  start = UOp.variable("start", 0, N - 1)
+
+  def decode(attend: Callable[..., Tensor]) -> tuple[np.ndarray, int]:
+    cache = Tensor.zeros(2, 1, H, N, D, dtype=dtypes.half).contiguous().realize()
+
+    @function(precompile=precompile, allow_implicit=True)
+    def block(q: Tensor, kv: Tensor, start: UOp) -> Tensor:
+      written = Tensor(cache.uop.after(cache[:, :, :, start : start + 1].uop.store(kv.half().uop)))
+      return attend(q, *(written[i, :, :, : start + 1] for i in range(2))).contiguous()
+
+    step, given = (
+      TinyJit(lambda *x: block(*x).realize()),
+      [(placed(q), placed(kv)) for q, kv in zip(qs, kvs, strict=True)],
+    )
+    found = []
+    for i, (q, kv) in enumerate(given):
+      before = GlobalCounters.kernel_count
+      found.append(step(q, kv, start.bind(i)).numpy())
+    return np.stack(found), GlobalCounters.kernel_count - before
+
+  got, kernels = decode(lambda q, k, v: attention(q, k, v, backend="kernel"))
+  want, more = decode(Tensor.scaled_dot_product_attention)
+  np.testing.assert_allclose(got, want, atol=1e-6)
+  assert kernels <= more - 3  # one kernel does what takes tinygrad four
 
 
 def test_gradients_end_in_one_line() -> None:

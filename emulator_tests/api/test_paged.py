@@ -1,6 +1,7 @@
 """Attention over keys in pages, against the oracle on the keys gathered by numpy."""
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from helpers import DTYPES, drawn, on, placed
 from hypothesis import given
 from hypothesis import strategies as st
-from tinygrad import Tensor, TinyJit, UOp, dtypes
+from tinygrad import GlobalCounters, Tensor, TinyJit, UOp, dtypes
 from tinygrad.engine.realize import runtime_cache
 
 from uopattn import attention_paged
@@ -179,6 +180,30 @@ TARGETS = ("gfx1100", "gfx1201", "gfx942", "sm_80", "sm_90")
 def test_on_gpus(arch: str, page_size: int, M: int) -> None:
   with on(arch):
     Case([90, 33], page_size, M=M, dtype=dtypes.float16, device="EMU").check(is_causal=True, q_start=60)
+
+
+@pytest.mark.each("arch", "M")
+@pytest.mark.parametrize("M", [1, 40])
+@pytest.mark.parametrize("arch", ["CPU", "gfx942", "sm_80"])
+def test_pages_that_are_views_are_read_in_place(arch: str, M: int) -> None:
+  """Of one layer of a pool, heads after keys in each page: the same bits as of copies, without the copies."""
+  device, heads = ("CPU", (HQ, HKV, 16, 16)) if arch == "CPU" else ("EMU", (2, 2, 16, 16))
+  with on(arch) if device == "EMU" else nullcontext():
+    case = Case([90, 33], 16, M=M, dtype=dtypes.float16, device=device, sizes=heads)
+    want = [numpy(x) for x in case.run(is_causal=True, q_start=60)]
+    P, Hkv, size, D = (int(n) for n in case.k.shape)
+    pool = placed(np.full((3, 2, P, size, Hkv, D), np.nan), dtypes.float16, device)
+    for i, x in enumerate((case.k, case.v)):
+      pool[1, i].assign(x.transpose(1, 2)).realize()
+    case.k, case.v = (pool[1, i].transpose(1, 2) for i in range(2))
+    lengths, table = case.tensor(case.lengths), case.tensor(case.table)
+    options: Any = {"enable_gqa": True, "return_lse": True, "is_causal": True, "q_start": 60, "backend": "kernel"}
+    before = GlobalCounters.kernel_count
+    found = attention_paged(case.q, case.k, case.v, table, lengths, **options)
+    Tensor.realize(*found)
+  assert GlobalCounters.kernel_count == before + 1
+  for got, wanted in zip(found, want, strict=True):
+    np.testing.assert_array_equal(numpy(got), wanted)
 
 
 @pytest.mark.parametrize("arch", [pytest.param("gfx1100", marks=pytest.mark.slow), "gfx942", "sm_80"])

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import on, placed
-from hypothesis import given
+from helpers import check, drawn, on, placed
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tinygrad import Context, GlobalCounters, Tensor, dtypes
 from tinygrad.dtype import DType
@@ -87,6 +87,18 @@ def test_a_view_is_read_in_place_on_the_cpu(name: str) -> None:
   check_in_place(name, "CPU")
 
 
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_gives_what_tinygrad_and_the_oracle_have(name: str) -> None:
+  shapes, view = VIEWS[name]
+  q, k, v = view(*buffers(shapes, dtypes.float))
+  before = GlobalCounters.kernel_count
+  out, lse = attention(q, k, v, is_causal=True, return_lse=True, backend="kernel")
+  Tensor.realize(out, lse)
+  assert GlobalCounters.kernel_count == before + 1
+  check(q, k, v, out, lse, is_causal=True)
+  np.testing.assert_allclose(out.numpy(), q.scaled_dot_product_attention(k, v, is_causal=True).numpy(), atol=2e-6)
+
+
 def check_in_place(name: str, target: str) -> None:
   shapes, view = VIEWS[name]
   with Context(DEV="CPU") if target == "CPU" else on(target):
@@ -156,7 +168,8 @@ def test_the_bytes_of_a_step_with_a_cache() -> None:
 def chains(draw: st.DrawFn) -> tuple[Tensor, np.ndarray]:
   """A view of a buffer by some movement ops, and the places in the buffer of its elements."""
   shape = draw(st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=5))
-  x, places = Tensor.empty(*shape), np.arange(math.prod(shape)).reshape(shape)
+  places = np.arange(math.prod(shape)).reshape(shape)
+  x = placed(np.random.default_rng(0).standard_normal(shape, np.float32))
   for op in draw(st.lists(st.sampled_from(["permute", "reshape", "shrink", "expand", "flip"]), max_size=5)):
     axis = draw(st.integers(0, places.ndim - 1))
     if op == "permute":
@@ -196,3 +209,14 @@ def test_offset_and_strides_are_those_of_the_elements(drawn: tuple[Tensor, np.nd
     found = found + along.reshape([-1 if i == axis else 1 for i in range(places.ndim)])
   np.testing.assert_array_equal(found, places)
   assert layout.size == math.prod(base_of(x.uop).shape)
+
+
+@drawn(6)
+@given(chains(), st.booleans())
+def test_kernels_read_what_movement_ops_make(drawn: tuple[Tensor, np.ndarray], is_causal: bool) -> None:
+  """Queries, keys and values are one view of any number of axes."""
+  x, places = drawn
+  assume(places.ndim >= 2 and places.shape[-2] <= 200)
+  got = attention(x, x, x, is_causal=is_causal, backend="kernel")
+  want = x.scaled_dot_product_attention(x, x, is_causal=is_causal)
+  np.testing.assert_allclose(got.numpy(), want.numpy(), atol=1e-5)

@@ -128,7 +128,8 @@ class Launch:
   def _view(self, name: str, buffer: UOp, layout: Layout) -> View:
     """Return q, k or v as the strided view of a flat buffer that it is."""
     s, packs = self.spec, self.pack_gqa if name == "q" else 1
-    heads, rows, D = {"q": (s.Hq, s.M, s.Dk), "k": (s.Hkv, s.N, s.Dk), "v": (s.Hkv, s.N, s.Dv)}[name]
+    batches, heads, rows = (s.B, s.Hq, s.M) if name == "q" else s.kept
+    D = s.Dv if name == "v" else s.Dk
     of_batch, of_head, of_row, _ = layout.strides
 
     def start(head: UOp, row: UOp) -> UOp:
@@ -138,7 +139,7 @@ class Launch:
       return b * of_batch + h * of_head + row * of_row + layout.offset
 
     unit = math.gcd(layout.offset, of_batch, of_head, of_row)
-    return View(buffer, (s.B * heads // packs, packs * rows, D), start, unit)
+    return View(buffer, (batches * heads // packs, packs * rows, D), start, unit)
 
   def estimates(self) -> Estimates:
     """Estimate the kernel's operations and bytes moved, for tinygrad's own reports."""

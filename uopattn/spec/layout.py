@@ -7,7 +7,7 @@ from typing import cast
 from tinygrad import Tensor, UOp
 from tinygrad.uop.ops import GroupOp, Ops
 
-from uopattn.runtime.function import in_function
+from uopattn.runtime.function import function_inputs
 from uopattn.runtime.log import log_once
 
 Shape = tuple[int, ...]
@@ -37,14 +37,11 @@ def contiguous_strides(shape: Shape) -> tuple[int, ...]:
 def base_of(x: UOp) -> UOp:
   """The buffer that x is a view of, or x itself if it must be computed first.
 
-  Inside a `tinygrad.function` that is x too: tinygrad replaces the function's inputs, which may be views, but nothing
-  that they are views of.
+  Inside a `tinygrad.function` that is x too if the function was given a view; see `function_inputs`.
   """
-  if in_function():
-    return x
-  base = x
+  base, inputs = x, function_inputs()
   while not (base.has_buffer_identity(after_ok=True) or base.op is Ops.CONTIGUOUS):
-    if base.op not in VIEW_OPS:
+    if base.op not in VIEW_OPS or base in inputs:
       return x
     base = base.src[0]
   return base
@@ -131,6 +128,6 @@ def flat_base(name: str, x: Tensor, layout: Layout | None) -> Tensor:
   if layout is not None:
     return Tensor(base_of(x.uop)).reshape(-1)
   if base_of(x.uop) is not x.uop:
-    reason = "pages are read from a contiguous buffer" if strided(x) else "its last axis is not contiguous"
-    log_once(f"{name} is copied: {reason if layout_of(x.uop) else 'its movement ops make no strided view'}")
+    reason = "its last axis is not contiguous" if layout_of(x.uop) else "its movement ops make no strided view"
+    log_once(f"{name} is copied: {reason}")
   return x.contiguous()

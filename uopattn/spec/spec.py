@@ -147,7 +147,7 @@ def make_spec(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> Attentio
     kv_dtype=None if k.dtype == q.dtype else k.dtype,
     tf32=q.dtype == dtypes.float32 and bool(ALLOW_TF32),
     pages=pages,
-    layouts=() if pages else tuple((name, x) for name, x in zip("qkv", map(strided, (q, k, v)), strict=True) if x),
+    layouts=tuple((name, x) for name, x in zip("qkv", map(strided, (q, k, v)), strict=True) if x),
   )
 
 

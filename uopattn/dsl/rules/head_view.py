@@ -147,10 +147,17 @@ class HeadView:
     return self.to is not None and self.x.dtype.itemsize == 1 and self.x.dtype != self.to
 
   @classmethod
-  def paged(cls, x: UOp, pages: Pages, b: UOp, head: UOp, length: UOp) -> "HeadView":
-    """View a head of sequence b in pages: x is (pages * heads, rows per page, size)."""
-    size = sizes(x)[2]
-    return cls(x, size, length, lambda row: pages.row(b, head, row, length) * size)
+  def paged(cls, x: UOp | View, pages: Pages, b: UOp, head: UOp, length: UOp) -> "HeadView":
+    """View a head of sequence b in pages: x is (pages * heads, rows per page, size), a buffer or a strided view."""
+    _, rows, size = sizes(x)
+    if not isinstance(x, View):
+      return cls(x, size, length, lambda row: pages.row(b, head, row, length) * size)
+
+    def start(row: UOp) -> UOp:
+      found = pages.row(b, head, row, length)
+      return x.start(found // rows, found % rows)
+
+    return cls(x.buffer, size, length, start, unit=x.unit)
 
   def element(self, row: UOp, d: UOp, inside: UOp | None = None) -> UOp:
     """Load element d of a row, widened if the view widens, only where `inside` is true."""
