@@ -9,6 +9,7 @@ from tinygrad.dtype import DType
 
 from uopattn.dsl.rules.quantized import widened, widened_bits
 from uopattn.dsl.scope import Scope, as_type, clamp, least, sizes
+from uopattn.dsl.view import View
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,28 +86,6 @@ class Scales(NamedTuple):
   values: UOp
   operand: DType
   unit: float
-
-
-@dataclass(frozen=True, eq=False)
-class View:
-  """An input of a kernel that is a strided view: rows of all heads, the elements of a row next to each other.
-
-  Attributes:
-    buffer: the kernel's argument, flat.
-    shape: (heads, rows, elements per row).
-    start: maps a head and a row to the flat index of the row's first element in the buffer.
-    unit: a number of elements that divides the start of every row.
-  """
-
-  buffer: UOp
-  shape: tuple[int, int, int]
-  start: Callable[[UOp, UOp], UOp]
-  unit: int
-
-  @property
-  def dtype(self) -> DType:
-    """The dtype of the elements."""
-    return self.buffer.dtype
 
 
 @dataclass(frozen=True, eq=False)
