@@ -17,6 +17,7 @@ from uopattn.api.kv_cache import KVCache  # noqa: E402
 from uopattn.api.merge import merge_states  # noqa: E402
 from uopattn.api.paged import attention_paged  # noqa: E402
 from uopattn.api.varlen import attention_varlen  # noqa: E402
+from uopattn.integrate.patch import patch  # noqa: E402
 from uopattn.spec.block_mask import BlockMask  # noqa: E402
 from uopattn.version import __version__  # noqa: E402
 
@@ -29,4 +30,5 @@ __all__ = [
   "attention_varlen",
   "flash",
   "merge_states",
+  "patch",
 ]

@@ -7,7 +7,7 @@ from typing import cast
 from tinygrad import Tensor, UOp
 from tinygrad.uop.ops import GroupOp, Ops
 
-from uopattn.runtime.function import in_function
+from uopattn.runtime.function import is_input, may_capture
 from uopattn.runtime.log import log_once
 
 Shape = tuple[int, ...]
@@ -37,17 +37,15 @@ def contiguous_strides(shape: Shape) -> tuple[int, ...]:
 def base_of(x: UOp) -> UOp:
   """The buffer that x is a view of, or x itself if it must be computed first.
 
-  Inside a `tinygrad.function` that is x too: tinygrad replaces the function's inputs, which may be views, but nothing
-  that they are views of.
+  Inside a `tinygrad.function` that is x too if the buffer is neither an argument nor one that the function may capture:
+  tinygrad replaces arguments, which may be views, but nothing that they are views of.
   """
-  if in_function():
-    return x
   base = x
   while not (base.has_buffer_identity(after_ok=True) or base.op is Ops.CONTIGUOUS):
-    if base.op not in VIEW_OPS:
+    if base.op not in VIEW_OPS or is_input(base):
       return x
     base = base.src[0]
-  return base
+  return base if is_input(base) or may_capture() else x
 
 
 def layout_of(x: UOp) -> Layout | None:
@@ -133,4 +131,5 @@ def flat_base(name: str, x: Tensor, layout: Layout | None) -> Tensor:
   if base_of(x.uop) is not x.uop:
     reason = "pages are read from a contiguous buffer" if strided(x) else "its last axis is not contiguous"
     log_once(f"{name} is copied: {reason if layout_of(x.uop) else 'its movement ops make no strided view'}")
-  return x.contiguous()
+  # In a precompiled `tinygrad.function`, `contiguous` would copy a cache that has just been written.
+  return x if x.uop.has_buffer_identity(after_ok=True) else x.contiguous()
