@@ -10,7 +10,8 @@ if not (_here / "kernels").is_dir():  # in a checkout, kernels/ is beside this f
 
 provide_clang()
 
-import uopattn.emulator  # noqa: E402, F401  (registers the device EMU)
+import uopattn.emulator  # noqa: E402  (registers the device EMU)
+import uopattn.onnx  # noqa: E402, F401
 from uopattn.api.attention import attention  # noqa: E402
 from uopattn.api.flash import flash  # noqa: E402
 from uopattn.api.kv_cache import KVCache  # noqa: E402
