@@ -134,9 +134,9 @@ class Saved:
     """Make one, with the gradients in the form that kernels take.
 
     Args:
-      out, do: as kernels store the output; see `with_four_axes`.
+      out, do: as kernels store the output; see `with_heads_first`.
     """
-    out, do = (with_four_axes(x, spec) for x in (out, do.cast(out.dtype).contiguous()))
+    out, do = (with_heads_first(x, spec) for x in (out, do.cast(out.dtype).contiguous()))
     return cls(spec, q, k, v, out, lse, do, None if dlse is None else dlse.cast(dtypes.float).contiguous())
 
   def buffer(self, name: str, x: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ class Saved:
     return cls.of(spec, q, k, v, out, lse, do, given.get(lse.ndim))
 
 
-def with_four_axes(o: Tensor, spec: AttentionSpec) -> Tensor:
+def with_heads_first(o: Tensor, spec: AttentionSpec) -> Tensor:
   """Return the output, or its gradient, as (B, Hq, M, Dv); kernels store it flat if it has a layout."""
   if "o" not in dict(spec.layouts):
     return o

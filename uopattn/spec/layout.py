@@ -143,4 +143,5 @@ def flat_base(name: str, x: Tensor, layout: Layout | None) -> Tensor:
   if base_of(x.uop) is not x.uop:
     reason = "its last axis is not contiguous" if layout_of(x.uop) else "its movement ops make no strided view"
     log_once(f"{name} is copied: {reason}")
-  return x.contiguous()
+  # In a precompiled `tinygrad.function`, `contiguous` would copy a cache that has just been written.
+  return x if x.uop.has_buffer_identity(after_ok=True) else x.contiguous()
