@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from tinygrad import Tensor
 
 from uopattn.plan.dispatch import stages
-from uopattn.plan.gradient import with_heads_first, with_gradient
+from uopattn.plan.gradient import with_gradient, with_heads_first
 from uopattn.plan.launch import Launch
 from uopattn.spec.arguments import NO_ARGUMENTS, Arguments
 from uopattn.spec.expanded import unfolded
