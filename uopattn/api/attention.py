@@ -17,11 +17,13 @@ from uopattn.plan.dispatch import NoKernel, dispatch
 from uopattn.plan.forward import forward
 from uopattn.plan.launch import Launch
 from uopattn.plan.reference import reference
+from uopattn.plan.sharded import Sharded
 from uopattn.plan.target import target_of
 from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import Arguments, check_dropout
 from uopattn.spec.block_mask import BlockMask
 from uopattn.spec.expanded import distinct_heads
+from uopattn.spec.shards import devices_of
 from uopattn.spec.spec import BACKENDS, AttentionSpec, make_spec
 from uopattn.spec.tensors import operands, promoted
 
@@ -214,6 +216,7 @@ class Call:
     restored: gives a result, (B, Hq, M, ...), the axes of the inputs.
     rows: the number of queries, which may be made of Variables; M is their largest number.
     dtype: of the output.
+    sharded: how the devices divide the work; None on one device.
   """
 
   q: Tensor
@@ -224,6 +227,7 @@ class Call:
   restored: Callable[[Tensor], Tensor]
   rows: int | UOp
   dtype: DType
+  sharded: Sharded | None = None
 
   @classmethod
   def of(cls, q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> "Call":
@@ -246,13 +250,14 @@ class Call:
     seeded = arguments
     if arguments.dropout_p > 0 and TRAINING:
       seeded = replace(arguments, seed=Tensor.zeros(2, dtype=dtypes.uint32, device=q.device))
-    return cls(q4, k4, v4, make_spec(q4, k4, v4, seeded), arguments, restored, rows, dtype)
+    spec = make_spec(q4, k4, v4, seeded)
+    sharded = Sharded.of(q4, k4, v4, spec, seeded) if isinstance(q.device, tuple) else None
+    return cls(q4, k4, v4, spec, arguments, restored, rows, dtype, sharded)
 
   def launch(self) -> Launch:
     """Return the launch of the kernel, which stores the LSE, see `forward`. Raises NoKernel."""
-    if not isinstance(self.q.device, str):
-      raise NoKernel(f"q is on {self.q.device}; kernels take one device")
-    return dispatch(replace(self.spec, return_lse=True), target_of(self.q.device))
+    spec = self.spec if self.sharded is None else self.sharded.part
+    return dispatch(replace(spec, return_lse=True), target_of(devices_of(self.q.device)[0]))
 
   def run(self, launch: Launch | None, backend: str) -> Any:
     """Return the output, or with return_lse the output and the LSE, by a kernel or by the reference.
@@ -263,7 +268,9 @@ class Call:
     given, arguments = (self.q, self.k, self.v), self.arguments
     if self.spec.dropout_p > 0:
       arguments = replace(arguments, seed=draw_seed(self.q.device))
-    if launch is None:
+    if self.sharded is not None:
+      out, lse = self.sharded.run(launch, *given, arguments, backend)
+    elif launch is None:
       out, lse = reference(*given, self.spec, arguments)
     else:
       out, lse = forward(launch, *given, arguments=arguments, backend=backend)

@@ -1,7 +1,7 @@
 """`BlockMask`: counts visible pairs per block of queries and keys, so that kernels can skip empty tiles."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from tinygrad import Device, Tensor, UOp, dtypes
@@ -10,6 +10,7 @@ from tinygrad.uop.ops import AxisType, KernelInfo, Ops
 
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.table import Table
+from uopattn.spec.shards import gathered, part_of
 from uopattn.spec.tensors import check_tensors, described, placed
 from uopattn.spec.trace import Mod, trace_mod
 
@@ -57,6 +58,7 @@ class BlockMask:
   block_n: int
   counts: Tensor
   _lists: dict[tuple[int, int, bool], tuple[Tensor, Tensor]] = field(default_factory=dict)
+  _parts: dict[tuple[tuple[str, ...], int | None], "BlockMask"] = field(default_factory=dict)
 
   @classmethod
   def of(
@@ -126,6 +128,19 @@ class BlockMask:
     """Batches and query heads; 1 where one mask serves all of them."""
     B, H, *_ = sizes(self.counts)
     return B, H
+
+  def on(self, devices: tuple[str, ...], axis: int | None) -> "BlockMask":
+    """Return the part of the mask for each of several devices, which divide batches (0) or heads (1) among them.
+
+    Its `mask_mod` is called with the numbers that batches and heads have in the whole.
+    """
+    key = devices, axis
+    if key not in self._parts:
+      counts = self.counts.to(devices)
+      part = part_of(counts, axis if axis is not None and self.heads[axis] > 1 else None).realize()
+      aux = tuple(gathered(x if isinstance(x.device, tuple) else x.to(devices)) for x in self.aux)
+      self._parts[key] = replace(self, mask_mod=self.seen, counts=part, aux=aux, _lists={}, _parts={})
+    return self._parts[key]
 
   @property
   def full(self) -> Tensor:

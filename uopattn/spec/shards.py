@@ -1,0 +1,155 @@
+"""Sharded Tensors: the part that each device holds, and Tensors made of such parts.
+
+tinygrad keeps a sharded Tensor as UNSHARD of one part per device. A part alone is a Tensor on all devices, in the shape
+that one device holds; a kernel called with parts runs on each device, with that device's part.
+"""
+
+from collections.abc import Callable, Sequence
+
+from tinygrad import Tensor, UOp
+from tinygrad.uop import GroupOp
+from tinygrad.uop.ops import AxisType, Ops, graph_rewrite
+
+Devices = str | tuple[str, ...]
+
+
+def devices_of(device: Devices | None) -> tuple[str, ...]:
+  """Return the devices of a Tensor."""
+  return device if isinstance(device, tuple) else (str(device),)
+
+
+def device_number(count: int) -> UOp:
+  """The number of the device that runs a kernel, as the Variable that tinygrad binds for each of `count` devices."""
+  return UOp.variable("_device_num", 0, count - 1, param=True)
+
+
+def as_range(x: UOp) -> UOp:
+  """Return an expression of `device_number` as tinygrad's own ops take it."""
+  numbers = [u for u in x.toposort() if u.op is Ops.PARAM and u.arg.name == "_device_num"]
+  return x.substitute({u: device_range(u.vmax + 1) for u in numbers})
+
+
+def device_range(count: int) -> UOp:
+  """The number of the device in tinygrad's own ops."""
+  return UOp.range(count, -1, AxisType.DEVICE)
+
+
+def sharded_axis(name: str, x: Tensor) -> int | None:
+  """Return the axis along which x is sharded; None if every device holds all of it.
+
+  Raises:
+    ValueError: tinygrad cannot tell.
+  """
+  try:
+    return x.uop.axis
+  except RuntimeError as error:
+    raise ValueError(f"{name} is sharded so that tinygrad does not know its parts: {error}") from error
+
+
+def part_of(x: Tensor, axis: int | None) -> Tensor:
+  """Return the part of x that each device has if x is sharded along `axis`; all of x for None.
+
+  x is on several devices. If it is sharded along another axis, its parts are gathered on every device first. The result
+  has no gradient; see `with_gradients`.
+  """
+  have = x.uop.axis
+  if have == axis:
+    return x if axis is None else Tensor(_part(x.uop, axis))
+  if have is not None:
+    x = gathered(x)
+  if axis is None:
+    return x
+  assert isinstance(x.device, tuple)
+  return Tensor(x.uop._shard(axis, device_range(len(x.device)))).contiguous()
+
+
+def gathered(x: Tensor) -> Tensor:
+  """Return a sharded Tensor, whole on every device."""
+  axis = x.uop.axis
+  if axis is None:
+    return x
+  assert isinstance(x.device, tuple)
+  part, devices = Tensor(_part(x.uop, axis)).contiguous().uop, x.device
+  return Tensor.cat(*(Tensor(part.copy_to_device(devices, arg=i)) for i in range(len(devices))), dim=axis)
+
+
+def joined(part: Tensor, axis: int | None) -> Tensor:
+  """Return the Tensor whose parts along `axis` are those of each device; for None all devices hold the same."""
+  return part if axis is None else Tensor(part.uop.unshard(axis))
+
+
+def with_gradients(
+  results: Sequence[Tensor], operands: Sequence[Tensor], gradients: Callable[..., Sequence[Tensor | None]]
+) -> tuple[Tensor, ...]:
+  """Return the results, with gradients that flow to the operands alone.
+
+  Args:
+    gradients: called with the results, the operands, and of each result the gradient, or None if it has none; returns
+      the gradient of each operand.
+  """
+  given = [x.uop for x in (*results, *operands)]
+  count = len(results)
+
+  def grad_fxn(*grads: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
+    if call is None:  # tinygrad passes a single gradient and the call by position, several gradients with call=
+      *grads, call = grads  # type: ignore[assignment]
+    values = [Tensor(x) for x in call.src[1:]]
+    by_axes = {g.ndim: Tensor(g) for g in grads}  # results are told apart by their number of axes
+    found = gradients(values[:count], values[count:], [by_axes.get(x.ndim) for x in values[:count]])
+    return *[None] * count, *(None if x is None else x.uop for x in found)
+
+  body = UOp.maketuple(*(x.param_like(i) for i, x in enumerate(given[:count])))
+  call = body.call(*given, grad_fxn=grad_fxn)
+  return tuple(Tensor(call.gettuple(i)) for i in range(count))
+
+
+def gradient_of(x: Tensor, part: Tensor, axis: int | None, summed: bool) -> Tensor:
+  """Return the gradient of x, sharded as x is, from that of `part_of(x, axis)`.
+
+  Args:
+    summed: if each device has used all of x, whether its gradient is the sum of theirs, not the same on all of them.
+  """
+  have = x.uop.axis
+  assert isinstance(x.device, tuple)
+  if axis is None and not summed:
+    whole = part
+  elif axis is None:
+    whole = Tensor(part.contiguous().uop.allreduce(Ops.ADD, x.device))
+  elif have == axis:
+    return joined(part, axis)
+  else:
+    whole = gathered(joined(part, axis))
+  if have is None:
+    return whole
+  return Tensor(whole.uop._shard(have, device_range(len(x.device))).unshard(have))
+
+
+def _part(x: UOp, axis: int) -> UOp:
+  """Return each device's part of x, which is sharded along `axis`: a view of the part of its buffer, if x is a view.
+
+  tinygrad's own rewriting does that, but of all that x is computed from. So what x is a view of is replaced by a buffer.
+  """
+  views, base = [], x
+  while base.op in GroupOp.Movement or base.op is Ops.DETACH:
+    views.append(base)
+    base = base.src[0]
+  own = base.axis
+  assert own is not None and isinstance(x.device, tuple)
+  if base.op is Ops.UNSHARD:
+    part = base.src[0]
+  elif base.op is Ops.AFTER and base.src[0].axis is not None:
+    part = _part(base.src[0], own).after(*base.src[1:])
+  else:
+    computed = base.src[0] if base.op is Ops.CONTIGUOUS else base
+    part = computed._shard(own, device_range(len(x.device))).contiguous()
+  if not views:
+    return part
+  from tinygrad.schedule.multi import multi_pm
+
+  stand_in = UOp.new_buffer(x.device, part.numel(), part.dtype).reshape(part.shape)
+  view = stand_in.unshard(own)
+  for op in reversed(views):
+    view = op.replace(src=(view, *op.src[1:]))
+  view = graph_rewrite(view, multi_pm, name="part of a view")
+  assert view.op is Ops.UNSHARD and view.arg == (axis,)
+  return view.src[0].substitute({stand_in: part})
