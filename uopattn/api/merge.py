@@ -58,7 +58,7 @@ def _checked(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Sequence[T
   if not outs or len(outs) != len(lses):
     raise ValueError(f"outs has {len(outs)} parts, lses {len(lses)}; there must be as many of both, at least one")
   outs = operands((), **{f"outs[{i}]": x for i, x in enumerate(outs)})
-  device = str(outs[0].device)
+  device = outs[0].device
   lses = [placed(check_tensor(f"lses[{i}]", x), device) for i, x in enumerate(lses)]
   shape, dtype = outs[0].shape, outs[0].dtype
   if dtype not in DTYPES:

@@ -10,6 +10,8 @@ from tinygrad import Tensor, UOp
 from tinygrad.uop import GroupOp
 from tinygrad.uop.ops import AxisType, Ops, graph_rewrite
 
+from uopattn.dsl import sizes
+
 Devices = str | tuple[str, ...]
 
 
@@ -59,8 +61,24 @@ def part_of(x: Tensor, axis: int | None) -> Tensor:
     x = gathered(x)
   if axis is None:
     return x
-  assert isinstance(x.device, tuple)
-  return Tensor(x.uop._shard(axis, device_range(len(x.device)))).contiguous()
+  count = len(devices_of(x.device))
+  size = sizes(x)[axis] // count
+  return pieces(x, axis, [(i, i * size, size) for i in range(count)])
+
+
+def pieces(part: Tensor, axis: int, wanted: Sequence[tuple[int, int, int]]) -> Tensor:
+  """Return what each device is to have of the parts that the devices have.
+
+  Args:
+    wanted: for each device the number of the device to take it from, and of the part there the first index along
+      `axis` and the number of indices.
+  """
+  devices, found = devices_of(part.device), []
+  for device, (source, first, count) in zip(devices, wanted, strict=True):
+    bounds = tuple((first, first + count) if i == axis else (0, n) for i, n in enumerate(sizes(part)))
+    piece = part.uop.mselect(source).shrink(bounds).contiguous()
+    found.append(piece if devices[source] == device else piece.copy_to_device(device))
+  return Tensor(UOp.mstack(*found))
 
 
 def gathered(x: Tensor) -> Tensor:
@@ -121,7 +139,7 @@ def gradient_of(x: Tensor, part: Tensor, axis: int | None, summed: bool) -> Tens
     whole = gathered(joined(part, axis))
   if have is None:
     return whole
-  return Tensor(whole.uop._shard(have, device_range(len(x.device))).unshard(have))
+  return joined(part_of(whole.contiguous(), have), have)
 
 
 def _part(x: UOp, axis: int) -> UOp:
