@@ -13,9 +13,9 @@ from uopattn.api.options import AttentionOptions
 from uopattn.api.symbolic import with_known_sizes
 from uopattn.api.tinygrads import by_tinygrad
 from uopattn.dsl.random import draw_seed
+from uopattn.plan.context_parallel import ContextParallel, divided
 from uopattn.plan.dispatch import NoKernel, dispatch
 from uopattn.plan.forward import forward
-from uopattn.plan.launch import Launch
 from uopattn.plan.reference import reference
 from uopattn.plan.sharded import Sharded
 from uopattn.plan.target import target_of
@@ -23,7 +23,6 @@ from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import Arguments, check_dropout
 from uopattn.spec.block_mask import BlockMask
 from uopattn.spec.expanded import distinct_heads
-from uopattn.spec.shards import devices_of
 from uopattn.spec.spec import BACKENDS, AttentionSpec, make_spec
 from uopattn.spec.tensors import operands, promoted
 
@@ -227,7 +226,7 @@ class Call:
   restored: Callable[[Tensor], Tensor]
   rows: int | UOp
   dtype: DType
-  sharded: Sharded | None = None
+  sharded: Sharded | ContextParallel | None = None
 
   @classmethod
   def of(cls, q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> "Call":
@@ -251,15 +250,15 @@ class Call:
     if arguments.dropout_p > 0 and TRAINING:
       seeded = replace(arguments, seed=Tensor.zeros(2, dtype=dtypes.uint32, device=q.device))
     spec = make_spec(q4, k4, v4, seeded)
-    sharded = Sharded.of(q4, k4, v4, spec, seeded) if isinstance(q.device, tuple) else None
-    return cls(q4, k4, v4, spec, arguments, restored, rows, dtype, sharded)
+    return cls(q4, k4, v4, spec, arguments, restored, rows, dtype, divided(q4, k4, v4, spec, seeded))
 
-  def launch(self) -> Launch:
+  def launch(self) -> Any:
     """Return the launch of the kernel, which stores the LSE, see `forward`. Raises NoKernel."""
-    spec = self.spec if self.sharded is None else self.sharded.part
-    return dispatch(replace(spec, return_lse=True), target_of(devices_of(self.q.device)[0]))
+    if self.sharded is not None:
+      return self.sharded.launch()
+    return dispatch(replace(self.spec, return_lse=True), target_of(str(self.q.device)))
 
-  def run(self, launch: Launch | None, backend: str) -> Any:
+  def run(self, launch: Any, backend: str) -> Any:
     """Return the output, or with return_lse the output and the LSE, by a kernel or by the reference.
 
     Args:

@@ -42,7 +42,7 @@ def forward(
     buffer = flat_base(name, x, layouts.get(name))
     given[name] = [unfolded(buffer, x, views[name]) if name in views else buffer]
   given |= arguments.buffers()
-  if arguments.block_mask is not None:
+  if arguments.block_mask is not None and launch.spec.block_heads is not None:
     given["tile_lists"] = launch.lists(arguments.block_mask)
   results = {name: [x] for name, x in (("o", o), ("lse", lse)) if x is not None}
   *before, last = stages(launch)

@@ -92,17 +92,24 @@ def gradient(
 
 def gradients_of(saved: "Saved", arguments: Arguments, given: Arguments, backend: str) -> list[Tensor | None]:
   """Return the gradients of q, k, v and of what `differentiable` lists; see `gradient` for the arguments."""
+  launches = backward_launches(saved.spec, cast(Devices, saved.q.device), backend)
+  if launches is None:
+    return by_reference(saved, given)
+  return [*by_kernels(launches, saved, arguments), *of_inputs(saved, given)]
+
+
+def backward_launches(spec: AttentionSpec, device: Devices, backend: str) -> tuple[Launch, ...] | None:
+  """Return the launches of the gradient; None if plain ops compute it, for a reason that is logged once."""
+  if backend == "reference":
+    return None
   try:
-    launches = dispatch_backward(saved.spec, target_of(devices_of(saved.q.device)[0]))
+    return dispatch_backward(spec, target_of(devices_of(device)[0]))
   except NoKernel as error:
     if backend == "kernel":
       raise ValueError(f"backend='kernel': {error}") from error
-    for reason in error.reasons if backend == "auto" else ():
+    for reason in error.reasons:
       log_once(f"the gradient of attention goes through plain tinygrad ops: {reason}")
-    return by_reference(saved, given)
-  if backend == "reference":
-    return by_reference(saved, given)
-  return [*by_kernels(launches, saved, arguments), *of_inputs(saved, given)]
+    return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,7 +206,7 @@ def by_kernels(launches: tuple[Launch, ...], saved: Saved, arguments: Arguments)
   given |= {name: [saved.buffer(name, getattr(saved, name))] for name in ("q", "k", "v", "do")}
   given |= arguments.buffers()
   for launch in launches:
-    if arguments.block_mask is not None:
+    if arguments.block_mask is not None and launch.spec.block_heads is not None:
       given["tile_lists"] = launch.lists(arguments.block_mask)
     found |= launch.run(cast(Devices, saved.q.device), given, arguments.variables(), _no_further)
   return [found["dq"], *(summed(found[name], saved.spec) for name in ("dk", "dv"))]

@@ -11,10 +11,12 @@ from tinygrad import Tensor
 
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.origin import Origin
+from uopattn.plan.dispatch import dispatch
 from uopattn.plan.forward import forward
 from uopattn.plan.gradient import Saved, differentiable, gradients_of, laid_out
 from uopattn.plan.launch import Launch
 from uopattn.plan.reference import reference
+from uopattn.plan.target import target_of
 from uopattn.spec.arguments import ARGUMENTS, Arguments, four_axes
 from uopattn.spec.expanded import folded
 from uopattn.spec.shards import (
@@ -28,7 +30,7 @@ from uopattn.spec.shards import (
 )
 from uopattn.spec.spec import AttentionSpec, make_spec
 
-AXES = ("batches", "heads", "rows", "head size")
+AXES = ("batches", "heads", "sequence", "head size")
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,9 +51,10 @@ class Sharded:
   part: AttentionSpec
 
   @classmethod
-  def of(cls, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, arguments: Arguments) -> "Sharded":
-    """Decide which device computes what. Raises ValueError if q, k and v are sharded in ways that do not go together."""
-    axis = common_axis(q, k, v, spec)
+  def of(
+    cls, q: Tensor, k: Tensor, v: Tensor, axis: int | None, spec: AttentionSpec, arguments: Arguments
+  ) -> "Sharded":
+    """Decide which device computes what. Raises ValueError if q's heads are divided in a way that k's cannot be."""
     devices = devices_of(q.device)
     axis_kv, count = axis, len(devices)
     if axis == 0 and spec.pages is not None:
@@ -71,6 +74,10 @@ class Sharded:
     origin = Origin((*first, 0, 0), spec.Hq, spec.M) if numbered and axis is not None else Origin()
     mods = {name: getattr(spec, name) for name in ("score_mod", "mask_mod", "block_mod", "dropout_p")}
     return replace(found, part=replace(part, return_lse=True, origin=origin, **mods))
+
+  def launch(self) -> Launch:
+    """Return the launch of the part. Raises NoKernel."""
+    return dispatch(self.part, target_of(self.devices[0]))
 
   def axis_of(self, axes: str, shape: tuple[int, ...]) -> int | None:
     """Return the axis along which a Tensor with these `Argument.axes` is divided."""
@@ -143,17 +150,18 @@ def differentiable_of(arguments: Arguments) -> dict[str, Tensor]:
   return found
 
 
-def common_axis(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> int | None:
-  """Return the axis along which q, k and v are sharded. Raises ValueError unless those that are agree."""
-  names = ("q", "k", "v") if spec.pages is None else ("q", "k_pages", "v_pages")
-  axes = {name: sharded_axis(name, x) for name, x in zip(names, (q, k, v), strict=True)}
-  given = {name: axis for name, axis in axes.items() if axis is not None}
-  for name, axis in given.items():
-    kinds = AXES if name == "q" or spec.pages is None else ("pages", *AXES[1:])
-    if axis > 1 or kinds[axis] == "pages":
-      accepted = "heads" if kinds[0] == "pages" else "batches or heads"
-      raise ValueError(f"{name} is sharded along its {kinds[axis]}; accepted are {accepted}, or all of it on every device")
+def axes_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[int | None, ...]:
+  """Return the axes along which q, k and v are sharded. Raises ValueError unless those that are agree."""
+  names, kinds = ("q", "k", "v"), AXES
+  if spec.pages is not None:
+    names, kinds = ("q", "k_pages", "v_pages"), ("pages", *AXES[1:])
+  axes = tuple(sharded_axis(name, x) for name, x in zip(names, (q, k, v), strict=True))
+  given = {name: (AXES if name == "q" else kinds)[axis] for name, axis in zip(names, axes, strict=True) if axis is not None}
+  accepted = AXES[:3] if spec.pages is None else ("heads",)
+  for name, kind in given.items():
+    if kind not in accepted and (name, kind) != ("q", AXES[0]):
+      raise ValueError(f"{name} is sharded along its {kind}; accepted are {', '.join(accepted)}, or all on every device")
   if len(set(given.values())) > 1:
-    ways = ", ".join(f"{name} along its {AXES[axis]}" for name, axis in given.items())
-    raise ValueError(f"{ways} are sharded in different ways; shard all along batches or all along heads, or replicate some")
-  return next(iter(given.values()), None)
+    ways = ", ".join(f"{name} along its {kind}" for name, kind in given.items())
+    raise ValueError(f"{ways}: these do not go together; shard all of them along one axis, or keep some on every device")
+  return axes

@@ -10,7 +10,7 @@ from tinygrad.uop.ops import AxisType, KernelInfo, Ops
 
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.table import Table
-from uopattn.spec.shards import gathered, part_of
+from uopattn.spec.shards import gathered, part_of, pieces
 from uopattn.spec.tensors import check_tensors, described, placed
 from uopattn.spec.trace import Mod, trace_mod
 
@@ -58,7 +58,7 @@ class BlockMask:
   block_n: int
   counts: Tensor
   _lists: dict[tuple[int, int, bool], tuple[Tensor, Tensor]] = field(default_factory=dict)
-  _parts: dict[tuple[tuple[str, ...], int | None], "BlockMask"] = field(default_factory=dict)
+  _parts: dict[Any, "BlockMask"] = field(default_factory=dict)
 
   @classmethod
   def of(
@@ -141,6 +141,29 @@ class BlockMask:
       aux = tuple(gathered(x if isinstance(x.device, tuple) else x.to(devices)) for x in self.aux)
       self._parts[key] = replace(self, mask_mod=self.seen, counts=part, aux=aux, _lists={}, _parts={})
     return self._parts[key]
+
+  def within(self, devices: tuple[str, ...], rows: tuple[int, ...], M: int, keys: tuple[int, ...], N: int) -> "BlockMask":
+    """Return the part of the mask for each of several devices: its M queries and its N keys.
+
+    Args:
+      rows, keys: the first query and the first key of each device. If blocks end elsewhere, no tile is skipped:
+        see `fits`.
+    """
+    key = devices, rows, M, keys, N
+    if key not in self._parts:
+      counts, blocks = self.on(devices, None).counts, (self.block_m, self.block_n)
+      if self.fits(rows, M, keys, N):
+        for axis, block, firsts, count in zip((2, 3), blocks, (rows, keys), (M, N), strict=True):
+          wanted = [(i, first // block, ceildiv(count, block)) for i, first in enumerate(firsts)]
+          counts = pieces(counts, axis, wanted)
+      whole = self.on(devices, None)
+      self._parts[key] = replace(whole, M=M, N=N, counts=counts.realize(), _lists={}, _parts={})
+    return self._parts[key]
+
+  def fits(self, rows: tuple[int, ...], M: int, keys: tuple[int, ...], N: int) -> bool:
+    """Return whether parts of M queries and N keys, with these first ones, begin and end where blocks do."""
+    sides = ((self.block_m, rows, M, self.M), (self.block_n, keys, N, self.N))
+    return all(x % block == 0 or x == most for block, firsts, n, most in sides for x in (*firsts, *(f + n for f in firsts)))
 
   @property
   def full(self) -> Tensor:

@@ -6,7 +6,7 @@ that one device holds; a kernel called with parts runs on each device, with that
 
 from collections.abc import Callable, Sequence
 
-from tinygrad import Tensor, UOp
+from tinygrad import Tensor, UOp, dtypes
 from tinygrad.uop import GroupOp
 from tinygrad.uop.ops import AxisType, Ops, graph_rewrite
 
@@ -73,12 +73,23 @@ def pieces(part: Tensor, axis: int, wanted: Sequence[tuple[int, int, int]]) -> T
     wanted: for each device the number of the device to take it from, and of the part there the first index along
       `axis` and the number of indices.
   """
-  devices, found = devices_of(part.device), []
-  for device, (source, first, count) in zip(devices, wanted, strict=True):
+  return picked([part] * len(wanted), axis, wanted)
+
+
+def picked(parts: Sequence[Tensor], axis: int, wanted: Sequence[tuple[int, int, int]]) -> Tensor:
+  """Return `pieces`, each of a Tensor of its own."""
+  devices, found = devices_of(parts[0].device), []
+  for part, device, (source, first, count) in zip(parts, devices, wanted, strict=True):
     bounds = tuple((first, first + count) if i == axis else (0, n) for i, n in enumerate(sizes(part)))
-    piece = part.uop.mselect(source).shrink(bounds).contiguous()
+    # Cut on all devices: tinygrad 0.14 cannot cut what it has selected if something else reads all of it.
+    piece = part.uop.shrink(bounds).contiguous().mselect(source)
     found.append(piece if devices[source] == device else piece.copy_to_device(device))
   return Tensor(UOp.mstack(*found))
+
+
+def per_device(values: Sequence[int], devices: tuple[str, ...]) -> Tensor:
+  """Return an int32 Tensor (1,) that holds another number on each device."""
+  return part_of(Tensor(list(values), dtype=dtypes.int, device=devices), 0)
 
 
 def gathered(x: Tensor) -> Tensor:
@@ -137,9 +148,12 @@ def gradient_of(x: Tensor, part: Tensor, axis: int | None, summed: bool) -> Tens
     return joined(part, axis)
   else:
     whole = gathered(joined(part, axis))
-  if have is None:
-    return whole
-  return joined(part_of(whole.contiguous(), have), have)
+  return resharded(whole, have)
+
+
+def resharded(x: Tensor, axis: int | None) -> Tensor:
+  """Return x sharded along `axis`; None puts all of it on every device."""
+  return joined(part_of(x, axis), axis)
 
 
 def _part(x: UOp, axis: int) -> UOp:
