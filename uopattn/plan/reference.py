@@ -9,7 +9,7 @@ from uopattn.dsl import sizes
 from uopattn.dsl.random import kept
 from uopattn.dsl.rules.masks import FAR
 from uopattn.spec.arguments import Arguments
-from uopattn.spec.shards import as_range
+from uopattn.spec.shards import devices_of, on_each
 from uopattn.spec.spec import AttentionSpec
 from uopattn.spec.trace import of_tensors
 
@@ -85,8 +85,8 @@ def _indices(scores: Tensor) -> list[Tensor]:
 
 def _numbers(scores: Tensor, spec: AttentionSpec) -> list[Tensor]:
   """Return b, h, q_idx and kv_idx, by which mods and dropout go, each along its own axis."""
-  first = (as_range(x) if isinstance(x, UOp) else x for x in spec.origin.first)
-  return [x + (Tensor(n) if isinstance(n, UOp) else n) for x, n in zip(_indices(scores), first, strict=True)]
+  first = (on_each(x, devices_of(scores.device)) if isinstance(x, UOp) else x for x in spec.origin.first)
+  return [x + n for x, n in zip(_indices(scores), first, strict=True)]
 
 
 class Lookup:
@@ -156,4 +156,4 @@ def _bool(seen: Tensor | bool) -> Tensor:
 
 
 def _per_batch(x: int | UOp | Tensor) -> Tensor:
-  return x.clip(-FAR, FAR).reshape(-1, 1, 1, 1) if isinstance(x, Tensor) else Tensor(as_range(x) if isinstance(x, UOp) else x)
+  return x.clip(-FAR, FAR).reshape(-1, 1, 1, 1) if isinstance(x, Tensor) else Tensor(x)

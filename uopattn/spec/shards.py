@@ -25,12 +25,6 @@ def device_number(count: int) -> UOp:
   return UOp.variable("_device_num", 0, count - 1, param=True)
 
 
-def as_range(x: UOp) -> UOp:
-  """Return an expression of `device_number` as tinygrad's own ops take it."""
-  numbers = [u for u in x.toposort() if u.op is Ops.PARAM and u.arg.name == "_device_num"]
-  return x.substitute({u: device_range(u.vmax + 1) for u in numbers})
-
-
 def device_range(count: int) -> UOp:
   """The number of the device in tinygrad's own ops."""
   return UOp.range(count, -1, AxisType.DEVICE)
@@ -90,6 +84,12 @@ def picked(parts: Sequence[Tensor], axis: int, wanted: Sequence[tuple[int, int, 
 def per_device(values: Sequence[int], devices: tuple[str, ...]) -> Tensor:
   """Return an int32 Tensor (1,) that holds another number on each device."""
   return part_of(Tensor(list(values), dtype=dtypes.int, device=devices), 0)
+
+
+def on_each(x: UOp, devices: tuple[str, ...]) -> Tensor:
+  """Return the values of an expression of `device_number` as a Tensor; see `per_device`."""
+  number = device_number(len(devices))
+  return per_device([int(x.substitute({number: number.const_like(i)}).simplify().val) for i in range(len(devices))], devices)
 
 
 def gathered(x: Tensor) -> Tensor:
