@@ -114,10 +114,18 @@ class ContextParallel:
   def launch(self) -> dict[tuple[Run, Run], Launch]:
     """Return the launch of each turn of each run. Raises NoKernel."""
     target = target_of(self.devices[0])
-    return {(run, turn): dispatch(self._spec(run, turn, self.arguments), target) for run in self.runs for turn in self.turns}
+    return {
+      (run, turn): dispatch(self._spec(run, turn, self.arguments), target) for run in self.runs for turn in self.turns
+    }
 
   def run(
-    self, launches: dict[tuple[Run, Run], Launch] | None, q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, backend: str
+    self,
+    launches: dict[tuple[Run, Run], Launch] | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    arguments: Arguments,
+    backend: str,
   ) -> Any:
     """Return the output and the LSE, sharded as q; see `Sharded.run`."""
     operands = {"q": q, "k": k, "v": v} | differentiable_of(arguments)
@@ -132,7 +140,9 @@ class ContextParallel:
       lses.append(lse)
     results = [self._whole(x) for x in (outs, lses)]
     backend = "reference" if launches is None else backend
-    return with_gradients(results, list(operands.values()), lambda *given: self._gradients(*given, list(operands), arguments, backend))
+    return with_gradients(
+      results, list(operands.values()), lambda *given: self._gradients(*given, list(operands), arguments, backend)
+    )
 
   def _attend(
     self, launches: dict[tuple[Run, Run], Launch], run: Run, q: Tensor, k: Tensor, v: Tensor, arguments: Arguments
@@ -191,7 +201,9 @@ class ContextParallel:
       more.append(of_inputs(saved, with_mask))
     by_ops = backend == "reference" or specs is None
     found: list[Tensor | None] = [self._of_queries(q, dq)]
-    found += [self._of_keys(x, [[pair[i] for pair in pairs] for pairs in dkv.values()], by_ops) for i, x in enumerate((k, v))]
+    found += [
+      self._of_keys(x, [[pair[i] for pair in pairs] for pairs in dkv.values()], by_ops) for i, x in enumerate((k, v))
+    ]
     for name, x, parts_ in zip(names[3:], others, zip(*more, strict=True), strict=True):
       found.append(None if parts_[0] is None else self._of_other(name, x, cast(list[Tensor], parts_)))
     return found
@@ -212,7 +224,9 @@ class ContextParallel:
     if by_ops or not self.keys_divided:
       return gradient_of(x, turns[0], None, summed=self.rows_divided)
     size = self.turns[0].size
-    home = [pieces(part, ROWS, [((i - s) % n, 0, size) for i in range(n)]) if s else part for s, part in enumerate(turns)]
+    home = [
+      pieces(part, ROWS, [((i - s) % n, 0, size) for i in range(n)]) if s else part for s, part in enumerate(turns)
+    ]
     return gradient_of(x, _sum(home), ROWS, summed=True)
 
   def _of_other(self, name: str, x: Tensor, parts: list[Tensor]) -> Tensor:
@@ -243,7 +257,8 @@ class ContextParallel:
     if len(parts) == 2:
       chunks = ([2 * i + half for i in range(n)] for half in range(2))
       halves = (
-        picked([parts[j >= n] for j in chunk], axis, [(min(j, 2 * n - 1 - j), 0, size) for j in chunk]) for chunk in chunks
+        picked([parts[j >= n] for j in chunk], axis, [(min(j, 2 * n - 1 - j), 0, size) for j in chunk])
+        for chunk in chunks
       )
       parts = [Tensor.cat(*halves, dim=axis).contiguous()]
     found = joined(parts[0], axis)
@@ -283,7 +298,9 @@ class ContextParallel:
     made = replace(made, return_lse=True, origin=origin, **mods)
     mask = arguments.block_mask
     if mask is not None and not mask.fits(*self._extent(run), *self._extent(keys)):
-      log_once("no tile of the block mask is skipped: its blocks do not end where the devices' parts of the sequence do")
+      log_once(
+        "no tile of the block mask is skipped: its blocks do not end where the devices' parts of the sequence do"
+      )
       made = replace(made, block_heads=None)
     return made
 
@@ -354,4 +371,6 @@ def _in_memory(x: Tensor) -> Tensor:
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:
   """Add up in float32, in the dtype of the parts."""
-  return parts[0] if len(parts) == 1 else reduce(Tensor.add, (x.float() for x in parts)).cast(parts[0].dtype).contiguous()
+  return (
+    parts[0] if len(parts) == 1 else reduce(Tensor.add, (x.float() for x in parts)).cast(parts[0].dtype).contiguous()
+  )

@@ -156,12 +156,18 @@ def axes_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[int |
   if spec.pages is not None:
     names, kinds = ("q", "k_pages", "v_pages"), ("pages", *AXES[1:])
   axes = tuple(sharded_axis(name, x) for name, x in zip(names, (q, k, v), strict=True))
-  given = {name: (AXES if name == "q" else kinds)[axis] for name, axis in zip(names, axes, strict=True) if axis is not None}
+  given = {
+    name: (AXES if name == "q" else kinds)[axis] for name, axis in zip(names, axes, strict=True) if axis is not None
+  }
   accepted = AXES[:3] if spec.pages is None else ("heads",)
   for name, kind in given.items():
     if kind not in accepted and (name, kind) != ("q", AXES[0]):
-      raise ValueError(f"{name} is sharded along its {kind}; accepted are {', '.join(accepted)}, or all on every device")
+      raise ValueError(
+        f"{name} is sharded along its {kind}; accepted are {', '.join(accepted)}, or all on every device"
+      )
   if len(set(given.values())) > 1:
     ways = ", ".join(f"{name} along its {kind}" for name, kind in given.items())
-    raise ValueError(f"{ways}: these do not go together; shard all of them along one axis, or keep some on every device")
+    raise ValueError(
+      f"{ways}: these do not go together; shard all of them along one axis, or keep some on every device"
+    )
   return axes

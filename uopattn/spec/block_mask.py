@@ -142,7 +142,9 @@ class BlockMask:
       self._parts[key] = replace(self, mask_mod=self.seen, counts=part, aux=aux, _lists={}, _parts={})
     return self._parts[key]
 
-  def within(self, devices: tuple[str, ...], rows: tuple[int, ...], M: int, keys: tuple[int, ...], N: int) -> "BlockMask":
+  def within(
+    self, devices: tuple[str, ...], rows: tuple[int, ...], M: int, keys: tuple[int, ...], N: int
+  ) -> "BlockMask":
     """Return the part of the mask for each of several devices: its M queries and its N keys.
 
     Args:
@@ -163,7 +165,9 @@ class BlockMask:
   def fits(self, rows: tuple[int, ...], M: int, keys: tuple[int, ...], N: int) -> bool:
     """Return whether parts of M queries and N keys, with these first ones, begin and end where blocks do."""
     sides = ((self.block_m, rows, M, self.M), (self.block_n, keys, N, self.N))
-    return all(x % block == 0 or x == most for block, firsts, n, most in sides for x in (*firsts, *(f + n for f in firsts)))
+    return all(
+      x % block == 0 or x == most for block, firsts, n, most in sides for x in (*firsts, *(f + n for f in firsts))
+    )
 
   @property
   def full(self) -> Tensor:

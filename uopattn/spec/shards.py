@@ -89,7 +89,9 @@ def per_device(values: Sequence[int], devices: tuple[str, ...]) -> Tensor:
 def on_each(x: UOp, devices: tuple[str, ...]) -> Tensor:
   """Return the values of an expression of `device_number` as a Tensor; see `per_device`."""
   number = device_number(len(devices))
-  return per_device([int(x.substitute({number: number.const_like(i)}).simplify().val) for i in range(len(devices))], devices)
+  return per_device(
+    [int(x.substitute({number: number.const_like(i)}).simplify().val) for i in range(len(devices))], devices
+  )
 
 
 def gathered(x: Tensor) -> Tensor:
