@@ -33,7 +33,9 @@ def computed(
 ) -> list[Tensor]:
   """Output, LSE and gradients; arrays among the options are (array, axis)."""
   q, k, v = (put(x, axis, devices) for x, axis in zip(xs, axes, strict=True))
-  given = {name: put(*x, devices) if isinstance(x, tuple) and name != "aux" else x for name, x in options.items()}
+  given: dict[str, Any] = {
+    name: put(*x, devices) if isinstance(x, tuple) and name != "aux" else x for name, x in options.items()
+  }
   given |= {"aux": tuple(put(*x, devices) for x in options["aux"])} if "aux" in options else {}
   found = list(attention(q, k, v, return_lse=True, enable_gqa=True, backend="kernel", **given))
   if gradients:
@@ -72,6 +74,10 @@ def test_batches_and_heads(axes: tuple[int | None, ...]) -> None:
   same_bits(arrays(*HEADS), axes, is_causal=True)
 
 
+def by_head(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+  return score + h * (i - j) * 0.1
+
+
 def everything(axis: int) -> dict[str, Any]:
   """Options that go by the number of a batch or a head."""
   slopes = np.linspace(0.1, 0.5, 4, dtype=np.float32)
@@ -104,7 +110,7 @@ def test_mods_masks_and_dropout_go_by_the_numbers_of_the_whole(axis: int) -> Non
 def test_a_part_that_goes_by_its_own_numbers_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(sharded, "device_number", lambda count: UOp.const(0))
   with pytest.raises(AssertionError):
-    same_bits(arrays(*HEADS), (1, 1, 1), False, score_mod=lambda score, b, h, i, j: score + h * (i - j) * 0.1)
+    same_bits(arrays(*HEADS), (1, 1, 1), False, score_mod=by_head)
 
 
 @pytest.mark.each("axis")
@@ -127,7 +133,7 @@ def test_a_cache_under_tinyjit(axis: int | None) -> None:
 
     steps = [[put(x, axis, devices) for x in arrays(2, 4, 2, 1, 1, seed=i)] for i in range(4)]
     found.append([step(*x, start.bind(i)).numpy() for i, x in enumerate(steps)])
-  np.testing.assert_array_equal(*found)
+  np.testing.assert_array_equal(found[0], found[1])
 
 
 @pytest.mark.parametrize("axes", [(1, 1), (0, None)])
@@ -140,28 +146,31 @@ def test_pages(axes: tuple[int | None, ...]) -> None:
       put(x, axis, devices) for x, axis in ((q, axes[0]), (k, axes[1]), (v, axes[1]), (table, None), (lengths, None))
     )
     found.append(attention_paged(*given, enable_gqa=True, backend="kernel").numpy())
-  np.testing.assert_array_equal(*found)
+  np.testing.assert_array_equal(found[0], found[1])
 
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_varlen(axis: int) -> None:
+  def mod(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return score + (b + h) * (i - j) * 0.1
+
   q, k, v = (x[0].transpose(1, 0, 2) for x in arrays(1, 4, 2, 60, 60))
-  found = []
+  found: list[Any] = []
   for devices in (None, DEVICES):
-    given = [put(np.ascontiguousarray(x), axis, devices) for x in (q, k, v)]
-    mod = lambda score, b, h, i, j: score + (b + h) * (i - j) * 0.1
+    a, b, c = (put(np.ascontiguousarray(x), axis, devices) for x in (q, k, v))
     out = attention_varlen(
-      *given, [0, 25, 60], [0, 25, 60], is_causal=True, enable_gqa=True, backend="kernel", score_mod=mod
+      a, b, c, [0, 25, 60], [0, 25, 60], is_causal=True, enable_gqa=True, backend="kernel", score_mod=mod
     )
     found.append(out.numpy())
-  np.testing.assert_allclose(*found, rtol=0, atol=0 if axis == 1 else 2e-6)
+  np.testing.assert_allclose(found[0], found[1], rtol=0, atol=0 if axis == 1 else 2e-6)
 
 
 def test_views_are_read_in_place_and_written_so(caplog: pytest.LogCaptureFixture) -> None:
   qkv, found = np.random.default_rng(0).standard_normal((2, 24, 3, 4, 16)).astype(np.float32), []
   for devices in (None, DEVICES):
     x = put(qkv, 3, devices)
-    out = attention(*(x[:, :, i].transpose(1, 2) for i in range(3)), backend="kernel", is_causal=True)
+    q, k, v = (x[:, :, i].transpose(1, 2) for i in range(3))
+    out = attention(q, k, v, backend="kernel", is_causal=True)
     grad = out.square().sum().gradient(x)[0]
     Tensor.realize(out, grad)
     found.append([out.numpy(), grad.numpy()])
@@ -215,7 +224,8 @@ def test_decoding_over_keys_of_two_devices() -> None:
   out, lse = attention(q, k, v, is_causal=True, q_start=200, enable_gqa=True, return_lse=True, backend="kernel")
   Tensor.realize(out, lse)
   assert out.uop.axis is None
-  check(*map(Tensor, xs), out, lse, is_causal=True, q_start=200)
+  q, k, v = map(Tensor, xs)
+  check(q, k, v, out, lse, is_causal=True, q_start=200)
 
 
 @pytest.mark.each("axis", "arch")
@@ -228,7 +238,7 @@ def test_emulated_gpus(arch: str, axis: int) -> None:
 
 
 @pytest.mark.parametrize(
-  "axes, message",
+  ("axes", "message"),
   [
     ((0, 1, 1), "q along its batches, k along its heads, v along its heads: these do not go together"),
     (
@@ -251,7 +261,7 @@ def test_heads_that_cannot_be_divided() -> None:
 
 def test_plain_ops() -> None:
   q, k, v = (put(x, 1, DEVICES) for x in arrays(*HEADS))
-  mod = lambda score, b, h, i, j: score + h * (i - j) * 0.1
-  out, lse = attention(q, k, v, enable_gqa=True, score_mod=mod, return_lse=True, backend="reference")
+  out, lse = attention(q, k, v, enable_gqa=True, score_mod=by_head, return_lse=True, backend="reference")
   Tensor.realize(out, lse)
-  check(*(put(x, None, None) for x in arrays(*HEADS)), out, lse, score_mod=mod)
+  q, k, v = map(Tensor, arrays(*HEADS))
+  check(q, k, v, out, lse, score_mod=by_head)

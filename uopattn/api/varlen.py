@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, cast, Literal, Unpack, overload
+from typing import Any, Literal, Unpack, cast, overload
 
 from tinygrad import Tensor, dtypes
 

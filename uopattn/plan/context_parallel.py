@@ -90,7 +90,7 @@ class ContextParallel:
     n, (q_axis, *of_keys) = len(devices), axes
     causal = spec.window[1] is not None and spec.window[0] is None
     rows_divided = q_axis == ROWS or (causal and not spec.few and spec.M % (2 * n) == 0)
-    runs = (Run(spec.M, lambda i: 0),)
+    runs: tuple[Run, ...] = (Run(spec.M, lambda i: 0),)
     if rows_divided and causal and spec.M % (2 * n) == 0:
       chunk = spec.M // (2 * n)
       runs = Run(chunk, lambda i: i * chunk), Run(chunk, lambda i: (2 * n - 1 - i) * chunk)
@@ -100,7 +100,7 @@ class ContextParallel:
     turns: tuple[Run, ...] = (Run(spec.N, lambda i: 0),)
     if ROWS in of_keys:
       keys = spec.N // n
-      turns = tuple(Run(keys, lambda i, s=s: (i + s) % n * keys) for s in range(n if rows_divided else 1))
+      turns = tuple(Run(keys, _from_device(s, n, keys)) for s in range(n if rows_divided else 1))
     return cls(devices, spec, arguments, q_axis, runs, turns)
 
   @property
@@ -140,24 +140,28 @@ class ContextParallel:
       lses.append(lse)
     results = [self._whole(x) for x in (outs, lses)]
     backend = "reference" if launches is None else backend
-    return with_gradients(
-      results, list(operands.values()), lambda *given: self._gradients(*given, list(operands), arguments, backend)
-    )
+
+    def gradients(results: Sequence[Tensor], given: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Any:
+      return self._gradients(results, given, grads, list(operands), arguments, backend)
+
+    return with_gradients(results, list(operands.values()), gradients)
 
   def _attend(
     self, launches: dict[tuple[Run, Run], Launch], run: Run, q: Tensor, k: Tensor, v: Tensor, arguments: Arguments
   ) -> tuple[Tensor, Tensor]:
     """Compute one run of queries with kernels."""
-    found = []
+    found: list[tuple[Tensor, ...]] = []
     for turn in self.turns:
       own = self._arguments(run, turn, arguments)
       found.append(forward(launches[run, turn], q, *self._keys_of(turn, k, v), arguments=own))
     if not self.keys_divided:
-      return found[0]
+      out, lse = found[0]
+      return out, lse
     if not self.rows_divided:
       found = [tuple(self._of_device(i, x) for x in found[0]) for i in range(len(self.devices))]
     sinks = None if arguments.sinks is None else gathered(arguments.sinks).float()
-    out, lse = merged(*zip(*found, strict=True), sinks)
+    outs, lses = zip(*found, strict=True)
+    out, lse = merged(outs, lses, sinks)
     return out.contiguous(), lse.contiguous()
 
   def _gradients(
@@ -173,7 +177,7 @@ class ContextParallel:
     q, k, v, *others = given
     do = results[0].zeros_like() if grads[0] is None else grads[0].cast(results[0].dtype)
     nothing = [None] * len(self.runs)
-    of_runs = [self._runs_of(x) for x in (q, *results, do)]
+    of_runs: list[Any] = [self._runs_of(x) for x in (q, *results, do)]
     of_runs.append(nothing if grads[1] is None else self._runs_of(grads[1].float()))
     dq: list[Tensor] = []
     dkv: dict[Run, list[tuple[Tensor, Tensor]]] = {turn: [] for turn in self.turns}
@@ -290,7 +294,8 @@ class ContextParallel:
     if given is None:
       shapes = ((s.B, s.Hq, run.size, s.Dk), s.dtype), *(((s.B, s.Hkv, keys.size, D), s.stored) for D in (s.Dk, s.Dv))
       given = cast(Any, tuple(Tensor.empty(*shape, dtype=dtype, device=self.devices) for shape, dtype in shapes))
-    made = make_spec(*given, own)
+    q, k, v = given
+    made = make_spec(q, k, v, own)
     numbered = (s.score_mod, s.mask_mod, s.block_mod) != (None, None, None) or s.dropout_p > 0
     number = device_number(len(self.devices))
     origin = Origin((0, 0, run.first(number), keys.first(number)), s.Hq, s.M) if numbered else Origin()
@@ -350,6 +355,11 @@ class ContextParallel:
     shape = sizes(four_axes(mask))
     shape = (*shape[:2], run.size if shape[ROWS] > 1 else 1, shape[3])
     return replace(own, attn_mask=own.attn_mask.expand(shape).detach())
+
+
+def _from_device(turn: int, n: int, keys: int) -> Place:
+  """Return the first key of a turn, which is one of the keys of the device that is `turn` further on."""
+  return lambda i: (i + turn) % n * keys
 
 
 def divided(

@@ -69,9 +69,9 @@ class Sharded:
     found = cls(devices, spec, axis, axis_kv, spec)
     given = found.parts_of(arguments)
     part = make_spec(part_of(q, axis), part_of(k, axis_kv), part_of(v, axis_kv), given)
-    first = [device_number(count) * size if axis == i else 0 for i, size in enumerate((part.B, part.Hq))]
+    b, h = (device_number(count) * size if axis == i else 0 for i, size in enumerate((part.B, part.Hq)))
     numbered = (spec.score_mod, spec.mask_mod, spec.block_mod) != (None, None, None) or spec.dropout_p > 0
-    origin = Origin((*first, 0, 0), spec.Hq, spec.M) if numbered and axis is not None else Origin()
+    origin = Origin((b, h, 0, 0), spec.Hq, spec.M) if numbered and axis is not None else Origin()
     mods = {name: getattr(spec, name) for name in ("score_mod", "mask_mod", "block_mod", "dropout_p")}
     return replace(found, part=replace(part, return_lse=True, origin=origin, **mods))
 
@@ -122,9 +122,9 @@ class Sharded:
     operands = {"q": q, "k": k, "v": v} | differentiable_of(arguments)
     axes = dict(zip("qkv", (self.axis, self.axis_kv, self.axis_kv), strict=True))
     axes |= {name: self.axis_of(ARGUMENTS[name.split("[")[0]].axes, sizes(x)) for name, x in list(operands.items())[3:]}
-    parts = [part_of(operands[name], axes[name]) for name in "qkv"]
+    q, k, v = (part_of(operands[name], axes[name]) for name in "qkv")
     own = self.parts_of(arguments)
-    out, lse = reference(*parts, self.part, own) if launch is None else forward(launch, *parts, arguments=own)
+    out, lse = reference(q, k, v, self.part, own) if launch is None else forward(launch, q, k, v, arguments=own)
     results = [joined(x, self.axis) for x in (out, lse)]
 
     def gradients(results: Sequence[Tensor], given: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Any:

@@ -4,6 +4,7 @@ tinygrad keeps a sharded Tensor as UNSHARD of one part per device. A part alone 
 that one device holds; a kernel called with parts runs on each device, with that device's part.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 from tinygrad import Tensor, UOp, dtypes
@@ -161,14 +162,15 @@ def resharded(x: Tensor, axis: int | None) -> Tensor:
 def _part(x: UOp, axis: int) -> UOp:
   """Return each device's part of x, which is sharded along `axis`: a view of the part of its buffer, if x is a view.
 
-  tinygrad's own rewriting does that, but of all that x is computed from. So what x is a view of is replaced by a buffer.
+  tinygrad's own rewriting does that, but of all that x is computed from. So a buffer stands in for what x is a view of.
   """
   views, base = [], x
   while base.op in GroupOp.Movement or base.op is Ops.DETACH:
     views.append(base)
     base = base.src[0]
   own = base.axis
-  assert own is not None and isinstance(x.device, tuple)
+  assert own is not None
+  assert isinstance(x.device, tuple)
   if base.op is Ops.UNSHARD:
     part = base.src[0]
   elif base.op is Ops.AFTER and base.src[0].axis is not None:
@@ -180,10 +182,10 @@ def _part(x: UOp, axis: int) -> UOp:
     return part
   from tinygrad.schedule.multi import multi_pm
 
-  stand_in = UOp.new_buffer(x.device, part.numel(), part.dtype).reshape(part.shape)
+  stand_in = UOp.new_buffer(x.device, math.prod(sizes(Tensor(part))), part.dtype).reshape(part.shape)
   view = stand_in.unshard(own)
   for op in reversed(views):
     view = op.replace(src=(view, *op.src[1:]))
   view = graph_rewrite(view, multi_pm, name="part of a view")
-  assert view.op is Ops.UNSHARD and view.arg == (axis,)
+  assert (view.op, view.arg) == (Ops.UNSHARD, (axis,))
   return view.src[0].substitute({stand_in: part})
