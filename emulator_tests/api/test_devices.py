@@ -33,11 +33,10 @@ def computed(
 ) -> list[Tensor]:
   """Output, LSE and gradients; arrays among the options are (array, axis)."""
   q, k, v = (put(x, axis, devices) for x, axis in zip(xs, axes, strict=True))
-  given: dict[str, Any] = {
-    name: put(*x, devices) if isinstance(x, tuple) and name != "aux" else x for name, x in options.items()
-  }
-  given |= {"aux": tuple(put(*x, devices) for x in options["aux"])} if "aux" in options else {}
-  found = list(attention(q, k, v, return_lse=True, enable_gqa=True, backend="kernel", **given))
+  given = {n: put(x[0], x[1], devices) if isinstance(x, tuple) and n != "aux" else x for n, x in options.items()}
+  if "aux" in options:
+    given["aux"] = tuple(put(x, axis, devices) for x, axis in options["aux"])
+  found: list[Tensor] = [*attention(q, k, v, return_lse=True, enable_gqa=True, backend="kernel", **given)]
   if gradients:
     leaves = [q, k, v, *(x for name, x in given.items() if name == "sinks")]
     found += (found[0].square().sum() + found[1].sum()).gradient(*leaves)
@@ -62,11 +61,10 @@ def close(xs: list[Any], axes: Any, devices: tuple[str, ...], **options: Any) ->
   assert [x.uop.axis for x in two[:5]] == [axes[0], axes[0], *axes]
   one = computed(xs, axes, None, gradients=True, **options)
   for a, b in zip(one, two, strict=True):
-    a, b = a.numpy().astype(np.float64), b.numpy().astype(np.float64)
-    seen = np.isfinite(a)
-    assert np.array_equal(seen, np.isfinite(b))
-    eps = np.finfo(xs[0].dtype).eps
-    assert np.abs(a - b)[seen].max() <= 16 * eps * np.abs(a[seen]).max()
+    want, got = a.numpy().astype(np.float64), b.numpy().astype(np.float64)
+    seen = np.isfinite(want)
+    np.testing.assert_array_equal(seen, np.isfinite(got))
+    assert np.abs(want - got)[seen].max() <= 16 * np.finfo(xs[0].dtype).eps * np.abs(want[seen]).max()
 
 
 @pytest.mark.parametrize("axes", [(0, 0, 0), (1, 1, 1), (0, None, 0), (None, 1, 1), (None, None, None)])

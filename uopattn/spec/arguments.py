@@ -191,8 +191,8 @@ class Argument:
     is_used: whether a value needs that code.
     in_lse: whether the LSE contains its effect on a row. A backward pass, and a split of the keys, then ignore it.
     has_gradient: whether its Tensors may have a gradient.
-    axes: what the axes of its Tensors, as kernels take them, are: of the (b)atches, (h)eads, (k)ey heads, queries (m) or
-      keys (n). Tensors of no such axes are the same for all.
+    axes: the axes of its Tensors, as kernels take them: (b)atches, (h)eads, (k)ey heads, queries (m), keys (n). Tensors
+      without such axes are the same for all.
   """
 
   default: Any = None
