@@ -33,7 +33,9 @@ def computed(
 ) -> list[Tensor]:
   """Output, LSE and gradients; arrays among the options are (array, axis)."""
   q, k, v = (put(x, axis, devices) for x, axis in zip(xs, axes, strict=True))
-  given = {n: put(x[0], x[1], devices) if isinstance(x, tuple) and n != "aux" else x for n, x in options.items()}
+  given: dict[str, Any] = {
+    n: put(x[0], x[1], devices) if isinstance(x, tuple) and n != "aux" else x for n, x in options.items()
+  }
   if "aux" in options:
     given["aux"] = tuple(put(x, axis, devices) for x, axis in options["aux"])
   found: list[Tensor] = [*attention(q, k, v, return_lse=True, enable_gqa=True, backend="kernel", **given)]
