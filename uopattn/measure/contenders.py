@@ -53,7 +53,7 @@ Contender = Callable[[Problem], Runner | None]
 
 def uopattn(problem: Problem) -> Runner:
   """Set up our kernel, replayed by TinyJit; it also writes the LSE."""
-  o, lse = outputs(problem.spec)
+  o, lse = outputs(problem)
   times = repeats(problem)
   call = jitted(problem, o, lse, times)
   for _ in range(2):  # compile, capture
@@ -64,7 +64,7 @@ def uopattn(problem: Problem) -> Runner:
     call()
     return [numpy(o), numpy(lse)]
 
-  return Runner(call, result, times, wait)
+  return Runner(call, result, times, lambda: wait(problem.devices))
 
 
 def on_cpu() -> bool:

@@ -142,7 +142,7 @@ class ContextParallel:
     backend = "reference" if launches is None else backend
 
     def gradients(results: Sequence[Tensor], given: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Any:
-      return self._gradients(results, given, grads, list(operands), arguments, backend)
+      return self.gradients(results, dict(zip(operands, given, strict=True)), grads, arguments, backend)
 
     return with_gradients(results, list(operands.values()), gradients)
 
@@ -164,17 +164,16 @@ class ContextParallel:
     out, lse = merged(outs, lses, sinks)
     return out.contiguous(), lse.contiguous()
 
-  def _gradients(
+  def gradients(
     self,
     results: Sequence[Tensor],
-    given: Sequence[Tensor],
+    operands: dict[str, Tensor],
     grads: Sequence[Tensor | None],
-    names: list[str],
     arguments: Arguments,
     backend: str,
   ) -> list[Tensor | None]:
-    """Return the gradients of the operands."""
-    q, k, v, *others = given
+    """Return the gradients of the operands; see `Sharded.gradients`."""
+    (q, k, v, *others), names = operands.values(), list(operands)
     do = results[0].zeros_like() if grads[0] is None else grads[0].cast(results[0].dtype)
     nothing = [None] * len(self.runs)
     of_runs: list[Any] = [self._runs_of(x) for x in (q, *results, do)]

@@ -120,25 +120,48 @@ class Sharded:
       backend: as in `forward`.
     """
     operands = {"q": q, "k": k, "v": v} | differentiable_of(arguments)
-    axes = dict(zip("qkv", (self.axis, self.axis_kv, self.axis_kv), strict=True))
-    axes |= {name: self.axis_of(ARGUMENTS[name.split("[")[0]].axes, sizes(x)) for name, x in list(operands.items())[3:]}
-    q, k, v = (part_of(operands[name], axes[name]) for name in "qkv")
+    q, k, v = (part_of(operands[name], self._axis(name, operands[name])) for name in "qkv")
     own = self.parts_of(arguments)
     out, lse = reference(q, k, v, self.part, own) if launch is None else forward(launch, q, k, v, arguments=own)
-    results = [joined(x, self.axis) for x in (out, lse)]
+    results, backend = [joined(x, self.axis) for x in (out, lse)], "reference" if launch is None else backend
 
     def gradients(results: Sequence[Tensor], given: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Any:
-      out, lse = (part_of(x, self.axis) for x in results)
-      do, dlse = (None if x is None else part_of(x, self.axis) for x in grads)
-      q, k, v = (part_of(x, axes[name]) for x, name in zip(given, "qkv", strict=False))
-      do = laid_out(out.zeros_like() if do is None else do.cast(out.dtype), self.part)
-      saved = Saved(self.part, q, k, v, out, lse, do, None if dlse is None else dlse.float().contiguous())
-      found = gradients_of(saved, own, self.with_whole_mask(own, arguments), "reference" if launch is None else backend)
-      named = zip(given, found, axes.values(), strict=True)
-      summed = self.axis is not None
-      return [None if grad is None else gradient_of(x, grad, axis, summed) for x, grad, axis in named]
+      return self.gradients(results, dict(zip(operands, given, strict=True)), grads, arguments, backend)
 
     return with_gradients(results, list(operands.values()), gradients)
+
+  def gradients(
+    self,
+    results: Sequence[Tensor],
+    operands: dict[str, Tensor],
+    grads: Sequence[Tensor | None],
+    arguments: Arguments,
+    backend: str,
+  ) -> list[Tensor | None]:
+    """Return the gradients of the operands.
+
+    Args:
+      results: the output and the LSE.
+      operands: q, k, v and what `differentiable_of` returns.
+      grads: the gradients of the results; None for 0.
+    """
+    axes = {name: self._axis(name, x) for name, x in operands.items()}
+    out, lse = (part_of(x, self.axis) for x in results)
+    do, dlse = (None if x is None else part_of(x, self.axis) for x in grads)
+    q, k, v = (part_of(operands[name], axes[name]) for name in "qkv")
+    do = laid_out(out.zeros_like() if do is None else do.cast(out.dtype), self.part)
+    saved = Saved(self.part, q, k, v, out, lse, do, None if dlse is None else dlse.float().contiguous())
+    own = self.parts_of(arguments)
+    found = gradients_of(saved, own, self.with_whole_mask(own, arguments), backend)
+    named = zip(operands.values(), found, axes.values(), strict=True)
+    summed = self.axis is not None
+    return [None if grad is None else gradient_of(x, grad, axis, summed) for x, grad, axis in named]
+
+  def _axis(self, name: str, x: Tensor) -> int | None:
+    """Return the axis along which an operand is divided."""
+    if name in ("q", "k", "v"):
+      return self.axis if name == "q" else self.axis_kv
+    return self.axis_of(ARGUMENTS[name.split("[")[0]].axes, sizes(x))
 
 
 def differentiable_of(arguments: Arguments) -> dict[str, Tensor]:
