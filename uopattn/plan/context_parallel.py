@@ -320,7 +320,7 @@ class ContextParallel:
     divided = keys.size < self.spec.N
     found: dict[str, Any] = {"aux": tuple(map(gathered, arguments.aux))}
     if self.spec.window != (None, None):
-      found["q_start"] = self._moved(arguments.q_start, lambda i: run.first(i) - keys.first(i), by_ops=turn is None)
+      found["q_start"] = self._moved(arguments.q_start, lambda i: run.first(i) - keys.first(i))
     if arguments.kv_lengths is not None:
       found["kv_lengths"] = self._moved(arguments.kv_lengths, lambda i: -keys.first(i))
     if arguments.bounds is not None:
@@ -338,13 +338,16 @@ class ContextParallel:
       found["block_mask"] = arguments.block_mask.within(self.devices, *self._extent(run), *self._extent(keys))
     return replace(arguments, **found)
 
-  def _moved(self, x: int | UOp | Tensor, by: Place, by_ops: bool = False) -> Any:
-    """Return a position, moved by as much as `by` says for each device: for plain ops as a Tensor."""
-    n = len(self.devices)
-    if isinstance(x, Tensor) or by_ops:
-      start = gathered(x) if isinstance(x, Tensor) else Tensor(x).expand(self.spec.B).cast(dtypes.int)
-      return start + per_device([by(i) for i in range(n)], self.devices)
-    return x + by(device_number(n))
+  def _moved(self, x: int | UOp | Tensor, by: Place) -> Tensor:
+    """Return a position, or one of each query, moved by as much as `by` says for each device.
+
+    A Tensor, so that one kernel serves all runs and all turns.
+    """
+    moves = [by(i) for i in range(len(self.devices))]
+    if isinstance(x, int):
+      return per_device([x + move for move in moves for _ in range(self.spec.B)], self.devices)
+    start = gathered(x) if isinstance(x, Tensor) else Tensor(x).expand(self.spec.B).cast(dtypes.int)
+    return start + per_device(moves, self.devices)
 
   def _with_whole_mask(self, own: Arguments, run: Run) -> Arguments:
     """Return the arguments of a run for the gradient of its mask, in the shape that the user gave it."""

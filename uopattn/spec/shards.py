@@ -4,14 +4,16 @@ tinygrad keeps a sharded Tensor as UNSHARD of one part per device. A part alone 
 that one device holds; a kernel called with parts runs on each device, with that device's part.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
-from tinygrad import Tensor, UOp, dtypes
+from tinygrad import Context, Tensor, UOp, dtypes
 from tinygrad.uop import GroupOp
 from tinygrad.uop.ops import AxisType, Ops, graph_rewrite
 
 from uopattn.dsl import sizes
+from uopattn.runtime.function import in_function
 
 Devices = str | tuple[str, ...]
 
@@ -83,8 +85,16 @@ def picked(parts: Sequence[Tensor], axis: int, wanted: Sequence[tuple[int, int, 
 
 
 def per_device(values: Sequence[int], devices: tuple[str, ...]) -> Tensor:
-  """Return an int32 Tensor (1,) that holds another number on each device."""
-  return part_of(Tensor(list(values), dtype=dtypes.int, device=devices), 0)
+  """Return an int32 Tensor of which each device holds as many of the values."""
+  if in_function():
+    return part_of(Tensor(list(values), dtype=dtypes.int, device=devices), 0)
+  return _per_device(tuple(values), devices)
+
+
+@functools.lru_cache(1024)
+def _per_device(values: tuple[int, ...], devices: tuple[str, ...]) -> Tensor:
+  with Context(CAPTURING=0):  # it outlives a TinyJit that is being captured
+    return part_of(Tensor(list(values), dtype=dtypes.int, device="PYTHON").shard(devices, 0).realize(), 0)
 
 
 def on_each(x: UOp, devices: tuple[str, ...]) -> Tensor:
