@@ -101,8 +101,9 @@ def attention(
   says which gradients kernels compute. Second derivatives need `backend="reference"`.
 
   q, k and v may be views of buffers: transposed, slices of a cache or of packed projections, expanded heads. If the
-  last axis is contiguous, kernels read the buffer in place; otherwise the view is copied, with one log line. M and N
-  may hold bound Variables, as in `cache[:, :, :start_pos + T]`: one kernel serves all their values and copies no cache.
+  last axis is contiguous, kernels read the buffer in place; otherwise the view is copied, with one log line. The output
+  lies in memory as q does: of (B, M, Hq, Dk) transposed it is (B, M, Hq, Dv) transposed. M and N may hold bound
+  Variables, as in `cache[:, :, :start_pos + T]`: one kernel serves all their values and copies no cache.
 
   Tensors without a device, such as `Tensor.arange(n)`, are put on the device of q, k and v. If q, k or v has a weak
   dtype, it takes the dtype of the others. Any other Tensor of a weak dtype becomes float32 or the default int dtype.
