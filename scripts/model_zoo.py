@@ -312,13 +312,13 @@ def encoder(*inputs: Tensor, build: Callable[[], Any], **options: Any) -> Model:
   return Model(lambda: randomized(build()), lambda model: [Step("", call(model), inputs)])
 
 
-def with_gradients(*inputs: Tensor, build: Callable[[], Any], only: str = "") -> Model:
-  """A model with the gradients of the parameters that have `only` in their names."""
+def with_gradients(*inputs: Tensor, build: Callable[[], Any], of: Callable[[str], bool]) -> Model:
+  """A model with the gradients of the parameters of some names."""
 
   def steps(model: Any) -> list[Step]:
     def call(*given: Tensor, kernels: bool) -> tuple[Tensor, ...]:
       loss = model(*given).square().mean()
-      return (loss, *loss.gradient(*(x for name, x in get_state_dict(model).items() if only in name)))
+      return (loss, *loss.gradient(*(x for name, x in get_state_dict(model).items() if of(name))))
 
     return [Step("forward and backward", call, inputs)]
 
@@ -395,7 +395,7 @@ def tinygrad_llm(position: int, prompt: int, **config: Any) -> Model:
 def models(large: bool) -> dict[str, Model]:
   """Return all models by name: of sizes that are usual, with few layers, or as small as can be."""
   W, H = (768, 12) if large else (64, 4)
-  letters, layers, encoders = (1000, 2, 2) if large else (50, 2, 1)
+  letters, layers, encoders = (1000, 2, 2) if large else (50, 2, 1)  # and the layers of what generates, and of others
   context, prompt = (2048, 1024) if large else (256, 40)
   side, channels = (64, 320) if large else (6, 32)
   audio, text = ((1500, 384), 77) if large else ((30, 64), 20)
@@ -443,8 +443,8 @@ def models(large: bool) -> dict[str, Model]:
     "BERT": with_gradients(
       ids(1, tokens, letters=letters),
       seen,
-      build=lambda: Encoder(layers, W, H, tokens, letters),
-      only="" if large else "1.attend.q",
+      build=lambda: Encoder(encoders, W, H, tokens, letters),
+      of=lambda name: large or name.endswith(("q.weight", "k.weight")),
     ),
     "UNet": encoder(normal(1, channels, side, side), normal(1, text, W), build=lambda: UNetBlock(channels, 8, W)),
     "VAE, D=512": encoder(normal(1, 512, side, side), build=lambda: VAEAttention(512)),

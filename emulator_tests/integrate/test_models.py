@@ -98,7 +98,7 @@ def test_the_script_says_what_models_there_are(
 
 def test_the_script_notices_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
   turns = itertools.count()
-  monkeypatch.setattr(script, "arrays", lambda call: [x.numpy() * (1 + 1e-3 * next(turns)) for x in call()])
+  monkeypatch.setattr(script, "arrays", lambda call: [x.numpy() * (1 - 1e-3 * next(turns)) for x in call()])
   with pytest.raises(ArithmeticError, match=r"^ViT, : results differ by 0\.001 of the largest$"):
     script.timed("ViT", MODELS["ViT"], 1)
 
