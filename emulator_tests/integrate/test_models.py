@@ -4,7 +4,9 @@ A model in float64 takes the place of the exact result: with kernels the errors 
 attention in float32, plus a floor, as everywhere (`uopattn.proof.gate`).
 """
 
+import gc
 import itertools
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,6 +23,12 @@ from uopattn.proof.roundings import FLOAT32
 from uopattn.runtime.log import log_once
 
 MODELS = models(large=False)
+
+
+@pytest.fixture(autouse=True)
+def _no_models_are_left() -> Iterator[None]:
+  yield
+  gc.collect()  # tinygrad goes through all Tensors that are alive whenever something is realized
 
 
 def with_kernels(kernels: bool) -> AbstractContextManager[object]:
