@@ -58,7 +58,16 @@ def results(model: Model, kernels: bool = False, exact: bool = False) -> tuple[l
   return found, GlobalCounters.kernel_count
 
 
-@pytest.mark.parametrize("name", [name for name, x in MODELS.items() if x.generate is None])
+QUICK = ("ViT", "BERT", "VAE, D=512", "gpt-oss", "GPT-2")
+
+
+def those(generate: bool) -> list[Any]:
+  """The models that generate, or the others; what is not quick runs with --slow."""
+  names = [name for name, x in MODELS.items() if (x.generate is not None) == generate]
+  return [pytest.param(x, marks=[] if x in QUICK else [pytest.mark.slow]) for x in names]
+
+
+@pytest.mark.parametrize("name", those(generate=False))
 def test_the_same_results(name: str) -> None:
   model = MODELS[name]
   (got, few), (own, many), (exact, _) = results(model, kernels=True), results(model), results(model, exact=True)
@@ -111,11 +120,7 @@ def test_the_script_notices_wrong_results(monkeypatch: pytest.MonkeyPatch) -> No
     script.timed("ViT", MODELS["ViT"], 1)
 
 
-GENERATE = [name for name, x in MODELS.items() if x.generate is not None]
-SLOW = ["Whisper, decoder"]
-
-
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in GENERATE])
+@pytest.mark.parametrize("name", those(generate=True))
 def test_the_same_tokens(name: str) -> None:
   model, prompt = MODELS[name], [1 + i % 7 for i in range(40)]
   assert model.generate is not None
