@@ -364,4 +364,4 @@ def test_bad_arguments() -> None:
   with pytest.raises(TypeError, match="dtype is uchar; accepted are float, half, bfloat16, char, fp8e4m3, fp8e5m2"):
     KVCache(B, HKV, N, DK, dtype=dtypes.uint8)
   with pytest.raises(TypeError, match="k has dtype char"):
-    attention(Tensor.zeros(B, HQ, 3, DK), cache.k, cache.v, enable_gqa=True)
+    attention(Tensor.zeros(B, HQ, 3, DK), cache.k, cache.v, enable_gqa=True, backend="kernel")

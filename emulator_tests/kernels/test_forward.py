@@ -176,7 +176,7 @@ def test_no_bank_conflict(subject: Subject, arch: str, dtype: DType, size: tuple
       assert [x.bank_conflicts for name, x in profile.kernels.items() if name.startswith("attention")] == [0]
 
 
-@pytest.mark.each("arch", "dtype")
+@pytest.mark.each("arch", "dtype", "sinks", evenly=True)
 @cases(EVERYWHERE)
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 def test_rows_that_see_no_key_are_zero(subject: Subject, arch: str, dtype: DType, sinks: bool) -> None:
@@ -210,6 +210,7 @@ BAD = [
 ]
 
 
+@pytest.mark.each("bad", evenly=True)
 @pytest.mark.parametrize((*OF_CASE, "bad"), BAD, indirect=["subject"])
 def test_a_bad_key_reaches_the_rows_that_see_it_and_no_other(
   subject: Subject, arch: str, dtype: DType, bad: float
@@ -238,6 +239,7 @@ def test_a_bad_head_reaches_no_other(subject: Subject, arch: str, dtype: DType) 
   assert np.isnan(out[2:]).all()
 
 
+@pytest.mark.each("short", evenly=True)
 @cases(ONCE_ON_GPUS)
 @pytest.mark.parametrize("short", ["o", "q", "k", "v"])
 def test_a_shortened_buffer_is_caught(subject: Subject, arch: str, dtype: DType, short: str) -> None:

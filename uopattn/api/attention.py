@@ -102,8 +102,9 @@ def attention(
   says which gradients kernels compute. Second derivatives need `backend="reference"`.
 
   q, k and v may be views of buffers: transposed, slices of a cache or of packed projections, expanded heads. If the
-  last axis is contiguous, kernels read the buffer in place; otherwise the view is copied, with one log line. M and N
-  may hold bound Variables, as in `cache[:, :, :start_pos + T]`: one kernel serves all their values and copies no cache.
+  last axis is contiguous, kernels read the buffer in place; otherwise the view is copied, with one log line. The output
+  lies in memory as q does: of (B, M, Hq, Dk) transposed it is (B, M, Hq, Dv) transposed. M and N may hold bound
+  Variables, as in `cache[:, :, :start_pos + T]`: one kernel serves all their values and copies no cache.
 
   Tensors without a device, such as `Tensor.arange(n)`, are put on the device of q, k and v. If q, k or v has a weak
   dtype, it takes the dtype of the others. Any other Tensor of a weak dtype becomes float32 or the default int dtype.
@@ -179,30 +180,26 @@ def attention(
     block_mask=block_mask,
     return_lse=return_lse,
   )
+  check_backend(backend)
   try:
-    return attend(q, k, v, arguments, backend)
+    call = Call.of(q, k, v, arguments)
   except (TypeError, ValueError) as refusal:
     if backend != "auto":
       raise
     return by_tinygrad(q, k, v, arguments, refusal)
+  return call.by(backend)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, backend: str) -> Any:
-  """Check all arguments and run the backend, for `attention` and the functions built on it."""
+  """Check all arguments and run the backend, for the functions built on `attention`."""
+  check_backend(backend)
+  return Call.of(q, k, v, arguments).by(backend)
+
+
+def check_backend(backend: str) -> None:
+  """Raise ValueError if there is no such backend."""
   if backend not in BACKENDS:
     raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
-  call = Call.of(q, k, v, arguments)
-  if backend == "reference":
-    return call.run(None, backend)
-  try:
-    launch = call.launch()
-  except NoKernel as error:
-    if backend == "kernel":
-      raise ValueError(f"backend='kernel': {error}") from error
-    for reason in error.reasons:
-      log_once(f"attention falls back to plain tinygrad ops: {reason}")
-    return call.run(None, backend)
-  return call.run(launch, backend)
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,6 +248,19 @@ class Call:
       seeded = replace(arguments, seed=Tensor.zeros(2, dtype=dtypes.uint32, device=q.device))
     spec = make_spec(q4, k4, v4, seeded)
     return cls(q4, k4, v4, spec, arguments, restored, rows, dtype, divided(q4, k4, v4, spec, seeded))
+
+  def by(self, backend: str) -> Any:
+    """Return the output, or with return_lse the output and the LSE."""
+    launch = None
+    if backend != "reference":
+      try:
+        launch = self.launch()
+      except NoKernel as error:
+        if backend == "kernel":
+          raise ValueError(f"backend='kernel': {error}") from error
+        for reason in error.reasons:
+          log_once(f"attention falls back to plain tinygrad ops: {reason}")
+    return self.run(launch, backend)
 
   def launch(self) -> Any:
     """Return the launch of the kernel, which stores the LSE, see `forward`. Raises NoKernel."""
