@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import check, on
-from tinygrad import Context, Tensor, TinyJit, UOp, dtypes
+from tinygrad import Context, Tensor, TinyJit, UOp, dtypes, function
 from tinygrad.engine.realize import runtime_cache
 
 import uopattn.plan.context_parallel as context_parallel
@@ -177,6 +177,26 @@ def test_views_are_read_in_place_and_written_so(caplog: pytest.LogCaptureFixture
   for a, b in zip(*found, strict=True):
     np.testing.assert_array_equal(a, b)
   assert not caplog.records
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+def test_in_a_function(axis: int) -> None:
+  @function
+  def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attention(q * 2, k, v, backend="kernel", is_causal=True)
+
+  xs = arrays(1, 2, 2, 32, 32)
+  a, b, c = (put(x, axis, DEVICES) for x in xs)
+  q, k, v = map(Tensor, xs)
+  check((q * 2).realize(), k, v, attend(a, b, c).realize(), is_causal=True)
+
+
+def test_variables_in_shapes() -> None:
+  q, k, v = (put(x, 1, DEVICES) for x in arrays(2, 4, 2, 3, 64))
+  n = UOp.variable("n", 3, 60).bind(20)
+  out = attention(q, k[:, :, :n], v[:, :, :n], enable_gqa=True, backend="kernel")
+  a, b, c = map(Tensor, arrays(2, 4, 2, 3, 64))
+  check(a, b[:, :, :20].contiguous(), c[:, :, :20].contiguous(), out.realize())
 
 
 def test_every_cpu_device_has_all_threads() -> None:

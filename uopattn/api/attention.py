@@ -106,6 +106,9 @@ def attention(
   lies in memory as q does: of (B, M, Hq, Dk) transposed it is (B, M, Hq, Dv) transposed. M and N may hold bound
   Variables, as in `cache[:, :, :start_pos + T]`: one kernel serves all their values and copies no cache.
 
+  q, k and v may be sharded over devices along batches, heads or the sequence, all along the same axis, or whole; the
+  output is sharded as q, or as k if q is whole and they are sharded by batches or heads. kernels/README.md says more.
+
   Tensors without a device, such as `Tensor.arange(n)`, are put on the device of q, k and v. If q, k or v has a weak
   dtype, it takes the dtype of the others. Any other Tensor of a weak dtype becomes float32 or the default int dtype.
 

@@ -13,7 +13,7 @@ from tinygrad.uop import GroupOp
 from tinygrad.uop.ops import AxisType, Ops, graph_rewrite
 
 from uopattn.dsl import sizes
-from uopattn.runtime.function import in_function
+from uopattn.runtime.function import function_inputs, in_function
 
 Devices = str | tuple[str, ...]
 
@@ -174,16 +174,16 @@ def _part(x: UOp, axis: int) -> UOp:
 
   tinygrad's own rewriting does that, but of all that x is computed from. So a buffer stands in for what x is a view of.
   """
-  views, base = [], x
-  while base.op in GroupOp.Movement or base.op is Ops.DETACH:
+  views, base, inputs = [], x, function_inputs()
+  while (base.op in GroupOp.Movement or base.op is Ops.DETACH) and base not in inputs:
     views.append(base)
     base = base.src[0]
   own = base.axis
   assert own is not None
   assert isinstance(x.device, tuple)
-  if base.op is Ops.UNSHARD:
+  if base.op is Ops.UNSHARD and base not in inputs:
     part = base.src[0]
-  elif base.op is Ops.AFTER and base.src[0].axis is not None:
+  elif base.op is Ops.AFTER and base.src[0].axis is not None and base not in inputs:
     part = _part(base.src[0], own).after(*base.src[1:])
   else:
     computed = base.src[0] if base.op is Ops.CONTIGUOUS else base
