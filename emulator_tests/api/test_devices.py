@@ -116,7 +116,8 @@ def test_a_part_that_goes_by_its_own_numbers_is_noticed(monkeypatch: pytest.Monk
 @pytest.mark.each("axis")
 @pytest.mark.parametrize("axis", [1, 0])
 def test_a_block_mask_per_head(axis: int) -> None:
-  mask = BlockMask.of(lambda b, h, i, j: j <= i + h * 10 + b, 2, 4, 40, 48, block_m=16, block_n=16)
+  shifts = put(np.array([0, 10, 20, 30], np.int32), 0, DEVICES)
+  mask = BlockMask.of(lambda b, h, i, j, shifts: j <= i + shifts[h] + b, 2, 4, 40, 48, (shifts,), 16, 16)
   same_bits(arrays(*HEADS), (axis,) * 3, gradients=axis == 1, block_mask=mask)
 
 

@@ -83,7 +83,7 @@ class BlockMask:
       M, N: queries and keys.
       aux: the Tensors that mask_mod indexes; out of bounds they read 0. The mask is made from their present content.
       block_m, block_n: queries and keys per block.
-      device: the device of the mask; None is that of aux, or tinygrad's default device.
+      device: the device of the mask; None is that of aux, the first one if there are several, or tinygrad's default.
 
     Raises:
       TypeError: mask_mod cannot be traced, aux is not a tuple of Tensors, or a size is not an int.
@@ -105,6 +105,7 @@ class BlockMask:
     if not callable(mask_mod):
       raise TypeError(f"mask_mod is {described(mask_mod)}; it must be a function")
     block_m, block_n = min(block_m, M), min(block_n, N)
+    aux = tuple(x.to(x.device[0]) if isinstance(x.device, tuple) else x for x in aux)
     known = [str(x.device) for x in aux if x.device is not None]
     place = Device.canonicalize(device) if device or not known else known[0]
     aux = tuple(x.contiguous() for x in placed(aux, place))
