@@ -250,7 +250,7 @@ SUBJECTS: dict[str, Subject] = {
     any_tiles=hopper_tiles,
     head_dims=(8, 24, 40, 64, 72),
     most_queries=300,
-    synchronised=lambda arch: (H(1, 32), H(2, 16, 3)),
+    synchronised=lambda arch: (H(1, 32), H(2, 16, 3), H(2, 16, 2, True)),
   ),
   "float8": Subject(
     cuda_forward,

@@ -21,8 +21,9 @@ spills. With other features nvcc 13 spills at D=64 for a bool mask (496 bytes), 
 each) and bounds per query (16), and at D=128 for a bool mask (16).
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
@@ -33,9 +34,10 @@ from uopattn.dsl import Scope, sizes
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia import wgmma
-from uopattn.dsl.nvidia.mbarrier import MbarrierPipeline
+from uopattn.dsl.nvidia.copy_pipeline import CopyPipeline
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, QUAD, WARP, columns, row_of, row_reduce, store_row
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
+from uopattn.dsl.nvidia.tensor_pipeline import Counter, TensorPipeline, fits, loop
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import Scaling, lowest, online_softmax
@@ -55,11 +57,15 @@ class Tiles:
     warpgroups: warpgroups per workgroup.
     block_n: keys per tile.
     stages: tiles of K, and of V, in shared memory.
+    producer: whether a further warpgroup brings the tiles, where the layouts of the buffers allow it.
+    persistent: whether a workgroup does several blocks of queries, one after another; only with a producer.
   """
 
   warpgroups: int
   block_n: int
   stages: int = 2
+  producer: bool = False
+  persistent: bool = False
 
   def __post_init__(self) -> None:
     if not 16 <= self.block_n <= 256 or self.block_n % wgmma.K:
@@ -68,6 +74,8 @@ class Tiles:
       raise ValueError(f"Tiles.warpgroups={self.warpgroups}: must be in 1..8")
     if self.stages < 2:
       raise ValueError(f"Tiles.stages={self.stages}: must be at least 2")
+    if self.producer and self.warpgroups not in REGISTERS:
+      raise ValueError(f"Tiles.warpgroups={self.warpgroups}: must be 1 to {max(REGISTERS)} with a producer")
 
   @property
   def block_m(self) -> int:
@@ -76,15 +84,15 @@ class Tiles:
 
   @property
   def threads(self) -> int:
-    return self.warpgroups * WARPS * WARP
+    return (self.warpgroups + self.producer) * WARPS * WARP
 
   def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[SwizzledTiles, SwizzledTiles, SwizzledTiles]:
     """Allocate Q, K and V in shared memory."""
-    Dk, Dv = round_up(Dk, wgmma.K), round_up(Dv, wgmma.K)
+    Dk, Dv, copiers = round_up(Dk, wgmma.K), round_up(Dv, wgmma.K), 1 if self.producer else self.threads
     return (
-      SwizzledTiles.make(s, self.block_m, Dk, 1, self.threads, least=wgmma.PANEL),
-      SwizzledTiles.make(s, self.block_n, Dk, self.stages, self.threads, least=wgmma.PANEL),
-      SwizzledTiles.make(s, self.block_n, Dv, self.stages, self.threads, least=wgmma.PANEL),
+      SwizzledTiles.make(s, self.block_m, Dk, 1, copiers, least=wgmma.PANEL),
+      SwizzledTiles.make(s, self.block_n, Dk, self.stages, copiers, least=wgmma.PANEL),
+      SwizzledTiles.make(s, self.block_n, Dv, self.stages, copiers, least=wgmma.PANEL),
     )
 
   def shared_bytes(self, Dk: int, Dv: int) -> int:
@@ -127,8 +135,11 @@ class Tiles:
     return tiles
 
 
+# Registers per thread of the producer and of the consumers, of 65536, by the number of consuming warpgroups.
+REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}
 MAX_HEAD_DIM = 256
 MULTIPROCESSORS = 132  # of an H100 or H200
+L2_BYTES = 32 << 20  # of the cache, for keys and values
 # By the largest head size: tiles, resident workgroups per multiprocessor, TFLOP/s without and with a causal mask (H200,
 # B=4, H=32, N=LENGTH, float16, 2026-11-21), and the cost of a workgroup's start and end, as the number of keys that it
 # could process in that time. The cost follows from the speed at N=512 and 1024; above head size 128 it is guessed.
@@ -157,34 +168,126 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     tiles: block sizes.
   """
   (heads, M, Dk), Dv, block_m = sizes(q), sizes(o)[2], tiles.block_m
-  blocks = ceildiv(M, block_m)
-  s = Scope()
-  group = Workgroup(s, heads, blocks, tiles.warpgroups * WARPS, WARP, last_first=rules.longest_last)
-  rows = [group.block * block_m + group.warp * MMA_M + row_of(group.lane, half) for half in range(HALVES)]
-  head_rules = rules.at(group.head)
-  key_range = head_rules.key_range(group.block * block_m, block_m, tiles.block_n)
+  count, s = heads * ceildiv(M, block_m), Scope()
+  if tiles.producer and not all(fits(x) for x in _views(q, k, v, UOp.const(0), rules)):
+    tiles = replace(tiles, producer=False, persistent=False)
+  workgroups = min(count, MULTIPROCESSORS) if tiles.persistent else count
+  group = Workgroup(s, 1, workgroups, tiles.threads // WARP, WARP)
+  trips, number = _numbers(group.item, count, workgroups)
 
-  scores, state = (
-    s.buffer(tiles.block_n // 2),
-    State.make(s, tiles.block_n, round_up(Dv, wgmma.K), rules.scaling, group.item),
-  )
-  q_tile, k_tiles, v_tiles = tiles.panels(s, Dk, Dv)
-  pipe = MbarrierPipeline(s, head_rules.keys(k), head_rules.keys(v), key_range, k_tiles, v_tiles, group.thread)
-  loop = Mainloop(s, group, q.dtype, pipe, q_tile, scores, rows, head_rules, key_range)
+  def job(i: UOp) -> Job:
+    head, block = _place(number(i), heads, ceildiv(M, block_m), q, rules)
+    head_rules = rules.at(head)
+    return Job(head, block, _views(q, k, v, head, rules), head_rules, head_rules.key_range(block * block_m, block_m, tiles.block_n))
 
-  queries = q_tile.fill_tile(
-    group.block, HeadView.of(q, group.head, UOp.const(M)), group.block, group.thread, pipe.init()
-  )
-  state = loop.begin(state, pipe.prologue(*queries))
-  for first, trips, masked in full_then_masked(UOp.const(1), key_range.n_full.maximum(1), key_range.n_tiles):
-    state = loop.attend(first, trips, masked, state)
-  acc, m_i, l_i = loop.finish(state)
+  scores, panels = s.buffer(tiles.block_n // 2), tiles.panels(s, Dk, Dv)
+  turns, i, counter = tiles.warpgroups if tiles.producer else 1, UOp.const(0), None
+  if tiles.producer:
+    tensors = TensorPipeline(s, group, job, trips, panels, tiles.warpgroups * WARPS, REGISTERS[tiles.warpgroups])
+    started = first_turn(turns, group.warp, tensors.start())
+    if trips.vmax > 1:
+      counter, i = Counter.make(s, started), s.axis(trips, AxisType.REDUCE)
+      started = i
+    mine, pipe = job(i), tensors.job(i, counter, started)
+  else:
+    mine = job(i)
+    pipe = CopyPipeline(s, group, mine.block, mine.views, mine.key_range, panels)
+    started = pipe.start()
+  rows = [mine.block * block_m + group.warp * MMA_M + row_of(group.lane, half) for half in range(HALVES)]
+  state = State.make(s, tiles.block_n, round_up(Dv, wgmma.K), rules.scaling, group.item, started)
+  main = Mainloop(s, group, q.dtype, pipe, panels[0], scores, rows, mine.rules, mine.key_range, turns)
+
+  state = main.begin(state, pipe.queries(started))
+  for first, trips, masked in full_then_masked(UOp.const(1), mine.key_range.n_full.maximum(1), mine.key_range.n_tiles):
+    state = main.attend(first, trips, masked, state)
+  acc, m_i, l_i = main.finish(state)
 
   stores = []
   for half, row in enumerate(rows):
-    m, l, sink = m_i[half].load() * rules.scaling.log2, l_i[half].load(), head_rules.sink(row)
-    stores += store_row(o, lse, group.head, row, half, acc, m, l, sink, group.lane)
+    m, l, sink = m_i[half].load() * rules.scaling.log2, l_i[half].load(), mine.rules.sink(row)
+    stores += store_row(o, lse, mine.head, row, half, acc, m, l, sink, group.lane)
+  if counter is not None:
+    stores = [UOp.group(*stores, counter.add(mine.key_range.n_tiles, *stores)).end(i)]
   return group.kernel(f"attention_{heads}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
+
+
+class Job(NamedTuple):
+  """A block of queries of one head, with its keys."""
+
+  head: UOp
+  block: UOp
+  views: tuple[HeadView, HeadView, HeadView]
+  rules: HeadRules
+  key_range: TileRange
+
+
+def _numbers(workgroup: UOp, count: int, workgroups: int) -> tuple[UOp, Callable[[UOp], UOp]]:
+  """How many of `count` jobs a workgroup does, and which: there and back, so that all get as many long ones."""
+  if count == workgroups:
+    return UOp.const(1), lambda i: workgroup
+  rounds, rest = divmod(count, workgroups)
+  last = workgroup if rounds % 2 == 0 else workgroups - 1 - workgroup
+  trips = rounds + (last < rest).cast(dtypes.weakint)
+  return trips, lambda i: i * workgroups + (i % 2).eq(0).where(workgroup, workgroups - 1 - workgroup)
+
+
+def _place(number: UOp, heads: int, blocks: int, q: UOp, rules: Rules) -> tuple[UOp, UOp]:
+  """The head and the block of a job. If blocks differ in length, the longest come first, within heads whose keys fit
+  in the L2 cache together."""
+  if not rules.longest_last:
+    return number // blocks, number % blocks
+  together = 1
+  while heads % (2 * together) == 0 and 2 * together * rules.N * sizes(q)[2] * 4 <= L2_BYTES:
+    together *= 2
+  section, inside = number // (together * blocks), number % (together * blocks)
+  return section * together + inside % together, blocks - 1 - inside // together
+
+
+def _views(q: UOp, k: UOp, v: UOp, head: UOp, rules: Rules) -> tuple[HeadView, HeadView, HeadView]:
+  """The rows of a head of the queries, and of its keys and values."""
+  head_rules = rules.at(head)
+  return HeadView.of(q, head, UOp.const(sizes(q)[1])), head_rules.keys(k), head_rules.keys(v)
+
+
+class Pipeline(Protocol):
+  """What brings the queries and the tiles of K and V to shared memory.
+
+  Each method acts after `after`, and before whatever is `.after` its result.
+  """
+
+  def k_tile(self, n: UOp, *after: UOp) -> SwizzledTiles:
+    """Tile n of K in shared memory."""
+
+  def v_tile(self, n: UOp, *after: UOp) -> SwizzledTiles:
+    """Tile n of V in shared memory."""
+
+  def queries(self, *after: UOp) -> UOp:
+    """Wait until the queries have arrived, or do so with the first tile of K."""
+
+  def keys(self, n: UOp, *after: UOp) -> UOp:
+    """Wait until tile n of K has arrived."""
+
+  def values(self, n: UOp, *after: UOp) -> UOp:
+    """Wait until tile n of V has arrived."""
+
+  def queries_done(self, *after: UOp) -> UOp:
+    """Signal that this warp is done with the queries."""
+
+  def keys_done(self, n: UOp, *after: UOp) -> UOp:
+    """Signal that this warp is done with tile n of K."""
+
+  def values_done(self, n: UOp, *after: UOp) -> UOp:
+    """Signal that this warp is done with tile n of V; V lags behind K by a tile, so the first one signalled is -1."""
+
+  def wait_all(self, last: UOp) -> UOp:
+    """Wait, after `last`, for copies that nobody reads."""
+
+
+def first_turn(turns: int, warp: UOp, after: UOp) -> UOp:
+  """The last of `turns` warpgroups gives the first turn to the first one."""
+  if turns == 1:
+    return after
+  return ins.meet_later(CUDA, UOp.const(1), 2 * WARPS * WARP, warp >= (turns - 1) * WARPS, after)
 
 
 class State(NamedTuple):
@@ -227,60 +330,81 @@ class Mainloop:
     rows: this lane's queries.
     rules: the rules of their head.
     key_range: the tiles. Tiles are numbered by their position in it.
+    turns: warpgroups that start their products in turns.
   """
 
   s: Scope
   group: Workgroup
   dtype: DType
-  pipe: MbarrierPipeline
+  pipe: Pipeline
   q_tile: SwizzledTiles
   scores: UOp
   rows: list[UOp]
   rules: HeadRules
   key_range: TileRange
+  turns: int
+
+  @property
+  def block_n(self) -> int:
+    """Keys per tile."""
+    return 2 * sizes(self.scores)[0]
 
   def begin(self, state: State, started: UOp) -> State:
     """Process the first tile, except for its P V."""
     zero = UOp.const(0)
-    waited = self.wait_qk(0, self.start_qk(zero, self.pipe.consumer_wait(zero, started)))
-    following = self.pipe.producer_load(zero + self.pipe.ahead, waited)
-    _, words, stores = self.softmax(zero, self.key_range.n_full.vmin == 0, state, waited, following)
-    stores.append(self.pipe.consumer_release(zero, *stores))
+    waited = self.wait_qk(0, self.start_qk(zero, self.pipe.keys(zero, started)))
+    done = self.pipe.keys_done(zero, waited)
+    _, words, stores = self.softmax(zero, self.key_range.n_full.vmin == 0, state, waited, done)
+    stores.append(self.pipe.values_done(zero - 1, *stores))
     stores += [state.p[i].store(word) for i, word in enumerate(words)]
     return state.after(UOp.group(*stores))
 
   def attend(self, first: UOp, trips: UOp, masked: bool, state: State) -> State:
     """Process the tiles from `first` on, each together with P V of the tile before it."""
-    trip = self.s.axis(trips, AxisType.REDUCE)
-    n_tile, old = first + trip, state.after(trip)
-    qk = self.start_qk(n_tile, self.pipe.consumer_wait(n_tile, trip, *state))
-    pv = self.start_pv(n_tile - 1, old, qk)
-    waited = self.wait_qk(1, pv)
-    following = self.pipe.producer_load(n_tile + self.pipe.ahead, waited)
-    alphas, words, stores = self.softmax(n_tile, masked, old, waited, following)
+    trip, begun = loop(self.s, trips)
+    n_tile, old = first + trip, state.after(*begun)
+    qk = self.start_qk(n_tile, self.take_turn(self.pipe.keys(n_tile, *begun, *state)))
+    pv = self.start_pv(n_tile - 1, old, self.pipe.values(n_tile - 1, qk))
+    waited = self.wait_qk(1, self.pass_turn(pv))
+    done = self.pipe.keys_done(n_tile, waited)
+    alphas, words, stores = self.softmax(n_tile, masked, old, waited, done)
     out = self.wait_pv(old, pv, *stores)
     stores += [old.acc[i].store(out[i].load() * alphas[i % 4 // 2]) for i in range(sizes(out)[0])]
     stores += [old.p.after(out)[i].store(word) for i, word in enumerate(words)]
-    stores.append(self.pipe.consumer_release(n_tile, out))
+    stores.append(self.pipe.values_done(n_tile - 1, out))
     return state.after(UOp.group(*stores).end(trip))
 
   def finish(self, state: State) -> tuple[UOp, UOp, UOp]:
     """Add P V of the last tile. Returns O as tiles of accumulators, m and l."""
-    count = self.key_range.n_tiles
-    pv = self.start_pv(count - 1, state, self.pipe.consumer_wait(count, *state))
-    acc = self.wait_pv(state, self.pipe.wait_all(pv))
+    last = self.key_range.n_tiles - 1
+    pv = self.start_pv(last, state, self.pipe.values(last, *state))
+    acc = self.wait_pv(state, self.pipe.wait_all(self.pipe.queries_done(pv)))
+    acc = acc.after(self.pipe.values_done(last, acc))
     return acc.reshape(-1, 4), state.m_i, state.l_i
+
+  def take_turn(self, after: UOp) -> UOp:
+    """Wait for the turn of this warpgroup to start products."""
+    if self.turns == 1:
+      return after
+    return ins.meet(CUDA, 1 + self.group.warp // WARPS, 2 * WARPS * WARP, after)
+
+  def pass_turn(self, after: UOp) -> UOp:
+    """Give the turn to the next warpgroup."""
+    if self.turns == 1:
+      return after
+    following = 1 + (self.group.warp // WARPS + 1) % self.turns
+    return ins.meet_later(CUDA, following, 2 * WARPS * WARP, UOp.const(True), after)
 
   def start_qk(self, n_tile: UOp, *after: UOp) -> UOp:
     """Start S = Q K^T, (64, block_n)."""
-    k_tile = self.pipe.k_tiles.tile(n_tile, *after)
+    k_tile = self.pipe.k_tile(n_tile, *after)
     q_rows, panels = self.q_tile.address(self.group.warp // WARPS * wgmma.M), (self.q_tile.panel, k_tile.panel)
     steps = k_tile.columns // wgmma.K
     return wgmma.start(self.dtype, k_tile.rows, steps, self.scores[0], q_rows, k_tile.address(), panels, *after)
 
   def start_pv(self, n_tile: UOp, state: State, *after: UOp) -> UOp:
     """Start O += P V, (64, Dv)."""
-    v_tile, p = self.pipe.v_tiles.tile(n_tile, *after), state.p[0]
+    v_tile, p = self.pipe.v_tile(n_tile, *after), state.p[0]
     steps, panels = v_tile.rows // wgmma.K, (0, v_tile.panel)
     return wgmma.start(
       self.dtype, v_tile.columns, steps, state.acc[0], p, v_tile.address(), panels, *after, registers=True
@@ -288,15 +412,15 @@ class Mainloop:
 
   def wait_qk(self, pending: int, *after: UOp) -> UOp:
     """Wait for S: until at most `pending` products are in flight."""
-    return wgmma.wait(pending, self.pipe.k_tiles.rows, self.scores[0], *after)
+    return wgmma.wait(pending, self.block_n, self.scores[0], *after)
 
   def wait_pv(self, state: State, *after: UOp) -> UOp:
     """Wait for all products. Returns O."""
-    return state.acc.after(wgmma.wait(0, self.pipe.v_tiles.columns, state.acc[0], *after))
+    return state.acc.after(wgmma.wait(0, 2 * sizes(state.acc)[0], state.acc[0], *after))
 
   def softmax(self, n_tile: UOp, masked: bool, state: State, *after: UOp) -> tuple[list[UOp], list[UOp], list[UOp]]:
     """Return alpha of both rows, the words of P, and the stores of m and l. S is read once all of `after` is done."""
-    block_n, factor = self.pipe.k_tiles.rows, self.rules.scaling.log2
+    block_n, factor = self.block_n, self.rules.scaling.log2
     first = self.key_range.tile(n_tile) * block_n + self.group.lane % QUAD * 2
     scores, alphas, stores, parts = self.scores.after(*after), [], [], []
     for half, row in enumerate(self.rows):

@@ -87,6 +87,23 @@ class Scales(NamedTuple):
   unit: float
 
 
+class Strides(NamedTuple):
+  """Where the rows of all heads lie in a buffer, in elements.
+
+  Attributes:
+    offset: the first element of the first row.
+    batches, heads: batch elements, and heads per batch element.
+    of_batch, of_head, of_row: distances of neighbours.
+  """
+
+  offset: int
+  batches: int
+  heads: int
+  of_batch: int
+  of_head: int
+  of_row: int
+
+
 @dataclass(frozen=True, eq=False)
 class View:
   """An input of a kernel that is a strided view: rows of all heads, the elements of a row next to each other.
@@ -96,12 +113,14 @@ class View:
     shape: (heads, rows, elements per row).
     start: maps a head and a row to the flat index of the row's first element in the buffer.
     unit: a number of elements that divides the start of every row.
+    strides: where the rows lie; None if packed heads share a head.
   """
 
   buffer: UOp
   shape: tuple[int, int, int]
   start: Callable[[UOp, UOp], UOp]
   unit: int
+  strides: Strides | None = None
 
   @property
   def dtype(self) -> DType:
@@ -120,6 +139,8 @@ class HeadView:
     start: maps a row to the flat index of its first element in the buffer.
     to: the type to which 8-bit elements are widened, see `uopattn.dsl.rules.quantized`; None leaves them as they are.
     unit: a number of elements that divides the start of every row; None is the size of a row.
+    strides: where the rows of all heads lie; None where that is not regular.
+    head: the head, numbered through all batch elements.
   """
 
   x: UOp
@@ -128,14 +149,17 @@ class HeadView:
   start: Callable[[UOp], UOp]
   to: DType | None = None
   unit: int | None = None
+  strides: Strides | None = None
+  head: UOp | None = None
 
   @classmethod
   def of(cls, x: UOp | View, head: UOp, length: UOp, to: DType | None = None) -> "HeadView":
     """View a head of x, (heads, rows, size): a contiguous buffer or a strided view."""
-    _, rows, size = sizes(x)
+    heads, rows, size = sizes(x)
     if isinstance(x, View):
-      return cls(x.buffer, size, length, lambda row: x.start(head, row), to, x.unit)
-    return cls(x, size, length, lambda row: (head * rows + row) * size, to)
+      return cls(x.buffer, size, length, lambda row: x.start(head, row), to, x.unit, x.strides, head)
+    strides = Strides(0, 1, heads, heads * rows * size, rows * size, size)
+    return cls(x, size, length, lambda row: (head * rows + row) * size, to, None, strides, head)
 
   def in_chunks(self, elements: int) -> bool:
     """Whether every row starts at a multiple of `elements` and is a multiple of them long."""
