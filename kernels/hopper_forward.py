@@ -178,7 +178,8 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   def job(i: UOp) -> Job:
     head, block = _place(number(i), heads, ceildiv(M, block_m), q, rules)
     head_rules = rules.at(head)
-    return Job(head, block, _views(q, k, v, head, rules), head_rules, head_rules.key_range(block * block_m, block_m, tiles.block_n))
+    key_range = head_rules.key_range(block * block_m, block_m, tiles.block_n)
+    return Job(head, block, _views(q, k, v, head, rules), head_rules, key_range)
 
   scores, panels = s.buffer(tiles.block_n // 2), tiles.panels(s, Dk, Dv)
   turns, i, counter = tiles.warpgroups if tiles.producer else 1, UOp.const(0), None

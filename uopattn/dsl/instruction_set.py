@@ -80,9 +80,7 @@ def _tensor_map() -> str:
     f'asm volatile("tensormap.replace.tile.{name}{place}{bits} [%0], {at}%1;"::"r"(s),"{kind}"({value}):"memory");'
     for name, bits, at, kind, value in fields
   ]
-  lines += [
-    f'asm volatile("tensormap.replace.tile.{name}{place}32 [%0], {x};"::"r"(s):"memory");' for name, x in modes
-  ]
+  lines += [f'asm volatile("tensormap.replace.tile.{name}{place}32 [%0], {x};"::"r"(s):"memory");' for name, x in modes]
   return _asm(
     f"if ({{11}}) {{{{ unsigned s = {_SHARED}, lane = {_LANE};"
     ' asm volatile("st.shared.b32 [%0], %1;"::"r"(s + 4 * lane),"r"(0):"memory"); __syncwarp();'
@@ -380,7 +378,7 @@ _LIST = [
     "mbarrier_expect",
     {
       "cuda": _asm(
-        'asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"::"r"(' + _SHARED + '),"r"({1}):"memory");'
+        f'asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"::"r"({_SHARED}),"r"({{1}}):"memory");'
       )
     },
     statement=True,
@@ -396,7 +394,8 @@ _LIST = [
     "tensor_map_acquire",
     {
       "cuda": _asm(
-        f'asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;"::"l"({_MAP.replace("#", "{0}")}):"memory");'
+        'asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;"'
+        f'::"l"({_MAP.replace("#", "{0}")}):"memory");'
       )
     },
     statement=True,
@@ -423,7 +422,10 @@ _LIST = [
   Instruction("leave_loop", {"cuda": "0; if ({0}) break"}, statement=True, cross_lane=True),
   # number of a barrier of some warps, threads that meet there
   Instruction(
-    "meet", {"cuda": _asm('asm volatile("bar.sync %0, %1;"::"r"({0}),"r"({1}):"memory");')}, statement=True, cross_lane=True
+    "meet",
+    {"cuda": _asm('asm volatile("bar.sync %0, %1;"::"r"({0}),"r"({1}):"memory");')},
+    statement=True,
+    cross_lane=True,
   ),
   # number, threads, condition: as meet, without waiting
   Instruction(

@@ -250,7 +250,7 @@ def tensor_map(
   when: UOp,
   *after: UOp,
 ) -> UOp:
-  """Build tensor map `number` of the workgroup, for 16-bit elements and the 128-byte swizzle, where `when`. A statement.
+  """Build tensor map `number` of the workgroup, of 16-bit elements and the 128-byte swizzle, where `when`. A statement.
 
   The lanes of one warp build it together. A barrier of the workgroup and `tensor_map_acquire` must follow before
   another warp uses it. Source: PTX ISA, "tensormap.replace" and "tensormap.cp_fenceproxy".

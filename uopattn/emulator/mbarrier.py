@@ -17,7 +17,6 @@ from .errors import Divergence, KernelError, OutOfBounds, Race, Unwritten
 from .lanes import Run
 from .memory import LDS, Pointer
 
-
 TOO_FEW = "waits for a phase that has too few arrivals"
 
 

@@ -183,7 +183,7 @@ def registers(run: Run, u: UOp, count: Any, when: Any = None) -> Any:
   """Change the number of registers of whole warpgroups. Raises Divergence if there are not as many."""
   lanes = run.active() if when is None else np.flatnonzero(run.spread(when) & run.mask)
   if len(lanes) % THREADS or not 24 <= int(count) <= 256 or int(count) % 8:
-    raise run.fail(Divergence, u, "sets registers of a part of a warpgroup, or not to a multiple of 8 in 24..256", lanes)
+    raise run.fail(Divergence, u, "sets registers of a part of a warpgroup, or not 24 to 256 in steps of 8", lanes)
   if len(lanes):
     tracks = apart(run, u)
     held = run.registers

@@ -11,7 +11,9 @@ from uopattn.dsl.scope import Scope
 
 
 class CopyPipeline:
-  """The tiles of a workgroup's only block of queries. Delivery n is tile n of K and tile n - 1 of V. Each thread copies its part of both.
+  """The tiles of a workgroup's only block of queries.
+
+  Delivery n is tile n of K and tile n - 1 of V. Each thread copies its part of both.
 
   Each method acts after `after`, and before whatever is `.after` its result.
   """

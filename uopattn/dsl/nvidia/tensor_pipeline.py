@@ -1,4 +1,4 @@
-"""A pipeline that brings queries and tiles of K and V to shared memory on Hopper by the tensor memory accelerator (TMA).
+"""A pipeline that brings queries and tiles of K and V to shared memory by Hopper's tensor memory accelerator (TMA).
 
 One thread of a warpgroup of its own, the producer, starts all copies; the others, the consumers, only wait for them and
 say when they are done. Each copy brings up to 64 columns of a tile, swizzled, with zeros for what does not exist.
@@ -7,7 +7,7 @@ other the consumers' warps that are done with it. Few registers suffice for the 
 
 The tensor maps that describe the buffers are built by the kernel, so that it takes no arguments besides the buffers.
 
-Sources: PTX ISA, "mbarrier", "cp.async.bulk.tensor" and "setmaxnreg"; FlashAttention-3 (Shah et al., 2024), section 3.1.
+Sources: PTX ISA, "mbarrier", "cp.async.bulk.tensor" and "setmaxnreg"; FlashAttention-3 (Shah et al., 2024).
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ WARPS = 4  # of the producer's warpgroup
 
 
 def fits(view: HeadView) -> bool:
-  """Whether a tensor map can describe the rows of all heads: strides are multiples of 16 bytes, and no row is hidden."""
+  """Whether a tensor map can describe the rows of all heads: strides of whole 16 bytes, and no row that is hidden."""
   x = view.strides
   if x is None or view.widens or view.x.dtype.itemsize != 2 or view.length.vmin != view.length.vmax:
     return False
@@ -75,7 +75,8 @@ class Source:
   def load(self, view: HeadView, slot: UOp, n_tile: UOp, barrier: UOp, *after: UOp) -> UOp:
     """Start copying tile `n_tile` of a head to a slot. One thread does all of it."""
     x, tile, head = view.strides, self.tiles.tile(slot), view.head
-    assert x is not None and head is not None
+    assert x is not None
+    assert head is not None
     place, copies = (n_tile * self.tiles.rows, head % x.heads, head // x.heads), []
     begun = ins.mbarrier_expect(CUDA, barrier, self.bytes, *after)
     for column in range(0, self.tiles.columns, COLUMNS):
