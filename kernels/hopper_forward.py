@@ -120,39 +120,79 @@ class Tiles:
         f"{MAX_HEAD_DIM}"
       )
 
-    def promise(candidate: tuple["Tiles", int, int, int, int]) -> float:
-      tiles, resident, full, half, ends = candidate
-      blocks, places = ceildiv(M, tiles.block_m), MULTIPROCESSORS * resident
-      rows, turns = M / (blocks * tiles.block_m), heads * blocks / round_up(heads * blocks, places)
+    def promise(x: Measured) -> float:
+      blocks, places = ceildiv(M, x.tiles.block_m), MULTIPROCESSORS * x.resident
+      rows, turns = M / (blocks * x.tiles.block_m), heads * blocks / round_up(heads * blocks, places)
       keys, measured = (N / 2, LENGTH / 2) if causal else (N, LENGTH)  # a causal mask skips about half the tiles
-      return (half if causal else full) * rows * turns * (1 + ends / measured) / (1 + ends / keys)
+      return x.speed * rows * turns * (1 + x.ends / measured) / (1 + x.ends / keys)
 
-    size = next(size for size in MEASURED if max(Dk, Dv) <= size)
-    best = max(MEASURED[size], key=promise)[0]
-    tiles = cls(min(best.warpgroups, ceildiv(M, wgmma.M)), min(best.block_n, round_up(N, wgmma.K)), best.stages)
+    plain = LIGHT.issuperset(problem.features)
+    size = next(size for size, _ in MEASURED if max(Dk, Dv) <= size)
+    best = max((x for x in MEASURED[size, causal] if plain or not x.tiles.producer), key=promise).tiles
+    warpgroups, block_n = min(best.warpgroups, ceildiv(M, wgmma.M)), min(best.block_n, round_up(N, wgmma.K))
+    tiles = replace(best, warpgroups=warpgroups, block_n=block_n)
     if (needed := tiles.shared_bytes(Dk, Dv)) > target.lds:
       raise ValueError(f"head sizes {Dk} and {Dv}: {tiles} needs {needed} bytes, of {target.lds}")
     return tiles
 
 
+class Measured(NamedTuple):
+  """What is known of tiles: how fast they are for rows of `LENGTH` queries and keys (H200, H=32, float16).
+
+  Attributes:
+    resident: workgroups per multiprocessor at once.
+    speed: TFLOP/s, divided by the shares of rows and of residency in use.
+    ends: the cost of a job's start and end, as the number of keys that could be processed in that time. It follows from
+      the speed at N=512.
+  """
+
+  tiles: Tiles
+  resident: int
+  speed: float
+  ends: float
+
+
 # Registers per thread of the producer and of the consumers, of 65536, by the number of consuming warpgroups.
 REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}
+# Features that need no more registers in the mainloop. With others, and with a producer, consumers would spill.
+LIGHT = frozenset({"window", "sinks", "q_start"})
 MAX_HEAD_DIM = 256
 MULTIPROCESSORS = 132  # of an H100 or H200
 L2_BYTES = 32 << 20  # of the cache, for keys and values
-# By the largest head size: tiles, resident workgroups per multiprocessor, TFLOP/s without and with a causal mask (H200,
-# B=4, H=32, N=LENGTH, float16, 2026-11-21), and the cost of a workgroup's start and end, as the number of keys that it
-# could process in that time. The cost follows from the speed at N=512 and 1024; above head size 128 it is guessed.
 LENGTH = 4096
+# By the largest head size, and whether causal; 2026-11-23. Above head size 128 `ends` is guessed, and so is all but
+# the ratio of the speeds.
 MEASURED = {
-  64: (
-    (Tiles(3, 128, 3), 1, 485, 389, 240),
-    (Tiles(1, 128, 2), 3, 462, 406, 110),
-    (Tiles(1, 64, 2), 4, 463, 409, 110),
+  (64, False): (
+    Measured(Tiles(3, 128, 2, producer=True, persistent=True), 1, 491, 160),
+    Measured(Tiles(2, 128, 3, producer=True, persistent=True), 1, 417, 133),
+    Measured(Tiles(3, 128, 3), 1, 464, 290),
+    Measured(Tiles(1, 128, 2), 3, 421, 174),
+    Measured(Tiles(1, 64, 2), 4, 421, 174),
   ),
-  128: ((Tiles(2, 128, 3), 1, 619, 546, 175), (Tiles(1, 64, 2), 2, 512, 450, 210)),
-  192: ((Tiles(2, 96, 2), 1, 612, 546, 175),),
-  256: ((Tiles(2, 64, 2), 1, 613, 550, 175), (Tiles(1, 64, 2), 1, 487, 376, 175)),
+  (64, True): (
+    Measured(Tiles(3, 128, 2, producer=True, persistent=True), 1, 435, 339),
+    Measured(Tiles(1, 128, 2), 3, 366, 236),
+    Measured(Tiles(1, 64, 2), 4, 369, 236),
+  ),
+  (128, False): (
+    Measured(Tiles(2, 128, 2, producer=True, persistent=True), 1, 616, 162),
+    Measured(Tiles(2, 128, 3), 1, 541, 231),
+    Measured(Tiles(1, 64, 2), 2, 447, 277),
+  ),
+  (128, True): (
+    Measured(Tiles(2, 128, 2, producer=True), 1, 519, 352),
+    Measured(Tiles(2, 128, 3), 1, 504, 367),
+    Measured(Tiles(1, 64, 2), 2, 415, 440),
+  ),
+  (192, False): (Measured(Tiles(2, 96, 2), 1, 535, 231),),
+  (192, True): (Measured(Tiles(2, 96, 2), 1, 504, 367),),
+  (256, False): (
+    Measured(Tiles(2, 64, 2, producer=True), 1, 650, 302),
+    Measured(Tiles(2, 64, 2), 1, 527, 231),
+    Measured(Tiles(1, 64, 2), 1, 419, 231),
+  ),
+  (256, True): (Measured(Tiles(2, 64, 2), 1, 508, 367), Measured(Tiles(1, 64, 2), 1, 347, 367)),
 }
 
 
@@ -183,6 +223,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   scores, panels = s.buffer(tiles.block_n // 2), tiles.panels(s, Dk, Dv)
   turns, i, counter = tiles.warpgroups if tiles.producer else 1, UOp.const(0), None
+  pipe: Pipeline
   if tiles.producer:
     tensors = TensorPipeline(s, group, job, trips, panels, tiles.warpgroups * WARPS, REGISTERS[tiles.warpgroups])
     started = first_turn(turns, group.warp, tensors.start())
@@ -192,8 +233,8 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     mine, pipe = job(i), tensors.job(i, counter, started)
   else:
     mine = job(i)
-    pipe = CopyPipeline(s, group, mine.block, mine.views, mine.key_range, panels)
-    started = pipe.start()
+    pipe = copies = CopyPipeline(s, group, mine.block, mine.views, mine.key_range, panels)
+    started = copies.start()
   rows = [mine.block * block_m + group.warp * MMA_M + row_of(group.lane, half) for half in range(HALVES)]
   state = State.make(s, tiles.block_n, round_up(Dv, wgmma.K), rules.scaling, group.item, started)
   main = Mainloop(s, group, q.dtype, pipe, panels[0], scores, rows, mine.rules, mine.key_range, turns)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,7 @@ def launch(
       _fill(program, run, data)
       if program.apart:
         run.registers = [MAX_REGISTERS // round_up(threads, THREADS) // 8 * 8] * -(-threads // THREADS)
-        run.tracks = Tracks(run, lambda run=run: execute(program.steps, run))
+        run.tracks = Tracks(run, partial(execute, program.steps, run))
         run.tracks.finish()
       else:
         execute(program.steps, run)

@@ -123,10 +123,10 @@ def load(
 def _box(found: Map, place: list[int]) -> tuple[np.ndarray, np.ndarray]:
   """The bytes, from the box's start on, where its elements go, and their bits."""
   columns, rows = np.arange(COLUMNS)[None], np.arange(found.rows)[:, None]
-  at = [place[0] + columns, place[1] + rows, place[2], place[3]]
+  at: list[Any] = [place[0] + columns, place[1] + rows, place[2], place[3]]
   inside: Any = np.ones((found.rows, COLUMNS), bool)
   for x, size in zip(at, found.shape, strict=True):
-    inside = inside & (np.asarray(x) >= 0) & (np.asarray(x) < size)
+    inside = inside & (x >= 0) & (x < size)
   index = found.first + at[0] + sum(x * step for x, step in zip(at[1:], found.strides, strict=True))
   bits = np.where(inside, found.source.view(np.dtype(np.uint16)).take(np.where(inside, index, 0)), 0)
   chunk = columns // 8 ^ rows % 8

@@ -33,7 +33,7 @@ class Track:
     self.stuck: Callable[[], KernelError] | None = None  # makes the error of a wait that nothing can end
     self.ended = self.must_fail = False
     self.turn = threading.Semaphore(0)
-    self.state = (list(tracks.run.values), lanes)
+    self.state: tuple[list[Any], np.ndarray | None] = list(tracks.run.values), lanes
     self.thread = threading.Thread(target=tracks._live, args=(self, body), daemon=True)
     self.thread.start()
 

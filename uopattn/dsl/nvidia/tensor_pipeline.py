@@ -68,7 +68,7 @@ class Source:
     assert x is not None
     shape = (view.size, int(view.length.vmax), x.heads, x.batches)
     # the stride of an axis of size 1 is not used, but must be valid
-    strides = (x.of_row, *(step if n > 1 else UNIT for step, n in ((x.of_head, x.heads), (x.of_batch, x.batches))))
+    strides = x.of_row, x.of_head if x.heads > 1 else UNIT, x.of_batch if x.batches > 1 else UNIT
     start, place = as_type(view.x, dtypes.ushort)[UOp.const(x.offset)], room[self.number * MAP_WORDS]
     return ins.tensor_map(CUDA, place, self.number, start, shape, strides, self.tiles.rows, warp.eq(self.number))
 
