@@ -21,7 +21,6 @@ spills. With other features nvcc 13 spills at D=64 for a bool mask (496 bytes), 
 each) and bounds per query (16), and at D=128 for a bool mask (16).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -32,12 +31,13 @@ from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl import Scope, sizes
 from uopattn.dsl import instructions as ins
+from uopattn.dsl.gpu.jobs import Jobs
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.copy_pipeline import CopyPipeline
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, QUAD, WARP, columns, row_of, row_reduce, store_row
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
-from uopattn.dsl.nvidia.tensor_pipeline import Counter, TensorPipeline, fits, loop
+from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline, fits, loop
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import Scaling, lowest, online_softmax
@@ -87,10 +87,10 @@ class Tiles:
     return (self.warpgroups + self.producer) * WARPS * WARP
 
   def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[SwizzledTiles, SwizzledTiles, SwizzledTiles]:
-    """Allocate Q, K and V in shared memory."""
+    """Allocate Q, K and V in shared memory; for persistent workgroups the next job's Q too."""
     Dk, Dv, copiers = round_up(Dk, wgmma.K), round_up(Dv, wgmma.K), 1 if self.producer else self.threads
     return (
-      SwizzledTiles.make(s, self.block_m, Dk, 1, copiers, least=wgmma.PANEL),
+      SwizzledTiles.make(s, self.block_m, Dk, 1 + self.persistent, copiers, least=wgmma.PANEL),
       SwizzledTiles.make(s, self.block_n, Dk, self.stages, copiers, least=wgmma.PANEL),
       SwizzledTiles.make(s, self.block_n, Dv, self.stages, copiers, least=wgmma.PANEL),
     )
@@ -208,36 +208,41 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     tiles: block sizes.
   """
   (heads, M, Dk), Dv, block_m = sizes(q), sizes(o)[2], tiles.block_m
-  count, s = heads * ceildiv(M, block_m), Scope()
+  s = Scope()
   if tiles.producer and not all(fits(x) for x in _views(q, k, v, UOp.const(0), rules)):
     tiles = replace(tiles, producer=False, persistent=False)
-  workgroups = min(count, MULTIPROCESSORS) if tiles.persistent else count
-  group = Workgroup(s, 1, workgroups, tiles.threads // WARP, WARP)
-  trips, number = _numbers(group.item, count, workgroups)
+  cached = max(1, L2_BYTES * rules.group // (2 * rules.N * (Dk + Dv)))
+  jobs = Jobs.of(heads, ceildiv(M, block_m), cached, rules.longest_last, MULTIPROCESSORS, tiles.persistent)
+  group = Workgroup(s, 1, jobs.workgroups, tiles.threads // WARP, WARP)
 
-  def job(i: UOp) -> Job:
-    head, block = _place(number(i), heads, ceildiv(M, block_m), q, rules)
+  def job(trip: UOp) -> Job:
+    head, block = jobs.place(group.item, trip)
     head_rules = rules.at(head)
     key_range = head_rules.key_range(block * block_m, block_m, tiles.block_n)
     return Job(head, block, _views(q, k, v, head, rules), head_rules, key_range)
 
+  def begin(trip: UOp) -> UOp:
+    missing = jobs.missing(group.item, trip).simplify()
+    return ins.skip_trip(CUDA, missing, trip) if missing.vmax else trip
+
   scores, panels = s.buffer(tiles.block_n // 2), tiles.panels(s, Dk, Dv)
-  turns, i, counter = tiles.warpgroups if tiles.producer else 1, UOp.const(0), None
+  turns, trip, counts = tiles.warpgroups if tiles.producer else 1, UOp.const(0), None
   pipe: Pipeline
   if tiles.producer:
-    tensors = TensorPipeline(s, group, job, trips, panels, tiles.warpgroups * WARPS, REGISTERS[tiles.warpgroups])
+    consumers, registers = tiles.warpgroups * WARPS, REGISTERS[tiles.warpgroups]
+    tensors = TensorPipeline(s, group, job, jobs.trips, begin, panels, consumers, registers)
     started = first_turn(turns, group.warp, tensors.start())
-    if trips.vmax > 1:
-      counter, i = Counter.make(s, started), s.axis(trips, AxisType.REDUCE)
-      started = i
-    mine, pipe = job(i), tensors.job(i, counter, started)
+    if jobs.persistent:
+      counts, trip = tensors.counts(started), s.axis(jobs.trips, AxisType.REDUCE)
+      started = begin(trip)
+    mine, pipe = job(trip), tensors.job(counts, started)
   else:
-    mine = job(i)
+    mine = job(trip)
     pipe = copies = CopyPipeline(s, group, mine.block, mine.views, mine.key_range, panels)
     started = copies.start()
   rows = [mine.block * block_m + group.warp * MMA_M + row_of(group.lane, half) for half in range(HALVES)]
   state = State.make(s, tiles.block_n, round_up(Dv, wgmma.K), rules.scaling, group.item, started)
-  main = Mainloop(s, group, q.dtype, pipe, panels[0], scores, rows, mine.rules, mine.key_range, turns)
+  main = Mainloop(s, group, q.dtype, pipe, scores, rows, mine.rules, mine.key_range, turns)
 
   state = main.begin(state, pipe.queries(started))
   for first, trips, masked in full_then_masked(UOp.const(1), mine.key_range.n_full.maximum(1), mine.key_range.n_tiles):
@@ -248,8 +253,8 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   for half, row in enumerate(rows):
     m, l, sink = m_i[half].load() * rules.scaling.log2, l_i[half].load(), mine.rules.sink(row)
     stores += store_row(o, lse, mine.head, row, half, acc, m, l, sink, group.lane)
-  if counter is not None:
-    stores = [UOp.group(*stores, counter.add(mine.key_range.n_tiles, *stores)).end(i)]
+  if counts is not None:
+    stores = [UOp.group(*stores, counts.add(mine.key_range.n_tiles, *stores)).end(trip)]
   return group.kernel(f"attention_{heads}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
 
 
@@ -263,28 +268,6 @@ class Job(NamedTuple):
   key_range: TileRange
 
 
-def _numbers(workgroup: UOp, count: int, workgroups: int) -> tuple[UOp, Callable[[UOp], UOp]]:
-  """How many of `count` jobs a workgroup does, and which: there and back, so that all get as many long ones."""
-  if count == workgroups:
-    return UOp.const(1), lambda i: workgroup
-  rounds, rest = divmod(count, workgroups)
-  last = workgroup if rounds % 2 == 0 else workgroups - 1 - workgroup
-  trips = rounds + (last < rest).cast(dtypes.weakint)
-  return trips, lambda i: i * workgroups + (i % 2).eq(0).where(workgroup, workgroups - 1 - workgroup)
-
-
-def _place(number: UOp, heads: int, blocks: int, q: UOp, rules: Rules) -> tuple[UOp, UOp]:
-  """The head and the block of a job. If blocks differ in length, the longest come first, within heads whose keys fit
-  in the L2 cache together."""
-  if not rules.longest_last:
-    return number // blocks, number % blocks
-  together = 1
-  while heads % (2 * together) == 0 and 2 * together * rules.N * sizes(q)[2] * 4 <= L2_BYTES:
-    together *= 2
-  section, inside = number // (together * blocks), number % (together * blocks)
-  return section * together + inside % together, blocks - 1 - inside // together
-
-
 def _views(q: UOp, k: UOp, v: UOp, head: UOp, rules: Rules) -> tuple[HeadView, HeadView, HeadView]:
   """The rows of a head of the queries, and of its keys and values."""
   head_rules = rules.at(head)
@@ -296,6 +279,9 @@ class Pipeline(Protocol):
 
   Each method acts after `after`, and before whatever is `.after` its result.
   """
+
+  def q_tile(self, *after: UOp) -> SwizzledTiles:
+    """The queries in shared memory."""
 
   def k_tile(self, n: UOp, *after: UOp) -> SwizzledTiles:
     """Tile n of K in shared memory."""
@@ -367,7 +353,6 @@ class Mainloop:
     group: the position of this thread.
     dtype: dtype of q, k and v.
     pipe: the pipeline that loads the tiles.
-    q_tile: the workgroup's queries in shared memory.
     scores: registers for S.
     rows: this lane's queries.
     rules: the rules of their head.
@@ -379,7 +364,6 @@ class Mainloop:
   group: Workgroup
   dtype: DType
   pipe: Pipeline
-  q_tile: SwizzledTiles
   scores: UOp
   rows: list[UOp]
   rules: HeadRules
@@ -439,8 +423,8 @@ class Mainloop:
 
   def start_qk(self, n_tile: UOp, *after: UOp) -> UOp:
     """Start S = Q K^T, (64, block_n)."""
-    k_tile = self.pipe.k_tile(n_tile, *after)
-    q_rows, panels = self.q_tile.address(self.group.warp // WARPS * wgmma.M), (self.q_tile.panel, k_tile.panel)
+    q_tile, k_tile = self.pipe.q_tile(*after), self.pipe.k_tile(n_tile, *after)
+    q_rows, panels = q_tile.address(self.group.warp // WARPS * wgmma.M), (q_tile.panel, k_tile.panel)
     steps = k_tile.columns // wgmma.K
     return wgmma.start(self.dtype, k_tile.rows, steps, self.scores[0], q_rows, k_tile.address(), panels, *after)
 

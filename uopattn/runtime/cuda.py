@@ -57,6 +57,8 @@ class SharedRenderer(CUDARenderer):
     source = super().render(uops)
     if "setmaxnreg" in source:  # which needs a bound on registers: that of one workgroup per multiprocessor
       source = re.sub(r"__launch_bounds__\((\d+)\)", r"__launch_bounds__(\1, 1)", source)
+      # A warpgroup with few registers would spill if the compiler unrolled its loops.
+      source = re.sub(r"^( *)for ", r"\1#pragma unroll 1\n\1for ", source, flags=re.MULTILINE)
     maps = MAPS if "uopattn_map(" in source else ""
     return f"{maps}extern __shared__ __align__({ALIGN}) unsigned char uopattn_shared[];\n{source}"
 

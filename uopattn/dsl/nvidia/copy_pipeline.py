@@ -29,13 +29,17 @@ class CopyPipeline:
   ):
     """Create a pipeline for q, k and v of a 16-bit type; `tiles` is shared memory for queries, K and V."""
     (q, k, v), (q_tile, k_tiles, v_tiles) = views, tiles
-    self._last = tile_range.n_tiles - 1
+    self._last, self._q_tile = tile_range.n_tiles - 1, q_tile
     self._pipe = MbarrierPipeline(s, k, v, tile_range, k_tiles, v_tiles, group.thread)
     self._fill = lambda after: q_tile.fill_tile(block, q, block, group.thread, after)
 
   def start(self) -> UOp:
     """Start copying the queries and the first tiles."""
     return self._pipe.prologue(*self._fill(self._pipe.init()))
+
+  def q_tile(self, *after: UOp) -> SwizzledTiles:
+    """The queries in shared memory."""
+    return self._q_tile.tile(UOp.const(0), *after)
 
   def k_tile(self, n: UOp, *after: UOp) -> SwizzledTiles:
     """Tile n of K in shared memory."""

@@ -12,7 +12,7 @@ Sources: PTX ISA, "mbarrier", "cp.async.bulk.tensor" and "setmaxnreg"; FlashAtte
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace
@@ -154,7 +154,8 @@ class TensorPipeline:
     s: Scope,
     group: Workgroup,
     jobs: Callable[[UOp], Job],
-    trips: UOp,
+    trips: int,
+    begin: Callable[[UOp], UOp],
     tiles: tuple[SwizzledTiles, SwizzledTiles, SwizzledTiles],
     consumers: int,
     registers: tuple[int, int],
@@ -162,13 +163,14 @@ class TensorPipeline:
     """Create a pipeline.
 
     Args:
-      jobs: returns the workgroup's job of a given number.
-      trips: the number of jobs.
+      jobs: returns the workgroup's job of a given trip.
+      trips: of the loop over jobs.
+      begin: skips a trip if there is no job; returns what the rest of the trip must come after.
       tiles: shared memory for queries, for K and for V.
       consumers: warps that consume.
       registers: registers per thread of the producer, and of a consumer.
     """
-    self._s, self._group, self._jobs, self._trips = s, group, jobs, trips
+    self._s, self._group, self._jobs, self._trips, self._begin = s, group, jobs, trips, begin
     self._consumers, self._registers = consumers, registers
     self._sources = [Source(i, x, keep=i > 0) for i, x in enumerate(tiles)]
     self._barriers = [s.buffer(2 * x.slots, dtype=dtypes.ulong, space=AddrSpace.LOCAL) for x in tiles]
@@ -184,57 +186,78 @@ class TensorPipeline:
     views = self._jobs(UOp.const(0)).views
     maps = [x.describe(view, self._room, group.warp) for x, view in zip(self._sources, views, strict=True)]
     ready = UOp.barrier(ins.mbarrier_fence(CUDA, *made), *maps)
-    reduced = ins.release_registers(CUDA, self._registers[0], producer, ready)
+    known = UOp.group(*(ins.tensor_map_acquire(CUDA, x.number, ready) for x in self._sources))
+    reduced = ins.release_registers(CUDA, self._registers[0], producer, known)
     brought = self._bring(group.thread.eq(self._consumers * WARP), reduced)
     return ins.acquire_registers(CUDA, self._registers[1], ins.exit_warps(CUDA, producer, brought))
 
   def _bring(self, elected: UOp, *after: UOp) -> UOp:
     """Bring what all jobs need, by the thread that is `elected`."""
-    once, zero = self._trips.vmax == 1, UOp.const(0)
-    trips = blurred(elected.cast(dtypes.weakint)) if once else elected.where(self._trips, 0)
-    counter = Counter.make(self._s, *after) if not once else None
-    i = self._s.axis(trips, AxisType.REDUCE)
-    job, (q, k, v) = self._jobs(zero if once else i), self._slots(zero if once else i, counter, i)
+    once, zero = self._trips == 1, UOp.const(0)
+    counts = None if once else self.counts(*after)
+    trip = self._s.axis(blurred(elected.cast(dtypes.weakint)) * self._trips, AxisType.REDUCE)
+    begun = (*after, trip) if once else (self._begin(trip),)
+    job, (q, k, v) = self._jobs(zero if once else trip), self._slots(counts, *begun)
     (q_view, k_view, v_view), tiles, count = job.views, job.key_range.tile, job.key_range.n_tiles
-    known = UOp.group(*(ins.tensor_map_acquire(CUDA, x.number, i, *after) for x in self._sources))
-    last = k.load(k_view, zero, tiles(zero), q.load(q_view, zero, job.block, known))
+    # the queries after the first keys, whose slot is free earlier
+    last = q.load(q_view, zero, job.block, k.load(k_view, zero, tiles(zero), *begun))
     if (trips := (count - 1).simplify()).vmax > 0:
       n, begun = loop(self._s, trips, last)
       brought = k.load(k_view, n + 1, tiles(n + 1), *begun)
       last = v.load(v_view, n, tiles(n), brought).end(n)
     last = v.load(v_view, count - 1, tiles(count - 1), last)
-    return UOp.group(last if counter is None else counter.add(count, last)).end(i)
+    return UOp.group(last if counts is None else counts.add(count, last)).end(trip)
 
-  def _slots(self, i: UOp, counter: "Counter | None", *after: UOp) -> tuple[Slots, Slots, Slots]:
-    """The slots as they are when job i begins."""
-    before = UOp.const(0) if counter is None else counter.get(2 * self._sources[1].tiles.slots, *after)
-    counts = (i % 2, before, before)
-    of = zip(self._sources, self._barriers, counts, strict=True)
+  def counts(self, *after: UOp) -> "Counts":
+    """Begin to count jobs and tiles."""
+    q, k, _ = (Counter.make(self._s, x.tiles.slots, *after) for x in self._sources)
+    return Counts(q, k)
+
+  def _slots(self, counts: "Counts | None", *after: UOp) -> tuple[Slots, Slots, Slots]:
+    """The slots as they are when a job begins."""
+    jobs, tiles = (UOp.const(0),) * 2 if counts is None else (x.get(*after) for x in counts)
+    of = zip(self._sources, self._barriers, (jobs, tiles, tiles), strict=True)
     return cast(tuple[Slots, Slots, Slots], tuple(Slots(*x) for x in of))
 
-  def job(self, i: UOp, counter: "Counter | None", *after: UOp) -> "Tiles":
-    """The tiles of job i, as consumers see them."""
-    return Tiles(*self._slots(i, counter, *after), self._group.lane)
+  def job(self, counts: "Counts | None", *after: UOp) -> "Tiles":
+    """The tiles of a job, as consumers see them."""
+    return Tiles(*self._slots(counts, *after), self._group.lane)
 
 
 @dataclass(frozen=True, eq=False)
 class Counter:
-  """The number of tiles of all jobs so far, in a register."""
+  """How many have been in the slots of a buffer, modulo twice the slots, in a register.
+
+  Attributes:
+    register: a byte, so that tinygrad knows that sums with the count stay within 32 bits.
+    modulus: twice the slots, after which slots and parities repeat.
+  """
 
   register: UOp
+  modulus: int
 
   @classmethod
-  def make(cls, s: Scope, *after: UOp) -> "Counter":
-    register = s.buffer(1, dtype=dtypes.int)
-    return cls(register.after(register.after(*after)[0].store(UOp.const(0, dtypes.int))))
+  def make(cls, s: Scope, slots: int, *after: UOp) -> "Counter":
+    register = s.buffer(1, dtype=dtypes.uchar)
+    return cls(register.after(register.after(*after)[0].store(UOp.const(0, dtypes.uchar))), 2 * slots)
 
-  def get(self, modulus: int, *after: UOp) -> UOp:
-    return self.register.after(*after)[0].load().cast(dtypes.weakint) % modulus
+  def get(self, *after: UOp) -> UOp:
+    return self.register.after(*after)[0].load().cast(dtypes.weakint)
 
-  def add(self, n: UOp, *after: UOp) -> UOp:
+  def add(self, n: UOp | int, *after: UOp) -> UOp:
     """Add n to the register."""
-    before = self.register.after(*after)[0]
-    return before.store(before.load() + n.cast(dtypes.int))
+    return self.register.after(*after)[0].store(((self.get(*after) + n) % self.modulus).cast(dtypes.uchar))
+
+
+class Counts(NamedTuple):
+  """How many jobs, and tiles of K and of V, a workgroup has done."""
+
+  jobs: Counter
+  tiles: Counter
+
+  def add(self, tiles: UOp, *after: UOp) -> UOp:
+    """Count a job with its tiles."""
+    return UOp.group(self.jobs.add(1, *after), self.tiles.add(tiles, *after))
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,6 +271,10 @@ class Tiles:
   k: Slots
   v: Slots
   lane: UOp
+
+  def q_tile(self, *after: UOp) -> SwizzledTiles:
+    """The queries in shared memory."""
+    return self.q.tile(UOp.const(0), *after)
 
   def k_tile(self, n: UOp, *after: UOp) -> SwizzledTiles:
     """Tile n of K in shared memory."""
