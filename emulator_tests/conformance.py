@@ -256,7 +256,7 @@ SUBJECTS: dict[str, Subject] = {
     any_tiles=hopper_tiles,
     head_dims=(8, 24, 40, 64, 72),
     most_queries=300,
-    synchronised=lambda arch: (H(1, 32), H(2, 16, 3), H(2, 16, 2, True), H(1, 32, 5, True, True)),
+    synchronised=lambda arch: (H(1, 32), H(2, 16, 3), H(2, 16, 2, True)),
     multiprocessors=2,
   ),
   "float8": Subject(

@@ -2,8 +2,8 @@
 
 Otherwise all lanes execute a statement together, which no kernel can whose warpgroups wait for each other in turns.
 Here one workgroup runs at a time, and of its warpgroups one at a time until it must wait. Then, and whenever it signals
-something, the first warpgroup that can go on goes on. So a producer with a low number is as far ahead as it may be, and
-a copy is complete no sooner than somebody waits for it: whatever lacks a wait shows.
+something, the last warpgroup that can go on goes on. So a producer, the last one, is as far ahead as it may be, and a
+copy is complete no sooner than somebody waits for it: whatever lacks a wait shows.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ class Tracks:
     """Run all warpgroups to their end. Raises the first error of any."""
     try:
       while waiting := [x for x in self.tracks if not x.ended]:
-        following = next((x for x in waiting if x.ready()), None)
+        following = next((x for x in reversed(waiting) if x.ready()), None)
         if following is None:
           following = next((x for x in waiting if x.stuck is not None), waiting[0])
           following.must_fail = True
@@ -104,7 +104,7 @@ class Tracks:
     track.ready, track.stuck = (lambda: True), None
 
   def signalled(self) -> None:
-    """Let the first warpgroup go on that can, because this one has just signalled something."""
+    """Let the last warpgroup go on that can, because this one has just signalled something."""
     self.wait(lambda: True)
 
   def leave(self) -> None:
