@@ -10,15 +10,30 @@ the wait held in place, as in FlashAttention-3 (Shah et al., 2024), the kernel w
 
 Storage: S, m, l, P and O are in registers; `uopattn.dsl.nvidia.mma_layout` says which elements a lane has. Q, and
 `stages` tiles of K and of V, are in shared memory (`uopattn.dsl.nvidia.swizzled`, `Tiles.shared_bytes`), where the
-tensor cores read them. `uopattn.dsl.nvidia.mbarrier` fills the stages, so that a warpgroup waits for another only when
-it is about to run out of tiles.
+tensor cores read them.
+
+There are two ways to bring them there, behind one interface, `Pipeline`:
+- A producer, a further warpgroup, starts all copies from one thread by the tensor memory accelerator
+  (`uopattn.dsl.nvidia.tensor_pipeline`). It keeps 32 or 40 registers per thread and the others get what it gives up,
+  160 or 232 (`REGISTERS`). The others start their products in turns, as in FlashAttention-3: while one multiplies, the
+  next one is at its softmax. Workgroups may be persistent: they do several jobs, blocks of queries of any head, in an
+  order fixed in advance (`uopattn.dsl.gpu.jobs`), with the next job's Q and first tiles on their way while one ends.
+- All threads copy (`uopattn.dsl.nvidia.copy_pipeline`). So it is where a tensor map cannot describe the rows (pages,
+  lengths that only the GPU knows, rows whose starts are no multiples of 16 bytes; `tensor_pipeline.fits`), and with
+  features for which a producer would leave too few registers (all but `LIGHT`).
 
 Full tiles, which all queries of the workgroup see completely, come first and need no mask; masked tiles follow.
 
-Measured 2026-11-22 on an H200 (B=4, H=32, N=4096, float16): 489 TFLOP/s at D=64, 615 at D=128, 604 at D=256, causal 390
-at D=64 and 517 at D=128 (cuDNN in the same run 471, 650, 699, 421 and 561). 164 to 248 registers per thread without
-spills. With other features nvcc 13 spills at D=64 for a bool mask (496 bytes), `mask_mod` and an added 16-bit mask (112
-each) and bounds per query (16), and at D=128 for a bool mask (16).
+Measured 2026-11-23 on an H200 (H=32, float16, 16384 tokens, kept busy so that its clock is limited by power), TFLOP/s
+and the ratio to cuDNN in the same run, for N=512 / 1024 / 2048 / 4096 / 8192:
+    D=128          472 535 575 598 607    1.05 1.07 1.08 1.07 1.07
+    D=128, causal  248 346 429 503 553    0.82 0.89 0.95 1.02 1.04
+    D=64           335 383 444 462 491    0.93 0.96 1.05 1.05 1.10
+    D=64, causal   209 270 357 409 448    0.87 0.89 1.01 1.04 1.08
+    D=256, N=4096  630                    1.05
+Nothing spills, up to 40 bytes in a D=64 producer with a window aside. Without a producer nvcc 13 spills at D=64 for a
+bool mask (496 bytes), `mask_mod` and an added 16-bit mask (112 each) and bounds per query (16), and at D=128 for a bool
+mask (16).
 """
 
 from dataclasses import dataclass, replace

@@ -27,7 +27,8 @@ from uopattn.runtime.program_cache import finished
 
 ALIGN = 1024  # bytes: the period of the widest swizzle of shared memory
 # Tensor maps lie in a global variable of the kernel, a few per multiprocessor. Only kernels of which one workgroup fits
-# on a multiprocessor have them, so no two workgroups use the same ones at once, whatever runs beside.
+# on a multiprocessor have them, so no two workgroups use the same ones at once, whatever runs beside. (tinygrad's NV
+# device makes no room for such variables, but it does not know Hopper.)
 MAPS = """__device__ __align__(128) unsigned char uopattn_maps[256][4][128];
 __device__ __forceinline__ void* uopattn_map(int number) {
   unsigned multiprocessor;

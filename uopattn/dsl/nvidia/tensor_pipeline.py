@@ -2,10 +2,12 @@
 
 One thread of a warpgroup of its own, the producer, starts all copies; the others, the consumers, only wait for them and
 say when they are done. Each copy brings up to 64 columns of a tile, swizzled, with zeros for what does not exist.
-Tile n of K and of V is in slot n % stages. Each slot has two barriers: one counts the bytes that have arrived, the
-other the consumers' warps that are done with it. Few registers suffice for the producer; the consumers take the rest.
+Tile n of K and of V is in slot n % stages, counted through all jobs of a workgroup, and job i's queries in slot i of
+theirs. Each slot has two barriers: one counts the bytes that have arrived, the other the consumers' warps that are done
+with it. Few registers suffice for the producer; the consumers take the rest.
 
-The tensor maps that describe the buffers are built by the kernel, so that it takes no arguments besides the buffers.
+The tensor maps that describe the buffers are built by the kernel, one warp each, so that it takes no arguments besides
+the buffers; `uopattn.runtime.cuda` says where they are.
 
 Sources: PTX ISA, "mbarrier", "cp.async.bulk.tensor" and "setmaxnreg"; FlashAttention-3 (Shah et al., 2024).
 """
