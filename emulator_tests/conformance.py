@@ -180,7 +180,7 @@ def hopper_tiles(arch: str) -> st.SearchStrategy[hopper_forward.Tiles]:
     st.integers(1, 3),
     st.integers(1, 8),
     st.integers(2, 4),
-    st.sampled_from(((), (True,), (True, True))),
+    st.sampled_from(((), (True,), (True, True), (True, True, 2))),
   )
 
 

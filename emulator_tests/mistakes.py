@@ -215,8 +215,8 @@ HOPPER_PRODUCER = {
   ),
   "a section without its last job": Mistake(
     jobs.Jobs,
-    "missing",
-    instead(lambda self, *at: self._position(*at) >= self._heads(*at) * self.blocks - 1),
+    "_share",
+    lambda right: lambda self, workgroup, heads: right(self, workgroup, heads) - (workgroup.eq(1)).cast(dtypes.weakint),
   ),
 }
 # These the emulator must.
@@ -225,7 +225,7 @@ HOPPER_BARRIERS = {
     tensor_pipeline.Counter, "get", lambda right: lambda self, *after: right(self, *after) * 0
   ),
   "queries given back by nobody": Mistake(
-    tensor_pipeline.Tiles, "queries_done", instead(lambda self, *after: UOp.group(*after))
+    tensor_pipeline.Tiles, "queries_done", instead(lambda self, when, *after: UOp.group(*after))
   ),
   "more bytes expected than come": Mistake(
     instructions,

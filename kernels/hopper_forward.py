@@ -74,6 +74,7 @@ class Tiles:
     stages: tiles of K, and of V, in shared memory.
     producer: whether a further warpgroup brings the tiles, where the layouts of the buffers allow it.
     persistent: whether a workgroup does several blocks of queries, one after another; only with a producer.
+    q_stages: blocks of queries in shared memory; several only if persistent.
   """
 
   warpgroups: int
@@ -81,6 +82,7 @@ class Tiles:
   stages: int = 2
   producer: bool = False
   persistent: bool = False
+  q_stages: int = 1
 
   def __post_init__(self) -> None:
     if not 16 <= self.block_n <= 256 or self.block_n % wgmma.K:
@@ -89,6 +91,10 @@ class Tiles:
       raise ValueError(f"Tiles.warpgroups={self.warpgroups}: must be in 1..8")
     if self.stages < 2:
       raise ValueError(f"Tiles.stages={self.stages}: must be at least 2")
+    if self.q_stages < 1 or (self.q_stages > 1 and not self.persistent):
+      raise ValueError(f"Tiles.q_stages={self.q_stages}: must be 1, or more if persistent")
+    if self.persistent and not self.producer:
+      raise ValueError("Tiles.persistent=True: needs producer=True")
     if self.producer and self.warpgroups not in REGISTERS:
       raise ValueError(f"Tiles.warpgroups={self.warpgroups}: must be 1 to {max(REGISTERS)} with a producer")
 
@@ -102,10 +108,10 @@ class Tiles:
     return (self.warpgroups + self.producer) * WARPS * WARP
 
   def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[SwizzledTiles, SwizzledTiles, SwizzledTiles]:
-    """Allocate Q, K and V in shared memory; for persistent workgroups the next job's Q too."""
+    """Allocate Q, K and V in shared memory."""
     Dk, Dv, copiers = round_up(Dk, wgmma.K), round_up(Dv, wgmma.K), 1 if self.producer else self.threads
     return (
-      SwizzledTiles.make(s, self.block_m, Dk, 1 + self.persistent, copiers, least=wgmma.PANEL),
+      SwizzledTiles.make(s, self.block_m, Dk, self.q_stages, copiers, least=wgmma.PANEL),
       SwizzledTiles.make(s, self.block_n, Dk, self.stages, copiers, least=wgmma.PANEL),
       SwizzledTiles.make(s, self.block_n, Dv, self.stages, copiers, least=wgmma.PANEL),
     )
@@ -225,10 +231,11 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   (heads, M, Dk), Dv, block_m = sizes(q), sizes(o)[2], tiles.block_m
   s = Scope()
   if tiles.producer and not all(fits(x) for x in _views(q, k, v, UOp.const(0), rules)):
-    tiles = replace(tiles, producer=False, persistent=False)
+    tiles = replace(tiles, producer=False, persistent=False, q_stages=1)
   cached = max(1, L2_BYTES * rules.group // (2 * rules.N * (Dk + Dv)))
   jobs = Jobs.of(heads, ceildiv(M, block_m), cached, rules.longest_last, MULTIPROCESSORS, tiles.persistent)
   group = Workgroup(s, 1, jobs.workgroups, tiles.threads // WARP, WARP)
+  trips = jobs.trips(group.item).simplify()
 
   def job(trip: UOp) -> Job:
     head, block = jobs.place(group.item, trip)
@@ -236,20 +243,16 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     key_range = head_rules.key_range(block * block_m, block_m, tiles.block_n)
     return Job(head, block, _views(q, k, v, head, rules), head_rules, key_range)
 
-  def begin(trip: UOp) -> UOp:
-    missing = jobs.missing(group.item, trip).simplify()
-    return ins.skip_trip(CUDA, missing, trip) if missing.vmax else trip
-
   scores, panels = s.buffer(tiles.block_n // 2), tiles.panels(s, Dk, Dv)
   turns, trip, counts = tiles.warpgroups if tiles.producer else 1, UOp.const(0), None
   pipe: Pipeline
   if tiles.producer:
     consumers, registers = tiles.warpgroups * WARPS, REGISTERS[tiles.warpgroups]
-    tensors = TensorPipeline(s, group, job, jobs.trips, begin, panels, consumers, registers)
+    tensors = TensorPipeline(s, group, job, trips, panels, consumers, registers)
     started = first_turn(turns, group.warp, tensors.start())
     if jobs.persistent:
-      counts, trip = tensors.counts(started), s.axis(jobs.trips, AxisType.REDUCE)
-      started = begin(trip)
+      counts, trip = tensors.counts(started), s.axis(trips, AxisType.REDUCE)
+      started = trip
     mine, pipe = job(trip), tensors.job(counts, started)
   else:
     mine = job(trip)
@@ -260,8 +263,8 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   main = Mainloop(s, group, q.dtype, pipe, scores, rows, mine.rules, mine.key_range, turns)
 
   state = main.begin(state, pipe.queries(started))
-  for first, trips, masked in full_then_masked(UOp.const(1), mine.key_range.n_full.maximum(1), mine.key_range.n_tiles):
-    state = main.attend(first, trips, masked, state)
+  for first, count, masked in full_then_masked(UOp.const(1), mine.key_range.n_full.maximum(1), mine.key_range.n_tiles):
+    state = main.attend(first, count, masked, state)
   acc, m_i, l_i = main.finish(state)
 
   stores = []
@@ -313,8 +316,8 @@ class Pipeline(Protocol):
   def values(self, n: UOp, *after: UOp) -> UOp:
     """Wait until tile n of V has arrived."""
 
-  def queries_done(self, *after: UOp) -> UOp:
-    """Signal that this warp is done with the queries."""
+  def queries_done(self, when: UOp, *after: UOp) -> UOp:
+    """Signal that this warp is done with the queries, where `when`."""
 
   def keys_done(self, n: UOp, *after: UOp) -> UOp:
     """Signal that this warp is done with tile n of K."""
@@ -394,7 +397,7 @@ class Mainloop:
     """Process the first tile, except for its P V."""
     zero = UOp.const(0)
     waited = self.wait_qk(0, self.start_qk(zero, self.pipe.keys(zero, started)))
-    done = self.pipe.keys_done(zero, waited)
+    done = self.keys_done(zero, waited)
     _, words, stores = self.softmax(zero, self.key_range.n_full.vmin == 0, state, waited, done)
     stores.append(self.pipe.values_done(zero - 1, *stores))
     stores += [state.p[i].store(word) for i, word in enumerate(words)]
@@ -407,7 +410,7 @@ class Mainloop:
     qk = self.start_qk(n_tile, self.take_turn(self.pipe.keys(n_tile, *begun, *state)))
     pv = self.start_pv(n_tile - 1, old, self.pipe.values(n_tile - 1, qk))
     waited = self.wait_qk(1, self.pass_turn(pv))
-    done = self.pipe.keys_done(n_tile, waited)
+    done = self.keys_done(n_tile, waited)
     alphas, words, stores = self.softmax(n_tile, masked, old, waited, done)
     out = self.wait_pv(old, pv, *stores)
     stores += [old.acc[i].store(out[i].load() * alphas[i % 4 // 2]) for i in range(sizes(out)[0])]
@@ -419,9 +422,14 @@ class Mainloop:
     """Add P V of the last tile. Returns O as tiles of accumulators, m and l."""
     last = self.key_range.n_tiles - 1
     pv = self.start_pv(last, state, self.pipe.values(last, *state))
-    acc = self.wait_pv(state, self.pipe.wait_all(self.pipe.queries_done(pv)))
+    acc = self.wait_pv(state, self.pipe.wait_all(pv))
     acc = acc.after(self.pipe.values_done(last, acc))
     return acc.reshape(-1, 4), state.m_i, state.l_i
+
+  def keys_done(self, n_tile: UOp, waited: UOp) -> UOp:
+    """Signal that this warp is done with tile n of K, and with the queries if it is the last one."""
+    last = n_tile.eq(self.key_range.n_tiles - 1).simplify()
+    return UOp.group(self.pipe.keys_done(n_tile, waited), self.pipe.queries_done(last, waited))
 
   def take_turn(self, after: UOp) -> UOp:
     """Wait for the turn of this warpgroup to start products."""

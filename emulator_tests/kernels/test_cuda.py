@@ -86,6 +86,9 @@ def test_target_and_float32(arch: str) -> None:
     (hopper_forward, (0, 64), r"Tiles\.warpgroups=0: must be in 1\.\.8"),
     (hopper_forward, (9, 64), r"Tiles\.warpgroups=9: must be in 1\.\.8"),
     (hopper_forward, (2, 64, 1), r"Tiles\.stages=1: must be at least 2"),
+    (hopper_forward, (4, 64, 2, True), r"Tiles\.warpgroups=4: must be 1 to 3 with a producer"),
+    (hopper_forward, (2, 64, 2, False, True), r"Tiles\.persistent=True: needs producer=True"),
+    (hopper_forward, (2, 64, 2, True, False, 2), r"Tiles\.q_stages=2: must be 1, or more if persistent"),
   ],
 )
 def test_tiles_state_their_laws(kernel: ModuleType, arguments: tuple[int, ...], message: str) -> None:

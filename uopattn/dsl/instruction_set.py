@@ -420,8 +420,6 @@ _LIST = [
   Instruction("exit_warps", {"cuda": "0; if ({0}) return"}, statement=True, cross_lane=True),
   # condition: these lanes leave the loop
   Instruction("leave_loop", {"cuda": "0; if ({0}) break"}, statement=True, cross_lane=True),
-  # condition: these lanes go on with the loop's next trip
-  Instruction("skip_trip", {"cuda": "0; if ({0}) continue"}, statement=True, cross_lane=True),
   # number of a barrier of some warps, threads that meet there
   Instruction(
     "meet",

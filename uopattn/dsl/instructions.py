@@ -313,11 +313,6 @@ def leave_loop(family: str, when: UOp, *after: UOp) -> UOp:
   return _statement(family, "leave_loop", after, when)
 
 
-def skip_trip(family: str, when: UOp, *after: UOp) -> UOp:
-  """Go on with the next trip of the innermost loop where `when`, which whole warpgroups do together. A statement."""
-  return _statement(family, "skip_trip", after, when)
-
-
 def meet(family: str, number: UOp, threads: int, *after: UOp) -> UOp:
   """Wait at barrier `number` (1 to 15) until `threads` threads, whole warps, are there. A statement."""
   return _statement(family, "meet", after, number.cast(dtypes.int), UOp.const(threads, dtypes.int))

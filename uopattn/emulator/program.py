@@ -22,7 +22,7 @@ from .instructions import MEANINGS, NOTHING
 from .known import instruction_of
 from .lanes import Run, buffer_of
 from .memory import LDS, Pointer
-from .tracks import LoopLeft, TripSkipped
+from .tracks import LoopLeft
 
 Compute = Callable[[Run], Any]
 Step = tuple[int, Compute]
@@ -328,8 +328,6 @@ class Program:
         run.values[i] = to(n)
         try:
           execute(body, run)
-        except TripSkipped:
-          run.mask = outer
         except LoopLeft:
           break
       run.mask = outer

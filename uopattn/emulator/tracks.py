@@ -170,25 +170,13 @@ class LoopLeft(Exception):
   """All lanes that are active have left the innermost loop."""
 
 
-class TripSkipped(Exception):
-  """All lanes that are active go on with the next trip of the innermost loop."""
-
-
 def leave_loop(run: Run, u: UOp, when: Any) -> Any:
-  return _jump(run, u, when, "leaves a loop", LoopLeft)
-
-
-def skip_trip(run: Run, u: UOp, when: Any) -> Any:
-  return _jump(run, u, when, "skips a trip", TripSkipped)
-
-
-def _jump(run: Run, u: UOp, when: Any, what: str, jump: type[Exception]) -> Any:
   lanes = run.active()
-  jumps = run.spread(when)[lanes]
-  if jumps.any() != jumps.all():
-    raise run.fail(Divergence, u, f"{what} with a part of the lanes", lanes[jumps])
-  if jumps.all():
-    raise jump
+  leaves = run.spread(when)[lanes]
+  if leaves.any() != leaves.all():
+    raise run.fail(Divergence, u, "leaves a loop with a part of the lanes", lanes[leaves])
+  if leaves.all():
+    raise LoopLeft
   return np.int32(0)
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tinygrad import UOp
+from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv, round_up
 
 
@@ -12,7 +12,8 @@ class Jobs:
 
   Where a head's blocks differ in length, the longest come first, within sections of heads whose keys fit in a cache
   together. Persistent workgroups do several jobs: round after round each takes one of its section's next jobs, in every
-  second round in reverse order, so that all get as much work. In a section's last round some may get none.
+  second round in reverse order, so that all get as much work. In a section's last round some may get none, and go on to
+  the next section.
 
   Attributes:
     heads, blocks: heads, and blocks of each.
@@ -40,7 +41,8 @@ class Jobs:
     def filled(section: int) -> float:
       return section * blocks / round_up(section * blocks, 2 * places)
 
-    section = max(range(1, min(cached, heads) + 1), key=filled) if longest_last else heads
+    least = min(heads, ceildiv(places, blocks))  # a job for each place
+    section = max(range(least, min(max(cached, least), heads) + 1), key=filled) if longest_last else heads
     workgroups = min(heads * blocks, places) if persistent else heads * blocks
     return cls(heads, blocks, section, longest_last, workgroups)
 
@@ -49,45 +51,44 @@ class Jobs:
     """Whether a workgroup does several jobs."""
     return self.workgroups < self.heads * self.blocks
 
-  @property
-  def rounds(self) -> int:
-    """Rounds of persistent workgroups per section."""
-    return ceildiv(self.section * self.blocks, self.workgroups)
-
-  @property
-  def trips(self) -> int:
-    """Rounds in all."""
-    return self.rounds * ceildiv(self.heads, self.section) if self.persistent else 1
-
-  def missing(self, workgroup: UOp, trip: UOp) -> UOp:
-    """Whether a workgroup has no job in a round."""
-    return self._position(workgroup, trip) >= self._heads(workgroup, trip) * self.blocks
+  def trips(self, workgroup: UOp) -> UOp:
+    """The number of a workgroup's jobs."""
+    if not self.persistent:
+      return UOp.const(1)
+    whole, rest = divmod(self.heads, self.section)
+    return whole * self._share(workgroup, self.section) + (self._share(workgroup, rest) if rest else 0)
 
   def place(self, workgroup: UOp, trip: UOp) -> tuple[UOp, UOp]:
-    """The head and the block of the job of a round; some job where none is left."""
-    section, here = self._section(workgroup, trip), self._heads(workgroup, trip)
-    at = self._position(workgroup, trip).minimum(here * self.blocks - 1)
+    """The head and the block of a workgroup's job of a given number."""
+    section, at = self._position(workgroup, trip)
     if not self.longest_last:
       return at // self.blocks, at % self.blocks
-    whole, rest = (divided(at, heads) for heads in (self.section, self.heads % self.section or self.section))
-    block, head = ((here.eq(self.section)).where(*x) for x in zip(whole, rest, strict=True))
+    rest = self.heads % self.section
+    block, head = _divided(at, section < self.heads // self.section, self.section, rest or self.section)
     return section * self.section + head, self.blocks - 1 - block
 
-  def _section(self, workgroup: UOp, trip: UOp) -> UOp:
-    return trip // self.rounds if self.persistent else workgroup // (self.section * self.blocks)
-
-  def _heads(self, workgroup: UOp, trip: UOp) -> UOp:
-    """Heads of the section."""
-    return (self.heads - self._section(workgroup, trip) * self.section).minimum(self.section)
-
-  def _position(self, workgroup: UOp, trip: UOp) -> UOp:
-    """The number of the job in its section, if there are as many."""
+  def _position(self, workgroup: UOp, trip: UOp) -> tuple[UOp, UOp]:
+    """The section, and the number of the job in it."""
     if not self.persistent:
-      return workgroup % (self.section * self.blocks)
-    turn = trip % self.rounds
-    return turn * self.workgroups + (turn % 2).eq(0).where(workgroup, self.workgroups - 1 - workgroup)
+      return workgroup // (self.section * self.blocks), workgroup % (self.section * self.blocks)
+    most = self._rounds(self.section)
+    has_most = self._share(workgroup, self.section).eq(most).simplify()
+    section, turn = _divided(trip, has_most, most, most - 1 if has_most.vmin == 0 else most)
+    return section, turn * self.workgroups + self._in_round(workgroup, turn)
+
+  def _rounds(self, heads: int) -> int:
+    return ceildiv(heads * self.blocks, self.workgroups)
+
+  def _share(self, workgroup: UOp, heads: int) -> UOp:
+    """The number of a workgroup's jobs in a section of so many heads."""
+    last = self._rounds(heads) - 1
+    has_last = self._in_round(workgroup, UOp.const(last)) < heads * self.blocks - last * self.workgroups
+    return last + has_last.cast(dtypes.weakint)
+
+  def _in_round(self, workgroup: UOp, turn: UOp) -> UOp:
+    return (turn % 2).eq(0).where(workgroup, self.workgroups - 1 - workgroup)
 
 
-def divided(x: UOp, by: int) -> tuple[UOp, UOp]:
-  """Quotient and remainder."""
-  return x // by, x % by
+def _divided(x: UOp, first: UOp, by: int, otherwise: int) -> tuple[UOp, UOp]:
+  """Quotient and remainder of a division by one of two numbers, which the GPU need not divide by at run time."""
+  return first.where(x // by, x // otherwise), first.where(x % by, x % otherwise)

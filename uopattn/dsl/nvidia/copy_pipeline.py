@@ -49,7 +49,7 @@ class CopyPipeline:
     """Tile n of V in shared memory."""
     return self._pipe.v_tiles.tile(n, *after)
 
-  def queries_done(self, *after: UOp) -> UOp:
+  def queries_done(self, when: UOp, *after: UOp) -> UOp:
     """Nobody waits for that."""
     return UOp.group(*after)
 

@@ -137,9 +137,9 @@ class Slots:
     at = n + self.count
     return ins.mbarrier_wait(CUDA, self._at(at), at // self.stages % 2, *after)
 
-  def release(self, n: UOp, lane: UOp, *after: UOp) -> UOp:
-    """Signal that this warp is done with tile n."""
-    return ins.mbarrier_arrive(CUDA, self._at(n + self.count, self.stages), lane.eq(0), *after)
+  def release(self, n: UOp, when: UOp, *after: UOp) -> UOp:
+    """Signal, by the lanes where `when`, that their warp is done with tile n."""
+    return ins.mbarrier_arrive(CUDA, self._at(n + self.count, self.stages), when, *after)
 
   def _at(self, n: UOp, first: int = 0) -> UOp:
     return self.barriers[first + n % self.stages]
@@ -156,8 +156,7 @@ class TensorPipeline:
     s: Scope,
     group: Workgroup,
     jobs: Callable[[UOp], Job],
-    trips: int,
-    begin: Callable[[UOp], UOp],
+    trips: UOp,
     tiles: tuple[SwizzledTiles, SwizzledTiles, SwizzledTiles],
     consumers: int,
     registers: tuple[int, int],
@@ -165,14 +164,13 @@ class TensorPipeline:
     """Create a pipeline.
 
     Args:
-      jobs: returns the workgroup's job of a given trip.
-      trips: of the loop over jobs.
-      begin: skips a trip if there is no job; returns what the rest of the trip must come after.
+      jobs: returns the workgroup's job of a given number.
+      trips: the number of jobs.
       tiles: shared memory for queries, for K and for V.
       consumers: warps that consume.
       registers: registers per thread of the producer, and of a consumer.
     """
-    self._s, self._group, self._jobs, self._trips, self._begin = s, group, jobs, trips, begin
+    self._s, self._group, self._jobs, self._trips = s, group, jobs, trips
     self._consumers, self._registers = consumers, registers
     self._sources = [Source(i, x, keep=i > 0) for i, x in enumerate(tiles)]
     self._barriers = [s.buffer(2 * x.slots, dtype=dtypes.ulong, space=AddrSpace.LOCAL) for x in tiles]
@@ -195,10 +193,10 @@ class TensorPipeline:
 
   def _bring(self, elected: UOp, *after: UOp) -> UOp:
     """Bring what all jobs need, by the thread that is `elected`."""
-    once, zero = self._trips == 1, UOp.const(0)
-    counts = None if once else self.counts(*after)
-    trip = self._s.axis(blurred(elected.cast(dtypes.weakint)) * self._trips, AxisType.REDUCE)
-    begun = (*after, trip) if once else (self._begin(trip),)
+    once, zero = self._trips.vmax == 1, UOp.const(0)
+    counts, trips = None if once else self.counts(*after), elected.cast(dtypes.weakint)
+    trip = self._s.axis(blurred(trips) if once else trips * self._trips, AxisType.REDUCE)
+    begun = (*after, trip)
     job, (q, k, v) = self._jobs(zero if once else trip), self._slots(counts, *begun)
     (q_view, k_view, v_view), tiles, count = job.views, job.key_range.tile, job.key_range.n_tiles
     # the queries after the first keys, whose slot is free earlier
@@ -298,17 +296,19 @@ class Tiles:
     """Wait until tile n of V has arrived."""
     return self.v.wait(n, *after)
 
-  def queries_done(self, *after: UOp) -> UOp:
-    """Signal that this warp is done with the queries."""
-    return self.q.release(UOp.const(0), self.lane, *after)
+  def queries_done(self, when: UOp, *after: UOp) -> UOp:
+    """Signal that this warp is done with the queries, where `when`. Nobody waits for the only ones."""
+    if not when.vmax or self.q.count.vmax == 0:
+      return UOp.group(*after)
+    return self.q.release(UOp.const(0), self.lane.eq(0) & when, *after)
 
   def keys_done(self, n: UOp, *after: UOp) -> UOp:
     """Signal that this warp is done with tile n of K."""
-    return self.k.release(n, self.lane, *after)
+    return self.k.release(n, self.lane.eq(0), *after)
 
   def values_done(self, n: UOp, *after: UOp) -> UOp:
     """Signal that this warp is done with tile n of V; there is no tile -1."""
-    return self.v.release(n, self.lane, *after) if n.vmax >= 0 else UOp.group(*after)
+    return self.v.release(n, self.lane.eq(0), *after) if n.vmax >= 0 else UOp.group(*after)
 
   def wait_all(self, last: UOp) -> UOp:
     """Return `last`: no tile is brought that nobody reads."""
