@@ -185,19 +185,19 @@ LENGTH = 4096
 # the ratio of the speeds.
 MEASURED = {
   (64, False): (
-    Measured(Tiles(3, 128, 2, producer=True, persistent=True), 1, 491, 160),
-    Measured(Tiles(2, 128, 3, producer=True, persistent=True), 1, 417, 133),
+    Measured(Tiles(3, 128, 2, producer=True, persistent=True, q_stages=2), 1, 491, 160),
+    Measured(Tiles(2, 128, 3, producer=True, persistent=True, q_stages=2), 1, 417, 133),
     Measured(Tiles(3, 128, 3), 1, 464, 290),
     Measured(Tiles(1, 128, 2), 3, 421, 174),
     Measured(Tiles(1, 64, 2), 4, 421, 174),
   ),
   (64, True): (
-    Measured(Tiles(3, 128, 2, producer=True, persistent=True), 1, 435, 339),
+    Measured(Tiles(3, 128, 2, producer=True, persistent=True, q_stages=2), 1, 435, 339),
     Measured(Tiles(1, 128, 2), 3, 366, 236),
     Measured(Tiles(1, 64, 2), 4, 369, 236),
   ),
   (128, False): (
-    Measured(Tiles(2, 128, 2, producer=True, persistent=True), 1, 616, 162),
+    Measured(Tiles(2, 128, 2, producer=True, persistent=True, q_stages=2), 1, 616, 162),
     Measured(Tiles(2, 128, 3), 1, 541, 231),
     Measured(Tiles(1, 64, 2), 2, 447, 277),
   ),
