@@ -106,7 +106,7 @@ TABLE: dict[str, BackwardSchedule] = {
       lambda waves, row_tiles, blocks: amd_pair(arch, waves, row_tiles, 32 * blocks),
       *(st.integers(1, 3), st.integers(1, 2), st.integers(1, 2)),
     ),
-    examples=2,
+    examples=1,
     barriers=frozenset({"barrier"}),
     pipelined=amd_pair,
   ),
@@ -124,7 +124,7 @@ TABLE: dict[str, BackwardSchedule] = {
       ]
       * 2
     ),
-    examples=3,
+    examples=2,
     shapes=SHAPES_CUDA,
     barriers=frozenset({"barrier", "cp_async_wait"}),
     pipelined=lambda arch: cuda_pair(HALF, (2, 1, 16, 3), (2, 1, 16)),
@@ -137,7 +137,7 @@ TABLE: dict[str, BackwardSchedule] = {
     lambda arch, dtype: st.tuples(
       *[st.builds(Hopper, st.integers(1, 2), st.sampled_from([16, 48, 64]), st.integers(2, 4))] * 2
     ),
-    examples=4,
+    examples=2,
     shapes=SHAPES_CUDA,
     multiple=8,
     barriers=frozenset({"barrier", "mbarrier_wait", "fence_async", "wgmma_wait"}),
@@ -153,7 +153,7 @@ TABLE: dict[str, BackwardSchedule] = {
       *(st.sampled_from([2, 4, 8, 16]), st.integers(1, 5), st.integers(1, 140), st.integers(1, 5), st.integers(1, 3)),
       parts=st.integers(1, 9),
     ),
-    examples=12,
+    examples=6,
     shapes=SHAPES_CPU,
     emulated=False,
     blind_delta=np.nan,

@@ -6,7 +6,7 @@ from collections.abc import Generator, Hashable
 import pytest
 from hypothesis import Phase, settings
 from tinygrad import Context, Device
-from tinygrad.helpers import PARALLEL
+from tinygrad.helpers import PARALLEL, SPEC
 
 # The quick run draws the same examples every time, and shows the first that fails as it is: to find a smaller one takes
 # minutes, as each is a kernel to compile. The slow one draws new ones, and more.
@@ -25,6 +25,8 @@ def pytest_configure(config: pytest.Config) -> None:
   # and tinygrad's worker processes, which are started anew for every 16 kernels, for the process that feeds them.
   os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
   PARALLEL.value = 0
+  # tinygrad's own check of graphs, a twentieth of the time.
+  SPEC.value = int(config.getoption("--slow"))
   # Graphs are millions of objects that live long: with Python's thresholds a quarter of the time is a search for dead
   # ones among them.
   gc.freeze()

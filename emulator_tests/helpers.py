@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import Phase, settings
@@ -20,7 +19,7 @@ from uopattn.dsl.target import Target, VectorUnit
 from uopattn.plan import dispatch
 from uopattn.plan.target import target_of
 from uopattn.proof.gate import verify
-from uopattn.proof.oracle import Array
+from uopattn.proof.oracle import Array, round_to_bfloat16
 from uopattn.runtime.clang import NoCompiler
 
 DTYPES = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
@@ -38,22 +37,15 @@ def _random(*shapes: tuple[int, ...], dtype: DType, seed: int, device: str | Non
   return tuple(placed(random.standard_normal(shape, np.float32), dtype, device) for shape in shapes)
 
 
-NOT_OF_NUMPY = {
-  dtypes.bfloat16: ml_dtypes.bfloat16,
-  dtypes.fp8e4m3: ml_dtypes.float8_e4m3fn,
-  dtypes.fp8e5m2: ml_dtypes.float8_e5m2,
-}
-
-
 def placed(x: Array, dtype: DType | None = None, device: str | None = None) -> Tensor:
   """An array on a device, by default the default one, in its own type or another one.
 
-  Drawn and cast in numpy: tinygrad would compile a kernel for every shape.
+  Cast in numpy where that knows the type: tinygrad would compile a kernel for every shape.
   """
-  if dtype in NOT_OF_NUMPY:
-    stored = np.ascontiguousarray(x).astype(NOT_OF_NUMPY[dtype])
-    return Tensor(stored.tobytes(), dtype=dtype, device=device).reshape(x.shape).realize()
-  kind = None if dtype is None else _to_np_dtype(dtype)
+  if dtype == dtypes.bfloat16:
+    bits = round_to_bfloat16(np.ascontiguousarray(x, np.float32)).astype(np.float32).view(np.uint32) >> 16
+    return Tensor(bits.astype(np.uint16).tobytes(), dtype=dtype, device=device).reshape(x.shape).realize()
+  kind = None if dtype is None or dtype in dtypes.fp8s else _to_np_dtype(dtype)
   return Tensor(x if kind is None else x.astype(kind), dtype=dtype, device=device).realize()
 
 

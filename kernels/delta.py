@@ -52,12 +52,12 @@ def _chunks(x: UOp, row: UOp, exists: UOp) -> Callable[[UOp], list[UOp]]:
 
   Rows are counted through all heads. Elements past the end of the row, or of a row that does not exist, are 0.
   """
-  size = sizes(x)[2]
+  _, rows, size = sizes(x)
   if x.dtype.itemsize == 4:
 
     def load(d: UOp) -> UOp:
       inside = exists & (d < size)
-      return inside.where(x.base[(row * size + d).valid(inside)].load(), 0.0)
+      return inside.where(gated(x, inside, row // rows, row % rows, d).load(), 0.0)
 
     return lambda c: [load(c * CHUNK_WORDS + i) for i in range(CHUNK_WORDS)]
 

@@ -10,13 +10,15 @@ if not (_here / "kernels").is_dir():  # in a checkout, kernels/ is beside this f
 
 provide_clang()
 
-import uopattn.emulator  # noqa: E402, F401  (registers the device EMU)
+import uopattn.emulator  # noqa: E402  (registers the device EMU)
+import uopattn.onnx  # noqa: E402, F401
 from uopattn.api.attention import attention  # noqa: E402
 from uopattn.api.flash import flash  # noqa: E402
 from uopattn.api.kv_cache import KVCache  # noqa: E402
 from uopattn.api.merge import merge_states  # noqa: E402
 from uopattn.api.paged import attention_paged  # noqa: E402
 from uopattn.api.varlen import attention_varlen  # noqa: E402
+from uopattn.integrate.patch import patch  # noqa: E402
 from uopattn.spec.block_mask import BlockMask  # noqa: E402
 from uopattn.version import __version__  # noqa: E402
 
@@ -29,4 +31,5 @@ __all__ = [
   "attention_varlen",
   "flash",
   "merge_states",
+  "patch",
 ]

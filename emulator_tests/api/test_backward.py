@@ -52,7 +52,7 @@ def test_each_feature_alone(name: str, shape: Shape) -> None:
   check_gradients(*qkv(*shape, DTYPES[seed - 2]), some(np.random.default_rng(seed), shape, name))
 
 
-@drawn(8)
+@drawn(5)
 @given(
   B=st.integers(1, 3),
   Hkv=st.integers(1, 2),
@@ -83,7 +83,7 @@ def test_dropout(dtype: Any, shape: Shape) -> None:
     check_gradients(*qkv(*shape, dtype), {"dropout_p": P, "kept": kept})
 
 
-@pytest.mark.each("shape")
+@pytest.mark.each("shape", evenly=True)
 @pytest.mark.parametrize("shape", [FEW[:4] + SHAPE[4:], SHAPE], ids=["few", "many"])
 @pytest.mark.parametrize("name", BLIND)
 def test_rows_that_see_no_key_have_no_gradient(name: str, shape: Shape) -> None:
@@ -217,7 +217,8 @@ TOGETHER = {
 }
 
 
-@pytest.mark.parametrize("dtype", [dtypes.float32, dtypes.float64], ids=["kernel", "oracle"])
+@pytest.mark.each("dtype", evenly=True)  # by the oracle `test_each_feature_alone` checks the kernels too
+@pytest.mark.parametrize("dtype", [dtypes.float64, dtypes.float32], ids=["oracle", "kernel"])
 @pytest.mark.parametrize("name", ALONE | FLOATS | TOGETHER | {"nothing": {}})
 def test_finite_differences(name: str, dtype: Any) -> None:
   """Of the oracle's output and LSE, in float64: for the kernels' gradients, and for the oracle's own."""

@@ -82,6 +82,7 @@ def test_what_is_kept_is_independent_of_its_neighbours(p: float) -> None:
     assert abs((x * other)[off_diagonal].mean()) < 2**0.5 * allowed  # x.T gives each product twice
 
 
+@pytest.mark.each("dtype", "M", evenly=True)
 @pytest.mark.parametrize("backend", ["kernel", "reference"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("M", [FEW, MANY])

@@ -21,6 +21,7 @@ def public() -> dict[str, Any]:
     found[name] = value
     if inspect.isclass(value):
       found |= {f"{name}.{part}": x for part, x in vars(value).items() if documented(part, x)}
+  found["onnx.register"] = uopattn.onnx.register
   own = {name: x for name, x in vars(mods).items() if not name.startswith("_") and inspect.isfunction(x)}
   return found | {f"mods.{name}": x for name, x in own.items() if x.__module__ == mods.__name__}
 
@@ -45,5 +46,5 @@ def test_the_example_prints_what_it_says(name: str, capsys: pytest.CaptureFixtur
 
 
 def test_all_public_names_are_met() -> None:
-  assert {"attention", "flash", "KVCache.append", "BlockMask.of", "mods.causal", "mods.softcap"} <= set(PUBLIC)
+  assert {"attention", "flash", "KVCache.append", "BlockMask.of", "mods.causal", "mods.softcap", "patch"} <= set(PUBLIC)
   assert len(PUBLIC) >= 25

@@ -18,7 +18,8 @@ Array = np.ndarray[Any, Any]
 Options = dict[str, Any]
 Shape = tuple[int, int, int, int, int, int, int]  # B, Hq, Hkv, M, N, Dk, Dv
 
-EMULATED = ("gfx1100", "gfx1201", "gfx942", "sm_80", "sm_90")
+SLOW = [pytest.param(arch, marks=pytest.mark.slow) for arch in ("gfx1100", "gfx1201")]
+EMULATED = ("gfx942", "sm_80", "sm_90", *SLOW)
 CORNER: Shape = (2, 4, 2, 37, 150, 24, 40)
 FEW: Shape = (2, 4, 2, 3, 150, 24, 40)  # queries: on a CPU another kernel takes these
 
@@ -215,6 +216,7 @@ BLIND: dict[str, Options] = {
 }
 
 
+@pytest.mark.each("shape", evenly=True)
 @pytest.mark.parametrize("shape", [FEW, CORNER], ids=["few", "many"])
 @pytest.mark.parametrize("name", BLIND)
 def test_rows_that_see_no_key(shape: Shape, name: str) -> None:
@@ -248,6 +250,7 @@ MEETING: dict[str, Options] = {
 }
 
 
+@pytest.mark.each("shape", "size", evenly=True)
 @pytest.mark.parametrize("shape", [FEW, CORNER], ids=["few", "many"])
 @pytest.mark.parametrize("size", [1e4, 1.0, 1e-40, 0.0])
 @pytest.mark.parametrize("name", MEETING)

@@ -265,7 +265,7 @@ CASES = {
   "odd rows of int8": (dtypes.int8, dtypes.half, 1, 30, (9, 17)),
 }
 ARCHES = ("gfx1100", "gfx1201", "gfx942", "sm_80")
-QUICK = {("gfx1100", "int8 for half"), ("gfx1201", "odd rows"), ("gfx942", "e5m2 for half")}
+QUICK = {("gfx1201", "odd rows"), ("gfx942", "e5m2 for half")}
 QUICK |= {("sm_80", "e4m3 for bfloat16"), ("sm_80", "odd rows of int8")}
 
 
@@ -364,4 +364,4 @@ def test_bad_arguments() -> None:
   with pytest.raises(TypeError, match="dtype is uchar; accepted are float, half, bfloat16, char, fp8e4m3, fp8e5m2"):
     KVCache(B, HKV, N, DK, dtype=dtypes.uint8)
   with pytest.raises(TypeError, match="k has dtype char"):
-    attention(Tensor.zeros(B, HQ, 3, DK), cache.k, cache.v, enable_gqa=True)
+    attention(Tensor.zeros(B, HQ, 3, DK), cache.k, cache.v, enable_gqa=True, backend="kernel")

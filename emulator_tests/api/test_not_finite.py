@@ -85,6 +85,7 @@ def test_a_bad_value_of_a_hidden_key_stays_in_its_column(bad: str) -> None:
   np.testing.assert_array_equal(got[unspoilt], want[unspoilt])
 
 
+@pytest.mark.each("M", evenly=True)
 @pytest.mark.parametrize("keys", [1, 15, 63, 64, 65, 99])
 @pytest.mark.parametrize("M", [FEW, 40])
 def test_what_lies_in_memory_behind_the_keys_does_not_matter(M: int, keys: int) -> None:

@@ -116,7 +116,14 @@ def test_kernel_in_place_of_sdpa(model, tokens, expected):
   np.testing.assert_array_equal(actual.argmax(-1), expected.argmax(-1))
 
 
-@pytest.mark.parametrize("wrong", [without_causal, with_shuffled_key_heads, without_last_key, with_scale_off])
+@pytest.mark.parametrize(
+  "wrong",
+  [
+    *(pytest.param(x, marks=pytest.mark.slow) for x in (without_causal, with_shuffled_key_heads)),
+    without_last_key,
+    with_scale_off,
+  ],
+)
 def test_wrong_attention_is_told_apart(model, tokens, expected, wrong):
   """The errors seen are 0.04 or more, hundreds of times the tolerance."""
   assert worst_error(logits(model, tokens, wrong), expected) > 100 * TOLERANCE
@@ -158,7 +165,7 @@ def capture_qkv(*arguments, stdin: str = "") -> subprocess.CompletedProcess[str]
 @pytest.mark.parametrize(
   ("text", "stdin", "layer", "dtype"),
   [
-    ("The sky is blue", "", 0, "float32"),
+    pytest.param("The sky is blue", "", 0, "float32", marks=pytest.mark.slow),
     pytest.param("The year 1969", "", 2, "bfloat16", marks=pytest.mark.slow),
     ("-", "naïve ☃", 1, "float16"),
   ],

@@ -138,6 +138,7 @@ MODS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.each("backend", evenly=True)
 @pytest.mark.parametrize("backend", ["kernel", "reference"])
 @pytest.mark.parametrize("name", MODS)
 def test_mods_have_the_indices_of_a_sequence(name: str, backend: str) -> None:

@@ -15,7 +15,7 @@ from tinygrad.dtype import DType
 
 from uopattn import attention
 from uopattn.runtime.log import log_once
-from uopattn.spec.layout import base_of, layout_of
+from uopattn.spec.layout import base_of, contiguous_strides, layout_of
 
 B, H, N, D = 2, 4, 40, 16
 View = Callable[..., Any]  # buffers -> q, k and v
@@ -32,6 +32,10 @@ VIEWS: dict[str, tuple[Sequence[tuple[int, ...]], View]] = {
   "a part of a cache": (
     [(B, H, N, D), (2, B, N, H, D)],
     lambda q, x: [q, *(y[:, 3:-5].transpose(1, 2) for y in x)],
+  ),
+  "few queries of one key head": (
+    [(B, 2, H, D), (2, B, 600, 1, D)],
+    lambda q, x: [y.transpose(1, 2) for y in (q, *x)],
   ),
   "backwards": ([(B, H, N, D)] * 3, lambda q, k, v: [x.flip(2) for x in (q, k, v)]),
   "one head, last": ([(B, N, 1, D)] * 3, lambda q, k, v: [x.transpose(1, 2) for x in (q, k, v)]),
@@ -74,8 +78,11 @@ def run(view: View, given: list[Tensor], copy: bool) -> tuple[list[np.ndarray], 
   return [x.numpy() for x in (out, *grads)], *counts
 
 
+ALIKE = ("a row for all three", "cache", "one head, last")  # strides of several kinds, as others have them
+
+
 @pytest.mark.each("target")
-@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] if x in ALIKE else []) for x in VIEWS])
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx1201", "gfx942"])
 def test_a_view_is_read_in_place(name: str, target: str) -> None:
   """The same bits as with copies, by as many kernels and as many bytes as without them."""
@@ -108,6 +115,19 @@ def check_in_place(name: str, target: str) -> None:
   for got, want in zip(in_place, copied, strict=True):
     np.testing.assert_array_equal(got, want)
   assert (kernels, moved) == (kernels_of_copies, moved_by_copies)
+
+
+@pytest.mark.parametrize(("name", "M", "N"), [("many queries", N, N), ("few, in parts", 2, 5000)])
+def test_the_output_has_heads_last_as_q_has(name: str, M: int, N: int) -> None:
+  """So that what follows, `out.transpose(1, 2).reshape(B, M, -1)`, reads it in order."""
+  q, k = buffers([(B, M, H, D), (B, N, H, D)], dtypes.float)
+  q, k = (x.transpose(1, 2) for x in (q, k))
+  out, lse = attention(q, k, k, return_lse=True, backend="kernel")
+  Tensor.realize(out, lse)
+  found = layout_of(out.transpose(1, 2).uop)
+  assert found is not None
+  assert found.strides == contiguous_strides((B, M, H, D))
+  check(q, k, k, out, lse)
 
 
 @pytest.mark.parametrize("name", REPEATED)

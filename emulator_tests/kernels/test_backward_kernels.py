@@ -152,6 +152,7 @@ def test_dropout(schedule: str, machine: Machine) -> None:
   check_backward(machine, SHAPE, {"dropout_p": P, "kept": kept_by_seed((1, 2), B, Hq, M, N)})
 
 
+@pytest.mark.each("heads", evenly=True)
 @pytest.mark.parametrize("heads", [1, 4])
 @on_machines("gfx1201", "sm_80", "sm_90", "CPU", slow=("gfx942",))
 def test_blocks_that_are_skipped(schedule: str, machine: Machine, heads: int) -> None:
@@ -165,7 +166,7 @@ def test_blocks_that_are_skipped(schedule: str, machine: Machine, heads: int) ->
     check_backward(machine, SHAPE, {"mask_mod": mod}, {"mask_mod": None, "block_mask": mask})
 
 
-@pytest.mark.each("machine")
+@pytest.mark.each("machine", "name")
 @pytest.mark.parametrize("name", BLIND)
 @on_machines("gfx942", "sm_80", "sm_90", "CPU", slow=("gfx1201",))
 def test_rows_that_see_no_key_have_no_gradient(schedule: str, machine: Machine, name: str) -> None:
@@ -303,7 +304,7 @@ def caught(name: str) -> list[Any]:
   return [(name, schedule, arch) for schedule in MISTAKES[name].places for arch in arches[schedule]]
 
 
-@pytest.mark.each("arch")
+@pytest.mark.each("arch", "schedule")
 @pytest.mark.parametrize(("name", "schedule", "arch"), [x for name in MISTAKES for x in caught(name)])
 def test_a_mistake_is_caught(name: str, schedule: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
   mistake, target = MISTAKES[name], machine(arch, FLOAT if arch == "CPU" else HALF)

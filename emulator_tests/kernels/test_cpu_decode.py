@@ -74,6 +74,7 @@ def test_any_tiles_of_pairs(unroll_m, row_strips, pairs, tiles, unroll_n, unroll
 
 
 @has_pairs
+@pytest.mark.each("options", evenly=True)
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"window": (40, 0)}], ids=str)
 @pytest.mark.parametrize(("M", "Hkv", "N", "D"), [(1, 2, 320, 64), (1, 1, 16, 32), (3, 2, 960, 128), (5, 1, 256, 256)])
 def test_pairs_match_the_oracle(M: int, Hkv: int, N: int, D: int, options: dict[str, Any]) -> None:

@@ -80,7 +80,7 @@ def tiles_of_parts(length: int | UOp, value: int, N: int, block_n: int, splits: 
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 7, 16])
-@pytest.mark.parametrize("N", [1, 64, 65, 1000, 65536])
+@pytest.mark.parametrize("N", [1, 64, 65, 1000, pytest.param(65536, marks=pytest.mark.slow)])
 def test_parts_visit_each_tile_with_a_key_once_and_no_other(N: int, splits: int) -> None:
   variable = UOp.variable("length", 0, N)
   for value in {0, 1, 63, 64, 65, 500, 1000, 65535, 65536, N} & {*range(N + 1)}:

@@ -103,7 +103,7 @@ def test_as_many_workgroups_at_once_as_the_choice_of_tiles_takes_for_granted(
   assert resident("sm_90", c.registers, c.shared, tiles.threads) == at_once
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [pytest.param(64, marks=pytest.mark.slow), 128])
 @pytest.mark.parametrize(("arch", "causal"), [("sm_80", False), ("sm_90", True), ("sm_90", False)])
 def test_backward_does_not_spill(arch: str, causal: bool, D: int) -> None:
   window = (None, 0 if causal else None)

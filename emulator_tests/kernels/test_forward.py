@@ -36,8 +36,20 @@ def cases(listed: list[tuple[str, str, DType]]) -> pytest.MarkDecorator:
   return pytest.mark.parametrize(OF_CASE, listed, indirect=["subject"], ids=lambda x: str(x).removeprefix("dtypes."))
 
 
+def is_slow(name: str, shape: str) -> bool:
+  """The other types of `cuda_forward` share its loops and its edges, which float16 meets in every corner."""
+  return name in ("float8", "tf32", "turing") and shape in ("one query", "one key", "round", "smallest")
+
+
 SHAPES = [
-  pytest.param(name, arch, dtype, shape, id=f"{name}-{arch}-{str(dtype).removeprefix('dtypes.')}-{shape}")
+  pytest.param(
+    name,
+    arch,
+    dtype,
+    shape,
+    id=f"{name}-{arch}-{str(dtype).removeprefix('dtypes.')}-{shape}",
+    marks=[pytest.mark.slow] if is_slow(name, shape) else [],
+  )
   for name, arch, dtype in EVERYWHERE
   for shape in SUBJECTS[name].shapes
 ]
@@ -84,7 +96,7 @@ def test_matches_the_oracle_with_chosen_tiles(
 
 @pytest.mark.parametrize("name", SUBJECTS)
 @given(data=st.data())
-@drawn(2)
+@drawn(1)
 def test_any_shape(name: str, data: st.DataObject) -> None:
   subject = SUBJECTS[name]
 
@@ -102,7 +114,7 @@ def test_any_shape(name: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("name", SUBJECTS)
 @given(data=st.data())
-@drawn(3)
+@drawn(2)
 def test_any_tiles(name: str, data: st.DataObject) -> None:
   subject = SUBJECTS[name]
   assert subject.any_tiles is not None
@@ -152,7 +164,7 @@ CONFLICTS = [
 ]
 
 
-@pytest.mark.each("arch", "dtype")
+@pytest.mark.each("arch", "dtype", "size")
 @pytest.mark.parametrize("chosen", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["small", "chosen"])
 @pytest.mark.parametrize((*OF_CASE, "size"), CONFLICTS, indirect=["subject"])
 def test_no_bank_conflict(subject: Subject, arch: str, dtype: DType, size: tuple[int, int], chosen: bool) -> None:
@@ -164,7 +176,7 @@ def test_no_bank_conflict(subject: Subject, arch: str, dtype: DType, size: tuple
       assert [x.bank_conflicts for name, x in profile.kernels.items() if name.startswith("attention")] == [0]
 
 
-@pytest.mark.each("arch", "dtype")
+@pytest.mark.each("arch", "dtype", "sinks", evenly=True)
 @cases(EVERYWHERE)
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 def test_rows_that_see_no_key_are_zero(subject: Subject, arch: str, dtype: DType, sinks: bool) -> None:
@@ -182,6 +194,7 @@ def test_rows_that_see_no_key_are_zero(subject: Subject, arch: str, dtype: DType
   assert np.isfinite(l[blind:]).all()
 
 
+@pytest.mark.each("scale")
 @cases(ONCE)
 @pytest.mark.parametrize("scale", [0.0, -0.5, 3.0])
 def test_any_scale(subject: Subject, arch: str, dtype: DType, scale: float) -> None:
@@ -197,6 +210,7 @@ BAD = [
 ]
 
 
+@pytest.mark.each("bad", evenly=True)
 @pytest.mark.parametrize((*OF_CASE, "bad"), BAD, indirect=["subject"])
 def test_a_bad_key_reaches_the_rows_that_see_it_and_no_other(
   subject: Subject, arch: str, dtype: DType, bad: float
@@ -225,6 +239,7 @@ def test_a_bad_head_reaches_no_other(subject: Subject, arch: str, dtype: DType) 
   assert np.isnan(out[2:]).all()
 
 
+@pytest.mark.each("short", evenly=True)
 @cases(ONCE_ON_GPUS)
 @pytest.mark.parametrize("short", ["o", "q", "k", "v"])
 def test_a_shortened_buffer_is_caught(subject: Subject, arch: str, dtype: DType, short: str) -> None:
@@ -263,7 +278,7 @@ RULES: dict[str, Options] = {
 }
 
 
-@pytest.mark.each("arch", "tiles")
+@pytest.mark.each("arch", "tiles", "rules")
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize((*OF_CASE, "tiles"), SYNCHRONISED, indirect=["subject"])
 def test_each_barrier_and_wait_deleted(subject: Subject, arch: str, dtype: DType, tiles: Any, rules: str) -> None:
@@ -295,6 +310,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.each("subject", "arch", "dtype")  # what a kernel shares with others is broken in one of them
 @pytest.mark.parametrize((*OF_CASE, "mistake"), MISTAKES, indirect=["subject"])
 def test_a_mistake_is_caught(subject: Subject, arch: str, dtype: DType, mistake: str) -> None:
   made = subject.mistakes[mistake]

@@ -153,6 +153,7 @@ def test_variables(name: str, arch: str) -> None:
 
 
 @of_kernels
+@pytest.mark.each("kind", evenly=True)
 @pytest.mark.parametrize("kind", ["tensor", "int", "variable"])
 def test_what_lies_behind_the_lengths_does_not_matter(kind: str, name: str, arch: str) -> None:
   with SUBJECTS[name].on(arch):
@@ -276,6 +277,7 @@ def test_bounds_of_each_query(name: str, arch: str) -> None:
   check_rules(name, arch, "bounds", [firsts, lasts], (keys >= firsts[:, None]) & (keys <= lasts[:, None]))
 
 
+@pytest.mark.each("name", "arch", evenly=True)
 @of_kernels
 @pytest.mark.parametrize("feature", mistakes.FEATURES)
 def test_a_mistake_is_caught(feature: str, name: str, arch: str) -> None:

@@ -47,10 +47,10 @@ def test_budget(arch: str, dtype: str, D: int) -> None:
   ("arch", "D"),
   [
     ("gfx1100", 64),
-    ("gfx1201", 64),
+    pytest.param("gfx1201", 64, marks=pytest.mark.slow),
     pytest.param("gfx1201", 128, marks=pytest.mark.slow),
     ("gfx942", 64),
-    ("gfx950", 128),
+    pytest.param("gfx950", 128, marks=pytest.mark.slow),
   ],
 )
 def test_a_mask_costs_the_main_loop_next_to_nothing(arch: str, D: int) -> None:

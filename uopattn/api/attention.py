@@ -1,10 +1,11 @@
 """`attention`: the main entry point."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Unpack, overload
 
-from tinygrad import Tensor, UOp
+from tinygrad import Tensor, UOp, dtypes
+from tinygrad.dtype import DType
 from tinygrad.helpers import TRAINING
 
 from uopattn.api.broadcast import check_axes, with_four_axes
@@ -100,8 +101,9 @@ def attention(
   says which gradients kernels compute. Second derivatives need `backend="reference"`.
 
   q, k and v may be views of buffers: transposed, slices of a cache or of packed projections, expanded heads. If the
-  last axis is contiguous, kernels read the buffer in place; otherwise the view is copied, with one log line. M and N
-  may hold bound Variables, as in `cache[:, :, :start_pos + T]`: one kernel serves all their values and copies no cache.
+  last axis is contiguous, kernels read the buffer in place; otherwise the view is copied, with one log line. The output
+  lies in memory as q does: of (B, M, Hq, Dk) transposed it is (B, M, Hq, Dv) transposed. M and N may hold bound
+  Variables, as in `cache[:, :, :start_pos + T]`: one kernel serves all their values and copies no cache.
 
   Tensors without a device, such as `Tensor.arange(n)`, are put on the device of q, k and v. If q, k or v has a weak
   dtype, it takes the dtype of the others. Any other Tensor of a weak dtype becomes float32 or the default int dtype.
@@ -177,61 +179,105 @@ def attention(
     block_mask=block_mask,
     return_lse=return_lse,
   )
+  check_backend(backend)
   try:
-    return attend(q, k, v, arguments, backend)
+    call = Call.of(q, k, v, arguments)
   except (TypeError, ValueError) as refusal:
     if backend != "auto":
       raise
     return by_tinygrad(q, k, v, arguments, refusal)
+  return call.by(backend)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, backend: str) -> Any:
-  """Check all arguments and run the backend, for `attention` and the functions built on it."""
+  """Check all arguments and run the backend, for the functions built on `attention`."""
+  check_backend(backend)
+  return Call.of(q, k, v, arguments).by(backend)
+
+
+def check_backend(backend: str) -> None:
+  """Raise ValueError if there is no such backend."""
   if backend not in BACKENDS:
     raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
-  q, k, v = operands((-2,), q=q, k=k, v=v)
-  check_axes(q=q, k=k, v=v)
-  dtype, M = q.dtype, q.shape[-2]
-  if arguments.scales is None and arguments.page_table is None:
-    q, k, v, dtype = promoted(q, k, v)
-  q, k, v, arguments = with_known_sizes(q, k, v, arguments)
-  q4, k4, v4, restored = q, k, v, lambda x: x
-  if arguments.page_table is None:
-    q4, k4, v4, arguments, restored = with_four_axes(q, k, v, arguments)
-  if q4.shape[1] == k4.shape[1] == v4.shape[1]:
-    k4, v4 = distinct_heads(k4, v4)
-    if k4.shape[1] != q4.shape[1]:
-      arguments = replace(arguments, enable_gqa=True)
-  check_dropout("dropout_p", arguments.dropout_p)
-  seed = draw_seed(q.device) if arguments.dropout_p > 0 and TRAINING else None
-  arguments = replace(arguments.settled(q.device), seed=seed)
-  spec = make_spec(q4, k4, v4, arguments)
-  out, lse = _run(q4, k4, v4, spec, arguments, backend)
-  out, lse = restored(out).cast(dtype), restored(lse)
-  if isinstance(M, UOp):
-    out, lse = out[..., :M, :], lse[..., :M]
-  return (out, lse) if arguments.return_lse else out
 
 
-def _run(
-  q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, arguments: Arguments, backend: str
-) -> tuple[Tensor, Tensor]:
-  """Run attention on checked arguments with four dimensions. Returns the output and the LSE."""
-  if backend == "reference":
-    return reference(q, k, v, spec, arguments)
-  try:
-    launch = _launch(q.device, spec)
-  except NoKernel as error:
-    if backend == "kernel":
-      raise ValueError(f"backend='kernel': {error}") from error
-    for reason in error.reasons:
-      log_once(f"attention falls back to plain tinygrad ops: {reason}")
-    return reference(q, k, v, spec, arguments)
-  return forward(launch, q, k, v, arguments=arguments, backend=backend)
+@dataclass(frozen=True, eq=False)
+class Call:
+  """A checked call of `attention`, before a backend is chosen.
 
+  Attributes:
+    q, k, v: (B, Hq, M, Dk), (B, Hkv, N, Dk) and (B, Hkv, N, Dv).
+    arguments: without the seed of dropout, which is drawn when the call runs.
+    restored: gives a result, (B, Hq, M, ...), the axes of the inputs.
+    rows: the number of queries, which may be made of Variables; M is their largest number.
+    dtype: of the output.
+  """
 
-def _launch(device: object, spec: AttentionSpec) -> Launch:
-  """Return the kernel launch for an attention on a device. It stores the LSE, see `forward`. Raises NoKernel."""
-  if not isinstance(device, str):
-    raise NoKernel(f"q is on {device}; kernels take one device")
-  return dispatch(replace(spec, return_lse=True), target_of(device))
+  q: Tensor
+  k: Tensor
+  v: Tensor
+  spec: AttentionSpec
+  arguments: Arguments
+  restored: Callable[[Tensor], Tensor]
+  rows: int | UOp
+  dtype: DType
+
+  @classmethod
+  def of(cls, q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> "Call":
+    """Check all arguments. Raises TypeError or ValueError if one does not fit."""
+    q, k, v = operands((-2,), q=q, k=k, v=v)
+    check_axes(q=q, k=k, v=v)
+    dtype, rows = q.dtype, q.shape[-2]
+    if arguments.scales is None and arguments.page_table is None:
+      q, k, v, dtype = promoted(q, k, v)
+    q, k, v, arguments = with_known_sizes(q, k, v, arguments)
+    q4, k4, v4, restored = q, k, v, lambda x: x
+    if arguments.page_table is None:
+      q4, k4, v4, arguments, restored = with_four_axes(q, k, v, arguments)
+    if q4.shape[1] == k4.shape[1] == v4.shape[1]:
+      k4, v4 = distinct_heads(k4, v4)
+      if k4.shape[1] != q4.shape[1]:
+        arguments = replace(arguments, enable_gqa=True)
+    check_dropout("dropout_p", arguments.dropout_p)
+    arguments = arguments.settled(q.device)
+    seeded = arguments
+    if arguments.dropout_p > 0 and TRAINING:
+      seeded = replace(arguments, seed=Tensor.zeros(2, dtype=dtypes.uint32, device=q.device))
+    return cls(q4, k4, v4, make_spec(q4, k4, v4, seeded), arguments, restored, rows, dtype)
+
+  def by(self, backend: str) -> Any:
+    """Return the output, or with return_lse the output and the LSE."""
+    launch = None
+    if backend != "reference":
+      try:
+        launch = self.launch()
+      except NoKernel as error:
+        if backend == "kernel":
+          raise ValueError(f"backend='kernel': {error}") from error
+        for reason in error.reasons:
+          log_once(f"attention falls back to plain tinygrad ops: {reason}")
+    return self.run(launch, backend)
+
+  def launch(self) -> Launch:
+    """Return the launch of the kernel, which stores the LSE, see `forward`. Raises NoKernel."""
+    if not isinstance(self.q.device, str):
+      raise NoKernel(f"q is on {self.q.device}; kernels take one device")
+    return dispatch(replace(self.spec, return_lse=True), target_of(self.q.device))
+
+  def run(self, launch: Launch | None, backend: str) -> Any:
+    """Return the output, or with return_lse the output and the LSE, by a kernel or by the reference.
+
+    Args:
+      backend: "kernel" raises an error if no kernels compute the gradient.
+    """
+    given, arguments = (self.q, self.k, self.v), self.arguments
+    if self.spec.dropout_p > 0:
+      arguments = replace(arguments, seed=draw_seed(self.q.device))
+    if launch is None:
+      out, lse = reference(*given, self.spec, arguments)
+    else:
+      out, lse = forward(launch, *given, arguments=arguments, backend=backend)
+    out, lse = self.restored(out).cast(self.dtype), self.restored(lse)
+    if isinstance(self.rows, UOp):
+      out, lse = out[..., : self.rows, :], lse[..., : self.rows]
+    return (out, lse) if arguments.return_lse else out

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 from tinygrad import UOp, dtypes
 
-from uopattn.dsl.rules.head_view import HeadView, View
+from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.scope import as_type, sizes
+from uopattn.dsl.view import View
 
 Words = list[UOp]  # neighbouring 32-bit words
 Load = Callable[[UOp, UOp], UOp]  # (row, word) -> a word of that row

@@ -9,6 +9,8 @@ from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.uop.ops import AxisType
 
+from uopattn.dsl.view import View
+
 
 class Scope:
   """Assigns the axis ids and buffer slots of one kernel.
@@ -97,18 +99,22 @@ def sizes(x: Shaped) -> tuple[int, ...]:
   return cast(tuple[int, ...], x.shape)
 
 
-def as_type(x: UOp, dtype: DType) -> UOp:
-  """The kernel argument `x`, reshaped or not, as a flat array of another type."""
+def as_type(x: UOp | View, dtype: DType) -> UOp:
+  """The kernel argument `x`, reshaped or not, or the buffer of a view, as a flat array of another type."""
+  x = x.buffer if isinstance(x, View) else x
   count = prod(sizes(x)) * x.dtype.itemsize // dtype.itemsize
   return UOp.placeholder((count,), dtype, slot=x.base.arg.slot)
 
 
-def gated(x: UOp, inside: UOp, *index: UOp) -> UOp:
-  """x[index] for a load or store that happens only where `inside` is true; x is a buffer, reshaped or not.
+def gated(x: UOp | View, inside: UOp, *index: UOp) -> UOp:
+  """x[index] for a load or store that happens only where `inside` is true; x is a buffer, reshaped or not, or a view.
 
   The index is flat, into the buffer before any reshape. Through a reshape, tinygrad may wrap an index with `%` and then
   simplify it as if the gate held. If an axis has size 1, tinygrad drops its index, and the gate with it.
   """
+  if isinstance(x, View):
+    head, row, column = index
+    return x.buffer[(x.start(head, row) + column).valid(inside)]
   flat = UOp.const(0)
   for i, size in zip(index, sizes(x), strict=True):
     flat = flat * size + i

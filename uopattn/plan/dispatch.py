@@ -88,7 +88,8 @@ def delta_launch(spec: AttentionSpec, target: Target, has_dlse: bool) -> Launch 
   if schedule is None:
     return None
   # delta depends only on the output: attentions that differ in the rest share the kernel.
-  rows = AttentionSpec(spec.B, spec.Hq, spec.Hq, spec.M, 1, 1, spec.Dv, spec.dtype, 1.0)
+  layouts = tuple((name, x) for name, x in spec.layouts if name in schedule.kernels[has_dlse].buffers)
+  rows = AttentionSpec(spec.B, spec.Hq, spec.Hq, spec.M, 1, 1, spec.Dv, spec.dtype, 1.0, layouts=layouts)
   return Launch(schedule, schedule.kernels[has_dlse], rows)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from tinygrad import Tensor
 
 from uopattn.plan.dispatch import stages
-from uopattn.plan.gradient import with_gradient
+from uopattn.plan.gradient import with_gradient, with_heads_first
 from uopattn.plan.launch import Launch
 from uopattn.spec.arguments import NO_ARGUMENTS, Arguments
 from uopattn.spec.expanded import unfolded
@@ -48,4 +48,4 @@ def forward(
     found = parts.run(device, given, arguments.variables())
     given |= {"partial_o": [found["o"]], "partial_lse": [found["lse"]]}
   found = last.run(device, given | results, () if before else arguments.variables(), gradient)
-  return found["o"], found["lse"]
+  return with_heads_first(found["o"], launch.spec), found["lse"]

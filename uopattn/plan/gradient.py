@@ -131,9 +131,17 @@ class Saved:
     do: Tensor,
     dlse: Tensor | None = None,
   ) -> "Saved":
-    """Make one, with the gradients in the form that kernels take."""
-    dlse = None if dlse is None else dlse.cast(dtypes.float).contiguous()
-    return cls(spec, q, k, v, out, lse, do.cast(out.dtype).contiguous(), dlse)
+    """Make one, with the gradients in the form that kernels take.
+
+    Args:
+      out, do: as kernels store the output; see `with_heads_first`.
+    """
+    out, do = (with_heads_first(x, spec) for x in (out, do.cast(out.dtype).contiguous()))
+    return cls(spec, q, k, v, out, lse, do, None if dlse is None else dlse.cast(dtypes.float).contiguous())
+
+  def buffer(self, name: str, x: Tensor) -> Tensor:
+    """Return the buffer that kernels read, of an attribute with this name."""
+    return flat_base(name, x, dict(self.spec.layouts).get(name))
 
   @functools.cached_property
   def delta(self) -> Tensor:
@@ -141,7 +149,8 @@ class Saved:
     s, device = self, str(self.q.device)
     launch = delta_launch(s.spec, target_of(device), s.dlse is not None)
     if launch is not None:
-      given = {"o": [s.out], "do": [s.do], "lse": [s.lse]} | ({} if s.dlse is None else {"dlse": [s.dlse]})
+      given = {name: [self.buffer(name, x)] for name, x in (("o", s.out), ("do", s.do))} | {"lse": [s.lse]}
+      given |= {} if s.dlse is None else {"dlse": [s.dlse]}
       return launch.run(device, given, gradient=_no_further)["delta"]
     delta = (s.out.float() * s.do.float()).sum(-1)
     return s.lse.eq(-math.inf).where(0, delta if s.dlse is None else delta - s.dlse).contiguous()
@@ -158,6 +167,13 @@ class Saved:
     return cls.of(spec, q, k, v, out, lse, do, given.get(lse.ndim))
 
 
+def with_heads_first(o: Tensor, spec: AttentionSpec) -> Tensor:
+  """Return the output, or its gradient, as (B, Hq, M, Dv); kernels store it flat if it has a layout."""
+  if "o" not in dict(spec.layouts):
+    return o
+  return o.reshape(spec.B, spec.M, spec.Hq, spec.Dv).transpose(1, 2)
+
+
 def differentiable(arguments: Arguments) -> list[tuple[str, Tensor]]:
   """Return the Tensors besides q, k, v that have a gradient: an additive mask, sinks, and aux that score_mod reads."""
   names = [name for name in DIFFERENTIABLE if name != "aux" or arguments.score_mod is not None]
@@ -167,9 +183,8 @@ def differentiable(arguments: Arguments) -> list[tuple[str, Tensor]]:
 def by_kernels(launches: tuple[Launch, ...], saved: Saved, arguments: Arguments) -> list[Tensor]:
   """Compute dQ, dK and dV with kernels."""
   found: dict[str, Tensor] = {}
-  given: dict[str, Sequence[Tensor]] = {x: [getattr(saved, x)] for x in ("do", "lse", "delta")}
-  layouts = dict(saved.spec.layouts)
-  given |= {name: [flat_base(name, getattr(saved, name), layouts.get(name))] for name in ("q", "k", "v")}
+  given: dict[str, Sequence[Tensor]] = {x: [getattr(saved, x)] for x in ("lse", "delta")}
+  given |= {name: [saved.buffer(name, getattr(saved, name))] for name in ("q", "k", "v", "do")}
   given |= arguments.buffers()
   for launch in launches:
     if arguments.block_mask is not None:

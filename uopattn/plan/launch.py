@@ -9,8 +9,8 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.renderer import Estimates
 
 from uopattn.dsl import as_type
-from uopattn.dsl.rules.head_view import Strides, View
 from uopattn.dsl.schedule import Kernel, Schedule
+from uopattn.dsl.view import Strides, View
 from uopattn.plan.rules import rules_of
 from uopattn.runtime.function import in_function
 from uopattn.runtime.prepare import prepared
@@ -49,6 +49,11 @@ class Launch:
   def __str__(self) -> str:
     return f"{self.schedule.name} {self.tiles}" + (f" in {self.splits} parts" if self.splits > 1 else "")
 
+  @property
+  def layouts(self) -> dict[str, Layout]:
+    """The layouts of the call's operands and output that are strided views, by name; of a split none of the output."""
+    return {name: x for name, x in self.spec.layouts if not (name == "o" and self.partial)}
+
   def names(self) -> tuple[str, ...]:
     """Return the buffers of a call that are not arguments, in order. The LSE is among them only if it is wanted."""
     left_out = () if self.spec.return_lse or self.partial or "lse" not in self.kernel.outputs else ("lse",)
@@ -76,7 +81,7 @@ class Launch:
       "dv": ((s.B, heads, s.N), s.Dv, of_sums),
     }
     found = ((name, *known[name]) for name in self.names())
-    views = {name: (layout.size,) for name, layout in s.layouts}
+    views = {name: (layout.size,) for name, layout in self.layouts.items()}
     own = (Input(x, views.get(x) or (rows if D is None else (*rows, D)), dtype) for x, rows, D, dtype in found)
     return (*own, *self.inputs())
 
@@ -119,17 +124,17 @@ class Launch:
 
   def _flat(self, name: str, x: UOp) -> UOp | View:
     """Return a buffer with batch and heads as one axis; packed heads become one head with more rows."""
-    if (layout := dict(self.spec.layouts).get(name)) is not None:
+    if (layout := self.layouts.get(name)) is not None:
       return self._view(name, x, layout)
     width = () if name in ("lse", "partial_lse", "delta", "dlse") else x.shape[-1:]
     rows = self.pack_gqa * self.spec.M if name in ("o", "q", "lse") else x.shape[-1 - len(width)]
     return x.reshape(-1, rows, *width)
 
   def _view(self, name: str, buffer: UOp, layout: Layout) -> View:
-    """Return q, k or v as the strided view of a flat buffer that it is."""
-    s, packs = self.spec, self.pack_gqa if name == "q" else 1
-    batches, heads, rows = (s.B, s.Hq, s.M) if name == "q" else s.kept
-    D = s.Dv if name == "v" else s.Dk
+    """Return an operand or the output as the strided view of a flat buffer that it is."""
+    s, packs = self.spec, self.pack_gqa if name in ("q", "o") else 1
+    batches, heads, rows = s.kept if name in ("k", "v") else (s.B, s.Hq, s.M)
+    D = s.Dk if name in ("q", "k") else s.Dv
     of_batch, of_head, of_row, _ = layout.strides
 
     def start(head: UOp, row: UOp) -> UOp:

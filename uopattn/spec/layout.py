@@ -34,6 +34,19 @@ def contiguous_strides(shape: Shape) -> tuple[int, ...]:
   return tuple(0 if n == 1 else math.prod(shape[i + 1 :]) for i, n in enumerate(shape))
 
 
+def heads_last(layout: Layout) -> bool:
+  """Whether the buffer of (batch, head, row, element) has the heads of each row, not the rows of a head, together."""
+  _, of_head, of_row, _ = layout.strides
+  return 0 < of_head < of_row
+
+
+def with_heads_last(shape: Shape) -> Layout:
+  """The layout of (batch, head, row, element) in a contiguous buffer of (batch, row, head, element)."""
+  B, H, M, D = shape
+  of_batch, of_row, of_head, of_element = contiguous_strides((B, M, H, D))
+  return Layout(math.prod(shape), 0, (of_batch, of_head, of_row, of_element))
+
+
 def base_of(x: UOp) -> UOp:
   """The buffer that x is a view of, or x itself if it must be computed first.
 
@@ -130,4 +143,5 @@ def flat_base(name: str, x: Tensor, layout: Layout | None) -> Tensor:
   if base_of(x.uop) is not x.uop:
     reason = "its last axis is not contiguous" if layout_of(x.uop) else "its movement ops make no strided view"
     log_once(f"{name} is copied: {reason}")
-  return x.contiguous()
+  # In a precompiled `tinygrad.function`, `contiguous` would copy a cache that has just been written.
+  return x if x.uop.has_buffer_identity(after_ok=True) else x.contiguous()

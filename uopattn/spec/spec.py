@@ -13,7 +13,7 @@ from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES
 from uopattn.dsl.rules.ranges import Range
 from uopattn.dsl.schedule import DTYPES_16, DTYPES_16_32, Problem
 from uopattn.spec.arguments import Arguments, Sizes, known
-from uopattn.spec.layout import Layout, strided
+from uopattn.spec.layout import Layout, heads_last, strided, with_heads_last
 from uopattn.spec.tensors import OPERANDS, dtype_name
 from uopattn.spec.trace import Mod, trace_mod
 
@@ -45,7 +45,7 @@ class AttentionSpec(Problem):
     dropout_p: probability of dropping a weight; 0 unless training.
     block_mod: the mask_mod of the block mask.
     inputs: the Tensors among the arguments other than q, k and v, in the order in which kernels take them.
-    layouts: how q, k and v that are strided views lie in their buffers, by name.
+    layouts: see `layouts`.
     pages: number of pages and keys per page, if k is (pages, Hkv, keys per page, Dk) and v likewise.
   """
 
@@ -147,8 +147,20 @@ def make_spec(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> Attentio
     kv_dtype=None if k.dtype == q.dtype else k.dtype,
     tf32=q.dtype == dtypes.float32 and bool(ALLOW_TF32),
     pages=pages,
-    layouts=tuple((name, x) for name, x in zip("qkv", map(strided, (q, k, v)), strict=True) if x),
+    layouts=layouts((B, Hq, M, Dv), q, k, v),
   )
+
+
+def layouts(of_output: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[str, Layout], ...]:
+  """Return the layouts of q, k and v that are strided views, and of the output and its gradient, by name.
+
+  If the heads of each query are next to each other in q's buffer, so are they in the output's, as in PyTorch. Then what
+  most models do next, `out.transpose(1, 2).reshape(B, M, -1)`, is a view of the output's buffer too.
+  """
+  found = {name: x for name, x in zip("qkv", map(strided, (q, k, v)), strict=True) if x}
+  if "q" in found and heads_last(found["q"]):
+    found |= dict.fromkeys(("o", "do"), with_heads_last(of_output))
+  return tuple(found.items())
 
 
 def window_with_causal(window: tuple[int | None, int | None] | None, is_causal: bool) -> tuple[int | None, int | None]:

@@ -17,6 +17,7 @@ from uopattn.dsl.amd.staging import CHUNK_WORDS, LdsRows
 from uopattn.dsl.packed import ALWAYS, Words, as_type, words_of
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.scope import gated, sizes
+from uopattn.dsl.view import View, row_start
 
 Operand = list[UOp]  # the `width` 16-bit elements of A, or of B, that a lane holds for a step
 
@@ -172,7 +173,7 @@ def row_reduce(f: Fragments, operation: Callable[[UOp, UOp], UOp], value: UOp, l
 
 
 def store_acc(
-  f: Fragments, o: UOp, head: UOp, row: UOp, acc: UOp, finished: Callable[[UOp], UOp], lane: UOp
+  f: Fragments, o: UOp | View, head: UOp, row: UOp, acc: UOp, finished: Callable[[UOp], UOp], lane: UOp
 ) -> list[UOp]:
   """Store finished(acc) to o[head, row], unless the row is past o's end.
 
@@ -192,7 +193,7 @@ def store_acc(
   return stores
 
 
-def store_part(o: UOp, head: UOp, row: UOp, column: UOp, value: UOp) -> UOp:
+def store_part(o: UOp | View, head: UOp, row: UOp, column: UOp, value: UOp) -> UOp:
   """Store one float32 element."""
   _, M, Dv = sizes(o)
   inside = (row < M) & (column < Dv) if column.vmax >= Dv else row < M
@@ -211,7 +212,7 @@ def neighbours(f: Fragments, values: list[UOp], lane: UOp) -> list[UOp]:
   return result
 
 
-def store_columns(o: UOp, head: UOp, row: UOp, first: UOp, values: list[UOp]) -> list[UOp]:
+def store_columns(o: UOp | View, head: UOp, row: UOp, first: UOp, values: list[UOp]) -> list[UOp]:
   """Store `values` to o[head, row, first:], in words if rows are whole words; nothing outside o.
 
   All lanes compute the values, also those that store none, because lanes exchange elements to make them.
@@ -226,6 +227,6 @@ def store_columns(o: UOp, head: UOp, row: UOp, first: UOp, values: list[UOp]) ->
       stores.append(gated(o, inside, head, row, first + e).store(word.cast(dtypes.ushort).bitcast(o.dtype)))
       continue
     low, high = (x.bitcast(dtypes.ushort).cast(dtypes.uint) for x in values[e : e + 2])
-    at = (head * M + row) * (Dv // 2) + (first + e) // 2
+    at = row_start(o, head, row) // 2 + (first + e) // 2
     stores.append(as_type(o, dtypes.uint)[at.valid(inside)].store(ins.pin(HIP, low | (high << 16))))
   return stores

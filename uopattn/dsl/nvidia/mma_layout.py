@@ -17,6 +17,7 @@ from uopattn.dsl import instructions as ins
 from uopattn.dsl.math import LN2
 from uopattn.dsl.rules.softmax import normalize
 from uopattn.dsl.scope import as_type, gated, sizes
+from uopattn.dsl.view import View, row_start
 
 WARP = 32  # lanes
 MMA_M = 16  # rows of a warp's tile
@@ -65,7 +66,7 @@ def transposed(words: list[UOp], lane: UOp) -> list[UOp]:
 
 
 def store_row(
-  o: UOp,
+  o: UOp | View,
   lse: UOp | None,
   head: UOp,
   row: UOp,
@@ -96,7 +97,7 @@ def store_row(
 
 
 def store_scaled(
-  o: UOp, head: UOp, row: UOp, half: int, acc: UOp, factor: UOp, lane: UOp, family: str = "cuda"
+  o: UOp | View, head: UOp, row: UOp, half: int, acc: UOp, factor: UOp, lane: UOp, family: str = "cuda"
 ) -> list[UOp]:
   """Store a row of accumulators times `factor` to o (heads, rows, size), unless it is past the last row.
 
@@ -117,7 +118,7 @@ def store_scaled(
     for d in range(0, len(words), QUAD):  # lane t of the quad stores word d + t of all four lanes
       column = (d + lane % QUAD) * chunk
       inside = row < M if column.vmax < Dv else (row < M) & (column < Dv)
-      first = ((head * M + row) * Dv + column) // width
+      first = (row_start(o, head, row) + column) // width
       for w, word in enumerate(transposed(words[d : d + QUAD], lane)):
         stores.append(flat[(first + w).valid(inside)].store(word))
   else:

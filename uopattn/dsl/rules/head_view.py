@@ -9,6 +9,7 @@ from tinygrad.dtype import DType
 
 from uopattn.dsl.rules.quantized import widened, widened_bits
 from uopattn.dsl.scope import Scope, as_type, clamp, least, sizes
+from uopattn.dsl.view import Strides, View
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,47 +86,6 @@ class Scales(NamedTuple):
   values: UOp
   operand: DType
   unit: float
-
-
-class Strides(NamedTuple):
-  """Where the rows of all heads lie in a buffer, in elements.
-
-  Attributes:
-    offset: the first element of the first row.
-    batches, heads: batch elements, and heads per batch element.
-    of_batch, of_head, of_row: distances of neighbours.
-  """
-
-  offset: int
-  batches: int
-  heads: int
-  of_batch: int
-  of_head: int
-  of_row: int
-
-
-@dataclass(frozen=True, eq=False)
-class View:
-  """An input of a kernel that is a strided view: rows of all heads, the elements of a row next to each other.
-
-  Attributes:
-    buffer: the kernel's argument, flat.
-    shape: (heads, rows, elements per row).
-    start: maps a head and a row to the flat index of the row's first element in the buffer.
-    unit: a number of elements that divides the start of every row.
-    strides: where the rows lie; None if packed heads share a head.
-  """
-
-  buffer: UOp
-  shape: tuple[int, int, int]
-  start: Callable[[UOp, UOp], UOp]
-  unit: int
-  strides: Strides | None = None
-
-  @property
-  def dtype(self) -> DType:
-    """The dtype of the elements."""
-    return self.buffer.dtype
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,1 @@
+"""uopattn inside tinygrad's own functions, model blocks and ONNX operators."""

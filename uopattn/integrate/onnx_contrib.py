@@ -1,0 +1,195 @@
+"""com.microsoft's MultiHeadAttention and GroupQueryAttention.
+
+Their meaning is that of onnxruntime's CPU provider, whose documentation is
+https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from tinygrad import Tensor, dtypes
+
+from uopattn.api.attention import attend
+from uopattn.dsl import sizes
+from uopattn.integrate.onnx_attention import scores, with_heads, without_heads
+from uopattn.spec.arguments import Arguments
+
+Operator = Callable[..., Any]
+
+
+def multi_head_attention(backend: Callable[[], str]) -> Operator:
+  """Return the operator MultiHeadAttention."""
+
+  def operator(
+    query: Tensor,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    bias: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    attention_bias: Tensor | None = None,
+    past_key: Tensor | None = None,
+    past_value: Tensor | None = None,
+    past_sequence_length: Tensor | None = None,
+    cache_indirection: Tensor | None = None,
+    *,
+    num_heads: int,
+    mask_filter_value: float = -10000.0,
+    scale: float | None = None,
+    unidirectional: int = 0,
+  ) -> tuple[Tensor, ...]:
+    if past_sequence_length is not None or cache_indirection is not None:
+      raise NotImplementedError("MultiHeadAttention: past_sequence_length and cache_indirection are not supported")
+    q, k, v = _projections(query, key, value, bias, num_heads)
+    past = 0
+    if past_key is not None and past_value is not None:
+      k, v, past = past_key.cat(k, dim=2), past_value.cat(v, dim=2), sizes(past_key)[2]
+    arguments = Arguments(
+      attn_mask=_additive(attention_bias, key_padding_mask, mask_filter_value, sizes(k)[2], q),
+      is_causal=bool(unidirectional),
+      q_start=past,
+      scale=scale or None,
+    )
+    return without_heads(attend(q, k, v, arguments, backend())), k, v, scores(q, k, v, arguments, 2)
+
+  return operator
+
+
+def _projections(
+  query: Tensor, key: Tensor | None, value: Tensor | None, bias: Tensor | None, heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+  """Return q, k and v, (B, heads, N, D), from any of the layouts that MultiHeadAttention takes."""
+  biases: list[Tensor | None] = [None, None, None]
+  if bias is not None:
+    D = int(query.shape[-1]) // (1 if query.ndim == 5 else heads)
+    biases = [
+      x.reshape(1, heads, 1, -1) for x in bias.split([heads * D, heads * D, int(bias.shape[0]) - 2 * heads * D])
+    ]
+  if query.ndim == 5:  # (B, N, heads, 3, D)
+    q, k, v = (query[:, :, :, i].transpose(1, 2) for i in range(3))
+  elif key is not None and key.ndim == 5:  # (B, N, heads, 2, D)
+    q, k, v = with_heads(query, heads), *(key[:, :, :, i].transpose(1, 2) for i in range(2))
+  elif key is not None and value is not None:
+    if key.ndim == 4:  # keys and values with heads have their biases already
+      biases[1:] = [None, None]
+    q, k, v = with_heads(query, heads), *(x if x.ndim == 4 else with_heads(x, heads) for x in (key, value))
+  else:
+    raise ValueError("MultiHeadAttention: key and value are missing, and query is not packed, (B, N, heads, 3, D)")
+  q, k, v = (x if b is None else x + b for x, b in zip((q, k, v), biases, strict=True))
+  return q, k, v
+
+
+def _additive(bias: Tensor | None, padding: Tensor | None, hidden: float, keys: int, q: Tensor) -> Tensor | None:
+  """Return the sum of an attention_bias and of a key_padding_mask, which adds `hidden` to the scores of padding."""
+  if padding is None:
+    return bias
+  B = sizes(q)[0]
+  if padding.ndim == 1 and padding.shape[0] != B:
+    raise NotImplementedError(
+      f"MultiHeadAttention: key_padding_mask has shape {padding.shape}; its form 3B + 2 is not supported"
+    )
+  seen = Tensor.arange(keys).reshape(1, -1) < padding.reshape(-1, 1) if padding.ndim == 1 else padding.ne(0)
+  seen = seen.unsqueeze(1) if seen.ndim == 3 else seen.reshape(B, 1, 1, -1)
+  mask = seen.where(Tensor(0.0, dtype=q.dtype), hidden)
+  return mask if bias is None else bias + mask
+
+
+def group_query_attention(backend: Callable[[], str]) -> Operator:
+  """Return the operator GroupQueryAttention."""
+
+  def operator(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    past_key: Tensor | None,
+    past_value: Tensor | None,
+    seqlens_k: Tensor,
+    total_sequence_length: Tensor,
+    cos_cache: Tensor | None = None,
+    sin_cache: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    attention_bias: Tensor | None = None,
+    head_sink: Tensor | None = None,
+    *unsupported: Tensor | None,
+    num_heads: int,
+    kv_num_heads: int,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    local_window_size: int = -1,
+    do_rotary: int = 0,
+    rotary_interleaved: int = 0,
+    smooth_softmax: int = 0,
+    qk_output: int = 0,
+    **others: Any,
+  ) -> tuple[Tensor, ...]:
+    if any(x is not None for x in unsupported) or any(others.values()):
+      raise NotImplementedError(f"GroupQueryAttention: quantized caches are not supported, nor {', '.join(others)}")
+    q, k, v = _grouped(query, key, value, num_heads, kv_num_heads)
+    (B, _, M, _), total = sizes(q), int(total_sequence_length.item())
+    lengths = seqlens_k.reshape(-1).cast(dtypes.int) + 1  # (B,)
+    past: int | Tensor = 0 if total == M else lengths - M  # a prompt begins at 0, and may be padded on the right
+    if do_rotary:
+      if cos_cache is None or sin_cache is None:
+        raise ValueError("GroupQueryAttention: do_rotary needs cos_cache and sin_cache")
+      first = past.reshape(-1, 1) if isinstance(past, Tensor) else past
+      positions = Tensor.arange(M).reshape(1, -1) + first if position_ids is None else position_ids
+      cos, sin = (x[positions.expand(B, M)].unsqueeze(1) for x in (cos_cache, sin_cache))  # (B, 1, M, D/2)
+      q, k = (rotated(x, cos, sin, bool(rotary_interleaved)) for x in (q, k))
+    k, v = (_present(held, x, past, total) for held, x in ((past_key, k), (past_value, v)))
+    arguments = Arguments(
+      attn_mask=attention_bias,
+      is_causal=True,
+      q_start=past,
+      kv_lengths=lengths if total != M else None,
+      scale=scale or None,
+      softcap=softcap or None,
+      window=None if local_window_size == -1 else (local_window_size - 1, None),
+      sinks=head_sink if head_sink is not None else Tensor.zeros(num_heads) if smooth_softmax else None,
+      enable_gqa=True,
+    )
+    out = without_heads(attend(q, k, v, arguments, backend()))
+    return out, k, v, scores(q, k, v, arguments, 3 if qk_output == 2 else 2)
+
+  return operator
+
+
+def _grouped(
+  query: Tensor, key: Tensor | None, value: Tensor | None, heads: int, kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+  """Return q, (B, heads, M, D), and k and v, (B, kv_heads, M, D), which may be packed in the query."""
+  if key is None or value is None:
+    D = sizes(query)[-1] // (heads + 2 * kv_heads)
+    query, key, value = query.split([heads * D, kv_heads * D, kv_heads * D], dim=-1)
+  return with_heads(query, heads), with_heads(key, kv_heads), with_heads(value, kv_heads)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+  """Rotate the first elements of each head by their positions' angles (Su et al., "RoFormer", 2021).
+
+  Args:
+    x: (B, H, M, D).
+    cos, sin: (B, 1, M, R/2); the first R elements are rotated.
+    interleaved: whether pairs are neighbours, instead of R/2 apart.
+  """
+  R = 2 * sizes(cos)[-1]
+  part, rest = x[..., :R], x[..., R:]
+  a, b = (part[..., i::2] for i in (0, 1)) if interleaved else part.chunk(2, dim=-1)
+  a, b = a * cos - b * sin, a * sin + b * cos
+  return (a.stack(b, dim=-1).flatten(-2) if interleaved else a.cat(b, dim=-1)).cat(rest, dim=-1)
+
+
+def _present(past: Tensor | None, new: Tensor, start: int | Tensor, total: int) -> Tensor:
+  """Return the cache with new rows, (B, H, M, D), from position `start` of each batch on."""
+  held, (B, H, M, D) = 0 if past is None else sizes(past)[2], sizes(new)
+  size = max(held, total)
+
+  def pad(x: Tensor) -> Tensor:
+    return x.pad_to(None, None, size, None)
+
+  if past is None or held == 0:
+    return pad(new)
+  if not isinstance(start, Tensor):
+    return pad(new) if size == M else new.cat(pad(past)[:, :, M:], dim=2)
+  place = Tensor.arange(size).reshape(1, 1, -1, 1) - start.reshape(-1, 1, 1, 1)  # in new
+  is_new = (place >= 0) & (place < M)
+  rows = new if M == 1 else new.gather(2, place.clip(0, M - 1).expand(B, H, size, D))
+  return is_new.where(rows, pad(past))

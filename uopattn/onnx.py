@@ -1,0 +1,73 @@
+"""ONNX models with fast attention: `uopattn.onnx.register()`."""
+
+from contextlib import ExitStack
+from typing import Any, cast
+
+from uopattn.integrate.handle import Handle, Switch
+from uopattn.spec.spec import BACKENDS
+
+
+def register(*, backend: str = "auto") -> Handle:
+  """Let tinygrad's `OnnxRunner` compute attention by kernels from now on.
+
+  The operators are Attention, opsets 23 to 25, and com.microsoft's MultiHeadAttention and GroupQueryAttention, which
+  tinygrad lacks. Attention of float64 stays tinygrad's own. `qk_matmul_output` is computed by plain tinygrad ops, if a
+  model reads it.
+
+  Args:
+    backend: as for `uopattn.attention`.
+
+  Returns:
+    A handle: `restore()`, or the end of a `with` block, puts tinygrad's table of operators back. Several may be held,
+    and restored in any order; the youngest that is left decides the backend.
+
+  Raises:
+    ValueError: the backend is unknown.
+
+  Example:
+    >>> import uopattn
+    >>> from tinygrad.nn.onnx import onnx_ops
+    >>> with uopattn.onnx.register():
+    ...   "GroupQueryAttention" in onnx_ops
+    True
+    >>> "GroupQueryAttention" in onnx_ops
+    False
+  """
+  if backend not in BACKENDS:
+    raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
+  return REGISTER.add(backend)
+
+
+def _backend() -> str:
+  return REGISTER.options or "auto"
+
+
+def _install(undo: ExitStack) -> None:
+  from tinygrad.nn.onnx import Domain, OpSetId, onnx_ops  # takes a while, and few programs need it
+
+  from uopattn.integrate.onnx_attention import attention_operator
+  from uopattn.integrate.onnx_contrib import group_query_attention, multi_head_attention
+
+  if "GroupQueryAttention" in onnx_ops:
+    return
+  table = cast(dict[str, Any], onnx_ops)
+  own = table["Attention"]
+  contrib = OpSetId(Domain.MICROSOFT_CONTRIB_OPS, 1)
+  attention = attention_operator(own[OpSetId(Domain.ONNX, 1)], _backend)
+  added = {
+    "Attention": own | {OpSetId(Domain.ONNX, 23): attention},
+    "MultiHeadAttention": {contrib: multi_head_attention(_backend)},
+    "GroupQueryAttention": {contrib: group_query_attention(_backend)},
+  }
+  before = {name: table[name] for name in added if name in table}
+  table |= added
+
+  def put_back() -> None:
+    for name in added:
+      del table[name]
+    table.update(before)
+
+  undo.callback(put_back)
+
+
+REGISTER = Switch(_install)
