@@ -25,7 +25,7 @@ from uopattn.runtime.prepare import compiled
 
 HOPPER, ARCH, HALF = SUBJECTS["hopper"], "sm_90", dtypes.half
 PRODUCER, PERSISTENT = Tiles(2, 16, 2, producer=True), Tiles(2, 16, 2, producer=True, persistent=True)
-SIZES = (2, 4, 2, 150, 90, 72, 40)  # 16 jobs
+SIZES = (2, 4, 2, 150, 90, 24, 16)  # 16 jobs
 
 
 @pytest.fixture
@@ -42,13 +42,6 @@ def brought(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TensorPipeline]]:
   compiled.cache_clear()
   yield found
   compiled.cache_clear()
-
-
-@pytest.mark.parametrize(("tiles", "is_causal"), [(PRODUCER, True), (PERSISTENT, True)])
-def test_matches_the_oracle(tiles: Tiles, is_causal: bool, brought: list[TensorPipeline]) -> None:
-  with HOPPER.on(ARCH, tiles):
-    HOPPER.check(*HOPPER.inputs(ARCH, SIZES, HALF), is_causal=is_causal)
-  assert brought
 
 
 N = SIZES[4]
