@@ -24,6 +24,7 @@ from tinygrad.nn.optim import AdamW
 
 from uopattn import attention
 from uopattn.measure.command_line import check_writable, exit_status
+from uopattn.measure.run import devices
 from uopattn.proof.oracle import Array
 from uopattn.runtime.machine import machine_record
 
@@ -47,20 +48,25 @@ ATTENTIONS: dict[str, Attention] = {KERNEL: partial(attention, backend="kernel")
 class Training:
   """A model in training, whose initial weights depend on a seed.
 
+  Several devices hold all weights each, and divide the pieces of text.
+
   Attributes:
     losses: the loss of each step, in nats per character.
     seconds: the duration of each step.
   """
 
-  def __init__(self, model: TinyModel, attend: Attention, seed: int):
+  def __init__(self, model: TinyModel, attend: Attention, seed: int, devices: tuple[str, ...] = ()):
     self.losses, self.seconds = list[float](), list[float]()
     self._model, self._attend, self._weights = model, attend, model.weights(seed)
+    self._devices = devices
+    for weight in self._weights.values() if devices else ():
+      weight.shard_(devices).realize()
     self._optimizer = AdamW(list(self._weights.values()), lr=LEARNING_RATE)
     self._replay = TinyJit(self._stepped)
 
   def step(self, pieces: Array) -> None:
     """Take one step on pieces of a text, (B, context + 1) int32."""
-    given = Tensor(pieces).realize()
+    given = (Tensor(pieces).shard(self._devices, 0) if self._devices else Tensor(pieces)).realize()
     start = time.perf_counter()
     with Context(TRAINING=1):
       self.losses.append(float(self._replay(given).item()))
@@ -74,14 +80,25 @@ class Training:
 
 
 def train(
-  model: TinyModel, text: Text, batch: int, steps: int, seed: int, attentions: dict[str, Attention]
+  model: TinyModel,
+  text: Text,
+  batch: int,
+  steps: int,
+  seed: int,
+  attentions: dict[str, Attention],
+  devices: tuple[str, ...] = (),
 ) -> Iterator[dict[str, Training]]:
   """Train one model per attention on the same pieces of the text; yield all of them after each round of turns.
+
+  Args:
+    devices: those that uopattn's training is divided over; the others stay on tinygrad's default device.
 
   Raises ValueError if the text is too short or no kernel supports the model.
   """
   rng = np.random.default_rng(seed)
-  trainings = {name: Training(model, attend, seed) for name, attend in attentions.items()}
+  trainings = {
+    name: Training(model, attend, seed, devices if name == KERNEL else ()) for name, attend in attentions.items()
+  }
   for begin in range(0, steps, TURN):
     batches = [text.batch(batch, model.context + 1, rng) for _ in range(min(TURN, steps - begin))]
     for training in trainings.values():
@@ -188,7 +205,10 @@ def run(arguments: argparse.Namespace) -> bool:
   print(f"{text.name}: {len(text.ids)} characters, {len(text.letters)} different ones")
   print(f"layers {a.layers}, heads {a.heads} of {a.head_dim}, context {a.context}, batch {a.batch}")
   print(f"{'step':>4}  {KERNEL:>10}  {SDPA:>10}  difference", flush=True)
-  for trainings in train(model, text, a.batch, a.steps, a.seed, ATTENTIONS):
+  over = devices(a.devices) if a.devices > 1 else ()
+  if a.devices < 1 or a.batch % a.devices:
+    raise ValueError(f"--devices {a.devices} do not divide --batch {a.batch} evenly")
+  for trainings in train(model, text, a.batch, a.steps, a.seed, ATTENTIONS, over):
     ours, theirs = (trainings[name].losses for name in (KERNEL, SDPA))
     print(f"{len(ours):4}  {ours[-1]:10.6f}  {theirs[-1]:10.6f}  {abs(ours[-1] - theirs[-1]):10.1e}", flush=True)
   for name in (KERNEL, SDPA):
@@ -197,7 +217,14 @@ def run(arguments: argparse.Namespace) -> bool:
   print(f"{milliseconds(trainings[SDPA]) / milliseconds(trainings[KERNEL]):.2f} times as fast as tinygrad's attention")
   comparison = Comparison.of(trainings)
   print(comparison)
-  settings = {"text": text.name, "model": asdict(model), "batch": a.batch, "seed": a.seed, "steps": a.steps}
+  settings = {
+    "text": text.name,
+    "model": asdict(model),
+    "batch": a.batch,
+    "devices": a.devices,
+    "seed": a.seed,
+    "steps": a.steps,
+  }
   if a.plot:
     draw(trainings, comparison, a.plot)
   if a.json:
@@ -211,6 +238,9 @@ def argument_parser() -> argparse.ArgumentParser:
   numbers = {"steps": 50, "layers": 2, "heads": 4, "head-dim": 32, "context": 512, "batch": 2}
   for name, default in numbers.items():
     parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help="(default: %(default)s)")
+  parser.add_argument(
+    "--devices", type=int, default=1, metavar="N", help="of uopattn's training (default: %(default)s)"
+  )
   parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (default: %(default)s)")
   parser.add_argument("--plot", type=Path, metavar="FILE.png", help="where to draw the curves")
   parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the record")

@@ -26,7 +26,16 @@ def public() -> dict[str, Any]:
   return found | {f"mods.{name}": x for name, x in own.items() if x.__module__ == mods.__name__}
 
 
-INTERNAL = ("seen", "heads", "check", "tile_lists", "query_lists")  # of BlockMask, for kernels and plain ops
+INTERNAL = (
+  "seen",
+  "heads",
+  "check",
+  "tile_lists",
+  "query_lists",
+  "on",
+  "within",
+  "fits",
+)  # of BlockMask, for kernels and plain ops
 
 
 def documented(name: str, x: object) -> bool:

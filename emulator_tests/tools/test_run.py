@@ -53,6 +53,19 @@ def test_prints_what_ran_and_that_it_is_right() -> None:
   assert lines[-1] == "flash attention is correct!"
 
 
+@pytest.mark.parametrize("shard", ["heads", "sequence"])
+def test_two_devices(shard: str) -> None:
+  done = program("run", "GPUS=2", f"SHARD={shard}", "N=64", "D=16", "H=2", "CNT=1", "CAUSAL=1", "DTYPE=float")
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.startswith("device   2 x CPU")
+  assert "flash attention is correct!" in done.stdout
+
+
+def test_devices_that_do_not_divide_the_problem() -> None:
+  with pytest.raises(Usage, match="GPUS=3 do not divide heads of this problem evenly"):
+    run.prepare(Config(gpus=3, shard="heads", h=4), target_of("CPU"))
+
+
 def test_keys_as_environment_variables_and_a_json_record(tmp_path: Path) -> None:
   done = program(
     "run", "CNT=1", f"JSON={tmp_path}/r.json", B="2", H="4", HKV="2", N="40", M="30", D="16", DV="8", CAUSAL="1"
@@ -82,7 +95,11 @@ def test_input_from_a_file_keeps_its_dtype(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
   ("words", "message"),
   [
-    (["SIZE=3"], "'SIZE=3' is not one of B=, H=, HKV=, N=, M=, D=, DV=, DTYPE=, CAUSAL=, CNT=, VERIFY=, SEED=, INPUT="),
+    (
+      ["SIZE=3"],
+      "'SIZE=3' is not one of B=, H=, HKV=, N=, M=, D=, DV=, DTYPE=, CAUSAL=, CNT=, VERIFY=, SEED=, GPUS=, SHARD=, "
+      "INPUT=",
+    ),
     (["N"], "'N' is not one of B="),
     (["N=-3"], "N=-3 is not a whole number of at least 1"),
     (["D=six"], "D=six is not a whole number of at least 1"),

@@ -76,6 +76,12 @@ def test_curves_agree_and_those_of_wrong_gradients_do_not(wrong: tuple[str, ...]
     assert not off.agrees, (name, off)
 
 
+@pytest.mark.slow
+def test_two_devices_train_as_one(text: Text) -> None:
+  *_, trainings = train(MODEL, text, BATCH, STEPS, 0, ATTENTIONS, ("CPU", "CPU:1"))
+  assert Comparison.of(trainings).agrees
+
+
 def test_a_loss_that_is_nan_is_noticed() -> None:
   comparison = Comparison.of(made_up(1e-6))
   assert comparison.agrees

@@ -13,10 +13,11 @@ from uopattn.api.options import AttentionOptions
 from uopattn.api.symbolic import with_known_sizes
 from uopattn.api.tinygrads import by_tinygrad
 from uopattn.dsl.random import draw_seed
+from uopattn.plan.context_parallel import ContextParallel, divided
 from uopattn.plan.dispatch import NoKernel, dispatch
 from uopattn.plan.forward import forward
-from uopattn.plan.launch import Launch
 from uopattn.plan.reference import reference
+from uopattn.plan.sharded import Sharded
 from uopattn.plan.target import target_of
 from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import Arguments, check_dropout
@@ -104,6 +105,9 @@ def attention(
   last axis is contiguous, kernels read the buffer in place; otherwise the view is copied, with one log line. The output
   lies in memory as q does: of (B, M, Hq, Dk) transposed it is (B, M, Hq, Dv) transposed. M and N may hold bound
   Variables, as in `cache[:, :, :start_pos + T]`: one kernel serves all their values and copies no cache.
+
+  q, k and v may be sharded over devices along batches, heads or the sequence, all along the same axis, or whole; the
+  output is sharded as q, or as k if q is whole and they are sharded by batches or heads. kernels/README.md says more.
 
   Tensors without a device, such as `Tensor.arange(n)`, are put on the device of q, k and v. If q, k or v has a weak
   dtype, it takes the dtype of the others. Any other Tensor of a weak dtype becomes float32 or the default int dtype.
@@ -211,6 +215,7 @@ class Call:
     restored: gives a result, (B, Hq, M, ...), the axes of the inputs.
     rows: the number of queries, which may be made of Variables; M is their largest number.
     dtype: of the output.
+    sharded: how the devices divide the work; None on one device.
   """
 
   q: Tensor
@@ -221,6 +226,7 @@ class Call:
   restored: Callable[[Tensor], Tensor]
   rows: int | UOp
   dtype: DType
+  sharded: Sharded | ContextParallel | None = None
 
   @classmethod
   def of(cls, q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> "Call":
@@ -243,7 +249,8 @@ class Call:
     seeded = arguments
     if arguments.dropout_p > 0 and TRAINING:
       seeded = replace(arguments, seed=Tensor.zeros(2, dtype=dtypes.uint32, device=q.device))
-    return cls(q4, k4, v4, make_spec(q4, k4, v4, seeded), arguments, restored, rows, dtype)
+    spec = make_spec(q4, k4, v4, seeded)
+    return cls(q4, k4, v4, spec, arguments, restored, rows, dtype, divided(q4, k4, v4, spec, seeded))
 
   def by(self, backend: str) -> Any:
     """Return the output, or with return_lse the output and the LSE."""
@@ -258,13 +265,13 @@ class Call:
           log_once(f"attention falls back to plain tinygrad ops: {reason}")
     return self.run(launch, backend)
 
-  def launch(self) -> Launch:
+  def launch(self) -> Any:
     """Return the launch of the kernel, which stores the LSE, see `forward`. Raises NoKernel."""
-    if not isinstance(self.q.device, str):
-      raise NoKernel(f"q is on {self.q.device}; kernels take one device")
-    return dispatch(replace(self.spec, return_lse=True), target_of(self.q.device))
+    if self.sharded is not None:
+      return self.sharded.launch()
+    return dispatch(replace(self.spec, return_lse=True), target_of(str(self.q.device)))
 
-  def run(self, launch: Launch | None, backend: str) -> Any:
+  def run(self, launch: Any, backend: str) -> Any:
     """Return the output, or with return_lse the output and the LSE, by a kernel or by the reference.
 
     Args:
@@ -273,7 +280,9 @@ class Call:
     given, arguments = (self.q, self.k, self.v), self.arguments
     if self.spec.dropout_p > 0:
       arguments = replace(arguments, seed=draw_seed(self.q.device))
-    if launch is None:
+    if self.sharded is not None:
+      out, lse = self.sharded.run(launch, *given, arguments, backend)
+    elif launch is None:
       out, lse = reference(*given, self.spec, arguments)
     else:
       out, lse = forward(launch, *given, arguments=arguments, backend=backend)

@@ -93,7 +93,10 @@ def flash(
     machine, device = target, target.device
   launch = replace(dispatch(spec, machine, tiles), splits=1)
   buffers = (o, q, k, v, *([] if lse is None else [lse]), *aux)
-  return launch.build(device, [x.base.arg.slot for x in buffers])
+  # Which devices the Tensors are on is unknown here: the kernel is loaded on all of this kind that are in use.
+  kind = device.split(":")[0]
+  devices = {device, *(x for x in Device._opened_devices if x.split(":")[0] == kind)}
+  return launch.build((device, *sorted(devices - {device})), [x.base.arg.slot for x in buffers])
 
 
 def _check_output(name: str, x: UOp, shape: tuple[Any, ...], dtype: Any) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from math import inf, nan
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, Unpack, cast, overload
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
@@ -14,6 +14,7 @@ from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES
 from uopattn.dsl.schedule import DTYPES_16_32
 from uopattn.spec.arguments import Arguments, check_place
 from uopattn.spec.block_mask import BlockMask
+from uopattn.spec.shards import Devices, joined, part_of
 from uopattn.spec.tensors import batched, check_tensor, dtype_name, placed
 
 MAX_STORED = {dtypes.int8: 127.0, dtypes.fp8e4m3: 448.0, dtypes.fp8e5m2: 57344.0}
@@ -65,7 +66,8 @@ class KVCache:
     Dv: int | None = None,
     *,
     dtype: DType = dtypes.float32,
-    device: str | None = None,
+    device: Devices | None = None,
+    axis: int | None = None,
   ):
     """Allocate the memory.
 
@@ -76,7 +78,8 @@ class KVCache:
       Dk: head size of keys.
       Dv: head size of values; None is Dk.
       dtype: float32, float16 or bfloat16, or with scales int8, fp8e4m3 or fp8e5m2.
-      device: None is tinygrad's default.
+      device: None is tinygrad's default. Several devices, ("CUDA", "CUDA:1"), divide the cache along `axis`.
+      axis: 0 for sequences, 1 for key heads, as in `Tensor.shard`; None keeps all of the cache on every device.
 
     Raises:
       TypeError, ValueError: an argument does not fit.
@@ -96,8 +99,17 @@ class KVCache:
     if dtype not in accepted:
       raise TypeError(f"dtype is {dtype_name(dtype)}; accepted are {', '.join(map(dtype_name, accepted))}")
 
+    if isinstance(device, tuple) and axis is not None and (axis not in (0, 1) or (B, Hkv)[axis] % len(device)):
+      raise ValueError(
+        f"axis is {axis} for B={B} and Hkv={Hkv} on {len(device)} devices; it must be 0, 1 or None, and the devices "
+        "must divide that size"
+      )
+
     def zeros(*shape: int, dtype: DType) -> Tensor:
-      return Tensor.zeros(*shape, dtype=dtype, device=device).contiguous().realize()
+      if not isinstance(device, tuple):
+        return Tensor.zeros(*shape, dtype=dtype, device=device).contiguous().realize()
+      part = tuple(n // len(device) if i == axis else n for i, n in enumerate(shape))
+      return joined(Tensor.zeros(*part, dtype=dtype, device=device).contiguous(), axis).realize()
 
     self.k, self.v = (zeros(B, Hkv, N_max, D, dtype=dtype) for D in (Dk, Dv))
     self.k_scale: Tensor | None = None
@@ -244,8 +256,8 @@ class KVCache:
     return attend(q, self.k, self.v, arguments, backend)
 
   @property
-  def _device(self) -> str:
-    return str(self.k.device)
+  def _device(self) -> Devices:
+    return cast(Devices, self.k.device)
 
   @property
   def _weak(self) -> DType:
@@ -287,5 +299,10 @@ def _written(held: Tensor, x: Tensor, start: int | UOp) -> Tensor:
 
   `Tensor.assign` would also show the new content to Tensors made before and not realized yet.
   """
-  place = held[:, :, start : start + sizes(x)[2]]
-  return Tensor(held.uop.after(place.uop.store(x.uop)))
+  if isinstance(held.device, tuple):
+    axis = held.uop.axis
+    part, x = part_of(held, axis), part_of(x, axis)
+  else:
+    axis, part = None, held
+  place = part[:, :, start : start + sizes(x)[2]]
+  return joined(Tensor(part.uop.after(place.uop.store(x.uop))), axis)

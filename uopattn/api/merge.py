@@ -1,12 +1,11 @@
 """`merge_states`: combines attention over disjoint parts of the keys by the outputs and log-sum-exps of the parts."""
 
 from collections.abc import Sequence
-from functools import reduce
-from math import inf
 
 from tinygrad import Tensor, dtypes
 
 from uopattn.dsl.schedule import DTYPES
+from uopattn.plan.merged import merged
 from uopattn.spec.tensors import check_tensor, described, dtype_name, operands, placed
 
 
@@ -39,15 +38,7 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor
     [4.0, 1.3863]
   """
   outs, lses = _checked(outs, lses)
-  highest = reduce(Tensor.maximum, lses)
-  shift = highest.eq(-inf).where(0, highest)  # -inf - -inf is NaN
-  weights = [(lse - shift).exp() for lse in lses]
-  total = reduce(Tensor.add, weights)
-  no_key = total.eq(0)
-  total = no_key.where(1, total)
-  shares = ((weight / total).unsqueeze(-1) for weight in weights)
-  parts = [share * share.eq(0).where(0, out.float()) for share, out in zip(shares, outs, strict=True)]
-  return reduce(Tensor.add, parts).cast(outs[0].dtype), no_key.where(-inf, shift + total.log())
+  return merged(outs, lses)
 
 
 def _checked(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -58,7 +49,7 @@ def _checked(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Sequence[T
   if not outs or len(outs) != len(lses):
     raise ValueError(f"outs has {len(outs)} parts, lses {len(lses)}; there must be as many of both, at least one")
   outs = operands((), **{f"outs[{i}]": x for i, x in enumerate(outs)})
-  device = str(outs[0].device)
+  device = outs[0].device
   lses = [placed(check_tensor(f"lses[{i}]", x), device) for i, x in enumerate(lses)]
   shape, dtype = outs[0].shape, outs[0].dtype
   if dtype not in DTYPES:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, Unpack, cast, overload
 
 from tinygrad import Tensor, dtypes
 
@@ -12,6 +12,7 @@ from uopattn.api.options import VarlenOptions
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.masks import FAR
 from uopattn.spec.arguments import Arguments
+from uopattn.spec.shards import Devices
 from uopattn.spec.spec import make_spec, window_with_causal
 from uopattn.spec.tensors import as_int, check_tensor, described, dtype_name, near, operands, placed
 
@@ -118,7 +119,7 @@ def attention_varlen(
     if x.ndim != 3:
       raise ValueError(f"{name} has shape {x.shape}; it must have three dimensions, (total, H, head size)")
   q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # heads first
-  M, N, device = sizes(q)[1], sizes(k)[1], str(q.device)
+  M, N, device = sizes(q)[1], sizes(k)[1], cast(Devices, q.device)
   given = Arguments(
     is_causal=is_causal,
     scale=scale,
@@ -213,7 +214,7 @@ def _of_sequences(mod: Callable[..., Any] | None, scores: int) -> Callable[..., 
   return packed
 
 
-def _offsets(name: str, x: Offsets, total: int, device: str) -> Tensor:
+def _offsets(name: str, x: Offsets, total: int, device: Devices) -> Tensor:
   """Check `cu_seqlens` and return it as an int32 Tensor (S + 1,), S >= 1."""
   x = placed(x, device)
   if isinstance(x, Tensor):
@@ -232,7 +233,7 @@ def _offsets(name: str, x: Offsets, total: int, device: str) -> Tensor:
   return Tensor(x, dtype=dtypes.int, device=device)
 
 
-def _starts(x: int | Tensor, sequences: int, device: str) -> int | Tensor:
+def _starts(x: int | Tensor, sequences: int, device: Devices) -> int | Tensor:
   x = placed(x, device)
   if isinstance(x, Tensor):
     check_tensor("q_start", x)

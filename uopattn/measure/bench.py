@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from uopattn.measure import contenders_backward
 from uopattn.measure.bench_report import lines, plot
 from uopattn.measure.command_line import Usage, check_writable, default_target, exit_status
 from uopattn.measure.contenders import Contender, Runner, limit, load, on_cpu, product_size, versions
-from uopattn.measure.run import Config, Problem, prepare
+from uopattn.measure.run import Config, Problem, parse, prepare
 from uopattn.plan.target import shown
 from uopattn.proof.gate import Gate, GradientGate, Report, numpy
 from uopattn.proof.oracle import Array
@@ -44,6 +44,7 @@ WARM = 0.03  # seconds of untimed calls before a turn, which wake threads and fi
 TURN = 0.1  # least seconds of a turn; short calls are repeated
 CHECKED = {True: 1 << 27, False: 1 << 25}  # most scores of the heads that are checked: on a CPU, on a GPU
 FORMAT = 1  # of the JSON record
+ONE_DEVICE = "one device"  # the name of our kernels on one device where others of ours are on several
 GPUS = ("CUDA", "NV", "AMD")
 
 
@@ -242,11 +243,15 @@ def bench_row(config: Config, contenders: dict[str, Contender], rounds: int, bac
   problem = prepare(config, target)
   s = problem.spec
   runners: dict[str, Runner] = {}
+  alone = problem if config.gpus == 1 else prepare(replace(config, gpus=1), target)
+  if config.gpus > 1:  # ours on one device is a contender too
+    ours, *others = contenders.items()
+    contenders = dict([ours, (ONE_DEVICE, ours[1]), *others])
   for name, set_up in contenders.items():
-    if (runner := set_up(problem)) is not None:
+    if (runner := set_up(problem if name == "uopattn" else alone)) is not None:
       runners[name] = runner
   heads, flops = Heads.of(s), s.flops * 5 // 2 if backward else s.flops  # backward has five products, forward two
-  gate = heads.gradient_gate(problem) if backward else heads.gate(problem)
+  gate = heads.gradient_gate(alone) if backward else heads.gate(alone)
   reports = {name: _check(runner, heads, gate) for name, runner in runners.items()}
   right = [name for name in runners if all(r.correct for r in reports[name])]
   most = limit(s)
@@ -264,6 +269,7 @@ def bench_row(config: Config, contenders: dict[str, Contender], rounds: int, bac
   return {
     "problem": s.record(),
     "device": " ".join(filter(None, (shown(target, Device.DEFAULT), gpu_name(Device.DEFAULT)))),
+    "devices": config.gpus,
     "kernel": problem.launch.schedule.name,
     "tiles": asdict(problem.launch.tiles),
     "flops": flops,
@@ -364,12 +370,14 @@ def devices(name: str | None) -> list[str]:
 def problems(given: argparse.Namespace) -> list[tuple[str, Config]]:
   """Return the problems to time, each with its device."""
   rows: list[tuple[str, Config]] = []
+  over = parse([], {key: os.environ[key] for key in ("GPUS", "SHARD") if key in os.environ})
   for device in devices(given.device):
     if (kind := device.split(":")[0]) not in ("CPU", *GPUS):
       raise Usage(f"there are no problems to time on {kind}; accepted are cpu and gpu")
     configs = cpu_rows() if kind == "CPU" else gpu_rows()
     configs = quick_rows(kind) if given.quick else backward_rows(kind) if given.backward else configs
     configs = [config for config in configs if not given.few or 0 < config.m <= FEW]
+    configs = [replace(config, gpus=over.gpus, shard=over.shard) for config in configs]
     rows += [(device, config) for config in configs]
   return rows
 

@@ -14,7 +14,7 @@ from tinygrad.dtype import DType
 from uopattn.dsl.schedule import FEW
 from uopattn.measure.bandwidth import READ, reader
 from uopattn.measure.command_line import Usage
-from uopattn.measure.run import Problem, jitted, outputs, poison, wait
+from uopattn.measure.run import Problem, poison, replayed, wait
 from uopattn.proof.gate import numpy
 from uopattn.proof.oracle import Array
 from uopattn.runtime.machine import installed_version
@@ -53,18 +53,16 @@ Contender = Callable[[Problem], Runner | None]
 
 def uopattn(problem: Problem) -> Runner:
   """Set up our kernel, replayed by TinyJit; it also writes the LSE."""
-  o, lse = outputs(problem.spec)
-  times = repeats(problem)
-  call = jitted(problem, o, lse, times)
-  for _ in range(2):  # compile, capture
-    call()
+  times = repeats(problem) if problem.divided is None else 1
+  call = replayed(problem, times)
+  call()  # compiles
+  o, lse = call()  # captures: from here on the outputs are these
 
   def result() -> list[Array]:
     poison(o, lse)
-    call()
-    return [numpy(o), numpy(lse)]
+    return [numpy(x) for x in call()]
 
-  return Runner(call, result, times, wait)
+  return Runner(call, result, times, lambda: wait(problem.devices))
 
 
 def on_cpu() -> bool:

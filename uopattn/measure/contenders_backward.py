@@ -21,14 +21,17 @@ from uopattn.measure.contenders import (
   torchs_runner,
 )
 from uopattn.measure.run import Problem, wait
+from uopattn.measure.run import over_devices as forward_over_devices
+from uopattn.plan.context_parallel import ContextParallel
 from uopattn.plan.dispatch import NoKernel, dispatch_backward
 from uopattn.plan.forward import forward
 from uopattn.plan.gradient import Saved, by_kernels
+from uopattn.plan.sharded import Sharded
 from uopattn.plan.target import target_of
 from uopattn.proof.gate import numpy
 from uopattn.proof.oracle import Array
 from uopattn.runtime.threads import thread_count
-from uopattn.spec.arguments import NO_ARGUMENTS
+from uopattn.spec.arguments import NO_ARGUMENTS, Arguments
 
 
 def output_gradient(problem: Problem) -> Tensor:
@@ -45,6 +48,8 @@ def uopattn(problem: Problem) -> Runner:
     Usage: no kernel supports the problem.
   """
   p = problem
+  if p.divided is not None:
+    return over_devices(p, p.divided)
   try:
     launches = dispatch_backward(p.spec, target_of(Device.DEFAULT))
   except NoKernel as error:
@@ -62,6 +67,25 @@ def uopattn(problem: Problem) -> Runner:
   for _ in range(2):  # compile, capture
     run()
   return Runner(run, lambda: [numpy(x) for x in run()], wait=wait)
+
+
+def over_devices(p: Problem, divided: Sharded | ContextParallel) -> Runner:
+  """Set up the backward pass of several devices."""
+  out, lse = forward_over_devices(p)
+  Tensor.realize(out, lse)
+  do = output_gradient(p).shard(p.devices, p.q.uop.axis).realize()
+  given = Arguments(is_causal=p.spec.is_causal, enable_gqa=True, return_lse=True)
+
+  @TinyJit
+  def run() -> list[Tensor]:
+    grads = divided.gradients([out, lse], {"q": p.q, "k": p.k, "v": p.v}, [do, None], given, "kernel")
+    found = [x for x in grads if x is not None]
+    Tensor.realize(*found)
+    return found
+
+  for _ in range(2):  # compile, capture
+    run()
+  return Runner(run, lambda: [numpy(x) for x in run()], wait=lambda: wait(p.devices))
 
 
 def loader(backend: str) -> Callable[[], Contender]:

@@ -18,16 +18,20 @@ from tinygrad import Device, Tensor, TinyJit, dtypes
 from tinygrad.dtype import DType
 from tinygrad.nn.state import safe_load
 
+from uopattn.api.attention import attention
 from uopattn.dsl.target import Target
 from uopattn.emulator import profile
 from uopattn.measure.command_line import Usage, check_writable, default_target, exit_status, reason
+from uopattn.plan.context_parallel import ContextParallel, divided
 from uopattn.plan.dispatch import NoKernel, dispatch
 from uopattn.plan.forward import forward
 from uopattn.plan.launch import Launch
+from uopattn.plan.sharded import Sharded
 from uopattn.plan.target import shown
 from uopattn.proof.gate import Report, verify
 from uopattn.runtime.machine import machine_record
 from uopattn.spec.arguments import Arguments
+from uopattn.spec.shards import devices_of
 from uopattn.spec.spec import AttentionSpec, make_spec
 from uopattn.spec.tensors import dtype_name
 
@@ -62,6 +66,8 @@ class Config:
   cnt: int = 5
   verify: int = 1
   seed: int = 0
+  gpus: int = 1
+  shard: str = ""
   input: str = ""
   json: str = ""
 
@@ -79,13 +85,16 @@ Runs the kernel, times it, and checks its output. A key that is not given is tak
   CNT            timed runs (5)
   VERIFY         0: no check (1)
   SEED           of the random inputs (0)
+  GPUS           devices of one kind that divide the work: 2 is CUDA and CUDA:1 (1)
+  SHARD          batch, heads or sequence: what they divide (the first of these that they can)
   INPUT          a safetensors file with q, k and v, in place of random inputs
   JSON           a file for the record: machine, versions, tiles, times, errors
 
 tinygrad's DEV chooses the device: CPU, CUDA, NV, AMD, EMU::gfx1100, EMU::sm_90, ...
 Exit status: 0 correct, 1 wrong output, 2 anything else."""
 ALIKE = 0.8  # similarity from which a name counts as a misspelt key
-SWITCHES, NATURALS = ("CAUSAL", "VERIFY"), ("B", "H", "HKV", "N", "M", "D", "DV", "CNT")
+SWITCHES, NATURALS = ("CAUSAL", "VERIFY"), ("B", "H", "HKV", "N", "M", "D", "DV", "CNT", "GPUS")
+SHARDS = ("batch", "heads", "sequence")  # in the order of q's axes
 SHAPE_KEYS = ("B", "H", "HKV", "N", "M", "D", "DV")
 
 
@@ -130,6 +139,10 @@ def _value(key: str, text: str) -> Any:
     if text not in DTYPE_NAMES:
       raise Usage(f"DTYPE={text} is not one of {', '.join(DTYPE_NAMES)}")
     return text
+  if key == "SHARD":
+    if text not in SHARDS:
+      raise Usage(f"SHARD={text} is not one of {', '.join(SHARDS)}")
+    return text
   if key in SWITCHES:
     if text not in ("0", "1"):
       raise Usage(f"{key}={text} is neither 0 nor 1")
@@ -162,16 +175,24 @@ def inputs(config: Config) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Problem:
-  """Inputs, and the kernel to run on them."""
+  """Inputs, and the kernel to run on them.
+
+  Attributes:
+    launch: on several devices that of one of them.
+    spec: of the whole.
+    divided: how several devices divide the work; None on one.
+  """
 
   q: Tensor
   k: Tensor
   v: Tensor
   launch: Launch
+  spec: AttentionSpec
+  divided: Sharded | ContextParallel | None = None
 
   @property
-  def spec(self) -> AttentionSpec:
-    return self.launch.spec
+  def devices(self) -> tuple[str, ...]:
+    return devices_of(self.q.device)
 
 
 def prepare(config: Config, target: Target) -> Problem:
@@ -186,9 +207,31 @@ def prepare(config: Config, target: Target) -> Problem:
   except (TypeError, ValueError) as error:
     raise Usage(str(error)) from error
   try:
-    return Problem(q, k, v, dispatch(spec, target))
+    if config.gpus == 1:
+      return Problem(q, k, v, dispatch(spec, target), spec)
+    q, k, v = (x.shard(devices(config.gpus), shard_axis(config, spec)).realize() for x in (q, k, v))
+    given = Arguments(is_causal=bool(config.causal), enable_gqa=True, return_lse=True)
+    found = divided(q, k, v, spec, given)
+    assert found is not None
+    launch = found.launch()
+    return Problem(q, k, v, next(iter(launch.values())) if isinstance(launch, dict) else launch, spec, found)
   except NoKernel as error:
     raise Usage(str(error)) from error
+
+
+def devices(count: int) -> tuple[str, ...]:
+  """Return the first `count` devices of the default device's kind."""
+  kind = Device.DEFAULT.split(":")[0]
+  return tuple(Device.canonicalize(f"{kind}:{i}") for i in range(count))
+
+
+def shard_axis(config: Config, spec: AttentionSpec) -> int:
+  """Return the axis that SHARD names, or the first that the devices can divide. Raises Usage if there is none."""
+  sizes = {"batch": (spec.B,), "heads": (spec.Hq, spec.Hkv), "sequence": (spec.M, spec.N)}
+  for axis, name in enumerate(SHARDS):
+    if config.shard in ("", name) and not any(n % config.gpus for n in sizes[name]):
+      return axis
+  raise Usage(f"GPUS={config.gpus} do not divide {config.shard or 'batch, heads or sequence'} of this problem evenly")
 
 
 def outputs(spec: AttentionSpec) -> tuple[Tensor, Tensor]:
@@ -200,7 +243,7 @@ def outputs(spec: AttentionSpec) -> tuple[Tensor, Tensor]:
 def poison(*buffers: Tensor) -> None:
   """Fill outputs with NaN, so that elements which a kernel does not write are detected."""
   for x in buffers:
-    x.assign(Tensor.full(x.shape, float("nan"), dtype=x.dtype)).realize()
+    x.assign(x.full_like(float("nan"))).realize()
 
 
 def jitted(problem: Problem, o: Tensor, lse: Tensor, times: int = 1) -> Callable[[], None]:
@@ -225,22 +268,51 @@ def jitted(problem: Problem, o: Tensor, lse: Tensor, times: int = 1) -> Callable
   return call
 
 
-def wait() -> None:
-  """Wait until the default device has finished all work."""
-  Device[Device.DEFAULT].synchronize()
+def replayed(problem: Problem, times: int = 1) -> Callable[[], tuple[Tensor, Tensor]]:
+  """Return a function that runs the attention `times` times and returns the output and the LSE; see `jitted`.
+
+  From the second call on it writes the same buffers.
+  """
+  if problem.divided is not None:
+    return TinyJit(lambda: realized(*over_devices(problem)))
+  o, lse = outputs(problem.spec)
+  call = jitted(problem, o, lse, times)
+
+  def run() -> tuple[Tensor, Tensor]:
+    call()
+    return o, lse
+
+  return run
+
+
+def realized(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+  """Realize an output and its LSE together."""
+  Tensor.realize(out, lse)
+  return out, lse
+
+
+def over_devices(p: Problem) -> tuple[Tensor, Tensor]:
+  """Return the output and the LSE of a problem that several devices divide."""
+  return attention(p.q, p.k, p.v, is_causal=p.spec.is_causal, enable_gqa=True, return_lse=True, backend="kernel")
+
+
+def wait(on: tuple[str, ...] = ()) -> None:
+  """Wait until these devices, or the default device, have finished all work."""
+  for device in on or (Device.DEFAULT,):
+    Device[device].synchronize()
 
 
 def measure(problem: Problem, count: int) -> tuple[Tensor, Tensor, list[float]]:
   """Run the kernel `count` times on outputs filled with NaN; return the last output and LSE, and each run's seconds."""
-  o, lse = outputs(problem.spec)
-  call = jitted(problem, o, lse)
+  call = replayed(problem)
+  o, lse = call()  # TinyJit compiles, then captures, then replays
   seconds: list[float] = []
-  for warm_up in (True, True, *(False for _ in range(count))):  # TinyJit compiles, then captures, then replays
+  for warm_up in (True, *(False for _ in range(count))):
     poison(o, lse)
-    wait()
+    wait(problem.devices)
     start = time.perf_counter()
-    call()
-    wait()
+    o, lse = call()
+    wait(problem.devices)
     if not warm_up:
       seconds.append(time.perf_counter() - start)
       print(f"run {len(seconds)}/{count}  {seconds[-1] * 1e3:10.3f} ms  {speed(problem.spec, seconds[-1])}")
@@ -277,7 +349,7 @@ def run(config: Config) -> int:
   target = default_target()
   problem = prepare(config, target)
   s = problem.spec
-  print(f"device   {shown(target, Device.DEFAULT)}")
+  print(f"device   {f'{config.gpus} x ' if config.gpus > 1 else ''}{shown(target, Device.DEFAULT)}")
   print(f"kernel   {problem.launch}")
   shape = f"B={s.B} H={s.Hq} HKV={s.Hkv} M={s.M} N={s.N} D={s.Dk} DV={s.Dv}"
   source = f" from {config.input}" if config.input else ""

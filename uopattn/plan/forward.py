@@ -1,6 +1,7 @@
 """The forward pass of `attention` with kernels."""
 
 from collections.abc import Sequence
+from typing import cast
 
 from tinygrad import Tensor
 
@@ -10,6 +11,7 @@ from uopattn.plan.launch import Launch
 from uopattn.spec.arguments import NO_ARGUMENTS, Arguments
 from uopattn.spec.expanded import unfolded
 from uopattn.spec.layout import flat_base
+from uopattn.spec.shards import Devices
 
 
 def forward(
@@ -29,7 +31,7 @@ def forward(
   without, on the CPU at H=8 N=1024 D=64.
   """
   assert launch.spec.return_lse
-  device = str(q.device)
+  device = cast(Devices, q.device)
   layouts = dict(launch.spec.layouts)
   views: dict[str, list[Tensor]] = {name: [] for name in layouts}
   arguments, gradient = with_gradient(
@@ -40,7 +42,7 @@ def forward(
     buffer = flat_base(name, x, layouts.get(name))
     given[name] = [unfolded(buffer, x, views[name]) if name in views else buffer]
   given |= arguments.buffers()
-  if arguments.block_mask is not None:
+  if arguments.block_mask is not None and launch.spec.block_heads is not None:
     given["tile_lists"] = launch.lists(arguments.block_mask)
   results = {name: [x] for name, x in (("o", o), ("lse", lse)) if x is not None}
   *before, last = stages(launch)

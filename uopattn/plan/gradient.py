@@ -26,6 +26,7 @@ from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import Arguments, four_axes
 from uopattn.spec.expanded import unfolded, whole_of
 from uopattn.spec.layout import flat_base
+from uopattn.spec.shards import Devices, devices_of
 from uopattn.spec.spec import AttentionSpec
 
 Views = Mapping[str, list[Tensor]]  # of q, k and v that are views the lists that receive their gradients
@@ -76,16 +77,7 @@ def gradient(
     if call is None:  # tinygrad passes a single gradient and the call by position, several gradients with call=
       *grads, call = grads  # type: ignore[assignment]
     saved = Saved.by(spec, call, grads, views)
-    try:
-      launches = dispatch_backward(spec, target_of(str(saved.q.device)))
-    except NoKernel as error:
-      if backend == "kernel":
-        raise ValueError(f"backend='kernel': {error}") from error
-      for reason in error.reasons:
-        log_once(f"the gradient of attention goes through plain tinygrad ops: {reason}")
-      found = by_reference(saved, given)
-    else:
-      found = [*by_kernels(launches, saved, arguments), *of_inputs(saved, given)]
+    found = gradients_of(saved, arguments, given, backend)
     others = differentiable(arguments)
     of_mask[:] = [cast(Tensor, grad) for (name, _), grad in zip(others, found[3:], strict=True) if name == "attn_mask"]
     for i, (name, buffer) in enumerate(zip("qkv", call.src[2:5], strict=True)):
@@ -96,6 +88,28 @@ def gradient(
     return None, *_in_places(call.src[2:], operands, found)
 
   return grad_fxn
+
+
+def gradients_of(saved: "Saved", arguments: Arguments, given: Arguments, backend: str) -> list[Tensor | None]:
+  """Return the gradients of q, k, v and of what `differentiable` lists; see `gradient` for the arguments."""
+  launches = backward_launches(saved.spec, cast(Devices, saved.q.device), backend)
+  if launches is None:
+    return by_reference(saved, given)
+  return [*by_kernels(launches, saved, arguments), *of_inputs(saved, given)]
+
+
+def backward_launches(spec: AttentionSpec, device: Devices, backend: str) -> tuple[Launch, ...] | None:
+  """Return the launches of the gradient; None if plain ops compute it, for a reason that is logged once."""
+  if backend == "reference":
+    return None
+  try:
+    return dispatch_backward(spec, target_of(devices_of(device)[0]))
+  except NoKernel as error:
+    if backend == "kernel":
+      raise ValueError(f"backend='kernel': {error}") from error
+    for reason in error.reasons:
+      log_once(f"the gradient of attention goes through plain tinygrad ops: {reason}")
+    return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,8 +160,8 @@ class Saved:
   @functools.cached_property
   def delta(self) -> Tensor:
     """rowsum(dO * O) - dL, (B, Hq, M) float32; 0 for a row that sees no key."""
-    s, device = self, str(self.q.device)
-    launch = delta_launch(s.spec, target_of(device), s.dlse is not None)
+    s, device = self, cast(Devices, self.q.device)
+    launch = delta_launch(s.spec, target_of(devices_of(device)[0]), s.dlse is not None)
     if launch is not None:
       given = {name: [self.buffer(name, x)] for name, x in (("o", s.out), ("do", s.do))} | {"lse": [s.lse]}
       given |= {} if s.dlse is None else {"dlse": [s.dlse]}
@@ -174,6 +188,11 @@ def with_heads_first(o: Tensor, spec: AttentionSpec) -> Tensor:
   return o.reshape(spec.B, spec.M, spec.Hq, spec.Dv).transpose(1, 2)
 
 
+def laid_out(x: Tensor, spec: AttentionSpec) -> Tensor:
+  """Return a gradient of the output, (B, Hq, M, Dv), contiguous as the output is; see `with_heads_first`."""
+  return x.transpose(1, 2).contiguous().transpose(1, 2) if "o" in dict(spec.layouts) else x.contiguous()
+
+
 def differentiable(arguments: Arguments) -> list[tuple[str, Tensor]]:
   """Return the Tensors besides q, k, v that have a gradient: an additive mask, sinks, and aux that score_mod reads."""
   names = [name for name in DIFFERENTIABLE if name != "aux" or arguments.score_mod is not None]
@@ -187,9 +206,9 @@ def by_kernels(launches: tuple[Launch, ...], saved: Saved, arguments: Arguments)
   given |= {name: [saved.buffer(name, getattr(saved, name))] for name in ("q", "k", "v", "do")}
   given |= arguments.buffers()
   for launch in launches:
-    if arguments.block_mask is not None:
+    if arguments.block_mask is not None and launch.spec.block_heads is not None:
       given["tile_lists"] = launch.lists(arguments.block_mask)
-    found |= launch.run(str(saved.q.device), given, arguments.variables(), _no_further)
+    found |= launch.run(cast(Devices, saved.q.device), given, arguments.variables(), _no_further)
   return [found["dq"], *(summed(found[name], saved.spec) for name in ("dk", "dv"))]
 
 

@@ -17,6 +17,7 @@ from uopattn.runtime.prepare import prepared
 from uopattn.spec.arguments import ARGUMENTS
 from uopattn.spec.block_mask import BlockMask
 from uopattn.spec.layout import Layout
+from uopattn.spec.shards import Devices, devices_of
 from uopattn.spec.spec import AttentionSpec, Input
 
 DIFFERENTIABLE = tuple(name for name, declared in ARGUMENTS.items() if declared.has_gradient)
@@ -163,16 +164,18 @@ class Launch:
     """Return the number of buffers and Variables of a call."""
     return len(self.buffers()) + self.spec.variables
 
-  def build(self, device: str, slots: Sequence[int] | None = None) -> UOp:
-    """Return the prepared kernel for a device."""
-    return prepared(_graph, device, self, None if slots is None else tuple(slots))
+  def build(self, device: Devices, slots: Sequence[int] | None = None) -> UOp:
+    """Return the prepared kernel for a device, or for several."""
+    made = [prepared(_graph, x, self, None if slots is None else tuple(slots)) for x in devices_of(device)]
+    return made[0]
 
   def run(
-    self, device: str, given: Tensors, variables: tuple[UOp, ...] = (), gradient: Gradient | None = None
+    self, device: Devices, given: Tensors, variables: tuple[UOp, ...] = (), gradient: Gradient | None = None
   ) -> dict[str, Tensor]:
     """Call the kernel and return its outputs by name.
 
     Args:
+      device: several devices run it on the part of each Tensor that each of them has; see `uopattn.spec.shards`.
       given: Tensors by the names of `buffers`; a missing output is a new buffer.
       variables: bound Variables.
       gradient: the call's `grad_fxn`.
@@ -189,7 +192,7 @@ def _graph(launch: Launch, slots: tuple[int, ...] | None) -> tuple[UOp, Estimate
   return launch.graph(slots), launch.estimates()
 
 
-def _empty(x: Input, device: str) -> Tensor:
+def _empty(x: Input, device: Devices) -> Tensor:
   """Return a new output; like `Tensor.empty`, but in half the time.
 
   In a `tinygrad.function` a new buffer would be an implicit input, and is `Tensor.invalids` instead.

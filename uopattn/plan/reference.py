@@ -9,6 +9,7 @@ from uopattn.dsl import sizes
 from uopattn.dsl.random import kept
 from uopattn.dsl.rules.masks import FAR
 from uopattn.spec.arguments import Arguments
+from uopattn.spec.shards import devices_of, on_each
 from uopattn.spec.spec import AttentionSpec
 from uopattn.spec.trace import of_tensors
 
@@ -40,7 +41,7 @@ def scores_of(q: Tensor, k: Tensor, spec: AttentionSpec, arguments: Arguments) -
   q_groups = _wide(q).reshape(spec.B, spec.Hkv, spec.Hq // spec.Hkv, spec.M, spec.Dk)
   products = q_groups @ keys_of(k, arguments).unsqueeze(2).transpose(-1, -2)
   scores = products.reshape(spec.B, spec.Hq, spec.M, spec.N) * spec.scale
-  return _hide(_without_page(_modify(scores, arguments), spec, arguments), spec, arguments)
+  return _hide(_without_page(_modify(scores, spec, arguments), spec, arguments), spec, arguments)
 
 
 def keys_of(x: Tensor, arguments: Arguments, values: bool = False) -> Tensor:
@@ -78,8 +79,14 @@ def _without_page(scores: Tensor, spec: AttentionSpec, arguments: Arguments) -> 
 
 
 def _indices(scores: Tensor) -> list[Tensor]:
-  """Return b, h, q_idx and kv_idx, each along its own axis of (B, Hq, M, N)."""
+  """Return batch, head, query and key, each along its own axis of (B, Hq, M, N)."""
   return [Tensor.arange(n).reshape(*(n if a == axis else 1 for a in range(4))) for axis, n in enumerate(scores.shape)]
+
+
+def _numbers(scores: Tensor, spec: AttentionSpec) -> list[Tensor]:
+  """Return b, h, q_idx and kv_idx, by which mods and dropout go, each along its own axis."""
+  first = (on_each(x, devices_of(scores.device)) if isinstance(x, UOp) else x for x in spec.origin.first)
+  return [x + n for x, n in zip(_indices(scores), first, strict=True)]
 
 
 class Lookup:
@@ -95,12 +102,12 @@ class Lookup:
     return inside.where(found, 0).cast(self.dtype)  # tinygrad gathers ints from a bool Tensor
 
 
-def _modify(scores: Tensor, arguments: Arguments) -> Tensor:
+def _modify(scores: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tensor:
   """Apply softcap, then score_mod, then the additive mask."""
   if arguments.softcap is not None:
     scores = arguments.softcap * (scores / arguments.softcap).tanh()
   if arguments.score_mod is not None:
-    scores = of_tensors(arguments.score_mod, scores, *_indices(scores), *map(Lookup, arguments.aux))
+    scores = of_tensors(arguments.score_mod, scores, *_numbers(scores, spec), *map(Lookup, arguments.aux))
   if arguments.attn_mask is not None and arguments.attn_mask.dtype != dtypes.bool:
     scores = scores + arguments.attn_mask.cast(scores.dtype)
   return scores
@@ -108,7 +115,8 @@ def _modify(scores: Tensor, arguments: Arguments) -> Tensor:
 
 def _hide(scores: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tensor:
   """Set scores to -inf where any rule hides the key."""
-  b, h, i, j = _indices(scores)
+  _, _, i, j = _indices(scores)
+  numbers = _numbers(scores, spec)
   position = i + _per_batch(arguments.q_start)
   rules: list[Tensor] = []
   left, right = spec.window
@@ -119,9 +127,9 @@ def _hide(scores: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tensor:
   if arguments.attn_mask is not None and arguments.attn_mask.dtype == dtypes.bool:
     rules.append(arguments.attn_mask)
   if arguments.mask_mod is not None:
-    rules.append(_bool(of_tensors(arguments.mask_mod, b, h, i, j, *map(Lookup, arguments.aux))))
+    rules.append(_bool(of_tensors(arguments.mask_mod, *numbers, *map(Lookup, arguments.aux))))
   if arguments.block_mask is not None:
-    rules.append(_bool(of_tensors(arguments.block_mask.seen, b, h, i, j, *map(Lookup, arguments.block_mask.aux))))
+    rules.append(_bool(of_tensors(arguments.block_mask.seen, *numbers, *map(Lookup, arguments.block_mask.aux))))
   if arguments.bounds is not None:
     first, last = (x.reshape(-1, 1) for x in arguments.bounds)
     rules += [j >= first, j <= last]
@@ -134,8 +142,8 @@ def dropped(weights: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tenso
   """Apply dropout: set some weights to 0 and scale the others by 1 / (1 - dropout_p). Kernels drop the same weights."""
   if arguments.seed is None:
     return weights
-  b, h, i, j = _indices(weights)
-  row = (b * spec.Hq + h) * spec.M + i
+  b, h, i, j = _numbers(weights, spec)
+  row = (b * (spec.origin.heads or spec.Hq) + h) * (spec.origin.M or spec.M) + i
   keep = kept(
     (arguments.seed[0], arguments.seed[1]), row.cast(dtypes.uint32), j.cast(dtypes.uint32), arguments.dropout_p
   )

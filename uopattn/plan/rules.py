@@ -45,5 +45,6 @@ def rules_of(
     score_mod=None if spec.score_mod is None else spec.score_mod(tables["aux"]),
     mask_mods=tuple(mod(aux) for mod, aux in masks if mod is not None),
     dropout_p=spec.dropout_p,
+    origin=spec.origin,
     **given,
   )

@@ -191,6 +191,8 @@ class Argument:
     is_used: whether a value needs that code.
     in_lse: whether the LSE contains its effect on a row. A backward pass, and a split of the keys, then ignore it.
     has_gradient: whether its Tensors may have a gradient.
+    axes: the axes of its Tensors, as kernels take them: (b)atches, (h)eads, (k)ey heads, queries (m), keys (n). Tensors
+      without such axes are the same for all.
   """
 
   default: Any = None
@@ -202,6 +204,7 @@ class Argument:
   is_used: Callable[[Any], bool] = lambda value: True
   in_lse: bool = False
   has_gradient: bool = False
+  axes: str = ""
 
 
 def argument(default: Any = None, **declared: Any) -> Any:
@@ -226,21 +229,25 @@ class Arguments:
   enable_gqa: bool = argument(False, check=check_flag, feature="")
   return_lse: bool = argument(False, check=check_flag, feature="")
   scale: float | None = argument(check=check_number, feature="")
-  attn_mask: Tensor | None = argument(check=check_mask, tensors=lambda x: [folded(four_axes(x))], has_gradient=True)
+  attn_mask: Tensor | None = argument(
+    check=check_mask, tensors=lambda x: [folded(four_axes(x))], has_gradient=True, axes="bhmn"
+  )
   window: tuple[int | None, int | None] | None = argument(check=check_window)
   softcap: float | None = argument(check=check_softcap)
   q_start: "int | UOp | Tensor" = argument(
-    0, check=check_places, tensors=as_place, settle=near, is_used=lambda x: not isinstance(x, int)
+    0, check=check_places, tensors=as_place, settle=near, is_used=lambda x: not isinstance(x, int), axes="b"
   )
-  kv_lengths: "int | UOp | Tensor | None" = argument(check=check_places, tensors=as_place, settle=near)
-  sinks: Tensor | None = argument(check=check_sinks, tensors=lambda x: [x.float()], in_lse=True, has_gradient=True)
+  kv_lengths: "int | UOp | Tensor | None" = argument(check=check_places, tensors=as_place, settle=near, axes="b")
+  sinks: Tensor | None = argument(
+    check=check_sinks, tensors=lambda x: [x.float()], in_lse=True, has_gradient=True, axes="h"
+  )
   score_mod: Callable[..., Any] | None = argument(check=check_mod)
   mask_mod: Callable[..., Any] | None = argument(check=check_mod)
   dropout_p: float = argument(0.0, check=check_dropout, feature="")
   seed: Tensor | None = argument(tensors=lambda x: [x], feature="dropout_p")
-  bounds: tuple[Tensor, Tensor] | None = argument(tensors=list)
-  scales: tuple[Tensor, Tensor] | None = argument(check=check_scales, tensors=list)
-  page_table: Tensor | None = argument(tensors=lambda x: [x])
+  bounds: tuple[Tensor, Tensor] | None = argument(tensors=list, axes="m")
+  scales: tuple[Tensor, Tensor] | None = argument(check=check_scales, tensors=list, axes="bkn")
+  page_table: Tensor | None = argument(tensors=lambda x: [x], axes="b")
   aux: tuple[Tensor, ...] = argument((), check=check_aux, feature="", tensors=list, has_gradient=True)
   block_mask: BlockMask | None = argument(check=check_block_mask, tensors=lambda x: list(x.aux))
 
@@ -249,7 +256,8 @@ class Arguments:
     for name, declared, value in self.given:
       declared.check(name, value, sizes)
       for x in value if isinstance(value, tuple) else (value.counts if name == "block_mask" else value,):
-        if isinstance(x, Tensor) and x.device != device:
+        moved = name == "block_mask" and isinstance(device, tuple)  # see `BlockMask.on`
+        if isinstance(x, Tensor) and x.device != device and not moved:
           raise ValueError(f"{name} is on {x.device}, q is on {device}; all must be on one device")
     if self.aux and self.score_mod is None and self.mask_mod is None:
       raise ValueError(f"aux holds {len(self.aux)} Tensors, but there is no score_mod or mask_mod to read them")

@@ -1,7 +1,7 @@
 """`BlockMask`: counts visible pairs per block of queries and keys, so that kernels can skip empty tiles."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from tinygrad import Device, Tensor, UOp, dtypes
@@ -10,6 +10,7 @@ from tinygrad.uop.ops import AxisType, KernelInfo, Ops
 
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.table import Table
+from uopattn.spec.shards import gathered, part_of, pieces
 from uopattn.spec.tensors import check_tensors, described, placed
 from uopattn.spec.trace import Mod, trace_mod
 
@@ -57,6 +58,7 @@ class BlockMask:
   block_n: int
   counts: Tensor
   _lists: dict[tuple[int, int, bool], tuple[Tensor, Tensor]] = field(default_factory=dict)
+  _parts: dict[Any, "BlockMask"] = field(default_factory=dict)
 
   @classmethod
   def of(
@@ -81,7 +83,7 @@ class BlockMask:
       M, N: queries and keys.
       aux: the Tensors that mask_mod indexes; out of bounds they read 0. The mask is made from their present content.
       block_m, block_n: queries and keys per block.
-      device: the device of the mask; None is that of aux, or tinygrad's default device.
+      device: the device of the mask; None is that of aux, the first one if there are several, or tinygrad's default.
 
     Raises:
       TypeError: mask_mod cannot be traced, aux is not a tuple of Tensors, or a size is not an int.
@@ -103,6 +105,7 @@ class BlockMask:
     if not callable(mask_mod):
       raise TypeError(f"mask_mod is {described(mask_mod)}; it must be a function")
     block_m, block_n = min(block_m, M), min(block_n, N)
+    aux = tuple(x.to(x.device[0]) if isinstance(x.device, tuple) else x for x in aux)
     known = [str(x.device) for x in aux if x.device is not None]
     place = Device.canonicalize(device) if device or not known else known[0]
     aux = tuple(x.contiguous() for x in placed(aux, place))
@@ -126,6 +129,46 @@ class BlockMask:
     """Batches and query heads; 1 where one mask serves all of them."""
     B, H, *_ = sizes(self.counts)
     return B, H
+
+  def on(self, devices: tuple[str, ...], axis: int | None) -> "BlockMask":
+    """Return the part of the mask for each of several devices, which divide batches (0) or heads (1) among them.
+
+    Its `mask_mod` is called with the numbers that batches and heads have in the whole.
+    """
+    key = devices, axis
+    if key not in self._parts:
+      counts = self.counts.to(devices)
+      part = part_of(counts, axis if axis is not None and self.heads[axis] > 1 else None).realize()
+      aux = tuple(gathered(x if isinstance(x.device, tuple) else x.to(devices)) for x in self.aux)
+      self._parts[key] = replace(self, mask_mod=self.seen, counts=part, aux=aux, _lists={}, _parts={})
+    return self._parts[key]
+
+  def within(
+    self, devices: tuple[str, ...], rows: tuple[int, ...], M: int, keys: tuple[int, ...], N: int
+  ) -> "BlockMask":
+    """Return the part of the mask for each of several devices: its M queries and its N keys.
+
+    Args:
+      rows, keys: the first query and the first key of each device. If blocks end elsewhere, no tile is skipped:
+        see `fits`.
+    """
+    key = devices, rows, M, keys, N
+    if key not in self._parts:
+      counts, blocks = self.on(devices, None).counts, (self.block_m, self.block_n)
+      if self.fits(rows, M, keys, N):
+        for axis, block, firsts, count in zip((2, 3), blocks, (rows, keys), (M, N), strict=True):
+          wanted = [(i, first // block, ceildiv(count, block)) for i, first in enumerate(firsts)]
+          counts = pieces(counts, axis, wanted)
+      whole = self.on(devices, None)
+      self._parts[key] = replace(whole, M=M, N=N, counts=counts.realize(), _lists={}, _parts={})
+    return self._parts[key]
+
+  def fits(self, rows: tuple[int, ...], M: int, keys: tuple[int, ...], N: int) -> bool:
+    """Return whether parts of M queries and N keys, with these first ones, begin and end where blocks do."""
+    sides = ((self.block_m, rows, M, self.M), (self.block_n, keys, N, self.N))
+    return all(
+      x % block == 0 or x == most for block, firsts, n, most in sides for x in (*firsts, *(f + n for f in firsts))
+    )
 
   @property
   def full(self) -> Tensor:

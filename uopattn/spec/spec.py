@@ -9,6 +9,7 @@ from tinygrad.helpers import ALLOW_TF32, ceildiv
 from tinygrad.uop.ops import Ops
 
 from uopattn.dsl import sizes
+from uopattn.dsl.rules.origin import NO_ORIGIN, Origin
 from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES
 from uopattn.dsl.rules.ranges import Range
 from uopattn.dsl.schedule import DTYPES_16, DTYPES_16_32, Problem
@@ -47,6 +48,7 @@ class AttentionSpec(Problem):
     inputs: the Tensors among the arguments other than q, k and v, in the order in which kernels take them.
     layouts: see `layouts`.
     pages: number of pages and keys per page, if k is (pages, Hkv, keys per page, Dk) and v likewise.
+    origin: where the attention lies within the one that mods and dropout number, if it is part of one.
   """
 
   q_start: int | UOp | None = 0
@@ -61,6 +63,7 @@ class AttentionSpec(Problem):
   inputs: tuple["Input", ...] = ()
   pages: tuple[int, int] | None = None
   layouts: tuple[tuple[str, Layout], ...] = ()
+  origin: Origin = NO_ORIGIN
 
   @property
   def kept(self) -> tuple[int, int, int]:
@@ -83,7 +86,7 @@ class AttentionSpec(Problem):
   @property
   def variables(self) -> int:
     """The number of Variables that a kernel takes."""
-    places = [x for x in (self.q_start, self.kv_lengths) if isinstance(x, UOp)]
+    places = [x for x in (self.q_start, self.kv_lengths, *self.origin.first) if isinstance(x, UOp)]
     return len({u for x in places for u in x.toposort() if u.op is Ops.PARAM})
 
   def record(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from functools import reduce
 from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv
 
+from uopattn.dsl.rules.origin import NO_ORIGIN, Origin
 from uopattn.dsl.rules.ranges import Bounds, Lengths, Range, Window
 from uopattn.dsl.rules.table import Table
 from uopattn.dsl.rules.tile_range import TileRange, full_first
@@ -36,6 +37,7 @@ class Masks:
     tile_lists: the tiles of keys that each block of queries processes, full tiles first, (B or 1, heads or 1, blocks,
       tiles) int32; and the number of full tiles and of all tiles, (B or 1, heads or 1, blocks, 2) int32. If a kernel's
       blocks are of keys, the lists are of tiles of queries.
+    origin: the numbers that mods and dropout go by.
   """
 
   M: int
@@ -50,6 +52,7 @@ class Masks:
   mask_mods: tuple[Callable[..., UOp], ...] = ()
   attn_mask: UOp | None = None
   tile_lists: tuple[UOp, UOp] | None = None
+  origin: Origin = NO_ORIGIN
 
   @functools.cached_property
   def ranges(self) -> tuple[Range, ...]:
@@ -209,8 +212,13 @@ class HeadMasks:
       return UOp.const(x)
     return x if x.shape == () else x[self.b].load().cast(dtypes.weakint)
 
+  def numbers(self, row: UOp, key: UOp) -> list[UOp]:
+    """The batch, head, query and key by which mods and dropout go; see `Origin`."""
+    places = zip((self.b, *self.place(row), key), self.rules.origin.first, strict=True)
+    return [x + first if isinstance(first, UOp) or first else x for x, first in places]
+
   def _indices(self, row: UOp, key: UOp) -> list[UOp]:
-    return [x.cast(dtypes.int) for x in (self.b, *self.place(row), key)]
+    return [x.cast(dtypes.int) for x in self.numbers(row, key)]
 
   def _mask(self, row: UOp, key: UOp) -> UOp:
     """The element of `attn_mask`; 0 or False past the last query or key."""

@@ -186,8 +186,8 @@ class HeadRules(HeadMasks):
     if r.seed is None:
       return p
     seed = r.seed[0].load(), r.seed[1].load()
-    h, query = self.place(row)
-    place = ((self.b * r.heads + h) * r.M + query).cast(dtypes.uint)
+    b, h, query, first = self.numbers(row, first)
+    place = ((b * (r.origin.heads or r.heads) + h) * (r.origin.M or r.M) + query).cast(dtypes.uint)
     keep = [kept(seed, place, (first + i).cast(dtypes.uint), r.dropout_p) for i in offsets]
     return [keeps.where(x * (1 / (1 - r.dropout_p)), 0.0) for keeps, x in zip(keep, p, strict=True)]
 

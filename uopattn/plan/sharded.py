@@ -1,0 +1,196 @@
+"""Attention of Tensors that are sharded over devices by batches or heads: each device computes its own.
+
+Everything runs on parts, see `uopattn.spec.shards`: the kernels, chosen for the shapes of a part, and the plain ops.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tinygrad import Tensor
+
+from uopattn.dsl import sizes
+from uopattn.dsl.rules.origin import Origin
+from uopattn.plan.dispatch import dispatch
+from uopattn.plan.forward import forward
+from uopattn.plan.gradient import Saved, differentiable, gradients_of, laid_out
+from uopattn.plan.launch import Launch
+from uopattn.plan.reference import reference
+from uopattn.plan.target import target_of
+from uopattn.spec.arguments import ARGUMENTS, Arguments, four_axes
+from uopattn.spec.expanded import folded
+from uopattn.spec.shards import (
+  device_number,
+  devices_of,
+  gradient_of,
+  joined,
+  part_of,
+  sharded_axis,
+  with_gradients,
+)
+from uopattn.spec.spec import AttentionSpec, make_spec
+
+AXES = ("batches", "heads", "sequence", "head size")
+
+
+@dataclass(frozen=True, eq=False)
+class Sharded:
+  """An attention whose batches or heads are divided over devices.
+
+  Attributes:
+    spec: of the whole.
+    axis: 0 for batches, 1 for heads; None if every device computes all of it.
+    axis_kv: the axis along which k and v are divided; None if every device reads all of them.
+    part: the spec of a part.
+  """
+
+  devices: tuple[str, ...]
+  spec: AttentionSpec
+  axis: int | None
+  axis_kv: int | None
+  part: AttentionSpec
+
+  @classmethod
+  def of(
+    cls, q: Tensor, k: Tensor, v: Tensor, axis: int | None, spec: AttentionSpec, arguments: Arguments
+  ) -> "Sharded":
+    """Decide which device computes what. Raises ValueError if q's heads are divided in a way that k's cannot be."""
+    devices = devices_of(q.device)
+    axis_kv, count = axis, len(devices)
+    if axis == 0 and spec.pages is not None:
+      axis_kv = None
+    if axis == 1 and spec.Hkv % count:
+      if spec.Hkv > 1:
+        raise ValueError(
+          f"q is sharded along its {spec.Hq} heads over {count} devices; k must have 1 head or a multiple of {count}, "
+          f"and has {spec.Hkv}"
+        )
+      axis_kv = None
+    found = cls(devices, spec, axis, axis_kv, spec)
+    given = found.parts_of(arguments)
+    part = make_spec(part_of(q, axis), part_of(k, axis_kv), part_of(v, axis_kv), given)
+    b, h = (device_number(count) * size if axis == i else 0 for i, size in enumerate((part.B, part.Hq)))
+    numbered = (spec.score_mod, spec.mask_mod, spec.block_mod) != (None, None, None) or spec.dropout_p > 0
+    origin = Origin((b, h, 0, 0), spec.Hq, spec.M) if numbered and axis is not None else Origin()
+    mods = {name: getattr(spec, name) for name in ("score_mod", "mask_mod", "block_mod", "dropout_p")}
+    return replace(found, part=replace(part, return_lse=True, origin=origin, **mods))
+
+  def launch(self) -> Launch:
+    """Return the launch of the part. Raises NoKernel."""
+    return dispatch(self.part, target_of(self.devices[0]))
+
+  def axis_of(self, axes: str, shape: tuple[int, ...]) -> int | None:
+    """Return the axis along which a Tensor with these `Argument.axes` is divided."""
+    letters = "" if self.axis is None else "b" if self.axis == 0 else "h" if self.axis_kv is None else "hk"
+    return next((i for i, letter in enumerate(axes) if letter in letters and shape[i] > 1), None)
+
+  def parts_of(self, arguments: Arguments) -> Arguments:
+    """Return the arguments of a part."""
+    found: dict[str, Any] = {}
+    for name, declared, value in arguments.given:
+      if name == "block_mask":
+        found[name] = value.on(self.devices, self.axis)
+      elif name == "attn_mask":
+        found[name] = self._part(declared.axes, folded(four_axes(value)))
+      elif isinstance(value, tuple) and all(isinstance(x, Tensor) for x in value):
+        found[name] = tuple(self._part(declared.axes, x) for x in value)
+      elif isinstance(value, Tensor):
+        found[name] = self._part(declared.axes, value)
+    return replace(arguments, **found)
+
+  def with_whole_mask(self, own: Arguments, arguments: Arguments) -> Arguments:
+    """Return the arguments of a part for the gradient of its mask, in the shape that the user gave it."""
+    mask = arguments.attn_mask
+    if mask is None or own.attn_mask is None:
+      return own
+    shape = list(sizes(four_axes(mask)))
+    if (axis := self.axis_of("bhmn", tuple(shape))) is not None:
+      shape[axis] //= len(devices_of(mask.device))
+    return replace(own, attn_mask=own.attn_mask.expand(shape).detach())
+
+  def _part(self, axes: str, x: Tensor) -> Tensor:
+    return part_of(x, self.axis_of(axes, sizes(x)))
+
+  def run(self, launch: Launch | None, q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, backend: str) -> Any:
+    """Return the output and the LSE, sharded along `axis`.
+
+    Args:
+      launch: of the part; None for plain ops.
+      arguments: of the whole, with the seed of dropout.
+      backend: as in `forward`.
+    """
+    operands = {"q": q, "k": k, "v": v} | differentiable_of(arguments)
+    q, k, v = (part_of(operands[name], self._axis(name, operands[name])) for name in "qkv")
+    own = self.parts_of(arguments)
+    out, lse = reference(q, k, v, self.part, own) if launch is None else forward(launch, q, k, v, arguments=own)
+    results, backend = [joined(x, self.axis) for x in (out, lse)], "reference" if launch is None else backend
+
+    def gradients(results: Sequence[Tensor], given: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Any:
+      return self.gradients(results, dict(zip(operands, given, strict=True)), grads, arguments, backend)
+
+    return with_gradients(results, list(operands.values()), gradients)
+
+  def gradients(
+    self,
+    results: Sequence[Tensor],
+    operands: dict[str, Tensor],
+    grads: Sequence[Tensor | None],
+    arguments: Arguments,
+    backend: str,
+  ) -> list[Tensor | None]:
+    """Return the gradients of the operands.
+
+    Args:
+      results: the output and the LSE.
+      operands: q, k, v and what `differentiable_of` returns.
+      grads: the gradients of the results; None for 0.
+    """
+    axes = {name: self._axis(name, x) for name, x in operands.items()}
+    out, lse = (part_of(x, self.axis) for x in results)
+    do, dlse = (None if x is None else part_of(x, self.axis) for x in grads)
+    q, k, v = (part_of(operands[name], axes[name]) for name in "qkv")
+    do = laid_out(out.zeros_like() if do is None else do.cast(out.dtype), self.part)
+    saved = Saved(self.part, q, k, v, out, lse, do, None if dlse is None else dlse.float().contiguous())
+    own = self.parts_of(arguments)
+    found = gradients_of(saved, own, self.with_whole_mask(own, arguments), backend)
+    named = zip(operands.values(), found, axes.values(), strict=True)
+    summed = self.axis is not None
+    return [None if grad is None else gradient_of(x, grad, axis, summed) for x, grad, axis in named]
+
+  def _axis(self, name: str, x: Tensor) -> int | None:
+    """Return the axis along which an operand is divided."""
+    if name in ("q", "k", "v"):
+      return self.axis if name == "q" else self.axis_kv
+    return self.axis_of(ARGUMENTS[name.split("[")[0]].axes, sizes(x))
+
+
+def differentiable_of(arguments: Arguments) -> dict[str, Tensor]:
+  """Return what `differentiable` lists by name, with all of an additive mask, though kernels may read a part of it."""
+  found: dict[str, Tensor] = {}
+  for name, x in differentiable(arguments):
+    whole = four_axes(arguments.attn_mask) if name == "attn_mask" and arguments.attn_mask is not None else x
+    found[f"{name}[{len(found)}]"] = whole
+  return found
+
+
+def axes_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[int | None, ...]:
+  """Return the axes along which q, k and v are sharded. Raises ValueError unless those that are agree."""
+  names, kinds = ("q", "k", "v"), AXES
+  if spec.pages is not None:
+    names, kinds = ("q", "k_pages", "v_pages"), ("pages", *AXES[1:])
+  axes = tuple(sharded_axis(name, x) for name, x in zip(names, (q, k, v), strict=True))
+  given = {
+    name: (AXES if name == "q" else kinds)[axis] for name, axis in zip(names, axes, strict=True) if axis is not None
+  }
+  accepted = AXES[:3] if spec.pages is None else ("heads",)
+  for name, kind in given.items():
+    if kind not in accepted and (name, kind) != ("q", AXES[0]):
+      raise ValueError(
+        f"{name} is sharded along its {kind}; accepted are {', '.join(accepted)}, or all on every device"
+      )
+  if len(set(given.values())) > 1:
+    ways = ", ".join(f"{name} along its {kind}" for name, kind in given.items())
+    raise ValueError(
+      f"{ways}: these do not go together; shard all of them along one axis, or keep some on every device"
+    )
+  return axes

@@ -1,0 +1,201 @@
+"""Sharded Tensors: the part that each device holds, and Tensors made of such parts.
+
+tinygrad keeps a sharded Tensor as UNSHARD of one part per device. A part alone is a Tensor on all devices, in the shape
+that one device holds; a kernel called with parts runs on each device, with that device's part.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+from tinygrad import Context, Tensor, UOp, dtypes
+from tinygrad.uop import GroupOp
+from tinygrad.uop.ops import AxisType, Ops, graph_rewrite
+
+from uopattn.dsl import sizes
+from uopattn.runtime.function import function_inputs, in_function
+
+Devices = str | tuple[str, ...]
+
+
+def devices_of(device: Devices | None) -> tuple[str, ...]:
+  """Return the devices of a Tensor."""
+  return device if isinstance(device, tuple) else (str(device),)
+
+
+def device_number(count: int) -> UOp:
+  """The number of the device that runs a kernel, as the Variable that tinygrad binds for each of `count` devices."""
+  return UOp.variable("_device_num", 0, count - 1, param=True)
+
+
+def device_range(count: int) -> UOp:
+  """The number of the device in tinygrad's own ops."""
+  return UOp.range(count, -1, AxisType.DEVICE)
+
+
+def sharded_axis(name: str, x: Tensor) -> int | None:
+  """Return the axis along which x is sharded; None if every device holds all of it.
+
+  Raises:
+    ValueError: tinygrad cannot tell.
+  """
+  try:
+    return x.uop.axis
+  except RuntimeError as error:
+    raise ValueError(f"{name} is sharded so that tinygrad does not know its parts: {error}") from error
+
+
+def part_of(x: Tensor, axis: int | None) -> Tensor:
+  """Return the part of x that each device has if x is sharded along `axis`; all of x for None.
+
+  x is on several devices. If it is sharded along another axis, its parts are gathered on every device first. The result
+  has no gradient; see `with_gradients`.
+  """
+  have = x.uop.axis
+  if have == axis:
+    return x if axis is None else Tensor(_part(x.uop, axis))
+  if have is not None:
+    x = gathered(x)
+  if axis is None:
+    return x
+  count = len(devices_of(x.device))
+  size = sizes(x)[axis] // count
+  return pieces(x, axis, [(i, i * size, size) for i in range(count)])
+
+
+def pieces(part: Tensor, axis: int, wanted: Sequence[tuple[int, int, int]]) -> Tensor:
+  """Return what each device is to have of the parts that the devices have.
+
+  Args:
+    wanted: for each device the number of the device to take it from, and of the part there the first index along
+      `axis` and the number of indices.
+  """
+  return picked([part] * len(wanted), axis, wanted)
+
+
+def picked(parts: Sequence[Tensor], axis: int, wanted: Sequence[tuple[int, int, int]]) -> Tensor:
+  """Return `pieces`, each of a Tensor of its own."""
+  devices, found = devices_of(parts[0].device), []
+  for part, device, (source, first, count) in zip(parts, devices, wanted, strict=True):
+    bounds = tuple((first, first + count) if i == axis else (0, n) for i, n in enumerate(sizes(part)))
+    # Cut on all devices: tinygrad 0.14 cannot cut what it has selected if something else reads all of it.
+    piece = part.uop.shrink(bounds).contiguous().mselect(source)
+    found.append(piece if devices[source] == device else piece.copy_to_device(device))
+  return Tensor(UOp.mstack(*found))
+
+
+def per_device(values: Sequence[int], devices: tuple[str, ...]) -> Tensor:
+  """Return an int32 Tensor of which each device holds as many of the values."""
+  if in_function():
+    return part_of(Tensor(list(values), dtype=dtypes.int, device=devices), 0)
+  return _per_device(tuple(values), devices)
+
+
+@functools.lru_cache(1024)
+def _per_device(values: tuple[int, ...], devices: tuple[str, ...]) -> Tensor:
+  with Context(CAPTURING=0):  # it outlives a TinyJit that is being captured
+    return part_of(Tensor(list(values), dtype=dtypes.int, device="PYTHON").shard(devices, 0).realize(), 0)
+
+
+def on_each(x: UOp, devices: tuple[str, ...]) -> Tensor:
+  """Return the values of an expression of `device_number` as a Tensor; see `per_device`."""
+  number = device_number(len(devices))
+  return per_device(
+    [int(x.substitute({number: number.const_like(i)}).simplify().val) for i in range(len(devices))], devices
+  )
+
+
+def gathered(x: Tensor) -> Tensor:
+  """Return a sharded Tensor, whole on every device."""
+  axis = x.uop.axis
+  if axis is None:
+    return x
+  assert isinstance(x.device, tuple)
+  part, devices = Tensor(_part(x.uop, axis)).contiguous().uop, x.device
+  return Tensor.cat(*(Tensor(part.copy_to_device(devices, arg=i)) for i in range(len(devices))), dim=axis)
+
+
+def joined(part: Tensor, axis: int | None) -> Tensor:
+  """Return the Tensor whose parts along `axis` are those of each device; for None all devices hold the same."""
+  return part if axis is None else Tensor(part.uop.unshard(axis))
+
+
+def with_gradients(
+  results: Sequence[Tensor], operands: Sequence[Tensor], gradients: Callable[..., Sequence[Tensor | None]]
+) -> tuple[Tensor, ...]:
+  """Return the results, with gradients that flow to the operands alone.
+
+  Args:
+    gradients: called with the results, the operands, and of each result the gradient, or None if it has none; returns
+      the gradient of each operand.
+  """
+  given = [x.uop for x in (*results, *operands)]
+  count = len(results)
+
+  def grad_fxn(*grads: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
+    if call is None:  # tinygrad passes a single gradient and the call by position, several gradients with call=
+      *grads, call = grads  # type: ignore[assignment]
+    values = [Tensor(x) for x in call.src[1:]]
+    by_axes = {g.ndim: Tensor(g) for g in grads}  # results are told apart by their number of axes
+    found = gradients(values[:count], values[count:], [by_axes.get(x.ndim) for x in values[:count]])
+    return *[None] * count, *(None if x is None else x.uop for x in found)
+
+  body = UOp.maketuple(*(x.param_like(i) for i, x in enumerate(given[:count])))
+  call = body.call(*given, grad_fxn=grad_fxn)
+  return tuple(Tensor(call.gettuple(i)) for i in range(count))
+
+
+def gradient_of(x: Tensor, part: Tensor, axis: int | None, summed: bool) -> Tensor:
+  """Return the gradient of x, sharded as x is, from that of `part_of(x, axis)`.
+
+  Args:
+    summed: if each device has used all of x, whether its gradient is the sum of theirs, not the same on all of them.
+  """
+  have = x.uop.axis
+  assert isinstance(x.device, tuple)
+  if axis is None and not summed:
+    whole = part
+  elif axis is None:
+    whole = Tensor(part.contiguous().uop.allreduce(Ops.ADD, x.device))
+  elif have == axis:
+    return joined(part, axis)
+  else:
+    whole = gathered(joined(part, axis))
+  return resharded(whole, have)
+
+
+def resharded(x: Tensor, axis: int | None) -> Tensor:
+  """Return x sharded along `axis`; None puts all of it on every device."""
+  return joined(part_of(x, axis), axis)
+
+
+def _part(x: UOp, axis: int) -> UOp:
+  """Return each device's part of x, which is sharded along `axis`: a view of the part of its buffer, if x is a view.
+
+  tinygrad's own rewriting does that, but of all that x is computed from. So a buffer stands in for what x is a view of.
+  """
+  views, base, inputs = [], x, function_inputs()
+  while (base.op in GroupOp.Movement or base.op is Ops.DETACH) and base not in inputs:
+    views.append(base)
+    base = base.src[0]
+  own = base.axis
+  assert own is not None
+  assert isinstance(x.device, tuple)
+  if base.op is Ops.UNSHARD and base not in inputs:
+    part = base.src[0]
+  elif base.op is Ops.AFTER and base.src[0].axis is not None and base not in inputs:
+    part = _part(base.src[0], own).after(*base.src[1:])
+  else:
+    computed = base.src[0] if base.op is Ops.CONTIGUOUS else base
+    part = computed._shard(own, device_range(len(x.device))).contiguous()
+  if not views:
+    return part
+  from tinygrad.schedule.multi import multi_pm
+
+  stand_in = UOp.new_buffer(x.device, math.prod(sizes(Tensor(part))), part.dtype).reshape(part.shape)
+  view = stand_in.unshard(own)
+  for op in reversed(views):
+    view = op.replace(src=(view, *op.src[1:]))
+  view = graph_rewrite(view, multi_pm, name="part of a view")
+  assert (view.op, view.arg) == (Ops.UNSHARD, (axis,))
+  return view.src[0].substitute({stand_in: part})
