@@ -69,6 +69,7 @@ class Run:
     self.barriers: dict[Any, Any] = {}  # the mbarriers, by LDS buffer
     self.clock = 0  # advances with every arrival at an mbarrier
     self.flights: Any = None  # the warpgroups' matrix products in flight, if the kernel has any
+    self.tiles: Any = None  # the lanes' tiles, if the kernel has any
 
   def tick(self) -> int:
     self.clock += 1

@@ -16,7 +16,7 @@ from .known import instruction_of
 if TYPE_CHECKING:
   from .program import Program
 
-WAITS = ("cp_async_wait", "fence_async", "mbarrier_wait", "wgmma_wait")
+WAITS = ("cp_async_wait", "fence_async", "mbarrier_wait", "tile_config", "tile_release", "wgmma_wait")
 
 
 @dataclass(frozen=True)
