@@ -18,7 +18,7 @@ Denormal bfloat16 count as 0.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
-from math import inf
+from math import inf, prod
 from typing import NamedTuple
 
 from tinygrad import UOp, dtypes
@@ -56,8 +56,9 @@ WORK_PER_CALL = 16_000_000  # floating-point operations: some 0.02 ms, while a c
 GROUPS = 2  # of 16 queries that are processed at once
 BLOCK = 2 * ROWS  # keys, or value columns, and queries of the four accumulators
 UNROLL = 4  # rows of S^T whose maxima are taken apart
-# Each operand is a sum of bfloat16 numbers, and a product of two of them one of these products of parts.
-PARTS: dict[DType, int] = {dtypes.bfloat16: 1}
+# Each operand is a sum of this many bfloat16 numbers, its parts, and a product of two operands one of these products of
+# parts: the rest is less than what the type, or float32, rounds off.
+PARTS: dict[DType, int] = {dtypes.bfloat16: 1, dtypes.float16: 2, dtypes.float32: 3}
 PRODUCTS = {1: ((0, 0),), 2: ((0, 0), (0, 1), (1, 0)), 3: ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0))}
 
 
@@ -118,7 +119,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   Args:
     o: (heads, M, Dv), the output, in q's dtype.
-    q: (heads, M, Dk), bfloat16.
+    q: (heads, M, Dk), bfloat16, float16 or float32.
     k, v: keys and values, as `rules` finds them.
     lse: (heads, M) float32, receives the log-sum-exp (natural logarithm) of each row.
     rules: masks, score mods and scaling; where the keys are.
@@ -134,12 +135,13 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   config = tile_config(*outer)
   q_t = pack_queries(s, HeadView.of(q, head, UOp.const(M)), row, block_m, parts, outer)
+  groups, widths = block_m // LANES, [round_up(x, STEP) for x in (Dk, Dv)]
   acc, m_i, l_i = (
-    s.assign(s.buffer(block_m // LANES, *shape, LANES), lambda *i, x=x: x, within=outer)
-    for shape, x in (((round_up(Dv, STEP),), 0.0), ((), lowest(scaling)), ((), 0.0))
+    filled(s, x, dtypes.float, groups, *shape, LANES, within=outer)
+    for x, *shape in ((0.0, widths[1]), (lowest(scaling),), (0.0,))
   )
-  k_rows = zeros(s, parts, block_n, round_up(Dk, STEP), outer)
-  v_pairs = zeros(s, parts, block_n // PAIR, round_up(Dv, STEP), outer, dtype=dtypes.uint)
+  k_rows = filled(s, 0, dtypes.ushort, parts, block_n, widths[0], within=outer)
+  v_pairs = filled(s, 0, dtypes.uint, parts, block_n // PAIR, widths[1], within=outer)
 
   key_range = head_rules.key_range(row, block_m, block_n)
   loop = s.loop(
@@ -155,7 +157,8 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   g = s.axis(block_m // (GROUPS * LANES))
   inside = (*loop.axes, g)
   state = State(*(x.after(*inside) for x in (acc, m_i, l_i)), g * GROUPS)
-  scores = multiply_qk(s, q_t, k_tile, state.group, config, inside)
+  products = PRODUCTS[parts] + ((1, 1),) * (parts == 2 and lse is not None)  # the LSE is float32
+  scores = multiply_qk(s, q_t, k_tile, state.group, products, config, inside)
 
   def score(product: UOp, n: UOp, row_of_block: UOp) -> UOp:
     """The score of a key of the tile; -inf if it is hidden, was in the tile before, or does not exist."""
@@ -194,11 +197,6 @@ class State(NamedTuple):
   group: UOp
 
 
-def bits(x: UOp) -> UOp:
-  """The bits of a number in float32. Their upper half is bfloat16."""
-  return x.cast(dtypes.float).bitcast(dtypes.uint)
-
-
 def split(x: UOp, parts: int) -> list[UOp]:
   """Numbers whose sum is x in float32, or nearly, each of which has an upper half only; their bits."""
   found, rest = [], x.cast(dtypes.float)
@@ -209,17 +207,16 @@ def split(x: UOp, parts: int) -> list[UOp]:
   return found
 
 
-def zeros(s: Scope, *shape: int | tuple[UOp, ...], dtype: DType = dtypes.ushort) -> UOp:
-  """Allocate a buffer of 0, set once per block inside the axes that the last argument has."""
-  *dims, within = shape
-  return s.assign(s.buffer(*dims, dtype=dtype), lambda *i: UOp.const(0, dtype), within=within)
+def filled(s: Scope, value: float, dtype: DType, *shape: int, within: tuple[UOp, ...]) -> UOp:
+  """Allocate a buffer and set it to `value` inside the axes `within`, in one loop, which the compiler vectorises."""
+  return s.assign(s.buffer(prod(shape), dtype=dtype), lambda i: UOp.const(value, dtype), within=within).reshape(shape)
 
 
 def pack_queries(s: Scope, rows: HeadView, row: UOp, block_m: int, parts: int, outer: tuple[UOp, ...]) -> UOp:
   """Pack the block's queries as right operands: (groups, parts, Dk / 2, 16) pairs. Rows that do not exist are 0."""
   width = round_up(rows.size, STEP)
   packed = s.buffer(block_m // LANES, parts, width // PAIR, LANES, dtype=dtypes.uint)
-  staged = zeros(s, parts, ROWS, width, outer)
+  staged = filled(s, 0, dtypes.ushort, parts, ROWS, width, within=outer)
   g, r, d = s.axis(block_m // LANES), s.axis(ROWS), s.axis(rows.size)
   query = row + g * LANES + r
   inside = query < rows.length
@@ -273,19 +270,23 @@ def element(rows: HeadView, row: UOp, d: UOp, length: UOp | None) -> UOp:
   return inside.where(rows.element(row, d, inside).cast(dtypes.float), 0.0)
 
 
+Products = tuple[tuple[int, int], ...]
 Place = Callable[[int], tuple[UOp, int]]  # 0 or 1 -> an INDEX and the bytes between rows
 
 
-def accumulate(s: Scope, length: int, parts: int, a: Callable[..., Place], b: Callable[..., Place], *after: UOp) -> UOp:
+def accumulate(
+  s: Scope, length: int, products: Products, a: Callable[..., Place], b: Callable[..., Place], *after: UOp
+) -> UOp:
   """Add products along k to the four accumulators, tiles 0 to 3: tile 2 i + j is A i times B j.
 
   Args:
     length: steps along k.
+    products: the parts of A and of B that are multiplied.
     a, b: for a step and a part, the places of the two tiles of A, and of B.
   """
   step = s.axis(length)
   done: tuple[UOp, ...] = (step, *after)
-  for part_a, part_b in PRODUCTS[parts]:
+  for part_a, part_b in products:
     left, right = a(step, part_a), b(step, part_b)
     for i in range(2):
       done = (tile_load(4 + i, *left(i), *done),)
@@ -295,9 +296,11 @@ def accumulate(s: Scope, length: int, parts: int, a: Callable[..., Place], b: Ca
   return done[0].end(step)
 
 
-def multiply_qk(s: Scope, q_t: UOp, k_tile: UOp, group: UOp, config: UOp, inside: tuple[UOp, ...]) -> UOp:
+def multiply_qk(
+  s: Scope, q_t: UOp, k_tile: UOp, group: UOp, products: Products, config: UOp, inside: tuple[UOp, ...]
+) -> UOp:
   """Compute S^T = K Q^T of two groups of queries, (2, block_n, 16)."""
-  (_, parts, pairs, _), (_, block_n, width) = sizes(q_t), sizes(k_tile)
+  _, block_n, width = sizes(k_tile)
   scores = s.buffer(GROUPS, block_n, LANES)
   n = s.axis(block_n // BLOCK)
   key, done = n * BLOCK, (*inside, n, config)
@@ -306,7 +309,7 @@ def multiply_qk(s: Scope, q_t: UOp, k_tile: UOp, group: UOp, config: UOp, inside
   end = accumulate(
     s,
     width // STEP,
-    parts,
+    products,
     lambda step, part: lambda i: (k_tile[part, key + i * ROWS, step * STEP], width * 2),
     lambda step, part: lambda j: (q_t[group + j, part, step * LANES, 0], ROW_BYTES),
     *done,
@@ -398,7 +401,7 @@ def multiply_pv(
   end = accumulate(
     s,
     steps,
-    parts,
+    PRODUCTS[parts],
     lambda step, part: lambda i: (v_tile[part, step, c * BLOCK + i * ROWS, 0], ROW_BYTES),
     lambda step, part: lambda j: (p[j, part, step * LANES, 0], ROW_BYTES),
     *done,
@@ -427,8 +430,7 @@ def store_rows(
   factor, log2 = normalize_rows(s, *flat, scale_log2, lambda m: rules.sink(row + m), outer)
   rows = s.buffer(ROWS, width)
   g = s.axis(groups)
-  d, m = s.axis(width), s.axis(LANES)
-  scaled = acc.after(acc.after(g)[g, d, m].store(acc.after(g)[g, d, m] * factor[g * LANES + m]).end(d, m))
+  scaled = acc.after(scale_rows(acc[g, 0, 0], factor[g * LANES], width, g, acc, factor))
   c = s.axis(width // LANES)
   turned = transpose(rows.after(g)[0, c * LANES], scaled[g, c * LANES, 0], (width * 4, ROW_BYTES), c, scaled)
   rows = rows.after(turned.end(c))
@@ -449,4 +451,5 @@ SCHEDULE = Schedule(
   tiles=Tiles,
   lacks=("dropout_p", "scales"),
   meant_for=lambda problem, target: target.vector.tiles and problem.dtype in PARTS and problem.M > FEW,
+  mixed=True,
 )

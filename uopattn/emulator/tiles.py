@@ -73,7 +73,7 @@ def _rows(run: Run, u: UOp, place: Pointer, stride: int, rows: int = ROWS) -> np
 
 def _store_rows(run: Run, u: UOp, place: Pointer, stride: int, content: np.ndarray) -> None:
   """Store (lanes, rows, 64) bytes. Raises as a store of each row does."""
-  values = np.ascontiguousarray(content).view(alu.storage(place.dtype))
+  values = np.array(content, order="C").view(alu.storage(place.dtype))  # a copy: registers hold values that never change
   for i in range(content.shape[1]):
     index = place.index + _elements(run, u, place, i * stride)
     place.memory.store(u, index, place.dtype, list(np.ascontiguousarray(values[:, i].T)))
