@@ -150,13 +150,13 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   start = key_range.tile(clamp(loop.index, 0, n_tiles - 1)) * block_n  # first key that this trip adds
   first = clamp(start, 0, max(0, N - block_n))  # first key of the tile: the last tile is moved back to end at N
   head_rules = head_rules.of_tile(s, first, block_n, loop.axes)
-  length = head_rules.length if rules.kv_lengths is not None or N < block_n else None
+  length = head_rules.length if rules.kv_lengths is not None or block_n > N else None
   k_tile = load_keys(s, k_rows, head_rules.keys(k), first, length, loop)
   v_tile = load_values(s, v_pairs, head_rules.keys(v), first, length, loop)
 
   g = s.axis(block_m // (GROUPS * LANES))
   inside = (*loop.axes, g)
-  state = State(*(x.after(*inside) for x in (acc, m_i, l_i)), g * GROUPS)
+  state = State(acc.after(*inside), m_i.after(*inside), l_i.after(*inside), g * GROUPS)
   products = PRODUCTS[parts] + ((1, 1),) * (parts == 2 and lse is not None)  # the LSE is float32
   scores = multiply_qk(s, q_t, k_tile, state.group, products, config, inside)
 
@@ -164,8 +164,8 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     """The score of a key of the tile; -inf if it is hidden, was in the tile before, or does not exist."""
     key, query = first + n, row + row_of_block
     hidden = head_rules.hidden(query, key)
-    hidden += [key < start] if N % block_n and N > block_n else []
-    hidden += [key >= N] if N < block_n else []
+    hidden += [key < start] if N % block_n and block_n < N else []
+    hidden += [key >= N] if block_n > N else []
     x = product if scaling.pre == 1 else product * scaling.pre
     x = head_rules.apply_score_mods(x, query, key)
     return reduce(UOp.__or__, hidden).where(-inf, x) if hidden else x
@@ -368,9 +368,7 @@ def exponentiate(
 
   m_old, l_old = old(state.m_i), old(state.l_i)
   shift = s.assign(s.buffer(GROUPS, LANES), lambda j, m: m_new[j, m] * scale_log2, within=inside)
-  alpha = s.assign(
-    s.buffer(GROUPS, LANES), lambda j, m: exp2((m_old(j, m) - m_new[j, m]) * scale_log2), within=inside
-  )
+  alpha = s.assign(s.buffer(GROUPS, LANES), lambda j, m: exp2((m_old(j, m) - m_new[j, m]) * scale_log2), within=inside)
   l_tile = s.assign(s.buffer(GROUPS, LANES), lambda j, m: 0.0, within=inside)  # apart: a long sum loses digits
   degree = degree if parts == 1 else max(EXP2)
   done: tuple[UOp, ...] = (*inside, scores, shift, l_tile)
@@ -378,11 +376,11 @@ def exponentiate(
     places = p.after(*inside)[j, 0, 0, 0], scores[j, 0, 0], shift[j, 0], l_tile[j, 0]
     done = (weigh(*places, scale_log2, block_n, parts, degree, *done),)
   l_tile = l_tile.after(*done)
-  j, m = s.axis(GROUPS), s.axis(LANES)
-  place = state.group + j
-  l_new = l_old(j, m) * alpha[j, m] + l_tile[j, m]
-  stores = [state.l_i[place, m].store(l_new), state.m_i.after(alpha)[place, m].store(m_new[j, m])]
-  return p.after(*done), [UOp.group(*stores).end(j, m)], alpha
+  group, m = s.axis(GROUPS), s.axis(LANES)
+  place = state.group + group
+  l_new = l_old(group, m) * alpha[group, m] + l_tile[group, m]
+  stores = [state.l_i[place, m].store(l_new), state.m_i.after(alpha)[place, m].store(m_new[group, m])]
+  return p.after(*done), [UOp.group(*stores).end(group, m)], alpha
 
 
 def multiply_pv(
@@ -426,8 +424,8 @@ def store_rows(
 ) -> list[UOp]:
   """Store the output and the LSE. A row that saw no key gets 0 and -inf; rows past M are not stored."""
   (groups, width, _), M, Dv = sizes(acc), sizes(o)[1], sizes(o)[2]
-  flat = (x.reshape(groups * LANES) for x in (m_i, l_i))
-  factor, log2 = normalize_rows(s, *flat, scale_log2, lambda m: rules.sink(row + m), outer)
+  m_i, l_i = (x.reshape(groups * LANES) for x in (m_i, l_i))
+  factor, log2 = normalize_rows(s, m_i, l_i, scale_log2, lambda m: rules.sink(row + m), outer)
   rows = s.buffer(ROWS, width)
   g = s.axis(groups)
   scaled = acc.after(scale_rows(acc[g, 0, 0], factor[g * LANES], width, g, acc, factor))

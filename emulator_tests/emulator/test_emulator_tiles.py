@@ -41,7 +41,9 @@ def product(
     done = (amx.tile_load(2, b[w * 512], 64, *done),)
     done = (amx.tile_product(0, 1, 2, amx.tile_product(0, 1, 2, *done)),)
     end = amx.tile_store(0, c[w * 256 + far], 64, *done)
-    return kernel(f"tiles_{configured}{zeroed}{released}{stride}_{far}", [amx.tile_release(end) if released else end], w)
+    return kernel(
+      f"tiles_{configured}{zeroed}{released}{stride}_{far}", [amx.tile_release(end) if released else end], w
+    )
 
   return body
 
@@ -111,7 +113,9 @@ def test_rows_are_transposed_and_scaled() -> None:
     launch(body(15), np.zeros(x.size, np.float32), x.ravel(), y, arch="amx")
 
 
-@pytest.mark.parametrize(("parts", "degree", "error"), [(1, 3, 2.0**-8), (1, 5, 2.0**-8), (2, 5, 2.0**-15), (3, 5, 3e-7)])
+@pytest.mark.parametrize(
+  ("parts", "degree", "error"), [(1, 3, 2.0**-8), (1, 5, 2.0**-8), (2, 5, 2.0**-15), (3, 5, 3e-7)]
+)
 def test_weights(parts: int, degree: int, error: float) -> None:
   """Pairs of bfloat16 numbers whose sums are the weights, exactly 1 at 0 and 0 at -inf; and the sums of the weights."""
   rows = 8

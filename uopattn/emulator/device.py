@@ -118,7 +118,9 @@ class EMUDevice(Compiled):
   """The EMU device; `DEV=EMU::<arch>` chooses the target that it emulates, by default gfx1100."""
 
   def __init__(self, device: str):
-    super().__init__(device, EMUAllocator(self), [EMUHIPRenderer, EMUCUDARenderer, EMUClangRenderer], EMUProgram, arch=DEFAULT_ARCH)
+    super().__init__(
+      device, EMUAllocator(self), [EMUHIPRenderer, EMUCUDARenderer, EMUClangRenderer], EMUProgram, arch=DEFAULT_ARCH
+    )
 
 
 def register() -> None:

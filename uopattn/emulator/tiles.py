@@ -73,7 +73,8 @@ def _rows(run: Run, u: UOp, place: Pointer, stride: int, rows: int = ROWS) -> np
 
 def _store_rows(run: Run, u: UOp, place: Pointer, stride: int, content: np.ndarray) -> None:
   """Store (lanes, rows, 64) bytes. Raises as a store of each row does."""
-  values = np.array(content, order="C").view(alu.storage(place.dtype))  # a copy: registers hold values that never change
+  # A copy, as registers hold values that never change.
+  values = np.array(content, order="C").view(alu.storage(place.dtype))
   for i in range(content.shape[1]):
     index = place.index + _elements(run, u, place, i * stride)
     place.memory.store(u, index, place.dtype, list(np.ascontiguousarray(values[:, i].T)))
@@ -148,7 +149,8 @@ def weigh(
   p = _exp2(x * factor - by, degree)
   if run.counters is not None:
     run.counters.exp2s += rows * len(run.active())
-  _store_rows(run, u, sums, ROW_BYTES, np.ascontiguousarray(l + p.sum(1, keepdims=True, dtype=np.float32)).view(np.uint8))
+  total = np.ascontiguousarray(l + p.sum(1, keepdims=True, dtype=np.float32))
+  _store_rows(run, u, sums, ROW_BYTES, total.view(np.uint8))
   for part in range(parts):
     bits = np.ascontiguousarray(p).view(np.uint32)
     high = (bits + np.uint32(0x8000 if parts == 1 else 0)) & np.uint32(0xFFFF0000)

@@ -77,9 +77,7 @@ def _transpose() -> str:
       lines.append(_shuffled(f"u{g}_{column}", f"{part}{g}_0", f"{part}{g}_2", unpack[half]))
   for column in range(4):
     for name, lanes in (("even", even), ("odd", odd)):
-      lines += [
-        _shuffled(f"{name}{g}_{column}", f"u{g}_{column}", f"u{g + 1}_{column}", lanes) for g in (0, 2)
-      ]
+      lines += [_shuffled(f"{name}{g}_{column}", f"u{g}_{column}", f"u{g + 1}_{column}", lanes) for g in (0, 2)]
     for block, (name, lanes) in enumerate((("even", even), ("odd", even), ("even", odd), ("odd", odd))):
       row = 4 * block + column
       lines.append(_shuffled(f"y{row}", f"{name}0_{column}", f"{name}2_{column}", lanes))
