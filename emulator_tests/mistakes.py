@@ -296,11 +296,11 @@ def groups_not_rescaled(right: Phase) -> Phase:
 
 
 def groups_not_masked(right: Phase) -> Phase:
-  return lambda s, scores, state, score, inside: right(s, scores, state, lambda x, n, m: x, inside)
+  return lambda s, scores, state, score, inside: right(s, scores, state, lambda x, *rest: x, inside)
 
 
 def groups_masked_late(right: Phase) -> Phase:
-  return lambda s, scores, state, score, inside: right(s, scores, state, lambda x, n, m: score(x, n - 1, m), inside)
+  return lambda s, scores, state, score, inside: right(s, scores, state, lambda x, n, *m: score(x, n - 1, *m), inside)
 
 
 def second_group_is_the_first(right: Phase) -> Phase:

@@ -160,12 +160,16 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   products = PRODUCTS[parts] + ((1, 1),) * (parts == 2 and lse is not None)  # the LSE is float32
   scores = multiply_qk(s, q_t, k_tile, state.group, products, config, inside)
 
-  def score(product: UOp, n: UOp, row_of_block: UOp) -> UOp:
+  moved = start if N % block_n and N > block_n else None
+  low, high = key_bounds(s, head_rules, row, first, moved, block_n, state.group, inside)
+
+  def score(product: UOp, n: UOp, j: int, m: UOp) -> UOp:
     """The score of a key of the tile; -inf if it is hidden, was in the tile before, or does not exist."""
-    key, query = first + n, row + row_of_block
-    hidden = head_rules.hidden(query, key)
-    hidden += [key < start] if N % block_n and block_n < N else []
-    hidden += [key >= N] if block_n > N else []
+    key, query = first + n, row + (state.group + j) * LANES + m
+    place = n.cast(dtypes.float)
+    hidden = [] if high is None else [place > high[j, m].load()]
+    hidden += [] if low is None else [place < low[j, m].load()]
+    hidden += head_rules.hidden_by_masks(query, key)
     x = product if scaling.pre == 1 else product * scaling.pre
     x = head_rules.apply_score_mods(x, query, key)
     return reduce(UOp.__or__, hidden).where(-inf, x) if hidden else x
@@ -320,11 +324,49 @@ def multiply_qk(
   return scores.after(end.end(n))
 
 
+def key_bounds(
+  s: Scope,
+  rules: HeadRules,
+  row: UOp,
+  first: UOp,
+  start: UOp | None,
+  block_n: int,
+  group: UOp,
+  inside: tuple[UOp, ...],
+) -> tuple[UOp | None, UOp | None]:
+  """The first and the last key that each of 32 queries sees, counted from the tile's first; None if all or none do.
+
+  They are (2, 16) float32, of which the compiler compares a whole vector at once; integers it widens to 64 bits.
+
+  Args:
+    first: the tile's first key.
+    start: the first key that is not in an earlier tile, if others are in this one.
+  """
+
+  def kept(bound: Callable[[UOp], UOp]) -> UOp:
+    def value(j: UOp, m: UOp) -> UOp:
+      return clamp(bound(row + (group + j) * LANES + m) - first, -1, block_n).cast(dtypes.float)
+
+    return s.assign(s.buffer(GROUPS, LANES), value, within=inside)
+
+  def lowest_key(query: UOp) -> UOp:
+    found = rules.first_seen(query)
+    known = [x for x in (found, start) if x is not None]
+    return reduce(UOp.maximum, known)
+
+  low = None if start is None and rules.first_seen(row) is None else kept(lowest_key)
+  return low, kept(rules.last_seen) if rules.rules.ranges or rules.rules.N < block_n else None
+
+
 def row_maxima(
-  s: Scope, scores: UOp, state: State, score: Callable[[UOp, UOp, UOp], UOp], inside: tuple[UOp, ...]
+  s: Scope, scores: UOp, state: State, score: Callable[[UOp, UOp, int, UOp], UOp], inside: tuple[UOp, ...]
 ) -> tuple[UOp, UOp]:
-  """Apply masks and score mods, where there are any, in place; and compute the new row maxima, (2, 16)."""
+  """Apply masks and score mods, where there are any; return the scores and the new row maxima, (2, 16)."""
   block_n, m_new = sizes(scores)[1], s.buffer(GROUPS, LANES)
+  zero, product = UOp.const(0), UOp.const(0.0, dtypes.float)
+  changes = score(product, zero, 0, zero) is not product
+  # Not in place: of a store that may leave a number as it is tinygrad makes a branch.
+  changed = s.buffer(GROUPS, block_n, LANES).after(*inside) if changes else scores
   for j in range(GROUPS):
     best = s.assign(
       s.buffer(UNROLL, LANES), lambda r, m, j=j: state.m_i[state.group + j, m].load(), within=(*inside, scores)
@@ -334,19 +376,18 @@ def row_maxima(
     def step(before: UOp, i: UOp, j: int = j, m: UOp = m) -> list[UOp]:
       stores = []
       for r in range(UNROLL):
-        place = scores.after(i)[j, i * UNROLL + r, m]
-        x = place.load()
-        found = score(x, i * UNROLL + r, (state.group + j) * LANES + m)
+        n = i * UNROLL + r
+        found = score(scores[j, n, m].load(), n, j, m)
         stores += [before[r, m].store(before[r, m].load().maximum(found))]
-        stores += [place.store(found)] if found is not x else []
+        stores += [changed[j, n, m].store(found)] if changes else []
       return [UOp.group(*stores).end(m)]
 
     best = add_steps(s, best, block_n // UNROLL, step)
-    scores = scores.after(best)
+    changed = changed.after(best)
     m = s.axis(LANES)
     highest = reduce(UOp.maximum, (best[r, m].load() for r in range(UNROLL)))
     m_new = m_new.after(m_new.after(*inside)[j, m].store(highest).end(m))
-  return scores, m_new
+  return changed, m_new
 
 
 def exponentiate(
