@@ -160,7 +160,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   products = PRODUCTS[parts] + ((1, 1),) * (parts == 2 and lse is not None)  # the LSE is float32
   scores = multiply_qk(s, q_t, k_tile, state.group, products, config, inside)
 
-  moved = start if N % block_n and N > block_n else None
+  moved = start if N % block_n and block_n < N else None
   low, high = key_bounds(s, head_rules, row, first, moved, block_n, state.group, inside)
 
   def score(product: UOp, n: UOp, j: int, m: UOp) -> UOp:
@@ -355,7 +355,7 @@ def key_bounds(
     return reduce(UOp.maximum, known)
 
   low = None if start is None and rules.first_seen(row) is None else kept(lowest_key)
-  return low, kept(rules.last_seen) if rules.rules.ranges or rules.rules.N < block_n else None
+  return low, kept(rules.last_seen) if rules.rules.ranges or block_n > rules.rules.N else None
 
 
 def row_maxima(

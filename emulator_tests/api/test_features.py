@@ -315,8 +315,16 @@ MISTAKES: dict[str, tuple[str, Any, str]] = {
   "a key behind the window": ("_lasts", lambda *x: [y + 1 for y in right["_lasts"](*x)], "window"),
   "a key that does not exist": ("_lasts", lambda *x: [y + 1 for y in right["_lasts"](*x)], "kv_lengths"),
   "no mask_mod": ("hidden_by_masks", lambda *x: [], "mask_mod"),
-  "mask_mod of the next key": ("hidden_by_masks", lambda self, row, key: right["hidden_by_masks"](self, row, key + 1), "mask_mod"),
-  "mask of the next query": ("hidden_by_masks", lambda self, row, key: right["hidden_by_masks"](self, row + 1, key), "attn_mask"),
+  "mask_mod of the next key": (
+    "hidden_by_masks",
+    lambda self, row, key: right["hidden_by_masks"](self, row, key + 1),
+    "mask_mod",
+  ),
+  "mask of the next query": (
+    "hidden_by_masks",
+    lambda self, row, key: right["hidden_by_masks"](self, row + 1, key),
+    "attn_mask",
+  ),
   "no softcap": ("apply_score_mods", lambda self, score, *x: score, "softcap"),
   "no score_mod": ("apply_score_mods", lambda self, score, *x: score, "score_mod"),
   "no sink": ("sink", lambda self, row: None, "sinks"),
