@@ -84,6 +84,7 @@ class Subject:
     flops: multiply-adds of a matrix instruction, M N K; None where their number is not just that of the products.
     synchronised: tiles of kernels whose barriers and waits are deleted.
     mistaken: the shape in which mistakes show.
+    multiprocessors: that it takes a GPU to have where tiles are given, so that few jobs suffice for several each.
   """
 
   kernel: Any
@@ -99,6 +100,7 @@ class Subject:
   flops: int | None = None
   synchronised: Callable[[str], Sequence[Any]] = lambda arch: ()
   mistaken: Sizes = (1, 1, 1, 50, 150, 16, 16)
+  multiprocessors: int | None = None
 
   @property
   def name(self) -> str:
@@ -116,7 +118,10 @@ class Subject:
       if tiles is None and self.small is not None and not chosen:
         tiles = self.small(arch)
       if tiles is not None:
-        enter(pytest.MonkeyPatch.context()).setattr(self.kernel.Tiles, "choose", lambda problem, target: tiles)
+        patch = enter(pytest.MonkeyPatch.context())
+        patch.setattr(self.kernel.Tiles, "choose", lambda problem, target: tiles)
+        if self.multiprocessors is not None:
+          patch.setattr(self.kernel, "MULTIPROCESSORS", self.multiprocessors)
       yield
 
   @property
@@ -171,10 +176,11 @@ def cuda_tiles(step: int = 16, turing: bool = False) -> Callable[[str], st.Searc
 
 def hopper_tiles(arch: str) -> st.SearchStrategy[hopper_forward.Tiles]:
   return st.builds(
-    hopper_forward.Tiles,
-    warpgroups=st.integers(1, 4),
-    block_n=st.integers(1, 8).map(lambda n: n * 16),
-    stages=st.integers(2, 4),
+    lambda warpgroups, block_n, stages, form: hopper_forward.Tiles(warpgroups, 16 * block_n, stages, *form),
+    st.integers(1, 3),
+    st.integers(1, 8),
+    st.integers(2, 4),
+    st.sampled_from(((), (True,), (True, True), (True, True, 2))),
   )
 
 
@@ -255,7 +261,8 @@ SUBJECTS: dict[str, Subject] = {
     any_tiles=hopper_tiles,
     head_dims=(8, 24, 40, 64, 72),
     most_queries=300,
-    synchronised=lambda arch: (H(1, 32), H(2, 16, 3)),
+    synchronised=lambda arch: (H(1, 32), H(2, 16, 3), H(2, 16, 2, True)),
+    multiprocessors=2,
   ),
   "float8": Subject(
     cuda_forward,

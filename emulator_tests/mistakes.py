@@ -11,7 +11,8 @@ from tinygrad import UOp, dtypes
 
 from uopattn.dsl import instructions
 from uopattn.dsl.amd.staging import RegisterPipeline
-from uopattn.dsl.nvidia import mma, mma_layout, swizzled
+from uopattn.dsl.gpu import jobs
+from uopattn.dsl.nvidia import mma, mma_layout, swizzled, tensor_pipeline
 from uopattn.dsl.rules.rules import HeadRules
 from uopattn.kernels import amd_forward, amx_forward, cpu_decode, cpu_forward, cuda_forward, hopper_forward
 from uopattn.runtime.prepare import compiled
@@ -187,6 +188,62 @@ TF32 = MMA | {"keys in another order": Mistake(swizzled.SwizzledTiles, "element"
 TURING = MMA | {"halves of k exchanged": Mistake(mma, "_part", k_halves_exchanged)}
 NO_PERMUTATION = Mistake(swizzled.SwizzledTiles, "at", instead(without_permutation))
 HOPPER = nvidia(hopper_forward, hopper_forward, "online_softmax") | PACK
+# What a producer brings, and the jobs of persistent workgroups. The gate must reject these.
+HOPPER_PRODUCER = {
+  "boxes one tile late": Mistake(
+    tensor_pipeline.Source,
+    "load",
+    lambda right: lambda self, view, slot, n_tile, *rest: right(self, view, slot, n_tile + 1, *rest),
+  ),
+  "the first 64 columns twice": Mistake(
+    instructions,
+    "tensor_load",
+    lambda right: (
+      lambda family, to, number, barrier, place, *rest: right(
+        family, to, number, barrier, (place[0] * 0, *place[1:]), *rest
+      )
+    ),
+  ),
+  "the first head's rows": Mistake(
+    instructions,
+    "tensor_load",
+    lambda right: (
+      lambda family, to, number, barrier, place, *rest: right(
+        family, to, number, barrier, (*place[:2], place[2] * 0, place[3]), *rest
+      )
+    ),
+  ),
+  "a section without its last job": Mistake(
+    jobs.Jobs,
+    "_share",
+    lambda right: lambda self, workgroup, heads: right(self, workgroup, heads) - (workgroup.eq(1)).cast(dtypes.weakint),
+  ),
+}
+# These the emulator must.
+HOPPER_BARRIERS = {
+  "slots counted anew in each job": Mistake(
+    tensor_pipeline.Counter, "get", lambda right: lambda self, *after: right(self, *after) * 0
+  ),
+  "queries given back by nobody": Mistake(
+    tensor_pipeline.Tiles, "queries_done", instead(lambda self, when, *after: UOp.group(*after))
+  ),
+  "more bytes expected than come": Mistake(
+    instructions,
+    "mbarrier_expect",
+    lambda right: lambda family, barrier, count, *after: right(family, barrier, count + 16, *after),
+  ),
+  "fewer bytes expected than come": Mistake(
+    instructions,
+    "mbarrier_expect",
+    lambda right: lambda family, barrier, count, *after: right(family, barrier, count - 16, *after),
+  ),
+  "the first turn given by nobody": Mistake(hopper_forward, "first_turn", instead(lambda turns, warp, after: after)),
+  "more registers than there are": Mistake(
+    instructions,
+    "release_registers",
+    lambda right: lambda family, count, *rest: right(family, 2 * count, *rest),
+  ),
+}
 # Every tile in one slot: the copy of the next one overwrites what is being read.
 ONE_SLOT = Mistake(swizzled.SwizzledTiles, "tile", lambda right: lambda self, n, *after: right(self, n * 0, *after))
 

@@ -10,19 +10,34 @@ the wait held in place, as in FlashAttention-3 (Shah et al., 2024), the kernel w
 
 Storage: S, m, l, P and O are in registers; `uopattn.dsl.nvidia.mma_layout` says which elements a lane has. Q, and
 `stages` tiles of K and of V, are in shared memory (`uopattn.dsl.nvidia.swizzled`, `Tiles.shared_bytes`), where the
-tensor cores read them. `uopattn.dsl.nvidia.mbarrier` fills the stages, so that a warpgroup waits for another only when
-it is about to run out of tiles.
+tensor cores read them.
+
+There are two ways to bring them there, behind one interface, `Pipeline`:
+- A producer, a further warpgroup, starts all copies from one thread by the tensor memory accelerator
+  (`uopattn.dsl.nvidia.tensor_pipeline`). It keeps 32 or 40 registers per thread and the others get what it gives up,
+  160 or 232 (`REGISTERS`). The others start their products in turns, as in FlashAttention-3: while one multiplies, the
+  next one is at its softmax. Workgroups may be persistent: they do several jobs, blocks of queries of any head, in an
+  order fixed in advance (`uopattn.dsl.gpu.jobs`), with the next job's Q and first tiles on their way while one ends.
+- All threads copy (`uopattn.dsl.nvidia.copy_pipeline`). So it is where a tensor map cannot describe the rows (pages,
+  lengths that only the GPU knows, rows whose starts are no multiples of 16 bytes; `tensor_pipeline.fits`), and with
+  features for which a producer would leave too few registers (all but `LIGHT`).
 
 Full tiles, which all queries of the workgroup see completely, come first and need no mask; masked tiles follow.
 
-Measured 2026-11-22 on an H200 (B=4, H=32, N=4096, float16): 489 TFLOP/s at D=64, 615 at D=128, 604 at D=256, causal 390
-at D=64 and 517 at D=128 (cuDNN in the same run 471, 650, 699, 421 and 561). 164 to 248 registers per thread without
-spills. With other features nvcc 13 spills at D=64 for a bool mask (496 bytes), `mask_mod` and an added 16-bit mask (112
-each) and bounds per query (16), and at D=128 for a bool mask (16).
+Measured 2026-11-23 on an H200 (H=32, float16, 16384 tokens, kept busy so that its clock is limited by power), TFLOP/s
+and the ratio to cuDNN in the same run, for N=512 / 1024 / 2048 / 4096 / 8192:
+    D=128          482 543 575 593 608    1.08 1.08 1.06 1.07 1.06
+    D=128, causal  307 415 495 568 602    1.02 1.10 1.13 1.19 1.20
+    D=64           364 397 457 471 500    1.04 1.00 1.09 1.08 1.13
+    D=64, causal   236 302 366 418 465    0.98 0.98 1.02 1.06 1.12
+For N=4096 alone: 644 at D=192 (1.16) and 561 causal (1.10), 611 at D=256 (1.03) and 545 causal (1.02).
+Nothing spills, up to 40 bytes in a D=64 producer with a window aside. Without a producer nvcc 13 spills at D=64 for a
+bool mask (496 bytes), `mask_mod` and an added 16-bit mask (112 each) and bounds per query (16), and at D=128 for a bool
+mask (16).
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
@@ -31,11 +46,13 @@ from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl import Scope, sizes
 from uopattn.dsl import instructions as ins
+from uopattn.dsl.gpu.jobs import Jobs
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia import wgmma
-from uopattn.dsl.nvidia.mbarrier import MbarrierPipeline
+from uopattn.dsl.nvidia.copy_pipeline import CopyPipeline
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, QUAD, WARP, columns, row_of, row_reduce, store_row
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
+from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline, fits, loop
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import Scaling, lowest, online_softmax
@@ -55,11 +72,17 @@ class Tiles:
     warpgroups: warpgroups per workgroup.
     block_n: keys per tile.
     stages: tiles of K, and of V, in shared memory.
+    producer: whether a further warpgroup brings the tiles, where the layouts of the buffers allow it.
+    persistent: whether a workgroup does several blocks of queries, one after another; only with a producer.
+    q_stages: blocks of queries in shared memory; several only if persistent.
   """
 
   warpgroups: int
   block_n: int
   stages: int = 2
+  producer: bool = False
+  persistent: bool = False
+  q_stages: int = 1
 
   def __post_init__(self) -> None:
     if not 16 <= self.block_n <= 256 or self.block_n % wgmma.K:
@@ -68,6 +91,12 @@ class Tiles:
       raise ValueError(f"Tiles.warpgroups={self.warpgroups}: must be in 1..8")
     if self.stages < 2:
       raise ValueError(f"Tiles.stages={self.stages}: must be at least 2")
+    if self.q_stages < 1 or (self.q_stages > 1 and not self.persistent):
+      raise ValueError(f"Tiles.q_stages={self.q_stages}: must be 1, or more if persistent")
+    if self.persistent and not self.producer:
+      raise ValueError("Tiles.persistent=True: needs producer=True")
+    if self.producer and self.warpgroups not in REGISTERS:
+      raise ValueError(f"Tiles.warpgroups={self.warpgroups}: must be 1 to {max(REGISTERS)} with a producer")
 
   @property
   def block_m(self) -> int:
@@ -76,15 +105,15 @@ class Tiles:
 
   @property
   def threads(self) -> int:
-    return self.warpgroups * WARPS * WARP
+    return (self.warpgroups + self.producer) * WARPS * WARP
 
   def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[SwizzledTiles, SwizzledTiles, SwizzledTiles]:
     """Allocate Q, K and V in shared memory."""
-    Dk, Dv = round_up(Dk, wgmma.K), round_up(Dv, wgmma.K)
+    Dk, Dv, copiers = round_up(Dk, wgmma.K), round_up(Dv, wgmma.K), 1 if self.producer else self.threads
     return (
-      SwizzledTiles.make(s, self.block_m, Dk, 1, self.threads, least=wgmma.PANEL),
-      SwizzledTiles.make(s, self.block_n, Dk, self.stages, self.threads, least=wgmma.PANEL),
-      SwizzledTiles.make(s, self.block_n, Dv, self.stages, self.threads, least=wgmma.PANEL),
+      SwizzledTiles.make(s, self.block_m, Dk, self.q_stages, copiers, least=wgmma.PANEL),
+      SwizzledTiles.make(s, self.block_n, Dk, self.stages, copiers, least=wgmma.PANEL),
+      SwizzledTiles.make(s, self.block_n, Dv, self.stages, copiers, least=wgmma.PANEL),
     )
 
   def shared_bytes(self, Dk: int, Dv: int) -> int:
@@ -112,36 +141,90 @@ class Tiles:
         f"{MAX_HEAD_DIM}"
       )
 
-    def promise(candidate: tuple["Tiles", int, int, int, int]) -> float:
-      tiles, resident, full, half, ends = candidate
-      blocks, places = ceildiv(M, tiles.block_m), MULTIPROCESSORS * resident
-      rows, turns = M / (blocks * tiles.block_m), heads * blocks / round_up(heads * blocks, places)
+    def promise(x: Measured) -> float:
+      blocks, places = ceildiv(M, x.tiles.block_m), MULTIPROCESSORS * x.resident
+      rows, turns = M / (blocks * x.tiles.block_m), heads * blocks / round_up(heads * blocks, places)
       keys, measured = (N / 2, LENGTH / 2) if causal else (N, LENGTH)  # a causal mask skips about half the tiles
-      return (half if causal else full) * rows * turns * (1 + ends / measured) / (1 + ends / keys)
+      return x.speed * rows * turns * (1 + x.ends / measured) / (1 + x.ends / keys)
 
-    size = next(size for size in MEASURED if max(Dk, Dv) <= size)
-    best = max(MEASURED[size], key=promise)[0]
-    tiles = cls(min(best.warpgroups, ceildiv(M, wgmma.M)), min(best.block_n, round_up(N, wgmma.K)), best.stages)
+    plain = LIGHT.issuperset(problem.features)
+    size = next(size for size, _ in MEASURED if max(Dk, Dv) <= size)
+    best = max((x for x in MEASURED[size, causal] if plain or not x.tiles.producer), key=promise).tiles
+    warpgroups, block_n = min(best.warpgroups, ceildiv(M, wgmma.M)), min(best.block_n, round_up(N, wgmma.K))
+    tiles = replace(best, warpgroups=warpgroups, block_n=block_n)
     if (needed := tiles.shared_bytes(Dk, Dv)) > target.lds:
       raise ValueError(f"head sizes {Dk} and {Dv}: {tiles} needs {needed} bytes, of {target.lds}")
     return tiles
 
 
+class Measured(NamedTuple):
+  """What is known of tiles: how fast they are for rows of `LENGTH` queries and keys (H200, H=32, float16).
+
+  Attributes:
+    resident: workgroups per multiprocessor at once.
+    speed: TFLOP/s, divided by the shares of rows and of residency in use.
+    ends: the cost of a job's start and end, as the number of keys that could be processed in that time. It follows from
+      the speed at N=512.
+  """
+
+  tiles: Tiles
+  resident: int
+  speed: float
+  ends: float
+
+
+# Registers per thread of the producer and of the consumers, of 65536, by the number of consuming warpgroups.
+REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}
+# Features that need no more registers in the mainloop. With others, and with a producer, consumers would spill.
+LIGHT = frozenset({"window", "sinks", "q_start"})
 MAX_HEAD_DIM = 256
 MULTIPROCESSORS = 132  # of an H100 or H200
-# By the largest head size: tiles, resident workgroups per multiprocessor, TFLOP/s without and with a causal mask (H200,
-# B=4, H=32, N=LENGTH, float16, 2026-11-21), and the cost of a workgroup's start and end, as the number of keys that it
-# could process in that time. The cost follows from the speed at N=512 and 1024; above head size 128 it is guessed.
+L2_BYTES = 32 << 20  # of the cache, for keys and values
 LENGTH = 4096
+# By the largest head size, and whether causal; 2026-11-23. At head size 192 `ends` is that of 256, and without a
+# producer above head size 128 that of 128.
 MEASURED = {
-  64: (
-    (Tiles(3, 128, 3), 1, 485, 389, 240),
-    (Tiles(1, 128, 2), 3, 462, 406, 110),
-    (Tiles(1, 64, 2), 4, 463, 409, 110),
+  (64, False): (
+    Measured(Tiles(3, 128, 2, producer=True, persistent=True, q_stages=2), 1, 501, 112),
+    Measured(Tiles(2, 128, 3, producer=True, persistent=True, q_stages=2), 1, 444, 117),
+    Measured(Tiles(3, 128, 3), 1, 464, 290),
+    Measured(Tiles(1, 128, 2), 3, 421, 174),
+    Measured(Tiles(1, 64, 2), 4, 421, 174),
   ),
-  128: ((Tiles(2, 128, 3), 1, 619, 546, 175), (Tiles(1, 64, 2), 2, 512, 450, 210)),
-  192: ((Tiles(2, 96, 2), 1, 612, 546, 175),),
-  256: ((Tiles(2, 64, 2), 1, 613, 550, 175), (Tiles(1, 64, 2), 1, 487, 376, 175)),
+  (64, True): (
+    Measured(Tiles(3, 128, 2, producer=True, persistent=True, q_stages=2), 1, 445, 277),
+    Measured(Tiles(2, 128, 3, producer=True, persistent=True, q_stages=2), 1, 409, 221),
+    Measured(Tiles(1, 128, 2), 3, 366, 236),
+    Measured(Tiles(1, 64, 2), 4, 369, 236),
+  ),
+  (128, False): (
+    Measured(Tiles(2, 128, 2, producer=True, persistent=True, q_stages=2), 1, 612, 139),
+    Measured(Tiles(2, 128, 3), 1, 541, 231),
+    Measured(Tiles(1, 64, 2), 2, 447, 277),
+  ),
+  (128, True): (
+    Measured(Tiles(2, 128, 2, producer=True, persistent=True), 1, 586, 283),
+    Measured(Tiles(2, 128, 3), 1, 504, 367),
+    Measured(Tiles(1, 64, 2), 2, 415, 440),
+  ),
+  (192, False): (
+    Measured(Tiles(2, 96, 2, producer=True), 1, 664, 209),
+    Measured(Tiles(2, 96, 2), 1, 542, 231),
+  ),
+  (192, True): (
+    Measured(Tiles(2, 96, 2, producer=True), 1, 579, 329),
+    Measured(Tiles(2, 96, 2), 1, 491, 367),
+  ),
+  (256, False): (
+    Measured(Tiles(2, 64, 2, producer=True, persistent=True), 1, 630, 153),
+    Measured(Tiles(2, 64, 2), 1, 527, 231),
+    Measured(Tiles(1, 64, 2), 1, 419, 231),
+  ),
+  (256, True): (
+    Measured(Tiles(2, 64, 2, producer=True, persistent=True), 1, 562, 241),
+    Measured(Tiles(2, 64, 2), 1, 491, 271),
+    Measured(Tiles(1, 64, 2), 1, 347, 367),
+  ),
 }
 
 
@@ -157,34 +240,111 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     tiles: block sizes.
   """
   (heads, M, Dk), Dv, block_m = sizes(q), sizes(o)[2], tiles.block_m
-  blocks = ceildiv(M, block_m)
   s = Scope()
-  group = Workgroup(s, heads, blocks, tiles.warpgroups * WARPS, WARP, last_first=rules.longest_last)
-  rows = [group.block * block_m + group.warp * MMA_M + row_of(group.lane, half) for half in range(HALVES)]
-  head_rules = rules.at(group.head)
-  key_range = head_rules.key_range(group.block * block_m, block_m, tiles.block_n)
+  if tiles.producer and not all(fits(x) for x in _views(q, k, v, UOp.const(0), rules)):
+    tiles = replace(tiles, producer=False, persistent=False, q_stages=1)
+  cached = max(1, L2_BYTES * rules.group // (2 * rules.N * (Dk + Dv)))
+  jobs = Jobs.of(heads, ceildiv(M, block_m), cached, rules.longest_last, MULTIPROCESSORS, tiles.persistent)
+  group = Workgroup(s, 1, jobs.workgroups, tiles.threads // WARP, WARP)
+  trips = jobs.trips(group.item).simplify()
 
-  scores, state = (
-    s.buffer(tiles.block_n // 2),
-    State.make(s, tiles.block_n, round_up(Dv, wgmma.K), rules.scaling, group.item),
-  )
-  q_tile, k_tiles, v_tiles = tiles.panels(s, Dk, Dv)
-  pipe = MbarrierPipeline(s, head_rules.keys(k), head_rules.keys(v), key_range, k_tiles, v_tiles, group.thread)
-  loop = Mainloop(s, group, q.dtype, pipe, q_tile, scores, rows, head_rules, key_range)
+  def job(trip: UOp) -> Job:
+    head, block = jobs.place(group.item, trip)
+    head_rules = rules.at(head)
+    key_range = head_rules.key_range(block * block_m, block_m, tiles.block_n)
+    return Job(head, block, _views(q, k, v, head, rules), head_rules, key_range)
 
-  queries = q_tile.fill_tile(
-    group.block, HeadView.of(q, group.head, UOp.const(M)), group.block, group.thread, pipe.init()
-  )
-  state = loop.begin(state, pipe.prologue(*queries))
-  for first, trips, masked in full_then_masked(UOp.const(1), key_range.n_full.maximum(1), key_range.n_tiles):
-    state = loop.attend(first, trips, masked, state)
-  acc, m_i, l_i = loop.finish(state)
+  scores, panels = s.buffer(tiles.block_n // 2), tiles.panels(s, Dk, Dv)
+  turns, trip, counts = tiles.warpgroups if tiles.producer else 1, UOp.const(0), None
+  pipe: Pipeline
+  if tiles.producer:
+    consumers, registers = tiles.warpgroups * WARPS, REGISTERS[tiles.warpgroups]
+    tensors = TensorPipeline(s, group, job, trips, panels, consumers, registers)
+    started = first_turn(turns, group.warp, tensors.start())
+    if jobs.persistent:
+      counts, trip = tensors.counts(started), s.axis(trips, AxisType.REDUCE)
+      started = trip
+    mine, pipe = job(trip), tensors.job(counts, started)
+  else:
+    mine = job(trip)
+    pipe = copies = CopyPipeline(s, group, mine.block, mine.views, mine.key_range, panels)
+    started = copies.start()
+  rows = [mine.block * block_m + group.warp * MMA_M + row_of(group.lane, half) for half in range(HALVES)]
+  state = State.make(s, tiles.block_n, round_up(Dv, wgmma.K), rules.scaling, group.item, started)
+  main = Mainloop(s, group, q.dtype, pipe, scores, rows, mine.rules, mine.key_range, turns)
+
+  state = main.begin(state, pipe.queries(started))
+  for first, count, masked in full_then_masked(UOp.const(1), mine.key_range.n_full.maximum(1), mine.key_range.n_tiles):
+    state = main.attend(first, count, masked, state)
+  acc, m_i, l_i = main.finish(state)
 
   stores = []
   for half, row in enumerate(rows):
-    m, l, sink = m_i[half].load() * rules.scaling.log2, l_i[half].load(), head_rules.sink(row)
-    stores += store_row(o, lse, group.head, row, half, acc, m, l, sink, group.lane)
+    m, l, sink = m_i[half].load() * rules.scaling.log2, l_i[half].load(), mine.rules.sink(row)
+    stores += store_row(o, lse, mine.head, row, half, acc, m, l, sink, group.lane)
+  if counts is not None:
+    stores = [UOp.group(*stores, counts.add(mine.key_range.n_tiles, *stores)).end(trip)]
   return group.kernel(f"attention_{heads}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
+
+
+class Job(NamedTuple):
+  """A block of queries of one head, with its keys."""
+
+  head: UOp
+  block: UOp
+  views: tuple[HeadView, HeadView, HeadView]
+  rules: HeadRules
+  key_range: TileRange
+
+
+def _views(q: UOp, k: UOp, v: UOp, head: UOp, rules: Rules) -> tuple[HeadView, HeadView, HeadView]:
+  """The rows of a head of the queries, and of its keys and values."""
+  head_rules = rules.at(head)
+  return HeadView.of(q, head, UOp.const(sizes(q)[1])), head_rules.keys(k), head_rules.keys(v)
+
+
+class Pipeline(Protocol):
+  """What brings the queries and the tiles of K and V to shared memory.
+
+  Each method acts after `after`, and before whatever is `.after` its result.
+  """
+
+  def q_tile(self, *after: UOp) -> SwizzledTiles:
+    """The queries in shared memory."""
+
+  def k_tile(self, n: UOp, *after: UOp) -> SwizzledTiles:
+    """Tile n of K in shared memory."""
+
+  def v_tile(self, n: UOp, *after: UOp) -> SwizzledTiles:
+    """Tile n of V in shared memory."""
+
+  def queries(self, *after: UOp) -> UOp:
+    """Wait until the queries have arrived, or do so with the first tile of K."""
+
+  def keys(self, n: UOp, *after: UOp) -> UOp:
+    """Wait until tile n of K has arrived."""
+
+  def values(self, n: UOp, *after: UOp) -> UOp:
+    """Wait until tile n of V has arrived."""
+
+  def queries_done(self, when: UOp, *after: UOp) -> UOp:
+    """Signal that this warp is done with the queries, where `when`."""
+
+  def keys_done(self, n: UOp, *after: UOp) -> UOp:
+    """Signal that this warp is done with tile n of K."""
+
+  def values_done(self, n: UOp, *after: UOp) -> UOp:
+    """Signal that this warp is done with tile n of V; V lags behind K by a tile, so the first one signalled is -1."""
+
+  def wait_all(self, last: UOp) -> UOp:
+    """Wait, after `last`, for copies that nobody reads."""
+
+
+def first_turn(turns: int, warp: UOp, after: UOp) -> UOp:
+  """The last of `turns` warpgroups gives the first turn to the first one."""
+  if turns == 1:
+    return after
+  return ins.meet_later(CUDA, UOp.const(1), 2 * WARPS * WARP, warp >= (turns - 1) * WARPS, after)
 
 
 class State(NamedTuple):
@@ -222,65 +382,89 @@ class Mainloop:
     group: the position of this thread.
     dtype: dtype of q, k and v.
     pipe: the pipeline that loads the tiles.
-    q_tile: the workgroup's queries in shared memory.
     scores: registers for S.
     rows: this lane's queries.
     rules: the rules of their head.
     key_range: the tiles. Tiles are numbered by their position in it.
+    turns: warpgroups that start their products in turns.
   """
 
   s: Scope
   group: Workgroup
   dtype: DType
-  pipe: MbarrierPipeline
-  q_tile: SwizzledTiles
+  pipe: Pipeline
   scores: UOp
   rows: list[UOp]
   rules: HeadRules
   key_range: TileRange
+  turns: int
+
+  @property
+  def block_n(self) -> int:
+    """Keys per tile."""
+    return 2 * sizes(self.scores)[0]
 
   def begin(self, state: State, started: UOp) -> State:
     """Process the first tile, except for its P V."""
     zero = UOp.const(0)
-    waited = self.wait_qk(0, self.start_qk(zero, self.pipe.consumer_wait(zero, started)))
-    following = self.pipe.producer_load(zero + self.pipe.ahead, waited)
-    _, words, stores = self.softmax(zero, self.key_range.n_full.vmin == 0, state, waited, following)
-    stores.append(self.pipe.consumer_release(zero, *stores))
+    waited = self.wait_qk(0, self.start_qk(zero, self.pipe.keys(zero, started)))
+    done = self.keys_done(zero, waited)
+    _, words, stores = self.softmax(zero, self.key_range.n_full.vmin == 0, state, waited, done)
+    stores.append(self.pipe.values_done(zero - 1, *stores))
     stores += [state.p[i].store(word) for i, word in enumerate(words)]
     return state.after(UOp.group(*stores))
 
   def attend(self, first: UOp, trips: UOp, masked: bool, state: State) -> State:
     """Process the tiles from `first` on, each together with P V of the tile before it."""
-    trip = self.s.axis(trips, AxisType.REDUCE)
-    n_tile, old = first + trip, state.after(trip)
-    qk = self.start_qk(n_tile, self.pipe.consumer_wait(n_tile, trip, *state))
-    pv = self.start_pv(n_tile - 1, old, qk)
-    waited = self.wait_qk(1, pv)
-    following = self.pipe.producer_load(n_tile + self.pipe.ahead, waited)
-    alphas, words, stores = self.softmax(n_tile, masked, old, waited, following)
+    trip, begun = loop(self.s, trips)
+    n_tile, old = first + trip, state.after(*begun)
+    qk = self.start_qk(n_tile, self.take_turn(self.pipe.keys(n_tile, *begun, *state)))
+    pv = self.start_pv(n_tile - 1, old, self.pipe.values(n_tile - 1, qk))
+    waited = self.wait_qk(1, self.pass_turn(pv))
+    done = self.keys_done(n_tile, waited)
+    alphas, words, stores = self.softmax(n_tile, masked, old, waited, done)
     out = self.wait_pv(old, pv, *stores)
     stores += [old.acc[i].store(out[i].load() * alphas[i % 4 // 2]) for i in range(sizes(out)[0])]
     stores += [old.p.after(out)[i].store(word) for i, word in enumerate(words)]
-    stores.append(self.pipe.consumer_release(n_tile, out))
+    stores.append(self.pipe.values_done(n_tile - 1, out))
     return state.after(UOp.group(*stores).end(trip))
 
   def finish(self, state: State) -> tuple[UOp, UOp, UOp]:
     """Add P V of the last tile. Returns O as tiles of accumulators, m and l."""
-    count = self.key_range.n_tiles
-    pv = self.start_pv(count - 1, state, self.pipe.consumer_wait(count, *state))
+    last = self.key_range.n_tiles - 1
+    pv = self.start_pv(last, state, self.pipe.values(last, *state))
     acc = self.wait_pv(state, self.pipe.wait_all(pv))
+    acc = acc.after(self.pipe.values_done(last, acc))
     return acc.reshape(-1, 4), state.m_i, state.l_i
+
+  def keys_done(self, n_tile: UOp, waited: UOp) -> UOp:
+    """Signal that this warp is done with tile n of K, and with the queries if it is the last one."""
+    last = n_tile.eq(self.key_range.n_tiles - 1).simplify()
+    return UOp.group(self.pipe.keys_done(n_tile, waited), self.pipe.queries_done(last, waited))
+
+  def take_turn(self, after: UOp) -> UOp:
+    """Wait for the turn of this warpgroup to start products."""
+    if self.turns == 1:
+      return after
+    return ins.meet(CUDA, 1 + self.group.warp // WARPS, 2 * WARPS * WARP, after)
+
+  def pass_turn(self, after: UOp) -> UOp:
+    """Give the turn to the next warpgroup."""
+    if self.turns == 1:
+      return after
+    following = 1 + (self.group.warp // WARPS + 1) % self.turns
+    return ins.meet_later(CUDA, following, 2 * WARPS * WARP, UOp.const(True), after)
 
   def start_qk(self, n_tile: UOp, *after: UOp) -> UOp:
     """Start S = Q K^T, (64, block_n)."""
-    k_tile = self.pipe.k_tiles.tile(n_tile, *after)
-    q_rows, panels = self.q_tile.address(self.group.warp // WARPS * wgmma.M), (self.q_tile.panel, k_tile.panel)
+    q_tile, k_tile = self.pipe.q_tile(*after), self.pipe.k_tile(n_tile, *after)
+    q_rows, panels = q_tile.address(self.group.warp // WARPS * wgmma.M), (q_tile.panel, k_tile.panel)
     steps = k_tile.columns // wgmma.K
     return wgmma.start(self.dtype, k_tile.rows, steps, self.scores[0], q_rows, k_tile.address(), panels, *after)
 
   def start_pv(self, n_tile: UOp, state: State, *after: UOp) -> UOp:
     """Start O += P V, (64, Dv)."""
-    v_tile, p = self.pipe.v_tiles.tile(n_tile, *after), state.p[0]
+    v_tile, p = self.pipe.v_tile(n_tile, *after), state.p[0]
     steps, panels = v_tile.rows // wgmma.K, (0, v_tile.panel)
     return wgmma.start(
       self.dtype, v_tile.columns, steps, state.acc[0], p, v_tile.address(), panels, *after, registers=True
@@ -288,15 +472,15 @@ class Mainloop:
 
   def wait_qk(self, pending: int, *after: UOp) -> UOp:
     """Wait for S: until at most `pending` products are in flight."""
-    return wgmma.wait(pending, self.pipe.k_tiles.rows, self.scores[0], *after)
+    return wgmma.wait(pending, self.block_n, self.scores[0], *after)
 
   def wait_pv(self, state: State, *after: UOp) -> UOp:
     """Wait for all products. Returns O."""
-    return state.acc.after(wgmma.wait(0, self.pipe.v_tiles.columns, state.acc[0], *after))
+    return state.acc.after(wgmma.wait(0, 2 * sizes(state.acc)[0], state.acc[0], *after))
 
   def softmax(self, n_tile: UOp, masked: bool, state: State, *after: UOp) -> tuple[list[UOp], list[UOp], list[UOp]]:
     """Return alpha of both rows, the words of P, and the stores of m and l. S is read once all of `after` is done."""
-    block_n, factor = self.pipe.k_tiles.rows, self.rules.scaling.log2
+    block_n, factor = self.block_n, self.rules.scaling.log2
     first = self.key_range.tile(n_tile) * block_n + self.group.lane % QUAD * 2
     scores, alphas, stores, parts = self.scores.after(*after), [], [], []
     for half, row in enumerate(self.rows):

@@ -15,12 +15,12 @@ KINDS = {
   "matrix": r"[A-Z]G?MMA\b",
   "trans": r"MUFU",
   "float": r"(F(ADD|MUL|FMA|MNMX|SEL|SETP|SET|CHK)\d?|F2FP?|H(ADD|MUL|FMA|MNMX|SETP|SET)2|I2FP?)\b",
-  "lane": r"(SHFL|VOTEU?|REDUX|MATCH)\b",
+  "lane": r"(SHFL|VOTEU?|REDUX|MATCH|ELECT)\b",
   "async": r"(LDGSTS|LDGDEPBAR|UTMA\w*|UBLKCP)\b",
   "shared": r"(LDSM?|STSM?|ATOMS)\b",
   "memory": r"(LDG?|STG?|LDL|STL|U?LDCU?|ATOMG?|RED)\b",
   "wait": r"(BAR|DEPBAR|SYNCS|WARPSYNC|WARPGROUP\w*|ARRIVES|FENCE|MEMBAR|ERRBAR|CCTL\w*|NANOSLEEP|YIELD|NOP"
-  r"|BR[AX]|BSSY|BSYNC|BREAK|BMOV|CALL|RET|EXIT)\b",
+  r"|BR[AX]|BSSY|BSYNC|ENDCOLLECTIVE|BREAK|BMOV|CALL|RET|EXIT)\b",
   "int": r"(I[A-Z]\w+|U[A-Z]\w+|VI\w+|LEA|P?LOP3|SH[FLR]|MOV|SEL|PRMT|SGXT|POPC|FLO|BREV|BMSK"
   r"|R2UR|[RP]2[RP]|C?S2U?R)\b",
 }
@@ -56,9 +56,10 @@ def disassemble(cubin: bytes) -> str | None:
 def main_loop(text: str) -> Counter[str]:
   """Count the instructions of each kind in the shortest loop with the most matrix instructions.
 
-  Without a loop, all of the code counts. A loop is a natural loop (Aho, Lam, Sethi and Ullman, "Compilers", 9.6.6),
-  restricted to the instructions between its first one and the jump back. The compiler moves rarely executed code, such
-  as repeated polls of a barrier, elsewhere; its jumps back do not form a loop of their own.
+  A loop round another one that has matrix instructions does not count; persistent workgroups have one. Without a loop,
+  all of the code counts. A loop is a natural loop (Aho, Lam, Sethi and Ullman, "Compilers", 9.6.6), restricted to the
+  instructions between its first one and the jump back. The compiler moves rarely executed code, such as repeated polls
+  of a barrier, elsewhere; its jumps back do not form a loop of their own.
   """
   code, after = _read(text)
   before: list[list[int]] = [[] for _ in code]
@@ -70,7 +71,9 @@ def main_loop(text: str) -> Counter[str]:
     for first in following:
       if first <= last and last not in _reached(0, after, without=first):
         bodies.append([i for i in sorted(_reached(last, before, without=first) | {first}) if first <= i <= last])
-  counts = [Counter(_kind(code[i]) for i in body) for body in bodies or [list(range(len(code)))]]
+  counted = [(body, Counter(_kind(code[i]) for i in body)) for body in bodies or [list(range(len(code)))]]
+  inner = [(body[0], set(body)) for body, count in counted if count["matrix"]]
+  counts = [count for body, count in counted if not any(body[0] < first and x <= set(body) for first, x in inner)]
   return max(counts, key=lambda count: (count["matrix"], -count.total()))
 
 

@@ -72,6 +72,38 @@ def test_a_cache_that_the_function_writes_is_read_in_place(precompile: bool) -> 
   assert kernels <= more - 3  # one kernel does what takes tinygrad four
 
 
+def of_cache(q: Tensor, cache: Tensor) -> Tensor:
+  return attention(q, cache[0, :, :, 3:30], cache[1, :, :, 3:30], backend="kernel") * 2
+
+
+INPUTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {  # and kernels: attention, * 2, and copies
+  "an argument": (lambda q, cache: function(of_cache)(q, cache), 2),
+  "captured": (lambda q, cache: function(lambda q: of_cache(q, cache), allow_implicit=True)(q), 2),
+  "captured by a function in a function": (
+    lambda q, cache: function(lambda q: INPUTS["captured"][0](q, cache), allow_implicit=True)(q),
+    2,
+  ),
+  "views of the same buffer": (
+    lambda q, cache: function(lambda q, k, v: attention(q, k, v, backend="kernel") * 2)(
+      q, cache[0, :, :, 3:30], cache[1, :, :, 3:30]
+    ),
+    4,
+  ),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_buffers_that_a_function_has_are_read_in_place(name: str) -> None:
+  f, kernels = INPUTS[name]
+  random = np.random.default_rng(0)
+  q, cache = (Tensor(random.standard_normal(x, np.float32)).realize() for x in ((1, H, 1, D), (2, 1, H, N, D)))
+  with Context(DEV="CPU"):
+    before = GlobalCounters.kernel_count
+    got = f(q, cache).contiguous().realize()
+    assert GlobalCounters.kernel_count == before + kernels
+    np.testing.assert_array_equal(got.numpy(), of_cache(q, cache).numpy())
+
+
 def test_gradients_end_in_one_line() -> None:
   q, k, v = inputs("CPU")
   with pytest.raises(NotImplementedError, match=r"^tinygrad 0.14 takes no gradient of kernels inside a [^\n]*$"):

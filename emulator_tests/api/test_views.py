@@ -15,6 +15,7 @@ from tinygrad.dtype import DType
 
 from uopattn import attention
 from uopattn.runtime.log import log_once
+from uopattn.spec.expanded import distinct_heads
 from uopattn.spec.layout import base_of, contiguous_strides, layout_of
 
 B, H, N, D = 2, 4, 40, 16
@@ -43,11 +44,19 @@ VIEWS: dict[str, tuple[Sequence[tuple[int, ...]], View]] = {
   "odd rows": ([(B, N, H, D + 1)] * 3, lambda q, k, v: [x[..., 1:].transpose(1, 2) for x in (q, k, v)]),
   "one batch for all": ([(1, N, H, D)] * 3, lambda *xs: [x.transpose(1, 2).expand(B, H, N, D) for x in xs]),
 }
+
+
+def rows_first(k: Tensor) -> Tensor:
+  return k.transpose(1, 2).contiguous().realize()
+
+
 REPEATED: dict[str, View] = {
   "one head for all": lambda k: k[:, :1].expand(B, H, N, k.shape[3]),
   "repeat_interleave": lambda k: k.repeat_interleave(2, 1),
   "of a cache": lambda k: k.transpose(1, 2).contiguous().realize().transpose(1, 2).repeat_interleave(2, 1),
   "computed": lambda k: (k * 2).repeat_interleave(2, 1),
+  "before heads come first": lambda k: rows_first(k).repeat_interleave(2, 2).transpose(1, 2),
+  "as in Llama": lambda k: rows_first(k).repeat((1, 1, 1, 2)).reshape(B, N, H, k.shape[3]).transpose(1, 2),
 }
 COPIES: dict[str, tuple[Sequence[tuple[int, ...]], View, str]] = {
   "columns first": ([(B, H, D, N)] * 3, lambda *xs: [x.transpose(2, 3) for x in xs], "its last axis is not contiguous"),
@@ -147,6 +156,11 @@ def test_repeated_heads_are_read_once(name: str) -> None:
   np.testing.assert_allclose(got.numpy(), want.numpy(), atol=1e-5)
   for a, b in zip(grads, wanted, strict=True):
     np.testing.assert_allclose(a.numpy(), b.numpy(), atol=1e-4)
+
+
+def test_heads_in_turns_are_not_repeats() -> None:
+  k = buffers([(B, 2, N, D)], dtypes.float)[0].repeat((1, 2, 1, 1))  # 0 1 0 1
+  assert distinct_heads(k, k)[0] is k
 
 
 @pytest.mark.parametrize("name", COPIES)

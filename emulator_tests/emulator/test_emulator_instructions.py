@@ -298,7 +298,7 @@ def test_every_instruction_has_a_meaning_and_texts_of_its_own():
   assert {instruction.name for instruction in found if instruction is not None} == set(MEANINGS)
   assert None not in found
   for text in texts:
-    rendered = text.format("first", "second", "third", "fourth", "fifth", "sixth")  # braces are balanced
+    rendered = text.format(*"abcdefghijkl")  # braces are balanced
     assert rendered.count("(") == rendered.count(")")
     assert rendered.count("{") == rendered.count("}")
 

@@ -83,6 +83,7 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
   "mask of ints": (*(zeros(2, 4, 8) for _ in "qkv"), zeros(4, 4, dtype=dtypes.int)),
   "mask with more batches": (*(zeros(1, 2, 4, 8) for _ in "qkv"), zeros(3, 1, 4, 4)),
   "heads of values": (zeros(1, 8, 4, 8), zeros(1, 2, 4, 8), zeros(1, 4, 4, 8), None, 0.0, False, True),
+  "several devices": (*(zeros(2, 2, 4, 8).shard(("CPU:0", "CPU:1"), 0) for _ in "qkv"), None, 0.0, True),
   "no keys": (zeros(1, 2, 4, 8), zeros(1, 2, 0, 8), zeros(1, 2, 0, 8)),
 }
 

@@ -6,7 +6,7 @@ On sm_90 `hopper_forward` serves head sizes that are multiples of 8 up to 256; `
 from types import ModuleType
 
 import pytest
-from helpers import check_attention, counts, inputs, on, problem_of, run_tiles
+from helpers import check, check_attention, counts, inputs, on, problem_of, run_tiles
 from mistakes import NO_PERMUTATION
 from tinygrad import Device, dtypes
 
@@ -86,6 +86,9 @@ def test_target_and_float32(arch: str) -> None:
     (hopper_forward, (0, 64), r"Tiles\.warpgroups=0: must be in 1\.\.8"),
     (hopper_forward, (9, 64), r"Tiles\.warpgroups=9: must be in 1\.\.8"),
     (hopper_forward, (2, 64, 1), r"Tiles\.stages=1: must be at least 2"),
+    (hopper_forward, (4, 64, 2, True), r"Tiles\.warpgroups=4: must be 1 to 3 with a producer"),
+    (hopper_forward, (2, 64, 2, False, True), r"Tiles\.persistent=True: needs producer=True"),
+    (hopper_forward, (2, 64, 2, True, False, 2), r"Tiles\.q_stages=2: must be 1, or more if persistent"),
   ],
 )
 def test_tiles_state_their_laws(kernel: ModuleType, arguments: tuple[int, ...], message: str) -> None:
@@ -119,5 +122,8 @@ def test_without_its_permutation_shared_memory_has_conflicts() -> None:
     sources = inputs(1, 1, 1, 64, 64, 64, 64)
     check_attention(*sources)  # ldmatrix takes any address
     assert counts(*sources).bank_conflicts > 0
-  with on("sm_90"), NO_PERMUTATION.made(), pytest.raises(AssertionError, match="worst at"):
-    check_attention(*inputs(1, 1, 1, 64, 64, 64, 64))  # wgmma permutes by itself
+  with on("sm_90"), NO_PERMUTATION.made():
+    sources = inputs(1, 1, 1, 64, 64, 64, 64)
+    out = run_tiles(*sources, hopper_forward.Tiles(1, 64))
+    with pytest.raises(AssertionError, match="worst at"):
+      check(*sources, out)  # wgmma permutes by itself

@@ -297,7 +297,7 @@ def test_each_barrier_and_wait_deleted(subject: Subject, arch: str, dtype: DType
   else:
     assert found.total() >= 3
     assert set(found) >= (
-      {"fence_async", "wgmma_wait"}
+      {"mbarrier_wait" if tiles.producer else "fence_async", "wgmma_wait"}
       if subject is SUBJECTS["hopper"]
       else {"barrier"}
       if arch == "sm_75"

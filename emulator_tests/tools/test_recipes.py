@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 RECIPES = sorted((Path(__file__).parents[2] / "scripts" / "recipes").glob("*.py"))
+SLOW = ("training", "mla_decode", "gpt_oss")
+CASES = [pytest.param(x, id=x.stem, marks=[pytest.mark.slow] if x.stem in SLOW else []) for x in RECIPES]
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("recipe", CASES)
 def test_recipe(recipe: Path, tmp_path: Path) -> None:
   tree = ast.parse(recipe.read_text())
   assert ast.get_docstring(tree)

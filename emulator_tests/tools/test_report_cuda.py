@@ -82,12 +82,18 @@ def test_a_loop_may_end_in_a_call_of_what_follows() -> None:
   assert sass.main_loop(listing(*first, *WAITS)) == Counter(matrix=1, wait=4)
 
 
+def test_a_loop_round_the_main_loop_does_not_count() -> None:
+  inner = (".L_x_1:", "HGMMA.64x128x16.F32 R24", "FADD R0", "@P1 BRA `(.L_x_1)")
+  round_it = (".L_x_0:", "HGMMA.64x128x16.F32 R24", *inner, "@P0 BRA `(.L_x_0)", "EXIT")
+  assert sass.main_loop(listing(*round_it)) == Counter(matrix=1, float=1, wait=1)
+
+
 def test_kinds() -> None:
   expected = {
     "matrix": "HMMA.16816.F32 HGMMA.64x64x16.F32",
     "trans": "MUFU.EX2",
     "float": "FADD FFMA FMNMX FSETP.GEU.AND F2FP.F16.F32.PACK_AB HFMA2.MMA I2F.RP I2FP.F32.S32",
-    "lane": "SHFL.BFLY",
+    "lane": "SHFL.BFLY ELECT",
     "async": "LDGSTS.E.BYPASS.LTC128B.128 LDGDEPBAR",
     "shared": "LDSM.16.MT88.4 STS.128 LDS",
     "memory": "LDG.E STG.E.128 LDL STL LDC.64 ULDC.64",

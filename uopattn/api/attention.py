@@ -179,30 +179,26 @@ def attention(
     block_mask=block_mask,
     return_lse=return_lse,
   )
+  check_backend(backend)
   try:
-    return attend(q, k, v, arguments, backend)
+    call = Call.of(q, k, v, arguments)
   except (TypeError, ValueError) as refusal:
     if backend != "auto":
       raise
     return by_tinygrad(q, k, v, arguments, refusal)
+  return call.by(backend)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, backend: str) -> Any:
-  """Check all arguments and run the backend, for `attention` and the functions built on it."""
+  """Check all arguments and run the backend, for the functions built on `attention`."""
+  check_backend(backend)
+  return Call.of(q, k, v, arguments).by(backend)
+
+
+def check_backend(backend: str) -> None:
+  """Raise ValueError if there is no such backend."""
   if backend not in BACKENDS:
     raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
-  call = Call.of(q, k, v, arguments)
-  if backend == "reference":
-    return call.run(None, backend)
-  try:
-    launch = call.launch()
-  except NoKernel as error:
-    if backend == "kernel":
-      raise ValueError(f"backend='kernel': {error}") from error
-    for reason in error.reasons:
-      log_once(f"attention falls back to plain tinygrad ops: {reason}")
-    return call.run(None, backend)
-  return call.run(launch, backend)
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,6 +244,19 @@ class Call:
     if arguments.dropout_p > 0 and TRAINING:
       seeded = replace(arguments, seed=Tensor.zeros(2, dtype=dtypes.uint32, device=q.device))
     return cls(q4, k4, v4, make_spec(q4, k4, v4, seeded), arguments, restored, rows, dtype)
+
+  def by(self, backend: str) -> Any:
+    """Return the output, or with return_lse the output and the LSE."""
+    launch = None
+    if backend != "reference":
+      try:
+        launch = self.launch()
+      except NoKernel as error:
+        if backend == "kernel":
+          raise ValueError(f"backend='kernel': {error}") from error
+        for reason in error.reasons:
+          log_once(f"attention falls back to plain tinygrad ops: {reason}")
+    return self.run(launch, backend)
 
   def launch(self) -> Launch:
     """Return the launch of the kernel, which stores the LSE, see `forward`. Raises NoKernel."""

@@ -2,7 +2,6 @@
 
 from tinygrad import Tensor
 
-from uopattn.plan.target import DEVICES
 from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import Arguments
 
@@ -23,8 +22,7 @@ def by_tinygrad(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, refusal: 
   beyond = [name for name, declared, value in others if value is not declared.default]
   tensors = [x for x in (q, k, v, given["attn_mask"]) if isinstance(x, Tensor)]
   devices = {x.device for x in tensors if x.device is not None}
-  unknown = [x for x in devices if isinstance(x, str) and x.split(":")[0].upper() not in DEVICES]
-  if beyond or unknown or len(devices) > 1:  # tinygrad would notice devices only when it runs
+  if beyond or len(devices) > 1:  # tinygrad would notice devices only when it runs
     raise refusal
   try:
     out = scaled_dot_product_attention(q, k, v, **given)

@@ -63,6 +63,43 @@ def _float_asm(ptx: str) -> str:
   return '[&](){{ float y; asm("' + ptx + ' %0, %1;":"=f"(y):"f"({0})); return y; }}()'
 
 
+def _tensor_map() -> str:
+  """CUDA text that builds a tensor map in shared memory and publishes it; see `uopattn.dsl.instructions.tensor_map`.
+
+  Ranks, sizes, boxes and strides count from the innermost dimension on; the field of a rank is the rank minus 1.
+  Element type 1 is 16-bit bits, swizzle mode 3 is 128 bytes, fill mode 0 is zeros.
+  """
+  fields = [("global_address", "64", "", "l", "({2})"), ("rank", "32", "", "r", "3")]
+  fields += [("global_dim", "32", f"{i}, ", "r", f"({{{3 + i}}})") for i in range(4)]
+  fields += [("box_dim", "32", f"{i}, ", "r", x) for i, x in enumerate(("64", "({10})", "1", "1"))]
+  fields += [("element_stride", "32", f"{i}, ", "r", "1") for i in range(4)]
+  fields += [("global_stride", "64", f"{i}, ", "l", f"(unsigned long long)({{{7 + i}}})") for i in range(3)]
+  modes = [("elemtype", 1), ("interleave_layout", 0), ("swizzle_mode", 3), ("fill_mode", 0)]
+  place = ".shared::cta.b1024.b"
+  lines = [
+    f'asm volatile("tensormap.replace.tile.{name}{place}{bits} [%0], {at}%1;"::"r"(s),"{kind}"({value}):"memory");'
+    for name, bits, at, kind, value in fields
+  ]
+  lines += [f'asm volatile("tensormap.replace.tile.{name}{place}32 [%0], {x};"::"r"(s):"memory");' for name, x in modes]
+  return _asm(
+    f"if ({{11}}) {{{{ unsigned s = {_SHARED}, lane = {_LANE};"
+    ' asm volatile("st.shared.b32 [%0], %1;"::"r"(s + 4 * lane),"r"(0):"memory"); __syncwarp();'
+    f" if (lane == 0) {{{{ {' '.join(lines)} }}}} __syncwarp();"
+    ' asm volatile("tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [%0], [%1],'
+    f' 128;"::"l"({_MAP.replace("#", "{1}")}),"r"(s):"memory"); }}}}'
+  )
+
+
+def _tensor_load() -> str:
+  where = ",".join(f'"r"({{{i}}})' for i in range(3, 7))
+  return _asm(
+    'asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint'
+    ' [%0], [%1, {{%3, %4, %5, %6}}], [%2], %7;"'
+    f'::"r"({_SHARED}),"l"({_MAP.replace("#", "{1}")}),"r"({_SHARED.replace("{0}", "{2}")}),{where},'
+    '"l"(({7}) ? 0x14F0000000000000ull : 0x12F0000000000000ull):"memory");'
+  )
+
+
 def _ldmatrix(modifier: str) -> str:
   return _asm(
     f'unsigned p[4]; asm volatile("ldmatrix.sync.aligned.m8n8.x4{modifier}.shared.b16 {{{{%0,%1,%2,%3}}}}, [%4];"'
@@ -85,6 +122,8 @@ def _pack4(kind: str) -> str:
 
 
 _SHARED = "(unsigned)__cvta_generic_to_shared({0})"
+_LANE = '[&](){{{{ unsigned y; asm volatile("mov.u32 %0, %%laneid;":"=r"(y)); return y; }}}}()'.format()
+_MAP = "uopattn_map(#)"  # the address of tensor map number #, see `uopattn.runtime.cuda`
 
 
 def _cp_async(size: str, operand: str) -> str:
@@ -333,6 +372,67 @@ _LIST = [
       )
     },
     statement=True,
+  ),
+  # LDS pointer, bytes
+  Instruction(
+    "mbarrier_expect",
+    {
+      "cuda": _asm(
+        f'asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"::"r"({_SHARED}),"r"({{1}}):"memory");'
+      )
+    },
+    statement=True,
+  ),
+  # makes this lane's mbarriers known to copies of tensors
+  Instruction(
+    "mbarrier_fence", {"cuda": _asm('asm volatile("fence.mbarrier_init.release.cluster;":::"memory");')}, statement=True
+  ),
+  # LDS pointer to 128 bytes, number, global pointer, 4 sizes, 3 strides in bytes, rows of a box, condition
+  Instruction("tensor_map", {"cuda": _tensor_map()}, statement=True, cross_lane=True),
+  # number: makes a tensor map known to this lane's copies
+  Instruction(
+    "tensor_map_acquire",
+    {
+      "cuda": _asm(
+        'asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;"'
+        f'::"l"({_MAP.replace("#", "{0}")}):"memory");'
+      )
+    },
+    statement=True,
+  ),
+  # LDS pointer, number of a tensor map, LDS pointer to an mbarrier, 4 coordinates, whether to keep it in L2
+  Instruction("tensor_load", {"cuda": _tensor_load()}, statement=True),
+  # number of registers per lane, condition
+  Instruction(
+    "release_registers",
+    {"cuda": _asm('if ({1}) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;"::"n"({0}));')},
+    statement=True,
+    cross_lane=True,
+  ),
+  # number of registers per lane
+  Instruction(
+    "acquire_registers",
+    {"cuda": _asm('asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;"::"n"({0}));')},
+    statement=True,
+    cross_lane=True,
+  ),
+  # condition: these warps have reached their end
+  Instruction("exit_warps", {"cuda": "0; if ({0}) return"}, statement=True, cross_lane=True),
+  # condition: these lanes leave the loop
+  Instruction("leave_loop", {"cuda": "0; if ({0}) break"}, statement=True, cross_lane=True),
+  # number of a barrier of some warps, threads that meet there
+  Instruction(
+    "meet",
+    {"cuda": _asm('asm volatile("bar.sync %0, %1;"::"r"({0}),"r"({1}):"memory");')},
+    statement=True,
+    cross_lane=True,
+  ),
+  # number, threads, condition: as meet, without waiting
+  Instruction(
+    "meet_later",
+    {"cuda": _asm('if ({2}) asm volatile("bar.arrive %0, %1;"::"r"({0}),"r"({1}):"memory");')},
+    statement=True,
+    cross_lane=True,
   ),
   # makes this lane's writes to LDS, and those of its copies, visible to asynchronous matrix products
   Instruction(

@@ -226,6 +226,103 @@ def mbarrier_wait(family: str, barrier: UOp, parity: UOp | int, *after: UOp) -> 
   return _statement(family, "mbarrier_wait", after, barrier, parity.cast(dtypes.int))
 
 
+def mbarrier_expect(family: str, barrier: UOp, count: int, *after: UOp) -> UOp:
+  """Arrive at the barrier; its phase then also waits for `count` bytes of `tensor_load`. A statement."""
+  return _statement(family, "mbarrier_expect", after, barrier, UOp.const(count, dtypes.int))
+
+
+def mbarrier_fence(family: str, *after: UOp) -> UOp:
+  """Make the barriers that this lane has initialized known to `tensor_load`. A statement.
+
+  Place it before the barrier of the workgroup that follows `mbarrier_init`.
+  """
+  return _statement(family, "mbarrier_fence", after)
+
+
+def tensor_map(
+  family: str,
+  room: UOp,
+  number: int,
+  source: UOp,
+  shape: tuple[int, int, int, int],
+  strides: tuple[int, int, int],
+  rows: int,
+  when: UOp,
+  *after: UOp,
+) -> UOp:
+  """Build tensor map `number` of the workgroup, of 16-bit elements and the 128-byte swizzle, where `when`. A statement.
+
+  The lanes of one warp build it together. A barrier of the workgroup and `tensor_map_acquire` must follow before
+  another warp uses it. Source: PTX ISA, "tensormap.replace" and "tensormap.cp_fenceproxy".
+
+  Args:
+    room: 128 bytes of LDS, aligned to 128.
+    source: the element at (0, 0, 0, 0) in global memory, aligned to 16 bytes.
+    shape: columns, rows, heads and batches. What is beyond them is read as 0.
+    strides: elements from a row, a head and a batch to the next; multiples of 8.
+    rows: rows of a box, up to 256; its columns are 64.
+  """
+  numbers = [UOp.const(x, dtypes.int) for x in (number, *shape)]
+  steps = [UOp.const(x * source.dtype.itemsize, dtypes.long) for x in strides]
+  operands = (room, numbers[0], source, *numbers[1:], *steps, UOp.const(rows, dtypes.int), when)
+  return _statement(family, "tensor_map", after, *operands)
+
+
+def tensor_map_acquire(family: str, number: int, *after: UOp) -> UOp:
+  """Make tensor map `number` known to this lane's `tensor_load`. A statement."""
+  return _statement(family, "tensor_map_acquire", after, UOp.const(number, dtypes.int))
+
+
+def tensor_load(
+  family: str, to: UOp, number: int, barrier: UOp, place: tuple[UOp, UOp, UOp, UOp], keep: bool, *after: UOp
+) -> UOp:
+  """Start copying a box of tensor map `number` to LDS, swizzled; one lane copies all of it. A statement.
+
+  Its bytes, those of zeros beyond the tensor included, count for the current phase of `barrier`.
+
+  Args:
+    to: LDS, aligned to 1024 bytes.
+    place: first column, row, head and batch.
+    keep: whether others will soon read the same, so that the L2 cache should keep it.
+  """
+  where = (x.cast(dtypes.int) for x in place)
+  operands = (to, UOp.const(number, dtypes.int), barrier, *where, UOp.const(int(keep), dtypes.int))
+  return _statement(family, "tensor_load", after, *operands)
+
+
+def release_registers(family: str, count: int, when: UOp, *after: UOp) -> UOp:
+  """Keep `count` registers per lane of the warpgroups where `when` and give back the rest. A statement.
+
+  Source: PTX ISA, "setmaxnreg".
+  """
+  return _statement(family, "release_registers", after, UOp.const(count, dtypes.int), when)
+
+
+def acquire_registers(family: str, count: int, *after: UOp) -> UOp:
+  """Wait until `count` registers per lane are free for this warpgroup, and take them. A statement."""
+  return _statement(family, "acquire_registers", after, UOp.const(count, dtypes.int))
+
+
+def exit_warps(family: str, when: UOp, *after: UOp) -> UOp:
+  """End the warps where `when`. A statement, and no branch: what other warps do later must come after it."""
+  return _statement(family, "exit_warps", after, when)
+
+
+def leave_loop(family: str, when: UOp, *after: UOp) -> UOp:
+  """Leave the innermost loop where `when`, which whole warpgroups do together. A statement."""
+  return _statement(family, "leave_loop", after, when)
+
+
+def meet(family: str, number: UOp, threads: int, *after: UOp) -> UOp:
+  """Wait at barrier `number` (1 to 15) until `threads` threads, whole warps, are there. A statement."""
+  return _statement(family, "meet", after, number.cast(dtypes.int), UOp.const(threads, dtypes.int))
+
+
+def meet_later(family: str, number: UOp, threads: int, when: UOp, *after: UOp) -> UOp:
+  """Count as one that is at barrier `number` where `when`, without waiting; see `meet`. A statement."""
+  return _statement(family, "meet_later", after, number.cast(dtypes.int), UOp.const(threads, dtypes.int), when)
+
+
 def fence_async(family: str, *after: UOp) -> UOp:
   """Make this lane's writes to LDS, completed copies included, visible to `uopattn.dsl.nvidia.wgmma`. A statement.
 

@@ -2,9 +2,27 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tinygrad import UOp
 from tinygrad.dtype import DType
+
+
+class Strides(NamedTuple):
+  """Where the rows of all heads lie in a buffer, in elements.
+
+  Attributes:
+    offset: the first element of the first row.
+    batches, heads: batch elements, and heads per batch element.
+    of_batch, of_head, of_row: distances of neighbours.
+  """
+
+  offset: int
+  batches: int
+  heads: int
+  of_batch: int
+  of_head: int
+  of_row: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,12 +34,14 @@ class View:
     shape: (heads, rows, elements per row).
     start: maps a head and a row to the flat index of the row's first element in the buffer.
     unit: a number of elements that divides the start of every row.
+    strides: where the rows lie; None if packed heads share a head.
   """
 
   buffer: UOp
   shape: tuple[int, int, int]
   start: Callable[[UOp, UOp], UOp]
   unit: int
+  strides: Strides | None = None
 
   @property
   def dtype(self) -> DType:

@@ -20,6 +20,7 @@ class Copies:
 
   groups: np.ndarray
   started: list["Copy"] = field(default_factory=list)
+  loads: list[Any] = field(default_factory=list)  # copies of tensors, see `tensor_copies`
 
 
 @dataclass

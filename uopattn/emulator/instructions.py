@@ -12,7 +12,7 @@ from tinygrad.uop.ops import UOp
 
 from uopattn.dsl.cpu import amx
 
-from . import alu, copies, mbarrier, tiles, warpgroup
+from . import alu, copies, mbarrier, tensor_copies, tiles, tracks, warpgroup
 from .copies import CHUNK, NOTHING
 from .errors import Divergence, OutOfBounds
 from .lanes import Run
@@ -197,6 +197,17 @@ MEANINGS: dict[str, Meaning] = {
   "mbarrier_init": mbarrier.init,
   "mbarrier_arrive": mbarrier.arrive,
   "mbarrier_wait": mbarrier.wait,
+  "mbarrier_expect": mbarrier.expect,
+  "mbarrier_fence": mbarrier.fence,
+  "tensor_map": tensor_copies.build,
+  "tensor_map_acquire": tensor_copies.acquire,
+  "tensor_load": tensor_copies.load,
+  "release_registers": tracks.registers,
+  "acquire_registers": tracks.registers,
+  "exit_warps": tracks.exit_warps,
+  "leave_loop": tracks.leave_loop,
+  "meet": tracks.meet,
+  "meet_later": tracks.meet,
   "cp_async_arrive": mbarrier.arrive_copies,
   "fence_async": warpgroup.fence_async,
   "wgmma": warpgroup.from_shared,

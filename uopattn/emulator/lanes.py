@@ -68,6 +68,9 @@ class Run:
     self.stamped = False  # whether the kernel has mbarriers
     self.barriers: dict[Any, Any] = {}  # the mbarriers, by LDS buffer
     self.clock = 0  # advances with every arrival at an mbarrier
+    self.tracks: Any = None  # the warpgroups, if they run apart
+    self.maps: dict[int, Any] = {}  # the workgroup's tensor maps
+    self.registers: list[int] = []  # per lane, of each warpgroup
     self.flights: Any = None  # the warpgroups' matrix products in flight, if the kernel has any
     self.tiles: Any = None  # the lanes' tiles, if the kernel has any
 

@@ -2,10 +2,12 @@
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from tinygrad.dtype import AddrSpace
+from tinygrad.helpers import round_up
 
 from uopattn.dsl.limits import MAX_THREADS, lds_limit
 
@@ -17,6 +19,8 @@ from .lanes import Run, Shape, wave_size
 from .memory import LDS, Global, Registers
 from .program import Program, execute
 from .tiles import Tiles
+from .tracks import REGISTERS as MAX_REGISTERS
+from .tracks import THREADS, Tracks
 from .warpgroup import Flights
 
 # Lanes per batch: enough to make numpy's cost per call negligible, few enough that all values fit in 64 MiB.
@@ -47,14 +51,21 @@ def launch(
   _check_launch(program, buffers, local_size)
   data = [np.frombuffer(buffer, np.uint8) for buffer in buffers]
   groups, threads = int(np.prod(global_size)), int(np.prod(local_size))
-  batch = max(1, min(BATCH_LANES, BATCH_VALUES // len(program.uops)) // threads)
+  batch = 1 if program.apart else max(1, min(BATCH_LANES, BATCH_VALUES // len(program.uops)) // threads)
   with np.errstate(all="ignore"):  # infinities and integer wraparound are what the hardware gives too
     for first in range(0, groups, batch):
       shape = Shape(min(batch, groups - first), threads, wave_size(program.arch))
       run = Run(program.name, program.arch, shape, tuple(local_size), checking(), count)
       run.place(first, tuple(global_size), tuple(arguments))
       _fill(program, run, data)
-      execute(program.steps, run)
+      if program.apart:
+        run.registers = [MAX_REGISTERS // round_up(threads, THREADS) // 8 * 8] * -(-threads // THREADS)
+        run.tracks = Tracks(run, partial(execute, program.steps, run))
+        run.tracks.finish()
+      else:
+        execute(program.steps, run)
+      if run.check and run.copies is not None and run.copies.loads:
+        raise run.fail(Race, program.uops[-1], "ends while a copy of a tensor is under way")
       if run.check and run.copies is not None and run.copies.started:
         lanes = run.copies.started[0].lanes
         raise run.fail(Race, program.uops[-1], "ends while a copy to LDS is under way", lanes)
@@ -78,7 +89,7 @@ def _check_launch(program: Program, buffers: Sequence[Any], local_size: Sequence
 def _fill(program: Program, run: Run, data: list[np.ndarray]) -> None:
   """Set up the values and the memory of a run."""
   run.values = list(program.template)
-  if program.uses("cp_async"):
+  if program.uses("cp_async") or program.uses("tensor_load"):
     run.copies = Copies(np.zeros(run.shape.lanes, np.int64))
   run.stamped = program.uses("mbarrier")
   if program.uses("wgmma"):

@@ -1,8 +1,8 @@
 """NVIDIA's mbarriers: barriers in LDS that count the arrivals of each phase.
 
-All waves execute a statement together here. So a phase must be complete when a wait names it; otherwise no order of the
+Where all waves execute a statement together, a phase must be complete when a wait names it; otherwise no order of the
 waves completes it. After the wait, all LDS accesses from before the phase's first arrival are ordered, and the copies
-that arrived on completion are visible.
+that arrived on completion are visible. Where warpgroups run apart (`tracks`), a wait lets others run.
 
 Source: PTX ISA, "Asynchronous Barrier".
 """
@@ -13,9 +13,11 @@ import numpy as np
 from tinygrad.uop.ops import UOp
 
 from .copies import NOTHING, Copy, finish
-from .errors import Divergence, OutOfBounds, Race, Unwritten
+from .errors import Divergence, KernelError, OutOfBounds, Race, Unwritten
 from .lanes import Run
 from .memory import LDS, Pointer
+
+TOO_FEW = "waits for a phase that has too few arrivals"
 
 
 class Barriers:
@@ -28,6 +30,9 @@ class Barriers:
     self.maker = np.full(shape, -1)  # the wave that initialised it, until the workgroup's next barrier; then -1
     self.first = np.zeros(shape, np.int64)  # time of the current phase's first arrival
     self.last = np.zeros(shape, np.int64)  # time of the previous phase's first arrival
+    self.latest = np.zeros(shape, np.int64)  # time of the previous phase's last arrival
+    self.bytes = np.zeros(shape, np.int64)  # that the current phase still waits for
+    self.unfenced = np.zeros(shape, bool)  # whether copies of tensors do not know it yet
 
   def known(self, groups: np.ndarray | None) -> None:
     """Record that all threads of `groups` (None for all) have met at a barrier."""
@@ -38,9 +43,24 @@ class Barriers:
     fresh = self.left[at] == self.count[at]
     self.first[tuple(x[fresh] for x in at)] = now
     np.subtract.at(self.left, at, 1)
-    done = self.left == 0
-    self.left[done], self.last[done] = self.count[done], self.first[done]
+    self.advance(now)
+
+  def advance(self, now: int) -> None:
+    """Begin the next phase where the current one is complete."""
+    done = (self.left == 0) & (self.bytes == 0)
+    self.left[done], self.last[done], self.latest[done] = self.count[done], self.first[done], now
     self.phase[done & (self.count > 0)] += 1
+
+  def land(self, run: Run, at: np.ndarray) -> None:
+    """Complete the copies of tensors to which barriers `at` count bytes, where nothing else is missing."""
+    for i in np.unique(at):
+      loads = [x for x in run.copies.loads if x.barriers is self and x.barrier == i and x.phase == self.phase[0, i]]
+      if loads and self.left[0, i] == 0 and sum(x.bytes for x in loads) == self.bytes[0, i]:
+        run.copies.loads = [x for x in run.copies.loads if x not in loads]
+        for x in loads:
+          x.land()
+        self.bytes[0, i] = 0
+        self.advance(run.tick())
 
 
 def _barriers(run: Run, u: UOp, pointer: Pointer) -> Barriers:
@@ -59,7 +79,7 @@ def _places(run: Run, u: UOp, pointer: Pointer, lanes: np.ndarray) -> tuple[np.n
   return run.group[lanes], index
 
 
-def _used(run: Run, u: UOp, pointer: Pointer, lanes: np.ndarray) -> tuple[Barriers, tuple[np.ndarray, np.ndarray]]:
+def used(run: Run, u: UOp, pointer: Pointer, lanes: np.ndarray) -> tuple[Barriers, tuple[np.ndarray, np.ndarray]]:
   barriers, at = _barriers(run, u, pointer), _places(run, u, pointer, lanes)
   if (bad := barriers.count[at] == 0).any():
     raise run.fail(Unwritten, u, f"uses a barrier in {pointer.memory.name} that nothing has made one", lanes[bad])
@@ -76,18 +96,35 @@ def init(run: Run, u: UOp, barrier: Pointer, count: Any, when: Any) -> Any:
     raise run.fail(Race, u, "makes a barrier of what is one already, which may be in use", lanes[bad])
   barriers.count[at] = barriers.left[at] = int(count)
   barriers.maker[at] = run.wave[lanes]
+  barriers.unfenced[at] = True
+  return NOTHING
+
+
+def fence(run: Run, u: UOp) -> Any:
+  waves = run.wave[run.active()]
+  for barriers in run.barriers.values():
+    barriers.unfenced[np.isin(barriers.maker, waves)] = False
   return NOTHING
 
 
 def arrive(run: Run, u: UOp, barrier: Pointer, when: Any) -> Any:
-  barriers, at = _used(run, u, barrier, barrier.memory.lanes(when))
+  barriers, at = used(run, u, barrier, barrier.memory.lanes(when))
+  barriers.arrive(at, run.tick())
+  if run.tracks is not None:
+    run.tracks.signalled()
+  return NOTHING
+
+
+def expect(run: Run, u: UOp, barrier: Pointer, count: Any) -> Any:
+  barriers, at = used(run, u, barrier, run.active())
+  np.add.at(barriers.bytes, at, int(count))
   barriers.arrive(at, run.tick())
   return NOTHING
 
 
 def arrive_copies(run: Run, u: UOp, barrier: Pointer) -> Any:
   lanes = run.active()
-  barriers, at = _used(run, u, barrier, lanes)
+  barriers, at = used(run, u, barrier, lanes)
   index, phase = np.full(run.shape.lanes, -1), np.zeros(run.shape.lanes, np.int64)
   index[lanes], phase[lanes] = at[1], barriers.phase[at]
   for copy in run.copies.started:
@@ -99,9 +136,12 @@ def arrive_copies(run: Run, u: UOp, barrier: Pointer) -> Any:
 
 def wait(run: Run, u: UOp, barrier: Pointer, parity: Any) -> Any:
   lanes = run.active()
-  barriers, at = _used(run, u, barrier, lanes)
+  barriers, at = used(run, u, barrier, lanes)
+  if run.tracks is not None:
+    _wait_apart(run, u, barriers, at, run.spread(parity)[lanes], lanes)
+    return NOTHING
   if (bad := barriers.phase[at] % 2 == run.spread(parity)[lanes]).any():
-    raise run.fail(Divergence, u, "waits for a phase that has too few arrivals", lanes[bad])
+    raise run.fail(Divergence, u, TOO_FEW, lanes[bad])
   waited = np.full(run.shape.lanes, -1)
   waited[lanes] = at[1]
   rest: list[Copy] = []
@@ -117,6 +157,23 @@ def wait(run: Run, u: UOp, barrier: Pointer, parity: Any) -> Any:
     if isinstance(memory, LDS):
       memory.ordered(before)
   return NOTHING
+
+
+def _wait_apart(run: Run, u: UOp, barriers: Barriers, at: Any, parity: np.ndarray, lanes: np.ndarray) -> None:
+  """Wait while other warpgroups run. What the last arrival of the phase knew is then known here."""
+
+  def ready() -> bool:
+    barriers.land(run, at[1])
+    return bool((barriers.phase[at] % 2 != parity).all())
+
+  def stuck() -> KernelError:
+    missing = int(barriers.bytes[at].max())
+    what = f" or bytes: it expects {missing}" if missing else ""
+    return run.fail(Divergence, u, TOO_FEW + what, lanes)
+
+  run.tracks.wait(ready, stuck)
+  if (known := barriers.phase[at] > 0).any():
+    run.tracks.know(lanes[known], int(barriers.latest[at][known].max()))
 
 
 def _finish(run: Run, copy: Copy, barriers: Barriers, waited: np.ndarray) -> list[Copy]:

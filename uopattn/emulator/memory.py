@@ -156,7 +156,7 @@ class LDS(Memory):
       raise self.fail(Unwritten, u, "reads {what}, which nothing has written", granules, ~ok, lanes)
     if self.races:
       bit = self.run.wave_bit[lanes]
-      if (bad := self.writers.take(granules) & ~bit != 0).any():
+      if (bad := (self.writers.take(granules) & ~bit != 0) & self._unseen(0, granules, lanes)).any():
         raise self.fail(Race, u, "reads {what}, which another wave wrote, " + UNORDERED, granules, bad, lanes)
       np.bitwise_or.at(self.readers, granules, np.broadcast_to(bit, granules.shape))
     if self.stamps is not None:
@@ -169,10 +169,26 @@ class LDS(Memory):
     if not self.races:
       return
     bit = self.run.wave_bit[lanes]
-    if (bad := self.readers.take(granules) & ~bit != 0).any():
+    if (bad := (self.readers.take(granules) & ~bit != 0) & self._unseen(1, granules, lanes)).any():
       raise self.fail(Race, u, "writes {what}, which another wave read, " + UNORDERED, granules, bad, lanes)
-    if (bad := (self.writers.take(granules) & ~bit != 0) & differs).any():
+    if (bad := (self.writers.take(granules) & ~bit != 0) & differs & self._unseen(0, granules, lanes)).any():
       raise self.fail(Race, u, "writes {what}, which another wave wrote, " + UNORDERED, granules, bad, lanes)
+
+  def _unseen(self, which: int, granules: np.ndarray, lanes: np.ndarray) -> np.ndarray | bool:
+    """Whether the last write (0) or read (1) of granules may still be under way as far as each lane's wave knows."""
+    if self.stamps is None or self.run.tracks is None:
+      return True
+    return self.stamps[which].take(granules) >= self.run.tracks.seen[self.run.wave[lanes]]
+
+  def arrived(self, granules: np.ndarray, writer: np.uint32) -> None:
+    """Mark granules as written by a copy that is no wave's, and as visible to asynchronous products."""
+    self.written[granules] = True
+    if self.unfenced is not None:
+      self.unfenced[granules] = -1
+    if self.stamps is not None:
+      self.stamps[0][granules] = self.run.clock
+    if self.races:
+      self.writers[granules], self.readers[granules] = writer, 0
 
   def record_write(self, granules: np.ndarray, lanes: np.ndarray) -> None:
     """Mark granules as written by the lanes' waves."""

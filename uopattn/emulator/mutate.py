@@ -16,7 +16,17 @@ from .known import instruction_of
 if TYPE_CHECKING:
   from .program import Program
 
-WAITS = ("cp_async_wait", "fence_async", "mbarrier_wait", "tile_config", "tile_release", "wgmma_wait")
+WAITS = (
+  "cp_async_wait",
+  "fence_async",
+  "mbarrier_fence",
+  "mbarrier_wait",
+  "meet",
+  "tensor_map_acquire",
+  "tile_config",
+  "tile_release",
+  "wgmma_wait",
+)
 
 
 @dataclass(frozen=True)

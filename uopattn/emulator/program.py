@@ -22,6 +22,7 @@ from .instructions import MEANINGS, NOTHING
 from .known import instruction_of
 from .lanes import Run, buffer_of
 from .memory import LDS, Pointer
+from .tracks import LoopLeft
 
 Compute = Callable[[Run], Any]
 Step = tuple[int, Compute]
@@ -79,6 +80,11 @@ class Program:
   def uses(self, prefix: str) -> bool:
     """Return whether the kernel has an instruction whose name begins with `prefix`."""
     return any(name.startswith(prefix) for name in self.names)
+
+  @property
+  def apart(self) -> bool:
+    """Whether the kernel's warpgroups wait for each other in turns, and so run apart; see `tracks`."""
+    return self.uses("exit_warps") or self.uses("meet")
 
   def without(self, omit: UOp) -> "Program":
     """Return a copy of the program without one barrier or statement."""
@@ -272,6 +278,9 @@ class Program:
 
   def _barrier(self, u: UOp) -> Compute:
     def barrier(run: Run) -> None:
+      if run.tracks is not None:
+        run.tracks.meet(u, 0, run.shape.threads, run.active(), True, lambda: met(run, None))
+        return
       groups: np.ndarray | None = None
       if run.mask is not None:
         there = run.mask.reshape(run.shape.groups, -1)
@@ -282,11 +291,16 @@ class Program:
           raise run.fail(Divergence, u, "a barrier that not every thread of the workgroup reaches", missing)
       if run.counters is not None:
         run.counters.barriers += run.shape.groups if groups is None else int(groups.sum())
+      met(run, groups)
+
+    def met(run: Run, groups: np.ndarray | None) -> None:
       for memory in run.memory:
         if isinstance(memory, LDS):
           memory.barrier(groups)
       for counting in run.barriers.values():
         counting.known(groups)
+      for described in run.maps.values():
+        described.maker = -1
 
     return barrier
 
@@ -315,7 +329,10 @@ class Program:
         if not uniform:
           run.mask = (end > n) if outer is None else outer & (end > n)
         run.values[i] = to(n)
-        execute(body, run)
+        try:
+          execute(body, run)
+        except LoopLeft:
+          break
       run.mask = outer
 
     return loop

@@ -94,7 +94,7 @@ def _additive(bias: Tensor | None, padding: Tensor | None, hidden: float, keys: 
 
 
 def group_query_attention(backend: Callable[[], str]) -> Operator:
-  """Return the operator GroupQueryAttention."""
+  """Return the operator GroupQueryAttention. It reads total_sequence_length, which a `TinyJit` cannot capture."""
 
   def operator(
     query: Tensor,

@@ -10,7 +10,7 @@ from tinygrad.renderer import Estimates
 
 from uopattn.dsl import as_type
 from uopattn.dsl.schedule import Kernel, Schedule
-from uopattn.dsl.view import View
+from uopattn.dsl.view import Strides, View
 from uopattn.plan.rules import rules_of
 from uopattn.runtime.function import in_function
 from uopattn.runtime.prepare import prepared
@@ -144,7 +144,8 @@ class Launch:
       return b * of_batch + h * of_head + row * of_row + layout.offset
 
     unit = math.gcd(layout.offset, of_batch, of_head, of_row)
-    return View(buffer, (batches * heads // packs, packs * rows, D), start, unit)
+    strides = Strides(layout.offset, batches, heads, of_batch, of_head, of_row) if packs == 1 else None
+    return View(buffer, (batches * heads // packs, packs * rows, D), start, unit, strides)
 
   def estimates(self) -> Estimates:
     """Estimate the kernel's operations and bytes moved, for tinygrad's own reports."""

@@ -9,6 +9,7 @@ Two devices of tinygrad run CUDA kernels: CUDA, through the CUDA driver's librar
 GPU by itself (`uopattn.runtime.nv`).
 """
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,16 @@ from uopattn.runtime.nv import with_shared_memory
 from uopattn.runtime.program_cache import finished
 
 ALIGN = 1024  # bytes: the period of the widest swizzle of shared memory
+# Tensor maps lie in a global variable of the kernel, a few per multiprocessor. Only kernels of which one workgroup fits
+# on a multiprocessor have them, so no two workgroups use the same ones at once, whatever runs beside. (tinygrad's NV
+# device makes no room for such variables, but it does not know Hopper.)
+MAPS = """__device__ __align__(128) unsigned char uopattn_maps[256][4][128];
+__device__ __forceinline__ void* uopattn_map(int number) {
+  unsigned multiprocessor;
+  asm("mov.u32 %0, %%smid;" : "=r"(multiprocessor));
+  return uopattn_maps[multiprocessor][number];
+}
+"""
 
 
 class SharedRenderer(CUDARenderer):
@@ -44,7 +55,13 @@ class SharedRenderer(CUDARenderer):
 
   def render(self, uops: list[UOp]) -> str:
     self.places = shared_places(uops)[0]
-    return f"extern __shared__ __align__({ALIGN}) unsigned char uopattn_shared[];\n{super().render(uops)}"
+    source = super().render(uops)
+    if "setmaxnreg" in source:  # which needs a bound on registers: that of one workgroup per multiprocessor
+      source = re.sub(r"__launch_bounds__\((\d+)\)", r"__launch_bounds__(\1, 1)", source)
+      # A warpgroup with few registers would spill if the compiler unrolled its loops.
+      source = re.sub(r"^( *)for ", r"\1#pragma unroll 1\n\1for ", source, flags=re.MULTILINE)
+    maps = MAPS if "uopattn_map(" in source else ""
+    return f"{maps}extern __shared__ __align__({ALIGN}) unsigned char uopattn_shared[];\n{source}"
 
   def render_buffer(self, x: UOp) -> str:
     if x.addrspace is not AddrSpace.LOCAL:

@@ -38,16 +38,32 @@ def distinct_heads(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
   buffers = k.uop.has_buffer_identity(after_ok=True) or v.uop.has_buffer_identity(after_ok=True)
   if buffers or 0 in k.shape or 0 in v.shape:
     return k, v
-  found = _distinct_heads(k), _distinct_heads(v)
+  found = _distinct(k, 1), _distinct(v, 1)
   return found if found[0].shape[1] == found[1].shape[1] else (k, v)
 
 
-def _distinct_heads(x: Tensor) -> Tensor:
-  if x.shape[1] == 1 or _constant_axes(x.uop, {})[1]:
-    return x[:, :1]
-  before = x.uop.src[0] if x.uop.op is Ops.RESHAPE else x.uop  # (B, heads, repeats, N, D)
-  in_rows = before.ndim == 5 and (before.shape[0], *before.shape[3:]) == (x.shape[0], *x.shape[2:])
-  return Tensor(before)[:, :, 0] if in_rows and _constant_axes(before, {})[2] else x
+def _distinct(x: Tensor, axis: int) -> Tensor:
+  """Return x without the repetitions along an axis, of four."""
+  if x.shape[axis] == 1 or _constant_axes(x.uop, {})[axis]:
+    return x.shrink(tuple((0, 1) if i == axis else None for i in range(x.ndim)))
+  if x.uop.op is Ops.PERMUTE:
+    order = x.uop.marg
+    return _distinct(Tensor(x.uop.src[0]), order[axis]).permute(order)
+  before = x.uop  # with the repeats along an axis of their own, and axes of size 1 anywhere
+  while before.op is Ops.RESHAPE:
+    before = before.src[0]
+  outer, inner = sizes(x)[:axis], sizes(x)[axis + 1 :]
+  for place, repeats in enumerate(sizes(before)):
+    shape = (*outer, sizes(x)[axis] // repeats, repeats, *inner)
+    if repeats > 1 and _constant_axes(before, {})[place] and _same_axes(sizes(before), place, shape, axis + 1):
+      rows = Tensor(before).reshape(shape)
+      return rows.shrink(tuple((0, 1) if i == axis + 1 else None for i in range(rows.ndim))).squeeze(axis + 1)
+  return x
+
+
+def _same_axes(a: tuple[int, ...], i: int, b: tuple[int, ...], j: int) -> bool:
+  """Return whether two shapes have the same sizes before and after the axes i and j, but for sizes of 1."""
+  return all([n for n in x if n > 1] == [n for n in y if n > 1] for x, y in ((a[:i], b[:j]), (a[i:], b[j:])))
 
 
 def whole_of(part: UOp) -> UOp:

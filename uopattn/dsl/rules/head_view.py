@@ -9,7 +9,7 @@ from tinygrad.dtype import DType
 
 from uopattn.dsl.rules.quantized import widened, widened_bits
 from uopattn.dsl.scope import Scope, as_type, clamp, least, sizes
-from uopattn.dsl.view import View
+from uopattn.dsl.view import Strides, View
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +99,8 @@ class HeadView:
     start: maps a row to the flat index of its first element in the buffer.
     to: the type to which 8-bit elements are widened, see `uopattn.dsl.rules.quantized`; None leaves them as they are.
     unit: a number of elements that divides the start of every row; None is the size of a row.
+    strides: where the rows of all heads lie; None where that is not regular.
+    head: the head, numbered through all batch elements.
   """
 
   x: UOp
@@ -107,14 +109,17 @@ class HeadView:
   start: Callable[[UOp], UOp]
   to: DType | None = None
   unit: int | None = None
+  strides: Strides | None = None
+  head: UOp | None = None
 
   @classmethod
   def of(cls, x: UOp | View, head: UOp, length: UOp, to: DType | None = None) -> "HeadView":
     """View a head of x, (heads, rows, size): a contiguous buffer or a strided view."""
-    _, rows, size = sizes(x)
+    heads, rows, size = sizes(x)
     if isinstance(x, View):
-      return cls(x.buffer, size, length, lambda row: x.start(head, row), to, x.unit)
-    return cls(x, size, length, lambda row: (head * rows + row) * size, to)
+      return cls(x.buffer, size, length, lambda row: x.start(head, row), to, x.unit, x.strides, head)
+    strides = Strides(0, 1, heads, heads * rows * size, rows * size, size)
+    return cls(x, size, length, lambda row: (head * rows + row) * size, to, None, strides, head)
 
   def in_chunks(self, elements: int) -> bool:
     """Whether every row starts at a multiple of `elements` and is a multiple of them long."""

@@ -63,10 +63,10 @@ def full_then_masked(begin: UOp, n_full: UOp, n_tiles: UOp) -> list[tuple[UOp, U
   both = (begin, n_full - begin, False), (n_full, n_tiles - n_full, True)
   # tinygrad misplaces the body of a loop that has no trips.
   found = [(first, trips.simplify(), masked) for first, trips, masked in both]
-  return [(first, _blurred(trips), masked) for first, trips, masked in found if trips.vmax > 0]
+  return [(first, blurred(trips), masked) for first, trips, masked in found if trips.vmax > 0]
 
 
-def _blurred(trips: UOp) -> UOp:
+def blurred(trips: UOp) -> UOp:
   """Return `trips`. If it is 0 or 1, return it in a form of which tinygrad only knows that it is at most 2.
 
   `HeadMasks.key_range` gives the reason.

@@ -1,0 +1,196 @@
+"""Copies of boxes by a producer's warpgroup on the emulator: right, and each mistake an error of its kind."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from emulator_kernels import kernel, launch, lds, loop, threads
+from tinygrad import UOp, dtypes
+
+import uopattn.emulator as emulator
+from uopattn.dsl import instructions as ins
+
+CUDA, ARCH = "cuda", "sm_90"
+ROWS, COLUMNS = 8, 64  # of a box
+HEIGHT = 21  # of the matrix, whose last box has 3 rows that do not exist
+GROUP = 128  # threads of a warpgroup; the second one is the producer
+
+Kernel = Callable[..., UOp]
+
+
+def copied(
+  *,
+  fence: bool = True,
+  mapped: bool = True,
+  met: bool = True,
+  acquired: bool = True,
+  expected: int = 2 * ROWS * COLUMNS,
+  parity: int = 0,
+  to: int = 0,
+  first: int = 0,
+  pitch: int = COLUMNS,
+  height: int = HEIGHT,
+  builder: int = 0,
+  elected: int = GROUP,
+  box: int = 2,
+) -> Kernel:
+  """A kernel that returns box 2 of a matrix by way of LDS; the keywords each put in a mistake."""
+
+  def body(o: UOp, x: UOp) -> UOp:
+    t, memory, barriers = threads(2 * GROUP), lds(1, ROWS * COLUMNS + COLUMNS, dtypes.ushort), lds(2, 1, dtypes.ulong)
+    made = ins.mbarrier_init(CUDA, barriers[0], 1, t.eq(0))
+    made = ins.mbarrier_fence(CUDA, made) if fence else made
+    room, shape = lds(3, 64, dtypes.uint)[0], (COLUMNS, height, 1, 1)
+    when = (t // 32).eq(builder) if builder >= 0 else t.eq(0)
+    built = ins.tensor_map(CUDA, room, 0, x[first], shape, (pitch, 8, 8), ROWS, when) if mapped else made
+    ready = UOp.barrier(made, built) if met else UOp.group(made, built)
+    known = ins.tensor_map_acquire(CUDA, 0, ready) if acquired else ready
+    once = loop((t.eq(elected) if elected >= 0 else t >= GROUP).cast(dtypes.weakint) * 2 // 2)
+    begun = ins.mbarrier_expect(CUDA, barriers[0], expected, known, once)
+    place = (UOp.const(0), UOp.const(box * ROWS), UOp.const(0), UOp.const(0))
+    loaded = ins.tensor_load(CUDA, memory[to], 0, barriers[0], place, False, begun).end(once)
+    consumers = ins.exit_warps(CUDA, t >= GROUP, loaded)
+    waited = memory.after(ins.mbarrier_wait(CUDA, barriers[0], parity, consumers))
+    stores = []
+    for i in range(ROWS * COLUMNS // GROUP):
+      at = t % GROUP + i * GROUP
+      row, column = at // COLUMNS, at % COLUMNS
+      swizzled = row * COLUMNS + (column // 8 ^ row % 8) * 8 + column % 8
+      stores.append(o[at].store(waited[swizzled].load()))
+    return kernel("copied", stores, t)
+
+  return body
+
+
+def run(body: Kernel) -> tuple[np.ndarray, np.ndarray]:
+  x = np.arange(1, HEIGHT * COLUMNS + 1, dtype=np.uint16)
+  return launch(body, np.zeros(ROWS * COLUMNS, np.uint16), x, arch=ARCH), x.reshape(HEIGHT, COLUMNS)
+
+
+def test_a_box_is_copied_with_zeros_for_rows_that_do_not_exist() -> None:
+  got, x = run(copied())
+  expected = np.zeros((ROWS, COLUMNS), np.uint16)
+  expected[: HEIGHT - 2 * ROWS] = x[2 * ROWS :]
+  assert (got.reshape(ROWS, COLUMNS) == expected).all()
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], type[emulator.KernelError], str]] = {
+  "barrier not fenced": ({"fence": False}, emulator.Race, "a barrier that was made without mbarrier_fence"),
+  "map not built": ({"mapped": False}, emulator.Unwritten, "uses tensor map 0, which nothing has built"),
+  "map not acquired": ({"acquired": False}, emulator.Race, "uses tensor map 0 without tensor_map_acquire"),
+  "nobody met": ({"met": False}, emulator.Unwritten, "uses tensor map 0, which nothing has built"),
+  "too many bytes expected": ({"expected": 1040}, emulator.Divergence, "too few arrivals or bytes: it expects 1040"),
+  "too few bytes expected": ({"expected": 1008}, emulator.Divergence, "too few arrivals or bytes: it expects 1008"),
+  "the phase before": ({"parity": 1}, emulator.Unwritten, "which nothing has written"),
+  "place not aligned": ({"to": 64}, emulator.OutOfBounds, "copies a box to byte 128"),
+  "place past the end": ({"to": ROWS * COLUMNS}, emulator.OutOfBounds, "copies a box to byte 1024"),
+  "address not aligned": ({"first": 4, "height": 5}, emulator.OutOfBounds, "builds a tensor map"),
+  "stride not aligned": ({"pitch": 60}, emulator.OutOfBounds, "builds a tensor map"),
+  "matrix past the buffer": ({"height": HEIGHT + 1}, emulator.OutOfBounds, "builds a tensor map that ends after"),
+  "map built by a lane": ({"builder": -1}, emulator.Divergence, "builds a tensor map by other than one whole warp"),
+  "box copied by all lanes": ({"elected": -1}, emulator.KernelError, "copies a box 128 times|arrivals"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_an_error(name: str) -> None:
+  mistake, error, message = MISTAKES[name]
+  with pytest.raises(error, match=message):
+    run(copied(**mistake))
+
+
+# what whole warps and warpgroups do
+
+
+def statement(make: Callable[[UOp, UOp], UOp]) -> Kernel:
+  """A kernel of two warpgroups that adds 1 to each number; `make` returns a statement on the thread before it."""
+
+  def body(o: UOp, x: UOp) -> UOp:
+    t = threads(2 * GROUP)
+    done = make(t, lds(1, 2 * GROUP))
+    return kernel("statement", [o[t].store(x.after(done)[t].load() + 1)], t)
+
+  return body
+
+
+def warpgroup(t: UOp) -> UOp:
+  return t // GROUP
+
+
+def in_turns(first: int) -> Callable[[UOp, UOp], UOp]:
+  """Warpgroup 0, then warpgroup 1 meets at its own barrier; `first` gives the first turn."""
+
+  def make(t: UOp, memory: UOp) -> UOp:
+    given = ins.meet_later(CUDA, UOp.const(1), 2 * GROUP, warpgroup(t).eq(1 if first >= 0 else 2))
+    met = ins.meet(CUDA, 1 + warpgroup(t), 2 * GROUP, given)
+    return ins.meet_later(CUDA, UOp.const(2), 2 * GROUP, warpgroup(t).eq(0), met)
+
+  return make
+
+
+def left(t: UOp, memory: UOp) -> UOp:
+  """Leave a loop of 5 trips in the fourth."""
+  i = loop(5)
+  return memory.after(ins.leave_loop(CUDA, i.eq(3), apart(t), i))[t].store(i.cast(dtypes.float)).end(i)
+
+
+RIGHT = {
+  "in turns": in_turns(0),
+  "a loop left": left,
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_warpgroups_do_apart(name: str) -> None:
+  x = np.arange(2 * GROUP, dtype=np.float32)
+  assert (launch(statement(RIGHT[name]), x, x, arch=ARCH) == x + 1).all()
+
+
+def apart(t: UOp) -> UOp:
+  """No warp ends, but warpgroups run apart."""
+  return ins.exit_warps(CUDA, t < 0)
+
+
+WRONG: dict[str, tuple[Callable[[UOp, UOp], UOp], str]] = {
+  "no first turn": (in_turns(-1), "waits at barrier 1 of 256 threads, where too few arrive"),
+  "a barrier of fewer": (
+    lambda t, m: ins.meet(CUDA, UOp.const(1), GROUP + 32),
+    "has 256 threads meet at a barrier of 160",
+  ),
+  "nobody waits": (
+    lambda t, m: ins.meet_later(CUDA, UOp.const(1), 2 * GROUP, t >= 0),
+    "completes barrier 1 without anyone waiting",
+  ),
+  "a part of a warp": (
+    lambda t, m: ins.meet_later(CUDA, UOp.const(1), 2 * GROUP, t < 16),
+    "meets at a barrier without whole warps",
+  ),
+  "a part of a warpgroup ends": (lambda t, m: ins.exit_warps(CUDA, t < 32), "ends a part of a warpgroup"),
+  "registers of a warp": (
+    lambda t, m: ins.release_registers(CUDA, 40, t < 32, apart(t)),
+    "sets registers of a part of a warpgroup",
+  ),
+  "registers not in steps of 8": (
+    lambda t, m: ins.release_registers(CUDA, 44, t < GROUP, apart(t)),
+    "not 24 to 256 in steps of 8",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake_of_warpgroups_is_an_error(name: str) -> None:
+  make, message = WRONG[name]
+  x = np.arange(2 * GROUP, dtype=np.float32)
+  with pytest.raises(emulator.Divergence, match=message):
+    launch(statement(make), x, x, arch=ARCH)
+
+
+def test_a_loop_left_by_a_part_of_the_lanes_is_an_error() -> None:
+  def make(t: UOp, memory: UOp) -> UOp:
+    i = loop(5)
+    return memory.after(ins.leave_loop(CUDA, t < 16, apart(t), i))[t].store(i.cast(dtypes.float)).end(i)
+
+  x = np.arange(2 * GROUP, dtype=np.float32)
+  with pytest.raises(emulator.Divergence, match="leaves a loop with a part of the lanes"):
+    launch(statement(make), x, x, arch=ARCH)

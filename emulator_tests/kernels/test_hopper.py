@@ -1,0 +1,145 @@
+"""`hopper_forward` with a producer: what it serves, persistent workgroups, and deliberate mistakes in what only it has.
+
+The checks of all kernels, in test_forward, draw tiles with a producer too.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from conformance import SUBJECTS
+from helpers import on_device
+from mistakes import HOPPER_BARRIERS, HOPPER_PRODUCER, Mistake
+from tinygrad import UOp, dtypes
+
+import uopattn.emulator as emulator
+from uopattn import attention
+from uopattn.dsl.gpu.jobs import Jobs
+from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline
+from uopattn.dsl.schedule import Problem
+from uopattn.dsl.target import Target
+from uopattn.kernels.hopper_forward import Tiles
+from uopattn.runtime.prepare import compiled
+
+HOPPER, ARCH, HALF = SUBJECTS["hopper"], "sm_90", dtypes.half
+PRODUCER, PERSISTENT = Tiles(2, 16, 2, producer=True), Tiles(2, 16, 2, producer=True, persistent=True)
+SIZES = (2, 4, 2, 150, 90, 24, 16)  # 16 jobs
+
+
+@pytest.fixture
+def brought(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TensorPipeline]]:
+  """A list with an entry for each kernel that has been built with a producer."""
+  found: list[TensorPipeline] = []
+  start = TensorPipeline.start
+
+  def noted(self: TensorPipeline) -> UOp:
+    found.append(self)
+    return start(self)
+
+  monkeypatch.setattr(TensorPipeline, "start", noted)
+  compiled.cache_clear()
+  yield found
+  compiled.cache_clear()
+
+
+N = SIZES[4]
+FEATURES: dict[str, dict[str, Any]] = {
+  "of places": {"window": (20, 5), "sinks": np.arange(4, dtype=np.float32), "q_start": np.array([-9, 60])},
+  "of scores": {"softcap": 2.0, "score_mod": lambda score, b, h, i, j: score - 0.1 * h * (i - j), "is_causal": True},
+  "of keys": {"attn_mask": np.random.default_rng(0).random((1, 1, SIZES[3], N)) < 0.5},
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_features(name: str, brought: list[TensorPipeline]) -> None:
+  with HOPPER.on(ARCH, PERSISTENT):
+    given = {key: on_device(x) for key, x in FEATURES[name].items()}
+    HOPPER.check(*HOPPER.inputs(ARCH, SIZES, HALF), given, **FEATURES[name])
+  assert brought
+
+
+def test_views_with_heads_last(brought: list[TensorPipeline]) -> None:
+  with HOPPER.on(ARCH, PRODUCER):
+    q, k, v = (x.transpose(1, 2).contiguous().realize().transpose(1, 2) for x in HOPPER.inputs(ARCH, SIZES, HALF))
+    HOPPER.check(q, k, v)
+  assert brought
+
+
+def test_what_tensor_maps_cannot_describe_is_copied_by_all_threads(brought: list[TensorPipeline]) -> None:
+  """Lengths that only the GPU knows, and rows whose starts are no multiples of 16 bytes."""
+  with HOPPER.on(ARCH, PERSISTENT):
+    q, k, v = HOPPER.inputs(ARCH, SIZES, HALF)
+    lengths = np.array([50, 90])
+    HOPPER.check(q, k, v, {"kv_lengths": on_device(lengths)}, kv_lengths=lengths)
+    wide = k.pad(((0, 0), (0, 0), (0, 0), (0, 4))).contiguous().realize()
+    HOPPER.check(q, wide[..., : SIZES[5]], v)
+  assert not brought
+
+
+@pytest.mark.parametrize(
+  ("options", "expected"),
+  [
+    ({}, True),
+    ({"window": (None, 0)}, True),
+    ({"features": ("window", "sinks")}, True),
+    ({"features": ("softcap",)}, False),
+    ({"features": ("kv_lengths",)}, False),
+    ({"features": ("sinks", "attn_mask")}, False),
+  ],
+)
+def test_tiles_have_a_producer_where_its_consumers_have_the_registers(options: dict[str, Any], expected: bool) -> None:
+  problem = Problem(4, 32, 32, 4096, 4096, 128, 128, HALF, 1.0, **options)
+  assert Tiles.choose(problem, Target("CUDA", ARCH)).producer == expected
+
+
+def number(x: UOp) -> int:
+  """The value of a constant expression."""
+  x = x.simplify()
+  assert x.vmin == x.vmax
+  return int(x.vmin)
+
+
+@pytest.mark.parametrize("longest_last", [False, True])
+@pytest.mark.parametrize(("heads", "blocks", "cached"), [(7, 5, 100), (13, 4, 5), (20, 8, 6), (1, 1, 1), (3, 44, 1)])
+def test_every_job_is_done_once_and_workgroups_do_as_much(
+  heads: int, blocks: int, cached: int, longest_last: bool
+) -> None:
+  for persistent in (False, True):
+    jobs = Jobs.of(heads, blocks, cached, longest_last, 6, persistent)
+    done, work = Counter[tuple[int, ...]](), [0] * jobs.workgroups
+    for workgroup in range(jobs.workgroups):
+      for trip in range(number(jobs.trips(UOp.const(workgroup)))):
+        head, block = map(number, jobs.place(UOp.const(workgroup), UOp.const(trip)))
+        done[head, block] += 1
+        work[workgroup] += block + 1 if longest_last else 1
+    assert done == Counter((head, block) for head in range(heads) for block in range(blocks))
+    if persistent:
+      assert max(work) - sum(work) / len(work) <= (blocks if longest_last else 1)
+
+
+@pytest.mark.parametrize("name", HOPPER_PRODUCER)
+def test_a_mistake_is_caught(name: str) -> None:
+  caught(HOPPER_PRODUCER[name], AssertionError, "worst at")
+
+
+@pytest.mark.parametrize("name", HOPPER_BARRIERS)
+def test_a_mistake_is_seen_by_the_emulator(name: str) -> None:
+  caught(HOPPER_BARRIERS[name], emulator.KernelError, "kernel attention")
+
+
+def caught(mistake: Mistake, error: type[Exception], message: str) -> None:
+  with HOPPER.on(ARCH, PERSISTENT), mistake.made(), pytest.raises(error, match=message):
+    HOPPER.check(*HOPPER.inputs(ARCH, (2, 2, 2, 150, 40, 72, 24), HALF), is_causal=True)
+
+
+def test_each_wait_between_jobs_deleted() -> None:
+  """Of jobs with one tile each, for which no wait stands for another's with both numbers of slots."""
+  tried = []
+  for stages in (2, 3):
+    with HOPPER.on(ARCH, Tiles(1, 16, stages, producer=True, persistent=True, q_stages=2)):
+      sources = HOPPER.inputs(ARCH, (1, 2, 2, 130, 16, 24, 24), HALF)
+      tried.append(emulator.delete_each_barrier(lambda: attention(*sources, backend="kernel").realize()))
+  assert sum(x.what == "mbarrier_wait" for x in tried[0]) == 6  # for q, k and v: that they have come, and are free
+  assert [str(two) for two, three in zip(*tried, strict=True) if two.caught is three.caught is None] == []

@@ -1,0 +1,331 @@
+"""A pipeline that brings queries and tiles of K and V to shared memory by Hopper's tensor memory accelerator (TMA).
+
+One thread of a warpgroup of its own, the producer, starts all copies; the others, the consumers, only wait for them and
+say when they are done. Each copy brings up to 64 columns of a tile, swizzled, with zeros for what does not exist.
+Tile n of K and of V is in slot n % stages, counted through all jobs of a workgroup, and job i's queries in slot i of
+theirs. Each slot has two barriers: one counts the bytes that have arrived, the other the consumers' warps that are done
+with it. Few registers suffice for the producer; the consumers take the rest.
+
+The tensor maps that describe the buffers are built by the kernel, one warp each, so that it takes no arguments besides
+the buffers; `uopattn.runtime.cuda` says where they are.
+
+Sources: PTX ISA, "mbarrier", "cp.async.bulk.tensor" and "setmaxnreg"; FlashAttention-3 (Shah et al., 2024).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, cast
+
+from tinygrad import UOp, dtypes
+from tinygrad.dtype import AddrSpace
+from tinygrad.helpers import ceildiv
+from tinygrad.uop.ops import AxisType
+
+from uopattn.dsl import instructions as ins
+from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.nvidia.mma_layout import WARP
+from uopattn.dsl.nvidia.swizzled import SwizzledTiles
+from uopattn.dsl.rules.head_view import HeadView
+from uopattn.dsl.rules.tile_range import TileRange, blurred
+from uopattn.dsl.scope import Scope, as_type
+
+CUDA = "cuda"
+COLUMNS = 64  # of a copy: the 128 bytes of the swizzle
+UNIT = 8  # elements that strides must be multiples of: 16 bytes
+MAP_WORDS = 32  # 32-bit words of a tensor map
+WARPS = 4  # of the producer's warpgroup
+
+
+def fits(view: HeadView) -> bool:
+  """Whether a tensor map can describe the rows of all heads: strides of whole 16 bytes, and no row that is hidden."""
+  x = view.strides
+  if x is None or view.widens or view.x.dtype.itemsize != 2 or view.length.vmin != view.length.vmax:
+    return False
+  steps = [x.of_row] + [x.of_head] * (x.heads > 1) + [x.of_batch] * (x.batches > 1)
+  return all(0 < step < 1 << 36 for step in steps) and all(n % UNIT == 0 for n in (view.size, x.offset, *steps))
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+  """A buffer that a tensor map describes, and where its boxes go.
+
+  Attributes:
+    number: number of the tensor map.
+    tiles: the tiles in shared memory.
+    keep: whether other workgroups will read the same.
+  """
+
+  number: int
+  tiles: SwizzledTiles
+  keep: bool
+
+  @property
+  def bytes(self) -> int:
+    """Bytes that arrive per tile."""
+    return ceildiv(self.tiles.columns, COLUMNS) * self.tiles.rows * COLUMNS * 2
+
+  def describe(self, view: HeadView, room: UOp, warp: UOp) -> UOp:
+    """Build the tensor map of all heads, by one warp."""
+    x = view.strides
+    assert x is not None
+    shape = (view.size, int(view.length.vmax), x.heads, x.batches)
+    # the stride of an axis of size 1 is not used, but must be valid
+    strides = x.of_row, x.of_head if x.heads > 1 else UNIT, x.of_batch if x.batches > 1 else UNIT
+    start, place = as_type(view.x, dtypes.ushort)[UOp.const(x.offset)], room[self.number * MAP_WORDS]
+    return ins.tensor_map(CUDA, place, self.number, start, shape, strides, self.tiles.rows, warp.eq(self.number))
+
+  def load(self, view: HeadView, slot: UOp, n_tile: UOp, barrier: UOp, *after: UOp) -> UOp:
+    """Start copying tile `n_tile` of a head to a slot. One thread does all of it."""
+    x, tile, head = view.strides, self.tiles.tile(slot), view.head
+    assert x is not None
+    assert head is not None
+    place, copies = (n_tile * self.tiles.rows, head % x.heads, head // x.heads), []
+    begun = ins.mbarrier_expect(CUDA, barrier, self.bytes, *after)
+    for column in range(0, self.tiles.columns, COLUMNS):
+      to = tile.memory[tile.base + column // COLUMNS * tile.panel]
+      copies.append(ins.tensor_load(CUDA, to, self.number, barrier, (UOp.const(column), *place), self.keep, begun))
+    return UOp.group(*copies)
+
+
+class Job(Protocol):
+  """A block of queries and its keys."""
+
+  @property
+  def block(self) -> UOp:
+    """The block of queries within its head."""
+
+  @property
+  def views(self) -> tuple[HeadView, HeadView, HeadView]:
+    """The rows of its head of the queries, the keys and the values: 16-bit elements that `fits`."""
+
+  @property
+  def key_range(self) -> TileRange:
+    """Its tiles of keys."""
+
+
+@dataclass(frozen=True, eq=False)
+class Slots:
+  """The barriers of the slots of one buffer. Each method acts after `after`, and before what is `.after` its result.
+
+  Attributes:
+    source: what they hold.
+    barriers: for each slot, whether a tile has arrived; then for each, whether all consumers are done with it.
+    count: the number of tiles before tile 0, modulo twice the slots.
+  """
+
+  source: Source
+  barriers: UOp
+  count: UOp
+
+  @property
+  def stages(self) -> int:
+    return self.source.tiles.slots
+
+  def tile(self, n: UOp, *after: UOp) -> SwizzledTiles:
+    """Shared memory with tile n in use."""
+    return self.source.tiles.tile(n + self.count, *after)
+
+  def load(self, view: HeadView, n: UOp, n_tile: UOp, *after: UOp) -> UOp:
+    """Bring tile `n_tile` of a head as tile n once all consumers are done with the previous one in its slot."""
+    at = n + self.count
+    if at.vmax >= self.stages:  # there may have been a previous one
+      after = (ins.mbarrier_wait(CUDA, self._at(at, self.stages), (at // self.stages + 1) % 2, *after),)
+    return self.source.load(view, at, n_tile, self._at(at), *after)
+
+  def wait(self, n: UOp, *after: UOp) -> UOp:
+    """Wait until tile n has arrived."""
+    at = n + self.count
+    return ins.mbarrier_wait(CUDA, self._at(at), at // self.stages % 2, *after)
+
+  def release(self, n: UOp, when: UOp, *after: UOp) -> UOp:
+    """Signal, by the lanes where `when`, that their warp is done with tile n."""
+    return ins.mbarrier_arrive(CUDA, self._at(n + self.count, self.stages), when, *after)
+
+  def _at(self, n: UOp, first: int = 0) -> UOp:
+    return self.barriers[first + n % self.stages]
+
+
+class TensorPipeline:
+  """The producer, which is the last warpgroup, and the slots that it fills for a workgroup's jobs, one after another.
+
+  Each method acts after `after`, and before whatever is `.after` its result.
+  """
+
+  def __init__(
+    self,
+    s: Scope,
+    group: Workgroup,
+    jobs: Callable[[UOp], Job],
+    trips: UOp,
+    tiles: tuple[SwizzledTiles, SwizzledTiles, SwizzledTiles],
+    consumers: int,
+    registers: tuple[int, int],
+  ):
+    """Create a pipeline.
+
+    Args:
+      jobs: returns the workgroup's job of a given number.
+      trips: the number of jobs.
+      tiles: shared memory for queries, for K and for V.
+      consumers: warps that consume.
+      registers: registers per thread of the producer, and of a consumer.
+    """
+    self._s, self._group, self._jobs, self._trips = s, group, jobs, trips
+    self._consumers, self._registers = consumers, registers
+    self._sources = [Source(i, x, keep=i > 0) for i, x in enumerate(tiles)]
+    self._barriers = [s.buffer(2 * x.slots, dtype=dtypes.ulong, space=AddrSpace.LOCAL) for x in tiles]
+    self._room = s.buffer(len(tiles) * MAP_WORDS, dtype=dtypes.uint, space=AddrSpace.LOCAL)
+
+  def start(self) -> UOp:
+    """Bring all tiles, by the producer; what follows is for consumers only."""
+    group, first, made = self._group, self._group.thread.eq(0), []
+    producer = group.warp >= self._consumers
+    for x, barriers in zip(self._sources, self._barriers, strict=True):
+      arrivals = [1] * x.tiles.slots + [self._consumers] * x.tiles.slots
+      made += [ins.mbarrier_init(CUDA, barriers[i], n, first) for i, n in enumerate(arrivals)]
+    views = self._jobs(UOp.const(0)).views
+    maps = [x.describe(view, self._room, group.warp) for x, view in zip(self._sources, views, strict=True)]
+    ready = UOp.barrier(ins.mbarrier_fence(CUDA, *made), *maps)
+    known = UOp.group(*(ins.tensor_map_acquire(CUDA, x.number, ready) for x in self._sources))
+    reduced = ins.release_registers(CUDA, self._registers[0], producer, known)
+    brought = self._bring(group.thread.eq(self._consumers * WARP), reduced)
+    return ins.acquire_registers(CUDA, self._registers[1], ins.exit_warps(CUDA, producer, brought))
+
+  def _bring(self, elected: UOp, *after: UOp) -> UOp:
+    """Bring what all jobs need, by the thread that is `elected`."""
+    once, zero = self._trips.vmax == 1, UOp.const(0)
+    counts, trips = None if once else self.counts(*after), elected.cast(dtypes.weakint)
+    trip = self._s.axis(blurred(trips) if once else trips * self._trips, AxisType.REDUCE)
+    begun = (*after, trip)
+    job, (q, k, v) = self._jobs(zero if once else trip), self._slots(counts, *begun)
+    (q_view, k_view, v_view), tiles, count = job.views, job.key_range.tile, job.key_range.n_tiles
+    # the queries after the first keys, whose slot is free earlier
+    last = q.load(q_view, zero, job.block, k.load(k_view, zero, tiles(zero), *begun))
+    if (trips := (count - 1).simplify()).vmax > 0:
+      n, begun = loop(self._s, trips, last)
+      brought = k.load(k_view, n + 1, tiles(n + 1), *begun)
+      last = v.load(v_view, n, tiles(n), brought).end(n)
+    last = v.load(v_view, count - 1, tiles(count - 1), last)
+    return UOp.group(last if counts is None else counts.add(count, last)).end(trip)
+
+  def counts(self, *after: UOp) -> "Counts":
+    """Begin to count jobs and tiles."""
+    q, k, _ = (Counter.make(self._s, x.tiles.slots, *after) for x in self._sources)
+    return Counts(q, k)
+
+  def _slots(self, counts: "Counts | None", *after: UOp) -> tuple[Slots, Slots, Slots]:
+    """The slots as they are when a job begins."""
+    jobs, tiles = (UOp.const(0),) * 2 if counts is None else (x.get(*after) for x in counts)
+    of = zip(self._sources, self._barriers, (jobs, tiles, tiles), strict=True)
+    return cast(tuple[Slots, Slots, Slots], tuple(Slots(*x) for x in of))
+
+  def job(self, counts: "Counts | None", *after: UOp) -> "Tiles":
+    """The tiles of a job, as consumers see them."""
+    return Tiles(*self._slots(counts, *after), self._group.lane)
+
+
+@dataclass(frozen=True, eq=False)
+class Counter:
+  """How many have been in the slots of a buffer, modulo twice the slots, in a register.
+
+  Attributes:
+    register: a byte, so that tinygrad knows that sums with the count stay within 32 bits.
+    modulus: twice the slots, after which slots and parities repeat.
+  """
+
+  register: UOp
+  modulus: int
+
+  @classmethod
+  def make(cls, s: Scope, slots: int, *after: UOp) -> "Counter":
+    register = s.buffer(1, dtype=dtypes.uchar)
+    return cls(register.after(register.after(*after)[0].store(UOp.const(0, dtypes.uchar))), 2 * slots)
+
+  def get(self, *after: UOp) -> UOp:
+    return self.register.after(*after)[0].load().cast(dtypes.weakint)
+
+  def add(self, n: UOp | int, *after: UOp) -> UOp:
+    """Add n to the register."""
+    return self.register.after(*after)[0].store(((self.get(*after) + n) % self.modulus).cast(dtypes.uchar))
+
+
+class Counts(NamedTuple):
+  """How many jobs, and tiles of K and of V, a workgroup has done."""
+
+  jobs: Counter
+  tiles: Counter
+
+  def add(self, tiles: UOp, *after: UOp) -> UOp:
+    """Count a job with its tiles."""
+    return UOp.group(self.jobs.add(1, *after), self.tiles.add(tiles, *after))
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+  """The tiles of one job, as a consumer sees them.
+
+  Each method acts after `after`, and before whatever is `.after` its result.
+  """
+
+  q: Slots
+  k: Slots
+  v: Slots
+  lane: UOp
+
+  def q_tile(self, *after: UOp) -> SwizzledTiles:
+    """The queries in shared memory."""
+    return self.q.tile(UOp.const(0), *after)
+
+  def k_tile(self, n: UOp, *after: UOp) -> SwizzledTiles:
+    """Tile n of K in shared memory."""
+    return self.k.tile(n, *after)
+
+  def v_tile(self, n: UOp, *after: UOp) -> SwizzledTiles:
+    """Tile n of V in shared memory."""
+    return self.v.tile(n, *after)
+
+  def queries(self, *after: UOp) -> UOp:
+    """Wait until the queries have arrived."""
+    return self.q.wait(UOp.const(0), *after)
+
+  def keys(self, n: UOp, *after: UOp) -> UOp:
+    """Wait until tile n of K has arrived."""
+    return self.k.wait(n, *after)
+
+  def values(self, n: UOp, *after: UOp) -> UOp:
+    """Wait until tile n of V has arrived."""
+    return self.v.wait(n, *after)
+
+  def queries_done(self, when: UOp, *after: UOp) -> UOp:
+    """Signal that this warp is done with the queries, where `when`. Nobody waits for the only ones."""
+    if not when.vmax or self.q.count.vmax == 0:
+      return UOp.group(*after)
+    return self.q.release(UOp.const(0), self.lane.eq(0) & when, *after)
+
+  def keys_done(self, n: UOp, *after: UOp) -> UOp:
+    """Signal that this warp is done with tile n of K."""
+    return self.k.release(n, self.lane.eq(0), *after)
+
+  def values_done(self, n: UOp, *after: UOp) -> UOp:
+    """Signal that this warp is done with tile n of V; there is no tile -1."""
+    return self.v.release(n, self.lane.eq(0), *after) if n.vmax >= 0 else UOp.group(*after)
+
+  def wait_all(self, last: UOp) -> UOp:
+    """Return `last`: no tile is brought that nobody reads."""
+    return last
+
+
+def loop(s: Scope, trips: UOp, *after: UOp) -> tuple[UOp, tuple[UOp, ...]]:
+  """Begin a loop of `trips` trips, inside a loop over jobs if their number depends on it.
+
+  tinygrad would end a loop over jobs together with a loop whose number of trips depends on it. So such a loop has as
+  many trips as any job, and is left early.
+
+  Returns:
+    The axis, and what the loop's body must come after.
+  """
+  if not any(x.arg[-1] is AxisType.REDUCE for x in trips.ranges):
+    axis = s.axis(blurred(trips), AxisType.REDUCE)
+    return axis, (*after, axis)
+  axis = s.axis(int(trips.vmax) + (trips.vmax == 1), AxisType.REDUCE)
+  return axis, (ins.leave_loop(CUDA, axis >= trips, *after, axis),)

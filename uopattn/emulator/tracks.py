@@ -1,0 +1,197 @@
+"""Warpgroups that run apart: each executes the kernel by itself, and they meet where the kernel makes them wait.
+
+Otherwise all lanes execute a statement together, which no kernel can whose warpgroups wait for each other in turns.
+Here one workgroup runs at a time, and of its warpgroups one at a time until it must wait. Then, and whenever it signals
+something, the last warpgroup that can go on goes on. So a producer, the last one, is as far ahead as it may be, and a
+copy is complete no sooner than somebody waits for it: whatever lacks a wait shows.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from tinygrad.uop.ops import UOp
+
+from .errors import Divergence, KernelError
+from .lanes import Run
+
+THREADS = 128  # of a warpgroup
+
+
+class _Ended(Exception):
+  """The warpgroup has reached its end, or the run has failed."""
+
+
+class Track:
+  """One warpgroup: a thread of Python that runs only while it is this warpgroup's turn."""
+
+  def __init__(self, tracks: "Tracks", lanes: np.ndarray, body: Callable[[], None]):
+    self.lanes = lanes
+    self.ready: Callable[[], bool] = lambda: True
+    self.stuck: Callable[[], KernelError] | None = None  # makes the error of a wait that nothing can end
+    self.ended = self.must_fail = False
+    self.turn = threading.Semaphore(0)
+    self.state: tuple[list[Any], np.ndarray | None] = list(tracks.run.values), lanes
+    self.thread = threading.Thread(target=tracks._live, args=(self, body), daemon=True)
+    self.thread.start()
+
+
+class Tracks:
+  """The warpgroups of one workgroup."""
+
+  def __init__(self, run: Run, body: Callable[[], None]):
+    self.run, self.error, self.failed = run, None, False
+    self._turn = threading.Semaphore(0)
+    self._meetings: dict[int, tuple[int, int, int]] = {}  # by barrier: threads there, times it was complete, who waits
+    self.seen = np.zeros(run.shape.waves, np.int64)  # the time up to which each wave knows what others did
+    groups = -(-run.shape.threads // THREADS)
+    self.tracks = [Track(self, run.thread // THREADS == i, body) for i in range(groups)]
+    self.now = self.tracks[0]
+
+  error: BaseException | None
+
+  def finish(self) -> None:
+    """Run all warpgroups to their end. Raises the first error of any."""
+    try:
+      while waiting := [x for x in self.tracks if not x.ended]:
+        following = next((x for x in reversed(waiting) if x.ready()), None)
+        if following is None:
+          following = next((x for x in waiting if x.stuck is not None), waiting[0])
+          following.must_fail = True
+        self._resume(following)
+        if self.error is not None:
+          raise self.error
+    finally:
+      self.failed = True
+      for x in self.tracks:
+        if not x.ended:
+          self._resume(x)
+        x.thread.join()
+      self.run.mask = None
+
+  def _resume(self, track: Track) -> None:
+    self.now = track
+    self.run.values, self.run.mask = track.state
+    track.turn.release()
+    self._turn.acquire()
+
+  def _live(self, track: Track, body: Callable[[], None]) -> None:
+    track.turn.acquire()
+    try:
+      if not self.failed:
+        with np.errstate(all="ignore"), contextlib.suppress(_Ended):
+          body()
+    except BaseException as error:
+      self.error = self.error or error
+    track.ended = True
+    self._turn.release()
+
+  def wait(self, ready: Callable[[], bool], stuck: Callable[[], KernelError] | None = None) -> None:
+    """Let other warpgroups run until `ready`. If none of them can, raise the error that `stuck` makes."""
+    track = self.now
+    if stuck is not None and ready():
+      return
+    track.ready, track.stuck = ready, stuck
+    track.state = (self.run.values, self.run.mask)
+    self._turn.release()
+    track.turn.acquire()
+    if self.failed:
+      raise _Ended
+    if track.must_fail and stuck is not None:
+      raise stuck()
+    track.ready, track.stuck = (lambda: True), None
+
+  def signalled(self) -> None:
+    """Let the last warpgroup go on that can, because this one has just signalled something."""
+    self.wait(lambda: True)
+
+  def leave(self) -> None:
+    """End this warpgroup."""
+    raise _Ended
+
+  def know(self, lanes: np.ndarray, time: int) -> None:
+    """Record that the waves of `lanes` know what was done before a time."""
+    waves = self.run.wave[lanes]
+    self.seen[waves] = np.maximum(self.seen[waves], time)
+
+  def meet(
+    self, u: UOp, number: int, count: int, lanes: np.ndarray, waits: bool, done: Callable[[], None] = lambda: None
+  ) -> None:
+    """Count threads at a barrier, and wait there or not; `done` is called once all have met. Raises Divergence."""
+    there, complete, waiting = self._meetings.get(number, (0, 0, 0))
+    there += len(lanes)
+    waiting += waits
+    if there > count:
+      raise self.run.fail(Divergence, u, f"has {there} threads meet at a barrier of {count}", lanes)
+    if there == count:
+      if not waiting:
+        raise self.run.fail(Divergence, u, f"completes barrier {number} without anyone waiting at it", lanes)
+      there, complete, waiting = 0, complete + 1, 0
+      self.run.tick()
+      done()
+    self._meetings[number] = there, complete, waiting
+    if not waits:
+      self.signalled()
+      return
+    target = complete if there == 0 else complete + 1
+    what = f"waits at barrier {number} of {count} threads, where too few arrive"
+    self.wait(lambda: self._meetings[number][1] >= target, lambda: self.run.fail(Divergence, u, what, lanes))
+    self.know(lanes, self.run.clock)
+
+
+def apart(run: Run, u: UOp) -> Tracks:
+  """The warpgroups that run apart. Every kernel with an instruction that asks for them has them."""
+  assert run.tracks is not None, u
+  return run.tracks
+
+
+def meet(run: Run, u: UOp, number: Any, count: Any, when: Any = None) -> Any:
+  lanes = run.active() if when is None else np.flatnonzero(run.spread(when) & run.mask)
+  if len(lanes):
+    if len(lanes) % run.shape.wave or len(numbers := np.unique(run.spread(number)[lanes])) != 1:
+      raise run.fail(Divergence, u, "meets at a barrier without whole warps, or at several barriers at once", lanes)
+    apart(run, u).meet(u, int(numbers[0]), int(count), lanes, when is None)
+  return np.int32(0)
+
+
+def exit_warps(run: Run, u: UOp, when: Any) -> Any:
+  lanes = run.active()
+  ended = run.spread(when)[lanes]
+  if ended.any() != ended.all():
+    raise run.fail(Divergence, u, "ends a part of a warpgroup", lanes[ended])
+  if ended.all():
+    apart(run, u).leave()
+  return np.int32(0)
+
+
+class LoopLeft(Exception):
+  """All lanes that are active have left the innermost loop."""
+
+
+def leave_loop(run: Run, u: UOp, when: Any) -> Any:
+  lanes = run.active()
+  leaves = run.spread(when)[lanes]
+  if leaves.any() != leaves.all():
+    raise run.fail(Divergence, u, "leaves a loop with a part of the lanes", lanes[leaves])
+  if leaves.all():
+    raise LoopLeft
+  return np.int32(0)
+
+
+def registers(run: Run, u: UOp, count: Any, when: Any = None) -> Any:
+  """Change the number of registers of whole warpgroups. Raises Divergence if there are not as many."""
+  lanes = run.active() if when is None else np.flatnonzero(run.spread(when) & run.mask)
+  if len(lanes) % THREADS or not 24 <= int(count) <= 256 or int(count) % 8:
+    raise run.fail(Divergence, u, "sets registers of a part of a warpgroup, or not 24 to 256 in steps of 8", lanes)
+  if len(lanes):
+    tracks = apart(run, u)
+    held = run.registers
+    held[lanes[0] // THREADS] = int(count)
+    enough = lambda: sum(held) * THREADS <= REGISTERS  # noqa: E731
+    tracks.wait(enough, lambda: run.fail(Divergence, u, f"needs more than {REGISTERS} registers in all: {held}", lanes))
+  return np.int32(0)
+
+
+REGISTERS = 65536  # of a multiprocessor
