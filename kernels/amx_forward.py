@@ -175,7 +175,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     return reduce(UOp.__or__, hidden).where(-inf, x) if hidden else x
 
   scores, m_new = row_maxima(s, scores, state, score, inside)
-  p, stores, alpha = exponentiate(s, scores, m_new, state, scaling.log2, parts, 3 if lse is None else 5, inside)
+  p, stores, alpha = exponentiate(s, scores, m_new, state, q_t, scaling.log2, parts, 3 if lse is None else 5, inside)
   end = loop.end(multiply_pv(s, p, v_tile, state, alpha, stores, inside).end(g))
 
   acc, m_i, l_i = (x.after(end) for x in (acc, m_i, l_i))
@@ -395,6 +395,7 @@ def exponentiate(
   scores: UOp,
   m_new: UOp,
   state: State,
+  q_t: UOp,
   scale_log2: float,
   parts: int,
   degree: int,
@@ -415,13 +416,23 @@ def exponentiate(
   done: tuple[UOp, ...] = (*inside, scores, shift, l_tile)
   for j in range(GROUPS):
     places = p.after(*inside)[j, 0, 0, 0], scores[j, 0, 0], shift[j, 0], l_tile[j, 0]
-    done = (weigh(*places, scale_log2, block_n, parts, degree, *done),)
+    done = (weigh(*places, scale_log2, block_n, parts, degree, soon_read(state, q_t, j), *done),)
   l_tile = l_tile.after(*done)
   group, m = s.axis(GROUPS), s.axis(LANES)
   place = state.group + group
   l_new = l_old(group, m) * alpha[group, m] + l_tile[group, m]
   stores = [state.l_i[place, m].store(l_new), state.m_i.after(alpha)[place, m].store(m_new[group, m])]
   return p.after(*done), [UOp.group(*stores).end(group, m)], alpha
+
+
+def soon_read(state: State, q_t: UOp, j: int) -> tuple[tuple[UOp, int], tuple[UOp, int]]:
+  """O^T of a group, and Q^T of the group that comes after the two, with their bytes: both are in the L2 cache."""
+  groups, *shape = sizes(q_t)
+  following = clamp(state.group + GROUPS + j, 0, groups - 1)
+  return (state.acc[state.group + j, 0, 0], ROW_BYTES * sizes(state.acc)[1]), (
+    q_t[following, 0, 0, 0],
+    prod(shape) * q_t.dtype.itemsize,
+  )
 
 
 def multiply_pv(

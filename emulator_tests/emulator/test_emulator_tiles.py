@@ -122,7 +122,18 @@ def test_weights(parts: int, degree: int, error: float) -> None:
 
   def body(o: UOp, l: UOp, x: UOp, shift: UOp) -> UOp:
     w = item()
-    done = amx.weigh(o[w * parts * rows * 8], x[w * rows * 16], shift[0], l[w * 16], 0.25, rows, parts, degree, w)
+    done = amx.weigh(
+      o[w * parts * rows * 8],
+      x[w * rows * 16],
+      shift[0],
+      l[w * 16],
+      0.25,
+      rows,
+      parts,
+      degree,
+      ((x[0], 0), (x[0], 64)),
+      w,
+    )
     return kernel(f"weigh_{parts}_{degree}", [done], w)
 
   x = -np.abs(RNG.standard_normal((ITEMS, rows, 16)) * 40).astype(np.float32)

@@ -15,9 +15,11 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from tinygrad import UOp, dtypes
+from tinygrad.helpers import ceildiv
 
 from uopattn.dsl.instruction_set import Instruction
 from uopattn.dsl.instructions import statement
+from uopattn.dsl.limits import LINE
 
 TILES = 8
 ROWS = 16  # of a tile
@@ -115,6 +117,10 @@ def _weigh(parts: int, degree: int) -> str:
     "unsigned *p = (unsigned *){0}; const float *s = {1}; vector shift, l;",
     "__builtin_memcpy(&shift, {2}, 64); __builtin_memcpy(&l, {3}, 64);",
     '_Pragma("clang loop unroll_count(4)") for (int i = 0; i < {5}; i += 2) {{ vector a, b;',
+    *(
+      f"for (int j = 0; j < {lines}; j++) __builtin_prefetch((const char *){place} + 64 * (i / 2 * {lines} + j), 0, 3);"
+      for place, lines in (("{6}", "{7}"), ("{8}", "{9}"))
+    ),
     "__builtin_memcpy(&a, s + 16 * i, 64); __builtin_memcpy(&b, s + 16 * i + 16, 64);",
     "a = a * {4} - shift; b = b * {4} - shift;",
     _exp2("a", degree),
@@ -150,7 +156,8 @@ _LIST = [
   Instruction("transpose", {"c": _transpose()}, statement=True),
   # pointers to rows and to factors, number of rows
   Instruction("scale_rows", {"c": _SCALE_ROWS}, statement=True),
-  # pointers to weights, scores, shifts and sums, factor on scores, number of rows
+  # pointers to weights, scores, shifts and sums, factor on scores, number of rows; twice a pointer to what will soon be
+  # read and cache lines of it per two rows
   *[
     Instruction(f"weigh_{parts}_{degree}", {"c": _weigh(parts, degree)}, statement=True, parameters=(parts, degree))
     for parts in (1, 2, 3)
@@ -233,7 +240,16 @@ def scale_rows(rows: UOp, factors: UOp, count: int, *after: UOp) -> UOp:
 
 
 def weigh(
-  to: UOp, scores: UOp, shift: UOp, sums: UOp, factor: float, rows: int, parts: int, degree: int, *after: UOp
+  to: UOp,
+  scores: UOp,
+  shift: UOp,
+  sums: UOp,
+  factor: float,
+  rows: int,
+  parts: int,
+  degree: int,
+  ahead: tuple[tuple[UOp, int], tuple[UOp, int]],
+  *after: UOp,
 ) -> UOp:
   """Turn scores of 16 queries, one per lane, into weights exp2(score * factor - shift) for `tile_product`. A statement.
 
@@ -247,7 +263,10 @@ def weigh(
     rows: keys, an even number.
     parts: 1, 2 or 3.
     degree: of the polynomial that computes exp2, see `EXP2`; below 5 only with one part.
+    ahead: INDEX of what will soon be read, and its size in bytes, of two arrays: they are brought into the L1 cache.
   """
   weights = INSTRUCTIONS[f"weigh_{parts}_{degree}"]
-  operands = UOp.const(factor, dtypes.float), UOp.const(rows, dtypes.int)
+  operands = [UOp.const(factor, dtypes.float), UOp.const(rows, dtypes.int)]
+  for place, size in ahead:
+    operands += [place, UOp.const(ceildiv(size, LINE * rows // 2), dtypes.int)]
   return statement(weights, "c", after, to, scores, shift, sums, *operands)
