@@ -12,7 +12,11 @@ Storage, all on the stack: Q^T, packed once per block, and O^T, sized for the se
 packed once per block and tile of keys; S^T and P^T of 32 queries. Head sizes are padded with zeros to multiples of 32.
 Keys that do not exist are zeros, and are hidden.
 
-Denormal bfloat16 count as 0.
+float16 is the sum of two bfloat16 numbers and float32 of three, by cutting off, so Q, K, V and P are stored in two or
+three parts, and a product takes three or four, or six, products of parts. Denormal bfloat16 count as 0, and an infinity
+in several parts gives NaN.
+
+Not measured yet.
 """
 
 from collections.abc import Callable
@@ -84,10 +88,10 @@ class Tiles:
         raise ValueError(f"Tiles.{name}={value}: must be a positive multiple of {unit}")
 
   def stack_bytes(self, Dk: int, Dv: int, parts: int) -> int:
-    """Bytes of Q^T and O^T, of a tile of K and of V, and of S^T and P^T."""
+    """Bytes of Q^T and O^T, of a tile of K and of V, of S^T before and after masks, and of P^T."""
     Dk, Dv = round_up(Dk, STEP), round_up(Dv, STEP)
     of_queries = self.block_m * (2 * parts * Dk + 4 * Dv)
-    return of_queries + 2 * parts * self.block_n * (Dk + 2 * Dv) + GROUPS * LANES * self.block_n * (4 + 2 * parts)
+    return of_queries + 2 * parts * self.block_n * (Dk + 2 * Dv) + GROUPS * LANES * self.block_n * (8 + 2 * parts)
 
   @classmethod
   def choose(cls, problem: Problem, target: Target) -> "Tiles":
