@@ -141,7 +141,7 @@ def with_vectors(lanes: int, registers: int, threads: int = 1) -> Target:
 
 
 def cpu_target(arch: str) -> Target:
-  """A CPU in tinygrad's spelling, "arm64,cortex-a72", AMX left out; skips the test if the compiler has no code for it."""
+  """A CPU in tinygrad's spelling, "arm64,cortex-a72", without AMX; skips the test if there is no compiler for it."""
   Device["CPU"]  # compiles programs of its own when it is first asked for: they are for this machine
   try:
     with Context(DEV=f"CPU::{arch}"):
