@@ -19,7 +19,7 @@ from tinygrad.dtype import DType
 from uopattn import attention
 from uopattn.dsl.amd.fragments import Fragments
 from uopattn.dsl.schedule import DTYPES_8, DTYPES_16, DTYPES_16_32
-from uopattn.kernels import amd_forward, cpu_decode, cpu_forward, cuda_forward, hopper_forward
+from uopattn.kernels import amd_forward, amx_forward, cpu_decode, cpu_forward, cuda_forward, hopper_forward
 from uopattn.proof.gate import verify
 
 Options = dict[str, Any]
@@ -184,6 +184,11 @@ def hopper_tiles(arch: str) -> st.SearchStrategy[hopper_forward.Tiles]:
   )
 
 
+def amx_tiles(arch: str) -> st.SearchStrategy[amx_forward.Tiles]:
+  blocks = st.integers(1, 3).map(lambda n: 32 * n)
+  return st.builds(amx_forward.Tiles, blocks, blocks, st.just(2))
+
+
 def cpu_tiles(arch: str) -> st.SearchStrategy[cpu_forward.Tiles]:
   return st.builds(cpu_forward.Tiles, st.integers(2, 70), st.integers(1, 140), st.integers(1, 9), st.just(2))
 
@@ -305,6 +310,25 @@ SUBJECTS: dict[str, Subject] = {
     flops=16 * 8 * 8,
     synchronised=lambda arch: (T(4, 1, 32, turing=True),),
   ),
+  "amx": Subject(
+    amx_forward,
+    ("amx",),
+    (dtypes.bfloat16, dtypes.float16, dtypes.float32),
+    {
+      "one query": (2, 2, 2, 1, 150, 32, 32),
+      "one key": (1, 2, 2, 70, 1, 16, 16),
+      "grouped": (2, 4, 2, 50, 90, 24, 40),
+      "odd everywhere": (1, 2, 2, 77, 131, 33, 17),
+    },
+    mistakes.AMX,
+    small=lambda arch: amx_forward.Tiles(32, 32),
+    any_tiles=amx_tiles,
+    head_dims=(1, 8, 33, 40),
+    most_queries=70,
+    conflict_free=(),
+    synchronised=lambda arch: (amx_forward.Tiles(32, 32),),
+    mistaken=(1, 1, 1, 50, 70, 33, 16),
+  ),
   "cpu": Subject(
     cpu_forward,
     (CPU,),
@@ -329,7 +353,8 @@ SUBJECTS: dict[str, Subject] = {
     mistaken=(1, 6, 2, 3, 150, 20, 16),
   ),
 }
-GPU = [name for name, x in SUBJECTS.items() if x.arches != (CPU,)]
+EMULATED = [name for name, x in SUBJECTS.items() if x.arches != (CPU,)]
+GPU = [name for name in EMULATED if name != "amx"]
 NVIDIA = [name for name in GPU if name != "amd"]
 # Every machine and type: for tests of ("subject", "arch", "dtype").
 EVERYWHERE = [(name, arch, dtype) for name, x in SUBJECTS.items() for arch in x.arches for dtype in x.dtypes]
@@ -337,3 +362,4 @@ ON_GPUS = [case for case in EVERYWHERE if case[0] in GPU]
 # The first machine and type of each: for what does not depend on them.
 ONCE = [(name, x.arches[0], x.dtypes[0]) for name, x in SUBJECTS.items()]
 ONCE_ON_GPUS = [case for case in ONCE if case[0] in GPU]
+ONCE_EMULATED = [case for case in ONCE if case[0] in EMULATED]

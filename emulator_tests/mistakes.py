@@ -14,7 +14,7 @@ from uopattn.dsl.amd.staging import RegisterPipeline
 from uopattn.dsl.gpu import jobs
 from uopattn.dsl.nvidia import mma, mma_layout, swizzled, tensor_pipeline
 from uopattn.dsl.rules.rules import HeadRules
-from uopattn.kernels import amd_forward, cpu_decode, cpu_forward, cuda_forward, hopper_forward
+from uopattn.kernels import amd_forward, amx_forward, cpu_decode, cpu_forward, cuda_forward, hopper_forward
 from uopattn.runtime.prepare import compiled
 
 Phase = Callable[..., Any]
@@ -341,6 +341,41 @@ def rest_of_the_head_left_out(right: Phase) -> Phase:
     return right(s, kept, k, *rest)
 
   return multiply_qk
+
+
+# AMX
+
+
+def groups_not_rescaled(right: Phase) -> Phase:
+  return lambda s, p, v, state, alpha, stores, inside: right(
+    s, p, v, state, filled(s, alpha, 1.0, inside), stores, inside
+  )
+
+
+def groups_not_masked(right: Phase) -> Phase:
+  return lambda s, scores, state, score, inside: right(s, scores, state, lambda x, *rest: x, inside)
+
+
+def groups_masked_late(right: Phase) -> Phase:
+  return lambda s, scores, state, score, inside: right(s, scores, state, lambda x, n, *m: score(x, n - 1, *m), inside)
+
+
+def second_group_is_the_first(right: Phase) -> Phase:
+  return lambda to, source, strides, *after: right(to, source, (strides[0], strides[1] * 0), *after)
+
+
+def steps_left_out(right: Phase) -> Phase:
+  return lambda s, length, *rest: right(s, 1, *rest)
+
+
+AMX = {
+  "no rescale of the accumulator": Mistake(amx_forward, "multiply_pv", groups_not_rescaled),
+  "no causal mask on the diagonal": Mistake(amx_forward, "row_maxima", groups_not_masked, {"is_causal": True}),
+  "last tile counted twice": Mistake(amx_forward, "row_maxima", groups_not_masked),
+  "mask one key late": Mistake(amx_forward, "row_maxima", groups_masked_late, {"is_causal": True}),
+  "rows not transposed": Mistake(amx_forward, "transpose", second_group_is_the_first),
+  "steps left out": Mistake(amx_forward, "accumulate", steps_left_out),
+}
 
 
 LATE = {"is_causal": True, "q_start": 140}

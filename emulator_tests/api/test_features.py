@@ -309,14 +309,22 @@ def test_one_kernel_serves_all_values_of_variables(shape: Shape) -> None:
   assert compiled.cache_info().misses == before + 1
 
 
-right = {name: getattr(HeadRules, name) for name in ("_firsts", "_lasts", "_hidden", "apply_score_mods")}
+right = {name: getattr(HeadRules, name) for name in ("_firsts", "_lasts", "hidden_by_masks", "apply_score_mods")}
 MISTAKES: dict[str, tuple[str, Any, str]] = {
   "first key of the window left out": ("_firsts", lambda *x: [y + 1 for y in right["_firsts"](*x)], "window"),
   "a key behind the window": ("_lasts", lambda *x: [y + 1 for y in right["_lasts"](*x)], "window"),
   "a key that does not exist": ("_lasts", lambda *x: [y + 1 for y in right["_lasts"](*x)], "kv_lengths"),
-  "no mask_mod": ("_hidden", lambda *x: [], "mask_mod"),
-  "mask_mod of the next key": ("_hidden", lambda self, row, key: right["_hidden"](self, row, key + 1), "mask_mod"),
-  "mask of the next query": ("_hidden", lambda self, row, key: right["_hidden"](self, row + 1, key), "attn_mask"),
+  "no mask_mod": ("hidden_by_masks", lambda *x: [], "mask_mod"),
+  "mask_mod of the next key": (
+    "hidden_by_masks",
+    lambda self, row, key: right["hidden_by_masks"](self, row, key + 1),
+    "mask_mod",
+  ),
+  "mask of the next query": (
+    "hidden_by_masks",
+    lambda self, row, key: right["hidden_by_masks"](self, row + 1, key),
+    "attn_mask",
+  ),
   "no softcap": ("apply_score_mods", lambda self, score, *x: score, "softcap"),
   "no score_mod": ("apply_score_mods", lambda self, score, *x: score, "score_mod"),
   "no sink": ("sink", lambda self, row: None, "sinks"),

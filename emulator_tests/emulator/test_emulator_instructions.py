@@ -13,6 +13,7 @@ from tinygrad.renderer.cstyle import CUDARenderer, HIPRenderer
 
 import uopattn.emulator as emulator
 from uopattn.dsl import instructions as ins
+from uopattn.dsl.cpu import amx
 from uopattn.dsl.instruction_set import BY_TEXT, INSTRUCTIONS
 from uopattn.dsl.nvidia import wgmma
 from uopattn.emulator.instructions import MEANINGS
@@ -290,8 +291,9 @@ def texts_of_products():
 
 
 def test_every_instruction_has_a_meaning_and_texts_of_its_own():
-  assert len(BY_TEXT) == sum(len({*i.texts.values()}) for i in INSTRUCTIONS.values())
-  texts = [*BY_TEXT, *texts_of_products()]
+  for table, by_text in ((INSTRUCTIONS, BY_TEXT), (amx.INSTRUCTIONS, amx.BY_TEXT)):
+    assert len(by_text) == sum(len({*i.texts.values()}) for i in table.values())
+  texts = [*BY_TEXT, *amx.BY_TEXT, *texts_of_products()]
   found = [instruction_of(text) for text in texts]
   assert {instruction.name for instruction in found if instruction is not None} == set(MEANINGS)
   assert None not in found

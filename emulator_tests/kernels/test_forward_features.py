@@ -23,9 +23,14 @@ from uopattn.dsl.rules.rules import Rules
 Options = dict[str, Any]
 
 # Kernels with machines: rules are the same code on all machines of a kernel.
-KERNELS = ("amd", "cuda", "hopper")
+KERNELS = ("amd", "cuda", "hopper", "amx")
 MACHINES = [(name, arch) for name in KERNELS for arch in SUBJECTS[name].arches if name != "cuda" or arch == "sm_80"]
-ONE_EACH = [("amd", "gfx942"), ("cuda", "sm_80"), ("hopper", "sm_90")]
+ONE_EACH = [
+  ("amd", "gfx942"),
+  ("cuda", "sm_80"),
+  ("hopper", "sm_90"),
+  pytest.param("amx", "amx", marks=pytest.mark.slow),
+]
 SHAPE = B, HEADS, KV_HEADS, M, N, DK, DV = 2, 4, 2, 77, 110, 24, 40
 RANDOM = np.random.default_rng(5)
 NORMAL = RANDOM.standard_normal((1, HEADS, M, N)).astype(np.float32)

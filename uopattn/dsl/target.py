@@ -13,11 +13,13 @@ class VectorUnit:
     lanes: float32 elements per register.
     registers: number of registers.
     bfloat16: whether products of bfloat16 pairs (see `dot_pairs`) are faster than single products in float32.
+    tiles: whether it has matrix tiles too, see `uopattn.dsl.cpu.amx`, and this process may use them.
   """
 
   lanes: int
   registers: int
   bfloat16: bool = False
+  tiles: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ class Target:
     if self.device != "CPU":
       return f"{self.device} {self.arch}"
     pairs = ", pairs of bfloat16" if self.vector.bfloat16 else ""
-    return f"CPU {self.arch}: {self.vector.registers} vector registers of {self.vector.lanes} float32{pairs}"
+    tiles = ", tiles of bfloat16 (AMX)" if self.vector.tiles else ""
+    return f"CPU {self.arch}: {self.vector.registers} vector registers of {self.vector.lanes} float32{pairs}{tiles}"
 
   @property
   def multiprocessors(self) -> int:

@@ -1,4 +1,4 @@
-"""The tinygrad device EMU, which lowers kernels with a GPU's renderer and runs them on numpy.
+"""The tinygrad device EMU, which lowers kernels with a target's renderer and runs them on numpy.
 
 tinygrad looks up a device called NAME as the class `NAMEDevice` of the module `tinygrad.runtime.ops_name`. `register`
 installs this module as `ops_emu`, so that `DEV=EMU::gfx1100` and `Tensor(..., device="EMU")` work.
@@ -13,7 +13,7 @@ from typing import Any
 
 from tinygrad.device import Allocator, Compiled, Compiler, Program, TinyELF
 from tinygrad.helpers import Target
-from tinygrad.renderer.cstyle import CUDARenderer, HIPRenderer
+from tinygrad.renderer.cstyle import ClangRenderer, CUDARenderer, HIPRenderer
 from tinygrad.uop.ops import UOp
 
 from .mutate import mutated
@@ -21,6 +21,7 @@ from .mutate import mutated
 DEFAULT_ARCH = "gfx1100"
 AMD = ("gfx11", "gfx1200", "gfx1201", "gfx942", "gfx950")  # prefixes of the names
 NVIDIA = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+CPU = {"amx": "x86_64,sapphirerapids"}  # the processor that each name stands for
 
 
 def pack(uops: list[UOp]) -> str:
@@ -57,6 +58,21 @@ class EMUCUDARenderer(CUDARenderer):
     if target.arch not in NVIDIA:
       raise ValueError(f"{target.arch!r} is not among the NVIDIA architectures {', '.join(NVIDIA)}")
     super().__init__(Target("CUDA", "NVCC", target.arch), use_nvcc=True)
+    self.compiler = Compiler()
+
+  def render(self, uops: list[UOp]) -> str:
+    return pack(uops)
+
+
+class EMUClangRenderer(ClangRenderer):
+  """ClangRenderer for a CPU whose output is the linearised UOps; each call of a kernel is a workgroup of one thread."""
+
+  compiler: Compiler
+
+  def __init__(self, target: Target):
+    if target.arch not in CPU:
+      raise ValueError(f"{target.arch!r} is not among the CPUs {', '.join(CPU)}")
+    super().__init__(Target("CPU", "CLANG", CPU[target.arch]))
     self.compiler = Compiler()
 
   def render(self, uops: list[UOp]) -> str:
@@ -102,7 +118,9 @@ class EMUDevice(Compiled):
   """The EMU device; `DEV=EMU::<arch>` chooses the target that it emulates, by default gfx1100."""
 
   def __init__(self, device: str):
-    super().__init__(device, EMUAllocator(self), [EMUHIPRenderer, EMUCUDARenderer], EMUProgram, arch=DEFAULT_ARCH)
+    super().__init__(
+      device, EMUAllocator(self), [EMUHIPRenderer, EMUCUDARenderer, EMUClangRenderer], EMUProgram, arch=DEFAULT_ARCH
+    )
 
 
 def register() -> None:

@@ -10,7 +10,9 @@ import numpy as np
 from tinygrad.dtype import DType, dtypes
 from tinygrad.uop.ops import UOp
 
-from . import alu, copies, mbarrier, tensor_copies, tracks, warpgroup
+from uopattn.dsl.cpu import amx
+
+from . import alu, copies, mbarrier, tensor_copies, tiles, tracks, warpgroup
 from .copies import CHUNK, NOTHING
 from .errors import Divergence, OutOfBounds
 from .lanes import Run
@@ -218,6 +220,15 @@ MEANINGS: dict[str, Meaning] = {
   **{f"add_quads_{lanes}": _add_quads(lanes) for lanes in (8, 16)},
   "dot_pairs": _dot_pairs,
   "weighted_pair": _weighted_pair,
+  "tile_config": tiles.config,
+  "tile_release": tiles.release,
+  "tile_zero": tiles.zero,
+  "tile_load": tiles.load,
+  "tile_store": tiles.store,
+  "tile_product": tiles.product,
+  "transpose": tiles.transpose,
+  "scale_rows": tiles.scale_rows,
+  **{name: tiles.weigh for name in amx.INSTRUCTIONS if name.startswith("weigh_")},
   "ldmatrix": lambda run, u, to, row: _ldmatrix(run, u, to, row, trans=False),
   "ldmatrix_trans": lambda run, u, to, row: _ldmatrix(run, u, to, row, trans=True),
 }

@@ -72,6 +72,7 @@ class Run:
     self.maps: dict[int, Any] = {}  # the workgroup's tensor maps
     self.registers: list[int] = []  # per lane, of each warpgroup
     self.flights: Any = None  # the warpgroups' matrix products in flight, if the kernel has any
+    self.tiles: Any = None  # the lanes' tiles, if the kernel has any
 
   def tick(self) -> int:
     self.clock += 1

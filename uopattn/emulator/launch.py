@@ -18,6 +18,7 @@ from .errors import LaunchError, Race
 from .lanes import Run, Shape, wave_size
 from .memory import LDS, Global, Registers
 from .program import Program, execute
+from .tiles import Tiles
 from .tracks import REGISTERS as MAX_REGISTERS
 from .tracks import THREADS, Tracks
 from .warpgroup import Flights
@@ -68,6 +69,8 @@ def launch(
       if run.check and run.copies is not None and run.copies.started:
         lanes = run.copies.started[0].lanes
         raise run.fail(Race, program.uops[-1], "ends while a copy to LDS is under way", lanes)
+      if run.check and run.tiles is not None and run.tiles.configured.any():
+        raise run.fail(LaunchError, program.uops[-1], "ends without tile_release", np.flatnonzero(run.tiles.configured))
 
 
 def _check_launch(program: Program, buffers: Sequence[Any], local_size: Sequence[int]) -> None:
@@ -91,6 +94,8 @@ def _fill(program: Program, run: Run, data: list[np.ndarray]) -> None:
   run.stamped = program.uses("mbarrier")
   if program.uses("wgmma"):
     run.flights = Flights()
+  if program.uses("tile_"):
+    run.tiles = Tiles.of(run.shape.lanes)
   run.memory = [Global(run, f"argument {u.arg.slot}", d, d.size) for u, d in zip(program.params, data, strict=True)]
   for u in list(program.buffers)[len(program.params) :]:
     size = u.max_numel()

@@ -23,6 +23,8 @@ WAITS = (
   "mbarrier_wait",
   "meet",
   "tensor_map_acquire",
+  "tile_config",
+  "tile_release",
   "wgmma_wait",
 )
 

@@ -29,6 +29,7 @@ Step = tuple[int, Compute]
 
 MEMORY_SPACES = (AddrSpace.GLOBAL, AddrSpace.LOCAL, AddrSpace.REG)
 BUFFERS = (Ops.PARAM, Ops.BUFFER)
+WORK_ITEM = "core_id"  # tinygrad's name of a CPU kernel's argument that numbers its calls; here each is a workgroup
 ADDRESSES = (*BUFFERS, Ops.INDEX, Ops.SHRINK, Ops.AFTER, Ops.BITCAST, Ops.CAST)
 SILENT = (Ops.NOOP, Ops.GROUP, Ops.SINK, Ops.CONST)
 
@@ -158,6 +159,8 @@ class Program:
     return lambda run: run.values[base]
 
   def _argument(self, u: UOp) -> Compute:
+    if u.arg.name == WORK_ITEM:
+      return lambda run: run.coordinate("g", 0)
     where, to = self.scalars.index(u.arg.name), alu.storage(u.dtype).type
     return lambda run: to(run.arguments[where])
 

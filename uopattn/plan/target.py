@@ -1,12 +1,14 @@
 """The target of a tinygrad device."""
 
+from dataclasses import replace
 from typing import cast
 
 from tinygrad.helpers import DEV
 from tinygrad.renderer.cstyle import ClangRenderer, CUDARenderer
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 
-from uopattn.dsl.target import Target
+from uopattn.dsl.target import Target, VectorUnit
+from uopattn.runtime.amx import may_use_tiles
 from uopattn.runtime.clang import find_clang
 from uopattn.runtime.machine import multiprocessors
 from uopattn.runtime.renderer import kernel_renderer
@@ -34,6 +36,8 @@ def target_of(device: str) -> Target:
     find_clang()
   renderer = kernel_renderer(device)
   arch = renderer.target.arch
+  if kind == "EMU" and isinstance(renderer, ClangRenderer):
+    return Target("CPU", arch, VectorUnit(lanes=16, registers=32, tiles=True))
   if not isinstance(renderer, ClangRenderer):
     if kind not in ("CUDA", "NV"):
       return Target(renderer.target.device if kind == "EMU" else kind, arch)
@@ -41,7 +45,8 @@ def target_of(device: str) -> Target:
       return Target(f"{kind}:{type(renderer).__name__.removesuffix('Renderer')}", arch)
     return Target("CUDA", arch, units=multiprocessors(device))
   flags = tuple(cast(ClangCompiler, renderer.compiler).args)
-  return Target(kind, arch, vector_unit(arch.split(",")[0], flags), thread_count())
+  vector = vector_unit(arch.split(",")[0], flags)
+  return Target(kind, arch, replace(vector, tiles=vector.tiles and may_use_tiles()), thread_count())
 
 
 def shown(target: Target, device: str) -> str:

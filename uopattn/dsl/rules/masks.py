@@ -162,9 +162,9 @@ class HeadMasks:
     """Conditions, any of which hides a key below N from a query."""
     query = self.place(row)[1]
     late = [key > last for last in self._lasts(query)]
-    return late + [key < first for first in self._firsts(query)] + self._hidden(row, key)
+    return late + [key < first for first in self._firsts(query)] + self.hidden_by_masks(row, key)
 
-  def _hidden(self, row: UOp, key: UOp) -> list[UOp]:
+  def hidden_by_masks(self, row: UOp, key: UOp) -> list[UOp]:
     """The conditions of masks on single keys: `mask_mods` and a bool `attn_mask`."""
     seen = [mod(*self._indices(row, key)) for mod in self.rules.mask_mods]
     seen += [] if self.rules.attn_mask is None or self.rules._adds else [self._mask(row, key)]

@@ -141,7 +141,7 @@ class HeadRules(HeadMasks):
     last, start = self.last_seen(row) - first, self.first_seen(row)
     result = []
     for x, offset in zip(scaled, offsets, strict=True):
-      hidden = [last < offset, *self._hidden(row, first + offset)]
+      hidden = [last < offset, *self.hidden_by_masks(row, first + offset)]
       if start is not None:
         hidden.append(start - first > offset)
       result.append(reduce(UOp.__or__, hidden).where(-inf, x))

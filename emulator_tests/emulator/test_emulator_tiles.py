@@ -1,0 +1,156 @@
+"""The words of `uopattn.dsl.cpu.amx` on the emulator: what each does, and the mistakes that its checks find."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from emulator_kernels import kernel, launch, loop, reg
+from tinygrad import Context, Tensor, UOp
+from tinygrad.uop.ops import AxisType
+
+import uopattn.emulator as emulator
+from uopattn.dsl.cpu import amx
+
+RNG = np.random.default_rng(0)
+ITEMS = 3
+
+
+def item() -> UOp:
+  return UOp.range(ITEMS, 0, AxisType.THREAD)
+
+
+def as_bfloat16(x: np.ndarray) -> np.ndarray:
+  """Numbers that bfloat16 has, as float32."""
+  return (np.asarray(x, np.float32).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def product(
+  configured: bool = True, zeroed: bool = True, released: bool = True, stride: int = 64, far: int = 0
+) -> Callable[..., UOp]:
+  """The kernel C = A B on (ITEMS, 16, 32), (ITEMS, 16, 32), which is B in pairs, and (ITEMS, 16, 16)."""
+
+  def body(c: UOp, a: UOp, b: UOp) -> UOp:
+    w = item()
+    done: tuple[UOp, ...] = (w,)
+    if configured:
+      done = (amx.tile_config(*done),)
+    if zeroed:
+      done = (amx.tile_zero(0, *done),)
+    done = (amx.tile_load(1, a[w * 512], stride, *done),)
+    done = (amx.tile_load(2, b[w * 512], 64, *done),)
+    done = (amx.tile_product(0, 1, 2, amx.tile_product(0, 1, 2, *done)),)
+    end = amx.tile_store(0, c[w * 256 + far], 64, *done)
+    return kernel(
+      f"tiles_{configured}{zeroed}{released}{stride}_{far}", [amx.tile_release(end) if released else end], w
+    )
+
+  return body
+
+
+def run_product(**changed: Any) -> tuple[np.ndarray, np.ndarray]:
+  """What the kernel computes, and what it should."""
+  a, b = (as_bfloat16(RNG.standard_normal(shape)) for shape in ((ITEMS, 16, 32), (ITEMS, 32, 16)))
+  a[0, 0, 0] = 2.0**-130  # denormal: counts as 0
+  pairs = b.reshape(ITEMS, 16, 2, 16).swapaxes(2, 3)
+  bits = [(np.ascontiguousarray(x).view(np.uint32) >> 16).astype(np.uint16).ravel() for x in (a, pairs)]
+  got = launch(product(**changed), np.zeros(ITEMS * 256, np.float32), *bits, arch="amx")
+  return got.reshape(ITEMS, 16, 16), 2 * (np.where(np.abs(a) < 2.0**-126, 0, a) @ b)
+
+
+def test_a_product() -> None:
+  got, want = run_product()
+  np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ("changed", "kind", "says"),
+  [
+    ({"configured": False}, emulator.Unwritten, "without tile_config"),
+    ({"zeroed": False}, emulator.Unwritten, "reads tile 0, which nothing has written"),
+    ({"released": False}, emulator.LaunchError, "without tile_release"),
+    ({"stride": 128}, emulator.OutOfBounds, "reads argument 1"),
+    ({"stride": 63}, emulator.OutOfBounds, "inside an element"),
+    ({"far": 16}, emulator.OutOfBounds, "writes argument 0"),
+  ],
+  ids=lambda x: str(x) if isinstance(x, dict) else "",
+)
+def test_a_mistake_is_caught(changed: dict[str, Any], kind: type[Exception], says: str) -> None:
+  with pytest.raises(kind, match=says):
+    run_product(**changed)
+
+
+def test_operands_out_of_range() -> None:
+  for call in (
+    lambda: amx.tile_zero(8),
+    lambda: amx.tile_product(0, 1, 9),
+    lambda: amx.tile_product(0, 1, 1),
+    lambda: amx.tile_load(-1, reg(0, 16)[0], 64),
+  ):
+    with pytest.raises(ValueError, match="tile"):
+      call()
+
+
+def test_rows_are_transposed_and_scaled() -> None:
+  """Words of 16 rows, with strides of their own; unwritten ones are found."""
+
+  def body(rows: int) -> Callable[..., UOp]:
+    def fxn(o: UOp, x: UOp, y: UOp) -> UOp:
+      w, i, s = item(), loop(rows * 32), reg(0, 16 * 32)
+      filled = s.after(s.after(w)[i].store(x[w * 512 + i].load()).end(i))
+      done = amx.transpose(o[w * 512], filled[16], (128, 128), filled)
+      return kernel(f"transpose{rows}", [amx.scale_rows(o[w * 512], y[0], 1, done)], w)
+
+    return fxn
+
+  x, y = RNG.standard_normal((ITEMS, 16, 32)).astype(np.float32), np.arange(16, dtype=np.float32)
+  got = launch(body(16), np.zeros(x.size, np.float32), x.ravel(), y, arch="amx").reshape(ITEMS, 16, 32)
+  want = np.zeros_like(x)
+  want[..., :16] = x[..., 16:].swapaxes(1, 2)[:, :16]
+  want[:, 0, :16] *= y
+  np.testing.assert_array_equal(got, want)
+  with pytest.raises(emulator.Unwritten, match="nothing has written"):
+    launch(body(15), np.zeros(x.size, np.float32), x.ravel(), y, arch="amx")
+
+
+@pytest.mark.parametrize(
+  ("parts", "degree", "error"), [(1, 3, 2.0**-8), (1, 5, 2.0**-8), (2, 5, 2.0**-15), (3, 5, 3e-7)]
+)
+def test_weights(parts: int, degree: int, error: float) -> None:
+  """Pairs of bfloat16 numbers whose sums are the weights, exactly 1 at 0 and 0 at -inf; and the sums of the weights."""
+  rows = 8
+
+  def body(o: UOp, l: UOp, x: UOp, shift: UOp) -> UOp:
+    w = item()
+    done = amx.weigh(
+      o[w * parts * rows * 8],
+      x[w * rows * 16],
+      shift[0],
+      l[w * 16],
+      0.25,
+      rows,
+      parts,
+      degree,
+      ((x[0], 0), (x[0], 64)),
+      w,
+    )
+    return kernel(f"weigh_{parts}_{degree}", [done], w)
+
+  x = -np.abs(RNG.standard_normal((ITEMS, rows, 16)) * 40).astype(np.float32)
+  x[0, 0, :3] = 0, -np.inf, -1e9
+  shift = np.zeros(16, np.float32)
+
+  with Context(DEV="EMU::amx"):
+    out, l, *ins = (
+      Tensor(y, device="EMU").realize()
+      for y in (np.zeros(ITEMS * parts * rows * 8, np.uint32), np.ones(ITEMS * 16, np.float32), x.ravel(), shift)
+    )
+    found = Tensor.custom_kernel(out, l, *ins, fxn=body)
+    Tensor.realize(*found[:2])
+    words, sums = found[0].numpy().reshape(ITEMS, parts, rows // 2, 16), found[1].numpy().reshape(ITEMS, 16)
+  low, high = ((y & np.uint32(0xFFFF0000)).view(np.float32).sum(1, dtype=np.float64) for y in (words << 16, words))
+  weights = np.stack([low, high], axis=2).reshape(ITEMS, rows, 16)
+  exact = np.exp2(x.astype(np.float64) / 4)
+  np.testing.assert_allclose(weights, exact, rtol=error, atol=1e-37)
+  assert (weights[0, 0, :3] == (1, 0, 0)).all()
+  np.testing.assert_allclose(sums, 1 + exact.sum(1), rtol=1e-4 if degree == 3 else 3e-7)

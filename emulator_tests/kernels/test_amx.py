@@ -1,0 +1,138 @@
+"""What only the AMX kernel has: where it is taken, the laws of its tiles, and what the compiler makes of it."""
+
+import ctypes
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from helpers import check_attention, cpu_target, inputs, on, problem_of, with_vectors
+from test_cpu_assembly import assembly, innermost_loops
+from tinygrad import dtypes
+from tinygrad.dtype import DType
+
+from uopattn.dsl.schedule import DTYPES_16_32
+from uopattn.dsl.target import Target
+from uopattn.kernels import amx_forward
+from uopattn.kernels.amx_forward import Tiles
+from uopattn.plan.dispatch import dispatch
+from uopattn.plan.target import target_of
+from uopattn.runtime import amx
+from uopattn.spec.spec import AttentionSpec
+
+XEON = "x86_64,sapphirerapids,prefer-vector-width=512"
+
+
+def with_tiles(threads: int = 1) -> Target:
+  """A CPU that has AMX."""
+  target = with_vectors(16, 32, threads)
+  return replace(target, vector=replace(target.vector, tiles=True))
+
+
+def spec_of(M: int = 100, N: int = 100, D: int = 64, dtype: DType = dtypes.bfloat16, **more: Any) -> AttentionSpec:
+  return AttentionSpec(1, 8, 8, M, N, D, D, dtype, 0.125, **more)
+
+
+def test_where_it_is_taken() -> None:
+  def taken(spec: AttentionSpec, target: Target) -> str:
+    return dispatch(spec, target).schedule.name
+
+  for dtype in DTYPES_16_32:
+    assert taken(spec_of(17, dtype=dtype), with_tiles()) == "amx_forward"
+    assert taken(spec_of(16, dtype=dtype), with_tiles()) == "cpu_forward"
+    assert taken(spec_of(1, dtype=dtype), with_tiles()) == "cpu_decode"
+    for M in (1, 16, 17, 1000):
+      assert taken(spec_of(M, dtype=dtype), with_vectors(16, 32)) in ("cpu_forward", "cpu_decode")
+  for lacks in amx_forward.SCHEDULE.lacks:
+    assert taken(spec_of(features=(lacks,)), with_tiles()) == "cpu_forward"
+  with on("amx"):
+    assert target_of("EMU").vector.tiles
+
+
+def test_tiles_state_their_laws() -> None:
+  for bad in (Tiles, 16, 32), (Tiles, 32, 48), (Tiles, 0, 32), (Tiles, 32, 32, 0):
+    with pytest.raises(ValueError, match="must be a positive multiple of"):
+      bad[0](*bad[1:])
+  with pytest.raises(ValueError, match=r"must have tiles of bfloat16 \(AMX\)"):
+    Tiles.choose(problem_of(8, 100, 100, 64, 64), with_vectors(16, 32))
+  with pytest.raises(ValueError, match="head size 100000: a tile needs"):
+    Tiles.choose(problem_of(8, 100, 100, 100_000, 64), with_tiles())
+  for N, block_n in ((1024, 64), (96, 96), (32, 32), (160, 32), (1000, 64), (20, 32)):
+    assert Tiles.choose(problem_of(8, 1024, N, 64, 64), with_tiles()).block_n == block_n
+  for M, heads, threads, block_m in ((1024, 8, 2, 512), (1024, 1, 8, 128), (100, 8, 2, 128), (17, 1, 1, 32)):
+    assert Tiles.choose(problem_of(heads, M, 1024, 64, 64), with_tiles(threads)).block_m == block_m
+
+
+def test_a_float32_query_with_keys_of_16_bits() -> None:
+  with on("amx"):
+    q, *_ = inputs(1, 2, 2, 20, 40, 8, 8, dtypes.float32)
+    _, k, v = inputs(1, 2, 2, 20, 40, 8, 8, dtypes.float16)
+    check_attention(q, k, v)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
+  """The system calls by which permission is asked for, on a processor with AMX; the system gives it."""
+  calls: list[tuple[int, ...]] = []
+
+  class System:
+    def syscall(self, *given: int) -> int:
+      calls.append(given)
+      return 0
+
+  monkeypatch.delenv("UOPATTN_AMX", raising=False)
+  monkeypatch.setattr(amx, "_flags", lambda: {"amx_tile", "amx_bf16", "sse2"})
+  monkeypatch.setattr(amx.sys, "platform", "linux")
+  monkeypatch.setattr(amx.platform, "machine", lambda: "x86_64")
+  monkeypatch.setattr(ctypes, "CDLL", lambda name: System())
+  amx._permitted.cache_clear()
+  yield calls
+  amx._permitted.cache_clear()
+
+
+def test_permission_is_asked_for_once(asked: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setenv("UOPATTN_AMX", "0")
+  assert not amx.may_use_tiles()
+  assert asked == []
+  monkeypatch.setenv("UOPATTN_AMX", "1")
+  assert amx.may_use_tiles()
+  assert amx.may_use_tiles()
+  assert len(asked) == 1
+
+
+@pytest.mark.parametrize("missing", ["flag", "system", "machine", "permission"])
+def test_no_permission(missing: str, asked: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+  change: dict[str, tuple[Any, str, Any]] = {
+    "flag": (amx, "_flags", lambda: {"amx_tile"}),
+    "system": (amx.sys, "platform", "darwin"),
+    "machine": (amx.platform, "machine", lambda: "arm64"),
+    "permission": (ctypes, "CDLL", lambda name: type("System", (), {"syscall": lambda self, *given: -1})()),
+  }
+  monkeypatch.setattr(*change[missing])
+  assert not amx.may_use_tiles()
+
+
+@pytest.mark.each("dtype", "is_causal")
+@pytest.mark.parametrize("dtype", DTYPES_16_32, ids=str)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_products_run_on_tiles(dtype: DType, is_causal: bool) -> None:
+  """Each tile loaded serves two products, and all other loops run on whole vectors, without spills."""
+  unit = cpu_target(XEON).vector
+  assert unit.lanes == 16
+  spec = spec_of(512, 512, dtype=dtype, window=(None, 0 if is_causal else None))
+  text = assembly(dispatch(spec, with_tiles()).graph(), XEON)
+  loops = innermost_loops(text, r"j\w+\s+")
+  products, loads, stores, cleared = (
+    len(re.findall(x, text)) for x in ("tdpbf16ps", "tileloadd", "tilestored", "tilezero")
+  )
+  assert products > 0
+  assert loads == products + stores - cleared  # accumulators start at 0 or as a part of O
+  assert "scatter" not in text
+  assert "gather" not in text
+  for loop in loops:
+    assert any(re.search(r"%[yz]mm|tdpbf16ps", line) for line in loop), loop  # 16 float16 are half a register
+  weights = [loop for loop in loops if any("vscalefps" in line for line in loop)]
+  assert len(weights) == 2
+  for loop in weights:
+    assert not any("Spill" in line or "Reload" in line for line in loop)

@@ -1,0 +1,69 @@
+"""The machine code of the AMX kernel on processors that have AVX-512 but no AMX: its tiles and products are C code.
+
+The emulator knows what each word means; here the text of every other word runs, as the compiler makes it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers import check_attention, qkv
+from test_amx import with_tiles
+from tinygrad import Context, Device, dtypes
+from tinygrad.dtype import DType
+from tinygrad.uop.ops import UOp
+
+from uopattn.api import attention
+from uopattn.kernels.amx_forward import Tiles
+from uopattn.runtime import threads
+from uopattn.runtime.prepare import compiled
+from uopattn.runtime.renderer import AlignedRenderer
+
+# Local to the kernel, as tinygrad's loader has no static data.
+TILES = ") {\n  typedef unsigned char tile[16][64]; __attribute__((aligned(64))) tile tiles[8];\n"
+WORDS = """
+#define __builtin_ia32_tile_loadconfig(c) ((void)(c))
+#define __builtin_ia32_tilerelease()
+#define __builtin_ia32_tilezero(t) __builtin_memset(tiles[t], 0, 1024)
+#define __builtin_ia32_tileloadd64(t, p, s) \\
+  for (int i = 0; i < 16; i++) __builtin_memcpy(tiles[t][i], (const char *)(p) + i * (s), 64)
+#define __builtin_ia32_tilestored64(t, p, s) \\
+  for (int i = 0; i < 16; i++) __builtin_memcpy((char *)(p) + i * (s), tiles[t][i], 64)
+#define NUMBER(t, i, j) ({ unsigned short h; __builtin_memcpy(&h, &tiles[t][i][2 * (j)], 2); \\
+  __builtin_bit_cast(float, (unsigned)h << 16); })
+#define __builtin_ia32_tdpbf16ps(c, a, b) for (int i = 0; i < 16; i++) { \\
+  float s[16]; __builtin_memcpy(s, tiles[c][i], 64); \\
+  for (int k = 0; k < 32; k++) for (int j = 0; j < 16; j++) \\
+    s[j] += NUMBER(a, i, k) * NUMBER(b, k / 2, 2 * j + k % 2); \\
+  __builtin_memcpy(tiles[c][i], s, 64); }
+"""
+NEEDED = {"avx512f", "avx512dq", "avx512bw", "avx512vl"}
+
+
+class InC(AlignedRenderer):
+  """AlignedRenderer with the tiles in C."""
+
+  def render(self, uops: list[UOp]) -> str:
+    return WORDS + super().render(uops).replace(") {\n", TILES, 1)
+
+
+@pytest.fixture
+def tiles_in_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+  info = Path("/proc/cpuinfo")
+  if not info.exists() or not set(info.read_text().split()) >= NEEDED:
+    pytest.skip("this machine has no AVX-512")
+  target = replace(Device["CPU"].renderer.target, arch="x86_64,native,prefer-vector-width=512")
+  monkeypatch.setattr(threads, "kernel_renderer", lambda device: InC(target))
+  monkeypatch.setattr(attention, "target_of", lambda device: with_tiles())
+  monkeypatch.setattr(Tiles, "choose", lambda problem, target: Tiles(64, 32, 2))
+  compiled.cache_clear()
+  with Context(CACHELEVEL=0):
+    yield
+  compiled.cache_clear()
+
+
+@pytest.mark.usefixtures("tiles_in_c")
+@pytest.mark.parametrize("dtype", [dtypes.bfloat16, dtypes.float16, dtypes.float32], ids=str)
+def test_matches_the_oracle(dtype: DType) -> None:
+  check_attention(*qkv(1, 4, 2, 77, 131, 33, 17, dtype), is_causal=True, q_start=60)

@@ -1,0 +1,272 @@
+"""Intel's Advanced Matrix Extensions (AMX): tiles, their products, and what brings operands into their layout.
+
+A core has eight tiles, each of 16 rows of 64 bytes. `tile_product` computes C += A B with A (16, 32) and B (32, 16)
+bfloat16 and C (16, 16) float32. A lies as it does in memory, row by row. B lies in pairs: row r of its tile holds
+(B[2r, j], B[2r + 1, j]) for j = 0, 1, ..., so that 16 rows of pairs are A transposed as 32-bit words (`transpose`).
+
+Everything but `transpose`, `scale_rows` and `weigh` needs `tile_config` first, and `tile_release` when it is done.
+Denormal numbers count as 0 in products.
+
+Source: Intel 64 and IA-32 Architectures Software Developer's Manual, "Intel Advanced Matrix Extensions", LDTILECFG,
+TILELOADD, TILESTORED, TDPBF16PS; VREDUCEPS and VSCALEFPS.
+"""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from tinygrad import UOp, dtypes
+from tinygrad.helpers import ceildiv
+
+from uopattn.dsl.instruction_set import Instruction
+from uopattn.dsl.instructions import statement
+from uopattn.dsl.limits import LINE
+
+TILES = 8
+ROWS = 16  # of a tile
+ROW_BYTES = 64
+LANES = 16  # 32-bit elements per row
+PAIR = 2  # bfloat16 elements per 32 bits
+STEP = LANES * PAIR  # bfloat16 elements per row
+
+# Polynomials of 2**f on [0, 1), constant term first, by their degree. Minimax in relative error (8.6e-5 and 8.2e-8, by
+# Lawson's iteration) among polynomials that are exactly 1 at 0, as in `uopattn.dsl.math`.
+EXP2: Mapping[int, tuple[float, ...]] = MappingProxyType(
+  {
+    3: (1.0, 0.6951167583465576, 0.22764499485492706, 0.07706703990697861),
+    5: (
+      1.0,
+      0.6931512951850891,
+      0.24016444385051727,
+      0.05579991266131401,
+      0.009017030708491802,
+      0.001867129816673696,
+    ),
+  }
+)
+
+_VECTORS = "".join(
+  f" typedef {of} {name} __attribute__((vector_size(64)));"
+  for of, name in (("float", "vector"), ("int", "words"), ("short", "halves"))
+)
+
+
+def _block(*lines: str) -> str:
+  """A C expression of value 0 that runs statements; braces in it are doubled, as in every text of an instruction."""
+  return "({{ " + " ".join(lines) + " 0; }})"
+
+
+def _shuffled(to: str, a: str, b: str, lanes: Sequence[int]) -> str:
+  return f"words {to} = __builtin_shufflevector({a}, {b}, {', '.join(map(str, lanes))});"
+
+
+def _transpose() -> str:
+  """Text of `transpose`: words within each group of four rows and four columns, then these groups."""
+  blocks = range(0, LANES, 4)
+  unpack = {  # halves of each 128 bits of two rows, interleaved by 32 or 64 bits
+    "low_words": [b + i for b in blocks for i in (0, 16, 1, 17)],
+    "high_words": [b + i for b in blocks for i in (2, 18, 3, 19)],
+    "low": [b + i for b in blocks for i in (0, 1, 16, 17)],
+    "high": [b + i for b in blocks for i in (2, 3, 18, 19)],
+  }
+  even, odd = ([first + i for first in (b, b + 8, b + 16, b + 24) for i in range(4)] for b in (0, 4))
+  lines = [f"words r{i}; __builtin_memcpy(&r{i}, (char *){{1}} + {i} * {{3}}, 64);" for i in range(ROWS)]
+  for g in range(4):
+    for part in ("low", "high"):
+      lines += [
+        _shuffled(f"{part}{g}_{i}", f"r{4 * g + i}", f"r{4 * g + i + 1}", unpack[f"{part}_words"]) for i in (0, 2)
+      ]
+    for column, (part, half) in enumerate((x, y) for x in ("low", "high") for y in ("low", "high")):
+      lines.append(_shuffled(f"u{g}_{column}", f"{part}{g}_0", f"{part}{g}_2", unpack[half]))
+  for column in range(4):
+    for name, lanes in (("even", even), ("odd", odd)):
+      lines += [_shuffled(f"{name}{g}_{column}", f"u{g}_{column}", f"u{g + 1}_{column}", lanes) for g in (0, 2)]
+    for block, (name, lanes) in enumerate((("even", even), ("odd", even), ("even", odd), ("odd", odd))):
+      row = 4 * block + column
+      lines.append(_shuffled(f"y{row}", f"{name}0_{column}", f"{name}2_{column}", lanes))
+      lines.append(f"__builtin_memcpy((char *){{0}} + {row} * {{2}}, &y{row}, 64);")
+  return _block(_VECTORS, *lines)
+
+
+def _exp2(x: str, degree: int) -> str:
+  """C text that replaces the vector x, at most 0, by 2**x: exactly 1 at 0, 0 at -inf, NaN at NaN."""
+  *rest, last = (f"{c!r}f" for c in EXP2[degree])
+  chain = f"((vector){{{{}}}} + {last})"
+  for c in reversed(rest):
+    chain = f"({chain} * f + {c})"
+  masked = "(vector){{}}, 65535, 4"
+  return (
+    f"{{{{ vector f = __builtin_ia32_reduceps512_mask({x}, 1, {masked});"
+    f" {x} = __builtin_ia32_scalefps512_mask({chain}, {x}, {masked}); }}}}"
+  )
+
+
+def _weigh(parts: int, degree: int) -> str:
+  """Text of `weigh`."""
+  high = ", ".join(f"{2 * i + 1}, {2 * i + 33}" for i in range(LANES))
+  pack = "halves y = __builtin_shufflevector((halves)(a{0}), (halves)(b{0}), " + high + ");"
+  store = "__builtin_memcpy(p + 16 * (i / 2 + {1} * ({{5}} / 2)), &y, 64);"
+  steps = []
+  for part in range(parts):
+    rounding = " + 32768" if parts == 1 else ""
+    rounded = pack.replace("(a{0})", f"((words)a{rounding})").replace("(b{0})", f"((words)b{rounding})")
+    steps.append("{{ " + rounded + " " + store.replace("{1}", str(part)).replace("{{5}}", "{5}") + " }}")
+    if part < parts - 1:
+      steps += [f"{x} -= (vector)((words){x} & (int)0xffff0000);" for x in "ab"]
+  return _block(
+    _VECTORS,
+    "unsigned *p = (unsigned *){0}; const float *s = {1}; vector shift, l;",
+    "__builtin_memcpy(&shift, {2}, 64); __builtin_memcpy(&l, {3}, 64);",
+    '_Pragma("clang loop unroll_count(4)") for (int i = 0; i < {5}; i += 2) {{ vector a, b;',
+    *(
+      f"for (int j = 0; j < {lines}; j++) __builtin_prefetch((const char *){place} + 64 * (i / 2 * {lines} + j), 0, 3);"
+      for place, lines in (("{6}", "{7}"), ("{8}", "{9}"))
+    ),
+    "__builtin_memcpy(&a, s + 16 * i, 64); __builtin_memcpy(&b, s + 16 * i + 16, 64);",
+    "a = a * {4} - shift; b = b * {4} - shift;",
+    _exp2("a", degree),
+    _exp2("b", degree),
+    "l += a + b;",
+    *steps,
+    "}} __builtin_memcpy({3}, &l, 64);",
+  )
+
+
+_CONFIG = _block(
+  f"__attribute__((aligned(64))) unsigned char c[64] = {{{{1}}}}; for (int i = 0; i < {TILES}; i++)",
+  f"{{{{ c[16 + 2 * i] = {ROW_BYTES}; c[48 + i] = {ROWS}; }}}} __builtin_ia32_tile_loadconfig(c);",
+)
+_SCALE_ROWS = _block(
+  _VECTORS,
+  "vector y; __builtin_memcpy(&y, {1}, 64);",
+  "if (__builtin_ia32_cmpps512_mask(y, (vector){{}} + 1.0f, 4, 65535, 4)) for (int i = 0; i < {2}; i++) {{ vector x;",
+  "__builtin_memcpy(&x, {0} + 16 * i, 64); x *= y; __builtin_memcpy({0} + 16 * i, &x, 64); }}",
+)
+
+_LIST = [
+  Instruction("tile_config", {"c": _CONFIG}, statement=True),
+  Instruction("tile_release", {"c": _block("__builtin_ia32_tilerelease();")}, statement=True),
+  # tile
+  Instruction("tile_zero", {"c": _block("__builtin_ia32_tilezero({0});")}, statement=True),
+  # tile, pointer, bytes between rows
+  Instruction("tile_load", {"c": _block("__builtin_ia32_tileloadd64({0}, {1}, {2});")}, statement=True),
+  Instruction("tile_store", {"c": _block("__builtin_ia32_tilestored64({0}, {1}, {2});")}, statement=True),
+  # tiles of C, A and B
+  Instruction("tile_product", {"c": _block("__builtin_ia32_tdpbf16ps({0}, {1}, {2});")}, statement=True),
+  # pointers to write and to read, bytes between the rows of each
+  Instruction("transpose", {"c": _transpose()}, statement=True),
+  # pointers to rows and to factors, number of rows
+  Instruction("scale_rows", {"c": _SCALE_ROWS}, statement=True),
+  # pointers to weights, scores, shifts and sums, factor on scores, number of rows; twice a pointer to what will soon be
+  # read and cache lines of it per two rows
+  *[
+    Instruction(f"weigh_{parts}_{degree}", {"c": _weigh(parts, degree)}, statement=True, parameters=(parts, degree))
+    for parts in (1, 2, 3)
+    for degree in EXP2
+    if degree == max(EXP2) or parts == 1
+  ],
+]
+
+INSTRUCTIONS: Mapping[str, Instruction] = MappingProxyType({i.name: i for i in _LIST})
+BY_TEXT: Mapping[str, Instruction] = MappingProxyType({text: i for i in _LIST for text in i.texts.values()})
+
+
+def _statement(name: str, after: tuple[UOp, ...], *operands: UOp | int) -> UOp:
+  given = (UOp.const(x, dtypes.int) if isinstance(x, int) else x for x in operands)
+  return statement(INSTRUCTIONS[name], "c", after, *given)
+
+
+def _check(*tiles: int) -> None:
+  for tile in tiles:
+    if not 0 <= tile < TILES:
+      raise ValueError(f"tile {tile}: must be in 0..{TILES - 1}")
+
+
+def tile_config(*after: UOp) -> UOp:
+  """Make all tiles 16 rows of 64 bytes, with undefined content. A statement."""
+  return _statement("tile_config", after)
+
+
+def tile_release(*after: UOp) -> UOp:
+  """Give up the tiles, so that the system need not save them. A statement."""
+  return _statement("tile_release", after)
+
+
+def tile_zero(tile: int, *after: UOp) -> UOp:
+  """Set a tile to 0. A statement. Raises ValueError if there is no such tile."""
+  _check(tile)
+  return _statement("tile_zero", after, tile)
+
+
+def tile_load(tile: int, place: UOp, stride: int, *after: UOp) -> UOp:
+  """Load 16 rows of 64 bytes, the first from `place` (INDEX) and each next one `stride` bytes on. A statement."""
+  _check(tile)
+  return _statement("tile_load", after, tile, place, stride)
+
+
+def tile_store(tile: int, place: UOp, stride: int, *after: UOp) -> UOp:
+  """Store a tile to 16 rows of 64 bytes, the first at `place` (INDEX), each next one `stride` bytes on. A statement."""
+  _check(tile)
+  return _statement("tile_store", after, tile, place, stride)
+
+
+def tile_product(c: int, a: int, b: int, *after: UOp) -> UOp:
+  """Add the product of tiles a and b to tile c, see above. A statement.
+
+  Raises ValueError if there is no such tile, or if two of them are the same.
+  """
+  _check(c, a, b)
+  if len({c, a, b}) < 3:
+    raise ValueError(f"tiles {c}, {a} and {b}: a product needs three different ones")
+  return _statement("tile_product", after, c, a, b)
+
+
+def transpose(to: UOp, source: UOp, strides: tuple[int, int], *after: UOp) -> UOp:
+  """Transpose 16 rows of 16 32-bit words. A statement.
+
+  Args:
+    to, source: INDEX of the first element, of any type.
+    strides: bytes between the rows of `to` and of `source`.
+  """
+  return _statement("transpose", after, to, source, *strides)
+
+
+def scale_rows(rows: UOp, factors: UOp, count: int, *after: UOp) -> UOp:
+  """Multiply `count` rows of 16 float32 by 16 factors, unless all factors are 1. A statement.
+
+  Args:
+    rows, factors: INDEX of the first element.
+  """
+  return _statement("scale_rows", after, rows, factors, count)
+
+
+def weigh(
+  to: UOp,
+  scores: UOp,
+  shift: UOp,
+  sums: UOp,
+  factor: float,
+  rows: int,
+  parts: int,
+  degree: int,
+  ahead: tuple[tuple[UOp, int], tuple[UOp, int]],
+  *after: UOp,
+) -> UOp:
+  """Turn scores of 16 queries, one per lane, into weights exp2(score * factor - shift) for `tile_product`. A statement.
+
+  Args:
+    to: INDEX of (parts, rows / 2, 16) uint32, receives the weights of two keys each, lower key first, in bfloat16:
+      rounded to nearest, or with several parts as a sum of them, cut off after each part.
+    scores: INDEX of (rows, 16) float32.
+    shift: INDEX of 16 float32, at least score * factor.
+    sums: INDEX of 16 float32, to which the weights, before rounding, are added.
+    factor: factor on the scores.
+    rows: keys, an even number.
+    parts: 1, 2 or 3.
+    degree: of the polynomial that computes exp2, see `EXP2`; below 5 only with one part.
+    ahead: INDEX of what will soon be read, and its size in bytes, of two arrays: they are brought into the L1 cache.
+  """
+  weights = INSTRUCTIONS[f"weigh_{parts}_{degree}"]
+  operands = [UOp.const(factor, dtypes.float), UOp.const(rows, dtypes.int)]
+  for place, size in ahead:
+    operands += [place, UOp.const(ceildiv(size, LINE * rows // 2), dtypes.int)]
+  return statement(weights, "c", after, to, scores, shift, sums, *operands)

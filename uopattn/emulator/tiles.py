@@ -1,0 +1,170 @@
+"""The tiles of `uopattn.dsl.cpu.amx`: each lane of a run, a work item of a CPU kernel, has eight of its own."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tinygrad.uop.ops import UOp
+
+from uopattn.dsl.cpu.amx import EXP2, LANES, PAIR, ROW_BYTES, ROWS, TILES
+
+from . import alu
+from .copies import NOTHING
+from .errors import OutOfBounds, Unwritten
+from .lanes import Run
+from .memory import Pointer
+
+TINY = np.finfo(np.float32).tiny
+
+
+@dataclass
+class Tiles:
+  """The tiles of all lanes.
+
+  Attributes:
+    configured: whether each lane has tiles, (lanes,).
+    written: whether each tile has content, (lanes, tiles).
+    content: (lanes, tiles, rows, bytes).
+  """
+
+  configured: np.ndarray
+  written: np.ndarray
+  content: np.ndarray
+
+  @classmethod
+  def of(cls, lanes: int) -> "Tiles":
+    """Tiles that are not configured."""
+    shape = lanes, TILES
+    return cls(np.zeros(lanes, bool), np.zeros(shape, bool), np.zeros((*shape, ROWS, ROW_BYTES), np.uint8))
+
+
+def config(run: Run, u: UOp) -> Any:
+  lanes = run.active()
+  run.tiles.configured[lanes], run.tiles.written[lanes] = True, False
+  return NOTHING
+
+
+def release(run: Run, u: UOp) -> Any:
+  run.tiles.configured[run.active()] = False
+  return NOTHING
+
+
+def _lanes(run: Run, u: UOp, *read: int) -> np.ndarray:
+  """Return the active lanes. Raises Unwritten unless they have tiles, and content in those that are read."""
+  lanes = run.active()
+  if run.check:
+    if (bad := lanes[~run.tiles.configured[lanes]]).size:
+      raise run.fail(Unwritten, u, "uses a tile without tile_config", bad)
+    for tile in read:
+      if (bad := lanes[~run.tiles.written[lanes, tile]]).size:
+        raise run.fail(Unwritten, u, f"reads tile {tile}, which nothing has written", bad)
+  return lanes
+
+
+def _rows(run: Run, u: UOp, place: Pointer, stride: int, rows: int = ROWS) -> np.ndarray:
+  """Return rows of 64 bytes of each lane, (lanes, rows, 64). Raises as a load of each row does."""
+  count = ROW_BYTES // place.dtype.itemsize
+  found = []
+  for i in range(rows):
+    row = place.memory.load(u, place.index + _elements(run, u, place, i * stride), place.dtype, count)
+    found.append(np.stack([run.spread(x) for x in row], axis=-1))
+  return np.ascontiguousarray(np.stack(found, axis=1)).view(np.uint8)
+
+
+def _store_rows(run: Run, u: UOp, place: Pointer, stride: int, content: np.ndarray) -> None:
+  """Store (lanes, rows, 64) bytes. Raises as a store of each row does."""
+  # A copy, as registers hold values that never change.
+  values = np.array(content, order="C").view(alu.storage(place.dtype))
+  for i in range(content.shape[1]):
+    index = place.index + _elements(run, u, place, i * stride)
+    place.memory.store(u, index, place.dtype, list(np.ascontiguousarray(values[:, i].T)))
+
+
+def _elements(run: Run, u: UOp, place: Pointer, offset: int) -> int:
+  elements, rest = divmod(offset, place.dtype.itemsize)
+  if rest:
+    raise run.fail(OutOfBounds, u, f"addresses a row {offset} bytes on, inside an element of {place.memory.name}")
+  return elements
+
+
+def zero(run: Run, u: UOp, tile: Any) -> Any:
+  lanes = _lanes(run, u)
+  run.tiles.content[lanes, tile], run.tiles.written[lanes, tile] = 0, True
+  return NOTHING
+
+
+def load(run: Run, u: UOp, tile: Any, place: Pointer, stride: Any) -> Any:
+  lanes = _lanes(run, u)
+  run.tiles.content[lanes, tile] = _rows(run, u, place, int(stride))[lanes]
+  run.tiles.written[lanes, tile] = True
+  return NOTHING
+
+
+def store(run: Run, u: UOp, tile: Any, place: Pointer, stride: Any) -> Any:
+  _lanes(run, u, int(tile))
+  _store_rows(run, u, place, int(stride), run.tiles.content[:, tile])
+  return NOTHING
+
+
+def product(run: Run, u: UOp, c: Any, a: Any, b: Any) -> Any:
+  lanes = _lanes(run, u, int(c), int(a), int(b))
+  left, right = (_pairs(run.tiles.content[lanes, x]) for x in (a, b))
+  sums = sum(_flushed(left[..., i] @ right[..., i]) for i in range(PAIR))
+  old = np.ascontiguousarray(run.tiles.content[lanes, c]).view(np.float32)
+  run.tiles.content[lanes, c] = np.ascontiguousarray(_flushed(old + sums), np.float32).view(np.uint8)
+  if run.counters is not None:
+    run.counters.matrix += len(lanes)
+  return NOTHING
+
+
+def _pairs(content: np.ndarray) -> np.ndarray:
+  """Return tiles as float32 numbers in pairs, (lanes, rows, 16, 2), with denormal numbers as 0."""
+  numbers = np.ascontiguousarray(content).view(np.uint16).astype(np.uint32) << np.uint32(16)
+  return _flushed(numbers.view(np.float32)).reshape(len(content), ROWS, LANES, PAIR)
+
+
+def _flushed(x: np.ndarray) -> np.ndarray:
+  return np.where(np.abs(x) < TINY, np.float32(0), x)
+
+
+def transpose(run: Run, u: UOp, to: Pointer, source: Pointer, to_stride: Any, stride: Any) -> Any:
+  words = _rows(run, u, source, int(stride)).view(np.uint32)
+  _store_rows(run, u, to, int(to_stride), np.ascontiguousarray(words.swapaxes(1, 2)).view(np.uint8))
+  return NOTHING
+
+
+def scale_rows(run: Run, u: UOp, rows: Pointer, factors: Pointer, count: Any) -> Any:
+  values = _rows(run, u, rows, ROW_BYTES, int(count)).view(np.float32)
+  by = _rows(run, u, factors, ROW_BYTES, 1).view(np.float32)
+  _store_rows(run, u, rows, ROW_BYTES, np.ascontiguousarray(values * by).view(np.uint8))
+  return NOTHING
+
+
+def weigh(
+  run: Run, u: UOp, parts: int, degree: int, to: Pointer, scores: Pointer, shift: Pointer, sums: Pointer, *rest: Any
+) -> Any:
+  factor, rows = np.float32(rest[0]), int(rest[1])
+  x = _rows(run, u, scores, ROW_BYTES, rows).view(np.float32)
+  by, l = (_rows(run, u, place, ROW_BYTES, 1).view(np.float32) for place in (shift, sums))
+  p = _exp2(x * factor - by, degree)
+  if run.counters is not None:
+    run.counters.exp2s += rows * len(run.active())
+  total = np.ascontiguousarray(l + p.sum(1, keepdims=True, dtype=np.float32))
+  _store_rows(run, u, sums, ROW_BYTES, total.view(np.uint8))
+  for part in range(parts):
+    bits = np.ascontiguousarray(p).view(np.uint32)
+    high = (bits + np.uint32(0x8000 if parts == 1 else 0)) & np.uint32(0xFFFF0000)
+    words = high[:, 0::2] >> np.uint32(16) | high[:, 1::2]
+    place = Pointer(to.memory, to.index + part * (rows // 2) * LANES, to.dtype)
+    _store_rows(run, u, place, ROW_BYTES, np.ascontiguousarray(words).view(np.uint8))
+    p = p - high.view(np.float32)
+  return NOTHING
+
+
+def _exp2(x: np.ndarray, degree: int) -> np.ndarray:
+  whole = np.floor(x)
+  fraction = np.where(np.isinf(x), np.float32(0), x - whole).astype(np.float32)
+  p = np.full_like(fraction, EXP2[degree][-1])
+  for c in EXP2[degree][-2::-1]:
+    p = (p * fraction + np.float32(c)).astype(np.float32)
+  return (p * np.exp2(whole)).astype(np.float32)
