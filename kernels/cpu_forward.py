@@ -18,7 +18,7 @@ Measured 2026-11-22 on two cores of an AMD EPYC (Zen 5, AVX-512), clang 23, floa
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from math import inf
 
@@ -93,8 +93,27 @@ class Tiles:
         size = max(p.Dk, p.Dv)
         raise ValueError(f"head size {size}: a tile needs {needed} bytes of stack, the limit is {STACK_LIMIT}")
       block_m, block_n = max(lanes, block_m // 2), max(1, block_n // 2)
-    wanted = ceildiv(WORK_PER_CALL, 2 * block_m * p.N * (p.Dk + p.Dv))
-    return cls(block_m, block_n, unroll, largest_divisor(p.heads * ceildiv(p.M, block_m), wanted))
+    return cls(block_m, block_n, unroll).with_calls(p)
+
+  @classmethod
+  def candidates(cls, problem: Problem, target: Target) -> "list[Tiles]":
+    """The chosen tiles, and others that may be faster: more rows in registers of fewer vectors, other tiles of keys."""
+    p, lanes, best = problem, target.vector.lanes, cls.choose(problem, target)
+    shapes = [(best.block_m, 2 * best.block_n, best.unroll), (best.block_m, best.block_n // 2, best.unroll)]
+    for vectors, unroll in ((4, 6), (3, 6), (2, 8), (1, 16)) if target.vector.registers >= 32 else ((3, 3), (1, 8)):
+      shapes.append((lanes * even(ceildiv(p.M, lanes), vectors), best.block_n, unroll))
+    found = [best]
+    for block_m, keys, unroll in shapes:
+      tiles = cls(block_m, min(p.N, max(unroll, keys - keys % unroll)), unroll).with_calls(p)
+      if tiles.stack_bytes(p.Dk, p.Dv, p.stored.itemsize < 4) <= STACK_LIMIT:
+        found.append(tiles)
+    return list(dict.fromkeys(found))
+
+  def with_calls(self, problem: Problem) -> "Tiles":
+    """Return a copy with as many blocks per call as make its work worth the cost of a call."""
+    p = problem
+    wanted = ceildiv(WORK_PER_CALL, 2 * self.block_m * p.N * (p.Dk + p.Dv))
+    return replace(self, blocks_per_call=largest_divisor(p.heads * ceildiv(p.M, self.block_m), wanted))
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:

@@ -24,7 +24,7 @@ N=8192, 3139 at B=1 N=8192 (11.2 us in a CUDA graph), 4132 at B=1 N=131072. On s
 bytes at D=64, 236 at D=128.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tinygrad import UOp, dtypes
@@ -131,6 +131,23 @@ class Tiles:
   def registers(self, Dk: int, Dv: int) -> int:
     """32-bit registers per lane for Q, O and S."""
     return self.m_tiles * (ceildiv(Dk, self.step) * 4 + round_up(Dv, PAIR) // 2 + self.block_n // 2)
+
+  @classmethod
+  def candidates(cls, problem: Problem, target: Target) -> "list[Tiles]":
+    """The chosen tiles, and others that may be faster: of other shapes, with more stages, with other warps."""
+    p, best = problem, cls.choose(problem, target)
+    keys = round_up(p.N, max(best.step, PAIR))
+    sizes = [(2, 64), (1, 64), (2, 32), (1, 32), (1, 128)]
+    found = [replace(best, m_tiles=m, block_n=min(n, keys)) for m, n in sizes if n >= best.step]
+    found += [replace(best, stages=n) for n in (2, 3, 4) if not best.turing]
+    found += [replace(best, warps=w) for w in (8, 2)]
+
+    def fits(x: Tiles) -> bool:
+      in_registers = x.registers(p.Dk, p.Dv) <= max(BUDGET[x.step], best.registers(p.Dk, p.Dv))
+      has_rows = (x.warps - 1) * x.m_tiles * MMA_M < p.M  # for each warp
+      return in_registers and x.shared_bytes(p.Dk, p.Dv) <= target.lds and has_rows
+
+    return list(dict.fromkeys([best, *filter(fits, found)]))
 
   @classmethod
   def choose(cls, problem: Problem, target: Target) -> "Tiles":

@@ -139,14 +139,18 @@ class Timing:
     } | {name: work / self.median / 1e9 for name, work in speeds.items() if work}
 
 
-def alternate(runners: dict[str, Runner], rounds: int) -> dict[str, Timing]:
-  """Time runners in turns: A B C, A B C, ..."""
+def alternate(runners: dict[str, Runner], rounds: int, settle: float = SETTLE) -> dict[str, Timing]:
+  """Time runners in turns: A B C, A B C, ...
+
+  Args:
+    settle: seconds of pause before a turn; kernels of ours alone need none, and without any the machine stays busy.
+  """
   repeats: dict[str, int] = {}
   seconds: dict[str, list[float]] = {name: [] for name in runners}
   time.sleep(SPIN)  # the oracle ran numpy's products
   for _ in range(rounds):
     for name, runner in runners.items():
-      time.sleep(SETTLE)
+      time.sleep(settle)
       start, calls = time.perf_counter(), 0
       while calls == 0 or time.perf_counter() - start < WARM:
         runner.call()

@@ -1,0 +1,132 @@
+"""The search: each candidate is checked by the gate, and those that pass are timed in turns."""
+
+import logging
+import statistics
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from tinygrad.helpers import tqdm
+
+from uopattn.dsl.target import Target
+from uopattn.measure.bench import Timing, alternate
+from uopattn.measure.command_line import reason
+from uopattn.measure.contenders import Runner
+from uopattn.plan.dispatch import candidates
+from uopattn.plan.launch import Launch
+from uopattn.spec.spec import AttentionSpec
+from uopattn.tuning.identity import measured
+from uopattn.tuning.store import Entry
+from uopattn.tuning.trial import Trial
+
+log = logging.getLogger("uopattn")
+ROUNDS = 7  # turns of the candidates that are left after the first
+CLOSE = 1.3  # times of the fastest's time: slower ones are left out after the first turn
+MARGIN = 0.02  # by which the model's choice must be beaten: less than that is noise
+
+
+@dataclass(frozen=True)
+class Candidate:
+  """A candidate that was tried.
+
+  Attributes:
+    seconds: time of a call, see `timed`; None if it is not right.
+    defect: what is wrong with it; "" if nothing.
+  """
+
+  launch: Launch
+  seconds: float | None
+  defect: str = ""
+
+
+@dataclass(frozen=True)
+class Result:
+  """What a search found; the first candidate is the model's choice."""
+
+  tried: tuple[Candidate, ...]
+
+  @property
+  def model(self) -> Candidate:
+    return self.tried[0]
+
+  @property
+  def best(self) -> Candidate:
+    """The fastest, or the model's choice if that is as fast within the margin; the model's if none is right."""
+    timed = [x for x in self.tried if x.seconds is not None]
+    fastest = min(timed, key=lambda x: x.seconds or 0.0, default=self.model)
+    if fastest.seconds is not None and self.model.seconds is not None:
+      return fastest if fastest.seconds < self.model.seconds * (1 - MARGIN) else self.model
+    return fastest
+
+  @property
+  def defects(self) -> list[Candidate]:
+    return [x for x in self.tried if x.defect]
+
+  def entry(self, key: Entry) -> Entry:
+    """Return what is stored of it."""
+    return {
+      "key": key,
+      "choice": choice(self.best.launch),
+      "model": choice(self.model.launch),
+      "seconds": {str(x.launch): x.seconds for x in self.tried},
+    }
+
+
+def choice(launch: Launch) -> dict[str, Any]:
+  """Return what distinguishes a candidate from the others, for JSON."""
+  return {"kernel": launch.schedule.name, "tiles": asdict(launch.tiles), "splits": launch.splits}
+
+
+def launch_of(entry: Entry, spec: AttentionSpec, target: Target) -> Launch | None:
+  """Return the launch that an entry chose; None if it is not among the candidates."""
+  return next((x for x in candidates(spec, target) if choice(x) == entry["choice"]), None)
+
+
+def search(spec: AttentionSpec, device: str, target: Target) -> Result:
+  """Check and time all candidates for an attention."""
+  launches = candidates(measured(spec), target)
+  trial = Trial.of(replace(launches[0], splits=1), device)
+  tried: dict[str, Candidate] = {}
+  runners: dict[str, Runner] = {}
+  for launch in tqdm(launches, desc=f"candidates for M={spec.M} N={spec.N} D={spec.Dk}", disable=None):
+    name = str(launch)
+    try:
+      runner = trial.runner(launch)
+      wrong = trial.check(runner.result())
+    except Exception as error:  # a compiler, or a driver, may raise anything
+      tried[name] = Candidate(launch, None, f"fails: {reason(error)}")
+      continue
+    tried[name] = Candidate(launch, None, f"is wrong: {'; '.join(map(str, wrong))}" if wrong else "")
+    if not wrong:
+      runners[name] = runner
+  for x in (x for x in tried.values() if x.defect):
+    log.error("uopattn.tune: a defect, please report it: %s for %s on %s %s", x.launch, problem(spec), device, x.defect)
+  for name, seconds in timed(runners, str(launches[0])).items():
+    tried[name] = replace(tried[name], seconds=seconds)
+  return Result(tuple(tried.values()))
+
+
+def timed(runners: dict[str, Runner], model: str) -> dict[str, float]:
+  """Return the seconds of each runner: of one turn, or of several if it is close to the fastest.
+
+  Other work on the machine disturbs a round's runners alike, so times are those of the model's choice multiplied by the
+  median ratio in a round.
+  """
+  first = alternate(runners, 1, settle=0)
+  limit = CLOSE * min((x.median for x in first.values()), default=0.0)
+  close = {name: runners[name] for name, x in first.items() if x.median <= limit or name == model}
+  rounds = alternate(close, ROUNDS, settle=0)
+  found = {name: x.median for name, x in (first | rounds).items()}
+  if (base := rounds.get(model)) is not None:
+    found |= {name: base.median * _ratio(x, base) for name, x in rounds.items()}
+  return found
+
+
+def _ratio(x: Timing, base: Timing) -> float:
+  return statistics.median(a / b for a, b in zip(x.seconds, base.seconds, strict=True))
+
+
+def problem(spec: AttentionSpec) -> str:
+  """Return an attention as a line of text, in the runner's keys."""
+  s = spec
+  sizes = f"B={s.B} H={s.Hq} HKV={s.Hkv} M={s.M} N={s.N} D={s.Dk} DV={s.Dv} {str(s.dtype).removeprefix('dtypes.')}"
+  return sizes + " causal" * s.is_causal
