@@ -108,8 +108,8 @@ def search(spec: AttentionSpec, device: str, target: Target) -> Result:
 def timed(runners: dict[str, Runner], model: str) -> dict[str, float]:
   """Return the seconds of each runner: of one turn, or of several if it is close to the fastest.
 
-  Other work on the machine disturbs a round's runners alike, so times are those of the model's choice multiplied by the
-  median ratio in a round.
+  Other work on the machine disturbs a round's runners alike, so a time is that of the model's choice multiplied by a
+  ratio: the median of those in each round, or that of the fastest rounds if this says less for the candidate.
   """
   first = alternate(runners, 1, settle=0)
   limit = CLOSE * min((x.median for x in first.values()), default=0.0)
@@ -122,7 +122,8 @@ def timed(runners: dict[str, Runner], model: str) -> dict[str, float]:
 
 
 def _ratio(x: Timing, base: Timing) -> float:
-  return statistics.median(a / b for a, b in zip(x.seconds, base.seconds, strict=True))
+  pairs = statistics.median(a / b for a, b in zip(x.seconds, base.seconds, strict=True))
+  return max(pairs, min(x.seconds) / min(base.seconds))
 
 
 def problem(spec: AttentionSpec) -> str:

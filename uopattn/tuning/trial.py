@@ -79,14 +79,14 @@ class Trial:
     times = repeats(self.spec, self.device)
 
     @TinyJit
-    def run() -> None:
+    def run(*variables: UOp) -> None:
       results = {"o": [self.o], "lse": [self.lse]}
       for _ in range(times):
-        out, lse = run_stages(launch, self.device, self.given, results, self.variables)
+        out, lse = run_stages(launch, self.device, self.given, results, variables)
         Tensor.realize(out, lse)
 
     def call() -> None:
-      run()
+      run(*self.variables)
 
     def result() -> list[Array]:
       poison(self.o, self.lse)
