@@ -15,7 +15,7 @@ from uopattn.runtime.log import log_once
 from uopattn.spec.spec import AttentionSpec
 from uopattn.tuning import store
 from uopattn.tuning.identity import key_of
-from uopattn.tuning.search import launch_of, search
+from uopattn.tuning.search import launch_of, problem, search
 from uopattn.tuning.switch import Options
 from uopattn.tuning.trial import unmeasured
 
@@ -53,7 +53,7 @@ def chosen(spec: AttentionSpec, device: str, options: Options) -> Launch:
       log_once("uopattn.tune: nothing is measured inside a TinyJit's capture or a function: the model's tiles are used")
       return model
     if not options.search:
-      log_once("uopattn.tune: search=False, and for some attentions nothing is known: the model's tiles are used")
+      log.info("uopattn.tune: nothing is known of %s, and search=False: the model's tiles are used", problem(spec))
       return model
     found = measured_anew(spec, device, target, model)
   KNOWN[place] = found
