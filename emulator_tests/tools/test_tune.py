@@ -65,7 +65,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
   """Makes the second candidate the fastest; the names of the candidates of each search."""
   found: list[str] = []
 
-  def alternate(runners: dict[str, Any], rounds: int, settle: float) -> dict[str, Timing]:
+  def alternate(runners: dict[str, Any], rounds: int, *_: float) -> dict[str, Timing]:
     found.append(f"{len(runners)} x {rounds}")
     fast = str(the(1, spec_of()))
     return {name: Timing([1.0 if name == fast else 1.2] * rounds) for name in runners}
@@ -83,7 +83,7 @@ def test_the_fastest_is_used_and_remembered_and_only_while_tuning_is_on(searches
     Tensor.realize(out, lse)
     assert Call.of(q, k, v, Arguments(enable_gqa=True)).launch() == the(1, spec)
   check(q, k, v, out, lse)
-  assert searches == ["3 x 1", f"3 x {search.ROUNDS}"]
+  assert searches == ["3 x 3", f"3 x {search.ROUNDS}"]
   assert launch_on(spec, "CPU") == the(0, spec)
   choose.KNOWN.clear()  # as in another process
   with uopattn.tune():
@@ -217,7 +217,7 @@ from uopattn.measure.bench import Timing
 from uopattn.plan import dispatch
 from uopattn.tuning import choose, search
 dispatch.MOST, own = 2, search.search
-search.alternate = lambda runners, rounds, settle: {x: Timing([1.0 + len(x)] * rounds) for x in runners}
+search.alternate = lambda runners, rounds, *_: {x: Timing([1.0 + len(x)] * rounds) for x in runners}
 choose.search = lambda *given: print("searches") or own(*given)
 q = k = v = Tensor.ones(1, 2, 20, 16).contiguous().realize()
 with uopattn.tune():
@@ -395,7 +395,11 @@ def with_tensors() -> AttentionSpec:
 
 
 @pytest.mark.parametrize("case", [views, step_of_a_cache, with_tensors])
-def test_inputs_are_made_for_a_spec(case: Callable[[], AttentionSpec]) -> None:
+@pytest.mark.parametrize("scores", [1 << 23, 500])
+def test_inputs_are_made_for_a_spec(
+  case: Callable[[], AttentionSpec], scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setattr("uopattn.tuning.trial.CHECKED", scores)  # with few some of the rows are checked
   spec = measured(case())
   assert unmeasured(spec) == ""
   launch = dispatch.dispatch(spec, target_of("CPU"))
@@ -483,3 +487,21 @@ print(uopattn.warm(["H=1 N=20 D=16", dict(H=1, N=21, D=16)]))
 def test_warm_refuses(what: Any, error: type[Exception], message: str) -> None:
   with pytest.raises(error, match=message):
     uopattn.warm(what)
+
+
+@pytest.mark.parametrize(
+  ("model", "other", "wins"),
+  [
+    ([2.0] * 4, [1.5] * 4, True),
+    ([2.0] * 4, [1.99] * 4, False),  # noise
+    ([2.0, 2.0, 9.0, 9.0], [2.2, 2.2, 2.2, 2.2], False),  # other work met the model's turns
+    ([2.0, 9.0, 9.0, 9.0], [1.5, 9.0, 9.0, 9.0], False),  # one lucky turn
+    ([2.0, 9.0, 2.0, 9.0], [1.5, 6.5, 1.5, 6.5], True),
+  ],
+)
+def test_who_wins(model: list[float], other: list[float], wins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr(search, "alternate", lambda *_: {"model": Timing(model), "other": Timing(other)})
+  launches = {"model": the(0, spec_of()), "other": the(1, spec_of())}
+  seconds = search.timed(dict.fromkeys(launches), "model")  # type: ignore[arg-type]
+  result = search.Result(tuple(search.Candidate(launches[name], seconds[name]) for name in launches))
+  assert (result.best is not result.model) == wins

@@ -139,11 +139,13 @@ class Timing:
     } | {name: work / self.median / 1e9 for name, work in speeds.items() if work}
 
 
-def alternate(runners: dict[str, Runner], rounds: int, settle: float = SETTLE) -> dict[str, Timing]:
+def alternate(
+  runners: dict[str, Runner], rounds: int, settle: float = SETTLE, warm: float = WARM, turn: float = TURN
+) -> dict[str, Timing]:
   """Time runners in turns: A B C, A B C, ...
 
   Args:
-    settle: seconds of pause before a turn; kernels of ours alone need none, and without any the machine stays busy.
+    settle, warm, turn: seconds of pause before a turn, of untimed calls, and of timed ones.
   """
   repeats: dict[str, int] = {}
   seconds: dict[str, list[float]] = {name: [] for name in runners}
@@ -152,11 +154,11 @@ def alternate(runners: dict[str, Runner], rounds: int, settle: float = SETTLE) -
     for name, runner in runners.items():
       time.sleep(settle)
       start, calls = time.perf_counter(), 0
-      while calls == 0 or time.perf_counter() - start < WARM:
+      while calls == 0 or time.perf_counter() - start < warm:
         runner.call()
         runner.wait()
         calls += 1
-      repeats.setdefault(name, max(1, math.ceil(TURN * calls / (time.perf_counter() - start))))
+      repeats.setdefault(name, max(1, math.ceil(turn * calls / (time.perf_counter() - start))))
       start = time.perf_counter()
       for _ in range(repeats[name]):
         runner.call()
@@ -244,10 +246,10 @@ def bench_row(config: Config, contenders: dict[str, Contender], rounds: int, bac
     Usage: no kernel supports the problem.
   """
   target = default_target()
-  problem = prepare(config, target)
+  problem = prepare(config)
   s = problem.spec
   runners: dict[str, Runner] = {}
-  alone = problem if config.gpus == 1 else prepare(replace(config, gpus=1), target)
+  alone = problem if config.gpus == 1 else prepare(replace(config, gpus=1))
   if config.gpus > 1:  # ours on one device is a contender too
     ours, *others = contenders.items()
     contenders = dict([ours, (ONE_DEVICE, ours[1]), *others])

@@ -19,8 +19,11 @@ from uopattn.tuning.store import Entry
 from uopattn.tuning.trial import Trial
 
 log = logging.getLogger("uopattn")
-ROUNDS = 7  # turns of the candidates that are left after the first
-CLOSE = 1.3  # times of the fastest's time: slower ones are left out after the first turn
+FIRST, ROUNDS = 3, 20  # turns of all candidates, and of those that are left then
+CLOSE = 1.3  # times of the fastest's time: slower ones are left out after the first turns
+# Seconds of untimed and of timed calls per turn, without pauses: the machine stays busy. Short turns, because other
+# work disturbs few of them; in turns of 0.1 s on a machine with other work slower candidates won.
+WARM, TURN = 0.005, 0.02
 MARGIN = 0.02  # by which the model's choice must be beaten: less than that is noise
 
 
@@ -106,15 +109,15 @@ def search(spec: AttentionSpec, device: str, target: Target) -> Result:
 
 
 def timed(runners: dict[str, Runner], model: str) -> dict[str, float]:
-  """Return the seconds of each runner: of one turn, or of several if it is close to the fastest.
+  """Return the seconds of each runner: of few turns, or of many if it is close to the fastest.
 
   Other work on the machine disturbs a round's runners alike, so a time is that of the model's choice multiplied by a
-  ratio: the median of those in each round, or that of the fastest rounds if this says less for the candidate.
+  ratio: the median of those in each round, or that of the fastest turns if this says less for the candidate.
   """
-  first = alternate(runners, 1, settle=0)
-  limit = CLOSE * min((x.median for x in first.values()), default=0.0)
-  close = {name: runners[name] for name, x in first.items() if x.median <= limit or name == model}
-  rounds = alternate(close, ROUNDS, settle=0)
+  first = alternate(runners, FIRST, 0, WARM, TURN)
+  limit = CLOSE * min((min(x.seconds) for x in first.values()), default=0.0)
+  close = {name: runners[name] for name, x in first.items() if min(x.seconds) <= limit or name == model}
+  rounds = alternate(close, ROUNDS, 0, WARM, TURN)
   found = {name: x.median for name, x in (first | rounds).items()}
   if (base := rounds.get(model)) is not None:
     found |= {name: base.median * _ratio(x, base) for name, x in rounds.items()}

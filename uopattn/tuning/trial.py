@@ -19,9 +19,12 @@ from uopattn.spec.layout import Layout
 from uopattn.spec.spec import AttentionSpec
 
 PERIOD = 1_000_003  # random numbers; larger inputs repeat them, and as it is prime no two rows or heads are the same
-CHECKED = 1 << 23  # most scores of the heads that are checked, but at least one group of heads is
+CHECKED = 1 << 23  # most scores that are checked: of some heads, or of some queries of one group of heads
 MOST_GROUPS = 8  # groups of heads that are checked: some are enough, from the first to the last
+RUNS = (0.0, 0.5, 1.0)  # where the rows are that are checked: at the beginning, in the middle, at the end
 MADE = {"attn_mask", "window", "softcap", "q_start", "kv_lengths", "sinks"}  # features for which inputs can be made
+
+Part = tuple[slice, slice, slice]
 
 
 def unmeasured(spec: AttentionSpec) -> str:
@@ -44,7 +47,7 @@ class Trial:
     given: the buffers of a call by name.
     variables: bound Variables.
     o, lse: the buffers for the results, which all candidates share.
-    gates: batch, first query head, and gate, of the groups of heads that are checked.
+    gates: which part of the results is checked, (batch, heads, rows), and the gate for it.
   """
 
   spec: AttentionSpec
@@ -53,7 +56,7 @@ class Trial:
   variables: tuple[UOp, ...]
   o: Tensor
   lse: Tensor
-  gates: list[tuple[int, int, Gate]]
+  gates: list[tuple[Part, Gate]]
 
   @classmethod
   def of(cls, launch: Launch, device: str) -> "Trial":
@@ -99,11 +102,9 @@ class Trial:
 
   def check(self, result: list[Array]) -> list[Report]:
     """Return what is wrong with a candidate's output and LSE."""
-    (out, lse), group, wrong = result, self.spec.group, []
-    for b, h, gate in self.gates:
-      heads = slice(b, b + 1), slice(h, h + group)
-      wrong += [x for x in (gate.output(out[heads]), gate.lse(lse[heads])) if not x.correct]
-    return wrong
+    out, lse = result
+    reports = (x for part, gate in self.gates for x in (gate.output(out[part]), gate.lse(lse[part])))
+    return [x for x in reports if not x.correct]
 
 
 def _drawn(name: str, shape: tuple[int, ...], dtype: DType, s: AttentionSpec, random: np.random.Generator) -> Array:
@@ -141,39 +142,47 @@ def _value(x: int | UOp | None, values: dict[UOp, int]) -> int | None:
   return int(known.vmin)
 
 
-def _gates(
-  s: AttentionSpec, arrays: dict[str, Array], values: dict[UOp, int], tf32: bool
-) -> list[tuple[int, int, Gate]]:
-  """Return the gates of an even sample of the groups of heads that share a key head."""
-  layouts, every, group = dict(s.layouts), s.B * s.Hkv, s.group
+def _parts(s: AttentionSpec) -> list[Part]:
+  """Return an even sample of the groups of heads that share a key head; of one that is too large, some of its rows."""
+  every, group = s.B * s.Hkv, s.group
+  count = max(1, min(every, MOST_GROUPS, CHECKED // (group * s.M * s.N)))
+  rows = min(s.M, max(1, CHECKED // (group * s.N * len(RUNS))))
+  runs = (
+    [slice(round(x * (s.M - rows)), round(x * (s.M - rows)) + rows) for x in RUNS] if rows < s.M else [slice(0, s.M)]
+  )
+  groups = (divmod(x, s.Hkv) for x in np.linspace(0, every - 1, count).round().astype(int).tolist())
+  return [(slice(b, b + 1), slice(h * group, (h + 1) * group), run) for b, h in groups for run in runs]
+
+
+def _gates(s: AttentionSpec, arrays: dict[str, Array], values: dict[UOp, int], tf32: bool) -> list[tuple[Part, Gate]]:
+  """Return the gates for the parts that are checked."""
+  layouts = dict(s.layouts)
   shapes = {"q": (s.B, s.Hq, s.M, s.Dk), "k": (s.B, s.Hkv, s.N, s.Dk), "v": (s.B, s.Hkv, s.N, s.Dv)}
   q, k, v = (_viewed(arrays[name], layouts.get(name), shapes[name]) for name in "qkv")
-  count = max(1, min(every, MOST_GROUPS, CHECKED // (group * s.M * s.N)))
   found = []
-  for place in np.linspace(0, every - 1, count).round().astype(int).tolist():
-    b, h = divmod(place, s.Hkv)
-    heads = slice(h * group, (h + 1) * group)
-    options = {"scale": s.scale, "softcap": s.softcap, "tf32": tf32} | _rules(s, arrays, values, b, heads)
-    parts = q[b : b + 1, heads], k[b : b + 1, h : h + 1], v[b : b + 1, h : h + 1]
-    found.append((b, h * group, Gate.of_arrays(*parts, s.dtype, **options)))
+  for part in _parts(s):
+    b, heads, _ = part
+    of_keys = b, slice(heads.start // s.group, heads.stop // s.group)
+    options = {"scale": s.scale, "softcap": s.softcap, "tf32": tf32} | _rules(s, arrays, values, part)
+    found.append((part, Gate.of_arrays(q[part], k[of_keys], v[of_keys], s.dtype, **options)))
   return found
 
 
-def _rules(s: AttentionSpec, arrays: dict[str, Array], values: dict[UOp, int], b: int, heads: slice) -> dict[str, Any]:
-  """Return the masks of a batch and some heads as the oracle takes them."""
+def _rules(s: AttentionSpec, arrays: dict[str, Array], values: dict[UOp, int], part: Part) -> dict[str, Any]:
+  """Return the masks of a part as the oracle takes them."""
+  b, heads, rows = part
   found: dict[str, Any] = {} if s.window == (None, None) else {"window": s.window}
   start, length = _value(s.q_start, values), _value(s.kv_lengths, values)
-  found["q_start"] = int(arrays["q_start"][b]) if start is None else start
+  found["q_start"] = (int(arrays["q_start"][b.start]) if start is None else start) + rows.start
   if length is not None:
     found["kv_lengths"] = np.array([length])
   elif "kv_lengths" in arrays:
-    found["kv_lengths"] = arrays["kv_lengths"][b : b + 1]
+    found["kv_lengths"] = arrays["kv_lengths"][b]
   if "sinks" in arrays:
     found["sinks"] = arrays["sinks"][heads]
   if "attn_mask" in arrays:
     mask = arrays["attn_mask"]
-    mask = mask[b : b + 1] if mask.shape[0] > 1 else mask
-    found["attn_mask"] = mask[:, heads] if mask.shape[1] > 1 else mask
+    found["attn_mask"] = mask[tuple(x if n > 1 else slice(0, 1) for x, n in zip(part, mask.shape, strict=False))]
   return found
 
 
