@@ -82,7 +82,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
       return 0
 
   monkeypatch.setenv("UOPATTN_AMX", "1")
-  monkeypatch.setattr(amx, "_flags", lambda: {"amx_tile", "amx_bf16", "sse2"})
+  monkeypatch.setattr(amx, "cpu_info", lambda: {"flags": "sse2 amx_tile amx_bf16"})
   monkeypatch.setattr(amx.sys, "platform", "linux")
   monkeypatch.setattr(amx.platform, "machine", lambda: "x86_64")
   monkeypatch.setattr(ctypes, "CDLL", lambda name: System())
@@ -104,7 +104,7 @@ def test_permission_is_asked_for_once(asked: list[tuple[int, ...]], monkeypatch:
 @pytest.mark.parametrize("missing", ["flag", "system", "machine", "permission"])
 def test_no_permission(missing: str, asked: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
   change: dict[str, tuple[Any, str, Any]] = {
-    "flag": (amx, "_flags", lambda: {"amx_tile"}),
+    "flag": (amx, "cpu_info", lambda: {"flags": "sse2 amx_tile"}),
     "system": (amx.sys, "platform", "darwin"),
     "machine": (amx.platform, "machine", lambda: "arm64"),
     "permission": (ctypes, "CDLL", lambda name: type("System", (), {"syscall": lambda self, *given: -1})()),
