@@ -113,9 +113,7 @@ def test_rows_are_transposed_and_scaled() -> None:
     launch(body(15), np.zeros(x.size, np.float32), x.ravel(), y, arch="amx")
 
 
-@pytest.mark.parametrize(
-  ("parts", "degree", "error"), [(1, 3, 2.0**-8), (1, 5, 2.0**-8), (2, 5, 2.0**-15), (3, 5, 3e-7)]
-)
+@pytest.mark.parametrize(("parts", "degree", "error"), [(1, 3, 2.0**-8), (1, 5, 2.0**-8), (2, 5, 2.0**-15)])
 def test_weights(parts: int, degree: int, error: float) -> None:
   """Pairs of bfloat16 numbers whose sums are the weights, exactly 1 at 0 and 0 at -inf; and the sums of the weights."""
   rows = 8

@@ -270,8 +270,7 @@ INFO = {
   ),
   "EMU::amx": (
     "device     EMU x86_64,sapphirerapids, emulated",
-    "kernel     amx_forward: serves float, half, bfloat16",
-    "kernel     cpu_decode: serves float of few queries",
+    "kernel     amx_forward: serves half, bfloat16",
   ),
   "EMU::sm_75": (
     "device     EMU sm_75, emulated",

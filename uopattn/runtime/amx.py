@@ -13,8 +13,8 @@ _ARCH_PRCTL, _REQ_XCOMP_PERM, _XTILEDATA = 158, 0x1023, 18
 
 
 def may_use_tiles() -> bool:
-  """Return whether this process may use AMX: the processor has it, the system permits it, UOPATTN_AMX is 1."""
-  return os.environ.get("UOPATTN_AMX") == "1" and _permitted()
+  """Return whether this process may use AMX: the processor has it, the system permits it, UOPATTN_AMX is not 0."""
+  return os.environ.get("UOPATTN_AMX") != "0" and _permitted()
 
 
 @functools.cache

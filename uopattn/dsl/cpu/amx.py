@@ -160,7 +160,7 @@ _LIST = [
   # read and cache lines of it per two rows
   *[
     Instruction(f"weigh_{parts}_{degree}", {"c": _weigh(parts, degree)}, statement=True, parameters=(parts, degree))
-    for parts in (1, 2, 3)
+    for parts in (1, 2)
     for degree in EXP2
     if degree == max(EXP2) or parts == 1
   ],
@@ -255,13 +255,13 @@ def weigh(
 
   Args:
     to: INDEX of (parts, rows / 2, 16) uint32, receives the weights of two keys each, lower key first, in bfloat16:
-      rounded to nearest, or with several parts as a sum of them, cut off after each part.
+      rounded to nearest, or in two parts, each of them cut off.
     scores: INDEX of (rows, 16) float32.
     shift: INDEX of 16 float32, at least score * factor.
     sums: INDEX of 16 float32, to which the weights, before rounding, are added.
     factor: factor on the scores.
     rows: keys, an even number.
-    parts: 1, 2 or 3.
+    parts: 1 or 2.
     degree: of the polynomial that computes exp2, see `EXP2`; below 5 only with one part.
     ahead: INDEX of what will soon be read, and its size in bytes, of two arrays: they are brought into the L1 cache.
   """
