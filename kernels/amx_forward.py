@@ -58,8 +58,8 @@ WORK_PER_CALL = 16_000_000  # floating-point operations: some 0.02 ms, while a c
 GROUPS = 2  # of 16 queries that are processed at once
 BLOCK = 2 * ROWS  # keys, or value columns, and queries of the four accumulators
 UNROLL = 4  # rows of S^T whose maxima are taken apart
-# Each operand is a sum of this many bfloat16 numbers, its parts, and a product of two operands the sum of these products
-# of parts: the rest is less than what the type rounds off.
+# Each operand is a sum of this many bfloat16 numbers, its parts, and a product the sum of these products of parts: the
+# rest is less than what the type rounds off.
 PARTS: dict[DType, int] = {dtypes.bfloat16: 1, dtypes.float16: 2}
 PRODUCTS = {1: ((0, 0),), 2: ((0, 0), (0, 1), (1, 0))}
 
