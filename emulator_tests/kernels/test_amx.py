@@ -21,6 +21,8 @@ from uopattn.kernels import amx_forward
 from uopattn.kernels.amx_forward import Tiles
 from uopattn.plan.dispatch import dispatch
 from uopattn.plan.target import target_of
+from uopattn.proof.gate import numpy
+from uopattn.proof.oracle import Array
 from uopattn.runtime import amx
 from uopattn.spec.spec import AttentionSpec
 
@@ -72,11 +74,16 @@ def test_tiles_state_their_laws() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_bad_numbers(bad: float) -> None:
   """A bad query spoils its row; a bad value its column, and of hidden keys nothing is seen, nor a key past the end."""
+
+  def computed(arrays: list[Array]) -> Array:
+    q, k, v = (placed(x, dtypes.bfloat16) for x in arrays)
+    return numpy(attention(q, k, v, is_causal=True, backend="kernel"))
+
   with on("amx"):
-    arrays = [x.float().numpy() for x in inputs(1, 1, 1, 20, 40, 8, 8, dtypes.bfloat16)]
-    fine = attention(*(placed(x, dtypes.bfloat16) for x in arrays), is_causal=True, backend="kernel").numpy()
+    arrays = [numpy(x) for x in inputs(1, 1, 1, 20, 40, 8, 8, dtypes.bfloat16)]
+    fine = computed(arrays)
     arrays[0][0, 0, 3, 1] = arrays[2][0, 0, 18, 2] = arrays[1][0, 0, 30, 0] = bad
-    got = attention(*(placed(x, dtypes.bfloat16) for x in arrays), is_causal=True, backend="kernel").numpy()
+    got = computed(arrays)
   spoilt = np.zeros(got.shape, bool)
   spoilt[0, 0, 3], spoilt[0, 0, :, 2] = True, True  # a weight of 0 times infinity is NaN
   assert np.isnan(got[0, 0, 3]).all()
