@@ -148,7 +148,7 @@ TABLE: dict[str, BackwardSchedule] = {
     amx_backward,
     ("amx",),
     (BFLOAT, HALF),
-    lambda arch, dtype: (Amx(64, 32, parts=2),),
+    lambda arch, dtype: (Amx(64, 32, parts=4),),
     lambda arch, dtype: st.builds(
       lambda m, n, parts: (Amx(32 * m, 32 * n, parts),), *(st.integers(1, 3) for _ in range(3))
     ),

@@ -239,10 +239,10 @@ def row_maxima(
   # Not in place: of a store that may leave a number as it is tinygrad makes a branch.
   changed = s.buffer(GROUPS, block_n, LANES).after(*inside) if changes else scores
   for j in range(GROUPS):
-    best = s.assign(
-      s.buffer(UNROLL, LANES), lambda r, m, j=j: state.m_i[state.group + j, m].load(), within=(*inside, scores)
-    )
-    m = s.axis(LANES)
+    best, m = s.buffer(UNROLL, LANES), s.axis(LANES)
+    # Rows are unrolled: of a loop over them some compilers make scattered stores.
+    stores = [best.after(*inside, scores)[r, m].store(state.m_i[state.group + j, m].load()) for r in range(UNROLL)]
+    best, m = best.after(UOp.group(*stores).end(m)), s.axis(LANES)
 
     def step(before: UOp, i: UOp, j: int = j, m: UOp = m) -> list[UOp]:
       stores = []
