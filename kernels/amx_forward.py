@@ -51,7 +51,7 @@ from uopattn.dsl.schedule import FEW, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
-WORK_PER_CALL = 16_000_000  # floating-point operations: some 0.02 ms, while a call costs a microsecond
+WORK_PER_CALL = 4_000_000  # floating-point operations: some 0.01 ms, while a call costs a microsecond
 UNROLL = 4  # rows of S^T whose maxima are taken apart
 
 

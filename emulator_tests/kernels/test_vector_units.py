@@ -24,10 +24,10 @@ pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="these ar
 
 DTYPES_16_32 = "x86-64-v4,prefer-vector-width=512"  # clang prefers half the width for most processors
 UNITS = {
-  "SSE4": ("x86-64-v2", "sse4_2", VectorUnit(4, 16)),
-  "AVX2": ("x86-64-v3", "avx2", VectorUnit(8, 16)),
-  "AVX-512 in half width": ("x86-64-v4", "avx512vl", VectorUnit(8, 32)),
-  "AVX-512 in full width": (DTYPES_16_32, "avx512vl", VectorUnit(16, 32)),
+  "SSE4": ("x86-64-v2", "sse4_2", VectorUnit(4, 16, one_prefetch=True)),
+  "AVX2": ("x86-64-v3", "avx2", VectorUnit(8, 16, one_prefetch=True)),
+  "AVX-512 in half width": ("x86-64-v4", "avx512vl", VectorUnit(8, 32, one_prefetch=True)),
+  "AVX-512 in full width": (DTYPES_16_32, "avx512vl", VectorUnit(16, 32, one_prefetch=True)),
 }
 
 

@@ -12,12 +12,13 @@ import pytest
 from helpers import check, qkv
 from tinygrad import Context, Device, Tensor
 from tinygrad.engine.realize import runtime_cache
+from tinygrad.renderer import Estimates
 from tinygrad.runtime.ops_cpu import CPUProgram
 
 from uopattn import attention
 from uopattn.runtime import threads
 from uopattn.runtime.team import MOST_ARGUMENTS, Team
-from uopattn.runtime.threads import ThreadedProgram, thread_count
+from uopattn.runtime.threads import ThreadedProgram, thread_count, useful_threads
 
 
 class Recorder:
@@ -119,6 +120,15 @@ def test_number_of_threads_follows_tinygrad_and_the_affinity(monkeypatch: pytest
     assert thread_count() == 6
   with Context(NUM_CPU_THREADS=0):
     assert thread_count() == 1
+
+
+def test_small_kernels_take_few_threads() -> None:
+  for ops, mem, most in ((1000, 1000, 1), (7_000_000, 1000, 3), (1000, 1 << 20, 8)):
+    assert useful_threads(Estimates(ops=ops, mem=mem)) == most
+  x = qkv(1, 3, 3, 20, 21, 16, 16)
+  attention(*x, backend="kernel").realize()
+  (program,) = [x for x in runtime_cache.values() if isinstance(x, ThreadedProgram) and "_3_3_20_21_" in x.name]
+  assert program.most == 1
 
 
 def test_only_our_programs_are_threaded() -> None:

@@ -46,7 +46,7 @@ EXP2: Mapping[int, tuple[float, ...]] = MappingProxyType(
 
 _VECTORS = "".join(
   f" typedef {of} {name} __attribute__((vector_size(64)));"
-  for of, name in (("float", "vector"), ("int", "words"), ("short", "halves"))
+  for of, name in (("float", "vector"), ("int", "words"), ("unsigned", "bits"), ("short", "halves"))
 )
 
 
@@ -105,11 +105,13 @@ def _rounded(parts: int, in_pairs: bool, places: str) -> str:
 
   One part is rounded to nearest; several, whose sum is the number, are cut off.
   """
-  lanes = [x for i in range(LANES) for x in (2 * i + 1, 2 * i + 33)] if in_pairs else range(1, 4 * LANES, 2)
-  rounding, order, lines = " + 32768" if parts == 1 else "", ", ".join(map(str, lanes)), list[str]()
+  lines = ["a = (vector)((words)a + 32768); b = (vector)((words)b + 32768);"] if parts == 1 else []
   for part in range(parts):
-    halves = ", ".join(f"(halves)((words){x}{rounding})" for x in "ab")
-    lines.append(f"{{{{ halves y = __builtin_shufflevector({halves}, {order});")
+    if in_pairs:  # a shift and a blend are two operations of Intel's processors, a shuffle of 16-bit elements is three
+      lines.append("{{ words y = (words)((bits)a >> 16) | ((words)b & (int)0xffff0000);")
+    else:
+      order = ", ".join(map(str, range(1, 4 * LANES, 2)))
+      lines.append(f"{{{{ halves y = __builtin_shufflevector((halves)a, (halves)b, {order});")
     lines.append(f"__builtin_memcpy({places.replace('part', str(part))}, &y, 64); }}}}")
     if part < parts - 1:
       lines += [f"{x} -= (vector)((words){x} & (int)0xffff0000);" for x in "ab"]
