@@ -249,7 +249,7 @@ for nap, rounds, longest, again in ((0, 400, 0.0005, 0.00005), (20000, 12, 0.15,
     assert four._shared[team._INSIDE] == team._CLOSED and not four._shared[team._INSIDE + 1]
 assert raised > 100 and halfway > 3, (raised, halfway)
 time.sleep(0.1)
-assert len(four._asleep) == 3
+assert four._shared[team._ASLEEP] == 3
 counts = Counts()
 counts.run(0, company=4, items=4)
 assert counts.words[1] == 4
