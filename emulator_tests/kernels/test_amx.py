@@ -17,9 +17,9 @@ from tinygrad.dtype import DType
 from uopattn import attention
 from uopattn.dsl.schedule import DTYPES_16, DTYPES_16_32
 from uopattn.dsl.target import Target
-from uopattn.kernels import amx_forward
+from uopattn.kernels import amx_backward, amx_forward
 from uopattn.kernels.amx_forward import Tiles
-from uopattn.plan.dispatch import dispatch
+from uopattn.plan.dispatch import dispatch, dispatch_backward
 from uopattn.plan.target import target_of
 from uopattn.proof.gate import numpy
 from uopattn.proof.oracle import Array
@@ -51,6 +51,11 @@ def test_where_it_is_taken() -> None:
       assert taken(spec_of(M, dtype=dtype), with_vectors(16, 32)) in ("cpu_forward", "cpu_decode")
   for lacks in amx_forward.SCHEDULE.lacks:
     assert taken(spec_of(features=(lacks,)), with_tiles()) == "cpu_forward"
+  for dtype in DTYPES_16_32:
+    for target in with_tiles(), with_vectors(16, 32):
+      (launch,) = dispatch_backward(spec_of(dtype=dtype), target)
+      on_tiles = target.vector.tiles and dtype in DTYPES_16
+      assert launch.schedule.name == ("amx_backward" if on_tiles else "cpu_backward")
   with on("amx"):
     assert target_of("EMU").vector.tiles
 
@@ -67,6 +72,13 @@ def test_tiles_state_their_laws() -> None:
     assert Tiles.choose(problem_of(8, 1024, N, 64, 64), with_tiles()).block_n == block_n
   for dtype, block_n in ((dtypes.bfloat16, 128), (dtypes.float16, 64)):
     assert Tiles.choose(problem_of(8, 1024, 1024, 128, 128, dtype), with_tiles()).block_n == block_n
+  for sizes in (16, 32), (32, 48), (0, 32), (32, 32, 0):
+    with pytest.raises(ValueError, match="must be a positive multiple of"):
+      amx_backward.Tiles(*sizes)
+  with pytest.raises(ValueError, match="head size 100000: a tile needs"):
+    amx_backward.Tiles.choose(problem_of(8, 100, 100, 100_000, 64), with_tiles())
+  for M, N, tiles in ((1024, 1024, (256, 64, 1)), (17, 20, (32, 32, 1)), (300, 1000, (160, 64, 1))):
+    assert amx_backward.Tiles.choose(problem_of(8, M, N, 64, 64), with_tiles(2)) == amx_backward.Tiles(*tiles)
   for M, heads, threads, block_m in ((1024, 8, 2, 512), (1024, 1, 8, 128), (100, 8, 2, 128), (17, 1, 1, 32)):
     assert Tiles.choose(problem_of(heads, M, 1024, 64, 64), with_tiles(threads)).block_m == block_m
 
@@ -147,23 +159,25 @@ def test_no_permission(missing: str, asked: list[tuple[int, ...]], monkeypatch: 
 @pytest.mark.each("dtype", "is_causal")
 @pytest.mark.parametrize("dtype", DTYPES_16, ids=str)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_products_run_on_tiles(dtype: DType, is_causal: bool) -> None:
-  """Each tile loaded serves two products, and all other loops run on whole vectors, without spills."""
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_products_run_on_tiles(dtype: DType, is_causal: bool, backward: bool) -> None:
+  """Each tile loaded serves two products, and all other loops run on whole vectors, those of weights without spills."""
   unit = cpu_target(XEON).vector
   assert unit.lanes == 16
   spec = spec_of(512, 512, dtype=dtype, window=(None, 0 if is_causal else None))
-  text = assembly(dispatch(spec, with_tiles()).graph(), XEON)
+  launch = dispatch_backward(spec, with_tiles())[0] if backward else dispatch(spec, with_tiles())
+  text = assembly(launch.graph(), XEON)
   loops = innermost_loops(text, r"j\w+\s+")
   products, loads, stores, cleared = (
     len(re.findall(x, text)) for x in ("tdpbf16ps", "tileloadd", "tilestored", "tilezero")
   )
   assert products > 0
-  assert loads == products + stores - cleared  # accumulators start at 0 or as a part of O
+  assert loads == products + stores - cleared  # accumulators start at 0 or as they are in memory
   assert "scatter" not in text
   assert "gather" not in text
   for loop in loops:
     assert any(re.search(r"%[yz]mm|tdpbf16ps", line) for line in loop), loop  # 16 float16 are half a register
-  weights = [loop for loop in loops if any("vscalefps" in line for line in loop)]
-  assert len(weights) == 2
+  weights = [loop for loop in loops if any(re.search("vcvttps2dq|vscalefps", line) for line in loop)]
+  assert weights
   for loop in weights:
     assert not any("Spill" in line or "Reload" in line for line in loop)
