@@ -147,7 +147,7 @@ THROUGH_ATTENTION: Options = {
 }
 
 
-SLOW = [pytest.param(arch, marks=pytest.mark.slow) for arch in ("gfx1100", "gfx1201", "gfx950")]
+SLOW = [pytest.param(arch, marks=pytest.mark.slow) for arch in ("gfx1100", "gfx1201", "gfx950", "amx")]
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "sm_80", "sm_90", *SLOW])

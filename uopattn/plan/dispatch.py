@@ -22,6 +22,7 @@ from uopattn.kernels import (
   delta,
   hopper_backward,
   hopper_forward,
+  sum_parts,
 )
 from uopattn.plan.launch import Launch
 from uopattn.runtime.team import MOST_ARGUMENTS
@@ -84,15 +85,19 @@ def stages(launch: Launch) -> tuple[Launch, ...]:
   return replace(launch, partial=True), replace(launch, schedule=schedule, kernel=schedule.kernels[0], tiles=None)
 
 
-def delta_launch(spec: AttentionSpec, target: Target, has_dlse: bool) -> Launch | None:
-  """Return the launch of the delta kernel, see `uopattn.plan.gradient`; None on a CPU, where tinygrad computes it."""
-  schedule = next((x for x in delta.SCHEDULES if target.device in x.devices), None)
-  if schedule is None:
-    return None
+def delta_launch(spec: AttentionSpec, target: Target, has_dlse: bool) -> Launch:
+  """Return the launch of the delta kernel, see `uopattn.plan.gradient`, on a device that has backward kernels."""
+  (schedule,) = (x for x in delta.SCHEDULES if target.device in x.devices)
   # delta depends only on the output: attentions that differ in the rest share the kernel.
   layouts = tuple((name, x) for name, x in spec.layouts if name in schedule.kernels[has_dlse].buffers)
   rows = AttentionSpec(spec.B, spec.Hq, spec.Hq, spec.M, 1, 1, spec.Dv, spec.dtype, 1.0, layouts=layouts)
   return Launch(schedule, schedule.kernels[has_dlse], rows)
+
+
+def sums_launch(spec: AttentionSpec, parts: int, D: int) -> Launch:
+  """Return the launch that adds up `parts` sums of dK or of dV, whose rows have D columns, on a CPU."""
+  rows = AttentionSpec(spec.B, spec.Hkv, spec.Hkv, spec.N, spec.N, 1, D, spec.stored, 1.0)
+  return Launch(sum_parts.SCHEDULE, sum_parts.SCHEDULE.kernels[0], rows, splits=parts)
 
 
 def on_device(schedules: Sequence[Schedule], what: str, target: Target) -> list[Schedule]:
