@@ -14,7 +14,7 @@ block in bfloat16, as left operands. See `uopattn.dsl.cpu.amx_operands`. Work it
 leave, are those of `cpu_backward`. float16 is two bfloat16 parts, as in `amx_forward`.
 
 Measured 2026-11-23 on two threads of a Xeon (model 207, clang 19), bfloat16, H=8 N=1024: 658 GFLOP/s at D=64, 712 at
-D=128, and 524 and 567 with delta and the sums of dK and dV. See scripts/results/NOTES.md.
+D=128; 524 and 567 with delta and the sums of dK and dV, which ran on one thread then. See scripts/results/NOTES.md.
 """
 
 from dataclasses import asdict, dataclass
