@@ -10,8 +10,8 @@ and then once for all its queries
 
 Storage, all on the stack: Q and dO, packed twice per block as right operands, with queries in lanes and in pairs; dQ^T;
 a tile of K and V, and K^T; S^T and dP^T of 32 queries, in whose place P^T and dS^T follow; these of all queries of the
-block in bfloat16, as left operands. See `uopattn.dsl.cpu.amx_operands`. Work items, and the sums of dK and dV that they
-leave, are those of `cpu_backward`. float16 is two bfloat16 parts, as in `amx_forward`.
+block in bfloat16, as left operands; what a tile adds to dK and dV. See `uopattn.dsl.cpu.amx_operands`. Work items, and
+the sums of dK and dV that they leave, are those of `cpu_backward`. float16 is two bfloat16 parts, as in `amx_forward`.
 
 Measured 2026-11-23 on two threads of a Xeon (model 207, clang 19), bfloat16, H=8 N=1024: 658 GFLOP/s at D=64, 712 at
 D=128; 524 and 567 with delta and the sums of dK and dV, which ran on one thread then. See scripts/results/NOTES.md.
@@ -76,7 +76,7 @@ class Tiles:
     """Bytes of all that the docstring of the file lists, with operands in `parts` parts."""
     Dk, Dv = round_up(Dk, STEP), round_up(Dv, STEP)
     of_queries = self.block_m * (4 * parts * (Dk + Dv) + 4 * Dk)
-    of_keys = self.block_n * (2 * parts * (3 * Dk + Dv) + 4 * max(Dk, Dv))
+    of_keys = self.block_n * (2 * parts * (3 * Dk + Dv) + 4 * (Dk + Dv))
     return of_queries + of_keys + self.block_n * (4 * parts * self.block_m + GROUPS * LANES * (8 + 2 * parts))
 
   @classmethod
