@@ -18,7 +18,7 @@ Measured 2026-11-22 on two cores of an AMD EPYC (Zen 5, AVX-512), clang 23, floa
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import reduce
 from math import inf
 
@@ -30,8 +30,8 @@ from uopattn.dsl import LN2, LOG2E, Loop, Scope, clamp, exp2, gated, sizes
 from uopattn.dsl.cpu.register_blocks import (
   Tile,
   accumulate,
+  blocks_per_call,
   even,
-  largest_divisor,
   load_tile,
   register_blocks,
   work_items,
@@ -44,7 +44,6 @@ from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
-WORK_PER_CALL = 4_000_000  # floating-point operations: some 0.02 ms, while a call costs a microsecond
 
 Score = Callable[[UOp, UOp, UOp], UOp]  # (q.k times the factor on q, key of the tile, lane) -> score
 
@@ -93,7 +92,7 @@ class Tiles:
         size = max(p.Dk, p.Dv)
         raise ValueError(f"head size {size}: a tile needs {needed} bytes of stack, the limit is {STACK_LIMIT}")
       block_m, block_n = max(lanes, block_m // 2), max(1, block_n // 2)
-    return cls(block_m, block_n, unroll).with_calls(p)
+    return cls(block_m, block_n, unroll, blocks_per_call(p, block_m, target.threads))
 
   @classmethod
   def candidates(cls, problem: Problem, target: Target) -> "list[Tiles]":
@@ -104,16 +103,11 @@ class Tiles:
       shapes.append((lanes * even(ceildiv(p.M, lanes), vectors), best.block_n, unroll))
     found = [best]
     for block_m, keys, unroll in shapes:
-      tiles = cls(block_m, min(p.N, max(unroll, keys - keys % unroll)), unroll).with_calls(p)
+      block_n, calls = min(p.N, max(unroll, keys - keys % unroll)), blocks_per_call(p, block_m, target.threads)
+      tiles = cls(block_m, block_n, unroll, calls)
       if tiles.stack_bytes(p.Dk, p.Dv, p.stored.itemsize < 4) <= STACK_LIMIT:
         found.append(tiles)
     return list(dict.fromkeys(found))
-
-  def with_calls(self, problem: Problem) -> "Tiles":
-    """Return a copy with as many blocks per call as make its work worth the cost of a call."""
-    p = problem
-    wanted = ceildiv(WORK_PER_CALL, 2 * self.block_m * p.N * (p.Dk + p.Dv))
-    return replace(self, blocks_per_call=largest_divisor(p.heads * ceildiv(p.M, self.block_m), wanted))
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:

@@ -20,7 +20,7 @@ from uopattn import attention
 from uopattn.api.attention import Call
 from uopattn.dsl.target import Target, VectorUnit
 from uopattn.kernels import cpu_forward
-from uopattn.measure.bench import Timing
+from uopattn.measure.turns import Timing
 from uopattn.plan import dispatch
 from uopattn.plan.chosen import launch_on
 from uopattn.plan.launch import Launch
@@ -65,8 +65,9 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
   """Makes the second candidate the fastest; the names of the candidates of each search."""
   found: list[str] = []
 
-  def alternate(runners: dict[str, Any], rounds: int, *_: float) -> dict[str, Timing]:
+  def alternate(runners: dict[str, Any], rounds: int, how: search.Measure) -> dict[str, Timing]:
     found.append(f"{len(runners)} x {rounds}")
+    assert how is search.CPU
     fast = str(the(1, spec_of()))
     return {name: Timing([1.0 if name == fast else 1.2] * rounds) for name in runners}
 
@@ -83,7 +84,7 @@ def test_the_fastest_is_used_and_remembered_and_only_while_tuning_is_on(searches
     Tensor.realize(out, lse)
     assert Call.of(q, k, v, Arguments(enable_gqa=True)).launch() == the(1, spec)
   check(q, k, v, out, lse)
-  assert searches == ["3 x 3", f"3 x {search.ROUNDS}"]
+  assert searches == [f"3 x {search.CPU.first}", f"3 x {search.CPU.rounds[0]}"]
   assert launch_on(spec, "CPU") == the(0, spec)
   choose.KNOWN.clear()  # as in another process
   with uopattn.tune():
@@ -213,7 +214,7 @@ TWO = """
 import sys
 from tinygrad import Tensor
 import uopattn
-from uopattn.measure.bench import Timing
+from uopattn.measure.turns import Timing
 from uopattn.plan import dispatch
 from uopattn.tuning import choose, search
 dispatch.MOST, own = 2, search.search
@@ -502,6 +503,6 @@ def test_warm_refuses(what: Any, error: type[Exception], message: str) -> None:
 def test_who_wins(model: list[float], other: list[float], wins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(search, "alternate", lambda *_: {"model": Timing(model), "other": Timing(other)})
   launches = {"model": the(0, spec_of()), "other": the(1, spec_of())}
-  seconds = search.timed(dict.fromkeys(launches), "model")  # type: ignore[arg-type]
+  seconds = search.timed(dict.fromkeys(launches), "model", search.CPU)  # type: ignore[arg-type]
   result = search.Result(tuple(search.Candidate(launches[name], seconds[name]) for name in launches))
   assert (result.best is not result.model) == wins

@@ -214,6 +214,7 @@ MEANINGS: dict[str, Meaning] = {
   "wgmma_registers": warpgroup.from_registers,
   "wgmma_wait": warpgroup.wait,
   "pin": lambda run, u, x: x,
+  "tied": lambda run, u, value, other: other * np.float32(0) + value,
   "wave_fence": lambda run, u: NOTHING,  # lanes run in step here
   "prefetch": lambda run, u, place: NOTHING,
   **{f"add_pairs_{lanes}": _add_pairs(lanes) for lanes in (4, 8, 16)},
@@ -229,6 +230,7 @@ MEANINGS: dict[str, Meaning] = {
   "transpose": tiles.transpose,
   "scale_rows": tiles.scale_rows,
   **{name: tiles.weigh for name in amx.INSTRUCTIONS if name.startswith("weigh_")},
+  **{name: tiles.pack for name in amx.INSTRUCTIONS if name.startswith("pack_")},
   "ldmatrix": lambda run, u, to, row: _ldmatrix(run, u, to, row, trans=False),
   "ldmatrix_trans": lambda run, u, to, row: _ldmatrix(run, u, to, row, trans=True),
 }

@@ -2,15 +2,16 @@
 
 import logging
 import statistics
+import time
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from tinygrad.helpers import tqdm
 
 from uopattn.dsl.target import Target
-from uopattn.measure.bench import Timing, alternate
 from uopattn.measure.command_line import reason
 from uopattn.measure.contenders import Runner
+from uopattn.measure.turns import SPIN, Timing, Turns
 from uopattn.plan.dispatch import candidates
 from uopattn.plan.launch import Launch
 from uopattn.spec.spec import AttentionSpec
@@ -19,12 +20,31 @@ from uopattn.tuning.store import Entry
 from uopattn.tuning.trial import Trial
 
 log = logging.getLogger("uopattn")
-FIRST, ROUNDS = 3, 20  # turns of all candidates, and of those that are left then
 CLOSE = 1.3  # times of the fastest's time: slower ones are left out after the first turns
-# Seconds of untimed and of timed calls per turn, without pauses: the machine stays busy. Short turns, because other
-# work disturbs few of them; in turns of 0.1 s on a machine with other work slower candidates won.
-WARM, TURN = 0.005, 0.02
 MARGIN = 0.02  # by which the model's choice must be beaten: less than that is noise
+
+
+class Measure(NamedTuple):
+  """How candidates are timed on a kind of device: always without pauses, so that it stays busy.
+
+  Attributes:
+    first: turns of all candidates.
+    rounds: turns, at least and at most, of those that are left then.
+    warm, turn: least seconds of untimed and of timed calls per turn.
+    settles: whether turns begin with as many untimed calls as times need to settle, see `uopattn.measure.turns`.
+  """
+
+  first: int
+  rounds: tuple[int, int]
+  warm: float
+  turn: float
+  settles: bool
+
+
+# A turn on a CPU is one call: other work disturbs few of them. In turns of 0.02 or 0.1 s, on two cores with other work,
+# it disturbed all, and slower candidates won.
+CPU, GPU = Measure(5, (20, 200), 0, 0, settles=False), Measure(1, (6, 6), 0.03, 0.1, settles=True)
+SECONDS = 3.0  # for which turns go on beyond the least number
 
 
 @dataclass(frozen=True)
@@ -86,6 +106,7 @@ def launch_of(entry: Entry, spec: AttentionSpec, target: Target) -> Launch | Non
 
 def search(spec: AttentionSpec, device: str, target: Target) -> Result:
   """Check and time all candidates for an attention."""
+  how = CPU if device.split(":")[0] == "CPU" else GPU
   launches = candidates(measured(spec), target)
   trial = Trial.of(replace(launches[0], splits=1), device)
   tried: dict[str, Candidate] = {}
@@ -103,25 +124,37 @@ def search(spec: AttentionSpec, device: str, target: Target) -> Result:
       runners[name] = runner
   for x in (x for x in tried.values() if x.defect):
     log.error("uopattn.tune: a defect, please report it: %s for %s on %s %s", x.launch, problem(spec), device, x.defect)
-  for name, seconds in timed(runners, str(launches[0])).items():
+  for name, seconds in timed(runners, str(launches[0]), how).items():
     tried[name] = replace(tried[name], seconds=seconds)
   return Result(tuple(tried.values()))
 
 
-def timed(runners: dict[str, Runner], model: str) -> dict[str, float]:
+def timed(runners: dict[str, Runner], model: str, how: Measure) -> dict[str, float]:
   """Return the seconds of each runner: of few turns, or of many if it is close to the fastest.
 
   Other work on the machine disturbs a round's runners alike, so a time is that of the model's choice multiplied by a
   ratio: the median of those in each round, or that of the fastest turns if this says less for the candidate.
   """
-  first = alternate(runners, FIRST, 0, WARM, TURN)
+  first = alternate(runners, how.first, how)
   limit = CLOSE * min((min(x.seconds) for x in first.values()), default=0.0)
   close = {name: runners[name] for name, x in first.items() if min(x.seconds) <= limit or name == model}
-  rounds = alternate(close, ROUNDS, 0, WARM, TURN)
+  least, most = how.rounds
+  count = SECONDS / (2 * sum(first[name].median for name in close) or SECONDS)  # a turn has a call that is not timed
+  rounds = alternate(close, max(least, min(most, int(count))), how)
   found = {name: x.median for name, x in (first | rounds).items()}
   if (base := rounds.get(model)) is not None:
     found |= {name: base.median * _ratio(x, base) for name, x in rounds.items()}
   return found
+
+
+def alternate(runners: dict[str, Runner], rounds: int, how: Measure) -> dict[str, Timing]:
+  """Time runners in turns: A B C, A B C, ..."""
+  turns = Turns(runners, pauses=False, warm=how.warm, turn=how.turn)
+  time.sleep(SPIN)  # the oracle ran numpy's products
+  if how.settles:
+    turns.settle()
+  found = [turns.round() for _ in range(rounds)]
+  return {name: Timing([seconds[name] for seconds in found]) for name in runners}
 
 
 def _ratio(x: Timing, base: Timing) -> float:

@@ -11,7 +11,7 @@ from tinygrad.engine import worker
 from tinygrad.helpers import ALLOW_DEVICE_USAGE, CACHELEVEL, DEV, PARALLEL, tqdm
 
 from uopattn.plan.chosen import launch_on
-from uopattn.plan.dispatch import delta_launch, dispatch, dispatch_backward, stages
+from uopattn.plan.dispatch import delta_launch, dispatch, dispatch_backward, stages, sums_launch
 from uopattn.plan.launch import Launch
 from uopattn.plan.target import target_of
 from uopattn.spec.spec import AttentionSpec
@@ -101,5 +101,7 @@ def _launches(job: Job) -> list[Launch]:
   target = target_of(device)
   if not gradients:
     return list(stages(replace(dispatch(spec, target, tiles), splits=splits)))
-  delta = delta_launch(spec, target, False)
-  return [*dispatch_backward(spec, target), *([] if delta is None else [delta])]
+  found = [*dispatch_backward(spec, target), delta_launch(spec, target, False)]
+  outputs = (x for launch in found for x in launch.buffers() if x.name in ("dk", "dv"))
+  parts = ((x.shape[1] // spec.Hkv, x.shape[3]) for x in outputs if x.dtype != spec.stored or x.shape[1] > spec.Hkv)
+  return found + [sums_launch(spec, *x) for x in parts]
