@@ -503,6 +503,15 @@ def test_warm_refuses(what: Any, error: type[Exception], message: str) -> None:
 def test_who_wins(model: list[float], other: list[float], wins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(search, "alternate", lambda *_: {"model": Timing(model), "other": Timing(other)})
   launches = {"model": the(0, spec_of()), "other": the(1, spec_of())}
-  seconds = search.timed(dict.fromkeys(launches), "model", search.CPU)  # type: ignore[arg-type]
+  seconds, _ = search.timed(dict.fromkeys(launches), "model", search.CPU)  # type: ignore[arg-type]
   result = search.Result(tuple(search.Candidate(launches[name], seconds[name]) for name in launches))
   assert (result.best is not result.model) == wins
+
+
+def test_a_noisy_machine_is_told(
+  monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+  monkeypatch.setattr(search, "alternate", lambda runners, *_: {x: Timing([1.0, 2.0, 3.0]) for x in runners})
+  assert tuned_by_command(monkeypatch, *WORDS) == 0
+  assert capsys.readouterr().out.endswith("  other work disturbs, tune again on a quiet machine\n")
+  assert "turns of one kernel differ by 50%" in caplog.text

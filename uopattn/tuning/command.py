@@ -22,7 +22,7 @@ from uopattn.tuning import store
 from uopattn.tuning.choose import known, refusal
 from uopattn.tuning.handle import tune
 from uopattn.tuning.identity import key_of
-from uopattn.tuning.search import Result, problem, search
+from uopattn.tuning.search import DISTURBED, NOISY, Result, problem, search
 
 SHAPE = ("b", "h", "hkv", "n", "m", "d", "dv", "dtype", "causal")
 HELP = """\
@@ -106,7 +106,7 @@ def tuned(spec: AttentionSpec, target: Target, again: bool) -> int:
     raise Usage(str(error)) from error
   if result.best.seconds is not None:
     store.write(result.entry(key_of(spec, device, target)))
-  print(line(spec, result), flush=True)
+  print(line(spec, result) + (f"\n  {DISTURBED}" if result.spread > NOISY else ""), flush=True)
   for x in result.defects:
     print(f"  DEFECT    {x.launch} {x.defect}", flush=True)
   return 1 if result.defects else 0

@@ -21,6 +21,8 @@ from uopattn.tuning.trial import Trial
 
 log = logging.getLogger("uopattn")
 CLOSE = 1.3  # times of the fastest's time: slower ones are left out after the first turns
+NOISY = 0.3  # spread of the times of one kernel from which on other work may have decided
+DISTURBED = "other work disturbs, tune again on a quiet machine"
 MARGIN = 0.02  # by which the model's choice must be beaten: less than that is noise
 
 
@@ -63,9 +65,15 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Result:
-  """What a search found; the first candidate is the model's choice."""
+  """What a search found.
+
+  Attributes:
+    tried: the candidates; the first is the model's choice.
+    spread: interquartile range of the times of the model's turns, over their median.
+  """
 
   tried: tuple[Candidate, ...]
+  spread: float = 0.0
 
   @property
   def model(self) -> Candidate:
@@ -91,6 +99,7 @@ class Result:
       "choice": choice(self.best.launch),
       "model": choice(self.model.launch),
       "seconds": {str(x.launch): x.seconds for x in self.tried},
+      "spread": self.spread,
     }
 
 
@@ -124,13 +133,14 @@ def search(spec: AttentionSpec, device: str, target: Target) -> Result:
       runners[name] = runner
   for x in (x for x in tried.values() if x.defect):
     log.error("uopattn.tune: a defect, please report it: %s for %s on %s %s", x.launch, problem(spec), device, x.defect)
-  for name, seconds in timed(runners, str(launches[0]), how).items():
-    tried[name] = replace(tried[name], seconds=seconds)
-  return Result(tuple(tried.values()))
+  times, spread = timed(runners, str(launches[0]), how)
+  if spread > NOISY:
+    log.warning("uopattn.tune: %s: turns of one kernel differ by %.0f%%: %s", problem(spec), 100 * spread, DISTURBED)
+  return Result(tuple(replace(x, seconds=times.get(name)) for name, x in tried.items()), spread)
 
 
-def timed(runners: dict[str, Runner], model: str, how: Measure) -> dict[str, float]:
-  """Return the seconds of each runner: of few turns, or of many if it is close to the fastest.
+def timed(runners: dict[str, Runner], model: str, how: Measure) -> tuple[dict[str, float], float]:
+  """Return the seconds of each runner, of few turns, or of many if it is close to the fastest; and the model's spread.
 
   Other work on the machine disturbs a round's runners alike, so a time is that of the model's choice multiplied by a
   ratio: the median of those in each round, or that of the fastest turns if this says less for the candidate.
@@ -144,7 +154,7 @@ def timed(runners: dict[str, Runner], model: str, how: Measure) -> dict[str, flo
   found = {name: x.median for name, x in (first | rounds).items()}
   if (base := rounds.get(model)) is not None:
     found |= {name: base.median * _ratio(x, base) for name, x in rounds.items()}
-  return found
+  return found, 0.0 if base is None else base.spread
 
 
 def alternate(runners: dict[str, Runner], rounds: int, how: Measure) -> dict[str, Timing]:
