@@ -108,6 +108,22 @@ def _ldmatrix(modifier: str) -> str:
   )
 
 
+def _stmatrix() -> str:
+  return _asm(
+    'asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {{%1,%2,%3,%4}};"'
+    f'::"r"({_SHARED}),"r"({{1}}),"r"({{2}}),"r"({{3}}),"r"({{4}}):"memory");'
+  )
+
+
+def _add_four() -> str:
+  operands = '"l"({0}),"f"({1}),"f"({2}),"f"({3}),"f"({4})'
+  store, add = (
+    f'asm volatile("{name} [%0], {{{{%1,%2,%3,%4}}}};"::{operands}:"memory");'
+    for name in ("st.global.v4.f32", "red.relaxed.gpu.global.add.v4.f32")
+  )
+  return _asm(f"if ({{5}}) {store} else {add}")
+
+
 def _pack(kind: str) -> str:
   # The instruction takes the high half first.
   return f'[&](){{{{ unsigned y; asm("cvt.rn.{kind}.f32 %0, %1, %2;":"=r"(y):"f"({{1}}),"f"({{0}})); return y; }}}}()'
@@ -438,6 +454,38 @@ _LIST = [
   Instruction(
     "fence_async", {"cuda": _asm('asm volatile("fence.proxy.async.shared::cta;":::"memory");')}, statement=True
   ),
+  # LDS pointer to this lane's row of 16 bytes, four words: four 8x8 matrices of 16-bit elements
+  Instruction("stmatrix", {"cuda": _stmatrix()}, statement=True, cross_lane=True),
+  # LDS pointer, global pointer, bytes, LDS pointer to an mbarrier
+  Instruction(
+    "bulk_load",
+    {
+      "cuda": _asm(
+        'asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"'
+        f'::"r"({_SHARED}),"l"({{1}}),"r"({{2}}),"r"({_SHARED.replace("{0}", "{3}")}):"memory");'
+      )
+    },
+    statement=True,
+  ),
+  # global pointer to 32 bits, number, condition: waits until that number is there
+  Instruction(
+    "take_turn",
+    {
+      "cuda": _asm(
+        'if ({2}) {{ unsigned x; do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];":"=r"(x):"l"({0}):"memory");'
+        " while (x != ({1})); }}"
+      )
+    },
+    statement=True,
+  ),
+  # global pointer to 32 bits, number, condition: writes it once all that this lane knows of has been written
+  Instruction(
+    "give_turn",
+    {"cuda": _asm('if ({2}) asm volatile("st.release.gpu.global.u32 [%0], %1;"::"l"({0}),"r"({1}):"memory");')},
+    statement=True,
+  ),
+  # global pointer to four float32, four numbers, condition: written where it holds, otherwise added
+  Instruction("add_four", {"cuda": _add_four()}, statement=True),
   # pointer to what will soon be read
   Instruction("prefetch", {"c": _PREFETCH}, statement=True),
   # pointers to a vector of float32 to write, and to two to read

@@ -340,6 +340,49 @@ def ldmatrix(family: str, to: UOp, row: UOp, *after: UOp, trans: bool = False) -
   return _statement(family, "ldmatrix_trans" if trans else "ldmatrix", after, to, row)
 
 
+def stmatrix(family: str, row: UOp, *words: UOp) -> UOp:
+  """Store four 8x8 matrices of 16-bit elements to LDS from four uint32 per lane: what `ldmatrix` would load.
+
+  Lane l passes the address of row l % 8 of matrix l // 8. A statement. Source: PTX ISA, "stmatrix".
+  """
+  return _statement(family, "stmatrix", (), row, *words)
+
+
+def bulk_load(family: str, to: UOp, source: UOp, count: int, barrier: UOp, *after: UOp) -> UOp:
+  """Start copying `count` bytes from `source` in global memory to `to` in LDS, by one lane. A statement.
+
+  They count for the current phase of `barrier`. Both addresses and `count` are multiples of 16. Source: PTX ISA,
+  "cp.async.bulk".
+  """
+  return _statement(family, "bulk_load", after, to, source, UOp.const(count, dtypes.int), barrier)
+
+
+def take_turn(family: str, turn: UOp, number: UOp, when: UOp, *after: UOp) -> UOp:
+  """Wait, where `when`, until `turn` (INDEX into a global int32 buffer) has a number. A statement.
+
+  What whoever wrote it by `give_turn` knew of is then known to this lane. Only workgroups that start before this one
+  may be waited for.
+  """
+  return _statement(family, "take_turn", after, turn, number.cast(dtypes.int), when)
+
+
+def give_turn(family: str, turn: UOp, number: UOp, when: UOp, *after: UOp) -> UOp:
+  """Write a number for `take_turn`, where `when`, after everything that this lane knows of. A statement.
+
+  Source: PTX ISA, "Memory Consistency Model", release.
+  """
+  return _statement(family, "give_turn", after, turn, number.cast(dtypes.int), when)
+
+
+def add_four(family: str, to: UOp, numbers: Sequence[UOp], first: UOp, *after: UOp) -> UOp:
+  """Add four float32 to those at `to` in global memory, or store them there where `first`. A statement.
+
+  Additions by several workgroups give the same bits in every run only if `take_turn` orders them. Source: PTX ISA,
+  "red", .v4.
+  """
+  return _statement(family, "add_four", after, to, *numbers, first)
+
+
 def prefetch(after: tuple[UOp, ...], place: UOp) -> UOp:
   """Prefetch the cache line of a buffer's element into a CPU's L2 cache. A statement that changes no result.
 

@@ -74,6 +74,11 @@ class Problem:
     return self.dtype if self.kv_dtype is None else self.kv_dtype
 
   @property
+  def fits_tensor_maps(self) -> bool:
+    """Whether tensor maps can describe q, k, v and dO; see `uopattn.dsl.nvidia.tensor_pipeline`."""
+    return self.Dk % 8 == 0 and self.Dv % 8 == 0
+
+  @property
   def kv_bytes(self) -> int:
     """Bytes of K and V."""
     return self.B * self.Hkv * self.N * (self.Dk + self.Dv) * self.stored.itemsize
@@ -92,11 +97,13 @@ class Kernel:
     outputs: the buffers that the kernel writes.
     buffers: all buffers of a call, in order. The Tensors of the arguments follow them.
     choose: returns the tiles for a problem and a target; raises ValueError if none fit.
-    wants: "rules", for masks and score functions (see `uopattn.dsl.rules.rules`), and "tiles".
+    wants: "rules", for masks and score functions (see `uopattn.dsl.rules.rules`), "tiles", and "scale", the factor on
+      q.k.
     block: maps the tiles to the rows of a block and the rows of a tile in the mainloop.
     of_keys: whether blocks are of keys, and tiles of queries.
     sums: maps the tiles to the number of float32 partial sums of dk and dv per key head; 0: it writes the gradients.
     unread: those of `buffers` that the kernel does not read. A call takes them only so that they get gradients.
+    scratch: maps a problem and tiles to shapes and dtypes of buffers that the schedule's kernels share, by name.
   """
 
   build: Callable[..., UOp]
@@ -108,6 +115,7 @@ class Kernel:
   of_keys: bool = False
   sums: Callable[[Any], int] = lambda tiles: 0
   unread: tuple[str, ...] = ()
+  scratch: Callable[[Problem, Any], dict[str, tuple[tuple[int, ...], DType]]] = lambda problem, tiles: {}
 
   @classmethod
   def forward(cls, build: Callable[..., UOp], tiles: Any) -> "Kernel":

@@ -21,6 +21,7 @@ from .program import Program, execute
 from .tiles import Tiles
 from .tracks import REGISTERS as MAX_REGISTERS
 from .tracks import THREADS, Tracks
+from .turns import Sums
 from .warpgroup import Flights
 
 # Lanes per batch: enough to make numpy's cost per call negligible, few enough that all values fit in 64 MiB.
@@ -52,12 +53,14 @@ def launch(
   data = [np.frombuffer(buffer, np.uint8) for buffer in buffers]
   groups, threads = int(np.prod(global_size)), int(np.prod(local_size))
   batch = 1 if program.apart else max(1, min(BATCH_LANES, BATCH_VALUES // len(program.uops)) // threads)
+  sums = Sums()
   with np.errstate(all="ignore"):  # infinities and integer wraparound are what the hardware gives too
     for first in range(0, groups, batch):
       shape = Shape(min(batch, groups - first), threads, wave_size(program.arch))
       run = Run(program.name, program.arch, shape, tuple(local_size), checking(), count)
       run.place(first, tuple(global_size), tuple(arguments))
       _fill(program, run, data)
+      run.sums = sums.of_batch()
       if program.apart:
         run.registers = [MAX_REGISTERS // round_up(threads, THREADS) // 8 * 8] * -(-threads // THREADS)
         run.tracks = Tracks(run, partial(execute, program.steps, run))

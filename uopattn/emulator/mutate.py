@@ -22,6 +22,7 @@ WAITS = (
   "mbarrier_fence",
   "mbarrier_wait",
   "meet",
+  "take_turn",
   "tensor_map_acquire",
   "tile_config",
   "tile_release",

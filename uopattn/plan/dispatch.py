@@ -21,6 +21,7 @@ from uopattn.kernels import (
   delta,
   hopper_backward,
   hopper_forward,
+  hopper_fused_backward,
 )
 from uopattn.plan.launch import Launch
 from uopattn.runtime.team import MOST_ARGUMENTS
@@ -29,7 +30,9 @@ from uopattn.spec.tensors import dtype_name
 
 # If several schedules are meant for a case, the first one is used.
 FORWARD = tuple(x.SCHEDULE for x in (amx_forward, cpu_forward, cpu_decode, amd_forward, hopper_forward, cuda_forward))
-BACKWARD = tuple(x.SCHEDULE for x in (cpu_backward, amd_backward, hopper_backward, cuda_backward))
+BACKWARD = tuple(
+  x.SCHEDULE for x in (cpu_backward, amd_backward, hopper_fused_backward, hopper_backward, cuda_backward)
+)
 # How to have tinygrad render CUDA C++, as the kernels for NVIDIA's GPUs need, with NVRTC and with nvcc.
 WITH_NVRTC_AND_NVCC = {"CUDA": ("DEV=CUDA:CUDA", "DEV=CUDA:NVCC"), "NV": ("DEV=NV:CUDA", "DEV=NV:CC")}
 CPU_ARGUMENTS = MOST_ARGUMENTS - 2  # buffers and Variables of a call on a CPU; its work item takes the rest
