@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tinygrad import Context, Device, Tensor, dtypes
 from tinygrad.dtype import DType
 
-from uopattn.kernels import amd_backward, cpu_backward, cuda_backward, hopper_backward, hopper_fused_backward
+from uopattn.kernels import amd_backward, cpu_backward, cuda_backward, hopper_backward
 from uopattn.plan.dispatch import dispatch_backward
 from uopattn.plan.launch import Launch
 from uopattn.plan.target import target_of

@@ -353,24 +353,27 @@ class Mainloop:
     ready = wgmma.wait(1, block, scores[0][0], begun)
     queries = queries_of_columns(tile * block, block, self.group.lane)
     columns = queries_of_columns(UOp.const(0), block, self.group.lane)
-    lse, delta = (x.numbers(number, columns, ready) for x in (pipe.q, pipe.do))
-    score_rows = score_rows_by_column(self.rows, queries, list(zip(lse, delta, strict=True)))
+    lse = pipe.q.numbers(number, columns, ready)
+    score_rows = score_rows_by_column(self.rows, queries, [(x, x) for x in lse])
     products = self.elements(scores[0].after(ready))
     p = weights(rules, score_rows, products, masked)
     started = self.start_sum(of_dv, self.packed(words[0], p, ready), pipe.do.tile(number), ready)
     ready = wgmma.wait(1, block, scores[1][0], started)
+    delta = pipe.do.numbers(number, columns, ready)  # only now, for want of registers
+    score_rows = score_rows_by_column(self.rows, queries, list(zip(lse, delta, strict=True)))
     ds = self.packed(words[1], score_vjp(rules, score_rows, p, products, self.elements(scores[1].after(ready))), ready)
     if not self.tiles.dq_first:
       ds = ds.after(self.start_sum(of_dk, ds, pipe.q.tile(number), ready))
     written = ins.fence_async(CUDA, *self.store_ds(number, ds))
     met = ins.meet(CUDA, UOp.const(1), self.tiles.warpgroups * THREADS, written)
+    own = self.place(tile, member)
     started = self.start_part(number, part, met)
     if self.tiles.dq_first:
       started = self.start_sum(of_dk, ds, pipe.q.tile(number), started)
     if self.tiles.ahead:
       following = -(-number - 1).maximum(1 - self.heads.count * tile_range.n_tiles)
       started = self.start_s(following, scores[0], started)
-    turn = self.take(tile, self.give_previous(n, started))
+    turn = self.take(own, self.give_previous(n, started))
     later = int(self.tiles.ahead)
     waited = wgmma.wait(2 + later, 2 * sizes(of_dv)[0], of_dv[0], turn)
     waited = pipe.do.release(number, self.group.lane.eq(0), waited)
@@ -381,7 +384,7 @@ class Mainloop:
 
     def dq_done(pending: int, after: UOp) -> UOp:
       done = self.meet(wgmma.wait(pending, PART, part[0], after))
-      return UOp.group(*self.add(tile, part.after(done)))
+      return UOp.group(*self.add(own, part.after(done)))
 
     first, second = (dq_done, dk_done) if self.tiles.dq_first else (dk_done, dq_done)
     return second(later, first(later + 1, waited))
@@ -412,9 +415,14 @@ class Mainloop:
   def store_ds(self, number: UOp, words: UOp) -> list[UOp]:
     """Store this warp's rows of dS to shared memory."""
     tile, lane = self.ds.tile(number), self.group.lane
-    row = self.group.warp * MMA_M + lane % MMA_M
+    first = tile.at(self.group.warp * MMA_M + lane % MMA_M, lane // MMA_M).src[1]
+    per = tile.width // tile.chunk  # chunks per row of a panel; those of a row differ in some bits of the address
     return [
-      ins.stmatrix(CUDA, tile.at(row, i + lane // MMA_M), *(words[2 * i + j].load() for j in range(4)))
+      ins.stmatrix(
+        CUDA,
+        tile.memory[(first ^ i % per * tile.chunk) + i // per * tile.panel],
+        *(words[2 * i + j].load() for j in range(4)),
+      )
       for i in range(0, self.tiles.block // MMA_N, 2)
     ]
 
@@ -433,9 +441,9 @@ class Mainloop:
     head = self.group.head * self.heads.count + member
     return (head * sizes(self.turns)[1] + tile) * self.tiles.warpgroups + self.warpgroup
 
-  def take(self, tile: UOp, *after: UOp) -> UOp:
-    """Wait until all blocks of keys before this one have added to dQ of a tile."""
-    turn, block = self.turns.base[self.place(tile, self.heads.member)], self.group.block
+  def take(self, place: UOp, *after: UOp) -> UOp:
+    """Wait until all blocks of keys before this one have added to a part of dQ."""
+    turn, block = self.turns.base[place], self.group.block
     return ins.take_turn(CUDA, turn, block, self.leads & (block > 0), *after)
 
   def give_previous(self, n: UOp, *after: UOp) -> UOp:
@@ -453,9 +461,9 @@ class Mainloop:
     turn = self.turns.base[self.place(self.heads.query_range.tile(n), member)]
     return ins.give_turn(CUDA, turn, self.group.block + 1, self.leads & there, *after)
 
-  def add(self, tile: UOp, part: UOp) -> list[UOp]:
+  def add(self, place: UOp, part: UOp) -> list[UOp]:
     """Add this warpgroup's part of dQ to memory, or store it if it is the first."""
-    first, thread = self.place(tile, self.heads.member) * (PART // MMA_N), self.group.thread % THREADS
+    first, thread = place * (PART // MMA_N), self.group.thread % THREADS
     return [
       ins.add_four(
         CUDA,

@@ -27,10 +27,16 @@ REGISTERS, BY_ROWS = "wgmma_registers", "wgmma_by_rows"
 _KINDS = {"f16": dtypes.half, "bf16": dtypes.bfloat16}
 _NAME = re.compile(r"/\* (wgmma\w*) n=(\d+)(?: steps=(\d+) (b?f16))? \*/")
 
-# start address, leading offset between panels (used if B's rows are k), stride of 1024 bytes per 8 rows, swizzle
+# The low word: start address, and leading offset between panels (used if B's rows are k). The high word is constant:
+# stride of 1024 bytes per 8 rows, swizzle. Sums of 32 bits take half the registers of 64.
 _DESCRIPTOR = """
-  unsigned long long {name} = ((unsigned)__cvta_generic_to_shared({pointer}) & 0x3FFFF) >> 4 | (unsigned long long)
-    (({panel}) * 2 >> 4) << 16 | 64ull << 32 | 1ull << 62;"""
+  unsigned {name} = ((unsigned)__cvta_generic_to_shared({pointer}) & 0x3FFFF) >> 4 | (({panel}) * 2 >> 4) << 16;"""
+_HIGH = f"{64 << 32 | 1 << 62:#x}ull"
+
+
+def _described(low: str) -> str:
+  """An operand of the instruction, with a descriptor of the given low word."""
+  return f'"l"((unsigned long long)({low}) | {_HIGH})'
 
 
 def _escaped(text: str) -> str:
@@ -50,14 +56,14 @@ def _product(n: int, steps: int, kind: str, name: str) -> Instruction:
   for step in range(steps):
     at = count + len(inputs)
     if registers:  # B's rows are k: advance by 16 rows
-      inputs += [f'"r"(a[{4 * step + i}])' for i in range(4)] + [f'"l"(b + {step * K * PANEL * 2 >> 4})']
+      inputs += [f'"r"(a[{4 * step + i}])' for i in range(4)] + [_described(f"b + {step * K * PANEL * 2 >> 4}")]
       lines.append(f"{shape}, {{{_listed('%#', 4, at)}}}, %{at + 4}, 1, 1, 1, 1;")
     elif name == BY_ROWS:  # the rows of both are k
-      inputs += [f'"l"({x} + {step * K * PANEL * 2 >> 4})' for x in "ab"]
+      inputs += [_described(f"{x} + {step * K * PANEL * 2 >> 4}") for x in "ab"]
       lines.append(f"{shape}, %{at}, %{at + 1}, {int(step > 0)}, 1, 1, 1, 1;")
     else:  # columns are k: advance by 16 columns, or to the next panel
       inner, panel = step % (PANEL // K) * K * 2 >> 4, step // (PANEL // K)
-      inputs += [f'"l"(a + {panel} * (({{3}}) * 2 >> 4) + {inner})', f'"l"(b + {panel} * (({{4}}) * 2 >> 4) + {inner})']
+      inputs += [_described(f"{x} + {panel} * (({{{place}}}) * 2 >> 4) + {inner}") for x, place in (("a", 3), ("b", 4))]
       lines.append(f"{shape}, %{at}, %{at + 1}, {int(step > 0)}, 1, 1, 0, 0;")
   lines.append("wgmma.commit_group.sync.aligned;")
   body = "".join(f'\n    "{_escaped(line)}\\n"' for line in lines)
