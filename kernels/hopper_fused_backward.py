@@ -44,9 +44,10 @@ from uopattn.dsl.nvidia.score_gradients import (
   weights,
 )
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
+from uopattn.dsl.nvidia.tensor_pipeline import loop
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
-from uopattn.dsl.rules.tile_range import full_then_masked
+from uopattn.dsl.rules.tile_range import blurred, full_then_masked
 from uopattn.dsl.schedule import DTYPES_16, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
 
@@ -74,6 +75,7 @@ class Tiles:
   dq_first: bool = False
   ahead: bool = False
   section: int = 0
+  cut: str = ""
 
   def __post_init__(self) -> None:
     if self.block not in (64, 128):
@@ -137,6 +139,7 @@ class Tiles:
     return tiles
 
 
+MET, ADDED = UOp.const(1), UOp.const(2)  # barriers: dS is in shared memory; all have added to dQ
 LIMIT = 192  # of `Tiles.registers`
 REGISTERS = {2: (24, 240)}  # per thread of the producer and of the consumers, of 65536
 LIGHT = frozenset({"window", "sinks", "q_start"})  # features that need no more registers
@@ -149,7 +152,7 @@ def begin(row_stats: UOp, turns: UOp, lse: UOp, delta: UOp, *, tiles: Tiles) -> 
   Args:
     row_stats: (heads, 2, queries rounded up to tiles) float32, receives the LSE in base 2, and delta. For a query that
       does not exist the LSE is infinite, so that its weights are 0.
-    turns: (heads, tiles, parts) int32, set to 0.
+    turns: (heads, tiles) int32, set to 0.
     lse, delta: (heads, M) float32.
     tiles: block sizes.
   """
@@ -174,7 +177,7 @@ def finish(dq: UOp, dq_sum: UOp, turns: UOp, *, tiles: Tiles, scale: float) -> U
   Args:
     dq: (heads, M, Dk), receives dQ.
     dq_sum: (heads, tiles, parts, 4096) float32, the sums as accumulators lie in registers.
-    turns: (heads, tiles, parts) int32; 0 if nothing was added, because no query of the tile sees a key.
+    turns: (heads, tiles) int32; 0 if nothing was added, because no query of the tile sees a key.
     tiles: block sizes.
     scale: factor of the sums.
   """
@@ -183,7 +186,7 @@ def finish(dq: UOp, dq_sum: UOp, turns: UOp, *, tiles: Tiles, scale: float) -> U
   group = Workgroup(s, heads, n_tiles * halves, WARPS, WARP)
   tile, half = group.block // halves, group.block % halves
   first, values = (group.head * n_tiles + tile) * parts + half, s.buffer(panels * PART // 2)
-  added = turns.base[first].load().ne(0)
+  added = turns.base[group.head * n_tiles + tile].load().ne(0)
   stores = []
   for panel in range(panels):
     for i in range(PART // MMA_N):
@@ -217,7 +220,7 @@ def backward(
   Args:
     dq_sum: (heads, tiles, parts, 4096) float32, receives the sums for dQ.
     dk, dv: as k and v, receive their gradients.
-    turns: (heads, tiles, parts) int32, 0 before.
+    turns: (heads, tiles) int32, 0 before.
     q, k, v, do: (heads, rows, size) in 16 bits; head sizes are multiples of 8.
     row_stats: from `begin`.
     rules: masks and scaling.
@@ -247,14 +250,42 @@ def backward(
 
   stationary, streamed, ds = tiles.panels(s, Dk, Dv)
   pipe = GradientPipeline(s, group, stationary, streamed, tiles.warpgroups * WARPS, REGISTERS[tiles.warpgroups])
-  started = pipe.start(views, group.block, members, numbers)
+  consumers = tiles.warpgroups * WARPS
+
+  def in_turns(*after: UOp) -> UOp:
+    return keep_turns(s, group, consumers, members, turns, pipe.turn, after)
+
+  started = pipe.start(views, group.block, members, numbers, in_turns if not tiles.cut else lambda x: x)
   heads_here = members()
   rows = {(0, half): group.block * tiles.rows + group.warp * MMA_M + row_of(group.lane, half) for half in range(HALVES)}
-  main = Mainloop(s, group, q.dtype, tiles, heads_here, pipe, ds, rows, turns, dq_sum)
+  main = Mainloop(s, group, q.dtype, tiles, heads_here, pipe, ds, rows, dq_sum)
   sums = [s.filled(0.0, round_up(x, wgmma.K) // 2, after=(started,)) for x in (Dk, Dv)]
   of_dk, of_dv = main.run(sums, started)
   stores = store(dk, group, of_dk, rules.scale, rows) + store(dv, group, of_dv, 1.0, rows)
   return group.kernel(f"attention_backward_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
+
+
+def keep_turns(
+  s: Scope,
+  group: Workgroup,
+  consumers: int,
+  members: Callable[[], QueryHeads],
+  turns: UOp,
+  turn: UOp,
+  after: tuple[UOp, ...],
+) -> UOp:
+  """Take and give the turns of all tiles, by a warp of its own: both take as long as some products."""
+  once = s.axis(blurred(group.warp.eq(consumers + 1).cast(dtypes.weakint)), AxisType.REDUCE)
+  heads, leads, block = members(), group.lane.eq(0), group.block
+  outer = () if heads.count == 1 else (heads.member,)
+  n, begun = loop(s, heads.query_range.n_tiles, *after, once, *outer)
+  place = turns.base[heads.head * sizes(turns)[1] + heads.query_range.tile(n)]
+  taken = ins.take_turn(CUDA, place, block, leads & (block > 0), *begun)
+  added = ins.meet(CUDA, ADDED, (consumers + 1) * WARP, ins.mbarrier_arrive(CUDA, turn[0], leads, taken))
+  done = ins.give_turn(CUDA, place, block + 1, leads, added).end(n)
+  for axis in (*outer, once):
+    done = done.end(axis)
+  return done
 
 
 def store(x: UOp, group: Workgroup, acc: UOp, factor: float, rows: dict[tuple[int, int], UOp]) -> list[UOp]:
@@ -278,7 +309,7 @@ class Mainloop:
     pipe: the pipeline that loads the tiles.
     ds: shared memory for dS.
     rows: this lane's keys.
-    turns, dq_sum: where dQ is added up, in turns.
+    dq_sum: where dQ is added up.
   """
 
   s: Scope
@@ -289,17 +320,11 @@ class Mainloop:
   pipe: GradientPipeline
   ds: SwizzledTiles
   rows: dict[tuple[int, int], UOp]
-  turns: UOp
   dq_sum: UOp
 
   @property
   def warpgroup(self) -> UOp:
     return self.group.warp // WARPS
-
-  @property
-  def leads(self) -> UOp:
-    """Whether this lane takes and gives the turns of its warpgroup."""
-    return (self.group.thread % THREADS).eq(0)
 
   def run(self, sums: list[UOp], *after: UOp) -> list[UOp]:
     """Add all tiles to dK and dV. Returns them."""
@@ -320,9 +345,7 @@ class Mainloop:
     for axis in outer:
       done = done.end(axis)
     done = wgmma.wait(0, block, scores[0][0], done) if self.tiles.ahead else done
-    last, of_last = tile_range.n_tiles - 1, UOp.const(heads.count - 1)
-    given = self.give(last, of_last, UOp.const(True), self.meet(done))
-    return [x.after(given) for x in sums]
+    return [x.after(done) for x in sums]
 
   def attend(
     self,
@@ -364,8 +387,13 @@ class Mainloop:
     ds = self.packed(words[1], score_vjp(rules, score_rows, p, products, self.elements(scores[1].after(ready))), ready)
     if not self.tiles.dq_first:
       ds = ds.after(self.start_sum(of_dk, ds, pipe.q.tile(number), ready))
-    written = ins.fence_async(CUDA, *self.store_ds(number, ds))
-    met = ins.meet(CUDA, UOp.const(1), self.tiles.warpgroups * THREADS, written)
+    if self.tiles.cut == "nodq":
+      done = wgmma.wait(1, 2 * sizes(of_dv)[0], of_dv[0], ds)
+      done = pipe.do.release(number, self.group.lane.eq(0), done)
+      done = wgmma.wait(0, 2 * sizes(of_dk)[0], of_dk[0], done)
+      return pipe.q.release(number, self.group.lane.eq(0), done)
+    written = ins.fence_async(CUDA, *self.store_ds(number, ds)) if self.tiles.cut != "nomeet" else ds.src[1]
+    met = written if self.tiles.cut == "nomeet" else ins.meet(CUDA, MET, self.tiles.warpgroups * THREADS, written)
     own = self.place(tile, member)
     started = self.start_part(number, part, met)
     if self.tiles.dq_first:
@@ -373,9 +401,8 @@ class Mainloop:
     if self.tiles.ahead:
       following = -(-number - 1).maximum(1 - self.heads.count * tile_range.n_tiles)
       started = self.start_s(following, scores[0], started)
-    turn = self.take(own, self.give_previous(n, started))
     later = int(self.tiles.ahead)
-    waited = wgmma.wait(2 + later, 2 * sizes(of_dv)[0], of_dv[0], turn)
+    waited = wgmma.wait(2 + later, 2 * sizes(of_dv)[0], of_dv[0], started)
     waited = pipe.do.release(number, self.group.lane.eq(0), waited)
 
     def dk_done(pending: int, after: UOp) -> UOp:
@@ -383,8 +410,14 @@ class Mainloop:
       return pipe.q.release(number, self.group.lane.eq(0), done)
 
     def dq_done(pending: int, after: UOp) -> UOp:
-      done = self.meet(wgmma.wait(pending, PART, part[0], after))
-      return UOp.group(*self.add(own, part.after(done)))
+      done = wgmma.wait(pending, PART, part[0], after)
+      if self.tiles.cut in ("noadd", "nomeet"):
+        return done
+      if self.tiles.cut == "noturn":
+        return UOp.group(*self.add(own, part.after(done)))
+      mine = ins.mbarrier_wait(CUDA, pipe.turn[0], number % 2, done)
+      added = self.add(own, part.after(mine))
+      return ins.meet_later(CUDA, ADDED, self.tiles.warpgroups * THREADS + WARP, UOp.const(True), *added)
 
     first, second = (dq_done, dk_done) if self.tiles.dq_first else (dk_done, dq_done)
     return second(later, first(later + 1, waited))
@@ -439,27 +472,7 @@ class Mainloop:
   def place(self, tile: UOp, member: UOp) -> UOp:
     """The number of this warpgroup's part of dQ among the parts of all tiles."""
     head = self.group.head * self.heads.count + member
-    return (head * sizes(self.turns)[1] + tile) * self.tiles.warpgroups + self.warpgroup
-
-  def take(self, place: UOp, *after: UOp) -> UOp:
-    """Wait until all blocks of keys before this one have added to a part of dQ."""
-    turn, block = self.turns.base[place], self.group.block
-    return ins.take_turn(CUDA, turn, block, self.leads & (block > 0), *after)
-
-  def give_previous(self, n: UOp, *after: UOp) -> UOp:
-    """Give the turn of the tile before a head's n-th one, to which all threads have added: they have met since."""
-    if n.vmax == 0 and self.heads.count == 1:
-      return UOp.group(*after)
-    first, member = n.eq(0), self.heads.member
-    there = n > 0
-    if self.heads.count > 1:
-      there, member = there | (member > 0), first.where(member - 1, member)
-    return self.give(first.where(self.heads.query_range.n_tiles, n) - 1, member, there, *after)
-
-  def give(self, n: UOp, member: UOp, there: UOp, *after: UOp) -> UOp:
-    """Let the next block of keys add to dQ of a head's n-th tile, if it is there."""
-    turn = self.turns.base[self.place(self.heads.query_range.tile(n), member)]
-    return ins.give_turn(CUDA, turn, self.group.block + 1, self.leads & there, *after)
+    return (head * sizes(self.dq_sum)[1] + tile) * self.tiles.warpgroups + self.warpgroup
 
   def add(self, place: UOp, part: UOp) -> list[UOp]:
     """Add this warpgroup's part of dQ to memory, or store it if it is the first."""
@@ -475,10 +488,6 @@ class Mainloop:
       for i in range(PART // MMA_N)
     ]
 
-  def meet(self, *after: UOp) -> UOp:
-    """Wait for the other warps of this warpgroup."""
-    return ins.meet(CUDA, 2 + self.warpgroup, THREADS, *after)
-
   def elements(self, scores: UOp) -> Elements:
     """Return this lane's elements of S or dP."""
     return {(0, i // 4, i % 4): scores[i].load() for i in range(self.tiles.block // 2)}
@@ -489,7 +498,7 @@ def scratch(problem: Problem, tiles: Tiles) -> dict[str, tuple[tuple[int, ...], 
   n_tiles, parts = ceildiv(problem.M, tiles.block), tiles.parts(problem.Dk)
   return {
     "row_stats": ((problem.heads, 2, n_tiles * tiles.block), dtypes.float),
-    "turns": ((problem.heads, n_tiles, parts), dtypes.int),
+    "turns": ((problem.heads, n_tiles), dtypes.int),
     "dq_sum": ((problem.heads, n_tiles, parts, PART * PART), dtypes.float),
   }
 

@@ -26,6 +26,7 @@ class Instruction:
     cross_lane: whether lanes see each other's operands. Such an instruction must run in whole waves and be
       `Ops.CUSTOM`, never the inlined `Ops.CUSTOMI`; in LLVM IR its operand is an i32.
     parameters: constants that are part of the text, for the emulator.
+    writes: whether it writes to the buffer in global memory that is its first operand.
   """
 
   name: str
@@ -34,6 +35,7 @@ class Instruction:
   statement: bool = False
   cross_lane: bool = False
   parameters: tuple[Any, ...] = ()
+  writes: bool = False
 
   def text(self, family: str) -> str:
     """The text for `family`. Raises ValueError if the family has no such instruction."""
@@ -483,9 +485,10 @@ _LIST = [
     "give_turn",
     {"cuda": _asm('if ({2}) asm volatile("st.release.gpu.global.u32 [%0], %1;"::"l"({0}),"r"({1}):"memory");')},
     statement=True,
+    writes=True,
   ),
   # global pointer to four float32, four numbers, condition: written where it holds, otherwise added
-  Instruction("add_four", {"cuda": _add_four()}, statement=True),
+  Instruction("add_four", {"cuda": _add_four()}, statement=True, writes=True),
   # pointer to what will soon be read
   Instruction("prefetch", {"c": _PREFETCH}, statement=True),
   # pointers to a vector of float32 to write, and to two to read

@@ -62,8 +62,8 @@ def launch(
       _fill(program, run, data)
       run.sums = sums.of_batch()
       if program.apart:
-        run.registers = [MAX_REGISTERS // round_up(threads, THREADS) // 8 * 8] * -(-threads // THREADS)
-        run.tracks = Tracks(run, partial(execute, program.steps, run))
+        run.registers = [MAX_REGISTERS // round_up(threads, THREADS) // 8 * 8] * shape.waves
+        run.tracks = Tracks(run, partial(execute, program.steps, run), program.uses("take_turn"))
         run.tracks.finish()
       else:
         execute(program.steps, run)

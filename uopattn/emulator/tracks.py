@@ -39,15 +39,19 @@ class Track:
 
 
 class Tracks:
-  """The warpgroups of one workgroup."""
+  """The warpgroups of one workgroup; the last one, a producer, is taken apart into warps if it keeps turns too."""
 
-  def __init__(self, run: Run, body: Callable[[], None]):
+  def __init__(self, run: Run, body: Callable[[], None], by_warps: bool = False):
     self.run, self.error, self.failed = run, None, False
     self._turn = threading.Semaphore(0)
     self._meetings: dict[int, tuple[int, int, int]] = {}  # by barrier: threads there, times it was complete, who waits
     self.seen = np.zeros(run.shape.waves, np.int64)  # the time up to which each wave knows what others did
     groups = -(-run.shape.threads // THREADS)
-    self.tracks = [Track(self, run.thread // THREADS == i, body) for i in range(groups)]
+    lanes = [run.thread // THREADS == i for i in range(groups)]
+    if by_warps:
+      last = lanes.pop()
+      lanes += [last & (run.wave == i) for i in np.unique(run.wave[last])]
+    self.tracks = [Track(self, x, body) for x in lanes]
     self.now = self.tracks[0]
 
   error: BaseException | None
@@ -183,14 +187,17 @@ def leave_loop(run: Run, u: UOp, when: Any) -> Any:
 def registers(run: Run, u: UOp, count: Any, when: Any = None) -> Any:
   """Change the number of registers of whole warpgroups. Raises Divergence if there are not as many."""
   lanes = run.active() if when is None else np.flatnonzero(run.spread(when) & run.mask)
-  if len(lanes) % THREADS or not 24 <= int(count) <= 256 or int(count) % 8:
+  whole = THREADS if run.tracks is None else min(THREADS, int(run.tracks.now.lanes.sum()))
+  if len(lanes) % whole or not 24 <= int(count) <= 256 or int(count) % 8:
     raise run.fail(Divergence, u, "sets registers of a part of a warpgroup, or not 24 to 256 in steps of 8", lanes)
   if len(lanes):
     tracks = apart(run, u)
     held = run.registers
-    held[lanes[0] // THREADS] = int(count)
-    enough = lambda: sum(held) * THREADS <= REGISTERS  # noqa: E731
-    tracks.wait(enough, lambda: run.fail(Divergence, u, f"needs more than {REGISTERS} registers in all: {held}", lanes))
+    for wave in np.unique(run.wave[lanes]):
+      held[wave] = int(count)
+    enough = lambda: sum(held) * run.shape.wave <= REGISTERS  # noqa: E731
+    what = f"needs more than {REGISTERS} registers in all: {held[::4]}"
+    tracks.wait(enough, lambda: run.fail(Divergence, u, what, lanes))
   return np.int32(0)
 
 

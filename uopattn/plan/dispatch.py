@@ -118,13 +118,13 @@ def _first(
   failures: list[NoKernel] = []
   for schedule in schedules:
     try:
-      return _launches(schedule, spec, target, tiles)
+      return launches_of(schedule, spec, target, tiles)
     except NoKernel as failure:
       failures.append(failure)
   raise failures[reasons_of]
 
 
-def _launches(schedule: Schedule, spec: AttentionSpec, target: Target, tiles: Any = None) -> tuple[Launch, ...]:
+def launches_of(schedule: Schedule, spec: AttentionSpec, target: Target, tiles: Any = None) -> tuple[Launch, ...]:
   """Return the launches of all kernels of a schedule. Raises NoKernel."""
   if against := reasons_against(schedule, spec):
     raise NoKernel(*against)

@@ -30,6 +30,7 @@ class GradientPipeline:
   Attributes:
     k, v: the slot of the keys and of the values.
     q, do: slots of tiles of queries, with the LSE, and of dO, with delta.
+    turn: a barrier at which one thread may arrive.
   """
 
   def __init__(
@@ -55,6 +56,7 @@ class GradientPipeline:
     self._sources = [Source(i, x, i > 1, y) for i, (x, y) in enumerate(zip(tiles, numbers, strict=True))]
     self._room = s.buffer(len(tiles) * MAP_WORDS, dtype=dtypes.uint, space=AddrSpace.LOCAL)
     barriers = [s.buffer(2 * x.slots, dtype=dtypes.ulong, space=AddrSpace.LOCAL) for x in tiles]
+    self.turn = s.buffer(1, dtype=dtypes.ulong, space=AddrSpace.LOCAL)
     slots = [Slots(x, y, UOp.const(0)) for x, y in zip(self._sources, barriers, strict=True)]
     self.k, self.v, self.q, self.do = self._slots = slots
 
@@ -64,6 +66,7 @@ class GradientPipeline:
     block: UOp,
     heads: Callable[[], QueryHeads],
     numbers: Callable[[UOp, UOp], tuple[UOp, UOp]],
+    beside: Callable[..., UOp],
   ) -> UOp:
     """Bring all tiles, by the producer; what follows is for consumers only.
 
@@ -72,12 +75,14 @@ class GradientPipeline:
       block: the block of keys.
       heads: makes the loop over query heads.
       numbers: (query head, tile) -> where the LSE, and delta, of a tile's queries begin.
+      beside: (*after) -> what warps that neither produce nor consume do meanwhile.
     """
     group, first, made = self._group, self._group.thread.eq(0), []
     producer = group.warp >= self._consumers
     for x in self._slots:
       arrivals = [1] * x.stages + [self._consumers] * x.stages
       made += [ins.mbarrier_init(CUDA, x.barriers[i], n, first) for i, n in enumerate(arrivals)]
+    made.append(ins.mbarrier_init(CUDA, self.turn[0], 1, first))
     of_all = zip(self._sources, views(UOp.const(0)), strict=True)
     maps = [x.describe(view, self._room, group.warp) for x, view in of_all]
     ready = UOp.barrier(ins.mbarrier_fence(CUDA, *made), *maps)
@@ -97,4 +102,4 @@ class GradientPipeline:
     last = self.do.load(do_view, number, tile, last, numbers=of_do).end(n)
     for axis in (*outer, once):
       last = last.end(axis)
-    return ins.acquire_registers(CUDA, self._registers[1], ins.exit_warps(CUDA, producer, last))
+    return ins.acquire_registers(CUDA, self._registers[1], ins.exit_warps(CUDA, producer, beside(last)))
