@@ -389,7 +389,6 @@ class Mainloop:
       ds = ds.after(self.start_sum(of_dk, ds, pipe.q.tile(number), ready))
     if self.tiles.cut == "nodq":
       done = wgmma.wait(1, 2 * sizes(of_dv)[0], of_dv[0], ds)
-      done = pipe.do.release(number, self.group.lane.eq(0), done)
       done = wgmma.wait(0, 2 * sizes(of_dk)[0], of_dk[0], done)
       return pipe.q.release(number, self.group.lane.eq(0), done)
     written = ins.fence_async(CUDA, *self.store_ds(number, ds)) if self.tiles.cut != "nomeet" else ds.src[1]
@@ -403,7 +402,6 @@ class Mainloop:
       started = self.start_s(following, scores[0], started)
     later = int(self.tiles.ahead)
     waited = wgmma.wait(2 + later, 2 * sizes(of_dv)[0], of_dv[0], started)
-    waited = pipe.do.release(number, self.group.lane.eq(0), waited)
 
     def dk_done(pending: int, after: UOp) -> UOp:
       done = wgmma.wait(pending, 2 * sizes(of_dk)[0], of_dk[0], after)

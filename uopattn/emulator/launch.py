@@ -92,7 +92,7 @@ def _check_launch(program: Program, buffers: Sequence[Any], local_size: Sequence
 def _fill(program: Program, run: Run, data: list[np.ndarray]) -> None:
   """Set up the values and the memory of a run."""
   run.values = list(program.template)
-  if program.uses("cp_async") or program.uses("tensor_load"):
+  if any(map(program.uses, ("cp_async", "tensor_load", "bulk_load"))):
     run.copies = Copies(np.zeros(run.shape.lanes, np.int64))
   run.stamped = program.uses("mbarrier")
   if program.uses("wgmma"):

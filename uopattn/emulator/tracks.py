@@ -46,6 +46,8 @@ class Tracks:
     self._turn = threading.Semaphore(0)
     self._meetings: dict[int, tuple[int, int, int]] = {}  # by barrier: threads there, times it was complete, who waits
     self.seen = np.zeros(run.shape.waves, np.int64)  # the time up to which each wave knows what others did
+    self.turns: list[set[int]] = [set() for _ in self.seen]  # the turns that each wave knows to be taken; see `turns`
+    self._told: dict[Any, set[int]] = {}  # those that are known to who waits at a barrier
     groups = -(-run.shape.threads // THREADS)
     lanes = [run.thread // THREADS == i for i in range(groups)]
     if by_warps:
@@ -120,11 +122,22 @@ class Tracks:
     waves = self.run.wave[lanes]
     self.seen[waves] = np.maximum(self.seen[waves], time)
 
+  def tell(self, barrier: Any, lanes: np.ndarray) -> None:
+    """Record that the waves of `lanes` have come to a barrier with what they know of turns."""
+    found = self._told.setdefault(barrier, set())
+    found.update(*(self.turns[wave] for wave in np.unique(self.run.wave[lanes])))
+
+  def learn(self, barrier: Any, lanes: np.ndarray) -> None:
+    """Record that the waves of `lanes` have waited at a barrier."""
+    for wave in np.unique(self.run.wave[lanes]):
+      self.turns[wave] |= self._told.get(barrier, set())
+
   def meet(
     self, u: UOp, number: int, count: int, lanes: np.ndarray, waits: bool, done: Callable[[], None] = lambda: None
   ) -> None:
     """Count threads at a barrier, and wait there or not; `done` is called once all have met. Raises Divergence."""
     there, complete, waiting = self._meetings.get(number, (0, 0, 0))
+    self.tell(number, lanes)
     there += len(lanes)
     waiting += waits
     if there > count:
@@ -143,6 +156,7 @@ class Tracks:
     what = f"waits at barrier {number} of {count} threads, where too few arrive"
     self.wait(lambda: self._meetings[number][1] >= target, lambda: self.run.fail(Divergence, u, what, lanes))
     self.know(lanes, self.run.clock)
+    self.learn(number, lanes)
 
 
 def apart(run: Run, u: UOp) -> Tracks:

@@ -37,12 +37,12 @@ class Sums:
   Attributes:
     last: by buffer.
     given: by turn, what was known when it was given last.
-    taken: of this workgroup, the time of each turn taken, its wave and what became known.
+    taken: of this workgroup, what became known with each turn taken.
   """
 
   last: dict[str, Last] = field(default_factory=dict)
   given: dict[tuple[str, int], Known] = field(default_factory=dict)
-  taken: list[tuple[int, int, Known]] = field(default_factory=list)
+  taken: list[Known] = field(default_factory=list)
 
   def of_batch(self) -> "Sums":
     """The sums as the next workgroup finds them."""
@@ -51,10 +51,9 @@ class Sums:
   def known(self, run: Run, wave: int) -> Known:
     """What a wave of this workgroup knows of others."""
     found: Known = {}
-    for time, by, what in self.taken:
-      if by == wave or time < run.tracks.seen[wave]:
-        for group, until in what.items():
-          found[group] = max(until, found.get(group, 0))
+    for turn in run.tracks.turns[wave]:
+      for group, until in self.taken[turn].items():
+        found[group] = max(until, found.get(group, 0))
     return found
 
 
@@ -79,7 +78,8 @@ def take(run: Run, u: UOp, turn: Pointer, number: Any, when: Any) -> Any:
   cells = turn.memory.view(np.dtype(np.int32))
   what = f"waits for turn {wanted} where {int(cells[index])} was given"
   tracks.wait(lambda: bool(cells[index] == wanted), lambda: run.fail(Divergence, u, what, np.array([lane])))
-  run.sums.taken.append((run.clock, wave, run.sums.given.get((turn.memory.name, index), {})))
+  tracks.turns[wave].add(len(run.sums.taken))
+  run.sums.taken.append(run.sums.given.get((turn.memory.name, index), {}))
   return NOTHING
 
 

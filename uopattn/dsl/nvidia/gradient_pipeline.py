@@ -2,7 +2,8 @@
 
 As in `uopattn.dsl.nvidia.tensor_pipeline` one thread of a warpgroup of its own starts all copies. A workgroup has one
 block of keys and values, and streams the tiles of Q and dO of the query heads that share them, with the numbers of
-their rows: the LSE with Q, delta with dO. Tiles are numbered through all those heads.
+their rows: the LSE with Q, delta with dO. Tiles are numbered through all those heads. The release of a tile of Q is
+that of the tile of dO too.
 """
 
 from collections.abc import Callable
@@ -99,7 +100,7 @@ class GradientPipeline:
     number, tile = shared.member * shared.query_range.n_tiles + n, shared.query_range.tile(n)
     of_q, of_do = numbers(shared.head, tile)
     last = self.q.load(q_view, number, tile, *begun, numbers=of_q)
-    last = self.do.load(do_view, number, tile, last, numbers=of_do).end(n)
+    last = self.do.load(do_view, number, tile, last, numbers=of_do, waits=False).end(n)
     for axis in (*outer, once):
       last = last.end(axis)
     return ins.acquire_registers(CUDA, self._registers[1], ins.exit_warps(CUDA, producer, beside(last)))

@@ -131,10 +131,17 @@ class Slots:
     """Shared memory with tile n in use."""
     return self.source.tiles.tile(n + self.count, *after)
 
-  def load(self, view: HeadView, n: UOp, n_tile: UOp, *after: UOp, numbers: UOp | None = None) -> UOp:
-    """Bring tile `n_tile` of a head as tile n once all consumers are done with the previous one in its slot."""
+  def load(
+    self, view: HeadView, n: UOp, n_tile: UOp, *after: UOp, numbers: UOp | None = None, waits: bool = True
+  ) -> UOp:
+    """Bring tile `n_tile` of a head as tile n once all consumers are done with the previous one in its slot.
+
+    Args:
+      numbers: where what comes with its rows begins.
+      waits: whether to wait for that; not if `after` is proof of it.
+    """
     at = n + self.count
-    if at.vmax >= self.stages:  # there may have been a previous one
+    if waits and at.vmax >= self.stages:  # there may have been a previous one
       after = (ins.mbarrier_wait(CUDA, self._at(at, self.stages), (at // self.stages + 1) % 2, *after),)
     return self.source.load(view, at, n_tile, self._at(at), *after, numbers=numbers)
 
