@@ -132,10 +132,10 @@ class Tiles:
     if problem.window[0] is not None:
       raise ValueError(f"window={problem.window}: must have no left bound")
     tiles = cls(2, 128 if Dk <= PART else 64)
-    if (registers := tiles.registers(Dk, Dv)) > LIMIT or tiles.shared_bytes(Dk, Dv) > target.lds:
-      raise ValueError(
-        f"head sizes {Dk} and {Dv}: {tiles} needs {registers} registers a lane, of {LIMIT}, or too much shared memory"
-      )
+    if (
+      tiles.parts(Dk) != tiles.warpgroups or tiles.registers(Dk, Dv) > LIMIT or tiles.shared_bytes(Dk, Dv) > target.lds
+    ):
+      raise ValueError(f"head sizes {Dk} and {Dv}: must be at most {2 * PART}, in all what registers hold")
     return tiles
 
 
@@ -262,7 +262,8 @@ def backward(
   sums = [s.filled(0.0, round_up(x, wgmma.K) // 2, after=(started,)) for x in (Dk, Dv)]
   of_dk, of_dv = main.run(sums, started)
   stores = store(dk, group, of_dk, rules.scale, rows) + store(dv, group, of_dv, 1.0, rows)
-  return group.kernel(f"attention_backward_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
+  made = group.kernel(f"attention_backward_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
+  return made.replace(src=(*made.src, turns.base, dq_sum.base)) if tiles.cut else made
 
 
 def keep_turns(
