@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tinygrad import UOp, dtypes
-from tinygrad.dtype import DType
+from tinygrad.dtype import AddrSpace, DType
 from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType
 
@@ -104,7 +104,7 @@ class Tiles:
   def shared_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of shared memory per workgroup."""
     stationary, streamed, ds = self.panels(Scope(), Dk, Dv)
-    return sum(2 * x.slots * x.size for x in (*stationary, *streamed, ds)) + 8 * self.stages * self.block + 8 * 1024
+    return sum(2 * x.slots * x.size for x in (*stationary, *streamed, ds)) + 4 * self.parts(Dk) * PART**2 + 10 * 1024
 
   def registers(self, Dk: int, Dv: int) -> int:
     """32-bit registers per lane for S, dP and the sums."""
@@ -232,7 +232,7 @@ def backward(
     raise ValueError(f"{tiles}: dQ of a tile has {parts} parts at head size {Dk}, must be one per warpgroup")
   s, blocks = Scope(), ceildiv(N, tiles.rows)
   of_head = heads // kv_heads * M * (2 * (Dk + Dv) + 4 * Dk)
-  jobs = Jobs(kv_heads, blocks, min(kv_heads, tiles.section or max(1, L2_BYTES // of_head)), True, kv_heads * blocks)
+  jobs = Jobs(kv_heads, blocks, min(kv_heads, max(1, ((tiles.section << 20) or L2_BYTES) // of_head)), True, kv_heads * blocks)
   group = Workgroup(s, 1, jobs.workgroups, tiles.threads // WARP, WARP)
   group.head, backwards = jobs.place(group.item, UOp.const(0))
   group.block = blocks - 1 - backwards
@@ -249,16 +249,17 @@ def backward(
     return lse, delta
 
   stationary, streamed, ds = tiles.panels(s, Dk, Dv)
+  part = s.buffer(parts * PART * PART, dtype=dtypes.uint, space=AddrSpace.LOCAL)
   pipe = GradientPipeline(s, group, stationary, streamed, tiles.warpgroups * WARPS, REGISTERS[tiles.warpgroups])
   consumers = tiles.warpgroups * WARPS
 
   def in_turns(*after: UOp) -> UOp:
-    return keep_turns(s, group, consumers, members, turns, pipe.turn, after)
+    return keep_turns(s, group, consumers, members, turns, dq_sum, part, pipe.turn, after)
 
   started = pipe.start(views, group.block, members, numbers, in_turns if not tiles.cut else lambda x: x)
   heads_here = members()
   rows = {(0, half): group.block * tiles.rows + group.warp * MMA_M + row_of(group.lane, half) for half in range(HALVES)}
-  main = Mainloop(s, group, q.dtype, tiles, heads_here, pipe, ds, rows, dq_sum)
+  main = Mainloop(s, group, q.dtype, tiles, heads_here, pipe, ds, rows, part)
   sums = [s.filled(0.0, round_up(x, wgmma.K) // 2, after=(started,)) for x in (Dk, Dv)]
   of_dk, of_dv = main.run(sums, started)
   stores = store(dk, group, of_dk, rules.scale, rows) + store(dv, group, of_dv, 1.0, rows)
@@ -272,18 +273,27 @@ def keep_turns(
   consumers: int,
   members: Callable[[], QueryHeads],
   turns: UOp,
-  turn: UOp,
+  dq_sum: UOp,
+  part: UOp,
+  barrier: UOp,
   after: tuple[UOp, ...],
 ) -> UOp:
-  """Take and give the turns of all tiles, by a warp of its own: both take as long as some products."""
+  """Add dQ of all tiles to memory, by a warp of its own: taking and giving turns takes as long as some products.
+
+  Args:
+    part: shared memory for dQ of a tile.
+    barrier: signals that it may be written again.
+  """
   once = s.axis(blurred(group.warp.eq(consumers + 1).cast(dtypes.weakint)), AxisType.REDUCE)
   heads, leads, block = members(), group.lane.eq(0), group.block
   outer = () if heads.count == 1 else (heads.member,)
   n, begun = loop(s, heads.query_range.n_tiles, *after, once, *outer)
-  place = turns.base[heads.head * sizes(turns)[1] + heads.query_range.tile(n)]
-  taken = ins.take_turn(CUDA, place, block, leads & (block > 0), *begun)
-  added = ins.meet(CUDA, ADDED, (consumers + 1) * WARP, ins.mbarrier_arrive(CUDA, turn[0], leads, taken))
-  done = ins.give_turn(CUDA, place, block + 1, leads, added).end(n)
+  tile, size = heads.head * sizes(turns)[1] + heads.query_range.tile(n), sizes(part)[0]
+  taken = ins.take_turn(CUDA, turns.base[tile], block, leads & (block > 0), *begun)
+  met = ins.meet(CUDA, ADDED, (consumers + 1) * WARP, taken)
+  added = ins.bulk_add(CUDA, dq_sum.base[tile * size], part.after(met)[0], 4 * size, block.eq(0), leads, met)
+  free = ins.mbarrier_arrive(CUDA, barrier[0], leads, ins.bulk_wait_read(CUDA, leads, added))
+  done = ins.give_turn(CUDA, turns.base[tile], block + 1, leads, ins.bulk_wait(CUDA, leads, free)).end(n)
   for axis in (*outer, once):
     done = done.end(axis)
   return done
@@ -310,7 +320,7 @@ class Mainloop:
     pipe: the pipeline that loads the tiles.
     ds: shared memory for dS.
     rows: this lane's keys.
-    dq_sum: where dQ is added up.
+    dq: shared memory for dQ of a tile, which is then added to memory.
   """
 
   s: Scope
@@ -321,7 +331,7 @@ class Mainloop:
   pipe: GradientPipeline
   ds: SwizzledTiles
   rows: dict[tuple[int, int], UOp]
-  dq_sum: UOp
+  dq: UOp
 
   @property
   def warpgroup(self) -> UOp:
@@ -394,7 +404,6 @@ class Mainloop:
       return pipe.q.release(number, self.group.lane.eq(0), done)
     written = ins.fence_async(CUDA, *self.store_ds(number, ds)) if self.tiles.cut != "nomeet" else ds.src[1]
     met = written if self.tiles.cut == "nomeet" else ins.meet(CUDA, MET, self.tiles.warpgroups * THREADS, written)
-    own = self.place(tile, member)
     started = self.start_part(number, part, met)
     if self.tiles.dq_first:
       started = self.start_sum(of_dk, ds, pipe.q.tile(number), started)
@@ -412,11 +421,9 @@ class Mainloop:
       done = wgmma.wait(pending, PART, part[0], after)
       if self.tiles.cut in ("noadd", "nomeet"):
         return done
-      if self.tiles.cut == "noturn":
-        return UOp.group(*self.add(own, part.after(done)))
-      mine = ins.mbarrier_wait(CUDA, pipe.turn[0], number % 2, done)
-      added = self.add(own, part.after(mine))
-      return ins.meet_later(CUDA, ADDED, self.tiles.warpgroups * THREADS + WARP, UOp.const(True), *added)
+      free = ins.mbarrier_wait(CUDA, pipe.turn[0], (number + 1) % 2, done)
+      stored = ins.fence_async(CUDA, *self.store_part(part.after(free), free))
+      return ins.meet_later(CUDA, ADDED, self.tiles.warpgroups * THREADS + WARP, UOp.const(True), stored)
 
     first, second = (dq_done, dk_done) if self.tiles.dq_first else (dk_done, dq_done)
     return second(later, first(later + 1, waited))
@@ -468,21 +475,14 @@ class Mainloop:
       self.dtype, PART, self.tiles.rows // wgmma.K, part[0], left, right, (ds.panel, k.panel), *after, by_rows=True
     )
 
-  def place(self, tile: UOp, member: UOp) -> UOp:
-    """The number of this warpgroup's part of dQ among the parts of all tiles."""
-    head = self.group.head * self.heads.count + member
-    return (head * sizes(self.dq_sum)[1] + tile) * self.tiles.warpgroups + self.warpgroup
-
-  def add(self, place: UOp, part: UOp) -> list[UOp]:
-    """Add this warpgroup's part of dQ to memory, or store it if it is the first."""
-    first, thread = place * (PART // MMA_N), self.group.thread % THREADS
+  def store_part(self, part: UOp, *after: UOp) -> list[UOp]:
+    """Store this warpgroup's part of dQ to shared memory, as accumulators lie in registers."""
+    first, thread = self.warpgroup * (PART // MMA_N), self.group.thread % THREADS
     return [
-      ins.add_four(
+      ins.store_chunk(
         CUDA,
-        self.dq_sum.base[((first + i) * THREADS + thread) * 4],
-        [part[4 * i + e].load() for e in range(4)],
-        self.group.block.eq(0),
-        part,
+        self.dq.after(*after)[((first + i) * THREADS + thread) * 4],
+        *(part[4 * i + e].load().bitcast(dtypes.uint) for e in range(4)),
       )
       for i in range(PART // MMA_N)
     ]

@@ -117,13 +117,21 @@ def _stmatrix() -> str:
   )
 
 
-def _add_four() -> str:
-  operands = '"l"({0}),"f"({1}),"f"({2}),"f"({3}),"f"({4})'
+def _bulk_add() -> str:
+  operands = f'"l"({{0}}),"r"({_SHARED.replace("{0}", "{1}")}),"r"({{2}})'
   store, add = (
-    f'asm volatile("{name} [%0], {{{{%1,%2,%3,%4}}}};"::{operands}:"memory");'
-    for name in ("st.global.v4.f32", "red.relaxed.gpu.global.add.v4.f32")
+    f'asm volatile("{name} [%0], [%1], %2;"::{operands}:"memory");'
+    for name in (
+      "cp.async.bulk.global.shared::cta.bulk_group",
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32",
+    )
   )
-  return _asm(f"if ({{5}}) {store} else {add}")
+  commit = 'asm volatile("cp.async.bulk.commit_group;":::"memory");'
+  return _asm(f"if ({{4}}) {{{{ if ({{3}}) {store} else {add} {commit} }}}}")
+
+
+def _bulk_wait(kind: str) -> str:
+  return _asm(f'if ({{0}}) asm volatile("cp.async.bulk.wait_group{kind} 0;":::"memory");')
 
 
 def _pack(kind: str) -> str:
@@ -487,8 +495,12 @@ _LIST = [
     statement=True,
     writes=True,
   ),
-  # global pointer to four float32, four numbers, condition: written where it holds, otherwise added
-  Instruction("add_four", {"cuda": _add_four()}, statement=True, writes=True),
+  # global pointer, LDS pointer, bytes, two conditions: float32 are added there, or stored where the first holds, by the
+  # lanes where the second holds
+  Instruction("bulk_add", {"cuda": _bulk_add()}, statement=True, writes=True),
+  # condition: waits until what the lane's additions add has been read; or until all is done
+  Instruction("bulk_wait_read", {"cuda": _bulk_wait(".read")}, statement=True),
+  Instruction("bulk_wait", {"cuda": _bulk_wait("")}, statement=True),
   # pointer to what will soon be read
   Instruction("prefetch", {"c": _PREFETCH}, statement=True),
   # pointers to a vector of float32 to write, and to two to read

@@ -374,13 +374,23 @@ def give_turn(family: str, turn: UOp, number: UOp, when: UOp, *after: UOp) -> UO
   return _statement(family, "give_turn", after, turn, number.cast(dtypes.int), when)
 
 
-def add_four(family: str, to: UOp, numbers: Sequence[UOp], first: UOp, *after: UOp) -> UOp:
-  """Add four float32 to those at `to` in global memory, or store them there where `first`. A statement.
+def bulk_add(family: str, to: UOp, source: UOp, count: int, first: UOp, when: UOp, *after: UOp) -> UOp:
+  """Start adding `count` bytes of float32 in LDS to those in global memory, or storing them where `first`. A statement.
 
-  Additions by several workgroups give the same bits in every run only if `take_turn` orders them. Source: PTX ISA,
-  "red", .v4.
+  One lane, where `when`, does all of it. Both addresses and `count` are multiples of 16. Additions by several
+  workgroups give the same bits in every run only if `take_turn` orders them. Source: PTX ISA, "cp.reduce.async.bulk".
   """
-  return _statement(family, "add_four", after, to, *numbers, first)
+  return _statement(family, "bulk_add", after, to, source, UOp.const(count, dtypes.int), first, when)
+
+
+def bulk_wait_read(family: str, when: UOp, *after: UOp) -> UOp:
+  """Wait, where `when`, until all that this lane has started to add has been read from LDS. A statement."""
+  return _statement(family, "bulk_wait_read", after, when)
+
+
+def bulk_wait(family: str, when: UOp, *after: UOp) -> UOp:
+  """Wait, where `when`, until all that this lane has started to add is in memory. A statement."""
+  return _statement(family, "bulk_wait", after, when)
 
 
 def prefetch(after: tuple[UOp, ...], place: UOp) -> UOp:

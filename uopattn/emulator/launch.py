@@ -69,6 +69,8 @@ def launch(
         execute(program.steps, run)
       if run.check and run.copies is not None and run.copies.loads:
         raise run.fail(Race, program.uops[-1], "ends while a copy of a tensor is under way")
+      if run.check and run.sums.flights:
+        raise run.fail(Race, program.uops[-1], "ends while something is being added to global memory")
       if run.check and run.copies is not None and run.copies.started:
         lanes = run.copies.started[0].lanes
         raise run.fail(Race, program.uops[-1], "ends while a copy to LDS is under way", lanes)

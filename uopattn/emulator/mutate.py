@@ -17,6 +17,8 @@ if TYPE_CHECKING:
   from .program import Program
 
 WAITS = (
+  "bulk_wait",
+  "bulk_wait_read",
   "cp_async_wait",
   "fence_async",
   "mbarrier_fence",

@@ -1,8 +1,10 @@
 """Sums in global memory that workgroups add to in turns, so that every run gives the same bits.
 
-A turn is a number in global memory: `give_turn` writes it, `take_turn` waits for it. An addition must know of the one
-before it to the same element: by the same wave, through a barrier that both have met at, or through a turn that was
-given after it and taken before. Workgroups run one after another, so a turn that was not given yet is never given.
+A turn is a number in global memory: `give_turn` writes it, `take_turn` waits for it. An addition (`bulk_add`) must know
+of the one before it to the same element: by the same wave, through a barrier that both have met at, or through a turn
+that was given after it and taken before. It reads LDS until `bulk_wait_read` and is done at `bulk_wait`, no sooner than
+all other warps have gone on as far as they can. Workgroups run one after another, so a turn that was not given yet is
+never given.
 """
 
 from dataclasses import dataclass, field, replace
@@ -14,11 +16,11 @@ from tinygrad.uop.ops import UOp
 from .copies import NOTHING
 from .errors import Divergence, OutOfBounds, Race
 from .lanes import Run
-from .memory import Global, Pointer
+from .memory import LDS, Global, Pointer
 from .tracks import apart
 
-BYTES = 16  # of four float32
-Known = dict[int, int]  # by workgroup: what it had done before a time
+BYTES = 16  # that sizes and addresses are multiples of
+Known = dict[tuple[int, int], int]  # by workgroup and wave: what it had done before a time
 
 
 @dataclass
@@ -30,6 +32,29 @@ class Last:
   time: np.ndarray
 
 
+@dataclass(eq=False)
+class Flight:
+  """An addition that is under way."""
+
+  u: UOp
+  lane: int
+  source: LDS
+  granules: np.ndarray
+  content: np.ndarray
+  to: Global
+  places: np.ndarray
+  numbers: np.ndarray
+  first: bool
+
+  def read(self, run: Run) -> None:
+    """Raise Race if what is to be added has changed."""
+    lanes = np.array([self.lane])
+    self.source.check_read(self.u, self.granules, lanes)
+    if (bad := _content(self.source, self.granules) != self.content).any():
+      what = "reads {what}, which was overwritten before the wait"
+      raise self.source.fail(Race, self.u, what, self.granules, bad, lanes)
+
+
 @dataclass
 class Sums:
   """What the workgroups of a launch have added, and know of each other.
@@ -38,43 +63,54 @@ class Sums:
     last: by buffer.
     given: by turn, what was known when it was given last.
     taken: of this workgroup, what became known with each turn taken.
+    flights: of this workgroup.
   """
 
   last: dict[str, Last] = field(default_factory=dict)
   given: dict[tuple[str, int], Known] = field(default_factory=dict)
   taken: list[Known] = field(default_factory=list)
+  flights: list[Flight] = field(default_factory=list)
 
   def of_batch(self) -> "Sums":
     """The sums as the next workgroup finds them."""
-    return replace(self, taken=[])
+    return replace(self, taken=[], flights=[])
 
   def known(self, run: Run, wave: int) -> Known:
-    """What a wave of this workgroup knows of others."""
-    found: Known = {}
+    """What a wave of this workgroup knows."""
+    found: Known = {(run.first_group, other): int(run.tracks.seen[wave]) for other in range(run.shape.waves)}
+    found[run.first_group, wave] = run.clock + 1
     for turn in run.tracks.turns[wave]:
-      for group, until in self.taken[turn].items():
-        found[group] = max(until, found.get(group, 0))
+      for who, until in self.taken[turn].items():
+        found[who] = max(until, found.get(who, 0))
     return found
 
 
-def _turn(run: Run, u: UOp, turn: Pointer, when: Any) -> tuple[int, int] | None:
-  """The lane that waits or writes, and the turn's index; None if no lane does."""
+def _content(lds: LDS, granules: np.ndarray) -> np.ndarray:
+  return lds.view(np.dtype(f"u{lds.granule}")).take(granules)
+
+
+def _one(run: Run, u: UOp, when: Any) -> int | None:
+  """The lane that acts; None if none does."""
   lanes = np.flatnonzero(run.spread(when) & (True if run.mask is None else run.mask))
-  if not len(lanes):
-    return None
-  if len(lanes) > 1 or not isinstance(turn.memory, Global):
-    raise run.fail(Divergence, u, "takes or gives a turn by several lanes, or not in global memory", lanes)
+  if len(lanes) > 1:
+    raise run.fail(Divergence, u, "adds in turns by several lanes", lanes)
+  return int(lanes[0]) if len(lanes) else None
+
+
+def _turn(run: Run, u: UOp, turn: Pointer, lane: int) -> int:
+  """The index of a turn."""
+  lanes = np.array([lane])
+  if not isinstance(turn.memory, Global):
+    raise run.fail(OutOfBounds, u, "names a turn that is not in global memory", lanes)
   index = np.asarray(run.spread(turn.index)[lanes], np.int64)
   turn.memory.bounds(u, "names a turn in", index, 1, 4, lanes)
-  return int(lanes[0]), int(index[0])
+  return int(index[0])
 
 
 def take(run: Run, u: UOp, turn: Pointer, number: Any, when: Any) -> Any:
-  found = _turn(run, u, turn, when)
-  if found is None:
+  if (lane := _one(run, u, when)) is None:
     return NOTHING
-  lane, index = found
-  tracks, wave, wanted = apart(run, u), int(run.wave[lane]), int(run.spread(number)[lane])
+  tracks, index, wave, wanted = apart(run, u), _turn(run, u, turn, lane), int(run.wave[lane]), run.spread(number)[lane]
   cells = turn.memory.view(np.dtype(np.int32))
   what = f"waits for turn {wanted} where {int(cells[index])} was given"
   tracks.wait(lambda: bool(cells[index] == wanted), lambda: run.fail(Divergence, u, what, np.array([lane])))
@@ -84,56 +120,80 @@ def take(run: Run, u: UOp, turn: Pointer, number: Any, when: Any) -> Any:
 
 
 def give(run: Run, u: UOp, turn: Pointer, number: Any, when: Any) -> Any:
-  found = _turn(run, u, turn, when)
-  if found is None:
+  if (lane := _one(run, u, when)) is None:
     return NOTHING
-  lane, index = found
-  wave = int(run.wave[lane])
-  known = run.sums.known(run, wave)
-  known[run.first_group] = int(apart(run, u).seen[wave])
-  run.sums.given[turn.memory.name, index] = known
+  index = _turn(run, u, turn, lane)
+  run.sums.given[turn.memory.name, index] = run.sums.known(run, int(run.wave[lane]))
   turn.memory.view(np.dtype(np.int32))[index] = int(run.spread(number)[lane])
-  run.tracks.signalled()
+  apart(run, u).signalled()
   return NOTHING
 
 
-def add_four(run: Run, u: UOp, to: Pointer, *rest: Any) -> Any:
-  *numbers, first = rest
-  lanes = run.active()
-  index = np.asarray(run.spread(to.index)[lanes], np.int64)
-  to.memory.bounds(u, "adds to", index, 4, 4, lanes)
-  if (bad := index * 4 % BYTES != 0).any():
-    raise run.fail(OutOfBounds, u, f"adds at an address that {BYTES} does not divide", lanes[bad])
-  places, fresh = index[:, None] + np.arange(4), run.spread(first)[lanes]
-  block = np.stack([run.spread(x)[lanes] for x in numbers], axis=-1)
+def bulk_add(run: Run, u: UOp, to: Pointer, source: Pointer, count: Any, first: Any, when: Any) -> Any:
+  if (lane := _one(run, u, when)) is None:
+    return NOTHING
+  lanes, count, lds = np.array([lane]), int(count), source.memory
+  start, at = (int(run.spread(x.index)[lane]) * x.dtype.itemsize for x in (source, to))
+  if start % BYTES or at % BYTES or count % BYTES or not isinstance(lds, LDS):
+    raise run.fail(OutOfBounds, u, f"adds bytes that {BYTES} does not divide, or to or from such", lanes)
+  if min(start, at) < 0 or start + count > lds.per_group or at + count > to.memory.data.size:
+    raise run.fail(OutOfBounds, u, f"adds {count} bytes from byte {start} to byte {at}", lanes)
+  granules = np.arange(start // lds.granule, (start + count) // lds.granule)[:, None]
   if run.check:
-    _check(run, u, to.memory, places, fresh, lanes)
-  sums = to.memory.view(np.dtype(np.float32))
-  sums[places] = np.where(fresh[:, None], block, sums[places] + block)
+    lds.check_read(u, granules, lanes)
+    if lds.unfenced is not None and (bad := lds.unfenced.take(granules) >= 0).any():
+      raise lds.fail(Race, u, "reads {what} to add it, written without a fence_async since", granules, bad, lanes)
+  numbers = lds.view(np.dtype(np.float32))[start // 4 : (start + count) // 4].copy()
+  places, content = np.arange(at // 4, (at + count) // 4), _content(lds, granules)
+  fresh = bool(run.spread(first)[lane])
+  run.sums.flights.append(Flight(u, lane, lds, granules, content, to.memory, places, numbers, fresh))
   if run.counters is not None:
-    run.counters.global_written += block.size * 4
+    run.counters.lds_read += count
+    run.counters.global_written += count
   return NOTHING
 
 
-def _check(run: Run, u: UOp, memory: Global, places: np.ndarray, fresh: np.ndarray, lanes: np.ndarray) -> None:
-  """Raise Race unless each addition knows of the one before it, and what is stored is the first. Record them."""
-  if memory.name not in run.sums.last:
-    size = memory.data.size // 4
-    run.sums.last[memory.name] = Last(np.full(size, -1), np.full(size, -1), np.full(size, -1))
-  last, waves = run.sums.last[memory.name], run.wave[lanes]
-  if len(np.unique(places)) < places.size:
-    raise run.fail(Race, u, f"adds to one element of {memory.name} from several lanes at once", lanes)
-  for wave in np.unique(waves):
-    mine = waves == wave
-    at = places[mine]
-    group, by, time = last.group[at], last.wave[at], last.time[at]
-    others = run.sums.known(run, int(wave))
-    until = np.array([others.get(int(x), 0) for x in group.ravel()]).reshape(group.shape)
-    here = group == run.first_group
-    seen = (group < 0) | (here & ((by == wave) | (time < run.tracks.seen[wave]))) | (~here & (time < until))
-    if (bad := ~seen.all(axis=1)).any():
-      what = f"adds to {memory.name} in an order that nothing fixes"
-      raise run.fail(Race, u, what, lanes[mine][bad])
-    if (bad := fresh[mine] & (group >= 0).any(axis=1)).any():
-      raise run.fail(Race, u, f"stores over what was added to {memory.name}", lanes[mine][bad])
-    last.group[at], last.wave[at], last.time[at] = run.first_group, wave, run.clock
+def _until_others_wait(run: Run, u: UOp) -> None:
+  """Let all others go on as far as they can."""
+  tracks = apart(run, u)
+  own = tracks.now
+  tracks.wait(lambda: not any(x.ready() for x in tracks.tracks if x is not own and not x.ended))
+
+
+def wait_read(run: Run, u: UOp, when: Any) -> Any:
+  if (lane := _one(run, u, when)) is None:
+    return NOTHING
+  _until_others_wait(run, u)
+  for x in run.sums.flights:
+    if x.lane == lane and run.check:
+      x.read(run)
+  return NOTHING
+
+
+def wait(run: Run, u: UOp, when: Any) -> Any:
+  if (lane := _one(run, u, when)) is None:
+    return NOTHING
+  _until_others_wait(run, u)
+  done = [x for x in run.sums.flights if x.lane == lane]
+  run.sums.flights = [x for x in run.sums.flights if x.lane != lane]
+  for x in done:
+    if run.check:
+      _check(run, x)
+    sums = x.to.view(np.dtype(np.float32))
+    sums[x.places] = x.numbers if x.first else sums[x.places] + x.numbers
+  return NOTHING
+
+
+def _check(run: Run, x: Flight) -> None:
+  """Raise Race unless an addition knows of the one before it, and what is stored is the first. Record it."""
+  if x.to.name not in run.sums.last:
+    size = x.to.data.size // 4
+    run.sums.last[x.to.name] = Last(np.full(size, -1), np.full(size, -1), np.full(size, -1))
+  last, wave, lanes = run.sums.last[x.to.name], int(run.wave[x.lane]), np.array([x.lane])
+  known = run.sums.known(run, wave)
+  for group, by, time in {*zip(*(y[x.places].tolist() for y in (last.group, last.wave, last.time)), strict=True)}:
+    if group >= 0 and time >= known.get((group, by), 0):
+      raise run.fail(Race, x.u, f"adds to {x.to.name} in an order that nothing fixes", lanes)
+    if group >= 0 and x.first:
+      raise run.fail(Race, x.u, f"stores over what was added to {x.to.name}", lanes)
+  last.group[x.places], last.wave[x.places], last.time[x.places] = run.first_group, wave, run.clock
