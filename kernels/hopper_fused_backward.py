@@ -232,7 +232,9 @@ def backward(
     raise ValueError(f"{tiles}: dQ of a tile has {parts} parts at head size {Dk}, must be one per warpgroup")
   s, blocks = Scope(), ceildiv(N, tiles.rows)
   of_head = heads // kv_heads * M * (2 * (Dk + Dv) + 4 * Dk)
-  jobs = Jobs(kv_heads, blocks, min(kv_heads, max(1, ((tiles.section << 20) or L2_BYTES) // of_head)), True, kv_heads * blocks)
+  jobs = Jobs(
+    kv_heads, blocks, min(kv_heads, max(1, ((tiles.section << 20) or L2_BYTES) // of_head)), True, kv_heads * blocks
+  )
   group = Workgroup(s, 1, jobs.workgroups, tiles.threads // WARP, WARP)
   group.head, backwards = jobs.place(group.item, UOp.const(0))
   group.block = blocks - 1 - backwards

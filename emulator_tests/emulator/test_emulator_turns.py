@@ -12,53 +12,70 @@ import uopattn.emulator as emulator
 from uopattn.dsl import instructions as ins
 
 CUDA, ARCH = "cuda", "sm_90"
-GROUP, COUNT = 64, 3  # threads per workgroup, and workgroups
+GROUP, COUNT = 256, 3  # threads per workgroup, and workgroups
 Kernel = Callable[..., UOp]
 
 
 def added(
   *,
   taken: bool = True,
-  met_before: bool = True,
-  met_after: bool = True,
+  fenced: bool = True,
+  met: bool = True,
+  read: bool = True,
+  waited: bool = True,
   given: int = 1,
   first: int = 0,
   when: Callable[[UOp], UOp] = lambda t: t.eq(0),
-  step: int = 4,
+  start: int = 0,
 ) -> Kernel:
-  """A kernel whose workgroups add their numbers times the thread to one sum; the keywords each put in a mistake."""
+  """A kernel whose workgroups add a number per thread to a sum, twice; the keywords each put in a mistake.
+
+  The first lane adds. The other warps overwrite what it adds once it may be overwritten.
+  """
 
   def body(o: UOp, turn: UOp) -> UOp:
-    t, g, all_of = threads(GROUP), groups(COUNT), UOp.const(1)
-    begun = ins.take_turn(CUDA, turn[0], g, when(t)) if taken else ins.meet(CUDA, all_of, GROUP)
-    begun = ins.meet(CUDA, all_of, GROUP, begun) if met_before else begun
-    numbers = [(g * GROUP + t + i).cast(dtypes.float) for i in range(4)]
-    done = ins.add_four(CUDA, o[t * step], numbers, g.eq(first), begun)
-    done = ins.meet(CUDA, all_of, GROUP, done) if met_after else done
-    done = ins.give_turn(CUDA, turn[0], g + given, when(t), done)
-    return UOp.group(done).end(t, g).sink(arg=kernel("added", [], t).arg)
+    t, g, memory, barriers = threads(GROUP), groups(COUNT), lds(1, 4 * GROUP + 4), lds(2, 1, dtypes.ulong)
+    made = UOp.barrier(ins.mbarrier_init(CUDA, barriers[0], 1, t.eq(0)))
+    last, lead = ins.exit_warps(CUDA, t < 0, made), when(t)
+    for i in range(2):
+      number = (g * GROUP + t + i).cast(dtypes.float).bitcast(dtypes.uint)
+      stored = ins.store_chunk(CUDA, memory.after(last)[t * 4], *[number] * 4)
+      stored = ins.fence_async(CUDA, stored) if fenced else stored
+      stored = ins.meet(CUDA, UOp.const(1), GROUP, stored) if met else stored
+      own = turn[i]
+      last = ins.take_turn(CUDA, own, g, lead, stored) if taken else stored
+      to = o[i * 4 * GROUP]
+      last = ins.bulk_add(CUDA, to, memory[start], 16 * GROUP, g.eq(first), lead, last)
+      last = ins.bulk_wait_read(CUDA, lead, last) if read else last
+      last = ins.mbarrier_arrive(CUDA, barriers[0], t.eq(0), last)
+      last = ins.bulk_wait(CUDA, lead, last) if waited else last
+      last = ins.give_turn(CUDA, own, g + given, lead, last)
+      last = ins.mbarrier_wait(CUDA, barriers[0], i, last)
+    return UOp.group(last).end(t, g).sink(arg=kernel("added", [], t).arg)
 
   return body
 
 
 def run(body: Kernel) -> np.ndarray:
-  return launch(body, np.full(4 * GROUP, np.nan, np.float32), np.zeros(1, np.int32), arch=ARCH)
+  return launch(body, np.full(8 * GROUP, np.nan, np.float32), np.zeros(2, np.int32), arch=ARCH)
 
 
 def test_sums_in_turns() -> None:
-  expected = sum(g * GROUP + np.arange(GROUP)[:, None] + np.arange(4) for g in range(COUNT))
-  np.testing.assert_array_equal(run(added()).reshape(GROUP, 4), expected)
+  expected = [[sum(g * GROUP + t + i for g in range(COUNT))] * 4 for i in range(2) for t in range(GROUP)]
+  np.testing.assert_array_equal(run(added()).reshape(-1, 4), expected)
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], type[emulator.KernelError], str]] = {
   "turn not taken": ({"taken": False}, emulator.Race, "in an order that nothing fixes"),
-  "other warps do not know of the turn": ({"met_before": False}, emulator.Race, "in an order that nothing fixes"),
-  "given before other warps have added": ({"met_after": False}, emulator.Race, "in an order that nothing fixes"),
+  "not fenced": ({"fenced": False}, emulator.Race, "to add it, written without a fence_async since"),
+  "other warps have not written": ({"met": False}, emulator.KernelError, "nothing has written|with no barrier between"),
+  "overwritten while it is read": ({"read": False}, emulator.Race, "overwritten before the wait"),
+  "given before it is in memory": ({"waited": False}, emulator.Race, "ends while something is being added"),
   "given to nobody": ({"given": 2}, emulator.Divergence, "waits for turn 1 where 2 was given"),
   "the last one stores": ({"first": COUNT - 1}, emulator.Race, "stores over what was added"),
-  "taken by all": ({"when": lambda t: t >= 0}, emulator.Divergence, "by several lanes"),
-  "one place for two lanes": ({"step": 2}, emulator.KernelError, "16 does not divide"),
-  "one place for all lanes": ({"step": 0}, emulator.Race, "from several lanes at once"),
+  "added by all": ({"when": lambda t: t >= 0}, emulator.Divergence, "by several lanes"),
+  "past the end": ({"start": 8}, emulator.OutOfBounds, "adds 4096 bytes from byte 32"),
+  "from an address not aligned": ({"start": 2}, emulator.OutOfBounds, "16 does not divide"),
 }
 
 

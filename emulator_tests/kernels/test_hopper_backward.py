@@ -13,7 +13,6 @@ import uopattn.emulator as emulator
 from uopattn.dsl import instructions
 from uopattn.dsl.nvidia import tensor_pipeline
 from uopattn.dsl.target import Target
-from uopattn.kernels import hopper_fused_backward
 from uopattn.kernels.hopper_fused_backward import Tiles
 from uopattn.plan.dispatch import dispatch_backward
 from uopattn.runtime.prepare import compiled
@@ -52,24 +51,17 @@ def test_each_barrier_and_wait_deleted() -> None:
 
 Mistake = tuple[object, str, Callable[[Any], Any]]
 MISTAKES: dict[str, Mistake] = {
-  "turns given before dQ is added": (
-    instructions,
-    "meet",
-    lambda right: (
-      lambda family, number, threads, *after: (
-        UOp.group(*after) if number is hopper_fused_backward.ADDED else right(family, number, threads, *after)
-      )
-    ),
-  ),
-  "a turn too many": (
+  "turns given to nobody": (
     instructions,
     "give_turn",
     lambda right: lambda family, turn, number, when, *after: right(family, turn, number + 1, when, *after),
   ),
   "the last block stores dQ": (
     instructions,
-    "add_four",
-    lambda right: lambda family, to, numbers, first, *after: right(family, to, numbers, first.logical_not(), *after),
+    "bulk_add",
+    lambda right: (
+      lambda family, to, source, count, first, *rest: right(family, to, source, count, first.logical_not(), *rest)
+    ),
   ),
   "dS not fenced": (instructions, "fence_async", lambda right: lambda family, *after: UOp.group(*after)),
   "numbers not expected": (tensor_pipeline.Source, "bytes", lambda right: property(lambda self: right.fget(self) - 4)),

@@ -97,7 +97,7 @@ def _fill(program: Program, run: Run, data: list[np.ndarray]) -> None:
   if any(map(program.uses, ("cp_async", "tensor_load", "bulk_load"))):
     run.copies = Copies(np.zeros(run.shape.lanes, np.int64))
   run.stamped = program.uses("mbarrier")
-  if program.uses("wgmma"):
+  if program.uses("wgmma") or program.uses("bulk_add"):
     run.flights = Flights()
   if program.uses("tile_"):
     run.tiles = Tiles.of(run.shape.lanes)

@@ -53,7 +53,7 @@ class Barriers:
 
   def land(self, run: Run, at: np.ndarray) -> None:
     """Complete the copies of tensors to which barriers `at` count bytes, where nothing else is missing."""
-    for i in np.unique(at):
+    for i in np.unique(at) if run.copies is not None else ():
       loads = [x for x in run.copies.loads if x.barriers is self and x.barrier == i and x.phase == self.phase[0, i]]
       if loads and self.left[0, i] == 0 and sum(x.bytes for x in loads) == self.bytes[0, i]:
         run.copies.loads = [x for x in run.copies.loads if x not in loads]
