@@ -170,6 +170,7 @@ def cuda_tiles(step: int = 16, turing: bool = False) -> Callable[[str], st.Searc
     stages=st.integers(2, 4),
     step=st.just(step),
     turing=st.just(turing),
+    in_registers=st.booleans(),
   )
   return lambda arch: tiles
 
@@ -206,6 +207,7 @@ def decode_tiles(arch: str) -> st.SearchStrategy[cpu_decode.Tiles]:
 
 
 T, H = cuda_forward.Tiles, hopper_forward.Tiles
+READING = ("sm_80", "sm_100")  # where the small tiles of mma.sync read their queries for each tile of keys
 SUBJECTS: dict[str, Subject] = {
   "amd": Subject(
     amd_forward,
@@ -239,10 +241,10 @@ SUBJECTS: dict[str, Subject] = {
       "larger than Hopper's products": (1, 1, 1, 64, 20, 160, 264),
     },
     mistakes.CUDA,
-    small=lambda arch: T(2, 1, 16),
+    small=lambda arch: T(2, 1, 16, in_registers=arch not in READING),
     any_tiles=cuda_tiles(),
     flops=16 * 8 * 16,
-    synchronised=lambda arch: (T(4, 1, 32), T(2, 1, 16, 3)),
+    synchronised=lambda arch: (T(4, 1, 32), T(2, 1, 16, 3, in_registers=False)),
   ),
   "hopper": Subject(
     hopper_forward,

@@ -175,7 +175,10 @@ def without_permutation(self: swizzled.SwizzledTiles, row: UOp, chunk: UOp) -> U
 PACK = {"halves of a word exchanged": Mistake(instructions, "pack", word_halves_exchanged)}
 TRANSPOSE = {"values not transposed": Mistake(instructions, "ldmatrix", not_transposed)}
 MMA = nvidia(cuda_forward, cuda_forward, "online_softmax")
-CUDA = MMA | PACK | TRANSPOSE
+OTHER_QUERIES = Mistake(
+  mma.Mma, "load_left", lambda right: lambda self, tile, first, lane: right(self, tile, first * 0, lane)
+)
+CUDA = MMA | PACK | TRANSPOSE | {"the first warp's queries": OTHER_QUERIES}
 FLOAT8 = (
   MMA
   | TRANSPOSE

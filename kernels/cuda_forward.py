@@ -6,11 +6,14 @@ FlashAttention-2 (Dao, 2023). Each warp keeps its queries and loops over tiles o
     O = O alpha + P V   (16 m_tiles, Dv)
 Full tiles, which all queries of the workgroup see completely, come first and need no mask; masked tiles follow.
 
-Storage: Q, S, m, l, P and O are in registers; `uopattn.dsl.nvidia.mma_layout` says which elements a lane has. P,
-rounded, is the left operand of the second product without moving. All warps share Q, which each reads once, and
-`stages` tiles of K and of V in shared memory (`uopattn.dsl.nvidia.swizzled`, `Tiles.shared_bytes`). cp.async fills one
-stage while another is in use (sm_75 copies through registers); ldmatrix reads K, and V transposed
-(`uopattn.dsl.nvidia.mma`).
+Storage: S, m, l, P and O are in registers; `uopattn.dsl.nvidia.mma_layout` says which elements a lane has. P, rounded,
+is the left operand of the second product without moving. All warps share Q and `stages` tiles of K and of V in shared
+memory (`uopattn.dsl.nvidia.swizzled`, `Tiles.shared_bytes`). cp.async fills one stage while another is in use (sm_75
+copies through registers); ldmatrix reads K, and V transposed (`uopattn.dsl.nvidia.mma`).
+
+Each read of K and of V serves one product per tile of 16 queries that a warp has, so warps have two such tiles where
+registers allow. Then Q may stay in registers, too, up to a head size of 96. At larger ones, up to 128, each step of Q is
+read again for each tile of keys (`Tiles.in_registers`), which takes a fifth of all reads.
 
 With 8-bit inputs P is rounded to their type. A power of two scales P and l, so it cancels; see `P_SCALE_LOG2`.
 
@@ -18,12 +21,18 @@ With few queries the time goes into reading the keys. The query heads that share
 tile (GQA packing), so that each key is read once for all of them. The keys are split over as many workgroups as fill
 the multiprocessors (Flash-Decoding), and `kernels/combine.py` combines the splits.
 
-Measured 2026-11-21 on an H200 (B=4, H=32, N=4096, float16), where `hopper_forward` is faster: 342 TFLOP/s at D=64, 284
-at D=128, causal 309 and 334. Decode, one query, D=128, 32/8 heads (2026-11-22): 4277 GB/s of keys and values at B=16
-N=8192, 3139 at B=1 N=8192 (11.2 us in a CUDA graph), 4132 at B=1 N=131072. On sm_80 nvcc 13 spills with softcap: 444
-bytes at D=64, 236 at D=128.
+Measured 2026-11-23 on an H200 (B=4, H=32, N=4096, float16, sustained), where `hopper_forward` is faster, TFLOP/s and
+the ratio to FlashAttention-2 in the same run:
+    D=128          362    1.07    8 warps, 64 keys
+    D=128, causal  317    1.04    4 warps, 48 keys
+    D=64           318    1.11    4 warps, 64 keys
+    D=64, causal   296    1.08
+Decode, one query, D=128, 32/8 heads (2026-11-22): 4277 GB/s of keys and values at B=16 N=8192, 3139 at B=1 N=8192 (11.2
+us in a CUDA graph), 4132 at B=1 N=131072. On sm_80 nvcc 13 spills with softcap: 444 bytes at D=64, 236 at D=128. On
+sm_90 it spills 16 bytes at D=128 with 64 keys.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -75,6 +84,7 @@ class Tiles:
     stages: tiles of K, and of V, in shared memory.
     step: elements in the 32 bytes of a step along k: 8 for float32, 16 for float16 and bfloat16, 32 for 8-bit types.
     turing: whether for sm_75, whose products are half as long along k, and which copies tiles through registers.
+    in_registers: whether the queries stay in registers; else they are read from shared memory for each tile of keys.
   """
 
   warps: int
@@ -83,6 +93,7 @@ class Tiles:
   stages: int = 2
   step: int = 16
   turing: bool = False
+  in_registers: bool = True
 
   def __post_init__(self) -> None:
     if self.step not in STEPS:
@@ -129,8 +140,9 @@ class Tiles:
     return max(1, lds_limit(arch) // self.shared_bytes(Dk, Dv))
 
   def registers(self, Dk: int, Dv: int) -> int:
-    """32-bit registers per lane for Q, O and S."""
-    return self.m_tiles * (ceildiv(Dk, self.step) * 4 + round_up(Dv, PAIR) // 2 + self.block_n // 2)
+    """32-bit registers per lane for Q, O and S; or for O, S, and one step of Q and of K."""
+    q, k = (ceildiv(Dk, self.step) * 4, 0) if self.in_registers else (4, self.block_n // 4)
+    return self.m_tiles * (q + round_up(Dv, PAIR) // 2 + self.block_n // 2) + k
 
   @classmethod
   def choose(cls, problem: Problem, target: Target) -> "Tiles":
@@ -139,34 +151,65 @@ class Tiles:
     Raises:
       ValueError: the architecture is older; the head sizes are too large even for the smallest tile.
     """
-    arch, dtype, M, N, Dk, Dv = target.arch, problem.dtype, problem.M, problem.N, problem.Dk, problem.Dv
-    version, step = int(arch.removeprefix("sm_")), STEP_BYTES // dtype.itemsize
-    if version < SINCE[dtype]:
-      name = str(dtype).removeprefix("dtypes.")
-      raise ValueError(f"{arch} has no mma.sync of this kernel's for {name}; sm_{SINCE[dtype]} and newer have")
-    warps, keys = min(4, ceildiv(M, MMA_M)), round_up(N, max(step, PAIR))
-    # sm_75 waits for its copies through registers. Tiles of 32 keys leave room for a second workgroup, busy meanwhile.
-    turing = version < 80
-    sizes = ((2, 32), (1, 32), (1, 16)) if turing else ((2, 64), (2, 32), (1, 64), (1, 32), (1, 16))
-    candidates = [cls(warps, m, min(n, keys), step=step, turing=turing) for m, n in sizes if n >= step]
-    if M <= STREAMING and not turing:
-      candidates.insert(0, cls(warps, 1, min(32, keys), 3, step))
-    for tiles in candidates:
-      if tiles.m_tiles > 1 and tiles.block_m // 2 >= M:
-        continue
-      budget = LIMIT if tiles == candidates[-1] else BUDGET[step]
-      if tiles.registers(Dk, Dv) <= budget and tiles.shared_bytes(Dk, Dv) <= target.lds:
-        return tiles
+    M, Dk, Dv, since = problem.M, problem.Dk, problem.Dv, SINCE[problem.dtype]
+    if int(target.arch.removeprefix("sm_")) < since:
+      name = str(problem.dtype).removeprefix("dtypes.")
+      raise ValueError(f"{target.arch} has no mma.sync of this kernel's for {name}; sm_{since} and newer have")
+    *candidates, smallest = cls.candidates(problem, target)
+    fitting = [
+      x
+      for x in candidates
+      if x.registers(Dk, Dv) <= x.budget(problem) and x.shared_bytes(Dk, Dv) <= target.lds
+      if x.m_tiles == 1 or x.block_m // 2 < M
+      if x.warps <= WARPS or problem.heads * ceildiv(M, x.block_m) >= target.multiprocessors
+    ]
+    if fitting:
+      busy = (x for x in fitting if M <= STREAMING or x.warps * x.resident(Dk, Dv, target.arch) >= BUSY)
+      return next(busy, fitting[0])
+    if smallest.registers(Dk, Dv) <= LIMIT and smallest.shared_bytes(Dk, Dv) <= target.lds:
+      return smallest
     raise ValueError(
-      f"head sizes {Dk} and {Dv}: the smallest tile needs {tiles.registers(Dk, Dv)} registers a lane, of {LIMIT}, "
-      f"and {tiles.shared_bytes(Dk, Dv)} bytes of shared memory, of {target.lds}"
+      f"head sizes {Dk} and {Dv}: the smallest tile needs {smallest.registers(Dk, Dv)} registers a lane, of {LIMIT}, "
+      f"and {smallest.shared_bytes(Dk, Dv)} bytes of shared memory, of {target.lds}"
     )
 
+  @classmethod
+  def candidates(cls, problem: Problem, target: Target) -> list["Tiles"]:
+    """Tiles for a problem, best first, whether or not they fit; the last one is the smallest that there is.
 
-# Limits of `Tiles.registers` by `Tiles.step`, of 255 registers per lane: P, addresses and temporaries need the rest.
-# In 8 bits they need more (on sm_90 the compiler spills from 144 on). With the smallest tile they need less, and it may
-# spill a little, because the alternative is no kernel.
-BUDGET, LIMIT = {8: 180, 16: 180, 32: 130}, 220
+    Tiles whose queries stay in registers are best if two tiles of queries per warp do, as each read of K and V then
+    serves two products. Next are those that read their queries, and last those with one tile of queries.
+    """
+    step, turing = STEP_BYTES // problem.dtype.itemsize, int(target.arch.removeprefix("sm_")) < 80
+    warps, keys = min(WARPS, ceildiv(problem.M, MMA_M)), round_up(problem.N, max(step, PAIR))
+
+    def of(sizes: Sequence[tuple[int, int]]) -> list["Tiles"]:
+      return [cls(warps, m, min(n, keys), step=step, turing=turing) for m, n in sizes if n >= step]
+
+    if turing:  # it waits for its copies through registers; 32 keys leave room for a second workgroup, busy meanwhile
+      return of(((2, 32), (1, 32), (1, 16)))
+    two, one = of(((2, 64), (2, 32))), of(((1, 64), (1, 32), (1, 16)))
+    if problem.M <= STREAMING:
+      return [cls(warps, 1, min(32, keys), 3, step), *two, *one]
+    if step != 16 or max(problem.Dk, problem.Dv) > 128 or not problem.light:
+      return [*two, *one]
+    sizes = ((2 * WARPS, 64), (WARPS, 64), (WARPS, 48), (2 * WARPS, 48), (2 * WARPS, 32), (WARPS, 32))
+    return [*two, *(cls(w, 2, min(n, keys), in_registers=False) for w, n in sizes), *one]
+
+  def budget(self, problem: Problem) -> int:
+    """The limit of `registers` for a problem, of 255 per lane: P, addresses and temporaries need the rest."""
+    if self.in_registers:
+      return BUDGET[self.step]
+    masked = problem.window != (None, None) or problem.features or problem.N % self.block_n
+    return READING_MASKED if masked else READING
+
+
+# Limits of `Tiles.registers`, as seen in compile reports: with the queries in registers, by `Tiles.step` (in 8 bits P
+# needs more; on sm_90 the compiler spills from 144 on); with queries that are read, with and without a mask. With the
+# smallest tile they need less, and it may spill a little, because the alternative is no kernel.
+BUDGET, READING_MASKED, READING, LIMIT = {8: 180, 16: 180, 32: 130}, 196, 216, 220
+WARPS = 4  # per workgroup, or twice as many if each multiprocessor gets a workgroup
+BUSY = 8  # warps per multiprocessor, two for each of its schedulers: one multiplies while the other does its softmax
 STREAMING = 64  # queries; up to here reading the keys takes the time, and more stages help instead of larger tiles
 
 
@@ -199,9 +242,10 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   sources = [(panels, head_rules.keys(x)) for panels, x in ((k_tiles, k), (v_tiles, v))]
   pipeline = CpAsyncPipeline(sources, key_range.tile, tiles.stages, group.thread, tiles.family)
   queries = q_tile.fill_tile(group.block, HeadView.of(q, group.head, UOp.const(M)), group.block, group.thread)
-  filled = pipeline.prologue(*queries)
+  # Queries that are not loaded here arrive with the first tile, for which the mainloop waits.
+  filled = (pipeline.prologue if tiles.in_registers else pipeline.start)(*queries)
   loop = Mainloop(s, unit, pipeline, head_rules, key_range, tiles.block_n)
-  state = loop.run(unit.load_queries(q_tile, filled), state.after(filled))
+  state = loop.run(unit.queries(q_tile.tile(UOp.const(0), filled)), state.after(filled))
   state = state.after(ins.cp_async_wait(tiles.family, 0, *state))  # no copy may be in flight at the end
 
   stores = []
@@ -239,19 +283,27 @@ class WarpMma:
     """The first key of a tile that this lane holds scores of, and the offsets of all of them from it."""
     return self.group.lane % QUAD * 2, columns(self.tiles.block_n // MMA_N)
 
-  def load_queries(self, q_tile: SwizzledTiles, *after: UOp) -> list[list[UOp]]:
+  def queries(self, q_tile: SwizzledTiles) -> SwizzledTiles | list[list[UOp]]:
+    """The queries as `mma_abt` takes them: in registers, or where they are."""
+    return self.load_queries(q_tile) if self.tiles.in_registers else q_tile
+
+  def load_queries(self, q_tile: SwizzledTiles) -> list[list[UOp]]:
     """Load Q as left operands: for each tile of queries, one per step along Dk."""
-    q_tile, first = q_tile.tile(UOp.const(0), *after), self.group.warp * self.tiles.m_tiles
+    first = self.group.warp * self.tiles.m_tiles
     return [self.mma.load_left(q_tile, (first + i) * MMA_M, self.group.lane) for i in range(self.tiles.m_tiles)]
 
-  def mma_abt(self, q: list[list[UOp]], k_tile: SwizzledTiles) -> list[list[UOp]]:
+  def mma_abt(self, q: SwizzledTiles | list[list[UOp]], k_tile: SwizzledTiles) -> list[list[UOp]]:
     """Compute S = Q K^T. Returns this lane's elements of each of its rows."""
-    scores = self.mma.mma_abt(q, k_tile, self.group.lane)
+    left = q if isinstance(q, list) else self.load_queries(q.after(k_tile.memory))
+    scores = self.mma.mma_abt(left, k_tile, self.group.lane)
     return [row_elements(tile, half) for tile in scores for half in range(HALVES)]
 
   def softmax(self, scores: list[UOp], scale_log2: float, m_old: UOp, l_old: UOp) -> tuple[list[UOp], UOp, UOp, UOp]:
     """P, m_i, l_i and alpha of a row; see `online_softmax`."""
-    return online_softmax(CUDA, scores, scale_log2, m_old, l_old, row_reduce, self.p_scale_log2)
+    p, m_i, l_i, alpha = online_softmax(CUDA, scores, scale_log2, m_old, l_old, row_reduce, self.p_scale_log2)
+    # The compiler would add up P after P V, and until then hold it also in float32. Queries that are read from shared
+    # memory leave no registers for that. So O is rescaled only after l_i is known.
+    return p, m_i, l_i, alpha if self.tiles.in_registers else ins.tied(CUDA, alpha, l_i)
 
   def as_operands(self, p: list[list[UOp]], *after: UOp) -> list[list[UOp]]:
     """P as left operands: for each tile of queries, one per step along the keys."""

@@ -20,7 +20,7 @@ There are two ways to bring them there, behind one interface, `Pipeline`:
   order fixed in advance (`uopattn.dsl.gpu.jobs`), with the next job's Q and first tiles on their way while one ends.
 - All threads copy (`uopattn.dsl.nvidia.copy_pipeline`). So it is where a tensor map cannot describe the rows (pages,
   lengths that only the GPU knows, rows whose starts are no multiples of 16 bytes; `tensor_pipeline.fits`), and with
-  features for which a producer would leave too few registers (all but `LIGHT`).
+  features for which a producer would leave too few registers (`Problem.light`).
 
 Full tiles, which all queries of the workgroup see completely, come first and need no mask; masked tiles follow.
 
@@ -147,9 +147,8 @@ class Tiles:
       keys, measured = (N / 2, LENGTH / 2) if causal else (N, LENGTH)  # a causal mask skips about half the tiles
       return x.speed * rows * turns * (1 + x.ends / measured) / (1 + x.ends / keys)
 
-    plain = LIGHT.issuperset(problem.features)
     size = next(size for size, _ in MEASURED if max(Dk, Dv) <= size)
-    best = max((x for x in MEASURED[size, causal] if plain or not x.tiles.producer), key=promise).tiles
+    best = max((x for x in MEASURED[size, causal] if problem.light or not x.tiles.producer), key=promise).tiles
     warpgroups, block_n = min(best.warpgroups, ceildiv(M, wgmma.M)), min(best.block_n, round_up(N, wgmma.K))
     tiles = replace(best, warpgroups=warpgroups, block_n=block_n)
     if (needed := tiles.shared_bytes(Dk, Dv)) > target.lds:
@@ -175,8 +174,6 @@ class Measured(NamedTuple):
 
 # Registers per thread of the producer and of the consumers, of 65536, by the number of consuming warpgroups.
 REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}
-# Features that need no more registers in the mainloop. With others, and with a producer, consumers would spill.
-LIGHT = frozenset({"window", "sinks", "q_start"})
 MAX_HEAD_DIM = 256
 MULTIPROCESSORS = 132  # of an H100 or H200
 L2_BYTES = 32 << 20  # of the cache, for keys and values

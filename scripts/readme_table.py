@@ -13,7 +13,7 @@ from typing import Any
 
 from speed import CASES, NAMES, RESULTS, ROOT, Case, Record, kind, problem, ratios, read_records, speed, unit_of
 
-from uopattn.measure.bench_report import TERA, limit_name
+from uopattn.measure.bench_report import TERA, gpu_state, limit_name
 
 BEGIN, END = "<!-- speed: begin, written by scripts/readme_table -->", "<!-- speed: end -->"
 
@@ -82,8 +82,11 @@ def caption(record: dict[str, Any], file: str) -> str:
     found = re.search(r"clang version [\d.]+", versions["clang"])  # vendors add text around it
     load = f"load average {machine['load']:.1f} at the start, " if "load" in machine else ""
     on = f"{machine['cpu']}, {machine['threads']} threads, {load}{found[0] if found else versions['clang']}"
+  how = record.get("mode", "bursts")  # older records do not say it
+  state = gpu_state(record["rows"])
   return (
-    f"{on}, {libraries}; {record['date']}, medians of {record['rounds']} rounds ([{file}]({file})). "
+    f"{on}, {libraries}; {record['date']}, {'in bursts' if how == 'bursts' else how}{f' ({state})' * bool(state)}, "
+    f"medians of {record['rounds']} rounds ([{file}]({file})). "
     f"A product is of {of['dtype']} matrices of {of['size']} rows and columns."
   )
 

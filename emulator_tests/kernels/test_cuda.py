@@ -106,6 +106,29 @@ def test_chosen_tiles_fit(arch: str, length: int) -> None:
     assert launch.tiles.block_m // 2 < max(length, 64)
 
 
+T = cuda_forward.Tiles
+
+
+@pytest.mark.parametrize(
+  ("arch", "heads", "length", "options", "tiles"),
+  [
+    ("sm_80", 8, 4096, {}, T(8, 2, 64, in_registers=False)),
+    ("sm_80", 8, 4095, {}, T(4, 2, 48, in_registers=False)),  # the last tile needs a mask
+    ("sm_80", 8, 4096, {"window": (None, 0)}, T(4, 2, 48, in_registers=False)),
+    ("sm_80", 1, 4096, {}, T(4, 2, 48, in_registers=False)),  # too few workgroups of 8 warps for all multiprocessors
+    ("sm_80", 8, 4096, {"features": ("softcap",)}, T(4, 1, 64)),
+    ("sm_86", 8, 4096, {}, T(8, 2, 32, in_registers=False)),
+    ("sm_86", 1, 4096, {}, T(4, 1, 32)),
+    ("sm_100", 8, 512, {}, T(4, 2, 64, in_registers=False)),  # two workgroups at once
+    ("sm_120", 8, 60, {}, T(4, 1, 32, 3)),
+  ],
+)
+def test_tiles_at_head_size_128(arch: str, heads: int, length: int, options: dict, tiles: cuda_forward.Tiles) -> None:
+  """As many queries per warp, and keys per tile, as registers and shared memory allow with 8 warps busy."""
+  problem = problem_of(heads, length, length, 128, 128, HALF, **options)
+  assert T.choose(problem, Target("CUDA", arch)) == tiles
+
+
 def test_no_tiles() -> None:
   with pytest.raises(ValueError, match=r"sm_89.*sm_90"):
     hopper_forward.Tiles.choose(SPEC, Target("CUDA", "sm_89"))

@@ -10,6 +10,7 @@ import sass
 from report_cuda import ARCHES, HALVES, TYPES, Compiled, by_nvcc, compiled, figure, measure, rendered, resident, source
 from tinygrad import UOp
 
+from uopattn.dsl import instructions
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.target import Target
 from uopattn.kernels import cuda_forward, hopper_forward
@@ -24,6 +25,7 @@ measured = functools.cache(measure)
 QUICK = [
   ("sm_80", 64, True, "float16"),
   ("sm_89", 128, False, "bfloat16"),
+  ("sm_80", 128, False, "float16"),
   ("sm_80", 256, True, "float16"),
   ("sm_90", 64, True, "bfloat16"),
   ("sm_90", 128, True, "float16"),
@@ -89,6 +91,13 @@ def test_main_loop_is_a_tile_of_keys(arch: str, D: int, causal: bool, dtype: str
   # Hopper has no mma.sync of 8 bits: ptxas widens the operands and takes two of 16 bits.
   widened = 2 if arch == "sm_90" and dtype.startswith("fp8") else 1
   assert c.loop["matrix"] == widened * matrix_instructions(c.launch, D)
+
+
+@pytest.mark.slow
+def test_untied_sums_would_spill(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Of P, which the compiler then adds up only after P V."""
+  monkeypatch.setattr(instructions, "tied", lambda family, value, other: value)
+  assert measure("sm_80", "float16", HEADS, LENGTH, LENGTH, 128, causal=False).spills > 0
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +15,11 @@ import pytest
 import readme_table
 import speed
 
-from uopattn.measure import bandwidth, bench, contenders, contenders_backward, run
-from uopattn.measure.bench import Timing, main
+from uopattn.measure import bandwidth, bench, contenders, contenders_backward, run, turns
+from uopattn.measure.bench import main
+from uopattn.measure.gpu_state import GpuState, summarized
 from uopattn.measure.run import Config, Problem
+from uopattn.measure.turns import Timing
 from uopattn.plan.target import target_of
 
 SMALL = Config(h=2, n=40, d=8, dtype="float")
@@ -24,9 +27,9 @@ SMALL = Config(h=2, n=40, d=8, dtype="float")
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(bench, "SETTLE", 0)
-  monkeypatch.setattr(bench, "SPIN", 0)
-  monkeypatch.setattr(bench, "TURN", 0)
+  for name in ("PAUSE", "SPIN", "WARM", "TURN"):
+    monkeypatch.setattr(turns, name, 0)
+  monkeypatch.setattr(turns, "MOST_UNTIMED", 2)
   monkeypatch.setattr(contenders, "PRODUCT", 16)
   monkeypatch.setattr(contenders, "READ", 1 << 18)
 
@@ -42,7 +45,7 @@ def test_quick_run_writes_the_record_and_the_plot(tmp_path: Path, capsys: pytest
   made = json.loads(files[0].read_text())
   assert {"cpu", "cores", "system", "device", "threads", "load"} <= set(made["machine"])
   assert {"python", "uopattn", "tinygrad", "numpy", "clang"} <= set(made["versions"])
-  assert made["rounds"] == 2
+  assert (made["rounds"], made["mode"]) == (2, "sustained")
   assert len(made["rows"]) == len(bench.quick_rows("CPU"))
   for row in made["rows"]:
     ours = row["contenders"]["uopattn"]
@@ -209,8 +212,101 @@ def test_the_rows_done_are_kept(
 
 def test_contenders_take_turns() -> None:
   order: list[str] = []
-  bench.alternate({name: contenders.Runner(functools.partial(order.append, name), list) for name in "ab"}, rounds=2)
+  runners = {name: contenders.Runner(functools.partial(order.append, name), list) for name in "ab"}
+  turns.alternate(runners, rounds=2, burst=True)
   assert [name for name, _ in itertools.groupby(order)] == list("abab")
+
+
+class Clock:
+  """A clock that only calls of contenders advance; in each turn a contender's calls take the next of its times."""
+
+  def __init__(self) -> None:
+    self.now, self.pauses = 0.0, 0
+
+  def perf_counter(self) -> float:
+    return self.now
+
+  def sleep(self, seconds: float) -> None:
+    self.pauses += seconds == turns.PAUSE
+
+  def runner(self, *seconds: float) -> contenders.Runner:
+    """A contender whose turns have two calls, one of them untimed; it keeps its last time."""
+    calls = itertools.chain((x for x in seconds for _ in range(2)), itertools.repeat(seconds[-1]))
+
+    def call() -> None:
+      self.now += next(calls)
+
+    return contenders.Runner(call, list)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+  clock = Clock()
+  monkeypatch.setattr(turns, "time", clock)
+  monkeypatch.setattr(turns, "PAUSE", 0.5)
+  return clock
+
+
+@pytest.mark.parametrize(
+  ("burst", "most", "cpu", "found", "pauses"),
+  [
+    (False, 12, False, {"a": [4.0, 4.0], "b": [3.0, 3.0]}, 0),  # four rounds until b has settled
+    (False, 12, True, {"a": [4.0, 4.0], "b": [3.0, 3.0]}, 12),
+    (False, 3, False, {"a": [4.0, 4.0], "b": [3.01, 3.0]}, 0),
+    (True, 12, False, {"a": [1.0, 4.0], "b": [1.0, 2.0]}, 4),
+  ],
+  ids=["sustained", "on a CPU", "never settled", "bursts"],
+)
+def test_times_count_once_all_have_settled(
+  burst: bool,
+  most: int,
+  cpu: bool,
+  found: dict[str, list[float]],
+  pauses: int,
+  clock: Clock,
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  monkeypatch.setattr(turns, "MOST_UNTIMED", most)
+  monkeypatch.setattr(turns, "on_cpu", lambda: cpu)
+  runners = {"a": clock.runner(1, 4), "b": clock.runner(1, 2, 3.05, 3.01, 3)}
+  times = turns.alternate(runners, 2, burst)
+  assert {name: x.seconds for name, x in times.items()} == {name: pytest.approx(x) for name, x in found.items()}
+  assert clock.pauses == pauses
+
+
+SAMPLES = "1980, 400.5, 40\n1500, 690.0, 50\n1400, 700.0, 55\n[N/A], 710.0, [N/A]\n1, 7"
+
+
+def test_the_state_of_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+  """From a program that prints samples until it is stopped."""
+  found = summarized(SAMPLES)
+  assert found == {
+    "clock_mhz": {"lowest": 1400, "median": 1500, "highest": 1980},
+    "power_w": {"lowest": 400.5, "median": 695, "highest": 710},
+    "temperature_c": {"lowest": 40, "median": 50, "highest": 55},
+  }
+  program = tmp_path / "nvidia-smi"
+  program.write_text(
+    f"#!/bin/sh\necho \"$*\" >{tmp_path}/asked\nprintf '{SAMPLES}'\ntouch {tmp_path}/done\nexec sleep 60\n"
+  )
+  program.chmod(0o755)
+  monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+  with GpuState([0, 1]) as gpus:
+    while not (tmp_path / "done").exists():
+      time.sleep(0.01)
+  assert gpus.record == found
+  asked = (tmp_path / "asked").read_text()
+  assert asked.startswith("--id=0,1 --query-gpu=clocks.sm,power.draw,temperature.gpu ")
+  with GpuState([]) as none:
+    pass
+  assert none.record is None
+
+
+def test_without_nvidia_smi_there_is_no_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+  monkeypatch.setenv("PATH", str(tmp_path))
+  with GpuState([0]) as gpus:
+    pass
+  assert gpus.record is None
 
 
 def test_median_spread_and_ratios() -> None:
@@ -222,7 +318,7 @@ def test_median_spread_and_ratios() -> None:
     "spread": pytest.approx(2 / 3),
     "gflops": pytest.approx(2.0),
   }
-  assert bench.ratios(ours, theirs) == {
+  assert turns.ratios(ours, theirs) == {
     "of_medians": 2.0,
     "of_minima": 2.0,
     "paired": 2.0,
@@ -234,13 +330,13 @@ def test_median_spread_and_ratios() -> None:
 def test_a_share_is_of_the_limit_in_the_same_round() -> None:
   """Whose speed halves from one round to the next, as does ours."""
   ours, limit = Timing([1.0, 2.0, 4.0, 4.0]), Timing([0.5, 1.0, 2.0, 1.0])
-  assert bench.share(ours, limit, 30, 20) == pytest.approx(0.75)
+  assert turns.share(ours, limit, 30, 20) == pytest.approx(0.75)
 
 
 def test_the_limits_turn_follows_ours(monkeypatch: pytest.MonkeyPatch) -> None:
   order: list[str] = []
 
-  def noted(runners: dict[str, contenders.Runner], rounds: int) -> dict[str, Timing]:
+  def noted(runners: dict[str, contenders.Runner], rounds: int, burst: bool) -> dict[str, Timing]:
     order.extend(runners)
     return {name: Timing([1.0]) for name in runners}
 
@@ -282,6 +378,16 @@ def test_table_from_a_record() -> None:
     "| 1 8 64 16 | half, causal | 200 | 3% | 50% | 25% | 1.2e-04 | 100 | 1.2e-04 | 2.01 (1.90) |",
     "| 1 8 64 16 | half | fails the gate | | | | 5.0e-01 | 100 | 1.2e-04 | |",
   ]
+
+
+def test_captions_say_how_it_was_timed() -> None:
+  """Records from before there was a choice are in bursts."""
+  record = example()
+  assert "; 2026-01-02, in bursts, medians of 7 rounds" in readme_table.caption(record, "a.json")
+  record |= {"mode": "sustained"}
+  for row, clock in zip(record["rows"], (1400.0, 1755.0), strict=True):
+    row["gpu"] = {"clock_mhz": {"median": clock}, "power_w": {"median": 690.4}}
+  assert ", sustained (1400 to 1755 MHz, 690 W), medians of 7" in readme_table.caption(record, "a.json")
 
 
 def test_rows_of_few_queries_show_their_share_of_a_read() -> None:

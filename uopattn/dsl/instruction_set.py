@@ -317,6 +317,11 @@ _LIST = [
     lambda y, x: f'{y} = call i32 asm sideeffect "", "=v,0"(i32 {x})',
     cross_lane=True,
   ),
+  # value, other: the value, which cannot be used before `other` is computed
+  Instruction(
+    "tied",
+    {"cuda": '[&](){{ float y; asm("fma.rn.f32 %0, %1, 0f00000000, %2;":"=f"(y):"f"({1}),"f"({0})); return y; }}()'},
+  ),
   # low, high: two float32 rounded to 16 bits, in one word
   Instruction(
     "pack_half",

@@ -142,6 +142,14 @@ def pin(family: str, x: UOp) -> UOp:
   return _value(family, "pin", x.dtype, x)
 
 
+def tied(family: str, value: UOp, other: UOp) -> UOp:
+  """`value` (float32), which cannot be used before `other` (float32) is computed; NaN unless `other` is finite.
+
+  It is other * 0 + value, which a compiler must not simplify, so that it cannot put off the computation of `other`.
+  """
+  return _value(family, "tied", dtypes.float, value, other)
+
+
 def pack(family: str, low: UOp, high: UOp, dtype: DType) -> UOp:
   """Round two float32 to nearest as float16 or bfloat16 (not on sm_75) and pack them into a uint32, `low` first."""
   return _value(family, {dtypes.half: "pack_half", dtypes.bfloat16: "pack_bfloat16"}[dtype], dtypes.uint, low, high)

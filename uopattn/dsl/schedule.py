@@ -17,6 +17,7 @@ DTYPES = (*DTYPES_16_32, *DTYPES_8)
 
 FEW = 16  # the most queries for which GQA heads are packed and the keys are split
 LEAST_KEYS = 256  # per split of the keys, on a GPU
+LIGHT = frozenset({"window", "sinks", "q_start"})  # features that need no more registers in the mainloop
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,11 @@ class Problem:
   def is_causal(self) -> bool:
     """Whether no query sees a key after its own position."""
     return self.window[1] == 0
+
+  @property
+  def light(self) -> bool:
+    """Whether no feature needs more registers in the mainloop than a causal mask does."""
+    return LIGHT.issuperset(self.features)
 
   @property
   def stored(self) -> DType:

@@ -234,6 +234,7 @@ MEANINGS: dict[str, Meaning] = {
   "wgmma_by_rows": warpgroup.from_rows,
   "wgmma_wait": warpgroup.wait,
   "pin": lambda run, u, x: x,
+  "tied": lambda run, u, value, other: other * np.float32(0) + value,
   "wave_fence": lambda run, u: NOTHING,  # lanes run in step here
   "prefetch": lambda run, u, place: NOTHING,
   **{f"add_pairs_{lanes}": _add_pairs(lanes) for lanes in (4, 8, 16)},

@@ -1,7 +1,7 @@
 """`python -m uopattn.bench`: times our kernels next to other libraries' attention on the same inputs.
 
-Contenders take turns in every round, so that other work on the machine affects all of them alike. The gate checks every
-result before it is timed; a wrong one gets no speed.
+Contenders take turns, on a machine that is kept busy until their times settle, or in bursts; see
+`uopattn.measure.turns`. The gate checks every result before it is timed; a wrong one gets no speed.
 
 Exit status: 0 if all of our results are correct; 1 if one is wrong; 2 on any error, such as invalid arguments, a
 missing contender, an unusable device or an unwritable file; 130 if interrupted. A contender's wrong result is shown,
@@ -10,10 +10,8 @@ but does not change the status.
 
 import argparse
 import json
-import math
 import os
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
@@ -29,7 +27,9 @@ from uopattn.measure import contenders_backward
 from uopattn.measure.bench_report import lines, plot
 from uopattn.measure.command_line import Usage, check_writable, default_target, exit_status
 from uopattn.measure.contenders import Contender, Runner, limit, load, on_cpu, product_size, versions
+from uopattn.measure.gpu_state import GpuState
 from uopattn.measure.run import Config, Problem, parse, prepare
+from uopattn.measure.turns import alternate, ratios, share
 from uopattn.plan.target import shown
 from uopattn.proof.gate import Gate, GradientGate, Report, numpy
 from uopattn.proof.oracle import Array
@@ -38,12 +38,8 @@ from uopattn.runtime.machine import gpu_name, machine_record
 from uopattn.runtime.threads import thread_count
 from uopattn.spec.spec import AttentionSpec
 
-SETTLE = 0.05  # seconds of pause before a turn: the previous contender's OpenMP threads spin for a while
-SPIN = 0.2  # seconds of pause after numpy's products, whose OpenBLAS threads spin for a tenth of a second
-WARM = 0.03  # seconds of untimed calls before a turn, which wake threads and fill caches; equal for all
-TURN = 0.1  # least seconds of a turn; short calls are repeated
 CHECKED = {True: 1 << 27, False: 1 << 25}  # most scores of the heads that are checked: on a CPU, on a GPU
-FORMAT = 1  # of the JSON record
+FORMAT = 2  # of the JSON record; 1 had no "mode", and was in bursts
 ONE_DEVICE = "one device"  # the name of our kernels on one device where others of ours are on several
 GPUS = ("CUDA", "NV", "AMD")
 
@@ -113,86 +109,6 @@ def quick_rows(kind: str) -> list[Config]:
 
 
 @dataclass(frozen=True)
-class Timing:
-  """Seconds per call, one number per round."""
-
-  seconds: list[float]
-
-  @property
-  def median(self) -> float:
-    return float(np.median(self.seconds))
-
-  @property
-  def spread(self) -> float:
-    """Interquartile range over the median."""
-    low, high = np.percentile(self.seconds, (25, 75))
-    return float(high - low) / self.median
-
-  def record(self, flops: int = 0, moved: int = 0) -> dict[str, Any]:
-    """Return a dict for JSON; `flops` and `moved` are the operations and the bytes read per call, 0 to leave out."""
-    speeds = {"gflops": flops, "gbytes": moved}
-    return {
-      "seconds": self.seconds,
-      "median": self.median,
-      "minimum": min(self.seconds),
-      "spread": self.spread,
-    } | {name: work / self.median / 1e9 for name, work in speeds.items() if work}
-
-
-def alternate(runners: dict[str, Runner], rounds: int) -> dict[str, Timing]:
-  """Time runners in turns: A B C, A B C, ..."""
-  repeats: dict[str, int] = {}
-  seconds: dict[str, list[float]] = {name: [] for name in runners}
-  time.sleep(SPIN)  # the oracle ran numpy's products
-  for _ in range(rounds):
-    for name, runner in runners.items():
-      time.sleep(SETTLE)
-      start, calls = time.perf_counter(), 0
-      while calls == 0 or time.perf_counter() - start < WARM:
-        runner.call()
-        runner.wait()
-        calls += 1
-      repeats.setdefault(name, max(1, math.ceil(TURN * calls / (time.perf_counter() - start))))
-      start = time.perf_counter()
-      for _ in range(repeats[name]):
-        runner.call()
-      runner.wait()
-      seconds[name].append((time.perf_counter() - start) / (repeats[name] * runner.times))
-      if name == "limit numpy":
-        time.sleep(SPIN)
-  return {name: Timing(times) for name, times in seconds.items()}
-
-
-def ratios(ours: Timing, theirs: Timing) -> dict[str, float]:
-  """Return how many times as fast as a contender we are.
-
-  The ratios are of the medians, of the minima (which other work on the machine disturbs least), and the median, lowest
-  and highest of the ratios in each round.
-  """
-  pairs = [b / a for a, b in zip(ours.seconds, theirs.seconds, strict=True)]
-  return {
-    "of_medians": theirs.median / ours.median,
-    "of_minima": min(theirs.seconds) / min(ours.seconds),
-    "paired": float(np.median(pairs)),
-    "lowest": min(pairs),
-    "highest": max(pairs),
-  }
-
-
-def share(ours: Timing, limit: Timing, work: int, its_work: int) -> float:
-  """Return our share of the limit's speed: the median over the rounds, in each of which the limit runs right after us.
-
-  Medians over all rounds do not compare, because memory speed can change by half from one moment to the next.
-
-  Args:
-    work: floating-point operations, or bytes, per call of ours.
-    its_work: floating-point operations, or bytes, per call of the limit.
-  """
-  pairs = zip(ours.seconds, limit.seconds, strict=True)
-  return float(np.median([work / a / (its_work / b) for a, b in pairs]))
-
-
-@dataclass(frozen=True)
 class Heads:
   """The heads whose results are checked: all, or an even sample of as many as the oracle can check in time.
 
@@ -233,7 +149,9 @@ class Heads:
     return self.of_queries(q), self.of_keys(k), self.of_keys(v)
 
 
-def bench_row(config: Config, contenders: dict[str, Contender], rounds: int, backward: bool = False) -> dict[str, Any]:
+def bench_row(
+  config: Config, contenders: dict[str, Contender], rounds: int, backward: bool = False, burst: bool = False
+) -> dict[str, Any]:
   """Check and time one problem, or its gradients; return its record.
 
   Raises:
@@ -256,7 +174,9 @@ def bench_row(config: Config, contenders: dict[str, Contender], rounds: int, bac
   right = [name for name in runners if all(r.correct for r in reports[name])]
   most = limit(s)
   turns = {} if most is None else {f"limit {most.name}": most.runner}
-  times = alternate({name: runners[name] for name in right[:1]} | turns | {n: runners[n] for n in right[1:]}, rounds)
+  timed = {name: runners[name] for name in right[:1]} | turns | {name: runners[name] for name in right[1:]}
+  with GpuState([] if on_cpu() else range(config.gpus)) as gpus:
+    times = alternate(timed, rounds, burst)
   limits = {} if most is None else {most.name: times[f"limit {most.name}"].record(most.flops, most.moved)}
   moved = s.kv_bytes if most is not None and most.moved else 0
   records = {name: _errors(reports[name]) for name in runners}
@@ -270,6 +190,7 @@ def bench_row(config: Config, contenders: dict[str, Contender], rounds: int, bac
     "problem": s.record(),
     "device": " ".join(filter(None, (shown(target, Device.DEFAULT), gpu_name(Device.DEFAULT)))),
     "devices": config.gpus,
+    "gpu": gpus.record,
     "kernel": problem.launch.schedule.name,
     "tiles": asdict(problem.launch.tiles),
     "flops": flops,
@@ -299,7 +220,7 @@ def _errors(reports: Sequence[Report]) -> dict[str, Any]:
   }
 
 
-def record(rows: list[dict[str, Any]], names: list[str], rounds: int, load: float) -> dict[str, Any]:
+def record(rows: list[dict[str, Any]], names: list[str], given: argparse.Namespace, load: float) -> dict[str, Any]:
   """Return what --json writes; `load` is the system's load average before the first row."""
   machine = machine_record()
   found = machine.pop("versions")
@@ -313,7 +234,8 @@ def record(rows: list[dict[str, Any]], names: list[str], rounds: int, load: floa
     "date": date.today().isoformat(),
     "machine": machine | {"device": " and ".join(devices), "threads": thread_count(), "load": load},
     "versions": found | versions(sorted(more)) | compiler,
-    "rounds": rounds,
+    "rounds": given.rounds,
+    "mode": "bursts" if given.burst else "sustained",
     "rows": rows,
   }
 
@@ -325,6 +247,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
   parser.add_argument("device", nargs="?", choices=kinds, help="where to run (default: tinygrad's default device)")
   parser.add_argument("--against", default="", metavar="NAMES", help="contenders, by commas: torch,tinygrad")
   parser.add_argument("--backward", action="store_true", help="time the gradients, from outputs computed beforehand")
+  parser.add_argument("--burst", action="store_true", help="pause before each turn, so that clocks recover")
   parser.add_argument("--few", action="store_true", help=f"time only the problems of at most {FEW} queries")
   parser.add_argument("--quick", action="store_true", help="a few small problems")
   parser.add_argument("--json", default="", metavar="FILE", help="where to write the record")
@@ -395,7 +318,7 @@ def bench(given: argparse.Namespace) -> int:
   try:
     for device, config in tqdm(todo, desc="bench", disable=None):
       with Context(DEV=device):
-        row = bench_row(config, contenders[device], given.rounds, given.backward)
+        row = bench_row(config, contenders[device], given.rounds, given.backward, given.burst)
       rows.append(row)
       if sys.stderr.isatty():  # erase the progress bar, whose line the row takes
         print("\r\033[K", end="", file=sys.stderr, flush=True)
@@ -407,7 +330,7 @@ def bench(given: argparse.Namespace) -> int:
     status = 130
   finally:  # also write the rows before one that failed
     if given.json and rows:
-      Path(given.json).write_text(json.dumps(record(rows, names, given.rounds, busy), indent=1) + "\n")
+      Path(given.json).write_text(json.dumps(record(rows, names, given, busy), indent=1) + "\n")
     if given.plot and rows:
       plot(rows, given.plot)
   return status

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 TERA = 5000  # GFLOP/s from which speeds are shown in TFLOP/s
@@ -42,6 +42,22 @@ def lines(row: dict[str, Any]) -> Iterator[str]:
     if ratio := row["ratios"].get(name):
       text += f"; uopattn is {ratio['paired']:.2f} times as fast (by minima {ratio['of_minima']:.2f})"
     yield text
+  if state := gpu_state([row]):
+    yield f"  {'GPU':<11} {state}"
+
+
+def gpu_state(rows: Sequence[dict[str, Any]]) -> str:
+  """Return the clock and the power of the GPU while rows were timed: of one row, or the range over several.
+
+  Each row counts with its medians. The result is "" if no row has them.
+  """
+  found = []
+  for name, unit in (("clock_mhz", "MHz"), ("power_w", "W")):
+    values = [row["gpu"][name]["median"] for row in rows if name in (row.get("gpu") or {})]
+    if values:
+      low, high = f"{min(values):.0f}", f"{max(values):.0f}"
+      found.append(f"{low if low == high else f'{low} to {high}'} {unit}")
+  return ", ".join(found)
 
 
 def plot(rows: list[dict[str, Any]], path: str) -> None:

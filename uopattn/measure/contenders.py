@@ -60,6 +60,7 @@ def uopattn(problem: Problem) -> Runner:
 
   def result() -> list[Array]:
     poison(o, lse)
+    wait(problem.devices)  # tinygrad orders a replay after the work of one device, not of all
     return [numpy(x) for x in call()]
 
   return Runner(call, result, times, lambda: wait(problem.devices))

@@ -14,24 +14,24 @@ If only keys are sharded, every device attends all queries to its own keys, and 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, cast
 
 from tinygrad import Tensor, UOp, dtypes
 
 from uopattn.dsl import sizes
-from uopattn.dsl.rules.origin import Origin
 from uopattn.plan.dispatch import dispatch
 from uopattn.plan.forward import forward
 from uopattn.plan.gradient import Saved, backward_launches, by_kernels, by_reference, laid_out, of_inputs
 from uopattn.plan.launch import Launch
 from uopattn.plan.merged import merged
 from uopattn.plan.reference import reference
-from uopattn.plan.sharded import Sharded, axes_of, differentiable_of
+from uopattn.plan.sharded import Sharded, axes_of, differentiable_of, part_spec
 from uopattn.plan.target import target_of
 from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import Arguments, four_axes
 from uopattn.spec.expanded import folded
+from uopattn.spec.layout import in_memory
 from uopattn.spec.shards import (
   device_number,
   gathered,
@@ -138,13 +138,9 @@ class ContextParallel:
         out, lse = self._attend(launches, run, q_run, k, v, arguments)
       outs.append(out)
       lses.append(lse)
-    results = [self._whole(x) for x in (outs, lses)]
     backend = "reference" if launches is None else backend
-
-    def gradients(results: Sequence[Tensor], given: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Any:
-      return self.gradients(results, dict(zip(operands, given, strict=True)), grads, arguments, backend)
-
-    return with_gradients(results, list(operands.values()), gradients)
+    gradients = partial(self.gradients, arguments=arguments, backend=backend)
+    return with_gradients([self._whole(x) for x in (outs, lses)], operands, gradients)
 
   def _attend(
     self, launches: dict[tuple[Run, Run], Launch], run: Run, q: Tensor, k: Tensor, v: Tensor, arguments: Arguments
@@ -242,9 +238,9 @@ class ContextParallel:
     """Return the part of each run of a Tensor of all queries."""
     n, size = len(self.devices), self.runs[0].size
     if not self.rows_divided:
-      return [_in_memory(gathered(x))]
+      return [in_memory(gathered(x))]
     if len(self.runs) == 1:
-      return [_in_memory(part_of(x, axis))]
+      return [in_memory(part_of(x, axis))]
     if x.uop.axis != axis:
       whole = gathered(x)
       return [pieces(whole, axis, [(i, run.first(i), size) for i in range(n)]) for run in self.runs]
@@ -270,9 +266,9 @@ class ContextParallel:
   def _keys_of(self, turn: Run, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return the parts of k and v for a turn."""
     if not self.keys_divided:
-      return _in_memory(k), _in_memory(v)
+      return in_memory(k), in_memory(v)
     n, s = len(self.devices), self.turns.index(turn)
-    parts = (_in_memory(part_of(x, ROWS)) for x in (k, v))
+    parts = (in_memory(part_of(x, ROWS)) for x in (k, v))
     k, v = (pieces(x, ROWS, [((i + s) % n, 0, turn.size) for i in range(n)]) if s else x for x in parts)
     return k, v
 
@@ -295,11 +291,8 @@ class ContextParallel:
       given = cast(Any, tuple(Tensor.empty(*shape, dtype=dtype, device=self.devices) for shape, dtype in shapes))
     q, k, v = given
     made = make_spec(q, k, v, own)
-    numbered = (s.score_mod, s.mask_mod, s.block_mod) != (None, None, None) or s.dropout_p > 0
     number = device_number(len(self.devices))
-    origin = Origin((0, 0, run.first(number), keys.first(number)), s.Hq, s.M) if numbered else Origin()
-    mods = {name: getattr(s, name) for name in ("score_mod", "mask_mod", "block_mod", "dropout_p")}
-    made = replace(made, return_lse=True, origin=origin, **mods)
+    made = part_spec(made, s, (0, 0, run.first(number), keys.first(number)))
     mask = arguments.block_mask
     if mask is not None and not mask.fits(*self._extent(run), *self._extent(keys)):
       log_once(
@@ -374,11 +367,6 @@ def divided(
   if ROWS in axes:
     return ContextParallel.of(q.device, axes, spec, arguments)
   return Sharded.of(q, k, v, next((x for x in axes if x is not None), None), spec, arguments)
-
-
-def _in_memory(x: Tensor) -> Tensor:
-  """Return x as a contiguous buffer; one that is still to be written is not copied."""
-  return x if x.uop.has_buffer_identity(after_ok=True) else x.contiguous()
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:

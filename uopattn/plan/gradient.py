@@ -26,7 +26,7 @@ from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import Arguments, four_axes
 from uopattn.spec.expanded import unfolded, whole_of
 from uopattn.spec.layout import flat_base
-from uopattn.spec.shards import Devices, devices_of
+from uopattn.spec.shards import Devices, devices_of, grads_and_call
 from uopattn.spec.spec import AttentionSpec
 
 Views = Mapping[str, list[Tensor]]  # of q, k and v that are views the lists that receive their gradients
@@ -74,8 +74,7 @@ def gradient(
         "tinygrad 0.14 takes no gradient of kernels inside a tinygrad.function: call attention outside of it, or with "
         "backend='reference'"
       )
-    if call is None:  # tinygrad passes a single gradient and the call by position, several gradients with call=
-      *grads, call = grads  # type: ignore[assignment]
+    grads, call = grads_and_call(grads, call)
     saved = Saved.by(spec, call, grads, views)
     found = gradients_of(saved, arguments, given, backend)
     others = differentiable(arguments)

@@ -5,12 +5,13 @@ Everything runs on parts, see `uopattn.spec.shards`: the kernels, chosen for the
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from tinygrad import Tensor
+from tinygrad import Tensor, UOp
 
 from uopattn.dsl import sizes
-from uopattn.dsl.rules.origin import Origin
+from uopattn.dsl.rules.origin import NO_ORIGIN, Origin
 from uopattn.plan.dispatch import dispatch
 from uopattn.plan.forward import forward
 from uopattn.plan.gradient import Saved, differentiable, gradients_of, laid_out
@@ -70,10 +71,7 @@ class Sharded:
     given = found.parts_of(arguments)
     part = make_spec(part_of(q, axis), part_of(k, axis_kv), part_of(v, axis_kv), given)
     b, h = (device_number(count) * size if axis == i else 0 for i, size in enumerate((part.B, part.Hq)))
-    numbered = (spec.score_mod, spec.mask_mod, spec.block_mod) != (None, None, None) or spec.dropout_p > 0
-    origin = Origin((b, h, 0, 0), spec.Hq, spec.M) if numbered and axis is not None else Origin()
-    mods = {name: getattr(spec, name) for name in ("score_mod", "mask_mod", "block_mod", "dropout_p")}
-    return replace(found, part=replace(part, return_lse=True, origin=origin, **mods))
+    return replace(found, part=part_spec(part, spec, (b, h, 0, 0)))
 
   def launch(self) -> Launch:
     """Return the launch of the part. Raises NoKernel."""
@@ -123,12 +121,9 @@ class Sharded:
     q, k, v = (part_of(operands[name], self._axis(name, operands[name])) for name in "qkv")
     own = self.parts_of(arguments)
     out, lse = reference(q, k, v, self.part, own) if launch is None else forward(launch, q, k, v, arguments=own)
-    results, backend = [joined(x, self.axis) for x in (out, lse)], "reference" if launch is None else backend
-
-    def gradients(results: Sequence[Tensor], given: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Any:
-      return self.gradients(results, dict(zip(operands, given, strict=True)), grads, arguments, backend)
-
-    return with_gradients(results, list(operands.values()), gradients)
+    backend = "reference" if launch is None else backend
+    gradients = partial(self.gradients, arguments=arguments, backend=backend)
+    return with_gradients([joined(x, self.axis) for x in (out, lse)], operands, gradients)
 
   def gradients(
     self,
@@ -162,6 +157,21 @@ class Sharded:
     if name in ("q", "k", "v"):
       return self.axis if name == "q" else self.axis_kv
     return self.axis_of(ARGUMENTS[name.split("[")[0]].axes, sizes(x))
+
+
+def part_spec(
+  part: AttentionSpec, whole: AttentionSpec, first: tuple[int | UOp, int | UOp, int | UOp, int | UOp]
+) -> AttentionSpec:
+  """Return the spec of a part with the mods and the dropout of the whole, which see the numbers of the whole.
+
+  Args:
+    first: the part's first batch, head, query and key; see `Origin`.
+  """
+  mods = {name: getattr(whole, name) for name in ("score_mod", "mask_mod", "block_mod")}
+  numbered = whole.dropout_p > 0 or any(mod is not None for mod in mods.values())
+  moved = any(isinstance(x, UOp) for x in first)
+  origin = Origin(first, whole.Hq, whole.M) if numbered and moved else NO_ORIGIN
+  return replace(part, return_lse=True, origin=origin, dropout_p=whole.dropout_p, **mods)
 
 
 def differentiable_of(arguments: Arguments) -> dict[str, Tensor]:

@@ -143,5 +143,10 @@ def flat_base(name: str, x: Tensor, layout: Layout | None) -> Tensor:
   if base_of(x.uop) is not x.uop:
     reason = "its last axis is not contiguous" if layout_of(x.uop) else "its movement ops make no strided view"
     log_once(f"{name} is copied: {reason}")
+  return in_memory(x)
+
+
+def in_memory(x: Tensor) -> Tensor:
+  """Return x as a contiguous buffer; one that is still to be written is not copied."""
   # In a precompiled `tinygrad.function`, `contiguous` would copy a cache that has just been written.
   return x if x.uop.has_buffer_identity(after_ok=True) else x.contiguous()

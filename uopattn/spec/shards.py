@@ -6,7 +6,7 @@ that one device holds; a kernel called with parts runs on each device, with that
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tinygrad import Context, Tensor, UOp, dtypes
 from tinygrad.uop import GroupOp
@@ -121,28 +121,36 @@ def joined(part: Tensor, axis: int | None) -> Tensor:
 
 
 def with_gradients(
-  results: Sequence[Tensor], operands: Sequence[Tensor], gradients: Callable[..., Sequence[Tensor | None]]
+  results: Sequence[Tensor], operands: Mapping[str, Tensor], gradients: Callable[..., Sequence[Tensor | None]]
 ) -> tuple[Tensor, ...]:
   """Return the results, with gradients that flow to the operands alone.
 
   Args:
-    gradients: called with the results, the operands, and of each result the gradient, or None if it has none; returns
-      the gradient of each operand.
+    gradients: called with the results, the operands by name, and of each result the gradient, or None if it has none;
+      returns the gradient of each operand.
   """
-  given = [x.uop for x in (*results, *operands)]
+  given = [x.uop for x in (*results, *operands.values())]
   count = len(results)
 
   def grad_fxn(*grads: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
-    if call is None:  # tinygrad passes a single gradient and the call by position, several gradients with call=
-      *grads, call = grads  # type: ignore[assignment]
+    grads, call = grads_and_call(grads, call)
     values = [Tensor(x) for x in call.src[1:]]
     by_axes = {g.ndim: Tensor(g) for g in grads}  # results are told apart by their number of axes
-    found = gradients(values[:count], values[count:], [by_axes.get(x.ndim) for x in values[:count]])
+    named = dict(zip(operands, values[count:], strict=True))
+    found = gradients(values[:count], named, [by_axes.get(x.ndim) for x in values[:count]])
     return *[None] * count, *(None if x is None else x.uop for x in found)
 
   body = UOp.maketuple(*(x.param_like(i) for i, x in enumerate(given[:count])))
   call = body.call(*given, grad_fxn=grad_fxn)
   return tuple(Tensor(call.gettuple(i)) for i in range(count))
+
+
+def grads_and_call(grads: tuple[UOp, ...], call: UOp | None) -> tuple[tuple[UOp, ...], UOp]:
+  """Return the gradients and the call that tinygrad passes to a `grad_fxn`.
+
+  It passes a single gradient and the call by position, several gradients with call=.
+  """
+  return (grads, call) if call is not None else (grads[:-1], grads[-1])
 
 
 def gradient_of(x: Tensor, part: Tensor, axis: int | None, summed: bool) -> Tensor:

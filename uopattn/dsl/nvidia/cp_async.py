@@ -43,11 +43,15 @@ class CpAsyncPipeline:
     """Wait for the oldest tile in flight, and until all warps are done with the tile before it."""
     return UOp.barrier(ins.cp_async_wait(self.family, self.stages - 2, *after))
 
-  def prologue(self, *after: UOp) -> UOp:
-    """Start the first stages - 1 tiles; wait for the first one, and for copies started earlier."""
+  def start(self, *after: UOp) -> UOp:
+    """Start the first stages - 1 tiles."""
     for i in range(self.stages - 1):
       after = (self.producer_load(UOp.const(i), *after),)
-    return self.consumer_wait(*after)
+    return after[0]
+
+  def prologue(self, *after: UOp) -> UOp:
+    """Start the first stages - 1 tiles; wait for the first one, and for copies started earlier."""
+    return self.consumer_wait(self.start(*after))
 
   def acquire(self, n: UOp, *after: UOp) -> list[SwizzledTiles]:
     """Wait for the n-th tile of each source, and start the next tile that has a slot."""

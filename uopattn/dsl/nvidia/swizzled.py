@@ -98,10 +98,20 @@ class SwizzledTiles:
     return self.memory[self.base + row * self.width]
 
   def at(self, row: UOp, chunk: UOp) -> UOp:
-    """The address of a chunk."""
+    """The address of a chunk.
+
+    Constants in `row` and `chunk` become a constant xor and a constant offset, so that the addresses of many chunks
+    need one register.
+    """
     per = self.width // self.chunk
+    (row, down), (chunk, right) = row.simplify().pop_const(), chunk.simplify().pop_const()
+    if down % ALIGN:
+      row, down = row + down, 0
+    if chunk.vmax >= (right & -right or per):  # adding `right` may carry
+      chunk, right = chunk + right, 0
     place = (chunk % per) ^ (row // (PANEL_BYTES // CHUNK_BYTES // per) % per)
-    return self.memory[self.base + (chunk // per * self.height + row) * self.width + place * self.chunk]
+    first = self.base + (chunk // per * self.height + row) * self.width + place * self.chunk
+    return self.memory[(first ^ (right % per * self.chunk)) + (right // per * self.height + down) * self.width]
 
   def element(self, row: UOp, column: UOp) -> UOp:
     """Load the bits of an element."""

@@ -1,0 +1,159 @@
+"""Runs NVIDIA's compute-sanitizer over a few of the CUDA kernels, on a machine with a GPU.
+
+Its four tools look for accesses out of bounds (memcheck), races in shared memory (racecheck), invalid barriers
+(synccheck) and reads of memory that was never written (initcheck). Each also runs on a kernel with the fault that it
+looks for, and must report it. The exit status is 1 if a tool reports anything about our kernels or misses that fault,
+2 on any other error.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+from tinygrad import Device, Tensor, dtypes
+
+from uopattn import attention, flash
+from uopattn.kernels import cuda_forward, hopper_forward
+from uopattn.measure.command_line import Usage, default_target, exit_status
+
+REPORTED = 9  # exit status of compute-sanitizer if its tool reports anything
+LIMIT = 600  # seconds per case
+SANITIZER = "/usr/local/cuda/bin"  # where the CUDA toolkit puts it, which is not always on PATH
+# For each tool a kernel that it must report: x has 64 ints, and 64 threads run.
+FAULTS = {
+  "memcheck": "x[1 << 24] = 1;",
+  "racecheck": "__shared__ int s[64]; s[threadIdx.x] = x[threadIdx.x]; x[threadIdx.x] = s[63 - threadIdx.x];",
+  "synccheck": "__shared__ int s[64]; s[threadIdx.x] = x[threadIdx.x]; if (threadIdx.x % 2) __syncthreads();"
+  " x[threadIdx.x] = s[63 - threadIdx.x]; __syncwarp(threadIdx.x % 2 ? 0x55555555 : 0xaaaaaaaa);",
+  "initcheck": "x[threadIdx.x] += 1;",
+}
+FAULT = "a fault"  # the case that runs them
+
+
+def inputs(Hq: int, Hkv: int, M: int, N: int, D: int) -> tuple[Tensor, Tensor, Tensor]:
+  """Return random float16 q, k and v, which the host writes, so that no kernel of tinygrad's runs."""
+  rng = np.random.default_rng(0)
+
+  def made(heads: int, rows: int) -> Tensor:
+    return Tensor(rng.standard_normal((1, heads, rows, D)).astype(np.float16)).realize()
+
+  return made(Hq, M), made(Hkv, N), made(Hkv, N)
+
+
+def forward(tiles: object, D: int = 64) -> None:
+  """Run a forward kernel with and without a causal mask, with partial blocks of queries and of keys."""
+  q, k, v = inputs(4, 2, 300, 333, D)
+  for causal in (False, True):
+    o, lse = Tensor.empty(*q.shape, dtype=dtypes.float16), Tensor.empty(*q.shape[:3])
+    fxn = partial(flash, causal=causal, enable_gqa=True, tiles=tiles)
+    o, *_, lse = Tensor.custom_kernel(o, q, k, v, lse, fxn=fxn)
+    Tensor.realize(o, lse)
+
+
+def decode() -> None:
+  """Run a forward kernel on splits of the keys, and combine them."""
+  attention(*inputs(8, 2, 1, 3000, 128), enable_gqa=True, backend="kernel").realize()
+
+
+def backward(D: int) -> None:
+  """Run the kernels of a backward pass."""
+  q, k, v = (x.is_param_() for x in inputs(4, 2, 200, 333, D))
+  attention(q, k, v, is_causal=True, enable_gqa=True, backend="kernel").sum().backward()
+  Tensor.realize(*(x.grad for x in (q, k, v) if x.grad is not None))
+
+
+CASES: dict[str, Callable[[], None]] = {
+  "forward, mma.sync": partial(forward, cuda_forward.Tiles(4, 2, 64)),
+  "forward, mma.sync, queries read anew": partial(forward, cuda_forward.Tiles(4, 2, 32, in_registers=False), 128),
+  "decode": decode,
+  "backward, mma.sync": partial(backward, 33),  # on sm_90, wgmma serves head sizes that are multiples of 8
+}
+PERSISTENT = hopper_forward.Tiles(2, 64, 2, producer=True, persistent=True, q_stages=2)
+HOPPER: dict[str, Callable[[], None]] = {
+  "forward, wgmma": partial(forward, hopper_forward.Tiles(1, 64, 2)),
+  "forward, wgmma and TMA": partial(forward, hopper_forward.Tiles(2, 64, 2, producer=True)),
+  "forward, wgmma and TMA, persistent": partial(forward, PERSISTENT),
+  "backward, wgmma": partial(backward, 64),
+}
+
+
+def fault(tool: str) -> None:
+  """Run the kernel that a tool must report."""
+  from tinygrad.device import TinyELF
+  from tinygrad.runtime.ops_cuda import CUDAProgram
+
+  gpu: Any = Device[Device.DEFAULT]
+  unwritten = Tensor.empty(64, dtype=dtypes.int)
+  x = unwritten if tool == "initcheck" else Tensor(np.zeros(64, np.int32)).realize()
+  source = f'extern "C" __global__ void fault(int* x) {{ {FAULTS[tool]} }}'
+  elf = TinyELF(gpu.renderer.compiler.compile(source), "fault", gpu.renderer.target, ((None, 0, dtypes.int, ()),))
+  buffer: Any = x.uop.buffer
+  CUDAProgram(gpu, elf)(buffer.ensure_allocated()._buf, local_size=(64, 1, 1))
+  with suppress(RuntimeError):  # an access out of bounds ends the context
+    gpu.synchronize()
+
+
+def run_case(name: str, tool: str) -> int:
+  """Run one case in this process, under the sanitizer."""
+  if name == FAULT:
+    fault(tool)
+  else:
+    (CASES | HOPPER)[name]()
+    Device[Device.DEFAULT].synchronize()
+  return 0
+
+
+def under(sanitizer: str, tool: str, name: str) -> tuple[int, str]:
+  """Run a case under a tool; return the exit status, `REPORTED` if the tool reports anything, and what was printed."""
+  command = [sanitizer, "--tool", tool, "--error-exitcode", str(REPORTED), "--print-limit", "3"]
+  command += [sys.executable, __file__, "--case", name, tool]
+  done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT)
+  return done.returncode, done.stdout
+
+
+def run(tools: Sequence[str], jobs: int) -> int:
+  """Run every case under every tool; return 1 if a tool reports a kernel of ours, or misses its fault."""
+  target = default_target()
+  if Device.DEFAULT.split(":")[0] != "CUDA":
+    raise Usage(f"compute-sanitizer needs a GPU through CUDA's driver, and the device is {target}; set DEV=CUDA")
+  sanitizer = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:{SANITIZER}")
+  if sanitizer is None:
+    raise Usage("there is no compute-sanitizer: it is part of the CUDA toolkit")
+  pairs = list(product(tools, [FAULT, *CASES, *(HOPPER if target.arch == "sm_90" else ())]))
+  all_right = True
+  with ThreadPoolExecutor(jobs) as pool:
+    for (tool, name), (status, said) in zip(pairs, pool.map(lambda x: under(sanitizer, *x), pairs), strict=True):
+      right = status == (REPORTED if name == FAULT else 0)
+      all_right = all_right and right
+      what = {0: "nothing", REPORTED: "reported"}.get(status, f"exit status {status}")
+      print(f"{tool:10} {name:40} {what}{'' if right else ': wrong'}", flush=True)
+      if not right:
+        print(said, flush=True)
+  return 0 if all_right else 1
+
+
+def main(words: Sequence[str] | None = None) -> int:
+  """Check the kernels; return the exit status."""
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("tool", nargs="*", default=list(FAULTS), help=f"tools; default: {' '.join(FAULTS)}")
+  parser.add_argument("--jobs", type=int, default=2, help="processes at once (default 2)")
+  parser.add_argument("--case", default="", help=argparse.SUPPRESS)
+  given = parser.parse_args(words)
+  if unknown := [tool for tool in given.tool if tool not in FAULTS]:
+    parser.error(f"{unknown[0]!r} is no tool of compute-sanitizer; accepted are {', '.join(FAULTS)}")
+  if given.case:
+    return run_case(given.case, given.tool[0])
+  return exit_status("sanitize", lambda: run(given.tool, given.jobs))
+
+
+if __name__ == "__main__":
+  sys.exit(main())
