@@ -4,18 +4,29 @@ FlashAttention-2 (Dao, 2023) with the pipeline of FlashAttention-3 (Shah et al.,
 and values, 64 for each warpgroup, and loops over tiles of queries. Per tile:
     start S = K Q^T, then dP = V dO^T      (64, block)   from shared memory
     wait for S, compute P                  start dV += P dO          (64, Dv)
-    wait for dP, compute dS                start dK += dS Q          (64, Dk)
-    dS to shared memory, meet the others   start dQ = dS^T K         (64, 64) of the tile's (block, Dk) per warpgroup
-    wait for all, add dQ to memory
-The workgroups of a head add to dQ one after another, in the order of their keys, so that every run gives the same bits:
-each of a tile's turns is a number in memory. All workgroups go through the tiles from the last to the first, and start
-in the order of their turns, so that they seldom wait.
+    wait for dP, compute dS                to shared memory; meet the other warpgroup
+    start dQ = dS^T K                      (64, 64) of the tile's (block, Dk) per warpgroup
+    start dK += dS Q                       (64, Dk)
+    wait for dQ                            to shared memory, from where it is added to memory
+The workgroups of a head add to dQ in turns, in the order of their keys, so that every run gives the same bits: each
+tile's turn is a number in memory. A warp of its own takes the turns, adds a tile at once and gives the next turn, which
+takes about as long as the products. All workgroups go through the tiles from the last to the first, and start in the
+order of their turns, in sections of heads that share the L2 cache, so that they seldom wait.
 
 There are three kernels: `begin` puts the LSE and delta of each query where copies can bring them with its tile, and
 sets the turns to 0; `backward` is the pass; `finish` rounds dQ.
 
-Storage: S, dP, P, dS, dK, dV and the warpgroup's part of dQ are in registers. K, V, dS (twice), and `stages` tiles of Q
-and dO are in shared memory. A producer warpgroup brings them by TMA (`uopattn.dsl.nvidia.gradient_pipeline`).
+Storage: S, dP, P, dS, dK, dV and the warpgroup's part of dQ are in registers. K, V, dS (twice), dQ of a tile, and
+`stages` tiles of Q and dO are in shared memory. A producer warpgroup brings them by TMA
+(`uopattn.dsl.nvidia.gradient_pipeline`).
+
+Measured 2026-11-23 on an H200 (H=32, float16, 16384 tokens, kept busy so that its clock is limited by power), with
+delta, TFLOP/s at 2.5 times those of the forward pass, and the ratios to cuDNN and to `hopper_backward` in the same run,
+for N=512 / 1024 / 2048 / 4096 / 8192:
+    D=128          352 428 484 525 538    1.08 1.05 1.05 1.08 1.05    1.00 1.12 1.16 1.07 1.21
+    D=128, causal  229 325 415 473 507    1.07 1.09 1.08 1.09 1.06    1.01 1.11 1.19 1.10 1.23
+For D=64, N=1024 350 (1.00, 1.06) and N=4096 414 (0.98, 1.09), causal 386 (1.06, 1.09); other rows were not measured in
+this form. `preferred` says which cases are left to `hopper_backward`. Nothing spills.
 """
 
 from collections.abc import Callable
@@ -65,17 +76,11 @@ class Tiles:
     warpgroups: warpgroups that compute; each has 64 keys.
     block: queries per tile.
     stages: tiles of Q, and of dO, in shared memory.
-    dq_first: whether dQ is started before dK, to be added to memory meanwhile.
-    ahead: whether S of the next tile is started before dQ is added.
   """
 
   warpgroups: int
   block: int
   stages: int = 2
-  dq_first: bool = False
-  ahead: bool = False
-  section: int = 0
-  cut: str = ""
 
   def __post_init__(self) -> None:
     if self.block not in (64, 128):
@@ -132,9 +137,8 @@ class Tiles:
     if problem.window[0] is not None:
       raise ValueError(f"window={problem.window}: must have no left bound")
     tiles = cls(2, 128 if Dk <= PART else 64)
-    if (
-      tiles.parts(Dk) != tiles.warpgroups or tiles.registers(Dk, Dv) > LIMIT or tiles.shared_bytes(Dk, Dv) > target.lds
-    ):
+    fits = tiles.registers(Dk, Dv) <= LIMIT and tiles.shared_bytes(Dk, Dv) <= target.lds
+    if tiles.parts(Dk) != tiles.warpgroups or not fits:
       raise ValueError(f"head sizes {Dk} and {Dv}: must be at most {2 * PART}, in all what registers hold")
     return tiles
 
@@ -144,6 +148,31 @@ LIMIT = 192  # of `Tiles.registers`
 REGISTERS = {2: (24, 240)}  # per thread of the producer and of the consumers, of 65536
 LIGHT = frozenset({"window", "sinks", "q_start"})  # features that need no more registers
 L2_BYTES = 32 << 20  # of the cache, for Q, dO and dQ
+MULTIPROCESSORS = 132  # of an H100 or H200
+# The least number of keys from which this pass is ahead of `hopper_backward`, for head sizes up to 64 and above,
+# without and with a causal mask (H200, 2026-11-23).
+FROM = ((1024, 2048), (512, 512))
+
+
+def section(kv_heads: int, group: int, M: int, Dk: int, Dv: int) -> int:
+  """The number of key heads whose blocks start together: the first blocks of all, the second ones, and so on.
+
+  With few, workgroups wait for turns; with many, Q, dO and dQ do not stay in the L2 cache. Head sizes up to 64, whose
+  tiles take less time, want more of them.
+  """
+  of_head = group * M * (2 * (Dk + Dv) + 4 * Dk)
+  cached = L2_BYTES // of_head
+  found = cached if Dk > PART else max(cached // 2, min(32, 2 * cached))
+  return min(kv_heads, max(1, found))
+
+
+def preferred(problem: Problem, target: Target) -> bool:
+  """Whether this pass is faster than two kernels: keys enough, and workgroups that seldom wait for turns."""
+  p, block = problem, 128 if problem.Dk <= PART else 64
+  blocks, kv_heads = ceildiv(p.N, 2 * wgmma.M), p.B * p.Hkv
+  first_wave = min(blocks, MULTIPROCESSORS / section(kv_heads, p.group, p.M, p.Dk, p.Dv))  # tiles until all add
+  tiles = ceildiv(kv_heads * blocks, MULTIPROCESSORS) * p.group * ceildiv(p.M, block)
+  return min(p.M, p.N) >= FROM[max(p.Dk, p.Dv) > PART][p.is_causal] and 8 * first_wave <= tiles
 
 
 def begin(row_stats: UOp, turns: UOp, lse: UOp, delta: UOp, *, tiles: Tiles) -> UOp:
@@ -231,10 +260,7 @@ def backward(
   if parts != tiles.warpgroups:
     raise ValueError(f"{tiles}: dQ of a tile has {parts} parts at head size {Dk}, must be one per warpgroup")
   s, blocks = Scope(), ceildiv(N, tiles.rows)
-  of_head = heads // kv_heads * M * (2 * (Dk + Dv) + 4 * Dk)
-  jobs = Jobs(
-    kv_heads, blocks, min(kv_heads, max(1, ((tiles.section << 20) or L2_BYTES) // of_head)), True, kv_heads * blocks
-  )
+  jobs = Jobs(kv_heads, blocks, section(kv_heads, heads // kv_heads, M, Dk, Dv), True, kv_heads * blocks)
   group = Workgroup(s, 1, jobs.workgroups, tiles.threads // WARP, WARP)
   group.head, backwards = jobs.place(group.item, UOp.const(0))
   group.block = blocks - 1 - backwards
@@ -256,17 +282,16 @@ def backward(
   consumers = tiles.warpgroups * WARPS
 
   def in_turns(*after: UOp) -> UOp:
-    return keep_turns(s, group, consumers, members, turns, dq_sum, part, pipe.turn, after)
+    return keep_turns(s, group, consumers, members, turns, dq_sum, part, pipe.free, after)
 
-  started = pipe.start(views, group.block, members, numbers, in_turns if not tiles.cut else lambda x: x)
+  started = pipe.start(views, group.block, members, numbers, in_turns)
   heads_here = members()
   rows = {(0, half): group.block * tiles.rows + group.warp * MMA_M + row_of(group.lane, half) for half in range(HALVES)}
   main = Mainloop(s, group, q.dtype, tiles, heads_here, pipe, ds, rows, part)
   sums = [s.filled(0.0, round_up(x, wgmma.K) // 2, after=(started,)) for x in (Dk, Dv)]
   of_dk, of_dv = main.run(sums, started)
   stores = store(dk, group, of_dk, rules.scale, rows) + store(dv, group, of_dv, 1.0, rows)
-  made = group.kernel(f"attention_backward_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
-  return made.replace(src=(*made.src, turns.base, dq_sum.base)) if tiles.cut else made
+  return group.kernel(f"attention_backward_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
 
 
 def keep_turns(
@@ -346,7 +371,6 @@ class Mainloop:
     scores = [self.s.buffer(block // 2) for _ in range(2)]  # S and dP
     words = [self.s.buffer(block // 4, dtype=dtypes.uint) for _ in range(2)]  # P and dS
     part, heads = self.s.buffer(PART // 2), self.heads
-    begun = self.start_s(zero, scores[0], begun) if self.tiles.ahead else begun
     member, tile_range = heads.member, heads.query_range
     outer = () if heads.count == 1 else (member,)
     inside = [x.after(*outer) for x in sums]
@@ -357,7 +381,6 @@ class Mainloop:
       inside = [x.after(done) for x in inside]
     for axis in outer:
       done = done.end(axis)
-    done = wgmma.wait(0, block, scores[0][0], done) if self.tiles.ahead else done
     return [x.after(done) for x in sums]
 
   def attend(
@@ -381,10 +404,10 @@ class Mainloop:
     block, pipe, rules, (of_dk, of_dv) = self.tiles.block, self.pipe, self.heads.rules, sums
     tile_range, member = self.heads.query_range, self.heads.member
     number, tile = member * tile_range.n_tiles + n, tile_range.tile(n)
-    if self.tiles.ahead:
-      begun = pipe.do.wait(number, *after, *sums)
-    else:
-      begun = pipe.do.wait(number, self.start_s(number, scores[0], *after, *sums))
+    begun = self.start_scores(
+      pipe.k.tile(UOp.const(0)), pipe.q.tile(number), scores[0], pipe.q.wait(number, *after, *sums)
+    )
+    begun = pipe.do.wait(number, begun)
     begun = self.start_scores(pipe.v.tile(UOp.const(0)), pipe.do.tile(number), scores[1], begun)
     ready = wgmma.wait(1, block, scores[0][0], begun)
     queries = queries_of_columns(tile * block, block, self.group.lane)
@@ -398,42 +421,17 @@ class Mainloop:
     delta = pipe.do.numbers(number, columns, ready)  # only now, for want of registers
     score_rows = score_rows_by_column(self.rows, queries, list(zip(lse, delta, strict=True)))
     ds = self.packed(words[1], score_vjp(rules, score_rows, p, products, self.elements(scores[1].after(ready))), ready)
-    if not self.tiles.dq_first:
-      ds = ds.after(self.start_sum(of_dk, ds, pipe.q.tile(number), ready))
-    if self.tiles.cut == "nodq":
-      done = wgmma.wait(1, 2 * sizes(of_dv)[0], of_dv[0], ds)
-      done = wgmma.wait(0, 2 * sizes(of_dk)[0], of_dk[0], done)
-      return pipe.q.release(number, self.group.lane.eq(0), done)
-    written = ins.fence_async(CUDA, *self.store_ds(number, ds)) if self.tiles.cut != "nomeet" else ds.src[1]
-    met = written if self.tiles.cut == "nomeet" else ins.meet(CUDA, MET, self.tiles.warpgroups * THREADS, written)
+    written = ins.fence_async(CUDA, *self.store_ds(number, ds))
+    met = ins.meet(CUDA, MET, self.tiles.warpgroups * THREADS, written)
     started = self.start_part(number, part, met)
-    if self.tiles.dq_first:
-      started = self.start_sum(of_dk, ds, pipe.q.tile(number), started)
-    if self.tiles.ahead:
-      following = -(-number - 1).maximum(1 - self.heads.count * tile_range.n_tiles)
-      started = self.start_s(following, scores[0], started)
-    later = int(self.tiles.ahead)
-    waited = wgmma.wait(2 + later, 2 * sizes(of_dv)[0], of_dv[0], started)
-
-    def dk_done(pending: int, after: UOp) -> UOp:
-      done = wgmma.wait(pending, 2 * sizes(of_dk)[0], of_dk[0], after)
-      return pipe.q.release(number, self.group.lane.eq(0), done)
-
-    def dq_done(pending: int, after: UOp) -> UOp:
-      done = wgmma.wait(pending, PART, part[0], after)
-      if self.tiles.cut in ("noadd", "nomeet"):
-        return done
-      free = ins.mbarrier_wait(CUDA, pipe.turn[0], (number + 1) % 2, done)
-      stored = ins.fence_async(CUDA, *self.store_part(part.after(free), free))
-      return ins.meet_later(CUDA, ADDED, self.tiles.warpgroups * THREADS + WARP, UOp.const(True), stored)
-
-    first, second = (dq_done, dk_done) if self.tiles.dq_first else (dk_done, dq_done)
-    return second(later, first(later + 1, waited))
-
-  def start_s(self, number: UOp, into: UOp, *after: UOp) -> UOp:
-    """Start S of a tile once its queries have arrived."""
-    begun = self.pipe.q.wait(number, *after)
-    return self.start_scores(self.pipe.k.tile(UOp.const(0)), self.pipe.q.tile(number), into, begun)
+    started = self.start_sum(of_dk, ds, pipe.q.tile(number), started)
+    waited = wgmma.wait(2, 2 * sizes(of_dv)[0], of_dv[0], started)
+    waited = wgmma.wait(1, PART, part[0], waited)
+    free = ins.mbarrier_wait(CUDA, pipe.free[0], (number + 1) % 2, waited)
+    stored = ins.fence_async(CUDA, *self.store_part(part.after(free), free))
+    stored = ins.meet_later(CUDA, ADDED, self.tiles.warpgroups * THREADS + WARP, UOp.const(True), stored)
+    waited = wgmma.wait(0, 2 * sizes(of_dk)[0], of_dk[0], stored)
+    return pipe.q.release(number, self.group.lane.eq(0), waited)
 
   def start_scores(self, stationary: SwizzledTiles, tile: SwizzledTiles, into: UOp, *after: UOp) -> UOp:
     """Start the product of this warpgroup's keys with the rows of a tile, (64, block)."""
@@ -522,4 +520,5 @@ SCHEDULE = Schedule(
   ),
   tiles=Tiles,
   lacks=("scales", "page_table"),
+  meant_for=preferred,
 )

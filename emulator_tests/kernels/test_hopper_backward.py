@@ -85,22 +85,25 @@ def test_graphs_know_what_instructions_write() -> None:
     assert {slots[name] for name in ("dq_sum", "dk", "dv", "turns")} == set(launch.build(device).arg.outs)
 
 
-SPEC = AttentionSpec(1, 4, 4, 4096, 4096, 64, 64, HALF, 0.125)
+SPEC = AttentionSpec(4, 32, 32, 4096, 4096, 64, 64, HALF, 0.125)
 
 
 @pytest.mark.parametrize(
   ("options", "expected"),
   [
     ({}, "hopper_fused_backward"),
+    ({"Hkv": 8}, "hopper_fused_backward"),
+    ({"M": 1000, "N": 1000}, "hopper_backward"),  # too short
+    ({"B": 1, "Hq": 1, "Hkv": 1}, "hopper_backward"),  # most of the time would be spent waiting for turns
     ({"window": (None, 0), "features": ("sinks", "q_start")}, "hopper_fused_backward"),
     ({"window": (100, 0)}, "hopper_backward"),
     ({"features": ("softcap",)}, "hopper_backward"),
-    ({"layouts": (("q", Layout(4 * 4096 * 68, 0, (4 * 4096 * 68, 4096 * 68, 68, 1))),)}, "hopper_backward"),
-    ({"layouts": (("q", Layout(4 * 4096 * 72, 8, (4 * 4096 * 72, 4096 * 72, 72, 1))),)}, "hopper_fused_backward"),
+    ({"layouts": (("q", Layout(128 * 4096 * 68, 0, (32 * 4096 * 68, 4096 * 68, 68, 1))),)}, "hopper_backward"),
+    ({"layouts": (("q", Layout(128 * 4096 * 72, 8, (32 * 4096 * 72, 4096 * 72, 72, 1))),)}, "hopper_fused_backward"),
     ({"Dk": 136, "Dv": 64}, "hopper_backward"),
   ],
 )
-def test_what_it_serves(options: dict[str, Any], expected: str) -> None:
+def test_what_it_is_used_for(options: dict[str, Any], expected: str) -> None:
   launches = dispatch_backward(replace(SPEC, **options), Target("CUDA", "sm_90"))
   assert {x.schedule.name for x in launches} == {expected}
 

@@ -74,7 +74,7 @@ def dispatch_backward(spec: AttentionSpec, target: Target) -> tuple[Launch, ...]
   Raises:
     NoKernel: no kernels serve it. The reasons are those of the device's last, most general, schedule.
   """
-  schedules = on_device(BACKWARD, "no kernels for gradients", target)
+  schedules = [x for x in on_device(BACKWARD, "no kernels for gradients", target) if x.meant_for(spec, target)]
   return _first(schedules, spec, target, reasons_of=-1)
 
 
