@@ -1,5 +1,6 @@
 """`hopper_fused_backward`: gradients that match the oracle, what it serves, and mistakes in what only it has."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -7,13 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 from conformance_backward import BFLOAT, HALF, Case, Machine, Shape
+from gradients import check_gradients
+from helpers import inputs
+from report_cuda import by_nvcc, figure, rendered
 from tinygrad import UOp
 
 import uopattn.emulator as emulator
 from uopattn.dsl import instructions
 from uopattn.dsl.nvidia import tensor_pipeline
 from uopattn.dsl.target import Target
+from uopattn.kernels import hopper_fused_backward
 from uopattn.kernels.hopper_fused_backward import Tiles
+from uopattn.plan import dispatch
 from uopattn.plan.dispatch import dispatch_backward
 from uopattn.runtime.prepare import compiled
 from uopattn.spec.layout import Layout
@@ -43,8 +49,8 @@ SMALL: Shape = (1, 2, 1, 140, 140, 16, 8)  # two blocks of keys, two tiles of ea
 def test_each_barrier_and_wait_deleted() -> None:
   """Some of a kernel's waits for its slots are for later tiles only."""
   with FUSED.device():
-    case = Case.of(FUSED, (1, 2, 1, 260, 260, 16, 8))
-    tried = emulator.delete_each_barrier(case.run, "attention_backward_2_1_260_260_16_8")
+    case = Case.of(FUSED, (1, 1, 1, 260, 260, 16, 8))
+    tried = emulator.delete_each_barrier(case.run, "attention_backward_1_1_260_260_16_8")
   assert {x.what for x in tried} >= {"barrier", "fence_async", "mbarrier_wait", "meet", "take_turn", "wgmma_wait"}
   assert [str(x) for x in tried if x.caught is None] == []
 
@@ -78,6 +84,16 @@ def test_a_mistake_is_seen_by_the_emulator(name: str, monkeypatch: pytest.Monkey
   compiled.cache_clear()
 
 
+def test_gradients_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+  """With q, k and v that are views, and a gradient of the LSE."""
+  always = replace(hopper_fused_backward.SCHEDULE, meant_for=lambda problem, target: True)
+  monkeypatch.setattr(dispatch, "BACKWARD", (always,))
+  with FUSED.device():
+    q, k, v = inputs(1, 2, 1, 20, 140, 16, 24)
+    k, v = (x.transpose(1, 2).contiguous().realize().transpose(1, 2) for x in (k, v))
+    check_gradients(q, k, v, {"is_causal": True, "q_start": 100})
+
+
 def test_graphs_know_what_instructions_write() -> None:
   with FUSED.device() as device:
     launch = Case.of(FUSED, SMALL).launches[1]
@@ -106,6 +122,23 @@ SPEC = AttentionSpec(4, 32, 32, 4096, 4096, 64, 64, HALF, 0.125)
 def test_what_it_is_used_for(options: dict[str, Any], expected: str) -> None:
   launches = dispatch_backward(replace(SPEC, **options), Target("CUDA", "sm_90"))
   assert {x.schedule.name for x in launches} == {expected}
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on PATH")
+@pytest.mark.parametrize(
+  ("D", "causal", "spilled"),
+  [
+    (128, True, 0),
+    *(pytest.param(*x, marks=pytest.mark.slow) for x in ((128, False, 0), (64, False, 0), (64, True, 4))),
+  ],
+)
+def test_no_spills(D: int, causal: bool, spilled: int) -> None:
+  """But for one word at D=64 with a causal mask."""
+  spec = replace(SPEC, Dk=D, Dv=D, window=(None, 0 if causal else None))
+  for launch in dispatch_backward(spec, Target("CUDA", "sm_90")):
+    said = by_nvcc(rendered(launch.graph(), "sm_90"), "sm_90")[1]
+    assert figure(said, "bytes spill stores") <= spilled
+    assert "serializ" not in said
 
 
 def test_tiles_state_their_laws() -> None:
