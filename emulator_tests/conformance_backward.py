@@ -17,7 +17,14 @@ from hypothesis import strategies as st
 from tinygrad import Context, Device, Tensor, dtypes
 from tinygrad.dtype import DType
 
-from uopattn.kernels import amd_backward, cpu_backward, cuda_backward, hopper_backward, hopper_fused_backward
+from uopattn.kernels import (
+  amd_backward,
+  amx_backward,
+  cpu_backward,
+  cuda_backward,
+  hopper_backward,
+  hopper_fused_backward,
+)
 from uopattn.plan.dispatch import launches_of
 from uopattn.plan.launch import Launch
 from uopattn.plan.target import target_of
@@ -32,7 +39,8 @@ Options = dict[str, Any]
 Shape = tuple[int, int, int, int, int, int, int]  # B, Hq, Hkv, M, N, Dk, Dv
 TilePair = tuple[Any, ...]  # the block sizes of each kernel: of dQ, then of dK and dV
 
-Amd, Cpu, Cuda, Hopper = amd_backward.Tiles, cpu_backward.Tiles, cuda_backward.Tiles, hopper_backward.Tiles
+Amd, Amx, Cpu = amd_backward.Tiles, amx_backward.Tiles, cpu_backward.Tiles
+Cuda, Hopper = cuda_backward.Tiles, hopper_backward.Tiles
 
 SHAPES: dict[str, Shape] = {
   "smallest": (1, 1, 1, 1, 1, 1, 1),
@@ -142,6 +150,18 @@ TABLE: dict[str, BackwardSchedule] = {
     multiple=8,
     barriers=frozenset({"barrier", "mbarrier_wait", "fence_async", "wgmma_wait"}),
     pipelined=lambda arch: (Hopper(1, 16, 3), Hopper(2, 16)),
+  ),
+  "amx": BackwardSchedule(
+    amx_backward,
+    ("amx",),
+    (BFLOAT, HALF),
+    lambda arch, dtype: (Amx(64, 32, parts=4),),
+    lambda arch, dtype: st.builds(
+      lambda m, n, parts: (Amx(32 * m, 32 * n, parts),), *(st.integers(1, 3) for _ in range(3))
+    ),
+    examples=1,
+    shapes={"one key head for all": (1, 5, 1, 70, 40, 8, 8)},
+    blind_delta=np.nan,
   ),
   "cpu": BackwardSchedule(
     cpu_backward,
@@ -279,7 +299,8 @@ class Case:
     dropout = Tensor(np.array([1, 2], np.uint32), device).realize() if "dropout_p" in options else None
     arguments = replace(Arguments(enable_gqa=True, **passed).settled(device), seed=dropout)
     spec, target = make_spec(operands["q"], operands["k"], operands["v"], arguments), target_of(device)
-    target = target if machine.row.emulated else replace(target, threads=2)
+    if not machine.row.emulated:
+      target = replace(target, threads=2, vector=replace(target.vector, tiles=False))
     launches = launches_of(machine.row.module.SCHEDULE, spec, target)
 
     dlse = rng.standard_normal((B, Hq, M)).astype(np.float32)

@@ -11,6 +11,7 @@ from tinygrad import UOp, dtypes
 
 from uopattn.dsl import instructions
 from uopattn.dsl.amd.staging import RegisterPipeline
+from uopattn.dsl.cpu import amx_operands
 from uopattn.dsl.gpu import jobs
 from uopattn.dsl.nvidia import mma, mma_layout, swizzled, tensor_pipeline
 from uopattn.dsl.rules.rules import HeadRules
@@ -378,8 +379,8 @@ AMX = {
   "no causal mask on the diagonal": Mistake(amx_forward, "row_maxima", groups_not_masked, {"is_causal": True}),
   "last tile counted twice": Mistake(amx_forward, "row_maxima", groups_not_masked),
   "mask one key late": Mistake(amx_forward, "row_maxima", groups_masked_late, {"is_causal": True}),
-  "rows not transposed": Mistake(amx_forward, "transpose", second_group_is_the_first),
-  "steps left out": Mistake(amx_forward, "accumulate", steps_left_out),
+  "rows not transposed": Mistake(amx_operands, "transpose", second_group_is_the_first),
+  "steps left out": Mistake(amx_operands, "accumulate", steps_left_out),
 }
 
 

@@ -10,10 +10,11 @@ from tinygrad import UOp
 
 from uopattn.dsl import instructions
 from uopattn.dsl.amd.staging import RegisterPipeline
+from uopattn.dsl.cpu.gradients import Gradients
 from uopattn.dsl.nvidia.score_gradients import RowStats
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.rules import HeadRules
-from uopattn.kernels import amd_backward, cpu_backward, cuda_backward, hopper_backward
+from uopattn.kernels import amd_backward, amx_backward, cpu_backward, cuda_backward, hopper_backward
 
 Phase = Callable[..., Any]
 Place = tuple[object, str]  # a module or class, and the name of the phase in it
@@ -101,8 +102,8 @@ def twice_the_first_head(right: Phase) -> Phase:
 
 
 def idle_turns_kept(right: Phase) -> Phase:
-  def block_of(call: UOp, turn: UOp, blocks: int, group: int, M: int, tiles: Any) -> Any:
-    block, _ = right(call, turn, blocks, group, M, tiles)
+  def block_of(call: UOp, turn: UOp, blocks: int, group: int, M: int, *rest: int) -> Any:
+    block, _ = right(call, turn, blocks, group, M, *rest)
     return replace(block, end=UOp.const(M)), UOp.const(True)
 
   return block_of
@@ -129,34 +130,49 @@ def one_key_off(right: Phase) -> Phase:
   return add_product
 
 
+def steps_left_out(right: Phase) -> Phase:
+  return lambda s, length, *rest: right(s, 1, *rest)
+
+
+def queries_in_pairs(right: Phase) -> Phase:
+  return lambda *arguments: right(*arguments[:7], True, *arguments[8:])
+
+
 def rows_reversed(right: Phase) -> Phase:
   return lambda *arguments: (right(*arguments)[0], right(*arguments)[1][::-1])
 
 
 CUDA_AND_HOPPER = {"cuda": cuda_backward, "hopper": hopper_backward}
 GPUS = ("amd", "cuda", "hopper")
+CPUS = {"cpu": cpu_backward, "amx": amx_backward}
+
+
+def on_cpus(phase: str) -> Mapping[str, Place]:
+  """The phase of that name in each CPU kernel's module."""
+  return {name: (module, phase) for name, module in CPUS.items()}
+
 
 MISTAKES: dict[str, Mistake] = {
   "no causal mask on the diagonal": Mistake(unmasked, dict.fromkeys(GPUS, (HeadRules, "scores")), CAUSAL),
-  "no causal mask": Mistake(instead([]), {"cpu": (HeadRules, "hidden")}, CAUSAL),
+  "no causal mask": Mistake(instead([]), dict.fromkeys(CPUS, (HeadRules, "hidden")), CAUSAL),
   "mask one key late": Mistake(
-    lambda right: lambda self, row, key: right(self, row, key - 1), {"cpu": (HeadRules, "hidden")}, CAUSAL
+    lambda right: lambda self, row, key: right(self, row, key - 1), dict.fromkeys(CPUS, (HeadRules, "hidden")), CAUSAL
   ),
   "keys past the end counted": Mistake(unmasked, {"amd": (HeadRules, "scores")}),
   "last tile of queries dropped": Mistake(last_tile_dropped, dict.fromkeys(GPUS, (HeadRules, "query_range"))),
   "last tile counted twice": Mistake(
     lambda right: lambda self, *rest: right(replace(self, start=UOp.const(0)), *rest),
-    {"cpu": (cpu_backward.Gradients, "of")},
+    dict.fromkeys(CPUS, (Gradients, "of")),
   ),
   "no scale": Mistake(
     unscaled_store, {name: (module, "store_scaled") for name, module in CUDA_AND_HOPPER.items()}
   ),
   "no late factor": Mistake(instead(1.0), {"amd": (amd_backward, "late_factor")}),
   "scores not pulled back": Mistake(
-    lambda right: lambda self, grads, *rest: grads, {"cpu": (HeadRules, "score_vjp")}
+    lambda right: lambda self, grads, *rest: grads, dict.fromkeys(CPUS, (HeadRules, "score_vjp"))
   ),
   "no delta": Mistake(no_delta, dict.fromkeys(CUDA_AND_HOPPER, (RowStats, "of"))),
-  "no delta of a block": Mistake(no_delta_of_block, {"cpu": (cpu_backward, "load_row_sums")}),
+  "no delta of a block": Mistake(no_delta_of_block, on_cpus("load_row_sums")),
   "the LSE in another base": Mistake(natural_lse, dict.fromkeys(CUDA_AND_HOPPER, (RowStats, "of"))),
   "the LSE not subtracted": Mistake(
     lambda right: lambda *arguments: right(*arguments) * 0.0, {"amd": (amd_backward, "neg_lse_of")}
@@ -170,17 +186,19 @@ MISTAKES: dict[str, Mistake] = {
     lambda right: lambda self, first, *after, base=0: right(self, first + 1, *after, base=base),
     {"amd": (RegisterPipeline, "load")},
   ),
-  "keys one off": Mistake(one_key_off, {"cpu": (cpu_backward, "add_product")}),
+  "keys one off": Mistake(one_key_off, on_cpus("add_product")),
   "sums begun anew with each tile": Mistake(
     begun_anew, {"amd": (amd_backward, "mma_ab")}
   ),
   "dq of the last tile only": Mistake(begun_anew_in_memory, {"cpu": (cpu_backward, "multiply_ds_k")}),
-  "sums not cleared": Mistake(lambda right: lambda s, x, item: x, {"cpu": (cpu_backward, "clear")}),
+  "steps left out": Mistake(steps_left_out, {"amx": (amx_backward, "accumulate")}),
+  "queries of P and dS in pairs": Mistake(queries_in_pairs, {"amx": (amx_backward, "pack")}),
+  "sums not cleared": Mistake(lambda right: lambda s, x, item: x, on_cpus("clear")),
   "the mask of the group's first head for all": Mistake(
     first_of_the_group, {"amd": (amd_backward, "of_members")}, {"mask_mod": banded}
   ),
-  "a group's first head for all": Mistake(twice_the_first_head, {"cpu": (cpu_backward, "block_of")}),
-  "idle turns not idle": Mistake(idle_turns_kept, {"cpu": (cpu_backward, "block_of")}),
+  "a group's first head for all": Mistake(twice_the_first_head, on_cpus("block_of")),
+  "idle turns not idle": Mistake(idle_turns_kept, on_cpus("block_of")),
   "every tile in one slot": Mistake(
     lambda right: lambda self, n_tile, *after: right(self, n_tile * 0, *after),
     dict.fromkeys(CUDA_AND_HOPPER, (SwizzledTiles, "tile")),

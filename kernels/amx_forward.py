@@ -12,11 +12,12 @@ Storage, all on the stack: Q^T, packed once per block, and O^T, sized for the se
 packed once per block and tile of keys; S^T and P^T of 32 queries. Head sizes are padded with zeros to multiples of 32.
 Keys that do not exist are zeros, and are hidden.
 
-float16 is the sum of two bfloat16 numbers and float32 of three, by cutting off, so Q, K, V and P are stored in two or
-three parts, and a product takes three or four, or six, products of parts. Denormal bfloat16 count as 0, and an infinity
-in several parts gives NaN.
+float16 is the sum of two bfloat16 numbers, its parts, by cutting off: Q, K, V and P are stored in two parts, and a
+product takes three or four products of parts. The second part of an infinity is NaN. Denormal bfloat16 count as 0.
+float32 would take three parts, which is slower than `cpu_forward`.
 
-Not measured yet.
+Measured 2026-11-23 on a Xeon (model 207, clang 19), bfloat16, H=8 N=1024, two threads: 780 GFLOP/s at D=64, 667 to 813
+at D=128; 16 threads: 2919 and 3847. See scripts/results/NOTES.md.
 """
 
 from collections.abc import Callable
@@ -26,29 +27,26 @@ from math import inf, prod
 from typing import NamedTuple
 
 from tinygrad import UOp, dtypes
-from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import KernelInfo
 
-from uopattn.dsl import LN2, Loop, Scope, clamp, exp2, gated, sizes
-from uopattn.dsl.cpu.amx import (
-  EXP2,
-  LANES,
-  PAIR,
-  ROW_BYTES,
-  ROWS,
-  STEP,
-  scale_rows,
-  tile_config,
-  tile_load,
-  tile_product,
-  tile_release,
-  tile_store,
-  tile_zero,
-  transpose,
-  weigh,
+from uopattn.dsl import LN2, Scope, clamp, exp2, gated, sizes
+from uopattn.dsl.cpu.amx import EXP2, LANES, PAIR, ROW_BYTES, STEP, scale_rows, tile_config, tile_release, weigh
+from uopattn.dsl.cpu.amx_operands import (
+  BLOCK,
+  GROUPS,
+  PARTS,
+  PRODUCTS,
+  filled,
+  load_lanes,
+  load_pairs,
+  load_rows,
+  mma_ab,
+  mma_abt,
+  store_rows,
+  turned,
 )
-from uopattn.dsl.cpu.register_blocks import add_steps, even, largest_divisor, work_items
+from uopattn.dsl.cpu.register_blocks import add_steps, blocks_per_call, even, work_items
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import lowest, normalize_rows
@@ -56,14 +54,7 @@ from uopattn.dsl.schedule import FEW, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
-WORK_PER_CALL = 16_000_000  # floating-point operations: some 0.02 ms, while a call costs a microsecond
-GROUPS = 2  # of 16 queries that are processed at once
-BLOCK = 2 * ROWS  # keys, or value columns, and queries of the four accumulators
 UNROLL = 4  # rows of S^T whose maxima are taken apart
-# Each operand is a sum of this many bfloat16 numbers, its parts, and a product of two operands one of these products of
-# parts: the rest is less than what the type, or float32, rounds off.
-PARTS: dict[DType, int] = {dtypes.bfloat16: 1, dtypes.float16: 2, dtypes.float32: 3}
-PRODUCTS = {1: ((0, 0),), 2: ((0, 0), (0, 1), (1, 0)), 3: ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0))}
 
 
 @dataclass(frozen=True)
@@ -104,7 +95,8 @@ class Tiles:
       raise ValueError(f"{target}: must have tiles of bfloat16 (AMX), and a system that permits them")
     p, parts = problem, PARTS.get(problem.dtype, 1)
     # A tile that is moved back to end at N must be masked, so prefer sizes that divide N.
-    block_n = next((n for n in (64, 96, 128, 32) if p.N % n == 0), 64 if p.N > BLOCK else BLOCK)
+    usual = 128 if max(p.Dk, p.Dv) > 96 and parts == 1 else 64
+    block_n = next((n for n in (usual, 64, 96, 128, 32) if p.N % n == 0), usual if usual < p.N else BLOCK)
     largest = 256 if p.is_causal else 512  # under a causal mask a large block sees many keys that are hidden
     block_m = round_up(even(p.M, largest), GROUPS * LANES)
     while block_m > 128 and p.heads * ceildiv(p.M, block_m) < 2 * target.threads:
@@ -114,8 +106,7 @@ class Tiles:
         size = max(p.Dk, p.Dv)
         raise ValueError(f"head size {size}: a tile needs {needed} bytes of stack, the limit is {STACK_LIMIT}")
       block_m, block_n = max(GROUPS * LANES, round_up(block_m // 2, GROUPS * LANES)), BLOCK
-    wanted = ceildiv(WORK_PER_CALL, 2 * block_m * p.N * (p.Dk + p.Dv))
-    return cls(block_m, block_n, largest_divisor(p.heads * ceildiv(p.M, block_m), wanted))
+    return cls(block_m, block_n, blocks_per_call(p, block_m, target.threads))
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
@@ -123,7 +114,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   Args:
     o: (heads, M, Dv), the output, in q's dtype.
-    q: (heads, M, Dk), bfloat16, float16 or float32.
+    q: (heads, M, Dk), bfloat16 or float16.
     k, v: keys and values, as `rules` finds them.
     lse: (heads, M) float32, receives the log-sum-exp (natural logarithm) of each row.
     rules: masks, score mods and scaling; where the keys are.
@@ -138,7 +129,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   head_rules = rules.at(head)
 
   config = tile_config(*outer)
-  q_t = pack_queries(s, HeadView.of(q, head, UOp.const(M)), row, block_m, parts, outer)
+  q_t = load_lanes(s, HeadView.of(q, head, UOp.const(M)), row, block_m, parts, outer)
   groups, widths = block_m // LANES, [round_up(x, STEP) for x in (Dk, Dv)]
   acc, m_i, l_i = (
     filled(s, x, dtypes.float, groups, *shape, LANES, within=outer)
@@ -155,14 +146,14 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   first = clamp(start, 0, max(0, N - block_n))  # first key of the tile: the last tile is moved back to end at N
   head_rules = head_rules.of_tile(s, first, block_n, loop.axes)
   length = head_rules.length if rules.kv_lengths is not None or block_n > N else None
-  k_tile = load_keys(s, k_rows, head_rules.keys(k), first, length, loop)
-  v_tile = load_values(s, v_pairs, head_rules.keys(v), first, length, loop)
+  k_tile = load_rows(s, k_rows, head_rules.keys(k), first, length, *loop.axes)
+  v_tile = turned(s, load_pairs(s, v_pairs, head_rules.keys(v), first, length, *loop.axes), *loop.axes)
 
   g = s.axis(block_m // (GROUPS * LANES))
   inside = (*loop.axes, g)
   state = State(acc.after(*inside), m_i.after(*inside), l_i.after(*inside), g * GROUPS)
   products = PRODUCTS[parts] + ((1, 1),) * (parts == 2 and lse is not None)  # the LSE is float32
-  scores = multiply_qk(s, q_t, k_tile, state.group, products, config, inside)
+  scores = mma_abt(s, k_tile, q_t, state.group, products, *inside, config)
 
   moved = start if N % block_n and block_n < N else None
   low, high = key_bounds(s, head_rules, row, first, moved, block_n, state.group, inside)
@@ -183,7 +174,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   end = loop.end(multiply_pv(s, p, v_tile, state, alpha, stores, inside).end(g))
 
   acc, m_i, l_i = (x.after(end) for x in (acc, m_i, l_i))
-  stores = store_rows(s, o, lse, head, row, acc, m_i, l_i, scaling.log2, head_rules, outer)
+  stores = store_outputs(s, o, lse, head, row, acc, m_i, l_i, scaling.log2, head_rules, outer)
   name = f"attention_{heads}_{rules.kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
   # The tag keeps tinygrad from rearranging the axes.
   return UOp.group(*stores, tile_release(end)).end(*outer).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
@@ -203,129 +194,6 @@ class State(NamedTuple):
   m_i: UOp
   l_i: UOp
   group: UOp
-
-
-def split(x: UOp, parts: int) -> list[UOp]:
-  """Numbers whose sum is x in float32, or nearly, each of which has an upper half only; their bits."""
-  found, rest = [], x.cast(dtypes.float)
-  for i in range(parts):
-    upper = rest.bitcast(dtypes.uint) & 0xFFFF0000
-    found.append(upper)
-    rest = rest - upper.bitcast(dtypes.float) if i < parts - 1 else rest
-  return found
-
-
-def filled(s: Scope, value: float, dtype: DType, *shape: int, within: tuple[UOp, ...]) -> UOp:
-  """Allocate a buffer and set it to `value` inside the axes `within`, in one loop, which the compiler vectorises."""
-  return s.assign(s.buffer(prod(shape), dtype=dtype), lambda i: UOp.const(value, dtype), within=within).reshape(shape)
-
-
-def pack_queries(s: Scope, rows: HeadView, row: UOp, block_m: int, parts: int, outer: tuple[UOp, ...]) -> UOp:
-  """Pack the block's queries as right operands: (groups, parts, Dk / 2, 16) pairs. Rows that do not exist are 0."""
-  width = round_up(rows.size, STEP)
-  packed = s.buffer(block_m // LANES, parts, width // PAIR, LANES, dtype=dtypes.uint)
-  staged = filled(s, 0, dtypes.ushort, parts, ROWS, width, within=outer)
-  g, r, d = s.axis(block_m // LANES), s.axis(ROWS), s.axis(rows.size)
-  query = row + g * LANES + r
-  inside = query < rows.length
-  x = inside.where(rows.element(query, d, inside).cast(dtypes.float), 0.0)
-  stores = [staged.after(g)[i, r, d].store((y >> 16).cast(dtypes.ushort)) for i, y in enumerate(split(x, parts))]
-  staged = staged.after(UOp.group(*stores).end(r, d))
-  c = s.axis(width // STEP)
-  done: tuple[UOp, ...] = (staged,)
-  for i in range(parts):
-    place = packed.after(*outer)[g, i, c * LANES, 0]
-    done = (transpose(place, staged[i, 0, c * STEP], (ROW_BYTES, width * 2), c, *done),)
-  return packed.after(UOp.group(*done).end(c).end(g))
-
-
-def load_keys(s: Scope, buffer: UOp, rows: HeadView, first: UOp, length: UOp | None, loop: Loop) -> UOp:
-  """Copy a tile of keys, (parts, block_n, Dk). Keys from `length` on are not read and are 0."""
-  parts, block_n, _ = sizes(buffer)
-  n, d = s.axis(block_n), s.axis(rows.size)
-  x = element(rows, first + n, d, length)
-  stores = [
-    buffer.after(*loop.axes)[i, n, d].store((y >> 16).cast(dtypes.ushort)) for i, y in enumerate(split(x, parts))
-  ]
-  return buffer.after(UOp.group(*stores).end(n, d))
-
-
-def load_values(s: Scope, buffer: UOp, rows: HeadView, first: UOp, length: UOp | None, loop: Loop) -> UOp:
-  """Pack a tile of values as left operands of V^T P^T: (parts, block_n / 32, Dv, 16) pairs; see `load_keys`.
-
-  `buffer` receives pairs of keys before they are transposed.
-  """
-  parts, pairs, width = sizes(buffer)
-  r, d = s.axis(pairs), s.axis(rows.size)
-  two = [split(element(rows, first + r * PAIR + i, d, length), parts) for i in range(PAIR)]
-  stores = [
-    buffer.after(*loop.axes)[i, r, d].store((low >> 16) | high) for i, (low, high) in enumerate(zip(*two, strict=True))
-  ]
-  buffer = buffer.after(UOp.group(*stores).end(r, d))
-  packed = s.buffer(parts, pairs // LANES, width, LANES, dtype=dtypes.uint)
-  i, n, c = s.axis(parts), s.axis(pairs // LANES), s.axis(width // LANES)
-  place = packed.after(*loop.axes)[i, n, c * LANES, 0]
-  return packed.after(
-    transpose(place, buffer[i, n * LANES, c * LANES], (ROW_BYTES, width * 4), i, n, c, buffer).end(i, n, c)
-  )
-
-
-def element(rows: HeadView, row: UOp, d: UOp, length: UOp | None) -> UOp:
-  """An element of a tile's row; 0 if the row is not below `length`."""
-  if length is None:
-    return rows.element(row, d)
-  inside = row < length
-  return inside.where(rows.element(row, d, inside).cast(dtypes.float), 0.0)
-
-
-Products = tuple[tuple[int, int], ...]
-Place = Callable[[int], tuple[UOp, int]]  # 0 or 1 -> an INDEX and the bytes between rows
-
-
-def accumulate(
-  s: Scope, length: int, products: Products, a: Callable[..., Place], b: Callable[..., Place], *after: UOp
-) -> UOp:
-  """Add products along k to the four accumulators, tiles 0 to 3: tile 2 i + j is A i times B j.
-
-  Args:
-    length: steps along k.
-    products: the parts of A and of B that are multiplied.
-    a, b: for a step and a part, the places of the two tiles of A, and of B.
-  """
-  step = s.axis(length)
-  done: tuple[UOp, ...] = (step, *after)
-  for part_a, part_b in products:
-    left, right = a(step, part_a), b(step, part_b)
-    for i in range(2):
-      done = (tile_load(4 + i, *left(i), *done),)
-      for j in range(2):
-        done = (tile_load(6 + j, *right(j), *done),) if i == 0 else done
-        done = (tile_product(2 * i + j, 4 + i, 6 + j, *done),)
-  return done[0].end(step)
-
-
-def multiply_qk(
-  s: Scope, q_t: UOp, k_tile: UOp, group: UOp, products: Products, config: UOp, inside: tuple[UOp, ...]
-) -> UOp:
-  """Compute S^T = K Q^T of two groups of queries, (2, block_n, 16)."""
-  _, block_n, width = sizes(k_tile)
-  scores = s.buffer(GROUPS, block_n, LANES)
-  n = s.axis(block_n // BLOCK)
-  key, done = n * BLOCK, (*inside, n, config)
-  for tile in range(4):
-    done = (tile_zero(tile, *done),)
-  end = accumulate(
-    s,
-    width // STEP,
-    products,
-    lambda step, part: lambda i: (k_tile[part, key + i * ROWS, step * STEP], width * 2),
-    lambda step, part: lambda j: (q_t[group + j, part, step * LANES, 0], ROW_BYTES),
-    *done,
-  )
-  for i in range(2):
-    for j in range(2):
-      end = tile_store(2 * i + j, scores.after(*inside)[j, key + i * ROWS, 0], ROW_BYTES, end)
-  return scores.after(end.end(n))
 
 
 def key_bounds(
@@ -372,10 +240,10 @@ def row_maxima(
   # Not in place: of a store that may leave a number as it is tinygrad makes a branch.
   changed = s.buffer(GROUPS, block_n, LANES).after(*inside) if changes else scores
   for j in range(GROUPS):
-    best = s.assign(
-      s.buffer(UNROLL, LANES), lambda r, m, j=j: state.m_i[state.group + j, m].load(), within=(*inside, scores)
-    )
-    m = s.axis(LANES)
+    best, m = s.buffer(UNROLL, LANES), s.axis(LANES)
+    # Rows are unrolled: of a loop over them some compilers make scattered stores.
+    stores = [best.after(*inside, scores)[r, m].store(state.m_i[state.group + j, m].load()) for r in range(UNROLL)]
+    best, m = best.after(UOp.group(*stores).end(m)), s.axis(LANES)
 
     def step(before: UOp, i: UOp, j: int = j, m: UOp = m) -> list[UOp]:
       stores = []
@@ -443,29 +311,13 @@ def multiply_pv(
   s: Scope, p: UOp, v_tile: UOp, state: State, alpha: UOp, stores: list[UOp], inside: tuple[UOp, ...]
 ) -> UOp:
   """Compute O^T = O^T alpha + V^T P^T of two groups of queries."""
-  parts, steps, width, _ = sizes(v_tile)
   done: tuple[UOp, ...] = (*inside, p, alpha, *stores)
   for j in range(GROUPS):
-    done = (scale_rows(state.acc[state.group + j, 0, 0], alpha[j, 0], width, *done),)
-  c = s.axis(width // BLOCK)
-  done = (*done, c)
-  corners = [(i, j, state.acc[state.group + j, c * BLOCK + i * ROWS, 0]) for i in range(2) for j in range(2)]
-  for i, j, place in corners:
-    done = (tile_load(2 * i + j, place, ROW_BYTES, *done),)
-  end = accumulate(
-    s,
-    steps,
-    PRODUCTS[parts],
-    lambda step, part: lambda i: (v_tile[part, step, c * BLOCK + i * ROWS, 0], ROW_BYTES),
-    lambda step, part: lambda j: (p[j, part, step * LANES, 0], ROW_BYTES),
-    *done,
-  )
-  for i, j, place in corners:
-    end = tile_store(2 * i + j, place, ROW_BYTES, end)
-  return end.end(c)
+    done = (scale_rows(state.acc[state.group + j, 0, 0], alpha[j, 0], sizes(v_tile)[2], *done),)
+  return mma_ab(s, state.acc, state.group, v_tile, p, *done)
 
 
-def store_rows(
+def store_outputs(
   s: Scope,
   o: UOp,
   lse: UOp | None,
@@ -479,18 +331,10 @@ def store_rows(
   outer: tuple[UOp, ...],
 ) -> list[UOp]:
   """Store the output and the LSE. A row that saw no key gets 0 and -inf; rows past M are not stored."""
-  (groups, width, _), M, Dv = sizes(acc), sizes(o)[1], sizes(o)[2]
+  groups, M = sizes(acc)[0], sizes(o)[1]
   m_i, l_i = (x.reshape(groups * LANES) for x in (m_i, l_i))
   factor, log2 = normalize_rows(s, m_i, l_i, scale_log2, lambda m: rules.sink(row + m), outer)
-  rows = s.buffer(ROWS, width)
-  g = s.axis(groups)
-  scaled = acc.after(scale_rows(acc[g, 0, 0], factor[g * LANES], width, g, acc, factor))
-  c = s.axis(width // LANES)
-  turned = transpose(rows.after(g)[0, c * LANES], scaled[g, c * LANES, 0], (width * 4, ROW_BYTES), c, scaled)
-  rows = rows.after(turned.end(c))
-  m, d = s.axis(LANES), s.axis(Dv)
-  query = row + g * LANES + m
-  stores = [gated(o, query < M, head, query, d).store(rows[m, d].load().cast(o.dtype)).end(m, d).end(g)]
+  stores = [store_rows(s, o, head, row, UOp.const(M), acc, factor)]
   if lse is not None:
     m = s.axis(groups * LANES)
     stores.append(gated(lse, row + m < M, head, row + m).store(log2[m] * LN2).end(m))
@@ -505,5 +349,4 @@ SCHEDULE = Schedule(
   tiles=Tiles,
   lacks=("dropout_p", "scales"),
   meant_for=lambda problem, target: target.vector.tiles and problem.dtype in PARTS and problem.M > FEW,
-  mixed=True,
 )

@@ -9,8 +9,8 @@ K and V are read in memory order, straight into registers; 16-bit elements are w
 
 Memory bandwidth limits the speed, so reads must always be in flight. Q K^T, softmax and P V alternate too quickly for
 the hardware prefetcher. Q K^T therefore prefetches the tile's values, cache line by cache line, and P V prefetches the
-next tile's keys. A processor drops prefetches that it cannot queue, so each line is prefetched again shortly before its
-use.
+next tile's keys. A processor that drops prefetches which it cannot queue, as AMD's do, is asked for each line again
+shortly before its use.
 
 Storage: a strip of `unroll_m` rows by `unroll_n` keys (of Q K^T), or by `unroll_d` vectors of value columns (of P V),
 is accumulated in vector registers; sums of Q K^T are folded across lanes there too. Q, O, m, l and the scores of a tile
@@ -78,6 +78,7 @@ class Tiles:
     lanes: float32 elements per vector, a power of two.
     blocks_per_call: blocks per call of the kernel; a divisor of kv_heads * ceil(rows / block_m).
     pairs: whether bfloat16 products are added in pairs; see `fits_pairs`.
+    again: whether each line is prefetched again shortly before its use.
   """
 
   block_m: int
@@ -88,10 +89,11 @@ class Tiles:
   lanes: int
   blocks_per_call: int = 1
   pairs: bool = False
+  again: bool = True
 
   def __post_init__(self) -> None:
     for name, value in asdict(self).items():
-      if name != "pairs" and value < 1:
+      if name not in ("pairs", "again") and value < 1:
         raise ValueError(f"Tiles.{name}={value}: must be at least 1")
     if self.block_m % self.unroll_m:
       raise ValueError(f"Tiles.block_m={self.block_m}: must be a multiple of unroll_m={self.unroll_m}")
@@ -131,7 +133,8 @@ class Tiles:
     wanted = ceildiv(WORK_PER_CALL, 2 * tiles.block_m * N * (Dk + Dv))
     blocks = p.heads * ceildiv(p.M, tiles.block_m)
     pairs = target.vector.bfloat16 and p.dtype == p.stored == dtypes.bfloat16 and tiles.fits_pairs(N, Dk, Dv)
-    return replace(tiles, blocks_per_call=largest_divisor(blocks, wanted), pairs=pairs)
+    again = not target.vector.one_prefetch
+    return replace(tiles, blocks_per_call=largest_divisor(blocks, wanted), pairs=pairs, again=again)
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
@@ -411,7 +414,7 @@ def multiply_qk(s: Scope, q: UOp, k: Tile, v: Tile, block_n: int, tiles: Tiles, 
         part = (key * row_strips + row_strip * keys) * chunks_in_all + (begin // elements + i) * keys
         parts = block_n * row_strips * chunks_in_all
         share = (block_n, part, keys, parts, (*inner, i))
-        return [v.prefetch(s, *share), k.prefetch(s, *share, ahead=AHEAD)]
+        return [v.prefetch(s, *share), *([k.prefetch(s, *share, ahead=AHEAD)] if tiles.again else [])]
 
       def dots(before: UOp, i: UOp) -> list[UOp]:
         d = begin + i * width
@@ -515,7 +518,7 @@ def multiply_pv(
       part = ((left // width + strip) * row_strips + row_strip) * block_n + i * keys
       parts = strips_in_all * row_strips * block_n
       share = (block_n, part, keys, parts, (*inner, i))
-      return [k_next.prefetch(s, *share), v.prefetch(s, *share, ahead=AHEAD)]
+      return [k_next.prefetch(s, *share), *([v.prefetch(s, *share, ahead=AHEAD)] if tiles.again else [])]
 
     def dots(before: UOp, i: UOp) -> list[UOp]:
       n = i * 2

@@ -30,8 +30,8 @@ from uopattn.dsl import LN2, LOG2E, Loop, Scope, clamp, exp2, gated, sizes
 from uopattn.dsl.cpu.register_blocks import (
   Tile,
   accumulate,
+  blocks_per_call,
   even,
-  largest_divisor,
   load_tile,
   register_blocks,
   work_items,
@@ -44,7 +44,6 @@ from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
-WORK_PER_CALL = 4_000_000  # floating-point operations: some 0.02 ms, while a call costs a microsecond
 
 Score = Callable[[UOp, UOp, UOp], UOp]  # (q.k times the factor on q, key of the tile, lane) -> score
 
@@ -93,8 +92,7 @@ class Tiles:
         size = max(p.Dk, p.Dv)
         raise ValueError(f"head size {size}: a tile needs {needed} bytes of stack, the limit is {STACK_LIMIT}")
       block_m, block_n = max(lanes, block_m // 2), max(1, block_n // 2)
-    wanted = ceildiv(WORK_PER_CALL, 2 * block_m * p.N * (p.Dk + p.Dv))
-    return cls(block_m, block_n, unroll, largest_divisor(p.heads * ceildiv(p.M, block_m), wanted))
+    return cls(block_m, block_n, unroll, blocks_per_call(p, block_m, target.threads))
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:

@@ -12,8 +12,8 @@ memory (`uopattn.dsl.nvidia.swizzled`, `Tiles.shared_bytes`). cp.async fills one
 copies through registers); ldmatrix reads K, and V transposed (`uopattn.dsl.nvidia.mma`).
 
 Each read of K and of V serves one product per tile of 16 queries that a warp has, so warps have two such tiles where
-registers allow. Then Q may stay in registers, too, up to a head size of 96. At larger ones, up to 128, each step of Q is
-read again for each tile of keys (`Tiles.in_registers`), which takes a fifth of all reads.
+registers allow. Then Q may stay in registers, too, up to a head size of 96. At larger ones, up to 128, each step of Q
+is read again for each tile of keys (`Tiles.in_registers`), which takes a fifth of all reads.
 
 With 8-bit inputs P is rounded to their type. A power of two scales P and l, so it cancels; see `P_SCALE_LOG2`.
 

@@ -1,7 +1,9 @@
-"""delta = rowsum(O dO) - dL on GPUs, which the backward pass needs (Dao, FlashAttention-2, 2023).
+"""delta = rowsum(O dO) - dL, which the backward pass needs (Dao, FlashAttention-2, 2023).
 
-Storage: `LANES` lanes share a row; each loads 16 bytes at a time, and shuffles add up their sums. A workgroup has
-`BLOCK_ROWS` rows. Memory limits it: 2.4 to 2.6 TB/s at D=64, 3.9 at D=128 (H200, B=4, H=32, N=4096, 2026-11-22).
+Storage on GPUs: `LANES` lanes share a row; each loads 16 bytes at a time, and shuffles add up their sums. A workgroup
+has `BLOCK_ROWS` rows. Memory limits it: 2.4 to 2.6 TB/s at D=64, 3.9 at D=128 (H200, B=4, H=32, N=4096, 2026-11-22).
+
+On CPUs a work item has `CPU_ROWS` rows, one after the other; the `CPU_LANES` partial sums of a row are in registers.
 """
 
 from collections.abc import Callable
@@ -9,15 +11,19 @@ from functools import partial, reduce
 
 from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv
+from tinygrad.uop.ops import AxisType, KernelInfo
 
 from uopattn.dsl import Scope, gated, sizes
 from uopattn.dsl import instructions as ins
+from uopattn.dsl.cpu.register_blocks import register_blocks
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.packed import words_of_all
+from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Schedule
 
 LANES, BLOCK_ROWS, WARP = 8, 32, 32
 CHUNK_WORDS = 4  # 32-bit words in a chunk, which a lane loads at once
+CPU_ROWS, CPU_LANES = 64, 16
 
 
 def row_sums(family: str, delta: UOp, o: UOp, do: UOp, lse: UOp, dlse: UOp | None = None) -> UOp:
@@ -47,6 +53,28 @@ def row_sums(family: str, delta: UOp, o: UOp, do: UOp, lse: UOp, dlse: UOp | Non
   return group.kernel(f"attention_delta_{heads}_{M}_{Dv}", [store])
 
 
+def on_cpu(delta: UOp, o: UOp, do: UOp, lse: UOp, dlse: UOp | None = None) -> UOp:
+  """Build the kernel for CPUs; see `row_sums`."""
+  (heads, M, Dv), s = sizes(o), Scope()
+  blocks = ceildiv(M, CPU_ROWS)
+  item = s.axis(heads * blocks, AxisType.THREAD)
+  head, r = item // blocks, s.axis(min(CPU_ROWS, M))
+  row = item % blocks * CPU_ROWS + r
+  left, right = (HeadView.of(x, head, UOp.const(M)) for x in (o, do))
+  inside = row < left.length
+  sums = s.assign(s.buffer(CPU_LANES), lambda w: 0.0, within=(item, r))
+  for begin, chunks, width in register_blocks(Dv, CPU_LANES):
+    i, w = s.axis(chunks), s.axis(width)
+    a, b = (x.element(row, begin + i * width + w, inside).cast(dtypes.float) for x in (left, right))
+    sums = sums.after(sums[w].store(sums.after(i)[w].load() + a * b).end(i, w))
+  total = reduce(UOp.__add__, (sums[w].load() for w in range(min(CPU_LANES, Dv))))
+  value = total if dlse is None else total - gated(dlse, inside, head, row).load()
+  value = gated(lse, inside, head, row).load().eq(float("-inf")).where(0.0, value)
+  end = gated(delta, inside, head, row).store(value).end(r, item)
+  # The tag keeps tinygrad from rearranging the axes.
+  return end.sink(arg=KernelInfo(name=f"attention_delta_{heads}_{M}_{Dv}", opts_to_apply=()), tag=1)
+
+
 def _chunks(x: UOp, row: UOp, exists: UOp) -> Callable[[UOp], list[UOp]]:
   """Return a function from the number of a chunk in a row of x to its elements as float32.
 
@@ -72,11 +100,15 @@ def _chunks(x: UOp, row: UOp, exists: UOp) -> Callable[[UOp], list[UOp]]:
   return halves
 
 
-def _schedule(device: str, family: str) -> Schedule:
+def _schedule(device: str, build: Callable[..., UOp]) -> Schedule:
   """Return the schedule for a device, with two kernels: without a gradient of the LSE, and with one."""
   buffers = ("delta", "o", "do", "lse", "dlse")
-  kernels = (Kernel(partial(row_sums, family), ("delta",), given, wants=()) for given in (buffers[:-1], buffers))
+  kernels = (Kernel(build, ("delta",), given, wants=()) for given in (buffers[:-1], buffers))
   return Schedule("delta", (device,), DTYPES_16_32, tuple(kernels))
 
 
-SCHEDULES = _schedule("AMD", "hip"), _schedule("CUDA", "cuda")
+SCHEDULES = (
+  _schedule("AMD", partial(row_sums, "hip")),
+  _schedule("CUDA", partial(row_sums, "cuda")),
+  _schedule("CPU", on_cpu),
+)

@@ -142,7 +142,7 @@ def test_inside_a_jit() -> None:
       np.testing.assert_allclose(got.numpy(), exact, atol=2e-5)
     exact_loss = (oracle(arrays[0], arrays[1], arrays[2], is_causal=True, q_start=first)[0] * do.numpy()).sum()
     assert loss.item() == pytest.approx(exact_loss, abs=1e-3)
-  assert compiled.cache_info().misses == before + 2  # forward, backward
+  assert compiled.cache_info().misses - before in (3, 5)  # forward, delta, backward; on many cores sums of dk and of dv
 
 
 def kernels_of(*tensors: Tensor) -> int:
@@ -356,4 +356,4 @@ def test_a_kernel_is_compiled_once() -> None:
   before = compiled.cache_info().misses
   for seed in range(3):
     check_gradients(*qkv(1, 1, 1, 11, 13, 5, 7, seed=seed))
-  assert compiled.cache_info().misses == before + 2  # forward, backward
+  assert compiled.cache_info().misses - before in (3, 5)  # forward, delta, backward; on many cores sums of dk and of dv

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conformance_backward import (
+  BFLOAT,
   FLOAT,
   HALF,
   MACHINES,
@@ -36,7 +37,7 @@ from uopattn import BlockMask
 from uopattn.runtime.prepare import compiled
 
 SHAPE: Shape = (2, 4, 2, 67, 41, 16, 24)
-REPRESENTATIVE = ("gfx942", "gfx1201", "sm_80", "sm_90", "CPU")
+REPRESENTATIVE = ("gfx942", "gfx1201", "sm_80", "sm_90", "CPU", "amx")
 
 
 def over_machines(*values: Any) -> list[Any]:
@@ -64,7 +65,16 @@ def test_matches_the_oracle(schedule: str, machine: Machine, shape: str, is_caus
   check_backward(machine, sizes, {"is_causal": True, "q_start": 3} if is_causal else {})
 
 
-CHOSEN = ("gfx942 half", "gfx1201 bfloat16", "gfx950 half", "gfx1100 half", "sm_80 bfloat16", "sm_90 half", "CPU half")
+CHOSEN = (
+  "gfx942 half",
+  "gfx1201 bfloat16",
+  "gfx950 half",
+  "gfx1100 half",
+  "sm_80 bfloat16",
+  "sm_90 half",
+  "CPU half",
+  "amx bfloat16",
+)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +147,7 @@ THROUGH_ATTENTION: Options = {
 }
 
 
-SLOW = [pytest.param(arch, marks=pytest.mark.slow) for arch in ("gfx1100", "gfx1201", "gfx950")]
+SLOW = [pytest.param(arch, marks=pytest.mark.slow) for arch in ("gfx1100", "gfx1201", "gfx950", "amx")]
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "sm_80", "sm_90", *SLOW])
@@ -146,7 +156,7 @@ def test_gradients_of_attention(arch: str) -> None:
     check_gradients(*inputs(2, 4, 2, 20, 75, 16, 24), THROUGH_ATTENTION)
 
 
-@on_machines("gfx950", "sm_80", "sm_90", "CPU", slow=("gfx1201",))
+@on_machines("gfx950", "sm_80", "sm_90", "CPU", "amx", slow=("gfx1201",))
 def test_dropout(schedule: str, machine: Machine) -> None:
   B, Hq, _, M, N, *_ = SHAPE
   check_backward(machine, SHAPE, {"dropout_p": P, "kept": kept_by_seed((1, 2), B, Hq, M, N)})
@@ -300,14 +310,14 @@ def test_a_shortened_buffer_is_caught(schedule: str, machine: Machine, short: st
 
 
 def caught(name: str) -> list[Any]:
-  arches = {"amd": ("gfx942", "gfx1100"), "cuda": ("sm_80",), "hopper": ("sm_90",), "cpu": ("CPU",)}
+  arches = {"amd": ("gfx942", "gfx1100"), "cuda": ("sm_80",), "hopper": ("sm_90",), "cpu": ("CPU",), "amx": ("amx",)}
   return [(name, schedule, arch) for schedule in MISTAKES[name].places for arch in arches[schedule]]
 
 
 @pytest.mark.each("arch", "schedule")
 @pytest.mark.parametrize(("name", "schedule", "arch"), [x for name in MISTAKES for x in caught(name)])
 def test_a_mistake_is_caught(name: str, schedule: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-  mistake, target = MISTAKES[name], machine(arch, FLOAT if arch == "CPU" else HALF)
+  mistake, target = MISTAKES[name], machine(arch, {"CPU": FLOAT, "amx": BFLOAT}.get(arch, HALF))
   place, phase = mistake.places[schedule]
   shape = mistake.shape or (CPU if arch == "CPU" else GPU)
   with target.device():

@@ -85,3 +85,9 @@ def test_tiles_state_their_laws() -> None:
   )
   with pytest.raises(ValueError, match="head size 1000000: a tile needs"):
     Tiles.choose(problem_of(8, 1000, 1000, 1_000_000, 64), with_vectors(16, 32))
+
+
+def test_calls_are_large_unless_threads_would_be_idle() -> None:
+  for threads, N, blocks in ((1, 64, 4), (2, 64, 4), (4, 64, 2), (16, 64, 1), (1, 1024, 1), (16, 1024, 1)):
+    tiles = Tiles.choose(problem_of(8, N, N, 64, 64), with_vectors(16, 32, threads))
+    assert tiles.blocks_per_call == blocks

@@ -63,7 +63,7 @@ NEON = Notation(
 MACHINES = {
   "x86_64,haswell": x86("ymm"),
   "x86_64,skylake-avx512": x86("ymm"),
-  "x86_64,sapphirerapids": x86("ymm"),
+  "x86_64,sapphirerapids,prefer-vector-width=512": x86("zmm"),  # as on Intel's processors
   "x86_64,znver4": x86("zmm"),
   "arm64,generic": NEON,
   "arm64,cortex-a72": NEON,

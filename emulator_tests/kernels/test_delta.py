@@ -1,4 +1,4 @@
-"""The kernel for delta, which a backward pass begins with on GPUs, on the emulator."""
+"""The kernels for delta, which a backward pass begins with, on the emulator; and for the sums of parts, on CPUs."""
 
 import functools
 import math
@@ -10,7 +10,10 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
 import uopattn.emulator as emulator
-from uopattn.kernels.delta import row_sums
+from uopattn.kernels.delta import on_cpu, row_sums
+from uopattn.kernels.sum_parts import add_parts
+from uopattn.proof.gate import numpy
+from uopattn.proof.oracle import PRECISIONS
 
 FAMILIES = {"gfx1100": "hip", "gfx942": "hip", "sm_80": "cuda"}
 SHAPES = ((1, 1, 1), (3, 37, 24), (2, 33, 33), (1, 20, 200))  # heads, M, Dv
@@ -62,3 +65,27 @@ def test_a_shortened_buffer_is_caught(arch: str, short: str) -> None:
     out = Tensor.zeros(1, 40, device="EMU").contiguous().realize()
     with pytest.raises(emulator.OutOfBounds, match=f"argument {slots[short]} "):
       Tensor.custom_kernel(out, *inputs, fxn=body)[0].realize()
+
+
+@pytest.mark.each("dtype")
+@pytest.mark.parametrize("dtype", [dtypes.half, dtypes.bfloat16, dtypes.float], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_on_a_cpu(shape: tuple[int, int, int], dtype: DType) -> None:
+  (heads, M, _), rng = shape, np.random.default_rng(0)
+  o, do = (placed(rng.standard_normal(shape, np.float32), dtype) for _ in range(2))
+  lse, dlse = (rng.standard_normal((heads, M)).astype(np.float32) for _ in range(2))
+  lse[-1, M // 2 :] = -np.inf
+  out, *given = (placed(x) for x in (np.full((heads, M), math.nan, np.float32), lse, dlse))
+  got = Tensor.custom_kernel(out, o, do, *given, fxn=on_cpu)[0].realize()
+  exact = functools.reduce(np.multiply, (numpy(x).astype(np.float64) for x in (o, do)))
+  np.testing.assert_allclose(numpy(got), np.where(lse == -np.inf, 0, exact.sum(-1) - dlse), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("parts", "dtype"), [(1, dtypes.bfloat16), (3, dtypes.half), (2, dtypes.float)], ids=str)
+def test_sums_of_parts(parts: int, dtype: DType) -> None:
+  sums = np.random.default_rng(0).standard_normal((2 * parts, 70, 33)).astype(np.float32)
+  out = placed(np.full((2, 70, 33), math.nan, np.float32), dtype)
+  got = Tensor.custom_kernel(out, placed(sums), fxn=add_parts)[0].realize()
+  wanted = sums.reshape(2, parts, 70, 33).sum(1)
+  keep = PRECISIONS[dtype].keep
+  np.testing.assert_allclose(numpy(got), keep(wanted), rtol=1e-6 if dtype == dtypes.float else 2**-9, atol=1e-6)

@@ -17,15 +17,17 @@ from tinygrad.dtype import DType
 
 from uopattn.dsl.target import VectorUnit
 from uopattn.plan.target import target_of
+from uopattn.runtime import machine
+from uopattn.runtime.renderer import kernel_renderer
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="these are x86-64 machines")
 
 DTYPES_16_32 = "x86-64-v4,prefer-vector-width=512"  # clang prefers half the width for most processors
 UNITS = {
-  "SSE4": ("x86-64-v2", "sse4_2", VectorUnit(4, 16)),
-  "AVX2": ("x86-64-v3", "avx2", VectorUnit(8, 16)),
-  "AVX-512 in half width": ("x86-64-v4", "avx512vl", VectorUnit(8, 32)),
-  "AVX-512 in full width": (DTYPES_16_32, "avx512vl", VectorUnit(16, 32)),
+  "SSE4": ("x86-64-v2", "sse4_2", VectorUnit(4, 16, one_prefetch=True)),
+  "AVX2": ("x86-64-v3", "avx2", VectorUnit(8, 16, one_prefetch=True)),
+  "AVX-512 in half width": ("x86-64-v4", "avx512vl", VectorUnit(8, 32, one_prefetch=True)),
+  "AVX-512 in full width": (DTYPES_16_32, "avx512vl", VectorUnit(16, 32, one_prefetch=True)),
 }
 
 
@@ -40,6 +42,21 @@ def unit(request: pytest.FixtureRequest) -> Iterator[VectorUnit]:
   with Context(DEV=f"CPU::x86_64,{march}"):
     assert target_of("CPU").vector == unit
     yield unit
+
+
+@pytest.mark.parametrize(
+  ("vendor", "arch", "compiled_for"),
+  [
+    ("GenuineIntel", "native", "native,prefer-vector-width=512"),
+    ("GenuineIntel", "x86-64-v3", "x86-64-v3"),  # a target of the user's own
+    ("AuthenticAMD", "native", "native"),
+    (None, "native", "native"),
+  ],
+)
+def test_full_width_on_intel(vendor: str | None, arch: str, compiled_for: str, monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr(machine, "cpu_info", lambda: {"vendor_id": vendor} if vendor else {})
+  with Context(DEV=f"CPU::x86_64,{arch}"):
+    assert kernel_renderer("CPU").target.arch == target_of("CPU").arch == f"x86_64,{compiled_for}"
 
 
 MANY = (2, 6, 2, 77, 131, 33, 17)

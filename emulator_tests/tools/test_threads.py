@@ -12,12 +12,13 @@ import pytest
 from helpers import check, qkv
 from tinygrad import Context, Device, Tensor
 from tinygrad.engine.realize import runtime_cache
+from tinygrad.renderer import Estimates
 from tinygrad.runtime.ops_cpu import CPUProgram
 
 from uopattn import attention
 from uopattn.runtime import threads
 from uopattn.runtime.team import MOST_ARGUMENTS, Team
-from uopattn.runtime.threads import ThreadedProgram, thread_count
+from uopattn.runtime.threads import ThreadedProgram, thread_count, useful_threads
 
 
 class Recorder:
@@ -121,15 +122,24 @@ def test_number_of_threads_follows_tinygrad_and_the_affinity(monkeypatch: pytest
     assert thread_count() == 1
 
 
+def test_small_kernels_take_few_threads() -> None:
+  for ops, mem, most in ((1000, 1000, 1), (7_000_000, 1000, 3), (1000, 1 << 20, 8)):
+    assert useful_threads(Estimates(ops=ops, mem=mem)) == most
+  x = qkv(1, 3, 3, 20, 21, 16, 16)
+  attention(*x, backend="kernel").realize()
+  (program,) = [x for x in runtime_cache.values() if isinstance(x, ThreadedProgram) and "_3_3_20_21_" in x.name]
+  assert program.most == 1
+
+
 def test_only_our_programs_are_threaded() -> None:
   before = set(runtime_cache)
   check(*(x := qkv(1, 9, 9, 71, 70, 16, 16)), attention(*x, backend="kernel"))
-  (Tensor([1, 2, 3]) + 4).realize()
+  (Tensor([1, 2, 3, 5, 8, 13, 21]) * 34 + 55).realize()
   added = [program for key, program in runtime_cache.items() if key not in before]
   ours = [program for program in added if isinstance(program, ThreadedProgram)]
   assert ours
   assert all(program.name.startswith("attention") for program in ours)
-  others = [program for program in runtime_cache.values() if type(program) is CPUProgram]
+  others = [program for program in added if type(program) is CPUProgram]
   assert others
   assert not any(program.name.startswith("attention") for program in others)
   assert Device["CPU"].runtime_t is CPUProgram
@@ -239,7 +249,7 @@ for nap, rounds, longest, again in ((0, 400, 0.0005, 0.00005), (20000, 12, 0.15,
     assert four._shared[team._INSIDE] == team._CLOSED and not four._shared[team._INSIDE + 1]
 assert raised > 100 and halfway > 3, (raised, halfway)
 time.sleep(0.1)
-assert len(four._asleep) == 3
+assert four._shared[team._ASLEEP] == 3
 counts = Counts()
 counts.run(0, company=4, items=4)
 assert counts.words[1] == 4

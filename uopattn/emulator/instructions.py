@@ -250,6 +250,7 @@ MEANINGS: dict[str, Meaning] = {
   "transpose": tiles.transpose,
   "scale_rows": tiles.scale_rows,
   **{name: tiles.weigh for name in amx.INSTRUCTIONS if name.startswith("weigh_")},
+  **{name: tiles.pack for name in amx.INSTRUCTIONS if name.startswith("pack_")},
   "ldmatrix": lambda run, u, to, row: _ldmatrix(run, u, to, row, trans=False),
   "ldmatrix_trans": lambda run, u, to, row: _ldmatrix(run, u, to, row, trans=True),
 }

@@ -151,14 +151,28 @@ def weigh(
     run.counters.exp2s += rows * len(run.active())
   total = np.ascontiguousarray(l + p.sum(1, keepdims=True, dtype=np.float32))
   _store_rows(run, u, sums, ROW_BYTES, total.view(np.uint8))
-  for part in range(parts):
-    bits = np.ascontiguousarray(p).view(np.uint32)
-    high = (bits + np.uint32(0x8000 if parts == 1 else 0)) & np.uint32(0xFFFF0000)
-    words = high[:, 0::2] >> np.uint32(16) | high[:, 1::2]
-    place = Pointer(to.memory, to.index + part * (rows // 2) * LANES, to.dtype)
-    _store_rows(run, u, place, ROW_BYTES, np.ascontiguousarray(words).view(np.uint8))
-    p = p - high.view(np.float32)
+  _store_parts(run, u, to, p[:, 0::2], p[:, 1::2], parts, (rows // 2) * ROW_BYTES, in_pairs=True)
   return NOTHING
+
+
+def pack(run: Run, u: UOp, parts: int, in_pairs: bool, to: Pointer, a: Pointer, b: Pointer, *rest: Any) -> Any:
+  stride, count, part_bytes = map(int, rest[:3])
+  first, second = (_rows(run, u, x, stride, count).view(np.float32) for x in (a, b))
+  _store_parts(run, u, to, first, second, parts, part_bytes, in_pairs)
+  return NOTHING
+
+
+def _store_parts(
+  run: Run, u: UOp, to: Pointer, a: np.ndarray, b: np.ndarray, parts: int, part_bytes: int, in_pairs: bool
+) -> None:
+  """Store rows of a and b, (lanes, rows, 16) both, as 32 bfloat16 each: rounded, or in several parts cut off."""
+  x = np.stack([a, b], axis=-1 if in_pairs else -2).reshape(*a.shape[:2], 2 * LANES)
+  for part in range(parts):
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    high = (bits + np.uint32(0x8000 if parts == 1 else 0)) & np.uint32(0xFFFF0000)
+    place = Pointer(to.memory, to.index + _elements(run, u, to, part * part_bytes), to.dtype)
+    _store_rows(run, u, place, ROW_BYTES, (high >> np.uint32(16)).astype(np.uint16).view(np.uint8))
+    x = x - high.view(np.float32)
 
 
 def _exp2(x: np.ndarray, degree: int) -> np.ndarray:

@@ -26,7 +26,7 @@ GPU_PRODUCT = 8192  # rows and columns of the product's matrices on a GPU
 GPU_READ = 1 << 31  # bytes, many times the size of a GPU's cache
 LONG = 0.02  # target seconds of one call on a GPU that does FAST floating-point operations per second
 FAST = 4e14
-MOST = 400  # computations per call, at most
+MOST, MOST_DIVIDED = 400, 20  # computations per call, at most, and if several devices divide it: captured one by one
 SMALL = 1 << 19  # scores of the largest problem on which tinygrad's own attention is timed
 
 
@@ -53,7 +53,7 @@ Contender = Callable[[Problem], Runner | None]
 
 def uopattn(problem: Problem) -> Runner:
   """Set up our kernel, replayed by TinyJit; it also writes the LSE."""
-  times = repeats(problem) if problem.divided is None else 1
+  times = repeats(problem)
   call = replayed(problem, times)
   call()  # compiles
   o, lse = call()  # captures: from here on the outputs are these
@@ -73,7 +73,8 @@ def on_cpu() -> bool:
 
 def repeats(problem: Problem) -> int:
   """Return the computations per call: 1 on a CPU, on a GPU enough to make the cost of starting a call negligible."""
-  return 1 if on_cpu() else max(1, min(MOST, int(LONG / (problem.spec.flops / FAST))))
+  most = MOST if problem.divided is None else MOST_DIVIDED
+  return 1 if on_cpu() else max(1, min(most, int(LONG / (problem.spec.flops / FAST))))
 
 
 def load_tinygrad() -> Contender:

@@ -274,7 +274,7 @@ def replayed(problem: Problem, times: int = 1) -> Callable[[], tuple[Tensor, Ten
   From the second call on it writes the same buffers.
   """
   if problem.divided is not None:
-    return TinyJit(lambda: realized(*over_devices(problem)))
+    return TinyJit(lambda: [realized(*over_devices(problem)) for _ in range(times)][-1])
   o, lse = outputs(problem.spec)
   call = jitted(problem, o, lse, times)
 

@@ -11,6 +11,7 @@ from uopattn.dsl.target import Target
 from uopattn.kernels import (
   amd_backward,
   amd_forward,
+  amx_backward,
   amx_forward,
   combine,
   cpu_backward,
@@ -22,6 +23,7 @@ from uopattn.kernels import (
   hopper_backward,
   hopper_forward,
   hopper_fused_backward,
+  sum_parts,
 )
 from uopattn.plan.launch import Launch
 from uopattn.runtime.team import MOST_ARGUMENTS
@@ -31,7 +33,15 @@ from uopattn.spec.tensors import dtype_name
 # If several schedules are meant for a case, the first one is used.
 FORWARD = tuple(x.SCHEDULE for x in (amx_forward, cpu_forward, cpu_decode, amd_forward, hopper_forward, cuda_forward))
 BACKWARD = tuple(
-  x.SCHEDULE for x in (cpu_backward, amd_backward, hopper_fused_backward, hopper_backward, cuda_backward)
+  x.SCHEDULE
+  for x in (
+    amx_backward,
+    cpu_backward,
+    amd_backward,
+    hopper_fused_backward,
+    hopper_backward,
+    cuda_backward,
+  )
 )
 # How to have tinygrad render CUDA C++, as the kernels for NVIDIA's GPUs need, with NVRTC and with nvcc.
 WITH_NVRTC_AND_NVCC = {"CUDA": ("DEV=CUDA:CUDA", "DEV=CUDA:NVCC"), "NV": ("DEV=NV:CUDA", "DEV=NV:CC")}
@@ -86,15 +96,19 @@ def stages(launch: Launch) -> tuple[Launch, ...]:
   return replace(launch, partial=True), replace(launch, schedule=schedule, kernel=schedule.kernels[0], tiles=None)
 
 
-def delta_launch(spec: AttentionSpec, target: Target, has_dlse: bool) -> Launch | None:
-  """Return the launch of the delta kernel, see `uopattn.plan.gradient`; None on a CPU, where tinygrad computes it."""
-  schedule = next((x for x in delta.SCHEDULES if target.device in x.devices), None)
-  if schedule is None:
-    return None
+def delta_launch(spec: AttentionSpec, target: Target, has_dlse: bool) -> Launch:
+  """Return the launch of the delta kernel, see `uopattn.plan.gradient`, on a device that has backward kernels."""
+  (schedule,) = (x for x in delta.SCHEDULES if target.device in x.devices)
   # delta depends only on the output: attentions that differ in the rest share the kernel.
   layouts = tuple((name, x) for name, x in spec.layouts if name in schedule.kernels[has_dlse].buffers)
   rows = AttentionSpec(spec.B, spec.Hq, spec.Hq, spec.M, 1, 1, spec.Dv, spec.dtype, 1.0, layouts=layouts)
   return Launch(schedule, schedule.kernels[has_dlse], rows)
+
+
+def sums_launch(spec: AttentionSpec, parts: int, D: int) -> Launch:
+  """Return the launch that adds up `parts` sums of dK or of dV, whose rows have D columns, on a CPU."""
+  rows = AttentionSpec(spec.B, spec.Hkv, spec.Hkv, spec.N, spec.N, 1, D, spec.stored, 1.0)
+  return Launch(sum_parts.SCHEDULE, sum_parts.SCHEDULE.kernels[0], rows, splits=parts)
 
 
 def on_device(schedules: Sequence[Schedule], what: str, target: Target) -> list[Schedule]:

@@ -17,7 +17,7 @@ from typing import cast
 
 from tinygrad import Tensor, UOp, dtypes
 
-from uopattn.plan.dispatch import NoKernel, delta_launch, dispatch_backward
+from uopattn.plan.dispatch import NoKernel, delta_launch, dispatch_backward, sums_launch
 from uopattn.plan.launch import DIFFERENTIABLE, Gradient, Launch
 from uopattn.plan.reference import dropped, keys_of, reference, scores_of
 from uopattn.plan.target import target_of
@@ -161,12 +161,9 @@ class Saved:
     """rowsum(dO * O) - dL, (B, Hq, M) float32; 0 for a row that sees no key."""
     s, device = self, cast(Devices, self.q.device)
     launch = delta_launch(s.spec, target_of(devices_of(device)[0]), s.dlse is not None)
-    if launch is not None:
-      given = {name: [self.buffer(name, x)] for name, x in (("o", s.out), ("do", s.do))} | {"lse": [s.lse]}
-      given |= {} if s.dlse is None else {"dlse": [s.dlse]}
-      return launch.run(device, given, gradient=_no_further)["delta"]
-    delta = (s.out.float() * s.do.float()).sum(-1)
-    return s.lse.eq(-math.inf).where(0, delta if s.dlse is None else delta - s.dlse).contiguous()
+    given = {name: [self.buffer(name, x)] for name, x in (("o", s.out), ("do", s.do))} | {"lse": [s.lse]}
+    given |= {} if s.dlse is None else {"dlse": [s.dlse]}
+    return launch.run(device, given, gradient=_no_further)["delta"]
 
   @classmethod
   def by(cls, spec: AttentionSpec, call: UOp, grads: Iterable[UOp], views: Views) -> "Saved":
@@ -214,9 +211,10 @@ def by_kernels(launches: tuple[Launch, ...], saved: Saved, arguments: Arguments)
 
 def summed(x: Tensor, spec: AttentionSpec) -> Tensor:
   """Return the gradient of keys or values in their dtype. If x holds several partial sums per head, add them up."""
-  if x.shape[1] > spec.Hkv:
-    x = x.reshape(spec.B, spec.Hkv, -1, *x.shape[2:]).sum(2)
-  return x.cast(spec.stored)
+  parts, D = int(x.shape[1]) // spec.Hkv, int(x.shape[3])
+  if parts == 1 and x.dtype == spec.stored:
+    return x
+  return sums_launch(spec, parts, D).run(cast(Devices, x.device), {"sums": [x]}, gradient=_no_further)["o"]
 
 
 def _no_further(*given: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:

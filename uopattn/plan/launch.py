@@ -77,6 +77,7 @@ class Launch:
       "do": (rows, s.Dv, s.dtype),
       "dlse": (rows, None, dtypes.float),
       "delta": (rows, None, dtypes.float),
+      "sums": ((s.B, s.Hkv * self.splits, s.N), s.Dv, dtypes.float),
       "dq": (rows, s.Dk, s.dtype),
       "dk": ((s.B, heads, s.N), s.Dk, of_sums),
       "dv": ((s.B, heads, s.N), s.Dv, of_sums),

@@ -4,6 +4,7 @@ import ctypes
 import functools
 import os
 import platform
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, cast
@@ -13,13 +14,25 @@ from tinygrad import Context, Device
 from uopattn.version import __version__
 
 
+@functools.cache
+def cpu_info() -> Mapping[str, str]:
+  """Return what Linux's /proc/cpuinfo says of the first processor, by field; nothing on other systems."""
+  try:
+    first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+  except OSError:
+    return {}
+  fields = (line.partition(":") for line in first.splitlines())
+  return {name.strip(): value.strip() for name, _, value in fields}
+
+
 def cpu_name() -> str:
   """Return the processor's model name, or its architecture if the system does not provide one."""
-  info = Path("/proc/cpuinfo")
-  for line in info.read_text().splitlines() if info.exists() else ():
-    if line.startswith("model name"):
-      return line.split(":", 1)[1].strip()
-  return platform.processor() or platform.machine()
+  return cpu_info().get("model name") or platform.processor() or platform.machine()
+
+
+def is_intel() -> bool:
+  """Return whether the processor is one of Intel's, as far as the system says."""
+  return cpu_info().get("vendor_id") == "GenuineIntel"
 
 
 def gpu_name(device: str) -> str:

@@ -8,7 +8,7 @@ from tinygrad.renderer.cstyle import ClangRenderer
 from tinygrad.uop.ops import UOp
 
 from uopattn.dsl.limits import LINE
-from uopattn.runtime.amx import may_use_tiles
+from uopattn.runtime.machine import is_intel
 
 
 class AlignedRenderer(ClangRenderer):
@@ -25,8 +25,8 @@ def kernel_renderer(device: str) -> Renderer:
   """Return the renderer of our kernels on a device: `AlignedRenderer` on a CPU, else tinygrad's.
 
   On arm64 it disables SVE, which clang prefers to NEON on some machines. Vectors whose length is unknown at compile
-  time cannot hold the rows of accumulators that a kernel keeps in registers. On processors with AMX it takes vector
-  registers of full width; clang prefers half of it on Intel's processors, but those with AMX are slower by that.
+  time cannot hold the rows of accumulators that a kernel keeps in registers. On Intel's processors it asks for vector
+  registers of full width, if they have AVX-512; clang prefers half of it there, which halves the speed of a kernel.
   """
   with Context(ALLOW_DEVICE_USAGE=1):  # also while a tinygrad.function is traced, where nothing may run
     renderer = Device[device].renderer
@@ -35,6 +35,6 @@ def kernel_renderer(device: str) -> Renderer:
   target = renderer.target
   if target.arch.startswith("arm64,"):
     return AlignedRenderer(replace(target, arch=f"{target.arch},-sve"))
-  if target.arch == "x86_64,native" and may_use_tiles():
+  if target.arch == "x86_64,native" and is_intel():
     return AlignedRenderer(replace(target, arch=f"{target.arch},prefer-vector-width=512"))
   return AlignedRenderer(target)

@@ -1,10 +1,10 @@
 """Thread pool that runs the work items of a kernel call, in machine code, so no interpreter runs between two items.
 
-A worker is a Python thread that calls the C code below, which releases the interpreter lock. It spins for about half a
-millisecond for a job, since calls tend to follow each other closely; then it returns and sleeps on a Python lock. The
-caller runs items together with the workers that have joined, and never waits for one that has not started. About every
-tenth of a second it returns to the interpreter, which handles signals. An exception raised by a signal handler, such as
-KeyboardInterrupt, cancels the items that have not started.
+A worker is a Python thread that calls the C code below, which releases the interpreter lock, and never returns. It
+spins for a job for about half a millisecond, since calls tend to follow each other closely; then it sleeps on a
+semaphore. The caller wakes a few workers, which wake others. It runs items together with the workers that have joined,
+and never waits for one that has not started. About every tenth of a second it returns to the interpreter, which handles
+signals. An exception raised by a signal handler, such as KeyboardInterrupt, cancels the items that have not started.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ typedef unsigned long long word;
 #else
 #define PAUSE() __asm__ volatile("")
 #endif
-enum { SERVE, RUN, CANCEL, MOST_ARGUMENTS = COUNT, SPIN = 20000, CLOSED = -1 };
+enum { SERVE, RUN, CANCEL, MOST_ARGUMENTS = COUNT, SPIN = 20000, WAKES = 4, CLOSED = -1 };
 enum { NEW, LEADS, ALONE, DONE };
 struct job {
   word kernel, slot, items, helpers, arguments[MOST_ARGUMENTS];
@@ -42,13 +42,16 @@ struct team {
   struct job job;
   long inside; // how many workers do the job; CLOSED: it cannot be joined
   long taken;  // 1: a caller has the team
-  int (*yield)(void), (*clock)(int, long *);
+  long workers, asleep;
+  int (*yield)(void), (*clock)(int, long *), (*wait)(void *), (*post)(void *);
+  word bell[8]; // a semaphore, on which workers sleep
 };
 
 static int call(struct team *t, struct job *job, int what);
 static int serve(struct team *t);
 static int take(struct job *job, const struct team *clock);
 static void finish(struct team *t);
+static void wake(struct team *t);
 
 int team(struct team *t, struct job *job, int what) { return what == SERVE ? serve(t) : call(t, job, what); }
 
@@ -61,6 +64,7 @@ static int call(struct team *t, struct job *job, int what) {
     if (job->state == LEADS) {
       t->job = *job;
       __atomic_store_n(&t->inside, 0, __ATOMIC_RELEASE);
+      wake(t);
     }
   }
   struct job *mine = job->state == LEADS ? &t->job : job;
@@ -72,19 +76,35 @@ static int call(struct team *t, struct job *job, int what) {
 }
 
 static int serve(struct team *t) {
-  for (int spin = 0; spin < SPIN; spin++) {
-    long inside = __atomic_load_n(&t->inside, __ATOMIC_ACQUIRE);
-    if (inside != CLOSED && inside < (long)t->job.helpers &&
-        __atomic_load_n(&t->job.next, __ATOMIC_RELAXED) < t->job.items &&
-        __atomic_compare_exchange_n(&t->inside, &inside, inside + 1, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED)) {
-      // Only now can the job not become another one, with fewer helpers than were counted above.
-      if (inside < (long)t->job.helpers) take(&t->job, 0);
-      __atomic_fetch_sub(&t->inside, 1, __ATOMIC_RELEASE);
-      spin = 0;
+  for (;;) {
+    for (int spin = 0; spin < SPIN; spin++) {
+      long inside = __atomic_load_n(&t->inside, __ATOMIC_ACQUIRE);
+      if (inside != CLOSED && inside < (long)t->job.helpers &&
+          __atomic_load_n(&t->job.next, __ATOMIC_RELAXED) < t->job.items &&
+          __atomic_compare_exchange_n(&t->inside, &inside, inside + 1, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED)) {
+        // Only now can the job not become another one, with fewer helpers than were counted above.
+        if (inside < (long)t->job.helpers) take(&t->job, 0);
+        __atomic_fetch_sub(&t->inside, 1, __ATOMIC_RELEASE);
+        spin = 0;
+      }
+      PAUSE();
     }
-    PAUSE();
+    __atomic_fetch_add(&t->asleep, 1, __ATOMIC_RELAXED);
+    while (t->wait(t->bell)) PAUSE(); // a signal ends it too
+    wake(t);
   }
-  return 0;
+}
+
+// Wakes some of the workers that the job lacks; these wake others.
+static void wake(struct team *t) {
+  for (int i = 0; i < WAKES; i++) {
+    long asleep = __atomic_load_n(&t->asleep, __ATOMIC_RELAXED);
+    if (asleep <= 0 || t->workers - asleep >= (long)t->job.helpers ||
+        __atomic_load_n(&t->job.next, __ATOMIC_RELAXED) >= t->job.items)
+      return;
+    if (__atomic_compare_exchange_n(&t->asleep, &asleep, asleep - 1, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+      t->post(t->bell);
+  }
 }
 
 static int close(struct team *t) {
@@ -124,7 +144,7 @@ _SOURCE = _SOURCE.replace("VALUES", ", ".join(f"a[{i}]" for i in range(MOST_ARGU
 
 _SERVE, _RUN, _CANCEL = range(3)
 _NEXT, _JOB = 4 + MOST_ARGUMENTS, 6 + MOST_ARGUMENTS  # words
-_INSIDE, _CLOSED = _JOB, (1 << 64) - 1
+_INSIDE, _ASLEEP, _BELL, _CLOSED = _JOB, _JOB + 3, _JOB + 8, (1 << 64) - 1
 _LIBC = ctypes.CDLL(None)
 
 
@@ -150,25 +170,18 @@ class Team:
 
   def __init__(self, workers: int):
     self._enter = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)(_program().addr)
-    libc = _address(_LIBC.sched_yield), _address(_LIBC.clock_gettime)
-    self._shared = (ctypes.c_uint64 * (_JOB + 4))(*[0] * _JOB, _CLOSED, 0, *libc)
-    self._asleep: list[threading.Lock] = []  # the locks that sleeping workers wait on
+    libc = (_address(getattr(_LIBC, name)) for name in ("sched_yield", "clock_gettime", "sem_wait", "sem_post"))
+    self._shared = (ctypes.c_uint64 * (_BELL + 8))(*[0] * _JOB, _CLOSED, 0, workers, 0, *libc)
+    if _LIBC.sem_init(ctypes.byref(self._shared, 8 * _BELL), 0, 0) != 0:
+      raise OSError("sem_init failed: the system has no unnamed semaphores")
     self._core = -1  # the caller's core, which the workers avoid
-    threads = [threading.Thread(target=self._serve, name=f"uopattn-{i}", daemon=True) for i in range(workers)]
+    given = (self._shared, None, _SERVE)
+    threads = [
+      threading.Thread(target=self._enter, args=given, name=f"uopattn-{i}", daemon=True) for i in range(workers)
+    ]
     for thread in threads:
       thread.start()
     self._threads = [cast(int, thread.native_id) for thread in threads]
-
-  def _serve(self) -> None:
-    lock = threading.Lock()
-    lock.acquire()
-    while True:
-      self._enter(self._shared, None, _SERVE)
-      if self._shared[_INSIDE] != _CLOSED:
-        continue  # a job has begun: its caller held the interpreter lock until then
-      self._asleep.append(lock)
-      lock.acquire()
-      self._asleep.remove(lock)
 
   def run(self, kernel: int, words: Sequence[int], slot: int, items: int, threads: int) -> None:
     """Call a C function once per work item, on at most `threads` threads, including the caller's.
@@ -190,10 +203,6 @@ class Team:
     job = (ctypes.c_uint64 * _JOB)(kernel, slot, items, helpers, *words)
     if helpers and _core() != self._core:
       self._keep_off(_core())
-    awake = len(self._threads) - len(self._asleep)
-    for lock in self._asleep[: max(helpers - awake, 0)]:
-      with contextlib.suppress(RuntimeError):  # another caller was faster
-        lock.release()
     try:
       while self._enter(self._shared, job, _RUN):
         pass

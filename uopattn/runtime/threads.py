@@ -19,20 +19,32 @@ from uopattn.runtime.program_cache import finished
 from uopattn.runtime.renderer import kernel_renderer
 from uopattn.runtime.team import MOST_ARGUMENTS, team
 
+# The least work of a thread, some 0.01 ms: to wake it takes that long, or to wait for it if it is awake.
+LEAST_OPERATIONS, LEAST_BYTES = 2_000_000, 1 << 17
+
 
 def thread_count() -> int:
   """Return the number of threads per kernel: tinygrad's NUM_CPU_THREADS, at most the number of usable cores."""
   return max(1, min(NUM_CPU_THREADS.value, usable_cores()))
 
 
+def useful_threads(work: Estimates) -> int:
+  """Return how many threads a kernel keeps busy for long enough to pay."""
+  return max(1, cast(int, work.ops) // LEAST_OPERATIONS, cast(int, work.mem) // LEAST_BYTES)
+
+
 class ThreadedProgram(CPUProgram):
   """A compiled kernel whose work items several threads, including the caller, take from a shared counter.
 
   Uneven items, such as causal rows, balance by themselves.
+
+  Attributes:
+    most: the most threads to use.
   """
 
-  def __init__(self, *given: Any):
+  def __init__(self, most: int, *given: Any):
     super().__init__(*given)
+    self.most = most
     team(usable_cores() - 1)  # created by the thread that compiles, for which tinygrad's database is open
 
   def __call__(
@@ -46,7 +58,7 @@ class ThreadedProgram(CPUProgram):
     start = time.perf_counter()
     words = [buf.va_addr for buf in bufs] + [value or 0 for value in vals]
     slot = self.runtimevars.get("core_id", MOST_ARGUMENTS - 1)
-    team(usable_cores() - 1).run(self.addr, words, slot, global_size[0], thread_count())
+    team(usable_cores() - 1).run(self.addr, words, slot, global_size[0], min(thread_count(), self.most))
     return time.perf_counter() - start if wait else None
 
 
@@ -59,5 +71,6 @@ def threaded(kernel: UOp, device: str, estimates: Estimates) -> UOp:
     estimates: the work that tinygrad reports for the kernel.
   """
   made = finished(kernel, kernel_renderer(device), estimates)
-  runtime_cache.setdefault((made.key, device), ThreadedProgram(cast(CPUDevice, Device[device]), made.to_elf()))
+  runtime = ThreadedProgram(useful_threads(estimates), cast(CPUDevice, Device[device]), made.to_elf())
+  runtime_cache.setdefault((made.key, device), runtime)
   return made

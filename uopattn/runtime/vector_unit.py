@@ -14,6 +14,9 @@ int many_registers;
 #if defined(__AVX512BF16__) && defined(__SSE4A__) // AMD's: Intel's have no SSE4a, and take longer by pairs
 int pairs_of_bfloat16;
 #endif
+#if defined(__x86_64__) && !defined(__SSE4A__) // Intel's
+int one_prefetch;
+#endif
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__)
 int matrix_tiles;
 #endif
@@ -38,4 +41,5 @@ def vector_unit(arch: str, flags: tuple[str, ...]) -> VectorUnit:
     raise NoCompiler(f"{command[0]!r} is not a clang that compiles for {arch}: {said}")
   lanes = 16 if "%zmm" in done.stdout else 8 if "%ymm" in done.stdout else 4
   registers = 32 if "many_registers" in done.stdout else 16
-  return VectorUnit(lanes, registers, *(name in done.stdout for name in ("pairs_of_bfloat16", "matrix_tiles")))
+  found = (name in done.stdout for name in ("pairs_of_bfloat16", "one_prefetch", "matrix_tiles"))
+  return VectorUnit(lanes, registers, *found)

@@ -4,7 +4,7 @@ A core has eight tiles, each of 16 rows of 64 bytes. `tile_product` computes C +
 bfloat16 and C (16, 16) float32. A lies as it does in memory, row by row. B lies in pairs: row r of its tile holds
 (B[2r, j], B[2r + 1, j]) for j = 0, 1, ..., so that 16 rows of pairs are A transposed as 32-bit words (`transpose`).
 
-Everything but `transpose`, `scale_rows` and `weigh` needs `tile_config` first, and `tile_release` when it is done.
+All that works on tiles needs `tile_config` first, and `tile_release` when it is done.
 Denormal numbers count as 0 in products.
 
 Source: Intel 64 and IA-32 Architectures Software Developer's Manual, "Intel Advanced Matrix Extensions", LDTILECFG,
@@ -46,7 +46,7 @@ EXP2: Mapping[int, tuple[float, ...]] = MappingProxyType(
 
 _VECTORS = "".join(
   f" typedef {of} {name} __attribute__((vector_size(64)));"
-  for of, name in (("float", "vector"), ("int", "words"), ("short", "halves"))
+  for of, name in (("float", "vector"), ("int", "words"), ("unsigned", "bits"), ("short", "halves"))
 )
 
 
@@ -100,18 +100,27 @@ def _exp2(x: str, degree: int) -> str:
   )
 
 
+def _rounded(parts: int, in_pairs: bool, places: str) -> str:
+  """C text that stores the vectors a and b in bfloat16, part by part at `places` with `part`, and changes them.
+
+  One part is rounded to nearest; several, whose sum is the number, are cut off.
+  """
+  lines = ["a = (vector)((words)a + 32768); b = (vector)((words)b + 32768);"] if parts == 1 else []
+  for part in range(parts):
+    if in_pairs:
+      # A shift and a blend; of them the compiler would make one shuffle of 16-bit elements, which takes longer.
+      lines.append('{{ bits y = (bits)a >> 16; __asm__("" : "+v"(y)); y |= (bits)b & 0xffff0000u;')
+    else:
+      order = ", ".join(map(str, range(1, 4 * LANES, 2)))
+      lines.append(f"{{{{ halves y = __builtin_shufflevector((halves)a, (halves)b, {order});")
+    lines.append(f"__builtin_memcpy({places.replace('part', str(part))}, &y, 64); }}}}")
+    if part < parts - 1:
+      lines += [f"{x} -= (vector)((words){x} & (int)0xffff0000);" for x in "ab"]
+  return " ".join(lines)
+
+
 def _weigh(parts: int, degree: int) -> str:
   """Text of `weigh`."""
-  high = ", ".join(f"{2 * i + 1}, {2 * i + 33}" for i in range(LANES))
-  pack = "halves y = __builtin_shufflevector((halves)(a{0}), (halves)(b{0}), " + high + ");"
-  store = "__builtin_memcpy(p + 16 * (i / 2 + {1} * ({{5}} / 2)), &y, 64);"
-  steps = []
-  for part in range(parts):
-    rounding = " + 32768" if parts == 1 else ""
-    rounded = pack.replace("(a{0})", f"((words)a{rounding})").replace("(b{0})", f"((words)b{rounding})")
-    steps.append("{{ " + rounded + " " + store.replace("{1}", str(part)).replace("{{5}}", "{5}") + " }}")
-    if part < parts - 1:
-      steps += [f"{x} -= (vector)((words){x} & (int)0xffff0000);" for x in "ab"]
   return _block(
     _VECTORS,
     "unsigned *p = (unsigned *){0}; const float *s = {1}; vector shift, l;",
@@ -126,9 +135,25 @@ def _weigh(parts: int, degree: int) -> str:
     _exp2("a", degree),
     _exp2("b", degree),
     "l += a + b;",
-    *steps,
+    _rounded(parts, True, "p + 16 * (i / 2 + part * ({5} / 2))"),
     "}} __builtin_memcpy({3}, &l, 64);",
   )
+
+
+def _pack(parts: int, in_pairs: bool) -> str:
+  """Text of `pack`."""
+  return _block(
+    _VECTORS,
+    "char *to = (char *){0}; const char *x = (const char *){1}, *y = (const char *){2};",
+    '_Pragma("clang loop unroll_count(4)") for (int i = 0; i < {4}; i++) {{ vector a, b;',
+    "__builtin_memcpy(&a, x + i * {3}, 64); __builtin_memcpy(&b, y + i * {3}, 64);",
+    _rounded(parts, in_pairs, "to + 64 * i + part * {5}"),
+    "}}",
+  )
+
+
+def _pack_name(parts: int, in_pairs: bool) -> str:
+  return f"pack_{parts}{'_pairs' * in_pairs}"
 
 
 _CONFIG = _block(
@@ -160,9 +185,15 @@ _LIST = [
   # read and cache lines of it per two rows
   *[
     Instruction(f"weigh_{parts}_{degree}", {"c": _weigh(parts, degree)}, statement=True, parameters=(parts, degree))
-    for parts in (1, 2, 3)
+    for parts in (1, 2)
     for degree in EXP2
     if degree == max(EXP2) or parts == 1
+  ],
+  # pointers to write and to two rows of float32, bytes from a row to the next, number of rows, bytes from part to part
+  *[
+    Instruction(_pack_name(parts, x), {"c": _pack(parts, x)}, statement=True, parameters=(parts, x))
+    for parts in (1, 2)
+    for x in (False, True)
   ],
 ]
 
@@ -255,13 +286,13 @@ def weigh(
 
   Args:
     to: INDEX of (parts, rows / 2, 16) uint32, receives the weights of two keys each, lower key first, in bfloat16:
-      rounded to nearest, or with several parts as a sum of them, cut off after each part.
+      rounded to nearest, or in two parts, each of them cut off.
     scores: INDEX of (rows, 16) float32.
     shift: INDEX of 16 float32, at least score * factor.
     sums: INDEX of 16 float32, to which the weights, before rounding, are added.
     factor: factor on the scores.
     rows: keys, an even number.
-    parts: 1, 2 or 3.
+    parts: 1 or 2.
     degree: of the polynomial that computes exp2, see `EXP2`; below 5 only with one part.
     ahead: INDEX of what will soon be read, and its size in bytes, of two arrays: they are brought into the L1 cache.
   """
@@ -270,3 +301,20 @@ def weigh(
   for place, size in ahead:
     operands += [place, UOp.const(ceildiv(size, LINE * rows // 2), dtypes.int)]
   return statement(weights, "c", after, to, scores, shift, sums, *operands)
+
+
+def pack(
+  to: UOp, a: UOp, b: UOp, stride: int, count: int, part_bytes: int, parts: int, in_pairs: bool, *after: UOp
+) -> UOp:
+  """Turn rows of 16 float32 into bfloat16, 32 of two rows in 64 bytes, `count` times. A statement.
+
+  Args:
+    to: INDEX of what receives them, of any type, 64 bytes after 64 bytes.
+    a, b: INDEX of the first two rows; the next ones are `stride` bytes on.
+    part_bytes: from one part to the next; see `weigh` for parts.
+    parts: 1 or 2.
+    in_pairs: whether elements of a and b alternate, as in a right operand's rows; else those of b follow those of a.
+  """
+  word = INSTRUCTIONS[_pack_name(parts, in_pairs)]
+  given = (UOp.const(x, dtypes.int) for x in (stride, count, part_bytes))
+  return statement(word, "c", after, to, a, b, *given)

@@ -7,6 +7,7 @@ from tinygrad.helpers import ceildiv
 from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl.rules.head_view import HeadView
+from uopattn.dsl.schedule import Problem
 from uopattn.dsl.scope import Loop, Scope, sizes
 
 Tile = Callable[[UOp, UOp], UOp]  # (key of the tile, column) -> its float32 element
@@ -26,6 +27,17 @@ def register_blocks(length: int, width: int) -> list[tuple[int, int, int]]:
 def largest_divisor(x: int, most: int) -> int:
   """The largest divisor of x that is at most `most` (and at least 1)."""
   return max(d for d in range(1, min(max(most, 1), x) + 1) if x % d == 0)
+
+
+def blocks_per_call(problem: Problem, block_m: int, threads: int) -> int:
+  """How many blocks of queries of a forward pass one call of a kernel processes: a divisor of their number.
+
+  A call costs a microsecond, so it has 4 million floating-point operations, some 0.02 ms. If threads would then be
+  idle, it has fewer, but at least 1 million.
+  """
+  blocks, each = problem.heads * ceildiv(problem.M, block_m), 2 * block_m * problem.N * (problem.Dk + problem.Dv)
+  work = min(4_000_000, max(1_000_000, blocks * each // threads))
+  return largest_divisor(blocks, ceildiv(work, each))
 
 
 def work_items(s: Scope, count: int, per_call: int) -> tuple[tuple[UOp, UOp], UOp]:

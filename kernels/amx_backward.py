@@ -1,0 +1,239 @@
+"""Backward attention on a CPU with matrix tiles (AMX): all three gradients in one pass, 16 queries per tile.
+
+FlashAttention-2's backward pass (Dao, 2023), transposed, as in `cpu_backward`. Each block of `block_m` queries runs
+over all tiles of `block_n` keys that it sees, and for each of these over its pairs of 16 queries, one query per lane:
+    S^T = K Q^T,  dP^T = V dO^T           (block_n, 32)   products of bfloat16, summed in float32
+    P^T, dS^T                             (block_n, 32)   lane by lane, rounded to bfloat16
+    dQ^T += K^T dS^T                      (Dk, 32)   on the stack, stored when the block is done
+and then once for all its queries
+    dV += P^T dO,  dK += dS^T Q           (block_n, Dv), (block_n, Dk)   in memory
+
+Storage, all on the stack: Q and dO, packed twice per block as right operands, with queries in lanes and in pairs; dQ^T;
+a tile of K and V, and K^T; S^T and dP^T of 32 queries, in whose place P^T and dS^T follow; these of all queries of the
+block in bfloat16, as left operands; what a tile adds to dK and dV. See `uopattn.dsl.cpu.amx_operands`. Work items, and
+the sums of dK and dV that they leave, are those of `cpu_backward`. float16 is two bfloat16 parts, as in `amx_forward`.
+
+Measured 2026-11-23 on two threads of a Xeon (model 207, clang 19), bfloat16, H=8 N=1024: 658 GFLOP/s at D=64, 712 at
+D=128; 524 and 567 with delta and the sums of dK and dV, which ran on one thread then. See scripts/results/NOTES.md.
+"""
+
+from dataclasses import asdict, dataclass
+
+from tinygrad import UOp, dtypes
+from tinygrad.dtype import DType
+from tinygrad.helpers import ceildiv, round_up
+from tinygrad.uop.ops import AxisType, KernelInfo
+
+from uopattn.dsl import LOG2E, Scope, clamp, sizes
+from uopattn.dsl.cpu.amx import LANES, PAIR, ROW_BYTES, ROWS, STEP, pack, tile_config, tile_release, tile_store
+from uopattn.dsl.cpu.amx_operands import (
+  BLOCK,
+  GROUPS,
+  PARTS,
+  PRODUCTS,
+  accumulate,
+  cleared,
+  filled,
+  load_lanes,
+  load_pairs,
+  load_rows,
+  mma_ab,
+  mma_abt,
+  store_rows,
+  turned,
+)
+from uopattn.dsl.cpu.gradients import Gradients, block_of, clear, load_row_sums, parts_of
+from uopattn.dsl.cpu.register_blocks import even
+from uopattn.dsl.rules.head_view import HeadView
+from uopattn.dsl.rules.rules import Rules
+from uopattn.dsl.schedule import Kernel, Problem, Schedule
+from uopattn.dsl.target import Target
+
+STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
+
+
+@dataclass(frozen=True)
+class Tiles:
+  """The block sizes of one kernel.
+
+  Attributes:
+    block_m: query rows per block, a multiple of 32.
+    block_n: keys per tile, a multiple of 32.
+    parts: work items that share the queries of a key head, each with its own sums of dK and dV.
+  """
+
+  block_m: int
+  block_n: int
+  parts: int = 1
+
+  def __post_init__(self) -> None:
+    units = {"block_m": BLOCK, "block_n": BLOCK, "parts": 1}
+    for name, value in asdict(self).items():
+      if value < 1 or value % units[name]:
+        raise ValueError(f"Tiles.{name}={value}: must be a positive multiple of {units[name]}")
+
+  def stack_bytes(self, Dk: int, Dv: int, parts: int) -> int:
+    """Bytes of all that the docstring of the file lists, with operands in `parts` parts."""
+    Dk, Dv = round_up(Dk, STEP), round_up(Dv, STEP)
+    of_queries = self.block_m * (4 * parts * (Dk + Dv) + 4 * Dk)
+    of_keys = self.block_n * (2 * parts * (3 * Dk + Dv) + 4 * (Dk + Dv))
+    return of_queries + of_keys + self.block_n * (4 * parts * self.block_m + GROUPS * LANES * (8 + 2 * parts))
+
+  @classmethod
+  def choose(cls, problem: Problem, target: Target) -> "Tiles":
+    """Choose tiles for a problem and the threads of a machine.
+
+    Raises:
+      ValueError: the processor has no tiles; the head size is too large for the stack even with the smallest tile.
+    """
+    if not target.vector.tiles:
+      raise ValueError(f"{target}: must have tiles of bfloat16 (AMX), and a system that permits them")
+    p, parts = problem, PARTS.get(problem.dtype, 1)
+    # A tile that is moved back to end at N must be masked, so prefer sizes that divide N.
+    block_n = next((n for n in (64, 96, 32) if p.N % n == 0), 64 if p.N > BLOCK else BLOCK)
+    largest = 128 if p.is_causal else 256  # under a causal mask a large block sees many keys that are hidden
+    block_m = round_up(even(p.M, largest), BLOCK)
+    while (needed := cls(block_m, block_n).stack_bytes(p.Dk, p.Dv, parts)) > STACK_LIMIT:
+      if (block_m, block_n) == (BLOCK, BLOCK):
+        size = max(p.Dk, p.Dv)
+        raise ValueError(f"head size {size}: a tile needs {needed} bytes of stack, the limit is {STACK_LIMIT}")
+      block_m, block_n = max(BLOCK, round_up(block_m // 2, BLOCK)), BLOCK
+    return cls(block_m, block_n, parts_of(p.B * p.Hkv, p.group * ceildiv(p.M, block_m), target.threads))
+
+
+def backward(
+  dq: UOp, dk: UOp, dv: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles
+) -> UOp:
+  """Build the kernel.
+
+  Args:
+    dq, dk, dv, lse, delta: as `cpu_backward` has them.
+    q, k, v, do: as `cpu_backward` has them, bfloat16 or float16.
+    rules: masks, score mods and scaling.
+    tiles: block sizes.
+  """
+  (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
+  block_m, block_n, parts = tiles.block_m, tiles.block_n, PARTS[q.dtype]
+  blocks, n_tiles = heads // kv_heads * ceildiv(M, block_m), ceildiv(N, block_n)  # blocks per key head
+  s = Scope()
+  call = s.axis(kv_heads * tiles.parts, AxisType.THREAD)
+  kv_head = call // tiles.parts
+  dk, dv = (clear(s, x, call) for x in (dk, dv))
+  outer = (call, s.axis(ceildiv(blocks, tiles.parts)))
+  block, busy = block_of(call, outer[1], blocks, heads // kv_heads, M, block_m, tiles.parts)
+  head_rules = rules.at(block.head)
+
+  config = tile_config(*outer)
+  queries, grads = (HeadView.of(x, block.head, block.end) for x in (q, do))
+  q_t, do_t = (load_lanes(s, x, block.row, block_m, parts, outer) for x in (queries, grads))
+  width, dv_width = (round_up(x, STEP) for x in (Dk, Dv))
+
+  def operand(dtype: DType, rows: int, width: int) -> UOp:
+    return filled(s, 0, dtype, parts, rows, width, within=outer)
+
+  q_pairs, do_pairs = (
+    load_pairs(s, operand(dtypes.uint, block_m // PAIR, size), x, block.row, x.length, *outer)
+    for x, size in ((queries, width), (grads, dv_width))
+  )
+  lse_i, delta_i = load_row_sums(s, lse, delta, block, block_m, 1.0 if rules.has_score_mods else LOG2E, outer)
+  dq_t = filled(s, 0.0, dtypes.float, block_m // LANES, width, LANES, within=outer)
+  k_rows, v_rows = (operand(dtypes.ushort, block_n, size) for size in (width, dv_width))
+  k_pairs = operand(dtypes.uint, block_n // PAIR, width)
+
+  key_range = head_rules.key_range(block.row, block_m, block_n)
+  trips = busy.where(key_range.n_tiles, 1)  # without a block of its own, an item makes one trip
+  loop = s.loop(trips if trips.vmin < trips.vmax else int(trips.vmax), *outer)
+  start = key_range.tile(clamp(loop.index, 0, n_tiles - 1)) * block_n  # first key that this trip adds
+  first = clamp(start, 0, max(0, N - block_n))  # first key of the tile: the last tile is moved back to end at N
+
+  length = head_rules.length if rules.kv_lengths is not None or block_n > N else None
+  keys, values = (HeadView.of(x, kv_head, head_rules.length) for x in (k, v))
+  k_rows = load_rows(s, k_rows, keys, first, length, *loop.axes)
+  v_rows = load_rows(s, v_rows, values, first, length, *loop.axes)
+  k_t = turned(s, load_pairs(s, k_pairs, keys, first, length, *loop.axes), *loop.axes)
+
+  g = s.axis(block_m // BLOCK)
+  inside, group = (*loop.axes, g), g * GROUPS
+  qk = mma_abt(s, k_rows, q_t, group, PRODUCTS[parts], *inside, config)
+  dp = mma_abt(s, v_rows, do_t, group, PRODUCTS[parts], *inside, qk)  # after it: they use the same tiles
+  gradients = Gradients(head_rules, block.row, start, first, lse_i, delta_i, N if block_n > N else None)
+  p, ds = recompute(s, qk, dp, gradients, group)
+  p_rows, ds_rows = (s.buffer(parts, block_m // BLOCK, block_n, BLOCK, dtype=dtypes.ushort) for _ in range(2))
+  packed, ds_pairs = pack_gradients(s, p_rows, ds_rows, p, ds, g, inside)
+  dq_end = mma_ab(s, dq_t.after(*inside), group, k_t, ds_pairs, *inside, packed).end(g)
+  dv_end = add_product(s, dv, call, first, p_rows.after(dq_end), do_pairs, *loop.axes)
+  dk_end = add_product(s, dk, call, first, ds_rows.after(dv_end), q_pairs, *loop.axes)
+  end = loop.end(dk_end)
+
+  store = store_rows(s, dq, block.head, block.row, block.end, dq_t.after(end))
+  name = f"attention_backward_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
+  # The tag keeps tinygrad from rearranging the axes.
+  return UOp.group(store, tile_release(end)).end(*outer).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
+
+
+def recompute(s: Scope, qk: UOp, dp: UOp, gradients: Gradients, group: UOp) -> tuple[UOp, UOp]:
+  """Compute P^T after dropout in place of S^T = Q K^T, and dS^T, the gradients of these, in place of dP^T."""
+  j, n, m = (s.axis(size) for size in sizes(qk))
+  weight, grad = gradients.of(qk[j, n, m].load(), dp[j, n, m].load(), n, (group + j) * LANES + m)
+  end = UOp.group(qk[j, n, m].store(weight), dp[j, n, m].store(grad)).end(j, n, m)
+  return qk.after(end), dp.after(end)
+
+
+def pack_gradients(
+  s: Scope, p_rows: UOp, ds_rows: UOp, p: UOp, ds: UOp, g: UOp, inside: tuple[UOp, ...]
+) -> tuple[UOp, UOp]:
+  """Pack P^T and dS^T of pair g of groups: both as left operands, and dS^T as a right one.
+
+  Args:
+    p_rows, ds_rows: (parts, pairs, block_n, 32), receive the left operands.
+
+  Returns:
+    The last store, and the right operand, (2, parts, block_n / 2, 16) pairs.
+  """
+  parts, pairs, block_n, _ = sizes(p_rows)
+  ds_pairs = s.buffer(GROUPS, parts, block_n // PAIR, LANES, dtype=dtypes.uint)
+  done: tuple[UOp, ...] = (*inside, p, ds)
+  for to, x in ((p_rows, p), (ds_rows, ds)):
+    place, part_bytes = to.after(*inside)[0, g, 0, 0], pairs * block_n * ROW_BYTES
+    done = (pack(place, x[0, 0, 0], x[1, 0, 0], ROW_BYTES, block_n, part_bytes, parts, False, *done),)
+  for j in range(GROUPS):
+    place, part_bytes = ds_pairs.after(*inside)[j, 0, 0, 0], block_n // PAIR * ROW_BYTES
+    done = (pack(place, ds[j, 0, 0], ds[j, 1, 0], PAIR * ROW_BYTES, block_n // PAIR, part_bytes, parts, True, *done),)
+  return done[0], ds_pairs.after(*done)
+
+
+def add_product(s: Scope, out: UOp, item: UOp, first: UOp, left: UOp, right: UOp, *within: UOp) -> UOp:
+  """Compute dV += P^T dO or dK += dS^T Q: add the product, (block_n, D), to keys from `first` on, as many as exist."""
+  (parts, steps, block_n, _), (*_, width), (_, N, D) = sizes(left), sizes(right), sizes(out)
+  sums = s.buffer(block_n, width)
+  n, c = s.axis(block_n // BLOCK), s.axis(width // BLOCK)
+  end = accumulate(
+    s,
+    steps,
+    PRODUCTS[parts],
+    lambda step, part: lambda i: (left[part, step, n * BLOCK + i * ROWS, 0], ROW_BYTES),
+    lambda step, part: lambda j: (right[part, step * LANES, c * BLOCK + j * LANES], width * 4),
+    cleared(*within, n, c, left, right),
+  )
+  for i in range(2):
+    for j in range(2):
+      place = sums.after(*within)[n * BLOCK + i * ROWS, c * BLOCK + j * LANES]
+      end = tile_store(2 * i + j, place, width * 4, end)
+  sums = sums.after(end.end(n, c))
+  r, d = s.axis(min(block_n, N)), s.axis(D)
+  place = out.after(*within)[item, first + r, d]
+  return place.store(place.load() + sums[r, d].load()).end(r, d)
+
+
+SCHEDULE = Schedule(
+  "amx_backward",
+  devices=("CPU",),
+  dtypes=tuple(PARTS),
+  kernels=(
+    Kernel.backward(
+      backward, "dq", "dk", "dv", choose=lambda *given: Tiles.choose(*given), sums=lambda tiles: tiles.parts
+    ),
+  ),
+  tiles=Tiles,
+  lacks=("scales", "page_table"),
+)

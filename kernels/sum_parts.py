@@ -1,0 +1,37 @@
+"""Adds up the float32 sums of dK, or of dV, that the work items of a backward pass on a CPU leave, in the final dtype.
+
+It runs on the kernels' threads; tinygrad's own ops would run on one. Storage: a work item has `ROWS` rows.
+"""
+
+from functools import reduce
+
+from tinygrad import UOp
+from tinygrad.helpers import ceildiv
+from tinygrad.uop.ops import AxisType, KernelInfo
+
+from uopattn.dsl import Scope, gated, sizes
+from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Schedule
+
+ROWS = 64
+
+
+def add_parts(o: UOp, sums: UOp) -> UOp:
+  """Build the kernel.
+
+  Args:
+    o: (heads, N, D), the output, in any dtype.
+    sums: (heads parts, N, D) float32.
+  """
+  (heads, N, D), s = sizes(o), Scope()
+  parts, blocks = sizes(sums)[0] // heads, ceildiv(N, ROWS)
+  item = s.axis(heads * blocks, AxisType.THREAD)
+  head, r, d = item // blocks, s.axis(min(ROWS, N)), s.axis(D)
+  n = item % blocks * ROWS + r
+  inside = n < N
+  total = reduce(UOp.__add__, (gated(sums, inside, head * parts + i, n, d).load() for i in range(parts)))
+  end = gated(o, inside, head, n, d).store(total.cast(o.dtype)).end(r, d, item)
+  # The tag keeps tinygrad from rearranging the axes.
+  return end.sink(arg=KernelInfo(name=f"attention_sums_{heads}_{parts}_{N}_{D}", opts_to_apply=()), tag=1)
+
+
+SCHEDULE = Schedule("sum_parts", ("CPU",), DTYPES_16_32, (Kernel(add_parts, ("o",), ("o", "sums"), wants=()),))

@@ -1,0 +1,117 @@
+"""What the CPU kernels of the backward pass share: blocks of queries, their row sums, and the gradients of scores."""
+
+from dataclasses import dataclass
+from functools import reduce
+from math import inf
+
+from tinygrad import UOp, dtypes
+from tinygrad.helpers import ceildiv
+
+from uopattn.dsl.math import LOG2E, exp2
+from uopattn.dsl.rules.rules import HeadRules
+from uopattn.dsl.scope import Scope, clamp, gated, sizes
+
+
+def parts_of(kv_heads: int, blocks: int, threads: int) -> int:
+  """Choose the fewest parts of each key head's `blocks` blocks that keep threads busy for nine tenths of the time.
+
+  If that is not possible, come as close as possible.
+  """
+
+  def turns(parts: int) -> int:
+    return ceildiv(kv_heads * parts, threads) * ceildiv(blocks, parts)
+
+  choices = range(1, min(blocks, 4 * threads) + 1)
+  least = min(map(turns, choices))
+  return next(parts for parts in choices if 9 * turns(parts) <= 10 * least)
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+  """A block of queries: rows `row` to `end` - 1 of `head`; the other lanes are idle."""
+
+  head: UOp
+  row: UOp
+  end: UOp
+
+  def exists(self, m: UOp) -> UOp:
+    return self.row + m < self.end
+
+
+def clear(s: Scope, x: UOp, item: UOp) -> UOp:
+  """Set the sums of a work item, (N, D), to 0."""
+  n, d = (s.axis(size) for size in sizes(x)[1:])
+  return x.after(x[item, n, d].store(UOp.const(0.0, dtypes.float)).end(n, d))
+
+
+def block_of(call: UOp, turn: UOp, blocks: int, group: int, M: int, block_m: int, parts: int) -> tuple[Block, UOp]:
+  """Return the block of queries of a work item at a turn, and whether it exists: at the last turn there may be none.
+
+  The blocks of an item are `parts` apart. With a causal mask, all items thus get a similar mix of long and short ones.
+  """
+  place, a_head = turn * parts + call % parts, blocks // group
+  busy, place = place < blocks, clamp(place, 0, blocks - 1)
+  head = call // parts * group + place // a_head
+  return Block(head, place % a_head * block_m, busy.where(UOp.const(M), 0)), busy
+
+
+def load_row_sums(
+  s: Scope, lse: UOp, delta: UOp, block: Block, block_m: int, unit: float, outer: tuple[UOp, ...]
+) -> tuple[UOp, UOp]:
+  """Load the block's LSE times `unit`, and its delta, (block_m,) both.
+
+  A row that sees no key, or does not exist, gets an LSE of inf and a delta of 0: its P and its gradients are 0.
+  """
+
+  def lse_of(m: UOp) -> UOp:
+    inside = block.exists(m)
+    x = gated(lse, inside, block.head, block.row + m).load()
+    return (inside & x.ne(-inf)).where(x * unit, inf)
+
+  lse_i = s.assign(s.buffer(block_m), lse_of, within=outer)
+
+  def delta_of(m: UOp) -> UOp:
+    inside = block.exists(m)
+    return lse_i[m].ne(inf).where(gated(delta, inside, block.head, block.row + m).load(), 0.0)
+
+  return lse_i, s.assign(s.buffer(block_m), delta_of, within=outer)
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+  """Maps the products of a tile to P and dS.
+
+  Attributes:
+    rules: the rules of the block's head.
+    row: the block's first query.
+    start: the first key that this trip adds; another trip has the keys of the tile before it.
+    first: the first key of the tile.
+    lse_i, delta_i: see `load_row_sums`.
+    length: number of keys, if the only tile has more; else None.
+  """
+
+  rules: HeadRules
+  row: UOp
+  start: UOp
+  first: UOp
+  lse_i: UOp
+  delta_i: UOp
+  length: int | None = None
+
+  def of(self, product: UOp, dp: UOp, n: UOp, m: UOp) -> tuple[UOp, UOp]:
+    """Return the weight of key n of the tile for lane m, after dropout, and the gradient of their product q.k.
+
+    Args:
+      product: q.k.
+      dp: dO.v.
+    """
+    row, key, (pre, scale_log2) = self.row + m, self.first + n, self.rules.rules.scaling
+    absent = [key < self.start] if self.length is None else [key >= self.length]
+    hidden = reduce(UOp.__or__, [*absent, *self.rules.hidden(row, key)])
+    score = hidden.where(-inf, self.rules.apply_score_mods(product * pre, row, key))
+    if self.rules.rules.has_score_mods:  # scores may be large: subtract the LSE before the factor rounds it
+      p = exp2((score * (scale_log2 / LOG2E) - self.lse_i[m]) * LOG2E)
+    else:
+      p = exp2(score * scale_log2 - self.lse_i[m])
+    weight, dp = self.rules.dropped([p], row, key, [0])[0], self.rules.dropped([dp], row, key, [0])[0]
+    return weight, self.rules.score_vjp([p * (dp - self.delta_i[m])], [product], row, key, [0])[0]
