@@ -26,7 +26,8 @@ for N=512 / 1024 / 2048 / 4096 / 8192:
     D=128          352 428 484 525 538    1.08 1.05 1.05 1.08 1.05    1.00 1.12 1.16 1.07 1.21
     D=128, causal  229 325 415 473 507    1.07 1.09 1.08 1.09 1.06    1.01 1.11 1.19 1.10 1.23
 For D=64, N=1024 350 (1.00, 1.06) and N=4096 414 (0.98, 1.09), causal 386 (1.06, 1.09); other rows were not measured in
-this form. `preferred` says which cases are left to `hopper_backward`. Nothing spills.
+this form. `preferred` says which cases are left to `hopper_backward`. Nothing spills, but one word at D=64 with a
+causal mask.
 """
 
 from collections.abc import Callable

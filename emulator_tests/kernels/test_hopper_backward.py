@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from conformance_backward import BFLOAT, HALF, Case, Machine, Shape
-from gradients import check_gradients
+from gradients import check_gradients, gradients_of
 from helpers import inputs
 from report_cuda import by_nvcc, figure, rendered
-from tinygrad import UOp
+from tinygrad import Tensor, UOp
 
 import uopattn.emulator as emulator
 from uopattn.dsl import instructions
@@ -88,10 +88,13 @@ def test_gradients_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
   """With q, k and v that are views, and a gradient of the LSE."""
   always = replace(hopper_fused_backward.SCHEDULE, meant_for=lambda problem, target: True)
   monkeypatch.setattr(dispatch, "BACKWARD", (always,))
+
+  def of_views(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **given: Any) -> dict[str, Tensor]:
+    q, k, v = (x.transpose(1, 2).contiguous().realize().transpose(1, 2) for x in (q, k, v))
+    return gradients_of(q, k, v, *rest, **given)
+
   with FUSED.device():
-    q, k, v = inputs(1, 2, 1, 20, 140, 16, 24)
-    k, v = (x.transpose(1, 2).contiguous().realize().transpose(1, 2) for x in (k, v))
-    check_gradients(q, k, v, {"is_causal": True, "q_start": 100})
+    check_gradients(*inputs(1, 2, 1, 20, 140, 16, 24), {"is_causal": True, "q_start": 100}, run=of_views)
 
 
 def test_graphs_know_what_instructions_write() -> None:
