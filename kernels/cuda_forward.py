@@ -12,8 +12,8 @@ memory (`uopattn.dsl.nvidia.swizzled`, `Tiles.shared_bytes`). cp.async fills one
 copies through registers); ldmatrix reads K, and V transposed (`uopattn.dsl.nvidia.mma`).
 
 Each read of K and of V serves one product per tile of 16 queries that a warp has, so warps have two such tiles where
-registers allow. Then Q may stay in registers, too, up to a head size of 96. At larger ones, up to 128, each step of Q
-is read again for each tile of keys (`Tiles.in_registers`), which takes a fifth of all reads.
+registers allow. At head sizes up to 64, and with a mask up to 96, Q then stays in registers. At larger ones, up to 128,
+each step of Q is read again for each tile of keys (`Tiles.in_registers`), which takes a fifth of all reads.
 
 With 8-bit inputs P is rounded to their type. A power of two scales P and l, so it cancels; see `P_SCALE_LOG2`.
 
@@ -22,11 +22,12 @@ tile (GQA packing), so that each key is read once for all of them. The keys are 
 the multiprocessors (Flash-Decoding), and `kernels/combine.py` combines the splits.
 
 Measured 2026-11-23 on an H200 (B=4, H=32, N=4096, float16, sustained), where `hopper_forward` is faster, TFLOP/s and
-the ratio to FlashAttention-2 in the same run:
+the ratio to FlashAttention-2 in the same run, both in turns that follow kernels of similar power:
     D=128          362    1.07    8 warps, 64 keys
     D=128, causal  317    1.04    4 warps, 48 keys
-    D=64           318    1.11    4 warps, 64 keys
+    D=64           315    1.07    4 warps, 64 keys
     D=64, causal   296    1.08
+Right after cuDNN's kernel, which leaves the GPU a lower clock, D=128 has 328 and 305; see scripts/results/NOTES.md.
 Decode, one query, D=128, 32/8 heads (2026-11-22): 4277 GB/s of keys and values at B=16 N=8192, 3139 at B=1 N=8192 (11.2
 us in a CUDA graph), 4132 at B=1 N=131072. On sm_80 nvcc 13 spills with softcap: 444 bytes at D=64, 236 at D=128. On
 sm_90 it spills 16 bytes at D=128 with 64 keys.
@@ -178,7 +179,8 @@ class Tiles:
     """Tiles for a problem, best first, whether or not they fit; the last one is the smallest that there is.
 
     Tiles whose queries stay in registers are best if two tiles of queries per warp do, as each read of K and V then
-    serves two products. Next are those that read their queries, and last those with one tile of queries.
+    serves two products. Next are those that read their queries, and last those with one tile of queries. Without a
+    mask, reading the queries is better than tiles of only 32 keys.
     """
     step, turing = STEP_BYTES // problem.dtype.itemsize, int(target.arch.removeprefix("sm_")) < 80
     warps, keys = min(WARPS, ceildiv(problem.M, MMA_M)), round_up(problem.N, max(step, PAIR))
@@ -194,14 +196,19 @@ class Tiles:
     if step != 16 or max(problem.Dk, problem.Dv) > 128 or not problem.light:
       return [*two, *one]
     sizes = ((2 * WARPS, 64), (WARPS, 64), (WARPS, 48), (2 * WARPS, 48), (2 * WARPS, 32), (WARPS, 32))
-    return [*two, *(cls(w, 2, min(n, keys), in_registers=False) for w, n in sizes), *one]
+    reading = [cls(w, 2, min(n, keys), in_registers=False) for w, n in sizes]
+    return [*two, *reading, *one] if masked(problem, two[0].block_n) else [two[0], *reading, *two[1:], *one]
 
   def budget(self, problem: Problem) -> int:
     """The limit of `registers` for a problem, of 255 per lane: P, addresses and temporaries need the rest."""
     if self.in_registers:
       return BUDGET[self.step]
-    masked = problem.window != (None, None) or problem.features or problem.N % self.block_n
-    return READING_MASKED if masked else READING
+    return READING_MASKED if masked(problem, self.block_n) else READING
+
+
+def masked(problem: Problem, block_n: int) -> bool:
+  """Whether any tile of `block_n` keys may need a mask."""
+  return problem.window != (None, None) or bool(problem.features) or problem.N % block_n > 0
 
 
 # Limits of `Tiles.registers`, as seen in compile reports: with the queries in registers, by `Tiles.step` (in 8 bits P

@@ -66,6 +66,7 @@ def test_matches_the_oracle(case: str) -> None:
   [
     cuda_forward.Tiles(4, 2, 32, 3),
     cuda_forward.Tiles(2, 1, 64),
+    cuda_forward.Tiles(4, 2, 48, in_registers=False),
     pytest.param(hopper_forward.Tiles(3, 64, 4), marks=hopper_alone),
   ],
   ids=str,

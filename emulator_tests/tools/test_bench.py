@@ -29,7 +29,6 @@ SMALL = Config(h=2, n=40, d=8, dtype="float")
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
   for name in ("PAUSE", "SPIN", "WARM", "TURN"):
     monkeypatch.setattr(turns, name, 0)
-  monkeypatch.setattr(turns, "MOST_UNTIMED", 2)
   monkeypatch.setattr(contenders, "PRODUCT", 16)
   monkeypatch.setattr(contenders, "READ", 1 << 18)
 
@@ -45,7 +44,7 @@ def test_quick_run_writes_the_record_and_the_plot(tmp_path: Path, capsys: pytest
   made = json.loads(files[0].read_text())
   assert {"cpu", "cores", "system", "device", "threads", "load"} <= set(made["machine"])
   assert {"python", "uopattn", "tinygrad", "numpy", "clang"} <= set(made["versions"])
-  assert (made["rounds"], made["mode"]) == (2, "sustained")
+  assert (made["rounds"], made["mode"]) == (2, "bursts")
   assert len(made["rows"]) == len(bench.quick_rows("CPU"))
   for row in made["rows"]:
     ours = row["contenders"]["uopattn"]
@@ -218,10 +217,10 @@ def test_contenders_take_turns() -> None:
 
 
 class Clock:
-  """A clock that only calls of contenders advance; in each turn a contender's calls take the next of its times."""
+  """A clock that only calls of contenders advance."""
 
   def __init__(self) -> None:
-    self.now, self.pauses = 0.0, 0
+    self.now, self.pauses, self.last, self.left = 0.0, 0, "", 0
 
   def perf_counter(self) -> float:
     return self.now
@@ -229,12 +228,13 @@ class Clock:
   def sleep(self, seconds: float) -> None:
     self.pauses += seconds == turns.PAUSE
 
-  def runner(self, *seconds: float) -> contenders.Runner:
-    """A contender whose turns have two calls, one of them untimed; it keeps its last time."""
-    calls = itertools.chain((x for x in seconds for _ in range(2)), itertools.repeat(seconds[-1]))
+  def runner(self, name: str, calls: int) -> contenders.Runner:
+    """A contender of a second per call; in so many calls after another's turn it takes ..., 2, 1 seconds longer."""
 
     def call() -> None:
-      self.now += next(calls)
+      self.left = self.left - 1 if self.last == name else calls
+      self.last = name
+      self.now += 1 + max(0, self.left)
 
     return contenders.Runner(call, list)
 
@@ -242,35 +242,34 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
   clock = Clock()
-  monkeypatch.setattr(turns, "time", clock)
-  monkeypatch.setattr(turns, "PAUSE", 0.5)
+  for name, value in {"time": clock, "PAUSE": 0.5, "WARM": 0.5, "TURN": 0.5, "MOST_WARM": 100}.items():
+    monkeypatch.setattr(turns, name, value)
   return clock
 
 
 @pytest.mark.parametrize(
   ("burst", "most", "cpu", "found", "pauses"),
   [
-    (False, 12, False, {"a": [4.0, 4.0], "b": [3.0, 3.0]}, 0),  # four rounds until b has settled
-    (False, 12, True, {"a": [4.0, 4.0], "b": [3.0, 3.0]}, 12),
-    (False, 3, False, {"a": [4.0, 4.0], "b": [3.01, 3.0]}, 0),
-    (True, 12, False, {"a": [1.0, 4.0], "b": [1.0, 2.0]}, 4),
+    (False, 100, False, {"a": 1, "b": 1}, 0),
+    (False, 7, False, {"a": 1, "b": 3}, 0),  # b would need 15 seconds
+    (False, 100, True, {"a": 2, "b": 4}, 4),
+    (True, 100, False, {"a": 2, "b": 4}, 4),
   ],
-  ids=["sustained", "on a CPU", "never settled", "bursts"],
+  ids=["sustained", "never settled", "on a CPU", "bursts"],
 )
 def test_times_count_once_all_have_settled(
   burst: bool,
-  most: int,
+  most: float,
   cpu: bool,
-  found: dict[str, list[float]],
+  found: dict[str, float],
   pauses: int,
   clock: Clock,
   monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-  monkeypatch.setattr(turns, "MOST_UNTIMED", most)
+  monkeypatch.setattr(turns, "MOST_WARM", most)
   monkeypatch.setattr(turns, "on_cpu", lambda: cpu)
-  runners = {"a": clock.runner(1, 4), "b": clock.runner(1, 2, 3.05, 3.01, 3)}
-  times = turns.alternate(runners, 2, burst)
-  assert {name: x.seconds for name, x in times.items()} == {name: pytest.approx(x) for name, x in found.items()}
+  times = turns.alternate({"a": clock.runner("a", 2), "b": clock.runner("b", 4)}, 2, burst)
+  assert {name: x.seconds for name, x in times.items()} == {name: [x, x] for name, x in found.items()}
   assert clock.pauses == pauses
 
 

@@ -1,6 +1,6 @@
 """`python -m uopattn.bench`: times our kernels next to other libraries' attention on the same inputs.
 
-Contenders take turns, on a machine that is kept busy until their times settle, or in bursts; see
+Contenders take turns; a GPU is kept busy until their times settle, or with --burst pauses before each turn; see
 `uopattn.measure.turns`. The gate checks every result before it is timed; a wrong one gets no speed.
 
 Exit status: 0 if all of our results are correct; 1 if one is wrong; 2 on any error, such as invalid arguments, a
@@ -235,7 +235,7 @@ def record(rows: list[dict[str, Any]], names: list[str], given: argparse.Namespa
     "machine": machine | {"device": " and ".join(devices), "threads": thread_count(), "load": load},
     "versions": found | versions(sorted(more)) | compiler,
     "rounds": given.rounds,
-    "mode": "bursts" if given.burst else "sustained",
+    "mode": "bursts" if given.burst or all(device.startswith("CPU") for device in devices) else "sustained",
     "rows": rows,
   }
 
@@ -247,7 +247,9 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
   parser.add_argument("device", nargs="?", choices=kinds, help="where to run (default: tinygrad's default device)")
   parser.add_argument("--against", default="", metavar="NAMES", help="contenders, by commas: torch,tinygrad")
   parser.add_argument("--backward", action="store_true", help="time the gradients, from outputs computed beforehand")
-  parser.add_argument("--burst", action="store_true", help="pause before each turn, so that clocks recover")
+  parser.add_argument(
+    "--burst", action="store_true", help="on a GPU: pause before each turn, so that its clock recovers"
+  )
   parser.add_argument("--few", action="store_true", help=f"time only the problems of at most {FEW} queries")
   parser.add_argument("--quick", action="store_true", help="a few small problems")
   parser.add_argument("--json", default="", metavar="FILE", help="where to write the record")

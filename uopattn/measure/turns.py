@@ -1,11 +1,14 @@
 """Timing of contenders in turns, and comparison of their times.
 
-Contenders take turns in every round, so that other work on the machine affects all of them alike. A processor lowers
-its clock when it gets warm or draws too much power. Hence there are two ways to time:
+Contenders take turns in every round, so that other work on the machine affects all of them alike. A GPU that draws too
+much power lowers its clock, and for some tenths of a second the clock still is what the contender before left. Hence
+there are two ways to time on a GPU:
 
-- Sustained, the default: all contenders first take untimed turns, without pauses on a GPU, until the times of all have
-  settled. This is the speed of a machine that is busy for long.
+- Sustained, the default: without pauses. Every turn begins with untimed calls, for all as long as it takes until the
+  times of the slowest contender to settle have settled. This is the speed of a GPU that does this work for long.
 - In bursts: each turn follows a pause, in which the clock recovers. This is the speed of short work.
+
+On a CPU turns always follow a pause, because the threads of the contender before spin for a while.
 """
 
 import math
@@ -18,13 +21,12 @@ import numpy as np
 
 from uopattn.measure.contenders import Runner, on_cpu
 
-# Seconds before a turn on a CPU, where the previous contender's OpenMP threads spin for a while, and before a burst.
-PAUSE = 0.05
+PAUSE = 0.05  # seconds before a turn, in bursts or on a CPU
 SPIN = 0.2  # seconds of pause after numpy's products, whose OpenBLAS threads spin for a tenth of a second
-WARM = 0.03  # seconds of untimed calls before a turn, which wake threads and fill caches; equal for all
+WARM = 0.03  # seconds of untimed calls before a turn, which wake threads and fill caches; the least if sustained
 TURN = 0.1  # least seconds of a turn; short calls are repeated
-SETTLED = 0.02  # relative change of a contender's time from one untimed round to the next below which it has settled
-MOST_UNTIMED = 12  # rounds without timing; noise may keep times from settling
+SETTLED = 0.01  # relative change of a contender's time from one slice of TURN seconds to the next when it has settled
+MOST_WARM = 2.0  # seconds; noise may keep times from settling
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,11 @@ def alternate(runners: Mapping[str, Runner], rounds: int, burst: bool = False) -
 
   Args:
     rounds: number of turns of each that count.
-    burst: whether to time bursts; else untimed rounds come first, until the times have settled.
+    burst: whether to time bursts.
   """
   turns = Turns(runners, pauses=burst or on_cpu())
   time.sleep(SPIN)  # the oracle ran numpy's products
-  if not burst:
+  if not turns.pauses:
     turns.settle()
   found = [turns.round() for _ in range(rounds)]
   return {name: Timing([seconds[name] for seconds in found]) for name in runners}
@@ -75,43 +77,56 @@ class Turns:
   Attributes:
     runners: the contenders.
     pauses: whether each turn follows a pause.
-    repeats: calls in a turn of each contender, as its first turn shows.
+    warm: seconds of untimed calls with which a turn begins; equal for all.
+    repeats: timed calls in a turn of each contender, as its first turn shows.
   """
 
   def __init__(self, runners: Mapping[str, Runner], pauses: bool):
-    self.runners, self.pauses = runners, pauses
+    self.runners, self.pauses, self.warm = runners, pauses, WARM
     self.repeats: dict[str, int] = {}
 
   def settle(self) -> None:
-    """Take rounds until every contender's time has settled, but at most `MOST_UNTIMED`."""
-    before = self.round()
-    for _ in range(MOST_UNTIMED - 1):
-      now = self.round()
-      if all(abs(now[name] - before[name]) < SETTLED * before[name] for name in now):
-        return
-      before = now
+    """Set `warm` to the time that all contenders need until their times settle, each after the one before it."""
+    for _ in range(2):  # in the first round nobody has heated the GPU for the first contender
+      found = [self._settling(runner) for runner in self.runners.values()]
+    self.warm = max(WARM, *found)
 
   def round(self) -> dict[str, float]:
     """Take one turn of each contender; return the seconds of one computation of each."""
     return {name: self._turn(name, runner) for name, runner in self.runners.items()}
 
+  def _settling(self, runner: Runner) -> float:
+    """Call a contender until its time settles; return the seconds that this took, at most about `MOST_WARM`."""
+    start, before = time.perf_counter(), math.inf
+    while (spent := time.perf_counter() - start) < MOST_WARM:
+      now = _call_for(runner, TURN)
+      if abs(now - before) < SETTLED * before:
+        break
+      before = now
+    return spent
+
   def _turn(self, name: str, runner: Runner) -> float:
     if self.pauses:
       time.sleep(PAUSE)
-    start, calls = time.perf_counter(), 0
-    while calls == 0 or time.perf_counter() - start < WARM:
-      runner.call()
-      runner.wait()
-      calls += 1
-    self.repeats.setdefault(name, max(1, math.ceil(TURN * calls / (time.perf_counter() - start))))
+    repeats = self.repeats.setdefault(name, max(1, math.ceil(TURN / _call_for(runner, self.warm))))
     start = time.perf_counter()
-    for _ in range(self.repeats[name]):
+    for _ in range(repeats):
       runner.call()
     runner.wait()
     seconds = time.perf_counter() - start
     if name == "limit numpy":
       time.sleep(SPIN)
-    return seconds / (self.repeats[name] * runner.times)
+    return seconds / (repeats * runner.times)
+
+
+def _call_for(runner: Runner, seconds: float) -> float:
+  """Call a contender for at least so many seconds, at least once; return the seconds per call."""
+  start, calls = time.perf_counter(), 0
+  while calls == 0 or time.perf_counter() - start < seconds:
+    runner.call()
+    runner.wait()
+    calls += 1
+  return (time.perf_counter() - start) / calls
 
 
 def ratios(ours: Timing, theirs: Timing) -> dict[str, float]:

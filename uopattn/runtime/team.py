@@ -2,7 +2,8 @@
 
 A worker is a Python thread that calls the C code below, which releases the interpreter lock, and never returns. It
 spins for a job for about half a millisecond, since calls tend to follow each other closely; then it sleeps on a
-semaphore. The caller wakes a few workers, which wake others. It runs items together with the workers that have joined,
+semaphore, or, where a system has no unnamed ones (macOS), naps between looks. The caller wakes a few workers, which
+wake others. It runs items together with the workers that have joined,
 and never waits for one that has not started. About every tenth of a second it returns to the interpreter, which handles
 signals. An exception raised by a signal handler, such as KeyboardInterrupt, cancels the items that have not started.
 """
@@ -31,7 +32,7 @@ typedef unsigned long long word;
 #else
 #define PAUSE() __asm__ volatile("")
 #endif
-enum { SERVE, RUN, CANCEL, MOST_ARGUMENTS = COUNT, SPIN = 20000, WAKES = 4, CLOSED = -1 };
+enum { SERVE, RUN, CANCEL, MOST_ARGUMENTS = COUNT, SPIN = 20000, WAKES = 4, NAP = 200, CLOSED = -1 };
 enum { NEW, LEADS, ALONE, DONE };
 struct job {
   word kernel, slot, items, helpers, arguments[MOST_ARGUMENTS];
@@ -43,7 +44,8 @@ struct team {
   long inside; // how many workers do the job; CLOSED: it cannot be joined
   long taken;  // 1: a caller has the team
   long workers, asleep;
-  int (*yield)(void), (*clock)(int, long *), (*wait)(void *), (*post)(void *);
+  int (*yield)(void), (*clock)(int, long *), (*nap)(unsigned), (*post)(void *);
+  int (*wait)(void *); // 0: there are no semaphores
   word bell[8]; // a semaphore, on which workers sleep
 };
 
@@ -88,6 +90,10 @@ static int serve(struct team *t) {
         spin = 0;
       }
       PAUSE();
+    }
+    if (!t->wait) {
+      t->nap(NAP); // microseconds
+      continue;
     }
     __atomic_fetch_add(&t->asleep, 1, __ATOMIC_RELAXED);
     while (t->wait(t->bell)) PAUSE(); // a signal ends it too
@@ -144,7 +150,7 @@ _SOURCE = _SOURCE.replace("VALUES", ", ".join(f"a[{i}]" for i in range(MOST_ARGU
 
 _SERVE, _RUN, _CANCEL = range(3)
 _NEXT, _JOB = 4 + MOST_ARGUMENTS, 6 + MOST_ARGUMENTS  # words
-_INSIDE, _ASLEEP, _BELL, _CLOSED = _JOB, _JOB + 3, _JOB + 8, (1 << 64) - 1
+_INSIDE, _ASLEEP, _WAIT, _BELL, _CLOSED = _JOB, _JOB + 3, _JOB + 8, _JOB + 9, (1 << 64) - 1
 _LIBC = ctypes.CDLL(None)
 
 
@@ -170,10 +176,11 @@ class Team:
 
   def __init__(self, workers: int):
     self._enter = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)(_program().addr)
-    libc = (_address(getattr(_LIBC, name)) for name in ("sched_yield", "clock_gettime", "sem_wait", "sem_post"))
+    names = ("sched_yield", "clock_gettime", "usleep", "sem_post", "sem_wait")
+    libc = (_address(getattr(_LIBC, name)) for name in names)
     self._shared = (ctypes.c_uint64 * (_BELL + 8))(*[0] * _JOB, _CLOSED, 0, workers, 0, *libc)
     if _LIBC.sem_init(ctypes.byref(self._shared, 8 * _BELL), 0, 0) != 0:
-      raise OSError("sem_init failed: the system has no unnamed semaphores")
+      self._shared[_WAIT] = 0
     self._core = -1  # the caller's core, which the workers avoid
     given = (self._shared, None, _SERVE)
     threads = [
