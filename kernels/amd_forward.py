@@ -24,7 +24,7 @@ softcap, whose tanh is long, 59 with 28 registers spilled.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 
 from tinygrad import UOp
@@ -122,6 +122,20 @@ class Tiles:
   def resident(self, Dk: int, Dv: int, arch: str) -> int:
     """Workgroups that fit on a compute unit at once, as limited by LDS."""
     return max(1, lds_limit(arch) // self.lds_bytes(Dk, Dv))
+
+  @classmethod
+  def candidates(cls, problem: Problem, target: Target) -> "list[Tiles]":
+    """The chosen tiles, and others that may be faster: of other waves, queries per wave and tiles of keys."""
+    p, best, f = problem, cls.choose(problem, target), Fragments.of(target.arch)
+    least, most = cls.least(f), 220 if f.lanes == 32 else 440  # registers, of 256 and 512
+    waves = min(8, ceildiv(p.M, MMA_SIZE))
+    found = [replace(best, block_n=n) for n in (best.block_n // 2, 2 * best.block_n) if n and n % least == 0]
+    found += [replace(best, waves=w, m_tiles=m) for m in (1, 2) for w in (2, 4, 8) if m * w <= max(waves, best.waves)]
+
+    def fits(x: Tiles) -> bool:
+      return x.registers(p.Dk, p.Dv) <= most and x.lds_bytes(p.Dk, p.Dv) <= LDS_LIMIT
+
+    return list(dict.fromkeys([best, *filter(fits, found)]))
 
   @classmethod
   def choose(cls, problem: Problem, target: Target) -> "Tiles":

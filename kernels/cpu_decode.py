@@ -130,11 +130,25 @@ class Tiles:
       tiles = cls(1, min(N, 16), 1, 4, 4, lanes)
     if (needed := tiles.stack_bytes(Dk, Dv)) > STACK_LIMIT:
       raise ValueError(f"head size {max(Dk, Dv)}: a tile needs {needed} bytes of stack, the limit is {STACK_LIMIT}")
-    wanted = ceildiv(WORK_PER_CALL, 2 * tiles.block_m * N * (Dk + Dv))
-    blocks = p.heads * ceildiv(p.M, tiles.block_m)
     pairs = target.vector.bfloat16 and p.dtype == p.stored == dtypes.bfloat16 and tiles.fits_pairs(N, Dk, Dv)
-    again = not target.vector.one_prefetch
-    return replace(tiles, blocks_per_call=largest_divisor(blocks, wanted), pairs=pairs, again=again)
+    return replace(tiles, pairs=pairs, again=not target.vector.one_prefetch).with_calls(p)
+
+  @classmethod
+  def candidates(cls, problem: Problem, target: Target) -> "list[Tiles]":
+    """The chosen tiles, and others that may be faster: tiles of other lengths, other accumulators, other prefetches."""
+    p, best = problem, cls.choose(problem, target)
+    found = [best, *(replace(best, block_n=min(p.N, n)) for n in (2 * best.block_n, best.block_n // 2) if n)]
+    found += [replace(best, unroll_n=n) for n in (2, 4, 6, 8)] + [replace(best, unroll_d=2)]
+    found += [replace(best, again=not best.again)] + [replace(best, pairs=False)] * best.pairs
+    fitting = (x for x in found if x.stack_bytes(p.Dk, p.Dv) <= STACK_LIMIT)
+    allowed = (x for x in fitting if not x.pairs or x.fits_pairs(p.N, p.Dk, p.Dv))
+    return list(dict.fromkeys(x.with_calls(p) for x in allowed))
+
+  def with_calls(self, problem: Problem) -> "Tiles":
+    """Return a copy with as many blocks per call as make its work worth the cost of a call."""
+    p = problem
+    wanted = ceildiv(WORK_PER_CALL, 2 * self.block_m * p.N * (p.Dk + p.Dv))
+    return replace(self, blocks_per_call=largest_divisor(p.heads * ceildiv(p.M, self.block_m), wanted))
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:

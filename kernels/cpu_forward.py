@@ -94,6 +94,21 @@ class Tiles:
       block_m, block_n = max(lanes, block_m // 2), max(1, block_n // 2)
     return cls(block_m, block_n, unroll, blocks_per_call(p, block_m, target.threads))
 
+  @classmethod
+  def candidates(cls, problem: Problem, target: Target) -> "list[Tiles]":
+    """The chosen tiles, and others that may be faster: more rows in registers of fewer vectors, other tiles of keys."""
+    p, lanes, best = problem, target.vector.lanes, cls.choose(problem, target)
+    shapes = [(best.block_m, 2 * best.block_n, best.unroll), (best.block_m, best.block_n // 2, best.unroll)]
+    for vectors, unroll in ((4, 6), (3, 6), (2, 8), (1, 16)) if target.vector.registers >= 32 else ((3, 3), (1, 8)):
+      shapes.append((lanes * even(ceildiv(p.M, lanes), vectors), best.block_n, unroll))
+    found = [best]
+    for block_m, keys, unroll in shapes:
+      block_n, calls = min(p.N, max(unroll, keys - keys % unroll)), blocks_per_call(p, block_m, target.threads)
+      tiles = cls(block_m, block_n, unroll, calls)
+      if tiles.stack_bytes(p.Dk, p.Dv, p.stored.itemsize < 4) <= STACK_LIMIT:
+        found.append(tiles)
+    return list(dict.fromkeys(found))
+
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
   """Build the kernel.

@@ -34,7 +34,7 @@ sm_90 it spills 16 bytes at D=128 with 64 keys.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tinygrad import UOp, dtypes
@@ -146,6 +146,20 @@ class Tiles:
     return self.m_tiles * (q + round_up(Dv, PAIR) // 2 + self.block_n // 2) + k
 
   @classmethod
+  def candidates(cls, problem: Problem, target: Target) -> list["Tiles"]:
+    """The chosen tiles, and others that may be faster: those in order, with more stages, with other warps."""
+    p, best = problem, cls.choose(problem, target)
+    found = cls.in_order(p, target) + [replace(best, stages=n) for n in (2, 3, 4) if not best.turing]
+    found += [replace(best, warps=n) for n in (8, 2)]
+
+    def fits(x: Tiles) -> bool:
+      in_registers = x.registers(p.Dk, p.Dv) <= max(x.budget(p), best.registers(p.Dk, p.Dv))
+      has_rows = (x.warps - 1) * x.m_tiles * MMA_M < p.M  # for each warp
+      return in_registers and x.shared_bytes(p.Dk, p.Dv) <= target.lds and has_rows
+
+    return list(dict.fromkeys([best, *filter(fits, found)]))
+
+  @classmethod
   def choose(cls, problem: Problem, target: Target) -> "Tiles":
     """Choose tiles for a problem on sm_75 or newer (bfloat16 and float32 need sm_80, 8-bit types sm_89).
 
@@ -156,7 +170,7 @@ class Tiles:
     if int(target.arch.removeprefix("sm_")) < since:
       name = str(problem.dtype).removeprefix("dtypes.")
       raise ValueError(f"{target.arch} has no mma.sync of this kernel's for {name}; sm_{since} and newer have")
-    *candidates, smallest = cls.candidates(problem, target)
+    *candidates, smallest = cls.in_order(problem, target)
     fitting = [
       x
       for x in candidates
@@ -175,7 +189,7 @@ class Tiles:
     )
 
   @classmethod
-  def candidates(cls, problem: Problem, target: Target) -> list["Tiles"]:
+  def in_order(cls, problem: Problem, target: Target) -> list["Tiles"]:
     """Tiles for a problem, best first, whether or not they fit; the last one is the smallest that there is.
 
     Tiles whose queries stay in registers are best if two tiles of queries per warp do, as each read of K and V then

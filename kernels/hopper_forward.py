@@ -134,6 +134,11 @@ class Tiles:
     Raises:
       ValueError: another architecture; head sizes that are not multiples of 8, or too large.
     """
+    return cls.candidates(problem, target)[0]
+
+  @classmethod
+  def candidates(cls, problem: Problem, target: Target) -> "list[Tiles]":
+    """All tiles whose speed is known for such head sizes, that of the highest predicted speed first; see `choose`."""
     heads, M, N, Dk, Dv, causal = problem.heads, problem.M, problem.N, problem.Dk, problem.Dv, problem.is_causal
     if not cls.serves(problem, target):
       raise ValueError(
@@ -148,12 +153,17 @@ class Tiles:
       return x.speed * rows * turns * (1 + x.ends / measured) / (1 + x.ends / keys)
 
     size = next(size for size, _ in MEASURED if max(Dk, Dv) <= size)
-    best = max((x for x in MEASURED[size, causal] if problem.light or not x.tiles.producer), key=promise).tiles
-    warpgroups, block_n = min(best.warpgroups, ceildiv(M, wgmma.M)), min(best.block_n, round_up(N, wgmma.K))
-    tiles = replace(best, warpgroups=warpgroups, block_n=block_n)
-    if (needed := tiles.shared_bytes(Dk, Dv)) > target.lds:
-      raise ValueError(f"head sizes {Dk} and {Dv}: {tiles} needs {needed} bytes, of {target.lds}")
-    return tiles
+    allowed = [x for x in MEASURED[size, causal] if problem.light or not x.tiles.producer]
+    found = []
+    for best in (x.tiles for x in sorted(allowed, key=promise, reverse=True)):
+      warpgroups, block_n = min(best.warpgroups, ceildiv(M, wgmma.M)), min(best.block_n, round_up(N, wgmma.K))
+      found.append(replace(best, warpgroups=warpgroups, block_n=block_n))
+    fitting = [x for x in found if x.shared_bytes(Dk, Dv) <= target.lds]
+    if found[0] not in fitting:
+      raise ValueError(
+        f"head sizes {Dk} and {Dv}: {found[0]} needs {found[0].shared_bytes(Dk, Dv)} bytes, of {target.lds}"
+      )
+    return list(dict.fromkeys(fitting))
 
 
 class Measured(NamedTuple):

@@ -506,7 +506,14 @@ def scratch(problem: Problem, tiles: Tiles) -> dict[str, tuple[tuple[int, ...], 
 def _kernel(build: Callable[..., UOp], outputs: str, inputs: str, *wants: str) -> Kernel:
   names, both = tuple(outputs.split()), dict.fromkeys([*outputs.split(), *inputs.split()])
   return Kernel(
-    build, names, tuple(both), Tiles.choose, wants, lambda x: (x.rows, x.block), of_keys=True, scratch=scratch
+    build,
+    names,
+    tuple(both),
+    choose=Tiles.choose,
+    wants=wants,
+    block=lambda x: (x.rows, x.block),
+    of_keys=True,
+    scratch=scratch,
   )
 
 

@@ -20,6 +20,8 @@ from uopattn.api.paged import attention_paged  # noqa: E402
 from uopattn.api.varlen import attention_varlen  # noqa: E402
 from uopattn.integrate.patch import patch  # noqa: E402
 from uopattn.spec.block_mask import BlockMask  # noqa: E402
+from uopattn.tuning.handle import tune  # noqa: E402
+from uopattn.tuning.warm import warm  # noqa: E402
 from uopattn.version import __version__  # noqa: E402
 
 __all__ = [
@@ -32,4 +34,6 @@ __all__ = [
   "flash",
   "merge_states",
   "patch",
+  "tune",
+  "warm",
 ]

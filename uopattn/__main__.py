@@ -7,6 +7,7 @@ from uopattn.version import __version__
 PROGRAMS = """\
   python -m uopattn.run N=1024 D=64   runs the kernel, times it and checks its output
   python -m uopattn.bench --quick     times it next to other libraries
+  python -m uopattn.tune N=1024 D=64  measures which tiles are the fastest, and remembers them
   python -m uopattn.info              says what there is for this machine
 
 Each has --help."""

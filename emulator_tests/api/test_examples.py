@@ -19,8 +19,9 @@ def public() -> dict[str, Any]:
     if isinstance(value, str):  # the version
       continue
     found[name] = value
-    if inspect.isclass(value):
-      found |= {f"{name}.{part}": x for part, x in vars(value).items() if documented(part, x)}
+    if not inspect.isfunction(value):  # a class, or an object as uopattn.tune is
+      methods = vars(value if inspect.isclass(value) else type(value))
+      found |= {f"{name}.{part}": x for part, x in methods.items() if documented(part, x)}
   found["onnx.register"] = uopattn.onnx.register
   own = {name: x for name, x in vars(mods).items() if not name.startswith("_") and inspect.isfunction(x)}
   return found | {f"mods.{name}": x for name, x in own.items() if x.__module__ == mods.__name__}
@@ -55,5 +56,14 @@ def test_the_example_prints_what_it_says(name: str, capsys: pytest.CaptureFixtur
 
 
 def test_all_public_names_are_met() -> None:
-  assert {"attention", "flash", "KVCache.append", "BlockMask.of", "mods.causal", "mods.softcap", "patch"} <= set(PUBLIC)
+  assert {
+    "attention",
+    "flash",
+    "KVCache.append",
+    "BlockMask.of",
+    "mods.causal",
+    "mods.softcap",
+    "patch",
+    "tune.load",
+  } <= set(PUBLIC)
   assert len(PUBLIC) >= 25

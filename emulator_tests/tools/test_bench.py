@@ -20,7 +20,6 @@ from uopattn.measure.bench import main
 from uopattn.measure.gpu_state import GpuState, summarized
 from uopattn.measure.run import Config, Problem
 from uopattn.measure.turns import Timing
-from uopattn.plan.target import target_of
 
 SMALL = Config(h=2, n=40, d=8, dtype="float")
 
@@ -111,7 +110,7 @@ def test_tinygrad_beside_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_tinygrad_sits_large_problems_out() -> None:
-  problem = run.prepare(Config(h=8, n=257, d=8), target_of("CPU"))
+  problem = run.prepare(Config(h=8, n=257, d=8))
   assert contenders.load_tinygrad()(problem) is None
 
 
@@ -467,7 +466,7 @@ def test_the_picture_of_speed(tmp_path: Path) -> None:
 
 def test_bf16_of_torch_if_there_is_one() -> None:
   pytest.importorskip("torch")
-  problem: Problem = run.prepare(Config(h=2, hkv=1, n=40, d=8, dtype="bfloat16", causal=1), target_of("CPU"))
+  problem: Problem = run.prepare(Config(h=2, hkv=1, n=40, d=8, dtype="bfloat16", causal=1))
   runner = contenders.load_torch()(problem)
   assert runner is not None
   gate = bench.Gate.of(problem.q, problem.k, problem.v, is_causal=True)

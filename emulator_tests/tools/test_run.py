@@ -18,7 +18,6 @@ from uopattn.dsl.target import VectorUnit
 from uopattn.kernels import cpu_forward
 from uopattn.measure import run
 from uopattn.measure.run import Config, Usage, parse
-from uopattn.plan.target import target_of
 from uopattn.runtime import clang as toolchain
 from uopattn.runtime.prepare import compiled
 from uopattn.runtime.vector_unit import vector_unit
@@ -63,7 +62,7 @@ def test_two_devices(shard: str) -> None:
 
 def test_devices_that_do_not_divide_the_problem() -> None:
   with pytest.raises(Usage, match="GPUS=3 do not divide heads of this problem evenly"):
-    run.prepare(Config(gpus=3, shard="heads", h=4), target_of("CPU"))
+    run.prepare(Config(gpus=3, shard="heads", h=4))
 
 
 def test_keys_as_environment_variables_and_a_json_record(tmp_path: Path) -> None:
@@ -236,7 +235,7 @@ def test_an_output_that_is_not_written_is_wrong(
 ) -> None:
   monkeypatch.setattr(run, "forward", lambda launch, q, k, v, o, lse: (o, lse))
   config = Config(h=1, n=20, d=8, cnt=1)
-  problem = run.prepare(config, target_of("CPU"))
+  problem = run.prepare(config)
   monkeypatch.setattr(run, "TinyJit", lambda fxn: fxn)
   o, _, _ = run.measure(problem, 1)
   assert np.isnan(o.numpy()).all()

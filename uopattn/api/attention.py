@@ -13,12 +13,12 @@ from uopattn.api.options import AttentionOptions
 from uopattn.api.symbolic import with_known_sizes
 from uopattn.api.tinygrads import by_tinygrad
 from uopattn.dsl.random import draw_seed
+from uopattn.plan.chosen import launch_on
 from uopattn.plan.context_parallel import ContextParallel, divided
-from uopattn.plan.dispatch import NoKernel, dispatch
+from uopattn.plan.dispatch import NoKernel
 from uopattn.plan.forward import forward
 from uopattn.plan.reference import reference
 from uopattn.plan.sharded import Sharded
-from uopattn.plan.target import target_of
 from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import Arguments, check_dropout
 from uopattn.spec.block_mask import BlockMask
@@ -269,7 +269,7 @@ class Call:
     """Return the launch of the kernel, which stores the LSE, see `forward`. Raises NoKernel."""
     if self.sharded is not None:
       return self.sharded.launch()
-    return dispatch(replace(self.spec, return_lse=True), target_of(str(self.q.device)))
+    return launch_on(replace(self.spec, return_lse=True), str(self.q.device))
 
   def run(self, launch: Any, backend: str) -> Any:
     """Return the output, or with return_lse the output and the LSE, by a kernel or by the reference.

@@ -1,6 +1,6 @@
 """The `SCHEDULE` that each kernel file declares, and the problem that a schedule is asked to solve."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -103,6 +103,8 @@ class Kernel:
     outputs: the buffers that the kernel writes.
     buffers: all buffers of a call, in order. The Tensors of the arguments follow them.
     choose: returns the tiles for a problem and a target; raises ValueError if none fit.
+    candidates: returns the tiles to measure for a problem and a target, those that `choose` returns first; None: only
+      those. See `uopattn.tuning`.
     wants: "rules", for masks and score functions (see `uopattn.dsl.rules.rules`), "tiles", and "scale", the factor on
       q.k.
     block: maps the tiles to the rows of a block and the rows of a tile in the mainloop.
@@ -116,6 +118,7 @@ class Kernel:
   outputs: tuple[str, ...]
   buffers: tuple[str, ...]
   choose: Callable[[Problem, Target], Any] = lambda problem, target: None
+  candidates: Callable[[Problem, Target], Sequence[Any]] | None = None
   wants: tuple[str, ...] = ("rules", "tiles")
   block: Callable[[Any], tuple[int, int]] = lambda tiles: (tiles.block_m, tiles.block_n)
   of_keys: bool = False
@@ -125,8 +128,12 @@ class Kernel:
 
   @classmethod
   def forward(cls, build: Callable[..., UOp], tiles: Any) -> "Kernel":
-    """A forward kernel: build(o, q, k, v, lse or None, *, rules, tiles), with `tiles.choose(problem, target)`."""
-    return cls(build, ("o", "lse"), ("o", "q", "k", "v", "lse"), lambda *given: tiles.choose(*given))
+    """A forward kernel: build(o, q, k, v, lse or None, *, rules, tiles).
+
+    `tiles` has `choose(problem, target)`, and may have `candidates(problem, target)`.
+    """
+    candidates = getattr(tiles, "candidates", None)
+    return cls(build, ("o", "lse"), ("o", "q", "k", "v", "lse"), lambda *given: tiles.choose(*given), candidates)
 
   @classmethod
   def backward(cls, build: Callable[..., UOp], *outputs: str, **given: Any) -> "Kernel":

@@ -158,10 +158,10 @@ def bench_row(
     Usage: no kernel supports the problem.
   """
   target = default_target()
-  problem = prepare(config, target)
+  problem = prepare(config)
   s = problem.spec
   runners: dict[str, Runner] = {}
-  alone = problem if config.gpus == 1 else prepare(replace(config, gpus=1), target)
+  alone = problem if config.gpus == 1 else prepare(replace(config, gpus=1))
   if config.gpus > 1:  # ours on one device is a contender too
     ours, *others = contenders.items()
     contenders = dict([ours, (ONE_DEVICE, ours[1]), *others])

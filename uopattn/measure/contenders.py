@@ -53,7 +53,7 @@ Contender = Callable[[Problem], Runner | None]
 
 def uopattn(problem: Problem) -> Runner:
   """Set up our kernel, replayed by TinyJit; it also writes the LSE."""
-  times = repeats(problem)
+  times = repeats(problem.spec, most=MOST if problem.divided is None else MOST_DIVIDED)
   call = replayed(problem, times)
   call()  # compiles
   o, lse = call()  # captures: from here on the outputs are these
@@ -71,10 +71,10 @@ def on_cpu() -> bool:
   return Device.DEFAULT.split(":")[0] == "CPU"
 
 
-def repeats(problem: Problem) -> int:
+def repeats(spec: AttentionSpec, device: str | None = None, most: int = MOST) -> int:
   """Return the computations per call: 1 on a CPU, on a GPU enough to make the cost of starting a call negligible."""
-  most = MOST if problem.divided is None else MOST_DIVIDED
-  return 1 if on_cpu() else max(1, min(most, int(LONG / (problem.spec.flops / FAST))))
+  kind = (device or Device.DEFAULT).split(":")[0]
+  return 1 if kind == "CPU" else max(1, min(most, int(LONG / (spec.flops / FAST))))
 
 
 def load_tinygrad() -> Contender:
@@ -140,7 +140,7 @@ def gpu_loader(backend: str) -> Callable[[], Contender]:
       arrays = [numpy(x) for x in (problem.q, problem.k, problem.v)]
       with torchs_context():
         q, k, v = (torch.from_numpy(x).to("cuda", types[s.dtype]) for x in arrays)
-        once, times = _flex(torch, s) if backend == "flex" else sdpa(torch, s, backend), repeats(problem)
+        once, times = _flex(torch, s) if backend == "flex" else sdpa(torch, s, backend), repeats(problem.spec)
 
       def call() -> Any:
         with torch.inference_mode():

@@ -22,8 +22,9 @@ from uopattn.api.attention import attention
 from uopattn.dsl.target import Target
 from uopattn.emulator import profile
 from uopattn.measure.command_line import Usage, check_writable, default_target, exit_status, reason
+from uopattn.plan.chosen import launch_on
 from uopattn.plan.context_parallel import ContextParallel, divided
-from uopattn.plan.dispatch import NoKernel, dispatch
+from uopattn.plan.dispatch import NoKernel
 from uopattn.plan.forward import forward
 from uopattn.plan.launch import Launch
 from uopattn.plan.sharded import Sharded
@@ -195,7 +196,7 @@ class Problem:
     return devices_of(self.q.device)
 
 
-def prepare(config: Config, target: Target) -> Problem:
+def prepare(config: Config) -> Problem:
   """Load the inputs and choose the kernel.
 
   Raises:
@@ -208,7 +209,7 @@ def prepare(config: Config, target: Target) -> Problem:
     raise Usage(str(error)) from error
   try:
     if config.gpus == 1:
-      return Problem(q, k, v, dispatch(spec, target), spec)
+      return Problem(q, k, v, launch_on(spec, Device.DEFAULT), spec)
     q, k, v = (x.shard(devices(config.gpus), shard_axis(config, spec)).realize() for x in (q, k, v))
     given = Arguments(is_causal=bool(config.causal), enable_gqa=True, return_lse=True)
     found = divided(q, k, v, spec, given)
@@ -347,7 +348,7 @@ def run(config: Config) -> int:
   if config.json:
     check_writable(f"JSON={config.json}", config.json)
   target = default_target()
-  problem = prepare(config, target)
+  problem = prepare(config)
   s = problem.spec
   print(f"device   {f'{config.gpus} x ' if config.gpus > 1 else ''}{shown(target, Device.DEFAULT)}")
   print(f"kernel   {problem.launch}")

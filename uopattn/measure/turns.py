@@ -78,11 +78,12 @@ class Turns:
     runners: the contenders.
     pauses: whether each turn follows a pause.
     warm: seconds of untimed calls with which a turn begins; equal for all.
+    turn: least seconds of a turn's timed calls.
     repeats: timed calls in a turn of each contender, as its first turn shows.
   """
 
-  def __init__(self, runners: Mapping[str, Runner], pauses: bool):
-    self.runners, self.pauses, self.warm = runners, pauses, WARM
+  def __init__(self, runners: Mapping[str, Runner], pauses: bool, warm: float = WARM, turn: float = TURN):
+    self.runners, self.pauses, self.warm, self.turn = runners, pauses, warm, turn
     self.repeats: dict[str, int] = {}
 
   def settle(self) -> None:
@@ -108,7 +109,7 @@ class Turns:
   def _turn(self, name: str, runner: Runner) -> float:
     if self.pauses:
       time.sleep(PAUSE)
-    repeats = self.repeats.setdefault(name, max(1, math.ceil(TURN / _call_for(runner, self.warm))))
+    repeats = self.repeats.setdefault(name, max(1, math.ceil(self.turn / _call_for(runner, self.warm))))
     start = time.perf_counter()
     for _ in range(repeats):
       runner.call()

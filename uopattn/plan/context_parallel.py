@@ -20,14 +20,13 @@ from typing import Any, cast
 from tinygrad import Tensor, UOp, dtypes
 
 from uopattn.dsl import sizes
-from uopattn.plan.dispatch import dispatch
+from uopattn.plan.chosen import launch_on
 from uopattn.plan.forward import forward
 from uopattn.plan.gradient import Saved, backward_launches, by_kernels, by_reference, laid_out, of_inputs
 from uopattn.plan.launch import Launch
 from uopattn.plan.merged import merged
 from uopattn.plan.reference import reference
 from uopattn.plan.sharded import Sharded, axes_of, differentiable_of, part_spec
-from uopattn.plan.target import target_of
 from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import Arguments, four_axes
 from uopattn.spec.expanded import folded
@@ -113,9 +112,9 @@ class ContextParallel:
 
   def launch(self) -> dict[tuple[Run, Run], Launch]:
     """Return the launch of each turn of each run. Raises NoKernel."""
-    target = target_of(self.devices[0])
+    device = self.devices[0]
     return {
-      (run, turn): dispatch(self._spec(run, turn, self.arguments), target) for run in self.runs for turn in self.turns
+      (run, turn): launch_on(self._spec(run, turn, self.arguments), device) for run in self.runs for turn in self.turns
     }
 
   def run(

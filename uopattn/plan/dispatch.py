@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from tinygrad import dtypes
+from tinygrad.helpers import ceildiv
 
 from uopattn.dsl.schedule import DTYPES_16, Kernel, Schedule
 from uopattn.dsl.target import Target
@@ -45,6 +46,7 @@ BACKWARD = tuple(
 )
 # How to have tinygrad render CUDA C++, as the kernels for NVIDIA's GPUs need, with NVRTC and with nvcc.
 WITH_NVRTC_AND_NVCC = {"CUDA": ("DEV=CUDA:CUDA", "DEV=CUDA:NVCC"), "NV": ("DEV=NV:CUDA", "DEV=NV:CC")}
+MOST = 8  # tiles of a schedule to measure
 CPU_ARGUMENTS = MOST_ARGUMENTS - 2  # buffers and Variables of a call on a CPU; its work item takes the rest
 
 
@@ -76,6 +78,39 @@ def dispatch(spec: AttentionSpec, target: Target, tiles: Any = None) -> Launch:
       raise NoKernel(f"tiles is {tiles!r}, which no kernel for {target.device} takes")
   schedules.sort(key=lambda x: not x.meant_for(spec, target))
   return _first(schedules, spec, target, tiles)[0]
+
+
+def candidates(spec: AttentionSpec, target: Target) -> list[Launch]:
+  """Return launches that compute this attention and may be the fastest, that of `dispatch` first.
+
+  They differ in tiles, in splits, and in the kernel, where several schedules serve the attention.
+
+  Raises:
+    NoKernel: no kernel serves it.
+  """
+  first = dispatch(spec, target)
+  found = [first]
+  for schedule in sorted(on_device(FORWARD, "no kernel", target), key=lambda x: x is not first.schedule):
+    for tiles in _tiles_to_measure(schedule, spec, target, schedule is first.schedule):
+      try:
+        found += launches_of(schedule, spec, target, tiles)
+      except NoKernel:  # not for this case
+        continue
+  if spec.few:
+    most = ceildiv(spec.N, first.kernel.block(first.tiles)[1])
+    found += [replace(first, splits=x) for x in (1, first.splits // 2, first.splits * 2) if 1 <= x <= most]
+  return list(dict.fromkeys(found))
+
+
+def _tiles_to_measure(schedule: Schedule, spec: AttentionSpec, target: Target, chosen: bool) -> Sequence[Any]:
+  """Return the tiles of a schedule that are worth measuring: only its first if another schedule is chosen."""
+  (kernel,), seen = schedule.kernels, spec.packed(schedule.pack_gqa(spec))
+  if reasons_against(schedule, spec):
+    return ()
+  try:
+    return kernel.candidates(seen, target)[:MOST] if chosen and kernel.candidates else (kernel.choose(seen, target),)
+  except ValueError:  # none fit
+    return ()
 
 
 def dispatch_backward(spec: AttentionSpec, target: Target) -> tuple[Launch, ...]:

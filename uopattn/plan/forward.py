@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import cast
 
-from tinygrad import Tensor
+from tinygrad import Tensor, UOp
 
 from uopattn.plan.dispatch import stages
 from uopattn.plan.gradient import with_gradient, with_heads_first
-from uopattn.plan.launch import Launch
+from uopattn.plan.launch import Gradient, Launch, Tensors
 from uopattn.spec.arguments import NO_ARGUMENTS, Arguments
 from uopattn.spec.expanded import unfolded
 from uopattn.spec.layout import flat_base
@@ -45,9 +45,26 @@ def forward(
   if arguments.block_mask is not None and launch.spec.block_heads is not None:
     given["tile_lists"] = launch.lists(arguments.block_mask)
   results = {name: [x] for name, x in (("o", o), ("lse", lse)) if x is not None}
+  return run_stages(launch, device, given, results, arguments.variables(), gradient)
+
+
+def run_stages(
+  launch: Launch,
+  device: Devices,
+  given: Tensors,
+  results: Tensors,
+  variables: tuple[UOp, ...] = (),
+  gradient: Gradient | None = None,
+) -> tuple[Tensor, Tensor]:
+  """Run the kernels of a forward pass on their buffers; return the output, (B, Hq, M, Dv), and the LSE.
+
+  Args:
+    given: the inputs, by name.
+    results: buffers to write to, by name; missing ones are new.
+  """
   *before, last = stages(launch)
   for parts in before:
-    found = parts.run(device, given, arguments.variables())
-    given |= {"partial_o": [found["o"]], "partial_lse": [found["lse"]]}
-  found = last.run(device, given | results, () if before else arguments.variables(), gradient)
+    found = parts.run(device, given, variables)
+    given = {**given, "partial_o": [found["o"]], "partial_lse": [found["lse"]]}
+  found = last.run(device, {**given, **results}, () if before else variables, gradient)
   return with_heads_first(found["o"], launch.spec), found["lse"]

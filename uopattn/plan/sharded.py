@@ -12,12 +12,11 @@ from tinygrad import Tensor, UOp
 
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.origin import NO_ORIGIN, Origin
-from uopattn.plan.dispatch import dispatch
+from uopattn.plan.chosen import launch_on
 from uopattn.plan.forward import forward
 from uopattn.plan.gradient import Saved, differentiable, gradients_of, laid_out
 from uopattn.plan.launch import Launch
 from uopattn.plan.reference import reference
-from uopattn.plan.target import target_of
 from uopattn.spec.arguments import ARGUMENTS, Arguments, four_axes
 from uopattn.spec.expanded import folded
 from uopattn.spec.shards import (
@@ -75,7 +74,7 @@ class Sharded:
 
   def launch(self) -> Launch:
     """Return the launch of the part. Raises NoKernel."""
-    return dispatch(self.part, target_of(self.devices[0]))
+    return launch_on(self.part, self.devices[0])
 
   def axis_of(self, axes: str, shape: tuple[int, ...]) -> int | None:
     """Return the axis along which a Tensor with these `Argument.axes` is divided."""

@@ -35,6 +35,14 @@ def is_intel() -> bool:
   return cpu_info().get("vendor_id") == "GenuineIntel"
 
 
+def cpu_model() -> str:
+  """Return the processor's family, model and stepping, which tell apart products of one name; "" if unknown."""
+  info, wanted = Path("/proc/cpuinfo"), ("cpu family", "model", "stepping")
+  lines = info.read_text().split("\n\n")[0].splitlines() if info.exists() else []
+  found = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+  return " ".join(f"{name} {found[name]}" for name in wanted if name in found)
+
+
 def gpu_name(device: str) -> str:
   """Return the model name of a CUDA device; "" for any other device."""
   if device.split(":")[0] != "CUDA":

@@ -1,0 +1,146 @@
+"""`python -m uopattn.tune KEY=VALUE ... | FILE`: measures candidates for attentions and remembers the fastest.
+
+Exit status: 0 if all candidates were right; 1 if one was wrong; 2 on any error, such as an invalid key or value, no
+kernel for the case, an emulated device, or a file that cannot be read or written.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from tinygrad import Device, Tensor
+from tinygrad.helpers import tqdm
+
+from uopattn.dsl.target import Target
+from uopattn.measure.command_line import Usage, check_writable, default_target, exit_status
+from uopattn.measure.run import DTYPE_NAMES, Config, parse
+from uopattn.plan.dispatch import NoKernel
+from uopattn.plan.target import shown
+from uopattn.spec.arguments import Arguments
+from uopattn.spec.spec import AttentionSpec, make_spec
+from uopattn.tuning import store
+from uopattn.tuning.choose import known, refusal
+from uopattn.tuning.handle import tune
+from uopattn.tuning.identity import key_of
+from uopattn.tuning.search import Result, problem, search
+
+SHAPE = ("b", "h", "hkv", "n", "m", "d", "dv", "dtype", "causal")
+HELP = """\
+keys: B H N D HKV M DV DTYPE CAUSAL, as for python -m uopattn.run, whose --help explains them.
+A FILE has the keys of one attention on each line; # begins a comment.
+tinygrad's DEV chooses the device."""
+
+
+def spec_of(config: Config, device: str | None = None) -> AttentionSpec:
+  """Return the attention of the runner's keys, with contiguous inputs.
+
+  Raises:
+    Usage: the shapes do not fit together.
+  """
+  c = config
+  heads, hkv, m, dv = c.h, c.hkv or c.h, c.m or c.n, c.dv or c.d
+  shapes = ((c.b, heads, m, c.d), (c.b, hkv, c.n, c.d), (c.b, hkv, c.n, dv))
+  q, k, v = (Tensor.empty(*shape, dtype=DTYPE_NAMES[c.dtype or "half"], device=device) for shape in shapes)
+  try:
+    return make_spec(q, k, v, Arguments(is_causal=bool(c.causal), enable_gqa=True, return_lse=True))
+  except (TypeError, ValueError) as error:
+    raise Usage(str(error)) from error
+
+
+def config_of(words: Sequence[str]) -> Config:
+  """Return the runner's keys; only those of a shape are accepted."""
+  config = parse(words, {})
+  if other := next((w for w in words if w.partition("=")[0].lower() not in SHAPE), None):
+    raise Usage(f"{other!r} is not one of {', '.join(f'{name.upper()}=' for name in SHAPE)}")
+  return config
+
+
+def configs(words: Sequence[str]) -> list[Config]:
+  """Return the attentions of the command line: one of KEY=VALUE words, and those of each file."""
+  found: list[Config] = []
+  keys = [word for word in words if "=" in word]
+  for path in (word for word in words if "=" not in word):
+    try:
+      lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+      raise Usage(f"{path!r} is neither KEY=VALUE nor a file of such: {error}") from error
+    found += [config_of(text.split()) for text in (line.partition("#")[0] for line in lines) if text.strip()]
+  return found + ([config_of(keys)] if keys or not found else [])
+
+
+def line(spec: AttentionSpec, result: Result) -> str:
+  """Return a row of the table: the model's choice, the measured one, and by how much that is faster."""
+  model, best = result.model, result.best
+  if model.seconds is None or best.seconds is None:
+    return f"{problem(spec)}\n  the model's choice {model.launch} {model.defect}"
+  times = f"{model.seconds * 1e3:10.4f} ms  {model.launch}"
+  gain = f"{model.seconds / best.seconds:.3f} times as fast"
+  if best is model:
+    return f"{problem(spec)}\n  model     {times}\n  measured  the same, of {len(result.tried)} candidates"
+  return f"{problem(spec)}\n  model     {times}\n  measured  {best.seconds * 1e3:10.4f} ms  {best.launch}\n  {gain}"
+
+
+def run(words: Sequence[str], again: bool) -> int:
+  """Tune for all attentions and print a table; return the exit status."""
+  target = default_target()
+  if against := refusal(Device.DEFAULT):
+    raise Usage(against)
+  specs = [spec_of(config) for config in configs(words)]
+  print(f"device   {shown(target, Device.DEFAULT)}")
+  status = 0
+  for spec in tqdm(specs, desc="tuning", disable=None if len(specs) > 1 else True):
+    status = max(status, tuned(spec, target, again))
+  return status
+
+
+def tuned(spec: AttentionSpec, target: Target, again: bool) -> int:
+  """Tune for one attention and print its row; return the exit status."""
+  device = Device.DEFAULT
+  try:
+    if not again and (found := known(spec, device, target)) is not None:
+      print(f"{problem(spec)}\n  known     {found}", flush=True)
+      return 0
+    with store.one_at_a_time():
+      result = search(spec, device, target)
+  except NoKernel as error:
+    raise Usage(str(error)) from error
+  if result.best.seconds is not None:
+    store.write(result.entry(key_of(spec, device, target)))
+  print(line(spec, result), flush=True)
+  for x in result.defects:
+    print(f"  DEFECT    {x.launch} {x.defect}", flush=True)
+  return 1 if result.defects else 0
+
+
+def main() -> int:
+  """Parse the command line and tune; return the exit status."""
+  parser = argparse.ArgumentParser(
+    prog="python -m uopattn.tune",
+    description="Measures candidates for attentions, checks them, and remembers the fastest.",
+    epilog=HELP,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+  )
+  parser.add_argument("words", nargs="*", metavar="KEY=VALUE|FILE", help="an attention, or a file of attentions")
+  parser.add_argument("--again", action="store_true", help="measure also what is known")
+  parser.add_argument("--export", metavar="FILE", help="write all that is known to a file, at the end")
+  parser.add_argument("--load", metavar="FILE", help="add a file's entries to what is known, at the beginning")
+  parser.add_argument("--clear", action="store_true", help="forget all that is known first")
+  given = parser.parse_args()
+
+  def job() -> int:
+    if given.export:
+      check_writable(f"--export {given.export}", given.export)
+    if given.clear:
+      print(f"forgot {tune.clear()} entries")
+    if given.load:
+      try:
+        print(f"loaded {tune.load(given.load)} entries")
+      except OSError as error:
+        raise Usage(f"--load {given.load}: {error.strerror}") from error
+    only_files = not given.words and (given.clear or given.load or given.export)
+    status = 0 if only_files else run(given.words, given.again)
+    if given.export:
+      print(f"wrote {tune.export(given.export)} entries")
+    return status
+
+  return exit_status("uopattn.tune", job)

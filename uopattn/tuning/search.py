@@ -1,0 +1,169 @@
+"""The search: each candidate is checked by the gate, and those that pass are timed in turns."""
+
+import logging
+import statistics
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+from tinygrad.helpers import tqdm
+
+from uopattn.dsl.target import Target
+from uopattn.measure.command_line import reason
+from uopattn.measure.contenders import Runner
+from uopattn.measure.turns import SPIN, Timing, Turns
+from uopattn.plan.dispatch import candidates
+from uopattn.plan.launch import Launch
+from uopattn.spec.spec import AttentionSpec
+from uopattn.tuning.identity import measured
+from uopattn.tuning.store import Entry
+from uopattn.tuning.trial import Trial
+
+log = logging.getLogger("uopattn")
+CLOSE = 1.3  # times of the fastest's time: slower ones are left out after the first turns
+MARGIN = 0.02  # by which the model's choice must be beaten: less than that is noise
+
+
+class Measure(NamedTuple):
+  """How candidates are timed on a kind of device: always without pauses, so that it stays busy.
+
+  Attributes:
+    first: turns of all candidates.
+    rounds: turns, at least and at most, of those that are left then.
+    warm, turn: least seconds of untimed and of timed calls per turn.
+    settles: whether turns begin with as many untimed calls as times need to settle, see `uopattn.measure.turns`.
+  """
+
+  first: int
+  rounds: tuple[int, int]
+  warm: float
+  turn: float
+  settles: bool
+
+
+# A turn on a CPU is one call: other work disturbs few of them. In turns of 0.02 or 0.1 s, on two cores with other work,
+# it disturbed all, and slower candidates won.
+CPU, GPU = Measure(5, (20, 200), 0, 0, settles=False), Measure(1, (6, 6), 0.03, 0.1, settles=True)
+SECONDS = 3.0  # for which turns go on beyond the least number
+
+
+@dataclass(frozen=True)
+class Candidate:
+  """A candidate that was tried.
+
+  Attributes:
+    seconds: time of a call, see `timed`; None if it is not right.
+    defect: what is wrong with it; "" if nothing.
+  """
+
+  launch: Launch
+  seconds: float | None
+  defect: str = ""
+
+
+@dataclass(frozen=True)
+class Result:
+  """What a search found; the first candidate is the model's choice."""
+
+  tried: tuple[Candidate, ...]
+
+  @property
+  def model(self) -> Candidate:
+    return self.tried[0]
+
+  @property
+  def best(self) -> Candidate:
+    """The fastest, or the model's choice if that is as fast within the margin; the model's if none is right."""
+    timed = [x for x in self.tried if x.seconds is not None]
+    fastest = min(timed, key=lambda x: x.seconds or 0.0, default=self.model)
+    if fastest.seconds is not None and self.model.seconds is not None:
+      return fastest if fastest.seconds < self.model.seconds * (1 - MARGIN) else self.model
+    return fastest
+
+  @property
+  def defects(self) -> list[Candidate]:
+    return [x for x in self.tried if x.defect]
+
+  def entry(self, key: Entry) -> Entry:
+    """Return what is stored of it."""
+    return {
+      "key": key,
+      "choice": choice(self.best.launch),
+      "model": choice(self.model.launch),
+      "seconds": {str(x.launch): x.seconds for x in self.tried},
+    }
+
+
+def choice(launch: Launch) -> dict[str, Any]:
+  """Return what distinguishes a candidate from the others, for JSON."""
+  return {"kernel": launch.schedule.name, "tiles": asdict(launch.tiles), "splits": launch.splits}
+
+
+def launch_of(entry: Entry, spec: AttentionSpec, target: Target) -> Launch | None:
+  """Return the launch that an entry chose; None if it is not among the candidates."""
+  return next((x for x in candidates(spec, target) if choice(x) == entry["choice"]), None)
+
+
+def search(spec: AttentionSpec, device: str, target: Target) -> Result:
+  """Check and time all candidates for an attention."""
+  how = CPU if device.split(":")[0] == "CPU" else GPU
+  launches = candidates(measured(spec), target)
+  trial = Trial.of(replace(launches[0], splits=1), device)
+  tried: dict[str, Candidate] = {}
+  runners: dict[str, Runner] = {}
+  for launch in tqdm(launches, desc=f"candidates for M={spec.M} N={spec.N} D={spec.Dk}", disable=None):
+    name = str(launch)
+    try:
+      runner = trial.runner(launch)
+      wrong = trial.check(runner.result())
+    except Exception as error:  # a compiler, or a driver, may raise anything
+      tried[name] = Candidate(launch, None, f"fails: {reason(error)}")
+      continue
+    tried[name] = Candidate(launch, None, f"is wrong: {'; '.join(map(str, wrong))}" if wrong else "")
+    if not wrong:
+      runners[name] = runner
+  for x in (x for x in tried.values() if x.defect):
+    log.error("uopattn.tune: a defect, please report it: %s for %s on %s %s", x.launch, problem(spec), device, x.defect)
+  for name, seconds in timed(runners, str(launches[0]), how).items():
+    tried[name] = replace(tried[name], seconds=seconds)
+  return Result(tuple(tried.values()))
+
+
+def timed(runners: dict[str, Runner], model: str, how: Measure) -> dict[str, float]:
+  """Return the seconds of each runner: of few turns, or of many if it is close to the fastest.
+
+  Other work on the machine disturbs a round's runners alike, so a time is that of the model's choice multiplied by a
+  ratio: the median of those in each round, or that of the fastest turns if this says less for the candidate.
+  """
+  first = alternate(runners, how.first, how)
+  limit = CLOSE * min((min(x.seconds) for x in first.values()), default=0.0)
+  close = {name: runners[name] for name, x in first.items() if min(x.seconds) <= limit or name == model}
+  least, most = how.rounds
+  count = SECONDS / (2 * sum(first[name].median for name in close) or SECONDS)  # a turn has a call that is not timed
+  rounds = alternate(close, max(least, min(most, int(count))), how)
+  found = {name: x.median for name, x in (first | rounds).items()}
+  if (base := rounds.get(model)) is not None:
+    found |= {name: base.median * _ratio(x, base) for name, x in rounds.items()}
+  return found
+
+
+def alternate(runners: dict[str, Runner], rounds: int, how: Measure) -> dict[str, Timing]:
+  """Time runners in turns: A B C, A B C, ..."""
+  turns = Turns(runners, pauses=False, warm=how.warm, turn=how.turn)
+  time.sleep(SPIN)  # the oracle ran numpy's products
+  if how.settles:
+    turns.settle()
+  found = [turns.round() for _ in range(rounds)]
+  return {name: Timing([seconds[name] for seconds in found]) for name in runners}
+
+
+def _ratio(x: Timing, base: Timing) -> float:
+  pairs = statistics.median(a / b for a, b in zip(x.seconds, base.seconds, strict=True))
+  return max(pairs, min(x.seconds) / min(base.seconds))
+
+
+def problem(spec: AttentionSpec) -> str:
+  """Return an attention as a line of text, in the runner's keys."""
+  s = spec
+  sizes = f"B={s.B} H={s.Hq} HKV={s.Hkv} M={s.M} N={s.N} D={s.Dk} DV={s.Dv} {str(s.dtype).removeprefix('dtypes.')}"
+  return sizes + " causal" * s.is_causal

@@ -1,0 +1,100 @@
+"""The winners, in tinygrad's database on disk (`CACHEDB`), shared by all processes."""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import pickle
+import sqlite3
+from collections.abc import Iterator
+from typing import Any, cast
+
+from tinygrad import helpers
+from tinygrad.helpers import CACHELEVEL, diskcache_get, diskcache_put
+
+log = logging.getLogger("uopattn")
+TABLE = "uopattn_tuned"
+Entry = dict[str, Any]
+"""A winner: "key", what it was measured for; "choice", its kernel, tiles and splits; "seconds" of all candidates."""
+
+
+def read(key: Entry) -> Entry | None:
+  """Return the entry of a key; None if there is none. A damaged one counts as none, with a log line."""
+  try:
+    stored = diskcache_get(TABLE, _sum(_text(key)))
+  except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, ImportError, IndexError):
+    stored = ""
+  if stored is None:
+    return None
+  if (entry := _checked(stored)) is None:
+    log.warning("uopattn.tune: a damaged entry is measured anew")
+  return entry
+
+
+def write(entry: Entry) -> None:
+  """Store an entry, in the place of an older one with its key."""
+  text = _text(entry)
+  diskcache_put(TABLE, _sum(_text(entry["key"])), _sum(text) + text)
+
+
+def every() -> list[Entry]:
+  """Return all entries that are not damaged."""
+  if CACHELEVEL < 1:
+    return []
+  try:
+    rows = helpers.db_connection().cursor().execute(f"SELECT val FROM '{_table()}' ORDER BY key").fetchall()
+  except sqlite3.OperationalError:  # no such table
+    return []
+  found = []
+  for (value,) in rows:
+    with contextlib.suppress(Exception):  # a damaged pickle may raise anything
+      found.append(_checked(pickle.loads(value)))
+  return [entry for entry in found if entry is not None]
+
+
+def clear() -> int:
+  """Remove all entries; return their number."""
+  connection = helpers.db_connection()
+  try:
+    count = connection.cursor().execute(f"DELETE FROM '{_table()}'").rowcount
+  except sqlite3.OperationalError:  # no such table
+    return 0
+  connection.commit()
+  return count
+
+
+def is_entry(x: object) -> bool:
+  """Return whether x has the form of an entry."""
+  return isinstance(x, dict) and all(isinstance(x.get(name), dict) for name in ("key", "choice", "seconds"))
+
+
+@contextlib.contextmanager
+def one_at_a_time() -> Iterator[None]:
+  """Wait until no other process measures, because it would disturb; the system ends a dead process's turn."""
+  with open(f"{helpers.CACHEDB}.tune", "w") as file:
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+      log.info("uopattn.tune: waiting for another process that measures")
+      fcntl.flock(file, fcntl.LOCK_EX)
+    yield
+
+
+def _table() -> str:
+  return f"{TABLE}_{helpers.VERSION}"
+
+
+def _checked(stored: object) -> Entry | None:
+  """Return the entry that was stored as this text; None if the text has changed since."""
+  if not isinstance(stored, str) or stored[:64] != _sum(stored[64:]):
+    return None
+  return cast(Entry, json.loads(stored[64:]))
+
+
+def _text(x: Entry) -> str:
+  return json.dumps(x, sort_keys=True)
+
+
+def _sum(text: str) -> str:
+  return hashlib.sha256(text.encode()).hexdigest()
