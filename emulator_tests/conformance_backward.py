@@ -17,8 +17,15 @@ from hypothesis import strategies as st
 from tinygrad import Context, Device, Tensor, dtypes
 from tinygrad.dtype import DType
 
-from uopattn.kernels import amd_backward, amx_backward, cpu_backward, cuda_backward, hopper_backward
-from uopattn.plan.dispatch import dispatch_backward
+from uopattn.kernels import (
+  amd_backward,
+  amx_backward,
+  cpu_backward,
+  cuda_backward,
+  hopper_backward,
+  hopper_fused_backward,
+)
+from uopattn.plan.dispatch import launches_of
 from uopattn.plan.launch import Launch
 from uopattn.plan.target import target_of
 from uopattn.proof.gate import GradientGate, numpy
@@ -174,6 +181,18 @@ TABLE: dict[str, BackwardSchedule] = {
 }
 
 
+# Besides the table, whose features are more than this schedule serves; see test_hopper_backward. Tiles are of choice.
+FUSED = BackwardSchedule(
+  hopper_fused_backward,
+  ("sm_90",),
+  (HALF, BFLOAT),
+  lambda arch, dtype: (),
+  lambda arch, dtype: st.just(()),
+  examples=1,
+  multiple=8,
+)
+
+
 class Machine(NamedTuple):
   """A schedule on a target, with a type of q, k and v."""
 
@@ -186,7 +205,7 @@ class Machine(NamedTuple):
 
   @property
   def row(self) -> BackwardSchedule:
-    return TABLE[self.schedule]
+    return FUSED if self.schedule == "fused" else TABLE[self.schedule]
 
   @contextmanager
   def device(self) -> Iterator[str]:
@@ -282,8 +301,7 @@ class Case:
     spec, target = make_spec(operands["q"], operands["k"], operands["v"], arguments), target_of(device)
     if not machine.row.emulated:
       target = replace(target, threads=2, vector=replace(target.vector, tiles=False))
-    launches = dispatch_backward(spec, target)
-    assert launches[0].schedule.name == machine.row.module.SCHEDULE.name
+    launches = launches_of(machine.row.module.SCHEDULE, spec, target)
 
     dlse = rng.standard_normal((B, Hq, M)).astype(np.float32)
     q, k, v, do = (x.astype(np.float64) for x in arrays.values())
@@ -302,29 +320,30 @@ class Case:
       tiles: block sizes; None is those of choice.
       changed: operands to be given in the place of the case's.
     """
-    found: dict[str, Array] = {}
+    results = dict[str, Tensor]()
     for i in range(len(self.launches)):
-      found |= self.run_one(i, tiles, **changed)
+      results |= self.launched(i, tiles, **changed, **results)
     spec, keep = self.launches[0].spec, PRECISIONS[self.machine.dtype].keep
+    found = {name: numpy(results[name].to("CPU")) for name in ("dq", "dk", "dv")}
     for name in ("dk", "dv"):
       if found[name].shape[1] > spec.Hkv:  # the CPU leaves several sums for each key head
         found[name] = found[name].reshape(spec.B, spec.Hkv, -1, *found[name].shape[2:]).sum(2)
       found[name] = keep(found[name])
     return found
 
-  def run_one(self, i: int, tiles: TilePair | None = None, **changed: Tensor) -> dict[str, Array]:
+  def launched(self, i: int, tiles: TilePair | None = None, **changed: Tensor) -> dict[str, Tensor]:
     """The outputs of the i-th kernel; see `run`."""
-    launch = self.launches[i] if tiles is None else replace(self.launches[i], tiles=tiles[i])
+    launch = replace(self.launches[i], tiles=tiles[i]) if tiles else self.launches[i]
     given: dict[str, Any] = {name: [x] for name, x in (self.operands | changed).items()} | self.arguments.buffers()
     if (mask := self.arguments.block_mask) is not None:
       lists = launch.lists(block_mask_on(mask, "CPU"))  # the emulator would lower a sort
       given["tile_lists"] = [x.to(self.device).realize() for x in lists]
     for x in launch.buffers():
-      if x.name in launch.kernel.outputs:
+      if x.name in launch.kernel.outputs and x.name not in given:
         given[x.name] = [stored(np.full(x.shape, np.nan, np.float32), x.dtype, self.device)]
     results = launch.run(self.device, given, self.arguments.variables())
     Tensor.realize(*results.values())
-    return {name: numpy(x.to("CPU")) for name, x in results.items()}
+    return results
 
   def check(self, tiles: TilePair | None = None) -> dict[str, Array]:
     """Fails unless all three gradients pass the gate; returns them."""

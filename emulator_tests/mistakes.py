@@ -197,7 +197,9 @@ HOPPER_PRODUCER = {
   "boxes one tile late": Mistake(
     tensor_pipeline.Source,
     "load",
-    lambda right: lambda self, view, slot, n_tile, *rest: right(self, view, slot, n_tile + 1, *rest),
+    lambda right: (
+      lambda self, view, slot, n_tile, *rest, **numbers: right(self, view, slot, n_tile + 1, *rest, **numbers)
+    ),
   ),
   "the first 64 columns twice": Mistake(
     instructions,

@@ -1,5 +1,6 @@
 """The kernels on a real GPU, where tinygrad's default device is one: `DEV=CUDA scripts/test`, say."""
 
+from dataclasses import replace
 from functools import partial
 from math import inf, nan
 from typing import Any
@@ -20,7 +21,8 @@ from tinygrad.nn.optim import SGD
 
 from uopattn import attention, attention_varlen, flash
 from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES
-from uopattn.kernels import cuda_forward, hopper_forward
+from uopattn.kernels import cuda_forward, hopper_forward, hopper_fused_backward
+from uopattn.plan import dispatch
 from uopattn.plan.target import target_of
 from uopattn.proof.gate import verify, verify_gradients
 
@@ -190,6 +192,22 @@ GRADIENTS: dict[str, tuple[Shape, DType, dict[str, Any]]] = {
 def test_gradients(case: str) -> None:
   shape, dtype, options = GRADIENTS[case]
   check_gradients(*qkv(*shape, dtype), options, tf32=dtype == FLOAT)
+
+
+@hopper_alone
+@pytest.mark.parametrize("case", ["plain", "wide values, causal", "group of 2, causal", "group of 4"])
+def test_gradients_in_one_pass(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+  """By the kernel that is used for larger problems, replayed: the same bits each time."""
+  always = replace(hopper_fused_backward.SCHEDULE, meant_for=lambda problem, target: True)
+  monkeypatch.setattr(dispatch, "BACKWARD", (always,))
+  shape, dtype, options = GRADIENTS[case]
+  q, k, v = qkv(*shape, dtype)
+  run, do, dlse = TinyJit(gradients_of), *cotangents(q, v)
+  check_gradients(q, k, v, options)
+  first = {name: x.float().numpy() for name, x in run(q, k, v, do, dlse, **options).items()}
+  for _ in range(20):
+    for name, x in run(q, k, v, do, dlse, **options).items():
+      np.testing.assert_array_equal(x.float().numpy(), first[name])
 
 
 # Of FEATURES, those that are checked together, a seed for their values, and key heads.

@@ -306,7 +306,7 @@ def test_a_shortened_buffer_is_caught(schedule: str, machine: Machine, short: st
     for i, launch in enumerate(case.launches):
       place = launch.kernel.buffers.index(short)
       with pytest.raises(emulator.OutOfBounds, match=f"argument {place} "):
-        case.run_one(i, tiles, **{short: cut})
+        case.launched(i, tiles, **{short: cut})
 
 
 def caught(name: str) -> list[Any]:

@@ -26,6 +26,7 @@ class Instruction:
     cross_lane: whether lanes see each other's operands. Such an instruction must run in whole waves and be
       `Ops.CUSTOM`, never the inlined `Ops.CUSTOMI`; in LLVM IR its operand is an i32.
     parameters: constants that are part of the text, for the emulator.
+    writes: whether it writes to the buffer in global memory that is its first operand.
   """
 
   name: str
@@ -34,6 +35,7 @@ class Instruction:
   statement: bool = False
   cross_lane: bool = False
   parameters: tuple[Any, ...] = ()
+  writes: bool = False
 
   def text(self, family: str) -> str:
     """The text for `family`. Raises ValueError if the family has no such instruction."""
@@ -106,6 +108,30 @@ def _ldmatrix(modifier: str) -> str:
     ':"=r"(p[0]),"=r"(p[1]),"=r"(p[2]),"=r"(p[3]):"r"((unsigned)__cvta_generic_to_shared({1})):"memory");'
     " memcpy({0}, p, 16);"
   )
+
+
+def _stmatrix() -> str:
+  return _asm(
+    'asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {{%1,%2,%3,%4}};"'
+    f'::"r"({_SHARED}),"r"({{1}}),"r"({{2}}),"r"({{3}}),"r"({{4}}):"memory");'
+  )
+
+
+def _bulk_add() -> str:
+  operands = f'"l"({{0}}),"r"({_SHARED.replace("{0}", "{1}")}),"r"({{2}})'
+  store, add = (
+    f'asm volatile("{name} [%0], [%1], %2;"::{operands}:"memory");'
+    for name in (
+      "cp.async.bulk.global.shared::cta.bulk_group",
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32",
+    )
+  )
+  commit = 'asm volatile("cp.async.bulk.commit_group;":::"memory");'
+  return _asm(f"if ({{4}}) {{{{ if ({{3}}) {store} else {add} {commit} }}}}")
+
+
+def _bulk_wait(kind: str) -> str:
+  return _asm(f'if ({{0}}) asm volatile("cp.async.bulk.wait_group{kind} 0;":::"memory");')
 
 
 def _pack(kind: str) -> str:
@@ -443,6 +469,43 @@ _LIST = [
   Instruction(
     "fence_async", {"cuda": _asm('asm volatile("fence.proxy.async.shared::cta;":::"memory");')}, statement=True
   ),
+  # LDS pointer to this lane's row of 16 bytes, four words: four 8x8 matrices of 16-bit elements
+  Instruction("stmatrix", {"cuda": _stmatrix()}, statement=True, cross_lane=True),
+  # LDS pointer, global pointer, bytes, LDS pointer to an mbarrier
+  Instruction(
+    "bulk_load",
+    {
+      "cuda": _asm(
+        'asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"'
+        f'::"r"({_SHARED}),"l"({{1}}),"r"({{2}}),"r"({_SHARED.replace("{0}", "{3}")}):"memory");'
+      )
+    },
+    statement=True,
+  ),
+  # global pointer to 32 bits, number, condition: waits until that number is there
+  Instruction(
+    "take_turn",
+    {
+      "cuda": _asm(
+        'if ({2}) {{ unsigned x; do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];":"=r"(x):"l"({0}):"memory");'
+        " while (x != ({1})); }}"
+      )
+    },
+    statement=True,
+  ),
+  # global pointer to 32 bits, number, condition: writes it once all that this lane knows of has been written
+  Instruction(
+    "give_turn",
+    {"cuda": _asm('if ({2}) asm volatile("st.release.gpu.global.u32 [%0], %1;"::"l"({0}),"r"({1}):"memory");')},
+    statement=True,
+    writes=True,
+  ),
+  # global pointer, LDS pointer, bytes, two conditions: float32 are added there, or stored where the first holds, by the
+  # lanes where the second holds
+  Instruction("bulk_add", {"cuda": _bulk_add()}, statement=True, writes=True),
+  # condition: waits until what the lane's additions add has been read; or until all is done
+  Instruction("bulk_wait_read", {"cuda": _bulk_wait(".read")}, statement=True),
+  Instruction("bulk_wait", {"cuda": _bulk_wait("")}, statement=True),
   # pointer to what will soon be read
   Instruction("prefetch", {"c": _PREFETCH}, statement=True),
   # pointers to a vector of float32 to write, and to two to read

@@ -348,6 +348,59 @@ def ldmatrix(family: str, to: UOp, row: UOp, *after: UOp, trans: bool = False) -
   return _statement(family, "ldmatrix_trans" if trans else "ldmatrix", after, to, row)
 
 
+def stmatrix(family: str, row: UOp, *words: UOp) -> UOp:
+  """Store four 8x8 matrices of 16-bit elements to LDS from four uint32 per lane: what `ldmatrix` would load.
+
+  Lane l passes the address of row l % 8 of matrix l // 8. A statement. Source: PTX ISA, "stmatrix".
+  """
+  return _statement(family, "stmatrix", (), row, *words)
+
+
+def bulk_load(family: str, to: UOp, source: UOp, count: int, barrier: UOp, *after: UOp) -> UOp:
+  """Start copying `count` bytes from `source` in global memory to `to` in LDS, by one lane. A statement.
+
+  They count for the current phase of `barrier`. Both addresses and `count` are multiples of 16. Source: PTX ISA,
+  "cp.async.bulk".
+  """
+  return _statement(family, "bulk_load", after, to, source, UOp.const(count, dtypes.int), barrier)
+
+
+def take_turn(family: str, turn: UOp, number: UOp, when: UOp, *after: UOp) -> UOp:
+  """Wait, where `when`, until `turn` (INDEX into a global int32 buffer) has a number. A statement.
+
+  What whoever wrote it by `give_turn` knew of is then known to this lane. Only workgroups that start before this one
+  may be waited for.
+  """
+  return _statement(family, "take_turn", after, turn, number.cast(dtypes.int), when)
+
+
+def give_turn(family: str, turn: UOp, number: UOp, when: UOp, *after: UOp) -> UOp:
+  """Write a number for `take_turn`, where `when`, after everything that this lane knows of. A statement.
+
+  Source: PTX ISA, "Memory Consistency Model", release.
+  """
+  return _statement(family, "give_turn", after, turn, number.cast(dtypes.int), when)
+
+
+def bulk_add(family: str, to: UOp, source: UOp, count: int, first: UOp, when: UOp, *after: UOp) -> UOp:
+  """Start adding `count` bytes of float32 in LDS to those in global memory, or storing them where `first`. A statement.
+
+  One lane, where `when`, does all of it. Both addresses and `count` are multiples of 16. Additions by several
+  workgroups give the same bits in every run only if `take_turn` orders them. Source: PTX ISA, "cp.reduce.async.bulk".
+  """
+  return _statement(family, "bulk_add", after, to, source, UOp.const(count, dtypes.int), first, when)
+
+
+def bulk_wait_read(family: str, when: UOp, *after: UOp) -> UOp:
+  """Wait, where `when`, until all that this lane has started to add has been read from LDS. A statement."""
+  return _statement(family, "bulk_wait_read", after, when)
+
+
+def bulk_wait(family: str, when: UOp, *after: UOp) -> UOp:
+  """Wait, where `when`, until all that this lane has started to add is in memory. A statement."""
+  return _statement(family, "bulk_wait", after, when)
+
+
 def prefetch(after: tuple[UOp, ...], place: UOp) -> UOp:
   """Prefetch the cache line of a buffer's element into a CPU's L2 cache. A statement that changes no result.
 

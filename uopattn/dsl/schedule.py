@@ -80,6 +80,11 @@ class Problem:
     return self.dtype if self.kv_dtype is None else self.kv_dtype
 
   @property
+  def fits_tensor_maps(self) -> bool:
+    """Whether tensor maps can describe q, k, v and dO; see `uopattn.dsl.nvidia.tensor_pipeline`."""
+    return self.Dk % 8 == 0 and self.Dv % 8 == 0
+
+  @property
   def kv_bytes(self) -> int:
     """Bytes of K and V."""
     return self.B * self.Hkv * self.N * (self.Dk + self.Dv) * self.stored.itemsize
@@ -100,11 +105,13 @@ class Kernel:
     choose: returns the tiles for a problem and a target; raises ValueError if none fit.
     candidates: returns the tiles to measure for a problem and a target, those that `choose` returns first; None: only
       those. See `uopattn.tuning`.
-    wants: "rules", for masks and score functions (see `uopattn.dsl.rules.rules`), and "tiles".
+    wants: "rules", for masks and score functions (see `uopattn.dsl.rules.rules`), "tiles", and "scale", the factor on
+      q.k.
     block: maps the tiles to the rows of a block and the rows of a tile in the mainloop.
     of_keys: whether blocks are of keys, and tiles of queries.
     sums: maps the tiles to the number of float32 partial sums of dk and dv per key head; 0: it writes the gradients.
     unread: those of `buffers` that the kernel does not read. A call takes them only so that they get gradients.
+    scratch: maps a problem and tiles to shapes and dtypes of buffers that the schedule's kernels share, by name.
   """
 
   build: Callable[..., UOp]
@@ -117,6 +124,7 @@ class Kernel:
   of_keys: bool = False
   sums: Callable[[Any], int] = lambda tiles: 0
   unread: tuple[str, ...] = ()
+  scratch: Callable[[Problem, Any], dict[str, tuple[tuple[int, ...], DType]]] = lambda problem, tiles: {}
 
   @classmethod
   def forward(cls, build: Callable[..., UOp], tiles: Any) -> "Kernel":

@@ -12,7 +12,7 @@ from tinygrad.uop.ops import UOp
 
 from uopattn.dsl.cpu import amx
 
-from . import alu, copies, mbarrier, tensor_copies, tiles, tracks, warpgroup
+from . import alu, copies, mbarrier, tensor_copies, tiles, tracks, turns, warpgroup
 from .copies import CHUNK, NOTHING
 from .errors import Divergence, OutOfBounds
 from .lanes import Run
@@ -169,6 +169,18 @@ def _ldmatrix(run: Run, u: UOp, to: Pointer, row: Pointer, trans: bool) -> Any:
   return NOTHING
 
 
+def _stmatrix(run: Run, u: UOp, row: Pointer, *words: Any) -> Any:
+  check_whole_waves(run, u, 32, "stmatrix")
+  lanes = run.active()
+  start = np.asarray(run.spread(row.index)[lanes], np.int64) * row.dtype.itemsize
+  if (bad := start % CHUNK != 0).any():
+    raise run.fail(OutOfBounds, u, "writes a row at an LDS address that 16 does not divide", lanes[bad])
+  block = np.stack([run.spread(word) for word in words], axis=0).reshape(4, -1, 32)  # (matrix, wave, lane)
+  rows = np.ascontiguousarray(block.swapaxes(0, 1)).view(np.uint16).reshape(-1, 4, 8, 8)
+  _fill(run, u, row, rows.reshape(-1, 8))
+  return NOTHING
+
+
 MEANINGS: dict[str, Meaning] = {
   "shuffle_xor": _shuffle_xor,
   "shuffle": _shuffle,
@@ -202,6 +214,13 @@ MEANINGS: dict[str, Meaning] = {
   "tensor_map": tensor_copies.build,
   "tensor_map_acquire": tensor_copies.acquire,
   "tensor_load": tensor_copies.load,
+  "bulk_load": tensor_copies.bulk,
+  "stmatrix": _stmatrix,
+  "take_turn": turns.take,
+  "give_turn": turns.give,
+  "bulk_add": turns.bulk_add,
+  "bulk_wait_read": turns.wait_read,
+  "bulk_wait": turns.wait,
   "release_registers": tracks.registers,
   "acquire_registers": tracks.registers,
   "exit_warps": tracks.exit_warps,
@@ -212,6 +231,7 @@ MEANINGS: dict[str, Meaning] = {
   "fence_async": warpgroup.fence_async,
   "wgmma": warpgroup.from_shared,
   "wgmma_registers": warpgroup.from_registers,
+  "wgmma_by_rows": warpgroup.from_rows,
   "wgmma_wait": warpgroup.wait,
   "pin": lambda run, u, x: x,
   "tied": lambda run, u, value, other: other * np.float32(0) + value,

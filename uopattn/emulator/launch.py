@@ -21,6 +21,7 @@ from .program import Program, execute
 from .tiles import Tiles
 from .tracks import REGISTERS as MAX_REGISTERS
 from .tracks import THREADS, Tracks
+from .turns import Sums
 from .warpgroup import Flights
 
 # Lanes per batch: enough to make numpy's cost per call negligible, few enough that all values fit in 64 MiB.
@@ -52,20 +53,24 @@ def launch(
   data = [np.frombuffer(buffer, np.uint8) for buffer in buffers]
   groups, threads = int(np.prod(global_size)), int(np.prod(local_size))
   batch = 1 if program.apart else max(1, min(BATCH_LANES, BATCH_VALUES // len(program.uops)) // threads)
+  sums = Sums()
   with np.errstate(all="ignore"):  # infinities and integer wraparound are what the hardware gives too
     for first in range(0, groups, batch):
       shape = Shape(min(batch, groups - first), threads, wave_size(program.arch))
       run = Run(program.name, program.arch, shape, tuple(local_size), checking(), count)
       run.place(first, tuple(global_size), tuple(arguments))
       _fill(program, run, data)
+      run.sums = sums.of_batch()
       if program.apart:
-        run.registers = [MAX_REGISTERS // round_up(threads, THREADS) // 8 * 8] * -(-threads // THREADS)
-        run.tracks = Tracks(run, partial(execute, program.steps, run))
+        run.registers = [MAX_REGISTERS // round_up(threads, THREADS) // 8 * 8] * shape.waves
+        run.tracks = Tracks(run, partial(execute, program.steps, run), program.uses("take_turn"))
         run.tracks.finish()
       else:
         execute(program.steps, run)
       if run.check and run.copies is not None and run.copies.loads:
         raise run.fail(Race, program.uops[-1], "ends while a copy of a tensor is under way")
+      if run.check and run.sums.flights:
+        raise run.fail(Race, program.uops[-1], "ends while something is being added to global memory")
       if run.check and run.copies is not None and run.copies.started:
         lanes = run.copies.started[0].lanes
         raise run.fail(Race, program.uops[-1], "ends while a copy to LDS is under way", lanes)
@@ -89,10 +94,10 @@ def _check_launch(program: Program, buffers: Sequence[Any], local_size: Sequence
 def _fill(program: Program, run: Run, data: list[np.ndarray]) -> None:
   """Set up the values and the memory of a run."""
   run.values = list(program.template)
-  if program.uses("cp_async") or program.uses("tensor_load"):
+  if any(map(program.uses, ("cp_async", "tensor_load", "bulk_load"))):
     run.copies = Copies(np.zeros(run.shape.lanes, np.int64))
   run.stamped = program.uses("mbarrier")
-  if program.uses("wgmma"):
+  if program.uses("wgmma") or program.uses("bulk_add"):
     run.flights = Flights()
   if program.uses("tile_"):
     run.tiles = Tiles.of(run.shape.lanes)

@@ -53,7 +53,7 @@ class Barriers:
 
   def land(self, run: Run, at: np.ndarray) -> None:
     """Complete the copies of tensors to which barriers `at` count bytes, where nothing else is missing."""
-    for i in np.unique(at):
+    for i in np.unique(at) if run.copies is not None else ():
       loads = [x for x in run.copies.loads if x.barriers is self and x.barrier == i and x.phase == self.phase[0, i]]
       if loads and self.left[0, i] == 0 and sum(x.bytes for x in loads) == self.bytes[0, i]:
         run.copies.loads = [x for x in run.copies.loads if x not in loads]
@@ -108,7 +108,11 @@ def fence(run: Run, u: UOp) -> Any:
 
 
 def arrive(run: Run, u: UOp, barrier: Pointer, when: Any) -> Any:
-  barriers, at = used(run, u, barrier, barrier.memory.lanes(when))
+  lanes = barrier.memory.lanes(when)
+  barriers, at = used(run, u, barrier, lanes)
+  if run.tracks is not None:
+    for i in np.unique(at[1]):
+      run.tracks.tell((barriers, i), lanes[at[1] == i])
   barriers.arrive(at, run.tick())
   if run.tracks is not None:
     run.tracks.signalled()
@@ -174,6 +178,8 @@ def _wait_apart(run: Run, u: UOp, barriers: Barriers, at: Any, parity: np.ndarra
   run.tracks.wait(ready, stuck)
   if (known := barriers.phase[at] > 0).any():
     run.tracks.know(lanes[known], int(barriers.latest[at][known].max()))
+  for i in np.unique(at[1][known]):
+    run.tracks.learn((barriers, i), lanes[at[1] == i])
 
 
 def _finish(run: Run, copy: Copy, barriers: Barriers, waited: np.ndarray) -> list[Copy]:

@@ -17,11 +17,14 @@ if TYPE_CHECKING:
   from .program import Program
 
 WAITS = (
+  "bulk_wait",
+  "bulk_wait_read",
   "cp_async_wait",
   "fence_async",
   "mbarrier_fence",
   "mbarrier_wait",
   "meet",
+  "take_turn",
   "tensor_map_acquire",
   "tile_config",
   "tile_release",

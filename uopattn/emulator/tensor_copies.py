@@ -92,8 +92,6 @@ def acquire(run: Run, u: UOp, number: Any) -> Any:
 def load(
   run: Run, u: UOp, to: Pointer, number: Any, barrier: Pointer, column: Any, row: Any, head: Any, batch: Any, keep: Any
 ) -> Any:
-  from .mbarrier import used
-
   lanes = run.active()
   if len(lanes) != 1:
     raise run.fail(Divergence, u, f"copies a box {len(lanes)} times", lanes)
@@ -106,6 +104,32 @@ def load(
     raise run.fail(OutOfBounds, u, f"copies a box to byte {start} of {lds.name}", lanes)
   places, data = _box(found, place)
   places = (places + start) // 2
+  _begin(run, u, lds, places, data, barrier, lanes)
+  return NOTHING
+
+
+def bulk(run: Run, u: UOp, to: Pointer, source: Pointer, count: Any, barrier: Pointer) -> Any:
+  """Copy bytes from global memory to LDS."""
+  lanes, lds = run.active(), to.memory
+  if len(lanes) != 1:
+    raise run.fail(Divergence, u, f"copies bytes {len(lanes)} times", lanes)
+  start, first = (int(run.spread(x.index)[lanes[0]]) * x.dtype.itemsize for x in (to, source))
+  if start % ADDRESS_BYTES or first % ADDRESS_BYTES or int(count) % ADDRESS_BYTES:
+    raise run.fail(OutOfBounds, u, f"copies bytes that {ADDRESS_BYTES} does not divide, or to or from such", lanes)
+  if not isinstance(lds, LDS) or start + int(count) > lds.per_group or first + int(count) > source.memory.data.size:
+    raise run.fail(OutOfBounds, u, f"copies {int(count)} bytes from byte {first} to byte {start}", lanes)
+  places = (start + np.arange(0, int(count), 2)) // 2
+  data = source.memory.view(np.dtype(np.uint16))[first // 2 : (first + int(count)) // 2].copy()
+  _begin(run, u, lds, places, data, barrier, lanes)
+  return NOTHING
+
+
+def _begin(
+  run: Run, u: UOp, lds: LDS, places: np.ndarray, data: np.ndarray, barrier: Pointer, lanes: np.ndarray
+) -> None:
+  """Begin a copy of 16-bit data to places in LDS, whose bytes count for a barrier's current phase."""
+  from .mbarrier import used
+
   barriers, (_, at) = used(run, u, barrier, lanes)
   if barriers.unfenced[0, at[0]]:
     raise run.fail(Race, u, "signals a barrier that was made without mbarrier_fence", lanes)
@@ -117,7 +141,6 @@ def load(
   if run.counters is not None:
     run.counters.global_read += data.size * 2
     run.counters.lds_written += data.size * 2
-  return NOTHING
 
 
 def _box(found: Map, place: list[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -39,15 +39,21 @@ class Track:
 
 
 class Tracks:
-  """The warpgroups of one workgroup."""
+  """The warpgroups of one workgroup; the last one, a producer, is taken apart into warps if it keeps turns too."""
 
-  def __init__(self, run: Run, body: Callable[[], None]):
+  def __init__(self, run: Run, body: Callable[[], None], by_warps: bool = False):
     self.run, self.error, self.failed = run, None, False
     self._turn = threading.Semaphore(0)
     self._meetings: dict[int, tuple[int, int, int]] = {}  # by barrier: threads there, times it was complete, who waits
     self.seen = np.zeros(run.shape.waves, np.int64)  # the time up to which each wave knows what others did
+    self.turns: list[set[int]] = [set() for _ in self.seen]  # the turns that each wave knows to be taken; see `turns`
+    self._told: dict[Any, set[int]] = {}  # those that are known to who waits at a barrier
     groups = -(-run.shape.threads // THREADS)
-    self.tracks = [Track(self, run.thread // THREADS == i, body) for i in range(groups)]
+    lanes = [run.thread // THREADS == i for i in range(groups)]
+    if by_warps:
+      last = lanes.pop()
+      lanes += [last & (run.wave == i) for i in np.unique(run.wave[last])]
+    self.tracks = [Track(self, x, body) for x in lanes]
     self.now = self.tracks[0]
 
   error: BaseException | None
@@ -116,11 +122,22 @@ class Tracks:
     waves = self.run.wave[lanes]
     self.seen[waves] = np.maximum(self.seen[waves], time)
 
+  def tell(self, barrier: Any, lanes: np.ndarray) -> None:
+    """Record that the waves of `lanes` have come to a barrier with what they know of turns."""
+    found = self._told.setdefault(barrier, set())
+    found.update(*(self.turns[wave] for wave in np.unique(self.run.wave[lanes])))
+
+  def learn(self, barrier: Any, lanes: np.ndarray) -> None:
+    """Record that the waves of `lanes` have waited at a barrier."""
+    for wave in np.unique(self.run.wave[lanes]):
+      self.turns[wave] |= self._told.get(barrier, set())
+
   def meet(
     self, u: UOp, number: int, count: int, lanes: np.ndarray, waits: bool, done: Callable[[], None] = lambda: None
   ) -> None:
     """Count threads at a barrier, and wait there or not; `done` is called once all have met. Raises Divergence."""
     there, complete, waiting = self._meetings.get(number, (0, 0, 0))
+    self.tell(number, lanes)
     there += len(lanes)
     waiting += waits
     if there > count:
@@ -139,6 +156,7 @@ class Tracks:
     what = f"waits at barrier {number} of {count} threads, where too few arrive"
     self.wait(lambda: self._meetings[number][1] >= target, lambda: self.run.fail(Divergence, u, what, lanes))
     self.know(lanes, self.run.clock)
+    self.learn(number, lanes)
 
 
 def apart(run: Run, u: UOp) -> Tracks:
@@ -183,14 +201,17 @@ def leave_loop(run: Run, u: UOp, when: Any) -> Any:
 def registers(run: Run, u: UOp, count: Any, when: Any = None) -> Any:
   """Change the number of registers of whole warpgroups. Raises Divergence if there are not as many."""
   lanes = run.active() if when is None else np.flatnonzero(run.spread(when) & run.mask)
-  if len(lanes) % THREADS or not 24 <= int(count) <= 256 or int(count) % 8:
+  whole = THREADS if run.tracks is None else min(THREADS, int(run.tracks.now.lanes.sum()))
+  if len(lanes) % whole or not 24 <= int(count) <= 256 or int(count) % 8:
     raise run.fail(Divergence, u, "sets registers of a part of a warpgroup, or not 24 to 256 in steps of 8", lanes)
   if len(lanes):
     tracks = apart(run, u)
     held = run.registers
-    held[lanes[0] // THREADS] = int(count)
-    enough = lambda: sum(held) * THREADS <= REGISTERS  # noqa: E731
-    tracks.wait(enough, lambda: run.fail(Divergence, u, f"needs more than {REGISTERS} registers in all: {held}", lanes))
+    for wave in np.unique(run.wave[lanes]):
+      held[wave] = int(count)
+    enough = lambda: sum(held) * run.shape.wave <= REGISTERS  # noqa: E731
+    what = f"needs more than {REGISTERS} registers in all: {held[::4]}"
+    tracks.wait(enough, lambda: run.fail(Divergence, u, what, lanes))
   return np.int32(0)
 
 

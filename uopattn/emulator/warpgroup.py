@@ -131,13 +131,17 @@ def _start(
   a: Pointer,
   b: Pointer,
   panels: tuple[int, int],
-  registers: bool,
+  registers: bool = False,
+  by_rows: bool = False,
 ) -> None:
   groups = _groups(run, u)
   flight = Flight(u, groups, d.memory, int(np.max(d.index)), [], [], [])
   k = K * steps
   if registers:
     left = _left(run, u, a, steps, groups, flight.operands)
+    right = _read(run, u, b, k, n, panels[1], groups, flight.reads)
+  elif by_rows:
+    left = _read(run, u, a, k, M, panels[0], groups, flight.reads).swapaxes(1, 2)
     right = _read(run, u, b, k, n, panels[1], groups, flight.reads)
   else:
     left = _read(run, u, a, M, k, panels[0], groups, flight.reads)
@@ -161,7 +165,13 @@ def _start(
 
 def from_shared(run: Run, u: UOp, n: int, steps: int, dtype: DType, d: Pointer, a: Pointer, b: Pointer, *panels: Any):
   """Start D = A B with A and B in LDS."""
-  _start(run, u, n, steps, dtype, d, a, b, (int(panels[0]), int(panels[1])), registers=False)
+  _start(run, u, n, steps, dtype, d, a, b, (int(panels[0]), int(panels[1])))
+  return NOTHING
+
+
+def from_rows(run: Run, u: UOp, n: int, steps: int, dtype: DType, d: Pointer, a: Pointer, b: Pointer, *panels: Any):
+  """Start D = A B with A and B in LDS, whose rows are k."""
+  _start(run, u, n, steps, dtype, d, a, b, (int(panels[0]), int(panels[1])), by_rows=True)
   return NOTHING
 
 

@@ -65,6 +65,8 @@ def against(schedule: Schedule, target: Target) -> str:
       kernel.choose(spec, target)
   except ValueError as error:
     return f"not for this machine: {error}"
+  if schedule in BACKWARD and not schedule.meant_for(spec, target):
+    return f"serves problems for which it is faster than {taken(schedule, spec, target)}, large ones"
   return f"serves only what {taken(schedule, spec, target)} does not"
 
 

@@ -23,6 +23,7 @@ from uopattn.kernels import (
   delta,
   hopper_backward,
   hopper_forward,
+  hopper_fused_backward,
   sum_parts,
 )
 from uopattn.plan.launch import Launch
@@ -32,7 +33,17 @@ from uopattn.spec.tensors import dtype_name
 
 # If several schedules are meant for a case, the first one is used.
 FORWARD = tuple(x.SCHEDULE for x in (amx_forward, cpu_forward, cpu_decode, amd_forward, hopper_forward, cuda_forward))
-BACKWARD = tuple(x.SCHEDULE for x in (amx_backward, cpu_backward, amd_backward, hopper_backward, cuda_backward))
+BACKWARD = tuple(
+  x.SCHEDULE
+  for x in (
+    amx_backward,
+    cpu_backward,
+    amd_backward,
+    hopper_fused_backward,
+    hopper_backward,
+    cuda_backward,
+  )
+)
 # How to have tinygrad render CUDA C++, as the kernels for NVIDIA's GPUs need, with NVRTC and with nvcc.
 WITH_NVRTC_AND_NVCC = {"CUDA": ("DEV=CUDA:CUDA", "DEV=CUDA:NVCC"), "NV": ("DEV=NV:CUDA", "DEV=NV:CC")}
 MOST = 8  # tiles of a schedule to measure
@@ -82,7 +93,7 @@ def candidates(spec: AttentionSpec, target: Target) -> list[Launch]:
   for schedule in sorted(on_device(FORWARD, "no kernel", target), key=lambda x: x is not first.schedule):
     for tiles in _tiles_to_measure(schedule, spec, target, schedule is first.schedule):
       try:
-        found += _launches(schedule, spec, target, tiles)
+        found += launches_of(schedule, spec, target, tiles)
       except NoKernel:  # not for this case
         continue
   if spec.few:
@@ -108,7 +119,7 @@ def dispatch_backward(spec: AttentionSpec, target: Target) -> tuple[Launch, ...]
   Raises:
     NoKernel: no kernels serve it. The reasons are those of the device's last, most general, schedule.
   """
-  schedules = on_device(BACKWARD, "no kernels for gradients", target)
+  schedules = [x for x in on_device(BACKWARD, "no kernels for gradients", target) if x.meant_for(spec, target)]
   return _first(schedules, spec, target, reasons_of=-1)
 
 
@@ -156,13 +167,13 @@ def _first(
   failures: list[NoKernel] = []
   for schedule in schedules:
     try:
-      return _launches(schedule, spec, target, tiles)
+      return launches_of(schedule, spec, target, tiles)
     except NoKernel as failure:
       failures.append(failure)
   raise failures[reasons_of]
 
 
-def _launches(schedule: Schedule, spec: AttentionSpec, target: Target, tiles: Any = None) -> tuple[Launch, ...]:
+def launches_of(schedule: Schedule, spec: AttentionSpec, target: Target, tiles: Any = None) -> tuple[Launch, ...]:
   """Return the launches of all kernels of a schedule. Raises NoKernel."""
   if against := reasons_against(schedule, spec):
     raise NoKernel(*against)

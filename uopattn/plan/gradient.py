@@ -204,7 +204,8 @@ def by_kernels(launches: tuple[Launch, ...], saved: Saved, arguments: Arguments)
   for launch in launches:
     if arguments.block_mask is not None and launch.spec.block_heads is not None:
       given["tile_lists"] = launch.lists(arguments.block_mask)
-    found |= launch.run(cast(Devices, saved.q.device), given, arguments.variables(), _no_further)
+    results = launch.run(cast(Devices, saved.q.device), given, arguments.variables(), _no_further)
+    found, given = found | results, given | {name: [x] for name, x in results.items()}
   return [found["dq"], *(summed(found[name], saved.spec) for name in ("dk", "dv"))]
 
 

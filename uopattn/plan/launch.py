@@ -82,10 +82,10 @@ class Launch:
       "dk": ((s.B, heads, s.N), s.Dk, of_sums),
       "dv": ((s.B, heads, s.N), s.Dv, of_sums),
     }
-    found = ((name, *known[name]) for name in self.names())
     views = {name: (layout.size,) for name, layout in self.layouts.items()}
-    own = (Input(x, views.get(x) or (rows if D is None else (*rows, D)), dtype) for x, rows, D, dtype in found)
-    return (*own, *self.inputs())
+    shapes = {x: (views.get(x) or (rows if D is None else (*rows, D)), dtype) for x, (rows, D, dtype) in known.items()}
+    shapes |= self.kernel.scratch(s, self.tiles)
+    return (*(Input(name, *shapes[name]) for name in self.names()), *self.inputs())
 
   def inputs(self) -> tuple[Input, ...]:
     """Return the arguments' Tensors that the rules read; without tiles, as in `combine`, no keys and so no masks."""
@@ -112,7 +112,7 @@ class Launch:
     arguments: dict[str, list[UOp]] = {}
     for x, place in zip(buffers[len(own) :], places[len(own) :], strict=True):
       arguments.setdefault(x.name, []).append(place)
-    wanted: dict[str, Any] = {"tiles": self.tiles}
+    wanted: dict[str, Any] = {"tiles": self.tiles, "scale": self.spec.scale}
     if "rules" in self.kernel.wants:
       wanted["rules"] = rules_of(self.spec, arguments, self.pack_gqa, self.schedule.operand)
     flat = {name: self._flat(name, x) for name, x in own.items() if name not in self.kernel.unread}
@@ -128,6 +128,8 @@ class Launch:
     """Return a buffer with batch and heads as one axis; packed heads become one head with more rows."""
     if (layout := self.layouts.get(name)) is not None:
       return self._view(name, x, layout)
+    if name in self.kernel.scratch(self.spec, self.tiles):
+      return x
     width = () if name in ("lse", "partial_lse", "delta", "dlse") else x.shape[-1:]
     rows = self.pack_gqa * self.spec.M if name in ("o", "q", "lse") else x.shape[-1 - len(width)]
     return x.reshape(-1, rows, *width)
@@ -154,12 +156,13 @@ class Launch:
     sizes = {x.name: math.prod(x.shape) for x in self.buffers()} | {"q": self.spec.heads * self.spec.M * self.spec.Dk}
     read = [x for x in self.buffers() if x.name not in (*self.kernel.unread, "k", "v")]
     moved = sum(sizes[x.name] * x.dtype.itemsize for x in read)
-    if "tiles" in self.kernel.wants:  # two matrix products, and one more per gradient
+    if {"rules", "tiles"}.issubset(self.kernel.wants):  # two matrix products, and one more per gradient
       widths = {"dq": self.spec.Dk, "dk": self.spec.Dk, "dv": self.spec.Dv}
       share = sum(widths.get(x, 0) for x in self.kernel.outputs) / (self.spec.Dk + self.spec.Dv)
       moved += self.spec.kv_bytes  # not every page of the pool
       return Estimates(ops=round(self.spec.flops * (1 + share)), lds=moved, mem=moved)
-    return Estimates(ops=2 * sizes.get("partial_o", sizes["o"]), lds=moved, mem=moved)
+    ops = 2 * max(sizes.get(name, 0) for name in ("partial_o", "o", "dq_sum", "row_stats"))
+    return Estimates(ops=ops, lds=moved, mem=moved)
 
   def argument_count(self) -> int:
     """Return the number of buffers and Variables of a call."""

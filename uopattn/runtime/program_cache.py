@@ -27,6 +27,7 @@ from tinygrad.renderer import Estimates, Renderer
 from tinygrad.renderer.isa import ISARenderer
 from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo
 
+from uopattn.dsl.instruction_set import BY_TEXT
 from uopattn.runtime.machine import installed_version
 
 log = logging.getLogger("uopattn")
@@ -56,11 +57,17 @@ def finished(kernel: UOp, renderer: Renderer, estimates: Estimates) -> UOp:
     rest = (u for i, u in enumerate(buffers) if i not in found)
     info, source, binary = program(_numbered(kernel.replace(src=(*kernel.src, *rest)), buffers), renderer)
   globals_, outs, ins = (tuple(buffers[i].arg.slot for i in x) for x in (info.globals, info.outs, info.ins))
-  info = replace(info, globals=globals_, outs=outs, ins=ins)
+  info = replace(info, globals=globals_, outs=tuple(sorted({*outs, *_written(kernel)})), ins=ins)
   # A new SINK, because tinygrad would inspect the kernel's own graph and reject its open axes.
   sink = UOp.sink(*params, arg=KernelInfo(name=kernel.arg.name, estimates=estimates))
   code = UOp(Ops.SOURCE, arg=source), UOp(Ops.BINARY, arg=binary)
   return UOp(Ops.PROGRAM, src=(sink, UOp(Ops.LINEAR, src=(*sink.src, sink)), *code), arg=info)
+
+
+def _written(kernel: UOp) -> set[int]:
+  """Return the slots of the buffers that instructions write to, of which tinygrad knows only stores."""
+  customs = (u for u in kernel.toposort() if u.op is Ops.CUSTOM and u.arg in BY_TEXT and BY_TEXT[u.arg].writes)
+  return {u.src[0].buf_uop.arg.slot for u in customs}
 
 
 def _numbered(kernel: UOp, buffers: list[UOp], first: int = 0) -> UOp:

@@ -84,6 +84,16 @@ class AttentionSpec(Problem):
     return tuple(Input("tile_lists", (*blocks, n), dtypes.int) for n in (ceildiv(walked, tile), 2))
 
   @property
+  def fits_tensor_maps(self) -> bool:
+    """Whether tensor maps can describe q, k, v and the gradient of the output: strides of whole 16 bytes."""
+
+    def fits(x: Layout) -> bool:
+      *strides, _ = x.strides
+      return x.offset % 8 == 0 and all(step >= 0 and step % 8 == 0 for step in strides)
+
+    return super().fits_tensor_maps and all(fits(x) for name, x in self.layouts if name != "o")
+
+  @property
   def variables(self) -> int:
     """The number of Variables that a kernel takes."""
     places = [x for x in (self.q_start, self.kv_lengths, *self.origin.first) if isinstance(x, UOp)]

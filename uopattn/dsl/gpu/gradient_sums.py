@@ -1,6 +1,6 @@
 """Parts of the backward kernels of all GPUs: the sums of a mainloop, and the query heads that share a key head."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -71,3 +71,12 @@ class QueryHeads:
     range_of = query_ranges(lambda i: rules.at(first + i), count, group.block * block_n, block_n, block_m)
     head = first + member
     return cls(count, member, head, rules.at(head), range_of(member), rules.at(first).length)
+
+  def from_last(self) -> "QueryHeads":
+    """The tiles of queries in the reverse order, full ones still before those that need a mask."""
+    x = self.query_range
+
+    def tile(position: UOp) -> UOp:
+      return x.tile((position < x.n_full).where(x.n_full, x.n_full + x.n_tiles) - 1 - position)
+
+    return replace(self, query_range=replace(x, tile=tile))

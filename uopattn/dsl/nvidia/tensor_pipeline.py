@@ -53,16 +53,19 @@ class Source:
     number: number of the tensor map.
     tiles: the tiles in shared memory.
     keep: whether other workgroups will read the same.
+    numbers: shared memory for a float32 per row that comes with it, slot by slot; None if nothing does.
   """
 
   number: int
   tiles: SwizzledTiles
   keep: bool
+  numbers: UOp | None = None
 
   @property
   def bytes(self) -> int:
     """Bytes that arrive per tile."""
-    return ceildiv(self.tiles.columns, COLUMNS) * self.tiles.rows * COLUMNS * 2
+    of_row = ceildiv(self.tiles.columns, COLUMNS) * COLUMNS * 2 + (0 if self.numbers is None else 4)
+    return self.tiles.rows * of_row
 
   def describe(self, view: HeadView, room: UOp, warp: UOp) -> UOp:
     """Build the tensor map of all heads, by one warp."""
@@ -74,8 +77,8 @@ class Source:
     start, place = as_type(view.x, dtypes.ushort)[UOp.const(x.offset)], room[self.number * MAP_WORDS]
     return ins.tensor_map(CUDA, place, self.number, start, shape, strides, self.tiles.rows, warp.eq(self.number))
 
-  def load(self, view: HeadView, slot: UOp, n_tile: UOp, barrier: UOp, *after: UOp) -> UOp:
-    """Start copying tile `n_tile` of a head to a slot. One thread does all of it."""
+  def load(self, view: HeadView, slot: UOp, n_tile: UOp, barrier: UOp, *after: UOp, numbers: UOp | None = None) -> UOp:
+    """Start copying tile `n_tile` of a head to a slot, and what `numbers` points to. One thread does all of it."""
     x, tile, head = view.strides, self.tiles.tile(slot), view.head
     assert x is not None
     assert head is not None
@@ -84,6 +87,9 @@ class Source:
     for column in range(0, self.tiles.columns, COLUMNS):
       to = tile.memory[tile.base + column // COLUMNS * tile.panel]
       copies.append(ins.tensor_load(CUDA, to, self.number, barrier, (UOp.const(column), *place), self.keep, begun))
+    if self.numbers is not None and numbers is not None:
+      to, count = self.numbers[slot % self.tiles.slots * self.tiles.rows], 4 * self.tiles.rows
+      copies.append(ins.bulk_load(CUDA, to, numbers, count, barrier, begun))
     return UOp.group(*copies)
 
 
@@ -125,12 +131,25 @@ class Slots:
     """Shared memory with tile n in use."""
     return self.source.tiles.tile(n + self.count, *after)
 
-  def load(self, view: HeadView, n: UOp, n_tile: UOp, *after: UOp) -> UOp:
-    """Bring tile `n_tile` of a head as tile n once all consumers are done with the previous one in its slot."""
+  def load(
+    self, view: HeadView, n: UOp, n_tile: UOp, *after: UOp, numbers: UOp | None = None, waits: bool = True
+  ) -> UOp:
+    """Bring tile `n_tile` of a head as tile n once all consumers are done with the previous one in its slot.
+
+    Args:
+      numbers: where what comes with its rows begins.
+      waits: whether to wait for that; not if `after` is proof of it.
+    """
     at = n + self.count
-    if at.vmax >= self.stages:  # there may have been a previous one
+    if waits and at.vmax >= self.stages:  # there may have been a previous one
       after = (ins.mbarrier_wait(CUDA, self._at(at, self.stages), (at // self.stages + 1) % 2, *after),)
-    return self.source.load(view, at, n_tile, self._at(at), *after)
+    return self.source.load(view, at, n_tile, self._at(at), *after, numbers=numbers)
+
+  def numbers(self, n: UOp, rows: list[UOp], *after: UOp) -> list[UOp]:
+    """Read the numbers that came with rows of tile n."""
+    assert self.source.numbers is not None
+    first = (n + self.count) % self.stages * self.source.tiles.rows
+    return [self.source.numbers.after(*after)[first + row].load() for row in rows]
 
   def wait(self, n: UOp, *after: UOp) -> UOp:
     """Wait until tile n has arrived."""

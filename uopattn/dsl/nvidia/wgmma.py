@@ -23,13 +23,20 @@ from uopattn.dsl.instructions import statement
 M = 64
 K = 16
 PANEL = 64  # columns
+REGISTERS, BY_ROWS = "wgmma_registers", "wgmma_by_rows"
 _KINDS = {"f16": dtypes.half, "bf16": dtypes.bfloat16}
 _NAME = re.compile(r"/\* (wgmma\w*) n=(\d+)(?: steps=(\d+) (b?f16))? \*/")
 
-# start address, leading offset between panels (used if B's rows are k), stride of 1024 bytes per 8 rows, swizzle
+# The low word: start address, and leading offset between panels (used if B's rows are k). The high word is constant:
+# stride of 1024 bytes per 8 rows, swizzle. Sums of 32 bits take half the registers of 64.
 _DESCRIPTOR = """
-  unsigned long long {name} = ((unsigned)__cvta_generic_to_shared({pointer}) & 0x3FFFF) >> 4 | (unsigned long long)
-    (({panel}) * 2 >> 4) << 16 | 64ull << 32 | 1ull << 62;"""
+  unsigned {name} = ((unsigned)__cvta_generic_to_shared({pointer}) & 0x3FFFF) >> 4 | (({panel}) * 2 >> 4) << 16;"""
+_HIGH = f"{64 << 32 | 1 << 62:#x}ull"
+
+
+def _described(low: str) -> str:
+  """An operand of the instruction, with a descriptor of the given low word."""
+  return f'"l"((unsigned long long)({low}) | {_HIGH})'
 
 
 def _escaped(text: str) -> str:
@@ -41,26 +48,31 @@ def _listed(form: str, count: int, first: int = 0) -> str:
 
 
 @cache
-def _product(n: int, steps: int, kind: str, registers: bool) -> Instruction:
+def _product(n: int, steps: int, kind: str, name: str) -> Instruction:
   """Operands: accumulators, A (words in registers, or shared memory), B, elements per panel of A and of B."""
-  count, lines = n // 2, ["wgmma.fence.sync.aligned;"]
+  count, lines, registers = n // 2, ["wgmma.fence.sync.aligned;"], name == REGISTERS
   inputs: list[str] = []
   shape = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{_listed('%#', count)}}}"
   for step in range(steps):
     at = count + len(inputs)
     if registers:  # B's rows are k: advance by 16 rows
-      inputs += [f'"r"(a[{4 * step + i}])' for i in range(4)] + [f'"l"(b + {step * K * PANEL * 2 >> 4})']
+      inputs += [f'"r"(a[{4 * step + i}])' for i in range(4)] + [_described(f"b + {step * K * PANEL * 2 >> 4}")]
       lines.append(f"{shape}, {{{_listed('%#', 4, at)}}}, %{at + 4}, 1, 1, 1, 1;")
+    elif name == BY_ROWS:  # the rows of both are k
+      inputs += [_described(f"{x} + {step * K * PANEL * 2 >> 4}") for x in "ab"]
+      lines.append(f"{shape}, %{at}, %{at + 1}, {int(step > 0)}, 1, 1, 1, 1;")
     else:  # columns are k: advance by 16 columns, or to the next panel
       inner, panel = step % (PANEL // K) * K * 2 >> 4, step // (PANEL // K)
-      inputs += [f'"l"(a + {panel} * (({{3}}) * 2 >> 4) + {inner})', f'"l"(b + {panel} * (({{4}}) * 2 >> 4) + {inner})']
+      inputs += [_described(f"{x} + {panel} * (({{{place}}}) * 2 >> 4) + {inner}") for x, place in (("a", 3), ("b", 4))]
       lines.append(f"{shape}, %{at}, %{at + 1}, {int(step > 0)}, 1, 1, 0, 0;")
   lines.append("wgmma.commit_group.sync.aligned;")
   body = "".join(f'\n    "{_escaped(line)}\\n"' for line in lines)
-  left = "unsigned* a = {1};" if registers else _DESCRIPTOR.format(name="a", pointer="{1}", panel="0")
-  right = _DESCRIPTOR.format(name="b", pointer="{2}", panel="{4}" if registers else "0")
+  by_rows = name == BY_ROWS
+  left = (
+    "unsigned* a = {1};" if registers else _DESCRIPTOR.format(name="a", pointer="{1}", panel="{3}" if by_rows else "0")
+  )
+  right = _DESCRIPTOR.format(name="b", pointer="{2}", panel="{4}" if registers or by_rows else "0")
   outputs = _listed('"+f"(d[#])', count)
-  name = "wgmma_registers" if registers else "wgmma"
   text = (
     f"/* {name} n={n} steps={steps} {kind} */ [&](){{{{ float* d = {{0}}; {left}{right}\n"
     f'  asm volatile({body}\n    : {outputs}\n    : {", ".join(inputs)} : "memory"); return 0; }}}}()'
@@ -85,7 +97,7 @@ def find(text: str) -> Instruction | None:
   if (match := _NAME.match(text)) is None:
     return None
   name, n, steps, kind = match.groups()
-  found = _wait(int(n)) if steps is None else _product(int(n), int(steps), kind, name == "wgmma_registers")
+  found = _wait(int(n)) if steps is None else _product(int(n), int(steps), kind, name)
   return found if found.texts["cuda"] == text else None
 
 
@@ -99,6 +111,7 @@ def start(
   panels: tuple[int, int],
   *after: UOp,
   registers: bool = False,
+  by_rows: bool = False,
 ) -> UOp:
   """Start a product as a group of its own. A statement.
 
@@ -112,11 +125,11 @@ def start(
     panels: elements per panel of A, and of B.
     after: what the product must wait for.
     registers: whether A is in registers.
+    by_rows: whether A and B are in shared memory as they are for `registers`: k rows of 64, and k rows of n.
   """
   kind = next(kind for kind, x in _KINDS.items() if x == dtype)
-  return statement(
-    _product(n, steps, kind, registers), "cuda", after, d, a, b, *(UOp.const(x, dtypes.int) for x in panels)
-  )
+  name = REGISTERS if registers else BY_ROWS if by_rows else "wgmma"
+  return statement(_product(n, steps, kind, name), "cuda", after, d, a, b, *(UOp.const(x, dtypes.int) for x in panels))
 
 
 def wait(count: int, n: int, d: UOp, *after: UOp) -> UOp:

@@ -1,0 +1,142 @@
+"""Sums that workgroups add to in turns, stores of matrices and copies of bytes on the emulator, and their mistakes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from emulator_kernels import groups, kernel, launch, lds, loop, reg, threads
+from tinygrad import UOp, dtypes
+
+import uopattn.emulator as emulator
+from uopattn.dsl import instructions as ins
+
+CUDA, ARCH = "cuda", "sm_90"
+GROUP, COUNT = 256, 3  # threads per workgroup, and workgroups
+Kernel = Callable[..., UOp]
+
+
+def added(
+  *,
+  taken: bool = True,
+  fenced: bool = True,
+  met: bool = True,
+  read: bool = True,
+  waited: bool = True,
+  given: int = 1,
+  first: int = 0,
+  when: Callable[[UOp], UOp] = lambda t: t.eq(0),
+  start: int = 0,
+) -> Kernel:
+  """A kernel whose workgroups add a number per thread to a sum, twice; the keywords each put in a mistake.
+
+  The first lane adds. The other warps overwrite what it adds once it may be overwritten.
+  """
+
+  def body(o: UOp, turn: UOp) -> UOp:
+    t, g, memory, barriers = threads(GROUP), groups(COUNT), lds(1, 4 * GROUP + 4), lds(2, 1, dtypes.ulong)
+    made = UOp.barrier(ins.mbarrier_init(CUDA, barriers[0], 1, t.eq(0)))
+    last, lead = ins.exit_warps(CUDA, t < 0, made), when(t)
+    for i in range(2):
+      number = (g * GROUP + t + i).cast(dtypes.float).bitcast(dtypes.uint)
+      stored = ins.store_chunk(CUDA, memory.after(last)[t * 4], *[number] * 4)
+      stored = ins.fence_async(CUDA, stored) if fenced else stored
+      stored = ins.meet(CUDA, UOp.const(1), GROUP, stored) if met else stored
+      own = turn[i]
+      last = ins.take_turn(CUDA, own, g, lead, stored) if taken else stored
+      to = o[i * 4 * GROUP]
+      last = ins.bulk_add(CUDA, to, memory[start], 16 * GROUP, g.eq(first), lead, last)
+      last = ins.bulk_wait_read(CUDA, lead, last) if read else last
+      last = ins.mbarrier_arrive(CUDA, barriers[0], t.eq(0), last)
+      last = ins.bulk_wait(CUDA, lead, last) if waited else last
+      last = ins.give_turn(CUDA, own, g + given, lead, last)
+      last = ins.mbarrier_wait(CUDA, barriers[0], i, last)
+    return UOp.group(last).end(t, g).sink(arg=kernel("added", [], t).arg)
+
+  return body
+
+
+def run(body: Kernel) -> np.ndarray:
+  return launch(body, np.full(8 * GROUP, np.nan, np.float32), np.zeros(2, np.int32), arch=ARCH)
+
+
+def test_sums_in_turns() -> None:
+  expected = [[sum(g * GROUP + t + i for g in range(COUNT))] * 4 for i in range(2) for t in range(GROUP)]
+  np.testing.assert_array_equal(run(added()).reshape(-1, 4), expected)
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], type[emulator.KernelError], str]] = {
+  "turn not taken": ({"taken": False}, emulator.Race, "in an order that nothing fixes"),
+  "not fenced": ({"fenced": False}, emulator.Race, "to add it, written without a fence_async since"),
+  "other warps have not written": ({"met": False}, emulator.KernelError, "nothing has written|with no barrier between"),
+  "overwritten while it is read": ({"read": False}, emulator.Race, "overwritten before the wait"),
+  "given before it is in memory": ({"waited": False}, emulator.Race, "ends while something is being added"),
+  "given to nobody": ({"given": 2}, emulator.Divergence, "waits for turn 1 where 2 was given"),
+  "the last one stores": ({"first": COUNT - 1}, emulator.Race, "stores over what was added"),
+  "added by all": ({"when": lambda t: t >= 0}, emulator.Divergence, "by several lanes"),
+  "past the end": ({"start": 8}, emulator.OutOfBounds, "adds 4096 bytes from byte 32"),
+  "from an address not aligned": ({"start": 2}, emulator.OutOfBounds, "16 does not divide"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_an_error(name: str) -> None:
+  mistake, error, message = MISTAKES[name]
+  with pytest.raises(error, match=message):
+    run(added(**mistake))
+
+
+@pytest.mark.parametrize("offset", [0, 4])
+def test_stmatrix_stores_what_ldmatrix_loads(offset: int) -> None:
+  """Four 8x8 matrices, one below the other; rows must start at multiples of 16 bytes."""
+
+  def body(o: UOp, x: UOp) -> UOp:
+    t, memory, words = threads(32), lds(1, 4 * 64 + 8, dtypes.ushort), reg(2, 4, dtypes.uint)
+    stored = ins.stmatrix(CUDA, memory[t * 8 + offset], *(x[t * 4 + i].load() for i in range(4)))
+    loaded = ins.ldmatrix(CUDA, words[0], memory.after(UOp.barrier(stored))[t * 8], UOp.barrier(stored))
+    stores = [o[t * 4 + i].store(words.after(loaded)[i].load()) for i in range(4)]
+    return kernel("stored", stores, t)
+
+  x = np.arange(128, dtype=np.uint32) * 65537
+  if offset:
+    with pytest.raises(emulator.OutOfBounds, match="writes a row at an LDS address that 16 does not divide"):
+      launch(body, x, x, arch=ARCH)
+  else:
+    np.testing.assert_array_equal(launch(body, x, x, arch=ARCH), x)
+
+
+def copied(*, expected: int = 64, start: int = 4, elected: int = 0, waits: bool = True) -> Kernel:
+  """A kernel that returns 16 numbers by way of LDS; the keywords each put in a mistake."""
+
+  def body(o: UOp, x: UOp) -> UOp:
+    t, memory, barriers = threads(32), lds(1, 16), lds(2, 1, dtypes.ulong)
+    made = ins.mbarrier_fence(CUDA, ins.mbarrier_init(CUDA, barriers[0], 1, t.eq(0)))
+    once = loop((t.eq(elected) if elected >= 0 else t < 2).cast(dtypes.weakint) * 2 // 2)
+    begun = ins.mbarrier_expect(CUDA, barriers[0], expected, UOp.barrier(made), once)
+    loaded = ins.bulk_load(CUDA, memory[0], x[start], 64, barriers[0], begun).end(once)
+    apart = ins.exit_warps(CUDA, t < 0, loaded)
+    waited = memory.after(ins.mbarrier_wait(CUDA, barriers[0], 0, apart) if waits else apart)
+    return kernel("copied", [o[t % 16].store(waited[t % 16].load())], t)
+
+  return body
+
+
+COPIES: dict[str, tuple[dict[str, Any], type[emulator.KernelError], str]] = {
+  "too many bytes expected": ({"expected": 80}, emulator.Divergence, "too few arrivals or bytes: it expects 80"),
+  "not waited for": ({"waits": False}, emulator.Unwritten, "while a copy to it is in flight"),
+  "from an address not aligned": ({"start": 2}, emulator.OutOfBounds, "copies bytes that 16 does not divide"),
+  "past the end": ({"start": 8}, emulator.OutOfBounds, "copies 64 bytes from byte 32"),
+  "by two lanes": ({"elected": -1}, emulator.KernelError, "copies bytes 2 times|arrivals"),
+}
+
+
+def test_bytes_are_copied() -> None:
+  x = np.arange(20, dtype=np.float32)
+  np.testing.assert_array_equal(launch(copied(), x[:16], x, arch=ARCH), x[4:])
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_mistake_in_a_copy_is_an_error(name: str) -> None:
+  mistake, error, message = COPIES[name]
+  with pytest.raises(error, match=message):
+    launch(copied(**mistake), np.zeros(16, np.float32), np.arange(20, dtype=np.float32), arch=ARCH)

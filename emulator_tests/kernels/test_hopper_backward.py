@@ -1,0 +1,153 @@
+"""`hopper_fused_backward`: gradients that match the oracle, what it serves, and mistakes in what only it has."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from conformance_backward import BFLOAT, HALF, Case, Machine, Shape
+from gradients import check_gradients, gradients_of
+from helpers import inputs
+from report_cuda import by_nvcc, figure, rendered
+from tinygrad import Tensor, UOp
+
+import uopattn.emulator as emulator
+from uopattn.dsl import instructions
+from uopattn.dsl.nvidia import tensor_pipeline
+from uopattn.dsl.target import Target
+from uopattn.kernels import hopper_fused_backward
+from uopattn.kernels.hopper_fused_backward import Tiles
+from uopattn.plan import dispatch
+from uopattn.plan.dispatch import dispatch_backward
+from uopattn.runtime.prepare import compiled
+from uopattn.spec.layout import Layout
+from uopattn.spec.spec import AttentionSpec
+
+FUSED = Machine("fused", "sm_90", HALF)
+
+CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
+  "smallest": ((1, 1, 1, 1, 1, 8, 8), {}),
+  "grouped, causal": ((2, 4, 2, 150, 200, 24, 40), {"is_causal": True, "q_start": np.array([-20, 3])}),
+  "wide": ((1, 2, 2, 130, 270, 128, 72), {}),
+  "wide, queries before all keys": ((1, 1, 1, 300, 140, 80, 80), {"window": (None, 5), "q_start": -100}),
+  "sinks": ((1, 2, 1, 140, 130, 64, 64), {"is_causal": True, "sinks": np.array([0.5, -1], np.float32)}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_matches_the_oracle(name: str) -> None:
+  machine = FUSED._replace(dtype=BFLOAT if name == "sinks" else HALF)
+  with machine.device():
+    Case.of(machine, *CASES[name]).check()
+
+
+SMALL: Shape = (1, 2, 1, 140, 140, 16, 8)  # two blocks of keys, two tiles of each of two heads
+
+
+def test_each_barrier_and_wait_deleted() -> None:
+  """Some of a kernel's waits for its slots are for later tiles only."""
+  with FUSED.device():
+    case = Case.of(FUSED, (1, 1, 1, 260, 260, 16, 8))
+    tried = emulator.delete_each_barrier(case.run, "attention_backward_1_1_260_260_16_8")
+  assert {x.what for x in tried} >= {"barrier", "fence_async", "mbarrier_wait", "meet", "take_turn", "wgmma_wait"}
+  assert [str(x) for x in tried if x.caught is None] == []
+
+
+Mistake = tuple[object, str, Callable[[Any], Any]]
+MISTAKES: dict[str, Mistake] = {
+  "turns given to nobody": (
+    instructions,
+    "give_turn",
+    lambda right: lambda family, turn, number, when, *after: right(family, turn, number + 1, when, *after),
+  ),
+  "the last block stores dQ": (
+    instructions,
+    "bulk_add",
+    lambda right: (
+      lambda family, to, source, count, first, *rest: right(family, to, source, count, first.logical_not(), *rest)
+    ),
+  ),
+  "dS not fenced": (instructions, "fence_async", lambda right: lambda family, *after: UOp.group(*after)),
+  "numbers not expected": (tensor_pipeline.Source, "bytes", lambda right: property(lambda self: right.fget(self) - 4)),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_seen_by_the_emulator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+  place, phase, wrong = MISTAKES[name]
+  monkeypatch.setattr(place, phase, wrong(getattr(place, phase)))
+  compiled.cache_clear()
+  with FUSED.device(), pytest.raises(emulator.KernelError, match="kernel attention_backward_2_1"):
+    Case.of(FUSED, SMALL).run()
+  compiled.cache_clear()
+
+
+def test_gradients_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+  """With q, k and v that are views, and a gradient of the LSE."""
+  always = replace(hopper_fused_backward.SCHEDULE, meant_for=lambda problem, target: True)
+  monkeypatch.setattr(dispatch, "BACKWARD", (always,))
+
+  def of_views(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **given: Any) -> dict[str, Tensor]:
+    q, k, v = (x.transpose(1, 2).contiguous().realize().transpose(1, 2) for x in (q, k, v))
+    return gradients_of(q, k, v, *rest, **given)
+
+  with FUSED.device():
+    check_gradients(*inputs(1, 2, 1, 20, 140, 16, 24), {"is_causal": True, "q_start": 100}, run=of_views)
+
+
+def test_graphs_know_what_instructions_write() -> None:
+  with FUSED.device() as device:
+    launch = Case.of(FUSED, SMALL).launches[1]
+    slots = {x.name: i for i, x in enumerate(launch.buffers())}
+    assert {slots[name] for name in ("dq_sum", "dk", "dv", "turns")} == set(launch.build(device).arg.outs)
+
+
+SPEC = AttentionSpec(4, 32, 32, 4096, 4096, 64, 64, HALF, 0.125)
+
+
+@pytest.mark.parametrize(
+  ("options", "expected"),
+  [
+    ({}, "hopper_fused_backward"),
+    ({"Hkv": 8}, "hopper_fused_backward"),
+    ({"M": 1000, "N": 1000}, "hopper_backward"),  # too short
+    ({"B": 1, "Hq": 1, "Hkv": 1}, "hopper_backward"),  # most of the time would be spent waiting for turns
+    ({"window": (None, 0), "features": ("sinks", "q_start")}, "hopper_fused_backward"),
+    ({"window": (100, 0)}, "hopper_backward"),
+    ({"features": ("softcap",)}, "hopper_backward"),
+    ({"layouts": (("q", Layout(128 * 4096 * 68, 0, (32 * 4096 * 68, 4096 * 68, 68, 1))),)}, "hopper_backward"),
+    ({"layouts": (("q", Layout(128 * 4096 * 72, 8, (32 * 4096 * 72, 4096 * 72, 72, 1))),)}, "hopper_fused_backward"),
+    ({"Dk": 136, "Dv": 64}, "hopper_backward"),
+  ],
+)
+def test_what_it_is_used_for(options: dict[str, Any], expected: str) -> None:
+  launches = dispatch_backward(replace(SPEC, **options), Target("CUDA", "sm_90"))
+  assert {x.schedule.name for x in launches} == {expected}
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on PATH")
+@pytest.mark.parametrize(
+  ("D", "causal", "spilled"),
+  [
+    (128, True, 0),
+    *(pytest.param(*x, marks=pytest.mark.slow) for x in ((128, False, 0), (64, False, 0), (64, True, 4))),
+  ],
+)
+def test_no_spills(D: int, causal: bool, spilled: int) -> None:
+  """But for one word at D=64 with a causal mask."""
+  spec = replace(SPEC, Dk=D, Dv=D, window=(None, 0 if causal else None))
+  for launch in dispatch_backward(spec, Target("CUDA", "sm_90")):
+    said = by_nvcc(rendered(launch.graph(), "sm_90"), "sm_90")[1]
+    assert figure(said, "bytes spill stores") <= spilled
+    assert "serializ" not in said
+
+
+def test_tiles_state_their_laws() -> None:
+  with pytest.raises(ValueError, match=r"Tiles\.block=96: must be 64 or 128"):
+    Tiles(2, 96)
+  with pytest.raises(ValueError, match=r"Tiles\.warpgroups=3: must be in \(2,\)"):
+    Tiles(3, 64)
+  with pytest.raises(ValueError, match=r"Tiles\.stages=0: must be at least 1"):
+    Tiles(2, 64, 0)

@@ -1,0 +1,532 @@
+"""Gradients of attention on Hopper's tensor cores (sm_90a) in one pass of five products.
+
+FlashAttention-2 (Dao, 2023) with the pipeline of FlashAttention-3 (Shah et al., 2024). A workgroup has a block of keys
+and values, 64 for each warpgroup, and loops over tiles of queries. Per tile:
+    start S = K Q^T, then dP = V dO^T      (64, block)   from shared memory
+    wait for S, compute P                  start dV += P dO          (64, Dv)
+    wait for dP, compute dS                to shared memory; meet the other warpgroup
+    start dQ = dS^T K                      (64, 64) of the tile's (block, Dk) per warpgroup
+    start dK += dS Q                       (64, Dk)
+    wait for dQ                            to shared memory, from where it is added to memory
+The workgroups of a head add to dQ in turns, in the order of their keys, so that every run gives the same bits: each
+tile's turn is a number in memory. A warp of its own takes the turns, adds a tile at once and gives the next turn, which
+takes about as long as the products. All workgroups go through the tiles from the last to the first, and start in the
+order of their turns, in sections of heads that share the L2 cache, so that they seldom wait.
+
+There are three kernels: `begin` puts the LSE and delta of each query where copies can bring them with its tile, and
+sets the turns to 0; `backward` is the pass; `finish` rounds dQ.
+
+Storage: S, dP, P, dS, dK, dV and the warpgroup's part of dQ are in registers. K, V, dS (twice), dQ of a tile, and
+`stages` tiles of Q and dO are in shared memory. A producer warpgroup brings them by TMA
+(`uopattn.dsl.nvidia.gradient_pipeline`).
+
+Measured 2026-11-23 on an H200 (H=32, float16, 16384 tokens, kept busy so that its clock is limited by power), with
+delta, TFLOP/s at 2.5 times those of the forward pass, and the ratios to cuDNN and to `hopper_backward` in the same run,
+for N=512 / 1024 / 2048 / 4096 / 8192:
+    D=128          352 428 484 525 538    1.08 1.05 1.05 1.08 1.05    1.00 1.12 1.16 1.07 1.21
+    D=128, causal  229 325 415 473 507    1.07 1.09 1.08 1.09 1.06    1.01 1.11 1.19 1.10 1.23
+For D=64, N=1024 350 (1.00, 1.06) and N=4096 414 (0.98, 1.09), causal 386 (1.06, 1.09); other rows were not measured in
+this form. `preferred` says which cases are left to `hopper_backward`. Nothing spills, but one word at D=64 with a
+causal mask.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tinygrad import UOp, dtypes
+from tinygrad.dtype import AddrSpace, DType
+from tinygrad.helpers import ceildiv, round_up
+from tinygrad.uop.ops import AxisType
+
+from uopattn.dsl import Scope, sizes
+from uopattn.dsl import instructions as ins
+from uopattn.dsl.gpu.gradient_sums import QueryHeads
+from uopattn.dsl.gpu.jobs import Jobs
+from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.math import LOG2E
+from uopattn.dsl.nvidia import wgmma
+from uopattn.dsl.nvidia.gradient_pipeline import GradientPipeline
+from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, row_of, store_scaled
+from uopattn.dsl.nvidia.score_gradients import (
+  LOWEST,
+  Elements,
+  queries_of_columns,
+  score_rows_by_column,
+  score_vjp,
+  weights,
+)
+from uopattn.dsl.nvidia.swizzled import SwizzledTiles
+from uopattn.dsl.nvidia.tensor_pipeline import loop
+from uopattn.dsl.rules.head_view import HeadView
+from uopattn.dsl.rules.rules import Rules
+from uopattn.dsl.rules.tile_range import blurred, full_then_masked
+from uopattn.dsl.schedule import DTYPES_16, Kernel, Problem, Schedule
+from uopattn.dsl.target import Target
+
+CUDA = "cuda"
+WARPS = 4  # per warpgroup
+PART = 64  # rows and columns of a warpgroup's part of dQ
+THREADS = WARPS * WARP
+
+
+@dataclass(frozen=True)
+class Tiles:
+  """The block sizes of one kernel.
+
+  Attributes:
+    warpgroups: warpgroups that compute; each has 64 keys.
+    block: queries per tile.
+    stages: tiles of Q, and of dO, in shared memory.
+  """
+
+  warpgroups: int
+  block: int
+  stages: int = 2
+
+  def __post_init__(self) -> None:
+    if self.block not in (64, 128):
+      raise ValueError(f"Tiles.block={self.block}: must be 64 or 128")
+    if self.warpgroups not in REGISTERS:
+      raise ValueError(f"Tiles.warpgroups={self.warpgroups}: must be in {tuple(REGISTERS)}")
+    if self.stages < 1:
+      raise ValueError(f"Tiles.stages={self.stages}: must be at least 1")
+
+  @property
+  def rows(self) -> int:
+    """Keys per workgroup."""
+    return self.warpgroups * wgmma.M
+
+  @property
+  def threads(self) -> int:
+    return (self.warpgroups + 1) * THREADS
+
+  def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[list[SwizzledTiles], list[SwizzledTiles], SwizzledTiles]:
+    """Shared memory for K and V, for tiles of Q and dO, and for dS, keys by queries."""
+    widths = [round_up(Dk, wgmma.K), round_up(Dv, wgmma.K)]
+    stationary = [SwizzledTiles.make(s, self.rows, width, 1, 1, least=PART) for width in widths]
+    streamed = [SwizzledTiles.make(s, self.block, width, self.stages, 1, least=PART) for width in widths]
+    return stationary, streamed, SwizzledTiles.make(s, self.rows, self.block, 2, 1, least=PART)
+
+  def shared_bytes(self, Dk: int, Dv: int) -> int:
+    """Bytes of shared memory per workgroup."""
+    stationary, streamed, ds = self.panels(Scope(), Dk, Dv)
+    return sum(2 * x.slots * x.size for x in (*stationary, *streamed, ds)) + 4 * self.parts(Dk) * PART**2 + 10 * 1024
+
+  def registers(self, Dk: int, Dv: int) -> int:
+    """32-bit registers per lane for S, dP and the sums."""
+    return self.block + sum(round_up(x, wgmma.K) // 2 for x in (Dk, Dv))
+
+  def parts(self, Dk: int) -> int:
+    """Parts of a tile's dQ."""
+    return self.block // PART * ceildiv(Dk, PART)
+
+  @classmethod
+  def choose(cls, problem: Problem, target: Target) -> "Tiles":
+    """Choose tiles for a problem on sm_90, the only architecture with wgmma.
+
+    Raises:
+      ValueError: another architecture; head sizes that are not multiples of 8, or too large; features for which there
+        are too few registers.
+    """
+    arch, Dk, Dv = target.arch, problem.Dk, problem.Dv
+    if arch != "sm_90" or Dk % 8 or Dv % 8:
+      raise ValueError(f"{arch} with head sizes {Dk} and {Dv}: must be sm_90, with head sizes that are multiples of 8")
+    if others := [x for x in problem.features if x not in LIGHT]:
+      raise ValueError(f"{', '.join(others)}: must be none, for want of registers")
+    if not problem.fits_tensor_maps:
+      raise ValueError("q, k and v: must have rows that start at multiples of 16 bytes")
+    if problem.window[0] is not None:
+      raise ValueError(f"window={problem.window}: must have no left bound")
+    tiles = cls(2, 128 if Dk <= PART else 64)
+    fits = tiles.registers(Dk, Dv) <= LIMIT and tiles.shared_bytes(Dk, Dv) <= target.lds
+    if tiles.parts(Dk) != tiles.warpgroups or not fits:
+      raise ValueError(f"head sizes {Dk} and {Dv}: must be at most {2 * PART}, in all what registers hold")
+    return tiles
+
+
+MET, ADDED = UOp.const(1), UOp.const(2)  # barriers: dS is in shared memory; all have added to dQ
+LIMIT = 192  # of `Tiles.registers`
+REGISTERS = {2: (24, 240)}  # per thread of the producer and of the consumers, of 65536
+LIGHT = frozenset({"window", "sinks", "q_start"})  # features that need no more registers
+L2_BYTES = 32 << 20  # of the cache, for Q, dO and dQ
+MULTIPROCESSORS = 132  # of an H100 or H200
+# The least number of keys from which this pass is ahead of `hopper_backward`, for head sizes up to 64 and above,
+# without and with a causal mask (H200, 2026-11-23).
+FROM = ((1024, 2048), (512, 512))
+
+
+def section(kv_heads: int, group: int, M: int, Dk: int, Dv: int) -> int:
+  """The number of key heads whose blocks start together: the first blocks of all, the second ones, and so on.
+
+  With few, workgroups wait for turns; with many, Q, dO and dQ do not stay in the L2 cache. Head sizes up to 64, whose
+  tiles take less time, want more of them.
+  """
+  of_head = group * M * (2 * (Dk + Dv) + 4 * Dk)
+  cached = L2_BYTES // of_head
+  found = cached if Dk > PART else max(cached // 2, min(32, 2 * cached))
+  return min(kv_heads, max(1, found))
+
+
+def preferred(problem: Problem, target: Target) -> bool:
+  """Whether this pass is faster than two kernels: keys enough, and workgroups that seldom wait for turns."""
+  p, block = problem, 128 if problem.Dk <= PART else 64
+  blocks, kv_heads = ceildiv(p.N, 2 * wgmma.M), p.B * p.Hkv
+  first_wave = min(blocks, MULTIPROCESSORS / section(kv_heads, p.group, p.M, p.Dk, p.Dv))  # tiles until all add
+  tiles = ceildiv(kv_heads * blocks, MULTIPROCESSORS) * p.group * ceildiv(p.M, block)
+  return min(p.M, p.N) >= FROM[max(p.Dk, p.Dv) > PART][p.is_causal] and 8 * first_wave <= tiles
+
+
+def begin(row_stats: UOp, turns: UOp, lse: UOp, delta: UOp, *, tiles: Tiles) -> UOp:
+  """Build the kernel that prepares the pass.
+
+  Args:
+    row_stats: (heads, 2, queries rounded up to tiles) float32, receives the LSE in base 2, and delta. For a query that
+      does not exist the LSE is infinite, so that its weights are 0.
+    turns: (heads, tiles) int32, set to 0.
+    lse, delta: (heads, M) float32.
+    tiles: block sizes.
+  """
+  (heads, _, padded), (_, M), count = sizes(row_stats), sizes(lse), turns.base.max_numel()
+  s = Scope()
+  group = Workgroup(s, 1, ceildiv(heads * padded, THREADS), WARPS, WARP)
+  at = group.block * THREADS + group.thread
+  head, row = at // padded, at % padded
+  inside = head < heads
+  there = inside & (row < M)
+  found = [there.where(x.base[(head * M + row).valid(there)].load(), 0.0) for x in (lse, delta)]
+  base_2 = found[0].eq(float("-inf")).where(LOWEST, found[0] * LOG2E)
+  numbers = (row < M).where(base_2, float("inf")), found[1]
+  stores = [row_stats.base[((head * 2 + i) * padded + row).valid(inside)].store(x) for i, x in enumerate(numbers)]
+  stores.append(turns.base[at.valid(at < count)].store(UOp.const(0, dtypes.int)))
+  return group.kernel(f"attention_backward_begin_{heads}_{M}_{padded}", stores)
+
+
+def finish(dq: UOp, dq_sum: UOp, turns: UOp, *, tiles: Tiles, scale: float) -> UOp:
+  """Build the kernel that rounds dQ.
+
+  Args:
+    dq: (heads, M, Dk), receives dQ.
+    dq_sum: (heads, tiles, parts, 4096) float32, the sums as accumulators lie in registers.
+    turns: (heads, tiles) int32; 0 if nothing was added, because no query of the tile sees a key.
+    tiles: block sizes.
+    scale: factor of the sums.
+  """
+  (heads, M, Dk), (_, n_tiles, parts, _) = sizes(dq), sizes(dq_sum)
+  s, halves, panels = Scope(), tiles.block // PART, parts // (tiles.block // PART)
+  group = Workgroup(s, heads, n_tiles * halves, WARPS, WARP)
+  tile, half = group.block // halves, group.block % halves
+  first, values = (group.head * n_tiles + tile) * parts + half, s.buffer(panels * PART // 2)
+  added = turns.base[group.head * n_tiles + tile].load().ne(0)
+  stores = []
+  for panel in range(panels):
+    for i in range(PART // MMA_N):
+      at = ((first + panel * halves) * (PART // MMA_N) + i) * THREADS + group.thread
+      stores += [
+        values[panel * PART // 2 + 4 * i + e].store(added.where(dq_sum.base[at * 4 + e].load(), 0.0)) for e in range(4)
+      ]
+  acc, written = values.after(UOp.group(*stores)).reshape(-1, 4), []
+  for x in range(HALVES):
+    row = group.block * PART + group.warp * MMA_M + row_of(group.lane, x)
+    written += store_scaled(dq, group.head, row, x, acc, UOp.const(scale), group.lane)
+  return group.kernel(f"attention_backward_finish_{heads}_{M}_{Dk}", written)
+
+
+def backward(
+  dq_sum: UOp,
+  dk: UOp,
+  dv: UOp,
+  turns: UOp,
+  q: UOp,
+  k: UOp,
+  v: UOp,
+  do: UOp,
+  row_stats: UOp,
+  *,
+  rules: Rules,
+  tiles: Tiles,
+) -> UOp:
+  """Build the kernel of the pass.
+
+  Args:
+    dq_sum: (heads, tiles, parts, 4096) float32, receives the sums for dQ.
+    dk, dv: as k and v, receive their gradients.
+    turns: (heads, tiles) int32, 0 before.
+    q, k, v, do: (heads, rows, size) in 16 bits; head sizes are multiples of 8.
+    row_stats: from `begin`.
+    rules: masks and scaling.
+    tiles: block sizes.
+  """
+  (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
+  parts, padded = tiles.parts(Dk), sizes(row_stats)[2]
+  if parts != tiles.warpgroups:
+    raise ValueError(f"{tiles}: dQ of a tile has {parts} parts at head size {Dk}, must be one per warpgroup")
+  s, blocks = Scope(), ceildiv(N, tiles.rows)
+  jobs = Jobs(kv_heads, blocks, section(kv_heads, heads // kv_heads, M, Dk, Dv), True, kv_heads * blocks)
+  group = Workgroup(s, 1, jobs.workgroups, tiles.threads // WARP, WARP)
+  group.head, backwards = jobs.place(group.item, UOp.const(0))
+  group.block = blocks - 1 - backwards
+
+  def members() -> QueryHeads:
+    return QueryHeads.of(s, rules, group, heads // kv_heads, tiles.rows, tiles.block).from_last()
+
+  def views(head: UOp) -> tuple[HeadView, ...]:
+    kv = (HeadView.of(x, group.head, UOp.const(N)) for x in (k, v))
+    return (*kv, *(HeadView.of(x, head, UOp.const(M)) for x in (q, do)))
+
+  def numbers(head: UOp, tile: UOp) -> tuple[UOp, UOp]:
+    lse, delta = (row_stats.base[(head * 2 + i) * padded + tile * tiles.block] for i in range(2))
+    return lse, delta
+
+  stationary, streamed, ds = tiles.panels(s, Dk, Dv)
+  part = s.buffer(parts * PART * PART, dtype=dtypes.uint, space=AddrSpace.LOCAL)
+  pipe = GradientPipeline(s, group, stationary, streamed, tiles.warpgroups * WARPS, REGISTERS[tiles.warpgroups])
+  consumers = tiles.warpgroups * WARPS
+
+  def in_turns(*after: UOp) -> UOp:
+    return keep_turns(s, group, consumers, members, turns, dq_sum, part, pipe.free, after)
+
+  started = pipe.start(views, group.block, members, numbers, in_turns)
+  heads_here = members()
+  rows = {(0, half): group.block * tiles.rows + group.warp * MMA_M + row_of(group.lane, half) for half in range(HALVES)}
+  main = Mainloop(s, group, q.dtype, tiles, heads_here, pipe, ds, rows, part)
+  sums = [s.filled(0.0, round_up(x, wgmma.K) // 2, after=(started,)) for x in (Dk, Dv)]
+  of_dk, of_dv = main.run(sums, started)
+  stores = store(dk, group, of_dk, rules.scale, rows) + store(dv, group, of_dv, 1.0, rows)
+  return group.kernel(f"attention_backward_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
+
+
+def keep_turns(
+  s: Scope,
+  group: Workgroup,
+  consumers: int,
+  members: Callable[[], QueryHeads],
+  turns: UOp,
+  dq_sum: UOp,
+  part: UOp,
+  barrier: UOp,
+  after: tuple[UOp, ...],
+) -> UOp:
+  """Add dQ of all tiles to memory, by a warp of its own: taking and giving turns takes as long as some products.
+
+  Args:
+    part: shared memory for dQ of a tile.
+    barrier: signals that it may be written again.
+  """
+  once = s.axis(blurred(group.warp.eq(consumers + 1).cast(dtypes.weakint)), AxisType.REDUCE)
+  heads, leads, block = members(), group.lane.eq(0), group.block
+  outer = () if heads.count == 1 else (heads.member,)
+  n, begun = loop(s, heads.query_range.n_tiles, *after, once, *outer)
+  tile, size = heads.head * sizes(turns)[1] + heads.query_range.tile(n), sizes(part)[0]
+  taken = ins.take_turn(CUDA, turns.base[tile], block, leads & (block > 0), *begun)
+  met = ins.meet(CUDA, ADDED, (consumers + 1) * WARP, taken)
+  added = ins.bulk_add(CUDA, dq_sum.base[tile * size], part.after(met)[0], 4 * size, block.eq(0), leads, met)
+  free = ins.mbarrier_arrive(CUDA, barrier[0], leads, ins.bulk_wait_read(CUDA, leads, added))
+  done = ins.give_turn(CUDA, turns.base[tile], block + 1, leads, ins.bulk_wait(CUDA, leads, free)).end(n)
+  for axis in (*outer, once):
+    done = done.end(axis)
+  return done
+
+
+def store(x: UOp, group: Workgroup, acc: UOp, factor: float, rows: dict[tuple[int, int], UOp]) -> list[UOp]:
+  """Store a sum times a factor to the rows of x."""
+  stores = []
+  for (_, half), row in rows.items():
+    stores += store_scaled(x, group.head, row, half, acc.reshape(-1, 4), UOp.const(factor), group.lane)
+  return stores
+
+
+@dataclass(frozen=True)
+class Mainloop:
+  """A warpgroup's loop over tiles of queries, which are numbered through all query heads.
+
+  Attributes:
+    s: the kernel's axes.
+    group: the position of this thread.
+    dtype: dtype of q, k and v.
+    tiles: block sizes.
+    heads: the query heads, and their tiles.
+    pipe: the pipeline that loads the tiles.
+    ds: shared memory for dS.
+    rows: this lane's keys.
+    dq: shared memory for dQ of a tile, which is then added to memory.
+  """
+
+  s: Scope
+  group: Workgroup
+  dtype: DType
+  tiles: Tiles
+  heads: QueryHeads
+  pipe: GradientPipeline
+  ds: SwizzledTiles
+  rows: dict[tuple[int, int], UOp]
+  dq: UOp
+
+  @property
+  def warpgroup(self) -> UOp:
+    return self.group.warp // WARPS
+
+  def run(self, sums: list[UOp], *after: UOp) -> list[UOp]:
+    """Add all tiles to dK and dV. Returns them."""
+    zero, block = UOp.const(0), self.tiles.block
+    begun = self.pipe.v.wait(zero, self.pipe.k.wait(zero, *after))
+    scores = [self.s.buffer(block // 2) for _ in range(2)]  # S and dP
+    words = [self.s.buffer(block // 4, dtype=dtypes.uint) for _ in range(2)]  # P and dS
+    part, heads = self.s.buffer(PART // 2), self.heads
+    member, tile_range = heads.member, heads.query_range
+    outer = () if heads.count == 1 else (member,)
+    inside = [x.after(*outer) for x in sums]
+    for first, trips, masked in full_then_masked(zero, tile_range.n_full, tile_range.n_tiles):
+      trip = self.s.axis(trips, AxisType.REDUCE)
+      old = [x.after(trip) for x in inside]
+      done = self.attend(first + trip, masked, scores, words, part, old, begun, *outer, trip).end(trip)
+      inside = [x.after(done) for x in inside]
+    for axis in outer:
+      done = done.end(axis)
+    return [x.after(done) for x in sums]
+
+  def attend(
+    self,
+    n: UOp,
+    masked: bool,
+    scores: list[UOp],
+    words: list[UOp],
+    part: UOp,
+    sums: list[UOp],
+    *after: UOp,
+  ) -> UOp:
+    """Add a head's n-th tile to the sums. Returns the end of its work.
+
+    Args:
+      scores: registers for S and dP.
+      words: registers for P and dS, in packed 16-bit words.
+      part: registers for this warpgroup's part of dQ.
+      sums: dK and dV.
+    """
+    block, pipe, rules, (of_dk, of_dv) = self.tiles.block, self.pipe, self.heads.rules, sums
+    tile_range, member = self.heads.query_range, self.heads.member
+    number, tile = member * tile_range.n_tiles + n, tile_range.tile(n)
+    begun = self.start_scores(
+      pipe.k.tile(UOp.const(0)), pipe.q.tile(number), scores[0], pipe.q.wait(number, *after, *sums)
+    )
+    begun = pipe.do.wait(number, begun)
+    begun = self.start_scores(pipe.v.tile(UOp.const(0)), pipe.do.tile(number), scores[1], begun)
+    ready = wgmma.wait(1, block, scores[0][0], begun)
+    queries = queries_of_columns(tile * block, block, self.group.lane)
+    columns = queries_of_columns(UOp.const(0), block, self.group.lane)
+    lse = pipe.q.numbers(number, columns, ready)
+    score_rows = score_rows_by_column(self.rows, queries, [(x, x) for x in lse])
+    products = self.elements(scores[0].after(ready))
+    p = weights(rules, score_rows, products, masked)
+    started = self.start_sum(of_dv, self.packed(words[0], p, ready), pipe.do.tile(number), ready)
+    ready = wgmma.wait(1, block, scores[1][0], started)
+    delta = pipe.do.numbers(number, columns, ready)  # only now, for want of registers
+    score_rows = score_rows_by_column(self.rows, queries, list(zip(lse, delta, strict=True)))
+    ds = self.packed(words[1], score_vjp(rules, score_rows, p, products, self.elements(scores[1].after(ready))), ready)
+    written = ins.fence_async(CUDA, *self.store_ds(number, ds))
+    met = ins.meet(CUDA, MET, self.tiles.warpgroups * THREADS, written)
+    started = self.start_part(number, part, met)
+    started = self.start_sum(of_dk, ds, pipe.q.tile(number), started)
+    waited = wgmma.wait(2, 2 * sizes(of_dv)[0], of_dv[0], started)
+    waited = wgmma.wait(1, PART, part[0], waited)
+    free = ins.mbarrier_wait(CUDA, pipe.free[0], (number + 1) % 2, waited)
+    stored = ins.fence_async(CUDA, *self.store_part(part.after(free), free))
+    stored = ins.meet_later(CUDA, ADDED, self.tiles.warpgroups * THREADS + WARP, UOp.const(True), stored)
+    waited = wgmma.wait(0, 2 * sizes(of_dk)[0], of_dk[0], stored)
+    return pipe.q.release(number, self.group.lane.eq(0), waited)
+
+  def start_scores(self, stationary: SwizzledTiles, tile: SwizzledTiles, into: UOp, *after: UOp) -> UOp:
+    """Start the product of this warpgroup's keys with the rows of a tile, (64, block)."""
+    rows = stationary.after(*after).address(self.warpgroup * wgmma.M)
+    steps, panels = stationary.columns // wgmma.K, (stationary.panel, tile.panel)
+    return wgmma.start(self.dtype, tile.rows, steps, into[0], rows, tile.after(*after).address(), panels, *after)
+
+  def packed(self, words: UOp, elements: Elements, *after: UOp) -> UOp:
+    """Round elements to 16 bits in registers for words of two, as they are left operands of products."""
+    pairs = [(i, half) for i in range(self.tiles.block // MMA_N) for half in range(HALVES)]
+    found = [ins.pack(CUDA, elements[0, i, 2 * half], elements[0, i, 2 * half + 1], self.dtype) for i, half in pairs]
+    return words.after(UOp.group(*[words.after(*after)[i].store(word) for i, word in enumerate(found)]))
+
+  def start_sum(self, acc: UOp, words: UOp, tile: SwizzledTiles, *after: UOp) -> UOp:
+    """Start acc += the elements of packed words times a tile, (64, columns)."""
+    steps, panels = tile.rows // wgmma.K, (0, tile.panel)
+    address = tile.after(*after).address()
+    return wgmma.start(self.dtype, tile.columns, steps, acc[0], words[0], address, panels, *after, registers=True)
+
+  def store_ds(self, number: UOp, words: UOp) -> list[UOp]:
+    """Store this warp's rows of dS to shared memory."""
+    tile, lane = self.ds.tile(number), self.group.lane
+    first = tile.at(self.group.warp * MMA_M + lane % MMA_M, lane // MMA_M).src[1]
+    per = tile.width // tile.chunk  # chunks per row of a panel; those of a row differ in some bits of the address
+    return [
+      ins.stmatrix(
+        CUDA,
+        tile.memory[(first ^ i % per * tile.chunk) + i // per * tile.panel],
+        *(words[2 * i + j].load() for j in range(4)),
+      )
+      for i in range(0, self.tiles.block // MMA_N, 2)
+    ]
+
+  def start_part(self, number: UOp, part: UOp, *after: UOp) -> UOp:
+    """Start this warpgroup's part of dS^T K, (64, 64): some of the tile's queries, or of the columns."""
+    halves = self.tiles.block // PART
+    ds, k = self.ds.tile(number, *after), self.pipe.k.tile(UOp.const(0), *after)
+    left = ds.memory[ds.base + self.warpgroup % halves * ds.panel]
+    right = k.memory[k.base + self.warpgroup // halves * k.panel]
+    return wgmma.start(
+      self.dtype, PART, self.tiles.rows // wgmma.K, part[0], left, right, (ds.panel, k.panel), *after, by_rows=True
+    )
+
+  def store_part(self, part: UOp, *after: UOp) -> list[UOp]:
+    """Store this warpgroup's part of dQ to shared memory, as accumulators lie in registers."""
+    first, thread = self.warpgroup * (PART // MMA_N), self.group.thread % THREADS
+    return [
+      ins.store_chunk(
+        CUDA,
+        self.dq.after(*after)[((first + i) * THREADS + thread) * 4],
+        *(part[4 * i + e].load().bitcast(dtypes.uint) for e in range(4)),
+      )
+      for i in range(PART // MMA_N)
+    ]
+
+  def elements(self, scores: UOp) -> Elements:
+    """Return this lane's elements of S or dP."""
+    return {(0, i // 4, i % 4): scores[i].load() for i in range(self.tiles.block // 2)}
+
+
+def scratch(problem: Problem, tiles: Tiles) -> dict[str, tuple[tuple[int, ...], DType]]:
+  """Return the shapes and dtypes of the buffers that the kernels share."""
+  n_tiles, parts = ceildiv(problem.M, tiles.block), tiles.parts(problem.Dk)
+  return {
+    "row_stats": ((problem.heads, 2, n_tiles * tiles.block), dtypes.float),
+    "turns": ((problem.heads, n_tiles), dtypes.int),
+    "dq_sum": ((problem.heads, n_tiles, parts, PART * PART), dtypes.float),
+  }
+
+
+def _kernel(build: Callable[..., UOp], outputs: str, inputs: str, *wants: str) -> Kernel:
+  names, both = tuple(outputs.split()), dict.fromkeys([*outputs.split(), *inputs.split()])
+  return Kernel(
+    build,
+    names,
+    tuple(both),
+    choose=Tiles.choose,
+    wants=wants,
+    block=lambda x: (x.rows, x.block),
+    of_keys=True,
+    scratch=scratch,
+  )
+
+
+SCHEDULE = Schedule(
+  "hopper_fused_backward",
+  devices=("CUDA",),
+  dtypes=DTYPES_16,
+  kernels=(
+    _kernel(begin, "row_stats turns", "lse delta", "tiles"),
+    _kernel(backward, "dq_sum dk dv turns", "q k v do row_stats", "rules", "tiles"),
+    _kernel(finish, "dq", "dq_sum turns", "tiles", "scale"),
+  ),
+  tiles=Tiles,
+  lacks=("scales", "page_table"),
+  meant_for=preferred,
+)

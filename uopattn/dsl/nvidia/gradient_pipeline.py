@@ -1,0 +1,106 @@
+"""A pipeline that brings keys, values and tiles of queries and dO to shared memory by Hopper's TMA, for gradients.
+
+As in `uopattn.dsl.nvidia.tensor_pipeline` one thread of a warpgroup of its own starts all copies. A workgroup has one
+block of keys and values, and streams the tiles of Q and dO of the query heads that share them, with the numbers of
+their rows: the LSE with Q, delta with dO. Tiles are numbered through all those heads. The release of a tile of Q is
+that of the tile of dO too.
+"""
+
+from collections.abc import Callable
+
+from tinygrad import UOp, dtypes
+from tinygrad.dtype import AddrSpace
+from tinygrad.uop.ops import AxisType
+
+from uopattn.dsl import instructions as ins
+from uopattn.dsl.gpu.gradient_sums import QueryHeads
+from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.nvidia.mma_layout import WARP
+from uopattn.dsl.nvidia.swizzled import SwizzledTiles
+from uopattn.dsl.nvidia.tensor_pipeline import MAP_WORDS, Slots, Source, loop
+from uopattn.dsl.rules.head_view import HeadView
+from uopattn.dsl.rules.tile_range import blurred
+from uopattn.dsl.scope import Scope
+
+CUDA = "cuda"
+
+
+class GradientPipeline:
+  """The producer, which is the last warpgroup, and the slots that it fills.
+
+  Attributes:
+    k, v: the slot of the keys and of the values.
+    q, do: slots of tiles of queries, with the LSE, and of dO, with delta.
+    free: a barrier at which one thread may arrive.
+  """
+
+  def __init__(
+    self,
+    s: Scope,
+    group: Workgroup,
+    stationary: list[SwizzledTiles],
+    streamed: list[SwizzledTiles],
+    consumers: int,
+    registers: tuple[int, int],
+  ):
+    """Create a pipeline.
+
+    Args:
+      stationary: shared memory for keys and values.
+      streamed: shared memory for tiles of Q and of dO.
+      consumers: warps that consume.
+      registers: registers per thread of the producer, and of a consumer.
+    """
+    self._s, self._group, self._consumers, self._registers = s, group, consumers, registers
+    tiles = [*stationary, *streamed]
+    numbers = [None, None, *(s.buffer(x.slots * x.rows, space=AddrSpace.LOCAL) for x in streamed)]
+    self._sources = [Source(i, x, i > 1, y) for i, (x, y) in enumerate(zip(tiles, numbers, strict=True))]
+    self._room = s.buffer(len(tiles) * MAP_WORDS, dtype=dtypes.uint, space=AddrSpace.LOCAL)
+    barriers = [s.buffer(2 * x.slots, dtype=dtypes.ulong, space=AddrSpace.LOCAL) for x in tiles]
+    self.free = s.buffer(1, dtype=dtypes.ulong, space=AddrSpace.LOCAL)
+    slots = [Slots(x, y, UOp.const(0)) for x, y in zip(self._sources, barriers, strict=True)]
+    self.k, self.v, self.q, self.do = self._slots = slots
+
+  def start(
+    self,
+    views: Callable[[UOp], tuple[HeadView, ...]],
+    block: UOp,
+    heads: Callable[[], QueryHeads],
+    numbers: Callable[[UOp, UOp], tuple[UOp, UOp]],
+    beside: Callable[..., UOp],
+  ) -> UOp:
+    """Bring all tiles, by the producer; what follows is for consumers only.
+
+    Args:
+      views: (query head) -> the rows of keys, values, queries and dO.
+      block: the block of keys.
+      heads: makes the loop over query heads.
+      numbers: (query head, tile) -> where the LSE, and delta, of a tile's queries begin.
+      beside: (*after) -> what warps that neither produce nor consume do meanwhile.
+    """
+    group, first, made = self._group, self._group.thread.eq(0), []
+    producer = group.warp >= self._consumers
+    for x in self._slots:
+      arrivals = [1] * x.stages + [self._consumers] * x.stages
+      made += [ins.mbarrier_init(CUDA, x.barriers[i], n, first) for i, n in enumerate(arrivals)]
+    made.append(ins.mbarrier_init(CUDA, self.free[0], 1, first))
+    of_all = zip(self._sources, views(UOp.const(0)), strict=True)
+    maps = [x.describe(view, self._room, group.warp) for x, view in of_all]
+    ready = UOp.barrier(ins.mbarrier_fence(CUDA, *made), *maps)
+    known = UOp.group(*(ins.tensor_map_acquire(CUDA, x.number, ready) for x in self._sources))
+    reduced = ins.release_registers(CUDA, self._registers[0], producer, known)
+
+    elected = group.thread.eq(self._consumers * WARP).cast(dtypes.weakint)
+    once = self._s.axis(blurred(elected), AxisType.REDUCE)
+    shared, zero = heads(), UOp.const(0)
+    k_view, v_view, q_view, do_view = views(shared.head)
+    loaded = self.v.load(v_view, zero, block, self.k.load(k_view, zero, block, reduced, once))
+    outer = () if shared.count == 1 else (shared.member,)
+    n, begun = loop(self._s, shared.query_range.n_tiles, loaded, *outer)
+    number, tile = shared.member * shared.query_range.n_tiles + n, shared.query_range.tile(n)
+    of_q, of_do = numbers(shared.head, tile)
+    last = self.q.load(q_view, number, tile, *begun, numbers=of_q)
+    last = self.do.load(do_view, number, tile, last, numbers=of_do, waits=False).end(n)
+    for axis in (*outer, once):
+      last = last.end(axis)
+    return ins.acquire_registers(CUDA, self._registers[1], ins.exit_warps(CUDA, producer, beside(last)))

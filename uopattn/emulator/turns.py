@@ -1,0 +1,203 @@
+"""Sums in global memory that workgroups add to in turns, so that every run gives the same bits.
+
+A turn is a number in global memory: `give_turn` writes it, `take_turn` waits for it. An addition (`bulk_add`) must know
+of the one before it to the same element: by the same wave, through a barrier that both have met at, or through a turn
+that was given after it and taken before. It reads LDS until `bulk_wait_read` and is done at `bulk_wait`, no sooner than
+all other warps have gone on as far as they can. Workgroups run one after another, so a turn that was not given yet is
+never given.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from tinygrad.uop.ops import UOp
+
+from .copies import NOTHING
+from .errors import Divergence, OutOfBounds, Race
+from .lanes import Run
+from .memory import LDS, Global, Pointer
+from .tracks import apart
+
+BYTES = 16  # that sizes and addresses are multiples of
+Known = dict[tuple[int, int], int]  # by workgroup and wave: what it had done before a time
+
+
+@dataclass
+class Last:
+  """Who last added to each element of a buffer: workgroup (-1 for nobody), wave and time."""
+
+  group: np.ndarray
+  wave: np.ndarray
+  time: np.ndarray
+
+
+@dataclass(eq=False)
+class Flight:
+  """An addition that is under way."""
+
+  u: UOp
+  lane: int
+  source: LDS
+  granules: np.ndarray
+  content: np.ndarray
+  to: Global
+  places: np.ndarray
+  numbers: np.ndarray
+  first: bool
+  was_read: bool = False
+
+  def read(self) -> None:
+    """Read what is to be added, unless that is done. Raise Race if it has changed."""
+    if self.was_read:
+      return
+    self.was_read, lanes = True, np.array([self.lane])
+    if (bad := _content(self.source, self.granules) != self.content).any():
+      what = "reads {what}, which was overwritten before the wait"
+      raise self.source.fail(Race, self.u, what, self.granules, bad, lanes)
+    self.source.check_read(self.u, self.granules, lanes)
+
+
+@dataclass
+class Sums:
+  """What the workgroups of a launch have added, and know of each other.
+
+  Attributes:
+    last: by buffer.
+    given: by turn, what was known when it was given last.
+    taken: of this workgroup, what became known with each turn taken.
+    flights: of this workgroup.
+  """
+
+  last: dict[str, Last] = field(default_factory=dict)
+  given: dict[tuple[str, int], Known] = field(default_factory=dict)
+  taken: list[Known] = field(default_factory=list)
+  flights: list[Flight] = field(default_factory=list)
+
+  def of_batch(self) -> "Sums":
+    """The sums as the next workgroup finds them."""
+    return replace(self, taken=[], flights=[])
+
+  def known(self, run: Run, wave: int) -> Known:
+    """What a wave of this workgroup knows."""
+    found: Known = {(run.first_group, other): int(run.tracks.seen[wave]) for other in range(run.shape.waves)}
+    found[run.first_group, wave] = run.clock + 1
+    for turn in run.tracks.turns[wave]:
+      for who, until in self.taken[turn].items():
+        found[who] = max(until, found.get(who, 0))
+    return found
+
+
+def _content(lds: LDS, granules: np.ndarray) -> np.ndarray:
+  return lds.view(np.dtype(f"u{lds.granule}")).take(granules)
+
+
+def _one(run: Run, u: UOp, when: Any) -> int | None:
+  """The lane that acts; None if none does."""
+  lanes = np.flatnonzero(run.spread(when) & (True if run.mask is None else run.mask))
+  if len(lanes) > 1:
+    raise run.fail(Divergence, u, "adds in turns by several lanes", lanes)
+  return int(lanes[0]) if len(lanes) else None
+
+
+def _turn(run: Run, u: UOp, turn: Pointer, lane: int) -> int:
+  """The index of a turn."""
+  lanes = np.array([lane])
+  if not isinstance(turn.memory, Global):
+    raise run.fail(OutOfBounds, u, "names a turn that is not in global memory", lanes)
+  index = np.asarray(run.spread(turn.index)[lanes], np.int64)
+  turn.memory.bounds(u, "names a turn in", index, 1, 4, lanes)
+  return int(index[0])
+
+
+def take(run: Run, u: UOp, turn: Pointer, number: Any, when: Any) -> Any:
+  if (lane := _one(run, u, when)) is None:
+    return NOTHING
+  tracks, index, wave, wanted = apart(run, u), _turn(run, u, turn, lane), int(run.wave[lane]), run.spread(number)[lane]
+  cells = turn.memory.view(np.dtype(np.int32))
+  what = f"waits for turn {wanted} where {int(cells[index])} was given"
+  tracks.wait(lambda: bool(cells[index] == wanted), lambda: run.fail(Divergence, u, what, np.array([lane])))
+  tracks.turns[wave].add(len(run.sums.taken))
+  run.sums.taken.append(run.sums.given.get((turn.memory.name, index), {}))
+  return NOTHING
+
+
+def give(run: Run, u: UOp, turn: Pointer, number: Any, when: Any) -> Any:
+  if (lane := _one(run, u, when)) is None:
+    return NOTHING
+  index = _turn(run, u, turn, lane)
+  run.sums.given[turn.memory.name, index] = run.sums.known(run, int(run.wave[lane]))
+  turn.memory.view(np.dtype(np.int32))[index] = int(run.spread(number)[lane])
+  apart(run, u).signalled()
+  return NOTHING
+
+
+def bulk_add(run: Run, u: UOp, to: Pointer, source: Pointer, count: Any, first: Any, when: Any) -> Any:
+  if (lane := _one(run, u, when)) is None:
+    return NOTHING
+  lanes, count, lds = np.array([lane]), int(count), source.memory
+  start, at = (int(run.spread(x.index)[lane]) * x.dtype.itemsize for x in (source, to))
+  if start % BYTES or at % BYTES or count % BYTES or not isinstance(lds, LDS):
+    raise run.fail(OutOfBounds, u, f"adds bytes that {BYTES} does not divide, or to or from such", lanes)
+  if min(start, at) < 0 or start + count > lds.per_group or at + count > to.memory.data.size:
+    raise run.fail(OutOfBounds, u, f"adds {count} bytes from byte {start} to byte {at}", lanes)
+  granules = np.arange(start // lds.granule, (start + count) // lds.granule)[:, None]
+  if run.check:
+    lds.check_read(u, granules, lanes)
+    if lds.unfenced is not None and (bad := lds.unfenced.take(granules) >= 0).any():
+      raise lds.fail(Race, u, "reads {what} to add it, written without a fence_async since", granules, bad, lanes)
+  numbers = lds.view(np.dtype(np.float32))[start // 4 : (start + count) // 4].copy()
+  places, content = np.arange(at // 4, (at + count) // 4), _content(lds, granules)
+  fresh = bool(run.spread(first)[lane])
+  run.sums.flights.append(Flight(u, lane, lds, granules, content, to.memory, places, numbers, fresh))
+  if run.counters is not None:
+    run.counters.lds_read += count
+    run.counters.global_written += count
+  return NOTHING
+
+
+def _until_others_wait(run: Run, u: UOp) -> None:
+  """Let all others go on as far as they can."""
+  tracks = apart(run, u)
+  own = tracks.now
+  tracks.wait(lambda: not any(x.ready() for x in tracks.tracks if x is not own and not x.ended))
+
+
+def wait_read(run: Run, u: UOp, when: Any) -> Any:
+  if (lane := _one(run, u, when)) is None:
+    return NOTHING
+  _until_others_wait(run, u)
+  for x in run.sums.flights:
+    if x.lane == lane and run.check:
+      x.read()
+  return NOTHING
+
+
+def wait(run: Run, u: UOp, when: Any) -> Any:
+  if (lane := _one(run, u, when)) is None:
+    return NOTHING
+  _until_others_wait(run, u)
+  done = [x for x in run.sums.flights if x.lane == lane]
+  run.sums.flights = [x for x in run.sums.flights if x.lane != lane]
+  for x in done:
+    if run.check:
+      x.read()
+      _check(run, x)
+    sums = x.to.view(np.dtype(np.float32))
+    sums[x.places] = x.numbers if x.first else sums[x.places] + x.numbers
+  return NOTHING
+
+
+def _check(run: Run, x: Flight) -> None:
+  """Raise Race unless an addition knows of the one before it, and what is stored is the first. Record it."""
+  if x.to.name not in run.sums.last:
+    size = x.to.data.size // 4
+    run.sums.last[x.to.name] = Last(np.full(size, -1), np.full(size, -1), np.full(size, -1))
+  last, wave, lanes = run.sums.last[x.to.name], int(run.wave[x.lane]), np.array([x.lane])
+  known = run.sums.known(run, wave)
+  for group, by, time in {*zip(*(y[x.places].tolist() for y in (last.group, last.wave, last.time)), strict=True)}:
+    if group >= 0 and time >= known.get((group, by), 0):
+      raise run.fail(Race, x.u, f"adds to {x.to.name} in an order that nothing fixes", lanes)
+    if group >= 0 and x.first:
+      raise run.fail(Race, x.u, f"stores over what was added to {x.to.name}", lanes)
+  last.group[x.places], last.wave[x.places], last.time[x.places] = run.first_group, wave, run.clock
