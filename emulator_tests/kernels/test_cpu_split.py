@@ -1,6 +1,5 @@
 """Keys split among the threads of a CPU: how many parts, what each of them does, and what they are worth together."""
 
-import importlib
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,7 +34,7 @@ def in_parts(splits: int) -> Iterator[None]:
     return replace(dispatch.dispatch(*given), splits=splits)
 
   with served_by("cpu_decode"), pytest.MonkeyPatch.context() as patch:
-    patch.setattr(importlib.import_module("uopattn.api.attention"), "dispatch", split)
+    patch.setattr("uopattn.plan.chosen.dispatch", split)
     yield
 
 
