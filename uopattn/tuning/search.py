@@ -1,6 +1,7 @@
 """The search: each candidate is checked by the gate, and those that pass are timed in turns."""
 
 import logging
+import random
 import statistics
 import time
 from dataclasses import asdict, dataclass, replace
@@ -158,12 +159,15 @@ def timed(runners: dict[str, Runner], model: str, how: Measure) -> tuple[dict[st
 
 
 def alternate(runners: dict[str, Runner], rounds: int, how: Measure) -> dict[str, Timing]:
-  """Time runners in turns: A B C, A B C, ..."""
+  """Time runners in turns, in another order in each round: what runs before leaves the caches as it likes."""
+  shuffled, found = random.Random(0), []
   turns = Turns(runners, pauses=False, warm=how.warm, turn=how.turn)
   time.sleep(SPIN)  # the oracle ran numpy's products
   if how.settles:
     turns.settle()
-  found = [turns.round() for _ in range(rounds)]
+  for _ in range(rounds):
+    turns.runners = dict(shuffled.sample(list(runners.items()), len(runners)))
+    found.append(turns.round())
   return {name: Timing([seconds[name] for seconds in found]) for name in runners}
 
 
