@@ -443,6 +443,7 @@ def test_all_candidates_of_gpus_are_right_on_the_emulator(
   arch: str, shape: tuple[int, int, int, int, int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
   monkeypatch.setattr(dispatch, "MOST", 8)
+  monkeypatch.setattr("uopattn.tuning.trial.repeats", lambda *_: 1)
   with on(arch):
     spec = replace(spec_of(shape), dtype=dtypes.half)
     launches = dispatch.candidates(spec, target_of("EMU"))
