@@ -181,7 +181,8 @@ def test_a_damaged_entry_is_measured_anew(searches: list[str], caplog: pytest.Lo
     assert len(searches) == 2 * number
     caplog.clear()
     if damage is not None:
-      helpers.db_connection().execute(f"UPDATE '{store._table()}' SET val = ?", (damage,))
+      with helpers.db_connection() as connection:  # commits, or other processes would wait for this one
+        connection.execute(f"UPDATE '{store._table()}' SET val = ?", (damage,))
     else:  # an entry that names tiles which are no candidates
       store.write({"key": key, "choice": choice(the(1, spec)) | {"splits": 77}, "seconds": {}})
     assert store.every() == [] or damage is None

@@ -55,13 +55,11 @@ def every() -> list[Entry]:
 
 def clear() -> int:
   """Remove all entries; return their number."""
-  connection = helpers.db_connection()
   try:
-    count = connection.cursor().execute(f"DELETE FROM '{_table()}'").rowcount
+    with helpers.db_connection() as connection:  # commits, or rolls back: an open transaction locks out other processes
+      return connection.execute(f"DELETE FROM '{_table()}'").rowcount
   except sqlite3.OperationalError:  # no such table
     return 0
-  connection.commit()
-  return count
 
 
 def is_entry(x: object) -> bool:
