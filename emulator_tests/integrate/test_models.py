@@ -27,6 +27,7 @@ MODELS = models(large=False)
 
 @pytest.fixture(autouse=True)
 def _no_models_are_left() -> Iterator[None]:
+  gc.freeze()  # so that only what a test has made is looked through
   yield
   gc.collect()  # tinygrad goes through all Tensors that are alive whenever something is realized
 
