@@ -125,9 +125,10 @@ def cover(cases: list[pytest.Item]) -> list[pytest.Item]:
 def unoptimized(request: pytest.FixtureRequest) -> Generator[None, None, None]:
   """tinygrad's own ops as they are where only kernels are tested: lowering them takes a fifth less.
 
-  Not those of a whole model, which would take long to run.
+  Not those of a whole model, which would take long to run, unless it is as small as that of test_train.
   """
-  with Context(NOOPT=int(request.path.parent.name == "api" and request.path.stem != "test_real_input")):
+  small = request.path.parent.name == "api" and request.path.stem != "test_real_input"
+  with Context(NOOPT=int(small or request.path.stem == "test_train")):
     yield
 
 

@@ -51,7 +51,11 @@ def cases(listed: list[tuple[str, str, DType]]) -> pytest.MarkDecorator:
 
 def is_slow(name: str, shape: str) -> bool:
   """The other types of `cuda_forward` share its loops and its edges, which float16 meets in every corner."""
-  return name in ("float8", "tf32", "turing") and shape not in ("grouped", "odd everywhere", "chunks that are half a step")
+  return name in ("float8", "tf32", "turing") and shape not in (
+    "grouped",
+    "odd everywhere",
+    "chunks that are half a step",
+  )
 
 
 SHAPES = [
