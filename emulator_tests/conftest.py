@@ -8,9 +8,9 @@ from hypothesis import Phase, settings
 from tinygrad import Context, Device
 from tinygrad.helpers import PARALLEL, SPEC
 
-# What is run: one case of each kind; with --values every value of each parameter, and the long tests; with --slow all.
-# Examples that hypothesis draws are the same in every run, and the first that fails is shown as it is (to find a smaller
-# one takes minutes, as each is a kernel to compile), but with --slow new ones.
+# What is run: one case of each kind; with --values every value of each parameter, and the long tests; with --slow all,
+# on new examples by hypothesis. Otherwise it draws the same in every run, and shows the first that fails as it is: to
+# find a smaller one takes minutes, as each is a kernel to compile.
 QUICK = (Phase.explicit, Phase.generate)
 settings.register_profile("quick", max_examples=25, deadline=None, derandomize=True, phases=QUICK)
 settings.register_profile("values", max_examples=50, deadline=None, derandomize=True, phases=QUICK)
