@@ -105,7 +105,7 @@ def test_tokenizer_splits_as_the_model_was_trained(model):
 @pytest.mark.parametrize(
   ("prompt", "word"),
   [
-    ("The capital of France is", " Paris"),
+    pytest.param("The capital of France is", " Paris", marks=pytest.mark.slow),
     pytest.param("Water boils at a temperature of 100 degrees", " Celsius", marks=pytest.mark.slow),
   ],
 )
@@ -129,11 +129,11 @@ def test_kernel_in_place_of_sdpa(model, tokens, expected):
   np.testing.assert_array_equal(actual.argmax(-1), expected.argmax(-1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "wrong",
   [
-    *(pytest.param(x, marks=pytest.mark.slow) for x in (without_causal, with_shuffled_key_heads, without_last_key)),
-    with_scale_off,
+    *(without_causal, with_shuffled_key_heads, without_last_key, with_scale_off),
   ],
 )
 def test_wrong_attention_is_told_apart(model, tokens, expected, wrong):
@@ -172,7 +172,7 @@ def capture_qkv(*arguments, stdin: str = "") -> subprocess.CompletedProcess[str]
   [
     pytest.param("The sky is blue", "", 0, "float32", marks=pytest.mark.slow),
     pytest.param("The year 1969", "", 2, "bfloat16", marks=pytest.mark.slow),
-    ("-", "naïve ☃", 1, "float16"),
+    pytest.param("-", "naïve ☃", 1, "float16", marks=pytest.mark.slow),
   ],
 )
 def test_capture_qkv(model, tmp_path, text, stdin, layer, dtype):
