@@ -41,8 +41,9 @@ def runner(model: onnx.ModelProto) -> OnnxRunner:
 
 
 def quick(name: str) -> bool:
-  """Whether a case belongs to the quick suite: the others vary its sizes, or are variants with three dimensions."""
-  return not name.startswith("3d_") and not any(x in name for x in ("diff_heads", "_gqa_", "_3d_", "_mask_4d"))
+  """Whether a case belongs to the quick suite: the others vary its sizes or types, or have three dimensions."""
+  alike = ("diff_heads", "_gqa_", "_3d_", "_mask_4d", "_bf16", "_fp16", "_expanded")
+  return not name.startswith("3d_") and not any(x in name for x in alike)
 
 
 def test_all_cases_are_met() -> None:
@@ -243,6 +244,7 @@ def decoder(layers: int, width: int, heads: int, letters: int) -> onnx.ModelProt
   return with_opsets(graph)
 
 
+@pytest.mark.slow
 def test_a_decoder_beside_onnxruntime() -> None:
   ids = np.random.default_rng(0).integers(0, 50, (1, 40)).astype(np.int32)
   model = decoder(2, 64, 4, 50)
