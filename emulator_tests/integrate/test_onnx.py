@@ -16,7 +16,7 @@ from tinygrad.nn.onnx import OnnxRunner, onnx_ops
 import uopattn
 from uopattn.integrate.onnx_contrib import group_query_attention, multi_head_attention
 from uopattn.proof.gate import compare
-from uopattn.proof.oracle import Array
+from uopattn.proof.oracle import Array, oracle
 from uopattn.proof.roundings import FLOAT32
 
 CASES = {
@@ -283,10 +283,12 @@ def test_handles() -> None:
     uopattn.onnx.register(backend="fast")
 
 
-def test_float64_is_tinygrads_own() -> None:
-  q = Tensor.ones(1, 2, 4, 8, dtype=dtypes.float64)
-  versions = {x.version: f for x, f in cast(Any, onnx_ops["Attention"]).items() if x.domain.name == "ONNX"}
+def test_float64_is_computed_in_float64() -> None:
+  q = np.random.default_rng(3).standard_normal((1, 2, 4, 8))
+  want, _ = oracle(q, q, q, is_causal=True)
   with uopattn.onnx.register():
-    ours = {x.version: f for x, f in cast(Any, onnx_ops["Attention"]).items() if x.domain.name == "ONNX"}
-    assert ours[23](q, q, q, is_causal=1)[0].uop is versions[1](q, q, q, is_causal=1)[0].uop
-  assert sorted(ours) == [1, 23]
+    versions = {x.version: f for x, f in cast(Any, onnx_ops["Attention"]).items() if x.domain.name == "ONNX"}
+    found = versions[23](*(Tensor(q) for _ in "qkv"), is_causal=1)[0]
+  assert sorted(versions) == [1, 23]
+  assert found.dtype == dtypes.float64
+  assert np.abs(found.numpy() - want).max() < 1e-14
