@@ -16,6 +16,7 @@ from tinygrad.nn.state import safe_load
 
 from uopattn import attention
 
+pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parents[2] / "scripts" / "capture_qkv.py"
 PASSAGE = (
   "The water cycle describes how water moves on, above and below the surface of the Earth. The sun heats the oceans, "
@@ -105,8 +106,8 @@ def test_tokenizer_splits_as_the_model_was_trained(model):
 @pytest.mark.parametrize(
   ("prompt", "word"),
   [
-    pytest.param("The capital of France is", " Paris", marks=pytest.mark.slow),
-    pytest.param("Water boils at a temperature of 100 degrees", " Celsius", marks=pytest.mark.slow),
+    ("The capital of France is", " Paris"),
+    ("Water boils at a temperature of 100 degrees", " Celsius"),
   ],
 )
 def test_next_word(model, prompt, word):
@@ -129,7 +130,6 @@ def test_kernel_in_place_of_sdpa(model, tokens, expected):
   np.testing.assert_array_equal(actual.argmax(-1), expected.argmax(-1))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
   "wrong",
   [
@@ -170,9 +170,9 @@ def capture_qkv(*arguments, stdin: str = "") -> subprocess.CompletedProcess[str]
 @pytest.mark.parametrize(
   ("text", "stdin", "layer", "dtype"),
   [
-    pytest.param("The sky is blue", "", 0, "float32", marks=pytest.mark.slow),
-    pytest.param("The year 1969", "", 2, "bfloat16", marks=pytest.mark.slow),
-    pytest.param("-", "naïve ☃", 1, "float16", marks=pytest.mark.slow),
+    ("The sky is blue", "", 0, "float32"),
+    ("The year 1969", "", 2, "bfloat16"),
+    ("-", "naïve ☃", 1, "float16"),
   ],
 )
 def test_capture_qkv(model, tmp_path, text, stdin, layer, dtype):
@@ -200,9 +200,7 @@ def test_capture_qkv(model, tmp_path, text, stdin, layer, dtype):
     ("", "qkv.safetensors", 0, "the text is empty"),
     ("Hello", "missing/qkv.safetensors", 0, "missing/qkv.safetensors: there is no such folder"),
     ("Hello", ".", 0, "is not a regular file"),
-    pytest.param(
-      *("Hello", "qkv.safetensors", 30, "layer 30 does not exist: the model has layers 0 to 29"), marks=pytest.mark.slow
-    ),
+    ("Hello", "qkv.safetensors", 30, "layer 30 does not exist: the model has layers 0 to 29"),
   ],
 )
 def test_capture_qkv_refuses(tmp_path, text, output, layer, reason):

@@ -176,6 +176,7 @@ def test_blocks_that_are_skipped(schedule: str, machine: Machine, heads: int) ->
     check_backward(machine, SHAPE, {"mask_mod": mod}, {"mask_mod": None, "block_mask": mask})
 
 
+@pytest.mark.kinds(name=("no keys", "window behind all keys", "added infinity", "two rules together"))
 @pytest.mark.each("schedule", "machine", "name", evenly=True)
 @pytest.mark.parametrize("name", BLIND)
 @on_machines("gfx942", "sm_80", "sm_90", "CPU", slow=("gfx1201",))
