@@ -53,7 +53,7 @@ FEATURES: dict[str, Options] = {
   "window ahead": {"window": (0, 30), "q_start": 3},
   "window behind, causal": {"window": (17, None), "is_causal": True, "q_start": -9},
   "softcap": {"softcap": 2.0},
-  "lengths": {"kv_lengths": np.array([0, 95])},  # all but the last key of a tile
+  "lengths": {"kv_lengths": np.array([0, 95])},
   "starts": {"q_start": np.array([3, 100]), "is_causal": True},
   "no key in the last queries' window": {"window": (3, None), "q_start": 98},
   "sinks": {"sinks": np.array([0, 1, -math.inf, 2], np.float32)},
@@ -73,7 +73,7 @@ TOGETHER: dict[str, Options] = {
   "lengths, causal, sinks": {
     "is_causal": True,
     "q_start": np.array([-9, 60]),
-    "kv_lengths": np.array([100, 70]),
+    "kv_lengths": np.array([100, 63]),  # the second ends one key before a tile does
     "sinks": np.array([0.5, 2.0, -3.0, 1.0], np.float32),
   },
 }
