@@ -248,6 +248,7 @@ def test_no_bank_conflict_and_no_more_products_than_there_are(schedule: str, mac
       assert counts[kernel].matrix == rows // 16 * (others // 64) * (2 * D // 16 + sums * 64 // 16)
 
 
+@pytest.mark.kinds(arch=("gfx942", "gfx1100"))
 @pytest.mark.parametrize("chosen", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["small", "chosen"])
 @pytest.mark.parametrize(
   ("arch", "Dk", "Dv"),
