@@ -122,6 +122,9 @@ def test_a_word_beats_the_environment() -> None:
 SMALL = ("N=20", "D=8", "H=1", "CNT=1")
 
 
+@pytest.mark.kinds(
+  message=("q has 4 heads", "did you mean CAUSAL=?", "DEV=CPUU cannot be used: device 'CPUU' is unknown")
+)
 @pytest.mark.parametrize(
   ("words", "device", "message"),
   [
