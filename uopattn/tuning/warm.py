@@ -48,7 +48,7 @@ def _specs(what: Shape | Iterable[Shape], device: str) -> list[AttentionSpec]:
   from uopattn.measure.command_line import Usage
   from uopattn.tuning.command import config_of, spec_of  # which measures: not needed by whoever imports uopattn
 
-  shapes = [what] if isinstance(what, Shape) else list(what)
+  shapes = [what] if isinstance(what, str | Mapping | AttentionSpec) else list(what)
   found = []
   for shape in shapes:
     if isinstance(shape, AttentionSpec):
