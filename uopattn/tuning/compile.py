@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 from typing import Any
 
 from tinygrad import Context
@@ -11,6 +12,7 @@ from tinygrad.helpers import ALLOW_DEVICE_USAGE, CACHELEVEL, DEV, PARALLEL, tqdm
 from uopattn.plan.dispatch import delta_launch, dispatch, dispatch_backward, stages, sums_launch
 from uopattn.plan.launch import Launch
 from uopattn.plan.target import target_of
+from uopattn.runtime.program_cache import NotCachedError, only_cached
 from uopattn.spec.spec import AttentionSpec
 
 Job = tuple[AttentionSpec, str, dict[str, Any] | None, bool]
@@ -18,11 +20,18 @@ Job = tuple[AttentionSpec, str, dict[str, Any] | None, bool]
 whether the gradient's kernels are meant."""
 
 
+FEWEST = 4  # jobs: to start processes takes as long as to compile two
+
+
 def compile_all(jobs: list[Job]) -> None:
   """Fill tinygrad's cache on disk, by its PARALLEL processes; nothing is done where that does not help."""
   # The cache is how the processes hand over what they made; the emulator's kernels are not kept by processes.
-  if len(jobs) < 2 or PARALLEL < 2 or CACHELEVEL < 1 or jobs[0][1].split(":")[0] == "EMU":
+  if PARALLEL < 2 or CACHELEVEL < 1 or not jobs or jobs[0][1].split(":")[0] == "EMU":
     return
+  missing = itertools.islice((i for i, job in enumerate(jobs) if not _is_cached(job)), FEWEST)
+  if len(places := list(missing)) < FEWEST:
+    return
+  jobs = jobs[places[0] :]
   had_pool, pool = worker.worker_pool is not None, worker.get_worker_pool()
   if pool is None:  # in a process that may have no children
     return
@@ -33,6 +42,19 @@ def compile_all(jobs: list[Job]) -> None:
   finally:
     if not had_pool:  # a process holds memory of a GPU
       worker.terminate_worker_pool()
+
+
+def _is_cached(job: Job) -> bool:
+  """Return whether the kernels of a job are in the cache; then this process has loaded them."""
+  try:
+    with only_cached():
+      for launch in kernels_of(job):
+        launch.build(job[1])
+  except NotCachedError:
+    return False
+  except Exception:  # it comes again where the kernel is used
+    return True
+  return True
 
 
 def _build(dev: str, job: Job) -> None:

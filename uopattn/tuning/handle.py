@@ -8,17 +8,17 @@ from uopattn.integrate.handle import Handle
 from uopattn.tuning import store
 from uopattn.tuning.switch import SWITCH, Options
 
-FORMAT = 1  # of the exported file
+FORMAT = 2  # of the exported file
 
 
 class Tune:
   """Choose kernels, tiles and splits by measuring, instead of by the model that each kernel comes with.
 
   While tuning is on, the first `attention` of each shape measures some candidates, checks each by the gate on random
-  inputs, and remembers the fastest in tinygrad's database on disk: other processes search nothing. It takes seconds for
-  each shape, most of them for compiling. Other tiles may give other bits, within the gate's bounds. Gradients and
-  `flash` use the model's tiles, as do attentions whose time depends on what Tensors hold: with `score_mod`, `mask_mod`,
-  `block_mask`, pages, 8-bit caches, dropout or packed sequences.
+  inputs, and remembers the fastest in tinygrad's database on disk: other processes search nothing. So does the first
+  `backward` for the gradients. It takes some 10 to 60 seconds for each. Other tiles may give other bits, within the
+  gate's bounds. `flash` uses the model's tiles, as do attentions whose time depends on what Tensors hold: with
+  `score_mod`, `mask_mod`, `block_mask`, pages, 8-bit caches, dropout or packed sequences.
 
   Inside a `TinyJit`'s capture or a `tinygrad.function`, and on the emulator, nothing is measured; what is known is used
   there, with one log line. A candidate with a wrong result is never chosen, and logged as an error.

@@ -40,7 +40,8 @@ class Measure(NamedTuple):
     first: turns of all candidates.
     rounds: turns, at least and at most, of those that are left then.
     warm, turn: least seconds of untimed and of timed calls per turn.
-    settles: whether turns begin with as many untimed calls as times need to settle, see `uopattn.measure.turns`.
+    settles: whether the turns of those that are left begin with as many untimed calls as times need to settle, see
+      `uopattn.measure.turns`. Before, all take as they come: a clock that has not settled is a few percent off.
   """
 
   first: int
@@ -176,7 +177,7 @@ def timed(runners: dict[str, Runner], model: str, how: Measure) -> tuple[dict[st
   Other work on the machine disturbs a round's runners alike, so a time is that of the model's choice multiplied by a
   ratio: the median of those in each round, or that of the fastest turns if this says less for the candidate.
   """
-  first = alternate(runners, how.first, how)
+  first = alternate(runners, how.first, how._replace(settles=False))
   limit = CLOSE * min((min(x.seconds) for x in first.values()), default=0.0)
   close = {name: runners[name] for name, x in first.items() if min(x.seconds) <= limit or name == model}
   least, most = how.rounds
