@@ -259,6 +259,24 @@ def test_an_interrupted_write_locks_nobody_out(monkeypatch: pytest.MonkeyPatch) 
   assert len(store.every()) == 1
 
 
+def test_who_waits_holds_no_transaction(monkeypatch: pytest.MonkeyPatch) -> None:
+  store.write({"key": {}, "choice": {}, "seconds": {}})
+  helpers.db_connection().execute(f"DELETE FROM '{store._table()}'")  # and then interrupted, before it commits
+  own, taken = store.fcntl.flock, [1]
+
+  def flock(file: Any, how: int) -> None:
+    if taken and how & store.fcntl.LOCK_NB:
+      taken.pop()
+      raise BlockingIOError
+    assert not helpers.db_connection().in_transaction
+    own(file, how)
+
+  monkeypatch.setattr(store.fcntl, "flock", flock)
+  with store.one_at_a_time():
+    assert not taken
+  assert len(store.every()) == 1
+
+
 def test_where_no_lock_can_be_made_it_measures_all_the_same(
   searches: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -72,7 +72,7 @@ class Tune:
     return len(entries)
 
   def load(self, file: str | Path) -> int:
-    """Add the entries of an exported file to what is known, in the place of others; return their number.
+    """Add the entries of an exported file to what is known, in the place of others; return the number stored.
 
     An entry is used only by the device's model and the versions that it was measured with, and only if it names one of
     the candidates: tune once for a fleet of the same machines.
@@ -95,10 +95,9 @@ class Tune:
     valid = isinstance(content, dict) and content.get("format") == FORMAT and isinstance(content.get("entries"), list)
     if not valid or not all(map(store.is_entry, content["entries"])):
       raise ValueError(f"{file} is not a file that uopattn.tune.export wrote")
-    for entry in content["entries"]:
-      store.write(entry)
+    stored = sum(map(store.write, content["entries"]))
     _forget()
-    return len(content["entries"])
+    return stored
 
 
 def _forget() -> None:

@@ -97,6 +97,8 @@ def one_at_a_time() -> Iterator[None]:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
       log.info("uopattn.tune: waiting for another process that measures")
+      # tinygrad commits each write at once; one that was interrupted would keep that process from storing its winner.
+      helpers.db_connection().rollback()
       fcntl.flock(file, fcntl.LOCK_EX)
     yield
 
