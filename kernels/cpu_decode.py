@@ -123,17 +123,20 @@ class Tiles:
     block_m = even(p.M, 4 * most)  # with more rows the products take longer than reading K and V
     unroll_m = even(block_m, most)
     block_m = round_up(block_m, unroll_m)
-    fitting = [n for n in (96, 64, 48, 32) if n * (Dk + Dv) * p.stored.itemsize <= NEAREST] + [16]
+    # Products of many rows take longer than reading K and V: a longer tile then has fewer turns between its phases.
+    nearest = 2 * NEAREST if block_m >= 16 else NEAREST
+    fitting = [n for n in (96, 64, 48, 32) if n * (Dk + Dv) * p.stored.itemsize <= nearest] + [16]
     # If tiles overlap, each value is tested for being new, which takes a fifth longer in 16 bits.
     block_n = next((n for n in fitting if N % n == 0), fitting[0])
-    unroll_n = 6 if lanes == 16 else 4  # with 32 registers of 8 lanes, clang spills at 6
+    unroll_n = 6 if lanes == 16 and unroll_m > 1 else 4  # with 32 registers of 8 lanes, clang spills at 6
     tiles = cls(block_m, min(N, block_n), unroll_m, unroll_n, 4, lanes)
     if tiles.stack_bytes(Dk, Dv) > STACK_LIMIT:
       tiles = cls(1, min(N, 16), 1, 4, 4, lanes)
     if (needed := tiles.stack_bytes(Dk, Dv)) > STACK_LIMIT:
       raise ValueError(f"head size {max(Dk, Dv)}: a tile needs {needed} bytes of stack, the limit is {STACK_LIMIT}")
     pairs = target.vector.bfloat16 and p.dtype == p.stored == dtypes.bfloat16 and tiles.fits_pairs(N, Dk, Dv)
-    return replace(tiles, pairs=pairs, again=not target.vector.one_prefetch).with_calls(p)
+    tiles = replace(tiles, pairs=pairs, again=not target.vector.one_prefetch)
+    return (replace(tiles, unroll_n=min(unroll_n, 4)) if pairs else tiles).with_calls(p)
 
   @classmethod
   def candidates(cls, problem: Problem, target: Target) -> "list[Tiles]":
