@@ -133,6 +133,24 @@ class Tiles:
       raise ValueError(f"head size {max(Dk, Dv)}: a tile needs {needed} bytes of LDS, the limit is {LDS_LIMIT}")
     return tiles
 
+  @classmethod
+  def candidates(cls, problem: Problem, target: Target, of_keys: bool) -> "list[Tiles]":
+    """The chosen tiles, and others that may be faster: other tiles, rows and waves."""
+    p, best = problem, cls.choose(problem, target, of_keys)
+    f, rows = best.fragments, p.N if of_keys else p.M
+    sizes = [(best.waves, best.row_tiles, n) for n in (best.block // 2, 2 * best.block)]
+    sizes += [(n, best.row_tiles, best.block) for n in (8, 2)] + [(best.waves, 3 - best.row_tiles, best.block)]
+    found = [best]
+    for waves, row_tiles, block in sizes:
+      has_rows = (waves - 1) * row_tiles * MMA_SIZE < rows
+      if not has_rows or row_tiles < 1 or block % cls.least(f) or not block:
+        continue
+      tiles = cls(best.arch, of_keys, waves, row_tiles, block)
+      most = max(224 if f.lanes == 32 else 400, best.registers(p.Dk, p.Dv))
+      if tiles.registers(p.Dk, p.Dv) <= most and tiles.lds_bytes(p.Dk, p.Dv) <= LDS_LIMIT:
+        found.append(tiles)
+    return list(dict.fromkeys(found))
+
 
 class ScoreRow(NamedTuple):
   """A query, and the keys whose scores a lane has, in the order of its elements.
