@@ -205,8 +205,10 @@ def neighbours(f: Fragments, values: list[UOp], lane: UOp) -> list[UOp]:
   if not f.interleaved:
     return values
   low, half, result = lane < MMA_SIZE, len(values) // 2, []
+  # `high` is not written with `low`: tinygrad searches all code before a `where` that contains its own condition.
+  high = (lane // MMA_SIZE).ne(0)
   for near, far in zip(values[:half], values[half:], strict=True):
-    bits = low.where(far, near).bitcast(dtypes.ushort).cast(dtypes.uint)
+    bits = high.where(near, far).bitcast(dtypes.ushort).cast(dtypes.uint)
     other = other_group(f, bits, lane, 1).cast(dtypes.ushort).bitcast(near.dtype)
     result += [low.where(near, other), low.where(other, far)]
   return result
