@@ -111,7 +111,7 @@ def p_halves_exchanged(right: Phase) -> Phase:
   return lambda *given: [[step[8:] + step[:8] for step in steps] for steps in right(*given)]
 
 
-AMD = MASKS | softmax_mistakes(amd_forward.WaveMma, "softmax")
+AMD = MASKS | softmax_mistakes(amd_forward.WaveMma, "softmax_row")
 AMD |= {
   "lanes of a query not joined": Mistake(amd_forward, "row_reduce", instead(lambda f, operation, value, lane: value)),
   "halves of P exchanged": Mistake(amd_forward, "as_operands", p_halves_exchanged),

@@ -45,7 +45,7 @@ from uopattn.dsl.amd.products import (
   store_acc,
 )
 from uopattn.dsl.amd.staging import LdsRows, RegisterPipeline
-from uopattn.dsl.gpu.mainloop import Mainloop, State
+from uopattn.dsl.gpu.mainloop import Mainloop, SoftmaxRow, State
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.packed import words_of
@@ -287,7 +287,11 @@ class WaveMma:
     scores = mma_abt(self.f, self.dtype, k_tile, self.tiles.block_n, q, self.group.lane)
     return [[tile[e] for tile in row for e in range(self.f.result)] for row in scores]
 
-  def softmax(self, scores: list[UOp], scale_log2: float, m_old: UOp, l_old: UOp) -> tuple[list[UOp], UOp, UOp, UOp]:
+  def softmax(self, scores: list[list[UOp]], scale_log2: float, m_old: list[UOp], l_old: list[UOp]) -> list[SoftmaxRow]:
+    """P, m_i, l_i and alpha of each row; see `softmax_row`."""
+    return [self.softmax_row(x, scale_log2, m, l) for x, m, l in zip(scores, m_old, l_old, strict=True)]
+
+  def softmax_row(self, scores: list[UOp], scale_log2: float, m_old: UOp, l_old: UOp) -> SoftmaxRow:
     """P, m_i, l_i and alpha of a query, as `online_softmax` defines them, in an order that suits LLVM."""
     f, m_tiles = self.f, self.tiles.m_tiles
     m_new = row_reduce(f, fmax, by_turns(fmax, [m_old, *scores], 3), self.group.lane)

@@ -357,6 +357,12 @@ _LIST = [
   ),
   # LDS pointer, four words to write there
   Instruction("store_chunk", dict.fromkeys(("cuda", "sm_75"), _copy("make_uint4({1}, {2}, {3}, {4})")), statement=True),
+  # LDS pointer, word to write there
+  Instruction(
+    "store_word",
+    dict.fromkeys(("cuda", "sm_75"), "[&](){{ *(unsigned*)({0}) = {1}; return 0; }}()"),
+    statement=True,
+  ),
   Instruction(
     "cp_async_commit",
     {"cuda": _asm('asm volatile("cp.async.commit_group;":::"memory");'), "sm_75": "/* a group of copies ends */ 0"},

@@ -200,6 +200,14 @@ def store_chunk(family: str, to: UOp, *words: UOp) -> UOp:
   return _statement(family, "store_chunk", (), to, *words)
 
 
+def store_word(family: str, to: UOp, word: UOp) -> UOp:
+  """Store a uint32 to LDS at `to`, in any number of places of a kernel. A statement.
+
+  tinygrad's stores to LDS cannot have the same index in two loops.
+  """
+  return _statement(family, "store_word", (), to, word)
+
+
 def cp_async_commit(family: str, *after: UOp) -> UOp:
   """Commit the lane's copies since its last commit as one group. A statement."""
   return _statement(family, "cp_async_commit", after)

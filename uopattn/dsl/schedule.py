@@ -32,6 +32,7 @@ class Problem:
     block_heads: batches and heads of the block mask; None without one.
     kv_dtype: dtype of k and v if it is not q's, else None.
     tf32: whether tinygrad's ALLOW_TF32 is set: float32 products may ignore all but the first 10 bits of a fraction.
+    values_in_keys: whether V is the first Dv columns of K, in the same memory.
   """
 
   B: int
@@ -48,6 +49,7 @@ class Problem:
   block_heads: tuple[int, int] | None = None
   kv_dtype: DType | None = None
   tf32: bool = False
+  values_in_keys: bool = False
 
   @property
   def heads(self) -> int:
@@ -86,8 +88,9 @@ class Problem:
 
   @property
   def kv_bytes(self) -> int:
-    """Bytes of K and V."""
-    return self.B * self.Hkv * self.N * (self.Dk + self.Dv) * self.stored.itemsize
+    """Bytes of K and V; of K if V is in it."""
+    columns = self.Dk + (0 if self.values_in_keys else self.Dv)
+    return self.B * self.Hkv * self.N * columns * self.stored.itemsize
 
   def packed(self, heads: int) -> Self:
     """The problem after GQA packing: the queries of `heads` heads are the rows of one."""

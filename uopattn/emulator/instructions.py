@@ -148,6 +148,11 @@ def _store_chunk(run: Run, u: UOp, to: Pointer, *words: Any) -> Any:
   return NOTHING
 
 
+def _store_word(run: Run, u: UOp, to: Pointer, word: Any) -> Any:
+  _fill(run, u, to, run.spread(word)[:, None])
+  return NOTHING
+
+
 def _fill(run: Run, u: UOp, to: Pointer, block: np.ndarray) -> None:
   """Store the bytes of each lane's row of `block` (lanes, ...) to registers or LDS, of any dtype."""
   elements = np.ascontiguousarray(block).reshape(run.shape.lanes, -1).view(alu.storage(to.dtype))
@@ -202,6 +207,7 @@ MEANINGS: dict[str, Meaning] = {
   "odd_bytes": _bytes_of(1),
   "set_words": _set_words,
   "store_chunk": _store_chunk,
+  "store_word": _store_word,
   "cp_async": copies.start,
   "cp_async_or_zero": copies.start,
   "cp_async_commit": copies.commit,

@@ -20,6 +20,7 @@ from uopattn.kernels import (
   cpu_forward,
   cuda_backward,
   cuda_forward,
+  cuda_wide_forward,
   delta,
   hopper_backward,
   hopper_forward,
@@ -32,7 +33,18 @@ from uopattn.spec.spec import AttentionSpec
 from uopattn.spec.tensors import dtype_name
 
 # If several schedules are meant for a case, the first one is used.
-FORWARD = tuple(x.SCHEDULE for x in (amx_forward, cpu_forward, cpu_decode, amd_forward, hopper_forward, cuda_forward))
+FORWARD = tuple(
+  x.SCHEDULE
+  for x in (
+    amx_forward,
+    cpu_forward,
+    cpu_decode,
+    amd_forward,
+    cuda_wide_forward,
+    hopper_forward,
+    cuda_forward,
+  )
+)
 BACKWARD = tuple(
   x.SCHEDULE
   for x in (
