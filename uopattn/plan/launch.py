@@ -55,6 +55,19 @@ class Launch:
     """The layouts of the call's operands and output that are strided views, by name; of a split none of the output."""
     return {name: x for name, x in self.spec.layouts if not (name == "o" and self.partial)}
 
+  @property
+  def unread(self) -> tuple[str, ...]:
+    """The buffers of a call that the kernel does not read: V if its tiles are those of K.
+
+    Raises:
+      ValueError: the tiles take V from K, but it is not there.
+    """
+    if not getattr(self.tiles, "values_in_keys", False):
+      return self.kernel.unread
+    if not self.spec.values_in_keys:
+      raise ValueError("Tiles.values_in_keys=True: v must be the first columns of k, a view of the same memory")
+    return (*self.kernel.unread, "v")
+
   def names(self) -> tuple[str, ...]:
     """Return the buffers of a call that are not arguments, in order. The LSE is among them only if it is wanted."""
     left_out = () if self.spec.return_lse or self.partial or "lse" not in self.kernel.outputs else ("lse",)
@@ -117,11 +130,11 @@ class Launch:
       wanted["rules"] = rules_of(self.spec, arguments, self.pack_gqa, self.schedule.operand)
     flat = {name: self._flat(name, x) for name, x in own.items() if name not in self.kernel.unread}
     kernel = self.kernel.build(**flat, **{name: wanted[name] for name in self.kernel.wants})
-    if not self.kernel.unread:
+    if not self.unread:
       return kernel
     # The call needs these buffers for its gradients although the kernel does not read them, and CUDA graphs pass every
     # argument. q, k and v become bytes: CUDA C++ knows 8-bit floats only if it is told about them.
-    unread = (as_type(own[name], dtypes.uchar) for name in self.kernel.unread)
+    unread = (as_type(own[name], dtypes.uchar) for name in self.unread)
     return kernel.replace(src=(*kernel.src, *unread, *(x.base for xs in arguments.values() for x in xs)))
 
   def _flat(self, name: str, x: UOp) -> UOp | View:
@@ -154,7 +167,7 @@ class Launch:
   def estimates(self) -> Estimates:
     """Estimate the kernel's operations and bytes moved, for tinygrad's own reports."""
     sizes = {x.name: math.prod(x.shape) for x in self.buffers()} | {"q": self.spec.heads * self.spec.M * self.spec.Dk}
-    read = [x for x in self.buffers() if x.name not in (*self.kernel.unread, "k", "v")]
+    read = [x for x in self.buffers() if x.name not in (*self.unread, "k", "v")]
     moved = sum(sizes[x.name] * x.dtype.itemsize for x in read)
     if {"rules", "tiles"}.issubset(self.kernel.wants):  # two matrix products, and one more per gradient
       widths = {"dq": self.spec.Dk, "dk": self.spec.Dk, "dv": self.spec.Dv}

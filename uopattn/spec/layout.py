@@ -74,6 +74,14 @@ def strided(x: Tensor | UOp) -> Layout | None:
   return None if layout is None or (uop.shape[-1] > 1 and layout.strides[-1] != 1) else layout
 
 
+def starts_as(x: UOp, part: UOp) -> bool:
+  """Whether rows of `part` are the first elements of the rows of x, in the same memory."""
+  base, whole, found = base_of(x), layout_of(x), layout_of(part)
+  if base_of(part) is not base or whole is None or found is None or _ints(part)[-1] > _ints(x)[-1]:
+    return False
+  return whole.offset == found.offset and whole.strides[:-1] == found.strides[:-1] and whole.strides[-1] == 1
+
+
 def _ints(x: UOp) -> Shape:
   return cast(Shape, x.shape)
 
