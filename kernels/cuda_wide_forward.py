@@ -20,7 +20,7 @@ its tile is the tile of K: each key is read once.
 Not measured yet.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 
@@ -53,7 +53,7 @@ from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import online_softmax
 from uopattn.dsl.schedule import DTYPES, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
-from uopattn.kernels.cuda_forward import P_SCALE_LOG2, SINCE, STEPS, STREAMING, rescaled
+from uopattn.kernels.cuda_forward import P_SCALE_LOG2, SINCE, STEPS, rescaled
 
 CUDA, TURING = "cuda", "sm_75"
 WORDS = 4  # 32-bit words of a left operand per lane
@@ -332,8 +332,12 @@ class Exchange:
     stores = []
     for chunk in range(chunks):
       own = [values[(chunk * QUAD + t) % words] for t in range(QUAD)]
-      word = reduce(lambda x, t: (lane % QUAD).eq(t).where(own[t], x), range(1, QUAD), own[0])
-      stores.append(ins.store_word(CUDA, self.row[place(self.group.warp, chunk) + lane % QUAD], word.bitcast(dtypes.uint)))
+      word = own[0]
+      for t in range(1, QUAD):
+        word = (lane % QUAD).eq(t).where(own[t], word)
+      stores.append(
+        ins.store_word(CUDA, self.row[place(self.group.warp, chunk) + lane % QUAD], word.bitcast(dtypes.uint))
+      )
     there, first = self.row.after(UOp.barrier(*stores)), self.group.warp // slices * slices
     return [
       [there[place(first + j, i // QUAD) + i % QUAD].load().bitcast(dtypes.float) for j in range(slices)]
@@ -371,8 +375,8 @@ class Exchange:
 class SliceMma:
   """The `MatrixUnit` of a warp that has a slice of a tile's keys, and a slice of V's columns.
 
-  A lane has two rows of each tile of 16, g and g + 8 (see `uopattn.dsl.nvidia.mma_layout`), as that lane of each warp of
-  the group.
+  A lane has two rows of each tile of 16, g and g + 8 (see `uopattn.dsl.nvidia.mma_layout`), as that lane has in each
+  warp of the group.
 
   Attributes:
     mma: the matrix instruction.
@@ -417,7 +421,7 @@ class SliceMma:
     k_slice = replace(k_tile, base=k_tile.base + self.slice * self.tiles.keys * k_tile.width)
     zero: Accumulators = [[UOp.const((0.0,) * 4, dtypes.float)] * (self.tiles.keys // MMA_N) for _ in left]
     # Few products are independent: one sum over the even steps and one over the odd ones wait half as long.
-    chains = 2 if self.tiles.m_tiles == 1 and len(left[0]) > 1 else 1
+    chains = 2 if self.tiles.registers(self.Dv) < 100 and len(left[0]) > 1 else 1
     parts = [self.mma.mma_abt(left, k_slice, lane, zero, range(i, len(left[0]), chains)) for i in range(chains)]
     tiles = [[reduce(UOp.__add__, x) for x in zip(*row, strict=True)] for row in zip(*parts, strict=True)]
     return [row_elements(tile, half) for tile in tiles for half in range(HALVES)]
@@ -429,11 +433,14 @@ class SliceMma:
       return ins.fmax(CUDA, a, b)
 
     maxima = self.exchange.rows([row_reduce(larger, reduce(larger, x)) for x in scores])
-    found = []
-    for row, seen, m, l in zip(scores, maxima, m_old, l_old, strict=True):
-      of_group = reduce(larger, seen)
-      found.append(online_softmax(CUDA, row, scale_log2, m, l, lambda _, x, y=of_group: y, self.p_scale_log2))
-    return found
+
+    def of_row(i: int) -> SoftmaxRow:
+      of_group = reduce(larger, maxima[i])
+      return online_softmax(
+        CUDA, scores[i], scale_log2, m_old[i], l_old[i], lambda operation, value: of_group, self.p_scale_log2
+      )
+
+    return [of_row(i) for i in range(len(scores))]
 
   def as_operands(self, p: list[list[UOp]], *after: UOp) -> list[UOp]:
     """Store P as left operands to shared memory; return the stores."""
@@ -458,7 +465,12 @@ class SliceMma:
 
   def store(self, o: UOp, lse: UOp | None, head: UOp, i: int, state: State, l_i: UOp, rules: HeadRules) -> list[UOp]:
     """Store this warp's columns of the i-th of this lane's rows; the first slice stores the LSE."""
-    m_i, acc, row, lane = state.m_i[i].load() * rules.scaling.log2, state.acc[i // HALVES], self.rows[i], self.group.lane
+    m_i, acc, row, lane = (
+      state.m_i[i].load() * rules.scaling.log2,
+      state.acc[i // HALVES],
+      self.rows[i],
+      self.group.lane,
+    )
     first, scale = self.slice * self.tiles.columns(self.Dv), self.p_scale_log2
     return store_row(
       o, lse, head, row, i % HALVES, acc, m_i, l_i, rules.sink(row), lane, scale, self.tiles.family, first

@@ -353,7 +353,11 @@ def ldmatrix(family: str, to: UOp, row: UOp, *after: UOp, trans: bool = False) -
   Lane l passes the address of row l % 8 of matrix l // 8. From each matrix in turn it gets elements 2*(l % 4) and
   2*(l % 4) + 1 of row l // 4, or of column l // 4 with `trans`. A statement. Source: PTX ISA, "ldmatrix".
   """
-  return _statement(family, "ldmatrix_trans" if trans else "ldmatrix", after, to, row)
+  # Addresses that differ by constants then share a register. The compiler does not see that by itself.
+  memory, index = row.src
+  start, offset = index.simplify().pop_const()
+  name = "ldmatrix_trans" if trans else "ldmatrix"
+  return _statement(family, name, after, to, memory[start], UOp.const(offset * row.dtype.itemsize, dtypes.int))
 
 
 def stmatrix(family: str, row: UOp, *words: UOp) -> UOp:

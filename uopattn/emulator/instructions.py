@@ -4,6 +4,7 @@ A meaning takes the run, the UOp and the operands: an array or shared scalar for
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -159,8 +160,9 @@ def _fill(run: Run, u: UOp, to: Pointer, block: np.ndarray) -> None:
   to.memory.store(u, to.index, to.dtype, list(np.ascontiguousarray(elements.T)))
 
 
-def _ldmatrix(run: Run, u: UOp, to: Pointer, row: Pointer, trans: bool) -> Any:
+def _ldmatrix(run: Run, u: UOp, to: Pointer, first: Pointer, offset: Any, trans: bool) -> Any:
   check_whole_waves(run, u, 32, "ldmatrix")
+  row = replace(first, index=first.index + int(offset) // first.dtype.itemsize)
   lanes = run.active()
   start = np.asarray(run.spread(row.index)[lanes], np.int64) * row.dtype.itemsize
   if (bad := start % CHUNK != 0).any():
@@ -257,6 +259,6 @@ MEANINGS: dict[str, Meaning] = {
   "scale_rows": tiles.scale_rows,
   **{name: tiles.weigh for name in amx.INSTRUCTIONS if name.startswith("weigh_")},
   **{name: tiles.pack for name in amx.INSTRUCTIONS if name.startswith("pack_")},
-  "ldmatrix": lambda run, u, to, row: _ldmatrix(run, u, to, row, trans=False),
-  "ldmatrix_trans": lambda run, u, to, row: _ldmatrix(run, u, to, row, trans=True),
+  "ldmatrix": lambda run, u, *operands: _ldmatrix(run, u, *operands, trans=False),
+  "ldmatrix_trans": lambda run, u, *operands: _ldmatrix(run, u, *operands, trans=True),
 }

@@ -161,7 +161,7 @@ def make_spec(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> Attentio
     tf32=q.dtype == dtypes.float32 and bool(ALLOW_TF32),
     pages=pages,
     layouts=layouts((B, Hq, M, Dv), q, k, v),
-    values_in_keys=arguments.scales is None and starts_as(k.uop, v.uop),
+    values_in_keys=arguments.scales is None and starts_as(k, v),
   )
 
 

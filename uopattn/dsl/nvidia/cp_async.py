@@ -68,7 +68,7 @@ class CpAsyncPipeline:
 class TurnsPipeline:
   """A pipeline in which tiles of K and of V come in turns, each with `stages` slots; with one, no time is lost.
 
-  Tile n of V starts to load once tile n - stages of it is done with, at the wait for tile n - stages + 1 of K; tile n of
+  Tile n of V starts to load at the wait for tile n - stages + 1 of K, when tile n - stages of V is done with; tile n of
   K at the wait for tile n - stages of V.
 
   Attributes:
@@ -90,7 +90,7 @@ class TurnsPipeline:
     return after[0]
 
   def acquire(self, n: UOp, *after: UOp) -> tuple[SwizzledTiles, Callable[..., SwizzledTiles]]:
-    """Wait for the n-th tile of K; return it, and a function that waits for that of V once all warps are done with K."""
+    """Wait for the n-th tile of K; return it, and a function that waits for V's, after all warps are done with K."""
     ready = self._wait(*after)
     following = self._load(self.values, n + self.stages - 1, ready)
 

@@ -147,9 +147,7 @@ class Mma:
       return elements[0].bitcast(dtypes.uint) if word == 1 else ins.pack_word(family, elements, self.dtype)
 
     steps = range(0, len(rows[0]), 2 * word)
-    return [
-      [packed(rows[h][i + part * word :][:word]) for part in range(2) for h in range(HALVES)] for i in steps
-    ]
+    return [[packed(rows[h][i + part * word :][:word]) for part in range(2) for h in range(HALVES)] for i in steps]
 
   def left_of(self, words: list[UOp]) -> UOp:
     """The left operand of one step that has these words."""
