@@ -64,7 +64,7 @@ SHAPES_CUDA: dict[str, Shape] = {
 
 
 def amd_pair(arch: str, waves: int = 2, row_tiles: int = 1, block: int = 32) -> TilePair:
-  return tuple(Amd(arch, of_keys, waves, row_tiles, block) for of_keys in (False, True))
+  return tuple(Amd(arch, gradients, waves, row_tiles, block) for gradients in ("dq", "dk_dv"))
 
 
 def cuda_pair(dtype: DType, *kernels: tuple[Any, ...]) -> TilePair:

@@ -103,13 +103,13 @@ class Tiles:
     return self.block + (sum(sums) + self.block // 2 if of_keys else sums[0])
 
   @classmethod
-  def choose(cls, problem: Problem, target: Target, of_keys: bool) -> "Tiles":
-    """Choose tiles for a problem on sm_90, the only architecture with wgmma; `of_keys` for `backward_kv`.
+  def choose(cls, problem: Problem, target: Target, gradients: str) -> "Tiles":
+    """Choose tiles for a problem on sm_90, the only architecture with wgmma, and `gradients`: "dq" or "dk_dv".
 
     Raises:
       ValueError: another architecture; head sizes that are not multiples of 8, or too large.
     """
-    arch, Dk, Dv, limit = target.arch, problem.Dk, problem.Dv, target.lds
+    arch, Dk, Dv, limit, of_keys = target.arch, problem.Dk, problem.Dv, target.lds, gradients != "dq"
     rows, others = (problem.N, problem.M) if of_keys else (problem.M, problem.N)
     if arch != "sm_90" or Dk % 8 or Dv % 8:
       raise ValueError(f"{arch} with head sizes {Dk} and {Dv}: must be sm_90, with head sizes that are multiples of 8")
@@ -333,7 +333,7 @@ SCHEDULE = Schedule(
   "hopper_backward",
   devices=("CUDA",),
   dtypes=DTYPES_16,
-  kernels=passes(backward_q, backward_kv, Tiles),
+  kernels=passes(backward_q, Tiles, dk_dv=backward_kv),
   tiles=Tiles,
   lacks=("scales", "page_table"),
 )

@@ -177,22 +177,26 @@ class Schedule:
   mixed: bool = False
 
 
-def passes(of_queries: Callable[..., UOp], of_keys: Callable[..., UOp], tiles: Any) -> tuple[Kernel, ...]:
-  """The two kernels of a backward pass: blocks of `tiles.rows` queries for dQ, and of `tiles.rows` keys for dK and dV.
+def passes(of_queries: Callable[..., UOp], tiles: Any, **of_keys: Callable[..., UOp]) -> tuple[Kernel, ...]:
+  """The kernels of a backward pass: one for dQ, and those for dK and dV.
 
-  Each picks its tiles by `tiles.choose(problem, target, of_keys)`.
+  The first has blocks of `tiles.rows` queries, the others of `tiles.rows` keys. Each picks its tiles by
+  `tiles.choose(problem, target, gradients)`.
+
+  Args:
+    of_keys: the kernels by the gradients that they compute: "dk_dv", or "dk" and "dv".
   """
 
-  def make(build: Callable[..., UOp], keys: bool, *outputs: str) -> Kernel:
+  def make(build: Callable[..., UOp], gradients: str) -> Kernel:
     return Kernel.backward(
       build,
-      *outputs,
-      choose=lambda *given: tiles.choose(*given, of_keys=keys),
+      *gradients.split("_"),
+      choose=lambda *given: tiles.choose(*given, gradients),
       block=lambda x: (x.rows, x.block),
-      of_keys=keys,
+      of_keys=gradients != "dq",
     )
 
-  return make(of_queries, False, "dq"), make(of_keys, True, "dk", "dv")
+  return make(of_queries, "dq"), *(make(build, gradients) for gradients, build in of_keys.items())
 
 
 def group_of_few(problem: Problem) -> int:

@@ -259,6 +259,6 @@ MEANINGS: dict[str, Meaning] = {
   "scale_rows": tiles.scale_rows,
   **{name: tiles.weigh for name in amx.INSTRUCTIONS if name.startswith("weigh_")},
   **{name: tiles.pack for name in amx.INSTRUCTIONS if name.startswith("pack_")},
-  "ldmatrix": lambda run, u, *operands: _ldmatrix(run, u, *operands, trans=False),
-  "ldmatrix_trans": lambda run, u, *operands: _ldmatrix(run, u, *operands, trans=True),
+  "ldmatrix": lambda run, u, to, row, offset: _ldmatrix(run, u, to, row, offset, trans=False),
+  "ldmatrix_trans": lambda run, u, to, row, offset: _ldmatrix(run, u, to, row, offset, trans=True),
 }

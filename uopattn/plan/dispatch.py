@@ -45,16 +45,15 @@ FORWARD = tuple(
     cuda_forward,
   )
 )
-BACKWARD = tuple(
-  x.SCHEDULE
-  for x in (
-    amx_backward,
-    cpu_backward,
-    amd_backward,
-    hopper_fused_backward,
-    hopper_backward,
-    cuda_backward,
-  )
+BACKWARD = (
+  amx_backward.SCHEDULE,
+  cpu_backward.SCHEDULE,
+  amd_backward.SCHEDULE,
+  amd_backward.SEPARATE,
+  hopper_fused_backward.SCHEDULE,
+  hopper_backward.SCHEDULE,
+  cuda_backward.SCHEDULE,
+  cuda_backward.SEPARATE,
 )
 # How to have tinygrad render CUDA C++, as the kernels for NVIDIA's GPUs need, with NVRTC and with nvcc.
 WITH_NVRTC_AND_NVCC = {"CUDA": ("DEV=CUDA:CUDA", "DEV=CUDA:NVCC"), "NV": ("DEV=NV:CUDA", "DEV=NV:CC")}

@@ -7,6 +7,7 @@ from typing import Any
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.renderer import Estimates
+from tinygrad.uop.ops import Ops
 
 from uopattn.dsl import as_type
 from uopattn.dsl.schedule import Kernel, Schedule
@@ -54,19 +55,6 @@ class Launch:
   def layouts(self) -> dict[str, Layout]:
     """The layouts of the call's operands and output that are strided views, by name; of a split none of the output."""
     return {name: x for name, x in self.spec.layouts if not (name == "o" and self.partial)}
-
-  @property
-  def unread(self) -> tuple[str, ...]:
-    """The buffers of a call that the kernel does not read: V if its tiles are those of K.
-
-    Raises:
-      ValueError: the tiles take V from K, but it is not there.
-    """
-    if not getattr(self.tiles, "values_in_keys", False):
-      return self.kernel.unread
-    if not self.spec.values_in_keys:
-      raise ValueError("Tiles.values_in_keys=True: v must be the first columns of k, a view of the same memory")
-    return (*self.kernel.unread, "v")
 
   def names(self) -> tuple[str, ...]:
     """Return the buffers of a call that are not arguments, in order. The LSE is among them only if it is wanted."""
@@ -125,17 +113,18 @@ class Launch:
     arguments: dict[str, list[UOp]] = {}
     for x, place in zip(buffers[len(own) :], places[len(own) :], strict=True):
       arguments.setdefault(x.name, []).append(place)
+    if getattr(self.tiles, "values_in_keys", False) and not self.spec.values_in_keys:
+      raise ValueError("Tiles.values_in_keys=True: v must be the first columns of k, a view of the same memory")
     wanted: dict[str, Any] = {"tiles": self.tiles, "scale": self.spec.scale}
     if "rules" in self.kernel.wants:
       wanted["rules"] = rules_of(self.spec, arguments, self.pack_gqa, self.schedule.operand)
     flat = {name: self._flat(name, x) for name, x in own.items() if name not in self.kernel.unread}
     kernel = self.kernel.build(**flat, **{name: wanted[name] for name in self.kernel.wants})
-    if not self.unread:
-      return kernel
-    # The call needs these buffers for its gradients although the kernel does not read them, and CUDA graphs pass every
-    # argument. q, k and v become bytes: CUDA C++ knows 8-bit floats only if it is told about them.
-    unread = (as_type(own[name], dtypes.uchar) for name in self.unread)
-    return kernel.replace(src=(*kernel.src, *unread, *(x.base for xs in arguments.values() for x in xs)))
+    # A call has all buffers, for its gradients or because other kernels of the pass read them, and CUDA graphs pass
+    # every argument. Those that are not read become bytes: CUDA C++ knows 8-bit floats only if it is told about them.
+    read = {u.arg.slot for u in kernel.toposort() if u.op is Ops.PARAM}
+    unread = [as_type(x, dtypes.uchar) for x in places if x.base.arg.slot not in read]
+    return kernel.replace(src=(*kernel.src, *unread)) if unread else kernel
 
   def _flat(self, name: str, x: UOp) -> UOp | View:
     """Return a buffer with batch and heads as one axis; packed heads become one head with more rows."""
@@ -167,7 +156,7 @@ class Launch:
   def estimates(self) -> Estimates:
     """Estimate the kernel's operations and bytes moved, for tinygrad's own reports."""
     sizes = {x.name: math.prod(x.shape) for x in self.buffers()} | {"q": self.spec.heads * self.spec.M * self.spec.Dk}
-    read = [x for x in self.buffers() if x.name not in (*self.unread, "k", "v")]
+    read = [x for x in self.buffers() if x.name not in (*self.kernel.unread, "k", "v")]
     moved = sum(sizes[x.name] * x.dtype.itemsize for x in read)
     if {"rules", "tiles"}.issubset(self.kernel.wants):  # two matrix products, and one more per gradient
       widths = {"dq": self.spec.Dk, "dk": self.spec.Dk, "dv": self.spec.Dv}

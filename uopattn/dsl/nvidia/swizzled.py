@@ -21,7 +21,7 @@ from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.scope import Scope, as_type, clamp
 
 CHUNK_BYTES, PANEL_BYTES = 16, 128  # bytes per chunk, and at most per row of a panel
-LONG = 32  # chunks per row; in longer rows than these, threads copy panel by panel
+LONG = 32  # chunks per row, or more: threads copy such rows panel by panel
 ALIGN = 8  # rows after which the permutation repeats
 
 
@@ -162,7 +162,7 @@ class SwizzledTiles:
     """
     chunks, per = self.columns // self.chunk, self.width // self.chunk
     rows = self.threads // per  # that the threads copy at once
-    if chunks <= LONG or chunks % per or self.threads % per or self.rows % rows or rows % ALIGN:
+    if chunks < LONG or chunks % per or self.threads % per or self.rows % rows or rows % ALIGN:
       piece = thread + i * self.threads
       return piece // chunks, piece % chunks
     blocks = self.rows // rows
