@@ -21,6 +21,9 @@ instruction in the mainloop, float16 / bfloat16, and VGPRs, at D=64 for dQ: gfx1
 gfx942 3.6 / 3.8 (196), gfx950 5.7 / 6.4 (210). Only gfx1100 spills: 5 registers of dK and dV, if causal, outside
 the mainloop. At D=128, float16, dQ and dK dV: gfx1201 5.8 (205) and 7.5 (245), gfx942 2.6 (244) and 2.7 (340), gfx950
 3.7 (288) and 3.9 (370), without spills; gfx1100, whose operands take twice the registers, spills 10 and 87.
+
+Where LDS does not hold Q and dO both as they are and transposed, as at D=256 on gfx942, dK and dV have a kernel each
+(`SEPARATE`).
 """
 
 from collections.abc import Callable, Sequence

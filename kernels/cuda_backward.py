@@ -14,6 +14,10 @@ and dS, rounded, are left operands of the last products without moving. The left
 from shared memory, once (`Tiles.in_registers`) or for each tile. All warps share `stages` streamed tiles in shared
 memory (`uopattn.dsl.nvidia.swizzled`), which `uopattn.dsl.nvidia.cp_async` fills.
 
+Where registers do not hold both dK and dV, as at D=256, each has a kernel of its own (`SEPARATE`): S is computed once
+more, which makes eight products. At D=256 tiles of 16 rows spill nothing on sm_80 and sm_90, and 4 bytes on sm_86 with
+a causal mask (nvcc 13.0, 2026-11-23).
+
 Measured 2026-11-21 on an H200 (B=4, H=32, N=4096, float16), where `hopper_backward` is faster, counting the minimum of
 five products (these kernels compute seven): 264 TFLOP/s at D=64 with Tiles(4, 2, 32) and Tiles(4, 2, 32,
 in_registers=False), which spills 16 bytes; 249 at D=128 with Tiles(4, 1, 64) and Tiles(4, 1, 32).

@@ -17,7 +17,11 @@ V loads during the first product, K during the second.
 V may be the first columns of K, as in multi-head latent attention with absorbed weights (MLA; DeepSeek-V2, 2024). Then
 its tile is the tile of K: each key is read once.
 
-Not measured yet.
+In 16 bits it serves D=512, and 576 with values of 512, on sm_80 and newer; sm_75, whose workgroups have 64 KiB, goes up
+to 320. Compiled by nvcc 13.0 (2026-11-23), D=512, full and causal, without spills, registers on sm_90 243 and 252: 143
+reads of shared memory and 19 integer instructions per 256 products of a warp. Per 64 x 64 scores a warp reads 0.53
+operands per product; each tile of K and V, which come from L2, serves 64 queries. MLA decode takes 128 registers with
+16 query heads and 246 with 128. Not yet timed.
 """
 
 from collections.abc import Callable
@@ -51,7 +55,7 @@ from uopattn.dsl.nvidia.swizzled import PANEL_BYTES, SwizzledTiles
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import online_softmax
-from uopattn.dsl.schedule import DTYPES, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
+from uopattn.dsl.schedule import DTYPES, LEAST_KEYS, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
 from uopattn.kernels.cuda_forward import P_SCALE_LOG2, SINCE, STEPS, rescaled
 
@@ -477,6 +481,12 @@ class SliceMma:
     )
 
 
+def splits(problem: Problem, target: Target, tiles: Tiles) -> int:
+  """Splits of the keys, each of as many bytes of K and V as elsewhere at D=128: rows are longer here."""
+  columns = problem.Dk + (0 if problem.values_in_keys else problem.Dv)
+  return splits_on_gpu(problem, target, tiles, max(tiles.block_n, LEAST_KEYS * 2 * 128 // columns))
+
+
 SCHEDULE = Schedule(
   "cuda_wide_forward",
   devices=("CUDA",),
@@ -484,7 +494,7 @@ SCHEDULE = Schedule(
   kernels=(Kernel.forward(forward, Tiles),),
   tiles=Tiles,
   pack_gqa=group_of_few,
-  split=splits_on_gpu,
+  split=splits,
   meant_for=lambda problem, target: max(problem.Dk, problem.Dv) > 256 or (problem.values_in_keys and problem.few),
   tf32=True,
 )

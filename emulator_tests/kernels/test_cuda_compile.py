@@ -129,15 +129,16 @@ def test_backward_does_not_spill(arch: str, causal: bool, D: int) -> None:
 @pytest.mark.parametrize(
   ("arch", "causal"),
   [
-    ("sm_80", True),
-    pytest.param("sm_80", False, marks=pytest.mark.slow),
+    pytest.param("sm_80", True, marks=pytest.mark.slow),
+    ("sm_80", False),
     pytest.param("sm_86", False, marks=pytest.mark.slow),
     pytest.param("sm_90", True, marks=pytest.mark.slow),
     pytest.param("sm_120", True, marks=pytest.mark.slow),
   ],
 )
 def test_separate_backward_does_not_spill(arch: str, causal: bool) -> None:
-  for launch in dispatch_backward(replace(spec(256), window=(None, 0 if causal else None)), Target("CUDA", arch)):
+  launches = dispatch_backward(replace(spec(256), window=(None, 0 if causal else None)), Target("CUDA", arch))
+  for launch in launches if causal else launches[1:2]:  # dK needs the most registers
     said = by_nvcc(rendered(launch.graph(), arch), arch)[1]
     assert figure(said, "bytes stack frame") == figure(said, "bytes spill stores") == 0
 

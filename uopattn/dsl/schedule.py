@@ -204,8 +204,11 @@ def group_of_few(problem: Problem) -> int:
   return problem.group if problem.few and problem.block_heads is None else 1
 
 
-def splits_on_gpu(problem: Problem, target: Target, tiles: Any) -> int:
-  """Splits of the keys that fill the GPU: as many workgroups as are resident on all multiprocessors at once."""
+def splits_on_gpu(problem: Problem, target: Target, tiles: Any, least_keys: int = LEAST_KEYS) -> int:
+  """Splits of the keys that fill the GPU: as many workgroups as are resident on all multiprocessors at once.
+
+  Each has at least `least_keys` keys.
+  """
   blocks = problem.heads * ceildiv(problem.M, tiles.block_m)
   places = target.multiprocessors * tiles.resident(problem.Dk, problem.Dv, target.arch)
-  return max(1, min(places // blocks, problem.N // LEAST_KEYS))
+  return max(1, min(places // blocks, problem.N // least_keys))
