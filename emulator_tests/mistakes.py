@@ -117,7 +117,10 @@ def softmax_mistakes(owner: Any, phase: str) -> dict[str, Mistake]:
 
 
 def p_halves_exchanged(right: Phase) -> Phase:
-  return lambda *given: [[step[8:] + step[:8] for step in steps] for steps in right(*given)]
+  def halves(step: list[UOp]) -> list[UOp]:
+    return step[len(step) // 2 :] + step[: len(step) // 2]
+
+  return lambda *given: [[halves(step) for step in steps] for steps in right(*given)]
 
 
 AMD = MASKS | softmax_mistakes(amd_forward.WaveMma, "softmax_row")
