@@ -19,7 +19,15 @@ from tinygrad.dtype import DType
 from uopattn import attention
 from uopattn.dsl.amd.fragments import Fragments
 from uopattn.dsl.schedule import DTYPES_8, DTYPES_16, DTYPES_16_32
-from uopattn.kernels import amd_forward, amx_forward, cpu_decode, cpu_forward, cuda_forward, hopper_forward
+from uopattn.kernels import (
+  amd_forward,
+  amx_forward,
+  cpu_decode,
+  cpu_forward,
+  cuda_forward,
+  cuda_wide_forward,
+  hopper_forward,
+)
 from uopattn.proof.gate import verify
 
 Options = dict[str, Any]
@@ -175,6 +183,17 @@ def cuda_tiles(step: int = 16, turing: bool = False) -> Callable[[str], st.Searc
   return lambda arch: tiles
 
 
+def wide_tiles(arch: str) -> st.SearchStrategy[cuda_wide_forward.Tiles]:
+  return st.builds(
+    lambda groups, slices, m_tiles, block_n, stages: W(groups, slices, m_tiles, 16 * slices * block_n, stages),
+    st.integers(1, 3),
+    st.integers(2, 4),
+    st.integers(1, 3),
+    st.integers(1, 2),
+    st.integers(1, 3),
+  )
+
+
 def hopper_tiles(arch: str) -> st.SearchStrategy[hopper_forward.Tiles]:
   return st.builds(
     lambda warpgroups, block_n, stages, form: hopper_forward.Tiles(warpgroups, 16 * block_n, stages, *form),
@@ -206,7 +225,7 @@ def decode_tiles(arch: str) -> st.SearchStrategy[cpu_decode.Tiles]:
   )
 
 
-T, H = cuda_forward.Tiles, hopper_forward.Tiles
+T, W, H = cuda_forward.Tiles, cuda_wide_forward.Tiles, hopper_forward.Tiles
 READING = ("sm_80", "sm_100")  # where the small tiles of mma.sync read their queries for each tile of keys
 SUBJECTS: dict[str, Subject] = {
   "amd": Subject(
@@ -245,6 +264,25 @@ SUBJECTS: dict[str, Subject] = {
     any_tiles=cuda_tiles(),
     flops=16 * 8 * 16,
     synchronised=lambda arch: (T(4, 1, 32), T(2, 1, 16, 3, in_registers=False)),
+  ),
+  "wide": Subject(
+    cuda_wide_forward,
+    ("sm_80", "sm_90"),
+    DTYPES_16,
+    {
+      "one query": (1, 1, 1, 1, 70, 272, 272),
+      "grouped": (1, 4, 2, 50, 70, 24, 320),
+      "odd everywhere": (1, 1, 1, 37, 67, 75, 259),
+      "latent": (1, 2, 1, 3, 70, 576, 512),
+    },
+    mistakes.WIDE,
+    small=lambda arch: W(1, 2, 1, 32, 2 if arch == "sm_80" else 1),
+    any_tiles=wide_tiles,
+    head_dims=(8, 40, 64, 136, 272),
+    most_queries=70,
+    conflict_free=((64, 128),),
+    synchronised=lambda arch: (W(2, 2, 1, 32, 1 if arch == "sm_80" else 2),),
+    mistaken=(1, 1, 1, 50, 150, 16, 80),
   ),
   "hopper": Subject(
     hopper_forward,

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tinygrad import Context, Device, Tensor, dtypes
 from tinygrad.dtype import DType
 
+from uopattn.dsl.schedule import Schedule
 from uopattn.kernels import (
   amd_backward,
   amx_backward,
@@ -64,7 +65,7 @@ SHAPES_CUDA: dict[str, Shape] = {
 
 
 def amd_pair(arch: str, waves: int = 2, row_tiles: int = 1, block: int = 32) -> TilePair:
-  return tuple(Amd(arch, of_keys, waves, row_tiles, block) for of_keys in (False, True))
+  return tuple(Amd(arch, gradients, waves, row_tiles, block) for gradients in ("dq", "dk_dv"))
 
 
 def cuda_pair(dtype: DType, *kernels: tuple[Any, ...]) -> TilePair:
@@ -88,6 +89,7 @@ class BackwardSchedule:
     blind_delta: delta of a row that sees no key, as the schedule's callers may pass it.
     barriers: kinds of barriers and waits in its kernels.
     pipelined: (arch) -> tiles with which its barriers are deleted.
+    separate: whether dK and dV have a kernel each.
   """
 
   module: ModuleType
@@ -102,6 +104,13 @@ class BackwardSchedule:
   blind_delta: float = 0.0
   barriers: frozenset[str] = frozenset()
   pipelined: Callable[[str], TilePair] | None = None
+  separate: bool = False
+
+  @property
+  def schedule(self) -> Schedule:
+    """The schedule in the file."""
+    found: Schedule = self.module.SEPARATE if self.separate else self.module.SCHEDULE
+    return found
 
 
 TABLE: dict[str, BackwardSchedule] = {
@@ -193,6 +202,13 @@ FUSED = BackwardSchedule(
 )
 
 
+# Besides the table, whose kernels these are, with one for dK and one for dV. Tiles are of choice.
+SEPARATE = {
+  "cuda separate": replace(TABLE["cuda"], separate=True),
+  "amd separate": replace(TABLE["amd"], separate=True),
+}
+
+
 class Machine(NamedTuple):
   """A schedule on a target, with a type of q, k and v."""
 
@@ -205,7 +221,7 @@ class Machine(NamedTuple):
 
   @property
   def row(self) -> BackwardSchedule:
-    return FUSED if self.schedule == "fused" else TABLE[self.schedule]
+    return (TABLE | SEPARATE | {"fused": FUSED})[self.schedule]
 
   @contextmanager
   def device(self) -> Iterator[str]:
@@ -301,7 +317,7 @@ class Case:
     spec, target = make_spec(operands["q"], operands["k"], operands["v"], arguments), target_of(device)
     if not machine.row.emulated:
       target = replace(target, threads=2, vector=replace(target.vector, tiles=False))
-    launches = launches_of(machine.row.module.SCHEDULE, spec, target)
+    launches = launches_of(machine.row.schedule, spec, target)
 
     dlse = rng.standard_normal((B, Hq, M)).astype(np.float32)
     q, k, v, do = (x.astype(np.float64) for x in arrays.values())

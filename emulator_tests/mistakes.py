@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +16,15 @@ from uopattn.dsl.cpu import amx_operands
 from uopattn.dsl.gpu import jobs
 from uopattn.dsl.nvidia import mma, mma_layout, swizzled, tensor_pipeline
 from uopattn.dsl.rules.rules import HeadRules
-from uopattn.kernels import amd_forward, amx_forward, cpu_decode, cpu_forward, cuda_forward, hopper_forward
+from uopattn.kernels import (
+  amd_forward,
+  amx_forward,
+  cpu_decode,
+  cpu_forward,
+  cuda_forward,
+  cuda_wide_forward,
+  hopper_forward,
+)
 from uopattn.runtime.prepare import compiled
 
 Phase = Callable[..., Any]
@@ -115,7 +124,7 @@ def p_halves_exchanged(right: Phase) -> Phase:
   return lambda *given: [[exchanged(step) for step in steps] for steps in right(*given)]
 
 
-AMD = MASKS | softmax_mistakes(amd_forward.WaveMma, "softmax")
+AMD = MASKS | softmax_mistakes(amd_forward.WaveMma, "softmax_row")
 AMD |= {
   "lanes of a query not joined": Mistake(amd_forward, "row_reduce", instead(lambda f, operation, value, lane: value)),
   "halves of P exchanged": Mistake(amd_forward, "as_operands", p_halves_exchanged),
@@ -177,6 +186,13 @@ def without_permutation(self: swizzled.SwizzledTiles, row: UOp, chunk: UOp) -> U
   return self.memory[self.base + (chunk // per * self.height + row) * self.width + chunk % per * self.chunk]
 
 
+def first_slice(unit: cuda_wide_forward.SliceMma) -> cuda_wide_forward.SliceMma:
+  """The unit as if its warp were the first of its group; its tile is the workgroup's only one."""
+  group = copy(unit.group)
+  group.warp = group.warp // unit.tiles.slices * unit.tiles.slices
+  return replace(unit, group=group)
+
+
 PACK = {"halves of a word exchanged": Mistake(instructions, "pack", word_halves_exchanged)}
 TRANSPOSE = {"values not transposed": Mistake(instructions, "ldmatrix", not_transposed)}
 MMA = nvidia(cuda_forward, cuda_forward, "online_softmax")
@@ -184,6 +200,22 @@ OTHER_QUERIES = Mistake(
   mma.Mma, "load_left", lambda right: lambda self, tile, first, lane: right(self, tile, first * 0, lane)
 )
 CUDA = MMA | PACK | TRANSPOSE | {"the first warp's queries": OTHER_QUERIES}
+WIDE = (
+  nvidia(cuda_wide_forward, cuda_wide_forward, "online_softmax")
+  | PACK
+  | TRANSPOSE
+  | {
+    "maxima of the first warp's keys": Mistake(
+      cuda_wide_forward.Exchange, "rows", lambda right: lambda self, values: [x[:1] for x in right(self, values)]
+    ),
+    "each slice's keys are the first": Mistake(
+      cuda_wide_forward.SliceMma, "mma_abt", lambda right: lambda self, *given: right(first_slice(self), *given)
+    ),
+    "each slice's columns are the first": Mistake(
+      cuda_wide_forward.SliceMma, "mma_ab", lambda right: lambda self, *given: right(first_slice(self), *given)
+    ),
+  }
+)
 FLOAT8 = (
   MMA
   | TRANSPOSE

@@ -21,10 +21,13 @@ instruction in the mainloop, float16 / bfloat16, and VGPRs, at D=64 for dQ: gfx1
 gfx942 3.6 / 3.8 (196), gfx950 5.7 / 6.4 (210). Only gfx1100 spills: 5 registers of dK and dV, if causal, outside
 the mainloop. At D=128, float16, dQ and dK dV: gfx1201 5.8 (205) and 7.5 (245), gfx942 2.6 (244) and 2.7 (340), gfx950
 3.7 (288) and 3.9 (370), without spills; gfx1100, whose operands take twice the registers, spills 10 and 87.
+
+Where LDS does not hold Q and dO both as they are and transposed, as at D=256 on gfx942, dK and dV have a kernel each
+(`SEPARATE`).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
@@ -47,7 +50,7 @@ from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
 from uopattn.dsl.schedule import DTYPES_16, Problem, Schedule, passes
 from uopattn.dsl.target import Target
 
-LDS_LIMIT = 64 << 10  # bytes per workgroup
+GRADIENTS = ("dq", "dk_dv", "dk", "dv")
 
 
 @dataclass(frozen=True)
@@ -56,20 +59,22 @@ class Tiles:
 
   Attributes:
     arch: the architecture, which decides the matrix instruction.
-    of_keys: whether for `backward_kv`, whose stationary rows are keys.
+    gradients: which the kernel computes: "dq", whose stationary rows are queries; "dk_dv", "dk" or "dv", with keys.
     waves: waves per workgroup.
     row_tiles: tiles of 16 stationary rows per wave.
     block: rows per streamed tile.
   """
 
   arch: str
-  of_keys: bool
+  gradients: str
   waves: int
   row_tiles: int
   block: int
 
   def __post_init__(self) -> None:
     f = self.fragments
+    if self.gradients not in GRADIENTS:
+      raise ValueError(f"Tiles.gradients={self.gradients!r}: must be one of {', '.join(GRADIENTS)}")
     if self.block < 1 or self.block % (least := self.least(f)):
       raise ValueError(f"Tiles.block={self.block}: must be a multiple of {least} on {self.arch}")
     if self.row_tiles < 1:
@@ -95,49 +100,61 @@ class Tiles:
     """Stationary rows per workgroup."""
     return self.waves * self.row_tiles * MMA_SIZE
 
+  @property
+  def of_keys(self) -> bool:
+    """Whether the stationary rows are keys."""
+    return self.gradients != "dq"
+
+  def sums(self, Dk: int, Dv: int) -> tuple[int, ...]:
+    """The sizes of the sums, each of which needs a streamed matrix transposed."""
+    return tuple(Dv if x == "dv" else Dk for x in self.gradients.split("_"))
+
   def lds_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of LDS per workgroup: the streamed tile as it is and transposed, lse and delta, and on RDNA3 P and dS."""
     f = self.fragments
     pad = f.pad * CHUNK_ELEMENTS
     as_is = self.block * sum(round_up(x, f.step) + pad for x in (Dk, Dv))
-    transposed = sum(round_up(x, MMA_SIZE) for x in ((Dk, Dv) if self.of_keys else (Dk,))) * (self.block + pad)
-    swaps = (1 + self.of_keys) * self.rows * (self.block + pad) if f.repeated else 0
+    sums = self.sums(Dk, Dv)
+    transposed = sum(round_up(x, MMA_SIZE) for x in sums) * (self.block + pad)
+    swaps = len(sums) * self.rows * (self.block + pad) if f.repeated else 0
     return 2 * (as_is + transposed + swaps) + (8 * round_up(self.block, self.threads) if self.of_keys else 0)
 
   def registers(self, Dk: int, Dv: int) -> int:
     """32-bit registers per lane for stationary rows, sums, S, dP, P, dS and the tile on its way to LDS."""
-    f, sums = self.fragments, (Dk, Dv) if self.of_keys else (Dk,)
+    f, sums = self.fragments, self.sums(Dk, Dv)
     operands = sum(ceildiv(x, f.step) for x in (Dk, Dv)) + len(sums) * self.block // f.step
     results = sum(ceildiv(x, MMA_SIZE) for x in sums) + 2 * self.block // MMA_SIZE
     moving = self.block * (Dk + Dv + sum(sums)) // 2 // self.threads
     return self.row_tiles * (operands * f.width // 2 + results * f.result) + moving
 
   @classmethod
-  def choose(cls, problem: Problem, target: Target, of_keys: bool) -> "Tiles":
-    """Choose tiles for a problem; `of_keys` for `backward_kv`.
+  def choose(cls, problem: Problem, target: Target, gradients: str) -> "Tiles":
+    """Choose tiles for a problem and a kernel, see `Tiles.gradients`.
 
     Raises:
       ValueError: the architecture is unknown, or the head size is too large for LDS even with the smallest tile.
     """
     arch, Dk, Dv, f = target.arch, problem.Dk, problem.Dv, Fragments.of(target.arch)
-    rows, others = (problem.N, problem.M) if of_keys else (problem.M, problem.N)
+    rows, others = (problem.N, problem.M) if gradients != "dq" else (problem.M, problem.N)
     least, waves = cls.least(f), min(4, ceildiv(rows, MMA_SIZE))
     row_tiles = 1 if f.lanes == 32 or rows <= waves * MMA_SIZE else 2  # RDNA has registers for only one
     blocks = [block for block in (32, 16) if block % least == 0 and block < others + least]
-    candidates = [cls(arch, of_keys, waves, row_tiles, block) for block in blocks or [least]]
+    candidates = [
+      cls(arch, gradients, waves, n, block) for n in sorted({row_tiles, 1}, reverse=True) for block in blocks or [least]
+    ]
     for tiles in candidates:
-      if tiles.registers(Dk, Dv) <= (224 if f.lanes == 32 else 400) and tiles.lds_bytes(Dk, Dv) <= LDS_LIMIT:
+      if tiles.registers(Dk, Dv) <= (224 if f.lanes == 32 else 340) and tiles.lds_bytes(Dk, Dv) <= target.lds:
         return tiles
     tiles = min(candidates, key=lambda x: x.block)
-    if (needed := tiles.lds_bytes(Dk, Dv)) > LDS_LIMIT:
-      raise ValueError(f"head size {max(Dk, Dv)}: a tile needs {needed} bytes of LDS, the limit is {LDS_LIMIT}")
+    if (needed := tiles.lds_bytes(Dk, Dv)) > target.lds:
+      raise ValueError(f"head size {max(Dk, Dv)}: a tile needs {needed} bytes of LDS, the limit is {target.lds}")
     return tiles
 
   @classmethod
-  def candidates(cls, problem: Problem, target: Target, of_keys: bool) -> "list[Tiles]":
+  def candidates(cls, problem: Problem, target: Target, gradients: str) -> "list[Tiles]":
     """The chosen tiles, and others that may be faster: other tiles, rows and waves."""
-    p, best = problem, cls.choose(problem, target, of_keys)
-    f, rows = best.fragments, p.N if of_keys else p.M
+    p, best = problem, cls.choose(problem, target, gradients)
+    f, rows = best.fragments, p.N if best.of_keys else p.M
     sizes = [(best.waves, best.row_tiles, n) for n in (best.block // 2, 2 * best.block)]
     sizes += [(n, best.row_tiles, best.block) for n in (8, 2)] + [(best.waves, 3 - best.row_tiles, best.block)]
     found = [best]
@@ -145,9 +162,9 @@ class Tiles:
       has_rows = (waves - 1) * row_tiles * MMA_SIZE < rows
       if not has_rows or row_tiles < 1 or block % cls.least(f) or not block:
         continue
-      tiles = cls(best.arch, of_keys, waves, row_tiles, block)
-      most = max(224 if f.lanes == 32 else 400, best.registers(p.Dk, p.Dv))
-      if tiles.registers(p.Dk, p.Dv) <= most and tiles.lds_bytes(p.Dk, p.Dv) <= LDS_LIMIT:
+      tiles = cls(best.arch, gradients, waves, row_tiles, block)
+      most = max(224 if f.lanes == 32 else 340, best.registers(p.Dk, p.Dv))
+      if tiles.registers(p.Dk, p.Dv) <= most and tiles.lds_bytes(p.Dk, p.Dv) <= target.lds:
         found.append(tiles)
     return list(dict.fromkeys(found))
 
@@ -338,6 +355,32 @@ def backward_kv(
     dv: (kv_heads, N, Dv), an output.
     q, k, v, do, lse, delta, rules, tiles: as for `backward_q`.
   """
+  return _backward_of_keys(dk, dv, q, k, v, do, lse, delta, rules, tiles)
+
+
+def backward_k(dk: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles) -> UOp:
+  """Build the kernel for only the gradient of keys; see `backward_kv`."""
+  return _backward_of_keys(dk, None, q, k, v, do, lse, delta, rules, tiles)
+
+
+def backward_v(dv: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles) -> UOp:
+  """Build the kernel for only the gradient of values, which needs no dP; see `backward_kv`."""
+  return _backward_of_keys(None, dv, q, k, v, do, lse, delta, rules, tiles)
+
+
+def _backward_of_keys(
+  dk: UOp | None,
+  dv: UOp | None,
+  q: UOp,
+  k: UOp,
+  v: UOp,
+  do: UOp,
+  lse: UOp,
+  delta: UOp,
+  rules: Rules,
+  tiles: Tiles,
+) -> UOp:
+  """Build the kernel for those of dk and dv that are given."""
   (heads, M, Dk), (kv_heads, N, Dv), f = sizes(q), sizes(v), tiles.fragments
   s, members = Scope(), heads // kv_heads
   group = Workgroup(s, kv_heads, ceildiv(N, tiles.rows), tiles.waves, f.lanes)
@@ -349,16 +392,16 @@ def backward_kv(
   keys = [clamp(start + place, 0, N - 1) for place in stationary_places(tiles, group)]
   existing = [clamp(key, 0, (head_rules.length - 1).maximum(0)) for key in keys]
 
-  as_is, transposed = (
-    [(words_of_all(x), round_up(sizes(x)[2], to)) for x in order]
-    for order, to in (((q, do), f.step), ((do, q), MMA_SIZE))
-  )
+  # The results, each with the left and the right operand that are summed up, and the factor on the sum.
+  wanted = [(dv, Factor.P, do, 1.0), (dk, Factor.DS, q, late_factor(rules))]
+  as_is = [(words_of_all(x), round_up(sizes(x)[2], f.step)) for x in (q, do)]
+  transposed = [(words_of_all(x), round_up(sizes(x)[2], MMA_SIZE)) for o, _, x, _ in wanted if o is not None]
   row_stats = [lambda row: neg_lse_of(lse.reshape(-1)[row].load(), rules), lambda row: -delta.reshape(-1)[row].load()]
-  swaps = [swap_lds(s, tiles), swap_lds(s, tiles)]
+  swaps = [swap_lds(s, tiles) for o, *_ in wanted if o is not None]
   pipe = RegisterPipeline(s, f, tiles.block, tiles.threads, group.thread, UOp.const(M), as_is, transposed, row_stats)
   stationary = [load_stationary(f, x, kv_head, head_rules.length, existing, group.lane) for x in (k, v)]
-  dv_sum = Sum(zeros(s, tiles, Dv, group.item), Factor.P, 0)
-  dk_sum = Sum(zeros(s, tiles, Dk, group.item), Factor.DS, 1)
+  results = [(o, left, factor) for o, left, _, factor in wanted if o is not None]
+  sums = [Sum(zeros(s, tiles, sizes(o)[2], group.item), left, i) for i, (o, left, _) in enumerate(results)]
   first, offsets = lane_rows(f, tiles.block, group.lane)
 
   def score_rows(tile: UOp, *after: UOp) -> list[list[ScoreRow]]:
@@ -373,13 +416,14 @@ def backward_kv(
     return fetch(more.where(position + 1, 0), clamp(member + more.where(0, 1), 0, members - 1), *after)
 
   after = follow if members > 1 or query_range.n_tiles.vmax > 1 else None
-  sums = [dv_sum, dk_sum]
   loop = Mainloop(s, tiles, group, q.dtype, pipe, stationary, sums, swaps, head_rules, query_range, score_rows, after)
-  done = UOp.barrier(pipe.store(fetch(UOp.const(0), UOp.const(0), dv_sum.acc, dk_sum.acc)))
+  done = UOp.barrier(pipe.store(fetch(UOp.const(0), UOp.const(0), *(x.acc for x in sums))))
   done, length = loop.attend_all(done, member).end(member), None if rules.kv_lengths is None else head_rules.length
-  stores = loop.store_sum(dv, dv_sum, kv_head, 1.0, done, length)
-  stores += loop.store_sum(dk, dk_sum, kv_head, late_factor(rules), done, length)
-  return group.kernel(f"attention_backward_kv_{tiles.arch}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
+  stores = []
+  for (o, _, factor), total in zip(results, sums, strict=True):
+    stores += loop.store_sum(o, total, kv_head, factor, done, length)
+  of = "kv" if len(sums) == 2 else "v" if dk is None else "k"
+  return group.kernel(f"attention_backward_{of}_{tiles.arch}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
 
 
 def of_members(rules: Rules, kv_head: UOp, members: int) -> Callable[[UOp], HeadRules]:
@@ -436,7 +480,11 @@ SCHEDULE = Schedule(
   "amd_backward",
   devices=("AMD",),
   dtypes=DTYPES_16,
-  kernels=passes(backward_q, backward_kv, Tiles),
+  kernels=passes(backward_q, Tiles, dk_dv=backward_kv),
   tiles=Tiles,
   lacks=("scales", "page_table"),
+)
+# For head sizes where LDS does not hold both Q and dO also transposed: one kernel for dK and one for dV.
+SEPARATE = replace(
+  SCHEDULE, name="amd_backward_separate", kernels=passes(backward_q, Tiles, dk=backward_k, dv=backward_v)
 )

@@ -45,7 +45,7 @@ from uopattn.dsl.amd.products import (
   store_acc,
 )
 from uopattn.dsl.amd.staging import LdsRows, RegisterPipeline
-from uopattn.dsl.gpu.mainloop import Mainloop, State
+from uopattn.dsl.gpu.mainloop import Mainloop, SoftmaxRow, State
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.packed import words_of
@@ -55,8 +55,6 @@ from uopattn.dsl.rules.softmax import normalize
 from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.schedule import DTYPES_16, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
-
-LDS_LIMIT = 64 << 10  # bytes per workgroup
 
 
 @dataclass(frozen=True)
@@ -116,8 +114,11 @@ class Tiles:
     return self.m_tiles * (query + scores) + self.block_n * (Dk + Dv) // 2 // (self.waves * f.lanes)
 
   def waves_for(self, Dk: int, Dv: int) -> int:
-    """Waves per SIMD, as limited by LDS: two SIMDs on RDNA, and four on CDNA, share LDS_LIMIT bytes."""
-    return LDS_LIMIT // self.lds_bytes(Dk, Dv) * self.waves // (2 if self.fragments.lanes == 32 else 4)
+    """Waves per SIMD, as limited by LDS: two SIMDs on RDNA, and four on CDNA, share it.
+
+    Of gfx950's 160 KiB, smaller tiles count on 64 KiB: then as many waves have registers.
+    """
+    return max(1, (64 << 10) // self.lds_bytes(Dk, Dv)) * self.waves // (2 if self.fragments.lanes == 32 else 4)
 
   def resident(self, Dk: int, Dv: int, arch: str) -> int:
     """Workgroups that fit on a compute unit at once, as limited by LDS."""
@@ -133,7 +134,7 @@ class Tiles:
     found += [replace(best, waves=w, m_tiles=m) for m in (1, 2) for w in (2, 4, 8) if m * w <= max(waves, best.waves)]
 
     def fits(x: Tiles) -> bool:
-      return x.registers(p.Dk, p.Dv) <= most and x.lds_bytes(p.Dk, p.Dv) <= LDS_LIMIT
+      return x.registers(p.Dk, p.Dv) <= most and x.lds_bytes(p.Dk, p.Dv) <= target.lds
 
     return list(dict.fromkeys([best, *filter(fits, found)]))
 
@@ -150,7 +151,7 @@ class Tiles:
     # The loop over masked tiles needs many registers then. With kv_lengths, LLVM spills if tiles have fewer keys.
     masked = problem.window != (None, None) or "attn_mask" in problem.features
     masked = masked and "kv_lengths" not in problem.features
-    budget = 200 if f.lanes == 32 else 360  # of 256 and 512: addresses and temporaries need the rest
+    budget = 200 if f.lanes == 32 else 300  # of 256 and 512: addresses and temporaries need the rest
     wanted: tuple[int, ...] = (64, 32, 16)
     if masked and f.lanes == 32 and not f.repeated:  # RDNA4: LLVM spills the masked loop's values in the full loop
       budget, wanted = 170, (64, 48, 32, 16)
@@ -159,11 +160,14 @@ class Tiles:
     candidates += [cls(arch, min(w, waves), 1, n) for n in sizes_n for w in (4, 8)]
     for enough in (3, 1):  # waves per SIMD, so that one computes while another waits
       for tiles in candidates:
-        if tiles.registers(Dk, Dv) <= budget and tiles.waves_for(Dk, Dv) >= enough:
+        # On CDNA a SIMD has two waves of a workgroup of eight, which share its registers.
+        most = budget // 2 if f.lanes == 64 and tiles.waves > 4 else budget
+        fits = tiles.registers(Dk, Dv) <= most and tiles.lds_bytes(Dk, Dv) <= target.lds
+        if fits and tiles.waves_for(Dk, Dv) >= enough:
           return tiles
     tiles = min(candidates, key=lambda t: (t.lds_bytes(Dk, Dv), t.registers(Dk, Dv)))
-    if (needed := tiles.lds_bytes(Dk, Dv)) > LDS_LIMIT:
-      raise ValueError(f"head size {max(Dk, Dv)}: a tile needs {needed} bytes of LDS, the limit is {LDS_LIMIT}")
+    if (needed := tiles.lds_bytes(Dk, Dv)) > target.lds:
+      raise ValueError(f"head size {max(Dk, Dv)}: a tile needs {needed} bytes of LDS, the limit is {target.lds}")
     return tiles
 
 
@@ -287,7 +291,11 @@ class WaveMma:
     scores = mma_abt(self.f, self.dtype, k_tile, self.tiles.block_n, q, self.group.lane)
     return [[tile[e] for tile in row for e in range(self.f.result)] for row in scores]
 
-  def softmax(self, scores: list[UOp], scale_log2: float, m_old: UOp, l_old: UOp) -> tuple[list[UOp], UOp, UOp, UOp]:
+  def softmax(self, scores: list[list[UOp]], scale_log2: float, m_old: list[UOp], l_old: list[UOp]) -> list[SoftmaxRow]:
+    """P, m_i, l_i and alpha of each row; see `softmax_row`."""
+    return [self.softmax_row(x, scale_log2, m, l) for x, m, l in zip(scores, m_old, l_old, strict=True)]
+
+  def softmax_row(self, scores: list[UOp], scale_log2: float, m_old: UOp, l_old: UOp) -> SoftmaxRow:
     """P, m_i, l_i and alpha of a query, as `online_softmax` defines them, in an order that suits LLVM."""
     f, m_tiles = self.f, self.tiles.m_tiles
     m_new = row_reduce(f, fmax, by_turns(fmax, [m_old, *scores], 3), self.group.lane)

@@ -14,6 +14,10 @@ and dS, rounded, are left operands of the last products without moving. The left
 from shared memory, once (`Tiles.in_registers`) or for each tile. All warps share `stages` streamed tiles in shared
 memory (`uopattn.dsl.nvidia.swizzled`), which `uopattn.dsl.nvidia.cp_async` fills.
 
+Where registers do not hold both dK and dV, as at D=256, each has a kernel of its own (`SEPARATE`): S is computed once
+more, which makes eight products. At D=256 tiles of 16 rows spill nothing on sm_80 and sm_90, and 4 bytes on sm_86 with
+a causal mask (nvcc 13.0, 2026-11-23).
+
 Measured 2026-11-21 on an H200 (B=4, H=32, N=4096, float16), where `hopper_backward` is faster, counting the minimum of
 five products (these kernels compute seven): 264 TFLOP/s at D=64 with Tiles(4, 2, 32) and Tiles(4, 2, 32,
 in_registers=False), which spills 16 bytes; 249 at D=128 with Tiles(4, 1, 64) and Tiles(4, 1, 32).
@@ -116,25 +120,28 @@ class Tiles:
     return self.row_tiles * (in_registers + self.block + ceildiv(sums, MMA_N) * 4)
 
   @classmethod
-  def choose(cls, problem: Problem, target: Target, of_keys: bool) -> "Tiles":
-    """Choose tiles for a problem on sm_80 or newer; `of_keys` for `backward_kv`.
+  def choose(cls, problem: Problem, target: Target, gradients: str) -> "Tiles":
+    """Choose tiles for a problem on sm_80 or newer, and the kernel of `gradients`: "dq", "dk_dv", "dk" or "dv".
 
     Raises:
       ValueError: an older architecture; another dtype; head sizes too large even for the smallest tile.
     """
     arch, dtype, Dk, Dv, limit = target.arch, problem.dtype, problem.Dk, problem.Dv, target.lds
+    of_keys = gradients != "dq"
     rows, others = (problem.N, problem.M) if of_keys else (problem.M, problem.N)
     step = STEP_BYTES // dtype.itemsize
     if int(arch.removeprefix("sm_")) < 80 or step not in BITS:
       raise ValueError(f"{arch} with {str(dtype).removeprefix('dtypes.')}: must be sm_80 or newer, with 16 or 32 bits")
-    warps, sums = min(4, ceildiv(rows, MMA_M)), Dk + Dv if of_keys else Dk
+    warps, sums = min(4, ceildiv(rows, MMA_M)), columns(problem, gradients)
     fast = ((2, 16, True),) if of_keys else ((2, 32, True), (1, 64, True))
     sizes = (*fast, (1, 32, True), (1, 32, False), (1, 16, False))
     candidates = [cls(warps, m, min(n, round_up(others, PAIR)), 2, in_registers, step) for m, n, in_registers in sizes]
+    candidates.append(replace(candidates[-1], warps=min(2, warps)))  # for shared memory
     for tiles in candidates:
       if tiles.row_tiles > 1 and tiles.rows // 2 >= rows:
         continue
-      budget = LIMIT if tiles == candidates[-1] else BUDGET[of_keys]
+      smallest = tiles.block == candidates[-1].block and not tiles.in_registers
+      budget = LIMIT if smallest else BUDGET[of_keys] if tiles.in_registers or gradients == "dk_dv" else READING
       if tiles.registers(Dk, Dv, sums) <= budget and tiles.shared_bytes(Dk, Dv) <= limit:
         return tiles
     raise ValueError(
@@ -143,24 +150,30 @@ class Tiles:
     )
 
   @classmethod
-  def candidates(cls, problem: Problem, target: Target, of_keys: bool) -> "list[Tiles]":
+  def candidates(cls, problem: Problem, target: Target, gradients: str) -> "list[Tiles]":
     """The chosen tiles, and others that may be faster: more rows or longer tiles in registers, more stages."""
-    p, best = problem, cls.choose(problem, target, of_keys)
+    p, best, of_keys = problem, cls.choose(problem, target, gradients), gradients != "dq"
     rows, others = (p.N, p.M) if of_keys else (p.M, p.N)
     sizes = ((2, 16, True), (1, 32, True), (1, 64, True), (2, 32, True), (1, 64, False), (1, 32, False))
     found = [replace(best, row_tiles=m, block=min(n, round_up(others, PAIR)), in_registers=r) for m, n, r in sizes]
     found += [replace(best, warps=8), replace(best, stages=3)]
 
     def fits(x: Tiles) -> bool:
-      registers, has_rows = x.registers(p.Dk, p.Dv, p.Dk + p.Dv if of_keys else p.Dk), x.rows < rows + x.rows // x.warps
+      registers, has_rows = x.registers(p.Dk, p.Dv, columns(p, gradients)), x.rows < rows + x.rows // x.warps
       return registers <= BUDGET[of_keys] and x.shared_bytes(p.Dk, p.Dv) <= target.lds and has_rows
 
     return list(dict.fromkeys([best, *filter(fits, found)]))
 
 
+def columns(problem: Problem, gradients: str) -> int:
+  """The columns of all sums of the kernel of `gradients`: "dq", "dk_dv", "dk" or "dv"."""
+  return sum(problem.Dv if x == "dv" else problem.Dk for x in gradients.split("_"))
+
+
 # Limits of `Tiles.registers` in `backward_q` and `backward_kv`, of 255 registers per lane: P, addresses and temporaries
 # need the rest. With the smallest tile they need less, and it may spill, because the alternative is no kernel.
 BUDGET, LIMIT = (192, 224), 230
+READING = 140  # with one sum, and stationary rows that are read for each tile
 
 
 def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles) -> UOp:
@@ -218,6 +231,32 @@ def backward_kv(
   Raises:
     ValueError: `Tiles.step` is for elements of another size.
   """
+  return _backward_of_keys(dk, dv, q, k, v, do, lse, delta, rules, tiles)
+
+
+def backward_k(dk: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles) -> UOp:
+  """Build the kernel for only the gradient of keys; see `backward_kv`."""
+  return _backward_of_keys(dk, None, q, k, v, do, lse, delta, rules, tiles)
+
+
+def backward_v(dv: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles) -> UOp:
+  """Build the kernel for only the gradient of values, which needs no dP; see `backward_kv`."""
+  return _backward_of_keys(None, dv, q, k, v, do, lse, delta, rules, tiles)
+
+
+def _backward_of_keys(
+  dk: UOp | None,
+  dv: UOp | None,
+  q: UOp,
+  k: UOp,
+  v: UOp,
+  do: UOp,
+  lse: UOp,
+  delta: UOp,
+  rules: Rules,
+  tiles: Tiles,
+) -> UOp:
+  """Build the kernel for those of dk and dv that are given."""
   _check(tiles, q.dtype)
   (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
   s = Scope()
@@ -230,7 +269,12 @@ def backward_kv(
     queries = queries_of_columns(first, tiles.block, group.lane)
     return score_rows_by_column(loop.rows(group.block), queries, [row_stats.of(query, masked) for query in queries])
 
-  sums = [Sum(loop.zeros(Dk, group.item), Factor.DS, 0), Sum(loop.zeros(Dv, group.item), Factor.P, 1)]
+  results = [
+    (x, Sum(loop.zeros(sizes(x)[2], group.item), left, right), scale)
+    for x, left, right, scale in ((dk, Factor.DS, 0, rules.scale), (dv, Factor.P, 1, 1.0))
+    if x is not None
+  ]
+  sums = [total for _, total, _ in results]
   pipeline = loop.pipeline((q, do), members.head, UOp.const(M), members.query_range)
   copies = loop.load_stationary((k, v), group.head, members.n_keys, group.block)
   if members.count == 1:
@@ -241,9 +285,11 @@ def backward_kv(
     begun = pipeline.prologue(UOp.barrier(member), *copies)
     added = loop.run(pipeline, members.query_range, score_rows, sums_after(sums, member), begun)
     sums = sums_after(sums, ins.cp_async_wait(CUDA, 0, *(x.acc for x in added)).end(member))
-  stores = loop.store(dk, sums[0].acc, rules.scale, group.head, group.block)
-  stores += loop.store(dv, sums[1].acc, 1.0, group.head, group.block)
-  return group.kernel(f"attention_backward_kv_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
+  stores = []
+  for (x, _, scale), total in zip(results, sums, strict=True):
+    stores += loop.store(x, total.acc, scale, group.head, group.block)
+  of = "kv" if len(results) == 2 else "v" if dk is None else "k"
+  return group.kernel(f"attention_backward_{of}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
 
 
 ScoreRows = Callable[[UOp, bool], list[ScoreRow]]  # (first row of a tile, whether it may have hidden scores)
@@ -311,7 +357,7 @@ class Mainloop:
       n = first + trip
       tiles = pipeline.acquire(n, trip, begun, *(x.acc for x in sums))
       found = score_rows(tile_range.tile(n) * self.tiles.block, masked)
-      left = in_registers or self.left(begun, trip)
+      left = in_registers or self.left(tiles[0].memory)  # after the tile: else all of it would be loaded before
       products = self.mma.mma_abt(left[0], tiles[0], self.group.lane)
       early = self.rules.rules.seed is None  # without dropout, dP starts at -delta, which costs nothing
       less = {at: -x.delta for x in found for at in x.places}
@@ -361,8 +407,12 @@ SCHEDULE = Schedule(
   "cuda_backward",
   devices=("CUDA",),
   dtypes=DTYPES_16_32,
-  kernels=passes(backward_q, backward_kv, Tiles),
+  kernels=passes(backward_q, Tiles, dk_dv=backward_kv),
   tiles=Tiles,
   lacks=("scales", "page_table"),
   tf32=True,
+)
+# For head sizes where the registers of a warp do not hold both dK and dV: one kernel for each.
+SEPARATE = replace(
+  SCHEDULE, name="cuda_backward_separate", kernels=passes(backward_q, Tiles, dk=backward_k, dv=backward_v)
 )

@@ -42,7 +42,7 @@ from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import Scope, sizes
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.gpu.mainloop import Mainloop, State
+from uopattn.dsl.gpu.mainloop import Mainloop, SoftmaxRow, State
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.nvidia.cp_async import CpAsyncPipeline
@@ -319,7 +319,11 @@ class WarpMma:
     scores = self.mma.mma_abt(left, k_tile, self.group.lane)
     return [row_elements(tile, half) for tile in scores for half in range(HALVES)]
 
-  def softmax(self, scores: list[UOp], scale_log2: float, m_old: UOp, l_old: UOp) -> tuple[list[UOp], UOp, UOp, UOp]:
+  def softmax(self, scores: list[list[UOp]], scale_log2: float, m_old: list[UOp], l_old: list[UOp]) -> list[SoftmaxRow]:
+    """P, m_i, l_i and alpha of each row; see `softmax_row`."""
+    return [self.softmax_row(x, scale_log2, m, l) for x, m, l in zip(scores, m_old, l_old, strict=True)]
+
+  def softmax_row(self, scores: list[UOp], scale_log2: float, m_old: UOp, l_old: UOp) -> SoftmaxRow:
     """P, m_i, l_i and alpha of a row; see `online_softmax`."""
     p, m_i, l_i, alpha = online_softmax(CUDA, scores, scale_log2, m_old, l_old, row_reduce, self.p_scale_log2)
     # The compiler would add up P after P V, and until then hold it also in float32. Queries that are read from shared

@@ -103,13 +103,13 @@ class Tiles:
     return self.block + (sum(sums) + self.block // 2 if of_keys else sums[0])
 
   @classmethod
-  def choose(cls, problem: Problem, target: Target, of_keys: bool) -> "Tiles":
-    """Choose tiles for a problem on sm_90, the only architecture with wgmma; `of_keys` for `backward_kv`.
+  def choose(cls, problem: Problem, target: Target, gradients: str) -> "Tiles":
+    """Choose tiles for a problem on sm_90, the only architecture with wgmma, and `gradients`: "dq" or "dk_dv".
 
     Raises:
       ValueError: another architecture; head sizes that are not multiples of 8, or too large.
     """
-    arch, Dk, Dv, limit = target.arch, problem.Dk, problem.Dv, target.lds
+    arch, Dk, Dv, limit, of_keys = target.arch, problem.Dk, problem.Dv, target.lds, gradients != "dq"
     rows, others = (problem.N, problem.M) if of_keys else (problem.M, problem.N)
     if arch != "sm_90" or Dk % 8 or Dv % 8:
       raise ValueError(f"{arch} with head sizes {Dk} and {Dv}: must be sm_90, with head sizes that are multiples of 8")
@@ -125,9 +125,9 @@ class Tiles:
     )
 
   @classmethod
-  def candidates(cls, problem: Problem, target: Target, of_keys: bool) -> "list[Tiles]":
+  def candidates(cls, problem: Problem, target: Target, gradients: str) -> "list[Tiles]":
     """The chosen tiles, and others that may be faster: other blocks, tiles and stages."""
-    p, best = problem, cls.choose(problem, target, of_keys)
+    p, best, of_keys = problem, cls.choose(problem, target, gradients), gradients != "dq"
     rows, others = (p.N, p.M) if of_keys else (p.M, p.N)
     found = [best]
     for warpgroups, block, stages in ((2, 64, 2), (1, 64, 3), (2, 128, 2), (1, 64, 2), (1, 128, 2), (2, 64, 3)):
@@ -345,7 +345,7 @@ SCHEDULE = Schedule(
   "hopper_backward",
   devices=("CUDA",),
   dtypes=DTYPES_16,
-  kernels=passes(backward_q, backward_kv, Tiles),
+  kernels=passes(backward_q, Tiles, dk_dv=backward_kv),
   tiles=Tiles,
   lacks=("scales", "page_table"),
 )

@@ -127,7 +127,7 @@ def graph(
     tiles = Tiles.choose(problem, Machine("AMD", arch))
     return forward(*arguments, rules=rules, tiles=tiles), tiles
   arguments += [UOp.placeholder((heads, M), dtypes.float, len(rows) + i) for i in range(2)]
-  own = amd_backward.Tiles.choose(problem, Machine("AMD", arch), kernel != "dQ")
+  own = amd_backward.Tiles.choose(problem, Machine("AMD", arch), "dq" if kernel == "dQ" else "dk_dv")
   build = amd_backward.backward_q if kernel == "dQ" else amd_backward.backward_kv
   return build(*arguments, rules=rules, tiles=own), own
 
@@ -263,7 +263,7 @@ def compiled(tiles: AnyTiles, code: str, compiler: str) -> Compiled:
 def row(kernel: str, arch: str, dtype: str, c: Compiled) -> Row:
   """Return a row of the table."""
   t = c.tiles
-  own, block = (t.m_tiles, t.block_n) if isinstance(t, Tiles) else (t.own, t.block)
+  own, block = (t.m_tiles, t.block_n) if isinstance(t, Tiles) else (t.row_tiles, t.block)
   numbers = (c.vgprs, c.agprs if arch.startswith("gfx9") else "-", c.spills, c.scratch, c.lds, c.occupancy)
   cells = (*numbers, f"{c.each:.1f}", *(c.loop[kind] for kind in KINDS))
   return Row(f"{arch:7} {kernel:5} {dtype:8} {t.waves}x{own}x{block}", cells, c.compiler)

@@ -6,9 +6,9 @@ from tinygrad import Device, dtypes
 
 from uopattn import attention
 from uopattn.dsl.amd.fragments import Fragments
+from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.target import Target
 from uopattn.emulator.wmma import fragments as hardware
-from uopattn.kernels import amd_forward
 from uopattn.kernels.amd_forward import Tiles
 from uopattn.plan.target import target_of
 
@@ -58,6 +58,6 @@ def test_tiles_state_their_laws() -> None:
     for size in (64, 128):
       tiles = Tiles.choose(problem_of(1, 4096, 4096, size, size, dtypes.half), Target("AMD", arch))
       assert tiles.registers(size, size) <= (256 if Fragments.of(arch).lanes == 32 else 512)
-      assert tiles.lds_bytes(size, size) <= amd_forward.LDS_LIMIT
+      assert tiles.lds_bytes(size, size) <= lds_limit(arch)
   with pytest.raises(ValueError, match="head size 4000: a tile needs"):
     Tiles.choose(problem_of(1, 64, 64, 4000, 64, dtypes.half), Target("AMD", "gfx1100"))

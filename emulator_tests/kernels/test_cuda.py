@@ -45,7 +45,8 @@ SPEC = AttentionSpec(1, 1, 1, 100, 100, 64, 64, HALF, 0.125)
     ("sm_90", 8, 256, "hopper_forward"),
     ("sm_90", 64, 60, "cuda_forward"),
     ("sm_90", 33, 64, "cuda_forward"),
-    ("sm_90", 64, 264, "cuda_forward"),
+    ("sm_90", 64, 264, "cuda_wide_forward"),
+    ("sm_80", 576, 512, "cuda_wide_forward"),
     ("sm_100", 64, 64, "cuda_forward"),
   ],
 )
@@ -61,7 +62,7 @@ def test_why_no_kernel_serves() -> None:
   assert old.value.reasons == (reason,)
   with pytest.raises(NoKernel) as large:
     dispatch(AttentionSpec(1, 1, 1, 100, 100, 64, 4000, HALF, 0.125), Target("CUDA", "sm_90"))
-  assert "cuda_forward: head sizes 64 and 4000: the smallest tile needs 2024 registers a lane, of " in str(large.value)
+  assert "cuda_wide_forward: head sizes 64 and 4000: the smallest tile needs 10" in str(large.value)
 
 
 @pytest.mark.parametrize("arch", ARCHES)

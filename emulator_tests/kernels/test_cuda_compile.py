@@ -126,6 +126,59 @@ def test_backward_does_not_spill(arch: str, causal: bool, D: int) -> None:
     assert "serializ" not in said
 
 
+@pytest.mark.parametrize(
+  ("arch", "causal"),
+  [
+    pytest.param("sm_80", True, marks=pytest.mark.slow),
+    ("sm_80", False),
+    pytest.param("sm_86", False, marks=pytest.mark.slow),
+    pytest.param("sm_90", True, marks=pytest.mark.slow),
+    pytest.param("sm_120", True, marks=pytest.mark.slow),
+  ],
+)
+def test_separate_backward_does_not_spill(arch: str, causal: bool) -> None:
+  launches = dispatch_backward(replace(spec(256), window=(None, 0 if causal else None)), Target("CUDA", arch))
+  for launch in launches if causal else launches[1:2]:  # dK needs the most registers
+    said = by_nvcc(rendered(launch.graph(), arch), arch)[1]
+    assert figure(said, "bytes stack frame") == figure(said, "bytes spill stores") == 0
+
+
+LARGE = (1, HEADS, HEADS, LENGTH, LENGTH, 512, 512)
+LATENT = (1, 16, 1, 1, 8192, 576, 512)  # the decode step of MLA
+
+
+@pytest.mark.parametrize(
+  ("arch", "sizes", "causal"),
+  [
+    ("sm_90", LARGE, True),
+    pytest.param("sm_90", LARGE, False, marks=pytest.mark.slow),
+    ("sm_80", LATENT, False),
+    *(
+      pytest.param(arch, sizes, causal, marks=pytest.mark.slow)
+      for arch in ("sm_80", "sm_86", "sm_120")
+      for sizes, causal in ((LARGE, True), (LARGE, False))
+    ),
+    *(
+      pytest.param(arch, (1, heads, *LATENT[2:]), False, marks=pytest.mark.slow)
+      for arch in ("sm_80", "sm_86", "sm_90", "sm_120")
+      for heads in (16, 128)
+    ),
+  ],
+)
+def test_large_heads_do_not_spill(arch: str, sizes: tuple[int, ...], causal: bool) -> None:
+  window = (None, 0 if causal else None)
+  B, Hq, Hkv, M, N, Dk, Dv = sizes
+  latent = AttentionSpec(
+    B, Hq, Hkv, M, N, Dk, Dv, TYPES["float16"], Dk**-0.5, return_lse=True, window=window, values_in_keys=Hkv < Hq
+  )
+  text, launch, shared = source(latent, arch)
+  c = compiled(text, arch, launch, shared)
+  assert launch.schedule.name == "cuda_wide_forward"
+  assert (c.stack, c.spills) == (0, 0)
+  assert c.shared >= launch.tiles.shared_bytes(Dk, Dv)
+  assert c.resident >= 1
+
+
 SPILLS = """
 extern "C" __global__ void __launch_bounds__(1024) spills(float* p) {
   float x[96];

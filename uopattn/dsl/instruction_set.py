@@ -113,8 +113,8 @@ def _tensor_load() -> str:
 
 def _ldmatrix(modifier: str) -> str:
   return _asm(
-    f'unsigned p[4]; asm volatile("ldmatrix.sync.aligned.m8n8.x4{modifier}.shared.b16 {{{{%0,%1,%2,%3}}}}, [%4];"'
-    ':"=r"(p[0]),"=r"(p[1]),"=r"(p[2]),"=r"(p[3]):"r"((unsigned)__cvta_generic_to_shared({1})):"memory");'
+    f'unsigned p[4]; asm volatile("ldmatrix.sync.aligned.m8n8.x4{modifier}.shared.b16 {{{{%0,%1,%2,%3}}}}, [%4+%5];"'
+    ':"=r"(p[0]),"=r"(p[1]),"=r"(p[2]),"=r"(p[3]):"r"((unsigned)__cvta_generic_to_shared({1})),"n"({2}):"memory");'
     " memcpy({0}, p, 16);"
   )
 
@@ -375,6 +375,12 @@ _LIST = [
     _llvm_store_chunk,
     statement=True,
   ),
+  # LDS pointer, word to write there
+  Instruction(
+    "store_word",
+    dict.fromkeys(("cuda", "sm_75"), "[&](){{ *(unsigned*)({0}) = {1}; return 0; }}()"),
+    statement=True,
+  ),
   Instruction(
     "cp_async_commit",
     {"cuda": _asm('asm volatile("cp.async.commit_group;":::"memory");'), "sm_75": "/* a group of copies ends */ 0"},
@@ -533,7 +539,8 @@ _LIST = [
   # two rows that it weights
   Instruction("dot_pairs", {"c": _DOT_PAIRS}, statement=True),
   Instruction("weighted_pair", {"c": _WEIGHTED_PAIR}, statement=True),
-  # register pointer to 16 bytes, LDS pointer to this lane's row of 16 bytes: four 8x8 matrices of 16-bit elements
+  # register pointer to 16 bytes, LDS pointer, bytes from it to this lane's row of 16 bytes: four 8x8 matrices of 16-bit
+  # elements
   Instruction("ldmatrix", {"cuda": _ldmatrix("")}, statement=True, cross_lane=True),
   Instruction("ldmatrix_trans", {"cuda": _ldmatrix(".trans")}, statement=True, cross_lane=True),
 ]

@@ -195,6 +195,14 @@ def store_chunk(family: str, to: UOp, *words: UOp) -> UOp:
   return _statement(family, "store_chunk", (), to, *words)
 
 
+def store_word(family: str, to: UOp, word: UOp) -> UOp:
+  """Store a uint32 to LDS at `to`, in any number of places of a kernel. A statement.
+
+  tinygrad's stores to LDS cannot have the same index in two loops.
+  """
+  return _statement(family, "store_word", (), to, word)
+
+
 def cp_async_commit(family: str, *after: UOp) -> UOp:
   """Commit the lane's copies since its last commit as one group. A statement."""
   return _statement(family, "cp_async_commit", after)
@@ -340,7 +348,11 @@ def ldmatrix(family: str, to: UOp, row: UOp, *after: UOp, trans: bool = False) -
   Lane l passes the address of row l % 8 of matrix l // 8. From each matrix in turn it gets elements 2*(l % 4) and
   2*(l % 4) + 1 of row l // 4, or of column l // 4 with `trans`. A statement. Source: PTX ISA, "ldmatrix".
   """
-  return _statement(family, "ldmatrix_trans" if trans else "ldmatrix", after, to, row)
+  # Addresses that differ by constants then share a register. The compiler does not see that by itself.
+  memory, index = row.src
+  start, offset = index.simplify().pop_const()
+  name = "ldmatrix_trans" if trans else "ldmatrix"
+  return _statement(family, name, after, to, memory[start], UOp.const(offset * row.dtype.itemsize, dtypes.int))
 
 
 def stmatrix(family: str, row: UOp, *words: UOp) -> UOp:

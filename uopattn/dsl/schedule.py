@@ -32,6 +32,7 @@ class Problem:
     block_heads: batches and heads of the block mask; None without one.
     kv_dtype: dtype of k and v if it is not q's, else None.
     tf32: whether tinygrad's ALLOW_TF32 is set: float32 products may ignore all but the first 10 bits of a fraction.
+    values_in_keys: whether V is the first Dv columns of K, in the same memory.
   """
 
   B: int
@@ -48,6 +49,7 @@ class Problem:
   block_heads: tuple[int, int] | None = None
   kv_dtype: DType | None = None
   tf32: bool = False
+  values_in_keys: bool = False
 
   @property
   def heads(self) -> int:
@@ -86,8 +88,9 @@ class Problem:
 
   @property
   def kv_bytes(self) -> int:
-    """Bytes of K and V."""
-    return self.B * self.Hkv * self.N * (self.Dk + self.Dv) * self.stored.itemsize
+    """Bytes of K and V; of K if V is in it."""
+    columns = self.Dk + (0 if self.values_in_keys else self.Dv)
+    return self.B * self.Hkv * self.N * columns * self.stored.itemsize
 
   def packed(self, heads: int) -> Self:
     """The problem after GQA packing: the queries of `heads` heads are the rows of one."""
@@ -174,23 +177,27 @@ class Schedule:
   mixed: bool = False
 
 
-def passes(of_queries: Callable[..., UOp], of_keys: Callable[..., UOp], tiles: Any) -> tuple[Kernel, ...]:
-  """The two kernels of a backward pass: blocks of `tiles.rows` queries for dQ, and of `tiles.rows` keys for dK and dV.
+def passes(of_queries: Callable[..., UOp], tiles: Any, **of_keys: Callable[..., UOp]) -> tuple[Kernel, ...]:
+  """The kernels of a backward pass: one for dQ, and those for dK and dV.
 
-  Each picks its tiles by `tiles.choose(problem, target, of_keys)`; those of `tiles.candidates` are measured.
+  The first has blocks of `tiles.rows` queries, the others of `tiles.rows` keys. Each picks its tiles by
+  `tiles.choose(problem, target, gradients)`; those of `tiles.candidates` are measured.
+
+  Args:
+    of_keys: the kernels by the gradients that they compute: "dk_dv", or "dk" and "dv".
   """
 
-  def make(build: Callable[..., UOp], keys: bool, *outputs: str) -> Kernel:
+  def make(build: Callable[..., UOp], gradients: str) -> Kernel:
     return Kernel.backward(
       build,
-      *outputs,
-      choose=lambda *given: tiles.choose(*given, of_keys=keys),
-      candidates=lambda *given: tiles.candidates(*given, of_keys=keys),
+      *gradients.split("_"),
+      choose=lambda *given: tiles.choose(*given, gradients),
+      candidates=lambda *given: tiles.candidates(*given, gradients),
       block=lambda x: (x.rows, x.block),
-      of_keys=keys,
+      of_keys=gradients != "dq",
     )
 
-  return make(of_queries, False, "dq"), make(of_keys, True, "dk", "dv")
+  return make(of_queries, "dq"), *(make(build, gradients) for gradients, build in of_keys.items())
 
 
 def group_of_few(problem: Problem) -> int:
@@ -198,8 +205,11 @@ def group_of_few(problem: Problem) -> int:
   return problem.group if problem.few and problem.block_heads is None else 1
 
 
-def splits_on_gpu(problem: Problem, target: Target, tiles: Any) -> int:
-  """Splits of the keys that fill the GPU: as many workgroups as are resident on all multiprocessors at once."""
+def splits_on_gpu(problem: Problem, target: Target, tiles: Any, least_keys: int = LEAST_KEYS) -> int:
+  """Splits of the keys that fill the GPU: as many workgroups as are resident on all multiprocessors at once.
+
+  Each has at least `least_keys` keys.
+  """
   blocks = problem.heads * ceildiv(problem.M, tiles.block_m)
   places = target.multiprocessors * tiles.resident(problem.Dk, problem.Dv, target.arch)
-  return max(1, min(places // blocks, problem.N // LEAST_KEYS))
+  return max(1, min(places // blocks, problem.N // least_keys))

@@ -4,6 +4,7 @@ A meaning takes the run, the UOp and the operands: an array or shared scalar for
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -148,14 +149,20 @@ def _store_chunk(run: Run, u: UOp, to: Pointer, *words: Any) -> Any:
   return NOTHING
 
 
+def _store_word(run: Run, u: UOp, to: Pointer, word: Any) -> Any:
+  _fill(run, u, to, run.spread(word)[:, None])
+  return NOTHING
+
+
 def _fill(run: Run, u: UOp, to: Pointer, block: np.ndarray) -> None:
   """Store the bytes of each lane's row of `block` (lanes, ...) to registers or LDS, of any dtype."""
   elements = np.ascontiguousarray(block).reshape(run.shape.lanes, -1).view(alu.storage(to.dtype))
   to.memory.store(u, to.index, to.dtype, list(np.ascontiguousarray(elements.T)))
 
 
-def _ldmatrix(run: Run, u: UOp, to: Pointer, row: Pointer, trans: bool) -> Any:
+def _ldmatrix(run: Run, u: UOp, to: Pointer, first: Pointer, offset: Any, trans: bool) -> Any:
   check_whole_waves(run, u, 32, "ldmatrix")
+  row = replace(first, index=first.index + int(offset) // first.dtype.itemsize)
   lanes = run.active()
   start = np.asarray(run.spread(row.index)[lanes], np.int64) * row.dtype.itemsize
   if (bad := start % CHUNK != 0).any():
@@ -202,6 +209,7 @@ MEANINGS: dict[str, Meaning] = {
   "odd_bytes": _bytes_of(1),
   "set_words": _set_words,
   "store_chunk": _store_chunk,
+  "store_word": _store_word,
   "cp_async": copies.start,
   "cp_async_or_zero": copies.start,
   "cp_async_commit": copies.commit,
@@ -251,6 +259,6 @@ MEANINGS: dict[str, Meaning] = {
   "scale_rows": tiles.scale_rows,
   **{name: tiles.weigh for name in amx.INSTRUCTIONS if name.startswith("weigh_")},
   **{name: tiles.pack for name in amx.INSTRUCTIONS if name.startswith("pack_")},
-  "ldmatrix": lambda run, u, to, row: _ldmatrix(run, u, to, row, trans=False),
-  "ldmatrix_trans": lambda run, u, to, row: _ldmatrix(run, u, to, row, trans=True),
+  "ldmatrix": lambda run, u, to, row, offset: _ldmatrix(run, u, to, row, offset, trans=False),
+  "ldmatrix_trans": lambda run, u, to, row, offset: _ldmatrix(run, u, to, row, offset, trans=True),
 }

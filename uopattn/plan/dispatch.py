@@ -21,6 +21,7 @@ from uopattn.kernels import (
   cpu_forward,
   cuda_backward,
   cuda_forward,
+  cuda_wide_forward,
   delta,
   hopper_backward,
   hopper_forward,
@@ -33,17 +34,27 @@ from uopattn.spec.spec import AttentionSpec
 from uopattn.spec.tensors import dtype_name
 
 # If several schedules are meant for a case, the first one is used.
-FORWARD = tuple(x.SCHEDULE for x in (amx_forward, cpu_forward, cpu_decode, amd_forward, hopper_forward, cuda_forward))
-BACKWARD = tuple(
+FORWARD = tuple(
   x.SCHEDULE
   for x in (
-    amx_backward,
-    cpu_backward,
-    amd_backward,
-    hopper_fused_backward,
-    hopper_backward,
-    cuda_backward,
+    amx_forward,
+    cpu_forward,
+    cpu_decode,
+    amd_forward,
+    cuda_wide_forward,
+    hopper_forward,
+    cuda_forward,
   )
+)
+BACKWARD = (
+  amx_backward.SCHEDULE,
+  cpu_backward.SCHEDULE,
+  amd_backward.SCHEDULE,
+  amd_backward.SEPARATE,
+  hopper_fused_backward.SCHEDULE,
+  hopper_backward.SCHEDULE,
+  cuda_backward.SCHEDULE,
+  cuda_backward.SEPARATE,
 )
 # How to have tinygrad render CUDA C++, as the kernels for NVIDIA's GPUs need, with NVRTC and with nvcc.
 WITH_NVRTC_AND_NVCC = {"CUDA": ("DEV=CUDA:CUDA", "DEV=CUDA:NVCC"), "NV": ("DEV=NV:CUDA", "DEV=NV:CC")}

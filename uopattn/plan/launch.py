@@ -7,6 +7,7 @@ from typing import Any
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.renderer import Estimates
+from tinygrad.uop.ops import Ops
 
 from uopattn.dsl import as_type
 from uopattn.dsl.schedule import Kernel, Schedule
@@ -112,17 +113,18 @@ class Launch:
     arguments: dict[str, list[UOp]] = {}
     for x, place in zip(buffers[len(own) :], places[len(own) :], strict=True):
       arguments.setdefault(x.name, []).append(place)
+    if getattr(self.tiles, "values_in_keys", False) and not self.spec.values_in_keys:
+      raise ValueError("Tiles.values_in_keys=True: v must be the first columns of k, a view of the same memory")
     wanted: dict[str, Any] = {"tiles": self.tiles, "scale": self.spec.scale}
     if "rules" in self.kernel.wants:
       wanted["rules"] = rules_of(self.spec, arguments, self.pack_gqa, self.schedule.operand)
     flat = {name: self._flat(name, x) for name, x in own.items() if name not in self.kernel.unread}
     kernel = self.kernel.build(**flat, **{name: wanted[name] for name in self.kernel.wants})
-    if not self.kernel.unread:
-      return kernel
-    # The call needs these buffers for its gradients although the kernel does not read them, and CUDA graphs pass every
-    # argument. q, k and v become bytes: CUDA C++ knows 8-bit floats only if it is told about them.
-    unread = (as_type(own[name], dtypes.uchar) for name in self.kernel.unread)
-    return kernel.replace(src=(*kernel.src, *unread, *(x.base for xs in arguments.values() for x in xs)))
+    # A call has all buffers, for its gradients or because other kernels of the pass read them, and CUDA graphs pass
+    # every argument. Those that are not read become bytes: CUDA C++ knows 8-bit floats only if it is told about them.
+    read = {u.arg.slot for u in kernel.toposort() if u.op is Ops.PARAM}
+    unread = [as_type(x, dtypes.uchar) for x in places if x.base.arg.slot not in read]
+    return kernel.replace(src=(*kernel.src, *unread)) if unread else kernel
 
   def _flat(self, name: str, x: UOp) -> UOp | View:
     """Return a buffer with batch and heads as one axis; packed heads become one head with more rows."""

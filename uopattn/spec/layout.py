@@ -74,6 +74,20 @@ def strided(x: Tensor | UOp) -> Layout | None:
   return None if layout is None or (uop.shape[-1] > 1 and layout.strides[-1] != 1) else layout
 
 
+def starts_as(x: Tensor | UOp, part: Tensor | UOp) -> bool:
+  """Whether the rows of `part` are the first elements of the rows of x, in the same memory."""
+  whole, rows = (u.uop if isinstance(u, Tensor) else u for u in (x, part))
+  if base_of(whole) is not base_of(rows) or _ints(rows)[-1] > _ints(whole)[-1]:
+    return False
+  found = layout_of(whole), layout_of(rows)
+  if None in found or any(
+    x.shape[-1] > 1 and y.strides[-1] != 1 for x, y in zip((whole, rows), found, strict=True) if y
+  ):
+    return False
+  a, b = cast(tuple[Layout, Layout], found)
+  return (a.offset, a.strides[:-1]) == (b.offset, b.strides[:-1])
+
+
 def _ints(x: UOp) -> Shape:
   return cast(Shape, x.shape)
 

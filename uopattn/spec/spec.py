@@ -14,7 +14,7 @@ from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES
 from uopattn.dsl.rules.ranges import Range
 from uopattn.dsl.schedule import DTYPES_16, DTYPES_16_32, Problem
 from uopattn.spec.arguments import Arguments, Sizes, known
-from uopattn.spec.layout import Layout, heads_last, strided, with_heads_last
+from uopattn.spec.layout import Layout, heads_last, starts_as, strided, with_heads_last
 from uopattn.spec.tensors import OPERANDS, dtype_name
 from uopattn.spec.trace import Mod, trace_mod
 
@@ -161,6 +161,7 @@ def make_spec(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> Attentio
     tf32=q.dtype == dtypes.float32 and bool(ALLOW_TF32),
     pages=pages,
     layouts=layouts((B, Hq, M, Dv), q, k, v),
+    values_in_keys=arguments.scales is None and starts_as(k, v),
   )
 
 

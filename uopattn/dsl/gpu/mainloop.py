@@ -42,6 +42,9 @@ class State(NamedTuple):
     return State(*(x.after(*after) for x in self))
 
 
+SoftmaxRow = tuple[list[UOp], UOp, UOp, UOp]  # of a row: P, m_i, l_i and alpha
+
+
 class MatrixUnit(Protocol):
   """The matrix instructions of one warp, and which elements of operands and results its lanes hold.
 
@@ -58,8 +61,8 @@ class MatrixUnit(Protocol):
   def mma_abt(self, q: Any, k_tile: Any) -> list[list[UOp]]:
     """Compute S = Q K^T. Returns this lane's elements of each of its rows."""
 
-  def softmax(self, scores: list[UOp], scale_log2: float, m_old: UOp, l_old: UOp) -> tuple[list[UOp], UOp, UOp, UOp]:
-    """P of one row, its new m_i and l_i, and alpha; see `online_softmax`."""
+  def softmax(self, scores: list[list[UOp]], scale_log2: float, m_old: list[UOp], l_old: list[UOp]) -> list[SoftmaxRow]:
+    """P of each row, its new m_i and l_i, and alpha; see `online_softmax`."""
 
   def as_operands(self, p: list[list[UOp]], *after: UOp) -> Any:
     """P of all rows, rounded, as the left operand of `mma_ab`."""
@@ -69,7 +72,10 @@ class MatrixUnit(Protocol):
 
 
 class KeyPipeline(Protocol):
-  """A pipeline that brings tiles of K and V from global memory to where the matrix unit reads them."""
+  """A pipeline that brings tiles of K and V from global memory to where the matrix unit reads them.
+
+  A unit and its pipeline agree on what a tile is. A tile of V may be a function that waits for it.
+  """
 
   def acquire(self, n: UOp, *after: UOp) -> Sequence[Any]:
     """Wait for tile n of K and V, numbered by position in the key range, and start loading a later one."""
@@ -121,12 +127,12 @@ class Mainloop:
     """Return P of the n-th tile and alpha for each of this lane's rows, and the stores of m_i and l_i."""
     lane_key, offsets = self.unit.keys()
     first = self.key_range.tile(n) * self.block_n + lane_key
+    rows = self.unit.rows
+    scores = [self.rules.scores(x, row, first, offsets, masked) for x, row in zip(products, rows, strict=True)]
+    m_old, l_old = ([x[i].load() for i in range(len(rows))] for x in (old.m_i, old.l_i))
     p, alphas, stores = [], [], []
-    for i, row in enumerate(self.unit.rows):
-      scores = self.rules.scores(products[i], row, first, offsets, masked)
-      m_old, l_old = old.m_i[i], old.l_i[i]
-      p_row, m_new, l_new, alpha = self.unit.softmax(scores, self.rules.scaling.log2, m_old.load(), l_old.load())
-      p.append(self.rules.weights(p_row, row, first, offsets, masked))
+    for i, (p_row, *new, alpha) in enumerate(self.unit.softmax(scores, self.rules.scaling.log2, m_old, l_old)):
+      p.append(self.rules.weights(p_row, rows[i], first, offsets, masked))
       alphas.append(alpha)
-      stores += [m_old.store(m_new), l_old.store(l_new)]
+      stores += [x[i].store(value) for x, value in zip((old.m_i, old.l_i), new, strict=True)]
     return p, alphas, stores

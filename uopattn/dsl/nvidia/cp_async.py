@@ -62,3 +62,52 @@ class CpAsyncPipeline:
   def release(self, n: UOp, *stores: UOp) -> UOp:
     """Finish the n-th tile after `stores`; its slot is refilled only after the barrier of the next `acquire`."""
     return UOp.group(*stores)
+
+
+@dataclass(frozen=True)
+class TurnsPipeline:
+  """A pipeline in which tiles of K and of V come in turns, each with `stages` slots; with one, no time is lost.
+
+  Tile n of V starts to load at the wait for tile n - stages + 1 of K, when tile n - stages of V is done with; tile n of
+  K at the wait for tile n - stages of V.
+
+  Attributes:
+    keys, values: the tiles, each with the rows that it is copied from.
+    tile, stages, thread, family: as for `CpAsyncPipeline`.
+  """
+
+  keys: tuple[SwizzledTiles, HeadView]
+  values: tuple[SwizzledTiles, HeadView]
+  tile: Callable[[UOp], UOp]
+  stages: int
+  thread: UOp
+  family: str = "cuda"
+
+  def start(self, *after: UOp) -> UOp:
+    """Start as many tiles of K as there are slots, and one fewer of V."""
+    for i in range(2 * self.stages - 1):
+      after = (self._load((self.keys, self.values)[i % 2], UOp.const(i // 2), *after),)
+    return after[0]
+
+  def acquire(self, n: UOp, *after: UOp) -> tuple[SwizzledTiles, Callable[..., SwizzledTiles]]:
+    """Wait for the n-th tile of K; return it, and a function that waits for V's, after all warps are done with K."""
+    ready = self._wait(*after)
+    following = self._load(self.values, n + self.stages - 1, ready)
+
+    def values(*stores: UOp) -> SwizzledTiles:
+      arrived = self._wait(following, *stores)
+      return self.values[0].tile(n, arrived, self._load(self.keys, n + self.stages, arrived))
+
+    return self.keys[0].tile(n, ready, following), values
+
+  def release(self, n: UOp, *stores: UOp) -> UOp:
+    """Finish the n-th tile of V after `stores`; its slot is refilled only after the barrier of the next `acquire`."""
+    return UOp.group(*stores)
+
+  def _load(self, source: tuple[SwizzledTiles, HeadView], n: UOp, *after: UOp) -> UOp:
+    tiles, rows = source
+    return ins.cp_async_commit(self.family, *tiles.fill_tile(n, rows, self.tile(n), self.thread, *after))
+
+  def _wait(self, *after: UOp) -> UOp:
+    """Wait for the oldest tile in flight, and for all warps."""
+    return UOp.barrier(ins.cp_async_wait(self.family, 2 * (self.stages - 1), *after))

@@ -14,6 +14,7 @@ cannot transpose 32-bit elements: V is then read element by element, keys 2 t an
 Source: PTX ISA, "Matrix Fragments for mma.m16n8k8", "k16" and "k32", "ldmatrix", "prmt".
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinygrad import UOp
@@ -68,12 +69,20 @@ class Mma:
     return frags
 
   def mma_abt(
-    self, left: list[list[UOp]], tile: SwizzledTiles, lane: UOp, acc: Accumulators | None = None
+    self,
+    left: list[list[UOp]],
+    tile: SwizzledTiles,
+    lane: UOp,
+    acc: Accumulators | None = None,
+    steps: Sequence[int] | None = None,
   ) -> Accumulators:
-    """acc + A B^T for each A in `left`, 16 rows from `load_left`. B is a tile; acc is 0 by default."""
+    """acc + A B^T for each A in `left`, 16 rows from `load_left`, over some steps or all.
+
+    B is as many rows of a tile as acc has columns. By default acc is 0, with a column for each row.
+    """
     zero = UOp.const((0.0,) * 4, dtypes.float)
     out = [list(x) for x in acc] if acc else [[zero] * (tile.rows // MMA_N) for _ in left]
-    for step in range(len(left[0])):
+    for step in steps or range(len(left[0])):
       for n in range(0, len(out[0]), 2):
         for j, right in enumerate(self.load_right(tile, n * MMA_N, step, lane)):
           for found, a in zip(out, left, strict=True):
@@ -122,17 +131,28 @@ class Mma:
     Args:
       rows: this lane's elements of rows g and g + 8, from `mma_layout.row_elements`.
     """
-    word = 4 // self.dtype.itemsize  # elements in 32 bits
-    steps = range(0, len(rows[0]), 2 * word)
-    parts = [[(half, i + part * word) for part in range(2) for half in range(HALVES)] for i in steps]
     if self.dtype not in DTYPES_8:
+      word = 4 // self.dtype.itemsize  # elements in 32 bits
+      steps = range(0, len(rows[0]), 2 * word)
+      parts = [[(half, i + part * word) for part in range(2) for half in range(HALVES)] for i in steps]
       return [UOp.stack(*[rows[h][i + e].cast(self.dtype) for h, i in words for e in range(word)]) for words in parts]
-    frags = []
-    for words in parts:
-      frag = self.scope.buffer(self.step // 2, dtype=self.dtype)
-      packed = [ins.pack4(CUDA, rows[h][i : i + word], self.dtype) for h, i in words]
-      frags.append(frag.after(ins.set_words(CUDA, frag[0], *packed)))
-    return frags
+    return [self.left_of(words) for words in self.left_words(rows)]
+
+  def left_words(self, rows: list[list[UOp]]) -> list[list[UOp]]:
+    """Round accumulators as `as_left` does, to four 32-bit words per step."""
+    word = 4 // self.dtype.itemsize  # elements in 32 bits
+    family = "sm_75" if self.turing else CUDA
+
+    def packed(elements: list[UOp]) -> UOp:
+      return elements[0].bitcast(dtypes.uint) if word == 1 else ins.pack_word(family, elements, self.dtype)
+
+    steps = range(0, len(rows[0]), 2 * word)
+    return [[packed(rows[h][i + part * word :][:word]) for part in range(2) for h in range(HALVES)] for i in steps]
+
+  def left_of(self, words: list[UOp]) -> UOp:
+    """The left operand of one step that has these words."""
+    frag = self.scope.buffer(self.step // 2, dtype=self.dtype)
+    return frag.after(ins.set_words(CUDA, frag[0], *words))
 
 
 def _part(x: UOp, part: int, count: int) -> UOp:

@@ -80,10 +80,12 @@ def store_row(
   lane: UOp,
   p_scale_log2: int = 0,
   family: str = "cuda",
+  first: UOp | int = 0,
 ) -> list[UOp]:
   """Store the output and the LSE of a row; see `normalize`. Rows past M are not stored.
 
-  `acc` and `l_i` are scaled by 2**p_scale_log2, which is undone here.
+  `acc` and `l_i` are scaled by 2**p_scale_log2, which is undone here. `acc` has the columns from `first` on; those from
+  0 on come with the LSE.
   """
   total, exp2 = row_reduce(UOp.__add__, l_i), partial(ins.exp2, "cuda")
   factor, log2 = normalize(m_i, total, sink, exp2)
@@ -92,16 +94,28 @@ def store_row(
       normalize(m_i - p_scale_log2, total, sink, exp2)[0],
       normalize(m_i, total * 2.0**-p_scale_log2, sink, exp2)[1],
     )
-  stores = store_scaled(o, head, row, half, acc, factor, lane, family)
+  stores = store_scaled(o, head, row, half, acc, factor, lane, family, first)
   if lse is not None:
-    stores.append(gated(lse, (row < sizes(lse)[1]) & (lane % QUAD).eq(0), head, row).store(log2 * LN2))
+    inside = (row < sizes(lse)[1]) & (lane % QUAD).eq(0)
+    inside = inside & first.eq(0) if isinstance(first, UOp) else inside
+    stores.append(gated(lse, inside, head, row).store(log2 * LN2))
   return stores
 
 
 def store_scaled(
-  o: UOp | View, head: UOp, row: UOp, half: int, acc: UOp, factor: UOp, lane: UOp, family: str = "cuda"
+  o: UOp | View,
+  head: UOp,
+  row: UOp,
+  half: int,
+  acc: UOp,
+  factor: UOp,
+  lane: UOp,
+  family: str = "cuda",
+  first: UOp | int = 0,
 ) -> list[UOp]:
   """Store a row of accumulators times `factor` to o (heads, rows, size), unless it is past the last row.
+
+  The accumulators' first column is column `first` of o, a multiple of 32.
 
   A lane has 32-bit words of neighbouring elements. In 16 bits a word is two elements of one accumulator tile. In 8 bits
   it is four elements of two tiles, which are the even and the odd columns of 16.
@@ -118,14 +132,14 @@ def store_scaled(
     words, flat = [ins.pack_word(family, elements, o.dtype) for elements in values], as_type(o, dtypes.uint)
     words += [UOp.const(0, dtypes.uint)] * (-len(words) % QUAD)
     for d in range(0, len(words), QUAD):  # lane t of the quad stores word d + t of all four lanes
-      column = (d + lane % QUAD) * chunk
+      column = first + (d + lane % QUAD) * chunk
       inside = row < M if column.vmax < Dv else (row < M) & (column < Dv)
-      first = (row_start(o, head, row) + column) // width
+      at = (row_start(o, head, row) + column) // width
       for w, word in enumerate(transposed(words[d : d + QUAD], lane)):
-        stores.append(flat[(first + w).valid(inside)].store(word))
+        stores.append(flat[(at + w).valid(inside)].store(word))
   else:
     for d, elements in enumerate(values):
       for e, value in enumerate(elements):
-        column = d * chunk + lane % QUAD * width + e
+        column = first + d * chunk + lane % QUAD * width + e
         stores.append(gated(o, (row < M) & (column < Dv), head, row, column).store(value.cast(o.dtype)))
   return stores

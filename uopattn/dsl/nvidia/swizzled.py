@@ -21,6 +21,7 @@ from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.scope import Scope, as_type, clamp
 
 CHUNK_BYTES, PANEL_BYTES = 16, 128  # bytes per chunk, and at most per row of a panel
+LONG = 32  # chunks per row, or more: threads copy such rows panel by panel
 ALIGN = 8  # rows after which the permutation repeats
 
 
@@ -140,10 +141,9 @@ class SwizzledTiles:
       Statements; or plain stores if rows are no whole number of chunks, or elements are widened.
     """
     whole = source.in_chunks(self.chunk)
-    chunks, size, bits, stores = self.columns // self.chunk, source.size, as_type(source.x, self.bits), []
+    size, bits, stores = source.size, as_type(source.x, self.bits), []
     for i in range(self.pieces):
-      piece = thread + i * self.threads
-      row, chunk = piece // chunks, piece % chunks
+      row, chunk = self._piece(thread, i)
       there = _both(_below(row, rows), _below(chunk * self.chunk, size))
       to, start = self.at(row, chunk), source.start(first + row) + chunk * self.chunk
       if source.widens and whole:
@@ -153,6 +153,20 @@ class SwizzledTiles:
       else:
         stores += self._single(to, source, start, chunk * self.chunk, there)
     return stores
+
+  def _piece(self, thread: UOp, i: int) -> tuple[UOp, UOp]:
+    """The row and the chunk that are a thread's i-th piece.
+
+    Pieces run through the tile row by row. Those of long rows run panel by panel where all threads copy as much of each
+    panel: then a thread's places differ by constants, and need one register.
+    """
+    chunks, per = self.columns // self.chunk, self.width // self.chunk
+    rows = self.threads // per  # that the threads copy at once
+    if chunks < LONG or chunks % per or self.threads % per or self.rows % rows or rows % ALIGN:
+      piece = thread + i * self.threads
+      return piece // chunks, piece % chunks
+    blocks = self.rows // rows
+    return thread // per + i % blocks * rows, thread % per + i // blocks * per
 
   def _single(self, to: UOp, source: HeadView, start: UOp, column: UOp, there: UOp | None) -> list[UOp]:
     """Copy a chunk element by element, for rows that do not start at multiples of 16 bytes."""

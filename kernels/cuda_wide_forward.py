@@ -1,0 +1,500 @@
+"""Forward attention for large head sizes on NVIDIA's tensor cores, sm_75 and newer: warps share rows and split columns.
+
+The method and its state are those of `cuda_forward`. There a warp has all columns of O for its queries, which for Dv
+above 256 no longer fit its registers. Here `slices` warps form a group with the same 16 `m_tiles` queries. Per tile of
+keys each of them
+    S = Q K^T           for its block_n / slices of the keys, over all of Dk
+    m                   the group's maxima, through shared memory
+    P                   of its keys, as left operands into shared memory
+    O = O alpha + P V   for all keys of the tile, and its Dv / slices columns
+so that nothing is computed twice. Each l covers only a warp's own keys until the end.
+
+Storage: S, m, l and O are in registers; `uopattn.dsl.nvidia.mma_layout` says which elements a lane has. Q, tiles of K
+and of V, P and the maxima are in shared memory (`Tiles.shared_bytes`). A tile takes three barriers of the workgroup: K
+has arrived; the maxima are there; P is there, and V has arrived. K and V come in turns, so that `stages` of 1 suffices:
+V loads during the first product, K during the second.
+
+V may be the first columns of K, as in multi-head latent attention with absorbed weights (MLA; DeepSeek-V2, 2024). Then
+its tile is the tile of K: each key is read once.
+
+In 16 bits it serves D=512, and 576 with values of 512, on sm_80 and newer; sm_75, whose workgroups have 64 KiB, goes up
+to 320. Compiled by nvcc 13.0 (2026-11-23), D=512, full and causal, without spills, registers on sm_90 243 and 252: 143
+reads of shared memory and 19 integer instructions per 256 products of a warp. Per 64 x 64 scores a warp reads 0.53
+operands per product; each tile of K and V, which come from L2, serves 64 queries. MLA decode takes 128 registers with
+16 query heads and 246 with 128. Not yet timed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
+
+from tinygrad import UOp, dtypes
+from tinygrad.dtype import AddrSpace
+from tinygrad.helpers import ceildiv, round_up
+
+from uopattn.dsl import Scope, sizes
+from uopattn.dsl import instructions as ins
+from uopattn.dsl.gpu.mainloop import Mainloop, SoftmaxRow, State
+from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.limits import lds_limit
+from uopattn.dsl.nvidia.cp_async import CpAsyncPipeline, TurnsPipeline
+from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, Accumulators, Mma
+from uopattn.dsl.nvidia.mma_layout import (
+  HALVES,
+  MMA_M,
+  MMA_N,
+  QUAD,
+  WARP,
+  columns,
+  row_elements,
+  row_of,
+  row_reduce,
+  store_row,
+)
+from uopattn.dsl.nvidia.swizzled import PANEL_BYTES, SwizzledTiles
+from uopattn.dsl.rules.head_view import HeadView
+from uopattn.dsl.rules.rules import HeadRules, Rules
+from uopattn.dsl.rules.softmax import online_softmax
+from uopattn.dsl.schedule import DTYPES, LEAST_KEYS, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
+from uopattn.dsl.target import Target
+from uopattn.kernels.cuda_forward import P_SCALE_LOG2, SINCE, STEPS, rescaled
+
+CUDA, TURING = "cuda", "sm_75"
+WORDS = 4  # 32-bit words of a left operand per lane
+
+
+@dataclass(frozen=True)
+class Tiles:
+  """The block sizes of one kernel.
+
+  Attributes:
+    groups: groups of warps per workgroup.
+    slices: warps per group, which have the same queries.
+    m_tiles: tiles of 16 queries per group.
+    block_n: keys per tile.
+    stages: tiles of K, and of V, in shared memory; at least 2 if V is in K.
+    step: elements in the 32 bytes of a step along k: 8 for float32, 16 for float16 and bfloat16, 32 for 8-bit types.
+    turing: whether for sm_75, whose products are half as long along k, and which copies tiles through registers.
+    values_in_keys: whether V is the first columns of K, and read from K's tiles.
+  """
+
+  groups: int
+  slices: int
+  m_tiles: int
+  block_n: int
+  stages: int = 1
+  step: int = 16
+  turing: bool = False
+  values_in_keys: bool = False
+
+  def __post_init__(self) -> None:
+    if self.step not in STEPS:
+      raise ValueError(f"Tiles.step={self.step}: must be one of {', '.join(map(str, STEPS))}")
+    if self.slices < 2:
+      raise ValueError(f"Tiles.slices={self.slices}: must be at least 2")
+    if self.block_n < 1 or self.block_n % (self.slices * max(self.step, PAIR)):
+      least = self.slices * max(self.step, PAIR)
+      raise ValueError(f"Tiles.block_n={self.block_n}: must be a multiple of {least} with {self.slices} slices")
+    if self.m_tiles < 1:
+      raise ValueError(f"Tiles.m_tiles={self.m_tiles}: must be at least 1")
+    if not 1 <= self.warps <= 32:
+      raise ValueError(f"Tiles.groups={self.groups}: must be in 1..{32 // self.slices} with {self.slices} slices")
+    if self.stages < 1 + self.values_in_keys:
+      raise ValueError(f"Tiles.stages={self.stages}: must be at least {1 + self.values_in_keys}")
+
+  @property
+  def warps(self) -> int:
+    return self.groups * self.slices
+
+  @property
+  def group_m(self) -> int:
+    """Queries per group of warps."""
+    return self.m_tiles * MMA_M
+
+  @property
+  def block_m(self) -> int:
+    """Queries per workgroup."""
+    return self.groups * self.group_m
+
+  @property
+  def keys(self) -> int:
+    """Keys per tile whose scores a warp computes."""
+    return self.block_n // self.slices
+
+  @property
+  def threads(self) -> int:
+    return self.warps * WARP
+
+  @property
+  def family(self) -> str:
+    """Family of the instructions that sm_75 does differently; see `uopattn.dsl.instruction_set`."""
+    return TURING if self.turing else CUDA
+
+  def panels_per_slice(self, Dv: int) -> int:
+    """Panels of V (see `uopattn.dsl.nvidia.swizzled`) whose columns a warp has."""
+    return ceildiv(Dv, self.slices * PANEL_BYTES // (STEP_BYTES // self.step))
+
+  def columns(self, Dv: int) -> int:
+    """Columns of O that a warp has: whole panels, so that slices differ only in where they begin."""
+    return self.panels_per_slice(Dv) * (PANEL_BYTES // (STEP_BYTES // self.step))
+
+  def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[SwizzledTiles, SwizzledTiles, SwizzledTiles]:
+    """Allocate Q, K and V in shared memory; V is K if it is in K."""
+    Dk, Dv = round_up(Dk, self.step), self.slices * self.columns(Dv)
+    of_k = max(Dk, Dv) if self.values_in_keys else Dk
+    options = {"bits": STEPS[self.step], "family": self.family}
+    q_tile = SwizzledTiles.make(s, self.block_m, Dk, 1, self.threads, **options)
+    k_tiles = SwizzledTiles.make(s, self.block_n, of_k, self.stages, self.threads, **options)
+    if self.values_in_keys:
+      return q_tile, k_tiles, k_tiles
+    return q_tile, k_tiles, SwizzledTiles.make(s, self.block_n, Dv, self.stages, self.threads, **options)
+
+  @property
+  def p_words(self) -> int:
+    """32-bit words of P in shared memory: left operands of each tile of 16 queries."""
+    return self.groups * self.m_tiles * (self.block_n // self.step) * WARP * WORDS
+
+  @property
+  def row_words(self) -> int:
+    """32-bit words for a number per row and warp in shared memory: one of each lane for four of its rows, or fewer."""
+    return self.warps * ceildiv(self.m_tiles * HALVES, QUAD) * WARP
+
+  def shared_bytes(self, Dk: int, Dv: int) -> int:
+    """Bytes of shared memory per workgroup."""
+    panels = {x.memory: x.bits.itemsize * x.slots * x.size for x in self.panels(Scope(), Dk, Dv)}
+    return sum(panels.values()) + 4 * (self.p_words + self.row_words)
+
+  def resident(self, Dk: int, Dv: int, arch: str) -> int:
+    """Workgroups that fit on a multiprocessor at once, as limited by shared memory."""
+    return max(1, lds_limit(arch) // self.shared_bytes(Dk, Dv))
+
+  def registers(self, Dv: int) -> int:
+    """32-bit registers per lane for O, S, and one step of Q and of K."""
+    return self.m_tiles * (self.columns(Dv) // 2 + self.keys // 2 + 4) + self.keys // 4
+
+  @classmethod
+  def choose(cls, problem: Problem, target: Target) -> "Tiles":
+    """Choose tiles for a problem on sm_75 or newer (bfloat16 and float32 need sm_80, 8-bit types sm_89).
+
+    Raises:
+      ValueError: the architecture is older; the head sizes are too large even for the smallest tile.
+    """
+    arch, Dk, Dv, since = target.arch, problem.Dk, problem.Dv, SINCE[problem.dtype]
+    if int(arch.removeprefix("sm_")) < since:
+      name = str(problem.dtype).removeprefix("dtypes.")
+      raise ValueError(f"{arch} has no mma.sync of this kernel's for {name}; sm_{since} and newer have")
+    candidates = cls.in_order(problem, target)
+    for x in candidates:
+      if x.registers(Dv) <= BUDGET and x.shared_bytes(Dk, Dv) <= target.lds:
+        return x
+    x = min(candidates, key=lambda x: (x.shared_bytes(Dk, Dv), x.registers(Dv)))
+    raise ValueError(
+      f"head sizes {Dk} and {Dv}: the smallest tile needs {x.registers(Dv)} registers a lane, of {BUDGET}, and "
+      f"{x.shared_bytes(Dk, Dv)} bytes of shared memory, of {target.lds}"
+    )
+
+  @classmethod
+  def candidates(cls, problem: Problem, target: Target) -> list["Tiles"]:
+    """The chosen tiles, and others that may be faster: those in order, with other stages."""
+    best = cls.choose(problem, target)
+    found = cls.in_order(problem, target)
+    found += [replace(x, stages=x.stages + 1) for x in found]
+    fitting = (x for x in found if x.registers(problem.Dv) <= BUDGET)
+    return list(dict.fromkeys([best, *(x for x in fitting if x.shared_bytes(problem.Dk, problem.Dv) <= target.lds)]))
+
+  @classmethod
+  def in_order(cls, problem: Problem, target: Target) -> list["Tiles"]:
+    """Tiles for a problem, best first, whether or not they fit.
+
+    Many queries per workgroup come first, as each tile of keys is read for all of them; then many per warp.
+    """
+    step, turing = STEP_BYTES // problem.dtype.itemsize, int(target.arch.removeprefix("sm_")) < 80
+    least, shared = max(step, PAIR), problem.values_in_keys
+    few = ceildiv(problem.M, MMA_M)  # tiles of queries
+    found = []
+    for groups, slices, m_tiles, stages in SIZES:
+      if groups * m_tiles == 1 or groups * m_tiles < 2 * few:
+        found.append(cls(groups, slices, m_tiles, slices * least, stages + shared, step, turing, shared))
+    return found
+
+
+BUDGET = 200  # limit of `Tiles.registers`, of 255 per lane: P, addresses and temporaries need the rest
+SIZES = (  # groups, slices, m_tiles and stages
+  (2, 4, 2, 1),
+  (4, 2, 1, 1),
+  (1, 4, 2, 1),
+  (2, 2, 1, 1),
+  (1, 4, 1, 1),
+  (1, 2, 1, 2),
+  (1, 2, 1, 1),
+)
+
+
+def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
+  """Build the kernel.
+
+  Args:
+    o: (heads, M, Dv), the output, in q's dtype; or (heads * splits, M, Dv) float32, the output per split of the keys.
+    q: (heads, M, Dk), float16, bfloat16, fp8e4m3, fp8e5m2, or float32, which is multiplied in tf32.
+    k, v: keys and values, as `rules` finds them. With `Tiles.values_in_keys`, v is not read.
+    lse: (heads, M), or (heads * splits, M), float32; receives the log-sum-exp (natural logarithm) of each row.
+    rules: masks, score mods and scaling; where the keys are.
+    tiles: block sizes.
+
+  Raises:
+    ValueError: `Tiles.step` is for elements of another size.
+  """
+  if tiles.step * q.dtype.itemsize != STEP_BYTES:
+    raise ValueError(f"Tiles.step={tiles.step}: must be {STEP_BYTES // q.dtype.itemsize} for {q.dtype}")
+  (heads, M, Dk), (results, _, Dv), block_m = sizes(q), sizes(o), tiles.block_m
+  blocks, p_scale_log2 = ceildiv(M, block_m), P_SCALE_LOG2.get(q.dtype, 0)
+  s = Scope()
+  group = Workgroup(s, heads, blocks, tiles.warps, WARP, results // heads, rules.longest_last)
+  head_rules = rules.at(group.head)
+  key_range = head_rules.key_range(group.block * block_m, block_m, tiles.block_n).split(group.split, results // heads)
+  exchange = Exchange.make(s, tiles, group)
+  unit = SliceMma(Mma(s, q.dtype, tiles.turing), group, tiles, Dv, exchange, p_scale_log2)
+
+  acc = (tiles.m_tiles, tiles.columns(Dv) // MMA_N, 4)
+  state = State.make(s, len(unit.rows), acc, rules.scaling, group.item)
+  q_tile, k_tiles, v_tiles = tiles.panels(s, Dk, Dv)
+  keys, values = (k_tiles, head_rules.keys(k)), (v_tiles, head_rules.keys(v))
+  thread, family = group.thread, tiles.family
+  pipeline: SharedTiles | TurnsPipeline
+  if tiles.values_in_keys:
+    pipeline = SharedTiles(CpAsyncPipeline([keys], key_range.tile, tiles.stages, thread, family))
+  else:
+    pipeline = TurnsPipeline(keys, values, key_range.tile, tiles.stages, thread, family)
+  queries = q_tile.fill_tile(group.block, HeadView.of(q, group.head, UOp.const(M)), group.block, thread)
+  filled = pipeline.start(*queries)  # the queries arrive with the first tile
+  loop = Mainloop(s, unit, pipeline, head_rules, key_range, tiles.block_n)
+  state = loop.run(q_tile.tile(UOp.const(0), filled), state.after(filled))
+  state = state.after(ins.cp_async_wait(family, 0, *state))  # no copy may be in flight at the end
+
+  stores = []
+  l_i = exchange.sums(state.l_i)
+  for i in range(len(unit.rows)):
+    stores += unit.store(o, lse, group.result, i, state, l_i[i], head_rules)
+  return group.kernel(f"attention_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
+
+
+@dataclass(frozen=True)
+class SharedTiles:
+  """A `KeyPipeline` whose tile of V is the tile of K."""
+
+  pipeline: CpAsyncPipeline
+
+  def start(self, *after: UOp) -> UOp:
+    """Start the first tiles."""
+    return self.pipeline.start(*after)
+
+  def acquire(self, n: UOp, *after: UOp) -> tuple[SwizzledTiles, Callable[..., SwizzledTiles]]:
+    """Wait for the n-th tile; return it, and a function that waits for all warps at the second product."""
+    (tile,) = self.pipeline.acquire(n, *after)
+    return tile, lambda *stores: tile.after(UOp.barrier(*stores))
+
+  def release(self, n: UOp, *stores: UOp) -> UOp:
+    """Finish the n-th tile after `stores`."""
+    return self.pipeline.release(n, *stores)
+
+
+@dataclass(frozen=True)
+class Exchange:
+  """Shared memory through which the warps of a group exchange P and a statistic per row.
+
+  Each lane has the same rows as that lane of the other warps, so it stores its word for them, and reads theirs.
+
+  Attributes:
+    tiles: block sizes.
+    group: the position of this thread.
+    p: uint32, 4 words per lane of each left operand: for each tile of 16 queries and step along the keys.
+    row: uint32, the bits of a float32 for each warp and row.
+  """
+
+  tiles: Tiles
+  group: Workgroup
+  p: UOp
+  row: UOp
+
+  @classmethod
+  def make(cls, s: Scope, tiles: Tiles, group: Workgroup) -> "Exchange":
+    """Allocate the memory."""
+    p = s.buffer(tiles.p_words, dtype=dtypes.uint, space=AddrSpace.LOCAL)
+    return cls(tiles, group, p, s.buffer(tiles.row_words, dtype=dtypes.uint, space=AddrSpace.LOCAL))
+
+  def rows(self, values: list[UOp]) -> list[list[UOp]]:
+    """Exchange a number per row, the same in the row's four lanes, in all warps; return those of all slices, by row.
+
+    Lane t of the four stores the numbers of rows t, t + 4 and so on.
+    """
+    lane, words, slices = self.group.lane, len(values), self.tiles.slices
+    chunks, quads = ceildiv(words, QUAD), WARP // QUAD
+
+    def place(warp: UOp, chunk: int) -> UOp:
+      return ((warp * chunks + chunk) * quads + lane // QUAD) * QUAD
+
+    stores = []
+    for chunk in range(chunks):
+      own = [values[(chunk * QUAD + t) % words] for t in range(QUAD)]
+      word = own[0]
+      for t in range(1, QUAD):
+        word = (lane % QUAD).eq(t).where(own[t], word)
+      stores.append(
+        ins.store_word(CUDA, self.row[place(self.group.warp, chunk) + lane % QUAD], word.bitcast(dtypes.uint))
+      )
+    there, first = self.row.after(UOp.barrier(*stores)), self.group.warp // slices * slices
+    return [
+      [there[place(first + j, i // QUAD) + i % QUAD].load().bitcast(dtypes.float) for j in range(slices)]
+      for i in range(words)
+    ]
+
+  def sums(self, l_i: UOp) -> list[UOp]:
+    """The sum over all keys, by row, in the first of the row's four lanes; 0 in the others."""
+    found = self.rows([row_reduce(UOp.__add__, l_i[i].load()) for i in range(sizes(l_i)[0])])
+    first = (self.group.lane % QUAD).eq(0)
+    return [first.where(reduce(UOp.__add__, row), 0.0) for row in found]
+
+  def store(self, operands: list[list[list[UOp]]]) -> list[UOp]:
+    """Store the words of this warp's left operands: for each tile of queries, one per step along its keys."""
+    steps, slice_ = self.tiles.keys // self.tiles.step, self.group.warp % self.tiles.slices
+    return [
+      ins.store_chunk(CUDA, self.p[self._place(i, slice_ * steps + step)], *words)
+      for i, tile in enumerate(operands)
+      for step, words in enumerate(tile)
+    ]
+
+  def load(self, s: Scope, *after: UOp) -> list[list[list[UOp]]]:
+    """Load the words of all left operands of the tile."""
+    p, steps = self.p.after(*after), range(self.tiles.block_n // self.tiles.step)
+    return [
+      [[p[self._place(i, step) + w].load() for w in range(WORDS)] for step in steps] for i in range(self.tiles.m_tiles)
+    ]
+
+  def _place(self, i: int, step: UOp | int) -> UOp:
+    tile = self.group.warp // self.tiles.slices * self.tiles.m_tiles + i
+    return ((tile * (self.tiles.block_n // self.tiles.step) + step) * WARP + self.group.lane) * WORDS
+
+
+@dataclass(frozen=True)
+class SliceMma:
+  """The `MatrixUnit` of a warp that has a slice of a tile's keys, and a slice of V's columns.
+
+  A lane has two rows of each tile of 16, g and g + 8 (see `uopattn.dsl.nvidia.mma_layout`), as that lane has in each
+  warp of the group.
+
+  Attributes:
+    mma: the matrix instruction.
+    group: the position of this thread.
+    tiles: block sizes.
+    Dv: columns of O.
+    exchange: shared memory of the group.
+    p_scale_log2: P and l are multiplied by 2**p_scale_log2.
+  """
+
+  mma: Mma
+  group: Workgroup
+  tiles: Tiles
+  Dv: int
+  exchange: Exchange
+  p_scale_log2: int
+
+  @property
+  def slice(self) -> UOp:
+    """Index of this warp in its group."""
+    return self.group.warp % self.tiles.slices
+
+  @property
+  def first_row(self) -> UOp:
+    """The group's first query in the block."""
+    return self.group.warp // self.tiles.slices * self.tiles.group_m
+
+  @cached_property
+  def rows(self) -> list[UOp]:
+    """This lane's queries."""
+    tops = [self.group.block * self.tiles.block_m + self.first_row + i * MMA_M for i in range(self.tiles.m_tiles)]
+    return [top + row_of(self.group.lane, half) for top in tops for half in range(HALVES)]
+
+  def keys(self) -> tuple[UOp, list[int]]:
+    """The first key of a tile that this lane holds scores of, and the offsets of all of them from it."""
+    return self.slice * self.tiles.keys + self.group.lane % QUAD * 2, columns(self.tiles.keys // MMA_N)
+
+  def mma_abt(self, q_tile: SwizzledTiles, k_tile: SwizzledTiles) -> list[list[UOp]]:
+    """Compute S = Q K^T for this warp's keys. Returns this lane's elements of each of its rows."""
+    q, lane = q_tile.after(k_tile.memory), self.group.lane
+    left = [self.mma.load_left(q, self.first_row + i * MMA_M, lane) for i in range(self.tiles.m_tiles)]
+    k_slice = replace(k_tile, base=k_tile.base + self.slice * self.tiles.keys * k_tile.width)
+    zero: Accumulators = [[UOp.const((0.0,) * 4, dtypes.float)] * (self.tiles.keys // MMA_N) for _ in left]
+    # Few products are independent: one sum over the even steps and one over the odd ones wait half as long.
+    chains = 2 if self.tiles.registers(self.Dv) < 100 and len(left[0]) > 1 else 1
+    parts = [self.mma.mma_abt(left, k_slice, lane, zero, range(i, len(left[0]), chains)) for i in range(chains)]
+    tiles = [[reduce(UOp.__add__, x) for x in zip(*row, strict=True)] for row in zip(*parts, strict=True)]
+    return [row_elements(tile, half) for tile in tiles for half in range(HALVES)]
+
+  def softmax(self, scores: list[list[UOp]], scale_log2: float, m_old: list[UOp], l_old: list[UOp]) -> list[SoftmaxRow]:
+    """P, m_i, l_i and alpha of each row: the maxima are those of the group, the rest is of this warp's keys."""
+
+    def larger(a: UOp, b: UOp) -> UOp:
+      return ins.fmax(CUDA, a, b)
+
+    maxima = self.exchange.rows([row_reduce(larger, reduce(larger, x)) for x in scores])
+
+    def of_row(i: int) -> SoftmaxRow:
+      of_group = reduce(larger, maxima[i])
+      return online_softmax(
+        CUDA, scores[i], scale_log2, m_old[i], l_old[i], lambda operation, value: of_group, self.p_scale_log2
+      )
+
+    return [of_row(i) for i in range(len(scores))]
+
+  def as_operands(self, p: list[list[UOp]], *after: UOp) -> list[UOp]:
+    """Store P as left operands to shared memory; return the stores."""
+    return self.exchange.store([self.mma.left_words(p[i : i + HALVES]) for i in range(0, len(p), HALVES)])
+
+  def mma_ab(
+    self,
+    p: list[UOp],
+    values: Callable[..., SwizzledTiles],
+    acc: UOp,
+    old: UOp,
+    alphas: list[UOp],
+    stores: list[UOp],
+  ) -> list[UOp]:
+    """Compute O = O alpha + P V for this warp's columns. Returns the stores to acc."""
+    v_tile = values(*p)
+    words = self.exchange.load(self.mma.scope, v_tile.memory)
+    left = [[self.mma.left_of(x) for x in tile] for tile in words]
+    v_slice = replace(v_tile, base=v_tile.base + self.slice * self.tiles.panels_per_slice(self.Dv) * v_tile.panel)
+    out = self.mma.mma_ab(left, v_slice, self.group.lane, rescaled(old, alphas))
+    return [acc[i, d].store(tile) for i, tiles in enumerate(out) for d, tile in enumerate(tiles)]
+
+  def store(self, o: UOp, lse: UOp | None, head: UOp, i: int, state: State, l_i: UOp, rules: HeadRules) -> list[UOp]:
+    """Store this warp's columns of the i-th of this lane's rows; the first slice stores the LSE."""
+    m_i, acc, row, lane = (
+      state.m_i[i].load() * rules.scaling.log2,
+      state.acc[i // HALVES],
+      self.rows[i],
+      self.group.lane,
+    )
+    first, scale = self.slice * self.tiles.columns(self.Dv), self.p_scale_log2
+    return store_row(
+      o, lse, head, row, i % HALVES, acc, m_i, l_i, rules.sink(row), lane, scale, self.tiles.family, first
+    )
+
+
+def splits(problem: Problem, target: Target, tiles: Tiles) -> int:
+  """Splits of the keys, each of as many bytes of K and V as elsewhere at D=128: rows are longer here."""
+  columns = problem.Dk + (0 if problem.values_in_keys else problem.Dv)
+  return splits_on_gpu(problem, target, tiles, max(tiles.block_n, LEAST_KEYS * 2 * 128 // columns))
+
+
+SCHEDULE = Schedule(
+  "cuda_wide_forward",
+  devices=("CUDA",),
+  dtypes=DTYPES,
+  kernels=(Kernel.forward(forward, Tiles),),
+  tiles=Tiles,
+  pack_gqa=group_of_few,
+  split=splits,
+  meant_for=lambda problem, target: max(problem.Dk, problem.Dv) > 256 or (problem.values_in_keys and problem.few),
+  tf32=True,
+)
