@@ -13,7 +13,7 @@ import pytest
 from helpers import inputs, on, qkv, served_by
 from hypothesis import strategies as st
 from mistakes import Mistake
-from tinygrad import Context, Tensor, dtypes
+from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
 from uopattn import attention
@@ -82,6 +82,7 @@ class Subject:
     most_queries: that drawn shapes have.
     conflict_free: (Dk, Dv) for which bank conflicts are counted.
     flops: multiply-adds of a matrix instruction, M N K; None where their number is not just that of the products.
+    products: of the matrix unit's that make one of the kernel's.
     synchronised: tiles of kernels whose barriers and waits are deleted.
     mistaken: the shape in which mistakes show.
     multiprocessors: that it takes a GPU to have where tiles are given, so that few jobs suffice for several each.
@@ -98,6 +99,7 @@ class Subject:
   most_queries: int = 150
   conflict_free: Sequence[tuple[int, int]] = ((64, 64), (128, 128))
   flops: int | None = None
+  products: int = 1
   synchronised: Callable[[str], Sequence[Any]] = lambda arch: ()
   mistaken: Sizes = (1, 1, 1, 50, 150, 16, 16)
   multiprocessors: int | None = None
@@ -113,7 +115,6 @@ class Subject:
       enter = stack.enter_context
       if arch != CPU:
         enter(on(arch))
-      enter(Context(ALLOW_TF32=int(self.tf32)))
       enter(served_by(self.name))
       if tiles is None and self.small is not None and not chosen:
         tiles = self.small(arch)
@@ -123,10 +124,6 @@ class Subject:
         if self.multiprocessors is not None:
           patch.setattr(self.kernel, "MULTIPROCESSORS", self.multiprocessors)
       yield
-
-  @property
-  def tf32(self) -> bool:
-    return self.arches != (CPU,) and self.dtypes == (dtypes.float32,)
 
   def inputs(self, arch: str, sizes: Sizes, dtype: DType, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Normal random q, k and v on this machine."""
@@ -146,7 +143,7 @@ class Subject:
 
   def verify(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None, **options: Any) -> None:
     """Fails unless the output, and the LSE if given, pass the gate."""
-    for report in verify(q, k, v, out, lse, tf32=self.tf32, **options):
+    for report in verify(q, k, v, out, lse, **options):
       assert report.correct, f"worst at {report.worst}: {report}"
 
 
@@ -287,16 +284,17 @@ SUBJECTS: dict[str, Subject] = {
     synchronised=lambda arch: (T(4, 1, 32, step=32), T(2, 2, 32, 3, step=32)),
     mistaken=(1, 1, 1, 50, 150, 32, 16),
   ),
-  "tf32": Subject(
+  "float32": Subject(
     cuda_forward,
     ("sm_80", "sm_90"),
     (dtypes.float32,),
     CORNERS | ODD | {"one past the tiles": (1, 1, 1, 65, 65, 40, 40), "large head": (1, 1, 1, 20, 40, 192, 192)},
-    mistakes.TF32,
+    mistakes.FLOAT32,
     small=lambda arch: T(2, 1, 16, step=8),
     any_tiles=cuda_tiles(8),
     head_dims=(1, 8, 15, 40),
     flops=16 * 8 * 8,
+    products=3,
     synchronised=lambda arch: (T(4, 1, 32, step=8),),
   ),
   "turing": Subject(

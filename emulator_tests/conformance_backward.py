@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from helpers import on, on_device
 from hypothesis import strategies as st
-from tinygrad import Context, Device, Tensor, dtypes
+from tinygrad import Device, Tensor, dtypes
 from tinygrad.dtype import DType
 
 from uopattn.kernels import (
@@ -29,7 +29,7 @@ from uopattn.plan.dispatch import launches_of
 from uopattn.plan.launch import Launch
 from uopattn.plan.target import target_of
 from uopattn.proof.gate import GradientGate, numpy
-from uopattn.proof.oracle import EXACT, PRECISIONS, TF32, Array, oracle
+from uopattn.proof.oracle import PRECISIONS, Array, oracle
 from uopattn.spec.arguments import Arguments
 from uopattn.spec.block_mask import BlockMask
 from uopattn.spec.spec import make_spec
@@ -209,13 +209,12 @@ class Machine(NamedTuple):
 
   @contextmanager
   def device(self) -> Iterator[str]:
-    """The machine as tinygrad's default device; products of float32 may be in tf32 on a GPU."""
-    with Context(ALLOW_TF32=int(self.row.emulated)):
-      if not self.row.emulated:
-        yield Device.DEFAULT
-        return
-      with on(self.arch):
-        yield "EMU"
+    """The machine as tinygrad's default device."""
+    if not self.row.emulated:
+      yield Device.DEFAULT
+      return
+    with on(self.arch):
+      yield "EMU"
 
   def small(self) -> TilePair:
     return self.row.small(self.arch, self.dtype)
@@ -305,12 +304,10 @@ class Case:
 
     dlse = rng.standard_normal((B, Hq, M)).astype(np.float32)
     q, k, v, do = (x.astype(np.float64) for x in arrays.values())
-    tf32 = dtype == FLOAT and machine.row.emulated
-    # tf32 cuts operands, which makes scores smaller: the LSE must be that of the same products, as of a forward pass
-    out, lse = oracle(q, k, v, precision=TF32.fused() if tf32 else EXACT, **options)
+    out, lse = oracle(q, k, v, **options)
     delta = np.where(np.isinf(lse), machine.row.blind_delta, (out * do).sum(-1) - dlse)
     operands |= {name: stored(x, FLOAT, device) for name, x in (("lse", lse), ("delta", delta))}
-    gate = GradientGate.of_arrays(q, k, v, do, dtype, dlse, tf32=tf32, **options)
+    gate = GradientGate.of_arrays(q, k, v, do, dtype, dlse, **options)
     return cls(machine, device, launches, operands, arguments, gate)
 
   def run(self, tiles: TilePair | None = None, **changed: Tensor) -> dict[str, Array]:

@@ -33,7 +33,7 @@ from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.gradient_sums import Factor, QueryHeads, Sum, sums_after
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia.cp_async import CpAsyncPipeline
-from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, Accumulators, Mma
+from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, Accumulators, Left, Mma
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, row_elements, row_of, store_scaled
 from uopattn.dsl.nvidia.score_gradients import (
   Elements,
@@ -68,6 +68,7 @@ class Tiles:
     stages: streamed tiles in shared memory.
     in_registers: whether the stationary rows stay in registers.
     step: elements in the 32 bytes of a step along k: 8 for float32, 16 for float16 and bfloat16.
+    tf32: whether float32 is multiplied in tf32, in one product; else in three, at its own accuracy.
   """
 
   warps: int
@@ -76,6 +77,7 @@ class Tiles:
   stages: int = 2
   in_registers: bool = True
   step: int = 16
+  tf32: bool = False
 
   def __post_init__(self) -> None:
     if self.step not in BITS:
@@ -88,6 +90,11 @@ class Tiles:
       raise ValueError(f"Tiles.warps={self.warps}: must be in 1..32")
     if self.stages < 2:
       raise ValueError(f"Tiles.stages={self.stages}: must be at least 2")
+
+  @property
+  def parts(self) -> int:
+    """Parts of which an operand is the sum; see `uopattn.dsl.gpu.parts`."""
+    return 2 if self.step == STEP_BYTES // 4 and not self.tf32 else 1
 
   @property
   def rows(self) -> int:
@@ -130,7 +137,11 @@ class Tiles:
     warps, sums = min(4, ceildiv(rows, MMA_M)), Dk + Dv if of_keys else Dk
     fast = ((2, 16, True),) if of_keys else ((2, 32, True), (1, 64, True))
     sizes = (*fast, (1, 32, True), (1, 32, False), (1, 16, False))
-    candidates = [cls(warps, m, min(n, round_up(others, PAIR)), 2, in_registers, step) for m, n, in_registers in sizes]
+    tf32 = step == 8 and problem.tf32
+    if step == 8 and not tf32:
+      sizes = ((1, 32, False), (1, 16, False))
+    keys = round_up(others, PAIR)
+    candidates = [cls(warps, m, min(n, keys), 2, in_registers, step, tf32) for m, n, in_registers in sizes]
     for tiles in candidates:
       if tiles.row_tiles > 1 and tiles.rows // 2 >= rows:
         continue
@@ -173,7 +184,7 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   head, kv_head = group.head, group.head // (heads // kv_heads)
   head_rules = rules.at(head)
   key_range = head_rules.key_range(group.block * tiles.rows, tiles.rows, tiles.block)
-  loop = Mainloop(s, group, Mma(s, q.dtype), tiles, head_rules, *tiles.panels(s, Dk, Dv))
+  loop = Mainloop(s, group, Mma(s, q.dtype, parts=tiles.parts), tiles, head_rules, *tiles.panels(s, Dk, Dv))
 
   rows, found = loop.rows(group.block), RowStats(lse, delta, head, rules.has_score_mods)
   row_stats = {place: found.of(row, True) for place, row in rows.items()}
@@ -208,7 +219,7 @@ def backward_kv(
   s = Scope()
   group = Workgroup(s, kv_heads, ceildiv(N, tiles.rows), tiles.warps, WARP)
   members = QueryHeads.of(s, rules, group, heads // kv_heads, tiles.rows, tiles.block)
-  loop = Mainloop(s, group, Mma(s, q.dtype), tiles, members.rules, *tiles.panels(s, Dk, Dv))
+  loop = Mainloop(s, group, Mma(s, q.dtype, parts=tiles.parts), tiles, members.rules, *tiles.panels(s, Dk, Dv))
 
   def score_rows(first: UOp, masked: bool) -> list[ScoreRow]:
     row_stats = RowStats(lse, delta, members.head, rules.has_score_mods)
@@ -278,7 +289,7 @@ class Mainloop:
     pairs = [(panels, HeadView.of(x, head, length)) for panels, x in zip(self.streamed, sources, strict=True)]
     return CpAsyncPipeline(pairs, tile_range.tile, self.tiles.stages, self.group.thread)
 
-  def left(self, *after: UOp) -> list[list[list[UOp]]]:
+  def left(self, *after: UOp) -> list[list[Left]]:
     """Load the stationary rows as left operands: of both matrices, for each tile of 16 rows, one per step."""
     first, tiles = self.group.warp * self.tiles.row_tiles, [x.tile(UOp.const(0), *after) for x in self.stationary]
     return [

@@ -46,7 +46,7 @@ from uopattn.dsl.gpu.mainloop import Mainloop, State
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.nvidia.cp_async import CpAsyncPipeline
-from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, Accumulators, Mma
+from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, Accumulators, Left, Mma
 from uopattn.dsl.nvidia.mma_layout import (
   HALVES,
   MMA_M,
@@ -86,6 +86,7 @@ class Tiles:
     step: elements in the 32 bytes of a step along k: 8 for float32, 16 for float16 and bfloat16, 32 for 8-bit types.
     turing: whether for sm_75, whose products are half as long along k, and which copies tiles through registers.
     in_registers: whether the queries stay in registers; else they are read from shared memory for each tile of keys.
+    tf32: whether float32 is multiplied in tf32, in one product; else in three, at its own accuracy.
   """
 
   warps: int
@@ -95,6 +96,7 @@ class Tiles:
   step: int = 16
   turing: bool = False
   in_registers: bool = True
+  tf32: bool = False
 
   def __post_init__(self) -> None:
     if self.step not in STEPS:
@@ -116,6 +118,11 @@ class Tiles:
   @property
   def threads(self) -> int:
     return self.warps * WARP
+
+  @property
+  def parts(self) -> int:
+    """Parts of which an operand is the sum; see `uopattn.dsl.gpu.parts`."""
+    return 2 if self.step == STEP_BYTES // 4 and not self.tf32 else 1
 
   @property
   def family(self) -> str:
@@ -199,14 +206,19 @@ class Tiles:
     step, turing = STEP_BYTES // problem.dtype.itemsize, int(target.arch.removeprefix("sm_")) < 80
     warps, keys = min(WARPS, ceildiv(problem.M, MMA_M)), round_up(problem.N, max(step, PAIR))
 
+    if step == 8 and not problem.tf32:
+      exact = ((warps, 32), (warps, 16), (min(warps, 2), 16))
+      return [cls(w, 1, min(n, keys), 2, step, in_registers=False) for w, n in exact]
+
     def of(sizes: Sequence[tuple[int, int]]) -> list["Tiles"]:
-      return [cls(warps, m, min(n, keys), step=step, turing=turing) for m, n in sizes if n >= step]
+      tf32 = step == 8
+      return [cls(warps, m, min(n, keys), step=step, turing=turing, tf32=tf32) for m, n in sizes if n >= step]
 
     if turing:  # it waits for its copies through registers; 32 keys leave room for a second workgroup, busy meanwhile
       return of(((2, 32), (1, 32), (1, 16)))
     two, one = of(((2, 64), (2, 32))), of(((1, 64), (1, 32), (1, 16)))
     if problem.M <= STREAMING:
-      return [cls(warps, 1, min(32, keys), 3, step), *two, *one]
+      return [cls(warps, 1, min(32, keys), 3, step, tf32=step == 8), *two, *one]
     if step != 16 or max(problem.Dk, problem.Dv) > 128 or not problem.light:
       return [*two, *one]
     sizes = ((2 * WARPS, 64), (WARPS, 64), (WARPS, 48), (2 * WARPS, 48), (2 * WARPS, 32), (WARPS, 32))
@@ -256,7 +268,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   group = Workgroup(s, heads, blocks, tiles.warps, WARP, results // heads, rules.longest_last)
   head_rules = rules.at(group.head)
   key_range = head_rules.key_range(group.block * block_m, block_m, tiles.block_n).split(group.split, results // heads)
-  unit = WarpMma(Mma(s, q.dtype, tiles.turing), group, tiles, p_scale_log2)
+  unit = WarpMma(Mma(s, q.dtype, tiles.turing, tiles.parts), group, tiles, p_scale_log2)
 
   state = State.make(s, len(unit.rows), (tiles.m_tiles, round_up(Dv, PAIR) // MMA_N, 4), rules.scaling, group.item)
   q_tile, k_tiles, v_tiles = tiles.panels(s, Dk, Dv)
@@ -304,16 +316,16 @@ class WarpMma:
     """The first key of a tile that this lane holds scores of, and the offsets of all of them from it."""
     return self.group.lane % QUAD * 2, columns(self.tiles.block_n // MMA_N)
 
-  def queries(self, q_tile: SwizzledTiles) -> SwizzledTiles | list[list[UOp]]:
+  def queries(self, q_tile: SwizzledTiles) -> SwizzledTiles | list[Left]:
     """The queries as `mma_abt` takes them: in registers, or where they are."""
     return self.load_queries(q_tile) if self.tiles.in_registers else q_tile
 
-  def load_queries(self, q_tile: SwizzledTiles) -> list[list[UOp]]:
+  def load_queries(self, q_tile: SwizzledTiles) -> list[Left]:
     """Load Q as left operands: for each tile of queries, one per step along Dk."""
     first = self.group.warp * self.tiles.m_tiles
     return [self.mma.load_left(q_tile, (first + i) * MMA_M, self.group.lane) for i in range(self.tiles.m_tiles)]
 
-  def mma_abt(self, q: SwizzledTiles | list[list[UOp]], k_tile: SwizzledTiles) -> list[list[UOp]]:
+  def mma_abt(self, q: SwizzledTiles | list[Left], k_tile: SwizzledTiles) -> list[list[UOp]]:
     """Compute S = Q K^T. Returns this lane's elements of each of its rows."""
     left = q if isinstance(q, list) else self.load_queries(q.after(k_tile.memory))
     scores = self.mma.mma_abt(left, k_tile, self.group.lane)

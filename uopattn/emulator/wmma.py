@@ -6,7 +6,8 @@ documents and the AMD matrix instruction calculator; NVIDIA, PTX ISA, "Matrix Fr
 
 Products of 8- and 16-bit floats are exact in float32. They are summed in float32, in an order that the hardware does
 not specify, and the accumulator is added last; a 16-bit accumulator is rounded once. tf32 ignores the low 13 bits of
-its inputs. Integers are exact.
+its inputs, and its sums, the accumulator included, are rounded towards zero, as tensor cores do (Fasi et al.,
+"Numerical behavior of NVIDIA tensor cores", 2021); in 16 bits that does not matter. Integers are exact.
 """
 
 from collections.abc import Callable
@@ -112,7 +113,7 @@ def _wave_values(run: Run, value: Any, elements: int, lanes: int, dtype: DType) 
 def _numbers(block: np.ndarray, dtype: DType) -> np.ndarray:
   """Convert stored inputs to the numbers that the instruction multiplies."""
   if dtype == dtypes.float:
-    return (block.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)  # tf32
+    return (block.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)  # tf32
   if dtype in dtypes.ints:
     return block.astype(np.float64)  # exact: sums stay below 2**53
   return alu.decode(block, dtype).astype(np.float32)
@@ -166,5 +167,11 @@ def multiply(run: Run, u: UOp, a: Any, b: Any, c: list[Any]) -> list[Any]:
     row, column = frags.c(lane, e)
     part = product.take(row * n + column, axis=1).reshape(-1)
     total = alu.decode(old, u.dtype) + part
-    result.append(alu.encode(total, u.dtype))
+    result.append(_toward_zero(total) if dtype == dtypes.float else alu.encode(total, u.dtype))
   return result
+
+
+def _toward_zero(x: np.ndarray) -> np.ndarray:
+  """Round float64 to float32, towards zero."""
+  nearest = x.astype(np.float32)
+  return np.where(np.abs(nearest) > np.abs(x), np.nextafter(nearest, np.float32(0)), nearest)
