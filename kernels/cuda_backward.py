@@ -14,6 +14,11 @@ and dS, rounded, are left operands of the last products without moving. The left
 from shared memory, once (`Tiles.in_registers`) or for each tile. All warps share `stages` streamed tiles in shared
 memory (`uopattn.dsl.nvidia.swizzled`), which `uopattn.dsl.nvidia.cp_async` fills.
 
+In float32 each product is three of tf32 parts (`uopattn.dsl.gpu.parts`), which are split in registers just before use.
+A row of S, dP and of each sum is then computed after the other, for want of registers: with `Tiles.in_registers` false,
+nvcc 13 spills nothing at D=64 and 128 on sm_90, but 16 bytes in `backward_kv` at D=128 with a causal mask, outside of
+the main loop. Not yet timed.
+
 Measured 2026-11-21 on an H200 (B=4, H=32, N=4096, float16), where `hopper_backward` is faster, counting the minimum of
 five products (these kernels compute seven): 264 TFLOP/s at D=64 with Tiles(4, 2, 32) and Tiles(4, 2, 32,
 in_registers=False), which spills 16 bytes; 249 at D=128 with Tiles(4, 1, 64) and Tiles(4, 1, 32).
@@ -134,14 +139,16 @@ class Tiles:
     step = STEP_BYTES // dtype.itemsize
     if int(arch.removeprefix("sm_")) < 80 or step not in BITS:
       raise ValueError(f"{arch} with {str(dtype).removeprefix('dtypes.')}: must be sm_80 or newer, with 16 or 32 bits")
-    warps, sums = min(4, ceildiv(rows, MMA_M)), Dk + Dv if of_keys else Dk
-    fast = ((2, 16, True),) if of_keys else ((2, 32, True), (1, 64, True))
-    sizes = (*fast, (1, 32, True), (1, 32, False), (1, 16, False))
-    tf32 = step == 8 and problem.tf32
-    if step == 8 and not tf32:
-      sizes = ((1, 32, False), (1, 16, False))
-    keys = round_up(others, PAIR)
-    candidates = [cls(warps, m, min(n, keys), 2, in_registers, step, tf32) for m, n, in_registers in sizes]
+    warps, sums, most = min(4, ceildiv(rows, MMA_M)), Dk + Dv if of_keys else Dk, round_up(others, PAIR)
+    if step == 8 and not problem.tf32:
+      masked = problem.window != (None, None) or bool(problem.features)
+      wide = max(Dk, Dv) <= 64 and not (of_keys and masked)  # else ptxas spills, or fewer workgroups fit
+      parts = (*([(warps, 32)] if wide else []), (warps, 16), (min(warps, 2), 16))
+      candidates = [cls(w, 1, min(n, most), in_registers=False, step=step) for w, n in parts]
+    else:
+      fast = ((2, 16, True),) if of_keys else ((2, 32, True), (1, 64, True))
+      sizes = (*fast, (1, 32, True), (1, 32, False), (1, 16, False))
+      candidates = [cls(warps, m, min(n, most), 2, kept, step, problem.tf32) for m, n, kept in sizes]
     for tiles in candidates:
       if tiles.row_tiles > 1 and tiles.rows // 2 >= rows:
         continue
@@ -164,7 +171,7 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
 
   Args:
     dq: (heads, M, Dk), the output, in q's dtype.
-    q: (heads, M, Dk), float16, bfloat16, or float32, which is multiplied in tf32.
+    q: (heads, M, Dk), float16, bfloat16 or float32.
     k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads).
     v: (kv_heads, N, Dv).
     do: (heads, M, Dv), the gradient of the attention's output.
@@ -297,6 +304,10 @@ class Mainloop:
       for tile in tiles
     ]
 
+  def after_product(self, tile: SwizzledTiles, product: Accumulators) -> SwizzledTiles:
+    """`tile`, which in parts is read only once `product` is computed, for want of registers."""
+    return tile.after(ins.read_later(CUDA, product[-1][-1][3])) if self.mma.parts > 1 else tile
+
   def run(
     self, pipeline: CpAsyncPipeline, tile_range: TileRange, score_rows: ScoreRows, sums: list[Sum], begun: UOp
   ) -> list[Sum]:
@@ -311,15 +322,17 @@ class Mainloop:
       products = self.mma.mma_abt(left[0], tiles[0], self.group.lane)
       early = self.rules.rules.seed is None  # without dropout, dP starts at -delta, which costs nothing
       less = {at: -x.delta for x in found for at in x.places}
-      grads = self.mma.mma_abt(left[1], tiles[1], self.group.lane, self.tiled(less) if early else None)
+      second = self.after_product(tiles[1], products)
+      grads = self.mma.mma_abt(left[1], second, self.group.lane, self.tiled(less) if early else None)
       products_, grads_ = by_place(products), by_place(grads)
       p = weights(self.rules, found, products_, masked)
       ds = score_vjp(self.rules, found, p, products_, grads_, early)
-      factors, stores = {Factor.DS: ds, Factor.P: dropped(self.rules, found, p)}, []
+      factors, stores = {Factor.DS: ds, Factor.P: dropped(self.rules, found, p)}, list[UOp]()
       for total in sums:
         factor = self.tiled(factors[total.left])
         a = [self.mma.as_left([row_elements(row, half) for half in range(HALVES)]) for row in factor]
-        out = self.mma.mma_ab(a, tiles[total.right], self.group.lane, accumulators(total.acc.after(trip)))
+        right = tiles[total.right].after(*stores) if self.mma.parts > 1 else tiles[total.right]  # as in `after_product`
+        out = self.mma.mma_ab(a, right, self.group.lane, accumulators(total.acc.after(trip)))
         stores += [total.acc[i, d].store(x) for i, row in enumerate(out) for d, x in enumerate(row)]
       sums = sums_after(sums, UOp.group(*stores).end(trip))
     return sums

@@ -15,6 +15,13 @@ Each read of K and of V serves one product per tile of 16 queries that a warp ha
 registers allow. At head sizes up to 64, and with a mask up to 96, Q then stays in registers. At larger ones, up to 128,
 each step of Q is read again for each tile of keys (`Tiles.in_registers`), which takes a fifth of all reads.
 
+In float32 each product is three of tf32 parts (`uopattn.dsl.gpu.parts`), or with `Tiles.tf32` one. Parts are split in
+registers just before use, two instructions per element. Three tf32 products take the time of six in 16 bits, as six of
+bfloat16 parts would, which take more splitting; three of float16 parts would take half of that, but need scaling, as
+float16 has fewer exponents. At peak rates an H200's tensor cores allow 165 TFLOP/s that way, of which `mma.sync`
+reaches about two thirds, and its FMA units 67; an A100's 52 and 19.5. On sm_86, sm_89 and sm_120 tf32 has the peak rate
+of FMA, so three products have a third of it. Not yet timed.
+
 With 8-bit inputs P is rounded to their type. A power of two scales P and l, so it cancels; see `P_SCALE_LOG2`.
 
 With few queries the time goes into reading the keys. The query heads that share a key head are then packed into one
@@ -251,7 +258,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   Args:
     o: (heads, M, Dv), the output, in q's dtype; or (heads * splits, M, Dv) float32, the output per split of the keys.
-    q: (heads, M, Dk), float16, bfloat16, fp8e4m3, fp8e5m2, or float32, which is multiplied in tf32.
+    q: (heads, M, Dk), float16, bfloat16, fp8e4m3, fp8e5m2 or float32.
     k, v: keys and values, as `rules` finds them.
     lse: (heads, M), or (heads * splits, M), float32; receives the log-sum-exp (natural logarithm) of each row.
     rules: masks, score mods and scaling; where the keys are.

@@ -107,9 +107,15 @@ def high_halves(family: str, a: UOp, b: UOp) -> UOp:
 def wave_fence(family: str, *after: UOp) -> UOp:
   """An index of 0 that is available once all lanes of the wave can read what the wave stored to LDS in `after`.
 
-  Add it to the index of a load from LDS; see `index_after`.
+  Add it to the index of a load from LDS. With `.after` on LDS instead, tinygrad would insert a workgroup barrier.
   """
-  return index_after(_statement(family, "wave_fence", after))
+  statement = _statement(family, "wave_fence", after)
+  return (
+    UOp.placeholder((1,), dtypes.int, slot=STATEMENT_SLOT, addrspace=AddrSpace.REG)
+    .after(statement)[0]
+    .load()
+    .cast(dtypes.weakint)
+  )
 
 
 def exp2(family: str, x: UOp) -> UOp:
@@ -151,15 +157,6 @@ def read_later(family: str, value: UOp, *after: UOp) -> UOp:
   warp, past which ptxas moves no load; it hides less of the loads' latency. Source: PTX ISA, "bar.warp.sync".
   """
   return _statement(family, "read_later", after, value)
-
-
-def index_after(*after: UOp) -> UOp:
-  """An index of 0 that is available after the statements `after`: added to that of a load, it orders the load.
-
-  With `.after` on LDS instead, tinygrad would insert a workgroup barrier.
-  """
-  register = UOp.placeholder((1,), dtypes.int, slot=STATEMENT_SLOT, addrspace=AddrSpace.REG)
-  return register.after(*after)[0].load().cast(dtypes.weakint)
 
 
 def pack(family: str, low: UOp, high: UOp, dtype: DType) -> UOp:

@@ -115,7 +115,7 @@ class Mma:
   ) -> Accumulators:
     """acc + A B^T for each A in `left`, 16 rows from `load_left`. B is a tile; acc is 0 by default."""
     out: list[list[Any]] = [list(x) for x in acc] if acc else [[None] * (tile.rows // MMA_N) for _ in left]
-    after: tuple[UOp, ...] = ()
+    after: tuple[UOp, ...] = (tile.memory,) if self.parts > 1 else ()
     for steps in self.chains(tile.columns // self.step):
       a = [
         [self.in_parts(self.load_step(rows, i, lane, *after) if isinstance(rows, Stored) else rows[i]) for i in steps]

@@ -116,7 +116,7 @@ class SwizzledTiles:
   def element(self, row: UOp, column: UOp, *after: UOp) -> UOp:
     """Load the bits of an element, after the statements `after`."""
     place = self.at(row, column // self.chunk).src[1] + column % self.chunk
-    return self.memory[place + ins.index_after(*after) if after else place].load()
+    return (self.memory.after(*after) if after else self.memory)[place].load()
 
   def fill_tile(self, position: UOp, source: HeadView, n_tile: UOp, thread: UOp, *after: UOp) -> list[UOp]:
     """Start copying tile `n_tile` of the rows of a head into slot position % slots; see `fill`.
