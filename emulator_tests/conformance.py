@@ -167,7 +167,7 @@ def cuda_tiles(step: int = 16, turing: bool = False) -> Callable[[str], st.Searc
     stages=st.integers(2, 4),
     step=st.just(step),
     turing=st.just(turing),
-    in_registers=st.booleans(),
+    in_registers=st.booleans() if step > 8 else st.just(False),
   )
   return lambda arch: tiles
 
@@ -290,12 +290,12 @@ SUBJECTS: dict[str, Subject] = {
     (dtypes.float32,),
     CORNERS | ODD | {"one past the tiles": (1, 1, 1, 65, 65, 40, 40), "large head": (1, 1, 1, 20, 40, 192, 192)},
     mistakes.FLOAT32,
-    small=lambda arch: T(2, 1, 16, step=8),
+    small=lambda arch: T(2, 1, 16, step=8, in_registers=False),
     any_tiles=cuda_tiles(8),
     head_dims=(1, 8, 15, 40),
     flops=16 * 8 * 8,
     products=3,
-    synchronised=lambda arch: (T(4, 1, 32, step=8),),
+    synchronised=lambda arch: (T(4, 1, 32, step=8, in_registers=False),),
   ),
   "turing": Subject(
     cuda_forward,

@@ -67,8 +67,14 @@ def amd_pair(arch: str, waves: int = 2, row_tiles: int = 1, block: int = 32) -> 
   return tuple(Amd(arch, of_keys, waves, row_tiles, block) for of_keys in (False, True))
 
 
+def cuda_tiles(
+  dtype: DType, warps: int, row_tiles: int, block: int, stages: int = 2, kept: bool = True
+) -> cuda_backward.Tiles:
+  return Cuda(warps, row_tiles, block, stages, kept and dtype != FLOAT, 32 // dtype.itemsize)
+
+
 def cuda_pair(dtype: DType, *kernels: tuple[Any, ...]) -> TilePair:
-  return tuple(Cuda(*tiles, step=32 // dtype.itemsize) for tiles in kernels)
+  return tuple(cuda_tiles(dtype, *tiles) for tiles in kernels)
 
 
 @dataclass(frozen=True)
@@ -126,7 +132,7 @@ TABLE: dict[str, BackwardSchedule] = {
     lambda arch, dtype: st.tuples(
       *[
         st.builds(
-          lambda *tiles: Cuda(*tiles, step=32 // dtype.itemsize),
+          lambda *tiles: cuda_tiles(dtype, *tiles),
           *(st.integers(1, 3), st.integers(1, 2), st.sampled_from([16, 32, 48]), st.integers(2, 4), st.booleans()),
         )
       ]

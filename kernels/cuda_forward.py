@@ -116,6 +116,8 @@ class Tiles:
       raise ValueError(f"Tiles.warps={self.warps}: must be in 1..32")
     if self.stages < 2:
       raise ValueError(f"Tiles.stages={self.stages}: must be at least 2")
+    if self.parts > 1 and self.in_registers:
+      raise ValueError("Tiles.in_registers=True: must be False for float32, but in tf32")
 
   @property
   def block_m(self) -> int:

@@ -77,6 +77,7 @@ def test_target(arch: str) -> None:
     (cuda_forward, (4, 0, 32), r"Tiles\.m_tiles=0: must be at least 1"),
     (cuda_forward, (33, 1, 32), r"Tiles\.warps=33: must be in 1\.\.32"),
     (cuda_forward, (4, 1, 32, 1), r"Tiles\.stages=1: must be at least 2"),
+    (cuda_forward, (4, 1, 32, 2, 8), r"Tiles\.in_registers=True: must be False for float32, but in tf32"),
     (hopper_forward, (2, 24), r"Tiles\.block_n=24: must be a multiple of 16 in 16\.\.256"),
     (hopper_forward, (2, 272), r"Tiles\.block_n=272: must be a multiple of 16 in 16\.\.256"),
     (hopper_forward, (0, 64), r"Tiles\.warpgroups=0: must be in 1\.\.8"),
