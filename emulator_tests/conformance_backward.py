@@ -68,9 +68,9 @@ def amd_pair(arch: str, waves: int = 2, row_tiles: int = 1, block: int = 32) -> 
 
 
 def cuda_tiles(
-  dtype: DType, warps: int, row_tiles: int, block: int, stages: int = 2, kept: bool = True
+  dtype: DType, warps: int, row_tiles: int, block: int, stages: int = 2, in_registers: bool = True
 ) -> cuda_backward.Tiles:
-  return Cuda(warps, row_tiles, block, stages, kept and dtype != FLOAT, 32 // dtype.itemsize)
+  return Cuda(warps, row_tiles, block, stages, in_registers and dtype != FLOAT, 32 // dtype.itemsize)
 
 
 def cuda_pair(dtype: DType, *kernels: tuple[Any, ...]) -> TilePair:
