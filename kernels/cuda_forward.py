@@ -281,7 +281,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   state = State.make(s, len(unit.rows), (tiles.m_tiles, round_up(Dv, PAIR) // MMA_N, 4), rules.scaling, group.item)
   q_tile, k_tiles, v_tiles = tiles.panels(s, Dk, Dv)
-  sources = [(panels, head_rules.keys(x)) for panels, x in ((k_tiles, k), (v_tiles, v))]
+  sources = [(panels, head_rules.keys(x, q.dtype)) for panels, x in ((k_tiles, k), (v_tiles, v))]
   pipeline = CpAsyncPipeline(sources, key_range.tile, tiles.stages, group.thread, tiles.family)
   queries = q_tile.fill_tile(group.block, HeadView.of(q, group.head, UOp.const(M)), group.block, group.thread)
   # Queries that are not loaded here arrive with the first tile, for which the mainloop waits.
@@ -390,4 +390,5 @@ SCHEDULE = Schedule(
   pack_gqa=group_of_few,
   split=splits_on_gpu,
   tf32=True,
+  mixed=True,
 )

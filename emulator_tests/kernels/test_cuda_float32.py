@@ -5,8 +5,9 @@ import functools
 import numpy as np
 import pytest
 from gradients import check_gradients
-from helpers import inputs, on, placed, poisoned
+from helpers import check_attention, inputs, on, placed, poisoned
 from tinygrad import Context, Tensor, dtypes
+from tinygrad.dtype import DType
 
 from uopattn import attention, flash
 from uopattn.dsl.limits import lds_limit
@@ -65,6 +66,17 @@ def test_all_exponents(arch: str) -> None:
   gates = [Gate.of_arrays(q, k, v[..., i::2], F32) for i in range(2)]
   assert all(gate.output(out.numpy()[..., i::2]).correct for i, gate in enumerate(gates))
   assert gates[0].lse(lse.numpy()).correct
+
+
+@pytest.mark.parametrize("stored", [dtypes.half, pytest.param(dtypes.bfloat16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+  "sizes", [(1, 4, 2, 1, 300, 24, 40), pytest.param((2, 2, 1, 40, 50, 33, 17), marks=pytest.mark.slow)], ids=str
+)
+def test_keys_and_values_of_16_bits(sizes: tuple[int, int, int, int, int, int, int], stored: DType) -> None:
+  """They are widened where they are copied to shared memory, element by element if rows are no whole chunks."""
+  with on("sm_80"):
+    q, (k, v) = inputs(*sizes, F32)[0], inputs(*sizes, stored)[1:]
+    check_attention(q, k, v, is_causal=True, q_start=sizes[4] - sizes[3])
 
 
 def test_other_types_and_devices_do_not_ask() -> None:
