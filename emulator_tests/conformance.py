@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mistakes
@@ -224,6 +224,19 @@ SUBJECTS: dict[str, Subject] = {
     conflict_free=((64, 64), (33, 48)),
     synchronised=lambda arch: (amd_forward.Tiles(arch, 4, 1, 32),),
   ),
+  "cdna": Subject(
+    amd_forward,
+    ("gfx942", "gfx950"),
+    (dtypes.float32,),
+    CORNERS | ODD | {"one past the tiles": (1, 1, 1, 65, 65, 33, 33)},
+    mistakes.CDNA,
+    small=lambda arch: amd_forward.Tiles(arch, 2, 1, 16, 32),
+    any_tiles=lambda arch: amd_tiles(arch).map(lambda x: replace(x, bits=32)),
+    head_dims=(1, 8, 15, 24, 33, 40),
+    conflict_free=((64, 64), (33, 48)),
+    flops=16 * 16 * 4,
+    synchronised=lambda arch: (amd_forward.Tiles(arch, 4, 1, 32, 32),),
+  ),
   "cuda": Subject(
     cuda_forward,
     ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120"),
@@ -355,7 +368,7 @@ SUBJECTS: dict[str, Subject] = {
 }
 EMULATED = [name for name, x in SUBJECTS.items() if x.arches != (CPU,)]
 GPU = [name for name in EMULATED if name != "amx"]
-NVIDIA = [name for name in GPU if name != "amd"]
+NVIDIA = [name for name in GPU if SUBJECTS[name].kernel is not amd_forward]
 # Every machine and type: for tests of ("subject", "arch", "dtype").
 EVERYWHERE = [(name, arch, dtype) for name, x in SUBJECTS.items() for arch in x.arches for dtype in x.dtypes]
 ON_GPUS = [case for case in EVERYWHERE if case[0] in GPU]

@@ -124,6 +124,21 @@ TABLE: dict[str, BackwardSchedule] = {
     barriers=frozenset({"barrier"}),
     pipelined=amd_pair,
   ),
+  "cdna": BackwardSchedule(
+    amd_backward,
+    ("gfx942", "gfx950"),
+    (FLOAT,),
+    lambda arch, dtype: tuple(Amd(arch, of_keys, 2, 1, 16, 32) for of_keys in (False, True)),
+    lambda arch, dtype: st.builds(
+      lambda waves, row_tiles, blocks: tuple(
+        Amd(arch, keys, waves, row_tiles, 16 * blocks, 32) for keys in (False, True)
+      ),
+      *(st.integers(1, 3), st.integers(1, 2), st.integers(1, 3)),
+    ),
+    examples=1,
+    barriers=frozenset({"barrier"}),
+    pipelined=lambda arch: tuple(Amd(arch, of_keys, 2, 1, 32, 32) for of_keys in (False, True)),
+  ),
   "cuda": BackwardSchedule(
     cuda_backward,
     ("sm_80", "sm_89", "sm_120"),

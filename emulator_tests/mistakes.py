@@ -121,6 +121,9 @@ AMD |= {
 }
 
 
+CDNA = {name: mistake for name, mistake in AMD.items() if name != "halves of P exchanged"}
+
+
 # NVIDIA
 
 
