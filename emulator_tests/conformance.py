@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mistakes
@@ -13,7 +13,7 @@ import pytest
 from helpers import inputs, on, qkv, served_by
 from hypothesis import strategies as st
 from mistakes import Mistake
-from tinygrad import Context, Tensor, dtypes
+from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
 from uopattn import attention
@@ -90,6 +90,7 @@ class Subject:
     most_queries: that drawn shapes have.
     conflict_free: (Dk, Dv) for which bank conflicts are counted.
     flops: multiply-adds of a matrix instruction, M N K; None where their number is not just that of the products.
+    products: of the matrix unit's that make one of the kernel's.
     synchronised: tiles of kernels whose barriers and waits are deleted.
     mistaken: the shape in which mistakes show.
     multiprocessors: that it takes a GPU to have where tiles are given, so that few jobs suffice for several each.
@@ -106,6 +107,7 @@ class Subject:
   most_queries: int = 150
   conflict_free: Sequence[tuple[int, int]] = ((64, 64), (128, 128))
   flops: int | None = None
+  products: int = 1
   synchronised: Callable[[str], Sequence[Any]] = lambda arch: ()
   mistaken: Sizes = (1, 1, 1, 50, 150, 16, 16)
   multiprocessors: int | None = None
@@ -121,7 +123,6 @@ class Subject:
       enter = stack.enter_context
       if arch != CPU:
         enter(on(arch))
-      enter(Context(ALLOW_TF32=int(self.tf32)))
       enter(served_by(self.name))
       if tiles is None and self.small is not None and not chosen:
         tiles = self.small(arch)
@@ -131,10 +132,6 @@ class Subject:
         if self.multiprocessors is not None:
           patch.setattr(self.kernel, "MULTIPROCESSORS", self.multiprocessors)
       yield
-
-  @property
-  def tf32(self) -> bool:
-    return self.arches != (CPU,) and self.dtypes == (dtypes.float32,)
 
   def inputs(self, arch: str, sizes: Sizes, dtype: DType, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Normal random q, k and v on this machine."""
@@ -154,7 +151,7 @@ class Subject:
 
   def verify(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None, **options: Any) -> None:
     """Fails unless the output, and the LSE if given, pass the gate."""
-    for report in verify(q, k, v, out, lse, tf32=self.tf32, **options):
+    for report in verify(q, k, v, out, lse, **options):
       assert report.correct, f"worst at {report.worst}: {report}"
 
 
@@ -178,7 +175,7 @@ def cuda_tiles(step: int = 16, turing: bool = False) -> Callable[[str], st.Searc
     stages=st.integers(2, 4),
     step=st.just(step),
     turing=st.just(turing),
-    in_registers=st.booleans(),
+    in_registers=st.booleans() if step > 8 else st.just(False),
   )
   return lambda arch: tiles
 
@@ -245,6 +242,19 @@ SUBJECTS: dict[str, Subject] = {
     head_dims=(1, 8, 15, 24, 33, 40, 80),
     conflict_free=((64, 64), (33, 48)),
     synchronised=lambda arch: (amd_forward.Tiles(arch, 4, 1, 32),),
+  ),
+  "cdna": Subject(
+    amd_forward,
+    ("gfx942", "gfx950"),
+    (dtypes.float32,),
+    CORNERS | ODD | {"one past the tiles": (1, 1, 1, 65, 65, 33, 33)},
+    mistakes.CDNA,
+    small=lambda arch: amd_forward.Tiles(arch, 2, 1, 16, 32),
+    any_tiles=lambda arch: amd_tiles(arch).map(lambda x: replace(x, bits=32)),
+    head_dims=(1, 8, 15, 24, 33, 40),
+    conflict_free=((64, 64), (33, 48)),
+    flops=16 * 16 * 4,
+    synchronised=lambda arch: (amd_forward.Tiles(arch, 4, 1, 32, 32),),
   ),
   "cuda": Subject(
     cuda_forward,
@@ -325,17 +335,18 @@ SUBJECTS: dict[str, Subject] = {
     synchronised=lambda arch: (T(4, 1, 32, step=32), T(2, 2, 32, 3, step=32)),
     mistaken=(1, 1, 1, 50, 150, 32, 16),
   ),
-  "tf32": Subject(
+  "float32": Subject(
     cuda_forward,
     ("sm_80", "sm_90"),
     (dtypes.float32,),
     CORNERS | ODD | {"one past the tiles": (1, 1, 1, 65, 65, 40, 40), "large head": (1, 1, 1, 20, 40, 192, 192)},
-    mistakes.TF32,
-    small=lambda arch: T(2, 1, 16, step=8),
+    mistakes.FLOAT32,
+    small=lambda arch: T(2, 1, 16, step=8, in_registers=False),
     any_tiles=cuda_tiles(8),
     head_dims=(1, 8, 15, 40),
     flops=16 * 8 * 8,
-    synchronised=lambda arch: (T(4, 1, 32, step=8),),
+    products=3,
+    synchronised=lambda arch: (T(4, 1, 32, step=8, in_registers=False),),
   ),
   "turing": Subject(
     cuda_forward,
@@ -395,7 +406,7 @@ SUBJECTS: dict[str, Subject] = {
 }
 EMULATED = [name for name, x in SUBJECTS.items() if x.arches != (CPU,)]
 GPU = [name for name in EMULATED if name != "amx"]
-NVIDIA = [name for name in GPU if name != "amd"]
+NVIDIA = [name for name in GPU if SUBJECTS[name].kernel is not amd_forward]
 # Every machine and type: for tests of ("subject", "arch", "dtype").
 EVERYWHERE = [(name, arch, dtype) for name, x in SUBJECTS.items() for arch in x.arches for dtype in x.dtypes]
 ON_GPUS = [case for case in EVERYWHERE if case[0] in GPU]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from helpers import on, on_device
 from hypothesis import strategies as st
-from tinygrad import Context, Device, Tensor, dtypes
+from tinygrad import Device, Tensor, dtypes
 from tinygrad.dtype import DType
 
 from uopattn.dsl.schedule import Schedule
@@ -30,7 +30,7 @@ from uopattn.plan.dispatch import launches_of
 from uopattn.plan.launch import Launch
 from uopattn.plan.target import target_of
 from uopattn.proof.gate import GradientGate, numpy
-from uopattn.proof.oracle import EXACT, PRECISIONS, TF32, Array, oracle
+from uopattn.proof.oracle import PRECISIONS, Array, oracle
 from uopattn.spec.arguments import Arguments
 from uopattn.spec.block_mask import BlockMask
 from uopattn.spec.spec import make_spec
@@ -68,8 +68,14 @@ def amd_pair(arch: str, waves: int = 2, row_tiles: int = 1, block: int = 32) -> 
   return tuple(Amd(arch, gradients, waves, row_tiles, block) for gradients in ("dq", "dk_dv"))
 
 
+def cuda_tiles(
+  dtype: DType, warps: int, row_tiles: int, block: int, stages: int = 2, in_registers: bool = True
+) -> cuda_backward.Tiles:
+  return Cuda(warps, row_tiles, block, stages, in_registers and dtype != FLOAT, 32 // dtype.itemsize)
+
+
 def cuda_pair(dtype: DType, *kernels: tuple[Any, ...]) -> TilePair:
-  return tuple(Cuda(*tiles, step=32 // dtype.itemsize) for tiles in kernels)
+  return tuple(cuda_tiles(dtype, *tiles) for tiles in kernels)
 
 
 @dataclass(frozen=True)
@@ -127,6 +133,21 @@ TABLE: dict[str, BackwardSchedule] = {
     barriers=frozenset({"barrier"}),
     pipelined=amd_pair,
   ),
+  "cdna": BackwardSchedule(
+    amd_backward,
+    ("gfx942", "gfx950"),
+    (FLOAT,),
+    lambda arch, dtype: tuple(Amd(arch, of_keys, 2, 1, 16, 32) for of_keys in (False, True)),
+    lambda arch, dtype: st.builds(
+      lambda waves, row_tiles, blocks: tuple(
+        Amd(arch, keys, waves, row_tiles, 16 * blocks, 32) for keys in (False, True)
+      ),
+      *(st.integers(1, 3), st.integers(1, 2), st.integers(1, 3)),
+    ),
+    examples=1,
+    barriers=frozenset({"barrier"}),
+    pipelined=lambda arch: tuple(Amd(arch, of_keys, 2, 1, 32, 32) for of_keys in (False, True)),
+  ),
   "cuda": BackwardSchedule(
     cuda_backward,
     ("sm_80", "sm_89", "sm_120"),
@@ -135,7 +156,7 @@ TABLE: dict[str, BackwardSchedule] = {
     lambda arch, dtype: st.tuples(
       *[
         st.builds(
-          lambda *tiles: Cuda(*tiles, step=32 // dtype.itemsize),
+          lambda *tiles: cuda_tiles(dtype, *tiles),
           *(st.integers(1, 3), st.integers(1, 2), st.sampled_from([16, 32, 48]), st.integers(2, 4), st.booleans()),
         )
       ]
@@ -225,13 +246,12 @@ class Machine(NamedTuple):
 
   @contextmanager
   def device(self) -> Iterator[str]:
-    """The machine as tinygrad's default device; products of float32 may be in tf32 on a GPU."""
-    with Context(ALLOW_TF32=int(self.row.emulated)):
-      if not self.row.emulated:
-        yield Device.DEFAULT
-        return
-      with on(self.arch):
-        yield "EMU"
+    """The machine as tinygrad's default device."""
+    if not self.row.emulated:
+      yield Device.DEFAULT
+      return
+    with on(self.arch):
+      yield "EMU"
 
   def small(self) -> TilePair:
     return self.row.small(self.arch, self.dtype)
@@ -321,12 +341,10 @@ class Case:
 
     dlse = rng.standard_normal((B, Hq, M)).astype(np.float32)
     q, k, v, do = (x.astype(np.float64) for x in arrays.values())
-    tf32 = dtype == FLOAT and machine.row.emulated
-    # tf32 cuts operands, which makes scores smaller: the LSE must be that of the same products, as of a forward pass
-    out, lse = oracle(q, k, v, precision=TF32.fused() if tf32 else EXACT, **options)
+    out, lse = oracle(q, k, v, **options)
     delta = np.where(np.isinf(lse), machine.row.blind_delta, (out * do).sum(-1) - dlse)
     operands |= {name: stored(x, FLOAT, device) for name, x in (("lse", lse), ("delta", delta))}
-    gate = GradientGate.of_arrays(q, k, v, do, dtype, dlse, tf32=tf32, **options)
+    gate = GradientGate.of_arrays(q, k, v, do, dtype, dlse, **options)
     return cls(machine, device, launches, operands, arguments, gate)
 
   def run(self, tiles: TilePair | None = None, **changed: Tensor) -> dict[str, Array]:

@@ -134,6 +134,9 @@ AMD |= {
 }
 
 
+CDNA = {name: mistake for name, mistake in AMD.items() if name != "halves of P exchanged"}
+
+
 # NVIDIA
 
 
@@ -169,9 +172,9 @@ def key_pairs_exchanged(right: Phase) -> Phase:
 def keys_in_order(right: Phase) -> Phase:
   """A lane's two keys are t and t + 4 of 8, as the hardware counts k."""
 
-  def element(self: Any, row: UOp, column: UOp) -> UOp:
+  def element(self: Any, row: UOp, column: UOp, *after: UOp) -> UOp:
     pair, odd = row % 8 // 2, row % 2
-    return right(self, row // 8 * 8 + pair + 4 * odd, column)
+    return right(self, row // 8 * 8 + pair + 4 * odd, column, *after)
 
   return element
 
@@ -224,7 +227,11 @@ FLOAT8 = (
     "odd columns are the even ones": Mistake(instructions, "odd_bytes", instead(instructions.even_bytes)),
   }
 )
-TF32 = MMA | {"keys in another order": Mistake(swizzled.SwizzledTiles, "element", keys_in_order)}
+FLOAT32 = MMA | {
+  "keys in another order": Mistake(swizzled.SwizzledTiles, "element", keys_in_order),
+  "the small part of Q and P times nothing": Mistake(mma, "PAIRS", lambda right: right | {2: right[2][1:]}),
+  "the small part of K and V times nothing": Mistake(mma, "PAIRS", lambda right: right | {2: right[2][::2]}),
+}
 TURING = MMA | {"halves of k exchanged": Mistake(mma, "_part", k_halves_exchanged)}
 NO_PERMUTATION = Mistake(swizzled.SwizzledTiles, "at", instead(without_permutation))
 HOPPER = nvidia(hopper_forward, hopper_forward, "online_softmax") | PACK

@@ -38,7 +38,7 @@ from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl import LOG2E, Scope, clamp, sizes
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.amd.fragments import CHUNK_ELEMENTS, HIP, MMA_SIZE, Fragments
+from uopattn.dsl.amd.fragments import HIP, MMA_SIZE, Fragments
 from uopattn.dsl.amd.products import Operand, as_operands, lane_rows, load_operands, mma_ab, mma_abt, store_acc
 from uopattn.dsl.amd.staging import LdsRows, RegisterPipeline
 from uopattn.dsl.gpu.gradient_sums import Factor, Sum
@@ -47,7 +47,7 @@ from uopattn.dsl.packed import words_of, words_of_all
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules, query_ranges
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
-from uopattn.dsl.schedule import DTYPES_16, Problem, Schedule, passes
+from uopattn.dsl.schedule import DTYPES_16_32, Problem, Schedule, passes
 from uopattn.dsl.target import Target
 
 GRADIENTS = ("dq", "dk_dv", "dk", "dv")
@@ -63,6 +63,7 @@ class Tiles:
     waves: waves per workgroup.
     row_tiles: tiles of 16 stationary rows per wave.
     block: rows per streamed tile.
+    bits: of an element: 16, or 32 for float32, which CDNA multiplies.
   """
 
   arch: str
@@ -70,6 +71,7 @@ class Tiles:
   waves: int
   row_tiles: int
   block: int
+  bits: int = 16
 
   def __post_init__(self) -> None:
     f = self.fragments
@@ -85,11 +87,11 @@ class Tiles:
   @staticmethod
   def least(f: Fragments) -> int:
     """The divisor of `block`: a whole step of the last products, and whole pieces of transposed tiles."""
-    return max(f.step, 2 * CHUNK_ELEMENTS * f.pad)
+    return max(f.step, 2 * f.per_chunk * f.pad)
 
   @property
   def fragments(self) -> Fragments:
-    return Fragments.of(self.arch)
+    return Fragments.of(self.arch, self.bits)
 
   @property
   def threads(self) -> int:
@@ -112,20 +114,21 @@ class Tiles:
   def lds_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of LDS per workgroup: the streamed tile as it is and transposed, lse and delta, and on RDNA3 P and dS."""
     f = self.fragments
-    pad = f.pad * CHUNK_ELEMENTS
+    pad = f.pad * f.per_chunk
     as_is = self.block * sum(round_up(x, f.step) + pad for x in (Dk, Dv))
     sums = self.sums(Dk, Dv)
     transposed = sum(round_up(x, MMA_SIZE) for x in sums) * (self.block + pad)
     swaps = len(sums) * self.rows * (self.block + pad) if f.repeated else 0
-    return 2 * (as_is + transposed + swaps) + (8 * round_up(self.block, self.threads) if self.of_keys else 0)
+    rows = 8 * round_up(self.block, self.threads) if self.of_keys else 0
+    return self.bits // 8 * (as_is + transposed + swaps) + rows
 
   def registers(self, Dk: int, Dv: int) -> int:
     """32-bit registers per lane for stationary rows, sums, S, dP, P, dS and the tile on its way to LDS."""
     f, sums = self.fragments, self.sums(Dk, Dv)
     operands = sum(ceildiv(x, f.step) for x in (Dk, Dv)) + len(sums) * self.block // f.step
     results = sum(ceildiv(x, MMA_SIZE) for x in sums) + 2 * self.block // MMA_SIZE
-    moving = self.block * (Dk + Dv + sum(sums)) // 2 // self.threads
-    return self.row_tiles * (operands * f.width // 2 + results * f.result) + moving
+    moving = self.block * (Dk + Dv + sum(sums)) * f.bits // 32 // self.threads
+    return self.row_tiles * (operands * f.words + results * f.result) + moving
 
   @classmethod
   def choose(cls, problem: Problem, target: Target, gradients: str) -> "Tiles":
@@ -134,14 +137,14 @@ class Tiles:
     Raises:
       ValueError: the architecture is unknown, or the head size is too large for LDS even with the smallest tile.
     """
-    arch, Dk, Dv, f = target.arch, problem.Dk, problem.Dv, Fragments.of(target.arch)
+    arch, Dk, Dv, bits = target.arch, problem.Dk, problem.Dv, 8 * problem.dtype.itemsize
+    f = Fragments.of(arch, bits)
     rows, others = (problem.N, problem.M) if gradients != "dq" else (problem.M, problem.N)
     least, waves = cls.least(f), min(4, ceildiv(rows, MMA_SIZE))
     row_tiles = 1 if f.lanes == 32 or rows <= waves * MMA_SIZE else 2  # RDNA has registers for only one
-    blocks = [block for block in (32, 16) if block % least == 0 and block < others + least]
-    candidates = [
-      cls(arch, gradients, waves, n, block) for n in sorted({row_tiles, 1}, reverse=True) for block in blocks or [least]
-    ]
+    blocks = [block for block in (32, 16) if block % least == 0 and block < others + least] or [least]
+    sizes = [(n, block) for n in sorted({row_tiles, 1}, reverse=True) for block in blocks]
+    candidates = [cls(arch, gradients, waves, n, block, bits) for n, block in sizes]
     for tiles in candidates:
       if tiles.registers(Dk, Dv) <= (224 if f.lanes == 32 else 340) and tiles.lds_bytes(Dk, Dv) <= target.lds:
         return tiles
@@ -162,7 +165,7 @@ class Tiles:
       has_rows = (waves - 1) * row_tiles * MMA_SIZE < rows
       if not has_rows or row_tiles < 1 or block % cls.least(f) or not block:
         continue
-      tiles = cls(best.arch, gradients, waves, row_tiles, block)
+      tiles = replace(best, waves=waves, row_tiles=row_tiles, block=block)
       most = max(224 if f.lanes == 32 else 340, best.registers(p.Dk, p.Dv))
       if tiles.registers(p.Dk, p.Dv) <= most and tiles.lds_bytes(p.Dk, p.Dv) <= target.lds:
         found.append(tiles)
@@ -304,7 +307,7 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
 
   Args:
     dq: (heads, M, Dk), the output, in q's dtype.
-    q: (heads, M, Dk), float16 or bfloat16.
+    q: (heads, M, Dk), float16 or bfloat16, or on CDNA float32.
     k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads).
     v: (kv_heads, N, Dv).
     do: (heads, M, Dv), the gradient of the attention's output.
@@ -453,7 +456,7 @@ def swap_lds(s: Scope, tiles: Tiles) -> LdsRows | None:
   Allocate it before the tiles: tinygrad loads from buffers in this order, and what it loads before P takes registers.
   """
   f = tiles.fragments
-  return LdsRows.make(s, tiles.rows, tiles.block, f.pad) if f.repeated else None
+  return LdsRows.make(s, f, tiles.rows, tiles.block) if f.repeated else None
 
 
 def late_factor(rules: Rules) -> float:
@@ -479,7 +482,7 @@ def neg_lse_of(lse: UOp, rules: Rules) -> UOp:
 SCHEDULE = Schedule(
   "amd_backward",
   devices=("AMD",),
-  dtypes=DTYPES_16,
+  dtypes=DTYPES_16_32,
   kernels=passes(backward_q, Tiles, dk_dv=backward_kv),
   tiles=Tiles,
   lacks=("scales", "page_table"),

@@ -33,7 +33,7 @@ from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import LN2, Scope, gated, sizes
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.amd.fragments import CHUNK_ELEMENTS, HIP, MMA_SIZE, Fragments
+from uopattn.dsl.amd.fragments import HIP, MMA_SIZE, Fragments
 from uopattn.dsl.amd.products import (
   Operand,
   as_operands,
@@ -53,7 +53,7 @@ from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import normalize
 from uopattn.dsl.rules.tile_range import TileRange
-from uopattn.dsl.schedule import DTYPES_16, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
+from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
 
 
@@ -66,12 +66,14 @@ class Tiles:
     waves: waves per workgroup.
     m_tiles: tiles of 16 queries per wave.
     block_n: keys per tile.
+    bits: of an element: 16, or 32 for float32, which CDNA multiplies.
   """
 
   arch: str
   waves: int
   m_tiles: int
   block_n: int
+  bits: int = 16
 
   def __post_init__(self) -> None:
     if self.block_n < 1 or self.block_n % (least := self.least(self.fragments)):
@@ -84,11 +86,11 @@ class Tiles:
   @staticmethod
   def least(f: Fragments) -> int:
     """The divisor of block_n: a whole step of the second product, and whole pieces of V^T."""
-    return max(f.step, 2 * CHUNK_ELEMENTS * f.pad)
+    return max(f.step, 2 * f.per_chunk * f.pad)
 
   @property
   def fragments(self) -> Fragments:
-    return Fragments.of(self.arch)
+    return Fragments.of(self.arch, self.bits)
 
   @property
   def block_m(self) -> int:
@@ -101,17 +103,17 @@ class Tiles:
 
   def lds_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of LDS per workgroup: the tiles of K and V^T, and on RDNA3 P^T."""
-    (Dk, Dv), pad = self.padded(Dk, Dv), self.fragments.pad * CHUNK_ELEMENTS
+    (Dk, Dv), pad = self.padded(Dk, Dv), self.fragments.pad * self.fragments.per_chunk
     p = self.block_m * (self.block_n + pad) if self.fragments.repeated else 0
-    return 2 * (self.block_n * (Dk + pad) + Dv * (self.block_n + pad) + p)
+    return self.bits // 8 * (self.block_n * (Dk + pad) + Dv * (self.block_n + pad) + p)
 
   def registers(self, Dk: int, Dv: int) -> int:
     """32-bit registers per lane for Q^T, O^T, S^T, P^T and the tile on its way to LDS."""
     (Dk, Dv), f = self.padded(Dk, Dv), self.fragments
-    words, results = f.width // 2, f.result
+    words, results = f.words, f.result
     query = Dk // f.step * words + Dv // MMA_SIZE * results
     scores = self.block_n // MMA_SIZE * results + (1 if f.repeated else self.block_n // f.step) * words
-    return self.m_tiles * (query + scores) + self.block_n * (Dk + Dv) // 2 // (self.waves * f.lanes)
+    return self.m_tiles * (query + scores) + self.block_n * (Dk + Dv) * f.bits // 32 // (self.waves * f.lanes)
 
   def waves_for(self, Dk: int, Dv: int) -> int:
     """Waves per SIMD, as limited by LDS: two SIMDs on RDNA, and four on CDNA, share it.
@@ -127,7 +129,7 @@ class Tiles:
   @classmethod
   def candidates(cls, problem: Problem, target: Target) -> "list[Tiles]":
     """The chosen tiles, and others that may be faster: of other waves, queries per wave and tiles of keys."""
-    p, best, f = problem, cls.choose(problem, target), Fragments.of(target.arch)
+    p, best, f = problem, cls.choose(problem, target), Fragments.of(target.arch, 8 * problem.dtype.itemsize)
     least, most = cls.least(f), 220 if f.lanes == 32 else 440  # registers, of 256 and 512
     waves = min(8, ceildiv(p.M, MMA_SIZE))
     found = [replace(best, block_n=n) for n in (best.block_n // 2, 2 * best.block_n) if n and n % least == 0]
@@ -146,7 +148,8 @@ class Tiles:
       ValueError: the architecture is unknown, or the head size is too large for LDS even with the smallest tile.
     """
     arch, M, N, Dk, Dv = target.arch, problem.M, problem.N, problem.Dk, problem.Dv
-    f = Fragments.of(arch)
+    bits = 8 * problem.dtype.itemsize
+    f = Fragments.of(arch, bits)
     least, waves = cls.least(f), ceildiv(M, MMA_SIZE)
     # The loop over masked tiles needs many registers then. With kv_lengths, LLVM spills if tiles have fewer keys.
     masked = problem.window != (None, None) or "attn_mask" in problem.features
@@ -156,8 +159,8 @@ class Tiles:
     if masked and f.lanes == 32 and not f.repeated:  # RDNA4: LLVM spills the masked loop's values in the full loop
       budget, wanted = 170, (64, 48, 32, 16)
     sizes_n = dict.fromkeys(min(n, round_up(N, least)) for n in wanted if n % least == 0)
-    candidates = [cls(arch, w, 2, n) for n in sizes_n for w in (4, 8) if 2 * w <= M // MMA_SIZE]
-    candidates += [cls(arch, min(w, waves), 1, n) for n in sizes_n for w in (4, 8)]
+    candidates = [cls(arch, w, 2, n, bits) for n in sizes_n for w in (4, 8) if 2 * w <= M // MMA_SIZE]
+    candidates += [cls(arch, min(w, waves), 1, n, bits) for n in sizes_n for w in (4, 8)]
     for enough in (3, 1):  # waves per SIMD, so that one computes while another waits
       for tiles in candidates:
         # On CDNA a SIMD has two waves of a workgroup of eight, which share its registers.
@@ -176,7 +179,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   Args:
     o: (heads, M, Dv), the output, in q's dtype; or (heads * splits, M, Dv) float32, the output per split of the keys.
-    q: (heads, M, Dk), float16 or bfloat16.
+    q: (heads, M, Dk), float16 or bfloat16, or on CDNA float32.
     k, v: keys and values, as `rules` finds them.
     lse: (heads, M), or (heads * splits, M), float32; receives the log-sum-exp (natural logarithm) of each row.
     rules: masks, score mods and scaling; where the keys are.
@@ -188,7 +191,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   head_rules = rules.at(group.head)
   block_row = group.block * tiles.block_m
   key_range = head_rules.key_range(block_row, tiles.block_m, tiles.block_n).split(group.split, results // heads)
-  p_lds = LdsRows.make(s, tiles.block_m, tiles.block_n, f.pad) if f.repeated else None
+  p_lds = LdsRows.make(s, f, tiles.block_m, tiles.block_n) if f.repeated else None
   unit = WaveMma(f, q.dtype, group, tiles, M, p_lds)
 
   q_frags = unit.load_queries(HeadView.of(q, group.head, UOp.const(M)))
@@ -400,7 +403,7 @@ def store_rows(
 SCHEDULE = Schedule(
   "amd_forward",
   devices=("AMD",),
-  dtypes=DTYPES_16,
+  dtypes=DTYPES_16_32,
   kernels=(Kernel.forward(forward, Tiles),),
   tiles=Tiles,
   pack_gqa=group_of_few,

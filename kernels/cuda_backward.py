@@ -18,6 +18,11 @@ Where registers do not hold both dK and dV, as at D=256, each has a kernel of it
 more, which makes eight products. At D=256 tiles of 16 rows spill nothing on sm_80 and sm_90, and 4 bytes on sm_86 with
 a causal mask (nvcc 13.0, 2026-11-23).
 
+In float32 each product is three of tf32 parts (`uopattn.dsl.gpu.parts`), which are split in registers just before use.
+A row of S, dP and of each sum is then computed after the other, for want of registers: with `Tiles.in_registers` false,
+nvcc 13 spills nothing at D=64 and 128 on sm_90, but 16 bytes in `backward_kv` at D=128 with a causal mask, outside of
+the main loop. Not yet timed.
+
 Measured 2026-11-21 on an H200 (B=4, H=32, N=4096, float16), where `hopper_backward` is faster, counting the minimum of
 five products (these kernels compute seven): 264 TFLOP/s at D=64 with Tiles(4, 2, 32) and Tiles(4, 2, 32,
 in_registers=False), which spills 16 bytes; 249 at D=128 with Tiles(4, 1, 64) and Tiles(4, 1, 32).
@@ -37,7 +42,7 @@ from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.gradient_sums import Factor, QueryHeads, Sum, sums_after
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia.cp_async import CpAsyncPipeline
-from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, Accumulators, Mma
+from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, Accumulators, Left, Mma
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, row_elements, row_of, store_scaled
 from uopattn.dsl.nvidia.score_gradients import (
   Elements,
@@ -72,6 +77,7 @@ class Tiles:
     stages: streamed tiles in shared memory.
     in_registers: whether the stationary rows stay in registers.
     step: elements in the 32 bytes of a step along k: 8 for float32, 16 for float16 and bfloat16.
+    tf32: whether float32 is multiplied in tf32, in one product; else in three, at its own accuracy.
   """
 
   warps: int
@@ -80,6 +86,7 @@ class Tiles:
   stages: int = 2
   in_registers: bool = True
   step: int = 16
+  tf32: bool = False
 
   def __post_init__(self) -> None:
     if self.step not in BITS:
@@ -92,6 +99,13 @@ class Tiles:
       raise ValueError(f"Tiles.warps={self.warps}: must be in 1..32")
     if self.stages < 2:
       raise ValueError(f"Tiles.stages={self.stages}: must be at least 2")
+    if self.parts > 1 and self.in_registers:
+      raise ValueError("Tiles.in_registers=True: must be False for float32, but in tf32")
+
+  @property
+  def parts(self) -> int:
+    """Parts of which an operand is the sum; see `uopattn.dsl.gpu.parts`."""
+    return 2 if self.step == STEP_BYTES // 4 and not self.tf32 else 1
 
   @property
   def rows(self) -> int:
@@ -132,11 +146,17 @@ class Tiles:
     step = STEP_BYTES // dtype.itemsize
     if int(arch.removeprefix("sm_")) < 80 or step not in BITS:
       raise ValueError(f"{arch} with {str(dtype).removeprefix('dtypes.')}: must be sm_80 or newer, with 16 or 32 bits")
-    warps, sums = min(4, ceildiv(rows, MMA_M)), columns(problem, gradients)
-    fast = ((2, 16, True),) if of_keys else ((2, 32, True), (1, 64, True))
-    sizes = (*fast, (1, 32, True), (1, 32, False), (1, 16, False))
-    candidates = [cls(warps, m, min(n, round_up(others, PAIR)), 2, in_registers, step) for m, n, in_registers in sizes]
-    candidates.append(replace(candidates[-1], warps=min(2, warps)))  # for shared memory
+    warps, sums, most = min(4, ceildiv(rows, MMA_M)), columns(problem, gradients), round_up(others, PAIR)
+    if step == 8 and not problem.tf32:
+      masked = problem.window != (None, None) or bool(problem.features)
+      wide = max(Dk, Dv) <= 64 and not (of_keys and masked)  # else ptxas spills, or fewer workgroups fit
+      parts = (*([(warps, 32)] if wide else []), (warps, 16), (min(warps, 2), 16))
+      candidates = [cls(w, 1, min(n, most), in_registers=False, step=step) for w, n in parts]
+    else:
+      fast = ((2, 16, True),) if of_keys else ((2, 32, True), (1, 64, True))
+      sizes = (*fast, (1, 32, True), (1, 32, False), (1, 16, False))
+      candidates = [cls(warps, m, min(n, most), 2, kept, step, problem.tf32) for m, n, kept in sizes]
+      candidates.append(replace(candidates[-1], warps=min(2, warps)))  # for shared memory
     for tiles in candidates:
       if tiles.row_tiles > 1 and tiles.rows // 2 >= rows:
         continue
@@ -154,7 +174,8 @@ class Tiles:
     """The chosen tiles, and others that may be faster: more rows or longer tiles in registers, more stages."""
     p, best, of_keys = problem, cls.choose(problem, target, gradients), gradients != "dq"
     rows, others = (p.N, p.M) if of_keys else (p.M, p.N)
-    sizes = ((2, 16, True), (1, 32, True), (1, 64, True), (2, 32, True), (1, 64, False), (1, 32, False))
+    sizes = [(2, 16, True), (1, 32, True), (1, 64, True), (2, 32, True)] if best.parts == 1 else []
+    sizes += [(1, 64, False), (1, 32, False)]
     found = [replace(best, row_tiles=m, block=min(n, round_up(others, PAIR)), in_registers=r) for m, n, r in sizes]
     found += [replace(best, warps=8), replace(best, stages=3)]
 
@@ -181,7 +202,7 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
 
   Args:
     dq: (heads, M, Dk), the output, in q's dtype.
-    q: (heads, M, Dk), float16, bfloat16, or float32, which is multiplied in tf32.
+    q: (heads, M, Dk), float16, bfloat16 or float32.
     k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads).
     v: (kv_heads, N, Dv).
     do: (heads, M, Dv), the gradient of the attention's output.
@@ -201,7 +222,7 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   head, kv_head = group.head, group.head // (heads // kv_heads)
   head_rules = rules.at(head)
   key_range = head_rules.key_range(group.block * tiles.rows, tiles.rows, tiles.block)
-  loop = Mainloop(s, group, Mma(s, q.dtype), tiles, head_rules, *tiles.panels(s, Dk, Dv))
+  loop = Mainloop(s, group, Mma(s, q.dtype, parts=tiles.parts), tiles, head_rules, *tiles.panels(s, Dk, Dv))
 
   rows, found = loop.rows(group.block), RowStats(lse, delta, head, rules.has_score_mods)
   row_stats = {place: found.of(row, True) for place, row in rows.items()}
@@ -262,7 +283,7 @@ def _backward_of_keys(
   s = Scope()
   group = Workgroup(s, kv_heads, ceildiv(N, tiles.rows), tiles.warps, WARP)
   members = QueryHeads.of(s, rules, group, heads // kv_heads, tiles.rows, tiles.block)
-  loop = Mainloop(s, group, Mma(s, q.dtype), tiles, members.rules, *tiles.panels(s, Dk, Dv))
+  loop = Mainloop(s, group, Mma(s, q.dtype, parts=tiles.parts), tiles, members.rules, *tiles.panels(s, Dk, Dv))
 
   def score_rows(first: UOp, masked: bool) -> list[ScoreRow]:
     row_stats = RowStats(lse, delta, members.head, rules.has_score_mods)
@@ -339,13 +360,17 @@ class Mainloop:
     pairs = [(panels, HeadView.of(x, head, length)) for panels, x in zip(self.streamed, sources, strict=True)]
     return CpAsyncPipeline(pairs, tile_range.tile, self.tiles.stages, self.group.thread)
 
-  def left(self, *after: UOp) -> list[list[list[UOp]]]:
+  def left(self, *after: UOp) -> list[list[Left]]:
     """Load the stationary rows as left operands: of both matrices, for each tile of 16 rows, one per step."""
     first, tiles = self.group.warp * self.tiles.row_tiles, [x.tile(UOp.const(0), *after) for x in self.stationary]
     return [
       [self.mma.load_left(tile, (first + i) * MMA_M, self.group.lane) for i in range(self.tiles.row_tiles)]
       for tile in tiles
     ]
+
+  def after_product(self, tile: SwizzledTiles, product: Accumulators) -> SwizzledTiles:
+    """`tile`, which in parts is read only once `product` is computed, for want of registers."""
+    return tile.after(ins.read_later(CUDA, product[-1][-1][3])) if self.mma.parts > 1 else tile
 
   def run(
     self, pipeline: CpAsyncPipeline, tile_range: TileRange, score_rows: ScoreRows, sums: list[Sum], begun: UOp
@@ -361,15 +386,17 @@ class Mainloop:
       products = self.mma.mma_abt(left[0], tiles[0], self.group.lane)
       early = self.rules.rules.seed is None  # without dropout, dP starts at -delta, which costs nothing
       less = {at: -x.delta for x in found for at in x.places}
-      grads = self.mma.mma_abt(left[1], tiles[1], self.group.lane, self.tiled(less) if early else None)
+      second = self.after_product(tiles[1], products)
+      grads = self.mma.mma_abt(left[1], second, self.group.lane, self.tiled(less) if early else None)
       products_, grads_ = by_place(products), by_place(grads)
       p = weights(self.rules, found, products_, masked)
       ds = score_vjp(self.rules, found, p, products_, grads_, early)
-      factors, stores = {Factor.DS: ds, Factor.P: dropped(self.rules, found, p)}, []
+      factors, stores = {Factor.DS: ds, Factor.P: dropped(self.rules, found, p)}, list[UOp]()
       for total in sums:
         factor = self.tiled(factors[total.left])
         a = [self.mma.as_left([row_elements(row, half) for half in range(HALVES)]) for row in factor]
-        out = self.mma.mma_ab(a, tiles[total.right], self.group.lane, accumulators(total.acc.after(trip)))
+        right = tiles[total.right].after(*stores) if self.mma.parts > 1 else tiles[total.right]  # as in `after_product`
+        out = self.mma.mma_ab(a, right, self.group.lane, accumulators(total.acc.after(trip)))
         stores += [total.acc[i, d].store(x) for i, row in enumerate(out) for d, x in enumerate(row)]
       sums = sums_after(sums, UOp.group(*stores).end(trip))
     return sums

@@ -15,6 +15,13 @@ Each read of K and of V serves one product per tile of 16 queries that a warp ha
 registers allow. At head sizes up to 64, and with a mask up to 96, Q then stays in registers. At larger ones, up to 128,
 each step of Q is read again for each tile of keys (`Tiles.in_registers`), which takes a fifth of all reads.
 
+In float32 each product is three of tf32 parts (`uopattn.dsl.gpu.parts`), or with `Tiles.tf32` one. Parts are split in
+registers just before use, two instructions per element. Three tf32 products take the time of six in 16 bits, as six of
+bfloat16 parts would, which take more splitting; three of float16 parts would take half of that, but need scaling, as
+float16 has fewer exponents. At peak rates an H200's tensor cores allow 165 TFLOP/s that way, of which `mma.sync`
+reaches about two thirds, and its FMA units 67; an A100's 52 and 19.5. On sm_86, sm_89 and sm_120 tf32 has the peak rate
+of FMA, so three products have a third of it. Not yet timed.
+
 With 8-bit inputs P is rounded to their type. A power of two scales P and l, so it cancels; see `P_SCALE_LOG2`.
 
 With few queries the time goes into reading the keys. The query heads that share a key head are then packed into one
@@ -46,7 +53,7 @@ from uopattn.dsl.gpu.mainloop import Mainloop, SoftmaxRow, State
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.nvidia.cp_async import CpAsyncPipeline
-from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, Accumulators, Mma
+from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, Accumulators, Left, Mma
 from uopattn.dsl.nvidia.mma_layout import (
   HALVES,
   MMA_M,
@@ -86,6 +93,7 @@ class Tiles:
     step: elements in the 32 bytes of a step along k: 8 for float32, 16 for float16 and bfloat16, 32 for 8-bit types.
     turing: whether for sm_75, whose products are half as long along k, and which copies tiles through registers.
     in_registers: whether the queries stay in registers; else they are read from shared memory for each tile of keys.
+    tf32: whether float32 is multiplied in tf32, in one product; else in three, at its own accuracy.
   """
 
   warps: int
@@ -95,6 +103,7 @@ class Tiles:
   step: int = 16
   turing: bool = False
   in_registers: bool = True
+  tf32: bool = False
 
   def __post_init__(self) -> None:
     if self.step not in STEPS:
@@ -107,6 +116,8 @@ class Tiles:
       raise ValueError(f"Tiles.warps={self.warps}: must be in 1..32")
     if self.stages < 2:
       raise ValueError(f"Tiles.stages={self.stages}: must be at least 2")
+    if self.parts > 1 and self.in_registers:
+      raise ValueError("Tiles.in_registers=True: must be False for float32, but in tf32")
 
   @property
   def block_m(self) -> int:
@@ -116,6 +127,11 @@ class Tiles:
   @property
   def threads(self) -> int:
     return self.warps * WARP
+
+  @property
+  def parts(self) -> int:
+    """Parts of which an operand is the sum; see `uopattn.dsl.gpu.parts`."""
+    return 2 if self.step == STEP_BYTES // 4 and not self.tf32 else 1
 
   @property
   def family(self) -> str:
@@ -199,14 +215,19 @@ class Tiles:
     step, turing = STEP_BYTES // problem.dtype.itemsize, int(target.arch.removeprefix("sm_")) < 80
     warps, keys = min(WARPS, ceildiv(problem.M, MMA_M)), round_up(problem.N, max(step, PAIR))
 
+    if step == 8 and not problem.tf32:
+      exact = ((warps, 32), (warps, 16), (min(warps, 2), 16))
+      return [cls(w, 1, min(n, keys), 2, step, in_registers=False) for w, n in exact]
+
     def of(sizes: Sequence[tuple[int, int]]) -> list["Tiles"]:
-      return [cls(warps, m, min(n, keys), step=step, turing=turing) for m, n in sizes if n >= step]
+      tf32 = step == 8
+      return [cls(warps, m, min(n, keys), step=step, turing=turing, tf32=tf32) for m, n in sizes if n >= step]
 
     if turing:  # it waits for its copies through registers; 32 keys leave room for a second workgroup, busy meanwhile
       return of(((2, 32), (1, 32), (1, 16)))
     two, one = of(((2, 64), (2, 32))), of(((1, 64), (1, 32), (1, 16)))
     if problem.M <= STREAMING:
-      return [cls(warps, 1, min(32, keys), 3, step), *two, *one]
+      return [cls(warps, 1, min(32, keys), 3, step, tf32=step == 8), *two, *one]
     if step != 16 or max(problem.Dk, problem.Dv) > 128 or not problem.light:
       return [*two, *one]
     sizes = ((2 * WARPS, 64), (WARPS, 64), (WARPS, 48), (2 * WARPS, 48), (2 * WARPS, 32), (WARPS, 32))
@@ -239,7 +260,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   Args:
     o: (heads, M, Dv), the output, in q's dtype; or (heads * splits, M, Dv) float32, the output per split of the keys.
-    q: (heads, M, Dk), float16, bfloat16, fp8e4m3, fp8e5m2, or float32, which is multiplied in tf32.
+    q: (heads, M, Dk), float16, bfloat16, fp8e4m3, fp8e5m2 or float32.
     k, v: keys and values, as `rules` finds them.
     lse: (heads, M), or (heads * splits, M), float32; receives the log-sum-exp (natural logarithm) of each row.
     rules: masks, score mods and scaling; where the keys are.
@@ -256,11 +277,11 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   group = Workgroup(s, heads, blocks, tiles.warps, WARP, results // heads, rules.longest_last)
   head_rules = rules.at(group.head)
   key_range = head_rules.key_range(group.block * block_m, block_m, tiles.block_n).split(group.split, results // heads)
-  unit = WarpMma(Mma(s, q.dtype, tiles.turing), group, tiles, p_scale_log2)
+  unit = WarpMma(Mma(s, q.dtype, tiles.turing, tiles.parts), group, tiles, p_scale_log2)
 
   state = State.make(s, len(unit.rows), (tiles.m_tiles, round_up(Dv, PAIR) // MMA_N, 4), rules.scaling, group.item)
   q_tile, k_tiles, v_tiles = tiles.panels(s, Dk, Dv)
-  sources = [(panels, head_rules.keys(x)) for panels, x in ((k_tiles, k), (v_tiles, v))]
+  sources = [(panels, head_rules.keys(x, q.dtype)) for panels, x in ((k_tiles, k), (v_tiles, v))]
   pipeline = CpAsyncPipeline(sources, key_range.tile, tiles.stages, group.thread, tiles.family)
   queries = q_tile.fill_tile(group.block, HeadView.of(q, group.head, UOp.const(M)), group.block, group.thread)
   # Queries that are not loaded here arrive with the first tile, for which the mainloop waits.
@@ -304,16 +325,16 @@ class WarpMma:
     """The first key of a tile that this lane holds scores of, and the offsets of all of them from it."""
     return self.group.lane % QUAD * 2, columns(self.tiles.block_n // MMA_N)
 
-  def queries(self, q_tile: SwizzledTiles) -> SwizzledTiles | list[list[UOp]]:
+  def queries(self, q_tile: SwizzledTiles) -> SwizzledTiles | list[Left]:
     """The queries as `mma_abt` takes them: in registers, or where they are."""
     return self.load_queries(q_tile) if self.tiles.in_registers else q_tile
 
-  def load_queries(self, q_tile: SwizzledTiles) -> list[list[UOp]]:
+  def load_queries(self, q_tile: SwizzledTiles) -> list[Left]:
     """Load Q as left operands: for each tile of queries, one per step along Dk."""
     first = self.group.warp * self.tiles.m_tiles
     return [self.mma.load_left(q_tile, (first + i) * MMA_M, self.group.lane) for i in range(self.tiles.m_tiles)]
 
-  def mma_abt(self, q: SwizzledTiles | list[list[UOp]], k_tile: SwizzledTiles) -> list[list[UOp]]:
+  def mma_abt(self, q: SwizzledTiles | list[Left], k_tile: SwizzledTiles) -> list[list[UOp]]:
     """Compute S = Q K^T. Returns this lane's elements of each of its rows."""
     left = q if isinstance(q, list) else self.load_queries(q.after(k_tile.memory))
     scores = self.mma.mma_abt(left, k_tile, self.group.lane)
@@ -373,4 +394,5 @@ SCHEDULE = Schedule(
   pack_gqa=group_of_few,
   split=splits_on_gpu,
   tf32=True,
+  mixed=True,
 )

@@ -103,6 +103,11 @@ class Tiles:
       raise ValueError(f"Tiles.stages={self.stages}: must be at least {1 + self.values_in_keys}")
 
   @property
+  def tf32(self) -> bool:
+    """Whether float32 is multiplied in tf32: in one product, as three of parts would take too many registers."""
+    return self.step == STEP_BYTES // dtypes.float32.itemsize
+
+  @property
   def warps(self) -> int:
     return self.groups * self.slices
 
@@ -177,12 +182,15 @@ class Tiles:
     """Choose tiles for a problem on sm_75 or newer (bfloat16 and float32 need sm_80, 8-bit types sm_89).
 
     Raises:
-      ValueError: the architecture is older; the head sizes are too large even for the smallest tile.
+      ValueError: the architecture is older; float32, but not in tf32; the head sizes are too large even for the
+        smallest tile.
     """
     arch, Dk, Dv, since = target.arch, problem.Dk, problem.Dv, SINCE[problem.dtype]
     if int(arch.removeprefix("sm_")) < since:
       name = str(problem.dtype).removeprefix("dtypes.")
       raise ValueError(f"{arch} has no mma.sync of this kernel's for {name}; sm_{since} and newer have")
+    if problem.dtype == dtypes.float32 and not problem.tf32:
+      raise ValueError(f"float32 with head sizes {Dk} and {Dv}: multiplied in tf32 only, if ALLOW_TF32=1")
     candidates = cls.in_order(problem, target)
     for x in candidates:
       if x.registers(Dv) <= BUDGET and x.shared_bytes(Dk, Dv) <= target.lds:
@@ -425,8 +433,9 @@ class SliceMma:
     k_slice = replace(k_tile, base=k_tile.base + self.slice * self.tiles.keys * k_tile.width)
     zero: Accumulators = [[UOp.const((0.0,) * 4, dtypes.float)] * (self.tiles.keys // MMA_N) for _ in left]
     # Few products are independent: one sum over the even steps and one over the odd ones wait half as long.
-    chains = 2 if self.tiles.registers(self.Dv) < 100 and len(left[0]) > 1 else 1
-    parts = [self.mma.mma_abt(left, k_slice, lane, zero, range(i, len(left[0]), chains)) for i in range(chains)]
+    steps = q_tile.columns // self.tiles.step
+    chains = 2 if self.tiles.registers(self.Dv) < 100 and steps > 1 else 1
+    parts = [self.mma.mma_abt(left, k_slice, lane, zero, range(i, steps, chains)) for i in range(chains)]
     tiles = [[reduce(UOp.__add__, x) for x in zip(*row, strict=True)] for row in zip(*parts, strict=True)]
     return [row_elements(tile, half) for tile in tiles for half in range(HALVES)]
 

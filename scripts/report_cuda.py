@@ -216,7 +216,7 @@ def figure(said: str, what: str) -> int:
 def measure(arch: str, dtype: str, H: int, M: int, N: int, D: int, causal: bool, tiles: object = None) -> Compiled:
   """Compile the kernel that dispatch chooses, with the log-sum-exp. Raises RuntimeError and ValueError."""
   window = (None, 0 if causal else None)
-  spec = AttentionSpec(1, H, H, M, N, D, D, TYPES[dtype], D**-0.5, return_lse=True, window=window, tf32=True)
+  spec = AttentionSpec(1, H, H, M, N, D, D, TYPES[dtype], D**-0.5, return_lse=True, window=window)
   text, launch, shared = source(spec, arch, tiles)
   return compiled(text, arch, launch, shared)
 

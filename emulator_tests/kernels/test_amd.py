@@ -35,12 +35,11 @@ def test_a_lane_has_neighbouring_keys(arch: str) -> None:
   assert {f.row_at(t, row) for t in range(f.row_tiles) for row in range(16)} == set(range(f.step))
 
 
-@pytest.mark.parametrize("arch", ["gfx1100", "gfx950"])
-def test_target_and_dispatch(arch: str) -> None:
-  with on(arch):
-    assert target_of(Device.DEFAULT) == Target("AMD", arch)
-    q, k, v = (x.float() for x in inputs(1, 1, 1, 20, 20, 16, 16))
-    with pytest.raises(ValueError, match="no code for float q, k and v; give it half or bfloat16"):
+def test_target_and_dispatch() -> None:
+  with on("gfx1100"):
+    assert target_of(Device.DEFAULT) == Target("AMD", "gfx1100")
+    q, k, v = inputs(1, 1, 1, 20, 20, 16, 16, dtypes.float32)
+    with pytest.raises(ValueError, match="no matrix instruction known for gfx1100 and float32; there are"):
       attention(q, k, v, backend="kernel")
 
 

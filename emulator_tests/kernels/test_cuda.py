@@ -11,7 +11,6 @@ from mistakes import NO_PERMUTATION
 from tinygrad import Device, dtypes
 
 import uopattn.emulator as emulator
-from uopattn import attention
 from uopattn.dsl.limits import MAX_THREADS, lds_limit
 from uopattn.dsl.target import Target
 from uopattn.kernels import cuda_forward, hopper_forward
@@ -66,12 +65,9 @@ def test_why_no_kernel_serves() -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-def test_target_and_float32(arch: str) -> None:
+def test_target(arch: str) -> None:
   with on(arch):
     assert target_of(Device.DEFAULT) == Target("CUDA", arch)
-    q, k, v = (x.float() for x in inputs(1, 1, 1, 20, 20, 16, 16))
-    with pytest.raises(ValueError, match=r"multiplies float32 in tf32 alone.*ALLOW_TF32=1, or give it half or bf"):
-      attention(q, k, v, backend="kernel")
 
 
 @pytest.mark.parametrize(
@@ -82,6 +78,7 @@ def test_target_and_float32(arch: str) -> None:
     (cuda_forward, (4, 0, 32), r"Tiles\.m_tiles=0: must be at least 1"),
     (cuda_forward, (33, 1, 32), r"Tiles\.warps=33: must be in 1\.\.32"),
     (cuda_forward, (4, 1, 32, 1), r"Tiles\.stages=1: must be at least 2"),
+    (cuda_forward, (4, 1, 32, 2, 8), r"Tiles\.in_registers=True: must be False for float32, but in tf32"),
     (hopper_forward, (2, 24), r"Tiles\.block_n=24: must be a multiple of 16 in 16\.\.256"),
     (hopper_forward, (2, 272), r"Tiles\.block_n=272: must be a multiple of 16 in 16\.\.256"),
     (hopper_forward, (0, 64), r"Tiles\.warpgroups=0: must be in 1\.\.8"),

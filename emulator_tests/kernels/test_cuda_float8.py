@@ -76,7 +76,7 @@ def test_chosen_tiles_fit(arch: str, length: int) -> None:
   ("target", "reason"),
   [
     (Target("CUDA", "sm_80"), "cuda_forward: sm_80 has no mma.sync of this kernel's for fp8e4m3; sm_89 and newer have"),
-    (Target("AMD", "gfx942"), "amd_forward has no code for fp8e4m3 q, k and v; give it half or bfloat16"),
+    (Target("AMD", "gfx942"), "amd_forward has no code for fp8e4m3 q, k and v; give it float or half or bfloat16"),
     (Target("CPU", "x86_64"), "cpu_forward has no code for fp8e4m3 q, k and v; give it float or half or bfloat16"),
   ],
   ids=str,

@@ -230,7 +230,10 @@ def test_what_to_set_is_what_tinygrad_calls_it(kind: str) -> None:
 @pytest.mark.parametrize(
   ("target", "lines"),
   [
-    (Target("CUDA", "sm_89"), ("device     NV sm_89\n", "kernel     cuda_forward: serves half, bfloat16, fp8e4m3")),
+    (
+      Target("CUDA", "sm_89"),
+      ("device     NV sm_89\n", "kernel     cuda_forward: serves float, half, bfloat16"),
+    ),
     (Target("NV:NAK", "sm_89"), ("device     NV:NAK sm_89\n", "kernel     none: no kernel for device NV:NAK; kernels")),
   ],
 )

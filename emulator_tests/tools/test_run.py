@@ -285,9 +285,9 @@ INFO = {
   ),
   "EMU::sm_90": (
     "kernel     hopper_forward: serves half, bfloat16",
-    "kernel     cuda_forward: serves half of few queries, bfloat16 of few queries, fp8e4m3, fp8e5m2",
+    "kernel     cuda_forward: serves float, half of few queries, bfloat16 of few queries, fp8e4m3, fp8e5m2",
     "gradients  hopper_fused_backward: serves problems for which it is faster than hopper_backward, large ones",
-    "gradients  cuda_backward: serves only what hopper_backward does not",
+    "gradients  cuda_backward: serves float",
   ),
   "CPUU": ("compiler ", "device     none: DEV=CPUU cannot be used: device 'CPUU' is unknown", "another    CPU"),
 }

@@ -115,8 +115,8 @@ def attention(
   Args:
     q: (..., Hq, M, Dk) or (M, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2, with sums in float32; or float64, in
       plain ops.
-      Batches and heads of q, k and v broadcast; B is all batches in one axis. Kernels that multiply float32 in tf32 are
-      used only if tinygrad's `ALLOW_TF32` is set.
+      Batches and heads of q, k and v broadcast; B is all batches in one axis. On NVIDIA's GPUs float32 is multiplied
+      in tf32 if tinygrad's `ALLOW_TF32` is set, else at its own accuracy.
     k: (..., Hkv, N, Dk) or (N, Dk), in q's dtype.
     v: (..., Hkv, N, Dv) or (N, Dv), in q's dtype.
     attn_mask: broadcasts to (B, Hq, M, N). bool: False hides a key. Float dtypes: added to the scores, -inf hides.

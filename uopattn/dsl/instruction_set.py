@@ -331,6 +331,13 @@ _LIST = [
     "tied",
     {"cuda": '[&](){{ float y; asm("fma.rn.f32 %0, %1, 0f00000000, %2;":"=f"(y):"f"({1}),"f"({0})); return y; }}()'},
   ),
+  # value: what comes later reads shared memory only after the value is computed
+  Instruction(
+    "read_later",
+    {"cuda": _asm('asm volatile("bar.warp.sync 0xffffffff;"::"f"({0}):"memory");')},
+    statement=True,
+    cross_lane=True,
+  ),
   # low, high: two float32 rounded to 16 bits, in one word
   Instruction(
     "pack_half",

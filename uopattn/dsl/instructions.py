@@ -145,6 +145,15 @@ def tied(family: str, value: UOp, other: UOp) -> UOp:
   return _value(family, "tied", dtypes.float, value, other)
 
 
+def read_later(family: str, value: UOp, *after: UOp) -> UOp:
+  """Read from shared memory after this only once `value` (float32) is computed. A statement.
+
+  Otherwise compilers read early, and need a register for all that was read and not yet used. It is a barrier of the
+  warp, past which ptxas moves no load; it hides less of the loads' latency. Source: PTX ISA, "bar.warp.sync".
+  """
+  return _statement(family, "read_later", after, value)
+
+
 def pack(family: str, low: UOp, high: UOp, dtype: DType) -> UOp:
   """Round two float32 to nearest as float16 or bfloat16 (not on sm_75) and pack them into a uint32, `low` first."""
   return _value(family, {dtypes.half: "pack_half", dtypes.bfloat16: "pack_bfloat16"}[dtype], dtypes.uint, low, high)

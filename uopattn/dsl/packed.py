@@ -1,4 +1,4 @@
-"""16-bit elements as 32-bit words of two neighbours, for moves between global memory, registers and LDS.
+"""Elements as 32-bit words, in 16 bits of two neighbours, for moves between global memory, registers and LDS.
 
 tinygrad merges neighbouring loads of 32-bit types into wide ones, but not those of bfloat16.
 """
@@ -17,12 +17,14 @@ ALWAYS = UOp.const(True)
 
 
 def words_of(rows: HeadView, exists: UOp = ALWAYS) -> Load:
-  """Return a function that loads a word of a row of a 16-bit type, or of 8-bit elements widened to one.
+  """Return a function that loads a word of a row of float32, of a 16-bit type, or of 8-bit elements widened to one.
 
   Words past a row's end are 0. Where `exists` is false, nothing is read and all words are 0.
   """
   if rows.widens:
     return _widened_words(rows, exists)
+  if rows.x.dtype.itemsize == 4:
+    return lambda row, word: _or_zero(as_type(rows.x, dtypes.uint), rows.start(row), word, rows.size, exists)
   size, words, halves = rows.size, as_type(rows.x, dtypes.uint), as_type(rows.x, dtypes.ushort)
 
   def load(row: UOp, word: UOp) -> UOp:

@@ -158,7 +158,7 @@ class Schedule:
     pack_gqa: the number of query heads to pack as the rows of one; `choose` and `split` see the packed problem.
     split: the number of splits of the keys for a problem, a target and tiles; `combine` combines their results.
     meant_for: whether to prefer it where several schedules of a device support a problem.
-    tf32: whether it multiplies float32 in tf32, which must be allowed.
+    tf32: whether it multiplies float32 in tf32 where that is allowed; its tiles then have `tf32`.
     operand: the type to which it widens 8-bit keys and values that have scales; None is q's type.
     mixed: whether k and v may be of 16 bits with q in float32.
   """

@@ -188,6 +188,11 @@ def _stmatrix(run: Run, u: UOp, row: Pointer, *words: Any) -> Any:
   return NOTHING
 
 
+def _read_later(run: Run, u: UOp, value: Any) -> Any:
+  check_whole_waves(run, u, 32, "bar.warp.sync")
+  return NOTHING
+
+
 MEANINGS: dict[str, Meaning] = {
   "shuffle_xor": _shuffle_xor,
   "shuffle": _shuffle,
@@ -243,6 +248,7 @@ MEANINGS: dict[str, Meaning] = {
   "wgmma_wait": warpgroup.wait,
   "pin": lambda run, u, x: x,
   "tied": lambda run, u, value, other: other * np.float32(0) + value,
+  "read_later": _read_later,
   "wave_fence": lambda run, u: NOTHING,  # lanes run in step here
   "prefetch": lambda run, u, place: NOTHING,
   **{f"add_pairs_{lanes}": _add_pairs(lanes) for lanes in (4, 8, 16)},

@@ -5,8 +5,10 @@ elements e of one lane l. Sources of the layouts: AMD, "RDNA3", "RDNA4" and "CDN
 documents and the AMD matrix instruction calculator; NVIDIA, PTX ISA, "Matrix Fragments for mma.m16n8k8 / k16 / k32".
 
 Products of 8- and 16-bit floats are exact in float32. They are summed in float32, in an order that the hardware does
-not specify, and the accumulator is added last; a 16-bit accumulator is rounded once. tf32 ignores the low 13 bits of
-its inputs. Integers are exact.
+not specify, and the accumulator is added last; a 16-bit accumulator is rounded once. AMD's products of float32 are
+those of float32. NVIDIA's, tf32, ignore the low 13 bits of their inputs, and sums, the accumulator included, are
+rounded towards zero, as tensor cores do (Fasi et al., "Numerical behavior of NVIDIA tensor cores", 2021); in 16 bits
+that does not matter. Integers are exact.
 """
 
 from collections.abc import Callable
@@ -109,10 +111,10 @@ def _wave_values(run: Run, value: Any, elements: int, lanes: int, dtype: DType) 
   return block.reshape(elements, -1, lanes)
 
 
-def _numbers(block: np.ndarray, dtype: DType) -> np.ndarray:
+def _numbers(block: np.ndarray, dtype: DType, tf32: bool) -> np.ndarray:
   """Convert stored inputs to the numbers that the instruction multiplies."""
-  if dtype == dtypes.float:
-    return (block.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)  # tf32
+  if tf32:
+    return (block.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)  # tf32
   if dtype in dtypes.ints:
     return block.astype(np.float64)  # exact: sums stay below 2**53
   return alu.decode(block, dtype).astype(np.float32)
@@ -128,7 +130,9 @@ def _operand(run: Run, u: UOp, value: Any, frags: Fragments, which: int, shape: 
     raise run.fail(LaneMismatch, u, f"lanes 16-31 must repeat lanes 0-15 of {'AB'[which]} and do not", lanes)
   flat = np.ascontiguousarray(block.transpose(1, 0, 2)).reshape(block.shape[1], -1)
   layout = frags.a if which == 0 else frags.b
-  return _numbers(flat.take(_matrix_index(layout, frags.lanes, frags.elements[which], shape), axis=1), dtype)
+  return _numbers(
+    flat.take(_matrix_index(layout, frags.lanes, frags.elements[which], shape), axis=1), dtype, _is_tf32(u)
+  )
 
 
 def check_whole_waves(run: Run, u: UOp, lanes: int, what: str) -> None:
@@ -166,5 +170,16 @@ def multiply(run: Run, u: UOp, a: Any, b: Any, c: list[Any]) -> list[Any]:
     row, column = frags.c(lane, e)
     part = product.take(row * n + column, axis=1).reshape(-1)
     total = alu.decode(old, u.dtype) + part
-    result.append(alu.encode(total, u.dtype))
+    result.append(_toward_zero(total) if _is_tf32(u) else alu.encode(total, u.dtype))
   return result
+
+
+def _is_tf32(u: UOp) -> bool:
+  """Whether an instruction multiplies float32 in tf32, as NVIDIA's do; AMD's multiply float32 itself."""
+  return bool(u.arg[1] == dtypes.float and u.arg[2] == "CUDA")
+
+
+def _toward_zero(x: np.ndarray) -> np.ndarray:
+  """Round float64 to float32, towards zero."""
+  nearest = x.astype(np.float32)
+  return np.where(np.abs(nearest) > np.abs(x), np.nextafter(nearest, np.float32(0)), nearest)

@@ -222,6 +222,10 @@ def launches_of(schedule: Schedule, spec: AttentionSpec, target: Target, tiles: 
 
   def launch(kernel: Kernel) -> Launch:
     found = tiles or kernel.choose(seen, target)
+    if schedule.tf32 and found.tf32 and not spec.tf32:
+      raise ValueError(
+        f"{found!r} multiplies float32 in tf32: allow that by tinygrad's ALLOW_TF32=1, or set tf32=False"
+      )
     return Launch(schedule, kernel, spec, found, pack_gqa, schedule.split(seen, target, found) if spec.few else 1)
 
   try:
@@ -256,9 +260,4 @@ def reasons_against(schedule: Schedule, spec: AttentionSpec) -> list[str]:
     against.append(f"{schedule.name} has no code for {dtype_name(spec.dtype)} q, k and v; give it {accepted}")
   elif spec.stored in DTYPES_16 and spec.dtype == dtypes.float32 and not schedule.mixed:
     against.append(f"{schedule.name} has no code for float q with {dtype_name(spec.stored)} k and v; give it one dtype")
-  elif schedule.tf32 and spec.dtype == dtypes.float32 and not spec.tf32:
-    against.append(
-      f"{schedule.name} multiplies float32 in tf32 alone, with 10 bits of a fraction: allow that by tinygrad's "
-      f"ALLOW_TF32=1, or give it {' or '.join(dtype_name(x) for x in schedule.dtypes if x != dtypes.float32)}"
-    )
   return against

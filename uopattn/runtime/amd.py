@@ -1,18 +1,24 @@
-"""Rendering of our instructions for AMD devices that compile LLVM IR (`DEV=AMD:LLVM`, or no ROCm installed).
+"""Rendering of what tinygrad's renderers for AMD lack. Only our kernels are rendered so; all others as usual.
 
-tinygrad's LLVM renderer has no rule for `Ops.CUSTOM`. The renderer here adds one. It compiles only our kernels; all
-others keep the device's own renderer.
+The one for LLVM IR (`DEV=AMD:LLVM`, or no ROCm installed) has no rule for `Ops.CUSTOM`. Neither it nor the one for HIP
+renders a vector of one element, which float32's matrix instructions take.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 from tinygrad import Device
 from tinygrad.codegen.opt.tc import pm_validate_wmma_rdna3
 from tinygrad.helpers import Target
 from tinygrad.renderer import Estimates
+from tinygrad.renderer.cstyle import HIPRenderer
 from tinygrad.renderer.llvmir import AMDLLVMRenderer, ldt
 from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat
 
 from uopattn.dsl.instruction_set import BY_TEXT
 from uopattn.runtime.program_cache import finished
+
+Rules = list[tuple[UPat, Callable[..., Any] | tuple[Any, ...]]]
 
 
 def render_instruction(ctx: dict[UOp, str], u: UOp) -> str:
@@ -35,14 +41,40 @@ def render_instruction(ctx: dict[UOp, str], u: UOp) -> str:
   {y} = bitcast i32 {y}_out to {kind}"""
 
 
+def render_one(ctx: dict[UOp, str], u: UOp, x: UOp) -> str:
+  """Render a vector u of the one element x as LLVM IR."""
+  kind = ldt(x.dtype)
+  return f"  {ctx[u]} = bitcast {kind} {ctx[x]} to {kind}"
+
+
 class InstructionRenderer(AMDLLVMRenderer):
   """tinygrad's LLVM renderer for AMD, extended by our instructions."""
 
   def __init__(self, target: Target):
     super().__init__(target)
-    self.string_rewrite = PatternMatcher([(UPat(Ops.CUSTOM, name="u"), render_instruction)]) + self.string_rewrite
+    ours: Rules = [
+      (UPat(Ops.CUSTOM, name="u"), render_instruction),
+      (UPat(Ops.STACK, src=(UPat.var("x"),), name="u"), render_one),
+    ]
+    self.string_rewrite = PatternMatcher(ours) + self.string_rewrite
     if target.arch.startswith("gfx11"):  # tinygrad does this for only two of RDNA3's architectures
       self.extra_matcher = self.extra_matcher + pm_validate_wmma_rdna3
+
+
+def extended(renderer: HIPRenderer) -> HIPRenderer:
+  """tinygrad's HIP renderer, extended by vectors of one element."""
+  result = object.__new__(type(renderer))  # tinygrad's copy is a new one, which looks for its compiler
+  result.__dict__.update(renderer.__dict__)
+  one = (UPat(Ops.STACK, src=(UPat.var("x"),)), lambda ctx, x: f"({ctx[x]})")
+  result.string_rewrite = PatternMatcher([one]) + renderer.string_rewrite
+  return result
+
+
+def as_hip(kernel: UOp, device: str, estimates: Estimates) -> UOp:
+  """Compile a kernel for an AMD device by HIP; see `as_llvm`."""
+  renderer = Device[device].renderer
+  assert isinstance(renderer, HIPRenderer)
+  return finished(kernel, extended(renderer), estimates)
 
 
 def as_llvm(kernel: UOp, device: str, estimates: Estimates) -> UOp:

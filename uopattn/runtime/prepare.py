@@ -8,10 +8,11 @@ from typing import Any
 from tinygrad import Context, Device, UOp
 from tinygrad.helpers import Target
 from tinygrad.renderer import Estimates
+from tinygrad.renderer.cstyle import HIPRenderer
 from tinygrad.renderer.llvmir import AMDLLVMRenderer
 from tinygrad.uop.ops import Ops
 
-from uopattn.runtime.amd import as_llvm
+from uopattn.runtime.amd import as_hip, as_llvm
 from uopattn.runtime.cuda import on_gpu
 from uopattn.runtime.program_cache import finished
 from uopattn.runtime.threads import threaded
@@ -57,7 +58,8 @@ def compiler(device: str) -> Callable[[UOp, str, Estimates], UOp] | None:
   kind = device.split(":")[0]
   if kind in ("CPU", "CUDA", "NV"):
     return threaded if kind == "CPU" else on_gpu
-  return as_llvm if isinstance(Device[device].renderer, AMDLLVMRenderer) else None
+  renderer = Device[device].renderer
+  return as_llvm if isinstance(renderer, AMDLLVMRenderer) else as_hip if isinstance(renderer, HIPRenderer) else None
 
 
 def _for_tinygrad(kernel: UOp, work: Estimates) -> UOp:

@@ -25,12 +25,12 @@ Index = TypeVar("Index", int, UOp)
 
 HIP = "hip"  # AMD's family in `uopattn.dsl.instruction_set`
 MMA_SIZE = 16  # rows of A, and columns of B
-CHUNK_ELEMENTS = 8  # 16-bit elements in 16 bytes, the widest load
+CHUNK_WORDS = 4  # 32-bit words in a chunk: 16 bytes, the widest load
 
 
 @dataclass(frozen=True)
 class Fragments:
-  """One 16x16 matrix instruction on 16-bit inputs with a float32 accumulator.
+  """One 16x16 matrix instruction on inputs of 16 or 32 bits with a float32 accumulator.
 
   Attributes:
     k: K of the instruction.
@@ -39,6 +39,7 @@ class Fragments:
     result: elements of C, and of D, per lane.
     repeated: whether every group holds all of k.
     interleaved: whether the rows of C alternate between groups, instead of forming one block per group.
+    bits: of an element of A and of B; 32 is float32.
   """
 
   k: int
@@ -47,18 +48,21 @@ class Fragments:
   result: int
   repeated: bool = False
   interleaved: bool = False
+  bits: int = 16
 
   @classmethod
-  def of(cls, arch: str) -> "Fragments":
-    """The matrix instruction that attention uses on an architecture such as "gfx1100".
+  def of(cls, arch: str, bits: int = 16) -> "Fragments":
+    """The matrix instruction that attention uses on an architecture such as "gfx1100", for elements of 16 or 32 bits.
 
     Raises:
       ValueError: no matrix instruction is known for the architecture.
     """
-    for prefix, fragments in _BY_ARCH.items():
+    by_arch = _BY_ARCH if bits == 16 else _FLOAT_BY_ARCH
+    for prefix, fragments in by_arch.items():
       if arch.startswith(prefix):
         return fragments
-    raise ValueError(f"no matrix instruction known for {arch}; there are some for {', '.join(_BY_ARCH)}")
+    of = "" if bits == 16 else " and float32"
+    raise ValueError(f"no matrix instruction known for {arch}{of}; there are some for {', '.join(by_arch)}")
 
   # ** the hardware's own numbering **
 
@@ -85,9 +89,19 @@ class Fragments:
     return self.lanes // MMA_SIZE
 
   @property
+  def per_chunk(self) -> int:
+    """Elements in a chunk."""
+    return CHUNK_WORDS * 32 // self.bits
+
+  @property
   def width(self) -> int:
     """Elements of A, or of B, per lane and step."""
-    return max(CHUNK_ELEMENTS, self.operand)
+    return max(self.per_chunk, self.operand)
+
+  @property
+  def words(self) -> int:
+    """32-bit words of A, or of B, per lane and step."""
+    return self.width * self.bits // 32
 
   @property
   def products(self) -> int:
@@ -115,7 +129,7 @@ class Fragments:
 
   def chunk(self, step: UOp, lane: UOp) -> UOp:
     """The first chunk along k that a lane holds for a step."""
-    return step * (self.step // CHUNK_ELEMENTS) + (0 if self.repeated else lane // MMA_SIZE)
+    return step * (self.step // self.per_chunk) + (0 if self.repeated else lane // MMA_SIZE)
 
   def row_at(self, tile: Index, row: Index) -> Index:
     """The row within a step that row `row` of A in tile `tile` stands for; see the module's docstring."""
@@ -128,4 +142,6 @@ RDNA3 = Fragments(16, 32, 16, 8, repeated=True, interleaved=True)
 RDNA4 = Fragments(16, 32, 8, 8)
 CDNA3 = Fragments(16, 64, 4, 4)
 CDNA4 = Fragments(32, 64, 8, 4)
+CDNA_FLOAT = Fragments(4, 64, 1, 4, bits=32)
 _BY_ARCH = {"gfx11": RDNA3, "gfx1200": RDNA4, "gfx1201": RDNA4, "gfx942": CDNA3, "gfx950": CDNA4}
+_FLOAT_BY_ARCH = {"gfx942": CDNA_FLOAT, "gfx950": CDNA_FLOAT}

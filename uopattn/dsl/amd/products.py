@@ -12,14 +12,14 @@ from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv
 
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.amd.fragments import CHUNK_ELEMENTS, HIP, MMA_SIZE, Fragments
-from uopattn.dsl.amd.staging import CHUNK_WORDS, LdsRows
+from uopattn.dsl.amd.fragments import CHUNK_WORDS, HIP, MMA_SIZE, Fragments
+from uopattn.dsl.amd.staging import LdsRows
 from uopattn.dsl.packed import ALWAYS, Words, as_type, words_of
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.scope import gated, sizes
 from uopattn.dsl.view import View, row_start
 
-Operand = list[UOp]  # the `width` 16-bit elements of A, or of B, that a lane holds for a step
+Operand = list[UOp]  # the `width` elements of A, or of B, that a lane holds for a step
 
 
 def load_operands(
@@ -27,9 +27,7 @@ def load_operands(
 ) -> list[Operand]:
   """Load a row as this lane's B operand of each step; zeros where `exists` is false."""
   load, steps = words_of(rows, exists), ceildiv(rows.size, f.step)
-  words = [
-    [load(row, f.chunk(UOp.const(i), lane) * CHUNK_WORDS + w) for w in range(f.width // 2)] for i in range(steps)
-  ]
+  words = [[load(row, f.chunk(UOp.const(i), lane) * CHUNK_WORDS + w) for w in range(f.words)] for i in range(steps)]
   return [elements(f, dtype, step) for step in words]
 
 
@@ -42,11 +40,13 @@ def multiply(f: Fragments, a: Operand, b: Operand, c: UOp) -> UOp:
 
 
 def elements(f: Fragments, dtype: DType, words: Words) -> Operand:
-  """Reinterpret words as 16-bit elements.
+  """Reinterpret words as elements.
 
   tinygrad's lowering does not terminate if an operand is all of one vector that is no STACK. So the operand is made of
   half a vector, or of two.
   """
+  if f.bits == 32:
+    return [word.bitcast(dtype) for word in words]
   size = len(words) // 2 if f.products == 1 else len(words)
   result: Operand = []
   for part in (words[i : i + size] for i in range(0, len(words), size)):
@@ -61,7 +61,7 @@ def elements(f: Fragments, dtype: DType, words: Words) -> Operand:
 def read_row(f: Fragments, dtype: DType, lds: LdsRows, row: UOp, step: int, lane: UOp) -> Operand:
   """Load this lane's operand for one step from a row in LDS."""
   chunk = f.chunk(UOp.const(step), lane)
-  return elements(f, dtype, [word for i in range(f.width // CHUNK_ELEMENTS) for word in lds.load(row, chunk + i)])
+  return elements(f, dtype, [word for i in range(f.words // CHUNK_WORDS) for word in lds.load(row, chunk + i)])
 
 
 def mma_abt(
@@ -100,8 +100,8 @@ def lane_rows(f: Fragments, rows: int, lane: UOp) -> tuple[UOp, list[int]]:
 
 
 def rounded(dtype: DType, x: UOp) -> UOp:
-  """Round x to the nearest 16-bit float. Ties of bfloat16 go away from 0, which takes only one addition."""
-  if dtype == dtypes.half:
+  """Round x to the nearest float of a type. Ties of bfloat16 go away from 0, which takes only one addition."""
+  if dtype != dtypes.bfloat16:
     return x.cast(dtype)
   return ((x.bitcast(dtypes.uint) + 0x8000) >> 16).cast(dtypes.ushort).bitcast(dtype)
 
@@ -130,7 +130,8 @@ def as_operands(
   for steps, place in zip(tiles, places, strict=True):
     for i, step in enumerate(steps):
       words = [word_of(dtype, *step[j : j + 2]) for j in range(0, per_step, 2)]
-      stores.append(lds.after(*after).store_own(place, f.step // CHUNK_ELEMENTS * i + lane // MMA_SIZE, words))
+      chunk = f.step // f.per_chunk * i + lane // MMA_SIZE
+      stores.append(lds.after(*after).store_own(place, chunk, words))
   fenced = lds.fenced(*stores)
   return [[read_row(f, dtype, fenced, place, i, lane) for i in range(len(tiles[0]))] for place in places]
 
@@ -177,7 +178,7 @@ def store_acc(
 ) -> list[UOp]:
   """Store finished(acc) to o[head, row], unless the row is past o's end.
 
-  acc is (tiles of 16 columns, `result` elements in this lane). o is of a 16-bit type, or float32 for a split of the
+  acc is (tiles of 16 columns, `result` elements in this lane). o is of a 16-bit type or float32, as for a split of the
   keys that `combine` reads.
   """
   stores = []

@@ -13,11 +13,9 @@ from tinygrad.dtype import AddrSpace
 from tinygrad.helpers import round_up
 
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.amd.fragments import CHUNK_ELEMENTS, HIP, MMA_SIZE, Fragments
+from uopattn.dsl.amd.fragments import CHUNK_WORDS, HIP, MMA_SIZE, Fragments
 from uopattn.dsl.packed import ALWAYS, Load, Words
 from uopattn.dsl.scope import Scope, clamp
-
-CHUNK_WORDS = CHUNK_ELEMENTS // 2  # 32-bit words in a chunk
 
 Source = tuple[Load, int]  # a matrix in global memory, and the length of its rows in LDS, in whole fragments
 Number = Callable[[UOp], UOp]  # row -> its float32 statistic
@@ -36,9 +34,9 @@ class LdsRows:
   stride: int
 
   @classmethod
-  def make(cls, s: Scope, rows: int, columns: int, pad: int) -> "LdsRows":
-    """Allocate rows of `columns` elements, padded by `pad` chunks."""
-    stride = (columns // CHUNK_ELEMENTS + pad) * CHUNK_WORDS
+  def make(cls, s: Scope, f: Fragments, rows: int, columns: int) -> "LdsRows":
+    """Allocate rows of `columns` elements, padded by `f.pad` chunks."""
+    stride = (columns // f.per_chunk + f.pad) * CHUNK_WORDS
     return cls(s.buffer(rows * stride, dtype=dtypes.uint, space=AddrSpace.LOCAL), stride)
 
   def after(self, *after: UOp) -> "LdsRows":
@@ -85,8 +83,8 @@ class RegisterPipeline:
   ):
     """`length` is the number of rows that exist."""
     self.length, self.block = length, block
-    self.as_is = [LdsRows.make(s, block, columns, f.pad) for _, columns in as_is]
-    self.transposed = [LdsRows.make(s, columns, block, f.pad) for _, columns in transposed]
+    self.as_is = [LdsRows.make(s, f, block, columns) for _, columns in as_is]
+    self.transposed = [LdsRows.make(s, f, columns, block) for _, columns in transposed]
     self.row_stats = [s.buffer(round_up(block, threads), space=AddrSpace.LOCAL) for _ in row_stats]
     self._parts: list[RowCopy | TransposedCopy | RowStatCopy] = [
       *(RowCopy(s, f, block, threads, thread, source, lds) for source, lds in zip(as_is, self.as_is, strict=True)),
@@ -119,8 +117,8 @@ class RowCopy:
 
   def __init__(self, s: Scope, f: Fragments, block: int, threads: int, thread: UOp, source: Source, lds: LdsRows):
     self.word, columns = source
-    self.lds, pieces = lds, block * columns // CHUNK_ELEMENTS
-    self.places = [chunk_place(f, thread + i, columns // CHUNK_ELEMENTS, pieces) for i in range(0, pieces, threads)]
+    self.lds, pieces = lds, block * columns // f.per_chunk
+    self.places = [chunk_place(f, thread + i, columns // f.per_chunk, pieces) for i in range(0, pieces, threads)]
     self.words = s.buffer(len(self.places), CHUNK_WORDS, dtype=dtypes.uint)
 
   def load(self, row: Callable[[UOp], UOp], *after: UOp) -> list[UOp]:
@@ -137,26 +135,30 @@ class RowCopy:
 
 
 class TransposedCopy:
-  """A thread's pieces of a matrix that is transposed: two columns of eight rows each."""
+  """A thread's pieces of a matrix that is transposed: a word of columns, one or two, of a chunk of rows each."""
 
   def __init__(self, s: Scope, f: Fragments, block: int, threads: int, thread: UOp, source: Source, lds: LdsRows):
     self.word, columns = source
-    self.lds, pieces = lds, columns // 2 * (block // CHUNK_ELEMENTS)
-    self.places = [pair_place(f, thread + i, columns // 2, pieces) for i in range(0, pieces, threads)]
-    self.words = s.buffer(len(self.places), CHUNK_ELEMENTS, dtype=dtypes.uint)
+    self.lds, self.rows, words = lds, f.per_chunk, columns * f.bits // 32
+    pieces = words * (block // self.rows)
+    self.places = [word_place(f, thread + i, words, pieces) for i in range(0, pieces, threads)]
+    self.words = s.buffer(len(self.places), self.rows, dtype=dtypes.uint)
 
   def load(self, row: Callable[[UOp], UOp], *after: UOp) -> list[UOp]:
     words, stores = self.words.after(*after), []
-    for i, (pair, chunk, _) in enumerate(self.places):
-      stores += [words[i, e].store(self.word(row(chunk * CHUNK_ELEMENTS + e), pair)) for e in range(CHUNK_ELEMENTS)]
+    for i, (word, chunk, _) in enumerate(self.places):
+      stores += [words[i, e].store(self.word(row(chunk * self.rows + e), word)) for e in range(self.rows)]
     return stores
 
   def store(self, *after: UOp) -> list[UOp]:
     words, lds, stores = self.words.after(*after), self.lds.after(*after), []
-    for i, (pair, chunk, inside) in enumerate(self.places):
-      loaded = [words[i, e].load() for e in range(CHUNK_ELEMENTS)]  # of two columns, for eight rows
-      for half, column in ((ins.low_halves, 2 * pair), (ins.high_halves, 2 * pair + 1)):
-        stores += lds.store(column, chunk, [half(HIP, *loaded[e : e + 2]) for e in range(0, CHUNK_ELEMENTS, 2)], inside)
+    for i, (word, chunk, inside) in enumerate(self.places):
+      loaded = [words[i, e].load() for e in range(self.rows)]
+      if self.rows == CHUNK_WORDS:
+        stores += lds.store(word, chunk, loaded, inside)
+        continue
+      for half, column in ((ins.low_halves, 2 * word), (ins.high_halves, 2 * word + 1)):  # of eight rows
+        stores += lds.store(column, chunk, [half(HIP, *loaded[e : e + 2]) for e in range(0, self.rows, 2)], inside)
     return stores
 
 
@@ -190,8 +192,16 @@ def chunk_place(f: Fragments, piece: UOp, chunks: int, pieces: int) -> tuple[UOp
   return row, at, chunk, inside
 
 
-def pair_place(f: Fragments, piece: UOp, pairs: int, pieces: int) -> tuple[UOp, UOp, UOp]:
-  """(pair of columns, chunk of rows, whether the piece exists). Pieces run over 2 `pad` chunks, then the pairs."""
-  near, inside = 2 * f.pad, piece < pieces
+def word_place(f: Fragments, piece: UOp, words: int, pieces: int) -> tuple[UOp, UOp, UOp]:
+  """(word of a row, chunk of rows, whether the piece exists). Pieces run over `near` chunks, then the words.
+
+  In float32 each word is a row in LDS. Rows 4 apart are then 32 banks apart, or with 4 chunks rows 2 apart 16 banks.
+  """
+  near = 2 * f.pad * (2 if f.bits == 32 and pieces // words % (4 * f.pad) == 0 else 1)
+  inside = piece < pieces
   piece = inside.where(piece, 0)
-  return piece // near % pairs, piece % near + near * (piece // (near * pairs)), inside
+  word, chunk = piece // near % words, piece % near + near * (piece // (near * words))
+  if f.bits == 32:
+    apart = near // 2
+    word = word // 8 * 8 + word % (8 // apart) * apart + word % 8 // (8 // apart)
+  return word, chunk, inside

@@ -11,16 +11,22 @@ permutations separate them: one operand has the even columns of 16, the other th
 In words of four neighbours, a lane's keys then are in the order of P: 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. ldmatrix
 cannot transpose 32-bit elements: V is then read element by element, keys 2 t and 2 t + 1 of 8 as P has them.
 
+float32 is multiplied in tf32, whose products ignore the last 13 bits: in one product, or at float32's own accuracy in
+three products of parts (`uopattn.dsl.gpu.parts`), which are split in registers. Tensor cores cut off what float32 does
+not hold of a sum (Fasi et al., "Numerical behavior of NVIDIA tensor cores", 2021).
+
 Source: PTX ISA, "Matrix Fragments for mma.m16n8k8", "k16" and "k32", "ldmatrix", "prmt".
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from tinygrad import UOp
 from tinygrad.dtype import AddrSpace, DType, dtypes
 
 from uopattn.dsl import instructions as ins
+from uopattn.dsl.gpu.parts import PAIRS, tf32_parts
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, QUAD
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.schedule import DTYPES_8
@@ -29,7 +35,20 @@ from uopattn.dsl.scope import Scope
 CUDA = "cuda"
 STEP_BYTES = 32
 PAIR = 2 * MMA_N  # columns of two right operands, loaded together
+CHAIN = 4  # steps whose products of parts are added up by the tensor cores
+ZERO = UOp.const((0.0,) * 4, dtypes.float)
+Operand = list[UOp]  # the parts of an operand of one step
 Accumulators = list[list[UOp]]  # for each 16 rows, tiles of 8 columns; see `uopattn.dsl.nvidia.mma_layout`
+
+
+class Stored(NamedTuple):
+  """16 rows of a tile in shared memory, from `first` on."""
+
+  tile: SwizzledTiles
+  first: UOp
+
+
+Left = list[UOp] | Stored  # 16 rows as left operands: in registers, one per step, or where they are
 
 
 @dataclass(frozen=True)
@@ -38,13 +57,15 @@ class Mma:
 
   Attributes:
     scope: the kernel's scope.
-    dtype: float16, bfloat16, fp8e4m3, fp8e5m2, or float32, whose last 13 bits the products ignore (tf32).
+    dtype: float16, bfloat16, fp8e4m3, fp8e5m2, or float32, whose last 13 bits a product ignores (tf32).
     turing: whether a step is two instructions of 8 along k, for float16 on sm_75.
+    parts: the parts of an operand, 2 for float32 at its own accuracy.
   """
 
   scope: Scope
   dtype: DType
   turing: bool = False
+  parts: int = 1
 
   @property
   def step(self) -> int:
@@ -59,59 +80,104 @@ class Mma:
       acc = UOp.wmma(_part(a, half, 4), _part(b, half, 2), acc, (MMA_N, MMA_M, self.step // 2), "CUDA", 32)
     return acc
 
-  def load_left(self, tile: SwizzledTiles, first: UOp, lane: UOp) -> list[UOp]:
-    """Load the 16 rows from `first` on as left operands, one per step along the columns."""
-    frags = []
-    for step in range(tile.columns // self.step):
-      frag = self.scope.buffer(self.step // 2, dtype=self.dtype)
-      row, chunk = first + lane % MMA_M, 2 * step + lane // MMA_M
-      frags.append(frag.after(ins.ldmatrix(CUDA, frag[0], tile.at(row, chunk))))
-    return frags
+  def chain(self, left: Sequence[Operand], right: Sequence[Operand], acc: UOp | None) -> UOp:
+    """acc + A B over the steps of a chain, four elements in this lane; None stands for 0."""
+    total = ZERO if acc is None or self.parts > 1 else acc
+    for i, j in PAIRS[self.parts]:
+      for a, b in zip(left, right, strict=True):
+        total = self.multiply(a[i], b[j], total)
+    return total if acc is None or self.parts == 1 else UOp.stack(*[acc[e] + total[e] for e in range(4)])
+
+  def in_parts(self, operand: UOp) -> Operand:
+    """The parts of an operand of one step, registers or a value."""
+    if self.parts == 1:
+      return [operand]
+    elements = [operand[i] for i in range(operand.shape[0])]
+    values = [tf32_parts(e.load() if operand.addrspace is AddrSpace.REG else e) for e in elements]
+    return [UOp.stack(*part) for part in zip(*values, strict=True)]
+
+  def load_left(self, tile: SwizzledTiles, first: UOp, lane: UOp) -> Left:
+    """Load the 16 rows from `first` on as left operands, one per step along the columns.
+
+    In parts they would need too many registers: then `mma_abt` loads each chain when it is needed.
+    """
+    rows = Stored(tile, first)
+    return rows if self.parts > 1 else [self.load_step(rows, step, lane) for step in range(tile.columns // self.step)]
+
+  def load_step(self, rows: Stored, step: int, lane: UOp, *after: UOp) -> UOp:
+    """Load the left operand of one step."""
+    frag = self.scope.buffer(self.step // 2, dtype=self.dtype)
+    row, chunk = rows.first + lane % MMA_M, 2 * step + lane // MMA_M
+    return frag.after(ins.ldmatrix(CUDA, frag[0], rows.tile.at(row, chunk), *after))
 
   def mma_abt(
     self,
-    left: list[list[UOp]],
+    left: Sequence[Left],
     tile: SwizzledTiles,
     lane: UOp,
     acc: Accumulators | None = None,
-    steps: Sequence[int] | None = None,
+    over: Sequence[int] | None = None,
   ) -> Accumulators:
     """acc + A B^T for each A in `left`, 16 rows from `load_left`, over some steps or all.
 
     B is as many rows of a tile as acc has columns. By default acc is 0, with a column for each row.
     """
-    zero = UOp.const((0.0,) * 4, dtypes.float)
-    out = [list(x) for x in acc] if acc else [[zero] * (tile.rows // MMA_N) for _ in left]
-    for step in steps or range(len(left[0])):
+    out: list[list[Any]] = [list(x) for x in acc] if acc else [[None] * (tile.rows // MMA_N) for _ in left]
+    after: tuple[UOp, ...] = (tile.memory,) if self.parts > 1 else ()
+    for steps in self.chains(over or range(tile.columns // self.step)):
+      a = [
+        [self.in_parts(self.load_step(rows, i, lane, *after) if isinstance(rows, Stored) else rows[i]) for i in steps]
+        for rows in left
+      ]
       for n in range(0, len(out[0]), 2):
-        for j, right in enumerate(self.load_right(tile, n * MMA_N, step, lane)):
-          for found, a in zip(out, left, strict=True):
-            found[n + j] = self.multiply(a[step], right, found[n + j])
+        pairs = [self.load_right(tile, n * MMA_N, step, lane, *after) for step in steps]
+        after = self.add_pair(out, n, a, pairs, *after)
     return out
 
   def mma_ab(self, left: list[list[UOp]], tile: SwizzledTiles, lane: UOp, acc: Accumulators) -> Accumulators:
     """acc + A B for each A in `left`, 16 rows from `as_left`. B is a tile."""
-    out = [list(x) for x in acc]
-    for step in range(len(left[0])):
+    out: list[list[Any]] = [list(x) for x in acc]
+    after: tuple[UOp, ...] = ()
+    for steps in self.chains(range(len(left[0]))):
+      a = [[self.in_parts(rows[step]) for step in steps] for rows in left]
+      if self.parts > 1:
+        after = (ins.read_later(CUDA, a[-1][-1][-1][-1], *after),)
       for d in range(0, len(out[0]), 2):
-        for j, right in enumerate(self.load_right_transposed(tile, step, d * MMA_N, lane)):
-          for found, a in zip(out, left, strict=True):
-            found[d + j] = self.multiply(a[step], right, found[d + j])
+        pairs = [self.load_right_transposed(tile, step, d * MMA_N, lane, *after) for step in steps]
+        after = self.add_pair(out, d, a, pairs, *after)
     return out
 
-  def load_right(self, tile: SwizzledTiles, first: int, step: int, lane: UOp) -> list[UOp]:
+  def chains(self, steps: Sequence[int]) -> list[Sequence[int]]:
+    """The steps of each chain."""
+    length = 1 if self.parts == 1 else CHAIN
+    return [steps[first : first + length] for first in range(0, len(steps), length)]
+
+  def add_pair(
+    self, out: list[list[Any]], first: int, left: list[list[Operand]], pairs: list[list[UOp]], *after: UOp
+  ) -> tuple[UOp, ...]:
+    """Add A B to the accumulator tiles `first` and `first` + 1 of each A's rows, over the steps of a chain.
+
+    Returns what later loads must come after: in parts, operands take so many registers that few may be loaded early.
+    """
+    for j in range(2):
+      right = [self.in_parts(pair[j]) for pair in pairs]
+      for found, a in zip(out, left, strict=True):
+        found[first + j] = self.chain(a, right, found[first + j])
+    return (ins.read_later(CUDA, out[-1][first + 1][-1], *after),) if self.parts > 1 else after
+
+  def load_right(self, tile: SwizzledTiles, first: int, step: int, lane: UOp, *after: UOp) -> list[UOp]:
     """Load rows `first` to `first` + 15 as the columns of two right operands, for one step along the tile's columns."""
     pair = self.scope.buffer(2, self.step // 4, dtype=self.dtype)
     row, chunk = first + lane // MMA_M * MMA_N + lane % MMA_N, 2 * step + lane // MMA_N % 2
-    loaded = pair.after(ins.ldmatrix(CUDA, pair[0, 0], tile.at(row, chunk)))
+    loaded = pair.after(ins.ldmatrix(CUDA, pair[0, 0], tile.at(row, chunk), *after))
     return [loaded[0], loaded[1]]
 
-  def load_right_transposed(self, tile: SwizzledTiles, step: int, first: int, lane: UOp) -> list[UOp]:
+  def load_right_transposed(self, tile: SwizzledTiles, step: int, first: int, lane: UOp, *after: UOp) -> list[UOp]:
     """Load columns `first` to `first` + 15 of a step's rows as two right operands, whose k are these rows."""
     if self.dtype == dtypes.float32:
       rows = [step * self.step + lane % QUAD * 2 + i for i in range(2)]
       columns = [first + j * MMA_N + lane // QUAD for j in range(2)]
-      return [UOp.stack(*[tile.element(row, column).bitcast(self.dtype) for row in rows]) for column in columns]
+      return [UOp.stack(*[tile.element(row, column, *after).bitcast(self.dtype) for row in rows]) for column in columns]
     pair = self.scope.buffer(2, self.step // 4, dtype=self.dtype)
     if self.dtype not in DTYPES_8:
       row, chunk = step * self.step + lane % MMA_M, first // MMA_N + lane // MMA_M

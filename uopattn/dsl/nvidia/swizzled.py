@@ -114,9 +114,10 @@ class SwizzledTiles:
     first = self.base + (chunk // per * self.height + row) * self.width + place * self.chunk
     return self.memory[(first ^ (right % per * self.chunk)) + (right // per * self.height + down) * self.width]
 
-  def element(self, row: UOp, column: UOp) -> UOp:
-    """Load the bits of an element."""
-    return self.memory[self.at(row, column // self.chunk).src[1] + column % self.chunk].load()
+  def element(self, row: UOp, column: UOp, *after: UOp) -> UOp:
+    """Load the bits of an element, after the statements `after`."""
+    place = self.at(row, column // self.chunk).src[1] + column % self.chunk
+    return (self.memory.after(*after) if after else self.memory)[place].load()
 
   def fill_tile(self, position: UOp, source: HeadView, n_tile: UOp, thread: UOp, *after: UOp) -> list[UOp]:
     """Start copying tile `n_tile` of the rows of a head into slot position % slots; see `fill`.
@@ -170,17 +171,21 @@ class SwizzledTiles:
 
   def _single(self, to: UOp, source: HeadView, start: UOp, column: UOp, there: UOp | None) -> list[UOp]:
     """Copy a chunk element by element, for rows that do not start at multiples of 16 bytes."""
-    stores, bits = [], as_type(source.x, dtypes.uchar if source.widens else self.bits)
+    stores, bits = [], as_type(source.x, source.bits if source.widens else self.bits)
     for e in range(self.chunk):
       value = _or_zero(bits, start + e, _both(there, _below(column + e, source.size)))
       stores.append(self.memory[to.src[1] + e].store(source.wide_bits(value) if source.widens else value))
     return stores
 
   def _widened(self, source: HeadView, start: UOp, there: UOp | None) -> list[UOp]:
-    """Load the four words of a chunk whose elements have 8 bits in memory."""
+    """Load the four words of a chunk whose elements have fewer bits in memory."""
     flat, per = as_type(source.x, dtypes.uint), 4 // self.bits.itemsize  # elements in a word
-    words = [_or_zero(flat, start // 4 + i, there) for i in range(self.chunk // 4)]
-    elements = [source.wide_bits(((word >> 8 * i) & 0xFF).cast(dtypes.uchar)) for word in words for i in range(4)]
+    size = source.bits.itemsize
+    words = [_or_zero(flat, start // (4 // size) + i, there) for i in range(self.chunk * size // 4)]
+    parts = [
+      ((word >> 8 * size * i) & (1 << 8 * size) - 1).cast(source.bits) for word in words for i in range(4 // size)
+    ]
+    elements = [source.wide_bits(part) for part in parts]
     shifted = [x.cast(dtypes.uint) << 8 * self.bits.itemsize * (i % per) for i, x in enumerate(elements)]
     return [reduce(UOp.__or__, shifted[i : i + per]) for i in range(0, self.chunk, per)]
 

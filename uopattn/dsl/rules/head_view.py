@@ -97,7 +97,7 @@ class HeadView:
     size: elements per row.
     length: number of rows. No row from there on is read.
     start: maps a row to the flat index of its first element in the buffer.
-    to: the type to which 8-bit elements are widened, see `uopattn.dsl.rules.quantized`; None leaves them as they are.
+    to: the type to which elements of fewer bits are widened, see `uopattn.dsl.rules.quantized`; None leaves them.
     unit: a number of elements that divides the start of every row; None is the size of a row.
     strides: where the rows of all heads lie; None where that is not regular.
     head: the head, numbered through all batch elements.
@@ -128,7 +128,12 @@ class HeadView:
   @property
   def widens(self) -> bool:
     """Whether elements are widened."""
-    return self.to is not None and self.x.dtype.itemsize == 1 and self.x.dtype != self.to
+    return self.to is not None and self.x.dtype.itemsize < self.to.itemsize
+
+  @property
+  def bits(self) -> DType:
+    """An unsigned integer type of the elements' size, if that is 8 or 16 bits."""
+    return dtypes.uchar if self.x.dtype.itemsize == 1 else dtypes.ushort
 
   @classmethod
   def paged(cls, x: UOp | View, pages: Pages, b: UOp, head: UOp, length: UOp) -> "HeadView":
@@ -149,12 +154,12 @@ class HeadView:
     return widened(found, self.x.dtype, self.to) if self.to is not None and self.widens else found
 
   def place(self, row: UOp, d: UOp, inside: UOp | None = None) -> UOp:
-    """Index element d of a row in memory, as a byte if the view widens; only where `inside` is true."""
+    """Index element d of a row in memory, as its bits if the view widens; only where `inside` is true."""
     place = self.start(row) + d
-    memory = as_type(self.x, dtypes.uchar) if self.widens else self.x.base
+    memory = as_type(self.x, self.bits) if self.widens else self.x.base
     return memory[place if inside is None else place.valid(inside)]
 
-  def wide_bits(self, byte: UOp) -> UOp:
-    """The bits of a byte's element after widening."""
+  def wide_bits(self, bits: UOp) -> UOp:
+    """The bits of an element after widening."""
     assert self.to is not None
-    return widened_bits(byte, self.x.dtype, self.to)
+    return widened_bits(bits, self.x.dtype, self.to)

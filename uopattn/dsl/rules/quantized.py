@@ -1,4 +1,4 @@
-"""8-bit elements, widened to the 16- or 32-bit type in which they are multiplied.
+"""Elements of 8 or 16 bits, widened to the 16- or 32-bit type in which they are multiplied.
 
 A stored number is its widened value times a power of two, `unit`. So fp8e4m3 becomes float16 by a shift only, and a row
 that uses the range of its type has values of about 1 in float16. The latter matters because a kernel multiplies its
@@ -20,31 +20,37 @@ def unit(stored: DType, to: DType) -> float:
   return 1.0 if to != dtypes.half else 2.0**7 if stored == dtypes.int8 else 2.0**15
 
 
-def widened(byte: UOp, stored: DType, to: DType) -> UOp:
+def widened(bits: UOp, stored: DType, to: DType) -> UOp:
   """An element divided by `unit`, exactly, but fp8e5m2 in float16 to a multiple of 2**-24, and fp8e4m3 without NaN.
 
   Args:
-    byte: bits of the element, uint8.
-    stored: type of the element, one of QUANTIZED_DTYPES.
-    to: float16, bfloat16 or float32.
+    bits: of the element, uint8 or uint16.
+    stored: type of the element: one of QUANTIZED_DTYPES; or float16 or bfloat16, whose `unit` is 1.
+    to: float16, bfloat16 or float32; float32 if `stored` has 16 bits.
   """
+  if stored == dtypes.half:
+    return bits.bitcast(stored).cast(to)
+  if stored == dtypes.bfloat16:
+    return (bits.cast(dtypes.uint) << 16).bitcast(to)
   if stored == dtypes.int8:
-    number = byte.bitcast(dtypes.int8).cast(dtypes.half if to == dtypes.half else dtypes.float)
+    number = bits.bitcast(dtypes.int8).cast(dtypes.half if to == dtypes.half else dtypes.float)
   else:
-    number = _shifted(byte, stored).bitcast(dtypes.half)
+    number = _shifted(bits, stored).bitcast(dtypes.half)
   if to == dtypes.half:
     return number if stored == dtypes.fp8e4m3 else number * (1 / unit(stored, to))
   number = number.cast(dtypes.float)
   return number if to == dtypes.float else _upper_half(number).bitcast(dtypes.bfloat16)
 
 
-def widened_bits(byte: UOp, stored: DType, to: DType) -> UOp:
+def widened_bits(bits: UOp, stored: DType, to: DType) -> UOp:
   """The bits of `widened` as an unsigned integer, without a bitcast of a bitcast: tinygrad fails on constant ones."""
   if stored == dtypes.fp8e4m3 and to == dtypes.half:
-    return _shifted(byte, stored)
+    return _shifted(bits, stored)
+  if stored == dtypes.bfloat16:
+    return bits.cast(dtypes.uint) << 16
   if to == dtypes.bfloat16:
-    return _upper_half(widened(byte, stored, dtypes.float))
-  return widened(byte, stored, to).bitcast(dtypes.ushort if to == dtypes.half else dtypes.uint)
+    return _upper_half(widened(bits, stored, dtypes.float))
+  return widened(bits, stored, to).bitcast(dtypes.ushort if to == dtypes.half else dtypes.uint)
 
 
 def _shifted(byte: UOp, stored: DType) -> UOp:

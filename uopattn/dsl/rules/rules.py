@@ -6,6 +6,7 @@ from functools import reduce
 from math import inf, nan
 
 from tinygrad import UOp, dtypes
+from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv
 
 from uopattn.dsl.math import LOG2E, tanh
@@ -95,12 +96,15 @@ class HeadRules(HeadMasks):
     """The factors on q.k and on the scores; see `Scaling`."""
     return self.rules.scaling
 
-  def keys(self, x: UOp) -> HeadView:
-    """View this head's keys or values: x is (B * kv_heads, N, size), or (pages * kv_heads, rows per page, size)."""
+  def keys(self, x: UOp, to: DType | None = None) -> HeadView:
+    """View this head's keys or values: x is (B * kv_heads, N, size), or (pages * kv_heads, rows per page, size).
+
+    Elements that have fewer bits than `to` are widened to it, or, if they have scales, to `Scales.operand`.
+    """
     r = self.rules
     if r.pages is not None:
-      return HeadView.paged(x, r.pages, self.b, self._kv_head, self.length)
-    operand = None if r.scales is None else r.scales.operand
+      return replace(HeadView.paged(x, r.pages, self.b, self._kv_head, self.length), to=to)
+    operand = to if r.scales is None else r.scales.operand
     return HeadView.of(x, self.b * r.kv_heads + self._kv_head, self.length, operand)
 
   def of_tile(self, s: Scope, first: UOp, block_n: int, within: tuple[UOp, ...]) -> "HeadRules":

@@ -1,0 +1,35 @@
+"""float32 as a sum of parts that a matrix unit multiplies, so that a few of its products have float32's accuracy.
+
+x = x[0] + x[1] + ..., each part the rest rounded to the unit's type. A B is then the sum of the products of parts,
+without those below float32's rounding:
+  2 parts of tf32, 11 bits each:       A1 B0 + A0 B1 + A0 B0
+  3 parts of bfloat16, 8 bits each:    A2 B0 + A1 B1 + A0 B2 + A1 B0 + A0 B1 + A0 B0
+Both types have float32's exponents, so nothing must be scaled. Products are added in this order, the small ones first.
+An infinity, less itself, is NaN in the next part, and so is then what it is multiplied with.
+
+Matrix units may round sums towards zero, each time a little too small. So a chain of products starts at zero and is
+short, and chains are added up by ordinary additions.
+
+Sources: Markidis et al., "NVIDIA Tensor Core Programmability, Performance & Precision" (2018); Ootomo and Yokota,
+"Recovering single precision accuracy from Tensor Cores while surpassing the FP32 theoretical peak performance" (2022),
+for the chains; Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For
+Higher-Precision Computations" (2019).
+"""
+
+from tinygrad import UOp, dtypes
+
+PAIRS = {
+  1: ((0, 0),),
+  2: ((1, 0), (0, 1), (0, 0)),
+  3: ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0)),
+}
+"""The products of parts of A and B that are added, by the number of parts, in order."""
+
+
+def tf32_parts(x: UOp) -> tuple[UOp, UOp]:
+  """Split a float32 into two for products in tf32, which cut off the low 13 bits of each.
+
+  The first is x itself: what is cut off of it is the second, from which 11 bits are left. So that these are rounded
+  rather than cut off, on average, the second is larger by x 2**-23. It takes two instructions, and no other register.
+  """
+  return x, x * (1 + 2.0**-23) - (x.bitcast(dtypes.uint) & 0xFFFFE000).bitcast(dtypes.float)
