@@ -74,7 +74,8 @@ class Trial:
     values = _bound(s) or {}
     bound = tuple(UOp.variable(u.expr, u.vmin, u.vmax).bind(x) for u, x in values.items() if u.vmin < u.vmax)
     given = {name: [x] for name, x in tensors.items() if name not in launch.kernel.outputs}
-    gates = _gates(s, arrays, values, tf32=s.tf32 and launch.schedule.tf32)
+    products = {"tf32": s.tf32 and launch.schedule.tf32, "cut": launch.schedule.cuts and s.dtype in DTYPES_8}
+    gates = _gates(s, arrays, values, products)
     return cls(s, device, given, bound, tensors["o"], tensors["lse"], gates)
 
   def runner(self, launch: Launch) -> Runner:
@@ -154,8 +155,10 @@ def _parts(s: AttentionSpec) -> list[Part]:
   return [(slice(b, b + 1), slice(h * group, (h + 1) * group), run) for b, h in groups for run in runs]
 
 
-def _gates(s: AttentionSpec, arrays: dict[str, Array], values: dict[UOp, int], tf32: bool) -> list[tuple[Part, Gate]]:
-  """Return the gates for the parts that are checked."""
+def _gates(
+  s: AttentionSpec, arrays: dict[str, Array], values: dict[UOp, int], products: dict[str, bool]
+) -> list[tuple[Part, Gate]]:
+  """Return the gates for the parts that are checked; `products` says how products are computed, for `Gate`."""
   layouts = dict(s.layouts)
   shapes = {"q": (s.B, s.Hq, s.M, s.Dk), "k": (s.B, s.Hkv, s.N, s.Dk), "v": (s.B, s.Hkv, s.N, s.Dv)}
   q, k, v = (_viewed(arrays[name], layouts.get(name), shapes[name]) for name in "qkv")
@@ -163,7 +166,7 @@ def _gates(s: AttentionSpec, arrays: dict[str, Array], values: dict[UOp, int], t
   for part in _parts(s):
     b, heads, _ = part
     of_keys = b, slice(heads.start // s.group, heads.stop // s.group)
-    options = {"scale": s.scale, "softcap": s.softcap, "tf32": tf32} | _rules(s, arrays, values, part)
+    options = {"scale": s.scale, "softcap": s.softcap} | products | _rules(s, arrays, values, part)
     found.append((part, Gate.of_arrays(q[part], k[of_keys], v[of_keys], s.dtype, **options)))
   return found
 
