@@ -289,7 +289,6 @@ SUBJECTS: dict[str, Subject] = {
       "odd lengths": (1, 2, 2, 77, 131, 48, 16),
       "grouped": (2, 4, 2, 50, 90, 16, 48),
       "head of 128": (1, 1, 1, 130, 260, 128, 128),
-      "large head": (1, 1, 1, 20, 40, 256, 256),
     },
     mistakes.HOPPER8,
     small=lambda arch: H(1, 32, producer=True, step=32),

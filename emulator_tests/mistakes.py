@@ -201,9 +201,11 @@ HOPPER8 = nvidia(hopper_forward, hopper_forward, "online_softmax") | {
     lambda right: lambda family, x, dtype: right(family, [x[0], x[2], x[1], x[3]] if len(x) == 4 else x, dtype),
   ),
   "products of tiles added up without a rescale": Mistake(
-    hopper_forward.Mainloop, "add_pv", lambda right: lambda self, state, out, alphas: right(
-      self, state, out, None if alphas is None else [x * 0 + 1 for x in alphas]
-    )
+    hopper_forward.Mainloop,
+    "add_pv",
+    lambda right: (
+      lambda self, state, out, alphas: right(self, state, out, None if alphas is None else [x * 0 + 1 for x in alphas])
+    ),
   ),
 }
 # What a producer brings, and the jobs of persistent workgroups. The gate must reject these.

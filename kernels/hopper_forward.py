@@ -24,6 +24,16 @@ There are two ways to bring them there, behind one interface, `Pipeline`:
 
 Full tiles, which all queries of the workgroup see completely, come first and need no mask; masked tiles follow.
 
+In 8 bits, with head sizes up to 128, a producer is needed, whose warps also transpose V, because tensor cores want k
+along the rows (`uopattn.dsl.nvidia.transposed`). P is scaled by a power of two and rounded to 8 bits, as in
+`cuda_forward`. The tensor cores cut off all but 14 bits of each term (`uopattn.emulator.warpgroup.cut_product`), so P V
+of each tile starts at 0, and the threads add it to O in float32, in the multiply-add that rescales O. Scores keep the
+errors of their own product, about 1e-4 of a score, which show in the LSE (`uopattn.proof.errors.of_lse`).
+This has **not run on a card yet** and is not timed, so `dispatch` prefers `cuda_forward`; `uopattn.tune` measures and
+checks both. Counted at D=128 for 128 queries and keys: 1024 cycles of products on a multiprocessor, where float16 takes
+2048, and 1070 instructions per scheduler, where float16 has 954: 1.4 times as fast as float16 if nothing overlaps, 1.7
+if all does.
+
 Measured 2026-11-23 on an H200 (H=32, float16, 16384 tokens, kept busy so that its clock is limited by power), TFLOP/s
 and the ratio to cuDNN in the same run, for N=512 / 1024 / 2048 / 4096 / 8192:
     D=128          482 543 575 593 608    1.08 1.08 1.06 1.07 1.06
@@ -36,8 +46,9 @@ bool mask (496 bytes), `mask_mod` and an added 16-bit mask (112 each) and bounds
 mask (16).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
@@ -142,9 +153,10 @@ class Tiles:
     In 8 bits a producer transposes V. So tensor maps must describe the rows, and there must be registers for it.
     """
     Dk, Dv = problem.Dk, problem.Dv
-    chunk = 16 // problem.dtype.itemsize
-    whole = target.arch == "sm_90" and Dk % chunk == 0 and Dv % chunk == 0 and max(Dk, Dv) <= MAX_HEAD_DIM
-    return whole and (problem.dtype in DTYPES_16 or (problem.light and problem.fits_tensor_maps))
+    if problem.dtype in DTYPES_8 and not (problem.light and problem.fits_tensor_maps):
+      return False
+    chunk, most = 16 // problem.dtype.itemsize, max(_measured(problem))[0]
+    return target.arch == "sm_90" and Dk % chunk == 0 and Dv % chunk == 0 and max(Dk, Dv) <= most
 
   @classmethod
   def choose(cls, problem: Problem, target: Target) -> "Tiles":
@@ -161,11 +173,11 @@ class Tiles:
     """All tiles whose speed is known for such head sizes, that of the highest predicted speed first; see `choose`."""
     heads, M, N, Dk, Dv, causal = problem.heads, problem.M, problem.N, problem.Dk, problem.Dv, problem.is_causal
     if not cls.serves(problem, target):
-      chunk = 16 // problem.dtype.itemsize
+      chunk, most = 16 // problem.dtype.itemsize, max(_measured(problem))[0]
+      only = "; in 8 bits no features but masks of places and sinks, and rows that start at multiples of 16 bytes"
       raise ValueError(
         f"{target.arch} with head sizes {Dk} and {Dv}: must be sm_90, with head sizes that are multiples of {chunk} up "
-        f"to {MAX_HEAD_DIM}" + ("" if chunk == 8 else ", no features but causal masks, windows and sinks, and rows "
-        "that start at multiples of 16 bytes")
+        f"to {most}{only if chunk == 16 else ''}"
       )
 
     def promise(x: Measured) -> float:
@@ -174,7 +186,7 @@ class Tiles:
       keys, measured = (N / 2, LENGTH / 2) if causal else (N, LENGTH)  # a causal mask skips about half the tiles
       return x.speed * rows * turns * (1 + x.ends / measured) / (1 + x.ends / keys)
 
-    known = MEASURED if problem.dtype in DTYPES_16 else MEASURED_8
+    known = _measured(problem)
     size = next(size for size, _ in known if max(Dk, Dv) <= size)
     allowed = [x for x in known[size, causal] if problem.light or not x.tiles.producer]
     found = []
@@ -187,6 +199,11 @@ class Tiles:
         f"head sizes {Dk} and {Dv}: {found[0]} needs {found[0].shared_bytes(Dk, Dv)} bytes, of {target.lds}"
       )
     return list(dict.fromkeys(fitting))
+
+
+def _measured(problem: Problem) -> "Mapping[tuple[int, bool], tuple[Measured, ...]]":
+  """What is known of tiles for a problem's type."""
+  return MEASURED if problem.dtype in DTYPES_16 else MEASURED_8
 
 
 class Measured(NamedTuple):
@@ -207,8 +224,6 @@ class Measured(NamedTuple):
 
 # Registers per thread of the producer and of the consumers, of 65536, by the number of consuming warpgroups.
 REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}
-REGISTERS_TRANSPOSING = {1: (56, 224), 2: (56, 224), 3: (56, 152)}
-MAX_HEAD_DIM = 256
 MULTIPROCESSORS = 132  # of an H100 or H200
 L2_BYTES = 32 << 20  # of the cache, for keys and values
 LENGTH = 4096
@@ -258,14 +273,12 @@ MEASURED = {
   ),
 }
 
-_EIGHT: dict[str, Any] = {"producer": True, "persistent": True, "step": 32}
+# In 8 bits; speeds are estimates from counted instructions, `ends` those of float16.
 MEASURED_8 = {
-  (64, False): (Measured(Tiles(2, 128, 3, **_EIGHT), 1, 600, 120),),
-  (64, True): (Measured(Tiles(2, 128, 3, **_EIGHT), 1, 500, 220),),
-  (128, False): (Measured(Tiles(2, 128, 2, **_EIGHT), 1, 850, 140),),
-  (128, True): (Measured(Tiles(2, 128, 2, **_EIGHT), 1, 750, 280),),
-  (256, False): (Measured(Tiles(2, 64, 2, **_EIGHT), 1, 800, 150),),
-  (256, True): (Measured(Tiles(2, 64, 2, **_EIGHT), 1, 700, 240),),
+  (64, False): (Measured(Tiles(2, 128, 3, producer=True, persistent=True, step=32), 1, 700, 117),),
+  (64, True): (Measured(Tiles(2, 128, 3, producer=True, persistent=True, step=32), 1, 600, 221),),
+  (128, False): (Measured(Tiles(2, 128, 3, producer=True, persistent=True, step=32), 1, 900, 139),),
+  (128, True): (Measured(Tiles(2, 128, 3, producer=True, persistent=True, step=32), 1, 800, 283),),
 }
 
 
@@ -306,8 +319,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   turns, trip, counts = tiles.warpgroups if tiles.producer else 1, UOp.const(0), None
   pipe: Pipeline
   if tiles.producer:
-    consumers = tiles.warpgroups * WARPS
-    registers = REGISTERS[tiles.warpgroups] if tiles.step == 16 else REGISTERS_TRANSPOSING[tiles.warpgroups]
+    consumers, registers = tiles.warpgroups * WARPS, REGISTERS[tiles.warpgroups]
     tensors = TensorPipeline(s, group, job, trips, panels, consumers, registers, tiles.transposed(s, Dv))
     started = first_turn(turns, group.warp, tensors.start())
     if jobs.persistent:
@@ -426,7 +438,7 @@ class State(NamedTuple):
     return cls(acc, p, m_i, l_i, s.buffer(width // 2), s.filled(1.0, HALVES, after=after))
 
   def after(self, *after: UOp) -> "State":
-    return State(*(None if x is None else x.after(*after) for x in self))
+    return State(*(x.after(*after) for x in self[:4]), *(None if x is None else x.after(*after) for x in self[4:]))
 
   def values(self) -> tuple[UOp, ...]:
     """What must not change before it has been used."""
@@ -541,9 +553,7 @@ class Mainloop:
     v_tile, p = self.pipe.v_tile(n_tile, *after), state.p[0]
     columns, keys = (v_tile.columns, v_tile.rows) if state.pv is None else (v_tile.rows, v_tile.columns)
     to, panels = (state.acc if state.pv is None else state.pv)[0], (0, v_tile.panel)
-    return wgmma.start(
-      self.dtype, columns, keys // wgmma.K, to, p, v_tile.address(), panels, *after, registers=True
-    )
+    return wgmma.start(self.dtype, columns, keys // wgmma.K, to, p, v_tile.address(), panels, *after, registers=True)
 
   def wait_qk(self, pending: int, *after: UOp) -> UOp:
     """Wait for S: until at most `pending` products are in flight."""
@@ -573,14 +583,13 @@ class Mainloop:
     return alphas, words, stores
 
 
-HERE = (*DTYPES_16, *DTYPES_8)
 SCHEDULE = Schedule(
   "hopper_forward",
   devices=("CUDA",),
-  dtypes=HERE,
+  dtypes=(*DTYPES_16, *DTYPES_8),
   kernels=(Kernel.forward(forward, Tiles),),
   tiles=Tiles,
   lacks=("scales",),
   cuts=True,
-  meant_for=lambda problem, target: not problem.few and problem.dtype in HERE and Tiles.serves(problem, target),
+  meant_for=lambda problem, target: not problem.few and problem.dtype in DTYPES_16 and Tiles.serves(problem, target),
 )

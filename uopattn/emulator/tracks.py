@@ -39,7 +39,7 @@ class Track:
 
 
 class Tracks:
-  """The warpgroups of one workgroup; the last one, a producer, is taken apart into warps if they have other work too."""
+  """The warpgroups of one workgroup; the last one, a producer, is taken apart into warps if some do other work."""
 
   def __init__(self, run: Run, body: Callable[[], None], by_warps: bool = False):
     self.run, self.error, self.failed = run, None, False

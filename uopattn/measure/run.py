@@ -19,6 +19,7 @@ from tinygrad.dtype import DType
 from tinygrad.nn.state import safe_load
 
 from uopattn.api.attention import attention
+from uopattn.dsl.schedule import DTYPES_8
 from uopattn.dsl.target import Target
 from uopattn.emulator import profile
 from uopattn.measure.command_line import Usage, check_writable, default_target, exit_status, reason

@@ -8,8 +8,10 @@ from tinygrad import Tensor, TinyJit, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.uop.ops import Ops
 
+from uopattn.dsl.schedule import DTYPES_8
 from uopattn.measure.contenders import Runner, repeats
 from uopattn.measure.run import poison, wait
+from uopattn.plan.dispatch import FORWARD
 from uopattn.plan.forward import run_stages
 from uopattn.plan.gradient import with_heads_first
 from uopattn.plan.launch import Launch
@@ -74,7 +76,8 @@ class Trial:
     values = _bound(s) or {}
     bound = tuple(UOp.variable(u.expr, u.vmin, u.vmax).bind(x) for u, x in values.items() if u.vmin < u.vmax)
     given = {name: [x] for name, x in tensors.items() if name not in launch.kernel.outputs}
-    products = {"tf32": s.tf32 and launch.schedule.tf32, "cut": launch.schedule.cuts and s.dtype in DTYPES_8}
+    cuts = any(x.cuts for x in FORWARD if x.devices == launch.schedule.devices)  # any candidate
+    products = {"tf32": s.tf32 and launch.schedule.tf32, "cut": cuts and s.dtype in DTYPES_8}
     gates = _gates(s, arrays, values, products)
     return cls(s, device, given, bound, tensors["o"], tensors["lse"], gates)
 

@@ -277,7 +277,9 @@ class TensorPipeline:
 
     def first(*after: UOp) -> UOp:
       """Bring the first tiles, and the queries."""
-      return v.load(v_view, zero, tiles(zero), q.load(q_view, zero, job.block, k.load(k_view, zero, tiles(zero), *after)))
+      return v.load(
+        v_view, zero, tiles(zero), q.load(q_view, zero, job.block, k.load(k_view, zero, tiles(zero), *after))
+      )
 
     def values(n: UOp, last: UOp) -> UOp:
       """Transpose tile n of V."""

@@ -25,9 +25,7 @@ CUDA = "cuda"
 KEYS, COLUMNS = 32, 16  # that a warp moves at a time
 
 
-def transpose(
-  s: Scope, source: SwizzledTiles, to: SwizzledTiles, warp: UOp, warps: int, lane: UOp, *after: UOp
-) -> UOp:
+def transpose(s: Scope, source: SwizzledTiles, to: SwizzledTiles, warp: UOp, warps: int, lane: UOp, *after: UOp) -> UOp:
   """Transpose the tile of `source` that is in use to that of `to`, by `warps` warps together.
 
   Args:
@@ -48,9 +46,7 @@ def transpose(
   return moved
 
 
-def _move(
-  s: Scope, source: SwizzledTiles, to: SwizzledTiles, columns: UOp, keys: UOp, lane: UOp, *after: UOp
-) -> UOp:
+def _move(s: Scope, source: SwizzledTiles, to: SwizzledTiles, columns: UOp, keys: UOp, lane: UOp, *after: UOp) -> UOp:
   """Move a piece: 16 columns of 32 keys."""
   words = s.buffer(4, dtype=dtypes.uint)
   place = source.after(*after).at(keys * KEYS + lane, columns)

@@ -1,15 +1,15 @@
 """Hopper's asynchronous matrix product of a warpgroup (four warps, 128 threads), sm_90a.
 
-`start` starts D (64, n) += A (64, 16 steps) B (16 steps, n) in 16 bits, with float32 accumulators in registers, as one group;
-`wait` waits for it. B, and A if it is not in registers, are in shared memory, in panels of 64 columns with the 128-byte
-swizzle (`uopattn.dsl.nvidia.swizzled`), each panel aligned to 1024 bytes. Warp w of the four has rows 16 w to 16 w + 15
-of A and D, in the layout of `uopattn.dsl.nvidia.mma_layout`.
+`start` starts D (64, n) += A (64, 16 steps) B (16 steps, n), of 16 bits, as one group, with float32 accumulators in
+registers; `wait` waits for it. B, and A if it is not in registers, are in shared memory, in panels of 64 columns with
+the 128-byte swizzle (`uopattn.dsl.nvidia.swizzled`), each panel aligned to 1024 bytes. Warp w of the four has rows 16 w
+to 16 w + 15 of A and D, in the layout of `uopattn.dsl.nvidia.mma_layout`.
 
-Operands of 8 bits are the same bytes: a step is 32 bytes along k, and a panel's row 128 bytes, so rows and panels are
-counted in units of 16 bits for them too. Their k must run along the rows of both operands. A in registers is then four
-words per step too: word i is of row 8 (i % 2) further, k from 16 (i // 2) + 4 (lane % 4) on. The tensor cores sum their
-products with 13 bits after the point of the largest term, and cut off the rest (`uopattn.emulator.warpgroup`). So sums
-must not run on in the accumulators: a product with A in registers clears D first, and the kernel adds it up.
+Operands of 8 bits have 32 elements in a step. A step is 32 bytes of a row then too, and a panel's row 128, so rows and
+panels are counted in units of 16 bits. k must run along the rows of both operands. Of A in registers, word i of a step
+is of row 8 (i % 2) further on, k from 16 (i // 2) + 4 (lane % 4) on. The tensor cores keep 14 bits of each term and of
+the sum (`uopattn.emulator.warpgroup.cut_product`). So long sums must not be left to them: a product with A in registers
+clears D first, and the kernel adds it up.
 
 The product and its fence are one text, and the wait names the accumulators. So neither the compiler's front end nor its
 back end can move an access to a register into the time when the hardware owns it.
@@ -65,7 +65,9 @@ def _product(n: int, steps: int, kind: str, name: str) -> Instruction:
     at = count + len(inputs)
     # where columns are k: advance by 32 bytes, or to the next panel
     inner, panel = step % (PANEL // K) * K * 2 >> 4, step // (PANEL // K)
-    columns = {x: _described(f"{x} + {panel} * (({{{place}}}) * 2 >> 4) + {inner}") for x, place in (("a", 3), ("b", 4))}
+    columns = {
+      x: _described(f"{x} + {panel} * (({{{place}}}) * 2 >> 4) + {inner}") for x, place in (("a", 3), ("b", 4))
+    }
     if registers:
       inputs += [f'"r"(a[{4 * step + i}])' for i in range(4)]
       if eight:
