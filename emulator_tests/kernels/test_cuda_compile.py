@@ -128,7 +128,10 @@ def test_as_many_workgroups_at_once_as_the_choice_of_tiles_takes_for_granted(
 
 @pytest.mark.kinds(arch=("sm_80",))
 @pytest.mark.parametrize("D", [pytest.param(64, marks=pytest.mark.slow), 128])
-@pytest.mark.parametrize(("arch", "causal"), [("sm_80", False), ("sm_90", True), ("sm_90", False)])
+@pytest.mark.parametrize(
+  ("arch", "causal"),
+  [("sm_80", False), ("sm_90", True), ("sm_90", False), pytest.param("sm_75", False, marks=pytest.mark.slow)],
+)
 def test_backward_does_not_spill(arch: str, causal: bool, D: int) -> None:
   window = (None, 0 if causal else None)
   rules = Rules(LENGTH, LENGTH, HEADS, scale=D**-0.5, window=window)
