@@ -319,8 +319,14 @@ def test_a_shortened_buffer_is_caught(schedule: str, machine: Machine, short: st
 
 
 def caught(name: str) -> list[Any]:
-  arches = {"cpu": ("CPU",), "hopper": ("sm_90",), "cuda": ("sm_80",), "turing": ("sm_75",), "amx": ("amx",)}
-  arches["amd"] = ("gfx942", "gfx1100")
+  arches: dict[str, tuple[str, ...]] = {
+    "cpu": ("CPU",),
+    "hopper": ("sm_90",),
+    "cuda": ("sm_80",),
+    "turing": ("sm_75",),
+    "amx": ("amx",),
+    "amd": ("gfx942", "gfx1100"),
+  }
   return [
     (name, schedule, arch) for schedule in arches for arch in arches[schedule] if schedule in MISTAKES[name].places
   ]
