@@ -286,8 +286,8 @@ class TensorPipeline:
       ready, lane = transposed.free(n, v.wait(n, last)), self._group.lane
       warp = self._group.warp % WARPS
       done = transpose(self._s, v.tile(n), transposed.tile(n), warp, WARPS, lane, *ready)
-      free = v.release(n, lane.eq(0), done)
-      return transposed.filled(n, ins.fence_async(CUDA, free))
+      fenced = ins.fence_async(CUDA, done)  # products read what was written, and copies overwrite what was read
+      return transposed.filled(n, v.release(n, lane.eq(0), fenced))
 
     last = by_one(first, *after, trip)
     if (trips := (count - 1).simplify()).vmax > 0:
