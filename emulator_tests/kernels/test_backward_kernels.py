@@ -57,7 +57,14 @@ def over_machines(*values: Any) -> list[Any]:
 @pytest.mark.parametrize(
   ("schedule", "machine", "shape"),
   [
-    pytest.param(x.schedule, x, shape, id=f"{x}-{shape}")
+    pytest.param(
+      x.schedule,
+      x,
+      shape,
+      id=f"{x}-{shape}",
+      # the loops of `cuda_backward`, with other instructions
+      marks=[pytest.mark.slow] if x.schedule == "turing" and shape not in ("grouped", "odd everywhere") else [],
+    )
     for x in MACHINES
     for shape in [*SHAPES, *TABLE[x.schedule].shapes]
   ],
