@@ -78,6 +78,10 @@ def cuda_pair(dtype: DType, *kernels: tuple[Any, ...]) -> TilePair:
   return tuple(cuda_tiles(dtype, *tiles) for tiles in kernels)
 
 
+def turing(*tiles: Any) -> cuda_backward.Tiles:
+  return Cuda(*tiles, turing=True)
+
+
 @dataclass(frozen=True)
 class BackwardSchedule:
   """A row of the table: a backward schedule and what its tests depend on.
@@ -166,6 +170,25 @@ TABLE: dict[str, BackwardSchedule] = {
     shapes=SHAPES_CUDA,
     barriers=frozenset({"barrier", "cp_async_wait"}),
     pipelined=lambda arch: cuda_pair(HALF, (2, 1, 16, 3), (2, 1, 16)),
+  ),
+  "turing": BackwardSchedule(
+    cuda_backward,
+    ("sm_75",),
+    (HALF,),
+    lambda arch, dtype: (turing(2, 1, 16), turing(2, 1, 16, 3, False)),
+    lambda arch, dtype: st.tuples(
+      *[
+        st.builds(
+          turing,
+          *(st.integers(1, 3), st.integers(1, 2), st.sampled_from([16, 32, 48]), st.integers(2, 4), st.booleans()),
+        )
+      ]
+      * 2
+    ),
+    examples=1,
+    shapes={"large head": SHAPES_CUDA["large head"]},
+    barriers=frozenset({"barrier", "cp_async_wait"}),
+    pipelined=lambda arch: (turing(2, 1, 16, 3), turing(2, 1, 16)),
   ),
   "hopper": BackwardSchedule(
     hopper_backward,

@@ -235,6 +235,22 @@ FLOAT32 = MMA | {
 TURING = MMA | {"halves of k exchanged": Mistake(mma, "_part", k_halves_exchanged)}
 NO_PERMUTATION = Mistake(swizzled.SwizzledTiles, "at", instead(without_permutation))
 HOPPER = nvidia(hopper_forward, hopper_forward, "online_softmax") | PACK
+HOPPER8 = nvidia(hopper_forward, hopper_forward, "online_softmax") | {
+  "values not transposed": Mistake(instructions, "ldmatrix", not_transposed),
+  "odd columns are the even ones": Mistake(instructions, "odd_bytes", instead(instructions.even_bytes)),
+  "keys in another order": Mistake(
+    instructions,
+    "pack4",
+    lambda right: lambda family, x, dtype: right(family, [x[0], x[2], x[1], x[3]] if len(x) == 4 else x, dtype),
+  ),
+  "products of tiles added up without a rescale": Mistake(
+    hopper_forward.Mainloop,
+    "add_pv",
+    lambda right: (
+      lambda self, state, out, alphas: right(self, state, out, None if alphas is None else [x * 0 + 1 for x in alphas])
+    ),
+  ),
+}
 # What a producer brings, and the jobs of persistent workgroups. The gate must reject these.
 HOPPER_PRODUCER = {
   "boxes one tile late": Mistake(

@@ -11,6 +11,7 @@ from tinygrad import UOp
 from uopattn.dsl import instructions
 from uopattn.dsl.amd.staging import RegisterPipeline
 from uopattn.dsl.cpu.gradients import Gradients
+from uopattn.dsl.nvidia import mma
 from uopattn.dsl.nvidia.score_gradients import RowStats
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.rules import HeadRules
@@ -181,6 +182,9 @@ MISTAKES: dict[str, Mistake] = {
   "halves of P and dS exchanged": Mistake(halves_exchanged, {"amd": (amd_backward, "as_operands")}),
   "a matrix not transposed": Mistake(
     lambda right: lambda *arguments, trans=False: right(*arguments), {"cuda": (instructions, "ldmatrix")}
+  ),
+  "halves of k exchanged": Mistake(
+    lambda right: lambda x, part, count: right(x, 1 - part if count == 4 else part, count), {"turing": (mma, "_part")}
   ),
   "tiles one row off": Mistake(
     lambda right: lambda self, first, *after, base=0: right(self, first + 1, *after, base=base),

@@ -1,4 +1,4 @@
-"""Gradients of attention on NVIDIA's tensor cores, sm_80 and newer, with `mma.sync`, one warp per 16 `row_tiles` rows.
+"""Gradients of attention on NVIDIA's tensor cores, sm_75 and newer, with `mma.sync`, one warp per 16 `row_tiles` rows.
 
 FlashAttention-2's backward pass (Dao, 2023, algorithm 2) in two kernels without atomics: two runs give the same bits.
 lse and delta = rowsum(O dO) - dlse are inputs. Each warp keeps 16 `row_tiles` stationary rows, and loops over streamed
@@ -12,7 +12,7 @@ S, dP, P and dS are (16 row_tiles, block); the sums are (16 row_tiles, Dk or Dv)
 Storage: S, dP, P, dS and the sums are in registers; `uopattn.dsl.nvidia.mma_layout` says which elements a lane has. P
 and dS, rounded, are left operands of the last products without moving. The left operands of the first products are read
 from shared memory, once (`Tiles.in_registers`) or for each tile. All warps share `stages` streamed tiles in shared
-memory (`uopattn.dsl.nvidia.swizzled`), which `uopattn.dsl.nvidia.cp_async` fills.
+memory (`uopattn.dsl.nvidia.swizzled`), which `uopattn.dsl.nvidia.cp_async` fills. sm_75 copies through registers.
 
 Where registers do not hold both dK and dV, as at D=256, each has a kernel of its own (`SEPARATE`): S is computed once
 more, which makes eight products. At D=256 tiles of 16 rows spill nothing on sm_80 and sm_90, and 4 bytes on sm_86 with
@@ -62,7 +62,7 @@ from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
 from uopattn.dsl.schedule import DTYPES_16_32, Problem, Schedule, passes
 from uopattn.dsl.target import Target
 
-CUDA = "cuda"
+CUDA, TURING = "cuda", "sm_75"
 BITS = {8: dtypes.uint, 16: dtypes.ushort}  # elements per step -> an integer of their size
 
 
@@ -78,6 +78,7 @@ class Tiles:
     in_registers: whether the stationary rows stay in registers.
     step: elements in the 32 bytes of a step along k: 8 for float32, 16 for float16 and bfloat16.
     tf32: whether float32 is multiplied in tf32, in one product; else in three, at its own accuracy.
+    turing: whether for sm_75, whose products are half as long along k, and which copies tiles through registers.
   """
 
   warps: int
@@ -87,6 +88,7 @@ class Tiles:
   in_registers: bool = True
   step: int = 16
   tf32: bool = False
+  turing: bool = False
 
   def __post_init__(self) -> None:
     if self.step not in BITS:
@@ -116,13 +118,17 @@ class Tiles:
   def threads(self) -> int:
     return self.warps * WARP
 
+  @property
+  def family(self) -> str:
+    """Family of the instructions that sm_75 does differently; see `uopattn.dsl.instruction_set`."""
+    return TURING if self.turing else CUDA
+
   def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[list[SwizzledTiles], list[SwizzledTiles]]:
     """Shared memory for stationary rows, and for streamed tiles: of each Dk columns (Q or K) and Dv (dO or V)."""
-    widths = [round_up(Dk, PAIR), round_up(Dv, PAIR)]
-    stationary = [SwizzledTiles.make(s, self.rows, width, 1, self.threads, bits=BITS[self.step]) for width in widths]
-    return stationary, [
-      SwizzledTiles.make(s, self.block, width, self.stages, self.threads, bits=BITS[self.step]) for width in widths
-    ]
+    widths, options = [round_up(Dk, PAIR), round_up(Dv, PAIR)], {"bits": BITS[self.step], "family": self.family}
+    stationary = [SwizzledTiles.make(s, self.rows, width, 1, self.threads, **options) for width in widths]
+    streamed = [SwizzledTiles.make(s, self.block, width, self.stages, self.threads, **options) for width in widths]
+    return stationary, streamed
 
   def shared_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of shared memory per workgroup."""
@@ -135,7 +141,10 @@ class Tiles:
 
   @classmethod
   def choose(cls, problem: Problem, target: Target, gradients: str) -> "Tiles":
-    """Choose tiles for a problem on sm_80 or newer, and the kernel of `gradients`: "dq", "dk_dv", "dk" or "dv".
+    """Choose tiles for a problem on sm_80 or newer, or in float16 on sm_75.
+
+    Args:
+      gradients: of the kernel: "dq", "dk_dv", "dk" or "dv".
 
     Raises:
       ValueError: an older architecture; another dtype; head sizes too large even for the smallest tile.
@@ -143,9 +152,11 @@ class Tiles:
     arch, dtype, Dk, Dv, limit = target.arch, problem.dtype, problem.Dk, problem.Dv, target.lds
     of_keys = gradients != "dq"
     rows, others = (problem.N, problem.M) if of_keys else (problem.M, problem.N)
-    step = STEP_BYTES // dtype.itemsize
-    if int(arch.removeprefix("sm_")) < 80 or step not in BITS:
-      raise ValueError(f"{arch} with {str(dtype).removeprefix('dtypes.')}: must be sm_80 or newer, with 16 or 32 bits")
+    step, number = STEP_BYTES // dtype.itemsize, int(arch.removeprefix("sm_"))
+    turing = number == 75 and dtype == dtypes.half
+    if (number < 80 and not turing) or step not in BITS:
+      known = "must be sm_80 or newer, with 16 or 32 bits, or sm_75 with half"
+      raise ValueError(f"{arch} with {str(dtype).removeprefix('dtypes.')}: {known}")
     warps, sums, most = min(4, ceildiv(rows, MMA_M)), columns(problem, gradients), round_up(others, PAIR)
     if step == 8 and not problem.tf32:
       masked = problem.window != (None, None) or bool(problem.features)
@@ -155,13 +166,16 @@ class Tiles:
     else:
       fast = ((2, 16, True),) if of_keys else ((2, 32, True), (1, 64, True))
       sizes = (*fast, (1, 32, True), (1, 32, False), (1, 16, False))
-      candidates = [cls(warps, m, min(n, most), 2, kept, step, problem.tf32) for m, n, kept in sizes]
+      if turing and of_keys:  # its copies go through registers: others spill
+        sizes = (1, 64, True), (1, 16, False)
+      candidates = [cls(warps, m, min(n, most), 2, kept, step, problem.tf32, turing) for m, n, kept in sizes]
       candidates.append(replace(candidates[-1], warps=min(2, warps)))  # for shared memory
     for tiles in candidates:
       if tiles.row_tiles > 1 and tiles.rows // 2 >= rows:
         continue
       smallest = tiles.block == candidates[-1].block and not tiles.in_registers
-      budget = LIMIT if smallest else BUDGET[of_keys] if tiles.in_registers or gradients == "dk_dv" else READING
+      fast_budget = BUDGET_TURING if turing and of_keys else BUDGET[of_keys]
+      budget = LIMIT if smallest else fast_budget if tiles.in_registers or gradients == "dk_dv" else READING
       if tiles.registers(Dk, Dv, sums) <= budget and tiles.shared_bytes(Dk, Dv) <= limit:
         return tiles
     raise ValueError(
@@ -193,7 +207,7 @@ def columns(problem: Problem, gradients: str) -> int:
 
 # Limits of `Tiles.registers` in `backward_q` and `backward_kv`, of 255 registers per lane: P, addresses and temporaries
 # need the rest. With the smallest tile they need less, and it may spill, because the alternative is no kernel.
-BUDGET, LIMIT = (192, 224), 230
+BUDGET, BUDGET_TURING, LIMIT = (192, 224), 160, 230
 READING = 140  # with one sum, and stationary rows that are read for each tile
 
 
@@ -222,7 +236,7 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   head, kv_head = group.head, group.head // (heads // kv_heads)
   head_rules = rules.at(head)
   key_range = head_rules.key_range(group.block * tiles.rows, tiles.rows, tiles.block)
-  loop = Mainloop(s, group, Mma(s, q.dtype, parts=tiles.parts), tiles, head_rules, *tiles.panels(s, Dk, Dv))
+  loop = Mainloop(s, group, Mma(s, q.dtype, tiles.turing, tiles.parts), tiles, head_rules, *tiles.panels(s, Dk, Dv))
 
   rows, found = loop.rows(group.block), RowStats(lse, delta, head, rules.has_score_mods)
   row_stats = {place: found.of(row, True) for place, row in rows.items()}
@@ -234,7 +248,9 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   pipeline = loop.pipeline((k, v), kv_head, head_rules.length, key_range)
   begun = pipeline.prologue(*loop.load_stationary((q, do), head, UOp.const(M), group.block))
   sums = loop.run(pipeline, key_range, score_rows, sums, begun)
-  sums = sums_after(sums, ins.cp_async_wait(CUDA, 0, *(x.acc for x in sums)))  # no copy may be in flight at the end
+  sums = sums_after(
+    sums, ins.cp_async_wait(tiles.family, 0, *(x.acc for x in sums))
+  )  # no copy may be in flight at the end
   name = f"attention_backward_q_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
   return group.kernel(name, loop.store(dq, sums[0].acc, rules.scale, head, group.block))
 
@@ -283,7 +299,7 @@ def _backward_of_keys(
   s = Scope()
   group = Workgroup(s, kv_heads, ceildiv(N, tiles.rows), tiles.warps, WARP)
   members = QueryHeads.of(s, rules, group, heads // kv_heads, tiles.rows, tiles.block)
-  loop = Mainloop(s, group, Mma(s, q.dtype, parts=tiles.parts), tiles, members.rules, *tiles.panels(s, Dk, Dv))
+  loop = Mainloop(s, group, Mma(s, q.dtype, tiles.turing, tiles.parts), tiles, members.rules, *tiles.panels(s, Dk, Dv))
 
   def score_rows(first: UOp, masked: bool) -> list[ScoreRow]:
     row_stats = RowStats(lse, delta, members.head, rules.has_score_mods)
@@ -300,12 +316,12 @@ def _backward_of_keys(
   copies = loop.load_stationary((k, v), group.head, members.n_keys, group.block)
   if members.count == 1:
     sums = loop.run(pipeline, members.query_range, score_rows, sums, pipeline.prologue(*copies))
-    sums = sums_after(sums, ins.cp_async_wait(CUDA, 0, *(x.acc for x in sums)))
+    sums = sums_after(sums, ins.cp_async_wait(tiles.family, 0, *(x.acc for x in sums)))
   else:  # the stages are in use until all warps are done with the previous head
     member = members.member
     begun = pipeline.prologue(UOp.barrier(member), *copies)
     added = loop.run(pipeline, members.query_range, score_rows, sums_after(sums, member), begun)
-    sums = sums_after(sums, ins.cp_async_wait(CUDA, 0, *(x.acc for x in added)).end(member))
+    sums = sums_after(sums, ins.cp_async_wait(tiles.family, 0, *(x.acc for x in added)).end(member))
   stores = []
   for (x, _, scale), total in zip(results, sums, strict=True):
     stores += loop.store(x, total.acc, scale, group.head, group.block)
@@ -358,7 +374,7 @@ class Mainloop:
   def pipeline(self, sources: tuple[UOp, UOp], head: UOp, length: UOp, tile_range: TileRange) -> CpAsyncPipeline:
     """The pipeline that loads the streamed tiles."""
     pairs = [(panels, HeadView.of(x, head, length)) for panels, x in zip(self.streamed, sources, strict=True)]
-    return CpAsyncPipeline(pairs, tile_range.tile, self.tiles.stages, self.group.thread)
+    return CpAsyncPipeline(pairs, tile_range.tile, self.tiles.stages, self.group.thread, self.tiles.family)
 
   def left(self, *after: UOp) -> list[list[Left]]:
     """Load the stationary rows as left operands: of both matrices, for each tile of 16 rows, one per step."""
@@ -410,7 +426,7 @@ class Mainloop:
     """Store a sum times a factor to the rows of x."""
     stores = []
     for (i, half), row in self.rows(block).items():
-      stores += store_scaled(x, head, row, half, acc[i], UOp.const(factor), self.group.lane)
+      stores += store_scaled(x, head, row, half, acc[i], UOp.const(factor), self.group.lane, self.tiles.family)
     return stores
 
 

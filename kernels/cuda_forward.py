@@ -69,7 +69,7 @@ from uopattn.dsl.nvidia.mma_layout import (
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.rules.softmax import online_softmax
+from uopattn.dsl.rules.softmax import P_SCALE_LOG2, online_softmax
 from uopattn.dsl.schedule import DTYPES, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
 
@@ -77,8 +77,6 @@ CUDA, TURING = "cuda", "sm_75"
 STEPS = {8: dtypes.uint, 16: dtypes.ushort, 32: dtypes.uchar}  # elements per step -> an integer of their size
 # The first architecture that multiplies each type.
 SINCE = {dtypes.half: 75, dtypes.bfloat16: 80, dtypes.float32: 80, dtypes.fp8e4m3: 89, dtypes.fp8e5m2: 89}
-# P is in [0, 1]. In 8 bits it is multiplied by 2 to this power, close to the type's largest number, to use its range.
-P_SCALE_LOG2 = {dtypes.fp8e4m3: 8, dtypes.fp8e5m2: 15}
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,16 @@ There are two ways to bring them there, behind one interface, `Pipeline`:
 
 Full tiles, which all queries of the workgroup see completely, come first and need no mask; masked tiles follow.
 
+In 8 bits, with head sizes up to 128, a producer is needed, whose warps also transpose V, because tensor cores want k
+along the rows (`uopattn.dsl.nvidia.transposed`). P is scaled by a power of two and rounded to 8 bits, as in
+`cuda_forward`. The tensor cores cut off all but 14 bits of each term (`uopattn.emulator.warpgroup.cut_product`), so P V
+of each tile starts at 0, and the threads add it to O in float32, in the multiply-add that rescales O. Scores keep the
+errors of their own product, about 1e-4 of a score, which show in the LSE (`uopattn.proof.errors.of_lse`).
+This has **not run on a card yet** and is not timed, so `dispatch` prefers `cuda_forward`; `uopattn.tune` measures and
+checks both. Counted at D=128 for 128 queries and keys: 1024 cycles of products on a multiprocessor, where float16 takes
+2048, and 1070 instructions per scheduler, where float16 has 954: 1.4 times as fast as float16 if nothing overlaps, 1.7
+if all does.
+
 Measured 2026-11-23 on an H200 (H=32, float16, 16384 tokens, kept busy so that its clock is limited by power), TFLOP/s
 and the ratio to cuDNN in the same run, for N=512 / 1024 / 2048 / 4096 / 8192:
     D=128          482 543 575 593 608    1.08 1.08 1.06 1.07 1.06
@@ -36,6 +46,7 @@ bool mask (496 bytes), `mask_mod` and an added 16-bit mask (112 each) and bounds
 mask (16).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -55,13 +66,14 @@ from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline, fits, loop
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.rules.softmax import Scaling, lowest, online_softmax
+from uopattn.dsl.rules.softmax import P_SCALE_LOG2, Scaling, lowest, online_softmax
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
-from uopattn.dsl.schedule import DTYPES_16, Kernel, Problem, Schedule
+from uopattn.dsl.schedule import DTYPES_8, DTYPES_16, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
 
 CUDA = "cuda"
 WARPS = 4  # per warpgroup
+STEP_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -75,6 +87,7 @@ class Tiles:
     producer: whether a further warpgroup brings the tiles, where the layouts of the buffers allow it.
     persistent: whether a workgroup does several blocks of queries, one after another; only with a producer.
     q_stages: blocks of queries in shared memory; several only if persistent.
+    step: elements in the 32 bytes of a step along k: 16, or 32 for 8-bit types, which need a producer.
   """
 
   warpgroups: int
@@ -83,10 +96,15 @@ class Tiles:
   producer: bool = False
   persistent: bool = False
   q_stages: int = 1
+  step: int = 16
 
   def __post_init__(self) -> None:
-    if not 16 <= self.block_n <= 256 or self.block_n % wgmma.K:
-      raise ValueError(f"Tiles.block_n={self.block_n}: must be a multiple of {wgmma.K} in 16..256")
+    if self.step not in (16, 32):
+      raise ValueError(f"Tiles.step={self.step}: must be 16 or 32")
+    if not 16 <= self.block_n <= 256 or self.block_n % self.step:
+      raise ValueError(f"Tiles.block_n={self.block_n}: must be a multiple of {self.step} in 16..256")
+    if self.step == 32 and not self.producer:
+      raise ValueError("Tiles.step=32: needs producer=True")
     if not 1 <= self.warpgroups <= 8:
       raise ValueError(f"Tiles.warpgroups={self.warpgroups}: must be in 1..8")
     if self.stages < 2:
@@ -108,23 +126,37 @@ class Tiles:
     return (self.warpgroups + self.producer) * WARPS * WARP
 
   def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[SwizzledTiles, SwizzledTiles, SwizzledTiles]:
-    """Allocate Q, K and V in shared memory."""
-    Dk, Dv, copiers = round_up(Dk, wgmma.K), round_up(Dv, wgmma.K), 1 if self.producer else self.threads
+    """Allocate Q, K and V in shared memory, in units of 16 bits."""
+    copiers, per = 1 if self.producer else self.threads, self.step // 16  # elements in a unit
+    Dk, Dv = round_up(Dk, self.step) // per, round_up(Dv, 16) // per
     return (
       SwizzledTiles.make(s, self.block_m, Dk, self.q_stages, copiers, least=wgmma.PANEL),
       SwizzledTiles.make(s, self.block_n, Dk, self.stages, copiers, least=wgmma.PANEL),
       SwizzledTiles.make(s, self.block_n, Dv, self.stages, copiers, least=wgmma.PANEL),
     )
 
+  def transposed(self, s: Scope, Dv: int) -> SwizzledTiles | None:
+    """Allocate V transposed in shared memory, in units of 16 bits; None in 16 bits, where V is used as it is."""
+    if self.step == 16:
+      return None
+    return SwizzledTiles.make(s, round_up(Dv, 16), self.block_n // 2, self.stages, 1, least=wgmma.PANEL)
+
   def shared_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of shared memory per workgroup."""
-    return sum(2 * x.slots * x.size for x in self.panels(Scope(), Dk, Dv))
+    panels = (*self.panels(Scope(), Dk, Dv), self.transposed(Scope(), Dv))
+    return sum(2 * x.slots * x.size for x in panels if x is not None)
 
   @staticmethod
   def serves(problem: Problem, target: Target) -> bool:
-    """Whether there are tiles for these head sizes on this architecture; only sm_90 has wgmma."""
+    """Whether there are tiles for these head sizes on this architecture; only sm_90 has wgmma.
+
+    In 8 bits a producer transposes V. So tensor maps must describe the rows, and there must be registers for it.
+    """
     Dk, Dv = problem.Dk, problem.Dv
-    return target.arch == "sm_90" and Dk % 8 == 0 and Dv % 8 == 0 and max(Dk, Dv) <= MAX_HEAD_DIM
+    if problem.dtype in DTYPES_8 and not (problem.light and problem.fits_tensor_maps):
+      return False
+    chunk, most = 16 // problem.dtype.itemsize, max(_measured(problem))[0]
+    return target.arch == "sm_90" and Dk % chunk == 0 and Dv % chunk == 0 and max(Dk, Dv) <= most
 
   @classmethod
   def choose(cls, problem: Problem, target: Target) -> "Tiles":
@@ -141,9 +173,11 @@ class Tiles:
     """All tiles whose speed is known for such head sizes, that of the highest predicted speed first; see `choose`."""
     heads, M, N, Dk, Dv, causal = problem.heads, problem.M, problem.N, problem.Dk, problem.Dv, problem.is_causal
     if not cls.serves(problem, target):
+      chunk, most = 16 // problem.dtype.itemsize, max(_measured(problem))[0]
+      only = "; in 8 bits no features but masks of places and sinks, and rows that start at multiples of 16 bytes"
       raise ValueError(
-        f"{target.arch} with head sizes {Dk} and {Dv}: must be sm_90, with head sizes that are multiples of 8 up to "
-        f"{MAX_HEAD_DIM}"
+        f"{target.arch} with head sizes {Dk} and {Dv}: must be sm_90, with head sizes that are multiples of {chunk} up "
+        f"to {most}{only if chunk == 16 else ''}"
       )
 
     def promise(x: Measured) -> float:
@@ -152,11 +186,12 @@ class Tiles:
       keys, measured = (N / 2, LENGTH / 2) if causal else (N, LENGTH)  # a causal mask skips about half the tiles
       return x.speed * rows * turns * (1 + x.ends / measured) / (1 + x.ends / keys)
 
-    size = next(size for size, _ in MEASURED if max(Dk, Dv) <= size)
-    allowed = [x for x in MEASURED[size, causal] if problem.light or not x.tiles.producer]
+    known = _measured(problem)
+    size = next(size for size, _ in known if max(Dk, Dv) <= size)
+    allowed = [x for x in known[size, causal] if problem.light or not x.tiles.producer]
     found = []
     for best in (x.tiles for x in sorted(allowed, key=promise, reverse=True)):
-      warpgroups, block_n = min(best.warpgroups, ceildiv(M, wgmma.M)), min(best.block_n, round_up(N, wgmma.K))
+      warpgroups, block_n = min(best.warpgroups, ceildiv(M, wgmma.M)), min(best.block_n, round_up(N, best.step))
       found.append(replace(best, warpgroups=warpgroups, block_n=block_n))
     fitting = [x for x in found if x.shared_bytes(Dk, Dv) <= target.lds]
     if found[0] not in fitting:
@@ -164,6 +199,11 @@ class Tiles:
         f"head sizes {Dk} and {Dv}: {found[0]} needs {found[0].shared_bytes(Dk, Dv)} bytes, of {target.lds}"
       )
     return list(dict.fromkeys(fitting))
+
+
+def _measured(problem: Problem) -> "Mapping[tuple[int, bool], tuple[Measured, ...]]":
+  """What is known of tiles for a problem's type."""
+  return MEASURED if problem.dtype in DTYPES_16 else MEASURED_8
 
 
 class Measured(NamedTuple):
@@ -184,7 +224,6 @@ class Measured(NamedTuple):
 
 # Registers per thread of the producer and of the consumers, of 65536, by the number of consuming warpgroups.
 REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}
-MAX_HEAD_DIM = 256
 MULTIPROCESSORS = 132  # of an H100 or H200
 L2_BYTES = 32 << 20  # of the cache, for keys and values
 LENGTH = 4096
@@ -234,23 +273,38 @@ MEASURED = {
   ),
 }
 
+# In 8 bits; speeds are estimates from counted instructions, `ends` those of float16.
+MEASURED_8 = {
+  (64, False): (Measured(Tiles(2, 128, 3, producer=True, persistent=True, step=32), 1, 700, 117),),
+  (64, True): (Measured(Tiles(2, 128, 3, producer=True, persistent=True, step=32), 1, 600, 221),),
+  (128, False): (Measured(Tiles(2, 128, 3, producer=True, persistent=True, step=32), 1, 900, 139),),
+  (128, True): (Measured(Tiles(2, 128, 3, producer=True, persistent=True, step=32), 1, 800, 283),),
+}
+
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
   """Build the kernel.
 
   Args:
     o: (heads, M, Dv), the output, in q's dtype.
-    q: (heads, M, Dk), float16 or bfloat16, Dk a multiple of 8.
-    k, v: keys and values, as `rules` finds them; Dv a multiple of 8.
+    q: (heads, M, Dk), float16 or bfloat16, Dk a multiple of 8; or fp8e4m3 or fp8e5m2, Dk a multiple of 16.
+    k, v: keys and values, as `rules` finds them; Dv a multiple of 8, or of 16.
     lse: (heads, M) float32, receives the log-sum-exp (natural logarithm) of each row.
     rules: masks, score mods and scaling; where the keys are.
     tiles: block sizes.
+
+  Raises:
+    ValueError: `Tiles.step` is for elements of another size; tensor maps cannot describe rows of 8-bit elements.
   """
   (heads, M, Dk), Dv, block_m = sizes(q), sizes(o)[2], tiles.block_m
   s = Scope()
+  if tiles.step * q.dtype.itemsize != STEP_BYTES:
+    raise ValueError(f"Tiles.step={tiles.step}: must be {STEP_BYTES // q.dtype.itemsize} for {q.dtype}")
   if tiles.producer and not all(fits(x) for x in _views(q, k, v, UOp.const(0), rules)):
+    if tiles.step == 32:
+      raise ValueError("q, k and v of 8 bits must have rows that tensor maps can describe")
     tiles = replace(tiles, producer=False, persistent=False, q_stages=1)
-  cached = max(1, L2_BYTES * rules.group // (2 * rules.N * (Dk + Dv)))
+  cached = max(1, L2_BYTES * rules.group // (q.dtype.itemsize * rules.N * (Dk + Dv)))
   jobs = Jobs.of(heads, ceildiv(M, block_m), cached, rules.longest_last, MULTIPROCESSORS, tiles.persistent)
   group = Workgroup(s, 1, jobs.workgroups, tiles.threads // WARP, WARP)
   trips = jobs.trips(group.item).simplify()
@@ -266,7 +320,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   pipe: Pipeline
   if tiles.producer:
     consumers, registers = tiles.warpgroups * WARPS, REGISTERS[tiles.warpgroups]
-    tensors = TensorPipeline(s, group, job, trips, panels, consumers, registers)
+    tensors = TensorPipeline(s, group, job, trips, panels, consumers, registers, tiles.transposed(s, Dv))
     started = first_turn(turns, group.warp, tensors.start())
     if jobs.persistent:
       counts, trip = tensors.counts(started), s.axis(trips, AxisType.REDUCE)
@@ -277,7 +331,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     pipe = copies = CopyPipeline(s, group, mine.block, mine.views, mine.key_range, panels)
     started = copies.start()
   rows = [mine.block * block_m + group.warp * MMA_M + row_of(group.lane, half) for half in range(HALVES)]
-  state = State.make(s, tiles.block_n, round_up(Dv, wgmma.K), rules.scaling, group.item, started)
+  state = State.make(s, tiles.block_n, round_up(Dv, 16), q.dtype, rules.scaling, group.item, started)
   main = Mainloop(s, group, q.dtype, pipe, scores, rows, mine.rules, mine.key_range, turns)
 
   state = main.begin(state, pipe.queries(started))
@@ -288,7 +342,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   stores = []
   for half, row in enumerate(rows):
     m, l, sink = m_i[half].load() * rules.scaling.log2, l_i[half].load(), mine.rules.sink(row)
-    stores += store_row(o, lse, mine.head, row, half, acc, m, l, sink, group.lane)
+    stores += store_row(o, lse, mine.head, row, half, acc, m, l, sink, group.lane, P_SCALE_LOG2.get(q.dtype, 0))
   if counts is not None:
     stores = [UOp.group(*stores, counts.add(mine.key_range.n_tiles, *stores)).end(trip)]
   return group.kernel(f"attention_{heads}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
@@ -359,25 +413,36 @@ class State(NamedTuple):
 
   Attributes:
     acc: O of two rows, relative to m_i, without P V of the last tile.
-    p: P of the last tile, in packed 16-bit words.
+    p: P of the last tile, in packed words.
     m_i: row max of each row.
     l_i: running sum of each row, over this lane's keys.
+    pv: P V of a tile, in 8 bits; otherwise it is added to acc as it is computed.
+    alpha: the factor of each row that brings acc to m_i, in 8 bits; otherwise acc is relative to m_i already.
   """
 
   acc: UOp
   p: UOp
   m_i: UOp
   l_i: UOp
+  pv: UOp | None
+  alpha: UOp | None
 
   @classmethod
-  def make(cls, s: Scope, block_n: int, width: int, scaling: Scaling, *after: UOp) -> "State":
+  def make(cls, s: Scope, block_n: int, width: int, dtype: DType, scaling: Scaling, *after: UOp) -> "State":
     """The state before the first tile; O has `width` columns."""
     acc = s.filled(0.0, width // 2, after=after)
     m_i, l_i = (s.filled(x, HALVES, after=after) for x in (lowest(scaling), 0.0))
-    return cls(acc, s.buffer(block_n // 4, dtype=dtypes.uint), m_i, l_i)
+    p = s.buffer(block_n // 8 * dtype.itemsize, dtype=dtypes.uint)
+    if dtype.itemsize > 1:
+      return cls(acc, p, m_i, l_i, None, None)
+    return cls(acc, p, m_i, l_i, s.buffer(width // 2), s.filled(1.0, HALVES, after=after))
 
   def after(self, *after: UOp) -> "State":
-    return State(*(x.after(*after) for x in self))
+    return State(*(x.after(*after) for x in self[:4]), *(None if x is None else x.after(*after) for x in self[4:]))
+
+  def values(self) -> tuple[UOp, ...]:
+    """What must not change before it has been used."""
+    return tuple(x for x in self if x is not None)
 
 
 @dataclass(frozen=True)
@@ -425,13 +490,13 @@ class Mainloop:
     """Process the tiles from `first` on, each together with P V of the tile before it."""
     trip, begun = loop(self.s, trips)
     n_tile, old = first + trip, state.after(*begun)
-    qk = self.start_qk(n_tile, self.take_turn(self.pipe.keys(n_tile, *begun, *state)))
+    qk = self.start_qk(n_tile, self.take_turn(self.pipe.keys(n_tile, *begun, *state.values())))
     pv = self.start_pv(n_tile - 1, old, self.pipe.values(n_tile - 1, qk))
     waited = self.wait_qk(1, self.pass_turn(pv))
     done = self.keys_done(n_tile, waited)
     alphas, words, stores = self.softmax(n_tile, masked, old, waited, done)
     out = self.wait_pv(old, pv, *stores)
-    stores += [old.acc[i].store(out[i].load() * alphas[i % 4 // 2]) for i in range(sizes(out)[0])]
+    stores += self.add_pv(old, out, alphas)
     stores += [old.p.after(out)[i].store(word) for i, word in enumerate(words)]
     stores.append(self.pipe.values_done(n_tile - 1, out))
     return state.after(UOp.group(*stores).end(trip))
@@ -439,10 +504,24 @@ class Mainloop:
   def finish(self, state: State) -> tuple[UOp, UOp, UOp]:
     """Add P V of the last tile. Returns O as tiles of accumulators, m and l."""
     last = self.key_range.n_tiles - 1
-    pv = self.start_pv(last, state, self.pipe.values(last, *state))
+    pv = self.start_pv(last, state, self.pipe.values(last, *state.values()))
     acc = self.wait_pv(state, self.pipe.wait_all(pv))
-    acc = acc.after(self.pipe.values_done(last, acc))
-    return acc.reshape(-1, 4), state.m_i, state.l_i
+    done = self.pipe.values_done(last, acc)
+    if state.pv is not None:
+      done = UOp.group(done, *self.add_pv(state, acc, None))
+    return state.acc.after(acc, done).reshape(-1, 4), state.m_i, state.l_i
+
+  def add_pv(self, state: State, out: UOp, alphas: list[UOp] | None) -> list[UOp]:
+    """Add P V, which `wait_pv` has returned, to O. Then O is for the scores' new maxima: `alphas` are the factors."""
+    places = range(sizes(out)[0])
+    if state.pv is None or state.alpha is None:
+      assert alphas is not None
+      return [state.acc[i].store(out[i].load() * alphas[i % 4 // 2]) for i in places]
+    old = [state.alpha[half].load() for half in range(HALVES)]
+    added = [state.acc[i].store(state.acc[i].load() * old[i % 4 // 2] + out[i].load()) for i in places]
+    if alphas is None:
+      return added
+    return added + [state.alpha.after(*added)[half].store(x) for half, x in enumerate(alphas)]
 
   def keys_done(self, n_tile: UOp, waited: UOp) -> UOp:
     """Signal that this warp is done with tile n of K, and with the queries if it is the last one."""
@@ -470,47 +549,47 @@ class Mainloop:
     return wgmma.start(self.dtype, k_tile.rows, steps, self.scores[0], q_rows, k_tile.address(), panels, *after)
 
   def start_pv(self, n_tile: UOp, state: State, *after: UOp) -> UOp:
-    """Start O += P V, (64, Dv)."""
+    """Start O += P V, (64, Dv), or P V by itself, in 8 bits, with V^T."""
     v_tile, p = self.pipe.v_tile(n_tile, *after), state.p[0]
-    steps, panels = v_tile.rows // wgmma.K, (0, v_tile.panel)
-    return wgmma.start(
-      self.dtype, v_tile.columns, steps, state.acc[0], p, v_tile.address(), panels, *after, registers=True
-    )
+    columns, keys = (v_tile.columns, v_tile.rows) if state.pv is None else (v_tile.rows, v_tile.columns)
+    to, panels = (state.acc if state.pv is None else state.pv)[0], (0, v_tile.panel)
+    return wgmma.start(self.dtype, columns, keys // wgmma.K, to, p, v_tile.address(), panels, *after, registers=True)
 
   def wait_qk(self, pending: int, *after: UOp) -> UOp:
     """Wait for S: until at most `pending` products are in flight."""
     return wgmma.wait(pending, self.block_n, self.scores[0], *after)
 
   def wait_pv(self, state: State, *after: UOp) -> UOp:
-    """Wait for all products. Returns O."""
-    return state.acc.after(wgmma.wait(0, 2 * sizes(state.acc)[0], state.acc[0], *after))
+    """Wait for all products. Returns O, or P V in 8 bits."""
+    out = state.acc if state.pv is None else state.pv
+    return out.after(wgmma.wait(0, 2 * sizes(out)[0], out[0], *after))
 
   def softmax(self, n_tile: UOp, masked: bool, state: State, *after: UOp) -> tuple[list[UOp], list[UOp], list[UOp]]:
     """Return alpha of both rows, the words of P, and the stores of m and l. S is read once all of `after` is done."""
-    block_n, factor = self.block_n, self.rules.scaling.log2
+    block_n, factor, per = self.block_n, self.rules.scaling.log2, 4 // self.dtype.itemsize  # elements in a word
     first = self.key_range.tile(n_tile) * block_n + self.group.lane % QUAD * 2
     scores, alphas, stores, parts = self.scores.after(*after), [], [], []
     for half, row in enumerate(self.rows):
       products = [scores[4 * n + 2 * half + e].load() for n in range(block_n // MMA_N) for e in range(2)]
       seen = self.rules.scores(products, row, first, columns(block_n // MMA_N), masked)
-      p, m_new, l_new, alpha = online_softmax(
-        CUDA, seen, factor, state.m_i[half].load(), state.l_i[half].load(), row_reduce
-      )
+      old, scale = (state.m_i[half].load(), state.l_i[half].load()), P_SCALE_LOG2.get(self.dtype, 0)
+      p, m_new, l_new, alpha = online_softmax(CUDA, seen, factor, *old, row_reduce, scale)
       p = self.rules.weights(p, row, first, columns(block_n // MMA_N), masked)
-      parts.append([ins.pack(CUDA, p[i], p[i + 1], self.dtype) for i in range(0, len(p), 2)])
+      parts.append([ins.pack_word(CUDA, p[i : i + per], self.dtype) for i in range(0, len(p), per)])
       alphas.append(alpha)
       # Wait explicitly: with a scale of 0 the scores are constants, and nothing else would depend on the product.
       stores += [x.after(*after)[half].store(y) for x, y in ((state.m_i, m_new), (state.l_i, l_new))]
-    words = [parts[half][n] for n in range(block_n // MMA_N) for half in range(HALVES)]
+    words = [parts[half][n] for n in range(len(parts[0])) for half in range(HALVES)]
     return alphas, words, stores
 
 
 SCHEDULE = Schedule(
   "hopper_forward",
   devices=("CUDA",),
-  dtypes=DTYPES_16,
+  dtypes=(*DTYPES_16, *DTYPES_8),
   kernels=(Kernel.forward(forward, Tiles),),
   tiles=Tiles,
   lacks=("scales",),
+  cuts=True,
   meant_for=lambda problem, target: not problem.few and problem.dtype in DTYPES_16 and Tiles.serves(problem, target),
 )

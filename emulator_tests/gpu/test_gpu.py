@@ -143,6 +143,22 @@ def test_eight_bits(dtype: DType, is_causal: bool) -> None:
   check_attention(*qkv(1, 4, 2, 300, 500, 64, 128, dtype), is_causal=is_causal)
 
 
+@hopper_alone
+@pytest.mark.parametrize("dtype", [dtypes.fp8e4m3, dtypes.fp8e5m2], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("sizes", [(1, 4, 2, 300, 500, 64, 128), (2, 8, 8, 2000, 2000, 128, 128)], ids=str)
+def test_eight_bits_by_wgmma(dtype: DType, is_causal: bool, sizes: Shape) -> None:
+  q, k, v = qkv(*sizes, dtype)
+  tiles = hopper_forward.Tiles(2, 128, 3, True, True, step=32)
+  o = Tensor.full(q.shape[:-1] + v.shape[-1:], float("nan"), dtype=HALF).cast(dtype).contiguous().realize()
+  lse = Tensor.full(q.shape[:-1], float("nan")).contiguous().realize()
+  fxn = partial(flash, tiles=tiles, causal=is_causal, enable_gqa=True)
+  results = Tensor.custom_kernel(o, q, k, v, lse, fxn=fxn)
+  Tensor.realize(results[0], results[4])
+  for report in verify(q, k, v, results[0], results[4], cut=True, is_causal=is_causal):
+    assert report.correct, str(report)
+
+
 @cuda_alone
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"softcap": 3.0}], ids=str)
 @pytest.mark.parametrize("M", [1, 300, 2048])

@@ -23,6 +23,7 @@ from conformance_backward import (
   no_gradient,
   on_machines,
   stored,
+  turing,
 )
 from gradients import check_gradients
 from helpers import drawn, inputs, on
@@ -56,7 +57,14 @@ def over_machines(*values: Any) -> list[Any]:
 @pytest.mark.parametrize(
   ("schedule", "machine", "shape"),
   [
-    pytest.param(x.schedule, x, shape, id=f"{x}-{shape}")
+    pytest.param(
+      x.schedule,
+      x,
+      shape,
+      id=f"{x}-{shape}",
+      # the loops of `cuda_backward`, with other instructions
+      marks=[pytest.mark.slow] if x.schedule == "turing" and shape not in ("grouped", "odd everywhere") else [],
+    )
     for x in MACHINES
     for shape in [*SHAPES, *TABLE[x.schedule].shapes]
   ],
@@ -234,16 +242,20 @@ def counted(machine: Machine, case: Case, tiles: Any) -> dict[str, emulator.Coun
 
 @pytest.mark.each("D")
 @pytest.mark.parametrize("D", [64, 128])
-@on_machines("sm_80", "sm_90")
+@on_machines("sm_80", "sm_90", slow=("sm_75",))
 def test_no_bank_conflict_and_no_more_products_than_there_are(schedule: str, machine: Machine, D: int) -> None:
   M, N = 64, 128
-  tiles = {"cuda": (Cuda(2, 1, 32), Cuda(2, 2, 16)), "hopper": (Hopper(1, 64), Hopper(2, 64))}[schedule]
+  tiles = {
+    "cuda": (Cuda(2, 1, 32), Cuda(2, 2, 16)),
+    "turing": (turing(2, 1, 32), turing(2, 2, 16)),
+    "hopper": (Hopper(1, 64), Hopper(2, 64)),
+  }[schedule]
   with machine.device():
     counts = counted(machine, Case.of(machine, (1, 1, 1, M, N, D, D)), tiles)
   for kernel, rows, others, sums in (("q", M, N, 1), ("kv", N, M, 2)):
     assert counts[kernel].bank_conflicts == 0
-    if schedule == "cuda":
-      assert counts[kernel].matrix == (2 + sums) * M * N * D // (16 * 8 * 16)
+    if schedule != "hopper":
+      assert counts[kernel].matrix == (2 + sums) * M * N * D // (16 * 8 * (16 if schedule == "cuda" else 8))
     else:  # a warp's part of a product is one: 16 rows, 16 along k, all columns
       assert counts[kernel].matrix == rows // 16 * (others // 64) * (2 * D // 16 + sums * 64 // 16)
 
@@ -280,7 +292,7 @@ def test_causal_tiles_are_skipped(schedule: str, machine: Machine) -> None:
 @pytest.mark.each("machine", "is_causal", "group", evenly=True)
 @pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@on_machines("gfx1100", "gfx1201", "gfx942", "gfx950", "sm_80", "sm_90")
+@on_machines("gfx1100", "gfx1201", "gfx942", "gfx950", "sm_80", "sm_90", slow=("sm_75",))
 def test_each_barrier_and_wait_deleted(schedule: str, machine: Machine, is_causal: bool, group: int) -> None:
   row, tiles = machine.row, machine.row.pipelined(machine.arch)  # type: ignore[misc]
   with machine.device():
@@ -296,7 +308,9 @@ def test_each_barrier_and_wait_deleted(schedule: str, machine: Machine, is_causa
       assert [x.caught for x in own[barriers:]] == [None] * (kernel == "kv" and group > 1)
     else:
       assert own
-      assert [str(x) for x in own if x.caught is None] == []
+      # Copies that are complete at once are into slots that nobody has read since the last barrier.
+      redundant = 1 if schedule == "turing" and kernel == "kv" and group > 1 and not is_causal else 0
+      assert [x.what for x in own if x.caught is None] == ["barrier"] * redundant, list(map(str, own))
 
 
 @pytest.mark.parametrize("short", ["q", "k", "v", "do", "lse", "delta"])
@@ -334,13 +348,20 @@ BROKEN = (
 
 
 def caught(name: str) -> list[Any]:
-  arches = {"cpu": ("CPU",), "hopper": ("sm_90",), "cuda": ("sm_80",), "amx": ("amx",), "amd": ("gfx942", "gfx1100")}
+  arches: dict[str, tuple[str, ...]] = {
+    "cpu": ("CPU",),
+    "hopper": ("sm_90",),
+    "cuda": ("sm_80",),
+    "turing": ("sm_75",),
+    "amx": ("amx",),
+    "amd": ("gfx942", "gfx1100"),
+  }
   return [
     (name, schedule, arch) for schedule in arches for arch in arches[schedule] if schedule in MISTAKES[name].places
   ]
 
 
-@pytest.mark.kinds(arch=("CPU", "sm_90", "sm_80", "amx", "gfx942"), name=BROKEN)
+@pytest.mark.kinds(arch=("CPU", "sm_90", "sm_80", "sm_75", "amx", "gfx942"), name=BROKEN)
 @pytest.mark.each("arch", "schedule")
 @pytest.mark.parametrize(("name", "schedule", "arch"), [x for name in MISTAKES for x in caught(name)])
 def test_a_mistake_is_caught(name: str, schedule: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:

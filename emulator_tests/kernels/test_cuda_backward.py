@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from conformance_backward import HALF, Case, machine
+from conformance_backward import BFLOAT, HALF, Case, machine
 from helpers import problem_of
 
 from uopattn.dsl.limits import lds_limit
@@ -40,8 +40,8 @@ def test_tiles_state_their_laws(kind: Any, arguments: tuple[Any, ...], message: 
 
 
 def test_no_tiles() -> None:
-  with pytest.raises(ValueError, match=r"sm_75 with half: must be sm_80 or newer"):
-    Tiles.choose(problem_of(1, 64, 64, 64, 64, HALF), Target("CUDA", "sm_75"), "dq")
+  with pytest.raises(ValueError, match=r"sm_75 with bfloat16: must be sm_80 or newer, .* or sm_75 with half"):
+    Tiles.choose(problem_of(1, 64, 64, 64, 64, BFLOAT), Target("CUDA", "sm_75"), "dq")
   with pytest.raises(ValueError, match=r"head sizes 300 and 300: the smallest tile needs \d+ registers"):
     Tiles.choose(problem_of(1, 64, 64, 300, 300, HALF), Target("CUDA", "sm_80"), "dk_dv")
   with machine("sm_80").device(), pytest.raises(ValueError, match=r"Tiles\.step=8: must be 16 for"):
@@ -54,14 +54,19 @@ def test_no_tiles() -> None:
 
 @pytest.mark.parametrize(
   ("arch", "D", "module"),
-  [("sm_80", 64, cuda_backward), ("sm_90", 64, hopper_backward), ("sm_90", 60, cuda_backward)],
+  [
+    ("sm_75", 64, cuda_backward),
+    ("sm_80", 64, cuda_backward),
+    ("sm_90", 64, hopper_backward),
+    ("sm_90", 60, cuda_backward),
+  ],
 )
 def test_which_kernels_serve(arch: str, D: int, module: ModuleType) -> None:
   launches = dispatch_backward(AttentionSpec(1, 1, 1, 100, 100, D, D, HALF, 0.125), Target("CUDA", arch))
   assert [launch.kernel.build for launch in launches] == [module.backward_q, module.backward_kv]
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_86"])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_89", "sm_90", "sm_86"])
 @pytest.mark.parametrize("length", [1, 50, 4096])
 def test_chosen_tiles_fit(arch: str, length: int) -> None:
   for D in (1, 8, 64, 80, 128):

@@ -95,6 +95,19 @@ def test_main_loop_is_a_tile_of_keys(arch: str, D: int, causal: bool, dtype: str
   assert c.loop["matrix"] == widened * matrix_instructions(c.launch, D)
 
 
+@pytest.mark.parametrize(
+  ("D", "causal", "dtype"),
+  [(128, True, "fp8e4m3"), *(pytest.param(D, D == 64, "fp8e5m2", marks=pytest.mark.slow) for D in (64, 128))],
+)
+def test_eight_bits_on_hopper_do_not_spill(D: int, causal: bool, dtype: str) -> None:
+  tiles = hopper_forward.MEASURED_8[D, causal][0].tiles
+  c = measure("sm_90", dtype, HEADS, LENGTH, LENGTH, D, causal, tiles)
+  assert c.launch.schedule.name == "hopper_forward"
+  assert (c.stack, c.spills) == (0, 0)
+  assert "serializ" not in c.said
+  assert c.loop is None or c.loop["matrix"] == D // 32 + tiles.block_n // 32
+
+
 @pytest.mark.slow
 def test_untied_sums_would_spill(monkeypatch: pytest.MonkeyPatch) -> None:
   """Of P, which the compiler then adds up only after P V."""
@@ -122,6 +135,7 @@ def test_as_many_workgroups_at_once_as_the_choice_of_tiles_takes_for_granted(
     ("sm_80", False, "float16"),
     ("sm_90", True, "float16"),
     ("sm_90", False, "float16"),
+    pytest.param("sm_75", False, "float16", marks=pytest.mark.slow),
     pytest.param("sm_80", False, "float32", marks=pytest.mark.slow),
     pytest.param("sm_90", False, "float32", marks=pytest.mark.slow),
   ],

@@ -84,7 +84,8 @@ class Problem:
   @property
   def fits_tensor_maps(self) -> bool:
     """Whether tensor maps can describe q, k, v and dO; see `uopattn.dsl.nvidia.tensor_pipeline`."""
-    return self.Dk % 8 == 0 and self.Dv % 8 == 0
+    chunk = 16 // self.dtype.itemsize
+    return self.Dk % chunk == 0 and self.Dv % chunk == 0
 
   @property
   def kv_bytes(self) -> int:
@@ -159,6 +160,7 @@ class Schedule:
     split: the number of splits of the keys for a problem, a target and tiles; `combine` combines their results.
     meant_for: whether to prefer it where several schedules of a device support a problem.
     tf32: whether it multiplies float32 in tf32 where that is allowed; its tiles then have `tf32`.
+    cuts: whether its products of 8 bits cut off terms, see `uopattn.emulator.warpgroup.cut_product`.
     operand: the type to which it widens 8-bit keys and values that have scales; None is q's type.
     mixed: whether k and v may be of 16 bits with q in float32.
   """
@@ -173,6 +175,7 @@ class Schedule:
   split: Callable[[Problem, Target, Any], int] = lambda problem, target, tiles: 1
   meant_for: Callable[[Problem, Target], bool] = lambda problem, target: True
   tf32: bool = False
+  cuts: bool = False
   operand: DType | None = None
   mixed: bool = False
 

@@ -244,6 +244,7 @@ MEANINGS: dict[str, Meaning] = {
   "fence_async": warpgroup.fence_async,
   "wgmma": warpgroup.from_shared,
   "wgmma_registers": warpgroup.from_registers,
+  "wgmma_registers_bytes": warpgroup.from_registers,
   "wgmma_by_rows": warpgroup.from_rows,
   "wgmma_wait": warpgroup.wait,
   "pin": lambda run, u, x: x,

@@ -63,7 +63,8 @@ def launch(
       run.sums = sums.of_batch()
       if program.apart:
         run.registers = [MAX_REGISTERS // round_up(threads, THREADS) // 8 * 8] * shape.waves
-        run.tracks = Tracks(run, partial(execute, program.steps, run), program.uses("take_turn"))
+        by_warps = program.uses("take_turn") or program.uses("ldmatrix")
+        run.tracks = Tracks(run, partial(execute, program.steps, run), by_warps)
         run.tracks.finish()
       else:
         execute(program.steps, run)

@@ -32,6 +32,7 @@ class Barriers:
     self.last = np.zeros(shape, np.int64)  # time of the previous phase's first arrival
     self.latest = np.zeros(shape, np.int64)  # time of the previous phase's last arrival
     self.bytes = np.zeros(shape, np.int64)  # that the current phase still waits for
+    self.knew = np.zeros(shape, np.int64)  # the time up to which who expects bytes knew what others did
     self.unfenced = np.zeros(shape, bool)  # whether copies of tensors do not know it yet
 
   def known(self, groups: np.ndarray | None) -> None:
@@ -57,10 +58,13 @@ class Barriers:
       loads = [x for x in run.copies.loads if x.barriers is self and x.barrier == i and x.phase == self.phase[0, i]]
       if loads and self.left[0, i] == 0 and sum(x.bytes for x in loads) == self.bytes[0, i]:
         run.copies.loads = [x for x in run.copies.loads if x not in loads]
+        # Who waits for a copy learns what who started it knew, not what others did until it was complete.
+        now, run.clock = run.clock, -1
         for x in loads:
           x.land()
         self.bytes[0, i] = 0
-        self.advance(run.tick())
+        run.clock = now
+        self.advance(int(self.knew[0, i]))
 
 
 def _barriers(run: Run, u: UOp, pointer: Pointer) -> Barriers:
@@ -122,6 +126,8 @@ def arrive(run: Run, u: UOp, barrier: Pointer, when: Any) -> Any:
 def expect(run: Run, u: UOp, barrier: Pointer, count: Any) -> Any:
   barriers, at = used(run, u, barrier, run.active())
   np.add.at(barriers.bytes, at, int(count))
+  if run.tracks is not None:
+    barriers.knew[at] = run.tracks.seen[run.wave[run.active()]]
   barriers.arrive(at, run.tick())
   return NOTHING
 

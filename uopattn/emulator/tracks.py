@@ -39,7 +39,7 @@ class Track:
 
 
 class Tracks:
-  """The warpgroups of one workgroup; the last one, a producer, is taken apart into warps if it keeps turns too."""
+  """The warpgroups of one workgroup; the last one, a producer, is taken apart into warps if some do other work."""
 
   def __init__(self, run: Run, body: Callable[[], None], by_warps: bool = False):
     self.run, self.error, self.failed = run, None, False
@@ -52,7 +52,7 @@ class Tracks:
     lanes = [run.thread // THREADS == i for i in range(groups)]
     if by_warps:
       last = lanes.pop()
-      lanes += [last & (run.wave == i) for i in np.unique(run.wave[last])]
+      lanes += [last & (run.wave == i) for i in np.unique(run.wave[last])[::-1]]  # the first, which brings, comes last
     self.tracks = [Track(self, x, body) for x in lanes]
     self.now = self.tracks[0]
 

@@ -113,7 +113,7 @@ def _left(run: Run, u: UOp, pointer: Pointer, steps: int, groups: np.ndarray, op
   operands += [(pointer.memory, int(np.max(pointer.index)) + i, word) for i, word in enumerate(words)]
   result = np.empty((len(groups), M, K * steps), np.uint16)
   thread = np.arange(THREADS)
-  for i, word in enumerate(words):
+  for i, word in enumerate(words):  # in 8 bits too: a unit of 16 bits is then two neighbours
     row = thread // 32 * 16 + thread % 32 // 4 + 8 * (i % 2)
     column = i // 4 * K + i % 4 // 2 * 8 + 2 * (thread % 4)
     bits = run.spread(word)[groups[:, None] + thread].astype(np.uint32)
@@ -136,8 +136,11 @@ def _start(
 ) -> None:
   groups = _groups(run, u)
   flight = Flight(u, groups, d.memory, int(np.max(d.index)), [], [], [])
-  k = K * steps
-  if registers:
+  k, adds = K * steps, registers and dtype.itemsize > 1
+  if registers and not adds:
+    left = _left(run, u, a, steps, groups, flight.operands)
+    right = _read(run, u, b, n, k, panels[1], groups, flight.reads).swapaxes(1, 2)
+  elif registers:
     left = _left(run, u, a, steps, groups, flight.operands)
     right = _read(run, u, b, k, n, panels[1], groups, flight.reads)
   elif by_rows:
@@ -146,13 +149,17 @@ def _start(
   else:
     left = _read(run, u, a, M, k, panels[0], groups, flight.reads)
     right = _read(run, u, b, n, k, panels[1], groups, flight.reads).swapaxes(1, 2)
+  if dtype.itemsize == 1:  # B is transposed, so that bytes of one row are neighbours
+    right = right.swapaxes(1, 2)
+    left, right = (np.ascontiguousarray(x).view(alu.storage(dtype)) for x in (left, right))
+    right = right.swapaxes(1, 2)
   left, right = (alu.decode(x.view(alu.storage(dtype)), dtype).astype(np.float32) for x in (left, right))
-  product = left @ right  # (warpgroups, 64, n)
+  product = left @ right if dtype.itemsize > 1 else cut_product(left, right)  # (warpgroups, 64, n)
   thread = np.arange(THREADS)
   for e in range(n // 2):
     row = thread // 32 * 16 + thread % 32 // 4 + 8 * (e % 4 // 2)
     part = product[:, row, e // 4 * 8 + 2 * (thread % 4) + e % 2]
-    old = run.spread(d.memory.load(u, flight.first + e, d.dtype, 1)[0]) if registers else np.zeros(run.shape.lanes)
+    old = run.spread(d.memory.load(u, flight.first + e, d.dtype, 1)[0]) if adds else np.zeros(run.shape.lanes)
     value = np.array(old, np.float32)
     value[groups[:, None] + thread] += part
     flight.values.append(value)
@@ -161,6 +168,30 @@ def _start(
   run.flights.started.append(flight)
   if run.counters is not None:
     run.counters.matrix += steps * len(groups) * WARPS
+
+
+FRACTION = 13  # bits after the point of the largest term
+
+
+def cut_product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+  """The product of 8-bit floats as Hopper's tensor cores sum it, 32 products and the sum so far at a time.
+
+  All terms are aligned to the largest one and cut off 13 bits after its point, and so is the sum.
+
+  Source: DeepSeek-V3 Technical Report (2024), section 3.5.2: the highest 14 bits of each of 32 aligned products.
+  """
+  total = np.zeros((*left.shape[:-1], right.shape[-1]))
+  for first in range(0, left.shape[-1], 2 * K):
+    a, b = left[..., first : first + 2 * K, None], right[..., None, first : first + 2 * K, :]
+    exponents = np.frexp(a)[1] + np.frexp(b)[1] - 1
+    terms = np.where((a == 0) | (b == 0), 0, a.astype(np.float64) * b)
+    exponents = np.where(terms == 0, -1000, exponents).max(-2)
+    exponents = np.maximum(exponents, np.where(total == 0, -1000, np.frexp(total)[1]))
+    last = np.ldexp(1.0, exponents - 1 - FRACTION)
+    total = (np.trunc(terms / last[..., None, :]).sum(-2) + np.trunc(total / last)) * last
+    last = np.ldexp(1.0, np.frexp(total)[1] - 1 - FRACTION)
+    total = np.trunc(total / last) * last
+  return total.astype(np.float32)
 
 
 def from_shared(run: Run, u: UOp, n: int, steps: int, dtype: DType, d: Pointer, a: Pointer, b: Pointer, *panels: Any):

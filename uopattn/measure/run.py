@@ -19,6 +19,7 @@ from tinygrad.dtype import DType
 from tinygrad.nn.state import safe_load
 
 from uopattn.api.attention import attention
+from uopattn.dsl.schedule import DTYPES_8
 from uopattn.dsl.target import Target
 from uopattn.emulator import profile
 from uopattn.measure.command_line import Usage, check_writable, default_target, exit_status, reason
@@ -362,8 +363,9 @@ def run(config: Config) -> int:
   print(f"best     {min(seconds) * 1e3:10.3f} ms  {speed(s, min(seconds))}")
   reports: list[Report] = []
   if config.verify:
-    tf32 = s.tf32 and problem.launch.schedule.tf32
-    reports = verify(problem.q, problem.k, problem.v, o, lse, is_causal=s.is_causal, tf32=tf32, progress=True)
+    schedule = problem.launch.schedule
+    products = {"tf32": s.tf32 and schedule.tf32, "cut": schedule.cuts and s.dtype in DTYPES_8}
+    reports = verify(problem.q, problem.k, problem.v, o, lse, is_causal=s.is_causal, progress=True, **products)
   correct = report(reports) if reports else True
   if config.json:
     Path(config.json).write_text(json.dumps(record(config, target, problem, seconds, reports), indent=2) + "\n")

@@ -1,7 +1,7 @@
 """The rounding errors of a fused kernel in the output and in the gradients, for `uopattn.proof.roundings`."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -89,6 +89,23 @@ def of_output(
 
   product = Product(exact, v, largest(v), precision, rules, "key", (*q.shape[:2], N))
   return Roundings.of(terms, {"output": product}, {"output": guide})
+
+
+def of_lse(q: Array, k: Array, lse: Array, precision: Precision, rules: Rules) -> Array:
+  """Return how far the LSE may be off because terms of q.k are cut off, as `precision.cut` says: (B, Hq, M).
+
+  Terms are cut off towards 0, so that the errors of a row's scores need not be independent: they are added.
+
+  Args:
+    q, k, rules: the arguments of `uopattn.proof.oracle.oracle`.
+    lse: its LSE in float64.
+  """
+  # each of the terms loses up to `cut`, uniformly: a variance of cut**2 / 3
+  of_scores = replace(precision, unit=precision.cut * (q.shape[-1] / 2) ** 0.5)
+  found = np.zeros(lse.shape)
+  for s in _scores(q, k, lse, of_scores, rules):
+    found[s.query][s.rows] = (s.p * np.sqrt(s.variance)).sum(1)
+  return found
 
 
 def of_gradients(

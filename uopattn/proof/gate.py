@@ -7,8 +7,8 @@ import numpy as np
 from tinygrad import Tensor
 from tinygrad.dtype import DType, dtypes
 
-from uopattn.proof.errors import of_gradients, of_output
-from uopattn.proof.oracle import EXACT, PRECISIONS, TF32, Array, Rules, oracle
+from uopattn.proof.errors import of_gradients, of_lse, of_output
+from uopattn.proof.oracle import CUT, EXACT, PRECISIONS, TF32, Array, Rules, oracle
 from uopattn.proof.oracle_gradients import Gradients, gradients
 from uopattn.proof.roundings import Fault, Roundings
 from uopattn.spec.tensors import dtype_name
@@ -19,6 +19,8 @@ from uopattn.spec.tensors import dtype_name
 FLOOR, FLOOR_OF_EIGHT_BITS, FLOOR_OF_SUMS = 4, 2, 16 * PRECISIONS[dtypes.float32].unit
 
 EIGHT_BIT_UNIT = 2.0**-4  # the smallest unit roundoff of an 8-bit type
+
+WORST = 2.0  # times the largest `Gate.lse_error`, any error of the LSE may be
 
 USELESS = 0.5  # relative error above which the naive computation gives no bound
 
@@ -130,6 +132,7 @@ class Gate:
     naive, naive_lse: output and LSE of the naive computation, in the inputs' dtype and in float32.
     unit: unit roundoff of the inputs' dtype.
     roundings: bounds of the output's error under independent roundings.
+    lse_error: how far the LSE may be off because of `Precision.cut`; None without that.
   """
 
   exact: Array
@@ -138,6 +141,7 @@ class Gate:
   naive_lse: Array
   unit: float
   roundings: Roundings
+  lse_error: Array | None = None
 
   @classmethod
   def of(cls, q: Tensor, k: Tensor, v: Tensor, *, progress: bool = False, **options: Any) -> "Gate":
@@ -146,7 +150,16 @@ class Gate:
 
   @classmethod
   def of_arrays(
-    cls, q: Array, k: Array, v: Array, dtype: DType, *, tf32: bool = False, progress: bool = False, **options: Any
+    cls,
+    q: Array,
+    k: Array,
+    v: Array,
+    dtype: DType,
+    *,
+    tf32: bool = False,
+    cut: bool = False,
+    progress: bool = False,
+    **options: Any,
   ) -> "Gate":
     """Compute the oracle and the naive versions for arrays that hold values of `dtype`.
 
@@ -165,7 +178,8 @@ class Gate:
         "hold others to: smaller scores are needed, or a machine whose numpy is right"
       )
     roundings = of_output(*arrays, exact, exact_lse, guide, precision, Rules(**options))
-    return cls(exact, exact_lse, naive, naive_lse, precision.unit, roundings)
+    lse_error = of_lse(q, k, exact_lse, replace(precision, cut=CUT), Rules(**options)) if cut else None
+    return cls(exact, exact_lse, naive, naive_lse, precision.unit, roundings, lse_error)
 
   def output(self, got: Array) -> Report:
     """Return the report on an output."""
@@ -174,7 +188,8 @@ class Gate:
 
   def lse(self, got: Array) -> Report:
     """Return the report on a float32 LSE."""
-    return compare("lse", got, self.exact_lse, self.naive_lse, PRECISIONS[dtypes.float32].unit)
+    unit = PRECISIONS[dtypes.float32].unit
+    return compare("lse", got, self.exact_lse, self.naive_lse, unit, self.lse_error, WORST)
 
 
 def verify(
@@ -185,6 +200,7 @@ def verify(
   lse: Tensor | None = None,
   *,
   tf32: bool = False,
+  cut: bool = False,
   progress: bool = False,
   **options: Any,
 ) -> list[Report]:
@@ -194,10 +210,11 @@ def verify(
     q, k, v, out: inputs and output of `uopattn.attention`, with four dimensions.
     lse: (B, Hq, M) float32.
     tf32: whether float32 products were computed in tf32.
+    cut: whether terms of 8-bit products were cut off, as Hopper's wgmma does; see `Precision.cut`.
     progress: show a progress bar.
     options: keyword arguments of `uopattn.proof.oracle.oracle`.
   """
-  gate = Gate.of(q, k, v, tf32=tf32, progress=progress, **options)
+  gate = Gate.of(q, k, v, tf32=tf32, cut=cut, progress=progress, **options)
   return [gate.output(numpy(out)), *([] if lse is None else [gate.lse(numpy(lse))])]
 
 

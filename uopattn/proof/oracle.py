@@ -29,6 +29,7 @@ class Precision:
     weights: rounds the weights P of the product P V, which is divided by their sum afterwards; None divides the
       weights first, and `operand` rounds them.
     least: half the smallest positive number of the output's type, the finest rounding step.
+    cut: what a term of q.k may lose when it is summed, as a fraction of the largest term; 0 if sums are in float32.
   """
 
   work: type
@@ -38,6 +39,7 @@ class Precision:
   operand: Callable[[Array], Array] | None = None
   weights: Callable[[Array], Array] | None = None
   least: float = 0.0
+  cut: float = 0.0
 
   def fused(self) -> "Precision":
     """Return the precision of a fused kernel, which rounds only the weights of a product and the output."""
@@ -89,6 +91,7 @@ PRECISIONS: dict[DType, Precision] = {
   dtypes.fp8e4m3: Precision(np.float32, lambda x: round_to_bits(x, 4), 2.0**-4, round_to_e4m3, least=2.0**-10),
   dtypes.fp8e5m2: Precision(np.float32, lambda x: round_to_bits(x, 3), 2.0**-3, round_to_e5m2, least=2.0**-17),
 }
+CUT = 2.0**-13  # `Precision.cut` of 8-bit products on Hopper, see `uopattn.emulator.warpgroup.cut_product`
 TF32 = Precision(np.float32, lambda x: x, 2.0**-11, operand=cut_to_tf32, least=2.0**-150)
 
 

@@ -89,7 +89,9 @@ class AttentionSpec(Problem):
 
     def fits(x: Layout) -> bool:
       *strides, _ = x.strides
-      return x.offset % 8 == 0 and all(step >= 0 and step % 8 == 0 for step in strides)
+      return x.offset % chunk == 0 and all(step >= 0 and step % chunk == 0 for step in strides)
+
+    chunk = 16 // self.dtype.itemsize
 
     return super().fits_tensor_maps and all(fits(x) for name, x in self.layouts if name != "o")
 

@@ -9,9 +9,10 @@ from tinygrad import Tensor, TinyJit, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.uop.ops import Ops
 
+from uopattn.dsl.schedule import DTYPES_8
 from uopattn.measure.contenders import Runner, repeats
 from uopattn.measure.run import poison, wait
-from uopattn.plan.dispatch import dispatch
+from uopattn.plan.dispatch import FORWARD, dispatch
 from uopattn.plan.forward import run_stages
 from uopattn.plan.gradient import with_heads_first
 from uopattn.plan.launch import Launch
@@ -114,7 +115,7 @@ class Drawn:
     arrays, given: the buffers of a forward call by name, in numpy and on the device.
     values: of the Variables.
     outputs: the buffers of the output and of the LSE.
-    tf32: whether kernels may multiply in tf32.
+    products: how kernels may multiply: the `tf32` and `cut` of the gates.
   """
 
   spec: AttentionSpec
@@ -122,7 +123,7 @@ class Drawn:
   given: dict[str, list[Tensor]]
   values: dict[UOp, int]
   outputs: tuple[Input, Input]
-  tf32: bool
+  products: dict[str, bool]
 
   @classmethod
   def of(cls, spec: AttentionSpec, device: str) -> "Drawn":
@@ -131,8 +132,10 @@ class Drawn:
     inputs = [x for x in buffers.values() if x.name not in launch.kernel.outputs]
     arrays = {x.name: drawn(x.name, x.shape, x.dtype, spec, random) for x in inputs}
     given = {x.name: [Tensor(arrays[x.name], device=device).cast(x.dtype).contiguous().realize()] for x in inputs}
-    tf32 = spec.tf32 and launch.schedule.tf32
-    return cls(spec, arrays, given, _bound(spec) or {}, (buffers["o"], buffers["lse"]), tf32)
+    products = {"tf32": spec.tf32 and launch.schedule.tf32}
+    if spec.dtype in DTYPES_8:
+      products["cut"] = any(x.cuts for x in FORWARD if x.devices == launch.schedule.devices)  # any candidate
+    return cls(spec, arrays, given, _bound(spec) or {}, (buffers["o"], buffers["lse"]), products)
 
   @property
   def variables(self) -> tuple[UOp, ...]:
@@ -150,8 +153,7 @@ class Drawn:
   def options(self, part: Part) -> dict[str, Any]:
     """Return the keyword arguments of a part's gate."""
     s = self.spec
-    own = {"scale": s.scale, "softcap": s.softcap, "tf32": self.tf32}
-    return own | _rules(s, self.arrays, self.values, part)
+    return {"scale": s.scale, "softcap": s.softcap} | self.products | _rules(s, self.arrays, self.values, part)
 
 
 def key_heads(s: AttentionSpec, b: slice, heads: slice) -> tuple[slice, slice]:

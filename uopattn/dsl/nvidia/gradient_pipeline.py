@@ -58,7 +58,7 @@ class GradientPipeline:
     self._room = s.buffer(len(tiles) * MAP_WORDS, dtype=dtypes.uint, space=AddrSpace.LOCAL)
     barriers = [s.buffer(2 * x.slots, dtype=dtypes.ulong, space=AddrSpace.LOCAL) for x in tiles]
     self.free = s.buffer(1, dtype=dtypes.ulong, space=AddrSpace.LOCAL)
-    slots = [Slots(x, y, UOp.const(0)) for x, y in zip(self._sources, barriers, strict=True)]
+    slots = [Slots(x.tiles, y, UOp.const(0), x) for x, y in zip(self._sources, barriers, strict=True)]
     self.k, self.v, self.q, self.do = self._slots = slots
 
   def start(

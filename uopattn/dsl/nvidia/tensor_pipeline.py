@@ -6,6 +6,9 @@ Tile n of K and of V is in slot n % stages, counted through all jobs of a workgr
 theirs. Each slot has two barriers: one counts the bytes that have arrived, the other the consumers' warps that are done
 with it. Few registers suffice for the producer; the consumers take the rest.
 
+In 8 bits the matrix cores need V transposed (`uopattn.dsl.nvidia.transposed`). The producer's other threads then help:
+all of its warps wait for a tile of V, transpose it to slots of its own, and signal that. Consumers see only these.
+
 The tensor maps that describe the buffers are built by the kernel, one warp each, so that it takes no arguments besides
 the buffers; `uopattn.runtime.cuda` says where they are.
 
@@ -25,24 +28,26 @@ from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia.mma_layout import WARP
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
+from uopattn.dsl.nvidia.transposed import transpose
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.tile_range import TileRange, blurred
 from uopattn.dsl.scope import Scope, as_type
 
 CUDA = "cuda"
-COLUMNS = 64  # of a copy: the 128 bytes of the swizzle
-UNIT = 8  # elements that strides must be multiples of: 16 bytes
+COLUMNS = 64  # of a copy, in units of 16 bits: the 128 bytes of the swizzle
+CHUNK_BYTES = 16  # that strides must be multiples of
 MAP_WORDS = 32  # 32-bit words of a tensor map
 WARPS = 4  # of the producer's warpgroup
 
 
 def fits(view: HeadView) -> bool:
   """Whether a tensor map can describe the rows of all heads: strides of whole 16 bytes, and no row that is hidden."""
-  x = view.strides
-  if x is None or view.widens or view.x.dtype.itemsize != 2 or view.length.vmin != view.length.vmax:
+  x, size = view.strides, view.x.dtype.itemsize
+  if x is None or view.widens or size > 2 or view.length.vmin != view.length.vmax:
     return False
   steps = [x.of_row] + [x.of_head] * (x.heads > 1) + [x.of_batch] * (x.batches > 1)
-  return all(0 < step < 1 << 36 for step in steps) and all(n % UNIT == 0 for n in (view.size, x.offset, *steps))
+  whole = all(n * size % CHUNK_BYTES == 0 for n in (view.size, x.offset, *steps))
+  return whole and all(0 < step < 1 << 36 for step in steps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,12 +74,14 @@ class Source:
 
   def describe(self, view: HeadView, room: UOp, warp: UOp) -> UOp:
     """Build the tensor map of all heads, by one warp."""
-    x = view.strides
+    x, per = view.strides, 2 // view.x.dtype.itemsize  # elements in a unit of 16 bits
     assert x is not None
-    shape = (view.size, int(view.length.vmax), x.heads, x.batches)
+    shape = (view.size // per, int(view.length.vmax), x.heads, x.batches)
     # the stride of an axis of size 1 is not used, but must be valid
-    strides = x.of_row, x.of_head if x.heads > 1 else UNIT, x.of_batch if x.batches > 1 else UNIT
-    start, place = as_type(view.x, dtypes.ushort)[UOp.const(x.offset)], room[self.number * MAP_WORDS]
+    unused = CHUNK_BYTES // view.x.dtype.itemsize
+    steps = x.of_row, x.of_head if x.heads > 1 else unused, x.of_batch if x.batches > 1 else unused
+    strides = cast(tuple[int, int, int], tuple(step // per for step in steps))
+    start, place = as_type(view.x, dtypes.ushort)[UOp.const(x.offset // per)], room[self.number * MAP_WORDS]
     return ins.tensor_map(CUDA, place, self.number, start, shape, strides, self.tiles.rows, warp.eq(self.number))
 
   def load(self, view: HeadView, slot: UOp, n_tile: UOp, barrier: UOp, *after: UOp, numbers: UOp | None = None) -> UOp:
@@ -102,7 +109,7 @@ class Job(Protocol):
 
   @property
   def views(self) -> tuple[HeadView, HeadView, HeadView]:
-    """The rows of its head of the queries, the keys and the values: 16-bit elements that `fits`."""
+    """The rows of its head of the queries, the keys and the values, each of which `fits`."""
 
   @property
   def key_range(self) -> TileRange:
@@ -114,22 +121,24 @@ class Slots:
   """The barriers of the slots of one buffer. Each method acts after `after`, and before what is `.after` its result.
 
   Attributes:
-    source: what they hold.
+    tiles: their shared memory.
     barriers: for each slot, whether a tile has arrived; then for each, whether all consumers are done with it.
     count: the number of tiles before tile 0, modulo twice the slots.
+    source: where what they hold is brought from; None if threads write it.
   """
 
-  source: Source
+  tiles: SwizzledTiles
   barriers: UOp
   count: UOp
+  source: Source | None = None
 
   @property
   def stages(self) -> int:
-    return self.source.tiles.slots
+    return self.tiles.slots
 
   def tile(self, n: UOp, *after: UOp) -> SwizzledTiles:
     """Shared memory with tile n in use."""
-    return self.source.tiles.tile(n + self.count, *after)
+    return self.tiles.tile(n + self.count, *after)
 
   def load(
     self, view: HeadView, n: UOp, n_tile: UOp, *after: UOp, numbers: UOp | None = None, waits: bool = True
@@ -140,21 +149,33 @@ class Slots:
       numbers: where what comes with its rows begins.
       waits: whether to wait for that; not if `after` is proof of it.
     """
+    assert self.source is not None
     at = n + self.count
-    if waits and at.vmax >= self.stages:  # there may have been a previous one
-      after = (ins.mbarrier_wait(CUDA, self._at(at, self.stages), (at // self.stages + 1) % 2, *after),)
-    return self.source.load(view, at, n_tile, self._at(at), *after, numbers=numbers)
+    begun = self.free(n, *after) if waits else after
+    return self.source.load(view, at, n_tile, self._at(at), *begun, numbers=numbers)
+
+  def free(self, n: UOp, *after: UOp) -> tuple[UOp, ...]:
+    """Wait until all consumers are done with the tile that was in the slot of tile n before, if there was one."""
+    at = n + self.count
+    if at.vmax < self.stages:
+      return after
+    return (ins.mbarrier_wait(CUDA, self._at(at, self.stages), (at // self.stages + 1) % 2, *after),)
 
   def numbers(self, n: UOp, rows: list[UOp], *after: UOp) -> list[UOp]:
     """Read the numbers that came with rows of tile n."""
+    assert self.source is not None
     assert self.source.numbers is not None
-    first = (n + self.count) % self.stages * self.source.tiles.rows
+    first = (n + self.count) % self.stages * self.tiles.rows
     return [self.source.numbers.after(*after)[first + row].load() for row in rows]
 
   def wait(self, n: UOp, *after: UOp) -> UOp:
     """Wait until tile n has arrived."""
     at = n + self.count
     return ins.mbarrier_wait(CUDA, self._at(at), at // self.stages % 2, *after)
+
+  def filled(self, n: UOp, *after: UOp) -> UOp:
+    """Signal, by each thread that writes it, that its part of tile n has been written."""
+    return ins.mbarrier_arrive(CUDA, self._at(n + self.count), UOp.const(True), *after)
 
   def release(self, n: UOp, when: UOp, *after: UOp) -> UOp:
     """Signal, by the lanes where `when`, that their warp is done with tile n."""
@@ -179,6 +200,7 @@ class TensorPipeline:
     tiles: tuple[SwizzledTiles, SwizzledTiles, SwizzledTiles],
     consumers: int,
     registers: tuple[int, int],
+    transposed: SwizzledTiles | None = None,
   ):
     """Create a pipeline.
 
@@ -188,8 +210,12 @@ class TensorPipeline:
       tiles: shared memory for queries, for K and for V.
       consumers: warps that consume.
       registers: registers per thread of the producer, and of a consumer.
+      transposed: shared memory for V transposed, with as many slots; None if V is used as it is.
     """
     self._s, self._group, self._jobs, self._trips = s, group, jobs, trips
+    self._transposed = transposed
+    if transposed is not None:
+      self._transposed_barriers = s.buffer(2 * transposed.slots, dtype=dtypes.ulong, space=AddrSpace.LOCAL)
     self._consumers, self._registers = consumers, registers
     self._sources = [Source(i, x, keep=i > 0) for i, x in enumerate(tiles)]
     self._barriers = [s.buffer(2 * x.slots, dtype=dtypes.ulong, space=AddrSpace.LOCAL) for x in tiles]
@@ -199,15 +225,23 @@ class TensorPipeline:
     """Bring all tiles, by the producer; what follows is for consumers only."""
     group, first, made = self._group, self._group.thread.eq(0), []
     producer = group.warp >= self._consumers
-    for x, barriers in zip(self._sources, self._barriers, strict=True):
-      arrivals = [1] * x.tiles.slots + [self._consumers] * x.tiles.slots
-      made += [ins.mbarrier_init(CUDA, barriers[i], n, first) for i, n in enumerate(arrivals)]
+    # (slots, barriers, arrivals when a tile has come, arrivals when all are done with it)
+    counts = [(x.tiles.slots, y, 1, self._consumers) for x, y in zip(self._sources, self._barriers, strict=True)]
+    if self._transposed is not None:  # the producer's warps are done with V as it comes
+      counts[-1] = (*counts[-1][:3], WARPS)
+      counts.append((self._transposed.slots, self._transposed_barriers, WARPS * WARP, self._consumers))
+    for slots, barriers, full, free in counts:
+      made += [ins.mbarrier_init(CUDA, barriers[i], full if i < slots else free, first) for i in range(2 * slots)]
     views = self._jobs(UOp.const(0)).views
     maps = [x.describe(view, self._room, group.warp) for x, view in zip(self._sources, views, strict=True)]
     ready = UOp.barrier(ins.mbarrier_fence(CUDA, *made), *maps)
     known = UOp.group(*(ins.tensor_map_acquire(CUDA, x.number, ready) for x in self._sources))
     reduced = ins.release_registers(CUDA, self._registers[0], producer, known)
-    brought = self._bring(group.thread.eq(self._consumers * WARP), reduced)
+    elected = group.thread.eq(self._consumers * WARP)
+    if self._transposed is None:
+      brought = self._bring(elected, reduced)
+    else:
+      brought = self._bring_transposed(elected, producer, self._transposed, reduced)
     return ins.acquire_registers(CUDA, self._registers[1], ins.exit_warps(CUDA, producer, brought))
 
   def _bring(self, elected: UOp, *after: UOp) -> UOp:
@@ -227,6 +261,46 @@ class TensorPipeline:
     last = v.load(v_view, count - 1, tiles(count - 1), last)
     return UOp.group(last if counts is None else counts.add(count, last)).end(trip)
 
+  def _bring_transposed(self, elected: UOp, producer: UOp, to: SwizzledTiles, *after: UOp) -> UOp:
+    """Bring what all jobs need, by the thread that is `elected`, and transpose V by the `producer`."""
+    once, zero = self._trips.vmax == 1, UOp.const(0)
+    counts, trips = None if once else self.counts(*after), producer.cast(dtypes.weakint)
+    trip = self._s.axis(blurred(trips) if once else trips * self._trips, AxisType.REDUCE)
+    job, (q, k, v) = self._jobs(zero if once else trip), self._slots(counts, *after, trip)
+    transposed = Slots(to, self._transposed_barriers, k.count)
+    (q_view, k_view, v_view), tiles, count = job.views, job.key_range.tile, job.key_range.n_tiles
+
+    def by_one(load: Callable[..., UOp], *after: UOp) -> UOp:
+      """Do what one thread does."""
+      one = self._s.axis(blurred(elected.cast(dtypes.weakint)), AxisType.REDUCE)
+      return load(*after, one).end(one)
+
+    def first(*after: UOp) -> UOp:
+      """Bring the first tiles, and the queries."""
+      return v.load(
+        v_view, zero, tiles(zero), q.load(q_view, zero, job.block, k.load(k_view, zero, tiles(zero), *after))
+      )
+
+    def values(n: UOp, last: UOp) -> UOp:
+      """Transpose tile n of V."""
+      ready, lane = transposed.free(n, v.wait(n, last)), self._group.lane
+      warp = self._group.warp % WARPS
+      done = transpose(self._s, v.tile(n), transposed.tile(n), warp, WARPS, lane, *ready)
+      fenced = ins.fence_async(CUDA, done)  # products read what was written, and copies overwrite what was read
+      return transposed.filled(n, v.release(n, lane.eq(0), fenced))
+
+    last = by_one(first, *after, trip)
+    if (trips := (count - 1).simplify()).vmax > 0:
+      n, begun = loop(self._s, trips, last)
+
+      def following(*after: UOp) -> UOp:
+        """Bring the next tiles: V first, whose slot is free earlier."""
+        return k.load(k_view, n + 1, tiles(n + 1), v.load(v_view, n + 1, tiles(n + 1), *after))
+
+      last = values(n, by_one(following, *begun)).end(n)
+    last = values(count - 1, last)
+    return UOp.group(last if counts is None else counts.add(count, last)).end(trip)
+
   def counts(self, *after: UOp) -> "Counts":
     """Begin to count jobs and tiles."""
     q, k, _ = (Counter.make(self._s, x.tiles.slots, *after) for x in self._sources)
@@ -236,11 +310,14 @@ class TensorPipeline:
     """The slots as they are when a job begins."""
     jobs, tiles = (UOp.const(0),) * 2 if counts is None else (x.get(*after) for x in counts)
     of = zip(self._sources, self._barriers, (jobs, tiles, tiles), strict=True)
-    return cast(tuple[Slots, Slots, Slots], tuple(Slots(*x) for x in of))
+    return cast(tuple[Slots, Slots, Slots], tuple(Slots(x.tiles, barriers, count, x) for x, barriers, count in of))
 
   def job(self, counts: "Counts | None", *after: UOp) -> "Tiles":
     """The tiles of a job, as consumers see them."""
-    return Tiles(*self._slots(counts, *after), self._group.lane)
+    q, k, v = self._slots(counts, *after)
+    if self._transposed is not None:
+      v = Slots(self._transposed, self._transposed_barriers, k.count)
+    return Tiles(q, k, v, self._group.lane)
 
 
 @dataclass(frozen=True, eq=False)

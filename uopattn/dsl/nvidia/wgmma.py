@@ -1,9 +1,15 @@
 """Hopper's asynchronous matrix product of a warpgroup (four warps, 128 threads), sm_90a.
 
-`start` starts D (64, n) += A (64, 16 steps) B (16 steps, n) with float32 accumulators in registers, as one group;
-`wait` waits for it. B, and A if it is not in registers, are in shared memory, in panels of 64 columns with the 128-byte
-swizzle (`uopattn.dsl.nvidia.swizzled`), each panel aligned to 1024 bytes. Warp w of the four has rows 16 w to 16 w + 15
-of A and D, in the layout of `uopattn.dsl.nvidia.mma_layout`.
+`start` starts D (64, n) += A (64, 16 steps) B (16 steps, n), of 16 bits, as one group, with float32 accumulators in
+registers; `wait` waits for it. B, and A if it is not in registers, are in shared memory, in panels of 64 columns with
+the 128-byte swizzle (`uopattn.dsl.nvidia.swizzled`), each panel aligned to 1024 bytes. Warp w of the four has rows 16 w
+to 16 w + 15 of A and D, in the layout of `uopattn.dsl.nvidia.mma_layout`.
+
+Operands of 8 bits have 32 elements in a step. A step is 32 bytes of a row then too, and a panel's row 128, so rows and
+panels are counted in units of 16 bits. k must run along the rows of both operands. Of A in registers, word i of a step
+is of row 8 (i % 2) further on, k from 16 (i // 2) + 4 (lane % 4) on. The tensor cores keep 14 bits of each term and of
+the sum (`uopattn.emulator.warpgroup.cut_product`). So long sums must not be left to them: a product with A in registers
+clears D first, and the kernel adds it up.
 
 The product and its fence are one text, and the wait names the accumulators. So neither the compiler's front end nor its
 back end can move an access to a register into the time when the hardware owns it.
@@ -23,9 +29,9 @@ from uopattn.dsl.instructions import statement
 M = 64
 K = 16
 PANEL = 64  # columns
-REGISTERS, BY_ROWS = "wgmma_registers", "wgmma_by_rows"
-_KINDS = {"f16": dtypes.half, "bf16": dtypes.bfloat16}
-_NAME = re.compile(r"/\* (wgmma\w*) n=(\d+)(?: steps=(\d+) (b?f16))? \*/")
+REGISTERS, BY_ROWS, REGISTERS_BYTES = "wgmma_registers", "wgmma_by_rows", "wgmma_registers_bytes"
+_KINDS = {"f16": dtypes.half, "bf16": dtypes.bfloat16, "e4m3": dtypes.fp8e4m3, "e5m2": dtypes.fp8e5m2}
+_NAME = re.compile(r"/\* (wgmma\w*) n=(\d+)(?: steps=(\d+) (b?f16|e[45]m[23]))? \*/")
 
 # The low word: start address, and leading offset between panels (used if B's rows are k). The high word is constant:
 # stride of 1024 bytes per 8 rows, swizzle. Sums of 32 bits take half the registers of 64.
@@ -50,28 +56,39 @@ def _listed(form: str, count: int, first: int = 0) -> str:
 @cache
 def _product(n: int, steps: int, kind: str, name: str) -> Instruction:
   """Operands: accumulators, A (words in registers, or shared memory), B, elements per panel of A and of B."""
-  count, lines, registers = n // 2, ["wgmma.fence.sync.aligned;"], name == REGISTERS
+  count, lines = n // 2, ["wgmma.fence.sync.aligned;"]
+  registers, eight = name in (REGISTERS, REGISTERS_BYTES), _KINDS[kind].itemsize == 1
   inputs: list[str] = []
-  shape = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{_listed('%#', count)}}}"
+  shape = f"wgmma.mma_async.sync.aligned.m64n{n}k{32 if eight else 16}.f32.{kind}.{kind} {{{_listed('%#', count)}}}"
+  signs = "1, 1" if eight else "1, 1, 0, 0"
   for step in range(steps):
     at = count + len(inputs)
-    if registers:  # B's rows are k: advance by 16 rows
-      inputs += [f'"r"(a[{4 * step + i}])' for i in range(4)] + [_described(f"b + {step * K * PANEL * 2 >> 4}")]
-      lines.append(f"{shape}, {{{_listed('%#', 4, at)}}}, %{at + 4}, 1, 1, 1, 1;")
+    # where columns are k: advance by 32 bytes, or to the next panel
+    inner, panel = step % (PANEL // K) * K * 2 >> 4, step // (PANEL // K)
+    columns = {
+      x: _described(f"{x} + {panel} * (({{{place}}}) * 2 >> 4) + {inner}") for x, place in (("a", 3), ("b", 4))
+    }
+    if registers:
+      inputs += [f'"r"(a[{4 * step + i}])' for i in range(4)]
+      if eight:
+        inputs.append(columns["b"])
+        lines.append(f"{shape}, {{{_listed('%#', 4, at)}}}, %{at + 4}, {int(step > 0)}, {signs};")
+      else:  # B's rows are k: advance by 16 rows
+        inputs.append(_described(f"b + {step * K * PANEL * 2 >> 4}"))
+        lines.append(f"{shape}, {{{_listed('%#', 4, at)}}}, %{at + 4}, 1, 1, 1, 1;")
     elif name == BY_ROWS:  # the rows of both are k
       inputs += [_described(f"{x} + {step * K * PANEL * 2 >> 4}") for x in "ab"]
       lines.append(f"{shape}, %{at}, %{at + 1}, {int(step > 0)}, 1, 1, 1, 1;")
-    else:  # columns are k: advance by 16 columns, or to the next panel
-      inner, panel = step % (PANEL // K) * K * 2 >> 4, step // (PANEL // K)
-      inputs += [_described(f"{x} + {panel} * (({{{place}}}) * 2 >> 4) + {inner}") for x, place in (("a", 3), ("b", 4))]
-      lines.append(f"{shape}, %{at}, %{at + 1}, {int(step > 0)}, 1, 1, 0, 0;")
+    else:
+      inputs += columns.values()
+      lines.append(f"{shape}, %{at}, %{at + 1}, {int(step > 0)}, {signs};")
   lines.append("wgmma.commit_group.sync.aligned;")
   body = "".join(f'\n    "{_escaped(line)}\\n"' for line in lines)
   by_rows = name == BY_ROWS
   left = (
     "unsigned* a = {1};" if registers else _DESCRIPTOR.format(name="a", pointer="{1}", panel="{3}" if by_rows else "0")
   )
-  right = _DESCRIPTOR.format(name="b", pointer="{2}", panel="{4}" if registers or by_rows else "0")
+  right = _DESCRIPTOR.format(name="b", pointer="{2}", panel="{4}" if name in (REGISTERS, BY_ROWS) else "0")
   outputs = _listed('"+f"(d[#])', count)
   text = (
     f"/* {name} n={n} steps={steps} {kind} */ [&](){{{{ float* d = {{0}}; {left}{right}\n"
@@ -116,19 +133,20 @@ def start(
   """Start a product as a group of its own. A statement.
 
   Args:
-    dtype: type of A and B, float16 or bfloat16.
+    dtype: type of A and B: float16, bfloat16, fp8e4m3 or fp8e5m2.
     n: columns of D, a multiple of 8 up to 256.
-    steps: steps of 16 along k.
-    d: address of n / 2 float32 registers; cleared first unless `registers`.
+    steps: steps of 32 bytes along k.
+    d: address of n / 2 float32 registers; cleared first, unless `registers` in 16 bits.
     a: address of A's rows in shared memory or, with `registers`, of 4 * steps 32-bit registers.
-    b: address of B in shared memory: transposed, n rows of k; or, with `registers`, as it is, k rows of n.
-    panels: elements per panel of A, and of B.
+    b: address of B in shared memory: transposed, n rows of k; or, with `registers` in 16 bits, as it is, k rows of n.
+    panels: units of 16 bits per panel of A, and of B.
     after: what the product must wait for.
     registers: whether A is in registers.
-    by_rows: whether A and B are in shared memory as they are for `registers`: k rows of 64, and k rows of n.
+    by_rows: whether A and B, of 16 bits, are in shared memory as they are: k rows of 64, and k rows of n.
   """
   kind = next(kind for kind, x in _KINDS.items() if x == dtype)
-  name = REGISTERS if registers else BY_ROWS if by_rows else "wgmma"
+  of_registers = REGISTERS if dtype.itemsize == 2 else REGISTERS_BYTES
+  name = of_registers if registers else BY_ROWS if by_rows else "wgmma"
   return statement(_product(n, steps, kind, name), "cuda", after, d, a, b, *(UOp.const(x, dtypes.int) for x in panels))
 
 

@@ -5,13 +5,15 @@ from functools import reduce
 from math import inf
 from typing import NamedTuple
 
-from tinygrad import UOp
+from tinygrad import UOp, dtypes
 
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.math import LOG2E, exp2
 from uopattn.dsl.scope import Scope, sizes
 
 FLOAT32_MAX = 3.4028234663852886e38
+# P is in [0, 1]. In 8 bits it is multiplied by 2 to this power, close to the type's largest number, to use its range.
+P_SCALE_LOG2 = {dtypes.fp8e4m3: 8, dtypes.fp8e5m2: 15}
 
 Operation = Callable[[UOp, UOp], UOp]
 
