@@ -141,10 +141,10 @@ TABLE: dict[str, BackwardSchedule] = {
     amd_backward,
     ("gfx942", "gfx950"),
     (FLOAT,),
-    lambda arch, dtype: tuple(Amd(arch, of_keys, 2, 1, 16, 32) for of_keys in (False, True)),
+    lambda arch, dtype: tuple(Amd(arch, gradients, 2, 1, 16, 32) for gradients in ("dq", "dk_dv")),
     lambda arch, dtype: st.builds(
       lambda waves, row_tiles, blocks: tuple(
-        Amd(arch, keys, waves, row_tiles, 16 * blocks, 32) for keys in (False, True)
+        Amd(arch, gradients, waves, row_tiles, 16 * blocks, 32) for gradients in ("dq", "dk_dv")
       ),
       *(st.integers(1, 3), st.integers(1, 2), st.integers(1, 3)),
     ),

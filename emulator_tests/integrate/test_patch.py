@@ -199,7 +199,7 @@ def test_gradients() -> None:
 
 
 def test_an_emulated_gpu() -> None:
-  with on("sm_80"), uopattn.patch():
+  with on("gfx1201"), uopattn.patch():
     q = Tensor(np.random.default_rng(0).standard_normal((1, 2, 20, 16), np.float32)).half().realize()
     with uopattn.patch(backend="kernel"):
       check(q, q, q, q.scaled_dot_product_attention(q, q, is_causal=True), is_causal=True)

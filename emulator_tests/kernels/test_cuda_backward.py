@@ -45,7 +45,7 @@ def test_no_tiles() -> None:
   with pytest.raises(ValueError, match=r"head sizes 300 and 300: the smallest tile needs \d+ registers"):
     Tiles.choose(problem_of(1, 64, 64, 300, 300, HALF), Target("CUDA", "sm_80"), "dk_dv")
   with machine("sm_80").device(), pytest.raises(ValueError, match=r"Tiles\.step=8: must be 16 for"):
-    Case.of(machine("sm_80"), (1, 1, 1, 16, 16, 16, 16)).run((Tiles(1, 1, 16, step=8),) * 2)
+    Case.of(machine("sm_80"), (1, 1, 1, 16, 16, 16, 16)).run((Tiles(1, 1, 16, step=8, tf32=True),) * 2)
   with pytest.raises(ValueError, match=r"sm_89 with head sizes 64 and 64: must be sm_90"):
     Wide.choose(problem_of(1, 64, 64, 64, 64, HALF), Target("CUDA", "sm_89"), "dq")
   with pytest.raises(ValueError, match=r"head sizes 256 and 256: .* needs 352 registers a lane, of 224"):

@@ -1,6 +1,7 @@
 """`cuda_wide_forward` where V is the first columns of K, its tiles, and what it does not serve."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from helpers import check, inputs, on, problem_of
@@ -115,7 +116,7 @@ def test_tiles_state_their_laws(arguments: tuple[int, ...], message: str) -> Non
     ("sm_86", problem_of(32, 4096, 4096, 512, 512, HALF), Tiles(2, 2, 1, 32)),
     ("sm_75", problem_of(32, 4096, 4096, 320, 320, HALF), Tiles(1, 2, 1, 32, turing=True)),
     ("sm_90", problem_of(32, 4096, 4096, 576, 512, dtypes.fp8e4m3), Tiles(2, 4, 2, 128, step=32)),
-    ("sm_80", problem_of(32, 4096, 4096, 512, 512, dtypes.float32), Tiles(1, 2, 1, 32, step=8)),
+    ("sm_80", replace(problem_of(32, 4096, 4096, 512, 512, dtypes.float32), tf32=True), Tiles(1, 2, 1, 32, step=8)),
   ],
 )
 def test_chosen_tiles(arch: str, spec: Problem, tiles: Tiles) -> None:
@@ -128,3 +129,8 @@ def test_chosen_tiles(arch: str, spec: Problem, tiles: Tiles) -> None:
 def test_too_large() -> None:
   with pytest.raises(NoKernel, match=r"head sizes 576 and 576: .* needs \d+ registers.* bytes of shared"):
     dispatch(AttentionSpec(1, 1, 1, 100, 100, 576, 576, HALF, 0.125), Target("CUDA", "sm_75"))
+
+
+def test_float32_is_multiplied_in_tf32_alone() -> None:
+  with pytest.raises(ValueError, match="float32 with head sizes 512 and 512: multiplied in tf32 only, if ALLOW_TF32=1"):
+    Tiles.choose(problem_of(32, 4096, 4096, 512, 512, dtypes.float32), Target("CUDA", "sm_80"))

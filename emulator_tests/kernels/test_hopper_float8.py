@@ -74,7 +74,9 @@ def test_it_is_measured_beside_the_other_kernel(D: int, dtype) -> None:
   ids=["rows that are no whole chunks", "large head", "softcap"],
 )
 def test_what_it_does_not_serve(given: AttentionSpec) -> None:
-  assert {x.schedule.name for x in candidates(given, TARGET)} == {"cuda_forward"}
+  names = {x.schedule.name for x in candidates(given, TARGET)}
+  assert "cuda_forward" in names
+  assert "hopper_forward" not in names
 
 
 def test_tiles_are_of_the_elements_size() -> None:

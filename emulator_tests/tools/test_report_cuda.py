@@ -196,7 +196,8 @@ def test_a_target_of_neither(capsys: pytest.CaptureFixture[str]) -> None:
   assert "'avx2' is no target; accepted are gfx... of AMD and sm_... of NVIDIA" in capsys.readouterr().err
 
 
-def test_a_target_without_a_kernel(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_target_without_a_kernel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+  monkeypatch.setattr(report_cuda, "compiler", lambda: report_cuda.by_nvcc)
   assert compile_report.main(["sm_70"]) == 2
   assert "sm_70 has no mma.sync of this kernel's for half" in capsys.readouterr().err
 
@@ -233,6 +234,7 @@ def test_rows_say_what_to_install_for_the_main_loop(
 ) -> None:
   monkeypatch.setattr(report_cuda, "measure", lambda *_: dataclasses.replace(GOOD, loop=None))
   monkeypatch.setattr(sass, "disassembler", lambda: None)
+  monkeypatch.setattr(report_cuda, "compiler", lambda: report_cuda.by_nvcc)
   assert compile_report.main(["sm_80"]) == 0
   lines = capsys.readouterr().out.splitlines()
   assert len(lines) == 3 + len(("float16", "bfloat16", "float32"))
