@@ -21,12 +21,13 @@ from uopattn.runtime import threads
 from uopattn.runtime.prepare import compiled
 from uopattn.runtime.renderer import AlignedRenderer
 
-# Local to the kernel, as tinygrad's loader has no static data.
+# Local to the kernel, as tinygrad's loader has no static data. Cleared without a call of memset: in a process that has
+# mapped much, libc can be further away than the 2 GiB that the loader's calls reach.
 TILES = ") {\n  typedef unsigned char tile[16][64]; __attribute__((aligned(64))) tile tiles[8];\n"
 WORDS = """
 #define __builtin_ia32_tile_loadconfig(c) ((void)(c))
 #define __builtin_ia32_tilerelease()
-#define __builtin_ia32_tilezero(t) __builtin_memset(tiles[t], 0, 1024)
+#define __builtin_ia32_tilezero(t) __builtin_memset_inline(tiles[t], 0, 1024)
 #define __builtin_ia32_tileloadd64(t, p, s) \\
   for (int i = 0; i < 16; i++) __builtin_memcpy(tiles[t][i], (const char *)(p) + i * (s), 64)
 #define __builtin_ia32_tilestored64(t, p, s) \\

@@ -351,15 +351,18 @@ def fence_async(family: str, *after: UOp) -> UOp:
   return _statement(family, "fence_async", after)
 
 
-def ldmatrix(family: str, to: UOp, row: UOp, *after: UOp, trans: bool = False) -> UOp:
+def ldmatrix(family: str, to: UOp, row: UOp, *after: UOp, trans: bool = False, apart: bool = False) -> UOp:
   """Load four 8x8 matrices of 16-bit elements from LDS: `to` points to 16 bytes of registers, `row` to 16 of LDS.
 
   Lane l passes the address of row l % 8 of matrix l // 8. From each matrix in turn it gets elements 2*(l % 4) and
   2*(l % 4) + 1 of row l // 4, or of column l // 4 with `trans`. A statement. Source: PTX ISA, "ldmatrix".
+
+  Args:
+    apart: whether the constant part of the address is apart from the rest, in the instruction. Addresses that differ by
+      it then share a register, which the compiler does not see by itself.
   """
-  # Addresses that differ by constants then share a register. The compiler does not see that by itself.
   memory, index = row.src
-  start, offset = index.simplify().pop_const()
+  start, offset = index.simplify().pop_const() if apart else (index, 0)
   name = "ldmatrix_trans" if trans else "ldmatrix"
   return _statement(family, name, after, to, memory[start], UOp.const(offset * row.dtype.itemsize, dtypes.int))
 

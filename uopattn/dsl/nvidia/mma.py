@@ -108,7 +108,7 @@ class Mma:
     """Load the left operand of one step."""
     frag = self.scope.buffer(self.step // 2, dtype=self.dtype)
     row, chunk = rows.first + lane % MMA_M, 2 * step + lane // MMA_M
-    return frag.after(ins.ldmatrix(CUDA, frag[0], rows.tile.at(row, chunk), *after))
+    return frag.after(ins.ldmatrix(CUDA, frag[0], rows.tile.at(row, chunk), *after, apart=rows.tile.is_long))
 
   def mma_abt(
     self,
@@ -169,7 +169,7 @@ class Mma:
     """Load rows `first` to `first` + 15 as the columns of two right operands, for one step along the tile's columns."""
     pair = self.scope.buffer(2, self.step // 4, dtype=self.dtype)
     row, chunk = first + lane // MMA_M * MMA_N + lane % MMA_N, 2 * step + lane // MMA_N % 2
-    loaded = pair.after(ins.ldmatrix(CUDA, pair[0, 0], tile.at(row, chunk), *after))
+    loaded = pair.after(ins.ldmatrix(CUDA, pair[0, 0], tile.at(row, chunk), *after, apart=tile.is_long))
     return [loaded[0], loaded[1]]
 
   def load_right_transposed(self, tile: SwizzledTiles, step: int, first: int, lane: UOp, *after: UOp) -> list[UOp]:
@@ -181,11 +181,11 @@ class Mma:
     pair = self.scope.buffer(2, self.step // 4, dtype=self.dtype)
     if self.dtype not in DTYPES_8:
       row, chunk = step * self.step + lane % MMA_M, first // MMA_N + lane // MMA_M
-      loaded = pair.after(ins.ldmatrix(CUDA, pair[0, 0], tile.at(row, chunk), trans=True))
+      loaded = pair.after(ins.ldmatrix(CUDA, pair[0, 0], tile.at(row, chunk), trans=True, apart=tile.is_long))
       return [loaded[0], loaded[1]]
     words = self.scope.buffer(4, dtype=dtypes.uint)
     row, chunk = step * self.step + lane, UOp.const(first // PAIR)
-    words = words.after(ins.ldmatrix(CUDA, words[0], tile.at(row, chunk), trans=True))
+    words = words.after(ins.ldmatrix(CUDA, words[0], tile.at(row, chunk), trans=True, apart=tile.is_long))
     keys = [(words[i].load(), words[i + 1].load()) for i in (0, 2)]
     parts = [part(CUDA, *two) for part in (ins.even_bytes, ins.odd_bytes) for two in keys]
     loaded = pair.after(ins.set_words(CUDA, pair[0, 0], *parts))

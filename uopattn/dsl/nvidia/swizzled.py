@@ -21,7 +21,7 @@ from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.scope import Scope, as_type, clamp
 
 CHUNK_BYTES, PANEL_BYTES = 16, 128  # bytes per chunk, and at most per row of a panel
-LONG = 32  # chunks per row, or more: threads copy such rows panel by panel
+LONG = 32  # chunks per row, or more: so many addresses that most are made to differ by constants
 ALIGN = 8  # rows after which the permutation repeats
 
 
@@ -56,6 +56,11 @@ class SwizzledTiles:
     """Allocate shared memory for the tiles; `options` are the attributes from `least` on."""
     tiles = cls(UOp.const(0), rows, columns, slots, threads, **options)
     return replace(tiles, memory=s.buffer(slots * tiles.size, dtype=tiles.bits, space=AddrSpace.LOCAL))
+
+  @property
+  def is_long(self) -> bool:
+    """Whether a row is so long that its addresses would take too many registers."""
+    return self.columns // self.chunk >= LONG
 
   @property
   def chunk(self) -> int:
@@ -163,7 +168,7 @@ class SwizzledTiles:
     """
     chunks, per = self.columns // self.chunk, self.width // self.chunk
     rows = self.threads // per  # that the threads copy at once
-    if chunks < LONG or chunks % per or self.threads % per or self.rows % rows or rows % ALIGN:
+    if not self.is_long or chunks % per or self.threads % per or self.rows % rows or rows % ALIGN:
       piece = thread + i * self.threads
       return piece // chunks, piece % chunks
     blocks = self.rows // rows
