@@ -239,7 +239,7 @@ class Mainloop:
     factors, stores = self.softmax_grad(products, dots, score_rows, masked), []
     for total, swap in zip(self.sums, self.swaps, strict=True):
       values, lds = factors[total.left], pipe.transposed[total.right]
-      operands = as_operands(f, self.dtype, values, swap, places, lane, *ready, trip)
+      operands = as_operands(f, self.dtype, values, swap and swap.after(*ready, trip), places, lane)
       old = total.acc.after(*ready, trip)
       begun = [
         [UOp.stack(*[old[i, d, e].load() for e in range(f.result)]) for d in range(sizes(old)[1])]
@@ -326,7 +326,6 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
 
   as_is = [(words_of(head_rules.keys(x), exists), round_up(sizes(x)[2], f.step)) for x in (k, v)]
   transposed = [(words_of(head_rules.keys(k), exists), round_up(Dk, MMA_SIZE))]
-  swaps = [swap_lds(s, tiles)]
   pipe = RegisterPipeline(s, f, tiles.block, tiles.threads, group.thread, head_rules.length, as_is, transposed)
   stationary = [load_stationary(f, x, head, UOp.const(M), queries, group.lane) for x in (q, do)]
   dq_sum = Sum(zeros(s, tiles, Dk, group.item), Factor.DS, 0)
@@ -342,6 +341,7 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
     return fetch(position + 1, *after)
 
   after = follow if key_range.n_tiles.vmax > 1 else None
+  swaps = [swap_lds(s, tiles)]
   loop = Mainloop(s, tiles, group, q.dtype, pipe, stationary, [dq_sum], swaps, head_rules, key_range, score_rows, after)
   done = loop.attend_all(UOp.barrier(pipe.store(fetch(UOp.const(0), dq_sum.acc))))
   stores = loop.store_sum(dq, dq_sum, head, late_factor(rules), done)
@@ -400,7 +400,6 @@ def _backward_of_keys(
   as_is = [(words_of_all(x), round_up(sizes(x)[2], f.step)) for x in (q, do)]
   transposed = [(words_of_all(x), round_up(sizes(x)[2], MMA_SIZE)) for o, _, x, _ in wanted if o is not None]
   row_stats = [lambda row: neg_lse_of(lse.reshape(-1)[row].load(), rules), lambda row: -delta.reshape(-1)[row].load()]
-  swaps = [swap_lds(s, tiles) for o, *_ in wanted if o is not None]
   pipe = RegisterPipeline(s, f, tiles.block, tiles.threads, group.thread, UOp.const(M), as_is, transposed, row_stats)
   stationary = [load_stationary(f, x, kv_head, head_rules.length, existing, group.lane) for x in (k, v)]
   results = [(o, left, factor) for o, left, _, factor in wanted if o is not None]
@@ -419,6 +418,7 @@ def _backward_of_keys(
     return fetch(more.where(position + 1, 0), clamp(member + more.where(0, 1), 0, members - 1), *after)
 
   after = follow if members > 1 or query_range.n_tiles.vmax > 1 else None
+  swaps = [swap_lds(s, tiles) for _ in sums]
   loop = Mainloop(s, tiles, group, q.dtype, pipe, stationary, sums, swaps, head_rules, query_range, score_rows, after)
   done = UOp.barrier(pipe.store(fetch(UOp.const(0), UOp.const(0), *(x.acc for x in sums))))
   done, length = loop.attend_all(done, member).end(member), None if rules.kv_lengths is None else head_rules.length
@@ -451,10 +451,7 @@ def zeros(s: Scope, tiles: Tiles, size: int, *after: UOp) -> UOp:
 
 
 def swap_lds(s: Scope, tiles: Tiles) -> LdsRows | None:
-  """Allocate LDS through which lanes swap P or dS; None except on RDNA3.
-
-  Allocate it before the tiles: tinygrad loads from buffers in this order, and what it loads before P takes registers.
-  """
+  """Allocate LDS through which lanes swap P or dS; None except on RDNA3."""
   f = tiles.fragments
   return LdsRows.make(s, f, tiles.rows, tiles.block) if f.repeated else None
 
