@@ -145,7 +145,9 @@ def test_any_together(machine: tuple[str, str], names: set[str], seed: int) -> N
 
 
 @pytest.mark.kinds(name=("amd", "cuda", "hopper"))
-@pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name, _, dtype in ONCE_ON_GPUS], ids=str)
+@pytest.mark.parametrize(
+  ("name", "dtype"), [(name, dtype) for name, _, dtype in ONCE_ON_GPUS if name != "hopper8"], ids=str
+)
 def test_chosen_tiles(name: str, dtype: DType) -> None:
   arch = SUBJECTS[name].arches[0]
   with SUBJECTS[name].on(arch, chosen=True):
