@@ -161,7 +161,7 @@ def word_halves_exchanged(right: Phase) -> Phase:
 
 
 def not_transposed(right: Phase) -> Phase:
-  return lambda *given, trans=False: right(*given)
+  return lambda *given, trans=False, **options: right(*given, **options)
 
 
 def key_pairs_exchanged(right: Phase) -> Phase:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from conformance_backward import Options, Shape
+from mistakes import not_transposed
 from test_features import banded
 from tinygrad import UOp
 
@@ -180,9 +181,7 @@ MISTAKES: dict[str, Mistake] = {
   ),
   "the LSE and delta of other rows": Mistake(rows_reversed, {"amd": (amd_backward, "lane_rows")}),
   "halves of P and dS exchanged": Mistake(halves_exchanged, {"amd": (amd_backward, "as_operands")}),
-  "a matrix not transposed": Mistake(
-    lambda right: lambda *arguments, trans=False: right(*arguments), {"cuda": (instructions, "ldmatrix")}
-  ),
+  "a matrix not transposed": Mistake(not_transposed, {"cuda": (instructions, "ldmatrix")}),
   "halves of k exchanged": Mistake(
     lambda right: lambda x, part, count: right(x, 1 - part if count == 4 else part, count), {"turing": (mma, "_part")}
   ),
