@@ -51,9 +51,9 @@ from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.packed import words_of
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.rules.softmax import normalize
+from uopattn.dsl.rules.softmax import P_SCALE_LOG2, normalize
 from uopattn.dsl.rules.tile_range import TileRange
-from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
+from uopattn.dsl.schedule import DTYPES, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
 
 
@@ -66,7 +66,7 @@ class Tiles:
     waves: waves per workgroup.
     m_tiles: tiles of 16 queries per wave.
     block_n: keys per tile.
-    bits: of an element: 16, or 32 for float32, which CDNA multiplies.
+    bits: of an element: 16, 32 for float32, which CDNA multiplies, or 8, which RDNA4 and CDNA4 do.
   """
 
   arch: str
@@ -86,7 +86,7 @@ class Tiles:
   @staticmethod
   def least(f: Fragments) -> int:
     """The divisor of block_n: a whole step of the second product, and whole pieces of V^T."""
-    return max(f.step, 2 * f.per_chunk * f.pad)
+    return max(f.step, (4 if f.bits == 8 else 2) * f.per_chunk * f.pad)
 
   @property
   def fragments(self) -> Fragments:
@@ -155,7 +155,7 @@ class Tiles:
     masked = problem.window != (None, None) or "attn_mask" in problem.features
     masked = masked and "kv_lengths" not in problem.features
     budget = 200 if f.lanes == 32 else 300  # of 256 and 512: addresses and temporaries need the rest
-    wanted: tuple[int, ...] = (64, 32, 16)
+    wanted: tuple[int, ...] = (64, 32, 16) if bits > 8 else (least,)
     if masked and f.lanes == 32 and not f.repeated:  # RDNA4: LLVM spills the masked loop's values in the full loop
       budget, wanted = 170, (64, 48, 32, 16)
     sizes_n = dict.fromkeys(min(n, round_up(N, least)) for n in wanted if n % least == 0)
@@ -179,7 +179,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   Args:
     o: (heads, M, Dv), the output, in q's dtype; or (heads * splits, M, Dv) float32, the output per split of the keys.
-    q: (heads, M, Dk), float16 or bfloat16, or on CDNA float32.
+    q: (heads, M, Dk), float16 or bfloat16, on CDNA float32, on RDNA4 and CDNA4 fp8e4m3 or fp8e5m2.
     k, v: keys and values, as `rules` finds them.
     lse: (heads, M), or (heads * splits, M), float32; receives the log-sum-exp (natural logarithm) of each row.
     rules: masks, score mods and scaling; where the keys are.
@@ -192,7 +192,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   block_row = group.block * tiles.block_m
   key_range = head_rules.key_range(block_row, tiles.block_m, tiles.block_n).split(group.split, results // heads)
   p_lds = LdsRows.make(s, f, tiles.block_m, tiles.block_n) if f.repeated else None
-  unit = WaveMma(f, q.dtype, group, tiles, M, p_lds)
+  unit = WaveMma(f, q.dtype, group, tiles, M, p_lds, P_SCALE_LOG2.get(q.dtype, 0))
 
   q_frags = unit.load_queries(HeadView.of(q, group.head, UOp.const(M)))
   state = State.make(s, tiles.m_tiles, (tiles.m_tiles, ceildiv(Dv, MMA_SIZE), f.result), rules.scaling, group.item)
@@ -260,6 +260,7 @@ class WaveMma:
     tiles: block sizes.
     M: number of queries.
     p_lds: LDS through which the lanes of a query swap P^T; None except on RDNA3.
+    p_scale_log2: P and l are multiplied by 2**p_scale_log2.
   """
 
   f: Fragments
@@ -268,6 +269,7 @@ class WaveMma:
   tiles: Tiles
   M: int
   p_lds: LdsRows | None
+  p_scale_log2: int = 0
 
   @cached_property
   def places(self) -> list[UOp]:
@@ -304,7 +306,8 @@ class WaveMma:
     m_new = row_reduce(f, fmax, by_turns(fmax, [m_old, *scores], 3), self.group.lane)
     if alone(f, m_tiles):
       m_old = ins.pin(HIP, m_old)  # otherwise LLVM loads so much of K ahead that it spills
-    alpha, shifts = ins.exp2(HIP, (m_old - m_new) * scale_log2), twins(f, m_new * -scale_log2, m_tiles)
+    shift = m_new * -scale_log2 + self.p_scale_log2 if self.p_scale_log2 else m_new * -scale_log2
+    alpha, shifts = ins.exp2(HIP, (m_old - m_new) * scale_log2), twins(f, shift, m_tiles)
     p = [ins.exp2(HIP, x * scale_log2 + shifts[i % 2]) for i, x in enumerate(scores)]
     # Sums that run in parallel need more registers, which pays only with two tiles of queries.
     l_new = by_turns(UOp.__add__, [l_old * alpha, *p], 2) if m_tiles > 1 else l_old * alpha + reduce(UOp.__add__, p)
@@ -327,7 +330,8 @@ class WaveMma:
       state.m_i[i].load() * rules.scaling.log2,
       row_reduce(self.f, UOp.__add__, state.l_i[i].load(), self.group.lane),
     )
-    return store_rows(self.f, o, lse, head, row, state.acc[i], m_i, l_i, rules.sink(row), self.group.lane)
+    factor, log2 = normalize(m_i, l_i, rules.sink(row), lambda x: ins.exp2(HIP, x), self.p_scale_log2)
+    return store_rows(self.f, o, lse, head, row, state.acc[i], factor, log2, self.group.lane)
 
 
 def by_turns(operation: Callable[[UOp, UOp], UOp], values: list[UOp], arity: int) -> UOp:
@@ -386,14 +390,12 @@ def store_rows(
   head: UOp,
   row: UOp,
   acc: UOp,
-  m_i: UOp,
-  l_i: UOp,
-  sink: UOp | None,
+  factor: UOp,
+  log2: UOp,
   lane: UOp,
 ) -> list[UOp]:
-  """Store the output and the LSE of a query, unless it is past M; m_i and l_i are in base 2 and over all its keys."""
+  """Store acc times a factor and the LSE, which is in base 2, of a query, unless it is past M; see `normalize`."""
   M = sizes(o)[1]
-  factor, log2 = normalize(m_i, l_i, sink, lambda x: ins.exp2(HIP, x))
   stores = store_acc(f, o, head, row, acc, lambda x: x * factor, lane)
   if lse is not None:
     stores.append(gated(lse, row < M, head, row).store(ins.pin(HIP, log2 * LN2)))
@@ -403,7 +405,7 @@ def store_rows(
 SCHEDULE = Schedule(
   "amd_forward",
   devices=("AMD",),
-  dtypes=DTYPES_16_32,
+  dtypes=DTYPES,
   kernels=(Kernel.forward(forward, Tiles),),
   tiles=Tiles,
   pack_gqa=group_of_few,

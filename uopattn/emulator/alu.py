@@ -68,6 +68,19 @@ def _encode_float8(x: np.ndarray, dtype: DType, saturate_infinity: bool) -> np.n
   return (code | np.where(np.signbit(x), 0x80, 0)).astype(np.uint8)
 
 
+def encode_or_overflow(x: np.ndarray, dtype: DType) -> np.ndarray:
+  """Convert floats to fp8, rounding to nearest even; what rounds to more than the largest number becomes NaN or infinity.
+
+  It becomes infinity if the type has one.
+  """
+  form = FLOAT8[dtype]
+  largest = float(_float8_values(dtype)[form.largest])
+  last = largest - float(_float8_values(dtype)[form.largest - 1])  # the largest number's last place
+  tie = np.abs(x) == largest + last / 2
+  over = (np.abs(x) > largest + last / 2) | (tie & (form.largest % 2 == 1))
+  return encode(np.where(over, np.copysign(np.inf, x), x), dtype)
+
+
 def _encode_bfloat16(x: np.ndarray) -> np.ndarray:
   bits = np.asarray(x, np.float32).view(np.uint32)
   rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)

@@ -133,7 +133,7 @@ class RowCopy:
 
 
 class TransposedCopy:
-  """A thread's pieces of a matrix that is transposed: a word of columns, one or two, of a chunk of rows each."""
+  """A thread's pieces of a matrix that is transposed: a word of columns, one to four, of a chunk of rows each."""
 
   def __init__(self, s: Scope, f: Fragments, block: int, threads: int, thread: UOp, source: Source, lds: LdsRows):
     self.word, columns = source
@@ -155,9 +155,20 @@ class TransposedCopy:
       if self.rows == CHUNK_WORDS:
         stores += lds.store(word, chunk, loaded, inside)
         continue
+      if self.rows == 4 * CHUNK_WORDS:
+        columns = zip(*(transposed_bytes(loaded[e : e + 4]) for e in range(0, self.rows, 4)), strict=True)
+        for i, words_of_column in enumerate(columns):
+          stores += lds.store(4 * word + i, chunk, list(words_of_column), inside)
+        continue
       for half, column in ((ins.low_halves, 2 * word), (ins.high_halves, 2 * word + 1)):  # of eight rows
         stores += lds.store(column, chunk, [half(HIP, *loaded[e : e + 2]) for e in range(0, self.rows, 2)], inside)
     return stores
+
+
+def transposed_bytes(rows: Words) -> Words:
+  """The four columns of four rows of four bytes, in eight byte permutations."""
+  even, odd = ([part(HIP, *rows[i : i + 2]) for i in (0, 2)] for part in (ins.even_bytes, ins.odd_bytes))
+  return [part(HIP, *pair) for part in (ins.even_bytes, ins.odd_bytes) for pair in (even, odd)]
 
 
 class RowStatCopy:
@@ -193,9 +204,10 @@ def chunk_place(f: Fragments, piece: UOp, chunks: int, pieces: int) -> tuple[UOp
 def word_place(f: Fragments, piece: UOp, words: int, pieces: int) -> tuple[UOp, UOp, UOp]:
   """(word of a row, chunk of rows, whether the piece exists). Pieces run over `near` chunks, then the words.
 
-  In float32 each word is a row in LDS. Rows 4 apart are then 32 banks apart, or with 4 chunks rows 2 apart 16 banks.
+  In float32 each word is a row in LDS. Rows 4 apart are then 32 banks apart, or with 4 chunks rows 2 apart 16 banks. In
+  8 bits a word is four rows, so twice as many chunks must be near.
   """
-  near = 2 * f.pad * (2 if f.bits == 32 and pieces // words % (4 * f.pad) == 0 else 1)
+  near = 2 * f.pad * (2 if f.bits == 8 or f.bits == 32 and pieces // words % (4 * f.pad) == 0 else 1)
   inside = piece < pieces
   piece = inside.where(piece, 0)
   word, chunk = piece // near % words, piece % near + near * (piece // (near * words))

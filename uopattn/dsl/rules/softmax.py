@@ -77,7 +77,9 @@ def online_softmax(
   return p, m_new, l_old * alpha + reduce(UOp.__add__, p), alpha
 
 
-def normalize(m_i: UOp, l_i: UOp, sink: UOp | None, exp2: Callable[[UOp], UOp]) -> tuple[UOp, UOp]:
+def normalize(
+  m_i: UOp, l_i: UOp, sink: UOp | None, exp2: Callable[[UOp], UOp], p_scale_log2: int = 0
+) -> tuple[UOp, UOp]:
   """The factor that turns the accumulator of a row into its output, and the log-sum-exp of the row, in base 2.
 
   A row that sees no key gets 0 and -inf.
@@ -87,7 +89,11 @@ def normalize(m_i: UOp, l_i: UOp, sink: UOp | None, exp2: Callable[[UOp], UOp]) 
     l_i: the sum of exponentials over all keys.
     sink: a logit, in base 2, that is added to the sum; None without one.
     exp2: 2**x of an x <= 0.
+    p_scale_log2: the accumulator and l_i are scaled by 2**p_scale_log2, which is undone here.
   """
+  if p_scale_log2:  # changing m_i loses digits of the LSE; changing l_i would cost the output a product per element
+    factor, _ = normalize(m_i - p_scale_log2, l_i, sink, exp2)
+    return factor, normalize(m_i, l_i * 2.0**-p_scale_log2, sink, exp2)[1]
   no_key = l_i.eq(0)
   if sink is None:
     return no_key.where(0.0, 1 / l_i), m_i + l_i.log2()
