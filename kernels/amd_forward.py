@@ -33,6 +33,7 @@ from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import LN2, Scope, gated, sizes
 from uopattn.dsl import instructions as ins
+from uopattn.dsl.amd.fnuz import FNUZ_LARGEST, from_ocp
 from uopattn.dsl.amd.fragments import HIP, MMA_SIZE, Fragments
 from uopattn.dsl.amd.products import (
   Operand,
@@ -51,7 +52,7 @@ from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.packed import words_of
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.rules.softmax import P_SCALE_LOG2, normalize
+from uopattn.dsl.rules.softmax import normalize, p_scale_of
 from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.schedule import DTYPES, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
@@ -186,13 +187,17 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     tiles: block sizes.
   """
   (heads, M, Dk), (results, _, Dv), f = sizes(q), sizes(o), tiles.fragments
+  converted: Callable[[UOp], UOp] = lambda word: word
+  if f.fnuz:  # q.k, of converted words, is a quarter
+    rules, converted = replace(rules, scale=rules.scale * 4), lambda word: from_ocp(word, q.dtype)
   s = Scope()
   group = Workgroup(s, heads, ceildiv(M, tiles.block_m), tiles.waves, f.lanes, results // heads, rules.longest_last)
   head_rules = rules.at(group.head)
   block_row = group.block * tiles.block_m
   key_range = head_rules.key_range(block_row, tiles.block_m, tiles.block_n).split(group.split, results // heads)
   p_lds = LdsRows.make(s, f, tiles.block_m, tiles.block_n) if f.repeated else None
-  unit = WaveMma(f, q.dtype, group, tiles, M, p_lds, P_SCALE_LOG2.get(q.dtype, 0))
+  p_scale = p_scale_of(q.dtype, rules.dropout_p, FNUZ_LARGEST.get(q.dtype) if f.fnuz else None)
+  unit = WaveMma(f, q.dtype, group, tiles, M, p_lds, p_scale)
 
   q_frags = unit.load_queries(HeadView.of(q, group.head, UOp.const(M)))
   state = State.make(s, tiles.m_tiles, (tiles.m_tiles, ceildiv(Dv, MMA_SIZE), f.result), rules.scaling, group.item)
@@ -200,7 +205,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   exists = head_rules.length.ne(0)
   sources = [(words_of(head_rules.keys(x), exists), size) for x, size in zip((k, v), tiles.padded(Dk, Dv), strict=True)]
   threads = tiles.waves * f.lanes
-  registers = RegisterPipeline(s, f, tiles.block_n, threads, group.thread, head_rules.length, sources[:1], sources[1:])
+  registers = RegisterPipeline(
+    s, f, tiles.block_n, threads, group.thread, head_rules.length, sources[:1], sources[1:], converted=converted
+  )
   pipeline = KeyTiles(registers, key_range)
 
   loop = Mainloop(s, unit, pipeline, head_rules, key_range, tiles.block_n)
@@ -331,6 +338,7 @@ class WaveMma:
       row_reduce(self.f, UOp.__add__, state.l_i[i].load(), self.group.lane),
     )
     factor, log2 = normalize(m_i, l_i, rules.sink(row), lambda x: ins.exp2(HIP, x), self.p_scale_log2)
+    factor = factor * 2 if self.f.fnuz else factor  # values, converted, are half
     return store_rows(self.f, o, lse, head, row, state.acc[i], factor, log2, self.group.lane)
 
 

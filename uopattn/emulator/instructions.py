@@ -82,7 +82,8 @@ def _pack4(dtype: DType) -> Meaning:
 
 def _convert_pair(dtype: DType) -> Meaning:
   def convert_pair(run: Run, u: UOp, low: Any, high: Any, word: Any, upper: Any) -> Any:
-    codes = [alu.encode_or_overflow(np.asarray(x), dtype).astype(np.uint32) for x in (low, high)]
+    of = alu.float8_of(run.arch, dtype)
+    codes = [alu.encode_or_overflow(np.asarray(x), of).astype(np.uint32) for x in (low, high)]
     pair, shift = codes[0] | codes[1] << np.uint32(8), np.uint32(16 * int(upper))
     return word & ~np.uint32(0xFFFF << shift) | pair << shift
 

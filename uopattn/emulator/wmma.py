@@ -8,7 +8,7 @@ Products of 8- and 16-bit floats are exact in float32. They are summed in float3
 not specify, and the accumulator is added last; a 16-bit accumulator is rounded once. AMD's products of float32 are
 those of float32. NVIDIA's, tf32, ignore the low 13 bits of their inputs, and sums, the accumulator included, are
 rounded towards zero, as tensor cores do (Fasi et al., "Numerical behavior of NVIDIA tensor cores", 2021); in 16 bits
-that does not matter. Integers are exact.
+that does not matter. Integers are exact. On CDNA3 8-bit floats are FNUZ ones.
 """
 
 from collections.abc import Callable
@@ -131,7 +131,9 @@ def _operand(run: Run, u: UOp, value: Any, frags: Fragments, which: int, shape: 
   flat = np.ascontiguousarray(block.transpose(1, 0, 2)).reshape(block.shape[1], -1)
   layout = frags.a if which == 0 else frags.b
   return _numbers(
-    flat.take(_matrix_index(layout, frags.lanes, frags.elements[which], shape), axis=1), dtype, _is_tf32(u)
+    flat.take(_matrix_index(layout, frags.lanes, frags.elements[which], shape), axis=1),
+    alu.float8_of(run.arch, dtype),
+    _is_tf32(u),
   )
 
 

@@ -42,6 +42,7 @@ class Fragments:
     interleaved: whether the rows of C alternate between groups, instead of forming one block per group.
     bits: of an element of A and of B; 32 is float32, 8 is fp8e4m3 or fp8e5m2.
     together: steps that a larger instruction multiplies at once; 1 if there is none.
+    fnuz: whether 8-bit numbers have the format of `uopattn.dsl.amd.fnuz`.
   """
 
   k: int
@@ -52,6 +53,7 @@ class Fragments:
   interleaved: bool = False
   bits: int = 16
   together: int = 1
+  fnuz: bool = False
 
   @classmethod
   def of(cls, arch: str, bits: int = 16) -> "Fragments":
@@ -147,9 +149,10 @@ CDNA3 = Fragments(16, 64, 4, 4)
 CDNA4 = Fragments(32, 64, 8, 4)
 CDNA_FLOAT = Fragments(4, 64, 1, 4, bits=32)
 RDNA4_BYTES = Fragments(16, 32, 8, 8, bits=8)
+CDNA3_BYTES = Fragments(32, 64, 8, 4, bits=8, fnuz=True)
 CDNA4_BYTES = Fragments(32, 64, 8, 4, bits=8, together=2)
 _BY_BITS = {
-  8: {"gfx1200": RDNA4_BYTES, "gfx1201": RDNA4_BYTES, "gfx950": CDNA4_BYTES},
+  8: {"gfx1200": RDNA4_BYTES, "gfx1201": RDNA4_BYTES, "gfx942": CDNA3_BYTES, "gfx950": CDNA4_BYTES},
   16: {"gfx11": RDNA3, "gfx1200": RDNA4, "gfx1201": RDNA4, "gfx942": CDNA3, "gfx950": CDNA4},
   32: {"gfx942": CDNA_FLOAT, "gfx950": CDNA_FLOAT},
 }

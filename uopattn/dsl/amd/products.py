@@ -13,15 +13,16 @@ from tinygrad.helpers import ceildiv
 from tinygrad.uop.ops import Ops
 
 from uopattn.dsl import instructions as ins
+from uopattn.dsl.amd.fnuz import from_ocp, to_ocp
 from uopattn.dsl.amd.fragments import CHUNK_WORDS, HIP, MMA_SIZE, Fragments
 from uopattn.dsl.amd.staging import LdsRows
 from uopattn.dsl.packed import ALWAYS, Words, as_type, words_of
 from uopattn.dsl.rules.head_view import HeadView
+from uopattn.dsl.rules.softmax import LARGEST
 from uopattn.dsl.scope import gated, sizes
 from uopattn.dsl.view import View, row_start
 
 Operand = list[UOp]  # the `width` elements of A, or of B, that a lane holds for a step; in 8 bits words of four
-LARGEST = {dtypes.fp8e4m3: 448.0, dtypes.fp8e5m2: 57344.0}
 
 
 def load_operands(
@@ -30,6 +31,8 @@ def load_operands(
   """Load a row as this lane's B operand of each step; zeros where `exists` is false."""
   load, steps = words_of(rows, exists), ceildiv(rows.size, f.step)
   words = [[load(row, f.chunk(UOp.const(i), lane) * CHUNK_WORDS + w) for w in range(f.words)] for i in range(steps)]
+  if f.fnuz:
+    words = [[from_ocp(word, dtype) for word in step] for step in words]
   return [elements(f, dtype, step) for step in words]
 
 
@@ -220,7 +223,7 @@ def store_acc(
       continue
     first = j * MMA_SIZE + lane // MMA_SIZE * f.result
     if o.dtype in LARGEST:
-      stores += store_bytes(o, head, row, first, values)
+      stores += store_bytes(f, o, head, row, first, values)
     else:
       stores += store_columns(o, head, row, first, neighbours(f, [x.cast(o.dtype) for x in values], lane))
   return stores
@@ -265,7 +268,7 @@ def store_columns(o: UOp | View, head: UOp, row: UOp, first: UOp, values: list[U
   return stores
 
 
-def store_bytes(o: UOp | View, head: UOp, row: UOp, first: UOp, values: list[UOp]) -> list[UOp]:
+def store_bytes(f: Fragments, o: UOp | View, head: UOp, row: UOp, first: UOp, values: list[UOp]) -> list[UOp]:
   """Round float32 `values` to 8 bits and store them as `store_columns` does.
 
   Values out of range, infinities too, become the largest finite number.
@@ -274,7 +277,9 @@ def store_bytes(o: UOp | View, head: UOp, row: UOp, first: UOp, values: list[UOp
   largest, stores = LARGEST[o.dtype], []
   values = [(x > largest).where(largest, (x < -largest).where(-largest, x)) for x in values]
   for e in range(0, len(values), 4):
-    word, start = ins.pin(HIP, word_of_bytes(o.dtype, values[e : e + 4])), row_start(o, head, row) + first + e
+    four, start = values[e : e + 4], row_start(o, head, row) + first + e
+    word = to_ocp(word_of_bytes(o.dtype, [x * 0.5 for x in four])) if f.fnuz else word_of_bytes(o.dtype, four)
+    word = ins.pin(HIP, word)
     if Dv % 4 == 0:
       inside = (row < M) & (first + e < Dv) if first.vmax + e >= Dv else row < M
       stores.append(as_type(o, dtypes.uint)[(start // 4).valid(inside)].store(word))

@@ -78,15 +78,19 @@ class RegisterPipeline:
     as_is: Sequence[Source],
     transposed: Sequence[Source],
     row_stats: Sequence[Number] = (),
+    converted: Callable[[UOp], UOp] = lambda word: word,
   ):
-    """`length` is the number of rows that exist."""
+    """`length` is the number of rows that exist. `converted` is applied to all words on their way to LDS."""
     self.length, self.block = length, block
     self.as_is = [LdsRows.make(s, f, block, columns) for _, columns in as_is]
     self.transposed = [LdsRows.make(s, f, columns, block) for _, columns in transposed]
     self.row_stats = [s.buffer(round_up(block, threads), space=AddrSpace.LOCAL) for _ in row_stats]
     self._parts: list[RowCopy | TransposedCopy | RowStatCopy] = [
-      *(RowCopy(s, f, block, threads, thread, source, lds) for source, lds in zip(as_is, self.as_is, strict=True)),
-      *(TransposedCopy(s, f, block, threads, thread, *x) for x in zip(transposed, self.transposed, strict=True)),
+      *(RowCopy(s, f, block, threads, thread, *x, converted) for x in zip(as_is, self.as_is, strict=True)),
+      *(
+        TransposedCopy(s, f, block, threads, thread, *x, converted)
+        for x in zip(transposed, self.transposed, strict=True)
+      ),
       *(RowStatCopy(s, block, threads, thread, *x) for x in zip(row_stats, self.row_stats, strict=True)),
     ]
 
@@ -113,8 +117,19 @@ class RegisterPipeline:
 class RowCopy:
   """A thread's pieces of a matrix that is copied as it is: one chunk of a row each."""
 
-  def __init__(self, s: Scope, f: Fragments, block: int, threads: int, thread: UOp, source: Source, lds: LdsRows):
+  def __init__(
+    self,
+    s: Scope,
+    f: Fragments,
+    block: int,
+    threads: int,
+    thread: UOp,
+    source: Source,
+    lds: LdsRows,
+    converted: Callable[[UOp], UOp],
+  ):
     self.word, columns = source
+    self.converted = converted
     self.lds, pieces = lds, block * columns // f.per_chunk
     self.places = [chunk_place(f, thread + i, columns // f.per_chunk, pieces) for i in range(0, pieces, threads)]
     self.words = s.buffer(len(self.places), CHUNK_WORDS, dtype=dtypes.uint)
@@ -128,15 +143,26 @@ class RowCopy:
   def store(self, *after: UOp) -> list[UOp]:
     words, lds, stores = self.words.after(*after), self.lds.after(*after), []
     for i, (place, _, chunk, inside) in enumerate(self.places):
-      stores += lds.store(place, chunk, [words[i, w].load() for w in range(CHUNK_WORDS)], inside)
+      stores += lds.store(place, chunk, [self.converted(words[i, w].load()) for w in range(CHUNK_WORDS)], inside)
     return stores
 
 
 class TransposedCopy:
   """A thread's pieces of a matrix that is transposed: a word of columns, one to four, of a chunk of rows each."""
 
-  def __init__(self, s: Scope, f: Fragments, block: int, threads: int, thread: UOp, source: Source, lds: LdsRows):
+  def __init__(
+    self,
+    s: Scope,
+    f: Fragments,
+    block: int,
+    threads: int,
+    thread: UOp,
+    source: Source,
+    lds: LdsRows,
+    converted: Callable[[UOp], UOp],
+  ):
     self.word, columns = source
+    self.converted = converted
     self.lds, self.rows, words = lds, f.per_chunk, columns * f.bits // 32
     pieces = words * (block // self.rows)
     self.places = [word_place(f, thread + i, words, pieces) for i in range(0, pieces, threads)]
@@ -151,7 +177,7 @@ class TransposedCopy:
   def store(self, *after: UOp) -> list[UOp]:
     words, lds, stores = self.words.after(*after), self.lds.after(*after), []
     for i, (word, chunk, inside) in enumerate(self.places):
-      loaded = [words[i, e].load() for e in range(self.rows)]
+      loaded = [self.converted(words[i, e].load()) for e in range(self.rows)]
       if self.rows == CHUNK_WORDS:
         stores += lds.store(word, chunk, loaded, inside)
         continue

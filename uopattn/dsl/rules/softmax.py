@@ -2,18 +2,18 @@
 
 from collections.abc import Callable
 from functools import reduce
-from math import inf
+from math import floor, inf, log2
 from typing import NamedTuple
 
 from tinygrad import UOp, dtypes
+from tinygrad.dtype import DType
 
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.math import LOG2E, exp2
 from uopattn.dsl.scope import Scope, sizes
 
 FLOAT32_MAX = 3.4028234663852886e38
-# P is in [0, 1]. In 8 bits it is multiplied by 2 to this power, close to the type's largest number, to use its range.
-P_SCALE_LOG2 = {dtypes.fp8e4m3: 8, dtypes.fp8e5m2: 15}
+LARGEST = {dtypes.fp8e4m3: 448.0, dtypes.fp8e5m2: 57344.0}
 
 Operation = Callable[[UOp, UOp], UOp]
 
@@ -35,6 +35,16 @@ class Scaling(NamedTuple):
     """The scaling of plain scores, q.k * scale."""
     factor = scale * LOG2E
     return cls(1.0, factor) if scale > 0 else cls(factor, 1.0)
+
+
+def p_scale_of(dtype: DType, dropout_p: float = 0.0, largest: float | None = None) -> int:
+  """P is in [0, 1]. In 8 bits it is multiplied by 2 to this power, to use the type's range; 0 for other types.
+
+  Args:
+    dropout_p: dropout scales P by 1 / (1 - dropout_p), which must not leave the range.
+    largest: the largest number, if it is another one than OCP's.
+  """
+  return floor(log2((largest or LARGEST[dtype]) * (1 - dropout_p))) if dtype in LARGEST else 0
 
 
 def lowest(scaling: Scaling) -> float:
