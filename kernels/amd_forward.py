@@ -33,7 +33,7 @@ from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import LN2, Scope, gated, sizes
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.amd.fnuz import FNUZ_LARGEST, from_ocp
+from uopattn.dsl.amd.fnuz import FNUZ_LARGEST
 from uopattn.dsl.amd.fragments import HIP, MMA_SIZE, Fragments
 from uopattn.dsl.amd.products import (
   Operand,
@@ -155,13 +155,18 @@ class Tiles:
     # The loop over masked tiles needs many registers then. With kv_lengths, LLVM spills if tiles have fewer keys.
     masked = problem.window != (None, None) or "attn_mask" in problem.features
     masked = masked and "kv_lengths" not in problem.features
+    wanted: tuple[int, ...]
     budget = 200 if f.lanes == 32 else 300  # of 256 and 512: addresses and temporaries need the rest
-    wanted: tuple[int, ...] = (64, 32, 16) if bits > 8 else (least,)
+    wanted, in_turn = (64, 32, 16), (4, 8)
+    if bits == 8:
+      wanted = (least,)
+      if f.lanes == 64:  # eight waves share a large tile; addresses and temporaries take less of their registers
+        budget, in_turn = 360, (8, 4)
     if masked and f.lanes == 32 and not f.repeated:  # RDNA4: LLVM spills the masked loop's values in the full loop
       budget, wanted = 170, (64, 48, 32, 16)
     sizes_n = dict.fromkeys(min(n, round_up(N, least)) for n in wanted if n % least == 0)
-    candidates = [cls(arch, w, 2, n, bits) for n in sizes_n for w in (4, 8) if 2 * w <= M // MMA_SIZE]
-    candidates += [cls(arch, min(w, waves), 1, n, bits) for n in sizes_n for w in (4, 8)]
+    candidates = [cls(arch, w, 2, n, bits) for n in sizes_n for w in in_turn if 2 * w <= M // MMA_SIZE]
+    candidates += [cls(arch, min(w, waves), 1, n, bits) for n in sizes_n for w in in_turn]
     for enough in (3, 1):  # waves per SIMD, so that one computes while another waits
       for tiles in candidates:
         # On CDNA a SIMD has two waves of a workgroup of eight, which share its registers.
@@ -187,9 +192,8 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     tiles: block sizes.
   """
   (heads, M, Dk), (results, _, Dv), f = sizes(q), sizes(o), tiles.fragments
-  converted: Callable[[UOp], UOp] = lambda word: word
-  if f.fnuz:  # q.k, of converted words, is a quarter
-    rules, converted = replace(rules, scale=rules.scale * 4), lambda word: from_ocp(word, q.dtype)
+  if f.fnuz:  # q.k of converted numbers is a quarter
+    rules = replace(rules, scale=rules.scale * 4)
   s = Scope()
   group = Workgroup(s, heads, ceildiv(M, tiles.block_m), tiles.waves, f.lanes, results // heads, rules.longest_last)
   head_rules = rules.at(group.head)
@@ -204,9 +208,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   # Not `> 0`: tinygrad would assume a comparison to hold throughout the gated index, even in the bounds of its loops.
   exists = head_rules.length.ne(0)
   sources = [(words_of(head_rules.keys(x), exists), size) for x, size in zip((k, v), tiles.padded(Dk, Dv), strict=True)]
-  threads = tiles.waves * f.lanes
+  threads, of_ocp = tiles.waves * f.lanes, q.dtype if f.fnuz else None
   registers = RegisterPipeline(
-    s, f, tiles.block_n, threads, group.thread, head_rules.length, sources[:1], sources[1:], converted=converted
+    s, f, tiles.block_n, threads, group.thread, head_rules.length, sources[:1], sources[1:], of_ocp=of_ocp
   )
   pipeline = KeyTiles(registers, key_range)
 

@@ -90,10 +90,7 @@ def _encode_float8(x: np.ndarray, dtype: DType, saturate_infinity: bool) -> np.n
 
 
 def encode_or_overflow(x: np.ndarray, dtype: DType) -> np.ndarray:
-  """Convert floats to fp8, rounding to nearest even; what rounds to more than the largest number becomes NaN or infinity.
-
-  It becomes infinity if the type has one.
-  """
+  """Convert floats to fp8, rounding to nearest even; beyond the largest number to infinity, or NaN if there is none."""
   form = FLOAT8[dtype]
   largest = float(_float8_values(dtype)[form.largest])
   last = largest - float(_float8_values(dtype)[form.largest - 1])  # the largest number's last place

@@ -24,6 +24,7 @@ from . import alu
 from .errors import Divergence, LaneMismatch, UnknownInstruction
 from .lanes import Run
 
+FLOAT8_K = {"gfx1200": (16,), "gfx1201": (16,), "gfx942": (32,), "gfx950": (32, 128)}  # K of AMD's products of 8 bits
 Layout = Callable[[Any, Any], tuple[Any, Any]]  # (lane, element) -> (row, column) of the matrix
 
 
@@ -158,6 +159,8 @@ def multiply(run: Run, u: UOp, a: Any, b: Any, c: list[Any]) -> list[Any]:
   n, m, k = dims
   count = (len(a) if isinstance(a, list) else 1) * u.src[0].dtype.itemsize // dtype.itemsize
   try:
+    if dtype in alu.FLOAT8 and device == "AMD" and k not in FLOAT8_K.get(run.arch, ()):
+      raise KeyError(f"{run.arch} {dims} {dtype}")
     frags = fragments(dims, dtype, device, threads, count)
   except KeyError as error:
     raise run.fail(UnknownInstruction, u, f"no target has the matrix instruction {error}") from None

@@ -79,9 +79,10 @@ def bytes_in_llvm(ctx: dict[UOp, str], u: UOp) -> str | None:
       f"<4 x float> {c}, i32 {form}, i32 {form}, i32 0, i32 0, i32 0, i32 0)"
     )
   if lanes == 64:
+    product = f"@llvm.amdgcn.mfma.f32.16x16x32.{name}.{name}"
     return f"""  {y}_a = bitcast {words} {a} to i64
   {y}_b = bitcast {words} {b} to i64
-  {y} = call <4 x float> @llvm.amdgcn.mfma.f32.16x16x32.{name}.{name}(i64 {y}_a, i64 {y}_b, <4 x float> {c}, i32 0, i32 0, i32 0)"""
+  {y} = call <4 x float> {product}(i64 {y}_a, i64 {y}_b, <4 x float> {c}, i32 0, i32 0, i32 0)"""
   return (
     f"  {y} = call <8 x float> @llvm.amdgcn.wmma.f32.16x16x16.{name}.{name}.v8f32.v2i32({words} {a}, {words} {b}, "
     f"<8 x float> {c})"

@@ -53,7 +53,9 @@ def multiply(f: Fragments, dtype: DType, a: Operand, b: Operand, c: UOp) -> UOp:
 def chains(f: Fragments, steps: int) -> list[range]:
   """The steps that are multiplied at once: `Fragments.together` where so many remain, else one."""
   whole = steps // f.together * f.together
-  return [range(i, i + f.together) for i in range(0, whole, f.together)] + [range(i, i + 1) for i in range(whole, steps)]
+  return [range(i, i + f.together) for i in range(0, whole, f.together)] + [
+    range(i, i + 1) for i in range(whole, steps)
+  ]
 
 
 def elements(f: Fragments, dtype: DType, words: Words) -> Operand:

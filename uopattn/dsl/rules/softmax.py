@@ -49,7 +49,8 @@ def p_scale_of(dtype: DType, dropout_p: float = 0.0, largest: float | None = Non
 
 def lowest(scaling: Scaling) -> float:
   """m_i of a row that has seen no key: below all scores, and finite even in the exponent, as -inf - -inf is NaN."""
-  return -FLOAT32_MAX / max(1.0, scaling.log2)
+  rounding = 1 + 2.0**-20  # of this number and of its product with the factor
+  return -FLOAT32_MAX / (scaling.log2 * rounding if scaling.log2 > 1 else 1.0)
 
 
 def online_softmax(
