@@ -150,17 +150,19 @@ def backward(
   keys, values = (HeadView.of(x, kv_head, head_rules.length) for x in (k, v))
   k_rows = load_rows(s, k_rows, keys, first, length, *loop.axes)
   v_rows = load_rows(s, v_rows, values, first, length, *loop.axes)
-  k_t = turned(s, load_pairs(s, k_pairs, keys, first, length, *loop.axes), *loop.axes)
+  k_t = s.buffer(parts, block_n // STEP, width, LANES, dtype=dtypes.uint)
+  k_t = turned(s, k_t, 0, load_pairs(s, k_pairs, keys, first, length, *loop.axes), *loop.axes)
 
   g = s.axis(block_m // BLOCK)
   inside, group = (*loop.axes, g), g * GROUPS
-  qk = mma_abt(s, k_rows, q_t, group, PRODUCTS[parts], *inside, config)
-  dp = mma_abt(s, v_rows, do_t, group, PRODUCTS[parts], *inside, qk)  # after it: they use the same tiles
+  qk, dp = (s.buffer(GROUPS, block_n, LANES) for _ in range(2))
+  qk = qk.after(mma_abt(s, qk, 0, k_rows, q_t, group, PRODUCTS[parts], *inside, config))
+  dp = dp.after(mma_abt(s, dp, 0, v_rows, do_t, group, PRODUCTS[parts], *inside, qk))  # after it: they share tiles
   gradients = Gradients(head_rules, block.row, start, first, lse_i, delta_i, N if block_n > N else None)
   p, ds = recompute(s, qk, dp, gradients, group)
   p_rows, ds_rows = (s.buffer(parts, block_m // BLOCK, block_n, BLOCK, dtype=dtypes.ushort) for _ in range(2))
   packed, ds_pairs = pack_gradients(s, p_rows, ds_rows, p, ds, g, inside)
-  dq_end = mma_ab(s, dq_t.after(*inside), group, k_t, ds_pairs, *inside, packed).end(g)
+  dq_end = mma_ab(s, dq_t.after(*inside), group, k_t, 0, ds_pairs, 0, *inside, packed).end(g)
   dv_end = add_product(s, dv, call, first, p_rows.after(dq_end), do_pairs, *loop.axes)
   dk_end = add_product(s, dk, call, first, ds_rows.after(dv_end), q_pairs, *loop.axes)
   end = loop.end(dk_end)
