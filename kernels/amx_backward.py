@@ -148,16 +148,16 @@ def backward(
 
   length = head_rules.length if rules.kv_lengths is not None or block_n > N else None
   keys, values = (HeadView.of(x, kv_head, head_rules.length) for x in (k, v))
-  k_rows = load_rows(s, k_rows, keys, first, length, *loop.axes)
-  v_rows = load_rows(s, v_rows, values, first, length, *loop.axes)
+  k_rows = load_rows(s, k_rows, 0, parts, keys, first, length, *loop.axes)
+  v_rows = load_rows(s, v_rows, 0, parts, values, first, length, *loop.axes)
   k_t = s.buffer(parts, block_n // STEP, width, LANES, dtype=dtypes.uint)
   k_t = turned(s, k_t, 0, load_pairs(s, k_pairs, keys, first, length, *loop.axes), *loop.axes)
 
   g = s.axis(block_m // BLOCK)
   inside, group = (*loop.axes, g), g * GROUPS
   qk, dp = (s.buffer(GROUPS, block_n, LANES) for _ in range(2))
-  qk = qk.after(mma_abt(s, qk, 0, k_rows, q_t, group, PRODUCTS[parts], *inside, config))
-  dp = dp.after(mma_abt(s, dp, 0, v_rows, do_t, group, PRODUCTS[parts], *inside, qk))  # after it: they share tiles
+  qk = qk.after(mma_abt(s, qk, 0, k_rows, 0, q_t, group, PRODUCTS[parts], *inside, config))
+  dp = dp.after(mma_abt(s, dp, 0, v_rows, 0, do_t, group, PRODUCTS[parts], *inside, qk))  # after it: they share tiles
   gradients = Gradients(head_rules, block.row, start, first, lse_i, delta_i, N if block_n > N else None)
   p, ds = recompute(s, qk, dp, gradients, group)
   p_rows, ds_rows = (s.buffer(parts, block_m // BLOCK, block_n, BLOCK, dtype=dtypes.ushort) for _ in range(2))

@@ -139,39 +139,55 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     filled(s, x, dtypes.float, groups, *shape, LANES, within=outer)
     for x, *shape in ((0.0, widths[1]), (lowest(scaling),), (0.0,))
   )
-  k_rows = filled(s, 0, dtypes.ushort, parts, block_n, widths[0], within=outer)
   v_pairs = filled(s, 0, dtypes.uint, parts, block_n // PAIR, widths[1], within=outer)
   # Of two tiles, and of two pairs of groups: the products of one run while the weights of the next are computed. Those
   # before the first are 0, and so is what is added then.
   turns = min(pairs, 2)
+  k_tiles = filled(s, 0, dtypes.ushort, turns * parts, block_n, widths[0], within=outer)
   v_tiles = filled(s, 0, dtypes.uint, turns * parts, block_n // STEP, widths[1], LANES, within=outer)
   weights = filled(s, 0, dtypes.uint, turns * GROUPS, parts, block_n // PAIR, LANES, within=outer)
   scores = s.buffer(turns * GROUPS, block_n, LANES)
 
   key_range = head_rules.key_range(row, block_m, block_n)
+  length = head_rules.length if rules.kv_lengths is not None or block_n > N else None
+  products = PRODUCTS[parts] + ((1, 1),) * (parts == 2 and lse is not None)  # the LSE is float32
+
+  def tile_at(position: UOp, *axes: UOp) -> tuple[UOp, UOp, HeadRules]:
+    """The first key that a tile adds, its first key, as the last tile is moved back to end at N, and its rules."""
+    start = key_range.tile(clamp(position, 0, n_tiles - 1)) * block_n
+    first = clamp(start, 0, max(0, N - block_n))
+    return start, first, head_rules.of_tile(s, first, block_n, axes)
+
+  def load_keys(position: UOp, *axes: UOp) -> UOp:
+    _, first, its_rules = tile_at(position, *axes)
+    return load_rows(s, k_tiles, position % turns * parts, parts, its_rules.keys(k), first, length, *axes)
+
+  def multiply_qk(
+    keys: UOp, turn: UOp, pair: UOp | int, slot: UOp | int, *after: UOp, between: Between = nothing
+  ) -> UOp:
+    return mma_abt(s, scores, slot, keys, turn * parts, q_t, pair * GROUPS, products, *after, between=between)
+
+  begun: tuple[UOp, ...] = (config,)
+  if pairs > 1:
+    last = clamp(key_range.n_tiles - 1, 0, n_tiles - 1)
+    begun = (multiply_qk(load_keys(last, *outer), last % turns, 0, slot_of(0, last, pairs), *outer, config),)
   loop = s.loop(
     key_range.n_tiles if key_range.n_tiles.vmin < key_range.n_tiles.vmax else int(key_range.n_tiles.vmax), *outer
   )
-  start = key_range.tile(clamp(loop.index, 0, n_tiles - 1)) * block_n  # first key that this trip adds
-  first = clamp(start, 0, max(0, N - block_n))  # first key of the tile: the last tile is moved back to end at N
-  head_rules = head_rules.of_tile(s, first, block_n, loop.axes)
-  length = head_rules.length if rules.kv_lengths is not None or block_n > N else None
-  k_tile = load_rows(s, k_rows, head_rules.keys(k), first, length, *loop.axes)
-  v_pairs = load_pairs(s, v_pairs, head_rules.keys(v), first, length, *loop.axes)
   turn = loop.index % turns
+  start, first, here = tile_at(loop.index, *loop.axes)
+  v_pairs = load_pairs(s, v_pairs, here.keys(v), first, length, *loop.axes)
   v_tile = turned(s, v_tiles, turn * parts, v_pairs, *loop.axes)
-  products = PRODUCTS[parts] + ((1, 1),) * (parts == 2 and lse is not None)  # the LSE is float32
-
-  def multiply_qk(pair: UOp | int, slot: UOp | int, *after: UOp, between: Between = nothing) -> UOp:
-    return mma_abt(s, scores, slot, k_tile, q_t, pair * GROUPS, products, *after, between=between)
-
-  begun = multiply_qk(0, slot_of(0, loop.index, pairs), *loop.axes, config)
+  # Q K^T is a pair of groups ahead, so that the last pair of a tile needs the next tile.
+  keys = load_keys(clamp(loop.index - (turns - 1), 0, n_tiles - 1), *loop.axes, *begun)
+  if pairs == 1:
+    begun = (multiply_qk(keys, turn, 0, 0, *loop.axes, config),)
   g = s.axis(pairs)
-  inside, slot = (*loop.axes, g, begun), slot_of(g, loop.index, pairs)
+  inside, slot = (*loop.axes, g, *begun), slot_of(g, loop.index, pairs)
   state = State(acc.after(*inside), m_i.after(*inside), l_i.after(*inside), g * GROUPS)
 
   moved = start if N % block_n and block_n < N else None
-  low, high = key_bounds(s, head_rules, row, first, moved, block_n, state.group, inside)
+  low, high = key_bounds(s, here, row, first, moved, block_n, state.group, inside)
 
   def score(product: UOp, n: UOp, j: int, m: UOp) -> UOp:
     """The score of a key of the tile; -inf if it is hidden, was in the tile before, or does not exist."""
@@ -179,9 +195,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     place = n.cast(dtypes.float)
     hidden = [] if high is None else [place > high[j, m].load()]
     hidden += [] if low is None else [place < low[j, m].load()]
-    hidden += head_rules.hidden_by_masks(query, key)
+    hidden += here.hidden_by_masks(query, key)
     x = product if scaling.pre == 1 else product * scaling.pre
-    x = head_rules.apply_score_mods(x, query, key)
+    x = here.apply_score_mods(x, query, key)
     return reduce(UOp.__or__, hidden).where(-inf, x) if hidden else x
 
   seen, at, highest = row_maxima(s, scores.after(*inside), slot, state, score, inside)
@@ -196,7 +212,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   else:
     steps = [block_n // BLOCK * (width // STEP) for width in widths]
     rows = weighing.rows_per_step(steps)
-    end = multiply_qk(clamp(g + 1, 0, pairs - 1), GROUPS - slot, *done, between=weighing.between(0, rows[0]))
+    wraps = g.eq(pairs - 1)
+    following = keys, wraps.where(turns - 1 - turn, turn), wraps.where(0, g + 1)
+    end = multiply_qk(*following, GROUPS - slot, *done, between=weighing.between(0, rows[0]))
     weighed = rows[0] * steps[0]
     values = v_tile, g.eq(0).where(turns - 1 - turn, turn) * parts
     previous = g.eq(0).where(pairs - 1, g - 1) * GROUPS

@@ -58,30 +58,31 @@ def _shuffled(to: str, a: str, b: str, lanes: Sequence[int]) -> str:
 
 
 def _transpose() -> str:
-  """Text of `transpose`: words within each group of four rows and four columns, then these groups."""
-  blocks = range(0, LANES, 4)
+  """Text of `transpose`: four words of four rows each, of which every fourth row is loaded, then these four rows."""
+  rows = range(0, LANES, 4)
   unpack = {  # halves of each 128 bits of two rows, interleaved by 32 or 64 bits
-    "low_words": [b + i for b in blocks for i in (0, 16, 1, 17)],
-    "high_words": [b + i for b in blocks for i in (2, 18, 3, 19)],
-    "low": [b + i for b in blocks for i in (0, 1, 16, 17)],
-    "high": [b + i for b in blocks for i in (2, 3, 18, 19)],
+    "low_words": [b + i for b in rows for i in (0, 16, 1, 17)],
+    "high_words": [b + i for b in rows for i in (2, 18, 3, 19)],
+    "low": [b + i for b in rows for i in (0, 1, 16, 17)],
+    "high": [b + i for b in rows for i in (2, 3, 18, 19)],
   }
-  even, odd = ([first + i for first in (b, b + 8, b + 16, b + 24) for i in range(4)] for b in (0, 4))
-  lines = [f"words r{i}; __builtin_memcpy(&r{i}, (char *){{1}} + {i} * {{3}}, 64);" for i in range(ROWS)]
-  for g in range(4):
-    for part in ("low", "high"):
-      lines += [
-        _shuffled(f"{part}{g}_{i}", f"r{4 * g + i}", f"r{4 * g + i + 1}", unpack[f"{part}_words"]) for i in (0, 2)
-      ]
-    for column, (part, half) in enumerate((x, y) for x in ("low", "high") for y in ("low", "high")):
-      lines.append(_shuffled(f"u{g}_{column}", f"{part}{g}_0", f"{part}{g}_2", unpack[half]))
+  lines = ["typedef int quad __attribute__((vector_size(16)));", "typedef int half __attribute__((vector_size(32)));"]
   for column in range(4):
-    for name, lanes in (("even", even), ("odd", odd)):
-      lines += [_shuffled(f"{name}{g}_{column}", f"u{g}_{column}", f"u{g + 1}_{column}", lanes) for g in (0, 2)]
-    for block, (name, lanes) in enumerate((("even", even), ("odd", even), ("even", odd), ("odd", odd))):
-      row = 4 * block + column
-      lines.append(_shuffled(f"y{row}", f"{name}0_{column}", f"{name}2_{column}", lanes))
-      lines.append(f"__builtin_memcpy((char *){{0}} + {row} * {{2}}, &y{row}, 64);")
+    lines.append("{{")
+    for i in range(4):  # loads of 128 bits need no shuffle, of which a processor can do one at a time
+      for row in rows:
+        source = f"(char *){{1}} + {row + i} * {{3}} + {16 * column}"
+        lines.append(f"quad q{row}_{i}; __builtin_memcpy(&q{row}_{i}, {source}, 16);")
+      for row in (0, 8):
+        halves = f"q{row}_{i}, q{row + 4}_{i}, 0, 1, 2, 3, 4, 5, 6, 7"
+        lines.append(f"half h{row}_{i} = __builtin_shufflevector({halves});")
+      lines.append(_shuffled(f"r{i}", f"h0_{i}", f"h8_{i}", range(LANES)))
+    for part in ("low", "high"):
+      lines += [_shuffled(f"{part}{i}", f"r{i}", f"r{i + 1}", unpack[f"{part}_words"]) for i in (0, 2)]
+    for i, (part, half) in enumerate((x, y) for x in ("low", "high") for y in ("low", "high")):
+      lines.append(_shuffled(f"y{i}", f"{part}0", f"{part}2", unpack[half]))
+      lines.append(f"__builtin_memcpy((char *){{0}} + {4 * column + i} * {{2}}, &y{i}, 64);")
+    lines.append("}}")
   return _block(_VECTORS, *lines)
 
 

@@ -71,7 +71,7 @@ def load_lanes(s: Scope, rows: HeadView, first: UOp, count: int, parts: int, out
   packed = s.buffer(count // LANES, parts, width // PAIR, LANES, dtype=dtypes.uint)
   staged = filled(s, 0, dtypes.ushort, parts, ROWS, width, within=outer)
   g = s.axis(count // LANES)
-  staged = load_rows(s, staged, rows, first + g * LANES, rows.length, g)
+  staged = load_rows(s, staged, 0, parts, rows, first + g * LANES, rows.length, g)
   c = s.axis(width // STEP)
   done: tuple[UOp, ...] = (staged,)
   for i in range(parts):
@@ -80,12 +80,17 @@ def load_lanes(s: Scope, rows: HeadView, first: UOp, count: int, parts: int, out
   return packed.after(UOp.group(*done).end(c).end(g))
 
 
-def load_rows(s: Scope, buffer: UOp, rows: HeadView, first: UOp, length: UOp | None, *within: UOp) -> UOp:
-  """Load as many rows from `first` on as `buffer`, which is `rows`, has. Those from `length` on are not read."""
-  parts, count, _ = sizes(buffer)
+def load_rows(
+  s: Scope, buffer: UOp, at: UOp | int, parts: int, rows: HeadView, first: UOp, length: UOp | None, *within: UOp
+) -> UOp:
+  """Load as many rows from `first` on as `buffer` has, as `rows`, whose parts begin at `at` in `buffer`.
+
+  Those from `length` on are not read.
+  """
+  _, count, _ = sizes(buffer)
   r, d = s.axis(count), s.axis(rows.size)
   found = split(element(rows, first + r, d, length), parts)
-  stores = [buffer.after(*within)[i, r, d].store((y >> 16).cast(dtypes.ushort)) for i, y in enumerate(found)]
+  stores = [buffer.after(*within)[at + i, r, d].store((y >> 16).cast(dtypes.ushort)) for i, y in enumerate(found)]
   return buffer.after(UOp.group(*stores).end(r, d))
 
 
@@ -150,15 +155,20 @@ def mma_abt(
   c: UOp,
   to: UOp | int,
   a: UOp,
+  a_first: UOp | int,
   b: UOp,
   group: UOp | int,
   products: Products,
   *after: UOp,
   between: Between = nothing,
 ) -> UOp:
-  """Compute A B^T of `rows` and of two groups of `lanes` as c[to] and c[to + 1], each (rows, 16). Stores.
+  """Compute A B^T as c[to] and c[to + 1], each (rows, 16). Stores.
 
-  `between` is called with the number of the step of all.
+  Args:
+    a: `rows`, whose parts begin at `a_first`.
+    b: `lanes`, of which the two groups from `group` on are taken.
+    products: the parts of A and of B that are multiplied.
+    between: is called with the number of the step of all.
   """
   _, rows, width = sizes(a)
   steps, n = width // STEP, s.axis(rows // BLOCK)
@@ -167,7 +177,7 @@ def mma_abt(
     s,
     steps,
     products,
-    lambda step, part: lambda i: (a[part, row + i * ROWS, step * STEP], width * 2),
+    lambda step, part: lambda i: (a[a_first + part, row + i * ROWS, step * STEP], width * 2),
     lambda step, part: lambda j: (b[group + j, part, step * LANES, 0], ROW_BYTES),
     done,
     between=lambda step, half, done: between(n * steps + step, half, done),
