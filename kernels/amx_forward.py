@@ -160,6 +160,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   def load_keys(position: UOp, *axes: UOp) -> UOp:
     _, first, its_rules = tile_at(position, *axes)
+    first = first.cast(dtypes.long)  # of sums with constants in 32 bits clang makes no vector loads
     return load_rows(s, k_tiles, position % turns * parts, parts, its_rules.keys(k), first, length, *axes)
 
   def multiply_qk(
@@ -167,13 +168,14 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   ) -> UOp:
     return mma_abt(s, scores, slot, keys, turn * parts, q_t, pair * GROUPS, products, *after, between=between)
 
-  begun: tuple[UOp, ...] = (config,)
-  if pairs > 1:
-    last = clamp(key_range.n_tiles - 1, 0, n_tiles - 1)
-    begun = (multiply_qk(load_keys(last, *outer), last % turns, 0, slot_of(0, last, pairs), *outer, config),)
   loop = s.loop(
     key_range.n_tiles if key_range.n_tiles.vmin < key_range.n_tiles.vmax else int(key_range.n_tiles.vmax), *outer
   )
+  begun: tuple[UOp, ...] = (config,)
+  if pairs > 1:
+    last = key_range.n_tiles - 1  # the loop counts down
+    keys, place = load_keys(last, *outer), (last % turns, 0, slot_of(0, last, pairs))
+    begun = (multiply_qk(keys, *place, *outer, config),)
   turn = loop.index % turns
   start, first, here = tile_at(loop.index, *loop.axes)
   v_pairs = load_pairs(s, v_pairs, here.keys(v), first, length, *loop.axes)
