@@ -8,9 +8,14 @@ and for each of these over its pairs of 16 query rows, one query per lane:
 K, row by row, and V^T are left operands (A) of tile products, Q^T and P^T right ones (B), in pairs; see
 `uopattn.dsl.cpu.amx`. Four tiles are accumulators, 2 by 2, so that each operand's tile serves two products.
 
-Storage, all on the stack: Q^T, packed once per block, and O^T, sized for the second-level cache; a tile of K and V,
-packed once per block and tile of keys; S^T and P^T of 32 queries. Head sizes are padded with zeros to multiples of 32.
-Keys that do not exist are zeros, and are hidden.
+Tiles multiply while vectors compute weights: between the weights of a few keys of one pair stand steps of Q K^T of the
+pair after it, and then of P V of the pair before it, near enough to each other for a processor to overlap them. This
+goes on from one tile of keys to the next. m follows the row maximum only where weights would exceed 2**8, as in
+FlashAttention-4, so that O^T is seldom rescaled.
+
+Storage, all on the stack: Q^T, packed once per block, and O^T, sized for the caches; two tiles of K and of V, packed
+once per block and tile of keys; S^T and P^T of two pairs. Head sizes are padded with zeros to multiples of 32. Keys that
+do not exist are zeros, and are hidden.
 
 float16 is the sum of two bfloat16 numbers, its parts, by cutting off: Q, K, V and P are stored in two parts, and a
 product takes three or four products of parts. The second part of an infinity is NaN. Denormal bfloat16 count as 0.
@@ -37,8 +42,12 @@ from uopattn.dsl.cpu.amx_operands import (
   GROUPS,
   PARTS,
   PRODUCTS,
+  STACK_LIMIT,
   Between,
+  check_target,
+  check_tiles,
   filled,
+  fit_stack,
   load_lanes,
   load_pairs,
   load_rows,
@@ -55,7 +64,6 @@ from uopattn.dsl.rules.softmax import lowest, normalize_rows
 from uopattn.dsl.schedule import FEW, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
 
-STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
 UNROLL = 4  # rows of S^T whose maxima are taken apart
 LAZY = 8  # weights are at most 2**LAZY; see `update_maxima`
 
@@ -76,16 +84,13 @@ class Tiles:
   blocks_per_call: int = 1
 
   def __post_init__(self) -> None:
-    for name, unit in (("block_m", GROUPS * LANES), ("block_n", BLOCK), ("blocks_per_call", 1)):
-      value = getattr(self, name)
-      if value < 1 or value % unit:
-        raise ValueError(f"Tiles.{name}={value}: must be a positive multiple of {unit}")
+    check_tiles(self)
 
   def stack_bytes(self, Dk: int, Dv: int, parts: int) -> int:
-    """Bytes of Q^T and O^T, of a tile of K and of V, of S^T before and after masks, and of P^T."""
+    """Bytes of Q^T and O^T, of two tiles of K and of V, of V in pairs, and of S^T, with masks too, and P^T, twice."""
     Dk, Dv = round_up(Dk, STEP), round_up(Dv, STEP)
     of_queries = self.block_m * (2 * parts * Dk + 4 * Dv)
-    return of_queries + 2 * parts * self.block_n * (Dk + 2 * Dv) + GROUPS * LANES * self.block_n * (8 + 2 * parts)
+    return of_queries + self.block_n * (2 * parts * (2 * Dk + 3 * Dv) + BLOCK * (12 + 4 * parts))
 
   @classmethod
   def choose(cls, problem: Problem, target: Target) -> "Tiles":
@@ -94,22 +99,31 @@ class Tiles:
     Raises:
       ValueError: the processor has no tiles; the head size is too large for the stack even with the smallest tile.
     """
-    if not target.vector.tiles:
-      raise ValueError(f"{target}: must have tiles of bfloat16 (AMX), and a system that permits them")
+    check_target(target)
     p, parts = problem, PARTS.get(problem.dtype, 1)
     # A tile that is moved back to end at N must be masked, so prefer sizes that divide N.
     usual = 128 if max(p.Dk, p.Dv) > 96 and parts == 1 else 64
     block_n = next((n for n in (usual, 64, 96, 128, 32) if p.N % n == 0), usual if usual < p.N else BLOCK)
     largest = 256 if p.is_causal else 512  # under a causal mask a large block sees many keys that are hidden
-    block_m = round_up(even(p.M, largest), GROUPS * LANES)
+    block_m = round_up(even(p.M, largest), BLOCK)
     while block_m > 128 and p.heads * ceildiv(p.M, block_m) < 2 * target.threads:
-      block_m = round_up(block_m // 2, GROUPS * LANES)
-    while (needed := cls(block_m, block_n).stack_bytes(p.Dk, p.Dv, parts)) > STACK_LIMIT:
-      if (block_m, block_n) == (GROUPS * LANES, BLOCK):
-        size = max(p.Dk, p.Dv)
-        raise ValueError(f"head size {size}: a tile needs {needed} bytes of stack, the limit is {STACK_LIMIT}")
-      block_m, block_n = max(GROUPS * LANES, round_up(block_m // 2, GROUPS * LANES)), BLOCK
+      block_m = round_up(block_m // 2, BLOCK)
+    block_m, block_n = fit_stack(lambda *sizes: cls(*sizes).stack_bytes(p.Dk, p.Dv, parts), block_m, block_n, p)
     return cls(block_m, block_n, blocks_per_call(p, block_m, target.threads))
+
+  @classmethod
+  def candidates(cls, problem: Problem, target: Target) -> "list[Tiles]":
+    """The chosen tiles, and others that may be faster: blocks of more or fewer queries, tiles of other lengths."""
+    p, best, parts = problem, cls.choose(problem, target), PARTS.get(problem.dtype, 1)
+    shapes = [(block_m, best.block_n) for block_m in (64, 128, 256, 512)]
+    shapes += [(block_m, block_n) for block_m in (128, 256) for block_n in (64, 128)]
+    found = [best]
+    for most, block_n in shapes:
+      block_m = round_up(even(p.M, most), BLOCK)
+      tiles = cls(block_m, block_n, blocks_per_call(p, block_m, target.threads))
+      if block_n <= max(p.N, BLOCK) and tiles.stack_bytes(p.Dk, p.Dv, parts) <= STACK_LIMIT:
+        found.append(tiles)
+    return list(dict.fromkeys(found))
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
@@ -238,7 +252,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   return UOp.group(*stores, tile_release(end)).end(*outer).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
 
 
-def slot_of(pair: UOp | int, index: UOp, pairs: int) -> UOp | int:
+def slot_of(pair: UOp | int, index: UOp | int, pairs: int) -> UOp | int:
   """The first of the two groups of scores, and of weights, of a pair; neighbours in time have different ones."""
   if pairs == 1:
     return 0
@@ -336,9 +350,7 @@ def row_maxima(
   return changed, at, highest
 
 
-def update_maxima(
-  s: Scope, state: State, highest: UOp, scale_log2: float, inside: tuple[UOp, ...]
-) -> tuple[UOp, UOp]:
+def update_maxima(s: Scope, state: State, highest: UOp, scale_log2: float, inside: tuple[UOp, ...]) -> tuple[UOp, UOp]:
   """Return m_i in base 2, (2, 16), and alpha, the factor on sums so far, (2, 16), where m_i follows the row maxima.
 
   It follows where a maximum is more than `LAZY` above it: weights may be up to 2**LAZY, and accumulators are seldom
@@ -417,9 +429,18 @@ class Weighing(NamedTuple):
 
   def _of_group(self, j: int, pair: UOp, rows: int, *after: UOp) -> UOp:
     _, parts, pairs, _ = sizes(self.weights)
-    places = self.weights[self.slot + j, 0, pair, 0], self.scores[self.at + j, pair * PAIR, 0]
-    more = self.shift[j, 0], self.sums[j, 0], self.factor, rows, pairs * ROW_BYTES, parts, self.degree
-    return weigh(*places, *more, *after)
+    return weigh(
+      self.weights[self.slot + j, 0, pair, 0],
+      self.scores[self.at + j, pair * PAIR, 0],
+      self.shift[j, 0],
+      self.sums[j, 0],
+      self.factor,
+      rows,
+      pairs * ROW_BYTES,
+      parts,
+      self.degree,
+      *after,
+    )
 
 
 def store_outputs(

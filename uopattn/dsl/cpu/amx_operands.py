@@ -9,7 +9,9 @@ Widths are rounded up to multiples of 32; what does not exist is 0. Accumulators
 """
 
 from collections.abc import Callable
+from dataclasses import asdict
 from math import prod
+from typing import Any
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
@@ -29,7 +31,9 @@ from uopattn.dsl.cpu.amx import (
   transpose,
 )
 from uopattn.dsl.rules.head_view import HeadView
+from uopattn.dsl.schedule import Problem
 from uopattn.dsl.scope import Scope, gated, sizes
+from uopattn.dsl.target import Target
 from uopattn.dsl.view import View
 
 GROUPS = 2  # of 16 lanes that are processed at once
@@ -48,6 +52,40 @@ Between = Callable[[UOp, int, tuple[UOp, ...]], tuple[UOp, ...]]
 def nothing(step: UOp, half: int, done: tuple[UOp, ...]) -> tuple[UOp, ...]:
   """Run nothing between products."""
   return done
+
+
+STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
+
+
+def check_tiles(tiles: Any) -> None:
+  """Raise ValueError unless block_m and block_n are positive multiples of `BLOCK`, and other sizes at least 1."""
+  for name, value in asdict(tiles).items():
+    unit = BLOCK if name in ("block_m", "block_n") else 1
+    if value < 1 or value % unit:
+      raise ValueError(f"Tiles.{name}={value}: must be a positive multiple of {unit}")
+
+
+def check_target(target: Target) -> None:
+  """Raise ValueError unless the processor has tiles."""
+  if not target.vector.tiles:
+    raise ValueError(f"{target}: must have tiles of bfloat16 (AMX), and a system that permits them")
+
+
+def fit_stack(needed: Callable[[int, int], int], block_m: int, block_n: int, problem: Problem) -> tuple[int, int]:
+  """Halve `block_m`, with tiles of `BLOCK` keys, until the kernel fits the stack; return block_m and block_n.
+
+  Args:
+    needed: maps them to the bytes that the kernel needs.
+
+  Raises:
+    ValueError: the head size is too large for the stack even with the smallest tile.
+  """
+  while needed(block_m, block_n) > STACK_LIMIT:
+    if (block_m, block_n) == (BLOCK, BLOCK):
+      size, least = max(problem.Dk, problem.Dv), needed(BLOCK, BLOCK)
+      raise ValueError(f"head size {size}: a tile needs {least} bytes of stack, the limit is {STACK_LIMIT}")
+    block_m, block_n = max(BLOCK, round_up(block_m // 2, BLOCK)), BLOCK
+  return block_m, block_n
 
 
 def split(x: UOp, parts: int) -> list[UOp]:
