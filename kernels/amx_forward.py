@@ -14,8 +14,8 @@ goes on from one tile of keys to the next. m follows the row maximum only where 
 FlashAttention-4, so that O^T is seldom rescaled.
 
 Storage, all on the stack: Q^T, packed once per block, and O^T, sized for the caches; two tiles of K and of V, packed
-once per block and tile of keys; S^T and P^T of two pairs. Head sizes are padded with zeros to multiples of 32. Keys that
-do not exist are zeros, and are hidden.
+once per block and tile of keys; S^T and P^T of two pairs. Head sizes are padded with zeros to multiples of 32. Keys
+that do not exist are zeros, and are hidden.
 
 float16 is the sum of two bfloat16 numbers, its parts, by cutting off: Q, K, V and P are stored in two parts, and a
 product takes three or four products of parts. The second part of an infinity is NaN. Denormal bfloat16 count as 0.
