@@ -211,7 +211,7 @@ READING = ("sm_80", "sm_100")  # where the small tiles of mma.sync read their qu
 SUBJECTS: dict[str, Subject] = {
   "amd": Subject(
     amd_forward,
-    ("gfx1100", "gfx1201", "gfx942", "gfx950"),  # one of each instruction
+    ("gfx942", "gfx1201", "gfx1100", "gfx950"),  # one of each instruction, that which lowers fastest first
     DTYPES_16,
     CORNERS
     | ODD
@@ -361,6 +361,7 @@ NVIDIA = [name for name in GPU if name != "amd"]
 # Every machine and type: for tests of ("subject", "arch", "dtype").
 EVERYWHERE = [(name, arch, dtype) for name, x in SUBJECTS.items() for arch in x.arches for dtype in x.dtypes]
 ON_GPUS = [case for case in EVERYWHERE if case[0] in GPU]
+TARGETS = sorted({arch for _, arch, _ in EVERYWHERE})
 # The first machine and type of each: for what does not depend on them.
 ONCE = [(name, x.arches[0], x.dtypes[0]) for name, x in SUBJECTS.items()]
 ONCE_ON_GPUS = [case for case in ONCE if case[0] in GPU]

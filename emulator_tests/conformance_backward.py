@@ -107,7 +107,7 @@ class BackwardSchedule:
 TABLE: dict[str, BackwardSchedule] = {
   "amd": BackwardSchedule(
     amd_backward,
-    ("gfx942", "gfx1201", "gfx950", "gfx1100"),
+    ("gfx942", "gfx1100", "gfx1201", "gfx950"),
     (HALF, BFLOAT),
     lambda arch, dtype: amd_pair(arch),
     lambda arch, dtype: st.builds(

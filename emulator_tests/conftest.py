@@ -8,16 +8,34 @@ from hypothesis import Phase, settings
 from tinygrad import Context, Device
 from tinygrad.helpers import PARALLEL, SPEC
 
-# The quick run draws the same examples every time, and shows the first that fails as it is: to find a smaller one takes
-# minutes, as each is a kernel to compile. The slow one draws new ones, and more.
+# What is run: one case of each kind; with --values every value of each parameter, and the long tests; with --slow all,
+# on new examples by hypothesis. Otherwise it draws the same in every run, and shows the first that fails as it is: to
+# find a smaller one takes minutes, as each is a kernel to compile.
 QUICK = (Phase.explicit, Phase.generate)
 settings.register_profile("quick", max_examples=25, deadline=None, derandomize=True, phases=QUICK)
+settings.register_profile("values", max_examples=50, deadline=None, derandomize=True, phases=QUICK)
 settings.register_profile("slow", max_examples=400, deadline=None)
+
+# Targets for which kernels are lowered as for another one, but for numbers such as the size of shared memory.
+LOWERED_AS = {
+  "gfx1151": "gfx1100",
+  "gfx1200": "gfx1201",
+  "gfx950": "gfx942",
+  "sm_86": "sm_80",
+  "sm_89": "sm_80",
+  "sm_100": "sm_80",
+  "sm_120": "sm_89",
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-  parser.addoption("--slow", action="store_true", help="run the long cases too")
+  parser.addoption("--values", action="store_true", help="run every value of each parameter, and the long tests")
+  parser.addoption("--slow", action="store_true", help="run every combination of values too")
   parser.addoption("--no-skips", action="store_true", help="fail what would be skipped")
+
+
+def profile(config: pytest.Config) -> str:
+  return next((name for name in ("slow", "values") if config.getoption(f"--{name}")), "quick")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
   # ones among them.
   gc.freeze()
   gc.set_threshold(100_000, 20, 100)
-  settings.load_profile("slow" if config.getoption("--slow") else "quick")
+  settings.load_profile(profile(config))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -43,15 +61,39 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-  """Leaves the long cases for `--slow`, and of tests marked `each` all but a cover of their cases."""
-  if config.getoption("--slow"):
+  """Leaves what is asked for; see emulator_tests/README.md for what that is."""
+  chosen, tests = profile(config), dict[str, list[pytest.Item]]()
+  if chosen == "slow":
     return
-  tests: dict[str, list[pytest.Item]] = {}
   for item in items:
     tests.setdefault(item.nodeid.split("[")[0], []).append(item)
-  quick = {item for cases in tests.values() for item in cover([x for x in cases if "slow" not in x.keywords])}
-  config.hook.pytest_deselected(items=[item for item in items if item not in quick])
-  items[:] = [item for item in items if item in quick]
+  left = {item for cases in tests.values() for item in cover(kinds(cases) if chosen == "quick" else cases)}
+  config.hook.pytest_deselected(items=[item for item in items if item not in left])
+  items[:] = [item for item in items if item in left]
+
+
+def values_of(case: pytest.Item) -> dict[str, object]:
+  return case.callspec.params if isinstance(case, pytest.Function) and hasattr(case, "callspec") else {}
+
+
+def kinds(cases: list[pytest.Item]) -> list[pytest.Item]:
+  """The cases of a test that stand for the others: `kinds(arch=("gfx942", "sm_80"))` names the values of a parameter.
+
+  Cases marked slow stand for none, nor do those on a target where another one of the same test stands for it.
+  """
+  cases = [case for case in cases if "slow" not in case.keywords]
+  marks = [mark.kwargs for case in cases[:1] for mark in case.iter_markers("kinds")]
+  named = {name: {str(x) for x in mark[name]} for mark in marks for name in mark}
+  for name, wanted in named.items():
+    cases = [case for case in cases if str(values_of(case)[name]) in wanted]
+  texts = {repr(values_of(case)) for case in cases}
+
+  def represented(case: pytest.Item) -> bool:
+    text = repr(values_of(case))
+    others = {text.replace(f"{arch}'", f"{other}'") for arch, other in LOWERED_AS.items()} - {text}
+    return bool(others & texts)
+
+  return cases if {"arch", "machine"} & named.keys() else [case for case in cases if not represented(case)]
 
 
 def cover(cases: list[pytest.Item]) -> list[pytest.Item]:
@@ -65,8 +107,7 @@ def cover(cases: list[pytest.Item]) -> list[pytest.Item]:
   waiting: set[Hashable] = set()
   facts: dict[pytest.Item, set[Hashable]] = {}
   for case in cases:
-    assert isinstance(case, pytest.Function)
-    values = {name: repr(value) for name, value in case.callspec.params.items()}
+    values = {name: repr(value) for name, value in values_of(case).items()}
     rest = tuple(value for name, value in values.items() if name not in mark.args)
     facts[case] = {rest, *((name, values[name]) for name in mark.args)}
     waiting |= facts[case]
@@ -84,9 +125,10 @@ def cover(cases: list[pytest.Item]) -> list[pytest.Item]:
 def unoptimized(request: pytest.FixtureRequest) -> Generator[None, None, None]:
   """tinygrad's own ops as they are where only kernels are tested: lowering them takes a fifth less.
 
-  Not those of a whole model, which would take long to run.
+  Not those of a whole model, which would take long to run, unless it is as small as that of test_train.
   """
-  with Context(NOOPT=int(request.path.parent.name == "api" and request.path.stem != "test_real_input")):
+  small = request.path.parent.name == "api" and request.path.stem != "test_real_input"
+  with Context(NOOPT=int(small or request.path.stem == "test_train")):
     yield
 
 

@@ -69,14 +69,15 @@ def inputs(
   return _random((B, Hq, M, Dk), (B, Hkv, N, Dk), (B, Hkv, N, Dv), dtype=dtype, seed=seed, device="EMU")
 
 
-def drawn(quick: int, slow: int = 200) -> settings:
-  """Hypothesis' settings where each example lowers a kernel of its own: `quick` examples, or `slow` with --slow.
+def drawn(quick: int, values: int = 20, slow: int = 200) -> settings:
+  """Hypothesis' settings where each example lowers a kernel of its own: how many are drawn, with --values, with --slow.
 
   The first drawn is the simplest: with `quick` of 0 only the explicit examples run, which can be better ones.
   """
-  if settings().max_examples > settings.get_profile("quick").max_examples:
-    return settings(max_examples=slow)
-  return settings(max_examples=quick) if quick else settings(phases=(Phase.explicit,))
+  most = {settings.get_profile(name).max_examples: n for name, n in (("values", values), ("slow", slow))}
+  if number := most.get(settings().max_examples, quick):
+    return settings(max_examples=number)
+  return settings(phases=(Phase.explicit,))
 
 
 def spoiled_behind(lengths: Any, x: Tensor) -> Tensor:

@@ -11,8 +11,7 @@ def register(*, backend: str = "auto") -> Handle:
   """Let tinygrad's `OnnxRunner` compute attention by kernels from now on.
 
   The operators are Attention, opsets 23 to 25, and com.microsoft's MultiHeadAttention and GroupQueryAttention, which
-  tinygrad lacks. Attention of float64 stays tinygrad's own. `qk_matmul_output` is computed by plain tinygrad ops, if a
-  model reads it.
+  tinygrad lacks. `qk_matmul_output` is computed by plain tinygrad ops, if a model reads it.
 
   Args:
     backend: as for `uopattn.attention`.
@@ -45,17 +44,15 @@ def _backend() -> str:
 def _install(undo: ExitStack) -> None:
   from tinygrad.nn.onnx import Domain, OpSetId, onnx_ops  # takes a while, and few programs need it
 
-  from uopattn.integrate.onnx_attention import attention_operator
+  from uopattn.integrate.onnx_attention import attention
   from uopattn.integrate.onnx_contrib import group_query_attention, multi_head_attention
 
   if "GroupQueryAttention" in onnx_ops:
     return
   table = cast(dict[str, Any], onnx_ops)
-  own = table["Attention"]
   contrib = OpSetId(Domain.MICROSOFT_CONTRIB_OPS, 1)
-  attention = attention_operator(own[OpSetId(Domain.ONNX, 1)], _backend)
   added = {
-    "Attention": own | {OpSetId(Domain.ONNX, 23): attention},
+    "Attention": table["Attention"] | {OpSetId(Domain.ONNX, 23): attention(_backend)},
     "MultiHeadAttention": {contrib: multi_head_attention(_backend)},
     "GroupQueryAttention": {contrib: group_query_attention(_backend)},
   }

@@ -25,6 +25,7 @@ SHAPE: Shape = (2, 4, 2, 37, 150, 24, 40)
 FEW: Shape = (2, 4, 2, 3, 400, 24, 40)  # queries: the keys of the forward pass are split
 
 
+@pytest.mark.kinds(shape=(SHAPE, FEW, (1, 1, 1, 1, 1, 1, 1), (2, 3, 1, 65, 129, 33, 17)))
 @pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
@@ -52,6 +53,7 @@ def test_each_feature_alone(name: str, shape: Shape) -> None:
   check_gradients(*qkv(*shape, DTYPES[seed - 2]), some(np.random.default_rng(seed), shape, name))
 
 
+@pytest.mark.slow
 @drawn(5)
 @given(
   B=st.integers(1, 3),
@@ -83,6 +85,7 @@ def test_dropout(dtype: Any, shape: Shape) -> None:
     check_gradients(*qkv(*shape, dtype), {"dropout_p": P, "kept": kept})
 
 
+@pytest.mark.kinds(name=("no keys", "window behind all keys", "added infinity", "two rules together"))
 @pytest.mark.each("shape", evenly=True)
 @pytest.mark.parametrize("shape", [FEW[:4] + SHAPE[4:], SHAPE], ids=["few", "many"])
 @pytest.mark.parametrize("name", BLIND)
@@ -114,6 +117,7 @@ def test_keys_that_do_not_exist_may_hold_anything(lengths: tuple[int, int], dtyp
     assert (clean["v"][b, :, length:].float().numpy() == 0).all()
 
 
+@pytest.mark.kinds(dtype=(dtypes.half,))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_two_runs_give_the_same_bits(dtype: Any) -> None:
   q, k, v = qkv(1, 4, 1, 200, 300, 32, 32, dtype)
@@ -217,9 +221,18 @@ TOGETHER = {
 }
 
 
-@pytest.mark.each("dtype", evenly=True)  # by the oracle `test_each_feature_alone` checks the kernels too
-@pytest.mark.parametrize("dtype", [dtypes.float64, dtypes.float32], ids=["oracle", "kernel"])
-@pytest.mark.parametrize("name", ALONE | FLOATS | TOGETHER | {"nothing": {}})
+# By the oracle, `test_each_feature_alone` checks the kernels too.
+BY_KERNELS = [name for name in ALONE | FLOATS if name != "added mask of keys"]
+DIFFERENCES = [
+  pytest.param(
+    name, dtype, id=f"{name}-{kind}", marks=pytest.mark.slow if kind == "kernel" and name in BY_KERNELS else []
+  )
+  for name in ALONE | FLOATS | TOGETHER | {"nothing": {}}
+  for kind, dtype in {"oracle": dtypes.float64, "kernel": dtypes.float32}.items()
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), DIFFERENCES)
 def test_finite_differences(name: str, dtype: Any) -> None:
   """Of the oracle's output and LSE, in float64: for the kernels' gradients, and for the oracle's own."""
   options: Options = (ALONE | FLOATS | TOGETHER | {"nothing": {}})[name]
@@ -301,6 +314,7 @@ def of_kernels(arrays: list[Array], options: Options) -> dict[str, Array]:
   return {key: x.numpy() for key, x in zip(named, found, strict=True)}
 
 
+@pytest.mark.kinds(few=(False,))
 @pytest.mark.parametrize("few", [False, True])
 def test_inputs_that_are_not_whole_arrays(few: bool) -> None:
   """Broadcast, permuted and computed: gradients go on to what they are made of."""

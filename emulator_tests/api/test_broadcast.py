@@ -42,6 +42,7 @@ def test_shapes_are_those_of_tinygrad(name: str) -> None:
   np.testing.assert_allclose(got.numpy(), want.numpy(), atol=2e-6)
 
 
+@pytest.mark.kinds(name=("rows and keys", "all"))
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_of_more_batches(name: str) -> None:
   q, k, v, mask = array(2, 3, 4, 10, 8), array(2, 3, 4, 12, 8), array(2, 3, 4, 12, 6), array(*MASKS[name], 10, 12)
@@ -57,6 +58,7 @@ def test_gradients_of_what_broadcasts() -> None:
     np.testing.assert_allclose(got.numpy(), want.numpy(), atol=1e-4)
 
 
+@pytest.mark.each("of_q", "of_k", "of_v")
 @pytest.mark.parametrize("of_v", [dtypes.float, dtypes.half, dtypes.bfloat16], ids=str)
 @pytest.mark.parametrize("of_k", [dtypes.float, dtypes.half, dtypes.bfloat16], ids=str)
 @pytest.mark.parametrize("of_q", [dtypes.float, dtypes.half], ids=str)
@@ -68,6 +70,7 @@ def test_dtypes_are_promoted(of_q: DType, of_k: DType, of_v: DType) -> None:
   np.testing.assert_allclose(got.float().numpy(), want.float().numpy(), atol=atol)
 
 
+@pytest.mark.kinds(M=(1,))
 @pytest.mark.parametrize("M", [1, 30])
 def test_a_cache_of_16_bits_is_read_as_it_is(M: int) -> None:
   q, k = array(2, 4, M, 16), array(2, 4, 40, 16).half().realize()

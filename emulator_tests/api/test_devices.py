@@ -93,6 +93,7 @@ def everything(axis: int) -> dict[str, Any]:
   }
 
 
+@pytest.mark.kinds(axis=(1,))
 @pytest.mark.parametrize("axis", [0, 1])
 def test_mods_masks_and_dropout_go_by_the_numbers_of_the_whole(axis: int) -> None:
   with Context(TRAINING=1):
@@ -121,6 +122,7 @@ def test_a_block_mask_per_head(axis: int) -> None:
   same_bits(arrays(*HEADS), (axis,) * 3, gradients=axis == 1, block_mask=mask)
 
 
+@pytest.mark.kinds(axis=(1, None))
 @pytest.mark.parametrize("axis", [0, 1, None])
 def test_a_cache_under_tinyjit(axis: int | None) -> None:
   start, found = UOp.variable("start", 0, 99), []
@@ -150,6 +152,7 @@ def test_pages(axes: tuple[int | None, ...]) -> None:
   np.testing.assert_array_equal(found[0], found[1])
 
 
+@pytest.mark.kinds(axis=(0,))
 @pytest.mark.parametrize("axis", [0, 1])
 def test_varlen(axis: int) -> None:
   def mod(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -206,6 +209,7 @@ def test_every_cpu_device_has_all_threads() -> None:
   assert of_devices >= set(DEVICES)
 
 
+@pytest.mark.kinds(axes=((None, 2, 2), (2, 2, 2)), causal=(True,))
 @pytest.mark.each("axes", "causal")
 @pytest.mark.parametrize("axes", [(2, None, None), (None, 2, 2), (2, 2, 2)])
 @pytest.mark.parametrize("causal", [True, False])
@@ -223,6 +227,7 @@ def test_mods_of_sequences_go_by_the_numbers_of_the_whole() -> None:
   close(arrays(*HEADS), (2, 2, 2), DEVICES, **mods)
 
 
+@pytest.mark.kinds(block=(16,))
 @pytest.mark.parametrize("block", [10, 16], ids=["as the parts", "across the parts"])
 def test_a_block_mask_of_sequences(block: int) -> None:
   mask = BlockMask.of(lambda b, h, i, j: j <= i + h * 10, 1, 2, 40, 40, block_m=block, block_n=block)
@@ -249,6 +254,7 @@ def test_decoding_over_keys_of_two_devices() -> None:
   check(q, k, v, out, lse, is_causal=True, q_start=200)
 
 
+@pytest.mark.kinds(arch=("sm_80",))
 @pytest.mark.each("axis", "arch")
 @pytest.mark.parametrize("axis", [1, 2])
 @pytest.mark.parametrize("arch", ["sm_80", "gfx942"])

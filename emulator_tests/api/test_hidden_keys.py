@@ -23,7 +23,7 @@ HIDDEN: dict[str, slice] = {
   "score_mod": slice(23, 24),
   "block_mask": slice(24, 25),
 }
-EMULATED = ("gfx1100", "sm_80", "sm_90", "amx")
+EMULATED = ("gfx942", "sm_80", "sm_90", "amx")
 KERNELS = ("plain ops", "cpu_forward", "cpu_decode", *EMULATED[:-1])
 
 

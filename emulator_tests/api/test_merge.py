@@ -30,6 +30,7 @@ def check_merged(q: Tensor, k: Tensor, v: Tensor, owners: np.ndarray) -> None:
   check(q, k, v, out, lse)
 
 
+@pytest.mark.slow
 @given(owners=st.lists(st.integers(0, 3), min_size=N, max_size=N), M=st.sampled_from((1, 40)), seed=st.integers(0, 99))
 @settings(max_examples=10)
 def test_any_parts_give_the_whole(owners: list[int], M: int, seed: int) -> None:

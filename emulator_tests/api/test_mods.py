@@ -259,6 +259,7 @@ def added_up(score: Any, b: Any, h: Any, i: Any, j: Any, *aux: Any) -> Any:
   return reduce(lambda total, x: total + x[j], aux, score)
 
 
+@pytest.mark.kinds(M=(20,))
 @pytest.mark.parametrize(("M", "with_gradient"), [(1, False), (20, False), (20, True)])
 def test_as_many_aux_as_a_call_can_have_and_one_more(
   M: int, with_gradient: bool, caplog: pytest.LogCaptureFixture

@@ -50,6 +50,7 @@ CASES = [
 ]
 
 
+@pytest.mark.kinds(bad=(math.nan, math.inf))
 @pytest.mark.each("dtype", "bad", evenly=True)
 @pytest.mark.parametrize(("place", "M", "is_causal"), CASES)
 @pytest.mark.parametrize("dtype", [dtypes.float32, dtypes.bfloat16], ids=str)

@@ -141,6 +141,7 @@ def test_one_length_for_all(kv_lengths: Any, backend: str) -> None:
   Case([53, 53], 8, M=3, max_pages=9).check(backend, kv_lengths)
 
 
+@pytest.mark.slow
 @given(
   lengths=st.lists(st.integers(0, 150), min_size=1, max_size=3),
   page_size=st.one_of(st.integers(1, 40), st.sampled_from([16, 64, 128])),
@@ -174,6 +175,7 @@ def test_what_is_no_key_does_not_matter(M: int) -> None:
 TARGETS = ("gfx1100", "gfx1201", "gfx942", "sm_80", "sm_90")
 
 
+@pytest.mark.kinds(arch=("gfx942", "sm_80", "sm_90"))
 @pytest.mark.each("arch", "page_size", "M")
 @pytest.mark.parametrize(("page_size", "M"), [(16, 1), (7, 3), (16, 40)])
 @pytest.mark.parametrize("arch", TARGETS)
@@ -182,6 +184,7 @@ def test_on_gpus(arch: str, page_size: int, M: int) -> None:
     Case([90, 33], page_size, M=M, dtype=dtypes.float16, device="EMU").check(is_causal=True, q_start=60)
 
 
+@pytest.mark.kinds(arch=("CPU", "sm_80"))
 @pytest.mark.each("arch", "M")
 @pytest.mark.parametrize("M", [1, 40])
 @pytest.mark.parametrize("arch", ["CPU", "gfx942", "sm_80"])
@@ -206,12 +209,14 @@ def test_pages_that_are_views_are_read_in_place(arch: str, M: int) -> None:
     np.testing.assert_array_equal(numpy(got), wanted)
 
 
+@pytest.mark.kinds(arch=("gfx942", "sm_80"))
 @pytest.mark.parametrize("arch", [pytest.param("gfx1100", marks=pytest.mark.slow), "gfx942", "sm_80"])
 def test_keys_in_parts_on_gpus(arch: str) -> None:
   with on(arch):
     Case([520, 0], 16, dtype=dtypes.bfloat16, device="EMU", sizes=(2, 1, 16, 16)).check()
 
 
+@pytest.mark.kinds(arch=("gfx942", "sm_90"))
 @pytest.mark.parametrize("arch", ["gfx942", "sm_80", "sm_90"])
 def test_odd_head_sizes_on_gpus(arch: str) -> None:
   with on(arch):
@@ -257,6 +262,7 @@ def test_bad_ids_give_nan(bad: int, M: int, backend: str) -> None:
   check_nan_where_seen(*computed_with_bad_ids(bad, M, backend=backend), M)
 
 
+@pytest.mark.kinds(arch=("gfx942", "sm_80", "sm_90"), M=(3,))
 @pytest.mark.parametrize(
   ("arch", "M"),
   [*((arch, 3) for arch in TARGETS), pytest.param("gfx1100", 20, marks=pytest.mark.slow), ("sm_90", 20)],

@@ -64,6 +64,7 @@ def test_python(place: str, tmp_path: Path) -> None:
     assert shapes in done.stdout.splitlines()
 
 
+@pytest.mark.kinds(command=RUN[:1])
 @pytest.mark.skipif(Path(sys.prefix) != ROOT / ".venv", reason="scripts would set up .venv: run this by scripts/test")
 @pytest.mark.parametrize("command", RUN)
 def test_shell(command: str) -> None:

@@ -45,8 +45,18 @@ def tokens(model) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def expected(model, tokens) -> np.ndarray:
-  return logits(model, tokens, sdpa)
+def received() -> list[tuple[Tensor, Tensor, Tensor]]:
+  """q, k and v of each layer, as attention received them for `expected`."""
+  return []
+
+
+@pytest.fixture(scope="module")
+def expected(model, tokens, received) -> np.ndarray:
+  def recording(q, k, v, **options):
+    received.append((q, k, v))
+    return sdpa(q, k, v, **options)
+
+  return logits(model, tokens, recording)
 
 
 def logits(model: SmolLM, tokens: Tensor, attention: Attention) -> np.ndarray:
@@ -94,7 +104,10 @@ def test_tokenizer_splits_as_the_model_was_trained(model):
 
 @pytest.mark.parametrize(
   ("prompt", "word"),
-  [("The capital of France is", " Paris"), ("Water boils at a temperature of 100 degrees", " Celsius")],
+  [
+    ("The capital of France is", " Paris"),
+    pytest.param("Water boils at a temperature of 100 degrees", " Celsius", marks=pytest.mark.slow),
+  ],
 )
 def test_next_word(model, prompt, word):
   ids = model.tokenizer.encode(prompt).ids
@@ -119,8 +132,7 @@ def test_kernel_in_place_of_sdpa(model, tokens, expected):
 @pytest.mark.parametrize(
   "wrong",
   [
-    *(pytest.param(x, marks=pytest.mark.slow) for x in (without_causal, with_shuffled_key_heads)),
-    without_last_key,
+    *(pytest.param(x, marks=pytest.mark.slow) for x in (without_causal, with_shuffled_key_heads, without_last_key)),
     with_scale_off,
   ],
 )
@@ -129,19 +141,12 @@ def test_wrong_attention_is_told_apart(model, tokens, expected, wrong):
   assert worst_error(logits(model, tokens, wrong), expected) > 100 * TOLERANCE
 
 
-def test_qkv_are_what_attention_receives(model):
-  tokens = padded(model.tokenizer.encode("The capital of France is").ids)
-  calls = []
-
-  def recording(q, k, v, **options):
-    calls.append((q, k, v))
-    return sdpa(q, k, v, **options)
-
-  model.logits(tokens, recording).realize()
-  assert len(calls) == model.config.layers
+@pytest.mark.usefixtures("expected")
+def test_qkv_are_what_attention_receives(model, tokens, received):
+  assert len(received) == model.config.layers
   last = model.config.layers - 1
-  for received, given in zip(calls[last], model.qkv(tokens, last), strict=True):
-    np.testing.assert_allclose(received.numpy(), given.numpy(), rtol=1e-4, atol=1e-4)
+  for x, given in zip(received[last], model.qkv(tokens, last), strict=True):
+    np.testing.assert_allclose(x.numpy(), given.numpy(), rtol=1e-4, atol=1e-4)
 
 
 def test_too_many_tokens(model):
@@ -195,7 +200,9 @@ def test_capture_qkv(model, tmp_path, text, stdin, layer, dtype):
     ("", "qkv.safetensors", 0, "the text is empty"),
     ("Hello", "missing/qkv.safetensors", 0, "missing/qkv.safetensors: there is no such folder"),
     ("Hello", ".", 0, "is not a regular file"),
-    ("Hello", "qkv.safetensors", 30, "layer 30 does not exist: the model has layers 0 to 29"),
+    pytest.param(
+      *("Hello", "qkv.safetensors", 30, "layer 30 does not exist: the model has layers 0 to 29"), marks=pytest.mark.slow
+    ),
   ],
 )
 def test_capture_qkv_refuses(tmp_path, text, output, layer, reason):

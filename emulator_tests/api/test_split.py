@@ -39,6 +39,7 @@ def split(shape: Shape, splits: int, options: Options | None = None, dtype: Any 
   check(q, k, v, out, lse, **(options or {}))
 
 
+@pytest.mark.kinds(arch=("gfx942", "gfx1201", "sm_80"))
 @pytest.mark.each("arch", "splits")
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("splits", [2, 3, 9, 40])
@@ -48,6 +49,7 @@ def test_parts(arch: str, splits: int) -> None:
     split(PLAIN, splits)
 
 
+@pytest.mark.kinds(arch=("gfx942", "gfx1201", "sm_80"))
 @pytest.mark.each("arch", "group", "M")
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("group", [1, 5])
@@ -65,6 +67,7 @@ TOGETHER: dict[str, Options] = {
 }
 
 
+@pytest.mark.kinds(arch=("gfx942", "gfx1201", "sm_80"))
 @pytest.mark.each("arch")
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", TOGETHER)
@@ -76,6 +79,7 @@ def test_parts_without_keys(arch: str, name: str) -> None:
 SOME = given(names=st.sets(st.sampled_from(FEATURES), min_size=1), seed=st.integers(0, 1000), splits=st.integers(2, 9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 @drawn(0)
 @SOME
@@ -94,6 +98,7 @@ def test_many_of_them_together(arch: str, names: set[str], seed: int, splits: in
     split(FEW, splits, some(np.random.default_rng(seed), FEW, *sorted(names)))
 
 
+@pytest.mark.kinds(arch=("sm_80",))
 @pytest.mark.parametrize("arch", ["gfx942", "sm_80"])
 def test_more_than_128k_keys(arch: str) -> None:
   """The last keys count: one of them has nearly all of the weight."""
@@ -108,6 +113,7 @@ def test_more_than_128k_keys(arch: str) -> None:
     check(q, k, v, out, lse)
 
 
+@pytest.mark.kinds(arch=("sm_80",))
 @pytest.mark.parametrize("arch", ["gfx1100", "sm_80"])
 def test_one_kernel_does_no_work_beyond_the_length(arch: str) -> None:
   """A Variable says how many keys there are; matrix instructions and bytes read are counted."""

@@ -194,6 +194,7 @@ def test_tiles_of_other_sequences_are_not_visited() -> None:
     np.testing.assert_array_equal(got[part], want[part])
 
 
+@pytest.mark.each("q_start", "window")
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (7, 3), (0, None), (5, 0)], ids=str)
 @pytest.mark.parametrize("q_start", [0, 6, [3, -50, 100, 0, 2, 1]], ids=str)
 def test_bounds_never_decrease_and_stay_within(window: tuple[int | None, int | None], q_start: int | list[int]) -> None:

@@ -87,9 +87,11 @@ def run(view: View, given: list[Tensor], copy: bool) -> tuple[list[np.ndarray], 
   return [x.numpy() for x in (out, *grads)], *counts
 
 
-ALIKE = ("a row for all three", "cache", "one head, last")  # strides of several kinds, as others have them
+# Strides of several kinds, as others have them; kernels for GPUs read those of heads, offsets and few queries.
+ALIKE = ("a row for all three", "cache", "one head, last", "packed", "one batch for all", "odd rows")
 
 
+@pytest.mark.kinds(target=("gfx942", "sm_80", "sm_90"))
 @pytest.mark.each("target")
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] if x in ALIKE else []) for x in VIEWS])
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx1201", "gfx942"])
@@ -139,6 +141,7 @@ def test_the_output_has_heads_last_as_q_has(name: str, M: int, N: int) -> None:
   check(q, k, k, out, lse)
 
 
+@pytest.mark.kinds(name=("one head for all", "of a cache", "computed", "as in Llama"))
 @pytest.mark.parametrize("name", REPEATED)
 def test_repeated_heads_are_read_once(name: str) -> None:
   q, k, v = buffers([(B, H, 3, D), (B, 2, N, D), (B, 2, N, 8)], dtypes.float)

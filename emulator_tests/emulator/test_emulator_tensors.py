@@ -105,6 +105,7 @@ def other_floats(tensor, rng):
   return [x.cast(dtypes.double).exp().sum(-1), x.cast(dtypes.half).softmax(-1).cast(dtypes.float)]
 
 
+@pytest.mark.kinds(network=(convolution, other_floats))
 @pytest.mark.each("emu", evenly=True)
 @pytest.mark.parametrize("network", [attention_with_gradients, convolution, normalisation_and_sort, other_floats])
 def test_whole_networks(emu, network):

@@ -16,7 +16,7 @@ from tinygrad.nn.onnx import OnnxRunner, onnx_ops
 import uopattn
 from uopattn.integrate.onnx_contrib import group_query_attention, multi_head_attention
 from uopattn.proof.gate import compare
-from uopattn.proof.oracle import Array
+from uopattn.proof.oracle import Array, oracle
 from uopattn.proof.roundings import FLOAT32
 
 CASES = {
@@ -41,8 +41,9 @@ def runner(model: onnx.ModelProto) -> OnnxRunner:
 
 
 def quick(name: str) -> bool:
-  """Whether a case belongs to the quick suite: the others vary its sizes, or are variants with three dimensions."""
-  return not name.startswith("3d_") and not any(x in name for x in ("diff_heads", "_gqa_", "_3d_", "_mask_4d"))
+  """Whether a case belongs to the quick suite: the others vary its sizes or types, or have three dimensions."""
+  alike = ("diff_heads", "_gqa_", "_3d_", "_mask_4d", "_bf16", "_fp16", "_expanded")
+  return not name.startswith("3d_") and not any(x in name for x in alike)
 
 
 def test_all_cases_are_met() -> None:
@@ -243,6 +244,7 @@ def decoder(layers: int, width: int, heads: int, letters: int) -> onnx.ModelProt
   return with_opsets(graph)
 
 
+@pytest.mark.slow
 def test_a_decoder_beside_onnxruntime() -> None:
   ids = np.random.default_rng(0).integers(0, 50, (1, 40)).astype(np.int32)
   model = decoder(2, 64, 4, 50)
@@ -267,10 +269,12 @@ def test_handles() -> None:
     uopattn.onnx.register(backend="fast")
 
 
-def test_float64_is_tinygrads_own() -> None:
-  q = Tensor.ones(1, 2, 4, 8, dtype=dtypes.float64)
-  versions = {x.version: f for x, f in cast(Any, onnx_ops["Attention"]).items() if x.domain.name == "ONNX"}
+def test_float64_is_computed_in_float64() -> None:
+  q = np.random.default_rng(3).standard_normal((1, 2, 4, 8))
+  want, _ = oracle(q, q, q, is_causal=True)
   with uopattn.onnx.register():
-    ours = {x.version: f for x, f in cast(Any, onnx_ops["Attention"]).items() if x.domain.name == "ONNX"}
-    assert ours[23](q, q, q, is_causal=1)[0].uop is versions[1](q, q, q, is_causal=1)[0].uop
-  assert sorted(ours) == [1, 23]
+    versions = {x.version: f for x, f in cast(Any, onnx_ops["Attention"]).items() if x.domain.name == "ONNX"}
+    found = versions[23](*(Tensor(q) for _ in "qkv"), is_causal=1)[0]
+  assert sorted(versions) == [1, 23]
+  assert found.dtype == dtypes.float64
+  assert np.abs(found.numpy() - want).max() < 1e-14

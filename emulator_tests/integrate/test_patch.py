@@ -62,6 +62,7 @@ def test_masks_and_the_order_of_arguments() -> None:
     check(q, k, v, out, attn_mask=seen.numpy())
 
 
+@pytest.mark.each("given", "shape")
 @pytest.mark.parametrize("given", [("half", "half", "half"), ("float", "half", "half"), ("half", "half", "float")])
 @pytest.mark.parametrize("shape", [(3, 8, 16), (8, 16)])
 def test_shapes_and_dtypes_are_tinygrads(shape: tuple[int, ...], given: tuple[str, ...]) -> None:
@@ -216,6 +217,7 @@ def of_cache(cache: Tensor, new: Tensor, start: UOp, own: bool = False) -> Tenso
   return (OWN if own else Tensor.scaled_dot_product_attention)(new, k, k, attn_mask=mask)
 
 
+@pytest.mark.each("inside", "rows")
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("inside", ["TinyJit", "function"])
 def test_a_cache_is_read_in_place(inside: str, rows: int) -> None:

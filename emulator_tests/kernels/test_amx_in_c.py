@@ -66,6 +66,7 @@ def tiles_in_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
   compiled.cache_clear()
 
 
+@pytest.mark.kinds(dtype=(dtypes.bfloat16,))
 @pytest.mark.usefixtures("tiles_in_c")
 @pytest.mark.parametrize("dtype", [dtypes.bfloat16, dtypes.float16], ids=str)
 def test_matches_the_oracle(dtype: DType) -> None:

@@ -50,6 +50,7 @@ def over_machines(*values: Any) -> list[Any]:
   return [pytest.param(x.schedule, x, y, id=f"{x}-{y}", marks=marks[x]) for x in MACHINES for y in values]
 
 
+@pytest.mark.kinds(machine=MACHINES)
 @pytest.mark.each("machine", "is_causal")
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(
@@ -68,8 +69,6 @@ def test_matches_the_oracle(schedule: str, machine: Machine, shape: str, is_caus
 CHOSEN = (
   "gfx942 half",
   "gfx1201 bfloat16",
-  "gfx950 half",
-  "gfx1100 half",
   "sm_80 bfloat16",
   "sm_90 half",
   "CPU half",
@@ -87,6 +86,7 @@ def test_matches_the_oracle_with_the_tiles_of_choice(schedule: str, machine: Mac
     Case.of(machine, shape, {"is_causal": True, "q_start": 15}).check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", TABLE)
 def test_any_tiles_and_shape(schedule: str) -> None:
   row = TABLE[schedule]
@@ -103,13 +103,15 @@ def test_any_tiles_and_shape(schedule: str) -> None:
   check()
 
 
-@pytest.mark.each("schedule", "machine")  # each schedule has several at once in `test_any_features_together`
+@pytest.mark.kinds(machine=("gfx942 half", "sm_80 bfloat16", "sm_90 half", "amx bfloat16", "CPU float"))
+@pytest.mark.each("schedule", "machine", evenly=True)  # rules are the same code in all
 @pytest.mark.parametrize(("schedule", "machine", "name"), over_machines(*FEATURES))
 def test_each_feature_alone(schedule: str, machine: Machine, name: str) -> None:
   check_backward(machine, SHAPE, some(np.random.default_rng(FEATURES.index(name) % 2), SHAPE, name))
 
 
 @pytest.mark.slow
+@pytest.mark.each("schedule", "machine")
 @pytest.mark.parametrize(("schedule", "machine", "name"), over_machines(*FEATURES))
 def test_each_feature_with_the_tiles_of_choice(schedule: str, machine: Machine, name: str) -> None:
   shape = machine.fitted((2, 4, 2, 100, 200, 24, 40))
@@ -117,6 +119,7 @@ def test_each_feature_with_the_tiles_of_choice(schedule: str, machine: Machine, 
     Case.of(machine, shape, some(np.random.default_rng(1), shape, name)).check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", TABLE)
 def test_any_features_together(schedule: str) -> None:
   @drawn(1)
@@ -147,16 +150,14 @@ THROUGH_ATTENTION: Options = {
 }
 
 
-SLOW = [pytest.param(arch, marks=pytest.mark.slow) for arch in ("gfx1100", "gfx1201", "gfx950", "amx")]
-
-
-@pytest.mark.parametrize("arch", ["gfx942", "sm_80", "sm_90", *SLOW])
+@pytest.mark.kinds(arch=("sm_90",))
+@pytest.mark.parametrize("arch", ["gfx942", "sm_80", "sm_90", "gfx1100", "gfx1201", "gfx950", "amx"])
 def test_gradients_of_attention(arch: str) -> None:
   with on(arch):
     check_gradients(*inputs(2, 4, 2, 20, 75, 16, 24), THROUGH_ATTENTION)
 
 
-@on_machines("gfx950", "sm_80", "sm_90", "CPU", "amx", slow=("gfx1201",))
+@on_machines("gfx942", "sm_80", "sm_90", "CPU", "amx", slow=("gfx1201", "gfx950"))
 def test_dropout(schedule: str, machine: Machine) -> None:
   B, Hq, _, M, N, *_ = SHAPE
   check_backward(machine, SHAPE, {"dropout_p": P, "kept": kept_by_seed((1, 2), B, Hq, M, N)})
@@ -164,7 +165,7 @@ def test_dropout(schedule: str, machine: Machine) -> None:
 
 @pytest.mark.each("heads", evenly=True)
 @pytest.mark.parametrize("heads", [1, 4])
-@on_machines("gfx1201", "sm_80", "sm_90", "CPU", slow=("gfx942",))
+@on_machines("gfx942", "sm_80", "sm_90", "CPU", slow=("gfx1201",))
 def test_blocks_that_are_skipped(schedule: str, machine: Machine, heads: int) -> None:
   """With a mask for each head, heads of one group have lists of different lengths."""
 
@@ -176,7 +177,7 @@ def test_blocks_that_are_skipped(schedule: str, machine: Machine, heads: int) ->
     check_backward(machine, SHAPE, {"mask_mod": mod}, {"mask_mod": None, "block_mask": mask})
 
 
-@pytest.mark.each("machine", "name")
+@pytest.mark.each("schedule", "machine", "name", evenly=True)
 @pytest.mark.parametrize("name", BLIND)
 @on_machines("gfx942", "sm_80", "sm_90", "CPU", slow=("gfx1201",))
 def test_rows_that_see_no_key_have_no_gradient(schedule: str, machine: Machine, name: str) -> None:
@@ -213,7 +214,7 @@ def test_keys_that_do_not_exist_are_not_read(schedule: str, machine: Machine, le
     assert (clean["dv"][b, :, length:] == 0).all()
 
 
-@on_machines("gfx1201", "sm_80", "sm_90", "CPU")
+@on_machines("sm_90", "CPU", slow=("gfx1201", "sm_80"))
 def test_two_runs_give_the_same_bits(schedule: str, machine: Machine) -> None:
   with machine.device():
     case = Case.of(machine, (1, 4, 1, 50, 90, 16, 16), {"is_causal": True})
@@ -247,6 +248,7 @@ def test_no_bank_conflict_and_no_more_products_than_there_are(schedule: str, mac
       assert counts[kernel].matrix == rows // 16 * (others // 64) * (2 * D // 16 + sums * 64 // 16)
 
 
+@pytest.mark.parametrize("chosen", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["small", "chosen"])
 @pytest.mark.parametrize(
   ("arch", "Dk", "Dv"),
   [
@@ -256,10 +258,10 @@ def test_no_bank_conflict_and_no_more_products_than_there_are(schedule: str, mac
     pytest.param("gfx1100", 64, 64, marks=pytest.mark.slow),
   ],
 )
-def test_no_bank_conflict(arch: str, Dk: int, Dv: int) -> None:
+def test_no_bank_conflict(arch: str, Dk: int, Dv: int, chosen: bool) -> None:
   amd = machine(arch)
   with amd.device():
-    for count in counted(amd, Case.of(amd, (1, 1, 1, 70, 70, Dk, Dv)), None).values():
+    for count in counted(amd, Case.of(amd, (1, 1, 1, 70, 70, Dk, Dv)), None if chosen else amd.small()).values():
       assert count.bank_conflicts == 0
 
 
@@ -310,10 +312,13 @@ def test_a_shortened_buffer_is_caught(schedule: str, machine: Machine, short: st
 
 
 def caught(name: str) -> list[Any]:
-  arches = {"amd": ("gfx942", "gfx1100"), "cuda": ("sm_80",), "hopper": ("sm_90",), "cpu": ("CPU",), "amx": ("amx",)}
-  return [(name, schedule, arch) for schedule in MISTAKES[name].places for arch in arches[schedule]]
+  arches = {"cpu": ("CPU",), "hopper": ("sm_90",), "cuda": ("sm_80",), "amx": ("amx",), "amd": ("gfx942", "gfx1100")}
+  return [
+    (name, schedule, arch) for schedule in arches for arch in arches[schedule] if schedule in MISTAKES[name].places
+  ]
 
 
+@pytest.mark.kinds(arch=("CPU", "sm_90", "sm_80", "amx", "gfx942"))
 @pytest.mark.each("arch", "schedule")
 @pytest.mark.parametrize(("name", "schedule", "arch"), [x for name in MISTAKES for x in caught(name)])
 def test_a_mistake_is_caught(name: str, schedule: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:

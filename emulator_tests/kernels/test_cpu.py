@@ -32,6 +32,7 @@ def test_no_row_sees_a_key(M: int) -> None:
   assert (lse.numpy() == -math.inf).all()
 
 
+@pytest.mark.kinds(M=(35,))
 @pytest.mark.parametrize("M", [3, 35])
 def test_a_scale_of_0_uses_no_queries(M: int) -> None:
   """Nor does the kernel; k and v, alike in all but their number, are not to be taken for each other."""

@@ -21,6 +21,7 @@ from uopattn.plan.target import target_of
 from uopattn.spec.spec import AttentionSpec
 
 
+@pytest.mark.kinds(q_start=(-200, -1, 0, 1, 63, 64, 1000))
 @pytest.mark.parametrize("q_start", [-200, -2, -1, 0, 1, 62, 63, 64, 127, 1000])
 def test_causal_at_any_start(q_start: int) -> None:
   check_attention(*qkv(1, 6, 2, 3, 130, 16, 16), is_causal=True, q_start=q_start)
@@ -53,6 +54,7 @@ def check_tiles(tiles: Tiles, inputs: tuple[Tensor, Tensor, Tensor], causal: boo
 has_pairs = pytest.mark.skipif(not target_of("CPU").vector.bfloat16, reason="no AMD processor with AVX512-BF16")
 
 
+@pytest.mark.slow
 @has_pairs
 @drawn(4)
 @given(

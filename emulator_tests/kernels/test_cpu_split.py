@@ -105,6 +105,7 @@ def test_matches_the_oracle(shape: Shape, splits: int, dtype: DType, is_causal: 
     check_attention(*qkv(*shape, dtype), is_causal=is_causal, q_start=max(0, shape[4] - shape[3]))
 
 
+@pytest.mark.kinds(splits=(5,))
 @pytest.mark.parametrize("splits", [2, 5, 12])
 def test_lengths_that_leave_parts_without_keys(splits: int) -> None:
   q, k, v = qkv(1, 4, 2, 2, 700, 16, 16)
@@ -130,6 +131,7 @@ def test_each_batch_has_its_own_length(lengths: tuple[int, ...]) -> None:
   check(*inputs, out, lse, kv_lengths=np.array(lengths))
 
 
+@pytest.mark.kinds(splits=(None, 9))
 @pytest.mark.parametrize("splits", [None, 2, 9])
 def test_the_last_of_many_keys_count(splits: int | None) -> None:
   q, k, v = (x.numpy() for x in qkv(1, 4, 1, 1, 140_000, 8, 8))
@@ -143,12 +145,14 @@ def test_the_last_of_many_keys_count(splits: int | None) -> None:
       check_attention(*inputs)
 
 
+@pytest.mark.kinds(name=("attn_mask", "is_causal", "kv_lengths", "score_mod", "sinks", "window"))
 @pytest.mark.parametrize("name", FEATURES)
 def test_each_feature(name: str) -> None:
   with in_parts(3):
     check_features(FEW, dtypes.float16, some(np.random.default_rng(5), FEW, name))
 
 
+@pytest.mark.slow
 @drawn(4)
 @given(
   heads=st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 20)),

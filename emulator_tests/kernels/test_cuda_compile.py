@@ -70,6 +70,7 @@ def check_compiled(arch: str, D: int, causal: bool, dtype: str) -> Compiled:
   return c
 
 
+@pytest.mark.kinds(dtype=("float16", "float32", "fp8e4m3"), arch=("sm_75", "sm_80", "sm_89"))
 @pytest.mark.each("arch", "D", "causal", "dtype")
 @pytest.mark.parametrize(("arch", "D", "causal", "dtype"), QUICK)
 def test_no_spills(arch: str, D: int, causal: bool, dtype: str) -> None:
@@ -112,6 +113,7 @@ def test_as_many_workgroups_at_once_as_the_choice_of_tiles_takes_for_granted(
   assert resident("sm_90", c.registers, c.shared, tiles.threads) == at_once
 
 
+@pytest.mark.kinds(arch=("sm_80",))
 @pytest.mark.parametrize("D", [pytest.param(64, marks=pytest.mark.slow), 128])
 @pytest.mark.parametrize(("arch", "causal"), [("sm_80", False), ("sm_90", True), ("sm_90", False)])
 def test_backward_does_not_spill(arch: str, causal: bool, D: int) -> None:

@@ -7,12 +7,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conformance import CPU, EVERYWHERE, NVIDIA, ON_GPUS, ONCE, ONCE_EMULATED, ONCE_ON_GPUS, SUBJECTS, Sizes, Subject
+from conformance import (
+  CPU,
+  EVERYWHERE,
+  NVIDIA,
+  ON_GPUS,
+  ONCE,
+  ONCE_EMULATED,
+  ONCE_ON_GPUS,
+  SUBJECTS,
+  TARGETS,
+  Sizes,
+  Subject,
+)
 from helpers import drawn, on_device, placed
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from mistakes import ONE_SLOT
-from tinygrad import Tensor, UOp
+from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
 import uopattn.emulator as emulator
@@ -24,6 +36,7 @@ from uopattn.proof.gate import numpy
 
 Options = dict[str, Any]
 OF_CASE = "subject", "arch", "dtype"
+ONE_OF_EACH_SIZE = (dtypes.half, dtypes.bfloat16, dtypes.float, dtypes.fp8e4m3)  # and the two of 16 bits
 
 
 @pytest.fixture
@@ -38,7 +51,11 @@ def cases(listed: list[tuple[str, str, DType]]) -> pytest.MarkDecorator:
 
 def is_slow(name: str, shape: str) -> bool:
   """The other types of `cuda_forward` share its loops and its edges, which float16 meets in every corner."""
-  return name in ("float8", "tf32", "turing") and shape in ("one query", "one key", "round", "smallest")
+  return name in ("float8", "tf32", "turing") and shape not in (
+    "grouped",
+    "odd everywhere",
+    "chunks that are half a step",
+  )
 
 
 SHAPES = [
@@ -55,6 +72,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.kinds(arch=TARGETS)
 @pytest.mark.each("arch", "dtype", "is_causal")
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize((*OF_CASE, "shape"), SHAPES, indirect=["subject"])
@@ -84,6 +102,7 @@ SLOW = [
 
 
 @pytest.mark.slow
+@pytest.mark.each("arch", "dtype", "q_start")
 @pytest.mark.parametrize("q_start", [-3, 0, 3])
 @pytest.mark.parametrize((*OF_CASE, "sizes"), SLOW, indirect=["subject"], ids=str)
 def test_matches_the_oracle_with_chosen_tiles(
@@ -112,6 +131,7 @@ def test_any_shape(name: str, data: st.DataObject) -> None:
     subject.check(q, k, v, is_causal=is_causal, q_start=q_start)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SUBJECTS)
 @given(data=st.data())
 @drawn(2)
@@ -138,6 +158,7 @@ def test_any_tiles(name: str, data: st.DataObject) -> None:
 
 
 @cases(ON_GPUS)
+@pytest.mark.kinds(arch=("gfx942", "gfx1201", "sm_75", "sm_80", "sm_89", "sm_90"), dtype=ONE_OF_EACH_SIZE)
 @pytest.mark.each("arch", "dtype")
 def test_chosen_tiles(subject: Subject, arch: str, dtype: DType) -> None:
   """They are right, without bank conflicts, and with no more products than there are; hidden tiles are skipped."""
@@ -164,6 +185,7 @@ CONFLICTS = [
 ]
 
 
+@pytest.mark.kinds(dtype=ONE_OF_EACH_SIZE)
 @pytest.mark.each("arch", "dtype", "size")
 @pytest.mark.parametrize("chosen", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["small", "chosen"])
 @pytest.mark.parametrize((*OF_CASE, "size"), CONFLICTS, indirect=["subject"])
@@ -176,6 +198,7 @@ def test_no_bank_conflict(subject: Subject, arch: str, dtype: DType, size: tuple
       assert [x.bank_conflicts for name, x in profile.kernels.items() if name.startswith("attention")] == [0]
 
 
+@pytest.mark.kinds(dtype=ONE_OF_EACH_SIZE)
 @pytest.mark.each("arch", "dtype", "sinks", evenly=True)
 @cases(EVERYWHERE)
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])

@@ -25,6 +25,7 @@ Options = dict[str, Any]
 # Kernels with machines: rules are the same code on all machines of a kernel.
 KERNELS = ("amd", "cuda", "hopper", "amx")
 MACHINES = [(name, arch) for name in KERNELS for arch in SUBJECTS[name].arches if name != "cuda" or arch == "sm_80"]
+ONE_OF_EACH = ("gfx942", "sm_80", "sm_90", "amx")
 ONE_EACH = [
   ("amd", "gfx942"),
   ("cuda", "sm_80"),
@@ -100,7 +101,8 @@ of_machines = pytest.mark.parametrize(("name", "arch"), MACHINES)
 of_kernels = pytest.mark.parametrize(("name", "arch"), ONE_EACH)
 
 
-@pytest.mark.each("name", "arch")  # each kernel has all of them in `test_together`
+@pytest.mark.kinds(arch=ONE_OF_EACH)
+@pytest.mark.each("name", "arch", evenly=True)  # each kernel has all of them in `test_together`
 @of_machines
 @pytest.mark.parametrize("feature", FEATURES)
 def test_each_alone(feature: str, name: str, arch: str) -> None:
@@ -117,6 +119,7 @@ def test_together(features: str, name: str, arch: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.each("arch", "dtype")
 @of_machines
 @pytest.mark.parametrize("dtype", [dtypes.half, dtypes.bfloat16], ids=str)
 @pytest.mark.parametrize("features", FEATURES | TOGETHER)
@@ -139,6 +142,7 @@ def test_any_together(machine: tuple[str, str], names: set[str], seed: int) -> N
     check_run(SUBJECTS[name], arch, seed=seed, **options)
 
 
+@pytest.mark.kinds(name=("amd", "cuda", "hopper"))
 @pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name, _, dtype in ONCE_ON_GPUS], ids=str)
 def test_chosen_tiles(name: str, dtype: DType) -> None:
   arch = SUBJECTS[name].arches[0]
@@ -256,7 +260,7 @@ def check_rules(
     check(*sources, found.reshape(B, HEADS, M, DV), attn_mask=seen)
 
 
-@pytest.mark.each("arch")
+@pytest.mark.kinds(arch=ONE_OF_EACH)
 @of_machines
 def test_a_list_of_tiles(name: str, arch: str) -> None:
   """Whole ones and ones whose last keys may be none, in any order."""
@@ -274,7 +278,7 @@ def test_a_list_of_tiles(name: str, arch: str) -> None:
   check_rules(name, arch, "tile_lists", [order, number], seen)
 
 
-@pytest.mark.each("arch")
+@pytest.mark.kinds(arch=ONE_OF_EACH)
 @of_machines
 def test_bounds_of_each_query(name: str, arch: str) -> None:
   firsts, lasts = (np.array(x, np.int32)[np.arange(M) // 20] for x in ((0, 50, 60, 90), (40, 40, 100, 105)))

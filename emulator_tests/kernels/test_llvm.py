@@ -117,6 +117,7 @@ def test_a_pinned_product_is_computed_by_the_whole_wave() -> None:
     assert order in (["v_wmma", "v_cmpx", "global_store"], ["v_wmma", "saveexec", "global_store"])
 
 
+@pytest.mark.kinds(arch=("gfx942", "gfx1201"))
 @pytest.mark.each("arch", "dtype")
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("arch", [*ARCHES, "gfx1103"])

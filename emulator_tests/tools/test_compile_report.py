@@ -35,6 +35,7 @@ def faults_by(budget: float, D: int, c: Compiled) -> list[str]:
   return found
 
 
+@pytest.mark.kinds(arch=("gfx942", "gfx1201"))
 @pytest.mark.each("arch", "dtype", "D")
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("dtype", TYPES)
@@ -43,6 +44,7 @@ def test_budget(arch: str, dtype: str, D: int) -> None:
   assert faults(arch, dtype, D, measure("fwd", arch, dtype, 1024, 1024, D, causal=False)) == []
 
 
+@pytest.mark.kinds(arch=("gfx942",))
 @pytest.mark.parametrize(
   ("arch", "D"),
   [
@@ -61,6 +63,7 @@ def test_a_mask_costs_the_main_loop_next_to_nothing(arch: str, D: int) -> None:
 BACKWARD_BUDGET = {"gfx1100": 10.0, "gfx1151": 10.0, "gfx1201": 8.6, "gfx942": 4.0, "gfx950": 6.5}
 
 
+@pytest.mark.kinds(arch=("gfx942", "gfx1201"))
 @pytest.mark.each("dtype", "arch")
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("arch", ARCHES)

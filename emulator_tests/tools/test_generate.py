@@ -48,6 +48,7 @@ def likeliest(model: SmolLM, prompt: list[int], found: list[int]) -> list[int]:
   return scores.argmax(-1).tolist()[len(prompt) - 1 : len(tokens)]
 
 
+@pytest.mark.kinds(attention=("kernel",))
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_tokens_are_those_of_the_model_without_a_cache(small: SmolLM, attention: str) -> None:
   generator = Generator(small, 100, ATTENTIONS[attention])

@@ -52,6 +52,7 @@ def test_prints_what_ran_and_that_it_is_right() -> None:
   assert lines[-1] == "flash attention is correct!"
 
 
+@pytest.mark.kinds(shard=("heads",))
 @pytest.mark.parametrize("shard", ["heads", "sequence"])
 def test_two_devices(shard: str) -> None:
   done = program("run", "GPUS=2", f"SHARD={shard}", "N=64", "D=16", "H=2", "CNT=1", "CAUSAL=1", "DTYPE=float")
@@ -206,6 +207,7 @@ def test_misspelt_keys_in_the_environment_are_named(capsys: pytest.CaptureFixtur
   ]
 
 
+@pytest.mark.kinds(device=("EMU::gfx942",))
 @pytest.mark.parametrize("device", ["EMU", "EMU::gfx942"])
 def test_an_emulated_run_says_so(device: str) -> None:
   done = program("run", *SMALL, DEV=device)
@@ -288,6 +290,7 @@ INFO = {
 }
 
 
+@pytest.mark.kinds(device=("CPU", "EMU::sm_90"))
 @pytest.mark.parametrize("device", INFO)
 def test_info_names_device_compiler_and_kernels(device: str) -> None:
   done = program("info", DEV=device, UOPATTN_AMX="0")  # which an emulated CPU does not heed

@@ -1,6 +1,7 @@
 """The scripts' shell part: --help, and one environment for all."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -41,12 +42,28 @@ def test_help_in_a_fresh_clone_sets_nothing_up(clone: Path, name: str) -> None:
   assert not (clone / ".venv").exists()
 
 
-@pytest.mark.parametrize("name", [f"scripts/{name}.py" for name in PYTHON] + ["run", "bench", "info"])
-def test_help_says_the_usage_and_does_nothing(name: str, tmp_path: Path) -> None:
-  command = [str(ROOT / name)] if name.endswith(".py") else ["-m", f"uopattn.{name}"]
-  done = ended(sys.executable, *command, "--help", cwd=tmp_path)
+EACH_HELP = """
+import os, runpy, sys
+sys.argv[1:], programs = ["--help"], sys.argv[1:]
+for program in programs:
+  sys.argv[0], sys.path[0] = program, os.path.dirname(program)
+  try:
+    run = runpy.run_path if program.endswith(".py") else runpy.run_module
+    run(program, run_name="__main__")
+  except SystemExit as end:
+    print("the exit status is", end.code)
+"""
+
+
+def test_help_says_the_usage_and_does_nothing(tmp_path: Path) -> None:
+  """In one process, as most of the time is that of imports."""
+  programs = [*(str(SCRIPTS / f"{name}.py") for name in PYTHON), "uopattn.run", "uopattn.bench", "uopattn.info"]
+  done = ended(sys.executable, "-c", EACH_HELP, *programs, cwd=tmp_path)
   assert (done.returncode, done.stderr) == (0, "")
-  assert done.stdout.startswith("usage: ")
+  *said, rest = re.split("^the exit status is (?:0|None)\n", done.stdout, flags=re.MULTILINE)
+  assert (len(said), rest) == (len(programs), "")
+  for text, program in zip(said, programs, strict=True):
+    assert text.startswith("usage: "), program
   assert list(tmp_path.iterdir()) == []
 
 

@@ -64,19 +64,6 @@ def test_every_item_once(three: Team, threads: int, items: int) -> None:
     assert min(threads, items, 2) <= len({thread for _, _, thread in recorder.done}) <= min(threads, items, 4)
 
 
-def test_without_semaphores_workers_nap(monkeypatch: pytest.MonkeyPatch) -> None:
-  class WithoutSemaphores(ctypes.CDLL):
-    def sem_init(self, *given: object) -> int:
-      return -1
-
-  monkeypatch.setattr("uopattn.runtime.team._LIBC", WithoutSemaphores(None))
-  napping = Team(3)
-  for pause in (0, 0.1):
-    time.sleep(pause)
-    recorder = Recorder(company=True)
-    assert recorder.run(napping, 130, 4) == list(range(130))
-
-
 def test_a_long_item_does_not_hold_up_the_others(three: Team) -> None:
   recorder = Recorder(slow_item=0)
   assert recorder.run(three, 20, 2) == list(range(20))
@@ -266,6 +253,25 @@ assert four._shared[team._ASLEEP] == 3
 counts = Counts()
 counts.run(0, company=4, items=4)
 assert counts.words[1] == 4
+""")
+
+
+def test_without_semaphores_workers_nap() -> None:
+  """In a process of its own, as they look for jobs as long as it lives."""
+  signalled("""
+class WithoutSemaphores(ctypes.CDLL):
+  def sem_init(self, *given):
+    return -1
+
+team._LIBC = WithoutSemaphores(None)
+team._team = team.Team(3)
+assert not team._team._shared[team._WAIT]
+for pause in (0, 0.1):
+  time.sleep(pause)
+  counts = Counts()
+  counts.run(0, company=2)
+  assert counts.done() and counts.words[1]
+os._exit(0)  # while they look for jobs
 """)
 
 

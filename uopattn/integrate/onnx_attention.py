@@ -14,71 +14,56 @@ from uopattn.spec.arguments import Arguments
 Operator = Callable[..., Any]
 
 
-def attention_operator(own: Operator, backend: Callable[[], str]) -> Operator:
-  """Return the operator with kernels; `own` is tinygrad's, for the dtypes that no backend takes."""
+def attention(backend: Callable[[], str]) -> Operator:
+  """Return the operator Attention."""
 
-  def attention(
-    Q: Tensor,
-    K: Tensor,
-    V: Tensor,
+  def operator(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     attn_mask: Tensor | None = None,
     past_key: Tensor | None = None,
     past_value: Tensor | None = None,
     nonpad_kv_seqlen: Tensor | None = None,
-    **options: Any,
+    *,
+    is_causal: int = 0,
+    kv_num_heads: int | None = None,
+    q_num_heads: int | None = None,
+    left_window_size: int = -1,
+    right_window_size: int = -1,
+    qk_matmul_output_mode: int = 0,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    softmax_precision: int | None = None,  # kernels compute the softmax in float32
   ) -> tuple[Tensor, ...]:
-    if dtypes.float64 in (Q.dtype, K.dtype, V.dtype):
-      return own(Q, K, V, attn_mask, past_key, past_value, nonpad_kv_seqlen, **options)
-    return _attention(Q, K, V, attn_mask, past_key, past_value, nonpad_kv_seqlen, backend(), **options)
+    if (past_key is None) != (past_value is None):
+      raise ValueError("Attention: past_key and past_value must be given together")
+    if past_key is not None and nonpad_kv_seqlen is not None:
+      raise ValueError("Attention: nonpad_kv_seqlen cannot be combined with past_key and past_value")
+    in_heads = q.ndim == 4
+    if not in_heads:
+      if q_num_heads is None or kv_num_heads is None:
+        raise ValueError("Attention: inputs of three dimensions need q_num_heads and kv_num_heads")
+      q, k, v = with_heads(q, q_num_heads), with_heads(k, kv_num_heads), with_heads(v, kv_num_heads)
+    q_start: int | Tensor = 0
+    if past_key is not None and past_value is not None:
+      k, v, q_start = past_key.cat(k, dim=2), past_value.cat(v, dim=2), sizes(past_key)[2]
+    elif nonpad_kv_seqlen is not None:
+      q_start = nonpad_kv_seqlen - sizes(q)[2]
+    arguments = Arguments(
+      attn_mask=None if attn_mask is None else padded_mask(attn_mask, sizes(k)[2]),
+      is_causal=bool(is_causal),
+      scale=scale,
+      enable_gqa=True,
+      window=window(left_window_size, right_window_size),
+      softcap=softcap or None,
+      q_start=q_start,
+      kv_lengths=nonpad_kv_seqlen,
+    )
+    out = attend(q, k, v, arguments, backend())
+    return out if in_heads else without_heads(out), k, v, scores(q, k, v, arguments, qk_matmul_output_mode)
 
-  return attention
-
-
-def _attention(
-  q: Tensor,
-  k: Tensor,
-  v: Tensor,
-  attn_mask: Tensor | None,
-  past_key: Tensor | None,
-  past_value: Tensor | None,
-  nonpad_kv_seqlen: Tensor | None,
-  backend: str,
-  is_causal: int = 0,
-  kv_num_heads: int | None = None,
-  q_num_heads: int | None = None,
-  left_window_size: int = -1,
-  right_window_size: int = -1,
-  qk_matmul_output_mode: int = 0,
-  scale: float | None = None,
-  softcap: float = 0.0,
-  softmax_precision: int | None = None,  # kernels compute the softmax in float32
-) -> tuple[Tensor, ...]:
-  if (past_key is None) != (past_value is None):
-    raise ValueError("Attention: past_key and past_value must be given together")
-  if past_key is not None and nonpad_kv_seqlen is not None:
-    raise ValueError("Attention: nonpad_kv_seqlen cannot be combined with past_key and past_value")
-  in_heads = q.ndim == 4
-  if not in_heads:
-    if q_num_heads is None or kv_num_heads is None:
-      raise ValueError("Attention: inputs of three dimensions need q_num_heads and kv_num_heads")
-    q, k, v = with_heads(q, q_num_heads), with_heads(k, kv_num_heads), with_heads(v, kv_num_heads)
-  q_start: int | Tensor = 0
-  if past_key is not None and past_value is not None:
-    k, v, q_start = past_key.cat(k, dim=2), past_value.cat(v, dim=2), sizes(past_key)[2]
-  elif nonpad_kv_seqlen is not None:
-    q_start = nonpad_kv_seqlen - sizes(q)[2]
-  arguments = Arguments(
-    attn_mask=None if attn_mask is None else padded_mask(attn_mask, sizes(k)[2]),
-    is_causal=bool(is_causal),
-    scale=scale,
-    enable_gqa=True,
-    window=window(left_window_size, right_window_size),
-    softcap=softcap or None,
-    q_start=q_start,
-    kv_lengths=nonpad_kv_seqlen,
-  )
-  out = attend(q, k, v, arguments, backend)
-  return out if in_heads else without_heads(out), k, v, scores(q, k, v, arguments, qk_matmul_output_mode)
+  return operator
 
 
 def scores(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, mode: int) -> Tensor:
