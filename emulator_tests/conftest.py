@@ -81,9 +81,13 @@ def kinds(cases: list[pytest.Item]) -> list[pytest.Item]:
 
   Cases marked slow stand for none, nor do those on a target where another one of the same test stands for it.
   """
-  cases = [case for case in cases if "slow" not in case.keywords]
   marks = [mark.kwargs for case in cases[:1] for mark in case.iter_markers("kinds")]
   named = {name: {str(x) for x in mark[name]} for mark in marks for name in mark}
+  for name, wanted in named.items():
+    unknown = wanted - {str(values_of(case)[name]) for case in cases}
+    if unknown and not any("::" in x for x in cases[0].config.args):  # which may name some of the cases alone
+      raise pytest.UsageError(f"{cases[0].nodeid}: kinds({name}=...) names {sorted(unknown)}, which no case has")
+  cases = [case for case in cases if "slow" not in case.keywords]
   for name, wanted in named.items():
     cases = [case for case in cases if str(values_of(case)[name]) in wanted]
   texts = {repr(values_of(case)) for case in cases}
@@ -119,6 +123,12 @@ def cover(cases: list[pytest.Item]) -> list[pytest.Item]:
     waiting -= facts[found[-1]]
     taken.update(facts[found[-1]])
   return found
+
+
+@pytest.fixture(autouse=True, scope="module")
+def others_garbage() -> None:
+  """What earlier modules have left, mostly in caches, is not searched for garbage any more: millions of objects."""
+  gc.freeze()
 
 
 @pytest.fixture(autouse=True)

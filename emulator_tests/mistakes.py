@@ -108,7 +108,11 @@ def softmax_mistakes(owner: Any, phase: str) -> dict[str, Mistake]:
 
 
 def p_halves_exchanged(right: Phase) -> Phase:
-  return lambda *given: [[step[8:] + step[:8] for step in steps] for steps in right(*given)]
+  def exchanged(step: list[UOp]) -> list[UOp]:
+    half = len(step) // 2  # 4 or 8 elements
+    return step[half:] + step[:half]
+
+  return lambda *given: [[exchanged(step) for step in steps] for steps in right(*given)]
 
 
 AMD = MASKS | softmax_mistakes(amd_forward.WaveMma, "softmax")

@@ -133,6 +133,24 @@ class Tiles:
       raise ValueError(f"head size {max(Dk, Dv)}: a tile needs {needed} bytes of LDS, the limit is {LDS_LIMIT}")
     return tiles
 
+  @classmethod
+  def candidates(cls, problem: Problem, target: Target, of_keys: bool) -> "list[Tiles]":
+    """The chosen tiles, and others that may be faster: other tiles, rows and waves."""
+    p, best = problem, cls.choose(problem, target, of_keys)
+    f, rows = best.fragments, p.N if of_keys else p.M
+    sizes = [(best.waves, best.row_tiles, n) for n in (best.block // 2, 2 * best.block)]
+    sizes += [(n, best.row_tiles, best.block) for n in (8, 2)] + [(best.waves, 3 - best.row_tiles, best.block)]
+    found = [best]
+    for waves, row_tiles, block in sizes:
+      has_rows = (waves - 1) * row_tiles * MMA_SIZE < rows
+      if not has_rows or row_tiles < 1 or block % cls.least(f) or not block:
+        continue
+      tiles = cls(best.arch, of_keys, waves, row_tiles, block)
+      most = max(224 if f.lanes == 32 else 400, best.registers(p.Dk, p.Dv))
+      if tiles.registers(p.Dk, p.Dv) <= most and tiles.lds_bytes(p.Dk, p.Dv) <= LDS_LIMIT:
+        found.append(tiles)
+    return list(dict.fromkeys(found))
+
 
 class ScoreRow(NamedTuple):
   """A query, and the keys whose scores a lane has, in the order of its elements.
@@ -201,7 +219,7 @@ class Mainloop:
     factors, stores = self.softmax_grad(products, dots, score_rows, masked), []
     for total, swap in zip(self.sums, self.swaps, strict=True):
       values, lds = factors[total.left], pipe.transposed[total.right]
-      operands = as_operands(f, self.dtype, values, swap and swap.after(*ready, trip), places, lane)
+      operands = as_operands(f, self.dtype, values, swap, places, lane, *ready, trip)
       old = total.acc.after(*ready, trip)
       begun = [
         [UOp.stack(*[old[i, d, e].load() for e in range(f.result)]) for d in range(sizes(old)[1])]
@@ -288,6 +306,7 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
 
   as_is = [(words_of(head_rules.keys(x), exists), round_up(sizes(x)[2], f.step)) for x in (k, v)]
   transposed = [(words_of(head_rules.keys(k), exists), round_up(Dk, MMA_SIZE))]
+  swaps = [swap_lds(s, tiles)]
   pipe = RegisterPipeline(s, f, tiles.block, tiles.threads, group.thread, head_rules.length, as_is, transposed)
   stationary = [load_stationary(f, x, head, UOp.const(M), queries, group.lane) for x in (q, do)]
   dq_sum = Sum(zeros(s, tiles, Dk, group.item), Factor.DS, 0)
@@ -303,7 +322,6 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
     return fetch(position + 1, *after)
 
   after = follow if key_range.n_tiles.vmax > 1 else None
-  swaps = [swap_lds(s, tiles)]
   loop = Mainloop(s, tiles, group, q.dtype, pipe, stationary, [dq_sum], swaps, head_rules, key_range, score_rows, after)
   done = loop.attend_all(UOp.barrier(pipe.store(fetch(UOp.const(0), dq_sum.acc))))
   stores = loop.store_sum(dq, dq_sum, head, late_factor(rules), done)
@@ -336,6 +354,7 @@ def backward_kv(
     for order, to in (((q, do), f.step), ((do, q), MMA_SIZE))
   )
   row_stats = [lambda row: neg_lse_of(lse.reshape(-1)[row].load(), rules), lambda row: -delta.reshape(-1)[row].load()]
+  swaps = [swap_lds(s, tiles), swap_lds(s, tiles)]
   pipe = RegisterPipeline(s, f, tiles.block, tiles.threads, group.thread, UOp.const(M), as_is, transposed, row_stats)
   stationary = [load_stationary(f, x, kv_head, head_rules.length, existing, group.lane) for x in (k, v)]
   dv_sum = Sum(zeros(s, tiles, Dv, group.item), Factor.P, 0)
@@ -354,7 +373,7 @@ def backward_kv(
     return fetch(more.where(position + 1, 0), clamp(member + more.where(0, 1), 0, members - 1), *after)
 
   after = follow if members > 1 or query_range.n_tiles.vmax > 1 else None
-  sums, swaps = [dv_sum, dk_sum], [swap_lds(s, tiles), swap_lds(s, tiles)]
+  sums = [dv_sum, dk_sum]
   loop = Mainloop(s, tiles, group, q.dtype, pipe, stationary, sums, swaps, head_rules, query_range, score_rows, after)
   done = UOp.barrier(pipe.store(fetch(UOp.const(0), UOp.const(0), dv_sum.acc, dk_sum.acc)))
   done, length = loop.attend_all(done, member).end(member), None if rules.kv_lengths is None else head_rules.length
@@ -385,7 +404,10 @@ def zeros(s: Scope, tiles: Tiles, size: int, *after: UOp) -> UOp:
 
 
 def swap_lds(s: Scope, tiles: Tiles) -> LdsRows | None:
-  """Allocate LDS through which lanes swap P or dS; None except on RDNA3."""
+  """Allocate LDS through which lanes swap P or dS; None except on RDNA3.
+
+  Allocate it before the tiles: tinygrad loads from buffers in this order, and what it loads before P takes registers.
+  """
   f = tiles.fragments
   return LdsRows.make(s, tiles.rows, tiles.block, f.pad) if f.repeated else None
 

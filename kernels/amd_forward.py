@@ -301,7 +301,7 @@ class WaveMma:
 
   def as_operands(self, p: list[list[UOp]], *after: UOp) -> list[list[Operand]]:
     """P^T as operands: for each tile of queries, one per step along the keys."""
-    return as_operands(self.f, self.dtype, p, self.p_lds and self.p_lds.after(*after), self.places, self.group.lane)
+    return as_operands(self.f, self.dtype, p, self.p_lds, self.places, self.group.lane, *after)
 
   def mma_ab(
     self, p: list[list[Operand]], v_tile: LdsRows, acc: UOp, old: UOp, alphas: list[UOp], stores: list[UOp]

@@ -93,6 +93,19 @@ class Tiles:
     block_m, block_n = fit_stack(lambda *sizes: cls(*sizes).stack_bytes(p.Dk, p.Dv, parts), block_m, block_n, p)
     return cls(block_m, block_n, parts_of(p.B * p.Hkv, p.group * ceildiv(p.M, block_m), target.threads))
 
+  @classmethod
+  def candidates(cls, problem: Problem, target: Target) -> "list[Tiles]":
+    """The chosen tiles, and others that may be faster: blocks and tiles of other sizes."""
+    p, best = problem, cls.choose(problem, target)
+    sizes = [(m, best.block_n) for m in (128, 256, 512)] + [(best.block_m, n) for n in (32, 64, 96, 128)]
+    found = [best]
+    for rows, block_n in sizes:
+      block_m = round_up(even(p.M, rows), BLOCK)
+      parts = parts_of(p.B * p.Hkv, p.group * ceildiv(p.M, block_m), target.threads)
+      if cls(block_m, block_n).stack_bytes(p.Dk, p.Dv, PARTS.get(p.dtype, 1)) <= STACK_LIMIT:
+        found.append(cls(block_m, min(block_n, round_up(p.N, BLOCK)), parts))
+    return list(dict.fromkeys(found))
+
 
 def backward(
   dq: UOp, dk: UOp, dv: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles
@@ -226,7 +239,13 @@ SCHEDULE = Schedule(
   dtypes=tuple(PARTS),
   kernels=(
     Kernel.backward(
-      backward, "dq", "dk", "dv", choose=lambda *given: Tiles.choose(*given), sums=lambda tiles: tiles.parts
+      backward,
+      "dq",
+      "dk",
+      "dv",
+      choose=lambda *given: Tiles.choose(*given),
+      candidates=Tiles.candidates,
+      sums=lambda tiles: tiles.parts,
     ),
   ),
   tiles=Tiles,

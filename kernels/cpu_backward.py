@@ -92,6 +92,24 @@ class Tiles:
     parts = parts_of(p.B * p.Hkv, p.group * ceildiv(p.M, block_m), target.threads)
     return cls(block_m, block_n, unroll, vectors, lanes, parts)
 
+  @classmethod
+  def candidates(cls, problem: Problem, target: Target) -> "list[Tiles]":
+    """The chosen tiles, and others that may be faster: other tiles of keys, other blocks, other accumulators."""
+    p, best, many = problem, cls.choose(problem, target), target.vector.registers >= 32
+    sizes = [(best.block_m, n, best.vectors, best.unroll) for n in (best.block_n // 2, 2 * best.block_n)]
+    sizes += [(m, best.block_n, best.vectors, best.unroll) for m in (2 * best.block_m, best.block_m // 2)]
+    registers = ((4, 4), (2, 8), (3, 6), (4, 6)) if many else ((2, 4), (3, 3), (1, 8))
+    sizes += [(best.block_m, best.block_n, *x) for x in registers]
+    found = [best]
+    for block_m, keys, vectors, unroll in sizes:
+      rows = best.lanes * min(ceildiv(p.M, best.lanes), max(1, block_m // best.lanes))
+      block_n = min(p.N, max(1, keys))
+      parts = parts_of(p.B * p.Hkv, p.group * ceildiv(p.M, rows), target.threads)
+      tiles = cls(rows, block_n, unroll, vectors, best.lanes, parts)
+      if tiles.stack_bytes(p.Dk, p.Dv, p.stored.itemsize < 4) <= STACK_LIMIT:
+        found.append(tiles)
+    return list(dict.fromkeys(found))
+
 
 def backward(
   dq: UOp, dk: UOp, dv: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles
@@ -261,7 +279,13 @@ SCHEDULE = Schedule(
   dtypes=DTYPES_16_32,
   kernels=(
     Kernel.backward(
-      backward, "dq", "dk", "dv", choose=lambda *given: Tiles.choose(*given), sums=lambda tiles: tiles.parts
+      backward,
+      "dq",
+      "dk",
+      "dv",
+      choose=lambda *given: Tiles.choose(*given),
+      candidates=Tiles.candidates,
+      sums=lambda tiles: tiles.parts,
     ),
   ),
   tiles=Tiles,

@@ -9,7 +9,7 @@ K and V are read in memory order, straight into registers; 16-bit elements are w
 
 Memory bandwidth limits the speed, so reads must always be in flight. Q K^T, softmax and P V alternate too quickly for
 the hardware prefetcher. Q K^T therefore prefetches the tile's values, cache line by cache line, and P V prefetches the
-next tile's keys. A processor that drops prefetches which it cannot queue, as AMD's do, is asked for each line again
+next tile's keys. A processor that drops prefetches which it cannot queue, as Zen 4 does, is asked for each line again
 shortly before its use.
 
 Storage: a strip of `unroll_m` rows by `unroll_n` keys (of Q K^T), or by `unroll_d` vectors of value columns (of P V),
@@ -57,8 +57,10 @@ from uopattn.dsl.target import Target
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
 AHEAD = 16  # a line is prefetched again this many keys before its use
 WORK_PER_CALL = 4_000_000  # floating-point operations: some 0.03 ms, while a call costs a microsecond
-ITEMS = 32  # work items per thread: 4 read 16-bit keys at 0.78 of the bandwidth, 32 at 0.94
-PART_BYTES = 1 << 20  # fewest bytes of K and V per split: 0.04 ms for a core, twice what combining takes
+ITEMS = 32  # most work items per thread
+PART_BYTES = 1 << 20  # fewest bytes of K and V per split: 0.03 ms for a core
+COMBINE_BYTES = 5 << 18  # of K and V that a core reads while splits are combined: 0.03 to 0.04 ms
+UNEVEN = 0.1  # of a work item's time, for which other threads wait: they do not read memory equally fast
 NEAREST = 36 << 10  # most bytes of K and V per tile: the first-level cache has one in use while the other comes in
 
 # (q.k times the factor on q, row of the block, key of the tile) -> score
@@ -121,17 +123,20 @@ class Tiles:
     block_m = even(p.M, 4 * most)  # with more rows the products take longer than reading K and V
     unroll_m = even(block_m, most)
     block_m = round_up(block_m, unroll_m)
-    fitting = [n for n in (96, 64, 48, 32) if n * (Dk + Dv) * p.stored.itemsize <= NEAREST] + [16]
+    # Products of many rows take longer than reading K and V: a longer tile then has fewer turns between its phases.
+    nearest = 2 * NEAREST if block_m >= 16 else NEAREST
+    fitting = [n for n in (96, 64, 48, 32) if n * (Dk + Dv) * p.stored.itemsize <= nearest] + [16]
     # If tiles overlap, each value is tested for being new, which takes a fifth longer in 16 bits.
     block_n = next((n for n in fitting if N % n == 0), fitting[0])
-    unroll_n = 6 if lanes == 16 else 4  # with 32 registers of 8 lanes, clang spills at 6
+    unroll_n = 6 if lanes == 16 and unroll_m > 1 else 4  # with 32 registers of 8 lanes, clang spills at 6
     tiles = cls(block_m, min(N, block_n), unroll_m, unroll_n, 4, lanes)
     if tiles.stack_bytes(Dk, Dv) > STACK_LIMIT:
       tiles = cls(1, min(N, 16), 1, 4, 4, lanes)
     if (needed := tiles.stack_bytes(Dk, Dv)) > STACK_LIMIT:
       raise ValueError(f"head size {max(Dk, Dv)}: a tile needs {needed} bytes of stack, the limit is {STACK_LIMIT}")
     pairs = target.vector.bfloat16 and p.dtype == p.stored == dtypes.bfloat16 and tiles.fits_pairs(N, Dk, Dv)
-    return replace(tiles, pairs=pairs, again=not target.vector.one_prefetch).with_calls(p)
+    tiles = replace(tiles, pairs=pairs, again=not target.vector.one_prefetch)
+    return (replace(tiles, unroll_n=min(unroll_n, 4)) if pairs else tiles).with_calls(p)
 
   @classmethod
   def candidates(cls, problem: Problem, target: Target) -> "list[Tiles]":
@@ -570,13 +575,20 @@ def store_rows(
 
 
 def splits(problem: Problem, target: Target, tiles: Tiles) -> int:
-  """Choose the number of splits so that threads get equal work in many items: they do not read memory equally fast."""
+  """Choose the number of splits with which the thread that reads most takes least, with combining if there are several.
+
+  So keys are split if there are fewer blocks than threads, or few more, or if the keys of a block are very many.
+  """
   blocks, threads = problem.heads * ceildiv(problem.M, tiles.block_m), target.threads
-  if threads == 1 or blocks >= ITEMS * threads:
-    return 1
-  wanted = round_up(ceildiv(ITEMS * threads, blocks), threads // gcd(blocks, threads))
-  most = max(1, min(wanted, problem.kv_bytes // (problem.B * problem.Hkv * PART_BYTES)))
-  return min(range(most, 0, -1), key=lambda splits: ceildiv(blocks * splits, threads) / splits)
+  keys = problem.kv_bytes // (problem.B * problem.Hkv)  # bytes that a block reads
+  most = min(keys // PART_BYTES, round_up(ceildiv(ITEMS * threads, blocks), threads // gcd(blocks, threads)))
+
+  def read(splits: int) -> float:
+    """The bytes that take as long."""
+    items = ceildiv(blocks * splits, threads) + UNEVEN * (threads > 1)
+    return items * keys / splits + COMBINE_BYTES * (splits > 1)
+
+  return min(range(1, max(1, most) + 1), key=read)
 
 
 SCHEDULE = Schedule(

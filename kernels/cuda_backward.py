@@ -20,7 +20,7 @@ in_registers=False), which spills 16 bytes; 249 at D=128 with Tiles(4, 1, 64) an
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from tinygrad import UOp, dtypes
@@ -141,6 +141,21 @@ class Tiles:
       f"head sizes {Dk} and {Dv}: the smallest tile needs {tiles.registers(Dk, Dv, sums)} registers a lane, of "
       f"{LIMIT}, and {tiles.shared_bytes(Dk, Dv)} bytes of shared memory, of {limit}"
     )
+
+  @classmethod
+  def candidates(cls, problem: Problem, target: Target, of_keys: bool) -> "list[Tiles]":
+    """The chosen tiles, and others that may be faster: more rows or longer tiles in registers, more stages."""
+    p, best = problem, cls.choose(problem, target, of_keys)
+    rows, others = (p.N, p.M) if of_keys else (p.M, p.N)
+    sizes = ((2, 16, True), (1, 32, True), (1, 64, True), (2, 32, True), (1, 64, False), (1, 32, False))
+    found = [replace(best, row_tiles=m, block=min(n, round_up(others, PAIR)), in_registers=r) for m, n, r in sizes]
+    found += [replace(best, warps=8), replace(best, stages=3)]
+
+    def fits(x: Tiles) -> bool:
+      registers, has_rows = x.registers(p.Dk, p.Dv, p.Dk + p.Dv if of_keys else p.Dk), x.rows < rows + x.rows // x.warps
+      return registers <= BUDGET[of_keys] and x.shared_bytes(p.Dk, p.Dv) <= target.lds and has_rows
+
+    return list(dict.fromkeys([best, *filter(fits, found)]))
 
 
 # Limits of `Tiles.registers` in `backward_q` and `backward_kv`, of 255 registers per lane: P, addresses and temporaries

@@ -124,6 +124,18 @@ class Tiles:
       f"{tiles.shared_bytes(Dk, Dv)} bytes of shared memory, of {limit}"
     )
 
+  @classmethod
+  def candidates(cls, problem: Problem, target: Target, of_keys: bool) -> "list[Tiles]":
+    """The chosen tiles, and others that may be faster: other blocks, tiles and stages."""
+    p, best = problem, cls.choose(problem, target, of_keys)
+    rows, others = (p.N, p.M) if of_keys else (p.M, p.N)
+    found = [best]
+    for warpgroups, block, stages in ((2, 64, 2), (1, 64, 3), (2, 128, 2), (1, 64, 2), (1, 128, 2), (2, 64, 3)):
+      tiles = cls(min(warpgroups, ceildiv(rows, wgmma.M)), min(block, round_up(others, wgmma.K)), stages)
+      if tiles.registers(p.Dk, p.Dv, of_keys) <= LIMIT and tiles.shared_bytes(p.Dk, p.Dv) <= target.lds:
+        found.append(tiles)
+    return list(dict.fromkeys(found))
+
 
 # Limit of `Tiles.registers`, of 255 registers per lane: P, dS, addresses and temporaries need the rest.
 LIMIT = 224

@@ -31,7 +31,7 @@ causal mask.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
@@ -142,6 +142,13 @@ class Tiles:
     if tiles.parts(Dk) != tiles.warpgroups or not fits:
       raise ValueError(f"head sizes {Dk} and {Dv}: must be at most {2 * PART}, in all what registers hold")
     return tiles
+
+  @classmethod
+  def candidates(cls, problem: Problem, target: Target) -> "list[Tiles]":
+    """The chosen tiles, and those with fewer or more stages."""
+    best = cls.choose(problem, target)
+    found = [best, *(replace(best, stages=n) for n in (1, 3))]
+    return [x for x in dict.fromkeys(found) if x.shared_bytes(problem.Dk, problem.Dv) <= target.lds]
 
 
 MET, ADDED = UOp.const(1), UOp.const(2)  # barriers: dS is in shared memory; all have added to dQ
@@ -510,6 +517,7 @@ def _kernel(build: Callable[..., UOp], outputs: str, inputs: str, *wants: str) -
     names,
     tuple(both),
     choose=Tiles.choose,
+    candidates=Tiles.candidates,
     wants=wants,
     block=lambda x: (x.rows, x.block),
     of_keys=True,

@@ -75,6 +75,7 @@ def test_any_features_together(B, Hkv, group, M, N, Dk, Dv, dtype, names, number
   check_gradients(*qkv(*shape, dtype), *arguments(shape, options, numbers, blocks))
 
 
+@pytest.mark.kinds(dtype=(dtypes.float, dtypes.half))
 @pytest.mark.each("dtype", "shape")
 @pytest.mark.parametrize("shape", [FEW, SHAPE], ids=["few", "many"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -269,6 +270,7 @@ BLIND_IN_PART: dict[str, Options] = {
 }
 
 
+@pytest.mark.kinds(name=("added infinity and causal", "kv_lengths", "sinks"))
 @pytest.mark.parametrize("name", BLIND_IN_PART)
 def test_rows_that_see_no_key_have_no_gradient_through_plain_ops(name: str) -> None:
   """Neither do they spoil those of other rows; whatever the loss makes of their LSE, which is -inf."""

@@ -32,6 +32,18 @@ def array(*shape: int) -> Tensor:
   return Tensor(np.random.default_rng(len(shape)).standard_normal(shape, np.float32)).realize()
 
 
+@pytest.mark.kinds(
+  name=(
+    "no heads",
+    "three batches",
+    "queries without batches",
+    "batches that meet",
+    "one key head",
+    "one head of values",
+    "queries without heads",
+    "grouped",
+  )
+)
 @pytest.mark.parametrize("name", CASES)
 def test_shapes_are_those_of_tinygrad(name: str) -> None:
   of_q, of_k, of_v, options = CASES[name]

@@ -33,6 +33,9 @@ VIEWS: dict[str, tuple[tuple[int, ...], Change, tuple[int, ...]]] = {
 FREE = ("expanded", "in the middle", "reshaped before", "reshaped behind", "merged")  # views of what is read as it is
 
 
+@pytest.mark.kinds(
+  name=("in the middle", "permuted", "merged", "cut", "cast and computed with", "constant", "not expanded")
+)
 @pytest.mark.parametrize("name", VIEWS)
 def test_gradients_by_a_mask_and_by_what_was_expanded(name: str) -> None:
   shape, change, read = VIEWS[name]

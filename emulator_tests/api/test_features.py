@@ -183,6 +183,16 @@ FAR: dict[str, tuple[Options, str]] = {
 }
 
 
+@pytest.mark.kinds(
+  name=(
+    "lengths of 64 bits",
+    "unsigned lengths",
+    "starts of 64 bits",
+    "ends of int32",
+    "a start and a window",
+    "an int before all keys",
+  )
+)
 @pytest.mark.each("shape", evenly=True)
 @pytest.mark.parametrize("shape", [FEW, CORNER], ids=["few", "many"])
 @pytest.mark.parametrize("name", FAR)
@@ -332,6 +342,7 @@ MISTAKES: dict[str, tuple[str, Any, str]] = {
 }
 
 
+@pytest.mark.kinds(name=("a key behind the window", "no mask_mod", "mask of the next query", "no score_mod", "no sink"))
 @pytest.mark.each("shape", evenly=True)
 @pytest.mark.parametrize("shape", [FEW, CORNER], ids=["few", "many"])
 @pytest.mark.parametrize("name", MISTAKES)

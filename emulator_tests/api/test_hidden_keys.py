@@ -23,8 +23,8 @@ HIDDEN: dict[str, slice] = {
   "score_mod": slice(23, 24),
   "block_mask": slice(24, 25),
 }
-EMULATED = ("gfx942", "sm_80", "sm_90", "amx")
-KERNELS = ("plain ops", "cpu_forward", "cpu_decode", *EMULATED[:-1])
+EMULATED = ("gfx942", "sm_80", "sm_90", "gfx1100", "amx")
+KERNELS = ("plain ops", "cpu_forward", "cpu_decode", *EMULATED[:-2])
 
 
 def promised(row: str) -> tuple[str, str]:
@@ -75,7 +75,8 @@ def computed(M: int, kernel: str, bad: dict[str, slice]) -> np.ndarray[Any, Any]
   return out.realize().to("CPU").float().numpy()
 
 
-@pytest.mark.parametrize("kernel", [*KERNELS, pytest.param("amx", marks=pytest.mark.slow)])
+@pytest.mark.kinds(kernel=("plain ops", "cpu_forward", "gfx942", "sm_90"))
+@pytest.mark.parametrize("kernel", [*KERNELS, *(pytest.param(x, marks=pytest.mark.slow) for x in ("gfx1100", "amx"))])
 def test_what_is_promised_of_hidden_keys(kernel: str) -> None:
   M = 3 if kernel == "cpu_decode" else 40
   with on(kernel) if kernel in EMULATED else nullcontext():

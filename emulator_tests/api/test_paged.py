@@ -93,6 +93,7 @@ LENGTHS: dict[str, tuple[list[int], int]] = {
 }
 
 
+@pytest.mark.kinds(name=("whole pages", "odd pages", "pages of one key", "a sequence without keys", "one key"))
 @pytest.mark.each("M", evenly=True)
 @pytest.mark.parametrize("M", [1, 3, 40])
 @pytest.mark.parametrize("name", LENGTHS)

@@ -54,6 +54,7 @@ COMMANDS = [line for block in blocks("sh").values() for line in block.splitlines
 RUN = list(dict.fromkeys(line for line in COMMANDS if not line.startswith(tuple(NOT_RUN))))
 
 
+@pytest.mark.kinds(place=[x for x in PYTHON if x.startswith("README.md")])
 @pytest.mark.parametrize("place", PYTHON)
 def test_python(place: str, tmp_path: Path) -> None:
   block = PYTHON[place]
@@ -64,7 +65,7 @@ def test_python(place: str, tmp_path: Path) -> None:
     assert shapes in done.stdout.splitlines()
 
 
-@pytest.mark.kinds(command=RUN[:1])
+@pytest.mark.slow
 @pytest.mark.skipif(Path(sys.prefix) != ROOT / ".venv", reason="scripts would set up .venv: run this by scripts/test")
 @pytest.mark.parametrize("command", RUN)
 def test_shell(command: str) -> None:

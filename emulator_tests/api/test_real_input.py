@@ -16,6 +16,7 @@ from tinygrad.nn.state import safe_load
 
 from uopattn import attention
 
+pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parents[2] / "scripts" / "capture_qkv.py"
 PASSAGE = (
   "The water cycle describes how water moves on, above and below the surface of the Earth. The sun heats the oceans, "
@@ -106,7 +107,7 @@ def test_tokenizer_splits_as_the_model_was_trained(model):
   ("prompt", "word"),
   [
     ("The capital of France is", " Paris"),
-    pytest.param("Water boils at a temperature of 100 degrees", " Celsius", marks=pytest.mark.slow),
+    ("Water boils at a temperature of 100 degrees", " Celsius"),
   ],
 )
 def test_next_word(model, prompt, word):
@@ -132,8 +133,7 @@ def test_kernel_in_place_of_sdpa(model, tokens, expected):
 @pytest.mark.parametrize(
   "wrong",
   [
-    *(pytest.param(x, marks=pytest.mark.slow) for x in (without_causal, with_shuffled_key_heads, without_last_key)),
-    with_scale_off,
+    *(without_causal, with_shuffled_key_heads, without_last_key, with_scale_off),
   ],
 )
 def test_wrong_attention_is_told_apart(model, tokens, expected, wrong):
@@ -170,8 +170,8 @@ def capture_qkv(*arguments, stdin: str = "") -> subprocess.CompletedProcess[str]
 @pytest.mark.parametrize(
   ("text", "stdin", "layer", "dtype"),
   [
-    pytest.param("The sky is blue", "", 0, "float32", marks=pytest.mark.slow),
-    pytest.param("The year 1969", "", 2, "bfloat16", marks=pytest.mark.slow),
+    ("The sky is blue", "", 0, "float32"),
+    ("The year 1969", "", 2, "bfloat16"),
     ("-", "naïve ☃", 1, "float16"),
   ],
 )
@@ -200,9 +200,7 @@ def test_capture_qkv(model, tmp_path, text, stdin, layer, dtype):
     ("", "qkv.safetensors", 0, "the text is empty"),
     ("Hello", "missing/qkv.safetensors", 0, "missing/qkv.safetensors: there is no such folder"),
     ("Hello", ".", 0, "is not a regular file"),
-    pytest.param(
-      *("Hello", "qkv.safetensors", 30, "layer 30 does not exist: the model has layers 0 to 29"), marks=pytest.mark.slow
-    ),
+    ("Hello", "qkv.safetensors", 30, "layer 30 does not exist: the model has layers 0 to 29"),
   ],
 )
 def test_capture_qkv_refuses(tmp_path, text, output, layer, reason):

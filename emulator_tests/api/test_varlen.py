@@ -83,6 +83,7 @@ def check_varlen(
         assert report.correct, f"worst at {report.worst}: {report}"
 
 
+@pytest.mark.kinds(name=("three", "no queries in some", "no keys in some", "few queries", "long and short"))
 @pytest.mark.each("is_causal", evenly=True)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("name", LENGTHS)

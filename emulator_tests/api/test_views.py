@@ -100,6 +100,7 @@ def test_a_view_is_read_in_place(name: str, target: str) -> None:
   check_in_place(name, target)
 
 
+@pytest.mark.kinds(name=[x for x in VIEWS if x not in ALIKE])
 @pytest.mark.parametrize("name", VIEWS)
 def test_a_view_is_read_in_place_on_the_cpu(name: str) -> None:
   check_in_place(name, "CPU")

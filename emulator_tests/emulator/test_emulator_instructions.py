@@ -108,9 +108,9 @@ def test_a_wave_reads_what_its_lanes_stored():
   """No barrier: four waves of 32 lanes, each in words of its own."""
 
   def body(o, x):
-    t, s = threads(128), lds(0, 128)
-    fence = ins.wave_fence("hip", s[t].store(x[t].load()))
-    return kernel("fence", [o[t].store(s[(t ^ 5) + fence].load())], t)
+    t, s = threads(128), lds(0, 512)
+    fence = ins.wave_fence("hip", ins.store_chunk("hip", s[t * 4], *[x[t].load()] * 4))
+    return kernel("fence", [o[t].store(s.after(fence)[(t ^ 5) * 4 + 3].load())], t)
 
   with emulator.profile() as profile:
     np.testing.assert_array_equal(launch(body, X, X), X[LANES ^ 5])

@@ -59,7 +59,7 @@ def results(model: Model, kernels: bool = False, exact: bool = False) -> tuple[l
   return found, GlobalCounters.kernel_count
 
 
-QUICK = ("VAE, D=512", "gpt-oss", "GPT-2")
+QUICK = ("gpt-oss",)
 
 
 def those(generate: bool) -> list[Any]:

@@ -134,6 +134,7 @@ MULTI_HEAD: dict[str, tuple[Arrays, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.kinds(case=("cross", "sizes of values", "bias", "causal", "padding of rows", "attention bias", "past"))
 @pytest.mark.parametrize("case", MULTI_HEAD)
 def test_multi_head_attention(case: str) -> None:
   inputs, attributes = MULTI_HEAD[case]
@@ -190,6 +191,19 @@ GROUP_QUERY: dict[str, tuple[Arrays, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.kinds(
+  case=(
+    "prompt",
+    "packed",
+    "decode in a larger cache",
+    "continued prompt",
+    "softcap",
+    "window",
+    "rotary, decode",
+    "bias",
+    "sinks",
+  )
+)
 @pytest.mark.parametrize("case", GROUP_QUERY)
 def test_group_query_attention(case: str) -> None:
   inputs, attributes = GROUP_QUERY[case]

@@ -65,6 +65,20 @@ def test_short_keys_are_not_split() -> None:
       assert splits == 1 or N * 2 * 128 * dtype.itemsize // splits >= cpu_decode.PART_BYTES
 
 
+@pytest.mark.parametrize(
+  ("threads", "Hkv", "N", "few", "many"),
+  [
+    (2, 8, 4096, 1, 1),  # each thread has four heads, and combining would take longer than what it evens out
+    (2, 3, 2048, 1, 1),
+    (2, 1, 16384, 2, 16),  # one thread would have nothing to do
+    (2, 3, 65536, 2, 64),
+    (16, 8, 4096, 2, 8),
+  ],
+)
+def test_keys_are_split_where_that_is_faster(threads: int, Hkv: int, N: int, few: int, many: int) -> None:
+  assert few <= chosen(threads, 1, 4 * Hkv, Hkv, N).splits <= many
+
+
 def tiles_of_parts(length: int | UOp, value: int, N: int, block_n: int, splits: int) -> list[list[int]]:
   """The tiles that each part visits where `value` keys exist."""
   rules = Rules(1, N, kv_lengths=length)

@@ -53,7 +53,7 @@ FEATURES: dict[str, Options] = {
   "window ahead": {"window": (0, 30), "q_start": 3},
   "window behind, causal": {"window": (17, None), "is_causal": True, "q_start": -9},
   "softcap": {"softcap": 2.0},
-  "lengths": {"kv_lengths": np.array([0, 77])},
+  "lengths": {"kv_lengths": np.array([0, 95])},
   "starts": {"q_start": np.array([3, 100]), "is_causal": True},
   "no key in the last queries' window": {"window": (3, None), "q_start": 98},
   "sinks": {"sinks": np.array([0, 1, -math.inf, 2], np.float32)},
@@ -64,6 +64,8 @@ FEATURES: dict[str, Options] = {
   "score_mod": {"score_mod": lower, **AUX},
   "mask_mod": {"mask_mod": same_part, **AUX},
 }
+ALIKE = ("window behind", "window ahead", "no key in the last queries' window", "mask", "added mask of 16 bits")
+ALONE = [name for name in FEATURES if name not in ALIKE]
 TOGETHER: dict[str, Options] = {
   "of places": FEATURES["window"] | FEATURES["lengths"] | FEATURES["starts"] | FEATURES["sinks"] | {"scale": -0.3},
   "of scores": FEATURES["softcap"] | FEATURES["score_mod"] | FEATURES["added mask"] | {"is_causal": True},
@@ -71,7 +73,7 @@ TOGETHER: dict[str, Options] = {
   "lengths, causal, sinks": {
     "is_causal": True,
     "q_start": np.array([-9, 60]),
-    "kv_lengths": np.array([100, 70]),
+    "kv_lengths": np.array([100, 63]),  # the second ends one key before a tile does
     "sinks": np.array([0.5, 2.0, -3.0, 1.0], np.float32),
   },
 }
@@ -101,7 +103,7 @@ of_machines = pytest.mark.parametrize(("name", "arch"), MACHINES)
 of_kernels = pytest.mark.parametrize(("name", "arch"), ONE_EACH)
 
 
-@pytest.mark.kinds(arch=ONE_OF_EACH)
+@pytest.mark.kinds(arch=ONE_OF_EACH, feature=ALONE)
 @pytest.mark.each("name", "arch", evenly=True)  # each kernel has all of them in `test_together`
 @of_machines
 @pytest.mark.parametrize("feature", FEATURES)
@@ -150,6 +152,7 @@ def test_chosen_tiles(name: str, dtype: DType) -> None:
     check_run(SUBJECTS[name], arch, dtype, **FEATURES["window"], **FEATURES["sinks"], **FEATURES["lengths"])
 
 
+@pytest.mark.kinds(name=("amd", "hopper"))
 @of_kernels
 def test_variables(name: str, arch: str) -> None:
   """Also where no keys exist, and where no query sees any of the later ones."""
@@ -225,6 +228,7 @@ def test_some_rows_that_see_no_key_are_zero_with_sinks_too(name: str, arch: str)
   assert np.isfinite(l[1, :, :50]).all()
 
 
+@pytest.mark.each("feature", evenly=True)
 @of_kernels
 @pytest.mark.parametrize("feature", ["window", "lengths"])
 def test_tiles_that_nobody_sees_are_skipped(feature: str, name: str, arch: str) -> None:

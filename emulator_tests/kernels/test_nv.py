@@ -149,7 +149,7 @@ def has_type(dtype: DType, device: str) -> bool:
 QUICK = [(name, device) for name, (_, given) in CASES.items() for device in CARDS if has_type(given.dtype, device)]
 
 
-@pytest.mark.kinds(name=("decode in splits", "backward"))
+@pytest.mark.kinds(name=("decode in splits",))
 @has_nvcc
 @pytest.mark.each("name", "device")
 @pytest.mark.parametrize(("name", "device"), QUICK)

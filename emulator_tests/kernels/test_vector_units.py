@@ -62,7 +62,7 @@ def test_full_width_on_intel(vendor: str | None, arch: str, compiled_for: str, m
 MANY = (2, 6, 2, 77, 131, 33, 17)
 
 
-@pytest.mark.kinds(unit=("SSE4", "AVX-512 in full width"))
+@pytest.mark.kinds(unit=("SSE4",), dtype=(dtypes.float32,))
 @pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_many_queries(unit: VectorUnit, dtype: DType) -> None:
@@ -70,7 +70,7 @@ def test_many_queries(unit: VectorUnit, dtype: DType) -> None:
   check_attention(*qkv(1, 2, 2, 128, 128, 64, 64, dtype))
 
 
-@pytest.mark.kinds(unit=("SSE4", "AVX-512 in full width"))
+@pytest.mark.kinds(unit=("SSE4",), dtype=(dtypes.float32,))
 @pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_few_queries(unit: VectorUnit, dtype: DType) -> None:
@@ -80,7 +80,7 @@ def test_few_queries(unit: VectorUnit, dtype: DType) -> None:
   check_attention(*qkv(1, 8, 2, 1, 300, 64, 64, dtype))
 
 
-@pytest.mark.kinds(unit=("SSE4", "AVX-512 in full width"))
+@pytest.mark.kinds(unit=("SSE4",), dtype=(dtypes.float32,))
 @pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_split_keys(unit: VectorUnit, dtype: DType) -> None:
@@ -88,13 +88,13 @@ def test_split_keys(unit: VectorUnit, dtype: DType) -> None:
     check_attention(*qkv(2, 4, 2, 9, 150, 24, 40, dtype), is_causal=True, q_start=141)
 
 
-@pytest.mark.kinds(unit=("SSE4", "AVX-512 in full width"))
+@pytest.mark.kinds(unit=("SSE4",))
 def test_features(unit: VectorUnit) -> None:
   for M in (3, 37):
     check_attention(*qkv(2, 4, 2, M, 150, 24, 40), window=(60, 5), softcap=3.0, q_start=20)
 
 
-@pytest.mark.kinds(unit=("SSE4", "AVX-512 in full width"))
+@pytest.mark.kinds(unit=("SSE4",), dtype=(dtypes.float32,))
 @pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", [dtypes.float32, dtypes.bfloat16], ids=str)
 def test_gradients(unit: VectorUnit, dtype: DType) -> None:

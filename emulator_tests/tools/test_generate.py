@@ -48,7 +48,7 @@ def likeliest(model: SmolLM, prompt: list[int], found: list[int]) -> list[int]:
   return scores.argmax(-1).tolist()[len(prompt) - 1 : len(tokens)]
 
 
-@pytest.mark.kinds(attention=("kernel",))
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_tokens_are_those_of_the_model_without_a_cache(small: SmolLM, attention: str) -> None:
   generator = Generator(small, 100, ATTENTIONS[attention])
@@ -86,6 +86,7 @@ def test_the_prompt_is_echoed_and_the_end_explained(small: SmolLM, capsys, monke
   assert generate.why_it_ends(small, 100, [3, end], 2, context) == "the model ended the text"
 
 
+@pytest.mark.kinds(reason=("the text is empty", "--tokens is 0; it must be at least 1"))
 @pytest.mark.parametrize(
   ("arguments", "reason"),
   [

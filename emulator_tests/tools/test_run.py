@@ -122,6 +122,9 @@ def test_a_word_beats_the_environment() -> None:
 SMALL = ("N=20", "D=8", "H=1", "CNT=1")
 
 
+@pytest.mark.kinds(
+  message=("q has 4 heads", "did you mean CAUSAL=?", "DEV=CPUU cannot be used: device 'CPUU' is unknown")
+)
 @pytest.mark.parametrize(
   ("words", "device", "message"),
   [
@@ -427,6 +430,7 @@ def test_without_a_compiler_the_runner_says_how_to_get_one(tmp_path: Path) -> No
   ("arch", "lanes", "registers", "bfloat16"),
   [
     ("x86_64,znver4", 16, 32, True),
+    ("x86_64,znver5", 16, 32, True),
     ("x86_64,sapphirerapids,prefer-vector-width=512", 16, 32, False),
     ("x86_64,skylake-avx512", 8, 32, False),
     ("x86_64,haswell", 8, 16, False),
@@ -436,7 +440,7 @@ def test_without_a_compiler_the_runner_says_how_to_get_one(tmp_path: Path) -> No
   ],
 )
 def test_vector_unit_is_what_the_compiler_uses(arch: str, lanes: int, registers: int, bfloat16: bool) -> None:
-  one_prefetch = arch.startswith("x86_64") and "znver" not in arch
+  one_prefetch = arch.startswith("x86_64") and "znver4" not in arch
   assert cpu_target(arch).vector == VectorUnit(lanes, registers, bfloat16, one_prefetch)
 
 

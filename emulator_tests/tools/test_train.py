@@ -56,9 +56,10 @@ def text() -> Text:
   return Text.of_python()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "wrong",
-  [("dQ times 0.99",), pytest.param(("dK times 1.5", "dV times 1.01", "not causal"), marks=pytest.mark.slow)],
+  [("dQ times 0.99", "not causal"), ("dK times 1.5", "dV times 1.01")],
   ids=" and ".join,
 )
 def test_curves_agree_and_those_of_wrong_gradients_do_not(wrong: tuple[str, ...], text: Text) -> None:

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,10 +20,10 @@ import uopattn
 from uopattn import attention
 from uopattn.api.attention import Call
 from uopattn.dsl.target import Target, VectorUnit
-from uopattn.kernels import cpu_forward
+from uopattn.kernels import cpu_backward, cpu_forward
 from uopattn.measure.turns import Timing
 from uopattn.plan import dispatch
-from uopattn.plan.chosen import launch_on
+from uopattn.plan.chosen import backward_on, launch_on
 from uopattn.plan.launch import Launch
 from uopattn.plan.target import target_of
 from uopattn.runtime.log import log_once
@@ -33,6 +34,7 @@ from uopattn.tuning import choose, command, search, store
 from uopattn.tuning.identity import key_of, measured
 from uopattn.tuning.search import choice
 from uopattn.tuning.trial import Trial, unmeasured
+from uopattn.tuning.trial_backward import GradientTrial
 
 SHAPE = (1, 2, 1, 20, 24, 16, 16)
 WORDS = ("B=1", "H=2", "HKV=1", "M=20", "N=24", "D=16", "DTYPE=float")
@@ -46,7 +48,8 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
   monkeypatch.delenv("UOPATTN_TUNE", raising=False)
   choose.KNOWN.clear()
   log_once.cache_clear()
-  yield
+  with Context(PARALLEL=0):  # a pool of processes takes longer to start than these kernels to compile
+    yield
   choose.KNOWN.clear()
   helpers.db_connection().execute(f"DROP TABLE IF EXISTS '{store._table()}'")
   helpers._db_tables.discard(store.TABLE)
@@ -67,7 +70,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
   def alternate(runners: dict[str, Any], rounds: int, how: search.Measure) -> dict[str, Timing]:
     found.append(f"{len(runners)} x {rounds}")
-    assert how is search.CPU
+    assert how == search.CPU
     fast = str(the(1, spec_of()))
     return {name: Timing([1.0 if name == fast else 1.2] * rounds) for name in runners}
 
@@ -171,6 +174,118 @@ def test_a_search_that_fails_leaves_the_models_choice(
   assert "the search failed: MemoryError: too large" in caplog.text
 
 
+def fastest(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+  """Make a candidate the fastest of each search."""
+
+  def alternate(runners: dict[str, Any], rounds: int, how: search.Measure) -> dict[str, Timing]:
+    return {x: Timing([1.0 if i == number else 1.2] * rounds) for i, x in enumerate(runners)}
+
+  monkeypatch.setattr(search, "alternate", alternate)
+
+
+def test_gradients_are_tuned_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+  fastest(1, monkeypatch)
+  spec, (q, k, v) = spec_of(), (x.is_param_() for x in qkv(*SHAPE))
+  others = dispatch.candidates_backward(spec, target_of("CPU"))
+  assert others[0] == backward_on(spec, "CPU") == dispatch.dispatch_backward(spec, target_of("CPU"))
+  with uopattn.tune(), caplog.at_level(logging.INFO, "uopattn"):
+    attention(q, k, v, enable_gqa=True).square().sum().backward()
+    grads = [x.grad.numpy() for x in (q, k, v) if x.grad is not None]
+    assert backward_on(spec, "CPU") == others[1] != others[0]
+    assert len(store.every()) == 2
+  choose.KNOWN.clear()  # as in another process
+  with uopattn.tune(search=False):
+    assert backward_on(spec, "CPU") == others[1]
+  assert backward_on(spec, "CPU") == others[0]
+  for x in (q, k, v):
+    x.grad = None
+  attention(q, k, v, enable_gqa=True).square().sum().backward()
+  for x, found in zip((q, k, v), grads, strict=True):
+    assert x.grad is not None
+    np.testing.assert_allclose(found, x.grad.numpy(), atol=1e-5)
+
+
+def test_a_defect_in_a_gradient_is_reported_and_never_chosen(
+  monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+  fastest(1, monkeypatch)
+  spec, right = spec_of(), cpu_backward.backward
+  model, other = (x[0].tiles for x in dispatch.candidates_backward(spec, target_of("CPU"))[:2])
+  (kernel,) = cpu_backward.SCHEDULE.kernels
+
+  def backward(dq: UOp, dk: UOp, dv: UOp, q: UOp, k: UOp, v: UOp, *rest: UOp, **given: Any) -> UOp:
+    return right(dq, dk, dv, q, k, k if given["tiles"] == other else v, *rest, **given)
+
+  wrong = replace(cpu_backward.SCHEDULE, kernels=(replace(kernel, build=backward),))
+  monkeypatch.setattr(dispatch, "BACKWARD", [wrong if x.name == wrong.name else x for x in dispatch.BACKWARD])
+  with uopattn.tune():
+    assert backward_on(spec, "CPU")[0].tiles == model
+  assert "a defect" in caplog.text
+  assert "is wrong: gradient of q" in caplog.text
+
+
+def test_a_locked_database_costs_nothing_but_the_entry(
+  searches: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  connection, spec = helpers.db_connection(), spec_of()
+  with sqlite3.connect(helpers.CACHEDB, isolation_level=None) as other, uopattn.tune():
+    launch_on(spec, "CPU")  # compiles: storing what is compiled is tinygrad's
+    choose.KNOWN.clear()
+    store.clear()
+    connection.execute("PRAGMA busy_timeout = 50")
+    monkeypatch.setattr("uopattn.runtime.program_cache.diskcache_put", lambda *_: None)
+    other.execute("BEGIN IMMEDIATE")
+    try:
+      assert launch_on(spec, "CPU") == the(1, spec)
+    finally:
+      other.execute("ROLLBACK")
+      connection.execute("PRAGMA busy_timeout = 60000")
+  assert "cannot be stored: database is locked" in caplog.text
+  assert not connection.in_transaction
+  assert store.every() == []
+
+
+def test_an_interrupted_write_locks_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+  def interrupted(*_: Any) -> None:
+    helpers.db_connection().execute(f"DELETE FROM '{store._table()}'")
+    raise KeyboardInterrupt
+
+  store.write({"key": {}, "choice": {}, "seconds": {}})
+  with monkeypatch.context() as patch:
+    patch.setattr(store, "diskcache_put", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+      store.write({"key": {}, "choice": {}, "seconds": {}})
+  assert not helpers.db_connection().in_transaction
+  assert len(store.every()) == 1
+
+
+def test_who_waits_holds_no_transaction(monkeypatch: pytest.MonkeyPatch) -> None:
+  store.write({"key": {}, "choice": {}, "seconds": {}})
+  helpers.db_connection().execute(f"DELETE FROM '{store._table()}'")  # and then interrupted, before it commits
+  own, taken = store.fcntl.flock, [1]
+
+  def flock(file: Any, how: int) -> None:
+    if taken and how & store.fcntl.LOCK_NB:
+      taken.pop()
+      raise BlockingIOError
+    assert not helpers.db_connection().in_transaction
+    own(file, how)
+
+  monkeypatch.setattr(store.fcntl, "flock", flock)
+  with store.one_at_a_time():
+    assert not taken
+  assert len(store.every()) == 1
+
+
+def test_where_no_lock_can_be_made_it_measures_all_the_same(
+  searches: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+  monkeypatch.setattr("uopattn.tuning.store.lock_file", lambda: "/nowhere/lock")
+  with uopattn.tune():
+    assert launch_on(spec_of(), "CPU") == the(1, spec_of())
+  assert "there is no lock" in caplog.text
+
+
 def test_a_damaged_entry_is_measured_anew(searches: list[str], caplog: pytest.LogCaptureFixture) -> None:
   spec = spec_of()
   key = key_of(spec, "CPU", target_of("CPU"))
@@ -184,7 +299,7 @@ def test_a_damaged_entry_is_measured_anew(searches: list[str], caplog: pytest.Lo
       with helpers.db_connection() as connection:  # commits, or other processes would wait for this one
         connection.execute(f"UPDATE '{store._table()}' SET val = ?", (damage,))
     else:  # an entry that names tiles which are no candidates
-      store.write({"key": key, "choice": choice(the(1, spec)) | {"splits": 77}, "seconds": {}})
+      store.write({"key": key, "choice": choice((the(1, spec),)) | {"splits": 77}, "seconds": {}})
     assert store.every() == [] or damage is None
     assert choose.known(spec, "CPU", target_of("CPU")) is None
     assert "measured anew" in caplog.text
@@ -224,7 +339,7 @@ choose.search = lambda *given: print("searches") or own(*given)
 q = k = v = Tensor.ones(1, 2, 20, 16).contiguous().realize()
 with uopattn.tune():
   assert uopattn.attention(q, k, v).mean().item() == 1
-print(*choose.KNOWN.values())
+print(*map(search.shown, choose.KNOWN.values()))
 """
 
 
@@ -315,14 +430,14 @@ def test_export_and_load(searches: list[str], tmp_path: Path) -> None:
     launch_on(spec, "CPU")
   assert uopattn.tune.export(file) == 1
   (entry,) = json.loads(file.read_text())["entries"]
-  assert entry["choice"] == choice(the(1, spec))
+  assert entry["choice"] == choice((the(1, spec),))
   assert sorted(entry["seconds"].values()) == [1.0, 1.2, 1.2]
   assert uopattn.tune.clear() == 1
   with uopattn.tune(search=False):
     assert launch_on(spec, "CPU") == the(0, spec)
     assert uopattn.tune.load(file) == 1
     assert launch_on(spec, "CPU") == the(1, spec)
-  for text in ("[]", "{", '{"format": 2, "entries": []}', '{"format": 1, "entries": [{"key": 3}]}'):
+  for text in ("[]", "{", '{"format": 1, "entries": []}', '{"format": 2, "entries": [{"key": 3}]}'):
     file.write_text(text)
     with pytest.raises(ValueError, match="is not a file that"):
       uopattn.tune.load(file)
@@ -343,7 +458,7 @@ def test_the_command(
   assert lines[1] == "B=1 H=2 HKV=1 M=20 N=24 D=16 DV=16 float"
   assert "1200.0000 ms  cpu_forward" in lines[2]
   assert "1000.0000 ms  cpu_forward" in lines[3]
-  assert lines[4:] == ["  1.200 times as fast", "wrote 1 entries"]
+  assert lines[4:] == ["  1.200 times as fast, of 3 candidates", "wrote 1 entries"]
   assert tuned_by_command(monkeypatch, *WORDS) == 0
   assert f"known     {the(1, spec_of())}" in capsys.readouterr().out
   assert tuned_by_command(monkeypatch, "--clear", "--load", str(tmp_path / "out.json")) == 0
@@ -404,12 +519,25 @@ def test_inputs_are_made_for_a_spec(
   monkeypatch.setattr("uopattn.tuning.trial.CHECKED", scores)  # with few some of the rows are checked
   spec = measured(case())
   assert unmeasured(spec) == ""
-  launch = dispatch.dispatch(spec, target_of("CPU"))
-  trial = Trial.of(replace(launch, splits=1), "CPU")
-  out, lse = trial.runner(launch).result()
+  trial = Trial.of(spec, "CPU")
+  out, lse = trial.runner((dispatch.dispatch(spec, target_of("CPU")),)).result()
   assert trial.check([out, lse]) == []
   assert trial.check([out[..., ::-1], lse]) != []
   assert trial.check([out, lse + np.float32(0.01)]) != []
+
+
+@pytest.mark.parametrize("case", [views, step_of_a_cache, with_tensors])
+def test_gradients_are_checked(case: Callable[[], AttentionSpec], monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr("uopattn.tuning.trial.CHECKED", 4 * 500 if case is views else 1 << 23)
+  spec = measured(case())
+  trial = GradientTrial.of(spec, "CPU")
+  result = trial.runner(dispatch.dispatch_backward(spec, target_of("CPU"))).result()
+  assert len(result) == (9 if case is views else 3)  # of some rows, in three runs, or of all
+  assert trial.check(result) == []
+  for i in range(3):
+    assert trial.check([x * np.float32(1.01) if i == n else x for n, x in enumerate(result)]) != []
+  result[1][0, 0, 0, 0] = np.nan
+  assert "dk: 1 elements are NaN" in trial.check(result)
 
 
 SMALLEST = replace(spec_of((1, 1, 1, 2, 2, 2, 2)), dtype=dtypes.half)
@@ -447,10 +575,37 @@ def test_all_candidates_of_gpus_are_right_on_the_emulator(
   monkeypatch.setattr("uopattn.tuning.trial.repeats", lambda *_: 1)
   with on(arch):
     spec = replace(spec_of(shape), dtype=dtypes.half)
-    launches = dispatch.candidates(spec, target_of("EMU"))
-    trial = Trial.of(replace(launches[0], splits=1), "EMU")
-    for launch in launches:
-      assert trial.check(trial.runner(launch).result()) == [], launch
+    trial = Trial.of(spec, "EMU")
+    for launch in dispatch.candidates(spec, target_of("EMU")):
+      assert trial.check(trial.runner((launch,)).result()) == [], launch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("arch", "name"),
+  [
+    ("sm_80", "cuda_backward"),
+    ("sm_90", "hopper_backward"),
+    ("sm_90", "hopper_fused_backward"),
+    ("gfx1100", "amd_backward"),
+    ("gfx942", "amd_backward"),
+    ("amx", "amx_backward"),
+  ],
+)
+def test_all_candidates_for_gradients_are_right_on_the_emulator(
+  arch: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setattr(dispatch, "MOST", 8)
+  monkeypatch.setattr("uopattn.tuning.trial_backward.repeats", lambda *_: 1)
+  (schedule,) = (x for x in dispatch.BACKWARD if x.name == name)
+  monkeypatch.setattr(dispatch, "BACKWARD", (replace(schedule, meant_for=lambda *_: True),))
+  with on(arch):
+    spec = replace(spec_of((1, 2, 1, 70, 90, 64, 64), is_causal=True), dtype=dtypes.half)
+    trial = GradientTrial.of(spec, "EMU")
+    found = dispatch.candidates_backward(spec, target_of("EMU"))
+    assert len(found) > 1
+    for launches in found:
+      assert trial.check(trial.runner(launches).result()) == [], search.shown(launches)
 
 
 def test_warm_lowers_ahead(caplog: pytest.LogCaptureFixture) -> None:
@@ -470,11 +625,11 @@ def test_warm_in_several_processes(tmp_path: Path) -> None:
 import logging
 import uopattn
 logging.basicConfig(level=logging.INFO, format="%(message)s")
-print(uopattn.warm(["H=1 N=20 D=16", dict(H=1, N=21, D=16)]))
+print(uopattn.warm([f"H=1 N={n} D=16" for n in (20, 21, 22)] + [dict(H=1, N=23, D=16)]))
 """
   environment = os.environ | {"CACHEDB": str(tmp_path / "cache.db"), "PARALLEL": "2"}
   done = subprocess.run([sys.executable, "-c", text], env=environment, capture_output=True, text=True, timeout=200)
-  assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+  assert (done.returncode, done.stdout) == (0, "4\n"), done.stderr
   assert "lowering" not in done.stderr  # by this process: the others did
   assert "Traceback" not in done.stderr
 
@@ -506,7 +661,7 @@ def test_who_wins(model: list[float], other: list[float], wins: bool, monkeypatc
   monkeypatch.setattr(search, "alternate", lambda *_: {"model": Timing(model), "other": Timing(other)})
   launches = {"model": the(0, spec_of()), "other": the(1, spec_of())}
   seconds, _ = search.timed(dict.fromkeys(launches), "model", search.CPU)  # type: ignore[arg-type]
-  result = search.Result(tuple(search.Candidate(launches[name], seconds[name]) for name in launches))
+  result = search.Result(tuple(search.Candidate((launches[name],), seconds[name]) for name in launches))
   assert (result.best is not result.model) == wins
 
 

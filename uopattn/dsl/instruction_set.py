@@ -56,6 +56,15 @@ def _dpp(control: int) -> Callable[..., str]:
   )
 
 
+def _llvm_store_chunk(y: str, to: str, *operands: str) -> str:
+  """LLVM IR of `store_chunk`; the operand after the four words is not used."""
+  lines, vector = [], "undef"
+  for i, word in enumerate(operands[:4]):
+    lines.append(f"{y}_{i} = insertelement <4 x i32> {vector}, i32 {word}, i32 {i}")
+    vector = f"{y}_{i}"
+  return "\n  ".join([*lines, f"store <4 x i32> {vector}, <4 x i32>* {to}, align 16", f"{y} = add i32 0, 0"])
+
+
 def _asm(text: str) -> str:
   """CUDA text for inline PTX as an expression of value 0."""
   return "[&](){{ " + text + " return 0; }}()"
@@ -356,7 +365,16 @@ _LIST = [
     statement=True,
   ),
   # LDS pointer, four words to write there
-  Instruction("store_chunk", dict.fromkeys(("cuda", "sm_75"), _copy("make_uint4({1}, {2}, {3}, {4})")), statement=True),
+  Instruction(
+    "store_chunk",
+    {
+      "hip": "[&](){{ typedef unsigned words __attribute__((ext_vector_type(4)));"
+      " *(words*)({0}) = words{{{1}, {2}, {3}, {4}}}; return 0; }}()",
+      **dict.fromkeys(("cuda", "sm_75"), _copy("make_uint4({1}, {2}, {3}, {4})")),
+    },
+    _llvm_store_chunk,
+    statement=True,
+  ),
   Instruction(
     "cp_async_commit",
     {"cuda": _asm('asm volatile("cp.async.commit_group;":::"memory");'), "sm_75": "/* a group of copies ends */ 0"},

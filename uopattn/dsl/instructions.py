@@ -105,17 +105,12 @@ def high_halves(family: str, a: UOp, b: UOp) -> UOp:
 
 
 def wave_fence(family: str, *after: UOp) -> UOp:
-  """An index of 0 that is available once all lanes of the wave can read what the wave stored to LDS in `after`.
+  """Wait until all lanes of the wave can read what the wave stored to LDS in `after`. A statement.
 
-  Add it to the index of a load from LDS. With `.after` on LDS instead, tinygrad would insert a workgroup barrier.
+  Store by `store_chunk`: if tinygrad saw the stores, it would insert a workgroup barrier before a load that is `.after`
+  the fence.
   """
-  statement = _statement(family, "wave_fence", after)
-  return (
-    UOp.placeholder((1,), dtypes.int, slot=STATEMENT_SLOT, addrspace=AddrSpace.REG)
-    .after(statement)[0]
-    .load()
-    .cast(dtypes.weakint)
-  )
+  return _statement(family, "wave_fence", after)
 
 
 def exp2(family: str, x: UOp) -> UOp:

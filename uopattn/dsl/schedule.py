@@ -104,7 +104,7 @@ class Kernel:
     buffers: all buffers of a call, in order. The Tensors of the arguments follow them.
     choose: returns the tiles for a problem and a target; raises ValueError if none fit.
     candidates: returns the tiles to measure for a problem and a target, those that `choose` returns first; None: only
-      those. See `uopattn.tuning`.
+      those. Kernels of a schedule that have one function here have the same tiles. See `uopattn.tuning`.
     wants: "rules", for masks and score functions (see `uopattn.dsl.rules.rules`), "tiles", and "scale", the factor on
       q.k.
     block: maps the tiles to the rows of a block and the rows of a tile in the mainloop.
@@ -177,7 +177,7 @@ class Schedule:
 def passes(of_queries: Callable[..., UOp], of_keys: Callable[..., UOp], tiles: Any) -> tuple[Kernel, ...]:
   """The two kernels of a backward pass: blocks of `tiles.rows` queries for dQ, and of `tiles.rows` keys for dK and dV.
 
-  Each picks its tiles by `tiles.choose(problem, target, of_keys)`.
+  Each picks its tiles by `tiles.choose(problem, target, of_keys)`; those of `tiles.candidates` are measured.
   """
 
   def make(build: Callable[..., UOp], keys: bool, *outputs: str) -> Kernel:
@@ -185,6 +185,7 @@ def passes(of_queries: Callable[..., UOp], of_keys: Callable[..., UOp], tiles: A
       build,
       *outputs,
       choose=lambda *given: tiles.choose(*given, of_keys=keys),
+      candidates=lambda *given: tiles.candidates(*given, of_keys=keys),
       block=lambda x: (x.rows, x.block),
       of_keys=keys,
     )

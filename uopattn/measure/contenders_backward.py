@@ -22,12 +22,12 @@ from uopattn.measure.contenders import (
 )
 from uopattn.measure.run import Problem, wait
 from uopattn.measure.run import over_devices as forward_over_devices
+from uopattn.plan.chosen import backward_on
 from uopattn.plan.context_parallel import ContextParallel
-from uopattn.plan.dispatch import NoKernel, dispatch_backward
+from uopattn.plan.dispatch import NoKernel
 from uopattn.plan.forward import forward
 from uopattn.plan.gradient import Saved, by_kernels
 from uopattn.plan.sharded import Sharded
-from uopattn.plan.target import target_of
 from uopattn.proof.gate import numpy
 from uopattn.proof.oracle import Array
 from uopattn.runtime.threads import thread_count
@@ -51,7 +51,7 @@ def uopattn(problem: Problem) -> Runner:
   if p.divided is not None:
     return over_devices(p, p.divided)
   try:
-    launches = dispatch_backward(p.spec, target_of(Device.DEFAULT))
+    launches = backward_on(p.spec, Device.DEFAULT)
   except NoKernel as error:
     raise Usage(str(error)) from error
   out, lse = forward(p.launch, p.q, p.k, p.v)

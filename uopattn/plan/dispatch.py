@@ -1,5 +1,6 @@
 """Dispatch: which kernels compute an attention, and its gradient, on a machine."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -111,6 +112,34 @@ def _tiles_to_measure(schedule: Schedule, spec: AttentionSpec, target: Target, c
     return kernel.candidates(seen, target)[:MOST] if chosen and kernel.candidates else (kernel.choose(seen, target),)
   except ValueError:  # none fit
     return ()
+
+
+def candidates_backward(spec: AttentionSpec, target: Target) -> list[tuple[Launch, ...]]:
+  """Return launches for the gradient of this attention that may be the fastest, those of `dispatch_backward` first.
+
+  They differ in the tiles of each kernel, and in the kernels, where several schedules serve the attention.
+
+  Raises:
+    NoKernel: no kernels serve it.
+  """
+  first = dispatch_backward(spec, target)
+  found = [first, *_with_other_tiles(first, spec, target)]
+  for schedule in on_device(BACKWARD, "no kernels for gradients", target):
+    try:
+      found.append(launches_of(schedule, spec, target))
+    except NoKernel:  # not for this case
+      continue
+  return list(dict.fromkeys(found))
+
+
+def _with_other_tiles(launches: tuple[Launch, ...], spec: AttentionSpec, target: Target) -> list[tuple[Launch, ...]]:
+  """Return at most `MOST` copies of a schedule's launches with tiles to measure, those tried first that come first."""
+  seen = spec.packed(launches[0].pack_gqa)
+  functions = [x for x in dict.fromkeys(launch.kernel.candidates for launch in launches) if x is not None]
+  lists = [list(enumerate(function(seen, target))) for function in functions]
+  in_order = sorted(itertools.product(*lists), key=lambda found: sum(place for place, _ in found))[:MOST]
+  choices: list[dict[Any, Any]] = [dict(zip(functions, (tiles for _, tiles in x), strict=True)) for x in in_order]
+  return [tuple(replace(x, tiles=tiles.get(x.kernel.candidates, x.tiles)) for x in launches) for tiles in choices]
 
 
 def dispatch_backward(spec: AttentionSpec, target: Target) -> tuple[Launch, ...]:

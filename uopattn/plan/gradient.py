@@ -17,13 +17,15 @@ from typing import cast
 
 from tinygrad import Tensor, UOp, dtypes
 
-from uopattn.plan.dispatch import NoKernel, delta_launch, dispatch_backward, sums_launch
-from uopattn.plan.launch import DIFFERENTIABLE, Gradient, Launch
+from uopattn.plan.chosen import backward_on
+from uopattn.plan.dispatch import NoKernel, delta_launch, sums_launch
+from uopattn.plan.launch import DIFFERENTIABLE, Gradient, Launch, Tensors
 from uopattn.plan.reference import dropped, keys_of, reference, scores_of
 from uopattn.plan.target import target_of
 from uopattn.runtime.function import in_function
 from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import Arguments, four_axes
+from uopattn.spec.block_mask import BlockMask
 from uopattn.spec.expanded import unfolded, whole_of
 from uopattn.spec.layout import flat_base
 from uopattn.spec.shards import Devices, devices_of, grads_and_call
@@ -102,7 +104,7 @@ def backward_launches(spec: AttentionSpec, device: Devices, backend: str) -> tup
   if backend == "reference":
     return None
   try:
-    return dispatch_backward(spec, target_of(devices_of(device)[0]))
+    return backward_on(spec, devices_of(device)[0])
   except NoKernel as error:
     if backend == "kernel":
       raise ValueError(f"backend='kernel': {error}") from error
@@ -197,16 +199,30 @@ def differentiable(arguments: Arguments) -> list[tuple[str, Tensor]]:
 
 def by_kernels(launches: tuple[Launch, ...], saved: Saved, arguments: Arguments) -> list[Tensor]:
   """Compute dQ, dK and dV with kernels."""
-  found: dict[str, Tensor] = {}
   given: dict[str, Sequence[Tensor]] = {x: [getattr(saved, x)] for x in ("lse", "delta")}
   given |= {name: [saved.buffer(name, getattr(saved, name))] for name in ("q", "k", "v", "do")}
   given |= arguments.buffers()
+  return run_backward(launches, cast(Devices, saved.q.device), given, arguments.variables(), arguments.block_mask)
+
+
+def run_backward(
+  launches: tuple[Launch, ...],
+  device: Devices,
+  given: Tensors,
+  variables: tuple[UOp, ...] = (),
+  mask: BlockMask | None = None,
+) -> list[Tensor]:
+  """Run the kernels of a backward pass on their buffers; return dQ, dK and dV.
+
+  Args:
+    given: the inputs, by name, and buffers to write to; missing ones are new.
+  """
+  found: dict[str, Tensor] = {}
   for launch in launches:
-    if arguments.block_mask is not None and launch.spec.block_heads is not None:
-      given["tile_lists"] = launch.lists(arguments.block_mask)
-    results = launch.run(cast(Devices, saved.q.device), given, arguments.variables(), _no_further)
-    found, given = found | results, given | {name: [x] for name, x in results.items()}
-  return [found["dq"], *(summed(found[name], saved.spec) for name in ("dk", "dv"))]
+    lists = {"tile_lists": launch.lists(mask)} if mask is not None and launch.spec.block_heads is not None else {}
+    results = launch.run(device, {**given, **lists}, variables, _no_further)
+    found, given = found | results, {**given, **{name: [x] for name, x in results.items()}}
+  return [found["dq"], *(summed(found[name], launches[0].spec) for name in ("dk", "dv"))]
 
 
 def summed(x: Tensor, spec: AttentionSpec) -> Tensor:

@@ -16,6 +16,7 @@ import logging
 import pickle
 import sys
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, cast
 
@@ -32,6 +33,21 @@ from uopattn.runtime.machine import installed_version
 
 log = logging.getLogger("uopattn")
 TABLE = "uopattn_source"
+ONLY_CACHED: ContextVar[bool] = ContextVar("only_cached", default=False)
+
+
+class NotCachedError(Exception):
+  """Raised inside `only_cached` for a kernel that would have to be lowered."""
+
+
+@contextlib.contextmanager
+def only_cached() -> Iterator[None]:
+  """Lower nothing inside the `with` block: a kernel that is not in the cache raises NotCachedError."""
+  token = ONLY_CACHED.set(True)
+  try:
+    yield
+  finally:
+    ONLY_CACHED.reset(token)
 
 
 def finished(kernel: UOp, renderer: Renderer, estimates: Estimates) -> UOp:
@@ -91,6 +107,8 @@ def program(kernel: UOp, renderer: Renderer) -> tuple[ProgramInfo, str, bytes]:
   key = _sum(repr((to_program_key(kernel, renderer), _versions(type(renderer).__module__))))
   if (entry := _read(key)) is not None:
     return _info(entry["info"], renderer), entry["source"], renderer.compiler.compile_cached(entry["source"])
+  if ONLY_CACHED.get():
+    raise NotCachedError(kernel.arg.name)
   log.info("lowering %s", kernel.arg.name)
   with _no_garbage_collection():
     info, source, binary = _parts(to_program(kernel, renderer))

@@ -14,7 +14,7 @@ int many_registers;
 #if defined(__AVX512BF16__) && defined(__SSE4A__) // AMD's: Intel's have no SSE4a, and take longer by pairs
 int pairs_of_bfloat16;
 #endif
-#if defined(__x86_64__) && !defined(__SSE4A__) // Intel's
+#if defined(__x86_64__) && (!defined(__SSE4A__) || defined(__AVXVNNI__)) // Intel's, and AMD's from Zen 5 on
 int one_prefetch;
 #endif
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__)

@@ -20,9 +20,11 @@ from uopattn.spec.arguments import Arguments
 from uopattn.spec.spec import AttentionSpec, make_spec
 from uopattn.tuning import store
 from uopattn.tuning.choose import known, refusal
+from uopattn.tuning.compile import compile_all
 from uopattn.tuning.handle import tune
 from uopattn.tuning.identity import key_of
-from uopattn.tuning.search import DISTURBED, NOISY, Result, problem, search
+from uopattn.tuning.search import DISTURBED, NOISY, Result, jobs_of, problem, search
+from uopattn.tuning.search import shown as launches_text
 
 SHAPE = ("b", "h", "hkv", "n", "m", "d", "dv", "dtype", "causal")
 HELP = """\
@@ -68,47 +70,49 @@ def configs(words: Sequence[str]) -> list[Config]:
   return found + ([config_of(keys)] if keys or not found else [])
 
 
-def line(spec: AttentionSpec, result: Result) -> str:
+def row(result: Result) -> str:
   """Return a row of the table: the model's choice, the measured one, and by how much that is faster."""
-  model, best = result.model, result.best
-  if model.seconds is None or best.seconds is None:
-    return f"{problem(spec)}\n  the model's choice {model.launch} {model.defect}"
-  times = f"{model.seconds * 1e3:10.4f} ms  {model.launch}"
-  gain = f"{model.seconds / best.seconds:.3f} times as fast"
+  model, best, count = result.model, result.best, len(result.tried)
+  if best.seconds is None:
+    return f"  none of {count} candidates is right"
+  if model.seconds is None:
+    return f"  model     {'':13}  {model}\n  measured  {best.seconds * 1e3:10.4f} ms  {best}"
+  times = f"  model     {model.seconds * 1e3:10.4f} ms  {model}"
   if best is model:
-    return f"{problem(spec)}\n  model     {times}\n  measured  the same, of {len(result.tried)} candidates"
-  return f"{problem(spec)}\n  model     {times}\n  measured  {best.seconds * 1e3:10.4f} ms  {best.launch}\n  {gain}"
+    return f"{times}\n  measured  the same, of {count} candidates"
+  gain = f"{model.seconds / best.seconds:.3f} times as fast, of {count} candidates"
+  return f"{times}\n  measured  {best.seconds * 1e3:10.4f} ms  {best}\n  {gain}"
 
 
-def run(words: Sequence[str], again: bool) -> int:
+def run(words: Sequence[str], again: bool, backward: bool) -> int:
   """Tune for all attentions and print a table; return the exit status."""
   target = default_target()
   if against := refusal(Device.DEFAULT):
     raise Usage(against)
-  specs = [spec_of(config) for config in configs(words)]
-  print(f"device   {shown(target, Device.DEFAULT)}")
-  status = 0
-  for spec in tqdm(specs, desc="tuning", disable=None if len(specs) > 1 else True):
-    status = max(status, tuned(spec, target, again))
-  return status
-
-
-def tuned(spec: AttentionSpec, target: Target, again: bool) -> int:
-  """Tune for one attention and print its row; return the exit status."""
-  device = Device.DEFAULT
+  passes = [(spec_of(config), x) for config in configs(words) for x in ((False, True) if backward else (False,))]
+  print(f"device   {shown(target, device := Device.DEFAULT)}", flush=True)
   try:
-    if not again and (found := known(spec, device, target)) is not None:
-      print(f"{problem(spec)}\n  known     {found}", flush=True)
-      return 0
-    with store.one_at_a_time():
-      result = search(spec, device, target)
+    wanted = [x for x in passes if again or known(x[0], device, target, x[1]) is None]
+    compile_all([job for spec, x in wanted for job in jobs_of(spec, device, target, x)])
+    rows = tqdm(passes, desc="tuning", disable=None if len(passes) > 1 else True)
+    return max(tuned(spec, target, again, x) for spec, x in rows)
   except NoKernel as error:
     raise Usage(str(error)) from error
+
+
+def tuned(spec: AttentionSpec, target: Target, again: bool, backward: bool) -> int:
+  """Tune for one attention, or its gradient, and print its row; return the exit status."""
+  device = Device.DEFAULT
+  with store.one_at_a_time():
+    if not again and (found := known(spec, device, target, backward)) is not None:
+      print(f"{problem(spec, backward)}\n  known     {launches_text(found)}", flush=True)
+      return 0
+    result = search(spec, device, target, backward)
   if result.best.seconds is not None:
-    store.write(result.entry(key_of(spec, device, target)))
-  print(line(spec, result) + (f"\n  {DISTURBED}" if result.spread > NOISY else ""), flush=True)
+    store.write(result.entry(key_of(spec, device, target, backward)))
+  print(problem(spec, backward), row(result), *([f"  {DISTURBED}"] * (result.spread > NOISY)), sep="\n", flush=True)
   for x in result.defects:
-    print(f"  DEFECT    {x.launch} {x.defect}", flush=True)
+    print(f"  DEFECT    {x} {x.defect}", flush=True)
   return 1 if result.defects else 0
 
 
@@ -121,6 +125,7 @@ def main() -> int:
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
   parser.add_argument("words", nargs="*", metavar="KEY=VALUE|FILE", help="an attention, or a file of attentions")
+  parser.add_argument("--backward", action="store_true", help="tune for the gradients too")
   parser.add_argument("--again", action="store_true", help="measure also what is known")
   parser.add_argument("--export", metavar="FILE", help="write all that is known to a file, at the end")
   parser.add_argument("--load", metavar="FILE", help="add a file's entries to what is known, at the beginning")
@@ -138,7 +143,7 @@ def main() -> int:
       except OSError as error:
         raise Usage(f"--load {given.load}: {error.strerror}") from error
     only_files = not given.words and (given.clear or given.load or given.export)
-    status = 0 if only_files else run(given.words, given.again)
+    status = 0 if only_files else run(given.words, given.again, given.backward)
     if given.export:
       print(f"wrote {tune.export(given.export)} entries")
     return status

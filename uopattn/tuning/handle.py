@@ -8,17 +8,17 @@ from uopattn.integrate.handle import Handle
 from uopattn.tuning import store
 from uopattn.tuning.switch import SWITCH, Options
 
-FORMAT = 1  # of the exported file
+FORMAT = 2  # of the exported file
 
 
 class Tune:
   """Choose kernels, tiles and splits by measuring, instead of by the model that each kernel comes with.
 
   While tuning is on, the first `attention` of each shape measures some candidates, checks each by the gate on random
-  inputs, and remembers the fastest in tinygrad's database on disk: other processes search nothing. It takes seconds for
-  each shape, most of them for compiling. Other tiles may give other bits, within the gate's bounds. Gradients and
-  `flash` use the model's tiles, as do attentions whose time depends on what Tensors hold: with `score_mod`, `mask_mod`,
-  `block_mask`, pages, 8-bit caches, dropout or packed sequences.
+  inputs, and remembers the fastest in tinygrad's database on disk: other processes search nothing. So does the first
+  `backward` for the gradients. It takes some 10 to 60 seconds for each. Other tiles may give other bits, within the
+  gate's bounds. `flash` uses the model's tiles, as do attentions whose time depends on what Tensors hold: with
+  `score_mod`, `mask_mod`, `block_mask`, pages, 8-bit caches, dropout or packed sequences.
 
   Inside a `TinyJit`'s capture or a `tinygrad.function`, and on the emulator, nothing is measured; what is known is used
   there, with one log line. A candidate with a wrong result is never chosen, and logged as an error.
@@ -72,7 +72,7 @@ class Tune:
     return len(entries)
 
   def load(self, file: str | Path) -> int:
-    """Add the entries of an exported file to what is known, in the place of others; return their number.
+    """Add the entries of an exported file to what is known, in the place of others; return the number stored.
 
     An entry is used only by the device's model and the versions that it was measured with, and only if it names one of
     the candidates: tune once for a fleet of the same machines.
@@ -95,10 +95,9 @@ class Tune:
     valid = isinstance(content, dict) and content.get("format") == FORMAT and isinstance(content.get("entries"), list)
     if not valid or not all(map(store.is_entry, content["entries"])):
       raise ValueError(f"{file} is not a file that uopattn.tune.export wrote")
-    for entry in content["entries"]:
-      store.write(entry)
+    stored = sum(map(store.write, content["entries"]))
     _forget()
-    return len(content["entries"])
+    return stored
 
 
 def _forget() -> None:

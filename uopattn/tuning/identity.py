@@ -22,9 +22,10 @@ from uopattn.spec.spec import AttentionSpec
 ALIGNMENT = 64  # elements; where a view begins matters only within them
 
 
-def key_of(spec: AttentionSpec, device: str, target: Target) -> dict[str, Any]:
-  """Return the key under which the winner for an attention on a device is stored, as JSON can hold it."""
-  return {"spec": repr(measured(spec)), "device": product(device, target), "versions": versions(device)}
+def key_of(spec: AttentionSpec, device: str, target: Target, backward: bool = False) -> dict[str, Any]:
+  """Return the key under which the winner for an attention, or its gradient, is stored, as JSON can hold it."""
+  key = {"spec": repr(measured(spec)), "device": product(device, target), "versions": versions(device)}
+  return {"pass": "backward" if backward else "forward", **key}
 
 
 def measured(spec: AttentionSpec) -> AttentionSpec:

@@ -2,6 +2,7 @@
 
 import logging
 import random
+import sqlite3
 import statistics
 import time
 from dataclasses import asdict, dataclass, replace
@@ -13,18 +14,23 @@ from uopattn.dsl.target import Target
 from uopattn.measure.command_line import reason
 from uopattn.measure.contenders import Runner
 from uopattn.measure.turns import SPIN, Timing, Turns
-from uopattn.plan.dispatch import candidates
+from uopattn.plan.dispatch import candidates, candidates_backward
 from uopattn.plan.launch import Launch
 from uopattn.spec.spec import AttentionSpec
+from uopattn.tuning.compile import Job
 from uopattn.tuning.identity import measured
 from uopattn.tuning.store import Entry
 from uopattn.tuning.trial import Trial
+from uopattn.tuning.trial_backward import GradientTrial
 
 log = logging.getLogger("uopattn")
 CLOSE = 1.3  # times of the fastest's time: slower ones are left out after the first turns
 NOISY = 0.3  # spread of the times of one kernel from which on other work may have decided
 DISTURBED = "other work disturbs, tune again on a quiet machine"
 MARGIN = 0.02  # by which the model's choice must be beaten: less than that is noise
+
+
+Launches = tuple[Launch, ...]  # of a forward pass one, of a backward pass those of all its kernels
 
 
 class Measure(NamedTuple):
@@ -34,7 +40,8 @@ class Measure(NamedTuple):
     first: turns of all candidates.
     rounds: turns, at least and at most, of those that are left then.
     warm, turn: least seconds of untimed and of timed calls per turn.
-    settles: whether turns begin with as many untimed calls as times need to settle, see `uopattn.measure.turns`.
+    settles: whether the turns of those that are left begin with as many untimed calls as times need to settle, see
+      `uopattn.measure.turns`. Before, all take as they come: a clock that has not settled is a few percent off.
   """
 
   first: int
@@ -59,9 +66,12 @@ class Candidate:
     defect: what is wrong with it; "" if nothing.
   """
 
-  launch: Launch
+  launches: Launches
   seconds: float | None
   defect: str = ""
+
+  def __str__(self) -> str:
+    return shown(self.launches)
 
 
 @dataclass(frozen=True)
@@ -97,46 +107,67 @@ class Result:
     """Return what is stored of it."""
     return {
       "key": key,
-      "choice": choice(self.best.launch),
-      "model": choice(self.model.launch),
-      "seconds": {str(x.launch): x.seconds for x in self.tried},
+      "choice": choice(self.best.launches),
+      "model": choice(self.model.launches),
+      "seconds": {str(x): x.seconds for x in self.tried},
       "spread": self.spread,
     }
 
 
-def choice(launch: Launch) -> dict[str, Any]:
+def shown(launches: Launches) -> str:
+  """Return launches for display."""
+  first = launches[0]
+  tiles = dict.fromkeys(str(x.tiles) for x in launches)
+  return " ".join([first.schedule.name, *tiles]) + f" in {first.splits} parts" * (first.splits > 1)
+
+
+def choice(launches: Launches) -> dict[str, Any]:
   """Return what distinguishes a candidate from the others, for JSON."""
-  return {"kernel": launch.schedule.name, "tiles": asdict(launch.tiles), "splits": launch.splits}
+  first = launches[0]
+  return {"kernel": first.schedule.name, "tiles": [asdict(x.tiles) for x in launches], "splits": first.splits}
 
 
-def launch_of(entry: Entry, spec: AttentionSpec, target: Target) -> Launch | None:
-  """Return the launch that an entry chose; None if it is not among the candidates."""
-  return next((x for x in candidates(spec, target) if choice(x) == entry["choice"]), None)
+def candidates_of(spec: AttentionSpec, target: Target, backward: bool) -> list[Launches]:
+  """Return the candidates for an attention, or its gradient, the model's choice first. Raises NoKernel."""
+  return candidates_backward(spec, target) if backward else [(x,) for x in candidates(spec, target)]
 
 
-def search(spec: AttentionSpec, device: str, target: Target) -> Result:
-  """Check and time all candidates for an attention."""
+def launches_of(chosen: Entry, spec: AttentionSpec, target: Target, backward: bool = False) -> Launches | None:
+  """Return the launches of a `choice`; None if they are not among the candidates."""
+  return next((x for x in candidates_of(spec, target, backward) if choice(x) == chosen), None)
+
+
+def jobs_of(spec: AttentionSpec, device: str, target: Target, backward: bool) -> list[Job]:
+  """Return what is compiled for a search. Raises NoKernel."""
+  return [(measured(spec), device, choice(x), backward) for x in candidates_of(measured(spec), target, backward)]
+
+
+def search(spec: AttentionSpec, device: str, target: Target, backward: bool = False) -> Result:
+  """Check and time all candidates for an attention, or for its gradient. They should be compiled before."""
   how = CPU if device.split(":")[0] == "CPU" else GPU
-  launches = candidates(measured(spec), target)
-  trial = Trial.of(replace(launches[0], splits=1), device)
+  found = candidates_of(measured(spec), target, backward)
+  trial = GradientTrial.of(measured(spec), device) if backward else Trial.of(measured(spec), device)
   tried: dict[str, Candidate] = {}
   runners: dict[str, Runner] = {}
-  for launch in tqdm(launches, desc=f"candidates for M={spec.M} N={spec.N} D={spec.Dk}", disable=None):
-    name = str(launch)
+  for launches in tqdm(found, desc=f"checking {problem(spec, backward)}", disable=None):
+    name = shown(launches)
     try:
-      runner = trial.runner(launch)
+      runner = trial.runner(launches)
       wrong = trial.check(runner.result())
+    except sqlite3.Error:  # the cache on disk is locked, which says nothing of the candidate
+      raise
     except Exception as error:  # a compiler, or a driver, may raise anything
-      tried[name] = Candidate(launch, None, f"fails: {reason(error)}")
+      tried[name] = Candidate(launches, None, f"fails: {reason(error)}")
       continue
-    tried[name] = Candidate(launch, None, f"is wrong: {'; '.join(map(str, wrong))}" if wrong else "")
+    tried[name] = Candidate(launches, None, f"is wrong: {'; '.join(wrong)}" if wrong else "")
     if not wrong:
       runners[name] = runner
+  what = problem(spec, backward)
   for x in (x for x in tried.values() if x.defect):
-    log.error("uopattn.tune: a defect, please report it: %s for %s on %s %s", x.launch, problem(spec), device, x.defect)
-  times, spread = timed(runners, str(launches[0]), how)
+    log.error("uopattn.tune: a defect, please report it: %s for %s on %s %s", x, what, device, x.defect)
+  times, spread = timed(runners, shown(found[0]), how)
   if spread > NOISY:
-    log.warning("uopattn.tune: %s: turns of one kernel differ by %.0f%%: %s", problem(spec), 100 * spread, DISTURBED)
+    log.warning("uopattn.tune: %s: turns of one kernel differ by %.0f%%: %s", what, 100 * spread, DISTURBED)
   return Result(tuple(replace(x, seconds=times.get(name)) for name, x in tried.items()), spread)
 
 
@@ -146,7 +177,7 @@ def timed(runners: dict[str, Runner], model: str, how: Measure) -> tuple[dict[st
   Other work on the machine disturbs a round's runners alike, so a time is that of the model's choice multiplied by a
   ratio: the median of those in each round, or that of the fastest turns if this says less for the candidate.
   """
-  first = alternate(runners, how.first, how)
+  first = alternate(runners, how.first, how._replace(settles=False))
   limit = CLOSE * min((min(x.seconds) for x in first.values()), default=0.0)
   close = {name: runners[name] for name, x in first.items() if min(x.seconds) <= limit or name == model}
   least, most = how.rounds
@@ -176,8 +207,8 @@ def _ratio(x: Timing, base: Timing) -> float:
   return max(pairs, min(x.seconds) / min(base.seconds))
 
 
-def problem(spec: AttentionSpec) -> str:
-  """Return an attention as a line of text, in the runner's keys."""
+def problem(spec: AttentionSpec, backward: bool = False) -> str:
+  """Return an attention, or its gradient, as a line of text, in the runner's keys."""
   s = spec
   sizes = f"B={s.B} H={s.Hq} HKV={s.Hkv} M={s.M} N={s.N} D={s.Dk} DV={s.Dv} {str(s.dtype).removeprefix('dtypes.')}"
-  return sizes + " causal" * s.is_causal
+  return sizes + " causal" * s.is_causal + " backward" * backward

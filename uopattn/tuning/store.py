@@ -16,7 +16,7 @@ from tinygrad.helpers import CACHELEVEL, diskcache_get, diskcache_put
 log = logging.getLogger("uopattn")
 TABLE = "uopattn_tuned"
 Entry = dict[str, Any]
-"""A winner: "key", what it was measured for; "choice", its kernel, tiles and splits; "seconds" of all candidates."""
+"""A winner: "key", what it was measured for; "choice", its kernels, tiles and splits; "seconds" of all candidates."""
 
 
 def read(key: Entry) -> Entry | None:
@@ -25,6 +25,9 @@ def read(key: Entry) -> Entry | None:
     stored = diskcache_get(TABLE, _sum(_text(key)))
   except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, ImportError, IndexError):
     stored = ""
+  except sqlite3.Error as error:
+    log.warning("uopattn.tune: what is known cannot be read: %s", error)
+    return None
   if stored is None:
     return None
   if (entry := _checked(stored)) is None:
@@ -32,10 +35,19 @@ def read(key: Entry) -> Entry | None:
   return entry
 
 
-def write(entry: Entry) -> None:
-  """Store an entry, in the place of an older one with its key."""
+def write(entry: Entry) -> bool:
+  """Store an entry, in the place of an older one with its key; return whether that was possible.
+
+  tinygrad waits 60 seconds for a database that another process has locked.
+  """
   text = _text(entry)
-  diskcache_put(TABLE, _sum(_text(entry["key"])), _sum(text) + text)
+  try:
+    with helpers.db_connection():  # rolls back what is interrupted: an open transaction locks out other processes
+      diskcache_put(TABLE, _sum(_text(entry["key"])), _sum(text) + text)
+  except sqlite3.Error as error:
+    log.warning("uopattn.tune: a winner is known to this process alone, for it cannot be stored: %s", error)
+    return False
+  return True
 
 
 def every() -> list[Entry]:
@@ -44,8 +56,10 @@ def every() -> list[Entry]:
     return []
   try:
     rows = helpers.db_connection().cursor().execute(f"SELECT val FROM '{_table()}' ORDER BY key").fetchall()
-  except sqlite3.OperationalError:  # no such table
-    return []
+  except sqlite3.OperationalError as error:
+    if "no such table" in str(error):
+      return []
+    raise
   found = []
   for (value,) in rows:
     with contextlib.suppress(Exception):  # a damaged pickle may raise anything
@@ -58,8 +72,10 @@ def clear() -> int:
   try:
     with helpers.db_connection() as connection:  # commits, or rolls back: an open transaction locks out other processes
       return connection.execute(f"DELETE FROM '{_table()}'").rowcount
-  except sqlite3.OperationalError:  # no such table
-    return 0
+  except sqlite3.OperationalError as error:
+    if "no such table" in str(error):
+      return 0
+    raise
 
 
 def is_entry(x: object) -> bool:
@@ -70,13 +86,26 @@ def is_entry(x: object) -> bool:
 @contextlib.contextmanager
 def one_at_a_time() -> Iterator[None]:
   """Wait until no other process measures, because it would disturb; the system ends a dead process's turn."""
-  with open(f"{helpers.CACHEDB}.tune", "w") as file:
+  with contextlib.ExitStack() as stack:
+    try:
+      file = stack.enter_context(open(lock_file(), "w"))
+    except OSError as error:
+      log.warning("uopattn.tune: another process may measure too, for there is no lock: %s", error)
+      yield
+      return
     try:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
       log.info("uopattn.tune: waiting for another process that measures")
+      # tinygrad commits each write at once; one that was interrupted would keep that process from storing its winner.
+      helpers.db_connection().rollback()
       fcntl.flock(file, fcntl.LOCK_EX)
     yield
+
+
+def lock_file() -> str:
+  """Return the file that is locked while a process measures."""
+  return f"{helpers.CACHEDB}.tune"
 
 
 def _table() -> str:

@@ -1,6 +1,7 @@
 """Inputs for an attention of which only the spec is known, and the gate for what kernels make of them."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,15 @@ from tinygrad.uop.ops import Ops
 
 from uopattn.measure.contenders import Runner, repeats
 from uopattn.measure.run import poison, wait
+from uopattn.plan.dispatch import dispatch
 from uopattn.plan.forward import run_stages
 from uopattn.plan.gradient import with_heads_first
 from uopattn.plan.launch import Launch
+from uopattn.plan.target import target_of
 from uopattn.proof.gate import Gate, Report, numpy
 from uopattn.proof.oracle import Array
 from uopattn.spec.layout import Layout
-from uopattn.spec.spec import AttentionSpec
+from uopattn.spec.spec import AttentionSpec, Input
 
 PERIOD = 1_000_003  # random numbers; larger inputs repeat them, and as it is prime no two rows or heads are the same
 CHECKED = 1 << 23  # most scores that are checked: of some heads, or of some queries of one group of heads
@@ -59,27 +62,16 @@ class Trial:
   gates: list[tuple[Part, Gate]]
 
   @classmethod
-  def of(cls, launch: Launch, device: str) -> "Trial":
-    """Draw the inputs of an attention, given a launch for it, and compute what is to come out."""
-    s, random = launch.spec, np.random.default_rng(0)
-    assert launch.splits == 1
-    arrays: dict[str, Array] = {}
-    tensors: dict[str, Tensor] = {}
-    for x in launch.buffers():
-      if x.name in launch.kernel.outputs:
-        tensors[x.name] = Tensor.empty(*x.shape, dtype=x.dtype, device=device)
-        continue
-      arrays[x.name] = _drawn(x.name, x.shape, x.dtype, s, random)
-      tensors[x.name] = Tensor(arrays[x.name], device=device).cast(x.dtype).contiguous().realize()
-    values = _bound(s) or {}
-    bound = tuple(UOp.variable(u.expr, u.vmin, u.vmax).bind(x) for u, x in values.items() if u.vmin < u.vmax)
-    given = {name: [x] for name, x in tensors.items() if name not in launch.kernel.outputs}
-    gates = _gates(s, arrays, values, tf32=s.tf32 and launch.schedule.tf32)
-    return cls(s, device, given, bound, tensors["o"], tensors["lse"], gates)
+  def of(cls, spec: AttentionSpec, device: str) -> "Trial":
+    """Draw the inputs of an attention, and compute what is to come out."""
+    drawn = Drawn.of(spec, device)
+    o, lse = (Tensor.empty(*x.shape, dtype=x.dtype, device=device) for x in drawn.outputs)
+    gates = [(part, Gate.of_arrays(*drawn.operands(part), spec.dtype, **drawn.options(part))) for part in parts(spec)]
+    return cls(spec, device, drawn.given, drawn.variables, o, lse, gates)
 
-  def runner(self, launch: Launch) -> Runner:
+  def runner(self, launches: tuple[Launch, ...]) -> Runner:
     """Set up a candidate, replayed by TinyJit."""
-    times = repeats(self.spec, self.device)
+    (launch,), times = launches, repeats(self.spec, self.device)
 
     @TinyJit
     def run(*variables: UOp) -> None:
@@ -100,14 +92,74 @@ class Trial:
       call()
     return Runner(call, result, times, lambda: wait((self.device,)))
 
-  def check(self, result: list[Array]) -> list[Report]:
+  def check(self, result: list[Array]) -> list[str]:
     """Return what is wrong with a candidate's output and LSE."""
     out, lse = result
     reports = (x for part, gate in self.gates for x in (gate.output(out[part]), gate.lse(lse[part])))
-    return [x for x in reports if not x.correct]
+    return faults(reports, {"output": out, "lse": lse})
 
 
-def _drawn(name: str, shape: tuple[int, ...], dtype: DType, s: AttentionSpec, random: np.random.Generator) -> Array:
+def faults(reports: Iterable[Report], whole: dict[str, Array]) -> list[str]:
+  """Return what is wrong with results: what reports on parts of them say, and NaN anywhere."""
+  found = [str(x) for x in reports if not x.correct]
+  missing = {name: int(np.isnan(x).sum()) for name, x in whole.items()}
+  return found + [f"{name}: {count} elements are NaN" for name, count in missing.items() if count]
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+  """Random inputs of an attention.
+
+  Attributes:
+    arrays, given: the buffers of a forward call by name, in numpy and on the device.
+    values: of the Variables.
+    outputs: the buffers of the output and of the LSE.
+    tf32: whether kernels may multiply in tf32.
+  """
+
+  spec: AttentionSpec
+  arrays: dict[str, Array]
+  given: dict[str, list[Tensor]]
+  values: dict[UOp, int]
+  outputs: tuple[Input, Input]
+  tf32: bool
+
+  @classmethod
+  def of(cls, spec: AttentionSpec, device: str) -> "Drawn":
+    launch, random = replace(dispatch(spec, target_of(device)), splits=1), np.random.default_rng(0)
+    buffers = {x.name: x for x in launch.buffers()}
+    inputs = [x for x in buffers.values() if x.name not in launch.kernel.outputs]
+    arrays = {x.name: drawn(x.name, x.shape, x.dtype, spec, random) for x in inputs}
+    given = {x.name: [Tensor(arrays[x.name], device=device).cast(x.dtype).contiguous().realize()] for x in inputs}
+    tf32 = spec.tf32 and launch.schedule.tf32
+    return cls(spec, arrays, given, _bound(spec) or {}, (buffers["o"], buffers["lse"]), tf32)
+
+  @property
+  def variables(self) -> tuple[UOp, ...]:
+    """The bound Variables of a call."""
+    return tuple(UOp.variable(u.expr, u.vmin, u.vmax).bind(x) for u, x in self.values.items() if u.vmin < u.vmax)
+
+  def operands(self, part: Part) -> tuple[Array, Array, Array]:
+    """Return the rows of q of a part, and their k and v."""
+    s, layouts, (b, heads, _) = self.spec, dict(self.spec.layouts), part
+    shapes = {"q": (s.B, s.Hq, s.M, s.Dk), "k": (s.B, s.Hkv, s.N, s.Dk), "v": (s.B, s.Hkv, s.N, s.Dv)}
+    q, k, v = (_viewed(self.arrays[name], layouts.get(name), shapes[name]) for name in "qkv")
+    keys = key_heads(s, b, heads)
+    return q[part], k[keys], v[keys]
+
+  def options(self, part: Part) -> dict[str, Any]:
+    """Return the keyword arguments of a part's gate."""
+    s = self.spec
+    own = {"scale": s.scale, "softcap": s.softcap, "tf32": self.tf32}
+    return own | _rules(s, self.arrays, self.values, part)
+
+
+def key_heads(s: AttentionSpec, b: slice, heads: slice) -> tuple[slice, slice]:
+  """Return where the key heads of some query heads are."""
+  return b, slice(heads.start // s.group, heads.stop // s.group)
+
+
+def drawn(name: str, shape: tuple[int, ...], dtype: DType, s: AttentionSpec, random: np.random.Generator) -> Array:
   """Return values for a buffer, which are numbers of its type."""
   if name in ("q_start", "kv_lengths"):
     return np.full(shape, max(0, s.N - s.M) if name == "q_start" else s.N, np.int32)
@@ -142,30 +194,20 @@ def _value(x: int | UOp | None, values: dict[UOp, int]) -> int | None:
   return int(known.vmin)
 
 
-def _parts(s: AttentionSpec) -> list[Part]:
-  """Return an even sample of the groups of heads that share a key head; of one that is too large, some of its rows."""
-  every, group = s.B * s.Hkv, s.group
-  count = max(1, min(every, MOST_GROUPS, CHECKED // (group * s.M * s.N)))
-  rows = min(s.M, max(1, CHECKED // (group * s.N * len(RUNS))))
+def parts(s: AttentionSpec, share: float = 1.0) -> list[Part]:
+  """Return an even sample of the groups of heads that share a key head; of one that is too large, some of its rows.
+
+  Args:
+    share: of `CHECKED`, that may be checked.
+  """
+  every, group, checked = s.B * s.Hkv, s.group, int(CHECKED * share)
+  count = max(1, min(every, MOST_GROUPS, checked // (group * s.M * s.N)))
+  rows = s.M if checked >= group * s.M * s.N else max(1, checked // (group * s.N * len(RUNS)))
   runs = (
     [slice(round(x * (s.M - rows)), round(x * (s.M - rows)) + rows) for x in RUNS] if rows < s.M else [slice(0, s.M)]
   )
   groups = (divmod(x, s.Hkv) for x in np.linspace(0, every - 1, count).round().astype(int).tolist())
   return [(slice(b, b + 1), slice(h * group, (h + 1) * group), run) for b, h in groups for run in runs]
-
-
-def _gates(s: AttentionSpec, arrays: dict[str, Array], values: dict[UOp, int], tf32: bool) -> list[tuple[Part, Gate]]:
-  """Return the gates for the parts that are checked."""
-  layouts = dict(s.layouts)
-  shapes = {"q": (s.B, s.Hq, s.M, s.Dk), "k": (s.B, s.Hkv, s.N, s.Dk), "v": (s.B, s.Hkv, s.N, s.Dv)}
-  q, k, v = (_viewed(arrays[name], layouts.get(name), shapes[name]) for name in "qkv")
-  found = []
-  for part in _parts(s):
-    b, heads, _ = part
-    of_keys = b, slice(heads.start // s.group, heads.stop // s.group)
-    options = {"scale": s.scale, "softcap": s.softcap, "tf32": tf32} | _rules(s, arrays, values, part)
-    found.append((part, Gate.of_arrays(q[part], k[of_keys], v[of_keys], s.dtype, **options)))
-  return found
 
 
 def _rules(s: AttentionSpec, arrays: dict[str, Array], values: dict[UOp, int], part: Part) -> dict[str, Any]:

@@ -115,12 +115,12 @@ def word_of(dtype: DType, low: UOp, high: UOp) -> UOp:
 
 
 def as_operands(
-  f: Fragments, dtype: DType, values: list[list[UOp]], lds: LdsRows | None, places: list[UOp], lane: UOp
+  f: Fragments, dtype: DType, values: list[list[UOp]], lds: LdsRows | None, places: list[UOp], lane: UOp, *after: UOp
 ) -> list[list[Operand]]:
   """Turn D of each tile of columns, float32, into the B operand of each step of `mma_ab`.
 
-  On RDNA3 D goes through `lds` (columns, rows), where row `places[tile]` is this lane's column. One fence serves all
-  tiles.
+  On RDNA3 D goes through `lds` (columns, rows), where row `places[tile]` is this lane's column, once `after` is done.
+  One fence serves all tiles.
   """
   per_step = f.row_tiles * f.result  # elements
   tiles = [[x[i : i + per_step] for i in range(0, len(x), per_step)] for x in values]
@@ -130,7 +130,7 @@ def as_operands(
   for steps, place in zip(tiles, places, strict=True):
     for i, step in enumerate(steps):
       words = [word_of(dtype, *step[j : j + 2]) for j in range(0, per_step, 2)]
-      stores += lds.store(place, f.step // CHUNK_ELEMENTS * i + lane // MMA_SIZE, words)
+      stores.append(lds.after(*after).store_own(place, f.step // CHUNK_ELEMENTS * i + lane // MMA_SIZE, words))
   fenced = lds.fenced(*stores)
   return [[read_row(f, dtype, fenced, place, i, lane) for i in range(len(tiles[0]))] for place in places]
 
@@ -205,8 +205,10 @@ def neighbours(f: Fragments, values: list[UOp], lane: UOp) -> list[UOp]:
   if not f.interleaved:
     return values
   low, half, result = lane < MMA_SIZE, len(values) // 2, []
+  # `high` is not written with `low`: tinygrad searches all code before a `where` that contains its own condition.
+  high = (lane // MMA_SIZE).ne(0)
   for near, far in zip(values[:half], values[half:], strict=True):
-    bits = low.where(far, near).bitcast(dtypes.ushort).cast(dtypes.uint)
+    bits = high.where(near, far).bitcast(dtypes.ushort).cast(dtypes.uint)
     other = other_group(f, bits, lane, 1).cast(dtypes.ushort).bitcast(near.dtype)
     result += [low.where(near, other), low.where(other, far)]
   return result

@@ -30,12 +30,10 @@ class LdsRows:
   Attributes:
     words: the memory, in 32-bit words.
     stride: words per row, padding included.
-    first: the first chunk for loads: 0, possibly with a dependency; see `fenced`.
   """
 
   words: UOp
   stride: int
-  first: UOp | int = 0
 
   @classmethod
   def make(cls, s: Scope, rows: int, columns: int, pad: int) -> "LdsRows":
@@ -47,17 +45,21 @@ class LdsRows:
     return replace(self, words=self.words.after(*after))
 
   def fenced(self, *stores: UOp) -> "LdsRows":
-    """The rows after `stores` of the same wave, without a barrier. For `after`, tinygrad would insert one."""
-    return replace(self, first=ins.wave_fence(HIP, *stores))
+    """The rows after stores by `store_own` of the same wave."""
+    return self.after(ins.wave_fence(HIP, *stores))
 
   def load(self, row: UOp, chunk: UOp | int) -> Words:
     """Load a chunk."""
-    return [self.words[row * self.stride + (self.first + chunk) * CHUNK_WORDS + w].load() for w in range(CHUNK_WORDS)]
+    return [self.words[row * self.stride + chunk * CHUNK_WORDS + w].load() for w in range(CHUNK_WORDS)]
 
   def store(self, row: UOp, chunk: UOp, words: Words, inside: UOp = ALWAYS) -> list[UOp]:
     """Store a chunk where `inside`."""
     first = row * self.stride + chunk * CHUNK_WORDS
     return [self.words[(first + w).valid(inside)].store(word) for w, word in enumerate(words)]
+
+  def store_own(self, row: UOp, chunk: UOp, words: Words) -> UOp:
+    """Store a chunk that only this wave reads, after `fenced`: without a barrier of the workgroup."""
+    return ins.store_chunk(HIP, self.words[row * self.stride + chunk * CHUNK_WORDS], *words)
 
 
 class RegisterPipeline:

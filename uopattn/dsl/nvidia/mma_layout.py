@@ -55,12 +55,14 @@ def transposed(words: list[UOp], lane: UOp) -> list[UOp]:
   """
   for distance in (1, 2):
     upper = (lane // distance % 2).ne(0)
+    # `lower` is not written with `upper`: tinygrad searches all code before a `where` that contains its own condition.
+    lower = lane // distance % 2 < 1
     kept = list(words)
     for i in range(QUAD):
       if not i & distance:
         low, high = words[i], words[i + distance]
         other = ins.shuffle_xor("cuda", upper.where(low, high), distance)
-        kept[i], kept[i + distance] = upper.where(other, low), upper.where(high, other)
+        kept[i], kept[i + distance] = lower.where(low, other), lower.where(other, high)
     words = kept
   return words
 

@@ -1,0 +1,81 @@
+"""Compiling kernels ahead, several at once."""
+
+import contextlib
+import functools
+import itertools
+from typing import Any
+
+from tinygrad import Context
+from tinygrad.engine import worker
+from tinygrad.helpers import ALLOW_DEVICE_USAGE, CACHELEVEL, DEV, PARALLEL, tqdm
+
+from uopattn.plan.dispatch import delta_launch, dispatch, dispatch_backward, stages, sums_launch
+from uopattn.plan.launch import Launch
+from uopattn.plan.target import target_of
+from uopattn.runtime.program_cache import NotCachedError, only_cached
+from uopattn.spec.spec import AttentionSpec
+
+Job = tuple[AttentionSpec, str, dict[str, Any] | None, bool]
+"""What one process compiles: an attention, a device, a `uopattn.tuning.search.choice` or None for the model's, and
+whether the gradient's kernels are meant."""
+
+
+FEWEST = 4  # jobs: to start processes takes as long as to compile two
+
+
+def compile_all(jobs: list[Job]) -> None:
+  """Fill tinygrad's cache on disk, by its PARALLEL processes; nothing is done where that does not help."""
+  # The cache is how the processes hand over what they made; the emulator's kernels are not kept by processes.
+  if PARALLEL < 2 or CACHELEVEL < 1 or not jobs or jobs[0][1].split(":")[0] == "EMU":
+    return
+  missing = itertools.islice((i for i, job in enumerate(jobs) if not _is_cached(job)), FEWEST)
+  if len(places := list(missing)) < FEWEST:
+    return
+  jobs = jobs[places[0] :]
+  had_pool, pool = worker.worker_pool is not None, worker.get_worker_pool()
+  if pool is None:  # in a process that may have no children
+    return
+  try:
+    made = pool.imap_unordered(functools.partial(_build, str(DEV)), jobs)
+    for _ in tqdm(made, desc="compiling", total=len(jobs), disable=None):
+      pass
+  finally:
+    if not had_pool:  # a process holds memory of a GPU
+      worker.terminate_worker_pool()
+
+
+def _is_cached(job: Job) -> bool:
+  """Return whether the kernels of a job are in the cache; then this process has loaded them."""
+  try:
+    with only_cached():
+      for launch in kernels_of(job):
+        launch.build(job[1])
+  except NotCachedError:
+    return False
+  except Exception:  # it comes again where the kernel is used
+    return True
+  return True
+
+
+def _build(dev: str, job: Job) -> None:
+  """Compile the kernels of a job in a worker. An error is not reported: it comes again where the kernel is loaded."""
+  ALLOW_DEVICE_USAGE.value = 1  # for good: the devices are closed when the worker ends
+  with Context(DEV=dev), contextlib.suppress(Exception):
+    for launch in kernels_of(job):
+      launch.build(job[1])
+
+
+def kernels_of(job: Job) -> list[Launch]:
+  """Return all kernels of a forward pass, or of a backward pass. Raises NoKernel."""
+  spec, device, choice, backward = job
+  target, found = target_of(device), None
+  if choice is not None:
+    from uopattn.tuning.search import launches_of  # which measures: not needed by whoever imports uopattn
+
+    found = launches_of(choice, spec, target, backward)
+  if not backward:
+    return list(stages((found or (dispatch(spec, target),))[0]))
+  launches = [*(found or dispatch_backward(spec, target)), delta_launch(spec, target, False)]
+  outputs = (x for launch in launches for x in launch.buffers() if x.name in ("dk", "dv"))
+  parts = ((x.shape[1] // spec.Hkv, x.shape[3]) for x in outputs if x.dtype != spec.stored or x.shape[1] > spec.Hkv)
+  return launches + [sums_launch(spec, *x) for x in parts]
