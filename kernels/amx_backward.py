@@ -31,6 +31,7 @@ from uopattn.dsl.cpu.amx_operands import (
   GROUPS,
   PARTS,
   PRODUCTS,
+  STACK_LIMIT,
   accumulate,
   check_target,
   check_tiles,
