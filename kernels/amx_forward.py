@@ -22,8 +22,8 @@ product takes three or four products of parts. The second part of an infinity is
 float32 would take three parts, which is slower than `cpu_forward`.
 
 Measured 2026-11-23 on a Xeon (model 207), bfloat16, H=8 N=1024, with phases in turn: 702 GFLOP/s at D=64 and 787 at
-D=128 on two threads, 3402 and 4199 on 16. A model of this kernel in C had 982 and 1273 in the same run, on two threads;
-the kernel itself has not been measured with products among weights. See scripts/results/NOTES.md.
+D=128 on two threads, 3402 and 4199 on 16. With products among weights the kernel has not been measured; models in C
+leave open how much that gains. See scripts/results/NOTES.md.
 """
 
 from collections.abc import Callable
