@@ -405,7 +405,7 @@ SUBJECTS: dict[str, Subject] = {
       "odd everywhere": (1, 2, 2, 77, 131, 33, 17),
     },
     mistakes.AMX,
-    small=lambda arch: amx_forward.Tiles(32, 32),
+    small=lambda arch: amx_forward.Tiles(64, 32),  # two pairs of groups
     any_tiles=amx_tiles,
     head_dims=(1, 8, 33, 40),
     most_queries=70,

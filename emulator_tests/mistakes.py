@@ -412,17 +412,21 @@ def rest_of_the_head_left_out(right: Phase) -> Phase:
 
 
 def groups_not_rescaled(right: Phase) -> Phase:
-  return lambda s, p, v, state, alpha, stores, inside: right(
-    s, p, v, state, filled(s, alpha, 1.0, inside), stores, inside
-  )
+  return lambda s, state, alpha, *after: right(s, state, filled(s, alpha, 1.0, (alpha, *after)), *after)
 
 
 def groups_not_masked(right: Phase) -> Phase:
-  return lambda s, scores, state, score, inside: right(s, scores, state, lambda x, *rest: x, inside)
+  return lambda s, scores, slot, state, score, inside: right(s, scores, slot, state, lambda x, *rest: x, inside)
 
 
 def groups_masked_late(right: Phase) -> Phase:
-  return lambda s, scores, state, score, inside: right(s, scores, state, lambda x, n, *m: score(x, n - 1, *m), inside)
+  return lambda s, scores, slot, state, score, inside: right(
+    s, scores, slot, state, lambda x, n, *m: score(x, n - 1, *m), inside
+  )
+
+
+def other_pair(right: Phase) -> Phase:
+  return lambda pair, index, pairs: 0
 
 
 def second_group_is_the_first(right: Phase) -> Phase:
@@ -430,11 +434,12 @@ def second_group_is_the_first(right: Phase) -> Phase:
 
 
 def steps_left_out(right: Phase) -> Phase:
-  return lambda s, length, *rest: right(s, 1, *rest)
+  return lambda s, length, *rest, **more: right(s, 1, *rest, **more)
 
 
 AMX = {
-  "no rescale of the accumulator": Mistake(amx_forward, "multiply_pv", groups_not_rescaled),
+  "no rescale of the accumulator": Mistake(amx_forward, "rescale", groups_not_rescaled, {"scale": 3.0}),
+  "weights over those before": Mistake(amx_forward, "slot_of", other_pair),
   "no causal mask on the diagonal": Mistake(amx_forward, "row_maxima", groups_not_masked, {"is_causal": True}),
   "last tile counted twice": Mistake(amx_forward, "row_maxima", groups_not_masked),
   "mask one key late": Mistake(amx_forward, "row_maxima", groups_masked_late, {"is_causal": True}),
