@@ -1,7 +1,7 @@
 import gc
 import os
 from collections import Counter
-from collections.abc import Generator, Hashable
+from collections.abc import Generator, Hashable, Iterable
 
 import pytest
 from hypothesis import Phase, settings
@@ -67,7 +67,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     return
   for item in items:
     tests.setdefault(item.nodeid.split("[")[0], []).append(item)
-  left = {item for cases in tests.values() for item in cover(kinds(cases) if chosen == "quick" else cases)}
+  left: set[pytest.Item] = set()
+  for cases in tests.values():
+    quick = cover(kinds(cases))
+    left.update(quick if chosen == "quick" else cover(cases, quick))
   config.hook.pytest_deselected(items=[item for item in items if item not in left])
   items[:] = [item for item in items if item in left]
 
@@ -100,11 +103,12 @@ def kinds(cases: list[pytest.Item]) -> list[pytest.Item]:
   return cases if {"arch", "machine"} & named.keys() else [case for case in cases if not represented(case)]
 
 
-def cover(cases: list[pytest.Item]) -> list[pytest.Item]:
+def cover(cases: list[pytest.Item], first: Iterable[pytest.Item] = ()) -> list[pytest.Item]:
   """Cases of a test marked `each("dtype", "shape")`: every value of these parameters and every combination of the rest.
 
   Each of them stands in at least one case; which values meet in it changes from case to case. A test without the mark
   keeps all its cases. `each("shape", evenly=True)` takes the values in about equal numbers, not mostly the first one.
+  The cases of `first` are among them.
   """
   if not cases or (mark := cases[0].get_closest_marker("each")) is None:
     return cases
@@ -117,11 +121,17 @@ def cover(cases: list[pytest.Item]) -> list[pytest.Item]:
     waiting |= facts[case]
   found: list[pytest.Item] = []
   taken: Counter[Hashable] = Counter()
+
+  def take(case: pytest.Item) -> None:
+    found.append(case)
+    waiting.difference_update(facts[case])
+    taken.update(facts[case])
+
+  for case in first:
+    take(case)
   while waiting:
     evenly = (lambda case: -sum(taken[x] for x in facts[case])) if mark.kwargs.get("evenly") else (lambda case: 0)
-    found.append(max(cases, key=lambda case: (len(facts[case] & waiting), evenly(case))))
-    waiting -= facts[found[-1]]
-    taken.update(facts[found[-1]])
+    take(max(cases, key=lambda case: (len(facts[case] & waiting), evenly(case))))
   return found
 
 
