@@ -21,9 +21,10 @@ float16 is the sum of two bfloat16 numbers, its parts, by cutting off: Q, K, V a
 product takes three or four products of parts. The second part of an infinity is NaN. Denormal bfloat16 count as 0.
 float32 would take three parts, which is slower than `cpu_forward`.
 
-Measured 2026-11-23 on a Xeon (model 207), bfloat16, H=8 N=1024, with phases in turn: 702 GFLOP/s at D=64 and 787 at
-D=128 on two threads, 3402 and 4199 on 16. With products among weights the kernel has not been measured; models in C
-leave open how much that gains. See scripts/results/NOTES.md.
+Measured 2026-11-23 on a Xeon (model 207) that others use too, bfloat16, in turns with PyTorch 2.11, GFLOP/s and the
+ratio: H=8 N=1024 on two threads D=64 684 (1.7), D=128 1132 (2.0), in float16 434 (2.0) and 504 (2.2); on 16 threads D=64
+3617 (1.7), D=128 4930 (1.7), H=8 N=4096 D=64 5289 (2.5), causal at N=2048 3058 (2.0) and D=128 4553 (3.0). Before
+products stood among weights it had 585 and 1000 in the first two rows of the same run. See scripts/results/NOTES.md.
 """
 
 from collections.abc import Callable
@@ -103,7 +104,7 @@ class Tiles:
     check_target(target)
     p, parts = problem, PARTS.get(problem.dtype, 1)
     # A tile that is moved back to end at N must be masked, so prefer sizes that divide N.
-    usual = 128 if max(p.Dk, p.Dv) > 96 and parts == 1 else 64
+    usual = 128 if parts == 1 and (max(p.Dk, p.Dv) > 96 or not p.is_causal) else 64
     block_n = next((n for n in (usual, 64, 96, 128, 32) if p.N % n == 0), usual if usual < p.N else BLOCK)
     largest = 256 if p.is_causal else 512  # under a causal mask a large block sees many keys that are hidden
     block_m = round_up(even(p.M, largest), BLOCK)

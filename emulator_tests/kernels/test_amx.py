@@ -69,7 +69,7 @@ def test_tiles_state_their_laws() -> None:
     Tiles.choose(problem_of(8, 100, 100, 64, 64), with_vectors(16, 32))
   with pytest.raises(ValueError, match="head size 100000: a tile needs"):
     Tiles.choose(problem_of(8, 100, 100, 100_000, 64), with_tiles())
-  for N, block_n in ((1024, 64), (96, 96), (32, 32), (160, 32), (1000, 64), (20, 32)):
+  for N, block_n in ((1024, 128), (192, 64), (96, 96), (32, 32), (160, 32), (1000, 128), (20, 32)):
     assert Tiles.choose(problem_of(8, 1024, N, 64, 64), with_tiles()).block_n == block_n
   for dtype, block_n in ((dtypes.bfloat16, 128), (dtypes.float16, 64)):
     assert Tiles.choose(problem_of(8, 1024, 1024, 128, 128, dtype), with_tiles()).block_n == block_n
