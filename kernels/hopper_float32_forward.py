@@ -175,7 +175,7 @@ def split(q_parts: UOp, k_parts: UOp, v_parts: UOp, q: UOp | View, k: UOp | View
       at = (row * of_parts + part * of_row * CHUNK + column) // 2
       stores += [as_type(to, dtypes.uint)[(at + i).valid(inside)].store(word[part]) for i, word in enumerate(words)]
   heads, M, of_keys = sizes(q_parts)
-  return group.kernel(f"attention_split_{heads}_{M}_{sizes(k_parts)[1]}_{of_keys}_{sizes(v_parts)[2]}", stores)
+  return group.kernel(f"split_{heads}_{M}_{sizes(k_parts)[1]}_{of_keys}_{sizes(v_parts)[2]}", stores)
 
 
 def forward(
@@ -343,9 +343,16 @@ class Mainloop:
 
 
 def _kernel(build: Callable[..., UOp], outputs: str, buffers: str, unread: str, *wants: str) -> Kernel:
-  of = Tiles.choose, Tiles.candidates
-  names = tuple(outputs.split()), tuple(buffers.split())
-  return Kernel(build, *names, *of, wants=wants, unread=tuple(unread.split()), scratch=scratch)
+  return Kernel(
+    build,
+    tuple(outputs.split()),
+    tuple(buffers.split()),
+    choose=lambda *given: Tiles.choose(*given),
+    candidates=lambda *given: Tiles.candidates(*given),
+    wants=wants,
+    unread=tuple(unread.split()),
+    scratch=scratch,
+  )
 
 
 SCHEDULE = Schedule(

@@ -6,6 +6,7 @@ race, with or without barriers. Its operands in registers must be unchanged too.
 """
 
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -166,7 +167,7 @@ def _start(
     rights = [read(b, k, n, panels[1], part) for part in range(parts)]
   else:
     rights = [read(b, n, k, panels[1], part).swapaxes(1, 2) for part in range(parts)]
-  product = sum(_product(lefts[i], rights[j], dtype) for i, j in PAIRS[parts])  # (warpgroups, 64, n)
+  product = reduce(np.add, [_product(lefts[i], rights[j], dtype) for i, j in PAIRS[parts]])  # (warpgroups, 64, n)
   thread = np.arange(THREADS)
   for e in range(n // 2):
     row = thread // 32 * 16 + thread % 32 // 4 + 8 * (e % 4 // 2)
@@ -179,7 +180,7 @@ def _start(
     d.memory.written[e] = False if run.mask is None else run.spread(d.memory.written[e]) & ~run.mask
   run.flights.started.append(flight)
   if run.counters is not None:
-    run.counters.matrix += steps * len(groups) * WARPS
+    run.counters.matrix += len(PAIRS[parts]) * steps * len(groups) * WARPS
 
 
 def _product(left: np.ndarray, right: np.ndarray, dtype: DType) -> np.ndarray:

@@ -76,20 +76,21 @@ class NoKernel(ValueError):
     self.reasons = reasons
 
 
-def dispatch(spec: AttentionSpec, target: Target, tiles: Any = None) -> Launch:
+def dispatch(spec: AttentionSpec, target: Target, tiles: Any = None, alone: bool = False) -> Launch:
   """Return the launch of the kernel for this attention.
 
   Args:
     tiles: block sizes, whose class selects the kernel; None leaves both choices to dispatch.
+    alone: whether it must need no other kernel.
 
   Raises:
     NoKernel: no kernel serves it. The reasons are those of the schedule that is meant for the case.
   """
-  schedules = on_device(FORWARD, "no kernel", target)
+  schedules = [x for x in on_device(FORWARD, "no kernel", target) if not alone or len(x.kernels) == 1]
   if tiles is not None:
     schedules = [x for x in schedules if x.tiles is type(tiles)]
     if not schedules:
-      raise NoKernel(f"tiles is {tiles!r}, which no kernel for {target.device} takes")
+      raise NoKernel(f"tiles is {tiles!r}, which no kernel for {target.device} takes{' by itself' if alone else ''}")
   schedules.sort(key=lambda x: not x.meant_for(spec, target))
   return _first(schedules, spec, target, tiles)[-1]
 

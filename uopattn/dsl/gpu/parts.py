@@ -51,5 +51,6 @@ def bfloat16_parts(family: str, a: UOp, b: UOp) -> tuple[UOp, UOp, UOp]:
 
 def _next_part(family: str, x: list[UOp], part: UOp) -> tuple[UOp, list[UOp]]:
   """The next part of two numbers, of which `part` is the one before, and what that leaves of them."""
-  left = [x[0] - (part << 16).bitcast(dtypes.float), x[1] - (part & 0xFFFF0000).bitcast(dtypes.float)]
-  return ins.pack(family, *left, dtypes.bfloat16), left
+  low, high = (part << 16).bitcast(dtypes.float), (part & 0xFFFF0000).bitcast(dtypes.float)
+  left = [x[0] - low, x[1] - high]
+  return ins.pack_word(family, left, dtypes.bfloat16), left
