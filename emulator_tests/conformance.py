@@ -370,7 +370,7 @@ SUBJECTS: dict[str, Subject] = {
       "large head of the values": (1, 1, 1, 70, 40, 64, 100),
     },
     mistakes.HOPPER32,
-    small=lambda arch: hopper_float32_forward.Tiles(1, 16),
+    small=lambda arch: hopper_float32_forward.Tiles(1, 16, 2),
     any_tiles=hopper32_tiles,
     head_dims=(1, 8, 15, 40),
     most_queries=200,
