@@ -23,6 +23,7 @@ from uopattn.kernels import (
   cpu_forward,
   cuda_forward,
   cuda_wide_forward,
+  hopper_float32_forward,
   hopper_forward,
 )
 from uopattn.runtime.prepare import compiled
@@ -249,6 +250,22 @@ HOPPER8 = nvidia(hopper_forward, hopper_forward, "online_softmax") | {
     lambda right: (
       lambda self, state, out, alphas: right(self, state, out, None if alphas is None else [x * 0 + 1 for x in alphas])
     ),
+  ),
+}
+
+
+def part_left_out(part: int) -> Mistake:
+  def wrong(right: Phase) -> Phase:
+    return lambda *given: [x if i != part else UOp.const(0, dtypes.uint) for i, x in enumerate(right(*given))]
+
+  return Mistake(hopper_float32_forward, "bfloat16_parts", wrong)
+
+
+HOPPER32 = nvidia(hopper_float32_forward, hopper_float32_forward, "online_softmax") | {
+  "the second part left out": part_left_out(1),
+  "the last part left out": part_left_out(2),
+  "keys in another order": Mistake(
+    hopper_float32_forward.Mainloop, "packed", lambda right: lambda self, p: right(self, [row[::-1] for row in p])
   ),
 }
 # What a producer brings, and the jobs of persistent workgroups. The gate must reject these.
