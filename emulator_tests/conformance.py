@@ -167,6 +167,12 @@ def amd_tiles(arch: str) -> st.SearchStrategy[amd_forward.Tiles]:
   )
 
 
+def amd8_tiles(arch: str) -> st.SearchStrategy[amd_forward.Tiles]:
+  least = amd_forward.Tiles.least(Fragments.of(arch, 8))
+  blocks = st.integers(1, 2).map(lambda n: n * least)
+  return amd_tiles(arch).flatmap(lambda x: blocks.map(lambda n: replace(x, block_n=n, bits=8)))
+
+
 def cuda_tiles(step: int = 16, turing: bool = False) -> Callable[[str], st.SearchStrategy[cuda_forward.Tiles]]:
   least = max(step, 16)
   tiles = st.builds(
@@ -278,6 +284,25 @@ SUBJECTS: dict[str, Subject] = {
     conflict_free=((64, 64), (33, 48)),
     flops=16 * 16 * 4,
     synchronised=lambda arch: (amd_forward.Tiles(arch, 4, 1, 32, 32),),
+  ),
+  "amd8": Subject(
+    amd_forward,
+    ("gfx950", "gfx1201", "gfx942"),  # gfx942 converts what it reads
+    DTYPES_8,
+    CORNERS
+    | ODD
+    | {
+      "rows of two words": (1, 1, 1, 40, 140, 72, 24),
+      "steps together": (1, 1, 1, 70, 140, 128, 48),
+      "large head": (1, 1, 1, 20, 40, 150, 190),
+    },
+    mistakes.AMD8,
+    small=lambda arch: amd_forward.Tiles(arch, 2, 1, amd_forward.Tiles.least(Fragments.of(arch, 8)), 8),
+    any_tiles=amd8_tiles,
+    head_dims=(1, 8, 15, 24, 33, 40, 80, 128),
+    conflict_free=((64, 64), (33, 48), (128, 128)),
+    synchronised=lambda arch: (amd_forward.Tiles(arch, 8, 1, 64, 8),) if arch == "gfx1201" else (),
+    mistaken=(1, 1, 1, 50, 150, 32, 16),
   ),
   "cuda": Subject(
     cuda_forward,

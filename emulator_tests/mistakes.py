@@ -11,6 +11,7 @@ import pytest
 from tinygrad import UOp, dtypes
 
 from uopattn.dsl import instructions
+from uopattn.dsl.amd import products
 from uopattn.dsl.amd.staging import RegisterPipeline
 from uopattn.dsl.cpu import amx_operands
 from uopattn.dsl.gpu import jobs
@@ -135,6 +136,14 @@ AMD |= {
 }
 
 
+def p_pairs_exchanged(right: Phase) -> Phase:
+  return lambda dtype, x: right(dtype, [x[2], x[3], x[0], x[1]])
+
+
+AMD8 = {name: mistake for name, mistake in AMD.items() if name != "halves of P exchanged"} | {
+  "pairs of P exchanged": Mistake(products, "word_of_bytes", p_pairs_exchanged),
+  "odd columns are the even ones": Mistake(instructions, "odd_bytes", instead(instructions.even_bytes)),
+}
 CDNA = {name: mistake for name, mistake in AMD.items() if name != "halves of P exchanged"}
 
 

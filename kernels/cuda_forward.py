@@ -22,7 +22,7 @@ float16 has fewer exponents. At peak rates an H200's tensor cores allow 165 TFLO
 reaches about two thirds, and its FMA units 67; an A100's 52 and 19.5. On sm_86, sm_89 and sm_120 tf32 has the peak rate
 of FMA, so three products have a third of it. At D=64 tiles have 64 keys where two workgroups fit a multiprocessor.
 
-With 8-bit inputs P is rounded to their type. A power of two scales P and l, so it cancels; see `P_SCALE_LOG2`.
+With 8-bit inputs P is rounded to their type. A power of two scales P and l, so it cancels; see `p_scale_of`.
 
 With few queries the time goes into reading the keys. The query heads that share a key head are then packed into one
 tile (GQA packing), so that each key is read once for all of them. The keys are split over as many workgroups as fill
@@ -74,7 +74,7 @@ from uopattn.dsl.nvidia.mma_layout import (
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.rules.softmax import P_SCALE_LOG2, online_softmax
+from uopattn.dsl.rules.softmax import online_softmax, p_scale_of
 from uopattn.dsl.schedule import DTYPES, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
 
@@ -275,12 +275,12 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   if tiles.step * q.dtype.itemsize != STEP_BYTES:
     raise ValueError(f"Tiles.step={tiles.step}: must be {STEP_BYTES // q.dtype.itemsize} for {q.dtype}")
   (heads, M, Dk), (results, _, Dv), block_m = sizes(q), sizes(o), tiles.block_m
-  blocks, p_scale_log2 = ceildiv(M, block_m), P_SCALE_LOG2.get(q.dtype, 0)
+  blocks, p_scale = ceildiv(M, block_m), p_scale_of(q.dtype, rules.dropout_p)
   s = Scope()
   group = Workgroup(s, heads, blocks, tiles.warps, WARP, results // heads, rules.longest_last)
   head_rules = rules.at(group.head)
   key_range = head_rules.key_range(group.block * block_m, block_m, tiles.block_n).split(group.split, results // heads)
-  unit = WarpMma(Mma(s, q.dtype, tiles.turing, tiles.parts), group, tiles, p_scale_log2)
+  unit = WarpMma(Mma(s, q.dtype, tiles.turing, tiles.parts), group, tiles, p_scale)
 
   state = State.make(s, len(unit.rows), (tiles.m_tiles, round_up(Dv, PAIR) // MMA_N, 4), rules.scaling, group.item)
   q_tile, k_tiles, v_tiles = tiles.panels(s, Dk, Dv)

@@ -59,10 +59,10 @@ from uopattn.dsl.nvidia.mma_layout import (
 from uopattn.dsl.nvidia.swizzled import PANEL_BYTES, SwizzledTiles
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.rules.softmax import online_softmax
+from uopattn.dsl.rules.softmax import online_softmax, p_scale_of
 from uopattn.dsl.schedule import DTYPES, LEAST_KEYS, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
-from uopattn.kernels.cuda_forward import P_SCALE_LOG2, SINCE, STEPS, rescaled
+from uopattn.kernels.cuda_forward import SINCE, STEPS, rescaled
 
 CUDA, TURING = "cuda", "sm_75"
 WORDS = 4  # 32-bit words of a left operand per lane
@@ -260,7 +260,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   if tiles.step * q.dtype.itemsize != STEP_BYTES:
     raise ValueError(f"Tiles.step={tiles.step}: must be {STEP_BYTES // q.dtype.itemsize} for {q.dtype}")
   (heads, M, Dk), (results, _, Dv), block_m = sizes(q), sizes(o), tiles.block_m
-  blocks, p_scale_log2 = ceildiv(M, block_m), P_SCALE_LOG2.get(q.dtype, 0)
+  blocks, p_scale_log2 = ceildiv(M, block_m), p_scale_of(q.dtype, rules.dropout_p)
   s = Scope()
   group = Workgroup(s, heads, blocks, tiles.warps, WARP, results // heads, rules.longest_last)
   head_rules = rules.at(group.head)

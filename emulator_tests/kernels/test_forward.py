@@ -49,8 +49,8 @@ def cases(listed: list[tuple[str, str, DType]]) -> pytest.MarkDecorator:
   """The test's kernel, machine and type; with --values those of other fragments of AMD, and of 8 bits on Hopper."""
   others = [("amd", arch, dtypes.half) for arch in SUBJECTS["amd"].arches]
   more = [case for case in others if others[0] in listed and case not in listed]
-  # 8 bits on Hopper are in most as 16
-  slow = [*(x for x in listed if x[0] == "hopper8"), *more]
+  # 8 bits on Hopper and AMD are in most as 16
+  slow = [*(x for x in listed if x[0] in ("hopper8", "amd8")), *more]
   given = [*(x for x in listed if x not in slow), *(pytest.param(*x, marks=pytest.mark.slow) for x in slow)]
   names = lambda x: str(x).removeprefix("dtypes.")  # noqa: E731
   return pytest.mark.parametrize(OF_CASE, given, indirect=["subject"], ids=names)
@@ -67,6 +67,8 @@ def is_slow(name: str, shape: str) -> bool:
     return shape in ("one query", "one key")
   if name == "hopper32":
     return shape != "odd everywhere"
+  if name == "amd8":
+    return shape not in ("odd everywhere", "steps together", "rows of two words")
   return name in ("float8", "float32", "turing") and shape not in (
     "grouped",
     "odd everywhere",
