@@ -26,6 +26,7 @@ from uopattn.kernels import (
   cpu_forward,
   cuda_forward,
   cuda_wide_forward,
+  hopper_float32_forward,
   hopper_forward,
 )
 from uopattn.proof.gate import verify
@@ -220,6 +221,15 @@ def hopper8_tiles(arch: str) -> st.SearchStrategy[hopper_forward.Tiles]:
   )
 
 
+def hopper32_tiles(arch: str) -> st.SearchStrategy[hopper_float32_forward.Tiles]:
+  return st.builds(
+    lambda warpgroups, block_n, stages: hopper_float32_forward.Tiles(warpgroups, 16 * block_n, stages),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(1, 2),
+  )
+
+
 def amx_tiles(arch: str) -> st.SearchStrategy[amx_forward.Tiles]:
   blocks = st.integers(1, 3).map(lambda n: 32 * n)
   return st.builds(amx_forward.Tiles, blocks, blocks, st.just(2))
@@ -372,6 +382,25 @@ SUBJECTS: dict[str, Subject] = {
     mistaken=(1, 1, 1, 50, 150, 32, 16),
     multiprocessors=2,
   ),
+  "hopper32": Subject(
+    hopper_float32_forward,
+    ("sm_90",),
+    (dtypes.float32,),
+    {
+      "smallest": (1, 1, 1, 1, 1, 1, 1),
+      "one query": (2, 2, 2, 1, 150, 32, 32),
+      "odd everywhere": (1, 2, 2, 77, 131, 33, 17),
+      "grouped": (2, 4, 2, 50, 90, 24, 40),
+      "head of 128": (1, 1, 1, 130, 140, 128, 128),
+      "large head of the values": (1, 1, 1, 70, 40, 64, 100),
+    },
+    mistakes.HOPPER32,
+    small=lambda arch: hopper_float32_forward.Tiles(1, 16, 2),
+    any_tiles=hopper32_tiles,
+    head_dims=(1, 8, 15, 40),
+    most_queries=200,
+    synchronised=lambda arch: (hopper_float32_forward.Tiles(2, 16), hopper_float32_forward.Tiles(1, 32, 2)),
+  ),
   "float8": Subject(
     cuda_forward,
     ("sm_89", "sm_90", "sm_120"),
@@ -430,7 +459,7 @@ SUBJECTS: dict[str, Subject] = {
       "odd everywhere": (1, 2, 2, 77, 131, 33, 17),
     },
     mistakes.AMX,
-    small=lambda arch: amx_forward.Tiles(32, 32),
+    small=lambda arch: amx_forward.Tiles(64, 32),  # two pairs of groups
     any_tiles=amx_tiles,
     head_dims=(1, 8, 33, 40),
     most_queries=70,

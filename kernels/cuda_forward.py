@@ -20,7 +20,7 @@ registers just before use, two instructions per element. Three tf32 products tak
 bfloat16 parts would, which take more splitting; three of float16 parts would take half of that, but need scaling, as
 float16 has fewer exponents. At peak rates an H200's tensor cores allow 165 TFLOP/s that way, of which `mma.sync`
 reaches about two thirds, and its FMA units 67; an A100's 52 and 19.5. On sm_86, sm_89 and sm_120 tf32 has the peak rate
-of FMA, so three products have a third of it. Not yet timed.
+of FMA, so three products have a third of it. At D=64 tiles have 64 keys where two workgroups fit a multiprocessor.
 
 With 8-bit inputs P is rounded to their type. A power of two scales P and l, so it cancels; see `p_scale_of`.
 
@@ -34,6 +34,11 @@ the ratio to FlashAttention-2 in the same run, both in turns that follow kernels
     D=128, causal  317    1.04    4 warps, 48 keys
     D=64           315    1.07    4 warps, 64 keys
     D=64, causal   296    1.08
+In float32 (B=4, H=16, N=4096), and the ratio to PyTorch's memory-efficient attention, its fastest in float32:
+    D=64           64     1.83    4 warps, 64 keys
+    D=64, causal   62     1.89    4 warps, 64 keys
+    D=128          65     1.40    4 warps, 32 keys
+    D=128, causal  61     1.36    4 warps, 32 keys
 Right after cuDNN's kernel, which leaves the GPU a lower clock, D=128 has 328 and 305; see scripts/results/NOTES.md.
 Decode, one query, D=128, 32/8 heads (2026-11-22): 4277 GB/s of keys and values at B=16 N=8192, 3139 at B=1 N=8192 (11.2
 us in a CUDA graph), 4132 at B=1 N=131072. On sm_80 nvcc 13 spills with softcap: 444 bytes at D=64, 236 at D=128. On
@@ -214,7 +219,7 @@ class Tiles:
     warps, keys = min(WARPS, ceildiv(problem.M, MMA_M)), round_up(problem.N, max(step, PAIR))
 
     if step == 8 and not problem.tf32:
-      exact = ((warps, 32), (warps, 16), (min(warps, 2), 16))
+      exact = ((warps, 64),) * (problem.M > STREAMING) + ((warps, 32), (warps, 16), (min(warps, 2), 16))
       return [cls(w, 1, min(n, keys), 2, step, in_registers=False) for w, n in exact]
 
     def of(sizes: Sequence[tuple[int, int]]) -> list["Tiles"]:
