@@ -99,9 +99,7 @@ def test_products_of_8_bits_that_a_target_lacks_are_named(arch, lanes, k):
     product = UOp(Ops.WMMA, src=(a, a, zero), arg=((16, 16, k), dtypes.fp8e4m3, "AMD", lanes, None))
     return kernel("lacking", [o[t].store(product[0])], t)
 
-  with pytest.raises(
-    emulator.UnknownInstruction, match=rf"no target has the matrix instruction '{arch} \(16, 16, {k}\)"
-  ):
+  with pytest.raises(emulator.UnknownInstruction, match=rf"the matrix instruction '{arch} \(16, 16, {k}\)"):
     launch(body, np.zeros(lanes, np.float32), arch=arch)
 
 
