@@ -26,7 +26,8 @@ operands per product; each tile of K and V, which come from L2, serves 64 querie
 Measured 2026-11-23 on an H200, float16, in CUDA graphs: 294 TFLOP/s at D=512 (B=1, H=32, N=4096), causal 272. MLA
 decode, D=576/512, N=8192, beside a read of K by a plain kernel (below B=16 both mostly from L2): 16 query heads take
 43.2 us at B=16 (a read 36.4), 14.1 at B=4 (7.8) and 12.1 at B=1 (2.5); 128 query heads, 256 operations per byte and so
-bound by the products of `mma.sync`, 131 us at B=16 (278 TFLOP/s), 42 at B=4, 22 at B=1.
+bound by the products of `mma.sync`, 131 us at B=16 (278 TFLOP/s), 42 at B=4, 22 at B=1. Decode of 8 query heads on one
+key head, N=32768 D=128: 12.6 us, where `cuda_forward` takes 14.1 to 14.6.
 """
 
 from collections.abc import Callable
@@ -501,6 +502,19 @@ def splits(problem: Problem, target: Target, tiles: Tiles) -> int:
   return splits_on_gpu(problem, target, tiles, max(tiles.block_n, LEAST_KEYS * 2 * 128 // columns))
 
 
+LONG = 16384  # keys
+
+
+def meant_for(problem: Problem, target: Target) -> bool:
+  """Whether it is expected to be faster than `cuda_forward`, or the only one that serves the head sizes.
+
+  For few queries it is where each key is read once for both, and where there is one head of keys: the splits of that
+  are about as many as the multiprocessors, each of which then has one warp of `cuda_forward`, but four of this one.
+  """
+  one_head = problem.B * problem.Hkv == 1 and problem.N >= LONG
+  return max(problem.Dk, problem.Dv) > 256 or (problem.few and (problem.values_in_keys or one_head))
+
+
 SCHEDULE = Schedule(
   "cuda_wide_forward",
   devices=("CUDA",),
@@ -509,6 +523,6 @@ SCHEDULE = Schedule(
   tiles=Tiles,
   pack_gqa=group_of_few,
   split=splits,
-  meant_for=lambda problem, target: max(problem.Dk, problem.Dv) > 256 or (problem.values_in_keys and problem.few),
+  meant_for=meant_for,
   tf32=True,
 )
