@@ -72,7 +72,8 @@ def online_softmax(
 
   m_new = larger(m_old, row_reduce(larger, reduce(larger, scores)))
   alpha, shift = ins.exp2(family, (m_old - m_new) * scale_log2), m_new * scale_log2
-  shift = shift - p_scale_log2 if p_scale_log2 else shift
+  if p_scale_log2:  # tied, or else tinygrad adds the constant to each score by itself, one instruction for each
+    shift = ins.tied(family, shift - p_scale_log2, m_new)
   p = [ins.exp2(family, x * scale_log2 - shift) for x in scores]
   return p, m_new, l_old * alpha + reduce(UOp.__add__, p), alpha
 
