@@ -46,7 +46,7 @@ from uopattn.dsl.cpu.gradients import Gradients, block_of, clear, load_row_sums,
 from uopattn.dsl.cpu.register_blocks import even
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
-from uopattn.dsl.schedule import Kernel, Problem, Schedule
+from uopattn.dsl.schedule import HEAD_SCALES, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
@@ -254,5 +254,5 @@ SCHEDULE = Schedule(
     ),
   ),
   tiles=Tiles,
-  lacks=("scales", "page_table"),
+  lacks=("scales", "page_table", *HEAD_SCALES),
 )

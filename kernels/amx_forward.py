@@ -50,7 +50,7 @@ from uopattn.dsl.cpu.register_blocks import add_steps, blocks_per_call, even, wo
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import lowest, normalize_rows
-from uopattn.dsl.schedule import FEW, Kernel, Problem, Schedule
+from uopattn.dsl.schedule import FEW, HEAD_SCALES, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
@@ -347,6 +347,6 @@ SCHEDULE = Schedule(
   dtypes=tuple(PARTS),
   kernels=(Kernel.forward(forward, Tiles),),
   tiles=Tiles,
-  lacks=("dropout_p", "scales"),
+  lacks=("dropout_p", "scales", *HEAD_SCALES),
   meant_for=lambda problem, target: target.vector.tiles and problem.dtype in PARTS and problem.M > FEW,
 )

@@ -55,7 +55,7 @@ from uopattn.dsl.nvidia.swizzled import PANEL_BYTES, SwizzledTiles
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import online_softmax
-from uopattn.dsl.schedule import DTYPES, LEAST_KEYS, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
+from uopattn.dsl.schedule import DTYPES, HEAD_SCALES, LEAST_KEYS, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
 from uopattn.kernels.cuda_forward import P_SCALE_LOG2, SINCE, STEPS, rescaled
 
@@ -484,9 +484,9 @@ class SliceMma:
       self.rows[i],
       self.group.lane,
     )
-    first, scale = self.slice * self.tiles.columns(self.Dv), self.p_scale_log2
+    first, dtype = self.slice * self.tiles.columns(self.Dv), self.mma.dtype
     return store_row(
-      o, lse, head, row, i % HALVES, acc, m_i, l_i, rules.sink(row), lane, scale, self.tiles.family, first
+      o, lse, head, row, i % HALVES, acc, m_i, l_i, rules.sink(row), lane, dtype, self.tiles.family, first
     )
 
 
@@ -502,6 +502,7 @@ SCHEDULE = Schedule(
   dtypes=DTYPES,
   kernels=(Kernel.forward(forward, Tiles),),
   tiles=Tiles,
+  lacks=HEAD_SCALES,
   pack_gqa=group_of_few,
   split=splits,
   meant_for=lambda problem, target: max(problem.Dk, problem.Dv) > 256 or (problem.values_in_keys and problem.few),

@@ -280,7 +280,7 @@ MEASURED_8 = {
   (64, False): (Measured(replace(EIGHT, stages=3), 1, 582, 117),),
   (64, True): (Measured(replace(EIGHT, stages=3), 1, 536, 221),),
   (128, False): (Measured(EIGHT, 1, 803, 139), Measured(replace(EIGHT, stages=3), 1, 797, 139)),
-  (128, True): (Measured(EIGHT, 1, 768, 283), Measured(replace(EIGHT, stages=3), 1, 762, 283)),
+  (128, True): (Measured(replace(EIGHT, stages=3), 1, 768, 283), Measured(EIGHT, 1, 762, 283)),
 }
 
 
@@ -333,7 +333,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     pipe = copies = CopyPipeline(s, group, mine.block, mine.views, mine.key_range, panels)
     started = copies.start()
   rows = [mine.block * block_m + group.warp * MMA_M + row_of(group.lane, half) for half in range(HALVES)]
-  state = State.make(s, tiles.block_n, round_up(Dv, 16), q.dtype, rules.scaling, group.item, started)
+  state = State.make(s, tiles.block_n, round_up(Dv, 16), q.dtype, mine.rules.scaling, group.item, started)
   main = Mainloop(s, group, q.dtype, pipe, scores, rows, mine.rules, mine.key_range, turns)
 
   state = main.begin(state, pipe.queries(started))
@@ -343,8 +343,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   stores = []
   for half, row in enumerate(rows):
-    m, l, sink = m_i[half].load() * rules.scaling.log2, l_i[half].load(), mine.rules.sink(row)
-    stores += store_row(o, lse, mine.head, row, half, acc, m, l, sink, group.lane, P_SCALE_LOG2.get(q.dtype, 0))
+    m, l, sink = m_i[half].load() * mine.rules.scaling.log2, l_i[half].load(), mine.rules.sink(row)
+    o_scale = mine.rules.o_scale
+    stores += store_row(o, lse, mine.head, row, half, acc, m, l, sink, group.lane, q.dtype, o_scale=o_scale)
   if counts is not None:
     stores = [UOp.group(*stores, counts.add(mine.key_range.n_tiles, *stores)).end(trip)]
   return group.kernel(f"attention_{heads}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)

@@ -58,6 +58,13 @@ def test_small_weights_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
       check_attention(*sources, **options)
 
 
+@pytest.mark.parametrize("Dv", [16, pytest.param(13, marks=pytest.mark.slow)])
+def test_splits_of_the_keys(Dv: int) -> None:
+  """Their outputs are float32, in the places of columns that 8-bit products have."""
+  with on("sm_89"):
+    check_attention(*inputs(1, 2, 1, 1, 600, 32, Dv, E4M3))
+
+
 def spec(dtype, length: int = 100, D: int = 64) -> AttentionSpec:
   return AttentionSpec(1, 1, 1, length, length, D, D, dtype, D**-0.5)
 

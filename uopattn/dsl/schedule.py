@@ -17,7 +17,8 @@ DTYPES = (*DTYPES_16_32, *DTYPES_8)
 
 FEW = 16  # the most queries for which GQA heads are packed and the keys are split
 LEAST_KEYS = 256  # per split of the keys, on a GPU
-LIGHT = frozenset({"window", "sinks", "q_start"})  # features that need no more registers in the mainloop
+HEAD_SCALES = ("q_scale", "k_scale", "v_scale")
+LIGHT = frozenset({"window", "sinks", "q_start", *HEAD_SCALES})  # features that need no more registers in the mainloop
 
 
 @dataclass(frozen=True)

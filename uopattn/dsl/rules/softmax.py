@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import reduce
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tinygrad import UOp, dtypes
 
@@ -16,6 +16,7 @@ FLOAT32_MAX = 3.4028234663852886e38
 P_SCALE_LOG2 = {dtypes.fp8e4m3: 8, dtypes.fp8e5m2: 15}
 
 Operation = Callable[[UOp, UOp], UOp]
+Factor = Any  # a float, or a float32 UOp if heads have scales
 
 
 class Scaling(NamedTuple):
@@ -27,8 +28,8 @@ class Scaling(NamedTuple):
       with the subtraction of the row max into one multiply-add.
   """
 
-  pre: float
-  log2: float
+  pre: Factor
+  log2: Factor
 
   @classmethod
   def of(cls, scale: float) -> "Scaling":
@@ -37,15 +38,17 @@ class Scaling(NamedTuple):
     return cls(1.0, factor) if scale > 0 else cls(factor, 1.0)
 
 
-def lowest(scaling: Scaling) -> float:
+def lowest(scaling: Scaling) -> Factor:
   """m_i of a row that has seen no key: below all scores, and finite even in the exponent, as -inf - -inf is NaN."""
+  if isinstance(scaling.log2, UOp):
+    return scaling.log2.maximum(1.0).reciprocal() * (-FLOAT32_MAX / 2)  # the product with log2 may be rounded up
   return -FLOAT32_MAX / max(1.0, scaling.log2)
 
 
 def online_softmax(
   family: str,
   scores: list[UOp],
-  scale_log2: float,
+  scale_log2: Factor,
   m_old: UOp,
   l_old: UOp,
   row_reduce: Callable[[Operation, UOp], UOp],
@@ -99,7 +102,7 @@ def normalize(m_i: UOp, l_i: UOp, sink: UOp | None, exp2: Callable[[UOp], UOp]) 
 
 
 def normalize_rows(
-  s: Scope, m_i: UOp, l_i: UOp, scale_log2: float, sink: Callable[[UOp], UOp | None], within: tuple[UOp, ...]
+  s: Scope, m_i: UOp, l_i: UOp, scale_log2: Factor, sink: Callable[[UOp], UOp | None], within: tuple[UOp, ...]
 ) -> tuple[UOp, UOp]:
   """Apply `normalize` to every row of a CPU's block; return the factors and the log-sum-exps, both (rows,).
 
