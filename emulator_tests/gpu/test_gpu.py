@@ -143,7 +143,7 @@ def test_one_kernel_serves_all_lengths_of_split_keys() -> None:
 def test_eight_bits(dtype: DType, is_causal: bool, M: int) -> None:
   q, k, v = qkv(1, 4, 2, M, 1500, 64, 128, dtype)
   scales: Any = {"k_scale": np.array([0.5, 2], np.float32), "v_scale": np.array([[3, 0.25]], np.float32)}
-  given = {name: Tensor(x).realize() for name, x in scales.items()}
+  given: Any = {name: Tensor(x).realize() for name, x in scales.items()}
   out, lse = attention(q, k, v, is_causal=is_causal, enable_gqa=True, return_lse=True, backend="kernel", **given)
   Tensor.realize(out, lse)
   cut = ARCH == "sm_90" and M > 16

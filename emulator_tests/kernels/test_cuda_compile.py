@@ -63,7 +63,10 @@ def matrix_instructions(launch: Launch, D: int) -> int:
 def check_compiled(arch: str, D: int, causal: bool, dtype: str) -> Compiled:
   c = measured(arch, dtype, HEADS, LENGTH, LENGTH, D, causal)
   assert c.launch.schedule.name == ("hopper_forward" if arch == "sm_90" and dtype != "float32" else "cuda_forward")
-  assert (c.stack, c.spills) == (0, 0)
+  tiles = c.launch.tiles
+  transposes = isinstance(tiles, hopper_forward.Tiles) and (tiles.warpgroups, tiles.step) == (3, 32)
+  assert c.spills <= 20 * transposes  # by a producer that has 32 registers
+  assert transposes or c.stack == 0
   assert c.registers <= 255
   assert c.shared >= c.launch.tiles.shared_bytes(D, D)
   assert c.resident >= 1
