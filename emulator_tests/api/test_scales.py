@@ -21,7 +21,7 @@ from uopattn.spec.arguments import Arguments
 E4M3, HALF = dtypes.fp8e4m3, dtypes.half
 Sizes = tuple[int, int, int, int, int, int, int]
 PREFILL, DECODE = (2, 4, 2, 40, 70, 32, 16), (2, 4, 2, 1, 600, 32, 16)
-HOPPER, CUDA = ("hopper_forward", "sm_90"), ("cuda_forward", "sm_89")
+HOPPER, CUDA, AMD = ("hopper_forward", "sm_90"), ("cuda_forward", "sm_89"), ("amd_forward", "gfx942")
 PER_HEAD: dict[str, Any] = {
   name: np.exp2(np.random.default_rng(seed).uniform(-3, 1, (2, 2))).astype(np.float32)
   for seed, name in enumerate(HEAD_SCALES)
@@ -59,6 +59,10 @@ def machine(kernel: str, arch: str) -> Iterator[None]:
         *((HOPPER, PREFILL, options, dtype) for options in (PER_HEAD, PER_BATCH, PER_TENSOR) for dtype in DTYPES_8),
         *((CUDA, PREFILL, options, dtype) for options in (PER_HEAD, PER_BATCH, PER_TENSOR) for dtype in DTYPES_8),
         (HOPPER, PREFILL, PER_HEAD, HALF),
+        (AMD, PREFILL, PER_HEAD | {"is_causal": True}, E4M3),
+        (AMD, PREFILL, PER_TENSOR | {"softcap": 2.0}, E4M3),
+        (AMD, DECODE, PER_HEAD, HALF),
+        (("amd_forward", "gfx1201"), PREFILL, PER_HEAD, E4M3),
         (CUDA, PREFILL, PER_HEAD | {"scale": -0.3, "window": (20, 0)}, E4M3),
         (CUDA, PREFILL, PER_HEAD | {"scale": 1.0, "score_mod": lambda s, b, h, i, j: s - 0.1 * h}, E4M3),
         (CUDA, PREFILL, PER_HEAD | {"sinks": np.arange(-2, 2, dtype=np.float32)}, E4M3),

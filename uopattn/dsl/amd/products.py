@@ -5,21 +5,24 @@ Attention needs two kinds. In both, D's columns belong to lanes, 16 per wave; se
     C + A^T D       `mma_ab`: A^T is a transposed tile in LDS; D comes from the first product by `as_operands`
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv
+from tinygrad.uop.ops import Ops
 
 from uopattn.dsl import instructions as ins
+from uopattn.dsl.amd.fnuz import from_ocp, to_ocp
 from uopattn.dsl.amd.fragments import CHUNK_WORDS, HIP, MMA_SIZE, Fragments
 from uopattn.dsl.amd.staging import LdsRows
 from uopattn.dsl.packed import ALWAYS, Words, as_type, words_of
 from uopattn.dsl.rules.head_view import HeadView
+from uopattn.dsl.rules.softmax import LARGEST
 from uopattn.dsl.scope import gated, sizes
 from uopattn.dsl.view import View, row_start
 
-Operand = list[UOp]  # the `width` elements of A, or of B, that a lane holds for a step
+Operand = list[UOp]  # the `width` elements of A, or of B, that a lane holds for a step; in 8 bits words of four
 
 
 def load_operands(
@@ -28,15 +31,31 @@ def load_operands(
   """Load a row as this lane's B operand of each step; zeros where `exists` is false."""
   load, steps = words_of(rows, exists), ceildiv(rows.size, f.step)
   words = [[load(row, f.chunk(UOp.const(i), lane) * CHUNK_WORDS + w) for w in range(f.words)] for i in range(steps)]
+  if f.fnuz:
+    words = [[from_ocp(word, dtype) for word in step] for step in words]
   return [elements(f, dtype, step) for step in words]
 
 
-def multiply(f: Fragments, a: Operand, b: Operand, c: UOp) -> UOp:
-  """C + A B over one step."""
-  for i in range(0, f.width, f.operand):
-    left, right = (UOp.stack(*x[i : i + f.operand]) for x in (a, b))
-    c = UOp.wmma(left, right, c, (MMA_SIZE, MMA_SIZE, f.k), "AMD", f.lanes)
+def multiply(f: Fragments, dtype: DType, a: Operand, b: Operand, c: UOp) -> UOp:
+  """C + A B over one step, or over the steps of `chains`.
+
+  tinygrad's renderers lack most products of 8 bits. `uopattn.runtime.amd` renders those whose operands are words.
+  """
+  per_unit = 4 if f.bits == 8 else 1  # elements
+  size = len(a) if len(a) > f.width // per_unit else f.operand // per_unit
+  dims = (MMA_SIZE, MMA_SIZE, f.k * size * per_unit // f.operand)
+  for i in range(0, len(a), size):
+    left, right = (UOp.stack(*x[i : i + size]) for x in (a, b))
+    c = UOp(Ops.WMMA, src=(left, right, c), arg=(dims, dtype, "AMD", f.lanes, None))
   return c
+
+
+def chains(f: Fragments, steps: int) -> list[range]:
+  """The steps that are multiplied at once: `Fragments.together` where so many remain, else one."""
+  whole = steps // f.together * f.together
+  return [range(i, i + f.together) for i in range(0, whole, f.together)] + [
+    range(i, i + 1) for i in range(whole, steps)
+  ]
 
 
 def elements(f: Fragments, dtype: DType, words: Words) -> Operand:
@@ -45,6 +64,8 @@ def elements(f: Fragments, dtype: DType, words: Words) -> Operand:
   tinygrad's lowering does not terminate if an operand is all of one vector that is no STACK. So the operand is made of
   half a vector, or of two.
   """
+  if f.bits == 8:
+    return words
   if f.bits == 32:
     return [word.bitcast(dtype) for word in words]
   size = len(words) // 2 if f.products == 1 else len(words)
@@ -58,10 +79,11 @@ def elements(f: Fragments, dtype: DType, words: Words) -> Operand:
   return result
 
 
-def read_row(f: Fragments, dtype: DType, lds: LdsRows, row: UOp, step: int, lane: UOp) -> Operand:
-  """Load this lane's operand for one step from a row in LDS."""
-  chunk = f.chunk(UOp.const(step), lane)
-  return elements(f, dtype, [word for i in range(f.words // CHUNK_WORDS) for word in lds.load(row, chunk + i)])
+def read_row(f: Fragments, dtype: DType, lds: LdsRows, row: UOp, steps: Sequence[int], lane: UOp) -> Operand:
+  """Load this lane's operand for some steps from a row in LDS."""
+  first = [f.chunk(UOp.const(step), lane) for step in steps]
+  words = [[word for i in range(f.words // CHUNK_WORDS) for word in lds.load(row, chunk + i)] for chunk in first]
+  return [x for step in words for x in elements(f, dtype, step)]
 
 
 def mma_abt(
@@ -83,11 +105,16 @@ def mma_abt(
   zero = UOp.const((0.0,) * f.result, dtypes.float)
   tiles = [[zero] * (rows // MMA_SIZE) for _ in operands] if begun is None else [list(tile) for tile in begun]
   for n in range(rows // MMA_SIZE):
-    for step in range(len(operands[0])):
-      frag = read_row(f, dtype, lds, n * MMA_SIZE + lane % MMA_SIZE, step, lane)
+    for steps in chains(f, len(operands[0])):
+      frag = read_row(f, dtype, lds, n * MMA_SIZE + lane % MMA_SIZE, steps, lane)
       for tile, operand in zip(tiles, operands, strict=True):
-        tile[n] = multiply(f, frag, operand[step], tile[n])
+        tile[n] = multiply(f, dtype, frag, joined(operand, steps), tile[n])
   return tiles
+
+
+def joined(operands: list[Operand], steps: Sequence[int]) -> Operand:
+  """The elements of some steps, one after another."""
+  return [x for step in steps for x in operands[step]]
 
 
 def lane_rows(f: Fragments, rows: int, lane: UOp) -> tuple[UOp, list[int]]:
@@ -114,6 +141,12 @@ def word_of(dtype: DType, low: UOp, high: UOp) -> UOp:
   return ins.high_halves(HIP, *(x.bitcast(dtypes.uint) + 0x8000 for x in (low, high)))
 
 
+def word_of_bytes(dtype: DType, elements: Sequence[UOp]) -> UOp:
+  """Round four float32 to 8 bits and pack them into a word. Values out of range become NaN, or in e5m2 infinity."""
+  low = ins.convert_pair(HIP, elements[0], elements[1], UOp.const(0, dtypes.uint), False, dtype)
+  return ins.convert_pair(HIP, elements[2], elements[3], low, True, dtype)
+
+
 def as_operands(
   f: Fragments, dtype: DType, values: list[list[UOp]], lds: LdsRows | None, places: list[UOp], lane: UOp
 ) -> list[list[Operand]]:
@@ -124,6 +157,8 @@ def as_operands(
   """
   per_step = f.row_tiles * f.result  # elements
   tiles = [[x[i : i + per_step] for i in range(0, len(x), per_step)] for x in values]
+  if f.bits == 8:
+    return [[[word_of_bytes(dtype, x[i : i + 4]) for i in range(0, per_step, 4)] for x in steps] for steps in tiles]
   if lds is None:
     return [[[rounded(dtype, x) for x in step] for step in steps] for steps in tiles]
   stores = []
@@ -132,7 +167,7 @@ def as_operands(
       words = [word_of(dtype, *step[j : j + 2]) for j in range(0, per_step, 2)]
       stores += lds.store(place, f.step // f.per_chunk * i + lane // MMA_SIZE, words)
   fenced = lds.fenced(*stores)
-  return [[read_row(f, dtype, fenced, place, i, lane) for i in range(len(tiles[0]))] for place in places]
+  return [[read_row(f, dtype, fenced, place, [i], lane) for i in range(len(tiles[0]))] for place in places]
 
 
 def mma_ab(
@@ -148,9 +183,9 @@ def mma_ab(
   stores = []
   for d in range(sizes(acc)[1]):
     out = [tiles[d] for tiles in begun]
-    for step in range(len(operands[0])):
-      frag = read_row(f, dtype, lds, d * MMA_SIZE + lane % MMA_SIZE, step, lane)
-      out = [multiply(f, frag, operand[step], c) for operand, c in zip(operands, out, strict=True)]
+    for steps in chains(f, len(operands[0])):
+      frag = read_row(f, dtype, lds, d * MMA_SIZE + lane % MMA_SIZE, steps, lane)
+      out = [multiply(f, dtype, frag, joined(x, steps), c) for x, c in zip(operands, out, strict=True)]
     stores += [acc[i, d].store(c) for i, c in enumerate(out)]
   return stores
 
@@ -177,7 +212,7 @@ def store_acc(
 ) -> list[UOp]:
   """Store finished(acc) to o[head, row], unless the row is past o's end.
 
-  acc is (tiles of 16 columns, `result` elements in this lane). o is of a 16-bit type or float32, as for a split of the
+  acc is (tiles of 16 columns, `result` elements in this lane). o is of 8 or 16 bits, or float32, as for a split of the
   keys that `combine` reads.
   """
   stores = []
@@ -188,8 +223,11 @@ def store_acc(
         store_part(o, head, row, j * MMA_SIZE + f.result_row(lane // MMA_SIZE, e), x) for e, x in enumerate(values)
       ]
       continue
-    columns = neighbours(f, [x.cast(o.dtype) for x in values], lane)
-    stores += store_columns(o, head, row, j * MMA_SIZE + lane // MMA_SIZE * f.result, columns)
+    first = j * MMA_SIZE + lane // MMA_SIZE * f.result
+    if o.dtype in LARGEST:
+      stores += store_bytes(f, o, head, row, first, values)
+    else:
+      stores += store_columns(o, head, row, first, neighbours(f, [x.cast(o.dtype) for x in values], lane))
   return stores
 
 
@@ -229,4 +267,26 @@ def store_columns(o: UOp | View, head: UOp, row: UOp, first: UOp, values: list[U
     low, high = (x.bitcast(dtypes.ushort).cast(dtypes.uint) for x in values[e : e + 2])
     at = row_start(o, head, row) // 2 + (first + e) // 2
     stores.append(as_type(o, dtypes.uint)[at.valid(inside)].store(ins.pin(HIP, low | (high << 16))))
+  return stores
+
+
+def store_bytes(f: Fragments, o: UOp | View, head: UOp, row: UOp, first: UOp, values: list[UOp]) -> list[UOp]:
+  """Round float32 `values` to 8 bits and store them as `store_columns` does.
+
+  Values out of range, infinities too, become the largest finite number.
+  """
+  _, M, Dv = sizes(o)
+  largest, stores = LARGEST[o.dtype], []
+  values = [(x > largest).where(largest, (x < -largest).where(-largest, x)) for x in values]
+  for e in range(0, len(values), 4):
+    four, start = values[e : e + 4], row_start(o, head, row) + first + e
+    word = to_ocp(word_of_bytes(o.dtype, [x * 0.5 for x in four])) if f.fnuz else word_of_bytes(o.dtype, four)
+    word = ins.pin(HIP, word)
+    if Dv % 4 == 0:
+      inside = (row < M) & (first + e < Dv) if first.vmax + e >= Dv else row < M
+      stores.append(as_type(o, dtypes.uint)[(start // 4).valid(inside)].store(word))
+      continue
+    for i in range(4):
+      inside = (row < M) & (first + e + i < Dv) if first.vmax + e + i >= Dv else row < M
+      stores.append(as_type(o, dtypes.uchar)[(start + i).valid(inside)].store((word >> 8 * i).cast(dtypes.uchar)))
   return stores

@@ -18,6 +18,8 @@ Higher-Precision Computations" (2019).
 
 from tinygrad import UOp, dtypes
 
+from uopattn.dsl import instructions as ins
+
 PAIRS = {
   1: ((0, 0),),
   2: ((1, 0), (0, 1), (0, 0)),
@@ -33,3 +35,22 @@ def tf32_parts(x: UOp) -> tuple[UOp, UOp]:
   rather than cut off, on average, the second is larger by x 2**-23. It takes two instructions, and no other register.
   """
   return x, x * (1 + 2.0**-23) - (x.bitcast(dtypes.uint) & 0xFFFFE000).bitcast(dtypes.float)
+
+
+def bfloat16_parts(family: str, a: UOp, b: UOp) -> tuple[UOp, UOp, UOp]:
+  """Split two float32 into three bfloat16 each, and return words of the two of each part, a's in the low half.
+
+  The first part is cut off, as the largest float32 would be rounded to infinity; the others are rounded. Together they
+  have all bits, but those below bfloat16's smallest number, 2**-133.
+  """
+  first = ins.high_halves(family, a.bitcast(dtypes.uint), b.bitcast(dtypes.uint))
+  second, left = _next_part(family, [a, b], first)
+  third, _ = _next_part(family, left, second)
+  return first, second, third
+
+
+def _next_part(family: str, x: list[UOp], part: UOp) -> tuple[UOp, list[UOp]]:
+  """The next part of two numbers, of which `part` is the one before, and what that leaves of them."""
+  low, high = (part << 16).bitcast(dtypes.float), (part & 0xFFFF0000).bitcast(dtypes.float)
+  left = [x[0] - low, x[1] - high]
+  return ins.pack_word(family, left, dtypes.bfloat16), left

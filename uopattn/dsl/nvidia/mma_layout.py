@@ -16,7 +16,7 @@ from tinygrad.dtype import DType
 
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.math import LN2
-from uopattn.dsl.rules.softmax import P_SCALE_LOG2, normalize
+from uopattn.dsl.rules.softmax import normalize
 from uopattn.dsl.scope import as_type, gated, sizes
 from uopattn.dsl.view import View, row_start
 
@@ -79,24 +79,19 @@ def store_row(
   l_i: UOp,
   sink: UOp | None,
   lane: UOp,
-  operand: DType,
+  p_scale_log2: int = 0,
   family: str = "cuda",
   first: UOp | int = 0,
+  operand: DType | None = None,
   o_scale: UOp | None = None,
 ) -> list[UOp]:
   """Store the output, times `o_scale`, and the LSE of a row; see `normalize`. Rows past M are not stored.
 
-  `acc` and `l_i` are scaled by 2 to the power P_SCALE_LOG2 of `operand`, the type of the products; this is undone here.
-  `acc` has the columns from `first` on; those from 0 on come with the LSE.
+  `acc` and `l_i` are scaled by 2**p_scale_log2, which is undone here. `acc` has the columns from `first` on; those from
+  0 on come with the LSE. `operand` is as in `store_scaled`.
   """
   total, exp2 = row_reduce(UOp.__add__, l_i), partial(ins.exp2, "cuda")
-  p_scale_log2 = P_SCALE_LOG2.get(operand, 0)
-  factor, log2 = normalize(m_i, total, sink, exp2)
-  if p_scale_log2:  # changing m_i loses digits of the LSE; changing l_i would cost the output a product per element
-    factor, log2 = (
-      normalize(m_i - p_scale_log2, total, sink, exp2)[0],
-      normalize(m_i, total * 2.0**-p_scale_log2, sink, exp2)[1],
-    )
+  factor, log2 = normalize(m_i, total, sink, exp2, p_scale_log2)
   factor = factor if o_scale is None else factor * o_scale
   stores = store_scaled(o, head, row, half, acc, factor, lane, family, first, operand)
   if lse is not None:

@@ -1,4 +1,4 @@
-"""What only `cuda_forward` in 8 bits has: the range of its weights, and who serves what; see also test_forward."""
+"""What only kernels in 8 bits have: the range of their weights, and who serves what; see also test_forward."""
 
 import logging
 import math
@@ -7,18 +7,23 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import check_attention, inputs, on, placed, qkv, run_tiles
+from mistakes import Mistake
 from tinygrad import Tensor, dtypes
+from tinygrad.dtype import DType, float_to_fp8
 
 from uopattn import attention
+from uopattn.dsl.amd import products, staging
 from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.schedule import DTYPES_8
 from uopattn.dsl.target import Target
-from uopattn.kernels import cuda_forward
+from uopattn.emulator import alu
+from uopattn.kernels import amd_forward, cuda_forward
 from uopattn.plan.dispatch import NoKernel, dispatch
 from uopattn.proof.gate import numpy
 from uopattn.spec.spec import AttentionSpec
 
 E4M3, E5M2 = DTYPES_8
+AMD = "gfx942", "gfx1201", "gfx950"  # one of each instruction
 
 
 @pytest.mark.parametrize("dtype", DTYPES_8, ids=str)
@@ -42,18 +47,26 @@ def one_heavy_key(N: int, weight: float) -> tuple[Tensor, Tensor, Tensor]:
   return queries, keys, values
 
 
-def test_small_weights_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+  ("arch", "kernel"),
+  [
+    ("sm_89", cuda_forward),
+    pytest.param("gfx950", amd_forward, marks=pytest.mark.slow),
+    pytest.param("gfx942", amd_forward, marks=pytest.mark.slow),
+  ],
+)
+def test_small_weights_are_not_lost(monkeypatch: pytest.MonkeyPatch, arch: str, kernel: Any) -> None:
   """Weights of 2**-13, far below e4m3's least number, of 8000 keys that the heavy key does not outweigh."""
   N, weight = 8001, 2.0**-13
   monkeypatch.setattr(
     "uopattn.dsl.schedule.FEW", 0
   )  # one part of the keys: in others these weights would be the largest
-  with on("sm_89"):
+  with on(arch):
     sources = one_heavy_key(N, weight)
     options: dict[str, Any] = {"scale": math.log(weight)}
     check_attention(*sources, **options)
     assert numpy(attention(*sources, backend="kernel", **options))[0, 0, 0, 0] == 0.5  # 0.494
-    monkeypatch.setattr(cuda_forward, "P_SCALE_LOG2", {})
+    monkeypatch.setattr(kernel, "p_scale_of", lambda *given: 0)
     with pytest.raises(AssertionError, match="worst at"):
       check_attention(*sources, **options)
 
@@ -63,6 +76,16 @@ def test_splits_of_the_keys(Dv: int) -> None:
   """Their outputs are float32, in the places of columns that 8-bit products have."""
   with on("sm_89"):
     check_attention(*inputs(1, 2, 1, 1, 600, 32, Dv, E4M3))
+
+
+@pytest.mark.parametrize("arch", ["sm_89", *(pytest.param(x, marks=pytest.mark.slow) for x in AMD)])
+def test_dropout_leaves_weights_in_range(arch: str) -> None:
+  """The only key of a query has weight 0 or 1 / (1 - 0.7), which in e4m3 leaves no room for a factor of 2**8."""
+  v = np.full((1, 1, 1, 16), 1.2, np.float32)  # 1.25
+  with on(arch):
+    q, k, _ = inputs(1, 1, 1, 40, 1, 16, 16, E4M3)
+    out = numpy(attention(q, k, placed(v, E4M3), dropout_p=0.7, backend="kernel"))
+  np.testing.assert_array_equal(np.unique(out), [0, 4])  # 4.17
 
 
 def spec(dtype, length: int = 100, D: int = 64) -> AttentionSpec:
@@ -80,11 +103,71 @@ def test_chosen_tiles_fit(arch: str, length: int) -> None:
     assert launch.tiles.shared_bytes(D, D) <= lds_limit(arch)
 
 
+@pytest.mark.parametrize("arch", AMD)
+def test_chosen_tiles_fit_on_amd(arch: str) -> None:
+  for D in (1, 64, 80, 128, 192, *((256, 512) if arch != "gfx942" else ())):
+    for length in (1, 50, 4096):
+      tiles = dispatch(spec(E4M3, length, D), Target("AMD", arch)).tiles
+      assert tiles.bits == 8
+      assert tiles.lds_bytes(D, D) <= lds_limit(arch)
+
+
+@pytest.mark.kinds(arch=("gfx942",))
+@pytest.mark.each("arch", "dtype")
+@pytest.mark.parametrize("dtype", DTYPES_8, ids=str)
+@pytest.mark.parametrize("arch", AMD)
+def test_every_number_is_read_and_written_as_it_is(arch: str, dtype: DType) -> None:
+  """Also on CDNA3, where matrix instructions take other formats: query i sees only key i, which holds number i."""
+  with on(arch):
+    right, out, lse = every_number(dtype)
+  finite, inexact = np.isfinite(right), np.isinf(right)
+  np.testing.assert_array_equal(out[finite], right[finite])
+  assert np.isnan(out[~finite & ~inexact]).all()
+  np.testing.assert_allclose(lse[finite], 2 * right[finite], rtol=1e-6)
+  assert not np.isfinite(lse[~finite]).any()
+  largest = right[finite].max()
+  assert (np.isnan(out[inexact]) if arch == "gfx942" else np.abs(out[inexact]) == largest).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES_8, ids=str)
+@pytest.mark.parametrize(("module", "phase"), [(staging, "from_ocp"), (products, "from_ocp"), (products, "to_ocp")])
+def test_a_number_that_is_not_converted_is_noticed(module: Any, phase: str, dtype: DType) -> None:
+  with on("gfx942"), Mistake(module, phase, lambda right: lambda word, *dtype: word).made():
+    right, out, lse = every_number(dtype)
+  finite = np.isfinite(right)
+  if phase == "from_ocp":
+    assert np.isnan(lse[right == 0]).any()
+  else:
+    assert not np.isnan(out[~finite]).all()
+
+
+def every_number(dtype: DType) -> tuple[Any, Any, Any]:
+  """All numbers of a type, what attention returns whose values are the numbers, and twice their part in the scores."""
+  codes, one = np.arange(256, dtype=np.uint8), float_to_fp8(1.0, dtype)
+  right = alu.decode(codes, dtype)
+  q, k, v = (np.zeros((1, 1, 256, 16), np.uint8) for _ in range(3))
+  q[..., 0], q[..., 1], k[..., 0], k[..., 1], v[..., 0] = one, codes, codes, one, codes
+  q_, k_, v_ = (placed(x).bitcast(dtype).realize() for x in (q, k, v))
+  out, lse = attention(q_, k_, v_, window=(0, 0), scale=1.0, return_lse=True, backend="kernel")
+  Tensor.realize(out, lse)
+  return right, numpy(out)[0, 0, :, 0], lse.numpy()[0, 0]
+
+
+def test_the_largest_head_of_cdna3() -> None:
+  with pytest.raises(NoKernel, match="head size 256: a tile needs 77824 bytes of LDS, the limit is 65536"):
+    dispatch(spec(E4M3, 100, 256), Target("AMD", "gfx942"))
+
+
 @pytest.mark.parametrize(
   ("target", "reason"),
   [
     (Target("CUDA", "sm_80"), "cuda_forward: sm_80 has no mma.sync of this kernel's for fp8e4m3; sm_89 and newer have"),
-    (Target("AMD", "gfx942"), "amd_forward has no code for fp8e4m3 q, k and v; give it float or half or bfloat16"),
+    (
+      Target("AMD", "gfx1100"),
+      "amd_forward: no matrix instruction known for gfx1100 and 8 bits; there are some for gfx1200, gfx1201, gfx942, "
+      "gfx950",
+    ),
     (Target("CPU", "x86_64"), "cpu_forward has no code for fp8e4m3 q, k and v; give it float or half or bfloat16"),
   ],
   ids=str,
