@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 from tinygrad import Tensor
-from tinygrad.dtype import DType, dtypes
+from tinygrad.dtype import DType, dtypes, fp8_to_float
 
+from uopattn.dsl.schedule import DTYPES_8
 from uopattn.proof.errors import of_gradients, of_lse, of_output
 from uopattn.proof.oracle import CUT, EXACT, PRECISIONS, TF32, Array, Rules, oracle, scaled
 from uopattn.proof.oracle_gradients import Gradients, gradients
@@ -313,7 +314,10 @@ def numpy(x: Tensor) -> Array:
   if x.dtype == dtypes.bfloat16 and x.uop.has_buffer_identity():
     # The upper half of a float32; tinygrad would compile a kernel for every shape.
     return (x.bitcast(dtypes.ushort).numpy().astype(np.uint32) << 16).view(np.float32)
+  if x.dtype in FLOAT8 and x.uop.has_buffer_identity():  # tinygrad's own cast makes small numbers 0 on some targets
+    return FLOAT8[x.dtype][x.bitcast(dtypes.uchar).numpy()]
   return x.numpy() if x.dtype in _NUMPY_FLOATS else x.float().numpy()
 
 
+FLOAT8: dict[DType, Array] = {d: np.array([fp8_to_float(x, d) for x in range(256)], np.float32) for d in DTYPES_8}
 _NUMPY_FLOATS: tuple[DType, ...] = tuple(d for d in PRECISIONS if d.fmt in ("e", "f", "d"))
