@@ -47,7 +47,7 @@ from uopattn.dsl.packed import words_of, words_of_all
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules, query_ranges
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
-from uopattn.dsl.schedule import DTYPES_16_32, HEAD_SCALES, Problem, Schedule, passes
+from uopattn.dsl.schedule import DTYPES_16_32, Problem, Schedule, passes
 from uopattn.dsl.target import Target
 
 GRADIENTS = ("dq", "dk_dv", "dk", "dv")
@@ -482,7 +482,7 @@ SCHEDULE = Schedule(
   dtypes=DTYPES_16_32,
   kernels=passes(backward_q, Tiles, dk_dv=backward_kv),
   tiles=Tiles,
-  lacks=("scales", "page_table", *HEAD_SCALES),
+  lacks=("scales", "page_table"),
 )
 # For head sizes where LDS does not hold both Q and dO also transposed: one kernel for dK and one for dV.
 SEPARATE = replace(

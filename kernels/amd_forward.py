@@ -13,6 +13,10 @@ conflicts. Rows of K are permuted so that a lane's keys in S^T are neighbours, a
 a query need all of P^T; they swap halves through rows of LDS that only their wave uses. While a tile is in use,
 `uopattn.dsl.amd.staging` loads the next one from global memory into registers.
 
+In 8 bits (RDNA4, CDNA) P is rounded to the inputs' type. A power of two scales P and l, so it cancels; see
+`p_scale_of`. A word is four elements, and transposing V takes two byte permutations a word. CDNA3 converts what it
+reads and writes (`uopattn.dsl.amd.fnuz`).
+
 With few queries, the query heads that share a key head are packed into one tile (GQA packing), the keys are split over
 workgroups, and `kernels/combine.py` combines the splits.
 

@@ -50,7 +50,7 @@ from uopattn.dsl.cpu.gradients import Gradients, block_of, clear, load_row_sums,
 from uopattn.dsl.cpu.register_blocks import even
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
-from uopattn.dsl.schedule import HEAD_SCALES, Kernel, Problem, Schedule
+from uopattn.dsl.schedule import Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
 
 
@@ -250,5 +250,5 @@ SCHEDULE = Schedule(
     ),
   ),
   tiles=Tiles,
-  lacks=("scales", "page_table", *HEAD_SCALES),
+  lacks=("scales", "page_table"),
 )

@@ -22,9 +22,10 @@ product takes three or four products of parts. The second part of an infinity is
 float32 would take three parts, which is slower than `cpu_forward`.
 
 Measured 2026-11-23 on a Xeon (model 207) that others use too, bfloat16, in turns with PyTorch 2.11, GFLOP/s and the
-ratio: H=8 N=1024 on two threads D=64 684 (1.7), D=128 1132 (2.0), in float16 434 (2.0) and 504 (2.2); on 16 threads D=64
-3617 (1.7), D=128 4930 (1.7), H=8 N=4096 D=64 5289 (2.5), causal at N=2048 3058 (2.0) and D=128 4553 (3.0). Before
-products stood among weights it had 585 and 1000 in the first two rows of the same run. See scripts/results/NOTES.md.
+ratio. H=8 N=1024 on two threads: D=64 684 (1.7), D=128 1132 (2.0), in float16 434 (2.0) and 504 (2.2). On 16 threads:
+N=1024 D=64 3617 (1.7) and D=128 4930 (1.7), N=4096 D=64 5289 (2.5), causal at N=2048 D=64 3058 (2.0) and D=128 4553
+(3.0). Before products stood among weights it had 585 and 1000 in the first two rows, in the same run. See
+scripts/results/NOTES.md.
 """
 
 from collections.abc import Callable
@@ -63,7 +64,7 @@ from uopattn.dsl.cpu.register_blocks import add_steps, blocks_per_call, even, wo
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import lowest, normalize_rows
-from uopattn.dsl.schedule import FEW, HEAD_SCALES, Kernel, Problem, Schedule
+from uopattn.dsl.schedule import FEW, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
 
 UNROLL = 4  # rows of S^T whose maxima are taken apart
@@ -475,6 +476,6 @@ SCHEDULE = Schedule(
   dtypes=tuple(PARTS),
   kernels=(Kernel.forward(forward, Tiles),),
   tiles=Tiles,
-  lacks=("dropout_p", "scales", *HEAD_SCALES),
+  lacks=("dropout_p", "scales"),
   meant_for=lambda problem, target: target.vector.tiles and problem.dtype in PARTS and problem.M > FEW,
 )

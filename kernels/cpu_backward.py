@@ -32,7 +32,7 @@ from uopattn.dsl.cpu.gradients import Block, Gradients, block_of, clear, load_ro
 from uopattn.dsl.cpu.register_blocks import Tile, accumulate, even, load_tile, register_blocks, zeros
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
-from uopattn.dsl.schedule import DTYPES_16_32, HEAD_SCALES, Kernel, Problem, Schedule
+from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
@@ -289,6 +289,6 @@ SCHEDULE = Schedule(
     ),
   ),
   tiles=Tiles,
-  lacks=("scales", "page_table", *HEAD_SCALES),
+  lacks=("scales", "page_table"),
   mixed=True,
 )

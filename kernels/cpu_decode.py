@@ -51,7 +51,7 @@ from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import Scaling, lowest, normalize_rows
 from uopattn.dsl.rules.tile_range import TileRange
-from uopattn.dsl.schedule import DTYPES_16_32, HEAD_SCALES, Kernel, Problem, Schedule
+from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
@@ -597,7 +597,7 @@ SCHEDULE = Schedule(
   dtypes=DTYPES_16_32,
   kernels=(Kernel.forward(forward, Tiles),),
   tiles=Tiles,
-  lacks=("block_mask", *HEAD_SCALES),
+  lacks=("block_mask",),
   pack_gqa=lambda problem: problem.group,
   split=splits,
   meant_for=lambda problem, target: target.vector.lanes > problem.M,

@@ -40,7 +40,7 @@ from uopattn.dsl.cpu.register_blocks import (
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.softmax import Scaling, lowest, normalize_rows
-from uopattn.dsl.schedule import DTYPES_16_32, HEAD_SCALES, Kernel, Problem, Schedule
+from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
@@ -264,7 +264,6 @@ SCHEDULE = Schedule(
   dtypes=DTYPES_16_32,
   kernels=(Kernel.forward(forward, Tiles),),
   tiles=Tiles,
-  lacks=HEAD_SCALES,
   meant_for=lambda problem, target: target.vector.lanes <= problem.M,
   operand=dtypes.float32,
   mixed=True,

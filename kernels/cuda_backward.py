@@ -63,7 +63,7 @@ from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
-from uopattn.dsl.schedule import DTYPES_16_32, HEAD_SCALES, Problem, Schedule, passes
+from uopattn.dsl.schedule import DTYPES_16_32, Problem, Schedule, passes
 from uopattn.dsl.target import Target
 
 CUDA, TURING = "cuda", "sm_75"
@@ -456,7 +456,7 @@ SCHEDULE = Schedule(
   dtypes=DTYPES_16_32,
   kernels=passes(backward_q, Tiles, dk_dv=backward_kv),
   tiles=Tiles,
-  lacks=("scales", "page_table", *HEAD_SCALES),
+  lacks=("scales", "page_table"),
   tf32=True,
 )
 # For head sizes where the registers of a warp do not hold both dK and dV: one kernel for each.

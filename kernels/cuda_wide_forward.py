@@ -60,7 +60,7 @@ from uopattn.dsl.nvidia.swizzled import PANEL_BYTES, SwizzledTiles
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import online_softmax, p_scale_of
-from uopattn.dsl.schedule import DTYPES, HEAD_SCALES, LEAST_KEYS, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
+from uopattn.dsl.schedule import DTYPES, LEAST_KEYS, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
 from uopattn.kernels.cuda_forward import SINCE, STEPS, rescaled
 
@@ -269,7 +269,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   unit = SliceMma(Mma(s, q.dtype, tiles.turing), group, tiles, Dv, exchange, p_scale_log2)
 
   acc = (tiles.m_tiles, tiles.columns(Dv) // MMA_N, 4)
-  state = State.make(s, len(unit.rows), acc, rules.scaling, group.item)
+  state = State.make(s, len(unit.rows), acc, head_rules.scaling, group.item)
   q_tile, k_tiles, v_tiles = tiles.panels(s, Dk, Dv)
   keys, values = (k_tiles, head_rules.keys(k)), (v_tiles, head_rules.keys(v))
   thread, family = group.thread, tiles.family
@@ -491,7 +491,8 @@ class SliceMma:
     )
     first, sink = self.slice * self.tiles.columns(self.Dv), rules.sink(row)
     powers = self.p_scale_log2, self.tiles.family
-    return store_row(o, lse, head, row, i % HALVES, acc, m_i, l_i, sink, lane, *powers, first, self.mma.dtype)
+    given = *powers, first, self.mma.dtype, rules.o_scale
+    return store_row(o, lse, head, row, i % HALVES, acc, m_i, l_i, sink, lane, *given)
 
 
 def splits(problem: Problem, target: Target, tiles: Tiles) -> int:
@@ -506,7 +507,6 @@ SCHEDULE = Schedule(
   dtypes=DTYPES,
   kernels=(Kernel.forward(forward, Tiles),),
   tiles=Tiles,
-  lacks=HEAD_SCALES,
   pack_gqa=group_of_few,
   split=splits,
   meant_for=lambda problem, target: max(problem.Dk, problem.Dv) > 256 or (problem.values_in_keys and problem.few),

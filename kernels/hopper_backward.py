@@ -47,7 +47,7 @@ from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
-from uopattn.dsl.schedule import DTYPES_16, HEAD_SCALES, Problem, Schedule, passes
+from uopattn.dsl.schedule import DTYPES_16, Problem, Schedule, passes
 from uopattn.dsl.target import Target
 
 CUDA = "cuda"
@@ -347,5 +347,5 @@ SCHEDULE = Schedule(
   dtypes=DTYPES_16,
   kernels=passes(backward_q, Tiles, dk_dv=backward_kv),
   tiles=Tiles,
-  lacks=("scales", "page_table", *HEAD_SCALES),
+  lacks=("scales", "page_table"),
 )

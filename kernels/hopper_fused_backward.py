@@ -60,7 +60,7 @@ from uopattn.dsl.nvidia.tensor_pipeline import loop
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.tile_range import blurred, full_then_masked
-from uopattn.dsl.schedule import DTYPES_16, HEAD_SCALES, Kernel, Problem, Schedule
+from uopattn.dsl.schedule import DTYPES_16, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
 
 CUDA = "cuda"
@@ -535,6 +535,6 @@ SCHEDULE = Schedule(
     _kernel(finish, "dq", "dq_sum turns", "tiles", "scale"),
   ),
   tiles=Tiles,
-  lacks=("scales", "page_table", *HEAD_SCALES),
+  lacks=("scales", "page_table"),
   meant_for=preferred,
 )

@@ -62,6 +62,7 @@ def machine(kernel: str, arch: str) -> Iterator[None]:
         (AMD, PREFILL, PER_HEAD | {"is_causal": True}, E4M3),
         (AMD, PREFILL, PER_TENSOR | {"softcap": 2.0}, E4M3),
         (AMD, DECODE, PER_HEAD, HALF),
+        (("cuda_wide_forward", "sm_80"), (2, 4, 2, 3, 70, 272, 264), PER_HEAD, HALF),
         (("amd_forward", "gfx1201"), PREFILL, PER_HEAD, E4M3),
         (CUDA, PREFILL, PER_HEAD | {"scale": -0.3, "window": (20, 0)}, E4M3),
         (CUDA, PREFILL, PER_HEAD | {"scale": 1.0, "score_mod": lambda s, b, h, i, j: s - 0.1 * h}, E4M3),

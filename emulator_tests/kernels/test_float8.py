@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import check_attention, inputs, on, placed, qkv, run_tiles
 from mistakes import Mistake
-from tinygrad import Tensor, dtypes
+from tinygrad import Context, Tensor, dtypes
 from tinygrad.dtype import DType, float_to_fp8
 
 from uopattn import attention
@@ -27,9 +27,10 @@ AMD = "gfx942", "gfx1201", "gfx950"  # one of each instruction
 
 
 @pytest.mark.parametrize("dtype", DTYPES_8, ids=str)
-def test_the_largest_values_stay_and_nan_stays_nan(dtype) -> None:
+@pytest.mark.parametrize("arch", ["sm_89", *(pytest.param(x, marks=pytest.mark.slow) for x in AMD)])
+def test_the_largest_values_stay_and_nan_stays_nan(arch: str, dtype: DType) -> None:
   largest = 448.0 if dtype == E4M3 else 57344.0
-  with on("sm_89"):
+  with on(arch):
     q, k, v = inputs(1, 1, 1, 20, 70, 16, 16, dtype)
     column = Tensor(np.arange(16), device="EMU")
     v = column.eq(3).where(math.nan, column.eq(2).where(largest, v.float())).cast(dtype).realize()
@@ -82,7 +83,7 @@ def test_splits_of_the_keys(Dv: int) -> None:
 def test_dropout_leaves_weights_in_range(arch: str) -> None:
   """The only key of a query has weight 0 or 1 / (1 - 0.7), which in e4m3 leaves no room for a factor of 2**8."""
   v = np.full((1, 1, 1, 16), 1.2, np.float32)  # 1.25
-  with on(arch):
+  with on(arch), Context(TRAINING=1):
     q, k, _ = inputs(1, 1, 1, 40, 1, 16, 16, E4M3)
     out = numpy(attention(q, k, placed(v, E4M3), dropout_p=0.7, backend="kernel"))
   np.testing.assert_array_equal(np.unique(out), [0, 4])  # 4.17
@@ -105,7 +106,8 @@ def test_chosen_tiles_fit(arch: str, length: int) -> None:
 
 @pytest.mark.parametrize("arch", AMD)
 def test_chosen_tiles_fit_on_amd(arch: str) -> None:
-  for D in (1, 64, 80, 128, 192, *((256, 512) if arch != "gfx942" else ())):
+  largest = {"gfx942": 192, "gfx1201": 448, "gfx950": 512}[arch]
+  for D in (1, 64, 80, 128, largest):
     for length in (1, 50, 4096):
       tiles = dispatch(spec(E4M3, length, D), Target("AMD", arch)).tiles
       assert tiles.bits == 8
@@ -120,13 +122,11 @@ def test_every_number_is_read_and_written_as_it_is(arch: str, dtype: DType) -> N
   """Also on CDNA3, where matrix instructions take other formats: query i sees only key i, which holds number i."""
   with on(arch):
     right, out, lse = every_number(dtype)
-  finite, inexact = np.isfinite(right), np.isinf(right)
+  finite = np.isfinite(right)
   np.testing.assert_array_equal(out[finite], right[finite])
-  assert np.isnan(out[~finite & ~inexact]).all()
+  assert np.isnan(out[np.isnan(right)]).all()
   np.testing.assert_allclose(lse[finite], 2 * right[finite], rtol=1e-6)
   assert not np.isfinite(lse[~finite]).any()
-  largest = right[finite].max()
-  assert (np.isnan(out[inexact]) if arch == "gfx942" else np.abs(out[inexact]) == largest).all()
 
 
 @pytest.mark.slow
@@ -135,11 +135,10 @@ def test_every_number_is_read_and_written_as_it_is(arch: str, dtype: DType) -> N
 def test_a_number_that_is_not_converted_is_noticed(module: Any, phase: str, dtype: DType) -> None:
   with on("gfx942"), Mistake(module, phase, lambda right: lambda word, *dtype: word).made():
     right, out, lse = every_number(dtype)
-  finite = np.isfinite(right)
   if phase == "from_ocp":
     assert np.isnan(lse[right == 0]).any()
   else:
-    assert not np.isnan(out[~finite]).all()
+    assert not np.isnan(out[np.isnan(right)]).any()
 
 
 def every_number(dtype: DType) -> tuple[Any, Any, Any]:
@@ -147,11 +146,13 @@ def every_number(dtype: DType) -> tuple[Any, Any, Any]:
   codes, one = np.arange(256, dtype=np.uint8), float_to_fp8(1.0, dtype)
   right = alu.decode(codes, dtype)
   q, k, v = (np.zeros((1, 1, 256, 16), np.uint8) for _ in range(3))
-  q[..., 0], q[..., 1], k[..., 0], k[..., 1], v[..., 0] = one, codes, codes, one, codes
+  q[..., 0], q[..., 1], k[..., 0], k[..., 1] = one, codes, codes, one
+  v[..., 0] = np.where(np.isfinite(right), codes, 0)  # as a hidden NaN would be seen
   q_, k_, v_ = (placed(x).bitcast(dtype).realize() for x in (q, k, v))
   out, lse = attention(q_, k_, v_, window=(0, 0), scale=1.0, return_lse=True, backend="kernel")
   Tensor.realize(out, lse)
-  return right, numpy(out)[0, 0, :, 0], lse.numpy()[0, 0]
+  bits = out.bitcast(dtypes.uint8).numpy()  # tinygrad's casts of 8 bits lose denormal numbers on some targets
+  return right, alu.decode(bits, dtype)[0, 0, :, 0], lse.numpy()[0, 0]
 
 
 def test_the_largest_head_of_cdna3() -> None:

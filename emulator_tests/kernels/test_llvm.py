@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from helpers import problem_of
-from report_amd import ARCHES, CDNA_TYPES, TYPES, by_llvmlite, compiled, to_ir
+from report_amd import ALL_TYPES, ARCHES, by_llvmlite, compiled, to_ir, types
 from tinygrad import UOp, dtypes
 from tinygrad.codegen import to_program
 from tinygrad.device import Compiler
@@ -133,12 +133,12 @@ def test_a_pinned_product_is_computed_by_the_whole_wave() -> None:
 @pytest.mark.each("arch", "dtype")
 @pytest.mark.parametrize(
   ("arch", "dtype"),
-  [*((x, y) for x in (*ARCHES, "gfx1103") for y in TYPES), ("gfx942", "float32"), ("gfx950", "float32")],
+  [(x, y) for x in (*ARCHES, "gfx1103") for y in types("fwd", x)],
 )
 def test_the_kernel_fits_the_registers(arch: str, dtype: str) -> None:
   rows, D = (1024, 1024, 1024, 1024), 64
-  arguments = [UOp.placeholder((1, length, D), CDNA_TYPES[dtype], slot) for slot, length in enumerate(rows)]
-  tiles = Tiles.choose(problem_of(1, *rows[:2], D, D, CDNA_TYPES[dtype]), Machine("AMD", arch))
+  arguments = [UOp.placeholder((1, length, D), ALL_TYPES[dtype], slot) for slot, length in enumerate(rows)]
+  tiles = Tiles.choose(problem_of(1, *rows[:2], D, D, ALL_TYPES[dtype]), Machine("AMD", arch))
   kernel = forward(*arguments, rules=Rules(*rows[:2], scale=D**-0.5), tiles=tiles)
   made = compiled(tiles, *by_llvmlite(source(kernel, llvm_renderer(arch)), arch))
   assert made.spills == made.scratch == 0
