@@ -47,9 +47,9 @@ take less power: float16 has 659 for them at D=128 and N=4096, where it has 593 
     D=64           569           1.10               N=4096 alone
     D=64, causal   484 504       1.07 0.96          N=4096 and 16384 alone
 For N=4096 alone: 644 at D=192 (1.16) and 561 causal (1.10), 611 at D=256 (1.03) and 545 causal (1.02).
-Nothing spills, aside from producers at D=64: up to 40 bytes with a window, and up to 20 in 8 bits. Without a producer
-nvcc 13 spills at D=64 for a bool mask (496 bytes), `mask_mod` and an added 16-bit mask (112 each) and bounds per query
-(16), and at D=128 for a bool mask (16).
+Nothing spills, aside from D=64 with a producer: up to 40 bytes in it with a window, and in 8 bits up to 24 per job.
+Without a producer nvcc 13 spills at D=64 for a bool mask (496 bytes), `mask_mod` and an added 16-bit mask (112 each)
+and bounds per query (16), and at D=128 for a bool mask (16).
 """
 
 from collections.abc import Mapping

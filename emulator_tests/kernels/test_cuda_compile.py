@@ -68,10 +68,9 @@ def check_compiled(arch: str, D: int, causal: bool, dtype: str) -> Compiled:
   c = measured(arch, dtype, HEADS, LENGTH, LENGTH, D, causal)
   on_hopper = "hopper_float32_forward" if dtype == "float32" else "hopper_forward"
   assert c.launch.schedule.name == (on_hopper if arch == "sm_90" else "cuda_forward")
-  tiles = c.launch.tiles
-  transposes = isinstance(tiles, hopper_forward.Tiles) and (tiles.warpgroups, tiles.step) == (3, 32)
-  assert c.spills <= 20 * transposes  # by a producer that has 32 registers
-  assert transposes or c.stack == 0
+  once = 24 if (arch, D, dtype.startswith("fp8")) == ("sm_90", 64, True) else 0  # per job, not per tile
+  assert c.spills <= once
+  assert c.stack <= once
   assert c.registers <= 255
   assert c.shared >= c.launch.tiles.shared_bytes(D, D)
   assert c.resident >= 1
