@@ -270,7 +270,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   unit = SliceMma(Mma(s, q.dtype, tiles.turing), group, tiles, Dv, exchange, p_scale_log2)
 
   acc = (tiles.m_tiles, tiles.columns(Dv) // MMA_N, 4)
-  state = State.make(s, len(unit.rows), acc, rules.scaling, group.item)
+  state = State.make(s, len(unit.rows), acc, head_rules.scaling, group.item)
   q_tile, k_tiles, v_tiles = tiles.panels(s, Dk, Dv)
   keys, values = (k_tiles, head_rules.keys(k)), (v_tiles, head_rules.keys(v))
   thread, family = group.thread, tiles.family
@@ -490,10 +490,10 @@ class SliceMma:
       self.rows[i],
       self.group.lane,
     )
-    first, scale = self.slice * self.tiles.columns(self.Dv), self.p_scale_log2
-    return store_row(
-      o, lse, head, row, i % HALVES, acc, m_i, l_i, rules.sink(row), lane, scale, self.tiles.family, first
-    )
+    first, sink = self.slice * self.tiles.columns(self.Dv), rules.sink(row)
+    powers = self.p_scale_log2, self.tiles.family
+    given = *powers, first, self.mma.dtype, rules.o_scale
+    return store_row(o, lse, head, row, i % HALVES, acc, m_i, l_i, sink, lane, *given)
 
 
 def splits(problem: Problem, target: Target, tiles: Tiles) -> int:

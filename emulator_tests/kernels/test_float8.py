@@ -72,6 +72,13 @@ def test_small_weights_are_not_lost(monkeypatch: pytest.MonkeyPatch, arch: str, 
       check_attention(*sources, **options)
 
 
+@pytest.mark.parametrize("Dv", [16, pytest.param(13, marks=pytest.mark.slow)])
+def test_splits_of_the_keys(Dv: int) -> None:
+  """Their outputs are float32, in the places of columns that 8-bit products have."""
+  with on("sm_89"):
+    check_attention(*inputs(1, 2, 1, 1, 600, 32, Dv, E4M3))
+
+
 @pytest.mark.parametrize("arch", ["sm_89", *(pytest.param(x, marks=pytest.mark.slow) for x in AMD)])
 def test_dropout_leaves_weights_in_range(arch: str) -> None:
   """The only key of a query has weight 0 or 1 / (1 - 0.7), which in e4m3 leaves no room for a factor of 2**8."""
@@ -91,7 +98,8 @@ def spec(dtype, length: int = 100, D: int = 64) -> AttentionSpec:
 def test_chosen_tiles_fit(arch: str, length: int) -> None:
   for D in (1, 8, 64, 80, 128, 192, 256):
     launch = dispatch(spec(E4M3, length, D), Target("CUDA", arch))
-    assert launch.schedule.name == "cuda_forward"
+    hopper = arch == "sm_90" and D % 16 == 0 and D <= 128 and length > 16
+    assert launch.schedule.name == ("hopper_forward" if hopper else "cuda_forward")
     assert launch.tiles.step == 32
     assert launch.tiles.shared_bytes(D, D) <= lds_limit(arch)
 
