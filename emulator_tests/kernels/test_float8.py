@@ -139,7 +139,7 @@ def test_chosen_tiles_fit_on_amd(arch: str) -> None:
       assert tiles.lds_bytes(D, D) <= lds_limit(arch)
 
 
-@pytest.mark.kinds(arch=("gfx942",))
+@pytest.mark.kinds(arch=("gfx942",), dtype=(E4M3,))
 @pytest.mark.each("arch", "dtype")
 @pytest.mark.parametrize("dtype", DTYPES_8, ids=str)
 @pytest.mark.parametrize("arch", AMD)
