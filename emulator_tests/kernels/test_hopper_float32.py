@@ -114,12 +114,30 @@ def test_a_shortened_buffer_is_caught(short: int) -> None:
 @pytest.mark.parametrize("D", [1, 33, 64, 80, 128])
 def test_it_is_measured_beside_the_other_kernel(D: int) -> None:
   found = [x for x in candidates(spec(D), TARGET) if x.schedule is SCHEDULE]
-  assert dispatch(spec(D), TARGET).schedule.name == "cuda_forward"
+  assert dispatch(spec(D), TARGET).schedule.name == "cuda_forward"  # as there is too little to do
   assert len(found) == 1
   assert [x.kernel.build for x in stages(found[0])] == [split, forward]
   tiles = Tiles.candidates(spec(D), TARGET)
   assert tiles[0] == found[0].tiles
   assert max(x.shared_bytes(D, D) for x in tiles) < lds_limit("sm_90") - 2048  # barriers and tensor maps
+
+
+@pytest.mark.parametrize(
+  ("change", "name"),
+  [
+    ({}, SCHEDULE.name),
+    ({"window": (None, 0), "features": ("sinks",), "Hkv": 2}, SCHEDULE.name),
+    ({"Dk": 72, "Dv": 72}, "cuda_forward"),  # a part of 128 columns would have 56 of zeros
+    ({"M": 1000}, "cuda_forward"),
+    ({"Hq": 4, "Hkv": 4}, "cuda_forward"),  # too few jobs
+    ({"window": (100, 0)}, "cuda_forward"),
+    ({"tf32": True}, "cuda_forward"),
+  ],
+  ids=str,
+)
+def test_dispatch_takes_it_where_it_is_known_to_be_faster(change: Options, name: str) -> None:
+  large = AttentionSpec(2, 16, 16, 1024, 1024, 64, 64, F32, 0.125)
+  assert dispatch(replace(large, **change), TARGET).schedule.name == name
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ x = x[0] + x[1] + ..., each part the rest rounded to the unit's type. A B is the
 without those below float32's rounding:
   2 parts of tf32, 11 bits each:       A1 B0 + A0 B1 + A0 B0
   3 parts of bfloat16, 8 bits each:    A2 B0 + A1 B1 + A0 B2 + A1 B0 + A0 B1 + A0 B0
-Both types have float32's exponents, so nothing must be scaled. Products are added in this order, the small ones first.
+Both types have float32's exponents, so nothing must be scaled; only numbers below about 2**-110 have their last bits
+below the types' smallest numbers, 2**-136 and 2**-133. Products are added in this order, the small ones first.
 An infinity, less itself, is NaN in the next part, and so is then what it is multiplied with.
 
 Matrix units may round sums towards zero, each time a little too small. So a chain of products starts at zero and is
@@ -41,7 +42,7 @@ def bfloat16_parts(family: str, a: UOp, b: UOp) -> tuple[UOp, UOp, UOp]:
   """Split two float32 into three bfloat16 each, and return words of the two of each part, a's in the low half.
 
   The first part is cut off, as the largest float32 would be rounded to infinity; the others are rounded. Together they
-  have all bits, but those below bfloat16's smallest number, 2**-133.
+  have all bits, but those below bfloat16's smallest number.
   """
   first = ins.high_halves(family, a.bitcast(dtypes.uint), b.bitcast(dtypes.uint))
   second, left = _next_part(family, [a, b], first)
