@@ -18,7 +18,7 @@ from uopattn.dsl.amd.fragments import CHUNK_WORDS, HIP, MMA_SIZE, Fragments
 from uopattn.dsl.amd.staging import LdsRows
 from uopattn.dsl.packed import ALWAYS, Words, as_type, words_of
 from uopattn.dsl.rules.head_view import HeadView
-from uopattn.dsl.rules.softmax import LARGEST
+from uopattn.dsl.rules.quantized import LARGEST
 from uopattn.dsl.scope import gated, sizes
 from uopattn.dsl.view import View, row_start
 

@@ -5,15 +5,15 @@ from functools import reduce
 from math import floor, inf, log2
 from typing import Any, NamedTuple
 
-from tinygrad import UOp, dtypes
+from tinygrad import UOp
 from tinygrad.dtype import DType
 
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.math import LOG2E, exp2
+from uopattn.dsl.rules.quantized import LARGEST
 from uopattn.dsl.scope import Scope, sizes
 
 FLOAT32_MAX = 3.4028234663852886e38
-LARGEST = {dtypes.fp8e4m3: 448.0, dtypes.fp8e5m2: 57344.0}
 
 Operation = Callable[[UOp, UOp], UOp]
 Factor = Any  # a float, or a float32 UOp if heads have scales
