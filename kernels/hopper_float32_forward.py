@@ -27,8 +27,9 @@ memory-efficient attention, its fastest in float32, and to `cuda_forward` in the
     D=128, causal  102   2.34 1.66     63   1.80 1.30
 `split` takes 3.8 to 4.0 TB/s: 0.13 ms of 2.59 at D=64 N=4096, and 0.07 of 0.27 at D=128 N=1024 with a causal mask. The
 tensor cores' peak for six products is 165. Errors against float64 are half those of the other two: 3e-7 at N=4096. On
-this GPU the gate passed N=1000 at D=64 and 128, also with values of 1e37. `preferred` says which cases dispatch gives
-to these kernels; nothing spills in them.
+this GPU the gate passed N=1000 at D=64 and 128, also with values of 1e37. Programs compiled ahead were measured;
+tinygrad itself has not launched them on a card yet. `preferred` says which cases dispatch gives to these kernels;
+nothing spills in them.
 """
 
 from collections.abc import Callable

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gradients import check_gradients, check_gradients_of_sequences, cotangents, gradients_of
-from helpers import check, check_attention, drawn, on_device, qkv
+from helpers import check, check_attention, drawn, on_device, qkv, served_by
 from test_dropout import P, kept_weights
 from test_features import CORNER, FEATURES, FEW, SUBSETS, Shape, arguments, check_features, check_subset, some
 from test_kv_cache import check_steps
@@ -173,6 +173,19 @@ def test_eight_bits_by_wgmma(dtype: DType, is_causal: bool, sizes: Shape) -> Non
 def test_float32(M: int, options: dict[str, Any]) -> None:
   for D in (64, 128):
     check_attention(*qkv(1, 4, 2, M, max(M, 500), D, D), **options)
+
+
+@hopper_alone
+@pytest.mark.parametrize("D", [40, 64, 128])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (200, 5)}], ids=str)
+def test_float32_by_wgmma(D: int, options: dict[str, Any]) -> None:
+  """Its two kernels, also replayed."""
+  q, k, v = qkv(1, 4, 2, 1500, 1100, D, D, FLOAT)
+  with served_by("hopper_float32_forward"):
+    check_attention(q, k, v, **options)
+    step = TinyJit(lambda q, k, v: attention(q, k, v, enable_gqa=True, backend="kernel", **options).realize())
+    first, *others = (step(q, k, v).numpy() for _ in range(4))
+  assert all((x == first).all() for x in others)
 
 
 @cuda_alone
