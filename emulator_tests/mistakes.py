@@ -11,9 +11,11 @@ import pytest
 from tinygrad import UOp, dtypes
 
 from uopattn.dsl import instructions
+from uopattn.dsl.amd import products
 from uopattn.dsl.amd.staging import RegisterPipeline
 from uopattn.dsl.cpu import amx_operands
 from uopattn.dsl.gpu import jobs
+from uopattn.dsl.gpu.parts import PAIRS
 from uopattn.dsl.nvidia import mma, mma_layout, swizzled, tensor_pipeline
 from uopattn.dsl.rules.rules import HeadRules
 from uopattn.kernels import (
@@ -134,7 +136,16 @@ AMD |= {
 }
 
 
-CDNA = {name: mistake for name, mistake in AMD.items() if name != "halves of P exchanged"}
+def without(left_out: tuple[int, int]) -> Callable[[Any], Any]:
+  """The products of three parts without one of them."""
+  return lambda right: right | {3: tuple(x for x in right[3] if x != left_out)}
+
+
+# On RDNA.
+PART_MISTAKES = {
+  f"parts {pair[0]} and {pair[1]} not multiplied": Mistake(products, "PAIRS", without(pair)) for pair in PAIRS[3]
+}
+AMD32 = {name: mistake for name, mistake in AMD.items() if name != "halves of P exchanged"} | PART_MISTAKES
 
 
 # NVIDIA

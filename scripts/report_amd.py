@@ -34,8 +34,8 @@ from uopattn.runtime.clang import find_clang
 
 ARCHES = ("gfx1100", "gfx1151", "gfx1201", "gfx942", "gfx950")
 KERNELS = ("fwd", "dQ", "dK dV")
-TYPES = {"float16": dtypes.float16, "bfloat16": dtypes.bfloat16}  # of all targets
-CDNA_TYPES = {**TYPES, "float32": dtypes.float32}
+TYPES = {"float16": dtypes.float16, "bfloat16": dtypes.bfloat16}
+ALL_TYPES = {**TYPES, "float32": dtypes.float32}
 # Kinds of instructions, as patterns of their names; the first match counts.
 KINDS = {
   "matrix": r"v_(s?wmma|s?mfma)",
@@ -246,7 +246,7 @@ def main_loop(text: str) -> Counter[str]:
 
 def measure(kernel: str, arch: str, dtype: str, M: int, N: int, D: int, causal: bool) -> Compiled:
   """Compile a kernel for one head. Raises RuntimeError if there is no compiler or compilation fails."""
-  text, tiles = source(kernel, arch, CDNA_TYPES[dtype], 1, M, N, D, causal)
+  text, tiles = source(kernel, arch, ALL_TYPES[dtype], 1, M, N, D, causal)
   return compiled(tiles, *assembly(text, arch))
 
 
@@ -279,5 +279,5 @@ def rows(arches: Sequence[str], M: int, N: int, D: int, causal: bool) -> Iterato
       cells = (vgprs, "-", spills, "?", "?", waves, f"{instructions / matrix:.1f}", matrix)
       yield Row(f"{arch:7} first, March 2026", cells)
     for kernel in KERNELS:
-      for dtype in CDNA_TYPES if arch.startswith("gfx9") else TYPES:
+      for dtype in ALL_TYPES:
         yield row(kernel, arch, dtype, measure(kernel, arch, dtype, M, N, D, causal))

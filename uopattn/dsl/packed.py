@@ -16,15 +16,17 @@ Load = Callable[[UOp, UOp], UOp]  # (row, word) -> a word of that row
 ALWAYS = UOp.const(True)
 
 
-def words_of(rows: HeadView, exists: UOp = ALWAYS) -> Load:
+def words_of(rows: HeadView, exists: UOp = ALWAYS, *after: UOp) -> Load:
   """Return a function that loads a word of a row of float32, of a 16-bit type, or of 8-bit elements widened to one.
 
-  Words past a row's end are 0. Where `exists` is false, nothing is read and all words are 0.
+  Words past a row's end are 0. Where `exists` is false, nothing is read and all words are 0. float32 is loaded after
+  `after`.
   """
   if rows.widens:
     return _widened_words(rows, exists)
   if rows.x.dtype.itemsize == 4:
-    return lambda row, word: _or_zero(as_type(rows.x, dtypes.uint), rows.start(row), word, rows.size, exists)
+    flat = as_type(rows.x, dtypes.uint).after(*after)
+    return lambda row, word: _or_zero(flat, rows.start(row), word, rows.size, exists)
   size, words, halves = rows.size, as_type(rows.x, dtypes.uint), as_type(rows.x, dtypes.ushort)
 
   def load(row: UOp, word: UOp) -> UOp:

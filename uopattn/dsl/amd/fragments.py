@@ -16,10 +16,11 @@ Sources: AMD, "RDNA3", "RDNA4", "CDNA3" and "CDNA4" instruction set architecture
 instruction calculator.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from tinygrad import UOp
+from tinygrad import UOp, dtypes
+from tinygrad.dtype import DType
 
 Index = TypeVar("Index", int, UOp)
 
@@ -40,6 +41,7 @@ class Fragments:
     repeated: whether every group holds all of k.
     interleaved: whether the rows of C alternate between groups, instead of forming one block per group.
     bits: of an element of A and of B; 32 is float32.
+    parts: the number of parts, in bfloat16, of which an element is the sum, 3 for float32; see `uopattn.dsl.gpu.parts`.
   """
 
   k: int
@@ -49,6 +51,7 @@ class Fragments:
   repeated: bool = False
   interleaved: bool = False
   bits: int = 16
+  parts: int = 1
 
   @classmethod
   def of(cls, arch: str, bits: int = 16) -> "Fragments":
@@ -61,8 +64,7 @@ class Fragments:
     for prefix, fragments in by_arch.items():
       if arch.startswith(prefix):
         return fragments
-    of = "" if bits == 16 else " and float32"
-    raise ValueError(f"no matrix instruction known for {arch}{of}; there are some for {', '.join(by_arch)}")
+    raise ValueError(f"no matrix instruction known for {arch}; there are some for {', '.join(by_arch)}")
 
   # ** the hardware's own numbering **
 
@@ -100,8 +102,22 @@ class Fragments:
 
   @property
   def words(self) -> int:
-    """32-bit words of A, or of B, per lane and step."""
+    """32-bit words of A, or of B, per lane and step, of one part."""
     return self.width * self.bits // 32
+
+  @property
+  def memory_bits(self) -> int:
+    """Bits of an element in global memory."""
+    return 32 if self.parts > 1 else self.bits
+
+  @property
+  def lds_bits(self) -> int:
+    """Bits of an element in LDS, all parts of it."""
+    return self.parts * self.bits
+
+  def dtype(self, dtype: DType) -> DType:
+    """The type of what is multiplied, parts or elements, for q, k and v of a type."""
+    return dtypes.bfloat16 if self.parts > 1 else dtype
 
   @property
   def products(self) -> int:
@@ -143,5 +159,12 @@ RDNA4 = Fragments(16, 32, 8, 8)
 CDNA3 = Fragments(16, 64, 4, 4)
 CDNA4 = Fragments(32, 64, 8, 4)
 CDNA_FLOAT = Fragments(4, 64, 1, 4, bits=32)
+RDNA3_FLOAT, RDNA4_FLOAT = (replace(x, parts=3) for x in (RDNA3, RDNA4))
 _BY_ARCH = {"gfx11": RDNA3, "gfx1200": RDNA4, "gfx1201": RDNA4, "gfx942": CDNA3, "gfx950": CDNA4}
-_FLOAT_BY_ARCH = {"gfx942": CDNA_FLOAT, "gfx950": CDNA_FLOAT}
+_FLOAT_BY_ARCH = {
+  "gfx11": RDNA3_FLOAT,
+  "gfx1200": RDNA4_FLOAT,
+  "gfx1201": RDNA4_FLOAT,
+  "gfx942": CDNA_FLOAT,
+  "gfx950": CDNA_FLOAT,
+}

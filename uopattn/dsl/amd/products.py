@@ -1,11 +1,15 @@
 """Matrix products on AMD's matrix cores, from loading the operands to storing the accumulators.
 
-Attention needs two kinds. In both, D's columns belong to lanes, 16 per wave; see `uopattn.dsl.amd.fragments`.
+Attention needs two kinds. In both, D's columns belong to lanes, 16 per wave; see `uopattn.dsl.amd.fragments`. Types are
+those of the matrices, float32 also where bfloat16 parts of it are multiplied.
     D = A B         `mma_abt`: A is a tile of rows in LDS; B, other rows of the same size, is in registers
     C + A^T D       `mma_ab`: A^T is a transposed tile in LDS; D comes from the first product by `as_operands`
 """
 
 from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
@@ -13,30 +17,47 @@ from tinygrad.helpers import ceildiv
 
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.amd.fragments import CHUNK_WORDS, HIP, MMA_SIZE, Fragments
-from uopattn.dsl.amd.staging import LdsRows
+from uopattn.dsl.amd.staging import LdsRows, in_parts
+from uopattn.dsl.gpu.parts import PAIRS, bfloat16_parts
 from uopattn.dsl.packed import ALWAYS, Words, as_type, words_of
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.scope import gated, sizes
 from uopattn.dsl.view import View, row_start
 
-Operand = list[UOp]  # the `width` elements of A, or of B, that a lane holds for a step
+Operand = list[UOp]  # the `width` elements of A, or of B, that a lane holds for a step; of each part in turn
+LoadOperand = Callable[..., Operand]  # (*after) -> the operand of a step
 
 
 def load_operands(
   f: Fragments, dtype: DType, rows: HeadView, row: UOp, lane: UOp, exists: UOp = ALWAYS
-) -> list[Operand]:
-  """Load a row as this lane's B operand of each step; zeros where `exists` is false."""
-  load, steps = words_of(rows, exists), ceildiv(rows.size, f.step)
-  words = [[load(row, f.chunk(UOp.const(i), lane) * CHUNK_WORDS + w) for w in range(f.words)] for i in range(steps)]
-  return [elements(f, dtype, step) for step in words]
+) -> list[LoadOperand]:
+  """This lane's B operand of each step, of a row; zeros where `exists` is false.
+
+  In parts they would take too many registers: then they are loaded and split where they are needed.
+  """
+  chunk, count = f.per_chunk * f.memory_bits // 32, f.width * f.memory_bits // 32  # words
+
+  def load(step: int, *after: UOp) -> Operand:
+    word, first = words_of(rows, exists, *after), f.chunk(UOp.const(step), lane) * chunk
+    words = [word(row, first + w) for w in range(count)]
+    return operand_of(f, dtype, [x.bitcast(dtypes.float) for x in words]) if after else elements(f, dtype, words)
+
+  def held(operand: Operand) -> LoadOperand:
+    return lambda *after: operand
+
+  steps = range(ceildiv(rows.size, f.step))
+  return [partial(load, i) if f.parts > 1 else held(load(i)) for i in steps]
 
 
-def multiply(f: Fragments, a: Operand, b: Operand, c: UOp) -> UOp:
-  """C + A B over one step."""
-  for i in range(0, f.width, f.operand):
-    left, right = (UOp.stack(*x[i : i + f.operand]) for x in (a, b))
-    c = UOp.wmma(left, right, c, (MMA_SIZE, MMA_SIZE, f.k), "AMD", f.lanes)
-  return c
+def multiply(f: Fragments, a: Operand, b: Operand, c: UOp | None) -> UOp:
+  """C + A B over one step; None is 0. Products of parts are added up first, from the smallest on."""
+  zero = UOp.const((0.0,) * f.result, dtypes.float)
+  total = zero if c is None or f.parts > 1 else c
+  for i, j in PAIRS[f.parts]:
+    for e in range(0, f.width, f.operand):
+      left, right = (UOp.stack(*x[p * f.width + e :][: f.operand]) for x, p in ((a, i), (b, j)))
+      total = UOp.wmma(left, right, total, (MMA_SIZE, MMA_SIZE, f.k), "AMD", f.lanes)
+  return total if c is None or f.parts == 1 else UOp.stack(*[c[e] + total[e] for e in range(f.result)])
 
 
 def elements(f: Fragments, dtype: DType, words: Words) -> Operand:
@@ -51,17 +72,18 @@ def elements(f: Fragments, dtype: DType, words: Words) -> Operand:
   result: Operand = []
   for part in (words[i : i + size] for i in range(0, len(words), size)):
     if all(word.vmin == word.vmax == 0 for word in part):  # past the head size; C cannot index a constant vector
-      result += [UOp.const(0.0, dtype)] * (2 * size)
+      result += [UOp.const(0.0, f.dtype(dtype))] * (2 * size)
     else:
-      vector = UOp.stack(*part).bitcast(dtype)
+      vector = UOp.stack(*part).bitcast(f.dtype(dtype))
       result += [vector[e] for e in range(2 * size)]
   return result
 
 
 def read_row(f: Fragments, dtype: DType, lds: LdsRows, row: UOp, step: int, lane: UOp) -> Operand:
   """Load this lane's operand for one step from a row in LDS."""
-  chunk = f.chunk(UOp.const(step), lane)
-  return elements(f, dtype, [word for i in range(f.words // CHUNK_WORDS) for word in lds.load(row, chunk + i)])
+  chunk, chunks = f.chunk(UOp.const(step), lane), range(f.words // CHUNK_WORDS)
+  parts = [[word for i in chunks for word in lds.load(row, chunk + i, part)] for part in range(f.parts)]
+  return [element for words in parts for element in elements(f, dtype, words)]
 
 
 def mma_abt(
@@ -69,7 +91,7 @@ def mma_abt(
   dtype: DType,
   lds: LdsRows,
   rows: int,
-  operands: list[list[Operand]],
+  operands: list[list[LoadOperand]],
   lane: UOp,
   begun: list[list[UOp]] | None = None,
 ) -> list[list[UOp]]:
@@ -80,14 +102,33 @@ def mma_abt(
     operands: B (size, 16) for each tile of columns and each step.
     begun: C, in the tiles of the result; None is 0.
   """
-  zero = UOp.const((0.0,) * f.result, dtypes.float)
-  tiles = [[zero] * (rows // MMA_SIZE) for _ in operands] if begun is None else [list(tile) for tile in begun]
-  for n in range(rows // MMA_SIZE):
-    for step in range(len(operands[0])):
-      frag = read_row(f, dtype, lds, n * MMA_SIZE + lane % MMA_SIZE, step, lane)
-      for tile, operand in zip(tiles, operands, strict=True):
-        tile[n] = multiply(f, frag, operand[step], tile[n])
+  tiles: list[list[Any]] = [[None] * (rows // MMA_SIZE) for _ in operands] if begun is None else [[*x] for x in begun]
+  pace, right = Pace(f, lds), {}
+  numbers, steps = range(rows // MMA_SIZE), range(len(operands[0]))
+  for n, step in ((n, step) for step in steps for n in numbers) if f.parts > 1 else product(numbers, steps):
+    after = pace.after()
+    if step not in right:
+      right[step] = [operand[step](*after) for operand in operands]
+    frag = read_row(f, dtype, lds.after(*after), n * MMA_SIZE + lane % MMA_SIZE, step, lane)
+    for tile, operand in zip(tiles, right[step], strict=True):
+      tile[n] = multiply(f, frag, operand, tile[n])
+    pace.done.append(tiles[-1][n][0])
   return tiles
+
+
+class Pace:
+  """Lets a product of parts load its operands only once all products but the last are done, for want of registers.
+
+  Attributes:
+    done: an element of each product so far.
+  """
+
+  def __init__(self, f: Fragments, lds: LdsRows):
+    self.f, self.ready, self.done = f, lds.words, [UOp.const(0.0, dtypes.float)] * 2
+
+  def after(self) -> tuple[UOp, ...]:
+    """What the loads of the next product come after."""
+    return () if self.f.parts == 1 else (ins.read_later(HIP, self.done[-2], self.ready),)
 
 
 def lane_rows(f: Fragments, rows: int, lane: UOp) -> tuple[UOp, list[int]]:
@@ -114,6 +155,21 @@ def word_of(dtype: DType, low: UOp, high: UOp) -> UOp:
   return ins.high_halves(HIP, *(x.bitcast(dtypes.uint) + 0x8000 for x in (low, high)))
 
 
+def words_of_parts(f: Fragments, dtype: DType, values: list[UOp]) -> list[Words]:
+  """Pack float32 values into the words of each part, rounded if there is only one."""
+  if f.parts > 1:
+    return in_parts(f, [x.bitcast(dtypes.uint) for x in values])
+  return [[word_of(dtype, *values[i : i + 2]) for i in range(0, len(values), 2)]]
+
+
+def operand_of(f: Fragments, dtype: DType, values: list[UOp]) -> Operand:
+  """The operand of one step that consists of this lane's float32 values."""
+  if f.parts == 1:
+    return [rounded(dtype, x) for x in values]
+  parts = zip(*map(bfloat16_parts, values), strict=True)
+  return [(x >> 16).cast(dtypes.ushort).bitcast(f.dtype(dtype)) for part in parts for x in part]
+
+
 def as_operands(
   f: Fragments, dtype: DType, values: list[list[UOp]], lds: LdsRows | None, places: list[UOp], lane: UOp
 ) -> list[list[Operand]]:
@@ -125,12 +181,11 @@ def as_operands(
   per_step = f.row_tiles * f.result  # elements
   tiles = [[x[i : i + per_step] for i in range(0, len(x), per_step)] for x in values]
   if lds is None:
-    return [[[rounded(dtype, x) for x in step] for step in steps] for steps in tiles]
+    return [[operand_of(f, dtype, step) for step in steps] for steps in tiles]
   stores = []
   for steps, place in zip(tiles, places, strict=True):
     for i, step in enumerate(steps):
-      words = [word_of(dtype, *step[j : j + 2]) for j in range(0, per_step, 2)]
-      stores += lds.store(place, f.step // f.per_chunk * i + lane // MMA_SIZE, words)
+      stores += lds.store(place, f.step // f.per_chunk * i + lane // MMA_SIZE, words_of_parts(f, dtype, step))
   fenced = lds.fenced(*stores)
   return [[read_row(f, dtype, fenced, place, i, lane) for i in range(len(tiles[0]))] for place in places]
 
@@ -145,12 +200,13 @@ def mma_ab(
     lds: A^T (A's columns, A's rows).
     begun: C, in the tiles of acc.
   """
-  stores = []
+  stores, pace = [], Pace(f, lds)
   for d in range(sizes(acc)[1]):
     out = [tiles[d] for tiles in begun]
     for step in range(len(operands[0])):
-      frag = read_row(f, dtype, lds, d * MMA_SIZE + lane % MMA_SIZE, step, lane)
+      frag = read_row(f, dtype, lds.after(*pace.after()), d * MMA_SIZE + lane % MMA_SIZE, step, lane)
       out = [multiply(f, frag, operand[step], c) for operand, c in zip(operands, out, strict=True)]
+      pace.done.append(out[-1][0])
     stores += [acc[i, d].store(c) for i, c in enumerate(out)]
   return stores
 
