@@ -23,7 +23,11 @@ the mainloop. At D=128, float16, dQ and dK dV: gfx1201 5.8 (205) and 7.5 (245), 
 3.7 (288) and 3.9 (370), without spills; gfx1100, whose operands take twice the registers, spills 10 and 87.
 
 Where LDS does not hold Q and dO both as they are and transposed, as at D=256 on gfx942, dK and dV have a kernel each
-(`SEPARATE`).
+(`SEPARATE`), and also where registers do not hold both sums, as in float32 on gfx1100 at D=64.
+
+In float32 RDNA multiplies three bfloat16 parts, as in `amd_forward`; then operands of the stationary rows are loaded
+and split where they are needed. At D=64, LLVM 22, 2026-11-23: gfx1201 dQ 9.9 (256), dK and dV 12.0 (255); gfx1100 dQ
+22.6 (214), without spills.
 """
 
 from collections.abc import Callable, Sequence
@@ -136,7 +140,8 @@ class Tiles:
     """Choose tiles for a problem and a kernel, see `Tiles.gradients`.
 
     Raises:
-      ValueError: the architecture is unknown, or the head size is too large for LDS even with the smallest tile.
+      ValueError: the architecture is unknown, or the head size is too large for LDS even with the smallest tile, or in
+        parts for the registers.
     """
     arch, Dk, Dv, bits = target.arch, problem.Dk, problem.Dv, 8 * problem.dtype.itemsize
     f = Fragments.of(arch, bits)
@@ -150,6 +155,8 @@ class Tiles:
       if tiles.registers(Dk, Dv) <= (224 if f.lanes == 32 else 340) and tiles.lds_bytes(Dk, Dv) <= target.lds:
         return tiles
     tiles = min(candidates, key=lambda x: x.block)
+    if f.parts > 1 and (needed := tiles.registers(Dk, Dv)) > 224:
+      raise ValueError(f"head size {max(Dk, Dv)}: a tile needs {needed} registers, and 224 are there")
     if (needed := tiles.lds_bytes(Dk, Dv)) > target.lds:
       raise ValueError(f"head size {max(Dk, Dv)}: a tile needs {needed} bytes of LDS, the limit is {target.lds}")
     return tiles

@@ -163,7 +163,7 @@ class Tiles:
     if masked and f.lanes == 32 and not f.repeated:  # RDNA4: LLVM spills the masked loop's values in the full loop
       budget, wanted = 170, (64, 48, 32, 16)
     if f.parts > 1:  # the loop over masked tiles spills otherwise
-      budget = 155 if f.repeated else 140
+      budget, wanted = (190, (16,)) if f.repeated else (140, wanted)
     sizes_n = dict.fromkeys(min(n, round_up(N, least)) for n in wanted if n % least == 0)
     # In parts each tile of queries is split for each tile of keys, which more keys save, and more queries do not.
     two = M // MMA_SIZE if f.parts == 1 else 0
@@ -206,7 +206,8 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   state = State.make(s, tiles.m_tiles, (tiles.m_tiles, ceildiv(Dv, MMA_SIZE), f.result), rules.scaling, group.item)
   # Not `> 0`: tinygrad would assume a comparison to hold throughout the gated index, even in the bounds of its loops.
   exists = head_rules.length.ne(0)
-  sources = [(words_of(head_rules.keys(x), exists), size) for x, size in zip((k, v), tiles.padded(Dk, Dv), strict=True)]
+  keys = [words_of(head_rules.keys(x, q.dtype), exists) for x in (k, v)]
+  sources = list(zip(keys, tiles.padded(Dk, Dv), strict=True))
   threads = tiles.waves * f.lanes
   registers = RegisterPipeline(s, f, tiles.block_n, threads, group.thread, head_rules.length, sources[:1], sources[1:])
   pipeline = KeyTiles(registers, key_range)
@@ -416,4 +417,5 @@ SCHEDULE = Schedule(
   tiles=Tiles,
   pack_gqa=group_of_few,
   split=splits_on_gpu,
+  mixed=True,
 )

@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
-from helpers import on, placed, problem_of
+from helpers import check_attention, inputs, on, placed, problem_of
 from tinygrad import Device, Tensor, dtypes
+from tinygrad.dtype import DType
 
 from uopattn import attention
 from uopattn.dsl.amd.fragments import Fragments
@@ -54,6 +55,18 @@ def test_float32_of_all_exponents(arch: str) -> None:
   gates = [Gate.of_arrays(q, k, v[..., i::2], dtypes.float32, is_causal=True) for i in range(2)]
   assert all(gate.output(out.numpy()[..., i::2]).correct for i, gate in enumerate(gates))
   assert gates[0].lse(lse.numpy()).correct
+
+
+@pytest.mark.parametrize("stored", [dtypes.half, pytest.param(dtypes.bfloat16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("arch", ["gfx942", pytest.param("gfx1201", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+  "sizes", [(1, 4, 2, 1, 300, 24, 40), pytest.param((2, 2, 1, 40, 50, 33, 17), marks=pytest.mark.slow)], ids=str
+)
+def test_keys_and_values_of_16_bits(sizes: tuple[int, int, int, int, int, int, int], arch: str, stored: DType) -> None:
+  """They are widened to float32 where they are loaded, element by element if rows are no whole words."""
+  with on(arch):
+    q, (k, v) = inputs(*sizes, dtypes.float32)[0], inputs(*sizes, stored)[1:]
+    check_attention(q, k, v, is_causal=True, q_start=sizes[4] - sizes[3])
 
 
 def test_tiles_state_their_laws() -> None:

@@ -103,7 +103,7 @@ def mma_abt(
     begun: C, in the tiles of the result; None is 0.
   """
   tiles: list[list[Any]] = [[None] * (rows // MMA_SIZE) for _ in operands] if begun is None else [[*x] for x in begun]
-  pace, right = Pace(f, lds), {}
+  pace, right = Pace(f.parts > 1, lds), {}
   numbers, steps = range(rows // MMA_SIZE), range(len(operands[0]))
   for n, step in ((n, step) for step in steps for n in numbers) if f.parts > 1 else product(numbers, steps):
     after = pace.after()
@@ -120,15 +120,16 @@ class Pace:
   """Lets a product of parts load its operands only once all products but the last are done, for want of registers.
 
   Attributes:
+    slows: whether it does so.
     done: an element of each product so far.
   """
 
-  def __init__(self, f: Fragments, lds: LdsRows):
-    self.f, self.ready, self.done = f, lds.words, [UOp.const(0.0, dtypes.float)] * 2
+  def __init__(self, slows: bool, lds: LdsRows):
+    self.slows, self.ready, self.done = slows, lds.words, [UOp.const(0.0, dtypes.float)] * 2
 
   def after(self) -> tuple[UOp, ...]:
     """What the loads of the next product come after."""
-    return () if self.f.parts == 1 else (ins.read_later(HIP, self.done[-2], self.ready),)
+    return (ins.read_later(HIP, self.done[-2], self.ready),) if self.slows else ()
 
 
 def lane_rows(f: Fragments, rows: int, lane: UOp) -> tuple[UOp, list[int]]:
@@ -200,7 +201,9 @@ def mma_ab(
     lds: A^T (A's columns, A's rows).
     begun: C, in the tiles of acc.
   """
-  stores, pace = [], Pace(f, lds)
+  # On RDNA3 the operands come through LDS: tinygrad would take what comes after their products for after their stores,
+  # and add barriers.
+  stores, pace = [], Pace(f.parts > 1 and not f.repeated, lds)
   for d in range(sizes(acc)[1]):
     out = [tiles[d] for tiles in begun]
     for step in range(len(operands[0])):
