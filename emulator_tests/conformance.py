@@ -26,6 +26,7 @@ from uopattn.kernels import (
   cpu_forward,
   cuda_forward,
   cuda_wide_forward,
+  hopper_float32_forward,
   hopper_forward,
 )
 from uopattn.proof.gate import verify
@@ -166,6 +167,12 @@ def amd_tiles(arch: str) -> st.SearchStrategy[amd_forward.Tiles]:
   )
 
 
+def amd8_tiles(arch: str) -> st.SearchStrategy[amd_forward.Tiles]:
+  least = amd_forward.Tiles.least(Fragments.of(arch, 8))
+  blocks = st.integers(1, 2).map(lambda n: n * least)
+  return amd_tiles(arch).flatmap(lambda x: blocks.map(lambda n: replace(x, block_n=n, bits=8)))
+
+
 def cuda_tiles(step: int = 16, turing: bool = False) -> Callable[[str], st.SearchStrategy[cuda_forward.Tiles]]:
   least = max(step, 16)
   tiles = st.builds(
@@ -211,6 +218,15 @@ def hopper8_tiles(arch: str) -> st.SearchStrategy[hopper_forward.Tiles]:
     st.integers(1, 5),
     st.integers(2, 4),
     st.sampled_from(((), (True,), (True, 2))),
+  )
+
+
+def hopper32_tiles(arch: str) -> st.SearchStrategy[hopper_float32_forward.Tiles]:
+  return st.builds(
+    lambda warpgroups, block_n, stages: hopper_float32_forward.Tiles(warpgroups, 16 * block_n, stages),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(1, 2),
   )
 
 
@@ -269,6 +285,25 @@ SUBJECTS: dict[str, Subject] = {
     flops=16 * 16 * 4,
     products=lambda arch: 1 if arch.startswith("gfx9") else 6 / 4,  # six of parts, each with four times the k
     synchronised=lambda arch: (amd_forward.Tiles(arch, 4, 1, 32, 32),),
+  ),
+  "amd8": Subject(
+    amd_forward,
+    ("gfx950", "gfx1201", "gfx942"),  # gfx942 converts what it reads
+    DTYPES_8,
+    CORNERS
+    | ODD
+    | {
+      "rows of two words": (1, 1, 1, 40, 140, 72, 24),
+      "steps together": (1, 1, 1, 70, 140, 128, 48),
+      "large head": (1, 1, 1, 20, 40, 150, 190),
+    },
+    mistakes.AMD8,
+    small=lambda arch: amd_forward.Tiles(arch, 2, 1, amd_forward.Tiles.least(Fragments.of(arch, 8)), 8),
+    any_tiles=amd8_tiles,
+    head_dims=(1, 8, 15, 24, 33, 40, 80, 128),
+    conflict_free=((64, 64), (33, 48), (128, 128)),
+    synchronised=lambda arch: (amd_forward.Tiles(arch, 8, 1, 64, 8),) if arch == "gfx1201" else (),
+    mistaken=(1, 1, 1, 50, 150, 32, 16),
   ),
   "cuda": Subject(
     cuda_forward,
@@ -348,6 +383,25 @@ SUBJECTS: dict[str, Subject] = {
     mistaken=(1, 1, 1, 50, 150, 32, 16),
     multiprocessors=2,
   ),
+  "hopper32": Subject(
+    hopper_float32_forward,
+    ("sm_90",),
+    (dtypes.float32,),
+    {
+      "smallest": (1, 1, 1, 1, 1, 1, 1),
+      "one query": (2, 2, 2, 1, 150, 32, 32),
+      "odd everywhere": (1, 2, 2, 77, 131, 33, 17),
+      "grouped": (2, 4, 2, 50, 90, 24, 40),
+      "head of 128": (1, 1, 1, 130, 140, 128, 128),
+      "large head of the values": (1, 1, 1, 70, 40, 64, 100),
+    },
+    mistakes.HOPPER32,
+    small=lambda arch: hopper_float32_forward.Tiles(1, 16, 2),
+    any_tiles=hopper32_tiles,
+    head_dims=(1, 8, 15, 40),
+    most_queries=200,
+    synchronised=lambda arch: (hopper_float32_forward.Tiles(2, 16), hopper_float32_forward.Tiles(1, 32, 2)),
+  ),
   "float8": Subject(
     cuda_forward,
     ("sm_89", "sm_90", "sm_120"),
@@ -406,7 +460,7 @@ SUBJECTS: dict[str, Subject] = {
       "odd everywhere": (1, 2, 2, 77, 131, 33, 17),
     },
     mistakes.AMX,
-    small=lambda arch: amx_forward.Tiles(32, 32),
+    small=lambda arch: amx_forward.Tiles(64, 32),  # two pairs of groups
     any_tiles=amx_tiles,
     head_dims=(1, 8, 33, 40),
     most_queries=70,

@@ -1,7 +1,7 @@
 import gc
 import os
 from collections import Counter
-from collections.abc import Generator, Hashable
+from collections.abc import Generator, Hashable, Iterable
 
 import pytest
 from hypothesis import Phase, settings
@@ -26,6 +26,8 @@ LOWERED_AS = {
   "sm_100": "sm_80",
   "sm_120": "sm_89",
 }
+# Kernels made of what others are made of: the quick suite runs these tests of theirs.
+LATER = {"hopper32": ("test_matches_the_oracle",)}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -67,7 +69,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     return
   for item in items:
     tests.setdefault(item.nodeid.split("[")[0], []).append(item)
-  left = {item for cases in tests.values() for item in cover(kinds(cases) if chosen == "quick" else cases)}
+  left: set[pytest.Item] = set()
+  for cases in tests.values():
+    quick = cover(kinds(cases))
+    left.update(quick if chosen == "quick" else cover(cases, quick))
   config.hook.pytest_deselected(items=[item for item in items if item not in left])
   items[:] = [item for item in items if item in left]
 
@@ -87,7 +92,7 @@ def kinds(cases: list[pytest.Item]) -> list[pytest.Item]:
     unknown = wanted - {str(values_of(case)[name]) for case in cases}
     if unknown and not any("::" in x for x in cases[0].config.args):  # which may name some of the cases alone
       raise pytest.UsageError(f"{cases[0].nodeid}: kinds({name}=...) names {sorted(unknown)}, which no case has")
-  cases = [case for case in cases if "slow" not in case.keywords]
+  cases = [case for case in cases if "slow" not in case.keywords and not is_later(case)]
   for name, wanted in named.items():
     cases = [case for case in cases if str(values_of(case)[name]) in wanted]
   texts = {repr(values_of(case)) for case in cases}
@@ -100,11 +105,19 @@ def kinds(cases: list[pytest.Item]) -> list[pytest.Item]:
   return cases if {"arch", "machine"} & named.keys() else [case for case in cases if not represented(case)]
 
 
-def cover(cases: list[pytest.Item]) -> list[pytest.Item]:
+def is_later(case: pytest.Item) -> bool:
+  """Whether the case is of a kernel in `LATER`, and the test none of those listed there."""
+  values = values_of(case)
+  tests = LATER.get(str(values.get("subject", values.get("name"))))
+  return tests is not None and case.nodeid.split("[")[0].split("::")[-1] not in tests
+
+
+def cover(cases: list[pytest.Item], first: Iterable[pytest.Item] = ()) -> list[pytest.Item]:
   """Cases of a test marked `each("dtype", "shape")`: every value of these parameters and every combination of the rest.
 
   Each of them stands in at least one case; which values meet in it changes from case to case. A test without the mark
   keeps all its cases. `each("shape", evenly=True)` takes the values in about equal numbers, not mostly the first one.
+  The cases of `first` are among them.
   """
   if not cases or (mark := cases[0].get_closest_marker("each")) is None:
     return cases
@@ -117,11 +130,17 @@ def cover(cases: list[pytest.Item]) -> list[pytest.Item]:
     waiting |= facts[case]
   found: list[pytest.Item] = []
   taken: Counter[Hashable] = Counter()
+
+  def take(case: pytest.Item) -> None:
+    found.append(case)
+    waiting.difference_update(facts[case])
+    taken.update(facts[case])
+
+  for case in first:
+    take(case)
   while waiting:
     evenly = (lambda case: -sum(taken[x] for x in facts[case])) if mark.kwargs.get("evenly") else (lambda case: 0)
-    found.append(max(cases, key=lambda case: (len(facts[case] & waiting), evenly(case))))
-    waiting -= facts[found[-1]]
-    taken.update(facts[found[-1]])
+    take(max(cases, key=lambda case: (len(facts[case] & waiting), evenly(case))))
   return found
 
 

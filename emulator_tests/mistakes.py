@@ -25,6 +25,7 @@ from uopattn.kernels import (
   cpu_forward,
   cuda_forward,
   cuda_wide_forward,
+  hopper_float32_forward,
   hopper_forward,
 )
 from uopattn.runtime.prepare import compiled
@@ -145,6 +146,16 @@ def without(left_out: tuple[int, int]) -> Callable[[Any], Any]:
 PART_MISTAKES = {
   f"parts {pair[0]} and {pair[1]} not multiplied": Mistake(products, "PAIRS", without(pair)) for pair in PAIRS[3]
 }
+
+
+def p_pairs_exchanged(right: Phase) -> Phase:
+  return lambda dtype, x: right(dtype, [x[2], x[3], x[0], x[1]])
+
+
+AMD8 = {name: mistake for name, mistake in AMD.items() if name != "halves of P exchanged"} | {
+  "pairs of P exchanged": Mistake(products, "word_of_bytes", p_pairs_exchanged),
+  "odd columns are the even ones": Mistake(instructions, "odd_bytes", instead(instructions.even_bytes)),
+}
 AMD32 = {name: mistake for name, mistake in AMD.items() if name != "halves of P exchanged"} | PART_MISTAKES
 
 
@@ -260,6 +271,22 @@ HOPPER8 = nvidia(hopper_forward, hopper_forward, "online_softmax") | {
     lambda right: (
       lambda self, state, out, alphas: right(self, state, out, None if alphas is None else [x * 0 + 1 for x in alphas])
     ),
+  ),
+}
+
+
+def part_left_out(part: int) -> Mistake:
+  def wrong(right: Phase) -> Phase:
+    return lambda *given: [x if i != part else UOp.const(0, dtypes.uint) for i, x in enumerate(right(*given))]
+
+  return Mistake(hopper_float32_forward, "bfloat16_parts", wrong)
+
+
+HOPPER32 = nvidia(hopper_float32_forward, hopper_float32_forward, "online_softmax") | {
+  "the second part left out": part_left_out(1),
+  "the last part left out": part_left_out(2),
+  "keys in another order": Mistake(
+    hopper_float32_forward.Mainloop, "packed", lambda right: lambda self, p: right(self, [row[::-1] for row in p])
   ),
 }
 # What a producer brings, and the jobs of persistent workgroups. The gate must reject these.
@@ -423,17 +450,21 @@ def rest_of_the_head_left_out(right: Phase) -> Phase:
 
 
 def groups_not_rescaled(right: Phase) -> Phase:
-  return lambda s, p, v, state, alpha, stores, inside: right(
-    s, p, v, state, filled(s, alpha, 1.0, inside), stores, inside
-  )
+  return lambda s, state, alpha, *after: right(s, state, filled(s, alpha, 1.0, (alpha, *after)), *after)
 
 
 def groups_not_masked(right: Phase) -> Phase:
-  return lambda s, scores, state, score, inside: right(s, scores, state, lambda x, *rest: x, inside)
+  return lambda s, scores, slot, state, score, inside: right(s, scores, slot, state, lambda x, *rest: x, inside)
 
 
 def groups_masked_late(right: Phase) -> Phase:
-  return lambda s, scores, state, score, inside: right(s, scores, state, lambda x, n, *m: score(x, n - 1, *m), inside)
+  return lambda s, scores, slot, state, score, inside: right(
+    s, scores, slot, state, lambda x, n, *m: score(x, n - 1, *m), inside
+  )
+
+
+def other_pair(right: Phase) -> Phase:
+  return lambda pair, index, pairs: 0
 
 
 def second_group_is_the_first(right: Phase) -> Phase:
@@ -441,11 +472,12 @@ def second_group_is_the_first(right: Phase) -> Phase:
 
 
 def steps_left_out(right: Phase) -> Phase:
-  return lambda s, length, *rest: right(s, 1, *rest)
+  return lambda s, length, *rest, **more: right(s, 1, *rest, **more)
 
 
 AMX = {
-  "no rescale of the accumulator": Mistake(amx_forward, "multiply_pv", groups_not_rescaled),
+  "no rescale of the accumulator": Mistake(amx_forward, "rescale", groups_not_rescaled, {"scale": 3.0}),
+  "weights over those before": Mistake(amx_forward, "slot_of", other_pair),
   "no causal mask on the diagonal": Mistake(amx_forward, "row_maxima", groups_not_masked, {"is_causal": True}),
   "last tile counted twice": Mistake(amx_forward, "row_maxima", groups_not_masked),
   "mask one key late": Mistake(amx_forward, "row_maxima", groups_masked_late, {"is_causal": True}),

@@ -13,6 +13,17 @@ conflicts. Rows of K are permuted so that a lane's keys in S^T are neighbours, a
 a query need all of P^T; they swap halves through rows of LDS that only their wave uses. While a tile is in use,
 `uopattn.dsl.amd.staging` loads the next one from global memory into registers.
 
+In 8 bits (RDNA4, CDNA) P is rounded to the inputs' type. A power of two scales P and l, so it cancels; see
+`p_scale_of`. A word is four elements, and transposing V takes two byte permutations a word. CDNA3 converts what it
+reads and writes (`uopattn.dsl.amd.fnuz`).
+
+In float32 CDNA has a matrix instruction. RDNA multiplies three bfloat16 parts, six products of them for one
+(`uopattn.dsl.gpu.parts`). Counted per clock and compute unit: WMMA has 512 FLOP on RDNA3 and 1024 on RDNA4, so six have
+85 and 171. Multiply-adds have 128, or 256 if LLVM pairs them all, but here each reads a word of K or V from LDS, which
+gives 32 lanes one word a clock: 64 FLOP for each tile of queries in a wave, and float32 leaves registers for one. With
+tiles of queries and keys per lane, in a kernel of its own, LDS would allow about 185, which would pay on RDNA3. Two
+float16 parts would take three products, but no scale per tile holds float32's range.
+
 With few queries, the query heads that share a key head are packed into one tile (GQA packing), the keys are split over
 workgroups, and `kernels/combine.py` combines the splits.
 
@@ -33,6 +44,7 @@ from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import LN2, Scope, gated, sizes
 from uopattn.dsl import instructions as ins
+from uopattn.dsl.amd.fnuz import FNUZ_LARGEST
 from uopattn.dsl.amd.fragments import HIP, MMA_SIZE, Fragments
 from uopattn.dsl.amd.products import (
   LoadOperand,
@@ -52,9 +64,9 @@ from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.packed import words_of
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.rules.softmax import normalize
+from uopattn.dsl.rules.softmax import normalize, p_scale_of
 from uopattn.dsl.rules.tile_range import TileRange
-from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
+from uopattn.dsl.schedule import DTYPES, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
 
 
@@ -67,7 +79,7 @@ class Tiles:
     waves: waves per workgroup.
     m_tiles: tiles of 16 queries per wave.
     block_n: keys per tile.
-    bits: of an element: 16, or 32 for float32, which CDNA multiplies, and RDNA in parts.
+    bits: of an element: 16, 32 for float32, which CDNA multiplies, and RDNA in parts, or 8, which RDNA4 and CDNA do.
   """
 
   arch: str
@@ -87,7 +99,7 @@ class Tiles:
   @staticmethod
   def least(f: Fragments) -> int:
     """The divisor of block_n: a whole step of the second product, and whole pieces of V^T."""
-    return max(f.step, 2 * f.per_chunk * f.pad)
+    return max(f.step, (4 if f.bits == 8 else 2) * f.per_chunk * f.pad)
 
   @property
   def fragments(self) -> Fragments:
@@ -158,8 +170,13 @@ class Tiles:
     # The loop over masked tiles needs many registers then. With kv_lengths, LLVM spills if tiles have fewer keys.
     masked = problem.window != (None, None) or "attn_mask" in problem.features
     masked = masked and "kv_lengths" not in problem.features
+    wanted: tuple[int, ...]
     budget = 200 if f.lanes == 32 else 300  # of 256 and 512: addresses and temporaries need the rest
-    wanted: tuple[int, ...] = (64, 32, 16)
+    wanted, in_turn = (64, 32, 16), (4, 8)
+    if bits == 8:
+      wanted = (least,)
+      if f.lanes == 64:  # eight waves share a large tile; addresses and temporaries take less of their registers
+        budget, in_turn = 360, (8, 4)
     if masked and f.lanes == 32 and not f.repeated:  # RDNA4: LLVM spills the masked loop's values in the full loop
       budget, wanted = 170, (64, 48, 32, 16)
     if f.parts > 1:  # the loop over masked tiles spills otherwise
@@ -167,8 +184,8 @@ class Tiles:
     sizes_n = dict.fromkeys(min(n, round_up(N, least)) for n in wanted if n % least == 0)
     # In parts each tile of queries is split for each tile of keys, which more keys save, and more queries do not.
     two = M // MMA_SIZE if f.parts == 1 else 0
-    candidates = [cls(arch, w, 2, n, bits) for n in sizes_n for w in (4, 8) if 2 * w <= two]
-    candidates += [cls(arch, min(w, waves), 1, n, bits) for n in sizes_n for w in (4, 8)]
+    candidates = [cls(arch, w, 2, n, bits) for n in sizes_n for w in in_turn if 2 * w <= two]
+    candidates += [cls(arch, min(w, waves), 1, n, bits) for n in sizes_n for w in in_turn]
     for enough in (3, 1):  # waves per SIMD, so that one computes while another waits
       for tiles in candidates:
         # On CDNA a SIMD has two waves of a workgroup of eight, which share its registers.
@@ -187,20 +204,23 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   Args:
     o: (heads, M, Dv), the output, in q's dtype; or (heads * splits, M, Dv) float32, the output per split of the keys.
-    q: (heads, M, Dk), float16, bfloat16 or float32.
+    q: (heads, M, Dk), float16, bfloat16 or float32, on RDNA4 and CDNA fp8e4m3 or fp8e5m2.
     k, v: keys and values, as `rules` finds them.
     lse: (heads, M), or (heads * splits, M), float32; receives the log-sum-exp (natural logarithm) of each row.
     rules: masks, score mods and scaling; where the keys are.
     tiles: block sizes.
   """
   (heads, M, Dk), (results, _, Dv), f = sizes(q), sizes(o), tiles.fragments
+  if f.fnuz:  # q.k of converted numbers is a quarter
+    rules = replace(rules, scale=rules.scale * 4)
   s = Scope()
   group = Workgroup(s, heads, ceildiv(M, tiles.block_m), tiles.waves, f.lanes, results // heads, rules.longest_last)
   head_rules = rules.at(group.head)
   block_row = group.block * tiles.block_m
   key_range = head_rules.key_range(block_row, tiles.block_m, tiles.block_n).split(group.split, results // heads)
   p_lds = LdsRows.make(s, f, tiles.block_m, tiles.block_n) if f.repeated else None
-  unit = WaveMma(f, q.dtype, group, tiles, M, p_lds)
+  p_scale = p_scale_of(q.dtype, rules.dropout_p, FNUZ_LARGEST.get(q.dtype) if f.fnuz else None)
+  unit = WaveMma(f, q.dtype, group, tiles, M, p_lds, p_scale)
 
   q_frags = unit.load_queries(HeadView.of(q, group.head, UOp.const(M)))
   state = State.make(s, tiles.m_tiles, (tiles.m_tiles, ceildiv(Dv, MMA_SIZE), f.result), rules.scaling, group.item)
@@ -208,8 +228,10 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   exists = head_rules.length.ne(0)
   keys = [words_of(head_rules.keys(x, q.dtype), exists) for x in (k, v)]
   sources = list(zip(keys, tiles.padded(Dk, Dv), strict=True))
-  threads = tiles.waves * f.lanes
-  registers = RegisterPipeline(s, f, tiles.block_n, threads, group.thread, head_rules.length, sources[:1], sources[1:])
+  threads, of_ocp = tiles.waves * f.lanes, q.dtype if f.fnuz else None
+  registers = RegisterPipeline(
+    s, f, tiles.block_n, threads, group.thread, head_rules.length, sources[:1], sources[1:], of_ocp=of_ocp
+  )
   pipeline = KeyTiles(registers, key_range)
 
   loop = Mainloop(s, unit, pipeline, head_rules, key_range, tiles.block_n)
@@ -269,6 +291,7 @@ class WaveMma:
     tiles: block sizes.
     M: number of queries.
     p_lds: LDS through which the lanes of a query swap P^T; None except on RDNA3.
+    p_scale_log2: P and l are multiplied by 2**p_scale_log2.
   """
 
   f: Fragments
@@ -277,6 +300,7 @@ class WaveMma:
   tiles: Tiles
   M: int
   p_lds: LdsRows | None
+  p_scale_log2: int = 0
 
   @cached_property
   def places(self) -> list[UOp]:
@@ -313,7 +337,8 @@ class WaveMma:
     m_new = row_reduce(f, fmax, by_turns(fmax, [m_old, *scores], 3), self.group.lane)
     if alone(f, m_tiles):
       m_old = ins.pin(HIP, m_old)  # otherwise LLVM loads so much of K ahead that it spills
-    alpha, shifts = ins.exp2(HIP, (m_old - m_new) * scale_log2), twins(f, m_new * -scale_log2, m_tiles)
+    shift = m_new * -scale_log2 + self.p_scale_log2 if self.p_scale_log2 else m_new * -scale_log2
+    alpha, shifts = ins.exp2(HIP, (m_old - m_new) * scale_log2), twins(f, shift, m_tiles)
     p = [ins.exp2(HIP, x * scale_log2 + shifts[i % 2]) for i, x in enumerate(scores)]
     # Sums that run in parallel need more registers, which pays only with two tiles of queries.
     l_new = by_turns(UOp.__add__, [l_old * alpha, *p], 2) if m_tiles > 1 else l_old * alpha + reduce(UOp.__add__, p)
@@ -336,7 +361,9 @@ class WaveMma:
       state.m_i[i].load() * rules.scaling.log2,
       row_reduce(self.f, UOp.__add__, state.l_i[i].load(), self.group.lane),
     )
-    return store_rows(self.f, o, lse, head, row, state.acc[i], m_i, l_i, rules.sink(row), self.group.lane)
+    factor, log2 = normalize(m_i, l_i, rules.sink(row), lambda x: ins.exp2(HIP, x), self.p_scale_log2)
+    factor = factor * 2 if self.f.fnuz else factor  # values, converted, are half
+    return store_rows(self.f, o, lse, head, row, state.acc[i], factor, log2, self.group.lane)
 
 
 def by_turns(operation: Callable[[UOp, UOp], UOp], values: list[UOp], arity: int) -> UOp:
@@ -395,14 +422,12 @@ def store_rows(
   head: UOp,
   row: UOp,
   acc: UOp,
-  m_i: UOp,
-  l_i: UOp,
-  sink: UOp | None,
+  factor: UOp,
+  log2: UOp,
   lane: UOp,
 ) -> list[UOp]:
-  """Store the output and the LSE of a query, unless it is past M; m_i and l_i are in base 2 and over all its keys."""
+  """Store acc times a factor and the LSE, which is in base 2, of a query, unless it is past M; see `normalize`."""
   M = sizes(o)[1]
-  factor, log2 = normalize(m_i, l_i, sink, lambda x: ins.exp2(HIP, x))
   stores = store_acc(f, o, head, row, acc, lambda x: x * factor, lane)
   if lse is not None:
     stores.append(gated(lse, row < M, head, row).store(ins.pin(HIP, log2 * LN2)))
@@ -412,7 +437,7 @@ def store_rows(
 SCHEDULE = Schedule(
   "amd_forward",
   devices=("AMD",),
-  dtypes=DTYPES_16_32,
+  dtypes=DTYPES,
   kernels=(Kernel.forward(forward, Tiles),),
   tiles=Tiles,
   pack_gqa=group_of_few,

@@ -17,7 +17,7 @@ Measured 2026-11-23 on two threads of a Xeon (model 207, clang 19), bfloat16, H=
 D=128; 524 and 567 with delta and the sums of dK and dV, which ran on one thread then. See scripts/results/NOTES.md.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
@@ -31,9 +31,13 @@ from uopattn.dsl.cpu.amx_operands import (
   GROUPS,
   PARTS,
   PRODUCTS,
+  STACK_LIMIT,
   accumulate,
+  check_target,
+  check_tiles,
   cleared,
   filled,
+  fit_stack,
   load_lanes,
   load_pairs,
   load_rows,
@@ -48,8 +52,6 @@ from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.schedule import Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
-
-STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,7 @@ class Tiles:
   parts: int = 1
 
   def __post_init__(self) -> None:
-    units = {"block_m": BLOCK, "block_n": BLOCK, "parts": 1}
-    for name, value in asdict(self).items():
-      if value < 1 or value % units[name]:
-        raise ValueError(f"Tiles.{name}={value}: must be a positive multiple of {units[name]}")
+    check_tiles(self)
 
   def stack_bytes(self, Dk: int, Dv: int, parts: int) -> int:
     """Bytes of all that the docstring of the file lists, with operands in `parts` parts."""
@@ -86,18 +85,13 @@ class Tiles:
     Raises:
       ValueError: the processor has no tiles; the head size is too large for the stack even with the smallest tile.
     """
-    if not target.vector.tiles:
-      raise ValueError(f"{target}: must have tiles of bfloat16 (AMX), and a system that permits them")
+    check_target(target)
     p, parts = problem, PARTS.get(problem.dtype, 1)
     # A tile that is moved back to end at N must be masked, so prefer sizes that divide N.
     block_n = next((n for n in (64, 96, 32) if p.N % n == 0), 64 if p.N > BLOCK else BLOCK)
     largest = 128 if p.is_causal else 256  # under a causal mask a large block sees many keys that are hidden
     block_m = round_up(even(p.M, largest), BLOCK)
-    while (needed := cls(block_m, block_n).stack_bytes(p.Dk, p.Dv, parts)) > STACK_LIMIT:
-      if (block_m, block_n) == (BLOCK, BLOCK):
-        size = max(p.Dk, p.Dv)
-        raise ValueError(f"head size {size}: a tile needs {needed} bytes of stack, the limit is {STACK_LIMIT}")
-      block_m, block_n = max(BLOCK, round_up(block_m // 2, BLOCK)), BLOCK
+    block_m, block_n = fit_stack(lambda *sizes: cls(*sizes).stack_bytes(p.Dk, p.Dv, parts), block_m, block_n, p)
     return cls(block_m, block_n, parts_of(p.B * p.Hkv, p.group * ceildiv(p.M, block_m), target.threads))
 
   @classmethod
@@ -161,19 +155,21 @@ def backward(
 
   length = head_rules.length if rules.kv_lengths is not None or block_n > N else None
   keys, values = (HeadView.of(x, kv_head, head_rules.length) for x in (k, v))
-  k_rows = load_rows(s, k_rows, keys, first, length, *loop.axes)
-  v_rows = load_rows(s, v_rows, values, first, length, *loop.axes)
-  k_t = turned(s, load_pairs(s, k_pairs, keys, first, length, *loop.axes), *loop.axes)
+  k_rows = load_rows(s, k_rows, 0, parts, keys, first, length, *loop.axes)
+  v_rows = load_rows(s, v_rows, 0, parts, values, first, length, *loop.axes)
+  k_t = s.buffer(parts, block_n // STEP, width, LANES, dtype=dtypes.uint)
+  k_t = turned(s, k_t, 0, load_pairs(s, k_pairs, keys, first, length, *loop.axes), *loop.axes)
 
   g = s.axis(block_m // BLOCK)
   inside, group = (*loop.axes, g), g * GROUPS
-  qk = mma_abt(s, k_rows, q_t, group, PRODUCTS[parts], *inside, config)
-  dp = mma_abt(s, v_rows, do_t, group, PRODUCTS[parts], *inside, qk)  # after it: they use the same tiles
+  qk, dp = (s.buffer(GROUPS, block_n, LANES) for _ in range(2))
+  qk = qk.after(mma_abt(s, qk, 0, k_rows, 0, q_t, group, PRODUCTS[parts], *inside, config))
+  dp = dp.after(mma_abt(s, dp, 0, v_rows, 0, do_t, group, PRODUCTS[parts], *inside, qk))  # after it: they share tiles
   gradients = Gradients(head_rules, block.row, start, first, lse_i, delta_i, N if block_n > N else None)
   p, ds = recompute(s, qk, dp, gradients, group)
   p_rows, ds_rows = (s.buffer(parts, block_m // BLOCK, block_n, BLOCK, dtype=dtypes.ushort) for _ in range(2))
   packed, ds_pairs = pack_gradients(s, p_rows, ds_rows, p, ds, g, inside)
-  dq_end = mma_ab(s, dq_t.after(*inside), group, k_t, ds_pairs, *inside, packed).end(g)
+  dq_end = mma_ab(s, dq_t.after(*inside), group, k_t, 0, ds_pairs, 0, *inside, packed).end(g)
   dv_end = add_product(s, dv, call, first, p_rows.after(dq_end), do_pairs, *loop.axes)
   dk_end = add_product(s, dk, call, first, ds_rows.after(dv_end), q_pairs, *loop.axes)
   end = loop.end(dk_end)

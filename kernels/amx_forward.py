@@ -8,22 +8,30 @@ and for each of these over its pairs of 16 query rows, one query per lane:
 K, row by row, and V^T are left operands (A) of tile products, Q^T and P^T right ones (B), in pairs; see
 `uopattn.dsl.cpu.amx`. Four tiles are accumulators, 2 by 2, so that each operand's tile serves two products.
 
-Storage, all on the stack: Q^T, packed once per block, and O^T, sized for the second-level cache; a tile of K and V,
-packed once per block and tile of keys; S^T and P^T of 32 queries. Head sizes are padded with zeros to multiples of 32.
-Keys that do not exist are zeros, and are hidden.
+Tiles multiply while vectors compute weights: between the weights of a few keys of one pair stand steps of Q K^T of the
+pair after it, and then of P V of the pair before it, near enough to each other for a processor to overlap them. This
+goes on from one tile of keys to the next. m follows the row maximum only where weights would exceed 2**8, as in
+FlashAttention-4, so that O^T is seldom rescaled.
+
+Storage, all on the stack: Q^T, packed once per block, and O^T, sized for the caches; two tiles of K and of V, packed
+once per block and tile of keys; S^T and P^T of two pairs. Head sizes are padded with zeros to multiples of 32. Keys
+that do not exist are zeros, and are hidden.
 
 float16 is the sum of two bfloat16 numbers, its parts, by cutting off: Q, K, V and P are stored in two parts, and a
 product takes three or four products of parts. The second part of an infinity is NaN. Denormal bfloat16 count as 0.
 float32 would take three parts, which is slower than `cpu_forward`.
 
-Measured 2026-11-23 on a Xeon (model 207, clang 19), bfloat16, H=8 N=1024, two threads: 780 GFLOP/s at D=64, 667 to 813
-at D=128; 16 threads: 2919 and 3847. See scripts/results/NOTES.md.
+Measured 2026-11-23 on a Xeon (model 207) that others use too, bfloat16, in turns with PyTorch 2.11, GFLOP/s and the
+ratio. H=8 N=1024 on two threads: D=64 684 (1.7), D=128 1132 (2.0), in float16 434 (2.0) and 504 (2.2). On 16 threads:
+N=1024 D=64 3617 (1.7) and D=128 4930 (1.7), N=4096 D=64 5289 (2.5), causal at N=2048 D=64 3058 (2.0) and D=128 4553
+(3.0). Before products stood among weights it had 585 and 1000 in the first two rows, in the same run. See
+scripts/results/NOTES.md.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
-from math import inf, prod
+from math import inf
 from typing import NamedTuple
 
 from tinygrad import UOp, dtypes
@@ -31,18 +39,24 @@ from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import KernelInfo
 
 from uopattn.dsl import LN2, Scope, clamp, exp2, gated, sizes
-from uopattn.dsl.cpu.amx import EXP2, LANES, PAIR, ROW_BYTES, STEP, scale_rows, tile_config, tile_release, weigh
+from uopattn.dsl.cpu.amx import LANES, PAIR, ROW_BYTES, STEP, scale_rows, tile_config, tile_release, weigh
 from uopattn.dsl.cpu.amx_operands import (
   BLOCK,
   GROUPS,
   PARTS,
   PRODUCTS,
+  STACK_LIMIT,
+  Between,
+  check_target,
+  check_tiles,
   filled,
+  fit_stack,
   load_lanes,
   load_pairs,
   load_rows,
   mma_ab,
   mma_abt,
+  nothing,
   store_rows,
   turned,
 )
@@ -53,8 +67,8 @@ from uopattn.dsl.rules.softmax import lowest, normalize_rows
 from uopattn.dsl.schedule import FEW, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
 
-STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
 UNROLL = 4  # rows of S^T whose maxima are taken apart
+LAZY = 8  # weights are at most 2**LAZY; see `update_maxima`
 
 
 @dataclass(frozen=True)
@@ -73,16 +87,13 @@ class Tiles:
   blocks_per_call: int = 1
 
   def __post_init__(self) -> None:
-    for name, unit in (("block_m", GROUPS * LANES), ("block_n", BLOCK), ("blocks_per_call", 1)):
-      value = getattr(self, name)
-      if value < 1 or value % unit:
-        raise ValueError(f"Tiles.{name}={value}: must be a positive multiple of {unit}")
+    check_tiles(self)
 
   def stack_bytes(self, Dk: int, Dv: int, parts: int) -> int:
-    """Bytes of Q^T and O^T, of a tile of K and of V, of S^T before and after masks, and of P^T."""
+    """Bytes of Q^T and O^T, of two tiles of K and of V, of V in pairs, and of S^T, with masks too, and P^T, twice."""
     Dk, Dv = round_up(Dk, STEP), round_up(Dv, STEP)
     of_queries = self.block_m * (2 * parts * Dk + 4 * Dv)
-    return of_queries + 2 * parts * self.block_n * (Dk + 2 * Dv) + GROUPS * LANES * self.block_n * (8 + 2 * parts)
+    return of_queries + self.block_n * (2 * parts * (2 * Dk + 3 * Dv) + BLOCK * (12 + 4 * parts))
 
   @classmethod
   def choose(cls, problem: Problem, target: Target) -> "Tiles":
@@ -91,22 +102,31 @@ class Tiles:
     Raises:
       ValueError: the processor has no tiles; the head size is too large for the stack even with the smallest tile.
     """
-    if not target.vector.tiles:
-      raise ValueError(f"{target}: must have tiles of bfloat16 (AMX), and a system that permits them")
+    check_target(target)
     p, parts = problem, PARTS.get(problem.dtype, 1)
     # A tile that is moved back to end at N must be masked, so prefer sizes that divide N.
-    usual = 128 if max(p.Dk, p.Dv) > 96 and parts == 1 else 64
+    usual = 128 if parts == 1 and (max(p.Dk, p.Dv) > 96 or not p.is_causal) else 64
     block_n = next((n for n in (usual, 64, 96, 128, 32) if p.N % n == 0), usual if usual < p.N else BLOCK)
     largest = 256 if p.is_causal else 512  # under a causal mask a large block sees many keys that are hidden
-    block_m = round_up(even(p.M, largest), GROUPS * LANES)
+    block_m = round_up(even(p.M, largest), BLOCK)
     while block_m > 128 and p.heads * ceildiv(p.M, block_m) < 2 * target.threads:
-      block_m = round_up(block_m // 2, GROUPS * LANES)
-    while (needed := cls(block_m, block_n).stack_bytes(p.Dk, p.Dv, parts)) > STACK_LIMIT:
-      if (block_m, block_n) == (GROUPS * LANES, BLOCK):
-        size = max(p.Dk, p.Dv)
-        raise ValueError(f"head size {size}: a tile needs {needed} bytes of stack, the limit is {STACK_LIMIT}")
-      block_m, block_n = max(GROUPS * LANES, round_up(block_m // 2, GROUPS * LANES)), BLOCK
+      block_m = round_up(block_m // 2, BLOCK)
+    block_m, block_n = fit_stack(lambda *sizes: cls(*sizes).stack_bytes(p.Dk, p.Dv, parts), block_m, block_n, p)
     return cls(block_m, block_n, blocks_per_call(p, block_m, target.threads))
+
+  @classmethod
+  def candidates(cls, problem: Problem, target: Target) -> "list[Tiles]":
+    """The chosen tiles, and others that may be faster: blocks of more or fewer queries, tiles of other lengths."""
+    p, best, parts = problem, cls.choose(problem, target), PARTS.get(problem.dtype, 1)
+    shapes = [(block_m, best.block_n) for block_m in (64, 128, 256, 512)]
+    shapes += [(block_m, block_n) for block_m in (128, 256) for block_n in (64, 128)]
+    found = [best]
+    for most, block_n in shapes:
+      block_m = round_up(even(p.M, most), BLOCK)
+      tiles = cls(block_m, block_n, blocks_per_call(p, block_m, target.threads))
+      if block_n <= max(p.N, BLOCK) and tiles.stack_bytes(p.Dk, p.Dv, parts) <= STACK_LIMIT:
+        found.append(tiles)
+    return list(dict.fromkeys(found))
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
@@ -131,32 +151,62 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   config = tile_config(*outer)
   q_t = load_lanes(s, HeadView.of(q, head, UOp.const(M)), row, block_m, parts, outer)
   groups, widths = block_m // LANES, [round_up(x, STEP) for x in (Dk, Dv)]
+  pairs = groups // GROUPS
   acc, m_i, l_i = (
     filled(s, x, dtypes.float, groups, *shape, LANES, within=outer)
     for x, *shape in ((0.0, widths[1]), (lowest(scaling),), (0.0,))
   )
-  k_rows = filled(s, 0, dtypes.ushort, parts, block_n, widths[0], within=outer)
   v_pairs = filled(s, 0, dtypes.uint, parts, block_n // PAIR, widths[1], within=outer)
+  # Of two tiles, and of two pairs of groups: the products of one run while the weights of the next are computed. Those
+  # before the first are 0, and so is what is added then.
+  turns = min(pairs, 2)
+  k_tiles = filled(s, 0, dtypes.ushort, turns * parts, block_n, widths[0], within=outer)
+  v_tiles = filled(s, 0, dtypes.uint, turns * parts, block_n // STEP, widths[1], LANES, within=outer)
+  weights = filled(s, 0, dtypes.uint, turns * GROUPS, parts, block_n // PAIR, LANES, within=outer)
+  scores = s.buffer(turns * GROUPS, block_n, LANES)
 
   key_range = head_rules.key_range(row, block_m, block_n)
+  length = head_rules.length if rules.kv_lengths is not None or block_n > N else None
+  products = PRODUCTS[parts] + ((1, 1),) * (parts == 2 and lse is not None)  # the LSE is float32
+
+  def tile_at(position: UOp, *axes: UOp) -> tuple[UOp, UOp, HeadRules]:
+    """The first key that a tile adds, its first key, as the last tile is moved back to end at N, and its rules."""
+    start = key_range.tile(clamp(position, 0, n_tiles - 1)) * block_n
+    first = clamp(start, 0, max(0, N - block_n))
+    return start, first, head_rules.of_tile(s, first, block_n, axes)
+
+  def load_keys(position: UOp, *axes: UOp) -> UOp:
+    _, first, its_rules = tile_at(position, *axes)
+    first = first.cast(dtypes.long)  # of sums with constants in 32 bits clang makes no vector loads
+    return load_rows(s, k_tiles, position % turns * parts, parts, its_rules.keys(k), first, length, *axes)
+
+  def multiply_qk(
+    keys: UOp, turn: UOp, pair: UOp | int, slot: UOp | int, *after: UOp, between: Between = nothing
+  ) -> UOp:
+    return mma_abt(s, scores, slot, keys, turn * parts, q_t, pair * GROUPS, products, *after, between=between)
+
   loop = s.loop(
     key_range.n_tiles if key_range.n_tiles.vmin < key_range.n_tiles.vmax else int(key_range.n_tiles.vmax), *outer
   )
-  start = key_range.tile(clamp(loop.index, 0, n_tiles - 1)) * block_n  # first key that this trip adds
-  first = clamp(start, 0, max(0, N - block_n))  # first key of the tile: the last tile is moved back to end at N
-  head_rules = head_rules.of_tile(s, first, block_n, loop.axes)
-  length = head_rules.length if rules.kv_lengths is not None or block_n > N else None
-  k_tile = load_rows(s, k_rows, head_rules.keys(k), first, length, *loop.axes)
-  v_tile = turned(s, load_pairs(s, v_pairs, head_rules.keys(v), first, length, *loop.axes), *loop.axes)
-
-  g = s.axis(block_m // (GROUPS * LANES))
-  inside = (*loop.axes, g)
+  begun: tuple[UOp, ...] = (config,)
+  if pairs > 1:
+    last = key_range.n_tiles - 1  # the loop counts down
+    keys, place = load_keys(last, *outer), (last % turns, 0, slot_of(0, last, pairs))
+    begun = (multiply_qk(keys, *place, *outer, config),)
+  turn = loop.index % turns
+  start, first, here = tile_at(loop.index, *loop.axes)
+  v_pairs = load_pairs(s, v_pairs, here.keys(v), first, length, *loop.axes)
+  v_tile = turned(s, v_tiles, turn * parts, v_pairs, *loop.axes)
+  # Q K^T is a pair of groups ahead, so that the last pair of a tile needs the next tile.
+  keys = load_keys(clamp(loop.index - (turns - 1), 0, n_tiles - 1), *loop.axes, *begun)
+  if pairs == 1:
+    begun = (multiply_qk(keys, turn, 0, 0, *loop.axes, config),)
+  g = s.axis(pairs)
+  inside, slot = (*loop.axes, g, *begun), slot_of(g, loop.index, pairs)
   state = State(acc.after(*inside), m_i.after(*inside), l_i.after(*inside), g * GROUPS)
-  products = PRODUCTS[parts] + ((1, 1),) * (parts == 2 and lse is not None)  # the LSE is float32
-  scores = mma_abt(s, k_tile, q_t, state.group, products, *inside, config)
 
   moved = start if N % block_n and block_n < N else None
-  low, high = key_bounds(s, head_rules, row, first, moved, block_n, state.group, inside)
+  low, high = key_bounds(s, here, row, first, moved, block_n, state.group, inside)
 
   def score(product: UOp, n: UOp, j: int, m: UOp) -> UOp:
     """The score of a key of the tile; -inf if it is hidden, was in the tile before, or does not exist."""
@@ -164,20 +214,52 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     place = n.cast(dtypes.float)
     hidden = [] if high is None else [place > high[j, m].load()]
     hidden += [] if low is None else [place < low[j, m].load()]
-    hidden += head_rules.hidden_by_masks(query, key)
+    hidden += here.hidden_by_masks(query, key)
     x = product if scaling.pre == 1 else product * scaling.pre
-    x = head_rules.apply_score_mods(x, query, key)
+    x = here.apply_score_mods(x, query, key)
     return reduce(UOp.__or__, hidden).where(-inf, x) if hidden else x
 
-  scores, m_new = row_maxima(s, scores, state, score, inside)
-  p, stores, alpha = exponentiate(s, scores, m_new, state, q_t, scaling.log2, parts, 3 if lse is None else 5, inside)
-  end = loop.end(multiply_pv(s, p, v_tile, state, alpha, stores, inside).end(g))
+  seen, at, highest = row_maxima(s, scores.after(*inside), slot, state, score, inside)
+  shift, alpha = update_maxima(s, state, highest, scaling.log2, inside)
+  rescaled = rescale(s, state, alpha, shift)
+  l_tile = s.assign(s.buffer(GROUPS, LANES), lambda j, m: 0.0, within=inside)  # apart: a long sum loses digits
+  degree = 5 if lse is not None or parts > 1 else 3
+  weighing = Weighing(weights.after(*inside), slot, seen, at, shift, l_tile, scaling.log2, degree)
+  done: tuple[UOp, ...] = (*inside, seen, rescaled, l_tile)
+  if pairs == 1:
+    end = mma_ab(s, state.acc, 0, v_tile, 0, weights, 0, *weighing.rows(0, block_n, *done))
+  else:
+    steps = [block_n // BLOCK * (width // STEP) for width in widths]
+    rows = weighing.rows_per_step(steps)
+    wraps = g.eq(pairs - 1)
+    following = keys, wraps.where(turns - 1 - turn, turn), wraps.where(0, g + 1)
+    end = multiply_qk(*following, GROUPS - slot, *done, between=weighing.between(0, rows[0]))
+    weighed = rows[0] * steps[0]
+    values = v_tile, g.eq(0).where(turns - 1 - turn, turn) * parts
+    previous = g.eq(0).where(pairs - 1, g - 1) * GROUPS
+    end = mma_ab(
+      s, state.acc, previous, *values, weights, GROUPS - slot, end, between=weighing.between(weighed, rows[1])
+    )
+    weighed += rows[1] * steps[1]
+    (end,) = weighing.rows(weighed, block_n - weighed, end)
+  j, m = s.axis(GROUPS), s.axis(LANES)
+  l_new = state.l_i.after(end)[state.group + j, m]
+  end = loop.end(l_new.store(l_new.load() + l_tile.after(end)[j, m].load()).end(j, m).end(g))
+  if pairs > 1:
+    end = mma_ab(s, acc.after(end), (pairs - 1) * GROUPS, v_tiles, 0, weights, slot_of(pairs - 1, 0, pairs), end)
 
   acc, m_i, l_i = (x.after(end) for x in (acc, m_i, l_i))
   stores = store_outputs(s, o, lse, head, row, acc, m_i, l_i, scaling.log2, head_rules, outer)
   name = f"attention_{heads}_{rules.kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
   # The tag keeps tinygrad from rearranging the axes.
   return UOp.group(*stores, tile_release(end)).end(*outer).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
+
+
+def slot_of(pair: UOp | int, index: UOp | int, pairs: int) -> UOp | int:
+  """The first of the two groups of scores, and of weights, of a pair; neighbours in time have different ones."""
+  if pairs == 1:
+    return 0
+  return (pair + index * (pairs % 2)) % 2 * GROUPS
 
 
 class State(NamedTuple):
@@ -231,14 +313,23 @@ def key_bounds(
 
 
 def row_maxima(
-  s: Scope, scores: UOp, state: State, score: Callable[[UOp, UOp, int, UOp], UOp], inside: tuple[UOp, ...]
-) -> tuple[UOp, UOp]:
-  """Apply masks and score mods, where there are any; return the scores and the new row maxima, (2, 16)."""
-  block_n, m_new = sizes(scores)[1], s.buffer(GROUPS, LANES)
+  s: Scope,
+  scores: UOp,
+  slot: UOp | int,
+  state: State,
+  score: Callable[[UOp, UOp, int, UOp], UOp],
+  inside: tuple[UOp, ...],
+) -> tuple[UOp, UOp | int, UOp]:
+  """Apply masks and score mods, where there are any, to scores[slot] and scores[slot + 1].
+
+  Returns:
+    The scores and the first of the two groups in it, and the row maxima with those before, (2, 16).
+  """
+  block_n, highest = sizes(scores)[1], s.buffer(GROUPS, LANES)
   zero, product = UOp.const(0), UOp.const(0.0, dtypes.float)
   changes = score(product, zero, 0, zero) is not product
   # Not in place: of a store that may leave a number as it is tinygrad makes a branch.
-  changed = s.buffer(GROUPS, block_n, LANES).after(*inside) if changes else scores
+  changed, at = (s.buffer(GROUPS, block_n, LANES).after(*inside), 0) if changes else (scores, slot)
   for j in range(GROUPS):
     best, m = s.buffer(UNROLL, LANES), s.axis(LANES)
     # Rows are unrolled: of a loop over them some compilers make scattered stores.
@@ -249,7 +340,7 @@ def row_maxima(
       stores = []
       for r in range(UNROLL):
         n = i * UNROLL + r
-        found = score(scores[j, n, m].load(), n, j, m)
+        found = score(scores[slot + j, n, m].load(), n, j, m)
         stores += [before[r, m].store(before[r, m].load().maximum(found))]
         stores += [changed[j, n, m].store(found)] if changes else []
       return [UOp.group(*stores).end(m)]
@@ -257,64 +348,102 @@ def row_maxima(
     best = add_steps(s, best, block_n // UNROLL, step)
     changed = changed.after(best)
     m = s.axis(LANES)
-    highest = reduce(UOp.maximum, (best[r, m].load() for r in range(UNROLL)))
-    m_new = m_new.after(m_new.after(*inside)[j, m].store(highest).end(m))
-  return changed, m_new
+    found = reduce(UOp.maximum, (best[r, m].load() for r in range(UNROLL)))
+    highest = highest.after(highest.after(*inside)[j, m].store(found).end(m))
+  return changed, at, highest
 
 
-def exponentiate(
-  s: Scope,
-  scores: UOp,
-  m_new: UOp,
-  state: State,
-  q_t: UOp,
-  scale_log2: float,
-  parts: int,
-  degree: int,
-  inside: tuple[UOp, ...],
-) -> tuple[UOp, list[UOp], UOp]:
-  """Compute P^T as right operands, (2, parts, block_n / 2, 16) pairs; return it, the stores of m and l, and alpha."""
-  block_n = sizes(scores)[1]
-  p = s.buffer(GROUPS, parts, block_n // PAIR, LANES, dtype=dtypes.uint)
+def update_maxima(s: Scope, state: State, highest: UOp, scale_log2: float, inside: tuple[UOp, ...]) -> tuple[UOp, UOp]:
+  """Return m_i in base 2, (2, 16), and alpha, the factor on sums so far, (2, 16), where m_i follows the row maxima.
 
-  def old(x: UOp) -> Callable[[UOp, UOp], UOp]:
-    return lambda j, m: x[state.group + j, m].load()
-
-  m_old, l_old = old(state.m_i), old(state.l_i)
-  shift = s.assign(s.buffer(GROUPS, LANES), lambda j, m: m_new[j, m] * scale_log2, within=inside)
-  alpha = s.assign(s.buffer(GROUPS, LANES), lambda j, m: exp2((m_old(j, m) - m_new[j, m]) * scale_log2), within=inside)
-  l_tile = s.assign(s.buffer(GROUPS, LANES), lambda j, m: 0.0, within=inside)  # apart: a long sum loses digits
-  degree = degree if parts == 1 else max(EXP2)
-  done: tuple[UOp, ...] = (*inside, scores, shift, l_tile)
-  for j in range(GROUPS):
-    places = p.after(*inside)[j, 0, 0, 0], scores[j, 0, 0], shift[j, 0], l_tile[j, 0]
-    done = (weigh(*places, scale_log2, block_n, parts, degree, soon_read(state, q_t, j), *done),)
-  l_tile = l_tile.after(*done)
-  group, m = s.axis(GROUPS), s.axis(LANES)
-  place = state.group + group
-  l_new = l_old(group, m) * alpha[group, m] + l_tile[group, m]
-  stores = [state.l_i[place, m].store(l_new), state.m_i.after(alpha)[place, m].store(m_new[group, m])]
-  return p.after(*done), [UOp.group(*stores).end(group, m)], alpha
-
-
-def soon_read(state: State, q_t: UOp, j: int) -> tuple[tuple[UOp, int], tuple[UOp, int]]:
-  """O^T of a group, and Q^T of the group that comes after the two, with their bytes: both are in the L2 cache."""
-  groups, *shape = sizes(q_t)
-  following = clamp(state.group + GROUPS + j, 0, groups - 1)
-  return (state.acc[state.group + j, 0, 0], ROW_BYTES * sizes(state.acc)[1]), (
-    q_t[following, 0, 0, 0],
-    prod(shape) * q_t.dtype.itemsize,
+  It follows where a maximum is more than `LAZY` above it: weights may be up to 2**LAZY, and accumulators are seldom
+  rescaled. Stores m_i and l_i.
+  """
+  rise = LAZY / scale_log2
+  m_new, shift, alpha = (s.buffer(GROUPS, LANES).after(*inside) for _ in range(3))
+  j, m = s.axis(GROUPS), s.axis(LANES)
+  m_old, found = state.m_i[state.group + j, m].load(), highest[j, m].load()
+  m_new = m_new.after(m_new[j, m].store((found > m_old + rise).where(found, m_old)).end(j, m))
+  j, m = s.axis(GROUPS), s.axis(LANES)
+  m_old, found = state.m_i[state.group + j, m].load(), m_new[j, m].load()
+  stores = shift[j, m].store(found * scale_log2), alpha[j, m].store(exp2((m_old - found) * scale_log2))
+  end = UOp.group(*stores).end(j, m)
+  j, m = s.axis(GROUPS), s.axis(LANES)
+  l_i = state.l_i.after(end)[state.group + j, m]
+  stores = (
+    state.m_i.after(end)[state.group + j, m].store(m_new[j, m].load()),
+    l_i.store(l_i.load() * alpha.after(end)[j, m].load()),
   )
+  end = UOp.group(*stores).end(j, m)
+  return shift.after(end), alpha.after(end)
 
 
-def multiply_pv(
-  s: Scope, p: UOp, v_tile: UOp, state: State, alpha: UOp, stores: list[UOp], inside: tuple[UOp, ...]
-) -> UOp:
-  """Compute O^T = O^T alpha + V^T P^T of two groups of queries."""
-  done: tuple[UOp, ...] = (*inside, p, alpha, *stores)
+def rescale(s: Scope, state: State, alpha: UOp, *after: UOp) -> UOp:
+  """Multiply the accumulators of two groups of queries by alpha. A statement."""
+  done: tuple[UOp, ...] = (alpha, *after)
   for j in range(GROUPS):
-    done = (scale_rows(state.acc[state.group + j, 0, 0], alpha[j, 0], sizes(v_tile)[2], *done),)
-  return mma_ab(s, state.acc, state.group, v_tile, p, *done)
+    done = (scale_rows(state.acc[state.group + j, 0, 0], alpha[j, 0], sizes(state.acc)[1], *done),)
+  return done[0]
+
+
+class Weighing(NamedTuple):
+  """The weights of two groups of queries, which are computed in parts, between tile products.
+
+  Attributes:
+    weights: P^T as right operands, (groups, parts, block_n / 2, 16) pairs.
+    slot: the first of the two groups in it.
+    scores: (groups, block_n, 16) float32.
+    at: the first of the two groups in them.
+    shift: what is subtracted in the exponent, (2, 16).
+    sums: receive the sums of the weights, (2, 16).
+    factor: factor on the scores.
+    degree: of the polynomial, see `weigh`.
+  """
+
+  weights: UOp
+  slot: UOp | int
+  scores: UOp
+  at: UOp | int
+  shift: UOp
+  sums: UOp
+  factor: float
+  degree: int
+
+  def rows_per_step(self, steps: list[int]) -> list[int]:
+    """How many keys to weigh per step of Q K^T, and of P V, so that they last for all steps; an even number."""
+    block_n = sizes(self.scores)[1]
+    rows = block_n // sum(steps) // PAIR * PAIR
+    if rows:
+      return [rows, rows]
+    return [PAIR, 0] if PAIR * steps[0] <= block_n else [0, 0]
+
+  def between(self, first: int, rows: int) -> Between:
+    """Weigh so many keys per step, from `first` on; those of one group in each half of the step."""
+    if rows == 0:
+      return nothing
+    return lambda step, half, done: (self._of_group(half, step * (rows // PAIR) + first // PAIR, rows, *done),)
+
+  def rows(self, first: int, count: int, *after: UOp) -> tuple[UOp, ...]:
+    """Weigh `count` keys from `first` on, of both groups."""
+    done = after
+    for j in range(GROUPS if count else 0):
+      done = (self._of_group(j, UOp.const(first // PAIR), count, *done),)
+    return done
+
+  def _of_group(self, j: int, pair: UOp, rows: int, *after: UOp) -> UOp:
+    _, parts, pairs, _ = sizes(self.weights)
+    return weigh(
+      self.weights[self.slot + j, 0, pair, 0],
+      self.scores[self.at + j, pair * PAIR, 0],
+      self.shift[j, 0],
+      self.sums[j, 0],
+      self.factor,
+      rows,
+      pairs * ROW_BYTES,
+      parts,
+      self.degree,
+      *after,
+    )
 
 
 def store_outputs(

@@ -20,9 +20,9 @@ registers just before use, two instructions per element. Three tf32 products tak
 bfloat16 parts would, which take more splitting; three of float16 parts would take half of that, but need scaling, as
 float16 has fewer exponents. At peak rates an H200's tensor cores allow 165 TFLOP/s that way, of which `mma.sync`
 reaches about two thirds, and its FMA units 67; an A100's 52 and 19.5. On sm_86, sm_89 and sm_120 tf32 has the peak rate
-of FMA, so three products have a third of it. Not yet timed.
+of FMA, so three products have a third of it. At D=64 tiles have 64 keys where two workgroups fit a multiprocessor.
 
-With 8-bit inputs P is rounded to their type. A power of two scales P and l, so it cancels; see `P_SCALE_LOG2`.
+With 8-bit inputs P is rounded to their type. A power of two scales P and l, so it cancels; see `p_scale_of`.
 
 With few queries the time goes into reading the keys. The query heads that share a key head are then packed into one
 tile (GQA packing), so that each key is read once for all of them. The keys are split over as many workgroups as fill
@@ -34,6 +34,11 @@ the ratio to FlashAttention-2 in the same run, both in turns that follow kernels
     D=128, causal  317    1.04    4 warps, 48 keys
     D=64           315    1.07    4 warps, 64 keys
     D=64, causal   296    1.08
+In float32 (B=4, H=16, N=4096), and the ratio to PyTorch's memory-efficient attention, its fastest in float32:
+    D=64           64     1.83    4 warps, 64 keys
+    D=64, causal   62     1.89    4 warps, 64 keys
+    D=128          65     1.40    4 warps, 32 keys
+    D=128, causal  61     1.36    4 warps, 32 keys
 Right after cuDNN's kernel, which leaves the GPU a lower clock, D=128 has 328 and 305; see scripts/results/NOTES.md.
 Decode, one query, D=128, 32/8 heads (2026-11-22): 4277 GB/s of keys and values at B=16 N=8192, 3139 at B=1 N=8192 (11.2
 us in a CUDA graph), 4132 at B=1 N=131072. On sm_80 nvcc 13 spills with softcap: 444 bytes at D=64, 236 at D=128. On
@@ -69,7 +74,7 @@ from uopattn.dsl.nvidia.mma_layout import (
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.rules.softmax import P_SCALE_LOG2, online_softmax
+from uopattn.dsl.rules.softmax import online_softmax, p_scale_of
 from uopattn.dsl.schedule import DTYPES, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
 
@@ -214,7 +219,7 @@ class Tiles:
     warps, keys = min(WARPS, ceildiv(problem.M, MMA_M)), round_up(problem.N, max(step, PAIR))
 
     if step == 8 and not problem.tf32:
-      exact = ((warps, 32), (warps, 16), (min(warps, 2), 16))
+      exact = ((warps, 64),) * (problem.M > STREAMING) + ((warps, 32), (warps, 16), (min(warps, 2), 16))
       return [cls(w, 1, min(n, keys), 2, step, in_registers=False) for w, n in exact]
 
     def of(sizes: Sequence[tuple[int, int]]) -> list["Tiles"]:
@@ -270,12 +275,12 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   if tiles.step * q.dtype.itemsize != STEP_BYTES:
     raise ValueError(f"Tiles.step={tiles.step}: must be {STEP_BYTES // q.dtype.itemsize} for {q.dtype}")
   (heads, M, Dk), (results, _, Dv), block_m = sizes(q), sizes(o), tiles.block_m
-  blocks, p_scale_log2 = ceildiv(M, block_m), P_SCALE_LOG2.get(q.dtype, 0)
+  blocks, p_scale = ceildiv(M, block_m), p_scale_of(q.dtype, rules.dropout_p)
   s = Scope()
   group = Workgroup(s, heads, blocks, tiles.warps, WARP, results // heads, rules.longest_last)
   head_rules = rules.at(group.head)
   key_range = head_rules.key_range(group.block * block_m, block_m, tiles.block_n).split(group.split, results // heads)
-  unit = WarpMma(Mma(s, q.dtype, tiles.turing, tiles.parts), group, tiles, p_scale_log2)
+  unit = WarpMma(Mma(s, q.dtype, tiles.turing, tiles.parts), group, tiles, p_scale)
 
   state = State.make(s, len(unit.rows), (tiles.m_tiles, round_up(Dv, PAIR) // MMA_N, 4), rules.scaling, group.item)
   q_tile, k_tiles, v_tiles = tiles.panels(s, Dk, Dv)

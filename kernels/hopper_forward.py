@@ -66,7 +66,7 @@ from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline, fits, loop
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.rules.softmax import P_SCALE_LOG2, Scaling, lowest, online_softmax
+from uopattn.dsl.rules.softmax import Scaling, lowest, online_softmax, p_scale_of
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
 from uopattn.dsl.schedule import DTYPES_8, DTYPES_16, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
@@ -342,7 +342,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   stores = []
   for half, row in enumerate(rows):
     m, l, sink = m_i[half].load() * rules.scaling.log2, l_i[half].load(), mine.rules.sink(row)
-    stores += store_row(o, lse, mine.head, row, half, acc, m, l, sink, group.lane, P_SCALE_LOG2.get(q.dtype, 0))
+    stores += store_row(o, lse, mine.head, row, half, acc, m, l, sink, group.lane, p_scale_of(q.dtype))
   if counts is not None:
     stores = [UOp.group(*stores, counts.add(mine.key_range.n_tiles, *stores)).end(trip)]
   return group.kernel(f"attention_{heads}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
@@ -572,7 +572,7 @@ class Mainloop:
     for half, row in enumerate(self.rows):
       products = [scores[4 * n + 2 * half + e].load() for n in range(block_n // MMA_N) for e in range(2)]
       seen = self.rules.scores(products, row, first, columns(block_n // MMA_N), masked)
-      old, scale = (state.m_i[half].load(), state.l_i[half].load()), P_SCALE_LOG2.get(self.dtype, 0)
+      old, scale = (state.m_i[half].load(), state.l_i[half].load()), p_scale_of(self.dtype)
       p, m_new, l_new, alpha = online_softmax(CUDA, seen, factor, *old, row_reduce, scale)
       p = self.rules.weights(p, row, first, columns(block_n // MMA_N), masked)
       parts.append([ins.pack_word(CUDA, p[i : i + per], self.dtype) for i in range(0, len(p), per)])

@@ -34,8 +34,8 @@ from uopattn.runtime.clang import find_clang
 
 ARCHES = ("gfx1100", "gfx1151", "gfx1201", "gfx942", "gfx950")
 KERNELS = ("fwd", "dQ", "dK dV")
-TYPES = {"float16": dtypes.float16, "bfloat16": dtypes.bfloat16}
-ALL_TYPES = {**TYPES, "float32": dtypes.float32}
+TYPES = {"float16": dtypes.float16, "bfloat16": dtypes.bfloat16}  # of all targets
+ALL_TYPES = {**TYPES, "float32": dtypes.float32, "fp8e4m3": dtypes.fp8e4m3, "fp8e5m2": dtypes.fp8e5m2}
 # Kinds of instructions, as patterns of their names; the first match counts.
 KINDS = {
   "matrix": r"v_(s?wmma|s?mfma)",
@@ -271,6 +271,12 @@ def row(kernel: str, arch: str, dtype: str, c: Compiled) -> Row:
   return Row(f"{arch:7} {kernel:5} {dtype:8} {t.waves}x{own}x{block}", cells, c.compiler)
 
 
+def types(kernel: str, arch: str) -> list[str]:
+  """The types that a kernel has on a target."""
+  by_bits = {32: True, 16: True, 8: kernel == "fwd" and not arch.startswith("gfx11")}
+  return [name for name, dtype in ALL_TYPES.items() if by_bits[8 * dtype.itemsize]]
+
+
 def rows(arches: Sequence[str], M: int, N: int, D: int, causal: bool) -> Iterator[Row]:
   """Yield a row for each target, kernel and dtype."""
   for arch in arches:
@@ -279,5 +285,5 @@ def rows(arches: Sequence[str], M: int, N: int, D: int, causal: bool) -> Iterato
       cells = (vgprs, "-", spills, "?", "?", waves, f"{instructions / matrix:.1f}", matrix)
       yield Row(f"{arch:7} first, March 2026", cells)
     for kernel in KERNELS:
-      for dtype in ALL_TYPES:
+      for dtype in types(kernel, arch):
         yield row(kernel, arch, dtype, measure(kernel, arch, dtype, M, N, D, causal))

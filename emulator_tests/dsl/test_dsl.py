@@ -7,7 +7,8 @@ from tinygrad.uop.ops import KernelInfo
 
 from uopattn.dsl import Scope, clamp, exp2
 from uopattn.dsl.gpu.workgroup import Workgroup
-from uopattn.dsl.math import tanh
+from uopattn.dsl.math import LOG2E, tanh
+from uopattn.dsl.rules.softmax import Scaling, lowest
 
 
 def elementwise(fxn, x: np.ndarray) -> np.ndarray:
@@ -39,6 +40,13 @@ def test_exp2_at_the_edges() -> None:
   np.testing.assert_array_equal(got[:2], [1, 1])
   np.testing.assert_allclose(got[2:4], [0.5, 0.25], rtol=2.2e-7)
   np.testing.assert_array_equal(got[4:], [0, 0, 0, np.nan])
+
+
+def test_the_maximum_of_no_key_stays_finite_in_the_exponent() -> None:
+  """With -FLOAT32_MAX / factor the product would be infinite for some factors, such as that of 24 columns, times 4."""
+  factors = [1.0, 4 * LOG2E / 24**0.5, *np.random.default_rng(0).uniform(1, 50, 10000)]
+  lowests = np.array([lowest(Scaling(1.0, x)) for x in factors], np.float32)
+  assert np.isfinite(lowests * np.array(factors, np.float32)).all()
 
 
 def test_clamp() -> None:

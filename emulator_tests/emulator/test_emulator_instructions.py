@@ -16,6 +16,7 @@ from uopattn.dsl import instructions as ins
 from uopattn.dsl.cpu import amx
 from uopattn.dsl.instruction_set import BY_TEXT, INSTRUCTIONS
 from uopattn.dsl.nvidia import wgmma
+from uopattn.emulator import alu
 from uopattn.emulator.instructions import MEANINGS
 from uopattn.emulator.known import instruction_of
 
@@ -227,13 +228,42 @@ def test_pack4_rounds_to_nearest_even_and_saturates(dtype):
   np.testing.assert_array_equal(got[:2], [largest, 0x80 | largest])
 
 
-def test_bytes_of_two_words():
+@pytest.mark.parametrize("arch", ["gfx1201", "gfx942"])
+@pytest.mark.parametrize("dtype", [dtypes.fp8e4m3, dtypes.fp8e5m2], ids=str)
+def test_convert_pair_rounds_to_nearest_even_and_overflows(dtype, arch):
+  """The first number is the lowest byte of the half; CDNA3 has other formats, and others' largest numbers."""
+  of = {dtypes.fp8e4m3: dtypes.fp8e4m3fnuz, dtypes.fp8e5m2: dtypes.fp8e5m2fnuz}[dtype] if arch == "gfx942" else dtype
+  largest = alu.decode(np.uint8(0x7F if arch == "gfx942" else 0x7E if dtype == dtypes.fp8e4m3 else 0x7B), of)
+  numbers = [1.0625, 1.125, -1.1875, 0.0, -0.0, 2.0**-9, 2.0**-11, 1e-5, 3e-5, 0.3, np.nan, largest, -largest]
+  over = [largest * 1.2, -largest * 4, np.inf, -np.inf]
+  x = np.resize(np.array([*numbers, largest * 1.01, *over], np.float32), 128)
+
+  def body(o, x):
+    t = threads(64)
+    pair = x[2 * t].load(), x[2 * t + 1].load()
+    low = ins.convert_pair("hip", *pair, UOp.const(0xABCDEF01, dtypes.uint), False, dtype)
+    high = ins.convert_pair("hip", *pair, UOp.const(0xABCDEF01, dtypes.uint), True, dtype)
+    return kernel(f"convert_{dtype}", [o[2 * t].store(low), o[2 * t + 1].store(high)], t)
+
+  got = launch(body, np.zeros(128, np.uint32), x, arch=arch)
+  assert (got[::2] >> 16 == 0xABCD).all()
+  assert (got[1::2] & 0xFFFF == 0xEF01).all()
+  codes = (got[::2] & 0xFFFF).astype(np.uint16)
+  np.testing.assert_array_equal(got[1::2] >> 16, codes)
+  want = np.array([float_to_fp8(float(number), of) for number in x])
+  gone = np.isinf(x) | (np.abs(x) > largest * 1.1)
+  want[gone] = [float_to_fp8(float(np.copysign(np.inf, number)), of) for number in x[gone]]
+  np.testing.assert_array_equal(codes.view(np.uint8), want)
+
+
+@pytest.mark.parametrize(("family", "arch"), [("cuda", "sm_80"), ("hip", "gfx942")])
+def test_bytes_of_two_words(family, arch):
   x = RNG.integers(0, 1 << 32, 128, dtype=np.uint32)
   two = np.stack([x, x ^ np.uint32(0x12345678)], axis=1).view(np.uint8)
   for first, word in enumerate((ins.even_bytes, ins.odd_bytes)):
-    body = lanewise(f"bytes_{first}", lambda v, _, word=word: word("cuda", v, v ^ 0x12345678))
+    body = lanewise(f"bytes_{first}", lambda v, _, word=word: word(family, v, v ^ 0x12345678))
     want = np.ascontiguousarray(two[:, first::2]).view(np.uint32).ravel()
-    np.testing.assert_array_equal(launch(body, x, x, arch="sm_80"), want)
+    np.testing.assert_array_equal(launch(body, x, x, arch=arch), want)
 
 
 @pytest.mark.parametrize("dtype", [dtypes.uint, dtypes.half, dtypes.fp8e4m3], ids=str)

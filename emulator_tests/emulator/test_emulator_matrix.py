@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from emulator_kernels import ARCHES
-from tinygrad import Context, Tensor, dtypes
+from emulator_kernels import ARCHES, kernel, launch, threads
+from tinygrad import Context, Tensor, UOp, dtypes
 from tinygrad.codegen.opt import tc
 from tinygrad.device import Device
+from tinygrad.uop.ops import Ops
 
 import uopattn.emulator as emulator
 from uopattn.emulator import wmma
@@ -87,6 +88,19 @@ def test_fragments_cover_each_matrix_once(core):
     places = set(zip(*(x.tolist() for x in layout(lane, e)), strict=True))
     assert places == {(i, j) for i in range(shape[0]) for j in range(shape[1])}
     assert core.threads * count == len(places) * (2 if frags.repeated else 1)
+
+
+@pytest.mark.parametrize(("arch", "lanes", "k"), [("gfx1100", 32, 16), ("gfx942", 64, 128)])
+def test_products_of_8_bits_that_a_target_lacks_are_named(arch, lanes, k):
+  def body(o):
+    t = threads(lanes)
+    a = UOp.stack(*[UOp.const(0, dtypes.uint) + t.cast(dtypes.uint) for _ in range(k * 4 // lanes)])
+    zero = UOp.const((0.0,) * (256 // lanes), dtypes.float)
+    product = UOp(Ops.WMMA, src=(a, a, zero), arg=((16, 16, k), dtypes.fp8e4m3, "AMD", lanes, None))
+    return kernel("lacking", [o[t].store(product[0])], t)
+
+  with pytest.raises(emulator.UnknownInstruction, match=rf"the matrix instruction '{arch} \(16, 16, {k}\)"):
+    launch(body, np.zeros(lanes, np.float32), arch=arch)
 
 
 def test_tf32_ignores_low_bits():

@@ -127,9 +127,9 @@ def test_weights(parts: int, degree: int, error: float) -> None:
       l[w * 16],
       0.25,
       rows,
+      rows // 2 * 64,
       parts,
       degree,
-      ((x[0], 0), (x[0], 64)),
       w,
     )
     return kernel(f"weigh_{parts}_{degree}", [done], w)

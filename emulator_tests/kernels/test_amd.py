@@ -19,19 +19,22 @@ ARCHES = ("gfx1100", "gfx1201", "gfx942", "gfx950")  # one of each instruction
 HALF = dtypes.float16
 
 
-@pytest.mark.parametrize("arch", [*ARCHES, "gfx1151", "gfx1200"])
-def test_fragments_are_the_hardwares(arch: str) -> None:
-  f = Fragments.of(arch)
-  layout = hardware((16, 16, f.k), HALF, "AMD", f.lanes, f.operand)
+WITH_BITS = [*((arch, 16) for arch in ARCHES), *((arch, 8) for arch in ARCHES[1:])]
+
+
+@pytest.mark.parametrize(("arch", "bits"), [*WITH_BITS, ("gfx1151", 16), ("gfx1200", 16), ("gfx1200", 8)])
+def test_fragments_are_the_hardwares(arch: str, bits: int) -> None:
+  f = Fragments.of(arch, bits)
+  layout = hardware((16, 16, f.k), HALF if bits == 16 else dtypes.fp8e4m3, "AMD", f.lanes, f.operand)
   assert layout.elements == (f.operand, f.operand, f.result)
   for lane in range(f.lanes):
     assert [layout.a(lane, e) for e in range(f.operand)] == [f.operand_at(lane, e) for e in range(f.operand)]
     assert [layout.c(lane, e) for e in range(f.result)] == [f.result_at(lane, e) for e in range(f.result)]
 
 
-@pytest.mark.parametrize("arch", ARCHES)
-def test_a_lane_has_neighbouring_keys(arch: str) -> None:
-  f = Fragments.of(arch)
+@pytest.mark.parametrize(("arch", "bits"), WITH_BITS)
+def test_a_lane_has_neighbouring_keys(arch: str, bits: int) -> None:
+  f = Fragments.of(arch, bits)
   for group in range(f.groups):
     keys = [f.row_at(tile, f.result_row(group, e)) for tile in range(f.row_tiles) for e in range(f.result)]
     assert keys == list(range(group * len(keys), (group + 1) * len(keys)))
@@ -75,6 +78,7 @@ def test_tiles_state_their_laws() -> None:
     (("gfx950", 4, 1, 16), "block_n=16: must be a multiple of 32"),
     (("gfx1100", 4, 0, 32), "m_tiles=0: must be at least 1"),
     (("gfx942", 17, 1, 32), r"waves=17: must be in 1\.\.16"),
+    (("gfx942", 4, 1, 64, 8), "block_n=64: must be a multiple of 128 on gfx942"),
     (("gfx1030", 4, 1, 32), "no matrix instruction known for gfx1030"),
   ):
     with pytest.raises(ValueError, match=message):

@@ -15,6 +15,7 @@ from tinygrad import dtypes
 from tinygrad.dtype import DType
 
 from uopattn import attention
+from uopattn.dsl.cpu import amx_operands
 from uopattn.dsl.schedule import DTYPES_16, DTYPES_16_32
 from uopattn.dsl.target import Target
 from uopattn.kernels import amx_backward, amx_forward
@@ -68,7 +69,7 @@ def test_tiles_state_their_laws() -> None:
     Tiles.choose(problem_of(8, 100, 100, 64, 64), with_vectors(16, 32))
   with pytest.raises(ValueError, match="head size 100000: a tile needs"):
     Tiles.choose(problem_of(8, 100, 100, 100_000, 64), with_tiles())
-  for N, block_n in ((1024, 64), (96, 96), (32, 32), (160, 32), (1000, 64), (20, 32)):
+  for N, block_n in ((1024, 128), (192, 64), (96, 96), (32, 32), (160, 32), (1000, 128), (20, 32)):
     assert Tiles.choose(problem_of(8, 1024, N, 64, 64), with_tiles()).block_n == block_n
   for dtype, block_n in ((dtypes.bfloat16, 128), (dtypes.float16, 64)):
     assert Tiles.choose(problem_of(8, 1024, 1024, 128, 128, dtype), with_tiles()).block_n == block_n
@@ -81,6 +82,20 @@ def test_tiles_state_their_laws() -> None:
     assert amx_backward.Tiles.choose(problem_of(8, M, N, 64, 64), with_tiles(2)) == amx_backward.Tiles(*tiles)
   for M, heads, threads, block_m in ((1024, 8, 2, 512), (1024, 1, 8, 128), (100, 8, 2, 128), (17, 1, 1, 32)):
     assert Tiles.choose(problem_of(heads, M, 1024, 64, 64), with_tiles(threads)).block_m == block_m
+
+
+@pytest.mark.parametrize("M", [17, 100, 1024])
+def test_candidates(M: int) -> None:
+  """The tiles chosen first, each once, all of which fit the stack and divide the blocks of queries among calls."""
+  for N, D in ((20, 64), (1000, 128), (4096, 2000)):
+    problem = problem_of(8, M, N, D, D, dtypes.float16)
+    found = Tiles.candidates(problem, with_tiles(2))
+    assert found[0] == Tiles.choose(problem, with_tiles(2))
+    assert len(set(found)) == len(found)
+    assert len(found) > 1 or M == 17 or D == 2000
+    for tiles in found:
+      assert tiles.stack_bytes(D, D, 2) <= amx_operands.STACK_LIMIT
+      assert 8 * math.ceil(M / tiles.block_m) % tiles.blocks_per_call == 0
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -11,9 +11,10 @@ from report_cuda import ARCHES, HALVES, TYPES, Compiled, by_nvcc, compiled, figu
 from tinygrad import UOp
 
 from uopattn.dsl import instructions
+from uopattn.dsl.gpu.parts import PAIRS
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.target import Target
-from uopattn.kernels import cuda_forward, hopper_forward
+from uopattn.kernels import cuda_forward, hopper_float32_forward, hopper_forward
 from uopattn.plan.dispatch import dispatch_backward
 from uopattn.plan.launch import Launch
 from uopattn.spec.spec import AttentionSpec
@@ -37,6 +38,7 @@ QUICK = [
   ("sm_75", 64, True, "float16"),
   ("sm_80", 64, True, "float32"),
   ("sm_89", 128, False, "float32"),
+  ("sm_90", 128, True, "float32"),
 ]
 EVERY = [(arch, D, dtype) for arch in ARCHES for D in (64, 128, 256) for dtype in HALVES]
 EVERY += [(arch, D, dtype) for arch in ("sm_89", "sm_90") for D in (64, 128) for dtype in ("fp8e4m3", "fp8e5m2")]
@@ -55,6 +57,8 @@ def matrix_instructions(launch: Launch, D: int) -> int:
   tiles = launch.tiles
   if isinstance(tiles, hopper_forward.Tiles):
     return D // 16 + tiles.block_n // 16
+  if isinstance(tiles, hopper_float32_forward.Tiles):
+    return len(PAIRS[hopper_float32_forward.PARTS]) * (D // 16 + tiles.block_n // 16)
   assert isinstance(tiles, cuda_forward.Tiles)
   each = {(1, False): 1, (1, True): 2, (2, False): 3}[tiles.parts, tiles.turing]  # instructions for a step
   return 2 * tiles.m_tiles * (tiles.block_n // 8) * (D // tiles.step) * each
@@ -62,7 +66,8 @@ def matrix_instructions(launch: Launch, D: int) -> int:
 
 def check_compiled(arch: str, D: int, causal: bool, dtype: str) -> Compiled:
   c = measured(arch, dtype, HEADS, LENGTH, LENGTH, D, causal)
-  assert c.launch.schedule.name == ("hopper_forward" if arch == "sm_90" and dtype in HALVES else "cuda_forward")
+  on_hopper = dict.fromkeys(HALVES, "hopper_forward") | {"float32": "hopper_float32_forward"}
+  assert c.launch.schedule.name == (on_hopper.get(dtype, "cuda_forward") if arch == "sm_90" else "cuda_forward")
   assert (c.stack, c.spills) == (0, 0)
   assert c.registers <= 255
   assert c.shared >= c.launch.tiles.shared_bytes(D, D)

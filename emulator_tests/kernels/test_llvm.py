@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from helpers import problem_of
-from report_amd import ALL_TYPES, ARCHES, TYPES, by_llvmlite, compiled, to_ir
+from report_amd import ALL_TYPES, ARCHES, by_llvmlite, compiled, to_ir, types
 from tinygrad import UOp, dtypes
 from tinygrad.codegen import to_program
 from tinygrad.device import Compiler
-from tinygrad.dtype import AddrSpace
+from tinygrad.dtype import AddrSpace, DType
 from tinygrad.helpers import Target
 from tinygrad.renderer import Renderer
 from tinygrad.renderer.cstyle import HIPRenderer
@@ -40,6 +40,11 @@ def read_after(x: UOp) -> UOp:
   return stored.after(ins.read_later(HIP, x, stored))[0].load()
 
 
+def converted(x: UOp, lane: UOp, dtype: DType) -> UOp:
+  """The number, and twice as much, in the upper half of a word."""
+  return ins.convert_pair(HIP, x, x * 2, lane.cast(dtypes.uint), True, dtype).bitcast(dtypes.float)
+
+
 WORDS = {
   "shuffle_xor": lambda x, lane: ins.shuffle_xor(HIP, x, 9),
   "shuffle": lambda x, lane: ins.shuffle(HIP, x, lane ^ 21),
@@ -55,6 +60,10 @@ WORDS = {
   "log2": lambda x, lane: ins.log2(HIP, x),
   "reciprocal": lambda x, lane: ins.reciprocal(HIP, x),
   "read_later": lambda x, lane: ins.shuffle(HIP, read_after(x), lane ^ 21),
+  "even_bytes": lambda x, lane: ins.even_bytes(HIP, x.bitcast(dtypes.uint), lane.cast(dtypes.uint)).bitcast(x.dtype),
+  "odd_bytes": lambda x, lane: ins.odd_bytes(HIP, x.bitcast(dtypes.uint), lane.cast(dtypes.uint)).bitcast(x.dtype),
+  "convert_e4m3": lambda x, lane: converted(x, lane, dtypes.fp8e4m3),
+  "convert_e5m2": lambda x, lane: converted(x, lane, dtypes.fp8e5m2),
   "pin": lambda x, lane: ins.pin(HIP, ins.shuffle(HIP, x, lane ^ 21)),
 }
 
@@ -87,13 +96,15 @@ def lanewise(name: str, word: Any, dtype: Any = dtypes.float) -> UOp:
   return store.end(lane).sink(arg=KernelInfo(name=name, opts_to_apply=()))
 
 
-def assembly(ir: str) -> str:
-  return by_llvmlite(ir, "gfx1100")[0]
+def assembly(ir: str, arch: str = "gfx1100") -> str:
+  return by_llvmlite(ir, arch)[0]
 
 
 def instructions(text: str) -> Counter[str]:
   """Those that do the word's work: register names are left out, and so are numbers that may be in registers."""
-  lines = [line.strip() for line in text.splitlines() if re.match(r"\t(v_(perm|exp|log|rcp|max|min)|ds_|.*_dpp)", line)]
+  lines = [
+    line.strip() for line in text.splitlines() if re.match(r"\t(v_(perm|exp|log|rcp|max|min|cvt_pk)|ds_|.*_dpp)", line)
+  ]
   return Counter(re.sub(r"\b[vs]\d+\b|\b0x[0-9a-f]{8}\b", "", line) for line in lines)
 
 
@@ -107,8 +118,9 @@ def test_a_word_is_the_same_instruction_in_both_languages(name: str, dtype: Any)
   if dtype != dtypes.float and not INSTRUCTIONS[name].cross_lane:
     dtype = dtypes.float
   kernel = lanewise(f"{name}_{dtype}", WORDS[name], dtype)
-  by_llvm = instructions(assembly(source(kernel, llvm_renderer("gfx1100"))))
-  by_hip = instructions(assembly(to_ir(source(kernel, hip_renderer("gfx1100")), "gfx1100")))
+  arch = "gfx1201" if name.startswith("convert") else "gfx1100"
+  by_llvm = instructions(assembly(source(kernel, llvm_renderer(arch)), arch))
+  by_hip = instructions(assembly(to_ir(source(kernel, hip_renderer(arch)), arch), arch))
   assert by_llvm == by_hip
   assert by_llvm.total() > 0
 
@@ -129,7 +141,7 @@ def test_a_pinned_product_is_computed_by_the_whole_wave() -> None:
 @pytest.mark.each("arch", "dtype")
 @pytest.mark.parametrize(
   ("arch", "dtype"),
-  [*((x, y) for x in (*ARCHES, "gfx1103") for y in TYPES), *((x, "float32") for x in ARCHES)],
+  [(x, y) for x in (*ARCHES, "gfx1103") for y in types("fwd", x)],
 )
 def test_the_kernel_fits_the_registers(arch: str, dtype: str) -> None:
   rows, D = (1024, 1024, 1024, 1024), 64

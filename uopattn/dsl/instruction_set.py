@@ -349,8 +349,27 @@ _LIST = [
   Instruction("pack_e4m3", {"cuda": _pack4("e4m3")}),
   Instruction("pack_e5m2", {"cuda": _pack4("e5m2")}),
   # two words: bytes 0 and 2 of each, or bytes 1 and 3, as one word
-  Instruction("even_bytes", {"cuda": "__byte_perm({0}, {1}, 0x6420)"}),
-  Instruction("odd_bytes", {"cuda": "__byte_perm({0}, {1}, 0x7531)"}),
+  Instruction(
+    "even_bytes",
+    {"hip": "__builtin_amdgcn_perm({1}, {0}, 0x06040200)", "cuda": "__byte_perm({0}, {1}, 0x6420)"},
+    lambda y, a, b: f"{y} = call i32 @llvm.amdgcn.perm(i32 {b}, i32 {a}, i32 {0x06040200})",
+  ),
+  Instruction(
+    "odd_bytes",
+    {"hip": "__builtin_amdgcn_perm({1}, {0}, 0x07050301)", "cuda": "__byte_perm({0}, {1}, 0x7531)"},
+    lambda y, a, b: f"{y} = call i32 @llvm.amdgcn.perm(i32 {b}, i32 {a}, i32 {0x07050301})",
+  ),
+  # low, high, word, upper: two float32 rounded to 8 bits, in the lower or the upper half of the word
+  *(
+    Instruction(
+      f"convert_{kind}",
+      {"hip": f"__builtin_amdgcn_cvt_pk_{name}_f32({{0}}, {{1}}, {{2}}, {{3}})"},
+      lambda y, low, high, word, upper, name=name: (
+        f"{y} = call i32 @llvm.amdgcn.cvt.pk.{name}.f32(float {low}, float {high}, i32 {word}, i1 {upper})"
+      ),
+    )
+    for kind, name in (("e4m3", "fp8"), ("e5m2", "bf8"))
+  ),
   # register pointer to 16 bytes, four words to write there
   Instruction(
     "set_words",

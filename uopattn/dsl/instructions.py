@@ -179,6 +179,20 @@ def pack_word(family: str, elements: Sequence[UOp], dtype: DType) -> UOp:
   return pack(family, elements[0], elements[1], dtype) if len(elements) == 2 else pack4(family, elements, dtype)
 
 
+def convert_pair(family: str, low: UOp, high: UOp, word: UOp, upper: bool, dtype: DType) -> UOp:
+  """Round two float32 to nearest as fp8e4m3 or fp8e5m2 (`dtype`) and put them into half a uint32, `low` first.
+
+  Values out of range become NaN, in fp8e5m2 infinity. Source: AMD, "CDNA4" and "RDNA4" instruction set architecture,
+  V_CVT_PK_FP8_F32.
+
+  Args:
+    word: a uint32, whose other half stays.
+    upper: whether the upper half is written.
+  """
+  name = {dtypes.fp8e4m3: "convert_e4m3", dtypes.fp8e5m2: "convert_e5m2"}[dtype]
+  return _value(family, name, dtypes.uint, low, high, word, UOp.const(int(upper), dtypes.int))
+
+
 def even_bytes(family: str, a: UOp, b: UOp) -> UOp:
   """Bytes 0 and 2 of two uint32, a's below b's, in one instruction. Source: CUDA Math API, "__byte_perm"."""
   return _value(family, "even_bytes", dtypes.uint, a, b)

@@ -1,9 +1,10 @@
-"""Elements as 32-bit words, in 16 bits of two neighbours, for moves between global memory, registers and LDS.
+"""Elements as 32-bit words, of two or four neighbours, for moves between global memory, registers and LDS.
 
 tinygrad merges neighbouring loads of 32-bit types into wide ones, but not those of bfloat16.
 """
 
 from collections.abc import Callable
+from functools import reduce
 
 from tinygrad import UOp, dtypes
 
@@ -18,7 +19,7 @@ ALWAYS = UOp.const(True)
 
 
 def words_of(rows: HeadView, exists: UOp = ALWAYS, *after: UOp) -> Load:
-  """Return a function that loads a word of a row of float32, of a 16-bit type, or of what is widened to one of them.
+  """Return a function that loads a word of a row of any type, or of what is widened to 16 bits or float32.
 
   Words past a row's end are 0. Where `exists` is false, nothing is read and all words are 0. float32 is loaded after
   `after`.
@@ -28,16 +29,17 @@ def words_of(rows: HeadView, exists: UOp = ALWAYS, *after: UOp) -> Load:
   if rows.x.dtype.itemsize == 4:
     flat = as_type(rows.x, dtypes.uint).after(*after)
     return lambda row, word: _or_zero(flat, rows.start(row), word, rows.size, exists)
-  size, words, halves = rows.size, as_type(rows.x, dtypes.uint), as_type(rows.x, dtypes.ushort)
+  size, words, elements = rows.size, as_type(rows.x, dtypes.uint), as_type(rows.x, rows.bits)
+  count, bits = 4 // rows.x.dtype.itemsize, 8 * rows.x.dtype.itemsize
 
   def load(row: UOp, word: UOp) -> UOp:
-    if 2 * word.vmin >= size or not exists.vmax:
+    if count * word.vmin >= size or not exists.vmax:
       return UOp.const(0, dtypes.uint)
     first = rows.start(row)
-    if rows.in_chunks(2):
-      return _or_zero(words, first // 2, word, size // 2, exists)
-    low, high = (_or_zero(halves, first, 2 * word + i, size, exists).cast(dtypes.uint) for i in range(2))
-    return low | (high << 16)
+    if rows.in_chunks(count):
+      return _or_zero(words, first // count, word, size // count, exists)
+    parts = [_or_zero(elements, first, count * word + i, size, exists).cast(dtypes.uint) for i in range(count)]
+    return reduce(UOp.__or__, [parts[0], *(part << bits * i for i, part in enumerate(parts[1:], 1))])
 
   return load
 

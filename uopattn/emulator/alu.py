@@ -20,16 +20,32 @@ Function = Callable[..., Value]
 
 @dataclass(frozen=True)
 class Float8:
-  """An 8-bit float format: mantissa bits, bias and largest finite code (OCP 8-bit Floating Point Specification 1.0)."""
+  """An 8-bit float format: mantissa bits, bias and largest finite code.
+
+  Of the formats without a negative zero, its code is NaN, the only one. Sources: OCP 8-bit Floating Point Specification
+  1.0; AMD, "CDNA3" instruction set architecture, for the formats called FNUZ.
+  """
 
   mantissa: int
   bias: int
   largest: int
   has_infinity: bool
+  has_negative_zero: bool = True
 
 
-FLOAT8 = {dtypes.fp8e4m3: Float8(3, 7, 0x7E, False), dtypes.fp8e5m2: Float8(2, 15, 0x7B, True)}
+FLOAT8 = {
+  dtypes.fp8e4m3: Float8(3, 7, 0x7E, False),
+  dtypes.fp8e5m2: Float8(2, 15, 0x7B, True),
+  dtypes.fp8e4m3fnuz: Float8(3, 8, 0x7F, False, False),
+  dtypes.fp8e5m2fnuz: Float8(2, 16, 0x7F, False, False),
+}
+FNUZ = {dtypes.fp8e4m3: dtypes.fp8e4m3fnuz, dtypes.fp8e5m2: dtypes.fp8e5m2fnuz}
 RAW = {dtypes.bfloat16: np.uint16, dtypes.fp8e4m3: np.uint8, dtypes.fp8e5m2: np.uint8}
+
+
+def float8_of(arch: str, dtype: DType) -> DType:
+  """The format for which the instructions of an architecture take 8-bit floats of a type: CDNA3 knows only FNUZ."""
+  return FNUZ.get(dtype, dtype) if arch == "gfx942" else dtype
 
 
 def storage(dtype: DType) -> np.dtype:
@@ -49,7 +65,8 @@ def _float8_values(dtype: DType) -> np.ndarray:
   values = (np.where(exponent > 0, 1 << form.mantissa, 0) + fraction) * scale
   above = (codes & 0x7F) > form.largest
   values = np.where(above, np.where(form.has_infinity & (fraction == 0), np.inf, np.nan), values)
-  return np.where(codes & 0x80, -values, values).astype(np.float32)
+  values = np.where(codes & 0x80, -values, values)
+  return np.where((codes == 0x80) & ~np.array(form.has_negative_zero), np.nan, values).astype(np.float32)
 
 
 def _encode_float8(x: np.ndarray, dtype: DType, saturate_infinity: bool) -> np.ndarray:
@@ -65,7 +82,21 @@ def _encode_float8(x: np.ndarray, dtype: DType, saturate_infinity: bool) -> np.n
   if not saturate_infinity:
     code = np.where(np.isinf(x), 0x7C if form.has_infinity else 0x7F, code)
   code = np.where(np.isnan(x), 0x7F, code)
-  return (code | np.where(np.signbit(x), 0x80, 0)).astype(np.uint8)
+  signed = code | np.where(np.signbit(x), 0x80, 0)
+  if not form.has_negative_zero:
+    nan = np.isnan(x) | (np.isinf(x) & (not saturate_infinity))
+    signed = np.where(nan, 0x80, np.where(code == 0, 0, signed))
+  return signed.astype(np.uint8)
+
+
+def encode_or_overflow(x: np.ndarray, dtype: DType) -> np.ndarray:
+  """Convert floats to fp8, rounding to nearest even; beyond the largest number to infinity, or NaN if there is none."""
+  form = FLOAT8[dtype]
+  largest = float(_float8_values(dtype)[form.largest])
+  last = largest - float(_float8_values(dtype)[form.largest - 1])  # the largest number's last place
+  tie = np.abs(x) == largest + last / 2
+  over = (np.abs(x) > largest + last / 2) | (tie & (form.largest % 2 == 1))
+  return encode(np.where(over, np.copysign(np.inf, x), x), dtype)
 
 
 def _encode_bfloat16(x: np.ndarray) -> np.ndarray:

@@ -80,6 +80,16 @@ def _pack4(dtype: DType) -> Meaning:
   return pack4
 
 
+def _convert_pair(dtype: DType) -> Meaning:
+  def convert_pair(run: Run, u: UOp, low: Any, high: Any, word: Any, upper: Any) -> Any:
+    of = alu.float8_of(run.arch, dtype)
+    codes = [alu.encode_or_overflow(np.asarray(x), of).astype(np.uint32) for x in (low, high)]
+    pair, shift = codes[0] | codes[1] << np.uint32(8), np.uint32(16 * int(upper))
+    return word & ~np.uint32(0xFFFF << shift) | pair << shift
+
+  return convert_pair
+
+
 def _bytes_of(first: int) -> Meaning:
   """Return the meaning that packs bytes `first` and `first` + 2 of two words into one word."""
 
@@ -210,6 +220,8 @@ MEANINGS: dict[str, Meaning] = {
   "pack_bfloat16": _pack(dtypes.bfloat16),
   "pack_e4m3": _pack4(dtypes.fp8e4m3),
   "pack_e5m2": _pack4(dtypes.fp8e5m2),
+  "convert_e4m3": _convert_pair(dtypes.fp8e4m3),
+  "convert_e5m2": _convert_pair(dtypes.fp8e5m2),
   "even_bytes": _bytes_of(0),
   "odd_bytes": _bytes_of(1),
   "set_words": _set_words,

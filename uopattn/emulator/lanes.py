@@ -48,7 +48,7 @@ class Run:
     self, kernel: str, arch: str, shape: Shape, local_size: tuple[int, ...], check: bool, counters: Counters | None
   ):
     self.kernel, self.shape, self.check, self.counters = kernel, shape, check, counters
-    self.banks = Banks.of(arch)
+    self.arch, self.banks = arch, Banks.of(arch)
     self.all_lanes = np.arange(shape.lanes)
     self.group = self.all_lanes // shape.threads
     self.thread = self.all_lanes % shape.threads

@@ -143,7 +143,7 @@ def scale_rows(run: Run, u: UOp, rows: Pointer, factors: Pointer, count: Any) ->
 def weigh(
   run: Run, u: UOp, parts: int, degree: int, to: Pointer, scores: Pointer, shift: Pointer, sums: Pointer, *rest: Any
 ) -> Any:
-  factor, rows = np.float32(rest[0]), int(rest[1])
+  factor, rows, part_bytes = np.float32(rest[0]), int(rest[1]), int(rest[2])
   x = _rows(run, u, scores, ROW_BYTES, rows).view(np.float32)
   by, l = (_rows(run, u, place, ROW_BYTES, 1).view(np.float32) for place in (shift, sums))
   p = _exp2(x * factor - by, degree)
@@ -151,7 +151,7 @@ def weigh(
     run.counters.exp2s += rows * len(run.active())
   total = np.ascontiguousarray(l + p.sum(1, keepdims=True, dtype=np.float32))
   _store_rows(run, u, sums, ROW_BYTES, total.view(np.uint8))
-  _store_parts(run, u, to, p[:, 0::2], p[:, 1::2], parts, (rows // 2) * ROW_BYTES, in_pairs=True)
+  _store_parts(run, u, to, p[:, 0::2], p[:, 1::2], parts, part_bytes, in_pairs=True)
   return NOTHING
 
 

@@ -6,12 +6,15 @@ race, with or without barriers. Its operands in registers must be unchanged too.
 """
 
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
 from tinygrad.dtype import DType
+from tinygrad.helpers import round_up
 from tinygrad.uop.ops import UOp
 
+from uopattn.dsl.gpu.parts import PAIRS
 from uopattn.dsl.nvidia.wgmma import PANEL, K, M
 
 from . import alu
@@ -74,10 +77,21 @@ def _address(run: Run, u: UOp, pointer: Pointer, groups: np.ndarray) -> np.ndarr
 
 
 def _read(
-  run: Run, u: UOp, pointer: Pointer, rows: int, columns: int, panel: int, groups: np.ndarray, reads: list[Any]
+  run: Run,
+  u: UOp,
+  pointer: Pointer,
+  rows: int,
+  columns: int,
+  panel: int,
+  groups: np.ndarray,
+  reads: list[Any],
+  part: int = 0,
 ) -> np.ndarray:
-  """Return the bits of a matrix in panels, (warpgroups, rows, columns), and append the reads. Raises as a load does."""
-  row, column = np.arange(rows)[:, None], np.arange(columns)[None]
+  """Return the bits of a matrix in panels, (warpgroups, rows, columns), and append the reads. Raises as a load does.
+
+  `part` is the number of matrices before it in the same rows, each in panels of its own.
+  """
+  row, column = np.arange(rows)[:, None], np.arange(columns)[None] + part * round_up(columns, PANEL)
   offset = column // PANEL * panel * 2 + row * ROW_BYTES + column % PANEL * 2
   offset ^= (offset // ROW_BYTES % 8) * 16
   place = _address(run, u, pointer, groups)[:, None, None] + offset
@@ -127,6 +141,7 @@ def _start(
   n: int,
   steps: int,
   dtype: DType,
+  parts: int,
   d: Pointer,
   a: Pointer,
   b: Pointer,
@@ -136,25 +151,23 @@ def _start(
 ) -> None:
   groups = _groups(run, u)
   flight = Flight(u, groups, d.memory, int(np.max(d.index)), [], [], [])
-  k, adds = K * steps, registers and dtype.itemsize > 1
-  if registers and not adds:
-    left = _left(run, u, a, steps, groups, flight.operands)
-    right = _read(run, u, b, n, k, panels[1], groups, flight.reads).swapaxes(1, 2)
-  elif registers:
-    left = _left(run, u, a, steps, groups, flight.operands)
-    right = _read(run, u, b, k, n, panels[1], groups, flight.reads)
+  k, adds = K * steps, registers and dtype.itemsize > 1 and parts == 1
+
+  def read(x: Pointer, rows: int, columns: int, panel: int, part: int) -> np.ndarray:
+    return _read(run, u, x, rows, columns, panel, groups, flight.reads, part)
+
+  if registers:
+    words = _left(run, u, a, steps * parts, groups, flight.operands)
+    lefts = np.split(words, parts, axis=-1)
   elif by_rows:
-    left = _read(run, u, a, k, M, panels[0], groups, flight.reads).swapaxes(1, 2)
-    right = _read(run, u, b, k, n, panels[1], groups, flight.reads)
+    lefts = [read(a, k, M, panels[0], part).swapaxes(1, 2) for part in range(parts)]
   else:
-    left = _read(run, u, a, M, k, panels[0], groups, flight.reads)
-    right = _read(run, u, b, n, k, panels[1], groups, flight.reads).swapaxes(1, 2)
-  if dtype.itemsize == 1:  # B is transposed, so that bytes of one row are neighbours
-    right = right.swapaxes(1, 2)
-    left, right = (np.ascontiguousarray(x).view(alu.storage(dtype)) for x in (left, right))
-    right = right.swapaxes(1, 2)
-  left, right = (alu.decode(x.view(alu.storage(dtype)), dtype).astype(np.float32) for x in (left, right))
-  product = left @ right if dtype.itemsize > 1 else cut_product(left, right)  # (warpgroups, 64, n)
+    lefts = [read(a, M, k, panels[0], part) for part in range(parts)]
+  if (registers and dtype.itemsize > 1) or by_rows:
+    rights = [read(b, k, n, panels[1], part) for part in range(parts)]
+  else:
+    rights = [read(b, n, k, panels[1], part).swapaxes(1, 2) for part in range(parts)]
+  product = reduce(np.add, [_product(lefts[i], rights[j], dtype) for i, j in PAIRS[parts]])  # (warpgroups, 64, n)
   thread = np.arange(THREADS)
   for e in range(n // 2):
     row = thread // 32 * 16 + thread % 32 // 4 + 8 * (e % 4 // 2)
@@ -167,7 +180,17 @@ def _start(
     d.memory.written[e] = False if run.mask is None else run.spread(d.memory.written[e]) & ~run.mask
   run.flights.started.append(flight)
   if run.counters is not None:
-    run.counters.matrix += steps * len(groups) * WARPS
+    run.counters.matrix += len(PAIRS[parts]) * steps * len(groups) * WARPS
+
+
+def _product(left: np.ndarray, right: np.ndarray, dtype: DType) -> np.ndarray:
+  """The product of two matrices of bits, in units of 16 bits, (warpgroups, 64, n) float32."""
+  if dtype.itemsize == 1:  # B is transposed, so that bytes of one row are neighbours
+    right = right.swapaxes(1, 2)
+    left, right = (np.ascontiguousarray(x).view(alu.storage(dtype)) for x in (left, right))
+    right = right.swapaxes(1, 2)
+  left, right = (alu.decode(x.view(alu.storage(dtype)), dtype).astype(np.float32) for x in (left, right))
+  return left @ right if dtype.itemsize > 1 else cut_product(left, right)
 
 
 FRACTION = 13  # bits after the point of the largest term
@@ -194,23 +217,27 @@ def cut_product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
   return total.astype(np.float32)
 
 
-def from_shared(run: Run, u: UOp, n: int, steps: int, dtype: DType, d: Pointer, a: Pointer, b: Pointer, *panels: Any):
+def from_shared(
+  run: Run, u: UOp, n: int, steps: int, dtype: DType, parts: int, d: Pointer, a: Pointer, b: Pointer, *panels: Any
+):
   """Start D = A B with A and B in LDS."""
-  _start(run, u, n, steps, dtype, d, a, b, (int(panels[0]), int(panels[1])))
+  _start(run, u, n, steps, dtype, parts, d, a, b, (int(panels[0]), int(panels[1])))
   return NOTHING
 
 
-def from_rows(run: Run, u: UOp, n: int, steps: int, dtype: DType, d: Pointer, a: Pointer, b: Pointer, *panels: Any):
+def from_rows(
+  run: Run, u: UOp, n: int, steps: int, dtype: DType, parts: int, d: Pointer, a: Pointer, b: Pointer, *panels: Any
+):
   """Start D = A B with A and B in LDS, whose rows are k."""
-  _start(run, u, n, steps, dtype, d, a, b, (int(panels[0]), int(panels[1])), by_rows=True)
+  _start(run, u, n, steps, dtype, parts, d, a, b, (int(panels[0]), int(panels[1])), by_rows=True)
   return NOTHING
 
 
 def from_registers(
-  run: Run, u: UOp, n: int, steps: int, dtype: DType, d: Pointer, a: Pointer, b: Pointer, *panels: Any
+  run: Run, u: UOp, n: int, steps: int, dtype: DType, parts: int, d: Pointer, a: Pointer, b: Pointer, *panels: Any
 ):
-  """Start D += A B with A in registers and B in LDS."""
-  _start(run, u, n, steps, dtype, d, a, b, (int(panels[0]), int(panels[1])), registers=True)
+  """Start D += A B with A in registers and B in LDS; D = A B if they are of several parts."""
+  _start(run, u, n, steps, dtype, parts, d, a, b, (int(panels[0]), int(panels[1])), registers=True)
   return NOTHING
 
 

@@ -8,7 +8,7 @@ Products of 8- and 16-bit floats are exact in float32. They are summed in float3
 not specify, and the accumulator is added last; a 16-bit accumulator is rounded once. AMD's products of float32 are
 those of float32. NVIDIA's, tf32, ignore the low 13 bits of their inputs, and sums, the accumulator included, are
 rounded towards zero, as tensor cores do (Fasi et al., "Numerical behavior of NVIDIA tensor cores", 2021); in 16 bits
-that does not matter. Integers are exact.
+that does not matter. Integers are exact. On CDNA3 8-bit floats are FNUZ ones.
 """
 
 from collections.abc import Callable
@@ -24,6 +24,7 @@ from . import alu
 from .errors import Divergence, LaneMismatch, UnknownInstruction
 from .lanes import Run
 
+FLOAT8_K = {"gfx1200": (16,), "gfx1201": (16,), "gfx942": (32,), "gfx950": (32, 128)}  # K of AMD's products of 8 bits
 Layout = Callable[[Any, Any], tuple[Any, Any]]  # (lane, element) -> (row, column) of the matrix
 
 
@@ -131,7 +132,9 @@ def _operand(run: Run, u: UOp, value: Any, frags: Fragments, which: int, shape: 
   flat = np.ascontiguousarray(block.transpose(1, 0, 2)).reshape(block.shape[1], -1)
   layout = frags.a if which == 0 else frags.b
   return _numbers(
-    flat.take(_matrix_index(layout, frags.lanes, frags.elements[which], shape), axis=1), dtype, _is_tf32(u)
+    flat.take(_matrix_index(layout, frags.lanes, frags.elements[which], shape), axis=1),
+    alu.float8_of(run.arch, dtype),
+    _is_tf32(u),
   )
 
 
@@ -156,6 +159,8 @@ def multiply(run: Run, u: UOp, a: Any, b: Any, c: list[Any]) -> list[Any]:
   n, m, k = dims
   count = (len(a) if isinstance(a, list) else 1) * u.src[0].dtype.itemsize // dtype.itemsize
   try:
+    if dtype in alu.FLOAT8 and device == "AMD" and k not in FLOAT8_K.get(run.arch, ()):
+      raise KeyError(f"{run.arch} {dims} {dtype}")
     frags = fragments(dims, dtype, device, threads, count)
   except KeyError as error:
     raise run.fail(UnknownInstruction, u, f"no target has the matrix instruction {error}") from None

@@ -58,14 +58,15 @@ def served(schedule: Schedule, target: Target) -> str:
 
 
 def against(schedule: Schedule, target: Target) -> str:
-  """Return why a schedule for this kind of device serves none of the cases; float16, which all accept, is tried."""
-  spec = case(dtypes.float16, max(QUERIES))
+  """Return why a schedule for this kind of device serves none of the cases; float16 is tried if it accepts that."""
+  spec = case(dtypes.float16 if dtypes.float16 in schedule.dtypes else schedule.dtypes[0], max(QUERIES))
   try:
     for kernel in schedule.kernels:
       kernel.choose(spec, target)
   except ValueError as error:
     return f"not for this machine: {error}"
-  if schedule in BACKWARD and not schedule.meant_for(spec, target):
+  several = schedule in BACKWARD or len(schedule.kernels) > 1  # which pays if there is much to do
+  if several and not schedule.meant_for(spec, target):
     return f"serves problems for which it is faster than {taken(schedule, spec, target)}, large ones"
   return f"serves only what {taken(schedule, spec, target)} does not"
 

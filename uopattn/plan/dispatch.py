@@ -24,6 +24,7 @@ from uopattn.kernels import (
   cuda_wide_forward,
   delta,
   hopper_backward,
+  hopper_float32_forward,
   hopper_forward,
   hopper_fused_backward,
   sum_parts,
@@ -43,6 +44,7 @@ FORWARD = tuple(
     amd_forward,
     cuda_wide_forward,
     hopper_forward,
+    hopper_float32_forward,
     cuda_forward,
   )
 )
@@ -74,22 +76,23 @@ class NoKernel(ValueError):
     self.reasons = reasons
 
 
-def dispatch(spec: AttentionSpec, target: Target, tiles: Any = None) -> Launch:
+def dispatch(spec: AttentionSpec, target: Target, tiles: Any = None, alone: bool = False) -> Launch:
   """Return the launch of the kernel for this attention.
 
   Args:
     tiles: block sizes, whose class selects the kernel; None leaves both choices to dispatch.
+    alone: whether it must need no other kernel.
 
   Raises:
     NoKernel: no kernel serves it. The reasons are those of the schedule that is meant for the case.
   """
-  schedules = on_device(FORWARD, "no kernel", target)
+  schedules = [x for x in on_device(FORWARD, "no kernel", target) if not alone or len(x.kernels) == 1]
   if tiles is not None:
     schedules = [x for x in schedules if x.tiles is type(tiles)]
     if not schedules:
-      raise NoKernel(f"tiles is {tiles!r}, which no kernel for {target.device} takes")
+      raise NoKernel(f"tiles is {tiles!r}, which no kernel for {target.device} takes{' by itself' if alone else ''}")
   schedules.sort(key=lambda x: not x.meant_for(spec, target))
-  return _first(schedules, spec, target, tiles)[0]
+  return _first(schedules, spec, target, tiles)[-1]
 
 
 def candidates(spec: AttentionSpec, target: Target) -> list[Launch]:
@@ -105,7 +108,7 @@ def candidates(spec: AttentionSpec, target: Target) -> list[Launch]:
   for schedule in sorted(on_device(FORWARD, "no kernel", target), key=lambda x: x is not first.schedule):
     for tiles in _tiles_to_measure(schedule, spec, target, schedule is first.schedule):
       try:
-        found += launches_of(schedule, spec, target, tiles)
+        found.append(launches_of(schedule, spec, target, tiles)[-1])
       except NoKernel:  # not for this case
         continue
   if spec.few:
@@ -116,7 +119,7 @@ def candidates(spec: AttentionSpec, target: Target) -> list[Launch]:
 
 def _tiles_to_measure(schedule: Schedule, spec: AttentionSpec, target: Target, chosen: bool) -> Sequence[Any]:
   """Return the tiles of a schedule that are worth measuring: only its first if another schedule is chosen."""
-  (kernel,), seen = schedule.kernels, spec.packed(schedule.pack_gqa(spec))
+  kernel, seen = schedule.kernels[-1], spec.packed(schedule.pack_gqa(spec))
   if reasons_against(schedule, spec):
     return ()
   try:
@@ -164,9 +167,12 @@ def dispatch_backward(spec: AttentionSpec, target: Target) -> tuple[Launch, ...]
 
 
 def stages(launch: Launch) -> tuple[Launch, ...]:
-  """Return the launches of a forward pass: one kernel, or for split-KV the kernel per split and the combine kernel."""
+  """Return the launches of a forward pass, in order, by that of its schedule's last kernel, as `dispatch` returns it.
+
+  They are the schedule's kernels, or for split-KV the kernel per split and the combine kernel.
+  """
   if launch.splits == 1:
-    return (launch,)
+    return tuple(replace(launch, kernel=x) for x in launch.schedule.kernels)
   (schedule,) = (x for x in combine.SCHEDULES if x.devices == launch.schedule.devices)
   return replace(launch, partial=True), replace(launch, schedule=schedule, kernel=schedule.kernels[0], tiles=None)
 

@@ -63,8 +63,8 @@ def run_stages(
     results: buffers to write to, by name; missing ones are new.
   """
   *before, last = stages(launch)
-  for parts in before:
-    found = parts.run(device, given, variables)
-    given = {**given, "partial_o": [found["o"]], "partial_lse": [found["lse"]]}
-  found = last.run(device, {**given, **results}, () if before else variables, gradient)
+  for stage in before:
+    found = stage.run(device, given, variables)
+    given = {**given, **{f"partial_{name}" if stage.partial else name: [x] for name, x in found.items()}}
+  found = last.run(device, {**given, **results}, variables, gradient)
   return with_heads_first(found["o"], launch.spec), found["lse"]

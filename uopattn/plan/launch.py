@@ -183,13 +183,14 @@ class Launch:
     Args:
       device: several devices run it on the part of each Tensor that each of them has; see `uopattn.spec.shards`.
       given: Tensors by the names of `buffers`; a missing output is a new buffer.
-      variables: bound Variables.
+      variables: bound Variables, which only kernels with masks take.
       gradient: the call's `grad_fxn`.
     """
     # Like `Tensor.custom_kernel`, but without making placeholders, which takes a fifth of an eager call.
     buffers = self.buffers()
     given = {x.name: (_empty(x, device),) for x in buffers if x.name in self.kernel.outputs} | dict(given)
     tensors = [x for name in dict.fromkeys(x.name for x in buffers) for x in given[name]]
+    variables = variables if {"rules", "tiles"}.issubset(self.kernel.wants) else ()
     call = self.build(device).call(*(x.uop for x in tensors), *variables, grad_fxn=gradient)
     return {name: Tensor(given[name][0].uop.after(call)) for name in self.names() if name in self.kernel.outputs}
 

@@ -1,13 +1,14 @@
 """Rendering of what tinygrad's renderers for AMD lack. Only our kernels are rendered so; all others as usual.
 
 The one for LLVM IR (`DEV=AMD:LLVM`, or no ROCm installed) has no rule for `Ops.CUSTOM`. Neither it nor the one for HIP
-renders a vector of one element, which float32's matrix instructions take.
+renders a vector of one element, which float32's matrix instructions take, or the matrix instructions of 8 bits on
+RDNA4, and of 128 along k in HIP. All those of 8 bits are rendered here, with operands of 32-bit words.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-from tinygrad import Device
+from tinygrad import Device, dtypes
 from tinygrad.codegen.opt.tc import pm_validate_wmma_rdna3
 from tinygrad.helpers import Target
 from tinygrad.renderer import Estimates
@@ -47,6 +48,47 @@ def render_one(ctx: dict[UOp, str], u: UOp, x: UOp) -> str:
   return f"  {ctx[u]} = bitcast {kind} {ctx[x]} to {kind}"
 
 
+BYTES = {dtypes.fp8e4m3: "fp8", dtypes.fp8e5m2: "bf8"}
+
+
+def bytes_in_hip(ctx: dict[UOp, str], u: UOp) -> str | None:
+  """Render a matrix instruction u of 8-bit elements in words in HIP; None for any other."""
+  (_, _, k), dtype, _, lanes, _ = u.arg
+  if dtype not in BYTES or u.src[0].dtype != dtypes.uint:
+    return None
+  name, kind = BYTES[dtype], "long" if k == 32 else f"int __attribute__((ext_vector_type({u.src[0].max_numel()})))"
+  a, b = (f"__builtin_bit_cast({kind}, {ctx[x]})" for x in u.src[:2])
+  if k == 128:
+    form = list(BYTES).index(dtype)
+    return f"__builtin_amdgcn_mfma_scale_f32_16x16x128_f8f6f4({a}, {b}, {ctx[u.src[2]]}, {form}, {form}, 0, 0, 0, 0)"
+  if lanes == 64:
+    return f"__builtin_amdgcn_mfma_f32_16x16x32_{name}_{name}({a}, {b}, {ctx[u.src[2]]}, 0, 0, 0)"
+  return f"__builtin_amdgcn_wmma_f32_16x16x16_{name}_{name}_w32_gfx12({a}, {b}, {ctx[u.src[2]]})"
+
+
+def bytes_in_llvm(ctx: dict[UOp, str], u: UOp) -> str | None:
+  """Render a matrix instruction u of 8-bit elements in words as LLVM IR; None for any other."""
+  (_, _, k), dtype, _, lanes, _ = u.arg
+  if dtype not in BYTES or u.src[0].dtype != dtypes.uint:
+    return None
+  y, (a, b, c), name, words = ctx[u], (ctx[x] for x in u.src), BYTES[dtype], f"<{u.src[0].max_numel()} x i32>"
+  if k == 128:
+    form = list(BYTES).index(dtype)
+    return (
+      f"  {y} = call <4 x float> @llvm.amdgcn.mfma.scale.f32.16x16x128.f8f6f4.v8i32.v8i32({words} {a}, {words} {b}, "
+      f"<4 x float> {c}, i32 {form}, i32 {form}, i32 0, i32 0, i32 0, i32 0)"
+    )
+  if lanes == 64:
+    product = f"@llvm.amdgcn.mfma.f32.16x16x32.{name}.{name}"
+    return f"""  {y}_a = bitcast {words} {a} to i64
+  {y}_b = bitcast {words} {b} to i64
+  {y} = call <4 x float> {product}(i64 {y}_a, i64 {y}_b, <4 x float> {c}, i32 0, i32 0, i32 0)"""
+  return (
+    f"  {y} = call <8 x float> @llvm.amdgcn.wmma.f32.16x16x16.{name}.{name}.v8f32.v2i32({words} {a}, {words} {b}, "
+    f"<8 x float> {c})"
+  )
+
+
 class InstructionRenderer(AMDLLVMRenderer):
   """tinygrad's LLVM renderer for AMD, extended by our instructions."""
 
@@ -54,6 +96,7 @@ class InstructionRenderer(AMDLLVMRenderer):
     super().__init__(target)
     ours: Rules = [
       (UPat(Ops.CUSTOM, name="u"), render_instruction),
+      (UPat(Ops.WMMA, name="u"), bytes_in_llvm),
       (UPat(Ops.STACK, src=(UPat.var("x"),), name="u"), render_one),
     ]
     self.string_rewrite = PatternMatcher(ours) + self.string_rewrite
@@ -62,11 +105,14 @@ class InstructionRenderer(AMDLLVMRenderer):
 
 
 def extended(renderer: HIPRenderer) -> HIPRenderer:
-  """tinygrad's HIP renderer, extended by vectors of one element."""
+  """tinygrad's HIP renderer, extended by vectors of one element and by matrix instructions of 8 bits."""
   result = object.__new__(type(renderer))  # tinygrad's copy is a new one, which looks for its compiler
   result.__dict__.update(renderer.__dict__)
-  one = (UPat(Ops.STACK, src=(UPat.var("x"),)), lambda ctx, x: f"({ctx[x]})")
-  result.string_rewrite = PatternMatcher([one]) + renderer.string_rewrite
+  ours: Rules = [
+    (UPat(Ops.STACK, src=(UPat.var("x"),)), lambda ctx, x: f"({ctx[x]})"),
+    (UPat(Ops.WMMA, name="u"), bytes_in_hip),
+  ]
+  result.string_rewrite = PatternMatcher(ours) + renderer.string_rewrite
   return result
 
 

@@ -15,7 +15,7 @@ from uopattn.plan.target import target_of
 from uopattn.proof.gate import GradientGate, numpy
 from uopattn.proof.oracle import Array
 from uopattn.spec.spec import AttentionSpec
-from uopattn.tuning.trial import Drawn, Part, drawn, faults, key_heads, parts
+from uopattn.tuning.trial import MOST, Drawn, Part, drawn, faults, key_heads, parts
 
 SHARE = 0.25  # of the scores that are checked of an output: a gradient's check takes some four times as long
 COST = 2.5  # floating-point operations, over those of the forward pass
@@ -90,7 +90,7 @@ class GradientTrial:
 
   def runner(self, launches: tuple[Launch, ...]) -> Runner:
     """Set up a candidate, replayed by TinyJit."""
-    times = max(1, round(repeats(self.spec, self.device) / COST))
+    times = max(1, round(repeats(self.spec, self.device, MOST) / COST))
     outputs = {
       x.name: [Tensor.empty(*x.shape, dtype=x.dtype, device=self.device)]
       for launch in launches

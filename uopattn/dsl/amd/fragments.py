@@ -7,7 +7,8 @@ The hardware's order of k does not matter, as long as A and B use the same one. 
 rows then have that order. So a schedule numbers both to suit its memory:
 
 * k runs through `width` neighbours in each lane, then from group to group: 16 or 32 bytes, one or two wide loads. If
-  the instruction takes fewer elements, `products` instructions share one step.
+  the instruction takes fewer elements, `products` instructions share one step. In 8 bits CDNA4 also has one of twice
+  the speed that takes two steps.
 * Rows of A are permuted by `row_at`, so that the elements that a lane has in D, over the `row_tiles` tiles of one step,
   are neighbours. Each lane's part of D is then its B operand of a second product, whose k are D's rows. On RDNA3, where
   both groups hold all of k, each lane also needs the elements of the other group.
@@ -31,7 +32,7 @@ CHUNK_WORDS = 4  # 32-bit words in a chunk: 16 bytes, the widest load
 
 @dataclass(frozen=True)
 class Fragments:
-  """One 16x16 matrix instruction on inputs of 16 or 32 bits with a float32 accumulator.
+  """One 16x16 matrix instruction on inputs of 8, 16 or 32 bits with a float32 accumulator.
 
   Attributes:
     k: K of the instruction.
@@ -40,7 +41,9 @@ class Fragments:
     result: elements of C, and of D, per lane.
     repeated: whether every group holds all of k.
     interleaved: whether the rows of C alternate between groups, instead of forming one block per group.
-    bits: of an element of A and of B; 32 is float32.
+    bits: of an element of A and of B; 32 is float32, 8 is fp8e4m3 or fp8e5m2.
+    together: steps that a larger instruction multiplies at once; 1 if there is none.
+    fnuz: whether 8-bit numbers have the format of `uopattn.dsl.amd.fnuz`.
     parts: the number of parts, in bfloat16, of which an element is the sum, 3 for float32; see `uopattn.dsl.gpu.parts`.
   """
 
@@ -51,20 +54,23 @@ class Fragments:
   repeated: bool = False
   interleaved: bool = False
   bits: int = 16
+  together: int = 1
+  fnuz: bool = False
   parts: int = 1
 
   @classmethod
   def of(cls, arch: str, bits: int = 16) -> "Fragments":
-    """The matrix instruction that attention uses on an architecture such as "gfx1100", for elements of 16 or 32 bits.
+    """The matrix instruction that attention uses on an architecture such as "gfx1100", for elements of 8 to 32 bits.
 
     Raises:
       ValueError: no matrix instruction is known for the architecture.
     """
-    by_arch = _BY_ARCH if bits == 16 else _FLOAT_BY_ARCH
+    by_arch = _BY_BITS[bits]
     for prefix, fragments in by_arch.items():
       if arch.startswith(prefix):
         return fragments
-    raise ValueError(f"no matrix instruction known for {arch}; there are some for {', '.join(by_arch)}")
+    of = {8: " and 8 bits", 16: "", 32: " and float32"}[bits]
+    raise ValueError(f"no matrix instruction known for {arch}{of}; there are some for {', '.join(by_arch)}")
 
   # ** the hardware's own numbering **
 
@@ -160,11 +166,17 @@ CDNA3 = Fragments(16, 64, 4, 4)
 CDNA4 = Fragments(32, 64, 8, 4)
 CDNA_FLOAT = Fragments(4, 64, 1, 4, bits=32)
 RDNA3_FLOAT, RDNA4_FLOAT = (replace(x, parts=3) for x in (RDNA3, RDNA4))
-_BY_ARCH = {"gfx11": RDNA3, "gfx1200": RDNA4, "gfx1201": RDNA4, "gfx942": CDNA3, "gfx950": CDNA4}
-_FLOAT_BY_ARCH = {
-  "gfx11": RDNA3_FLOAT,
-  "gfx1200": RDNA4_FLOAT,
-  "gfx1201": RDNA4_FLOAT,
-  "gfx942": CDNA_FLOAT,
-  "gfx950": CDNA_FLOAT,
+RDNA4_BYTES = Fragments(16, 32, 8, 8, bits=8)
+CDNA3_BYTES = Fragments(32, 64, 8, 4, bits=8, fnuz=True)
+CDNA4_BYTES = Fragments(32, 64, 8, 4, bits=8, together=2)
+_BY_BITS = {
+  8: {"gfx1200": RDNA4_BYTES, "gfx1201": RDNA4_BYTES, "gfx942": CDNA3_BYTES, "gfx950": CDNA4_BYTES},
+  16: {"gfx11": RDNA3, "gfx1200": RDNA4, "gfx1201": RDNA4, "gfx942": CDNA3, "gfx950": CDNA4},
+  32: {
+    "gfx11": RDNA3_FLOAT,
+    "gfx1200": RDNA4_FLOAT,
+    "gfx1201": RDNA4_FLOAT,
+    "gfx942": CDNA_FLOAT,
+    "gfx950": CDNA_FLOAT,
+  },
 }

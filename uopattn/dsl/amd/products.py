@@ -6,25 +6,28 @@ those of the matrices, float32 also where bfloat16 parts of it are multiplied.
     C + A^T D       `mma_ab`: A^T is a transposed tile in LDS; D comes from the first product by `as_operands`
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import product
 from typing import Any
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv
+from tinygrad.uop.ops import Ops
 
 from uopattn.dsl import instructions as ins
+from uopattn.dsl.amd.fnuz import from_ocp, to_ocp
 from uopattn.dsl.amd.fragments import CHUNK_WORDS, HIP, MMA_SIZE, Fragments
 from uopattn.dsl.amd.staging import LdsRows, in_parts
-from uopattn.dsl.gpu.parts import PAIRS, bfloat16_parts
+from uopattn.dsl.gpu.parts import PAIRS, upper_parts
 from uopattn.dsl.packed import ALWAYS, Words, as_type, words_of
 from uopattn.dsl.rules.head_view import HeadView
+from uopattn.dsl.rules.softmax import LARGEST
 from uopattn.dsl.scope import gated, sizes
 from uopattn.dsl.view import View, row_start
 
-Operand = list[UOp]  # the `width` elements of A, or of B, that a lane holds for a step; of each part in turn
+# The `width` elements of A, or of B, that a lane holds for a step, of each part in turn; in 8 bits words of four.
+Operand = list[UOp]
 LoadOperand = Callable[..., Operand]  # (*after) -> the operand of a step
 
 
@@ -40,7 +43,9 @@ def load_operands(
   def load(step: int, *after: UOp) -> Operand:
     word, first = words_of(rows, exists, *after), f.chunk(UOp.const(step), lane) * chunk
     words = [word(row, first + w) for w in range(count)]
-    return operand_of(f, dtype, [x.bitcast(dtypes.float) for x in words]) if after else elements(f, dtype, words)
+    if f.parts > 1:
+      return operand_of(f, dtype, [x.bitcast(dtypes.float) for x in words])
+    return elements(f, dtype, [from_ocp(x, dtype) for x in words] if f.fnuz else words)
 
   def held(operand: Operand) -> LoadOperand:
     return lambda *after: operand
@@ -49,15 +54,29 @@ def load_operands(
   return [partial(load, i) if f.parts > 1 else held(load(i)) for i in steps]
 
 
-def multiply(f: Fragments, a: Operand, b: Operand, c: UOp | None) -> UOp:
-  """C + A B over one step; None is 0. Products of parts are added up first, from the smallest on."""
-  zero = UOp.const((0.0,) * f.result, dtypes.float)
-  total = zero if c is None or f.parts > 1 else c
-  for i, j in PAIRS[f.parts]:
-    for e in range(0, f.width, f.operand):
-      left, right = (UOp.stack(*x[p * f.width + e :][: f.operand]) for x, p in ((a, i), (b, j)))
-      total = UOp.wmma(left, right, total, (MMA_SIZE, MMA_SIZE, f.k), "AMD", f.lanes)
+def multiply(f: Fragments, dtype: DType, a: Operand, b: Operand, c: UOp | None) -> UOp:
+  """C + A B over one step, or over the steps of `chains`; None is 0. Products of parts are added up by themselves.
+
+  tinygrad's renderers lack most products of 8 bits. `uopattn.runtime.amd` renders those whose operands are words.
+  """
+  per_unit = 4 if f.bits == 8 else 1  # elements
+  length = len(a) // f.parts
+  size = length if length > f.width // per_unit else f.operand // per_unit
+  dims = (MMA_SIZE, MMA_SIZE, f.k * size * per_unit // f.operand)
+  total = UOp.const((0.0,) * f.result, dtypes.float) if c is None or f.parts > 1 else c
+  for left_part, right_part in PAIRS[f.parts]:
+    for i in range(0, length, size):
+      left, right = (UOp.stack(*x[p * length + i :][:size]) for x, p in ((a, left_part), (b, right_part)))
+      total = UOp(Ops.WMMA, src=(left, right, total), arg=(dims, f.dtype(dtype), "AMD", f.lanes, None))
   return total if c is None or f.parts == 1 else UOp.stack(*[c[e] + total[e] for e in range(f.result)])
+
+
+def chains(f: Fragments, steps: int) -> list[range]:
+  """The steps that are multiplied at once: `Fragments.together` where so many remain, else one."""
+  whole = steps // f.together * f.together
+  return [range(i, i + f.together) for i in range(0, whole, f.together)] + [
+    range(i, i + 1) for i in range(whole, steps)
+  ]
 
 
 def elements(f: Fragments, dtype: DType, words: Words) -> Operand:
@@ -66,6 +85,8 @@ def elements(f: Fragments, dtype: DType, words: Words) -> Operand:
   tinygrad's lowering does not terminate if an operand is all of one vector that is no STACK. So the operand is made of
   half a vector, or of two.
   """
+  if f.bits == 8:
+    return words
   if f.bits == 32:
     return [word.bitcast(dtype) for word in words]
   size = len(words) // 2 if f.products == 1 else len(words)
@@ -79,11 +100,13 @@ def elements(f: Fragments, dtype: DType, words: Words) -> Operand:
   return result
 
 
-def read_row(f: Fragments, dtype: DType, lds: LdsRows, row: UOp, step: int, lane: UOp) -> Operand:
-  """Load this lane's operand for one step from a row in LDS."""
-  chunk, chunks = f.chunk(UOp.const(step), lane), range(f.words // CHUNK_WORDS)
-  parts = [[word for i in chunks for word in lds.load(row, chunk + i, part)] for part in range(f.parts)]
-  return [element for words in parts for element in elements(f, dtype, words)]
+def read_row(f: Fragments, dtype: DType, lds: LdsRows, row: UOp, steps: Sequence[int], lane: UOp) -> Operand:
+  """Load this lane's operand for some steps from a row in LDS."""
+  first, chunks = [f.chunk(UOp.const(step), lane) for step in steps], range(f.words // CHUNK_WORDS)
+  words = [
+    [word for i in chunks for word in lds.load(row, chunk + i, part)] for chunk in first for part in range(f.parts)
+  ]
+  return [x for step in words for x in elements(f, dtype, step)]
 
 
 def mma_abt(
@@ -103,15 +126,18 @@ def mma_abt(
     begun: C, in the tiles of the result; None is 0.
   """
   tiles: list[list[Any]] = [[None] * (rows // MMA_SIZE) for _ in operands] if begun is None else [[*x] for x in begun]
-  pace, right = Pace(f.parts > 1, lds), {}
-  numbers, steps = range(rows // MMA_SIZE), range(len(operands[0]))
-  for n, step in ((n, step) for step in steps for n in numbers) if f.parts > 1 else product(numbers, steps):
+  pace = Pace(f.parts > 1, lds)
+  numbers, chained = range(rows // MMA_SIZE), chains(f, len(operands[0]))
+  held: dict[range, list[Operand]] = {}
+  # In parts each operand is held for as short as possible.
+  order = [(n, x) for x in chained for n in numbers] if f.parts > 1 else [(n, x) for n in numbers for x in chained]
+  for n, steps in order:
     after = pace.after()
-    if step not in right:
-      right[step] = [operand[step](*after) for operand in operands]
-    frag = read_row(f, dtype, lds.after(*after), n * MMA_SIZE + lane % MMA_SIZE, step, lane)
-    for tile, operand in zip(tiles, right[step], strict=True):
-      tile[n] = multiply(f, frag, operand, tile[n])
+    if steps not in held:
+      held[steps] = [[x for step in steps for x in operand[step](*after)] for operand in operands]
+    frag = read_row(f, dtype, lds.after(*after), n * MMA_SIZE + lane % MMA_SIZE, steps, lane)
+    for tile, operand in zip(tiles, held[steps], strict=True):
+      tile[n] = multiply(f, dtype, frag, operand, tile[n])
     pace.done.append(tiles[-1][n][0])
   return tiles
 
@@ -130,6 +156,11 @@ class Pace:
   def after(self) -> tuple[UOp, ...]:
     """What the loads of the next product come after."""
     return (ins.read_later(HIP, self.done[-2], self.ready),) if self.slows else ()
+
+
+def joined(operands: list[Operand], steps: Sequence[int]) -> Operand:
+  """The elements of some steps, one after another."""
+  return [x for step in steps for x in operands[step]]
 
 
 def lane_rows(f: Fragments, rows: int, lane: UOp) -> tuple[UOp, list[int]]:
@@ -157,7 +188,7 @@ def word_of(dtype: DType, low: UOp, high: UOp) -> UOp:
 
 
 def words_of_parts(f: Fragments, dtype: DType, values: list[UOp]) -> list[Words]:
-  """Pack float32 values into the words of each part, rounded if there is only one."""
+  """Pack float32 values into the words of each part, rounded to 16 bits if there is only one."""
   if f.parts > 1:
     return in_parts(f, [x.bitcast(dtypes.uint) for x in values])
   return [[word_of(dtype, *values[i : i + 2]) for i in range(0, len(values), 2)]]
@@ -167,8 +198,14 @@ def operand_of(f: Fragments, dtype: DType, values: list[UOp]) -> Operand:
   """The operand of one step that consists of this lane's float32 values."""
   if f.parts == 1:
     return [rounded(dtype, x) for x in values]
-  parts = zip(*map(bfloat16_parts, values), strict=True)
+  parts = zip(*map(upper_parts, values), strict=True)
   return [(x >> 16).cast(dtypes.ushort).bitcast(f.dtype(dtype)) for part in parts for x in part]
+
+
+def word_of_bytes(dtype: DType, elements: Sequence[UOp]) -> UOp:
+  """Round four float32 to 8 bits and pack them into a word. Values out of range become NaN, or in e5m2 infinity."""
+  low = ins.convert_pair(HIP, elements[0], elements[1], UOp.const(0, dtypes.uint), False, dtype)
+  return ins.convert_pair(HIP, elements[2], elements[3], low, True, dtype)
 
 
 def as_operands(
@@ -181,6 +218,8 @@ def as_operands(
   """
   per_step = f.row_tiles * f.result  # elements
   tiles = [[x[i : i + per_step] for i in range(0, len(x), per_step)] for x in values]
+  if f.bits == 8:
+    return [[[word_of_bytes(dtype, x[i : i + 4]) for i in range(0, per_step, 4)] for x in steps] for steps in tiles]
   if lds is None:
     return [[operand_of(f, dtype, step) for step in steps] for steps in tiles]
   stores = []
@@ -188,7 +227,7 @@ def as_operands(
     for i, step in enumerate(steps):
       stores += lds.store(place, f.step // f.per_chunk * i + lane // MMA_SIZE, words_of_parts(f, dtype, step))
   fenced = lds.fenced(*stores)
-  return [[read_row(f, dtype, fenced, place, i, lane) for i in range(len(tiles[0]))] for place in places]
+  return [[read_row(f, dtype, fenced, place, [i], lane) for i in range(len(tiles[0]))] for place in places]
 
 
 def mma_ab(
@@ -206,9 +245,9 @@ def mma_ab(
   stores, pace = [], Pace(f.parts > 1 and not f.repeated, lds)
   for d in range(sizes(acc)[1]):
     out = [tiles[d] for tiles in begun]
-    for step in range(len(operands[0])):
-      frag = read_row(f, dtype, lds.after(*pace.after()), d * MMA_SIZE + lane % MMA_SIZE, step, lane)
-      out = [multiply(f, frag, operand[step], c) for operand, c in zip(operands, out, strict=True)]
+    for steps in chains(f, len(operands[0])):
+      frag = read_row(f, dtype, lds.after(*pace.after()), d * MMA_SIZE + lane % MMA_SIZE, steps, lane)
+      out = [multiply(f, dtype, frag, joined(x, steps), c) for x, c in zip(operands, out, strict=True)]
       pace.done.append(out[-1][0])
     stores += [acc[i, d].store(c) for i, c in enumerate(out)]
   return stores
@@ -236,7 +275,7 @@ def store_acc(
 ) -> list[UOp]:
   """Store finished(acc) to o[head, row], unless the row is past o's end.
 
-  acc is (tiles of 16 columns, `result` elements in this lane). o is of a 16-bit type or float32, as for a split of the
+  acc is (tiles of 16 columns, `result` elements in this lane). o is of 8 or 16 bits, or float32, as for a split of the
   keys that `combine` reads.
   """
   stores = []
@@ -247,8 +286,11 @@ def store_acc(
         store_part(o, head, row, j * MMA_SIZE + f.result_row(lane // MMA_SIZE, e), x) for e, x in enumerate(values)
       ]
       continue
-    columns = neighbours(f, [x.cast(o.dtype) for x in values], lane)
-    stores += store_columns(o, head, row, j * MMA_SIZE + lane // MMA_SIZE * f.result, columns)
+    first = j * MMA_SIZE + lane // MMA_SIZE * f.result
+    if o.dtype in LARGEST:
+      stores += store_bytes(f, o, head, row, first, values)
+    else:
+      stores += store_columns(o, head, row, first, neighbours(f, [x.cast(o.dtype) for x in values], lane))
   return stores
 
 
@@ -288,4 +330,26 @@ def store_columns(o: UOp | View, head: UOp, row: UOp, first: UOp, values: list[U
     low, high = (x.bitcast(dtypes.ushort).cast(dtypes.uint) for x in values[e : e + 2])
     at = row_start(o, head, row) // 2 + (first + e) // 2
     stores.append(as_type(o, dtypes.uint)[at.valid(inside)].store(ins.pin(HIP, low | (high << 16))))
+  return stores
+
+
+def store_bytes(f: Fragments, o: UOp | View, head: UOp, row: UOp, first: UOp, values: list[UOp]) -> list[UOp]:
+  """Round float32 `values` to 8 bits and store them as `store_columns` does.
+
+  Values out of range, infinities too, become the largest finite number.
+  """
+  _, M, Dv = sizes(o)
+  largest, stores = LARGEST[o.dtype], []
+  values = [(x > largest).where(largest, (x < -largest).where(-largest, x)) for x in values]
+  for e in range(0, len(values), 4):
+    four, start = values[e : e + 4], row_start(o, head, row) + first + e
+    word = to_ocp(word_of_bytes(o.dtype, [x * 0.5 for x in four])) if f.fnuz else word_of_bytes(o.dtype, four)
+    word = ins.pin(HIP, word)
+    if Dv % 4 == 0:
+      inside = (row < M) & (first + e < Dv) if first.vmax + e >= Dv else row < M
+      stores.append(as_type(o, dtypes.uint)[(start // 4).valid(inside)].store(word))
+      continue
+    for i in range(4):
+      inside = (row < M) & (first + e + i < Dv) if first.vmax + e + i >= Dv else row < M
+      stores.append(as_type(o, dtypes.uchar)[(start + i).valid(inside)].store((word >> 8 * i).cast(dtypes.uchar)))
   return stores

@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tinygrad import UOp, dtypes
-from tinygrad.dtype import AddrSpace
+from tinygrad.dtype import AddrSpace, DType
 from tinygrad.helpers import round_up
 
 from uopattn.dsl import instructions as ins
+from uopattn.dsl.amd.fnuz import from_ocp
 from uopattn.dsl.amd.fragments import CHUNK_WORDS, HIP, MMA_SIZE, Fragments
-from uopattn.dsl.gpu.parts import bfloat16_parts
+from uopattn.dsl.gpu.parts import upper_parts
 from uopattn.dsl.packed import ALWAYS, Load, Words
 from uopattn.dsl.scope import Scope, clamp
 
@@ -72,7 +73,7 @@ def in_parts(f: Fragments, words: Words) -> list[Words]:
     return [words]
   if all(word.vmin == word.vmax == 0 for word in words):
     return [words[: len(words) // 2]] * f.parts
-  parts = zip(*(bfloat16_parts(word.bitcast(dtypes.float)) for word in words), strict=True)
+  parts = zip(*(upper_parts(word.bitcast(dtypes.float)) for word in words), strict=True)
   return [[ins.high_halves(HIP, *part[i : i + 2]) for i in range(0, len(part), 2)] for part in parts]
 
 
@@ -96,15 +97,18 @@ class RegisterPipeline:
     as_is: Sequence[Source],
     transposed: Sequence[Source],
     row_stats: Sequence[Number] = (),
+    of_ocp: DType | None = None,
   ):
-    """`length` is the number of rows that exist."""
+    """`length` is the number of rows that exist. Elements of the type `of_ocp` are converted by `from_ocp`."""
     self.length, self.block = length, block
     self.as_is = [LdsRows.make(s, f, block, columns) for _, columns in as_is]
     self.transposed = [LdsRows.make(s, f, columns, block) for _, columns in transposed]
     self.row_stats = [s.buffer(round_up(block, threads), space=AddrSpace.LOCAL) for _ in row_stats]
     self._parts: list[RowCopy | TransposedCopy | RowStatCopy] = [
-      *(RowCopy(s, f, block, threads, thread, source, lds) for source, lds in zip(as_is, self.as_is, strict=True)),
-      *(TransposedCopy(s, f, block, threads, thread, *x) for x in zip(transposed, self.transposed, strict=True)),
+      *(RowCopy(s, f, block, threads, thread, *x, of_ocp) for x in zip(as_is, self.as_is, strict=True)),
+      *(
+        TransposedCopy(s, f, block, threads, thread, *x, of_ocp) for x in zip(transposed, self.transposed, strict=True)
+      ),
       *(RowStatCopy(s, block, threads, thread, *x) for x in zip(row_stats, self.row_stats, strict=True)),
     ]
 
@@ -131,8 +135,19 @@ class RegisterPipeline:
 class RowCopy:
   """A thread's pieces of a matrix that is copied as it is: one chunk of a row each."""
 
-  def __init__(self, s: Scope, f: Fragments, block: int, threads: int, thread: UOp, source: Source, lds: LdsRows):
+  def __init__(
+    self,
+    s: Scope,
+    f: Fragments,
+    block: int,
+    threads: int,
+    thread: UOp,
+    source: Source,
+    lds: LdsRows,
+    of_ocp: DType | None,
+  ):
     self.word, columns = source
+    self.of_ocp = of_ocp
     self.lds, pieces = lds, block * columns // f.per_chunk
     self.places = [chunk_place(f, thread + i, columns // f.per_chunk, pieces) for i in range(0, pieces, threads)]
     self.f, self.width = f, f.per_chunk * f.memory_bits // 32
@@ -147,19 +162,31 @@ class RowCopy:
   def store(self, *after: UOp) -> list[UOp]:
     words, lds, stores = self.words.after(*after), self.lds.after(*after), []
     for i, (place, _, chunk, inside) in enumerate(self.places):
-      stores += lds.store(place, chunk, in_parts(self.f, [words[i, w].load() for w in range(self.width)]), inside)
+      loaded = [converted(self.of_ocp, words[i, w].load()) for w in range(self.width)]
+      stores += lds.store(place, chunk, in_parts(self.f, loaded), inside)
     return stores
 
 
 class TransposedCopy:
-  """A thread's pieces of a matrix that is transposed: a word of columns, one or two, of a chunk of rows each."""
+  """A thread's pieces of a matrix that is transposed: a word of columns, one to four, of a chunk of rows each."""
 
-  def __init__(self, s: Scope, f: Fragments, block: int, threads: int, thread: UOp, source: Source, lds: LdsRows):
+  def __init__(
+    self,
+    s: Scope,
+    f: Fragments,
+    block: int,
+    threads: int,
+    thread: UOp,
+    source: Source,
+    lds: LdsRows,
+    of_ocp: DType | None,
+  ):
     self.word, columns = source
+    self.of_ocp = of_ocp
     self.f, self.lds, self.rows, words = f, lds, f.per_chunk, columns * f.bits // 32
     pieces = words * (block // self.rows)
     self.places = [word_place(f, thread + i, words, pieces) for i in range(0, pieces, threads)]
-    self.width = f.memory_bits // f.bits
+    self.width = f.memory_bits // f.bits if f.parts > 1 else 1
     self.words = s.buffer(len(self.places), self.rows * self.width, dtype=dtypes.uint)
 
   def load(self, row: Callable[[UOp], UOp], *after: UOp) -> list[UOp]:
@@ -173,14 +200,30 @@ class TransposedCopy:
   def store(self, *after: UOp) -> list[UOp]:
     words, lds, stores = self.words.after(*after), self.lds.after(*after), []
     for i, (word, chunk, inside) in enumerate(self.places):
-      loaded = [words[i, e].load() for e in range(self.rows * self.width)]
+      loaded = [converted(self.of_ocp, words[i, e].load()) for e in range(self.rows * self.width)]
       if self.f.memory_bits == 32:
-        for i in range(self.width):
-          stores += lds.store(word * self.width + i, chunk, in_parts(self.f, loaded[i :: self.width]), inside)
+        for c in range(self.width):
+          stores += lds.store(word * self.width + c, chunk, in_parts(self.f, loaded[c :: self.width]), inside)
+        continue
+      if self.rows == 4 * CHUNK_WORDS:
+        columns = zip(*(transposed_bytes(loaded[e : e + 4]) for e in range(0, self.rows, 4)), strict=True)
+        for c, words_of_column in enumerate(columns):
+          stores += lds.store(4 * word + c, chunk, [list(words_of_column)], inside)
         continue
       for half, column in ((ins.low_halves, 2 * word), (ins.high_halves, 2 * word + 1)):  # of eight rows
         stores += lds.store(column, chunk, [[half(HIP, *loaded[e : e + 2]) for e in range(0, self.rows, 2)]], inside)
     return stores
+
+
+def converted(of_ocp: DType | None, word: UOp) -> UOp:
+  """The word as it is kept in LDS."""
+  return word if of_ocp is None else from_ocp(word, of_ocp)
+
+
+def transposed_bytes(rows: Words) -> Words:
+  """The four columns of four rows of four bytes, in eight byte permutations."""
+  even, odd = ([part(HIP, *rows[i : i + 2]) for i in (0, 2)] for part in (ins.even_bytes, ins.odd_bytes))
+  return [part(HIP, *pair) for part in (ins.even_bytes, ins.odd_bytes) for pair in (even, odd)]
 
 
 class RowStatCopy:
@@ -216,9 +259,10 @@ def chunk_place(f: Fragments, piece: UOp, chunks: int, pieces: int) -> tuple[UOp
 def word_place(f: Fragments, piece: UOp, words: int, pieces: int) -> tuple[UOp, UOp, UOp]:
   """(word of a row, chunk of rows, whether the piece exists). Pieces run over `near` chunks, then the words.
 
-  In float32 each word is a row in LDS. Rows 4 apart are then 32 banks apart, or with 4 chunks rows 2 apart 16 banks.
+  In float32 each word is a row in LDS. Rows 4 apart are then 32 banks apart, or with 4 chunks rows 2 apart 16 banks. In
+  8 bits a word is four rows, so twice as many chunks must be near.
   """
-  near = 2 * f.pad * (2 if f.bits == 32 and pieces // words % (4 * f.pad) == 0 else 1)
+  near = 2 * f.pad * (2 if f.bits == 8 or (f.bits == 32 and pieces // words % (4 * f.pad) == 0) else 1)
   inside = piece < pieces
   piece = inside.where(piece, 0)
   word, chunk = piece // near % words, piece % near + near * (piece // (near * words))

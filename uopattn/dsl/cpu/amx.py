@@ -15,11 +15,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from tinygrad import UOp, dtypes
-from tinygrad.helpers import ceildiv
 
 from uopattn.dsl.instruction_set import Instruction
 from uopattn.dsl.instructions import statement
-from uopattn.dsl.limits import LINE
 
 TILES = 8
 ROWS = 16  # of a tile
@@ -60,30 +58,31 @@ def _shuffled(to: str, a: str, b: str, lanes: Sequence[int]) -> str:
 
 
 def _transpose() -> str:
-  """Text of `transpose`: words within each group of four rows and four columns, then these groups."""
-  blocks = range(0, LANES, 4)
+  """Text of `transpose`: four words of four rows each, of which every fourth row is loaded, then these four rows."""
+  rows = range(0, LANES, 4)
   unpack = {  # halves of each 128 bits of two rows, interleaved by 32 or 64 bits
-    "low_words": [b + i for b in blocks for i in (0, 16, 1, 17)],
-    "high_words": [b + i for b in blocks for i in (2, 18, 3, 19)],
-    "low": [b + i for b in blocks for i in (0, 1, 16, 17)],
-    "high": [b + i for b in blocks for i in (2, 3, 18, 19)],
+    "low_words": [b + i for b in rows for i in (0, 16, 1, 17)],
+    "high_words": [b + i for b in rows for i in (2, 18, 3, 19)],
+    "low": [b + i for b in rows for i in (0, 1, 16, 17)],
+    "high": [b + i for b in rows for i in (2, 3, 18, 19)],
   }
-  even, odd = ([first + i for first in (b, b + 8, b + 16, b + 24) for i in range(4)] for b in (0, 4))
-  lines = [f"words r{i}; __builtin_memcpy(&r{i}, (char *){{1}} + {i} * {{3}}, 64);" for i in range(ROWS)]
-  for g in range(4):
-    for part in ("low", "high"):
-      lines += [
-        _shuffled(f"{part}{g}_{i}", f"r{4 * g + i}", f"r{4 * g + i + 1}", unpack[f"{part}_words"]) for i in (0, 2)
-      ]
-    for column, (part, half) in enumerate((x, y) for x in ("low", "high") for y in ("low", "high")):
-      lines.append(_shuffled(f"u{g}_{column}", f"{part}{g}_0", f"{part}{g}_2", unpack[half]))
+  lines = ["typedef int quad __attribute__((vector_size(16)));", "typedef int half __attribute__((vector_size(32)));"]
   for column in range(4):
-    for name, lanes in (("even", even), ("odd", odd)):
-      lines += [_shuffled(f"{name}{g}_{column}", f"u{g}_{column}", f"u{g + 1}_{column}", lanes) for g in (0, 2)]
-    for block, (name, lanes) in enumerate((("even", even), ("odd", even), ("even", odd), ("odd", odd))):
-      row = 4 * block + column
-      lines.append(_shuffled(f"y{row}", f"{name}0_{column}", f"{name}2_{column}", lanes))
-      lines.append(f"__builtin_memcpy((char *){{0}} + {row} * {{2}}, &y{row}, 64);")
+    lines.append("{{")
+    for i in range(4):  # loads of 128 bits need no shuffle, of which a processor can do one at a time
+      for row in rows:
+        source = f"(char *){{1}} + {row + i} * {{3}} + {16 * column}"
+        lines.append(f"quad q{row}_{i}; __builtin_memcpy(&q{row}_{i}, {source}, 16);")
+      for row in (0, 8):
+        halves = f"q{row}_{i}, q{row + 4}_{i}, 0, 1, 2, 3, 4, 5, 6, 7"
+        lines.append(f"half h{row}_{i} = __builtin_shufflevector({halves});")
+      lines.append(_shuffled(f"r{i}", f"h0_{i}", f"h8_{i}", range(LANES)))
+    for part in ("low", "high"):
+      lines += [_shuffled(f"{part}{i}", f"r{i}", f"r{i + 1}", unpack[f"{part}_words"]) for i in (0, 2)]
+    for i, (part, half) in enumerate((x, y) for x in ("low", "high") for y in ("low", "high")):
+      lines.append(_shuffled(f"y{i}", f"{part}0", f"{part}2", unpack[half]))
+      lines.append(f"__builtin_memcpy((char *){{0}} + {4 * column + i} * {{2}}, &y{i}, 64);")
+    lines.append("}}")
   return _block(_VECTORS, *lines)
 
 
@@ -123,19 +122,15 @@ def _weigh(parts: int, degree: int) -> str:
   """Text of `weigh`."""
   return _block(
     _VECTORS,
-    "unsigned *p = (unsigned *){0}; const float *s = {1}; vector shift, l;",
+    "char *p = (char *){0}; const float *s = {1}; vector shift, l;",
     "__builtin_memcpy(&shift, {2}, 64); __builtin_memcpy(&l, {3}, 64);",
     '_Pragma("clang loop unroll_count(4)") for (int i = 0; i < {5}; i += 2) {{ vector a, b;',
-    *(
-      f"for (int j = 0; j < {lines}; j++) __builtin_prefetch((const char *){place} + 64 * (i / 2 * {lines} + j), 0, 3);"
-      for place, lines in (("{6}", "{7}"), ("{8}", "{9}"))
-    ),
     "__builtin_memcpy(&a, s + 16 * i, 64); __builtin_memcpy(&b, s + 16 * i + 16, 64);",
     "a = a * {4} - shift; b = b * {4} - shift;",
     _exp2("a", degree),
     _exp2("b", degree),
     "l += a + b;",
-    _rounded(parts, True, "p + 16 * (i / 2 + part * ({5} / 2))"),
+    _rounded(parts, True, "p + 32 * i + part * {6}"),
     "}} __builtin_memcpy({3}, &l, 64);",
   )
 
@@ -181,8 +176,7 @@ _LIST = [
   Instruction("transpose", {"c": _transpose()}, statement=True),
   # pointers to rows and to factors, number of rows
   Instruction("scale_rows", {"c": _SCALE_ROWS}, statement=True),
-  # pointers to weights, scores, shifts and sums, factor on scores, number of rows; twice a pointer to what will soon be
-  # read and cache lines of it per two rows
+  # pointers to weights, scores, shifts and sums, factor on scores, number of rows, bytes from part to part
   *[
     Instruction(f"weigh_{parts}_{degree}", {"c": _weigh(parts, degree)}, statement=True, parameters=(parts, degree))
     for parts in (1, 2)
@@ -277,30 +271,27 @@ def weigh(
   sums: UOp,
   factor: float,
   rows: int,
+  part_bytes: int,
   parts: int,
   degree: int,
-  ahead: tuple[tuple[UOp, int], tuple[UOp, int]],
   *after: UOp,
 ) -> UOp:
   """Turn scores of 16 queries, one per lane, into weights exp2(score * factor - shift) for `tile_product`. A statement.
 
   Args:
-    to: INDEX of (parts, rows / 2, 16) uint32, receives the weights of two keys each, lower key first, in bfloat16:
-      rounded to nearest, or in two parts, each of them cut off.
+    to: INDEX of (rows / 2, 16) uint32, receives the weights of two keys each, lower key first, in bfloat16: rounded to
+      nearest, or in two parts, each of them cut off.
     scores: INDEX of (rows, 16) float32.
-    shift: INDEX of 16 float32, at least score * factor.
+    shift: INDEX of 16 float32, close to or above score * factor.
     sums: INDEX of 16 float32, to which the weights, before rounding, are added.
     factor: factor on the scores.
     rows: keys, an even number.
+    part_bytes: from one part to the next.
     parts: 1 or 2.
     degree: of the polynomial that computes exp2, see `EXP2`; below 5 only with one part.
-    ahead: INDEX of what will soon be read, and its size in bytes, of two arrays: they are brought into the L1 cache.
   """
-  weights = INSTRUCTIONS[f"weigh_{parts}_{degree}"]
-  operands = [UOp.const(factor, dtypes.float), UOp.const(rows, dtypes.int)]
-  for place, size in ahead:
-    operands += [place, UOp.const(ceildiv(size, LINE * rows // 2), dtypes.int)]
-  return statement(weights, "c", after, to, scores, shift, sums, *operands)
+  operands = UOp.const(factor, dtypes.float), UOp.const(rows, dtypes.int), UOp.const(part_bytes, dtypes.int)
+  return statement(INSTRUCTIONS[f"weigh_{parts}_{degree}"], "c", after, to, scores, shift, sums, *operands)
 
 
 def pack(

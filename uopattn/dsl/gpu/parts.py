@@ -4,9 +4,10 @@ x = x[0] + x[1] + ..., each part the rest rounded to the unit's type. A B is the
 without those below float32's rounding:
   2 parts of tf32, 11 bits each:       A1 B0 + A0 B1 + A0 B0
   3 parts of bfloat16, 8 bits each:    A2 B0 + A1 B1 + A0 B2 + A1 B0 + A0 B1 + A0 B0
-Both types have float32's exponents, so nothing must be scaled. Products are added in this order, the small ones first.
-An infinity, less itself, is NaN in the next part, and so is then what it is multiplied with. The sum of three parts of
-bfloat16 is x itself. Where |x| < 2**-110 some may be denormal: a unit that takes them for 0 is off by up to 2**-125.
+Both types have float32's exponents, so nothing must be scaled; only numbers below about 2**-110 have their last bits
+below the types' smallest numbers, 2**-136 and 2**-133. There parts may be denormal, too: a unit that takes those for 0
+is off by up to 2**-125. Products are added in this order, the small ones first. An infinity, less itself, is NaN in the
+next part, and so is then what it is multiplied with.
 
 Matrix units may round sums towards zero, each time a little too small. So a chain of products starts at zero and is
 short, and chains are added up by ordinary additions.
@@ -18,6 +19,8 @@ Higher-Precision Computations" (2019).
 """
 
 from tinygrad import UOp, dtypes
+
+from uopattn.dsl import instructions as ins
 
 PAIRS = {
   1: ((0, 0),),
@@ -36,11 +39,10 @@ def tf32_parts(x: UOp) -> tuple[UOp, UOp]:
   return x, x * (1 + 2.0**-23) - (x.bitcast(dtypes.uint) & 0xFFFFE000).bitcast(dtypes.float)
 
 
-def bfloat16_parts(x: UOp) -> tuple[UOp, UOp, UOp]:
-  """Split a float32 into three of bfloat16, the upper halves of the words returned. Their lower halves are arbitrary.
+def upper_parts(x: UOp) -> tuple[UOp, UOp, UOp]:
+  """Split a float32 as `bfloat16_parts` does; parts are the upper halves of words whose lower halves are arbitrary.
 
-  The first part is cut off, so that no finite number overflows. The second is rounded: then the products that are left
-  out are as often too large as too small. Nothing is left of the third to round. It takes five instructions.
+  Nothing is left of the third to round. It takes five instructions.
   """
   first = x.bitcast(dtypes.uint)
   rest = x - _upper_half(first)
@@ -50,3 +52,22 @@ def bfloat16_parts(x: UOp) -> tuple[UOp, UOp, UOp]:
 
 def _upper_half(word: UOp) -> UOp:
   return (word & 0xFFFF0000).bitcast(dtypes.float)
+
+
+def bfloat16_parts(family: str, a: UOp, b: UOp) -> tuple[UOp, UOp, UOp]:
+  """Split two float32 into three bfloat16 each, and return words of the two of each part, a's in the low half.
+
+  The first part is cut off, as the largest float32 would be rounded to infinity; the others are rounded. Together they
+  have all bits, but those below bfloat16's smallest number.
+  """
+  first = ins.high_halves(family, a.bitcast(dtypes.uint), b.bitcast(dtypes.uint))
+  second, left = _next_part(family, [a, b], first)
+  third, _ = _next_part(family, left, second)
+  return first, second, third
+
+
+def _next_part(family: str, x: list[UOp], part: UOp) -> tuple[UOp, list[UOp]]:
+  """The next part of two numbers, of which `part` is the one before, and what that leaves of them."""
+  low, high = (part << 16).bitcast(dtypes.float), (part & 0xFFFF0000).bitcast(dtypes.float)
+  left = [x[0] - low, x[1] - high]
+  return ins.pack_word(family, left, dtypes.bfloat16), left

@@ -88,12 +88,7 @@ def store_row(
   0 on come with the LSE.
   """
   total, exp2 = row_reduce(UOp.__add__, l_i), partial(ins.exp2, "cuda")
-  factor, log2 = normalize(m_i, total, sink, exp2)
-  if p_scale_log2:  # changing m_i loses digits of the LSE; changing l_i would cost the output a product per element
-    factor, log2 = (
-      normalize(m_i - p_scale_log2, total, sink, exp2)[0],
-      normalize(m_i, total * 2.0**-p_scale_log2, sink, exp2)[1],
-    )
+  factor, log2 = normalize(m_i, total, sink, exp2, p_scale_log2)
   stores = store_scaled(o, head, row, half, acc, factor, lane, family, first)
   if lse is not None:
     inside = (row < sizes(lse)[1]) & (lane % QUAD).eq(0)

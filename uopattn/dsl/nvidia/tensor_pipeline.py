@@ -201,6 +201,7 @@ class TensorPipeline:
     consumers: int,
     registers: tuple[int, int],
     transposed: SwizzledTiles | None = None,
+    values_follow: bool = True,
   ):
     """Create a pipeline.
 
@@ -211,8 +212,10 @@ class TensorPipeline:
       consumers: warps that consume.
       registers: registers per thread of the producer, and of a consumer.
       transposed: shared memory for V transposed, with as many slots; None if V is used as it is.
+      values_follow: whether a tile of V is used only with the next tile of K; then it is brought after that.
     """
     self._s, self._group, self._jobs, self._trips = s, group, jobs, trips
+    self._lag = int(values_follow)
     self._transposed = transposed
     if transposed is not None:
       self._transposed_barriers = s.buffer(2 * transposed.slots, dtype=dtypes.ulong, space=AddrSpace.LOCAL)
@@ -254,11 +257,14 @@ class TensorPipeline:
     (q_view, k_view, v_view), tiles, count = job.views, job.key_range.tile, job.key_range.n_tiles
     # the queries after the first keys, whose slot is free earlier
     last = q.load(q_view, zero, job.block, k.load(k_view, zero, tiles(zero), *begun))
+    if not self._lag:
+      last = v.load(v_view, zero, tiles(zero), last)
     if (trips := (count - 1).simplify()).vmax > 0:
       n, begun = loop(self._s, trips, last)
-      brought = k.load(k_view, n + 1, tiles(n + 1), *begun)
-      last = v.load(v_view, n, tiles(n), brought).end(n)
-    last = v.load(v_view, count - 1, tiles(count - 1), last)
+      brought, of_values = k.load(k_view, n + 1, tiles(n + 1), *begun), n + 1 - self._lag
+      last = v.load(v_view, of_values, tiles(of_values), brought).end(n)
+    if self._lag:
+      last = v.load(v_view, count - 1, tiles(count - 1), last)
     return UOp.group(last if counts is None else counts.add(count, last)).end(trip)
 
   def _bring_transposed(self, elected: UOp, producer: UOp, to: SwizzledTiles, *after: UOp) -> UOp:

@@ -11,6 +11,9 @@ is of row 8 (i % 2) further on, k from 16 (i // 2) + 4 (lane % 4) on. The tensor
 the sum (`uopattn.emulator.warpgroup.cut_product`). So long sums must not be left to them: a product with A in registers
 clears D first, and the kernel adds it up.
 
+Operands of float32 are given as `parts` of bfloat16 (`uopattn.dsl.gpu.parts`): side by side in a matrix's rows, each
+from a panel of its own on, and one after another in registers. All products of parts are one group, which clears D.
+
 The product and its fence are one text, and the wait names the accumulators. So neither the compiler's front end nor its
 back end can move an access to a register into the time when the hardware owns it.
 
@@ -21,8 +24,10 @@ import re
 from functools import cache
 
 from tinygrad.dtype import DType, dtypes
+from tinygrad.helpers import ceildiv
 from tinygrad.uop.ops import UOp
 
+from uopattn.dsl.gpu.parts import PAIRS
 from uopattn.dsl.instruction_set import Instruction
 from uopattn.dsl.instructions import statement
 
@@ -31,7 +36,7 @@ K = 16
 PANEL = 64  # columns
 REGISTERS, BY_ROWS, REGISTERS_BYTES = "wgmma_registers", "wgmma_by_rows", "wgmma_registers_bytes"
 _KINDS = {"f16": dtypes.half, "bf16": dtypes.bfloat16, "e4m3": dtypes.fp8e4m3, "e5m2": dtypes.fp8e5m2}
-_NAME = re.compile(r"/\* (wgmma\w*) n=(\d+)(?: steps=(\d+) (b?f16|e[45]m[23]))? \*/")
+_NAME = re.compile(r"/\* (wgmma\w*) n=(\d+)(?: steps=(\d+) (b?f16|e[45]m[23])(?: parts=(\d+))?)? \*/")
 
 # The low word: start address, and leading offset between panels (used if B's rows are k). The high word is constant:
 # stride of 1024 bytes per 8 rows, swizzle. Sums of 32 bits take half the registers of 64.
@@ -54,47 +59,56 @@ def _listed(form: str, count: int, first: int = 0) -> str:
 
 
 @cache
-def _product(n: int, steps: int, kind: str, name: str) -> Instruction:
+def _product(n: int, steps: int, kind: str, name: str, parts: int = 1) -> Instruction:
   """Operands: accumulators, A (words in registers, or shared memory), B, elements per panel of A and of B."""
   count, lines = n // 2, ["wgmma.fence.sync.aligned;"]
   registers, eight = name in (REGISTERS, REGISTERS_BYTES), _KINDS[kind].itemsize == 1
-  inputs: list[str] = []
+  inputs: dict[str, int] = {}  # where each stands among all operands of the text
   shape = f"wgmma.mma_async.sync.aligned.m64n{n}k{32 if eight else 16}.f32.{kind}.{kind} {{{_listed('%#', count)}}}"
   signs = "1, 1" if eight else "1, 1, 0, 0"
-  for step in range(steps):
-    at = count + len(inputs)
-    # where columns are k: advance by 32 bytes, or to the next panel
-    inner, panel = step % (PANEL // K) * K * 2 >> 4, step // (PANEL // K)
-    columns = {
-      x: _described(f"{x} + {panel} * (({{{place}}}) * 2 >> 4) + {inner}") for x, place in (("a", 3), ("b", 4))
-    }
-    if registers:
-      inputs += [f'"r"(a[{4 * step + i}])' for i in range(4)]
-      if eight:
-        inputs.append(columns["b"])
-        lines.append(f"{shape}, {{{_listed('%#', 4, at)}}}, %{at + 4}, {int(step > 0)}, {signs};")
-      else:  # B's rows are k: advance by 16 rows
-        inputs.append(_described(f"b + {step * K * PANEL * 2 >> 4}"))
-        lines.append(f"{shape}, {{{_listed('%#', 4, at)}}}, %{at + 4}, 1, 1, 1, 1;")
-    elif name == BY_ROWS:  # the rows of both are k
-      inputs += [_described(f"{x} + {step * K * PANEL * 2 >> 4}") for x in "ab"]
-      lines.append(f"{shape}, %{at}, %{at + 1}, {int(step > 0)}, 1, 1, 1, 1;")
-    else:
-      inputs += columns.values()
-      lines.append(f"{shape}, %{at}, %{at + 1}, {int(step > 0)}, {signs};")
+
+  def operand(text: str) -> str:
+    return f"%{inputs.setdefault(text, count + len(inputs))}"
+
+  def along_row(x: str, place: int, part: int, step: int) -> str:  # columns are k: by 32 bytes, or to the next panel
+    panel, inner = part * ceildiv(steps, PANEL // K) + step // (PANEL // K), step % (PANEL // K) * K * 2 >> 4
+    return operand(_described(f"{x} + {panel} * (({{{place}}}) * 2 >> 4) + {inner}"))
+
+  def along_column(x: str, place: int, part: int, step: int) -> str:  # rows are k: by 16 rows
+    first = f"{part * ceildiv(n, PANEL)} * (({{{place}}}) * 2 >> 4) + " if part else ""
+    return operand(_described(f"{x} + {first}{step * K * PANEL * 2 >> 4}"))
+
+  for i, (left, right) in enumerate(PAIRS[parts]):
+    for step in range(steps):
+      adds = int(i + step > 0 or (name == REGISTERS and parts == 1))
+      if registers:
+        words = ", ".join(operand(f'"r"(a[{4 * (left * steps + step) + word}])') for word in range(4))
+        if eight:
+          lines.append(f"{shape}, {{{words}}}, {along_row('b', 4, right, step)}, {adds}, {signs};")
+        else:
+          lines.append(f"{shape}, {{{words}}}, {along_column('b', 4, right, step)}, {adds}, 1, 1, 1;")
+      elif name == BY_ROWS:  # the rows of both are k
+        a, b = along_column("a", 3, left, step), along_column("b", 4, right, step)
+        lines.append(f"{shape}, {a}, {b}, {adds}, 1, 1, 1, 1;")
+      else:
+        a, b = along_row("a", 3, left, step), along_row("b", 4, right, step)
+        lines.append(f"{shape}, {a}, {b}, {adds}, {signs};")
   lines.append("wgmma.commit_group.sync.aligned;")
   body = "".join(f'\n    "{_escaped(line)}\\n"' for line in lines)
   by_rows = name == BY_ROWS
-  left = (
+  start = (
     "unsigned* a = {1};" if registers else _DESCRIPTOR.format(name="a", pointer="{1}", panel="{3}" if by_rows else "0")
   )
-  right = _DESCRIPTOR.format(name="b", pointer="{2}", panel="{4}" if name in (REGISTERS, BY_ROWS) else "0")
+  start += _DESCRIPTOR.format(name="b", pointer="{2}", panel="{4}" if name in (REGISTERS, BY_ROWS) else "0")
+  if parts > 1:  # so many descriptors are not to be kept in registers from one trip of a loop to the next
+    start += ' asm volatile("" : "+r"(b)%s);' % ("" if registers else ', "+r"(a)')
   outputs = _listed('"+f"(d[#])', count)
+  of_parts = f" parts={parts}" if parts > 1 else ""
   text = (
-    f"/* {name} n={n} steps={steps} {kind} */ [&](){{{{ float* d = {{0}}; {left}{right}\n"
+    f"/* {name} n={n} steps={steps} {kind}{of_parts} */ [&](){{{{ float* d = {{0}}; {start}\n"
     f'  asm volatile({body}\n    : {outputs}\n    : {", ".join(inputs)} : "memory"); return 0; }}}}()'
   )
-  return Instruction(name, {"cuda": text}, statement=True, cross_lane=True, parameters=(n, steps, _KINDS[kind]))
+  return Instruction(name, {"cuda": text}, statement=True, cross_lane=True, parameters=(n, steps, _KINDS[kind], parts))
 
 
 @cache
@@ -113,8 +127,8 @@ def find(text: str) -> Instruction | None:
   """The instruction of this module that has the given text; None if there is none."""
   if (match := _NAME.match(text)) is None:
     return None
-  name, n, steps, kind = match.groups()
-  found = _wait(int(n)) if steps is None else _product(int(n), int(steps), kind, name)
+  name, n, steps, kind, parts = match.groups()
+  found = _wait(int(n)) if steps is None else _product(int(n), int(steps), kind, name, int(parts or 1))
   return found if found.texts["cuda"] == text else None
 
 
@@ -129,25 +143,29 @@ def start(
   *after: UOp,
   registers: bool = False,
   by_rows: bool = False,
+  parts: int = 1,
 ) -> UOp:
   """Start a product as a group of its own. A statement.
 
   Args:
     dtype: type of A and B: float16, bfloat16, fp8e4m3 or fp8e5m2.
     n: columns of D, a multiple of 8 up to 256.
-    steps: steps of 32 bytes along k.
-    d: address of n / 2 float32 registers; cleared first, unless `registers` in 16 bits.
+    steps: steps of 32 bytes along k, of each part.
+    d: address of n / 2 float32 registers; cleared first, unless `registers` in 16 bits and one part.
     a: address of A's rows in shared memory or, with `registers`, of 4 * steps 32-bit registers.
     b: address of B in shared memory: transposed, n rows of k; or, with `registers` in 16 bits, as it is, k rows of n.
     panels: units of 16 bits per panel of A, and of B.
     after: what the product must wait for.
     registers: whether A is in registers.
     by_rows: whether A and B, of 16 bits, are in shared memory as they are: k rows of 64, and k rows of n.
+    parts: parts of A and B, see `uopattn.dsl.gpu.parts`: 1, or with k along the rows of A those of float32.
   """
   kind = next(kind for kind, x in _KINDS.items() if x == dtype)
   of_registers = REGISTERS if dtype.itemsize == 2 else REGISTERS_BYTES
   name = of_registers if registers else BY_ROWS if by_rows else "wgmma"
-  return statement(_product(n, steps, kind, name), "cuda", after, d, a, b, *(UOp.const(x, dtypes.int) for x in panels))
+  return statement(
+    _product(n, steps, kind, name, parts), "cuda", after, d, a, b, *(UOp.const(x, dtypes.int) for x in panels)
+  )
 
 
 def wait(count: int, n: int, d: UOp, *after: UOp) -> UOp:

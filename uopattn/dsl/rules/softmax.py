@@ -2,18 +2,18 @@
 
 from collections.abc import Callable
 from functools import reduce
-from math import inf
+from math import floor, inf, log2
 from typing import NamedTuple
 
 from tinygrad import UOp, dtypes
+from tinygrad.dtype import DType
 
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.math import LOG2E, exp2
 from uopattn.dsl.scope import Scope, sizes
 
 FLOAT32_MAX = 3.4028234663852886e38
-# P is in [0, 1]. In 8 bits it is multiplied by 2 to this power, close to the type's largest number, to use its range.
-P_SCALE_LOG2 = {dtypes.fp8e4m3: 8, dtypes.fp8e5m2: 15}
+LARGEST = {dtypes.fp8e4m3: 448.0, dtypes.fp8e5m2: 57344.0}
 
 Operation = Callable[[UOp, UOp], UOp]
 
@@ -37,9 +37,20 @@ class Scaling(NamedTuple):
     return cls(1.0, factor) if scale > 0 else cls(factor, 1.0)
 
 
+def p_scale_of(dtype: DType, dropout_p: float = 0.0, largest: float | None = None) -> int:
+  """P is in [0, 1]. In 8 bits it is multiplied by 2 to this power, to use the type's range; 0 for other types.
+
+  Args:
+    dropout_p: dropout scales P by 1 / (1 - dropout_p), which must not leave the range.
+    largest: the largest number, if it is another one than OCP's.
+  """
+  return floor(log2((largest or LARGEST[dtype]) * (1 - dropout_p))) if dtype in LARGEST else 0
+
+
 def lowest(scaling: Scaling) -> float:
   """m_i of a row that has seen no key: below all scores, and finite even in the exponent, as -inf - -inf is NaN."""
-  return -FLOAT32_MAX / max(1.0, scaling.log2)
+  rounding = 1 + 2.0**-20  # of this number and of its product with the factor
+  return -FLOAT32_MAX / (scaling.log2 * rounding if scaling.log2 > 1 else 1.0)
 
 
 def online_softmax(
@@ -77,7 +88,9 @@ def online_softmax(
   return p, m_new, l_old * alpha + reduce(UOp.__add__, p), alpha
 
 
-def normalize(m_i: UOp, l_i: UOp, sink: UOp | None, exp2: Callable[[UOp], UOp]) -> tuple[UOp, UOp]:
+def normalize(
+  m_i: UOp, l_i: UOp, sink: UOp | None, exp2: Callable[[UOp], UOp], p_scale_log2: int = 0
+) -> tuple[UOp, UOp]:
   """The factor that turns the accumulator of a row into its output, and the log-sum-exp of the row, in base 2.
 
   A row that sees no key gets 0 and -inf.
@@ -87,7 +100,11 @@ def normalize(m_i: UOp, l_i: UOp, sink: UOp | None, exp2: Callable[[UOp], UOp]) 
     l_i: the sum of exponentials over all keys.
     sink: a logit, in base 2, that is added to the sum; None without one.
     exp2: 2**x of an x <= 0.
+    p_scale_log2: the accumulator and l_i are scaled by 2**p_scale_log2, which is undone here.
   """
+  if p_scale_log2:  # changing m_i loses digits of the LSE; changing l_i would cost the output a product per element
+    factor, _ = normalize(m_i - p_scale_log2, l_i, sink, exp2)
+    return factor, normalize(m_i, l_i * 2.0**-p_scale_log2, sink, exp2)[1]
   no_key = l_i.eq(0)
   if sink is None:
     return no_key.where(0.0, 1 / l_i), m_i + l_i.log2()
