@@ -330,7 +330,7 @@ _LIST = [
       "hip": '[&](){{ __asm__ volatile(""::"v"({0}):"memory"); return 0; }}()',
     },
     lambda y, x, *_: (
-      f"""call void asm sideeffect "", "v,~{{memory}}"(float {x})
+      f"""call void asm sideeffect "", "v,~{{memory}}"(i32 {x})
   {y} = add i32 0, 0"""
     ),
     statement=True,
