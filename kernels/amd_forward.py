@@ -223,7 +223,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   unit = WaveMma(f, q.dtype, group, tiles, M, p_lds, p_scale)
 
   q_frags = unit.load_queries(HeadView.of(q, group.head, UOp.const(M)))
-  state = State.make(s, tiles.m_tiles, (tiles.m_tiles, ceildiv(Dv, MMA_SIZE), f.result), rules.scaling, group.item)
+  state = State.make(s, tiles.m_tiles, (tiles.m_tiles, ceildiv(Dv, MMA_SIZE), f.result), head_rules.scaling, group.item)
   # Not `> 0`: tinygrad would assume a comparison to hold throughout the gated index, even in the bounds of its loops.
   exists = head_rules.length.ne(0)
   keys = [words_of(head_rules.keys(x, q.dtype), exists) for x in (k, v)]
@@ -363,6 +363,7 @@ class WaveMma:
     )
     factor, log2 = normalize(m_i, l_i, rules.sink(row), lambda x: ins.exp2(HIP, x), self.p_scale_log2)
     factor = factor * 2 if self.f.fnuz else factor  # values, converted, are half
+    factor = factor if rules.o_scale is None else factor * rules.o_scale
     return store_rows(self.f, o, lse, head, row, state.acc[i], factor, log2, self.group.lane)
 
 

@@ -13,15 +13,18 @@ from collections.abc import Callable
 from functools import partial, reduce
 from math import inf
 
-from tinygrad import UOp
+from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType, KernelInfo
 
 from uopattn.dsl import LN2, LOG2E, Scope, exp2, gated, sizes
 from uopattn.dsl import instructions as ins
+from uopattn.dsl.rules.quantized import LARGEST, rounded_bits
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.softmax import normalize
 from uopattn.dsl.schedule import DTYPES, Kernel, Schedule
+from uopattn.dsl.scope import as_type
+from uopattn.dsl.view import row_start
 
 WARP, MOST_THREADS = 32, 256
 AT_ONCE = 8  # splits that a GPU thread loads before it uses any
@@ -89,10 +92,14 @@ def on_gpu(family: str, o: UOp, partial_o: UOp, partial_lse: UOp, lse: UOp | Non
     stores.append(acc[i].store(reduce(UOp.__add__, terms, acc.after(turn)[i].load())))
   end = UOp.group(*stores).end(turn)
   factor, log2 = normalize(highest[0].load() * LOG2E, total.after(end)[0].load(), rules.at(head).sink(row), power)
-  stores = [
-    gated(o, d < Dv, head, row, d).store((acc.after(end)[i].load() * factor).cast(o.dtype))
-    for i, d in enumerate(columns)
-  ]
+  stores = []
+  for i, d in enumerate(columns):
+    value = acc.after(end)[i].load() * factor
+    if family == "hip" and o.dtype in LARGEST:
+      place = row_start(o, head, row) + d
+      stores.append(as_type(o, dtypes.uchar)[place.valid(d < Dv)].store(rounded_bits(value, o.dtype)))
+    else:
+      stores.append(gated(o, d < Dv, head, row, d).store(value.cast(o.dtype)))
   stores += [] if lse is None else [gated(lse, lane.eq(0), head, row).store(log2 * LN2)]
   return _kernel(o, splits, UOp.group(*stores).end(lane).end(item))
 

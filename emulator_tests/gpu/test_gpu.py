@@ -139,8 +139,16 @@ def test_one_kernel_serves_all_lengths_of_split_keys() -> None:
 @pytest.mark.skipif(ARCH in ("sm_75", "sm_80", "sm_86"), reason="8 bits from sm_89 on")
 @pytest.mark.parametrize("dtype", [dtypes.fp8e4m3, dtypes.fp8e5m2], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_eight_bits(dtype: DType, is_causal: bool) -> None:
-  check_attention(*qkv(1, 4, 2, 300, 500, 64, 128, dtype), is_causal=is_causal)
+@pytest.mark.parametrize("M", [1, 300])
+def test_eight_bits(dtype: DType, is_causal: bool, M: int) -> None:
+  q, k, v = qkv(1, 4, 2, M, 1500, 64, 128, dtype)
+  scales: Any = {"k_scale": np.array([0.5, 2], np.float32), "v_scale": np.array([[3, 0.25]], np.float32)}
+  given: Any = {name: Tensor(x).realize() for name, x in scales.items()}
+  out, lse = attention(q, k, v, is_causal=is_causal, enable_gqa=True, return_lse=True, backend="kernel", **given)
+  Tensor.realize(out, lse)
+  cut = ARCH == "sm_90" and M > 16
+  for report in verify(q, k, v, out, lse, cut=cut, is_causal=is_causal, **scales):
+    assert report.correct, str(report)
 
 
 @hopper_alone

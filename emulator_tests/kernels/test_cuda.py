@@ -54,6 +54,15 @@ def test_which_kernel_serves(arch: str, Dk: int, Dv: int, kernel: str) -> None:
   assert launch.schedule.name == kernel
 
 
+@pytest.mark.parametrize(
+  ("Hkv", "N", "kernel"),
+  [(1, 32768, "cuda_wide_forward"), (1, 2000, "cuda_forward"), (8, 32768, "cuda_forward")],
+)
+def test_which_kernel_serves_few_queries(Hkv: int, N: int, kernel: str) -> None:
+  launch = dispatch(AttentionSpec(1, 8, Hkv, 1, N, 128, 128, HALF, 0.125), Target("CUDA", "sm_90"))
+  assert launch.schedule.name == kernel
+
+
 def test_why_no_kernel_serves() -> None:
   with pytest.raises(NoKernel) as old:
     dispatch(SPEC, Target("CUDA", "sm_70"))

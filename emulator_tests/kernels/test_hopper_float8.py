@@ -61,11 +61,12 @@ def test_the_gate_knows_what_is_cut_off() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES_8, ids=str)
 @pytest.mark.parametrize("D", [16, 64, 80, 128])
-def test_it_is_measured_beside_the_other_kernel(D: int, dtype) -> None:
-  found = [x for x in candidates(spec(D, dtype), TARGET) if x.schedule.name == "hopper_forward"]
-  assert dispatch(spec(D, dtype), TARGET).schedule.name == "cuda_forward"
-  assert [x.tiles.step for x in found] == [32]
-  assert found[0].tiles.shared_bytes(D, D) <= lds_limit("sm_90")
+def test_it_is_preferred_and_measured_beside_the_other_kernel(D: int, dtype) -> None:
+  first, *others = candidates(spec(D, dtype), TARGET)
+  assert first == dispatch(spec(D, dtype), TARGET)
+  assert (first.schedule.name, first.tiles.step) == ("hopper_forward", 32)
+  assert first.tiles.shared_bytes(D, D) <= lds_limit("sm_90")
+  assert "cuda_forward" in {x.schedule.name for x in others}
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,11 @@ def test_a_pinned_product_is_computed_by_the_whole_wave() -> None:
 @pytest.mark.each("arch", "dtype")
 @pytest.mark.parametrize(
   ("arch", "dtype"),
-  [(x, y) for x in (*ARCHES, "gfx1103") for y in types("fwd", x)],
+  [
+    pytest.param(x, y, marks=[pytest.mark.slow] if y.startswith("fp8") else [])
+    for x in (*ARCHES, "gfx1103")
+    for y in types("fwd", x)
+  ],
 )
 def test_the_kernel_fits_the_registers(arch: str, dtype: str) -> None:
   rows, D = (1024, 1024, 1024, 1024), 64

@@ -284,9 +284,10 @@ INFO = {
     "gradients  cuda_backward: serves half",
   ),
   "EMU::sm_90": (
-    "kernel     hopper_forward: serves half, bfloat16",
+    "kernel     hopper_forward: serves half, bfloat16, fp8e4m3, fp8e5m2",
     "kernel     hopper_float32_forward: serves problems for which it is faster than cuda_forward, large ones",
-    "kernel     cuda_forward: serves float, half of few queries, bfloat16 of few queries, fp8e4m3, fp8e5m2",
+    "kernel     cuda_forward: serves float, half of few queries, bfloat16 of few queries, fp8e4m3 of few queries, "
+    "fp8e5m2 of few queries",
     "gradients  hopper_fused_backward: serves problems for which it is faster than hopper_backward, large ones",
     "gradients  cuda_backward: serves float",
   ),

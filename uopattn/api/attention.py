@@ -88,6 +88,9 @@ def attention(
   mask_mod: Callable[..., Any] | None = None,
   aux: tuple[Tensor, ...] = (),
   block_mask: BlockMask | None = None,
+  q_scale: float | Tensor | None = None,
+  k_scale: float | Tensor | None = None,
+  v_scale: float | Tensor | None = None,
   return_lse: bool = False,
   backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -139,6 +142,11 @@ def attention(
       included, read 0 (False) and have no gradient.
     block_mask: a mask_mod with its own aux, and the number of visible pairs in each block, which lets kernels skip
       tiles. If mask_mod is given too, a key must pass both.
+    q_scale, k_scale, v_scale: q, k and v stand for themselves times these, as 8-bit types need: q_descale, k_descale
+      and v_descale of FlashAttention-3. Each is a number or a float Tensor that broadcasts to (B, Hkv): query heads
+      that share a key head share a scale. One kernel serves all values. Tensors for q and k must not hold negative
+      numbers, for which kernels give NaN. Scales have no gradients. The output, v_scale included, is rounded to q's
+      dtype, and numbers out of the range of an 8-bit type become its largest.
     return_lse: also return the log-sum-exp (natural logarithm) of each row, (B, Hq, M) float32, or float64 if q is.
       Realize both together, `Tensor.realize(out, lse)`; one at a time, the kernel runs twice.
     backend: "kernel" raises an error if no kernel serves the case. "reference" uses plain tinygrad ops, which store the
@@ -181,6 +189,9 @@ def attention(
     mask_mod=mask_mod,
     aux=aux,
     block_mask=block_mask,
+    q_scale=q_scale,
+    k_scale=k_scale,
+    v_scale=v_scale,
     return_lse=return_lse,
   )
   check_backend(backend)

@@ -22,7 +22,15 @@ class Options(TypedDict, total=False):
   backend: str
 
 
-class AttentionOptions(Options, total=False):
+class ScaledOptions(Options, total=False):
+  """Additional keyword arguments of the functions that take keys and values with scales per head."""
+
+  q_scale: float | Tensor | None
+  k_scale: float | Tensor | None
+  v_scale: float | Tensor | None
+
+
+class AttentionOptions(ScaledOptions, total=False):
   """Additional keyword arguments of `attention`."""
 
   q_start: int | UOp | Tensor
@@ -30,14 +38,14 @@ class AttentionOptions(Options, total=False):
   block_mask: BlockMask | None
 
 
-class VarlenOptions(Options, total=False):
+class VarlenOptions(ScaledOptions, total=False):
   """Additional keyword arguments of `attention_varlen`."""
 
   is_causal: bool
   q_start: int | Tensor
 
 
-class PagedOptions(Options, total=False):
+class PagedOptions(ScaledOptions, total=False):
   """Additional keyword arguments of `attention_paged`."""
 
   is_causal: bool

@@ -73,6 +73,9 @@ def attention_paged(
   score_mod: Callable[..., Any] | None = None,
   mask_mod: Callable[..., Any] | None = None,
   aux: tuple[Tensor, ...] = (),
+  q_scale: float | Tensor | None = None,
+  k_scale: float | Tensor | None = None,
+  v_scale: float | Tensor | None = None,
   return_lse: bool = False,
   backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -95,7 +98,8 @@ def attention_paged(
     kv_lengths: the number of keys of each sequence, from 0 to max_pages * page_size: int, bound Variable, an expression
       of Variables, or (B,) integer Tensor. Keys beyond the end of the table do not exist.
     q_start: as in `attention`; kv_lengths - M makes the queries the last positions of their sequences.
-    is_causal, scale, enable_gqa, window, softcap, sinks, return_lse, backend: as in `attention`.
+    is_causal, scale, enable_gqa, window, softcap, sinks, q_scale, k_scale, v_scale, return_lse, backend: as in
+      `attention`.
     score_mod, mask_mod, aux: as in `attention`; kv_idx is j, the position of the key in its sequence.
 
   Returns:
@@ -136,6 +140,9 @@ def attention_paged(
     score_mod=score_mod,
     mask_mod=mask_mod,
     aux=aux,
+    q_scale=q_scale,
+    k_scale=k_scale,
+    v_scale=v_scale,
     return_lse=return_lse,
     page_table=_as_int(page_table, P),
   )

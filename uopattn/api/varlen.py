@@ -75,6 +75,9 @@ def attention_varlen(
   score_mod: Callable[..., Any] | None = None,
   mask_mod: Callable[..., Any] | None = None,
   aux: tuple[Tensor, ...] = (),
+  q_scale: float | Tensor | None = None,
+  k_scale: float | Tensor | None = None,
+  v_scale: float | Tensor | None = None,
   return_lse: bool = False,
   backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -85,7 +88,7 @@ def attention_varlen(
   heads first.
 
   Args:
-    q: (total queries, Hq, Dk); float32, float16 or bfloat16.
+    q: (total queries, Hq, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2.
     k: (total keys, Hkv, Dk), in q's dtype.
     v: (total keys, Hkv, Dv), in q's dtype.
     cu_seqlens_q, cu_seqlens_k: (S + 1,) offsets: 0, then the end of each sequence. Ints are checked. A Tensor, of any
@@ -97,6 +100,7 @@ def attention_varlen(
       masks upper left; each sequence's number of keys minus its number of queries aligns them lower right.
     score_mod, mask_mod, aux: as in `attention`, with indices within the sequence: b is the number of the sequence, from
       0 to S - 1; q_idx and kv_idx count its queries and its keys from 0.
+    q_scale, k_scale, v_scale: as in `attention`, with one batch: numbers, or (Hkv,) for all sequences.
     return_lse: also return the log-sum-exp (natural logarithm) of each row, (Hq, total queries) float32. Realize both
       together.
 
@@ -130,6 +134,9 @@ def attention_varlen(
     score_mod=score_mod,
     mask_mod=mask_mod,
     aux=aux,
+    q_scale=q_scale,
+    k_scale=k_scale,
+    v_scale=v_scale,
     return_lse=return_lse,
   )
   given = given.settled(device)

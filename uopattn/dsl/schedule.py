@@ -17,7 +17,8 @@ DTYPES = (*DTYPES_16_32, *DTYPES_8)
 
 FEW = 16  # the most queries for which GQA heads are packed and the keys are split
 LEAST_KEYS = 256  # per split of the keys, on a GPU
-LIGHT = frozenset({"window", "sinks", "q_start"})  # features that need no more registers in the mainloop
+HEAD_SCALES = ("q_scale", "k_scale", "v_scale")
+LIGHT = frozenset({"window", "sinks", "q_start", *HEAD_SCALES})  # features that need no more registers in the mainloop
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,8 @@ class Schedule:
     dtypes: types of q, k and v that it supports.
     kernels: one kernel for a forward pass; all kernels of a backward pass.
     tiles: the class of its block sizes.
-    lacks: the arguments that it does not support, by their names in `Problem.features`.
+    lacks: the arguments that it does not support, by their names in `Problem.features`; without types of 8 bits also
+      HEAD_SCALES.
     pack_gqa: the number of query heads to pack as the rows of one; `choose` and `split` see the packed problem.
     split: the number of splits of the keys for a problem, a target and tiles; `combine` combines their results.
     meant_for: whether to prefer it where several schedules of a device support a problem.

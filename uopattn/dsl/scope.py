@@ -35,10 +35,11 @@ class Scope:
     self._slots += 1
     return UOp.placeholder(shape, dtype, slot=self._slots - 1, addrspace=space)
 
-  def filled(self, value: float, *shape: int, after: tuple[UOp, ...] = ()) -> UOp:
+  def filled(self, value: float | UOp, *shape: int, after: tuple[UOp, ...] = ()) -> UOp:
     """Allocate float32 registers of one thread and set them to `value` after `after`."""
     buffer = self.buffer(*shape)
-    return buffer.after(buffer.after(*after).store(buffer.const_like(value)))
+    values = value.reshape((1,) * len(shape)).expand(shape) if isinstance(value, UOp) else buffer.const_like(value)
+    return buffer.after(buffer.after(*after).store(values))
 
   def assign(self, buffer: UOp, value: Callable[..., UOp | float], *, within: tuple[UOp, ...] = ()) -> UOp:
     """Set buffer[i, ...] = value(i, ...) for every index, inside the axes `within`; return the buffer after that."""

@@ -20,6 +20,7 @@ from typing import Any, cast
 from tinygrad import Tensor, UOp, dtypes
 
 from uopattn.dsl import sizes
+from uopattn.dsl.schedule import HEAD_SCALES
 from uopattn.plan.chosen import launch_on
 from uopattn.plan.forward import forward
 from uopattn.plan.gradient import Saved, backward_launches, by_kernels, by_reference, laid_out, of_inputs
@@ -326,6 +327,8 @@ class ContextParallel:
       found["attn_mask"] = mask
     if arguments.sinks is not None:  # they join the sum once, when the turns are joined
       found["sinks"] = None if divided else gathered(arguments.sinks)
+    scales = ((name, getattr(arguments, name)) for name in HEAD_SCALES)
+    found |= {name: gathered(x) for name, x in scales if x is not None}
     if arguments.block_mask is not None:
       found["block_mask"] = arguments.block_mask.within(self.devices, *self._extent(run), *self._extent(keys))
     return replace(arguments, **found)

@@ -8,7 +8,7 @@ from typing import Any
 from tinygrad import dtypes
 from tinygrad.helpers import ceildiv
 
-from uopattn.dsl.schedule import DTYPES_16, Kernel, Schedule
+from uopattn.dsl.schedule import DTYPES_8, DTYPES_16, HEAD_SCALES, Kernel, Schedule
 from uopattn.dsl.target import Target
 from uopattn.kernels import (
   amd_backward,
@@ -258,8 +258,10 @@ def reasons_against(schedule: Schedule, spec: AttentionSpec) -> list[str]:
     "q_start": "takes q_start as an int alone, neither as a Variable nor as a Tensor",
     "bounds": "has no code for sequences one after another, as attention_varlen has them",
     "scales": "has no code for keys and values of 8 bits that have scales",
+    **{name: f"has no {name}; multiply by it before" for name in HEAD_SCALES},
   }
-  lacks = [name for name in spec.features if name in schedule.lacks]
+  no_scales = () if set(DTYPES_8).intersection(schedule.dtypes) else HEAD_SCALES
+  lacks = [name for name in spec.features if name in (*schedule.lacks, *no_scales)]
   against = [f"{schedule.name} {wanted.get(name, f'has no {name}; leave it at its default')}" for name in lacks]
   if spec.dtype not in schedule.dtypes:
     accepted = " or ".join(map(dtype_name, schedule.dtypes))

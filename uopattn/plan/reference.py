@@ -39,6 +39,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, arguments: A
 def scores_of(q: Tensor, k: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tensor:
   """Return the scores, (B, Hq, M, N) float32 or float64, -inf where a key is hidden."""
   q_groups = _wide(q).reshape(spec.B, spec.Hkv, spec.Hq // spec.Hkv, spec.M, spec.Dk)
+  q_groups = q_groups if arguments.q_scale is None else q_groups * _of_heads(arguments.q_scale).unsqueeze(-1)
   products = q_groups @ keys_of(k, arguments).unsqueeze(2).transpose(-1, -2)
   scores = products.reshape(spec.B, spec.Hq, spec.M, spec.N) * spec.scale
   return _hide(_without_page(_modify(scores, spec, arguments), spec, arguments), spec, arguments)
@@ -54,9 +55,17 @@ def keys_of(x: Tensor, arguments: Arguments, values: bool = False) -> Tensor:
     x = x * arguments.scales[values].unsqueeze(-1)
   if arguments.page_table is not None:
     x = _one_after_another(x, arguments.page_table)
+  scale = arguments.v_scale if values else arguments.k_scale
+  x = x if scale is None else x * _of_heads(scale)
   if arguments.kv_lengths is not None:
     x = (Tensor.arange(x.shape[2]).reshape(1, 1, -1, 1) < _per_batch(arguments.kv_lengths)).where(x, 0)
   return x
+
+
+def _of_heads(scale: float | Tensor) -> Tensor:
+  """Return a scale per head, (B or 1, Hkv or 1), with axes for rows and columns. A Tensor alone gets here."""
+  assert isinstance(scale, Tensor)
+  return scale.float().unsqueeze(-1).unsqueeze(-1)
 
 
 def _wide(x: Tensor) -> Tensor:

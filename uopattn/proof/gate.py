@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 from tinygrad import Tensor
-from tinygrad.dtype import DType, dtypes
+from tinygrad.dtype import DType, dtypes, fp8_to_float
 
+from uopattn.dsl.schedule import DTYPES_8
 from uopattn.proof.errors import of_gradients, of_lse, of_output
-from uopattn.proof.oracle import CUT, EXACT, PRECISIONS, TF32, Array, Rules, oracle
+from uopattn.proof.oracle import CUT, EXACT, PRECISIONS, TF32, Array, Rules, oracle, scaled
 from uopattn.proof.oracle_gradients import Gradients, gradients
 from uopattn.proof.roundings import Fault, Roundings
 from uopattn.spec.tensors import dtype_name
@@ -159,6 +160,9 @@ class Gate:
     tf32: bool = False,
     cut: bool = False,
     progress: bool = False,
+    q_scale: float | Array = 1.0,
+    k_scale: float | Array = 1.0,
+    v_scale: float | Array = 1.0,
     **options: Any,
   ) -> "Gate":
     """Compute the oracle and the naive versions for arrays that hold values of `dtype`.
@@ -166,6 +170,8 @@ class Gate:
     Raises:
       ArithmeticError: the naive computation is too inaccurate to give a bound.
     """
+    heads = k.shape[1]
+    q, k, v = (scaled(x, scale, heads) for x, scale in ((q, q_scale), (k, k_scale), (v, v_scale)))
     arrays, precision = (q, k, v), TF32 if tf32 and dtype == dtypes.float32 else PRECISIONS[dtype]
     exact, exact_lse = oracle(*arrays, progress=progress, **options)
     naive, naive_lse = oracle(*arrays, precision=precision, progress=progress, **options)
@@ -212,7 +218,8 @@ def verify(
     tf32: whether float32 products were computed in tf32.
     cut: whether terms of 8-bit products were cut off, as Hopper's wgmma does; see `Precision.cut`.
     progress: show a progress bar.
-    options: keyword arguments of `uopattn.proof.oracle.oracle`.
+    options: q_scale, k_scale and v_scale, numbers or arrays that broadcast to (B, Hkv); and keyword arguments of
+      `uopattn.proof.oracle.oracle`.
   """
   gate = Gate.of(q, k, v, tf32=tf32, cut=cut, progress=progress, **options)
   return [gate.output(numpy(out)), *([] if lse is None else [gate.lse(numpy(lse))])]
@@ -307,7 +314,10 @@ def numpy(x: Tensor) -> Array:
   if x.dtype == dtypes.bfloat16 and x.uop.has_buffer_identity():
     # The upper half of a float32; tinygrad would compile a kernel for every shape.
     return (x.bitcast(dtypes.ushort).numpy().astype(np.uint32) << 16).view(np.float32)
+  if x.dtype in FLOAT8 and x.uop.has_buffer_identity():  # tinygrad's own cast makes small numbers 0 on some targets
+    return FLOAT8[x.dtype][x.bitcast(dtypes.uchar).numpy()]
   return x.numpy() if x.dtype in _NUMPY_FLOATS else x.float().numpy()
 
 
+FLOAT8: dict[DType, Array] = {d: np.array([fp8_to_float(x, d) for x in range(256)], np.float32) for d in DTYPES_8}
 _NUMPY_FLOATS: tuple[DType, ...] = tuple(d for d in PRECISIONS if d.fmt in ("e", "f", "d"))

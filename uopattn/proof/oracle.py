@@ -176,6 +176,14 @@ def oracle(
   return out, lse
 
 
+def scaled(x: Array, scale: float | Array, heads: int) -> Array:
+  """Return q, k or v times a scale per key head, which broadcasts to (B, heads), in float64; x itself if it is 1."""
+  if isinstance(scale, float) and scale == 1:
+    return x
+  of_heads = np.broadcast_to(scale, (x.shape[0], heads)).repeat(x.shape[1] // heads, 1)
+  return x.astype(np.float64) * of_heads[:, :, None, None]
+
+
 def modified(
   r: Rules, score: Array, mask: Array | None, b: int, h: int, i: Array, j: Array, keep: Callable[[Array], Array]
 ) -> Array:

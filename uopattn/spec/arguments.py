@@ -161,6 +161,30 @@ def check_scales(name: str, scales: tuple[object, ...], sizes: Sizes) -> None:
     check_tensor_of(name, x, (sizes.B, sizes.Hkv, sizes.N), (dtypes.float32,), "float32")
 
 
+def as_scale(x: Any) -> Any:
+  """Return a scale per head as a Tensor of two axes; so one kernel serves all numbers. The rest stays as it is."""
+  if type(x) in (int, float) and 0 <= x < math.inf:
+    return Tensor.full((1, 1), float(x), dtype=dtypes.float32)
+  return x.reshape((1,) * (2 - x.ndim) + shape_of(x)) if isinstance(x, Tensor) and x.ndim < 2 else x
+
+
+def of_heads(x: Tensor) -> list[Tensor]:
+  """Return the Tensor that kernels take for a scale per head, (B or 1, Hkv or 1) float32."""
+  return [folded(x.float())]
+
+
+def check_scale(name: str, x: object, sizes: Sizes) -> None:
+  shape = sizes.B, sizes.Hkv
+  accepted = f"a number, finite and at least 0, or a float Tensor that broadcasts to (B, Hkv) = {shape}"
+  if not isinstance(x, Tensor):
+    raise (ValueError if type(x) in (int, float) else TypeError)(f"{name} is {described(x)}; it must be {accepted}")
+  x = check_tensor(name, x)
+  if x.dtype not in dtypes.floats:
+    raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it must be {accepted}")
+  if x.ndim != 2 or not all(have in (1, want) for have, want in zip(x.shape, shape, strict=True)):
+    raise ValueError(f"{name} has shape {x.shape}; it must be {accepted}")
+
+
 def check_mod(name: str, mod: object, sizes: Sizes) -> None:
   if not callable(mod):
     raise TypeError(f"{name} is {described(mod)}; it must be a function or None")
@@ -222,6 +246,7 @@ class Arguments:
     seed: random seed for dropout in training, (2,) uint32.
     bounds: the first and the last key that each query sees, (M,) int32 both; `attention_varlen` makes them.
     scales: factors on each key and each value, (B, Hkv, N) float32 both. k and v then have one of QUANTIZED_DTYPES.
+    q_scale, k_scale, v_scale: factors on q, k and v; (B or 1, Hkv or 1) once `settled`.
     page_table: the page table of `attention_paged`, (B, max_pages) int32.
   """
 
@@ -247,6 +272,9 @@ class Arguments:
   seed: Tensor | None = argument(tensors=lambda x: [x], feature="dropout_p")
   bounds: tuple[Tensor, Tensor] | None = argument(tensors=list, axes="m")
   scales: tuple[Tensor, Tensor] | None = argument(check=check_scales, tensors=list, axes="bkn")
+  q_scale: "float | Tensor | None" = argument(check=check_scale, tensors=of_heads, settle=as_scale, axes="bk")
+  k_scale: "float | Tensor | None" = argument(check=check_scale, tensors=of_heads, settle=as_scale, axes="bk")
+  v_scale: "float | Tensor | None" = argument(check=check_scale, tensors=of_heads, settle=as_scale, axes="bk")
   page_table: Tensor | None = argument(tensors=lambda x: [x], axes="b")
   aux: tuple[Tensor, ...] = argument((), check=check_aux, feature="", tensors=list, has_gradient=True)
   block_mask: BlockMask | None = argument(check=check_block_mask, tensors=lambda x: list(x.aux))
@@ -264,7 +292,7 @@ class Arguments:
 
   def settled(self, device: str | tuple[str, ...] | None) -> "Arguments":
     """Return a copy with constants moved to the device, and with positions and lengths that fit int32."""
-    found = {name: declared.settle(placed(value, device)) for name, declared, value in self.given}
+    found = {name: placed(declared.settle(placed(value, device)), device) for name, declared, value in self.given}
     return replace(self, **found)
 
   @functools.cached_property

@@ -22,7 +22,7 @@ from uopattn.dsl.amd.staging import LdsRows, in_parts
 from uopattn.dsl.gpu.parts import PAIRS, upper_parts
 from uopattn.dsl.packed import ALWAYS, Words, as_type, words_of
 from uopattn.dsl.rules.head_view import HeadView
-from uopattn.dsl.rules.softmax import LARGEST
+from uopattn.dsl.rules.quantized import LARGEST
 from uopattn.dsl.scope import gated, sizes
 from uopattn.dsl.view import View, row_start
 

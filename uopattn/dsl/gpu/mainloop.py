@@ -13,7 +13,7 @@ from tinygrad import UOp
 from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl.rules.rules import HeadRules
-from uopattn.dsl.rules.softmax import Scaling, lowest
+from uopattn.dsl.rules.softmax import Factor, Scaling, lowest
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
 from uopattn.dsl.scope import Scope
 
@@ -61,7 +61,9 @@ class MatrixUnit(Protocol):
   def mma_abt(self, q: Any, k_tile: Any) -> list[list[UOp]]:
     """Compute S = Q K^T. Returns this lane's elements of each of its rows."""
 
-  def softmax(self, scores: list[list[UOp]], scale_log2: float, m_old: list[UOp], l_old: list[UOp]) -> list[SoftmaxRow]:
+  def softmax(
+    self, scores: list[list[UOp]], scale_log2: Factor, m_old: list[UOp], l_old: list[UOp]
+  ) -> list[SoftmaxRow]:
     """P of each row, its new m_i and l_i, and alpha; see `online_softmax`."""
 
   def as_operands(self, p: list[list[UOp]], *after: UOp) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 from tinygrad import UOp, dtypes
+from tinygrad.dtype import DType
 
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.math import LN2
@@ -81,15 +82,18 @@ def store_row(
   p_scale_log2: int = 0,
   family: str = "cuda",
   first: UOp | int = 0,
+  operand: DType | None = None,
+  o_scale: UOp | None = None,
 ) -> list[UOp]:
-  """Store the output and the LSE of a row; see `normalize`. Rows past M are not stored.
+  """Store the output, times `o_scale`, and the LSE of a row; see `normalize`. Rows past M are not stored.
 
   `acc` and `l_i` are scaled by 2**p_scale_log2, which is undone here. `acc` has the columns from `first` on; those from
-  0 on come with the LSE.
+  0 on come with the LSE. `operand` is as in `store_scaled`.
   """
   total, exp2 = row_reduce(UOp.__add__, l_i), partial(ins.exp2, "cuda")
   factor, log2 = normalize(m_i, total, sink, exp2, p_scale_log2)
-  stores = store_scaled(o, head, row, half, acc, factor, lane, family, first)
+  factor = factor if o_scale is None else factor * o_scale
+  stores = store_scaled(o, head, row, half, acc, factor, lane, family, first, operand)
   if lse is not None:
     inside = (row < sizes(lse)[1]) & (lane % QUAD).eq(0)
     inside = inside & first.eq(0) if isinstance(first, UOp) else inside
@@ -107,16 +111,18 @@ def store_scaled(
   lane: UOp,
   family: str = "cuda",
   first: UOp | int = 0,
+  operand: DType | None = None,
 ) -> list[UOp]:
   """Store a row of accumulators times `factor` to o (heads, rows, size), unless it is past the last row.
 
-  The accumulators' first column is column `first` of o, a multiple of 32.
+  The accumulators' first column is column `first` of o, a multiple of 32. They are sums of products of the type
+  `operand`, by default o's.
 
   A lane has 32-bit words of neighbouring elements. In 16 bits a word is two elements of one accumulator tile. In 8 bits
   it is four elements of two tiles, which are the even and the odd columns of 16.
   """
   _, M, Dv = sizes(o)
-  width = max(2, 4 // o.dtype.itemsize)  # elements per word, or per two words of float32
+  width = max(2, 4 // (operand or o.dtype).itemsize)  # neighbouring elements of a lane
   tiles, chunk = width // 2, QUAD * width  # accumulator tiles per word; elements in a word of each lane of a quad
   values = [
     [acc[d + i % tiles, 2 * half + i // tiles].load() * factor for i in range(width)]

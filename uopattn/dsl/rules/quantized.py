@@ -10,6 +10,7 @@ Source: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), for OCP's t
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 
+LARGEST = {dtypes.fp8e4m3: 448.0, dtypes.fp8e5m2: 57344.0}
 QUANTIZED_DTYPES = (dtypes.int8, dtypes.fp8e4m3, dtypes.fp8e5m2)
 
 
@@ -51,6 +52,23 @@ def widened_bits(bits: UOp, stored: DType, to: DType) -> UOp:
   if to == dtypes.bfloat16:
     return _upper_half(widened(bits, stored, dtypes.float))
   return widened(bits, stored, to).bitcast(dtypes.ushort if to == dtypes.half else dtypes.uint)
+
+
+def rounded_bits(x: UOp, to: DType) -> UOp:
+  """The bits, uint8, of a float32 rounded to nearest even as fp8e4m3 or fp8e5m2; see `uopattn.dsl.instructions.pack4`.
+
+  For GPUs that may lack an instruction for it: where tinygrad has none either, its casts lose denormal numbers.
+  """
+  fraction, bias, largest = (3, 7, LARGEST[to]) if to == dtypes.fp8e4m3 else (2, 15, LARGEST[to])
+  sign = (x.bitcast(dtypes.uint) >> 24) & 0x80
+  absolute = (x.bitcast(dtypes.uint) & 0x7FFFFFFF).bitcast(dtypes.float)
+  within = (absolute > largest).where(largest, absolute)  # NaN stays, and is replaced below
+  bits, shift = within.bitcast(dtypes.uint), 23 - fraction
+  normal = ((bits + ((1 << shift - 1) - 1) + ((bits >> shift) & 1)) >> shift) - ((127 - bias) << fraction)
+  quanta = UOp.const(2.0 ** (24 - bias - fraction), dtypes.float)  # its last place is the type's smallest number
+  denormal = (within + quanta).bitcast(dtypes.uint) - quanta.bitcast(dtypes.uint)
+  code = (within < 2.0 ** (1 - bias)).where(denormal, normal)
+  return (absolute.ne(absolute).where(UOp.const(0x7F, dtypes.uint), code) | sign).cast(dtypes.uchar)
 
 
 def _shifted(byte: UOp, stored: DType) -> UOp:

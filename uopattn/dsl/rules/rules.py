@@ -18,6 +18,8 @@ from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.rules.vjp import vjp
 from uopattn.dsl.scope import Scope, sizes
 
+LEAST_SCALE = 2.0**-100  # of a head; smaller ones are this: scores are 0 by either
+
 
 @dataclass(frozen=True, eq=False)
 class Rules(Masks):
@@ -27,6 +29,7 @@ class Rules(Masks):
     group: query heads per key head.
     pages: layout of paged keys; None if keys are contiguous.
     scales: scales of 8-bit keys and values; None without scales.
+    q_scale, k_scale, v_scale: (B or 1, kv_heads or 1) float32 factors of q, k and v; None is 1.
     scale: factor on q.k.
     softcap: bounds the scores to (-softcap, softcap).
     score_mod: (score, b, h, q_idx, kv_idx) -> score, on float32 and int32.
@@ -38,6 +41,9 @@ class Rules(Masks):
   group: int = 1
   pages: Pages | None = None
   scales: Scales | None = None
+  q_scale: UOp | None = None
+  k_scale: UOp | None = None
+  v_scale: UOp | None = None
   scale: float = 1.0
   softcap: float | None = None
   score_mod: Callable[..., UOp] | None = None
@@ -93,8 +99,26 @@ class HeadRules(HeadMasks):
 
   @property
   def scaling(self) -> Scaling:
-    """The factors on q.k and on the scores; see `Scaling`."""
-    return self.rules.scaling
+    """The factors on q.k and on the scores, with the scales of q and k in one of them; see `Scaling`."""
+    r, (pre, log2) = self.rules, self.rules.scaling
+    if (factor := self._of_head(r.q_scale, r.k_scale)) is None:
+      return r.scaling
+    if r.has_score_mods or r.scale <= 0:
+      return Scaling(factor * pre, log2)
+    # In the exponent it costs nothing per score, but must be greater than 0: -inf * 0 is NaN, and the max a minimum.
+    return Scaling(pre, (factor > -LEAST_SCALE).where(factor.maximum(LEAST_SCALE), nan) * log2)
+
+  @property
+  def o_scale(self) -> UOp | None:
+    """The factor on the output, the scale of v; None is 1."""
+    return self._of_head(self.rules.v_scale)
+
+  def _of_head(self, *scales: UOp | None) -> UOp | None:
+    """The product of this head's scales; None if there are none."""
+    zero, given = UOp.const(0), [x for x in scales if x is not None]
+    places = [(self.b if sizes(x)[0] > 1 else zero, self._kv_head if sizes(x)[1] > 1 else zero) for x in given]
+    found = [x[place].load() for x, place in zip(given, places, strict=True)]
+    return reduce(UOp.__mul__, found) if found else None
 
   def keys(self, x: UOp, to: DType | None = None) -> HeadView:
     """View this head's keys or values: x is (B * kv_heads, N, size), or (pages * kv_heads, rows per page, size).
@@ -135,9 +159,9 @@ class HeadRules(HeadMasks):
       first, offsets: the keys are first + offset.
       masked: whether any key may be hidden, as the tile is not full.
     """
-    factor = self.rules.scaling.pre
+    factor = self.scaling.pre
     scaled = [
-      self.apply_score_mods(x if factor == 1 else x * factor, row, first + i, masked)
+      self.apply_score_mods(x if isinstance(factor, float) and factor == 1 else x * factor, row, first + i, masked)
       for x, i in zip(products, offsets, strict=True)
     ]
     if not masked:

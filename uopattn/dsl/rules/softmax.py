@@ -3,19 +3,20 @@
 from collections.abc import Callable
 from functools import reduce
 from math import floor, inf, log2
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from tinygrad import UOp, dtypes
+from tinygrad import UOp
 from tinygrad.dtype import DType
 
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.math import LOG2E, exp2
+from uopattn.dsl.rules.quantized import LARGEST
 from uopattn.dsl.scope import Scope, sizes
 
 FLOAT32_MAX = 3.4028234663852886e38
-LARGEST = {dtypes.fp8e4m3: 448.0, dtypes.fp8e5m2: 57344.0}
 
 Operation = Callable[[UOp, UOp], UOp]
+Factor = Any  # a float, or a float32 UOp if heads have scales
 
 
 class Scaling(NamedTuple):
@@ -27,8 +28,8 @@ class Scaling(NamedTuple):
       with the subtraction of the row max into one multiply-add.
   """
 
-  pre: float
-  log2: float
+  pre: Factor
+  log2: Factor
 
   @classmethod
   def of(cls, scale: float) -> "Scaling":
@@ -47,16 +48,18 @@ def p_scale_of(dtype: DType, dropout_p: float = 0.0, largest: float | None = Non
   return floor(log2((largest or LARGEST[dtype]) * (1 - dropout_p))) if dtype in LARGEST else 0
 
 
-def lowest(scaling: Scaling) -> float:
+def lowest(scaling: Scaling) -> Factor:
   """m_i of a row that has seen no key: below all scores, and finite even in the exponent, as -inf - -inf is NaN."""
   rounding = 1 + 2.0**-20  # of this number and of its product with the factor
+  if isinstance(scaling.log2, UOp):
+    return (scaling.log2 * rounding).maximum(1.0).reciprocal() * -FLOAT32_MAX
   return -FLOAT32_MAX / (scaling.log2 * rounding if scaling.log2 > 1 else 1.0)
 
 
 def online_softmax(
   family: str,
   scores: list[UOp],
-  scale_log2: float,
+  scale_log2: Factor,
   m_old: UOp,
   l_old: UOp,
   row_reduce: Callable[[Operation, UOp], UOp],
@@ -83,7 +86,8 @@ def online_softmax(
 
   m_new = larger(m_old, row_reduce(larger, reduce(larger, scores)))
   alpha, shift = ins.exp2(family, (m_old - m_new) * scale_log2), m_new * scale_log2
-  shift = shift - p_scale_log2 if p_scale_log2 else shift
+  if p_scale_log2:  # tied, or else tinygrad adds the constant to each score by itself, one instruction for each
+    shift = ins.tied(family, shift - p_scale_log2, m_new)
   p = [ins.exp2(family, x * scale_log2 - shift) for x in scores]
   return p, m_new, l_old * alpha + reduce(UOp.__add__, p), alpha
 
@@ -115,7 +119,7 @@ def normalize(
 
 
 def normalize_rows(
-  s: Scope, m_i: UOp, l_i: UOp, scale_log2: float, sink: Callable[[UOp], UOp | None], within: tuple[UOp, ...]
+  s: Scope, m_i: UOp, l_i: UOp, scale_log2: Factor, sink: Callable[[UOp], UOp | None], within: tuple[UOp, ...]
 ) -> tuple[UOp, UOp]:
   """Apply `normalize` to every row of a CPU's block; return the factors and the log-sum-exps, both (rows,).
 
