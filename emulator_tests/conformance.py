@@ -91,7 +91,7 @@ class Subject:
     most_queries: that drawn shapes have.
     conflict_free: (Dk, Dv) for which bank conflicts are counted.
     flops: multiply-adds of a matrix instruction, M N K; None where their number is not just that of the products.
-    products: of the matrix unit's that make one of the kernel's.
+    products: of the matrix unit's of this size that make one of the kernel's, on an architecture.
     synchronised: tiles of kernels whose barriers and waits are deleted.
     mistaken: the shape in which mistakes show.
     multiprocessors: that it takes a GPU to have where tiles are given, so that few jobs suffice for several each.
@@ -108,7 +108,7 @@ class Subject:
   most_queries: int = 150
   conflict_free: Sequence[tuple[int, int]] = ((64, 64), (128, 128))
   flops: int | None = None
-  products: int = 1
+  products: Callable[[str], float] = lambda arch: 1
   synchronised: Callable[[str], Sequence[Any]] = lambda arch: ()
   mistaken: Sizes = (1, 1, 1, 50, 150, 16, 16)
   multiprocessors: int | None = None
@@ -272,17 +272,18 @@ SUBJECTS: dict[str, Subject] = {
     conflict_free=((64, 64), (33, 48)),
     synchronised=lambda arch: (amd_forward.Tiles(arch, 4, 1, 32),),
   ),
-  "cdna": Subject(
+  "amd32": Subject(
     amd_forward,
-    ("gfx942", "gfx950"),
+    ("gfx942", "gfx1201", "gfx1100", "gfx950"),
     (dtypes.float32,),
     CORNERS | ODD | {"one past the tiles": (1, 1, 1, 65, 65, 33, 33)},
-    mistakes.CDNA,
+    mistakes.AMD32,
     small=lambda arch: amd_forward.Tiles(arch, 2, 1, 16, 32),
     any_tiles=lambda arch: amd_tiles(arch).map(lambda x: replace(x, bits=32)),
     head_dims=(1, 8, 15, 24, 33, 40),
     conflict_free=((64, 64), (33, 48)),
     flops=16 * 16 * 4,
+    products=lambda arch: 1 if arch.startswith("gfx9") else 6 / 4,  # six of parts, each with four times the k
     synchronised=lambda arch: (amd_forward.Tiles(arch, 4, 1, 32, 32),),
   ),
   "amd8": Subject(
@@ -432,7 +433,7 @@ SUBJECTS: dict[str, Subject] = {
     any_tiles=cuda_tiles(8),
     head_dims=(1, 8, 15, 40),
     flops=16 * 8 * 8,
-    products=3,
+    products=lambda arch: 3,
     synchronised=lambda arch: (T(4, 1, 32, step=8, in_registers=False),),
   ),
   "turing": Subject(

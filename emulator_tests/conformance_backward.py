@@ -137,9 +137,9 @@ TABLE: dict[str, BackwardSchedule] = {
     barriers=frozenset({"barrier"}),
     pipelined=amd_pair,
   ),
-  "cdna": BackwardSchedule(
+  "amd32": BackwardSchedule(
     amd_backward,
-    ("gfx942", "gfx950"),
+    ("gfx942", "gfx1201", "gfx1100", "gfx950"),
     (FLOAT,),
     lambda arch, dtype: tuple(Amd(arch, gradients, 2, 1, 16, 32) for gradients in ("dq", "dk_dv")),
     lambda arch, dtype: st.builds(

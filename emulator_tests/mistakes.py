@@ -15,6 +15,7 @@ from uopattn.dsl.amd import products
 from uopattn.dsl.amd.staging import RegisterPipeline
 from uopattn.dsl.cpu import amx_operands
 from uopattn.dsl.gpu import jobs
+from uopattn.dsl.gpu.parts import PAIRS
 from uopattn.dsl.nvidia import mma, mma_layout, swizzled, tensor_pipeline
 from uopattn.dsl.rules.rules import HeadRules
 from uopattn.kernels import (
@@ -136,6 +137,17 @@ AMD |= {
 }
 
 
+def without(left_out: tuple[int, int]) -> Callable[[Any], Any]:
+  """The products of three parts without one of them."""
+  return lambda right: right | {3: tuple(x for x in right[3] if x != left_out)}
+
+
+# On RDNA.
+PART_MISTAKES = {
+  f"parts {pair[0]} and {pair[1]} not multiplied": Mistake(products, "PAIRS", without(pair)) for pair in PAIRS[3]
+}
+
+
 def p_pairs_exchanged(right: Phase) -> Phase:
   return lambda dtype, x: right(dtype, [x[2], x[3], x[0], x[1]])
 
@@ -144,7 +156,7 @@ AMD8 = {name: mistake for name, mistake in AMD.items() if name != "halves of P e
   "pairs of P exchanged": Mistake(products, "word_of_bytes", p_pairs_exchanged),
   "odd columns are the even ones": Mistake(instructions, "odd_bytes", instead(instructions.even_bytes)),
 }
-CDNA = {name: mistake for name, mistake in AMD.items() if name != "halves of P exchanged"}
+AMD32 = {name: mistake for name, mistake in AMD.items() if name != "halves of P exchanged"} | PART_MISTAKES
 
 
 # NVIDIA

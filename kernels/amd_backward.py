@@ -23,7 +23,11 @@ the mainloop. At D=128, float16, dQ and dK dV: gfx1201 5.8 (205) and 7.5 (245), 
 3.7 (288) and 3.9 (370), without spills; gfx1100, whose operands take twice the registers, spills 10 and 87.
 
 Where LDS does not hold Q and dO both as they are and transposed, as at D=256 on gfx942, dK and dV have a kernel each
-(`SEPARATE`).
+(`SEPARATE`), and also where registers do not hold both sums, as in float32 on gfx1100 at D=64.
+
+In float32 RDNA multiplies three bfloat16 parts, as in `amd_forward`; then operands of the stationary rows are loaded
+and split where they are needed. At D=64, LLVM 22, 2026-11-23: gfx1201 dQ 9.9 (256), dK and dV 12.0 (255); gfx1100 dQ
+22.6 (214), without spills.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +43,7 @@ from tinygrad.uop.ops import AxisType
 from uopattn.dsl import LOG2E, Scope, clamp, sizes
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.amd.fragments import HIP, MMA_SIZE, Fragments
-from uopattn.dsl.amd.products import Operand, as_operands, lane_rows, load_operands, mma_ab, mma_abt, store_acc
+from uopattn.dsl.amd.products import LoadOperand, as_operands, lane_rows, load_operands, mma_ab, mma_abt, store_acc
 from uopattn.dsl.amd.staging import LdsRows, RegisterPipeline
 from uopattn.dsl.gpu.gradient_sums import Factor, Sum
 from uopattn.dsl.gpu.workgroup import Workgroup
@@ -63,7 +67,7 @@ class Tiles:
     waves: waves per workgroup.
     row_tiles: tiles of 16 stationary rows per wave.
     block: rows per streamed tile.
-    bits: of an element: 16, or 32 for float32, which CDNA multiplies.
+    bits: of an element: 16, or 32 for float32, which CDNA multiplies, and RDNA in parts.
   """
 
   arch: str
@@ -120,22 +124,24 @@ class Tiles:
     transposed = sum(round_up(x, MMA_SIZE) for x in sums) * (self.block + pad)
     swaps = len(sums) * self.rows * (self.block + pad) if f.repeated else 0
     rows = 8 * round_up(self.block, self.threads) if self.of_keys else 0
-    return self.bits // 8 * (as_is + transposed + swaps) + rows
+    return f.lds_bits // 8 * (as_is + transposed + swaps) + rows
 
   def registers(self, Dk: int, Dv: int) -> int:
     """32-bit registers per lane for stationary rows, sums, S, dP, P, dS and the tile on its way to LDS."""
     f, sums = self.fragments, self.sums(Dk, Dv)
-    operands = sum(ceildiv(x, f.step) for x in (Dk, Dv)) + len(sums) * self.block // f.step
+    stationary = 3 if f.parts > 1 else sum(ceildiv(x, f.step) for x in (Dk, Dv))  # see `load_operands`
+    operands = stationary + len(sums) * self.block // f.step
     results = sum(ceildiv(x, MMA_SIZE) for x in sums) + 2 * self.block // MMA_SIZE
-    moving = self.block * (Dk + Dv + sum(sums)) * f.bits // 32 // self.threads
-    return self.row_tiles * (operands * f.words + results * f.result) + moving
+    moving = self.block * (Dk + Dv + sum(sums)) * f.memory_bits // 32 // self.threads
+    return self.row_tiles * (operands * f.parts * f.words + results * f.result) + moving
 
   @classmethod
   def choose(cls, problem: Problem, target: Target, gradients: str) -> "Tiles":
     """Choose tiles for a problem and a kernel, see `Tiles.gradients`.
 
     Raises:
-      ValueError: the architecture is unknown, or the head size is too large for LDS even with the smallest tile.
+      ValueError: the architecture is unknown, or the head size is too large for LDS even with the smallest tile, or in
+        parts for the registers.
     """
     arch, Dk, Dv, bits = target.arch, problem.Dk, problem.Dv, 8 * problem.dtype.itemsize
     f = Fragments.of(arch, bits)
@@ -149,6 +155,8 @@ class Tiles:
       if tiles.registers(Dk, Dv) <= (224 if f.lanes == 32 else 340) and tiles.lds_bytes(Dk, Dv) <= target.lds:
         return tiles
     tiles = min(candidates, key=lambda x: x.block)
+    if f.parts > 1 and (needed := tiles.registers(Dk, Dv)) > 224:
+      raise ValueError(f"head size {max(Dk, Dv)}: a tile needs {needed} registers, and 224 are there")
     if (needed := tiles.lds_bytes(Dk, Dv)) > target.lds:
       raise ValueError(f"head size {max(Dk, Dv)}: a tile needs {needed} bytes of LDS, the limit is {target.lds}")
     return tiles
@@ -213,7 +221,7 @@ class Mainloop:
   group: Workgroup
   dtype: DType
   pipe: RegisterPipeline
-  stationary: list[list[list[Operand]]]
+  stationary: list[list[list[LoadOperand]]]
   sums: list[Sum]
   swaps: list[LdsRows | None]
   rules: HeadRules
@@ -307,7 +315,7 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
 
   Args:
     dq: (heads, M, Dk), the output, in q's dtype.
-    q: (heads, M, Dk), float16 or bfloat16, or on CDNA float32.
+    q: (heads, M, Dk), float16, bfloat16 or float32.
     k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads).
     v: (kv_heads, N, Dv).
     do: (heads, M, Dv), the gradient of the attention's output.
@@ -440,8 +448,10 @@ def stationary_places(tiles: Tiles, group: Workgroup) -> list[UOp]:
   return [(group.warp * tiles.row_tiles + i) * MMA_SIZE + group.lane % MMA_SIZE for i in range(tiles.row_tiles)]
 
 
-def load_stationary(f: Fragments, x: UOp, head: UOp, length: UOp, rows: list[UOp], lane: UOp) -> list[list[Operand]]:
-  """Load `rows` of x[head], zeros if it has no rows, as operands."""
+def load_stationary(
+  f: Fragments, x: UOp, head: UOp, length: UOp, rows: list[UOp], lane: UOp
+) -> list[list[LoadOperand]]:
+  """`rows` of x[head], zeros if it has no rows, as operands."""
   return [load_operands(f, x.dtype, HeadView.of(x, head, length), row, lane, length.ne(0)) for row in rows]
 
 

@@ -17,6 +17,13 @@ In 8 bits (RDNA4, CDNA) P is rounded to the inputs' type. A power of two scales 
 `p_scale_of`. A word is four elements, and transposing V takes two byte permutations a word. CDNA3 converts what it
 reads and writes (`uopattn.dsl.amd.fnuz`).
 
+In float32 CDNA has a matrix instruction. RDNA multiplies three bfloat16 parts, six products of them for one
+(`uopattn.dsl.gpu.parts`). Counted per clock and compute unit: WMMA has 512 FLOP on RDNA3 and 1024 on RDNA4, so six have
+85 and 171. Multiply-adds have 128, or 256 if LLVM pairs them all, but here each reads a word of K or V from LDS, which
+gives 32 lanes one word a clock: 64 FLOP for each tile of queries in a wave, and float32 leaves registers for one. With
+tiles of queries and keys per lane, in a kernel of its own, LDS would allow about 185, which would pay on RDNA3. Two
+float16 parts would take three products, but no scale per tile holds float32's range.
+
 With few queries, the query heads that share a key head are packed into one tile (GQA packing), the keys are split over
 workgroups, and `kernels/combine.py` combines the splits.
 
@@ -40,6 +47,7 @@ from uopattn.dsl import instructions as ins
 from uopattn.dsl.amd.fnuz import FNUZ_LARGEST
 from uopattn.dsl.amd.fragments import HIP, MMA_SIZE, Fragments
 from uopattn.dsl.amd.products import (
+  LoadOperand,
   Operand,
   as_operands,
   lane_rows,
@@ -71,7 +79,7 @@ class Tiles:
     waves: waves per workgroup.
     m_tiles: tiles of 16 queries per wave.
     block_n: keys per tile.
-    bits: of an element: 16, 32 for float32, which CDNA multiplies, or 8, which RDNA4 and CDNA4 do.
+    bits: of an element: 16, 32 for float32, which CDNA multiplies, and RDNA in parts, or 8, which RDNA4 and CDNA do.
   """
 
   arch: str
@@ -110,15 +118,18 @@ class Tiles:
     """Bytes of LDS per workgroup: the tiles of K and V^T, and on RDNA3 P^T."""
     (Dk, Dv), pad = self.padded(Dk, Dv), self.fragments.pad * self.fragments.per_chunk
     p = self.block_m * (self.block_n + pad) if self.fragments.repeated else 0
-    return self.bits // 8 * (self.block_n * (Dk + pad) + Dv * (self.block_n + pad) + p)
+    return self.fragments.lds_bits // 8 * (self.block_n * (Dk + pad) + Dv * (self.block_n + pad) + p)
 
   def registers(self, Dk: int, Dv: int) -> int:
-    """32-bit registers per lane for Q^T, O^T, S^T, P^T and the tile on its way to LDS."""
+    """32-bit registers per lane for Q^T, O^T, S^T, P^T and the tile on its way to LDS.
+
+    In parts Q^T is loaded when it is needed, and the operands of two products take more registers.
+    """
     (Dk, Dv), f = self.padded(Dk, Dv), self.fragments
-    words, results = f.words, f.result
-    query = Dk // f.step * words + Dv // MMA_SIZE * results
+    words, results = f.parts * f.words, f.result
+    query = (3 if f.parts > 1 else Dk // f.step) * words + Dv // MMA_SIZE * results
     scores = self.block_n // MMA_SIZE * results + (1 if f.repeated else self.block_n // f.step) * words
-    return self.m_tiles * (query + scores) + self.block_n * (Dk + Dv) * f.bits // 32 // (self.waves * f.lanes)
+    return self.m_tiles * (query + scores) + self.block_n * (Dk + Dv) * f.memory_bits // 32 // (self.waves * f.lanes)
 
   def waves_for(self, Dk: int, Dv: int) -> int:
     """Waves per SIMD, as limited by LDS: two SIMDs on RDNA, and four on CDNA, share it.
@@ -168,8 +179,12 @@ class Tiles:
         budget, in_turn = 360, (8, 4)
     if masked and f.lanes == 32 and not f.repeated:  # RDNA4: LLVM spills the masked loop's values in the full loop
       budget, wanted = 170, (64, 48, 32, 16)
+    if f.parts > 1:  # the loop over masked tiles spills otherwise
+      budget, wanted = (190, (16,)) if f.repeated else (140, wanted)
     sizes_n = dict.fromkeys(min(n, round_up(N, least)) for n in wanted if n % least == 0)
-    candidates = [cls(arch, w, 2, n, bits) for n in sizes_n for w in in_turn if 2 * w <= M // MMA_SIZE]
+    # In parts each tile of queries is split for each tile of keys, which more keys save, and more queries do not.
+    two = M // MMA_SIZE if f.parts == 1 else 0
+    candidates = [cls(arch, w, 2, n, bits) for n in sizes_n for w in in_turn if 2 * w <= two]
     candidates += [cls(arch, min(w, waves), 1, n, bits) for n in sizes_n for w in in_turn]
     for enough in (3, 1):  # waves per SIMD, so that one computes while another waits
       for tiles in candidates:
@@ -189,7 +204,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   Args:
     o: (heads, M, Dv), the output, in q's dtype; or (heads * splits, M, Dv) float32, the output per split of the keys.
-    q: (heads, M, Dk), float16 or bfloat16, on CDNA float32, on RDNA4 and CDNA4 fp8e4m3 or fp8e5m2.
+    q: (heads, M, Dk), float16, bfloat16 or float32, on RDNA4 and CDNA fp8e4m3 or fp8e5m2.
     k, v: keys and values, as `rules` finds them.
     lse: (heads, M), or (heads * splits, M), float32; receives the log-sum-exp (natural logarithm) of each row.
     rules: masks, score mods and scaling; where the keys are.
@@ -211,7 +226,8 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   state = State.make(s, tiles.m_tiles, (tiles.m_tiles, ceildiv(Dv, MMA_SIZE), f.result), head_rules.scaling, group.item)
   # Not `> 0`: tinygrad would assume a comparison to hold throughout the gated index, even in the bounds of its loops.
   exists = head_rules.length.ne(0)
-  sources = [(words_of(head_rules.keys(x), exists), size) for x, size in zip((k, v), tiles.padded(Dk, Dv), strict=True)]
+  keys = [words_of(head_rules.keys(x, q.dtype), exists) for x in (k, v)]
+  sources = list(zip(keys, tiles.padded(Dk, Dv), strict=True))
   threads, of_ocp = tiles.waves * f.lanes, q.dtype if f.fnuz else None
   registers = RegisterPipeline(
     s, f, tiles.block_n, threads, group.thread, head_rules.length, sources[:1], sources[1:], of_ocp=of_ocp
@@ -302,11 +318,11 @@ class WaveMma:
     """The first key of a tile that this lane holds scores of, and the offsets of all of them from it."""
     return lane_rows(self.f, self.tiles.block_n, self.group.lane)
 
-  def load_queries(self, q: HeadView) -> list[list[Operand]]:
-    """Load Q^T as operands: for each tile of queries, one per step along Dk."""
+  def load_queries(self, q: HeadView) -> list[list[LoadOperand]]:
+    """Q^T as operands: for each tile of queries, one per step along Dk."""
     return [load_operands(self.f, self.dtype, q, row, self.group.lane) for row in self.rows]
 
-  def mma_abt(self, q: list[list[Operand]], k_tile: LdsRows) -> list[list[UOp]]:
+  def mma_abt(self, q: list[list[LoadOperand]], k_tile: LdsRows) -> list[list[UOp]]:
     """Compute S^T = K Q^T. Returns this lane's elements for each of its queries."""
     scores = mma_abt(self.f, self.dtype, k_tile, self.tiles.block_n, q, self.group.lane)
     return [[tile[e] for tile in row for e in range(self.f.result)] for row in scores]
@@ -427,4 +443,5 @@ SCHEDULE = Schedule(
   tiles=Tiles,
   pack_gqa=group_of_few,
   split=splits_on_gpu,
+  mixed=True,
 )

@@ -273,7 +273,7 @@ def row(kernel: str, arch: str, dtype: str, c: Compiled) -> Row:
 
 def types(kernel: str, arch: str) -> list[str]:
   """The types that a kernel has on a target."""
-  by_bits = {32: arch.startswith("gfx9"), 16: True, 8: kernel == "fwd" and not arch.startswith("gfx11")}
+  by_bits = {32: True, 16: True, 8: kernel == "fwd" and not arch.startswith("gfx11")}
   return [name for name, dtype in ALL_TYPES.items() if by_bits[8 * dtype.itemsize]]
 
 

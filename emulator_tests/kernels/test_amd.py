@@ -1,8 +1,10 @@
 """What only the AMD forward kernel has: fragments, the target and the laws of its tiles; see also test_forward."""
 
+import numpy as np
 import pytest
-from helpers import inputs, on, problem_of
-from tinygrad import Device, dtypes
+from helpers import check_attention, inputs, on, placed, problem_of
+from tinygrad import Device, Tensor, dtypes
+from tinygrad.dtype import DType
 
 from uopattn import attention
 from uopattn.dsl.amd.fragments import Fragments
@@ -11,6 +13,7 @@ from uopattn.dsl.target import Target
 from uopattn.emulator.wmma import fragments as hardware
 from uopattn.kernels.amd_forward import Tiles
 from uopattn.plan.target import target_of
+from uopattn.proof.gate import Gate
 
 ARCHES = ("gfx1100", "gfx1201", "gfx942", "gfx950")  # one of each instruction
 HALF = dtypes.float16
@@ -38,12 +41,35 @@ def test_a_lane_has_neighbouring_keys(arch: str, bits: int) -> None:
   assert {f.row_at(t, row) for t in range(f.row_tiles) for row in range(16)} == set(range(f.step))
 
 
-def test_target_and_dispatch() -> None:
+def test_target() -> None:
   with on("gfx1100"):
     assert target_of(Device.DEFAULT) == Target("AMD", "gfx1100")
-    q, k, v = inputs(1, 1, 1, 20, 20, 16, 16, dtypes.float32)
-    with pytest.raises(ValueError, match="no matrix instruction known for gfx1100 and float32; there are"):
-      attention(q, k, v, backend="kernel")
+
+
+@pytest.mark.parametrize("arch", ["gfx1201", pytest.param("gfx1100", marks=pytest.mark.slow)])
+def test_float32_of_all_exponents(arch: str) -> None:
+  """Parts have the range of float32: small times large numbers, values near its ends, one of a masked key too."""
+  q, k, v = np.random.default_rng(0).standard_normal((3, 1, 1, 20, 16), np.float32)
+  q, k, v = q * np.float32(1e25), k * np.float32(1e-25), v * np.where(np.arange(16) % 2, 1e30, 1e-30).astype(np.float32)
+  v[:, :, -1] = np.finfo(np.float32).max  # only the last query sees it
+  with on(arch):
+    out, lse = attention(placed(q), placed(k), placed(v), is_causal=True, return_lse=True, backend="kernel")
+    Tensor.realize(out, lse)
+  gates = [Gate.of_arrays(q, k, v[..., i::2], dtypes.float32, is_causal=True) for i in range(2)]
+  assert all(gate.output(out.numpy()[..., i::2]).correct for i, gate in enumerate(gates))
+  assert gates[0].lse(lse.numpy()).correct
+
+
+@pytest.mark.parametrize("stored", [dtypes.half, pytest.param(dtypes.bfloat16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("arch", ["gfx942", pytest.param("gfx1201", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+  "sizes", [(1, 4, 2, 1, 300, 24, 40), pytest.param((2, 2, 1, 40, 50, 33, 17), marks=pytest.mark.slow)], ids=str
+)
+def test_keys_and_values_of_16_bits(sizes: tuple[int, int, int, int, int, int, int], arch: str, stored: DType) -> None:
+  """They are widened to float32 where they are loaded, element by element if rows are no whole words."""
+  with on(arch):
+    q, (k, v) = inputs(*sizes, dtypes.float32)[0], inputs(*sizes, stored)[1:]
+    check_attention(q, k, v, is_causal=True, q_start=sizes[4] - sizes[3])
 
 
 def test_tiles_state_their_laws() -> None:

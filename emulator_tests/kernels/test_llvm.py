@@ -33,6 +33,13 @@ def exchanged(x: UOp, lane: UOp) -> UOp:
   return memory[(lane ^ 5) + ins.wave_fence(HIP, memory[lane].store(x))].load()
 
 
+def read_after(x: UOp) -> UOp:
+  """The value, by way of a register that is read once it is computed."""
+  register = UOp.placeholder((1,), x.dtype, slot=0, addrspace=AddrSpace.REG)
+  stored = register.after(register[0].store(x))
+  return stored.after(ins.read_later(HIP, x, stored))[0].load()
+
+
 def converted(x: UOp, lane: UOp, dtype: DType) -> UOp:
   """The number, and twice as much, in the upper half of a word."""
   return ins.convert_pair(HIP, x, x * 2, lane.cast(dtypes.uint), True, dtype).bitcast(dtypes.float)
@@ -52,6 +59,7 @@ WORDS = {
   "exp2": lambda x, lane: ins.exp2(HIP, x),
   "log2": lambda x, lane: ins.log2(HIP, x),
   "reciprocal": lambda x, lane: ins.reciprocal(HIP, x),
+  "read_later": lambda x, lane: ins.shuffle(HIP, read_after(x), lane ^ 21),
   "even_bytes": lambda x, lane: ins.even_bytes(HIP, x.bitcast(dtypes.uint), lane.cast(dtypes.uint)).bitcast(x.dtype),
   "odd_bytes": lambda x, lane: ins.odd_bytes(HIP, x.bitcast(dtypes.uint), lane.cast(dtypes.uint)).bitcast(x.dtype),
   "convert_e4m3": lambda x, lane: converted(x, lane, dtypes.fp8e4m3),

@@ -325,7 +325,14 @@ _LIST = [
   # value: what comes later reads shared memory only after the value is computed
   Instruction(
     "read_later",
-    {"cuda": _asm('asm volatile("bar.warp.sync 0xffffffff;"::"f"({0}):"memory");')},
+    {
+      "cuda": _asm('asm volatile("bar.warp.sync 0xffffffff;"::"f"({0}):"memory");'),
+      "hip": '[&](){{ __asm__ volatile(""::"v"({0}):"memory"); return 0; }}()',
+    },
+    lambda y, x, *_: (
+      f"""call void asm sideeffect "", "v,~{{memory}}"(i32 {x})
+  {y} = add i32 0, 0"""
+    ),
     statement=True,
     cross_lane=True,
   ),

@@ -151,10 +151,11 @@ def tied(family: str, value: UOp, other: UOp) -> UOp:
 
 
 def read_later(family: str, value: UOp, *after: UOp) -> UOp:
-  """Read from shared memory after this only once `value` (float32) is computed. A statement.
+  """Read memory after this only once `value` (float32) is computed. A statement.
 
-  Otherwise compilers read early, and need a register for all that was read and not yet used. It is a barrier of the
-  warp, past which ptxas moves no load; it hides less of the loads' latency. Source: PTX ISA, "bar.warp.sync".
+  Otherwise compilers read early, and need a register for all that was read and not yet used. It hides less of the
+  loads' latency. On NVIDIA it is a barrier of the warp, past which ptxas moves no load from shared memory; source: PTX
+  ISA, "bar.warp.sync". On AMD it is no instruction: LLVM moves no load past assembly that may change memory.
   """
   return _statement(family, "read_later", after, value)
 

@@ -9,6 +9,7 @@ from functools import reduce
 from tinygrad import UOp, dtypes
 
 from uopattn.dsl.rules.head_view import HeadView
+from uopattn.dsl.schedule import DTYPES_16
 from uopattn.dsl.scope import as_type, sizes
 from uopattn.dsl.view import View
 
@@ -17,15 +18,17 @@ Load = Callable[[UOp, UOp], UOp]  # (row, word) -> a word of that row
 ALWAYS = UOp.const(True)
 
 
-def words_of(rows: HeadView, exists: UOp = ALWAYS) -> Load:
-  """Return a function that loads a word of a row of any type, or of 8-bit elements widened to 16 bits.
+def words_of(rows: HeadView, exists: UOp = ALWAYS, *after: UOp) -> Load:
+  """Return a function that loads a word of a row of any type, or of what is widened to 16 bits or float32.
 
-  Words past a row's end are 0. Where `exists` is false, nothing is read and all words are 0.
+  Words past a row's end are 0. Where `exists` is false, nothing is read and all words are 0. float32 is loaded after
+  `after`.
   """
   if rows.widens:
-    return _widened_words(rows, exists)
+    return (_widened_words if rows.to in DTYPES_16 else _widened_floats)(rows, exists)
   if rows.x.dtype.itemsize == 4:
-    return lambda row, word: _or_zero(as_type(rows.x, dtypes.uint), rows.start(row), word, rows.size, exists)
+    flat = as_type(rows.x, dtypes.uint).after(*after)
+    return lambda row, word: _or_zero(flat, rows.start(row), word, rows.size, exists)
   size, words, elements = rows.size, as_type(rows.x, dtypes.uint), as_type(rows.x, rows.bits)
   count, bits = 4 // rows.x.dtype.itemsize, 8 * rows.x.dtype.itemsize
 
@@ -66,6 +69,24 @@ def _widened_words(rows: HeadView, exists: UOp) -> Load:
       halves = [_or_zero(elements, first, 2 * word + i, size, exists) for i in range(2)]
     low, high = (rows.wide_bits(x).cast(dtypes.uint) for x in halves)
     return low | (high << 16)
+
+  return load
+
+
+def _widened_floats(rows: HeadView, exists: UOp) -> Load:
+  """`words_of` for elements of 8 or 16 bits that are widened to float32. If rows are whole words, words are loaded."""
+  size, per, stored = rows.size, 4 // rows.bits.itemsize, 8 * rows.bits.itemsize
+  words, elements = as_type(rows.x, dtypes.uint), as_type(rows.x, rows.bits)
+
+  def load(row: UOp, word: UOp) -> UOp:
+    if word.vmin >= size or not exists.vmax:
+      return UOp.const(0, dtypes.uint)
+    first = rows.start(row)
+    if not rows.in_chunks(per):
+      return rows.wide_bits(_or_zero(elements, first, word, size, exists))
+    several = _or_zero(words, first // per, word // per, size // per, exists)
+    shift = (word % per * stored).cast(dtypes.uint)
+    return rows.wide_bits(((several >> shift) & ((1 << stored) - 1)).cast(rows.bits))
 
   return load
 

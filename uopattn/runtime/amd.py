@@ -37,7 +37,7 @@ def render_instruction(ctx: dict[UOp, str], u: UOp) -> str:
   if not instruction.cross_lane:
     return "  " + instruction.llvm(y, *operands)
   kind = ldt(u.dtype)  # any 32-bit type
-  return f"""  {y}_in = bitcast {kind} {operands[0]} to i32
+  return f"""  {y}_in = bitcast {ldt(u.src[0].dtype)} {operands[0]} to i32
   {instruction.llvm(f"{y}_out", f"{y}_in", *operands[1:])}
   {y} = bitcast i32 {y}_out to {kind}"""
 

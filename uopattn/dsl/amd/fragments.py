@@ -17,10 +17,11 @@ Sources: AMD, "RDNA3", "RDNA4", "CDNA3" and "CDNA4" instruction set architecture
 instruction calculator.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from tinygrad import UOp
+from tinygrad import UOp, dtypes
+from tinygrad.dtype import DType
 
 Index = TypeVar("Index", int, UOp)
 
@@ -43,6 +44,7 @@ class Fragments:
     bits: of an element of A and of B; 32 is float32, 8 is fp8e4m3 or fp8e5m2.
     together: steps that a larger instruction multiplies at once; 1 if there is none.
     fnuz: whether 8-bit numbers have the format of `uopattn.dsl.amd.fnuz`.
+    parts: the number of parts, in bfloat16, of which an element is the sum, 3 for float32; see `uopattn.dsl.gpu.parts`.
   """
 
   k: int
@@ -54,6 +56,7 @@ class Fragments:
   bits: int = 16
   together: int = 1
   fnuz: bool = False
+  parts: int = 1
 
   @classmethod
   def of(cls, arch: str, bits: int = 16) -> "Fragments":
@@ -105,8 +108,22 @@ class Fragments:
 
   @property
   def words(self) -> int:
-    """32-bit words of A, or of B, per lane and step."""
+    """32-bit words of A, or of B, per lane and step, of one part."""
     return self.width * self.bits // 32
+
+  @property
+  def memory_bits(self) -> int:
+    """Bits of an element in global memory."""
+    return 32 if self.parts > 1 else self.bits
+
+  @property
+  def lds_bits(self) -> int:
+    """Bits of an element in LDS, all parts of it."""
+    return self.parts * self.bits
+
+  def dtype(self, dtype: DType) -> DType:
+    """The type of what is multiplied, parts or elements, for q, k and v of a type."""
+    return dtypes.bfloat16 if self.parts > 1 else dtype
 
   @property
   def products(self) -> int:
@@ -148,11 +165,18 @@ RDNA4 = Fragments(16, 32, 8, 8)
 CDNA3 = Fragments(16, 64, 4, 4)
 CDNA4 = Fragments(32, 64, 8, 4)
 CDNA_FLOAT = Fragments(4, 64, 1, 4, bits=32)
+RDNA3_FLOAT, RDNA4_FLOAT = (replace(x, parts=3) for x in (RDNA3, RDNA4))
 RDNA4_BYTES = Fragments(16, 32, 8, 8, bits=8)
 CDNA3_BYTES = Fragments(32, 64, 8, 4, bits=8, fnuz=True)
 CDNA4_BYTES = Fragments(32, 64, 8, 4, bits=8, together=2)
 _BY_BITS = {
   8: {"gfx1200": RDNA4_BYTES, "gfx1201": RDNA4_BYTES, "gfx942": CDNA3_BYTES, "gfx950": CDNA4_BYTES},
   16: {"gfx11": RDNA3, "gfx1200": RDNA4, "gfx1201": RDNA4, "gfx942": CDNA3, "gfx950": CDNA4},
-  32: {"gfx942": CDNA_FLOAT, "gfx950": CDNA_FLOAT},
+  32: {
+    "gfx11": RDNA3_FLOAT,
+    "gfx1200": RDNA4_FLOAT,
+    "gfx1201": RDNA4_FLOAT,
+    "gfx942": CDNA_FLOAT,
+    "gfx950": CDNA_FLOAT,
+  },
 }

@@ -1,11 +1,14 @@
 """Matrix products on AMD's matrix cores, from loading the operands to storing the accumulators.
 
-Attention needs two kinds. In both, D's columns belong to lanes, 16 per wave; see `uopattn.dsl.amd.fragments`.
+Attention needs two kinds. In both, D's columns belong to lanes, 16 per wave; see `uopattn.dsl.amd.fragments`. Types are
+those of the matrices, float32 also where bfloat16 parts of it are multiplied.
     D = A B         `mma_abt`: A is a tile of rows in LDS; B, other rows of the same size, is in registers
     C + A^T D       `mma_ab`: A^T is a transposed tile in LDS; D comes from the first product by `as_operands`
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
@@ -15,39 +18,57 @@ from tinygrad.uop.ops import Ops
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.amd.fnuz import from_ocp, to_ocp
 from uopattn.dsl.amd.fragments import CHUNK_WORDS, HIP, MMA_SIZE, Fragments
-from uopattn.dsl.amd.staging import LdsRows
+from uopattn.dsl.amd.staging import LdsRows, in_parts
+from uopattn.dsl.gpu.parts import PAIRS, upper_parts
 from uopattn.dsl.packed import ALWAYS, Words, as_type, words_of
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.quantized import LARGEST
 from uopattn.dsl.scope import gated, sizes
 from uopattn.dsl.view import View, row_start
 
-Operand = list[UOp]  # the `width` elements of A, or of B, that a lane holds for a step; in 8 bits words of four
+# The `width` elements of A, or of B, that a lane holds for a step, of each part in turn; in 8 bits words of four.
+Operand = list[UOp]
+LoadOperand = Callable[..., Operand]  # (*after) -> the operand of a step
 
 
 def load_operands(
   f: Fragments, dtype: DType, rows: HeadView, row: UOp, lane: UOp, exists: UOp = ALWAYS
-) -> list[Operand]:
-  """Load a row as this lane's B operand of each step; zeros where `exists` is false."""
-  load, steps = words_of(rows, exists), ceildiv(rows.size, f.step)
-  words = [[load(row, f.chunk(UOp.const(i), lane) * CHUNK_WORDS + w) for w in range(f.words)] for i in range(steps)]
-  if f.fnuz:
-    words = [[from_ocp(word, dtype) for word in step] for step in words]
-  return [elements(f, dtype, step) for step in words]
+) -> list[LoadOperand]:
+  """This lane's B operand of each step, of a row; zeros where `exists` is false.
+
+  In parts they would take too many registers: then they are loaded and split where they are needed.
+  """
+  chunk, count = f.per_chunk * f.memory_bits // 32, f.width * f.memory_bits // 32  # words
+
+  def load(step: int, *after: UOp) -> Operand:
+    word, first = words_of(rows, exists, *after), f.chunk(UOp.const(step), lane) * chunk
+    words = [word(row, first + w) for w in range(count)]
+    if f.parts > 1:
+      return operand_of(f, dtype, [x.bitcast(dtypes.float) for x in words])
+    return elements(f, dtype, [from_ocp(x, dtype) for x in words] if f.fnuz else words)
+
+  def held(operand: Operand) -> LoadOperand:
+    return lambda *after: operand
+
+  steps = range(ceildiv(rows.size, f.step))
+  return [partial(load, i) if f.parts > 1 else held(load(i)) for i in steps]
 
 
-def multiply(f: Fragments, dtype: DType, a: Operand, b: Operand, c: UOp) -> UOp:
-  """C + A B over one step, or over the steps of `chains`.
+def multiply(f: Fragments, dtype: DType, a: Operand, b: Operand, c: UOp | None) -> UOp:
+  """C + A B over one step, or over the steps of `chains`; None is 0. Products of parts are added up by themselves.
 
   tinygrad's renderers lack most products of 8 bits. `uopattn.runtime.amd` renders those whose operands are words.
   """
   per_unit = 4 if f.bits == 8 else 1  # elements
-  size = len(a) if len(a) > f.width // per_unit else f.operand // per_unit
+  length = len(a) // f.parts
+  size = length if length > f.width // per_unit else f.operand // per_unit
   dims = (MMA_SIZE, MMA_SIZE, f.k * size * per_unit // f.operand)
-  for i in range(0, len(a), size):
-    left, right = (UOp.stack(*x[i : i + size]) for x in (a, b))
-    c = UOp(Ops.WMMA, src=(left, right, c), arg=(dims, dtype, "AMD", f.lanes, None))
-  return c
+  total = UOp.const((0.0,) * f.result, dtypes.float) if c is None or f.parts > 1 else c
+  for left_part, right_part in PAIRS[f.parts]:
+    for i in range(0, length, size):
+      left, right = (UOp.stack(*x[p * length + i :][:size]) for x, p in ((a, left_part), (b, right_part)))
+      total = UOp(Ops.WMMA, src=(left, right, total), arg=(dims, f.dtype(dtype), "AMD", f.lanes, None))
+  return total if c is None or f.parts == 1 else UOp.stack(*[c[e] + total[e] for e in range(f.result)])
 
 
 def chains(f: Fragments, steps: int) -> list[range]:
@@ -72,17 +93,19 @@ def elements(f: Fragments, dtype: DType, words: Words) -> Operand:
   result: Operand = []
   for part in (words[i : i + size] for i in range(0, len(words), size)):
     if all(word.vmin == word.vmax == 0 for word in part):  # past the head size; C cannot index a constant vector
-      result += [UOp.const(0.0, dtype)] * (2 * size)
+      result += [UOp.const(0.0, f.dtype(dtype))] * (2 * size)
     else:
-      vector = UOp.stack(*part).bitcast(dtype)
+      vector = UOp.stack(*part).bitcast(f.dtype(dtype))
       result += [vector[e] for e in range(2 * size)]
   return result
 
 
 def read_row(f: Fragments, dtype: DType, lds: LdsRows, row: UOp, steps: Sequence[int], lane: UOp) -> Operand:
   """Load this lane's operand for some steps from a row in LDS."""
-  first = [f.chunk(UOp.const(step), lane) for step in steps]
-  words = [[word for i in range(f.words // CHUNK_WORDS) for word in lds.load(row, chunk + i)] for chunk in first]
+  first, chunks = [f.chunk(UOp.const(step), lane) for step in steps], range(f.words // CHUNK_WORDS)
+  words = [
+    [word for i in chunks for word in lds.load(row, chunk + i, part)] for chunk in first for part in range(f.parts)
+  ]
   return [x for step in words for x in elements(f, dtype, step)]
 
 
@@ -91,7 +114,7 @@ def mma_abt(
   dtype: DType,
   lds: LdsRows,
   rows: int,
-  operands: list[list[Operand]],
+  operands: list[list[LoadOperand]],
   lane: UOp,
   begun: list[list[UOp]] | None = None,
 ) -> list[list[UOp]]:
@@ -102,14 +125,37 @@ def mma_abt(
     operands: B (size, 16) for each tile of columns and each step.
     begun: C, in the tiles of the result; None is 0.
   """
-  zero = UOp.const((0.0,) * f.result, dtypes.float)
-  tiles = [[zero] * (rows // MMA_SIZE) for _ in operands] if begun is None else [list(tile) for tile in begun]
-  for n in range(rows // MMA_SIZE):
-    for steps in chains(f, len(operands[0])):
-      frag = read_row(f, dtype, lds, n * MMA_SIZE + lane % MMA_SIZE, steps, lane)
-      for tile, operand in zip(tiles, operands, strict=True):
-        tile[n] = multiply(f, dtype, frag, joined(operand, steps), tile[n])
+  tiles: list[list[Any]] = [[None] * (rows // MMA_SIZE) for _ in operands] if begun is None else [[*x] for x in begun]
+  pace = Pace(f.parts > 1, lds)
+  numbers, chained = range(rows // MMA_SIZE), chains(f, len(operands[0]))
+  held: dict[range, list[Operand]] = {}
+  # In parts each operand is held for as short as possible.
+  order = [(n, x) for x in chained for n in numbers] if f.parts > 1 else [(n, x) for n in numbers for x in chained]
+  for n, steps in order:
+    after = pace.after()
+    if steps not in held:
+      held[steps] = [[x for step in steps for x in operand[step](*after)] for operand in operands]
+    frag = read_row(f, dtype, lds.after(*after), n * MMA_SIZE + lane % MMA_SIZE, steps, lane)
+    for tile, operand in zip(tiles, held[steps], strict=True):
+      tile[n] = multiply(f, dtype, frag, operand, tile[n])
+    pace.done.append(tiles[-1][n][0])
   return tiles
+
+
+class Pace:
+  """Lets a product of parts load its operands only once all products but the last are done, for want of registers.
+
+  Attributes:
+    slows: whether it does so.
+    done: an element of each product so far.
+  """
+
+  def __init__(self, slows: bool, lds: LdsRows):
+    self.slows, self.ready, self.done = slows, lds.words, [UOp.const(0.0, dtypes.float)] * 2
+
+  def after(self) -> tuple[UOp, ...]:
+    """What the loads of the next product come after."""
+    return (ins.read_later(HIP, self.done[-2], self.ready),) if self.slows else ()
 
 
 def joined(operands: list[Operand], steps: Sequence[int]) -> Operand:
@@ -141,6 +187,21 @@ def word_of(dtype: DType, low: UOp, high: UOp) -> UOp:
   return ins.high_halves(HIP, *(x.bitcast(dtypes.uint) + 0x8000 for x in (low, high)))
 
 
+def words_of_parts(f: Fragments, dtype: DType, values: list[UOp]) -> list[Words]:
+  """Pack float32 values into the words of each part, rounded to 16 bits if there is only one."""
+  if f.parts > 1:
+    return in_parts(f, [x.bitcast(dtypes.uint) for x in values])
+  return [[word_of(dtype, *values[i : i + 2]) for i in range(0, len(values), 2)]]
+
+
+def operand_of(f: Fragments, dtype: DType, values: list[UOp]) -> Operand:
+  """The operand of one step that consists of this lane's float32 values."""
+  if f.parts == 1:
+    return [rounded(dtype, x) for x in values]
+  parts = zip(*map(upper_parts, values), strict=True)
+  return [(x >> 16).cast(dtypes.ushort).bitcast(f.dtype(dtype)) for part in parts for x in part]
+
+
 def word_of_bytes(dtype: DType, elements: Sequence[UOp]) -> UOp:
   """Round four float32 to 8 bits and pack them into a word. Values out of range become NaN, or in e5m2 infinity."""
   low = ins.convert_pair(HIP, elements[0], elements[1], UOp.const(0, dtypes.uint), False, dtype)
@@ -160,12 +221,11 @@ def as_operands(
   if f.bits == 8:
     return [[[word_of_bytes(dtype, x[i : i + 4]) for i in range(0, per_step, 4)] for x in steps] for steps in tiles]
   if lds is None:
-    return [[[rounded(dtype, x) for x in step] for step in steps] for steps in tiles]
+    return [[operand_of(f, dtype, step) for step in steps] for steps in tiles]
   stores = []
   for steps, place in zip(tiles, places, strict=True):
     for i, step in enumerate(steps):
-      words = [word_of(dtype, *step[j : j + 2]) for j in range(0, per_step, 2)]
-      stores += lds.store(place, f.step // f.per_chunk * i + lane // MMA_SIZE, words)
+      stores += lds.store(place, f.step // f.per_chunk * i + lane // MMA_SIZE, words_of_parts(f, dtype, step))
   fenced = lds.fenced(*stores)
   return [[read_row(f, dtype, fenced, place, [i], lane) for i in range(len(tiles[0]))] for place in places]
 
@@ -180,12 +240,15 @@ def mma_ab(
     lds: A^T (A's columns, A's rows).
     begun: C, in the tiles of acc.
   """
-  stores = []
+  # On RDNA3 the operands come through LDS: tinygrad would take what comes after their products for after their stores,
+  # and add barriers.
+  stores, pace = [], Pace(f.parts > 1 and not f.repeated, lds)
   for d in range(sizes(acc)[1]):
     out = [tiles[d] for tiles in begun]
     for steps in chains(f, len(operands[0])):
-      frag = read_row(f, dtype, lds, d * MMA_SIZE + lane % MMA_SIZE, steps, lane)
+      frag = read_row(f, dtype, lds.after(*pace.after()), d * MMA_SIZE + lane % MMA_SIZE, steps, lane)
       out = [multiply(f, dtype, frag, joined(x, steps), c) for x, c in zip(operands, out, strict=True)]
+      pace.done.append(out[-1][0])
     stores += [acc[i, d].store(c) for i, c in enumerate(out)]
   return stores
 

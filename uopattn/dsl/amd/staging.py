@@ -15,6 +15,7 @@ from tinygrad.helpers import round_up
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.amd.fnuz import from_ocp
 from uopattn.dsl.amd.fragments import CHUNK_WORDS, HIP, MMA_SIZE, Fragments
+from uopattn.dsl.gpu.parts import upper_parts
 from uopattn.dsl.packed import ALWAYS, Load, Words
 from uopattn.dsl.scope import Scope, clamp
 
@@ -29,18 +30,20 @@ class LdsRows:
   Attributes:
     words: the memory, in 32-bit words.
     stride: words per row, padding included.
+    part: words per part of the elements, which follow one another.
     first: the first chunk for loads: 0, possibly with a dependency; see `fenced`.
   """
 
   words: UOp
   stride: int
+  part: int
   first: UOp | int = 0
 
   @classmethod
   def make(cls, s: Scope, f: Fragments, rows: int, columns: int) -> "LdsRows":
     """Allocate rows of `columns` elements, padded by `f.pad` chunks."""
     stride = (columns // f.per_chunk + f.pad) * CHUNK_WORDS
-    return cls(s.buffer(rows * stride, dtype=dtypes.uint, space=AddrSpace.LOCAL), stride)
+    return cls(s.buffer(f.parts * rows * stride, dtype=dtypes.uint, space=AddrSpace.LOCAL), stride, rows * stride)
 
   def after(self, *after: UOp) -> "LdsRows":
     return replace(self, words=self.words.after(*after))
@@ -49,14 +52,29 @@ class LdsRows:
     """The rows after `stores` of the same wave, without a barrier. For `after`, tinygrad would insert one."""
     return replace(self, first=ins.wave_fence(HIP, *stores))
 
-  def load(self, row: UOp, chunk: UOp | int) -> Words:
-    """Load a chunk."""
-    return [self.words[row * self.stride + (self.first + chunk) * CHUNK_WORDS + w].load() for w in range(CHUNK_WORDS)]
+  def load(self, row: UOp, chunk: UOp | int, part: int = 0) -> Words:
+    """Load a chunk of a part."""
+    first = row * self.stride + (self.first + chunk) * CHUNK_WORDS + part * self.part
+    return [self.words[first + w].load() for w in range(CHUNK_WORDS)]
 
-  def store(self, row: UOp, chunk: UOp, words: Words, inside: UOp = ALWAYS) -> list[UOp]:
-    """Store a chunk where `inside`."""
+  def store(self, row: UOp, chunk: UOp, parts: Sequence[Words], inside: UOp = ALWAYS) -> list[UOp]:
+    """Store a chunk of each part where `inside`."""
     first = row * self.stride + chunk * CHUNK_WORDS
-    return [self.words[(first + w).valid(inside)].store(word) for w, word in enumerate(words)]
+    return [
+      self.words[(first + part * self.part + w).valid(inside)].store(word)
+      for part, words in enumerate(parts)
+      for w, word in enumerate(words)
+    ]
+
+
+def in_parts(f: Fragments, words: Words) -> list[Words]:
+  """The words of each part of some elements, given as words of memory."""
+  if f.parts == 1:
+    return [words]
+  if all(word.vmin == word.vmax == 0 for word in words):
+    return [words[: len(words) // 2]] * f.parts
+  parts = zip(*(upper_parts(word.bitcast(dtypes.float)) for word in words), strict=True)
+  return [[ins.high_halves(HIP, *part[i : i + 2]) for i in range(0, len(part), 2)] for part in parts]
 
 
 class RegisterPipeline:
@@ -132,19 +150,20 @@ class RowCopy:
     self.of_ocp = of_ocp
     self.lds, pieces = lds, block * columns // f.per_chunk
     self.places = [chunk_place(f, thread + i, columns // f.per_chunk, pieces) for i in range(0, pieces, threads)]
-    self.words = s.buffer(len(self.places), CHUNK_WORDS, dtype=dtypes.uint)
+    self.f, self.width = f, f.per_chunk * f.memory_bits // 32
+    self.words = s.buffer(len(self.places), self.width, dtype=dtypes.uint)
 
   def load(self, row: Callable[[UOp], UOp], *after: UOp) -> list[UOp]:
     words, stores = self.words.after(*after), []
     for i, (_, at, chunk, _) in enumerate(self.places):
-      stores += [words[i, w].store(self.word(row(at), chunk * CHUNK_WORDS + w)) for w in range(CHUNK_WORDS)]
+      stores += [words[i, w].store(self.word(row(at), chunk * self.width + w)) for w in range(self.width)]
     return stores
 
   def store(self, *after: UOp) -> list[UOp]:
     words, lds, stores = self.words.after(*after), self.lds.after(*after), []
     for i, (place, _, chunk, inside) in enumerate(self.places):
-      loaded = [converted(self.of_ocp, words[i, w].load()) for w in range(CHUNK_WORDS)]
-      stores += lds.store(place, chunk, loaded, inside)
+      loaded = [converted(self.of_ocp, words[i, w].load()) for w in range(self.width)]
+      stores += lds.store(place, chunk, in_parts(self.f, loaded), inside)
     return stores
 
 
@@ -164,31 +183,35 @@ class TransposedCopy:
   ):
     self.word, columns = source
     self.of_ocp = of_ocp
-    self.lds, self.rows, words = lds, f.per_chunk, columns * f.bits // 32
+    self.f, self.lds, self.rows, words = f, lds, f.per_chunk, columns * f.bits // 32
     pieces = words * (block // self.rows)
     self.places = [word_place(f, thread + i, words, pieces) for i in range(0, pieces, threads)]
-    self.words = s.buffer(len(self.places), self.rows, dtype=dtypes.uint)
+    self.width = f.memory_bits // f.bits if f.parts > 1 else 1
+    self.words = s.buffer(len(self.places), self.rows * self.width, dtype=dtypes.uint)
 
   def load(self, row: Callable[[UOp], UOp], *after: UOp) -> list[UOp]:
-    words, stores = self.words.after(*after), []
+    words, stores, width = self.words.after(*after), [], self.width
     for i, (word, chunk, _) in enumerate(self.places):
-      stores += [words[i, e].store(self.word(row(chunk * self.rows + e), word)) for e in range(self.rows)]
+      for e in range(self.rows):
+        at = row(chunk * self.rows + e)
+        stores += [words[i, e * width + w].store(self.word(at, word * width + w)) for w in range(width)]
     return stores
 
   def store(self, *after: UOp) -> list[UOp]:
     words, lds, stores = self.words.after(*after), self.lds.after(*after), []
     for i, (word, chunk, inside) in enumerate(self.places):
-      loaded = [converted(self.of_ocp, words[i, e].load()) for e in range(self.rows)]
-      if self.rows == CHUNK_WORDS:
-        stores += lds.store(word, chunk, loaded, inside)
+      loaded = [converted(self.of_ocp, words[i, e].load()) for e in range(self.rows * self.width)]
+      if self.f.memory_bits == 32:
+        for c in range(self.width):
+          stores += lds.store(word * self.width + c, chunk, in_parts(self.f, loaded[c :: self.width]), inside)
         continue
       if self.rows == 4 * CHUNK_WORDS:
         columns = zip(*(transposed_bytes(loaded[e : e + 4]) for e in range(0, self.rows, 4)), strict=True)
-        for i, words_of_column in enumerate(columns):
-          stores += lds.store(4 * word + i, chunk, list(words_of_column), inside)
+        for c, words_of_column in enumerate(columns):
+          stores += lds.store(4 * word + c, chunk, [list(words_of_column)], inside)
         continue
       for half, column in ((ins.low_halves, 2 * word), (ins.high_halves, 2 * word + 1)):  # of eight rows
-        stores += lds.store(column, chunk, [half(HIP, *loaded[e : e + 2]) for e in range(0, self.rows, 2)], inside)
+        stores += lds.store(column, chunk, [[half(HIP, *loaded[e : e + 2]) for e in range(0, self.rows, 2)]], inside)
     return stores
 
 

@@ -5,8 +5,9 @@ without those below float32's rounding:
   2 parts of tf32, 11 bits each:       A1 B0 + A0 B1 + A0 B0
   3 parts of bfloat16, 8 bits each:    A2 B0 + A1 B1 + A0 B2 + A1 B0 + A0 B1 + A0 B0
 Both types have float32's exponents, so nothing must be scaled; only numbers below about 2**-110 have their last bits
-below the types' smallest numbers, 2**-136 and 2**-133. Products are added in this order, the small ones first.
-An infinity, less itself, is NaN in the next part, and so is then what it is multiplied with.
+below the types' smallest numbers, 2**-136 and 2**-133. There parts may be denormal, too: a unit that takes those for 0
+is off by up to 2**-125. Products are added in this order, the small ones first. An infinity, less itself, is NaN in the
+next part, and so is then what it is multiplied with.
 
 Matrix units may round sums towards zero, each time a little too small. So a chain of products starts at zero and is
 short, and chains are added up by ordinary additions.
@@ -36,6 +37,21 @@ def tf32_parts(x: UOp) -> tuple[UOp, UOp]:
   rather than cut off, on average, the second is larger by x 2**-23. It takes two instructions, and no other register.
   """
   return x, x * (1 + 2.0**-23) - (x.bitcast(dtypes.uint) & 0xFFFFE000).bitcast(dtypes.float)
+
+
+def upper_parts(x: UOp) -> tuple[UOp, UOp, UOp]:
+  """Split a float32 as `bfloat16_parts` does; parts are the upper halves of words whose lower halves are arbitrary.
+
+  Nothing is left of the third to round. It takes five instructions.
+  """
+  first = x.bitcast(dtypes.uint)
+  rest = x - _upper_half(first)
+  second = rest.bitcast(dtypes.uint) + 0x8000
+  return first, second, (rest - _upper_half(second)).bitcast(dtypes.uint)
+
+
+def _upper_half(word: UOp) -> UOp:
+  return (word & 0xFFFF0000).bitcast(dtypes.float)
 
 
 def bfloat16_parts(family: str, a: UOp, b: UOp) -> tuple[UOp, UOp, UOp]:
