@@ -109,6 +109,8 @@ def test_eight_bits_on_hopper_by_mma(D: int, dtype: str) -> None:
   c = measure("sm_90", dtype, HEADS, LENGTH, LENGTH, D, True, tiles)
   assert c.launch.schedule.name == "cuda_forward"
   assert (c.stack, c.spills) == (0, 0)
+  if sass.disassembler() is None:
+    pytest.skip("no nvdisasm")
   assert c.loop is not None
   assert c.loop["matrix"] == 2 * matrix_instructions(c.launch, D)
 
