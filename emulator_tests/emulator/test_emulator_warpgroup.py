@@ -9,6 +9,7 @@ from tinygrad import UOp, dtypes
 
 import uopattn.emulator as emulator
 from uopattn.dsl import instructions as ins
+from uopattn.dsl.gpu.parts import PAIRS
 from uopattn.dsl.instruction_set import BY_TEXT
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.mma_layout import row_of
@@ -331,18 +332,18 @@ def test_texts_are_found_again(n, steps, kind):
   """A text names its instruction, and no other text that looks alike is taken for it."""
   own = kind == "registers"
   d, a, b = reg(0, n // 2), reg(1, 4 * steps, dtypes.uint) if own else lds(1, 64, dtypes.ushort), lds(2, 64)
-  for dtype in TYPES.values():
-    started = wgmma.start(dtype, n, steps, d[0], a[0], b[0], (0, 0), **{kind: True} if kind else {})
+  for dtype, parts in [*((x, 1) for x in TYPES.values()), *([(dtypes.bfloat16, 3)] if kind != "by_rows" else [])]:
+    started = wgmma.start(dtype, n, steps, d[0], a[0], b[0], (0, 0), **{kind: True} if kind else {}, parts=parts)
     text = started.src[1].arg
     found = instruction_of(text)
     assert found is not None
-    assert (found.name, found.parameters) == (f"wgmma_{kind}".rstrip("_"), (n, steps, dtype))
+    assert (found.name, found.parameters) == (f"wgmma_{kind}".rstrip("_"), (n, steps, dtype, parts))
     assert instruction_of(text.replace("wgmma.fence", "wgmma.fences")) is None
     assert text not in BY_TEXT
     rendered = text.format("d", "a", "b", "0", "0")
     assert rendered.count("{") == rendered.count("}")
     assert rendered.count("(") == rendered.count(")")
-    assert rendered.count("wgmma.mma_async") == steps
+    assert rendered.count("wgmma.mma_async") == steps * len(PAIRS[parts])
   waited = instruction_of(wgmma.wait(1, n, d[0]).src[1].arg)
   assert waited is not None
   assert (waited.name, waited.parameters) == ("wgmma_wait", (n,))

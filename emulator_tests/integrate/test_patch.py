@@ -203,8 +203,8 @@ def test_an_emulated_gpu() -> None:
     q = Tensor(np.random.default_rng(0).standard_normal((1, 2, 20, 16), np.float32)).half().realize()
     with uopattn.patch(backend="kernel"):
       check(q, q, q, q.scaled_dot_product_attention(q, q, is_causal=True), is_causal=True)
-    single = q.float()  # which its kernels do not multiply
-    assert single.scaled_dot_product_attention(single, single).uop is OWN(single, single, single).uop
+    double = q.double()  # which its kernels do not multiply
+    assert double.scaled_dot_product_attention(double, double).uop is OWN(double, double, double).uop
 
 
 def of_cache(cache: Tensor, new: Tensor, start: UOp, own: bool = False) -> Tensor:
