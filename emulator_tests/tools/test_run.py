@@ -308,7 +308,7 @@ def test_info_without_a_compiler(tmp_path: Path) -> None:
   done = program("info", DEV="EMU", CC=str(tmp_path / "clang"))
   assert (done.returncode, done.stderr) == (0, "")
   assert "compiler   none: CC='" in done.stdout
-  assert "kernel     amd_forward: serves half, bfloat16" in done.stdout
+  assert "kernel     amd_forward: serves float, half, bfloat16" in done.stdout
 
 
 def executable(folder: Path, name: str) -> Path:
