@@ -58,15 +58,11 @@ from uopattn.dsl.schedule import Kernel, Problem, Schedule
 from uopattn.dsl.scope import as_type
 from uopattn.dsl.target import Target
 from uopattn.dsl.view import View
+from uopattn.kernels.hopper_forward import L2_BYTES, MULTIPROCESSORS, REGISTERS, WARPS
 
 CUDA = "cuda"
 PARTS = 3
-WARPS = 4  # per warpgroup
 MOST = 128  # columns of a head
-# Registers per thread of the producer and of the consumers, of 65536, by the number of consuming warpgroups.
-REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}
-MULTIPROCESSORS = 132  # of an H100 or H200
-L2_BYTES = 32 << 20  # of the cache, for keys and values
 SPLIT_WARPS = 8  # of a workgroup of `split`
 CHUNK = 8  # columns that a thread of `split` has at once: 16 bytes of each part
 

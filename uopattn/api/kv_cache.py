@@ -10,15 +10,14 @@ from tinygrad.dtype import DType
 from uopattn.api.attention import attend
 from uopattn.api.options import CacheOptions
 from uopattn.dsl import sizes
-from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES
+from uopattn.dsl.rules.quantized import FRACTION, LARGEST, QUANTIZED_DTYPES
 from uopattn.dsl.schedule import DTYPES_16_32
 from uopattn.spec.arguments import Arguments, check_place
 from uopattn.spec.block_mask import BlockMask
 from uopattn.spec.shards import Devices, joined, part_of
 from uopattn.spec.tensors import batched, check_tensor, dtype_name, placed
 
-MAX_STORED = {dtypes.int8: 127.0, dtypes.fp8e4m3: 448.0, dtypes.fp8e5m2: 57344.0}
-FRACTION = {dtypes.fp8e4m3: 3, dtypes.fp8e5m2: 2}  # bits of the mantissa that are stored
+MAX_STORED = {dtypes.int8: 127.0, **LARGEST}
 LEAST = 2.0**-126  # the smallest float32 whose reciprocal is finite
 
 

@@ -11,6 +11,7 @@ from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 
 LARGEST = {dtypes.fp8e4m3: 448.0, dtypes.fp8e5m2: 57344.0}
+FRACTION = {dtypes.fp8e4m3: 3, dtypes.fp8e5m2: 2}  # bits of the mantissa that are stored
 QUANTIZED_DTYPES = (dtypes.int8, dtypes.fp8e4m3, dtypes.fp8e5m2)
 
 
@@ -59,7 +60,8 @@ def rounded_bits(x: UOp, to: DType) -> UOp:
 
   For GPUs that may lack an instruction for it: where tinygrad has none either, its casts lose denormal numbers.
   """
-  fraction, bias, largest = (3, 7, LARGEST[to]) if to == dtypes.fp8e4m3 else (2, 15, LARGEST[to])
+  fraction, largest = FRACTION[to], LARGEST[to]
+  bias = (1 << 6 - fraction) - 1  # half of the exponents
   sign = (x.bitcast(dtypes.uint) >> 24) & 0x80
   absolute = (x.bitcast(dtypes.uint) & 0x7FFFFFFF).bitcast(dtypes.float)
   within = (absolute > largest).where(largest, absolute)  # NaN stays, and is replaced below
