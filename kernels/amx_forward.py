@@ -22,10 +22,10 @@ product takes three or four products of parts. The second part of an infinity is
 float32 would take three parts, which is slower than `cpu_forward`.
 
 Measured 2026-11-23 on a Xeon (model 207) that others use too, bfloat16, in turns with PyTorch 2.11, GFLOP/s and the
-ratio. H=8 N=1024 on two threads: D=64 684 (1.7), D=128 1132 (2.0), in float16 434 (2.0) and 504 (2.2). On 16 threads:
-N=1024 D=64 3617 (1.7) and D=128 4930 (1.7), N=4096 D=64 5289 (2.5), causal at N=2048 D=64 3058 (2.0) and D=128 4553
-(3.0). Before products stood among weights it had 585 and 1000 in the first two rows, in the same run. See
-scripts/results/NOTES.md.
+ratio. H=8 N=1024 on two threads: D=64 679 (1.8), D=128 1132 (2.0), in float16 434 (2.0) and 504 (2.2). On 16 threads:
+N=1024 D=64 3708 (1.7) and D=128 4930 (1.7), N=4096 D=64 5289 (2.5), causal at N=2048 D=64 3058 (2.0) and D=128 4305
+(3.0). Before products stood among weights it had 585 and 1000 in the first two rows, where in the same run, at D=64
+with tiles of 64 keys, it then had 684 and 1132. See scripts/results/NOTES.md.
 """
 
 from collections.abc import Callable
