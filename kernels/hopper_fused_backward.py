@@ -64,6 +64,7 @@ from uopattn.dsl.schedule import DTYPES_16, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
 
 CUDA = "cuda"
+EARLY = False
 WARPS = 4  # per warpgroup
 PART = 64  # rows and columns of a warpgroup's part of dQ
 THREADS = WARPS * WARP
@@ -74,14 +75,16 @@ class Tiles:
   """The block sizes of one kernel.
 
   Attributes:
-    warpgroups: warpgroups that compute; each has 64 keys.
+    warpgroups: warpgroups that compute.
     block: queries per tile.
     stages: tiles of Q, and of dO, in shared memory.
+    row_tiles: tiles of 64 keys per warpgroup.
   """
 
   warpgroups: int
   block: int
   stages: int = 2
+  row_tiles: int = 1
 
   def __post_init__(self) -> None:
     if self.block not in (64, 128):
@@ -90,11 +93,13 @@ class Tiles:
       raise ValueError(f"Tiles.warpgroups={self.warpgroups}: must be in {tuple(REGISTERS)}")
     if self.stages < 1:
       raise ValueError(f"Tiles.stages={self.stages}: must be at least 1")
+    if self.row_tiles < 1:
+      raise ValueError(f"Tiles.row_tiles={self.row_tiles}: must be at least 1")
 
   @property
   def rows(self) -> int:
     """Keys per workgroup."""
-    return self.warpgroups * wgmma.M
+    return self.row_tiles * self.warpgroups * wgmma.M
 
   @property
   def threads(self) -> int:
@@ -114,7 +119,7 @@ class Tiles:
 
   def registers(self, Dk: int, Dv: int) -> int:
     """32-bit registers per lane for S, dP and the sums."""
-    return self.block + sum(round_up(x, wgmma.K) // 2 for x in (Dk, Dv))
+    return self.block + self.row_tiles * sum(round_up(x, wgmma.K) // 2 for x in (Dk, Dv))
 
   def parts(self, Dk: int) -> int:
     """Parts of a tile's dQ."""
@@ -139,7 +144,7 @@ class Tiles:
       raise ValueError(f"window={problem.window}: must have no left bound")
     tiles = cls(2, 128 if Dk <= PART else 64)
     fits = tiles.registers(Dk, Dv) <= LIMIT and tiles.shared_bytes(Dk, Dv) <= target.lds
-    if tiles.parts(Dk) != tiles.warpgroups or not fits:
+    if tiles.parts(Dk) not in (1, tiles.warpgroups) or not fits:
       raise ValueError(f"head sizes {Dk} and {Dv}: must be at most {2 * PART}, in all what registers hold")
     return tiles
 
@@ -265,8 +270,8 @@ def backward(
   """
   (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
   parts, padded = tiles.parts(Dk), sizes(row_stats)[2]
-  if parts != tiles.warpgroups:
-    raise ValueError(f"{tiles}: dQ of a tile has {parts} parts at head size {Dk}, must be one per warpgroup")
+  if parts not in (1, tiles.warpgroups):
+    raise ValueError(f"{tiles}: dQ of a tile has {parts} parts at head size {Dk}, must be one, or one per warpgroup")
   s, blocks = Scope(), ceildiv(N, tiles.rows)
   jobs = Jobs(kv_heads, blocks, section(kv_heads, heads // kv_heads, M, Dk, Dv), True, kv_heads * blocks)
   group = Workgroup(s, 1, jobs.workgroups, tiles.threads // WARP, WARP)
@@ -294,11 +299,13 @@ def backward(
 
   started = pipe.start(views, group.block, members, numbers, in_turns)
   heads_here = members()
-  rows = {(0, half): group.block * tiles.rows + group.warp * MMA_M + row_of(group.lane, half) for half in range(HALVES)}
+  first = [group.block * tiles.rows + r * consumers * MMA_M + group.warp * MMA_M for r in range(tiles.row_tiles)]
+  rows = [{(0, half): x + row_of(group.lane, half) for half in range(HALVES)} for x in first]
   main = Mainloop(s, group, q.dtype, tiles, heads_here, pipe, ds, rows, part)
-  sums = [s.filled(0.0, round_up(x, wgmma.K) // 2, after=(started,)) for x in (Dk, Dv)]
-  of_dk, of_dv = main.run(sums, started)
-  stores = store(dk, group, of_dk, rules.scale, rows) + store(dv, group, of_dv, 1.0, rows)
+  sums = [s.filled(0.0, round_up(x, wgmma.K) // 2, after=(started,)) for _ in rows for x in (Dk, Dv)]
+  found, stores = main.run(sums, started), []
+  for i, of_tile in enumerate(rows):
+    stores += store(dk, group, found[2 * i], rules.scale, of_tile) + store(dv, group, found[2 * i + 1], 1.0, of_tile)
   return group.kernel(f"attention_backward_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
 
 
@@ -354,7 +361,7 @@ class Mainloop:
     heads: the query heads, and their tiles.
     pipe: the pipeline that loads the tiles.
     ds: shared memory for dS.
-    rows: this lane's keys.
+    rows: this lane's keys, of each tile of 64 keys.
     dq: shared memory for dQ of a tile, which is then added to memory.
   """
 
@@ -365,8 +372,13 @@ class Mainloop:
   heads: QueryHeads
   pipe: GradientPipeline
   ds: SwizzledTiles
-  rows: dict[tuple[int, int], UOp]
+  rows: list[dict[tuple[int, int], UOp]]
   dq: UOp
+
+  @property
+  def columns(self) -> int:
+    """Columns of this warpgroup's part of dQ."""
+    return sizes(self.dq)[0] // PART // self.tiles.warpgroups
 
   @property
   def warpgroup(self) -> UOp:
@@ -378,7 +390,7 @@ class Mainloop:
     begun = self.pipe.v.wait(zero, self.pipe.k.wait(zero, *after))
     scores = [self.s.buffer(block // 2) for _ in range(2)]  # S and dP
     words = [self.s.buffer(block // 4, dtype=dtypes.uint) for _ in range(2)]  # P and dS
-    part, heads = self.s.buffer(PART // 2), self.heads
+    part, heads = self.s.buffer(self.columns // 2), self.heads
     member, tile_range = heads.member, heads.query_range
     outer = () if heads.count == 1 else (member,)
     inside = [x.after(*outer) for x in sums]
@@ -409,41 +421,56 @@ class Mainloop:
       part: registers for this warpgroup's part of dQ.
       sums: dK and dV.
     """
-    block, pipe, rules, (of_dk, of_dv) = self.tiles.block, self.pipe, self.heads.rules, sums
+    block, pipe, rules = self.tiles.block, self.pipe, self.heads.rules
     tile_range, member = self.heads.query_range, self.heads.member
     number, tile = member * tile_range.n_tiles + n, tile_range.tile(n)
-    begun = self.start_scores(
-      pipe.k.tile(UOp.const(0)), pipe.q.tile(number), scores[0], pipe.q.wait(number, *after, *sums)
-    )
-    begun = pipe.do.wait(number, begun)
-    begun = self.start_scores(pipe.v.tile(UOp.const(0)), pipe.do.tile(number), scores[1], begun)
-    ready = wgmma.wait(1, block, scores[0][0], begun)
     queries = queries_of_columns(tile * block, block, self.group.lane)
     columns = queries_of_columns(UOp.const(0), block, self.group.lane)
-    lse = pipe.q.numbers(number, columns, ready)
-    score_rows = score_rows_by_column(self.rows, queries, [(x, x) for x in lse])
-    products = self.elements(scores[0].after(ready))
-    p = weights(rules, score_rows, products, masked)
-    started = self.start_sum(of_dv, self.packed(words[0], p, ready), pipe.do.tile(number), ready)
-    ready = wgmma.wait(1, block, scores[1][0], started)
-    delta = pipe.do.numbers(number, columns, ready)  # only now, for want of registers
-    score_rows = score_rows_by_column(self.rows, queries, list(zip(lse, delta, strict=True)))
-    ds = self.packed(words[1], score_vjp(rules, score_rows, p, products, self.elements(scores[1].after(ready))), ready)
-    written = ins.fence_async(CUDA, *self.store_ds(number, ds))
-    met = ins.meet(CUDA, MET, self.tiles.warpgroups * THREADS, written)
+
+    def wait_for(count: int, acc: UOp, *after: UOp) -> UOp:
+      return wgmma.wait(count, 2 * sizes(acc)[0], acc[0], *after)
+
+    def start_both(r: int, *after: UOp) -> UOp:
+      begun = self.start_scores(r, pipe.k.tile(UOp.const(0)), pipe.q.tile(number), scores[0], *after)
+      begun = begun if r else pipe.do.wait(number, begun)
+      return self.start_scores(r, pipe.v.tile(UOp.const(0)), pipe.do.tile(number), scores[1], begun)
+
+    begun = start_both(0, pipe.q.wait(number, *after, *sums))
+    for r, rows in enumerate(self.rows):
+      of_dk, of_dv = sums[2 * r : 2 * r + 2]
+      if r > 0:
+        begun = wait_for(3, sums[2 * r - 1], begun)
+        begun = begun if EARLY else wait_for(2, sums[2 * r - 2], begun)
+      ready = wait_for(1 + (EARLY and r > 0), scores[0], begun)
+      lse = pipe.q.numbers(number, columns, ready)
+      score_rows = score_rows_by_column(rows, queries, [(x, x) for x in lse])
+      products = self.elements(scores[0].after(ready))
+      p = weights(rules, score_rows, products, masked)
+      started = self.start_sum(of_dv, self.packed(words[0], p, ready), pipe.do.tile(number), ready)
+      ready = wait_for(1 + (EARLY and r > 0), scores[1], started)
+      if EARLY and r > 0:
+        ready = wait_for(1, sums[2 * r - 2], ready)
+      delta = pipe.do.numbers(number, columns, ready)  # only now, for want of registers
+      score_rows = score_rows_by_column(rows, queries, list(zip(lse, delta, strict=True)))
+      ds = self.packed(words[1], score_vjp(rules, score_rows, p, products, self.elements(scores[1].after(ready))), ready)
+      written = self.store_ds(r, number, ds)
+      if r + 1 < len(self.rows):
+        if EARLY:
+          begun = self.start_sum(of_dk, ds, pipe.q.tile(number), start_both(r + 1, UOp.group(*written)))
+        else:
+          begun = start_both(r + 1, self.start_sum(of_dk, ds, pipe.q.tile(number), UOp.group(*written)))
+    met = ins.meet(CUDA, MET, self.tiles.warpgroups * THREADS, ins.fence_async(CUDA, *written))
     started = self.start_part(number, part, met)
     started = self.start_sum(of_dk, ds, pipe.q.tile(number), started)
-    waited = wgmma.wait(2, 2 * sizes(of_dv)[0], of_dv[0], started)
-    waited = wgmma.wait(1, PART, part[0], waited)
+    waited = wait_for(1, part, wait_for(2, of_dv, started))
     free = ins.mbarrier_wait(CUDA, pipe.free[0], (number + 1) % 2, waited)
     stored = ins.fence_async(CUDA, *self.store_part(part.after(free), free))
-    stored = ins.meet_later(CUDA, ADDED, self.tiles.warpgroups * THREADS + WARP, UOp.const(True), stored)
-    waited = wgmma.wait(0, 2 * sizes(of_dk)[0], of_dk[0], stored)
-    return pipe.q.release(number, self.group.lane.eq(0), waited)
+    waited = ins.meet_later(CUDA, ADDED, self.tiles.warpgroups * THREADS + WARP, UOp.const(True), stored)
+    return pipe.q.release(number, self.group.lane.eq(0), wait_for(0, of_dk, waited))
 
-  def start_scores(self, stationary: SwizzledTiles, tile: SwizzledTiles, into: UOp, *after: UOp) -> UOp:
-    """Start the product of this warpgroup's keys with the rows of a tile, (64, block)."""
-    rows = stationary.after(*after).address(self.warpgroup * wgmma.M)
+  def start_scores(self, r: int, stationary: SwizzledTiles, tile: SwizzledTiles, into: UOp, *after: UOp) -> UOp:
+    """Start the product of this warpgroup's r-th keys with the rows of a tile, (64, block)."""
+    rows = stationary.after(*after).address((self.warpgroup + r * self.tiles.warpgroups) * wgmma.M)
     steps, panels = stationary.columns // wgmma.K, (stationary.panel, tile.panel)
     return wgmma.start(self.dtype, tile.rows, steps, into[0], rows, tile.after(*after).address(), panels, *after)
 
@@ -459,10 +486,11 @@ class Mainloop:
     address = tile.after(*after).address()
     return wgmma.start(self.dtype, tile.columns, steps, acc[0], words[0], address, panels, *after, registers=True)
 
-  def store_ds(self, number: UOp, words: UOp) -> list[UOp]:
-    """Store this warp's rows of dS to shared memory."""
+  def store_ds(self, r: int, number: UOp, words: UOp) -> list[UOp]:
+    """Store this warp's r-th rows of dS to shared memory."""
     tile, lane = self.ds.tile(number), self.group.lane
-    first = tile.at(self.group.warp * MMA_M + lane % MMA_M, lane // MMA_M).src[1]
+    row = (self.group.warp + r * self.tiles.warpgroups * WARPS) * MMA_M + lane % MMA_M
+    first = tile.at(row, lane // MMA_M).src[1]
     per = tile.width // tile.chunk  # chunks per row of a panel; those of a row differ in some bits of the address
     return [
       ins.stmatrix(
@@ -474,25 +502,25 @@ class Mainloop:
     ]
 
   def start_part(self, number: UOp, part: UOp, *after: UOp) -> UOp:
-    """Start this warpgroup's part of dS^T K, (64, 64): some of the tile's queries, or of the columns."""
+    """Start this warpgroup's part of dS^T K, (64, columns): some of the tile's queries, or of the columns."""
     halves = self.tiles.block // PART
     ds, k = self.ds.tile(number, *after), self.pipe.k.tile(UOp.const(0), *after)
     left = ds.memory[ds.base + self.warpgroup % halves * ds.panel]
-    right = k.memory[k.base + self.warpgroup // halves * k.panel]
+    right = k.memory[k.base + (self.warpgroup // halves * (k.panel if self.columns == PART else self.columns))]
     return wgmma.start(
-      self.dtype, PART, self.tiles.rows // wgmma.K, part[0], left, right, (ds.panel, k.panel), *after, by_rows=True
+      self.dtype, self.columns, self.tiles.rows // wgmma.K, part[0], left, right, (ds.panel, k.panel), *after, by_rows=True
     )
 
   def store_part(self, part: UOp, *after: UOp) -> list[UOp]:
     """Store this warpgroup's part of dQ to shared memory, as accumulators lie in registers."""
-    first, thread = self.warpgroup * (PART // MMA_N), self.group.thread % THREADS
+    first, thread = self.warpgroup * (self.columns // MMA_N), self.group.thread % THREADS
     return [
       ins.store_chunk(
         CUDA,
         self.dq.after(*after)[((first + i) * THREADS + thread) * 4],
         *(part[4 * i + e].load().bitcast(dtypes.uint) for e in range(4)),
       )
-      for i in range(PART // MMA_N)
+      for i in range(self.columns // MMA_N)
     ]
 
   def elements(self, scores: UOp) -> Elements:

@@ -26,6 +26,7 @@ from .memory import LDS, Pointer, Registers
 THREADS = 128
 WARPS = 4
 ROW_BYTES = 2 * PANEL
+CHUNK = 16  # bytes that the swizzle moves
 PERIOD = 8 * ROW_BYTES  # bytes after which the swizzle repeats
 
 
@@ -63,16 +64,21 @@ def _groups(run: Run, u: UOp) -> np.ndarray:
   return np.flatnonzero(parts.all(axis=1)) * THREADS
 
 
-def _address(run: Run, u: UOp, pointer: Pointer, groups: np.ndarray) -> np.ndarray:
-  """Return the byte address of a matrix in LDS, one per warpgroup. Raises OutOfBounds, Divergence."""
+def _address(run: Run, u: UOp, pointer: Pointer, columns: int, groups: np.ndarray) -> np.ndarray:
+  """Return the byte address of a matrix in LDS, one per warpgroup. Raises OutOfBounds, Divergence.
+
+  The address is that of a panel, or of columns within its first row that leave room for the matrix.
+  """
   if not isinstance(pointer.memory, LDS):
     raise run.fail(OutOfBounds, u, "reads a matrix that is not in LDS")
   address = run.spread(pointer.index).astype(np.int64) * pointer.dtype.itemsize
   lanes = groups[:, None] + np.arange(THREADS)
   if (bad := address[lanes] != address[groups][:, None]).any():
     raise run.fail(Divergence, u, "names different matrices from lanes of one warpgroup", lanes[bad])
-  if (bad := address[groups] % PERIOD != 0).any():
-    raise run.fail(OutOfBounds, u, f"reads a matrix at an LDS address that {PERIOD} does not divide", groups[bad])
+  within = address[groups] % PERIOD
+  if (bad := (within != 0) & ((within % CHUNK != 0) | (within + 2 * columns > ROW_BYTES))).any():
+    what = f"reads a matrix at an LDS address that {PERIOD} does not divide, and past the end of a panel's row"
+    raise run.fail(OutOfBounds, u, what, groups[bad])
   return address[groups]
 
 
@@ -93,8 +99,8 @@ def _read(
   """
   row, column = np.arange(rows)[:, None], np.arange(columns)[None] + part * round_up(columns, PANEL)
   offset = column // PANEL * panel * 2 + row * ROW_BYTES + column % PANEL * 2
-  offset ^= (offset // ROW_BYTES % 8) * 16
-  place = _address(run, u, pointer, groups)[:, None, None] + offset
+  place = _address(run, u, pointer, columns, groups)[:, None, None] + offset
+  place ^= (place // ROW_BYTES % 8) * CHUNK
   lds: LDS = pointer.memory
   if (bad := (place < 0) | (place + 2 > lds.per_group)).any():
     what = f"reads {lds.name} at byte {int(place[bad][0])}, which has {lds.per_group} bytes"
