@@ -439,7 +439,6 @@ class Mainloop:
     for r, rows in enumerate(self.rows):
       of_dk, of_dv = sums[2 * r : 2 * r + 2]
       if r > 0:
-        begun = wait_for(3, sums[2 * r - 1], begun)
         begun = begun if EARLY else wait_for(2, sums[2 * r - 2], begun)
       ready = wait_for(1 + (EARLY and r > 0), scores[0], begun)
       lse = pipe.q.numbers(number, columns, ready)
@@ -456,9 +455,11 @@ class Mainloop:
       written = self.store_ds(r, number, ds)
       if r + 1 < len(self.rows):
         if EARLY:
-          begun = self.start_sum(of_dk, ds, pipe.q.tile(number), start_both(r + 1, UOp.group(*written)))
+          waited = wait_for(0, of_dv, *written)
+          begun = self.start_sum(of_dk, ds, pipe.q.tile(number), start_both(r + 1, waited))
         else:
-          begun = start_both(r + 1, self.start_sum(of_dk, ds, pipe.q.tile(number), UOp.group(*written)))
+          begun = wait_for(1, of_dv, self.start_sum(of_dk, ds, pipe.q.tile(number), UOp.group(*written)))
+          begun = start_both(r + 1, begun)
     met = ins.meet(CUDA, MET, self.tiles.warpgroups * THREADS, ins.fence_async(CUDA, *written))
     started = self.start_part(number, part, met)
     started = self.start_sum(of_dk, ds, pipe.q.tile(number), started)
