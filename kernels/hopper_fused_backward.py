@@ -65,6 +65,8 @@ from uopattn.dsl.target import Target
 
 CUDA = "cuda"
 EARLY = False
+CHAIN = False
+OWN = UOp.const(3)
 WARPS = 4  # per warpgroup
 PART = 64  # rows and columns of a warpgroup's part of dQ
 THREADS = WARPS * WARP
@@ -100,6 +102,9 @@ class Tiles:
   def rows(self) -> int:
     """Keys per workgroup."""
     return self.row_tiles * self.warpgroups * wgmma.M
+
+  def row(self, warpgroup: UOp, r: int) -> UOp:
+    return (warpgroup * self.row_tiles + r) * wgmma.M
 
   @property
   def threads(self) -> int:
@@ -290,7 +295,7 @@ def backward(
     return lse, delta
 
   stationary, streamed, ds = tiles.panels(s, Dk, Dv)
-  part = s.buffer(parts * PART * PART, dtype=dtypes.uint, space=AddrSpace.LOCAL)
+  part = s.buffer((1 + CHAIN) * parts * PART * PART, dtype=dtypes.uint, space=AddrSpace.LOCAL)
   pipe = GradientPipeline(s, group, stationary, streamed, tiles.warpgroups * WARPS, REGISTERS[tiles.warpgroups])
   consumers = tiles.warpgroups * WARPS
 
@@ -299,7 +304,7 @@ def backward(
 
   started = pipe.start(views, group.block, members, numbers, in_turns)
   heads_here = members()
-  first = [group.block * tiles.rows + r * consumers * MMA_M + group.warp * MMA_M for r in range(tiles.row_tiles)]
+  first = [group.block * tiles.rows + tiles.row(group.warp // WARPS, r) + group.warp % WARPS * MMA_M for r in range(tiles.row_tiles)]
   rows = [{(0, half): x + row_of(group.lane, half) for half in range(HALVES)} for x in first]
   main = Mainloop(s, group, q.dtype, tiles, heads_here, pipe, ds, rows, part)
   sums = [s.filled(0.0, round_up(x, wgmma.K) // 2, after=(started,)) for _ in rows for x in (Dk, Dv)]
@@ -330,10 +335,10 @@ def keep_turns(
   heads, leads, block = members(), group.lane.eq(0), group.block
   outer = () if heads.count == 1 else (heads.member,)
   n, begun = loop(s, heads.query_range.n_tiles, *after, once, *outer)
-  tile, size = heads.head * sizes(turns)[1] + heads.query_range.tile(n), sizes(part)[0]
+  tile, size = heads.head * sizes(turns)[1] + heads.query_range.tile(n), sizes(part)[0] // (1 + CHAIN)
   taken = ins.take_turn(CUDA, turns.base[tile], block, leads & (block > 0), *begun)
-  met = ins.meet(CUDA, ADDED, (consumers + 1) * WARP, taken)
-  added = ins.bulk_add(CUDA, dq_sum.base[tile * size], part.after(met)[0], 4 * size, block.eq(0), leads, met)
+  met = ins.meet(CUDA, ADDED, ((WARPS if CHAIN else consumers) + 1) * WARP, taken)
+  added = ins.bulk_add(CUDA, dq_sum.base[tile * size], part.after(met)[CHAIN * size], 4 * size, block.eq(0), leads, met)
   free = ins.mbarrier_arrive(CUDA, barrier[0], leads, ins.bulk_wait_read(CUDA, leads, added))
   done = ins.give_turn(CUDA, turns.base[tile], block + 1, leads, ins.bulk_wait(CUDA, leads, free)).end(n)
   for axis in (*outer, once):
@@ -378,6 +383,8 @@ class Mainloop:
   @property
   def columns(self) -> int:
     """Columns of this warpgroup's part of dQ."""
+    if CHAIN:
+      return PART
     return sizes(self.dq)[0] // PART // self.tiles.warpgroups
 
   @property
@@ -460,6 +467,8 @@ class Mainloop:
         else:
           begun = wait_for(1, of_dv, self.start_sum(of_dk, ds, pipe.q.tile(number), UOp.group(*written)))
           begun = start_both(r + 1, begun)
+    if CHAIN:
+      return self.chained(number, part, of_dk, of_dv, ds, wait_for, ins.fence_async(CUDA, *written))
     met = ins.meet(CUDA, MET, self.tiles.warpgroups * THREADS, ins.fence_async(CUDA, *written))
     started = self.start_part(number, part, met)
     started = self.start_sum(of_dk, ds, pipe.q.tile(number), started)
@@ -469,9 +478,43 @@ class Mainloop:
     waited = ins.meet_later(CUDA, ADDED, self.tiles.warpgroups * THREADS + WARP, UOp.const(True), stored)
     return pipe.q.release(number, self.group.lane.eq(0), wait_for(0, of_dk, waited))
 
+  def chained(self, number, part, of_dk, of_dv, ds, wait_for, written):
+    pipe, second = self.pipe, self.warpgroup.eq(1)
+    size, thread, zero = PART * PART, self.group.thread % THREADS, UOp.const(0)
+    met = ins.meet(CUDA, OWN + self.warpgroup, THREADS, written)
+    begun = ins.mbarrier_wait(CUDA, pipe.free[1 + self.warpgroup], (number + 1 + self.warpgroup) % 2, met)
+    stores = []
+    for i in range(PART // MMA_N):
+      for e in range(4):
+        x = self.dq.after(begun)[((i * THREADS + thread) * 4 + e).valid(second)].load().bitcast(dtypes.float)
+        stores.append(part.after(begun)[4 * i + e].store(x))
+    begun = ins.mbarrier_arrive(CUDA, pipe.free[1], second, *stores)
+    tile, k = self.ds.tile(number, begun), pipe.k.tile(zero, begun)
+    first = self.tiles.row(self.warpgroup, 0) * PART
+    left, right = tile.memory[tile.base + first], k.memory[k.base + first]
+    steps = self.tiles.row_tiles * wgmma.M // wgmma.K
+    started = wgmma.start(
+      self.dtype, PART, steps, part[0], left, right, (tile.panel, k.panel), begun, by_rows=True, clears=False
+    )
+    started = self.start_sum(of_dk, ds, pipe.q.tile(number), started)
+    waited = wait_for(1, part, wait_for(2, of_dv, started))
+    free = ins.mbarrier_wait(CUDA, pipe.free[second.where(zero, 1)], (number + 1) % 2, waited)
+    done = part.after(free)
+    stored = [
+      ins.store_chunk(
+        CUDA,
+        self.dq.after(free)[self.warpgroup * size + (i * THREADS + thread) * 4],
+        *(done[4 * i + e].load().bitcast(dtypes.uint) for e in range(4)),
+      )
+      for i in range(PART // MMA_N)
+    ]
+    stored = ins.mbarrier_arrive(CUDA, pipe.free[2], second.logical_not(), ins.fence_async(CUDA, *stored))
+    waited = ins.meet_later(CUDA, ADDED, THREADS + WARP, second, stored)
+    return pipe.q.release(number, self.group.lane.eq(0), wait_for(0, of_dk, waited))
+
   def start_scores(self, r: int, stationary: SwizzledTiles, tile: SwizzledTiles, into: UOp, *after: UOp) -> UOp:
     """Start the product of this warpgroup's r-th keys with the rows of a tile, (64, block)."""
-    rows = stationary.after(*after).address((self.warpgroup + r * self.tiles.warpgroups) * wgmma.M)
+    rows = stationary.after(*after).address(self.tiles.row(self.warpgroup, r))
     steps, panels = stationary.columns // wgmma.K, (stationary.panel, tile.panel)
     return wgmma.start(self.dtype, tile.rows, steps, into[0], rows, tile.after(*after).address(), panels, *after)
 
@@ -490,7 +533,7 @@ class Mainloop:
   def store_ds(self, r: int, number: UOp, words: UOp) -> list[UOp]:
     """Store this warp's r-th rows of dS to shared memory."""
     tile, lane = self.ds.tile(number), self.group.lane
-    row = (self.group.warp + r * self.tiles.warpgroups * WARPS) * MMA_M + lane % MMA_M
+    row = self.tiles.row(self.warpgroup, r) + self.group.warp % WARPS * MMA_M + lane % MMA_M
     first = tile.at(row, lane // MMA_M).src[1]
     per = tile.width // tile.chunk  # chunks per row of a panel; those of a row differ in some bits of the address
     return [
