@@ -295,7 +295,7 @@ def backward(
     return lse, delta
 
   stationary, streamed, ds = tiles.panels(s, Dk, Dv)
-  part = s.buffer((1 + CHAIN) * parts * PART * PART, dtype=dtypes.uint, space=AddrSpace.LOCAL)
+  part = s.buffer(parts * PART * PART, dtype=dtypes.uint, space=AddrSpace.LOCAL)
   pipe = GradientPipeline(s, group, stationary, streamed, tiles.warpgroups * WARPS, REGISTERS[tiles.warpgroups])
   consumers = tiles.warpgroups * WARPS
 
@@ -335,10 +335,10 @@ def keep_turns(
   heads, leads, block = members(), group.lane.eq(0), group.block
   outer = () if heads.count == 1 else (heads.member,)
   n, begun = loop(s, heads.query_range.n_tiles, *after, once, *outer)
-  tile, size = heads.head * sizes(turns)[1] + heads.query_range.tile(n), sizes(part)[0] // (1 + CHAIN)
+  tile, size = heads.head * sizes(turns)[1] + heads.query_range.tile(n), sizes(part)[0]
   taken = ins.take_turn(CUDA, turns.base[tile], block, leads & (block > 0), *begun)
   met = ins.meet(CUDA, ADDED, ((WARPS if CHAIN else consumers) + 1) * WARP, taken)
-  added = ins.bulk_add(CUDA, dq_sum.base[tile * size], part.after(met)[CHAIN * size], 4 * size, block.eq(0), leads, met)
+  added = ins.bulk_add(CUDA, dq_sum.base[tile * size], part.after(met)[0], 4 * size, block.eq(0), leads, met)
   free = ins.mbarrier_arrive(CUDA, barrier[0], leads, ins.bulk_wait_read(CUDA, leads, added))
   done = ins.give_turn(CUDA, turns.base[tile], block + 1, leads, ins.bulk_wait(CUDA, leads, free)).end(n)
   for axis in (*outer, once):
@@ -480,15 +480,18 @@ class Mainloop:
 
   def chained(self, number, part, of_dk, of_dv, ds, wait_for, written):
     pipe, second = self.pipe, self.warpgroup.eq(1)
-    size, thread, zero = PART * PART, self.group.thread % THREADS, UOp.const(0)
-    met = ins.meet(CUDA, OWN + self.warpgroup, THREADS, written)
-    begun = ins.mbarrier_wait(CUDA, pipe.free[1 + self.warpgroup], (number + 1 + self.warpgroup) % 2, met)
+    thread, zero = self.group.thread % THREADS, UOp.const(0)
+    if CHAIN == 1:
+      written = wait_for(0, of_dv, written)
+    if CHAIN == 2:
+      written = wait_for(1, of_dv, self.start_sum(of_dk, ds, pipe.q.tile(number), written))
+    begun = ins.meet(CUDA, OWN + self.warpgroup, THREADS + self.warpgroup * THREADS, written)
     stores = []
     for i in range(PART // MMA_N):
       for e in range(4):
         x = self.dq.after(begun)[((i * THREADS + thread) * 4 + e).valid(second)].load().bitcast(dtypes.float)
         stores.append(part.after(begun)[4 * i + e].store(x))
-    begun = ins.mbarrier_arrive(CUDA, pipe.free[1], second, *stores)
+    begun = UOp.group(*stores)
     tile, k = self.ds.tile(number, begun), pipe.k.tile(zero, begun)
     first = self.tiles.row(self.warpgroup, 0) * PART
     left, right = tile.memory[tile.base + first], k.memory[k.base + first]
@@ -496,21 +499,24 @@ class Mainloop:
     started = wgmma.start(
       self.dtype, PART, steps, part[0], left, right, (tile.panel, k.panel), begun, by_rows=True, clears=False
     )
-    started = self.start_sum(of_dk, ds, pipe.q.tile(number), started)
-    waited = wait_for(1, part, wait_for(2, of_dv, started))
-    free = ins.mbarrier_wait(CUDA, pipe.free[second.where(zero, 1)], (number + 1) % 2, waited)
+    if CHAIN == 1:
+      started = self.start_sum(of_dk, ds, pipe.q.tile(number), started)
+      waited = wait_for(1, part, started)
+    if CHAIN == 2:
+      waited = wait_for(0, part, wait_for(1, of_dk, started))
+    free = ins.mbarrier_wait(CUDA, pipe.free[0], (number + 1) % 2, waited)
     done = part.after(free)
     stored = [
       ins.store_chunk(
         CUDA,
-        self.dq.after(free)[self.warpgroup * size + (i * THREADS + thread) * 4],
+        self.dq.after(free)[(i * THREADS + thread) * 4],
         *(done[4 * i + e].load().bitcast(dtypes.uint) for e in range(4)),
       )
       for i in range(PART // MMA_N)
     ]
-    stored = ins.mbarrier_arrive(CUDA, pipe.free[2], second.logical_not(), ins.fence_async(CUDA, *stored))
-    waited = ins.meet_later(CUDA, ADDED, THREADS + WARP, second, stored)
-    return pipe.q.release(number, self.group.lane.eq(0), wait_for(0, of_dk, waited))
+    next_, count = second.where(ADDED, OWN + 1), second.where(UOp.const(THREADS + WARP), 2 * THREADS)
+    waited = ins.meet_later(CUDA, next_, count, UOp.const(True), ins.fence_async(CUDA, *stored))
+    return pipe.q.release(number, self.group.lane.eq(0), wait_for(0, of_dk, waited) if CHAIN == 1 else waited)
 
   def start_scores(self, r: int, stationary: SwizzledTiles, tile: SwizzledTiles, into: UOp, *after: UOp) -> UOp:
     """Start the product of this warpgroup's r-th keys with the rows of a tile, (64, block)."""

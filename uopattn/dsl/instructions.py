@@ -353,14 +353,18 @@ def leave_loop(family: str, when: UOp, *after: UOp) -> UOp:
   return _statement(family, "leave_loop", after, when)
 
 
-def meet(family: str, number: UOp, threads: int, *after: UOp) -> UOp:
+def _count(x: UOp | int) -> UOp:
+  return (UOp.const(x) if isinstance(x, int) else x).cast(dtypes.int)
+
+
+def meet(family: str, number: UOp, threads: UOp | int, *after: UOp) -> UOp:
   """Wait at barrier `number` (1 to 15) until `threads` threads, whole warps, are there. A statement."""
-  return _statement(family, "meet", after, number.cast(dtypes.int), UOp.const(threads, dtypes.int))
+  return _statement(family, "meet", after, number.cast(dtypes.int), _count(threads))
 
 
-def meet_later(family: str, number: UOp, threads: int, when: UOp, *after: UOp) -> UOp:
+def meet_later(family: str, number: UOp, threads: UOp | int, when: UOp, *after: UOp) -> UOp:
   """Count as one that is at barrier `number` where `when`, without waiting; see `meet`. A statement."""
-  return _statement(family, "meet_later", after, number.cast(dtypes.int), UOp.const(threads, dtypes.int), when)
+  return _statement(family, "meet_later", after, number.cast(dtypes.int), _count(threads), when)
 
 
 def fence_async(family: str, *after: UOp) -> UOp:

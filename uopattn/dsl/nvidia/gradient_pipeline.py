@@ -57,7 +57,7 @@ class GradientPipeline:
     self._sources = [Source(i, x, i > 1, y) for i, (x, y) in enumerate(zip(tiles, numbers, strict=True))]
     self._room = s.buffer(len(tiles) * MAP_WORDS, dtype=dtypes.uint, space=AddrSpace.LOCAL)
     barriers = [s.buffer(2 * x.slots, dtype=dtypes.ulong, space=AddrSpace.LOCAL) for x in tiles]
-    self.free = s.buffer(3, dtype=dtypes.ulong, space=AddrSpace.LOCAL)
+    self.free = s.buffer(1, dtype=dtypes.ulong, space=AddrSpace.LOCAL)
     slots = [Slots(x.tiles, y, UOp.const(0), x) for x, y in zip(self._sources, barriers, strict=True)]
     self.k, self.v, self.q, self.do = self._slots = slots
 
@@ -83,7 +83,7 @@ class GradientPipeline:
     for x in self._slots:
       arrivals = [1] * x.stages + [self._consumers] * x.stages
       made += [ins.mbarrier_init(CUDA, x.barriers[i], n, first) for i, n in enumerate(arrivals)]
-    made += [ins.mbarrier_init(CUDA, self.free[i], n, first) for i, n in enumerate((1, 128, 128))]
+    made.append(ins.mbarrier_init(CUDA, self.free[0], 1, first))
     of_all = zip(self._sources, views(UOp.const(0)), strict=True)
     maps = [x.describe(view, self._room, group.warp) for x, view in of_all]
     ready = UOp.barrier(ins.mbarrier_fence(CUDA, *made), *maps)

@@ -100,7 +100,7 @@ def _product(n: int, steps: int, kind: str, name: str, parts: int = 1) -> Instru
     "unsigned* a = {1};" if registers else _DESCRIPTOR.format(name="a", pointer="{1}", panel="{3}" if by_rows else "0")
   )
   start += _DESCRIPTOR.format(name="b", pointer="{2}", panel="{4}" if name == REGISTERS or by_rows else "0")
-  if parts > 1:  # so many descriptors are not to be kept in registers from one trip of a loop to the next
+  if parts > 1 or __import__("os").environ.get("KEEP"):  # so many descriptors are not to be kept in registers from one trip of a loop to the next
     start += ' asm volatile("" : "+r"(b)%s);' % ("" if registers else ', "+r"(a)')
   outputs = _listed('"+f"(d[#])', count)
   of_parts = f" parts={parts}" if parts > 1 else ""
