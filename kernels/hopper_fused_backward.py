@@ -56,7 +56,7 @@ from uopattn.dsl.nvidia.score_gradients import (
   weights,
 )
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
-from uopattn.dsl.nvidia.tensor_pipeline import loop
+from uopattn.dsl.nvidia.tensor_pipeline import Slots, loop
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.tile_range import blurred, full_then_masked
@@ -64,9 +64,6 @@ from uopattn.dsl.schedule import DTYPES_16, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
 
 CUDA = "cuda"
-EARLY = False
-CHAIN = False
-OWN = UOp.const(3)
 WARPS = 4  # per warpgroup
 PART = 64  # rows and columns of a warpgroup's part of dQ
 THREADS = WARPS * WARP
@@ -101,10 +98,11 @@ class Tiles:
   @property
   def rows(self) -> int:
     """Keys per workgroup."""
-    return self.row_tiles * self.warpgroups * wgmma.M
+    return self.warpgroups * self.row_tiles * wgmma.M
 
-  def row(self, warpgroup: UOp, r: int) -> UOp:
-    return (warpgroup * self.row_tiles + r) * wgmma.M
+  def row(self, warpgroup: UOp, row_tile: int) -> UOp:
+    """The first row of a warpgroup's tile of keys."""
+    return (warpgroup * self.row_tiles + row_tile) * wgmma.M
 
   @property
   def threads(self) -> int:
@@ -147,7 +145,7 @@ class Tiles:
       raise ValueError("q, k and v: must have rows that start at multiples of 16 bytes")
     if problem.window[0] is not None:
       raise ValueError(f"window={problem.window}: must have no left bound")
-    tiles = cls(2, 128 if Dk <= PART else 64)
+    tiles = cls(2, 64, row_tiles=2 if Dk <= PART else 1)
     fits = tiles.registers(Dk, Dv) <= LIMIT and tiles.shared_bytes(Dk, Dv) <= target.lds
     if tiles.parts(Dk) not in (1, tiles.warpgroups) or not fits:
       raise ValueError(f"head sizes {Dk} and {Dv}: must be at most {2 * PART}, in all what registers hold")
@@ -161,7 +159,7 @@ class Tiles:
     return [x for x in dict.fromkeys(found) if x.shared_bytes(problem.Dk, problem.Dv) <= target.lds]
 
 
-MET, ADDED = UOp.const(1), UOp.const(2)  # barriers: dS is in shared memory; all have added to dQ
+MET = UOp.const(1)  # the first barrier at which warpgroups meet: dS is in shared memory
 LIMIT = 192  # of `Tiles.registers`
 REGISTERS = {2: (24, 240)}  # per thread of the producer and of the consumers, of 65536
 LIGHT = frozenset({"window", "sinks", "q_start"})  # features that need no more registers
@@ -300,24 +298,25 @@ def backward(
   consumers = tiles.warpgroups * WARPS
 
   def in_turns(*after: UOp) -> UOp:
-    return keep_turns(s, group, consumers, members, turns, dq_sum, part, pipe.free, after)
+    return keep_turns(s, group, tiles, members, turns, dq_sum, part, pipe.free, after)
 
   started = pipe.start(views, group.block, members, numbers, in_turns)
   heads_here = members()
-  first = [group.block * tiles.rows + tiles.row(group.warp // WARPS, r) + group.warp % WARPS * MMA_M for r in range(tiles.row_tiles)]
-  rows = [{(0, half): x + row_of(group.lane, half) for half in range(HALVES)} for x in first]
+  in_group = group.block * tiles.rows + group.warp % WARPS * MMA_M
+  firsts = [in_group + tiles.row(group.warp // WARPS, i) for i in range(tiles.row_tiles)]
+  rows = [{(0, half): first + row_of(group.lane, half) for half in range(HALVES)} for first in firsts]
   main = Mainloop(s, group, q.dtype, tiles, heads_here, pipe, ds, rows, part)
-  sums = [s.filled(0.0, round_up(x, wgmma.K) // 2, after=(started,)) for _ in rows for x in (Dk, Dv)]
-  found, stores = main.run(sums, started), []
-  for i, of_tile in enumerate(rows):
-    stores += store(dk, group, found[2 * i], rules.scale, of_tile) + store(dv, group, found[2 * i + 1], 1.0, of_tile)
+  sums = [[s.filled(0.0, round_up(x, wgmma.K) // 2, after=(started,)) for x in (Dk, Dv)] for _ in rows]
+  stores = []
+  for of_tile, (of_dk, of_dv) in zip(rows, main.run(sums, started), strict=True):
+    stores += store(dk, group, of_dk, rules.scale, of_tile) + store(dv, group, of_dv, 1.0, of_tile)
   return group.kernel(f"attention_backward_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
 
 
 def keep_turns(
   s: Scope,
   group: Workgroup,
-  consumers: int,
+  tiles: Tiles,
   members: Callable[[], QueryHeads],
   turns: UOp,
   dq_sum: UOp,
@@ -331,13 +330,14 @@ def keep_turns(
     part: shared memory for dQ of a tile.
     barrier: signals that it may be written again.
   """
-  once = s.axis(blurred(group.warp.eq(consumers + 1).cast(dtypes.weakint)), AxisType.REDUCE)
+  once = s.axis(blurred(group.warp.eq(tiles.warpgroups * WARPS + 1).cast(dtypes.weakint)), AxisType.REDUCE)
   heads, leads, block = members(), group.lane.eq(0), group.block
   outer = () if heads.count == 1 else (heads.member,)
   n, begun = loop(s, heads.query_range.n_tiles, *after, once, *outer)
   tile, size = heads.head * sizes(turns)[1] + heads.query_range.tile(n), sizes(part)[0]
   taken = ins.take_turn(CUDA, turns.base[tile], block, leads & (block > 0), *begun)
-  met = ins.meet(CUDA, ADDED, ((WARPS if CHAIN else consumers) + 1) * WARP, taken)
+  givers = 1 if sizes(dq_sum)[2] == 1 else tiles.warpgroups
+  met = ins.meet(CUDA, MET + tiles.warpgroups, givers * THREADS + WARP, taken)
   added = ins.bulk_add(CUDA, dq_sum.base[tile * size], part.after(met)[0], 4 * size, block.eq(0), leads, met)
   free = ins.mbarrier_arrive(CUDA, barrier[0], leads, ins.bulk_wait_read(CUDA, leads, added))
   done = ins.give_turn(CUDA, turns.base[tile], block + 1, leads, ins.bulk_wait(CUDA, leads, free)).end(n)
@@ -354,6 +354,11 @@ def store(x: UOp, group: Workgroup, acc: UOp, factor: float, rows: dict[tuple[in
   return stores
 
 
+def wait_for(count: int, acc: UOp, *after: UOp) -> UOp:
+  """Wait until at most `count` later products than that to the accumulators `acc` are pending."""
+  return wgmma.wait(count, 2 * sizes(acc)[0], acc[0], *after)
+
+
 @dataclass(frozen=True)
 class Mainloop:
   """A warpgroup's loop over tiles of queries, which are numbered through all query heads.
@@ -366,7 +371,7 @@ class Mainloop:
     heads: the query heads, and their tiles.
     pipe: the pipeline that loads the tiles.
     ds: shared memory for dS.
-    rows: this lane's keys, of each tile of 64 keys.
+    rows: this lane's keys, of each tile of 64.
     dq: shared memory for dQ of a tile, which is then added to memory.
   """
 
@@ -381,34 +386,38 @@ class Mainloop:
   dq: UOp
 
   @property
-  def columns(self) -> int:
-    """Columns of this warpgroup's part of dQ."""
-    if CHAIN:
-      return PART
-    return sizes(self.dq)[0] // PART // self.tiles.warpgroups
-
-  @property
   def warpgroup(self) -> UOp:
     return self.group.warp // WARPS
 
-  def run(self, sums: list[UOp], *after: UOp) -> list[UOp]:
-    """Add all tiles to dK and dV. Returns them."""
+  @property
+  def apart(self) -> bool:
+    """Whether each warpgroup has a part of dQ; otherwise each adds the product of its keys to the one before it."""
+    return sizes(self.dq)[0] > PART * PART
+
+  def run(self, sums: list[list[UOp]], *after: UOp) -> list[list[UOp]]:
+    """Add all tiles to dK and dV, of each tile of keys. Returns them."""
     zero, block = UOp.const(0), self.tiles.block
     begun = self.pipe.v.wait(zero, self.pipe.k.wait(zero, *after))
     scores = [self.s.buffer(block // 2) for _ in range(2)]  # S and dP
     words = [self.s.buffer(block // 4, dtype=dtypes.uint) for _ in range(2)]  # P and dS
-    part, heads = self.s.buffer(self.columns // 2), self.heads
+    part, heads = self.s.buffer(PART // 2), self.heads
     member, tile_range = heads.member, heads.query_range
     outer = () if heads.count == 1 else (member,)
-    inside = [x.after(*outer) for x in sums]
+
+    def sums_after(*after: UOp) -> list[list[UOp]]:
+      return [[x.after(*after) for x in of_tile] for of_tile in inside]
+
+    inside = sums
+    inside = sums_after(*outer)
     for first, trips, masked in full_then_masked(zero, tile_range.n_full, tile_range.n_tiles):
       trip = self.s.axis(trips, AxisType.REDUCE)
-      old = [x.after(trip) for x in inside]
+      old = sums_after(trip)
       done = self.attend(first + trip, masked, scores, words, part, old, begun, *outer, trip).end(trip)
-      inside = [x.after(done) for x in inside]
+      inside = sums_after(done)
     for axis in outer:
       done = done.end(axis)
-    return [x.after(done) for x in sums]
+    inside = sums
+    return sums_after(done)
 
   def attend(
     self,
@@ -417,7 +426,7 @@ class Mainloop:
     scores: list[UOp],
     words: list[UOp],
     part: UOp,
-    sums: list[UOp],
+    sums: list[list[UOp]],
     *after: UOp,
   ) -> UOp:
     """Add a head's n-th tile to the sums. Returns the end of its work.
@@ -426,102 +435,60 @@ class Mainloop:
       scores: registers for S and dP.
       words: registers for P and dS, in packed 16-bit words.
       part: registers for this warpgroup's part of dQ.
-      sums: dK and dV.
+      sums: dK and dV of each tile of keys.
     """
     block, pipe, rules = self.tiles.block, self.pipe, self.heads.rules
     tile_range, member = self.heads.query_range, self.heads.member
     number, tile = member * tile_range.n_tiles + n, tile_range.tile(n)
     queries = queries_of_columns(tile * block, block, self.group.lane)
     columns = queries_of_columns(UOp.const(0), block, self.group.lane)
-
-    def wait_for(count: int, acc: UOp, *after: UOp) -> UOp:
-      return wgmma.wait(count, 2 * sizes(acc)[0], acc[0], *after)
-
-    def start_both(r: int, *after: UOp) -> UOp:
-      begun = self.start_scores(r, pipe.k.tile(UOp.const(0)), pipe.q.tile(number), scores[0], *after)
-      begun = begun if r else pipe.do.wait(number, begun)
-      return self.start_scores(r, pipe.v.tile(UOp.const(0)), pipe.do.tile(number), scores[1], begun)
-
-    begun = start_both(0, pipe.q.wait(number, *after, *sums))
-    for r, rows in enumerate(self.rows):
-      of_dk, of_dv = sums[2 * r : 2 * r + 2]
-      if r > 0:
-        begun = begun if EARLY else wait_for(2, sums[2 * r - 2], begun)
-      ready = wait_for(1 + (EARLY and r > 0), scores[0], begun)
+    begun = pipe.q.wait(number, *after, *(x for of_tile in sums for x in of_tile))
+    for i, (rows, (of_dk, of_dv)) in enumerate(zip(self.rows, sums, strict=True)):
+      begun = self.start_scores(i, pipe.k, pipe.q.tile(number), scores[0], begun)
+      begun = begun if i else pipe.do.wait(number, begun)
+      begun = self.start_scores(i, pipe.v, pipe.do.tile(number), scores[1], begun)
+      if i:
+        begun = wait_for(2, sums[i - 1][0], begun)
+      ready = wait_for(1, scores[0], begun)
       lse = pipe.q.numbers(number, columns, ready)
       score_rows = score_rows_by_column(rows, queries, [(x, x) for x in lse])
       products = self.elements(scores[0].after(ready))
       p = weights(rules, score_rows, products, masked)
       started = self.start_sum(of_dv, self.packed(words[0], p, ready), pipe.do.tile(number), ready)
-      ready = wait_for(1 + (EARLY and r > 0), scores[1], started)
-      if EARLY and r > 0:
-        ready = wait_for(1, sums[2 * r - 2], ready)
+      ready = wait_for(1, scores[1], started)
       delta = pipe.do.numbers(number, columns, ready)  # only now, for want of registers
       score_rows = score_rows_by_column(rows, queries, list(zip(lse, delta, strict=True)))
       ds = self.packed(words[1], score_vjp(rules, score_rows, p, products, self.elements(scores[1].after(ready))), ready)
-      written = self.store_ds(r, number, ds)
-      if r + 1 < len(self.rows):
-        if EARLY:
-          waited = wait_for(0, of_dv, *written)
-          begun = self.start_sum(of_dk, ds, pipe.q.tile(number), start_both(r + 1, waited))
-        else:
-          begun = wait_for(1, of_dv, self.start_sum(of_dk, ds, pipe.q.tile(number), UOp.group(*written)))
-          begun = start_both(r + 1, begun)
-    if CHAIN:
-      return self.chained(number, part, of_dk, of_dv, ds, wait_for, ins.fence_async(CUDA, *written))
-    met = ins.meet(CUDA, MET, self.tiles.warpgroups * THREADS, ins.fence_async(CUDA, *written))
-    started = self.start_part(number, part, met)
+      begun = UOp.group(*self.store_ds(i, number, ds))
+      if i + 1 < len(sums):  # words of P are free before the next products start, for want of registers
+        begun = wait_for(1, of_dv, self.start_sum(of_dk, ds, pipe.q.tile(number), begun))
+    started = self.start_part(number, part, self.meet(ins.fence_async(CUDA, begun)))
     started = self.start_sum(of_dk, ds, pipe.q.tile(number), started)
     waited = wait_for(1, part, wait_for(2, of_dv, started))
     free = ins.mbarrier_wait(CUDA, pipe.free[0], (number + 1) % 2, waited)
-    stored = ins.fence_async(CUDA, *self.store_part(part.after(free), free))
-    waited = ins.meet_later(CUDA, ADDED, self.tiles.warpgroups * THREADS + WARP, UOp.const(True), stored)
-    return pipe.q.release(number, self.group.lane.eq(0), wait_for(0, of_dk, waited))
+    given = self.give(ins.fence_async(CUDA, *self.store_part(part.after(free), free)))
+    return pipe.q.release(number, self.group.lane.eq(0), wait_for(0, of_dk, given))
 
-  def chained(self, number, part, of_dk, of_dv, ds, wait_for, written):
-    pipe, second = self.pipe, self.warpgroup.eq(1)
-    thread, zero = self.group.thread % THREADS, UOp.const(0)
-    if CHAIN == 1:
-      written = wait_for(0, of_dv, written)
-    if CHAIN == 2:
-      written = wait_for(1, of_dv, self.start_sum(of_dk, ds, pipe.q.tile(number), written))
-    begun = ins.meet(CUDA, OWN + self.warpgroup, THREADS + self.warpgroup * THREADS, written)
-    stores = []
-    for i in range(PART // MMA_N):
-      for e in range(4):
-        x = self.dq.after(begun)[((i * THREADS + thread) * 4 + e).valid(second)].load().bitcast(dtypes.float)
-        stores.append(part.after(begun)[4 * i + e].store(x))
-    begun = UOp.group(*stores)
-    tile, k = self.ds.tile(number, begun), pipe.k.tile(zero, begun)
-    first = self.tiles.row(self.warpgroup, 0) * PART
-    left, right = tile.memory[tile.base + first], k.memory[k.base + first]
-    steps = self.tiles.row_tiles * wgmma.M // wgmma.K
-    started = wgmma.start(
-      self.dtype, PART, steps, part[0], left, right, (tile.panel, k.panel), begun, by_rows=True, clears=False
-    )
-    if CHAIN == 1:
-      started = self.start_sum(of_dk, ds, pipe.q.tile(number), started)
-      waited = wait_for(1, part, started)
-    if CHAIN == 2:
-      waited = wait_for(0, part, wait_for(1, of_dk, started))
-    free = ins.mbarrier_wait(CUDA, pipe.free[0], (number + 1) % 2, waited)
-    done = part.after(free)
-    stored = [
-      ins.store_chunk(
-        CUDA,
-        self.dq.after(free)[(i * THREADS + thread) * 4],
-        *(done[4 * i + e].load().bitcast(dtypes.uint) for e in range(4)),
-      )
-      for i in range(PART // MMA_N)
-    ]
-    next_, count = second.where(ADDED, OWN + 1), second.where(UOp.const(THREADS + WARP), 2 * THREADS)
-    waited = ins.meet_later(CUDA, next_, count, UOp.const(True), ins.fence_async(CUDA, *stored))
-    return pipe.q.release(number, self.group.lane.eq(0), wait_for(0, of_dk, waited) if CHAIN == 1 else waited)
+  def meet(self, *after: UOp) -> UOp:
+    """Wait until dS, and what this warpgroup adds its part of dQ to, are in shared memory."""
+    if self.apart:
+      return ins.meet(CUDA, MET, self.tiles.warpgroups * THREADS, *after)
+    threads = self.warpgroup.eq(0).where(UOp.const(THREADS), 2 * THREADS)
+    return ins.meet(CUDA, MET + self.warpgroup, threads, *after)
 
-  def start_scores(self, r: int, stationary: SwizzledTiles, tile: SwizzledTiles, into: UOp, *after: UOp) -> UOp:
-    """Start the product of this warpgroup's r-th keys with the rows of a tile, (64, block)."""
-    rows = stationary.after(*after).address(self.tiles.row(self.warpgroup, r))
-    steps, panels = stationary.columns // wgmma.K, (stationary.panel, tile.panel)
+  def give(self, *after: UOp) -> UOp:
+    """Signal that the part of dQ is in shared memory: to the next warpgroup, or to the warp that adds it to memory."""
+    warpgroups, last = self.tiles.warpgroups, self.warpgroup.eq(self.tiles.warpgroups - 1)
+    if self.apart:
+      return ins.meet_later(CUDA, MET + warpgroups, warpgroups * THREADS + WARP, UOp.const(True), *after)
+    threads = last.where(UOp.const(THREADS + WARP), 2 * THREADS)
+    return ins.meet_later(CUDA, MET + self.warpgroup + 1, threads, UOp.const(True), *after)
+
+  def start_scores(self, row_tile: int, stationary: Slots, tile: SwizzledTiles, into: UOp, *after: UOp) -> UOp:
+    """Start the product of a tile of this warpgroup's keys with the rows of a tile, (64, block)."""
+    keys = stationary.tile(UOp.const(0), *after)
+    steps, panels = keys.columns // wgmma.K, (keys.panel, tile.panel)
+    rows = keys.address(self.tiles.row(self.warpgroup, row_tile))
     return wgmma.start(self.dtype, tile.rows, steps, into[0], rows, tile.after(*after).address(), panels, *after)
 
   def packed(self, words: UOp, elements: Elements, *after: UOp) -> UOp:
@@ -536,11 +503,11 @@ class Mainloop:
     address = tile.after(*after).address()
     return wgmma.start(self.dtype, tile.columns, steps, acc[0], words[0], address, panels, *after, registers=True)
 
-  def store_ds(self, r: int, number: UOp, words: UOp) -> list[UOp]:
-    """Store this warp's r-th rows of dS to shared memory."""
+  def store_ds(self, row_tile: int, number: UOp, words: UOp) -> list[UOp]:
+    """Store this warp's rows of dS, of a tile of keys, to shared memory."""
     tile, lane = self.ds.tile(number), self.group.lane
-    row = self.tiles.row(self.warpgroup, r) + self.group.warp % WARPS * MMA_M + lane % MMA_M
-    first = tile.at(row, lane // MMA_M).src[1]
+    row = self.tiles.row(self.warpgroup, row_tile) + self.group.warp % WARPS * MMA_M
+    first = tile.at(row + lane % MMA_M, lane // MMA_M).src[1]
     per = tile.width // tile.chunk  # chunks per row of a panel; those of a row differ in some bits of the address
     return [
       ins.stmatrix(
@@ -552,26 +519,33 @@ class Mainloop:
     ]
 
   def start_part(self, number: UOp, part: UOp, *after: UOp) -> UOp:
-    """Start this warpgroup's part of dS^T K, (64, columns): some of the tile's queries, or of the columns."""
-    halves = self.tiles.block // PART
+    """Start this warpgroup's part of dS^T K, (64, 64): of some of the tile's queries or of the columns, or of its keys."""
     ds, k = self.ds.tile(number, *after), self.pipe.k.tile(UOp.const(0), *after)
-    left = ds.memory[ds.base + self.warpgroup % halves * ds.panel]
-    right = k.memory[k.base + (self.warpgroup // halves * (k.panel if self.columns == PART else self.columns))]
+    first, panels = self.tiles.row(self.warpgroup, 0) * PART, (ds.panel, k.panel)
+    if self.apart:
+      halves = self.tiles.block // PART
+      left = ds.memory[ds.base + self.warpgroup % halves * ds.panel]
+      right = k.memory[k.base + self.warpgroup // halves * k.panel]
+      return wgmma.start(
+        self.dtype, PART, self.tiles.rows // wgmma.K, part[0], left, right, panels, *after, by_rows=True
+      )
+    old = [self.dq.after(*after)[i.valid(self.warpgroup > 0)].load().bitcast(dtypes.float) for i in self.places()]
+    begun = UOp.group(*(part.after(*after)[i].store(x) for i, x in enumerate(old)))
+    left, right, steps = ds.memory[ds.base + first], k.memory[k.base + first], self.tiles.row_tiles * wgmma.M // wgmma.K
     return wgmma.start(
-      self.dtype, self.columns, self.tiles.rows // wgmma.K, part[0], left, right, (ds.panel, k.panel), *after, by_rows=True
+      self.dtype, PART, steps, part[0], left, right, panels, begun, by_rows=True, clears=False
     )
 
+  def places(self) -> list[UOp]:
+    """Where the elements of this thread's part of dQ are in shared memory, as accumulators lie in registers."""
+    part = self.warpgroup * self.apart * (PART // MMA_N)
+    return [((part + i) * THREADS + self.group.thread % THREADS) * 4 + e for i in range(PART // MMA_N) for e in range(4)]
+
   def store_part(self, part: UOp, *after: UOp) -> list[UOp]:
-    """Store this warpgroup's part of dQ to shared memory, as accumulators lie in registers."""
-    first, thread = self.warpgroup * (self.columns // MMA_N), self.group.thread % THREADS
-    return [
-      ins.store_chunk(
-        CUDA,
-        self.dq.after(*after)[((first + i) * THREADS + thread) * 4],
-        *(part[4 * i + e].load().bitcast(dtypes.uint) for e in range(4)),
-      )
-      for i in range(self.columns // MMA_N)
-    ]
+    """Store this warpgroup's part of dQ to shared memory."""
+    memory, words = self.dq.after(*after), [part[i].load().bitcast(dtypes.uint) for i in range(PART // 2)]
+    places = self.places()
+    return [ins.store_chunk(CUDA, memory[places[i]], *words[i : i + 4]) for i in range(0, len(words), 4)]
 
   def elements(self, scores: UOp) -> Elements:
     """Return this lane's elements of S or dP."""
