@@ -295,7 +295,6 @@ def backward(
   stationary, streamed, ds = tiles.panels(s, Dk, Dv)
   part = s.buffer(parts * PART * PART, dtype=dtypes.uint, space=AddrSpace.LOCAL)
   pipe = GradientPipeline(s, group, stationary, streamed, tiles.warpgroups * WARPS, REGISTERS[tiles.warpgroups])
-  consumers = tiles.warpgroups * WARPS
 
   def in_turns(*after: UOp) -> UOp:
     return keep_turns(s, group, tiles, members, turns, dq_sum, part, pipe.free, after)
@@ -458,7 +457,9 @@ class Mainloop:
       ready = wait_for(1, scores[1], started)
       delta = pipe.do.numbers(number, columns, ready)  # only now, for want of registers
       score_rows = score_rows_by_column(rows, queries, list(zip(lse, delta, strict=True)))
-      ds = self.packed(words[1], score_vjp(rules, score_rows, p, products, self.elements(scores[1].after(ready))), ready)
+      ds = self.packed(
+        words[1], score_vjp(rules, score_rows, p, products, self.elements(scores[1].after(ready))), ready
+      )
       begun = UOp.group(*self.store_ds(i, number, ds))
       if i + 1 < len(sums):  # words of P are free before the next products start, for want of registers
         begun = wait_for(1, of_dv, self.start_sum(of_dk, ds, pipe.q.tile(number), begun))
@@ -519,7 +520,7 @@ class Mainloop:
     ]
 
   def start_part(self, number: UOp, part: UOp, *after: UOp) -> UOp:
-    """Start this warpgroup's part of dS^T K, (64, 64): of some of the tile's queries or of the columns, or of its keys."""
+    """Start this warpgroup's part of dS^T K, (64, 64): some queries or columns of it, or the product of its keys."""
     ds, k = self.ds.tile(number, *after), self.pipe.k.tile(UOp.const(0), *after)
     first, panels = self.tiles.row(self.warpgroup, 0) * PART, (ds.panel, k.panel)
     if self.apart:
@@ -532,14 +533,14 @@ class Mainloop:
     old = [self.dq.after(*after)[i.valid(self.warpgroup > 0)].load().bitcast(dtypes.float) for i in self.places()]
     begun = UOp.group(*(part.after(*after)[i].store(x) for i, x in enumerate(old)))
     left, right, steps = ds.memory[ds.base + first], k.memory[k.base + first], self.tiles.row_tiles * wgmma.M // wgmma.K
-    return wgmma.start(
-      self.dtype, PART, steps, part[0], left, right, panels, begun, by_rows=True, clears=False
-    )
+    return wgmma.start(self.dtype, PART, steps, part[0], left, right, panels, begun, by_rows=True, clears=False)
 
   def places(self) -> list[UOp]:
     """Where the elements of this thread's part of dQ are in shared memory, as accumulators lie in registers."""
     part = self.warpgroup * self.apart * (PART // MMA_N)
-    return [((part + i) * THREADS + self.group.thread % THREADS) * 4 + e for i in range(PART // MMA_N) for e in range(4)]
+    return [
+      ((part + i) * THREADS + self.group.thread % THREADS) * 4 + e for i in range(PART // MMA_N) for e in range(4)
+    ]
 
   def store_part(self, part: UOp, *after: UOp) -> list[UOp]:
     """Store this warpgroup's part of dQ to shared memory."""

@@ -26,7 +26,6 @@ from .memory import LDS, Pointer, Registers
 THREADS = 128
 WARPS = 4
 ROW_BYTES = 2 * PANEL
-CHUNK = 16  # bytes that the swizzle moves
 PERIOD = 8 * ROW_BYTES  # bytes after which the swizzle repeats
 
 
@@ -64,21 +63,16 @@ def _groups(run: Run, u: UOp) -> np.ndarray:
   return np.flatnonzero(parts.all(axis=1)) * THREADS
 
 
-def _address(run: Run, u: UOp, pointer: Pointer, columns: int, groups: np.ndarray) -> np.ndarray:
-  """Return the byte address of a matrix in LDS, one per warpgroup. Raises OutOfBounds, Divergence.
-
-  The address is that of a panel, or of columns within its first row that leave room for the matrix.
-  """
+def _address(run: Run, u: UOp, pointer: Pointer, groups: np.ndarray) -> np.ndarray:
+  """Return the byte address of a matrix in LDS, one per warpgroup. Raises OutOfBounds, Divergence."""
   if not isinstance(pointer.memory, LDS):
     raise run.fail(OutOfBounds, u, "reads a matrix that is not in LDS")
   address = run.spread(pointer.index).astype(np.int64) * pointer.dtype.itemsize
   lanes = groups[:, None] + np.arange(THREADS)
   if (bad := address[lanes] != address[groups][:, None]).any():
     raise run.fail(Divergence, u, "names different matrices from lanes of one warpgroup", lanes[bad])
-  within = address[groups] % PERIOD
-  if (bad := (within != 0) & ((within % CHUNK != 0) | (within + 2 * columns > ROW_BYTES))).any():
-    what = f"reads a matrix at an LDS address that {PERIOD} does not divide, and past the end of a panel's row"
-    raise run.fail(OutOfBounds, u, what, groups[bad])
+  if (bad := address[groups] % PERIOD != 0).any():
+    raise run.fail(OutOfBounds, u, f"reads a matrix at an LDS address that {PERIOD} does not divide", groups[bad])
   return address[groups]
 
 
@@ -99,8 +93,8 @@ def _read(
   """
   row, column = np.arange(rows)[:, None], np.arange(columns)[None] + part * round_up(columns, PANEL)
   offset = column // PANEL * panel * 2 + row * ROW_BYTES + column % PANEL * 2
-  place = _address(run, u, pointer, columns, groups)[:, None, None] + offset
-  place ^= (place // ROW_BYTES % 8) * CHUNK
+  offset ^= (offset // ROW_BYTES % 8) * 16
+  place = _address(run, u, pointer, groups)[:, None, None] + offset
   lds: LDS = pointer.memory
   if (bad := (place < 0) | (place + 2 > lds.per_group)).any():
     what = f"reads {lds.name} at byte {int(place[bad][0])}, which has {lds.per_group} bytes"
@@ -154,11 +148,11 @@ def _start(
   panels: tuple[int, int],
   registers: bool = False,
   by_rows: bool = False,
-  added: bool = False,
+  clears: bool = True,
 ) -> None:
   groups = _groups(run, u)
   flight = Flight(u, groups, d.memory, int(np.max(d.index)), [], [], [])
-  k, adds = K * steps, added or (registers and dtype.itemsize > 1 and parts == 1)
+  k, adds = K * steps, not clears or (registers and dtype.itemsize > 1 and parts == 1)
 
   def read(x: Pointer, rows: int, columns: int, panel: int, part: int) -> np.ndarray:
     return _read(run, u, x, rows, columns, panel, groups, flight.reads, part)
@@ -244,7 +238,7 @@ def added_from_rows(
   run: Run, u: UOp, n: int, steps: int, dtype: DType, parts: int, d: Pointer, a: Pointer, b: Pointer, *panels: Any
 ):
   """Start D += A B with A and B in LDS, whose rows are k."""
-  _start(run, u, n, steps, dtype, parts, d, a, b, (int(panels[0]), int(panels[1])), by_rows=True, added=True)
+  _start(run, u, n, steps, dtype, parts, d, a, b, (int(panels[0]), int(panels[1])), by_rows=True, clears=False)
   return NOTHING
 
 

@@ -100,7 +100,7 @@ def _product(n: int, steps: int, kind: str, name: str, parts: int = 1) -> Instru
     "unsigned* a = {1};" if registers else _DESCRIPTOR.format(name="a", pointer="{1}", panel="{3}" if by_rows else "0")
   )
   start += _DESCRIPTOR.format(name="b", pointer="{2}", panel="{4}" if name == REGISTERS or by_rows else "0")
-  if parts > 1 or __import__("os").environ.get("KEEP"):  # so many descriptors are not to be kept in registers from one trip of a loop to the next
+  if parts > 1:  # so many descriptors are not to be kept in registers from one trip of a loop to the next
     start += ' asm volatile("" : "+r"(b)%s);' % ("" if registers else ', "+r"(a)')
   outputs = _listed('"+f"(d[#])', count)
   of_parts = f" parts={parts}" if parts > 1 else ""
@@ -152,15 +152,15 @@ def start(
     dtype: type of A and B: float16, bfloat16, fp8e4m3 or fp8e5m2.
     n: columns of D, a multiple of 8 up to 256.
     steps: steps of 32 bytes along k, of each part.
-    d: address of n / 2 float32 registers; cleared first, unless `registers` in 16 bits and one part.
+    d: address of n / 2 float32 registers; cleared first, unless `registers` in 16 bits and one part, or not `clears`.
     a: address of A's rows in shared memory or, with `registers`, of 4 * steps 32-bit registers.
     b: address of B in shared memory: transposed, n rows of k; or, with `registers` in 16 bits, as it is, k rows of n.
     panels: units of 16 bits per panel of A, and of B.
     after: what the product must wait for.
     registers: whether A is in registers.
-    clears: whether D is cleared first, with `by_rows`.
     by_rows: whether A and B, of 16 bits, are in shared memory as they are: k rows of 64, and k rows of n.
     parts: parts of A and B, see `uopattn.dsl.gpu.parts`: 1, or with k along the rows of A those of float32.
+    clears: whether D is cleared first, with `by_rows`.
   """
   kind = next(kind for kind, x in _KINDS.items() if x == dtype)
   of_registers = REGISTERS if dtype.itemsize == 2 else REGISTERS_BYTES
