@@ -65,7 +65,8 @@ from uopattn.dsl.target import Target
 
 CUDA = "cuda"
 WARPS = 4  # per warpgroup
-PART = 64  # rows and columns of a warpgroup's part of dQ
+BLOCK = 64  # queries per tile
+PART = 64  # columns of a part of dQ, whose rows are a tile
 THREADS = WARPS * WARP
 
 
@@ -75,19 +76,15 @@ class Tiles:
 
   Attributes:
     warpgroups: warpgroups that compute.
-    block: queries per tile.
     stages: tiles of Q, and of dO, in shared memory.
     row_tiles: tiles of 64 keys per warpgroup.
   """
 
   warpgroups: int
-  block: int
   stages: int = 2
   row_tiles: int = 1
 
   def __post_init__(self) -> None:
-    if self.block not in (64, 128):
-      raise ValueError(f"Tiles.block={self.block}: must be 64 or 128")
     if self.warpgroups not in REGISTERS:
       raise ValueError(f"Tiles.warpgroups={self.warpgroups}: must be in {tuple(REGISTERS)}")
     if self.stages < 1:
@@ -112,21 +109,22 @@ class Tiles:
     """Shared memory for K and V, for tiles of Q and dO, and for dS, keys by queries."""
     widths = [round_up(Dk, wgmma.K), round_up(Dv, wgmma.K)]
     stationary = [SwizzledTiles.make(s, self.rows, width, 1, 1, least=PART) for width in widths]
-    streamed = [SwizzledTiles.make(s, self.block, width, self.stages, 1, least=PART) for width in widths]
-    return stationary, streamed, SwizzledTiles.make(s, self.rows, self.block, 2, 1, least=PART)
+    streamed = [SwizzledTiles.make(s, BLOCK, width, self.stages, 1, least=PART) for width in widths]
+    return stationary, streamed, SwizzledTiles.make(s, self.rows, BLOCK, 2, 1, least=PART)
 
   def shared_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of shared memory per workgroup."""
     stationary, streamed, ds = self.panels(Scope(), Dk, Dv)
-    return sum(2 * x.slots * x.size for x in (*stationary, *streamed, ds)) + 4 * self.parts(Dk) * PART**2 + 10 * 1024
+    return sum(2 * x.slots * x.size for x in (*stationary, *streamed, ds)) + 4 * parts(Dk) * BLOCK * PART + 10 * 1024
 
   def registers(self, Dk: int, Dv: int) -> int:
     """32-bit registers per lane for S, dP and the sums."""
-    return self.block + self.row_tiles * sum(round_up(x, wgmma.K) // 2 for x in (Dk, Dv))
+    return BLOCK + self.row_tiles * sum(round_up(x, wgmma.K) // 2 for x in (Dk, Dv))
 
-  def parts(self, Dk: int) -> int:
-    """Parts of a tile's dQ."""
-    return self.block // PART * ceildiv(Dk, PART)
+  @classmethod
+  def of(cls, Dk: int) -> "Tiles":
+    """The tiles for a head size."""
+    return cls(2, row_tiles=2 if Dk <= PART else 1)
 
   @classmethod
   def choose(cls, problem: Problem, target: Target) -> "Tiles":
@@ -145,9 +143,9 @@ class Tiles:
       raise ValueError("q, k and v: must have rows that start at multiples of 16 bytes")
     if problem.window[0] is not None:
       raise ValueError(f"window={problem.window}: must have no left bound")
-    tiles = cls(2, 64, row_tiles=2 if Dk <= PART else 1)
+    tiles = cls.of(Dk)
     fits = tiles.registers(Dk, Dv) <= LIMIT and tiles.shared_bytes(Dk, Dv) <= target.lds
-    if tiles.parts(Dk) not in (1, tiles.warpgroups) or not fits:
+    if parts(Dk) > tiles.warpgroups or not fits:
       raise ValueError(f"head sizes {Dk} and {Dv}: must be at most {2 * PART}, in all what registers hold")
     return tiles
 
@@ -170,24 +168,25 @@ MULTIPROCESSORS = 132  # of an H100 or H200
 FROM = ((1024, 2048), (512, 512))
 
 
+def parts(Dk: int) -> int:
+  """Parts of a tile's dQ."""
+  return ceildiv(Dk, PART)
+
+
 def section(kv_heads: int, group: int, M: int, Dk: int, Dv: int) -> int:
   """The number of key heads whose blocks start together: the first blocks of all, the second ones, and so on.
 
-  With few, workgroups wait for turns; with many, Q, dO and dQ do not stay in the L2 cache. Head sizes up to 64, whose
-  tiles take less time, want more of them.
+  With few, workgroups wait for turns; with many, Q, dO and dQ do not stay in the L2 cache.
   """
-  of_head = group * M * (2 * (Dk + Dv) + 4 * Dk)
-  cached = L2_BYTES // of_head
-  found = cached if Dk > PART else max(cached // 2, min(32, 2 * cached))
-  return min(kv_heads, max(1, found))
+  return min(kv_heads, max(1, L2_BYTES // (group * M * (2 * (Dk + Dv) + 4 * Dk))))
 
 
 def preferred(problem: Problem, target: Target) -> bool:
   """Whether this pass is faster than two kernels: keys enough, and workgroups that seldom wait for turns."""
-  p, block = problem, 128 if problem.Dk <= PART else 64
-  blocks, kv_heads = ceildiv(p.N, 2 * wgmma.M), p.B * p.Hkv
+  p = problem
+  blocks, kv_heads = ceildiv(p.N, Tiles.of(p.Dk).rows), p.B * p.Hkv
   first_wave = min(blocks, MULTIPROCESSORS / section(kv_heads, p.group, p.M, p.Dk, p.Dv))  # tiles until all add
-  tiles = ceildiv(kv_heads * blocks, MULTIPROCESSORS) * p.group * ceildiv(p.M, block)
+  tiles = ceildiv(kv_heads * blocks, MULTIPROCESSORS) * p.group * ceildiv(p.M, BLOCK)
   return min(p.M, p.N) >= FROM[max(p.Dk, p.Dv) > PART][p.is_causal] and 8 * first_wave <= tiles
 
 
@@ -227,21 +226,17 @@ def finish(dq: UOp, dq_sum: UOp, turns: UOp, *, tiles: Tiles, scale: float) -> U
     scale: factor of the sums.
   """
   (heads, M, Dk), (_, n_tiles, parts, _) = sizes(dq), sizes(dq_sum)
-  s, halves, panels = Scope(), tiles.block // PART, parts // (tiles.block // PART)
-  group = Workgroup(s, heads, n_tiles * halves, WARPS, WARP)
-  tile, half = group.block // halves, group.block % halves
-  first, values = (group.head * n_tiles + tile) * parts + half, s.buffer(panels * PART // 2)
-  added = turns.base[group.head * n_tiles + tile].load().ne(0)
+  s = Scope()
+  group = Workgroup(s, heads, n_tiles, WARPS, WARP)
+  tile, values = group.head * n_tiles + group.block, s.buffer(parts * PART // 2)
+  added = turns.base[tile].load().ne(0)
   stores = []
-  for panel in range(panels):
-    for i in range(PART // MMA_N):
-      at = ((first + panel * halves) * (PART // MMA_N) + i) * THREADS + group.thread
-      stores += [
-        values[panel * PART // 2 + 4 * i + e].store(added.where(dq_sum.base[at * 4 + e].load(), 0.0)) for e in range(4)
-      ]
+  for i in range(parts * PART // MMA_N):
+    at = ((tile * parts * (PART // MMA_N) + i) * THREADS + group.thread) * 4
+    stores += [values[4 * i + e].store(added.where(dq_sum.base[at + e].load(), 0.0)) for e in range(4)]
   acc, written = values.after(UOp.group(*stores)).reshape(-1, 4), []
   for x in range(HALVES):
-    row = group.block * PART + group.warp * MMA_M + row_of(group.lane, x)
+    row = group.block * BLOCK + group.warp * MMA_M + row_of(group.lane, x)
     written += store_scaled(dq, group.head, row, x, acc, UOp.const(scale), group.lane)
   return group.kernel(f"attention_backward_finish_{heads}_{M}_{Dk}", written)
 
@@ -272,9 +267,7 @@ def backward(
     tiles: block sizes.
   """
   (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
-  parts, padded = tiles.parts(Dk), sizes(row_stats)[2]
-  if parts not in (1, tiles.warpgroups):
-    raise ValueError(f"{tiles}: dQ of a tile has {parts} parts at head size {Dk}, must be one, or one per warpgroup")
+  padded = sizes(row_stats)[2]
   s, blocks = Scope(), ceildiv(N, tiles.rows)
   jobs = Jobs(kv_heads, blocks, section(kv_heads, heads // kv_heads, M, Dk, Dv), True, kv_heads * blocks)
   group = Workgroup(s, 1, jobs.workgroups, tiles.threads // WARP, WARP)
@@ -282,18 +275,18 @@ def backward(
   group.block = blocks - 1 - backwards
 
   def members() -> QueryHeads:
-    return QueryHeads.of(s, rules, group, heads // kv_heads, tiles.rows, tiles.block).from_last()
+    return QueryHeads.of(s, rules, group, heads // kv_heads, tiles.rows, BLOCK).from_last()
 
   def views(head: UOp) -> tuple[HeadView, ...]:
     kv = (HeadView.of(x, group.head, UOp.const(N)) for x in (k, v))
     return (*kv, *(HeadView.of(x, head, UOp.const(M)) for x in (q, do)))
 
   def numbers(head: UOp, tile: UOp) -> tuple[UOp, UOp]:
-    lse, delta = (row_stats.base[(head * 2 + i) * padded + tile * tiles.block] for i in range(2))
+    lse, delta = (row_stats.base[(head * 2 + i) * padded + tile * BLOCK] for i in range(2))
     return lse, delta
 
   stationary, streamed, ds = tiles.panels(s, Dk, Dv)
-  part = s.buffer(parts * PART * PART, dtype=dtypes.uint, space=AddrSpace.LOCAL)
+  part = s.buffer(parts(Dk) * BLOCK * PART, dtype=dtypes.uint, space=AddrSpace.LOCAL)
   pipe = GradientPipeline(s, group, stationary, streamed, tiles.warpgroups * WARPS, REGISTERS[tiles.warpgroups])
 
   def in_turns(*after: UOp) -> UOp:
@@ -391,14 +384,14 @@ class Mainloop:
   @property
   def apart(self) -> bool:
     """Whether each warpgroup has a part of dQ; otherwise each adds the product of its keys to the one before it."""
-    return sizes(self.dq)[0] > PART * PART
+    return sizes(self.dq)[0] > BLOCK * PART
 
   def run(self, sums: list[list[UOp]], *after: UOp) -> list[list[UOp]]:
     """Add all tiles to dK and dV, of each tile of keys. Returns them."""
-    zero, block = UOp.const(0), self.tiles.block
+    zero = UOp.const(0)
     begun = self.pipe.v.wait(zero, self.pipe.k.wait(zero, *after))
-    scores = [self.s.buffer(block // 2) for _ in range(2)]  # S and dP
-    words = [self.s.buffer(block // 4, dtype=dtypes.uint) for _ in range(2)]  # P and dS
+    scores = [self.s.buffer(BLOCK // 2) for _ in range(2)]  # S and dP
+    words = [self.s.buffer(BLOCK // 4, dtype=dtypes.uint) for _ in range(2)]  # P and dS
     part, heads = self.s.buffer(PART // 2), self.heads
     member, tile_range = heads.member, heads.query_range
     outer = () if heads.count == 1 else (member,)
@@ -436,11 +429,11 @@ class Mainloop:
       part: registers for this warpgroup's part of dQ.
       sums: dK and dV of each tile of keys.
     """
-    block, pipe, rules = self.tiles.block, self.pipe, self.heads.rules
+    pipe, rules = self.pipe, self.heads.rules
     tile_range, member = self.heads.query_range, self.heads.member
     number, tile = member * tile_range.n_tiles + n, tile_range.tile(n)
-    queries = queries_of_columns(tile * block, block, self.group.lane)
-    columns = queries_of_columns(UOp.const(0), block, self.group.lane)
+    columns = queries_of_columns(UOp.const(0), BLOCK, self.group.lane)
+    queries = queries_of_columns(tile * BLOCK, BLOCK, self.group.lane)
     begun = pipe.q.wait(number, *after, *(x for of_tile in sums for x in of_tile))
     for i, (rows, (of_dk, of_dv)) in enumerate(zip(self.rows, sums, strict=True)):
       begun = self.start_scores(i, pipe.k, pipe.q.tile(number), scores[0], begun)
@@ -494,7 +487,7 @@ class Mainloop:
 
   def packed(self, words: UOp, elements: Elements, *after: UOp) -> UOp:
     """Round elements to 16 bits in registers for words of two, as they are left operands of products."""
-    pairs = [(i, half) for i in range(self.tiles.block // MMA_N) for half in range(HALVES)]
+    pairs = [(i, half) for i in range(BLOCK // MMA_N) for half in range(HALVES)]
     found = [ins.pack(CUDA, elements[0, i, 2 * half], elements[0, i, 2 * half + 1], self.dtype) for i, half in pairs]
     return words.after(UOp.group(*[words.after(*after)[i].store(word) for i, word in enumerate(found)]))
 
@@ -516,24 +509,22 @@ class Mainloop:
         tile.memory[(first ^ i % per * tile.chunk) + i // per * tile.panel],
         *(words[2 * i + j].load() for j in range(4)),
       )
-      for i in range(0, self.tiles.block // MMA_N, 2)
+      for i in range(0, BLOCK // MMA_N, 2)
     ]
 
   def start_part(self, number: UOp, part: UOp, *after: UOp) -> UOp:
     """Start this warpgroup's part of dS^T K, (64, 64): some queries or columns of it, or the product of its keys."""
-    ds, k = self.ds.tile(number, *after), self.pipe.k.tile(UOp.const(0), *after)
-    first, panels = self.tiles.row(self.warpgroup, 0) * PART, (ds.panel, k.panel)
+    tiles, ds, k = self.tiles, self.ds.tile(number, *after), self.pipe.k.tile(UOp.const(0), *after)
     if self.apart:
-      halves = self.tiles.block // PART
-      left = ds.memory[ds.base + self.warpgroup % halves * ds.panel]
-      right = k.memory[k.base + self.warpgroup // halves * k.panel]
-      return wgmma.start(
-        self.dtype, PART, self.tiles.rows // wgmma.K, part[0], left, right, panels, *after, by_rows=True
-      )
-    old = [self.dq.after(*after)[i.valid(self.warpgroup > 0)].load().bitcast(dtypes.float) for i in self.places()]
-    begun = UOp.group(*(part.after(*after)[i].store(x) for i, x in enumerate(old)))
-    left, right, steps = ds.memory[ds.base + first], k.memory[k.base + first], self.tiles.row_tiles * wgmma.M // wgmma.K
-    return wgmma.start(self.dtype, PART, steps, part[0], left, right, panels, begun, by_rows=True, clears=False)
+      keys, left, right = tiles.rows, ds.base, k.base + self.warpgroup * k.panel
+    else:
+      first, keys = tiles.row(self.warpgroup, 0) * PART, tiles.row_tiles * wgmma.M
+      left, right = ds.base + first, k.base + first
+      found = [self.dq.after(*after)[i.valid(self.warpgroup > 0)].load() for i in self.places()]
+      after = tuple(part.after(*after)[i].store(x.bitcast(dtypes.float)) for i, x in enumerate(found))
+    a, b, steps = ds.memory[left], k.memory[right], keys // wgmma.K
+    panels = (ds.panel, k.panel)
+    return wgmma.start(self.dtype, PART, steps, part[0], a, b, panels, *after, by_rows=True, clears=self.apart)
 
   def places(self) -> list[UOp]:
     """Where the elements of this thread's part of dQ are in shared memory, as accumulators lie in registers."""
@@ -550,16 +541,16 @@ class Mainloop:
 
   def elements(self, scores: UOp) -> Elements:
     """Return this lane's elements of S or dP."""
-    return {(0, i // 4, i % 4): scores[i].load() for i in range(self.tiles.block // 2)}
+    return {(0, i // 4, i % 4): scores[i].load() for i in range(BLOCK // 2)}
 
 
 def scratch(problem: Problem, tiles: Tiles) -> dict[str, tuple[tuple[int, ...], DType]]:
   """Return the shapes and dtypes of the buffers that the kernels share."""
-  n_tiles, parts = ceildiv(problem.M, tiles.block), tiles.parts(problem.Dk)
+  n_tiles = ceildiv(problem.M, BLOCK)
   return {
-    "row_stats": ((problem.heads, 2, n_tiles * tiles.block), dtypes.float),
+    "row_stats": ((problem.heads, 2, n_tiles * BLOCK), dtypes.float),
     "turns": ((problem.heads, n_tiles), dtypes.int),
-    "dq_sum": ((problem.heads, n_tiles, parts, PART * PART), dtypes.float),
+    "dq_sum": ((problem.heads, n_tiles, parts(problem.Dk), BLOCK * PART), dtypes.float),
   }
 
 
@@ -572,7 +563,7 @@ def _kernel(build: Callable[..., UOp], outputs: str, inputs: str, *wants: str) -
     choose=Tiles.choose,
     candidates=Tiles.candidates,
     wants=wants,
-    block=lambda x: (x.rows, x.block),
+    block=lambda x: (x.rows, BLOCK),
     of_keys=True,
     scratch=scratch,
   )

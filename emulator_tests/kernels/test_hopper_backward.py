@@ -44,7 +44,7 @@ def test_matches_the_oracle(name: str) -> None:
     Case.of(machine, *CASES[name]).check()
 
 
-SMALL: Shape = (1, 2, 1, 140, 140, 16, 8)  # two blocks of keys, two tiles of each of two heads
+SMALL: Shape = (1, 2, 1, 70, 270, 16, 8)  # two blocks of keys, two tiles of each of two heads
 
 
 def test_each_barrier_and_wait_deleted() -> None:
