@@ -1,13 +1,19 @@
 """Gradients of attention on Hopper's tensor cores (sm_90a) in one pass of five products.
 
 FlashAttention-2 (Dao, 2023) with the pipeline of FlashAttention-3 (Shah et al., 2024). A workgroup has a block of keys
-and values, 64 for each warpgroup, and loops over tiles of queries. Per tile:
-    start S = K Q^T, then dP = V dO^T      (64, block)   from shared memory
+and values, and loops over tiles of 64 queries. Per tile, and for each 64 of a warpgroup's keys:
+    start S = K Q^T, then dP = V dO^T      (64, 64)      from shared memory
     wait for S, compute P                  start dV += P dO          (64, Dv)
-    wait for dP, compute dS                to shared memory; meet the other warpgroup
-    start dQ = dS^T K                      (64, 64) of the tile's (block, Dk) per warpgroup
+    wait for dP, compute dS                to shared memory
     start dK += dS Q                       (64, Dk)
+Before the last dK of the tile is started:
+    meet, start dQ = dS^T K                (64, 64)
     wait for dQ                            to shared memory, from where it is added to memory
+Head sizes above 64: a warpgroup has 64 keys, the warpgroups meet, and each multiplies 64 columns of dQ by all keys. Up
+to 64: a warpgroup has 128 keys, which halves what is added to memory, and multiplies dQ by its own keys only. The second
+adds that to what it finds in shared memory from the first. So they need not meet, and one computes P and dS while the
+other multiplies.
+
 The workgroups of a head add to dQ in turns, in the order of their keys, so that every run gives the same bits: each
 tile's turn is a number in memory. A warp of its own takes the turns, adds a tile at once and gives the next turn, which
 takes about as long as the products. All workgroups go through the tiles from the last to the first, and start in the
