@@ -9,10 +9,10 @@ and values, and loops over tiles of 64 queries. Per tile, and for each 64 of a w
 Before the last dK of the tile is started:
     meet, start dQ = dS^T K                (64, 64)
     wait for dQ                            to shared memory, from where it is added to memory
-Head sizes above 64: a warpgroup has 64 keys, the warpgroups meet, and each multiplies 64 columns of dQ by all keys. Up
-to 64: a warpgroup has 128 keys, which halves what is added to memory, and multiplies dQ by its own keys only. The second
-adds that to what it finds in shared memory from the first. So they need not meet, and one computes P and dS while the
-other multiplies.
+Above a head size of 64 a warpgroup has 64 keys: all meet, and each multiplies 64 columns of dQ by all keys. Up to 64 it
+has 128 keys, which halves what is added to memory, and multiplies dQ by its own keys only. The second one adds that to
+what it finds in shared memory from the first. So they need not meet, and one computes P and dS while the other
+multiplies.
 
 The workgroups of a head add to dQ in turns, in the order of their keys, so that every run gives the same bits: each
 tile's turn is a number in memory. A warp of its own takes the turns, adds a tile at once and gives the next turn, which
