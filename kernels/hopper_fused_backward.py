@@ -31,9 +31,10 @@ delta, TFLOP/s at 2.5 times those of the forward pass, and the ratios to cuDNN a
 for N=512 / 1024 / 2048 / 4096 / 8192:
     D=128          352 428 484 525 538    1.08 1.05 1.05 1.08 1.05    1.00 1.12 1.16 1.07 1.21
     D=128, causal  229 325 415 473 507    1.07 1.09 1.08 1.09 1.06    1.01 1.11 1.19 1.10 1.23
-For D=64, N=1024 350 (1.00, 1.06) and N=4096 414 (0.98, 1.09), causal 386 (1.06, 1.09); other rows were not measured in
-this form. `preferred` says which cases are left to `hopper_backward`. Nothing spills, but one word at D=64 with a
-causal mask.
+and kept busy for a second or more before, for N=512 / 1024 / 4096 / 8192 (*: with sections of twice as many heads):
+    D=64           321 388 460 471    1.22 1.18 1.12 1.12    1.19 - - -
+    D=64, causal   193 277 413* 449   1.14 1.17 1.14* 1.14   1.04 1.13 - -
+`preferred` says which cases are left to `hopper_backward`. Nothing spills, but one word at D=64 with a causal mask.
 """
 
 from collections.abc import Callable
@@ -167,11 +168,9 @@ MET = UOp.const(1)  # the first barrier at which warpgroups meet: dS is in share
 LIMIT = 192  # of `Tiles.registers`
 REGISTERS = {2: (24, 240)}  # per thread of the producer and of the consumers, of 65536
 LIGHT = frozenset({"window", "sinks", "q_start"})  # features that need no more registers
-L2_BYTES = 32 << 20  # of the cache, for Q, dO and dQ
+L2_BYTES = (16 << 20, 32 << 20)  # of the cache, for Q, dO and dQ, for head sizes up to 64 and above
 MULTIPROCESSORS = 132  # of an H100 or H200
-# The least number of keys from which this pass is ahead of `hopper_backward`, for head sizes up to 64 and above,
-# without and with a causal mask (H200, 2026-11-23).
-FROM = ((1024, 2048), (512, 512))
+FROM = 512  # keys and queries from which this pass is ahead of `hopper_backward` (H200, 2026-11-23)
 
 
 def parts(Dk: int) -> int:
@@ -184,7 +183,8 @@ def section(kv_heads: int, group: int, M: int, Dk: int, Dv: int) -> int:
 
   With few, workgroups wait for turns; with many, Q, dO and dQ do not stay in the L2 cache.
   """
-  return min(kv_heads, max(1, L2_BYTES // (group * M * (2 * (Dk + Dv) + 4 * Dk))))
+  of_head = group * M * (2 * (Dk + Dv) + 4 * Dk)
+  return min(kv_heads, max(1, L2_BYTES[Dk > PART] // of_head))
 
 
 def preferred(problem: Problem, target: Target) -> bool:
@@ -193,7 +193,7 @@ def preferred(problem: Problem, target: Target) -> bool:
   blocks, kv_heads = ceildiv(p.N, Tiles.of(p.Dk).rows), p.B * p.Hkv
   first_wave = min(blocks, MULTIPROCESSORS / section(kv_heads, p.group, p.M, p.Dk, p.Dv))  # tiles until all add
   tiles = ceildiv(kv_heads * blocks, MULTIPROCESSORS) * p.group * ceildiv(p.M, BLOCK)
-  return min(p.M, p.N) >= FROM[max(p.Dk, p.Dv) > PART][p.is_causal] and 8 * first_wave <= tiles
+  return min(p.M, p.N) >= FROM and 8 * first_wave <= tiles
 
 
 def begin(row_stats: UOp, turns: UOp, lse: UOp, delta: UOp, *, tiles: Tiles) -> UOp:
