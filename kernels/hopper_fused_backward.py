@@ -352,6 +352,11 @@ def store(x: UOp, group: Workgroup, acc: UOp, factor: float, rows: dict[tuple[in
   return stores
 
 
+def sums_after(sums: list[list[UOp]], *after: UOp) -> list[list[UOp]]:
+  """The sums of each tile of keys once `after` is done."""
+  return [[x.after(*after) for x in of_tile] for of_tile in sums]
+
+
 def wait_for(count: int, acc: UOp, *after: UOp) -> UOp:
   """Wait until at most `count` later products than that to the accumulators `acc` are pending."""
   return wgmma.wait(count, 2 * sizes(acc)[0], acc[0], *after)
@@ -401,21 +406,15 @@ class Mainloop:
     part, heads = self.s.buffer(PART // 2), self.heads
     member, tile_range = heads.member, heads.query_range
     outer = () if heads.count == 1 else (member,)
-
-    def sums_after(*after: UOp) -> list[list[UOp]]:
-      return [[x.after(*after) for x in of_tile] for of_tile in inside]
-
-    inside = sums
-    inside = sums_after(*outer)
+    inside = sums_after(sums, *outer)
     for first, trips, masked in full_then_masked(zero, tile_range.n_full, tile_range.n_tiles):
       trip = self.s.axis(trips, AxisType.REDUCE)
-      old = sums_after(trip)
+      old = sums_after(inside, trip)
       done = self.attend(first + trip, masked, scores, words, part, old, begun, *outer, trip).end(trip)
-      inside = sums_after(done)
+      inside = sums_after(inside, done)
     for axis in outer:
       done = done.end(axis)
-    inside = sums
-    return sums_after(done)
+    return sums_after(sums, done)
 
   def attend(
     self,
@@ -519,7 +518,7 @@ class Mainloop:
     ]
 
   def start_part(self, number: UOp, part: UOp, *after: UOp) -> UOp:
-    """Start this warpgroup's part of dS^T K, (64, 64): some queries or columns of it, or the product of its keys."""
+    """Start this warpgroup's part of dS^T K, (64, 64): some columns of it, or the product of its keys."""
     tiles, ds, k = self.tiles, self.ds.tile(number, *after), self.pipe.k.tile(UOp.const(0), *after)
     if self.apart:
       keys, left, right = tiles.rows, ds.base, k.base + self.warpgroup * k.panel
