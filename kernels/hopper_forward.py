@@ -73,8 +73,9 @@ from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline, fits, loop
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import Scaling, lowest, online_softmax, p_scale_of
-from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
+from uopattn.dsl.rules.tile_range import TileRange, full_then_masked, masked_then_full
 from uopattn.dsl.schedule import DTYPES_8, DTYPES_16, Kernel, Problem, Schedule
+from uopattn.dsl.scope import clamp
 from uopattn.dsl.target import Target
 
 CUDA = "cuda"
@@ -321,7 +322,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     head, block = jobs.place(group.item, trip)
     head_rules = rules.at(head)
     key_range = head_rules.key_range(block * block_m, block_m, tiles.block_n)
-    return Job(head, block, _views(q, k, v, head, rules), head_rules, key_range)
+    last_first = tiles.producer and key_range.grows
+    key_range = key_range.last_first() if last_first else key_range
+    return Job(head, block, _views(q, k, v, head, rules), head_rules, key_range, last_first)
 
   scores, panels = s.buffer(tiles.block_n // 2), tiles.panels(s, Dk, Dv)
   turns, trip, counts = tiles.warpgroups if tiles.producer else 1, UOp.const(0), None
@@ -343,8 +346,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   state = State.make(s, tiles.block_n, round_up(Dv, 16), q.dtype, mine.rules.scaling, group.item, started)
   main = Mainloop(s, group, q.dtype, pipe, scores, rows, mine.rules, mine.key_range, turns, alone)
 
-  state = main.begin(state, pipe.queries(started))
-  for first, count, masked in full_then_masked(UOp.const(1), mine.key_range.n_full.maximum(1), mine.key_range.n_tiles):
+  walk = mine.walk(M, tiles, group.warp)
+  state = main.begin(walk, state, pipe.queries(main.pass_over(walk.passed, started)))
+  for first, count, masked in walk.loops:
     state = main.attend(first, count, masked, state)
   acc, m_i, l_i = main.finish(state)
 
@@ -359,13 +363,46 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
 
 class Job(NamedTuple):
-  """A block of queries of one head, with its keys."""
+  """A block of queries of one head, with its keys.
+
+  Attributes:
+    last_first: whether the last tiles, which may need a mask, come first.
+  """
 
   head: UOp
   block: UOp
   views: tuple[HeadView, HeadView, HeadView]
   rules: HeadRules
   key_range: TileRange
+  last_first: bool
+
+  def walk(self, M: int, tiles: Tiles, warp: UOp) -> "Walk":
+    """The way of the warpgroup that a warp belongs to, of M queries in all."""
+    n_full, n_tiles = self.key_range.n_full, self.key_range.n_tiles
+    if not self.last_first:
+      return Walk(UOp.const(0), n_full.vmin == 0, full_then_masked(UOp.const(1), n_full.maximum(1), n_tiles))
+    # With the number from lane 0, ptxas knows that all lanes leave loops together.
+    warp = clamp(ins.shuffle(CUDA, warp.cast(dtypes.int), 0), 0, tiles.warpgroups * WARPS - 1)
+    row = self.block * tiles.block_m + warp // WARPS * wgmma.M
+    own = self.rules.key_range(row, wgmma.M, tiles.block_n)
+    # past the last query one tile suffices
+    passed = clamp((row < M).where(n_tiles - own.n_tiles, n_tiles - 1), 0, int(n_tiles.vmax) - 1).simplify()
+    n_full = clamp(own.n_full, 0, n_tiles - (passed + 1))
+    return Walk(passed, True, masked_then_full(passed + 1, n_full, n_tiles))
+
+
+class Walk(NamedTuple):
+  """A warpgroup's way through the tiles of its workgroup, as positions in `Job.key_range`.
+
+  Attributes:
+    passed: the number of tiles at the start that none of its queries sees.
+    masked: whether the tile after them, its first one, needs a mask.
+    loops: what follows its first tile; see `full_then_masked`.
+  """
+
+  passed: UOp
+  masked: bool
+  loops: list[tuple[UOp, UOp, bool]]
 
 
 def _views(q: UOp, k: UOp, v: UOp, head: UOp, rules: Rules) -> tuple[HeadView, HeadView, HeadView]:
@@ -488,13 +525,24 @@ class Mainloop:
     """Keys per tile."""
     return 2 * sizes(self.scores)[0]
 
-  def begin(self, state: State, started: UOp) -> State:
-    """Process the first tile, except for its P V."""
-    zero = UOp.const(0)
-    waited = self.wait_qk(0, self.start_qk(zero, self.pipe.keys(zero, started)))
-    done = self.keys_done(zero, waited)
-    _, words, stores = self.softmax(zero, self.key_range.n_full.vmin == 0, state, waited, done)
-    stores.append(self.pipe.values_done(zero - 1, *stores))
+  def pass_over(self, n_tiles: UOp, started: UOp) -> UOp:
+    """Leave the first tiles to the other warpgroups: take turns with them, and signal that this warp is done.
+
+    It waits for each tile, because a signal before that would count for what was in its slot.
+    """
+    if n_tiles.vmax == 0:
+      return started
+    n_tile, begun = loop(self.s, n_tiles, started)
+    turn = self.pass_turn(self.take_turn(self.pipe.values(n_tile, self.pipe.keys(n_tile, *begun))))
+    return UOp.group(self.pipe.keys_done(n_tile, turn), self.pipe.values_done(n_tile, turn)).end(n_tile)
+
+  def begin(self, walk: Walk, state: State, started: UOp) -> State:
+    """Process this warpgroup's first tile, except for its P V."""
+    first = walk.passed
+    waited = self.wait_qk(0, self.start_qk(first, self.pipe.keys(first, started)))
+    done = self.keys_done(first, waited)
+    _, words, stores = self.softmax(first, walk.masked, state, waited, done)
+    stores.append(self.pipe.values_done(UOp.const(-1), *stores))
     stores += [state.p[i].store(word) for i, word in enumerate(words)]
     return state.after(UOp.group(*stores))
 

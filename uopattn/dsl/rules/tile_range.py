@@ -23,6 +23,15 @@ class TileRange:
   n_tiles: UOp
   tile: Callable[[UOp], UOp]
 
+  @property
+  def grows(self) -> bool:
+    """Whether the tiles are those from tile 0 on, in order, as many as the block's last row sees."""
+    return self.tile is same and self.n_tiles.vmin < self.n_tiles.vmax
+
+  def last_first(self) -> "TileRange":
+    """The tiles from the last one on. Those that need a mask come first then, so none counts as full here."""
+    return TileRange(UOp.const(0), self.n_tiles, lambda position: self.tile(self.n_tiles - 1 - position))
+
   def split(self, i: UOp, splits: int) -> "TileRange":
     """Split `i` of `splits`, as equal in size as possible. A split may be empty."""
     if splits == 1:
@@ -37,6 +46,11 @@ class TileRange:
       return TileRange(n_tiles, n_tiles, tile)
     n_full = clamp(self.n_full - begin, 0, n_tiles) if self.n_full.vmax > 0 else self.n_full
     return TileRange(n_full, n_tiles, tile)
+
+
+def same(position: UOp) -> UOp:
+  """The number of the tile at a position, of tiles in order."""
+  return position
 
 
 def full_first(begin: UOp, full_begin: UOp, n_full: UOp, tiles: int) -> Callable[[UOp], UOp]:
@@ -60,7 +74,15 @@ def full_then_masked(begin: UOp, n_full: UOp, n_tiles: UOp) -> list[tuple[UOp, U
   Returns:
     For each loop that may run: its first position, its number of trips, and whether its tiles need a mask.
   """
-  both = (begin, n_full - begin, False), (n_full, n_tiles - n_full, True)
+  return _that_run((begin, n_full - begin, False), (n_full, n_tiles - n_full, True))
+
+
+def masked_then_full(begin: UOp, n_full: UOp, n_tiles: UOp) -> list[tuple[UOp, UOp, bool]]:
+  """The two loops in the other order, where the `n_full` full tiles come last; see `full_then_masked`."""
+  return _that_run((begin, n_tiles - begin - n_full, True), (n_tiles - n_full, n_full, False))
+
+
+def _that_run(*both: tuple[UOp, UOp, bool]) -> list[tuple[UOp, UOp, bool]]:
   # tinygrad misplaces the body of a loop that has no trips.
   found = [(first, trips.simplify(), masked) for first, trips, masked in both]
   return [(first, blurred(trips), masked) for first, trips, masked in found if trips.vmax > 0]
