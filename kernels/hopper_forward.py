@@ -344,7 +344,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     started = copies.start()
   rows = [mine.block * block_m + group.warp * MMA_M + row_of(group.lane, half) for half in range(HALVES)]
   state = State.make(s, tiles.block_n, round_up(Dv, 16), q.dtype, mine.rules.scaling, group.item, started)
-  main = Mainloop(s, group, q.dtype, pipe, scores, rows, mine.rules, mine.key_range, turns, alone)
+  main = Mainloop(s, group, q.dtype, pipe, scores, rows, mine.rules, mine.key_range, turns, alone, mine.last_first)
 
   walk = mine.walk(M, tiles, group.warp)
   state = main.begin(walk, state, pipe.queries(main.pass_over(walk.passed, started)))
@@ -381,12 +381,13 @@ class Job(NamedTuple):
     n_full, n_tiles = self.key_range.n_full, self.key_range.n_tiles
     if not self.last_first:
       return Walk(UOp.const(0), n_full.vmin == 0, full_then_masked(UOp.const(1), n_full.maximum(1), n_tiles))
-    # With the number from lane 0, ptxas knows that all lanes leave loops together.
+    # With the number from lane 0, ptxas knows that all lanes of a warp leave loops together.
     warp = clamp(ins.shuffle(CUDA, warp.cast(dtypes.int), 0), 0, tiles.warpgroups * WARPS - 1)
     row = self.block * tiles.block_m + warp // WARPS * wgmma.M
     own = self.rules.key_range(row, wgmma.M, tiles.block_n)
     # past the last query one tile suffices
     passed = clamp((row < M).where(n_tiles - own.n_tiles, n_tiles - 1), 0, int(n_tiles.vmax) - 1).simplify()
+    passed = UOp.const(0) if tiles.warpgroups == 1 else passed
     n_full = clamp(own.n_full, 0, n_tiles - (passed + 1))
     return Walk(passed, True, masked_then_full(passed + 1, n_full, n_tiles))
 
@@ -507,6 +508,7 @@ class Mainloop:
     key_range: the tiles. Tiles are numbered by their position in it.
     turns: warpgroups that start their products in turns.
     alone: whether a turn lasts until the products are done, so that those of two warpgroups never mix.
+    apart: whether warpgroups differ in their numbers of trips.
   """
 
   s: Scope
@@ -519,6 +521,7 @@ class Mainloop:
   key_range: TileRange
   turns: int
   alone: bool
+  apart: bool
 
   @property
   def block_n(self) -> int:
@@ -532,7 +535,7 @@ class Mainloop:
     """
     if n_tiles.vmax == 0:
       return started
-    n_tile, begun = loop(self.s, n_tiles, started)
+    n_tile, begun = loop(self.s, n_tiles, started, early=True)
     turn = self.pass_turn(self.take_turn(self.pipe.values(n_tile, self.pipe.keys(n_tile, *begun))))
     return UOp.group(self.pipe.keys_done(n_tile, turn), self.pipe.values_done(n_tile, turn)).end(n_tile)
 
@@ -548,7 +551,7 @@ class Mainloop:
 
   def attend(self, first: UOp, trips: UOp, masked: bool, state: State) -> State:
     """Process the tiles from `first` on, each together with P V of the tile before it."""
-    trip, begun = loop(self.s, trips)
+    trip, begun = loop(self.s, trips, early=self.apart)
     n_tile, old = first + trip, state.after(*begun)
     qk = self.start_qk(n_tile, self.take_turn(self.pipe.keys(n_tile, *begun, *state.values())))
     pv = self.start_pv(n_tile - 1, old, self.pipe.values(n_tile - 1, qk))

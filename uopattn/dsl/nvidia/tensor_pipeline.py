@@ -417,16 +417,17 @@ class Tiles:
     return last
 
 
-def loop(s: Scope, trips: UOp, *after: UOp) -> tuple[UOp, tuple[UOp, ...]]:
+def loop(s: Scope, trips: UOp, *after: UOp, early: bool = False) -> tuple[UOp, tuple[UOp, ...]]:
   """Begin a loop of `trips` trips, inside a loop over jobs if their number depends on it.
 
   tinygrad would end a loop over jobs together with a loop whose number of trips depends on it. So such a loop has as
-  many trips as any job, and is left early.
+  many trips as any job, and is left early. So is one with `early`, whose trips may turn out to be 0 when the kernel is
+  lowered, which would misplace its body.
 
   Returns:
     The axis, and what the loop's body must come after.
   """
-  if not any(x.arg[-1] is AxisType.REDUCE for x in trips.ranges):
+  if not early and not any(x.arg[-1] is AxisType.REDUCE for x in trips.ranges):
     axis = s.axis(blurred(trips), AxisType.REDUCE)
     return axis, (*after, axis)
   axis = s.axis(int(trips.vmax) + (trips.vmax == 1), AxisType.REDUCE)
