@@ -317,14 +317,16 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   jobs = Jobs.of(heads, ceildiv(M, block_m), cached, rules.longest_last, MULTIPROCESSORS, tiles.persistent)
   group = Workgroup(s, 1, jobs.workgroups, tiles.threads // WARP, WARP)
   trips = jobs.trips(group.item).simplify()
+  last_first = tiles.producer and rules.at(UOp.const(0)).ends
+  # The block that is not full is the first one, which has the fewest keys.
+  before = (jobs.blocks * block_m - M) // wgmma.M * wgmma.M if last_first else 0
 
   def job(trip: UOp) -> Job:
     head, block = jobs.place(group.item, trip)
-    head_rules = rules.at(head)
-    key_range = head_rules.key_range(block * block_m, block_m, tiles.block_n)
-    last_first = tiles.producer and key_range.grows
+    head_rules, row = rules.at(head), block * block_m - before if before else block * block_m
+    key_range = head_rules.key_range(row, block_m, tiles.block_n)
     key_range = key_range.last_first() if last_first else key_range
-    return Job(head, block, _views(q, k, v, head, rules), head_rules, key_range, last_first)
+    return Job(head, block, row, _views(q, k, v, head, rules), head_rules, key_range, last_first)
 
   scores, panels = s.buffer(tiles.block_n // 2), tiles.panels(s, Dk, Dv)
   turns, trip, counts = tiles.warpgroups if tiles.producer else 1, UOp.const(0), None
@@ -332,7 +334,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   pipe: Pipeline
   if tiles.producer:
     consumers, registers = tiles.warpgroups * WARPS, REGISTERS[tiles.warpgroups]
-    tensors = TensorPipeline(s, group, job, trips, panels, consumers, registers, tiles.transposed(s, Dv))
+    tensors = TensorPipeline(s, group, job, trips, panels, consumers, registers, tiles.transposed(s, Dv), before=before)
     started = first_turn(turns, group.warp, tensors.start())
     if jobs.persistent:
       counts, trip = tensors.counts(started), s.axis(trips, AxisType.REDUCE)
@@ -342,7 +344,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     mine = job(trip)
     pipe = copies = CopyPipeline(s, group, mine.block, mine.views, mine.key_range, panels)
     started = copies.start()
-  rows = [mine.block * block_m + group.warp * MMA_M + row_of(group.lane, half) for half in range(HALVES)]
+  rows = [_query(mine.row + group.warp * MMA_M + row_of(group.lane, half), M) for half in range(HALVES)]
   state = State.make(s, tiles.block_n, round_up(Dv, 16), q.dtype, mine.rules.scaling, group.item, started)
   main = Mainloop(s, group, q.dtype, pipe, scores, rows, mine.rules, mine.key_range, turns, alone, mine.last_first)
 
@@ -366,11 +368,13 @@ class Job(NamedTuple):
   """A block of queries of one head, with its keys.
 
   Attributes:
+    row: its first query; below 0 where a block has warpgroups without queries.
     last_first: whether the last tiles, which may need a mask, come first.
   """
 
   head: UOp
   block: UOp
+  row: UOp
   views: tuple[HeadView, HeadView, HeadView]
   rules: HeadRules
   key_range: TileRange
@@ -383,13 +387,18 @@ class Job(NamedTuple):
       return Walk(UOp.const(0), n_full.vmin == 0, full_then_masked(UOp.const(1), n_full.maximum(1), n_tiles))
     # With the number from lane 0, ptxas knows that all lanes of a warp leave loops together.
     warp = clamp(ins.shuffle(CUDA, warp.cast(dtypes.int), 0), 0, tiles.warpgroups * WARPS - 1)
-    row = self.block * tiles.block_m + warp // WARPS * wgmma.M
+    row = _query(self.row + warp // WARPS * wgmma.M, M)
     own = self.rules.key_range(row, wgmma.M, tiles.block_n)
     # past the last query one tile suffices
     passed = clamp((row < M).where(n_tiles - own.n_tiles, n_tiles - 1), 0, int(n_tiles.vmax) - 1).simplify()
     passed = UOp.const(0) if tiles.warpgroups == 1 else passed
     n_full = clamp(own.n_full, 0, n_tiles - (passed + 1))
     return Walk(passed, True, masked_then_full(passed + 1, n_full, n_tiles))
+
+
+def _query(row: UOp, M: int) -> UOp:
+  """The number of a query, of M in all, at a row of a block; from M on if there is none there."""
+  return row if row.vmin >= 0 else (row < 0).where(M - row, row)
 
 
 class Walk(NamedTuple):
@@ -545,7 +554,7 @@ class Mainloop:
     waited = self.wait_qk(0, self.start_qk(first, self.pipe.keys(first, started)))
     done = self.keys_done(first, waited)
     _, words, stores = self.softmax(first, walk.masked, state, waited, done)
-    stores.append(self.pipe.values_done(UOp.const(-1), *stores))
+    stores.append(self.pipe.values_done(UOp.const(0) - 1, *stores))
     stores += [state.p[i].store(word) for i, word in enumerate(words)]
     return state.after(UOp.group(*stores))
 

@@ -54,7 +54,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 def test_each_warpgroup_begins_at_its_own_tile(brought: list[TensorPipeline]) -> None:
   """Blocks whose warpgroups see different tiles, the last block with two that have no queries."""
-  options = {"window": (None, 5), "q_start": np.array([-9, 60])}
+  options: dict[str, Any] = {"window": (None, 5), "q_start": np.array([-9, 60])}
   with HOPPER.on(ARCH, Tiles(3, 32, 2, producer=True, persistent=True, q_stages=2)):
     given = {key: on_device(x) for key, x in options.items()}
     HOPPER.check(*HOPPER.inputs(ARCH, (2, 4, 2, 200, 230, 24, 16), HALF), given, **options)

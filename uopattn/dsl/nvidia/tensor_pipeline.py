@@ -59,12 +59,14 @@ class Source:
     tiles: the tiles in shared memory.
     keep: whether other workgroups will read the same.
     numbers: shared memory for a float32 per row that comes with it, slot by slot; None if nothing does.
+    before: rows that the first tile begins before row 0; there are zeros.
   """
 
   number: int
   tiles: SwizzledTiles
   keep: bool
   numbers: UOp | None = None
+  before: int = 0
 
   @property
   def bytes(self) -> int:
@@ -89,7 +91,8 @@ class Source:
     x, tile, head = view.strides, self.tiles.tile(slot), view.head
     assert x is not None
     assert head is not None
-    place, copies = (n_tile * self.tiles.rows, head % x.heads, head // x.heads), []
+    row = n_tile * self.tiles.rows - self.before if self.before else n_tile * self.tiles.rows
+    place, copies = (row, head % x.heads, head // x.heads), []
     begun = ins.mbarrier_expect(CUDA, barrier, self.bytes, *after)
     for column in range(0, self.tiles.columns, COLUMNS):
       to = tile.memory[tile.base + column // COLUMNS * tile.panel]
@@ -202,6 +205,7 @@ class TensorPipeline:
     registers: tuple[int, int],
     transposed: SwizzledTiles | None = None,
     values_follow: bool = True,
+    before: int = 0,
   ):
     """Create a pipeline.
 
@@ -213,6 +217,7 @@ class TensorPipeline:
       registers: registers per thread of the producer, and of a consumer.
       transposed: shared memory for V transposed, with as many slots; None if V is used as it is.
       values_follow: whether a tile of V is used only with the next tile of K; then it is brought after that.
+      before: queries that the first block begins before query 0.
     """
     self._s, self._group, self._jobs, self._trips = s, group, jobs, trips
     self._lag = int(values_follow)
@@ -220,7 +225,7 @@ class TensorPipeline:
     if transposed is not None:
       self._transposed_barriers = s.buffer(2 * transposed.slots, dtype=dtypes.ulong, space=AddrSpace.LOCAL)
     self._consumers, self._registers = consumers, registers
-    self._sources = [Source(i, x, keep=i > 0) for i, x in enumerate(tiles)]
+    self._sources = [Source(i, x, keep=i > 0, before=0 if i else before) for i, x in enumerate(tiles)]
     self._barriers = [s.buffer(2 * x.slots, dtype=dtypes.ulong, space=AddrSpace.LOCAL) for x in tiles]
     self._room = s.buffer(len(tiles) * MAP_WORDS, dtype=dtypes.uint, space=AddrSpace.LOCAL)
 

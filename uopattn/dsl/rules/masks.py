@@ -11,7 +11,7 @@ from tinygrad.helpers import ceildiv
 from uopattn.dsl.rules.origin import NO_ORIGIN, Origin
 from uopattn.dsl.rules.ranges import Bounds, Lengths, Range, Window
 from uopattn.dsl.rules.table import Table
-from uopattn.dsl.rules.tile_range import TileRange, full_first, same
+from uopattn.dsl.rules.tile_range import TileRange, full_first
 from uopattn.dsl.scope import clamp, least, sizes
 
 FAR = 1 << 30  # beyond any key, and within int32 even after a side of a window and a number of queries are added
@@ -86,6 +86,12 @@ class HeadMasks:
     return (self.h, row) if r.pack_gqa == 1 else (self.h + clamp(row // r.M, 0, r.pack_gqa - 1), row % r.M)
 
   @property
+  def ends(self) -> bool:
+    """Whether the tiles of any rows are those from tile 0 on, in order, up to an end that grows from row to row."""
+    row = UOp.const(0)
+    return bool(self._lasts(row)) and not self._firsts(row) and self.rules.tile_lists is None
+
+  @property
   def length(self) -> UOp:
     """The number of keys that exist. No key from there on may be read."""
     r = self.rules
@@ -113,7 +119,7 @@ class HeadMasks:
       return self._listed(row // block_m, tiles, bool(lasts or firsts or self._hides(2)))
     n_tiles = UOp.const(tiles)
     if not lasts and not firsts:
-      return TileRange(UOp.const(0 if self._hides(1) else r.N // block_n), n_tiles, same)
+      return TileRange(UOp.const(0 if self._hides(1) else r.N // block_n), n_tiles, lambda position: position)
     end = clamp(least(lasts), 0, r.N - 1) // block_n + 1 if lasts else n_tiles
     full_end = clamp(least(self._lasts(row)) + 1, 0, r.N) // block_n if lasts else UOp.const(r.N // block_n)
     begin = clamp(_largest(firsts), 0, r.N - 1) // block_n if firsts else UOp.const(0)
@@ -121,7 +127,7 @@ class HeadMasks:
     n_full = full_end if not firsts else (full_end - full_begin).maximum(0)
     n_full = n_full if n_full.vmax > 1 and not self._hides(1) else UOp.const(0)
     if not firsts:
-      return TileRange(n_full, end, same)
+      return TileRange(n_full, end, lambda position: position)
     return TileRange(n_full, clamp(end - begin, 1, tiles), full_first(begin, full_begin, n_full, tiles))
 
   def query_range(self, key: UOp, block_n: int, block_m: int) -> TileRange:
@@ -156,7 +162,7 @@ class HeadMasks:
     n_full = n_full if exist.vmin or n_full.vmax == 0 else exist.where(n_full, 0)
     n_tiles = clamp(end - begin, 1, tiles)
     n_tiles = n_tiles if r.kv_lengths is None else (key < self.length).where(n_tiles, 1)
-    return TileRange(n_full, n_tiles, full_first(begin, full_begin, n_full, tiles) if firsts else same)
+    return TileRange(n_full, n_tiles, full_first(begin, full_begin, n_full, tiles) if firsts else lambda x: x)
 
   def hidden(self, row: UOp, key: UOp) -> list[UOp]:
     """Conditions, any of which hides a key below N from a query."""

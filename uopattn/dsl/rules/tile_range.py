@@ -23,11 +23,6 @@ class TileRange:
   n_tiles: UOp
   tile: Callable[[UOp], UOp]
 
-  @property
-  def grows(self) -> bool:
-    """Whether the tiles are those from tile 0 on, in order, as many as the block's last row sees."""
-    return self.tile is same and self.n_tiles.vmin < self.n_tiles.vmax
-
   def last_first(self) -> "TileRange":
     """The tiles from the last one on. Those that need a mask come first then, so none counts as full here."""
     return TileRange(UOp.const(0), self.n_tiles, lambda position: self.tile(self.n_tiles - 1 - position))
@@ -46,11 +41,6 @@ class TileRange:
       return TileRange(n_tiles, n_tiles, tile)
     n_full = clamp(self.n_full - begin, 0, n_tiles) if self.n_full.vmax > 0 else self.n_full
     return TileRange(n_full, n_tiles, tile)
-
-
-def same(position: UOp) -> UOp:
-  """The number of the tile at a position, of tiles in order."""
-  return position
 
 
 def full_first(begin: UOp, full_begin: UOp, n_full: UOp, tiles: int) -> Callable[[UOp], UOp]:
