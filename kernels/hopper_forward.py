@@ -22,7 +22,11 @@ There are two ways to bring them there, behind one interface, `Pipeline`:
   lengths that only the GPU knows, rows whose starts are no multiples of 16 bytes; `tensor_pipeline.fits`), and with
   features for which a producer would leave too few registers (`Problem.light`).
 
-Full tiles, which all queries of the workgroup see completely, come first and need no mask; masked tiles follow.
+Full tiles, which all queries of the workgroup see completely, come first and need no mask; masked tiles follow. With a
+producer, under a causal mask, it is the other way round: a job begins at the diagonal, in the tile that is not
+overlapped with others and so has a mask in any case. Each warpgroup has a `Walk` of its own then. It passes over tiles
+that none of its queries sees, only taking its turns. Blocks of queries are counted from the last query back, so that
+the block that is not full is the one with the fewest keys.
 
 In 8 bits, with head sizes up to 128, a producer is needed, whose warps also transpose V, because tensor cores want k
 along the rows (`uopattn.dsl.nvidia.transposed`). P is scaled by a power of two and rounded to 8 bits, as in
@@ -318,12 +322,12 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   group = Workgroup(s, 1, jobs.workgroups, tiles.threads // WARP, WARP)
   trips = jobs.trips(group.item).simplify()
   last_first = tiles.producer and rules.at(UOp.const(0)).ends
-  # The block that is not full is the first one, which has the fewest keys.
+  # Of the blocks, the first one, which has the fewest keys, is the one with warpgroups that have no queries.
   before = (jobs.blocks * block_m - M) // wgmma.M * wgmma.M if last_first else 0
 
   def job(trip: UOp) -> Job:
     head, block = jobs.place(group.item, trip)
-    head_rules, row = rules.at(head), block * block_m - before if before else block * block_m
+    head_rules, row = rules.at(head), block * block_m - before
     key_range = head_rules.key_range(row, block_m, tiles.block_n)
     key_range = key_range.last_first() if last_first else key_range
     return Job(head, block, row, _views(q, k, v, head, rules), head_rules, key_range, last_first)
@@ -346,7 +350,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     started = copies.start()
   rows = [_query(mine.row + group.warp * MMA_M + row_of(group.lane, half), M) for half in range(HALVES)]
   state = State.make(s, tiles.block_n, round_up(Dv, 16), q.dtype, mine.rules.scaling, group.item, started)
-  main = Mainloop(s, group, q.dtype, pipe, scores, rows, mine.rules, mine.key_range, turns, alone, mine.last_first)
+  main = Mainloop(s, group, q.dtype, pipe, scores, rows, mine.rules, mine.key_range, turns, alone, last_first)
 
   walk = mine.walk(M, tiles, group.warp)
   state = main.begin(walk, state, pipe.queries(main.pass_over(walk.passed, started)))
@@ -385,13 +389,14 @@ class Job(NamedTuple):
     n_full, n_tiles = self.key_range.n_full, self.key_range.n_tiles
     if not self.last_first:
       return Walk(UOp.const(0), n_full.vmin == 0, full_then_masked(UOp.const(1), n_full.maximum(1), n_tiles))
-    # With the number from lane 0, ptxas knows that all lanes of a warp leave loops together.
+    # With its number from lane 0, ptxas knows that a warp leaves loops as a whole. Otherwise it makes the descriptors of
+    # products in vector registers, which costs 30 instructions per tile, and spills.
     warp = clamp(ins.shuffle(CUDA, warp.cast(dtypes.int), 0), 0, tiles.warpgroups * WARPS - 1)
     row = _query(self.row + warp // WARPS * wgmma.M, M)
     own = self.rules.key_range(row, wgmma.M, tiles.block_n)
-    # past the last query one tile suffices
+    # Without queries, the last tile suffices.
     passed = clamp((row < M).where(n_tiles - own.n_tiles, n_tiles - 1), 0, int(n_tiles.vmax) - 1).simplify()
-    passed = UOp.const(0) if tiles.warpgroups == 1 else passed
+    passed = passed if tiles.warpgroups > 1 else UOp.const(0)
     n_full = clamp(own.n_full, 0, n_tiles - (passed + 1))
     return Walk(passed, True, masked_then_full(passed + 1, n_full, n_tiles))
 

@@ -91,8 +91,7 @@ class Source:
     x, tile, head = view.strides, self.tiles.tile(slot), view.head
     assert x is not None
     assert head is not None
-    row = n_tile * self.tiles.rows - self.before if self.before else n_tile * self.tiles.rows
-    place, copies = (row, head % x.heads, head // x.heads), []
+    place, copies = (n_tile * self.tiles.rows - self.before, head % x.heads, head // x.heads), []
     begun = ins.mbarrier_expect(CUDA, barrier, self.bytes, *after)
     for column in range(0, self.tiles.columns, COLUMNS):
       to = tile.memory[tile.base + column // COLUMNS * tile.panel]
