@@ -324,6 +324,11 @@ HOPPER_PRODUCER = {
   "the first warpgroup's tiles for all": Mistake(
     instructions, "shuffle", lambda right: lambda family, value, lane: right(family, value, lane) * 0
   ),
+  "queries of the block as counted from query 0": Mistake(
+    tensor_pipeline.TensorPipeline,
+    "__init__",
+    lambda right: lambda self, *args, before, **given: right(self, *args, **given),
+  ),
 }
 # These the emulator must.
 HOPPER_BARRIERS = {
