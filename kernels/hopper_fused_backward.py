@@ -352,6 +352,11 @@ def store(x: UOp, group: Workgroup, acc: UOp, factor: float, rows: dict[tuple[in
   return stores
 
 
+def all_after(sums: list[list[UOp]], *after: UOp) -> list[list[UOp]]:
+  """The accumulators of each tile of keys, after something."""
+  return [[x.after(*after) for x in of_tile] for of_tile in sums]
+
+
 def wait_for(count: int, acc: UOp, *after: UOp) -> UOp:
   """Wait until at most `count` later products than that to the accumulators `acc` are pending."""
   return wgmma.wait(count, 2 * sizes(acc)[0], acc[0], *after)
@@ -402,20 +407,15 @@ class Mainloop:
     member, tile_range = heads.member, heads.query_range
     outer = () if heads.count == 1 else (member,)
 
-    def sums_after(*after: UOp) -> list[list[UOp]]:
-      return [[x.after(*after) for x in of_tile] for of_tile in inside]
-
-    inside = sums
-    inside = sums_after(*outer)
+    inside = all_after(sums, *outer)
     for first, trips, masked in full_then_masked(zero, tile_range.n_full, tile_range.n_tiles):
       trip = self.s.axis(trips, AxisType.REDUCE)
-      old = sums_after(trip)
+      old = all_after(inside, trip)
       done = self.attend(first + trip, masked, scores, words, part, old, begun, *outer, trip).end(trip)
-      inside = sums_after(done)
+      inside = all_after(inside, done)
     for axis in outer:
       done = done.end(axis)
-    inside = sums
-    return sums_after(done)
+    return all_after(sums, done)
 
   def attend(
     self,
