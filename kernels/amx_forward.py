@@ -47,6 +47,7 @@ from uopattn.dsl.cpu.amx_operands import (
   PRODUCTS,
   STACK_LIMIT,
   Between,
+  Products,
   check_target,
   check_tiles,
   filled,
@@ -62,6 +63,7 @@ from uopattn.dsl.cpu.amx_operands import (
 )
 from uopattn.dsl.cpu.register_blocks import add_steps, blocks_per_call, even, work_items
 from uopattn.dsl.rules.head_view import HeadView
+from uopattn.dsl.rules.masks import TileRange
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import lowest, normalize_rows
 from uopattn.dsl.schedule import FEW, Kernel, Problem, Schedule
@@ -141,118 +143,188 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     tiles: block sizes.
   """
   (heads, M, Dk), Dv, N = sizes(q), sizes(o)[2], rules.N
-  block_m, block_n, parts = tiles.block_m, tiles.block_n, PARTS[q.dtype]
-  blocks, n_tiles, scaling = ceildiv(M, block_m), ceildiv(N, block_n), rules.scaling
+  blocks, scaling = ceildiv(M, tiles.block_m), rules.scaling
   s = Scope()
   outer, item = work_items(s, heads * blocks, tiles.blocks_per_call)
-  head, row = item // blocks, item % blocks * block_m  # head and first query row of this block
-  head_rules = rules.at(head)
-
+  head, row = item // blocks, item % blocks * tiles.block_m  # head and first query row of this block
   config = tile_config(*outer)
-  q_t = load_lanes(s, HeadView.of(q, head, UOp.const(M)), row, block_m, parts, outer)
-  groups, widths = block_m // LANES, [round_up(x, STEP) for x in (Dk, Dv)]
-  pairs = groups // GROUPS
-  acc, m_i, l_i = (
-    filled(s, x, dtypes.float, groups, *shape, LANES, within=outer)
-    for x, *shape in ((0.0, widths[1]), (lowest(scaling),), (0.0,))
-  )
-  v_pairs = filled(s, 0, dtypes.uint, parts, block_n // PAIR, widths[1], within=outer)
-  # Of two tiles, and of two pairs of groups: the products of one run while the weights of the next are computed. Those
-  # before the first are 0, and so is what is added then.
-  turns = min(pairs, 2)
-  k_tiles = filled(s, 0, dtypes.ushort, turns * parts, block_n, widths[0], within=outer)
-  v_tiles = filled(s, 0, dtypes.uint, turns * parts, block_n // STEP, widths[1], LANES, within=outer)
-  weights = filled(s, 0, dtypes.uint, turns * GROUPS, parts, block_n // PAIR, LANES, within=outer)
-  scores = s.buffer(turns * GROUPS, block_n, LANES)
+  block = Block.of(s, q, head, row, Dv, rules.at(head), tiles, lse is not None, outer)
 
-  key_range = head_rules.key_range(row, block_m, block_n)
-  length = head_rules.length if rules.kv_lengths is not None or block_n > N else None
-  products = PRODUCTS[parts] + ((1, 1),) * (parts == 2 and lse is not None)  # the LSE is float32
-
-  def tile_at(position: UOp, *axes: UOp) -> tuple[UOp, UOp, HeadRules]:
-    """The first key that a tile adds, its first key, as the last tile is moved back to end at N, and its rules."""
-    start = key_range.tile(clamp(position, 0, n_tiles - 1)) * block_n
-    first = clamp(start, 0, max(0, N - block_n))
-    return start, first, head_rules.of_tile(s, first, block_n, axes)
-
-  def load_keys(position: UOp, *axes: UOp) -> UOp:
-    _, first, its_rules = tile_at(position, *axes)
-    first = first.cast(dtypes.long)  # of sums with constants in 32 bits clang makes no vector loads
-    return load_rows(s, k_tiles, position % turns * parts, parts, its_rules.keys(k), first, length, *axes)
-
-  def multiply_qk(
-    keys: UOp, turn: UOp, pair: UOp | int, slot: UOp | int, *after: UOp, between: Between = nothing
-  ) -> UOp:
-    return mma_abt(s, scores, slot, keys, turn * parts, q_t, pair * GROUPS, products, *after, between=between)
-
-  loop = s.loop(
-    key_range.n_tiles if key_range.n_tiles.vmin < key_range.n_tiles.vmax else int(key_range.n_tiles.vmax), *outer
-  )
+  n_tiles, pairs, turns = block.key_range.n_tiles, block.pairs, block.turns
+  loop = s.loop(n_tiles if n_tiles.vmin < n_tiles.vmax else int(n_tiles.vmax), *outer)
   begun: tuple[UOp, ...] = (config,)
   if pairs > 1:
-    last = key_range.n_tiles - 1  # the loop counts down
-    keys, place = load_keys(last, *outer), (last % turns, 0, slot_of(0, last, pairs))
-    begun = (multiply_qk(keys, *place, *outer, config),)
+    last = n_tiles - 1  # the loop counts down
+    keys, place = block.load_keys(k, last, *outer), (last % turns, 0, slot_of(0, last, pairs))
+    begun = (block.multiply_qk(keys, *place, *outer, config),)
   turn = loop.index % turns
-  start, first, here = tile_at(loop.index, *loop.axes)
-  v_pairs = load_pairs(s, v_pairs, here.keys(v), first, length, *loop.axes)
-  v_tile = turned(s, v_tiles, turn * parts, v_pairs, *loop.axes)
+  tile = block.tile_at(loop.index, *loop.axes)
+  v_tile = block.load_values(v, tile, turn, *loop.axes)
   # Q K^T is a pair of groups ahead, so that the last pair of a tile needs the next tile.
-  keys = load_keys(clamp(loop.index - (turns - 1), 0, n_tiles - 1), *loop.axes, *begun)
+  keys = block.load_keys(k, clamp(loop.index - (turns - 1), 0, block.n_tiles - 1), *loop.axes, *begun)
   if pairs == 1:
-    begun = (multiply_qk(keys, turn, 0, 0, *loop.axes, config),)
+    begun = (block.multiply_qk(keys, turn, 0, 0, *loop.axes, config),)
   g = s.axis(pairs)
   inside, slot = (*loop.axes, g, *begun), slot_of(g, loop.index, pairs)
-  state = State(acc.after(*inside), m_i.after(*inside), l_i.after(*inside), g * GROUPS)
-
-  moved = start if N % block_n and block_n < N else None
-  low, high = key_bounds(s, here, row, first, moved, block_n, state.group, inside)
-
-  def score(product: UOp, n: UOp, j: int, m: UOp) -> UOp:
-    """The score of a key of the tile; -inf if it is hidden, was in the tile before, or does not exist."""
-    key, query = first + n, row + (state.group + j) * LANES + m
-    place = n.cast(dtypes.float)
-    hidden = [] if high is None else [place > high[j, m].load()]
-    hidden += [] if low is None else [place < low[j, m].load()]
-    hidden += here.hidden_by_masks(query, key)
-    x = product if scaling.pre == 1 else product * scaling.pre
-    x = here.apply_score_mods(x, query, key)
-    return reduce(UOp.__or__, hidden).where(-inf, x) if hidden else x
-
-  seen, at, highest = row_maxima(s, scores.after(*inside), slot, state, score, inside)
-  shift, alpha = update_maxima(s, state, highest, scaling.log2, inside)
-  rescaled = rescale(s, state, alpha, shift)
-  l_tile = s.assign(s.buffer(GROUPS, LANES), lambda j, m: 0.0, within=inside)  # apart: a long sum loses digits
-  degree = 5 if lse is not None or parts > 1 else 3
-  weighing = Weighing(weights.after(*inside), slot, seen, at, shift, l_tile, scaling.log2, degree)
-  done: tuple[UOp, ...] = (*inside, seen, rescaled, l_tile)
+  acc, m_i, l_i = (x.after(*inside) for x in (block.acc, block.m_i, block.l_i))
+  state = State(acc, m_i, l_i, g * GROUPS)
+  weighing, done = softmax(block, state, tile, slot, inside)
   if pairs == 1:
-    end = mma_ab(s, state.acc, 0, v_tile, 0, weights, 0, *weighing.rows(0, block_n, *done))
+    end = mma_ab(s, state.acc, 0, v_tile, 0, block.weights, 0, *weighing.rows(0, tiles.block_n, *done))
   else:
-    steps = [block_n // BLOCK * (width // STEP) for width in widths]
-    rows = weighing.rows_per_step(steps)
-    wraps = g.eq(pairs - 1)
-    following = keys, wraps.where(turns - 1 - turn, turn), wraps.where(0, g + 1)
-    end = multiply_qk(*following, GROUPS - slot, *done, between=weighing.between(0, rows[0]))
-    weighed = rows[0] * steps[0]
-    values = v_tile, g.eq(0).where(turns - 1 - turn, turn) * parts
-    previous = g.eq(0).where(pairs - 1, g - 1) * GROUPS
-    end = mma_ab(
-      s, state.acc, previous, *values, weights, GROUPS - slot, end, between=weighing.between(weighed, rows[1])
-    )
-    weighed += rows[1] * steps[1]
-    (end,) = weighing.rows(weighed, block_n - weighed, end)
+    end = multiply_and_weigh(block, state, weighing, keys, v_tile, turn, g, done)
   j, m = s.axis(GROUPS), s.axis(LANES)
   l_new = state.l_i.after(end)[state.group + j, m]
-  end = loop.end(l_new.store(l_new.load() + l_tile.after(end)[j, m].load()).end(j, m).end(g))
+  end = loop.end(l_new.store(l_new.load() + weighing.sums.after(end)[j, m].load()).end(j, m).end(g))
   if pairs > 1:
-    end = mma_ab(s, acc.after(end), (pairs - 1) * GROUPS, v_tiles, 0, weights, slot_of(pairs - 1, 0, pairs), end)
+    slot = slot_of(pairs - 1, 0, pairs)
+    end = mma_ab(s, block.acc.after(end), (pairs - 1) * GROUPS, block.v_tiles, 0, block.weights, slot, end)
 
-  acc, m_i, l_i = (x.after(end) for x in (acc, m_i, l_i))
-  stores = store_outputs(s, o, lse, head, row, acc, m_i, l_i, scaling.log2, head_rules, outer)
+  acc, m_i, l_i = (x.after(end) for x in (block.acc, block.m_i, block.l_i))
+  stores = store_outputs(s, o, lse, head, row, acc, m_i, l_i, scaling.log2, block.rules, outer)
   name = f"attention_{heads}_{rules.kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
   # The tag keeps tinygrad from rearranging the axes.
   return UOp.group(*stores, tile_release(end)).end(*outer).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
+
+
+class KeyTile(NamedTuple):
+  """A tile of keys.
+
+  Attributes:
+    start: the first key that it adds.
+    first: its first key: the last tile is moved back to end at N.
+    rules: those for its keys.
+  """
+
+  start: UOp
+  first: UOp
+  rules: HeadRules
+
+
+@dataclass(frozen=True)
+class Block:
+  """A block of query rows, and its storage.
+
+  Attributes:
+    s: where it is made.
+    rules: those of its head.
+    row: its first query row.
+    block_n: keys per tile.
+    key_range: the tiles that it sees.
+    products: of parts, which make up Q K^T.
+    degree: of the polynomial for weights, see `weigh`.
+    q_t: Q^T.
+    acc, m_i, l_i: see `State`.
+    v_pairs: a tile of V, before it is transposed.
+    k_tiles, v_tiles, weights, scores: of two tiles, and of two pairs of groups, or of one if the block has only one:
+      the products of one run while the weights of the next are computed. Those before the first are 0, and so is what
+      is added then.
+  """
+
+  s: Scope
+  rules: HeadRules
+  row: UOp
+  block_n: int
+  key_range: TileRange
+  products: Products
+  degree: int
+  q_t: UOp
+  acc: UOp
+  m_i: UOp
+  l_i: UOp
+  v_pairs: UOp
+  k_tiles: UOp
+  v_tiles: UOp
+  weights: UOp
+  scores: UOp
+
+  @classmethod
+  def of(
+    cls,
+    s: Scope,
+    q: UOp,
+    head: UOp,
+    row: UOp,
+    Dv: int,
+    rules: HeadRules,
+    tiles: Tiles,
+    has_lse: bool,
+    outer: tuple[UOp, ...],
+  ) -> "Block":
+    """Load the block of queries from `row` on, and allocate the rest, inside the axes `outer`."""
+    (_, M, Dk), parts, block_n = sizes(q), PARTS[q.dtype], tiles.block_n
+    q_t = load_lanes(s, HeadView.of(q, head, UOp.const(M)), row, tiles.block_m, parts, outer)
+    groups, (width, dv_width) = tiles.block_m // LANES, (round_up(x, STEP) for x in (Dk, Dv))
+    turns = min(groups // GROUPS, 2)
+    of_weights = turns * GROUPS, parts, block_n // PAIR, LANES
+    return cls(
+      s,
+      rules,
+      row,
+      block_n,
+      rules.key_range(row, tiles.block_m, block_n),
+      PRODUCTS[parts] + ((1, 1),) * (parts == 2 and has_lse),  # the LSE is float32
+      5 if has_lse or parts > 1 else 3,
+      q_t,
+      acc=filled(s, 0.0, dtypes.float, groups, dv_width, LANES, within=outer),
+      m_i=filled(s, lowest(rules.scaling), dtypes.float, groups, LANES, within=outer),
+      l_i=filled(s, 0.0, dtypes.float, groups, LANES, within=outer),
+      v_pairs=filled(s, 0, dtypes.uint, parts, block_n // PAIR, dv_width, within=outer),
+      k_tiles=filled(s, 0, dtypes.ushort, turns * parts, block_n, width, within=outer),
+      v_tiles=filled(s, 0, dtypes.uint, turns * parts, block_n // STEP, dv_width, LANES, within=outer),
+      weights=filled(s, 0, dtypes.uint, *of_weights, within=outer),
+      scores=s.buffer(turns * GROUPS, block_n, LANES),
+    )
+
+  @property
+  def parts(self) -> int:
+    return sizes(self.v_pairs)[0]
+
+  @property
+  def pairs(self) -> int:
+    """Pairs of groups of 16 queries."""
+    return sizes(self.acc)[0] // GROUPS
+
+  @property
+  def turns(self) -> int:
+    """How many tiles, and pairs, are stored."""
+    return min(self.pairs, 2)
+
+  @property
+  def n_tiles(self) -> int:
+    """Tiles of all keys."""
+    return ceildiv(self.rules.rules.N, self.block_n)
+
+  @property
+  def _length(self) -> UOp | None:
+    """The keys that exist; None if those of every tile do."""
+    known = self.rules.rules
+    return self.rules.length if known.kv_lengths is not None or self.block_n > known.N else None
+
+  def tile_at(self, position: UOp, *axes: UOp) -> KeyTile:
+    """Return the tile at a position of `key_range`, inside the axes."""
+    start = self.key_range.tile(clamp(position, 0, self.n_tiles - 1)) * self.block_n
+    first = clamp(start, 0, max(0, self.rules.rules.N - self.block_n))
+    return KeyTile(start, first, self.rules.of_tile(self.s, first, self.block_n, axes))
+
+  def load_keys(self, k: UOp, position: UOp, *axes: UOp) -> UOp:
+    """Load the keys of the tile at a position as left operands."""
+    tile, parts = self.tile_at(position, *axes), self.parts
+    first = tile.first.cast(dtypes.long)  # of sums with constants in 32 bits clang makes no vector loads
+    at = position % self.turns * parts
+    return load_rows(self.s, self.k_tiles, at, parts, tile.rules.keys(k), first, self._length, *axes)
+
+  def load_values(self, v: UOp, tile: KeyTile, turn: UOp, *axes: UOp) -> UOp:
+    """Load the values of a tile, transposed, as left operands."""
+    v_pairs = load_pairs(self.s, self.v_pairs, tile.rules.keys(v), tile.first, self._length, *axes)
+    return turned(self.s, self.v_tiles, turn * self.parts, v_pairs, *axes)
+
+  def multiply_qk(
+    self, keys: UOp, turn: UOp, pair: UOp | int, slot: UOp | int, *after: UOp, between: Between = nothing
+  ) -> UOp:
+    """Compute S^T = K Q^T of a pair of groups. A statement."""
+    at, group = turn * self.parts, pair * GROUPS
+    return mma_abt(self.s, self.scores, slot, keys, at, self.q_t, group, self.products, *after, between=between)
 
 
 def slot_of(pair: UOp | int, index: UOp | int, pairs: int) -> UOp | int:
@@ -276,6 +348,65 @@ class State(NamedTuple):
   m_i: UOp
   l_i: UOp
   group: UOp
+
+
+def softmax(
+  block: Block, state: State, tile: KeyTile, slot: UOp | int, inside: tuple[UOp, ...]
+) -> tuple["Weighing", tuple[UOp, ...]]:
+  """The online softmax of a pair of groups up to the weights: masks, m_i and l_i, and what rescales O^T.
+
+  Returns:
+    The weights, yet to be computed, and the statements that come before them.
+  """
+  s, rules, row, first, scaling = block.s, tile.rules, block.row, tile.first, block.rules.scaling
+  moved = tile.start if rules.rules.N % block.block_n and block.block_n < rules.rules.N else None
+  low, high = key_bounds(s, rules, row, first, moved, block.block_n, state.group, inside)
+
+  def score(product: UOp, n: UOp, j: int, m: UOp) -> UOp:
+    """The score of a key of the tile; -inf if it is hidden, was in the tile before, or does not exist."""
+    key, query = first + n, row + (state.group + j) * LANES + m
+    place = n.cast(dtypes.float)
+    hidden = [] if high is None else [place > high[j, m].load()]
+    hidden += [] if low is None else [place < low[j, m].load()]
+    hidden += rules.hidden_by_masks(query, key)
+    x = product if scaling.pre == 1 else product * scaling.pre
+    x = rules.apply_score_mods(x, query, key)
+    return reduce(UOp.__or__, hidden).where(-inf, x) if hidden else x
+
+  seen, at, highest = row_maxima(s, block.scores.after(*inside), slot, state, score, inside)
+  shift, alpha = update_maxima(s, state, highest, scaling.log2, inside)
+  rescaled = rescale(s, state, alpha, shift)
+  l_tile = s.assign(s.buffer(GROUPS, LANES), lambda j, m: 0.0, within=inside)  # apart: a long sum loses digits
+  weighing = Weighing(block.weights.after(*inside), slot, seen, at, shift, l_tile, scaling.log2, block.degree)
+  return weighing, (*inside, seen, rescaled, l_tile)
+
+
+def multiply_and_weigh(
+  block: Block,
+  state: State,
+  weighing: "Weighing",
+  keys: UOp,
+  v_tile: UOp,
+  turn: UOp,
+  pair: UOp,
+  done: tuple[UOp, ...],
+) -> UOp:
+  """Weigh pair `pair`, between the products of Q K^T of the pair after it and of P V of the one before. A statement."""
+  s, block_n, pairs, turns = block.s, block.block_n, block.pairs, block.turns
+  steps = [block_n // BLOCK * (width // STEP) for width in (sizes(keys)[2], sizes(v_tile)[2])]
+  rows = weighing.rows_per_step(steps)
+  wraps = pair.eq(pairs - 1)
+  following = keys, wraps.where(turns - 1 - turn, turn), wraps.where(0, pair + 1)
+  other = GROUPS - weighing.slot
+  end = block.multiply_qk(*following, other, *done, between=weighing.between(0, rows[0]))
+  weighed = rows[0] * steps[0]
+  values = v_tile, pair.eq(0).where(turns - 1 - turn, turn) * block.parts
+  previous = pair.eq(0).where(pairs - 1, pair - 1) * GROUPS
+  between = weighing.between(weighed, rows[1])
+  end = mma_ab(s, state.acc, previous, *values, block.weights, other, end, between=between)
+  weighed += rows[1] * steps[1]
+  (end,) = weighing.rows(weighed, block_n - weighed, end)
+  return end
 
 
 def key_bounds(

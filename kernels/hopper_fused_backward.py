@@ -352,8 +352,8 @@ def store(x: UOp, group: Workgroup, acc: UOp, factor: float, rows: dict[tuple[in
   return stores
 
 
-def sums_after(sums: list[list[UOp]], *after: UOp) -> list[list[UOp]]:
-  """The sums of each tile of keys once `after` is done."""
+def all_after(sums: list[list[UOp]], *after: UOp) -> list[list[UOp]]:
+  """The accumulators of each tile of keys, after something."""
   return [[x.after(*after) for x in of_tile] for of_tile in sums]
 
 
@@ -406,15 +406,16 @@ class Mainloop:
     part, heads = self.s.buffer(PART // 2), self.heads
     member, tile_range = heads.member, heads.query_range
     outer = () if heads.count == 1 else (member,)
-    inside = sums_after(sums, *outer)
+
+    inside = all_after(sums, *outer)
     for first, trips, masked in full_then_masked(zero, tile_range.n_full, tile_range.n_tiles):
       trip = self.s.axis(trips, AxisType.REDUCE)
-      old = sums_after(inside, trip)
+      old = all_after(inside, trip)
       done = self.attend(first + trip, masked, scores, words, part, old, begun, *outer, trip).end(trip)
-      inside = sums_after(inside, done)
+      inside = all_after(inside, done)
     for axis in outer:
       done = done.end(axis)
-    return sums_after(sums, done)
+    return all_after(sums, done)
 
   def attend(
     self,

@@ -102,7 +102,7 @@ def test_workers_keep_off_the_callers_core(three: Team) -> None:
       three._core = -1
       assert Recorder().run(three, 30, 4) == list(range(30))
       assert three._core in allowed
-      assert all(os.sched_getaffinity(thread) == allowed - {three._core} for thread in three._threads)
+      assert all(os.sched_getaffinity(thread.native_id or 0) == allowed - {three._core} for thread in three._threads)
   finally:
     os.sched_setaffinity(0, allowed)
 
@@ -256,9 +256,28 @@ assert counts.words[1] == 4
 """)
 
 
-def test_without_semaphores_workers_nap() -> None:
-  """In a process of its own, as they look for jobs as long as it lives."""
+def test_without_semaphores_workers_nap_and_all_workers_end_before_their_code_is_freed() -> None:
+  """Other exit handlers' calls come later, and run without workers; whoever still slept would crash in `Last`."""
   signalled("""
+import atexit
+
+class Last:
+  def __del__(self, sleep=time.sleep):
+    sleep(0.05)
+
+sys.last = Last()  # the last module to be cleared
+
+def handler():
+  ended = not any(thread.name.startswith("uopattn") for thread in set(threading.enumerate()) - before)
+  counts = Counts()
+  counts.run(0)
+  if not ended or not counts.done():
+    os._exit(1)  # no exception of a handler does so
+
+before = set(threading.enumerate())
+atexit.register(handler)
+with_semaphores = team.Team(3)
+
 class WithoutSemaphores(ctypes.CDLL):
   def sem_init(self, *given):
     return -1
@@ -271,7 +290,6 @@ for pause in (0, 0.1):
   counts = Counts()
   counts.run(0, company=2)
   assert counts.done() and counts.words[1]
-os._exit(0)  # while they look for jobs
 """)
 
 

@@ -19,6 +19,7 @@ from tinygrad import Context, Tensor, TinyJit, UOp, dtypes, helpers
 import uopattn
 from uopattn import attention
 from uopattn.api.attention import Call
+from uopattn.dsl.schedule import HEAD_SCALES
 from uopattn.dsl.target import Target, VectorUnit
 from uopattn.kernels import cpu_backward, cpu_forward
 from uopattn.measure.turns import Timing
@@ -524,6 +525,27 @@ def test_inputs_are_made_for_a_spec(
   assert trial.check([out, lse]) == []
   assert trial.check([out[..., ::-1], lse]) != []
   assert trial.check([out, lse + np.float32(0.01)]) != []
+
+
+@pytest.mark.slow
+def test_scales_are_drawn_and_each_is_checked() -> None:
+  """Of two batches and two key heads, on the emulator, as no CPU has 8-bit kernels."""
+  with on("sm_89"):
+    q, k, v = (Tensor.empty(2, heads, 24, 16, dtype=dtypes.fp8e4m3, device="EMU") for heads in (4, 2, 2))
+    q_scale, k_scale, v_scale = (Tensor.empty(*shape, device="EMU") for shape in ((1, 1), (2, 1), (2, 2)))
+    given = Arguments(enable_gqa=True, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+    spec = measured(make_spec(q, k, v, given))
+    assert unmeasured(spec) == ""
+    trial = Trial.of(spec, "EMU")
+    runner = trial.runner((dispatch.dispatch(spec, target_of("EMU")),))
+    assert trial.check(runner.result()) == []
+    for name in HEAD_SCALES:
+      (scale,) = trial.given[name]
+      right = scale.numpy()
+      scale.assign(Tensor(right * np.float32(1.2), device="EMU")).realize()
+      assert trial.check(runner.result()) != []
+      scale.assign(Tensor(right, device="EMU")).realize()
+    assert trial.check(runner.result()) == []
 
 
 @pytest.mark.parametrize("case", [views, step_of_a_cache, with_tensors])

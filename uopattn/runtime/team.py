@@ -1,13 +1,15 @@
 """Thread pool that runs the work items of a kernel call, in machine code, so no interpreter runs between two items.
 
-A worker is a Python thread that calls the C code below, which releases the interpreter lock, and never returns. It
-spins for a job for about half a millisecond, since calls tend to follow each other closely; then it sleeps on a
-semaphore, or, where a system has no unnamed ones (macOS), naps between looks. The caller wakes a few workers, which
-wake others. It runs items together with the workers that have joined,
-and never waits for one that has not started. About every tenth of a second it returns to the interpreter, which handles
-signals. An exception raised by a signal handler, such as KeyboardInterrupt, cancels the items that have not started.
+A worker is a Python thread that calls the C code below, which releases the interpreter lock. It spins for a job for
+about half a millisecond, since calls tend to follow each other closely; then it sleeps on a semaphore, or, where a
+system has no unnamed ones (macOS), naps between looks. The caller wakes a few workers, which wake others. It runs items
+together with the workers that have joined, and never waits for one that has not started. About every tenth of a second
+it returns to the interpreter, which handles signals. An exception raised by a signal handler, such as
+KeyboardInterrupt, cancels the items that have not started. Workers end before the interpreter does, which frees the
+code that they run.
 """
 
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -44,6 +46,7 @@ struct team {
   long inside; // how many workers do the job; CLOSED: it cannot be joined
   long taken;  // 1: a caller has the team
   long workers, asleep;
+  long stopped; // 1: workers are to end
   int (*yield)(void), (*clock)(int, long *), (*nap)(unsigned), (*post)(void *);
   int (*wait)(void *); // 0: there are no semaphores
   word bell[8]; // a semaphore, on which workers sleep
@@ -78,7 +81,7 @@ static int call(struct team *t, struct job *job, int what) {
 }
 
 static int serve(struct team *t) {
-  for (;;) {
+  while (!__atomic_load_n(&t->stopped, __ATOMIC_RELAXED)) {
     for (int spin = 0; spin < SPIN; spin++) {
       long inside = __atomic_load_n(&t->inside, __ATOMIC_ACQUIRE);
       if (inside != CLOSED && inside < (long)t->job.helpers &&
@@ -99,6 +102,7 @@ static int serve(struct team *t) {
     while (t->wait(t->bell)) PAUSE(); // a signal ends it too
     wake(t);
   }
+  return 0;
 }
 
 // Wakes some of the workers that the job lacks; these wake others.
@@ -150,7 +154,7 @@ _SOURCE = _SOURCE.replace("VALUES", ", ".join(f"a[{i}]" for i in range(MOST_ARGU
 
 _SERVE, _RUN, _CANCEL = range(3)
 _NEXT, _JOB = 4 + MOST_ARGUMENTS, 6 + MOST_ARGUMENTS  # words
-_INSIDE, _ASLEEP, _WAIT, _BELL, _CLOSED = _JOB, _JOB + 3, _JOB + 8, _JOB + 9, (1 << 64) - 1
+_INSIDE, _ASLEEP, _STOPPED, _WAIT, _BELL, _CLOSED = _JOB, _JOB + 3, _JOB + 4, _JOB + 9, _JOB + 10, (1 << 64) - 1
 _LIBC = ctypes.CDLL(None)
 
 
@@ -178,17 +182,17 @@ class Team:
     self._enter = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)(_program().addr)
     names = ("sched_yield", "clock_gettime", "usleep", "sem_post", "sem_wait")
     libc = (_address(getattr(_LIBC, name)) for name in names)
-    self._shared = (ctypes.c_uint64 * (_BELL + 8))(*[0] * _JOB, _CLOSED, 0, workers, 0, *libc)
+    self._shared = (ctypes.c_uint64 * (_BELL + 8))(*[0] * _JOB, _CLOSED, 0, workers, 0, 0, *libc)
     if _LIBC.sem_init(ctypes.byref(self._shared, 8 * _BELL), 0, 0) != 0:
       self._shared[_WAIT] = 0
     self._core = -1  # the caller's core, which the workers avoid
     given = (self._shared, None, _SERVE)
-    threads = [
-      threading.Thread(target=self._enter, args=given, name=f"uopattn-{i}", daemon=True) for i in range(workers)
-    ]
-    for thread in threads:
+    self._threads: list[threading.Thread] = []
+    atexit.register(self._stop)
+    for i in range(workers):
+      thread = threading.Thread(target=self._enter, args=given, name=f"uopattn-{i}", daemon=True)
       thread.start()
-    self._threads = [cast(int, thread.native_id) for thread in threads]
+      self._threads.append(thread)
 
   def run(self, kernel: int, words: Sequence[int], slot: int, items: int, threads: int) -> None:
     """Call a C function once per work item, on at most `threads` threads, including the caller's.
@@ -232,8 +236,17 @@ class Team:
     if others := os.sched_getaffinity(0) - {core}:
       with contextlib.suppress(OSError):  # a sandbox may forbid it
         for thread in self._threads:
-          os.sched_setaffinity(thread, others)
+          os.sched_setaffinity(cast(int, thread.native_id), others)
     self._core = core  # last, so that after an interrupt the next call repeats the move
+
+  def _stop(self) -> None:
+    """End the workers. Later calls, as other exit handlers may make, run on the caller's thread only."""
+    self._shared[_STOPPED] = 1
+    for _ in self._threads if self._shared[_WAIT] else ():
+      _LIBC.sem_post(ctypes.byref(self._shared, 8 * _BELL))
+    for thread in self._threads:
+      thread.join()
+    self._threads = []
 
 
 def _core() -> int:

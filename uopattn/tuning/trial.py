@@ -9,7 +9,7 @@ from tinygrad import Tensor, TinyJit, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.uop.ops import Ops
 
-from uopattn.dsl.schedule import DTYPES_8
+from uopattn.dsl.schedule import DTYPES_8, HEAD_SCALES
 from uopattn.measure.contenders import Runner, repeats
 from uopattn.measure.run import poison, wait
 from uopattn.plan.dispatch import FORWARD, dispatch
@@ -27,7 +27,8 @@ MOST = 40  # computations per call: each is captured by TinyJit, which takes far
 CHECKED = 1 << 23  # most scores that are checked: of some heads, or of some queries of one group of heads
 MOST_GROUPS = 8  # groups of heads that are checked: some are enough, from the first to the last
 RUNS = (0.0, 0.5, 1.0)  # where the rows are that are checked: at the beginning, in the middle, at the end
-MADE = {"attn_mask", "window", "softcap", "q_start", "kv_lengths", "sinks"}  # features for which inputs can be made
+# Features for which inputs can be made.
+MADE = {"attn_mask", "window", "softcap", "q_start", "kv_lengths", "sinks", *HEAD_SCALES}
 
 Part = tuple[slice, slice, slice]
 
@@ -166,6 +167,8 @@ def drawn(name: str, shape: tuple[int, ...], dtype: DType, s: AttentionSpec, ran
   """Return values for a buffer, which are numbers of its type."""
   if name in ("q_start", "kv_lengths"):
     return np.full(shape, max(0, s.N - s.M) if name == "q_start" else s.N, np.int32)
+  if name in HEAD_SCALES:
+    return random.uniform(0.5, 1.5, shape).astype(np.float32)
   if dtype == dtypes.bool:
     return random.random(shape) < 0.8
   values = Tensor(random.standard_normal(PERIOD, np.float32), device="CPU").cast(dtype)
@@ -214,7 +217,12 @@ def parts(s: AttentionSpec, share: float = 1.0) -> list[Part]:
 
 
 def _rules(s: AttentionSpec, arrays: dict[str, Array], values: dict[UOp, int], part: Part) -> dict[str, Any]:
-  """Return the masks of a part as the oracle takes them."""
+  """Return the masks and scales of a part as the gate takes them."""
+
+  def taken(name: str, at: tuple[slice, ...]) -> Array:
+    """Return a part of an array whose axes may be of one element, for all."""
+    return arrays[name][tuple(x if n > 1 else slice(0, 1) for x, n in zip(at, arrays[name].shape, strict=False))]
+
   b, heads, rows = part
   found: dict[str, Any] = {} if s.window == (None, None) else {"window": s.window}
   start, length = _value(s.q_start, values), _value(s.kv_lengths, values)
@@ -226,9 +234,8 @@ def _rules(s: AttentionSpec, arrays: dict[str, Array], values: dict[UOp, int], p
   if "sinks" in arrays:
     found["sinks"] = arrays["sinks"][heads]
   if "attn_mask" in arrays:
-    mask = arrays["attn_mask"]
-    found["attn_mask"] = mask[tuple(x if n > 1 else slice(0, 1) for x, n in zip(part, mask.shape, strict=False))]
-  return found
+    found["attn_mask"] = taken("attn_mask", part)
+  return found | {name: taken(name, key_heads(s, b, heads)) for name in HEAD_SCALES if name in arrays}
 
 
 def _viewed(flat: Array, layout: Layout | None, shape: tuple[int, ...]) -> Array:
