@@ -321,6 +321,14 @@ HOPPER_PRODUCER = {
     "_share",
     lambda right: lambda self, workgroup, heads: right(self, workgroup, heads) - (workgroup.eq(1)).cast(dtypes.weakint),
   ),
+  "the first warpgroup's tiles for all": Mistake(
+    instructions, "shuffle", lambda right: lambda family, value, lane: right(family, value, lane) * 0
+  ),
+  "queries of the block as counted from query 0": Mistake(
+    tensor_pipeline.TensorPipeline,
+    "__init__",
+    lambda right: lambda self, *args, before, **given: right(self, *args, **given),
+  ),
 }
 # These the emulator must.
 HOPPER_BARRIERS = {
@@ -339,6 +347,9 @@ HOPPER_BARRIERS = {
     instructions,
     "mbarrier_expect",
     lambda right: lambda family, barrier, count, *after: right(family, barrier, count - 16, *after),
+  ),
+  "tiles that are passed over given back by nobody": Mistake(
+    hopper_forward.Mainloop, "pass_over", instead(lambda self, n_tiles, started: started)
   ),
   "the first turn given by nobody": Mistake(hopper_forward, "first_turn", instead(lambda turns, warp, after: after)),
   "more registers than there are": Mistake(

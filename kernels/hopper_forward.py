@@ -22,7 +22,11 @@ There are two ways to bring them there, behind one interface, `Pipeline`:
   lengths that only the GPU knows, rows whose starts are no multiples of 16 bytes; `tensor_pipeline.fits`), and with
   features for which a producer would leave too few registers (`Problem.light`).
 
-Full tiles, which all queries of the workgroup see completely, come first and need no mask; masked tiles follow.
+Full tiles, which all queries of the workgroup see completely, come first and need no mask; masked tiles follow. With a
+producer, under a causal mask, it is the other way round: a job begins at the diagonal, in the tile that is not
+overlapped with others and so has a mask in any case. Each warpgroup has a `Walk` of its own then. It passes over tiles
+that none of its queries sees, only taking its turns. Blocks of queries are counted from the last query back, so that
+the block that is not full is the one with the fewest keys.
 
 In 8 bits, with head sizes up to 128, a producer is needed, whose warps also transpose V, because tensor cores want k
 along the rows (`uopattn.dsl.nvidia.transposed`). P is scaled by a power of two and rounded to 8 bits, as in
@@ -39,7 +43,7 @@ and the ratio to cuDNN in the same run, for N=512 / 1024 / 2048 / 4096 / 8192:
     D=128          482 543 575 593 608    1.08 1.08 1.06 1.07 1.06
     D=128, causal  307 415 495 568 602    1.02 1.10 1.13 1.19 1.20
     D=64           364 397 457 471 500    1.04 1.00 1.09 1.08 1.13
-    D=64, causal   236 302 366 418 465    0.98 0.98 1.02 1.06 1.12
+    D=64, causal   247 330 381 453        1.00 1.05 1.05 1.14
 In fp8e4m3, N=1024 / 4096 / 16384, and the ratio to float16 in the same run, on the same numbers. Numbers of 8 bits
 take less power: beside float16 with normal numbers the ratios are 1.37 and 1.43 in two runs at D=128 and N=4096, 1.34
 causal, and 1.39 at N=8192.
@@ -47,7 +51,7 @@ causal, and 1.39 at N=8192.
     D=128, causal  547 723 795   1.20 1.20 1.22     N=1024 likewise
     D=64           569           1.10               N=4096 alone
     D=64, causal   484 504       1.07 0.96          N=4096 and 16384 alone
-For N=4096 alone: 644 at D=192 (1.16) and 561 causal (1.10), 611 at D=256 (1.03) and 545 causal (1.02).
+For N=4096 alone: 644 at D=192 (1.16) and 561 causal (1.10; 0.94 at N=1024), 611 at D=256 (1.03) and 545 causal (1.02).
 Nothing spills, aside from D=64 with a producer: up to 40 bytes in it with a window, and in 8 bits up to 24 per job.
 Without a producer nvcc 13 spills at D=64 for a bool mask (496 bytes), `mask_mod` and an added 16-bit mask (112 each)
 and bounds per query (16), and at D=128 for a bool mask (16).
@@ -74,8 +78,9 @@ from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline, fits, loop
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import Scaling, lowest, online_softmax, p_scale_of
-from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
+from uopattn.dsl.rules.tile_range import TileRange, full_then_masked, masked_then_full
 from uopattn.dsl.schedule import DTYPES_8, DTYPES_16, Kernel, Problem, Schedule
+from uopattn.dsl.scope import clamp
 from uopattn.dsl.target import Target
 
 CUDA = "cuda"
@@ -235,7 +240,7 @@ MULTIPROCESSORS = 132  # of an H100 or H200
 L2_BYTES = 32 << 20  # of the cache, for keys and values
 LENGTH = 4096
 # By the largest head size, and whether causal; 2026-11-23. At head size 192 `ends` is that of 256, and without a
-# producer above head size 128 that of 128.
+# producer above head size 128 that of 128. Causal 256 with a producer is from N=512 and 2048.
 MEASURED = {
   (64, False): (
     Measured(Tiles(3, 128, 2, producer=True, persistent=True, q_stages=2), 1, 501, 112),
@@ -245,8 +250,8 @@ MEASURED = {
     Measured(Tiles(1, 64, 2), 4, 421, 174),
   ),
   (64, True): (
-    Measured(Tiles(3, 128, 2, producer=True, persistent=True, q_stages=2), 1, 445, 277),
-    Measured(Tiles(2, 128, 3, producer=True, persistent=True, q_stages=2), 1, 409, 221),
+    Measured(Tiles(3, 128, 2, producer=True, persistent=True, q_stages=2), 1, 482, 221),
+    Measured(Tiles(2, 128, 3, producer=True, persistent=True, q_stages=2), 1, 409, 213),
     Measured(Tiles(1, 128, 2), 3, 366, 236),
     Measured(Tiles(1, 64, 2), 4, 369, 236),
   ),
@@ -274,7 +279,7 @@ MEASURED = {
     Measured(Tiles(1, 64, 2), 1, 419, 231),
   ),
   (256, True): (
-    Measured(Tiles(2, 64, 2, producer=True, persistent=True), 1, 562, 241),
+    Measured(Tiles(2, 64, 2, producer=True, persistent=True), 1, 585, 209),
     Measured(Tiles(2, 64, 2), 1, 491, 271),
     Measured(Tiles(1, 64, 2), 1, 347, 367),
   ),
@@ -317,12 +322,16 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   jobs = Jobs.of(heads, ceildiv(M, block_m), cached, rules.longest_last, MULTIPROCESSORS, tiles.persistent)
   group = Workgroup(s, 1, jobs.workgroups, tiles.threads // WARP, WARP)
   trips = jobs.trips(group.item).simplify()
+  last_first = tiles.producer and rules.at(UOp.const(0)).ends
+  # Of the blocks, the first one, which has the fewest keys, is the one with warpgroups that have no queries.
+  before = (jobs.blocks * block_m - M) // wgmma.M * wgmma.M if last_first else 0
 
   def job(trip: UOp) -> Job:
     head, block = jobs.place(group.item, trip)
-    head_rules = rules.at(head)
-    key_range = head_rules.key_range(block * block_m, block_m, tiles.block_n)
-    return Job(head, block, _views(q, k, v, head, rules), head_rules, key_range)
+    head_rules, row = rules.at(head), block * block_m - before
+    key_range = head_rules.key_range(row, block_m, tiles.block_n)
+    key_range = key_range.last_first() if last_first else key_range
+    return Job(head, block, row, _views(q, k, v, head, rules), head_rules, key_range, last_first)
 
   scores, panels = s.buffer(tiles.block_n // 2), tiles.panels(s, Dk, Dv)
   turns, trip, counts = tiles.warpgroups if tiles.producer else 1, UOp.const(0), None
@@ -330,7 +339,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   pipe: Pipeline
   if tiles.producer:
     consumers, registers = tiles.warpgroups * WARPS, REGISTERS[tiles.warpgroups]
-    tensors = TensorPipeline(s, group, job, trips, panels, consumers, registers, tiles.transposed(s, Dv))
+    tensors = TensorPipeline(s, group, job, trips, panels, consumers, registers, tiles.transposed(s, Dv), before=before)
     started = first_turn(turns, group.warp, tensors.start())
     if jobs.persistent:
       counts, trip = tensors.counts(started), s.axis(trips, AxisType.REDUCE)
@@ -340,12 +349,13 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     mine = job(trip)
     pipe = copies = CopyPipeline(s, group, mine.block, mine.views, mine.key_range, panels)
     started = copies.start()
-  rows = [mine.block * block_m + group.warp * MMA_M + row_of(group.lane, half) for half in range(HALVES)]
+  rows = [_query(mine.row + group.warp * MMA_M + row_of(group.lane, half), M) for half in range(HALVES)]
   state = State.make(s, tiles.block_n, round_up(Dv, 16), q.dtype, mine.rules.scaling, group.item, started)
-  main = Mainloop(s, group, q.dtype, pipe, scores, rows, mine.rules, mine.key_range, turns, alone)
+  main = Mainloop(s, group, q.dtype, pipe, scores, rows, mine.rules, mine.key_range, turns, alone, last_first)
 
-  state = main.begin(state, pipe.queries(started))
-  for first, count, masked in full_then_masked(UOp.const(1), mine.key_range.n_full.maximum(1), mine.key_range.n_tiles):
+  walk = mine.walk(M, tiles, group.warp)
+  state = main.begin(walk, state, pipe.queries(main.pass_over(walk.passed, started)))
+  for first, count, masked in walk.loops:
     state = main.attend(first, count, masked, state)
   acc, m_i, l_i = main.finish(state)
 
@@ -360,13 +370,55 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
 
 class Job(NamedTuple):
-  """A block of queries of one head, with its keys."""
+  """A block of queries of one head, with its keys.
+
+  Attributes:
+    row: its first query; below 0 where a block has warpgroups without queries.
+    last_first: whether the last tiles, which may need a mask, come first.
+  """
 
   head: UOp
   block: UOp
+  row: UOp
   views: tuple[HeadView, HeadView, HeadView]
   rules: HeadRules
   key_range: TileRange
+  last_first: bool
+
+  def walk(self, M: int, tiles: Tiles, warp: UOp) -> "Walk":
+    """The way of the warpgroup that a warp belongs to, of M queries in all."""
+    n_full, n_tiles = self.key_range.n_full, self.key_range.n_tiles
+    if not self.last_first:
+      return Walk(UOp.const(0), n_full.vmin == 0, full_then_masked(UOp.const(1), n_full.maximum(1), n_tiles))
+    # With its number from lane 0, ptxas knows that a warp leaves loops as a whole. Otherwise it makes descriptors of
+    # products in vector registers, which costs 30 instructions per tile, and spills.
+    warp = clamp(ins.shuffle(CUDA, warp.cast(dtypes.int), 0), 0, tiles.warpgroups * WARPS - 1)
+    row = _query(self.row + warp // WARPS * wgmma.M, M)
+    own = self.rules.key_range(row, wgmma.M, tiles.block_n)
+    # Without queries, the last tile suffices.
+    passed = clamp((row < M).where(n_tiles - own.n_tiles, n_tiles - 1), 0, int(n_tiles.vmax) - 1).simplify()
+    passed = passed if tiles.warpgroups > 1 else UOp.const(0)
+    n_full = clamp(own.n_full, 0, n_tiles - (passed + 1))
+    return Walk(passed, True, masked_then_full(passed + 1, n_full, n_tiles))
+
+
+def _query(row: UOp, M: int) -> UOp:
+  """The number of a query, of M in all, at a row of a block; from M on if there is none there."""
+  return row if row.vmin >= 0 else (row < 0).where(M - row, row)
+
+
+class Walk(NamedTuple):
+  """A warpgroup's way through the tiles of its workgroup, as positions in `Job.key_range`.
+
+  Attributes:
+    passed: the number of tiles at the start that none of its queries sees.
+    masked: whether the tile after them, its first one, needs a mask.
+    loops: what follows its first tile; see `full_then_masked`.
+  """
+
+  passed: UOp
+  masked: bool
+  loops: list[tuple[UOp, UOp, bool]]
 
 
 def _views(q: UOp, k: UOp, v: UOp, head: UOp, rules: Rules) -> tuple[HeadView, HeadView, HeadView]:
@@ -471,6 +523,7 @@ class Mainloop:
     key_range: the tiles. Tiles are numbered by their position in it.
     turns: warpgroups that start their products in turns.
     alone: whether a turn lasts until the products are done, so that those of two warpgroups never mix.
+    apart: whether warpgroups differ in their numbers of trips.
   """
 
   s: Scope
@@ -483,25 +536,37 @@ class Mainloop:
   key_range: TileRange
   turns: int
   alone: bool
+  apart: bool
 
   @property
   def block_n(self) -> int:
     """Keys per tile."""
     return 2 * sizes(self.scores)[0]
 
-  def begin(self, state: State, started: UOp) -> State:
-    """Process the first tile, except for its P V."""
-    zero = UOp.const(0)
-    waited = self.wait_qk(0, self.start_qk(zero, self.pipe.keys(zero, started)))
-    done = self.keys_done(zero, waited)
-    _, words, stores = self.softmax(zero, self.key_range.n_full.vmin == 0, state, waited, done)
-    stores.append(self.pipe.values_done(zero - 1, *stores))
+  def pass_over(self, n_tiles: UOp, started: UOp) -> UOp:
+    """Leave the first tiles to the other warpgroups: take turns with them, and signal that this warp is done.
+
+    It waits for each tile, because a signal before that would count for what was in its slot.
+    """
+    if n_tiles.vmax == 0:
+      return started
+    n_tile, begun = loop(self.s, n_tiles, started, early=True)
+    turn = self.pass_turn(self.take_turn(self.pipe.values(n_tile, self.pipe.keys(n_tile, *begun))))
+    return UOp.group(self.pipe.keys_done(n_tile, turn), self.pipe.values_done(n_tile, turn)).end(n_tile)
+
+  def begin(self, walk: Walk, state: State, started: UOp) -> State:
+    """Process this warpgroup's first tile, except for its P V."""
+    first = walk.passed
+    waited = self.wait_qk(0, self.start_qk(first, self.pipe.keys(first, started)))
+    done = self.keys_done(first, waited)
+    _, words, stores = self.softmax(first, walk.masked, state, waited, done)
+    stores.append(self.pipe.values_done(UOp.const(0) - 1, *stores))
     stores += [state.p[i].store(word) for i, word in enumerate(words)]
     return state.after(UOp.group(*stores))
 
   def attend(self, first: UOp, trips: UOp, masked: bool, state: State) -> State:
     """Process the tiles from `first` on, each together with P V of the tile before it."""
-    trip, begun = loop(self.s, trips)
+    trip, begun = loop(self.s, trips, early=self.apart)
     n_tile, old = first + trip, state.after(*begun)
     qk = self.start_qk(n_tile, self.take_turn(self.pipe.keys(n_tile, *begun, *state.values())))
     pv = self.start_pv(n_tile - 1, old, self.pipe.values(n_tile - 1, qk))

@@ -1,13 +1,19 @@
 """Gradients of attention on Hopper's tensor cores (sm_90a) in one pass of five products.
 
 FlashAttention-2 (Dao, 2023) with the pipeline of FlashAttention-3 (Shah et al., 2024). A workgroup has a block of keys
-and values, 64 for each warpgroup, and loops over tiles of queries. Per tile:
-    start S = K Q^T, then dP = V dO^T      (64, block)   from shared memory
+and values, and loops over tiles of 64 queries. Per tile, and for each 64 of a warpgroup's keys:
+    start S = K Q^T, then dP = V dO^T      (64, 64)      from shared memory
     wait for S, compute P                  start dV += P dO          (64, Dv)
-    wait for dP, compute dS                to shared memory; meet the other warpgroup
-    start dQ = dS^T K                      (64, 64) of the tile's (block, Dk) per warpgroup
+    wait for dP, compute dS                to shared memory
     start dK += dS Q                       (64, Dk)
+Before the last dK of the tile is started:
+    meet, start dQ = dS^T K                (64, 64)
     wait for dQ                            to shared memory, from where it is added to memory
+Above a head size of 64 a warpgroup has 64 keys: all meet, and each multiplies 64 columns of dQ by all keys. Up to 64 it
+has 128 keys, which halves what is added to memory, and multiplies dQ by its own keys only. The second one adds that to
+what it finds in shared memory from the first. So they need not meet, and one computes P and dS while the other
+multiplies.
+
 The workgroups of a head add to dQ in turns, in the order of their keys, so that every run gives the same bits: each
 tile's turn is a number in memory. A warp of its own takes the turns, adds a tile at once and gives the next turn, which
 takes about as long as the products. All workgroups go through the tiles from the last to the first, and start in the
@@ -25,9 +31,10 @@ delta, TFLOP/s at 2.5 times those of the forward pass, and the ratios to cuDNN a
 for N=512 / 1024 / 2048 / 4096 / 8192:
     D=128          352 428 484 525 538    1.08 1.05 1.05 1.08 1.05    1.00 1.12 1.16 1.07 1.21
     D=128, causal  229 325 415 473 507    1.07 1.09 1.08 1.09 1.06    1.01 1.11 1.19 1.10 1.23
-For D=64, N=1024 350 (1.00, 1.06) and N=4096 414 (0.98, 1.09), causal 386 (1.06, 1.09); other rows were not measured in
-this form. `preferred` says which cases are left to `hopper_backward`. Nothing spills, but one word at D=64 with a
-causal mask.
+and kept busy for a second or more before, for N=512 / 1024 / 4096 / 8192 (*: with sections of twice as many heads):
+    D=64           321 388 460 471    1.22 1.18 1.12 1.12    1.19 - - -
+    D=64, causal   193 277 413* 449   1.14 1.17 1.14* 1.14   1.04 1.13 - -
+`preferred` says which cases are left to `hopper_backward`. Nothing spills, but one word at D=64 with a causal mask.
 """
 
 from collections.abc import Callable
@@ -56,7 +63,7 @@ from uopattn.dsl.nvidia.score_gradients import (
   weights,
 )
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
-from uopattn.dsl.nvidia.tensor_pipeline import loop
+from uopattn.dsl.nvidia.tensor_pipeline import Slots, loop
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.tile_range import blurred, full_then_masked
@@ -65,7 +72,8 @@ from uopattn.dsl.target import Target
 
 CUDA = "cuda"
 WARPS = 4  # per warpgroup
-PART = 64  # rows and columns of a warpgroup's part of dQ
+BLOCK = 64  # queries per tile
+PART = 64  # columns of a part of dQ, whose rows are a tile
 THREADS = WARPS * WARP
 
 
@@ -74,27 +82,31 @@ class Tiles:
   """The block sizes of one kernel.
 
   Attributes:
-    warpgroups: warpgroups that compute; each has 64 keys.
-    block: queries per tile.
+    warpgroups: warpgroups that compute.
     stages: tiles of Q, and of dO, in shared memory.
+    row_tiles: tiles of 64 keys per warpgroup.
   """
 
   warpgroups: int
-  block: int
   stages: int = 2
+  row_tiles: int = 1
 
   def __post_init__(self) -> None:
-    if self.block not in (64, 128):
-      raise ValueError(f"Tiles.block={self.block}: must be 64 or 128")
     if self.warpgroups not in REGISTERS:
       raise ValueError(f"Tiles.warpgroups={self.warpgroups}: must be in {tuple(REGISTERS)}")
     if self.stages < 1:
       raise ValueError(f"Tiles.stages={self.stages}: must be at least 1")
+    if self.row_tiles < 1:
+      raise ValueError(f"Tiles.row_tiles={self.row_tiles}: must be at least 1")
 
   @property
   def rows(self) -> int:
     """Keys per workgroup."""
-    return self.warpgroups * wgmma.M
+    return self.warpgroups * self.row_tiles * wgmma.M
+
+  def row(self, warpgroup: UOp, row_tile: int) -> UOp:
+    """The first row of a warpgroup's tile of keys."""
+    return (warpgroup * self.row_tiles + row_tile) * wgmma.M
 
   @property
   def threads(self) -> int:
@@ -104,21 +116,22 @@ class Tiles:
     """Shared memory for K and V, for tiles of Q and dO, and for dS, keys by queries."""
     widths = [round_up(Dk, wgmma.K), round_up(Dv, wgmma.K)]
     stationary = [SwizzledTiles.make(s, self.rows, width, 1, 1, least=PART) for width in widths]
-    streamed = [SwizzledTiles.make(s, self.block, width, self.stages, 1, least=PART) for width in widths]
-    return stationary, streamed, SwizzledTiles.make(s, self.rows, self.block, 2, 1, least=PART)
+    streamed = [SwizzledTiles.make(s, BLOCK, width, self.stages, 1, least=PART) for width in widths]
+    return stationary, streamed, SwizzledTiles.make(s, self.rows, BLOCK, 2, 1, least=PART)
 
   def shared_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of shared memory per workgroup."""
     stationary, streamed, ds = self.panels(Scope(), Dk, Dv)
-    return sum(2 * x.slots * x.size for x in (*stationary, *streamed, ds)) + 4 * self.parts(Dk) * PART**2 + 10 * 1024
+    return sum(2 * x.slots * x.size for x in (*stationary, *streamed, ds)) + 4 * parts(Dk) * BLOCK * PART + 10 * 1024
 
   def registers(self, Dk: int, Dv: int) -> int:
     """32-bit registers per lane for S, dP and the sums."""
-    return self.block + sum(round_up(x, wgmma.K) // 2 for x in (Dk, Dv))
+    return BLOCK + self.row_tiles * sum(round_up(x, wgmma.K) // 2 for x in (Dk, Dv))
 
-  def parts(self, Dk: int) -> int:
-    """Parts of a tile's dQ."""
-    return self.block // PART * ceildiv(Dk, PART)
+  @classmethod
+  def of(cls, Dk: int) -> "Tiles":
+    """The tiles for a head size."""
+    return cls(2, row_tiles=2 if Dk <= PART else 1)
 
   @classmethod
   def choose(cls, problem: Problem, target: Target) -> "Tiles":
@@ -137,9 +150,9 @@ class Tiles:
       raise ValueError("q, k and v: must have rows that start at multiples of 16 bytes")
     if problem.window[0] is not None:
       raise ValueError(f"window={problem.window}: must have no left bound")
-    tiles = cls(2, 128 if Dk <= PART else 64)
+    tiles = cls.of(Dk)
     fits = tiles.registers(Dk, Dv) <= LIMIT and tiles.shared_bytes(Dk, Dv) <= target.lds
-    if tiles.parts(Dk) != tiles.warpgroups or not fits:
+    if parts(Dk) > tiles.warpgroups or not fits:
       raise ValueError(f"head sizes {Dk} and {Dv}: must be at most {2 * PART}, in all what registers hold")
     return tiles
 
@@ -151,36 +164,36 @@ class Tiles:
     return [x for x in dict.fromkeys(found) if x.shared_bytes(problem.Dk, problem.Dv) <= target.lds]
 
 
-MET, ADDED = UOp.const(1), UOp.const(2)  # barriers: dS is in shared memory; all have added to dQ
+MET = UOp.const(1)  # the first barrier at which warpgroups meet: dS is in shared memory
 LIMIT = 192  # of `Tiles.registers`
 REGISTERS = {2: (24, 240)}  # per thread of the producer and of the consumers, of 65536
 LIGHT = frozenset({"window", "sinks", "q_start"})  # features that need no more registers
-L2_BYTES = 32 << 20  # of the cache, for Q, dO and dQ
+L2_BYTES = (16 << 20, 32 << 20)  # of the cache, for Q, dO and dQ, for head sizes up to 64 and above
 MULTIPROCESSORS = 132  # of an H100 or H200
-# The least number of keys from which this pass is ahead of `hopper_backward`, for head sizes up to 64 and above,
-# without and with a causal mask (H200, 2026-11-23).
-FROM = ((1024, 2048), (512, 512))
+FROM = 512  # keys and queries from which this pass is ahead of `hopper_backward` (H200, 2026-11-23)
+
+
+def parts(Dk: int) -> int:
+  """Parts of a tile's dQ."""
+  return ceildiv(Dk, PART)
 
 
 def section(kv_heads: int, group: int, M: int, Dk: int, Dv: int) -> int:
   """The number of key heads whose blocks start together: the first blocks of all, the second ones, and so on.
 
-  With few, workgroups wait for turns; with many, Q, dO and dQ do not stay in the L2 cache. Head sizes up to 64, whose
-  tiles take less time, want more of them.
+  With few, workgroups wait for turns; with many, Q, dO and dQ do not stay in the L2 cache.
   """
   of_head = group * M * (2 * (Dk + Dv) + 4 * Dk)
-  cached = L2_BYTES // of_head
-  found = cached if Dk > PART else max(cached // 2, min(32, 2 * cached))
-  return min(kv_heads, max(1, found))
+  return min(kv_heads, max(1, L2_BYTES[Dk > PART] // of_head))
 
 
 def preferred(problem: Problem, target: Target) -> bool:
   """Whether this pass is faster than two kernels: keys enough, and workgroups that seldom wait for turns."""
-  p, block = problem, 128 if problem.Dk <= PART else 64
-  blocks, kv_heads = ceildiv(p.N, 2 * wgmma.M), p.B * p.Hkv
+  p = problem
+  blocks, kv_heads = ceildiv(p.N, Tiles.of(p.Dk).rows), p.B * p.Hkv
   first_wave = min(blocks, MULTIPROCESSORS / section(kv_heads, p.group, p.M, p.Dk, p.Dv))  # tiles until all add
-  tiles = ceildiv(kv_heads * blocks, MULTIPROCESSORS) * p.group * ceildiv(p.M, block)
-  return min(p.M, p.N) >= FROM[max(p.Dk, p.Dv) > PART][p.is_causal] and 8 * first_wave <= tiles
+  tiles = ceildiv(kv_heads * blocks, MULTIPROCESSORS) * p.group * ceildiv(p.M, BLOCK)
+  return min(p.M, p.N) >= FROM and 8 * first_wave <= tiles
 
 
 def begin(row_stats: UOp, turns: UOp, lse: UOp, delta: UOp, *, tiles: Tiles) -> UOp:
@@ -219,21 +232,17 @@ def finish(dq: UOp, dq_sum: UOp, turns: UOp, *, tiles: Tiles, scale: float) -> U
     scale: factor of the sums.
   """
   (heads, M, Dk), (_, n_tiles, parts, _) = sizes(dq), sizes(dq_sum)
-  s, halves, panels = Scope(), tiles.block // PART, parts // (tiles.block // PART)
-  group = Workgroup(s, heads, n_tiles * halves, WARPS, WARP)
-  tile, half = group.block // halves, group.block % halves
-  first, values = (group.head * n_tiles + tile) * parts + half, s.buffer(panels * PART // 2)
-  added = turns.base[group.head * n_tiles + tile].load().ne(0)
+  s = Scope()
+  group = Workgroup(s, heads, n_tiles, WARPS, WARP)
+  tile, values = group.head * n_tiles + group.block, s.buffer(parts * PART // 2)
+  added = turns.base[tile].load().ne(0)
   stores = []
-  for panel in range(panels):
-    for i in range(PART // MMA_N):
-      at = ((first + panel * halves) * (PART // MMA_N) + i) * THREADS + group.thread
-      stores += [
-        values[panel * PART // 2 + 4 * i + e].store(added.where(dq_sum.base[at * 4 + e].load(), 0.0)) for e in range(4)
-      ]
+  for i in range(parts * PART // MMA_N):
+    at = ((tile * parts * (PART // MMA_N) + i) * THREADS + group.thread) * 4
+    stores += [values[4 * i + e].store(added.where(dq_sum.base[at + e].load(), 0.0)) for e in range(4)]
   acc, written = values.after(UOp.group(*stores)).reshape(-1, 4), []
   for x in range(HALVES):
-    row = group.block * PART + group.warp * MMA_M + row_of(group.lane, x)
+    row = group.block * BLOCK + group.warp * MMA_M + row_of(group.lane, x)
     written += store_scaled(dq, group.head, row, x, acc, UOp.const(scale), group.lane)
   return group.kernel(f"attention_backward_finish_{heads}_{M}_{Dk}", written)
 
@@ -264,9 +273,7 @@ def backward(
     tiles: block sizes.
   """
   (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
-  parts, padded = tiles.parts(Dk), sizes(row_stats)[2]
-  if parts != tiles.warpgroups:
-    raise ValueError(f"{tiles}: dQ of a tile has {parts} parts at head size {Dk}, must be one per warpgroup")
+  padded = sizes(row_stats)[2]
   s, blocks = Scope(), ceildiv(N, tiles.rows)
   jobs = Jobs(kv_heads, blocks, section(kv_heads, heads // kv_heads, M, Dk, Dv), True, kv_heads * blocks)
   group = Workgroup(s, 1, jobs.workgroups, tiles.threads // WARP, WARP)
@@ -274,38 +281,40 @@ def backward(
   group.block = blocks - 1 - backwards
 
   def members() -> QueryHeads:
-    return QueryHeads.of(s, rules, group, heads // kv_heads, tiles.rows, tiles.block).from_last()
+    return QueryHeads.of(s, rules, group, heads // kv_heads, tiles.rows, BLOCK).from_last()
 
   def views(head: UOp) -> tuple[HeadView, ...]:
     kv = (HeadView.of(x, group.head, UOp.const(N)) for x in (k, v))
     return (*kv, *(HeadView.of(x, head, UOp.const(M)) for x in (q, do)))
 
   def numbers(head: UOp, tile: UOp) -> tuple[UOp, UOp]:
-    lse, delta = (row_stats.base[(head * 2 + i) * padded + tile * tiles.block] for i in range(2))
+    lse, delta = (row_stats.base[(head * 2 + i) * padded + tile * BLOCK] for i in range(2))
     return lse, delta
 
   stationary, streamed, ds = tiles.panels(s, Dk, Dv)
-  part = s.buffer(parts * PART * PART, dtype=dtypes.uint, space=AddrSpace.LOCAL)
+  part = s.buffer(parts(Dk) * BLOCK * PART, dtype=dtypes.uint, space=AddrSpace.LOCAL)
   pipe = GradientPipeline(s, group, stationary, streamed, tiles.warpgroups * WARPS, REGISTERS[tiles.warpgroups])
-  consumers = tiles.warpgroups * WARPS
 
   def in_turns(*after: UOp) -> UOp:
-    return keep_turns(s, group, consumers, members, turns, dq_sum, part, pipe.free, after)
+    return keep_turns(s, group, tiles, members, turns, dq_sum, part, pipe.free, after)
 
   started = pipe.start(views, group.block, members, numbers, in_turns)
   heads_here = members()
-  rows = {(0, half): group.block * tiles.rows + group.warp * MMA_M + row_of(group.lane, half) for half in range(HALVES)}
+  in_group = group.block * tiles.rows + group.warp % WARPS * MMA_M
+  firsts = [in_group + tiles.row(group.warp // WARPS, i) for i in range(tiles.row_tiles)]
+  rows = [{(0, half): first + row_of(group.lane, half) for half in range(HALVES)} for first in firsts]
   main = Mainloop(s, group, q.dtype, tiles, heads_here, pipe, ds, rows, part)
-  sums = [s.filled(0.0, round_up(x, wgmma.K) // 2, after=(started,)) for x in (Dk, Dv)]
-  of_dk, of_dv = main.run(sums, started)
-  stores = store(dk, group, of_dk, rules.scale, rows) + store(dv, group, of_dv, 1.0, rows)
+  sums = [[s.filled(0.0, round_up(x, wgmma.K) // 2, after=(started,)) for x in (Dk, Dv)] for _ in rows]
+  stores = []
+  for of_tile, (of_dk, of_dv) in zip(rows, main.run(sums, started), strict=True):
+    stores += store(dk, group, of_dk, rules.scale, of_tile) + store(dv, group, of_dv, 1.0, of_tile)
   return group.kernel(f"attention_backward_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
 
 
 def keep_turns(
   s: Scope,
   group: Workgroup,
-  consumers: int,
+  tiles: Tiles,
   members: Callable[[], QueryHeads],
   turns: UOp,
   dq_sum: UOp,
@@ -319,13 +328,14 @@ def keep_turns(
     part: shared memory for dQ of a tile.
     barrier: signals that it may be written again.
   """
-  once = s.axis(blurred(group.warp.eq(consumers + 1).cast(dtypes.weakint)), AxisType.REDUCE)
+  once = s.axis(blurred(group.warp.eq(tiles.warpgroups * WARPS + 1).cast(dtypes.weakint)), AxisType.REDUCE)
   heads, leads, block = members(), group.lane.eq(0), group.block
   outer = () if heads.count == 1 else (heads.member,)
   n, begun = loop(s, heads.query_range.n_tiles, *after, once, *outer)
   tile, size = heads.head * sizes(turns)[1] + heads.query_range.tile(n), sizes(part)[0]
   taken = ins.take_turn(CUDA, turns.base[tile], block, leads & (block > 0), *begun)
-  met = ins.meet(CUDA, ADDED, (consumers + 1) * WARP, taken)
+  givers = 1 if sizes(dq_sum)[2] == 1 else tiles.warpgroups
+  met = ins.meet(CUDA, MET + tiles.warpgroups, givers * THREADS + WARP, taken)
   added = ins.bulk_add(CUDA, dq_sum.base[tile * size], part.after(met)[0], 4 * size, block.eq(0), leads, met)
   free = ins.mbarrier_arrive(CUDA, barrier[0], leads, ins.bulk_wait_read(CUDA, leads, added))
   done = ins.give_turn(CUDA, turns.base[tile], block + 1, leads, ins.bulk_wait(CUDA, leads, free)).end(n)
@@ -342,6 +352,16 @@ def store(x: UOp, group: Workgroup, acc: UOp, factor: float, rows: dict[tuple[in
   return stores
 
 
+def all_after(sums: list[list[UOp]], *after: UOp) -> list[list[UOp]]:
+  """The accumulators of each tile of keys, after something."""
+  return [[x.after(*after) for x in of_tile] for of_tile in sums]
+
+
+def wait_for(count: int, acc: UOp, *after: UOp) -> UOp:
+  """Wait until at most `count` later products than that to the accumulators `acc` are pending."""
+  return wgmma.wait(count, 2 * sizes(acc)[0], acc[0], *after)
+
+
 @dataclass(frozen=True)
 class Mainloop:
   """A warpgroup's loop over tiles of queries, which are numbered through all query heads.
@@ -354,7 +374,7 @@ class Mainloop:
     heads: the query heads, and their tiles.
     pipe: the pipeline that loads the tiles.
     ds: shared memory for dS.
-    rows: this lane's keys.
+    rows: this lane's keys, of each tile of 64.
     dq: shared memory for dQ of a tile, which is then added to memory.
   """
 
@@ -365,31 +385,37 @@ class Mainloop:
   heads: QueryHeads
   pipe: GradientPipeline
   ds: SwizzledTiles
-  rows: dict[tuple[int, int], UOp]
+  rows: list[dict[tuple[int, int], UOp]]
   dq: UOp
 
   @property
   def warpgroup(self) -> UOp:
     return self.group.warp // WARPS
 
-  def run(self, sums: list[UOp], *after: UOp) -> list[UOp]:
-    """Add all tiles to dK and dV. Returns them."""
-    zero, block = UOp.const(0), self.tiles.block
+  @property
+  def apart(self) -> bool:
+    """Whether each warpgroup has a part of dQ; otherwise each adds the product of its keys to the one before it."""
+    return sizes(self.dq)[0] > BLOCK * PART
+
+  def run(self, sums: list[list[UOp]], *after: UOp) -> list[list[UOp]]:
+    """Add all tiles to dK and dV, of each tile of keys. Returns them."""
+    zero = UOp.const(0)
     begun = self.pipe.v.wait(zero, self.pipe.k.wait(zero, *after))
-    scores = [self.s.buffer(block // 2) for _ in range(2)]  # S and dP
-    words = [self.s.buffer(block // 4, dtype=dtypes.uint) for _ in range(2)]  # P and dS
+    scores = [self.s.buffer(BLOCK // 2) for _ in range(2)]  # S and dP
+    words = [self.s.buffer(BLOCK // 4, dtype=dtypes.uint) for _ in range(2)]  # P and dS
     part, heads = self.s.buffer(PART // 2), self.heads
     member, tile_range = heads.member, heads.query_range
     outer = () if heads.count == 1 else (member,)
-    inside = [x.after(*outer) for x in sums]
+
+    inside = all_after(sums, *outer)
     for first, trips, masked in full_then_masked(zero, tile_range.n_full, tile_range.n_tiles):
       trip = self.s.axis(trips, AxisType.REDUCE)
-      old = [x.after(trip) for x in inside]
+      old = all_after(inside, trip)
       done = self.attend(first + trip, masked, scores, words, part, old, begun, *outer, trip).end(trip)
-      inside = [x.after(done) for x in inside]
+      inside = all_after(inside, done)
     for axis in outer:
       done = done.end(axis)
-    return [x.after(done) for x in sums]
+    return all_after(sums, done)
 
   def attend(
     self,
@@ -398,7 +424,7 @@ class Mainloop:
     scores: list[UOp],
     words: list[UOp],
     part: UOp,
-    sums: list[UOp],
+    sums: list[list[UOp]],
     *after: UOp,
   ) -> UOp:
     """Add a head's n-th tile to the sums. Returns the end of its work.
@@ -407,49 +433,67 @@ class Mainloop:
       scores: registers for S and dP.
       words: registers for P and dS, in packed 16-bit words.
       part: registers for this warpgroup's part of dQ.
-      sums: dK and dV.
+      sums: dK and dV of each tile of keys.
     """
-    block, pipe, rules, (of_dk, of_dv) = self.tiles.block, self.pipe, self.heads.rules, sums
+    pipe, rules = self.pipe, self.heads.rules
     tile_range, member = self.heads.query_range, self.heads.member
     number, tile = member * tile_range.n_tiles + n, tile_range.tile(n)
-    begun = self.start_scores(
-      pipe.k.tile(UOp.const(0)), pipe.q.tile(number), scores[0], pipe.q.wait(number, *after, *sums)
-    )
-    begun = pipe.do.wait(number, begun)
-    begun = self.start_scores(pipe.v.tile(UOp.const(0)), pipe.do.tile(number), scores[1], begun)
-    ready = wgmma.wait(1, block, scores[0][0], begun)
-    queries = queries_of_columns(tile * block, block, self.group.lane)
-    columns = queries_of_columns(UOp.const(0), block, self.group.lane)
-    lse = pipe.q.numbers(number, columns, ready)
-    score_rows = score_rows_by_column(self.rows, queries, [(x, x) for x in lse])
-    products = self.elements(scores[0].after(ready))
-    p = weights(rules, score_rows, products, masked)
-    started = self.start_sum(of_dv, self.packed(words[0], p, ready), pipe.do.tile(number), ready)
-    ready = wgmma.wait(1, block, scores[1][0], started)
-    delta = pipe.do.numbers(number, columns, ready)  # only now, for want of registers
-    score_rows = score_rows_by_column(self.rows, queries, list(zip(lse, delta, strict=True)))
-    ds = self.packed(words[1], score_vjp(rules, score_rows, p, products, self.elements(scores[1].after(ready))), ready)
-    written = ins.fence_async(CUDA, *self.store_ds(number, ds))
-    met = ins.meet(CUDA, MET, self.tiles.warpgroups * THREADS, written)
-    started = self.start_part(number, part, met)
+    columns = queries_of_columns(UOp.const(0), BLOCK, self.group.lane)
+    queries = queries_of_columns(tile * BLOCK, BLOCK, self.group.lane)
+    begun = pipe.q.wait(number, *after, *(x for of_tile in sums for x in of_tile))
+    for i, (rows, (of_dk, of_dv)) in enumerate(zip(self.rows, sums, strict=True)):
+      begun = self.start_scores(i, pipe.k, pipe.q.tile(number), scores[0], begun)
+      begun = begun if i else pipe.do.wait(number, begun)
+      begun = self.start_scores(i, pipe.v, pipe.do.tile(number), scores[1], begun)
+      if i:
+        begun = wait_for(2, sums[i - 1][0], begun)
+      ready = wait_for(1, scores[0], begun)
+      lse = pipe.q.numbers(number, columns, ready)
+      score_rows = score_rows_by_column(rows, queries, [(x, x) for x in lse])
+      products = self.elements(scores[0].after(ready))
+      p = weights(rules, score_rows, products, masked)
+      started = self.start_sum(of_dv, self.packed(words[0], p, ready), pipe.do.tile(number), ready)
+      ready = wait_for(1, scores[1], started)
+      delta = pipe.do.numbers(number, columns, ready)  # only now, for want of registers
+      score_rows = score_rows_by_column(rows, queries, list(zip(lse, delta, strict=True)))
+      ds = self.packed(
+        words[1], score_vjp(rules, score_rows, p, products, self.elements(scores[1].after(ready))), ready
+      )
+      begun = UOp.group(*self.store_ds(i, number, ds))
+      if i + 1 < len(sums):  # words of P are free before the next products start, for want of registers
+        begun = wait_for(1, of_dv, self.start_sum(of_dk, ds, pipe.q.tile(number), begun))
+    started = self.start_part(number, part, self.meet(ins.fence_async(CUDA, begun)))
     started = self.start_sum(of_dk, ds, pipe.q.tile(number), started)
-    waited = wgmma.wait(2, 2 * sizes(of_dv)[0], of_dv[0], started)
-    waited = wgmma.wait(1, PART, part[0], waited)
+    waited = wait_for(1, part, wait_for(2, of_dv, started))
     free = ins.mbarrier_wait(CUDA, pipe.free[0], (number + 1) % 2, waited)
-    stored = ins.fence_async(CUDA, *self.store_part(part.after(free), free))
-    stored = ins.meet_later(CUDA, ADDED, self.tiles.warpgroups * THREADS + WARP, UOp.const(True), stored)
-    waited = wgmma.wait(0, 2 * sizes(of_dk)[0], of_dk[0], stored)
-    return pipe.q.release(number, self.group.lane.eq(0), waited)
+    given = self.give(ins.fence_async(CUDA, *self.store_part(part.after(free), free)))
+    return pipe.q.release(number, self.group.lane.eq(0), wait_for(0, of_dk, given))
 
-  def start_scores(self, stationary: SwizzledTiles, tile: SwizzledTiles, into: UOp, *after: UOp) -> UOp:
-    """Start the product of this warpgroup's keys with the rows of a tile, (64, block)."""
-    rows = stationary.after(*after).address(self.warpgroup * wgmma.M)
-    steps, panels = stationary.columns // wgmma.K, (stationary.panel, tile.panel)
+  def meet(self, *after: UOp) -> UOp:
+    """Wait until dS, and what this warpgroup adds its part of dQ to, are in shared memory."""
+    if self.apart:
+      return ins.meet(CUDA, MET, self.tiles.warpgroups * THREADS, *after)
+    threads = self.warpgroup.eq(0).where(UOp.const(THREADS), 2 * THREADS)
+    return ins.meet(CUDA, MET + self.warpgroup, threads, *after)
+
+  def give(self, *after: UOp) -> UOp:
+    """Signal that the part of dQ is in shared memory: to the next warpgroup, or to the warp that adds it to memory."""
+    warpgroups, last = self.tiles.warpgroups, self.warpgroup.eq(self.tiles.warpgroups - 1)
+    if self.apart:
+      return ins.meet_later(CUDA, MET + warpgroups, warpgroups * THREADS + WARP, UOp.const(True), *after)
+    threads = last.where(UOp.const(THREADS + WARP), 2 * THREADS)
+    return ins.meet_later(CUDA, MET + self.warpgroup + 1, threads, UOp.const(True), *after)
+
+  def start_scores(self, row_tile: int, stationary: Slots, tile: SwizzledTiles, into: UOp, *after: UOp) -> UOp:
+    """Start the product of a tile of this warpgroup's keys with the rows of a tile, (64, block)."""
+    keys = stationary.tile(UOp.const(0), *after)
+    steps, panels = keys.columns // wgmma.K, (keys.panel, tile.panel)
+    rows = keys.address(self.tiles.row(self.warpgroup, row_tile))
     return wgmma.start(self.dtype, tile.rows, steps, into[0], rows, tile.after(*after).address(), panels, *after)
 
   def packed(self, words: UOp, elements: Elements, *after: UOp) -> UOp:
     """Round elements to 16 bits in registers for words of two, as they are left operands of products."""
-    pairs = [(i, half) for i in range(self.tiles.block // MMA_N) for half in range(HALVES)]
+    pairs = [(i, half) for i in range(BLOCK // MMA_N) for half in range(HALVES)]
     found = [ins.pack(CUDA, elements[0, i, 2 * half], elements[0, i, 2 * half + 1], self.dtype) for i, half in pairs]
     return words.after(UOp.group(*[words.after(*after)[i].store(word) for i, word in enumerate(found)]))
 
@@ -459,10 +503,11 @@ class Mainloop:
     address = tile.after(*after).address()
     return wgmma.start(self.dtype, tile.columns, steps, acc[0], words[0], address, panels, *after, registers=True)
 
-  def store_ds(self, number: UOp, words: UOp) -> list[UOp]:
-    """Store this warp's rows of dS to shared memory."""
+  def store_ds(self, row_tile: int, number: UOp, words: UOp) -> list[UOp]:
+    """Store this warp's rows of dS, of a tile of keys, to shared memory."""
     tile, lane = self.ds.tile(number), self.group.lane
-    first = tile.at(self.group.warp * MMA_M + lane % MMA_M, lane // MMA_M).src[1]
+    row = self.tiles.row(self.warpgroup, row_tile) + self.group.warp % WARPS * MMA_M
+    first = tile.at(row + lane % MMA_M, lane // MMA_M).src[1]
     per = tile.width // tile.chunk  # chunks per row of a panel; those of a row differ in some bits of the address
     return [
       ins.stmatrix(
@@ -470,43 +515,48 @@ class Mainloop:
         tile.memory[(first ^ i % per * tile.chunk) + i // per * tile.panel],
         *(words[2 * i + j].load() for j in range(4)),
       )
-      for i in range(0, self.tiles.block // MMA_N, 2)
+      for i in range(0, BLOCK // MMA_N, 2)
     ]
 
   def start_part(self, number: UOp, part: UOp, *after: UOp) -> UOp:
-    """Start this warpgroup's part of dS^T K, (64, 64): some of the tile's queries, or of the columns."""
-    halves = self.tiles.block // PART
-    ds, k = self.ds.tile(number, *after), self.pipe.k.tile(UOp.const(0), *after)
-    left = ds.memory[ds.base + self.warpgroup % halves * ds.panel]
-    right = k.memory[k.base + self.warpgroup // halves * k.panel]
-    return wgmma.start(
-      self.dtype, PART, self.tiles.rows // wgmma.K, part[0], left, right, (ds.panel, k.panel), *after, by_rows=True
-    )
+    """Start this warpgroup's part of dS^T K, (64, 64): some queries or columns of it, or the product of its keys."""
+    tiles, ds, k = self.tiles, self.ds.tile(number, *after), self.pipe.k.tile(UOp.const(0), *after)
+    if self.apart:
+      keys, left, right = tiles.rows, ds.base, k.base + self.warpgroup * k.panel
+    else:
+      first, keys = tiles.row(self.warpgroup, 0) * PART, tiles.row_tiles * wgmma.M
+      left, right = ds.base + first, k.base + first
+      found = [self.dq.after(*after)[i.valid(self.warpgroup > 0)].load() for i in self.places()]
+      after = tuple(part.after(*after)[i].store(x.bitcast(dtypes.float)) for i, x in enumerate(found))
+    a, b, steps = ds.memory[left], k.memory[right], keys // wgmma.K
+    panels = (ds.panel, k.panel)
+    return wgmma.start(self.dtype, PART, steps, part[0], a, b, panels, *after, by_rows=True, clears=self.apart)
+
+  def places(self) -> list[UOp]:
+    """Where the elements of this thread's part of dQ are in shared memory, as accumulators lie in registers."""
+    part = self.warpgroup * self.apart * (PART // MMA_N)
+    return [
+      ((part + i) * THREADS + self.group.thread % THREADS) * 4 + e for i in range(PART // MMA_N) for e in range(4)
+    ]
 
   def store_part(self, part: UOp, *after: UOp) -> list[UOp]:
-    """Store this warpgroup's part of dQ to shared memory, as accumulators lie in registers."""
-    first, thread = self.warpgroup * (PART // MMA_N), self.group.thread % THREADS
-    return [
-      ins.store_chunk(
-        CUDA,
-        self.dq.after(*after)[((first + i) * THREADS + thread) * 4],
-        *(part[4 * i + e].load().bitcast(dtypes.uint) for e in range(4)),
-      )
-      for i in range(PART // MMA_N)
-    ]
+    """Store this warpgroup's part of dQ to shared memory."""
+    memory, words = self.dq.after(*after), [part[i].load().bitcast(dtypes.uint) for i in range(PART // 2)]
+    places = self.places()
+    return [ins.store_chunk(CUDA, memory[places[i]], *words[i : i + 4]) for i in range(0, len(words), 4)]
 
   def elements(self, scores: UOp) -> Elements:
     """Return this lane's elements of S or dP."""
-    return {(0, i // 4, i % 4): scores[i].load() for i in range(self.tiles.block // 2)}
+    return {(0, i // 4, i % 4): scores[i].load() for i in range(BLOCK // 2)}
 
 
 def scratch(problem: Problem, tiles: Tiles) -> dict[str, tuple[tuple[int, ...], DType]]:
   """Return the shapes and dtypes of the buffers that the kernels share."""
-  n_tiles, parts = ceildiv(problem.M, tiles.block), tiles.parts(problem.Dk)
+  n_tiles = ceildiv(problem.M, BLOCK)
   return {
-    "row_stats": ((problem.heads, 2, n_tiles * tiles.block), dtypes.float),
+    "row_stats": ((problem.heads, 2, n_tiles * BLOCK), dtypes.float),
     "turns": ((problem.heads, n_tiles), dtypes.int),
-    "dq_sum": ((problem.heads, n_tiles, parts, PART * PART), dtypes.float),
+    "dq_sum": ((problem.heads, n_tiles, parts(problem.Dk), BLOCK * PART), dtypes.float),
   }
 
 
@@ -519,7 +569,7 @@ def _kernel(build: Callable[..., UOp], outputs: str, inputs: str, *wants: str) -
     choose=Tiles.choose,
     candidates=Tiles.candidates,
     wants=wants,
-    block=lambda x: (x.rows, x.block),
+    block=lambda x: (x.rows, BLOCK),
     of_keys=True,
     scratch=scratch,
   )

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulator_kernels import kernel, launch, lds, loop, threads
+from emulator_kernels import kernel, launch, lds, loop, reg, threads
 from tinygrad import UOp, dtypes
 
 import uopattn.emulator as emulator
@@ -135,8 +135,28 @@ def left(t: UOp, memory: UOp) -> UOp:
   return memory.after(ins.leave_loop(CUDA, i.eq(3), apart(t), i))[t].store(i.cast(dtypes.float)).end(i)
 
 
+def handed_on(sees: bool = True) -> Callable[[UOp, UOp], UOp]:
+  """Warpgroup 1 writes what it has read, after warpgroup 0 has read it and, if it `sees`, has come to its barrier."""
+
+  def make(t: UOp, memory: UOp) -> UOp:
+    barrier, room, first = lds(2, 1, dtypes.ulong), reg(3, 1), warpgroup(t).eq(0)
+    made = ins.mbarrier_init(CUDA, barrier[0], 1, t.eq(0))  # or else all reads since a barrier count as one
+    filled = UOp.barrier(made, memory[(t % GROUP).valid(first)].store(1.0))
+
+    def read(when: UOp, *after: UOp) -> UOp:
+      return room.after(*after)[0].store(memory.after(*after)[(t % GROUP).valid(when)].load())
+
+    given = ins.meet_later(CUDA, UOp.const(2), 2 * GROUP, first, read(first, filled))
+    met = ins.meet(CUDA, 1 + warpgroup(t), first.where(UOp.const(GROUP), 2 * GROUP), given)
+    seen = read(first.logical_not(), met if sees else read(first, filled))
+    return memory.after(seen)[(t % GROUP).valid(first.logical_not())].store(2.0)
+
+  return make
+
+
 RIGHT = {
   "in turns": in_turns(0),
+  "handed on": handed_on(),
   "a loop left": left,
 }
 
@@ -157,6 +177,10 @@ WRONG: dict[str, tuple[Callable[[UOp, UOp], UOp], str]] = {
   "a barrier of fewer": (
     lambda t, m: ins.meet(CUDA, UOp.const(1), GROUP + 32),
     "has 256 threads meet at a barrier of 160",
+  ),
+  "a barrier of several numbers": (
+    lambda t, m: ins.meet(CUDA, UOp.const(1), (t % 32 < 16).where(UOp.const(GROUP), 2 * GROUP)),
+    "meets at a barrier without whole warps, or at several",
   ),
   "nobody waits": (
     lambda t, m: ins.meet_later(CUDA, UOp.const(1), 2 * GROUP, t >= 0),
@@ -184,6 +208,12 @@ def test_a_mistake_of_warpgroups_is_an_error(name: str) -> None:
   x = np.arange(2 * GROUP, dtype=np.float32)
   with pytest.raises(emulator.Divergence, match=message):
     launch(statement(make), x, x, arch=ARCH)
+
+
+def test_a_write_of_what_another_warpgroup_may_still_read_is_an_error() -> None:
+  x = np.arange(2 * GROUP, dtype=np.float32)
+  with pytest.raises(emulator.Race, match="which another wave read, with no barrier between"):
+    launch(statement(handed_on(sees=False)), x, x, arch=ARCH)
 
 
 def test_a_loop_left_by_a_part_of_the_lanes_is_an_error() -> None:

@@ -129,20 +129,23 @@ def test_product_from_registers(n, k, kind):
   np.testing.assert_allclose(got.reshape(64, n), 1 + exact(p, kind) @ exact(v, kind), rtol=1e-5, atol=ERROR)
 
 
-@pytest.mark.parametrize(("n", "k"), [(8, 16), (64, 48)])
-def test_product_of_matrices_whose_rows_are_k(n, k):
+@pytest.mark.parametrize(("n", "k", "clears"), [(8, 16, False), (64, 48, True)])
+def test_product_of_matrices_whose_rows_are_k(n, k, clears):
   def body(o, a, b):
     t, d = threads(THREADS), reg(0, n // 2)
+    d = d.after(UOp.group(*[d[e].store(1.0) for e in range(n // 2)]))
     left, right = lds(1, k * WIDTH, dtypes.ushort), lds(2, k * padded(n), dtypes.ushort)
     filled = UOp.group(*panelled(left, a, k, 64, t, THREADS), *panelled(right, b, k, n, t, THREADS))
     ready = UOp.barrier(ins.fence_async("cuda", filled))
     operands = d[0], left.after(ready)[0], right.after(ready)[0], (k * WIDTH, k * WIDTH)
-    done = wgmma.wait(0, n, d[0], wgmma.start(dtypes.half, n, k // 16, *operands, ready, by_rows=True))
+    started = wgmma.start(dtypes.half, n, k // 16, *operands, ready, by_rows=True, clears=clears)
+    done = wgmma.wait(0, n, d[0], started)
     return kernel(f"by_rows_{n}_{k}", store_result(o, d.after(done), t, n), t)
 
   a, b = matrix(k, 64, "half"), matrix(k, n, "half")
   got = launch(body, np.zeros(64 * n, np.float32), a.ravel(), b.ravel(), arch=ARCH)
-  np.testing.assert_allclose(got.reshape(64, n), exact(a, "half").T @ exact(b, "half"), rtol=1e-5, atol=ERROR)
+  expected = (not clears) + exact(a, "half").T @ exact(b, "half")
+  np.testing.assert_allclose(got.reshape(64, n), expected, rtol=1e-5, atol=ERROR)
 
 
 def test_two_warpgroups_have_their_own_rows():
@@ -326,14 +329,22 @@ def test_a_fence_covers_the_copies_that_have_arrived(order):
       run(body, n, k)
 
 
-@pytest.mark.parametrize("kind", ["", "registers", "by_rows"])
+KINDS: dict[str, dict[str, bool]] = {
+  "": {},
+  "registers": {"registers": True},
+  "by_rows": {"by_rows": True},
+  "by_rows_added": {"by_rows": True, "clears": False},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("n", "steps"), [(8, 1), (64, 4), (256, 16)])
 def test_texts_are_found_again(n, steps, kind):
   """A text names its instruction, and no other text that looks alike is taken for it."""
   own = kind == "registers"
   d, a, b = reg(0, n // 2), reg(1, 4 * steps, dtypes.uint) if own else lds(1, 64, dtypes.ushort), lds(2, 64)
-  for dtype, parts in [*((x, 1) for x in TYPES.values()), *([(dtypes.bfloat16, 3)] if kind != "by_rows" else [])]:
-    started = wgmma.start(dtype, n, steps, d[0], a[0], b[0], (0, 0), **{kind: True} if kind else {}, parts=parts)
+  for dtype, parts in [*((x, 1) for x in TYPES.values()), *([(dtypes.bfloat16, 3)] if "by_rows" not in kind else [])]:
+    started = wgmma.start(dtype, n, steps, d[0], a[0], b[0], (0, 0), **KINDS[kind], parts=parts)
     text = started.src[1].arg
     found = instruction_of(text)
     assert found is not None

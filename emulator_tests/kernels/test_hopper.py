@@ -52,6 +52,15 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
+def test_each_warpgroup_begins_at_its_own_tile(brought: list[TensorPipeline]) -> None:
+  """Blocks whose warpgroups see different tiles, the last block with two that have no queries."""
+  options: dict[str, Any] = {"window": (None, 5), "q_start": np.array([-9, 60])}
+  with HOPPER.on(ARCH, Tiles(3, 32, 2, producer=True, persistent=True, q_stages=2)):
+    given = {key: on_device(x) for key, x in options.items()}
+    HOPPER.check(*HOPPER.inputs(ARCH, (2, 4, 2, 200, 230, 24, 16), HALF), given, **options)
+  assert brought
+
+
 @pytest.mark.parametrize("name", FEATURES)
 def test_features(name: str, brought: list[TensorPipeline]) -> None:
   with HOPPER.on(ARCH, PERSISTENT):
@@ -131,7 +140,7 @@ def test_a_mistake_is_seen_by_the_emulator(name: str) -> None:
 
 def caught(mistake: Mistake, error: type[Exception], message: str) -> None:
   with HOPPER.on(ARCH, PERSISTENT), mistake.made(), pytest.raises(error, match=message):
-    HOPPER.check(*HOPPER.inputs(ARCH, (2, 2, 2, 150, 40, 72, 24), HALF), is_causal=True)
+    HOPPER.check(*HOPPER.inputs(ARCH, (2, 2, 2, 150, 150, 72, 24), HALF), is_causal=True)
 
 
 def test_each_wait_between_jobs_deleted() -> None:

@@ -22,6 +22,10 @@ def _statement(family: str, name: str, after: tuple[UOp, ...], *operands: UOp) -
   return statement(INSTRUCTIONS[name], family, after, *operands)
 
 
+def _int(x: UOp | int) -> UOp:
+  return (UOp.const(x) if isinstance(x, int) else x).cast(dtypes.int)
+
+
 def statement(instruction: Instruction, family: str, after: tuple[UOp, ...], *operands: UOp) -> UOp:
   """A statement that runs after `after` and before whatever is `.after` it.
 
@@ -262,8 +266,7 @@ def cp_async_arrive(family: str, barrier: UOp, *after: UOp) -> UOp:
 
 def mbarrier_wait(family: str, barrier: UOp, parity: UOp | int, *after: UOp) -> UOp:
   """Wait until the phase with that parity is complete; parity 1 does not wait on a new barrier. A statement."""
-  parity = UOp.const(parity) if isinstance(parity, int) else parity
-  return _statement(family, "mbarrier_wait", after, barrier, parity.cast(dtypes.int))
+  return _statement(family, "mbarrier_wait", after, barrier, _int(parity))
 
 
 def mbarrier_expect(family: str, barrier: UOp, count: int, *after: UOp) -> UOp:
@@ -353,14 +356,14 @@ def leave_loop(family: str, when: UOp, *after: UOp) -> UOp:
   return _statement(family, "leave_loop", after, when)
 
 
-def meet(family: str, number: UOp, threads: int, *after: UOp) -> UOp:
+def meet(family: str, number: UOp, threads: UOp | int, *after: UOp) -> UOp:
   """Wait at barrier `number` (1 to 15) until `threads` threads, whole warps, are there. A statement."""
-  return _statement(family, "meet", after, number.cast(dtypes.int), UOp.const(threads, dtypes.int))
+  return _statement(family, "meet", after, number.cast(dtypes.int), _int(threads))
 
 
-def meet_later(family: str, number: UOp, threads: int, when: UOp, *after: UOp) -> UOp:
+def meet_later(family: str, number: UOp, threads: UOp | int, when: UOp, *after: UOp) -> UOp:
   """Count as one that is at barrier `number` where `when`, without waiting; see `meet`. A statement."""
-  return _statement(family, "meet_later", after, number.cast(dtypes.int), UOp.const(threads, dtypes.int), when)
+  return _statement(family, "meet_later", after, number.cast(dtypes.int), _int(threads), when)
 
 
 def fence_async(family: str, *after: UOp) -> UOp:

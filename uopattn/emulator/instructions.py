@@ -258,6 +258,7 @@ MEANINGS: dict[str, Meaning] = {
   "wgmma_registers": warpgroup.from_registers,
   "wgmma_registers_bytes": warpgroup.from_registers,
   "wgmma_by_rows": warpgroup.from_rows,
+  "wgmma_by_rows_added": warpgroup.added_from_rows,
   "wgmma_wait": warpgroup.wait,
   "pin": lambda run, u, x: x,
   "tied": lambda run, u, value, other: other * np.float32(0) + value,

@@ -158,6 +158,8 @@ class LDS(Memory):
       bit = self.run.wave_bit[lanes]
       if (bad := (self.writers.take(granules) & ~bit != 0) & self._unseen(0, granules, lanes)).any():
         raise self.fail(Race, u, "reads {what}, which another wave wrote, " + UNORDERED, granules, bad, lanes)
+      if self.stamps is not None:  # who sees this read sees those that it comes after
+        self.readers[granules[np.logical_not(self._unseen(1, granules, lanes))]] = 0
       np.bitwise_or.at(self.readers, granules, np.broadcast_to(bit, granules.shape))
     if self.stamps is not None:
       self.stamps[1][granules] = self.run.clock

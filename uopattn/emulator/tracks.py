@@ -168,9 +168,10 @@ def apart(run: Run, u: UOp) -> Tracks:
 def meet(run: Run, u: UOp, number: Any, count: Any, when: Any = None) -> Any:
   lanes = run.active() if when is None else np.flatnonzero(run.spread(when) & run.mask)
   if len(lanes):
-    if len(lanes) % run.shape.wave or len(numbers := np.unique(run.spread(number)[lanes])) != 1:
+    numbers, counts = (np.unique(run.spread(x)[lanes]) for x in (number, count))
+    if len(lanes) % run.shape.wave or len(numbers) != 1 or len(counts) != 1:
       raise run.fail(Divergence, u, "meets at a barrier without whole warps, or at several barriers at once", lanes)
-    apart(run, u).meet(u, int(numbers[0]), int(count), lanes, when is None)
+    apart(run, u).meet(u, int(numbers[0]), int(counts[0]), lanes, when is None)
   return np.int32(0)
 
 

@@ -148,10 +148,11 @@ def _start(
   panels: tuple[int, int],
   registers: bool = False,
   by_rows: bool = False,
+  clears: bool = True,
 ) -> None:
   groups = _groups(run, u)
   flight = Flight(u, groups, d.memory, int(np.max(d.index)), [], [], [])
-  k, adds = K * steps, registers and dtype.itemsize > 1 and parts == 1
+  k, adds = K * steps, not clears or (registers and dtype.itemsize > 1 and parts == 1)
 
   def read(x: Pointer, rows: int, columns: int, panel: int, part: int) -> np.ndarray:
     return _read(run, u, x, rows, columns, panel, groups, flight.reads, part)
@@ -230,6 +231,14 @@ def from_rows(
 ):
   """Start D = A B with A and B in LDS, whose rows are k."""
   _start(run, u, n, steps, dtype, parts, d, a, b, (int(panels[0]), int(panels[1])), by_rows=True)
+  return NOTHING
+
+
+def added_from_rows(
+  run: Run, u: UOp, n: int, steps: int, dtype: DType, parts: int, d: Pointer, a: Pointer, b: Pointer, *panels: Any
+):
+  """Start D += A B with A and B in LDS, whose rows are k."""
+  _start(run, u, n, steps, dtype, parts, d, a, b, (int(panels[0]), int(panels[1])), by_rows=True, clears=False)
   return NOTHING
 
 

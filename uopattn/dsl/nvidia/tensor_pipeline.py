@@ -59,12 +59,14 @@ class Source:
     tiles: the tiles in shared memory.
     keep: whether other workgroups will read the same.
     numbers: shared memory for a float32 per row that comes with it, slot by slot; None if nothing does.
+    before: rows that the first tile begins before row 0; there are zeros.
   """
 
   number: int
   tiles: SwizzledTiles
   keep: bool
   numbers: UOp | None = None
+  before: int = 0
 
   @property
   def bytes(self) -> int:
@@ -89,7 +91,7 @@ class Source:
     x, tile, head = view.strides, self.tiles.tile(slot), view.head
     assert x is not None
     assert head is not None
-    place, copies = (n_tile * self.tiles.rows, head % x.heads, head // x.heads), []
+    place, copies = (n_tile * self.tiles.rows - self.before, head % x.heads, head // x.heads), []
     begun = ins.mbarrier_expect(CUDA, barrier, self.bytes, *after)
     for column in range(0, self.tiles.columns, COLUMNS):
       to = tile.memory[tile.base + column // COLUMNS * tile.panel]
@@ -202,6 +204,7 @@ class TensorPipeline:
     registers: tuple[int, int],
     transposed: SwizzledTiles | None = None,
     values_follow: bool = True,
+    before: int = 0,
   ):
     """Create a pipeline.
 
@@ -213,6 +216,7 @@ class TensorPipeline:
       registers: registers per thread of the producer, and of a consumer.
       transposed: shared memory for V transposed, with as many slots; None if V is used as it is.
       values_follow: whether a tile of V is used only with the next tile of K; then it is brought after that.
+      before: queries that the first block begins before query 0.
     """
     self._s, self._group, self._jobs, self._trips = s, group, jobs, trips
     self._lag = int(values_follow)
@@ -220,7 +224,7 @@ class TensorPipeline:
     if transposed is not None:
       self._transposed_barriers = s.buffer(2 * transposed.slots, dtype=dtypes.ulong, space=AddrSpace.LOCAL)
     self._consumers, self._registers = consumers, registers
-    self._sources = [Source(i, x, keep=i > 0) for i, x in enumerate(tiles)]
+    self._sources = [Source(i, x, keep=i > 0, before=0 if i else before) for i, x in enumerate(tiles)]
     self._barriers = [s.buffer(2 * x.slots, dtype=dtypes.ulong, space=AddrSpace.LOCAL) for x in tiles]
     self._room = s.buffer(len(tiles) * MAP_WORDS, dtype=dtypes.uint, space=AddrSpace.LOCAL)
 
@@ -417,16 +421,17 @@ class Tiles:
     return last
 
 
-def loop(s: Scope, trips: UOp, *after: UOp) -> tuple[UOp, tuple[UOp, ...]]:
+def loop(s: Scope, trips: UOp, *after: UOp, early: bool = False) -> tuple[UOp, tuple[UOp, ...]]:
   """Begin a loop of `trips` trips, inside a loop over jobs if their number depends on it.
 
   tinygrad would end a loop over jobs together with a loop whose number of trips depends on it. So such a loop has as
-  many trips as any job, and is left early.
+  many trips as any job, and is left early. So is one with `early`, whose trips may turn out to be 0 when the kernel is
+  lowered, which would misplace its body.
 
   Returns:
     The axis, and what the loop's body must come after.
   """
-  if not any(x.arg[-1] is AxisType.REDUCE for x in trips.ranges):
+  if not early and not any(x.arg[-1] is AxisType.REDUCE for x in trips.ranges):
     axis = s.axis(blurred(trips), AxisType.REDUCE)
     return axis, (*after, axis)
   axis = s.axis(int(trips.vmax) + (trips.vmax == 1), AxisType.REDUCE)

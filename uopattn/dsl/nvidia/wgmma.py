@@ -35,6 +35,7 @@ M = 64
 K = 16
 PANEL = 64  # columns
 REGISTERS, BY_ROWS, REGISTERS_BYTES = "wgmma_registers", "wgmma_by_rows", "wgmma_registers_bytes"
+BY_ROWS_ADDED = "wgmma_by_rows_added"
 _KINDS = {"f16": dtypes.half, "bf16": dtypes.bfloat16, "e4m3": dtypes.fp8e4m3, "e5m2": dtypes.fp8e5m2}
 _NAME = re.compile(r"/\* (wgmma\w*) n=(\d+)(?: steps=(\d+) (b?f16|e[45]m[23])(?: parts=(\d+))?)? \*/")
 
@@ -61,7 +62,7 @@ def _listed(form: str, count: int, first: int = 0) -> str:
 @cache
 def _product(n: int, steps: int, kind: str, name: str, parts: int = 1) -> Instruction:
   """Operands: accumulators, A (words in registers, or shared memory), B, elements per panel of A and of B."""
-  count, lines = n // 2, ["wgmma.fence.sync.aligned;"]
+  count, lines, by_rows = n // 2, ["wgmma.fence.sync.aligned;"], name in (BY_ROWS, BY_ROWS_ADDED)
   registers, eight = name in (REGISTERS, REGISTERS_BYTES), _KINDS[kind].itemsize == 1
   inputs: dict[str, int] = {}  # where each stands among all operands of the text
   shape = f"wgmma.mma_async.sync.aligned.m64n{n}k{32 if eight else 16}.f32.{kind}.{kind} {{{_listed('%#', count)}}}"
@@ -80,14 +81,14 @@ def _product(n: int, steps: int, kind: str, name: str, parts: int = 1) -> Instru
 
   for i, (left, right) in enumerate(PAIRS[parts]):
     for step in range(steps):
-      adds = int(i + step > 0 or (name == REGISTERS and parts == 1))
+      adds = int(i + step > 0 or name == BY_ROWS_ADDED or (name == REGISTERS and parts == 1))
       if registers:
         words = ", ".join(operand(f'"r"(a[{4 * (left * steps + step) + word}])') for word in range(4))
         if eight:
           lines.append(f"{shape}, {{{words}}}, {along_row('b', 4, right, step)}, {adds}, {signs};")
         else:
           lines.append(f"{shape}, {{{words}}}, {along_column('b', 4, right, step)}, {adds}, 1, 1, 1;")
-      elif name == BY_ROWS:  # the rows of both are k
+      elif by_rows:  # the rows of both are k
         a, b = along_column("a", 3, left, step), along_column("b", 4, right, step)
         lines.append(f"{shape}, {a}, {b}, {adds}, 1, 1, 1, 1;")
       else:
@@ -95,11 +96,10 @@ def _product(n: int, steps: int, kind: str, name: str, parts: int = 1) -> Instru
         lines.append(f"{shape}, {a}, {b}, {adds}, {signs};")
   lines.append("wgmma.commit_group.sync.aligned;")
   body = "".join(f'\n    "{_escaped(line)}\\n"' for line in lines)
-  by_rows = name == BY_ROWS
   start = (
     "unsigned* a = {1};" if registers else _DESCRIPTOR.format(name="a", pointer="{1}", panel="{3}" if by_rows else "0")
   )
-  start += _DESCRIPTOR.format(name="b", pointer="{2}", panel="{4}" if name in (REGISTERS, BY_ROWS) else "0")
+  start += _DESCRIPTOR.format(name="b", pointer="{2}", panel="{4}" if name == REGISTERS or by_rows else "0")
   if parts > 1:  # so many descriptors are not to be kept in registers from one trip of a loop to the next
     start += ' asm volatile("" : "+r"(b)%s);' % ("" if registers else ', "+r"(a)')
   outputs = _listed('"+f"(d[#])', count)
@@ -144,6 +144,7 @@ def start(
   registers: bool = False,
   by_rows: bool = False,
   parts: int = 1,
+  clears: bool = True,
 ) -> UOp:
   """Start a product as a group of its own. A statement.
 
@@ -151,7 +152,7 @@ def start(
     dtype: type of A and B: float16, bfloat16, fp8e4m3 or fp8e5m2.
     n: columns of D, a multiple of 8 up to 256.
     steps: steps of 32 bytes along k, of each part.
-    d: address of n / 2 float32 registers; cleared first, unless `registers` in 16 bits and one part.
+    d: address of n / 2 float32 registers; cleared first, unless `registers` in 16 bits and one part, or not `clears`.
     a: address of A's rows in shared memory or, with `registers`, of 4 * steps 32-bit registers.
     b: address of B in shared memory: transposed, n rows of k; or, with `registers` in 16 bits, as it is, k rows of n.
     panels: units of 16 bits per panel of A, and of B.
@@ -159,10 +160,11 @@ def start(
     registers: whether A is in registers.
     by_rows: whether A and B, of 16 bits, are in shared memory as they are: k rows of 64, and k rows of n.
     parts: parts of A and B, see `uopattn.dsl.gpu.parts`: 1, or with k along the rows of A those of float32.
+    clears: whether D is cleared first, with `by_rows`.
   """
   kind = next(kind for kind, x in _KINDS.items() if x == dtype)
   of_registers = REGISTERS if dtype.itemsize == 2 else REGISTERS_BYTES
-  name = of_registers if registers else BY_ROWS if by_rows else "wgmma"
+  name = of_registers if registers else (BY_ROWS if clears else BY_ROWS_ADDED) if by_rows else "wgmma"
   return statement(
     _product(n, steps, kind, name, parts), "cuda", after, d, a, b, *(UOp.const(x, dtypes.int) for x in panels)
   )

@@ -86,6 +86,12 @@ class HeadMasks:
     return (self.h, row) if r.pack_gqa == 1 else (self.h + clamp(row // r.M, 0, r.pack_gqa - 1), row % r.M)
 
   @property
+  def ends(self) -> bool:
+    """Whether the tiles of any rows are those from tile 0 on, in order, up to an end that grows from row to row."""
+    row = UOp.const(0)
+    return bool(self._lasts(row)) and not self._firsts(row) and self.rules.tile_lists is None
+
+  @property
   def length(self) -> UOp:
     """The number of keys that exist. No key from there on may be read."""
     r = self.rules

@@ -23,6 +23,10 @@ class TileRange:
   n_tiles: UOp
   tile: Callable[[UOp], UOp]
 
+  def last_first(self) -> "TileRange":
+    """The tiles from the last one on. Those that need a mask come first then, so none counts as full here."""
+    return TileRange(UOp.const(0), self.n_tiles, lambda position: self.tile(self.n_tiles - 1 - position))
+
   def split(self, i: UOp, splits: int) -> "TileRange":
     """Split `i` of `splits`, as equal in size as possible. A split may be empty."""
     if splits == 1:
@@ -60,7 +64,15 @@ def full_then_masked(begin: UOp, n_full: UOp, n_tiles: UOp) -> list[tuple[UOp, U
   Returns:
     For each loop that may run: its first position, its number of trips, and whether its tiles need a mask.
   """
-  both = (begin, n_full - begin, False), (n_full, n_tiles - n_full, True)
+  return _that_run((begin, n_full - begin, False), (n_full, n_tiles - n_full, True))
+
+
+def masked_then_full(begin: UOp, n_full: UOp, n_tiles: UOp) -> list[tuple[UOp, UOp, bool]]:
+  """The two loops in the other order, where the `n_full` full tiles come last; see `full_then_masked`."""
+  return _that_run((begin, n_tiles - begin - n_full, True), (n_tiles - n_full, n_full, False))
+
+
+def _that_run(*both: tuple[UOp, UOp, bool]) -> list[tuple[UOp, UOp, bool]]:
   # tinygrad misplaces the body of a loop that has no trips.
   found = [(first, trips.simplify(), masked) for first, trips, masked in both]
   return [(first, blurred(trips), masked) for first, trips, masked in found if trips.vmax > 0]
