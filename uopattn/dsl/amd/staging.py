@@ -108,12 +108,11 @@ class RegisterPipeline:
     self.as_is = [LdsRows.make(s, f, block, columns) for _, columns in as_is]
     self.transposed = [LdsRows.make(s, f, columns, block) for _, columns in transposed]
     self.row_stats = [s.buffer(round_up(block, threads), space=AddrSpace.LOCAL) for _ in row_stats]
+    share = Share(f, block, threads, thread, of_ocp)
     self._parts: list[RowCopy | TransposedCopy | RowStatCopy] = [
-      *(RowCopy(s, f, block, threads, thread, *x, of_ocp) for x in zip(as_is, self.as_is, strict=True)),
-      *(
-        TransposedCopy(s, f, block, threads, thread, *x, of_ocp) for x in zip(transposed, self.transposed, strict=True)
-      ),
-      *(RowStatCopy(s, block, threads, thread, *x) for x in zip(row_stats, self.row_stats, strict=True)),
+      *(RowCopy(s, share, *x) for x in zip(as_is, self.as_is, strict=True)),
+      *(TransposedCopy(s, share, *x) for x in zip(transposed, self.transposed, strict=True)),
+      *(RowStatCopy(s, share, *x) for x in zip(row_stats, self.row_stats, strict=True)),
     ]
 
   def load(self, first: UOp, *after: UOp, base: UOp | int = 0) -> UOp:
@@ -136,25 +135,41 @@ class RegisterPipeline:
     return UOp.group(*(store for part in self._parts for store in part.store(*after)))
 
 
+@dataclass(frozen=True)
+class Share:
+  """A thread's share of the pieces of a tile.
+
+  Attributes:
+    f: the fragments for which they are copied.
+    block: rows per tile.
+    threads, thread: threads of the workgroup, and the number of this one.
+    of_ocp: type of elements that are converted; None if they stay as they are.
+  """
+
+  f: Fragments
+  block: int
+  threads: int
+  thread: UOp
+  of_ocp: DType | None
+
+  def pieces(self, count: int) -> list[UOp]:
+    """The numbers of this thread's pieces, of `count`; the last may not exist."""
+    return [self.thread + i for i in range(0, count, self.threads)]
+
+  def converted(self, word: UOp) -> UOp:
+    """The word as it is kept in LDS."""
+    return word if self.of_ocp is None else from_ocp(word, self.of_ocp)
+
+
 class RowCopy:
   """A thread's pieces of a matrix that is copied as it is: one chunk of a row each."""
 
-  def __init__(
-    self,
-    s: Scope,
-    f: Fragments,
-    block: int,
-    threads: int,
-    thread: UOp,
-    source: Source,
-    lds: LdsRows,
-    of_ocp: DType | None,
-  ):
-    self.word, columns = source
-    self.of_ocp = of_ocp
-    self.lds, pieces = lds, block * columns // f.per_chunk
-    self.places = [chunk_place(f, thread + i, columns // f.per_chunk, pieces) for i in range(0, pieces, threads)]
-    self.f, self.width = f, f.per_chunk * f.memory_bits // 32
+  def __init__(self, s: Scope, share: Share, source: Source, lds: LdsRows):
+    (self.word, columns), f = source, share.f
+    self.share, self.f, self.lds = share, f, lds
+    chunks, self.width = columns // f.per_chunk, f.per_chunk * f.memory_bits // 32
+    count = share.block * chunks
+    self.places = [chunk_place(f, piece, chunks, count) for piece in share.pieces(count)]
     self.words = s.buffer(len(self.places), self.width, dtype=dtypes.uint)
 
   def load(self, row: Callable[[UOp], UOp], *after: UOp) -> list[UOp]:
@@ -166,7 +181,7 @@ class RowCopy:
   def store(self, *after: UOp) -> list[UOp]:
     words, lds, stores = self.words.after(*after), self.lds.after(*after), []
     for i, (place, _, chunk, inside) in enumerate(self.places):
-      loaded = [converted(self.of_ocp, words[i, w].load()) for w in range(self.width)]
+      loaded = [self.share.converted(words[i, w].load()) for w in range(self.width)]
       stores += lds.store(place, chunk, in_parts(self.f, loaded), inside)
     return stores
 
@@ -174,22 +189,12 @@ class RowCopy:
 class TransposedCopy:
   """A thread's pieces of a matrix that is transposed: a word of columns, one to four, of a chunk of rows each."""
 
-  def __init__(
-    self,
-    s: Scope,
-    f: Fragments,
-    block: int,
-    threads: int,
-    thread: UOp,
-    source: Source,
-    lds: LdsRows,
-    of_ocp: DType | None,
-  ):
-    self.word, columns = source
-    self.of_ocp = of_ocp
-    self.f, self.lds, self.rows, words = f, lds, f.per_chunk, columns * f.bits // 32
-    pieces = words * (block // self.rows)
-    self.places = [word_place(f, thread + i, words, pieces) for i in range(0, pieces, threads)]
+  def __init__(self, s: Scope, share: Share, source: Source, lds: LdsRows):
+    (self.word, columns), f = source, share.f
+    self.share, self.f, self.lds = share, f, lds
+    self.rows, words = f.per_chunk, columns * f.bits // 32
+    count = words * (share.block // self.rows)
+    self.places = [word_place(f, piece, words, count) for piece in share.pieces(count)]
     self.width = f.memory_bits // f.bits if f.parts > 1 else 1
     self.words = s.buffer(len(self.places), self.rows * self.width, dtype=dtypes.uint)
 
@@ -204,7 +209,7 @@ class TransposedCopy:
   def store(self, *after: UOp) -> list[UOp]:
     words, lds, stores = self.words.after(*after), self.lds.after(*after), []
     for i, (word, chunk, inside) in enumerate(self.places):
-      loaded = [converted(self.of_ocp, words[i, e].load()) for e in range(self.rows * self.width)]
+      loaded = [self.share.converted(words[i, e].load()) for e in range(self.rows * self.width)]
       if self.f.memory_bits == 32:
         for c in range(self.width):
           stores += lds.store(word * self.width + c, chunk, in_parts(self.f, loaded[c :: self.width]), inside)
@@ -219,11 +224,6 @@ class TransposedCopy:
     return stores
 
 
-def converted(of_ocp: DType | None, word: UOp) -> UOp:
-  """The word as it is kept in LDS."""
-  return word if of_ocp is None else from_ocp(word, of_ocp)
-
-
 def transposed_bytes(rows: Words) -> Words:
   """The four columns of four rows of four bytes, in eight byte permutations."""
   even, odd = ([part(HIP, *rows[i : i + 2]) for i in (0, 2)] for part in (ins.even_bytes, ins.odd_bytes))
@@ -236,9 +236,9 @@ class RowStatCopy:
   With a branch around their store, LLVM would delay the products before it, and keep all operands alive until then.
   """
 
-  def __init__(self, s: Scope, block: int, threads: int, thread: UOp, number: Number, lds: UOp):
-    self.number, self.lds, self.block = number, lds, block
-    self.places = [thread + i for i in range(0, block, threads)]
+  def __init__(self, s: Scope, share: Share, number: Number, lds: UOp):
+    self.number, self.lds, self.block = number, lds, share.block
+    self.places = share.pieces(share.block)
     self.words = s.buffer(len(self.places))
 
   def load(self, row: Callable[[UOp], UOp], *after: UOp) -> list[UOp]:
