@@ -164,6 +164,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   group = Workgroup(s, heads, blocks, tiles.threads // WARP, WARP, splits, rules.longest_last)
   head_rules = rules.at(group.head)
   key_range = head_rules.key_range(group.block * block_m, block_m, block_n).split(group.split, splits)
+  key_range = never_empty(key_range, ceildiv(rules.N, block_n))
   of_keys = head_rules.keys(k)
   values = of_keys if tiles.values_in_keys else head_rules.keys(v)
   views = HeadView.of(q, group.head, UOp.const(M)), of_keys, values
@@ -181,9 +182,10 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   main = Mainloop(s, group, q.dtype, tiles, Dk, pipe, scores, rows, head_rules, key_range, exchange)
   state = State.make(s, block_n, tiles.columns(Dv), head_rules.scaling, group.item, started)
 
-  state = state.after(pipe.queries(started))
-  for first, count, masked in full_then_masked(UOp.const(0), key_range.n_full, key_range.n_tiles):
+  state = main.begin(state, pipe.queries(started))
+  for first, count, masked in full_then_masked(UOp.const(1), key_range.n_full.maximum(1), key_range.n_tiles):
     state = main.attend(first, count, masked, state)
+  state = main.finish(state)
 
   stores, sums, acc = [], exchange.sums(state.l_i), state.acc.reshape(-1, 4)
   for half, row in enumerate(rows):
@@ -191,6 +193,16 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     given = 0, CUDA, main.warpgroup * tiles.columns(Dv), q.dtype, head_rules.o_scale
     stores += store_row(o, lse, group.result, row, half, acc, m, sums[half], sink, group.lane, *given)
   return group.kernel(f"attention_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
+
+
+def never_empty(key_range: TileRange, beyond: int) -> TileRange:
+  """Give an empty split one tile, number `beyond`, none of whose keys exist."""
+  n_full, n_tiles, tile = key_range.n_full, key_range.n_tiles, key_range.tile
+  if n_tiles.vmin > 0:
+    return key_range
+  if n_full is n_tiles:  # all tiles are full, and at least as many as splits
+    return TileRange(n_full.maximum(1), n_full.maximum(1), tile)
+  return TileRange(n_full, n_tiles.maximum(1), lambda position: (n_tiles > 0).where(tile(position), beyond))
 
 
 class Job(NamedTuple):
@@ -332,21 +344,35 @@ class Mainloop:
     """Index of this warpgroup."""
     return self.exchange.warpgroup
 
+  def begin(self, state: State, started: UOp) -> State:
+    """Process the first tile, except for its P V."""
+    zero = UOp.const(0)
+    waited = wgmma.wait(0, self.tiles.keys, self.scores[0], self.start_qk(zero, self.pipe.keys(zero, started)))
+    done = self.pipe.keys_done(zero, waited)
+    _, words, stores = self.softmax(zero, self.key_range.n_full.vmin == 0, state, waited, done)
+    p = self.exchange.load(*self.exchange.store(words), *stores)
+    return state.after(UOp.group(*stores, *(state.p[i].store(word) for i, word in enumerate(p))))
+
   def attend(self, first: UOp, trips: UOp, masked: bool, state: State) -> State:
-    """Process the tiles from `first` on. P V of the last one is still being added up when it returns."""
+    """Process the tiles from `first` on, each together with P V of the tile before it."""
     trip, begun = loop(self.s, trips)
     n_tile, old = first + trip, state.after(*begun)
-    qk = self.start_qk(n_tile, self.pipe.keys(n_tile, *begun, *state))
-    waited = wgmma.wait(0, self.tiles.keys, self.scores[0], qk)
+    pv = self.start_pv(n_tile - 1, old, *begun, *state)
+    qk = self.start_qk(n_tile, self.pipe.keys(n_tile, pv))
+    added = self.wait_pv(old, 1, qk)
+    waited = wgmma.wait(0, self.tiles.keys, self.scores[0], self.pipe.values_done(n_tile - 1, added))
     done = self.pipe.keys_done(n_tile, waited)
     alphas, words, stores = self.softmax(n_tile, masked, old, waited, done)
     acc = old.acc.after(waited)
     stores += [acc[i].store(acc[i].load() * alphas[i % 4 // 2]) for i in range(sizes(acc)[0])]
     p = self.exchange.load(*self.exchange.store(words), *stores)
     stores += [old.p.after(waited)[i].store(word) for i, word in enumerate(p)]
-    pv = self.start_pv(n_tile, old, self.pipe.values(n_tile, *stores))
-    added = self.wait_pv(old, 0, pv)
-    return state.after(UOp.group(*stores, self.pipe.values_done(n_tile, added)).end(trip))
+    return state.after(UOp.group(*stores).end(trip))
+
+  def finish(self, state: State) -> State:
+    """Add P V of the last tile."""
+    last = self.key_range.n_tiles - 1
+    return state.after(self.wait_pv(state, 0, self.start_pv(last, state, *state)))
 
   def start_qk(self, n_tile: UOp, *after: UOp) -> UOp:
     """Start S = Q K^T, (64, block_n / 2), for this warpgroup's keys."""
@@ -356,7 +382,9 @@ class Mainloop:
     return wgmma.start(self.dtype, self.tiles.keys, steps, self.scores[0], q_tile.address(), k_rows, panels, *after)
 
   def start_pv(self, n_tile: UOp, state: State, *after: UOp) -> UOp:
-    """Start O += P V, (64, Dv / 2), for this warpgroup's columns."""
+    """Start O += P V, (64, Dv / 2), for this warpgroup's columns. V in K has arrived with it."""
+    if not self.tiles.values_in_keys:
+      after = (self.pipe.values(n_tile, *after),)
     v_tile, columns, steps = self.pipe.v_tile(n_tile, *after), 2 * sizes(state.acc)[0], self.tiles.block_n // wgmma.K
     v = v_tile.memory[v_tile.base + self.warpgroup * (columns // wgmma.PANEL * v_tile.panel)]
     return wgmma.start(

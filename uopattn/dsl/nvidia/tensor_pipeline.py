@@ -266,10 +266,9 @@ class TensorPipeline:
     begun = (*after, trip)
     job, (q, k, v) = self._jobs(zero if once else trip), self._slots(counts, *begun)
     (q_view, k_view, v_view), tiles, count = job.views, job.key_range.tile, job.key_range.n_tiles
-    if not self._lag and (v is k or count.vmin < 1):  # an empty split has no tile
+    if v is k:
       n, begun = loop(self._s, count, q.load(q_view, zero, job.block, *begun))
-      last = k.load(k_view, n, tiles(n), *begun)
-      last = (last if v is k else v.load(v_view, n, tiles(n), last)).end(n)
+      last = k.load(k_view, n, tiles(n), *begun).end(n)
       return UOp.group(last if counts is None else counts.add(count, last)).end(trip)
     # the queries after the first keys, whose slot is free earlier
     last = q.load(q_view, zero, job.block, k.load(k_view, zero, tiles(zero), *begun))
