@@ -277,26 +277,31 @@ class Exchange:
     """Wait for the other warpgroup."""
     return ins.meet(CUDA, UOp.const(1), WARPGROUPS * THREADS, *after)
 
-  def rows(self, values: list[UOp]) -> list[UOp]:
-    """Exchange a number for each of this lane's two rows, the same in the row's four lanes; return the other's."""
+  def rows(self, values: list[UOp], *after: UOp) -> tuple[list[UOp], UOp]:
+    """Exchange a number for each of this lane's two rows, the same in the row's four lanes, after `after`.
+
+    Returns:
+      The other warpgroup's numbers; and that the warpgroups have met.
+    """
     first, second = values
     word = (self.group.lane % HALVES).eq(0).where(first, second).bitcast(dtypes.uint)
-    stored = ins.store_word(CUDA, self.row[self.warpgroup * THREADS + self.thread], word)
-    there = self.row.after(self.meet(stored))
+    stored = ins.store_word(CUDA, self.row.after(*after)[self.warpgroup * THREADS + self.thread], word)
+    met = self.meet(stored)
+    there = self.row.after(met)
     place = (1 - self.warpgroup) * THREADS + self.thread // QUAD * QUAD
-    return [there[place + half].load().bitcast(dtypes.float) for half in range(HALVES)]
+    return [there[place + half].load().bitcast(dtypes.float) for half in range(HALVES)], met
 
   def sums(self, l_i: UOp) -> list[UOp]:
     """The sum over all keys, by row, in the first of the row's four lanes; 0 in the others."""
     own = [row_reduce(UOp.__add__, l_i[half].load()) for half in range(HALVES)]
     first = (self.group.lane % QUAD).eq(0)
-    return [first.where(a + b, 0.0) for a, b in zip(own, self.rows(own), strict=True)]
+    return [first.where(a + b, 0.0) for a, b in zip(own, self.rows(own)[0], strict=True)]
 
-  def store(self, words: list[UOp]) -> list[UOp]:
+  def store(self, words: list[UOp], *after: UOp) -> list[UOp]:
     """Store the words of this warpgroup's left operands, one per step along its keys."""
-    steps = self.tiles.keys // wgmma.K
+    p, steps = self.p.after(*after), self.tiles.keys // wgmma.K
     return [
-      ins.store_chunk(CUDA, self.p[self._place(self.warpgroup * steps + i)], *words[WORDS * i : WORDS * (i + 1)])
+      ins.store_chunk(CUDA, p[self._place(self.warpgroup * steps + i)], *words[WORDS * i : WORDS * (i + 1)])
       for i in range(steps)
     ]
 
@@ -349,8 +354,7 @@ class Mainloop:
     zero = UOp.const(0)
     waited = wgmma.wait(0, self.tiles.keys, self.scores[0], self.start_qk(zero, self.pipe.keys(zero, started)))
     done = self.pipe.keys_done(zero, waited)
-    _, words, stores = self.softmax(zero, self.key_range.n_full.vmin == 0, state, waited, done)
-    p = self.exchange.load(*self.exchange.store(words), *stores)
+    _, p, stores = self.softmax(zero, self.key_range.n_full.vmin == 0, state, waited, done)
     return state.after(UOp.group(*stores, *(state.p[i].store(word) for i, word in enumerate(p))))
 
   def attend(self, first: UOp, trips: UOp, masked: bool, state: State) -> State:
@@ -362,10 +366,9 @@ class Mainloop:
     added = self.wait_pv(old, 1, qk)
     waited = wgmma.wait(0, self.tiles.keys, self.scores[0], self.pipe.values_done(n_tile - 1, added))
     done = self.pipe.keys_done(n_tile, waited)
-    alphas, words, stores = self.softmax(n_tile, masked, old, waited, done)
+    alphas, p, stores = self.softmax(n_tile, masked, old, waited, done)
     acc = old.acc.after(waited)
     stores += [acc[i].store(acc[i].load() * alphas[i % 4 // 2]) for i in range(sizes(acc)[0])]
-    p = self.exchange.load(*self.exchange.store(words), *stores)
     stores += [old.p.after(waited)[i].store(word) for i, word in enumerate(p)]
     return state.after(UOp.group(*stores).end(trip))
 
@@ -396,7 +399,10 @@ class Mainloop:
     return wgmma.wait(pending, 2 * sizes(state.acc)[0], state.acc[0], *after)
 
   def softmax(self, n_tile: UOp, masked: bool, state: State, *after: UOp) -> tuple[list[UOp], list[UOp], list[UOp]]:
-    """Return alpha of both rows, the words of P, and the stores of m and l. S is read once all of `after` is done."""
+    """Return alpha of both rows, the words of P of all keys, and the stores of m and l.
+
+    S is read once all of `after` is done.
+    """
 
     def larger(a: UOp, b: UOp) -> UOp:
       return ins.fmax(CUDA, a, b)
@@ -408,7 +414,8 @@ class Mainloop:
       products = [scores[4 * n + 2 * half + e].load() for n in range(tiles) for e in range(2)]
       seen.append(self.rules.scores(products, row, first, columns(tiles), masked))
     own = [row_reduce(larger, reduce(larger, x)) for x in seen]
-    maxima = [larger(a, b) for a, b in zip(own, self.exchange.rows(own), strict=True)]
+    others, met = self.exchange.rows(own, *after)
+    maxima = [larger(a, b) for a, b in zip(own, others, strict=True)]
     alphas, parts, stores = [], [], []
     for half, row in enumerate(self.rows):
       old = state.m_i[half].load(), state.l_i[half].load()
@@ -421,7 +428,7 @@ class Mainloop:
       # Wait explicitly: with a scale of 0 the scores are constants, and nothing else would depend on the product.
       stores += [x.after(*after)[half].store(y) for x, y in ((state.m_i, m_new), (state.l_i, l_new))]
     words = [parts[half][n] for n in range(tiles) for half in range(HALVES)]
-    return alphas, words, stores
+    return alphas, self.exchange.load(*self.exchange.store(words, met)), stores
 
 
 def splits(problem: Problem, target: Target, tiles: Tiles) -> int:
