@@ -38,7 +38,7 @@ from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import Scaling, lowest, online_softmax
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
-from uopattn.dsl.schedule import DTYPES_16, LEAST_KEYS, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
+from uopattn.dsl.schedule import DTYPES_16, LEAST_KEYS, LIGHT, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
 from uopattn.kernels.hopper_forward import REGISTERS, WARPS
 
@@ -128,6 +128,8 @@ class Tiles:
   def candidates(cls, problem: Problem, target: Target) -> "list[Tiles]":
     """All tiles that may be the fastest for such head sizes; see `choose`."""
     arch, Dk, Dv, shared = target.arch, problem.Dk, problem.Dv, problem.values_in_keys
+    if not SERVED.issuperset(problem.features):
+      raise ValueError("no features but masks of places, lengths and sinks: others were not measured")
     if arch != "sm_90" or Dv > MOST_COLUMNS or not problem.fits_tensor_maps:
       raise ValueError(
         f"{arch} with head sizes {Dk} and {Dv}: must be sm_90, with values of up to {MOST_COLUMNS} columns, and rows that "
@@ -141,6 +143,7 @@ class Tiles:
 
 
 SIZES = ((64, 2), (64, 1), (32, 2), (32, 1))  # block_n and stages, the best first
+SERVED = LIGHT | {"kv_lengths"}
 OTHER_BYTES = 1024  # of shared memory: barriers and tensor maps
 
 
@@ -443,8 +446,7 @@ LEAST_ROWS = 33  # of a key head: below, most of a workgroup's rows would be non
 def preferred(problem: Problem, target: Target) -> bool:
   """Whether it is expected to be faster than `cuda_wide_forward`."""
   rows = problem.M * (group_of_few(problem) if problem.few else 1)
-  large = problem.values_in_keys or problem.Dv > 256
-  return target.arch == "sm_90" and large and rows >= LEAST_ROWS
+  return target.arch == "sm_90" and max(problem.Dk, problem.Dv) > 256 and rows >= LEAST_ROWS
 
 
 SCHEDULE = Schedule(
