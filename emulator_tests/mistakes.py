@@ -304,7 +304,9 @@ HOPPER_WIDE = (
   | PACK
   | {
     "maxima and sums of a warpgroup's own keys": Mistake(
-      hopper_wide_forward.Exchange, "rows", lambda right: lambda self, values, *after: (values, right(self, values, *after)[1])
+      hopper_wide_forward.Exchange,
+      "rows",
+      lambda right: lambda self, values, *after: (values, right(self, values, *after)[1]),
     ),
     "both warpgroups' keys are the first": Mistake(
       hopper_wide_forward.Mainloop, "start_qk", lambda right: lambda self, *given: right(first_warpgroup(self), *given)

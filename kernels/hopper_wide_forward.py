@@ -14,8 +14,8 @@ split (`combine`).
 
 Storage: S, m, l, P and O are in registers; `uopattn.dsl.nvidia.mma_layout` says which elements a lane has. Q, `stages`
 tiles of K and of V, P and the maxima are in shared memory (`Tiles.shared_bytes`). A producer warpgroup brings Q and the
-tiles by the tensor memory accelerator (`uopattn.dsl.nvidia.tensor_pipeline`), a tile as soon as the one before it in its
-slot has been used. The warpgroups meet twice per tile: the maxima are there; P is there.
+tiles by the tensor memory accelerator (`uopattn.dsl.nvidia.tensor_pipeline`), a tile as soon as the one before it in
+its slot has been used. The warpgroups meet twice per tile: the maxima are there; P is there.
 """
 
 from dataclasses import dataclass
@@ -103,7 +103,7 @@ class Tiles:
 
   @property
   def row_words(self) -> int:
-    """32-bit words for a number per row and warpgroup in shared memory: one per thread, as each pair of them has two."""
+    """32-bit words of shared memory for a number per row and warpgroup: one per thread."""
     return WARPGROUPS * THREADS
 
   def shared_bytes(self, Dk: int, Dv: int) -> int:
@@ -132,8 +132,8 @@ class Tiles:
       raise ValueError("no features but masks of places, lengths and sinks: others were not measured")
     if arch != "sm_90" or Dv > MOST_COLUMNS or not problem.fits_tensor_maps:
       raise ValueError(
-        f"{arch} with head sizes {Dk} and {Dv}: must be sm_90, with values of up to {MOST_COLUMNS} columns, and rows that "
-        "start at multiples of 16 bytes"
+        f"{arch} with head sizes {Dk} and {Dv}: must be sm_90, with values of up to {MOST_COLUMNS} columns, and rows "
+        "that start at multiples of 16 bytes"
       )
     found = [cls(block_n, stages, shared) for block_n, stages in SIZES if stages > shared]
     found = [x for x in found if x.shared_bytes(Dk, Dv) + OTHER_BYTES <= target.lds]
@@ -421,10 +421,7 @@ class Mainloop:
     maxima = [larger(a, b) for a, b in zip(own, others, strict=True)]
     alphas, parts, stores = [], [], []
     for half, row in enumerate(self.rows):
-      old = state.m_i[half].load(), state.l_i[half].load()
-      p, m_new, l_new, alpha = online_softmax(
-        CUDA, seen[half], self.rules.scaling.log2, *old, lambda operation, value, half=half: maxima[half]
-      )
+      p, m_new, l_new, alpha = self.row_softmax(seen[half], maxima[half], state, half)
       p = self.rules.weights(p, row, first, columns(tiles), masked)
       parts.append([ins.pack_word(CUDA, p[i : i + 2], self.dtype) for i in range(0, len(p), 2)])
       alphas.append(alpha)
@@ -432,6 +429,11 @@ class Mainloop:
       stores += [x.after(*after)[half].store(y) for x, y in ((state.m_i, m_new), (state.l_i, l_new))]
     words = [parts[half][n] for n in range(tiles) for half in range(HALVES)]
     return alphas, self.exchange.load(*self.exchange.store(words, met)), stores
+
+  def row_softmax(self, scores: list[UOp], largest: UOp, state: State, half: int) -> tuple[list[UOp], UOp, UOp, UOp]:
+    """P of a row, m, l and alpha, as `online_softmax` returns them; `largest` is the maximum of both warpgroups."""
+    old, factor = (state.m_i[half].load(), state.l_i[half].load()), self.rules.scaling.log2
+    return online_softmax(CUDA, scores, factor, *old, lambda operation, value: largest)
 
 
 def splits(problem: Problem, target: Target, tiles: Tiles) -> int:

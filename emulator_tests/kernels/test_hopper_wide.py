@@ -1,4 +1,4 @@
-"""What only `hopper_wide_forward` has: V in K, lengths that tensor maps know, and when it is chosen; see test_forward."""
+"""What only `hopper_wide_forward` has: V in K, lengths in tensor maps, and when it is chosen; see also test_forward."""
 
 from dataclasses import replace
 
@@ -42,9 +42,9 @@ def wide(D: int, **options) -> AttentionSpec:
 )
 @pytest.mark.parametrize("options", [{}, {"is_causal": True, "q_start": 400, "window": (300, 0)}], ids=str)
 def test_values_in_keys(sizes: tuple[int, ...], dtype: DType, options: Options) -> None:
-  *of_keys, Dv = sizes
+  B, Hq, Hkv, M, N, Dk, Dv = sizes
   with SUBJECT.on("sm_90", chosen=True):
-    q, k, _ = inputs(*of_keys, 1, dtype)
+    q, k, _ = inputs(B, Hq, Hkv, M, N, Dk, 1, dtype)
     SUBJECT.check(q, k, k[..., :Dv], **options)
 
 
@@ -119,7 +119,7 @@ def test_pages_are_for_another_kernel() -> None:
 
 def test_tiles() -> None:
   """The shared memory that they need, with barriers and tensor maps, is there."""
-  assert [x.tiles for x in candidates(latent(), TARGET) if x.schedule is SCHEDULE][0] == Tiles(64, 2, True)
+  assert candidates(latent(), TARGET)[0].tiles == Tiles(64, 2, True)
   assert Tiles.choose(wide(512), TARGET) == Tiles(64, 1)
   for given in (latent(), wide(512), wide(320)):
     for x in Tiles.candidates(given, TARGET):

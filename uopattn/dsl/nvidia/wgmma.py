@@ -101,7 +101,9 @@ def _product(n: int, steps: int, kind: str, name: str, parts: int = 1) -> Instru
     "unsigned* a = {1};" if registers else _DESCRIPTOR.format(name="a", pointer="{1}", panel="{3}" if by_rows else "0")
   )
   start += _DESCRIPTOR.format(name="b", pointer="{2}", panel="{4}" if name in (REGISTERS, BY_ROWS) else "0")
-  if parts > 1 or steps > MANY:  # so many descriptors are not to be kept in registers from one trip of a loop to the next
+  if (
+    parts > 1 or steps > MANY
+  ):  # so many descriptors are not to be kept in registers from one trip of a loop to the next
     start += ' asm volatile("" : "+r"(b)%s);' % ("" if registers else ', "+r"(a)')
   outputs = _listed('"+f"(d[#])', count)
   of_parts = f" parts={parts}" if parts > 1 else ""
