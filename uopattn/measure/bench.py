@@ -64,16 +64,17 @@ def cpu_rows() -> list[Config]:
 
 def gpu_rows() -> list[Config]:
   """Return the problems timed on a GPU; the total number of tokens is the same for all lengths."""
-  rows = [Config(b=4, n=4096, d=d, causal=causal) for d in (64, 128) for causal in (0, 1)]
+  rows = lengths()
   rows += [Config(), Config(b=4, n=4096, d=128, dtype="bfloat16"), Config(b=4, hkv=8, n=4096, d=128)]
-  rows += [
-    Config(b=4, n=4000, d=128),
-    Config(b=4, n=4095, causal=1),
-    Config(b=4, n=4096, d=80),
-    Config(b=4, n=4096, d=256),
-  ]
-  rows += [Config(b=16384 // n, n=n, d=d) for d in (64, 128) for n in (512, 1024, 2048, 8192)]
+  rows += [Config(b=4, n=4000, d=128), Config(b=4, n=4095, causal=1)]
+  rows += [Config(b=4, n=4096, d=d) for d in (80, 192, 256)]
   return rows + decode_rows()
+
+
+def lengths() -> list[Config]:
+  """Return problems of 512 to 8192 queries and keys, 16384 tokens each, with and without a causal mask."""
+  every = (512, 1024, 2048, 4096, 8192)
+  return [Config(b=16384 // n, n=n, d=d, causal=causal) for d in (64, 128) for causal in (0, 1) for n in every]
 
 
 def decode_rows() -> list[Config]:
@@ -94,9 +95,7 @@ def backward_rows(kind: str) -> list[Config]:
       Config(h=8, hkv=2, dtype="float"),
       Config(h=8, n=1000, d=80, dtype="float"),
     ]
-  rows = [Config(b=4, n=4096, d=d, causal=causal) for d in (64, 128) for causal in (0, 1)]
-  rows += [Config(b=4, n=4096, d=128, dtype="bfloat16"), Config(b=4, hkv=8, n=4096, d=128), Config()]
-  return rows + [Config(b=16384 // n, n=n, d=d) for d in (64, 128) for n in (1024, 8192)]
+  return [*lengths(), Config(b=4, n=4096, d=128, dtype="bfloat16"), Config(b=4, hkv=8, n=4096, d=128), Config()]
 
 
 def quick_rows(kind: str) -> list[Config]:
