@@ -442,13 +442,9 @@ def splits(problem: Problem, target: Target, tiles: Tiles) -> int:
   return splits_on_gpu(problem, target, tiles, max(tiles.block_n, LEAST_KEYS * 2 * 128 // columns))
 
 
-LEAST_ROWS = 33  # of a key head: below, most of a workgroup's rows would be none
-
-
 def preferred(problem: Problem, target: Target) -> bool:
-  """Whether it is expected to be faster than `cuda_wide_forward`."""
-  rows = problem.M * (group_of_few(problem) if problem.few else 1)
-  return target.arch == "sm_90" and max(problem.Dk, problem.Dv) > 256 and rows >= LEAST_ROWS
+  """Whether it is faster than `cuda_wide_forward`, as far as that is known: not for decode."""
+  return target.arch == "sm_90" and max(problem.Dk, problem.Dv) > 256 and not problem.few
 
 
 SCHEDULE = Schedule(
