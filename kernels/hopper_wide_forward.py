@@ -2,7 +2,7 @@
 
 The method is that of `cuda_wide_forward`, with `wgmma` instead of `mma.sync`. O of 64 rows and 512 columns takes 256
 registers per thread of a warpgroup. So two warpgroups have the same 64 rows, and each of them, per tile of keys
-    S = Q K[n]^T        for its half of the keys, over all of Dk, while O += P V[n-1] is still being added up
+    S = Q K[n]^T        for its half of the keys, over all of Dk
     m                   the maxima of both, through shared memory
     P                   of its keys, as left operands into shared memory
     O = O alpha + P V   for all keys of the tile, and its half of the columns
@@ -38,7 +38,7 @@ from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import Scaling, lowest, online_softmax
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
-from uopattn.dsl.schedule import DTYPES_16, LEAST_KEYS, LIGHT, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
+from uopattn.dsl.schedule import DTYPES_16, LIGHT, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
 from uopattn.kernels.hopper_forward import REGISTERS, WARPS
 
@@ -185,15 +185,14 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   main = Mainloop(s, group, q.dtype, tiles, Dk, pipe, scores, rows, head_rules, key_range, exchange)
   state = State.make(s, block_n, tiles.columns(Dv), head_rules.scaling, group.item, started)
 
-  state = main.begin(state, pipe.queries(started))
-  for first, count, masked in full_then_masked(UOp.const(1), key_range.n_full.maximum(1), key_range.n_tiles):
+  state = state.after(pipe.queries(started))
+  for first, count, masked in full_then_masked(UOp.const(0), key_range.n_full, key_range.n_tiles):
     state = main.attend(first, count, masked, state)
-  state = main.finish(state)
 
   stores, sums, acc = [], exchange.sums(state.l_i), state.acc.reshape(-1, 4)
   for half, row in enumerate(rows):
     m, sink = state.m_i[half].load() * head_rules.scaling.log2, head_rules.sink(row)
-    given = 0, CUDA, main.warpgroup * tiles.columns(Dv), q.dtype, head_rules.o_scale
+    given = 0, CUDA, main.warpgroup * tiles.columns(Dv), q.dtype, head_rules.o_scale, True
     stores += store_row(o, lse, group.result, row, half, acc, m, sums[half], sink, group.lane, *given)
   return group.kernel(f"attention_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
 
@@ -220,8 +219,8 @@ class State(NamedTuple):
   """What a lane carries from tile to tile.
 
   Attributes:
-    acc: O of two rows, relative to m_i, to which P V of the last tile is being added.
-    p: P of the last tile, for all of its keys, in words of two.
+    acc: O of two rows, relative to m_i.
+    p: P of a tile, for all of its keys, in words of two.
     m_i: row max of each row.
     l_i: running sum of each row, over this lane's keys.
   """
@@ -352,33 +351,19 @@ class Mainloop:
     """Index of this warpgroup."""
     return self.exchange.warpgroup
 
-  def begin(self, state: State, started: UOp) -> State:
-    """Process the first tile, except for its P V."""
-    zero = UOp.const(0)
-    waited = wgmma.wait(0, self.tiles.keys, self.scores[0], self.start_qk(zero, self.pipe.keys(zero, started)))
-    done = self.pipe.keys_done(zero, waited)
-    _, p, stores = self.softmax(zero, self.key_range.n_full.vmin == 0, state, waited, done)
-    return state.after(UOp.group(*stores, *(state.p[i].store(word) for i, word in enumerate(p))))
-
   def attend(self, first: UOp, trips: UOp, masked: bool, state: State) -> State:
-    """Process the tiles from `first` on, each together with P V of the tile before it."""
+    """Process the tiles from `first` on."""
     trip, begun = loop(self.s, trips)
     n_tile, old = first + trip, state.after(*begun)
-    pv = self.start_pv(n_tile - 1, old, *begun, *state)
-    qk = self.start_qk(n_tile, self.pipe.keys(n_tile, pv))
-    added = self.wait_pv(old, 1, qk)
-    waited = wgmma.wait(0, self.tiles.keys, self.scores[0], self.pipe.values_done(n_tile - 1, added))
+    qk = self.start_qk(n_tile, self.pipe.keys(n_tile, *begun, *state))
+    waited = wgmma.wait(0, self.tiles.keys, self.scores[0], qk)
     done = self.pipe.keys_done(n_tile, waited)
     alphas, p, stores = self.softmax(n_tile, masked, old, waited, done)
     acc = old.acc.after(waited)
     stores += [acc[i].store(acc[i].load() * alphas[i % 4 // 2]) for i in range(sizes(acc)[0])]
     stores += [old.p.after(waited)[i].store(word) for i, word in enumerate(p)]
-    return state.after(UOp.group(*stores).end(trip))
-
-  def finish(self, state: State) -> State:
-    """Add P V of the last tile."""
-    last = self.key_range.n_tiles - 1
-    return state.after(self.wait_pv(state, 0, self.start_pv(last, state, *state)))
+    added = self.wait_pv(old, self.start_pv(n_tile, old, *stores))
+    return state.after(UOp.group(*stores, self.pipe.values_done(n_tile, added)).end(trip))
 
   def start_qk(self, n_tile: UOp, *after: UOp) -> UOp:
     """Start S = Q K^T, (64, block_n / 2), for this warpgroup's keys."""
@@ -397,9 +382,9 @@ class Mainloop:
       self.dtype, columns, steps, state.acc[0], state.p[0], v, (0, v_tile.panel), *after, registers=True
     )
 
-  def wait_pv(self, state: State, pending: int, *after: UOp) -> UOp:
-    """Wait for O: until at most `pending` products are in flight."""
-    return wgmma.wait(pending, 2 * sizes(state.acc)[0], state.acc[0], *after)
+  def wait_pv(self, state: State, *after: UOp) -> UOp:
+    """Wait for O."""
+    return wgmma.wait(0, 2 * sizes(state.acc)[0], state.acc[0], *after)
 
   def softmax(self, n_tile: UOp, masked: bool, state: State, *after: UOp) -> tuple[list[UOp], list[UOp], list[UOp]]:
     """Return alpha of both rows, the words of P of all keys, and the stores of m and l.
@@ -436,15 +421,13 @@ class Mainloop:
     return online_softmax(CUDA, scores, factor, *old, lambda operation, value: largest)
 
 
-def splits(problem: Problem, target: Target, tiles: Tiles) -> int:
-  """Splits of the keys, each of as many bytes of K and V as elsewhere at D=128: rows are longer here."""
-  columns = problem.Dk + (0 if problem.values_in_keys else problem.Dv)
-  return splits_on_gpu(problem, target, tiles, max(tiles.block_n, LEAST_KEYS * 2 * 128 // columns))
+LEAST_ROWS = wgmma.M  # of a key head, for few queries: else most of a workgroup's rows could be none
 
 
 def preferred(problem: Problem, target: Target) -> bool:
-  """Whether it is faster than `cuda_wide_forward`, as far as that is known: not for decode."""
-  return target.arch == "sm_90" and max(problem.Dk, problem.Dv) > 256 and not problem.few
+  """Whether it is faster than `cuda_wide_forward`, as far as that is known."""
+  enough = not problem.few or problem.M * group_of_few(problem) >= LEAST_ROWS
+  return target.arch == "sm_90" and max(problem.Dk, problem.Dv) > 256 and enough
 
 
 SCHEDULE = Schedule(
@@ -455,6 +438,6 @@ SCHEDULE = Schedule(
   tiles=Tiles,
   lacks=("scales", "page_table"),
   pack_gqa=group_of_few,
-  split=splits,
+  split=splits_on_gpu,
   meant_for=preferred,
 )

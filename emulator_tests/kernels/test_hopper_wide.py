@@ -77,11 +77,13 @@ def test_a_transposed_query_is_read_in_place() -> None:
 @pytest.mark.parametrize(
   ("given", "served"),
   [
-    (latent(), False),  # decode
+    (latent(), True),
+    (latent(32, 2), True),
+    (latent(16, 2), False),  # half of the rows would be none
     (latent(2, 17), True),
-    (latent(2, 17, features=("kv_lengths",), kv_lengths=77), True),
-    (latent(2, 17, features=("softcap",), softcap=3.0), False),
-    (replace(latent(2, 17), dtype=dtypes.fp8e4m3), False),
+    (latent(features=("kv_lengths",), kv_lengths=77), True),
+    (latent(features=("softcap",), softcap=3.0), False),
+    (replace(latent(), dtype=dtypes.fp8e4m3), False),
     (wide(512), True),
     (wide(512, features=("window",), window=(100, 0)), True),
     (wide(256), False),
