@@ -28,6 +28,7 @@ from uopattn.kernels import (
   cuda_wide_forward,
   hopper_float32_forward,
   hopper_forward,
+  hopper_wide_forward,
 )
 from uopattn.proof.gate import verify
 
@@ -230,6 +231,12 @@ def hopper32_tiles(arch: str) -> st.SearchStrategy[hopper_float32_forward.Tiles]
   )
 
 
+def hopper_wide_tiles(arch: str) -> st.SearchStrategy[hopper_wide_forward.Tiles]:
+  return st.builds(
+    lambda block_n, stages: hopper_wide_forward.Tiles(32 * block_n, stages), st.integers(1, 4), st.integers(1, 3)
+  )
+
+
 def amx_tiles(arch: str) -> st.SearchStrategy[amx_forward.Tiles]:
   blocks = st.integers(1, 3).map(lambda n: 32 * n)
   return st.builds(amx_forward.Tiles, blocks, blocks, st.just(2))
@@ -401,6 +408,23 @@ SUBJECTS: dict[str, Subject] = {
     head_dims=(1, 8, 15, 40),
     most_queries=200,
     synchronised=lambda arch: (hopper_float32_forward.Tiles(2, 16), hopper_float32_forward.Tiles(1, 32, 2)),
+  ),
+  "hopper-wide": Subject(
+    hopper_wide_forward,
+    ("sm_90",),
+    DTYPES_16,
+    {
+      "one query": (1, 1, 1, 1, 70, 272, 272),
+      "grouped": (1, 4, 2, 50, 70, 24, 320),
+      "odd lengths": (1, 2, 2, 77, 131, 40, 264),
+      "latent": (1, 2, 1, 3, 70, 576, 512),
+    },
+    mistakes.HOPPER_WIDE,
+    small=lambda arch: hopper_wide_forward.Tiles(32, 2),
+    any_tiles=hopper_wide_tiles,
+    head_dims=(8, 40, 64, 136, 272),
+    synchronised=lambda arch: (hopper_wide_forward.Tiles(64), hopper_wide_forward.Tiles(32, 2)),
+    mistaken=(1, 1, 1, 50, 150, 16, 80),
   ),
   "float8": Subject(
     cuda_forward,

@@ -27,6 +27,7 @@ from uopattn.kernels import (
   cuda_wide_forward,
   hopper_float32_forward,
   hopper_forward,
+  hopper_wide_forward,
 )
 from uopattn.runtime.prepare import compiled
 
@@ -289,6 +290,32 @@ HOPPER32 = nvidia(hopper_float32_forward, hopper_float32_forward, "online_softma
     hopper_float32_forward.Mainloop, "packed", lambda right: lambda self, p: right(self, [row[::-1] for row in p])
   ),
 }
+
+
+def first_warpgroup(main: hopper_wide_forward.Mainloop) -> hopper_wide_forward.Mainloop:
+  """The mainloop as if its warpgroup were the first."""
+  group = copy(main.group)
+  group.warp = group.warp % hopper_wide_forward.WARPS
+  return replace(main, exchange=replace(main.exchange, group=group))
+
+
+HOPPER_WIDE = (
+  nvidia(hopper_wide_forward, hopper_wide_forward, "online_softmax")
+  | PACK
+  | {
+    "maxima and sums of a warpgroup's own keys": Mistake(
+      hopper_wide_forward.Exchange,
+      "rows",
+      lambda right: lambda self, values, *after: (values, right(self, values, *after)[1]),
+    ),
+    "both warpgroups' keys are the first": Mistake(
+      hopper_wide_forward.Mainloop, "start_qk", lambda right: lambda self, *given: right(first_warpgroup(self), *given)
+    ),
+    "both warpgroups' columns are the first": Mistake(
+      hopper_wide_forward.Mainloop, "start_pv", lambda right: lambda self, *given: right(first_warpgroup(self), *given)
+    ),
+  }
+)
 # What a producer brings, and the jobs of persistent workgroups. The gate must reject these.
 HOPPER_PRODUCER = {
   "boxes one tile late": Mistake(

@@ -188,6 +188,21 @@ def test_float32_by_wgmma(D: int, options: dict[str, Any]) -> None:
   assert all((x == first).all() for x in others)
 
 
+@hopper_alone
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (200, 5)}], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 2, 2, 700, 900, 512, 512), (2, 128, 1, 1, 900, 576, 512)], ids=str)
+def test_large_heads_by_wgmma(sizes: Shape, options: dict[str, Any]) -> None:
+  """D=512, and MLA's decode, also with keys that do not exist."""
+  q, k, v = qkv(*sizes, HALF)
+  with served_by("hopper_wide_forward"):
+    check_attention(q, k, k[..., :512] if sizes[2] < sizes[1] else v, **options)
+    lengths = np.resize([300, 0], sizes[0])
+    given = Tensor(lengths.astype(np.int32)).realize()
+    out, lse = attention(q, k, v, kv_lengths=given, enable_gqa=True, return_lse=True, backend="kernel")
+    Tensor.realize(out, lse)
+  check(q, k, v, out, lse, kv_lengths=lengths)
+
+
 @cuda_alone
 def test_tf32() -> None:
   q, k, v = qkv(1, 2, 2, 300, 500, 64, 40)

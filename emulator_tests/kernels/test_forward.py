@@ -61,7 +61,7 @@ def is_slow(name: str, shape: str) -> bool:
 
   Those that remain of `cuda_wide_forward` have what is its own.
   """
-  if name == "wide":
+  if name in ("wide", "hopper-wide"):
     return shape != "grouped"
   if name == "hopper8":
     return shape in ("one query", "one key")
@@ -102,7 +102,7 @@ def test_matches_the_oracle(subject: Subject, arch: str, dtype: DType, shape: st
     subject.check(q, k, v, is_causal=is_causal, q_start=max(0, sizes[4] - sizes[3]) if few else 0)
 
 
-HOPPER = {"hopper": 8, "hopper8": 16, "hopper32": 1}  # what divides the head sizes
+HOPPER = {"hopper": 8, "hopper-wide": 8, "hopper8": 16, "hopper32": 1}  # what divides the head sizes
 MORE_ARCHES = {"amd": ("gfx1151", "gfx1200"), "cuda": ("sm_86",)}
 LARGER: dict[str, Sizes] = {
   "wide round": (1, 1, 1, 128, 128, 64, 64),
@@ -348,6 +348,8 @@ def test_each_barrier_and_wait_deleted(subject: Subject, arch: str, dtype: DType
     assert set(found) >= (
       {"mbarrier_wait", "wgmma_wait"}
       if subject is SUBJECTS["hopper32"]
+      else {"mbarrier_wait", "wgmma_wait", "meet"}
+      if subject is SUBJECTS["hopper-wide"]
       else {"mbarrier_wait" if tiles.producer else "fence_async", "wgmma_wait"}
       if subject is SUBJECTS["hopper"]
       else {"mbarrier_wait", "wgmma_wait", "fence_async"}

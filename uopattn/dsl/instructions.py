@@ -287,7 +287,7 @@ def tensor_map(
   room: UOp,
   number: int,
   source: UOp,
-  shape: tuple[int, int, int, int],
+  shape: tuple[int, UOp | int, int, int],
   strides: tuple[int, int, int],
   rows: int,
   when: UOp,
@@ -301,11 +301,11 @@ def tensor_map(
   Args:
     room: 128 bytes of LDS, aligned to 128.
     source: the element at (0, 0, 0, 0) in global memory, aligned to 16 bytes.
-    shape: columns, rows, heads and batches. What is beyond them is read as 0.
+    shape: columns, rows, heads and batches. What is beyond them is read as 0. Only rows may be known to the GPU alone.
     strides: elements from a row, a head and a batch to the next; multiples of 8.
     rows: rows of a box, up to 256; its columns are 64.
   """
-  numbers = [UOp.const(x, dtypes.int) for x in (number, *shape)]
+  numbers = [x.cast(dtypes.int) if isinstance(x, UOp) else UOp.const(x, dtypes.int) for x in (number, *shape)]
   steps = [UOp.const(x * source.dtype.itemsize, dtypes.long) for x in strides]
   operands = (room, numbers[0], source, *numbers[1:], *steps, UOp.const(rows, dtypes.int), when)
   return _statement(family, "tensor_map", after, *operands)

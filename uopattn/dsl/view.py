@@ -34,7 +34,7 @@ class View:
     shape: (heads, rows, elements per row).
     start: maps a head and a row to the flat index of the row's first element in the buffer.
     unit: a number of elements that divides the start of every row.
-    strides: where the rows lie; None if packed heads share a head.
+    strides: where the rows lie; None if heads that are packed as one make its rows irregular.
   """
 
   buffer: UOp

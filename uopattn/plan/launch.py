@@ -150,7 +150,8 @@ class Launch:
       return b * of_batch + h * of_head + row * of_row + layout.offset
 
     unit = math.gcd(layout.offset, of_batch, of_head, of_row)
-    strides = Strides(layout.offset, batches, heads, of_batch, of_head, of_row) if packs == 1 else None
+    *steps, _ = (layout if packs == 1 else layout.packed(packs, rows)).strides
+    strides = Strides(layout.offset, batches, heads // packs, *steps) if packs == 1 or steps[-1] else None
     return View(buffer, (batches * heads // packs, packs * rows, D), start, unit, strides)
 
   def estimates(self) -> Estimates:

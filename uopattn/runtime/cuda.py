@@ -25,7 +25,7 @@ from tinygrad.uop.ops import Ops
 from uopattn.runtime.nv import with_shared_memory
 from uopattn.runtime.program_cache import finished
 
-ALIGN = 1024  # bytes: the period of the widest swizzle of shared memory
+ALIGN, SMALL = 1024, 128  # bytes: the period of the widest swizzle of shared memory; alignment of a tensor map
 # Tensor maps lie in a global variable of the kernel, a few per multiprocessor. Only kernels of which one workgroup fits
 # on a multiprocessor have them, so no two workgroups use the same ones at once, whatever runs beside. (tinygrad's NV
 # device makes no room for such variables, but it does not know Hopper.)
@@ -72,11 +72,14 @@ class SharedRenderer(CUDARenderer):
 
 def shared_places(uops: tuple[UOp, ...] | list[UOp]) -> tuple[dict[UOp, int], int]:
   """Return the offset of each LOCAL buffer of a linearised kernel in shared memory, and the total size, in bytes."""
+  local = [u for u in uops if u.op is Ops.BUFFER and u.addrspace is AddrSpace.LOCAL]
   places, total = {}, 0
-  for u in uops:
-    if u.op is Ops.BUFFER and u.addrspace is AddrSpace.LOCAL:
-      places[u] = total
-      total = round_up(total + u.max_numel() * u.dtype.itemsize, ALIGN)
+  for tiles in (True, False):  # first tiles, then barriers and the like
+    for u in local:
+      size = u.max_numel() * u.dtype.itemsize
+      if tiles == (size >= ALIGN):
+        places[u] = total
+        total += round_up(size, ALIGN if tiles else SMALL)
   return places, total
 
 

@@ -28,6 +28,15 @@ class Layout:
   offset: int
   strides: tuple[int, ...]
 
+  def packed(self, heads: int, rows: int) -> "Layout":
+    """The layout of (batch, head, row, element) with `heads` heads of `rows` rows each as the rows of one head.
+
+    The distance of rows is 0 if it is not the same for all of them.
+    """
+    of_batch, of_head, of_row, of_element = self.strides
+    step = of_head if rows == 1 else of_row if of_head == rows * of_row else 0
+    return Layout(self.size, self.offset, (of_batch, heads * of_head, step, of_element))
+
 
 def contiguous_strides(shape: Shape) -> tuple[int, ...]:
   """The strides of a row-major array; 0 along axes of size 1."""

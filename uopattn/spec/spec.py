@@ -1,7 +1,7 @@
 """`AttentionSpec`: the checked, hashable description of one attention."""
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
@@ -83,17 +83,24 @@ class AttentionSpec(Problem):
     blocks = (*self.block_heads, ceildiv(rows, block))
     return tuple(Input("tile_lists", (*blocks, n), dtypes.int) for n in (ceildiv(walked, tile), 2))
 
+  def packed(self, heads: int) -> Self:
+    """The spec after GQA packing, with q's layout as the kernel sees it."""
+    found = super().packed(heads)
+    if heads == 1:
+      return found
+    return replace(found, layouts=tuple((n, x.packed(heads, self.M) if n == "q" else x) for n, x in self.layouts))
+
   @property
   def fits_tensor_maps(self) -> bool:
     """Whether tensor maps can describe q, k, v and the gradient of the output: strides of whole 16 bytes."""
 
-    def fits(x: Layout) -> bool:
-      *strides, _ = x.strides
-      return x.offset % chunk == 0 and all(step >= 0 and step % chunk == 0 for step in strides)
+    def fits(x: Layout, shape: tuple[int, ...]) -> bool:
+      steps = [step for step, n in zip(x.strides, shape, strict=False) if n > 1]
+      return x.offset % chunk == 0 and all(step > 0 and step % chunk == 0 for step in steps)
 
-    chunk = 16 // self.dtype.itemsize
-
-    return super().fits_tensor_maps and all(fits(x) for name, x in self.layouts if name != "o")
+    chunk, of_q = 16 // self.dtype.itemsize, (self.B, self.Hq, self.M)
+    shapes = {"k": self.kept, "v": self.kept}
+    return super().fits_tensor_maps and all(fits(x, shapes.get(name, of_q)) for name, x in self.layouts if name != "o")
 
   @property
   def variables(self) -> int:

@@ -84,16 +84,17 @@ def store_row(
   first: UOp | int = 0,
   operand: DType | None = None,
   o_scale: UOp | None = None,
+  pairs: bool = False,
 ) -> list[UOp]:
   """Store the output, times `o_scale`, and the LSE of a row; see `normalize`. Rows past M are not stored.
 
   `acc` and `l_i` are scaled by 2**p_scale_log2, which is undone here. `acc` has the columns from `first` on; those from
-  0 on come with the LSE. `operand` is as in `store_scaled`.
+  0 on come with the LSE. `operand` and `pairs` are as in `store_scaled`.
   """
   total, exp2 = row_reduce(UOp.__add__, l_i), partial(ins.exp2, "cuda")
   factor, log2 = normalize(m_i, total, sink, exp2, p_scale_log2)
   factor = factor if o_scale is None else factor * o_scale
-  stores = store_scaled(o, head, row, half, acc, factor, lane, family, first, operand)
+  stores = store_scaled(o, head, row, half, acc, factor, lane, family, first, operand, pairs)
   if lse is not None:
     inside = (row < sizes(lse)[1]) & (lane % QUAD).eq(0)
     inside = inside & first.eq(0) if isinstance(first, UOp) else inside
@@ -112,6 +113,7 @@ def store_scaled(
   family: str = "cuda",
   first: UOp | int = 0,
   operand: DType | None = None,
+  pairs: bool = False,
 ) -> list[UOp]:
   """Store a row of accumulators times `factor` to o (heads, rows, size), unless it is past the last row.
 
@@ -119,7 +121,8 @@ def store_scaled(
   `operand`, by default o's.
 
   A lane has 32-bit words of neighbouring elements. In 16 bits a word is two elements of one accumulator tile. In 8 bits
-  it is four elements of two tiles, which are the even and the odd columns of 16.
+  it is four elements of two tiles, which are the even and the odd columns of 16. With `pairs`, two elements in float32
+  are stored at once where rows begin at multiples of 8 bytes; the quad then writes whole sectors of 32 bytes.
   """
   _, M, Dv = sizes(o)
   width = max(2, 4 // (operand or o.dtype).itemsize)  # neighbouring elements of a lane
@@ -138,6 +141,14 @@ def store_scaled(
       at = (row_start(o, head, row) + column) // width
       for w, word in enumerate(transposed(words[d : d + QUAD], lane)):
         stores.append(flat[(at + w).valid(inside)].store(word))
+  elif pairs and Dv % chunk == 0 and o.dtype == dtypes.float32 and not isinstance(o, View):
+    flat = as_type(o, dtypes.ulong)
+    for d, elements in enumerate(values):
+      column = first + d * chunk + lane % QUAD * width
+      inside = row < M if column.vmax < Dv else (row < M) & (column < Dv)
+      low, high = (x.bitcast(dtypes.uint).cast(dtypes.ulong) for x in elements)
+      at = (row_start(o, head, row) + column) // 2
+      stores.append(flat[at.valid(inside)].store(low | high << 32))
   else:
     for d, elements in enumerate(values):
       for e, value in enumerate(elements):

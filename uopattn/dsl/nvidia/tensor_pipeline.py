@@ -6,6 +6,9 @@ Tile n of K and of V is in slot n % stages, counted through all jobs of a workgr
 theirs. Each slot has two barriers: one counts the bytes that have arrived, the other the consumers' warps that are done
 with it. Few registers suffice for the producer; the consumers take the rest.
 
+V may be the first columns of K, as in multi-head latent attention. Then there are tiles of K alone, and `Tiles.v` is
+`Tiles.k`.
+
 In 8 bits the matrix cores need V transposed (`uopattn.dsl.nvidia.transposed`). The producer's other threads then help:
 all of its warps wait for a tile of V, transpose it to slots of its own, and signal that. Consumers see only these.
 
@@ -40,10 +43,13 @@ MAP_WORDS = 32  # 32-bit words of a tensor map
 WARPS = 4  # of the producer's warpgroup
 
 
-def fits(view: HeadView) -> bool:
-  """Whether a tensor map can describe the rows of all heads: strides of whole 16 bytes, and no row that is hidden."""
+def fits(view: HeadView, of_one_head: bool = False) -> bool:
+  """Whether a tensor map can describe the rows of all heads: strides of whole 16 bytes, and no row that is hidden.
+
+  With `of_one_head`, which is for workgroups of one job, heads may have as many rows as only the GPU knows.
+  """
   x, size = view.strides, view.x.dtype.itemsize
-  if x is None or view.widens or size > 2 or view.length.vmin != view.length.vmax:
+  if x is None or view.widens or size > 2 or not (of_one_head or view.length.vmin == view.length.vmax):
     return False
   steps = [x.of_row] + [x.of_head] * (x.heads > 1) + [x.of_batch] * (x.batches > 1)
   whole = all(n * size % CHUNK_BYTES == 0 for n in (view.size, x.offset, *steps))
@@ -75,10 +81,12 @@ class Source:
     return self.tiles.rows * of_row
 
   def describe(self, view: HeadView, room: UOp, warp: UOp) -> UOp:
-    """Build the tensor map of all heads, by one warp."""
+    """Build the tensor map of all heads, each with the length of the view's, by one warp."""
     x, per = view.strides, 2 // view.x.dtype.itemsize  # elements in a unit of 16 bits
     assert x is not None
-    shape = (view.size // per, int(view.length.vmax), x.heads, x.batches)
+    most = int(view.length.vmax)
+    rows = most if view.length.vmin == most else view.length.maximum(1)
+    shape = (view.size // per, rows, x.heads, x.batches)
     # the stride of an axis of size 1 is not used, but must be valid
     unused = CHUNK_BYTES // view.x.dtype.itemsize
     steps = x.of_row, x.of_head if x.heads > 1 else unused, x.of_batch if x.batches > 1 else unused
@@ -91,7 +99,14 @@ class Source:
     x, tile, head = view.strides, self.tiles.tile(slot), view.head
     assert x is not None
     assert head is not None
+<<<<<<< HEAD
     place, copies = (n_tile * self.tiles.rows - self.before, head % x.heads, head // x.heads), []
+=======
+    first = n_tile * self.tiles.rows
+    if view.length.vmin == 0:  # the map has a row all the same, which must not be read
+      first = (view.length > 0).where(first, int(view.length.vmax))
+    place, copies = (first, head % x.heads, head // x.heads), []
+>>>>>>> mla
     begun = ins.mbarrier_expect(CUDA, barrier, self.bytes, *after)
     for column in range(0, self.tiles.columns, COLUMNS):
       to = tile.memory[tile.base + column // COLUMNS * tile.panel]
@@ -199,7 +214,7 @@ class TensorPipeline:
     group: Workgroup,
     jobs: Callable[[UOp], Job],
     trips: UOp,
-    tiles: tuple[SwizzledTiles, SwizzledTiles, SwizzledTiles],
+    tiles: tuple[SwizzledTiles, ...],
     consumers: int,
     registers: tuple[int, int],
     transposed: SwizzledTiles | None = None,
@@ -211,7 +226,7 @@ class TensorPipeline:
     Args:
       jobs: returns the workgroup's job of a given number.
       trips: the number of jobs.
-      tiles: shared memory for queries, for K and for V.
+      tiles: shared memory for queries, for K and for V; without the last, V is in K.
       consumers: warps that consume.
       registers: registers per thread of the producer, and of a consumer.
       transposed: shared memory for V transposed, with as many slots; None if V is used as it is.
@@ -240,7 +255,7 @@ class TensorPipeline:
     for slots, barriers, full, free in counts:
       made += [ins.mbarrier_init(CUDA, barriers[i], full if i < slots else free, first) for i in range(2 * slots)]
     views = self._jobs(UOp.const(0)).views
-    maps = [x.describe(view, self._room, group.warp) for x, view in zip(self._sources, views, strict=True)]
+    maps = [x.describe(view, self._room, group.warp) for x, view in zip(self._sources, views, strict=False)]
     ready = UOp.barrier(ins.mbarrier_fence(CUDA, *made), *maps)
     known = UOp.group(*(ins.tensor_map_acquire(CUDA, x.number, ready) for x in self._sources))
     reduced = ins.release_registers(CUDA, self._registers[0], producer, known)
@@ -259,6 +274,10 @@ class TensorPipeline:
     begun = (*after, trip)
     job, (q, k, v) = self._jobs(zero if once else trip), self._slots(counts, *begun)
     (q_view, k_view, v_view), tiles, count = job.views, job.key_range.tile, job.key_range.n_tiles
+    if v is k:
+      n, begun = loop(self._s, count, q.load(q_view, zero, job.block, *begun))
+      last = k.load(k_view, n, tiles(n), *begun).end(n)
+      return UOp.group(last if counts is None else counts.add(count, last)).end(trip)
     # the queries after the first keys, whose slot is free earlier
     last = q.load(q_view, zero, job.block, k.load(k_view, zero, tiles(zero), *begun))
     if not self._lag:
@@ -313,14 +332,15 @@ class TensorPipeline:
 
   def counts(self, *after: UOp) -> "Counts":
     """Begin to count jobs and tiles."""
-    q, k, _ = (Counter.make(self._s, x.tiles.slots, *after) for x in self._sources)
+    q, k = (Counter.make(self._s, x.tiles.slots, *after) for x in self._sources[:2])
     return Counts(q, k)
 
   def _slots(self, counts: "Counts | None", *after: UOp) -> tuple[Slots, Slots, Slots]:
     """The slots as they are when a job begins."""
     jobs, tiles = (UOp.const(0),) * 2 if counts is None else (x.get(*after) for x in counts)
-    of = zip(self._sources, self._barriers, (jobs, tiles, tiles), strict=True)
-    return cast(tuple[Slots, Slots, Slots], tuple(Slots(x.tiles, barriers, count, x) for x, barriers, count in of))
+    of = zip(self._sources, self._barriers, (jobs, tiles, tiles), strict=False)
+    q, k, *v = (Slots(x.tiles, barriers, count, x) for x, barriers, count in of)
+    return q, k, v[0] if v else k
 
   def job(self, counts: "Counts | None", *after: UOp) -> "Tiles":
     """The tiles of a job, as consumers see them."""
@@ -409,12 +429,15 @@ class Tiles:
     return self.q.release(UOp.const(0), self.lane.eq(0) & when, *after)
 
   def keys_done(self, n: UOp, *after: UOp) -> UOp:
-    """Signal that this warp is done with tile n of K."""
-    return self.k.release(n, self.lane.eq(0), *after)
+    """Signal that this warp is done with tile n of K; if V is in it, that is for `values_done` to do."""
+    return UOp.group(*after) if self.v is self.k else self.k.release(n, self.lane.eq(0), *after)
 
   def values_done(self, n: UOp, *after: UOp) -> UOp:
     """Signal that this warp is done with tile n of V; there is no tile -1."""
-    return self.v.release(n, self.lane.eq(0), *after) if n.vmax >= 0 else UOp.group(*after)
+    if n.vmax < 0:
+      return UOp.group(*after)
+    one = self.lane.eq(0)
+    return self.v.release(n, one if n.vmin >= 0 else one & (n >= 0), *after)
 
   def wait_all(self, last: UOp) -> UOp:
     """Return `last`: no tile is brought that nobody reads."""

@@ -34,6 +34,7 @@ from uopattn.dsl.instructions import statement
 M = 64
 K = 16
 PANEL = 64  # columns
+MANY = 16  # steps
 REGISTERS, BY_ROWS, REGISTERS_BYTES = "wgmma_registers", "wgmma_by_rows", "wgmma_registers_bytes"
 BY_ROWS_ADDED = "wgmma_by_rows_added"
 _KINDS = {"f16": dtypes.half, "bf16": dtypes.bfloat16, "e4m3": dtypes.fp8e4m3, "e5m2": dtypes.fp8e5m2}
@@ -100,7 +101,7 @@ def _product(n: int, steps: int, kind: str, name: str, parts: int = 1) -> Instru
     "unsigned* a = {1};" if registers else _DESCRIPTOR.format(name="a", pointer="{1}", panel="{3}" if by_rows else "0")
   )
   start += _DESCRIPTOR.format(name="b", pointer="{2}", panel="{4}" if name == REGISTERS or by_rows else "0")
-  if parts > 1:  # so many descriptors are not to be kept in registers from one trip of a loop to the next
+  if parts > 1 or steps > MANY:  # so many descriptors are not to be kept in registers from one trip to the next
     start += ' asm volatile("" : "+r"(b)%s);' % ("" if registers else ', "+r"(a)')
   outputs = _listed('"+f"(d[#])', count)
   of_parts = f" parts={parts}" if parts > 1 else ""

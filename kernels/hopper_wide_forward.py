@@ -1,0 +1,456 @@
+"""Forward attention for large head sizes on Hopper's tensor cores (sm_90a): two warpgroups share rows, split columns.
+
+The method is that of `cuda_wide_forward`, with `wgmma` instead of `mma.sync`. O of 64 rows and 512 columns takes 256
+registers per thread of a warpgroup. So two warpgroups have the same 64 rows, and each of them, per tile of keys
+    S = Q K[n]^T        for its half of the keys, over all of Dk
+    m                   the maxima of both, through shared memory
+    P                   of its keys, as left operands into shared memory
+    O = O alpha + P V   for all keys of the tile, and its half of the columns
+so that nothing is computed twice. Each l covers only a warpgroup's own keys until the end.
+
+V may be the first columns of K, as in multi-head latent attention with absorbed weights (MLA; DeepSeek-V2, 2024). Then
+its tile is the tile of K. For few queries all query heads of a key head are rows of the same blocks, and the keys are
+split (`combine`).
+
+Storage: S, m, l, P and O are in registers; `uopattn.dsl.nvidia.mma_layout` says which elements a lane has. Q, `stages`
+tiles of K and of V, P and the maxima are in shared memory (`Tiles.shared_bytes`). A producer warpgroup brings Q and the
+tiles by the tensor memory accelerator (`uopattn.dsl.nvidia.tensor_pipeline`), a tile as soon as the one before it in
+its slot has been used. The warpgroups meet twice per tile: the maxima are there; P is there.
+
+Counted per 64 rows and 64 keys at D=576, V in K: products of 64 x 32 read Q and K from shared memory in 1728 cycles
+where they multiply in 1152, P V takes 1024, and the softmax with both exchanges and the rescaling of O some 700. A
+multiprocessor's clock says 4066, of which 210 are spent waiting for keys. Products of 64 x 64 would want a warpgroup
+per tile, and shared memory for a third tile, which there is not.
+
+Measured 2026-11-23 on an H200, float16, in CUDA graphs, in turns with `cuda_wide_forward`: 454 TFLOP/s at D=512 (B=1,
+H=32, N=4096), causal 403, 1.55 and 1.48 times as fast. MLA decode, D=576/512, N=8192, with `combine`: 128 query heads
+at B=16 take 91 us (400 TFLOP/s), 1.44 times as fast; 64 query heads at B=1 19.2 us, 1.07 times. Between these it has
+been timed only with partial outputs in stores of 4 bytes, which cost 7 to 15 us more: 45.9 us for 128 query heads at
+B=4 and 74.2 for 64 at B=16, where `cuda_wide_forward` has 43.1 and 75.2. Programs compiled ahead were measured;
+tinygrad itself has not launched them on a card yet. `preferred` says which cases dispatch gives to this kernel; nothing
+spills in it.
+"""
+
+from dataclasses import dataclass
+from functools import reduce
+from typing import NamedTuple
+
+from tinygrad import UOp, dtypes
+from tinygrad.dtype import AddrSpace, DType
+from tinygrad.helpers import ceildiv, round_up
+
+from uopattn.dsl import Scope, sizes
+from uopattn.dsl import instructions as ins
+from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.nvidia import wgmma
+from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, QUAD, WARP, columns, row_of, row_reduce, store_row
+from uopattn.dsl.nvidia.swizzled import SwizzledTiles
+from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline, fits, loop
+from uopattn.dsl.nvidia.tensor_pipeline import Tiles as Pipe
+from uopattn.dsl.rules.head_view import HeadView
+from uopattn.dsl.rules.rules import HeadRules, Rules
+from uopattn.dsl.rules.softmax import Scaling, lowest, online_softmax
+from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
+from uopattn.dsl.schedule import DTYPES_16, LIGHT, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
+from uopattn.dsl.target import Target
+from uopattn.kernels.hopper_forward import REGISTERS, WARPS
+
+CUDA = "cuda"
+WARPGROUPS = 2  # that compute; a further one brings the tiles
+WORDS = 4  # 32-bit words of a left operand per lane, of a step of 16 keys
+THREADS = WARPS * WARP  # of a warpgroup
+MOST_COLUMNS = WARPGROUPS * 256  # of O: n of a product
+
+
+@dataclass(frozen=True)
+class Tiles:
+  """The block sizes of one kernel.
+
+  Attributes:
+    block_n: keys per tile.
+    stages: tiles of K, and of V, in shared memory; at least 2 if V is in K.
+    values_in_keys: whether V is the first columns of K, and read from K's tiles.
+  """
+
+  block_n: int
+  stages: int = 1
+  values_in_keys: bool = False
+
+  def __post_init__(self) -> None:
+    least = WARPGROUPS * wgmma.K
+    if not least <= self.block_n <= 256 or self.block_n % least:
+      raise ValueError(f"Tiles.block_n={self.block_n}: must be a multiple of {least} in {least}..256")
+    if self.stages < 1 + self.values_in_keys:
+      raise ValueError(f"Tiles.stages={self.stages}: must be at least {1 + self.values_in_keys}")
+
+  @property
+  def block_m(self) -> int:
+    """Rows per workgroup."""
+    return wgmma.M
+
+  @property
+  def keys(self) -> int:
+    """Keys per tile whose scores a warpgroup computes."""
+    return self.block_n // WARPGROUPS
+
+  @property
+  def threads(self) -> int:
+    return (WARPGROUPS + 1) * THREADS
+
+  @staticmethod
+  def columns(Dv: int) -> int:
+    """Columns of O that a warpgroup has: whole panels."""
+    return round_up(ceildiv(Dv, WARPGROUPS), wgmma.PANEL)
+
+  def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[SwizzledTiles, ...]:
+    """Allocate Q, K and V in shared memory; without the last if it is in K."""
+    Dk, Dv = round_up(Dk, wgmma.K), WARPGROUPS * self.columns(Dv)
+    rows = [(self.block_m, Dk, 1), (self.block_n, max(Dk, Dv) if self.values_in_keys else Dk, self.stages)]
+    rows += [] if self.values_in_keys else [(self.block_n, Dv, self.stages)]
+    return tuple(SwizzledTiles.make(s, *x, 1, least=wgmma.PANEL) for x in rows)
+
+  @property
+  def p_words(self) -> int:
+    """32-bit words of P in shared memory."""
+    return self.block_n // wgmma.K * THREADS * WORDS
+
+  @property
+  def row_words(self) -> int:
+    """32-bit words of shared memory for a number per row and warpgroup: one per thread."""
+    return WARPGROUPS * THREADS
+
+  def shared_bytes(self, Dk: int, Dv: int) -> int:
+    """Bytes of shared memory per workgroup."""
+    return sum(2 * x.slots * x.size for x in self.panels(Scope(), Dk, Dv)) + 4 * (self.p_words + self.row_words)
+
+  def resident(self, Dk: int, Dv: int, arch: str) -> int:
+    """Workgroups per multiprocessor at once: two would need more registers than there are."""
+    return 1
+
+  @classmethod
+  def choose(cls, problem: Problem, target: Target) -> "Tiles":
+    """Choose the tiles that are expected to be the fastest.
+
+    Raises:
+      ValueError: another architecture; head sizes or features that it does not serve; rows that tensor maps cannot
+        describe.
+    """
+    return cls.candidates(problem, target)[0]
+
+  @classmethod
+  def candidates(cls, problem: Problem, target: Target) -> "list[Tiles]":
+    """All tiles that may be the fastest for such head sizes; see `choose`."""
+    arch, Dk, Dv, shared = target.arch, problem.Dk, problem.Dv, problem.values_in_keys
+    if not SERVED.issuperset(problem.features):
+      raise ValueError("no features but masks of places, lengths and sinks: others were not measured")
+    if arch != "sm_90" or Dv > MOST_COLUMNS or not problem.fits_tensor_maps:
+      raise ValueError(
+        f"{arch} with head sizes {Dk} and {Dv}: must be sm_90, with values of up to {MOST_COLUMNS} columns, and rows "
+        "that start at multiples of 16 bytes"
+      )
+    found = [cls(block_n, stages, shared) for block_n, stages in SIZES if stages > shared]
+    found = [x for x in found if x.shared_bytes(Dk, Dv) + OTHER_BYTES <= target.lds]
+    if not found:
+      raise ValueError(f"head sizes {Dk} and {Dv}: too large for the {target.lds} bytes of shared memory")
+    return found
+
+
+SIZES = ((64, 2), (64, 1), (32, 2), (32, 1))  # block_n and stages, the best first
+SERVED = LIGHT | {"kv_lengths"}
+OTHER_BYTES = 1024  # of shared memory: barriers and tensor maps
+
+
+def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
+  """Build the kernel.
+
+  Args:
+    o: (heads, M, Dv), the output, in q's dtype; or (heads * splits, M, Dv) float32, the output per split of the keys.
+    q: (heads, M, Dk), float16 or bfloat16.
+    k, v: keys and values, as `rules` finds them. With `Tiles.values_in_keys`, v is not read.
+    lse: (heads, M), or (heads * splits, M), float32; receives the log-sum-exp (natural logarithm) of each row.
+    rules: masks, score mods and scaling; where the keys are.
+    tiles: block sizes.
+
+  Raises:
+    ValueError: tensor maps cannot describe the rows of q, k or v.
+  """
+  (heads, M, Dk), (results, _, Dv), block_m, block_n = sizes(q), sizes(o), tiles.block_m, tiles.block_n
+  blocks, splits = ceildiv(M, block_m), results // heads
+  s = Scope()
+  group = Workgroup(s, heads, blocks, tiles.threads // WARP, WARP, splits, rules.longest_last)
+  head_rules = rules.at(group.head)
+  key_range = head_rules.key_range(group.block * block_m, block_m, block_n).split(group.split, splits)
+  key_range = never_empty(key_range, ceildiv(rules.N, block_n))
+  of_keys = head_rules.keys(k)
+  values = of_keys if tiles.values_in_keys else head_rules.keys(v)
+  views = HeadView.of(q, group.head, UOp.const(M)), of_keys, values
+  if not all(fits(x, of_one_head=True) for x in views):
+    raise ValueError("q, k and v must have rows that tensor maps can describe: regular, from multiples of 16 bytes on")
+  job = Job(group.block, views, key_range)
+
+  exchange = Exchange.make(s, tiles, group)
+  scores, panels = s.buffer(tiles.keys // 2), tiles.panels(s, Dk, Dv)
+  consumers, registers = WARPGROUPS * WARPS, REGISTERS[WARPGROUPS]
+  tensors = TensorPipeline(s, group, lambda trip: job, UOp.const(1), panels, consumers, registers, values_follow=False)
+  started = tensors.start()
+  rows = [group.block * block_m + group.warp % WARPS * MMA_M + row_of(group.lane, half) for half in range(HALVES)]
+  pipe = tensors.job(None, started)
+  main = Mainloop(s, group, q.dtype, tiles, Dk, pipe, scores, rows, head_rules, key_range, exchange)
+  state = State.make(s, block_n, tiles.columns(Dv), head_rules.scaling, group.item, started)
+
+  state = state.after(pipe.queries(started))
+  for first, count, masked in full_then_masked(UOp.const(0), key_range.n_full, key_range.n_tiles):
+    state = main.attend(first, count, masked, state)
+
+  stores, sums, acc = [], exchange.sums(state.l_i), state.acc.reshape(-1, 4)
+  for half, row in enumerate(rows):
+    m, sink = state.m_i[half].load() * head_rules.scaling.log2, head_rules.sink(row)
+    given = 0, CUDA, main.warpgroup * tiles.columns(Dv), q.dtype, head_rules.o_scale, True
+    stores += store_row(o, lse, group.result, row, half, acc, m, sums[half], sink, group.lane, *given)
+  return group.kernel(f"attention_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
+
+
+def never_empty(key_range: TileRange, beyond: int) -> TileRange:
+  """Give an empty split one tile, number `beyond`, none of whose keys exist."""
+  n_full, n_tiles, tile = key_range.n_full, key_range.n_tiles, key_range.tile
+  if n_tiles.vmin > 0:
+    return key_range
+  if n_full is n_tiles:  # all tiles are full, and at least as many as splits
+    return TileRange(n_full.maximum(1), n_full.maximum(1), tile)
+  return TileRange(n_full, n_tiles.maximum(1), lambda position: (n_tiles > 0).where(tile(position), beyond))
+
+
+class Job(NamedTuple):
+  """A block of queries, the rows of its head in q, k and v, and its keys."""
+
+  block: UOp
+  views: tuple[HeadView, HeadView, HeadView]
+  key_range: TileRange
+
+
+class State(NamedTuple):
+  """What a lane carries from tile to tile.
+
+  Attributes:
+    acc: O of two rows, relative to m_i.
+    p: P of a tile, for all of its keys, in words of two.
+    m_i: row max of each row.
+    l_i: running sum of each row, over this lane's keys.
+  """
+
+  acc: UOp
+  p: UOp
+  m_i: UOp
+  l_i: UOp
+
+  @classmethod
+  def make(cls, s: Scope, block_n: int, width: int, scaling: Scaling, *after: UOp) -> "State":
+    """The state before the first tile; O has `width` columns."""
+    acc = s.filled(0.0, width // 2, after=after)
+    m_i, l_i = (s.filled(x, HALVES, after=after) for x in (lowest(scaling), 0.0))
+    return cls(acc, s.buffer(block_n // wgmma.K * WORDS, dtype=dtypes.uint), m_i, l_i)
+
+  def after(self, *after: UOp) -> "State":
+    return State(*(x.after(*after) for x in self))
+
+
+@dataclass(frozen=True)
+class Exchange:
+  """Shared memory through which the two warpgroups exchange P and a number per row.
+
+  A thread has the same rows as that thread of the other warpgroup.
+
+  Attributes:
+    tiles: block sizes.
+    group: the position of this thread.
+    p: uint32, 4 words per lane of each left operand.
+    row: uint32, the bits of a float32 per thread.
+  """
+
+  tiles: Tiles
+  group: Workgroup
+  p: UOp
+  row: UOp
+
+  @classmethod
+  def make(cls, s: Scope, tiles: Tiles, group: Workgroup) -> "Exchange":
+    """Allocate the memory."""
+    p, row = (s.buffer(x, dtype=dtypes.uint, space=AddrSpace.LOCAL) for x in (tiles.p_words, tiles.row_words))
+    return cls(tiles, group, p, row)
+
+  @property
+  def warpgroup(self) -> UOp:
+    """Index of this thread's warpgroup."""
+    return self.group.warp // WARPS
+
+  @property
+  def thread(self) -> UOp:
+    """Index of this thread in its warpgroup."""
+    return self.group.warp % WARPS * WARP + self.group.lane
+
+  def meet(self, *after: UOp) -> UOp:
+    """Wait for the other warpgroup."""
+    return ins.meet(CUDA, UOp.const(1), WARPGROUPS * THREADS, *after)
+
+  def rows(self, values: list[UOp], *after: UOp) -> tuple[list[UOp], UOp]:
+    """Exchange a number for each of this lane's two rows, the same in the row's four lanes, after `after`.
+
+    Returns:
+      The other warpgroup's numbers; and that the warpgroups have met.
+    """
+    first, second = values
+    word = (self.group.lane % HALVES).eq(0).where(first, second).bitcast(dtypes.uint)
+    stored = ins.store_word(CUDA, self.row.after(*after)[self.warpgroup * THREADS + self.thread], word)
+    met = self.meet(stored)
+    there = self.row.after(met)
+    place = (1 - self.warpgroup) * THREADS + self.thread // QUAD * QUAD
+    return [there[place + half].load().bitcast(dtypes.float) for half in range(HALVES)], met
+
+  def sums(self, l_i: UOp) -> list[UOp]:
+    """The sum over all keys, by row, in the first of the row's four lanes; 0 in the others."""
+    own = [row_reduce(UOp.__add__, l_i[half].load()) for half in range(HALVES)]
+    first = (self.group.lane % QUAD).eq(0)
+    return [first.where(a + b, 0.0) for a, b in zip(own, self.rows(own)[0], strict=True)]
+
+  def store(self, words: list[UOp], *after: UOp) -> list[UOp]:
+    """Store the words of this warpgroup's left operands, one per step along its keys."""
+    p, steps = self.p.after(*after), self.tiles.keys // wgmma.K
+    return [
+      ins.store_chunk(CUDA, p[self._place(self.warpgroup * steps + i)], *words[WORDS * i : WORDS * (i + 1)])
+      for i in range(steps)
+    ]
+
+  def load(self, *after: UOp) -> list[UOp]:
+    """Load the words of all left operands of the tile, once both warpgroups have stored theirs."""
+    p, steps = self.p.after(self.meet(*after)), range(self.tiles.block_n // wgmma.K)
+    return [p[self._place(step) + w].load() for step in steps for w in range(WORDS)]
+
+  def _place(self, step: UOp | int) -> UOp:
+    return (step * THREADS + self.thread) * WORDS
+
+
+@dataclass(frozen=True)
+class Mainloop:
+  """A warpgroup's loop over tiles of keys.
+
+  Attributes:
+    s: the kernel's axes.
+    group: the position of this thread.
+    dtype: dtype of q, k and v.
+    tiles: block sizes.
+    Dk: columns of q and k.
+    pipe: the tiles in shared memory.
+    scores: registers for S.
+    rows: this lane's queries.
+    rules: the rules of their head.
+    key_range: the tiles. Tiles are numbered by their position in it.
+    exchange: shared memory of the two warpgroups.
+  """
+
+  s: Scope
+  group: Workgroup
+  dtype: DType
+  tiles: Tiles
+  Dk: int
+  pipe: Pipe
+  scores: UOp
+  rows: list[UOp]
+  rules: HeadRules
+  key_range: TileRange
+  exchange: Exchange
+
+  @property
+  def warpgroup(self) -> UOp:
+    """Index of this warpgroup."""
+    return self.exchange.warpgroup
+
+  def attend(self, first: UOp, trips: UOp, masked: bool, state: State) -> State:
+    """Process the tiles from `first` on."""
+    trip, begun = loop(self.s, trips)
+    n_tile, old = first + trip, state.after(*begun)
+    qk = self.start_qk(n_tile, self.pipe.keys(n_tile, *begun, *state))
+    waited = wgmma.wait(0, self.tiles.keys, self.scores[0], qk)
+    done = self.pipe.keys_done(n_tile, waited)
+    alphas, p, stores = self.softmax(n_tile, masked, old, waited, done)
+    acc = old.acc.after(waited)
+    stores += [acc[i].store(acc[i].load() * alphas[i % 4 // 2]) for i in range(sizes(acc)[0])]
+    stores += [old.p.after(waited)[i].store(word) for i, word in enumerate(p)]
+    added = self.wait_pv(old, self.start_pv(n_tile, old, *stores))
+    return state.after(UOp.group(*stores, self.pipe.values_done(n_tile, added)).end(trip))
+
+  def start_qk(self, n_tile: UOp, *after: UOp) -> UOp:
+    """Start S = Q K^T, (64, block_n / 2), for this warpgroup's keys."""
+    q_tile, k_tile = self.pipe.q_tile(*after), self.pipe.k_tile(n_tile, *after)
+    steps, panels = ceildiv(self.Dk, wgmma.K), (q_tile.panel, k_tile.panel)
+    k_rows = k_tile.address(self.warpgroup * self.tiles.keys)
+    return wgmma.start(self.dtype, self.tiles.keys, steps, self.scores[0], q_tile.address(), k_rows, panels, *after)
+
+  def start_pv(self, n_tile: UOp, state: State, *after: UOp) -> UOp:
+    """Start O += P V, (64, Dv / 2), for this warpgroup's columns. V in K has arrived with it."""
+    if not self.tiles.values_in_keys:
+      after = (self.pipe.values(n_tile, *after),)
+    v_tile, columns, steps = self.pipe.v_tile(n_tile, *after), 2 * sizes(state.acc)[0], self.tiles.block_n // wgmma.K
+    v = v_tile.memory[v_tile.base + self.warpgroup * (columns // wgmma.PANEL * v_tile.panel)]
+    return wgmma.start(
+      self.dtype, columns, steps, state.acc[0], state.p[0], v, (0, v_tile.panel), *after, registers=True
+    )
+
+  def wait_pv(self, state: State, *after: UOp) -> UOp:
+    """Wait for O."""
+    return wgmma.wait(0, 2 * sizes(state.acc)[0], state.acc[0], *after)
+
+  def softmax(self, n_tile: UOp, masked: bool, state: State, *after: UOp) -> tuple[list[UOp], list[UOp], list[UOp]]:
+    """Return alpha of both rows, the words of P of all keys, and the stores of m and l.
+
+    S is read once all of `after` is done.
+    """
+
+    def larger(a: UOp, b: UOp) -> UOp:
+      return ins.fmax(CUDA, a, b)
+
+    tiles, lane_key = self.tiles.keys // MMA_N, self.warpgroup * self.tiles.keys + self.group.lane % QUAD * 2
+    first = self.key_range.tile(n_tile) * self.tiles.block_n + lane_key
+    scores, seen = self.scores.after(*after), []
+    for half, row in enumerate(self.rows):
+      products = [scores[4 * n + 2 * half + e].load() for n in range(tiles) for e in range(2)]
+      seen.append(self.rules.scores(products, row, first, columns(tiles), masked))
+    own = [row_reduce(larger, reduce(larger, x)) for x in seen]
+    others, met = self.exchange.rows(own, *after)
+    maxima = [larger(a, b) for a, b in zip(own, others, strict=True)]
+    alphas, parts, stores = [], [], []
+    for half, row in enumerate(self.rows):
+      p, m_new, l_new, alpha = self.row_softmax(seen[half], maxima[half], state, half)
+      p = self.rules.weights(p, row, first, columns(tiles), masked)
+      parts.append([ins.pack_word(CUDA, p[i : i + 2], self.dtype) for i in range(0, len(p), 2)])
+      alphas.append(alpha)
+      # Wait explicitly: with a scale of 0 the scores are constants, and nothing else would depend on the product.
+      stores += [x.after(*after)[half].store(y) for x, y in ((state.m_i, m_new), (state.l_i, l_new))]
+    words = [parts[half][n] for n in range(tiles) for half in range(HALVES)]
+    return alphas, self.exchange.load(*self.exchange.store(words, met)), stores
+
+  def row_softmax(self, scores: list[UOp], largest: UOp, state: State, half: int) -> tuple[list[UOp], UOp, UOp, UOp]:
+    """P of a row, m, l and alpha, as `online_softmax` returns them; `largest` is the maximum of both warpgroups."""
+    old, factor = (state.m_i[half].load(), state.l_i[half].load()), self.rules.scaling.log2
+    return online_softmax(CUDA, scores, factor, *old, lambda operation, value: largest)
+
+
+LEAST_ROWS = wgmma.M  # of a key head, for few queries: else most of a workgroup's rows could be none
+
+
+def preferred(problem: Problem, target: Target) -> bool:
+  """Whether it is faster than `cuda_wide_forward`, as far as that is known."""
+  enough = not problem.few or problem.M * group_of_few(problem) >= LEAST_ROWS
+  return target.arch == "sm_90" and max(problem.Dk, problem.Dv) > 256 and enough
+
+
+SCHEDULE = Schedule(
+  "hopper_wide_forward",
+  devices=("CUDA",),
+  dtypes=DTYPES_16,
+  kernels=(Kernel.forward(forward, Tiles),),
+  tiles=Tiles,
+  lacks=("scales", "page_table"),
+  pack_gqa=group_of_few,
+  split=splits_on_gpu,
+  meant_for=preferred,
+)
