@@ -99,14 +99,10 @@ class Source:
     x, tile, head = view.strides, self.tiles.tile(slot), view.head
     assert x is not None
     assert head is not None
-<<<<<<< HEAD
-    place, copies = (n_tile * self.tiles.rows - self.before, head % x.heads, head // x.heads), []
-=======
-    first = n_tile * self.tiles.rows
+    first = n_tile * self.tiles.rows - self.before
     if view.length.vmin == 0:  # the map has a row all the same, which must not be read
       first = (view.length > 0).where(first, int(view.length.vmax))
     place, copies = (first, head % x.heads, head // x.heads), []
->>>>>>> mla
     begun = ins.mbarrier_expect(CUDA, barrier, self.bytes, *after)
     for column in range(0, self.tiles.columns, COLUMNS):
       to = tile.memory[tile.base + column // COLUMNS * tile.panel]
