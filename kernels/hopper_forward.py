@@ -38,12 +38,14 @@ warpgroups keep their turn until their products are done, as products of both at
 same time. Counted at D=128 for 128 queries and keys: 1024 cycles of products on a multiprocessor, where float16 takes
 2048, 1056 of exponentials, and 1020 instructions per scheduler.
 
-Measured 2026-11-23 on an H200 (H=32, float16, 16384 tokens, kept busy so that its clock is limited by power), TFLOP/s
-and the ratio to cuDNN in the same run, for N=512 / 1024 / 2048 / 4096 / 8192:
-    D=128          482 543 575 593 608    1.08 1.08 1.06 1.07 1.06
-    D=128, causal  307 415 495 568 602    1.02 1.10 1.13 1.19 1.20
-    D=64           364 397 457 471 500    1.04 1.00 1.09 1.08 1.13
-    D=64, causal   247 330 381 453        1.00 1.05 1.05 1.14
+Measured 2026-11-23 on an H200 (H=32, float16, 16384 tokens; by the bench, sustained, so that the clock is limited by
+power), TFLOP/s and the ratio to cuDNN in the same run, for N=512 / 1024 / 2048 / 4096 / 8192:
+    D=128          468 527 560 565 583    1.06 1.07 1.05 1.08 1.04
+    D=128, causal  297 386 464 514 549    1.06 1.04 1.08 1.06 1.07
+    D=64           354 386 436 458 487    1.03 0.98 1.05 1.06 1.12
+    D=64, causal   240 319 385 432 456    1.02 1.07 1.09 1.12 1.11
+For N=4096 alone: 582 at D=192 (1.01) and 592 at D=256 (1.01). Causal, in turns of 0.2 s: at D=192 394 at N=1024 (0.94),
+and 561 at N=4096 (1.10) before jobs began at the diagonal; at D=256 344 at N=512 (1.03) and 519 at N=2048 (1.03).
 In fp8e4m3, N=1024 / 4096 / 16384, and the ratio to float16 in the same run, on the same numbers. Numbers of 8 bits
 take less power: beside float16 with normal numbers the ratios are 1.37 and 1.43 in two runs at D=128 and N=4096, 1.34
 causal, and 1.39 at N=8192.
@@ -51,7 +53,6 @@ causal, and 1.39 at N=8192.
     D=128, causal  547 723 795   1.20 1.20 1.22     N=1024 likewise
     D=64           569           1.10               N=4096 alone
     D=64, causal   484 504       1.07 0.96          N=4096 and 16384 alone
-For N=4096 alone: 644 at D=192 (1.16) and 561 causal (1.10; 0.94 at N=1024), 611 at D=256 (1.03) and 545 causal (1.02).
 Nothing spills, aside from D=64 with a producer: up to 40 bytes in it with a window, and in 8 bits up to 24 per job.
 Without a producer nvcc 13 spills at D=64 for a bool mask (496 bytes), `mask_mod` and an added 16-bit mask (112 each)
 and bounds per query (16), and at D=128 for a bool mask (16).

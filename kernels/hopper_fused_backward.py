@@ -26,14 +26,14 @@ Storage: S, dP, P, dS, dK, dV and the warpgroup's part of dQ are in registers. K
 `stages` tiles of Q and dO are in shared memory. A producer warpgroup brings them by TMA
 (`uopattn.dsl.nvidia.gradient_pipeline`).
 
-Measured 2026-11-23 on an H200 (H=32, float16, 16384 tokens, kept busy so that its clock is limited by power), with
-delta, TFLOP/s at 2.5 times those of the forward pass, and the ratios to cuDNN and to `hopper_backward` in the same run,
-for N=512 / 1024 / 2048 / 4096 / 8192:
-    D=128          352 428 484 525 538    1.08 1.05 1.05 1.08 1.05    1.00 1.12 1.16 1.07 1.21
-    D=128, causal  229 325 415 473 507    1.07 1.09 1.08 1.09 1.06    1.01 1.11 1.19 1.10 1.23
-and kept busy for a second or more before, for N=512 / 1024 / 4096 / 8192 (*: with sections of twice as many heads):
-    D=64           321 388 460 471    1.22 1.18 1.12 1.12    1.19 - - -
-    D=64, causal   193 277 413* 449   1.14 1.17 1.14* 1.14   1.04 1.13 - -
+Measured 2026-11-23 on an H200 (H=32, float16, 16384 tokens; by the bench, sustained, so that the clock is limited by
+power), with delta, TFLOP/s at 2.5 times those of the forward pass, and the ratio to cuDNN in the same run, for N=512 /
+1024 / 2048 / 4096 / 8192:
+    D=128          335 408   - 506 491    1.05 1.05    - 1.14 1.02
+    D=128, causal  221 301   - 451 500    1.06 1.02    - 1.06 1.07
+    D=64           316 375 423 450 462    1.15 1.06 1.11 1.14 1.11
+    D=64, causal   189 275   - 400 431    1.10 1.12    - 1.17 1.12
+In turns with `hopper_backward` it was 1.00 to 1.23 times as fast at D=128, and 1.04 to 1.19 times at D=64 up to N=1024.
 `preferred` says which cases are left to `hopper_backward`. Nothing spills, but one word at D=64 with a causal mask.
 """
 

@@ -22,13 +22,12 @@ where they multiply in 1152, P V takes 1024, and the softmax with both exchanges
 multiprocessor's clock says 4066, of which 210 are spent waiting for keys. Products of 64 x 64 would want a warpgroup
 per tile, and shared memory for a third tile, which there is not.
 
-Measured 2026-11-23 on an H200, float16, in CUDA graphs, in turns with `cuda_wide_forward`: 454 TFLOP/s at D=512 (B=1,
-H=32, N=4096), causal 403, 1.55 and 1.48 times as fast. MLA decode, D=576/512, N=8192, with `combine`: 128 query heads
-at B=16 take 91 us (400 TFLOP/s), 1.44 times as fast; 64 query heads at B=1 19.2 us, 1.07 times. Between these it has
-been timed only with partial outputs in stores of 4 bytes, which cost 7 to 15 us more: 45.9 us for 128 query heads at
-B=4 and 74.2 for 64 at B=16, where `cuda_wide_forward` has 43.1 and 75.2. Programs compiled ahead were measured;
-tinygrad itself has not launched them on a card yet. `preferred` says which cases dispatch gives to this kernel; nothing
-spills in it.
+Measured 2026-11-23 on an H200, float16, in CUDA graphs, in turns with `cuda_wide_forward`: 456 TFLOP/s at D=512 (B=1,
+H=32, N=4096), causal 418, 1.58 and 1.56 times as fast. MLA decode, D=576/512, N=8192, with `combine`, us and times as
+fast, for B=1 / 4 / 16:
+    128 query heads   18.7 30.9 90.7    1.20 1.38 1.45
+    64 query heads    18.6 25.3 57.2    1.07 1.19 1.32
+A read of the keys takes 3.1, 9.6 and 34 us; 90.7 us are 402 TFLOP/s. Nothing spills.
 """
 
 from dataclasses import dataclass

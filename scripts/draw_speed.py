@@ -18,6 +18,7 @@ COLOURS["torch"] = COLOURS["torch flash"]
 HEADS = {  # titles of the machines in the picture; other machines are only in the table
   "H200": "NVIDIA H200, float16, 32 heads (forward and backward: B=4, N=4096)",
   "EPYC Zen 5, 2 cores": "CPU: two cores of an AMD EPYC (Zen 5), B=1, 32 heads, N=1024, D=64",
+  "Xeon with AMX, 2 cores": "CPU: two cores of an Intel Xeon with AMX, the same problem",
 }
 PLACES: dict[str, tuple[str, tuple[int, int]]] = {  # of a name at its dot: alignment, and offset in points
   OURS: ("left", (-4, 8)),
@@ -38,7 +39,7 @@ def draw(path: Path, results: Path) -> int:
   """Write the picture, with a line per case and a dot per library; return 0."""
   check_writable(str(path), path)
   records = speed.read_records(results)
-  figure = Figure(figsize=(9.2, 4.9), layout="constrained")
+  figure = Figure(figsize=(9.2, 5.6), layout="constrained")
   axis = figure.subplots()
   y = 0.0
   for machine, head in HEADS.items():

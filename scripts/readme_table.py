@@ -1,4 +1,4 @@
-"""Rewrites the speed tables, all rows in scripts/results/README.md and ten in README.md, from the bench's records.
+"""Rewrites the speed tables, all rows in scripts/results/README.md and some in README.md, from the bench's records.
 
 Each page has its tables between two marker lines. The exit status is 2 if a page lacks the markers, or a record cannot
 be read or lacks a row.
@@ -132,7 +132,7 @@ def rewrite(page: str, text: str) -> str:
 def main(words: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
   readme, results = ROOT / "README.md", RESULTS / "README.md"
-  parser.add_argument("--summary", type=Path, default=readme, help="the page with ten rows (default: %(default)s)")
+  parser.add_argument("--summary", type=Path, default=readme, help="the page with some rows (default: %(default)s)")
   parser.add_argument("--page", type=Path, default=results, help="the page with all rows (default: %(default)s)")
   parser.add_argument("results", nargs="?", type=Path, default=RESULTS, help="the records (default: %(default)s)")
   given = parser.parse_args(words)

@@ -1,4 +1,4 @@
-"""The ten cases of the README's speed table and picture, read from the records in scripts/results."""
+"""The cases of the README's speed table and picture, read from the records in scripts/results."""
 
 import json
 from collections.abc import Mapping
@@ -93,8 +93,8 @@ NAMES = {  # of contenders
   "torch flex": "FlexAttention",
   "tinygrad": "tinygrad",
 }
-_H200, _ZEN5, _ZEN4 = "H200", "EPYC Zen 5, 2 cores", "EPYC Zen 4, 2 cores"
-_GPU, _CPU = "2026-11-23-cuda-h200", "2026-11-22-cpu-epyc-zen5"
+_H200, _ZEN5, _ZEN4, _XEON = "H200", "EPYC Zen 5, 2 cores", "EPYC Zen 4, 2 cores", "Xeon with AMX, 2 cores"
+_GPU, _CPU, _AMX = "2026-11-23-cuda-h200", "2026-11-22-cpu-epyc-zen5", "2026-11-23-cpu-xeon-amx"
 CASES = (
   Case(f"{_GPU}.json", "4 32 4096 64", "half", "forward, D=64", _H200),
   Case(f"{_GPU}.json", "4 32 4096 128", "half", "forward, D=128", _H200),
@@ -102,8 +102,9 @@ CASES = (
   Case(f"{_GPU}-backward.json", "4 32 4096 64", "half, gradients", "backward, D=64", _H200),
   Case("2026-11-22-cuda-h200-few.json", "16 32/8 1×8192 128", "half", "decode, 8192 keys, B=16", _H200),
   Case(f"{_CPU}.json", "1 32 1024 64", "float", "forward, float32", _ZEN5),
-  Case(f"{_CPU}.json", "1 32 1024 64", "bfloat16", "forward, bfloat16", _ZEN5),
   Case(f"{_CPU}.json", "1 32 1024 64", "float, causal", "causal, float32", _ZEN5),
   Case(f"{_CPU}-backward.json", "1 32 1024 64", "float, gradients", "backward, float32", _ZEN5),
+  Case(f"{_AMX}.json", "1 32 1024 64", "half", "forward, float16", _XEON),
+  Case(f"{_AMX}-backward.json", "1 32 1024 64", "bfloat16, gradients", "backward, bfloat16", _XEON),
   Case("2026-11-22-cpu-epyc-zen4-few.json", "1 32/8 1×4096 128", "float", "decode, 4096 keys, float32", _ZEN4),
 )
