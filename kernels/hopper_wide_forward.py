@@ -437,9 +437,10 @@ LEAST_ROWS = wgmma.M  # of a key head, for few queries: else most of a workgroup
 
 
 def preferred(problem: Problem, target: Target) -> bool:
-  """Whether it is faster than `cuda_wide_forward`, as far as that is known."""
-  enough = not problem.few or problem.M * group_of_few(problem) >= LEAST_ROWS
-  return target.arch == "sm_90" and max(problem.Dk, problem.Dv) > 256 and enough
+  """Whether it is faster than `cuda_wide_forward`: where measured, and for other head sizes by the count."""
+  p = problem
+  enough = not p.few or p.M * group_of_few(p) >= LEAST_ROWS
+  return target.arch == "sm_90" and max(p.Dk, p.Dv) > 256 and p.Dv <= MOST_COLUMNS and enough
 
 
 SCHEDULE = Schedule(
