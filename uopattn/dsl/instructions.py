@@ -113,13 +113,13 @@ def wave_fence(family: str, *after: UOp) -> UOp:
 
   Add it to the index of a load from LDS. With `.after` on LDS instead, tinygrad would insert a workgroup barrier.
   """
-  return index_after(_statement(family, "wave_fence", after))
-
-
-def index_after(statement: UOp) -> UOp:
-  """An index of 0 that is available after a statement of this module."""
-  kept = UOp.placeholder((1,), dtypes.int, slot=STATEMENT_SLOT, addrspace=AddrSpace.REG)
-  return kept.after(statement)[0].load().cast(dtypes.weakint)
+  statement = _statement(family, "wave_fence", after)
+  return (
+    UOp.placeholder((1,), dtypes.int, slot=STATEMENT_SLOT, addrspace=AddrSpace.REG)
+    .after(statement)[0]
+    .load()
+    .cast(dtypes.weakint)
+  )
 
 
 def exp2(family: str, x: UOp) -> UOp:

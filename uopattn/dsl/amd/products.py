@@ -240,14 +240,13 @@ def mma_ab(
     lds: A^T (A's columns, A's rows).
     begun: C, in the tiles of acc.
   """
-  stores, pace = [], Pace(f.parts > 1, lds)
+  # On RDNA3 the operands come through LDS: tinygrad would take what comes after their products for after their stores,
+  # and add barriers.
+  stores, pace = [], Pace(f.parts > 1 and not f.repeated, lds)
   for d in range(sizes(acc)[1]):
     out = [tiles[d] for tiles in begun]
     for steps in chains(f, len(operands[0])):
-      # On RDNA3 the operands come through LDS: tinygrad would take what is `after` their products for after their
-      # stores, and add barriers.
-      paced = lds.following(*pace.after()) if f.repeated else lds.after(*pace.after())
-      frag = read_row(f, dtype, paced, d * MMA_SIZE + lane % MMA_SIZE, steps, lane)
+      frag = read_row(f, dtype, lds.after(*pace.after()), d * MMA_SIZE + lane % MMA_SIZE, steps, lane)
       out = [multiply(f, dtype, frag, joined(x, steps), c) for x, c in zip(operands, out, strict=True)]
       pace.done.append(out[-1][0])
     stores += [acc[i, d].store(c) for i, c in enumerate(out)]

@@ -52,10 +52,6 @@ class LdsRows:
     """The rows after `stores` of the same wave, without a barrier. For `after`, tinygrad would insert one."""
     return replace(self, first=ins.wave_fence(HIP, *stores))
 
-  def following(self, *statements: UOp) -> "LdsRows":
-    """The rows, loaded after a statement of `uopattn.dsl.instructions`, without a barrier."""
-    return replace(self, first=ins.index_after(*statements)) if statements else self
-
   def load(self, row: UOp, chunk: UOp | int, part: int = 0) -> Words:
     """Load a chunk of a part."""
     first = row * self.stride + (self.first + chunk) * CHUNK_WORDS + part * self.part
