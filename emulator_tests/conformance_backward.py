@@ -146,7 +146,7 @@ TABLE: dict[str, BackwardSchedule] = {
       lambda waves, row_tiles, blocks: tuple(
         Amd(arch, gradients, waves, row_tiles, 16 * blocks, 32) for gradients in ("dq", "dk_dv")
       ),
-      *(st.integers(1, 3), st.integers(1, 2), st.integers(1, 3)),
+      *(st.integers(1, 3), st.integers(1, 2), st.integers(1, 2)),
     ),
     examples=1,
     barriers=frozenset({"barrier"}),

@@ -47,7 +47,8 @@ def test_matches_the_oracle(name: str) -> None:
 SMALL: Shape = (1, 2, 1, 70, 270, 16, 8)  # two blocks of keys, two tiles of each of two heads
 
 
-@pytest.mark.parametrize("Dk", [16, pytest.param(72, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("Dk", [16, 72])
 def test_each_barrier_and_wait_deleted(Dk: int) -> None:
   """Some of a kernel's waits for its slots are for later tiles only. Above a head size of 64 all warpgroups meet."""
   with FUSED.device():
