@@ -222,6 +222,7 @@ def test_sequences_on_four_devices() -> None:
   close(arrays(1, 2, 2, 48, 48), (2, 2, 2), tuple(f"CPU:{i}" if i else "CPU" for i in range(4)), is_causal=True)
 
 
+@pytest.mark.slow
 def test_mods_of_sequences_go_by_the_numbers_of_the_whole() -> None:
   mods = everything(0) | {"is_causal": True, "q_start": (np.array([8, 3], np.int32), None)}
   close(arrays(*HEADS), (2, 2, 2), DEVICES, **mods)
