@@ -53,7 +53,9 @@ causal, and 1.39 at N=8192.
     D=128, causal  547 723 795   1.20 1.20 1.22     N=1024 likewise
     D=64           569           1.10               N=4096 alone
     D=64, causal   484 504       1.07 0.96          N=4096 and 16384 alone
-Nothing spills, aside from D=64 with a producer: up to 40 bytes in it with a window, and in 8 bits up to 24 per job.
+Those of 8 bits with a causal mask were timed when jobs began with full tiles. Nothing spills, aside from D=64 with a
+producer: up to 40 bytes in it with a window, in 8 bits up to 24 per job, and without a mask up to 380 bytes stored and
+524 loaded with 500 or 1000 queries and keys (with 1024 and 4000 none).
 Without a producer nvcc 13 spills at D=64 for a bool mask (496 bytes), `mask_mod` and an added 16-bit mask (112 each)
 and bounds per query (16), and at D=128 for a bool mask (16).
 """

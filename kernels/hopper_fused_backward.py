@@ -34,7 +34,8 @@ power), with delta, TFLOP/s at 2.5 times those of the forward pass, and the rati
     D=64           316 375 423 450 462    1.15 1.06 1.11 1.14 1.11
     D=64, causal   189 275   - 400 431    1.10 1.12    - 1.17 1.12
 In turns with `hopper_backward` it was 1.00 to 1.23 times as fast at D=128, and 1.04 to 1.19 times at D=64 up to N=1024.
-`preferred` says which cases are left to `hopper_backward`. Nothing spills, but one word at D=64 with a causal mask.
+`preferred` says which cases are left to `hopper_backward`. Nothing spills, but up to 24 bytes at D=64 with a causal
+mask.
 """
 
 from collections.abc import Callable

@@ -52,6 +52,7 @@ from uopattn.dsl.rules.softmax import Scaling, lowest, online_softmax
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
 from uopattn.dsl.schedule import DTYPES_16, LIGHT, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
+from uopattn.kernels.hopper_float32_forward import Job
 from uopattn.kernels.hopper_forward import REGISTERS, WARPS
 
 CUDA = "cuda"
@@ -217,14 +218,6 @@ def never_empty(key_range: TileRange, beyond: int) -> TileRange:
   if n_full is n_tiles:  # all tiles are full, and at least as many as splits
     return TileRange(n_full.maximum(1), n_full.maximum(1), tile)
   return TileRange(n_full, n_tiles.maximum(1), lambda position: (n_tiles > 0).where(tile(position), beyond))
-
-
-class Job(NamedTuple):
-  """A block of queries, the rows of its head in q, k and v, and its keys."""
-
-  block: UOp
-  views: tuple[HeadView, HeadView, HeadView]
-  key_range: TileRange
 
 
 class State(NamedTuple):

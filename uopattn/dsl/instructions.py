@@ -305,7 +305,7 @@ def tensor_map(
     strides: elements from a row, a head and a batch to the next; multiples of 8.
     rows: rows of a box, up to 256; its columns are 64.
   """
-  numbers = [x.cast(dtypes.int) if isinstance(x, UOp) else UOp.const(x, dtypes.int) for x in (number, *shape)]
+  numbers = [_int(x) for x in (number, *shape)]
   steps = [UOp.const(x * source.dtype.itemsize, dtypes.long) for x in strides]
   operands = (room, numbers[0], source, *numbers[1:], *steps, UOp.const(rows, dtypes.int), when)
   return _statement(family, "tensor_map", after, *operands)
