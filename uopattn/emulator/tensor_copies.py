@@ -64,11 +64,8 @@ def build(run: Run, u: UOp, room: Pointer, number: Any, source: Pointer, *rest: 
     return NOTHING
   if len(lanes) != run.shape.wave or run.lane_in_wave[lanes[0]] != 0:
     raise run.fail(Divergence, u, "builds a tensor map by other than one whole warp", lanes)
-  shape, steps, rows = (
-    [int(run.spread(x)[lanes[0]]) for x in numbers[:4]],
-    [int(x) for x in numbers[4:7]],
-    int(numbers[7]),
-  )
+  shape = [int(run.spread(x)[lanes[0]]) for x in numbers[:4]]
+  steps, rows = [int(x) for x in numbers[4:7]], int(numbers[7])
   first = int(run.spread(source.index)[lanes[0]])
   if not isinstance(room.memory, LDS) or int(run.spread(room.index)[lanes[0]]) * room.dtype.itemsize % MAP_BYTES:
     raise run.fail(OutOfBounds, u, f"builds a tensor map not in LDS at a multiple of {MAP_BYTES} bytes", lanes)
