@@ -41,6 +41,7 @@ from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import Scope, sizes
+from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.jobs import Jobs
 from uopattn.dsl.gpu.parts import bfloat16_parts
 from uopattn.dsl.gpu.workgroup import Workgroup
@@ -49,13 +50,13 @@ from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, QUAD, WARP, colu
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline, fits, loop
 from uopattn.dsl.nvidia.tensor_pipeline import Tiles as Pipe
-from uopattn.dsl.packed import words_of
+from uopattn.dsl.packed import Words, words_of
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import lowest, online_softmax
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
 from uopattn.dsl.schedule import Kernel, Problem, Schedule
-from uopattn.dsl.scope import as_type
+from uopattn.dsl.scope import as_type, clamp
 from uopattn.dsl.target import Target
 from uopattn.dsl.view import View
 from uopattn.kernels.hopper_forward import L2_BYTES, MULTIPROCESSORS, REGISTERS, WARPS
@@ -161,49 +162,55 @@ def preferred(problem: Problem, target: Target) -> bool:
 
 
 def scratch(problem: Problem, tiles: Tiles) -> dict[str, tuple[tuple[int, ...], DType]]:
-  """Return the shapes and dtypes of the parts of q, k and v, (heads, rows, 3 columns)."""
+  """Return the shapes and dtypes of the parts of k and v, (heads, rows, 3 columns)."""
   kv_heads, of_keys, of_values = problem.B * problem.Hkv, PARTS * width(problem.Dk), PARTS * width(problem.Dv)
   return {
-    "q_parts": ((problem.heads, problem.M, of_keys), dtypes.bfloat16),
     "k_parts": ((kv_heads, problem.N, of_keys), dtypes.bfloat16),
     "v_parts": ((kv_heads, problem.N, of_values), dtypes.bfloat16),
   }
 
 
-def split(q_parts: UOp, k_parts: UOp, v_parts: UOp, q: UOp | View, k: UOp | View, v: UOp | View) -> UOp:
+def split(k_parts: UOp, v_parts: UOp, k: UOp | View, v: UOp | View) -> UOp:
   """Build the kernel that splits float32 into parts.
 
-  A workgroup has as many rows of q, of k and of v. Each thread has 8 neighbouring columns.
+  A workgroup has as many rows of k as of v. Each thread has 8 neighbouring columns.
 
   Args:
-    q_parts, k_parts, v_parts: (heads, rows, 3 columns) bfloat16, with zeros past the last column of each part.
-    q, k, v: (heads, rows, D) float32.
+    k_parts, v_parts: (heads, rows, 3 columns) bfloat16, with zeros past the last column of each part.
+    k, v: (heads, rows, D) float32.
   """
-  s, threads, pairs = Scope(), SPLIT_WARPS * WARP, ((q_parts, q), (k_parts, k), (v_parts, v))
+  s, threads, pairs = Scope(), SPLIT_WARPS * WARP, ((k_parts, k), (v_parts, v))
   chunks = [sizes(to)[0] * sizes(to)[1] * sizes(to)[2] // PARTS // CHUNK for to, _ in pairs]
   group, stores = Workgroup(s, 1, ceildiv(max(chunks), threads), SPLIT_WARPS, WARP), []
   for (to, x), count in zip(pairs, chunks, strict=True):
     _, rows, of_parts = sizes(to)
     chunk, of_row = group.block * threads + group.thread, of_parts // PARTS // CHUNK
     inside, row, column = chunk < count, chunk // of_row, chunk % of_row * CHUNK
-    load = words_of(HeadView.of(x, row // rows, UOp.const(rows)), inside)
-    found = [load(row % rows, column + i).bitcast(dtypes.float) for i in range(CHUNK)]
-    words = [bfloat16_parts(CUDA, *found[i : i + 2]) for i in range(0, CHUNK, 2)]
+    words = chunk_of_parts(HeadView.of(x, row // rows, UOp.const(rows)), row % rows, column, inside)
     for part in range(PARTS):
       at = (row * of_parts + part * of_row * CHUNK + column) // 2
-      stores += [as_type(to, dtypes.uint)[(at + i).valid(inside)].store(word[part]) for i, word in enumerate(words)]
-  heads, M, of_keys = sizes(q_parts)
-  return group.kernel(f"split_{heads}_{M}_{sizes(k_parts)[1]}_{of_keys}_{sizes(v_parts)[2]}", stores)
+      stores += [as_type(to, dtypes.uint)[(at + i).valid(inside)].store(x) for i, x in enumerate(words[part])]
+  (heads, N, of_keys), of_values = sizes(k_parts), sizes(v_parts)[2]
+  return group.kernel(f"split_{heads}_{N}_{of_keys}_{of_values}", stores)
+
+
+def chunk_of_parts(x: HeadView, row: UOp, column: UOp, inside: UOp, *after: UOp) -> list[Words]:
+  """Load `CHUNK` neighbouring columns of a row and return the words of each part; 0 where not `inside`."""
+  load = words_of(x, inside, *after)
+  found = [load(row, column + i).bitcast(dtypes.float) for i in range(CHUNK)]
+  words = [bfloat16_parts(CUDA, *found[i : i + 2]) for i in range(0, CHUNK, 2)]
+  return [list(x) for x in zip(*words, strict=True)]
 
 
 def forward(
-  o: UOp, q_parts: UOp, k_parts: UOp, v_parts: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles
+  o: UOp, q: UOp | View, k_parts: UOp, v_parts: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles
 ) -> UOp:
   """Build the kernel of the attention.
 
   Args:
     o: (heads, M, Dv) float32, the output.
-    q_parts, k_parts, v_parts: the parts of q, k and v, see `split`.
+    q: (heads, M, Dk) float32.
+    k_parts, v_parts: the parts of k and v, see `split`.
     lse: (heads, M) float32, receives the log-sum-exp (natural logarithm) of each row.
     rules: masks, score mods and scaling.
     tiles: block sizes.
@@ -211,7 +218,7 @@ def forward(
   Raises:
     ValueError: tensor maps cannot describe the keys: their number is known to the GPU alone.
   """
-  (heads, M, Dv), of_keys, block_m = sizes(o), sizes(q_parts)[2], tiles.block_m
+  (heads, M, Dv), of_keys, block_m = sizes(o), sizes(k_parts)[2], tiles.block_m
   s = Scope()
   of_values = sizes(v_parts)[2]
   cached = max(1, L2_BYTES * rules.group // (2 * rules.N * (of_keys + of_values)))
@@ -219,21 +226,24 @@ def forward(
   group = Workgroup(s, 1, jobs.workgroups, tiles.threads // WARP, WARP)
   head, block = jobs.place(group.item, UOp.const(0))
   head_rules = rules.at(head)
-  views = HeadView.of(q_parts, head, UOp.const(M)), head_rules.keys(k_parts), head_rules.keys(v_parts)
+  views = head_rules.keys(k_parts), head_rules.keys(v_parts)
   if not all(map(fits, views)):
-    raise ValueError("q, k and v must have rows that tensor maps can describe, of a length known in advance")
-  job = Job(block, views, head_rules.key_range(block * block_m, block_m, tiles.block_n))
+    raise ValueError("k and v must have rows that tensor maps can describe, of a length known in advance")
+  job = Job(block, (None, *views), head_rules.key_range(block * block_m, block_m, tiles.block_n))
 
   consumers, registers = tiles.warpgroups * WARPS, REGISTERS[tiles.warpgroups]
   scores, panels = s.buffer(tiles.block_n // 2), tiles.panels(s, of_keys // PARTS, of_values // PARTS)
   tensors = TensorPipeline(s, group, lambda trip: job, UOp.const(1), panels, consumers, registers, values_follow=False)
   started = tensors.start()
+  pipe, queries = tensors.job(None, started), HeadView.of(q, head, UOp.const(M))
+  begun = store_queries(queries, pipe.q_tile(started), block * block_m, group, started)
   rows = [block * block_m + group.warp * MMA_M + row_of(group.lane, half) for half in range(HALVES)]
-  main = Mainloop(s, group, tensors.job(None, started), scores, rows, head_rules, job.key_range)
+  main = Mainloop(s, group, pipe, scores, rows, head_rules, job.key_range, head_rules.ends)
   state = State.make(s, tiles.block_n, of_values // PARTS, lowest(rules.scaling), group.item, started)
 
-  state = state.after(main.pipe.queries(started))
-  for first, count, masked in full_then_masked(UOp.const(0), job.key_range.n_full, job.key_range.n_tiles):
+  state = state.after(begun)
+  n_full, n_tiles = walk(head_rules, job.key_range, tiles, block * block_m, group.warp)
+  for first, count, masked in full_then_masked(UOp.const(0), n_full, n_tiles):
     state = main.attend(first, count, masked, state)
 
   stores, acc = [], state.acc.reshape(-1, 4)
@@ -244,11 +254,43 @@ def forward(
 
 
 class Job(NamedTuple):
-  """A block of queries, the rows of its head in q, k and v, and its keys."""
+  """A block of queries, the rows of its head in k and v, and its keys."""
 
   block: UOp
-  views: tuple[HeadView, HeadView, HeadView]
+  views: tuple[None, HeadView, HeadView]
   key_range: TileRange
+
+
+def store_queries(q: HeadView, to: SwizzledTiles, first: UOp, group: Workgroup, *after: UOp) -> UOp:
+  """Write the parts of a warpgroup's queries to shared memory, by its threads; `first` is the workgroup's first query."""
+  of_row = to.columns // PARTS // CHUNK
+  at_once = WARPS * WARP // of_row  # rows
+  warpgroup, thread, stores = group.warp // WARPS, group.thread % (WARPS * WARP), []
+  for i in range(wgmma.M // at_once):
+    row, chunk = warpgroup * wgmma.M + thread // of_row + i * at_once, thread % of_row
+    words = chunk_of_parts(q, first + row, chunk * CHUNK, first + row < q.length, *after)
+    stores += [ins.store_chunk(CUDA, to.at(row, chunk + part * of_row), *x) for part, x in enumerate(words)]
+  return ins.meet(CUDA, 1 + warpgroup, WARPS * WARP, ins.fence_async(CUDA, *stores))
+
+
+def walk(rules: HeadRules, key_range: TileRange, tiles: Tiles, first: UOp, warp: UOp) -> tuple[UOp, UOp]:
+  """How many of its workgroup's tiles are full for a warpgroup, and how many it processes.
+
+  It leaves out those at the end that none of its queries sees, but at most as many as there are slots: no tile follows
+  those, so that nobody waits until they have been used.
+
+  Args:
+    key_range: the tiles of the workgroup.
+    first: its first query.
+    warp: a warp of the warpgroup.
+  """
+  if not rules.ends or tiles.warpgroups == 1:
+    return key_range.n_full, key_range.n_tiles
+  # With its number from lane 0, ptxas knows that a warp leaves loops as a whole.
+  warp = clamp(ins.shuffle(CUDA, warp.cast(dtypes.int), 0), 0, tiles.warpgroups * WARPS - 1)
+  own = rules.key_range(first + warp // WARPS * wgmma.M, wgmma.M, tiles.block_n)
+  n_tiles = clamp(own.n_tiles, (key_range.n_tiles - tiles.stages).maximum(0), key_range.n_tiles)
+  return clamp(own.n_full, 0, n_tiles), n_tiles
 
 
 class State(NamedTuple):
@@ -290,6 +332,7 @@ class Mainloop:
     rows: this lane's queries.
     rules: the rules of their head.
     key_range: the tiles. Tiles are numbered by their position in it.
+    apart: whether warpgroups differ in their numbers of trips.
   """
 
   s: Scope
@@ -299,6 +342,7 @@ class Mainloop:
   rows: list[UOp]
   rules: HeadRules
   key_range: TileRange
+  apart: bool
 
   @property
   def block_n(self) -> int:
@@ -307,7 +351,7 @@ class Mainloop:
 
   def attend(self, first: UOp, trips: UOp, masked: bool, state: State) -> State:
     """Process the tiles from `first` on."""
-    trip, begun = loop(self.s, trips)
+    trip, begun = loop(self.s, trips, early=self.apart)
     n_tile, old = first + trip, state.after(*begun)
     scores = self.multiply_qk(n_tile, self.pipe.keys(n_tile, *begun, *state))
     done = self.pipe.keys_done(n_tile, scores)
@@ -378,8 +422,8 @@ SCHEDULE = Schedule(
   devices=("CUDA",),
   dtypes=(dtypes.float32,),
   kernels=(
-    _kernel(split, "q_parts k_parts v_parts", "q_parts k_parts v_parts q k v", ""),
-    _kernel(forward, "o lse", "o q k v lse q_parts k_parts v_parts", "q k v", "rules", "tiles"),
+    _kernel(split, "k_parts v_parts", "k_parts v_parts k v", ""),
+    _kernel(forward, "o lse", "o q k v lse k_parts v_parts", "k v", "rules", "tiles"),
   ),
   tiles=Tiles,
   lacks=("scales", "page_table"),

@@ -42,9 +42,12 @@ class Jobs:
       return section * blocks / round_up(section * blocks, 2 * places)
 
     least = min(heads, ceildiv(places, blocks))  # a job for each place
+    if not persistent:  # with a small last section, long jobs would be left for the end
+      most = min(cached, heads)
+      section = min(range(ceildiv(most, 2), most + 1), key=lambda x: (-heads % x / x, -x)) if longest_last else heads
+      return cls(heads, blocks, section, longest_last, heads * blocks)
     section = max(range(least, min(max(cached, least), heads) + 1), key=filled) if longest_last else heads
-    workgroups = min(heads * blocks, places) if persistent else heads * blocks
-    return cls(heads, blocks, section, longest_last, workgroups)
+    return cls(heads, blocks, section, longest_last, min(heads * blocks, places))
 
   @property
   def persistent(self) -> bool:

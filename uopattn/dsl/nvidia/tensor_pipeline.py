@@ -121,8 +121,11 @@ class Job(Protocol):
     """The block of queries within its head."""
 
   @property
-  def views(self) -> tuple[HeadView, HeadView, HeadView]:
-    """The rows of its head of the queries, the keys and the values, each of which `fits`."""
+  def views(self) -> tuple[HeadView | None, HeadView, HeadView]:
+    """The rows of its head of the queries, the keys and the values, each of which `fits`.
+
+    None if the consumers write the queries to shared memory.
+    """
 
   @property
   def key_range(self) -> TileRange:
@@ -154,15 +157,18 @@ class Slots:
     return self.tiles.tile(n + self.count, *after)
 
   def load(
-    self, view: HeadView, n: UOp, n_tile: UOp, *after: UOp, numbers: UOp | None = None, waits: bool = True
+    self, view: HeadView | None, n: UOp, n_tile: UOp, *after: UOp, numbers: UOp | None = None, waits: bool = True
   ) -> UOp:
     """Bring tile `n_tile` of a head as tile n once all consumers are done with the previous one in its slot.
 
     Args:
+      view: None if consumers write the tile.
       numbers: where what comes with its rows begins.
       waits: whether to wait for that; not if `after` is proof of it.
     """
     assert self.source is not None
+    if view is None:
+      return UOp.group(*after)
     at = n + self.count
     begun = self.free(n, *after) if waits else after
     return self.source.load(view, at, n_tile, self._at(at), *begun, numbers=numbers)
@@ -251,16 +257,17 @@ class TensorPipeline:
     for slots, barriers, full, free in counts:
       made += [ins.mbarrier_init(CUDA, barriers[i], full if i < slots else free, first) for i in range(2 * slots)]
     views = self._jobs(UOp.const(0)).views
-    maps = [x.describe(view, self._room, group.warp) for x, view in zip(self._sources, views, strict=False)]
+    brought = [(x, view) for x, view in zip(self._sources, views, strict=False) if view is not None]
+    maps = [x.describe(view, self._room, group.warp) for x, view in brought]
     ready = UOp.barrier(ins.mbarrier_fence(CUDA, *made), *maps)
-    known = UOp.group(*(ins.tensor_map_acquire(CUDA, x.number, ready) for x in self._sources))
+    known = UOp.group(*(ins.tensor_map_acquire(CUDA, x.number, ready) for x, _ in brought))
     reduced = ins.release_registers(CUDA, self._registers[0], producer, known)
     elected = group.thread.eq(self._consumers * WARP)
     if self._transposed is None:
-      brought = self._bring(elected, reduced)
+      done = self._bring(elected, reduced)
     else:
-      brought = self._bring_transposed(elected, producer, self._transposed, reduced)
-    return ins.acquire_registers(CUDA, self._registers[1], ins.exit_warps(CUDA, producer, brought))
+      done = self._bring_transposed(elected, producer, self._transposed, reduced)
+    return ins.acquire_registers(CUDA, self._registers[1], ins.exit_warps(CUDA, producer, done))
 
   def _bring(self, elected: UOp, *after: UOp) -> UOp:
     """Bring what all jobs need, by the thread that is `elected`."""
