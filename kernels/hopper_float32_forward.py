@@ -230,6 +230,7 @@ def forward(
   if not all(map(fits, views)):
     raise ValueError("k and v must have rows that tensor maps can describe, of a length known in advance")
   job = Job(block, (None, *views), head_rules.key_range(block * block_m, block_m, tiles.block_n))
+  apart = head_rules.ends and tiles.warpgroups > 1
 
   consumers, registers = tiles.warpgroups * WARPS, REGISTERS[tiles.warpgroups]
   scores, panels = s.buffer(tiles.block_n // 2), tiles.panels(s, of_keys // PARTS, of_values // PARTS)
@@ -238,12 +239,12 @@ def forward(
   pipe, queries = tensors.job(None, started), HeadView.of(q, head, UOp.const(M))
   begun = store_queries(queries, pipe.q_tile(started), block * block_m, group, started)
   rows = [block * block_m + group.warp * MMA_M + row_of(group.lane, half) for half in range(HALVES)]
-  main = Mainloop(s, group, pipe, scores, rows, head_rules, job.key_range, head_rules.ends)
+  key_range = of_warpgroup(job, head_rules, tiles, group.warp) if apart else job.key_range
+  main = Mainloop(s, group, pipe, scores, rows, head_rules, key_range, apart)
   state = State.make(s, tiles.block_n, of_values // PARTS, lowest(rules.scaling), group.item, started)
 
   state = state.after(begun)
-  n_full, n_tiles = walk(head_rules, job.key_range, tiles, block * block_m, group.warp)
-  for first, count, masked in full_then_masked(UOp.const(0), n_full, n_tiles):
+  for first, count, masked in full_then_masked(UOp.const(0), key_range.n_full, key_range.n_tiles):
     state = main.attend(first, count, masked, state)
 
   stores, acc = [], state.acc.reshape(-1, 4)
@@ -254,43 +255,40 @@ def forward(
 
 
 class Job(NamedTuple):
-  """A block of queries, the rows of its head in k and v, and its keys."""
+  """A block of queries, the rows of its head in q, k and v, and its keys; None for q if its threads read q."""
 
   block: UOp
-  views: tuple[None, HeadView, HeadView]
+  views: tuple[HeadView | None, HeadView, HeadView]
   key_range: TileRange
 
 
 def store_queries(q: HeadView, to: SwizzledTiles, first: UOp, group: Workgroup, *after: UOp) -> UOp:
-  """Write the parts of a warpgroup's queries to shared memory, by its threads; `first` is the workgroup's first query."""
-  of_row = to.columns // PARTS // CHUNK
-  at_once = WARPS * WARP // of_row  # rows
-  warpgroup, thread, stores = group.warp // WARPS, group.thread % (WARPS * WARP), []
-  for i in range(wgmma.M // at_once):
-    row, chunk = warpgroup * wgmma.M + thread // of_row + i * at_once, thread % of_row
-    words = chunk_of_parts(q, first + row, chunk * CHUNK, first + row < q.length, *after)
-    stores += [ins.store_chunk(CUDA, to.at(row, chunk + part * of_row), *x) for part, x in enumerate(words)]
-  return ins.meet(CUDA, 1 + warpgroup, WARPS * WARP, ins.fence_async(CUDA, *stores))
-
-
-def walk(rules: HeadRules, key_range: TileRange, tiles: Tiles, first: UOp, warp: UOp) -> tuple[UOp, UOp]:
-  """How many of its workgroup's tiles are full for a warpgroup, and how many it processes.
-
-  It leaves out those at the end that none of its queries sees, but at most as many as there are slots: no tile follows
-  those, so that nobody waits until they have been used.
+  """Write the parts of a warpgroup's queries to shared memory, by its threads, after `after`.
 
   Args:
-    key_range: the tiles of the workgroup.
-    first: its first query.
-    warp: a warp of the warpgroup.
+    q: the queries of the head.
+    first: the workgroup's first query.
   """
-  if not rules.ends or tiles.warpgroups == 1:
-    return key_range.n_full, key_range.n_tiles
+  threads, of_row = WARPS * WARP, to.columns // PARTS // CHUNK
+  warpgroup, thread, stores = group.warp // WARPS, group.thread % threads, []
+  for first_row in range(0, wgmma.M, threads // of_row):
+    row, chunk = warpgroup * wgmma.M + first_row + thread // of_row, thread % of_row
+    words = chunk_of_parts(q, first + row, chunk * CHUNK, first + row < q.length, *after)
+    stores += [ins.store_chunk(CUDA, to.at(row, chunk + part * of_row), *x) for part, x in enumerate(words)]
+  return ins.meet(CUDA, 1 + warpgroup, threads, ins.fence_async(CUDA, *stores))
+
+
+def of_warpgroup(job: Job, rules: HeadRules, tiles: Tiles, warp: UOp) -> TileRange:
+  """The tiles that the warpgroup of a warp processes, where `rules.ends`.
+
+  It leaves out those at the end that none of its queries sees, but at most as many as there are slots: no tile is
+  brought after those, so that nobody waits until they have been used.
+  """
   # With its number from lane 0, ptxas knows that a warp leaves loops as a whole.
   warp = clamp(ins.shuffle(CUDA, warp.cast(dtypes.int), 0), 0, tiles.warpgroups * WARPS - 1)
-  own = rules.key_range(first + warp // WARPS * wgmma.M, wgmma.M, tiles.block_n)
-  n_tiles = clamp(own.n_tiles, (key_range.n_tiles - tiles.stages).maximum(0), key_range.n_tiles)
-  return clamp(own.n_full, 0, n_tiles), n_tiles
+  own = rules.key_range(job.block * tiles.block_m + warp // WARPS * wgmma.M, wgmma.M, tiles.block_n)
+  n_tiles = own.n_tiles.maximum(job.key_range.n_tiles - tiles.stages)
+  return TileRange(clamp(own.n_full, 0, n_tiles), n_tiles, job.key_range.tile)
 
 
 class State(NamedTuple):

@@ -346,7 +346,7 @@ def test_each_barrier_and_wait_deleted(subject: Subject, arch: str, dtype: DType
   else:
     assert found.total() >= 3
     assert set(found) >= (
-      {"mbarrier_wait", "wgmma_wait"}
+      {"mbarrier_wait", "wgmma_wait", "fence_async", "meet"}
       if subject is SUBJECTS["hopper32"]
       else {"mbarrier_wait", "wgmma_wait", "meet"}
       if subject is SUBJECTS["hopper-wide"]

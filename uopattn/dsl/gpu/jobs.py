@@ -38,16 +38,22 @@ class Jobs:
       persistent: whether that is how many there are.
     """
 
+    most, least = min(cached, heads), min(heads, ceildiv(places, blocks))  # a job for each place
+
     def filled(section: int) -> float:
       return section * blocks / round_up(section * blocks, 2 * places)
 
-    least = min(heads, ceildiv(places, blocks))  # a job for each place
-    if not persistent:  # with a small last section, long jobs would be left for the end
-      most = min(cached, heads)
-      section = min(range(ceildiv(most, 2), most + 1), key=lambda x: (-heads % x / x, -x)) if longest_last else heads
-      return cls(heads, blocks, section, longest_last, heads * blocks)
-    section = max(range(least, min(max(cached, least), heads) + 1), key=filled) if longest_last else heads
-    return cls(heads, blocks, section, longest_last, min(heads * blocks, places))
+    def missing(section: int) -> float:
+      return -heads % section / section
+
+    if not longest_last:
+      section = heads
+    elif persistent:
+      section = max(range(least, max(most, least) + 1), key=filled)
+    else:  # the sections equal, as long jobs of a small last one would begin when the other places have nothing left
+      section = min(range(most, most // 2, -1), key=missing)
+    workgroups = min(heads * blocks, places) if persistent else heads * blocks
+    return cls(heads, blocks, section, longest_last, workgroups)
 
   @property
   def persistent(self) -> bool:
