@@ -6,8 +6,8 @@ V as it is, which tf32 would want transposed. bfloat16 has float32's exponents, 
 float16 would take three products, half the time. But whatever scales a tile, numbers below 2**-17 of its largest would
 lose digits, and then products of them with large numbers, which float32 has right.
 
-There are two kernels. `split` writes the parts of q, k and v, 64 columns or a multiple of a part, one part after
-another in each row. `forward` is FlashAttention-2 (Dao, 2023), one warpgroup per 64 query rows:
+There are two kernels. `split` writes the parts of k and v, 64 columns or a multiple of a part, one part after another in
+each row. `forward` is FlashAttention-2 (Dao, 2023), one warpgroup per 64 query rows, whose parts it makes itself:
     S = Q K[n]^T    (64, block_n)    wait
     m, l, P         in registers; the four lanes of a row reduce the max per tile, l only at the end
     P V[n]          (64, Dv)         wait; O = O alpha + P V[n], added by the threads, as the tensor cores cut off sums
@@ -16,7 +16,9 @@ The products take most of the time, so one warpgroup's softmax need only overlap
 Storage: S, m, l, the parts of P, P V and O are in registers. The parts of Q, and `stages` tiles of those of K and of V,
 are in shared memory (`Tiles.shared_bytes`). A producer warpgroup brings them by the tensor memory accelerator
 (`uopattn.dsl.nvidia.tensor_pipeline`), a tile of K or V as soon as the one before it in its slot has been used.
-Full tiles, which all queries of the workgroup see completely, come first and need no mask; masked tiles follow.
+Full tiles, which all queries of the workgroup see completely, come first and need no mask; masked tiles follow. With a
+causal mask each warpgroup has full and masked tiles of its own, and ends before the last ones if none of its queries
+sees them (`of_warpgroup`).
 
 Measured 2026-11-23 on an H200 (B=4, H=16, `split` included, in turns), TFLOP/s, and the ratios to PyTorch's
 memory-efficient attention, its fastest in float32, and to `cuda_forward` in the same run:
