@@ -6,8 +6,8 @@ V as it is, which tf32 would want transposed. bfloat16 has float32's exponents, 
 float16 would take three products, half the time. But whatever scales a tile, numbers below 2**-17 of its largest would
 lose digits, and then products of them with large numbers, which float32 has right.
 
-There are two kernels. `split` writes the parts of k and v, 64 columns or a multiple of a part, one part after another in
-each row. `forward` is FlashAttention-2 (Dao, 2023), one warpgroup per 64 query rows, whose parts it makes itself:
+There are two kernels. `split` writes the parts of k and v, 64 columns or a multiple of a part, one part after another
+in each row. `forward` is FlashAttention-2 (Dao, 2023), one warpgroup per 64 query rows, whose parts it makes itself:
     S = Q K[n]^T    (64, block_n)    wait
     m, l, P         in registers; the four lanes of a row reduce the max per tile, l only at the end
     P V[n]          (64, Dv)         wait; O = O alpha + P V[n], added by the threads, as the tensor cores cut off sums
@@ -20,18 +20,21 @@ Full tiles, which all queries of the workgroup see completely, come first and ne
 causal mask each warpgroup has full and masked tiles of its own, and ends before the last ones if none of its queries
 sees them (`of_warpgroup`).
 
-Measured 2026-11-23 on an H200 (B=4, H=16, `split` included, in turns), TFLOP/s, and the ratios to PyTorch's
-memory-efficient attention, its fastest in float32, and to `cuda_forward` in the same run:
-                   N=4096              N=1024
-    D=64           106   3.06 1.70     88   2.68 1.46
-    D=64, causal    98   3.02 1.69     64   2.65 1.46
-    D=128          117   2.55 1.84     97   2.25 1.56
-    D=128, causal  102   2.34 1.66     63   1.80 1.30
-`split` takes 3.8 to 4.0 TB/s: 0.13 ms of 2.59 at D=64 N=4096, and 0.07 of 0.27 at D=128 N=1024 with a causal mask. The
-tensor cores' peak for six products is 165. Errors against float64 are half those of the other two: 3e-7 at N=4096. On
-this GPU the gate passed N=1000 at D=64 and 128, also with values of 1e37. Programs compiled ahead were measured;
-tinygrad itself has not launched them on a card yet. `preferred` says which cases dispatch gives to these kernels;
-nothing spills in them.
+Workgroups have one block of queries each, the longest first, in equal sections of heads whose keys fit in the L2 cache
+together (`uopattn.dsl.gpu.jobs`).
+
+Measured 2026-11-23 on an H200 (B=4, H=16, `split` included, in turns), TFLOP/s, and the ratio to PyTorch's
+memory-efficient attention, its fastest in float32, in the same run:
+                   N=4096       N=2048       N=1024
+    D=64           110   3.24                 95   2.91
+    D=64, causal   103   3.17    93   3.17    76   3.13
+    D=128          119   2.64                102   2.37
+    D=128, causal  109   2.50   100   2.47    82   2.32
+`cuda_forward` had 44 to 63 in a run before. `split` takes 3.7 to 4.0 TB/s: 0.09 ms of 2.51 at D=64 N=4096, and 0.045 of
+0.21 at D=128 N=1024 with a causal mask. The tensor cores' peak for six products is 165. Errors against float64 are half
+those of the other two: 4e-7 at N=4096. Programs compiled ahead were measured. Before `forward` made the parts of q, the
+gate passed N=1000 on this GPU at D=64 and 128, also with values of 1e37. `preferred` says which cases dispatch gives to
+these kernels; nothing spills in them.
 """
 
 from collections.abc import Callable
