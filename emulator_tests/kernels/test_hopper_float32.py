@@ -15,6 +15,7 @@ from uopattn.dsl.gpu.parts import PAIRS
 from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.target import Target
 from uopattn.emulator import warpgroup
+from uopattn.kernels import hopper_float32_forward
 from uopattn.kernels.hopper_float32_forward import SCHEDULE, Tiles, forward, split
 from uopattn.plan.dispatch import NoKernel, candidates, dispatch, stages
 from uopattn.proof.gate import Gate
@@ -83,6 +84,22 @@ def test_masks_of_places_and_sinks(options: Options) -> None:
   with SUBJECT.on("sm_90", chosen=True):
     passed = {name: on_device(x) for name, x in options.items()}
     SUBJECT.check(*inputs(1, 2, 1, 140, 150, 40, 72, F32), passed, **options)
+
+
+@pytest.mark.slow
+def test_a_warpgroup_leaves_out_no_more_tiles_than_there_are_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+  """With tiles of 16 keys the first of two warpgroups sees four tiles fewer; the producer waits for all but one."""
+  right = hopper_float32_forward.of_warpgroup
+  with SUBJECT.on("sm_90", Tiles(2, 16)):
+    sources = inputs(1, 1, 1, 128, 128, 16, 16, F32)
+    SUBJECT.check(*sources, is_causal=True)
+    monkeypatch.setattr(
+      hopper_float32_forward,
+      "of_warpgroup",
+      lambda job, rules, tiles, warp: right(job, rules, replace(tiles, stages=4), warp),
+    )
+    with pytest.raises(emulator.KernelError):
+      SUBJECT.check(*sources, is_causal=True)
 
 
 @pytest.mark.slow
