@@ -30,7 +30,7 @@ HIP = "hip"
 def exchanged(x: UOp, lane: UOp) -> UOp:
   """The value of lane ^ 5, by way of LDS."""
   memory = UOp.placeholder((32,), x.dtype, slot=0, addrspace=AddrSpace.LOCAL)
-  return memory[(lane ^ 5) + ins.wave_fence(HIP, memory[lane].store(x))].load()
+  return memory.after(ins.wave_fence(HIP, memory[lane].store(x)))[lane ^ 5].load()
 
 
 def read_after(x: UOp) -> UOp:

@@ -242,7 +242,7 @@ def mma_ab(
   """
   # On RDNA3 the operands come through LDS: tinygrad would take what comes after their products for after their stores,
   # and add barriers.
-  stores, pace = [], Pace(f.parts > 1 and not f.repeated, lds)
+  stores, pace = [], Pace(f.parts > 1, lds)
   for d in range(sizes(acc)[1]):
     out = [tiles[d] for tiles in begun]
     for steps in chains(f, len(operands[0])):
