@@ -51,7 +51,7 @@ def upper_parts(x: UOp) -> tuple[UOp, UOp, UOp]:
 
 
 def _upper_half(word: UOp) -> UOp:
-  return (word & 0xFFFF0000).bitcast(dtypes.float)
+  return (word >> 16 << 16).bitcast(dtypes.float)
 
 
 def bfloat16_parts(family: str, a: UOp, b: UOp) -> tuple[UOp, UOp, UOp]:
