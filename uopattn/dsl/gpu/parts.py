@@ -51,6 +51,7 @@ def upper_parts(x: UOp) -> tuple[UOp, UOp, UOp]:
 
 
 def _upper_half(word: UOp) -> UOp:
+  # Not by `&`: tinygrad takes it for a condition, and searches all code before it.
   return (word >> 16 << 16).bitcast(dtypes.float)
 
 
