@@ -18,16 +18,16 @@ lane keeps lse and delta of its queries; in `backward_kv` they are in LDS with t
 Not measured: no AMD GPU at hand. Compiled by LLVM 22 (scripts/compile_report.py, 2026-11-21). Instructions per matrix
 instruction in the mainloop, float16 / bfloat16, and VGPRs, at D=64 for dQ: gfx1100 7.9 / 8.3 (240), gfx1201 7.1 / 7.5
 (201), gfx942 3.4 / 3.7 (156), gfx950 5.5 / 6.1 (154); for dK and dV: gfx1100 9.2 / 9.8 (252), gfx1201 7.7 / 8.5 (248),
-gfx942 3.6 / 3.8 (196), gfx950 5.7 / 6.4 (210). Only gfx1100 spills: 5 registers of dK and dV, if causal, outside
-the mainloop. At D=128, float16, dQ and dK dV: gfx1201 5.8 (205) and 7.5 (245), gfx942 2.6 (244) and 2.7 (340), gfx950
-3.7 (288) and 3.9 (370), without spills; gfx1100, whose operands take twice the registers, spills 10 and 87.
+gfx942 3.6 / 3.8 (196), gfx950 5.7 / 6.4 (210), without spills. At D=128, float16, dQ and dK dV: gfx1201 5.8 (205) and
+7.5 (245), gfx942 2.6 (244) and 2.7 (340), gfx950 3.7 (288) and 3.9 (370), without spills; gfx1100, whose operands take
+twice the registers, spills 10 and 87.
 
 Where LDS does not hold Q and dO both as they are and transposed, as at D=256 on gfx942, dK and dV have a kernel each
 (`SEPARATE`), and also where registers do not hold both sums, as in float32 on gfx1100 at D=64.
 
 In float32 RDNA multiplies three bfloat16 parts, as in `amd_forward`; then operands of the stationary rows are loaded
-and split where they are needed. At D=64, LLVM 22, 2026-11-23: gfx1201 dQ 9.9 (256), dK and dV 12.0 (255); gfx1100 dQ
-22.6 (214), without spills.
+and split where they are needed. At D=64, LLVM 22, 2026-11-23: gfx1201 dQ 9.9 (256), dK and dV 11.9 (253); gfx1100 dQ
+22.6 (215), without spills.
 """
 
 from collections.abc import Callable, Sequence

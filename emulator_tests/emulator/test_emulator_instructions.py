@@ -111,7 +111,7 @@ def test_a_wave_reads_what_its_lanes_stored():
   def body(o, x):
     t, s = threads(128), lds(0, 128)
     fence = ins.wave_fence("hip", s[t].store(x[t].load()))
-    return kernel("fence", [o[t].store(s[(t ^ 5) + fence].load())], t)
+    return kernel("fence", [o[t].store(s.after(fence)[t ^ 5].load())], t)
 
   with emulator.profile() as profile:
     np.testing.assert_array_equal(launch(body, X, X), X[LANES ^ 5])

@@ -22,7 +22,7 @@ from uopattn.dsl.instruction_set import INSTRUCTIONS
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.target import Target as Machine
 from uopattn.kernels.amd_forward import Tiles, forward
-from uopattn.runtime.amd import InstructionRenderer
+from uopattn.runtime.amd import InstructionRenderer, extended
 
 HIP = "hip"
 
@@ -30,7 +30,7 @@ HIP = "hip"
 def exchanged(x: UOp, lane: UOp) -> UOp:
   """The value of lane ^ 5, by way of LDS."""
   memory = UOp.placeholder((32,), x.dtype, slot=0, addrspace=AddrSpace.LOCAL)
-  return memory[(lane ^ 5) + ins.wave_fence(HIP, memory[lane].store(x))].load()
+  return memory.after(ins.wave_fence(HIP, memory[lane].store(x)))[lane ^ 5].load()
 
 
 def read_after(x: UOp) -> UOp:
@@ -79,7 +79,7 @@ def llvm_renderer(arch: str) -> Renderer:
 
 
 def hip_renderer(arch: str) -> Renderer:
-  renderer = HIPRenderer(Target("AMD", "HIPCC", arch), use_hipcc=True)
+  renderer = extended(HIPRenderer(Target("AMD", "HIPCC", arch), use_hipcc=True))
   renderer.compiler = Compiler()
   return renderer
 
@@ -123,6 +123,14 @@ def test_a_word_is_the_same_instruction_in_both_languages(name: str, dtype: Any)
   by_hip = instructions(assembly(to_ir(source(kernel, hip_renderer(arch)), arch), arch))
   assert by_llvm == by_hip
   assert by_llvm.total() > 0
+
+
+def test_a_wave_fence_is_no_barrier_of_the_workgroup() -> None:
+  kernel = lanewise("fence", exchanged)
+  for ir in (source(kernel, llvm_renderer("gfx1100")), to_ir(source(kernel, hip_renderer("gfx1100")), "gfx1100")):
+    text = assembly(ir)
+    assert "ds_load" in text
+    assert "s_barrier" not in text
 
 
 def test_a_pinned_product_is_computed_by_the_whole_wave() -> None:

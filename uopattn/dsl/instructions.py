@@ -109,17 +109,20 @@ def high_halves(family: str, a: UOp, b: UOp) -> UOp:
 
 
 def wave_fence(family: str, *after: UOp) -> UOp:
-  """An index of 0 that is available once all lanes of the wave can read what the wave stored to LDS in `after`.
+  """Let all lanes of a wave read what its lanes stored to LDS in `after`: what reads it comes `.after` this.
 
-  Add it to the index of a load from LDS. With `.after` on LDS instead, tinygrad would insert a workgroup barrier.
+  To tinygrad it is a barrier, so that it adds none of its own; no instruction is rendered but the statement before it.
+  The load between them keeps tinygrad from moving loads that need not wait in front of the fence, where they would
+  take registers: it puts loads by what they load.
   """
-  statement = _statement(family, "wave_fence", after)
-  return (
-    UOp.placeholder((1,), dtypes.int, slot=STATEMENT_SLOT, addrspace=AddrSpace.REG)
-    .after(statement)[0]
-    .load()
-    .cast(dtypes.weakint)
-  )
+  register = UOp.placeholder((1,), dtypes.int, slot=STATEMENT_SLOT, addrspace=AddrSpace.REG)
+  return UOp.barrier(register.after(_statement(family, "wave_fence", after))[0].load())
+
+
+def is_wave_fence(barrier: UOp) -> bool:
+  """Whether a barrier is a `wave_fence`, which is no barrier of the workgroup."""
+  first = barrier.src[0]
+  return first.op is Ops.LOAD and first.src[0].buf_uop.arg.slot == STATEMENT_SLOT
 
 
 def exp2(family: str, x: UOp) -> UOp:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from tinygrad.uop.ops import Ops, UOp
 
+from uopattn.dsl.instructions import is_wave_fence
+
 from .errors import KernelError
 from .known import instruction_of
 
@@ -68,7 +70,7 @@ def _replacing(replace: Callable[["Program"], "Program"]) -> Iterator[None]:
 
 def _synchronises(u: UOp) -> str | None:
   if u.op is Ops.BARRIER:
-    return "barrier"
+    return None if is_wave_fence(u) else "barrier"
   if u.op is Ops.CUSTOM and (instruction := instruction_of(u.arg)) is not None and instruction.name in WAITS:
     return instruction.name
   return None

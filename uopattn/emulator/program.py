@@ -13,7 +13,7 @@ from tinygrad.dtype import AddrSpace, DType, dtypes
 from tinygrad.helpers import ansistrip
 from tinygrad.uop.ops import GroupOp, Ops, UOp
 
-from uopattn.dsl.instructions import STATEMENT_SLOT
+from uopattn.dsl.instructions import STATEMENT_SLOT, is_wave_fence
 
 from . import alu, wmma
 from .describe import describe
@@ -277,6 +277,9 @@ class Program:
   # ** control flow **
 
   def _barrier(self, u: UOp) -> Compute:
+    if is_wave_fence(u):  # lanes run in step here
+      return lambda run: None
+
     def barrier(run: Run) -> None:
       if run.tracks is not None:
         run.tracks.meet(u, 0, run.shape.threads, run.active(), True, lambda: met(run, None))

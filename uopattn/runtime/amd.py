@@ -17,6 +17,7 @@ from tinygrad.renderer.llvmir import AMDLLVMRenderer, ldt
 from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat
 
 from uopattn.dsl.instruction_set import BY_TEXT
+from uopattn.dsl.instructions import is_wave_fence
 from uopattn.runtime.program_cache import finished
 
 Rules = list[tuple[UPat, Callable[..., Any] | tuple[Any, ...]]]
@@ -96,6 +97,7 @@ class InstructionRenderer(AMDLLVMRenderer):
     super().__init__(target)
     ours: Rules = [
       (UPat(Ops.CUSTOM, name="u"), render_instruction),
+      (UPat(Ops.BARRIER, name="u"), lambda u: "" if is_wave_fence(u) else None),
       (UPat(Ops.WMMA, name="u"), bytes_in_llvm),
       (UPat(Ops.STACK, src=(UPat.var("x"),), name="u"), render_one),
     ]
@@ -111,6 +113,7 @@ def extended(renderer: HIPRenderer) -> HIPRenderer:
   ours: Rules = [
     (UPat(Ops.STACK, src=(UPat.var("x"),)), lambda ctx, x: f"({ctx[x]})"),
     (UPat(Ops.WMMA, name="u"), bytes_in_hip),
+    (UPat(Ops.BARRIER, name="u"), lambda u: "" if is_wave_fence(u) else None),
   ]
   result.string_rewrite = PatternMatcher(ours) + renderer.string_rewrite
   return result

@@ -50,6 +50,9 @@ def load_operands(
   def held(operand: Operand) -> LoadOperand:
     return lambda *after: operand
 
+  if f.parts > 1:
+    # Of a row that LLVM knows it keeps the address of each load in registers, from one loop over keys to the next.
+    row = ins.pin(HIP, row.cast(dtypes.int)).cast(dtypes.weakint)
   steps = range(ceildiv(rows.size, f.step))
   return [partial(load, i) if f.parts > 1 else held(load(i)) for i in steps]
 
@@ -126,7 +129,7 @@ def mma_abt(
     begun: C, in the tiles of the result; None is 0.
   """
   tiles: list[list[Any]] = [[None] * (rows // MMA_SIZE) for _ in operands] if begun is None else [[*x] for x in begun]
-  pace = Pace(f.parts > 1, lds)
+  pace = Pace(f.parts > 1, 1, lds)
   numbers, chained = range(rows // MMA_SIZE), chains(f, len(operands[0]))
   held: dict[range, list[Operand]] = {}
   # In parts each operand is held for as short as possible.
@@ -143,19 +146,21 @@ def mma_abt(
 
 
 class Pace:
-  """Lets a product of parts load its operands only once all products but the last are done, for want of registers.
+  """Lets a product of parts load its operands only once the products before it are done, for want of registers.
 
   Attributes:
     slows: whether it does so.
+    overlap: the number of the last products that need not be done.
     done: an element of each product so far.
   """
 
-  def __init__(self, slows: bool, lds: LdsRows):
-    self.slows, self.ready, self.done = slows, lds.words, [UOp.const(0.0, dtypes.float)] * 2
+  def __init__(self, slows: bool, overlap: int, lds: LdsRows):
+    self.slows, self.overlap, self.ready = slows, overlap, lds.words
+    self.done = [UOp.const(0.0, dtypes.float)] * (overlap + 1)
 
   def after(self) -> tuple[UOp, ...]:
     """What the loads of the next product come after."""
-    return (ins.read_later(HIP, self.done[-2], self.ready),) if self.slows else ()
+    return (ins.read_later(HIP, self.done[-1 - self.overlap], self.ready),) if self.slows else ()
 
 
 def joined(operands: list[Operand], steps: Sequence[int]) -> Operand:
@@ -240,9 +245,7 @@ def mma_ab(
     lds: A^T (A's columns, A's rows).
     begun: C, in the tiles of acc.
   """
-  # On RDNA3 the operands come through LDS: tinygrad would take what comes after their products for after their stores,
-  # and add barriers.
-  stores, pace = [], Pace(f.parts > 1 and not f.repeated, lds)
+  stores, pace = [], Pace(f.parts > 1, 0, lds)
   for d in range(sizes(acc)[1]):
     out = [tiles[d] for tiles in begun]
     for steps in chains(f, len(operands[0])):

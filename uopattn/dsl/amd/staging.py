@@ -31,13 +31,11 @@ class LdsRows:
     words: the memory, in 32-bit words.
     stride: words per row, padding included.
     part: words per part of the elements, which follow one another.
-    first: the first chunk for loads: 0, possibly with a dependency; see `fenced`.
   """
 
   words: UOp
   stride: int
   part: int
-  first: UOp | int = 0
 
   @classmethod
   def make(cls, s: Scope, f: Fragments, rows: int, columns: int) -> "LdsRows":
@@ -50,11 +48,11 @@ class LdsRows:
 
   def fenced(self, *stores: UOp) -> "LdsRows":
     """The rows after `stores` of the same wave, without a barrier. For `after`, tinygrad would insert one."""
-    return replace(self, first=ins.wave_fence(HIP, *stores))
+    return self.after(ins.wave_fence(HIP, *stores))
 
   def load(self, row: UOp, chunk: UOp | int, part: int = 0) -> Words:
     """Load a chunk of a part."""
-    first = row * self.stride + (self.first + chunk) * CHUNK_WORDS + part * self.part
+    first = row * self.stride + chunk * CHUNK_WORDS + part * self.part
     return [self.words[first + w].load() for w in range(CHUNK_WORDS)]
 
   def store(self, row: UOp, chunk: UOp, parts: Sequence[Words], inside: UOp = ALWAYS) -> list[UOp]:
