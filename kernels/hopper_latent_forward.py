@@ -18,7 +18,8 @@ of a tile's columns is brought again as soon as the warpgroup that has these col
 has read it before, for S. A producer warpgroup brings Q and the halves by the tensor memory accelerator
 (`uopattn.dsl.nvidia.tensor_pipeline`), as if they were K and V. S is begun with the first half.
 
-@COUNTED@
+Counted per pair of tiles at D=576, Dv=512: products of both warpgroups 2 x 1152 and 2 x 1024 cycles; of one warpgroup
+alone, with its softmax, two rescalings of O and waits, some 3300. Not yet timed. Nothing spills.
 """
 
 from dataclasses import dataclass, replace
@@ -286,7 +287,10 @@ class Exchange:
 
   @property
   def warpgroup(self) -> UOp:
-    """The tile of a pair that this thread's warpgroup has."""
+    """The tile of a pair that this thread's warpgroup has.
+
+    The emulator prefers the last warpgroup. So that one has the first tile, and a missing wait shows.
+    """
     return 1 - self.group.warp // WARPS
 
   @property

@@ -15,17 +15,8 @@ tiles of K and of V, P and the maxima are in shared memory (`Tiles.shared_bytes`
 tiles by the tensor memory accelerator (`uopattn.dsl.nvidia.tensor_pipeline`), a tile as soon as the one before it in
 its slot has been used. The warpgroups meet twice per tile: the maxima are there; P is there.
 
-Counted per 64 rows and 64 keys at D=576, V in K: products of 64 x 32 read Q and K from shared memory in 1728 cycles
-where they multiply in 1152, P V takes 1024, and the softmax with both exchanges and the rescaling of O some 700. A
-multiprocessor's clock says 4066, of which 210 are spent waiting for keys. Products of 64 x 64 would want a warpgroup
-per tile, and shared memory for a third tile, which there is not.
-
 Measured 2026-11-23 on an H200, float16, in CUDA graphs, in turns with `cuda_wide_forward`: 456 TFLOP/s at D=512 (B=1,
-H=32, N=4096), causal 418, 1.58 and 1.56 times as fast. MLA decode, D=576/512, N=8192, with `combine`, us and times as
-fast, for B=1 / 4 / 16:
-    128 query heads   18.7 30.9 90.7    1.20 1.38 1.45
-    64 query heads    18.6 25.3 57.2    1.07 1.19 1.32
-A read of the keys takes 3.1, 9.6 and 34 us; 90.7 us are 402 TFLOP/s. Nothing spills.
+H=32, N=4096), causal 418, 1.58 and 1.56 times as fast. Nothing spills.
 """
 
 from dataclasses import dataclass
