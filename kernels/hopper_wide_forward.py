@@ -6,28 +6,17 @@ registers per thread of a warpgroup. So two warpgroups have the same 64 rows, an
     m                   the maxima of both, through shared memory
     P                   of its keys, as left operands into shared memory
     O = O alpha + P V   for all keys of the tile, and its half of the columns
-so that nothing is computed twice. Each l covers only a warpgroup's own keys until the end.
-
-V may be the first columns of K, as in multi-head latent attention with absorbed weights (MLA; DeepSeek-V2, 2024). Then
-its tile is the tile of K. For few queries all query heads of a key head are rows of the same blocks, and the keys are
-split (`combine`).
+so that nothing is computed twice. Each l covers only a warpgroup's own keys until the end. If V is in K,
+`hopper_latent_forward` reads it once. For few queries all query heads of a key head are rows of the same blocks, and
+the keys are split (`combine`).
 
 Storage: S, m, l, P and O are in registers; `uopattn.dsl.nvidia.mma_layout` says which elements a lane has. Q, `stages`
 tiles of K and of V, P and the maxima are in shared memory (`Tiles.shared_bytes`). A producer warpgroup brings Q and the
 tiles by the tensor memory accelerator (`uopattn.dsl.nvidia.tensor_pipeline`), a tile as soon as the one before it in
 its slot has been used. The warpgroups meet twice per tile: the maxima are there; P is there.
 
-Counted per 64 rows and 64 keys at D=576, V in K: products of 64 x 32 read Q and K from shared memory in 1728 cycles
-where they multiply in 1152, P V takes 1024, and the softmax with both exchanges and the rescaling of O some 700. A
-multiprocessor's clock says 4066, of which 210 are spent waiting for keys. Products of 64 x 64 would want a warpgroup
-per tile, and shared memory for a third tile, which there is not.
-
 Measured 2026-11-23 on an H200, float16, in CUDA graphs, in turns with `cuda_wide_forward`: 456 TFLOP/s at D=512 (B=1,
-H=32, N=4096), causal 418, 1.58 and 1.56 times as fast. MLA decode, D=576/512, N=8192, with `combine`, us and times as
-fast, for B=1 / 4 / 16:
-    128 query heads   18.7 30.9 90.7    1.20 1.38 1.45
-    64 query heads    18.6 25.3 57.2    1.07 1.19 1.32
-A read of the keys takes 3.1, 9.6 and 34 us; 90.7 us are 402 TFLOP/s. Nothing spills.
+H=32, N=4096), causal 418, 1.58 and 1.56 times as fast. Nothing spills.
 """
 
 from dataclasses import dataclass
@@ -68,20 +57,18 @@ class Tiles:
 
   Attributes:
     block_n: keys per tile.
-    stages: tiles of K, and of V, in shared memory; at least 2 if V is in K.
-    values_in_keys: whether V is the first columns of K, and read from K's tiles.
+    stages: tiles of K, and of V, in shared memory.
   """
 
   block_n: int
   stages: int = 1
-  values_in_keys: bool = False
 
   def __post_init__(self) -> None:
     least = WARPGROUPS * wgmma.K
     if not least <= self.block_n <= 256 or self.block_n % least:
       raise ValueError(f"Tiles.block_n={self.block_n}: must be a multiple of {least} in {least}..256")
-    if self.stages < 1 + self.values_in_keys:
-      raise ValueError(f"Tiles.stages={self.stages}: must be at least {1 + self.values_in_keys}")
+    if self.stages < 1:
+      raise ValueError(f"Tiles.stages={self.stages}: must be at least 1")
 
   @property
   def block_m(self) -> int:
@@ -103,10 +90,9 @@ class Tiles:
     return round_up(ceildiv(Dv, WARPGROUPS), wgmma.PANEL)
 
   def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[SwizzledTiles, ...]:
-    """Allocate Q, K and V in shared memory; without the last if it is in K."""
+    """Allocate Q, K and V in shared memory."""
     Dk, Dv = round_up(Dk, wgmma.K), WARPGROUPS * self.columns(Dv)
-    rows = [(self.block_m, Dk, 1), (self.block_n, max(Dk, Dv) if self.values_in_keys else Dk, self.stages)]
-    rows += [] if self.values_in_keys else [(self.block_n, Dv, self.stages)]
+    rows = (self.block_m, Dk, 1), (self.block_n, Dk, self.stages), (self.block_n, Dv, self.stages)
     return tuple(SwizzledTiles.make(s, *x, 1, least=wgmma.PANEL) for x in rows)
 
   @property
@@ -140,7 +126,7 @@ class Tiles:
   @classmethod
   def candidates(cls, problem: Problem, target: Target) -> "list[Tiles]":
     """All tiles that may be the fastest for such head sizes; see `choose`."""
-    arch, Dk, Dv, shared = target.arch, problem.Dk, problem.Dv, problem.values_in_keys
+    arch, Dk, Dv = target.arch, problem.Dk, problem.Dv
     if not SERVED.issuperset(problem.features):
       raise ValueError("no features but masks of places, lengths and sinks: others were not measured")
     if arch != "sm_90" or Dv > MOST_COLUMNS or not problem.fits_tensor_maps:
@@ -148,8 +134,7 @@ class Tiles:
         f"{arch} with head sizes {Dk} and {Dv}: must be sm_90, with values of up to {MOST_COLUMNS} columns, and rows "
         "that start at multiples of 16 bytes"
       )
-    found = [cls(block_n, stages, shared) for block_n, stages in SIZES if stages > shared]
-    found = [x for x in found if x.shared_bytes(Dk, Dv) + OTHER_BYTES <= target.lds]
+    found = [cls(*x) for x in SIZES if cls(*x).shared_bytes(Dk, Dv) + OTHER_BYTES <= target.lds]
     if not found:
       raise ValueError(f"head sizes {Dk} and {Dv}: too large for the {target.lds} bytes of shared memory")
     return found
@@ -166,7 +151,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   Args:
     o: (heads, M, Dv), the output, in q's dtype; or (heads * splits, M, Dv) float32, the output per split of the keys.
     q: (heads, M, Dk), float16 or bfloat16.
-    k, v: keys and values, as `rules` finds them. With `Tiles.values_in_keys`, v is not read.
+    k, v: keys and values, as `rules` finds them.
     lse: (heads, M), or (heads * splits, M), float32; receives the log-sum-exp (natural logarithm) of each row.
     rules: masks, score mods and scaling; where the keys are.
     tiles: block sizes.
@@ -181,9 +166,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   head_rules = rules.at(group.head)
   key_range = head_rules.key_range(group.block * block_m, block_m, block_n).split(group.split, splits)
   key_range = never_empty(key_range, ceildiv(rules.N, block_n))
-  of_keys = head_rules.keys(k)
-  values = of_keys if tiles.values_in_keys else head_rules.keys(v)
-  views = HeadView.of(q, group.head, UOp.const(M)), of_keys, values
+  views = HeadView.of(q, group.head, UOp.const(M)), head_rules.keys(k), head_rules.keys(v)
   if not all(fits(x, of_one_head=True) for x in views):
     raise ValueError("q, k and v must have rows that tensor maps can describe: regular, from multiples of 16 bytes on")
   job = Job(group.block, views, key_range)
@@ -378,9 +361,8 @@ class Mainloop:
     return wgmma.start(self.dtype, self.tiles.keys, steps, self.scores[0], q_tile.address(), k_rows, panels, *after)
 
   def start_pv(self, n_tile: UOp, state: State, *after: UOp) -> UOp:
-    """Start O += P V, (64, Dv / 2), for this warpgroup's columns. V in K has arrived with it."""
-    if not self.tiles.values_in_keys:
-      after = (self.pipe.values(n_tile, *after),)
+    """Start O += P V, (64, Dv / 2), for this warpgroup's columns."""
+    after = (self.pipe.values(n_tile, *after),)
     v_tile, columns, steps = self.pipe.v_tile(n_tile, *after), 2 * sizes(state.acc)[0], self.tiles.block_n // wgmma.K
     v = v_tile.memory[v_tile.base + self.warpgroup * (columns // wgmma.PANEL * v_tile.panel)]
     return wgmma.start(

@@ -148,6 +148,27 @@ def test_product_of_matrices_whose_rows_are_k(n, k, clears):
   np.testing.assert_allclose(got.reshape(64, n), expected, rtol=1e-5, atol=ERROR)
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_products_add_up(waits):
+  """A product adds to the one before it into the same registers, whether or not that one has been waited for."""
+  n, k = 16, 32
+
+  def body(o, a, b):
+    t, d = threads(THREADS), reg(0, n // 2)
+    left, right = lds(1, 64 * WIDTH, dtypes.ushort), lds(2, n * WIDTH, dtypes.ushort)
+    filled = UOp.group(*panelled(left, a, 64, k, t, THREADS), *panelled(right, b, n, k, t, THREADS))
+    ready = UOp.barrier(ins.fence_async("cuda", filled))
+    operands = dtypes.half, n, k // 16, d[0], left.after(ready)[0], right.after(ready)[0], (64 * WIDTH, n * WIDTH)
+    done = wgmma.start(*operands, ready)
+    for _ in range(2):
+      done = wgmma.wait(0, n, d[0], done) if waits else done
+      done = wgmma.start(*operands, done, clears=False)
+    return kernel(f"added_{waits}", store_result(o, d.after(wgmma.wait(0, n, d[0], done)), t, n), t)
+
+  got, a, b = run(body, n, k)
+  np.testing.assert_allclose(got, 3 * a @ b.T, rtol=1e-5, atol=3 * ERROR)
+
+
 def test_two_warpgroups_have_their_own_rows():
   """256 threads; the second warpgroup multiplies other rows of A."""
   n, k = 8, 16
@@ -332,6 +353,7 @@ def test_a_fence_covers_the_copies_that_have_arrived(order):
 KINDS: dict[str, dict[str, bool]] = {
   "": {},
   "registers": {"registers": True},
+  "added": {"clears": False},
   "by_rows": {"by_rows": True},
   "by_rows_added": {"by_rows": True, "clears": False},
 }

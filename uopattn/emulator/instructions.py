@@ -255,6 +255,7 @@ MEANINGS: dict[str, Meaning] = {
   "cp_async_arrive": mbarrier.arrive_copies,
   "fence_async": warpgroup.fence_async,
   "wgmma": warpgroup.from_shared,
+  "wgmma_added": warpgroup.added_from_shared,
   "wgmma_registers": warpgroup.from_registers,
   "wgmma_registers_bytes": warpgroup.from_registers,
   "wgmma_by_rows": warpgroup.from_rows,

@@ -27,6 +27,7 @@ from uopattn.kernels import (
   hopper_float32_forward,
   hopper_forward,
   hopper_fused_backward,
+  hopper_latent_forward,
   hopper_wide_forward,
   sum_parts,
 )
@@ -43,6 +44,7 @@ FORWARD = tuple(
     cpu_forward,
     cpu_decode,
     amd_forward,
+    hopper_latent_forward,
     hopper_wide_forward,
     cuda_wide_forward,
     hopper_forward,

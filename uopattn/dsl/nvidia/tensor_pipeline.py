@@ -6,9 +6,6 @@ Tile n of K and of V is in slot n % stages, counted through all jobs of a workgr
 theirs. Each slot has two barriers: one counts the bytes that have arrived, the other the consumers' warps that are done
 with it. Few registers suffice for the producer; the consumers take the rest.
 
-V may be the first columns of K, as in multi-head latent attention. Then there are tiles of K alone, and `Tiles.v` is
-`Tiles.k`.
-
 In 8 bits the matrix cores need V transposed (`uopattn.dsl.nvidia.transposed`). The producer's other threads then help:
 all of its warps wait for a tile of V, transpose it to slots of its own, and signal that. Consumers see only these.
 
@@ -222,42 +219,44 @@ class TensorPipeline:
     transposed: SwizzledTiles | None = None,
     values_follow: bool = True,
     before: int = 0,
+    users: int | None = None,
   ):
     """Create a pipeline.
 
     Args:
       jobs: returns the workgroup's job of a given number.
       trips: the number of jobs.
-      tiles: shared memory for queries, for K and for V; without the last, V is in K.
+      tiles: shared memory for queries, for K and for V.
       consumers: warps that consume.
       registers: registers per thread of the producer, and of a consumer.
       transposed: shared memory for V transposed, with as many slots; None if V is used as it is.
       values_follow: whether a tile of V is used only with the next tile of K; then it is brought after that.
       before: queries that the first block begins before query 0.
+      users: warps that are to be done with a tile before its slot is filled again; None is all that consume.
     """
     self._s, self._group, self._jobs, self._trips = s, group, jobs, trips
     self._lag = int(values_follow)
     self._transposed = transposed
     if transposed is not None:
       self._transposed_barriers = s.buffer(2 * transposed.slots, dtype=dtypes.ulong, space=AddrSpace.LOCAL)
-    self._consumers, self._registers = consumers, registers
+    self._consumers, self._registers, self._users = consumers, registers, users or consumers
     self._sources = [Source(i, x, keep=i > 0, before=0 if i else before) for i, x in enumerate(tiles)]
     self._barriers = [s.buffer(2 * x.slots, dtype=dtypes.ulong, space=AddrSpace.LOCAL) for x in tiles]
     self._room = s.buffer(len(tiles) * MAP_WORDS, dtype=dtypes.uint, space=AddrSpace.LOCAL)
 
-  def start(self) -> UOp:
-    """Bring all tiles, by the producer; what follows is for consumers only."""
-    group, first, made = self._group, self._group.thread.eq(0), []
+  def start(self, *after: UOp) -> UOp:
+    """Bring all tiles, by the producer; what follows is for consumers only. All threads know of `after` then."""
+    group, first, made = self._group, self._group.thread.eq(0), list(after)
     producer = group.warp >= self._consumers
     # (slots, barriers, arrivals when a tile has come, arrivals when all are done with it)
-    counts = [(x.tiles.slots, y, 1, self._consumers) for x, y in zip(self._sources, self._barriers, strict=True)]
+    counts = [(x.tiles.slots, y, 1, self._users) for x, y in zip(self._sources, self._barriers, strict=True)]
     if self._transposed is not None:  # the producer's warps are done with V as it comes
       counts[-1] = (*counts[-1][:3], WARPS)
       counts.append((self._transposed.slots, self._transposed_barriers, WARPS * WARP, self._consumers))
     for slots, barriers, full, free in counts:
       made += [ins.mbarrier_init(CUDA, barriers[i], full if i < slots else free, first) for i in range(2 * slots)]
     views = self._jobs(UOp.const(0)).views
-    brought = [(x, view) for x, view in zip(self._sources, views, strict=False) if view is not None]
+    brought = [(x, view) for x, view in zip(self._sources, views, strict=True) if view is not None]
     maps = [x.describe(view, self._room, group.warp) for x, view in brought]
     ready = UOp.barrier(ins.mbarrier_fence(CUDA, *made), *maps)
     known = UOp.group(*(ins.tensor_map_acquire(CUDA, x.number, ready) for x, _ in brought))
@@ -277,10 +276,6 @@ class TensorPipeline:
     begun = (*after, trip)
     job, (q, k, v) = self._jobs(zero if once else trip), self._slots(counts, *begun)
     (q_view, k_view, v_view), tiles, count = job.views, job.key_range.tile, job.key_range.n_tiles
-    if v is k:
-      n, begun = loop(self._s, count, q.load(q_view, zero, job.block, *begun))
-      last = k.load(k_view, n, tiles(n), *begun).end(n)
-      return UOp.group(last if counts is None else counts.add(count, last)).end(trip)
     # the queries after the first keys, whose slot is free earlier
     last = q.load(q_view, zero, job.block, k.load(k_view, zero, tiles(zero), *begun))
     if not self._lag:
@@ -341,9 +336,9 @@ class TensorPipeline:
   def _slots(self, counts: "Counts | None", *after: UOp) -> tuple[Slots, Slots, Slots]:
     """The slots as they are when a job begins."""
     jobs, tiles = (UOp.const(0),) * 2 if counts is None else (x.get(*after) for x in counts)
-    of = zip(self._sources, self._barriers, (jobs, tiles, tiles), strict=False)
-    q, k, *v = (Slots(x.tiles, barriers, count, x) for x, barriers, count in of)
-    return q, k, v[0] if v else k
+    of = zip(self._sources, self._barriers, (jobs, tiles, tiles), strict=True)
+    q, k, v = (Slots(x.tiles, barriers, count, x) for x, barriers, count in of)
+    return q, k, v
 
   def job(self, counts: "Counts | None", *after: UOp) -> "Tiles":
     """The tiles of a job, as consumers see them."""
@@ -432,8 +427,8 @@ class Tiles:
     return self.q.release(UOp.const(0), self.lane.eq(0) & when, *after)
 
   def keys_done(self, n: UOp, *after: UOp) -> UOp:
-    """Signal that this warp is done with tile n of K; if V is in it, that is for `values_done` to do."""
-    return UOp.group(*after) if self.v is self.k else self.k.release(n, self.lane.eq(0), *after)
+    """Signal that this warp is done with tile n of K."""
+    return self.k.release(n, self.lane.eq(0), *after)
 
   def values_done(self, n: UOp, *after: UOp) -> UOp:
     """Signal that this warp is done with tile n of V; there is no tile -1."""

@@ -36,7 +36,7 @@ K = 16
 PANEL = 64  # columns
 MANY = 16  # steps
 REGISTERS, BY_ROWS, REGISTERS_BYTES = "wgmma_registers", "wgmma_by_rows", "wgmma_registers_bytes"
-BY_ROWS_ADDED = "wgmma_by_rows_added"
+BY_ROWS_ADDED, ADDED = "wgmma_by_rows_added", "wgmma_added"
 _KINDS = {"f16": dtypes.half, "bf16": dtypes.bfloat16, "e4m3": dtypes.fp8e4m3, "e5m2": dtypes.fp8e5m2}
 _NAME = re.compile(r"/\* (wgmma\w*) n=(\d+)(?: steps=(\d+) (b?f16|e[45]m[23])(?: parts=(\d+))?)? \*/")
 
@@ -82,7 +82,7 @@ def _product(n: int, steps: int, kind: str, name: str, parts: int = 1) -> Instru
 
   for i, (left, right) in enumerate(PAIRS[parts]):
     for step in range(steps):
-      adds = int(i + step > 0 or name == BY_ROWS_ADDED or (name == REGISTERS and parts == 1))
+      adds = int(i + step > 0 or name in (BY_ROWS_ADDED, ADDED) or (name == REGISTERS and parts == 1))
       if registers:
         words = ", ".join(operand(f'"r"(a[{4 * (left * steps + step) + word}])') for word in range(4))
         if eight:
@@ -161,11 +161,12 @@ def start(
     registers: whether A is in registers.
     by_rows: whether A and B, of 16 bits, are in shared memory as they are: k rows of 64, and k rows of n.
     parts: parts of A and B, see `uopattn.dsl.gpu.parts`: 1, or with k along the rows of A those of float32.
-    clears: whether D is cleared first, with `by_rows`.
+    clears: whether D is cleared first, unless A is in registers.
   """
   kind = next(kind for kind, x in _KINDS.items() if x == dtype)
   of_registers = REGISTERS if dtype.itemsize == 2 else REGISTERS_BYTES
-  name = of_registers if registers else (BY_ROWS if clears else BY_ROWS_ADDED) if by_rows else "wgmma"
+  of_rows, of_columns = (BY_ROWS, "wgmma") if clears else (BY_ROWS_ADDED, ADDED)
+  name = of_registers if registers else of_rows if by_rows else of_columns
   return statement(
     _product(n, steps, kind, name, parts), "cuda", after, d, a, b, *(UOp.const(x, dtypes.int) for x in panels)
   )

@@ -1,0 +1,517 @@
+"""Forward attention whose V is the first columns of K, on Hopper's tensor cores (sm_90a): warpgroups take turns.
+
+That is multi-head latent attention with absorbed weights (MLA; DeepSeek-V2, 2024). For few queries all query heads of a
+key head are rows of the same blocks, and the keys are split (`combine`).
+
+Like `hopper_wide_forward`, two warpgroups have the same 64 rows, and half of O's columns each. But they take turns with
+tiles of 64 keys: of each pair of tiles, the first computes
+    S = Q K[n]^T            for its tile, over all of Dk
+    m, P                    against the maxima that the other one has left
+    O = O alpha + P V[n]    for both tiles, the first tile first, and its half of the columns
+and gives m and P to the other through shared memory. So while one has its softmax, the other multiplies, and products
+are 64 x 64, which read shared memory no longer than they multiply. Each l covers only a warpgroup's own tiles until the
+end. The order of the warpgroups is that of FlashMLA (DeepSeek, 2025).
+
+Storage: S, m, l, P and O are in registers; `uopattn.dsl.nvidia.mma_layout` says which elements a lane has. Q, a pair of
+tiles, one P and the maxima are in shared memory (`Tiles.shared_bytes`), which has no room for a further tile. So half
+of a tile's columns is brought again as soon as the warpgroup that has these columns of O is done with it: the other one
+has read it before, for S. A producer warpgroup brings Q and the halves by the tensor memory accelerator
+(`uopattn.dsl.nvidia.tensor_pipeline`), as if they were K and V. S is begun with the first half.
+
+Counted per pair of tiles at D=576, Dv=512: products of both warpgroups 2 x 1152 and 2 x 1024 cycles; of one warpgroup
+alone, with its softmax, two rescalings of O and waits, some 3300. A clock in the kernel says 6500, of which the first
+warpgroup waits 1200 for halves of tiles, and the second 1900.
+
+Measured 2026-11-23 on an H200, float16, in CUDA graphs, N=8192, with `combine`, us and times as fast as products of
+64 x 32 in `hopper_wide_forward`'s way, in turns, for B=1 / 4 / 16:
+    128 query heads   16.8 29.7 81.4    1.13 1.07 1.09
+    64 query heads    16.4 24.2 55.5    1.12 1.04 1.02
+A read of the keys takes 3.2, 9.8 and 34.2 us; 81.4 us are 448 TFLOP/s. Nothing spills.
+"""
+
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import NamedTuple
+
+from tinygrad import UOp, dtypes
+from tinygrad.dtype import AddrSpace, DType
+from tinygrad.helpers import ceildiv, round_up
+
+from uopattn.dsl import Scope, sizes
+from uopattn.dsl import instructions as ins
+from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.nvidia import wgmma
+from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, QUAD, WARP, columns, row_of, row_reduce, store_row
+from uopattn.dsl.nvidia.swizzled import SwizzledTiles
+from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline, fits, loop
+from uopattn.dsl.nvidia.tensor_pipeline import Tiles as Pipe
+from uopattn.dsl.rules.head_view import HeadView
+from uopattn.dsl.rules.rules import HeadRules, Rules
+from uopattn.dsl.rules.softmax import Scaling, lowest, online_softmax
+from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
+from uopattn.dsl.schedule import DTYPES_16, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
+from uopattn.dsl.target import Target
+from uopattn.kernels.hopper_float32_forward import Job
+from uopattn.kernels.hopper_forward import REGISTERS, WARPS
+from uopattn.kernels.hopper_wide_forward import (
+  MOST_COLUMNS,
+  OTHER_BYTES,
+  SERVED,
+  THREADS,
+  WARPGROUPS,
+  WORDS,
+  never_empty,
+  preferred,
+)
+
+CUDA = "cuda"
+KEYS = 64  # of a warpgroup's tile
+STEPS = KEYS // wgmma.K  # of a product with P
+SCORES = KEYS // MMA_N  # accumulator tiles of S
+
+
+@dataclass(frozen=True)
+class Columns(SwizzledTiles):
+  """Whole panels of wider tiles.
+
+  Attributes:
+    first: the first element of the first panel in a tile.
+    whole: elements per tile.
+  """
+
+  first: int = 0
+  whole: int = 0
+
+  def tile(self, n_tile: UOp, *after: UOp) -> "Columns":
+    return replace(self, memory=self.memory.after(*after), base=n_tile % self.slots * self.whole + self.first)
+
+
+@dataclass(frozen=True)
+class Tiles:
+  """The block sizes, of which there is one choice.
+
+  Attributes:
+    values_in_keys: V is the first columns of K, and read from K's tiles.
+  """
+
+  values_in_keys: bool = True
+
+  def __post_init__(self) -> None:
+    if not self.values_in_keys:
+      raise ValueError("Tiles.values_in_keys=False: must be True")
+
+  @property
+  def block_m(self) -> int:
+    """Rows per workgroup."""
+    return wgmma.M
+
+  @property
+  def block_n(self) -> int:
+    """Keys per pair of tiles."""
+    return WARPGROUPS * KEYS
+
+  @property
+  def threads(self) -> int:
+    return (WARPGROUPS + 1) * THREADS
+
+  @staticmethod
+  def columns(Dv: int) -> int:
+    """Columns of O that a warpgroup has: whole panels."""
+    return round_up(ceildiv(Dv, WARPGROUPS), wgmma.PANEL)
+
+  def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[SwizzledTiles, ...]:
+    """Allocate Q and a pair of tiles in shared memory, which are given as their first columns and the others."""
+    Dk, half = round_up(Dk, wgmma.K), self.columns(Dv)
+    q = SwizzledTiles.make(s, self.block_m, Dk, 1, 1, least=wgmma.PANEL)
+    k = SwizzledTiles.make(s, KEYS, max(Dk, WARPGROUPS * half), WARPGROUPS, 1, least=wgmma.PANEL)
+    first, second = (
+      Columns(k.memory, KEYS, x, k.slots, 1, least=wgmma.PANEL, first=at, whole=k.size)
+      for x, at in ((half, 0), (k.columns - half, half // wgmma.PANEL * k.panel))
+    )
+    return q, first, second
+
+  @property
+  def p_words(self) -> int:
+    """32-bit words of P in shared memory."""
+    return STEPS * THREADS * WORDS
+
+  @property
+  def row_words(self) -> int:
+    """32-bit words of shared memory for a number per row and warpgroup: one per thread."""
+    return WARPGROUPS * THREADS
+
+  def shared_bytes(self, Dk: int, Dv: int) -> int:
+    """Bytes of shared memory per workgroup."""
+    q, first, second = self.panels(Scope(), Dk, Dv)
+    return 2 * (q.size + WARPGROUPS * (first.size + second.size)) + 4 * (self.p_words + self.row_words)
+
+  def resident(self, Dk: int, Dv: int, arch: str) -> int:
+    """Workgroups per multiprocessor at once: two would need more registers than there are."""
+    return 1
+
+  @classmethod
+  def choose(cls, problem: Problem, target: Target) -> "Tiles":
+    """Choose the tiles.
+
+    Raises:
+      ValueError: another architecture; V is not in K; head sizes or features that it does not serve; rows that tensor
+        maps cannot describe.
+    """
+    arch, Dk, Dv = target.arch, problem.Dk, problem.Dv
+    if not SERVED.issuperset(problem.features):
+      raise ValueError("no features but masks of places, lengths and sinks: others were not measured")
+    if arch != "sm_90" or not problem.values_in_keys or Dv > MOST_COLUMNS or not problem.fits_tensor_maps:
+      raise ValueError(
+        f"{arch} with head sizes {Dk} and {Dv}: must be sm_90, with values that are the first columns of the keys, up "
+        f"to {MOST_COLUMNS}, and rows that start at multiples of 16 bytes"
+      )
+    if Dk <= cls.columns(Dv):
+      raise ValueError(f"head size {Dk} of the keys: must be more than the {cls.columns(Dv)} columns of a warpgroup")
+    if (needed := cls().shared_bytes(Dk, Dv) + OTHER_BYTES) > target.lds:
+      raise ValueError(f"head sizes {Dk} and {Dv}: need {needed} of {target.lds} bytes of shared memory")
+    return cls()
+
+
+def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
+  """Build the kernel.
+
+  Args:
+    o: (heads, M, Dv), the output, in q's dtype; or (heads * splits, M, Dv) float32, the output per split of the keys.
+    q: (heads, M, Dk), float16 or bfloat16.
+    k: keys, as `rules` finds them.
+    v: not read.
+    lse: (heads, M), or (heads * splits, M), float32; receives the log-sum-exp (natural logarithm) of each row.
+    rules: masks, score mods and scaling; where the keys are.
+    tiles: block sizes.
+
+  Raises:
+    ValueError: tensor maps cannot describe the rows of q or k.
+  """
+  (heads, M, Dk), (results, _, Dv), block_m, block_n = sizes(q), sizes(o), tiles.block_m, tiles.block_n
+  blocks, splits, half = ceildiv(M, block_m), results // heads, tiles.columns(Dv)
+  s = Scope()
+  group = Workgroup(s, heads, blocks, tiles.threads // WARP, WARP, splits, rules.longest_last)
+  head_rules = rules.at(group.head)
+  key_range = head_rules.key_range(group.block * block_m, block_m, block_n).split(group.split, splits)
+  key_range = never_empty(key_range, ceildiv(rules.N, block_n))
+  queries, keys = HeadView.of(q, group.head, UOp.const(M)), head_rules.keys(k)
+  place = keys.strides
+  if place is None or not all(fits(x, of_one_head=True) for x in (queries, keys)):
+    raise ValueError("q and k must have rows that tensor maps can describe: regular, from multiples of 16 bytes on")
+  others = replace(keys, size=Dk - half, strides=place._replace(offset=place.offset + half))
+  job = Job(group.block, (queries, replace(keys, size=half), others), singles(key_range))
+
+  exchange = Exchange.make(s, tiles, group)
+  consumers, registers = WARPGROUPS * WARPS, REGISTERS[WARPGROUPS]
+  tensors = TensorPipeline(
+    s,
+    group,
+    lambda trip: job,
+    UOp.const(1),
+    tiles.panels(s, Dk, Dv),
+    consumers,
+    registers,
+    values_follow=False,
+    users=WARPS,
+  )
+  started = exchange.begin(lowest(head_rules.scaling), tensors.start(*exchange.init()))
+  rows = [group.block * block_m + group.warp % WARPS * MMA_M + row_of(group.lane, half) for half in range(HALVES)]
+  pipe, registers_of_s = tensors.job(None, started), (s.buffer(KEYS // 2), s.buffer(HALVES))
+  main = Mainloop(s, group, q.dtype, Dk, half, pipe, *registers_of_s, rows, head_rules, key_range, exchange)
+  state = State.make(s, half, head_rules.scaling, started)
+
+  state = state.after(pipe.queries(started))
+  for first, count, masked in full_then_masked(UOp.const(0), key_range.n_full, key_range.n_tiles):
+    state = main.attend(first, count, masked, state)
+
+  stores, sums, acc = [], exchange.sums(state.l_i, *state), state.acc.reshape(-1, 4)
+  for i, row in enumerate(rows):
+    m, sink = state.m_i[i].load() * head_rules.scaling.log2, head_rules.sink(row)
+    given = 0, CUDA, exchange.warpgroup * half, q.dtype, head_rules.o_scale, True
+    stores += store_row(o, lse, group.result, row, i, acc, m, sums[i], sink, group.lane, *given)
+  return group.kernel(f"attention_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
+
+
+def singles(pairs: TileRange) -> TileRange:
+  """The tiles of pairs of tiles, one after another."""
+  of_pair = lambda position: WARPGROUPS * pairs.tile(position // WARPGROUPS) + position % WARPGROUPS  # noqa: E731
+  return TileRange(WARPGROUPS * pairs.n_full, WARPGROUPS * pairs.n_tiles, of_pair)
+
+
+class State(NamedTuple):
+  """What a lane carries from pair to pair.
+
+  Attributes:
+    acc: O of two rows, relative to m_i.
+    p: P of a tile, in words of two.
+    kept: P of the other tile.
+    m_i: row max of each row.
+    l_i: running sum of each row, over this lane's keys.
+  """
+
+  acc: UOp
+  p: UOp
+  kept: UOp
+  m_i: UOp
+  l_i: UOp
+
+  @classmethod
+  def make(cls, s: Scope, width: int, scaling: Scaling, *after: UOp) -> "State":
+    """The state before the first pair; O has `width` columns."""
+    acc = s.filled(0.0, width // 2, after=after)
+    m_i, l_i = (s.filled(x, HALVES, after=after) for x in (lowest(scaling), 0.0))
+    p, kept = (s.buffer(STEPS * WORDS, dtype=dtypes.uint) for _ in range(2))
+    return cls(acc, p, kept, m_i, l_i)
+
+  def after(self, *after: UOp) -> "State":
+    return State(*(x.after(*after) for x in self))
+
+
+@dataclass(frozen=True)
+class Exchange:
+  """Shared memory through which the warpgroups give each other P and a number per row, in turns.
+
+  A thread has the same rows as that thread of the other warpgroup, and reads what that one wrote before it writes to
+  the same words. So one P suffices.
+
+  Attributes:
+    group: the position of this thread.
+    p: uint32, 4 words per lane of each left operand.
+    row: uint32, the bits of a float32 per thread.
+    given: a barrier per warpgroup: it has given what it has of a pair.
+  """
+
+  group: Workgroup
+  p: UOp
+  row: UOp
+  given: UOp
+
+  @classmethod
+  def make(cls, s: Scope, tiles: Tiles, group: Workgroup) -> "Exchange":
+    """Allocate the memory."""
+    p, row = (s.buffer(x, dtype=dtypes.uint, space=AddrSpace.LOCAL) for x in (tiles.p_words, tiles.row_words))
+    return cls(group, p, row, s.buffer(WARPGROUPS, dtype=dtypes.ulong, space=AddrSpace.LOCAL))
+
+  @property
+  def warpgroup(self) -> UOp:
+    """The tile of a pair that this thread's warpgroup has.
+
+    The emulator prefers the last warpgroup. So that one has the first tile, and a missing wait shows.
+    """
+    return 1 - self.group.warp // WARPS
+
+  @property
+  def thread(self) -> UOp:
+    """Index of this thread in its warpgroup."""
+    return self.group.warp % WARPS * WARP + self.group.lane
+
+  def init(self) -> list[UOp]:
+    """Initialize the barriers."""
+    return [ins.mbarrier_init(CUDA, self.given[i], THREADS, self.group.thread.eq(0)) for i in range(WARPGROUPS)]
+
+  def begin(self, m_i: float | UOp, *after: UOp) -> UOp:
+    """Write what the first warpgroup reads before its first tile: the maxima m_i, and any P."""
+    first, per = m_i if isinstance(m_i, UOp) else UOp.const(m_i, dtypes.float), STEPS // WARPGROUPS
+    p, zeros = self.p.after(*after), [UOp.const(0, dtypes.uint)] * WORDS
+    stored = [ins.store_chunk(CUDA, p[self._place(self.warpgroup * per + i)], *zeros) for i in range(per)]
+    return self._meet(self._store_row([first] * HALVES, *after), *stored)
+
+  def give(self, rows: list[UOp], words: list[UOp], *after: UOp) -> UOp:
+    """Give the other warpgroup a number for each of this lane's two rows, and words of P, after `after`."""
+    p = self.p.after(*after)
+    stored = [ins.store_chunk(CUDA, p[self._place(i)], *words[WORDS * i : WORDS * (i + 1)]) for i in range(STEPS)]
+    arrived = self._store_row(rows, *after), *stored
+    return ins.mbarrier_arrive(CUDA, self.given[self.warpgroup], UOp.const(True), *arrived)
+
+  def wait(self, warpgroup: int, n: UOp, *after: UOp) -> UOp:
+    """Wait until a warpgroup has given what it has of pair n; there is no pair -1."""
+    return ins.mbarrier_wait(CUDA, self.given[warpgroup], n % 2, *after)
+
+  def rows(self, warpgroup: UOp | int, *after: UOp) -> list[UOp]:
+    """The numbers that a warpgroup has given for this lane's rows."""
+    there, place = self.row.after(*after), warpgroup * THREADS + self.thread // QUAD * QUAD
+    return [there[place + half].load().bitcast(dtypes.float) for half in range(HALVES)]
+
+  def words(self, *after: UOp, where: UOp | None = None) -> list[UOp]:
+    """The words of P given last; with `where`, zeros elsewhere."""
+    p = self.p.after(*after)
+    places = [self._place(step) + word for step in range(STEPS) for word in range(WORDS)]
+    return [p[x if where is None else x.valid(where)].load() for x in places]
+
+  def sums(self, l_i: UOp, *after: UOp) -> list[UOp]:
+    """The sum over all keys, by row, in the first of the row's four lanes; 0 in the others."""
+    own = [row_reduce(UOp.__add__, l_i[half].load()) for half in range(HALVES)]
+    met = self._meet(self._store_row(own, self._meet(*after)))
+    first = (self.group.lane % QUAD).eq(0)
+    return [first.where(a + b, 0.0) for a, b in zip(own, self.rows(1 - self.warpgroup, met), strict=True)]
+
+  def _store_row(self, values: list[UOp], *after: UOp) -> UOp:
+    word = (self.group.lane % HALVES).eq(0).where(*values).bitcast(dtypes.uint)
+    return ins.store_word(CUDA, self.row.after(*after)[self.warpgroup * THREADS + self.thread], word)
+
+  def _meet(self, *after: UOp) -> UOp:
+    return ins.meet(CUDA, UOp.const(1), WARPGROUPS * THREADS, *after)
+
+  def _place(self, step: UOp | int) -> UOp:
+    return (step * THREADS + self.thread) * WORDS
+
+
+@dataclass(frozen=True)
+class Mainloop:
+  """A warpgroup's loop over pairs of tiles.
+
+  Attributes:
+    s: the kernel's axes.
+    group: the position of this thread.
+    dtype: dtype of q and k.
+    Dk: columns of q and k.
+    half: columns of O that a warpgroup has, and of K that are brought at once for the first one.
+    pipe: the tiles in shared memory; `k` has their first columns, `v` the others.
+    scores: registers for S.
+    maxima: registers for the maxima of its rows.
+    rows: this lane's queries.
+    rules: the rules of their head.
+    key_range: the pairs of tiles. Pairs are numbered by their position in it.
+    exchange: shared memory of the two warpgroups.
+  """
+
+  s: Scope
+  group: Workgroup
+  dtype: DType
+  Dk: int
+  half: int
+  pipe: Pipe
+  scores: UOp
+  maxima: UOp
+  rows: list[UOp]
+  rules: HeadRules
+  key_range: TileRange
+  exchange: Exchange
+
+  @property
+  def warpgroup(self) -> UOp:
+    """Index of this warpgroup."""
+    return self.exchange.warpgroup
+
+  @property
+  def is_second(self) -> UOp:
+    """Whether this warpgroup has the second tile of a pair."""
+    return self.warpgroup > 0
+
+  def attend(self, first: UOp, trips: UOp, masked: bool, state: State) -> State:
+    """Process the pairs from `first` on."""
+    trip, begun = loop(self.s, trips)
+    n, old, exchange = first + trip, state.after(*begun), self.exchange
+    waited = self.start_qk(WARPGROUPS * n + self.warpgroup, *begun, *state)
+    given, words, before, own = self.softmax(n, masked, old, waited)
+
+    # the first tile, whose P the second warpgroup has been given; each keeps its own
+    factors = [self.is_second.where(a, a * b) for a, b in zip(before, own, strict=True)]
+    changed = self.rescale(old.acc.after(given), factors)
+    read = [old.kept.after(given)[i].load() for i in range(len(words))]
+    changed += [
+      old.p.after(given)[i].store(self.is_second.where(*x)) for i, x in enumerate(zip(read, words, strict=True))
+    ]
+    changed += [old.kept.after(*changed)[i].store(word) for i, word in enumerate(words)]
+    done = self.tile_done(WARPGROUPS * n, self.add(WARPGROUPS * n, old, *changed))
+
+    # the second tile, which the first warpgroup has been given
+    met = exchange.wait(1, n, done)
+    last, now = exchange.rows(1, met), old.after(done, met)
+    factors = [self.alpha(now.m_i[half].load(), m) for half, m in enumerate(last)]
+    changed = [
+      now.p[i].store(self.is_second.where(now.kept[i].load(), word))
+      for i, word in enumerate(exchange.words(met, where=self.warpgroup.eq(0)))
+    ]
+    stored = [now.l_i[half].store(now.l_i[half].load() * factors[half]) for half in range(HALVES)]
+    changed += [now.m_i.after(*stored)[half].store(m) for half, m in enumerate(last)]
+    of_both = [x * self.is_second.where(y, 1.0) for x, y in zip(factors, own, strict=True)]
+    changed += self.rescale(now.acc, of_both)
+    done = self.tile_done(WARPGROUPS * n + 1, self.add(WARPGROUPS * n + 1, now, *changed))
+    return state.after(done.end(trip))
+
+  def start_qk(self, n_tile: UOp, *after: UOp) -> UOp:
+    """S = Q K^T, (64, 64), for a tile: with its first columns, then with the others."""
+    q, first, second = self.pipe.q_tile(*after), self.pipe.k_tile(n_tile, *after), self.pipe.v_tile(n_tile, *after)
+    steps, to, panels = self.half // wgmma.K, self.scores[0], (q.panel, first.panel)
+    others, place = ceildiv(self.Dk, wgmma.K) - steps, q.memory[q.base + self.half // wgmma.PANEL * q.panel]
+    arrived = self.pipe.keys(n_tile, *after)
+    started = wgmma.start(self.dtype, KEYS, steps, to, q.address(), first.address(), panels, arrived)
+    arrived = self.pipe.values(n_tile, started)
+    started = wgmma.start(self.dtype, KEYS, others, to, place, second.address(), panels, arrived, clears=False)
+    return wgmma.wait(0, KEYS, to, started)
+
+  def add(self, n_tile: UOp, state: State, *after: UOp) -> UOp:
+    """O += P V, (64, Dv / 2), for this warpgroup's columns of a tile; who gave P has waited for them."""
+    tile, to = self.pipe.k_tile(n_tile, *after), state.acc[0]
+    v = tile.memory[tile.base + self.warpgroup * (self.half // wgmma.PANEL * tile.panel)]
+    given = self.dtype, self.half, STEPS, to, state.p[0], v, (0, tile.panel)
+    return wgmma.wait(0, self.half, to, wgmma.start(*given, *after, registers=True))
+
+  def tile_done(self, n_tile: UOp, *after: UOp) -> UOp:
+    """Signal that this warp is done with its half of a tile's columns."""
+    one = self.group.lane.eq(0)
+    done = self.pipe.k.release(n_tile, one & self.warpgroup.eq(0), *after)
+    return self.pipe.v.release(n_tile, one & self.is_second, done)
+
+  def alpha(self, old: UOp, new: UOp) -> UOp:
+    """The factor on what was summed relative to the maximum `old`."""
+    return ins.exp2(CUDA, (old - new) * self.rules.scaling.log2)
+
+  def rescale(self, acc: UOp, factors: list[UOp]) -> list[UOp]:
+    return [acc[i].store(acc[i].load() * factors[i % 4 // 2]) for i in range(sizes(acc)[0])]
+
+  def softmax(self, n: UOp, masked: bool, state: State, waited: UOp) -> tuple[UOp, list[UOp], list[UOp], list[UOp]]:
+    """The softmax of this warpgroup's tile of pair n, once it has been `waited` for.
+
+    Returns:
+      That m and P were given, and m and l stored, and what the other one gave kept; the words of P; and by row the
+      factors from the maxima before the pair to those that the other one gave last, and from these to the new ones.
+    """
+
+    def larger(a: UOp, b: UOp) -> UOp:
+      return ins.fmax(CUDA, a, b)
+
+    first_key = (self.key_range.tile(n) * WARPGROUPS + self.warpgroup) * KEYS + self.group.lane % QUAD * 2
+    scores, seen = self.scores.after(waited), []
+    for half, row in enumerate(self.rows):
+      products = [scores[4 * i + 2 * half + e].load() for i in range(SCORES) for e in range(2)]
+      seen.append(self.rules.scores(products, row, first_key, columns(SCORES), masked))
+    # in registers, so that this is done before the wait
+    maxima = [self.maxima.after(waited)[i].store(row_reduce(larger, reduce(larger, x))) for i, x in enumerate(seen)]
+    # the second waits for the first one's tile, and the first one knows that the second has given the one before
+    met = self.exchange.wait(0, n + 1 + self.warpgroup, *maxima)
+    m_other = self.exchange.rows(1 - self.warpgroup, met)
+    kept = [state.kept.after(met)[i].store(word) for i, word in enumerate(self.exchange.words(met))]
+    before, own, parts, m_i, l_i = [], [], [], [], []
+    for half, row in enumerate(self.rows):
+      before.append(self.alpha(state.m_i[half].load(), m_other[half]))
+      largest, l_old = self.maxima.after(met)[half].load(), state.l_i[half].load() * before[half]
+      p, m_new, l_new, alpha = self.row_softmax(seen[half], largest, m_other[half], l_old)
+      p = self.rules.weights(p, row, first_key, columns(SCORES), masked)
+      parts.append([ins.pack_word(CUDA, p[i : i + 2], self.dtype) for i in range(0, len(p), 2)])
+      own.append(alpha)
+      m_i.append(m_new)
+      l_i.append(l_new)
+    words = [parts[half][i] for i in range(SCORES) for half in range(HALVES)]
+    given = self.exchange.give(m_i, words, met, *kept)
+    stored = [state.l_i.after(given)[half].store(l_i[half]) for half in range(HALVES)]
+    stored = [state.m_i.after(*stored)[half].store(m_i[half]) for half in range(HALVES)]  # of which l is made
+    return UOp.group(given, *stored), words, before, own
+
+  def row_softmax(self, scores: list[UOp], largest: UOp, m_i: UOp, l_i: UOp) -> tuple[list[UOp], UOp, UOp, UOp]:
+    """P of a row, m, l and alpha, as `online_softmax` returns them."""
+    return online_softmax(CUDA, scores, self.rules.scaling.log2, m_i, l_i, lambda operation, value: largest)
+
+
+SCHEDULE = Schedule(
+  "hopper_latent_forward",
+  devices=("CUDA",),
+  dtypes=DTYPES_16,
+  kernels=(Kernel.forward(forward, Tiles),),
+  tiles=Tiles,
+  lacks=("scales", "page_table"),
+  pack_gqa=group_of_few,
+  split=splits_on_gpu,
+  meant_for=preferred,
+)
