@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from tinygrad.dtype import DType, dtypes
 
+from uopattn.emulator.warpgroup import cut_product
 from uopattn.proof.oracle import PRECISIONS, Array, Rules, cut_to_tf32, modified, seen
 from uopattn.proof.oracle_gradients import slope
 
@@ -28,6 +29,7 @@ class Kernel:
     scales_first: q is multiplied by scale, and rounded to its type again.
     base_2: exponentials are powers of two.
     tf32: operands of products are cut off.
+    cut: sums of P V, and of the gradients' products, are cut off, as NVIDIA's tensor cores do in 16 bits.
   """
 
   tile: int = 64
@@ -37,6 +39,7 @@ class Kernel:
   scales_first: bool = False
   base_2: bool = True
   tf32: bool = False
+  cut: bool = False
 
   @classmethod
   def drawn(cls, random: np.random.Generator, dtype: DType, tf32: bool = False) -> "Kernel":
@@ -59,8 +62,12 @@ class Kernel:
     """a @ b, summed in float32 tile by tile."""
     found: Array = np.zeros((a.shape[0], b.shape[1]), np.float32)
     for part in self._tiles(0, b.shape[0]):
-      found += a[:, part] @ b[part]
+      found = self._added(found, a[:, part], b[part])
     return found
+
+  def _added(self, c: Array, a: Array, b: Array) -> Array:
+    """c + a @ b, in float32."""
+    return cut_product(a, b, c, 16, (25, 23)) if self.cut else c + a @ b
 
   def _scores(self, q: Array, k: Array, r: Rules, b: int, h: int, keep: Any) -> tuple[Array, Array, Array]:
     """Scores, the derivative of what became of them, and which are seen."""
@@ -99,7 +106,7 @@ class Kernel:
           p, alpha = self._exp(score[:, keys] - top) * raised, self._exp(m - top)
           weights = narrow(self._operand(p * (kept if r.kept is None else kept[:, keys])))
           l = l * alpha + (narrow(p) if self.sums_rounded else p).sum(-1, keepdims=True)
-          acc = acc * alpha + weights @ self._operand(v[b, head, keys])
+          acc = self._added(acc * alpha, weights, self._operand(v[b, head, keys]))
           m = m_new
         parts.append((m, l, acc))
       m = np.maximum(np.max([x[0] for x in parts], 0), sink)

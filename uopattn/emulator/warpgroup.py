@@ -198,26 +198,28 @@ def _product(left: np.ndarray, right: np.ndarray, dtype: DType) -> np.ndarray:
   return left @ right if dtype.itemsize > 1 else cut_product(left, right)
 
 
-FRACTION = 13  # bits after the point of the largest term
+def cut_product(
+  left: np.ndarray, right: np.ndarray, of: np.ndarray | float = 0.0, step: int = 2 * K, bits: tuple[int, int] = (13, 13)
+) -> np.ndarray:
+  """The product of two matrices, added to `of`, as tensor cores sum it: `step` terms and the sum so far at a time.
 
+  All terms are aligned to the largest one. They are cut off bits[0] bits after its point, and the sum bits[1] after its
+  own. The defaults are those of 8-bit floats on Hopper, the highest 14 bits of each of 32 aligned products. In 16 bits,
+  16 terms are cut off after 25 bits and the sum after 23.
 
-def cut_product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-  """The product of 8-bit floats as Hopper's tensor cores sum it, 32 products and the sum so far at a time.
-
-  All terms are aligned to the largest one and cut off 13 bits after its point, and so is the sum.
-
-  Source: DeepSeek-V3 Technical Report (2024), section 3.5.2: the highest 14 bits of each of 32 aligned products.
+  Source: DeepSeek-V3 Technical Report (2024), section 3.5.2; for 16 bits, Fasi, Higham, Mikaitis and Pranesh,
+  "Numerical behavior of NVIDIA tensor cores" (2021), and products of known sums on an H200.
   """
-  total = np.zeros((*left.shape[:-1], right.shape[-1]))
-  for first in range(0, left.shape[-1], 2 * K):
-    a, b = left[..., first : first + 2 * K, None], right[..., None, first : first + 2 * K, :]
+  total = np.broadcast_to(np.float64(of), (*left.shape[:-1], right.shape[-1]))
+  for first in range(0, left.shape[-1], step):
+    a, b = left[..., first : first + step, None], right[..., None, first : first + step, :]
     exponents = np.frexp(a)[1] + np.frexp(b)[1] - 1
     terms = np.where((a == 0) | (b == 0), 0, a.astype(np.float64) * b)
     exponents = np.where(terms == 0, -1000, exponents).max(-2)
     exponents = np.maximum(exponents, np.where(total == 0, -1000, np.frexp(total)[1]))
-    last = np.ldexp(1.0, exponents - 1 - FRACTION)
+    last = np.ldexp(1.0, exponents - 1 - bits[0])
     total = (np.trunc(terms / last[..., None, :]).sum(-2) + np.trunc(total / last)) * last
-    last = np.ldexp(1.0, np.frexp(total)[1] - 1 - FRACTION)
+    last = np.ldexp(1.0, np.frexp(total)[1] - 1 - bits[1])
     total = np.trunc(total / last) * last
   return total.astype(np.float32)
 

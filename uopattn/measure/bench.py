@@ -136,12 +136,14 @@ class Heads:
 
   def gate(self, problem: Problem) -> Gate:
     """Return the gate for these heads."""
-    return Gate.of_arrays(*self._inputs(problem), problem.spec.dtype, is_causal=problem.spec.is_causal)
+    s = problem.spec
+    return Gate.of_arrays(*self._inputs(problem), s.dtype, device=problem.devices[0], is_causal=s.is_causal)
 
   def gradient_gate(self, problem: Problem) -> GradientGate:
     """Return the gate for the gradients of these heads."""
     do, s = self.of_queries(numpy(contenders_backward.output_gradient(problem))), problem.spec
-    return GradientGate.of_arrays(*self._inputs(problem), do, s.dtype, is_causal=s.is_causal)
+    inputs, device = self._inputs(problem), problem.devices[0]
+    return GradientGate.of_arrays(*inputs, do, s.dtype, device=device, is_causal=s.is_causal)
 
   def _inputs(self, problem: Problem) -> tuple[Array, Array, Array]:
     q, k, v = (numpy(x) for x in (problem.q, problem.k, problem.v))

@@ -9,9 +9,10 @@ from tinygrad.dtype import DType, dtypes, fp8_to_float
 
 from uopattn.dsl.schedule import DTYPES_8
 from uopattn.proof.errors import of_gradients, of_lse, of_output
-from uopattn.proof.oracle import CUT, EXACT, PRECISIONS, TF32, Array, Rules, oracle, scaled
+from uopattn.proof.oracle import CUT, EXACT, LOST, PRECISIONS, TF32, Array, Precision, Rules, oracle, scaled
 from uopattn.proof.oracle_gradients import Gradients, gradients
 from uopattn.proof.roundings import Fault, Roundings
+from uopattn.spec.shards import devices_of
 from uopattn.spec.tensors import dtype_name
 
 # Allowed for any output, however exact the naive computation happens to be: some unit roundoffs of its own type, and
@@ -114,6 +115,14 @@ def compare(
   )
 
 
+def _precision(dtype: DType, tf32: bool, device: str) -> Precision:
+  """The rounding of `dtype` in products on a device."""
+  if dtype == dtypes.float32 and not tf32:  # which kernels sum by themselves
+    return PRECISIONS[dtype]
+  precision = TF32 if dtype == dtypes.float32 else PRECISIONS[dtype]
+  return replace(precision, lost=LOST) if device.split(":")[0] in ("CUDA", "NV") else precision
+
+
 def _relative(got: Array, exact: Array) -> float:
   """Return the root mean square error over the root mean square, of elements that are finite in both."""
   finite = np.isfinite(got) & np.isfinite(exact)
@@ -147,7 +156,8 @@ class Gate:
   @classmethod
   def of(cls, q: Tensor, k: Tensor, v: Tensor, *, progress: bool = False, **options: Any) -> "Gate":
     """Compute the oracle and the naive versions; takes the arguments of `verify`."""
-    return cls.of_arrays(numpy(q), numpy(k), numpy(v), q.dtype, progress=progress, **options)
+    given = {"device": devices_of(q.device)[0], "progress": progress, **options}
+    return cls.of_arrays(numpy(q), numpy(k), numpy(v), q.dtype, **given)
 
   @classmethod
   def of_arrays(
@@ -159,6 +169,7 @@ class Gate:
     *,
     tf32: bool = False,
     cut: bool = False,
+    device: str = "CPU",
     progress: bool = False,
     q_scale: float | Array = 1.0,
     k_scale: float | Array = 1.0,
@@ -167,12 +178,17 @@ class Gate:
   ) -> "Gate":
     """Compute the oracle and the naive versions for arrays that hold values of `dtype`.
 
+    Args:
+      q, k, v, tf32, cut, progress, q_scale, k_scale, v_scale, options: as for `verify`.
+      dtype: of q, k and v.
+      device: where the products are computed; those of NVIDIA cut off sums, see `Precision.lost`.
+
     Raises:
       ArithmeticError: the naive computation is too inaccurate to give a bound.
     """
     heads = k.shape[1]
     q, k, v = (scaled(x, scale, heads) for x, scale in ((q, q_scale), (k, k_scale), (v, v_scale)))
-    arrays, precision = (q, k, v), TF32 if tf32 and dtype == dtypes.float32 else PRECISIONS[dtype]
+    arrays, precision = (q, k, v), _precision(dtype, tf32, device)
     exact, exact_lse = oracle(*arrays, progress=progress, **options)
     naive, naive_lse = oracle(*arrays, precision=precision, progress=progress, **options)
     guide = naive
@@ -247,7 +263,8 @@ class GradientGate:
   ) -> "GradientGate":
     """Compute the gradients by the oracle and naively; takes the arguments of `verify_gradients`."""
     a, b, c, d = (numpy(x) for x in (q, k, v, do))
-    return cls.of_arrays(a, b, c, d, q.dtype, None if dlse is None else numpy(dlse), tf32=tf32, **options)
+    given = {"tf32": tf32, "device": devices_of(q.device)[0], **options}
+    return cls.of_arrays(a, b, c, d, q.dtype, None if dlse is None else numpy(dlse), **given)
 
   @classmethod
   def of_arrays(
@@ -260,10 +277,17 @@ class GradientGate:
     dlse: Array | None = None,
     *,
     tf32: bool = False,
+    device: str = "CPU",
     **options: Any,
   ) -> "GradientGate":
-    """Compute the gradients by the oracle and naively, for arrays that hold values of `dtype`."""
-    precision = TF32 if tf32 and dtype == dtypes.float32 else PRECISIONS[dtype]
+    """Compute the gradients by the oracle and naively, for arrays that hold values of `dtype`.
+
+    Args:
+      q, k, v, do, dlse, tf32, options: as for `verify_gradients`.
+      dtype: of q, k, v and do.
+      device: see `Gate.of_arrays`.
+    """
+    precision = _precision(dtype, tf32, device)
     inputs = q, k, v, do, dlse
     exact, naive = (gradients(*inputs, precision=x, **options) for x in (EXACT, precision))
     guide = naive if dtype == dtypes.float32 else gradients(*inputs, precision=precision.fused(), **options)

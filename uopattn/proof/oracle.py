@@ -30,6 +30,7 @@ class Precision:
       weights first, and `operand` rounds them.
     least: half the smallest positive number of the output's type, the finest rounding step.
     cut: what a term of q.k may lose when it is summed, as a fraction of the largest term; 0 if sums are in float32.
+    lost: what a sum may lose per term, as a fraction of itself, because it is cut off; 0 if it is rounded.
   """
 
   work: type
@@ -40,6 +41,7 @@ class Precision:
   weights: Callable[[Array], Array] | None = None
   least: float = 0.0
   cut: float = 0.0
+  lost: float = 0.0
 
   def fused(self) -> "Precision":
     """Return the precision of a fused kernel, which rounds only the weights of a product and the output."""
@@ -92,6 +94,12 @@ PRECISIONS: dict[DType, Precision] = {
   dtypes.fp8e5m2: Precision(np.float32, lambda x: round_to_bits(x, 3), 2.0**-3, round_to_e5m2, least=2.0**-17),
 }
 CUT = 2.0**-13  # `Precision.cut` of 8-bit products on Hopper, see `uopattn.emulator.warpgroup.cut_product`
+# `Precision.lost` of NVIDIA's tensor cores, which add 8 to 32 terms at a time to a float32. They cut off what lies two
+# bits and more below the last place of the largest of them, and then what lies below that of the sum (Fasi et al.,
+# "Numerical behavior of NVIDIA tensor cores", 2021; seen on an H200). Of K terms of one sign this takes (K / 4 + 1) / 2
+# units in the last place on average. A unit is at most 2**-23 of the sum, and a sum that grows evenly has half of its
+# size on average.
+LOST = 2.0**-24 * (1 / 8 + 1 / (2 * 8))
 TF32 = Precision(np.float32, lambda x: x, 2.0**-11, operand=cut_to_tf32, least=2.0**-150)
 
 

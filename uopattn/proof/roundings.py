@@ -31,8 +31,10 @@ are found by their places between two numbers of the type. The covariance of two
 an unknown place in between, is 1 - 6 d + 6 d^2 for d <= 1. Its mean over d is 0, so smooth distributions add nothing.
 The sums of a head's coefficients by place, combined with this covariance, give the factor by which its variances grow.
 
-The remaining errors are systematic and belong to the type: tf32 truncates, and small 8-bit outputs vanish. A form that
-exceeds z is therefore compared with twice the largest deviation of the guide, the naive computation of a fused kernel.
+The remaining errors are systematic. Tensor cores of NVIDIA cut long sums off, which makes X smaller as a whole; this
+much, `Precision.lost`, any form may deviate besides. Others belong to the type: tf32 truncates, and small 8-bit outputs
+vanish. A form that exceeds z is therefore compared with twice the largest deviation of the guide, the naive computation
+of a fused kernel.
 """
 
 from collections import defaultdict
@@ -170,7 +172,8 @@ class Product:
     own = np.maximum(precision.unit * np.abs(self.exact), least) ** 2 / 3
     self.elements, self.rows = own, (np.square(self.directions) * own).sum(-1)
     self.columns, self.heads = np.zeros(np.delete(exact.shape, 2)), (np.square(self.lengths) * self.rows).sum(-1)
-    self.slack = _slack(precision, rules, exact.shape[1])
+    terms = operand.shape[2] * max(1, operand.shape[1] // exact.shape[1])  # of a sum
+    self.slack = _slack(precision, rules, exact.shape[1]) + precision.lost * terms
     forms = exact.size + prod(exact.shape[:3]) + exact.shape[0] * exact.shape[1] * (exact.shape[3] + 1) + 2 * prod(keys)
     self.limit = sqrt(2 * log(2 * forms / ALARM))
 

@@ -117,7 +117,7 @@ class Drawn:
     arrays, given: the buffers of a forward call by name, in numpy and on the device.
     values: of the Variables.
     outputs: the buffers of the output and of the LSE.
-    products: how kernels may multiply: the `tf32` and `cut` of the gates.
+    products: how kernels may multiply, and where: `tf32`, `cut` and `device` of the gates.
   """
 
   spec: AttentionSpec
@@ -125,7 +125,7 @@ class Drawn:
   given: dict[str, list[Tensor]]
   values: dict[UOp, int]
   outputs: tuple[Input, Input]
-  products: dict[str, bool]
+  products: dict[str, Any]
 
   @classmethod
   def of(cls, spec: AttentionSpec, device: str) -> "Drawn":
@@ -134,7 +134,7 @@ class Drawn:
     inputs = [x for x in buffers.values() if x.name not in launch.kernel.outputs]
     arrays = {x.name: drawn(x.name, x.shape, x.dtype, spec, random) for x in inputs}
     given = {x.name: [Tensor(arrays[x.name], device=device).cast(x.dtype).contiguous().realize()] for x in inputs}
-    products = {"tf32": spec.tf32 and launch.schedule.tf32}
+    products: dict[str, Any] = {"tf32": spec.tf32 and launch.schedule.tf32, "device": device}
     if spec.dtype in DTYPES_8:
       products["cut"] = any(x.cuts for x in FORWARD if x.devices == launch.schedule.devices)  # any candidate
     return cls(spec, arrays, given, _bound(spec) or {}, (buffers["o"], buffers["lse"]), products)
