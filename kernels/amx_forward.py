@@ -17,6 +17,10 @@ Storage, all on the stack: Q^T, packed once per block, and O^T, sized for the ca
 once per block and tile of keys; S^T and P^T of two pairs. Head sizes are padded with zeros to multiples of 32. Keys
 that do not exist are zeros, and are hidden.
 
+For few queries all query heads of a key head are rows of one block, the keys may be split (`combine`), and products
+prefetch the next tile of keys and of values, which come from memory then. `preferred` says when that is faster than
+`cpu_decode`: in bfloat16, from 16 rows on.
+
 float16 is the sum of two bfloat16 numbers, its parts, by cutting off: Q, K, V and P are stored in two parts, and a
 product takes three or four products of parts. The second part of an infinity is NaN. Denormal bfloat16 count as 0.
 float32 would take three parts, which is slower than `cpu_forward`.
@@ -25,7 +29,9 @@ Measured 2026-11-23 on a Xeon (model 207) that others use too, bfloat16, in turn
 ratio. H=8 N=1024 on two threads: D=64 679 (1.8), D=128 1132 (2.0), in float16 434 (2.0) and 504 (2.2). On 16 threads:
 N=1024 D=64 3708 (1.7) and D=128 4930 (1.7), N=4096 D=64 5289 (2.5), causal at N=2048 D=64 3058 (2.0) and D=128 4305
 (3.0). Before products stood among weights it had 585 and 1000 in the first two rows, where in the same run, at D=64
-with tiles of 64 keys, it then had 684 and 1132. See scripts/results/NOTES.md.
+with tiles of 64 keys, it then had 684 and 1132. 2026-11-24, 32 query heads on 8, N=16384, D=128: 8 queries 3.1 to 3.6
+times and 4 queries 1.5 to 1.8 times as fast as `cpu_decode`, on two threads at up to 18 GB/s and on 16 at up to 85. See
+scripts/results/NOTES.md.
 """
 
 from collections.abc import Callable
@@ -66,8 +72,9 @@ from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.masks import TileRange
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import lowest, normalize_rows
-from uopattn.dsl.schedule import FEW, Kernel, Problem, Schedule
+from uopattn.dsl.schedule import Kernel, Problem, Schedule, group_of_few
 from uopattn.dsl.target import Target
+from uopattn.kernels.cpu_decode import Tile, splits
 
 UNROLL = 4  # rows of S^T whose maxima are taken apart
 LAZY = 8  # weights are at most 2**LAZY; see `update_maxima`
@@ -135,20 +142,21 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   """Build the kernel.
 
   Args:
-    o: (heads, M, Dv), the output, in q's dtype.
+    o: (heads, M, Dv), the output, in q's dtype; or that of each split of the keys, (heads splits, M, Dv) float32.
     q: (heads, M, Dk), bfloat16 or float16.
     k, v: keys and values, as `rules` finds them.
-    lse: (heads, M) float32, receives the log-sum-exp (natural logarithm) of each row.
+    lse: (heads, M), or (heads splits, M), float32; receives the log-sum-exp (natural logarithm) of each row.
     rules: masks, score mods and scaling; where the keys are.
     tiles: block sizes.
   """
-  (heads, M, Dk), Dv, N = sizes(q), sizes(o)[2], rules.N
+  (heads, M, Dk), (results, _, Dv), N = sizes(q), sizes(o), rules.N
   blocks, scaling = ceildiv(M, tiles.block_m), rules.scaling
   s = Scope()
-  outer, item = work_items(s, heads * blocks, tiles.blocks_per_call)
-  head, row = item // blocks, item % blocks * tiles.block_m  # head and first query row of this block
-  config = tile_config(*outer)
-  block = Block.of(s, q, head, row, Dv, rules.at(head), tiles, lse is not None, outer)
+  outer, item = work_items(s, results * blocks, tiles.blocks_per_call)
+  work, splits = item // blocks, results // heads  # all heads for one split, then for the next, as in `cpu_decode`
+  result, row = work % heads * splits + work // heads, item % blocks * tiles.block_m
+  head, config = result // splits, tile_config(*outer)
+  block = Block.of(s, q, head, row, Dv, rules.at(head), tiles, lse is not None, outer, (result % splits, splits))
 
   n_tiles, pairs, turns = block.key_range.n_tiles, block.pairs, block.turns
   loop = s.loop(n_tiles if n_tiles.vmin < n_tiles.vmax else int(n_tiles.vmax), *outer)
@@ -163,14 +171,16 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   # Q K^T is a pair of groups ahead, so that the last pair of a tile needs the next tile.
   keys = block.load_keys(k, clamp(loop.index - (turns - 1), 0, block.n_tiles - 1), *loop.axes, *begun)
   if pairs == 1:
-    begun = (block.multiply_qk(keys, turn, 0, 0, *loop.axes, config),)
+    ahead = block.prefetch(k, loop.index)
+    begun = (block.multiply_qk(keys, turn, 0, 0, *loop.axes, config, between=ahead),)
   g = s.axis(pairs)
   inside, slot = (*loop.axes, g, *begun), slot_of(g, loop.index, pairs)
   acc, m_i, l_i = (x.after(*inside) for x in (block.acc, block.m_i, block.l_i))
   state = State(acc, m_i, l_i, g * GROUPS)
   weighing, done = softmax(block, state, tile, slot, inside)
   if pairs == 1:
-    end = mma_ab(s, state.acc, 0, v_tile, 0, block.weights, 0, *weighing.rows(0, tiles.block_n, *done))
+    weighed = weighing.rows(0, tiles.block_n, *done)
+    end = mma_ab(s, state.acc, 0, v_tile, 0, block.weights, 0, *weighed, between=block.prefetch(v, loop.index))
   else:
     end = multiply_and_weigh(block, state, weighing, keys, v_tile, turn, g, done)
   j, m = s.axis(GROUPS), s.axis(LANES)
@@ -181,8 +191,8 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     end = mma_ab(s, block.acc.after(end), (pairs - 1) * GROUPS, block.v_tiles, 0, block.weights, slot, end)
 
   acc, m_i, l_i = (x.after(end) for x in (block.acc, block.m_i, block.l_i))
-  stores = store_outputs(s, o, lse, head, row, acc, m_i, l_i, scaling.log2, block.rules, outer)
-  name = f"attention_{heads}_{rules.kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
+  stores = store_outputs(s, o, lse, result, row, acc, m_i, l_i, scaling.log2, block.rules, outer)
+  name = f"attention_{results}_{rules.kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
   # The tag keeps tinygrad from rearranging the axes.
   return UOp.group(*stores, tile_release(end)).end(*outer).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
 
@@ -250,8 +260,13 @@ class Block:
     tiles: Tiles,
     has_lse: bool,
     outer: tuple[UOp, ...],
+    split: tuple[UOp, int],
   ) -> "Block":
-    """Load the block of queries from `row` on, and allocate the rest, inside the axes `outer`."""
+    """Load the block of queries from `row` on, and allocate the rest, inside the axes `outer`.
+
+    Args:
+      split: the number of the split of the keys, and how many there are.
+    """
     (_, M, Dk), parts, block_n = sizes(q), PARTS[q.dtype], tiles.block_n
     q_t = load_lanes(s, HeadView.of(q, head, UOp.const(M)), row, tiles.block_m, parts, outer)
     groups, (width, dv_width) = tiles.block_m // LANES, (round_up(x, STEP) for x in (Dk, Dv))
@@ -262,7 +277,7 @@ class Block:
       rules,
       row,
       block_n,
-      rules.key_range(row, tiles.block_m, block_n),
+      rules.key_range(row, tiles.block_m, block_n).split(*split),
       PRODUCTS[parts] + ((1, 1),) * (parts == 2 and has_lse),  # the LSE is float32
       5 if has_lse or parts > 1 else 3,
       q_t,
@@ -296,15 +311,26 @@ class Block:
     return ceildiv(self.rules.rules.N, self.block_n)
 
   @property
+  def may_be_empty(self) -> bool:
+    """Whether the block's split of the keys may have none."""
+    return self.key_range.n_tiles.vmin < 1
+
+  @property
   def _length(self) -> UOp | None:
     """The keys that exist; None if those of every tile do."""
     known = self.rules.rules
     return self.rules.length if known.kv_lengths is not None or self.block_n > known.N else None
 
+  def tile_first(self, position: UOp) -> tuple[UOp, UOp]:
+    """The first key that the tile at a position adds, and its own first key."""
+    start = self.key_range.tile(clamp(position, 0, self.n_tiles - 1)) * self.block_n
+    if self.may_be_empty:  # an empty split makes one trip, in which all keys are hidden
+      start = self.key_range.n_tiles.eq(0).where(self.rules.rules.N, start)
+    return start, clamp(start, 0, max(0, self.rules.rules.N - self.block_n))
+
   def tile_at(self, position: UOp, *axes: UOp) -> KeyTile:
     """Return the tile at a position of `key_range`, inside the axes."""
-    start = self.key_range.tile(clamp(position, 0, self.n_tiles - 1)) * self.block_n
-    first = clamp(start, 0, max(0, self.rules.rules.N - self.block_n))
+    start, first = self.tile_first(position)
     return KeyTile(start, first, self.rules.of_tile(self.s, first, self.block_n, axes))
 
   def load_keys(self, k: UOp, position: UOp, *axes: UOp) -> UOp:
@@ -318,6 +344,15 @@ class Block:
     """Load the values of a tile, transposed, as left operands."""
     v_pairs = load_pairs(self.s, self.v_pairs, tile.rules.keys(v), tile.first, self._length, *axes)
     return turned(self.s, self.v_tiles, turn * self.parts, v_pairs, *axes)
+
+  def prefetch(self, x: UOp, position: UOp) -> Between:
+    """Prefetch the rows of x, k or v, of the tile after that at a position: some of them between products.
+
+    For few queries keys come from memory, which would rest while the block computes.
+    """
+    tile = Tile.of(self.rules, x, self.tile_first(position - 1)[1])
+    steps = self.block_n // BLOCK * ceildiv(tile.rows.size, STEP)
+    return lambda step, half, done: (tile.prefetch(self.s, self.block_n, step * 2 + half, 1, 2 * steps, done),)
 
   def multiply_qk(
     self, keys: UOp, turn: UOp, pair: UOp | int, slot: UOp | int, *after: UOp, between: Between = nothing
@@ -359,7 +394,8 @@ def softmax(
     The weights, yet to be computed, and the statements that come before them.
   """
   s, rules, row, first, scaling = block.s, tile.rules, block.row, tile.first, block.rules.scaling
-  moved = tile.start if rules.rules.N % block.block_n and block.block_n < rules.rules.N else None
+  overlap = rules.rules.N % block.block_n > 0 and block.block_n < rules.rules.N
+  moved = tile.start if overlap or block.may_be_empty else None
   low, high = key_bounds(s, rules, row, first, moved, block.block_n, state.group, inside)
 
   def score(product: UOp, n: UOp, j: int, m: UOp) -> UOp:
@@ -581,7 +617,7 @@ def store_outputs(
   s: Scope,
   o: UOp,
   lse: UOp | None,
-  head: UOp,
+  result: UOp,
   row: UOp,
   acc: UOp,
   m_i: UOp,
@@ -594,11 +630,21 @@ def store_outputs(
   groups, M = sizes(acc)[0], sizes(o)[1]
   m_i, l_i = (x.reshape(groups * LANES) for x in (m_i, l_i))
   factor, log2 = normalize_rows(s, m_i, l_i, scale_log2, lambda m: rules.sink(row + m), outer)
-  stores = [store_rows(s, o, head, row, UOp.const(M), acc, factor)]
+  stores = [store_rows(s, o, result, row, UOp.const(M), acc, factor)]
   if lse is not None:
     m = s.axis(groups * LANES)
-    stores.append(gated(lse, row + m < M, head, row + m).store(log2[m] * LN2).end(m))
+    stores.append(gated(lse, row + m < M, result, row + m).store(log2[m] * LN2).end(m))
   return stores
+
+
+LEAST_ROWS = 16  # of a key head, for few queries: of fewer `cpu_decode` makes shorter work
+
+
+def preferred(problem: Problem, target: Target) -> bool:
+  """Whether it is faster than the kernels without tiles."""
+  p = problem
+  serves = target.vector.tiles and p.dtype in PARTS
+  return serves and (not p.few or (PARTS[p.dtype] == 1 and p.M * group_of_few(p) >= LEAST_ROWS))
 
 
 SCHEDULE = Schedule(
@@ -608,5 +654,7 @@ SCHEDULE = Schedule(
   kernels=(Kernel.forward(forward, Tiles),),
   tiles=Tiles,
   lacks=("dropout_p", "scales"),
-  meant_for=lambda problem, target: target.vector.tiles and problem.dtype in PARTS and problem.M > FEW,
+  pack_gqa=group_of_few,
+  split=splits,
+  meant_for=preferred,
 )

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import cpu_target, inputs, on, placed, problem_of, with_vectors
+from helpers import check, cpu_target, inputs, on, placed, problem_of, with_vectors
 from test_cpu_assembly import assembly, innermost_loops
+from test_cpu_split import in_parts
 from tinygrad import dtypes
 from tinygrad.dtype import DType
 
@@ -46,8 +47,9 @@ def test_where_it_is_taken() -> None:
 
   for dtype in DTYPES_16_32:
     assert taken(spec_of(17, dtype=dtype), with_tiles()) == ("amx_forward" if dtype in DTYPES_16 else "cpu_forward")
-    assert taken(spec_of(16, dtype=dtype), with_tiles()) == "cpu_forward"
-    assert taken(spec_of(1, dtype=dtype), with_tiles()) == "cpu_decode"
+    assert taken(spec_of(15, dtype=dtype), with_tiles()) == taken(spec_of(1, dtype=dtype), with_tiles()) == "cpu_decode"
+    few = "amx_forward" if dtype == dtypes.bfloat16 else "cpu_decode"  # which has 16 rows of a key head
+    assert taken(replace(spec_of(4, dtype=dtype), Hkv=2), with_tiles()) == few
     for M in (1, 16, 17, 1000):
       assert taken(spec_of(M, dtype=dtype), with_vectors(16, 32)) in ("cpu_forward", "cpu_decode")
   for lacks in amx_forward.SCHEDULE.lacks:
@@ -82,6 +84,17 @@ def test_tiles_state_their_laws() -> None:
     assert amx_backward.Tiles.choose(problem_of(8, M, N, 64, 64), with_tiles(2)) == amx_backward.Tiles(*tiles)
   for M, heads, threads, block_m in ((1024, 8, 2, 512), (1024, 1, 8, 128), (100, 8, 2, 128), (17, 1, 1, 32)):
     assert Tiles.choose(problem_of(heads, M, 1024, 64, 64), with_tiles(threads)).block_m == block_m
+
+
+@pytest.mark.kinds(splits=(3,))
+@pytest.mark.parametrize("splits", [1, 2, 3])
+def test_few_queries(splits: int) -> None:
+  """All heads of a key head are rows of one block. Keys may be split; those of 70 keys are in one split."""
+  with on("amx"), in_parts(splits, "amx_forward"):
+    q, k, v = inputs(2, 8, 2, 4, 300, 40, 24, dtypes.bfloat16)
+    lengths = placed(np.array([300, 70], np.int32), device="EMU")
+    out, lse = attention(q, k, v, kv_lengths=lengths, enable_gqa=True, return_lse=True, backend="kernel")
+    check(q, k, v, out, lse, kv_lengths=np.array([300, 70]))
 
 
 @pytest.mark.parametrize("M", [17, 100, 1024])

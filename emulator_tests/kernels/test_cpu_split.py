@@ -27,13 +27,13 @@ from uopattn.spec.spec import AttentionSpec
 
 
 @contextmanager
-def in_parts(splits: int) -> Iterator[None]:
-  """`attention` takes the kernel for few queries, whatever their number, and splits the keys into so many parts."""
+def in_parts(splits: int, kernel: str = "cpu_decode") -> Iterator[None]:
+  """`attention` takes this kernel, whatever the number of queries, and splits the keys into so many parts."""
 
   def split(*given: Any) -> Launch:
     return replace(dispatch.dispatch(*given), splits=splits)
 
-  with served_by("cpu_decode"), pytest.MonkeyPatch.context() as patch:
+  with served_by(kernel), pytest.MonkeyPatch.context() as patch:
     patch.setattr("uopattn.plan.chosen.dispatch", split)
     yield
 
