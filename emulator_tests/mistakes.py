@@ -294,9 +294,7 @@ HOPPER32 = nvidia(hopper_float32_forward, hopper_float32_forward, "online_softma
 
 def first_warpgroup(main: hopper_wide_forward.Mainloop) -> hopper_wide_forward.Mainloop:
   """The mainloop as if its warpgroup were the first."""
-  group = copy(main.group)
-  group.warp = group.warp % hopper_wide_forward.WARPS
-  return replace(main, exchange=replace(main.exchange, group=group))
+  return replace(main, exchange=replace(main.exchange, warpgroup=UOp.const(0)))
 
 
 HOPPER_WIDE = (
@@ -305,7 +303,7 @@ HOPPER_WIDE = (
   | {
     "maxima and sums of a warpgroup's own keys": Mistake(
       hopper_wide_forward.Exchange,
-      "rows",
+      "swapped",
       lambda right: lambda self, values, *after: (values, right(self, values, *after)[1]),
     ),
     "both warpgroups' keys are the first": Mistake(

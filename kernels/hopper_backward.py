@@ -44,6 +44,7 @@ from uopattn.dsl.nvidia.score_gradients import (
   weights,
 )
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
+from uopattn.dsl.nvidia.wgmma import WARPS
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
@@ -51,7 +52,6 @@ from uopattn.dsl.schedule import DTYPES_16, Problem, Schedule, passes
 from uopattn.dsl.target import Target
 
 CUDA = "cuda"
-WARPS = 4  # per warpgroup
 
 
 @dataclass(frozen=True)

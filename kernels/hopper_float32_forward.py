@@ -55,6 +55,7 @@ from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, QUAD, WARP, colu
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline, fits, loop
 from uopattn.dsl.nvidia.tensor_pipeline import Tiles as Pipe
+from uopattn.dsl.nvidia.wgmma import WARPS
 from uopattn.dsl.packed import Words, words_of
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
@@ -64,7 +65,7 @@ from uopattn.dsl.schedule import Kernel, Problem, Schedule
 from uopattn.dsl.scope import as_type, clamp
 from uopattn.dsl.target import Target
 from uopattn.dsl.view import View
-from uopattn.kernels.hopper_forward import L2_BYTES, MULTIPROCESSORS, REGISTERS, WARPS
+from uopattn.kernels.hopper_forward import L2_BYTES, MULTIPROCESSORS, REGISTERS
 
 CUDA = "cuda"
 PARTS = 3

@@ -80,6 +80,7 @@ from uopattn.dsl.nvidia.copy_pipeline import CopyPipeline
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, QUAD, WARP, columns, row_of, row_reduce, store_row
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline, fits, loop
+from uopattn.dsl.nvidia.wgmma import WARPS
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import Scaling, lowest, online_softmax, p_scale_of
@@ -89,7 +90,6 @@ from uopattn.dsl.scope import clamp
 from uopattn.dsl.target import Target
 
 CUDA = "cuda"
-WARPS = 4  # per warpgroup
 STEP_BYTES = 32
 
 

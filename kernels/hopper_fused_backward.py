@@ -66,6 +66,7 @@ from uopattn.dsl.nvidia.score_gradients import (
 )
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import Slots, loop
+from uopattn.dsl.nvidia.wgmma import WARPS
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.tile_range import blurred, full_then_masked
@@ -73,7 +74,6 @@ from uopattn.dsl.schedule import DTYPES_16, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
 
 CUDA = "cuda"
-WARPS = 4  # per warpgroup
 BLOCK = 64  # queries per tile
 PART = 64  # columns of a part of dQ, whose rows are a tile
 THREADS = WARPS * WARP

@@ -41,10 +41,12 @@ from uopattn.dsl import Scope, sizes
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia import wgmma
+from uopattn.dsl.nvidia.exchange import THREADS, WARPGROUPS, WORDS, Exchange
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, QUAD, WARP, columns, row_of, row_reduce, store_row
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline, fits, loop
 from uopattn.dsl.nvidia.tensor_pipeline import Tiles as Pipe
+from uopattn.dsl.nvidia.wgmma import WARPS
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import Scaling, lowest, online_softmax
@@ -52,17 +54,8 @@ from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
 from uopattn.dsl.schedule import DTYPES_16, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
 from uopattn.kernels.hopper_float32_forward import Job
-from uopattn.kernels.hopper_forward import REGISTERS, WARPS
-from uopattn.kernels.hopper_wide_forward import (
-  MOST_COLUMNS,
-  OTHER_BYTES,
-  SERVED,
-  THREADS,
-  WARPGROUPS,
-  WORDS,
-  never_empty,
-  preferred,
-)
+from uopattn.kernels.hopper_forward import REGISTERS
+from uopattn.kernels.hopper_wide_forward import MOST_COLUMNS, OTHER_BYTES, SERVED, never_empty, preferred
 
 CUDA = "cuda"
 KEYS = 64  # of a warpgroup's tile
@@ -130,20 +123,10 @@ class Tiles:
     )
     return q, first, second
 
-  @property
-  def p_words(self) -> int:
-    """32-bit words of P in shared memory."""
-    return STEPS * THREADS * WORDS
-
-  @property
-  def row_words(self) -> int:
-    """32-bit words of shared memory for a number per row and warpgroup: one per thread."""
-    return WARPGROUPS * THREADS
-
   def shared_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of shared memory per workgroup."""
     q, first, second = self.panels(Scope(), Dk, Dv)
-    return 2 * (q.size + WARPGROUPS * (first.size + second.size)) + 4 * (self.p_words + self.row_words)
+    return 2 * (q.size + WARPGROUPS * (first.size + second.size)) + 4 * sum(Exchange.words(STEPS))
 
   def resident(self, Dk: int, Dv: int, arch: str) -> int:
     """Workgroups per multiprocessor at once: two would need more registers than there are."""
@@ -201,7 +184,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   others = replace(keys, size=Dk - half, strides=place._replace(offset=place.offset + half))
   job = Job(group.block, (queries, replace(keys, size=half), others), singles(key_range))
 
-  exchange = Exchange.make(s, tiles, group)
+  exchange = Turns.of(s, group)
   consumers, registers = WARPGROUPS * WARPS, REGISTERS[WARPGROUPS]
   tensors = TensorPipeline(
     s,
@@ -224,7 +207,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   for first, count, masked in full_then_masked(UOp.const(0), key_range.n_full, key_range.n_tiles):
     state = main.attend(first, count, masked, state)
 
-  stores, sums, acc = [], exchange.sums(state.l_i, *state), state.acc.reshape(-1, 4)
+  stores, sums, acc = [], exchange.sums(state.l_i, exchange.meet(*state)), state.acc.reshape(-1, 4)
   for i, row in enumerate(rows):
     m, sink = state.m_i[i].load() * head_rules.scaling.log2, head_rules.sink(row)
     given = 0, CUDA, exchange.warpgroup * half, q.dtype, head_rules.o_scale, True
@@ -268,42 +251,25 @@ class State(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Exchange:
-  """Shared memory through which the warpgroups give each other P and a number per row, in turns.
+class Turns(Exchange):
+  """The exchange of warpgroups that take turns: one reads what the other has given, then writes to the same words.
 
-  A thread has the same rows as that thread of the other warpgroup, and reads what that one wrote before it writes to
-  the same words. So one P suffices.
+  So one P suffices. In P are the words given last.
 
   Attributes:
-    group: the position of this thread.
-    p: uint32, 4 words per lane of each left operand.
-    row: uint32, the bits of a float32 per thread.
     given: a barrier per warpgroup: it has given what it has of a pair.
   """
 
-  group: Workgroup
-  p: UOp
-  row: UOp
   given: UOp
 
   @classmethod
-  def make(cls, s: Scope, tiles: Tiles, group: Workgroup) -> "Exchange":
-    """Allocate the memory."""
-    p, row = (s.buffer(x, dtype=dtypes.uint, space=AddrSpace.LOCAL) for x in (tiles.p_words, tiles.row_words))
-    return cls(group, p, row, s.buffer(WARPGROUPS, dtype=dtypes.ulong, space=AddrSpace.LOCAL))
-
-  @property
-  def warpgroup(self) -> UOp:
-    """The tile of a pair that this thread's warpgroup has.
+  def of(cls, s: Scope, group: Workgroup) -> "Turns":
+    """Allocate the memory. A warpgroup's number is that of its tile of a pair.
 
     The emulator prefers the last warpgroup. So that one has the first tile, and a missing wait shows.
     """
-    return 1 - self.group.warp // WARPS
-
-  @property
-  def thread(self) -> UOp:
-    """Index of this thread in its warpgroup."""
-    return self.group.warp % WARPS * WARP + self.group.lane
+    given = s.buffer(WARPGROUPS, dtype=dtypes.ulong, space=AddrSpace.LOCAL)
+    return cls.make(s, group, 1 - group.warp // WARPS, STEPS, given=given)
 
   def init(self) -> list[UOp]:
     """Initialize the barriers."""
@@ -312,48 +278,17 @@ class Exchange:
   def begin(self, m_i: float | UOp, *after: UOp) -> UOp:
     """Write what the first warpgroup reads before its first tile: the maxima m_i, and any P."""
     first, per = m_i if isinstance(m_i, UOp) else UOp.const(m_i, dtypes.float), STEPS // WARPGROUPS
-    p, zeros = self.p.after(*after), [UOp.const(0, dtypes.uint)] * WORDS
-    stored = [ins.store_chunk(CUDA, p[self._place(self.warpgroup * per + i)], *zeros) for i in range(per)]
-    return self._meet(self._store_row([first] * HALVES, *after), *stored)
+    stored = self.store_words([UOp.const(0, dtypes.uint)] * (per * WORDS), self.warpgroup * per, *after)
+    return self.meet(self.store_row([first] * HALVES, *after), *stored)
 
   def give(self, rows: list[UOp], words: list[UOp], *after: UOp) -> UOp:
     """Give the other warpgroup a number for each of this lane's two rows, and words of P, after `after`."""
-    p = self.p.after(*after)
-    stored = [ins.store_chunk(CUDA, p[self._place(i)], *words[WORDS * i : WORDS * (i + 1)]) for i in range(STEPS)]
-    arrived = self._store_row(rows, *after), *stored
+    arrived = self.store_row(rows, *after), *self.store_words(words, 0, *after)
     return ins.mbarrier_arrive(CUDA, self.given[self.warpgroup], UOp.const(True), *arrived)
 
   def wait(self, warpgroup: int, n: UOp, *after: UOp) -> UOp:
     """Wait until a warpgroup has given what it has of pair n; there is no pair -1."""
     return ins.mbarrier_wait(CUDA, self.given[warpgroup], n % 2, *after)
-
-  def rows(self, warpgroup: UOp | int, *after: UOp) -> list[UOp]:
-    """The numbers that a warpgroup has given for this lane's rows."""
-    there, place = self.row.after(*after), warpgroup * THREADS + self.thread // QUAD * QUAD
-    return [there[place + half].load().bitcast(dtypes.float) for half in range(HALVES)]
-
-  def words(self, *after: UOp, where: UOp | None = None) -> list[UOp]:
-    """The words of P given last; with `where`, zeros elsewhere."""
-    p = self.p.after(*after)
-    places = [self._place(step) + word for step in range(STEPS) for word in range(WORDS)]
-    return [p[x if where is None else x.valid(where)].load() for x in places]
-
-  def sums(self, l_i: UOp, *after: UOp) -> list[UOp]:
-    """The sum over all keys, by row, in the first of the row's four lanes; 0 in the others."""
-    own = [row_reduce(UOp.__add__, l_i[half].load()) for half in range(HALVES)]
-    met = self._meet(self._store_row(own, self._meet(*after)))
-    first = (self.group.lane % QUAD).eq(0)
-    return [first.where(a + b, 0.0) for a, b in zip(own, self.rows(1 - self.warpgroup, met), strict=True)]
-
-  def _store_row(self, values: list[UOp], *after: UOp) -> UOp:
-    word = (self.group.lane % HALVES).eq(0).where(*values).bitcast(dtypes.uint)
-    return ins.store_word(CUDA, self.row.after(*after)[self.warpgroup * THREADS + self.thread], word)
-
-  def _meet(self, *after: UOp) -> UOp:
-    return ins.meet(CUDA, UOp.const(1), WARPGROUPS * THREADS, *after)
-
-  def _place(self, step: UOp | int) -> UOp:
-    return (step * THREADS + self.thread) * WORDS
 
 
 @dataclass(frozen=True)
@@ -386,7 +321,7 @@ class Mainloop:
   rows: list[UOp]
   rules: HeadRules
   key_range: TileRange
-  exchange: Exchange
+  exchange: Turns
 
   @property
   def warpgroup(self) -> UOp:
@@ -421,7 +356,7 @@ class Mainloop:
     factors = [self.alpha(now.m_i[half].load(), m) for half, m in enumerate(last)]
     changed = [
       now.p[i].store(self.is_second.where(now.kept[i].load(), word))
-      for i, word in enumerate(exchange.words(met, where=self.warpgroup.eq(0)))
+      for i, word in enumerate(exchange.load_words(STEPS, met, where=self.warpgroup.eq(0)))
     ]
     stored = [now.l_i[half].store(now.l_i[half].load() * factors[half]) for half in range(HALVES)]
     changed += [now.m_i.after(*stored)[half].store(m) for half, m in enumerate(last)]
@@ -482,7 +417,7 @@ class Mainloop:
     # the second waits for the first one's tile, and the first one knows that the second has given the one before
     met = self.exchange.wait(0, n + 1 + self.warpgroup, *maxima)
     m_other = self.exchange.rows(1 - self.warpgroup, met)
-    kept = [state.kept.after(met)[i].store(word) for i, word in enumerate(self.exchange.words(met))]
+    kept = [state.kept.after(met)[i].store(word) for i, word in enumerate(self.exchange.load_words(STEPS, met))]
     before, own, parts, m_i, l_i = [], [], [], [], []
     for half, row in enumerate(self.rows):
       before.append(self.alpha(state.m_i[half].load(), m_other[half]))

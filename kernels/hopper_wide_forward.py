@@ -24,17 +24,19 @@ from functools import reduce
 from typing import NamedTuple
 
 from tinygrad import UOp, dtypes
-from tinygrad.dtype import AddrSpace, DType
+from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import Scope, sizes
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia import wgmma
+from uopattn.dsl.nvidia.exchange import THREADS, WARPGROUPS, WORDS, Exchange
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, QUAD, WARP, columns, row_of, row_reduce, store_row
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline, fits, loop
 from uopattn.dsl.nvidia.tensor_pipeline import Tiles as Pipe
+from uopattn.dsl.nvidia.wgmma import WARPS
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import Scaling, lowest, online_softmax
@@ -42,12 +44,9 @@ from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
 from uopattn.dsl.schedule import DTYPES_16, LIGHT, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
 from uopattn.kernels.hopper_float32_forward import Job
-from uopattn.kernels.hopper_forward import REGISTERS, WARPS
+from uopattn.kernels.hopper_forward import REGISTERS
 
 CUDA = "cuda"
-WARPGROUPS = 2  # that compute; a further one brings the tiles
-WORDS = 4  # 32-bit words of a left operand per lane, of a step of 16 keys
-THREADS = WARPS * WARP  # of a warpgroup
 MOST_COLUMNS = WARPGROUPS * 256  # of O: n of a product
 
 
@@ -96,18 +95,13 @@ class Tiles:
     return tuple(SwizzledTiles.make(s, *x, 1, least=wgmma.PANEL) for x in rows)
 
   @property
-  def p_words(self) -> int:
-    """32-bit words of P in shared memory."""
-    return self.block_n // wgmma.K * THREADS * WORDS
-
-  @property
-  def row_words(self) -> int:
-    """32-bit words of shared memory for a number per row and warpgroup: one per thread."""
-    return WARPGROUPS * THREADS
+  def steps(self) -> int:
+    """Steps of P V along the keys of a tile."""
+    return self.block_n // wgmma.K
 
   def shared_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of shared memory per workgroup."""
-    return sum(2 * x.slots * x.size for x in self.panels(Scope(), Dk, Dv)) + 4 * (self.p_words + self.row_words)
+    return sum(2 * x.slots * x.size for x in self.panels(Scope(), Dk, Dv)) + 4 * sum(Exchange.words(self.steps))
 
   def resident(self, Dk: int, Dv: int, arch: str) -> int:
     """Workgroups per multiprocessor at once: two would need more registers than there are."""
@@ -171,7 +165,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     raise ValueError("q, k and v must have rows that tensor maps can describe: regular, from multiples of 16 bytes on")
   job = Job(group.block, views, key_range)
 
-  exchange = Exchange.make(s, tiles, group)
+  exchange = Exchange.make(s, group, group.warp // WARPS, tiles.steps)
   scores, panels = s.buffer(tiles.keys // 2), tiles.panels(s, Dk, Dv)
   consumers, registers = WARPGROUPS * WARPS, REGISTERS[WARPGROUPS]
   tensors = TensorPipeline(s, group, lambda trip: job, UOp.const(1), panels, consumers, registers, values_follow=False)
@@ -179,7 +173,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   rows = [group.block * block_m + group.warp % WARPS * MMA_M + row_of(group.lane, half) for half in range(HALVES)]
   pipe = tensors.job(None, started)
   main = Mainloop(s, group, q.dtype, tiles, Dk, pipe, scores, rows, head_rules, key_range, exchange)
-  state = State.make(s, block_n, tiles.columns(Dv), head_rules.scaling, group.item, started)
+  state = State.make(s, tiles.steps, tiles.columns(Dv), head_rules.scaling, group.item, started)
 
   state = state.after(pipe.queries(started))
   for first, count, masked in full_then_masked(UOp.const(0), key_range.n_full, key_range.n_tiles):
@@ -219,89 +213,14 @@ class State(NamedTuple):
   l_i: UOp
 
   @classmethod
-  def make(cls, s: Scope, block_n: int, width: int, scaling: Scaling, *after: UOp) -> "State":
-    """The state before the first tile; O has `width` columns."""
+  def make(cls, s: Scope, steps: int, width: int, scaling: Scaling, *after: UOp) -> "State":
+    """The state before the first tile; P V has `steps` steps, and O `width` columns."""
     acc = s.filled(0.0, width // 2, after=after)
     m_i, l_i = (s.filled(x, HALVES, after=after) for x in (lowest(scaling), 0.0))
-    return cls(acc, s.buffer(block_n // wgmma.K * WORDS, dtype=dtypes.uint), m_i, l_i)
+    return cls(acc, s.buffer(steps * WORDS, dtype=dtypes.uint), m_i, l_i)
 
   def after(self, *after: UOp) -> "State":
     return State(*(x.after(*after) for x in self))
-
-
-@dataclass(frozen=True)
-class Exchange:
-  """Shared memory through which the two warpgroups exchange P and a number per row.
-
-  A thread has the same rows as that thread of the other warpgroup.
-
-  Attributes:
-    tiles: block sizes.
-    group: the position of this thread.
-    p: uint32, 4 words per lane of each left operand.
-    row: uint32, the bits of a float32 per thread.
-  """
-
-  tiles: Tiles
-  group: Workgroup
-  p: UOp
-  row: UOp
-
-  @classmethod
-  def make(cls, s: Scope, tiles: Tiles, group: Workgroup) -> "Exchange":
-    """Allocate the memory."""
-    p, row = (s.buffer(x, dtype=dtypes.uint, space=AddrSpace.LOCAL) for x in (tiles.p_words, tiles.row_words))
-    return cls(tiles, group, p, row)
-
-  @property
-  def warpgroup(self) -> UOp:
-    """Index of this thread's warpgroup."""
-    return self.group.warp // WARPS
-
-  @property
-  def thread(self) -> UOp:
-    """Index of this thread in its warpgroup."""
-    return self.group.warp % WARPS * WARP + self.group.lane
-
-  def meet(self, *after: UOp) -> UOp:
-    """Wait for the other warpgroup."""
-    return ins.meet(CUDA, UOp.const(1), WARPGROUPS * THREADS, *after)
-
-  def rows(self, values: list[UOp], *after: UOp) -> tuple[list[UOp], UOp]:
-    """Exchange a number for each of this lane's two rows, the same in the row's four lanes, after `after`.
-
-    Returns:
-      The other warpgroup's numbers; and that the warpgroups have met.
-    """
-    first, second = values
-    word = (self.group.lane % HALVES).eq(0).where(first, second).bitcast(dtypes.uint)
-    stored = ins.store_word(CUDA, self.row.after(*after)[self.warpgroup * THREADS + self.thread], word)
-    met = self.meet(stored)
-    there = self.row.after(met)
-    place = (1 - self.warpgroup) * THREADS + self.thread // QUAD * QUAD
-    return [there[place + half].load().bitcast(dtypes.float) for half in range(HALVES)], met
-
-  def sums(self, l_i: UOp) -> list[UOp]:
-    """The sum over all keys, by row, in the first of the row's four lanes; 0 in the others."""
-    own = [row_reduce(UOp.__add__, l_i[half].load()) for half in range(HALVES)]
-    first = (self.group.lane % QUAD).eq(0)
-    return [first.where(a + b, 0.0) for a, b in zip(own, self.rows(own)[0], strict=True)]
-
-  def store(self, words: list[UOp], *after: UOp) -> list[UOp]:
-    """Store the words of this warpgroup's left operands, one per step along its keys."""
-    p, steps = self.p.after(*after), self.tiles.keys // wgmma.K
-    return [
-      ins.store_chunk(CUDA, p[self._place(self.warpgroup * steps + i)], *words[WORDS * i : WORDS * (i + 1)])
-      for i in range(steps)
-    ]
-
-  def load(self, *after: UOp) -> list[UOp]:
-    """Load the words of all left operands of the tile, once both warpgroups have stored theirs."""
-    p, steps = self.p.after(self.meet(*after)), range(self.tiles.block_n // wgmma.K)
-    return [p[self._place(step) + w].load() for step in steps for w in range(WORDS)]
-
-  def _place(self, step: UOp | int) -> UOp:
-    return (step * THREADS + self.thread) * WORDS
 
 
 @dataclass(frozen=True)
@@ -363,7 +282,7 @@ class Mainloop:
   def start_pv(self, n_tile: UOp, state: State, *after: UOp) -> UOp:
     """Start O += P V, (64, Dv / 2), for this warpgroup's columns."""
     after = (self.pipe.values(n_tile, *after),)
-    v_tile, columns, steps = self.pipe.v_tile(n_tile, *after), 2 * sizes(state.acc)[0], self.tiles.block_n // wgmma.K
+    v_tile, columns, steps = self.pipe.v_tile(n_tile, *after), 2 * sizes(state.acc)[0], self.tiles.steps
     v = v_tile.memory[v_tile.base + self.warpgroup * (columns // wgmma.PANEL * v_tile.panel)]
     return wgmma.start(
       self.dtype, columns, steps, state.acc[0], state.p[0], v, (0, v_tile.panel), *after, registers=True
@@ -389,7 +308,7 @@ class Mainloop:
       products = [scores[4 * n + 2 * half + e].load() for n in range(tiles) for e in range(2)]
       seen.append(self.rules.scores(products, row, first, columns(tiles), masked))
     own = [row_reduce(larger, reduce(larger, x)) for x in seen]
-    others, met = self.exchange.rows(own, *after)
+    others, met = self.exchange.swapped(own, *after)
     maxima = [larger(a, b) for a, b in zip(own, others, strict=True)]
     alphas, parts, stores = [], [], []
     for half, row in enumerate(self.rows):
@@ -400,7 +319,8 @@ class Mainloop:
       # Wait explicitly: with a scale of 0 the scores are constants, and nothing else would depend on the product.
       stores += [x.after(*after)[half].store(y) for x, y in ((state.m_i, m_new), (state.l_i, l_new))]
     words = [parts[half][n] for n in range(tiles) for half in range(HALVES)]
-    return alphas, self.exchange.load(*self.exchange.store(words, met)), stores
+    stored = self.exchange.store_words(words, self.warpgroup * (self.tiles.steps // WARPGROUPS), met)
+    return alphas, self.exchange.load_words(self.tiles.steps, self.exchange.meet(*stored)), stores
 
   def row_softmax(self, scores: list[UOp], largest: UOp, state: State, half: int) -> tuple[list[UOp], UOp, UOp, UOp]:
     """P of a row, m, l and alpha, as `online_softmax` returns them; `largest` is the maximum of both warpgroups."""

@@ -29,6 +29,7 @@ from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia.mma_layout import WARP
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.transposed import transpose
+from uopattn.dsl.nvidia.wgmma import WARPS
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.tile_range import TileRange, blurred
 from uopattn.dsl.scope import Scope, as_type
@@ -37,7 +38,6 @@ CUDA = "cuda"
 COLUMNS = 64  # of a copy, in units of 16 bits: the 128 bytes of the swizzle
 CHUNK_BYTES = 16  # that strides must be multiples of
 MAP_WORDS = 32  # 32-bit words of a tensor map
-WARPS = 4  # of the producer's warpgroup
 
 
 def fits(view: HeadView, of_one_head: bool = False) -> bool:

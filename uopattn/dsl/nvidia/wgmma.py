@@ -31,6 +31,7 @@ from uopattn.dsl.gpu.parts import PAIRS
 from uopattn.dsl.instruction_set import Instruction
 from uopattn.dsl.instructions import statement
 
+WARPS = 4  # of a warpgroup
 M = 64
 K = 16
 PANEL = 64  # columns
