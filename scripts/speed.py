@@ -100,7 +100,7 @@ CASES = (
   Case(f"{_GPU}.json", "4 32 4096 128", "half", "forward, D=128", _H200),
   Case(f"{_GPU}.json", "4 32 4096 128", "half, causal", "causal, D=128", _H200),
   Case(f"{_GPU}-backward.json", "4 32 4096 64", "half, gradients", "backward, D=64", _H200),
-  Case("2026-11-22-cuda-h200-few.json", "16 32/8 1×8192 128", "half", "decode, 8192 keys, B=16", _H200),
+  Case("2026-11-24-cuda-h200-few.json", "16 32/8 1×8192 128", "half", "decode, 8192 keys, B=16", _H200),
   Case(f"{_CPU}.json", "1 32 1024 64", "float", "forward, float32", _ZEN5),
   Case(f"{_CPU}.json", "1 32 1024 64", "float, causal", "causal, float32", _ZEN5),
   Case(f"{_CPU}-backward.json", "1 32 1024 64", "float, gradients", "backward, float32", _ZEN5),
