@@ -294,7 +294,9 @@ HOPPER32 = nvidia(hopper_float32_forward, hopper_float32_forward, "online_softma
 
 def first_warpgroup(main: hopper_wide_forward.Mainloop) -> hopper_wide_forward.Mainloop:
   """The mainloop as if its warpgroup were the first."""
-  return replace(main, exchange=replace(main.exchange, warpgroup=UOp.const(0)))
+  group = copy(main.group)
+  group.warp = group.warp % hopper_wide_forward.WARPS
+  return replace(main, exchange=replace(main.exchange, group=group))
 
 
 HOPPER_WIDE = (

@@ -254,7 +254,7 @@ class State(NamedTuple):
 class Turns(Exchange):
   """The exchange of warpgroups that take turns: one reads what the other has given, then writes to the same words.
 
-  So one P suffices. In P are the words given last.
+  So one P suffices; it has the words given last. The index of a warpgroup is that of its tile in a pair.
 
   Attributes:
     given: a barrier per warpgroup: it has given what it has of a pair.
@@ -264,12 +264,8 @@ class Turns(Exchange):
 
   @classmethod
   def of(cls, s: Scope, group: Workgroup) -> "Turns":
-    """Allocate the memory. A warpgroup's number is that of its tile of a pair.
-
-    The emulator prefers the last warpgroup. So that one has the first tile, and a missing wait shows.
-    """
-    given = s.buffer(WARPGROUPS, dtype=dtypes.ulong, space=AddrSpace.LOCAL)
-    return cls.make(s, group, 1 - group.warp // WARPS, STEPS, given=given)
+    """Allocate the memory."""
+    return cls.make(s, group, STEPS, given=s.buffer(WARPGROUPS, dtype=dtypes.ulong, space=AddrSpace.LOCAL))
 
   def init(self) -> list[UOp]:
     """Initialize the barriers."""

@@ -165,7 +165,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     raise ValueError("q, k and v must have rows that tensor maps can describe: regular, from multiples of 16 bytes on")
   job = Job(group.block, views, key_range)
 
-  exchange = Exchange.make(s, group, group.warp // WARPS, tiles.steps)
+  exchange = Exchange.make(s, group, tiles.steps)
   scores, panels = s.buffer(tiles.keys // 2), tiles.panels(s, Dk, Dv)
   consumers, registers = WARPGROUPS * WARPS, REGISTERS[WARPGROUPS]
   tensors = TensorPipeline(s, group, lambda trip: job, UOp.const(1), panels, consumers, registers, values_follow=False)

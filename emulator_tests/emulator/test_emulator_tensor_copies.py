@@ -139,9 +139,8 @@ def handed_on(sees: bool = True) -> Callable[[UOp, UOp], UOp]:
   """Warpgroup 1 writes what it has read, after warpgroup 0 has read it and, if it `sees`, has come to its barrier."""
 
   def make(t: UOp, memory: UOp) -> UOp:
-    barrier, room, first = lds(2, 1, dtypes.ulong), reg(3, 1), warpgroup(t).eq(0)
-    made = ins.mbarrier_init(CUDA, barrier[0], 1, t.eq(0))  # or else all reads since a barrier count as one
-    filled = UOp.barrier(made, memory[(t % GROUP).valid(first)].store(1.0))
+    room, first = reg(3, 1), warpgroup(t).eq(0)
+    filled = UOp.barrier(memory[(t % GROUP).valid(first)].store(1.0))
 
     def read(when: UOp, *after: UOp) -> UOp:
       return room.after(*after)[0].store(memory.after(*after)[(t % GROUP).valid(when)].load())
@@ -154,8 +153,23 @@ def handed_on(sees: bool = True) -> Callable[[UOp, UOp], UOp]:
   return make
 
 
+def told_by(warp: int) -> Callable[[UOp, UOp], UOp]:
+  """Warp 4 writes, then a warp of warpgroup 1 comes to the barrier at which warpgroup 0 waits to read that."""
+
+  def make(t: UOp, memory: UOp) -> UOp:
+    words, first, count = lds(3, 2 * GROUP, dtypes.uint), warpgroup(t).eq(0), GROUP + 32
+    written = ins.store_word(CUDA, words[t], t.cast(dtypes.uint))
+    told = ins.meet_later(CUDA, UOp.const(1), count, (t // 32).eq(warp), written)
+    met = ins.meet(CUDA, 1 + warpgroup(t), first.where(UOp.const(count), GROUP), told)
+    read = words.after(met)[(GROUP + t % 32).valid(first)].load()
+    return reg(2, 1, dtypes.uint).after(met)[0].store(read)
+
+  return make
+
+
 RIGHT = {
   "in turns": in_turns(0),
+  "told by who wrote": told_by(4),
   "handed on": handed_on(),
   "a loop left": left,
 }
@@ -214,6 +228,12 @@ def test_a_write_of_what_another_warpgroup_may_still_read_is_an_error() -> None:
   x = np.arange(2 * GROUP, dtype=np.float32)
   with pytest.raises(emulator.Race, match="which another wave read, with no barrier between"):
     launch(statement(handed_on(sees=False)), x, x, arch=ARCH)
+
+
+def test_a_barrier_says_nothing_of_who_did_not_come_to_it() -> None:
+  x = np.arange(2 * GROUP, dtype=np.float32)
+  with pytest.raises(emulator.Race, match="which another wave wrote, with no barrier between"):
+    launch(statement(told_by(5)), x, x, arch=ARCH)
 
 
 def test_a_loop_left_by_a_part_of_the_lanes_is_an_error() -> None:

@@ -66,6 +66,7 @@ class Run:
     self.memory: list[Any] = []
     self.copies: Any = None  # the asynchronous copies in flight, if the kernel has any
     self.stamped = False  # whether the kernel has mbarriers
+    self.apart = False  # whether the kernel's warpgroups run apart
     self.barriers: dict[Any, Any] = {}  # the mbarriers, by LDS buffer
     self.clock = 0  # advances with every arrival at an mbarrier
     self.tracks: Any = None  # the warpgroups, if they run apart

@@ -23,16 +23,15 @@ TOO_FEW = "waits for a phase that has too few arrivals"
 class Barriers:
   """The mbarriers in one LDS buffer of each workgroup, as arrays (workgroups, barriers)."""
 
-  def __init__(self, groups: int, size: int):
+  def __init__(self, groups: int, size: int, tracks: Any):
+    self.tracks = tracks
     shape = (groups, size)
     self.count, self.left = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     self.phase = np.zeros(shape, np.int64)
     self.maker = np.full(shape, -1)  # the wave that initialised it, until the workgroup's next barrier; then -1
     self.first = np.zeros(shape, np.int64)  # time of the current phase's first arrival
     self.last = np.zeros(shape, np.int64)  # time of the previous phase's first arrival
-    self.latest = np.zeros(shape, np.int64)  # time of the previous phase's last arrival
     self.bytes = np.zeros(shape, np.int64)  # that the current phase still waits for
-    self.knew = np.zeros(shape, np.int64)  # the time up to which who expects bytes knew what others did
     self.unfenced = np.zeros(shape, bool)  # whether copies of tensors do not know it yet
 
   def known(self, groups: np.ndarray | None) -> None:
@@ -44,13 +43,16 @@ class Barriers:
     fresh = self.left[at] == self.count[at]
     self.first[tuple(x[fresh] for x in at)] = now
     np.subtract.at(self.left, at, 1)
-    self.advance(now)
+    self.advance()
 
-  def advance(self, now: int) -> None:
+  def advance(self) -> None:
     """Begin the next phase where the current one is complete."""
-    done = (self.left == 0) & (self.bytes == 0)
-    self.left[done], self.last[done], self.latest[done] = self.count[done], self.first[done], now
-    self.phase[done & (self.count > 0)] += 1
+    done = (self.left == 0) & (self.bytes == 0) & (self.count > 0)
+    self.left[done], self.last[done] = self.count[done], self.first[done]
+    self.phase[done] += 1
+    if self.tracks is not None:
+      for i in np.flatnonzero(done[0]):
+        self.tracks.complete((self, i))
 
   def land(self, run: Run, at: np.ndarray) -> None:
     """Complete the copies of tensors to which barriers `at` count bytes, where nothing else is missing."""
@@ -58,13 +60,10 @@ class Barriers:
       loads = [x for x in run.copies.loads if x.barriers is self and x.barrier == i and x.phase == self.phase[0, i]]
       if loads and self.left[0, i] == 0 and sum(x.bytes for x in loads) == self.bytes[0, i]:
         run.copies.loads = [x for x in run.copies.loads if x not in loads]
-        # Who waits for a copy learns what who started it knew, not what others did until it was complete.
-        now, run.clock = run.clock, -1
         for x in loads:
           x.land()
         self.bytes[0, i] = 0
-        run.clock = now
-        self.advance(int(self.knew[0, i]))
+        self.advance()
 
 
 def _barriers(run: Run, u: UOp, pointer: Pointer) -> Barriers:
@@ -72,7 +71,7 @@ def _barriers(run: Run, u: UOp, pointer: Pointer) -> Barriers:
     raise run.fail(OutOfBounds, u, "names a barrier that is not in LDS")
   found = run.barriers.get(pointer.memory)
   if found is None:
-    found = run.barriers[pointer.memory] = Barriers(run.shape.groups, pointer.memory.per_group // 8)
+    found = run.barriers[pointer.memory] = Barriers(run.shape.groups, pointer.memory.per_group // 8, run.tracks)
   return found
 
 
@@ -114,20 +113,22 @@ def fence(run: Run, u: UOp) -> Any:
 def arrive(run: Run, u: UOp, barrier: Pointer, when: Any) -> Any:
   lanes = barrier.memory.lanes(when)
   barriers, at = used(run, u, barrier, lanes)
-  if run.tracks is not None:
-    for i in np.unique(at[1]):
-      run.tracks.tell((barriers, i), lanes[at[1] == i])
+  _tell(run, barriers, at, lanes)
   barriers.arrive(at, run.tick())
   if run.tracks is not None:
     run.tracks.signalled()
   return NOTHING
 
 
+def _tell(run: Run, barriers: Barriers, at: tuple[np.ndarray, np.ndarray], lanes: np.ndarray) -> None:
+  for i in np.unique(at[1]) if run.tracks is not None else ():
+    run.tracks.tell((barriers, i), lanes[at[1] == i])
+
+
 def expect(run: Run, u: UOp, barrier: Pointer, count: Any) -> Any:
   barriers, at = used(run, u, barrier, run.active())
   np.add.at(barriers.bytes, at, int(count))
-  if run.tracks is not None:
-    barriers.knew[at] = run.tracks.seen[run.wave[run.active()]]
+  _tell(run, barriers, at, run.active())
   barriers.arrive(at, run.tick())
   return NOTHING
 
@@ -140,6 +141,7 @@ def arrive_copies(run: Run, u: UOp, barrier: Pointer) -> Any:
   for copy in run.copies.started:
     if copy.signal is None:
       copy.signal = (barriers, index[copy.lanes], phase[copy.lanes])
+  _tell(run, barriers, at, lanes)
   barriers.arrive(at, run.tick())
   return NOTHING
 
@@ -170,7 +172,7 @@ def wait(run: Run, u: UOp, barrier: Pointer, parity: Any) -> Any:
 
 
 def _wait_apart(run: Run, u: UOp, barriers: Barriers, at: Any, parity: np.ndarray, lanes: np.ndarray) -> None:
-  """Wait while other warpgroups run. What the last arrival of the phase knew is then known here."""
+  """Wait while other warpgroups run. What those knew that have come is then known here."""
 
   def ready() -> bool:
     barriers.land(run, at[1])
@@ -182,9 +184,7 @@ def _wait_apart(run: Run, u: UOp, barriers: Barriers, at: Any, parity: np.ndarra
     return run.fail(Divergence, u, TOO_FEW + what, lanes)
 
   run.tracks.wait(ready, stuck)
-  if (known := barriers.phase[at] > 0).any():
-    run.tracks.know(lanes[known], int(barriers.latest[at][known].max()))
-  for i in np.unique(at[1][known]):
+  for i in np.unique(at[1]):
     run.tracks.learn((barriers, i), lanes[at[1] == i])
 
 

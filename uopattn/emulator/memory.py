@@ -17,6 +17,7 @@ from .errors import KernelError, OutOfBounds, Race, Unwritten
 from .lanes import Run
 
 UNORDERED = "with no barrier between"
+WRITES, READS = 0, 1
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,8 @@ class LDS(Memory):
     self.races = run.check and run.shape.waves > 1
     # the times when each granule was last written and read, because an mbarrier orders only some accesses
     self.stamps = (np.zeros(shape, np.int32), np.zeros(shape, np.int32)) if self.races and run.stamped else None
+    # where warpgroups run apart, the times when each wave last wrote and read each granule; -1 for never
+    self.times = np.full((2, run.shape.waves, shape), -1, np.int32) if self.races and run.apart else None
     # the lane that wrote each granule, until its fence_async makes it visible to asynchronous matrix products; or -1
     self.unfenced = np.full(shape, -1) if run.check and run.flights is not None else None
 
@@ -155,14 +158,9 @@ class LDS(Memory):
     if not (ok := self.written.take(granules)).all():
       raise self.fail(Unwritten, u, "reads {what}, which nothing has written", granules, ~ok, lanes)
     if self.races:
-      bit = self.run.wave_bit[lanes]
-      if (bad := (self.writers.take(granules) & ~bit != 0) & self._unseen(0, granules, lanes)).any():
+      if (bad := self._unseen(WRITES, granules, lanes)).any():
         raise self.fail(Race, u, "reads {what}, which another wave wrote, " + UNORDERED, granules, bad, lanes)
-      if self.stamps is not None:  # who sees this read sees those that it comes after
-        self.readers[granules[np.logical_not(self._unseen(1, granules, lanes))]] = 0
-      np.bitwise_or.at(self.readers, granules, np.broadcast_to(bit, granules.shape))
-    if self.stamps is not None:
-      self.stamps[1][granules] = self.run.clock
+      self._record(READS, granules, lanes)
 
   def check_write(self, u: UOp, granules: np.ndarray, differs: np.ndarray, lanes: np.ndarray) -> None:
     """Raise Race if another wave read the granules, or wrote them with another value, since the last barrier."""
@@ -170,17 +168,27 @@ class LDS(Memory):
       raise self.fail(Race, u, "writes {what} while an asynchronous copy to it is in flight", granules, bad, lanes)
     if not self.races:
       return
-    bit = self.run.wave_bit[lanes]
-    if (bad := (self.readers.take(granules) & ~bit != 0) & self._unseen(1, granules, lanes)).any():
+    if (bad := self._unseen(READS, granules, lanes)).any():
       raise self.fail(Race, u, "writes {what}, which another wave read, " + UNORDERED, granules, bad, lanes)
-    if (bad := (self.writers.take(granules) & ~bit != 0) & differs & self._unseen(0, granules, lanes)).any():
+    if (bad := differs & self._unseen(WRITES, granules, lanes)).any():
       raise self.fail(Race, u, "writes {what}, which another wave wrote, " + UNORDERED, granules, bad, lanes)
 
-  def _unseen(self, which: int, granules: np.ndarray, lanes: np.ndarray) -> np.ndarray | bool:
-    """Whether the last write (0) or read (1) of granules may still be under way as far as each lane's wave knows."""
-    if self.stamps is None or self.run.tracks is None:
-      return True
-    return self.stamps[which].take(granules) >= self.run.tracks.seen[self.run.wave[lanes]]
+  def _unseen(self, which: int, granules: np.ndarray, lanes: np.ndarray) -> np.ndarray:
+    """Whether other waves' writes or reads of granules may still be under way as far as each lane's wave knows."""
+    found = np.asarray((self.writers, self.readers)[which].take(granules) & ~self.run.wave_bit[lanes] != 0)
+    if self.times is not None and found.any():
+      seen = self.run.tracks.seen[self.run.wave[np.broadcast_to(lanes, found.shape)[found]]]
+      found[found] = (self.times[which][:, granules[found]] >= seen.T).any(0)
+    return found
+
+  def _record(self, which: int, granules: np.ndarray, lanes: np.ndarray) -> None:
+    """Mark granules as written or read by the lanes' waves now."""
+    bits = np.broadcast_to(self.run.wave_bit[lanes], granules.shape)
+    np.bitwise_or.at((self.writers, self.readers)[which], granules, bits)
+    if self.times is not None:
+      self.times[which][self.run.wave[lanes], granules] = self.run.clock
+    if self.stamps is not None:
+      self.stamps[which][granules] = self.run.clock
 
   def arrived(self, granules: np.ndarray, writer: np.uint32) -> None:
     """Mark granules as written by a copy that is no wave's, and as visible to asynchronous products."""
@@ -188,19 +196,19 @@ class LDS(Memory):
     if self.unfenced is not None:
       self.unfenced[granules] = -1
     if self.stamps is not None:
-      self.stamps[0][granules] = self.run.clock
+      self.stamps[WRITES][granules] = self.run.clock
+    if self.times is not None:
+      self.times[:, :, granules] = -1
     if self.races:
-      self.writers[granules], self.readers[granules] = writer, 0
+      self.writers[granules], self.readers[granules] = writer if self.times is None else 0, 0
 
   def record_write(self, granules: np.ndarray, lanes: np.ndarray) -> None:
     """Mark granules as written by the lanes' waves."""
     self.written[granules] = True
     if self.unfenced is not None:
       self.unfenced[granules] = lanes
-    if self.stamps is not None:
-      self.stamps[0][granules] = self.run.clock
     if self.races:
-      np.bitwise_or.at(self.writers, granules, np.broadcast_to(self.run.wave_bit[lanes], granules.shape))
+      self._record(WRITES, granules, lanes)
 
   def load(self, u: UOp, index: Any, dtype: DType, count: int, gate: Any = None) -> list[np.ndarray]:
     """Read `count` elements per lane. Raises OutOfBounds, Unwritten, Race."""

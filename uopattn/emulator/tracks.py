@@ -4,11 +4,15 @@ Otherwise all lanes execute a statement together, which no kernel can whose warp
 Here one workgroup runs at a time, and of its warpgroups one at a time until it must wait. Then, and whenever it signals
 something, the last warpgroup that can go on goes on. So a producer, the last one, is as far ahead as it may be, and a
 copy is complete no sooner than somebody waits for it: whatever lacks a wait shows.
+
+What a wave knows of the others' work is a vector clock (Mattern, "Virtual time and global states of distributed
+systems", 1989): who comes to a barrier leaves there what it knows, and who has waited at it takes that along.
 """
 
 import contextlib
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,6 +22,7 @@ from .errors import Divergence, KernelError
 from .lanes import Run
 
 THREADS = 128  # of a warpgroup
+ALWAYS = np.iinfo(np.int64).max  # a wave knows what it did itself
 
 
 class _Ended(Exception):
@@ -38,6 +43,18 @@ class Track:
     self.thread.start()
 
 
+@dataclass
+class Knowledge:
+  """What is known at a barrier: by wave the time before which its work is done, and the turns that are taken."""
+
+  seen: np.ndarray
+  turns: set[int] = field(default_factory=set)
+
+  def add(self, other: "Knowledge") -> None:
+    self.seen = np.maximum(self.seen, other.seen)
+    self.turns |= other.turns
+
+
 class Tracks:
   """The warpgroups of one workgroup; the last one, a producer, is taken apart into warps if some do other work."""
 
@@ -45,9 +62,12 @@ class Tracks:
     self.run, self.error, self.failed = run, None, False
     self._turn = threading.Semaphore(0)
     self._meetings: dict[int, tuple[int, int, int]] = {}  # by barrier: threads there, times it was complete, who waits
-    self.seen = np.zeros(run.shape.waves, np.int64)  # the time up to which each wave knows what others did
+    waves = run.shape.waves
+    self.seen = np.zeros((waves, waves), np.int64)  # the time before which each wave knows what each one did
+    np.fill_diagonal(self.seen, ALWAYS)
     self.turns: list[set[int]] = [set() for _ in self.seen]  # the turns that each wave knows to be taken; see `turns`
-    self._told: dict[Any, set[int]] = {}  # those that are known to who waits at a barrier
+    self._told: dict[Any, Knowledge] = {}  # what has come to a barrier in its current phase
+    self._known: dict[Any, Knowledge] = {}  # and in those before, which is known to who waits at it
     groups = -(-run.shape.threads // THREADS)
     lanes = [run.thread // THREADS == i for i in range(groups)]
     if by_warps:
@@ -117,20 +137,27 @@ class Tracks:
     """End this warpgroup."""
     raise _Ended
 
-  def know(self, lanes: np.ndarray, time: int) -> None:
-    """Record that the waves of `lanes` know what was done before a time."""
-    waves = self.run.wave[lanes]
-    self.seen[waves] = np.maximum(self.seen[waves], time)
-
   def tell(self, barrier: Any, lanes: np.ndarray) -> None:
-    """Record that the waves of `lanes` have come to a barrier with what they know of turns."""
-    found = self._told.setdefault(barrier, set())
-    found.update(*(self.turns[wave] for wave in np.unique(self.run.wave[lanes])))
+    """Record that the waves of `lanes` have come to a barrier, with what they have done and what they know."""
+    now = self.run.tick()
+    for wave in np.unique(self.run.wave[lanes]):
+      seen = self.seen[wave].copy()
+      seen[wave] = now
+      self._told.setdefault(barrier, self._nothing()).add(Knowledge(seen, self.turns[wave]))
+
+  def complete(self, barrier: Any) -> None:
+    """Record that a phase of a barrier is complete."""
+    self._known.setdefault(barrier, self._nothing()).add(self._told.pop(barrier, self._nothing()))
 
   def learn(self, barrier: Any, lanes: np.ndarray) -> None:
     """Record that the waves of `lanes` have waited at a barrier."""
+    known = self._known.get(barrier, self._nothing())
     for wave in np.unique(self.run.wave[lanes]):
-      self.turns[wave] |= self._told.get(barrier, set())
+      self.seen[wave] = np.maximum(self.seen[wave], known.seen)
+      self.turns[wave] |= known.turns
+
+  def _nothing(self) -> Knowledge:
+    return Knowledge(np.zeros(len(self.seen), np.int64))
 
   def meet(
     self, u: UOp, number: int, count: int, lanes: np.ndarray, waits: bool, done: Callable[[], None] = lambda: None
@@ -146,7 +173,7 @@ class Tracks:
       if not waiting:
         raise self.run.fail(Divergence, u, f"completes barrier {number} without anyone waiting at it", lanes)
       there, complete, waiting = 0, complete + 1, 0
-      self.run.tick()
+      self.complete(number)
       done()
     self._meetings[number] = there, complete, waiting
     if not waits:
@@ -155,7 +182,6 @@ class Tracks:
     target = complete if there == 0 else complete + 1
     what = f"waits at barrier {number} of {count} threads, where too few arrive"
     self.wait(lambda: self._meetings[number][1] >= target, lambda: self.run.fail(Divergence, u, what, lanes))
-    self.know(lanes, self.run.clock)
     self.learn(number, lanes)
 
 

@@ -80,7 +80,7 @@ class Sums:
 
   def known(self, run: Run, wave: int) -> Known:
     """What a wave of this workgroup knows."""
-    found: Known = {(run.first_group, other): int(run.tracks.seen[wave]) for other in range(run.shape.waves)}
+    found: Known = {(run.first_group, other): int(time) for other, time in enumerate(run.tracks.seen[wave])}
     found[run.first_group, wave] = run.clock + 1
     for turn in run.tracks.turns[wave]:
       for who, until in self.taken[turn].items():

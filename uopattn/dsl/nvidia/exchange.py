@@ -24,13 +24,11 @@ class Exchange:
 
   Attributes:
     group: the position of this thread.
-    warpgroup: the number of its warpgroup.
     p: uint32, `WORDS` per lane of each step's left operand.
     row: uint32, the bits of a float32 per thread.
   """
 
   group: Workgroup
-  warpgroup: UOp
   p: UOp
   row: UOp
 
@@ -40,10 +38,15 @@ class Exchange:
     return steps * THREADS * WORDS, WARPGROUPS * THREADS
 
   @classmethod
-  def make(cls, s: Scope, group: Workgroup, warpgroup: UOp, steps: int, **more: UOp) -> Self:
+  def make(cls, s: Scope, group: Workgroup, steps: int, **more: UOp) -> Self:
     """Allocate the memory."""
     p, row = (s.buffer(x, dtype=dtypes.uint, space=AddrSpace.LOCAL) for x in cls.words(steps))
-    return cls(group, warpgroup, p, row, **more)
+    return cls(group, p, row, **more)
+
+  @property
+  def warpgroup(self) -> UOp:
+    """Index of this thread's warpgroup."""
+    return self.group.warp // WARPS
 
   @property
   def thread(self) -> UOp:
