@@ -32,6 +32,7 @@ from uopattn.dsl.cpu.amx_operands import (
   PARTS,
   PRODUCTS,
   STACK_LIMIT,
+  Rows,
   accumulate,
   check_target,
   check_tiles,
@@ -163,13 +164,15 @@ def backward(
   g = s.axis(block_m // BLOCK)
   inside, group = (*loop.axes, g), g * GROUPS
   qk, dp = (s.buffer(GROUPS, block_n, LANES) for _ in range(2))
-  qk = qk.after(mma_abt(s, qk, 0, k_rows, 0, q_t, group, PRODUCTS[parts], *inside, config))
-  dp = dp.after(mma_abt(s, dp, 0, v_rows, 0, do_t, group, PRODUCTS[parts], *inside, qk))  # after it: they share tiles
+  qk = qk.after(mma_abt(s, qk, 0, Rows.of(k_rows), q_t, g, GROUPS, PRODUCTS[parts], *inside, config))
+  dp = dp.after(
+    mma_abt(s, dp, 0, Rows.of(v_rows), do_t, g, GROUPS, PRODUCTS[parts], *inside, qk)
+  )  # after it: they share tiles
   gradients = Gradients(head_rules, block.row, start, first, lse_i, delta_i, N if block_n > N else None)
   p, ds = recompute(s, qk, dp, gradients, group)
   p_rows, ds_rows = (s.buffer(parts, block_m // BLOCK, block_n, BLOCK, dtype=dtypes.ushort) for _ in range(2))
   packed, ds_pairs = pack_gradients(s, p_rows, ds_rows, p, ds, g, inside)
-  dq_end = mma_ab(s, dq_t.after(*inside), group, k_t, 0, ds_pairs, 0, *inside, packed).end(g)
+  dq_end = mma_ab(s, dq_t.after(*inside), g, k_t, 0, ds_pairs, 0, GROUPS, *inside, packed).end(g)
   dv_end = add_product(s, dv, call, first, p_rows.after(dq_end), do_pairs, *loop.axes)
   dk_end = add_product(s, dk, call, first, ds_rows.after(dv_end), q_pairs, *loop.axes)
   end = loop.end(dk_end)

@@ -1,23 +1,29 @@
 """Forward attention on a CPU with matrix tiles (AMX), 16 query rows per tile.
 
 FlashAttention-2 (Dao, 2023), transposed as in `cpu_forward`. A block of `block_m` query rows loops over tiles of keys,
-and for each of these over its pairs of 16 query rows, one query per lane:
-    S^T = K Q^T                 (block_n, 32)   tile products of bfloat16, summed in float32
-    m, l, P^T                   (32,) and (block_n, 32)   online softmax without reductions across lanes
-    O^T = O^T alpha + V^T P^T   (Dv, 32)
+and for each of these over its units of one or two groups of 16 query rows, one query per lane:
+    S^T = K Q^T                 (block_n, 16)   tile products of bfloat16, summed in float32
+    m, l, P^T                   (16,) and (block_n, 16)   online softmax without reductions across lanes
+    O^T = O^T alpha + V^T P^T   (Dv, 16)
 K, row by row, and V^T are left operands (A) of tile products, Q^T and P^T right ones (B), in pairs; see
-`uopattn.dsl.cpu.amx`. Four tiles are accumulators, 2 by 2, so that each operand's tile serves two products.
+`uopattn.dsl.cpu.amx`.
 
-Tiles multiply while vectors compute weights: between the weights of a few keys of one pair stand steps of Q K^T of the
-pair after it, and then of P V of the pair before it, near enough to each other for a processor to overlap them. This
+Tiles multiply while vectors compute weights: among the weights of a few keys of one unit stand products of Q K^T of the
+unit after it, and then of P V of the unit before it, near enough to each other for a processor to overlap them. This
 goes on from one tile of keys to the next. m follows the row maximum only where weights would exceed 2**8, as in
 FlashAttention-4, so that O^T is seldom rescaled.
 
-Storage, all on the stack: Q^T, packed once per block, and O^T, sized for the caches; two tiles of K and of V, packed
-once per block and tile of keys; S^T and P^T of two pairs. Head sizes are padded with zeros to multiples of 32. Keys
-that do not exist are zeros, and are hidden.
+What counts besides is the nearest cache (32 or 48 KB), as a tile from the next one takes 19 cycles, not 8: more than a
+product (16). With heads of up to 96 a unit is one group, whose tiles of Q^T and P^T stay in four of the eight tiles;
+each tile of K and of V^T is loaded for one product, or for all those of its part. K, V^T, two S^T and P^T of 64 keys,
+Q^T and O^T are 40 KB at D=64 in bfloat16, with 32 keys as many in float16. Larger heads do not fit with any tile; then
+two groups share each tile of K and V^T, as four accumulators, 2 by 2, and tiles are long.
 
-For few queries all query heads of a key head are rows of one block, the keys may be split (`combine`), and products
+Storage, all on the stack: Q^T, packed once per block, and O^T, sized for the caches; two tiles of K, unless they serve
+where they lie in memory, and of V, packed once per block and tile of keys; S^T and P^T of two units. Head sizes are
+padded with zeros to multiples of 32. Keys that do not exist are zeros, and are hidden.
+
+For few queries all query heads of a key head are rows of one unit, the keys may be split (`combine`), and products
 prefetch the next tile of keys and of values, which come from memory then. `preferred` says when that is faster than
 `cpu_decode`: in bfloat16, from 16 rows on.
 
@@ -25,12 +31,10 @@ float16 is the sum of two bfloat16 numbers, its parts, by cutting off: Q, K, V a
 product takes three or four products of parts. The second part of an infinity is NaN. Denormal bfloat16 count as 0.
 float32 would take three parts, which is slower than `cpu_forward`.
 
-Measured 2026-11-23 on a Xeon (model 207) that others use too, bfloat16, in turns with PyTorch 2.11, GFLOP/s and the
-ratio. H=8 N=1024 on two threads: D=64 679 (1.8), D=128 1132 (2.0), in float16 434 (2.0) and 504 (2.2). On 16 threads:
-N=1024 D=64 3708 (1.7) and D=128 4930 (1.7), N=4096 D=64 5289 (2.5), causal at N=2048 D=64 3058 (2.0) and D=128 4305
-(3.0). Before products stood among weights it had 585 and 1000 in the first two rows, where in the same run, at D=64
-with tiles of 64 keys, it then had 684 and 1132. 2026-11-24, 32 query heads on 8, N=16384, D=128: 8 queries 3.1 to 3.6
-times and 4 queries 1.5 to 1.8 times as fast as `cpu_decode`, on two threads at up to 18 GB/s and on 16 at up to 85. See
+Measured 2026-11-24 on a Xeon (model 207) that others use too, in turns with PyTorch 2.11, N=1024, GFLOP/s and ratio.
+Two threads: bfloat16 D=64 H=32 895 (2.4; with two groups at a time 676), D=128 H=8 672 (1.4; 2.0 the day before);
+float16 D=64 460 (2.6; 372). 16 threads: bfloat16 H=8 D=64 4307 (1.95; 3452). 32 query heads on 8, N=16384, D=128,
+bfloat16: 8 queries 2.9 to 3.3 times and 4 queries 1.6 to 2.0 times as fast as `cpu_decode`. See
 scripts/results/NOTES.md.
 """
 
@@ -48,12 +52,12 @@ from uopattn.dsl import LN2, Scope, clamp, exp2, gated, sizes
 from uopattn.dsl.cpu.amx import LANES, PAIR, ROW_BYTES, STEP, scale_rows, tile_config, tile_release, weigh
 from uopattn.dsl.cpu.amx_operands import (
   BLOCK,
-  GROUPS,
   PARTS,
   PRODUCTS,
   STACK_LIMIT,
   Between,
   Products,
+  Rows,
   check_target,
   check_tiles,
   filled,
@@ -64,6 +68,7 @@ from uopattn.dsl.cpu.amx_operands import (
   mma_ab,
   mma_abt,
   nothing,
+  places,
   store_rows,
   turned,
 )
@@ -89,14 +94,19 @@ class Tiles:
     block_n: keys per tile, a multiple of 32.
     blocks_per_call: query blocks per call of the kernel; a divisor of heads * ceil(M / block_m). Threads share the
       calls.
+    groups: groups of 16 queries that are processed at once: 1, whose tiles of Q^T and P^T stay, or 2, which share those
+      of K and of V^T.
   """
 
   block_m: int
   block_n: int
   blocks_per_call: int = 1
+  groups: int = 2
 
   def __post_init__(self) -> None:
     check_tiles(self)
+    if self.groups not in (1, 2):
+      raise ValueError(f"Tiles.groups={self.groups}: must be 1 or 2")
 
   def stack_bytes(self, Dk: int, Dv: int, parts: int) -> int:
     """Bytes of Q^T and O^T, of two tiles of K and of V, of V in pairs, and of S^T, with masks too, and P^T, twice."""
@@ -113,15 +123,17 @@ class Tiles:
     """
     check_target(target)
     p, parts = problem, PARTS.get(problem.dtype, 1)
+    # What one group needs fits the nearest cache if heads are small. If they are not, or keys come from memory, as
+    # those of few queries do, two groups share tiles of K and of V^T, and tiles of keys are long.
+    groups, usual = (2, 128 // parts) if max(p.Dk, p.Dv) > 96 or p.few else (1, 64 // parts)
     # A tile that is moved back to end at N must be masked, so prefer sizes that divide N.
-    usual = 128 if parts == 1 and (max(p.Dk, p.Dv) > 96 or not p.is_causal) else 64
     block_n = next((n for n in (usual, 64, 96, 128, 32) if p.N % n == 0), usual if usual < p.N else BLOCK)
     largest = 256 if p.is_causal else 512  # under a causal mask a large block sees many keys that are hidden
     block_m = round_up(even(p.M, largest), BLOCK)
     while block_m > 128 and p.heads * ceildiv(p.M, block_m) < 2 * target.threads:
       block_m = round_up(block_m // 2, BLOCK)
     block_m, block_n = fit_stack(lambda *sizes: cls(*sizes).stack_bytes(p.Dk, p.Dv, parts), block_m, block_n, p)
-    return cls(block_m, block_n, blocks_per_call(p, block_m, target.threads))
+    return cls(block_m, block_n, blocks_per_call(p, block_m, target.threads), groups)
 
   @classmethod
   def candidates(cls, problem: Problem, target: Target) -> "list[Tiles]":
@@ -132,7 +144,7 @@ class Tiles:
     found = [best]
     for most, block_n in shapes:
       block_m = round_up(even(p.M, most), BLOCK)
-      tiles = cls(block_m, block_n, blocks_per_call(p, block_m, target.threads))
+      tiles = cls(block_m, block_n, blocks_per_call(p, block_m, target.threads), best.groups)
       if block_n <= max(p.N, BLOCK) and tiles.stack_bytes(p.Dk, p.Dv, parts) <= STACK_LIMIT:
         found.append(tiles)
     return list(dict.fromkeys(found))
@@ -158,37 +170,36 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   head, config = result // splits, tile_config(*outer)
   block = Block.of(s, q, head, row, Dv, rules.at(head), tiles, lse is not None, outer, (result % splits, splits))
 
-  n_tiles, pairs, turns = block.key_range.n_tiles, block.pairs, block.turns
-  loop = s.loop(n_tiles if n_tiles.vmin < n_tiles.vmax else int(n_tiles.vmax), *outer)
-  begun: tuple[UOp, ...] = (config,)
-  if pairs > 1:
+  n_tiles, units = block.key_range.n_tiles, block.units
+  loop, begun = s.loop(n_tiles if n_tiles.vmin < n_tiles.vmax else int(n_tiles.vmax), *outer), config
+  if block.overlaps:
     last = n_tiles - 1  # the loop counts down
-    keys, place = block.load_keys(k, last, *outer), (last % turns, 0, slot_of(0, last, pairs))
-    begun = (block.multiply_qk(keys, *place, *outer, config),)
-  turn = loop.index % turns
-  tile = block.tile_at(loop.index, *loop.axes)
+    keys = block.keys(k, block.load_keys(k, last, *outer), last)
+    begun = block.multiply_qk(keys, 0, block.slot(0, last), *outer, config)
+  tile, turn = block.tile_at(loop.index, *loop.axes), loop.index % block.turns
   v_tile = block.load_values(v, tile, turn, *loop.axes)
-  # Q K^T is a pair of groups ahead, so that the last pair of a tile needs the next tile.
-  keys = block.load_keys(k, clamp(loop.index - (turns - 1), 0, block.n_tiles - 1), *loop.axes, *begun)
-  if pairs == 1:
-    ahead = block.prefetch(k, loop.index)
-    begun = (block.multiply_qk(keys, turn, 0, 0, *loop.axes, config, between=ahead),)
-  g = s.axis(pairs)
-  inside, slot = (*loop.axes, g, *begun), slot_of(g, loop.index, pairs)
+  # Q K^T is a unit ahead, so that the last unit of a tile needs the next tile.
+  following = clamp(loop.index - (block.turns - 1), 0, block.n_tiles - 1)
+  k_tiles = block.load_keys(k, following, *loop.axes, begun)
+  unit = s.axis(units)
+  inside, slot = (*loop.axes, unit, begun), block.slot(unit, loop.index)
+  if not block.overlaps:
+    keys, ahead = block.keys(k, k_tiles, loop.index), block.prefetch(k, loop.index)
+    inside = *inside, block.multiply_qk(keys, unit, slot, *inside, between=ahead)
   acc, m_i, l_i = (x.after(*inside) for x in (block.acc, block.m_i, block.l_i))
-  state = State(acc, m_i, l_i, g * GROUPS)
+  state = State(acc, m_i, l_i, unit)
   weighing, done = softmax(block, state, tile, slot, inside)
-  if pairs == 1:
-    weighed = weighing.rows(0, tiles.block_n, *done)
-    end = mma_ab(s, state.acc, 0, v_tile, 0, block.weights, 0, *weighed, between=block.prefetch(v, loop.index))
+  if block.overlaps:
+    keys = block.keys(k, k_tiles, unit.eq(units - 1).where(following, loop.index))
+    end = multiply_and_weigh(block, state, weighing, keys, v_tile, turn, done)
   else:
-    end = multiply_and_weigh(block, state, weighing, keys, v_tile, turn, g, done)
-  j, m = s.axis(GROUPS), s.axis(LANES)
-  l_new = state.l_i.after(end)[state.group + j, m]
-  end = loop.end(l_new.store(l_new.load() + weighing.sums.after(end)[j, m].load()).end(j, m).end(g))
-  if pairs > 1:
-    slot = slot_of(pairs - 1, 0, pairs)
-    end = mma_ab(s, block.acc.after(end), (pairs - 1) * GROUPS, block.v_tiles, 0, block.weights, slot, end)
+    weighed, ahead = weighing.rows(0, tiles.block_n, *done), block.prefetch(v, loop.index)
+    end = block.multiply_pv(state.acc, v_tile, 0, unit, slot, *weighed, between=ahead)
+  j, m = s.axis(tiles.groups), s.axis(LANES)
+  l_new = state.l_i.after(end)[unit * tiles.groups + j, m]
+  end = loop.end(l_new.store(l_new.load() + weighing.sums.after(end)[j, m].load()).end(j, m).end(unit))
+  if block.overlaps:
+    end = block.multiply_pv(block.acc.after(end), block.v_tiles, 0, units - 1, block.slot(units - 1, 0), end)
 
   acc, m_i, l_i = (x.after(end) for x in (block.acc, block.m_i, block.l_i))
   stores = store_outputs(s, o, lse, result, row, acc, m_i, l_i, scaling.log2, block.rules, outer)
@@ -219,22 +230,21 @@ class Block:
     s: where it is made.
     rules: those of its head.
     row: its first query row.
-    block_n: keys per tile.
+    tiles: its sizes. A unit is `tiles.groups` groups of 16 queries.
     key_range: the tiles that it sees.
     products: of parts, which make up Q K^T.
     degree: of the polynomial for weights, see `weigh`.
     q_t: Q^T.
     acc, m_i, l_i: see `State`.
     v_pairs: a tile of V, before it is transposed.
-    k_tiles, v_tiles, weights, scores: of two tiles, and of two pairs of groups, or of one if the block has only one:
-      the products of one run while the weights of the next are computed. Those before the first are 0, and so is what
-      is added then.
+    k_tiles, v_tiles, weights, scores: of two tiles, and of two units, or of one if the block has only one: the products
+      of one run while the weights of the next are computed. Those before the first are 0, and so is what is added then.
   """
 
   s: Scope
   rules: HeadRules
   row: UOp
-  block_n: int
+  tiles: Tiles
   key_range: TileRange
   products: Products
   degree: int
@@ -270,13 +280,13 @@ class Block:
     (_, M, Dk), parts, block_n = sizes(q), PARTS[q.dtype], tiles.block_n
     q_t = load_lanes(s, HeadView.of(q, head, UOp.const(M)), row, tiles.block_m, parts, outer)
     groups, (width, dv_width) = tiles.block_m // LANES, (round_up(x, STEP) for x in (Dk, Dv))
-    turns = min(groups // GROUPS, 2)
-    of_weights = turns * GROUPS, parts, block_n // PAIR, LANES
+    turns = min(groups // tiles.groups, 2)
+    slots = turns * tiles.groups
     return cls(
       s,
       rules,
       row,
-      block_n,
+      tiles,
       rules.key_range(row, tiles.block_m, block_n).split(*split),
       PRODUCTS[parts] + ((1, 1),) * (parts == 2 and has_lse),  # the LSE is float32
       5 if has_lse or parts > 1 else 3,
@@ -287,8 +297,8 @@ class Block:
       v_pairs=filled(s, 0, dtypes.uint, parts, block_n // PAIR, dv_width, within=outer),
       k_tiles=filled(s, 0, dtypes.ushort, turns * parts, block_n, width, within=outer),
       v_tiles=filled(s, 0, dtypes.uint, turns * parts, block_n // STEP, dv_width, LANES, within=outer),
-      weights=filled(s, 0, dtypes.uint, *of_weights, within=outer),
-      scores=s.buffer(turns * GROUPS, block_n, LANES),
+      weights=filled(s, 0, dtypes.uint, slots, parts, block_n // PAIR, LANES, within=outer),
+      scores=s.buffer(slots, block_n, LANES),
     )
 
   @property
@@ -296,14 +306,28 @@ class Block:
     return sizes(self.v_pairs)[0]
 
   @property
-  def pairs(self) -> int:
-    """Pairs of groups of 16 queries."""
-    return sizes(self.acc)[0] // GROUPS
+  def block_n(self) -> int:
+    """Keys per tile."""
+    return self.tiles.block_n
+
+  @property
+  def units(self) -> int:
+    """Units of the block."""
+    return sizes(self.acc)[0] // self.tiles.groups
 
   @property
   def turns(self) -> int:
-    """How many tiles, and pairs, are stored."""
-    return min(self.pairs, 2)
+    """How many tiles, and units, are stored."""
+    return min(self.units, 2)
+
+  @property
+  def overlaps(self) -> bool:
+    """Whether products and weights of different units overlap."""
+    return self.units > 1
+
+  def slot(self, unit: UOp | int, index: UOp | int) -> UOp | int:
+    """The place of a unit's scores and weights for the tile at an index; neighbours in time have different ones."""
+    return (unit + index * (self.units % 2)) % 2 if self.overlaps else 0
 
   @property
   def n_tiles(self) -> int:
@@ -334,11 +358,22 @@ class Block:
     return KeyTile(start, first, self.rules.of_tile(self.s, first, self.block_n, axes))
 
   def load_keys(self, k: UOp, position: UOp, *axes: UOp) -> UOp:
-    """Load the keys of the tile at a position as left operands."""
-    tile, parts = self.tile_at(position, *axes), self.parts
+    """Load the keys of the tile at a position as left operands, unless they serve where they lie in memory."""
+    if self._in_place(k):
+      return self.k_tiles
+    tile = self.tile_at(position, *axes)
     first = tile.first.cast(dtypes.long)  # of sums with constants in 32 bits clang makes no vector loads
-    at = position % self.turns * parts
-    return load_rows(self.s, self.k_tiles, at, parts, tile.rules.keys(k), first, self._length, *axes)
+    at = position % self.turns * self.parts
+    return load_rows(self.s, self.k_tiles, at, self.parts, tile.rules.keys(k), first, self._length, *axes)
+
+  def keys(self, k: UOp, k_tiles: UOp, position: UOp) -> Rows:
+    """The keys of the tile at a position as left operands; `k_tiles` are those that `load_keys` returned."""
+    if self._in_place(k):
+      return Rows.at(self.rules.keys(k), self.tile_first(position)[1].cast(dtypes.long), self.block_n)
+    return Rows.of(k_tiles, position % self.turns * self.parts)
+
+  def _in_place(self, k: UOp) -> bool:
+    return self.parts == 1 and self.block_n <= self.rules.rules.N and Rows.fit(self.rules.keys(k))
 
   def load_values(self, v: UOp, tile: KeyTile, turn: UOp, *axes: UOp) -> UOp:
     """Load the values of a tile, transposed, as left operands."""
@@ -346,49 +381,54 @@ class Block:
     return turned(self.s, self.v_tiles, turn * self.parts, v_pairs, *axes)
 
   def prefetch(self, x: UOp, position: UOp) -> Between:
-    """Prefetch the rows of x, k or v, of the tile after that at a position: some of them between products.
+    """Prefetch the rows of x, k or v, of the tile after that at a position: some of them among products.
 
     For few queries keys come from memory, which would rest while the block computes.
     """
     tile = Tile.of(self.rules, x, self.tile_first(position - 1)[1])
-    steps = self.block_n // BLOCK * ceildiv(tile.rows.size, STEP)
-    return lambda step, half, done: (tile.prefetch(self.s, self.block_n, step * 2 + half, 1, 2 * steps, done),)
+    parts = places(self.block_n, ceildiv(tile.rows.size, STEP), self.tiles.groups)  # as many for k as for v
+    return lambda i, done: (tile.prefetch(self.s, self.block_n, i, 1, parts, done),)
 
-  def multiply_qk(
-    self, keys: UOp, turn: UOp, pair: UOp | int, slot: UOp | int, *after: UOp, between: Between = nothing
+  def multiply_qk(self, keys: Rows, unit: UOp | int, slot: UOp | int, *after: UOp, between: Between = nothing) -> UOp:
+    """Compute S^T = K Q^T of a unit. A statement."""
+    given = keys, self.q_t, unit, self.tiles.groups, self.products
+    return mma_abt(self.s, self.scores, slot, *given, *after, between=between)
+
+  def multiply_pv(
+    self,
+    acc: UOp,
+    v_tile: UOp,
+    at: UOp | int,
+    unit: UOp | int,
+    slot: UOp | int,
+    *after: UOp,
+    between: Between = nothing,
   ) -> UOp:
-    """Compute S^T = K Q^T of a pair of groups. A statement."""
-    at, group = turn * self.parts, pair * GROUPS
-    return mma_abt(self.s, self.scores, slot, keys, at, self.q_t, group, self.products, *after, between=between)
-
-
-def slot_of(pair: UOp | int, index: UOp | int, pairs: int) -> UOp | int:
-  """The first of the two groups of scores, and of weights, of a pair; neighbours in time have different ones."""
-  if pairs == 1:
-    return 0
-  return (pair + index * (pairs % 2)) % 2 * GROUPS
+    """Add V^T P^T of a unit to O^T; the parts of V^T begin at `at`. A statement."""
+    given = v_tile, at, self.weights, slot, self.tiles.groups
+    return mma_ab(self.s, acc, unit, *given, *after, between=between)
 
 
 class State(NamedTuple):
-  """What a block carries from tile to tile, and the first of the groups of 16 queries that are being processed.
+  """What a block carries from tile to tile, and the unit that is being processed.
 
   Attributes:
     acc: O^T relative to m_i, (groups, Dv, 16).
     m_i: row maxima, (groups, 16).
     l_i: row sums, (groups, 16).
-    group: number of the first group.
+    unit: number of the unit.
   """
 
   acc: UOp
   m_i: UOp
   l_i: UOp
-  group: UOp
+  unit: UOp
 
 
 def softmax(
   block: Block, state: State, tile: KeyTile, slot: UOp | int, inside: tuple[UOp, ...]
 ) -> tuple["Weighing", tuple[UOp, ...]]:
-  """The online softmax of a pair of groups up to the weights: masks, m_i and l_i, and what rescales O^T.
+  """The online softmax of a unit up to the weights: masks, m_i and l_i, and what rescales O^T.
 
   Returns:
     The weights, yet to be computed, and the statements that come before them.
@@ -396,11 +436,12 @@ def softmax(
   s, rules, row, first, scaling = block.s, tile.rules, block.row, tile.first, block.rules.scaling
   overlap = rules.rules.N % block.block_n > 0 and block.block_n < rules.rules.N
   moved = tile.start if overlap or block.may_be_empty else None
-  low, high = key_bounds(s, rules, row, first, moved, block.block_n, state.group, inside)
+  groups, group = block.tiles.groups, state.unit * block.tiles.groups
+  low, high = key_bounds(s, rules, row + group * LANES, first, moved, block.block_n, groups, inside)
 
   def score(product: UOp, n: UOp, j: int, m: UOp) -> UOp:
     """The score of a key of the tile; -inf if it is hidden, was in the tile before, or does not exist."""
-    key, query = first + n, row + (state.group + j) * LANES + m
+    key, query = first + n, row + (group + j) * LANES + m
     place = n.cast(dtypes.float)
     hidden = [] if high is None else [place > high[j, m].load()]
     hidden += [] if low is None else [place < low[j, m].load()]
@@ -409,39 +450,31 @@ def softmax(
     x = rules.apply_score_mods(x, query, key)
     return reduce(UOp.__or__, hidden).where(-inf, x) if hidden else x
 
-  seen, at, highest = row_maxima(s, block.scores.after(*inside), slot, state, score, inside)
-  shift, alpha = update_maxima(s, state, highest, scaling.log2, inside)
-  rescaled = rescale(s, state, alpha, shift)
-  l_tile = s.assign(s.buffer(GROUPS, LANES), lambda j, m: 0.0, within=inside)  # apart: a long sum loses digits
-  weighing = Weighing(block.weights.after(*inside), slot, seen, at, shift, l_tile, scaling.log2, block.degree)
-  return weighing, (*inside, seen, rescaled, l_tile)
+  seen, at, highest = row_maxima(s, block.scores.after(*inside), slot, state.m_i, group, groups, score, inside)
+  shift, alpha = update_maxima(s, state.m_i, state.l_i, group, highest, scaling.log2, inside)
+  rescaled: tuple[UOp, ...] = alpha, shift
+  for j in range(groups):
+    rescaled = (scale_rows(state.acc[group + j, 0, 0], alpha[j, 0], sizes(state.acc)[1], *rescaled),)
+  l_tile = s.assign(s.buffer(groups, LANES), lambda j, m: 0.0, within=inside)  # apart: a long sum loses digits
+  given = block.weights.after(*inside), slot, seen, at, shift, l_tile, scaling.log2, block.degree
+  return Weighing(*given), (*inside, seen, *rescaled, l_tile)
 
 
 def multiply_and_weigh(
-  block: Block,
-  state: State,
-  weighing: "Weighing",
-  keys: UOp,
-  v_tile: UOp,
-  turn: UOp,
-  pair: UOp,
-  done: tuple[UOp, ...],
+  block: Block, state: State, weighing: "Weighing", keys: Rows, v_tile: UOp, turn: UOp, done: tuple[UOp, ...]
 ) -> UOp:
-  """Weigh pair `pair`, between the products of Q K^T of the pair after it and of P V of the one before. A statement."""
-  s, block_n, pairs, turns = block.s, block.block_n, block.pairs, block.turns
-  steps = [block_n // BLOCK * (width // STEP) for width in (sizes(keys)[2], sizes(v_tile)[2])]
-  rows = weighing.rows_per_step(steps)
-  wraps = pair.eq(pairs - 1)
-  following = keys, wraps.where(turns - 1 - turn, turn), wraps.where(0, pair + 1)
-  other = GROUPS - weighing.slot
-  end = block.multiply_qk(*following, other, *done, between=weighing.between(0, rows[0]))
-  weighed = rows[0] * steps[0]
-  values = v_tile, pair.eq(0).where(turns - 1 - turn, turn) * block.parts
-  previous = pair.eq(0).where(pairs - 1, pair - 1) * GROUPS
-  between = weighing.between(weighed, rows[1])
-  end = mma_ab(s, state.acc, previous, *values, block.weights, other, end, between=between)
-  weighed += rows[1] * steps[1]
-  (end,) = weighing.rows(weighed, block_n - weighed, end)
+  """Weigh a unit, among the products of Q K^T of the unit after it and of P V of the one before. A statement."""
+  block_n, groups, units, unit, other = block.block_n, block.tiles.groups, block.units, state.unit, 1 - weighing.slot
+  _, steps, width, _ = sizes(v_tile)
+  counts = [places(block_n, keys.width // STEP, groups), places(width, steps, groups)]
+  rows = weighing.rows_per_place(counts)
+  weighed = [rows[0] * counts[0] // groups, rows[1] * counts[1] // groups]
+  following, between = unit.eq(units - 1).where(0, unit + 1), weighing.between(0, rows[0])
+  end = block.multiply_qk(keys, following, other, *done, between=between)
+  previous, at = unit.eq(0).where(units - 1, unit - 1), unit.eq(0).where(1 - turn, turn) * block.parts
+  between = weighing.between(weighed[0], rows[1])
+  end = block.multiply_pv(state.acc, v_tile, at, previous, other, end, between=between)
+  (end,) = weighing.rows(sum(weighed), block_n - sum(weighed), end)
   return end
 
 
@@ -452,23 +485,24 @@ def key_bounds(
   first: UOp,
   start: UOp | None,
   block_n: int,
-  group: UOp,
+  groups: int,
   inside: tuple[UOp, ...],
 ) -> tuple[UOp | None, UOp | None]:
-  """The first and the last key that each of 32 queries sees, counted from the tile's first; None if all or none do.
+  """The first and the last key that each query of a unit sees, counted from the tile's first; None if all or none do.
 
-  They are (2, 16) float32, of which the compiler compares a whole vector at once; integers it widens to 64 bits.
+  They are (groups, 16) float32, of which the compiler compares a whole vector at once; integers it widens to 64 bits.
 
   Args:
+    row: the unit's first query row.
     first: the tile's first key.
     start: the first key that is not in an earlier tile, if others are in this one.
   """
 
   def kept(bound: Callable[[UOp], UOp]) -> UOp:
     def value(j: UOp, m: UOp) -> UOp:
-      return clamp(bound(row + (group + j) * LANES + m) - first, -1, block_n).cast(dtypes.float)
+      return clamp(bound(row + j * LANES + m) - first, -1, block_n).cast(dtypes.float)
 
-    return s.assign(s.buffer(GROUPS, LANES), value, within=inside)
+    return s.assign(s.buffer(groups, LANES), value, within=inside)
 
   def lowest_key(query: UOp) -> UOp:
     found = rules.first_seen(query)
@@ -483,31 +517,33 @@ def row_maxima(
   s: Scope,
   scores: UOp,
   slot: UOp | int,
-  state: State,
+  m_i: UOp,
+  group: UOp,
+  groups: int,
   score: Callable[[UOp, UOp, int, UOp], UOp],
   inside: tuple[UOp, ...],
 ) -> tuple[UOp, UOp | int, UOp]:
-  """Apply masks and score mods, where there are any, to scores[slot] and scores[slot + 1].
+  """Apply masks and score mods, where there are any, to the scores in `slot`.
 
   Returns:
-    The scores and the first of the two groups in it, and the row maxima with those before, (2, 16).
+    The scores and the slot in which they are, and the row maxima with those before, (groups, 16).
   """
-  block_n, highest = sizes(scores)[1], s.buffer(GROUPS, LANES)
+  block_n, highest = sizes(scores)[1], s.buffer(groups, LANES)
   zero, product = UOp.const(0), UOp.const(0.0, dtypes.float)
   changes = score(product, zero, 0, zero) is not product
   # Not in place: of a store that may leave a number as it is tinygrad makes a branch.
-  changed, at = (s.buffer(GROUPS, block_n, LANES).after(*inside), 0) if changes else (scores, slot)
-  for j in range(GROUPS):
+  changed, at = (s.buffer(groups, block_n, LANES).after(*inside), 0) if changes else (scores, slot)
+  for j in range(groups):
     best, m = s.buffer(UNROLL, LANES), s.axis(LANES)
     # Rows are unrolled: of a loop over them some compilers make scattered stores.
-    stores = [best.after(*inside, scores)[r, m].store(state.m_i[state.group + j, m].load()) for r in range(UNROLL)]
+    stores = [best.after(*inside, scores)[r, m].store(m_i[group + j, m].load()) for r in range(UNROLL)]
     best, m = best.after(UOp.group(*stores).end(m)), s.axis(LANES)
 
     def step(before: UOp, i: UOp, j: int = j, m: UOp = m) -> list[UOp]:
       stores = []
       for r in range(UNROLL):
         n = i * UNROLL + r
-        found = score(scores[slot + j, n, m].load(), n, j, m)
+        found = score(scores[slot * groups + j, n, m].load(), n, j, m)
         stores += [before[r, m].store(before[r, m].load().maximum(found))]
         stores += [changed[j, n, m].store(found)] if changes else []
       return [UOp.group(*stores).end(m)]
@@ -520,49 +556,43 @@ def row_maxima(
   return changed, at, highest
 
 
-def update_maxima(s: Scope, state: State, highest: UOp, scale_log2: float, inside: tuple[UOp, ...]) -> tuple[UOp, UOp]:
-  """Return m_i in base 2, (2, 16), and alpha, the factor on sums so far, (2, 16), where m_i follows the row maxima.
+def update_maxima(
+  s: Scope, m_i: UOp, l_i: UOp, group: UOp, highest: UOp, scale_log2: float, inside: tuple[UOp, ...]
+) -> tuple[UOp, UOp]:
+  """Return m_i in base 2, (groups, 16), and alpha, the factor on sums so far, where m_i follows the row maxima.
 
   It follows where a maximum is more than `LAZY` above it: weights may be up to 2**LAZY, and accumulators are seldom
   rescaled. Stores m_i and l_i.
   """
-  rise = LAZY / scale_log2
-  m_new, shift, alpha = (s.buffer(GROUPS, LANES).after(*inside) for _ in range(3))
-  j, m = s.axis(GROUPS), s.axis(LANES)
-  m_old, found = state.m_i[state.group + j, m].load(), highest[j, m].load()
+  rise, groups = LAZY / scale_log2, sizes(highest)[0]
+  m_new, shift, alpha = (s.buffer(groups, LANES).after(*inside) for _ in range(3))
+  j, m = s.axis(groups), s.axis(LANES)
+  m_old, found = m_i[group + j, m].load(), highest[j, m].load()
   m_new = m_new.after(m_new[j, m].store((found > m_old + rise).where(found, m_old)).end(j, m))
-  j, m = s.axis(GROUPS), s.axis(LANES)
-  m_old, found = state.m_i[state.group + j, m].load(), m_new[j, m].load()
+  j, m = s.axis(groups), s.axis(LANES)
+  m_old, found = m_i[group + j, m].load(), m_new[j, m].load()
   stores = shift[j, m].store(found * scale_log2), alpha[j, m].store(exp2((m_old - found) * scale_log2))
   end = UOp.group(*stores).end(j, m)
-  j, m = s.axis(GROUPS), s.axis(LANES)
-  l_i = state.l_i.after(end)[state.group + j, m]
+  j, m = s.axis(groups), s.axis(LANES)
+  l_new = l_i.after(end)[group + j, m]
   stores = (
-    state.m_i.after(end)[state.group + j, m].store(m_new[j, m].load()),
-    l_i.store(l_i.load() * alpha.after(end)[j, m].load()),
+    m_i.after(end)[group + j, m].store(m_new[j, m].load()),
+    l_new.store(l_new.load() * alpha.after(end)[j, m].load()),
   )
   end = UOp.group(*stores).end(j, m)
   return shift.after(end), alpha.after(end)
 
 
-def rescale(s: Scope, state: State, alpha: UOp, *after: UOp) -> UOp:
-  """Multiply the accumulators of two groups of queries by alpha. A statement."""
-  done: tuple[UOp, ...] = (alpha, *after)
-  for j in range(GROUPS):
-    done = (scale_rows(state.acc[state.group + j, 0, 0], alpha[j, 0], sizes(state.acc)[1], *done),)
-  return done[0]
-
-
 class Weighing(NamedTuple):
-  """The weights of two groups of queries, which are computed in parts, between tile products.
+  """The weights of a unit, which are computed in parts, among tile products.
 
   Attributes:
-    weights: P^T as right operands, (groups, parts, block_n / 2, 16) pairs.
-    slot: the first of the two groups in it.
-    scores: (groups, block_n, 16) float32.
-    at: the first of the two groups in them.
-    shift: what is subtracted in the exponent, (2, 16).
-    sums: receive the sums of the weights, (2, 16).
+    weights: P^T as right operands, (slots groups, parts, block_n / 2, 16) pairs.
+    slot: the unit's in it.
+    scores: (slots groups, block_n, 16) float32.
+    at: the unit's slot in them.
+    shift: what is subtracted in the exponent, (groups, 16).
+    sums: receive the sums of the weights, (groups, 16).
     factor: factor on the scores.
     degree: of the polynomial, see `weigh`.
   """
@@ -576,32 +606,39 @@ class Weighing(NamedTuple):
   factor: float
   degree: int
 
-  def rows_per_step(self, steps: list[int]) -> list[int]:
-    """How many keys to weigh per step of Q K^T, and of P V, so that they last for all steps; an even number."""
-    block_n = sizes(self.scores)[1]
-    rows = block_n // sum(steps) // PAIR * PAIR
-    if rows:
-      return [rows, rows]
-    return [PAIR, 0] if PAIR * steps[0] <= block_n else [0, 0]
+  @property
+  def groups(self) -> int:
+    """Groups of the unit."""
+    return sizes(self.sums)[0]
+
+  def rows_per_place(self, counts: list[int]) -> list[int]:
+    """How many keys of a group to weigh at each place among products of Q K^T and of P V, of which there are `counts`.
+
+    Even numbers: half of the keys among the products of each.
+    """
+    block_n, (first, second) = sizes(self.scores)[1], (count // self.groups for count in counts)
+    rows = block_n // 2 // first // PAIR * PAIR
+    return [rows, (block_n - rows * first) // second // PAIR * PAIR]
 
   def between(self, first: int, rows: int) -> Between:
-    """Weigh so many keys per step, from `first` on; those of one group in each half of the step."""
+    """Weigh so many keys per place, from `first` on; groups take turns."""
     if rows == 0:
       return nothing
-    return lambda step, half, done: (self._of_group(half, step * (rows // PAIR) + first // PAIR, rows, *done),)
+    groups = self.groups
+    return lambda i, done: (self._of_group(i % groups, i // groups * (rows // PAIR) + first // PAIR, rows, *done),)
 
   def rows(self, first: int, count: int, *after: UOp) -> tuple[UOp, ...]:
-    """Weigh `count` keys from `first` on, of both groups."""
+    """Weigh `count` keys from `first` on, of all groups."""
     done = after
-    for j in range(GROUPS if count else 0):
+    for j in range(self.groups if count else 0):
       done = (self._of_group(j, UOp.const(first // PAIR), count, *done),)
     return done
 
-  def _of_group(self, j: int, pair: UOp, rows: int, *after: UOp) -> UOp:
+  def _of_group(self, j: UOp | int, pair: UOp, rows: int, *after: UOp) -> UOp:
     _, parts, pairs, _ = sizes(self.weights)
     return weigh(
-      self.weights[self.slot + j, 0, pair, 0],
-      self.scores[self.at + j, pair * PAIR, 0],
+      self.weights[self.slot * self.groups + j, 0, pair, 0],
+      self.scores[self.at * self.groups + j, pair * PAIR, 0],
       self.shift[j, 0],
       self.sums[j, 0],
       self.factor,

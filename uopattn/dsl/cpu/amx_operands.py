@@ -11,7 +11,7 @@ Widths are rounded up to multiples of 32; what does not exist is 0. Accumulators
 from collections.abc import Callable
 from dataclasses import asdict
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
@@ -45,11 +45,48 @@ PRODUCTS = {1: ((0, 0),), 2: ((0, 0), (0, 1), (1, 0))}
 
 Products = tuple[tuple[int, int], ...]
 Place = Callable[[int], tuple[UOp, int]]  # 0 or 1 -> an INDEX and the bytes between rows
-# Statements that run between products: (step, half of it, the statements before) -> the last statements.
-Between = Callable[[UOp, int, tuple[UOp, ...]], tuple[UOp, ...]]
+# Statements that run among products: (number of the place, the statements before) -> the last statements.
+Between = Callable[[UOp, tuple[UOp, ...]], tuple[UOp, ...]]
 
 
-def nothing(step: UOp, half: int, done: tuple[UOp, ...]) -> tuple[UOp, ...]:
+class Rows(NamedTuple):
+  """Left operands, row by row.
+
+  Attributes:
+    place: maps a part, a row and a column to an INDEX.
+    height: number of rows.
+    width: elements per row, a multiple of 32.
+    stride: bytes from a row to the next.
+  """
+
+  place: Callable[[int, UOp, UOp], UOp]
+  height: int
+  width: int
+  stride: int
+
+  @classmethod
+  def of(cls, rows: UOp, first: UOp | int = 0) -> "Rows":
+    """Those of a buffer that is `rows`, whose parts begin at `first`."""
+    _, height, width = sizes(rows)
+    return cls(lambda part, row, column: rows[first + part, row, column], height, width, width * rows.dtype.itemsize)
+
+  @classmethod
+  def at(cls, rows: HeadView, first: UOp, count: int) -> "Rows":
+    """Those of bfloat16 in memory, from row `first` on, which must `fit`."""
+    stride = rows.size * rows.x.dtype.itemsize
+    return cls(lambda part, row, column: rows.place(first + row, column), count, rows.size, stride)
+
+  @staticmethod
+  def fit(rows: HeadView) -> bool:
+    """Whether rows in memory can be operands as they are: bfloat16, whole rows of tiles, one after another.
+
+    Distant rows would mostly fall into the same sets of the nearest cache.
+    """
+    dense = rows.strides is not None and rows.strides.of_row == rows.size
+    return dense and rows.size % STEP == 0 and rows.x.dtype == dtypes.bfloat16 and not rows.widens
+
+
+def nothing(place: UOp, done: tuple[UOp, ...]) -> tuple[UOp, ...]:
   """Run nothing between products."""
   return done
 
@@ -172,7 +209,7 @@ def accumulate(
     length: steps along k.
     products: the parts of A and of B that are multiplied.
     a, b: for a step and a part, the places of the two tiles of A, and of B.
-    between: other work of each step, in two halves.
+    between: other work, twice per step.
   """
   step = s.axis(length)
   done: tuple[UOp, ...] = (step, *after)
@@ -184,41 +221,60 @@ def accumulate(
         done = (tile_load(6 + j, *right(j), *done),) if i == 0 else done
         done = (tile_product(2 * i + j, 4 + i, 6 + j, *done),)
       half = i if len(products) == 1 else n if i == 1 else 2  # the halves follow different products if there are more
-      done = between(step, half, done) if half < 2 else done
+      done = between(step * 2 + half, done) if half < 2 else done
   return done[0].end(step)
+
+
+def places(rows: int, steps: int, groups: int) -> int:
+  """How often `between` is called by a product of so many rows and steps along k; see `mma_abt`."""
+  return rows // ROWS if groups == 1 else rows // BLOCK * 2 * steps
 
 
 def mma_abt(
   s: Scope,
   c: UOp,
-  to: UOp | int,
-  a: UOp,
-  a_first: UOp | int,
+  slot: UOp | int,
+  a: Rows,
   b: UOp,
-  group: UOp | int,
+  unit: UOp | int,
+  groups: int,
   products: Products,
   *after: UOp,
   between: Between = nothing,
 ) -> UOp:
-  """Compute A B^T as c[to] and c[to + 1], each (rows, 16). Stores.
+  """Compute A B^T for `groups` groups of 16 columns. Stores.
 
   Args:
-    a: `rows`, whose parts begin at `a_first`.
-    b: `lanes`, of which the two groups from `group` on are taken.
+    c: (slots groups, rows, 16), of which the groups of `slot` receive it.
+    b: `lanes`, of which the groups of `unit` are taken.
+    groups: 1, whose tiles of B stay, or 2, which share tiles of A.
     products: the parts of A and of B that are multiplied.
-    between: is called with the number of the step of all.
+    between: other work, for each 16 rows (1 group), or twice per step along k (2).
   """
-  _, rows, width = sizes(a)
-  steps, n = width // STEP, s.axis(rows // BLOCK)
-  row, done = n * BLOCK, cleared(*after, n)
+  steps, group, to = a.width // STEP, unit * groups, slot * groups
+  if groups == 1:
+    return _by_rows(
+      s,
+      a.height,
+      steps,
+      products,
+      lambda row, step, part: (a.place(part, row, UOp.const(step * STEP)), a.stride),
+      lambda step, part: b[group, part, step * LANES, 0],
+      lambda row: c.after(*after)[to, row, 0],
+      False,
+      between,
+      *after,
+    )
+  n = s.axis(a.height // BLOCK)
+  row = n * BLOCK
   end = accumulate(
     s,
     steps,
     products,
-    lambda step, part: lambda i: (a[a_first + part, row + i * ROWS, step * STEP], width * 2),
+    lambda step, part: lambda i: (a.place(part, row + i * ROWS, step * STEP), a.stride),
     lambda step, part: lambda j: (b[group + j, part, step * LANES, 0], ROW_BYTES),
-    done,
-    between=lambda step, half, done: between(n * steps + step, half, done),
+    cleared(*after, n),
+    between=lambda i, done: between(n * (2 * steps) + i, done),
   )
   for i in range(2):
     for j in range(2):
@@ -229,24 +285,38 @@ def mma_abt(
 def mma_ab(
   s: Scope,
   acc: UOp,
-  group: UOp | int,
+  unit: UOp | int,
   a: UOp,
-  a_first: UOp | int,
+  first: UOp | int,
   b: UOp,
-  b_first: UOp | int,
+  slot: UOp | int,
+  groups: int,
   *after: UOp,
   between: Between = nothing,
 ) -> UOp:
-  """Add the product of two operands to two groups of accumulators. Stores.
+  """Add A B to accumulators of `groups` groups. Stores.
 
   Args:
-    acc: accumulators.
-    group: the first of the two groups.
-    a: `transposed`, whose parts begin at `a_first`.
-    b: (groups, parts, rows / 2, 16), right operands, of which the two groups from `b_first` on are taken.
-    between: is called with the number of the step of all.
+    acc: accumulators, of which the groups of `unit` are added to.
+    a: `transposed`, whose parts begin at `first`.
+    b: (slots groups, parts, rows / 2, 16), right operands, of which the groups of `slot` are taken.
+    groups, between: as `mma_abt` has them.
   """
   (_, steps, width, _), parts = sizes(a), sizes(b)[1]
+  group, source = unit * groups, slot * groups
+  if groups == 1:
+    return _by_rows(
+      s,
+      width,
+      steps,
+      PRODUCTS[parts],
+      lambda row, step, part: (a[first + part, step, row, 0], ROW_BYTES),
+      lambda step, part: b[source, part, step * LANES, 0],
+      lambda row: acc[group, row, 0],
+      True,
+      between,
+      *after,
+    )
   c = s.axis(width // BLOCK)
   corners = [(i, j, acc[group + j, c * BLOCK + i * ROWS, 0]) for i in range(2) for j in range(2)]
   done: tuple[UOp, ...] = (*after, c)
@@ -256,14 +326,63 @@ def mma_ab(
     s,
     steps,
     PRODUCTS[parts],
-    lambda step, part: lambda i: (a[a_first + part, step, c * BLOCK + i * ROWS, 0], ROW_BYTES),
-    lambda step, part: lambda j: (b[b_first + j, part, step * LANES, 0], ROW_BYTES),
+    lambda step, part: lambda i: (a[first + part, step, c * BLOCK + i * ROWS, 0], ROW_BYTES),
+    lambda step, part: lambda j: (b[source + j, part, step * LANES, 0], ROW_BYTES),
     *done,
-    between=lambda step, half, done: between(c * steps + step, half, done),
+    between=lambda i, done: between(c * (2 * steps) + i, done),
   )
   for i, j, place in corners:
     end = tile_store(2 * i + j, place, ROW_BYTES, end)
   return end.end(c)
+
+
+def _by_rows(
+  s: Scope,
+  rows: int,
+  steps: int,
+  products: Products,
+  a: Callable[[UOp, int, int], tuple[UOp, int]],
+  b: Callable[[int, int], UOp],
+  c: Callable[[UOp], UOp],
+  adds: bool,
+  between: Between,
+  *after: UOp,
+) -> UOp:
+  """Multiply A, row of tiles by row of tiles, by the tiles of B, which stay in tiles 4 to 7 if there are at most four.
+
+  Two accumulators take turns, tiles 0 and 1. Each is stored after the products of the next one and other work, so that
+  nothing waits for it.
+
+  Args:
+    a: maps a row, a step and a part to a tile's place and the bytes between its rows.
+    b: maps a step and a part to a tile's place.
+    c: maps a row to the place of an accumulator.
+    adds: whether accumulators are added to, rather than begun at 0.
+  """
+  wanted = [(step, part) for step in range(steps) for part in sorted({y for _, y in products})]
+  stays = len(wanted) <= 4
+  done: tuple[UOp, ...] = after
+  for i, (step, part) in enumerate(wanted if stays else ()):
+    done = (tile_load(4 + i, b(step, part), ROW_BYTES, *done),)
+  n = s.axis(rows // BLOCK)
+  done = (*done, n)
+  for i in range(2):
+    row = n * BLOCK + i * ROWS
+    done = (tile_load(i, c(row), ROW_BYTES, *done) if adds else tile_zero(i, *done),)
+    loads = 0
+    for step in range(steps):
+      for part in sorted({x for x, _ in products}):
+        left = 2 + loads % 2
+        done, loads = (tile_load(left, *a(row, step, part), *done),), loads + 1
+        for other in (y for x, y in products if x == part):
+          right = 4 + wanted.index((step, other)) % 4
+          if not stays and part == 0:
+            done = (tile_load(right, b(step, other), ROW_BYTES, *done),)
+          done = (tile_product(i, left, right, *done),)
+    if i == 1:
+      done = (tile_store(0, c(n * BLOCK), ROW_BYTES, *done),)
+    done = between(n * 2 + i, done)
+  return tile_store(1, c(n * BLOCK + ROWS), ROW_BYTES, *done).end(n)
 
 
 def cleared(*after: UOp) -> UOp:
