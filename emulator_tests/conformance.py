@@ -245,7 +245,7 @@ def hopper_wide_tiles(arch: str) -> st.SearchStrategy[hopper_wide_forward.Tiles]
 
 def amx_tiles(arch: str) -> st.SearchStrategy[amx_forward.Tiles]:
   blocks = st.integers(1, 3).map(lambda n: 32 * n)
-  return st.builds(amx_forward.Tiles, blocks, blocks, st.just(2))
+  return st.builds(amx_forward.Tiles, blocks, blocks, st.just(2), st.integers(1, 2))
 
 
 def cpu_tiles(arch: str) -> st.SearchStrategy[cpu_forward.Tiles]:
@@ -490,12 +490,12 @@ SUBJECTS: dict[str, Subject] = {
       "odd everywhere": (1, 2, 2, 77, 131, 33, 17),
     },
     mistakes.AMX,
-    small=lambda arch: amx_forward.Tiles(64, 32),  # two pairs of groups
+    small=lambda arch: amx_forward.Tiles(64, 32),  # two units
     any_tiles=amx_tiles,
     head_dims=(1, 8, 33, 40),
     most_queries=70,
     conflict_free=(),
-    synchronised=lambda arch: (amx_forward.Tiles(32, 32),),
+    synchronised=lambda arch: (amx_forward.Tiles(32, 32), amx_forward.Tiles(32, 32, groups=1)),
     mistaken=(1, 1, 1, 50, 70, 33, 16),
   ),
   "cpu": Subject(

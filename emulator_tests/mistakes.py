@@ -488,21 +488,21 @@ def rest_of_the_head_left_out(right: Phase) -> Phase:
 
 
 def groups_not_rescaled(right: Phase) -> Phase:
-  return lambda s, state, alpha, *after: right(s, state, filled(s, alpha, 1.0, (alpha, *after)), *after)
+  return lambda s, acc, group, alpha, *after: right(s, acc, group, filled(s, alpha, 1.0, (alpha, *after)), *after)
 
 
 def groups_not_masked(right: Phase) -> Phase:
-  return lambda s, scores, slot, state, score, inside: right(s, scores, slot, state, lambda x, *rest: x, inside)
+  return lambda s, scores, slot, *where: right(s, scores, slot, *where[:-2], lambda x, *rest: x, where[-1])
 
 
 def groups_masked_late(right: Phase) -> Phase:
-  return lambda s, scores, slot, state, score, inside: right(
-    s, scores, slot, state, lambda x, n, *m: score(x, n - 1, *m), inside
+  return lambda s, scores, slot, *where: right(
+    s, scores, slot, *where[:-2], lambda x, n, *m: where[-2](x, n - 1, *m), where[-1]
   )
 
 
-def other_pair(right: Phase) -> Phase:
-  return lambda pair, index, pairs: 0
+def other_unit(right: Phase) -> Phase:
+  return lambda unit, index, units: 0
 
 
 def second_group_is_the_first(right: Phase) -> Phase:
@@ -515,7 +515,7 @@ def steps_left_out(right: Phase) -> Phase:
 
 AMX = {
   "no rescale of the accumulator": Mistake(amx_forward, "rescale", groups_not_rescaled, {"scale": 3.0}),
-  "weights over those before": Mistake(amx_forward, "slot_of", other_pair),
+  "weights over those before": Mistake(amx_forward, "slot_of", other_unit),
   "no causal mask on the diagonal": Mistake(amx_forward, "row_maxima", groups_not_masked, {"is_causal": True}),
   "last tile counted twice": Mistake(amx_forward, "row_maxima", groups_not_masked),
   "mask one key late": Mistake(amx_forward, "row_maxima", groups_masked_late, {"is_causal": True}),

@@ -51,7 +51,7 @@ from uopattn.dsl.cpu.gradients import Gradients, block_of, clear, load_row_sums,
 from uopattn.dsl.cpu.register_blocks import even
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
-from uopattn.dsl.schedule import Kernel, Problem, Schedule
+from uopattn.dsl.schedule import DTYPES_16, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
 
 
@@ -240,7 +240,7 @@ def add_product(s: Scope, out: UOp, item: UOp, first: UOp, left: UOp, right: UOp
 SCHEDULE = Schedule(
   "amx_backward",
   devices=("CPU",),
-  dtypes=tuple(PARTS),
+  dtypes=DTYPES_16,
   kernels=(
     Kernel.backward(
       backward,

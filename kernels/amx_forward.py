@@ -27,14 +27,16 @@ For few queries all query heads of a key head are rows of one unit, the keys may
 prefetch the next tile of keys and of values, which come from memory then. `preferred` says when that is faster than
 `cpu_decode`: in bfloat16, from 16 rows on.
 
-float16 is the sum of two bfloat16 numbers, its parts, by cutting off: Q, K, V and P are stored in two parts, and a
-product takes three or four products of parts. The second part of an infinity is NaN. Denormal bfloat16 count as 0.
-float32 would take three parts, which is slower than `cpu_forward`.
+float16 is the sum of two bfloat16 numbers, its parts, by cutting off, and float32 of three: Q, K, V and P are stored in
+parts, and a product takes three or four products of two parts, and six of three. The later parts of an infinity are
+NaN. Denormal bfloat16 count as 0. In float32 `preferred` leaves heads of up to 96 to `cpu_forward`.
 
 Measured 2026-11-24 on a Xeon (model 207) that others use too, in turns with PyTorch 2.11, N=1024, GFLOP/s and ratio.
 Two threads: bfloat16 D=64 H=32 895 (2.4; with two groups at a time 676), D=128 H=8 672 (1.4; 2.0 the day before);
-float16 D=64 460 (2.6; 372). 16 threads: bfloat16 H=8 D=64 4307 (1.95; 3452). 32 query heads on 8, N=16384, D=128,
-bfloat16: 8 queries 2.9 to 3.3 times and 4 queries 1.6 to 2.0 times as fast as `cpu_decode`. See
+float16 D=64 460 (2.6; 372); float32 D=128 H=32 311 (1.5; `cpu_forward` 244). 16 threads: bfloat16 H=8 D=64 4307 (1.95;
+3452), float32 D=128 H=32 1440 (1.3; `cpu_forward` 1426). 32 query heads on 8, N=16384, D=128, bfloat16: 8 queries 2.9
+to 3.3 times and 4 queries 1.6 to 2.0 times as fast as `cpu_decode`. Where a neighbour uses the same core, float32 by
+parts can be slower than `cpu_forward`. See
 scripts/results/NOTES.md.
 """
 
@@ -81,6 +83,7 @@ from uopattn.dsl.schedule import Kernel, Problem, Schedule, group_of_few
 from uopattn.dsl.target import Target
 from uopattn.kernels.cpu_decode import Tile, splits
 
+SMALL = 96  # heads up to which what a group of queries needs fits the nearest cache
 UNROLL = 4  # rows of S^T whose maxima are taken apart
 LAZY = 8  # weights are at most 2**LAZY; see `update_maxima`
 
@@ -125,7 +128,8 @@ class Tiles:
     p, parts = problem, PARTS.get(problem.dtype, 1)
     # What one group needs fits the nearest cache if heads are small. If they are not, or keys come from memory, as
     # those of few queries do, two groups share tiles of K and of V^T, and tiles of keys are long.
-    groups, usual = (2, 128 // parts) if max(p.Dk, p.Dv) > 96 or p.few else (1, 64 // parts)
+    small = max(p.Dk, p.Dv) <= SMALL and parts < 3 and not p.few
+    groups, usual = (1, 64 // parts) if small else (2, 128 if parts == 1 else 64)
     # A tile that is moved back to end at N must be masked, so prefer sizes that divide N.
     block_n = next((n for n in (usual, 64, 96, 128, 32) if p.N % n == 0), usual if usual < p.N else BLOCK)
     largest = 256 if p.is_causal else 512  # under a causal mask a large block sees many keys that are hidden
@@ -155,7 +159,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   Args:
     o: (heads, M, Dv), the output, in q's dtype; or that of each split of the keys, (heads splits, M, Dv) float32.
-    q: (heads, M, Dk), bfloat16 or float16.
+    q: (heads, M, Dk), bfloat16, float16 or float32.
     k, v: keys and values, as `rules` finds them.
     lse: (heads, M), or (heads splits, M), float32; receives the log-sum-exp (natural logarithm) of each row.
     rules: masks, score mods and scaling; where the keys are.
@@ -175,14 +179,14 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   if block.overlaps:
     last = n_tiles - 1  # the loop counts down
     keys = block.keys(k, block.load_keys(k, last, *outer), last)
-    begun = block.multiply_qk(keys, 0, block.slot(0, last), *outer, config)
+    begun = block.multiply_qk(keys, 0, slot_of(0, last, units), *outer, config)
   tile, turn = block.tile_at(loop.index, *loop.axes), loop.index % block.turns
   v_tile = block.load_values(v, tile, turn, *loop.axes)
   # Q K^T is a unit ahead, so that the last unit of a tile needs the next tile.
   following = clamp(loop.index - (block.turns - 1), 0, block.n_tiles - 1)
   k_tiles = block.load_keys(k, following, *loop.axes, begun)
   unit = s.axis(units)
-  inside, slot = (*loop.axes, unit, begun), block.slot(unit, loop.index)
+  inside, slot = (*loop.axes, unit, begun), slot_of(unit, loop.index, units)
   if not block.overlaps:
     keys, ahead = block.keys(k, k_tiles, loop.index), block.prefetch(k, loop.index)
     inside = *inside, block.multiply_qk(keys, unit, slot, *inside, between=ahead)
@@ -199,7 +203,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   l_new = state.l_i.after(end)[unit * tiles.groups + j, m]
   end = loop.end(l_new.store(l_new.load() + weighing.sums.after(end)[j, m].load()).end(j, m).end(unit))
   if block.overlaps:
-    end = block.multiply_pv(block.acc.after(end), block.v_tiles, 0, units - 1, block.slot(units - 1, 0), end)
+    end = block.multiply_pv(block.acc.after(end), block.v_tiles, 0, units - 1, slot_of(units - 1, 0, units), end)
 
   acc, m_i, l_i = (x.after(end) for x in (block.acc, block.m_i, block.l_i))
   stores = store_outputs(s, o, lse, result, row, acc, m_i, l_i, scaling.log2, block.rules, outer)
@@ -325,10 +329,6 @@ class Block:
     """Whether products and weights of different units overlap."""
     return self.units > 1
 
-  def slot(self, unit: UOp | int, index: UOp | int) -> UOp | int:
-    """The place of a unit's scores and weights for the tile at an index; neighbours in time have different ones."""
-    return (unit + index * (self.units % 2)) % 2 if self.overlaps else 0
-
   @property
   def n_tiles(self) -> int:
     """Tiles of all keys."""
@@ -409,6 +409,11 @@ class Block:
     return mma_ab(self.s, acc, unit, *given, *after, between=between)
 
 
+def slot_of(unit: UOp | int, index: UOp | int, units: int) -> UOp | int:
+  """The place of a unit's scores and weights for the tile at an index; neighbours in time have different ones."""
+  return 0 if units == 1 else (unit + index * (units % 2)) % 2
+
+
 class State(NamedTuple):
   """What a block carries from tile to tile, and the unit that is being processed.
 
@@ -452,12 +457,10 @@ def softmax(
 
   seen, at, highest = row_maxima(s, block.scores.after(*inside), slot, state.m_i, group, groups, score, inside)
   shift, alpha = update_maxima(s, state.m_i, state.l_i, group, highest, scaling.log2, inside)
-  rescaled: tuple[UOp, ...] = alpha, shift
-  for j in range(groups):
-    rescaled = (scale_rows(state.acc[group + j, 0, 0], alpha[j, 0], sizes(state.acc)[1], *rescaled),)
+  rescaled = rescale(s, state.acc, group, alpha, shift)
   l_tile = s.assign(s.buffer(groups, LANES), lambda j, m: 0.0, within=inside)  # apart: a long sum loses digits
   given = block.weights.after(*inside), slot, seen, at, shift, l_tile, scaling.log2, block.degree
-  return Weighing(*given), (*inside, seen, *rescaled, l_tile)
+  return Weighing(*given), (*inside, seen, rescaled, l_tile)
 
 
 def multiply_and_weigh(
@@ -583,6 +586,14 @@ def update_maxima(
   return shift.after(end), alpha.after(end)
 
 
+def rescale(s: Scope, acc: UOp, group: UOp, alpha: UOp, *after: UOp) -> UOp:
+  """Multiply the accumulators of a unit, from `group` on, by alpha. A statement."""
+  done: tuple[UOp, ...] = (alpha, *after)
+  for j in range(sizes(alpha)[0]):
+    done = (scale_rows(acc[group + j, 0, 0], alpha[j, 0], sizes(acc)[1], *done),)
+  return done[0]
+
+
 class Weighing(NamedTuple):
   """The weights of a unit, which are computed in parts, among tile products.
 
@@ -678,10 +689,11 @@ LEAST_ROWS = 16  # of a key head, for few queries: of fewer `cpu_decode` makes s
 
 
 def preferred(problem: Problem, target: Target) -> bool:
-  """Whether it is faster than the kernels without tiles."""
-  p = problem
-  serves = target.vector.tiles and p.dtype in PARTS
-  return serves and (not p.few or (PARTS[p.dtype] == 1 and p.M * group_of_few(p) >= LEAST_ROWS))
+  """Whether it is faster than the kernels without tiles: not for small heads in float32, nor for the fewest queries."""
+  p, parts = problem, PARTS.get(problem.dtype)
+  if not target.vector.tiles or parts is None or (parts == 3 and max(p.Dk, p.Dv) <= SMALL):
+    return False
+  return not p.few or (parts == 1 and p.M * group_of_few(p) >= LEAST_ROWS)
 
 
 SCHEDULE = Schedule(

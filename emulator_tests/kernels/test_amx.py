@@ -3,13 +3,14 @@
 import ctypes
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from helpers import check, cpu_target, inputs, on, placed, problem_of, with_vectors
+from mistakes import Mistake
 from test_cpu_assembly import assembly, innermost_loops
 from test_cpu_split import in_parts
 from tinygrad import dtypes
@@ -78,6 +79,7 @@ def test_tiles_state_their_laws() -> None:
     (dtypes.float16, 64, (32, 1)),
     (dtypes.bfloat16, 128, (128, 2)),
     (dtypes.float16, 128, (64, 2)),
+    (dtypes.float32, 128, (64, 2)),
   ):
     tiles = Tiles.choose(problem_of(8, 1024, 1024, D, D, dtype), with_tiles())
     assert (tiles.block_n, tiles.groups) == expected
@@ -108,13 +110,32 @@ def test_few_queries(splits: int) -> None:
 @pytest.mark.kinds(M=(70,), is_causal=(True,))
 @pytest.mark.parametrize("M", [70, 100])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_large_heads(M: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-  """Two groups of queries at a time, three times or four, over several tiles of keys."""
+@pytest.mark.parametrize("dtype", [dtypes.bfloat16, dtypes.float32], ids=str)
+def test_large_heads(M: int, is_causal: bool, dtype: DType, monkeypatch: pytest.MonkeyPatch) -> None:
+  """Two groups of queries at a time, three times or four, over several tiles of keys; float32 by three parts."""
   monkeypatch.setattr(Tiles, "choose", lambda problem, target: Tiles(96 if M < 96 else 128, 32))
   with on("amx"):
-    q, k, v = inputs(1, 2, 2, M, 130, 128, 100, dtypes.bfloat16)
+    q, k, v = inputs(1, 2, 2, M, 130, 128, 100, dtype)
     out, lse = attention(q, k, v, is_causal=is_causal, return_lse=True, backend="kernel")
     check(q, k, v, out, lse, is_causal=is_causal)
+
+
+MISTAKES_OF_ONE_GROUP: dict[str, Callable[..., Any]] = {
+  "steps left out": lambda right: lambda s, rows, steps, *rest: right(s, rows, 1, *rest),
+  "accumulators begin at 0": lambda right: lambda *given: right(*given[:7], False, *given[8:]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES_OF_ONE_GROUP)
+def test_a_mistake_of_one_group_is_caught(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr(Tiles, "choose", lambda problem, target: Tiles(32, 64, groups=1))
+  with on("amx"):
+    x = inputs(1, 1, 1, 40, 130, 64, 64, dtypes.bfloat16)
+    check(*x, *attention(*x, return_lse=True, backend="kernel"))
+    with Mistake(amx_operands, "_by_rows", MISTAKES_OF_ONE_GROUP[mistake]).made():
+      wrong = attention(*x, return_lse=True, backend="kernel")
+      with pytest.raises(AssertionError, match="worst at"):
+        check(*x, *wrong)
 
 
 @pytest.mark.parametrize("M", [17, 100, 1024])

@@ -179,7 +179,7 @@ _LIST = [
   # pointers to weights, scores, shifts and sums, factor on scores, number of rows, bytes from part to part
   *[
     Instruction(f"weigh_{parts}_{degree}", {"c": _weigh(parts, degree)}, statement=True, parameters=(parts, degree))
-    for parts in (1, 2)
+    for parts in (1, 2, 3)
     for degree in EXP2
     if degree == max(EXP2) or parts == 1
   ],
@@ -280,14 +280,14 @@ def weigh(
 
   Args:
     to: INDEX of (rows / 2, 16) uint32, receives the weights of two keys each, lower key first, in bfloat16: rounded to
-      nearest, or in two parts, each of them cut off.
+      nearest, or in several parts, each of them cut off.
     scores: INDEX of (rows, 16) float32.
     shift: INDEX of 16 float32, close to or above score * factor.
     sums: INDEX of 16 float32, to which the weights, before rounding, are added.
     factor: factor on the scores.
     rows: keys, an even number.
     part_bytes: from one part to the next.
-    parts: 1 or 2.
+    parts: 1, 2 or 3.
     degree: of the polynomial that computes exp2, see `EXP2`; below 5 only with one part.
   """
   operands = UOp.const(factor, dtypes.float), UOp.const(rows, dtypes.int), UOp.const(part_bytes, dtypes.int)

@@ -40,8 +40,12 @@ GROUPS = 2  # of 16 lanes that are processed at once
 BLOCK = 2 * ROWS  # rows, and columns, of the four accumulators
 # Each operand is a sum of this many bfloat16 numbers, its parts, and a product the sum of these products of parts: the
 # rest is less than what the type rounds off.
-PARTS: dict[DType, int] = {dtypes.bfloat16: 1, dtypes.float16: 2}
-PRODUCTS = {1: ((0, 0),), 2: ((0, 0), (0, 1), (1, 0))}
+PARTS: dict[DType, int] = {dtypes.bfloat16: 1, dtypes.float16: 2, dtypes.float32: 3}
+PRODUCTS = {
+  1: ((0, 0),),
+  2: ((0, 0), (0, 1), (1, 0)),
+  3: ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0)),
+}
 
 Products = tuple[tuple[int, int], ...]
 Place = Callable[[int], tuple[UOp, int]]  # 0 or 1 -> an INDEX and the bytes between rows
