@@ -29,15 +29,15 @@ prefetch the next tile of keys and of values, which come from memory then. `pref
 
 float16 is the sum of two bfloat16 numbers, its parts, by cutting off, and float32 of three: Q, K, V and P are stored in
 parts, and a product takes three or four products of two parts, and six of three. The later parts of an infinity are
-NaN. Denormal bfloat16 count as 0. In float32 `preferred` leaves heads of up to 96, and of more
-than 128, to `cpu_forward`.
+NaN. Denormal bfloat16 count as 0. Of the products of parts neighbours share a part, whose tiles stay where two
+groups share tiles.
 
 Measured 2026-11-24 on a Xeon (model 207) that others use too, in turns with PyTorch 2.11, N=1024, GFLOP/s and ratio.
 Two threads: bfloat16 D=64 H=32 1020 (2.5; with two groups at a time 676 where one had 895), D=128 H=8 672 (1.4; 2.0
-the day before); float16 D=64 H=32 507 (2.7); float32 D=128 H=32 254 and 311 (1.3, 1.5; `cpu_forward` 244). 16 threads,
-H=32: bfloat16 D=64 6200 (2.8), float16 1980 (2.4), float32 D=128 1333 and 1440 (1.4, 1.3; `cpu_forward` 1426). 32 query
-heads on 8, N=16384, D=128, bfloat16: 8 queries 2.9 to 3.3 times and 4 queries 1.6 to 2.0 times as fast as `cpu_decode`.
-Where a neighbour uses the same core, float32 by parts can be slower than `cpu_forward`. See
+the day before); float16 D=64 H=32 507 (2.7); float32 H=32 D=64 375 (1.7; `cpu_forward` 269), D=128 463 (1.8; 284). 16
+threads, H=32: bfloat16 D=64 6200 (2.8), float16 1980 (2.4), float32 D=64 1865 (2.1; 1672), D=128 1758 (1.8; 1682). 32
+query heads on 8, N=16384, D=128, bfloat16: 8 queries 2.9 to 3.3 times and 4 queries 1.6 to 2.0 times as fast as
+`cpu_decode`. Where a neighbour uses the same core, float32 by parts can be slower than `cpu_forward`. See
 scripts/results/NOTES.md.
 """
 
@@ -85,7 +85,6 @@ from uopattn.dsl.target import Target
 from uopattn.kernels.cpu_decode import Tile, splits
 
 SMALL = 96  # heads up to which what a group of queries needs fits the nearest cache
-LARGE = 128  # heads up to which float32 by parts was measured to be faster
 UNROLL = 4  # rows of S^T whose maxima are taken apart
 LAZY = 8  # weights are at most 2**LAZY; see `update_maxima`
 
@@ -691,9 +690,9 @@ LEAST_ROWS = 16  # of a key head, for few queries: of fewer `cpu_decode` makes s
 
 
 def preferred(problem: Problem, target: Target) -> bool:
-  """Whether it is faster than the kernels without tiles: in float32 with few sizes of heads, and not for one query."""
+  """Whether it is faster than the kernels without tiles: not for one query."""
   p, parts = problem, PARTS.get(problem.dtype)
-  if not target.vector.tiles or parts is None or (parts == 3 and not SMALL < max(p.Dk, p.Dv) <= LARGE):
+  if not target.vector.tiles or parts is None:
     return False
   return not p.few or (parts == 1 and p.M * group_of_few(p) >= LEAST_ROWS)
 

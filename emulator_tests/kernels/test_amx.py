@@ -47,7 +47,7 @@ def test_where_it_is_taken() -> None:
     return dispatch(spec, target).schedule.name
 
   for dtype in DTYPES_16_32:
-    assert taken(spec_of(17, dtype=dtype), with_tiles()) == ("amx_forward" if dtype in DTYPES_16 else "cpu_forward")
+    assert taken(spec_of(17, dtype=dtype), with_tiles()) == "amx_forward"
     assert taken(spec_of(15, dtype=dtype), with_tiles()) == taken(spec_of(1, dtype=dtype), with_tiles()) == "cpu_decode"
     few = "amx_forward" if dtype == dtypes.bfloat16 else "cpu_decode"  # which has 16 rows of a key head
     assert taken(replace(spec_of(4, dtype=dtype), Hkv=2), with_tiles()) == few
@@ -79,6 +79,7 @@ def test_tiles_state_their_laws() -> None:
     (dtypes.float16, 64, (32, 1)),
     (dtypes.bfloat16, 128, (128, 2)),
     (dtypes.float16, 128, (64, 2)),
+    (dtypes.float32, 64, (64, 2)),
     (dtypes.float32, 128, (64, 2)),
   ):
     tiles = Tiles.choose(problem_of(8, 1024, 1024, D, D, dtype), with_tiles())

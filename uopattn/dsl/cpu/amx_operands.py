@@ -39,12 +39,12 @@ from uopattn.dsl.view import View
 GROUPS = 2  # of 16 lanes that are processed at once
 BLOCK = 2 * ROWS  # rows, and columns, of the four accumulators
 # Each operand is a sum of this many bfloat16 numbers, its parts, and a product the sum of these products of parts: the
-# rest is less than what the type rounds off.
+# rest is less than what the type rounds off. Neighbours share a part, whose tiles stay.
 PARTS: dict[DType, int] = {dtypes.bfloat16: 1, dtypes.float16: 2, dtypes.float32: 3}
 PRODUCTS = {
   1: ((0, 0),),
-  2: ((0, 0), (0, 1), (1, 0)),
-  3: ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0)),
+  2: ((0, 1), (0, 0), (1, 0)),
+  3: ((0, 2), (0, 1), (1, 1), (1, 0), (2, 0), (0, 0)),
 }
 
 Products = tuple[tuple[int, int], ...]
@@ -217,15 +217,17 @@ def accumulate(
   """
   step = s.axis(length)
   done: tuple[UOp, ...] = (step, *after)
+  held: tuple[int | None, int | None] = None, None
   for n, (part_a, part_b) in enumerate(products):
     left, right = a(step, part_a), b(step, part_b)
     for i in range(2):
-      done = (tile_load(4 + i, *left(i), *done),)
+      done = (tile_load(4 + i, *left(i), *done),) if part_a != held[0] else done
       for j in range(2):
-        done = (tile_load(6 + j, *right(j), *done),) if i == 0 else done
+        done = (tile_load(6 + j, *right(j), *done),) if i == 0 and part_b != held[1] else done
         done = (tile_product(2 * i + j, 4 + i, 6 + j, *done),)
       half = i if len(products) == 1 else n if i == 1 else 2  # the halves follow different products if there are more
       done = between(step * 2 + half, done) if half < 2 else done
+    held = part_a, part_b
   return done[0].end(step)
 
 
