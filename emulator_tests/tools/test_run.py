@@ -274,7 +274,7 @@ INFO = {
   ),
   "EMU::amx": (
     "device     EMU x86_64,sapphirerapids, emulated",
-    "kernel     amx_forward: serves half, bfloat16",
+    "kernel     amx_forward: serves float, half, bfloat16",
   ),
   "EMU::sm_75": (
     "device     EMU sm_75, emulated",
