@@ -69,12 +69,12 @@ def inputs(
   return _random((B, Hq, M, Dk), (B, Hkv, N, Dk), (B, Hkv, N, Dv), dtype=dtype, seed=seed, device="EMU")
 
 
-def drawn(quick: int, values: int = 10, slow: int = 200) -> settings:
+def drawn(quick: int, values: int = 5, slow: int = 200) -> settings:
   """Hypothesis' settings where each example lowers a kernel of its own: how many are drawn, with --values, with --slow.
 
   The first drawn is the simplest: with `quick` of 0 only the explicit examples run, which can be better ones.
   """
-  most = {settings.get_profile(name).max_examples: n for name, n in (("values", values), ("slow", slow))}
+  most = {settings.get_profile(name).max_examples: n for name, n in (("values", max(quick, values)), ("slow", slow))}
   if number := most.get(settings().max_examples, quick):
     return settings(max_examples=number)
   return settings(phases=(Phase.explicit,))

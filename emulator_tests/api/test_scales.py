@@ -215,5 +215,5 @@ def test_what_is_refused(name: str, value: Any, error: type[Exception], said: st
 
 
 def test_other_kernels_say_so() -> None:
-  with pytest.raises(ValueError, match="cpu_forward has no v_scale; multiply by it before"):
+  with served_by("cpu_forward"), pytest.raises(ValueError, match="cpu_forward has no v_scale; multiply by it before"):
     attention(*qkv(*PREFILL), enable_gqa=True, v_scale=2.0, backend="kernel")

@@ -184,11 +184,11 @@ def test_a_query_without_keys_gives_zero() -> None:
 
 def test_tiles_of_other_sequences_are_not_visited() -> None:
   """Values of the other sequence are NaN, which a weight of 0 would not hide."""
-  lengths = [256, 256]
+  lengths = [512, 512]  # the largest block of queries
   q, k, v = tensors((lengths, lengths))
   want = attention_varlen(q, k, v, ends(lengths), ends(lengths), enable_gqa=True, backend="kernel").numpy()
-  for part in (slice(0, 256), slice(256, 512)):
-    other = np.ones((512, 1, 1), bool)
+  for part in (slice(0, 512), slice(512, 1024)):
+    other = np.ones((1024, 1, 1), bool)
     other[part] = False
     bad_k, bad_v = (Tensor(other).where(math.nan, x).realize() for x in (k, v))
     got = attention_varlen(q, bad_k, bad_v, ends(lengths), ends(lengths), enable_gqa=True, backend="kernel").numpy()

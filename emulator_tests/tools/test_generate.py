@@ -103,7 +103,7 @@ def test_refuses(arguments: tuple[str, ...], reason: str) -> None:
   assert reason in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_kernel_and_tinygrads_attention_write_the_same_text() -> None:
   model = load()
   prompt = model.tokenizer.encode(PASSAGE).ids

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import cpu_target, qkv
+from helpers import cpu_target, qkv, served_by
 from tinygrad import Context, Tensor, dtypes
 from tinygrad.engine.worker import terminate_worker_pool
 from tinygrad.nn.state import safe_save
@@ -228,7 +228,8 @@ def test_a_wrong_kernel_ends_with_1_and_says_where(
 
   compiled.cache_clear()
   monkeypatch.setattr(cpu_forward, "multiply_qk", no_mask)
-  assert run.run(Config(h=1, n=40, d=8, causal=1, cnt=1)) == 1
+  with served_by("cpu_forward"):
+    assert run.run(Config(h=1, n=40, d=8, causal=1, cnt=1)) == 1
   compiled.cache_clear()
   printed = capsys.readouterr().out
   assert "flash attention is WRONG, worst at (0, 0, " in printed

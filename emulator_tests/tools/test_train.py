@@ -148,7 +148,7 @@ def test_text_is_the_licence_or_says_what_else(text: Text, tmp_path: Path, capsy
   assert capsys.readouterr().out == ""
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_curves_agree_for_longer(text: Text) -> None:
   *_, last = train(TinyModel(len(text.letters), 3, 2, 32, 256), text, 2, 40, 1, ATTENTIONS)
   comparison = Comparison.of(last)

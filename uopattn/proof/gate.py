@@ -335,6 +335,8 @@ def verify_gradients(
 def numpy(x: Tensor) -> Array:
   """Return the values as a numpy array; bfloat16 and 8-bit floats, which numpy lacks, become float32."""
   x = x.realize()  # a lazy cast would be fused with the one to float32, and its rounding lost
+  if isinstance(x.device, tuple):  # tinygrad would join the parts on the CPU, which may lack a compiler
+    x = x.to(x.device[0]).realize()
   if x.dtype == dtypes.bfloat16 and x.uop.has_buffer_identity():
     # The upper half of a float32; tinygrad would compile a kernel for every shape.
     return (x.bitcast(dtypes.ushort).numpy().astype(np.uint32) << 16).view(np.float32)

@@ -171,5 +171,6 @@ def flat_base(name: str, x: Tensor, layout: Layout | None) -> Tensor:
 
 def in_memory(x: Tensor) -> Tensor:
   """Return x as a contiguous buffer; one that is still to be written is not copied."""
-  # In a precompiled `tinygrad.function`, `contiguous` would copy a cache that has just been written.
-  return x if x.uop.has_buffer_identity(after_ok=True) else x.contiguous()
+  # In a precompiled `tinygrad.function`, `contiguous` would copy a cache that has just been written; a stack of what
+  # devices have copied from one another it would always copy.
+  return x if x.uop.op is Ops.MSTACK or x.uop.has_buffer_identity(after_ok=True) else x.contiguous()

@@ -116,8 +116,23 @@ def gathered(x: Tensor) -> Tensor:
 
 
 def joined(part: Tensor, axis: int | None) -> Tensor:
-  """Return the Tensor whose parts along `axis` are those of each device; for None all devices hold the same."""
-  return part if axis is None else Tensor(part.uop.unshard(axis))
+  """Return the Tensor whose parts along `axis` are those of each device; for None all devices hold the same.
+
+  The result of a kernel stays in the buffer that the kernel writes: tinygrad copies what it realizes, unless it is
+  AFTER of a buffer, which UNSHARD of AFTER is not to it.
+  """
+  if axis is None:
+    return part
+  x = part.uop
+  if written_by_kernel(x):
+    return Tensor(x.src[0].unshard(axis).after(*x.src[1:]))
+  return Tensor(x.unshard(axis))
+
+
+def written_by_kernel(x: UOp) -> bool:
+  """Return whether x is a buffer, or UNSHARD of one, after the call of a kernel."""
+  called = x.op is Ops.AFTER and all(s.op is Ops.CALL for s in x.src[1:])
+  return called and x.src[0].has_buffer_identity() and x.src[0].base.op is not Ops.PARAM
 
 
 def with_gradients(
@@ -142,7 +157,9 @@ def with_gradients(
 
   body = UOp.maketuple(*(x.param_like(i) for i, x in enumerate(given[:count])))
   call = body.call(*given, grad_fxn=grad_fxn)
-  return tuple(Tensor(call.gettuple(i)) for i in range(count))
+  found = zip(given, (call.gettuple(i) for i in range(count)), strict=False)
+  # What a kernel has written is stored to itself, which gradients pass and tinygrad drops; it would copy a GETTUPLE.
+  return tuple(Tensor(x.after(x.store(value)) if written_by_kernel(x) else value) for x, value in found)
 
 
 def grads_and_call(grads: tuple[UOp, ...], call: UOp | None) -> tuple[tuple[UOp, ...], UOp]:
