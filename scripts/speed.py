@@ -48,9 +48,10 @@ def problem(row: Record) -> str:
 
 
 def kind(row: Record) -> str:
-  """Return the dtype, with "causal" and "gradients" where they apply."""
+  """Return the dtype, with "causal", "gradients" and what several devices divide where they apply."""
   p = row["problem"]
-  return p["dtype"] + ", causal" * p["is_causal"] + ", gradients" * row.get("backward", False)
+  divided = f", {row['devices']} devices by {row['shard']}" if row.get("shard") else ""
+  return p["dtype"] + ", causal" * p["is_causal"] + ", gradients" * row.get("backward", False) + divided
 
 
 def rounded(number: float) -> str:

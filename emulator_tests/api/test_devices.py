@@ -293,3 +293,11 @@ def test_plain_ops() -> None:
   Tensor.realize(out, lse)
   q, k, v = map(Tensor, arrays(*HEADS))
   check(q, k, v, out, lse, score_mod=by_head)
+
+
+@pytest.mark.parametrize("axes", [(0, 0), (1, 1), (2, None)], ids=["batches", "heads", "queries"])
+def test_results_stay_where_kernels_write_them(axes: tuple[int | None, ...]) -> None:
+  q, k, v = arrays(2, 4, 2, 20, 20, seed=0)
+  given = (put(x, axis, DEVICES) for x, axis in ((q, axes[0]), (k, axes[1]), (v, axes[1])))
+  out, lse = attention(*given, enable_gqa=True, return_lse=True, backend="kernel")
+  assert len(out.schedule_linear(lse).src) == 1

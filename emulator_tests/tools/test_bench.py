@@ -15,11 +15,12 @@ import pytest
 import readme_table
 import speed
 
-from uopattn.measure import bandwidth, bench, contenders, contenders_backward, run, turns
+from uopattn.measure import bandwidth, bench, contenders, contenders_backward, run, sample, turns
 from uopattn.measure.bench import main
 from uopattn.measure.gpu_state import GpuState, summarized
 from uopattn.measure.run import Config, Problem
 from uopattn.measure.turns import Timing
+from uopattn.proof.gate import Gate
 
 SMALL = Config(h=2, n=40, d=8, dtype="float")
 
@@ -469,5 +470,43 @@ def test_bf16_of_torch_if_there_is_one() -> None:
   problem: Problem = run.prepare(Config(h=2, hkv=1, n=40, d=8, dtype="bfloat16", causal=1))
   runner = contenders.load_torch()(problem)
   assert runner is not None
-  gate = bench.Gate.of(problem.q, problem.k, problem.v, is_causal=True)
+  gate = Gate.of(problem.q, problem.k, problem.v, is_causal=True)
   assert gate.output(*runner.result()).correct
+
+
+@pytest.mark.parametrize("causal", [0, 1])
+def test_a_sample_of_queries_is_checked(causal: int, monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setitem(sample.CHECKED, True, 5 * 40)
+  problem = run.prepare(Config(h=2, n=40, d=8, dtype="float", causal=causal))
+  found = contenders.uopattn(problem).result()
+  chosen = sample.Sample.of(problem.spec)
+  assert (chosen.pairs, chosen.queries.tolist()) == ([(0, 0)], [0, 10, 20, 29, 39])  # type: ignore[union-attr]
+  check = chosen.check(problem)
+  assert all(report.correct for report in check(found))
+  for row, right in ((11, True), (10, False)):
+    out = found[0].copy()
+    out[0, 0, row] *= 1.01
+    assert check([out, found[1]])[0].correct == right
+
+
+def test_gradients_of_long_sequences_are_compared_with_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr(sample, "MOST", 1)
+  config = Config(h=2, n=64, d=16, dtype="float", gpus=2, shard="sequence")
+  row = bench.bench_row(config, contenders_backward.load([]), 1, backward=True)
+  assert (row["devices"], row["shard"], row["contenders"]["uopattn"]["correct"]) == (2, "sequence", True)
+  assert "gradient of v, as of one device" in row["contenders"]["uopattn"]["errors"]
+  problem = run.prepare(config)
+  found = contenders_backward.uopattn(problem).result()
+  wrong = [found[0], found[1], found[2] * 1.01]
+  reports = sample.Sample.of(problem.spec, backward=True).check_gradients(problem, lambda: wrong)(found)
+  assert [report.correct for report in reports] == [True, True, False]
+
+
+def test_gpus_divide_problems_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr(bench, "devices", lambda name: ["CUDA"])
+  monkeypatch.setenv("GPUS", "2")
+  configs = [config for _, config in bench.problems(bench.arguments([]))]
+  assert {config.shard for config in configs} == {"batch", "heads", "sequence"}
+  assert {config.gpus for config in configs} == {2}
+  monkeypatch.setenv("SHARD", "heads")
+  assert {config.shard for _, config in bench.problems(bench.arguments(["--backward"]))} == {"heads"}

@@ -13,12 +13,11 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tinygrad import Device
 from tinygrad.helpers import Context, tqdm
 
@@ -28,17 +27,15 @@ from uopattn.measure.bench_report import lines, plot
 from uopattn.measure.command_line import Usage, check_writable, default_target, exit_status
 from uopattn.measure.contenders import Contender, Runner, limit, load, on_cpu, product_size, versions
 from uopattn.measure.gpu_state import GpuState
-from uopattn.measure.run import Config, Problem, parse, prepare
+from uopattn.measure.run import SHARDS, Config, parse, prepare, shard_axis
+from uopattn.measure.sample import Sample
 from uopattn.measure.turns import alternate, ratios, share
 from uopattn.plan.target import shown
-from uopattn.proof.gate import Gate, GradientGate, Report, numpy
-from uopattn.proof.oracle import Array
+from uopattn.proof.gate import Report
 from uopattn.runtime.clang import clang_version
 from uopattn.runtime.machine import gpu_name, machine_record
 from uopattn.runtime.threads import thread_count
-from uopattn.spec.spec import AttentionSpec
 
-CHECKED = {True: 1 << 27, False: 1 << 25}  # most scores of the heads that are checked: on a CPU, on a GPU
 FORMAT = 2  # of the JSON record; 1 had no "mode", and was in bursts
 ONE_DEVICE = "one device"  # the name of our kernels on one device where others of ours are on several
 GPUS = ("CUDA", "NV", "AMD")
@@ -98,6 +95,14 @@ def backward_rows(kind: str) -> list[Config]:
   return [*lengths(), Config(b=4, n=4096, d=128, dtype="bfloat16"), Config(b=4, hkv=8, n=4096, d=128), Config()]
 
 
+def device_rows(backward: bool) -> list[Config]:
+  """Return the problems timed on several GPUs: batches, heads and long sequences that they divide."""
+  sizes, masks = ((128,) if backward else (64, 128)), (0, 1)
+  rows = [Config(b=4, n=4096, d=d, causal=causal, shard="batch") for d in sizes for causal in masks]
+  rows += [Config(b=4, n=4096, d=128, shard="heads")]
+  return rows + [Config(h=16, n=131072, d=128, causal=causal, shard="sequence") for causal in masks]
+
+
 def quick_rows(kind: str) -> list[Config]:
   """Return a few small problems, for trying out the bench."""
   return [
@@ -105,49 +110,6 @@ def quick_rows(kind: str) -> list[Config]:
     Config(h=2, n=100, d=32, dtype="half", causal=1),
     Config(h=4, hkv=2, m=1, n=128, d=32, dtype="bfloat16"),
   ]
-
-
-@dataclass(frozen=True)
-class Heads:
-  """The heads whose results are checked: all, or an even sample of as many as the oracle can check in time.
-
-  Attributes:
-    pairs: (batch, key head) of each.
-    group: query heads per key head.
-  """
-
-  pairs: list[tuple[int, int]]
-  group: int
-
-  @classmethod
-  def of(cls, s: AttentionSpec) -> "Heads":
-    every, group = s.B * s.Hkv, s.Hq // s.Hkv
-    count = max(1, min(every, CHECKED[on_cpu()] // (group * s.M * s.N)))
-    places = np.linspace(0, every - 1, count).round().astype(int).tolist()
-    return cls([divmod(place, s.Hkv) for place in places], group)
-
-  def of_queries(self, x: Array) -> Array:
-    """Select (pairs, group, M, ...) from an array (B, Hq, M, ...)."""
-    return np.stack([x[b, h * self.group : (h + 1) * self.group] for b, h in self.pairs])
-
-  def of_keys(self, x: Array) -> Array:
-    """Select (pairs, 1, N, ...) from an array (B, Hkv, N, ...)."""
-    return np.stack([x[b, h : h + 1] for b, h in self.pairs])
-
-  def gate(self, problem: Problem) -> Gate:
-    """Return the gate for these heads."""
-    s = problem.spec
-    return Gate.of_arrays(*self._inputs(problem), s.dtype, device=problem.devices[0], is_causal=s.is_causal)
-
-  def gradient_gate(self, problem: Problem) -> GradientGate:
-    """Return the gate for the gradients of these heads."""
-    do, s = self.of_queries(numpy(contenders_backward.output_gradient(problem))), problem.spec
-    inputs, device = self._inputs(problem), problem.devices[0]
-    return GradientGate.of_arrays(*inputs, do, s.dtype, device=device, is_causal=s.is_causal)
-
-  def _inputs(self, problem: Problem) -> tuple[Array, Array, Array]:
-    q, k, v = (numpy(x) for x in (problem.q, problem.k, problem.v))
-    return self.of_queries(q), self.of_keys(k), self.of_keys(v)
 
 
 def bench_row(
@@ -169,9 +131,10 @@ def bench_row(
   for name, set_up in contenders.items():
     if (runner := set_up(problem if name == "uopattn" else alone)) is not None:
       runners[name] = runner
-  heads, flops = Heads.of(s), s.flops * 5 // 2 if backward else s.flops  # backward has five products, forward two
-  gate = heads.gradient_gate(alone) if backward else heads.gate(alone)
-  reports = {name: _check(runner, heads, gate) for name, runner in runners.items()}
+  sample, flops = Sample.of(s, backward), s.flops * 5 // 2 if backward else s.flops  # five products, forward two
+  of_one = runners[ONE_DEVICE].result if ONE_DEVICE in runners else None
+  check = sample.check_gradients(alone, of_one) if backward else sample.check(alone)
+  reports = {name: check(runner.result()) for name, runner in runners.items()}
   right = [name for name in runners if all(r.correct for r in reports[name])]
   most = limit(s)
   turns = {} if most is None else {f"limit {most.name}": most.runner}
@@ -191,6 +154,7 @@ def bench_row(
     "problem": s.record(),
     "device": " ".join(filter(None, (shown(target, Device.DEFAULT), gpu_name(Device.DEFAULT)))),
     "devices": config.gpus,
+    "shard": SHARDS[shard_axis(config, s)] if config.gpus > 1 else None,
     "gpu": gpus.record,
     "kernel": problem.launch.schedule.name,
     "tiles": asdict(problem.launch.tiles),
@@ -199,17 +163,10 @@ def bench_row(
     "contenders": records,
     "limits": limits,
     "product_of": {"dtype": "float32" if on_cpu() else "float16", "size": product_size()},
-    "heads_checked": len(heads.pairs) * heads.group,
+    "heads_checked": len(sample.pairs) * sample.group,
+    "rows_checked": s.M if sample.queries is None else len(sample.queries),
     "ratios": {name: ratios(times["uopattn"], times[name]) for name in right[1:]} if "uopattn" in right else {},
   }
-
-
-def _check(runner: Runner, heads: Heads, gate: Gate | GradientGate) -> list[Report]:
-  if isinstance(gate, GradientGate):
-    dq, dk, dv = runner.result()
-    return gate.reports(q=heads.of_queries(dq), k=heads.of_keys(dk), v=heads.of_keys(dv))
-  out, *lse = (heads.of_queries(x) for x in runner.result())
-  return [gate.output(out), *(gate.lse(x) for x in lse)]
 
 
 def _errors(reports: Sequence[Report]) -> dict[str, Any]:
@@ -303,7 +260,9 @@ def problems(given: argparse.Namespace) -> list[tuple[str, Config]]:
     configs = cpu_rows() if kind == "CPU" else gpu_rows()
     configs = quick_rows(kind) if given.quick else backward_rows(kind) if given.backward else configs
     configs = [config for config in configs if not given.few or 0 < config.m <= FEW]
-    configs = [replace(config, gpus=over.gpus, shard=over.shard) for config in configs]
+    if over.gpus > 1 and kind != "CPU" and not (given.quick or given.few):
+      configs = device_rows(given.backward)
+    configs = [replace(config, gpus=over.gpus, shard=over.shard or config.shard) for config in configs]
     rows += [(device, config) for config in configs]
   return rows
 

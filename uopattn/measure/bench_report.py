@@ -28,7 +28,8 @@ def _speed(gflops: float) -> str:
 
 def lines(row: dict[str, Any]) -> Iterator[str]:
   """Yield a row as lines of text."""
-  yield title(row["problem"]) + " backward" * row["backward"]
+  divided = f", {row['devices']} devices by {row['shard']}" if row["shard"] else ""
+  yield title(row["problem"]) + " backward" * row["backward"] + divided
   for name, c in row["contenders"].items():
     if not c["correct"]:
       yield f"  {name:<11} fails the gate: {'; '.join(c['failures'])}"
