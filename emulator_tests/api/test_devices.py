@@ -297,7 +297,6 @@ def test_plain_ops() -> None:
 
 @pytest.mark.parametrize("axes", [(0, 0), (1, 1), (2, None)], ids=["batches", "heads", "queries"])
 def test_results_stay_where_kernels_write_them(axes: tuple[int | None, ...]) -> None:
-  q, k, v = arrays(2, 4, 2, 20, 20, seed=0)
-  given = (put(x, axis, DEVICES) for x, axis in ((q, axes[0]), (k, axes[1]), (v, axes[1])))
-  out, lse = attention(*given, enable_gqa=True, return_lse=True, backend="kernel")
+  q, k, v = (put(x, axis, DEVICES) for x, axis in zip(arrays(2, 4, 2, 20, 20), (*axes, axes[1]), strict=True))
+  out, lse = attention(q, k, v, enable_gqa=True, return_lse=True, backend="kernel")
   assert len(out.schedule_linear(lse).src) == 1
