@@ -482,7 +482,7 @@ SUBJECTS: dict[str, Subject] = {
   "amx": Subject(
     amx_forward,
     ("amx",),
-    (dtypes.bfloat16, dtypes.float16),
+    (dtypes.bfloat16, dtypes.float16, dtypes.float32),
     {
       "one query": (2, 2, 2, 1, 150, 32, 32),
       "one key": (1, 2, 2, 70, 1, 16, 16),

@@ -207,7 +207,7 @@ TABLE: dict[str, BackwardSchedule] = {
   "amx": BackwardSchedule(
     amx_backward,
     ("amx",),
-    (BFLOAT, HALF),
+    (BFLOAT, HALF, FLOAT),
     lambda arch, dtype: (Amx(64, 32, parts=4),),
     lambda arch, dtype: st.builds(
       lambda m, n, parts: (Amx(32 * m, 32 * n, parts),), *(st.integers(1, 3) for _ in range(3))

@@ -11,10 +11,12 @@ and then once for all its queries
 Storage, all on the stack: Q and dO, packed twice per block as right operands, with queries in lanes and in pairs; dQ^T;
 a tile of K and V, and K^T; S^T and dP^T of 32 queries, in whose place P^T and dS^T follow; these of all queries of the
 block in bfloat16, as left operands; what a tile adds to dK and dV. See `uopattn.dsl.cpu.amx_operands`. Work items, and
-the sums of dK and dV that they leave, are those of `cpu_backward`. float16 is two bfloat16 parts, as in `amx_forward`.
+the sums of dK and dV that they leave, are those of `cpu_backward`. float16 is two bfloat16 parts and float32 three, as
+in `amx_forward`; P and dS are cut into as many.
 
-Measured 2026-11-23 on two threads of a Xeon (model 207, clang 19), bfloat16, H=8 N=1024: 658 GFLOP/s at D=64, 712 at
-D=128; 524 and 567 with delta and the sums of dK and dV, which ran on one thread then. See scripts/results/NOTES.md.
+Measured 2026-11-25 on two threads of a Xeon (model 167, clang 23), H=32 N=1024, all kernels of the gradients, GFLOP/s
+and times PyTorch 2.13: D=64 bfloat16 1230 (3.6), float16 609 (2.9), float32 416 (1.7), causal 320 (2.0); D=128 float32
+439 (1.6). See scripts/results/2026-11-25-cpu-xeon-amx-backward.json.
 """
 
 from dataclasses import dataclass
@@ -51,7 +53,7 @@ from uopattn.dsl.cpu.gradients import Gradients, block_of, clear, load_row_sums,
 from uopattn.dsl.cpu.register_blocks import even
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
-from uopattn.dsl.schedule import DTYPES_16, Kernel, Problem, Schedule
+from uopattn.dsl.schedule import Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
 
 
@@ -116,7 +118,7 @@ def backward(
 
   Args:
     dq, dk, dv, lse, delta: as `cpu_backward` has them.
-    q, k, v, do: as `cpu_backward` has them, bfloat16 or float16.
+    q, k, v, do: as `cpu_backward` has them, bfloat16, float16 or float32.
     rules: masks, score mods and scaling.
     tiles: block sizes.
   """
@@ -240,7 +242,7 @@ def add_product(s: Scope, out: UOp, item: UOp, first: UOp, left: UOp, right: UOp
 SCHEDULE = Schedule(
   "amx_backward",
   devices=("CPU",),
-  dtypes=DTYPES_16,
+  dtypes=tuple(PARTS),
   kernels=(
     Kernel.backward(
       backward,

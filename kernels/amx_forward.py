@@ -8,6 +8,8 @@ and for each of these over its units of one or two groups of 16 query rows, one 
 K, row by row, and V^T are left operands (A) of tile products, Q^T and P^T right ones (B), in pairs; see
 `uopattn.dsl.cpu.amx`.
 
+Under a causal mask a tile of keys begins at the first unit of which a query sees one of them.
+
 Tiles multiply while vectors compute weights: among the weights of a few keys of one unit stand products of Q K^T of the
 unit after it, and then of P V of the unit before it, near enough to each other for a processor to overlap them. This
 goes on from one tile of keys to the next. m follows the row maximum only where weights would exceed 2**8, as in
@@ -32,13 +34,11 @@ parts, and a product takes three or four products of two parts, and six of three
 NaN. Denormal bfloat16 count as 0, and so float32 numbers below 2**-109 are less exact. Of the products of parts
 neighbours share a part, whose tiles stay where two groups share tiles.
 
-Measured 2026-11-24 on a Xeon (model 207) that others use too, in turns with PyTorch 2.11, N=1024, GFLOP/s and ratio.
-Two threads: bfloat16 D=64 H=32 1020 (2.5; with two groups at a time 676 where one had 895), D=128 H=8 672 (1.4; 2.0
-the day before); float16 D=64 H=32 507 (2.7); float32 H=32 D=64 375 (1.7; `cpu_forward` 269), D=128 463 (1.8; 284). 16
-threads, H=32: bfloat16 D=64 6200 (2.8), float16 1980 (2.4), float32 D=64 1865 (2.1; 1672), D=128 1758 (1.8; 1682). 32
-query heads on 8, N=16384, D=128, bfloat16: 8 queries 2.9 to 3.3 times and 4 queries 1.6 to 2.0 times as fast as
-`cpu_decode`. Where a neighbour uses the same core, float32 by parts can be slower than `cpu_forward`. See
-scripts/results/NOTES.md.
+Measured 2026-11-25 on two threads of a Xeon (model 167, clang 23), in turns with PyTorch 2.13, H=32 N=1024, GFLOP/s
+and ratio: D=64 bfloat16 1732 (2.4), float16 871 (3.3), float32 487 (1.9; `cpu_forward` 289), causal 359 (2.2); D=128
+float32 560 (2.0; 294). On 16 threads of another, which others used too, the day before: bfloat16 D=64 6200 (2.8),
+float16 1980 (2.4), float32 D=64 1865 (2.1), D=128 1758 (1.8); 32 query heads on 8, N=16384, D=128, bfloat16: 8 queries
+2.9 to 3.3 times and 4 queries 1.6 to 2.0 times as fast as `cpu_decode`. See scripts/results/NOTES.md.
 """
 
 from collections.abc import Callable
@@ -76,6 +76,7 @@ from uopattn.dsl.cpu.amx_operands import (
   turned,
 )
 from uopattn.dsl.cpu.register_blocks import add_steps, blocks_per_call, even, work_items
+from uopattn.dsl.instructions import skip_trip
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.masks import TileRange
 from uopattn.dsl.rules.rules import HeadRules, Rules
@@ -84,6 +85,7 @@ from uopattn.dsl.schedule import Kernel, Problem, Schedule, group_of_few
 from uopattn.dsl.target import Target
 from uopattn.kernels.cpu_decode import Tile, splits
 
+SECOND_CACHE = 3 << 19  # bytes for Q^T and O^T of a block; Xeons with AMX have 2 MB per core
 SMALL = 96  # heads up to which what a group of queries needs fits the nearest cache
 UNROLL = 4  # rows of S^T whose maxima are taken apart
 LAZY = 8  # weights are at most 2**LAZY; see `update_maxima`
@@ -133,8 +135,11 @@ class Tiles:
     groups, usual = (1, 64 // parts) if small else (2, 128 if parts == 1 else 64)
     # A tile that is moved back to end at N must be masked, so prefer sizes that divide N.
     block_n = next((n for n in (usual, 64, 96, 128, 32) if p.N % n == 0), usual if usual < p.N else BLOCK)
-    largest = 256 if p.is_causal else 512  # under a causal mask a large block sees many keys that are hidden
-    block_m = round_up(even(p.M, largest), BLOCK)
+    # Each block packs V once more, but a large one sees many keys that others of its queries do not, unless masks are
+    # only causal, where units ahead of the keys are left out.
+    near = p.window[0] is not None or p.block_heads is not None or "bounds" in p.features
+    fitting = SECOND_CACHE // (2 * parts * p.Dk + 4 * p.Dv)
+    block_m = round_up(even(p.M, max(BLOCK, min(256 if near else 1024, fitting // BLOCK * BLOCK))), BLOCK)
     while block_m > 128 and p.heads * ceildiv(p.M, block_m) < 2 * target.threads:
       block_m = round_up(block_m // 2, BLOCK)
     block_m, block_n = fit_stack(lambda *sizes: cls(*sizes).stack_bytes(p.Dk, p.Dv, parts), block_m, block_n, p)
@@ -144,7 +149,7 @@ class Tiles:
   def candidates(cls, problem: Problem, target: Target) -> "list[Tiles]":
     """The chosen tiles, and others that may be faster: blocks of more or fewer queries, tiles of other lengths."""
     p, best, parts = problem, cls.choose(problem, target), PARTS.get(problem.dtype, 1)
-    shapes = [(block_m, best.block_n) for block_m in (64, 128, 256, 512)]
+    shapes = [(block_m, best.block_n) for block_m in (64, 256, 512, 1024)]
     shapes += [(block_m, block_n) for block_m in (128, 256) for block_n in (64, 128)]
     found = [best]
     for most, block_n in shapes:
@@ -180,14 +185,16 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   if block.overlaps:
     last = n_tiles - 1  # the loop counts down
     keys = block.keys(k, block.load_keys(k, last, *outer), last)
-    begun = block.multiply_qk(keys, 0, slot_of(0, last, units), *outer, config)
+    begun = block.multiply_qk(keys, block.first_unit(last), slot_of(0, last, units), *outer, config)
   tile, turn = block.tile_at(loop.index, *loop.axes), loop.index % block.turns
   v_tile = block.load_values(v, tile, turn, *loop.axes)
   # Q K^T is a unit ahead, so that the last unit of a tile needs the next tile.
   following = clamp(loop.index - (block.turns - 1), 0, block.n_tiles - 1)
   k_tiles = block.load_keys(k, following, *loop.axes, begun)
-  unit = s.axis(units)
+  unit, first_unit = s.axis(units), block.first_unit(loop.index)
   inside, slot = (*loop.axes, unit, begun), slot_of(unit, loop.index, units)
+  if isinstance(first_unit, UOp):
+    inside = *loop.axes, unit, skip_trip(unit < first_unit, *inside)
   if not block.overlaps:
     keys, ahead = block.keys(k, k_tiles, loop.index), block.prefetch(k, loop.index)
     inside = *inside, block.multiply_qk(keys, unit, slot, *inside, between=ahead)
@@ -196,7 +203,8 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   weighing, done = softmax(block, state, tile, slot, inside)
   if block.overlaps:
     keys = block.keys(k, k_tiles, unit.eq(units - 1).where(following, loop.index))
-    end = multiply_and_weigh(block, state, weighing, keys, v_tile, turn, done)
+    firsts = first_unit, block.first_unit(following)
+    end = multiply_and_weigh(block, state, weighing, keys, v_tile, turn, firsts, done)
   else:
     weighed, ahead = weighing.rows(0, tiles.block_n, *done), block.prefetch(v, loop.index)
     end = block.multiply_pv(state.acc, v_tile, 0, unit, slot, *weighed, between=ahead)
@@ -353,6 +361,17 @@ class Block:
       start = self.key_range.n_tiles.eq(0).where(self.rules.rules.N, start)
     return start, clamp(start, 0, max(0, self.rules.rules.N - self.block_n))
 
+  def first_unit(self, position: UOp) -> UOp | int:
+    """The first unit that is computed for the tile at a position: 0, or an even number under a causal mask.
+
+    Of the units before it no query sees a key of the tile. Even, since units take turns with two slots.
+    """
+    masks, rows = self.rules.rules, self.tiles.groups * LANES
+    if masks.window[1] is None or masks.pack_gqa > 1 or self.units % 2:
+      return 0
+    beyond = self.tile_first(position)[0] - (self.row + self.rules.start + masks.window[1])
+    return clamp(beyond // (2 * rows), 0, self.units // 2 - 1) * 2
+
   def tile_at(self, position: UOp, *axes: UOp) -> KeyTile:
     """Return the tile at a position of `key_range`, inside the axes."""
     start, first = self.tile_first(position)
@@ -465,17 +484,29 @@ def softmax(
 
 
 def multiply_and_weigh(
-  block: Block, state: State, weighing: "Weighing", keys: Rows, v_tile: UOp, turn: UOp, done: tuple[UOp, ...]
+  block: Block,
+  state: State,
+  weighing: "Weighing",
+  keys: Rows,
+  v_tile: UOp,
+  turn: UOp,
+  firsts: tuple[UOp | int, UOp | int],
+  done: tuple[UOp, ...],
 ) -> UOp:
-  """Weigh a unit, among the products of Q K^T of the unit after it and of P V of the one before. A statement."""
+  """Weigh a unit, among the products of Q K^T of the unit after it and of P V of the one before. A statement.
+
+  Args:
+    firsts: the first unit of this tile and of the next one.
+  """
   block_n, groups, units, unit, other = block.block_n, block.tiles.groups, block.units, state.unit, 1 - weighing.slot
   _, steps, width, _ = sizes(v_tile)
   counts = [places(block_n, keys.width // STEP, groups), places(width, steps, groups)]
   rows = weighing.rows_per_place(counts)
   weighed = [rows[0] * counts[0] // groups, rows[1] * counts[1] // groups]
-  following, between = unit.eq(units - 1).where(0, unit + 1), weighing.between(0, rows[0])
+  following, between = unit.eq(units - 1).where(firsts[1], unit + 1), weighing.between(0, rows[0])
   end = block.multiply_qk(keys, following, other, *done, between=between)
-  previous, at = unit.eq(0).where(units - 1, unit - 1), unit.eq(0).where(1 - turn, turn) * block.parts
+  is_first = unit.eq(firsts[0])
+  previous, at = is_first.where(units - 1, unit - 1), is_first.where(1 - turn, turn) * block.parts
   between = weighing.between(weighed[0], rows[1])
   end = block.multiply_pv(state.acc, v_tile, at, previous, other, end, between=between)
   (end,) = weighing.rows(sum(weighed), block_n - sum(weighed), end)

@@ -100,7 +100,7 @@ _TWO, _GPU, _CPU, _AMX = (
   "2026-11-25-cuda-2-h200",
   "2026-11-23-cuda-h200",
   "2026-11-22-cpu-epyc-zen5",
-  "2026-11-23-cpu-xeon-amx",
+  "2026-11-25-cpu-xeon-amx",
 )
 CASES = (
   Case(f"{_GPU}.json", "4 32 4096 64", "half", "forward, D=64", _H200),
@@ -112,7 +112,8 @@ CASES = (
   Case(f"{_CPU}.json", "1 32 1024 64", "float", "forward, float32", _ZEN5),
   Case(f"{_CPU}.json", "1 32 1024 64", "float, causal", "causal, float32", _ZEN5),
   Case(f"{_CPU}-backward.json", "1 32 1024 64", "float, gradients", "backward, float32", _ZEN5),
-  Case("2026-11-24-cpu-xeon-amx.json", "1 32 1024 64", "half", "forward, float16", _XEON),
+  Case(f"{_AMX}.json", "1 32 1024 64", "bfloat16", "forward, bfloat16", _XEON),
+  Case(f"{_AMX}.json", "1 32 1024 64", "float", "forward, float32", _XEON),
   Case(f"{_AMX}-backward.json", "1 32 1024 64", "bfloat16, gradients", "backward, bfloat16", _XEON),
   Case("2026-11-22-cpu-epyc-zen4-few.json", "1 32/8 1×4096 128", "float", "decode, 4096 keys, float32", _ZEN4),
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import check, cpu_target, inputs, on, placed, problem_of, with_vectors
+from helpers import check, counts, cpu_target, inputs, on, placed, problem_of, with_vectors
 from mistakes import Mistake
 from test_cpu_assembly import assembly, innermost_loops
 from test_cpu_split import in_parts
@@ -17,6 +17,7 @@ from tinygrad import dtypes
 from tinygrad.dtype import DType
 
 from uopattn import attention
+from uopattn.dsl import clamp
 from uopattn.dsl.cpu import amx_operands
 from uopattn.dsl.schedule import DTYPES_16, DTYPES_16_32
 from uopattn.dsl.target import Target
@@ -58,8 +59,7 @@ def test_where_it_is_taken() -> None:
   for dtype in DTYPES_16_32:
     for target in with_tiles(), with_vectors(16, 32):
       (launch,) = dispatch_backward(spec_of(dtype=dtype), target)
-      on_tiles = target.vector.tiles and dtype in DTYPES_16
-      assert launch.schedule.name == ("amx_backward" if on_tiles else "cpu_backward")
+      assert launch.schedule.name == ("amx_backward" if target.vector.tiles else "cpu_backward")
   with on("amx"):
     assert target_of("EMU").vector.tiles
 
@@ -93,7 +93,7 @@ def test_tiles_state_their_laws() -> None:
     amx_backward.Tiles.choose(problem_of(8, 100, 100, 100_000, 64), with_tiles())
   for M, N, tiles in ((1024, 1024, (256, 64, 1)), (17, 20, (32, 32, 1)), (300, 1000, (160, 64, 1))):
     assert amx_backward.Tiles.choose(problem_of(8, M, N, 64, 64), with_tiles(2)) == amx_backward.Tiles(*tiles)
-  for M, heads, threads, block_m in ((1024, 8, 2, 512), (1024, 1, 8, 128), (100, 8, 2, 128), (17, 1, 1, 32)):
+  for M, heads, threads, block_m in ((1024, 8, 2, 1024), (1024, 1, 8, 128), (100, 8, 2, 128), (17, 1, 1, 32)):
     assert Tiles.choose(problem_of(heads, M, 1024, 64, 64), with_tiles(threads)).block_m == block_m
 
 
@@ -119,6 +119,51 @@ def test_large_heads(M: int, is_causal: bool, dtype: DType, monkeypatch: pytest.
     q, k, v = inputs(1, 2, 2, M, 130, 128, 100, dtype)
     out, lse = attention(q, k, v, is_causal=is_causal, return_lse=True, backend="kernel")
     check(q, k, v, out, lse, is_causal=is_causal)
+
+
+AHEAD: dict[str, dict[str, Any]] = {
+  "causal": {"is_causal": True},
+  "later": {"is_causal": True, "q_start": 45},
+  "earlier": {"is_causal": True, "q_start": -30},
+  "positions of batches": {"is_causal": True, "q_start": np.array([30, -70], np.int32)},
+  "window": {"window": (20, 5)},
+}
+
+
+@pytest.mark.each("name", "groups")
+@pytest.mark.parametrize("name", AHEAD)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_units_ahead_of_the_keys(name: str, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+  """Units of 16 or 32 queries, eight or four of a block, that see no key of a tile are left out, and no others."""
+  monkeypatch.setattr(Tiles, "choose", lambda problem, target: Tiles(128, 32, groups=groups))
+  options = AHEAD[name]
+  with on("amx"):
+    x = inputs(2 if name == "positions of batches" else 1, 1, 1, 150, 170, 16, 16, dtypes.bfloat16)
+
+    def computed() -> None:
+      given: dict[str, Any] = {
+        n: placed(y, device="EMU") if isinstance(y, np.ndarray) else y for n, y in options.items()
+      }
+      check(*x, *attention(*x, return_lse=True, backend="kernel", **given), **options)
+
+    computed()
+    too_many = Mistake(
+      amx_forward.Block,
+      "first_unit",
+      lambda right: lambda self, position: clamp(right(self, position) + 2, 0, self.units - 2),
+    )
+    with too_many.made(), pytest.raises(AssertionError, match="worst at"):
+      computed()
+
+
+def test_units_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr(Tiles, "choose", lambda problem, target: Tiles(128, 32, groups=1))
+  with on("amx"):
+    x = inputs(1, 1, 1, 128, 128, 32, 32, dtypes.bfloat16)
+    full, causal = (counts(*x, is_causal=is_causal).matrix for is_causal in (False, True))
+  # 8 units by 4 tiles, two products of Q K^T and two of P V each; and one unit before the first, one after the last
+  assert full == 2 * (2 * 32 + 2)
+  assert causal == 2 * (2 * (8 + 6 + 4 + 2) + 2)
 
 
 MISTAKES_OF_ONE_GROUP: dict[str, Callable[..., Any]] = {

@@ -359,6 +359,11 @@ def leave_loop(family: str, when: UOp, *after: UOp) -> UOp:
   return _statement(family, "leave_loop", after, when)
 
 
+def skip_trip(when: UOp, *after: UOp) -> UOp:
+  """Go on to the next trip of the innermost loop, a plain `for` loop, where `when`. A statement; for CPUs."""
+  return _statement("c", "skip_trip", after, when)
+
+
 def meet(family: str, number: UOp, threads: UOp | int, *after: UOp) -> UOp:
   """Wait at barrier `number` (1 to 15) until `threads` threads, whole warps, are there. A statement."""
   return _statement(family, "meet", after, number.cast(dtypes.int), _int(threads))

@@ -250,6 +250,7 @@ MEANINGS: dict[str, Meaning] = {
   "acquire_registers": tracks.registers,
   "exit_warps": tracks.exit_warps,
   "leave_loop": tracks.leave_loop,
+  "skip_trip": tracks.skip_trip,
   "meet": tracks.meet,
   "meet_later": tracks.meet,
   "cp_async_arrive": mbarrier.arrive_copies,

@@ -22,7 +22,7 @@ from .instructions import MEANINGS, NOTHING
 from .known import instruction_of
 from .lanes import Run, buffer_of
 from .memory import LDS, Pointer
-from .tracks import LoopLeft
+from .tracks import LoopLeft, TripSkipped
 
 Compute = Callable[[Run], Any]
 Step = tuple[int, Compute]
@@ -329,11 +329,13 @@ class Program:
       counts = np.atleast_1d(end) if outer is None or np.ndim(end) == 0 else end[outer]
       last, uniform = int(counts.max()), int(counts.max()) == int(counts.min())
       for n in range(last):
-        if not uniform:
-          run.mask = (end > n) if outer is None else outer & (end > n)
+        going = None if uniform else end > n
+        run.mask = outer if going is None else going if outer is None else outer & going
         run.values[i] = to(n)
         try:
           execute(body, run)
+        except TripSkipped:
+          continue
         except LoopLeft:
           break
       run.mask = outer

@@ -225,6 +225,19 @@ def leave_loop(run: Run, u: UOp, when: Any) -> Any:
   return np.int32(0)
 
 
+class TripSkipped(Exception):
+  """All lanes that are active have gone on to the next trip of the innermost loop."""
+
+
+def skip_trip(run: Run, u: UOp, when: Any) -> Any:
+  """Deactivate lanes for the rest of the trip, whose end in `Program` activates them."""
+  goes_on = ~run.spread(when)
+  run.mask = goes_on if run.mask is None else run.mask & goes_on
+  if not run.mask.any():
+    raise TripSkipped
+  return np.int32(0)
+
+
 def registers(run: Run, u: UOp, count: Any, when: Any = None) -> Any:
   """Change the number of registers of whole warpgroups. Raises Divergence if there are not as many."""
   lanes = run.active() if when is None else np.flatnonzero(run.spread(when) & run.mask)

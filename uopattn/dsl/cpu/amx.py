@@ -186,7 +186,7 @@ _LIST = [
   # pointers to write and to two rows of float32, bytes from a row to the next, number of rows, bytes from part to part
   *[
     Instruction(_pack_name(parts, x), {"c": _pack(parts, x)}, statement=True, parameters=(parts, x))
-    for parts in (1, 2)
+    for parts in (1, 2, 3)
     for x in (False, True)
   ],
 ]
@@ -303,7 +303,7 @@ def pack(
     to: INDEX of what receives them, of any type, 64 bytes after 64 bytes.
     a, b: INDEX of the first two rows; the next ones are `stride` bytes on.
     part_bytes: from one part to the next; see `weigh` for parts.
-    parts: 1 or 2.
+    parts: 1, 2 or 3.
     in_pairs: whether elements of a and b alternate, as in a right operand's rows; else those of b follow those of a.
   """
   word = INSTRUCTIONS[_pack_name(parts, in_pairs)]
