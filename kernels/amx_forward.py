@@ -135,11 +135,12 @@ class Tiles:
     groups, usual = (1, 64 // parts) if small else (2, 128 if parts == 1 else 64)
     # A tile that is moved back to end at N must be masked, so prefer sizes that divide N.
     block_n = next((n for n in (usual, 64, 96, 128, 32) if p.N % n == 0), usual if usual < p.N else BLOCK)
-    # Each block packs V once more, but a large one sees many keys that others of its queries do not, unless masks are
-    # only causal, where units ahead of the keys are left out.
+    # Every block packs V anew, so large blocks are better, unless masks let distant queries see different keys: all
+    # of a block's queries are computed for a tile that one of them sees, but for those ahead of it (causal).
     near = p.window[0] is not None or p.block_heads is not None or "bounds" in p.features
-    fitting = SECOND_CACHE // (2 * parts * p.Dk + 4 * p.Dv)
-    block_m = round_up(even(p.M, max(BLOCK, min(256 if near else 1024, fitting // BLOCK * BLOCK))), BLOCK)
+    fitting = SECOND_CACHE // (2 * parts * p.Dk + 4 * p.Dv) // BLOCK * BLOCK
+    largest = max(BLOCK, min(256 if near else 1024, fitting))
+    block_m = round_up(even(p.M, largest), BLOCK)
     while block_m > 128 and p.heads * ceildiv(p.M, block_m) < 2 * target.threads:
       block_m = round_up(block_m // 2, BLOCK)
     block_m, block_n = fit_stack(lambda *sizes: cls(*sizes).stack_bytes(p.Dk, p.Dv, parts), block_m, block_n, p)

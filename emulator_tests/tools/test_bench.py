@@ -478,6 +478,8 @@ def test_bf16_of_torch_if_there_is_one() -> None:
 def test_a_sample_of_queries_is_checked(causal: int, monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setitem(sample.CHECKED, True, 5 * 40)
   problem = run.prepare(Config(h=2, n=40, d=8, dtype="float", causal=causal))
+  assert sample.Sample.of(problem.spec).queries is None  # of a head that is not too long all are checked
+  monkeypatch.setattr(sample, "MOST", 40 * 40 - 1)
   found = contenders.uopattn(problem).result()
   chosen = sample.Sample.of(problem.spec)
   assert (chosen.pairs, chosen.queries.tolist()) == ([(0, 0)], [0, 10, 20, 29, 39])  # type: ignore[union-attr]

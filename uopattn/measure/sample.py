@@ -14,7 +14,7 @@ from uopattn.proof.oracle import PRECISIONS, Array
 from uopattn.spec.spec import AttentionSpec
 
 CHECKED = {True: 1 << 27, False: 1 << 25}  # most scores that are checked: on a CPU, on a GPU
-MOST = 1 << 29  # scores of a head, above which the oracle would take too long for its gradients
+MOST = 1 << 29  # scores of a key head's queries, above which the oracle would take too long for all of them
 
 Check = Callable[[list[Array]], list[Report]]
 """A function that takes a runner's results and returns a report on each."""
@@ -38,9 +38,9 @@ class Sample:
   def of(cls, s: AttentionSpec, backward: bool = False) -> "Sample":
     """Choose a sample; the gradients of keys and values need all rows of a head."""
     every, group, most = s.B * s.Hkv, s.Hq // s.Hkv, CHECKED[on_cpu()]
-    pairs = [divmod(place, s.Hkv) for place in _spaced(every, most // (group * s.M * s.N)).tolist()]
-    rows = _spaced(s.M, most // (group * s.N))
-    return cls(pairs, group, None if backward or len(rows) == s.M else rows)
+    scores = group * s.M * s.N
+    pairs = [divmod(place, s.Hkv) for place in _spaced(every, most // scores).tolist()]
+    return cls(pairs, group, None if backward or scores <= MOST else _spaced(s.M, most // (group * s.N)))
 
   def of_queries(self, x: Array) -> Array:
     """Select (pairs, group, R, ...) from an array (B, Hq, M, ...)."""
