@@ -170,7 +170,8 @@ def backward(
   dp = dp.after(
     mma_abt(s, dp, 0, Rows.of(v_rows), do_t, g, GROUPS, PRODUCTS[parts], *inside, qk)
   )  # after it: they share tiles
-  gradients = Gradients(head_rules, block.row, start, first, lse_i, delta_i, N if block_n > N else None)
+  moved = start if block_n < N and N % block_n else None  # if block_n divides N, no tile is moved back
+  gradients = Gradients(head_rules, block.row, moved, first, lse_i, delta_i, N if block_n > N else None)
   p, ds = recompute(s, qk, dp, gradients, group)
   p_rows, ds_rows = (s.buffer(parts, block_m // BLOCK, block_n, BLOCK, dtype=dtypes.ushort) for _ in range(2))
   packed, ds_pairs = pack_gradients(s, p_rows, ds_rows, p, ds, g, inside)

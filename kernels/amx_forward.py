@@ -86,6 +86,7 @@ from uopattn.dsl.target import Target
 from uopattn.kernels.cpu_decode import Tile, splits
 
 SECOND_CACHE = 3 << 19  # bytes for Q^T and O^T of a block; Xeons with AMX have 2 MB per core
+BLOCKS = 8  # least number for each thread: cores that others use too are slower, and no thread should wait for one
 SMALL = 96  # heads up to which what a group of queries needs fits the nearest cache
 UNROLL = 4  # rows of S^T whose maxima are taken apart
 LAZY = 8  # weights are at most 2**LAZY; see `update_maxima`
@@ -141,7 +142,7 @@ class Tiles:
     fitting = SECOND_CACHE // (2 * parts * p.Dk + 4 * p.Dv) // BLOCK * BLOCK
     largest = max(BLOCK, min(256 if near else 1024, fitting))
     block_m = round_up(even(p.M, largest), BLOCK)
-    while block_m > 128 and p.heads * ceildiv(p.M, block_m) < 2 * target.threads:
+    while block_m > 128 and p.heads * ceildiv(p.M, block_m) < BLOCKS * target.threads:
       block_m = round_up(block_m // 2, BLOCK)
     block_m, block_n = fit_stack(lambda *sizes: cls(*sizes).stack_bytes(p.Dk, p.Dv, parts), block_m, block_n, p)
     return cls(block_m, block_n, blocks_per_call(p, block_m, target.threads), groups)

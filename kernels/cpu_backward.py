@@ -156,7 +156,8 @@ def backward(
   k_tile, v_tile = (
     load_tile(s, HeadView.of(x, kv_head, head_rules.length), first, block_n, length, loop) for x in (k, v)
   )
-  gradients = Gradients(head_rules, block.row, start, first, lse_i, delta_i)
+  moved = start if N % block_n else None  # if block_n divides N, no tile is moved back
+  gradients = Gradients(head_rules, block.row, moved, first, lse_i, delta_i)
   p, ds = recompute(s, k_tile, v_tile, q_t, do_t, gradients, block_n, tiles, loop)
   dv_end = add_product(s, dv, call, first, p, do_rows, tiles, loop)
   dk_end = add_product(s, dk, call, first, ds, q_rows, tiles, loop)

@@ -146,8 +146,10 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   def score(product: UOp, n: UOp, m: UOp) -> UOp:
     """The score of key n of the tile for lane m; -inf if it is hidden or was in the tile before."""
-    hidden = reduce(UOp.__or__, [first + n < start, *head_rules.hidden(row + m, first + n)])
-    return hidden.where(-inf, head_rules.apply_score_mods(product, row + m, first + n))
+    found = head_rules.apply_score_mods(product, row + m, first + n)
+    before = [first + n < start] if N % block_n else []  # if block_n divides N, no tile is moved back
+    hidden = [*before, *head_rules.hidden(row + m, first + n)]
+    return reduce(UOp.__or__, hidden).where(-inf, found) if hidden else found
 
   m_old, l_old, acc_old = (x.after(*loop.axes) for x in (m_i, l_i, acc))
   length = None if rules.kv_lengths is None else head_rules.length

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers import check, counts, cpu_target, inputs, on, placed, problem_of, with_vectors
 from mistakes import Mistake
-from test_cpu_assembly import assembly, innermost_loops
+from test_cpu_assembly import assembly, clang_release, innermost_loops
 from test_cpu_split import in_parts
 from tinygrad import dtypes
 from tinygrad.dtype import DType
@@ -31,6 +31,10 @@ from uopattn.runtime import amx
 from uopattn.spec.spec import AttentionSpec
 
 XEON = "x86_64,sapphirerapids,prefer-vector-width=512"
+CLANG_19 = {  # what clang 23 does not do; by dtype, is_causal and backward
+  (dtypes.float16, False, False): "clang 19 widens float16 by four in the loop over tiles",
+  (dtypes.bfloat16, True, True): "clang 19 gathers the LSE",
+}
 
 
 def with_tiles(threads: int = 1) -> Target:
@@ -93,7 +97,13 @@ def test_tiles_state_their_laws() -> None:
     amx_backward.Tiles.choose(problem_of(8, 100, 100, 100_000, 64), with_tiles())
   for M, N, tiles in ((1024, 1024, (256, 64, 1)), (17, 20, (32, 32, 1)), (300, 1000, (160, 64, 1))):
     assert amx_backward.Tiles.choose(problem_of(8, M, N, 64, 64), with_tiles(2)) == amx_backward.Tiles(*tiles)
-  for M, heads, threads, block_m in ((1024, 8, 2, 1024), (1024, 1, 8, 128), (100, 8, 2, 128), (17, 1, 1, 32)):
+  for M, heads, threads, block_m in (
+    (1024, 16, 2, 1024),
+    (1024, 8, 2, 512),
+    (1024, 1, 8, 128),
+    (100, 8, 2, 128),
+    (17, 1, 1, 32),
+  ):
     assert Tiles.choose(problem_of(heads, M, 1024, 64, 64), with_tiles(threads)).block_m == block_m
 
 
@@ -275,8 +285,10 @@ def test_no_permission(missing: str, asked: list[tuple[int, ...]], monkeypatch: 
 @pytest.mark.parametrize("dtype", DTYPES_16, ids=str)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_products_run_on_tiles(dtype: DType, is_causal: bool, backward: bool) -> None:
+def test_products_run_on_tiles(dtype: DType, is_causal: bool, backward: bool, request: pytest.FixtureRequest) -> None:
   """Tiles serve all their products, and all other loops run on whole vectors, those of weights without spills."""
+  if clang_release() <= 19 and (dtype, is_causal, backward) in CLANG_19:
+    request.applymarker(pytest.mark.xfail(reason=CLANG_19[dtype, is_causal, backward], strict=True))
   unit = cpu_target(XEON).vector
   assert unit.lanes == 16
   spec = spec_of(512, 512, dtype=dtype, window=(None, 0 if is_causal else None))

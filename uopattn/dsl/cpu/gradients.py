@@ -84,7 +84,7 @@ class Gradients:
   Attributes:
     rules: the rules of the block's head.
     row: the block's first query.
-    start: the first key that this trip adds; another trip has the keys of the tile before it.
+    start: the first key that this trip adds, if another trip has keys of the tile before it; else None.
     first: the first key of the tile.
     lse_i, delta_i: see `load_row_sums`.
     length: number of keys, if the only tile has more; else None.
@@ -92,7 +92,7 @@ class Gradients:
 
   rules: HeadRules
   row: UOp
-  start: UOp
+  start: UOp | None
   first: UOp
   lse_i: UOp
   delta_i: UOp
@@ -106,9 +106,10 @@ class Gradients:
       dp: dO.v.
     """
     row, key, (pre, scale_log2) = self.row + m, self.first + n, self.rules.rules.scaling
-    absent = [key < self.start] if self.length is None else [key >= self.length]
-    hidden = reduce(UOp.__or__, [*absent, *self.rules.hidden(row, key)])
-    score = hidden.where(-inf, self.rules.apply_score_mods(product * pre, row, key))
+    absent = [] if self.start is None else [key < self.start]
+    absent += [] if self.length is None else [key >= self.length]
+    hidden, score = [*absent, *self.rules.hidden(row, key)], self.rules.apply_score_mods(product * pre, row, key)
+    score = reduce(UOp.__or__, hidden).where(-inf, score) if hidden else score
     if self.rules.rules.has_score_mods:  # scores may be large: subtract the LSE before the factor rounds it
       p = exp2((score * (scale_log2 / LOG2E) - self.lse_i[m]) * LOG2E)
     else:
