@@ -75,7 +75,7 @@ from uopattn.dsl.cpu.amx_operands import (
   store_rows,
   turned,
 )
-from uopattn.dsl.cpu.register_blocks import add_steps, blocks_per_call, even, work_items
+from uopattn.dsl.cpu.register_blocks import add_steps, blocks_per_call, even, items_per_thread, work_items
 from uopattn.dsl.instructions import skip_trip
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.masks import TileRange
@@ -86,7 +86,6 @@ from uopattn.dsl.target import Target
 from uopattn.kernels.cpu_decode import Tile, splits
 
 SECOND_CACHE = 3 << 19  # bytes for Q^T and O^T of a block; Xeons with AMX have 2 MB per core
-BLOCKS = 8  # least number for each thread: cores that others use too are slower, and no thread should wait for one
 SMALL = 96  # heads up to which what a group of queries needs fits the nearest cache
 UNROLL = 4  # rows of S^T whose maxima are taken apart
 LAZY = 8  # weights are at most 2**LAZY; see `update_maxima`
@@ -141,8 +140,8 @@ class Tiles:
     near = p.window[0] is not None or p.block_heads is not None or "bounds" in p.features
     fitting = SECOND_CACHE // (2 * parts * p.Dk + 4 * p.Dv) // BLOCK * BLOCK
     largest = max(BLOCK, min(256 if near else 1024, fitting))
-    block_m = round_up(even(p.M, largest), BLOCK)
-    while block_m > 128 and p.heads * ceildiv(p.M, block_m) < BLOCKS * target.threads:
+    block_m, items = round_up(even(p.M, largest), BLOCK), items_per_thread(target.threads) * target.threads
+    while block_m > 128 and p.heads * ceildiv(p.M, block_m) < items:
       block_m = round_up(block_m // 2, BLOCK)
     block_m, block_n = fit_stack(lambda *sizes: cls(*sizes).stack_bytes(p.Dk, p.Dv, parts), block_m, block_n, p)
     return cls(block_m, block_n, blocks_per_call(p, block_m, target.threads), groups)

@@ -98,8 +98,8 @@ def test_tiles_state_their_laws() -> None:
   for M, N, tiles in ((1024, 1024, (256, 64, 1)), (17, 20, (32, 32, 1)), (300, 1000, (160, 64, 1))):
     assert amx_backward.Tiles.choose(problem_of(8, M, N, 64, 64), with_tiles(2)) == amx_backward.Tiles(*tiles)
   for M, heads, threads, block_m in (
-    (1024, 16, 2, 1024),
-    (1024, 8, 2, 512),
+    (1024, 8, 2, 1024),
+    (1024, 32, 16, 256),
     (1024, 1, 8, 128),
     (100, 8, 2, 128),
     (17, 1, 1, 32),

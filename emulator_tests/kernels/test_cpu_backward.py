@@ -68,3 +68,12 @@ def test_threads_have_like_shares(kv_heads: int, blocks: int, threads: int) -> N
   assert turns <= 1.34 * least  # 17 blocks of one head on 12 threads are 2 turns, or 3 in fewer parts
   if kv_heads % threads == 0:
     assert parts == 1
+
+
+@pytest.mark.parametrize(
+  ("kv_heads", "threads", "parts"), [(32, 2, 1), (32, 16, 2), (8, 16, 4), (64, 16, 1), (1, 16, 16), (64, 64, 4)]
+)
+def test_many_threads_have_several_items(kv_heads: int, threads: int, parts: int) -> None:
+  """One of many is likely to be slow; but with few key heads each part's sums take memory, and there are no more."""
+  problem = problem_of(kv_heads, 64 * 16, 100, 16, 16)
+  assert Tiles.choose(problem, with_vectors(16, 32, threads)).parts == parts

@@ -7,23 +7,28 @@ from math import inf
 from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv
 
+from uopattn.dsl.cpu.register_blocks import items_per_thread
 from uopattn.dsl.math import LOG2E, exp2
 from uopattn.dsl.rules.rules import HeadRules
 from uopattn.dsl.scope import Scope, clamp, gated, sizes
+
+FEW = 4  # parts, whose sums a last kernel adds up quickly
 
 
 def parts_of(kv_heads: int, blocks: int, threads: int) -> int:
   """Choose the fewest parts of each key head's `blocks` blocks that keep threads busy for nine tenths of the time.
 
-  If that is not possible, come as close as possible.
+  If that is not possible, come as close as possible. As long as parts are few, for each has sums of its own, there are
+  half as many work items per thread as in the forward pass, or more.
   """
 
   def turns(parts: int) -> int:
     return ceildiv(kv_heads * parts, threads) * ceildiv(blocks, parts)
 
-  choices = range(1, min(blocks, 4 * threads) + 1)
+  choices, items = range(1, min(blocks, 4 * threads) + 1), items_per_thread(threads) // 2 * threads
   least = min(map(turns, choices))
-  return next(parts for parts in choices if 9 * turns(parts) <= 10 * least)
+  good = [parts for parts in choices if 9 * turns(parts) <= 10 * least]
+  return next((parts for parts in good if parts >= FEW or kv_heads * parts >= items), good[-1])
 
 
 @dataclass(frozen=True, eq=False)

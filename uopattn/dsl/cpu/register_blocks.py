@@ -40,6 +40,14 @@ def blocks_per_call(problem: Problem, block_m: int, threads: int) -> int:
   return largest_divisor(blocks, ceildiv(work, each))
 
 
+def items_per_thread(threads: int) -> int:
+  """The least work items for each thread, 2 to 8.
+
+  The more threads there are, the likelier is one on a core that other work slows down, and all wait for its last item.
+  """
+  return max(2, min(8, threads // 2))
+
+
 def work_items(s: Scope, count: int, per_call: int) -> tuple[tuple[UOp, UOp], UOp]:
   """Open the axes of `count` work items, `per_call` of which one call of the kernel processes in turn.
 
