@@ -36,12 +36,11 @@ neighbours share a part, whose tiles stay where two groups share tiles.
 
 Measured 2026-11-25 on two threads of a Xeon (model 167, clang 23), in turns with PyTorch 2.13, H=32 N=1024, GFLOP/s
 and ratio: D=64 bfloat16 1732 (2.4), float16 871 (3.3), float32 487 (1.9; `cpu_forward` 289), causal 359 (2.2); D=128
-float32 560 (2.0; 294). On 16 threads of another, which others used too, the day before: bfloat16 D=64 6200 (2.8),
-float16 1980 (2.4), float32 D=64 1865 (2.1), D=128 1758 (1.8); 32 query heads on 8, N=16384, D=128, bfloat16: 8 queries
-2.9 to 3.3 times and 4 queries 1.6 to 2.0 times as fast as `cpu_decode`. See scripts/results/NOTES.md.
+float32 560 (2.0; 294). On 16 threads of another, which others used too: bfloat16 D=64 4360 (2.3), float16 1370 (2.0),
+float32 D=64 970 to 1140 (1.4 to 1.9), D=128 1070 to 1150 (1.3 to 1.4); 32 query heads on 8, N=16384, D=128, bfloat16: 8
+queries 2.9 to 3.3 times and 4 queries 1.6 to 2.0 times as fast as `cpu_decode`. See scripts/results/NOTES.md.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from math import inf
@@ -51,8 +50,8 @@ from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import KernelInfo
 
-from uopattn.dsl import LN2, Scope, clamp, exp2, gated, sizes
-from uopattn.dsl.cpu.amx import LANES, PAIR, ROW_BYTES, STEP, scale_rows, tile_config, tile_release, weigh
+from uopattn.dsl import LN2, Scope, clamp, gated, sizes
+from uopattn.dsl.cpu.amx import LANES, PAIR, STEP, tile_config, tile_release
 from uopattn.dsl.cpu.amx_operands import (
   BLOCK,
   PARTS,
@@ -75,7 +74,8 @@ from uopattn.dsl.cpu.amx_operands import (
   store_rows,
   turned,
 )
-from uopattn.dsl.cpu.register_blocks import add_steps, blocks_per_call, even, items_per_thread, work_items
+from uopattn.dsl.cpu.amx_softmax import Weighing, key_bounds, rescale, row_maxima, update_maxima
+from uopattn.dsl.cpu.register_blocks import blocks_per_call, even, items_per_thread, work_items
 from uopattn.dsl.instructions import skip_trip
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.masks import TileRange
@@ -87,8 +87,6 @@ from uopattn.kernels.cpu_decode import Tile, splits
 
 SECOND_CACHE = 3 << 19  # bytes for Q^T and O^T of a block; Xeons with AMX have 2 MB per core
 SMALL = 96  # heads up to which what a group of queries needs fits the nearest cache
-UNROLL = 4  # rows of S^T whose maxima are taken apart
-LAZY = 8  # weights are at most 2**LAZY; see `update_maxima`
 
 
 @dataclass(frozen=True)
@@ -453,7 +451,7 @@ class State(NamedTuple):
 
 def softmax(
   block: Block, state: State, tile: KeyTile, slot: UOp | int, inside: tuple[UOp, ...]
-) -> tuple["Weighing", tuple[UOp, ...]]:
+) -> tuple[Weighing, tuple[UOp, ...]]:
   """The online softmax of a unit up to the weights: masks, m_i and l_i, and what rescales O^T.
 
   Returns:
@@ -487,7 +485,7 @@ def softmax(
 def multiply_and_weigh(
   block: Block,
   state: State,
-  weighing: "Weighing",
+  weighing: Weighing,
   keys: Rows,
   v_tile: UOp,
   turn: UOp,
@@ -512,186 +510,6 @@ def multiply_and_weigh(
   end = block.multiply_pv(state.acc, v_tile, at, previous, other, end, between=between)
   (end,) = weighing.rows(sum(weighed), block_n - sum(weighed), end)
   return end
-
-
-def key_bounds(
-  s: Scope,
-  rules: HeadRules,
-  row: UOp,
-  first: UOp,
-  start: UOp | None,
-  block_n: int,
-  groups: int,
-  inside: tuple[UOp, ...],
-) -> tuple[UOp | None, UOp | None]:
-  """The first and the last key that each query of a unit sees, counted from the tile's first; None if all or none do.
-
-  They are (groups, 16) float32, of which the compiler compares a whole vector at once; integers it widens to 64 bits.
-
-  Args:
-    row: the unit's first query row.
-    first: the tile's first key.
-    start: the first key that is not in an earlier tile, if others are in this one.
-  """
-
-  def kept(bound: Callable[[UOp], UOp]) -> UOp:
-    def value(j: UOp, m: UOp) -> UOp:
-      return clamp(bound(row + j * LANES + m) - first, -1, block_n).cast(dtypes.float)
-
-    return s.assign(s.buffer(groups, LANES), value, within=inside)
-
-  def lowest_key(query: UOp) -> UOp:
-    found = rules.first_seen(query)
-    known = [x for x in (found, start) if x is not None]
-    return reduce(UOp.maximum, known)
-
-  low = None if start is None and rules.first_seen(row) is None else kept(lowest_key)
-  return low, kept(rules.last_seen) if rules.rules.ranges or block_n > rules.rules.N else None
-
-
-def row_maxima(
-  s: Scope,
-  scores: UOp,
-  slot: UOp | int,
-  m_i: UOp,
-  group: UOp,
-  groups: int,
-  score: Callable[[UOp, UOp, int, UOp], UOp],
-  inside: tuple[UOp, ...],
-) -> tuple[UOp, UOp | int, UOp]:
-  """Apply masks and score mods, where there are any, to the scores in `slot`.
-
-  Returns:
-    The scores and the slot in which they are, and the row maxima with those before, (groups, 16).
-  """
-  block_n, highest = sizes(scores)[1], s.buffer(groups, LANES)
-  zero, product = UOp.const(0), UOp.const(0.0, dtypes.float)
-  changes = score(product, zero, 0, zero) is not product
-  # Not in place: of a store that may leave a number as it is tinygrad makes a branch.
-  changed, at = (s.buffer(groups, block_n, LANES).after(*inside), 0) if changes else (scores, slot)
-  for j in range(groups):
-    best, m = s.buffer(UNROLL, LANES), s.axis(LANES)
-    # Rows are unrolled: of a loop over them some compilers make scattered stores.
-    stores = [best.after(*inside, scores)[r, m].store(m_i[group + j, m].load()) for r in range(UNROLL)]
-    best, m = best.after(UOp.group(*stores).end(m)), s.axis(LANES)
-
-    def step(before: UOp, i: UOp, j: int = j, m: UOp = m) -> list[UOp]:
-      stores = []
-      for r in range(UNROLL):
-        n = i * UNROLL + r
-        found = score(scores[slot * groups + j, n, m].load(), n, j, m)
-        stores += [before[r, m].store(before[r, m].load().maximum(found))]
-        stores += [changed[j, n, m].store(found)] if changes else []
-      return [UOp.group(*stores).end(m)]
-
-    best = add_steps(s, best, block_n // UNROLL, step)
-    changed = changed.after(best)
-    m = s.axis(LANES)
-    found = reduce(UOp.maximum, (best[r, m].load() for r in range(UNROLL)))
-    highest = highest.after(highest.after(*inside)[j, m].store(found).end(m))
-  return changed, at, highest
-
-
-def update_maxima(
-  s: Scope, m_i: UOp, l_i: UOp, group: UOp, highest: UOp, scale_log2: float, inside: tuple[UOp, ...]
-) -> tuple[UOp, UOp]:
-  """Return m_i in base 2, (groups, 16), and alpha, the factor on sums so far, where m_i follows the row maxima.
-
-  It follows where a maximum is more than `LAZY` above it: weights may be up to 2**LAZY, and accumulators are seldom
-  rescaled. Stores m_i and l_i.
-  """
-  rise, groups = LAZY / scale_log2, sizes(highest)[0]
-  m_new, shift, alpha = (s.buffer(groups, LANES).after(*inside) for _ in range(3))
-  j, m = s.axis(groups), s.axis(LANES)
-  m_old, found = m_i[group + j, m].load(), highest[j, m].load()
-  m_new = m_new.after(m_new[j, m].store((found > m_old + rise).where(found, m_old)).end(j, m))
-  j, m = s.axis(groups), s.axis(LANES)
-  m_old, found = m_i[group + j, m].load(), m_new[j, m].load()
-  stores = shift[j, m].store(found * scale_log2), alpha[j, m].store(exp2((m_old - found) * scale_log2))
-  end = UOp.group(*stores).end(j, m)
-  j, m = s.axis(groups), s.axis(LANES)
-  l_new = l_i.after(end)[group + j, m]
-  stores = (
-    m_i.after(end)[group + j, m].store(m_new[j, m].load()),
-    l_new.store(l_new.load() * alpha.after(end)[j, m].load()),
-  )
-  end = UOp.group(*stores).end(j, m)
-  return shift.after(end), alpha.after(end)
-
-
-def rescale(s: Scope, acc: UOp, group: UOp, alpha: UOp, *after: UOp) -> UOp:
-  """Multiply the accumulators of a unit, from `group` on, by alpha. A statement."""
-  done: tuple[UOp, ...] = (alpha, *after)
-  for j in range(sizes(alpha)[0]):
-    done = (scale_rows(acc[group + j, 0, 0], alpha[j, 0], sizes(acc)[1], *done),)
-  return done[0]
-
-
-class Weighing(NamedTuple):
-  """The weights of a unit, which are computed in parts, among tile products.
-
-  Attributes:
-    weights: P^T as right operands, (slots groups, parts, block_n / 2, 16) pairs.
-    slot: the unit's in it.
-    scores: (slots groups, block_n, 16) float32.
-    at: the unit's slot in them.
-    shift: what is subtracted in the exponent, (groups, 16).
-    sums: receive the sums of the weights, (groups, 16).
-    factor: factor on the scores.
-    degree: of the polynomial, see `weigh`.
-  """
-
-  weights: UOp
-  slot: UOp | int
-  scores: UOp
-  at: UOp | int
-  shift: UOp
-  sums: UOp
-  factor: float
-  degree: int
-
-  @property
-  def groups(self) -> int:
-    """Groups of the unit."""
-    return sizes(self.sums)[0]
-
-  def rows_per_place(self, counts: list[int]) -> list[int]:
-    """How many keys of a group to weigh at each place among products of Q K^T and of P V, of which there are `counts`.
-
-    Even numbers: half of the keys among the products of each.
-    """
-    block_n, (first, second) = sizes(self.scores)[1], (count // self.groups for count in counts)
-    rows = block_n // 2 // first // PAIR * PAIR
-    return [rows, (block_n - rows * first) // second // PAIR * PAIR]
-
-  def between(self, first: int, rows: int) -> Between:
-    """Weigh so many keys per place, from `first` on; groups take turns."""
-    if rows == 0:
-      return nothing
-    groups = self.groups
-    return lambda i, done: (self._of_group(i % groups, i // groups * (rows // PAIR) + first // PAIR, rows, *done),)
-
-  def rows(self, first: int, count: int, *after: UOp) -> tuple[UOp, ...]:
-    """Weigh `count` keys from `first` on, of all groups."""
-    done = after
-    for j in range(self.groups if count else 0):
-      done = (self._of_group(j, UOp.const(first // PAIR), count, *done),)
-    return done
-
-  def _of_group(self, j: UOp | int, pair: UOp, rows: int, *after: UOp) -> UOp:
-    _, parts, pairs, _ = sizes(self.weights)
-    return weigh(
-      self.weights[self.slot * self.groups + j, 0, pair, 0],
-      self.scores[self.at * self.groups + j, pair * PAIR, 0],
-      self.shift[j, 0],
-      self.sums[j, 0],
-      self.factor,
-      rows,
-      pairs * ROW_BYTES,
-      parts,
-      self.degree,
-      *after,
-    )
 
 
 def store_outputs(

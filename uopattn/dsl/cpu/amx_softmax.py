@@ -1,0 +1,201 @@
+"""The online softmax of a unit, one or two groups of 16 queries, for products by matrix tiles (AMX).
+
+A score is that of one key for 16 queries, one per lane. Weights are computed in parts, among tile products, and stored
+as right operands, see `uopattn.dsl.cpu.amx_operands`. m follows the row maxima lazily, as in FlashAttention-4.
+"""
+
+from collections.abc import Callable
+from functools import reduce
+from typing import NamedTuple
+
+from tinygrad import UOp, dtypes
+
+from uopattn.dsl.cpu.amx import LANES, PAIR, ROW_BYTES, scale_rows, weigh
+from uopattn.dsl.cpu.amx_operands import Between, nothing
+from uopattn.dsl.cpu.register_blocks import add_steps
+from uopattn.dsl.math import exp2
+from uopattn.dsl.rules.rules import HeadRules
+from uopattn.dsl.scope import Scope, clamp, sizes
+
+UNROLL = 4  # rows of S^T whose maxima are taken apart
+LAZY = 8  # weights are at most 2**LAZY; see `update_maxima`
+
+
+def key_bounds(
+  s: Scope,
+  rules: HeadRules,
+  row: UOp,
+  first: UOp,
+  start: UOp | None,
+  block_n: int,
+  groups: int,
+  inside: tuple[UOp, ...],
+) -> tuple[UOp | None, UOp | None]:
+  """The first and the last key that each query of a unit sees, counted from the tile's first; None if all or none do.
+
+  They are (groups, 16) float32, of which the compiler compares a whole vector at once; integers it widens to 64 bits.
+
+  Args:
+    row: the unit's first query row.
+    first: the tile's first key.
+    start: the first key that is not in an earlier tile, if others are in this one.
+  """
+
+  def kept(bound: Callable[[UOp], UOp]) -> UOp:
+    def value(j: UOp, m: UOp) -> UOp:
+      return clamp(bound(row + j * LANES + m) - first, -1, block_n).cast(dtypes.float)
+
+    return s.assign(s.buffer(groups, LANES), value, within=inside)
+
+  def lowest_key(query: UOp) -> UOp:
+    found = rules.first_seen(query)
+    known = [x for x in (found, start) if x is not None]
+    return reduce(UOp.maximum, known)
+
+  low = None if start is None and rules.first_seen(row) is None else kept(lowest_key)
+  return low, kept(rules.last_seen) if rules.rules.ranges or block_n > rules.rules.N else None
+
+
+def row_maxima(
+  s: Scope,
+  scores: UOp,
+  slot: UOp | int,
+  m_i: UOp,
+  group: UOp,
+  groups: int,
+  score: Callable[[UOp, UOp, int, UOp], UOp],
+  inside: tuple[UOp, ...],
+) -> tuple[UOp, UOp | int, UOp]:
+  """Apply masks and score mods, where there are any, to the scores in `slot`.
+
+  Returns:
+    The scores and the slot in which they are, and the row maxima with those before, (groups, 16).
+  """
+  block_n, highest = sizes(scores)[1], s.buffer(groups, LANES)
+  zero, product = UOp.const(0), UOp.const(0.0, dtypes.float)
+  changes = score(product, zero, 0, zero) is not product
+  # Not in place: of a store that may leave a number as it is tinygrad makes a branch.
+  changed, at = (s.buffer(groups, block_n, LANES).after(*inside), 0) if changes else (scores, slot)
+  for j in range(groups):
+    best, m = s.buffer(UNROLL, LANES), s.axis(LANES)
+    # Rows are unrolled: of a loop over them some compilers make scattered stores.
+    stores = [best.after(*inside, scores)[r, m].store(m_i[group + j, m].load()) for r in range(UNROLL)]
+    best, m = best.after(UOp.group(*stores).end(m)), s.axis(LANES)
+
+    def step(before: UOp, i: UOp, j: int = j, m: UOp = m) -> list[UOp]:
+      stores = []
+      for r in range(UNROLL):
+        n = i * UNROLL + r
+        found = score(scores[slot * groups + j, n, m].load(), n, j, m)
+        stores += [before[r, m].store(before[r, m].load().maximum(found))]
+        stores += [changed[j, n, m].store(found)] if changes else []
+      return [UOp.group(*stores).end(m)]
+
+    best = add_steps(s, best, block_n // UNROLL, step)
+    changed = changed.after(best)
+    m = s.axis(LANES)
+    found = reduce(UOp.maximum, (best[r, m].load() for r in range(UNROLL)))
+    highest = highest.after(highest.after(*inside)[j, m].store(found).end(m))
+  return changed, at, highest
+
+
+def update_maxima(
+  s: Scope, m_i: UOp, l_i: UOp, group: UOp, highest: UOp, scale_log2: float, inside: tuple[UOp, ...]
+) -> tuple[UOp, UOp]:
+  """Return m_i in base 2, (groups, 16), and alpha, the factor on sums so far, where m_i follows the row maxima.
+
+  It follows where a maximum is more than `LAZY` above it: weights may be up to 2**LAZY, and accumulators are seldom
+  rescaled. Stores m_i and l_i.
+  """
+  rise, groups = LAZY / scale_log2, sizes(highest)[0]
+  m_new, shift, alpha = (s.buffer(groups, LANES).after(*inside) for _ in range(3))
+  j, m = s.axis(groups), s.axis(LANES)
+  m_old, found = m_i[group + j, m].load(), highest[j, m].load()
+  m_new = m_new.after(m_new[j, m].store((found > m_old + rise).where(found, m_old)).end(j, m))
+  j, m = s.axis(groups), s.axis(LANES)
+  m_old, found = m_i[group + j, m].load(), m_new[j, m].load()
+  stores = shift[j, m].store(found * scale_log2), alpha[j, m].store(exp2((m_old - found) * scale_log2))
+  end = UOp.group(*stores).end(j, m)
+  j, m = s.axis(groups), s.axis(LANES)
+  l_new = l_i.after(end)[group + j, m]
+  stores = (
+    m_i.after(end)[group + j, m].store(m_new[j, m].load()),
+    l_new.store(l_new.load() * alpha.after(end)[j, m].load()),
+  )
+  end = UOp.group(*stores).end(j, m)
+  return shift.after(end), alpha.after(end)
+
+
+def rescale(s: Scope, acc: UOp, group: UOp, alpha: UOp, *after: UOp) -> UOp:
+  """Multiply the accumulators of a unit, from `group` on, by alpha. A statement."""
+  done: tuple[UOp, ...] = (alpha, *after)
+  for j in range(sizes(alpha)[0]):
+    done = (scale_rows(acc[group + j, 0, 0], alpha[j, 0], sizes(acc)[1], *done),)
+  return done[0]
+
+
+class Weighing(NamedTuple):
+  """The weights of a unit, which are computed in parts, among tile products.
+
+  Attributes:
+    weights: P^T as right operands, (slots groups, parts, block_n / 2, 16) pairs.
+    slot: the unit's in it.
+    scores: (slots groups, block_n, 16) float32.
+    at: the unit's slot in them.
+    shift: what is subtracted in the exponent, (groups, 16).
+    sums: receive the sums of the weights, (groups, 16).
+    factor: factor on the scores.
+    degree: of the polynomial, see `weigh`.
+  """
+
+  weights: UOp
+  slot: UOp | int
+  scores: UOp
+  at: UOp | int
+  shift: UOp
+  sums: UOp
+  factor: float
+  degree: int
+
+  @property
+  def groups(self) -> int:
+    """Groups of the unit."""
+    return sizes(self.sums)[0]
+
+  def rows_per_place(self, counts: list[int]) -> list[int]:
+    """How many keys of a group to weigh at each place among products of Q K^T and of P V, of which there are `counts`.
+
+    Even numbers: half of the keys among the products of each.
+    """
+    block_n, (first, second) = sizes(self.scores)[1], (count // self.groups for count in counts)
+    rows = block_n // 2 // first // PAIR * PAIR
+    return [rows, (block_n - rows * first) // second // PAIR * PAIR]
+
+  def between(self, first: int, rows: int) -> Between:
+    """Weigh so many keys per place, from `first` on; groups take turns."""
+    if rows == 0:
+      return nothing
+    groups = self.groups
+    return lambda i, done: (self._of_group(i % groups, i // groups * (rows // PAIR) + first // PAIR, rows, *done),)
+
+  def rows(self, first: int, count: int, *after: UOp) -> tuple[UOp, ...]:
+    """Weigh `count` keys from `first` on, of all groups."""
+    done = after
+    for j in range(self.groups if count else 0):
+      done = (self._of_group(j, UOp.const(first // PAIR), count, *done),)
+    return done
+
+  def _of_group(self, j: UOp | int, pair: UOp, rows: int, *after: UOp) -> UOp:
+    _, parts, pairs, _ = sizes(self.weights)
+    return weigh(
+      self.weights[self.slot * self.groups + j, 0, pair, 0],
+      self.scores[self.at * self.groups + j, pair * PAIR, 0],
+      self.shift[j, 0],
+      self.sums[j, 0],
+      self.factor,
+      rows,
+      pairs * ROW_BYTES,
+      parts,
+      self.degree,
+      *after,
+    )
