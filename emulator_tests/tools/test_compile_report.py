@@ -8,6 +8,7 @@ import pytest
 import report_amd
 from report_amd import ARCHES, COLUMNS, KINDS, TYPES, Compiled, main_loop, measure, occupancy, row
 from report_table import kind, line
+from test_cpu_assembly import clang_release
 
 from uopattn.kernels.amd_forward import Tiles
 
@@ -40,7 +41,10 @@ def faults_by(budget: float, D: int, c: Compiled) -> list[str]:
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("arch", ARCHES)
-def test_budget(arch: str, dtype: str, D: int) -> None:
+def test_budget(arch: str, dtype: str, D: int, request: pytest.FixtureRequest) -> None:
+  if clang_release() <= 19 and (arch, dtype, D) == ("gfx1201", "float16", 64):
+    reason = "of clang 19's IR, LLVM 22 makes 8 waits more than of clang 23's: 10.03"
+    request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
   assert faults(arch, dtype, D, measure("fwd", arch, dtype, 1024, 1024, D, causal=False)) == []
 
 
