@@ -23,10 +23,10 @@ There are two ways to bring them there, behind one interface, `Pipeline`:
   features for which a producer would leave too few registers (`Problem.light`).
 
 Full tiles, which all queries of the workgroup see completely, come first and need no mask; masked tiles follow. With a
-producer, under a causal mask, it is the other way round: a job begins at the diagonal, in the tile that is not
-overlapped with others and so has a mask in any case. Each warpgroup has a `Walk` of its own then. It passes over tiles
-that none of its queries sees, only taking its turns. Blocks of queries are counted from the last query back, so that
-the block that is not full is the one with the fewest keys.
+producer, under a causal mask or where the last tile is not full, it is the other way round: a job begins at the end, in
+the tile that is not overlapped with others and so has a mask in any case. Under a causal mask each warpgroup has a
+`Walk` of its own. It passes over tiles that none of its queries sees, only taking its turns. Blocks of queries are
+counted from the last query back, so that the block that is not full is the one with the fewest keys.
 
 In 8 bits, with head sizes up to 128, a producer is needed, whose warps also transpose V, because tensor cores want k
 along the rows (`uopattn.dsl.nvidia.transposed`). P is scaled by a power of two and rounded to 8 bits, as in
@@ -56,8 +56,7 @@ causal, and 1.39 at N=8192.
     D=64           569           1.10               N=4096 alone
     D=64, causal   484 504       1.07 0.96          N=4096 and 16384 alone
 Those of 8 bits with a causal mask were timed when jobs began with full tiles. Nothing spills, aside from D=64 with a
-producer: up to 40 bytes in it with a window, in 8 bits up to 24 per job, and without a mask up to 380 bytes stored and
-524 loaded with 500 or 1000 queries and keys (with 1024 and 4000 none).
+producer: up to 40 bytes in it with a window, and in 8 bits up to 24 per job.
 Without a producer nvcc 13 spills at D=64 for a bool mask (496 bytes), `mask_mod` and an added 16-bit mask (112 each)
 and bounds per query (16), and at D=128 for a bool mask (16).
 """
@@ -329,9 +328,11 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   jobs = Jobs.of(heads, ceildiv(M, block_m), cached, rules.longest_last, MULTIPROCESSORS, tiles.persistent)
   group = Workgroup(s, 1, jobs.workgroups, tiles.threads // WARP, WARP)
   trips = jobs.trips(group.item).simplify()
-  last_first = tiles.producer and rules.at(UOp.const(0)).ends
+  # Under a causal mask warpgroups differ in their tiles. Without masks a loop over a tile that is not full would spill.
+  apart = tiles.producer and rules.at(UOp.const(0)).ends
+  last_first = apart or (tiles.producer and _masks_last(rules, tiles))
   # Of the blocks, the first one, which has the fewest keys, is the one with warpgroups that have no queries.
-  before = (jobs.blocks * block_m - M) // wgmma.M * wgmma.M if last_first else 0
+  before = (jobs.blocks * block_m - M) // wgmma.M * wgmma.M if apart else 0
 
   def job(trip: UOp) -> Job:
     head, block = jobs.place(group.item, trip)
@@ -358,7 +359,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     started = copies.start()
   rows = [_query(mine.row + group.warp * MMA_M + row_of(group.lane, half), M) for half in range(HALVES)]
   state = State.make(s, tiles.block_n, round_up(Dv, 16), q.dtype, mine.rules.scaling, group.item, started)
-  main = Mainloop(s, group, q.dtype, pipe, scores, rows, mine.rules, mine.key_range, turns, alone, last_first)
+  main = Mainloop(s, group, q.dtype, pipe, scores, rows, mine.rules, mine.key_range, turns, alone, apart)
 
   walk = mine.walk(M, tiles, group.warp)
   state = main.begin(walk, state, pipe.queries(main.pass_over(walk.passed, started)))
@@ -374,6 +375,13 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   if counts is not None:
     stores = [UOp.group(*stores, counts.add(mine.key_range.n_tiles, *stores)).end(trip)]
   return group.kernel(f"attention_{heads}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
+
+
+def _masks_last(rules: Rules, tiles: Tiles) -> bool:
+  """Whether for all queries the last tile of all keys needs a mask, and no other one."""
+  every = rules.at(UOp.const(0)).key_range(UOp.const(0), tiles.block_m, tiles.block_n)
+  masked = (every.n_tiles - every.n_full).simplify()
+  return not rules.ranges and masked.vmin == masked.vmax == 1
 
 
 class Job(NamedTuple):
@@ -397,6 +405,8 @@ class Job(NamedTuple):
     n_full, n_tiles = self.key_range.n_full, self.key_range.n_tiles
     if not self.last_first:
       return Walk(UOp.const(0), n_full.vmin == 0, full_then_masked(UOp.const(1), n_full.maximum(1), n_tiles))
+    if not self.rules.ends:
+      return Walk(UOp.const(0), True, masked_then_full(UOp.const(1), n_tiles - 1, n_tiles))
     # With its number from lane 0, ptxas knows that a warp leaves loops as a whole. Otherwise it makes descriptors of
     # products in vector registers, which costs 30 instructions per tile, and spills.
     warp = clamp(ins.shuffle(CUDA, warp.cast(dtypes.int), 0), 0, tiles.warpgroups * WARPS - 1)

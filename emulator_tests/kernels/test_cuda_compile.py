@@ -91,6 +91,15 @@ def test_no_spills_anywhere(arch: str, D: int, causal: bool, dtype: str) -> None
   check_compiled(arch, D, causal, dtype)
 
 
+@pytest.mark.kinds(D=(64,))
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_a_last_tile_that_is_not_full_spills_nothing(D: int) -> None:
+  c = measure("sm_90", "float16", 512, 1000, 1000, D, causal=False)
+  assert c.launch.schedule.name == "hopper_forward"
+  assert c.launch.tiles.persistent
+  assert (c.stack, c.spills) == (0, 0)
+
+
 @pytest.mark.each("arch", "D", "causal", "dtype")
 @pytest.mark.skipif(sass.disassembler() is None, reason="no nvdisasm")
 @pytest.mark.parametrize(("arch", "D", "causal", "dtype"), QUICK)
