@@ -21,19 +21,19 @@ _EXP2 = (
 
 
 def exp2(x: UOp) -> UOp:
-  """2**x of a float32 x <= 0: exactly 1 at 0, exactly 0 from -127 on (and at -inf), NaN at NaN, else within 2.2e-7.
+  """2**x of a float32 x <= 0: exactly 1 at 0, exactly 0 below -126 (and at -inf), NaN at NaN, else within 2.2e-7.
 
-  Between -127 and -126, where 2**x is denormal, the result is a number from 0 to 2**-126. `UOp.exp2` becomes a
-  call-like sequence that compilers keep scalar. This is a chain of fused multiply-adds, which vectorises. The integer
-  part goes straight into the exponent bits: -127 makes those of 1 those of 0.
+  `UOp.exp2` becomes a call-like sequence that compilers keep scalar. This is a chain of fused multiply-adds, which
+  vectorises. The integer part goes straight into the exponent bits.
   """
-  x = (x < -127.0).where(-127.0, x)
+  tiny = x < -126.0
+  x = tiny.where(-126.0, x)
   whole = x.cast(dtypes.int)  # rounds towards zero: fraction in (-1, 0]
   fraction = x - whole.cast(dtypes.float)
   mantissa = UOp.const(_EXP2[-1], dtypes.float)
   for c in _EXP2[-2::-1]:
     mantissa = mantissa * fraction + c
-  return (mantissa.bitcast(dtypes.int) + whole * (1 << 23)).bitcast(dtypes.float)
+  return tiny.where(0.0, (mantissa.bitcast(dtypes.int) + whole * (1 << 23)).bitcast(dtypes.float))
 
 
 # P and Q of tanh(x) = x P(x^2) / Q(x^2) on [-9, 9], constant terms first. Minimax in relative error (2.1e-8), by

@@ -12,14 +12,14 @@ from uopattn.dsl.math import LOG2E, exp2
 from uopattn.dsl.rules.rules import HeadRules
 from uopattn.dsl.scope import Scope, clamp, gated, sizes
 
-FEW = 4  # parts, whose sums a last kernel adds up quickly
+FEW = 4  # parts whose sums are added up quickly
 
 
 def parts_of(kv_heads: int, blocks: int, threads: int) -> int:
   """Choose the fewest parts of each key head's `blocks` blocks that keep threads busy for nine tenths of the time.
 
-  If that is not possible, come as close as possible. As long as parts are few, for each has sums of its own, there are
-  half as many work items per thread as in the forward pass, or more.
+  If that is not possible, come as close as possible. Each part has sums of its own, which are added up afterwards. So
+  up to `FEW` parts are made for more work items per thread, half as many as `items_per_thread`.
   """
 
   def turns(parts: int) -> int:
