@@ -26,7 +26,10 @@ Measured 2026-11-23 on an H200, float16, in CUDA graphs, N=8192, with `combine`,
 64 x 32 in `hopper_wide_forward`'s way, in turns, for B=1 / 4 / 16:
     128 query heads   16.8 29.7 81.4    1.13 1.07 1.09
     64 query heads    16.4 24.2 55.5    1.12 1.04 1.02
-A read of the keys takes 3.2, 9.8 and 34.2 us; 81.4 us are 448 TFLOP/s. Nothing spills.
+A read of the keys takes 3.2, 9.8 and 34.2 us; 81.4 us are 448 TFLOP/s. Nothing spills. On an H100 (2026-11-25), B=16
+takes 87.6 and 70.5 us, of which 16 and 21 are launches, starts, partial outputs and `combine`. In the loop, 64 heads
+read as fast as the memory gives, 3.07 TB/s, and 128 heads have 514 TFLOP/s at the limit of power. Panels with barriers
+of their own, given back one by one, gained nothing; see scripts/results/NOTES.md.
 """
 
 from dataclasses import dataclass, replace
