@@ -48,16 +48,16 @@ For N=4096 alone: 582 at D=192 (1.01) and 592 at D=256 (1.01). In turns of 0.2 s
     D=192          479 535 577 624    1.03 1.00 1.00 1.03
     D=192, causal  330 423 491 577    1.03 1.01 1.01 1.07
     D=256, causal  344 at N=512 (1.03) and 519 at N=2048 (1.03)
-In fp8e4m3, N=1024 / 4096 / 16384, and the ratio to float16 in the same run, on the same numbers. Numbers of 8 bits
-take less power: beside float16 with normal numbers the ratios are 1.37 and 1.43 in two runs at D=128 and N=4096, and
-1.39 at N=8192. On an H100 (2026-11-25) they are 1.41 at N=4096, and causal, in two runs, 1.35 and 1.40 there, 1.42 at
-N=2048 and 1.35 at N=8192.
+In fp8e4m3, N=1024 / 4096 / 16384, and the ratio to float16 in the same run, on the same numbers:
     D=128          719 821       1.25 1.25          N=1024 with turns as in float16
     D=128, causal  547 723 795   1.20 1.20 1.22     N=1024 likewise
     D=64           569           1.10               N=4096 alone
     D=64, causal   484 504       1.07 0.96          N=4096 and 16384 alone
-Those rows with a causal mask were timed when jobs began with full tiles. Nothing spills, aside from D=64 with a
-producer: up to 40 bytes in it with a window, and in 8 bits up to 24 per job.
+Numbers of 8 bits take less power: beside float16 with normal numbers the ratios are 1.37 and 1.43 in two runs at D=128
+and N=4096, and 1.39 at N=8192. On an H100 (2026-11-25) they are 1.41 at N=4096, and causal, in two runs, 1.35 and 1.40
+there, 1.42 at N=2048 and 1.35 at N=8192.
+In 8 bits the H200's rows with a causal mask were timed when jobs began with full tiles. Nothing spills, aside from D=64
+with a producer: up to 40 bytes in it with a window, and in 8 bits up to 24 per job.
 Without a producer nvcc 13 spills at D=64 for a bool mask (496 bytes), `mask_mod` and an added 16-bit mask (112 each)
 and bounds per query (16), and at D=128 for a bool mask (16).
 """

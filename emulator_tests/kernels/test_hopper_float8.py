@@ -69,6 +69,12 @@ def test_it_is_preferred_and_measured_beside_the_other_kernel(D: int, dtype) -> 
   assert "cuda_forward" in {x.schedule.name for x in others}
 
 
+@pytest.mark.parametrize(("N", "stages"), [(1024, 3), (2048, 3), (4096, 2), (16384, 2)])
+def test_stages_under_a_causal_mask_are_those_measured_as_the_fastest(N: int, stages: int) -> None:
+  given = AttentionSpec(4, 32, 32, N, N, 128, 128, E4M3, 128**-0.5, window=(None, 0))
+  assert dispatch(given, TARGET).tiles.stages == stages
+
+
 @pytest.mark.parametrize(
   "given",
   [spec(72), spec(144), replace(spec(), features=("softcap",))],
