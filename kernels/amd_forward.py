@@ -43,7 +43,7 @@ from tinygrad import UOp
 from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
 
-from uopattn.dsl import LN2, Scope, gated, sizes
+from uopattn.dsl import Scope, sizes
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.amd.fnuz import FNUZ_LARGEST
 from uopattn.dsl.amd.fragments import HIP, MMA_SIZE, Fragments
@@ -65,7 +65,7 @@ from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.packed import words_of
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.rules.softmax import normalize, p_scale_of
+from uopattn.dsl.rules.softmax import Row, Scaling, normalize, p_scale_of, store_lse
 from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.schedule import DTYPES, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
@@ -224,7 +224,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   unit = WaveMma(f, q.dtype, group, tiles, M, p_lds, p_scale)
 
   q_frags = unit.load_queries(HeadView.of(q, group.head, UOp.const(M)))
-  state = State.make(s, tiles.m_tiles, (tiles.m_tiles, ceildiv(Dv, MMA_SIZE), f.result), head_rules.scaling, group.item)
+  state = State.make(s, tiles.m_tiles, (tiles.m_tiles, ceildiv(Dv, MMA_SIZE), f.result), group.item)
   # Not `> 0`: tinygrad would assume a comparison to hold throughout the gated index, even in the bounds of its loops.
   exists = head_rules.length.ne(0)
   keys = [words_of(head_rules.keys(x, q.dtype), exists) for x in (k, v)]
@@ -328,19 +328,29 @@ class WaveMma:
     scores = mma_abt(self.f, self.dtype, k_tile, self.tiles.block_n, q, self.group.lane)
     return [[tile[e] for tile in row for e in range(self.f.result)] for row in scores]
 
-  def softmax(self, scores: list[list[UOp]], scale_log2: float, m_old: list[UOp], l_old: list[UOp]) -> list[SoftmaxRow]:
+  def softmax(self, scores: list[list[UOp]], scaling: Scaling, m_old: list[UOp], l_old: list[UOp]) -> list[SoftmaxRow]:
     """P, m_i, l_i and alpha of each row; see `softmax_row`."""
-    return [self.softmax_row(x, scale_log2, m, l) for x, m, l in zip(scores, m_old, l_old, strict=True)]
+    return [self.softmax_row(x, scaling, m, l) for x, m, l in zip(scores, m_old, l_old, strict=True)]
 
-  def softmax_row(self, scores: list[UOp], scale_log2: float, m_old: UOp, l_old: UOp) -> SoftmaxRow:
+  def softmax_row(self, scores: list[UOp], scaling: Scaling, m_old: UOp, l_old: UOp) -> SoftmaxRow:
     """P, m_i, l_i and alpha of a query, as `online_softmax` defines them, in an order that suits LLVM."""
     f, m_tiles = self.f, self.tiles.m_tiles
-    m_new = row_reduce(f, fmax, by_turns(fmax, [m_old, *scores], 3), self.group.lane)
+    bits_8 = self.p_scale_log2 > 0
+    if scaling.subtracts:
+      m_new = row_reduce(f, fmax, by_turns(fmax, [m_old, *scores], 3), self.group.lane)
+    else:
+      largest = row_reduce(f, fmax, by_turns(fmax, [*scores, *scores[: len(scores) % 2 == 0]], 3), self.group.lane)
+      m_new = fmax(m_old, scaling.in_base_2(HIP, largest, bits_8))
     if alone(f, m_tiles):
       m_old = ins.pin(HIP, m_old)  # otherwise LLVM loads so much of K ahead that it spills
-    shift = m_new * -scale_log2 + self.p_scale_log2 if self.p_scale_log2 else m_new * -scale_log2
-    alpha, shifts = ins.exp2(HIP, (m_old - m_new) * scale_log2), twins(f, shift, m_tiles)
-    p = [ins.exp2(HIP, x * scale_log2 + shifts[i % 2]) for i, x in enumerate(scores)]
+    alpha = scaling.alpha(exp2, m_old, m_new)
+    if scaling.subtracts:
+      minus_m = twins(f, -m_new, m_tiles)
+      exponents = [(x + minus_m[i % 2]) * scaling.log2 + self.p_scale_log2 for i, x in enumerate(scores)]
+    else:
+      a, minus_m = scaling.factor(HIP, m_new, bits_8), twins(f, self.p_scale_log2 - m_new, m_tiles)
+      exponents = [x * a + minus_m[i % 2] for i, x in enumerate(scores)]
+    p = [exp2(x) for x in exponents]
     # Sums that run in parallel need more registers, which pays only with two tiles of queries.
     l_new = by_turns(UOp.__add__, [l_old * alpha, *p], 2) if m_tiles > 1 else l_old * alpha + reduce(UOp.__add__, p)
     return p, m_new, l_new, alpha
@@ -358,14 +368,12 @@ class WaveMma:
 
   def store(self, o: UOp, lse: UOp | None, head: UOp, row: UOp, i: int, state: State, rules: HeadRules) -> list[UOp]:
     """Store the output and the LSE of the i-th of this lane's queries, unless it is past the last one."""
-    m_i, l_i = (
-      state.m_i[i].load() * rules.scaling.log2,
-      row_reduce(self.f, UOp.__add__, state.l_i[i].load(), self.group.lane),
-    )
-    factor, log2 = normalize(m_i, l_i, rules.sink(row), lambda x: ins.exp2(HIP, x), self.p_scale_log2)
-    factor = factor * 2 if self.f.fnuz else factor  # values, converted, are half
+    logit = rules.scaling.logit(HIP, state.m_i[i].load(), self.p_scale_log2 > 0)
+    l_i = row_reduce(self.f, UOp.__add__, state.l_i[i].load(), self.group.lane)
+    found = normalize(logit, l_i, rules.sink(row), exp2, self.p_scale_log2)
+    factor = found.factor * 2 if self.f.fnuz else found.factor  # values, converted, are half
     factor = factor if rules.o_scale is None else factor * rules.o_scale
-    return store_rows(self.f, o, lse, head, row, state.acc[i], factor, log2, self.group.lane)
+    return store_rows(self.f, o, lse, head, row, state.acc[i], found._replace(factor=factor), self.group.lane)
 
 
 def by_turns(operation: Callable[[UOp, UOp], UOp], values: list[UOp], arity: int) -> UOp:
@@ -397,6 +405,10 @@ def fmax(a: UOp, b: UOp) -> UOp:
   return ins.fmax(HIP, a, b)
 
 
+def exp2(x: UOp) -> UOp:
+  return ins.exp2(HIP, x)
+
+
 def multiply_pv(
   f: Fragments,
   dtype: DType,
@@ -424,15 +436,14 @@ def store_rows(
   head: UOp,
   row: UOp,
   acc: UOp,
-  factor: UOp,
-  log2: UOp,
+  found: Row,
   lane: UOp,
 ) -> list[UOp]:
-  """Store acc times a factor and the LSE, which is in base 2, of a query, unless it is past M; see `normalize`."""
-  M = sizes(o)[1]
-  stores = store_acc(f, o, head, row, acc, lambda x: x * factor, lane)
+  """Store acc times a factor and the LSE of a query, unless it is past M; see `normalize`."""
+  stores = store_acc(f, o, head, row, acc, lambda x: x * found.factor, lane)
   if lse is not None:
-    stores.append(gated(lse, row < M, head, row).store(ins.pin(HIP, log2 * LN2)))
+    numbers = [ins.pin(HIP, x) for x in found.numbers(lse)]
+    stores += store_lse(lse, row < sizes(o)[1], head, row, numbers)
   return stores
 
 

@@ -50,7 +50,7 @@ from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import KernelInfo
 
-from uopattn.dsl import LN2, Scope, clamp, gated, sizes
+from uopattn.dsl import Scope, clamp, sizes
 from uopattn.dsl.cpu.amx import LANES, PAIR, STEP, tile_config, tile_release
 from uopattn.dsl.cpu.amx_operands import (
   BLOCK,
@@ -80,7 +80,7 @@ from uopattn.dsl.instructions import skip_trip
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.masks import TileRange
 from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.rules.softmax import lowest, normalize_rows
+from uopattn.dsl.rules.softmax import LOWEST, Scaling, normalize_rows, store_lse
 from uopattn.dsl.schedule import Kernel, Problem, Schedule, group_of_few
 from uopattn.dsl.target import Target
 from uopattn.kernels.cpu_decode import Tile, splits
@@ -214,7 +214,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     end = block.multiply_pv(block.acc.after(end), block.v_tiles, 0, units - 1, slot_of(units - 1, 0, units), end)
 
   acc, m_i, l_i = (x.after(end) for x in (block.acc, block.m_i, block.l_i))
-  stores = store_outputs(s, o, lse, result, row, acc, m_i, l_i, scaling.log2, block.rules, outer)
+  stores = store_outputs(s, o, lse, result, row, acc, m_i, l_i, scaling, block.rules, outer)
   name = f"attention_{results}_{rules.kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
   # The tag keeps tinygrad from rearranging the axes.
   return UOp.group(*stores, tile_release(end)).end(*outer).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
@@ -304,7 +304,7 @@ class Block:
       5 if has_lse or parts > 1 else 3,
       q_t,
       acc=filled(s, 0.0, dtypes.float, groups, dv_width, LANES, within=outer),
-      m_i=filled(s, lowest(rules.scaling), dtypes.float, groups, LANES, within=outer),
+      m_i=filled(s, LOWEST, dtypes.float, groups, LANES, within=outer),
       l_i=filled(s, 0.0, dtypes.float, groups, LANES, within=outer),
       v_pairs=filled(s, 0, dtypes.uint, parts, block_n // PAIR, dv_width, within=outer),
       k_tiles=filled(s, 0, dtypes.ushort, turns * parts, block_n, width, within=outer),
@@ -474,11 +474,11 @@ def softmax(
     x = rules.apply_score_mods(x, query, key)
     return reduce(UOp.__or__, hidden).where(-inf, x) if hidden else x
 
-  seen, at, highest = row_maxima(s, block.scores.after(*inside), slot, state.m_i, group, groups, score, inside)
-  shift, alpha = update_maxima(s, state.m_i, state.l_i, group, highest, scaling.log2, inside)
+  seen, at, highest = row_maxima(s, block.scores.after(*inside), slot, groups, score, inside)
+  shift, factor, alpha = update_maxima(s, state.m_i, state.l_i, group, highest, scaling, inside)
   rescaled = rescale(s, state.acc, group, alpha, shift)
   l_tile = s.assign(s.buffer(groups, LANES), lambda j, m: 0.0, within=inside)  # apart: a long sum loses digits
-  given = block.weights.after(*inside), slot, seen, at, shift, l_tile, scaling.log2, block.degree
+  given = block.weights.after(*inside), slot, seen, at, shift, l_tile, factor, scaling.subtracts, block.degree
   return Weighing(*given), (*inside, seen, rescaled, l_tile)
 
 
@@ -521,18 +521,19 @@ def store_outputs(
   acc: UOp,
   m_i: UOp,
   l_i: UOp,
-  scale_log2: float,
+  scaling: Scaling,
   rules: HeadRules,
   outer: tuple[UOp, ...],
 ) -> list[UOp]:
-  """Store the output and the LSE. A row that saw no key gets 0 and -inf; rows past M are not stored."""
+  """Store the output and the LSE, see `normalize`; rows past M are not stored."""
   groups, M = sizes(acc)[0], sizes(o)[1]
   m_i, l_i = (x.reshape(groups * LANES) for x in (m_i, l_i))
-  factor, log2 = normalize_rows(s, m_i, l_i, scale_log2, lambda m: rules.sink(row + m), outer)
+  factor, numbers = normalize_rows(s, m_i, l_i, scaling, lambda m: rules.sink(row + m), lse, outer)
   stores = [store_rows(s, o, result, row, UOp.const(M), acc, factor)]
   if lse is not None:
     m = s.axis(groups * LANES)
-    stores.append(gated(lse, row + m < M, result, row + m).store(log2[m] * LN2).end(m))
+    stored = store_lse(lse, row + m < M, result, row + m, [x[m].load() for x in numbers])
+    stores.append(UOp.group(*stored).end(m))
   return stores
 
 

@@ -1,9 +1,9 @@
 """Combines the splits of split-KV attention: the second kernel of Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023).
 
 A few queries do not keep a machine busy, so the keys are split. Each work item of a forward kernel stores the
-normalized output O_s of its split and the logarithm lse_s of its sum of exponentials. Then
-    m = max lse_s,  w_s = exp(lse_s - m),  O = sum w_s O_s / sum w_s,  lse = m + log sum w_s
-A sink must count only once, so it joins the sum here. A split in which a row sees no key has an lse_s of -inf.
+normalized output O_s of its split, its largest logit m_s, and the sum l_s of its exponentials relative to that. Then
+    m = max m_s,  w_s = exp(m_s - m) l_s,  O = sum w_s O_s / sum w_s,  lse = m + log sum w_s
+A sink must count only once, so it joins the sum here. A split in which a row sees no key has an l_s of 0.
 
 Storage: a work item has one row. On a GPU its lanes hold the columns, and each lane computes all weights; on a CPU the
 weights and the row are on the stack. It reads `splits` rows of float32, usually from a cache.
@@ -17,7 +17,7 @@ from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType, KernelInfo
 
-from uopattn.dsl import LN2, LOG2E, Scope, exp2, gated, sizes
+from uopattn.dsl import LOG2E, Scope, exp2, gated, sizes
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.rules.quantized import LARGEST, rounded_bits
 from uopattn.dsl.rules.rules import Rules
@@ -37,7 +37,7 @@ def on_cpu(o: UOp, partial_o: UOp, partial_lse: UOp, lse: UOp | None = None, *, 
     o: (heads, rows, Dv), the output, float32, float16, bfloat16 or an 8-bit float.
     lse: (heads, rows) float32, or None.
     partial_o: (heads splits, rows, Dv) float32.
-    partial_lse: (heads splits, rows) float32.
+    partial_lse: (heads splits, rows, 2) float32, the largest logit and the sum of exponentials of each row.
     rules: only the sinks are used.
   """
   (heads, rows, Dv), s = sizes(o), Scope()
@@ -47,20 +47,22 @@ def on_cpu(o: UOp, partial_o: UOp, partial_lse: UOp, lse: UOp | None = None, *, 
   first, within = head * splits, (head, row)
   highest = s.assign(s.buffer(1), lambda i: -inf, within=within)
   t = s.axis(splits)
-  highest = highest.after(highest[0].store(highest.after(t)[0].maximum(partial_lse[first + t, row])).end(t))
-  weights = s.assign(
-    s.buffer(splits), lambda t: _weight(partial_lse[first + t, row].load(), highest[0], exp2), within=within
-  )
+  highest = highest.after(highest[0].store(highest.after(t)[0].maximum(partial_lse[first + t, row, 0])).end(t))
+
+  def weight(t: UOp) -> UOp:
+    return _weight(*(partial_lse[first + t, row, i].load() for i in range(2)), highest[0], exp2)
+
+  weights = s.assign(s.buffer(splits), weight, within=within)
   total = s.assign(s.buffer(1), lambda i: 0.0, within=within)
   t = s.axis(splits)
   total = total.after(total[0].store(total.after(t)[0] + weights[t]).end(t))
   acc = s.assign(s.buffer(Dv), lambda d: 0.0, within=within)
   t, d = s.axis(splits), s.axis(Dv)
   acc = acc.after(acc[d].store(acc.after(t)[d] + weights[t] * partial_o[first + t, row, d]).end(t, d))
-  factor, log2 = normalize(highest[0] * LOG2E, total[0], rules.at(head).sink(row), exp2)
+  found = normalize(highest[0].load(), total[0].load(), rules.at(head).sink(row), exp2)
   d = s.axis(Dv)
-  stores = [o[head, row, d].store((acc[d] * factor).cast(o.dtype)).end(d)]
-  stores += [] if lse is None else [lse[head, row].store(log2 * LN2)]
+  stores = [o[head, row, d].store((acc[d] * found.factor).cast(o.dtype)).end(d)]
+  stores += [] if lse is None else [lse[head, row].store(found.lse)]
   return _kernel(o, splits, UOp.group(*stores).end(row, head))
 
 
@@ -76,37 +78,37 @@ def on_gpu(family: str, o: UOp, partial_o: UOp, partial_lse: UOp, lse: UOp | Non
     """The splits of a turn."""
     return [turn * AT_ONCE + i for i in range(min(AT_ONCE, splits))]
 
-  def lse_of(t: UOp) -> UOp:
+  def number(t: UOp, i: int, default: float) -> UOp:
     inside = t < splits
-    return inside.where(gated(partial_lse, inside, head * splits + t, row).load(), -inf)
+    return inside.where(gated(partial_lse, inside, head * splits + t, row, UOp.const(i)).load(), default)
 
   turn, highest = s.axis(turns, AxisType.REDUCE), s.filled(-inf, 1, after=(item,))
-  found = reduce(UOp.maximum, map(lse_of, some(turn)), highest.after(turn)[0].load())
+  found = reduce(UOp.maximum, (number(t, 0, -inf) for t in some(turn)), highest.after(turn)[0].load())
   highest = highest.after(highest[0].store(found).end(turn))
   turn, total, acc = s.axis(turns, AxisType.REDUCE), *(s.filled(0.0, n, after=(item,)) for n in (1, len(columns)))
-  weights = [_weight(lse_of(t), highest[0].load(), power) for t in some(turn)]
+  weights = [_weight(number(t, 0, -inf), number(t, 1, 0.0), highest[0].load(), power) for t in some(turn)]
   stores = [total[0].store(reduce(UOp.__add__, weights, total.after(turn)[0].load()))]
   for i, d in enumerate(columns):
     places = [((t < splits) & (d < Dv), head * splits + t, row, d) for t in some(turn)]
     terms = [weight * gated(partial_o, *place).load() for weight, place in zip(weights, places, strict=True)]
     stores.append(acc[i].store(reduce(UOp.__add__, terms, acc.after(turn)[i].load())))
   end = UOp.group(*stores).end(turn)
-  factor, log2 = normalize(highest[0].load() * LOG2E, total.after(end)[0].load(), rules.at(head).sink(row), power)
+  finished = normalize(highest[0].load(), total.after(end)[0].load(), rules.at(head).sink(row), power)
   stores = []
   for i, d in enumerate(columns):
-    value = acc.after(end)[i].load() * factor
+    value = acc.after(end)[i].load() * finished.factor
     if family == "hip" and o.dtype in LARGEST:
       place = row_start(o, head, row) + d
       stores.append(as_type(o, dtypes.uchar)[place.valid(d < Dv)].store(rounded_bits(value, o.dtype)))
     else:
       stores.append(gated(o, d < Dv, head, row, d).store(value.cast(o.dtype)))
-  stores += [] if lse is None else [gated(lse, lane.eq(0), head, row).store(log2 * LN2)]
+  stores += [] if lse is None else [gated(lse, lane.eq(0), head, row).store(finished.lse)]
   return _kernel(o, splits, UOp.group(*stores).end(lane).end(item))
 
 
-def _weight(lse: UOp, highest: UOp, power: Callable[[UOp], UOp]) -> UOp:
-  """exp(lse - highest); 0 for a row that sees no key in any split, where both are -inf."""
-  return power((lse - highest.eq(-inf).where(0.0, highest)) * LOG2E)
+def _weight(logit: UOp, l_i: UOp, highest: UOp, power: Callable[[UOp], UOp]) -> UOp:
+  """exp(logit - highest) l_i; 0 where both logits are -inf."""
+  return power((logit - highest.eq(-inf).where(0.0, highest)) * LOG2E) * l_i
 
 
 def _kernel(o: UOp, splits: int, end: UOp) -> UOp:

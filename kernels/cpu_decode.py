@@ -35,7 +35,7 @@ from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import KernelInfo
 
-from uopattn.dsl import LN2, LOG2E, Loop, Scope, clamp, exp2, least, sizes
+from uopattn.dsl import Loop, Scope, clamp, exp2, least, sizes
 from uopattn.dsl.cpu.register_blocks import (
   accumulate,
   add_steps,
@@ -49,7 +49,7 @@ from uopattn.dsl.instructions import add_pairs, add_quads, dot_pairs, prefetch, 
 from uopattn.dsl.limits import LINE
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.rules.softmax import Scaling, lowest, normalize_rows
+from uopattn.dsl.rules.softmax import LOWEST, Scaling, normalize_rows, store_lse
 from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
@@ -172,10 +172,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     raise ValueError(f"Tiles.pairs: not for {N} keys of head sizes {Dk} and {Dv} in {q.dtype}, with {tiles}")
   s = Scope()
   block = Block.make(s, q, o, tiles)
-  # The softmax is in base 2: log2(e) is a factor on q, or with score mods one in the exponent.
-  scaling = rules.scaling if rules.has_score_mods else Scaling(rules.scale * LOG2E, 1.0)
+  scaling = rules.scaling_of_q
   q_rows = load_queries(s, q, block, scaling.pre, tiles)
-  state = State.make(s, tiles, Dv, scaling, block.axes)
+  state = State.make(s, tiles, Dv, block.axes)
 
   loop = Mainloop.make(s, rules.at(block.head), block, tiles)
   trip, next_first = loop.trip(s, scaling.pre if tiles.pairs else None), loop.keys_of(loop.number + 1)[1]
@@ -187,7 +186,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   acc_end = multiply_pv(s, trip.weights(s, p, axes), v_tile, k_next, old.acc, alpha, tiles, axes)
   state = state.after(loop.end(m_end, l_end, acc_end))
 
-  stores = store_rows(s, o, lse, block, state, scaling.log2, loop.rules)
+  stores = store_rows(s, o, lse, block, state, scaling, loop.rules)
   name = f"attention_decode_{results}_{rows}_{N}_{Dk}_{Dv}{rules.name}"
   # The tag keeps tinygrad from rearranging the axes.
   return UOp.group(*stores).end(*block.axes).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
@@ -248,10 +247,10 @@ class State(NamedTuple):
   l_i: UOp
 
   @classmethod
-  def make(cls, s: Scope, tiles: Tiles, Dv: int, scaling: Scaling, within: tuple[UOp, ...]) -> "State":
+  def make(cls, s: Scope, tiles: Tiles, Dv: int, within: tuple[UOp, ...]) -> "State":
     """The state before the first tile."""
     acc = s.assign(s.buffer(tiles.block_m, Dv), lambda r, d: 0.0, within=within)
-    m_i = s.assign(s.buffer(tiles.block_m), lambda r: lowest(scaling), within=within)
+    m_i = s.assign(s.buffer(tiles.block_m), lambda r: LOWEST, within=within)
     return cls(acc, m_i, s.assign(s.buffer(tiles.block_m, tiles.lanes), lambda r, w: 0.0, within=within))
 
   def after(self, *after: UOp) -> "State":
@@ -490,9 +489,8 @@ def softmax(
     higher = highest.after(r, i)[r, w].maximum(scores[r, begin + i * width + w])
     highest = highest.after(highest[r, w].store(higher).end(r, i, w))
   m_new = fold(s, highest, UOp.maximum, within)
-  shift = s.assign(s.buffer(rows), lambda r: m_new[r] * scale_log2, within=within)
   alpha = s.assign(s.buffer(rows), lambda r: exp2((m_old[r] - m_new[r]) * scale_log2), within=within)
-  p = s.assign(s.buffer(rows, block_n), lambda r, n: exp2(scores[r, n] * scale_log2 - shift[r]), within=within)
+  p = s.assign(s.buffer(rows, block_n), lambda r, n: exp2((scores[r, n] - m_new[r]) * scale_log2), within=within)
   r = s.axis(rows)
   return p, m_old.after(alpha)[r].store(m_new[r]).end(r), alpha
 
@@ -559,18 +557,20 @@ def multiply_pv(
 
 
 def store_rows(
-  s: Scope, o: UOp, lse: UOp | None, block: Block, state: State, scale_log2: float, rules: HeadRules
+  s: Scope, o: UOp, lse: UOp | None, block: Block, state: State, scaling: Scaling, rules: HeadRules
 ) -> list[UOp]:
-  """Store the output and the LSE; a row that saw no key gets 0 and -inf."""
+  """Store the output and the LSE, see `normalize`."""
   total, Dv = fold(s, state.l_i, UOp.__add__, block.axes), sizes(state.acc)[1]
-  factor, log2 = normalize_rows(s, state.m_i, total, scale_log2, lambda r: rules.sink(block.row(r)), block.axes)
+  sink = lambda r: rules.sink(block.row(r))  # noqa: E731
+  factor, numbers = normalize_rows(s, state.m_i, total, scaling, sink, lse, block.axes)
   r, d = s.axis(block.block_m), s.axis(Dv)
   # If no key exists, what was read instead may be NaN.
   value = (rules.length > 0).where(state.acc[r, d] * factor[r], 0.0)
   stores = [o[block.result, block.row(r), d].store(value.cast(o.dtype)).end(r, d)]
   if lse is not None:
     r = s.axis(block.block_m)
-    stores.append(lse[block.result, block.row(r)].store(log2[r] * LN2).end(r))
+    stored = store_lse(lse, UOp.const(True), block.result, block.row(r), [x[r].load() for x in numbers])
+    stores.append(UOp.group(*stored).end(r))
   return stores
 
 

@@ -26,7 +26,7 @@ from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import KernelInfo
 
-from uopattn.dsl import LN2, LOG2E, Loop, Scope, clamp, exp2, gated, sizes
+from uopattn.dsl import Loop, Scope, clamp, exp2, gated, sizes
 from uopattn.dsl.cpu.register_blocks import (
   Tile,
   accumulate,
@@ -39,7 +39,7 @@ from uopattn.dsl.cpu.register_blocks import (
 )
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
-from uopattn.dsl.rules.softmax import Scaling, lowest, normalize_rows
+from uopattn.dsl.rules.softmax import LOWEST, Scaling, normalize_rows, store_lse
 from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
 
@@ -129,11 +129,10 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   head, row = item // blocks, item % blocks * block_m  # head and first query row of this block
   head_rules = rules.at(head)
 
-  # The softmax is in base 2: log2(e) is a factor on q, or with score mods one in the exponent.
-  scaling = rules.scaling if rules.has_score_mods else Scaling(rules.scale * LOG2E, 1.0)
+  scaling = rules.scaling_of_q
   q_t = s.assign(s.buffer(Dk, block_m), lambda d, m: load_query(q, head, row + m, d) * scaling.pre, within=outer)
   acc = s.assign(s.buffer(Dv, block_m), lambda d, m: 0.0, within=outer)
-  m_i = s.assign(s.buffer(block_m), lambda m: lowest(scaling), within=outer)
+  m_i = s.assign(s.buffer(block_m), lambda m: LOWEST, within=outer)
   l_i = s.assign(s.buffer(block_m), lambda m: 0.0, within=outer)
 
   key_range = head_rules.key_range(row, block_m, block_n)
@@ -167,7 +166,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   end = loop.end(acc_end, state_end)
 
   stores = store_rows(
-    s, o, lse, head, row, acc.after(end), m_i.after(end), l_i.after(end), scaling.log2, head_rules.sink(row), outer
+    s, o, lse, head, row, acc.after(end), m_i.after(end), l_i.after(end), scaling, head_rules.sink(row), outer
   )
   name = f"attention_{heads}_{rules.kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
   # The tag keeps tinygrad from rearranging the axes.
@@ -205,12 +204,11 @@ def exponentiate(
 ) -> tuple[UOp, UOp, UOp]:
   """Compute P^T = exp2((S^T - m) scale_log2) in place of S^T, the running sum l, and alpha for O."""
   block_n, block_m = sizes(scores)
-  shift = s.assign(s.buffer(block_m), lambda m: m_new[m] * scale_log2, within=loop.axes)
   alpha = s.assign(s.buffer(block_m), lambda m: exp2((m_old[m] - m_new[m]) * scale_log2), within=loop.axes)
   l_tile = s.assign(s.buffer(block_m), lambda m: 0.0, within=loop.axes)  # a separate sum: a long one loses digits
   n, m = s.axis(block_n), s.axis(block_m)
   x = scores.after(n)[n, m]
-  p = exp2(x * scale_log2 - shift[m])
+  p = exp2((x - m_new[m]) * scale_log2)
   end = UOp.group(scores[n, m].store(p), l_tile[m].store(l_tile.after(n)[m] + p)).end(n, m)
   scores, l_tile = scores.after(end), l_tile.after(end)
   return scores, s.assign(s.buffer(block_m), lambda m: l_old[m] * alpha[m] + l_tile[m], within=loop.axes), alpha
@@ -238,19 +236,20 @@ def store_rows(
   acc: UOp,
   m_i: UOp,
   l_i: UOp,
-  scale_log2: float,
+  scaling: Scaling,
   sink: UOp | None,
   outer: tuple[UOp, ...],
 ) -> list[UOp]:
-  """Store the output and the LSE. A row that saw no key gets 0 and -inf; rows past M are not stored."""
+  """Store the output and the LSE, see `normalize`; rows past M are not stored."""
   (Dv, block_m), M = sizes(acc), sizes(o)[1]
-  factor, log2 = normalize_rows(s, m_i, l_i, scale_log2, lambda m: sink, outer)
+  factor, numbers = normalize_rows(s, m_i, l_i, scaling, lambda m: sink, lse, outer)
   lanes = min(block_m, M)  # the other lanes are past M in every block
   d, m = s.axis(Dv), s.axis(lanes)
   stores = [gated(o, row + m < M, head, row + m, d).store((acc[d, m] * factor[m]).cast(o.dtype)).end(d, m)]
   if lse is not None:
     m = s.axis(lanes)
-    stores.append(gated(lse, row + m < M, head, row + m).store(log2[m] * LN2).end(m))
+    stored = store_lse(lse, row + m < M, head, row + m, [x[m].load() for x in numbers])
+    stores.append(UOp.group(*stored).end(m))
   return stores
 
 

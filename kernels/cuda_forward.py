@@ -48,7 +48,6 @@ sm_90 it spills 16 bytes at D=128 with 64 keys.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv, round_up
@@ -67,6 +66,7 @@ from uopattn.dsl.nvidia.mma_layout import (
   QUAD,
   WARP,
   columns,
+  finished,
   row_elements,
   row_of,
   row_reduce,
@@ -75,7 +75,7 @@ from uopattn.dsl.nvidia.mma_layout import (
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.rules.softmax import Factor, online_softmax, p_scale_of
+from uopattn.dsl.rules.softmax import Scaling, online_softmax, p_scale_of
 from uopattn.dsl.schedule import DTYPES, HEAD_SCALES, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
 
@@ -283,7 +283,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   key_range = head_rules.key_range(group.block * block_m, block_m, tiles.block_n).split(group.split, results // heads)
   unit = WarpMma(Mma(s, q.dtype, tiles.turing, tiles.parts), group, tiles, p_scale)
 
-  state = State.make(s, len(unit.rows), (tiles.m_tiles, round_up(Dv, PAIR) // MMA_N, 4), head_rules.scaling, group.item)
+  state = State.make(s, len(unit.rows), (tiles.m_tiles, round_up(Dv, PAIR) // MMA_N, 4), group.item)
   q_tile, k_tiles, v_tiles = tiles.panels(s, Dk, Dv)
   sources = [(panels, head_rules.keys(x, q.dtype)) for panels, x in ((k_tiles, k), (v_tiles, v))]
   pipeline = CpAsyncPipeline(sources, key_range.tile, tiles.stages, group.thread, tiles.family)
@@ -344,15 +344,13 @@ class WarpMma:
     scores = self.mma.mma_abt(left, k_tile, self.group.lane)
     return [row_elements(tile, half) for tile in scores for half in range(HALVES)]
 
-  def softmax(
-    self, scores: list[list[UOp]], scale_log2: Factor, m_old: list[UOp], l_old: list[UOp]
-  ) -> list[SoftmaxRow]:
+  def softmax(self, scores: list[list[UOp]], scaling: Scaling, m_old: list[UOp], l_old: list[UOp]) -> list[SoftmaxRow]:
     """P, m_i, l_i and alpha of each row; see `softmax_row`."""
-    return [self.softmax_row(x, scale_log2, m, l) for x, m, l in zip(scores, m_old, l_old, strict=True)]
+    return [self.softmax_row(x, scaling, m, l) for x, m, l in zip(scores, m_old, l_old, strict=True)]
 
-  def softmax_row(self, scores: list[UOp], scale_log2: Factor, m_old: UOp, l_old: UOp) -> SoftmaxRow:
+  def softmax_row(self, scores: list[UOp], scaling: Scaling, m_old: UOp, l_old: UOp) -> SoftmaxRow:
     """P, m_i, l_i and alpha of a row; see `online_softmax`."""
-    p, m_i, l_i, alpha = online_softmax(CUDA, scores, scale_log2, m_old, l_old, row_reduce, self.p_scale_log2)
+    p, m_i, l_i, alpha = online_softmax(CUDA, scores, scaling, m_old, l_old, row_reduce, self.p_scale_log2)
     # The compiler would add up P after P V, and until then hold it also in float32. Queries that are read from shared
     # memory leave no registers for that. So O is rescaled only after l_i is known.
     return p, m_i, l_i, alpha if self.tiles.in_registers else ins.tied(CUDA, alpha, l_i)
@@ -370,16 +368,9 @@ class WarpMma:
 
   def store(self, o: UOp, lse: UOp | None, head: UOp, i: int, state: State, rules: HeadRules) -> list[UOp]:
     """Store the output and the LSE of the i-th of this lane's rows."""
-    m_i, l_i, acc, half = (
-      state.m_i[i].load() * rules.scaling.log2,
-      state.l_i[i].load(),
-      state.acc[i // HALVES],
-      i % HALVES,
-    )
-    sink, lane = rules.sink(self.rows[i]), self.group.lane
-    given: Any = {"operand": self.mma.dtype, "o_scale": rules.o_scale}
-    powers = self.p_scale_log2, self.tiles.family
-    return store_row(o, lse, head, self.rows[i], half, acc, m_i, l_i, sink, lane, *powers, **given)
+    acc, half, lane, row = state.acc[i // HALVES], i % HALVES, self.group.lane, self.rows[i]
+    found = finished(rules, state.m_i[i].load(), state.l_i[i].load(), row, self.p_scale_log2)
+    return store_row(o, lse, head, row, half, acc, found, lane, self.tiles.family, operand=self.mma.dtype)
 
 
 def rescaled(acc: UOp, alphas: list[UOp]) -> Accumulators:

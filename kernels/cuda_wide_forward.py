@@ -52,6 +52,7 @@ from uopattn.dsl.nvidia.mma_layout import (
   QUAD,
   WARP,
   columns,
+  finished,
   row_elements,
   row_of,
   row_reduce,
@@ -60,7 +61,7 @@ from uopattn.dsl.nvidia.mma_layout import (
 from uopattn.dsl.nvidia.swizzled import PANEL_BYTES, SwizzledTiles
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.rules.softmax import online_softmax, p_scale_of
+from uopattn.dsl.rules.softmax import Scaling, online_softmax, p_scale_of
 from uopattn.dsl.schedule import DTYPES, LEAST_KEYS, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
 from uopattn.kernels.cuda_forward import SINCE, STEPS, rescaled
@@ -270,7 +271,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   unit = SliceMma(Mma(s, q.dtype, tiles.turing), group, tiles, Dv, exchange, p_scale_log2)
 
   acc = (tiles.m_tiles, tiles.columns(Dv) // MMA_N, 4)
-  state = State.make(s, len(unit.rows), acc, head_rules.scaling, group.item)
+  state = State.make(s, len(unit.rows), acc, group.item)
   q_tile, k_tiles, v_tiles = tiles.panels(s, Dk, Dv)
   keys, values = (k_tiles, head_rules.keys(k)), (v_tiles, head_rules.keys(v))
   thread, family = group.thread, tiles.family
@@ -445,7 +446,7 @@ class SliceMma:
     tiles = [[reduce(UOp.__add__, x) for x in zip(*row, strict=True)] for row in zip(*parts, strict=True)]
     return [row_elements(tile, half) for tile in tiles for half in range(HALVES)]
 
-  def softmax(self, scores: list[list[UOp]], scale_log2: float, m_old: list[UOp], l_old: list[UOp]) -> list[SoftmaxRow]:
+  def softmax(self, scores: list[list[UOp]], scaling: Scaling, m_old: list[UOp], l_old: list[UOp]) -> list[SoftmaxRow]:
     """P, m_i, l_i and alpha of each row: the maxima are those of the group, the rest is of this warp's keys."""
 
     def larger(a: UOp, b: UOp) -> UOp:
@@ -456,7 +457,7 @@ class SliceMma:
     def of_row(i: int) -> SoftmaxRow:
       of_group = reduce(larger, maxima[i])
       return online_softmax(
-        CUDA, scores[i], scale_log2, m_old[i], l_old[i], lambda operation, value: of_group, self.p_scale_log2
+        CUDA, scores[i], scaling, m_old[i], l_old[i], lambda operation, value: of_group, self.p_scale_log2
       )
 
     return [of_row(i) for i in range(len(scores))]
@@ -484,16 +485,10 @@ class SliceMma:
 
   def store(self, o: UOp, lse: UOp | None, head: UOp, i: int, state: State, l_i: UOp, rules: HeadRules) -> list[UOp]:
     """Store this warp's columns of the i-th of this lane's rows; the first slice stores the LSE."""
-    m_i, acc, row, lane = (
-      state.m_i[i].load() * rules.scaling.log2,
-      state.acc[i // HALVES],
-      self.rows[i],
-      self.group.lane,
-    )
-    first, sink = self.slice * self.tiles.columns(self.Dv), rules.sink(row)
-    powers = self.p_scale_log2, self.tiles.family
-    given = *powers, first, self.mma.dtype, rules.o_scale
-    return store_row(o, lse, head, row, i % HALVES, acc, m_i, l_i, sink, lane, *given)
+    acc, row, lane = state.acc[i // HALVES], self.rows[i], self.group.lane
+    first = self.slice * self.tiles.columns(self.Dv)
+    found = finished(rules, state.m_i[i].load(), l_i, row, self.p_scale_log2)
+    return store_row(o, lse, head, row, i % HALVES, acc, found, lane, self.tiles.family, first, self.mma.dtype)
 
 
 def splits(problem: Problem, target: Target, tiles: Tiles) -> int:

@@ -51,7 +51,18 @@ from uopattn.dsl.gpu.jobs import Jobs
 from uopattn.dsl.gpu.parts import bfloat16_parts
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia import wgmma
-from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, QUAD, WARP, columns, row_of, row_reduce, store_row
+from uopattn.dsl.nvidia.mma_layout import (
+  HALVES,
+  MMA_M,
+  MMA_N,
+  QUAD,
+  WARP,
+  columns,
+  finished,
+  row_of,
+  row_reduce,
+  store_row,
+)
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline, fits, loop
 from uopattn.dsl.nvidia.tensor_pipeline import Tiles as Pipe
@@ -59,7 +70,7 @@ from uopattn.dsl.nvidia.wgmma import WARPS
 from uopattn.dsl.packed import Words, words_of
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.rules.softmax import lowest, online_softmax
+from uopattn.dsl.rules.softmax import LOWEST, online_softmax
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
 from uopattn.dsl.schedule import Kernel, Problem, Schedule
 from uopattn.dsl.scope import as_type, clamp
@@ -247,7 +258,7 @@ def forward(
   rows = [block * block_m + group.warp * MMA_M + row_of(group.lane, half) for half in range(HALVES)]
   key_range = of_warpgroup(job, head_rules, tiles, group.warp) if apart else job.key_range
   main = Mainloop(s, group, pipe, scores, rows, head_rules, key_range, apart)
-  state = State.make(s, tiles.block_n, of_values // PARTS, lowest(rules.scaling), group.item, started)
+  state = State.make(s, tiles.block_n, of_values // PARTS, group.item, started)
 
   state = state.after(begun)
   for first, count, masked in full_then_masked(UOp.const(0), key_range.n_full, key_range.n_tiles):
@@ -255,8 +266,8 @@ def forward(
 
   stores, acc = [], state.acc.reshape(-1, 4)
   for half, row in enumerate(rows):
-    m, l, sink = state.m_i[half].load() * rules.scaling.log2, state.l_i[half].load(), head_rules.sink(row)
-    stores += store_row(o, lse, head, row, half, acc, m, l, sink, group.lane)
+    found = finished(head_rules, state.m_i[half].load(), state.l_i[half].load(), row)
+    stores += store_row(o, lse, head, row, half, acc, found, group.lane)
   return group.kernel(f"attention_{heads}_{rules.kv_heads}_{M}_{rules.N}_{of_keys}_{Dv}{rules.name}", stores)
 
 
@@ -315,9 +326,9 @@ class State(NamedTuple):
   l_i: UOp
 
   @classmethod
-  def make(cls, s: Scope, block_n: int, Dv: int, least: float, *after: UOp) -> "State":
-    """The state before the first tile, with `least` as m_i."""
-    acc, m_i, l_i = (s.filled(x, n, after=after) for x, n in ((0.0, Dv // 2), (least, HALVES), (0.0, HALVES)))
+  def make(cls, s: Scope, block_n: int, Dv: int, *after: UOp) -> "State":
+    """The state before the first tile."""
+    acc, m_i, l_i = (s.filled(x, n, after=after) for x, n in ((0.0, Dv // 2), (LOWEST, HALVES), (0.0, HALVES)))
     return cls(acc, s.buffer(Dv // 2), s.buffer(PARTS * block_n // 4, dtype=dtypes.uint), m_i, l_i)
 
   def after(self, *after: UOp) -> "State":
@@ -401,7 +412,7 @@ class Mainloop:
       products = [scores.after(*after)[4 * n + 2 * half + e].load() for n in range(tiles) for e in range(2)]
       seen = self.rules.scores(products, row, first, columns(tiles), masked)
       old = state.m_i[half].load(), state.l_i[half].load()
-      p, m_new, l_new, alpha = online_softmax(CUDA, seen, self.rules.scaling.log2, *old, row_reduce)
+      p, m_new, l_new, alpha = online_softmax(CUDA, seen, self.rules.scaling, *old, row_reduce)
       weights.append(self.rules.weights(p, row, first, columns(tiles), masked))
       alphas.append(alpha)
       stores += [x.after(scores, *after)[half].store(y) for x, y in ((state.m_i, m_new), (state.l_i, l_new))]

@@ -64,7 +64,7 @@ and bounds per query (16), and at D=128 for a bool mask (16).
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
@@ -77,13 +77,24 @@ from uopattn.dsl.gpu.jobs import Jobs
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.copy_pipeline import CopyPipeline
-from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, QUAD, WARP, columns, row_of, row_reduce, store_row
+from uopattn.dsl.nvidia.mma_layout import (
+  HALVES,
+  MMA_M,
+  MMA_N,
+  QUAD,
+  WARP,
+  columns,
+  finished,
+  row_of,
+  row_reduce,
+  store_row,
+)
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline, fits, loop
 from uopattn.dsl.nvidia.wgmma import WARPS
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.rules.softmax import Scaling, lowest, online_softmax, p_scale_of
+from uopattn.dsl.rules.softmax import LOWEST, online_softmax, p_scale_of
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked, masked_then_full
 from uopattn.dsl.schedule import DTYPES_8, DTYPES_16, Kernel, Problem, Schedule
 from uopattn.dsl.scope import clamp
@@ -360,7 +371,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     pipe = copies = CopyPipeline(s, group, mine.block, mine.views, mine.key_range, panels)
     started = copies.start()
   rows = [_query(mine.row + group.warp * MMA_M + row_of(group.lane, half), M) for half in range(HALVES)]
-  state = State.make(s, tiles.block_n, round_up(Dv, 16), q.dtype, mine.rules.scaling, group.item, started)
+  state = State.make(s, tiles.block_n, round_up(Dv, 16), q.dtype, group.item, started)
   main = Mainloop(s, group, q.dtype, pipe, scores, rows, mine.rules, mine.key_range, turns, alone, apart)
 
   walk = mine.walk(M, tiles, group.warp)
@@ -371,9 +382,8 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   stores = []
   for half, row in enumerate(rows):
-    m, l, sink = m_i[half].load() * mine.rules.scaling.log2, l_i[half].load(), mine.rules.sink(row)
-    given: Any = {"p_scale_log2": p_scale_of(q.dtype), "operand": q.dtype, "o_scale": mine.rules.o_scale}
-    stores += store_row(o, lse, mine.head, row, half, acc, m, l, sink, group.lane, **given)
+    found = finished(mine.rules, m_i[half].load(), l_i[half].load(), row, p_scale_of(q.dtype))
+    stores += store_row(o, lse, mine.head, row, half, acc, found, group.lane, operand=q.dtype)
   if counts is not None:
     stores = [UOp.group(*stores, counts.add(mine.key_range.n_tiles, *stores)).end(trip)]
   return group.kernel(f"attention_{heads}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
@@ -510,10 +520,10 @@ class State(NamedTuple):
   alpha: UOp | None
 
   @classmethod
-  def make(cls, s: Scope, block_n: int, width: int, dtype: DType, scaling: Scaling, *after: UOp) -> "State":
+  def make(cls, s: Scope, block_n: int, width: int, dtype: DType, *after: UOp) -> "State":
     """The state before the first tile; O has `width` columns."""
     acc = s.filled(0.0, width // 2, after=after)
-    m_i, l_i = (s.filled(x, HALVES, after=after) for x in (lowest(scaling), 0.0))
+    m_i, l_i = (s.filled(x, HALVES, after=after) for x in (LOWEST, 0.0))
     p = s.buffer(block_n // 8 * dtype.itemsize, dtype=dtypes.uint)
     if dtype.itemsize > 1:
       return cls(acc, p, m_i, l_i, None, None)
@@ -664,14 +674,14 @@ class Mainloop:
 
   def softmax(self, n_tile: UOp, masked: bool, state: State, *after: UOp) -> tuple[list[UOp], list[UOp], list[UOp]]:
     """Return alpha of both rows, the words of P, and the stores of m and l. S is read once all of `after` is done."""
-    block_n, factor, per = self.block_n, self.rules.scaling.log2, 4 // self.dtype.itemsize  # elements in a word
+    block_n, per = self.block_n, 4 // self.dtype.itemsize  # elements in a word
     first = self.key_range.tile(n_tile) * block_n + self.group.lane % QUAD * 2
     scores, alphas, stores, parts = self.scores.after(*after), [], [], []
     for half, row in enumerate(self.rows):
       products = [scores[4 * n + 2 * half + e].load() for n in range(block_n // MMA_N) for e in range(2)]
       seen = self.rules.scores(products, row, first, columns(block_n // MMA_N), masked)
       old, scale = (state.m_i[half].load(), state.l_i[half].load()), p_scale_of(self.dtype)
-      p, m_new, l_new, alpha = online_softmax(CUDA, seen, factor, *old, row_reduce, scale)
+      p, m_new, l_new, alpha = online_softmax(CUDA, seen, self.rules.scaling, *old, row_reduce, scale)
       p = self.rules.weights(p, row, first, columns(block_n // MMA_N), masked)
       parts.append([ins.pack_word(CUDA, p[i : i + per], self.dtype) for i in range(0, len(p), per)])
       alphas.append(alpha)

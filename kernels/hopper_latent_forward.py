@@ -33,7 +33,7 @@ of their own, given back one by one, gained nothing; see scripts/results/NOTES.m
 """
 
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import NamedTuple
 
 from tinygrad import UOp, dtypes
@@ -45,14 +45,25 @@ from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.exchange import THREADS, WARPGROUPS, WORDS, Exchange
-from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, QUAD, WARP, columns, row_of, row_reduce, store_row
+from uopattn.dsl.nvidia.mma_layout import (
+  HALVES,
+  MMA_M,
+  MMA_N,
+  QUAD,
+  WARP,
+  columns,
+  finished,
+  row_of,
+  row_reduce,
+  store_row,
+)
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline, fits, loop
 from uopattn.dsl.nvidia.tensor_pipeline import Tiles as Pipe
 from uopattn.dsl.nvidia.wgmma import WARPS
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.rules.softmax import Scaling, lowest, online_softmax
+from uopattn.dsl.rules.softmax import LOWEST, online_softmax
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
 from uopattn.dsl.schedule import DTYPES_16, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
@@ -200,11 +211,11 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     values_follow=False,
     users=WARPS,
   )
-  started = exchange.begin(lowest(head_rules.scaling), tensors.start(*exchange.init()))
+  started = exchange.begin(LOWEST, tensors.start(*exchange.init()))
   rows = [group.block * block_m + group.warp % WARPS * MMA_M + row_of(group.lane, half) for half in range(HALVES)]
   pipe, registers_of_s = tensors.job(None, started), (s.buffer(KEYS // 2), s.buffer(HALVES))
   main = Mainloop(s, group, q.dtype, Dk, half, pipe, *registers_of_s, rows, head_rules, key_range, exchange)
-  state = State.make(s, half, head_rules.scaling, started)
+  state = State.make(s, half, started)
 
   state = state.after(pipe.queries(started))
   for first, count, masked in full_then_masked(UOp.const(0), key_range.n_full, key_range.n_tiles):
@@ -212,9 +223,8 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   stores, sums, acc = [], exchange.sums(state.l_i, exchange.meet(*state)), state.acc.reshape(-1, 4)
   for i, row in enumerate(rows):
-    m, sink = state.m_i[i].load() * head_rules.scaling.log2, head_rules.sink(row)
-    given = 0, CUDA, exchange.warpgroup * half, q.dtype, head_rules.o_scale, True
-    stores += store_row(o, lse, group.result, row, i, acc, m, sums[i], sink, group.lane, *given)
+    found, first = finished(head_rules, state.m_i[i].load(), sums[i], row), exchange.warpgroup * half
+    stores += store_row(o, lse, group.result, row, i, acc, found, group.lane, CUDA, first, q.dtype, pairs=True)
   return group.kernel(f"attention_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
 
 
@@ -242,10 +252,10 @@ class State(NamedTuple):
   l_i: UOp
 
   @classmethod
-  def make(cls, s: Scope, width: int, scaling: Scaling, *after: UOp) -> "State":
+  def make(cls, s: Scope, width: int, *after: UOp) -> "State":
     """The state before the first pair; O has `width` columns."""
     acc = s.filled(0.0, width // 2, after=after)
-    m_i, l_i = (s.filled(x, HALVES, after=after) for x in (lowest(scaling), 0.0))
+    m_i, l_i = (s.filled(x, HALVES, after=after) for x in (LOWEST, 0.0))
     p, kept = (s.buffer(STEPS * WORDS, dtype=dtypes.uint) for _ in range(2))
     return cls(acc, p, kept, m_i, l_i)
 
@@ -390,7 +400,7 @@ class Mainloop:
 
   def alpha(self, old: UOp, new: UOp) -> UOp:
     """The factor on what was summed relative to the maximum `old`."""
-    return ins.exp2(CUDA, (old - new) * self.rules.scaling.log2)
+    return self.rules.scaling.alpha(partial(ins.exp2, CUDA), old, new)
 
   def rescale(self, acc: UOp, factors: list[UOp]) -> list[UOp]:
     return [acc[i].store(acc[i].load() * factors[i % 4 // 2]) for i in range(sizes(acc)[0])]
@@ -435,7 +445,7 @@ class Mainloop:
 
   def row_softmax(self, scores: list[UOp], largest: UOp, m_i: UOp, l_i: UOp) -> tuple[list[UOp], UOp, UOp, UOp]:
     """P of a row, m, l and alpha, as `online_softmax` returns them."""
-    return online_softmax(CUDA, scores, self.rules.scaling.log2, m_i, l_i, lambda operation, value: largest)
+    return online_softmax(CUDA, scores, self.rules.scaling, m_i, l_i, lambda operation, value: largest)
 
 
 SCHEDULE = Schedule(

@@ -32,14 +32,25 @@ from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.exchange import THREADS, WARPGROUPS, WORDS, Exchange
-from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, QUAD, WARP, columns, row_of, row_reduce, store_row
+from uopattn.dsl.nvidia.mma_layout import (
+  HALVES,
+  MMA_M,
+  MMA_N,
+  QUAD,
+  WARP,
+  columns,
+  finished,
+  row_of,
+  row_reduce,
+  store_row,
+)
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline, fits, loop
 from uopattn.dsl.nvidia.tensor_pipeline import Tiles as Pipe
 from uopattn.dsl.nvidia.wgmma import WARPS
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.rules.softmax import Scaling, lowest, online_softmax
+from uopattn.dsl.rules.softmax import LOWEST, online_softmax
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
 from uopattn.dsl.schedule import DTYPES_16, LIGHT, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
@@ -173,7 +184,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   rows = [group.block * block_m + group.warp % WARPS * MMA_M + row_of(group.lane, half) for half in range(HALVES)]
   pipe = tensors.job(None, started)
   main = Mainloop(s, group, q.dtype, tiles, Dk, pipe, scores, rows, head_rules, key_range, exchange)
-  state = State.make(s, tiles.steps, tiles.columns(Dv), head_rules.scaling, group.item, started)
+  state = State.make(s, tiles.steps, tiles.columns(Dv), group.item, started)
 
   state = state.after(pipe.queries(started))
   for first, count, masked in full_then_masked(UOp.const(0), key_range.n_full, key_range.n_tiles):
@@ -181,9 +192,8 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
   stores, sums, acc = [], exchange.sums(state.l_i), state.acc.reshape(-1, 4)
   for half, row in enumerate(rows):
-    m, sink = state.m_i[half].load() * head_rules.scaling.log2, head_rules.sink(row)
-    given = 0, CUDA, main.warpgroup * tiles.columns(Dv), q.dtype, head_rules.o_scale, True
-    stores += store_row(o, lse, group.result, row, half, acc, m, sums[half], sink, group.lane, *given)
+    found, first = finished(head_rules, state.m_i[half].load(), sums[half], row), main.warpgroup * tiles.columns(Dv)
+    stores += store_row(o, lse, group.result, row, half, acc, found, group.lane, CUDA, first, q.dtype, pairs=True)
   return group.kernel(f"attention_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
 
 
@@ -213,10 +223,10 @@ class State(NamedTuple):
   l_i: UOp
 
   @classmethod
-  def make(cls, s: Scope, steps: int, width: int, scaling: Scaling, *after: UOp) -> "State":
+  def make(cls, s: Scope, steps: int, width: int, *after: UOp) -> "State":
     """The state before the first tile; P V has `steps` steps, and O `width` columns."""
     acc = s.filled(0.0, width // 2, after=after)
-    m_i, l_i = (s.filled(x, HALVES, after=after) for x in (lowest(scaling), 0.0))
+    m_i, l_i = (s.filled(x, HALVES, after=after) for x in (LOWEST, 0.0))
     return cls(acc, s.buffer(steps * WORDS, dtype=dtypes.uint), m_i, l_i)
 
   def after(self, *after: UOp) -> "State":
@@ -324,8 +334,8 @@ class Mainloop:
 
   def row_softmax(self, scores: list[UOp], largest: UOp, state: State, half: int) -> tuple[list[UOp], UOp, UOp, UOp]:
     """P of a row, m, l and alpha, as `online_softmax` returns them; `largest` is the maximum of both warpgroups."""
-    old, factor = (state.m_i[half].load(), state.l_i[half].load()), self.rules.scaling.log2
-    return online_softmax(CUDA, scores, factor, *old, lambda operation, value: largest)
+    old = state.m_i[half].load(), state.l_i[half].load()
+    return online_softmax(CUDA, scores, self.rules.scaling, *old, lambda operation, value: largest)
 
 
 LEAST_ROWS = wgmma.M  # of a key head, for few queries: else most of a workgroup's rows could be none

@@ -296,6 +296,11 @@ _LIST = [
     lambda y, a, b: f"{y} = call float @llvm.maxnum(float {a}, float {b})",
   ),
   Instruction(
+    "fabs",
+    {"hip": "__builtin_fabsf({0})", "cuda": "fabsf({0})", "c": "__builtin_fabsf({0})"},
+    lambda y, x: f"{y} = call float @llvm.fabs(float {x})",
+  ),
+  Instruction(
     "exp2",
     {"hip": "__builtin_amdgcn_exp2f({0})", "cuda": _float_asm("ex2.approx.ftz.f32")},
     lambda y, x: f"{y} = call float @llvm.amdgcn.exp2(float {x})",

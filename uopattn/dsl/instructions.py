@@ -95,6 +95,11 @@ def fmin(family: str, a: UOp, b: UOp) -> UOp:
   return _value(family, "fmin", dtypes.float, a, b)
 
 
+def fabs(family: str, x: UOp) -> UOp:
+  """|x| of a float32, which targets apply to the operand of another instruction."""
+  return _value(family, "fabs", dtypes.float, x)
+
+
 def low_halves(family: str, a: UOp, b: UOp) -> UOp:
   """The low 16 bits of two uint32, a's below b's, in one instruction.
 

@@ -213,6 +213,7 @@ MEANINGS: dict[str, Meaning] = {
   "high_halves": lambda run, u, a, b: (a >> np.uint32(16)) | (b & np.uint32(0xFFFF0000)),
   "fmax": lambda run, u, a, b: np.fmax(a, b),
   "fmin": lambda run, u, a, b: np.fmin(a, b),
+  "fabs": lambda run, u, x: np.abs(x),
   "exp2": _exp2,
   "log2": _log2,
   "reciprocal": lambda run, u, x: np.float32(1) / x,

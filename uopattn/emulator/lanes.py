@@ -65,6 +65,7 @@ class Run:
     self.values: list[Any] = []
     self.memory: list[Any] = []
     self.copies: Any = None  # the asynchronous copies in flight, if the kernel has any
+    self.contracted = "first"  # which product of a sum is not rounded, see `contraction`
     self.stamped = False  # whether the kernel has mbarriers
     self.apart = False  # whether the kernel's warpgroups run apart
     self.barriers: dict[Any, Any] = {}  # the mbarriers, by LDS buffer

@@ -97,7 +97,7 @@ def _fill(program: Program, run: Run, data: list[np.ndarray]) -> None:
   run.values = list(program.template)
   if any(map(program.uses, ("cp_async", "tensor_load", "bulk_load"))):
     run.copies = Copies(np.zeros(run.shape.lanes, np.int64))
-  run.stamped, run.apart = program.uses("mbarrier"), program.apart
+  run.stamped, run.apart, run.contracted = program.uses("mbarrier"), program.apart, program.contracted
   if program.uses("wgmma") or program.uses("bulk_add"):
     run.flights = Flights()
   if program.uses("tile_"):

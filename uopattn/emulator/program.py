@@ -15,7 +15,7 @@ from tinygrad.uop.ops import GroupOp, Ops, UOp
 
 from uopattn.dsl.instructions import STATEMENT_SLOT, is_wave_fence
 
-from . import alu, wmma
+from . import alu, contraction, wmma
 from .describe import describe
 from .errors import Divergence, UnknownInstruction
 from .instructions import MEANINGS, NOTHING
@@ -57,8 +57,17 @@ class Program:
   Raises UnknownInstruction for a UOp or an Ops.CUSTOM text that the emulator cannot execute.
   """
 
-  def __init__(self, name: str, arch: str, uops: Sequence[UOp], scalars: Sequence[str | None], omit: UOp | None = None):
+  def __init__(
+    self,
+    name: str,
+    arch: str,
+    uops: Sequence[UOp],
+    scalars: Sequence[str | None],
+    omit: UOp | None = None,
+    contracted: str = "first",
+  ):
     self.name, self.arch, self.uops, self.omit = name, arch, list(uops), omit
+    self.contracted = contracted  # which product of a sum is not rounded, see `contraction`
     self.scalars = list(scalars)  # names of the integer arguments, in the order in which launch gets them
     self.place = {u: i for i, u in enumerate(self.uops)}
     self.params = [u for u in self.uops if u.op is Ops.PARAM and u.addrspace is not AddrSpace.ALU]
@@ -88,7 +97,11 @@ class Program:
 
   def without(self, omit: UOp) -> "Program":
     """Return a copy of the program without one barrier or statement."""
-    return Program(self.name, self.arch, self.uops, self.scalars, omit)
+    return Program(self.name, self.arch, self.uops, self.scalars, omit, self.contracted)
+
+  def contract(self, mode: str) -> "Program":
+    """Return the program with another choice of the products that are not rounded; see `contraction`."""
+    return Program(self.name, self.arch, self.uops, self.scalars, self.omit, mode)
 
   def _granules(self) -> dict[UOp, int]:
     """Return the size in bytes of the smallest accessed element of each LDS buffer."""
@@ -171,6 +184,8 @@ class Program:
     return lambda run: run.coordinate(kind, axis)
 
   def _alu(self, u: UOp) -> Compute:
+    if (fused := contraction.of(u, self.contracted)) is not None:
+      return self._fused(*fused)
     places = tuple(self.place[s] for s in u.src)
     never_negative = u.op is Ops.CDIV and all(s.vmin >= 0 for s in u.src)
     f = alu.function(u.op, u.src[-1].dtype, never_negative)
@@ -188,6 +203,10 @@ class Program:
       return f(run.values[a])
 
     return exp2
+
+  def _fused(self, f: contraction.MultiplyAdd, operands: tuple[UOp, UOp, UOp]) -> Compute:
+    a, b, c = (self.place[x] for x in operands)
+    return lambda run: f(run.values[a], run.values[b], run.values[c])
 
   def _cast(self, u: UOp) -> Compute:
     a = self.place[u.src[0]]

@@ -140,13 +140,13 @@ def scale_rows(run: Run, u: UOp, rows: Pointer, factors: Pointer, count: Any) ->
   return NOTHING
 
 
-def weigh(
-  run: Run, u: UOp, parts: int, degree: int, to: Pointer, scores: Pointer, shift: Pointer, sums: Pointer, *rest: Any
-) -> Any:
-  factor, rows, part_bytes = np.float32(rest[0]), int(rest[1]), int(rest[2])
+def weigh(run: Run, u: UOp, parts: int, degree: int, subtracts: bool, to: Pointer, scores: Pointer, *rest: Any) -> Any:
+  sums, rows, part_bytes = rest[1], int(rest[3]), int(rest[4])
   x = _rows(run, u, scores, ROW_BYTES, rows).view(np.float32)
-  by, l = (_rows(run, u, place, ROW_BYTES, 1).view(np.float32) for place in (shift, sums))
-  p = _exp2(x * factor - by, degree)
+  by, l, factor = (_rows(run, u, place, ROW_BYTES, 1).view(np.float32) for place in rest[:3])
+  product = np.multiply(x, factor, dtype=np.float32 if run.contracted == "never" else np.float64)
+  exponent = (x - by) * factor if subtracts else (product - by).astype(np.float32)
+  p = _exp2(exponent, degree)
   if run.counters is not None:
     run.counters.exp2s += rows * len(run.active())
   total = np.ascontiguousarray(l + p.sum(1, keepdims=True, dtype=np.float32))

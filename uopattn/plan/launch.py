@@ -69,9 +69,9 @@ class Launch:
     heads, of_sums = (s.Hkv * sums, dtypes.float) if sums else (s.Hkv, s.dtype)
     known = {
       "o": (part if self.partial else rows, s.Dv, dtypes.float if self.partial else s.dtype),
-      "lse": (part if self.partial else rows, None, dtypes.float),
+      "lse": (part, 2, dtypes.float) if self.partial else (rows, None, dtypes.float),
       "partial_o": (part, s.Dv, dtypes.float),
-      "partial_lse": (part, None, dtypes.float),
+      "partial_lse": (part, 2, dtypes.float),
       "q": (rows, s.Dk, s.dtype),
       "k": (s.kept, s.Dk, s.stored),
       "v": (s.kept, s.Dv, s.stored),
@@ -132,7 +132,7 @@ class Launch:
       return self._view(name, x, layout)
     if name in self.kernel.scratch(self.spec, self.tiles):
       return x
-    width = () if name in ("lse", "partial_lse", "delta", "dlse") else x.shape[-1:]
+    width = () if name in ("delta", "dlse") or (name == "lse" and not self.partial) else x.shape[-1:]
     rows = self.pack_gqa * self.spec.M if name in ("o", "q", "lse") else x.shape[-1 - len(width)]
     return x.reshape(-1, rows, *width)
 

@@ -12,6 +12,7 @@ TILELOADD, TILESTORED, TDPBF16PS; VREDUCEPS and VSCALEFPS.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from types import MappingProxyType
 
 from tinygrad import UOp, dtypes
@@ -118,21 +119,26 @@ def _rounded(parts: int, in_pairs: bool, places: str) -> str:
   return " ".join(lines)
 
 
-def _weigh(parts: int, degree: int) -> str:
+def _weigh(parts: int, degree: int, subtracts: bool) -> str:
   """Text of `weigh`."""
+  exponent = "({x} - shift) * factor" if subtracts else "{x} * factor - shift"
   return _block(
     _VECTORS,
-    "char *p = (char *){0}; const float *s = {1}; vector shift, l;",
-    "__builtin_memcpy(&shift, {2}, 64); __builtin_memcpy(&l, {3}, 64);",
+    "char *p = (char *){0}; const float *s = {1}; vector shift, l, factor;",
+    "__builtin_memcpy(&shift, {2}, 64); __builtin_memcpy(&l, {3}, 64); __builtin_memcpy(&factor, {4}, 64);",
     '_Pragma("clang loop unroll_count(4)") for (int i = 0; i < {5}; i += 2) {{ vector a, b;',
     "__builtin_memcpy(&a, s + 16 * i, 64); __builtin_memcpy(&b, s + 16 * i + 16, 64);",
-    "a = a * {4} - shift; b = b * {4} - shift;",
+    *(f"{x} = {exponent.format(x=x)};" for x in "ab"),
     _exp2("a", degree),
     _exp2("b", degree),
     "l += a + b;",
     _rounded(parts, True, "p + 32 * i + part * {6}"),
     "}} __builtin_memcpy({3}, &l, 64);",
   )
+
+
+def _weigh_name(parts: int, degree: int, subtracts: bool) -> str:
+  return f"weigh_{parts}_{degree}{'_subtracted' * subtracts}"
 
 
 def _pack(parts: int, in_pairs: bool) -> str:
@@ -176,12 +182,11 @@ _LIST = [
   Instruction("transpose", {"c": _transpose()}, statement=True),
   # pointers to rows and to factors, number of rows
   Instruction("scale_rows", {"c": _SCALE_ROWS}, statement=True),
-  # pointers to weights, scores, shifts and sums, factor on scores, number of rows, bytes from part to part
+  # pointers to weights, scores, shifts, sums and factors on scores, number of rows, bytes from part to part
   *[
-    Instruction(f"weigh_{parts}_{degree}", {"c": _weigh(parts, degree)}, statement=True, parameters=(parts, degree))
-    for parts in (1, 2, 3)
-    for degree in EXP2
-    if degree == max(EXP2) or parts == 1
+    Instruction(_weigh_name(*x), {"c": _weigh(*x)}, statement=True, parameters=x)
+    for x in product((1, 2, 3), EXP2, (False, True))
+    if x[1] == max(EXP2) or x[0] == 1
   ],
   # pointers to write and to two rows of float32, bytes from a row to the next, number of rows, bytes from part to part
   *[
@@ -269,29 +274,32 @@ def weigh(
   scores: UOp,
   shift: UOp,
   sums: UOp,
-  factor: float,
+  factor: UOp,
   rows: int,
   part_bytes: int,
   parts: int,
   degree: int,
+  subtracts: bool,
   *after: UOp,
 ) -> UOp:
   """Turn scores of 16 queries, one per lane, into weights exp2(score * factor - shift) for `tile_product`. A statement.
+
+  With `subtracts` they are exp2((score - shift) * factor).
 
   Args:
     to: INDEX of (rows / 2, 16) uint32, receives the weights of two keys each, lower key first, in bfloat16: rounded to
       nearest, or in several parts, each of them cut off.
     scores: INDEX of (rows, 16) float32.
-    shift: INDEX of 16 float32, close to or above score * factor.
+    shift: INDEX of 16 float32, close to or above score * factor, or score.
     sums: INDEX of 16 float32, to which the weights, before rounding, are added.
-    factor: factor on the scores.
+    factor: INDEX of 16 float32, the factors on the scores.
     rows: keys, an even number.
     part_bytes: from one part to the next.
     parts: 1, 2 or 3.
     degree: of the polynomial that computes exp2, see `EXP2`; below 5 only with one part.
   """
-  operands = UOp.const(factor, dtypes.float), UOp.const(rows, dtypes.int), UOp.const(part_bytes, dtypes.int)
-  return statement(INSTRUCTIONS[f"weigh_{parts}_{degree}"], "c", after, to, scores, shift, sums, *operands)
+  operands = to, scores, shift, sums, factor, UOp.const(rows, dtypes.int), UOp.const(part_bytes, dtypes.int)
+  return statement(INSTRUCTIONS[_weigh_name(parts, degree, subtracts)], "c", after, *operands)
 
 
 def pack(

@@ -15,6 +15,7 @@ from uopattn.dsl.cpu.amx_operands import Between, nothing
 from uopattn.dsl.cpu.register_blocks import add_steps
 from uopattn.dsl.math import exp2
 from uopattn.dsl.rules.rules import HeadRules
+from uopattn.dsl.rules.softmax import LOWEST, Scaling
 from uopattn.dsl.scope import Scope, clamp, sizes
 
 UNROLL = 4  # rows of S^T whose maxima are taken apart
@@ -60,8 +61,6 @@ def row_maxima(
   s: Scope,
   scores: UOp,
   slot: UOp | int,
-  m_i: UOp,
-  group: UOp,
   groups: int,
   score: Callable[[UOp, UOp, int, UOp], UOp],
   inside: tuple[UOp, ...],
@@ -69,7 +68,7 @@ def row_maxima(
   """Apply masks and score mods, where there are any, to the scores in `slot`.
 
   Returns:
-    The scores and the slot in which they are, and the row maxima with those before, (groups, 16).
+    The scores and the slot in which they are, and the row maxima, (groups, 16).
   """
   block_n, highest = sizes(scores)[1], s.buffer(groups, LANES)
   zero, product = UOp.const(0), UOp.const(0.0, dtypes.float)
@@ -79,7 +78,7 @@ def row_maxima(
   for j in range(groups):
     best, m = s.buffer(UNROLL, LANES), s.axis(LANES)
     # Rows are unrolled: of a loop over them some compilers make scattered stores.
-    stores = [best.after(*inside, scores)[r, m].store(m_i[group + j, m].load()) for r in range(UNROLL)]
+    stores = [best.after(*inside, scores)[r, m].store(UOp.const(LOWEST, dtypes.float)) for r in range(UNROLL)]
     best, m = best.after(UOp.group(*stores).end(m)), s.axis(LANES)
 
     def step(before: UOp, i: UOp, j: int = j, m: UOp = m) -> list[UOp]:
@@ -100,21 +99,23 @@ def row_maxima(
 
 
 def update_maxima(
-  s: Scope, m_i: UOp, l_i: UOp, group: UOp, highest: UOp, scale_log2: float, inside: tuple[UOp, ...]
-) -> tuple[UOp, UOp]:
-  """Return m_i in base 2, (groups, 16), and alpha, the factor on sums so far, where m_i follows the row maxima.
+  s: Scope, m_i: UOp, l_i: UOp, group: UOp, highest: UOp, scaling: Scaling, inside: tuple[UOp, ...]
+) -> tuple[UOp, UOp, UOp]:
+  """Return m_i, the factor on the scores, and alpha, the factor on sums so far, where m_i follows the row maxima.
 
-  It follows where a maximum is more than `LAZY` above it: weights may be up to 2**LAZY, and accumulators are seldom
-  rescaled. Stores m_i and l_i.
+  All are (groups, 16). m_i follows where a maximum is more than `LAZY` above it, in base 2: weights may be up to
+  2**LAZY, and accumulators are seldom rescaled. Stores m_i and l_i.
   """
-  rise, groups = LAZY / scale_log2, sizes(highest)[0]
-  m_new, shift, alpha = (s.buffer(groups, LANES).after(*inside) for _ in range(3))
+  rise, groups = LAZY / scaling.log2 if scaling.subtracts else LAZY, sizes(highest)[0]
+  m_new, factor, alpha = (s.buffer(groups, LANES).after(*inside) for _ in range(3))
   j, m = s.axis(groups), s.axis(LANES)
   m_old, found = m_i[group + j, m].load(), highest[j, m].load()
+  found = found if scaling.subtracts else scaling.in_base_2("c", found)
   m_new = m_new.after(m_new[j, m].store((found > m_old + rise).where(found, m_old)).end(j, m))
   j, m = s.axis(groups), s.axis(LANES)
   m_old, found = m_i[group + j, m].load(), m_new[j, m].load()
-  stores = shift[j, m].store(found * scale_log2), alpha[j, m].store(exp2((m_old - found) * scale_log2))
+  by = UOp.const(scaling.log2, dtypes.float) if scaling.subtracts else scaling.factor("c", found)
+  stores = factor[j, m].store(by), alpha[j, m].store(scaling.alpha(exp2, m_old, found))
   end = UOp.group(*stores).end(j, m)
   j, m = s.axis(groups), s.axis(LANES)
   l_new = l_i.after(end)[group + j, m]
@@ -123,7 +124,7 @@ def update_maxima(
     l_new.store(l_new.load() * alpha.after(end)[j, m].load()),
   )
   end = UOp.group(*stores).end(j, m)
-  return shift.after(end), alpha.after(end)
+  return m_new.after(end), factor.after(end), alpha.after(end)
 
 
 def rescale(s: Scope, acc: UOp, group: UOp, alpha: UOp, *after: UOp) -> UOp:
@@ -144,7 +145,8 @@ class Weighing(NamedTuple):
     at: the unit's slot in them.
     shift: what is subtracted in the exponent, (groups, 16).
     sums: receive the sums of the weights, (groups, 16).
-    factor: factor on the scores.
+    factor: factors on the scores, (groups, 16).
+    subtracts: whether the shift is subtracted before the factor.
     degree: of the polynomial, see `weigh`.
   """
 
@@ -154,7 +156,8 @@ class Weighing(NamedTuple):
   at: UOp | int
   shift: UOp
   sums: UOp
-  factor: float
+  factor: UOp
+  subtracts: bool
   degree: int
 
   @property
@@ -192,10 +195,11 @@ class Weighing(NamedTuple):
       self.scores[self.at * self.groups + j, pair * PAIR, 0],
       self.shift[j, 0],
       self.sums[j, 0],
-      self.factor,
+      self.factor[j, 0],
       rows,
       pairs * ROW_BYTES,
       parts,
       self.degree,
+      self.subtracts,
       *after,
     )

@@ -13,7 +13,7 @@ from tinygrad import UOp
 from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl.rules.rules import HeadRules
-from uopattn.dsl.rules.softmax import Factor, Scaling, lowest
+from uopattn.dsl.rules.softmax import LOWEST, Scaling
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
 from uopattn.dsl.scope import Scope
 
@@ -23,8 +23,8 @@ class State(NamedTuple):
 
   Attributes:
     acc: O of the lane's query rows, unnormalized, relative to m_i.
-    m_i: row max of each row, (rows,), without the factor `Scaling.log2`.
-    l_i: running sum of exp2((score - m_i) * log2) of each row, (rows,), over this lane's keys only.
+    m_i: row max of each row, (rows,), see `Scaling.subtracts`.
+    l_i: running sum of P of each row, relative to m_i, (rows,), over this lane's keys only.
   """
 
   acc: UOp
@@ -32,10 +32,10 @@ class State(NamedTuple):
   l_i: UOp
 
   @classmethod
-  def make(cls, s: Scope, rows: int, shape: tuple[int, ...], scaling: Scaling, *after: UOp) -> "State":
+  def make(cls, s: Scope, rows: int, shape: tuple[int, ...], *after: UOp) -> "State":
     """The state before the first tile, for `rows` query rows per lane; acc has `shape`."""
     acc = s.filled(0.0, *shape, after=after)
-    return cls(acc, *(s.filled(x, rows, after=after) for x in (lowest(scaling), 0.0)))
+    return cls(acc, *(s.filled(x, rows, after=after) for x in (LOWEST, 0.0)))
 
   def after(self, *after: UOp) -> "State":
     """The state once `after` is done."""
@@ -61,9 +61,7 @@ class MatrixUnit(Protocol):
   def mma_abt(self, q: Any, k_tile: Any) -> list[list[UOp]]:
     """Compute S = Q K^T. Returns this lane's elements of each of its rows."""
 
-  def softmax(
-    self, scores: list[list[UOp]], scale_log2: Factor, m_old: list[UOp], l_old: list[UOp]
-  ) -> list[SoftmaxRow]:
+  def softmax(self, scores: list[list[UOp]], scaling: Scaling, m_old: list[UOp], l_old: list[UOp]) -> list[SoftmaxRow]:
     """P of each row, its new m_i and l_i, and alpha; see `online_softmax`."""
 
   def as_operands(self, p: list[list[UOp]], *after: UOp) -> Any:
@@ -133,7 +131,7 @@ class Mainloop:
     scores = [self.rules.scores(x, row, first, offsets, masked) for x, row in zip(products, rows, strict=True)]
     m_old, l_old = ([x[i].load() for i in range(len(rows))] for x in (old.m_i, old.l_i))
     p, alphas, stores = [], [], []
-    for i, (p_row, *new, alpha) in enumerate(self.unit.softmax(scores, self.rules.scaling.log2, m_old, l_old)):
+    for i, (p_row, *new, alpha) in enumerate(self.unit.softmax(scores, self.rules.scaling, m_old, l_old)):
       p.append(self.rules.weights(p_row, rows[i], first, offsets, masked))
       alphas.append(alpha)
       stores += [x[i].store(value) for x, value in zip((old.m_i, old.l_i), new, strict=True)]

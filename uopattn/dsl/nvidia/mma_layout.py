@@ -15,8 +15,8 @@ from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.math import LN2
-from uopattn.dsl.rules.softmax import normalize
+from uopattn.dsl.rules.rules import HeadRules
+from uopattn.dsl.rules.softmax import Row, normalize, store_lse
 from uopattn.dsl.scope import as_type, gated, sizes
 from uopattn.dsl.view import View, row_start
 
@@ -68,6 +68,19 @@ def transposed(words: list[UOp], lane: UOp) -> list[UOp]:
   return words
 
 
+def finished(rules: HeadRules, m_i: UOp, l_i: UOp, row: UOp, p_scale_log2: int = 0) -> Row:
+  """A row after its last key, with the scale of v in its factor; see `normalize`.
+
+  Args:
+    m_i: its row max, see `Scaling.subtracts`.
+    l_i: the sum of this lane's P, scaled by 2**p_scale_log2 as is the accumulator.
+  """
+  total, exp2 = row_reduce(UOp.__add__, l_i), partial(ins.exp2, "cuda")
+  logit = rules.scaling.logit("cuda", m_i, p_scale_log2 > 0)
+  found = normalize(logit, total, rules.sink(row), exp2, p_scale_log2)
+  return found if rules.o_scale is None else found._replace(factor=found.factor * rules.o_scale)
+
+
 def store_row(
   o: UOp | View,
   lse: UOp | None,
@@ -75,30 +88,23 @@ def store_row(
   row: UOp,
   half: int,
   acc: UOp,
-  m_i: UOp,
-  l_i: UOp,
-  sink: UOp | None,
+  found: Row,
   lane: UOp,
-  p_scale_log2: int = 0,
   family: str = "cuda",
   first: UOp | int = 0,
   operand: DType | None = None,
-  o_scale: UOp | None = None,
   pairs: bool = False,
 ) -> list[UOp]:
-  """Store the output, times `o_scale`, and the LSE of a row; see `normalize`. Rows past M are not stored.
+  """Store the output and the LSE of a row that is `finished`, unless it is past the last row.
 
-  `acc` and `l_i` are scaled by 2**p_scale_log2, which is undone here. `acc` has the columns from `first` on; those from
-  0 on come with the LSE. `operand` and `pairs` are as in `store_scaled`.
+  `acc` has the columns from `first` on; those from 0 on come with the LSE. `operand` and `pairs` are as in
+  `store_scaled`.
   """
-  total, exp2 = row_reduce(UOp.__add__, l_i), partial(ins.exp2, "cuda")
-  factor, log2 = normalize(m_i, total, sink, exp2, p_scale_log2)
-  factor = factor if o_scale is None else factor * o_scale
-  stores = store_scaled(o, head, row, half, acc, factor, lane, family, first, operand, pairs)
+  stores = store_scaled(o, head, row, half, acc, found.factor, lane, family, first, operand, pairs)
   if lse is not None:
     inside = (row < sizes(lse)[1]) & (lane % QUAD).eq(0)
     inside = inside & first.eq(0) if isinstance(first, UOp) else inside
-    stores.append(gated(lse, inside, head, row).store(log2 * LN2))
+    stores += store_lse(lse, inside, head, row, found.numbers(lse))
   return stores
 
 

@@ -9,7 +9,7 @@ from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv
 
-from uopattn.dsl.math import LOG2E, tanh
+from uopattn.dsl.math import tanh
 from uopattn.dsl.random import kept
 from uopattn.dsl.rules.head_view import HeadView, Pages, Scales
 from uopattn.dsl.rules.masks import HeadMasks, Masks
@@ -83,7 +83,12 @@ class Rules(Masks):
     if not self.has_score_mods:
       return Scaling.of(self.scale)
     cap = 1.0 if self.softcap is None else self.softcap
-    return Scaling(self.scale / cap, LOG2E if self._moves else LOG2E * cap)
+    return Scaling(self.scale / cap, 1.0 if self._moves else cap)
+
+  @property
+  def scaling_of_q(self) -> Scaling:
+    """The factors of a kernel that multiplies q in float32: it has `Scaling.pre` for free."""
+    return self.scaling if self.has_score_mods else Scaling(self.scale, 1.0)
 
   def at(self, head: UOp) -> "HeadRules":
     """The rules for a head of the kernel, numbered through all batch elements."""
@@ -100,13 +105,13 @@ class HeadRules(HeadMasks):
   @property
   def scaling(self) -> Scaling:
     """The factors on q.k and on the scores, with the scales of q and k in one of them; see `Scaling`."""
-    r, (pre, log2) = self.rules, self.rules.scaling
+    r, scaling = self.rules, self.rules.scaling
     if (factor := self._of_head(r.q_scale, r.k_scale)) is None:
-      return r.scaling
+      return scaling
     if r.has_score_mods or r.scale <= 0:
-      return Scaling(factor * pre, log2)
+      return scaling._replace(pre=factor * scaling.pre)
     # In the exponent it costs nothing per score, but must be greater than 0: -inf * 0 is NaN, and the max a minimum.
-    return Scaling(pre, (factor > -LEAST_SCALE).where(factor.maximum(LEAST_SCALE), nan) * log2)
+    return Scaling(1.0, (factor > -LEAST_SCALE).where(factor.maximum(LEAST_SCALE), nan) * r.scale, False)
 
   @property
   def o_scale(self) -> UOp | None:
@@ -147,11 +152,11 @@ class HeadRules(HeadMasks):
     return self.h // self.rules.group
 
   def sink(self, row: UOp) -> UOp | None:
-    """The sink logit of a row, in base 2; None without sinks."""
-    return None if self.rules.sinks is None else self.rules.sinks[self.place(row)[0]].load() * LOG2E
+    """The sink logit of a row; None without sinks."""
+    return None if self.rules.sinks is None else self.rules.sinks[self.place(row)[0]].load()
 
   def scores(self, products: list[UOp], row: UOp, first: UOp, offsets: Sequence[int], masked: bool) -> list[UOp]:
-    """The scores of a query, before the factor `Scaling.log2`; -inf where hidden.
+    """The scores of a query, before the factor `Scaling.natural`; -inf where hidden.
 
     Args:
       products: q.k in float32.
@@ -178,8 +183,8 @@ class HeadRules(HeadMasks):
   def apply_score_mods(self, score: UOp, row: UOp, key: UOp, masked: bool = True) -> UOp:
     """Apply the key's scale, softcap, score_mod and the additive mask to `score`, which is q.k times `Scaling.pre`.
 
-    The result is still to be multiplied by `Scaling.log2`. It is NaN for a key with an invalid page id, unless the key
-    is hidden. `masked` says whether the key may not exist.
+    The result is still to be multiplied by `Scaling.natural`. It is NaN for a key with an invalid page id, unless the
+    key is hidden. `masked` says whether the key may not exist.
     """
     r = self.rules
     if r.scales is not None:

@@ -1,41 +1,110 @@
-"""The online softmax (Milakov and Gimelshein, 2018) over a tile of scores, in base 2."""
+"""The online softmax (Milakov and Gimelshein, 2018) over a tile of scores, right for scores of any magnitude.
+
+Logits are scores times a factor, and P = exp(logit - row max). The hardware has 2**x, and one multiply-add for each
+score is the least that it takes: P = exp2(x a - m), where m is the row max in base 2. But the multiply-add does not
+round x a, while m is rounded: for x the row max itself the exponent is half a unit in the last place of m, e, and not
+0. As long as all tiles of a row go by the same m, 2**e is a factor on the whole row, which the division by the row sum
+removes. So m, rounded, is what is carried from tile to tile, and the factor between tiles is exp2(m_old - m_new). That
+suffices until 2**e leaves the range of P's type. From there on two scores that differ at all differ by so much that the
+lower one has no weight; then a may be another number than the scale, as long as it is not smaller, and a power of two
+makes x a exact, as is m. See `Scaling.factor`.
+
+Where scores are modified anyway, the maximum is subtracted first, P = exp2((x - m) a), which is right always.
+"""
 
 from collections.abc import Callable
 from functools import reduce
-from math import floor, inf, log2
+from math import ceil, floor, inf, log2
 from typing import Any, NamedTuple
 
-from tinygrad import UOp
+from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.math import LOG2E, exp2
+from uopattn.dsl.math import LN2, LOG2E, exp2
 from uopattn.dsl.rules.quantized import LARGEST
-from uopattn.dsl.scope import Scope, sizes
+from uopattn.dsl.scope import Scope, gated, sizes
 
 FLOAT32_MAX = 3.4028234663852886e38
+LOWEST = -FLOAT32_MAX  # m_i of a row that has seen no key: not above any other, and finite, as -inf - -inf is NaN
+LARGEST_M, LARGEST_M_8 = 2.0**28, 2.0**24  # of m in base 2, whose rounding leaves P within float16, and within 8 bits
+SLACK = 2.0**-20  # more than what rounding does to such a limit
 
 Operation = Callable[[UOp, UOp], UOp]
 Factor = Any  # a float, or a float32 UOp if heads have scales
 
 
 class Scaling(NamedTuple):
-  """How q.k becomes the argument of exp2: exp2(score_mods(q.k * pre) * log2 - m_i).
+  """How q.k becomes a weight: score = score_mods(q.k * pre), logit = score * natural, P = exp(logit - row max).
 
   Attributes:
     pre: the factor on q.k, applied before softcap, score_mod and an additive mask.
-    log2: the factor on scores in the exponent of base 2, greater than 0. It keeps the order of the scores, so it fuses
-      with the subtraction of the row max into one multiply-add.
+    natural: the factor on scores, greater than 0.
+    subtracts: whether m_i is the largest score, which is subtracted before the factor. Otherwise m_i is in base 2: the
+      largest score times `factor`.
   """
 
   pre: Factor
-  log2: Factor
+  natural: Factor
+  subtracts: bool = True
 
   @classmethod
   def of(cls, scale: float) -> "Scaling":
     """The scaling of plain scores, q.k * scale."""
-    factor = scale * LOG2E
-    return cls(1.0, factor) if scale > 0 else cls(factor, 1.0)
+    return cls(1.0, scale, False) if 0 < scale <= LN2 else cls(scale, 1.0)
+
+  @property
+  def log2(self) -> Factor:
+    """The factor on scores that gives logits in base 2; at most 1 if it is a float and `subtracts` is False."""
+    return self.natural * LOG2E
+
+  @property
+  def _power_of_two(self) -> Factor:
+    """The factor in place of `log2` where m is large, not less than it."""
+    if isinstance(self.natural, UOp):
+      above = (self.log2 * (1 + 2 * SLACK)).bitcast(dtypes.uint) + 0x7FFFFF
+      return (above >> 23 << 23).bitcast(dtypes.float)
+    exponent = log2(self.log2)
+    return 2.0 ** (exponent if exponent == floor(exponent) else ceil(log2(self.log2 * (1 + 2 * SLACK))))
+
+  def factor(self, family: str, m_i: UOp, bits_8: bool = False) -> Factor:
+    """The factor `a` on the scores of a row with this m_i, in base 2; `bits_8` says that P has 8 bits."""
+    return self._chosen(family, m_i, LARGEST_M_8 if bits_8 else LARGEST_M, self.log2)
+
+  def in_base_2(self, family: str, score: UOp, bits_8: bool = False) -> UOp:
+    """The m_i of a row whose largest score this is. It grows with the score."""
+    limit = (LARGEST_M_8 if bits_8 else LARGEST_M) * (1 - SLACK)
+    if isinstance(self.log2, UOp):
+      limit = self.log2.reciprocal() * limit
+    else:
+      limit = inf if limit / self.log2 > FLOAT32_MAX else limit / self.log2
+    return score * self._chosen(family, score, limit, self.log2)
+
+  def logit(self, family: str, m_i: UOp, bits_8: bool = False) -> UOp:
+    """The logit, in natural units, that m_i stands for."""
+    if self.subtracts:
+      return m_i * self.natural
+    return m_i * self._chosen(family, m_i, LARGEST_M_8 if bits_8 else LARGEST_M, LN2, self.natural / self._power_of_two)
+
+  def _chosen(self, family: str, x: UOp, limit: Factor, near: Factor, far: Factor = None) -> Factor:
+    """`near` if |x| < limit, else `far`, by default the power of two."""
+    far = self._power_of_two if far is None else far
+    if isinstance(near, float) and near == far:
+      return near
+    return (ins.fabs(family, x) < limit).where(near, far)
+
+  def alpha(self, exp2: Callable[[UOp], UOp], m_old: UOp, m_new: UOp) -> UOp:
+    """The factor on what was summed relative to m_old that makes it relative to m_new."""
+    return exp2((m_old - m_new) * self.log2 if self.subtracts else m_old - m_new)
+
+  def exponents(self, family: str, scores: list[UOp], m_i: UOp, p_scale_log2: int = 0) -> list[UOp]:
+    """The exponents in base 2 of a row's P, which is multiplied by 2**p_scale_log2."""
+    if self.subtracts:
+      return [(x - m_i) * self.log2 + p_scale_log2 if p_scale_log2 else (x - m_i) * self.log2 for x in scores]
+    a, shift = self.factor(family, m_i, p_scale_log2 > 0), m_i
+    if p_scale_log2:  # tied, or else tinygrad adds the constant to each score by itself, one instruction for each
+      shift = ins.tied(family, m_i - p_scale_log2, m_i)
+    return [x * a - shift for x in scores]
 
 
 def p_scale_of(dtype: DType, dropout_p: float = 0.0, largest: float | None = None) -> int:
@@ -48,18 +117,10 @@ def p_scale_of(dtype: DType, dropout_p: float = 0.0, largest: float | None = Non
   return floor(log2((largest or LARGEST[dtype]) * (1 - dropout_p))) if dtype in LARGEST else 0
 
 
-def lowest(scaling: Scaling) -> Factor:
-  """m_i of a row that has seen no key: below all scores, and finite even in the exponent, as -inf - -inf is NaN."""
-  rounding = 1 + 2.0**-20  # of this number and of its product with the factor
-  if isinstance(scaling.log2, UOp):
-    return (scaling.log2 * rounding).maximum(1.0).reciprocal() * -FLOAT32_MAX
-  return -FLOAT32_MAX / (scaling.log2 * rounding if scaling.log2 > 1 else 1.0)
-
-
 def online_softmax(
   family: str,
   scores: list[UOp],
-  scale_log2: Factor,
+  scaling: Scaling,
   m_old: UOp,
   l_old: UOp,
   row_reduce: Callable[[Operation, UOp], UOp],
@@ -70,68 +131,100 @@ def online_softmax(
   Args:
     family: family of instructions; see `uopattn.dsl.instruction_set`.
     scores: this lane's scores of one query, -inf where hidden.
-    scale_log2: `Scaling.log2`.
-    m_old: the row max so far, without that factor; `lowest` before the first tile.
+    scaling: from scores to logits.
+    m_old: m_i so far, see `Scaling.subtracts`; `LOWEST` before the first tile.
     l_old: the sum of this lane's P so far.
     row_reduce: applies an operation across all lanes of the query.
     p_scale_log2: P, and with it the sum, is multiplied by 2**p_scale_log2.
 
   Returns:
-    P of this lane's scores, the new row max, the new sum of this lane's P, and alpha = exp2((m_old - m_new) *
-    scale_log2), the factor on what was summed before.
+    P of this lane's scores, the new m_i, the new sum of this lane's P, and alpha, the factor on what was summed before.
   """
 
   def larger(a: UOp, b: UOp) -> UOp:
     return ins.fmax(family, a, b)
 
-  m_new = larger(m_old, row_reduce(larger, reduce(larger, scores)))
-  alpha, shift = ins.exp2(family, (m_old - m_new) * scale_log2), m_new * scale_log2
-  if p_scale_log2:  # tied, or else tinygrad adds the constant to each score by itself, one instruction for each
-    shift = ins.tied(family, shift - p_scale_log2, m_new)
-  p = [ins.exp2(family, x * scale_log2 - shift) for x in scores]
+  def power(x: UOp) -> UOp:
+    return ins.exp2(family, x)
+
+  largest = row_reduce(larger, reduce(larger, scores))
+  m_new = larger(m_old, largest if scaling.subtracts else scaling.in_base_2(family, largest, p_scale_log2 > 0))
+  alpha = scaling.alpha(power, m_old, m_new)
+  p = [power(x) for x in scaling.exponents(family, scores, m_new, p_scale_log2)]
   return p, m_new, l_old * alpha + reduce(UOp.__add__, p), alpha
 
 
-def normalize(
-  m_i: UOp, l_i: UOp, sink: UOp | None, exp2: Callable[[UOp], UOp], p_scale_log2: int = 0
-) -> tuple[UOp, UOp]:
-  """The factor that turns the accumulator of a row into its output, and the log-sum-exp of the row, in base 2.
+class Row(NamedTuple):
+  """A row after its last key: the factor that turns its accumulator into its output, and its log-sum-exp.
 
-  A row that sees no key gets 0 and -inf.
+  Attributes:
+    factor: 0 for a row that sees no key.
+    lse: the log-sum-exp, natural; of a row that sees no key the sink, or -inf without one.
+    logit: the largest logit, which is a number also for a row that sees no key.
+    l_i: the sum of exponentials relative to it.
+  """
+
+  factor: UOp
+  lse: UOp
+  logit: UOp
+  l_i: UOp
+
+  def numbers(self, lse: UOp) -> list[UOp]:
+    """What a buffer stores of a row: its log-sum-exp (heads, rows); of a split its logit and l_i, (heads, rows, 2).
+
+    Of a large logit the log-sum-exp does not tell how many keys had it.
+    """
+    return [self.lse] if len(lse.shape) == 2 else [self.logit, self.l_i]
+
+
+def normalize(logit: UOp, l_i: UOp, sink: UOp | None, exp2: Callable[[UOp], UOp], p_scale_log2: int = 0) -> Row:
+  """Finish a row.
 
   Args:
-    m_i: the row max, in base 2.
+    logit: the largest logit, `Scaling.logit`.
     l_i: the sum of exponentials over all keys.
-    sink: a logit, in base 2, that is added to the sum; None without one.
+    sink: a logit whose exponential is added to the sum; None without one.
     exp2: 2**x of an x <= 0.
     p_scale_log2: the accumulator and l_i are scaled by 2**p_scale_log2, which is undone here.
   """
-  if p_scale_log2:  # changing m_i loses digits of the LSE; changing l_i would cost the output a product per element
-    factor, _ = normalize(m_i - p_scale_log2, l_i, sink, exp2)
-    return factor, normalize(m_i, l_i * 2.0**-p_scale_log2, sink, exp2)[1]
-  no_key = l_i.eq(0)
+  no_key, true_l = l_i.eq(0), l_i * 2.0**-p_scale_log2 if p_scale_log2 else l_i
   if sink is None:
-    return no_key.where(0.0, 1 / l_i), m_i + l_i.log2()
-  m_new = m_i.maximum(sink)
-  alpha = exp2(m_i - m_new)
-  total = l_i * alpha + exp2(sink - m_new)
-  return no_key.where(0.0, alpha / total), no_key.where(-inf, m_new + total.log2())
+    return Row(no_key.where(0.0, 1 / l_i), logit + true_l.log2() * LN2, logit, true_l)
+  highest = logit.maximum(sink)
+  alpha, of_sink = (exp2((x - highest) * LOG2E) for x in (logit, sink))
+  total = true_l * alpha + of_sink
+  factor = alpha / total * 2.0**-p_scale_log2 if p_scale_log2 else alpha / total
+  return Row(no_key.where(0.0, factor), no_key.where(sink, highest + total.log2() * LN2), logit, true_l)
+
+
+def store_lse(lse: UOp, inside: UOp, head: UOp, row: UOp, numbers: list[UOp]) -> list[UOp]:
+  """Store `Row.numbers` of a row, where `inside`."""
+  if len(numbers) == 1:
+    return [gated(lse, inside, head, row).store(numbers[0])]
+  return [gated(lse, inside, head, row, UOp.const(i)).store(x) for i, x in enumerate(numbers)]
 
 
 def normalize_rows(
-  s: Scope, m_i: UOp, l_i: UOp, scale_log2: Factor, sink: Callable[[UOp], UOp | None], within: tuple[UOp, ...]
-) -> tuple[UOp, UOp]:
-  """Apply `normalize` to every row of a CPU's block; return the factors and the log-sum-exps, both (rows,).
+  s: Scope,
+  m_i: UOp,
+  l_i: UOp,
+  scaling: Scaling,
+  sink: Callable[[UOp], UOp | None],
+  lse: UOp | None,
+  within: tuple[UOp, ...],
+) -> tuple[UOp, list[UOp]]:
+  """Apply `normalize` to every row of a CPU's block; return the factors and the numbers for `lse`, all (rows,).
 
-  One loop computes both, as loops that follow a `Loop` must not share a value.
+  One loop computes all, as loops that follow a `Loop` must not share a value.
 
   Args:
     m_i, l_i: row maxima and row sums, (rows,).
-    scale_log2: the factor that brings maxima to base 2.
     sink: maps a row of the block to its sink logit.
   """
-  factor, log2 = (s.buffer(*sizes(m_i)).after(*within) for _ in range(2))
   r = s.axis(sizes(m_i)[0])
-  found = normalize(m_i[r] * scale_log2, l_i[r], sink(r), exp2)
-  end = UOp.group(*(x[r].store(value) for x, value in zip((factor, log2), found, strict=True))).end(r)
-  return factor.after(end), log2.after(end)
+  found = normalize(scaling.logit("c", m_i[r].load()), l_i[r].load(), sink(r), exp2)
+  values = [found.factor, *(found.numbers(lse) if lse is not None else [])]
+  to = [s.buffer(*sizes(m_i)).after(*within) for _ in values]
+  end = UOp.group(*(x[r].store(value) for x, value in zip(to, values, strict=True))).end(r)
+  factor, *numbers = (x.after(end) for x in to)
+  return factor, numbers
