@@ -186,7 +186,8 @@ class ScoreRow(NamedTuple):
   Attributes:
     row: index of the query.
     first, offsets: the keys are first + offset.
-    neg_lse: -lse, in base 2; divided by `Scaling.log2` if S starts at it (`shifts_early`).
+    neg_lse: -lse, natural with score mods, else in base 2; divided by `Scaling.log2` if S starts at it
+      (`shifts_early`).
     neg_delta: -delta, at which dP starts.
   """
 
@@ -293,8 +294,11 @@ class Mainloop:
     scores = head_rules.scores(products, *keys, masked)
     if masked and x.row.vmax >= rules.M:
       scores = [(x.row < rules.M).where(score, -inf) for score in scores]
-    factor = rules.scaling.log2
-    p = [ins.exp2(HIP, score * factor if shifts_early(rules) else score * factor + x.neg_lse) for score in scores]
+    if shifts_early(rules):
+      exponents = [score * rules.scaling.log2 for score in scores]
+    else:
+      exponents = rules.scaling.from_lse(scores, -x.neg_lse, not rules.has_score_mods)
+    p = [ins.exp2(HIP, -ins.fabs(HIP, x)) for x in exponents]
     if rules.seed is not None:
       dots = [dot + x.neg_delta for dot in head_rules.dropped(dots, *keys)]
     grads = [weight * dot for weight, dot in zip(p, dots, strict=True)]
@@ -483,7 +487,8 @@ def shifts_early(rules: Rules) -> bool:
 
 def neg_lse_of(lse: UOp, rules: Rules) -> UOp:
   """`ScoreRow.neg_lse` for an lse; 0 if it is -inf, because all scores of the row are then -inf too."""
-  return lse.eq(-inf).where(0.0, lse * (-LOG2E / rules.scaling.log2 if shifts_early(rules) else -LOG2E))
+  unit = 1.0 if rules.has_score_mods else LOG2E / rules.scaling.log2 if shifts_early(rules) else LOG2E
+  return lse.eq(-inf).where(0.0, lse * -unit)
 
 
 SCHEDULE = Schedule(

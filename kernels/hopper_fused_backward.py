@@ -56,19 +56,13 @@ from uopattn.dsl.math import LOG2E
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.gradient_pipeline import GradientPipeline
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, row_of, store_scaled
-from uopattn.dsl.nvidia.score_gradients import (
-  LOWEST,
-  Elements,
-  queries_of_columns,
-  score_rows_by_column,
-  score_vjp,
-  weights,
-)
+from uopattn.dsl.nvidia.score_gradients import Elements, queries_of_columns, score_rows_by_column, score_vjp, weights
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import Slots, loop
 from uopattn.dsl.nvidia.wgmma import WARPS
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
+from uopattn.dsl.rules.softmax import FLOAT32_MAX, LOWEST
 from uopattn.dsl.rules.tile_range import blurred, full_then_masked
 from uopattn.dsl.schedule import DTYPES_16, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
@@ -216,7 +210,7 @@ def begin(row_stats: UOp, turns: UOp, lse: UOp, delta: UOp, *, tiles: Tiles) -> 
   inside = head < heads
   there = inside & (row < M)
   found = [there.where(x.base[(head * M + row).valid(there)].load(), 0.0) for x in (lse, delta)]
-  base_2 = found[0].eq(float("-inf")).where(LOWEST, found[0] * LOG2E)
+  base_2 = (found[0] * LOG2E).maximum(LOWEST).minimum(FLOAT32_MAX)  # also of a query that sees no key
   numbers = (row < M).where(base_2, float("inf")), found[1]
   stores = [row_stats.base[((head * 2 + i) * padded + row).valid(inside)].store(x) for i, x in enumerate(numbers)]
   stores.append(turns.base[at.valid(at < count)].store(UOp.const(0, dtypes.int)))

@@ -246,9 +246,9 @@ def of_inputs(saved: Saved, arguments: Arguments) -> list[Tensor | None]:
 
 
 def of_sinks(saved: Saved, arguments: Arguments) -> Tensor:
-  """Return the gradient of the sinks, (Hq,). A row that sees no key has a delta of 0."""
+  """Return the gradient of the sinks, (Hq,). A row that sees neither a key nor a sink has a delta of 0."""
   lse = saved.lse.eq(-math.inf).where(0, saved.lse)
-  return -((cast(Tensor, arguments.sinks).reshape(1, -1, 1) - lse).exp() * saved.delta).sum((0, 2))
+  return -((cast(Tensor, arguments.sinks).reshape(1, -1, 1) - lse).clip(max_=0).exp() * saved.delta).sum((0, 2))
 
 
 def of_mask(saved: Saved, arguments: Arguments) -> Tensor:
@@ -273,7 +273,7 @@ def of_scores(saved: Saved, scores: Tensor, arguments: Arguments) -> Tensor:
   """Return the gradient of the scores, (B, Hq, M, N) float32, in plain ops."""
   s, spec = saved, saved.spec
   groups = spec.B, spec.Hkv, spec.group, spec.M
-  p = s.lse.eq(-math.inf).unsqueeze(-1).where(0, (scores - s.lse.unsqueeze(-1)).exp())
+  p = s.lse.eq(-math.inf).unsqueeze(-1).where(0, (scores - s.lse.unsqueeze(-1)).clip(max_=0).exp())
   dp = s.do.float().reshape(*groups, spec.Dv) @ keys_of(s.v, arguments, values=True).unsqueeze(2).transpose(-1, -2)
   return p * (dropped(dp.reshape(scores.shape), spec, arguments) - s.delta.unsqueeze(-1))
 

@@ -30,7 +30,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, arguments: A
   l = p.sum(-1, keepdim=True)
   # 1 before the division: a `where` behind it would keep NaN out of the result, but not out of the gradient.
   l = no_key.where(1, l if sinks is None else l + (sinks - m).exp())
-  lse = no_key.where(-math.inf, m + l.log()).squeeze(-1)
+  lse = no_key.where(-math.inf if sinks is None else sinks, m + l.log()).squeeze(-1)
   p = dropped(p / l, spec, arguments)
   out = p.reshape(*groups, spec.M, spec.N) @ keys_of(v, arguments, values=True).unsqueeze(2)
   return out.reshape(spec.B, spec.Hq, spec.M, spec.Dv).cast(spec.dtype), lse

@@ -163,13 +163,15 @@ def oracle(
   scale = Dk**-0.5 if r.scale is None else r.scale
   mask = None if r.attn_mask is None else np.broadcast_to(r.attn_mask, (B, Hq, M, N))
   out, lse = np.zeros((B, Hq, M, Dv), work), np.full((B, Hq, M), -np.inf, work)
+  if r.sinks is not None:
+    lse[:] = np.asarray(r.sinks, work)[None, :, None]  # of rows that see no key
   for b, h, rows in tqdm(list(pieces(B, Hq, M, N)), desc="reference", disable=None if progress else True):
     key_head, part = h // (Hq // Hkv), None if mask is None else mask[b, h, rows]
     i, j = np.arange(rows.start, rows.stop)[:, None], np.arange(N)
     score = keep(keep(operand(q[b, h, rows].astype(work)) @ operand(k[b, key_head].astype(work)).T) * work(scale))
     score = np.where(seen(r, part, b, h, i, j), modified(r, score, part, b, h, i, j, keep), -np.inf)
 
-    sees = (score > -np.inf).any(-1) | np.isnan(score).any(-1)  # rows that see no key keep output 0 and LSE -inf
+    sees = (score > -np.inf).any(-1) | np.isnan(score).any(-1)  # rows that see no key keep output 0 and this LSE
     score = score[sees]
     m = score.max(-1, keepdims=True)
     m = m if r.sinks is None else np.maximum(m, r.sinks[h])

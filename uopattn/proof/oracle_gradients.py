@@ -66,7 +66,7 @@ def gradients(
   for b, h, rows in tqdm(list(pieces(B, Hq, M, N)), desc="gradients", disable=None if progress else True):
     key_head, part = h // (Hq // Hkv), None if mask is None else mask[b, h, rows]
     at = b, h, np.arange(rows.start, rows.stop)[:, None], np.arange(N)
-    sees = lse[b, h, rows] > -np.inf
+    sees = lse[b, h, rows] > -np.inf  # a sink counts as something seen
     L, D = (np.where(sees, x[b, h, rows], 0)[:, None] for x in (lse, delta))
 
     score = keep(keep(q[b, h, rows] @ k[b, key_head].T) * scale)

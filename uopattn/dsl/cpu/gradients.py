@@ -8,7 +8,7 @@ from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv
 
 from uopattn.dsl.cpu.register_blocks import items_per_thread
-from uopattn.dsl.math import LOG2E, exp2
+from uopattn.dsl.math import exp2
 from uopattn.dsl.rules.rules import HeadRules
 from uopattn.dsl.scope import Scope, clamp, gated, sizes
 
@@ -63,7 +63,7 @@ def block_of(call: UOp, turn: UOp, blocks: int, group: int, M: int, block_m: int
 def load_row_sums(
   s: Scope, lse: UOp, delta: UOp, block: Block, block_m: int, unit: float, outer: tuple[UOp, ...]
 ) -> tuple[UOp, UOp]:
-  """Load the block's LSE times `unit`, and its delta, (block_m,) both.
+  """Load the block's LSE times `unit`, see `Scaling.from_lse`, and its delta, (block_m,) both.
 
   A row that sees no key, or does not exist, gets an LSE of inf and a delta of 0: its P and its gradients are 0.
   """
@@ -110,14 +110,14 @@ class Gradients:
       product: q.k.
       dp: dO.v.
     """
-    row, key, (pre, scale_log2) = self.row + m, self.first + n, self.rules.rules.scaling
+    row, key, rules = self.row + m, self.first + n, self.rules.rules
+    scaling = rules.scaling
     absent = [] if self.start is None else [key < self.start]
     absent += [] if self.length is None else [key >= self.length]
-    hidden, score = [*absent, *self.rules.hidden(row, key)], self.rules.apply_score_mods(product * pre, row, key)
+    hidden = [*absent, *self.rules.hidden(row, key)]
+    score = self.rules.apply_score_mods(product * scaling.pre, row, key)
     score = reduce(UOp.__or__, hidden).where(-inf, score) if hidden else score
-    if self.rules.rules.has_score_mods:  # scores may be large: subtract the LSE before the factor rounds it
-      p = exp2((score * (scale_log2 / LOG2E) - self.lse_i[m]) * LOG2E)
-    else:
-      p = exp2(score * scale_log2 - self.lse_i[m])
+    (exponent,) = scaling.from_lse([score], self.lse_i[m].load(), not rules.has_score_mods)
+    p = exp2(exponent.minimum(0.0))
     weight, dp = self.rules.dropped([p], row, key, [0])[0], self.rules.dropped([dp], row, key, [0])[0]
     return weight, self.rules.score_vjp([p * (dp - self.delta_i[m])], [product], row, key, [0])[0]

@@ -16,10 +16,10 @@ from uopattn.dsl import instructions as ins
 from uopattn.dsl.math import LOG2E
 from uopattn.dsl.nvidia.mma_layout import MMA_M, MMA_N, QUAD, columns
 from uopattn.dsl.rules.rules import HeadRules
+from uopattn.dsl.rules.softmax import LOWEST
 from uopattn.dsl.scope import sizes
 
 CUDA = "cuda"
-LOWEST = -1e30  # less than any finite lse
 Place = tuple[int, int, int]  # tile of 16 rows, accumulator tile, element
 Elements = dict[Place, UOp]
 RowMap = Mapping[tuple[int, int], UOp]  # (tile of 16 rows, half) -> row
@@ -33,7 +33,7 @@ class ScoreRow:
     query: index of the query.
     first, offsets: the keys are first + offset.
     places: the place of each score.
-    lse: log-sum-exp of the query, in base 2.
+    lse: log-sum-exp of the query, see `RowStats`.
     delta: delta of the query, float32.
   """
 
@@ -59,16 +59,17 @@ class RowStats:
   Attributes:
     lse, delta: (heads, M) float32.
     head: head of the queries.
-    no_key: whether a query may see no key even though the tile is full, because all its scores may be -inf.
+    modified: whether scores are modified. Then a query may see no key even though the tile is full, because all its
+      scores may be -inf; and its lse is natural, else in base 2.
   """
 
   lse: UOp
   delta: UOp
   head: UOp
-  no_key: bool
+  modified: bool
 
   def of(self, query: UOp, past_end: bool) -> tuple[UOp, UOp]:
-    """lse, in base 2, and delta of a query. With `past_end` it may not exist, or see no key; its P will be 0."""
+    """lse and delta of a query. With `past_end` it may not exist, or see no key; its P will be 0."""
     return self.finished(*self.load(query, past_end), query, past_end)
 
   def load(self, query: UOp, past_end: bool) -> tuple[UOp, UOp]:
@@ -79,8 +80,8 @@ class RowStats:
 
   def finished(self, lse: UOp, delta: UOp, query: UOp, past_end: bool) -> tuple[UOp, UOp]:
     """Turn the result of `load` into the result of `of`."""
-    lse = lse * LOG2E
-    if past_end or self.no_key:
+    lse = lse if self.modified else lse * LOG2E
+    if past_end or self.modified:
       lse = ins.fmax(CUDA, lse, UOp.const(LOWEST, dtypes.float))
     return (query < sizes(self.lse)[1]).where(lse, float("inf")) if past_end else lse, delta
 
@@ -131,7 +132,8 @@ def weights(rules: HeadRules, score_rows: list[ScoreRow], products: Elements, ma
   found: Elements = {}
   for row in score_rows:
     scores = rules.scores([products[at] for at in row.places], *row.keys, masked)
-    p = [ins.exp2(CUDA, x * rules.scaling.log2 - row.lse) for x in scores]
+    exponents = rules.scaling.from_lse(scores, row.lse, not rules.rules.has_score_mods)
+    p = [ins.exp2(CUDA, -ins.fabs(CUDA, x)) for x in exponents]
     found |= zip(row.places, p, strict=True)
   return found
 

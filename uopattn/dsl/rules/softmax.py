@@ -97,6 +97,21 @@ class Scaling(NamedTuple):
     """The factor on what was summed relative to m_old that makes it relative to m_new."""
     return exp2((m_old - m_new) * self.log2 if self.subtracts else m_old - m_new)
 
+  def from_lse(self, scores: list[UOp], lse: UOp, in_base_2: bool) -> list[UOp]:
+    """The exponents in base 2 of a row's normalized weights, from its log-sum-exp, as a backward pass has it.
+
+    They are at most 0, but for rounding: of a large lse half a unit in the last place is above 128. So what is meant
+    is exp2(-|x|), which is finite, and right as far as float32 carries the lse.
+
+    Args:
+      lse: in base 2 or natural. Natural, the difference is taken before the factor rounds it: as modified scores need
+        it, which may be large.
+    """
+    if in_base_2:
+      return [x * self.log2 - lse for x in scores]
+    natural = scores if isinstance(self.natural, float) and self.natural == 1 else [x * self.natural for x in scores]
+    return [(x - lse) * LOG2E for x in natural]
+
   def exponents(self, family: str, scores: list[UOp], m_i: UOp, p_scale_log2: int = 0) -> list[UOp]:
     """The exponents in base 2 of a row's P, which is multiplied by 2**p_scale_log2."""
     if self.subtracts:
