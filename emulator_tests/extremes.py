@@ -53,12 +53,13 @@ class Extreme:
 
 def plain(shape: Shape, dtype: DType, seed: int = 0) -> Iterator[Extreme]:
   """Cases without a mask: large activations, ties within a tile and across tiles, and one key far ahead."""
-  q, k, v = normal(shape, seed)
   most = LARGEST.get(dtype, 1e19)
+  q, k, v = normal(shape, seed)
   for size in (1e2, 1e3, 3e4, 1e5, 1e7, 1e9, 1e13, 1e18):
     if size * 5 < most:
-      # A product is exact to float32's rounding alone: two scores of a row may be nearer than that below some 1e2.
-      yield Extreme(f"activations of {size:g}", q * size, k * size, v, exact=size >= 1e3)
+      # At 1e2 and 1e3 float32's rounding of a score can move a weight; above, the largest score is far ahead.
+      yield Extreme(f"activations of {size:g}", q * size, k * size, v, exact=size > 1e3)
+  q, k, v = (np.rint(x * 4) / 4 for x in (q, k, v))
   for size in (1, 64, 448, 2.0**15, 2.0**20, 2.0**40, 2.0**60):
     if size <= most:
       yield Extreme(f"all scores alike, operands {size:g}", np.full_like(q, size), np.full_like(k, size), v)
@@ -71,7 +72,7 @@ def plain(shape: Shape, dtype: DType, seed: int = 0) -> Iterator[Extreme]:
 
 def masked(shape: Shape, dtype: DType, seed: int = 0) -> Iterator[Extreme]:
   """Cases with an additive mask (M, N) in float32: everything masked, padding on either side, and large biases."""
-  q, k, v = normal(shape, seed)
+  q, k, v = (np.rint(x * 4) / 4 for x in normal(shape, seed))
   M, N = shape[3], shape[4]
   for low in MASKS:
     yield Extreme(f"all masked by {low:g}", q * 0, k, v, np.full((M, N), low, np.float32))
@@ -84,11 +85,11 @@ def masked(shape: Shape, dtype: DType, seed: int = 0) -> Iterator[Extreme]:
 
 
 def normal(shape: Shape, seed: int) -> tuple[Array, Array, Array]:
-  """q, k and v with few bits, which all types hold."""
+  """Normal random q, k and v."""
   B, Hq, Hkv, M, N, Dk, Dv = shape
   random = np.random.default_rng(seed)
   shapes = (B, Hq, M, Dk), (B, Hkv, N, Dk), (B, Hkv, N, Dv)
-  q, k, v = (np.rint(random.standard_normal(x) * 4) / 4 for x in shapes)
+  q, k, v = (random.standard_normal(x) for x in shapes)
   return q, k, v
 
 

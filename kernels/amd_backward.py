@@ -186,7 +186,7 @@ class ScoreRow(NamedTuple):
   Attributes:
     row: index of the query.
     first, offsets: the keys are first + offset.
-    neg_lse: -lse, natural with score mods, else in base 2; divided by `Scaling.log2` if S starts at it
+    neg_lse: -lse, natural where `Rules.moves`, else in base 2; divided by `Scaling.log2` if S starts at it
       (`shifts_early`).
     neg_delta: -delta, at which dP starts.
   """
@@ -297,7 +297,7 @@ class Mainloop:
     if shifts_early(rules):
       exponents = [score * rules.scaling.log2 for score in scores]
     else:
-      exponents = rules.scaling.from_lse(scores, -x.neg_lse, not rules.has_score_mods)
+      exponents = rules.scaling.from_lse(scores, -x.neg_lse, not rules.moves)
     p = [ins.exp2(HIP, -ins.fabs(HIP, x)) for x in exponents]
     if rules.seed is not None:
       dots = [dot + x.neg_delta for dot in head_rules.dropped(dots, *keys)]
@@ -487,7 +487,7 @@ def shifts_early(rules: Rules) -> bool:
 
 def neg_lse_of(lse: UOp, rules: Rules) -> UOp:
   """`ScoreRow.neg_lse` for an lse; 0 if it is -inf, because all scores of the row are then -inf too."""
-  unit = 1.0 if rules.has_score_mods else LOG2E / rules.scaling.log2 if shifts_early(rules) else LOG2E
+  unit = 1.0 if rules.moves else LOG2E / rules.scaling.log2 if shifts_early(rules) else LOG2E
   return lse.eq(-inf).where(0.0, lse * -unit)
 
 

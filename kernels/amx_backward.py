@@ -145,7 +145,7 @@ def backward(
     load_pairs(s, operand(dtypes.uint, block_m // PAIR, size), x, block.row, x.length, *outer)
     for x, size in ((queries, width), (grads, dv_width))
   )
-  lse_i, delta_i = load_row_sums(s, lse, delta, block, block_m, 1.0 if rules.has_score_mods else LOG2E, outer)
+  lse_i, delta_i = load_row_sums(s, lse, delta, block, block_m, 1.0 if rules.moves else LOG2E, outer)
   dq_t = filled(s, 0.0, dtypes.float, block_m // LANES, width, LANES, within=outer)
   k_rows, v_rows = (operand(dtypes.ushort, block_n, size) for size in (width, dv_width))
   k_pairs = operand(dtypes.uint, block_n // PAIR, width)

@@ -143,7 +143,7 @@ def backward(
 
   q_rows, do_rows = (load_rows(s, x, block, tiles, outer) for x in (q, do))  # (block_m, D)
   q_t, do_t = (transpose(s, x, D, outer) for x, D in ((q_rows, Dk), (do_rows, Dv)))  # (D, block_m)
-  lse_i, delta_i = load_row_sums(s, lse, delta, block, block_m, 1.0 if rules.has_score_mods else LOG2E, outer)
+  lse_i, delta_i = load_row_sums(s, lse, delta, block, block_m, 1.0 if rules.moves else LOG2E, outer)
   dq_t = s.assign(s.buffer(Dk, block_m), lambda d, m: 0.0, within=outer)
 
   key_range = head_rules.key_range(block.row, block_m, block_n)

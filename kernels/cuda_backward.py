@@ -242,7 +242,7 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   key_range = head_rules.key_range(group.block * tiles.rows, tiles.rows, tiles.block)
   loop = Mainloop(s, group, Mma(s, q.dtype, tiles.turing, tiles.parts), tiles, head_rules, *tiles.panels(s, Dk, Dv))
 
-  rows, found = loop.rows(group.block), RowStats(lse, delta, head, rules.has_score_mods)
+  rows, found = loop.rows(group.block), RowStats(lse, delta, head, rules.moves)
   row_stats = {place: found.of(row, True) for place, row in rows.items()}
 
   def score_rows(first: UOp, masked: bool) -> list[ScoreRow]:
@@ -306,7 +306,7 @@ def _backward_of_keys(
   loop = Mainloop(s, group, Mma(s, q.dtype, tiles.turing, tiles.parts), tiles, members.rules, *tiles.panels(s, Dk, Dv))
 
   def score_rows(first: UOp, masked: bool) -> list[ScoreRow]:
-    row_stats = RowStats(lse, delta, members.head, rules.has_score_mods)
+    row_stats = RowStats(lse, delta, members.head, rules.moves)
     queries = queries_of_columns(first, tiles.block, group.lane)
     return score_rows_by_column(loop.rows(group.block), queries, [row_stats.of(query, masked) for query in queries])
 

@@ -156,7 +156,7 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   group = Workgroup(s, heads, blocks, tiles.warpgroups * WARPS, WARP, last_first=rules.longest_last)
   head_rules = rules.at(group.head)
   key_range = head_rules.key_range(group.block * tiles.rows, tiles.rows, tiles.block)
-  rows, found = rows_of(group, group.block, tiles), RowStats(lse, delta, group.head, rules.has_score_mods)
+  rows, found = rows_of(group, group.block, tiles), RowStats(lse, delta, group.head, rules.moves)
   row_stats = {place: found.of(row, True) for place, row in rows.items()}
 
   def score_rows(first: UOp, masked: bool, *after: UOp) -> tuple[list[ScoreRow], tuple[UOp, ...]]:
@@ -189,7 +189,7 @@ def backward_kv(
   group = Workgroup(s, kv_heads, ceildiv(N, tiles.rows), tiles.warpgroups * WARPS, WARP)
   members = QueryHeads.of(s, rules, group, heads // kv_heads, tiles.rows, tiles.block)
   member, query_range = members.member, members.query_range
-  rows, row_stats = rows_of(group, group.block, tiles), RowStats(lse, delta, members.head, rules.has_score_mods)
+  rows, row_stats = rows_of(group, group.block, tiles), RowStats(lse, delta, members.head, rules.moves)
   fetched = s.buffer(tiles.block // 4, 2)
 
   def score_rows(first: UOp, masked: bool, *after: UOp) -> tuple[list[ScoreRow], tuple[UOp, ...]]:

@@ -18,6 +18,7 @@ from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.rules.vjp import vjp
 from uopattn.dsl.scope import Scope, sizes
 
+LARGEST_CAP = 2.0**20  # of a softcap below which m in base 2 is far from `softmax.LARGEST_M_8`
 LEAST_SCALE = 2.0**-100  # of a head; smaller ones are this: scores are 0 by either
 
 
@@ -63,14 +64,14 @@ class Rules(Masks):
     return window if self.pages is None else f"{window}_paged"
 
   @property
-  def _moves(self) -> bool:
+  def moves(self) -> bool:
     """Whether a score_mod or an additive mask follows softcap."""
     return self.score_mod is not None or self._adds
 
   @property
   def has_score_mods(self) -> bool:
     """Whether scores are more than q.k times a factor."""
-    return self.softcap is not None or self._moves
+    return self.softcap is not None or self.moves
 
   @property
   def scales_weights(self) -> bool:
@@ -83,7 +84,9 @@ class Rules(Masks):
     if not self.has_score_mods:
       return Scaling.of(self.scale)
     cap = 1.0 if self.softcap is None else self.softcap
-    return Scaling(self.scale / cap, 1.0 if self._moves else cap)
+    if self.moves or cap > LARGEST_CAP:
+      return Scaling(self.scale / cap, 1.0 if self.moves else cap)
+    return Scaling(self.scale / cap, cap, False)  # scores are at most 1
 
   @property
   def scaling_of_q(self) -> Scaling:
@@ -190,14 +193,14 @@ class HeadRules(HeadMasks):
     if r.scales is not None:
       score = score * self._scale(r.scales.keys, key, masked)
     if r.softcap is not None:
-      score = tanh(score) * r.softcap if r._moves else tanh(score)
+      score = tanh(score) * r.softcap if r.moves else tanh(score)
     if r.score_mod is not None:
       score = self._mod(score, row, key)
     score = score + self._mask(row, key).cast(dtypes.float) if r._adds else score
     if r.pages is None:
       return score
     right = r.pages.exists(self.b, key, self.length)
-    return (right | score.eq(-inf) if r._moves else right).where(score, nan)
+    return (right | score.eq(-inf) if r.moves else right).where(score, nan)
 
   def weights(self, p: list[UOp], row: UOp, first: UOp, offsets: Sequence[int], masked: bool) -> list[UOp]:
     """The weights of a query's values: exponentials after dropout, times the scales of the values.

@@ -67,18 +67,21 @@ class Scaling(NamedTuple):
     exponent = log2(self.log2)
     return 2.0 ** (exponent if exponent == floor(exponent) else ceil(log2(self.log2 * (1 + 2 * SLACK))))
 
-  def factor(self, family: str, m_i: UOp, bits_8: bool = False) -> Factor:
-    """The factor `a` on the scores of a row with this m_i, in base 2; `bits_8` says that P has 8 bits."""
-    return self._chosen(family, m_i, LARGEST_M_8 if bits_8 else LARGEST_M, self.log2)
+  def factor(self, family: str, largest: UOp, bits_8: bool = False) -> Factor:
+    """The factor `a` on the scores of a row of a tile, the largest of which is given, that makes them of base 2.
 
-  def in_base_2(self, family: str, score: UOp, bits_8: bool = False) -> UOp:
-    """The m_i of a row whose largest score this is. It grows with the score."""
+    A score times its factor grows with the score. The row max may have another factor, if it is of an earlier tile. It
+    is then so far from this tile's scores that they have no weight by either factor.
+
+    Args:
+      bits_8: whether P has 8 bits.
+    """
     limit = (LARGEST_M_8 if bits_8 else LARGEST_M) * (1 - SLACK)
     if isinstance(self.log2, UOp):
       limit = self.log2.reciprocal() * limit
     else:
       limit = inf if limit / self.log2 > FLOAT32_MAX else limit / self.log2
-    return score * self._chosen(family, score, limit, self.log2)
+    return self._chosen(family, largest, limit, self.log2)
 
   def logit(self, family: str, m_i: UOp, bits_8: bool = False) -> UOp:
     """The logit, in natural units, that m_i stands for."""
@@ -112,14 +115,13 @@ class Scaling(NamedTuple):
     natural = scores if isinstance(self.natural, float) and self.natural == 1 else [x * self.natural for x in scores]
     return [(x - lse) * LOG2E for x in natural]
 
-  def exponents(self, family: str, scores: list[UOp], m_i: UOp, p_scale_log2: int = 0) -> list[UOp]:
-    """The exponents in base 2 of a row's P, which is multiplied by 2**p_scale_log2."""
+  def exponents(self, family: str, scores: list[UOp], a: Factor, m_i: UOp, p_scale_log2: int = 0) -> list[UOp]:
+    """The exponents in base 2 of a row's P, which is multiplied by 2**p_scale_log2; `a` is their factor."""
     if self.subtracts:
-      return [(x - m_i) * self.log2 + p_scale_log2 if p_scale_log2 else (x - m_i) * self.log2 for x in scores]
-    a, shift = self.factor(family, m_i, p_scale_log2 > 0), m_i
+      return [(x - m_i) * a + p_scale_log2 if p_scale_log2 else (x - m_i) * a for x in scores]
     if p_scale_log2:  # tied, or else tinygrad adds the constant to each score by itself, one instruction for each
-      shift = ins.tied(family, m_i - p_scale_log2, m_i)
-    return [x * a - shift for x in scores]
+      m_i = ins.tied(family, m_i - p_scale_log2, m_i)
+    return [x * a - m_i for x in scores]
 
 
 def p_scale_of(dtype: DType, dropout_p: float = 0.0, largest: float | None = None) -> int:
@@ -163,9 +165,10 @@ def online_softmax(
     return ins.exp2(family, x)
 
   largest = row_reduce(larger, reduce(larger, scores))
-  m_new = larger(m_old, largest if scaling.subtracts else scaling.in_base_2(family, largest, p_scale_log2 > 0))
+  a = scaling.log2 if scaling.subtracts else scaling.factor(family, largest, p_scale_log2 > 0)
+  m_new = larger(m_old, largest if scaling.subtracts else largest * a)
   alpha = scaling.alpha(power, m_old, m_new)
-  p = [power(x) for x in scaling.exponents(family, scores, m_new, p_scale_log2)]
+  p = [power(x) for x in scaling.exponents(family, scores, a, m_new, p_scale_log2)]
   return p, m_new, l_old * alpha + reduce(UOp.__add__, p), alpha
 
 
