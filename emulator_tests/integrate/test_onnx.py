@@ -188,6 +188,9 @@ GROUP_QUERY: dict[str, tuple[Arrays, dict[str, Any]]] = {
   "bias": (PROMPT | {"attention_bias": normal(1, 1, 5, 5)}, {}),
   "sinks": (PROMPT | {"head_sink": normal(H)}, {}),
   "smooth softmax": (PROMPT, {"smooth_softmax": 1}),
+  "not causal": (PROMPT, {"causal": 0}),
+  "not causal, padded prompt": (grouped(5, [5, 3]), {"causal": 0}),
+  "not causal, continued prompt": (grouped(3, [11], past=8), {"causal": 0}),
 }
 
 
@@ -202,6 +205,7 @@ GROUP_QUERY: dict[str, tuple[Arrays, dict[str, Any]]] = {
     "rotary, decode",
     "bias",
     "sinks",
+    "not causal, padded prompt",
   )
 )
 @pytest.mark.parametrize("case", GROUP_QUERY)
@@ -220,8 +224,26 @@ def test_unsupported_inputs_end_in_one_line() -> None:
   operator = multi_head_attention(lambda: "auto")
   with pytest.raises(NotImplementedError, match=r"^MultiHeadAttention: key_padding_mask has shape \(8,\); its form "):
     operator(*(Tensor(x) for x in CROSS.values()), key_padding_mask=Tensor.ones(3 * B + 2), num_heads=H)
-  with pytest.raises(NotImplementedError, match=r"^GroupQueryAttention: quantized caches are not supported"):
-    group_query_attention(lambda: "auto")(*(None,) * 12, Tensor.ones(1), num_heads=H, kv_num_heads=HKV)
+
+
+GROUPED_REFUSALS: list[tuple[int, dict[str, Any], str]] = [  # further inputs, attributes and the message
+  (1, {}, "k_scale is not supported"),
+  (6, {"k_quant_type": "PER_TENSOR"}, "k_scale, .*query_seqlens, a further input, k_quant_type='PER_TENSOR' are not"),
+  (0, {"kv_cache_bit_width": 8}, "kv_cache_bit_width=8 is not supported"),
+  (0, {"sliding_window_cache": 1}, "sliding_window_cache=1 is not supported"),
+  (0, {"of_tomorrow": 0}, "of_tomorrow=0 is not supported"),
+  (0, {"causal": 2}, "causal is 2; it must be 0 or 1"),
+  (0, {"causal": 0, "local_window_size": 3}, "local_window_size is 3; it must be -1 when causal is 0"),
+]
+
+
+@pytest.mark.parametrize(("more", "attributes", "message"), GROUPED_REFUSALS)
+def test_group_query_attention_refuses(more: int, attributes: dict[str, Any], message: str) -> None:
+  inputs = [Tensor(DECODE[name]) if name in DECODE else None for name in INPUTS["GroupQueryAttention"].split()]
+  with pytest.raises((NotImplementedError, ValueError), match=f"^GroupQueryAttention: {message}"):
+    group_query_attention(lambda: "auto")(
+      *inputs, *(Tensor.ones(1) for _ in range(more)), num_heads=H, kv_num_heads=HKV, **attributes
+    )
 
 
 def decoder(layers: int, width: int, heads: int, letters: int) -> onnx.ModelProto:
