@@ -14,6 +14,7 @@ from tinygrad import Tensor, dtypes
 from tinygrad.nn.onnx import OnnxRunner, onnx_ops
 
 import uopattn
+from uopattn.integrate.onnx_attention import attention
 from uopattn.integrate.onnx_contrib import group_query_attention, multi_head_attention
 from uopattn.proof.gate import compare
 from uopattn.proof.oracle import Array, oracle
@@ -224,6 +225,34 @@ def test_unsupported_inputs_end_in_one_line() -> None:
   operator = multi_head_attention(lambda: "auto")
   with pytest.raises(NotImplementedError, match=r"^MultiHeadAttention: key_padding_mask has shape \(8,\); its form "):
     operator(*(Tensor(x) for x in CROSS.values()), key_padding_mask=Tensor.ones(3 * B + 2), num_heads=H)
+
+
+def test_sizes_of_0() -> None:
+  def zeros(*shape: int) -> Tensor:
+    return Tensor.zeros(*shape, dtype=dtypes.float)
+
+  wide, narrow = H * D, HKV * D
+  padding = Tensor.zeros(B, 0, dtype=dtypes.int)
+  rows = (zeros(B, 0, wide), zeros(B, 0, narrow), zeros(B, 0, narrow))
+  one = (zeros(0, M, wide), zeros(0, M, narrow), zeros(0, M, narrow))
+  lengths, backend = Tensor([-1] * B, dtype=dtypes.int), lambda: "kernel"
+  given: list[tuple[Any, tuple[int, ...]]] = [
+    (attention(backend)(zeros(B, M, wide), *rows[1:], q_num_heads=H, kv_num_heads=HKV), (B, M, wide)),
+    (attention(backend)(*rows, is_causal=1, q_num_heads=H, kv_num_heads=HKV), (B, 0, wide)),
+    (multi_head_attention(backend)(zeros(B, M, wide), zeros(B, 0, wide), zeros(B, 0, wide), num_heads=H), (B, M, wide)),
+    (multi_head_attention(backend)(*(rows[0],) * 3, None, padding, num_heads=H), (B, 0, wide)),
+    (
+      group_query_attention(backend)(*rows, None, None, lengths, Tensor(0), num_heads=H, kv_num_heads=HKV),
+      (B, 0, wide),
+    ),
+    (
+      group_query_attention(backend)(*one, None, None, lengths[:0], Tensor(M), num_heads=H, kv_num_heads=HKV),
+      (0, M, wide),
+    ),
+  ]
+  for found, shape in given:
+    np.testing.assert_array_equal(found[0].numpy(), np.zeros(shape))
+    assert [0 in x.shape for x in found[1:]] == [True] * 3  # present keys and values, and scores
 
 
 GROUPED_REFUSALS: list[tuple[int, dict[str, Any], str]] = [  # further inputs, attributes and the message

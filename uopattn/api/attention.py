@@ -119,11 +119,11 @@ def attention(
 
   Args:
     q: (..., Hq, M, Dk) or (M, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2, with sums in float32; or float64, in
-      plain ops.
+      plain ops. Dtypes that differ are promoted: kernels/README.md says how, under "Dtypes that differ".
       Batches and heads of q, k and v broadcast; B is all batches in one axis. On NVIDIA's GPUs float32 is multiplied
       in tf32 if tinygrad's `ALLOW_TF32` is set, else at its own accuracy.
-    k: (..., Hkv, N, Dk) or (N, Dk), in q's dtype.
-    v: (..., Hkv, N, Dv) or (N, Dv), in q's dtype.
+    k: (..., Hkv, N, Dk) or (N, Dk).
+    v: (..., Hkv, N, Dv) or (N, Dv).
     attn_mask: broadcasts to (B, Hq, M, N). bool: False hides a key. Float dtypes: added to the scores, -inf hides.
     dropout_p: probability of dropping a weight while tinygrad's `TRAINING` is set. `Tensor.manual_seed` determines
       which weights are dropped; the choice differs from call to call, and from replay to replay of a `TinyJit`.
@@ -156,7 +156,7 @@ def attention(
       that alone accepts, such as integers; each with one log line per reason.
 
   Returns:
-    (..., Hq, M, Dv), or (M, Dv), in q's dtype; with return_lse a pair.
+    (..., Hq, M, Dv), or (M, Dv), in the dtype of q and v; with return_lse a pair.
 
   Raises:
     TypeError, ValueError: an argument does not fit; the message names it, what was given and what is accepted.

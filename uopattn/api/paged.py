@@ -91,9 +91,9 @@ def attention_paged(
 
   Args:
     q: (B, Hq, M, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2. Any number of queries.
-    k_pages: (P, Hkv, page_size, Dk), in q's dtype; any page_size >= 1. Views are read in place as by `attention`: one
-      layer of a pool of several, or (P, page_size, Hkv, Dk) transposed.
-    v_pages: (P, Hkv, page_size, Dv), in q's dtype.
+    k_pages: (P, Hkv, page_size, Dk), in q's dtype, or float16 or bfloat16 if that is float32; any page_size >= 1. Views
+      are read in place as by `attention`: one layer of a pool of several, or (P, page_size, Hkv, Dk) transposed.
+    v_pages: (P, Hkv, page_size, Dv), in k_pages' dtype.
     page_table: (B, max_pages), of an integer dtype; dtypes other than int32 are converted at each call. There may be no
       pages, of a sequence or at all.
     kv_lengths: the number of keys of each sequence, from 0 to max_pages * page_size: int, bound Variable, an expression

@@ -88,9 +88,10 @@ def attention_varlen(
   heads first.
 
   Args:
-    q: (total queries, Hq, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2.
-    k: (total keys, Hkv, Dk), in q's dtype.
-    v: (total keys, Hkv, Dv), in q's dtype.
+    q: (total queries, Hq, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2. Dtypes that differ are promoted, as in
+      `attention`.
+    k: (total keys, Hkv, Dk).
+    v: (total keys, Hkv, Dv).
     cu_seqlens_q, cu_seqlens_k: (S + 1,) offsets: 0, then the end of each sequence. Ints are checked. A Tensor, of any
       integer dtype, is not read back: if it decreases or exceeds the total, the output is wrong, but nothing is read
       out of bounds. A sequence may have no queries or no keys, and there may be no sequences; a query behind the last
@@ -106,7 +107,8 @@ def attention_varlen(
       together.
 
   Returns:
-    (total queries, Hq, Dv) in q's dtype; with return_lse a pair. A query that sees no key gets 0, and an LSE of -inf.
+    (total queries, Hq, Dv) in the dtype of q and v; with return_lse a pair. A query that sees no key gets 0, and an LSE
+    of -inf.
 
   Raises:
     TypeError, ValueError: an argument does not fit; the message names it, what was given and what is accepted.
@@ -140,8 +142,8 @@ def attention_varlen(
   )
   given = given.settled(device)
   # Checks everything but the offsets: checking those relies on q, k and v.
-  packed = (x.unsqueeze(0) for x in promoted(q, k, v)[:3])
-  is_empty = make_spec(*packed, arguments=given).is_empty
+  one_q, one_k, one_v = (x.unsqueeze(0) for x in promoted(q, k, v)[:3])
+  is_empty = make_spec(one_q, one_k, one_v, given).is_empty
   ends_q, ends_k = _offsets("cu_seqlens_q", cu_seqlens_q, M, device), _offsets("cu_seqlens_k", cu_seqlens_k, N, device)
   if ends_q.shape != ends_k.shape:
     raise ValueError(f"cu_seqlens_k has shape {ends_k.shape}, cu_seqlens_q {ends_q.shape}; they must be the same")

@@ -99,7 +99,7 @@ def _additive(bias: Tensor | None, padding: Tensor | None, hidden: float, keys: 
       f"MultiHeadAttention: key_padding_mask has shape {padding.shape}; its form 3B + 2 is not supported"
     )
   seen = Tensor.arange(keys).reshape(1, -1) < padding.reshape(-1, 1) if padding.ndim == 1 else padding.ne(0)
-  seen = seen.unsqueeze(1) if seen.ndim == 3 else seen.reshape(B, 1, 1, -1)
+  seen = seen.unsqueeze(1) if seen.ndim == 3 else seen.reshape(B, 1, 1, sizes(seen)[-1])
   mask = seen.where(Tensor(0.0, dtype=q.dtype), hidden)
   return mask if bias is None else bias + mask
 
