@@ -125,7 +125,8 @@ def attention_paged(
     raise ValueError(f"q has shape {q.shape}; it must be (B, Hq, M, Dk)")
   for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
     if x.ndim != 4 or not all(sizes(x)[2:]):
-      raise ValueError(f"{name} has shape {x.shape}; it must be (P, Hkv, page_size, D), page_size and D at least 1")
+      accepted = "it must have four dimensions, (P, Hkv, page_size, D), the last two at least 1"
+      raise ValueError(f"{name} has shape {x.shape}; {accepted}")
   _check_table(page_table, q)
   P, _, page_size, _ = sizes(k_pages)
   _check_lengths(kv_lengths, page_table, P, page_size)
