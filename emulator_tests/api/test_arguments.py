@@ -41,7 +41,10 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
      ValueError, "q has 4 heads, k has 2; they must be equal"),
   "heads that do not divide": ((Q, tensor(2, 3, 6, 8), tensor(2, 3, 6, 8)), {"enable_gqa": True},
      ValueError, "must be a multiple"),
-  "no keys": ((Q, tensor(2, 4, 0, 8), tensor(2, 4, 0, 8)), {}, ValueError, "every size must be a known int >= 1"),
+  "no columns": ((tensor(2, 4, 5, 0), tensor(2, 4, 6, 0), tensor(2, 4, 6, 8)), {}, ValueError,
+     r"q has shape \(2, 4, 5, 0\); every size must be a known int, and the last one at least 1"),
+  "no key heads": ((Q, tensor(2, 0, 6, 8), tensor(2, 0, 6, 8)), {"enable_gqa": True},
+     ValueError, "q has 4 heads, k has 0; with enable_gqa=True the first must be a multiple"),
   "devices": ((Q, tensor(2, 4, 5, 8, device="PYTHON"), Q), {}, ValueError, "k is on PYTHON, q is on CPU"),
   "unknown device": ((tensor(2, 4, 5, 8, device="TPU"),) * 3, {},
      ValueError, "device 'TPU' is unknown; accepted are CPU"),
@@ -97,7 +100,7 @@ def test_bad_arguments(name: str) -> None:
 
 
 # Of these, what tinygrad's own attention takes.
-TAKEN = ("integer dtype", "float64", "no keys", "dropout", "mask dtype", "is_causal")
+TAKEN = ("integer dtype", "float64", "no columns", "dropout", "mask dtype", "is_causal")
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -222,7 +225,7 @@ def test_negative_sides_of_mods(make: Callable[..., Any]) -> None:
 MASKS: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
   "function": ((True, 1, 1, 4, 4), {}, TypeError, "mask_mod is True; it must be a function"),
   "size": ((causal, 1, 1, 4.0, 4), {}, TypeError, "M is 4.0; it must be an int"),
-  "no keys": ((causal, 1, 1, 4, 0), {}, ValueError, "N is 0; it must be at least 1"),
+  "negative": ((causal, 1, 1, 4, -1), {}, ValueError, "N is -1; it must be at least 0"),
   "block": ((causal, 1, 1, 4, 4), {"block_n": 0}, ValueError, "block_n is 0; it must be at least 1"),
   "aux": ((causal, 1, 1, 4, 4), {"aux": Q}, TypeError, "aux is a tinygrad.Tensor; it must be a tuple of Tensors"),
   "no aux": ((document(), 1, 1, 4, 4), {}, ValueError, r"^mods.document\(0\) reads aux\[0\]"),

@@ -186,8 +186,7 @@ K, V = (B, HKV, 3, DK), (B, HKV, 3, DV)
 BAD: dict[str, tuple[Any, Any, Any, type[Exception], str]] = {
   "k": ((B, HKV, 3, DV), V, 0, ValueError, r"k has shape \(2, 2, 3, 24\); it must be \(2, 2, M, 16\)"),
   "v": (K, K, 0, ValueError, r"v has shape \(2, 2, 3, 16\); it must be \(2, 2, M, 24\)"),
-  "lengths differ": (K, (B, HKV, 4, DV), 0, ValueError, "v has shape .*the same of k and v"),
-  "no positions": ((B, HKV, 0, DK), (B, HKV, 0, DV), 0, ValueError, "k has shape .* M >= 1"),
+  "lengths differ": (K, (B, HKV, 4, DV), 0, ValueError, "v has shape .*M the same of k and v"),
   "dimensions": ((HKV, 3, DK), (HKV, 3, DV), 0, ValueError, "k has shape"),
   "start": (K, V, 1.5, TypeError, "start is 1.5; accepted are an int, a bound Variable or an"),
   "unbound": (
@@ -222,8 +221,10 @@ def test_other_bad_arguments() -> None:
     cache.attend(tensor(B, HQ, 3, DK), 68)
   with pytest.raises(ValueError, match="start is a Variable from 0 to 69; for 2 of the cache's 70"):
     cache.attend(tensor(B, HQ, 2, DK), start_at(3))
-  with pytest.raises(ValueError, match="N_max is 0; it must be an int >= 1"):
-    KVCache(B, HKV, 0, DK)
+  with pytest.raises(ValueError, match="N_max is -1; it must be an int >= 0"):
+    KVCache(B, HKV, -1, DK)
+  with pytest.raises(ValueError, match="Dk is 0; it must be an int >= 1"):
+    KVCache(B, HKV, N, 0)
   with pytest.raises(TypeError, match="dtype is int; accepted are float, half"):
     KVCache(B, HKV, N, DK, dtype=dtypes.int)
 

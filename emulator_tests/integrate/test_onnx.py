@@ -14,6 +14,7 @@ from tinygrad import Tensor, dtypes
 from tinygrad.nn.onnx import OnnxRunner, onnx_ops
 
 import uopattn
+from uopattn.integrate.onnx_attention import attention
 from uopattn.integrate.onnx_contrib import group_query_attention, multi_head_attention
 from uopattn.proof.gate import compare
 from uopattn.proof.oracle import Array, oracle
@@ -188,6 +189,9 @@ GROUP_QUERY: dict[str, tuple[Arrays, dict[str, Any]]] = {
   "bias": (PROMPT | {"attention_bias": normal(1, 1, 5, 5)}, {}),
   "sinks": (PROMPT | {"head_sink": normal(H)}, {}),
   "smooth softmax": (PROMPT, {"smooth_softmax": 1}),
+  "not causal": (PROMPT, {"causal": 0}),
+  "not causal, padded prompt": (grouped(5, [5, 3]), {"causal": 0}),
+  "not causal, continued prompt": (grouped(3, [11], past=8), {"causal": 0}),
 }
 
 
@@ -202,6 +206,7 @@ GROUP_QUERY: dict[str, tuple[Arrays, dict[str, Any]]] = {
     "rotary, decode",
     "bias",
     "sinks",
+    "not causal, padded prompt",
   )
 )
 @pytest.mark.parametrize("case", GROUP_QUERY)
@@ -220,8 +225,54 @@ def test_unsupported_inputs_end_in_one_line() -> None:
   operator = multi_head_attention(lambda: "auto")
   with pytest.raises(NotImplementedError, match=r"^MultiHeadAttention: key_padding_mask has shape \(8,\); its form "):
     operator(*(Tensor(x) for x in CROSS.values()), key_padding_mask=Tensor.ones(3 * B + 2), num_heads=H)
-  with pytest.raises(NotImplementedError, match=r"^GroupQueryAttention: quantized caches are not supported"):
-    group_query_attention(lambda: "auto")(*(None,) * 12, Tensor.ones(1), num_heads=H, kv_num_heads=HKV)
+
+
+def test_sizes_of_0() -> None:
+  def zeros(*shape: int) -> Tensor:
+    return Tensor.zeros(*shape, dtype=dtypes.float)
+
+  wide, narrow = H * D, HKV * D
+  padding = Tensor.zeros(B, 0, dtype=dtypes.int)
+  rows = (zeros(B, 0, wide), zeros(B, 0, narrow), zeros(B, 0, narrow))
+  one = (zeros(0, M, wide), zeros(0, M, narrow), zeros(0, M, narrow))
+  lengths, backend = Tensor([-1] * B, dtype=dtypes.int), lambda: "kernel"
+  given: list[tuple[Any, tuple[int, ...]]] = [
+    (attention(backend)(zeros(B, M, wide), *rows[1:], q_num_heads=H, kv_num_heads=HKV), (B, M, wide)),
+    (attention(backend)(*rows, is_causal=1, q_num_heads=H, kv_num_heads=HKV), (B, 0, wide)),
+    (multi_head_attention(backend)(zeros(B, M, wide), zeros(B, 0, wide), zeros(B, 0, wide), num_heads=H), (B, M, wide)),
+    (multi_head_attention(backend)(*(rows[0],) * 3, None, padding, num_heads=H), (B, 0, wide)),
+    (
+      group_query_attention(backend)(*rows, None, None, lengths, Tensor(0), num_heads=H, kv_num_heads=HKV),
+      (B, 0, wide),
+    ),
+    (
+      group_query_attention(backend)(*one, None, None, lengths[:0], Tensor(M), num_heads=H, kv_num_heads=HKV),
+      (0, M, wide),
+    ),
+  ]
+  for found, shape in given:
+    np.testing.assert_array_equal(found[0].numpy(), np.zeros(shape))
+    assert [0 in x.shape for x in found[1:]] == [True] * 3  # present keys and values, and scores
+
+
+GROUPED_REFUSALS: list[tuple[int, dict[str, Any], str]] = [  # further inputs, attributes and the message
+  (1, {}, "k_scale is not supported"),
+  (6, {"k_quant_type": "PER_TENSOR"}, "k_scale, .*query_seqlens, a further input, k_quant_type='PER_TENSOR' are not"),
+  (0, {"kv_cache_bit_width": 8}, "kv_cache_bit_width=8 is not supported"),
+  (0, {"sliding_window_cache": 1}, "sliding_window_cache=1 is not supported"),
+  (0, {"of_tomorrow": 0}, "of_tomorrow=0 is not supported"),
+  (0, {"causal": 2}, "causal is 2; it must be 0 or 1"),
+  (0, {"causal": 0, "local_window_size": 3}, "local_window_size is 3; it must be -1 when causal is 0"),
+]
+
+
+@pytest.mark.parametrize(("more", "attributes", "message"), GROUPED_REFUSALS)
+def test_group_query_attention_refuses(more: int, attributes: dict[str, Any], message: str) -> None:
+  inputs = [Tensor(DECODE[name]) if name in DECODE else None for name in INPUTS["GroupQueryAttention"].split()]
+  with pytest.raises((NotImplementedError, ValueError), match=f"^GroupQueryAttention: {message}"):
+    group_query_attention(lambda: "auto")(
+      *inputs, *(Tensor.ones(1) for _ in range(more)), num_heads=H, kv_num_heads=HKV, **attributes
+    )
 
 
 def decoder(layers: int, width: int, heads: int, letters: int) -> onnx.ModelProto:

@@ -85,7 +85,6 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
   "mask with more batches": (*(zeros(1, 2, 4, 8) for _ in "qkv"), zeros(3, 1, 4, 4)),
   "heads of values": (zeros(1, 8, 4, 8), zeros(1, 2, 4, 8), zeros(1, 4, 4, 8), None, 0.0, False, True),
   "sharded in different ways": (*(zeros(2, 2, 4, 8).shard(("CPU:0", "CPU:1"), i) for i in (0, 1, 1)), None, 0.0, True),
-  "no keys": (zeros(1, 2, 4, 8), zeros(1, 2, 0, 8), zeros(1, 2, 0, 8)),
 }
 
 

@@ -16,6 +16,7 @@ from uopattn.dsl.random import draw_seed
 from uopattn.plan.chosen import launch_on
 from uopattn.plan.context_parallel import ContextParallel, divided
 from uopattn.plan.dispatch import NoKernel
+from uopattn.plan.empty import Empty
 from uopattn.plan.forward import forward
 from uopattn.plan.reference import reference
 from uopattn.plan.sharded import Sharded
@@ -99,7 +100,8 @@ def attention(
   The score of query i and key j is scale * q[i].k[j], then softcap * tanh(score / softcap), then score_mod, then
   plus an additive attn_mask. Query i has position i + q_start. A row that sees no key gives 0, a log-sum-exp of -inf
   and no gradient. Keys and values at or beyond kv_lengths are never read. emulator_tests/README.md lists what other
-  hidden keys may hold, under "What hidden keys may hold".
+  hidden keys may hold, under "What hidden keys may hold". Batches, heads, queries and keys may be none: then results
+  are empty, or those of rows that see no key, and gradients are 0.
 
   q, k, v, sinks, an additive attn_mask and the aux Tensors that score_mod reads have gradients. `uopattn.plan.gradient`
   says which gradients kernels compute. Second derivatives need `backend="reference"`.
@@ -117,11 +119,11 @@ def attention(
 
   Args:
     q: (..., Hq, M, Dk) or (M, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2, with sums in float32; or float64, in
-      plain ops.
+      plain ops. Dtypes that differ are promoted: kernels/README.md says how, under "Dtypes that differ".
       Batches and heads of q, k and v broadcast; B is all batches in one axis. On NVIDIA's GPUs float32 is multiplied
       in tf32 if tinygrad's `ALLOW_TF32` is set, else at its own accuracy.
-    k: (..., Hkv, N, Dk) or (N, Dk), in q's dtype.
-    v: (..., Hkv, N, Dv) or (N, Dv), in q's dtype.
+    k: (..., Hkv, N, Dk) or (N, Dk).
+    v: (..., Hkv, N, Dv) or (N, Dv).
     attn_mask: broadcasts to (B, Hq, M, N). bool: False hides a key. Float dtypes: added to the scores, -inf hides.
     dropout_p: probability of dropping a weight while tinygrad's `TRAINING` is set. `Tensor.manual_seed` determines
       which weights are dropped; the choice differs from call to call, and from replay to replay of a `TinyJit`.
@@ -151,10 +153,10 @@ def attention(
       Realize both together, `Tensor.realize(out, lse)`; one at a time, the kernel runs twice.
     backend: "kernel" raises an error if no kernel serves the case. "reference" uses plain tinygrad ops, which store the
       scores. "auto" uses the kernel if there is one, otherwise the reference, and tinygrad's own attention for what
-      that alone accepts, such as integers and sizes of 0; each with one log line per reason.
+      that alone accepts, such as integers; each with one log line per reason.
 
   Returns:
-    (..., Hq, M, Dv), or (M, Dv), in q's dtype; with return_lse a pair.
+    (..., Hq, M, Dv), or (M, Dv), in the dtype of q and v; with return_lse a pair.
 
   Raises:
     TypeError, ValueError: an argument does not fit; the message names it, what was given and what is accepted.
@@ -226,7 +228,7 @@ class Call:
     restored: gives a result, (B, Hq, M, ...), the axes of the inputs.
     rows: the number of queries, which may be made of Variables; M is their largest number.
     dtype: of the output.
-    sharded: how the devices divide the work; None on one device.
+    sharded: how several devices divide the work, or `Empty` if there is none; None on one device.
   """
 
   q: Tensor
@@ -237,7 +239,7 @@ class Call:
   restored: Callable[[Tensor], Tensor]
   rows: int | UOp
   dtype: DType
-  sharded: Sharded | ContextParallel | None = None
+  sharded: Sharded | ContextParallel | Empty | None = None
 
   @classmethod
   def of(cls, q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> "Call":
@@ -261,7 +263,8 @@ class Call:
     if arguments.dropout_p > 0 and TRAINING:
       seeded = replace(arguments, seed=Tensor.zeros(2, dtype=dtypes.uint32, device=q.device))
     spec = make_spec(q4, k4, v4, seeded)
-    return cls(q4, k4, v4, spec, arguments, restored, rows, dtype, divided(q4, k4, v4, spec, seeded))
+    sharded = Empty.of(q4, k4, v4, spec) if spec.is_empty else divided(q4, k4, v4, spec, seeded)
+    return cls(q4, k4, v4, spec, arguments, restored, rows, dtype, sharded)
 
   def by(self, backend: str) -> Any:
     """Return the output, or with return_lse the output and the LSE."""

@@ -41,7 +41,8 @@ def with_four_axes(
   ndim = max(x.ndim for x in named.values())
   q, k, v = (_four(x, batches) for x in (q, k, v))
   if k.shape[1] != v.shape[1] and 1 in (k.shape[1], v.shape[1]):
-    k, v = (_with_heads(x, max(sizes(k)[1], sizes(v)[1])) for x in (k, v))
+    heads = sizes(k if v.shape[1] == 1 else v)[1]
+    k, v = _with_heads(k, heads), _with_heads(v, heads)
   if sizes(q)[1] == 1 < sizes(k)[1]:
     q = _with_heads(q, sizes(k)[1])
   if sizes(k)[1] == 1 < sizes(q)[1]:

@@ -39,7 +39,7 @@ def flash(
 
   Args:
     o: (B, Hq, M, Dv), or (Hq, M, Dv), in q's dtype; receives the output.
-    q: (B, Hq, M, Dk), or (Hq, M, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2.
+    q: (B, Hq, M, Dk), or (Hq, M, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2. No size may be 0.
     k: (B, Hkv, N, Dk), or (Hkv, N, Dk), in q's dtype.
     v: (B, Hkv, N, Dv), or (Hkv, N, Dv), in q's dtype.
     lse: (B, Hq, M), or (Hq, M), float32; receives the log-sum-exp (natural logarithm) of each row. None: not stored.
@@ -84,6 +84,9 @@ def flash(
     aux=tables,
     return_lse=lse is not None,
   )
+  for name, x in (("q", q), ("k", k)):
+    if 0 in x.shape:  # tinygrad cannot give a kernel an empty buffer
+      raise ValueError(f"{name} has shape {x.shape}; in a Tensor.custom_kernel call every size must be at least 1")
   spec = make_spec(q4, k4, v4, options)
   _check_output("o", o, (*q.shape[:-1], v.shape[-1]), q.dtype)
   if lse is not None:

@@ -92,8 +92,9 @@ class KVCache:
     """
     Dv = Dk if Dv is None else Dv
     for name, size in (("B", B), ("Hkv", Hkv), ("N_max", N_max), ("Dk", Dk), ("Dv", Dv)):
-      if not isinstance(size, int) or size < 1:
-        raise ValueError(f"{name} is {size!r}; it must be an int >= 1")
+      least = 0 if name in ("B", "N_max") else 1
+      if not isinstance(size, int) or size < least:
+        raise ValueError(f"{name} is {size!r}; it must be an int >= {least}")
     accepted = (*DTYPES_16_32, *QUANTIZED_DTYPES)
     if dtype not in accepted:
       raise TypeError(f"dtype is {dtype_name(dtype)}; accepted are {', '.join(map(dtype_name, accepted))}")
@@ -120,7 +121,7 @@ class KVCache:
     """Write the keys and values of M positions, from position `start` on.
 
     Args:
-      k: (B, Hkv, M, Dk), in the cache's dtype; for an 8-bit cache float32, float16 or bfloat16.
+      k: (B, Hkv, M, Dk), in the cache's dtype; for an 8-bit cache float32, float16 or bfloat16. M may be 0.
       v: (B, Hkv, M, Dv), as k.
       start: int, bound Variable, or an expression of Variables. An int is compiled for that position only.
 
@@ -141,14 +142,16 @@ class KVCache:
     M = sizes(k)[2] if k.ndim == 4 else 0
     for name, x, held in (("k", k, self.k), ("v", v, self.v)):
       B, Hkv, _, D = sizes(held)
-      if x.shape != (B, Hkv, M, D) or M < 1:
-        raise ValueError(f"{name} has shape {x.shape}; it must be ({B}, {Hkv}, M, {D}), M >= 1 and the same of k and v")
+      if x.shape != (B, Hkv, M, D):
+        raise ValueError(f"{name} has shape {x.shape}; it must be ({B}, {Hkv}, M, {D}), M the same of k and v")
       if x.dtype not in (accepted := DTYPES_16_32 if held.dtype in QUANTIZED_DTYPES else (held.dtype,)):
         given = f"{name} has dtype {dtype_name(x.dtype)}, the cache has {dtype_name(held.dtype)}"
         raise TypeError(f"{given}; accepted are {', '.join(map(dtype_name, accepted))}")
       if x.device != held.device:
         raise ValueError(f"{name} is on {x.device}, the cache is on {held.device}")
     self._check(start, M)
+    if 0 in k.shape:
+      return
     if self.k_scale is not None and self.v_scale is not None:
       (k, k_scale), (v, v_scale) = (quantized(x, self.k.dtype) for x in (k, v))
       self.k_scale, self.v_scale = _written(self.k_scale, k_scale, start), _written(self.v_scale, v_scale, start)

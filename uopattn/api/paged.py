@@ -91,10 +91,11 @@ def attention_paged(
 
   Args:
     q: (B, Hq, M, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2. Any number of queries.
-    k_pages: (P, Hkv, page_size, Dk), in q's dtype; any page_size >= 1. Views are read in place as by `attention`: one
-      layer of a pool of several, or (P, page_size, Hkv, Dk) transposed.
-    v_pages: (P, Hkv, page_size, Dv), in q's dtype.
-    page_table: (B, max_pages), of an integer dtype; dtypes other than int32 are converted at each call.
+    k_pages: (P, Hkv, page_size, Dk), in q's dtype, or float16 or bfloat16 if that is float32; any page_size >= 1. Views
+      are read in place as by `attention`: one layer of a pool of several, or (P, page_size, Hkv, Dk) transposed.
+    v_pages: (P, Hkv, page_size, Dv), in k_pages' dtype.
+    page_table: (B, max_pages), of an integer dtype; dtypes other than int32 are converted at each call. There may be no
+      pages, of a sequence or at all.
     kv_lengths: the number of keys of each sequence, from 0 to max_pages * page_size: int, bound Variable, an expression
       of Variables, or (B,) integer Tensor. Keys beyond the end of the table do not exist.
     q_start: as in `attention`; kv_lengths - M makes the queries the last positions of their sequences.
@@ -123,11 +124,15 @@ def attention_paged(
   if q.ndim != 4:
     raise ValueError(f"q has shape {q.shape}; it must be (B, Hq, M, Dk)")
   for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
-    if x.ndim != 4 or not all(sizes(x)):
-      raise ValueError(f"{name} has shape {x.shape}; it must have four dimensions, each a known int >= 1")
+    if x.ndim != 4 or not all(sizes(x)[2:]):
+      accepted = "it must have four dimensions, (P, Hkv, page_size, D), the last two at least 1"
+      raise ValueError(f"{name} has shape {x.shape}; {accepted}")
   _check_table(page_table, q)
   P, _, page_size, _ = sizes(k_pages)
   _check_lengths(kv_lengths, page_table, P, page_size)
+  if P == 0:  # a page that no id names stands in for the memory that a kernel needs
+    k_pages, v_pages = (x.pad(((0, 1), None, None, None)) for x in (k_pages, v_pages))
+    page_table, P = page_table.full_like(1), 1
   arguments = Arguments(
     is_causal=is_causal,
     scale=scale,
@@ -153,8 +158,8 @@ def _check_table(table: object, q: Tensor) -> None:
   table, B = check_tensor("page_table", table), sizes(q)[0]
   if table.dtype not in dtypes.ints:
     raise TypeError(f"page_table has dtype {dtype_name(table.dtype)}; it must be a Tensor of an integer dtype")
-  if table.ndim != 2 or table.shape[0] != B or sizes(table)[1] < 1:
-    raise ValueError(f"page_table has shape {table.shape}; it must be ({B}, max_pages), max_pages >= 1")
+  if table.ndim != 2 or table.shape[0] != B:
+    raise ValueError(f"page_table has shape {table.shape}; it must be ({B}, max_pages)")
   if table.device != q.device:
     raise ValueError(f"page_table is on {table.device}, q is on {q.device}; all must be on one device")
 
@@ -189,6 +194,8 @@ def _check_lengths(kv_lengths: int | UOp | Tensor, table: Tensor, P: int, page_s
 
   used = np.arange(pages) * page_size < np.array(lengths)[:, None]
   for b, j in np.argwhere(used & ((entries < 0) | (entries >= P)))[:1].tolist():
+    if P == 0:
+      raise ValueError(f"k_pages has no pages, but sequence {b} has {lengths[b]} keys")
     raise ValueError(
       f"page_table[{b}, {j}] is {entries[b, j]}; it must be from 0 to {P - 1}, as k_pages has {P} pages, "
       f"for sequence {b} has {lengths[b]} keys in pages of {page_size}"

@@ -12,7 +12,7 @@ PARAMETERS = ("attn_mask", "dropout_p", "is_causal", "enable_gqa")
 def by_tinygrad(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, refusal: Exception) -> Tensor:
   """Return what tinygrad computes where uopattn refused its arguments, with one log line that says why.
 
-  Sizes of 0, integers and masks with batches of their own are examples.
+  Integers and masks with batches of their own are examples.
 
   Raises:
     Exception: the refusal, if tinygrad refuses these arguments too or does not have all of them.

@@ -14,7 +14,7 @@ from uopattn.dsl.rules.masks import FAR
 from uopattn.spec.arguments import Arguments
 from uopattn.spec.shards import Devices
 from uopattn.spec.spec import make_spec, window_with_causal
-from uopattn.spec.tensors import as_int, check_tensor, described, dtype_name, near, operands, placed
+from uopattn.spec.tensors import as_int, check_tensor, described, dtype_name, near, operands, placed, promoted
 
 Offsets = Tensor | list[int] | tuple[int, ...]
 
@@ -88,12 +88,14 @@ def attention_varlen(
   heads first.
 
   Args:
-    q: (total queries, Hq, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2.
-    k: (total keys, Hkv, Dk), in q's dtype.
-    v: (total keys, Hkv, Dv), in q's dtype.
+    q: (total queries, Hq, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2. Dtypes that differ are promoted, as in
+      `attention`.
+    k: (total keys, Hkv, Dk).
+    v: (total keys, Hkv, Dv).
     cu_seqlens_q, cu_seqlens_k: (S + 1,) offsets: 0, then the end of each sequence. Ints are checked. A Tensor, of any
       integer dtype, is not read back: if it decreases or exceeds the total, the output is wrong, but nothing is read
-      out of bounds. A sequence may have no queries or no keys; a query behind the last end sees no key.
+      out of bounds. A sequence may have no queries or no keys, and there may be no sequences; a query behind the last
+      end sees no key.
     is_causal, window: as in `attention`, by positions within the sequence.
     scale, enable_gqa, softcap, sinks, backend: as in `attention`.
     q_start: position of the first query among the keys of its sequence, an int or (S,) integer Tensor. 0 aligns causal
@@ -105,7 +107,8 @@ def attention_varlen(
       together.
 
   Returns:
-    (total queries, Hq, Dv) in q's dtype; with return_lse a pair. A query that sees no key gets 0, and an LSE of -inf.
+    (total queries, Hq, Dv) in the dtype of q and v; with return_lse a pair. A query that sees no key gets 0, and an LSE
+    of -inf.
 
   Raises:
     TypeError, ValueError: an argument does not fit; the message names it, what was given and what is accepted.
@@ -119,9 +122,7 @@ def attention_varlen(
     [1.0, 2.0, 10.0, 15.0, 20.0]
   """
   q, k, v = operands(q=q, k=k, v=v)
-  for name, x in (("q", q), ("k", k), ("v", v)):
-    if x.ndim != 3:
-      raise ValueError(f"{name} has shape {x.shape}; it must have three dimensions, (total, H, head size)")
+  _check_packed(q, k, v)
   q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # heads first
   M, N, device = sizes(q)[1], sizes(k)[1], cast(Devices, q.device)
   given = Arguments(
@@ -141,11 +142,15 @@ def attention_varlen(
   )
   given = given.settled(device)
   # Checks everything but the offsets: checking those relies on q, k and v.
-  make_spec(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), given)
+  one_q, one_k, one_v = (x.unsqueeze(0) for x in promoted(q, k, v)[:3])
+  is_empty = make_spec(one_q, one_k, one_v, given).is_empty
   ends_q, ends_k = _offsets("cu_seqlens_q", cu_seqlens_q, M, device), _offsets("cu_seqlens_k", cu_seqlens_k, N, device)
   if ends_q.shape != ends_k.shape:
     raise ValueError(f"cu_seqlens_k has shape {ends_k.shape}, cu_seqlens_q {ends_q.shape}; they must be the same")
   starts = _starts(q_start, sizes(ends_q)[0] - 1, device)
+  if is_empty:
+    out, lse = attend(q, k, v, replace(given, return_lse=True), backend)
+    return (out.transpose(0, 1), lse) if return_lse else out.transpose(0, 1)
   bounds = key_bounds(ends_q, ends_k, M, N, window_with_causal(window, is_causal), starts)
   arguments = replace(given, is_causal=False, window=None, bounds=bounds, return_lse=True)
   if score_mod is not None or mask_mod is not None:
@@ -153,6 +158,18 @@ def attention_varlen(
     arguments = replace(arguments, score_mod=_of_sequences(score_mod, 1), mask_mod=_of_sequences(mask_mod, 0), aux=aux)
   out, lse = attend(q, k, v, arguments, backend)
   return (out.transpose(0, 1), lse) if return_lse else out.transpose(0, 1)
+
+
+def _check_packed(q: Tensor, k: Tensor, v: Tensor) -> None:
+  """Raise ValueError unless q, k and v have the shapes that they must have, given one another's."""
+  for name, x in (("q", q), ("k", k), ("v", v)):
+    if x.ndim != 3 or not sizes(x)[-1]:
+      raise ValueError(f"{name} has shape {x.shape}; it must have three dimensions, (total, H, head size >= 1)")
+  (*_, Dk), (N, Hkv, _) = sizes(q), sizes(k)
+  if k.shape[2] != Dk:
+    raise ValueError(f"k has shape {k.shape}, q has {q.shape}; k must be (total keys, Hkv, {Dk})")
+  if v.shape[:2] != (N, Hkv):
+    raise ValueError(f"v has shape {v.shape}, k has {k.shape}; v must be ({N}, {Hkv}, Dv)")
 
 
 def key_bounds(
@@ -222,20 +239,20 @@ def _of_sequences(mod: Callable[..., Any] | None, scores: int) -> Callable[..., 
 
 
 def _offsets(name: str, x: Offsets, total: int, device: Devices) -> Tensor:
-  """Check `cu_seqlens` and return it as an int32 Tensor (S + 1,), S >= 1."""
+  """Check `cu_seqlens` and return it as an int32 Tensor (S + 1,)."""
   x = placed(x, device)
   if isinstance(x, Tensor):
     check_tensor(name, x)
     if x.dtype not in dtypes.ints:
       raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it must be of an integer dtype, or ints")
-    if x.ndim != 1 or sizes(x)[0] < 2:
-      raise ValueError(f"{name} has shape {x.shape}; it must be (S + 1,) for S >= 1 sequences")
+    if x.ndim != 1 or sizes(x)[0] < 1:
+      raise ValueError(f"{name} has shape {x.shape}; it must be (S + 1,) for S sequences")
     if x.device != device:
       raise ValueError(f"{name} is on {x.device}, q is on {device}; all must be on one device")
     return as_int(x)
   if not isinstance(x, (list, tuple)) or not all(type(end) is int for end in x):
     raise TypeError(f"{name} is {described(x)}; it must be a Tensor of an integer dtype, or a list of ints")
-  if len(x) < 2 or x[0] != 0 or x[-1] != total or any(a > b for a, b in pairwise(x)):
+  if len(x) < 1 or x[0] != 0 or x[-1] != total or any(a > b for a, b in pairwise(x)):
     raise ValueError(f"{name} is {x!r}; it must rise from 0 to {total}, the length of all sequences")
   return Tensor(x, dtype=dtypes.int, device=device)
 

@@ -85,7 +85,7 @@ def scores(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, mode: int) -> 
 
 def with_heads(x: Tensor, heads: int) -> Tensor:
   """(B, N, heads * D) -> (B, heads, N, D)."""
-  return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+  return x.unflatten(-1, (heads, sizes(x)[-1] // heads)).transpose(1, 2)
 
 
 def without_heads(x: Tensor) -> Tensor:

@@ -1,10 +1,12 @@
 """com.microsoft's MultiHeadAttention and GroupQueryAttention.
 
 Their meaning is that of onnxruntime's CPU provider, whose documentation is
-https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
+https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md. One thing differs: a `local_window_size` of
+0 is no window, as on its CUDA provider; the CPU provider of 1.32 returns zeros.
 """
 
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
 from tinygrad import Tensor, dtypes
@@ -15,6 +17,15 @@ from uopattn.integrate.onnx_attention import scores, with_heads, without_heads
 from uopattn.spec.arguments import Arguments
 
 Operator = Callable[..., Any]
+GROUPED_INPUTS = ("k_scale", "v_scale", "q_norm_weight", "k_norm_weight", "query_seqlens")  # those not supported
+# What is supported of the attributes that ask for more. An epsilon means nothing without the weight of its norm.
+GROUPED_ATTRIBUTES = {
+  "k_quant_type": "NONE",
+  "v_quant_type": "NONE",
+  "kv_cache_bit_width": 0,
+  "sliding_window_cache": 0,
+}
+EPSILONS = ("qk_norm_epsilon", "q_norm_epsilon", "k_norm_epsilon")
 
 
 def multi_head_attention(backend: Callable[[], str]) -> Operator:
@@ -45,7 +56,7 @@ def multi_head_attention(backend: Callable[[], str]) -> Operator:
       k, v, past = past_key.cat(k, dim=2), past_value.cat(v, dim=2), sizes(past_key)[2]
     arguments = Arguments(
       attn_mask=_additive(attention_bias, key_padding_mask, mask_filter_value, sizes(k)[2], q),
-      is_causal=bool(unidirectional),
+      is_causal=unidirectional == 1,
       q_start=past,
       scale=scale or None,
     )
@@ -88,7 +99,7 @@ def _additive(bias: Tensor | None, padding: Tensor | None, hidden: float, keys: 
       f"MultiHeadAttention: key_padding_mask has shape {padding.shape}; its form 3B + 2 is not supported"
     )
   seen = Tensor.arange(keys).reshape(1, -1) < padding.reshape(-1, 1) if padding.ndim == 1 else padding.ne(0)
-  seen = seen.unsqueeze(1) if seen.ndim == 3 else seen.reshape(B, 1, 1, -1)
+  seen = seen.unsqueeze(1) if seen.ndim == 3 else seen.reshape(B, 1, 1, sizes(seen)[-1])
   mask = seen.where(Tensor(0.0, dtype=q.dtype), hidden)
   return mask if bias is None else bias + mask
 
@@ -109,47 +120,82 @@ def group_query_attention(backend: Callable[[], str]) -> Operator:
     position_ids: Tensor | None = None,
     attention_bias: Tensor | None = None,
     head_sink: Tensor | None = None,
-    *unsupported: Tensor | None,
+    *more: Tensor | None,
     num_heads: int,
     kv_num_heads: int,
     scale: float | None = None,
     softcap: float = 0.0,
+    causal: int = 1,
     local_window_size: int = -1,
     do_rotary: int = 0,
     rotary_interleaved: int = 0,
-    smooth_softmax: int = 0,
+    smooth_softmax: int = -1,
     qk_output: int = 0,
     **others: Any,
   ) -> tuple[Tensor, ...]:
-    if any(x is not None for x in unsupported) or any(others.values()):
-      raise NotImplementedError(f"GroupQueryAttention: quantized caches are not supported, nor {', '.join(others)}")
+    _check_grouped(more, others)
     q, k, v = _grouped(query, key, value, num_heads, kv_num_heads)
-    (B, _, M, _), total = sizes(q), int(total_sequence_length.item())
+    M, total = sizes(q)[2], int(total_sequence_length.item())
     lengths = seqlens_k.reshape(-1).cast(dtypes.int) + 1  # (B,)
     past: int | Tensor = 0 if total == M else lengths - M  # a prompt begins at 0, and may be padded on the right
-    if do_rotary:
-      if cos_cache is None or sin_cache is None:
-        raise ValueError("GroupQueryAttention: do_rotary needs cos_cache and sin_cache")
-      first = past.reshape(-1, 1) if isinstance(past, Tensor) else past
-      positions = Tensor.arange(M).reshape(1, -1) + first if position_ids is None else position_ids
-      cos, sin = (x[positions.expand(B, M)].unsqueeze(1) for x in (cos_cache, sin_cache))  # (B, 1, M, D/2)
-      q, k = (rotated(x, cos, sin, bool(rotary_interleaved)) for x in (q, k))
+    if do_rotary == 1:
+      q, k = _both_rotated(q, k, past, cos_cache, sin_cache, position_ids, rotary_interleaved == 1)
     k, v = (_present(held, x, past, total) for held, x in ((past_key, k), (past_value, v)))
     arguments = Arguments(
       attn_mask=attention_bias,
-      is_causal=True,
+      is_causal=bool(causal),
       q_start=past,
-      kv_lengths=lengths if total != M else None,
+      kv_lengths=lengths if total != M or not causal else None,
       scale=scale or None,
       softcap=softcap or None,
-      window=None if local_window_size == -1 else (local_window_size - 1, None),
-      sinks=head_sink if head_sink is not None else Tensor.zeros(num_heads) if smooth_softmax else None,
+      window=_window(local_window_size, causal),
+      sinks=head_sink if head_sink is not None else Tensor.zeros(num_heads) if smooth_softmax == 1 else None,
       enable_gqa=True,
     )
     out = without_heads(attend(q, k, v, arguments, backend()))
     return out, k, v, scores(q, k, v, arguments, 3 if qk_output == 2 else 2)
 
   return operator
+
+
+def _check_grouped(inputs: tuple[Tensor | None, ...], attributes: dict[str, Any]) -> None:
+  """Raise NotImplementedError if GroupQueryAttention is given what is not supported."""
+  named = zip_longest(GROUPED_INPUTS, inputs, fillvalue=None)
+  given = [name or "a further input" for name, x in named if x is not None]
+  for name, value in attributes.items():
+    if name not in EPSILONS and (name not in GROUPED_ATTRIBUTES or value != GROUPED_ATTRIBUTES[name]):
+      given.append(f"{name}={value!r}")
+  if given:
+    verb = "are" if len(given) > 1 else "is"
+    raise NotImplementedError(f"GroupQueryAttention: {', '.join(given)} {verb} not supported")
+
+
+def _window(size: int, causal: int) -> tuple[int, None] | None:
+  """Return the window of `size` keys, the query's own among them, as `uopattn.attention` takes it."""
+  if causal not in (0, 1):
+    raise ValueError(f"GroupQueryAttention: causal is {causal}; it must be 0 or 1")
+  if size > 0 and not causal:
+    raise ValueError(f"GroupQueryAttention: local_window_size is {size}; it must be -1 when causal is 0")
+  return (size - 1, None) if size > 0 else None
+
+
+def _both_rotated(
+  q: Tensor,
+  k: Tensor,
+  past: int | Tensor,
+  cos_cache: Tensor | None,
+  sin_cache: Tensor | None,
+  position_ids: Tensor | None,
+  interleaved: bool,
+) -> tuple[Tensor, Tensor]:
+  """Rotate q and k by the angles of their positions, which follow `past` unless they are given."""
+  if cos_cache is None or sin_cache is None:
+    raise ValueError("GroupQueryAttention: do_rotary needs cos_cache and sin_cache")
+  B, _, M, _ = sizes(q)
+  first = past.reshape(-1, 1) if isinstance(past, Tensor) else past
+  positions = Tensor.arange(M).reshape(1, -1) + first if position_ids is None else position_ids
+  cos, sin = (x[positions.expand(B, M)].unsqueeze(1) for x in (cos_cache, sin_cache))  # (B, 1, M, D/2)
+  return rotated(q, cos, sin, interleaved), rotated(k, cos, sin, interleaved)
 
 
 def _grouped(

@@ -266,7 +266,8 @@ def reasons_against(schedule: Schedule, spec: AttentionSpec) -> list[str]:
   }
   no_scales = () if set(DTYPES_8).intersection(schedule.dtypes) else HEAD_SCALES
   lacks = [name for name in spec.features if name in (*schedule.lacks, *no_scales)]
-  against = [f"{schedule.name} {wanted.get(name, f'has no {name}; leave it at its default')}" for name in lacks]
+  against = ["nothing is computed where a size is 0, so no kernel is needed"] if spec.is_empty else []
+  against += [f"{schedule.name} {wanted.get(name, f'has no {name}; leave it at its default')}" for name in lacks]
   if spec.dtype not in schedule.dtypes:
     accepted = " or ".join(map(dtype_name, schedule.dtypes))
     against.append(f"{schedule.name} has no code for {dtype_name(spec.dtype)} q, k and v; give it {accepted}")

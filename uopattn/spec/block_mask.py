@@ -87,7 +87,7 @@ class BlockMask:
 
     Raises:
       TypeError: mask_mod cannot be traced, aux is not a tuple of Tensors, or a size is not an int.
-      ValueError: a size is less than 1.
+      ValueError: a size is negative, or that of a block 0.
 
     Example:
       >>> from uopattn import BlockMask
@@ -99,12 +99,12 @@ class BlockMask:
     for name, size in named.items():
       if isinstance(size, bool) or not isinstance(size, int):
         raise TypeError(f"{name} is {size!r}; it must be an int")
-      if size < 1:
-        raise ValueError(f"{name} is {size}; it must be at least 1")
+      if size < (least := int(name.startswith("block"))):
+        raise ValueError(f"{name} is {size}; it must be at least {least}")
     check_tensors("aux", aux)
     if not callable(mask_mod):
       raise TypeError(f"mask_mod is {described(mask_mod)}; it must be a function")
-    block_m, block_n = min(block_m, M), min(block_n, N)
+    block_m, block_n = min(block_m, max(M, 1)), min(block_n, max(N, 1))
     aux = tuple(x.to(x.device[0]) if isinstance(x.device, tuple) else x for x in aux)
     known = [str(x.device) for x in aux if x.device is not None]
     place = Device.canonicalize(device) if device or not known else known[0]
@@ -116,7 +116,8 @@ class BlockMask:
     counts = Tensor.empty(B, Hq, ceildiv(M, block_m), ceildiv(N, block_n), dtype=dtypes.int, device=place)
     mod = trace_mod("mask_mod", mask_mod, (B, Hq, M, N), aux)
     kernel = _count(mod, M, N, block_m, block_n)
-    counts = Tensor.custom_kernel(counts, *aux, fxn=kernel)[0].realize()
+    if 0 not in counts.shape:
+      counts = Tensor.custom_kernel(counts, *aux, fxn=kernel)[0].realize()
     return cls(mask_mod, aux, M, N, block_m, block_n, counts)
 
   def seen(self, b: Any, h: Any, q_idx: Any, kv_idx: Any, *aux: Any) -> Any:
@@ -205,13 +206,15 @@ class BlockMask:
 
   @property
   def density(self) -> float:
-    """The share of query-key pairs that are visible, from 0 to 1.
+    """The share of query-key pairs that are visible, from 0 to 1; 0 if there are none.
 
     Example:
       >>> from uopattn import BlockMask, mods
       >>> BlockMask.of(mods.causal, 1, 1, 4, 4).density
       0.625
     """
+    if 0 in self.counts.shape:
+      return 0.0
     return float(self.counts.numpy().mean(axis=(0, 1)).sum()) / (self.M * self.N)
 
   @property
@@ -290,6 +293,8 @@ class BlockMask:
     """Return the summary and a picture of the first head, with one character per block, or per group of blocks."""
     import numpy as np
 
+    if 0 in self.counts.shape:
+      return repr(self)
     counts, pairs = self.counts[0, 0].numpy(), self._pairs
     for axis, most in enumerate(PICTURE):
       size = counts.shape[axis]
@@ -316,7 +321,7 @@ class BlockMask:
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4, 4 * max(0.3, min(3, self.M / self.N))), layout="constrained")
+    figure = Figure(figsize=(4, 4 * max(0.3, min(3, self.M / max(1, self.N)))), layout="constrained")
     self.draw(figure.subplots(), b, h)
     figure.savefig(path, dpi=120)
 
@@ -328,6 +333,8 @@ class BlockMask:
       >>> from uopattn import BlockMask, mods
       >>> BlockMask.of(mods.causal, 1, 1, 512, 512).draw(Figure().subplots())
     """
+    if 0 in self.counts.shape:
+      raise ValueError(f"the mask has no pairs of queries and keys to draw: {self!r}")
     shares = self.counts[b, h].numpy() / self._pairs
     rows, keys = ([*range(0, n, block), n] for n, block in ((self.M, self.block_m), (self.N, self.block_n)))
     panel.pcolormesh(keys, rows, shares, cmap="Blues", vmin=0, vmax=1, edgecolors="white", linewidth=0.3)

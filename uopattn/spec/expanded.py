@@ -12,7 +12,9 @@ from uopattn.dsl import sizes
 
 def folded(x: Tensor) -> Tensor:
   """Shrink the Tensor to size 1 along each axis along which it is known to be constant."""
-  return x.shrink(tuple((0, 1 if same else n) for n, same in zip(sizes(x), _constant_axes(x.uop, {}), strict=True)))
+  return x.shrink(
+    tuple((0, min(n, 1) if same else n) for n, same in zip(sizes(x), _constant_axes(x.uop, {}), strict=True))
+  )
 
 
 def unfolded(part: Tensor, whole: Tensor, grad: list[Tensor]) -> Tensor:

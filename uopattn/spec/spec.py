@@ -66,6 +66,11 @@ class AttentionSpec(Problem):
   origin: Origin = NO_ORIGIN
 
   @property
+  def is_empty(self) -> bool:
+    """Whether there are no results, or no keys: see `uopattn.plan.empty`."""
+    return 0 in (self.B, self.Hq, self.M, self.N)
+
+  @property
   def kept(self) -> tuple[int, int, int]:
     """The shape of k and v without the head size."""
     return (self.B, self.Hkv, self.N) if self.pages is None else (self.pages[0], self.Hkv, self.pages[1])
@@ -142,7 +147,7 @@ def make_spec(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> Attentio
     None if mod is None else trace_mod(name, mod, lengths, aux)
     for name, mod in (("score_mod", arguments.score_mod), ("mask_mod", arguments.mask_mod))
   )
-  blocks = arguments.block_mask
+  blocks, has_pairs = arguments.block_mask, 0 not in (B, Hq, M, N)
   return AttentionSpec(
     B,
     Hq,
@@ -169,8 +174,8 @@ def make_spec(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> Attentio
     kv_dtype=None if k.dtype == q.dtype else k.dtype,
     tf32=q.dtype == dtypes.float32 and bool(ALLOW_TF32),
     pages=pages,
-    layouts=layouts((B, Hq, M, Dv), q, k, v),
-    values_in_keys=arguments.scales is None and starts_as(k, v),
+    layouts=layouts((B, Hq, M, Dv), q, k, v) if has_pairs else (),
+    values_in_keys=has_pairs and arguments.scales is None and starts_as(k, v),
   )
 
 
@@ -197,15 +202,15 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> No
   named = dict(zip(names, (q, k, v), strict=True))
   _check_dtypes(named, arguments.scales is not None)
   for name, x in named.items():
-    if not all(isinstance(size, int) and size > 0 for size in x.shape):
-      raise ValueError(f"{name} has shape {x.shape}; every size must be a known int >= 1")
+    if not all(isinstance(size, int) for size in x.shape) or x.shape[-1] < 1:
+      raise ValueError(f"{name} has shape {x.shape}; every size must be a known int, and the last one at least 1")
     if x.device != q.device:
       raise ValueError(f"{name} is on {x.device}, q is on {q.device}; all must be on one device")
   (_check_shapes if arguments.page_table is None else _check_pages)(q, k, v)
   Hq, Hkv = sizes(q)[1], sizes(k)[1]
   if Hq != Hkv and not arguments.enable_gqa:
     raise ValueError(f"q has {Hq} heads, k has {Hkv}; they must be equal unless enable_gqa=True")
-  if Hq % Hkv:
+  if Hq % Hkv if Hkv else Hq:
     raise ValueError(f"q has {Hq} heads, k has {Hkv}; with enable_gqa=True the first must be a multiple of the second")
 
 

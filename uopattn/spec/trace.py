@@ -114,7 +114,7 @@ def trace_mod(
     TypeError: the function cannot be traced; the message says what to write instead.
     MissingAux: the function is a mod of `uopattn.mods` that reads a Tensor beyond the end of aux.
   """
-  indices = [UOp.variable(x, 0, n - 1, dtypes.int, param=True) for x, n in zip(INDICES, lengths, strict=True)]
+  indices = [UOp.variable(x, 0, max(n - 1, 0), dtypes.int, param=True) for x, n in zip(INDICES, lengths, strict=True)]
   score = [UOp.variable("score", -float("inf"), float("inf"), dtypes.float, param=True)] if name == "score_mod" else []
   tables = [Table(UOp.placeholder(tuple(map(int, x.shape)), x.dtype, i)) for i, x in enumerate(aux)]
   dtype = dtypes.float if name == "score_mod" else dtypes.bool
