@@ -273,7 +273,7 @@ BLIND_IN_PART: dict[str, Options] = {
 @pytest.mark.kinds(name=("added infinity and causal", "kv_lengths", "sinks"))
 @pytest.mark.parametrize("name", BLIND_IN_PART)
 def test_rows_that_see_no_key_have_no_gradient_through_plain_ops(name: str) -> None:
-  """Neither do they spoil those of other rows; whatever the loss makes of their LSE, which is -inf."""
+  """Neither do they spoil those of other rows; whatever the loss makes of their LSE: -inf, or the sink."""
   q, k, v = qkv(2, 2, 1, 4, 7, 4, 3)
   do, dlse = cotangents(q, v)
   options, bias = BLIND_IN_PART[name], np.linspace(-1, 1, 7, dtype=np.float32)
@@ -282,7 +282,7 @@ def test_rows_that_see_no_key_have_no_gradient_through_plain_ops(name: str) -> N
   mod: Options = {"score_mod": lambda score, b, h, i, j, t: score + t[j], "aux": (row,)}
   out, lse = attention(q, k, v, enable_gqa=True, return_lse=True, backend="reference", **passed, **mod)
   *got, of_row = ((out * do).sum() + (lse * dlse).sum()).gradient(*named.values(), row)
-  Tensor.realize(*got, of_row)
+  Tensor.realize(out, lse, *got, of_row)
   added = options.get("attn_mask", np.zeros((2, 1, 4, 7), np.float32))
   added = (np.where(added, 0, -np.inf) if added.dtype == bool else added) + bias
   arrays = [x.numpy().astype(np.float64) for x in (q, k, v, do, dlse)]
@@ -290,7 +290,9 @@ def test_rows_that_see_no_key_have_no_gradient_through_plain_ops(name: str) -> N
   for key, x in zip(named, got, strict=True):
     np.testing.assert_allclose(x.numpy(), want.named()[key], atol=1e-5, err_msg=key)
   np.testing.assert_allclose(of_row.numpy(), cast(Array, want.attn_mask).sum((0, 1, 2)), atol=1e-5)
-  blind = np.isneginf(lse.numpy())
+  alone = -np.inf if "sinks" not in options else options["sinks"][None, :, None]
+  blind = (out.numpy() == 0).all(-1)
+  assert (lse.numpy()[blind] == np.broadcast_to(alone, blind.shape)[blind]).all()
   assert blind.any()
   assert not blind.all()
   assert (got[0].numpy()[blind] == 0).all()
