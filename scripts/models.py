@@ -18,6 +18,7 @@ import uopattn
 from uopattn.measure.bench import alternate
 from uopattn.measure.command_line import exit_status
 from uopattn.measure.contenders import Runner
+from uopattn.measure.device import take_device
 from uopattn.measure.run import wait
 from uopattn.proof.oracle import Array
 
@@ -88,6 +89,7 @@ def main() -> int:
     known = models(large=not arguments.small)
     if unknown := [name for name in arguments.models if name not in known]:
       raise ValueError(f"there is no model {unknown[0]!r}; there are {', '.join(map(repr, known))}")
+    take_device(parser.prog)
     print("| model | step | kernels: tinygrad | patched | ms: tinygrad | patched | times as fast (by minima) |")
     print("|---|---|--:|--:|--:|--:|--:|", flush=True)
     for name in arguments.models or known:
