@@ -86,10 +86,10 @@ def main() -> int:
     parser.error(f"--rounds is {arguments.rounds}; it must be at least 1")
 
   def run() -> int:
+    take_device(parser.prog)
     known = models(large=not arguments.small)
     if unknown := [name for name in arguments.models if name not in known]:
       raise ValueError(f"there is no model {unknown[0]!r}; there are {', '.join(map(repr, known))}")
-    take_device(parser.prog)
     print("| model | step | kernels: tinygrad | patched | ms: tinygrad | patched | times as fast (by minima) |")
     print("|---|---|--:|--:|--:|--:|--:|", flush=True)
     for name in arguments.models or known:
