@@ -1,4 +1,4 @@
-"""The CPU kernels on a Mac, as far as another machine shows it: nothing needs Linux, and their code can be loaded there."""
+"""The CPU kernels on a Mac, as far as another machine can show it: none needs Linux, and all can be loaded there."""
 
 import os
 import subprocess
@@ -108,19 +108,8 @@ def check_code(source: str, target: Target, folder: Path, monkeypatch: pytest.Mo
   """A Mac's loader can place the code, it needs nothing but the C library, and a compiler for macOS takes the text."""
   assert loaded(ClangCompiler(target.arch.split(",")).compile(source), monkeypatch) <= {"memcpy", "memset"}
   made = folder / "code.o"
-  command = [
-    find_clang(),
-    "--target=arm64-apple-macosx",
-    "-c",
-    "-x",
-    "c",
-    "-O2",
-    "-ffreestanding",
-    "-",
-    "-o",
-    str(made),
-  ]
-  done = subprocess.run(command, input=source, capture_output=True, text=True)
+  words = ("--target=arm64-apple-macosx", "-c", "-x", "c", "-O2", "-ffreestanding", "-", "-o", str(made))
+  done = subprocess.run([find_clang(), *words], input=source, capture_output=True, text=True)
   assert done.returncode == 0, done.stderr
   assert made.read_bytes().startswith(MACH_O)
 
