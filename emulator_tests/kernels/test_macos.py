@@ -52,7 +52,7 @@ class System(ctypes.CDLL):
 
 team._LIBC = System(None)
 small = ["N=100", "D=24", "H=6", "HKV=2", "CNT=1", "CAUSAL=1"]
-for words in (small, [*small, "DTYPE=bfloat16"], [*small, "M=1", "N=1000"]):
+for words in (small, [*small, "DTYPE=bfloat16"], [*small, "M=1", "N=1000", "CAUSAL=0"]):
   sys.argv[1:] = words
   assert run.main() == 0
 assert len(team._team._threads) == os.cpu_count() - 1
