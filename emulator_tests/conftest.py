@@ -1,3 +1,4 @@
+import contextlib
 import gc
 import os
 from collections import Counter
@@ -7,6 +8,9 @@ import pytest
 from hypothesis import Phase, settings
 from tinygrad import Context, Device
 from tinygrad.helpers import PARALLEL, SPEC
+
+from uopattn.measure.command_line import Usage
+from uopattn.measure.device import choose_device
 
 # What is run: one case of each kind; with --values every value of each parameter, and the long tests; with --slow all,
 # on new examples by hypothesis. Otherwise it draws the same in every run, and shows the first that fails as it is: to
@@ -53,6 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
   gc.freeze()
   gc.set_threshold(100_000, 20, 100)
   settings.load_profile(profile(config))
+  with contextlib.suppress(Usage):  # before modules are imported, some of which make Tensors on the default device
+    choose_device()
 
 
 @pytest.hookimpl(wrapper=True)

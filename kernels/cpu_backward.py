@@ -35,7 +35,7 @@ from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
 
-STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
+STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread; macOS gives Python's 16
 
 
 @dataclass(frozen=True)

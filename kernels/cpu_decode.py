@@ -54,7 +54,7 @@ from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
 
-STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
+STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread; macOS gives Python's 16
 AHEAD = 16  # a line is prefetched again this many keys before its use
 WORK_PER_CALL = 4_000_000  # floating-point operations: some 0.03 ms, while a call costs a microsecond
 ITEMS = 32  # most work items per thread

@@ -43,7 +43,7 @@ from uopattn.dsl.rules.softmax import LOWEST, Scaling, normalize_rows, store_lse
 from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
 
-STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread
+STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread; macOS gives Python's 16
 
 Score = Callable[[UOp, UOp, UOp], UOp]  # (q.k times the factor on q, key of the tile, lane) -> score
 

@@ -15,6 +15,7 @@ from uopattn import BlockMask, attention, attention_varlen
 from uopattn.measure.bench import alternate
 from uopattn.measure.command_line import exit_status
 from uopattn.measure.contenders import Runner
+from uopattn.measure.device import take_device
 from uopattn.measure.run import wait
 from uopattn.mods import causal, document, sliding_window
 from uopattn.proof.gate import numpy, verify
@@ -86,6 +87,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, out: Tensor, seen: Array) -> None:
 
 def table() -> int:
   """Print the table; return 0."""
+  take_device("bench_masks")
   q, k, v = (Tensor(RNG.standard_normal((1, H, N, D), np.float32)).realize() for _ in range(3))
   runners, shares = {}, {}
   for name, (compute, seen) in cases(q, k, v).items():

@@ -22,6 +22,7 @@ from tinygrad.helpers import round_up, tqdm
 
 from uopattn import KVCache
 from uopattn.measure.command_line import exit_status
+from uopattn.measure.device import take_device
 
 CHUNK = 64  # tokens of the prompt that are processed at once
 ROUNDS, STEPS = 2, 3  # of a measurement: chunks, and single tokens per chunk
@@ -227,6 +228,7 @@ def main() -> int:
     parser.error(f"--tokens is {arguments.tokens}; it must be at least 1")
 
   def run() -> int:
+    take_device(parser.prog)
     if arguments.measure:
       for line in measure(arguments.context):
         print(line, flush=True)

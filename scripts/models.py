@@ -18,6 +18,7 @@ import uopattn
 from uopattn.measure.bench import alternate
 from uopattn.measure.command_line import exit_status
 from uopattn.measure.contenders import Runner
+from uopattn.measure.device import take_device
 from uopattn.measure.run import wait
 from uopattn.proof.oracle import Array
 
@@ -85,6 +86,7 @@ def main() -> int:
     parser.error(f"--rounds is {arguments.rounds}; it must be at least 1")
 
   def run() -> int:
+    take_device(parser.prog)
     known = models(large=not arguments.small)
     if unknown := [name for name in arguments.models if name not in known]:
       raise ValueError(f"there is no model {unknown[0]!r}; there are {', '.join(map(repr, known))}")

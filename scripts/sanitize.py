@@ -23,7 +23,8 @@ from tinygrad import Device, Tensor, dtypes
 
 from uopattn import attention, flash
 from uopattn.kernels import cuda_forward, hopper_forward
-from uopattn.measure.command_line import Usage, default_target, exit_status
+from uopattn.measure.command_line import Usage, exit_status
+from uopattn.measure.device import default_target, take_device
 
 REPORTED = 9  # exit status of compute-sanitizer if its tool reports anything
 LIMIT = 600  # seconds per case
@@ -122,6 +123,7 @@ def under(sanitizer: str, tool: str, name: str) -> tuple[int, str]:
 
 def run(tools: Sequence[str], jobs: int) -> int:
   """Run every case under every tool; return 1 if a tool reports a kernel of ours, or misses its fault."""
+  take_device("sanitize")
   target = default_target()
   if Device.DEFAULT.split(":")[0] != "CUDA":
     raise Usage(f"compute-sanitizer needs a GPU through CUDA's driver, and the device is {target}; set DEV=CUDA")

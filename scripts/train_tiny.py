@@ -24,6 +24,7 @@ from tinygrad.nn.optim import AdamW
 
 from uopattn import attention
 from uopattn.measure.command_line import check_writable, exit_status
+from uopattn.measure.device import take_device
 from uopattn.measure.run import devices
 from uopattn.proof.oracle import Array
 from uopattn.runtime.machine import machine_record
@@ -200,6 +201,7 @@ def run(arguments: argparse.Namespace) -> bool:
   for option, path in (("--plot", a.plot), ("--json", a.json)):
     if path:
       check_writable(f"{option} {path}", path)
+  take_device("train_tiny")
   text = Text.of_python()
   model = TinyModel(len(text.letters), a.layers, a.heads, a.head_dim, a.context)
   print(f"{text.name}: {len(text.ids)} characters, {len(text.letters)} different ones")

@@ -67,21 +67,25 @@ MACHINES = {
   "x86_64,znver4": x86("zmm"),
   "arm64,generic": NEON,
   "arm64,cortex-a72": NEON,
+  "arm64,apple-m1": NEON,
   "arm64,neoverse-v1": NEON,  # it has SVE too, and clang would use it
 }
 
 
-def assembly(kernel: UOp, arch: str) -> str:
-  """A kernel's graph in the instructions of a machine."""
+def source_of(kernel: UOp, arch: str) -> str:
+  """A kernel's graph in C."""
   renderer = AlignedRenderer(Target("CPU", "CLANG", arch))
   renderer.compiler = Compiler()  # the program is only rendered
   program = to_program(kernel, renderer)
-  source = next(u.arg for u in program.src if u.op is Ops.SOURCE)
-  # as tinygrad compiles it
-  words = arch.split(",")
+  return next(u.arg for u in program.src if u.op is Ops.SOURCE)
+
+
+def assembly(kernel: UOp, arch: str) -> str:
+  """A kernel's graph in the instructions of a machine."""
+  words = arch.split(",")  # as tinygrad compiles it
   common = ["-O2", "-fPIC", "-ffreestanding", "-fno-math-errno", "-nostdlib", f"--target={words[0]}-none-unknown-elf"]
   command = [find_clang(), "-x", "c", "-S", *common, *ClangCompiler(words).args, "-", "-o", "-"]
-  return subprocess.run(command, input=source, capture_output=True, text=True, check=True).stdout
+  return subprocess.run(command, input=source_of(kernel, arch), capture_output=True, text=True, check=True).stdout
 
 
 def clang_release() -> int:

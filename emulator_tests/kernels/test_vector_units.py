@@ -6,7 +6,6 @@ unit sees only that of its machine; these run for all that it can execute.
 
 import platform
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from gradients import check_gradients
@@ -37,7 +36,7 @@ def unit(request: pytest.FixtureRequest) -> Iterator[VectorUnit]:
   march, needs, unit = UNITS[request.param]
   if request.param == "SSE4" and "dtypes.half" in request.node.name:
     pytest.skip("without F16C clang calls libgcc to convert, and tinygrad links that wherever it is, also out of reach")
-  if needs not in Path("/proc/cpuinfo").read_text().split():
+  if needs not in machine.cpu_info().get("flags", "").split():
     pytest.skip(f"this machine has no {needs}")
   with Context(DEV=f"CPU::x86_64,{march}"):
     assert target_of("CPU").vector == unit

@@ -146,7 +146,7 @@ def test_one_line_and_exit_status_2(words: tuple[str, ...], device: str, message
   assert message in done.stderr
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no limits of memory")
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not limit a process's addresses")
 def test_too_little_memory() -> None:
   import resource
 
@@ -421,9 +421,10 @@ def test_processes_that_compile_for_tinygrad_find_the_compiler_of_this_environme
   assert done.returncode == 0, done.stderr
 
 
-def test_without_a_compiler_the_runner_says_how_to_get_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", ["CPU", ""])
+def test_without_a_compiler_the_runner_says_how_to_get_one(named: str, tmp_path: Path) -> None:
   code = "import sys; sys.prefix = '/nowhere'; from uopattn import run; sys.argv = ['run']; sys.exit(run.main())"
-  environment = {key: value for key, value in os.environ.items() if key != "CC"} | {"PATH": str(tmp_path)}
+  environment = {key: value for key, value in os.environ.items() if key != "CC"} | {"PATH": str(tmp_path), "DEV": named}
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
   assert (done.returncode, done.stdout) == (2, "")
   assert "no clang was found" in done.stderr

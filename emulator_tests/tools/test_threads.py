@@ -90,6 +90,7 @@ def test_callers_at_once_do_not_wait_for_each_other(three: Team) -> None:
       assert items == list(range(10))
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system does not move threads")
 def test_workers_keep_off_the_callers_core(three: Team) -> None:
   allowed = os.sched_getaffinity(0)
   if len(allowed) < 2:
@@ -105,6 +106,14 @@ def test_workers_keep_off_the_callers_core(three: Team) -> None:
       assert all(os.sched_getaffinity(thread.native_id or 0) == allowed - {three._core} for thread in three._threads)
   finally:
     os.sched_setaffinity(0, allowed)
+
+
+def test_workers_stay_where_the_system_does_not_move_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+  for name in ("sched_getaffinity", "sched_setaffinity"):
+    monkeypatch.delattr(os, name, raising=False)
+  two = Team(1)
+  assert Recorder(company=True).run(two, 5, 2) == list(range(5))
+  assert two._core == -1
 
 
 def test_too_many_arguments(three: Team) -> None:
@@ -256,10 +265,13 @@ assert counts.words[1] == 4
 """)
 
 
-def test_without_semaphores_workers_nap_and_all_workers_end_before_their_code_is_freed() -> None:
-  """Other exit handlers' calls come later, and run without workers; whoever still slept would crash in `Last`."""
+def test_each_kind_of_sleep_and_all_workers_end_before_their_code_is_freed() -> None:
+  """On semaphores without a name, on those with one, which alone macOS has, and in naps where there is neither.
+
+  Other exit handlers' calls come later, and run without workers; whoever still slept would crash in `Last`.
+  """
   signalled("""
-import atexit
+import atexit, glob
 
 class Last:
   def __del__(self, sleep=time.sleep):
@@ -276,20 +288,31 @@ def handler():
 
 before = set(threading.enumerate())
 atexit.register(handler)
-with_semaphores = team.Team(3)
 
-class WithoutSemaphores(ctypes.CDLL):
+class Named(ctypes.CDLL):
   def sem_init(self, *given):
     return -1
 
-team._LIBC = WithoutSemaphores(None)
-team._team = team.Team(3)
-assert not team._team._shared[team._WAIT]
-for pause in (0, 0.1):
-  time.sleep(pause)
-  counts = Counts()
-  counts.run(0, company=2)
-  assert counts.done() and counts.words[1]
+class Neither(Named):
+  sem_open = staticmethod(lambda *given: None)
+
+class NeitherAsOnMacOS(Named):
+  sem_open = staticmethod(lambda *given: (1 << 64) - 1)
+
+teams = [four]
+for system in (Named, Neither, NeitherAsOnMacOS):
+  team._LIBC = system(None)
+  team._team = team.Team(3)
+  teams.append(team._team)
+  for pause in (0, 0.1):
+    time.sleep(pause)
+    counts = Counts()
+    counts.run(0, company=2)
+    assert counts.done() and counts.words[1]
+time.sleep(0.1)
+assert [bool(x._shared[team._BELL]) for x in teams] == [True, True, False, False]
+assert [x._shared[team._ASLEEP] for x in teams] == [3, 3, 0, 0]
+assert not glob.glob(f"/dev/shm/*uopattn-{os.getpid()}-*")  # where Linux keeps semaphores that have a name
 """)
 
 

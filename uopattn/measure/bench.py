@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from tinygrad import Device
-from tinygrad.helpers import Context, tqdm
+from tinygrad.helpers import DEV, Context, tqdm
 
 from uopattn.dsl.schedule import FEW
 from uopattn.measure import contenders_backward
 from uopattn.measure.bench_report import lines, plot
-from uopattn.measure.command_line import Usage, check_writable, default_target, exit_status
+from uopattn.measure.command_line import Usage, check_writable, exit_status
 from uopattn.measure.contenders import Contender, Runner, limit, load, on_cpu, product_size, versions
+from uopattn.measure.device import default_device, default_target, first_with_kernels, take_device
 from uopattn.measure.gpu_state import GpuState
 from uopattn.measure.run import SHARDS, Config, parse, prepare, shard_axis
 from uopattn.measure.sample import Sample
@@ -202,7 +203,12 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
   """Parse the command line; argparse exits with status 2 if it is invalid."""
   parser = argparse.ArgumentParser(prog="uopattn.bench", description="Times and checks attention.")
   kinds = ["cpu", "gpu", "all"]
-  parser.add_argument("device", nargs="?", choices=kinds, help="where to run (default: tinygrad's default device)")
+  parser.add_argument(
+    "device",
+    nargs="?",
+    choices=kinds,
+    help="where to run (default: by DEV, as uopattn.run)",
+  )
   parser.add_argument("--against", default="", metavar="NAMES", help="contenders, by commas: torch,tinygrad")
   parser.add_argument("--backward", action="store_true", help="time the gradients, from outputs computed beforehand")
   parser.add_argument(
@@ -228,25 +234,24 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def gpu() -> str:
-  """Return the GPU to use: tinygrad's default device if it is one, else the first of `GPUS` that works.
+  """Return the GPU to use: the one that DEV names, else tinygrad's default if it has kernels, else the first of `GPUS`.
 
   Raises:
-    Usage: there is no GPU.
+    Usage: there is no GPU that has kernels.
   """
-  for device in (Device.DEFAULT, *GPUS):
-    if device.split(":")[0] in GPUS:
-      try:
-        Device[device]
-        return device
-      except Exception:  # a missing driver can raise anything
-        continue
-  raise Usage(f"gpu: tinygrad finds none of the devices {', '.join(GPUS)} here")
+  if DEV.device in GPUS:
+    return DEV.device
+  found = first_with_kernels(device for device in (default_device(), *GPUS) if device.split(":")[0] in GPUS)
+  if found is None:
+    raise Usage(f"gpu: tinygrad finds none of the devices {', '.join(GPUS)} here that can run the kernels")
+  return found
 
 
 def devices(name: str | None) -> list[str]:
-  """Return the devices named by the first argument: cpu, gpu or all; None stands for tinygrad's default device."""
+  """Return the devices named by the first argument: cpu, gpu or all; None stands for the default device."""
   if name is None:
-    return [Device.DEFAULT]
+    take_device("uopattn.bench")
+    return [default_device()]
   return [device for kind, device in (("cpu", "CPU"), ("gpu", gpu() if name != "cpu" else "")) if name in (kind, "all")]
 
 

@@ -6,11 +6,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from tinygrad import Device
-from tinygrad.helpers import DEBUG, DEV
+from tinygrad.helpers import DEBUG
 
-from uopattn.dsl.target import Target
-from uopattn.plan.target import target_of
 from uopattn.runtime.clang import NoCompiler
 
 LONGEST = 500  # characters of an error: a compiler's contains all of a kernel's source
@@ -44,22 +41,6 @@ def exit_status(program: str, job: Callable[[], int]) -> int:
       traceback.print_exc()
     print(f"{program}: {reason(error)}", file=sys.stderr)
     return 2
-
-
-def default_target() -> Target:
-  """Return the target of tinygrad's default device.
-
-  Raises:
-    Usage: the device cannot be used.
-    NoCompiler: the device is a CPU and there is no clang.
-  """
-  try:
-    return target_of(Device.DEFAULT)
-  except NoCompiler:
-    raise
-  except Exception as error:  # a missing driver or an unknown device name can raise anything
-    device = f"DEV={DEV!r}" if DEV.device else "the device that tinygrad chooses"
-    raise Usage(f"{device} cannot be used: {reason(error)}") from error
 
 
 def check_writable(name: str, path: str | Path) -> None:

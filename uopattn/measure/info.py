@@ -13,9 +13,10 @@ from tinygrad.helpers import DEV, Context
 
 from uopattn.dsl.schedule import DTYPES, Schedule
 from uopattn.dsl.target import Target
-from uopattn.measure.command_line import Usage, default_target, exit_status, reason
+from uopattn.measure.command_line import Usage, exit_status, reason
+from uopattn.measure.device import choose_device, default_target, kinds_with_kernels
 from uopattn.plan.dispatch import BACKWARD, FORWARD, NoKernel, dispatch, dispatch_backward, on_device
-from uopattn.plan.target import RUNTIMES, shown, target_of
+from uopattn.plan.target import shown, target_of
 from uopattn.runtime.clang import NoCompiler, clang_version, find_clang
 from uopattn.runtime.machine import machine_record
 from uopattn.spec.arguments import Arguments
@@ -77,8 +78,7 @@ def others(default: str) -> Iterator[str]:
   Args:
     default: the default device, which is skipped; its name may have more parts than the device's kind.
   """
-  kinds = {device for schedule in FORWARD for device in schedule.devices} | set(RUNTIMES)
-  for device in sorted(kinds - {default.split(":")[0]}):
+  for device in (kind for kind in kinds_with_kernels() if kind != default.split(":")[0]):
     try:
       with Context(DEV=device):
         yield shown(target_of(device), device)
@@ -96,6 +96,8 @@ def report() -> int:
     line("compiler", f"none: {reason(error)}")
   target = None
   try:
+    if said := choose_device():
+      line("default", said)
     target = default_target()
     line("device", shown(target, Device.DEFAULT))
   except (Usage, NoCompiler) as error:

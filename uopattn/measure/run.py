@@ -22,7 +22,8 @@ from uopattn.api.attention import attention
 from uopattn.dsl.schedule import DTYPES_8
 from uopattn.dsl.target import Target
 from uopattn.emulator import profile
-from uopattn.measure.command_line import Usage, check_writable, default_target, exit_status, reason
+from uopattn.measure.command_line import Usage, check_writable, exit_status, reason
+from uopattn.measure.device import default_target, take_device
 from uopattn.plan.chosen import launch_on
 from uopattn.plan.context_parallel import ContextParallel, divided
 from uopattn.plan.dispatch import NoKernel
@@ -92,7 +93,7 @@ Runs the kernel, times it, and checks its output. A key that is not given is tak
   INPUT          a safetensors file with q, k and v, in place of random inputs
   JSON           a file for the record: machine, versions, tiles, times, errors
 
-tinygrad's DEV chooses the device: CPU, CUDA, NV, AMD, EMU::gfx1100, EMU::sm_90, ...
+tinygrad's DEV chooses the device, otherwise the first that has kernels: CPU, CUDA, NV, AMD, EMU::gfx1100, ...
 Exit status: 0 correct, 1 wrong output, 2 anything else."""
 ALIKE = 0.8  # similarity from which a name counts as a misspelt key
 SWITCHES, NATURALS = ("CAUSAL", "VERIFY"), ("B", "H", "HKV", "N", "M", "D", "DV", "CNT", "GPUS")
@@ -353,6 +354,7 @@ def run(config: Config) -> int:
   """Run, time and check the kernel; return the exit status."""
   if config.json:
     check_writable(f"JSON={config.json}", config.json)
+  take_device("uopattn.run")
   target = default_target()
   problem = prepare(config)
   s = problem.spec

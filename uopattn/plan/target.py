@@ -17,6 +17,7 @@ from uopattn.runtime.vector_unit import vector_unit
 
 DEVICES = ("CPU", "AMD", "NV", "CUDA", "CL", "METAL", "QCOM", "WEBGPU", "PYTHON", "EMU")
 RUNTIMES = {"NV": "CUDA"}  # devices that run the kernels of another device
+LONGEST = 80  # characters of an architecture that are shown: OpenCL's is the list of a device's extensions
 
 
 def target_of(device: str) -> Target:
@@ -51,8 +52,17 @@ def target_of(device: str) -> Target:
 
 def shown(target: Target, device: str) -> str:
   """Return a device's target for display; it names NV, and says when results come from an emulator."""
+  target = replace(target, arch=shortened(target.arch))
   kind = device.split(":")[0].upper()
   if kind == "EMU":
     return f"EMU {target.arch}, emulated"
   name = f"{kind} {target.arch}" if RUNTIMES.get(kind) == target.device else str(target)
   return f"{name}, emulated" if DEV.target(kind).interface.upper().startswith("MOCK") else name
+
+
+def shortened(arch: str) -> str:
+  """Return an architecture with only the first of many features, and the number of the others."""
+  parts, count = arch.split(","), 0
+  while count < len(parts) and len(",".join(parts[: count + 1])) <= LONGEST:
+    count += 1
+  return arch if count == len(parts) else f"{','.join(parts[:count])} and {len(parts) - count} more"

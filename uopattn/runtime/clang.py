@@ -29,8 +29,8 @@ def find_clang() -> str:
   if found is None:
     raise NoCompiler(
       "no clang was found, and tinygrad compiles its CPU kernels with one. Any of these gives one: "
-      "pip install '.[clang]' in a checkout of uopattn (x86-64 Linux); the system's package, for example "
-      "apt-get install clang; or CC=/path/to/clang for one that is installed elsewhere"
+      "pip install '.[clang]' in a checkout of uopattn (x86-64 Linux); the system's own, for example by "
+      "apt-get install clang or xcode-select --install; or CC=/path/to/clang for one that is installed elsewhere"
     )
   return found
 

@@ -37,10 +37,8 @@ def is_intel() -> bool:
 
 def cpu_model() -> str:
   """Return the processor's family, model and stepping, which tell apart products of one name; "" if unknown."""
-  info, wanted = Path("/proc/cpuinfo"), ("cpu family", "model", "stepping")
-  lines = info.read_text().split("\n\n")[0].splitlines() if info.exists() else []
-  found = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-  return " ".join(f"{name} {found[name]}" for name in wanted if name in found)
+  wanted = ("cpu family", "model", "stepping")
+  return " ".join(f"{name} {cpu_info()[name]}" for name in wanted if name in cpu_info())
 
 
 def gpu_name(device: str) -> str:

@@ -1,12 +1,14 @@
 """Thread pool that runs the work items of a kernel call, in machine code, so no interpreter runs between two items.
 
 A worker is a Python thread that calls the C code below, which releases the interpreter lock. It spins for a job for
-about half a millisecond, since calls tend to follow each other closely; then it sleeps on a semaphore, or, where a
-system has no unnamed ones (macOS), naps between looks. The caller wakes a few workers, which wake others. It runs items
-together with the workers that have joined, and never waits for one that has not started. About every tenth of a second
-it returns to the interpreter, which handles signals. An exception raised by a signal handler, such as
-KeyboardInterrupt, cancels the items that have not started. Workers end before the interpreter does, which frees the
-code that they run.
+about half a millisecond, since calls tend to follow each other closely; then it sleeps on a semaphore, or, where there
+is none to be had, naps between looks. The caller wakes a few workers, which wake others. It runs items together with
+the workers that have joined, and never waits for one that has not started. About every tenth of a second it returns to
+the interpreter, which handles signals. An exception raised by a signal handler, such as KeyboardInterrupt, cancels the
+items that have not started. Workers end before the interpreter does, which frees the code that they run.
+
+All of this is POSIX, for Linux and macOS; tinygrad loads the code as an ELF object on both. Only Linux tells on which
+core a thread runs and moves threads to other ones.
 """
 
 import atexit
@@ -14,6 +16,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import secrets
 import threading
 from collections.abc import Sequence
 from typing import Any, cast
@@ -48,8 +51,9 @@ struct team {
   long workers, asleep;
   long stopped; // 1: workers are to end
   int (*yield)(void), (*clock)(int, long *), (*nap)(unsigned), (*post)(void *);
-  int (*wait)(void *); // 0: there are no semaphores
-  word bell[8]; // a semaphore, on which workers sleep
+  int (*wait)(void *);
+  void *bell;        // the semaphore on which workers sleep; 0: there is none
+  word semaphore[8]; // where it may be
 };
 
 static int call(struct team *t, struct job *job, int what);
@@ -94,7 +98,7 @@ static int serve(struct team *t) {
       }
       PAUSE();
     }
-    if (!t->wait) {
+    if (!t->bell) {
       t->nap(NAP); // microseconds
       continue;
     }
@@ -154,8 +158,9 @@ _SOURCE = _SOURCE.replace("VALUES", ", ".join(f"a[{i}]" for i in range(MOST_ARGU
 
 _SERVE, _RUN, _CANCEL = range(3)
 _NEXT, _JOB = 4 + MOST_ARGUMENTS, 6 + MOST_ARGUMENTS  # words
-_INSIDE, _ASLEEP, _STOPPED, _WAIT, _BELL, _CLOSED = _JOB, _JOB + 3, _JOB + 4, _JOB + 9, _JOB + 10, (1 << 64) - 1
+_INSIDE, _ASLEEP, _STOPPED, _BELL, _SEMAPHORE, _CLOSED = _JOB, _JOB + 3, _JOB + 4, _JOB + 10, _JOB + 11, (1 << 64) - 1
 _LIBC = ctypes.CDLL(None)
+_NO_SEMAPHORE = (None, (1 << 64) - 1)  # SEM_FAILED of Linux, and of macOS
 
 
 def _address(function: Any) -> int:
@@ -182,9 +187,8 @@ class Team:
     self._enter = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)(_program().addr)
     names = ("sched_yield", "clock_gettime", "usleep", "sem_post", "sem_wait")
     libc = (_address(getattr(_LIBC, name)) for name in names)
-    self._shared = (ctypes.c_uint64 * (_BELL + 8))(*[0] * _JOB, _CLOSED, 0, workers, 0, 0, *libc)
-    if _LIBC.sem_init(ctypes.byref(self._shared, 8 * _BELL), 0, 0) != 0:
-      self._shared[_WAIT] = 0
+    self._shared = (ctypes.c_uint64 * (_SEMAPHORE + 8))(*[0] * _JOB, _CLOSED, 0, workers, 0, 0, *libc)
+    self._shared[_BELL] = _semaphore(ctypes.addressof(self._shared) + 8 * _SEMAPHORE)
     self._core = -1  # the caller's core, which the workers avoid
     given = (self._shared, None, _SERVE)
     self._threads: list[threading.Thread] = []
@@ -242,16 +246,32 @@ class Team:
   def _stop(self) -> None:
     """End the workers. Later calls, as other exit handlers may make, run on the caller's thread only."""
     self._shared[_STOPPED] = 1
-    for _ in self._threads if self._shared[_WAIT] else ():
-      _LIBC.sem_post(ctypes.byref(self._shared, 8 * _BELL))
+    for _ in self._threads if self._shared[_BELL] else ():
+      _LIBC.sem_post(ctypes.c_void_p(self._shared[_BELL]))
     for thread in self._threads:
       thread.join()
     self._threads = []
 
 
+def _semaphore(place: int) -> int:
+  """Return the address of a semaphore whose value is 0, made at `place` or by the system; 0 if it can make none."""
+  if _LIBC.sem_init(ctypes.c_void_p(place), 0, 0) == 0:
+    return place
+  # macOS has only those with names, of at most 31 bytes. On arm64 it passes arguments of a variable number, which are
+  # those that argtypes does not list, in other places than the rest.
+  sem_open, name = _LIBC.sem_open, f"/uopattn-{os.getpid()}-{secrets.token_hex(4)}".encode()
+  sem_open.argtypes, sem_open.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
+  found = sem_open(name, os.O_CREAT | os.O_EXCL, ctypes.c_int(0o600), ctypes.c_uint(0))
+  if found in _NO_SEMAPHORE:
+    return 0
+  _LIBC.sem_unlink(name)  # it is open already
+  return cast(int, found)
+
+
 def _core() -> int:
-  """Return the core that this thread runs on; -1 if the system does not say."""
-  return int(_LIBC.sched_getcpu()) if hasattr(_LIBC, "sched_getcpu") else -1
+  """Return the core that this thread runs on; -1 if the system does not say, or does not let threads be moved."""
+  known = hasattr(_LIBC, "sched_getcpu") and hasattr(os, "sched_setaffinity")
+  return int(_LIBC.sched_getcpu()) if known else -1
 
 
 _team: Team | None = None

@@ -12,7 +12,8 @@ from tinygrad import Device, Tensor
 from tinygrad.helpers import tqdm
 
 from uopattn.dsl.target import Target
-from uopattn.measure.command_line import Usage, check_writable, default_target, exit_status
+from uopattn.measure.command_line import Usage, check_writable, exit_status
+from uopattn.measure.device import default_target, take_device
 from uopattn.measure.run import DTYPE_NAMES, Config, parse
 from uopattn.plan.dispatch import NoKernel
 from uopattn.plan.target import shown
@@ -30,7 +31,7 @@ SHAPE = ("b", "h", "hkv", "n", "m", "d", "dv", "dtype", "causal")
 HELP = """\
 keys: B H N D HKV M DV DTYPE CAUSAL, as for python -m uopattn.run, whose --help explains them.
 A FILE has the keys of one attention on each line; # begins a comment.
-tinygrad's DEV chooses the device."""
+tinygrad's DEV chooses the device, otherwise the first that has kernels."""
 
 
 def spec_of(config: Config, device: str | None = None) -> AttentionSpec:
@@ -86,6 +87,7 @@ def row(result: Result) -> str:
 
 def run(words: Sequence[str], again: bool, backward: bool) -> int:
   """Tune for all attentions and print a table; return the exit status."""
+  take_device("uopattn.tune")
   target = default_target()
   if against := refusal(Device.DEFAULT):
     raise Usage(against)
