@@ -339,8 +339,7 @@ class WaveMma:
       m_new = row_reduce(f, fmax, by_turns(fmax, [m_old, *scores], 3), self.group.lane)
     else:
       largest = row_reduce(f, fmax, by_turns(fmax, [*scores, *scores[: len(scores) % 2 == 0]], 3), self.group.lane)
-      a = scaling.factor(HIP, largest, self.p_scale_log2 > 0)
-      m_new = fmax(m_old, largest * a)
+      m_new = fmax(m_old, scaling.in_base_2(HIP, largest, self.p_scale_log2 > 0))
     if alone(f, m_tiles):
       m_old = ins.pin(HIP, m_old)  # otherwise LLVM loads so much of K ahead that it spills
     alpha = scaling.alpha(exp2, m_old, m_new)
@@ -348,7 +347,7 @@ class WaveMma:
       minus_m = twins(f, -m_new, m_tiles)
       exponents = [(x + minus_m[i % 2]) * scaling.log2 + self.p_scale_log2 for i, x in enumerate(scores)]
     else:
-      minus_m = twins(f, self.p_scale_log2 - m_new, m_tiles)
+      a, minus_m = scaling.factor(HIP, m_new, self.p_scale_log2 > 0), twins(f, self.p_scale_log2 - m_new, m_tiles)
       exponents = [x * a + minus_m[i % 2] for i, x in enumerate(scores)]
     p = [exp2(x) for x in exponents]
     # Sums that run in parallel need more registers, which pays only with two tiles of queries.

@@ -67,21 +67,21 @@ class Scaling(NamedTuple):
     exponent = log2(self.log2)
     return 2.0 ** (exponent if exponent == floor(exponent) else ceil(log2(self.log2 * (1 + 2 * SLACK))))
 
-  def factor(self, family: str, largest: UOp, bits_8: bool = False) -> Factor:
-    """The factor `a` on the scores of a row of a tile, the largest of which is given, that makes them of base 2.
+  def factor(self, family: str, m_i: UOp, bits_8: bool = False) -> Factor:
+    """The factor `a` on the scores of a row with this m_i, in base 2; `bits_8` says that P has 8 bits."""
+    return self._chosen(family, m_i, LARGEST_M_8 if bits_8 else LARGEST_M, self.log2)
 
-    A score times its factor grows with the score. The row max may have another factor, if it is of an earlier tile. It
-    is then so far from this tile's scores that they have no weight by either factor.
+  def in_base_2(self, family: str, score: UOp, bits_8: bool = False) -> UOp:
+    """The m_i of a row whose largest score this is, which is the score times `factor`. It grows with the score.
 
-    Args:
-      bits_8: whether P has 8 bits.
+    The factor by m_i is the same: the limits differ by more than rounding, and the larger factor by more than that.
     """
     limit = (LARGEST_M_8 if bits_8 else LARGEST_M) * (1 - SLACK)
     if isinstance(self.log2, UOp):
       limit = self.log2.reciprocal() * limit
     else:
       limit = inf if limit / self.log2 > FLOAT32_MAX else limit / self.log2
-    return self._chosen(family, largest, limit, self.log2)
+    return score * self._chosen(family, score, limit, self.log2)
 
   def logit(self, family: str, m_i: UOp, bits_8: bool = False) -> UOp:
     """The logit, in natural units, that m_i stands for."""
@@ -165,8 +165,9 @@ def online_softmax(
     return ins.exp2(family, x)
 
   largest = row_reduce(larger, reduce(larger, scores))
-  a = scaling.log2 if scaling.subtracts else scaling.factor(family, largest, p_scale_log2 > 0)
-  m_new = larger(m_old, largest if scaling.subtracts else largest * a)
+  bits_8 = p_scale_log2 > 0
+  m_new = larger(m_old, largest if scaling.subtracts else scaling.in_base_2(family, largest, bits_8))
+  a = scaling.log2 if scaling.subtracts else scaling.factor(family, m_new, bits_8)
   alpha = scaling.alpha(power, m_old, m_new)
   p = [power(x) for x in scaling.exponents(family, scores, a, m_new, p_scale_log2)]
   return p, m_new, l_old * alpha + reduce(UOp.__add__, p), alpha
