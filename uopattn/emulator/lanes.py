@@ -62,6 +62,7 @@ class Run:
     self.global_size: tuple[int, ...] = (1, 1, 1)
     self.arguments: tuple[int, ...] = ()
     self.mask: np.ndarray | None = None  # active lanes; None for all
+    self.left: np.ndarray | None = None  # lanes that have left the innermost loop; None for none
     self.values: list[Any] = []
     self.memory: list[Any] = []
     self.copies: Any = None  # the asynchronous copies in flight, if the kernel has any
