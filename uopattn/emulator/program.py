@@ -333,10 +333,8 @@ class Program:
       last, uniform = int(counts.max()), int(counts.max()) == int(counts.min())
       outside, run.left = run.left, None
       for n in range(last):
-        going = None if uniform else end > n
-        going = going if run.left is None else ~run.left if going is None else going & ~run.left
-        run.mask = outer if going is None else going if outer is None else outer & going
-        if run.left is not None and not run.mask.any():
+        run.mask = run.still_in(outer, None if uniform else end > n)
+        if run.mask is not None and not run.mask.any():
           break
         run.values[i] = to(n)
         with suppress(TripEnded):
