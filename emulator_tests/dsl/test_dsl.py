@@ -78,6 +78,25 @@ def test_loop_of_a_length_that_depends_on_an_outer_axis(items: int, longest: int
   assert got == [[w, w] for w in want]
 
 
+def test_loops_after_a_loop_share_a_value() -> None:
+  """Of the outer axis, which runs more often than they do: it is computed before them, not in the first of them."""
+
+  def kernel(o: UOp) -> UOp:
+    s = Scope()
+    item = s.axis(8)
+    total = s.assign(s.buffer(1), lambda j: 0.0, within=(item,))
+    loop = s.loop(item % 3 + 1, item)
+    place = total.after(*loop.axes)[0]
+    end = loop.end(place.store(place.load() + 1.0))
+    for start in 0, 2:
+      j = s.axis(2)
+      end = o.after(end)[item * 4 + start + j].store(total.after(end)[0].load()).end(j)
+    return end.end(item).sink(arg=KernelInfo("loops", opts_to_apply=()), tag=1)
+
+  got = Tensor.custom_kernel(Tensor.empty(32), fxn=kernel)[0].tolist()
+  assert got == [float(i // 4 % 3 + 1) for i in range(32)]
+
+
 @pytest.mark.parametrize(("last_first", "order"), [(False, [0, 1, 2, 3, 4]), (True, [4, 3, 2, 1, 0])])
 def test_blocks_with_the_most_tiles_start_first(last_first: bool, order: list[int]) -> None:
   group = Workgroup(Scope(), heads=2, blocks=5, warps=1, lanes=32, last_first=last_first)

@@ -11,7 +11,7 @@ from tinygrad.uop.ops import AxisType
 
 import uopattn.emulator as emulator
 from uopattn.dsl.cpu import amx
-from uopattn.dsl.instructions import skip_trip
+from uopattn.dsl.instructions import leave_loop, skip_trip
 
 RNG = np.random.default_rng(0)
 ITEMS = 3
@@ -186,3 +186,36 @@ def test_a_trip_is_skipped() -> None:
 
   got = launch(body, np.zeros(2 * ITEMS, np.float32), 10.0 ** np.arange(5, dtype=np.float32), arch="amx")
   np.testing.assert_array_equal(got, [10111, 10110, 10100, 1, 1, 1])
+
+
+def test_a_loop_is_left() -> None:
+  """By one work item after another, or by all; a trip of the loop around it, and what follows, has all of them again.
+
+  Who has skipped a trip has not left the loop.
+  """
+
+  def body(o: UOp, x: UOp) -> UOp:
+    w, again, i = item(), loop(2, 100), loop(5, 101)
+    begun = skip_trip(w.eq(0) & i.eq(1), w, again, i)
+    place = o.after(w, again, i, begun)[w]
+    stored = place.store(place.load() + x[i].load())
+    end = leave_loop("c", (i.eq(1) & w.eq(1)) | i.eq(3), stored).end(i)
+    place = o.after(end)[w]
+    end = place.store(place.load() + 1e5).end(again)
+    return kernel("leave_loop", [o.after(end)[ITEMS + w].store(1.0)], w)
+
+  got = launch(body, np.zeros(2 * ITEMS, np.float32), 10.0 ** np.arange(5, dtype=np.float32), arch="amx")
+  np.testing.assert_array_equal(got, [202202, 200022, 202222, 1, 1, 1])
+
+
+def test_a_do_while_loop_with_what_leaves_a_plain_one_is_refused() -> None:
+  """A `continue` in it would not come to its condition."""
+
+  def body(o: UOp, x: UOp) -> UOp:
+    w, again = item(), UOp.loop(100)
+    place = o.after(w, again, leave_loop("c", x[0].load() > 3, w, again))[w]
+    stored = place.store(place.load() + 1.0)
+    return kernel("do_while", [stored.end(again, o.after(stored)[w].load() < 5)], w)
+
+  with pytest.raises(emulator.UnknownInstruction, match="leave_loop and skip_trip end trips of plain loops"):
+    launch(body, np.zeros(ITEMS, np.float32), np.zeros(1, np.float32), arch="amx")

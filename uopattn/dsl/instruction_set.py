@@ -494,7 +494,7 @@ _LIST = [
   # condition: these warps have reached their end
   Instruction("exit_warps", {"cuda": "0; if ({0}) return"}, statement=True, cross_lane=True),
   # condition: these lanes leave the loop
-  Instruction("leave_loop", {"cuda": "0; if ({0}) break"}, statement=True, cross_lane=True),
+  Instruction("leave_loop", dict.fromkeys(("c", "cuda"), "0; if ({0}) break"), statement=True, cross_lane=True),
   # condition: the trip of the loop ends there
   Instruction("skip_trip", {"c": "0; if ({0}) continue"}, statement=True),
   # number of a barrier of some warps, threads that meet there

@@ -360,7 +360,7 @@ def exit_warps(family: str, when: UOp, *after: UOp) -> UOp:
 
 
 def leave_loop(family: str, when: UOp, *after: UOp) -> UOp:
-  """Leave the innermost loop where `when`, which whole warpgroups do together. A statement."""
+  """Leave the innermost loop, a plain `for` loop, where `when`: whole workgroups or warpgroups do. A statement."""
   return _statement(family, "leave_loop", after, when)
 
 

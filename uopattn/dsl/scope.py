@@ -9,6 +9,7 @@ from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.uop.ops import AxisType
 
+from uopattn.dsl.instructions import leave_loop
 from uopattn.dsl.view import View
 
 
@@ -53,16 +54,14 @@ class Scope:
 
 
 class Loop:
-  """A loop that counts down to 0, from a number that may depend on outer axes.
+  """A loop on a CPU that counts down to 0, from a number that may depend on outer axes.
 
-  tinygrad closes every axis that a RANGE's end depends on together with that RANGE. So a `for` loop on a CPU cannot
-  have a bound that depends on an outer axis; `for (;;) { body; if (!condition) break; }` can. The END of such a loop
-  treats everything open around it as closed, which misleads the linearizer about the code that follows. Hence:
-
-  * A kernel may have one such loop, inside one axis (`within`). The axes of its body are plain ones.
-  * `index` must be used early in the body.
-  * Later loops must not share a value that was not used before them, except through a buffer. The linearizer would
-    compute it in the first of them, where the next one does not see it.
+  tinygrad closes every axis that a RANGE's end depends on together with that RANGE, so the number cannot be the bound
+  of a `for` loop. Nor can it be the condition of tinygrad's `for (;;) { body; if (!condition) break; }`, whose END
+  closes all axes that the condition depends on. The linearizer, which orders values by how often they run, then takes
+  the loops that follow for loops outside of these axes. What two of them share and a closed axis goes into seems to
+  run more often than the loops themselves, and is computed in the first of them, where the second does not see it. So
+  this is a `for` loop over the most trips that there can be, and its last statement leaves it.
 
   Attributes:
     axes: all axes that are open inside the loop. Read what an earlier trip wrote after them.
@@ -70,12 +69,12 @@ class Loop:
   """
 
   def __init__(self, scope: Scope, trips: UOp | int, within: tuple[UOp, ...]):
-    self._axis = UOp.loop(scope._axis_id()) if isinstance(trips, UOp) or trips > 1 else None
+    last = trips - 1 if isinstance(trips, UOp) else UOp.const(max(0, trips - 1))
+    self._axis = scope.axis(int(last.vmax) + 1) if last.vmax > 0 else None
     if self._axis is None:
-      self.axes, self.index = within, UOp.const(0)
+      self.axes, self.index = within, last
       return
     self.axes = (*within, self._axis)
-    last = trips - 1 if isinstance(trips, UOp) else UOp.const(trips - 1)
     counter = scope.buffer(1, dtype=dtypes.int)
     self._counter = counter.after(counter.after(*within)[0].store(last.cast(dtypes.int)))
     self.index = self._counter.after(self._axis)[0].load().cast(dtypes.weakint)
@@ -85,7 +84,7 @@ class Loop:
     if self._axis is None:
       return UOp.group(*body)
     count = self._counter.after(*body)[0].store((self.index - 1).cast(dtypes.int))
-    return UOp.group(*body, count).end(self._axis, self.index > 0)
+    return leave_loop("c", self.index <= 0, count).end(self._axis)
 
 
 class Shaped(Protocol):

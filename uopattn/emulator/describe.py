@@ -50,4 +50,6 @@ def describe(u: UOp) -> str:
     return f"{u.op.name} {name}(" + ", ".join(expression(s, DEEPEST - 5) for s in u.src) + ")"
   if u.op is Ops.WMMA:
     return f"WMMA {u.arg[0]} {u.arg[1]}"
+  if u.op in GroupOp.ALU:
+    return expression(u)
   return f"{u.op.name} {u.arg if u.arg is not None else ''}".strip()

@@ -26,6 +26,10 @@ class LaneMismatch(KernelError):
   """Lanes that must hold the same values hold different ones."""
 
 
+class OutOfScope(KernelError):
+  """A value that is used before it is computed, or outside of the loop or condition in which it is computed."""
+
+
 class UnknownInstruction(KernelError):
   """An `Ops.CUSTOM` text unknown to `uopattn.dsl.instruction_set`, or a UOp that a GPU program cannot contain."""
 

@@ -62,6 +62,7 @@ class Run:
     self.global_size: tuple[int, ...] = (1, 1, 1)
     self.arguments: tuple[int, ...] = ()
     self.mask: np.ndarray | None = None  # active lanes; None for all
+    self.left: np.ndarray | None = None  # lanes that have left the innermost loop; None for none
     self.values: list[Any] = []
     self.memory: list[Any] = []
     self.copies: Any = None  # the asynchronous copies in flight, if the kernel has any
@@ -84,6 +85,11 @@ class Run:
   def active(self) -> np.ndarray:
     """Return the indices of the active lanes."""
     return self.all_lanes if self.mask is None else np.flatnonzero(self.mask)
+
+  def still_in(self, *masks: np.ndarray | None) -> np.ndarray | None:
+    """Return the mask of the lanes in all of these masks that have not left the innermost loop."""
+    given = [*(x for x in masks if x is not None), *([] if self.left is None else [~self.left])]
+    return np.logical_and.reduce(given) if given else None
 
   def spread(self, value: Any) -> np.ndarray:
     """Return a value as an array over all lanes."""

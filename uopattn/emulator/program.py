@@ -5,6 +5,7 @@ Loops and conditions contain the steps of their body.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ from .instructions import MEANINGS, NOTHING
 from .known import instruction_of
 from .lanes import Run, buffer_of
 from .memory import LDS, Pointer
-from .tracks import LoopLeft, TripSkipped
+from .scopes import check_scopes
+from .tracks import TripEnded
 
 Compute = Callable[[Run], Any]
 Step = tuple[int, Compute]
@@ -80,7 +82,8 @@ class Program:
 
   @classmethod
   def from_elf(cls, obj: TinyELF, uops: list[UOp]) -> "Program":
-    """Build the program from what tinygrad passes to a runtime."""
+    """Build the program from what tinygrad passes to a runtime. Raises OutOfScope, see `check_scopes`."""
+    check_scopes(uops)
     sink = uops[-1].arg
     name = ansistrip(sink.name) if sink is not None else obj.name
     buffers = sum(u.op is Ops.PARAM and u.addrspace is not AddrSpace.ALU for u in uops)
@@ -340,28 +343,29 @@ class Program:
 
   def _range(self, u: UOp, body: list[Step]) -> Compute:
     if u.dtype == dtypes.void:
-      return self._do_while(body, self.place[self.closing.src[2]])
+      return self._do_while(u, body, self.place[self.closing.src[2]])
     i, bound, to = self.place[u], self.place[u.src[0]], alu.storage(u.dtype).type
 
     def loop(run: Run) -> None:
       outer, end = run.mask, run.values[bound]
       counts = np.atleast_1d(end) if outer is None or np.ndim(end) == 0 else end[outer]
       last, uniform = int(counts.max()), int(counts.max()) == int(counts.min())
+      outside, run.left = run.left, None
       for n in range(last):
-        going = None if uniform else end > n
-        run.mask = outer if going is None else going if outer is None else outer & going
-        run.values[i] = to(n)
-        try:
-          execute(body, run)
-        except TripSkipped:
-          continue
-        except LoopLeft:
+        run.mask = run.still_in(outer, None if uniform else end > n)
+        if run.mask is not None and not run.mask.any():
           break
-      run.mask = outer
+        run.values[i] = to(n)
+        with suppress(TripEnded):
+          execute(body, run)
+      run.mask, run.left = outer, outside
 
     return loop
 
-  def _do_while(self, body: list[Step], condition: int) -> Compute:
+  def _do_while(self, u: UOp, body: list[Step], condition: int) -> Compute:
+    if self.names & {"leave_loop", "skip_trip"}:
+      raise self._refuse("leave_loop and skip_trip end trips of plain loops, and this kernel has another one", u)
+
     def loop(run: Run) -> None:
       outer = run.mask
       while True:

@@ -38,7 +38,7 @@ class Track:
     self.stuck: Callable[[], KernelError] | None = None  # makes the error of a wait that nothing can end
     self.ended = self.must_fail = False
     self.turn = threading.Semaphore(0)
-    self.state: tuple[list[Any], np.ndarray | None] = list(tracks.run.values), lanes
+    self.state: tuple[list[Any], np.ndarray | None, np.ndarray | None] = list(tracks.run.values), lanes, None
     self.thread = threading.Thread(target=tracks._live, args=(self, body), daemon=True)
     self.thread.start()
 
@@ -99,7 +99,7 @@ class Tracks:
 
   def _resume(self, track: Track) -> None:
     self.now = track
-    self.run.values, self.run.mask = track.state
+    self.run.values, self.run.mask, self.run.left = track.state
     track.turn.release()
     self._turn.acquire()
 
@@ -120,7 +120,7 @@ class Tracks:
     if stuck is not None and ready():
       return
     track.ready, track.stuck = ready, stuck
-    track.state = (self.run.values, self.run.mask)
+    track.state = (self.run.values, self.run.mask, self.run.left)
     self._turn.release()
     track.turn.acquire()
     if self.failed:
@@ -211,30 +211,31 @@ def exit_warps(run: Run, u: UOp, when: Any) -> Any:
   return np.int32(0)
 
 
-class LoopLeft(Exception):
-  """All lanes that are active have left the innermost loop."""
+class TripEnded(Exception):
+  """No lane is active for the rest of the trip of the innermost loop."""
 
 
 def leave_loop(run: Run, u: UOp, when: Any) -> Any:
-  lanes = run.active()
-  leaves = run.spread(when)[lanes]
-  if leaves.any() != leaves.all():
-    raise run.fail(Divergence, u, "leaves a loop with a part of the lanes", lanes[leaves])
-  if leaves.all():
-    raise LoopLeft
-  return np.int32(0)
-
-
-class TripSkipped(Exception):
-  """All lanes that are active have gone on to the next trip of the innermost loop."""
+  """Deactivate lanes for the rest of the innermost loop, whose end in `Program` activates them."""
+  lanes, leaves = run.active(), run.spread(when)
+  gone, here = lanes[leaves[lanes]], lanes[~leaves[lanes]]
+  if np.isin(run.group[gone], run.group[here]).any():
+    raise run.fail(Divergence, u, "leaves a loop with a part of the lanes", gone)
+  if not len(gone):
+    return np.int32(0)
+  run.left = np.isin(run.all_lanes, gone) | (run.left is not None and run.left)
+  return _deactivate(run, run.left)
 
 
 def skip_trip(run: Run, u: UOp, when: Any) -> Any:
   """Deactivate lanes for the rest of the trip, whose end in `Program` activates them."""
-  goes_on = ~run.spread(when)
-  run.mask = goes_on if run.mask is None else run.mask & goes_on
+  return _deactivate(run, run.spread(when))
+
+
+def _deactivate(run: Run, lanes: np.ndarray) -> Any:
+  run.mask = ~lanes if run.mask is None else run.mask & ~lanes
   if not run.mask.any():
-    raise TripSkipped
+    raise TripEnded
   return np.int32(0)
 
 

@@ -18,6 +18,7 @@ from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat
 
 from uopattn.dsl.instruction_set import BY_TEXT
 from uopattn.dsl.instructions import is_wave_fence
+from uopattn.emulator.scopes import check_scopes
 from uopattn.runtime.program_cache import finished
 
 Rules = list[tuple[UPat, Callable[..., Any] | tuple[Any, ...]]]
@@ -105,6 +106,10 @@ class InstructionRenderer(AMDLLVMRenderer):
     if target.arch.startswith("gfx11"):  # tinygrad does this for only two of RDNA3's architectures
       self.extra_matcher = self.extra_matcher + pm_validate_wmma_rdna3
 
+  def render(self, uops: list[UOp]) -> str:
+    check_scopes(uops)
+    return super().render(uops)
+
 
 def extended(renderer: HIPRenderer) -> HIPRenderer:
   """tinygrad's HIP renderer, extended by vectors of one element and by matrix instructions of 8 bits."""
@@ -116,6 +121,12 @@ def extended(renderer: HIPRenderer) -> HIPRenderer:
     (UPat(Ops.BARRIER, name="u"), lambda u: "" if is_wave_fence(u) else None),
   ]
   result.string_rewrite = PatternMatcher(ours) + renderer.string_rewrite
+
+  def render(uops: list[UOp]) -> str:
+    check_scopes(uops)
+    return type(renderer).render(result, uops)
+
+  result.__dict__["render"] = render
   return result
 
 

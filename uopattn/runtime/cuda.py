@@ -22,6 +22,7 @@ from tinygrad.renderer import Estimates
 from tinygrad.renderer.cstyle import CUDARenderer, NVCCRenderer
 from tinygrad.uop.ops import Ops
 
+from uopattn.emulator.scopes import check_scopes
 from uopattn.runtime.nv import with_shared_memory
 from uopattn.runtime.program_cache import finished
 
@@ -54,6 +55,7 @@ class SharedRenderer(CUDARenderer):
     self.compiler = compiler("sm_90a" if arch == "sm_90" else arch, ptx=ptx, cache_key=name)
 
   def render(self, uops: list[UOp]) -> str:
+    check_scopes(uops)
     self.places = shared_places(uops)[0]
     source = super().render(uops)
     if "setmaxnreg" in source:  # which needs a bound on registers: that of one workgroup per multiprocessor

@@ -8,6 +8,7 @@ from tinygrad.renderer.cstyle import ClangRenderer
 from tinygrad.uop.ops import UOp
 
 from uopattn.dsl.limits import LINE
+from uopattn.emulator.scopes import check_scopes
 from uopattn.runtime.machine import is_intel
 
 
@@ -16,6 +17,10 @@ class AlignedRenderer(ClangRenderer):
 
   A vector that crosses a cache line takes two reads, and the stack starts at a different address in every process.
   """
+
+  def render(self, uops: list[UOp]) -> str:
+    check_scopes(uops)
+    return super().render(uops)
 
   def render_buffer(self, x: UOp) -> str:
     return f"__attribute__((aligned({LINE}))) {super().render_buffer(x)}"

@@ -1,0 +1,51 @@
+"""Check of where a lowered kernel computes its values: each before its uses, in a block that encloses them.
+
+A block is the body of a loop or of a condition. C forgets a value at the end of the block in which it is computed, so
+that a use elsewhere does not compile. Here, where values are remembered, it would be the value of another trip.
+"""
+
+from collections.abc import Sequence
+
+from tinygrad.dtype import dtypes
+from tinygrad.uop.ops import Ops, UOp
+
+from .describe import describe, expression
+from .errors import OutOfScope
+
+Path = tuple[UOp, ...]  # the RANGEs and IFs around a line, outermost first
+
+
+def check_scopes(uops: Sequence[UOp]) -> None:
+  """Check the linearised UOps of a kernel.
+
+  Raises:
+    OutOfScope: a value is used before it is computed, or outside of the block in which it is computed.
+  """
+  kernel = uops[-1].arg.name if uops[-1].arg is not None else "without a name"
+  path: Path = ()
+  computed: dict[UOp, Path] = {}
+  for u in uops:
+    for x in u.src:
+      if _is_text(x):
+        continue
+      if (inside := computed.get(x)) is None:
+        raise OutOfScope(f"kernel {kernel}: {expression(x)} is used before it is computed\n  at {describe(u)}")
+      # What has no value, such as a store, is here only for the order.
+      if inside and inside[-1] not in path and x.dtype != dtypes.void:
+        where = f"computed {_named(inside)}, and used {_named(path)}, where it is not known"
+        raise OutOfScope(f"kernel {kernel}: {expression(x)} is {where}\n  at {describe(u)}")
+    if u.op in (Ops.END, Ops.ENDIF):
+      path = path[:-1]
+    elif u.op in (Ops.RANGE, Ops.IF):
+      path = (*path, u)
+    computed[u] = path
+
+
+def _is_text(u: UOp) -> bool:
+  """Whether `u` is written out wherever it is used: a literal, or nothing."""
+  return u.op in (Ops.CONST, Ops.NOOP) or (u.op is Ops.CAST and u.src[0].op is Ops.CONST)
+
+
+def _named(path: Path) -> str:
+  names = [f"loop {x.arg[0]}" if x.op is Ops.RANGE else f"the condition {expression(x.src[0])}" for x in path]
+  return "outside of all loops" if not path else "in " + ", in ".join(reversed(names))
