@@ -60,7 +60,7 @@ def plain(shape: Shape, dtype: DType, seed: int = 0) -> Iterator[Extreme]:
       # At 1e2 and 1e3 float32's rounding of a score can move a weight; above, the largest score is far ahead.
       yield Extreme(f"activations of {size:g}", q * size, k * size, v, exact=size > 1e3)
   q, k, v = (np.rint(x * 4) / 4 for x in (q, k, v))
-  for size in (1, 64, 448, 2.0**15, 2.0**20, 2.0**40, 2.0**60):
+  for size in (1, 64, 448, 2.0**15, 2.0**20, 2.0**40, 2.0**58):
     if size <= most:
       yield Extreme(f"all scores alike, operands {size:g}", np.full_like(q, size), np.full_like(k, size), v)
       yield Extreme(f"all scores alike, operands {-size:g}", np.full_like(q, -size), np.full_like(k, size), v)
@@ -104,6 +104,30 @@ def rising(k: Array, size: float) -> Array:
   """Keys of size * -1 to size * 1, in 8 steps, the largest ones last: every tile has a new maximum."""
   at = np.floor(np.linspace(0, 8, k.shape[2], endpoint=False)) / 4 - 1
   return np.broadcast_to((at * size)[:, None], k.shape).copy()
+
+
+def some(shape: Shape, dtype: DType, seed: int = 0) -> Iterator[Extreme]:
+  """A few of the cases, with a mask and without one, which meet every branch of the arithmetic."""
+  wanted = "activations of 3e+04", "activations of 1e+09", "all scores alike, operands 1.09951e+12", "two of", "rising"
+  yield from (x for x in plain(shape, dtype, seed) if x.name.startswith(wanted))
+
+
+def some_masked(shape: Shape, dtype: DType, seed: int = 0) -> Iterator[Extreme]:
+  """A few of the cases with a mask, those of padding on the same side."""
+  left = tuple(f"padding on the left by {low}" for low in ("-1e+10", "-1e+37", "-3.4"))
+  wanted = "all masked by -1e+20", "all masked by -3.4", "biases of 3e+09", "biases of 1e+37"
+  yield from (x for x in masked(shape, dtype, seed) if x.name.startswith((*wanted, *left)))
+
+
+def gradients(case: Extreme, dtype: DType, **more: Any) -> dict[str, Array]:
+  """The gradients of q, k and v by kernels, of a loss whose gradient by the output is small and random."""
+  q, k, v = (placed(x, dtype) for x in (case.q, case.k, case.v))
+  given = more if case.mask is None else more | {"attn_mask": placed(case.mask.astype(np.float32))}
+  out = attention(q, k, v, enable_gqa=True, backend="kernel", **given)
+  weights = np.random.default_rng(9).standard_normal(tuple(out.shape)).astype(np.float32) * np.float32(2**-12)
+  found = (out.float() * placed(weights)).sum().gradient(q, k, v)
+  Tensor.realize(*found)
+  return {name: numpy(x) for name, x in zip("qkv", found, strict=True)}
 
 
 def check(case: Extreme, dtype: DType, **more: Any) -> None:
