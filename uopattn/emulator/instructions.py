@@ -204,7 +204,16 @@ def _read_later(run: Run, u: UOp, value: Any) -> Any:
 
 
 _OF_FLOATS = ("exp2", "fmax", "fmin", "log2", "read_later", "reciprocal", "tied")
-_OF_WORDS = ("even_bytes", "high_halves", "low_halves", "odd_bytes", "set_words", "stmatrix", "store_chunk", "store_word")
+_OF_WORDS = (
+  "even_bytes",
+  "high_halves",
+  "low_halves",
+  "odd_bytes",
+  "set_words",
+  "stmatrix",
+  "store_chunk",
+  "store_word",
+)
 # Types of the values that instructions take, where a text relies on them; None is that of the result.
 TYPES: dict[str, tuple[DType | None, ...]] = {
   **dict.fromkeys(_OF_FLOATS, (dtypes.float,) * 2),
