@@ -141,9 +141,13 @@ def source(
   renderer = extended(HIPRenderer(Target("AMD", "HIPCC", arch), use_hipcc=True))
   renderer.compiler = Compiler()
   built, tiles = graph(kernel, arch, dtype, heads, M, N, D, causal)
-  text = next(u.arg for u in to_program(built, renderer).src if u.op is Ops.SOURCE)
-  # clang does not convert unsigned vectors to the signed ones with which the matrix instructions are declared.
-  return text.replace("typedef unsigned short hip_bfloat16", "typedef short hip_bfloat16") + LIBRARY, tiles
+  return for_clang(next(u.arg for u in to_program(built, renderer).src if u.op is Ops.SOURCE)), tiles
+
+
+def for_clang(text: str) -> str:
+  """Return HIP source as tinygrad renders it with what clang lacks by itself."""
+  # It does not convert unsigned vectors to the signed ones with which the matrix instructions are declared.
+  return text.replace("typedef unsigned short hip_bfloat16", "typedef short hip_bfloat16") + LIBRARY
 
 
 def clang(program: str, text: str, arch: str, *flags: str) -> str:

@@ -1,6 +1,7 @@
 """The device itself: registration, targets, workgroups, counts and the model of LDS banks."""
 
 import os
+import pickle
 import subprocess
 import sys
 
@@ -44,6 +45,15 @@ def test_device_from_the_environment(arch):
   )
   family = "AMD:HIPCC" if arch.startswith("gfx") else "CUDA:NVCC"
   assert python(code, DEV=f"EMU::{arch}") == f"EMU [2.0, 3.0] {family}:{arch}"
+
+
+@pytest.mark.parametrize("arch", ["gfx1201", "sm_89", "amx"])
+def test_a_renderer_is_copied(arch):
+  """To the processes in which tinygrad compiles many kernels at once."""
+  with Context(DEV=f"EMU::{arch}"):
+    renderer = Device["EMU"].renderer
+  copied = pickle.loads(pickle.dumps(renderer))
+  assert (type(copied), copied.target) == (type(renderer), renderer.target)
 
 
 @pytest.mark.parametrize("arch", ARCHES)

@@ -13,6 +13,7 @@ from tinygrad.renderer.cstyle import CUDARenderer, HIPRenderer
 
 import uopattn.emulator as emulator
 from uopattn.dsl import instructions as ins
+from uopattn.dsl.constants import typed
 from uopattn.dsl.cpu import amx
 from uopattn.dsl.instruction_set import BY_TEXT, INSTRUCTIONS
 from uopattn.dsl.nvidia import wgmma
@@ -408,3 +409,26 @@ def test_products_of_pairs():
   others = np.delete(np.arange(lanes), 1)  # than that of 2**127
   weighted = 1 + a[:, 2:3] * b[:, others] + a[:, 3:4] * b[:, lanes + others]
   np.testing.assert_array_equal(got[:, 1, others], weighted)
+
+
+def test_a_constant_keeps_its_type() -> None:
+  """What is left of 0 + 0x8000, a number without a type, would become an int, which is another number if shifted."""
+
+  def body(o: UOp, x: UOp) -> UOp:
+    t = threads(64)
+    bits = (x[t].load() & 0) + 0x80008000
+    return kernel("constant", [o[t].store(ins.high_halves("hip", bits, bits))], t)
+
+  x = np.zeros(64, np.uint32)
+  with pytest.raises(emulator.UnknownInstruction, match=r"high_halves takes dtypes\.uint here, not dtypes\.long"):
+    launch(body, x, x)
+  np.testing.assert_array_equal(launch(lambda o, x: typed(body(o, x)), x, x), np.full(64, 0x80008000, np.uint32))
+
+
+def test_constants_next_to_ints_have_no_type_of_their_own() -> None:
+  """They are the same as before: with types tinygrad simplifies an index in another way."""
+  i = UOp.range(8, 0)
+  x = UOp.placeholder((8,), dtypes.int, slot=0)[i].load()
+  index, number = i * 3 + 1, x + 2
+  assert typed(index) is index
+  assert typed(number) is number

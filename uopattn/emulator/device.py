@@ -70,9 +70,10 @@ class EMUClangRenderer(ClangRenderer):
   compiler: Compiler
 
   def __init__(self, target: Target):
-    if target.arch not in CPU:
-      raise ValueError(f"{target.arch!r} is not among the CPUs {', '.join(CPU)}")
-    super().__init__(Target("CPU", "CLANG", CPU[target.arch]))
+    arch = CPU.get(target.arch, target.arch)  # tinygrad makes a copy, for a process of its own, from the CPU's target
+    if arch not in CPU.values():
+      raise ValueError(f"{arch!r} is not among the CPUs {', '.join(CPU)}")
+    super().__init__(Target("CPU", "CLANG", arch))
     self.compiler = Compiler()
 
   def render(self, uops: list[UOp]) -> str:

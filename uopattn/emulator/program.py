@@ -19,7 +19,7 @@ from uopattn.dsl.instructions import STATEMENT_SLOT, is_wave_fence
 from . import alu, contraction, wmma
 from .describe import describe
 from .errors import Divergence, UnknownInstruction
-from .instructions import MEANINGS, NOTHING
+from .instructions import MEANINGS, NOTHING, TYPES
 from .known import instruction_of
 from .lanes import Run, buffer_of
 from .memory import LDS, Pointer
@@ -285,6 +285,10 @@ class Program:
       raise self._refuse(what, u)
     meaning = MEANINGS[instruction.name]
     operands = [s for s in u.src if not (is_pointer(s) and buffer_of(s).arg.slot == STATEMENT_SLOT)]
+    values = (s.dtype for s in operands if not is_pointer(s))
+    for given, wanted in zip(values, TYPES.get(instruction.name, ()), strict=False):
+      if given != (wanted or u.dtype):
+        raise self._refuse(f"{instruction.name} takes {wanted or u.dtype} here, not {given}", u)
     read = [self._operand(s) for s in operands]
     built_in = instruction.parameters
     return lambda run: meaning(run, u, *built_in, *[get(run) for get in read])

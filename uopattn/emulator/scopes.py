@@ -6,7 +6,6 @@ that a use elsewhere does not compile. Here, where values are remembered, it wou
 
 from collections.abc import Sequence
 
-from tinygrad.dtype import dtypes
 from tinygrad.uop.ops import Ops, UOp
 
 from .describe import describe, expression
@@ -25,13 +24,13 @@ def check_scopes(uops: Sequence[UOp]) -> None:
   path: Path = ()
   computed: dict[UOp, Path] = {}
   for u in uops:
+    values = _values(u)
     for x in u.src:
       if _is_text(x):
         continue
       if (inside := computed.get(x)) is None:
         raise OutOfScope(f"kernel {kernel}: {expression(x)} is used before it is computed\n  at {describe(u)}")
-      # What has no value, such as a store, is here only for the order.
-      if inside and inside[-1] not in path and x.dtype != dtypes.void:
+      if inside and inside[-1] not in path and x in values:
         where = f"computed {_named(inside)}, and used {_named(path)}, where it is not known"
         raise OutOfScope(f"kernel {kernel}: {expression(x)} is {where}\n  at {describe(u)}")
     if u.op in (Ops.END, Ops.ENDIF):
@@ -39,6 +38,13 @@ def check_scopes(uops: Sequence[UOp]) -> None:
     elif u.op in (Ops.RANGE, Ops.IF):
       path = (*path, u)
     computed[u] = path
+
+
+def _values(u: UOp) -> tuple[UOp, ...]:
+  """Return the sources whose values `u` uses; others only come before it."""
+  if u.op in (Ops.BARRIER, Ops.GROUP, Ops.NOOP, Ops.SINK):
+    return ()
+  return u.src[:1] if u.op is Ops.AFTER else u.src[1:] if u.op is Ops.END else u.src
 
 
 def _is_text(u: UOp) -> bool:

@@ -10,6 +10,7 @@ from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import Ops
 
 from uopattn.dsl import as_type
+from uopattn.dsl.constants import typed
 from uopattn.dsl.schedule import Kernel, Schedule
 from uopattn.dsl.view import Strides, View
 from uopattn.plan.rules import rules_of
@@ -119,7 +120,7 @@ class Launch:
     if "rules" in self.kernel.wants:
       wanted["rules"] = rules_of(self.spec, arguments, self.pack_gqa, self.schedule.operand)
     flat = {name: self._flat(name, x) for name, x in own.items() if name not in self.kernel.unread}
-    kernel = self.kernel.build(**flat, **{name: wanted[name] for name in self.kernel.wants})
+    kernel = typed(self.kernel.build(**flat, **{name: wanted[name] for name in self.kernel.wants}))
     # A call has all buffers, for its gradients or because other kernels of the pass read them, and CUDA graphs pass
     # every argument. Those that are not read become bytes: CUDA C++ knows 8-bit floats only if it is told about them.
     read = {u.arg.slot for u in kernel.toposort() if u.op is Ops.PARAM}
