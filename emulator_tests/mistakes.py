@@ -94,7 +94,7 @@ MASKS = {
 }
 
 
-# the softmax of a matrix unit: (unit or family, scores, scale_log2, m_old, l_old, ...) -> P, m_i, l_i, alpha
+# the softmax of a matrix unit: (unit or family, scores, scaling, m_old, l_old, ...) -> P, m_i, l_i, alpha
 
 
 def no_rescale(right: Phase) -> Phase:

@@ -152,7 +152,11 @@ def the_first_part_again(self: TileRange, i: UOp, parts: int) -> TileRange:
 MISTAKES: dict[str, tuple[Any, str, Any]] = {
   "last tile left out": (TileRange, "split", without_the_last_tile),
   "every part the first one": (TileRange, "split", the_first_part_again),
-  "parts of equal weight": (combine, "_weight", lambda lse, highest, power: right_weight(lse, lse, power)),
+  "parts of equal weight": (
+    combine,
+    "_weight",
+    lambda logit, l_i, highest, power: right_weight(logit, l_i, logit, power),
+  ),
 }
 
 

@@ -7,8 +7,8 @@ from tinygrad.uop.ops import KernelInfo
 
 from uopattn.dsl import Scope, clamp, exp2
 from uopattn.dsl.gpu.workgroup import Workgroup
-from uopattn.dsl.math import LOG2E, tanh
-from uopattn.dsl.rules.softmax import Scaling, lowest
+from uopattn.dsl.math import LN2, LOG2E, tanh
+from uopattn.dsl.rules.softmax import FLOAT32_MAX, LOWEST, Scaling
 
 
 def elementwise(fxn, x: np.ndarray) -> np.ndarray:
@@ -42,11 +42,20 @@ def test_exp2_at_the_edges() -> None:
   np.testing.assert_array_equal(got[4:], [0, 0, 0, np.nan])
 
 
-def test_the_maximum_of_no_key_stays_finite_in_the_exponent() -> None:
-  """With -FLOAT32_MAX / factor the product would be infinite for some factors, such as that of 24 columns, times 4."""
-  factors = [1.0, 4 * LOG2E / 24**0.5, *np.random.default_rng(0).uniform(1, 50, 10000)]
-  lowests = np.array([lowest(Scaling(1.0, x)) for x in factors], np.float32)
-  assert np.isfinite(lowests * np.array(factors, np.float32)).all()
+@pytest.mark.parametrize("bits_8", [False, True])
+@pytest.mark.parametrize("scale", [1 / 8, 128**-0.5, 0.5 / LOG2E, 0.5 / LOG2E * (1 + 2**-22), LN2, 1e-30, 3e-38])
+def test_a_row_max_in_base_2_and_its_factor_agree(scale: float, bits_8: bool) -> None:
+  """Also where the factor changes; it grows with the score, and no score becomes infinite."""
+  scaling, limit = Scaling.of(scale), (2.0**24 if bits_8 else 2.0**28) / (scale * LOG2E)
+  near = np.float32(min(limit, 3e38)) * (1 + np.arange(-40, 41, dtype=np.float32) * np.float32(2**-23))
+  x = np.sort(np.concatenate([near, -near, [FLOAT32_MAX, LOWEST, 0, 1, 1e20, -1e20]]).astype(np.float32))
+  m_i = elementwise(lambda u: scaling.in_base_2("c", u, bits_8), x)
+  factor = elementwise(lambda u: scaling.factor("c", u, bits_8) + 0 * u, m_i)
+  assert (np.diff(m_i) >= 0).all()
+  assert np.isfinite(m_i).all()
+  np.testing.assert_array_equal(x * factor, m_i)
+  logits = elementwise(lambda u: scaling.logit("c", u, bits_8), m_i)
+  np.testing.assert_allclose(logits, x.astype(np.float64) * scale, rtol=3e-7)
 
 
 def test_clamp() -> None:

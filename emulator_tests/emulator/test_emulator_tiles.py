@@ -117,41 +117,50 @@ def test_rows_are_transposed_and_scaled() -> None:
 @pytest.mark.parametrize(
   ("parts", "degree", "error"), [(1, 3, 2.0**-8), (1, 5, 2.0**-8), (2, 5, 2.0**-15), (3, 5, 2.0**-22)]
 )
-def test_weights(parts: int, degree: int, error: float) -> None:
+@pytest.mark.parametrize("subtracts", [False, True])
+def test_weights(parts: int, degree: int, error: float, subtracts: bool) -> None:
   """Pairs of bfloat16 numbers whose sums are the weights, exactly 1 at 0 and 0 at -inf; and the sums of the weights."""
   rows = 8
 
-  def body(o: UOp, l: UOp, x: UOp, shift: UOp) -> UOp:
+  def body(o: UOp, l: UOp, x: UOp, shift: UOp, factor: UOp) -> UOp:
     w = item()
     done = amx.weigh(
       o[w * parts * rows * 8],
       x[w * rows * 16],
       shift[0],
       l[w * 16],
-      0.25,
+      factor[0],
       rows,
       rows // 2 * 64,
       parts,
       degree,
+      subtracts,
       w,
     )
-    return kernel(f"weigh_{parts}_{degree}", [done], w)
+    return kernel(f"weigh_{parts}_{degree}_{subtracts}", [done], w)
 
   x = -np.abs(RNG.standard_normal((ITEMS, rows, 16)) * 40).astype(np.float32)
   x[0, 0, :3] = 0, -np.inf, -1e9
-  shift = np.zeros(16, np.float32)
+  shift, factor = np.full(16, -2, np.float32), np.full(16, 0.25, np.float32)
+  x += -8 if not subtracts else -2  # the largest exponent is 0
 
   with Context(DEV="EMU::amx"):
     out, l, *ins = (
       Tensor(y, device="EMU").realize()
-      for y in (np.zeros(ITEMS * parts * rows * 8, np.uint32), np.ones(ITEMS * 16, np.float32), x.ravel(), shift)
+      for y in (
+        np.zeros(ITEMS * parts * rows * 8, np.uint32),
+        np.ones(ITEMS * 16, np.float32),
+        x.ravel(),
+        shift,
+        factor,
+      )
     )
     found = Tensor.custom_kernel(out, l, *ins, fxn=body)
     Tensor.realize(*found[:2])
     words, sums = found[0].numpy().reshape(ITEMS, parts, rows // 2, 16), found[1].numpy().reshape(ITEMS, 16)
   low, high = ((y & np.uint32(0xFFFF0000)).view(np.float32).sum(1, dtype=np.float64) for y in (words << 16, words))
   weights = np.stack([low, high], axis=2).reshape(ITEMS, rows, 16)
-  exact = np.exp2(x.astype(np.float64) / 4)
+  exact = np.exp2((x.astype(np.float64) + 2) / 4 if subtracts else x.astype(np.float64) / 4 + 2)
   np.testing.assert_allclose(weights, exact, rtol=error, atol=1e-37)
   assert (weights[0, 0, :3] == (1, 0, 0)).all()
   np.testing.assert_allclose(sums, 1 + exact.sum(1), rtol=1e-4 if degree == 3 else 3e-7)

@@ -213,8 +213,9 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "split",
     lambda self, i, parts: replace(right_part(self, i, parts), tile=lambda x: right_part(self, i, parts).tile(x // 2)),
   ),
-  "parts not weighted": (combine, "_weight", lambda lse, highest, power: right_weight(lse, lse, power)),
-  "weights to another base": (combine, "_weight", lambda *x: right_weight(x[0] * 1.4, x[1] * 1.4, x[2])),
+  "parts not weighted": (combine, "_weight", lambda logit, l_i, highest, power: right_weight(logit, l_i, logit, power)),
+  "sums of exponentials left out": (combine, "_weight", lambda x, l_i, *rest: right_weight(x, l_i.ne(0) * 1.0, *rest)),
+  "weights to another base": (combine, "_weight", lambda *x: right_weight(x[0] * 1.4, x[1], x[2] * 1.4, x[3])),
 }
 
 

@@ -39,7 +39,8 @@ def of(u: UOp, mode: str) -> tuple[MultiplyAdd, tuple[UOp, UOp, UOp]] | None:
     return None
   i = products[0 if mode == "first" else -1]
   sign_of_product, sign_of_other = (-1 if u.op is Ops.SUB and n == 1 else 1 for n in (i, 1 - i))
-  return _multiply_add(sign_of_product, sign_of_other), (*u.src[i].src, u.src[1 - i])
+  a, b = u.src[i].src
+  return _multiply_add(sign_of_product, sign_of_other), (a, b, u.src[1 - i])
 
 
 def _multiply_add(sign_of_product: int, sign_of_addend: int) -> MultiplyAdd:

@@ -76,11 +76,12 @@ class Scaling(NamedTuple):
 
     The factor by m_i is the same: the limits differ by more than rounding, and the larger factor by more than that.
     """
-    limit = (LARGEST_M_8 if bits_8 else LARGEST_M) * (1 - SLACK)
+    most = (LARGEST_M_8 if bits_8 else LARGEST_M) * (1 - SLACK)
+    limit: Factor = inf
     if isinstance(self.log2, UOp):
-      limit = self.log2.reciprocal() * limit
-    else:
-      limit = inf if limit / self.log2 > FLOAT32_MAX else limit / self.log2
+      limit = self.log2.reciprocal() * most
+    elif most / self.log2 <= FLOAT32_MAX:
+      limit = most / self.log2
     return score * self._chosen(family, score, limit, self.log2)
 
   def logit(self, family: str, m_i: UOp, bits_8: bool = False) -> UOp:
