@@ -50,7 +50,8 @@ def on_cpu(o: UOp, partial_o: UOp, partial_lse: UOp, lse: UOp | None = None, *, 
   highest = highest.after(highest[0].store(highest.after(t)[0].maximum(partial_lse[first + t, row, 0])).end(t))
 
   def weight(t: UOp) -> UOp:
-    return _weight(*(partial_lse[first + t, row, i].load() for i in range(2)), highest[0], exp2)
+    logit, l_i = (partial_lse[first + t, row, i].load() for i in range(2))
+    return _weight(logit, l_i, highest[0], exp2)
 
   weights = s.assign(s.buffer(splits), weight, within=within)
   total = s.assign(s.buffer(1), lambda i: 0.0, within=within)
