@@ -1,6 +1,6 @@
 """`python -m uopattn.info`: shows the device, the compiler, and which kernels serve this machine, or why not.
 
-Exit status: 0 if the default device can be used, 2 if not.
+Exit status: 0 if the device that the programs take can be used, 2 if not.
 """
 
 import argparse
