@@ -87,3 +87,17 @@ def test_what_is_misplaced(name: str) -> None:
   else:
     with pytest.raises(emulator.OutOfScope, match=error):
       check_scopes(uops)
+
+
+def test_what_only_comes_before_may_be_in_any_loop() -> None:
+  """As what is loaded in a loop comes before a barrier after it, though nothing is left of its value."""
+  x, i = UOp.placeholder((4,), dtypes.int, 0), UOp.range(UOp.const(4, dtypes.int), 0, dtype=dtypes.int)
+  place = x.index(i)
+  load = place.load()
+  stored = place.store(load)
+  end = stored.end(i)
+  barrier, sum_ = UOp(Ops.BARRIER, src=(end, load)), load + load
+  begun = [x, i, place, load, stored, end]
+  check_scopes([*begun, barrier, UOp.sink(barrier, arg=KernelInfo("after"))])
+  with pytest.raises(emulator.OutOfScope, match=r"argument0\[range0\] is computed in loop 0, and used outside"):
+    check_scopes([*begun, sum_, UOp.sink(sum_, arg=KernelInfo("after"))])

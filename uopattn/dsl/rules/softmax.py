@@ -235,7 +235,7 @@ def normalize_rows(
 ) -> tuple[UOp, list[UOp]]:
   """Apply `normalize` to every row of a CPU's block; return the factors and the numbers for `lse`, all (rows,).
 
-  One loop computes all, as loops that follow a `Loop` must not share a value.
+  One loop computes all.
 
   Args:
     m_i, l_i: row maxima and row sums, (rows,).
