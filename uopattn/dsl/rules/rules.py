@@ -90,8 +90,8 @@ class Rules(Masks):
 
   @property
   def scaling_of_q(self) -> Scaling:
-    """The factors of a kernel that multiplies q in float32: it has `Scaling.pre` for free."""
-    return self.scaling if self.has_score_mods else Scaling(self.scale, 1.0)
+    """The factors of a kernel that multiplies q in float32: it has `Scaling.pre` for free, and always subtracts."""
+    return self.scaling._replace(subtracts=True) if self.has_score_mods else Scaling(self.scale, 1.0)
 
   def at(self, head: UOp) -> "HeadRules":
     """The rules for a head of the kernel, numbered through all batch elements."""
