@@ -136,3 +136,24 @@ OUT, LSE = Tensor.zeros(1, 2, 3, 4), Tensor.zeros(1, 2, 3)
 def test_bad_arguments(outs, lses, error, message) -> None:
   with pytest.raises(error, match=message):
     merge_states(outs, lses)
+
+
+@pytest.mark.parametrize("backend", ["kernel", "reference"])
+def test_sinks_of_a_part_without_keys(backend: str) -> None:
+  """They are in its LSE, so that it and a part without sinks are the whole; and so are their gradients."""
+  q, k, v = qkv(2, 4, 2, 5, 12, 16, Dv)
+  sinks, none = on_device(np.array([0.7, -1, 3, 0], np.float32)), on_device(np.zeros(2, np.int32))
+  given = {"enable_gqa": True, "return_lse": True, "backend": backend}
+  empty = attention(q, k, v, kv_lengths=none, sinks=sinks, **given)
+  full = attention(q, k, v, **given)
+  whole = attention(q, k, v, sinks=sinks, **given)
+  merged = merge_states(*zip(empty, full, strict=True))
+  random = np.random.default_rng(0)
+  out_weights, lse_weights = (on_device(random.standard_normal(x.shape).astype(np.float32)) for x in whole)
+  losses = [(out * out_weights).sum() + (lse * lse_weights).sum() for out, lse in (merged, whole)]
+  grads = [loss.gradient(sinks)[0] for loss in losses]
+  Tensor.realize(*empty, *merged, *whole, *grads)
+  assert (empty[0].numpy() == 0).all()
+  np.testing.assert_array_equal(empty[1].numpy(), np.broadcast_to(sinks.numpy()[:, None], (2, 4, 5)))
+  for got, want in zip((*merged, grads[0]), (*whole, grads[1]), strict=True):
+    np.testing.assert_allclose(got.numpy(), want.numpy(), rtol=1e-4, atol=2e-6)

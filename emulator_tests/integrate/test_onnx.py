@@ -130,12 +130,15 @@ MULTI_HEAD: dict[str, tuple[Arrays, dict[str, Any]]] = {
   "lengths": (CROSS | {"key_padding_mask": np.array([7, 4], np.int32)}, {}),
   "padding": (CROSS | {"key_padding_mask": some(B, N)}, {}),
   "padding of rows": (CROSS | {"key_padding_mask": some(B, M, N)}, {"mask_filter_value": -3.0}),
+  "padding of all": (CROSS | {"key_padding_mask": np.array([7, 0], np.int32)}, {"mask_filter_value": -3.4e38}),
   "attention bias": (CROSS | {"attention_bias": normal(1, H, M, N)}, {}),
   "past": (SELF | PAST, {"unidirectional": 1}),
 }
 
 
-@pytest.mark.kinds(case=("cross", "sizes of values", "bias", "causal", "padding of rows", "attention bias", "past"))
+@pytest.mark.kinds(
+  case=("cross", "sizes of values", "bias", "causal", "padding of rows", "padding of all", "attention bias", "past")
+)
 @pytest.mark.parametrize("case", MULTI_HEAD)
 def test_multi_head_attention(case: str) -> None:
   inputs, attributes = MULTI_HEAD[case]

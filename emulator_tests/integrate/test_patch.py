@@ -51,6 +51,19 @@ def test_a_kernel_serves(case: str) -> None:
     check(q, k, v, q.scaled_dot_product_attention(k, v, **arguments), **options)
 
 
+def test_a_mask_of_the_lowest_float_hides_nothing() -> None:
+  """A row that is masked throughout by it, as padding is in many models, has the mean of the values, as in tinygrad."""
+  q, k, v = qkv(1, 2, 2, 9, 12, 16, 16)
+  low = np.zeros((1, 1, 9, 12), np.float32)
+  low[:, :, 2:4] = low[:, :, 5, :7] = np.finfo(np.float32).min
+  mask = Tensor(low)
+  want = q.scaled_dot_product_attention(k, v, mask).numpy()
+  with uopattn.patch(backend="kernel"):
+    got = q.scaled_dot_product_attention(k, v, mask).numpy()
+  np.testing.assert_allclose(got, want, atol=1e-5)
+  np.testing.assert_allclose(got[:, :, 2], v.numpy().mean(2), atol=1e-5)
+
+
 def test_masks_and_the_order_of_arguments() -> None:
   q, k, v = qkv(1, 4, 2, 9, 12, 16, 16)
   seen = Tensor(np.random.default_rng(1).random((9, 12)) < 0.7).realize()

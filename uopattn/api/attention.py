@@ -98,10 +98,10 @@ def attention(
   """Compute softmax(scale * q k^T) v without storing the scores.
 
   The score of query i and key j is scale * q[i].k[j], then softcap * tanh(score / softcap), then score_mod, then
-  plus an additive attn_mask. Query i has position i + q_start. A row that sees no key gives 0, a log-sum-exp of -inf
-  and no gradient. Keys and values at or beyond kv_lengths are never read. emulator_tests/README.md lists what other
-  hidden keys may hold, under "What hidden keys may hold". Batches, heads, queries and keys may be none: then results
-  are empty, or those of rows that see no key, and gradients are 0.
+  plus an additive attn_mask. Query i has position i + q_start. A row that sees no key gives 0, a log-sum-exp of -inf,
+  or of its sink where there are sinks, and no gradient. Keys and values at or beyond kv_lengths are never read.
+  emulator_tests/README.md lists what other hidden keys may hold, under "What hidden keys may hold". Batches, heads,
+  queries and keys may be none: then results are empty, or those of rows that see no key, and gradients are 0.
 
   q, k, v, sinks, an additive attn_mask and the aux Tensors that score_mod reads have gradients. `uopattn.plan.gradient`
   says which gradients kernels compute. Second derivatives need `backend="reference"`.

@@ -14,12 +14,13 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor
 
   Each output is weighted by its share of the sum of exponentials, exp(lse_i - lse). The order of the parts does not
   matter. Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023) combines its splits this way, and FlashInfer its attention
-  states (Ye et al., "FlashInfer", 2025, section 2.2).
+  states (Ye et al., "FlashInfer", 2025, section 2.2). Sinks must be given to one part only.
 
   Args:
     outs: one or more Tensors (B, H, M, Dv), all float32, all float16 or all bfloat16.
     lses: the log-sum-exp (natural logarithm) of each part, (B, H, M) float32. -inf marks a row that sees no key in this
-      part; its output is ignored, even if it is NaN.
+      part and has no sink; its output is ignored, even if it is NaN. A log-sum-exp is as exact as float32: of logits
+      beyond 1e7 it no longer tells how many keys had the largest one.
 
   Returns:
     The output (B, H, M, Dv) in the dtype of `outs`, and the LSE (B, H, M) float32. Rows that see no key in any part get

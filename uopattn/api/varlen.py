@@ -108,7 +108,7 @@ def attention_varlen(
 
   Returns:
     (total queries, Hq, Dv) in the dtype of q and v; with return_lse a pair. A query that sees no key gets 0, and an LSE
-    of -inf.
+    of -inf, or of its sink.
 
   Raises:
     TypeError, ValueError: an argument does not fit; the message names it, what was given and what is accepted.

@@ -17,9 +17,9 @@ def merged(outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor | None 
   shift = highest.eq(-inf).where(0, highest)  # -inf - -inf is NaN
   weights = [(lse - shift).exp() for lse in lses]
   total = reduce(Tensor.add, weights)
-  no_key = total.eq(0)
   total = total if sinks is None else total + (sinks.reshape(1, -1, 1) - shift).exp()
-  total = no_key.where(1, total)
+  nothing = total.eq(0)
+  total = nothing.where(1, total)
   shares = ((weight / total).unsqueeze(-1) for weight in weights)
   parts = [share * share.eq(0).where(0, out.float()) for share, out in zip(shares, outs, strict=True)]
-  return reduce(Tensor.add, parts).cast(outs[0].dtype), no_key.where(-inf, shift + total.log())
+  return reduce(Tensor.add, parts).cast(outs[0].dtype), nothing.where(-inf, shift + total.log())
