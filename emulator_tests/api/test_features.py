@@ -236,7 +236,8 @@ def test_rows_that_see_no_key(shape: Shape, name: str) -> None:
   out, lse = attention(q, k, v, enable_gqa=True, return_lse=True, backend="kernel", **given)
   Tensor.realize(out, lse)
   assert (out.numpy() == 0).all()
-  assert (lse.numpy() == -math.inf).all()
+  alone = BLIND[name].get("sinks", np.full(shape[1], -math.inf, np.float32))  # the sink of the row's head
+  np.testing.assert_array_equal(lse.numpy(), np.broadcast_to(alone[:, None], lse.shape))
 
 
 @pytest.mark.parametrize("M", [1, 2, 20])
