@@ -210,7 +210,9 @@ def begin(row_stats: UOp, turns: UOp, lse: UOp, delta: UOp, *, tiles: Tiles) -> 
   inside = head < heads
   there = inside & (row < M)
   found = [there.where(x.base[(head * M + row).valid(there)].load(), 0.0) for x in (lse, delta)]
-  base_2 = (found[0] * LOG2E).maximum(LOWEST).minimum(FLOAT32_MAX)  # also of a query that sees no key
+  base_2 = found[0] * LOG2E
+  for beyond, limit in ((base_2 < LOWEST, LOWEST), (base_2 > FLOAT32_MAX, FLOAT32_MAX)):  # NaN stays
+    base_2 = beyond.where(limit, base_2)
   numbers = (row < M).where(base_2, float("inf")), found[1]
   stores = [row_stats.base[((head * 2 + i) * padded + row).valid(inside)].store(x) for i, x in enumerate(numbers)]
   stores.append(turns.base[at.valid(at < count)].store(UOp.const(0, dtypes.int)))
