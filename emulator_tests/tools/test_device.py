@@ -57,7 +57,7 @@ def usable(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
   """Says which device is tinygrad's default, and which of all run the kernels."""
 
   def say(default: str, *devices: str) -> None:
-    monkeypatch.setattr(Device, "_select_device", default)
+    monkeypatch.setitem(vars(Device), "_select_device", default)  # without asking for the one before, which sets DEV
     monkeypatch.setattr(device, "why_not", lambda name: "" if name in devices else f"no kernel for {name}")
 
   monkeypatch.setenv("DEV", "")

@@ -122,6 +122,5 @@ def test_other_tiles_and_a_changed_kernel_are_other_entries(
       source = program_cache.program(kernel(cpu_forward.Tiles(16, 18, 3)), renderer)[1]
     caplog.clear()
     assert program_cache.program(kernel(cpu_forward.Tiles(16, 19, 3)), renderer)[1] != source
-    monkeypatch.setattr(cpu_forward, "LN2", 0.5)
-    monkeypatch.setattr(cpu_forward, "LOG2E", 1.5)
+    monkeypatch.setattr(cpu_forward, "LOWEST", -0.5)
     assert program_cache.program(kernel(cpu_forward.Tiles(16, 18, 3)), renderer)[1] != source
