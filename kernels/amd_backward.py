@@ -295,10 +295,10 @@ class Mainloop:
     if masked and x.row.vmax >= rules.M:
       scores = [(x.row < rules.M).where(score, -inf) for score in scores]
     if shifts_early(rules):
-      exponents = [score * rules.scaling.log2 for score in scores]
+      exponents = [-ins.fabs(HIP, score * rules.scaling.log2) for score in scores]
     else:
-      exponents = rules.scaling.from_lse(scores, -x.neg_lse, not rules.moves)
-    p = [ins.exp2(HIP, -ins.fabs(HIP, x)) for x in exponents]
+      exponents = rules.scaling.from_lse(HIP, scores, -x.neg_lse, not rules.moves)
+    p = [ins.exp2(HIP, x) for x in exponents]
     if rules.seed is not None:
       dots = [dot + x.neg_delta for dot in head_rules.dropped(dots, *keys)]
     grads = [weight * dot for weight, dot in zip(p, dots, strict=True)]

@@ -3,6 +3,7 @@
 import math
 from functools import reduce
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -143,7 +144,7 @@ def test_sinks_of_a_part_without_keys(backend: str) -> None:
   """They are in its LSE, so that it and a part without sinks are the whole; and so are their gradients."""
   q, k, v = qkv(2, 4, 2, 5, 12, 16, Dv)
   sinks, none = on_device(np.array([0.7, -1, 3, 0], np.float32)), on_device(np.zeros(2, np.int32))
-  given = {"enable_gqa": True, "return_lse": True, "backend": backend}
+  given: dict[str, Any] = {"enable_gqa": True, "return_lse": True, "backend": backend}
   empty = attention(q, k, v, kv_lengths=none, sinks=sinks, **given)
   full = attention(q, k, v, **given)
   whole = attention(q, k, v, sinks=sinks, **given)

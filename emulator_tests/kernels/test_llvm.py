@@ -56,7 +56,7 @@ WORDS = {
   "fmin": lambda x, lane: ins.fmin(HIP, x, UOp.const(0.5, dtypes.float)),
   "wave_fence": lambda x, lane: exchanged(x, lane),
   "fmax": lambda x, lane: ins.fmax(HIP, x, UOp.const(0.5, dtypes.float)),
-  "fabs": lambda x, lane: ins.fabs(HIP, x),
+  "fabs": lambda x, lane: ins.fmax(HIP, ins.fabs(HIP, x), UOp.const(0.5, dtypes.float)),  # as an operand's modifier
   "exp2": lambda x, lane: ins.exp2(HIP, x),
   "log2": lambda x, lane: ins.log2(HIP, x),
   "reciprocal": lambda x, lane: ins.reciprocal(HIP, x),

@@ -117,7 +117,7 @@ class Gradients:
     hidden = [*absent, *self.rules.hidden(row, key)]
     score = self.rules.apply_score_mods(product * scaling.pre, row, key)
     score = reduce(UOp.__or__, hidden).where(-inf, score) if hidden else score
-    (exponent,) = scaling.from_lse([score], self.lse_i[m].load(), not rules.moves)
-    p = exp2(exponent.minimum(0.0))
+    (exponent,) = scaling.from_lse("c", [score], self.lse_i[m].load(), not rules.moves)
+    p = exp2(exponent)
     weight, dp = self.rules.dropped([p], row, key, [0])[0], self.rules.dropped([dp], row, key, [0])[0]
     return weight, self.rules.score_vjp([p * (dp - self.delta_i[m])], [product], row, key, [0])[0]

@@ -132,8 +132,7 @@ def weights(rules: HeadRules, score_rows: list[ScoreRow], products: Elements, ma
   found: Elements = {}
   for row in score_rows:
     scores = rules.scores([products[at] for at in row.places], *row.keys, masked)
-    exponents = rules.scaling.from_lse(scores, row.lse, not rules.rules.moves)
-    p = [ins.exp2(CUDA, -ins.fabs(CUDA, x)) for x in exponents]
+    p = [ins.exp2(CUDA, x) for x in rules.scaling.from_lse(CUDA, scores, row.lse, not rules.rules.moves)]
     found |= zip(row.places, p, strict=True)
   return found
 

@@ -101,20 +101,22 @@ class Scaling(NamedTuple):
     """The factor on what was summed relative to m_old that makes it relative to m_new."""
     return exp2((m_old - m_new) * self.log2 if self.subtracts else m_old - m_new)
 
-  def from_lse(self, scores: list[UOp], lse: UOp, in_base_2: bool) -> list[UOp]:
+  def from_lse(self, family: str, scores: list[UOp], lse: UOp, in_base_2: bool) -> list[UOp]:
     """The exponents in base 2 of a row's normalized weights, from its log-sum-exp, as a backward pass has it.
 
-    They are at most 0, but for rounding: of a large lse half a unit in the last place is above 128. So what is meant
-    is exp2(-|x|), which is finite, and right as far as float32 carries the lse.
+    Weights are at most 1, but half a unit in the last place of a large lse is above 128. So the distance between the
+    two is taken for the exponent, whichever is larger; weights are as right as float32 carries the lse, and finite.
 
     Args:
       lse: in base 2 or natural. Natural, the difference is taken before the factor rounds it: as modified scores need
         it, which may be large.
     """
-    if in_base_2:
-      return [x * self.log2 - lse for x in scores]
-    natural = scores if isinstance(self.natural, float) and self.natural == 1 else [x * self.natural for x in scores]
-    return [(x - lse) * LOG2E for x in natural]
+    if in_base_2:  # the lse first: nvcc spills in `hopper_fused_backward` otherwise
+      distances = [lse - x * self.log2 for x in scores]
+    else:
+      plain = isinstance(self.natural, float) and self.natural == 1
+      distances = [(lse - (x if plain else x * self.natural)) * LOG2E for x in scores]
+    return [-ins.fabs(family, x) for x in distances]
 
   def exponents(self, family: str, scores: list[UOp], a: Factor, m_i: UOp, p_scale_log2: int = 0) -> list[UOp]:
     """The exponents in base 2 of a row's P, which is multiplied by 2**p_scale_log2; `a` is their factor."""
