@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from helpers import placed
+from simulated import LARGEST
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
@@ -27,7 +28,6 @@ TOLERANCE = {  # of the largest error, relative to the largest value: P and the 
   dtypes.fp8e4m3: 0.3,
   dtypes.fp8e5m2: 0.6,
 }
-LARGEST = {dtypes.float16: 6e4, dtypes.fp8e4m3: 448.0, dtypes.fp8e5m2: 5.7e4}
 Shape = tuple[int, int, int, int, int, int, int]  # B, Hq, Hkv, M, N, Dk, Dv
 
 

@@ -3,7 +3,7 @@
 And cases to try them on, drawn at random.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +15,7 @@ from uopattn.proof.oracle import PRECISIONS, Array, Rules, cut_to_tf32, modified
 from uopattn.proof.oracle_gradients import slope
 
 RAISED = {dtypes.fp8e4m3: 8, dtypes.fp8e5m2: 15}  # exponents by which weights in 8 bits are raised
+LARGEST = {dtypes.float16: 6e4, dtypes.fp8e4m3: 448.0, dtypes.fp8e5m2: 5.7e4}  # of other types 1e37
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class Kernel:
       blind = np.logical_not(visible.any(-1, keepdims=True))
       with np.errstate(divide="ignore", invalid="ignore"):
         out[b, h] = np.where(blind, 0, narrow((acc / l).astype(np.float32)))
-        lse[b, h] = np.where(blind, -np.inf, m + np.log(l))[:, 0]
+        lse[b, h] = np.where(blind, sink, m + np.log(l))[:, 0]
     return out, lse
 
   def backward(
@@ -132,7 +133,7 @@ class Kernel:
       head = h // (Hq // Hkv)
       score, slopes, visible = self._scores(q[b, h], k[b, head], r, b, h, keep)
       top = np.where(np.isfinite(lse[b, h]), lse[b, h], np.inf).astype(np.float32)[:, None]
-      p = np.where(visible, self._exp(score - top), np.float32(0))
+      p = np.where(visible, self._exp(-np.abs(score - top)), np.float32(0))
       kept = np.ones((1, 1), np.float32) if r.kept is None else (r.kept[b, h] / (1 - r.dropout_p)).astype(np.float32)
       dv[b, head] += self._product(cut(keep(p * kept)).T, cut(do[b, h]))
       ds = p * (kept * (cut(do[b, h]) @ cut(v[b, head]).T) - delta[b, h][:, None]) * slopes
@@ -221,3 +222,23 @@ class Case:
     kernel = Kernel.drawn(random, dtype, tf32=dtype == dtypes.float32 and perhaps(0.4))
     q, k, v, do = (of_type(x, dtype) for x in (q, k, v, do))
     return cls(q, k, v, do, dlse, dtype, rules, kernel)
+
+  def of_any_magnitude(self, seed: int, masked: bool = True) -> "Case":
+    """The case with q and k, and with `masked` perhaps a mask, of any magnitude that leaves scores finite in float32.
+
+    Kernels that round q again are left out: that moves large scores by more than lies between them.
+    """
+    random, (M, N) = np.random.default_rng(seed), (self.q.shape[2], self.k.shape[2])
+
+    def sized(x: Array, most: float) -> Array:
+      top = max(np.abs(x).max(), 1.0)
+      return of_type(x * (10.0 ** random.uniform(-3, max(-3, np.log10(most / top))) * 0.99), self.dtype)
+
+    most = LARGEST.get(self.dtype, 1e37)
+    q = sized(self.q, most)
+    k = sized(self.k, min(most, 1e36 / (np.abs(q).max() + 1) / q.shape[3]))
+    rules = dict(self.rules)
+    if masked and random.random() < 0.3:
+      low = np.float32(random.choice([-1e4, -1e10, -1e20, -1e37, -1e38]))
+      rules["attn_mask"] = np.where(random.random((1, 1, M, N)) < 0.5, low, np.float32(0))
+    return replace(self, q=q, k=k, rules=rules, kernel=replace(self.kernel, scales_first=False))

@@ -240,9 +240,10 @@ def test_sums_that_tensor_cores_cut_off_are_no_fault_on_their_devices() -> None:
   assert "head" in kinds(there.output((1 - 4e-4) * out))
 
 
-def check_case(seed: int) -> bool:
+def check_case(seed: int, any_magnitude: bool) -> bool:
   """Fails if a right result does not pass; false where the naive computation is no measure."""
   case = Case.drawn(seed, tuple(PRECISIONS))
+  case = case.of_any_magnitude(seed) if any_magnitude else case
   with np.errstate(all="ignore"):
     try:
       gate = Gate.of_arrays(*case.inputs, case.dtype, tf32=case.kernel.tf32, **case.rules)
@@ -254,18 +255,34 @@ def check_case(seed: int) -> bool:
     reports.append(gate.lse(lse))
   for report in reports:
     assert report.correct, f"{case.kernel}, {case.rules}: {report}"
+  if reports[0].relative_bound < 0.5 and np.square(gate.exact).mean() > 0.01:  # else zeros are as good as anything
+    assert not gate.output(0 * out).correct
+  assert not gate.output(np.where(np.arange(out.size).reshape(out.shape) == out.size // 2, np.nan, out)).correct
   return True
 
 
+@pytest.mark.parametrize("any_magnitude", [False, True], ids=["", "any magnitude"])
 @pytest.mark.parametrize("seed", range(0, 80, 10))
-def test_right_results_pass(seed: int) -> None:
-  assert sum(check_case(each) for each in range(seed, seed + 10)) > 7
+def test_right_results_pass(seed: int, any_magnitude: bool) -> None:
+  assert sum(check_case(each, any_magnitude) for each in range(seed, seed + 10)) > 6
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("any_magnitude", [False, True], ids=["", "any magnitude"])
 @pytest.mark.parametrize("seed", range(1000, 3000, 100))
-def test_many_right_results_pass(seed: int) -> None:
-  assert sum(check_case(each) for each in range(seed, seed + 100)) > 90
+def test_many_right_results_pass(seed: int, any_magnitude: bool) -> None:
+  assert sum(check_case(each, any_magnitude) for each in range(seed, seed + 100)) > 85
+
+
+def test_equal_keys_of_large_scores_share_their_weight() -> None:
+  """Float32 does not hold an LSE of 1e16 closely enough to tell a weight of a third from none."""
+  random = np.random.default_rng(8)
+  q, k, v = (random.standard_normal((1, 1, rows, 2)).astype(np.float32) for rows in (100, 11, 33))
+  q, k = q * np.float32(1e-2), (k * np.float32(1e18)).repeat(3, 2)
+  out, lse = Kernel().forward(q, k, v, dtypes.float32)
+  gate = Gate.of_arrays(q, k, v, dtypes.float32)
+  assert gate.output(out).correct
+  assert gate.lse(lse).correct
 
 
 def test_bounds_follow_what_float32_leaves_of_large_scores() -> None:

@@ -36,7 +36,7 @@ class Scores:
   bend: Array
 
 
-def _scores(q: Array, k: Array, lse: Array, precision: Precision, r: Rules) -> Iterator[Scores]:
+def _scores(q: Array, k: Array, precision: Precision, r: Rules) -> Iterator[Scores]:
   (B, Hq, M, Dk), (_, Hkv, N, _) = q.shape, k.shape
   scale = Dk**-0.5 if r.scale is None else r.scale
   mask = None if r.attn_mask is None else np.broadcast_to(r.attn_mask, (B, Hq, M, N))
@@ -48,9 +48,8 @@ def _scores(q: Array, k: Array, lse: Array, precision: Precision, r: Rules) -> I
     with np.errstate(all="ignore"):
       raw = (q[query][rows] @ k[key].T) * np.float32(scale)
       final = modified(r, raw, part, *at, lambda x: x).astype(np.float32, copy=False)
-      top = np.where(np.isfinite(lse[query][rows]), lse[query][rows], np.inf).astype(np.float32)[:, None]
-      p = np.exp(final - top).clip(0, 1)
       hidden = ~seen(r, part, *at) | ~np.isfinite(final)
+      p = _softmax(np.where(hidden, np.float32(-np.inf), final), None if r.sinks is None else r.sinks[h])
       slopes = _finite32(slope(r, raw, *at)) if bends else one
       terms = np.square(q[query][rows]) @ np.square(k[key]).T  # the sum of the squared terms of q.k
       terms *= np.float32((2 * Dk * FLOAT32**2 + 2 * precision.unit**2 / 3) * scale**2)
@@ -59,7 +58,7 @@ def _scores(q: Array, k: Array, lse: Array, precision: Precision, r: Rules) -> I
       variance += np.float32(2 * (FLOAT32 * (r.softcap or 0)) ** 2) + np.square(slopes) * terms
       terms, variance = (np.minimum(x, np.float32(LARGEST_VARIANCE)) for x in (terms, variance))
     if hidden.any():
-      p[hidden] = variance[hidden] = terms[hidden] = 0
+      variance[hidden] = terms[hidden] = 0
     bend = 0 * one
     if r.softcap is not None:  # its slope 1 - tanh^2 cancels where tanh is near 1
       bend = np.square(slopes) * terms * np.float32(4 / r.softcap**2) + np.float32((4 * FLOAT32) ** 2)
@@ -67,21 +66,33 @@ def _scores(q: Array, k: Array, lse: Array, precision: Precision, r: Rules) -> I
     yield Scores(query, key, rows, p, kept, slopes, variance, bend)
 
 
+def _softmax(scores: Array, sink: float | None) -> Array:
+  """Return the weights of rows of scores; zeros for a row that sees no key.
+
+  The row max is subtracted, not the LSE: of large scores float32 does not hold the LSE closely enough.
+  """
+  top = scores.max(-1, keepdims=True)
+  top = np.where(np.isfinite(top), top, np.float32(0)) if sink is None else np.maximum(top, np.float32(sink))
+  p = np.exp(scores - top)
+  total = p.sum(-1, keepdims=True) + (0 if sink is None else np.exp(np.float32(sink) - top))
+  return p / np.where(total > 0, total, np.float32(1))
+
+
 def of_output(
-  q: Array, k: Array, v: Array, exact: Array, lse: Array, guide: Array, precision: Precision, rules: Rules
+  q: Array, k: Array, v: Array, exact: Array, guide: Array, precision: Precision, rules: Rules
 ) -> Roundings:
   """Return the roundings of the output, under the name "output".
 
   Args:
     q, k, v, rules: the arguments of `uopattn.proof.oracle.oracle`.
-    exact, lse: its output and LSE in float64.
+    exact: its output in float64.
     guide: its output with `precision.fused()`.
   """
   N = k.shape[2]
   relative = np.float32(_relative(precision, N))
 
   def terms() -> Iterator[tuple[str, Term]]:
-    for s in _scores(q, k, lse, precision, rules):
+    for s in _scores(q, k, precision, rules):
       weights = s.p * s.kept
       squares = np.square(weights)
       variance = squares * relative + _least(weights, precision)
@@ -103,7 +114,7 @@ def of_lse(q: Array, k: Array, lse: Array, precision: Precision, rules: Rules) -
   # each of the terms loses up to `cut`, uniformly: a variance of cut**2 / 3
   of_scores = replace(precision, unit=precision.cut * (q.shape[-1] / 2) ** 0.5)
   found = np.zeros(lse.shape)
-  for s in _scores(q, k, lse, of_scores, rules):
+  for s in _scores(q, k, of_scores, rules):
     found[s.query][s.rows] = (s.p * np.sqrt(s.variance)).sum(1)
   return found
 
@@ -135,14 +146,14 @@ def of_gradients(
   values, grads, out = ((finite(x) / unit).astype(np.float32) for x, unit in ((v, of_v), (do, of_do), (out, of_v)))
   delta = (out * grads).sum(-1) - (0 if dlse is None else _finite32(dlse / (of_v * of_do)))
   unit, whole = precision.unit, slice(0, N)
-  in_float32 = np.float32(2 * FLOAT32**2) * (2 + np.square(_finite32(lse)))[..., None]
+  in_float32 = np.minimum(2 * FLOAT32**2 * (2 + np.square(finite(lse))), LARGEST_VARIANCE)[..., None].astype(np.float32)
   cuts = precision.operand is not None
   group = M * Hq // Hkv
   of_out, of_weights, of_ds = (np.float32(_relative(precision, terms)) for terms in (N, group, max(N, group)))
   of_dp, cut = np.float32(FLOAT32**2 + unit**2 / Dv * cuts), np.float32((2 * unit) ** 2 * cuts)
 
   def terms() -> Iterator[tuple[str, Term]]:
-    for s in _scores(q, k, lse, precision, rules):
+    for s in _scores(q, k, precision, rules):
       d, y, weights = grads[s.query][s.rows], values[s.key], s.p * s.kept
       slopes = s.slope * s.p * np.float32(scale)  # the derivative of dS by dP
       of_p = s.kept * (d @ y.T) - delta[s.query][s.rows][:, None]

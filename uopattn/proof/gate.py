@@ -199,7 +199,7 @@ class Gate:
         f"the naive computation in {dtype_name(dtype)} is off by {off:.2g} of the output, which leaves no bound to "
         "hold others to: smaller scores are needed, or a machine whose numpy is right"
       )
-    roundings = of_output(*arrays, exact, exact_lse, guide, precision, Rules(**options))
+    roundings = of_output(*arrays, exact, guide, precision, Rules(**options))
     lse_error = of_lse(q, k, exact_lse, replace(precision, cut=CUT), Rules(**options)) if cut else None
     return cls(exact, exact_lse, naive, naive_lse, precision.unit, roundings, lse_error)
 
