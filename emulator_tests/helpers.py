@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,7 @@ from tinygrad.dtype import DType, _to_np_dtype
 
 import uopattn.emulator as emulator
 from uopattn import attention, flash
-from uopattn.dsl.schedule import Problem
+from uopattn.dsl.schedule import Problem, Schedule
 from uopattn.dsl.target import Target, VectorUnit
 from uopattn.plan import dispatch
 from uopattn.plan.target import target_of
@@ -123,10 +123,16 @@ def counts(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> emulator.Counters
 @contextmanager
 def served_by(kernel: str) -> Iterator[None]:
   """`attention` takes this kernel, whichever it would take on the machine at hand."""
-  (wanted,) = [x for x in dispatch.FORWARD if x.name == kernel]
+  wanted = [x for x in dispatch.every_schedule(dispatch.forward_schedules) if x.name == kernel]
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(dispatch, "FORWARD", (wanted,))
+    dispatch_among(patch, wanted)
     yield
+
+
+def dispatch_among(patch: pytest.MonkeyPatch, schedules: Sequence[Schedule], backward: bool = False) -> None:
+  """Dispatch knows these schedules alone."""
+  name = "backward_schedules" if backward else "forward_schedules"
+  patch.setattr(dispatch, name, lambda device: tuple(x for x in schedules if device in x.devices))
 
 
 def problem_of(

@@ -10,13 +10,13 @@ from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
-from helpers import check, qkv
+from helpers import check, dispatch_among, qkv
 from tinygrad import Tensor, UOp, dtypes
 
 from uopattn import BlockMask, KVCache, attention, attention_paged, attention_varlen, flash, merge_states
 from uopattn.api.options import AttentionOptions
 from uopattn.mods import causal, dilated, document, sliding_window
-from uopattn.plan.dispatch import BACKWARD, FORWARD
+from uopattn.plan.dispatch import backward_schedules, every_schedule, forward_schedules
 from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import ARGUMENTS, Arguments
 
@@ -243,8 +243,8 @@ def test_block_masks_are_checked_when_made(name: str) -> None:
 @pytest.fixture
 def bare_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
   """Kernels without any feature."""
-  bare = tuple(replace(schedule, lacks=tuple(x.name for x in fields(Arguments))) for schedule in FORWARD)
-  monkeypatch.setattr("uopattn.plan.dispatch.FORWARD", bare)
+  every = every_schedule(forward_schedules)
+  dispatch_among(monkeypatch, [replace(schedule, lacks=tuple(x.name for x in fields(Arguments))) for schedule in every])
 
 
 @pytest.mark.usefixtures("bare_kernels")
@@ -296,5 +296,5 @@ def test_each_argument_is_declared() -> None:
 
 def test_kernels_lack_only_what_there_is() -> None:
   features = {name if x.feature is None else x.feature for name, x in ARGUMENTS.items()}
-  for schedule in FORWARD + BACKWARD:
+  for schedule in every_schedule(forward_schedules) + every_schedule(backward_schedules):
     assert set(schedule.lacks) <= features

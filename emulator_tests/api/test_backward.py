@@ -6,7 +6,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from gradients import Options, check_gradients, check_gradients_of_sequences, cotangents, gradients_of, numeric_gradient
-from helpers import DTYPES, drawn, on_device, qkv
+from helpers import DTYPES, dispatch_among, drawn, on_device, qkv
 from hypothesis import given
 from hypothesis import strategies as st
 from test_dropout import P, kept_weights
@@ -14,7 +14,6 @@ from test_features import BLIND, FEATURES, Shape, arguments, some
 from tinygrad import Context, GlobalCounters, Tensor, TinyJit, UOp, dtypes
 
 from uopattn import attention
-from uopattn.plan import dispatch
 from uopattn.proof.gate import verify_gradients
 from uopattn.proof.oracle import Array, oracle
 from uopattn.proof.oracle_gradients import gradients
@@ -350,7 +349,7 @@ def test_sequences_one_after_another(as_tensor: bool, dtype: Any) -> None:
 def test_without_kernels_it_goes_through_plain_ops_and_says_so(
   monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-  monkeypatch.setattr(dispatch, "BACKWARD", ())
+  dispatch_among(monkeypatch, [], backward=True)
   log_once.cache_clear()
   q, k, v = qkv(1, 2, 1, 20, 30, 8, 8)
   do, dlse = cotangents(q, v)

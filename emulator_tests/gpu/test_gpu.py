@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gradients import check_gradients, check_gradients_of_sequences, cotangents, gradients_of
-from helpers import check, check_attention, drawn, on_device, qkv, served_by
+from helpers import check, check_attention, dispatch_among, drawn, on_device, qkv, served_by
 from test_dropout import P, kept_weights
 from test_features import CORNER, FEATURES, FEW, SUBSETS, Shape, arguments, check_features, check_subset, some
 from test_kv_cache import check_steps
@@ -22,7 +22,6 @@ from tinygrad.nn.optim import SGD
 from uopattn import attention, attention_varlen, flash
 from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES
 from uopattn.kernels import cuda_forward, hopper_forward, hopper_fused_backward
-from uopattn.plan import dispatch
 from uopattn.plan.target import target_of
 from uopattn.proof.gate import verify, verify_gradients
 
@@ -261,7 +260,7 @@ def test_gradients(case: str) -> None:
 def test_gradients_in_one_pass(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
   """By the kernel that is used for larger problems, replayed: the same bits each time."""
   always = replace(hopper_fused_backward.SCHEDULE, meant_for=lambda problem, target: True)
-  monkeypatch.setattr(dispatch, "BACKWARD", (always,))
+  dispatch_among(monkeypatch, [always], backward=True)
   shape, dtype, options = GRADIENTS[case]
   q, k, v = qkv(*shape, dtype)
   run, do, dlse = TinyJit(gradients_of), *cotangents(q, v)

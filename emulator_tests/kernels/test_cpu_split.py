@@ -34,7 +34,7 @@ def in_parts(splits: int, kernel: str = "cpu_decode") -> Iterator[None]:
     return replace(dispatch.dispatch(*given), splits=splits)
 
   with served_by(kernel), pytest.MonkeyPatch.context() as patch:
-    patch.setattr("uopattn.plan.chosen.dispatch", split)
+    patch.setattr("uopattn.plan.dispatch.dispatch", split)
     yield
 
 

@@ -160,7 +160,7 @@ MACHINES = [
 
 @pytest.mark.parametrize(("arch", "dtype"), MACHINES)
 @pytest.mark.parametrize("masked", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["masked", "plain"])
-@drawn(4, 10)
+@drawn(4, 10, 30)
 @given(st.floats(-37.0, 37.0), st.floats(-18.0, 18.0), st.integers(0, 2**16))
 def test_drawn_magnitudes(masked: bool, arch: str, dtype: DType, mask: float, scores: float, seed: int) -> None:
   """Scores up to 1e36 and additive masks up to 1e37, of both signs; one kernel serves all that are drawn."""

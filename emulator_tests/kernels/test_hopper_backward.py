@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conformance_backward import BFLOAT, HALF, Case, Machine, Shape
 from gradients import check_gradients, gradients_of
-from helpers import inputs
+from helpers import dispatch_among, inputs
 from report_cuda import by_nvcc, figure, rendered
 from tinygrad import Tensor, UOp
 
@@ -19,7 +19,6 @@ from uopattn.dsl.nvidia import tensor_pipeline, wgmma
 from uopattn.dsl.target import Target
 from uopattn.kernels import hopper_fused_backward
 from uopattn.kernels.hopper_fused_backward import Tiles
-from uopattn.plan import dispatch
 from uopattn.plan.dispatch import dispatch_backward
 from uopattn.runtime.prepare import compiled
 from uopattn.spec.layout import Layout
@@ -100,7 +99,7 @@ def test_warpgroups_that_do_not_add_dq_are_caught(monkeypatch: pytest.MonkeyPatc
 def test_gradients_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
   """With q, k and v that are views, and a gradient of the LSE."""
   always = replace(hopper_fused_backward.SCHEDULE, meant_for=lambda problem, target: True)
-  monkeypatch.setattr(dispatch, "BACKWARD", (always,))
+  dispatch_among(monkeypatch, [always], backward=True)
 
   def of_views(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **given: Any) -> dict[str, Tensor]:
     q, k, v = (x.transpose(1, 2).contiguous().realize().transpose(1, 2) for x in (q, k, v))

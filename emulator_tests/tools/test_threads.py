@@ -16,9 +16,10 @@ from tinygrad.renderer import Estimates
 from tinygrad.runtime.ops_cpu import CPUProgram
 
 from uopattn import attention
-from uopattn.runtime import threads
+from uopattn.runtime import machine
+from uopattn.runtime.machine import thread_count
 from uopattn.runtime.team import MOST_ARGUMENTS, Team
-from uopattn.runtime.threads import ThreadedProgram, thread_count, useful_threads
+from uopattn.runtime.threads import ThreadedProgram, useful_threads
 
 
 class Recorder:
@@ -122,7 +123,7 @@ def test_too_many_arguments(three: Team) -> None:
 
 
 def test_number_of_threads_follows_tinygrad_and_the_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(threads, "usable_cores", lambda: 6)
+  monkeypatch.setattr(machine, "usable_cores", lambda: 6)
   with Context(NUM_CPU_THREADS=4):
     assert thread_count() == 4
   with Context(NUM_CPU_THREADS=8):

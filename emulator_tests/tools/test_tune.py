@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import check, on, qkv
+from helpers import check, dispatch_among, on, qkv
 from tinygrad import Context, Tensor, TinyJit, UOp, dtypes, helpers
 
 import uopattn
@@ -24,7 +24,7 @@ from uopattn.dsl.target import Target, VectorUnit
 from uopattn.kernels import cpu_backward, cpu_forward
 from uopattn.measure.turns import Timing
 from uopattn.plan import dispatch
-from uopattn.plan.chosen import backward_on, launch_on
+from uopattn.plan.dispatch import backward_on, launch_on
 from uopattn.plan.launch import Launch
 from uopattn.plan.target import target_of
 from uopattn.runtime.log import log_once
@@ -32,8 +32,8 @@ from uopattn.spec.arguments import Arguments
 from uopattn.spec.layout import Layout
 from uopattn.spec.spec import AttentionSpec, make_spec
 from uopattn.tuning import choose, command, search, store
+from uopattn.tuning.choice import choice
 from uopattn.tuning.identity import key_of, measured
-from uopattn.tuning.search import choice
 from uopattn.tuning.trial import Trial, unmeasured
 from uopattn.tuning.trial_backward import GradientTrial
 
@@ -119,8 +119,8 @@ def spoiled(monkeypatch: pytest.MonkeyPatch, build: Callable[..., UOp]) -> None:
     return (build if given["tiles"] == tiles else cpu_forward.forward)(o, q, k, v, lse, **given)
 
   wrong = replace(cpu_forward.SCHEDULE, kernels=(replace(kernel, build=forward),))
-  others = (x for x in dispatch.FORWARD if x is not cpu_forward.SCHEDULE)
-  monkeypatch.setattr(dispatch, "FORWARD", (wrong, *others))
+  others = [x for x in dispatch.forward_schedules("CPU") if x is not cpu_forward.SCHEDULE]
+  dispatch_among(monkeypatch, [wrong, *others])
 
 
 def keys_for_values(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, **given: Any) -> UOp:
@@ -219,7 +219,8 @@ def test_a_defect_in_a_gradient_is_reported_and_never_chosen(
     return right(dq, dk, dv, q, k, k if given["tiles"] == other else v, *rest, **given)
 
   wrong = replace(cpu_backward.SCHEDULE, kernels=(replace(kernel, build=backward),))
-  monkeypatch.setattr(dispatch, "BACKWARD", [wrong if x.name == wrong.name else x for x in dispatch.BACKWARD])
+  schedules = [wrong if x.name == wrong.name else x for x in dispatch.backward_schedules("CPU")]
+  dispatch_among(monkeypatch, schedules, backward=True)
   with uopattn.tune():
     assert backward_on(spec, "CPU")[0].tiles == model
   assert "a defect" in caplog.text
@@ -621,8 +622,8 @@ def test_all_candidates_for_gradients_are_right_on_the_emulator(
 ) -> None:
   monkeypatch.setattr(dispatch, "MOST", 4)
   monkeypatch.setattr("uopattn.tuning.trial_backward.repeats", lambda *_: 1)
-  (schedule,) = (x for x in dispatch.BACKWARD if x.name == name)
-  monkeypatch.setattr(dispatch, "BACKWARD", (replace(schedule, meant_for=lambda *_: True),))
+  (schedule,) = (x for x in dispatch.every_schedule(dispatch.backward_schedules) if x.name == name)
+  dispatch_among(monkeypatch, [replace(schedule, meant_for=lambda *_: True)], backward=True)
   with on(arch):
     spec = replace(spec_of((1, 2, 1, 70, 90, 64, 64), is_causal=True), dtype=dtypes.half)
     trial = GradientTrial.of(spec, "EMU")

@@ -13,13 +13,8 @@ from uopattn.api.options import AttentionOptions
 from uopattn.api.symbolic import with_known_sizes
 from uopattn.api.tinygrads import by_tinygrad
 from uopattn.dsl.random import draw_seed
-from uopattn.plan.chosen import launch_on
-from uopattn.plan.context_parallel import ContextParallel, divided
 from uopattn.plan.dispatch import NoKernel
-from uopattn.plan.empty import Empty
-from uopattn.plan.forward import forward
-from uopattn.plan.reference import reference
-from uopattn.plan.sharded import Sharded
+from uopattn.plan.division import Division, division_of
 from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import Arguments, check_dropout
 from uopattn.spec.block_mask import BlockMask
@@ -228,7 +223,7 @@ class Call:
     restored: gives a result, (B, Hq, M, ...), the axes of the inputs.
     rows: the number of queries, which may be made of Variables; M is their largest number.
     dtype: of the output.
-    sharded: how several devices divide the work, or `Empty` if there is none; None on one device.
+    division: how the work is divided over devices.
   """
 
   q: Tensor
@@ -239,7 +234,7 @@ class Call:
   restored: Callable[[Tensor], Tensor]
   rows: int | UOp
   dtype: DType
-  sharded: Sharded | ContextParallel | Empty | None = None
+  division: Division
 
   @classmethod
   def of(cls, q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> "Call":
@@ -263,8 +258,8 @@ class Call:
     if arguments.dropout_p > 0 and TRAINING:
       seeded = replace(arguments, seed=Tensor.zeros(2, dtype=dtypes.uint32, device=q.device))
     spec = make_spec(q4, k4, v4, seeded)
-    sharded = Empty.of(q4, k4, v4, spec) if spec.is_empty else divided(q4, k4, v4, spec, seeded)
-    return cls(q4, k4, v4, spec, arguments, restored, rows, dtype, sharded)
+    division = division_of(q4, k4, v4, spec, seeded)
+    return cls(q4, k4, v4, spec, arguments, restored, rows, dtype, division)
 
   def by(self, backend: str) -> Any:
     """Return the output, or with return_lse the output and the LSE."""
@@ -280,10 +275,8 @@ class Call:
     return self.run(launch, backend)
 
   def launch(self) -> Any:
-    """Return the launch of the kernel, which stores the LSE, see `forward`. Raises NoKernel."""
-    if self.sharded is not None:
-      return self.sharded.launch()
-    return launch_on(replace(self.spec, return_lse=True), str(self.q.device))
+    """Return the launches of the kernels. Raises NoKernel."""
+    return self.division.launch()
 
   def run(self, launch: Any, backend: str) -> Any:
     """Return the output, or with return_lse the output and the LSE, by a kernel or by the reference.
@@ -291,15 +284,10 @@ class Call:
     Args:
       backend: "kernel" raises an error if no kernels compute the gradient.
     """
-    given, arguments = (self.q, self.k, self.v), self.arguments
+    arguments = self.arguments
     if self.spec.dropout_p > 0:
       arguments = replace(arguments, seed=draw_seed(self.q.device))
-    if self.sharded is not None:
-      out, lse = self.sharded.run(launch, *given, arguments, backend)
-    elif launch is None:
-      out, lse = reference(*given, self.spec, arguments)
-    else:
-      out, lse = forward(launch, *given, arguments=arguments, backend=backend)
+    out, lse = self.division.run(launch, self.q, self.k, self.v, arguments, backend)
     out, lse = self.restored(out).cast(self.dtype), self.restored(lse)
     if isinstance(self.rows, UOp):
       out, lse = out[..., : self.rows, :], lse[..., : self.rows]

@@ -1,4 +1,4 @@
-"""Hardware limits: shared memory (LDS), compute units, threads per workgroup, cache lines.
+"""Limits: shared memory (LDS), compute units, threads per workgroup, arguments of a CPU call, cache lines.
 
 Sources: AMD, RDNA3, RDNA4, CDNA3 and CDNA4 instruction set architecture documents; NVIDIA, CUDA C++ Programming Guide,
 "Technical Specifications per Compute Capability", maximum shared memory per thread block.
@@ -32,6 +32,7 @@ _UNITS = {
   "sm_120": 170,
 }
 MAX_THREADS = 1024  # per workgroup
+CPU_ARGUMENTS = 62  # buffers and Variables of a call on a CPU, see `uopattn.runtime.team`
 LINE = 64  # bytes per cache line of a CPU, or a divisor of that
 
 

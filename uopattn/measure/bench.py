@@ -34,8 +34,7 @@ from uopattn.measure.turns import alternate, ratios, share
 from uopattn.plan.target import shown
 from uopattn.proof.gate import Report
 from uopattn.runtime.clang import clang_version
-from uopattn.runtime.machine import gpu_name, machine_record
-from uopattn.runtime.threads import thread_count
+from uopattn.runtime.machine import gpu_name, machine_record, thread_count
 
 FORMAT = 2  # of the JSON record; 1 had no "mode", and was in bursts
 ONE_DEVICE = "one device"  # the name of our kernels on one device where others of ours are on several

@@ -17,8 +17,7 @@ from uopattn.measure.command_line import Usage
 from uopattn.measure.run import Problem, poison, replayed, wait
 from uopattn.proof.gate import numpy
 from uopattn.proof.oracle import Array
-from uopattn.runtime.machine import installed_version
-from uopattn.runtime.threads import thread_count
+from uopattn.runtime.machine import installed_version, thread_count
 from uopattn.spec.spec import AttentionSpec
 
 PRODUCT = 2048  # rows and columns of the product's matrices on a CPU

@@ -22,15 +22,14 @@ from uopattn.measure.contenders import (
 )
 from uopattn.measure.run import Problem, wait
 from uopattn.measure.run import over_devices as forward_over_devices
-from uopattn.plan.chosen import backward_on
 from uopattn.plan.context_parallel import ContextParallel
-from uopattn.plan.dispatch import NoKernel
+from uopattn.plan.dispatch import NoKernel, backward_on
 from uopattn.plan.forward import forward
 from uopattn.plan.gradient import Saved, by_kernels
 from uopattn.plan.sharded import Sharded
 from uopattn.proof.gate import numpy
 from uopattn.proof.oracle import Array
-from uopattn.runtime.threads import thread_count
+from uopattn.runtime.machine import thread_count
 from uopattn.spec.arguments import NO_ARGUMENTS, Arguments
 
 

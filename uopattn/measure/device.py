@@ -11,7 +11,8 @@ from tinygrad.helpers import DEV
 
 from uopattn.dsl.target import Target
 from uopattn.measure.command_line import Usage, reason
-from uopattn.plan.dispatch import FORWARD, on_device
+from uopattn.plan.dispatch import DEVICES as WITH_KERNELS
+from uopattn.plan.dispatch import schedules_on
 from uopattn.plan.target import RUNTIMES, target_of
 from uopattn.runtime.clang import NoCompiler
 
@@ -60,14 +61,14 @@ def first_with_kernels(devices: Iterable[str]) -> str | None:
 
 def kinds_with_kernels() -> list[str]:
   """Return the kinds of devices that have kernels, in tinygrad's order, the CPU at last."""
-  kinds = {device for schedule in FORWARD for device in schedule.devices} | set(RUNTIMES)
+  kinds = {*WITH_KERNELS, *RUNTIMES}
   return [kind for kind in ALL_DEVICES if kind in kinds - {LAST}] + [LAST]
 
 
 def why_not(device: str) -> str:
   """Return why no kernel can run on a device, as one line; "" if one can."""
   try:
-    on_device(FORWARD, "no kernel", target_of(device))
+    schedules_on(target_of(device))
   except Exception as error:  # a missing driver can raise anything
     return reason(error)
   return ""

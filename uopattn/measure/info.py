@@ -15,7 +15,15 @@ from uopattn.dsl.schedule import DTYPES, Schedule
 from uopattn.dsl.target import Target
 from uopattn.measure.command_line import Usage, exit_status, reason
 from uopattn.measure.device import choose_device, default_target, kinds_with_kernels
-from uopattn.plan.dispatch import BACKWARD, FORWARD, NoKernel, dispatch, dispatch_backward, on_device
+from uopattn.plan.dispatch import (
+  NoKernel,
+  backward_schedules,
+  dispatch,
+  dispatch_backward,
+  every_schedule,
+  forward_schedules,
+  schedules_on,
+)
 from uopattn.plan.target import shown, target_of
 from uopattn.runtime.clang import NoCompiler, clang_version, find_clang
 from uopattn.runtime.machine import machine_record
@@ -40,7 +48,7 @@ def case(dtype: DType, queries: int) -> AttentionSpec:
 def taken(schedule: Schedule, spec: AttentionSpec, target: Target) -> str:
   """Return the name of the schedule chosen for a case ("" if none), forward or backward as `schedule` is."""
   try:
-    launch = dispatch(spec, target) if schedule in FORWARD else dispatch_backward(spec, target)[0]
+    launch = dispatch_backward(spec, target)[0] if _is_backward(schedule) else dispatch(spec, target)
   except NoKernel:
     return ""
   return launch.schedule.name
@@ -58,6 +66,10 @@ def served(schedule: Schedule, target: Target) -> str:
   return f"serves {', '.join(x + few for x, few in cases.items())}" if cases else against(schedule, target)
 
 
+def _is_backward(schedule: Schedule) -> bool:
+  return schedule in every_schedule(backward_schedules)
+
+
 def against(schedule: Schedule, target: Target) -> str:
   """Return why a schedule for this kind of device serves none of the cases; float16 is tried if it accepts that."""
   spec = case(dtypes.float16 if dtypes.float16 in schedule.dtypes else schedule.dtypes[0], max(QUERIES))
@@ -66,7 +78,7 @@ def against(schedule: Schedule, target: Target) -> str:
       kernel.choose(spec, target)
   except ValueError as error:
     return f"not for this machine: {error}"
-  several = schedule in BACKWARD or len(schedule.kernels) > 1  # which pays if there is much to do
+  several = _is_backward(schedule) or len(schedule.kernels) > 1  # which pays if there is much to do
   if several and not schedule.meant_for(spec, target):
     return f"serves problems for which it is faster than {taken(schedule, spec, target)}, large ones"
   return f"serves only what {taken(schedule, spec, target)} does not"
@@ -106,13 +118,13 @@ def report() -> int:
     line("another", text)
   if target is None:
     return 2
-  for name, schedules in (("kernel", FORWARD), ("gradients", BACKWARD)):
+  for name, of_device in (("kernel", forward_schedules), ("gradients", backward_schedules)):
     try:
-      on_device(schedules, "no kernel", target)
+      schedules_on(target, backward=of_device is backward_schedules)
     except NoKernel as error:
       line(name, f"none: {error}")
       continue
-    for schedule in schedules:
+    for schedule in every_schedule(of_device):
       line(name, f"{schedule.name}: {served(schedule, target)}")
   return 0
 

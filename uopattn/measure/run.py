@@ -24,9 +24,8 @@ from uopattn.dsl.target import Target
 from uopattn.emulator import profile
 from uopattn.measure.command_line import Usage, check_writable, exit_status, reason
 from uopattn.measure.device import default_target, take_device
-from uopattn.plan.chosen import launch_on
 from uopattn.plan.context_parallel import ContextParallel, divided
-from uopattn.plan.dispatch import NoKernel
+from uopattn.plan.dispatch import NoKernel, launch_on
 from uopattn.plan.forward import forward
 from uopattn.plan.launch import Launch
 from uopattn.plan.sharded import Sharded

@@ -21,7 +21,7 @@ from tinygrad import Tensor, UOp, dtypes
 
 from uopattn.dsl import sizes
 from uopattn.dsl.schedule import HEAD_SCALES
-from uopattn.plan.chosen import launch_on
+from uopattn.plan.dispatch import launch_on
 from uopattn.plan.forward import forward
 from uopattn.plan.gradient import Saved, backward_launches, by_kernels, by_reference, laid_out, of_inputs
 from uopattn.plan.launch import Launch

@@ -1,71 +1,29 @@
 """Dispatch: which kernels compute an attention, and its gradient, on a machine."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from tinygrad import dtypes
 from tinygrad.helpers import ceildiv
 
+from uopattn.dsl.limits import CPU_ARGUMENTS
 from uopattn.dsl.schedule import DTYPES_8, DTYPES_16, HEAD_SCALES, Kernel, Schedule
 from uopattn.dsl.target import Target
-from uopattn.kernels import (
-  amd_backward,
-  amd_forward,
-  amx_backward,
-  amx_forward,
-  combine,
-  cpu_backward,
-  cpu_decode,
-  cpu_forward,
-  cuda_backward,
-  cuda_forward,
-  cuda_wide_forward,
-  delta,
-  hopper_backward,
-  hopper_float32_forward,
-  hopper_forward,
-  hopper_fused_backward,
-  hopper_latent_forward,
-  hopper_wide_forward,
-  sum_parts,
-)
+from uopattn.kernels import combine, delta, sum_parts
 from uopattn.plan.launch import Launch
-from uopattn.runtime.team import MOST_ARGUMENTS
+from uopattn.plan.target import target_of
 from uopattn.spec.spec import AttentionSpec
 from uopattn.spec.tensors import dtype_name
 
-# If several schedules are meant for a case, the first one is used.
-FORWARD = tuple(
-  x.SCHEDULE
-  for x in (
-    amx_forward,
-    cpu_forward,
-    cpu_decode,
-    amd_forward,
-    hopper_latent_forward,
-    hopper_wide_forward,
-    cuda_wide_forward,
-    hopper_forward,
-    hopper_float32_forward,
-    cuda_forward,
-  )
-)
-BACKWARD = (
-  amx_backward.SCHEDULE,
-  cpu_backward.SCHEDULE,
-  amd_backward.SCHEDULE,
-  amd_backward.SEPARATE,
-  hopper_fused_backward.SCHEDULE,
-  hopper_backward.SCHEDULE,
-  cuda_backward.SCHEDULE,
-  cuda_backward.SEPARATE,
-)
+DEVICES = ("CPU", "AMD", "CUDA")  # that have kernels
 # How to have tinygrad render CUDA C++, as the kernels for NVIDIA's GPUs need, with NVRTC and with nvcc.
 WITH_NVRTC_AND_NVCC = {"CUDA": ("DEV=CUDA:CUDA", "DEV=CUDA:NVCC"), "NV": ("DEV=NV:CUDA", "DEV=NV:CC")}
 MOST = 8  # tiles of a schedule to measure
-CPU_ARGUMENTS = MOST_ARGUMENTS - 2  # buffers and Variables of a call on a CPU; its work item takes the rest
+Schedules = Callable[[str], tuple[Schedule, ...]]  # of a device, `forward_schedules` or `backward_schedules`
+Chooser = Callable[[AttentionSpec, str, bool], tuple[Launch, ...] | None]  # see `choose_by`
+_CHOOSERS: list[Chooser] = []
 
 
 class NoKernel(ValueError):
@@ -80,6 +38,100 @@ class NoKernel(ValueError):
     self.reasons = reasons
 
 
+def forward_schedules(device: str) -> tuple[Schedule, ...]:
+  """Return the forward schedules of a device; if several are meant for a case, the first one is used.
+
+  Their modules are imported here, because no process needs those of all devices.
+  """
+  match device:
+    case "CPU":
+      from uopattn.kernels import amx_forward, cpu_decode, cpu_forward
+
+      return amx_forward.SCHEDULE, cpu_forward.SCHEDULE, cpu_decode.SCHEDULE
+    case "AMD":
+      from uopattn.kernels import amd_forward
+
+      return (amd_forward.SCHEDULE,)
+    case "CUDA":
+      from uopattn.kernels import (
+        cuda_forward,
+        cuda_wide_forward,
+        hopper_float32_forward,
+        hopper_forward,
+        hopper_latent_forward,
+        hopper_wide_forward,
+      )
+
+      return (
+        hopper_latent_forward.SCHEDULE,
+        hopper_wide_forward.SCHEDULE,
+        cuda_wide_forward.SCHEDULE,
+        hopper_forward.SCHEDULE,
+        hopper_float32_forward.SCHEDULE,
+        cuda_forward.SCHEDULE,
+      )
+  return ()
+
+
+def backward_schedules(device: str) -> tuple[Schedule, ...]:
+  """Return the schedules of a device for gradients; see `forward_schedules`."""
+  match device:
+    case "CPU":
+      from uopattn.kernels import amx_backward, cpu_backward
+
+      return amx_backward.SCHEDULE, cpu_backward.SCHEDULE
+    case "AMD":
+      from uopattn.kernels import amd_backward
+
+      return amd_backward.SCHEDULE, amd_backward.SEPARATE
+    case "CUDA":
+      from uopattn.kernels import cuda_backward, hopper_backward, hopper_fused_backward
+
+      return (
+        hopper_fused_backward.SCHEDULE,
+        hopper_backward.SCHEDULE,
+        cuda_backward.SCHEDULE,
+        cuda_backward.SEPARATE,
+      )
+  return ()
+
+
+def every_schedule(of_device: Schedules) -> tuple[Schedule, ...]:
+  """Return the schedules of all devices, of `forward_schedules` or `backward_schedules`."""
+  return tuple(x for device in DEVICES for x in of_device(device))
+
+
+def launch_on(spec: AttentionSpec, device: str) -> Launch:
+  """Return the launch for an attention on a tinygrad device such as "CPU" or "CUDA:1".
+
+  Raises:
+    NoKernel: no kernel serves it.
+  """
+  (found,) = _chosen(spec, device, False) or (dispatch(spec, target_of(device)),)
+  return found
+
+
+def backward_on(spec: AttentionSpec, device: str) -> tuple[Launch, ...]:
+  """Return the launches for the gradient of an attention on a tinygrad device.
+
+  Raises:
+    NoKernel: no kernels serve it.
+  """
+  return _chosen(spec, device, True) or dispatch_backward(spec, target_of(device))
+
+
+def choose_by(chooser: Chooser) -> None:
+  """Let a function of an attention, a device, and whether its gradient is meant choose the launches.
+
+  Where it returns None, `dispatch` and `dispatch_backward` choose by their model.
+  """
+  _CHOOSERS.append(chooser)
+
+
+def _chosen(spec: AttentionSpec, device: str, backward: bool) -> tuple[Launch, ...] | None:
+  return next((found for chooser in _CHOOSERS if (found := chooser(spec, device, backward)) is not None), None)
+
+
 def dispatch(spec: AttentionSpec, target: Target, tiles: Any = None, alone: bool = False) -> Launch:
   """Return the launch of the kernel for this attention.
 
@@ -90,7 +142,7 @@ def dispatch(spec: AttentionSpec, target: Target, tiles: Any = None, alone: bool
   Raises:
     NoKernel: no kernel serves it. The reasons are those of the schedule that is meant for the case.
   """
-  schedules = [x for x in on_device(FORWARD, "no kernel", target) if not alone or len(x.kernels) == 1]
+  schedules = [x for x in schedules_on(target) if not alone or len(x.kernels) == 1]
   if tiles is not None:
     schedules = [x for x in schedules if x.tiles is type(tiles)]
     if not schedules:
@@ -109,7 +161,7 @@ def candidates(spec: AttentionSpec, target: Target) -> list[Launch]:
   """
   first = dispatch(spec, target)
   found = [first]
-  for schedule in sorted(on_device(FORWARD, "no kernel", target), key=lambda x: x is not first.schedule):
+  for schedule in sorted(schedules_on(target), key=lambda x: x is not first.schedule):
     for tiles in _tiles_to_measure(schedule, spec, target, schedule is first.schedule):
       try:
         found.append(launches_of(schedule, spec, target, tiles)[-1])
@@ -142,7 +194,7 @@ def candidates_backward(spec: AttentionSpec, target: Target) -> list[tuple[Launc
   """
   first = dispatch_backward(spec, target)
   found = [first, *_with_other_tiles(first, spec, target)]
-  for schedule in on_device(BACKWARD, "no kernels for gradients", target):
+  for schedule in schedules_on(target, backward=True):
     try:
       found.append(launches_of(schedule, spec, target))
     except NoKernel:  # not for this case
@@ -166,7 +218,7 @@ def dispatch_backward(spec: AttentionSpec, target: Target) -> tuple[Launch, ...]
   Raises:
     NoKernel: no kernels serve it. The reasons are those of the device's last, most general, schedule.
   """
-  schedules = [x for x in on_device(BACKWARD, "no kernels for gradients", target) if x.meant_for(spec, target)]
+  schedules = [x for x in schedules_on(target, backward=True) if x.meant_for(spec, target)]
   return _first(schedules, spec, target, reasons_of=-1)
 
 
@@ -196,18 +248,21 @@ def sums_launch(spec: AttentionSpec, parts: int, D: int) -> Launch:
   return Launch(sum_parts.SCHEDULE, sum_parts.SCHEDULE.kernels[0], rows, splits=parts)
 
 
-def on_device(schedules: Sequence[Schedule], what: str, target: Target) -> list[Schedule]:
-  """Return the schedules for the target's device. Raises NoKernel, which says `what` is missing, if there are none."""
-  found = [x for x in schedules if target.device in x.devices]
-  if not found:
-    kind, *renderer = target.device.split(":")
-    if renderer:
-      nvrtc, nvcc = WITH_NVRTC_AND_NVCC[kind]
-      needed = f"kernels are CUDA C++: set {nvrtc}, which needs NVRTC, or {nvcc}, which needs nvcc"
-    else:
-      needed = f"there are kernels for {', '.join(sorted({device for x in schedules for device in x.devices}))}"
-    raise NoKernel(f"{what} for device {target.device}; {needed}")
-  return found
+def schedules_on(target: Target, backward: bool = False) -> tuple[Schedule, ...]:
+  """Return the schedules for a target's device, with `backward` for gradients. Raises NoKernel if there are none."""
+  if found := (backward_schedules if backward else forward_schedules)(target.device):
+    return found
+  what = "no kernels for gradients" if backward else "no kernel"
+  raise NoKernel(f"{what} for device {target.device}; {_needed(target)}")
+
+
+def _needed(target: Target) -> str:
+  """Return what a device without kernels needs."""
+  kind, *renderer = target.device.split(":")
+  if not renderer:
+    return f"there are kernels for {', '.join(sorted(DEVICES))}"
+  nvrtc, nvcc = WITH_NVRTC_AND_NVCC[kind]
+  return f"kernels are CUDA C++: set {nvrtc}, which needs NVRTC, or {nvcc}, which needs nvcc"
 
 
 def _first(

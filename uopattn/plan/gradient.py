@@ -17,8 +17,7 @@ from typing import cast
 
 from tinygrad import Tensor, UOp, dtypes
 
-from uopattn.plan.chosen import backward_on
-from uopattn.plan.dispatch import NoKernel, delta_launch, sums_launch
+from uopattn.plan.dispatch import NoKernel, backward_on, delta_launch, sums_launch
 from uopattn.plan.launch import DIFFERENTIABLE, Gradient, Launch, Tensors
 from uopattn.plan.reference import dropped, keys_of, reference, scores_of
 from uopattn.plan.target import target_of

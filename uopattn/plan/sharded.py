@@ -12,7 +12,7 @@ from tinygrad import Tensor, UOp
 
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.origin import NO_ORIGIN, Origin
-from uopattn.plan.chosen import launch_on
+from uopattn.plan.dispatch import launch_on
 from uopattn.plan.forward import forward
 from uopattn.plan.gradient import Saved, differentiable, gradients_of, laid_out
 from uopattn.plan.launch import Launch

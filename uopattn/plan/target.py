@@ -10,9 +10,8 @@ from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 from uopattn.dsl.target import Target, VectorUnit
 from uopattn.runtime.amx import may_use_tiles
 from uopattn.runtime.clang import find_clang
-from uopattn.runtime.machine import multiprocessors
+from uopattn.runtime.machine import multiprocessors, thread_count
 from uopattn.runtime.renderer import kernel_renderer
-from uopattn.runtime.threads import thread_count
 from uopattn.runtime.vector_unit import vector_unit
 
 DEVICES = ("CPU", "AMD", "NV", "CUDA", "CL", "METAL", "QCOM", "WEBGPU", "PYTHON", "EMU")

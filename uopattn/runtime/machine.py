@@ -5,11 +5,11 @@ import functools
 import os
 import platform
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, cast
 
 from tinygrad import Context, Device
+from tinygrad.helpers import NUM_CPU_THREADS
 
 from uopattn.version import __version__
 
@@ -75,13 +75,20 @@ def usable_cores() -> int:
   return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def thread_count() -> int:
+  """Return the number of threads per kernel: tinygrad's NUM_CPU_THREADS, at most the number of usable cores."""
+  return max(1, min(NUM_CPU_THREADS.value, usable_cores()))
+
+
 def installed_version(package: str) -> str | None:
   """Return the version of a package; None if it has no metadata, such as a tinygrad that is only on PYTHONPATH."""
   if package == "uopattn":
     return __version__
+  from importlib import metadata  # which takes as long to import as a tenth of tinygrad, for reports alone
+
   try:
-    return version(package)
-  except PackageNotFoundError:
+    return metadata.version(package)
+  except metadata.PackageNotFoundError:
     return None
 
 

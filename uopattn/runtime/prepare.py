@@ -12,10 +12,7 @@ from tinygrad.renderer.cstyle import HIPRenderer
 from tinygrad.renderer.llvmir import AMDLLVMRenderer
 from tinygrad.uop.ops import Ops
 
-from uopattn.runtime.amd import as_hip, as_llvm
-from uopattn.runtime.cuda import on_gpu
 from uopattn.runtime.program_cache import finished
-from uopattn.runtime.threads import threaded
 
 FIRST_VARIABLE = 1 << 16  # more than the buffers of any kernel
 
@@ -54,12 +51,25 @@ def compiled(build: Build, device: str, target: Target, *given: Any) -> UOp:
 
 
 def compiler(device: str) -> Callable[[UOp, str, Estimates], UOp] | None:
-  """Return the function that compiles our kernels for a device; None if tinygrad's own renderer and runtime do."""
+  """Return the function that compiles our kernels for a device; None if tinygrad's own renderer and runtime do.
+
+  Its module is imported here, because no process needs those of all devices.
+  """
   kind = device.split(":")[0]
-  if kind in ("CPU", "CUDA", "NV"):
-    return threaded if kind == "CPU" else on_gpu
+  if kind == "CPU":
+    from uopattn.runtime.threads import threaded
+
+    return threaded
+  if kind in ("CUDA", "NV"):
+    from uopattn.runtime.cuda import on_gpu
+
+    return on_gpu
   renderer = Device[device].renderer
-  return as_llvm if isinstance(renderer, AMDLLVMRenderer) else as_hip if isinstance(renderer, HIPRenderer) else None
+  if not isinstance(renderer, AMDLLVMRenderer | HIPRenderer):
+    return None
+  from uopattn.runtime.amd import as_hip, as_llvm
+
+  return as_llvm if isinstance(renderer, AMDLLVMRenderer) else as_hip
 
 
 def _for_tinygrad(kernel: UOp, work: Estimates) -> UOp:

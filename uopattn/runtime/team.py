@@ -26,7 +26,9 @@ from tinygrad.device import TinyELF
 from tinygrad.runtime.ops_cpu import CPUDevice, CPUProgram
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 
-MOST_ARGUMENTS = 64  # that every call passes: under both calling conventions a kernel ignores the surplus
+from uopattn.dsl.limits import CPU_ARGUMENTS
+
+MOST_ARGUMENTS = CPU_ARGUMENTS + 2  # of every call: under both calling conventions a kernel ignores the surplus
 
 _SOURCE = """
 typedef unsigned long long word;

@@ -10,22 +10,16 @@ from typing import Any, cast
 
 from tinygrad import Device, UOp
 from tinygrad.engine.realize import runtime_cache
-from tinygrad.helpers import NUM_CPU_THREADS
 from tinygrad.renderer import Estimates
 from tinygrad.runtime.ops_cpu import CPUDevice, CPUProgram
 
-from uopattn.runtime.machine import usable_cores
+from uopattn.runtime.machine import thread_count, usable_cores
 from uopattn.runtime.program_cache import finished
 from uopattn.runtime.renderer import kernel_renderer
 from uopattn.runtime.team import MOST_ARGUMENTS, team
 
 # The least work of a thread, some 0.01 ms: to wake it takes that long, or to wait for it if it is awake.
 LEAST_OPERATIONS, LEAST_BYTES = 2_000_000, 1 << 17
-
-
-def thread_count() -> int:
-  """Return the number of threads per kernel: tinygrad's NUM_CPU_THREADS, at most the number of usable cores."""
-  return max(1, min(NUM_CPU_THREADS.value, usable_cores()))
 
 
 def useful_threads(work: Estimates) -> int:

@@ -13,9 +13,10 @@ from uopattn.runtime.function import in_function
 from uopattn.runtime.log import log_once
 from uopattn.spec.spec import AttentionSpec
 from uopattn.tuning import store
+from uopattn.tuning.choice import Launches, choice, launches_of
 from uopattn.tuning.compile import compile_all
 from uopattn.tuning.identity import key_of
-from uopattn.tuning.search import Launches, choice, jobs_of, launches_of, problem, search
+from uopattn.tuning.search import jobs_of, problem, search
 from uopattn.tuning.switch import Options
 from uopattn.tuning.trial import unmeasured
 

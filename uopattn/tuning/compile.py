@@ -14,9 +14,10 @@ from uopattn.plan.launch import Launch
 from uopattn.plan.target import target_of
 from uopattn.runtime.program_cache import NotCachedError, only_cached
 from uopattn.spec.spec import AttentionSpec
+from uopattn.tuning.choice import launches_of
 
 Job = tuple[AttentionSpec, str, dict[str, Any] | None, bool]
-"""What one process compiles: an attention, a device, a `uopattn.tuning.search.choice` or None for the model's, and
+"""What one process compiles: an attention, a device, a `uopattn.tuning.choice.choice` or None for the model's, and
 whether the gradient's kernels are meant."""
 
 
@@ -68,11 +69,8 @@ def _build(dev: str, job: Job) -> None:
 def kernels_of(job: Job) -> list[Launch]:
   """Return all kernels of a forward pass, or of a backward pass. Raises NoKernel."""
   spec, device, choice, backward = job
-  target, found = target_of(device), None
-  if choice is not None:
-    from uopattn.tuning.search import launches_of  # which measures: not needed by whoever imports uopattn
-
-    found = launches_of(choice, spec, target, backward)
+  target = target_of(device)
+  found = None if choice is None else launches_of(choice, spec, target, backward)
   if not backward:
     return list(stages((found or (dispatch(spec, target),))[0]))
   launches = [*(found or dispatch_backward(spec, target)), delta_launch(spec, target, False)]

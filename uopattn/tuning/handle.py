@@ -5,8 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from uopattn.integrate.handle import Handle
+from uopattn.plan.dispatch import choose_by
+from uopattn.plan.launch import Launch
+from uopattn.spec.spec import AttentionSpec
 from uopattn.tuning import store
-from uopattn.tuning.switch import SWITCH, Options
+from uopattn.tuning.switch import SWITCH, Options, options
 
 FORMAT = 2  # of the exported file
 
@@ -107,4 +110,14 @@ def _forget() -> None:
   KNOWN.clear()
 
 
+def _measured(spec: AttentionSpec, device: str, backward: bool) -> tuple[Launch, ...] | None:
+  """Return the launches to use while tuning is on; see `choose_by`."""
+  if (tuning := options()) is None:
+    return None
+  from uopattn.tuning.choose import chosen  # which measures, by modules that few processes need
+
+  return chosen(spec, device, tuning, backward)
+
+
 tune = Tune()
+choose_by(_measured)

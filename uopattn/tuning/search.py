@@ -5,8 +5,8 @@ import random
 import sqlite3
 import statistics
 import time
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from tinygrad.helpers import tqdm
 
@@ -14,9 +14,8 @@ from uopattn.dsl.target import Target
 from uopattn.measure.command_line import reason
 from uopattn.measure.contenders import Runner
 from uopattn.measure.turns import SPIN, Timing, Turns
-from uopattn.plan.dispatch import candidates, candidates_backward
-from uopattn.plan.launch import Launch
 from uopattn.spec.spec import AttentionSpec
+from uopattn.tuning.choice import Launches, candidates_of, choice
 from uopattn.tuning.compile import Job
 from uopattn.tuning.identity import measured
 from uopattn.tuning.store import Entry
@@ -28,9 +27,6 @@ CLOSE = 1.3  # times of the fastest's time: slower ones are left out after the f
 NOISY = 0.3  # spread of the times of one kernel from which on other work may have decided
 DISTURBED = "other work disturbs, tune again on a quiet machine"
 MARGIN = 0.02  # by which the model's choice must be beaten: less than that is noise
-
-
-Launches = tuple[Launch, ...]  # of a forward pass one, of a backward pass those of all its kernels
 
 
 class Measure(NamedTuple):
@@ -119,22 +115,6 @@ def shown(launches: Launches) -> str:
   first = launches[0]
   tiles = dict.fromkeys(str(x.tiles) for x in launches)
   return " ".join([first.schedule.name, *tiles]) + f" in {first.splits} parts" * (first.splits > 1)
-
-
-def choice(launches: Launches) -> dict[str, Any]:
-  """Return what distinguishes a candidate from the others, for JSON."""
-  first = launches[0]
-  return {"kernel": first.schedule.name, "tiles": [asdict(x.tiles) for x in launches], "splits": first.splits}
-
-
-def candidates_of(spec: AttentionSpec, target: Target, backward: bool) -> list[Launches]:
-  """Return the candidates for an attention, or its gradient, the model's choice first. Raises NoKernel."""
-  return candidates_backward(spec, target) if backward else [(x,) for x in candidates(spec, target)]
-
-
-def launches_of(chosen: Entry, spec: AttentionSpec, target: Target, backward: bool = False) -> Launches | None:
-  """Return the launches of a `choice`; None if they are not among the candidates."""
-  return next((x for x in candidates_of(spec, target, backward) if choice(x) == chosen), None)
 
 
 def jobs_of(spec: AttentionSpec, device: str, target: Target, backward: bool) -> list[Job]:

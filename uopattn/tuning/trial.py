@@ -12,7 +12,7 @@ from tinygrad.uop.ops import Ops
 from uopattn.dsl.schedule import DTYPES_8, HEAD_SCALES
 from uopattn.measure.contenders import Runner, repeats
 from uopattn.measure.run import poison, wait
-from uopattn.plan.dispatch import FORWARD, dispatch
+from uopattn.plan.dispatch import dispatch, schedules_on
 from uopattn.plan.forward import run_stages
 from uopattn.plan.gradient import with_heads_first
 from uopattn.plan.launch import Launch
@@ -136,7 +136,7 @@ class Drawn:
     given = {x.name: [Tensor(arrays[x.name], device=device).cast(x.dtype).contiguous().realize()] for x in inputs}
     products: dict[str, Any] = {"tf32": spec.tf32 and launch.schedule.tf32, "device": device}
     if spec.dtype in DTYPES_8:
-      products["cut"] = any(x.cuts for x in FORWARD if x.devices == launch.schedule.devices)  # any candidate
+      products["cut"] = any(x.cuts for x in schedules_on(target_of(device)))  # any candidate
     return cls(spec, arrays, given, _bound(spec) or {}, (buffers["o"], buffers["lse"]), products)
 
   @property

@@ -68,7 +68,7 @@ def _jobs(spec: AttentionSpec, device: str, backward: bool) -> list[Job]:
   passes = (False, True) if backward else (False,)
   if (tuning := options()) is None:
     return [(spec, device, None, x) for x in passes]
+  from uopattn.tuning.choice import choice
   from uopattn.tuning.choose import chosen
-  from uopattn.tuning.search import choice
 
   return [(spec, device, choice(chosen(spec, device, tuning, x)), x) for x in passes]

@@ -1,18 +1,30 @@
 """Masks under which each query sees one contiguous range of keys."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from tinygrad import UOp
 
-if TYPE_CHECKING:
-  from uopattn.dsl.rules.masks import HeadMasks
+
+class Head(Protocol):
+  """What a range goes by in a head; see `uopattn.dsl.rules.masks.HeadMasks`."""
+
+  @property
+  def start(self) -> UOp:
+    """The position of query 0."""
+
+  @property
+  def length(self) -> UOp:
+    """The number of keys that exist."""
+
+  def bound(self, bounds: UOp, query: UOp) -> UOp:
+    """The element of a (M,) buffer for a query."""
 
 
 class Range:
   """A mask given by the first and the last key that each query sees, neither of which decreases from query to query.
 
-  Methods take the masks of the head, for positions and lengths, and return None for no bound.
+  Methods take the head, for positions and lengths, and return None for no bound.
 
   Attributes:
     by_keys: whether the mask can tell which queries see a key. If not, `first_query` and `last_query` skip no query,
@@ -21,19 +33,19 @@ class Range:
 
   by_keys = True
 
-  def first(self, at: "HeadMasks", query: UOp) -> UOp | None:
+  def first(self, at: Head, query: UOp) -> UOp | None:
     """The first key that a query sees."""
     return None
 
-  def last(self, at: "HeadMasks", query: UOp) -> UOp | None:
+  def last(self, at: Head, query: UOp) -> UOp | None:
     """The last key that a query sees."""
     return None
 
-  def first_query(self, at: "HeadMasks", key: UOp) -> UOp | None:
+  def first_query(self, at: Head, key: UOp) -> UOp | None:
     """The first query that sees a key."""
     return None
 
-  def last_query(self, at: "HeadMasks", key: UOp) -> UOp | None:
+  def last_query(self, at: Head, key: UOp) -> UOp | None:
     """The last query that sees a key."""
     return None
 
@@ -45,23 +57,23 @@ class Window(Range):
   left: int | None
   right: int | None
 
-  def first(self, at: "HeadMasks", query: UOp) -> UOp | None:
+  def first(self, at: Head, query: UOp) -> UOp | None:
     return None if self.left is None else query + at.start - self.left
 
-  def last(self, at: "HeadMasks", query: UOp) -> UOp | None:
+  def last(self, at: Head, query: UOp) -> UOp | None:
     return None if self.right is None else query + at.start + self.right
 
-  def first_query(self, at: "HeadMasks", key: UOp) -> UOp | None:
+  def first_query(self, at: Head, key: UOp) -> UOp | None:
     return None if self.right is None else key - at.start - self.right
 
-  def last_query(self, at: "HeadMasks", key: UOp) -> UOp | None:
+  def last_query(self, at: Head, key: UOp) -> UOp | None:
     return None if self.left is None else key - at.start + self.left
 
 
 class Lengths(Range):
   """Keys below `kv_lengths`."""
 
-  def last(self, at: "HeadMasks", query: UOp) -> UOp | None:
+  def last(self, at: Head, query: UOp) -> UOp | None:
     return at.length - 1
 
 
@@ -73,8 +85,8 @@ class Bounds(Range):
   lasts: UOp
   by_keys = False
 
-  def first(self, at: "HeadMasks", query: UOp) -> UOp | None:
+  def first(self, at: Head, query: UOp) -> UOp | None:
     return at.bound(self.firsts, query)
 
-  def last(self, at: "HeadMasks", query: UOp) -> UOp | None:
+  def last(self, at: Head, query: UOp) -> UOp | None:
     return at.bound(self.lasts, query)
