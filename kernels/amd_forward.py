@@ -339,7 +339,7 @@ class WaveMma:
       m_new = row_reduce(f, fmax, by_turns(fmax, [m_old, *scores], 3), self.group.lane)
     else:
       largest = row_reduce(f, fmax, by_turns(fmax, [*scores, *scores[: len(scores) % 2 == 0]], 3), self.group.lane)
-      m_new = fmax(m_old, scaling.in_base_2(HIP, largest, self.p_scale_log2 > 0))
+      m_new = fmax(m_old, scaling.in_base_2(HIP, largest, self.p_scale_log2))
     if alone(f, m_tiles):
       m_old = ins.pin(HIP, m_old)  # otherwise LLVM loads so much of K ahead that it spills
     alpha = scaling.alpha(exp2, m_old, m_new)
@@ -347,7 +347,7 @@ class WaveMma:
       minus_m = twins(f, -m_new, m_tiles)
       exponents = [(x + minus_m[i % 2]) * scaling.log2 + self.p_scale_log2 for i, x in enumerate(scores)]
     else:
-      a, minus_m = scaling.factor(HIP, m_new, self.p_scale_log2 > 0), twins(f, self.p_scale_log2 - m_new, m_tiles)
+      a, minus_m = scaling.factor(HIP, m_new, self.p_scale_log2), twins(f, -m_new, m_tiles)
       exponents = [x * a + minus_m[i % 2] for i, x in enumerate(scores)]
     p = [exp2(x) for x in exponents]
     # Sums that run in parallel need more registers, which pays only with two tiles of queries.
@@ -367,9 +367,10 @@ class WaveMma:
 
   def store(self, o: UOp, lse: UOp | None, head: UOp, row: UOp, i: int, state: State, rules: HeadRules) -> list[UOp]:
     """Store the output and the LSE of the i-th of this lane's queries, unless it is past the last one."""
-    logit = rules.scaling.logit(HIP, state.m_i[i].load(), self.p_scale_log2 > 0)
+    m_i = state.m_i[i].load()
+    logit, unit = (x(HIP, m_i, self.p_scale_log2) for x in (rules.scaling.logit, rules.scaling.unit))
     l_i = row_reduce(self.f, UOp.__add__, state.l_i[i].load(), self.group.lane)
-    found = normalize(logit, l_i, rules.sink(row), exp2, self.p_scale_log2)
+    found = normalize(logit, l_i, rules.sink(row), exp2, unit)
     factor = found.factor * 2 if self.f.fnuz else found.factor  # values, converted, are half
     factor = factor if rules.o_scale is None else factor * rules.o_scale
     return store_rows(self.f, o, lse, head, row, state.acc[i], found._replace(factor=factor), self.group.lane)

@@ -23,7 +23,7 @@ A row of S, dP and of each sum is then computed after the other, for want of reg
 nvcc 13 spills nothing at D=64 and 128 on sm_90, but 16 bytes in `backward_kv` at D=128 with a causal mask, outside of
 the main loop.
 
-nvcc 13 spills 4 bytes in `backward_kv` at D=64 on sm_80, and 24 on sm_86.
+nvcc 13 spills 20 bytes in `backward_kv` at D=64 on sm_80, and 24 on sm_86.
 
 Measured 2026-11-21 on an H200 (B=4, H=32, N=4096, float16), where `hopper_backward` is faster, counting the minimum of
 five products (these kernels compute seven): 264 TFLOP/s at D=64 with Tiles(4, 2, 32) and Tiles(4, 2, 32,

@@ -29,9 +29,10 @@ from uopattn.spec.spec import AttentionSpec
 @contextmanager
 def in_parts(splits: int, kernel: str = "cpu_decode") -> Iterator[None]:
   """`attention` takes this kernel, whatever the number of queries, and splits the keys into so many parts."""
+  whole = dispatch.dispatch
 
   def split(*given: Any) -> Launch:
-    return replace(dispatch.dispatch(*given), splits=splits)
+    return replace(whole(*given), splits=splits)
 
   with served_by(kernel), pytest.MonkeyPatch.context() as patch:
     patch.setattr("uopattn.plan.dispatch.dispatch", split)

@@ -69,6 +69,8 @@ def check_compiled(arch: str, D: int, causal: bool, dtype: str) -> Compiled:
   on_hopper = "hopper_float32_forward" if dtype == "float32" else "hopper_forward"
   assert c.launch.schedule.name == (on_hopper if arch == "sm_90" else "cuda_forward")
   once = 24 if (arch, D, dtype.startswith("fp8")) == ("sm_90", 64, True) else 0  # per job, not per tile
+  if (arch, D, causal) == ("sm_80", 128, False) and dtype in HALVES:
+    once = 8  # one word, which is stored before the loop and loaded once per tile
   assert c.spills <= once
   assert c.stack <= once
   assert c.registers <= 255
@@ -143,7 +145,7 @@ def test_as_many_workgroups_at_once_as_the_choice_of_tiles_takes_for_granted(
   assert resident("sm_90", c.registers, c.shared, tiles.threads) == at_once
 
 
-SPILLED = {("backward_kv", "sm_80", False, "float16", 64): 4}  # bytes; see `cuda_backward`
+SPILLED = {("backward_kv", "sm_80", False, "float16", 64): 20}  # bytes; see `cuda_backward`
 
 
 @pytest.mark.kinds(arch=("sm_80",))

@@ -1,4 +1,4 @@
-"""The files of the package: no circle of imports, none upward, and `import uopattn` loads only what every user needs."""
+"""No circle of imports between files, none upward, and `import uopattn` loads only what every user needs."""
 
 import ast
 import subprocess

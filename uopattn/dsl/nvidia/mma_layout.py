@@ -73,11 +73,11 @@ def finished(rules: HeadRules, m_i: UOp, l_i: UOp, row: UOp, p_scale_log2: int =
 
   Args:
     m_i: its row max, see `Scaling.subtracts`.
-    l_i: the sum of this lane's P, scaled by 2**p_scale_log2 as is the accumulator.
+    l_i: the sum of this lane's P, raised as is the accumulator; see `Scaling.unit`.
   """
   total, exp2 = row_reduce(UOp.__add__, l_i), partial(ins.exp2, "cuda")
-  logit = rules.scaling.logit("cuda", m_i, p_scale_log2 > 0)
-  found = normalize(logit, total, rules.sink(row), exp2, p_scale_log2)
+  logit, unit = (f("cuda", m_i, p_scale_log2) for f in (rules.scaling.logit, rules.scaling.unit))
+  found = normalize(logit, total, rules.sink(row), exp2, unit)
   return found if rules.o_scale is None else found._replace(factor=found.factor * rules.o_scale)
 
 

@@ -9,6 +9,9 @@ suffices until 2**e leaves the range of P's type. From there on two scores that 
 lower one has no weight; then a may be another number than the scale, as long as it is not smaller, and a power of two
 makes x a exact, as is m. See `Scaling.factor`.
 
+P of 8 bits is raised by a power of two, to use the type's range. Then m, rounded again, is less by that power. Where m
+is large that would not be exact, and P is not raised.
+
 Where scores are modified anyway, the maximum is subtracted first, P = exp2((x - m) a), which is right always.
 """
 
@@ -27,8 +30,8 @@ from uopattn.dsl.scope import Scope, gated, sizes
 
 FLOAT32_MAX = 3.4028234663852886e38
 LOWEST = -FLOAT32_MAX  # m_i of a row that has seen no key: not above any other, and finite, as -inf - -inf is NaN
-LARGEST_M, LARGEST_M_8 = 2.0**28, 2.0**24  # of m in base 2, whose rounding leaves P within float16, and within 8 bits
-SLACK = 2.0**-20  # more than what rounding does to such a limit
+LARGEST_M, LARGEST_M_8 = 2.0**28, 2.0**23  # of m in base 2, whose rounding leaves P within float16, and within 8 bits
+SLACK = 2.0**-18  # more than what rounding, and raising P, do to such a limit
 
 Operation = Callable[[UOp, UOp], UOp]
 Factor = Any  # a float, or a float32 UOp if heads have scales
@@ -58,41 +61,53 @@ class Scaling(NamedTuple):
     """The factor on scores that gives logits in base 2; at most 1 if it is a float and `subtracts` is False."""
     return self.natural * LOG2E
 
-  @property
-  def _power_of_two(self) -> Factor:
-    """The factor in place of `log2` where m is large, not less than it."""
+  def _power_of_two(self, p_scale_log2: int) -> Factor:
+    """The factor in place of `log2` where m is large, not less than it, and greater if P is raised where m is small."""
     if isinstance(self.natural, UOp):
       above = (self.log2 * (1 + 2 * SLACK)).bitcast(dtypes.uint) + 0x7FFFFF
       return (above >> 23 << 23).bitcast(dtypes.float)
     exponent = log2(self.log2)
-    return 2.0 ** (exponent if exponent == floor(exponent) else ceil(log2(self.log2 * (1 + 2 * SLACK))))
+    same = exponent == floor(exponent) and not p_scale_log2
+    return 2.0 ** (exponent if same else ceil(log2(self.log2 * (1 + 2 * SLACK))))
 
-  def factor(self, family: str, m_i: UOp, bits_8: bool = False) -> Factor:
-    """The factor `a` on the scores of a row with this m_i, in base 2; `bits_8` says that P has 8 bits."""
-    return self._chosen(family, m_i, LARGEST_M_8 if bits_8 else LARGEST_M, self.log2)
+  def factor(self, family: str, m_i: UOp, p_scale_log2: int = 0) -> Factor:
+    """The factor `a` on the scores of a row with this m_i, in base 2; of `p_scale_log2` see `in_base_2`."""
+    return self._by_m(family, m_i, p_scale_log2, self.log2, self._power_of_two(p_scale_log2))
 
-  def in_base_2(self, family: str, score: UOp, bits_8: bool = False) -> UOp:
-    """The m_i of a row whose largest score this is, which is the score times `factor`. It grows with the score.
+  def in_base_2(self, family: str, score: UOp, p_scale_log2: int = 0) -> UOp:
+    """The m_i of a row whose largest score this is: the score times `factor`. It grows with the score.
 
     The factor by m_i is the same: the limits differ by more than rounding, and the larger factor by more than that.
+
+    Args:
+      p_scale_log2: P is raised by 2 to this power if it is not 0; m_i is less by it then, or `unit` is 1.
     """
-    most = (LARGEST_M_8 if bits_8 else LARGEST_M) * (1 - SLACK)
+    most = (LARGEST_M_8 if p_scale_log2 else LARGEST_M) * (1 - SLACK)
     limit: Factor = inf
     if isinstance(self.log2, UOp):
       limit = self.log2.reciprocal() * most
     elif most / self.log2 <= FLOAT32_MAX:
       limit = most / self.log2
-    return score * self._chosen(family, score, limit, self.log2)
+    m_i = score * self._chosen(family, score, limit, self.log2, self._power_of_two(p_scale_log2))
+    return m_i - self._chosen(family, score, limit, float(p_scale_log2), 0.0)
 
-  def logit(self, family: str, m_i: UOp, bits_8: bool = False) -> UOp:
+  def logit(self, family: str, m_i: UOp, p_scale_log2: int = 0) -> UOp:
     """The logit, in natural units, that m_i stands for."""
     if self.subtracts:
       return m_i * self.natural
-    return m_i * self._chosen(family, m_i, LARGEST_M_8 if bits_8 else LARGEST_M, LN2, self.natural / self._power_of_two)
+    m_i = m_i + self._by_m(family, m_i, p_scale_log2, float(p_scale_log2), 0.0)
+    return m_i * self._by_m(family, m_i, p_scale_log2, LN2, self.natural / self._power_of_two(p_scale_log2))
 
-  def _chosen(self, family: str, x: UOp, limit: Factor, near: Factor, far: Factor = None) -> Factor:
-    """`near` if |x| < limit, else `far`, by default the power of two."""
-    far = self._power_of_two if far is None else far
+  def unit(self, family: str, m_i: UOp, p_scale_log2: int = 0) -> Factor:
+    """What P, and so its sum, are divided by in the end: 1, or 2**-p_scale_log2 where P is raised by it."""
+    return 2.0**-p_scale_log2 if self.subtracts else self._by_m(family, m_i, p_scale_log2, 2.0**-p_scale_log2, 1.0)
+
+  def _by_m(self, family: str, m_i: UOp, p_scale_log2: int, near: Factor, far: Factor) -> Factor:
+    """`near`, or `far` where m_i is large."""
+    return self._chosen(family, m_i, LARGEST_M_8 if p_scale_log2 else LARGEST_M, near, far)
+
+  def _chosen(self, family: str, x: UOp, limit: Factor, near: Factor, far: Factor) -> Factor:
+    """`near` if |x| < limit, else `far`."""
     if isinstance(near, float) and near == far:
       return near
     return (ins.fabs(family, x) < limit).where(near, far)
@@ -119,11 +134,9 @@ class Scaling(NamedTuple):
     return [-ins.fabs(family, x) for x in distances]
 
   def exponents(self, family: str, scores: list[UOp], a: Factor, m_i: UOp, p_scale_log2: int = 0) -> list[UOp]:
-    """The exponents in base 2 of a row's P, which is multiplied by 2**p_scale_log2; `a` is their factor."""
+    """The exponents in base 2 of a row's P, raised by p_scale_log2 or as m_i says; `a` is their factor."""
     if self.subtracts:
       return [(x - m_i) * a + p_scale_log2 if p_scale_log2 else (x - m_i) * a for x in scores]
-    if p_scale_log2:  # tied, or else tinygrad adds the constant to each score by itself, one instruction for each
-      m_i = ins.tied(family, m_i - p_scale_log2, m_i)
     return [x * a - m_i for x in scores]
 
 
@@ -145,6 +158,7 @@ def online_softmax(
   l_old: UOp,
   row_reduce: Callable[[Operation, UOp], UOp],
   p_scale_log2: int = 0,
+  tied: bool = False,
 ) -> tuple[list[UOp], UOp, UOp, UOp]:
   """Update the online softmax of one query with this lane's scores of a tile.
 
@@ -155,7 +169,8 @@ def online_softmax(
     m_old: m_i so far, see `Scaling.subtracts`; `LOWEST` before the first tile.
     l_old: the sum of this lane's P so far.
     row_reduce: applies an operation across all lanes of the query.
-    p_scale_log2: P, and with it the sum, is multiplied by 2**p_scale_log2.
+    p_scale_log2: P, and with it the sum, is raised by 2**p_scale_log2; see `Scaling.unit`.
+    tied: whether the factor on the scores is computed only after the row max is known, which saves registers.
 
   Returns:
     P of this lane's scores, the new m_i, the new sum of this lane's P, and alpha, the factor on what was summed before.
@@ -168,9 +183,9 @@ def online_softmax(
     return ins.exp2(family, x)
 
   largest = row_reduce(larger, reduce(larger, scores))
-  bits_8 = p_scale_log2 > 0
-  m_new = larger(m_old, largest if scaling.subtracts else scaling.in_base_2(family, largest, bits_8))
-  a = scaling.log2 if scaling.subtracts else scaling.factor(family, m_new, bits_8)
+  m_new = larger(m_old, largest if scaling.subtracts else scaling.in_base_2(family, largest, p_scale_log2))
+  a = scaling.log2 if scaling.subtracts else scaling.factor(family, m_new, p_scale_log2)
+  a = ins.tied(family, a, m_new) if tied and isinstance(a, UOp) else a
   alpha = scaling.alpha(power, m_old, m_new)
   p = [power(x) for x in scaling.exponents(family, scores, a, m_new, p_scale_log2)]
   return p, m_new, l_old * alpha + reduce(UOp.__add__, p), alpha
@@ -199,7 +214,7 @@ class Row(NamedTuple):
     return [self.lse] if len(lse.shape) == 2 else [self.logit, self.l_i]
 
 
-def normalize(logit: UOp, l_i: UOp, sink: UOp | None, exp2: Callable[[UOp], UOp], p_scale_log2: int = 0) -> Row:
+def normalize(logit: UOp, l_i: UOp, sink: UOp | None, exp2: Callable[[UOp], UOp], unit: Factor = 1.0) -> Row:
   """Finish a row.
 
   Args:
@@ -207,15 +222,16 @@ def normalize(logit: UOp, l_i: UOp, sink: UOp | None, exp2: Callable[[UOp], UOp]
     l_i: the sum of exponentials over all keys.
     sink: a logit whose exponential is added to the sum; None without one.
     exp2: 2**x of an x <= 0.
-    p_scale_log2: the accumulator and l_i are scaled by 2**p_scale_log2, which is undone here.
+    unit: the factor on the accumulator and on l_i; see `Scaling.unit`.
   """
-  no_key, true_l = l_i.eq(0), l_i * 2.0**-p_scale_log2 if p_scale_log2 else l_i
+  raised = not isinstance(unit, float) or unit != 1
+  no_key, true_l = l_i.eq(0), l_i * unit if raised else l_i
   if sink is None:
     return Row(no_key.where(0.0, 1 / l_i), logit + true_l.log2() * LN2, logit, true_l)
   highest = logit.maximum(sink)
   alpha, of_sink = (exp2((x - highest) * LOG2E) for x in (logit, sink))
   total = true_l * alpha + of_sink
-  factor = alpha / total * 2.0**-p_scale_log2 if p_scale_log2 else alpha / total
+  factor = alpha / total * unit if raised else alpha / total
   return Row(no_key.where(0.0, factor), no_key.where(sink, highest + total.log2() * LN2), logit, true_l)
 
 
