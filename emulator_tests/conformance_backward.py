@@ -201,7 +201,7 @@ TABLE: dict[str, BackwardSchedule] = {
     examples=2,
     shapes=SHAPES_CUDA,
     multiple=8,
-    barriers=frozenset({"barrier", "mbarrier_wait", "fence_async", "wgmma_wait"}),
+    barriers=frozenset({"barrier", "mbarrier_wait", "fence_proxy_async", "wgmma_wait"}),
     pipelined=lambda arch: (Hopper(1, 16, 3), Hopper(2, 16)),
   ),
   "amx": BackwardSchedule(

@@ -14,7 +14,7 @@ from uopattn.dsl import instructions
 from uopattn.dsl.amd import products
 from uopattn.dsl.amd.staging import RegisterPipeline
 from uopattn.dsl.cpu import amx_operands
-from uopattn.dsl.gpu import jobs
+from uopattn.dsl.gpu import tile_scheduler
 from uopattn.dsl.gpu.parts import PAIRS
 from uopattn.dsl.nvidia import mma, mma_layout, swizzled, tensor_pipeline
 from uopattn.dsl.rules.rules import HeadRules
@@ -94,7 +94,7 @@ MASKS = {
 }
 
 
-# the softmax of a matrix unit: (unit or family, scores, scaling, m_old, l_old, ...) -> P, m_i, l_i, alpha
+# the softmax of a matrix unit: (unit or dialect, scores, scaling, m_old, l_old, ...) -> P, m_i, l_i, alpha
 
 
 def no_rescale(right: Phase) -> Phase:
@@ -180,7 +180,7 @@ def nvidia(kernel: Any, owner: Any, phase: str) -> dict[str, Mistake]:
 
 
 def word_halves_exchanged(right: Phase) -> Phase:
-  return lambda family, low, high, dtype: right(family, high, low, dtype)
+  return lambda dialect, low, high, dtype: right(dialect, high, low, dtype)
 
 
 def not_transposed(right: Phase) -> Phase:
@@ -264,7 +264,7 @@ HOPPER8 = nvidia(hopper_forward, hopper_forward, "online_softmax") | {
   "keys in another order": Mistake(
     instructions,
     "pack4",
-    lambda right: lambda family, x, dtype: right(family, [x[0], x[2], x[1], x[3]] if len(x) == 4 else x, dtype),
+    lambda right: lambda dialect, x, dtype: right(dialect, [x[0], x[2], x[1], x[3]] if len(x) == 4 else x, dtype),
   ),
   "products of tiles added up without a rescale": Mistake(
     hopper_forward.Mainloop,
@@ -327,29 +327,29 @@ HOPPER_PRODUCER = {
   ),
   "the first 64 columns twice": Mistake(
     instructions,
-    "tensor_load",
+    "tma_load",
     lambda right: (
-      lambda family, to, number, barrier, place, *rest: right(
-        family, to, number, barrier, (place[0] * 0, *place[1:]), *rest
+      lambda dialect, to, number, barrier, place, *rest: right(
+        dialect, to, number, barrier, (place[0] * 0, *place[1:]), *rest
       )
     ),
   ),
   "the first head's rows": Mistake(
     instructions,
-    "tensor_load",
+    "tma_load",
     lambda right: (
-      lambda family, to, number, barrier, place, *rest: right(
-        family, to, number, barrier, (*place[:2], place[2] * 0, place[3]), *rest
+      lambda dialect, to, number, barrier, place, *rest: right(
+        dialect, to, number, barrier, (*place[:2], place[2] * 0, place[3]), *rest
       )
     ),
   ),
   "a section without its last job": Mistake(
-    jobs.Jobs,
+    tile_scheduler.TileScheduler,
     "_share",
     lambda right: lambda self, workgroup, heads: right(self, workgroup, heads) - (workgroup.eq(1)).cast(dtypes.weakint),
   ),
   "the first warpgroup's tiles for all": Mistake(
-    instructions, "shuffle", lambda right: lambda family, value, lane: right(family, value, lane) * 0
+    instructions, "shuffle", lambda right: lambda dialect, value, lane: right(dialect, value, lane) * 0
   ),
   "queries of the block as counted from query 0": Mistake(
     tensor_pipeline.TensorPipeline,
@@ -368,21 +368,23 @@ HOPPER_BARRIERS = {
   "more bytes expected than come": Mistake(
     instructions,
     "mbarrier_expect",
-    lambda right: lambda family, barrier, count, *after: right(family, barrier, count + 16, *after),
+    lambda right: lambda dialect, barrier, count, *after: right(dialect, barrier, count + 16, *after),
   ),
   "fewer bytes expected than come": Mistake(
     instructions,
     "mbarrier_expect",
-    lambda right: lambda family, barrier, count, *after: right(family, barrier, count - 16, *after),
+    lambda right: lambda dialect, barrier, count, *after: right(dialect, barrier, count - 16, *after),
   ),
   "tiles that are passed over given back by nobody": Mistake(
     hopper_forward.Mainloop, "pass_over", instead(lambda self, n_tiles, started: started)
   ),
-  "the first turn given by nobody": Mistake(hopper_forward, "first_turn", instead(lambda turns, warp, after: after)),
+  "the first arrival by nobody": Mistake(
+    hopper_forward, "first_arrival", instead(lambda ping_pong, warp, after: after)
+  ),
   "more registers than there are": Mistake(
     instructions,
-    "release_registers",
-    lambda right: lambda family, count, *rest: right(family, 2 * count, *rest),
+    "setmaxnreg_dec",
+    lambda right: lambda dialect, count, *rest: right(dialect, 2 * count, *rest),
   ),
 }
 # Every tile in one slot: the copy of the next one overwrites what is being read.

@@ -497,7 +497,7 @@ SCHEDULE = Schedule(
   dtypes=DTYPES_16_32,
   kernels=passes(backward_q, Tiles, dk_dv=backward_kv),
   tiles=Tiles,
-  lacks=("scales", "page_table"),
+  unsupported=("scales", "page_table"),
 )
 # For head sizes where LDS does not hold both Q and dO also transposed: one kernel for dK and one for dV.
 SEPARATE = replace(

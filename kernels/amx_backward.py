@@ -256,5 +256,5 @@ SCHEDULE = Schedule(
     ),
   ),
   tiles=Tiles,
-  lacks=("scales", "page_table"),
+  unsupported=("scales", "page_table"),
 )

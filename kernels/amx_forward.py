@@ -129,7 +129,7 @@ class Tiles:
     p, parts = problem, PARTS.get(problem.dtype, 1)
     # What one group needs fits the nearest cache if heads are small. If they are not, or keys come from memory, as
     # those of few queries do, two groups share tiles of K and of V^T, and tiles of keys are long.
-    small = max(p.Dk, p.Dv) <= SMALL and parts < 3 and not p.few
+    small = max(p.Dk, p.Dv) <= SMALL and parts < 3 and not p.is_decode
     groups, usual = (1, 64 // parts) if small else (2, 128 if parts == 1 else 64)
     # A tile that is moved back to end at N must be masked, so prefer sizes that divide N.
     block_n = next((n for n in (usual, 64, 96, 128, 32) if p.N % n == 0), usual if usual < p.N else BLOCK)
@@ -545,7 +545,7 @@ def preferred(problem: Problem, target: Target) -> bool:
   p, parts = problem, PARTS.get(problem.dtype)
   if not target.vector.tiles or parts is None:
     return False
-  return not p.few or (parts == 1 and p.M * group_of_few(p) >= LEAST_ROWS)
+  return not p.is_decode or (parts == 1 and p.M * group_of_few(p) >= LEAST_ROWS)
 
 
 SCHEDULE = Schedule(
@@ -554,8 +554,8 @@ SCHEDULE = Schedule(
   dtypes=tuple(PARTS),
   kernels=(Kernel.forward(forward, Tiles),),
   tiles=Tiles,
-  lacks=("dropout_p", "scales"),
+  unsupported=("dropout_p", "scales"),
   pack_gqa=group_of_few,
   split=splits,
-  meant_for=preferred,
+  preferred=preferred,
 )

@@ -67,9 +67,9 @@ def on_cpu(o: UOp, partial_o: UOp, partial_lse: UOp, lse: UOp | None = None, *, 
   return _kernel(o, splits, UOp.group(*stores).end(row, head))
 
 
-def on_gpu(family: str, o: UOp, partial_o: UOp, partial_lse: UOp, lse: UOp | None = None, *, rules: Rules) -> UOp:
-  """Build the kernel for a family of GPUs (`uopattn.dsl.instruction_set`); other arguments as for `on_cpu`."""
-  (heads, rows, Dv), s, power = sizes(o), Scope(), partial(ins.exp2, family)
+def on_gpu(dialect: str, o: UOp, partial_o: UOp, partial_lse: UOp, lse: UOp | None = None, *, rules: Rules) -> UOp:
+  """Build the kernel for a dialect of GPUs (`uopattn.dsl.instruction_set`); other arguments as for `on_cpu`."""
+  (heads, rows, Dv), s, power = sizes(o), Scope(), partial(ins.exp2, dialect)
   splits, threads = sizes(partial_o)[0] // heads, min(MOST_THREADS, round_up(Dv, WARP))
   item, lane = s.axis(heads * rows, AxisType.GLOBAL), s.axis(threads, AxisType.LOCAL)
   head, row = item // rows, item % rows
@@ -98,7 +98,7 @@ def on_gpu(family: str, o: UOp, partial_o: UOp, partial_lse: UOp, lse: UOp | Non
   stores = []
   for i, d in enumerate(columns):
     value = acc.after(end)[i].load() * finished.factor
-    if family == "hip" and o.dtype in LARGEST:
+    if dialect == "hip" and o.dtype in LARGEST:
       place = row_start(o, head, row) + d
       stores.append(as_type(o, dtypes.uchar)[place.valid(d < Dv)].store(rounded_bits(value, o.dtype)))
     else:
@@ -120,7 +120,7 @@ def _kernel(o: UOp, splits: int, end: UOp) -> UOp:
 
 def _schedule(device: str, build: Callable[..., UOp]) -> Schedule:
   buffers = ("o", "q", "k", "v", "lse", "partial_o", "partial_lse")
-  kernel = Kernel(build, ("o", "lse"), buffers, wants=("rules",), unread=("q", "k", "v"))
+  kernel = Kernel(build, ("o", "lse"), buffers, params=("rules",), unread=("q", "k", "v"))
   return Schedule("combine", (device,), DTYPES, (kernel,))
 
 

@@ -290,6 +290,6 @@ SCHEDULE = Schedule(
     ),
   ),
   tiles=Tiles,
-  lacks=("scales", "page_table"),
+  unsupported=("scales", "page_table"),
   mixed=True,
 )

@@ -597,10 +597,10 @@ SCHEDULE = Schedule(
   dtypes=DTYPES_16_32,
   kernels=(Kernel.forward(forward, Tiles),),
   tiles=Tiles,
-  lacks=("block_mask",),
+  unsupported=("block_mask",),
   pack_gqa=lambda problem: problem.group,
   split=splits,
-  meant_for=lambda problem, target: target.vector.lanes > problem.M,
+  preferred=lambda problem, target: target.vector.lanes > problem.M,
   operand=dtypes.float32,
   mixed=True,
 )

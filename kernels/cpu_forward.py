@@ -265,7 +265,7 @@ SCHEDULE = Schedule(
   dtypes=DTYPES_16_32,
   kernels=(Kernel.forward(forward, Tiles),),
   tiles=Tiles,
-  meant_for=lambda problem, target: target.vector.lanes <= problem.M,
+  preferred=lambda problem, target: target.vector.lanes <= problem.M,
   operand=dtypes.float32,
   mixed=True,
 )

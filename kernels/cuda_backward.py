@@ -123,13 +123,13 @@ class Tiles:
     return self.warps * WARP
 
   @property
-  def family(self) -> str:
+  def dialect(self) -> str:
     """Family of the instructions that sm_75 does differently; see `uopattn.dsl.instruction_set`."""
     return TURING if self.turing else CUDA
 
   def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[list[SwizzledTiles], list[SwizzledTiles]]:
     """Shared memory for stationary rows, and for streamed tiles: of each Dk columns (Q or K) and Dv (dO or V)."""
-    widths, options = [round_up(Dk, PAIR), round_up(Dv, PAIR)], {"bits": BITS[self.step], "family": self.family}
+    widths, options = [round_up(Dk, PAIR), round_up(Dv, PAIR)], {"bits": BITS[self.step], "dialect": self.dialect}
     stationary = [SwizzledTiles.make(s, self.rows, width, 1, self.threads, **options) for width in widths]
     streamed = [SwizzledTiles.make(s, self.block, width, self.stages, self.threads, **options) for width in widths]
     return stationary, streamed
@@ -253,7 +253,7 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   begun = pipeline.prologue(*loop.load_stationary((q, do), head, UOp.const(M), group.block))
   sums = loop.run(pipeline, key_range, score_rows, sums, begun)
   sums = sums_after(
-    sums, ins.cp_async_wait(tiles.family, 0, *(x.acc for x in sums))
+    sums, ins.cp_async_wait(tiles.dialect, 0, *(x.acc for x in sums))
   )  # no copy may be in flight at the end
   name = f"attention_backward_q_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
   return group.kernel(name, loop.store(dq, sums[0].acc, rules.scale, head, group.block))
@@ -320,12 +320,12 @@ def _backward_of_keys(
   copies = loop.load_stationary((k, v), group.head, members.n_keys, group.block)
   if members.count == 1:
     sums = loop.run(pipeline, members.query_range, score_rows, sums, pipeline.prologue(*copies))
-    sums = sums_after(sums, ins.cp_async_wait(tiles.family, 0, *(x.acc for x in sums)))
+    sums = sums_after(sums, ins.cp_async_wait(tiles.dialect, 0, *(x.acc for x in sums)))
   else:  # the stages are in use until all warps are done with the previous head
     member = members.member
     begun = pipeline.prologue(UOp.barrier(member), *copies)
     added = loop.run(pipeline, members.query_range, score_rows, sums_after(sums, member), begun)
-    sums = sums_after(sums, ins.cp_async_wait(tiles.family, 0, *(x.acc for x in added)).end(member))
+    sums = sums_after(sums, ins.cp_async_wait(tiles.dialect, 0, *(x.acc for x in added)).end(member))
   stores = []
   for (x, _, scale), total in zip(results, sums, strict=True):
     stores += loop.store(x, total.acc, scale, group.head, group.block)
@@ -378,7 +378,7 @@ class Mainloop:
   def pipeline(self, sources: tuple[UOp, UOp], head: UOp, length: UOp, tile_range: TileRange) -> CpAsyncPipeline:
     """The pipeline that loads the streamed tiles."""
     pairs = [(panels, HeadView.of(x, head, length)) for panels, x in zip(self.streamed, sources, strict=True)]
-    return CpAsyncPipeline(pairs, tile_range.tile, self.tiles.stages, self.group.thread, self.tiles.family)
+    return CpAsyncPipeline(pairs, tile_range.tile, self.tiles.stages, self.group.thread, self.tiles.dialect)
 
   def left(self, *after: UOp) -> list[list[Left]]:
     """Load the stationary rows as left operands: of both matrices, for each tile of 16 rows, one per step."""
@@ -430,7 +430,7 @@ class Mainloop:
     """Store a sum times a factor to the rows of x."""
     stores = []
     for (i, half), row in self.rows(block).items():
-      stores += store_scaled(x, head, row, half, acc[i], UOp.const(factor), self.group.lane, self.tiles.family)
+      stores += store_scaled(x, head, row, half, acc[i], UOp.const(factor), self.group.lane, self.tiles.dialect)
     return stores
 
 
@@ -456,7 +456,7 @@ SCHEDULE = Schedule(
   dtypes=DTYPES_16_32,
   kernels=passes(backward_q, Tiles, dk_dv=backward_kv),
   tiles=Tiles,
-  lacks=("scales", "page_table"),
+  unsupported=("scales", "page_table"),
   tf32=True,
 )
 # For head sizes where the registers of a warp do not hold both dK and dV: one kernel for each.

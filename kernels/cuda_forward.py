@@ -138,14 +138,14 @@ class Tiles:
     return 2 if self.step == STEP_BYTES // 4 and not self.tf32 else 1
 
   @property
-  def family(self) -> str:
+  def dialect(self) -> str:
     """Family of the instructions that sm_75 does differently; see `uopattn.dsl.instruction_set`."""
     return TURING if self.turing else CUDA
 
   def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[SwizzledTiles, SwizzledTiles, SwizzledTiles]:
     """Allocate Q, K and V in shared memory."""
     Dk, Dv = round_up(Dk, self.step), round_up(Dv, PAIR)
-    options = {"bits": STEPS[self.step], "family": self.family}
+    options = {"bits": STEPS[self.step], "dialect": self.dialect}
     return (
       SwizzledTiles.make(s, self.block_m, Dk, 1, self.threads, **options),
       SwizzledTiles.make(s, self.block_n, Dk, self.stages, self.threads, **options),
@@ -232,7 +232,7 @@ class Tiles:
     two, one = of(((2, 64), (2, 32))), of(((1, 64), (1, 32), (1, 16)))
     if problem.M <= STREAMING:
       return [cls(warps, 1, min(32, keys), 3, step, tf32=step == 8), *two, *one]
-    if step != 16 or max(problem.Dk, problem.Dv) > 128 or not problem.light:
+    if step != 16 or max(problem.Dk, problem.Dv) > 128 or not problem.light_on_registers:
       return [*two, *one]
     sizes = ((2 * WARPS, 64), (WARPS, 64), (WARPS, 48), (2 * WARPS, 48), (2 * WARPS, 32), (WARPS, 32))
     reading = [cls(w, 2, min(n, keys), in_registers=False) for w, n in sizes]
@@ -286,13 +286,13 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   state = State.make(s, len(unit.rows), (tiles.m_tiles, round_up(Dv, PAIR) // MMA_N, 4), group.item)
   q_tile, k_tiles, v_tiles = tiles.panels(s, Dk, Dv)
   sources = [(panels, head_rules.keys(x, q.dtype)) for panels, x in ((k_tiles, k), (v_tiles, v))]
-  pipeline = CpAsyncPipeline(sources, key_range.tile, tiles.stages, group.thread, tiles.family)
+  pipeline = CpAsyncPipeline(sources, key_range.tile, tiles.stages, group.thread, tiles.dialect)
   queries = q_tile.fill_tile(group.block, HeadView.of(q, group.head, UOp.const(M)), group.block, group.thread)
   # Queries that are not loaded here arrive with the first tile, for which the mainloop waits.
   filled = (pipeline.prologue if tiles.in_registers else pipeline.start)(*queries)
   loop = Mainloop(s, unit, pipeline, head_rules, key_range, tiles.block_n)
   state = loop.run(unit.queries(q_tile.tile(UOp.const(0), filled)), state.after(filled))
-  state = state.after(ins.cp_async_wait(tiles.family, 0, *state))  # no copy may be in flight at the end
+  state = state.after(ins.cp_async_wait(tiles.dialect, 0, *state))  # no copy may be in flight at the end
 
   stores = []
   for i in range(len(unit.rows)):
@@ -371,7 +371,7 @@ class WarpMma:
     """Store the output and the LSE of the i-th of this lane's rows."""
     acc, half, lane, row = state.acc[i // HALVES], i % HALVES, self.group.lane, self.rows[i]
     found = finished(rules, state.m_i[i].load(), state.l_i[i].load(), row, self.p_scale_log2)
-    return store_row(o, lse, head, row, half, acc, found, lane, self.tiles.family, operand=self.mma.dtype)
+    return store_row(o, lse, head, row, half, acc, found, lane, self.tiles.dialect, operand=self.mma.dtype)
 
 
 def rescaled(acc: UOp, alphas: list[UOp]) -> Accumulators:

@@ -138,7 +138,7 @@ class Tiles:
     return self.warps * WARP
 
   @property
-  def family(self) -> str:
+  def dialect(self) -> str:
     """Family of the instructions that sm_75 does differently; see `uopattn.dsl.instruction_set`."""
     return TURING if self.turing else CUDA
 
@@ -154,7 +154,7 @@ class Tiles:
     """Allocate Q, K and V in shared memory; V is K if it is in K."""
     Dk, Dv = round_up(Dk, self.step), self.slices * self.columns(Dv)
     of_k = max(Dk, Dv) if self.values_in_keys else Dk
-    options = {"bits": STEPS[self.step], "family": self.family}
+    options = {"bits": STEPS[self.step], "dialect": self.dialect}
     q_tile = SwizzledTiles.make(s, self.block_m, Dk, 1, self.threads, **options)
     k_tiles = SwizzledTiles.make(s, self.block_n, of_k, self.stages, self.threads, **options)
     if self.values_in_keys:
@@ -274,17 +274,17 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   state = State.make(s, len(unit.rows), acc, group.item)
   q_tile, k_tiles, v_tiles = tiles.panels(s, Dk, Dv)
   keys, values = (k_tiles, head_rules.keys(k)), (v_tiles, head_rules.keys(v))
-  thread, family = group.thread, tiles.family
+  thread, dialect = group.thread, tiles.dialect
   pipeline: SharedTiles | TurnsPipeline
   if tiles.values_in_keys:
-    pipeline = SharedTiles(CpAsyncPipeline([keys], key_range.tile, tiles.stages, thread, family))
+    pipeline = SharedTiles(CpAsyncPipeline([keys], key_range.tile, tiles.stages, thread, dialect))
   else:
-    pipeline = TurnsPipeline(keys, values, key_range.tile, tiles.stages, thread, family)
+    pipeline = TurnsPipeline(keys, values, key_range.tile, tiles.stages, thread, dialect)
   queries = q_tile.fill_tile(group.block, HeadView.of(q, group.head, UOp.const(M)), group.block, thread)
   filled = pipeline.start(*queries)  # the queries arrive with the first tile
   loop = Mainloop(s, unit, pipeline, head_rules, key_range, tiles.block_n)
   state = loop.run(q_tile.tile(UOp.const(0), filled), state.after(filled))
-  state = state.after(ins.cp_async_wait(family, 0, *state))  # no copy may be in flight at the end
+  state = state.after(ins.cp_async_wait(dialect, 0, *state))  # no copy may be in flight at the end
 
   stores = []
   l_i = exchange.sums(state.l_i)
@@ -488,7 +488,7 @@ class SliceMma:
     acc, row, lane = state.acc[i // HALVES], self.rows[i], self.group.lane
     first = self.slice * self.tiles.columns(self.Dv)
     found = finished(rules, state.m_i[i].load(), l_i, row, self.p_scale_log2)
-    return store_row(o, lse, head, row, i % HALVES, acc, found, lane, self.tiles.family, first, self.mma.dtype)
+    return store_row(o, lse, head, row, i % HALVES, acc, found, lane, self.tiles.dialect, first, self.mma.dtype)
 
 
 def splits(problem: Problem, target: Target, tiles: Tiles) -> int:
@@ -500,14 +500,14 @@ def splits(problem: Problem, target: Target, tiles: Tiles) -> int:
 LONG = 16384  # keys
 
 
-def meant_for(problem: Problem, target: Target) -> bool:
+def preferred(problem: Problem, target: Target) -> bool:
   """Whether it is expected to be faster than `cuda_forward`, or the only one that serves the head sizes.
 
   For few queries it is where each key is read once for both, and where there is one head of keys: the splits of that
   are about as many as the multiprocessors, each of which then has one warp of `cuda_forward`, but four of this one.
   """
   one_head = problem.B * problem.Hkv == 1 and problem.N >= LONG
-  return max(problem.Dk, problem.Dv) > 256 or (problem.few and (problem.values_in_keys or one_head))
+  return max(problem.Dk, problem.Dv) > 256 or (problem.is_decode and (problem.values_in_keys or one_head))
 
 
 SCHEDULE = Schedule(
@@ -518,6 +518,6 @@ SCHEDULE = Schedule(
   tiles=Tiles,
   pack_gqa=group_of_few,
   split=splits,
-  meant_for=meant_for,
+  preferred=preferred,
   tf32=True,
 )

@@ -26,8 +26,8 @@ CHUNK_WORDS = 4  # 32-bit words in a chunk, which a lane loads at once
 CPU_ROWS, CPU_LANES = 64, 16
 
 
-def row_sums(family: str, delta: UOp, o: UOp, do: UOp, lse: UOp, dlse: UOp | None = None) -> UOp:
-  """Build the kernel for a family of GPUs (`uopattn.dsl.instruction_set`).
+def row_sums(dialect: str, delta: UOp, o: UOp, do: UOp, lse: UOp, dlse: UOp | None = None) -> UOp:
+  """Build the kernel for a dialect of GPUs (`uopattn.dsl.instruction_set`).
 
   Args:
     delta: (heads, M) float32, the output; 0 for rows that see no key, whose lse is -inf.
@@ -45,7 +45,7 @@ def row_sums(family: str, delta: UOp, o: UOp, do: UOp, lse: UOp, dlse: UOp | Non
   terms = [a * b for c in chunks for a, b in zip(left(c), right(c), strict=True)]
   total = reduce(UOp.__add__, terms)
   for distance in (1, 2, 4):
-    total = total + ins.shuffle_xor(family, total, distance)
+    total = total + ins.shuffle_xor(dialect, total, distance)
   head, query = row // M, row % M
   value = total if dlse is None else total - gated(dlse, exists, head, query).load()
   value = gated(lse, exists, head, query).load().eq(float("-inf")).where(0.0, value)
@@ -103,7 +103,7 @@ def _chunks(x: UOp, row: UOp, exists: UOp) -> Callable[[UOp], list[UOp]]:
 def _schedule(device: str, build: Callable[..., UOp]) -> Schedule:
   """Return the schedule for a device, with two kernels: without a gradient of the LSE, and with one."""
   buffers = ("delta", "o", "do", "lse", "dlse")
-  kernels = (Kernel(build, ("delta",), given, wants=()) for given in (buffers[:-1], buffers))
+  kernels = (Kernel(build, ("delta",), given, params=()) for given in (buffers[:-1], buffers))
   return Schedule("delta", (device,), DTYPES_16_32, tuple(kernels))
 
 

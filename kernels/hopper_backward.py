@@ -347,5 +347,5 @@ SCHEDULE = Schedule(
   dtypes=DTYPES_16,
   kernels=passes(backward_q, Tiles, dk_dv=backward_kv),
   tiles=Tiles,
-  lacks=("scales", "page_table"),
+  unsupported=("scales", "page_table"),
 )

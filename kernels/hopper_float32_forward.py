@@ -21,7 +21,7 @@ causal mask each warpgroup has full and masked tiles of its own, and ends before
 sees them (`of_warpgroup`).
 
 Workgroups have one block of queries each, the longest first, in equal sections of heads whose keys fit in the L2 cache
-together (`uopattn.dsl.gpu.jobs`).
+together (`uopattn.dsl.gpu.tile_scheduler`).
 
 Measured 2026-11-23 on an H200 (B=4, H=16, `split` included, in turns), TFLOP/s, and the ratio to PyTorch's
 memory-efficient attention, its fastest in float32, in the same run:
@@ -47,8 +47,8 @@ from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import Scope, sizes
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.gpu.jobs import Jobs
 from uopattn.dsl.gpu.parts import bfloat16_parts
+from uopattn.dsl.gpu.tile_scheduler import TileScheduler
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.mma_layout import (
@@ -149,7 +149,7 @@ class Tiles:
     arch, Dk, Dv = target.arch, problem.Dk, problem.Dv
     if arch != "sm_90" or max(Dk, Dv) > MOST:
       raise ValueError(f"{arch} with head sizes {Dk} and {Dv}: must be sm_90, with head sizes up to {MOST}")
-    if not problem.light:
+    if not problem.light_on_registers:
       raise ValueError("no features but masks of places and sinks, for want of registers")
     found = []
     for best in BEST[min(x for x in BEST if max(Dk, Dv) <= x)]:
@@ -174,7 +174,9 @@ def preferred(problem: Problem, target: Target) -> bool:
   fits_parts = all(3 * width(D) <= 4 * D for D in (problem.Dk, problem.Dv))
   large = min(problem.M, problem.N) >= LEAST and problem.window[0] is None
   jobs = problem.heads * ceildiv(problem.M, 2 * wgmma.M)
-  known = target.arch == "sm_90" and max(problem.Dk, problem.Dv) <= MOST and problem.light and not problem.tf32
+  known = (
+    target.arch == "sm_90" and max(problem.Dk, problem.Dv) <= MOST and problem.light_on_registers and not problem.tf32
+  )
   return known and fits_parts and large and jobs >= MULTIPROCESSORS
 
 
@@ -239,14 +241,14 @@ def forward(
   s = Scope()
   of_values = sizes(v_parts)[2]
   cached = max(1, L2_BYTES * rules.group // (2 * rules.N * (of_keys + of_values)))
-  jobs = Jobs.of(heads, ceildiv(M, block_m), cached, rules.longest_last, MULTIPROCESSORS, False)
-  group = Workgroup(s, 1, jobs.workgroups, tiles.threads // WARP, WARP)
-  head, block = jobs.place(group.item, UOp.const(0))
+  scheduler = TileScheduler.of(heads, ceildiv(M, block_m), cached, rules.longest_last, MULTIPROCESSORS, False)
+  group = Workgroup(s, 1, scheduler.workgroups, tiles.threads // WARP, WARP)
+  head, block = scheduler.place(group.item, UOp.const(0))
   head_rules = rules.at(head)
   views = head_rules.keys(k_parts), head_rules.keys(v_parts)
   if not all(map(fits, views)):
     raise ValueError("k and v must have rows that tensor maps can describe, of a length known in advance")
-  job = Job(block, (None, *views), head_rules.key_range(block * block_m, block_m, tiles.block_n))
+  job = WorkTile(block, (None, *views), head_rules.key_range(block * block_m, block_m, tiles.block_n))
   apart = head_rules.ends and tiles.warpgroups > 1
 
   consumers, registers = tiles.warpgroups * WARPS, REGISTERS[tiles.warpgroups]
@@ -271,7 +273,7 @@ def forward(
   return group.kernel(f"attention_{heads}_{rules.kv_heads}_{M}_{rules.N}_{of_keys}_{Dv}{rules.name}", stores)
 
 
-class Job(NamedTuple):
+class WorkTile(NamedTuple):
   """A block of queries, the rows of its head in q, k and v, and its keys; None for q if its threads read q."""
 
   block: UOp
@@ -292,11 +294,11 @@ def store_queries(q: HeadView, to: SwizzledTiles, first: UOp, group: Workgroup, 
     row, chunk = warpgroup * wgmma.M + first_row + thread // of_row, thread % of_row
     words = chunk_of_parts(q, first + row, chunk * CHUNK, first + row < q.length, *after)
     stores += [ins.store_chunk(CUDA, to.at(row, chunk + part * of_row), *x) for part, x in enumerate(words)]
-  return ins.meet(CUDA, 1 + warpgroup, threads, ins.fence_async(CUDA, *stores))
+  return ins.named_barrier_sync(CUDA, 1 + warpgroup, threads, ins.fence_proxy_async(CUDA, *stores))
 
 
-def of_warpgroup(job: Job, rules: HeadRules, tiles: Tiles, warp: UOp) -> TileRange:
-  """The tiles that the warpgroup of a warp processes, where `rules.ends`.
+def of_warpgroup(job: WorkTile, rules: HeadRules, tiles: Tiles, warp: UOp) -> TileRange:
+  """The tiles that the warpgroup of a warp processes, where `rules.is_prefix`.
 
   It leaves out those at the end that none of its queries sees, but at most as many as there are slots: no tile is
   brought after those, so that nobody waits until they have been used.
@@ -426,7 +428,7 @@ def _kernel(build: Callable[..., UOp], outputs: str, buffers: str, unread: str, 
     tuple(buffers.split()),
     choose=lambda *given: Tiles.choose(*given),
     candidates=lambda *given: Tiles.candidates(*given),
-    wants=wants,
+    params=wants,
     unread=tuple(unread.split()),
     scratch=scratch,
   )
@@ -441,6 +443,6 @@ SCHEDULE = Schedule(
     _kernel(forward, "o lse", "o q k v lse k_parts v_parts", "k v", "rules", "tiles"),
   ),
   tiles=Tiles,
-  lacks=("scales", "page_table"),
-  meant_for=preferred,
+  unsupported=("scales", "page_table"),
+  preferred=preferred,
 )

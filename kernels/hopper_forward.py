@@ -15,18 +15,18 @@ tensor cores read them.
 There are two ways to bring them there, behind one interface, `Pipeline`:
 - A producer, a further warpgroup, starts all copies from one thread by the tensor memory accelerator
   (`uopattn.dsl.nvidia.tensor_pipeline`). It keeps 32 or 40 registers per thread and the others get what it gives up,
-  160 or 232 (`REGISTERS`). The others start their products in turns, as in FlashAttention-3: while one multiplies, the
-  next one is at its softmax. Workgroups may be persistent: they do several jobs, blocks of queries of any head, in an
-  order fixed in advance (`uopattn.dsl.gpu.jobs`), with the next job's Q and first tiles on their way while one ends.
+  160 or 232 (`REGISTERS`). The others ping-pong, as in FlashAttention-3: while one multiplies, the next one is at its
+  softmax. Workgroups may be persistent: they do several work tiles, blocks of queries of any head, in an order fixed in
+  advance (`uopattn.dsl.gpu.tile_scheduler`), with the next one's Q and first tiles on their way while one ends.
 - All threads copy (`uopattn.dsl.nvidia.copy_pipeline`). So it is where a tensor map cannot describe the rows (pages,
   lengths that only the GPU knows, rows whose starts are no multiples of 16 bytes; `tensor_pipeline.fits`), and with
-  features for which a producer would leave too few registers (`Problem.light`).
+  features for which a producer would leave too few registers (`Problem.light_on_registers`).
 
 Full tiles, which all queries of the workgroup see completely, come first and need no mask; masked tiles follow. With a
 producer, under a causal mask or where the last tile is not full, it is the other way round: a job begins at the end, in
 the tile that is not overlapped with others and so has a mask in any case. Under a causal mask each warpgroup has a
-`Walk` of its own. It passes over tiles that none of its queries sees, only taking its turns. Blocks of queries are
-counted from the last query back, so that the block that is not full is the one with the fewest keys.
+`Walk` of its own. Of tiles that none of its queries sees it does no more than pass the ping-pong barrier. Blocks of
+queries are counted from the last query back, so that the block that is not full is the one with the fewest keys.
 
 In 8 bits, with head sizes up to 128, a producer is needed, whose warps also transpose V, because tensor cores want k
 along the rows (`uopattn.dsl.nvidia.transposed`). P is scaled by a power of two and rounded to 8 bits, as in
@@ -49,7 +49,7 @@ For N=4096 alone: 582 at D=192 (1.01) and 592 at D=256 (1.01). In turns of 0.2 s
     D=192, causal  330 423 491 577    1.03 1.01 1.01 1.07
     D=256, causal  344 at N=512 (1.03) and 519 at N=2048 (1.03)
 In fp8e4m3, N=1024 / 4096 / 16384, and the ratio to float16 in the same run, on the same numbers:
-    D=128          719 821       1.25 1.25          N=1024 with turns as in float16
+    D=128          719 821       1.25 1.25          N=1024 with ping-pong as in float16
     D=128, causal  547 723 795   1.20 1.20 1.22     N=1024 likewise
     D=64           569           1.10               N=4096 alone
     D=64, causal   484 504       1.07 0.96          N=4096 and 16384 alone
@@ -73,7 +73,7 @@ from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl import Scope, sizes
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.gpu.jobs import Jobs
+from uopattn.dsl.gpu.tile_scheduler import TileScheduler
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.copy_pipeline import CopyPipeline
@@ -181,7 +181,7 @@ class Tiles:
     In 8 bits a producer transposes V. So tensor maps must describe the rows, and there must be registers for it.
     """
     Dk, Dv = problem.Dk, problem.Dv
-    if problem.dtype in DTYPES_8 and not (problem.light and problem.fits_tensor_maps):
+    if problem.dtype in DTYPES_8 and not (problem.light_on_registers and problem.fits_tensor_maps):
       return False
     chunk, most = 16 // problem.dtype.itemsize, max(_measured(problem))[0]
     return target.arch == "sm_90" and Dk % chunk == 0 and Dv % chunk == 0 and max(Dk, Dv) <= most
@@ -216,7 +216,7 @@ class Tiles:
 
     known = _measured(problem)
     size = next(size for size, _ in known if max(Dk, Dv) <= size)
-    allowed = [x for x in known[size, causal] if problem.light or not x.tiles.producer]
+    allowed = [x for x in known[size, causal] if problem.light_on_registers or not x.tiles.producer]
     found = []
     for best in (x.tiles for x in sorted(allowed, key=promise, reverse=True)):
       warpgroups, block_n = min(best.warpgroups, ceildiv(M, wgmma.M)), min(best.block_n, round_up(N, best.step))
@@ -338,31 +338,33 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
       raise ValueError("q, k and v of 8 bits must have rows that tensor maps can describe")
     tiles = replace(tiles, producer=False, persistent=False, q_stages=1)
   cached = max(1, L2_BYTES * rules.group // (q.dtype.itemsize * rules.N * (Dk + Dv)))
-  jobs = Jobs.of(heads, ceildiv(M, block_m), cached, rules.longest_last, MULTIPROCESSORS, tiles.persistent)
-  group = Workgroup(s, 1, jobs.workgroups, tiles.threads // WARP, WARP)
-  trips = jobs.trips(group.item).simplify()
+  scheduler = TileScheduler.of(
+    heads, ceildiv(M, block_m), cached, rules.longest_last, MULTIPROCESSORS, tiles.persistent
+  )
+  group = Workgroup(s, 1, scheduler.workgroups, tiles.threads // WARP, WARP)
+  trips = scheduler.trips(group.item).simplify()
   # Under a causal mask warpgroups differ in their tiles. Without masks a loop over a tile that is not full would spill.
-  apart = tiles.producer and rules.at(UOp.const(0)).ends
+  apart = tiles.producer and rules.at(UOp.const(0)).is_prefix
   last_first = apart or (tiles.producer and _masks_last(rules, tiles))
   # Of the blocks, the first one, which has the fewest keys, is the one with warpgroups that have no queries.
-  before = (jobs.blocks * block_m - M) // wgmma.M * wgmma.M if apart else 0
+  before = (scheduler.blocks * block_m - M) // wgmma.M * wgmma.M if apart else 0
 
-  def job(trip: UOp) -> Job:
-    head, block = jobs.place(group.item, trip)
+  def job(trip: UOp) -> WorkTile:
+    head, block = scheduler.place(group.item, trip)
     head_rules, row = rules.at(head), block * block_m - before
     key_range = head_rules.key_range(row, block_m, tiles.block_n)
     key_range = key_range.last_first() if last_first else key_range
-    return Job(head, block, row, _views(q, k, v, head, rules), head_rules, key_range, last_first)
+    return WorkTile(head, block, row, _views(q, k, v, head, rules), head_rules, key_range, last_first)
 
   scores, panels = s.buffer(tiles.block_n // 2), tiles.panels(s, Dk, Dv)
-  turns, trip, counts = tiles.warpgroups if tiles.producer else 1, UOp.const(0), None
-  alone = tiles.step == 32 and turns == 2  # in 8 bits it is 5 % faster, in 16 bits 5 % slower
+  ping_pong, trip, counts = tiles.warpgroups if tiles.producer else 1, UOp.const(0), None
+  exclusive = tiles.step == 32 and ping_pong == 2  # in 8 bits it is 5 % faster, in 16 bits 5 % slower
   pipe: Pipeline
   if tiles.producer:
     consumers, registers = tiles.warpgroups * WARPS, REGISTERS[tiles.warpgroups]
     tensors = TensorPipeline(s, group, job, trips, panels, consumers, registers, tiles.transposed(s, Dv), before=before)
-    started = first_turn(turns, group.warp, tensors.start())
-    if jobs.persistent:
+    started = first_arrival(ping_pong, group.warp, tensors.start())
+    if scheduler.persistent:
       counts, trip = tensors.counts(started), s.axis(trips, AxisType.REDUCE)
       started = trip
     mine, pipe = job(trip), tensors.job(counts, started)
@@ -372,7 +374,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     started = copies.start()
   rows = [_query(mine.row + group.warp * MMA_M + row_of(group.lane, half), M) for half in range(HALVES)]
   state = State.make(s, tiles.block_n, round_up(Dv, 16), q.dtype, group.item, started)
-  main = Mainloop(s, group, q.dtype, pipe, scores, rows, mine.rules, mine.key_range, turns, alone, apart)
+  main = Mainloop(s, group, q.dtype, pipe, scores, rows, mine.rules, mine.key_range, ping_pong, exclusive, apart)
 
   walk = mine.walk(M, tiles, group.warp)
   state = main.begin(walk, state, pipe.queries(main.pass_over(walk.passed, started)))
@@ -396,7 +398,7 @@ def _masks_last(rules: Rules, tiles: Tiles) -> bool:
   return not rules.ranges and masked.vmin == masked.vmax == 1
 
 
-class Job(NamedTuple):
+class WorkTile(NamedTuple):
   """A block of queries of one head, with its keys.
 
   Attributes:
@@ -417,7 +419,7 @@ class Job(NamedTuple):
     n_full, n_tiles = self.key_range.n_full, self.key_range.n_tiles
     if not self.last_first:
       return Walk(UOp.const(0), n_full.vmin == 0, full_then_masked(UOp.const(1), n_full.maximum(1), n_tiles))
-    if not self.rules.ends:
+    if not self.rules.is_prefix:
       return Walk(UOp.const(0), True, masked_then_full(UOp.const(1), n_tiles - 1, n_tiles))
     # With its number from lane 0, ptxas knows that a warp leaves loops as a whole. Otherwise it makes descriptors of
     # products in vector registers, which costs 30 instructions per tile, and spills.
@@ -437,7 +439,7 @@ def _query(row: UOp, M: int) -> UOp:
 
 
 class Walk(NamedTuple):
-  """A warpgroup's way through the tiles of its workgroup, as positions in `Job.key_range`.
+  """A warpgroup's way through the tiles of its workgroup, as positions in `WorkTile.key_range`.
 
   Attributes:
     passed: the number of tiles at the start that none of its queries sees.
@@ -493,11 +495,11 @@ class Pipeline(Protocol):
     """Wait, after `last`, for copies that nobody reads."""
 
 
-def first_turn(turns: int, warp: UOp, after: UOp) -> UOp:
-  """The last of `turns` warpgroups gives the first turn to the first one."""
-  if turns == 1:
+def first_arrival(ping_pong: int, warp: UOp, after: UOp) -> UOp:
+  """The last of the warpgroups that ping-pong lets the first one begin."""
+  if ping_pong == 1:
     return after
-  return ins.meet_later(CUDA, UOp.const(1), 2 * WARPS * WARP, warp >= (turns - 1) * WARPS, after)
+  return ins.named_barrier_arrive(CUDA, UOp.const(1), 2 * WARPS * WARP, warp >= (ping_pong - 1) * WARPS, after)
 
 
 class State(NamedTuple):
@@ -550,8 +552,8 @@ class Mainloop:
     rows: this lane's queries.
     rules: the rules of their head.
     key_range: the tiles. Tiles are numbered by their position in it.
-    turns: warpgroups that start their products in turns.
-    alone: whether a turn lasts until the products are done, so that those of two warpgroups never mix.
+    ping_pong: warpgroups that ping-pong: one starts its products while the next one is at its softmax.
+    exclusive: hold the ping-pong barrier until the products complete, instead of until they are issued.
     apart: whether warpgroups differ in their numbers of trips.
   """
 
@@ -563,8 +565,8 @@ class Mainloop:
   rows: list[UOp]
   rules: HeadRules
   key_range: TileRange
-  turns: int
-  alone: bool
+  ping_pong: int
+  exclusive: bool
   apart: bool
 
   @property
@@ -573,14 +575,16 @@ class Mainloop:
     return 2 * sizes(self.scores)[0]
 
   def pass_over(self, n_tiles: UOp, started: UOp) -> UOp:
-    """Leave the first tiles to the other warpgroups: take turns with them, and signal that this warp is done.
+    """Leave the first tiles to the other warpgroups: pass the ping-pong barrier, and signal that this warp is done.
 
     It waits for each tile, because a signal before that would count for what was in its slot.
     """
     if n_tiles.vmax == 0:
       return started
     n_tile, begun = loop(self.s, n_tiles, started, early=True)
-    turn = self.pass_turn(self.take_turn(self.pipe.values(n_tile, self.pipe.keys(n_tile, *begun))))
+    turn = self.warp_scheduler_barrier_arrive(
+      self.warp_scheduler_barrier_sync(self.pipe.values(n_tile, self.pipe.keys(n_tile, *begun)))
+    )
     return UOp.group(self.pipe.keys_done(n_tile, turn), self.pipe.values_done(n_tile, turn)).end(n_tile)
 
   def begin(self, walk: Walk, state: State, started: UOp) -> State:
@@ -597,13 +601,13 @@ class Mainloop:
     """Process the tiles from `first` on, each together with P V of the tile before it."""
     trip, begun = loop(self.s, trips, early=self.apart)
     n_tile, old = first + trip, state.after(*begun)
-    qk = self.start_qk(n_tile, self.take_turn(self.pipe.keys(n_tile, *begun, *state.values())))
+    qk = self.start_qk(n_tile, self.warp_scheduler_barrier_sync(self.pipe.keys(n_tile, *begun, *state.values())))
     pv = self.start_pv(n_tile - 1, old, self.pipe.values(n_tile - 1, qk))
-    waited = self.wait_qk(1, pv if self.alone else self.pass_turn(pv))
+    waited = self.wait_qk(1, pv if self.exclusive else self.warp_scheduler_barrier_arrive(pv))
     done = self.keys_done(n_tile, waited)
     alphas, words, stores = self.softmax(n_tile, masked, old, waited, done)
     out = self.wait_pv(old, pv, *stores)
-    out = out.after(self.pass_turn(out)) if self.alone else out
+    out = out.after(self.warp_scheduler_barrier_arrive(out)) if self.exclusive else out
     stores += self.add_pv(old, out, alphas)
     stores += [old.p.after(out)[i].store(word) for i, word in enumerate(words)]
     stores.append(self.pipe.values_done(n_tile - 1, out))
@@ -636,18 +640,18 @@ class Mainloop:
     last = n_tile.eq(self.key_range.n_tiles - 1).simplify()
     return UOp.group(self.pipe.keys_done(n_tile, waited), self.pipe.queries_done(last, waited))
 
-  def take_turn(self, after: UOp) -> UOp:
-    """Wait for the turn of this warpgroup to start products."""
-    if self.turns == 1:
+  def warp_scheduler_barrier_sync(self, after: UOp) -> UOp:
+    """Wait until the warpgroup before has started its products."""
+    if self.ping_pong == 1:
       return after
-    return ins.meet(CUDA, 1 + self.group.warp // WARPS, 2 * WARPS * WARP, after)
+    return ins.named_barrier_sync(CUDA, 1 + self.group.warp // WARPS, 2 * WARPS * WARP, after)
 
-  def pass_turn(self, after: UOp) -> UOp:
-    """Give the turn to the next warpgroup."""
-    if self.turns == 1:
+  def warp_scheduler_barrier_arrive(self, after: UOp) -> UOp:
+    """Let the next warpgroup start its products."""
+    if self.ping_pong == 1:
       return after
-    following = 1 + (self.group.warp // WARPS + 1) % self.turns
-    return ins.meet_later(CUDA, following, 2 * WARPS * WARP, UOp.const(True), after)
+    following = 1 + (self.group.warp // WARPS + 1) % self.ping_pong
+    return ins.named_barrier_arrive(CUDA, following, 2 * WARPS * WARP, UOp.const(True), after)
 
   def start_qk(self, n_tile: UOp, *after: UOp) -> UOp:
     """Start S = Q K^T, (64, block_n)."""
@@ -697,7 +701,7 @@ SCHEDULE = Schedule(
   dtypes=(*DTYPES_16, *DTYPES_8),
   kernels=(Kernel.forward(forward, Tiles),),
   tiles=Tiles,
-  lacks=("scales",),
+  unsupported=("scales",),
   cuts=True,
-  meant_for=lambda problem, target: not problem.few and Tiles.serves(problem, target),
+  preferred=lambda problem, target: not problem.is_decode and Tiles.serves(problem, target),
 )

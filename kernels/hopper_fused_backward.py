@@ -14,13 +14,13 @@ has 128 keys, which halves what is added to memory, and multiplies dQ by its own
 what it finds in shared memory from the first. So they need not meet, and one computes P and dS while the other
 multiplies.
 
-The workgroups of a head add to dQ in turns, in the order of their keys, so that every run gives the same bits: each
-tile's turn is a number in memory. A warp of its own takes the turns, adds a tile at once and gives the next turn, which
-takes about as long as the products. All workgroups go through the tiles from the last to the first, and start in the
-order of their turns, in sections of heads that share the L2 cache, so that they seldom wait.
+The workgroups of a head add to dQ one after another, in the order of their keys, so that every run gives the same bits:
+each tile has a semaphore, a number in memory. A warp of its own waits for it, adds a tile at once and releases it for
+the next workgroup, which takes about as long as the products. All workgroups go through the tiles from the last to the
+first, and start in the order of their keys, in sections of heads that share the L2 cache, so that they seldom wait.
 
 There are three kernels: `begin` puts the LSE and delta of each query where copies can bring them with its tile, and
-sets the turns to 0; `backward` is the pass; `finish` rounds dQ.
+sets the semaphores to 0; `backward` is the pass; `finish` rounds dQ.
 
 Storage: S, dP, P, dS, dK, dV and the warpgroup's part of dQ are in registers. K, V, dS (twice), dQ of a tile, and
 `stages` tiles of Q and dO are in shared memory. A producer warpgroup brings them by TMA
@@ -50,7 +50,7 @@ from tinygrad.uop.ops import AxisType
 from uopattn.dsl import Scope, sizes
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.gradient_sums import QueryHeads
-from uopattn.dsl.gpu.jobs import Jobs
+from uopattn.dsl.gpu.tile_scheduler import TileScheduler
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.math import LOG2E
 from uopattn.dsl.nvidia import wgmma
@@ -177,14 +177,14 @@ def parts(Dk: int) -> int:
 def section(kv_heads: int, group: int, M: int, Dk: int, Dv: int) -> int:
   """The number of key heads whose blocks start together: the first blocks of all, the second ones, and so on.
 
-  With few, workgroups wait for turns; with many, Q, dO and dQ do not stay in the L2 cache.
+  With few, workgroups wait for each other; with many, Q, dO and dQ do not stay in the L2 cache.
   """
   of_head = group * M * (2 * (Dk + Dv) + 4 * Dk)
   return min(kv_heads, max(1, L2_BYTES[Dk > PART] // of_head))
 
 
 def preferred(problem: Problem, target: Target) -> bool:
-  """Whether this pass is faster than two kernels: keys enough, and workgroups that seldom wait for turns."""
+  """Whether this pass is faster than two kernels: keys enough, and workgroups that seldom wait for each other."""
   p = problem
   blocks, kv_heads = ceildiv(p.N, Tiles.of(p.Dk).rows), p.B * p.Hkv
   first_wave = min(blocks, MULTIPROCESSORS / section(kv_heads, p.group, p.M, p.Dk, p.Dv))  # tiles until all add
@@ -192,17 +192,17 @@ def preferred(problem: Problem, target: Target) -> bool:
   return min(p.M, p.N) >= FROM and 8 * first_wave <= tiles
 
 
-def begin(row_stats: UOp, turns: UOp, lse: UOp, delta: UOp, *, tiles: Tiles) -> UOp:
+def begin(row_stats: UOp, semaphores: UOp, lse: UOp, delta: UOp, *, tiles: Tiles) -> UOp:
   """Build the kernel that prepares the pass.
 
   Args:
     row_stats: (heads, 2, queries rounded up to tiles) float32, receives the LSE in base 2, and delta. For a query that
       does not exist the LSE is infinite, so that its weights are 0.
-    turns: (heads, tiles) int32, set to 0.
+    semaphores: (heads, tiles) int32, set to 0.
     lse, delta: (heads, M) float32.
     tiles: block sizes.
   """
-  (heads, _, padded), (_, M), count = sizes(row_stats), sizes(lse), turns.base.max_numel()
+  (heads, _, padded), (_, M), count = sizes(row_stats), sizes(lse), semaphores.base.max_numel()
   s = Scope()
   group = Workgroup(s, 1, ceildiv(heads * padded, THREADS), WARPS, WARP)
   at = group.block * THREADS + group.thread
@@ -215,17 +215,17 @@ def begin(row_stats: UOp, turns: UOp, lse: UOp, delta: UOp, *, tiles: Tiles) -> 
     base_2 = beyond.where(limit, base_2)
   numbers = (row < M).where(base_2, float("inf")), found[1]
   stores = [row_stats.base[((head * 2 + i) * padded + row).valid(inside)].store(x) for i, x in enumerate(numbers)]
-  stores.append(turns.base[at.valid(at < count)].store(UOp.const(0, dtypes.int)))
+  stores.append(semaphores.base[at.valid(at < count)].store(UOp.const(0, dtypes.int)))
   return group.kernel(f"attention_backward_begin_{heads}_{M}_{padded}", stores)
 
 
-def finish(dq: UOp, dq_sum: UOp, turns: UOp, *, tiles: Tiles, scale: float) -> UOp:
+def finish(dq: UOp, dq_sum: UOp, semaphores: UOp, *, tiles: Tiles, scale: float) -> UOp:
   """Build the kernel that rounds dQ.
 
   Args:
     dq: (heads, M, Dk), receives dQ.
     dq_sum: (heads, tiles, parts, 4096) float32, the sums as accumulators lie in registers.
-    turns: (heads, tiles) int32; 0 if nothing was added, because no query of the tile sees a key.
+    semaphores: (heads, tiles) int32; 0 if nothing was added, because no query of the tile sees a key.
     tiles: block sizes.
     scale: factor of the sums.
   """
@@ -233,7 +233,7 @@ def finish(dq: UOp, dq_sum: UOp, turns: UOp, *, tiles: Tiles, scale: float) -> U
   s = Scope()
   group = Workgroup(s, heads, n_tiles, WARPS, WARP)
   tile, values = group.head * n_tiles + group.block, s.buffer(parts * PART // 2)
-  added = turns.base[tile].load().ne(0)
+  added = semaphores.base[tile].load().ne(0)
   stores = []
   for i in range(parts * PART // MMA_N):
     at = ((tile * parts * (PART // MMA_N) + i) * THREADS + group.thread) * 4
@@ -249,7 +249,7 @@ def backward(
   dq_sum: UOp,
   dk: UOp,
   dv: UOp,
-  turns: UOp,
+  semaphores: UOp,
   q: UOp,
   k: UOp,
   v: UOp,
@@ -264,7 +264,7 @@ def backward(
   Args:
     dq_sum: (heads, tiles, parts, 4096) float32, receives the sums for dQ.
     dk, dv: as k and v, receive their gradients.
-    turns: (heads, tiles) int32, 0 before.
+    semaphores: (heads, tiles) int32, 0 before.
     q, k, v, do: (heads, rows, size) in 16 bits; head sizes are multiples of 8.
     row_stats: from `begin`.
     rules: masks and scaling.
@@ -273,9 +273,9 @@ def backward(
   (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
   padded = sizes(row_stats)[2]
   s, blocks = Scope(), ceildiv(N, tiles.rows)
-  jobs = Jobs(kv_heads, blocks, section(kv_heads, heads // kv_heads, M, Dk, Dv), True, kv_heads * blocks)
-  group = Workgroup(s, 1, jobs.workgroups, tiles.threads // WARP, WARP)
-  group.head, backwards = jobs.place(group.item, UOp.const(0))
+  scheduler = TileScheduler(kv_heads, blocks, section(kv_heads, heads // kv_heads, M, Dk, Dv), True, kv_heads * blocks)
+  group = Workgroup(s, 1, scheduler.workgroups, tiles.threads // WARP, WARP)
+  group.head, backwards = scheduler.place(group.item, UOp.const(0))
   group.block = blocks - 1 - backwards
 
   def members() -> QueryHeads:
@@ -293,10 +293,10 @@ def backward(
   part = s.buffer(parts(Dk) * BLOCK * PART, dtype=dtypes.uint, space=AddrSpace.LOCAL)
   pipe = GradientPipeline(s, group, stationary, streamed, tiles.warpgroups * WARPS, REGISTERS[tiles.warpgroups])
 
-  def in_turns(*after: UOp) -> UOp:
-    return keep_turns(s, group, tiles, members, turns, dq_sum, part, pipe.free, after)
+  def adding(*after: UOp) -> UOp:
+    return add_dq(s, group, tiles, members, semaphores, dq_sum, part, pipe.free, after)
 
-  started = pipe.start(views, group.block, members, numbers, in_turns)
+  started = pipe.start(views, group.block, members, numbers, adding)
   heads_here = members()
   in_group = group.block * tiles.rows + group.warp % WARPS * MMA_M
   firsts = [in_group + tiles.row(group.warp // WARPS, i) for i in range(tiles.row_tiles)]
@@ -309,18 +309,18 @@ def backward(
   return group.kernel(f"attention_backward_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
 
 
-def keep_turns(
+def add_dq(
   s: Scope,
   group: Workgroup,
   tiles: Tiles,
   members: Callable[[], QueryHeads],
-  turns: UOp,
+  semaphores: UOp,
   dq_sum: UOp,
   part: UOp,
   barrier: UOp,
   after: tuple[UOp, ...],
 ) -> UOp:
-  """Add dQ of all tiles to memory, by a warp of its own: taking and giving turns takes as long as some products.
+  """Add dQ of all tiles to memory, by a warp of its own: its semaphores take as long as some products.
 
   Args:
     part: shared memory for dQ of a tile.
@@ -330,13 +330,13 @@ def keep_turns(
   heads, leads, block = members(), group.lane.eq(0), group.block
   outer = () if heads.count == 1 else (heads.member,)
   n, begun = loop(s, heads.query_range.n_tiles, *after, once, *outer)
-  tile, size = heads.head * sizes(turns)[1] + heads.query_range.tile(n), sizes(part)[0]
-  taken = ins.take_turn(CUDA, turns.base[tile], block, leads & (block > 0), *begun)
+  tile, size = heads.head * sizes(semaphores)[1] + heads.query_range.tile(n), sizes(part)[0]
+  taken = ins.semaphore_wait(CUDA, semaphores.base[tile], block, leads & (block > 0), *begun)
   givers = 1 if sizes(dq_sum)[2] == 1 else tiles.warpgroups
-  met = ins.meet(CUDA, MET + tiles.warpgroups, givers * THREADS + WARP, taken)
-  added = ins.bulk_add(CUDA, dq_sum.base[tile * size], part.after(met)[0], 4 * size, block.eq(0), leads, met)
+  met = ins.named_barrier_sync(CUDA, MET + tiles.warpgroups, givers * THREADS + WARP, taken)
+  added = ins.tma_reduce_add(CUDA, dq_sum.base[tile * size], part.after(met)[0], 4 * size, block.eq(0), leads, met)
   free = ins.mbarrier_arrive(CUDA, barrier[0], leads, ins.bulk_wait_read(CUDA, leads, added))
-  done = ins.give_turn(CUDA, turns.base[tile], block + 1, leads, ins.bulk_wait(CUDA, leads, free)).end(n)
+  done = ins.semaphore_release(CUDA, semaphores.base[tile], block + 1, leads, ins.bulk_wait(CUDA, leads, free)).end(n)
   for axis in (*outer, once):
     done = done.end(axis)
   return done
@@ -460,27 +460,27 @@ class Mainloop:
       begun = UOp.group(*self.store_ds(i, number, ds))
       if i + 1 < len(sums):  # words of P are free before the next products start, for want of registers
         begun = wait_for(1, of_dv, self.start_sum(of_dk, ds, pipe.q.tile(number), begun))
-    started = self.start_part(number, part, self.meet(ins.fence_async(CUDA, begun)))
+    started = self.start_part(number, part, self.sync(ins.fence_proxy_async(CUDA, begun)))
     started = self.start_sum(of_dk, ds, pipe.q.tile(number), started)
     waited = wait_for(1, part, wait_for(2, of_dv, started))
     free = ins.mbarrier_wait(CUDA, pipe.free[0], (number + 1) % 2, waited)
-    given = self.give(ins.fence_async(CUDA, *self.store_part(part.after(free), free)))
+    given = self.give(ins.fence_proxy_async(CUDA, *self.store_part(part.after(free), free)))
     return pipe.q.release(number, self.group.lane.eq(0), wait_for(0, of_dk, given))
 
-  def meet(self, *after: UOp) -> UOp:
+  def sync(self, *after: UOp) -> UOp:
     """Wait until dS, and what this warpgroup adds its part of dQ to, are in shared memory."""
     if self.apart:
-      return ins.meet(CUDA, MET, self.tiles.warpgroups * THREADS, *after)
+      return ins.named_barrier_sync(CUDA, MET, self.tiles.warpgroups * THREADS, *after)
     threads = self.warpgroup.eq(0).where(UOp.const(THREADS), 2 * THREADS)
-    return ins.meet(CUDA, MET + self.warpgroup, threads, *after)
+    return ins.named_barrier_sync(CUDA, MET + self.warpgroup, threads, *after)
 
   def give(self, *after: UOp) -> UOp:
     """Signal that the part of dQ is in shared memory: to the next warpgroup, or to the warp that adds it to memory."""
     warpgroups, last = self.tiles.warpgroups, self.warpgroup.eq(self.tiles.warpgroups - 1)
     if self.apart:
-      return ins.meet_later(CUDA, MET + warpgroups, warpgroups * THREADS + WARP, UOp.const(True), *after)
+      return ins.named_barrier_arrive(CUDA, MET + warpgroups, warpgroups * THREADS + WARP, UOp.const(True), *after)
     threads = last.where(UOp.const(THREADS + WARP), 2 * THREADS)
-    return ins.meet_later(CUDA, MET + self.warpgroup + 1, threads, UOp.const(True), *after)
+    return ins.named_barrier_arrive(CUDA, MET + self.warpgroup + 1, threads, UOp.const(True), *after)
 
   def start_scores(self, row_tile: int, stationary: Slots, tile: SwizzledTiles, into: UOp, *after: UOp) -> UOp:
     """Start the product of a tile of this warpgroup's keys with the rows of a tile, (64, block)."""
@@ -553,7 +553,7 @@ def scratch(problem: Problem, tiles: Tiles) -> dict[str, tuple[tuple[int, ...], 
   n_tiles = ceildiv(problem.M, BLOCK)
   return {
     "row_stats": ((problem.heads, 2, n_tiles * BLOCK), dtypes.float),
-    "turns": ((problem.heads, n_tiles), dtypes.int),
+    "semaphores": ((problem.heads, n_tiles), dtypes.int),
     "dq_sum": ((problem.heads, n_tiles, parts(problem.Dk), BLOCK * PART), dtypes.float),
   }
 
@@ -566,7 +566,7 @@ def _kernel(build: Callable[..., UOp], outputs: str, inputs: str, *wants: str) -
     tuple(both),
     choose=Tiles.choose,
     candidates=Tiles.candidates,
-    wants=wants,
+    params=wants,
     block=lambda x: (x.rows, BLOCK),
     of_keys=True,
     scratch=scratch,
@@ -578,11 +578,11 @@ SCHEDULE = Schedule(
   devices=("CUDA",),
   dtypes=DTYPES_16,
   kernels=(
-    _kernel(begin, "row_stats turns", "lse delta", "tiles"),
-    _kernel(backward, "dq_sum dk dv turns", "q k v do row_stats", "rules", "tiles"),
-    _kernel(finish, "dq", "dq_sum turns", "tiles", "scale"),
+    _kernel(begin, "row_stats semaphores", "lse delta", "tiles"),
+    _kernel(backward, "dq_sum dk dv semaphores", "q k v do row_stats", "rules", "tiles"),
+    _kernel(finish, "dq", "dq_sum semaphores", "tiles", "scale"),
   ),
   tiles=Tiles,
-  lacks=("scales", "page_table"),
-  meant_for=preferred,
+  unsupported=("scales", "page_table"),
+  preferred=preferred,
 )

@@ -67,7 +67,7 @@ from uopattn.dsl.rules.softmax import LOWEST, online_softmax
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
 from uopattn.dsl.schedule import DTYPES_16, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
-from uopattn.kernels.hopper_float32_forward import Job
+from uopattn.kernels.hopper_float32_forward import WorkTile
 from uopattn.kernels.hopper_forward import REGISTERS
 from uopattn.kernels.hopper_wide_forward import MOST_COLUMNS, OTHER_BYTES, SERVED, never_empty, preferred
 
@@ -196,7 +196,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   if place is None or not all(fits(x, of_one_head=True) for x in (queries, keys)):
     raise ValueError("q and k must have rows that tensor maps can describe: regular, from multiples of 16 bytes on")
   others = replace(keys, size=Dk - half, strides=place._replace(offset=place.offset + half))
-  job = Job(group.block, (queries, replace(keys, size=half), others), singles(key_range))
+  job = WorkTile(group.block, (queries, replace(keys, size=half), others), singles(key_range))
 
   exchange = Turns.of(s, group)
   consumers, registers = WARPGROUPS * WARPS, REGISTERS[WARPGROUPS]
@@ -221,7 +221,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   for first, count, masked in full_then_masked(UOp.const(0), key_range.n_full, key_range.n_tiles):
     state = main.attend(first, count, masked, state)
 
-  stores, sums, acc = [], exchange.sums(state.l_i, exchange.meet(*state)), state.acc.reshape(-1, 4)
+  stores, sums, acc = [], exchange.sums(state.l_i, exchange.sync(*state)), state.acc.reshape(-1, 4)
   for i, row in enumerate(rows):
     found, first = finished(head_rules, state.m_i[i].load(), sums[i], row), exchange.warpgroup * half
     stores += store_row(o, lse, group.result, row, i, acc, found, group.lane, CUDA, first, q.dtype, pairs=True)
@@ -288,7 +288,7 @@ class Turns(Exchange):
     """Write what the first warpgroup reads before its first tile: the maxima m_i, and any P."""
     first, per = m_i if isinstance(m_i, UOp) else UOp.const(m_i, dtypes.float), STEPS // WARPGROUPS
     stored = self.store_words([UOp.const(0, dtypes.uint)] * (per * WORDS), self.warpgroup * per, *after)
-    return self.meet(self.store_row([first] * HALVES, *after), *stored)
+    return self.sync(self.store_row([first] * HALVES, *after), *stored)
 
   def give(self, rows: list[UOp], words: list[UOp], *after: UOp) -> UOp:
     """Give the other warpgroup a number for each of this lane's two rows, and words of P, after `after`."""
@@ -454,8 +454,8 @@ SCHEDULE = Schedule(
   dtypes=DTYPES_16,
   kernels=(Kernel.forward(forward, Tiles),),
   tiles=Tiles,
-  lacks=("scales", "page_table"),
+  unsupported=("scales", "page_table"),
   pack_gqa=group_of_few,
   split=splits_on_gpu,
-  meant_for=preferred,
+  preferred=preferred,
 )

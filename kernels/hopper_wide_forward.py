@@ -54,7 +54,7 @@ from uopattn.dsl.rules.softmax import LOWEST, online_softmax
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
 from uopattn.dsl.schedule import DTYPES_16, LIGHT, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
-from uopattn.kernels.hopper_float32_forward import Job
+from uopattn.kernels.hopper_float32_forward import WorkTile
 from uopattn.kernels.hopper_forward import REGISTERS
 
 CUDA = "cuda"
@@ -174,7 +174,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   views = HeadView.of(q, group.head, UOp.const(M)), head_rules.keys(k), head_rules.keys(v)
   if not all(fits(x, of_one_head=True) for x in views):
     raise ValueError("q, k and v must have rows that tensor maps can describe: regular, from multiples of 16 bytes on")
-  job = Job(group.block, views, key_range)
+  job = WorkTile(group.block, views, key_range)
 
   exchange = Exchange.make(s, group, tiles.steps)
   scores, panels = s.buffer(tiles.keys // 2), tiles.panels(s, Dk, Dv)
@@ -330,7 +330,7 @@ class Mainloop:
       stores += [x.after(*after)[half].store(y) for x, y in ((state.m_i, m_new), (state.l_i, l_new))]
     words = [parts[half][n] for n in range(tiles) for half in range(HALVES)]
     stored = self.exchange.store_words(words, self.warpgroup * (self.tiles.steps // WARPGROUPS), met)
-    return alphas, self.exchange.load_words(self.tiles.steps, self.exchange.meet(*stored)), stores
+    return alphas, self.exchange.load_words(self.tiles.steps, self.exchange.sync(*stored)), stores
 
   def row_softmax(self, scores: list[UOp], largest: UOp, state: State, half: int) -> tuple[list[UOp], UOp, UOp, UOp]:
     """P of a row, m, l and alpha, as `online_softmax` returns them; `largest` is the maximum of both warpgroups."""
@@ -344,7 +344,7 @@ LEAST_ROWS = wgmma.M  # of a key head, for few queries: else most of a workgroup
 def preferred(problem: Problem, target: Target) -> bool:
   """Whether it is faster than `cuda_wide_forward`: where measured, and for other head sizes by the count."""
   p = problem
-  enough = not p.few or p.M * group_of_few(p) >= LEAST_ROWS
+  enough = not p.is_decode or p.M * group_of_few(p) >= LEAST_ROWS
   return target.arch == "sm_90" and max(p.Dk, p.Dv) > 256 and p.Dv <= MOST_COLUMNS and enough
 
 
@@ -354,8 +354,8 @@ SCHEDULE = Schedule(
   dtypes=DTYPES_16,
   kernels=(Kernel.forward(forward, Tiles),),
   tiles=Tiles,
-  lacks=("scales", "page_table"),
+  unsupported=("scales", "page_table"),
   pack_gqa=group_of_few,
   split=splits_on_gpu,
-  meant_for=preferred,
+  preferred=preferred,
 )

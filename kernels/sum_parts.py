@@ -34,4 +34,4 @@ def add_parts(o: UOp, sums: UOp) -> UOp:
   return end.sink(arg=KernelInfo(name=f"attention_sums_{heads}_{parts}_{N}_{D}", opts_to_apply=()), tag=1)
 
 
-SCHEDULE = Schedule("sum_parts", ("CPU",), DTYPES_16_32, (Kernel(add_parts, ("o",), ("o", "sums"), wants=()),))
+SCHEDULE = Schedule("sum_parts", ("CPU",), DTYPES_16_32, (Kernel(add_parts, ("o",), ("o", "sums"), params=()),))

@@ -31,7 +31,7 @@ def draw(path: Path) -> int:
   figure = Figure(figsize=(11, 5.6), layout="constrained")
   for panel, (name, mask) in zip(figure.subplots(2, 4).flat, MASKS.items(), strict=True):
     BlockMask.of(mask, 1, 1, SIZE, SIZE, (DOCUMENTS,), block_m=1, block_n=1).draw(panel)
-    panel.set_title(name, fontsize=8, family="monospace")
+    panel.set_title(name, fontsize=8, dialect="monospace")
     panel.label_outer()
   figure.savefig(path, dpi=110)
   return 0

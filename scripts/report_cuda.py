@@ -123,7 +123,7 @@ def source(spec: AttentionSpec, arch: str, tiles: object = None) -> tuple[str, L
   Raises:
     ValueError: no kernel supports the spec.
   """
-  launch = next(x for x in stages(dispatch(spec, Target("CUDA", arch), tiles)) if "tiles" in x.kernel.wants)
+  launch = next(x for x in stages(dispatch(spec, Target("CUDA", arch), tiles)) if "tiles" in x.kernel.params)
   kernel = launch.graph()
   return rendered(kernel, arch), launch, shared_places(tuple(kernel.toposort()))[1]
 

@@ -244,7 +244,9 @@ def test_block_masks_are_checked_when_made(name: str) -> None:
 def bare_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
   """Kernels without any feature."""
   every = every_schedule(forward_schedules)
-  dispatch_among(monkeypatch, [replace(schedule, lacks=tuple(x.name for x in fields(Arguments))) for schedule in every])
+  dispatch_among(
+    monkeypatch, [replace(schedule, unsupported=tuple(x.name for x in fields(Arguments))) for schedule in every]
+  )
 
 
 @pytest.mark.usefixtures("bare_kernels")
@@ -297,4 +299,4 @@ def test_each_argument_is_declared() -> None:
 def test_kernels_lack_only_what_there_is() -> None:
   features = {name if x.feature is None else x.feature for name, x in ARGUMENTS.items()}
   for schedule in every_schedule(forward_schedules) + every_schedule(backward_schedules):
-    assert set(schedule.lacks) <= features
+    assert set(schedule.unsupported) <= features

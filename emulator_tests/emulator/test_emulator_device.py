@@ -43,8 +43,8 @@ def test_device_from_the_environment(arch):
     "import uopattn.emulator; from tinygrad import Tensor, Device;"
     "print(Device.DEFAULT, (Tensor([1., 2.]) + 1).tolist(), Device['EMU'].renderer.target)"
   )
-  family = "AMD:HIPCC" if arch.startswith("gfx") else "CUDA:NVCC"
-  assert python(code, DEV=f"EMU::{arch}") == f"EMU [2.0, 3.0] {family}:{arch}"
+  dialect = "AMD:HIPCC" if arch.startswith("gfx") else "CUDA:NVCC"
+  assert python(code, DEV=f"EMU::{arch}") == f"EMU [2.0, 3.0] {dialect}:{arch}"
 
 
 @pytest.mark.parametrize("arch", ["gfx1201", "sm_89", "amx"])

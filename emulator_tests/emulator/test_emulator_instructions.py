@@ -24,7 +24,7 @@ from uopattn.emulator.known import instruction_of
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal(128).astype(np.float32)
 LANES = np.arange(128)
-FAMILIES = {"hip": "gfx1100", "cuda": "sm_80"}
+DIALECTS = {"hip": "gfx1100", "cuda": "sm_80"}
 
 
 def lanewise(name, word, dtype=np.float32, count=128):
@@ -42,20 +42,20 @@ def source_of(permutation, unit):
   return LANES // unit * unit + permutation(LANES % unit)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("offset", [1, 2, 4, 8, 16, 31])
-def test_shuffle_xor(family, offset):
-  got = launch(lanewise(f"xor{offset}", lambda x, _: ins.shuffle_xor(family, x, offset)), X, X, arch=FAMILIES[family])
+def test_shuffle_xor(dialect, offset):
+  got = launch(lanewise(f"xor{offset}", lambda x, _: ins.shuffle_xor(dialect, x, offset)), X, X, arch=DIALECTS[dialect])
   np.testing.assert_array_equal(got, X[LANES ^ offset])
 
 
 @pytest.mark.parametrize(
-  ("family", "arch", "wave"), [("hip", "gfx1100", 32), ("hip", "gfx942", 64), ("cuda", "sm_80", 32)]
+  ("dialect", "arch", "wave"), [("hip", "gfx1100", 32), ("hip", "gfx942", 64), ("cuda", "sm_80", 32)]
 )
-def test_shuffle(family, arch, wave):
-  got = launch(lanewise("reversed", lambda x, t: ins.shuffle(family, x, wave - 1 - t % wave)), X, X, arch=arch)
+def test_shuffle(dialect, arch, wave):
+  got = launch(lanewise("reversed", lambda x, t: ins.shuffle(dialect, x, wave - 1 - t % wave)), X, X, arch=arch)
   np.testing.assert_array_equal(got, X[source_of(lambda l: wave - 1 - l, wave)])
-  got = launch(lanewise("broadcast", lambda x, _: ins.shuffle(family, x, 5)), X, X, arch=arch)
+  got = launch(lanewise("broadcast", lambda x, _: ins.shuffle(dialect, x, 5)), X, X, arch=arch)
   np.testing.assert_array_equal(got, X[LANES // wave * wave + 5])
 
 
@@ -74,19 +74,19 @@ def test_rows(n, arch):
   np.testing.assert_array_equal(got, X[LANES ^ n])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_arithmetic(family):
-  arch, x = FAMILIES[family], X.copy()
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_arithmetic(dialect):
+  arch, x = DIALECTS[dialect], X.copy()
   x[:4] = [np.inf, -np.inf, 0, np.nan]
   zero = UOp.const(0.0, dtypes.float)
   with np.errstate(divide="ignore"):
     logarithm, inverse = np.log2(x * x), 1 / x
   cases = {
-    "fmax": (lambda v, _: ins.fmax(family, v, zero), np.fmax(x, np.float32(0))),
-    "fmin": (lambda v, _: ins.fmin(family, v, zero), np.fmin(x, np.float32(0))),
-    "exp2": (lambda v, _: ins.exp2(family, v), np.exp2(x)),
-    "log2": (lambda v, _: ins.log2(family, v * v), logarithm),
-    "reciprocal": (lambda v, _: ins.reciprocal(family, v), inverse),
+    "fmax": (lambda v, _: ins.fmax(dialect, v, zero), np.fmax(x, np.float32(0))),
+    "fmin": (lambda v, _: ins.fmin(dialect, v, zero), np.fmin(x, np.float32(0))),
+    "exp2": (lambda v, _: ins.exp2(dialect, v), np.exp2(x)),
+    "log2": (lambda v, _: ins.log2(dialect, v * v), logarithm),
+    "reciprocal": (lambda v, _: ins.reciprocal(dialect, v), inverse),
   }
   for name, (word, want) in cases.items():
     np.testing.assert_allclose(launch(lanewise(name, word), x, x, arch=arch), want, rtol=1e-6)
@@ -96,14 +96,14 @@ def test_pin_changes_nothing():
   np.testing.assert_array_equal(launch(lanewise("pinned", lambda v, _: ins.pin("hip", v)), X, X), X)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_halves_of_two_words(family):
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_halves_of_two_words(dialect):
   x = RNG.integers(0, 1 << 32, 128, dtype=np.uint32)
   y = x ^ np.uint32(0x12345678)
   want = {"low_halves": (x & 0xFFFF) | (y << 16), "high_halves": (x >> 16) | (y & 0xFFFF0000)}
   for name, expected in want.items():
-    body = lanewise(name, lambda v, _: getattr(ins, name)(family, v, v ^ 0x12345678))
-    np.testing.assert_array_equal(launch(body, x, x, arch=FAMILIES[family]), expected)
+    body = lanewise(name, lambda v, _: getattr(ins, name)(dialect, v, v ^ 0x12345678))
+    np.testing.assert_array_equal(launch(body, x, x, arch=DIALECTS[dialect]), expected)
 
 
 def test_a_wave_reads_what_its_lanes_stored():
@@ -257,12 +257,12 @@ def test_convert_pair_rounds_to_nearest_even_and_overflows(dtype, arch):
   np.testing.assert_array_equal(codes.view(np.uint8), want)
 
 
-@pytest.mark.parametrize(("family", "arch"), [("cuda", "sm_80"), ("hip", "gfx942")])
-def test_bytes_of_two_words(family, arch):
+@pytest.mark.parametrize(("dialect", "arch"), [("cuda", "sm_80"), ("hip", "gfx942")])
+def test_bytes_of_two_words(dialect, arch):
   x = RNG.integers(0, 1 << 32, 128, dtype=np.uint32)
   two = np.stack([x, x ^ np.uint32(0x12345678)], axis=1).view(np.uint8)
   for first, word in enumerate((ins.even_bytes, ins.odd_bytes)):
-    body = lanewise(f"bytes_{first}", lambda v, _, word=word: word(family, v, v ^ 0x12345678))
+    body = lanewise(f"bytes_{first}", lambda v, _, word=word: word(dialect, v, v ^ 0x12345678))
     want = np.ascontiguousarray(two[:, first::2]).view(np.uint32).ravel()
     np.testing.assert_array_equal(launch(body, x, x, arch=arch), want)
 
@@ -337,21 +337,21 @@ def test_every_instruction_has_a_meaning_and_texts_of_its_own():
     assert rendered.count("{") == rendered.count("}")
 
 
-@pytest.mark.parametrize(("family", "renderer", "marks"), [
+@pytest.mark.parametrize(("dialect", "renderer", "marks"), [
   ("hip", HIPRenderer, ["__builtin_amdgcn_ds_swizzle(", "((1) << 10) | 31", "__builtin_fmaxf("]),
   ("cuda", CUDARenderer, ["__shfl_xor_sync(0xffffffff,", "ex2.approx.ftz.f32 %0, %1;", "fmaxf("]),
 ])  # fmt: skip
-def test_the_targets_renderer_writes_the_text(family, renderer, marks):
+def test_the_targets_renderer_writes_the_text(dialect, renderer, marks):
   """What the emulator gets, rendered by the target's own renderer."""
 
   def body(o, x):
     t = threads(64)
-    v = ins.exp2(family, ins.fmax(family, x[t].load(), ins.shuffle_xor(family, x[t].load(), 1)))
-    return kernel(f"texts_{family}", [o[t].store(v)], t)
+    v = ins.exp2(dialect, ins.fmax(dialect, x[t].load(), ins.shuffle_xor(dialect, x[t].load(), 1)))
+    return kernel(f"texts_{dialect}", [o[t].store(v)], t)
 
-  launch(body, X[:64], X[:64], arch=FAMILIES[family])
-  program = next(p for p in to_program_cache.values() if p.src[0].arg.name == f"texts_{family}")
-  with Context(DEV=f"EMU::{FAMILIES[family]}"):
+  launch(body, X[:64], X[:64], arch=DIALECTS[dialect])
+  program = next(p for p in to_program_cache.values() if p.src[0].arg.name == f"texts_{dialect}")
+  with Context(DEV=f"EMU::{DIALECTS[dialect]}"):
     text = renderer.render(Device["EMU"].renderer, list(program.src[1].src))
   for mark in marks:
     assert mark in text

@@ -49,7 +49,7 @@ def copied(
     once = loop((t.eq(elected) if elected >= 0 else t >= GROUP).cast(dtypes.weakint) * 2 // 2)
     begun = ins.mbarrier_expect(CUDA, barriers[0], expected, known, once)
     place = (UOp.const(0), UOp.const(box * ROWS), UOp.const(0), UOp.const(0))
-    loaded = ins.tensor_load(CUDA, memory[to], 0, barriers[0], place, False, begun).end(once)
+    loaded = ins.tma_load(CUDA, memory[to], 0, barriers[0], place, False, begun).end(once)
     consumers = ins.exit_warps(CUDA, t >= GROUP, loaded)
     waited = memory.after(ins.mbarrier_wait(CUDA, barriers[0], parity, consumers))
     stores = []
@@ -122,9 +122,9 @@ def in_turns(first: int) -> Callable[[UOp, UOp], UOp]:
   """Warpgroup 0, then warpgroup 1 meets at its own barrier; `first` gives the first turn."""
 
   def make(t: UOp, memory: UOp) -> UOp:
-    given = ins.meet_later(CUDA, UOp.const(1), 2 * GROUP, warpgroup(t).eq(1 if first >= 0 else 2))
-    met = ins.meet(CUDA, 1 + warpgroup(t), 2 * GROUP, given)
-    return ins.meet_later(CUDA, UOp.const(2), 2 * GROUP, warpgroup(t).eq(0), met)
+    given = ins.named_barrier_arrive(CUDA, UOp.const(1), 2 * GROUP, warpgroup(t).eq(1 if first >= 0 else 2))
+    met = ins.named_barrier_sync(CUDA, 1 + warpgroup(t), 2 * GROUP, given)
+    return ins.named_barrier_arrive(CUDA, UOp.const(2), 2 * GROUP, warpgroup(t).eq(0), met)
 
   return make
 
@@ -145,8 +145,8 @@ def handed_on(sees: bool = True) -> Callable[[UOp, UOp], UOp]:
     def read(when: UOp, *after: UOp) -> UOp:
       return room.after(*after)[0].store(memory.after(*after)[(t % GROUP).valid(when)].load())
 
-    given = ins.meet_later(CUDA, UOp.const(2), 2 * GROUP, first, read(first, filled))
-    met = ins.meet(CUDA, 1 + warpgroup(t), first.where(UOp.const(GROUP), 2 * GROUP), given)
+    given = ins.named_barrier_arrive(CUDA, UOp.const(2), 2 * GROUP, first, read(first, filled))
+    met = ins.named_barrier_sync(CUDA, 1 + warpgroup(t), first.where(UOp.const(GROUP), 2 * GROUP), given)
     seen = read(first.logical_not(), met if sees else read(first, filled))
     return memory.after(seen)[(t % GROUP).valid(first.logical_not())].store(2.0)
 
@@ -159,8 +159,8 @@ def told_by(warp: int) -> Callable[[UOp, UOp], UOp]:
   def make(t: UOp, memory: UOp) -> UOp:
     words, first, count = lds(3, 2 * GROUP, dtypes.uint), warpgroup(t).eq(0), GROUP + 32
     written = ins.store_word(CUDA, words[t], t.cast(dtypes.uint))
-    told = ins.meet_later(CUDA, UOp.const(1), count, (t // 32).eq(warp), written)
-    met = ins.meet(CUDA, 1 + warpgroup(t), first.where(UOp.const(count), GROUP), told)
+    told = ins.named_barrier_arrive(CUDA, UOp.const(1), count, (t // 32).eq(warp), written)
+    met = ins.named_barrier_sync(CUDA, 1 + warpgroup(t), first.where(UOp.const(count), GROUP), told)
     read = words.after(met)[(GROUP + t % 32).valid(first)].load()
     return reg(2, 1, dtypes.uint).after(met)[0].store(read)
 
@@ -189,28 +189,28 @@ def apart(t: UOp) -> UOp:
 WRONG: dict[str, tuple[Callable[[UOp, UOp], UOp], str]] = {
   "no first turn": (in_turns(-1), "waits at barrier 1 of 256 threads, where too few arrive"),
   "a barrier of fewer": (
-    lambda t, m: ins.meet(CUDA, UOp.const(1), GROUP + 32),
+    lambda t, m: ins.named_barrier_sync(CUDA, UOp.const(1), GROUP + 32),
     "has 256 threads meet at a barrier of 160",
   ),
   "a barrier of several numbers": (
-    lambda t, m: ins.meet(CUDA, UOp.const(1), (t % 32 < 16).where(UOp.const(GROUP), 2 * GROUP)),
+    lambda t, m: ins.named_barrier_sync(CUDA, UOp.const(1), (t % 32 < 16).where(UOp.const(GROUP), 2 * GROUP)),
     "meets at a barrier without whole warps, or at several",
   ),
   "nobody waits": (
-    lambda t, m: ins.meet_later(CUDA, UOp.const(1), 2 * GROUP, t >= 0),
+    lambda t, m: ins.named_barrier_arrive(CUDA, UOp.const(1), 2 * GROUP, t >= 0),
     "completes barrier 1 without anyone waiting",
   ),
   "a part of a warp": (
-    lambda t, m: ins.meet_later(CUDA, UOp.const(1), 2 * GROUP, t < 16),
+    lambda t, m: ins.named_barrier_arrive(CUDA, UOp.const(1), 2 * GROUP, t < 16),
     "meets at a barrier without whole warps",
   ),
   "a part of a warpgroup ends": (lambda t, m: ins.exit_warps(CUDA, t < 32), "ends a part of a warpgroup"),
   "registers of a warp": (
-    lambda t, m: ins.release_registers(CUDA, 40, t < 32, apart(t)),
+    lambda t, m: ins.setmaxnreg_dec(CUDA, 40, t < 32, apart(t)),
     "sets registers of a part of a warpgroup",
   ),
   "registers not in steps of 8": (
-    lambda t, m: ins.release_registers(CUDA, 44, t < GROUP, apart(t)),
+    lambda t, m: ins.setmaxnreg_dec(CUDA, 44, t < GROUP, apart(t)),
     "not 24 to 256 in steps of 8",
   ),
 }

@@ -259,7 +259,7 @@ def test_gradients(case: str) -> None:
 @pytest.mark.parametrize("case", ["plain", "wide values, causal", "group of 2, causal", "group of 4"])
 def test_gradients_in_one_pass(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
   """By the kernel that is used for larger problems, replayed: the same bits each time."""
-  always = replace(hopper_fused_backward.SCHEDULE, meant_for=lambda problem, target: True)
+  always = replace(hopper_fused_backward.SCHEDULE, preferred=lambda problem, target: True)
   dispatch_among(monkeypatch, [always], backward=True)
   shape, dtype, options = GRADIENTS[case]
   q, k, v = qkv(*shape, dtype)

@@ -58,7 +58,7 @@ def test_where_it_is_taken() -> None:
     assert taken(replace(spec_of(4, dtype=dtype), Hkv=2), with_tiles()) == few
     for M in (1, 16, 17, 1000):
       assert taken(spec_of(M, dtype=dtype), with_vectors(16, 32)) in ("cpu_forward", "cpu_decode")
-  for lacks in amx_forward.SCHEDULE.lacks:
+  for lacks in amx_forward.SCHEDULE.unsupported:
     assert taken(spec_of(features=(lacks,)), with_tiles()) == "cpu_forward"
   for dtype in DTYPES_16_32:
     for target in with_tiles(), with_vectors(16, 32):

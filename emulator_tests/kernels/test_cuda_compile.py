@@ -129,7 +129,7 @@ def test_eight_bits_on_hopper_by_mma(D: int, dtype: str) -> None:
 @pytest.mark.slow
 def test_untied_sums_would_spill(monkeypatch: pytest.MonkeyPatch) -> None:
   """Of P, which the compiler then adds up only after P V."""
-  monkeypatch.setattr(instructions, "tied", lambda family, value, other: value)
+  monkeypatch.setattr(instructions, "tied", lambda dialect, value, other: value)
   assert measure("sm_80", "float16", HEADS, LENGTH, LENGTH, 128, causal=False).spills > 0
 
 

@@ -120,7 +120,7 @@ def test_tiles_state_their_laws(arguments: tuple[int, ...], message: str) -> Non
   ],
 )
 def test_chosen_tiles(arch: str, spec: Problem, tiles: Tiles) -> None:
-  seen = spec.packed(spec.group) if spec.few else spec
+  seen = spec.packed(spec.group) if spec.is_decode else spec
   assert Tiles.choose(seen, Target("CUDA", arch)) == tiles
   assert tiles.shared_bytes(spec.Dk, spec.Dv) <= lds_limit(arch)
   assert all(x.shared_bytes(spec.Dk, spec.Dv) <= lds_limit(arch) for x in Tiles.candidates(seen, Target("CUDA", arch)))

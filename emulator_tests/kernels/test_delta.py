@@ -15,7 +15,7 @@ from uopattn.kernels.sum_parts import add_parts
 from uopattn.proof.gate import numpy
 from uopattn.proof.oracle import PRECISIONS
 
-FAMILIES = {"gfx1100": "hip", "gfx942": "hip", "sm_80": "cuda"}
+DIALECTS = {"gfx1100": "hip", "gfx942": "hip", "sm_80": "cuda"}
 SHAPES = ((1, 1, 1), (3, 37, 24), (2, 33, 33), (1, 20, 200))  # heads, M, Dv
 
 
@@ -23,7 +23,7 @@ def launch(arch: str, *inputs: Tensor, heads: int, M: int) -> Tensor:
   """delta of o, do, lse and perhaps dlse, in a buffer full of NaN."""
 
   def body(delta: UOp, o: UOp, do: UOp, lse: UOp, dlse: UOp | None = None) -> UOp:
-    return row_sums(FAMILIES[arch], delta, o, do, lse, dlse)
+    return row_sums(DIALECTS[arch], delta, o, do, lse, dlse)
 
   out = placed(np.full((heads, M), math.nan, np.float32), device="EMU")
   return Tensor.custom_kernel(out, *inputs, fxn=body)[0].realize()
@@ -32,7 +32,7 @@ def launch(arch: str, *inputs: Tensor, heads: int, M: int) -> Tensor:
 @pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", [dtypes.half, dtypes.bfloat16, dtypes.float], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("arch", FAMILIES)
+@pytest.mark.parametrize("arch", DIALECTS)
 def test_matches_the_definition(arch: str, shape: tuple[int, int, int], dtype: DType) -> None:
   heads, M, _ = shape
   rng, has_dlse = np.random.default_rng(0), SHAPES.index(shape) % 2 == 1
@@ -48,7 +48,7 @@ def test_matches_the_definition(arch: str, shape: tuple[int, int, int], dtype: D
 
 
 @pytest.mark.parametrize("short", ["o", "do", "lse", "dlse"])
-@pytest.mark.parametrize("arch", FAMILIES)
+@pytest.mark.parametrize("arch", DIALECTS)
 def test_a_shortened_buffer_is_caught(arch: str, short: str) -> None:
   """The kernel takes every buffer for 40 rows; one of them has 39."""
   slots = {name: slot for slot, name in enumerate(("o", "do", "lse", "dlse"), 1)}
@@ -56,7 +56,7 @@ def test_a_shortened_buffer_is_caught(arch: str, short: str) -> None:
   def body(delta: UOp, *_: UOp) -> UOp:
     claimed = [UOp.placeholder((1, 40, 16), dtypes.half, slots[x]) for x in ("o", "do")]
     claimed += [UOp.placeholder((1, 40), dtypes.float, slots[x]) for x in ("lse", "dlse")]
-    return row_sums(FAMILIES[arch], delta, *claimed)
+    return row_sums(DIALECTS[arch], delta, *claimed)
 
   with on(arch):
     rows = [40 - (x == short) for x in slots]

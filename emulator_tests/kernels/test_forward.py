@@ -346,13 +346,13 @@ def test_each_barrier_and_wait_deleted(subject: Subject, arch: str, dtype: DType
   else:
     assert found.total() >= 3
     assert set(found) >= (
-      {"mbarrier_wait", "wgmma_wait", "fence_async", "meet"}
+      {"mbarrier_wait", "wgmma_wait", "fence_proxy_async", "named_barrier_sync"}
       if subject is SUBJECTS["hopper32"]
-      else {"mbarrier_wait", "wgmma_wait", "meet"}
+      else {"mbarrier_wait", "wgmma_wait", "named_barrier_sync"}
       if subject is SUBJECTS["hopper-wide"]
-      else {"mbarrier_wait" if tiles.producer else "fence_async", "wgmma_wait"}
+      else {"mbarrier_wait" if tiles.producer else "fence_proxy_async", "wgmma_wait"}
       if subject is SUBJECTS["hopper"]
-      else {"mbarrier_wait", "wgmma_wait", "fence_async"}
+      else {"mbarrier_wait", "wgmma_wait", "fence_proxy_async"}
       if subject is SUBJECTS["hopper8"]
       else {"barrier"}
       if arch == "sm_75"

@@ -17,7 +17,7 @@ from tinygrad import UOp, dtypes
 
 import uopattn.emulator as emulator
 from uopattn import attention
-from uopattn.dsl.gpu.jobs import Jobs
+from uopattn.dsl.gpu.tile_scheduler import TileScheduler
 from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline
 from uopattn.dsl.schedule import Problem
 from uopattn.dsl.target import Target
@@ -117,11 +117,11 @@ def test_every_job_is_done_once_and_workgroups_do_as_much(
   heads: int, blocks: int, cached: int, longest_last: bool
 ) -> None:
   for persistent in (False, True):
-    jobs = Jobs.of(heads, blocks, cached, longest_last, 6, persistent)
-    done, work = Counter[tuple[int, ...]](), [0] * jobs.workgroups
-    for workgroup in range(jobs.workgroups):
-      for trip in range(number(jobs.trips(UOp.const(workgroup)))):
-        head, block = map(number, jobs.place(UOp.const(workgroup), UOp.const(trip)))
+    scheduler = TileScheduler.of(heads, blocks, cached, longest_last, 6, persistent)
+    done, work = Counter[tuple[int, ...]](), [0] * scheduler.workgroups
+    for workgroup in range(scheduler.workgroups):
+      for trip in range(number(scheduler.trips(UOp.const(workgroup)))):
+        head, block = map(number, scheduler.place(UOp.const(workgroup), UOp.const(trip)))
         done[head, block] += 1
         work[workgroup] += block + 1 if longest_last else 1
     assert done == Counter((head, block) for head in range(heads) for block in range(blocks))

@@ -53,25 +53,32 @@ def test_each_barrier_and_wait_deleted(Dk: int) -> None:
   with FUSED.device():
     case = Case.of(FUSED, (1, 1, 1, 190, 260, Dk, 8))
     tried = emulator.delete_each_barrier(case.run, f"attention_backward_1_1_190_260_{Dk}_8")
-  assert {x.what for x in tried} >= {"barrier", "fence_async", "mbarrier_wait", "meet", "take_turn", "wgmma_wait"}
+  assert {x.what for x in tried} >= {
+    "barrier",
+    "fence_proxy_async",
+    "mbarrier_wait",
+    "named_barrier_sync",
+    "semaphore_wait",
+    "wgmma_wait",
+  }
   assert [str(x) for x in tried if x.caught is None] == []
 
 
 Mistake = tuple[object, str, Callable[[Any], Any]]
 MISTAKES: dict[str, Mistake] = {
-  "turns given to nobody": (
+  "semaphores released by nobody": (
     instructions,
-    "give_turn",
-    lambda right: lambda family, turn, number, when, *after: right(family, turn, number + 1, when, *after),
+    "semaphore_release",
+    lambda right: lambda dialect, turn, number, when, *after: right(dialect, turn, number + 1, when, *after),
   ),
   "the last block stores dQ": (
     instructions,
-    "bulk_add",
+    "tma_reduce_add",
     lambda right: (
-      lambda family, to, source, count, first, *rest: right(family, to, source, count, first.logical_not(), *rest)
+      lambda dialect, to, source, count, first, *rest: right(dialect, to, source, count, first.logical_not(), *rest)
     ),
   ),
-  "dS not fenced": (instructions, "fence_async", lambda right: lambda family, *after: UOp.group(*after)),
+  "dS not fenced": (instructions, "fence_proxy_async", lambda right: lambda dialect, *after: UOp.group(*after)),
   "numbers not expected": (tensor_pipeline.Source, "bytes", lambda right: property(lambda self: right.fget(self) - 4)),
 }
 
@@ -98,7 +105,7 @@ def test_warpgroups_that_do_not_add_dq_are_caught(monkeypatch: pytest.MonkeyPatc
 
 def test_gradients_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
   """With q, k and v that are views, and a gradient of the LSE."""
-  always = replace(hopper_fused_backward.SCHEDULE, meant_for=lambda problem, target: True)
+  always = replace(hopper_fused_backward.SCHEDULE, preferred=lambda problem, target: True)
   dispatch_among(monkeypatch, [always], backward=True)
 
   def of_views(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **given: Any) -> dict[str, Tensor]:
@@ -113,7 +120,7 @@ def test_graphs_know_what_instructions_write() -> None:
   with FUSED.device() as device:
     launch = Case.of(FUSED, SMALL).launches[1]
     slots = {x.name: i for i, x in enumerate(launch.buffers())}
-    assert {slots[name] for name in ("dq_sum", "dk", "dv", "turns")} == set(launch.build(device).arg.outs)
+    assert {slots[name] for name in ("dq_sum", "dk", "dv", "semaphores")} == set(launch.build(device).arg.outs)
 
 
 SPEC = AttentionSpec(4, 32, 32, 4096, 4096, 64, 64, HALF, 0.125)
@@ -125,7 +132,7 @@ SPEC = AttentionSpec(4, 32, 32, 4096, 4096, 64, 64, HALF, 0.125)
     ({}, "hopper_fused_backward"),
     ({"Hkv": 8}, "hopper_fused_backward"),
     ({"M": 500, "N": 500}, "hopper_backward"),  # too short
-    ({"B": 1, "Hq": 1, "Hkv": 1}, "hopper_backward"),  # most of the time would be spent waiting for turns
+    ({"B": 1, "Hq": 1, "Hkv": 1}, "hopper_backward"),  # most of the time would be spent waiting
     ({"window": (None, 0), "features": ("sinks", "q_start")}, "hopper_fused_backward"),
     ({"window": (100, 0)}, "hopper_backward"),
     ({"features": ("softcap",)}, "hopper_backward"),

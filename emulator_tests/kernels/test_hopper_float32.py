@@ -175,7 +175,7 @@ def test_bad_tiles() -> None:
     with pytest.raises(ValueError, match=match):
       Tiles(*given)
   with pytest.raises(NoKernel, match="which no kernel for CUDA takes by itself"):
-    dispatch(spec(), TARGET, Tiles(1, 16), alone=True)
+    dispatch(spec(), TARGET, Tiles(1, 16), single_kernel=True)
 
 
 def test_lengths_are_refused_with_tiles_of_ones_own() -> None:

@@ -86,7 +86,7 @@ def test_each_barrier_and_wait_deleted(options: Options) -> None:
     outcomes = emulator.delete_each_barrier(lambda: attention(q, k, k[..., :72], backend="kernel", **options).realize())
   assert [str(x) for x in outcomes if x.caught is None] == []
   found = Counter(x.what for x in outcomes)
-  assert (found["wgmma_wait"], found["meet"]) == (3, 3)
+  assert (found["wgmma_wait"], found["named_barrier_sync"]) == (3, 3)
   assert found["mbarrier_wait"] >= 5
 
 

@@ -94,7 +94,7 @@ def flash(
   machine, device = target_of(Device.DEFAULT), Device.DEFAULT
   if target is not None and target != machine:
     machine, device = target, target.device
-  launch = replace(dispatch(spec, machine, tiles, alone=True), splits=1)
+  launch = replace(dispatch(spec, machine, tiles, single_kernel=True), splits=1)
   buffers = (o, q, k, v, *([] if lse is None else [lse]), *aux)
   # Which devices the Tensors are on is unknown here: the kernel is loaded on all of this kind that are in use.
   kind = device.split(":")[0]

@@ -1,6 +1,6 @@
-"""Machine instructions that UOps lack: each has one name, one meaning and one text per family of targets.
+"""Machine instructions that UOps lack: each has one name, one meaning and one text per dialect of targets.
 
-An instruction such as `shuffle_xor` becomes an `Ops.CUSTOM` with the text of the family. A renderer writes the text
+An instruction such as `shuffle_xor` becomes an `Ops.CUSTOM` with the text of the dialect. A renderer writes the text
 into the kernel, and the emulator looks up its meaning by that text in `BY_TEXT`. Numbers that must be known at compile
 time (the offset of a shuffle, the count of a wait) are constant operands, so a text never varies.
 
@@ -20,7 +20,7 @@ class Instruction:
   """One instruction.
 
   Attributes:
-    texts: maps a family to its text, with {0}, {1}, ... for the operands (see str.format).
+    texts: maps a dialect to its text, with {0}, {1}, ... for the operands (see str.format).
     llvm: returns the LLVM IR for AMD, given the names of the result and the operands; constants are numbers.
     statement: whether it has a side effect and no value.
     cross_lane: whether lanes see each other's operands. Such an instruction must run in whole waves and be
@@ -37,11 +37,11 @@ class Instruction:
   parameters: tuple[Any, ...] = ()
   writes: bool = False
 
-  def text(self, family: str) -> str:
-    """The text for `family`. Raises ValueError if the family has no such instruction."""
-    if family not in self.texts:
-      raise ValueError(f"{self.name} has no {family} instruction; it has {', '.join(self.texts)}")
-    return self.texts[family]
+  def text(self, dialect: str) -> str:
+    """The text for `dialect`. Raises ValueError if the dialect has no such instruction."""
+    if dialect not in self.texts:
+      raise ValueError(f"{self.name} has no {dialect} instruction; it has {', '.join(self.texts)}")
+    return self.texts[dialect]
 
 
 def _bits(call: str) -> str:
@@ -476,17 +476,17 @@ _LIST = [
     statement=True,
   ),
   # LDS pointer, number of a tensor map, LDS pointer to an mbarrier, 4 coordinates, whether to keep it in L2
-  Instruction("tensor_load", {"cuda": _tensor_load()}, statement=True),
+  Instruction("tma_load", {"cuda": _tensor_load()}, statement=True),
   # number of registers per lane, condition
   Instruction(
-    "release_registers",
+    "setmaxnreg_dec",
     {"cuda": _asm('if ({1}) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;"::"n"({0}));')},
     statement=True,
     cross_lane=True,
   ),
   # number of registers per lane
   Instruction(
-    "acquire_registers",
+    "setmaxnreg_inc",
     {"cuda": _asm('asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;"::"n"({0}));')},
     statement=True,
     cross_lane=True,
@@ -499,21 +499,21 @@ _LIST = [
   Instruction("skip_trip", {"c": "0; if ({0}) continue"}, statement=True),
   # number of a barrier of some warps, threads that meet there
   Instruction(
-    "meet",
+    "named_barrier_sync",
     {"cuda": _asm('asm volatile("bar.sync %0, %1;"::"r"({0}),"r"({1}):"memory");')},
     statement=True,
     cross_lane=True,
   ),
-  # number, threads, condition: as meet, without waiting
+  # number, threads, condition: as named_barrier_sync, without waiting
   Instruction(
-    "meet_later",
+    "named_barrier_arrive",
     {"cuda": _asm('if ({2}) asm volatile("bar.arrive %0, %1;"::"r"({0}),"r"({1}):"memory");')},
     statement=True,
     cross_lane=True,
   ),
   # makes this lane's writes to LDS, and those of its copies, visible to asynchronous matrix products
   Instruction(
-    "fence_async", {"cuda": _asm('asm volatile("fence.proxy.async.shared::cta;":::"memory");')}, statement=True
+    "fence_proxy_async", {"cuda": _asm('asm volatile("fence.proxy.async.shared::cta;":::"memory");')}, statement=True
   ),
   # LDS pointer to this lane's row of 16 bytes, four words: four 8x8 matrices of 16-bit elements
   Instruction("stmatrix", {"cuda": _stmatrix()}, statement=True, cross_lane=True),
@@ -530,7 +530,7 @@ _LIST = [
   ),
   # global pointer to 32 bits, number, condition: waits until that number is there
   Instruction(
-    "take_turn",
+    "semaphore_wait",
     {
       "cuda": _asm(
         'if ({2}) {{ unsigned x; do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];":"=r"(x):"l"({0}):"memory");'
@@ -541,14 +541,14 @@ _LIST = [
   ),
   # global pointer to 32 bits, number, condition: writes it once all that this lane knows of has been written
   Instruction(
-    "give_turn",
+    "semaphore_release",
     {"cuda": _asm('if ({2}) asm volatile("st.release.gpu.global.u32 [%0], %1;"::"l"({0}),"r"({1}):"memory");')},
     statement=True,
     writes=True,
   ),
   # global pointer, LDS pointer, bytes, two conditions: float32 are added there, or stored where the first holds, by the
   # lanes where the second holds
-  Instruction("bulk_add", {"cuda": _bulk_add()}, statement=True, writes=True),
+  Instruction("tma_reduce_add", {"cuda": _bulk_add()}, statement=True, writes=True),
   # condition: waits until what the lane's additions add has been read; or until all is done
   Instruction("bulk_wait_read", {"cuda": _bulk_wait(".read")}, statement=True),
   Instruction("bulk_wait", {"cuda": _bulk_wait("")}, statement=True),

@@ -14,19 +14,19 @@ from uopattn.dsl.instruction_set import INSTRUCTIONS, Instruction
 STATEMENT_SLOT = 1 << 20
 
 
-def _value(family: str, name: str, dtype: DType, *operands: UOp) -> UOp:
-  return UOp(Ops.CUSTOM, dtype, src=operands, arg=INSTRUCTIONS[name].text(family))
+def _value(dialect: str, name: str, dtype: DType, *operands: UOp) -> UOp:
+  return UOp(Ops.CUSTOM, dtype, src=operands, arg=INSTRUCTIONS[name].text(dialect))
 
 
-def _statement(family: str, name: str, after: tuple[UOp, ...], *operands: UOp) -> UOp:
-  return statement(INSTRUCTIONS[name], family, after, *operands)
+def _statement(dialect: str, name: str, after: tuple[UOp, ...], *operands: UOp) -> UOp:
+  return statement(INSTRUCTIONS[name], dialect, after, *operands)
 
 
 def _int(x: UOp | int) -> UOp:
   return (UOp.const(x) if isinstance(x, int) else x).cast(dtypes.int)
 
 
-def statement(instruction: Instruction, family: str, after: tuple[UOp, ...], *operands: UOp) -> UOp:
+def statement(instruction: Instruction, dialect: str, after: tuple[UOp, ...], *operands: UOp) -> UOp:
   """A statement that runs after `after` and before whatever is `.after` it.
 
   tinygrad drops a void CUSTOM, but keeps the store of a value to a register, in order. The register's address is a last
@@ -34,86 +34,86 @@ def statement(instruction: Instruction, family: str, after: tuple[UOp, ...], *op
   """
   register = UOp.placeholder((1,), dtypes.int, slot=STATEMENT_SLOT, addrspace=AddrSpace.REG)
   source = (*operands, register.after(*after)[0])
-  return register[0].store(UOp(Ops.CUSTOM, dtypes.int, src=source, arg=instruction.text(family)))
+  return register[0].store(UOp(Ops.CUSTOM, dtypes.int, src=source, arg=instruction.text(dialect)))
 
 
-def _shuffled(family: str, name: str, value: UOp, lane: UOp | int) -> UOp:
+def _shuffled(dialect: str, name: str, value: UOp, lane: UOp | int) -> UOp:
   if value.dtype.bitsize != 32:
     raise ValueError(f"{name} moves 32-bit values between lanes, not {value.dtype}; cast or bitcast first")
-  return _value(family, name, value.dtype, value, UOp.const(lane, dtypes.int) if isinstance(lane, int) else lane)
+  return _value(dialect, name, value.dtype, value, UOp.const(lane, dtypes.int) if isinstance(lane, int) else lane)
 
 
-def shuffle_xor(family: str, value: UOp, offset: int) -> UOp:
+def shuffle_xor(dialect: str, value: UOp, offset: int) -> UOp:
   """The value (any 32-bit dtype) in lane ^ offset. Raises ValueError unless 0 < offset < 32."""
   if not 0 < offset < 32:
     raise ValueError(f"shuffle_xor reaches lanes within 32, so 0 < offset < 32, not {offset}; use shuffle beyond that")
-  return _shuffled(family, "shuffle_xor", value, offset)
+  return _shuffled(dialect, "shuffle_xor", value, offset)
 
 
-def shuffle(family: str, value: UOp, lane: UOp | int) -> UOp:
+def shuffle(dialect: str, value: UOp, lane: UOp | int) -> UOp:
   """The value in lane `lane` (int32) of the same wave. Raises ValueError unless the value has 32 bits."""
-  return _shuffled(family, "shuffle", value, lane)
+  return _shuffled(dialect, "shuffle", value, lane)
 
 
-def row_xmask(family: str, value: UOp, mask: int) -> UOp:
+def row_xmask(dialect: str, value: UOp, mask: int) -> UOp:
   """The value (any 32-bit dtype) in lane ^ mask, by one VALU modifier (DPP). RDNA only.
 
   Raises ValueError unless 0 < mask < 16.
   """
   if not 0 < mask < 16:
     raise ValueError(f"row_xmask permutes rows of 16 lanes, so 0 < mask < 16, not {mask}")
-  return _shuffled(family, "row_xmask", value, mask)
+  return _shuffled(dialect, "row_xmask", value, mask)
 
 
-def row_ror(family: str, value: UOp, n: int) -> UOp:
+def row_ror(dialect: str, value: UOp, n: int) -> UOp:
   """The value (any 32-bit dtype) in the lane n places lower in its row of 16, wrapping around. RDNA and CDNA.
 
   Raises ValueError unless 0 < n < 16. Source: AMD RDNA3 ISA, "Data Parallel Processing", DPP_ROW_RR.
   """
   if not 0 < n < 16:
     raise ValueError(f"row_ror rotates rows of 16 lanes, so 0 < n < 16, not {n}")
-  return _shuffled(family, "row_ror", value, n)
+  return _shuffled(dialect, "row_ror", value, n)
 
 
-def permlanex16(family: str, value: UOp) -> UOp:
+def permlanex16(dialect: str, value: UOp) -> UOp:
   """The value in lane ^ 16 of a wave of 32 lanes, by one VALU instruction. RDNA only.
 
   Raises ValueError unless the value has 32 bits. Source: AMD RDNA3 ISA, "V_PERMLANEX16_B32".
   """
   if value.dtype.bitsize != 32:
     raise ValueError(f"permlanex16 moves 32-bit values between lanes, not {value.dtype}; cast or bitcast first")
-  return _value(family, "permlanex16", value.dtype, value)
+  return _value(dialect, "permlanex16", value.dtype, value)
 
 
-def fmax(family: str, a: UOp, b: UOp) -> UOp:
+def fmax(dialect: str, a: UOp, b: UOp) -> UOp:
   """The larger of two float32, or the one that is not NaN, in one instruction (`Ops.MAX` becomes two)."""
-  return _value(family, "fmax", dtypes.float, a, b)
+  return _value(dialect, "fmax", dtypes.float, a, b)
 
 
-def fmin(family: str, a: UOp, b: UOp) -> UOp:
+def fmin(dialect: str, a: UOp, b: UOp) -> UOp:
   """The smaller of two float32, or the one that is not NaN, in one instruction."""
-  return _value(family, "fmin", dtypes.float, a, b)
+  return _value(dialect, "fmin", dtypes.float, a, b)
 
 
-def fabs(family: str, x: UOp) -> UOp:
+def fabs(dialect: str, x: UOp) -> UOp:
   """|x| of a float32, which targets apply to the operand of another instruction."""
-  return _value(family, "fabs", dtypes.float, x)
+  return _value(dialect, "fabs", dtypes.float, x)
 
 
-def low_halves(family: str, a: UOp, b: UOp) -> UOp:
+def low_halves(dialect: str, a: UOp, b: UOp) -> UOp:
   """The low 16 bits of two uint32, a's below b's, in one instruction.
 
   Sources: AMD RDNA3 ISA, "V_PERM_B32"; CUDA Math API, "__byte_perm".
   """
-  return _value(family, "low_halves", dtypes.uint, a, b)
+  return _value(dialect, "low_halves", dtypes.uint, a, b)
 
 
-def high_halves(family: str, a: UOp, b: UOp) -> UOp:
+def high_halves(dialect: str, a: UOp, b: UOp) -> UOp:
   """The high 16 bits of two uint32, a's below b's, in one instruction; see `low_halves`."""
-  return _value(family, "high_halves", dtypes.uint, a, b)
+  return _value(dialect, "high_halves", dtypes.uint, a, b)
 
 
-def wave_fence(family: str, *after: UOp) -> UOp:
+def wave_fence(dialect: str, *after: UOp) -> UOp:
   """Let all lanes of a wave read what its lanes stored to LDS in `after`: what reads it comes `.after` this.
 
   To tinygrad it is a barrier, so that it adds none of its own; no instruction is rendered but the statement before it.
@@ -121,7 +121,7 @@ def wave_fence(family: str, *after: UOp) -> UOp:
   take registers: it puts loads by what they load.
   """
   register = UOp.placeholder((1,), dtypes.int, slot=STATEMENT_SLOT, addrspace=AddrSpace.REG)
-  return UOp.barrier(register.after(_statement(family, "wave_fence", after))[0].load())
+  return UOp.barrier(register.after(_statement(dialect, "wave_fence", after))[0].load())
 
 
 def is_wave_fence(barrier: UOp) -> bool:
@@ -130,68 +130,68 @@ def is_wave_fence(barrier: UOp) -> bool:
   return first.op is Ops.LOAD and first.src[0].buf_uop.arg.slot == STATEMENT_SLOT
 
 
-def exp2(family: str, x: UOp) -> UOp:
+def exp2(dialect: str, x: UOp) -> UOp:
   """2**x in float32 by the hardware's approximation (2 ulp; denormal results are 0)."""
-  return _value(family, "exp2", dtypes.float, x)
+  return _value(dialect, "exp2", dtypes.float, x)
 
 
-def log2(family: str, x: UOp) -> UOp:
+def log2(dialect: str, x: UOp) -> UOp:
   """log2(x) in float32 by the hardware's approximation (denormal inputs count as 0)."""
-  return _value(family, "log2", dtypes.float, x)
+  return _value(dialect, "log2", dtypes.float, x)
 
 
-def reciprocal(family: str, x: UOp) -> UOp:
+def reciprocal(dialect: str, x: UOp) -> UOp:
   """1/x in float32 by the hardware's approximation (1 ulp)."""
-  return _value(family, "reciprocal", dtypes.float, x)
+  return _value(dialect, "reciprocal", dtypes.float, x)
 
 
-def pin(family: str, x: UOp) -> UOp:
+def pin(dialect: str, x: UOp) -> UOp:
   """Keep the computation of x, of any 32-bit dtype, at this point, by all lanes that are active here.
 
   Needed where lanes compute together and only some store. LLVM before 23 may move matrix instructions, and before 21
   permutes too, into the branch that needs their result (llvm-project pull requests 142962, 165602, 178314).
   """
-  return _value(family, "pin", x.dtype, x)
+  return _value(dialect, "pin", x.dtype, x)
 
 
-def tied(family: str, value: UOp, other: UOp) -> UOp:
+def tied(dialect: str, value: UOp, other: UOp) -> UOp:
   """`value` (float32), which cannot be used before `other` (float32) is computed; NaN unless `other` is finite.
 
   It is other * 0 + value, which a compiler must not simplify, so that it cannot put off the computation of `other`.
   """
-  return _value(family, "tied", dtypes.float, value, other)
+  return _value(dialect, "tied", dtypes.float, value, other)
 
 
-def read_later(family: str, value: UOp, *after: UOp) -> UOp:
+def read_later(dialect: str, value: UOp, *after: UOp) -> UOp:
   """Read memory after this only once `value` (float32) is computed. A statement.
 
   Otherwise compilers read early, and need a register for all that was read and not yet used. It hides less of the
   loads' latency. On NVIDIA it is a barrier of the warp, past which ptxas moves no load from shared memory; source: PTX
   ISA, "bar.warp.sync". On AMD it is no instruction: LLVM moves no load past assembly that may change memory.
   """
-  return _statement(family, "read_later", after, value)
+  return _statement(dialect, "read_later", after, value)
 
 
-def pack(family: str, low: UOp, high: UOp, dtype: DType) -> UOp:
+def pack(dialect: str, low: UOp, high: UOp, dtype: DType) -> UOp:
   """Round two float32 to nearest as float16 or bfloat16 (not on sm_75) and pack them into a uint32, `low` first."""
-  return _value(family, {dtypes.half: "pack_half", dtypes.bfloat16: "pack_bfloat16"}[dtype], dtypes.uint, low, high)
+  return _value(dialect, {dtypes.half: "pack_half", dtypes.bfloat16: "pack_bfloat16"}[dtype], dtypes.uint, low, high)
 
 
-def pack4(family: str, elements: Sequence[UOp], dtype: DType) -> UOp:
+def pack4(dialect: str, elements: Sequence[UOp], dtype: DType) -> UOp:
   """Round four float32 to nearest as fp8e4m3 or fp8e5m2 (`dtype`) and pack them into a uint32, lowest byte first.
 
   Values out of range, infinities too, become the largest finite number. Source: PTX ISA, "cvt", satfinite.
   """
   name = {dtypes.fp8e4m3: "pack_e4m3", dtypes.fp8e5m2: "pack_e5m2"}[dtype]
-  return _value(family, name, dtypes.uint, *elements)
+  return _value(dialect, name, dtypes.uint, *elements)
 
 
-def pack_word(family: str, elements: Sequence[UOp], dtype: DType) -> UOp:
+def pack_word(dialect: str, elements: Sequence[UOp], dtype: DType) -> UOp:
   """Round two float32 to a 16-bit `dtype`, or four to an 8-bit one, and pack them: see `pack` and `pack4`."""
-  return pack(family, elements[0], elements[1], dtype) if len(elements) == 2 else pack4(family, elements, dtype)
+  return pack(dialect, elements[0], elements[1], dtype) if len(elements) == 2 else pack4(dialect, elements, dtype)
 
 
-def convert_pair(family: str, low: UOp, high: UOp, word: UOp, upper: bool, dtype: DType) -> UOp:
+def convert_pair(dialect: str, low: UOp, high: UOp, word: UOp, upper: bool, dtype: DType) -> UOp:
   """Round two float32 to nearest as fp8e4m3 or fp8e5m2 (`dtype`) and put them into half a uint32, `low` first.
 
   Values out of range become NaN, in fp8e5m2 infinity. Source: AMD, "CDNA4" and "RDNA4" instruction set architecture,
@@ -202,96 +202,96 @@ def convert_pair(family: str, low: UOp, high: UOp, word: UOp, upper: bool, dtype
     upper: whether the upper half is written.
   """
   name = {dtypes.fp8e4m3: "convert_e4m3", dtypes.fp8e5m2: "convert_e5m2"}[dtype]
-  return _value(family, name, dtypes.uint, low, high, word, UOp.const(int(upper), dtypes.int))
+  return _value(dialect, name, dtypes.uint, low, high, word, UOp.const(int(upper), dtypes.int))
 
 
-def even_bytes(family: str, a: UOp, b: UOp) -> UOp:
+def even_bytes(dialect: str, a: UOp, b: UOp) -> UOp:
   """Bytes 0 and 2 of two uint32, a's below b's, in one instruction. Source: CUDA Math API, "__byte_perm"."""
-  return _value(family, "even_bytes", dtypes.uint, a, b)
+  return _value(dialect, "even_bytes", dtypes.uint, a, b)
 
 
-def odd_bytes(family: str, a: UOp, b: UOp) -> UOp:
+def odd_bytes(dialect: str, a: UOp, b: UOp) -> UOp:
   """Bytes 1 and 3 of two uint32, a's below b's, in one instruction; see `even_bytes`."""
-  return _value(family, "odd_bytes", dtypes.uint, a, b)
+  return _value(dialect, "odd_bytes", dtypes.uint, a, b)
 
 
-def set_words(family: str, to: UOp, *words: UOp) -> UOp:
+def set_words(dialect: str, to: UOp, *words: UOp) -> UOp:
   """Write four uint32 to the 16 bytes of registers, of any type, at `to`. A statement; costs no instruction."""
-  return _statement(family, "set_words", (), to, *words)
+  return _statement(dialect, "set_words", (), to, *words)
 
 
-def cp_async(family: str, to: UOp, source: UOp, *after: UOp, inside: UOp | None = None) -> UOp:
+def cp_async(dialect: str, to: UOp, source: UOp, *after: UOp, inside: UOp | None = None) -> UOp:
   """Start copying 16 bytes from `source` (INDEX into a global buffer) to `to` (INDEX into LDS), both 16-byte aligned.
 
   Where `inside` is given and false, 16 zeros are written and nothing is read. The copy belongs to the lane's next
   `cp_async_commit`, and is complete after the `cp_async_wait` for it. A statement.
   """
   if inside is None:
-    return _statement(family, "cp_async", after, to, source)
-  return _statement(family, "cp_async_or_zero", after, to, source, inside)
+    return _statement(dialect, "cp_async", after, to, source)
+  return _statement(dialect, "cp_async_or_zero", after, to, source, inside)
 
 
-def store_chunk(family: str, to: UOp, *words: UOp) -> UOp:
+def store_chunk(dialect: str, to: UOp, *words: UOp) -> UOp:
   """Store four uint32 to the 16 bytes of LDS at `to`, 16-byte aligned, in one instruction. A statement."""
-  return _statement(family, "store_chunk", (), to, *words)
+  return _statement(dialect, "store_chunk", (), to, *words)
 
 
-def store_word(family: str, to: UOp, word: UOp) -> UOp:
+def store_word(dialect: str, to: UOp, word: UOp) -> UOp:
   """Store a uint32 to LDS at `to`, in any number of places of a kernel. A statement.
 
   tinygrad's stores to LDS cannot have the same index in two loops.
   """
-  return _statement(family, "store_word", (), to, word)
+  return _statement(dialect, "store_word", (), to, word)
 
 
-def cp_async_commit(family: str, *after: UOp) -> UOp:
+def cp_async_commit(dialect: str, *after: UOp) -> UOp:
   """Commit the lane's copies since its last commit as one group. A statement."""
-  return _statement(family, "cp_async_commit", after)
+  return _statement(dialect, "cp_async_commit", after)
 
 
-def cp_async_wait(family: str, count: int, *after: UOp) -> UOp:
+def cp_async_wait(dialect: str, count: int, *after: UOp) -> UOp:
   """Wait until at most `count` of the lane's groups are pending; copies of other lanes need a barrier. A statement."""
-  return _statement(family, "cp_async_wait", after, UOp.const(count, dtypes.int))
+  return _statement(dialect, "cp_async_wait", after, UOp.const(count, dtypes.int))
 
 
-def mbarrier_init(family: str, barrier: UOp, count: int, when: UOp, *after: UOp) -> UOp:
+def mbarrier_init(dialect: str, barrier: UOp, count: int, when: UOp, *after: UOp) -> UOp:
   """Initialize `barrier` (INDEX into a uint64 LDS buffer) to `count` arrivals per phase, where `when`. A statement.
 
   Phase 0 begins. A workgroup barrier must follow before other threads use it. Source: PTX ISA, "mbarrier".
   """
-  return _statement(family, "mbarrier_init", after, barrier, UOp.const(count, dtypes.int), when)
+  return _statement(dialect, "mbarrier_init", after, barrier, UOp.const(count, dtypes.int), when)
 
 
-def mbarrier_arrive(family: str, barrier: UOp, when: UOp, *after: UOp) -> UOp:
+def mbarrier_arrive(dialect: str, barrier: UOp, when: UOp, *after: UOp) -> UOp:
   """Arrive at the barrier's current phase where `when`: this lane's earlier accesses are complete. A statement."""
-  return _statement(family, "mbarrier_arrive", after, barrier, when)
+  return _statement(dialect, "mbarrier_arrive", after, barrier, when)
 
 
-def cp_async_arrive(family: str, barrier: UOp, *after: UOp) -> UOp:
+def cp_async_arrive(dialect: str, barrier: UOp, *after: UOp) -> UOp:
   """Arrive, without waiting, once the copies that the lane has started are complete. A statement."""
-  return _statement(family, "cp_async_arrive", after, barrier)
+  return _statement(dialect, "cp_async_arrive", after, barrier)
 
 
-def mbarrier_wait(family: str, barrier: UOp, parity: UOp | int, *after: UOp) -> UOp:
+def mbarrier_wait(dialect: str, barrier: UOp, parity: UOp | int, *after: UOp) -> UOp:
   """Wait until the phase with that parity is complete; parity 1 does not wait on a new barrier. A statement."""
-  return _statement(family, "mbarrier_wait", after, barrier, _int(parity))
+  return _statement(dialect, "mbarrier_wait", after, barrier, _int(parity))
 
 
-def mbarrier_expect(family: str, barrier: UOp, count: int, *after: UOp) -> UOp:
-  """Arrive at the barrier; its phase then also waits for `count` bytes of `tensor_load`. A statement."""
-  return _statement(family, "mbarrier_expect", after, barrier, UOp.const(count, dtypes.int))
+def mbarrier_expect(dialect: str, barrier: UOp, count: int, *after: UOp) -> UOp:
+  """Arrive at the barrier; its phase then also waits for `count` bytes of `tma_load`. A statement."""
+  return _statement(dialect, "mbarrier_expect", after, barrier, UOp.const(count, dtypes.int))
 
 
-def mbarrier_fence(family: str, *after: UOp) -> UOp:
-  """Make the barriers that this lane has initialized known to `tensor_load`. A statement.
+def mbarrier_fence(dialect: str, *after: UOp) -> UOp:
+  """Make the barriers that this lane has initialized known to `tma_load`. A statement.
 
   Place it before the barrier of the workgroup that follows `mbarrier_init`.
   """
-  return _statement(family, "mbarrier_fence", after)
+  return _statement(dialect, "mbarrier_fence", after)
 
 
 def tensor_map(
-  family: str,
+  dialect: str,
   room: UOp,
   number: int,
   source: UOp,
@@ -316,16 +316,16 @@ def tensor_map(
   numbers = [_int(x) for x in (number, *shape)]
   steps = [UOp.const(x * source.dtype.itemsize, dtypes.long) for x in strides]
   operands = (room, numbers[0], source, *numbers[1:], *steps, UOp.const(rows, dtypes.int), when)
-  return _statement(family, "tensor_map", after, *operands)
+  return _statement(dialect, "tensor_map", after, *operands)
 
 
-def tensor_map_acquire(family: str, number: int, *after: UOp) -> UOp:
-  """Make tensor map `number` known to this lane's `tensor_load`. A statement."""
-  return _statement(family, "tensor_map_acquire", after, UOp.const(number, dtypes.int))
+def tensor_map_acquire(dialect: str, number: int, *after: UOp) -> UOp:
+  """Make tensor map `number` known to this lane's `tma_load`. A statement."""
+  return _statement(dialect, "tensor_map_acquire", after, UOp.const(number, dtypes.int))
 
 
-def tensor_load(
-  family: str, to: UOp, number: int, barrier: UOp, place: tuple[UOp, UOp, UOp, UOp], keep: bool, *after: UOp
+def tma_load(
+  dialect: str, to: UOp, number: int, barrier: UOp, place: tuple[UOp, UOp, UOp, UOp], keep: bool, *after: UOp
 ) -> UOp:
   """Start copying a box of tensor map `number` to LDS, swizzled; one lane copies all of it. A statement.
 
@@ -338,30 +338,30 @@ def tensor_load(
   """
   where = (x.cast(dtypes.int) for x in place)
   operands = (to, UOp.const(number, dtypes.int), barrier, *where, UOp.const(int(keep), dtypes.int))
-  return _statement(family, "tensor_load", after, *operands)
+  return _statement(dialect, "tma_load", after, *operands)
 
 
-def release_registers(family: str, count: int, when: UOp, *after: UOp) -> UOp:
+def setmaxnreg_dec(dialect: str, count: int, when: UOp, *after: UOp) -> UOp:
   """Keep `count` registers per lane of the warpgroups where `when` and give back the rest. A statement.
 
   Source: PTX ISA, "setmaxnreg".
   """
-  return _statement(family, "release_registers", after, UOp.const(count, dtypes.int), when)
+  return _statement(dialect, "setmaxnreg_dec", after, UOp.const(count, dtypes.int), when)
 
 
-def acquire_registers(family: str, count: int, *after: UOp) -> UOp:
+def setmaxnreg_inc(dialect: str, count: int, *after: UOp) -> UOp:
   """Wait until `count` registers per lane are free for this warpgroup, and take them. A statement."""
-  return _statement(family, "acquire_registers", after, UOp.const(count, dtypes.int))
+  return _statement(dialect, "setmaxnreg_inc", after, UOp.const(count, dtypes.int))
 
 
-def exit_warps(family: str, when: UOp, *after: UOp) -> UOp:
+def exit_warps(dialect: str, when: UOp, *after: UOp) -> UOp:
   """End the warps where `when`. A statement, and no branch: what other warps do later must come after it."""
-  return _statement(family, "exit_warps", after, when)
+  return _statement(dialect, "exit_warps", after, when)
 
 
-def leave_loop(family: str, when: UOp, *after: UOp) -> UOp:
+def leave_loop(dialect: str, when: UOp, *after: UOp) -> UOp:
   """Leave the innermost loop, a plain `for` loop, where `when`: whole workgroups or warpgroups do. A statement."""
-  return _statement(family, "leave_loop", after, when)
+  return _statement(dialect, "leave_loop", after, when)
 
 
 def skip_trip(when: UOp, *after: UOp) -> UOp:
@@ -369,25 +369,25 @@ def skip_trip(when: UOp, *after: UOp) -> UOp:
   return _statement("c", "skip_trip", after, when)
 
 
-def meet(family: str, number: UOp, threads: UOp | int, *after: UOp) -> UOp:
+def named_barrier_sync(dialect: str, number: UOp, threads: UOp | int, *after: UOp) -> UOp:
   """Wait at barrier `number` (1 to 15) until `threads` threads, whole warps, are there. A statement."""
-  return _statement(family, "meet", after, number.cast(dtypes.int), _int(threads))
+  return _statement(dialect, "named_barrier_sync", after, number.cast(dtypes.int), _int(threads))
 
 
-def meet_later(family: str, number: UOp, threads: UOp | int, when: UOp, *after: UOp) -> UOp:
-  """Count as one that is at barrier `number` where `when`, without waiting; see `meet`. A statement."""
-  return _statement(family, "meet_later", after, number.cast(dtypes.int), _int(threads), when)
+def named_barrier_arrive(dialect: str, number: UOp, threads: UOp | int, when: UOp, *after: UOp) -> UOp:
+  """Count as one that is at barrier `number` where `when`, without waiting; see `named_barrier_sync`. A statement."""
+  return _statement(dialect, "named_barrier_arrive", after, number.cast(dtypes.int), _int(threads), when)
 
 
-def fence_async(family: str, *after: UOp) -> UOp:
+def fence_proxy_async(dialect: str, *after: UOp) -> UOp:
   """Make this lane's writes to LDS, completed copies included, visible to `uopattn.dsl.nvidia.wgmma`. A statement.
 
   Place it before the barrier at which the readers wait. Source: PTX ISA, "membar/fence", async proxy.
   """
-  return _statement(family, "fence_async", after)
+  return _statement(dialect, "fence_proxy_async", after)
 
 
-def ldmatrix(family: str, to: UOp, row: UOp, *after: UOp, trans: bool = False, apart: bool = False) -> UOp:
+def ldmatrix(dialect: str, to: UOp, row: UOp, *after: UOp, trans: bool = False, apart: bool = False) -> UOp:
   """Load four 8x8 matrices of 16-bit elements from LDS: `to` points to 16 bytes of registers, `row` to 16 of LDS.
 
   Lane l passes the address of row l % 8 of matrix l // 8. From each matrix in turn it gets elements 2*(l % 4) and
@@ -400,60 +400,61 @@ def ldmatrix(family: str, to: UOp, row: UOp, *after: UOp, trans: bool = False, a
   memory, index = row.src
   start, offset = index.simplify().pop_const() if apart else (index, 0)
   name = "ldmatrix_trans" if trans else "ldmatrix"
-  return _statement(family, name, after, to, memory[start], UOp.const(offset * row.dtype.itemsize, dtypes.int))
+  return _statement(dialect, name, after, to, memory[start], UOp.const(offset * row.dtype.itemsize, dtypes.int))
 
 
-def stmatrix(family: str, row: UOp, *words: UOp) -> UOp:
+def stmatrix(dialect: str, row: UOp, *words: UOp) -> UOp:
   """Store four 8x8 matrices of 16-bit elements to LDS from four uint32 per lane: what `ldmatrix` would load.
 
   Lane l passes the address of row l % 8 of matrix l // 8. A statement. Source: PTX ISA, "stmatrix".
   """
-  return _statement(family, "stmatrix", (), row, *words)
+  return _statement(dialect, "stmatrix", (), row, *words)
 
 
-def bulk_load(family: str, to: UOp, source: UOp, count: int, barrier: UOp, *after: UOp) -> UOp:
+def bulk_load(dialect: str, to: UOp, source: UOp, count: int, barrier: UOp, *after: UOp) -> UOp:
   """Start copying `count` bytes from `source` in global memory to `to` in LDS, by one lane. A statement.
 
   They count for the current phase of `barrier`. Both addresses and `count` are multiples of 16. Source: PTX ISA,
   "cp.async.bulk".
   """
-  return _statement(family, "bulk_load", after, to, source, UOp.const(count, dtypes.int), barrier)
+  return _statement(dialect, "bulk_load", after, to, source, UOp.const(count, dtypes.int), barrier)
 
 
-def take_turn(family: str, turn: UOp, number: UOp, when: UOp, *after: UOp) -> UOp:
-  """Wait, where `when`, until `turn` (INDEX into a global int32 buffer) has a number. A statement.
+def semaphore_wait(dialect: str, semaphore: UOp, number: UOp, when: UOp, *after: UOp) -> UOp:
+  """Wait, where `when`, until a semaphore (INDEX into a global int32 buffer) has a number. A statement.
 
-  What whoever wrote it by `give_turn` knew of is then known to this lane. Only workgroups that start before this one
-  may be waited for.
+  What whoever wrote it by `semaphore_release` knew of is then known to this lane. Only workgroups that start before
+  this one may be waited for.
   """
-  return _statement(family, "take_turn", after, turn, number.cast(dtypes.int), when)
+  return _statement(dialect, "semaphore_wait", after, semaphore, number.cast(dtypes.int), when)
 
 
-def give_turn(family: str, turn: UOp, number: UOp, when: UOp, *after: UOp) -> UOp:
-  """Write a number for `take_turn`, where `when`, after everything that this lane knows of. A statement.
+def semaphore_release(dialect: str, semaphore: UOp, number: UOp, when: UOp, *after: UOp) -> UOp:
+  """Write a number for `semaphore_wait`, where `when`, after everything that this lane knows of. A statement.
 
   Source: PTX ISA, "Memory Consistency Model", release.
   """
-  return _statement(family, "give_turn", after, turn, number.cast(dtypes.int), when)
+  return _statement(dialect, "semaphore_release", after, semaphore, number.cast(dtypes.int), when)
 
 
-def bulk_add(family: str, to: UOp, source: UOp, count: int, first: UOp, when: UOp, *after: UOp) -> UOp:
+def tma_reduce_add(dialect: str, to: UOp, source: UOp, count: int, first: UOp, when: UOp, *after: UOp) -> UOp:
   """Start adding `count` bytes of float32 in LDS to those in global memory, or storing them where `first`. A statement.
 
   One lane, where `when`, does all of it. Both addresses and `count` are multiples of 16. Additions by several
-  workgroups give the same bits in every run only if `take_turn` orders them. Source: PTX ISA, "cp.reduce.async.bulk".
+  workgroups give the same bits in every run only if `semaphore_wait` orders them. Source: PTX ISA,
+  "cp.reduce.async.bulk".
   """
-  return _statement(family, "bulk_add", after, to, source, UOp.const(count, dtypes.int), first, when)
+  return _statement(dialect, "tma_reduce_add", after, to, source, UOp.const(count, dtypes.int), first, when)
 
 
-def bulk_wait_read(family: str, when: UOp, *after: UOp) -> UOp:
+def bulk_wait_read(dialect: str, when: UOp, *after: UOp) -> UOp:
   """Wait, where `when`, until all that this lane has started to add has been read from LDS. A statement."""
-  return _statement(family, "bulk_wait_read", after, when)
+  return _statement(dialect, "bulk_wait_read", after, when)
 
 
-def bulk_wait(family: str, when: UOp, *after: UOp) -> UOp:
+def bulk_wait(dialect: str, when: UOp, *after: UOp) -> UOp:
   """Wait, where `when`, until all that this lane has started to add is in memory. A statement."""
-  return _statement(family, "bulk_wait", after, when)
+  return _statement(dialect, "bulk_wait", after, when)
 
 
 def prefetch(after: tuple[UOp, ...], place: UOp) -> UOp:

@@ -63,7 +63,7 @@ class Problem:
     return self.Hq // self.Hkv
 
   @property
-  def few(self) -> bool:
+  def is_decode(self) -> bool:
     """Whether M is so small that packing GQA heads and splitting the keys pays."""
     return self.M <= FEW
 
@@ -73,7 +73,7 @@ class Problem:
     return self.window[1] == 0
 
   @property
-  def light(self) -> bool:
+  def light_on_registers(self) -> bool:
     """Whether no feature needs more registers in the mainloop than a causal mask does."""
     return LIGHT.issuperset(self.features)
 
@@ -104,13 +104,13 @@ class Kernel:
   """A function that builds a kernel's graph on named buffers.
 
   Attributes:
-    build: returns the graph. It takes buffers by name, with batch and heads as one axis, and the keywords in `wants`.
+    build: returns the graph. It takes buffers by name, with batch and heads as one axis, and the keywords in `params`.
     outputs: the buffers that the kernel writes.
     buffers: all buffers of a call, in order. The Tensors of the arguments follow them.
     choose: returns the tiles for a problem and a target; raises ValueError if none fit.
     candidates: returns the tiles to measure for a problem and a target, those that `choose` returns first; None: only
       those. Kernels of a schedule that have one function here have the same tiles. See `uopattn.tuning`.
-    wants: "rules", for masks and score functions (see `uopattn.dsl.rules.rules`), "tiles", and "scale", the factor on
+    params: "rules", for masks and score functions (see `uopattn.dsl.rules.rules`), "tiles", and "scale", the factor on
       q.k.
     block: maps the tiles to the rows of a block and the rows of a tile in the mainloop.
     of_keys: whether blocks are of keys, and tiles of queries.
@@ -124,7 +124,7 @@ class Kernel:
   buffers: tuple[str, ...]
   choose: Callable[[Problem, Target], Any] = lambda problem, target: None
   candidates: Callable[[Problem, Target], Sequence[Any]] | None = None
-  wants: tuple[str, ...] = ("rules", "tiles")
+  params: tuple[str, ...] = ("rules", "tiles")
   block: Callable[[Any], tuple[int, int]] = lambda tiles: (tiles.block_m, tiles.block_n)
   of_keys: bool = False
   sums: Callable[[Any], int] = lambda tiles: 0
@@ -156,11 +156,11 @@ class Schedule:
     dtypes: types of q, k and v that it supports.
     kernels: one kernel for a forward pass; all kernels of a backward pass.
     tiles: the class of its block sizes.
-    lacks: the arguments that it does not support, by their names in `Problem.features`; without types of 8 bits also
-      HEAD_SCALES.
+    unsupported: the arguments that it does not support, by their names in `Problem.features`; without types of 8 bits
+      also HEAD_SCALES.
     pack_gqa: the number of query heads to pack as the rows of one; `choose` and `split` see the packed problem.
     split: the number of splits of the keys for a problem, a target and tiles; `combine` combines their results.
-    meant_for: whether to prefer it where several schedules of a device support a problem.
+    preferred: whether to prefer it where several schedules of a device support a problem.
     tf32: whether it multiplies float32 in tf32 where that is allowed; its tiles then have `tf32`.
     cuts: whether its products of 8 bits cut off terms, see `uopattn.emulator.warpgroup.cut_product`.
     operand: the type to which it widens 8-bit keys and values that have scales; None is q's type.
@@ -172,10 +172,10 @@ class Schedule:
   dtypes: tuple[DType, ...]
   kernels: tuple[Kernel, ...]
   tiles: type | None = None
-  lacks: tuple[str, ...] = ()
+  unsupported: tuple[str, ...] = ()
   pack_gqa: Callable[[Problem], int] = lambda problem: 1
   split: Callable[[Problem, Target, Any], int] = lambda problem, target, tiles: 1
-  meant_for: Callable[[Problem, Target], bool] = lambda problem, target: True
+  preferred: Callable[[Problem, Target], bool] = lambda problem, target: True
   tf32: bool = False
   cuts: bool = False
   operand: DType | None = None
@@ -207,7 +207,7 @@ def passes(of_queries: Callable[..., UOp], tiles: Any, **of_keys: Callable[..., 
 
 def group_of_few(problem: Problem) -> int:
   """GQA packing for decode: all query heads of a key head, or 1 if a block mask may differ between heads."""
-  return problem.group if problem.few and problem.block_heads is None else 1
+  return problem.group if problem.is_decode and problem.block_heads is None else 1
 
 
 def splits_on_gpu(problem: Problem, target: Target, tiles: Any, least_keys: int = LEAST_KEYS) -> int:

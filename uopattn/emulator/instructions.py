@@ -13,7 +13,7 @@ from tinygrad.uop.ops import UOp
 
 from uopattn.dsl.cpu import amx
 
-from . import alu, copies, mbarrier, tensor_copies, tiles, tracks, turns, warpgroup
+from . import alu, copies, mbarrier, semaphores, tensor_copies, tiles, tracks, warpgroup
 from .copies import CHUNK, NOTHING
 from .errors import Divergence, OutOfBounds
 from .lanes import Run
@@ -260,23 +260,23 @@ MEANINGS: dict[str, Meaning] = {
   "mbarrier_fence": mbarrier.fence,
   "tensor_map": tensor_copies.build,
   "tensor_map_acquire": tensor_copies.acquire,
-  "tensor_load": tensor_copies.load,
+  "tma_load": tensor_copies.load,
   "bulk_load": tensor_copies.bulk,
   "stmatrix": _stmatrix,
-  "take_turn": turns.take,
-  "give_turn": turns.give,
-  "bulk_add": turns.bulk_add,
-  "bulk_wait_read": turns.wait_read,
-  "bulk_wait": turns.wait,
-  "release_registers": tracks.registers,
-  "acquire_registers": tracks.registers,
+  "semaphore_wait": semaphores.wait_for,
+  "semaphore_release": semaphores.release,
+  "tma_reduce_add": semaphores.tma_reduce_add,
+  "bulk_wait_read": semaphores.wait_read,
+  "bulk_wait": semaphores.wait,
+  "setmaxnreg_dec": tracks.registers,
+  "setmaxnreg_inc": tracks.registers,
   "exit_warps": tracks.exit_warps,
   "leave_loop": tracks.leave_loop,
   "skip_trip": tracks.skip_trip,
-  "meet": tracks.meet,
-  "meet_later": tracks.meet,
+  "named_barrier_sync": tracks.named_barrier,
+  "named_barrier_arrive": tracks.named_barrier,
   "cp_async_arrive": mbarrier.arrive_copies,
-  "fence_async": warpgroup.fence_async,
+  "fence_proxy_async": warpgroup.fence_proxy_async,
   "wgmma": warpgroup.from_shared,
   "wgmma_added": warpgroup.added_from_shared,
   "wgmma_registers": warpgroup.from_registers,

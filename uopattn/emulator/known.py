@@ -9,5 +9,5 @@ from uopattn.dsl.nvidia import wgmma
 
 @cache
 def instruction_of(text: str) -> Instruction | None:
-  """Return the DSL's instruction with this text in any family, or None."""
+  """Return the DSL's instruction with this text in any dialect, or None."""
   return BY_TEXT.get(text) or amx.BY_TEXT.get(text) or wgmma.find(text)

@@ -74,7 +74,7 @@ class Run:
     self.tracks: Any = None  # the warpgroups, if they run apart
     self.maps: dict[int, Any] = {}  # the workgroup's tensor maps
     self.registers: list[int] = []  # per lane, of each wave
-    self.sums: Any = None  # what the launch's workgroups have added to global memory in turns
+    self.sums: Any = None  # what the launch's workgroups have added to global memory
     self.flights: Any = None  # the warpgroups' matrix products in flight, if the kernel has any
     self.tiles: Any = None  # the lanes' tiles, if the kernel has any
 

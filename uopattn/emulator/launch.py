@@ -18,10 +18,10 @@ from .errors import LaunchError, Race
 from .lanes import Run, Shape, wave_size
 from .memory import LDS, Global, Registers
 from .program import Program, execute
+from .semaphores import Sums
 from .tiles import Tiles
 from .tracks import REGISTERS as MAX_REGISTERS
 from .tracks import THREADS, Tracks
-from .turns import Sums
 from .warpgroup import Flights
 
 # Lanes per batch: enough to make numpy's cost per call negligible, few enough that all values fit in 64 MiB.
@@ -63,7 +63,7 @@ def launch(
       run.sums = sums.of_batch()
       if program.apart:
         run.registers = [MAX_REGISTERS // round_up(threads, THREADS) // 8 * 8] * shape.waves
-        by_warps = program.uses("take_turn") or program.uses("ldmatrix")
+        by_warps = program.uses("semaphore_wait") or program.uses("ldmatrix")
         run.tracks = Tracks(run, partial(execute, program.steps, run), by_warps)
         run.tracks.finish()
       else:
@@ -95,10 +95,10 @@ def _check_launch(program: Program, buffers: Sequence[Any], local_size: Sequence
 def _fill(program: Program, run: Run, data: list[np.ndarray]) -> None:
   """Set up the values and the memory of a run."""
   run.values = list(program.template)
-  if any(map(program.uses, ("cp_async", "tensor_load", "bulk_load"))):
+  if any(map(program.uses, ("cp_async", "tma_load", "bulk_load"))):
     run.copies = Copies(np.zeros(run.shape.lanes, np.int64))
   run.stamped, run.apart, run.contracted = program.uses("mbarrier"), program.apart, program.contracted
-  if program.uses("wgmma") or program.uses("bulk_add"):
+  if program.uses("wgmma") or program.uses("tma_reduce_add"):
     run.flights = Flights()
   if program.uses("tile_"):
     run.tiles = Tiles.of(run.shape.lanes)

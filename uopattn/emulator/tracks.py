@@ -45,14 +45,14 @@ class Track:
 
 @dataclass
 class Knowledge:
-  """What is known at a barrier: by wave the time before which its work is done, and the turns that are taken."""
+  """What is known at a barrier: by wave the time before which its work is done, and the semaphores acquired."""
 
   seen: np.ndarray
-  turns: set[int] = field(default_factory=set)
+  acquired: set[int] = field(default_factory=set)
 
   def add(self, other: "Knowledge") -> None:
     self.seen = np.maximum(self.seen, other.seen)
-    self.turns |= other.turns
+    self.acquired |= other.acquired
 
 
 class Tracks:
@@ -65,7 +65,7 @@ class Tracks:
     waves = run.shape.waves
     self.seen = np.zeros((waves, waves), np.int64)  # the time before which each wave knows what each one did
     np.fill_diagonal(self.seen, ALWAYS)
-    self.turns: list[set[int]] = [set() for _ in self.seen]  # the turns that each wave knows to be taken; see `turns`
+    self.acquired: list[set[int]] = [set() for _ in self.seen]  # what each wave knows of; see `semaphores`
     self._told: dict[Any, Knowledge] = {}  # what has come to a barrier in its current phase
     self._known: dict[Any, Knowledge] = {}  # and in those before, which is known to who waits at it
     groups = -(-run.shape.threads // THREADS)
@@ -143,7 +143,7 @@ class Tracks:
     for wave in np.unique(self.run.wave[lanes]):
       seen = self.seen[wave].copy()
       seen[wave] = now
-      self._told.setdefault(barrier, self._nothing()).add(Knowledge(seen, self.turns[wave]))
+      self._told.setdefault(barrier, self._nothing()).add(Knowledge(seen, self.acquired[wave]))
 
   def complete(self, barrier: Any) -> None:
     """Record that a phase of a barrier is complete."""
@@ -154,7 +154,7 @@ class Tracks:
     known = self._known.get(barrier, self._nothing())
     for wave in np.unique(self.run.wave[lanes]):
       self.seen[wave] = np.maximum(self.seen[wave], known.seen)
-      self.turns[wave] |= known.turns
+      self.acquired[wave] |= known.acquired
 
   def _nothing(self) -> Knowledge:
     return Knowledge(np.zeros(len(self.seen), np.int64))
@@ -191,7 +191,7 @@ def apart(run: Run, u: UOp) -> Tracks:
   return run.tracks
 
 
-def meet(run: Run, u: UOp, number: Any, count: Any, when: Any = None) -> Any:
+def named_barrier(run: Run, u: UOp, number: Any, count: Any, when: Any = None) -> Any:
   lanes = run.active() if when is None else np.flatnonzero(run.spread(when) & run.mask)
   if len(lanes):
     numbers, counts = (np.unique(run.spread(x)[lanes]) for x in (number, count))

@@ -113,7 +113,7 @@ def _read(
 def _check(run: Run, u: UOp, lds: LDS, granules: np.ndarray, lanes: np.ndarray) -> None:
   lds.check_read(u, granules, lanes)
   if lds.unfenced is not None and (bad := lds.unfenced.take(granules) >= 0).any():
-    what = "reads {what} for a matrix product, written without a fence_async since"
+    what = "reads {what} for a matrix product, written without a fence_proxy_async since"
     raise lds.fail(Race, u, what, granules, bad, lanes)
 
 
@@ -301,7 +301,7 @@ def _finish(run: Run, flight: Flight, dtype: DType) -> None:
   run.mask = mask
 
 
-def fence_async(run: Run, u: UOp) -> Any:
+def fence_proxy_async(run: Run, u: UOp) -> Any:
   """Make the active lanes' writes to LDS visible to asynchronous products."""
   lanes = run.active()
   for memory in run.memory:

@@ -25,7 +25,7 @@ from uopattn.measure.run import over_devices as forward_over_devices
 from uopattn.plan.context_parallel import ContextParallel
 from uopattn.plan.dispatch import NoKernel, backward_on
 from uopattn.plan.forward import forward
-from uopattn.plan.gradient import Saved, by_kernels
+from uopattn.plan.gradient import Residuals, by_kernels
 from uopattn.plan.sharded import Sharded
 from uopattn.proof.gate import numpy
 from uopattn.proof.oracle import Array
@@ -59,7 +59,7 @@ def uopattn(problem: Problem) -> Runner:
 
   @TinyJit
   def run() -> list[Tensor]:
-    grads = by_kernels(launches, Saved.of(p.spec, p.q, p.k, p.v, out, lse, do), NO_ARGUMENTS)
+    grads = by_kernels(launches, Residuals.of(p.spec, p.q, p.k, p.v, out, lse, do), NO_ARGUMENTS)
     Tensor.realize(*grads)
     return grads
 

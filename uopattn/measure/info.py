@@ -79,7 +79,7 @@ def against(schedule: Schedule, target: Target) -> str:
   except ValueError as error:
     return f"not for this machine: {error}"
   several = _is_backward(schedule) or len(schedule.kernels) > 1  # which pays if there is much to do
-  if several and not schedule.meant_for(spec, target):
+  if several and not schedule.preferred(spec, target):
     return f"serves problems for which it is faster than {taken(schedule, spec, target)}, large ones"
   return f"serves only what {taken(schedule, spec, target)} does not"
 

@@ -23,7 +23,7 @@ from uopattn.dsl import sizes
 from uopattn.dsl.schedule import HEAD_SCALES
 from uopattn.plan.dispatch import launch_on
 from uopattn.plan.forward import forward
-from uopattn.plan.gradient import Saved, backward_launches, by_kernels, by_reference, laid_out, of_inputs
+from uopattn.plan.gradient import Residuals, backward_launches, by_kernels, by_reference, laid_out, of_inputs
 from uopattn.plan.launch import Launch
 from uopattn.plan.merged import merged
 from uopattn.plan.reference import reference
@@ -89,7 +89,7 @@ class ContextParallel:
     """Decide which device computes what; `axes` are those along which q, k and v are sharded: ROWS or None."""
     n, (q_axis, *of_keys) = len(devices), axes
     causal = spec.window[1] is not None and spec.window[0] is None
-    rows_divided = q_axis == ROWS or (causal and not spec.few and spec.M % (2 * n) == 0)
+    rows_divided = q_axis == ROWS or (causal and not spec.is_decode and spec.M % (2 * n) == 0)
     runs: tuple[Run, ...] = (Run(spec.M, lambda i: 0),)
     if rows_divided and causal and spec.M % (2 * n) == 0:
       chunk = spec.M // (2 * n)
@@ -180,10 +180,12 @@ class ContextParallel:
     for run, q_run, out, lse, do_run, dlse in zip(self.runs, *of_runs, strict=True):
       keys = gathered(k), gathered(v)
       spec, own = self._spec(run, None, arguments, (q_run, *keys)), self._arguments(run, None, arguments)
-      saved = Saved(spec, q_run, *keys, out, lse, laid_out(do_run, spec), None if dlse is None else dlse.contiguous())
+      residuals = Residuals(
+        spec, q_run, *keys, out, lse, laid_out(do_run, spec), None if dlse is None else dlse.contiguous()
+      )
       with_mask = self._with_whole_mask(own, run)
       if backend == "reference" or (specs := self._backward(run, arguments, backend)) is None:
-        of_q, of_k, of_v, *rest = by_reference(saved, with_mask)
+        of_q, of_k, of_v, *rest = by_reference(residuals, with_mask)
         dq.append(cast(Tensor, of_q))
         dkv[self.turns[0]].append((cast(Tensor, of_k), cast(Tensor, of_v)))
         more.append(rest)
@@ -191,13 +193,13 @@ class ContextParallel:
       parts = []
       for turn, launches in specs.items():
         spec = launches[0].spec
-        part = Saved(spec, q_run, *self._keys_of(turn, k, v), out, lse, saved.do, saved.dlse)
-        part.__dict__["delta"] = saved.delta  # that of the whole, computed once
+        part = Residuals(spec, q_run, *self._keys_of(turn, k, v), out, lse, residuals.do, residuals.dlse)
+        part.__dict__["delta"] = residuals.delta  # that of the whole, computed once
         of_q, of_k, of_v = by_kernels(launches, part, self._arguments(run, turn, arguments))
         parts.append(of_q)
         dkv[turn].append((of_k, of_v))
       dq.append(_sum(parts))
-      more.append(of_inputs(saved, with_mask))
+      more.append(of_inputs(residuals, with_mask))
     by_ops = backend == "reference" or specs is None
     found: list[Tensor | None] = [self._of_queries(q, dq)]
     found += [

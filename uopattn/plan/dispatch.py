@@ -132,22 +132,24 @@ def _chosen(spec: AttentionSpec, device: str, backward: bool) -> tuple[Launch, .
   return next((found for chooser in _CHOOSERS if (found := chooser(spec, device, backward)) is not None), None)
 
 
-def dispatch(spec: AttentionSpec, target: Target, tiles: Any = None, alone: bool = False) -> Launch:
+def dispatch(spec: AttentionSpec, target: Target, tiles: Any = None, single_kernel: bool = False) -> Launch:
   """Return the launch of the kernel for this attention.
 
   Args:
     tiles: block sizes, whose class selects the kernel; None leaves both choices to dispatch.
-    alone: whether it must need no other kernel.
+    single_kernel: whether it must need no other kernel.
 
   Raises:
     NoKernel: no kernel serves it. The reasons are those of the schedule that is meant for the case.
   """
-  schedules = [x for x in schedules_on(target) if not alone or len(x.kernels) == 1]
+  schedules = [x for x in schedules_on(target) if not single_kernel or len(x.kernels) == 1]
   if tiles is not None:
     schedules = [x for x in schedules if x.tiles is type(tiles)]
     if not schedules:
-      raise NoKernel(f"tiles is {tiles!r}, which no kernel for {target.device} takes{' by itself' if alone else ''}")
-  schedules.sort(key=lambda x: not x.meant_for(spec, target))
+      raise NoKernel(
+        f"tiles is {tiles!r}, which no kernel for {target.device} takes{' by itself' if single_kernel else ''}"
+      )
+  schedules.sort(key=lambda x: not x.preferred(spec, target))
   return _first(schedules, spec, target, tiles)[-1]
 
 
@@ -167,7 +169,7 @@ def candidates(spec: AttentionSpec, target: Target) -> list[Launch]:
         found.append(launches_of(schedule, spec, target, tiles)[-1])
       except NoKernel:  # not for this case
         continue
-  if spec.few:
+  if spec.is_decode:
     most = ceildiv(spec.N, first.kernel.block(first.tiles)[1])
     found += [replace(first, splits=x) for x in (1, first.splits // 2, first.splits * 2) if 1 <= x <= most]
   return list(dict.fromkeys(found))
@@ -218,7 +220,7 @@ def dispatch_backward(spec: AttentionSpec, target: Target) -> tuple[Launch, ...]
   Raises:
     NoKernel: no kernels serve it. The reasons are those of the device's last, most general, schedule.
   """
-  schedules = [x for x in schedules_on(target, backward=True) if x.meant_for(spec, target)]
+  schedules = [x for x in schedules_on(target, backward=True) if x.preferred(spec, target)]
   return _first(schedules, spec, target, reasons_of=-1)
 
 
@@ -291,7 +293,7 @@ def launches_of(schedule: Schedule, spec: AttentionSpec, target: Target, tiles: 
       raise ValueError(
         f"{found!r} multiplies float32 in tf32: allow that by tinygrad's ALLOW_TF32=1, or set tf32=False"
       )
-    return Launch(schedule, kernel, spec, found, pack_gqa, schedule.split(seen, target, found) if spec.few else 1)
+    return Launch(schedule, kernel, spec, found, pack_gqa, schedule.split(seen, target, found) if spec.is_decode else 1)
 
   try:
     launches = tuple(map(launch, schedule.kernels))
@@ -320,7 +322,7 @@ def reasons_against(schedule: Schedule, spec: AttentionSpec) -> list[str]:
     **{name: f"has no {name}; multiply by it before" for name in HEAD_SCALES},
   }
   no_scales = () if set(DTYPES_8).intersection(schedule.dtypes) else HEAD_SCALES
-  lacks = [name for name in spec.features if name in (*schedule.lacks, *no_scales)]
+  lacks = [name for name in spec.features if name in (*schedule.unsupported, *no_scales)]
   against = ["nothing is computed where a size is 0, so no kernel is needed"] if spec.is_empty else []
   against += [f"{schedule.name} {wanted.get(name, f'has no {name}; leave it at its default')}" for name in lacks]
   if spec.dtype not in schedule.dtypes:

@@ -76,8 +76,8 @@ def gradient(
         "backend='reference'"
       )
     grads, call = grads_and_call(grads, call)
-    saved = Saved.by(spec, call, grads, views)
-    found = gradients_of(saved, arguments, given, backend)
+    residuals = Residuals.by(spec, call, grads, views)
+    found = gradients_of(residuals, arguments, given, backend)
     others = differentiable(arguments)
     of_mask[:] = [cast(Tensor, grad) for (name, _), grad in zip(others, found[3:], strict=True) if name == "attn_mask"]
     for i, (name, buffer) in enumerate(zip("qkv", call.src[2:5], strict=True)):
@@ -90,12 +90,12 @@ def gradient(
   return grad_fxn
 
 
-def gradients_of(saved: "Saved", arguments: Arguments, given: Arguments, backend: str) -> list[Tensor | None]:
+def gradients_of(residuals: "Residuals", arguments: Arguments, given: Arguments, backend: str) -> list[Tensor | None]:
   """Return the gradients of q, k, v and of what `differentiable` lists; see `gradient` for the arguments."""
-  launches = backward_launches(saved.spec, cast(Devices, saved.q.device), backend)
+  launches = backward_launches(residuals.spec, cast(Devices, residuals.q.device), backend)
   if launches is None:
-    return by_reference(saved, given)
-  return [*by_kernels(launches, saved, arguments), *of_inputs(saved, given)]
+    return by_reference(residuals, given)
+  return [*by_kernels(launches, residuals, arguments), *of_inputs(residuals, given)]
 
 
 def backward_launches(spec: AttentionSpec, device: Devices, backend: str) -> tuple[Launch, ...] | None:
@@ -113,7 +113,7 @@ def backward_launches(spec: AttentionSpec, device: Devices, backend: str) -> tup
 
 
 @dataclass(frozen=True, eq=False)
-class Saved:
+class Residuals:
   """The inputs of a backward pass.
 
   Attributes:
@@ -144,7 +144,7 @@ class Saved:
     lse: Tensor,
     do: Tensor,
     dlse: Tensor | None = None,
-  ) -> "Saved":
+  ) -> "Residuals":
     """Make one, with the gradients in the form that kernels take.
 
     Args:
@@ -167,7 +167,7 @@ class Saved:
     return launch.run(device, given, gradient=_no_further)["delta"]
 
   @classmethod
-  def by(cls, spec: AttentionSpec, call: UOp, grads: Iterable[UOp], views: Views) -> "Saved":
+  def by(cls, spec: AttentionSpec, call: UOp, grads: Iterable[UOp], views: Views) -> "Residuals":
     """Make one from a call and the gradients of its used results, which are told apart by their number of axes."""
     o, *operands, lse_ = call.src[1:6]  # in the order of `Kernel.forward`
     out, lse = (Tensor(x.after(call)) for x in (o, lse_))
@@ -196,12 +196,12 @@ def differentiable(arguments: Arguments) -> list[tuple[str, Tensor]]:
   return [(name, x) for name, x in arguments.tensors() if name in names and dtypes.is_float(x.dtype)]
 
 
-def by_kernels(launches: tuple[Launch, ...], saved: Saved, arguments: Arguments) -> list[Tensor]:
+def by_kernels(launches: tuple[Launch, ...], residuals: Residuals, arguments: Arguments) -> list[Tensor]:
   """Compute dQ, dK and dV with kernels."""
-  given: dict[str, Sequence[Tensor]] = {x: [getattr(saved, x)] for x in ("lse", "delta")}
-  given |= {name: [saved.buffer(name, getattr(saved, name))] for name in ("q", "k", "v", "do")}
+  given: dict[str, Sequence[Tensor]] = {x: [getattr(residuals, x)] for x in ("lse", "delta")}
+  given |= {name: [residuals.buffer(name, getattr(residuals, name))] for name in ("q", "k", "v", "do")}
   given |= arguments.buffers()
-  return run_backward(launches, cast(Devices, saved.q.device), given, arguments.variables(), arguments.block_mask)
+  return run_backward(launches, cast(Devices, residuals.q.device), given, arguments.variables(), arguments.block_mask)
 
 
 def run_backward(
@@ -236,55 +236,55 @@ def _no_further(*given: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
   raise NotImplementedError("the gradient of attention has no gradient itself through kernels; backend='reference' has")
 
 
-def of_inputs(saved: Saved, arguments: Arguments) -> list[Tensor | None]:
+def of_inputs(residuals: Residuals, arguments: Arguments) -> list[Tensor | None]:
   """Return the gradients of the Tensors that `differentiable` lists, in its order."""
   names, found = [name for name, _ in differentiable(arguments)], list[Tensor | None]()
-  found += [of_mask(saved, arguments)] if "attn_mask" in names else []
-  found += [of_sinks(saved, arguments)] if "sinks" in names else []
-  return found + (of_aux(saved, arguments) if "aux" in names else [])
+  found += [of_mask(residuals, arguments)] if "attn_mask" in names else []
+  found += [of_sinks(residuals, arguments)] if "sinks" in names else []
+  return found + (of_aux(residuals, arguments) if "aux" in names else [])
 
 
-def of_sinks(saved: Saved, arguments: Arguments) -> Tensor:
+def of_sinks(residuals: Residuals, arguments: Arguments) -> Tensor:
   """Return the gradient of the sinks, (Hq,). A row that sees neither a key nor a sink has a delta of 0."""
-  lse = saved.lse.eq(-math.inf).where(0, saved.lse)
-  return -((cast(Tensor, arguments.sinks).reshape(1, -1, 1) - lse).clip(max_=0).exp() * saved.delta).sum((0, 2))
+  lse = residuals.lse.eq(-math.inf).where(0, residuals.lse)
+  return -((cast(Tensor, arguments.sinks).reshape(1, -1, 1) - lse).clip(max_=0).exp() * residuals.delta).sum((0, 2))
 
 
-def of_mask(saved: Saved, arguments: Arguments) -> Tensor:
+def of_mask(residuals: Residuals, arguments: Arguments) -> Tensor:
   """Return the gradient of an additive mask: that of the scores, summed where the mask broadcasts."""
-  scores = scores_of(saved.q, saved.k, saved.spec, arguments)
-  mask, grad = cast(Tensor, arguments.attn_mask), of_scores(saved, scores, arguments)
+  scores = scores_of(residuals.q, residuals.k, residuals.spec, arguments)
+  mask, grad = cast(Tensor, arguments.attn_mask), of_scores(residuals, scores, arguments)
   for axis in (3, 2, 1, 0):
     if mask.shape[axis] == 1:
       grad = grad.sum(axis, keepdim=True).contiguous()  # one axis at a time: a long sum loses digits
   return grad.cast(mask.dtype)
 
 
-def of_aux(saved: Saved, arguments: Arguments) -> list[Tensor | None]:
+def of_aux(residuals: Residuals, arguments: Arguments) -> list[Tensor | None]:
   """Return the gradients of the aux that score_mod reads, differentiating the scores with tinygrad."""
   leaves = arguments.each(Tensor.detach)
-  scores = scores_of(saved.q.detach(), saved.k.detach(), saved.spec, leaves)
-  total = (scores * of_scores(saved, scores, arguments).detach()).sum()
+  scores = scores_of(residuals.q.detach(), residuals.k.detach(), residuals.spec, leaves)
+  total = (scores * of_scores(residuals, scores, arguments).detach()).sum()
   return _gradients(total, [x for name, x in differentiable(leaves) if name == "aux"])
 
 
-def of_scores(saved: Saved, scores: Tensor, arguments: Arguments) -> Tensor:
+def of_scores(residuals: Residuals, scores: Tensor, arguments: Arguments) -> Tensor:
   """Return the gradient of the scores, (B, Hq, M, N) float32, in plain ops."""
-  s, spec = saved, saved.spec
+  s, spec = residuals, residuals.spec
   groups = spec.B, spec.Hkv, spec.group, spec.M
   p = s.lse.eq(-math.inf).unsqueeze(-1).where(0, (scores - s.lse.unsqueeze(-1)).clip(max_=0).exp())
   dp = s.do.float().reshape(*groups, spec.Dv) @ keys_of(s.v, arguments, values=True).unsqueeze(2).transpose(-1, -2)
   return p * (dropped(dp.reshape(scores.shape), spec, arguments) - s.delta.unsqueeze(-1))
 
 
-def by_reference(saved: Saved, arguments: Arguments) -> list[Tensor | None]:
+def by_reference(residuals: Residuals, arguments: Arguments) -> list[Tensor | None]:
   """Compute all gradients through the reference, which stores (B, Hq, M, N) scores."""
   # Detached Tensors are leaves: differentiation stops at q, k, v and the gradients, which may depend on one another.
   leaves = arguments.each(Tensor.detach)
-  q, k, v = (x.detach() for x in (saved.q, saved.k, saved.v))
-  out, lse = reference(q, k, v, saved.spec, leaves)
-  total = (out * saved.do.detach()).sum()
-  total = total if saved.dlse is None else total + (lse * saved.dlse.detach()).sum()
+  q, k, v = (x.detach() for x in (residuals.q, residuals.k, residuals.v))
+  out, lse = reference(q, k, v, residuals.spec, leaves)
+  total = (out * residuals.do.detach()).sum()
+  total = total if residuals.dlse is None else total + (lse * residuals.dlse.detach()).sum()
   if arguments.scales is not None:  # 8-bit keys and values have no gradient
     return [*_gradients(total, [q]), None, None, *_gradients(total, [x for _, x in differentiable(leaves)])]
   return _gradients(total, [q, k, v, *(x for _, x in differentiable(leaves))])

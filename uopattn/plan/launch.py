@@ -92,9 +92,9 @@ class Launch:
   def inputs(self) -> tuple[Input, ...]:
     """Return the arguments' Tensors that the rules read; without tiles, as in `combine`, no keys and so no masks."""
     s = self.spec
-    if "rules" not in self.kernel.wants:
+    if "rules" not in self.kernel.params:
       return ()
-    if "tiles" not in self.kernel.wants:
+    if "tiles" not in self.kernel.params:
       return tuple(x for x in s.inputs if x.name in DIFFERENTIABLE)
     makes_lse = "lse" in self.kernel.outputs and not self.partial
     given = tuple(x for x in s.inputs if makes_lse or x.name not in IN_LSE)
@@ -117,10 +117,10 @@ class Launch:
     if getattr(self.tiles, "values_in_keys", False) and not self.spec.values_in_keys:
       raise ValueError("Tiles.values_in_keys=True: v must be the first columns of k, a view of the same memory")
     wanted: dict[str, Any] = {"tiles": self.tiles, "scale": self.spec.scale}
-    if "rules" in self.kernel.wants:
+    if "rules" in self.kernel.params:
       wanted["rules"] = rules_of(self.spec, arguments, self.pack_gqa, self.schedule.operand)
     flat = {name: self._flat(name, x) for name, x in own.items() if name not in self.kernel.unread}
-    kernel = typed(self.kernel.build(**flat, **{name: wanted[name] for name in self.kernel.wants}))
+    kernel = typed(self.kernel.build(**flat, **{name: wanted[name] for name in self.kernel.params}))
     # A call has all buffers, for its gradients or because other kernels of the pass read them, and CUDA graphs pass
     # every argument. Those that are not read become bytes: CUDA C++ knows 8-bit floats only if it is told about them.
     read = {u.arg.slot for u in kernel.toposort() if u.op is Ops.PARAM}
@@ -160,7 +160,7 @@ class Launch:
     sizes = {x.name: math.prod(x.shape) for x in self.buffers()} | {"q": self.spec.heads * self.spec.M * self.spec.Dk}
     read = [x for x in self.buffers() if x.name not in (*self.kernel.unread, "k", "v")]
     moved = sum(sizes[x.name] * x.dtype.itemsize for x in read)
-    if {"rules", "tiles"}.issubset(self.kernel.wants):  # two matrix products, and one more per gradient
+    if {"rules", "tiles"}.issubset(self.kernel.params):  # two matrix products, and one more per gradient
       widths = {"dq": self.spec.Dk, "dk": self.spec.Dk, "dv": self.spec.Dv}
       share = sum(widths.get(x, 0) for x in self.kernel.outputs) / (self.spec.Dk + self.spec.Dv)
       moved += self.spec.kv_bytes  # not every page of the pool
@@ -192,7 +192,7 @@ class Launch:
     buffers = self.buffers()
     given = {x.name: (_empty(x, device),) for x in buffers if x.name in self.kernel.outputs} | dict(given)
     tensors = [x for name in dict.fromkeys(x.name for x in buffers) for x in given[name]]
-    variables = variables if {"rules", "tiles"}.issubset(self.kernel.wants) else ()
+    variables = variables if {"rules", "tiles"}.issubset(self.kernel.params) else ()
     call = self.build(device).call(*(x.uop for x in tensors), *variables, grad_fxn=gradient)
     return {name: Tensor(given[name][0].uop.after(call)) for name in self.names() if name in self.kernel.outputs}
 

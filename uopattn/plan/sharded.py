@@ -14,7 +14,7 @@ from uopattn.dsl import sizes
 from uopattn.dsl.rules.origin import NO_ORIGIN, Origin
 from uopattn.plan.dispatch import launch_on
 from uopattn.plan.forward import forward
-from uopattn.plan.gradient import Saved, differentiable, gradients_of, laid_out
+from uopattn.plan.gradient import Residuals, differentiable, gradients_of, laid_out
 from uopattn.plan.launch import Launch
 from uopattn.plan.reference import reference
 from uopattn.spec.arguments import ARGUMENTS, Arguments, four_axes
@@ -144,9 +144,9 @@ class Sharded:
     do, dlse = (None if x is None else part_of(x, self.axis) for x in grads)
     q, k, v = (part_of(operands[name], axes[name]) for name in "qkv")
     do = laid_out(out.zeros_like() if do is None else do.cast(out.dtype), self.part)
-    saved = Saved(self.part, q, k, v, out, lse, do, None if dlse is None else dlse.float().contiguous())
+    residuals = Residuals(self.part, q, k, v, out, lse, do, None if dlse is None else dlse.float().contiguous())
     own = self.parts_of(arguments)
-    found = gradients_of(saved, own, self.with_whole_mask(own, arguments), backend)
+    found = gradients_of(residuals, own, self.with_whole_mask(own, arguments), backend)
     named = zip(operands.values(), found, axes.values(), strict=True)
     summed = self.axis is not None
     return [None if grad is None else gradient_of(x, grad, axis, summed) for x, grad, axis in named]

@@ -23,25 +23,25 @@ class CpAsyncPipeline:
     tile: maps n to the number of the n-th tile.
     stages: number of slots.
     thread: index of this thread in the workgroup.
-    family: family of instructions; see `uopattn.dsl.instruction_set`.
+    dialect: dialect of instructions; see `uopattn.dsl.instruction_set`.
   """
 
   sources: list[tuple[SwizzledTiles, HeadView]]
   tile: Callable[[UOp], UOp]
   stages: int
   thread: UOp
-  family: str = "cuda"
+  dialect: str = "cuda"
 
   def producer_load(self, n: UOp, *after: UOp) -> UOp:
     """Start copying the n-th tile of each source, as one group."""
     copies = []
     for tiles, rows in self.sources:
       copies += tiles.fill_tile(n, rows, self.tile(n), self.thread, *after)
-    return ins.cp_async_commit(self.family, *copies)
+    return ins.cp_async_commit(self.dialect, *copies)
 
   def consumer_wait(self, *after: UOp) -> UOp:
     """Wait for the oldest tile in flight, and until all warps are done with the tile before it."""
-    return UOp.barrier(ins.cp_async_wait(self.family, self.stages - 2, *after))
+    return UOp.barrier(ins.cp_async_wait(self.dialect, self.stages - 2, *after))
 
   def start(self, *after: UOp) -> UOp:
     """Start the first stages - 1 tiles."""
@@ -73,7 +73,7 @@ class TurnsPipeline:
 
   Attributes:
     keys, values: the tiles, each with the rows that it is copied from.
-    tile, stages, thread, family: as for `CpAsyncPipeline`.
+    tile, stages, thread, dialect: as for `CpAsyncPipeline`.
   """
 
   keys: tuple[SwizzledTiles, HeadView]
@@ -81,7 +81,7 @@ class TurnsPipeline:
   tile: Callable[[UOp], UOp]
   stages: int
   thread: UOp
-  family: str = "cuda"
+  dialect: str = "cuda"
 
   def start(self, *after: UOp) -> UOp:
     """Start as many tiles of K as there are slots, and one fewer of V."""
@@ -106,8 +106,8 @@ class TurnsPipeline:
 
   def _load(self, source: tuple[SwizzledTiles, HeadView], n: UOp, *after: UOp) -> UOp:
     tiles, rows = source
-    return ins.cp_async_commit(self.family, *tiles.fill_tile(n, rows, self.tile(n), self.thread, *after))
+    return ins.cp_async_commit(self.dialect, *tiles.fill_tile(n, rows, self.tile(n), self.thread, *after))
 
   def _wait(self, *after: UOp) -> UOp:
     """Wait for the oldest tile in flight, and for all warps."""
-    return UOp.barrier(ins.cp_async_wait(self.family, 2 * (self.stages - 1), *after))
+    return UOp.barrier(ins.cp_async_wait(self.dialect, 2 * (self.stages - 1), *after))

@@ -53,9 +53,9 @@ class Exchange:
     """Index of this thread in its warpgroup."""
     return self.group.warp % WARPS * WARP + self.group.lane
 
-  def meet(self, *after: UOp) -> UOp:
+  def sync(self, *after: UOp) -> UOp:
     """Wait for the other warpgroup."""
-    return ins.meet(CUDA, UOp.const(1), WARPGROUPS * THREADS, *after)
+    return ins.named_barrier_sync(CUDA, UOp.const(1), WARPGROUPS * THREADS, *after)
 
   def store_words(self, words: list[UOp], first: UOp | int, *after: UOp) -> list[UOp]:
     """Store the words of left operands, whose first step is `first`."""
@@ -80,7 +80,7 @@ class Exchange:
 
   def swapped(self, values: list[UOp], *after: UOp) -> tuple[list[UOp], UOp]:
     """Store numbers as `store_row` does; return those of the other warpgroup, and that both have met."""
-    met = self.meet(self.store_row(values, *after))
+    met = self.sync(self.store_row(values, *after))
     return self.rows(1 - self.warpgroup, met), met
 
   def sums(self, l_i: UOp, *after: UOp) -> list[UOp]:

@@ -88,7 +88,7 @@ class GradientPipeline:
     maps = [x.describe(view, self._room, group.warp) for x, view in of_all]
     ready = UOp.barrier(ins.mbarrier_fence(CUDA, *made), *maps)
     known = UOp.group(*(ins.tensor_map_acquire(CUDA, x.number, ready) for x in self._sources))
-    reduced = ins.release_registers(CUDA, self._registers[0], producer, known)
+    reduced = ins.setmaxnreg_dec(CUDA, self._registers[0], producer, known)
 
     elected = group.thread.eq(self._consumers * WARP).cast(dtypes.weakint)
     once = self._s.axis(blurred(elected), AxisType.REDUCE)
@@ -103,4 +103,4 @@ class GradientPipeline:
     last = self.do.load(do_view, number, tile, last, numbers=of_do, waits=False).end(n)
     for axis in (*outer, once):
       last = last.end(axis)
-    return ins.acquire_registers(CUDA, self._registers[1], ins.exit_warps(CUDA, producer, beside(last)))
+    return ins.setmaxnreg_inc(CUDA, self._registers[1], ins.exit_warps(CUDA, producer, beside(last)))

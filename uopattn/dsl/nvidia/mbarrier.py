@@ -87,7 +87,7 @@ class MbarrierPipeline:
 
   def consumer_wait(self, n: UOp, *after: UOp) -> UOp:
     """Wait until delivery n is complete, and all copies before it."""
-    return ins.fence_async(CUDA, self._wait_full(n, *after))
+    return ins.fence_proxy_async(CUDA, self._wait_full(n, *after))
 
   def _wait_full(self, n: UOp, *after: UOp) -> UOp:
     return ins.mbarrier_wait(CUDA, self._full(n), (n + self.before) // self.stages % 2, *after)

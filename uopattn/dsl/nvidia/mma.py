@@ -207,10 +207,10 @@ class Mma:
   def left_words(self, rows: list[list[UOp]]) -> list[list[UOp]]:
     """Round accumulators as `as_left` does, to four 32-bit words per step."""
     word = 4 // self.dtype.itemsize  # elements in 32 bits
-    family = "sm_75" if self.turing else CUDA
+    dialect = "sm_75" if self.turing else CUDA
 
     def packed(elements: list[UOp]) -> UOp:
-      return elements[0].bitcast(dtypes.uint) if word == 1 else ins.pack_word(family, elements, self.dtype)
+      return elements[0].bitcast(dtypes.uint) if word == 1 else ins.pack_word(dialect, elements, self.dtype)
 
     steps = range(0, len(rows[0]), 2 * word)
     return [[packed(rows[h][i + part * word :][:word]) for part in range(2) for h in range(HALVES)] for i in steps]

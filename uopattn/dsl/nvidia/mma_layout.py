@@ -90,7 +90,7 @@ def store_row(
   acc: UOp,
   found: Row,
   lane: UOp,
-  family: str = "cuda",
+  dialect: str = "cuda",
   first: UOp | int = 0,
   operand: DType | None = None,
   pairs: bool = False,
@@ -100,7 +100,7 @@ def store_row(
   `acc` has the columns from `first` on; those from 0 on come with the LSE. `operand` and `pairs` are as in
   `store_scaled`.
   """
-  stores = store_scaled(o, head, row, half, acc, found.factor, lane, family, first, operand, pairs)
+  stores = store_scaled(o, head, row, half, acc, found.factor, lane, dialect, first, operand, pairs)
   if lse is not None:
     inside = (row < sizes(lse)[1]) & (lane % QUAD).eq(0)
     inside = inside & first.eq(0) if isinstance(first, UOp) else inside
@@ -116,7 +116,7 @@ def store_scaled(
   acc: UOp,
   factor: UOp,
   lane: UOp,
-  family: str = "cuda",
+  dialect: str = "cuda",
   first: UOp | int = 0,
   operand: DType | None = None,
   pairs: bool = False,
@@ -139,7 +139,7 @@ def store_scaled(
   ]
   stores = []
   if Dv % chunk == 0 and o.dtype.itemsize < 4:
-    words, flat = [ins.pack_word(family, elements, o.dtype) for elements in values], as_type(o, dtypes.uint)
+    words, flat = [ins.pack_word(dialect, elements, o.dtype) for elements in values], as_type(o, dtypes.uint)
     words += [UOp.const(0, dtypes.uint)] * (-len(words) % QUAD)
     for d in range(0, len(words), QUAD):  # lane t of the quad stores word d + t of all four lanes
       column = first + (d + lane % QUAD) * chunk

@@ -38,7 +38,7 @@ class SwizzledTiles:
     base: start of the slot in use.
     least: minimum number of columns of a panel.
     bits: an unsigned integer type of the elements' size.
-    family: family of the copy instructions, "cuda" or "sm_75"; see `uopattn.dsl.instruction_set`.
+    dialect: dialect of the copy instructions, "cuda" or "sm_75"; see `uopattn.dsl.instruction_set`.
   """
 
   memory: UOp
@@ -49,7 +49,7 @@ class SwizzledTiles:
   base: UOp | int = 0
   least: int = 16
   bits: DType = dtypes.ushort
-  family: str = "cuda"
+  dialect: str = "cuda"
 
   @classmethod
   def make(cls, s: Scope, rows: int, columns: int, slots: int, threads: int, **options: Any) -> "SwizzledTiles":
@@ -153,9 +153,9 @@ class SwizzledTiles:
       there = _both(_below(row, rows), _below(chunk * self.chunk, size))
       to, start = self.at(row, chunk), source.start(first + row) + chunk * self.chunk
       if source.widens and whole:
-        stores.append(ins.store_chunk(self.family, to, *self._widened(source, start, there)))
+        stores.append(ins.store_chunk(self.dialect, to, *self._widened(source, start, there)))
       elif whole:
-        stores.append(ins.cp_async(self.family, to, bits[start], inside=there))
+        stores.append(ins.cp_async(self.dialect, to, bits[start], inside=there))
       else:
         stores += self._single(to, source, start, chunk * self.chunk, there)
     return stores

@@ -103,14 +103,14 @@ class Source:
     begun = ins.mbarrier_expect(CUDA, barrier, self.bytes, *after)
     for column in range(0, self.tiles.columns, COLUMNS):
       to = tile.memory[tile.base + column // COLUMNS * tile.panel]
-      copies.append(ins.tensor_load(CUDA, to, self.number, barrier, (UOp.const(column), *place), self.keep, begun))
+      copies.append(ins.tma_load(CUDA, to, self.number, barrier, (UOp.const(column), *place), self.keep, begun))
     if self.numbers is not None and numbers is not None:
       to, count = self.numbers[slot % self.tiles.slots * self.tiles.rows], 4 * self.tiles.rows
       copies.append(ins.bulk_load(CUDA, to, numbers, count, barrier, begun))
     return UOp.group(*copies)
 
 
-class Job(Protocol):
+class WorkTile(Protocol):
   """A block of queries and its keys."""
 
   @property
@@ -211,7 +211,7 @@ class TensorPipeline:
     self,
     s: Scope,
     group: Workgroup,
-    jobs: Callable[[UOp], Job],
+    jobs: Callable[[UOp], WorkTile],
     trips: UOp,
     tiles: tuple[SwizzledTiles, ...],
     consumers: int,
@@ -260,13 +260,13 @@ class TensorPipeline:
     maps = [x.describe(view, self._room, group.warp) for x, view in brought]
     ready = UOp.barrier(ins.mbarrier_fence(CUDA, *made), *maps)
     known = UOp.group(*(ins.tensor_map_acquire(CUDA, x.number, ready) for x, _ in brought))
-    reduced = ins.release_registers(CUDA, self._registers[0], producer, known)
+    reduced = ins.setmaxnreg_dec(CUDA, self._registers[0], producer, known)
     elected = group.thread.eq(self._consumers * WARP)
     if self._transposed is None:
       done = self._bring(elected, reduced)
     else:
       done = self._bring_transposed(elected, producer, self._transposed, reduced)
-    return ins.acquire_registers(CUDA, self._registers[1], ins.exit_warps(CUDA, producer, done))
+    return ins.setmaxnreg_inc(CUDA, self._registers[1], ins.exit_warps(CUDA, producer, done))
 
   def _bring(self, elected: UOp, *after: UOp) -> UOp:
     """Bring what all jobs need, by the thread that is `elected`."""
@@ -313,7 +313,7 @@ class TensorPipeline:
       ready, lane = transposed.free(n, v.wait(n, last)), self._group.lane
       warp = self._group.warp % WARPS
       done = transpose(self._s, v.tile(n), transposed.tile(n), warp, WARPS, lane, *ready)
-      fenced = ins.fence_async(CUDA, done)  # products read what was written, and copies overwrite what was read
+      fenced = ins.fence_proxy_async(CUDA, done)  # products read what was written, and copies overwrite what was read
       return transposed.filled(n, v.release(n, lane.eq(0), fenced))
 
     last = by_one(first, *after, trip)

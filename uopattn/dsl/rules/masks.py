@@ -86,8 +86,8 @@ class HeadMasks:
     return (self.h, row) if r.pack_gqa == 1 else (self.h + clamp(row // r.M, 0, r.pack_gqa - 1), row % r.M)
 
   @property
-  def ends(self) -> bool:
-    """Whether the tiles of any rows are those from tile 0 on, in order, up to an end that grows from row to row."""
+  def is_prefix(self) -> bool:
+    """Whether every row sees a prefix of the tiles, and later rows see at least as many (causal, kv_lengths)."""
     row = UOp.const(0)
     return bool(self._lasts(row)) and not self._firsts(row) and self.rules.tile_lists is None
 

@@ -70,11 +70,11 @@ class Scaling(NamedTuple):
     same = exponent == floor(exponent) and not p_scale_log2
     return 2.0 ** (exponent if same else ceil(log2(self.log2 * (1 + 2 * SLACK))))
 
-  def factor(self, family: str, m_i: UOp, p_scale_log2: int = 0) -> Factor:
+  def factor(self, dialect: str, m_i: UOp, p_scale_log2: int = 0) -> Factor:
     """The factor `a` on the scores of a row with this m_i, in base 2; of `p_scale_log2` see `in_base_2`."""
-    return self._by_m(family, m_i, p_scale_log2, self.log2, self._power_of_two(p_scale_log2))
+    return self._by_m(dialect, m_i, p_scale_log2, self.log2, self._power_of_two(p_scale_log2))
 
-  def in_base_2(self, family: str, score: UOp, p_scale_log2: int = 0) -> UOp:
+  def in_base_2(self, dialect: str, score: UOp, p_scale_log2: int = 0) -> UOp:
     """The m_i of a row whose largest score this is: the score times `factor`. It grows with the score.
 
     The factor by m_i is the same: the limits differ by more than rounding, and the larger factor by more than that.
@@ -88,35 +88,35 @@ class Scaling(NamedTuple):
       limit = self.log2.reciprocal() * most
     elif most / self.log2 <= FLOAT32_MAX:
       limit = most / self.log2
-    m_i = score * self._chosen(family, score, limit, self.log2, self._power_of_two(p_scale_log2))
-    return m_i - self._chosen(family, score, limit, float(p_scale_log2), 0.0)
+    m_i = score * self._chosen(dialect, score, limit, self.log2, self._power_of_two(p_scale_log2))
+    return m_i - self._chosen(dialect, score, limit, float(p_scale_log2), 0.0)
 
-  def logit(self, family: str, m_i: UOp, p_scale_log2: int = 0) -> UOp:
+  def logit(self, dialect: str, m_i: UOp, p_scale_log2: int = 0) -> UOp:
     """The logit, in natural units, that m_i stands for."""
     if self.subtracts:
       return m_i * self.natural
-    m_i = m_i + self._by_m(family, m_i, p_scale_log2, float(p_scale_log2), 0.0)
-    return m_i * self._by_m(family, m_i, p_scale_log2, LN2, self.natural / self._power_of_two(p_scale_log2))
+    m_i = m_i + self._by_m(dialect, m_i, p_scale_log2, float(p_scale_log2), 0.0)
+    return m_i * self._by_m(dialect, m_i, p_scale_log2, LN2, self.natural / self._power_of_two(p_scale_log2))
 
-  def unit(self, family: str, m_i: UOp, p_scale_log2: int = 0) -> Factor:
+  def unit(self, dialect: str, m_i: UOp, p_scale_log2: int = 0) -> Factor:
     """What P, and so its sum, are divided by in the end: 1, or 2**-p_scale_log2 where P is raised by it."""
-    return 2.0**-p_scale_log2 if self.subtracts else self._by_m(family, m_i, p_scale_log2, 2.0**-p_scale_log2, 1.0)
+    return 2.0**-p_scale_log2 if self.subtracts else self._by_m(dialect, m_i, p_scale_log2, 2.0**-p_scale_log2, 1.0)
 
-  def _by_m(self, family: str, m_i: UOp, p_scale_log2: int, near: Factor, far: Factor) -> Factor:
+  def _by_m(self, dialect: str, m_i: UOp, p_scale_log2: int, near: Factor, far: Factor) -> Factor:
     """`near`, or `far` where m_i is large."""
-    return self._chosen(family, m_i, LARGEST_M_8 if p_scale_log2 else LARGEST_M, near, far)
+    return self._chosen(dialect, m_i, LARGEST_M_8 if p_scale_log2 else LARGEST_M, near, far)
 
-  def _chosen(self, family: str, x: UOp, limit: Factor, near: Factor, far: Factor) -> Factor:
+  def _chosen(self, dialect: str, x: UOp, limit: Factor, near: Factor, far: Factor) -> Factor:
     """`near` if |x| < limit, else `far`."""
     if isinstance(near, float) and near == far:
       return near
-    return (ins.fabs(family, x) < limit).where(near, far)
+    return (ins.fabs(dialect, x) < limit).where(near, far)
 
   def alpha(self, exp2: Callable[[UOp], UOp], m_old: UOp, m_new: UOp) -> UOp:
     """The factor on what was summed relative to m_old that makes it relative to m_new."""
     return exp2((m_old - m_new) * self.log2 if self.subtracts else m_old - m_new)
 
-  def from_lse(self, family: str, scores: list[UOp], lse: UOp, in_base_2: bool) -> list[UOp]:
+  def from_lse(self, dialect: str, scores: list[UOp], lse: UOp, in_base_2: bool) -> list[UOp]:
     """The exponents in base 2 of a row's normalized weights, from its log-sum-exp, as a backward pass has it.
 
     Weights are at most 1, but half a unit in the last place of a large lse is above 128. So the distance between the
@@ -131,9 +131,9 @@ class Scaling(NamedTuple):
     else:
       plain = isinstance(self.natural, float) and self.natural == 1
       distances = [(lse - (x if plain else x * self.natural)) * LOG2E for x in scores]
-    return [-ins.fabs(family, x) for x in distances]
+    return [-ins.fabs(dialect, x) for x in distances]
 
-  def exponents(self, family: str, scores: list[UOp], a: Factor, m_i: UOp, p_scale_log2: int = 0) -> list[UOp]:
+  def exponents(self, dialect: str, scores: list[UOp], a: Factor, m_i: UOp, p_scale_log2: int = 0) -> list[UOp]:
     """The exponents in base 2 of a row's P, raised by p_scale_log2 or as m_i says; `a` is their factor."""
     if self.subtracts:
       return [(x - m_i) * a + p_scale_log2 if p_scale_log2 else (x - m_i) * a for x in scores]
@@ -151,7 +151,7 @@ def p_scale_of(dtype: DType, dropout_p: float = 0.0, largest: float | None = Non
 
 
 def online_softmax(
-  family: str,
+  dialect: str,
   scores: list[UOp],
   scaling: Scaling,
   m_old: UOp,
@@ -163,7 +163,7 @@ def online_softmax(
   """Update the online softmax of one query with this lane's scores of a tile.
 
   Args:
-    family: family of instructions; see `uopattn.dsl.instruction_set`.
+    dialect: dialect of instructions; see `uopattn.dsl.instruction_set`.
     scores: this lane's scores of one query, -inf where hidden.
     scaling: from scores to logits.
     m_old: m_i so far, see `Scaling.subtracts`; `LOWEST` before the first tile.
@@ -177,17 +177,17 @@ def online_softmax(
   """
 
   def larger(a: UOp, b: UOp) -> UOp:
-    return ins.fmax(family, a, b)
+    return ins.fmax(dialect, a, b)
 
   def power(x: UOp) -> UOp:
-    return ins.exp2(family, x)
+    return ins.exp2(dialect, x)
 
   largest = row_reduce(larger, reduce(larger, scores))
-  m_new = larger(m_old, largest if scaling.subtracts else scaling.in_base_2(family, largest, p_scale_log2))
-  a = scaling.log2 if scaling.subtracts else scaling.factor(family, m_new, p_scale_log2)
-  a = ins.tied(family, a, m_new) if tied and isinstance(a, UOp) else a
+  m_new = larger(m_old, largest if scaling.subtracts else scaling.in_base_2(dialect, largest, p_scale_log2))
+  a = scaling.log2 if scaling.subtracts else scaling.factor(dialect, m_new, p_scale_log2)
+  a = ins.tied(dialect, a, m_new) if tied and isinstance(a, UOp) else a
   alpha = scaling.alpha(power, m_old, m_new)
-  p = [power(x) for x in scaling.exponents(family, scores, a, m_new, p_scale_log2)]
+  p = [power(x) for x in scaling.exponents(dialect, scores, a, m_new, p_scale_log2)]
   return p, m_new, l_old * alpha + reduce(UOp.__add__, p), alpha
 
 

@@ -7,7 +7,7 @@ from tinygrad.helpers import ceildiv, round_up
 
 
 @dataclass(frozen=True)
-class Jobs:
+class TileScheduler:
   """Blocks of queries of all heads, dealt to workgroups.
 
   Where a head's blocks differ in length, the longest come first, within sections of heads whose keys fit in a cache
@@ -29,7 +29,9 @@ class Jobs:
   workgroups: int
 
   @classmethod
-  def of(cls, heads: int, blocks: int, cached: int, longest_last: bool, places: int, persistent: bool) -> "Jobs":
+  def of(
+    cls, heads: int, blocks: int, cached: int, longest_last: bool, places: int, persistent: bool
+  ) -> "TileScheduler":
     """Choose the sections.
 
     Args:

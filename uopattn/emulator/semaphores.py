@@ -1,10 +1,10 @@
-"""Sums in global memory that workgroups add to in turns, so that every run gives the same bits.
+"""Sums in global memory that workgroups add to one after another, so that every run gives the same bits.
 
-A turn is a number in global memory: `give_turn` writes it, `take_turn` waits for it. An addition (`bulk_add`) must know
-of the one before it to the same element: by the same wave, through a barrier that both have met at, or through a turn
-that was given after it and taken before. It reads LDS until `bulk_wait_read` and is done at `bulk_wait`, no sooner than
-all other warps have gone on as far as they can. Workgroups run one after another, so a turn that was not given yet is
-never given.
+A semaphore is a number in global memory: `semaphore_release` writes it, `semaphore_wait` waits for it. An addition
+(`tma_reduce_add`) must know of the one before it to the same element: by the same wave, through a barrier that both
+have met at, or through a semaphore that was released after it and acquired before. It reads LDS until `bulk_wait_read`
+and is done at `bulk_wait`, no sooner than all other warps have gone on as far as they can. Workgroups run one after
+another, so a semaphore that was not released yet never is.
 """
 
 from dataclasses import dataclass, field, replace
@@ -64,26 +64,26 @@ class Sums:
 
   Attributes:
     last: by buffer.
-    given: by turn, what was known when it was given last.
-    taken: of this workgroup, what became known with each turn taken.
+    released: by semaphore, what was known when it was released last.
+    acquired: of this workgroup, what became known with each semaphore acquired.
     flights: of this workgroup.
   """
 
   last: dict[str, Last] = field(default_factory=dict)
-  given: dict[tuple[str, int], Known] = field(default_factory=dict)
-  taken: list[Known] = field(default_factory=list)
+  released: dict[tuple[str, int], Known] = field(default_factory=dict)
+  acquired: list[Known] = field(default_factory=list)
   flights: list[Flight] = field(default_factory=list)
 
   def of_batch(self) -> "Sums":
     """The sums as the next workgroup finds them."""
-    return replace(self, taken=[], flights=[])
+    return replace(self, acquired=[], flights=[])
 
   def known(self, run: Run, wave: int) -> Known:
     """What a wave of this workgroup knows."""
     found: Known = {(run.first_group, other): int(time) for other, time in enumerate(run.tracks.seen[wave])}
     found[run.first_group, wave] = run.clock + 1
-    for turn in run.tracks.turns[wave]:
-      for who, until in self.taken[turn].items():
+    for place in run.tracks.acquired[wave]:
+      for who, until in self.acquired[place].items():
         found[who] = max(until, found.get(who, 0))
     return found
 
@@ -96,43 +96,48 @@ def _one(run: Run, u: UOp, when: Any) -> int | None:
   """The lane that acts; None if none does."""
   lanes = np.flatnonzero(run.spread(when) & (True if run.mask is None else run.mask))
   if len(lanes) > 1:
-    raise run.fail(Divergence, u, "adds in turns by several lanes", lanes)
+    raise run.fail(Divergence, u, "adds, or uses a semaphore, by several lanes", lanes)
   return int(lanes[0]) if len(lanes) else None
 
 
-def _turn(run: Run, u: UOp, turn: Pointer, lane: int) -> int:
-  """The index of a turn."""
+def _index(run: Run, u: UOp, semaphore: Pointer, lane: int) -> int:
+  """The index of a semaphore."""
   lanes = np.array([lane])
-  if not isinstance(turn.memory, Global):
-    raise run.fail(OutOfBounds, u, "names a turn that is not in global memory", lanes)
-  index = np.asarray(run.spread(turn.index)[lanes], np.int64)
-  turn.memory.bounds(u, "names a turn in", index, 1, 4, lanes)
+  if not isinstance(semaphore.memory, Global):
+    raise run.fail(OutOfBounds, u, "names a semaphore that is not in global memory", lanes)
+  index = np.asarray(run.spread(semaphore.index)[lanes], np.int64)
+  semaphore.memory.bounds(u, "names a semaphore in", index, 1, 4, lanes)
   return int(index[0])
 
 
-def take(run: Run, u: UOp, turn: Pointer, number: Any, when: Any) -> Any:
+def wait_for(run: Run, u: UOp, semaphore: Pointer, number: Any, when: Any) -> Any:
   if (lane := _one(run, u, when)) is None:
     return NOTHING
-  tracks, index, wave, wanted = apart(run, u), _turn(run, u, turn, lane), int(run.wave[lane]), run.spread(number)[lane]
-  cells = turn.memory.view(np.dtype(np.int32))
-  what = f"waits for turn {wanted} where {int(cells[index])} was given"
+  tracks, index, wave, wanted = (
+    apart(run, u),
+    _index(run, u, semaphore, lane),
+    int(run.wave[lane]),
+    run.spread(number)[lane],
+  )
+  cells = semaphore.memory.view(np.dtype(np.int32))
+  what = f"waits for {wanted} at a semaphore that is {int(cells[index])}"
   tracks.wait(lambda: bool(cells[index] == wanted), lambda: run.fail(Divergence, u, what, np.array([lane])))
-  tracks.turns[wave].add(len(run.sums.taken))
-  run.sums.taken.append(run.sums.given.get((turn.memory.name, index), {}))
+  tracks.acquired[wave].add(len(run.sums.acquired))
+  run.sums.acquired.append(run.sums.released.get((semaphore.memory.name, index), {}))
   return NOTHING
 
 
-def give(run: Run, u: UOp, turn: Pointer, number: Any, when: Any) -> Any:
+def release(run: Run, u: UOp, semaphore: Pointer, number: Any, when: Any) -> Any:
   if (lane := _one(run, u, when)) is None:
     return NOTHING
-  index = _turn(run, u, turn, lane)
-  run.sums.given[turn.memory.name, index] = run.sums.known(run, int(run.wave[lane]))
-  turn.memory.view(np.dtype(np.int32))[index] = int(run.spread(number)[lane])
+  index = _index(run, u, semaphore, lane)
+  run.sums.released[semaphore.memory.name, index] = run.sums.known(run, int(run.wave[lane]))
+  semaphore.memory.view(np.dtype(np.int32))[index] = int(run.spread(number)[lane])
   apart(run, u).signalled()
   return NOTHING
 
 
-def bulk_add(run: Run, u: UOp, to: Pointer, source: Pointer, count: Any, first: Any, when: Any) -> Any:
+def tma_reduce_add(run: Run, u: UOp, to: Pointer, source: Pointer, count: Any, first: Any, when: Any) -> Any:
   if (lane := _one(run, u, when)) is None:
     return NOTHING
   lanes, count, lds = np.array([lane]), int(count), source.memory
@@ -145,7 +150,7 @@ def bulk_add(run: Run, u: UOp, to: Pointer, source: Pointer, count: Any, first: 
   if run.check:
     lds.check_read(u, granules, lanes)
     if lds.unfenced is not None and (bad := lds.unfenced.take(granules) >= 0).any():
-      raise lds.fail(Race, u, "reads {what} to add it, written without a fence_async since", granules, bad, lanes)
+      raise lds.fail(Race, u, "reads {what} to add it, written without a fence_proxy_async since", granules, bad, lanes)
   numbers = lds.view(np.dtype(np.float32))[start // 4 : (start + count) // 4].copy()
   places, content = np.arange(at // 4, (at + count) // 4), _content(lds, granules)
   fresh = bool(run.spread(first)[lane])

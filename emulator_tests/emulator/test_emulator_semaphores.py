@@ -1,4 +1,4 @@
-"""Sums that workgroups add to in turns, stores of matrices and copies of bytes on the emulator, and their mistakes."""
+"""Sums that workgroups add to one after another, stores of matrices and copies of bytes on the emulator, and their mistakes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,23 +33,23 @@ def added(
   The first lane adds. The other warps overwrite what it adds once it may be overwritten.
   """
 
-  def body(o: UOp, turn: UOp) -> UOp:
+  def body(o: UOp, semaphores: UOp) -> UOp:
     t, g, memory, barriers = threads(GROUP), groups(COUNT), lds(1, 4 * GROUP + 4), lds(2, 1, dtypes.ulong)
     made = UOp.barrier(ins.mbarrier_init(CUDA, barriers[0], 1, t.eq(0)))
     last, lead = ins.exit_warps(CUDA, t < 0, made), when(t)
     for i in range(2):
       number = (g * GROUP + t + i).cast(dtypes.float).bitcast(dtypes.uint)
       stored = ins.store_chunk(CUDA, memory.after(last)[t * 4], *[number] * 4)
-      stored = ins.fence_async(CUDA, stored) if fenced else stored
-      stored = ins.meet(CUDA, UOp.const(1), GROUP, stored) if met else stored
-      own = turn[i]
-      last = ins.take_turn(CUDA, own, g, lead, stored) if taken else stored
+      stored = ins.fence_proxy_async(CUDA, stored) if fenced else stored
+      stored = ins.named_barrier_sync(CUDA, UOp.const(1), GROUP, stored) if met else stored
+      own = semaphores[i]
+      last = ins.semaphore_wait(CUDA, own, g, lead, stored) if taken else stored
       to = o[i * 4 * GROUP]
-      last = ins.bulk_add(CUDA, to, memory[start], 16 * GROUP, g.eq(first), lead, last)
+      last = ins.tma_reduce_add(CUDA, to, memory[start], 16 * GROUP, g.eq(first), lead, last)
       last = ins.bulk_wait_read(CUDA, lead, last) if read else last
       last = ins.mbarrier_arrive(CUDA, barriers[0], t.eq(0), last)
       last = ins.bulk_wait(CUDA, lead, last) if waited else last
-      last = ins.give_turn(CUDA, own, g + given, lead, last)
+      last = ins.semaphore_release(CUDA, own, g + given, lead, last)
       last = ins.mbarrier_wait(CUDA, barriers[0], i, last)
     return UOp.group(last).end(t, g).sink(arg=kernel("added", [], t).arg)
 
@@ -60,18 +60,18 @@ def run(body: Kernel) -> np.ndarray:
   return launch(body, np.full(8 * GROUP, np.nan, np.float32), np.zeros(2, np.int32), arch=ARCH)
 
 
-def test_sums_in_turns() -> None:
+def test_sums_one_after_another() -> None:
   expected = [[sum(g * GROUP + t + i for g in range(COUNT))] * 4 for i in range(2) for t in range(GROUP)]
   np.testing.assert_array_equal(run(added()).reshape(-1, 4), expected)
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], type[emulator.KernelError], str]] = {
-  "turn not taken": ({"taken": False}, emulator.Race, "in an order that nothing fixes"),
-  "not fenced": ({"fenced": False}, emulator.Race, "to add it, written without a fence_async since"),
+  "semaphore not waited for": ({"taken": False}, emulator.Race, "in an order that nothing fixes"),
+  "not fenced": ({"fenced": False}, emulator.Race, "to add it, written without a fence_proxy_async since"),
   "other warps have not written": ({"met": False}, emulator.KernelError, "nothing has written|with no barrier between"),
   "overwritten while it is read": ({"read": False}, emulator.Race, "overwritten before the wait"),
   "given before it is in memory": ({"waited": False}, emulator.Race, "ends while something is being added"),
-  "given to nobody": ({"given": 2}, emulator.Divergence, "waits for turn 1 where 2 was given"),
+  "released for nobody": ({"given": 2}, emulator.Divergence, "waits for 1 at a semaphore that is 2"),
   "the last one stores": ({"first": COUNT - 1}, emulator.Race, "stores over what was added"),
   "added by all": ({"when": lambda t: t >= 0}, emulator.Divergence, "by several lanes"),
   "past the end": ({"start": 8}, emulator.OutOfBounds, "adds 4096 bytes from byte 32"),
