@@ -1,4 +1,4 @@
-"""Sums that workgroups add to one after another, stores of matrices and copies of bytes on the emulator, and their mistakes."""
+"""Sums that workgroups add to in order, stores of matrices and copies of bytes on the emulator, and their mistakes."""
 
 from collections.abc import Callable
 from typing import Any
