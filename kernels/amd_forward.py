@@ -169,7 +169,7 @@ class Tiles:
     f = Fragments.of(arch, bits)
     least, waves = cls.least(f), ceildiv(M, MMA_SIZE)
     # The loop over masked tiles needs many registers then. With kv_lengths, LLVM spills if tiles have fewer keys.
-    masked = problem.window != (None, None) or "attn_mask" in problem.features
+    masked = bool(problem.masks) or "attn_mask" in problem.features
     masked = masked and "kv_lengths" not in problem.features
     wanted: tuple[int, ...]
     budget = 200 if f.lanes == 32 else 300  # of 256 and 512: addresses and temporaries need the rest

@@ -82,6 +82,7 @@ from uopattn.dsl.rules.masks import TileRange
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import LOWEST, Scaling, normalize_rows, store_lse
 from uopattn.dsl.schedule import Kernel, Problem, Schedule, group_of_few
+from uopattn.dsl.scope import least
 from uopattn.dsl.target import Target
 from uopattn.kernels.cpu_decode import Tile, splits
 
@@ -135,7 +136,7 @@ class Tiles:
     block_n = next((n for n in (usual, 64, 96, 128, 32) if p.N % n == 0), usual if usual < p.N else BLOCK)
     # Every block packs V anew, so large blocks are better, unless masks let distant queries see different keys: all
     # of a block's queries are computed for a tile that one of them sees, but for those ahead of it (causal).
-    near = p.window[0] is not None or p.block_heads is not None or "bounds" in p.features
+    near = any(x.has_first for x in p.masks) or p.block_heads is not None or "bounds" in p.features
     fitting = SECOND_CACHE // (2 * parts * p.Dk + 4 * p.Dv) // BLOCK * BLOCK
     largest = max(BLOCK, min(256 if near else 1024, fitting))
     block_m, items = round_up(even(p.M, largest), BLOCK), items_per_thread(target.threads) * target.threads
@@ -365,10 +366,11 @@ class Block:
 
     Of the units before it no query sees a key of the tile. Even, since units take turns with two slots.
     """
-    masks, rows = self.rules.rules, self.tiles.groups * LANES
-    if masks.window[1] is None or masks.pack_gqa > 1 or self.units % 2:
+    rules, rows = self.rules.rules, self.tiles.groups * LANES
+    lasts = [x.last(self.rules, self.row) for x in rules.masks if x.has_last]
+    if not lasts or rules.pack_gqa > 1 or self.units % 2:
       return 0
-    beyond = self.tile_first(position)[0] - (self.row + self.rules.start + masks.window[1])
+    beyond = self.tile_first(position)[0] - least(lasts)
     return clamp(beyond // (2 * rows), 0, self.units // 2 - 1) * 2
 
   def tile_at(self, position: UOp, *axes: UOp) -> KeyTile:

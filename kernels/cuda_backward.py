@@ -163,7 +163,7 @@ class Tiles:
       raise ValueError(f"{arch} with {str(dtype).removeprefix('dtypes.')}: {known}")
     warps, sums, most = min(4, ceildiv(rows, MMA_M)), columns(problem, gradients), round_up(others, PAIR)
     if step == 8 and not problem.tf32:
-      masked = problem.window != (None, None) or bool(problem.features)
+      masked = bool(problem.masks or problem.features)
       wide = max(Dk, Dv) <= 64 and not (of_keys and masked)  # else ptxas spills, or fewer workgroups fit
       parts = (*([(warps, 32)] if wide else []), (warps, 16), (min(warps, 2), 16))
       candidates = [cls(w, 1, min(n, most), in_registers=False, step=step) for w, n in parts]

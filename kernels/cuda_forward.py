@@ -247,7 +247,7 @@ class Tiles:
 
 def masked(problem: Problem, block_n: int) -> bool:
   """Whether any tile of `block_n` keys may need a mask."""
-  return problem.window != (None, None) or not set(problem.features).issubset(HEAD_SCALES) or problem.N % block_n > 0
+  return bool(problem.masks) or not set(problem.features).issubset(HEAD_SCALES) or problem.N % block_n > 0
 
 
 # Limits of `Tiles.registers`, as seen in compile reports: with the queries in registers, by `Tiles.step` (in 8 bits P

@@ -172,7 +172,7 @@ def preferred(problem: Problem, target: Target) -> bool:
   There must be a job for each multiprocessor, enough work per number that is split, and few columns of zeros.
   """
   fits_parts = all(3 * width(D) <= 4 * D for D in (problem.Dk, problem.Dv))
-  large = min(problem.M, problem.N) >= LEAST and problem.window[0] is None
+  large = min(problem.M, problem.N) >= LEAST and not any(x.has_first for x in problem.masks)
   jobs = problem.heads * ceildiv(problem.M, 2 * wgmma.M)
   known = (
     target.arch == "sm_90" and max(problem.Dk, problem.Dv) <= MOST and problem.light_on_registers and not problem.tf32
@@ -249,7 +249,7 @@ def forward(
   if not all(map(fits, views)):
     raise ValueError("k and v must have rows that tensor maps can describe, of a length known in advance")
   job = WorkTile(block, (None, *views), head_rules.key_range(block * block_m, block_m, tiles.block_n))
-  apart = head_rules.ends and tiles.warpgroups > 1
+  apart = head_rules.is_prefix and tiles.warpgroups > 1
 
   consumers, registers = tiles.warpgroups * WARPS, REGISTERS[tiles.warpgroups]
   scores, panels = s.buffer(tiles.block_n // 2), tiles.panels(s, of_keys // PARTS, of_values // PARTS)

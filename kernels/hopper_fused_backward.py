@@ -144,8 +144,8 @@ class Tiles:
       raise ValueError(f"{', '.join(others)}: must be none, for want of registers")
     if not problem.fits_tensor_maps:
       raise ValueError("q, k and v: must have rows that start at multiples of 16 bytes")
-    if problem.window[0] is not None:
-      raise ValueError(f"window={problem.window}: must have no left bound")
+    if bounded := [x for x in problem.masks if x.has_first]:
+      raise ValueError(f"{bounded[0]}: must have no left bound")
     tiles = cls.of(Dk)
     fits = tiles.registers(Dk, Dv) <= LIMIT and tiles.shared_bytes(Dk, Dv) <= target.lds
     if parts(Dk) > tiles.warpgroups or not fits:

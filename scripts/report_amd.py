@@ -24,6 +24,7 @@ from tinygrad.helpers import Target, round_up
 from tinygrad.renderer.cstyle import HIPRenderer
 from tinygrad.uop.ops import Ops
 
+from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.schedule import Problem
 from uopattn.dsl.target import Target as Machine
@@ -120,9 +121,9 @@ def graph(
   kernel: str, arch: str, dtype: DType, heads: int, M: int, N: int, D: int, causal: bool
 ) -> tuple[UOp, AnyTiles]:
   """Build a kernel of KERNELS; return its graph and its tiles."""
-  window = (None, 0 if causal else None)
-  rules = Rules(M, N, heads=heads, scale=D**-0.5, window=window)
-  problem = Problem(1, heads, heads, M, N, D, D, dtype, D**-0.5, window=window)
+  masks = Window.of(None, 0 if causal else None)
+  rules = Rules(M, N, heads=heads, scale=D**-0.5, masks=masks)
+  problem = Problem(1, heads, heads, M, N, D, D, dtype, D**-0.5, masks=masks)
   rows = {"fwd": (M, M, N, N), "dQ": (M, M, N, N, M), "dK dV": (N, N, M, N, N, M)}[kernel]
   arguments = [UOp.placeholder((heads, length, D), dtype, slot) for slot, length in enumerate(rows)]
   if kernel == "fwd":

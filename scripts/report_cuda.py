@@ -23,6 +23,7 @@ from tinygrad.helpers import round_up, to_char_p_p
 from tinygrad.uop.ops import Ops
 
 from uopattn.dsl.limits import lds_limit
+from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.target import Target
 from uopattn.kernels import cuda_forward
 from uopattn.plan.dispatch import dispatch, stages
@@ -215,8 +216,8 @@ def figure(said: str, what: str) -> int:
 
 def measure(arch: str, dtype: str, H: int, M: int, N: int, D: int, causal: bool, tiles: object = None) -> Compiled:
   """Compile the kernel that dispatch chooses, with the log-sum-exp. Raises RuntimeError and ValueError."""
-  window = (None, 0 if causal else None)
-  spec = AttentionSpec(1, H, H, M, N, D, D, TYPES[dtype], D**-0.5, return_lse=True, window=window)
+  masks = Window.of(None, 0 if causal else None)
+  spec = AttentionSpec(1, H, H, M, N, D, D, TYPES[dtype], D**-0.5, return_lse=True, masks=masks)
   text, launch, shared = source(spec, arch, tiles)
   return compiled(text, arch, launch, shared)
 

@@ -12,6 +12,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.helpers import ceildiv
 from tinygrad.uop.ops import KernelInfo
 
+from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.table import Table
 from uopattn.proof.oracle import Array
@@ -45,7 +46,8 @@ def seen_by_definition(M: int, N: int, b: int, options: Options) -> Array:
     return int(x[b]) if isinstance(x, np.ndarray) else x
 
   i, j = np.ogrid[:M, :N]
-  (left, right), position = options.get("window", (None, None)), i + number("q_start", 0)
+  (window,) = options.get("masks", ()) or (Window(None, None),)
+  left, right, position = window.left, window.right, i + number("q_start", 0)
   seen = np.broadcast_to(j < number("kv_lengths", N), (M, N)).copy()
   seen &= True if left is None else j >= position - left
   seen &= True if right is None else j <= position + right
@@ -71,15 +73,15 @@ def check_visits(M: int, N: int, block_m: int, block_n: int, b: int, options: Op
 
 CASES: dict[str, Options] = {
   "nothing": {},
-  "causal": {"window": (None, 0)},
-  "causal, lower right": {"window": (None, 0), "q_start": 71},
-  "causal, before all keys": {"window": (None, 0), "q_start": -130},
-  "window": {"window": (30, 9), "q_start": 40},
-  "left": {"window": (25, None)},
-  "behind all queries": {"window": (4, 4), "q_start": 400},
-  "q_start of each batch": {"window": (60, 3), "q_start": np.array([-20, 90], np.int32)},
+  "causal": {"masks": (Window(None, 0),)},
+  "causal, lower right": {"masks": (Window(None, 0),), "q_start": 71},
+  "causal, before all keys": {"masks": (Window(None, 0),), "q_start": -130},
+  "window": {"masks": (Window(30, 9),), "q_start": 40},
+  "left": {"masks": (Window(25, None),)},
+  "behind all queries": {"masks": (Window(4, 4),), "q_start": 400},
+  "q_start of each batch": {"masks": (Window(60, 3),), "q_start": np.array([-20, 90], np.int32)},
   "lengths of each batch": {"kv_lengths": np.array([0, 101], np.int32)},
-  "length": {"kv_lengths": 64, "window": (None, 0)},
+  "length": {"kv_lengths": 64, "masks": (Window(None, 0),)},
 }
 
 
@@ -101,7 +103,7 @@ SIDE = st.none() | st.integers(0, 200)
   left=SIDE, right=SIDE, start=st.integers(-150, 150), length=st.none() | st.integers(0, 160),
 )  # fmt: skip
 def test_any_window_and_length(M, N, block_m, block_n, left, right, start, length) -> None:
-  options: Options = {"window": (left, right), "q_start": np.array([0, start], np.int32)}
+  options: Options = {"masks": Window.of(left, right), "q_start": np.array([0, start], np.int32)}
   options |= {} if length is None else {"kv_lengths": np.array([0, length], np.int32)}
   check_visits(M, N, block_m, block_n, 1, options, least=False)
 

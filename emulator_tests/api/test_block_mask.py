@@ -12,6 +12,7 @@ from tinygrad.helpers import ceildiv
 from tinygrad.uop.ops import KernelInfo
 
 from uopattn import BlockMask, attention
+from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.rules.rules import Rules
 from uopattn.mods import and_masks, causal, document
 from uopattn.proof.oracle import Array
@@ -170,7 +171,7 @@ def test_kernels_read_the_lists_of_their_head(name: str, head: int, of_keys: boo
 @pytest.mark.parametrize("of_keys", [False, True])
 @pytest.mark.parametrize(
   "others",
-  [{"window": (None, 0)}, {"kv_lengths": 70}, {"mask_mods": (causal, causal)}],
+  [{"masks": (Window(None, 0),)}, {"kv_lengths": 70}, {"mask_mods": (causal, causal)}],
   ids=["window", "kv_lengths", "mask_mods"],
 )
 def test_no_tile_is_whole_where_other_rules_hide_keys(others: dict[str, Any], of_keys: bool) -> None:

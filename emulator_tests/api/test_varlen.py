@@ -11,6 +11,7 @@ from tinygrad import Tensor, TinyJit, dtypes
 
 from uopattn import attention_varlen
 from uopattn.api.varlen import key_bounds
+from uopattn.dsl.rules.ranges import Window
 from uopattn.proof.gate import Gate, numpy
 
 HQ, HKV, DK, DV = 4, 2, 16, 24
@@ -203,7 +204,7 @@ def test_bounds_never_decrease_and_stay_within(window: tuple[int | None, int | N
   queries, keys = ([0, 9, 0, 12, 1, 30], [4, 3, 0, 20, 0, 11])
   start = Tensor(q_start, dtype=dtypes.int) if isinstance(q_start, list) else q_start
   cu_q, cu_k = (Tensor(ends(x), dtype=dtypes.int) for x in (queries, keys))
-  first, last = (x.numpy() for x in key_bounds(cu_q, cu_k, sum(queries) + 5, sum(keys), window, start))
+  first, last = (x.numpy() for x in key_bounds(cu_q, cu_k, sum(queries) + 5, sum(keys), Window.of(*window), start))
   assert (np.diff(first) >= 0).all()
   assert (np.diff(last) >= 0).all()
   assert first.min() >= 0
@@ -214,7 +215,7 @@ def test_bounds_never_decrease_and_stay_within(window: tuple[int | None, int | N
 @pytest.mark.parametrize("cu", [[0, 500, 90], [-7, 30, 1000], [50, 20, 10], [90, 90, 90]], ids=str)
 def test_wrong_offsets_in_a_tensor_stay_within_bounds(cu: list[int]) -> None:
   """Behind K and V in their buffers there is NaN, here as rows that are cut off."""
-  first, last = (x.numpy() for x in key_bounds(Tensor(cu), Tensor(cu[::-1]), 90, 90, (20, 10), 3))
+  first, last = (x.numpy() for x in key_bounds(Tensor(cu), Tensor(cu[::-1]), 90, 90, Window.of(20, 10), 3))
   assert first.min() >= 0
   assert last.max() < 90
   q, k, v = tensors(([90], [90]))

@@ -19,6 +19,7 @@ from tinygrad.dtype import DType
 from uopattn import attention
 from uopattn.dsl import clamp
 from uopattn.dsl.cpu import amx_operands
+from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.schedule import DTYPES_16, DTYPES_16_32
 from uopattn.dsl.target import Target
 from uopattn.kernels import amx_backward, amx_forward
@@ -291,7 +292,7 @@ def test_products_run_on_tiles(dtype: DType, is_causal: bool, backward: bool, re
     request.applymarker(pytest.mark.xfail(reason=CLANG_19[dtype, is_causal, backward], strict=True))
   unit = cpu_target(XEON).vector
   assert unit.lanes == 16
-  spec = spec_of(512, 512, dtype=dtype, window=(None, 0 if is_causal else None))
+  spec = spec_of(512, 512, dtype=dtype, masks=Window.of(None, 0 if is_causal else None))
   launch = dispatch_backward(spec, with_tiles())[0] if backward else dispatch(spec, with_tiles())
   text = assembly(launch.graph(), XEON)
   loops = innermost_loops(text, r"j\w+\s+")

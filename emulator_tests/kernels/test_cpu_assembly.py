@@ -14,6 +14,7 @@ from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 from tinygrad.uop.ops import Ops
 
 from uopattn.dsl.cpu.register_blocks import register_blocks
+from uopattn.dsl.rules.ranges import Window
 from uopattn.plan.dispatch import dispatch, dispatch_backward
 from uopattn.runtime.clang import clang_version, find_clang
 from uopattn.runtime.renderer import AlignedRenderer
@@ -146,7 +147,7 @@ def check_products(
 @pytest.mark.parametrize("dtype", [dtypes.float32, dtypes.float16, dtypes.bfloat16], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_products_run_in_registers(arch: str, dtype, is_causal: bool) -> None:
-  spec = AttentionSpec(1, 8, 8, 512, 512, 64, 64, dtype, 0.125, window=(None, 0 if is_causal else None))
+  spec = AttentionSpec(1, 8, 8, 512, 512, 64, 64, dtype, 0.125, masks=Window.of(None, 0 if is_causal else None))
   machine, notation = cpu_target(arch), MACHINES[arch]
   launch = dispatch(spec, machine)
   assert launch.schedule.name == "cpu_forward"
@@ -177,7 +178,7 @@ def test_products_of_few_queries_run_in_registers(arch: str, dtype, request: pyt
 @pytest.mark.parametrize("dtype", [dtypes.float32, dtypes.float16, dtypes.bfloat16], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_products_of_the_backward_pass_run_in_registers(arch: str, dtype, is_causal: bool) -> None:
-  spec = AttentionSpec(1, 8, 8, 512, 512, 64, 64, dtype, 0.125, window=(None, 0 if is_causal else None))
+  spec = AttentionSpec(1, 8, 8, 512, 512, 64, 64, dtype, 0.125, masks=Window.of(None, 0 if is_causal else None))
   machine, notation = cpu_target(arch), MACHINES[arch]
   (launch,) = dispatch_backward(spec, machine)
   accumulators = {launch.tiles.vectors * launch.tiles.unroll}

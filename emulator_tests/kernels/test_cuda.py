@@ -12,6 +12,7 @@ from tinygrad import Device, dtypes
 
 import uopattn.emulator as emulator
 from uopattn.dsl.limits import MAX_THREADS, lds_limit
+from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.target import Target
 from uopattn.kernels import cuda_forward, hopper_forward
 from uopattn.plan.dispatch import NoKernel, dispatch
@@ -123,7 +124,7 @@ T = cuda_forward.Tiles
   [
     ("sm_80", 8, 4096, {}, T(8, 2, 64, in_registers=False)),
     ("sm_80", 8, 4095, {}, T(4, 2, 48, in_registers=False)),  # the last tile needs a mask
-    ("sm_80", 8, 4096, {"window": (None, 0)}, T(4, 2, 48, in_registers=False)),
+    ("sm_80", 8, 4096, {"masks": (Window(None, 0),)}, T(4, 2, 48, in_registers=False)),
     ("sm_80", 1, 4096, {}, T(4, 2, 48, in_registers=False)),  # too few workgroups of 8 warps for all multiprocessors
     ("sm_80", 8, 4096, {"features": ("softcap",)}, T(4, 1, 64)),
     ("sm_86", 8, 4096, {}, T(8, 2, 32, in_registers=False)),

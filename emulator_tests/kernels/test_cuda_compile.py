@@ -12,6 +12,7 @@ from tinygrad import UOp
 
 from uopattn.dsl import instructions
 from uopattn.dsl.gpu.parts import PAIRS
+from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.target import Target
 from uopattn.kernels import cuda_forward, hopper_float32_forward, hopper_forward
@@ -115,7 +116,7 @@ def test_main_loop_is_a_tile_of_keys(arch: str, D: int, causal: bool, dtype: str
 @pytest.mark.parametrize(("D", "dtype"), [(64, "fp8e5m2"), (128, "fp8e4m3")])
 def test_eight_bits_on_hopper_by_mma(D: int, dtype: str) -> None:
   """Hopper has no mma.sync of 8 bits: ptxas widens the operands and takes two of 16 bits."""
-  problem = AttentionSpec(1, HEADS, HEADS, LENGTH, LENGTH, D, D, TYPES[dtype], D**-0.5, window=(None, 0))
+  problem = AttentionSpec(1, HEADS, HEADS, LENGTH, LENGTH, D, D, TYPES[dtype], D**-0.5, masks=(Window(None, 0),))
   tiles = cuda_forward.Tiles.choose(problem, Target("CUDA", "sm_90"))
   c = measure("sm_90", dtype, HEADS, LENGTH, LENGTH, D, True, tiles)
   assert c.launch.schedule.name == "cuda_forward"
@@ -162,9 +163,9 @@ SPILLED = {("backward_kv", "sm_80", False, "float16", 64): 20}  # bytes; see `cu
   ],
 )
 def test_backward_does_not_spill(arch: str, causal: bool, dtype: str, D: int) -> None:
-  window = (None, 0 if causal else None)
-  rules = Rules(LENGTH, LENGTH, HEADS, scale=D**-0.5, window=window)
-  for launch in dispatch_backward(replace(spec(D), window=window, dtype=TYPES[dtype]), Target("CUDA", arch)):
+  masks = Window.of(None, 0 if causal else None)
+  rules = Rules(LENGTH, LENGTH, HEADS, scale=D**-0.5, masks=masks)
+  for launch in dispatch_backward(replace(spec(D), masks=masks, dtype=TYPES[dtype]), Target("CUDA", arch)):
     buffers = {x.name: UOp.placeholder(x.shape[1:], x.dtype, slot) for slot, x in enumerate(launch.buffers())}
     said = by_nvcc(rendered(launch.kernel.build(**buffers, rules=rules, tiles=launch.tiles), arch), arch)[1]
     assert figure(said, "bytes spill stores") == SPILLED.get((launch.kernel.build.__name__, arch, causal, dtype, D), 0)
@@ -182,7 +183,7 @@ def test_backward_does_not_spill(arch: str, causal: bool, dtype: str, D: int) ->
   ],
 )
 def test_separate_backward_does_not_spill(arch: str, causal: bool) -> None:
-  launches = dispatch_backward(replace(spec(256), window=(None, 0 if causal else None)), Target("CUDA", arch))
+  launches = dispatch_backward(replace(spec(256), masks=Window.of(None, 0 if causal else None)), Target("CUDA", arch))
   for launch in launches if causal else launches[1:2]:  # dK needs the most registers
     said = by_nvcc(rendered(launch.graph(), arch), arch)[1]
     assert figure(said, "bytes stack frame") == figure(said, "bytes spill stores") == 0
@@ -211,10 +212,10 @@ LATENT = (1, 16, 1, 1, 8192, 576, 512)  # the decode step of MLA
   ],
 )
 def test_large_heads_do_not_spill(arch: str, sizes: tuple[int, ...], causal: bool) -> None:
-  window = (None, 0 if causal else None)
+  masks = Window.of(None, 0 if causal else None)
   B, Hq, Hkv, M, N, Dk, Dv = sizes
   latent = AttentionSpec(
-    B, Hq, Hkv, M, N, Dk, Dv, TYPES["float16"], Dk**-0.5, return_lse=True, window=window, values_in_keys=Hkv < Hq
+    B, Hq, Hkv, M, N, Dk, Dv, TYPES["float16"], Dk**-0.5, return_lse=True, masks=masks, values_in_keys=Hkv < Hq
   )
   text, launch, shared = source(latent, arch)
   c = compiled(text, arch, launch, shared)

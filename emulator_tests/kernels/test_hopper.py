@@ -19,6 +19,7 @@ import uopattn.emulator as emulator
 from uopattn import attention
 from uopattn.dsl.gpu.tile_scheduler import TileScheduler
 from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline
+from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.schedule import Problem
 from uopattn.dsl.target import Target
 from uopattn.kernels.hopper_forward import Tiles
@@ -92,7 +93,7 @@ def test_what_tensor_maps_cannot_describe_is_copied_by_all_threads(brought: list
   ("options", "expected"),
   [
     ({}, True),
-    ({"window": (None, 0)}, True),
+    ({"masks": (Window(None, 0),)}, True),
     ({"features": ("window", "sinks")}, True),
     ({"features": ("softcap",)}, False),
     ({"features": ("kv_lengths",)}, False),

@@ -16,6 +16,7 @@ from tinygrad import Tensor, UOp
 import uopattn.emulator as emulator
 from uopattn.dsl import instructions
 from uopattn.dsl.nvidia import tensor_pipeline, wgmma
+from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.target import Target
 from uopattn.kernels import hopper_fused_backward
 from uopattn.kernels.hopper_fused_backward import Tiles
@@ -133,8 +134,8 @@ SPEC = AttentionSpec(4, 32, 32, 4096, 4096, 64, 64, HALF, 0.125)
     ({"Hkv": 8}, "hopper_fused_backward"),
     ({"M": 500, "N": 500}, "hopper_backward"),  # too short
     ({"B": 1, "Hq": 1, "Hkv": 1}, "hopper_backward"),  # most of the time would be spent waiting
-    ({"window": (None, 0), "features": ("sinks", "q_start")}, "hopper_fused_backward"),
-    ({"window": (100, 0)}, "hopper_backward"),
+    ({"masks": (Window(None, 0),), "features": ("sinks", "q_start")}, "hopper_fused_backward"),
+    ({"masks": (Window(100, 0),)}, "hopper_backward"),
     ({"features": ("softcap",)}, "hopper_backward"),
     ({"layouts": (("q", Layout(128 * 4096 * 68, 0, (32 * 4096 * 68, 4096 * 68, 68, 1))),)}, "hopper_backward"),
     ({"layouts": (("q", Layout(128 * 4096 * 72, 8, (32 * 4096 * 72, 4096 * 72, 72, 1))),)}, "hopper_fused_backward"),
@@ -156,7 +157,7 @@ def test_what_it_is_used_for(options: dict[str, Any], expected: str) -> None:
 )
 def test_no_spills(D: int, causal: bool, spilled: int) -> None:
   """But for one word at D=64 with a causal mask."""
-  spec = replace(SPEC, Dk=D, Dv=D, window=(None, 0 if causal else None))
+  spec = replace(SPEC, Dk=D, Dv=D, masks=Window.of(None, 0 if causal else None))
   for launch in dispatch_backward(spec, Target("CUDA", "sm_90")):
     said = by_nvcc(rendered(launch.graph(), "sm_90"), "sm_90")[1]
     assert figure(said, "bytes spill stores") <= spilled

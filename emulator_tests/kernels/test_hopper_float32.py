@@ -13,6 +13,7 @@ import uopattn.emulator as emulator
 from uopattn import attention
 from uopattn.dsl.gpu.parts import PAIRS
 from uopattn.dsl.limits import lds_limit
+from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.target import Target
 from uopattn.emulator import warpgroup
 from uopattn.kernels import hopper_float32_forward
@@ -143,11 +144,11 @@ def test_it_is_measured_beside_the_other_kernel(D: int) -> None:
   ("change", "name"),
   [
     ({}, SCHEDULE.name),
-    ({"window": (None, 0), "features": ("sinks",), "Hkv": 2}, SCHEDULE.name),
+    ({"masks": (Window(None, 0),), "features": ("sinks",), "Hkv": 2}, SCHEDULE.name),
     ({"Dk": 72, "Dv": 72}, "cuda_forward"),  # a part of 128 columns would have 56 of zeros
     ({"M": 1000}, "cuda_forward"),
     ({"Hq": 4, "Hkv": 4}, "cuda_forward"),  # too few jobs
-    ({"window": (100, 0)}, "cuda_forward"),
+    ({"masks": (Window(100, 0),)}, "cuda_forward"),
     ({"tf32": True}, "cuda_forward"),
   ],
   ids=str,

@@ -7,6 +7,7 @@ import pytest
 from tinygrad import dtypes
 
 from uopattn.dsl.limits import lds_limit
+from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.schedule import DTYPES_8
 from uopattn.dsl.target import Target
 from uopattn.emulator.warpgroup import cut_product
@@ -71,7 +72,7 @@ def test_it_is_preferred_and_measured_beside_the_other_kernel(D: int, dtype) -> 
 
 @pytest.mark.parametrize(("N", "stages"), [(1024, 3), (2048, 3), (4096, 2), (16384, 2)])
 def test_stages_under_a_causal_mask_are_those_measured_as_the_fastest(N: int, stages: int) -> None:
-  given = AttentionSpec(4, 32, 32, N, N, 128, 128, E4M3, 128**-0.5, window=(None, 0))
+  given = AttentionSpec(4, 32, 32, N, N, 128, 128, E4M3, 128**-0.5, masks=(Window(None, 0),))
   assert dispatch(given, TARGET).tiles.stages == stages
 
 

@@ -8,6 +8,7 @@ from tinygrad import Tensor, dtypes
 
 from uopattn import attention
 from uopattn.dsl.limits import lds_limit
+from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.target import Target
 from uopattn.kernels.hopper_wide_forward import SCHEDULE, Tiles
 from uopattn.plan.dispatch import dispatch
@@ -37,7 +38,7 @@ def test_nothing_behind_the_lengths_is_read() -> None:
   ("given", "served"),
   [
     (wide(512), True),
-    (wide(512, features=("window",), window=(100, 0)), True),
+    (wide(512, features=("window",), masks=(Window(100, 0),)), True),
     (wide(512, features=("softcap",), softcap=3.0), False),
     (wide(256), False),
     (wide(260), False),  # rows from multiples of 8 bytes on

@@ -13,6 +13,7 @@ from tinygrad.dtype import DType
 from tinygrad.runtime.support import elf
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 
+from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.target import Target
 from uopattn.plan.dispatch import delta_launch, dispatch, dispatch_backward, stages, sums_launch
 from uopattn.runtime import team
@@ -84,7 +85,7 @@ def test_nothing_needs_linux() -> None:
 
 def sources(dtype: DType, target: Target) -> dict[str, str]:
   """The C text of all kernels of a forward pass, of one whose keys are split, and of a backward pass, by name."""
-  spec = AttentionSpec(1, 8, 4, 200, 200, 64, 64, dtype, 0.125, window=(None, 0))
+  spec = AttentionSpec(1, 8, 4, 200, 200, 64, 64, dtype, 0.125, masks=(Window(None, 0),))
   few = AttentionSpec(1, 4, 1, 1, 50_000, 64, 64, dtype, 0.125)
   launches = [*stages(dispatch(spec, target)), *stages(dispatch(few, target)), *dispatch_backward(spec, target)]
   launches += [delta_launch(spec, target, False), sums_launch(spec, 2, 64)]

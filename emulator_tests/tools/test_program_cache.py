@@ -11,6 +11,7 @@ import pytest
 from tinygrad import Context, Device, UOp, dtypes, helpers
 from tinygrad.codegen import to_program
 
+from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.rules.rules import Rules
 from uopattn.kernels import cpu_forward
 from uopattn.runtime import program_cache
@@ -99,7 +100,7 @@ def test_a_damaged_entry_is_made_anew(
 
 def kernel(tiles: cpu_forward.Tiles) -> UOp:
   q, k, v, o = (UOp.placeholder((2, 40, 16), dtypes.float, slot) for slot in (1, 2, 3, 0))
-  return cpu_forward.forward(o, q, k, v, rules=Rules(40, 40, heads=2, scale=0.5, window=(None, 0)), tiles=tiles)
+  return cpu_forward.forward(o, q, k, v, rules=Rules(40, 40, heads=2, scale=0.5, masks=(Window(None, 0),)), tiles=tiles)
 
 
 def test_an_entry_says_all_of_the_program(caplog: pytest.LogCaptureFixture) -> None:

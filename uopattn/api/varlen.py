@@ -1,7 +1,7 @@
 """`attention_varlen`: attention within packed sequences of different lengths."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, Unpack, cast, overload
 
@@ -11,9 +11,10 @@ from uopattn.api.attention import attend
 from uopattn.api.options import VarlenOptions
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.masks import FAR
+from uopattn.dsl.rules.ranges import Range
 from uopattn.spec.arguments import Arguments
 from uopattn.spec.shards import Devices
-from uopattn.spec.spec import make_spec, window_with_causal
+from uopattn.spec.spec import make_spec
 from uopattn.spec.tensors import as_int, check_tensor, described, dtype_name, near, operands, placed, promoted
 
 Offsets = Tensor | list[int] | tuple[int, ...]
@@ -151,8 +152,8 @@ def attention_varlen(
   if is_empty:
     out, lse = attend(q, k, v, replace(given, return_lse=True), backend)
     return (out.transpose(0, 1), lse) if return_lse else out.transpose(0, 1)
-  bounds = key_bounds(ends_q, ends_k, M, N, window_with_causal(window, is_causal), starts)
-  arguments = replace(given, is_causal=False, window=None, bounds=bounds, return_lse=True)
+  bounds = key_bounds(ends_q, ends_k, M, N, given.masks(), starts)
+  arguments = replace(given.without_masks(), bounds=bounds, return_lse=True)
   if score_mod is not None or mask_mod is not None:
     aux = (*given.aux, *_sequences(ends_q, ends_k, M, N))
     arguments = replace(arguments, score_mod=_of_sequences(score_mod, 1), mask_mod=_of_sequences(mask_mod, 0), aux=aux)
@@ -173,7 +174,7 @@ def _check_packed(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def key_bounds(
-  ends_q: Tensor, ends_k: Tensor, M: int, N: int, window: tuple[int | None, int | None], q_start: int | Tensor
+  ends_q: Tensor, ends_k: Tensor, M: int, N: int, masks: tuple[Range, ...], q_start: int | Tensor
 ) -> tuple[Tensor, Tensor]:
   """Return the first and the last key that each query sees, (M,) int32 both; neither decreases with the query.
 
@@ -182,17 +183,32 @@ def key_bounds(
   Args:
     ends_q, ends_k: (S + 1,) int32, `cu_seqlens_q` and `cu_seqlens_k`.
     M, N: queries and keys.
-    window: (left, right): keys visible before and behind a query's position, None for no bound.
+    masks: of each sequence.
     q_start: an int or (S,) int32.
   """
   row, ends_q, ends_k, of_own = _queries(ends_q, ends_k, M, N)
   start, end = of_own(ends_k[:-1]), of_own(ends_k[1:])
   shift = of_own(q_start.clip(-FAR, FAR).pad((0, 1))) if isinstance(q_start, Tensor) else near(q_start)
-  position = start + row - of_own(ends_q[:-1]) + shift
-  left, right = window
-  first = start if left is None else (position - left).maximum(start).minimum(end)
-  last = end - 1 if right is None else (position + right).minimum(end - 1).maximum(start - 1)
+  query, at = row - of_own(ends_q[:-1]), _Sequences(shift, end - start)
+  first, last = start, end - 1
+  for x in masks:
+    own_first, own_last = x.first(at, query), x.last(at, query)
+    first = first if own_first is None else first.maximum(start + own_first)
+    last = last if own_last is None else last.minimum(start + own_last)
+  first, last = first.minimum(end), last.maximum(start - 1)
   return first.cast(dtypes.int).contiguous(), last.cast(dtypes.int).contiguous()
+
+
+@dataclass(frozen=True, eq=False)
+class _Sequences:
+  """The sequence of each query, as `uopattn.dsl.rules.ranges` take it."""
+
+  start: int | Tensor
+  length: Tensor
+  first_key: int = 0
+
+  def bound(self, last: bool, query: Tensor) -> Tensor:
+    raise NotImplementedError
 
 
 def _queries(

@@ -8,6 +8,7 @@ from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv
 
+from uopattn.dsl.rules.ranges import Range
 from uopattn.dsl.target import Target
 
 DTYPES_16 = (dtypes.float16, dtypes.bfloat16)
@@ -29,7 +30,7 @@ class Problem:
     dtype: type of q and of the output.
     scale: factor on q.k.
     features: names of the arguments in use beyond is_causal, q_start, scale, enable_gqa and return_lse.
-    window: how many keys a query sees to the left and right of its position, None for no bound; includes is_causal.
+    masks: masks that give each query a range of keys by its position: is_causal and window.
     block_heads: batches and heads of the block mask; None without one.
     kv_dtype: dtype of k and v if it is not q's, else None.
     tf32: whether tinygrad's ALLOW_TF32 is set: float32 products may ignore all but the first 10 bits of a fraction.
@@ -46,7 +47,7 @@ class Problem:
   dtype: DType
   scale: float
   features: tuple[str, ...] = ()
-  window: tuple[int | None, int | None] = (None, None)
+  masks: tuple[Range, ...] = ()
   block_heads: tuple[int, int] | None = None
   kv_dtype: DType | None = None
   tf32: bool = False
@@ -70,7 +71,7 @@ class Problem:
   @property
   def is_causal(self) -> bool:
     """Whether no query sees a key after its own position."""
-    return self.window[1] == 0
+    return any(x.is_causal for x in self.masks)
 
   @property
   def light_on_registers(self) -> bool:

@@ -88,7 +88,7 @@ class ContextParallel:
   ) -> "ContextParallel":
     """Decide which device computes what; `axes` are those along which q, k and v are sharded: ROWS or None."""
     n, (q_axis, *of_keys) = len(devices), axes
-    causal = spec.window[1] is not None and spec.window[0] is None
+    causal = any(x.longest_last for x in spec.masks)
     rows_divided = q_axis == ROWS or (causal and not spec.is_decode and spec.M % (2 * n) == 0)
     runs: tuple[Run, ...] = (Run(spec.M, lambda i: 0),)
     if rows_divided and causal and spec.M % (2 * n) == 0:
@@ -314,7 +314,7 @@ class ContextParallel:
     keys, index = self._keys(turn), self.runs.index(run)
     divided = keys.size < self.spec.N
     found: dict[str, Any] = {"aux": tuple(map(gathered, arguments.aux))}
-    if self.spec.window != (None, None):
+    if any(x.by_position for x in self.spec.masks):
       found["q_start"] = self._moved(arguments.q_start, lambda i: run.first(i) - keys.first(i))
     if arguments.kv_lengths is not None:
       found["kv_lengths"] = self._moved(arguments.kv_lengths, lambda i: -keys.first(i))

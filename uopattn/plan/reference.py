@@ -8,8 +8,9 @@ from tinygrad import Tensor, UOp, dtypes
 from uopattn.dsl import sizes
 from uopattn.dsl.random import kept
 from uopattn.dsl.rules.masks import FAR
+from uopattn.dsl.rules.ranges import Bounds, Lengths
 from uopattn.spec.arguments import Arguments
-from uopattn.spec.shards import devices_of, on_each
+from uopattn.spec.shards import Devices, devices_of, on_each
 from uopattn.spec.spec import AttentionSpec
 from uopattn.spec.trace import of_tensors
 
@@ -98,6 +99,30 @@ def _numbers(scores: Tensor, spec: AttentionSpec) -> list[Tensor]:
   return [x + n for x, n in zip(_indices(scores), first, strict=True)]
 
 
+class _Head:
+  """An attention as `uopattn.dsl.rules.ranges` take it, with Tensors that broadcast to (B, Hq, M, N)."""
+
+  def __init__(self, spec: AttentionSpec, arguments: Arguments, device: Devices | None):
+    self.spec, self.arguments, self.device = spec, arguments, device
+
+  @property
+  def start(self) -> Tensor:
+    return _per_batch(self.arguments.q_start)
+
+  @property
+  def length(self) -> Tensor:
+    return _per_batch(self.spec.N if self.arguments.kv_lengths is None else self.arguments.kv_lengths)
+
+  @property
+  def first_key(self) -> int | Tensor:
+    first = self.spec.origin.first[3]
+    return on_each(first, devices_of(self.device)) if isinstance(first, UOp) else first
+
+  def bound(self, last: bool, query: Tensor) -> Tensor:
+    assert self.arguments.bounds is not None
+    return self.arguments.bounds[last].reshape(-1, 1)
+
+
 class Lookup:
   """A Tensor that mods index as kernels index a `uopattn.dsl.rules.table.Table`: out of bounds it reads 0."""
 
@@ -126,22 +151,20 @@ def _hide(scores: Tensor, spec: AttentionSpec, arguments: Arguments) -> Tensor:
   """Set scores to -inf where any rule hides the key."""
   _, _, i, j = _indices(scores)
   numbers = _numbers(scores, spec)
-  position = i + _per_batch(arguments.q_start)
+  at, ranges = _Head(spec, arguments, scores.device), list(spec.masks)
+  ranges += [] if arguments.kv_lengths is None else [Lengths()]
+  ranges += [] if arguments.bounds is None else [Bounds()]
   rules: list[Tensor] = []
-  left, right = spec.window
-  rules += [] if left is None else [j >= position - left]
-  rules += [] if right is None else [j <= position + right]
-  if arguments.kv_lengths is not None:
-    rules.append(j < _per_batch(arguments.kv_lengths))
+  for x in ranges:
+    first, last = x.first(at, i), x.last(at, i)
+    rules += [] if first is None else [j >= first]
+    rules += [] if last is None else [j <= last]
   if arguments.attn_mask is not None and arguments.attn_mask.dtype == dtypes.bool:
     rules.append(arguments.attn_mask)
   if arguments.mask_mod is not None:
     rules.append(_bool(of_tensors(arguments.mask_mod, *numbers, *map(Lookup, arguments.aux))))
   if arguments.block_mask is not None:
     rules.append(_bool(of_tensors(arguments.block_mask.seen, *numbers, *map(Lookup, arguments.block_mask.aux))))
-  if arguments.bounds is not None:
-    first, last = (x.reshape(-1, 1) for x in arguments.bounds)
-    rules += [j >= first, j <= last]
   for seen in rules:
     scores = seen.where(scores, -math.inf)
   return scores

@@ -39,7 +39,6 @@ def rules_of(
     group=spec.group,
     pack_gqa=pack_gqa,
     scale=spec.scale,
-    window=spec.window,
     masks=spec.masks,
     softcap=spec.softcap,
     score_mod=None if spec.score_mod is None else spec.score_mod(tables["aux"]),

@@ -168,6 +168,7 @@ def part_spec(
   """
   mods = {name: getattr(whole, name) for name in ("score_mod", "mask_mod", "block_mod")}
   numbered = whole.dropout_p > 0 or any(mod is not None for mod in mods.values())
+  numbered |= any(x.by_number for x in whole.masks)
   moved = any(isinstance(x, UOp) for x in first)
   origin = Origin(first, whole.Hq, whole.M) if numbered and moved else NO_ORIGIN
   return replace(part, return_lse=True, origin=origin, dropout_p=whole.dropout_p, **mods)

@@ -16,7 +16,7 @@ from tinygrad.uop import GroupOp
 from tinygrad.uop.ops import Ops
 
 from uopattn.dsl import sizes as shape_of
-from uopattn.dsl.rules.ranges import Range
+from uopattn.dsl.rules.ranges import Range, Window, merged
 from uopattn.spec.block_mask import BlockMask
 from uopattn.spec.expanded import folded
 from uopattn.spec.tensors import WIDEST, check_tensor, check_tensors, described, dtype_name, near, placed
@@ -209,7 +209,7 @@ class Argument:
     default: None if the argument is optional; its checks are then skipped for None.
     check: (name, value, sizes); raises TypeError or ValueError if the value does not fit.
     tensors: maps a value to the Tensors that kernels take, in their form. Their buffers have the argument's name.
-    mask: maps a value to the rule that limits a query to the keys from one to another.
+    mask: maps a value to the rules that limit a query to the keys from one to another.
     settle: normalises a value before it is checked.
     feature: the name that a kernel without code for it reports; None is the argument's name, "" if none needs code.
     is_used: whether a value needs that code.
@@ -222,7 +222,7 @@ class Argument:
   default: Any = None
   check: Callable[[str, Any, Sizes], None] = lambda name, value, sizes: None
   tensors: Callable[[Any], list[Tensor]] = lambda value: []
-  mask: Callable[[Any], Range] | None = None
+  mask: Callable[[Any], tuple[Range, ...]] = lambda value: ()
   settle: Callable[[Any], Any] = lambda value: value
   feature: str | None = None
   is_used: Callable[[Any], bool] = lambda value: True
@@ -250,14 +250,14 @@ class Arguments:
     page_table: the page table of `attention_paged`, (B, max_pages) int32.
   """
 
-  is_causal: bool = argument(False, check=check_flag, feature="")
+  is_causal: bool = argument(False, check=check_flag, feature="", mask=lambda x: Window.of(None, 0) if x else ())
   enable_gqa: bool = argument(False, check=check_flag, feature="")
   return_lse: bool = argument(False, check=check_flag, feature="")
   scale: float | None = argument(check=check_number, feature="")
   attn_mask: Tensor | None = argument(
     check=check_mask, tensors=lambda x: [folded(four_axes(x))], has_gradient=True, axes="bhmn"
   )
-  window: tuple[int | None, int | None] | None = argument(check=check_window)
+  window: tuple[int | None, int | None] | None = argument(check=check_window, mask=lambda x: Window.of(*x))
   softcap: float | None = argument(check=check_softcap)
   q_start: "int | UOp | Tensor" = argument(
     0, check=check_places, tensors=as_place, settle=near, is_used=lambda x: not isinstance(x, int), axes="b"
@@ -308,7 +308,11 @@ class Arguments:
 
   def masks(self) -> tuple[Range, ...]:
     """Return the rules that limit a query to the keys from one to another."""
-    return tuple(x.mask(value) for _, x, value in self.given if x.mask is not None)
+    return merged(tuple(rule for _, x, value in self.given for rule in x.mask(value)))
+
+  def without_masks(self) -> "Arguments":
+    """Return the arguments that give no rule in `masks`."""
+    return replace(self, **{name: x.default for name, x, value in self.given if x.mask(value)})
 
   def tensors(self) -> list[tuple[str, Tensor]]:
     """Return the Tensors as kernels take them, each with the name of its argument."""

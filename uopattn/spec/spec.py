@@ -1,8 +1,10 @@
 """`AttentionSpec`: the checked, hashable description of one attention."""
 
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, Self
 
+import numpy as np
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import ALLOW_TF32, ceildiv
@@ -11,7 +13,6 @@ from tinygrad.uop.ops import Ops
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.origin import NO_ORIGIN, Origin
 from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES
-from uopattn.dsl.rules.ranges import Range
 from uopattn.dsl.schedule import DTYPES_16, DTYPES_16_32, Problem
 from uopattn.spec.arguments import Arguments, Sizes, known
 from uopattn.spec.layout import Layout, heads_last, starts_as, strided, with_heads_last
@@ -36,13 +37,24 @@ class Input:
 
 
 @dataclass(frozen=True)
+class _Whole:
+  """An attention of which all keys exist, as masks take it to count the keys that a query sees."""
+
+  start: int
+  length: int = 0
+  first_key: int = 0
+
+  def bound(self, last: bool, query: Any) -> Any:
+    raise NotImplementedError
+
+
+@dataclass(frozen=True)
 class AttentionSpec(Problem):
   """A problem with everything that determines its kernels; hashable, without Tensors.
 
   Attributes:
     q_start: position of the first query: an int, an expression of Variables, or None for a Tensor.
     kv_lengths: number of keys: an int, an expression of Variables, or None for a Tensor or if all keys exist.
-    masks: further rules that limit a query to the keys from one to another.
     dropout_p: probability of dropping a weight; 0 unless training.
     block_mod: the mask_mod of the block mask.
     inputs: the Tensors among the arguments other than q, k and v, in the order in which kernels take them.
@@ -54,7 +66,6 @@ class AttentionSpec(Problem):
   q_start: int | UOp | None = 0
   return_lse: bool = False
   kv_lengths: int | UOp | None = None
-  masks: tuple[Range, ...] = ()
   softcap: float | None = None
   score_mod: Mod | None = None
   mask_mod: Mod | None = None
@@ -121,11 +132,13 @@ class AttentionSpec(Problem):
   @property
   def flops(self) -> int:
     """Floating-point operations of the two matrix products, over the pairs of query and key that see each other."""
-    pairs, (left, right) = self.M * self.N, self.window
-    if isinstance(self.q_start, int) and self.window != (None, None):
-      firsts = [0 if left is None else i + self.q_start - left for i in range(self.M)]
-      lasts = [self.N - 1 if right is None else i + self.q_start + right for i in range(self.M)]
-      pairs = sum(max(0, min(b, self.N - 1) - max(a, 0) + 1) for a, b in zip(firsts, lasts, strict=True))
+    pairs = self.M * self.N
+    if isinstance(self.q_start, int) and self.masks:
+      query, at = np.arange(self.M), _Whole(self.q_start)
+      bounds = [(x.first(at, query), x.last(at, query)) for x in self.masks]
+      first = reduce(np.maximum, [x for x, _ in bounds if x is not None], np.zeros_like(query))
+      last = reduce(np.minimum, [x for _, x in bounds if x is not None], np.full_like(query, self.N - 1))
+      pairs = int((last - first + 1).clip(0).sum())
     return 2 * self.B * self.Hq * pairs * (self.Dk + self.Dv)
 
 
@@ -162,7 +175,6 @@ def make_spec(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> Attentio
     return_lse=arguments.return_lse,
     features=arguments.in_use(),
     kv_lengths=known(arguments.kv_lengths),
-    window=window_with_causal(arguments.window, arguments.is_causal),
     masks=arguments.masks(),
     softcap=arguments.softcap,
     score_mod=score_mod,
@@ -189,12 +201,6 @@ def layouts(of_output: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor) -> tupl
   if "q" in found and heads_last(found["q"]):
     found |= dict.fromkeys(("o", "do"), with_heads_last(of_output))
   return tuple(found.items())
-
-
-def window_with_causal(window: tuple[int | None, int | None] | None, is_causal: bool) -> tuple[int | None, int | None]:
-  """Return the window with a causal mask merged into it: a right side of 0."""
-  left, right = window or (None, None)
-  return left, min(0, right or 0) if is_causal else right
 
 
 def _check_operands(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> None:

@@ -224,7 +224,7 @@ def _rules(s: AttentionSpec, arrays: dict[str, Array], values: dict[UOp, int], p
     return arrays[name][tuple(x if n > 1 else slice(0, 1) for x, n in zip(at, arrays[name].shape, strict=False))]
 
   b, heads, rows = part
-  found: dict[str, Any] = {} if s.window == (None, None) else {"window": s.window}
+  found: dict[str, Any] = {name: value for x in s.masks for name, value in x.options().items()}
   start, length = _value(s.q_start, values), _value(s.kv_lengths, values)
   found["q_start"] = (int(arrays["q_start"][b.start]) if start is None else start) + rows.start
   if length is not None:

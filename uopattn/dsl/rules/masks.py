@@ -9,7 +9,7 @@ from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv
 
 from uopattn.dsl.rules.origin import NO_ORIGIN, Origin
-from uopattn.dsl.rules.ranges import Bounds, Lengths, Range, Window
+from uopattn.dsl.rules.ranges import Bounds, Lengths, Range
 from uopattn.dsl.rules.table import Table
 from uopattn.dsl.rules.tile_range import TileRange, full_first
 from uopattn.dsl.scope import clamp, least, sizes
@@ -26,12 +26,10 @@ class Masks:
     heads: query heads per batch element.
     pack_gqa: query heads whose queries are packed as the rows of one head of the kernel, head after head. Row r of
       head h is query r % M of head h * pack_gqa + r // M.
-    window: (left, right). Query i at position p = i + q_start sees key j iff p - left <= j <= p + right; None is no
-      bound. A causal mask has right = 0.
     q_start: position of query 0: an int, a variable, or a (B,) int32 buffer.
     kv_lengths: number of keys that exist, in the same forms; None is N.
     bounds: the first and the last key that each query sees, (M,) int32 both. Neither decreases from query to query.
-    masks: further rules that give each query a range of keys.
+    masks: rules that give each query a range of keys, besides `kv_lengths` and `bounds`.
     mask_mods: (b, h, q_idx, kv_idx) -> bool; False hides the key.
     attn_mask: a buffer that broadcasts to (B, heads, M, N). A bool mask hides keys where False; a float mask is added.
     tile_lists: the tiles of keys that each block of queries processes, full tiles first, (B or 1, heads or 1, blocks,
@@ -44,7 +42,6 @@ class Masks:
   N: int
   heads: int = 1
   pack_gqa: int = 1
-  window: tuple[int | None, int | None] = (None, None)
   q_start: int | UOp = 0
   kv_lengths: int | UOp | None = None
   bounds: tuple[UOp, UOp] | None = None
@@ -57,15 +54,14 @@ class Masks:
   @functools.cached_property
   def ranges(self) -> tuple[Range, ...]:
     """All rules that give each query a range of keys."""
-    found: list[Range] = [] if self.window == (None, None) else [Window(*self.window)]
-    found += [] if self.kv_lengths is None else [Lengths()]
-    found += [] if self.bounds is None else [Bounds(*self.bounds)]
-    return (*found, *self.masks)
+    found: list[Range] = [] if self.kv_lengths is None else [Lengths()]
+    found += [] if self.bounds is None else [Bounds()]
+    return (*self.masks, *found)
 
   @property
   def longest_last(self) -> bool:
     """Whether later queries see more keys than earlier ones, as under a causal mask."""
-    return self.window[1] is not None and self.window[0] is None
+    return any(x.longest_last for x in self.masks)
 
   @property
   def _adds(self) -> bool:
@@ -202,9 +198,15 @@ class HeadMasks:
     """Bounds on the first key that a query sees, besides 0."""
     return _known(rule.first(self, query) for rule in self.rules.ranges)
 
-  def bound(self, bounds: UOp, query: UOp) -> UOp:
-    """The element of a (M,) buffer for a query; past the last query, the last element."""
-    return bounds[query.minimum(self.rules.M - 1)].load().cast(dtypes.weakint)
+  def bound(self, last: bool, query: UOp) -> UOp:
+    """The first or the last key of a query by `Masks.bounds`; past the last query, that of the last one."""
+    assert self.rules.bounds is not None
+    return self.rules.bounds[last][query.minimum(self.rules.M - 1)].load().cast(dtypes.weakint)
+
+  @property
+  def first_key(self) -> int | UOp:
+    """The number of key 0 in the whole; see `Origin`."""
+    return self.rules.origin.first[3]
 
   @property
   def start(self) -> UOp:

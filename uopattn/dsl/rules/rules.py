@@ -59,9 +59,9 @@ class Rules(Masks):
 
   @property
   def name(self) -> str:
-    """Suffix of a kernel's name: "_causal", "_window" or nothing, then "_paged" or nothing."""
-    window = "" if self.window == (None, None) else "_causal" if self.window == (None, 0) else "_window"
-    return window if self.pages is None else f"{window}_paged"
+    """Suffix of a kernel's name: of its masks, such as "_causal", then "_paged" or nothing."""
+    masks = "".join(x.name for x in self.masks)
+    return masks if self.pages is None else f"{masks}_paged"
 
   @property
   def moves(self) -> bool:
