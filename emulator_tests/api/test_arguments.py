@@ -14,11 +14,10 @@ from helpers import check, dispatch_among, qkv
 from tinygrad import Tensor, UOp, dtypes
 
 from uopattn import BlockMask, KVCache, attention, attention_paged, attention_varlen, flash, merge_states
-from uopattn.api.options import AttentionOptions
 from uopattn.mods import causal, dilated, document, sliding_window
 from uopattn.plan.dispatch import backward_schedules, every_schedule, forward_schedules
 from uopattn.runtime.log import log_once
-from uopattn.spec.arguments import ARGUMENTS, Arguments
+from uopattn.spec.arguments import ARGUMENTS, Arguments, AttentionOptions
 
 
 def tensor(*shape: int, dtype=dtypes.float32, device: str | None = None) -> Tensor:

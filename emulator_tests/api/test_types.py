@@ -8,6 +8,7 @@ import pytest
 from tinygrad import Tensor
 
 from uopattn import KVCache, attention, attention_paged, attention_varlen, merge_states
+from uopattn.spec.arguments import ARGUMENTS
 
 Pair = tuple[Tensor, Tensor]
 
@@ -27,16 +28,27 @@ def of_results(x: Tensor, cache: KVCache, flag: bool) -> None:
 
 
 @pytest.mark.parametrize("function", [attention, attention_varlen, attention_paged, KVCache.attend])
-def test_overloads_name_all_arguments(function: Callable[..., Any]) -> None:
-  """And none that is not one, with their types."""
-  hints = get_type_hints(function)
+def test_overloads_are_those_of_the_function(function: Callable[..., Any]) -> None:
+  """They differ in the result alone; the options are arguments that there are, and are documented."""
+  hints, parameters = get_type_hints(function), inspect.signature(function).parameters
+  accepted = hints["options"].__args__[0]
+  assert set(accepted.__annotations__) <= {*ARGUMENTS, "backend"}
+  assert [
+    name for name in (*accepted.__annotations__, *parameters) if name not in f"options self {function.__doc__}"
+  ] == []
   for overload in get_overloads(function):
-    own = get_type_hints(overload)
-    options = get_type_hints(own.pop("options").__args__[0])
-    assert not own.keys() & options.keys()
-    assert sorted(own | options) == sorted(hints)
+    own, given = get_type_hints(overload), inspect.signature(overload).parameters
+    assert own.keys() == hints.keys()
+    assert list(given) == list(parameters)
     for name in hints.keys() - {"return", "return_lse"}:
-      assert (own | options)[name] == hints[name], name
-    given = inspect.signature(overload).parameters
-    for name in given.keys() - {"options", "return_lse"}:
-      assert given[name].default == inspect.signature(function).parameters[name].default
+      assert own[name] == hints[name], name
+      assert given[name].default == parameters[name].default
+
+
+@pytest.mark.parametrize("name", ["sacle", "attn_masks"])
+def test_an_unknown_option_is_named_with_those_that_there_are(name: str) -> None:
+  x = Tensor.ones(1, 1, 4, 4)
+  with pytest.raises(
+    TypeError, match=rf"attention\(\) got an unexpected keyword argument '{name}'; accepted are .*scale"
+  ):
+    attention(x, x, x, **{name: 0.5})  # type: ignore[call-overload]

@@ -9,15 +9,13 @@ from tinygrad.dtype import DType
 from tinygrad.helpers import TRAINING
 
 from uopattn.api.broadcast import check_axes, with_four_axes
-from uopattn.api.options import AttentionOptions
 from uopattn.api.symbolic import with_known_sizes
 from uopattn.api.tinygrads import by_tinygrad
 from uopattn.dsl.random import draw_seed
 from uopattn.plan.dispatch import NoKernel
 from uopattn.plan.division import Division, division_of
 from uopattn.runtime.log import log_once
-from uopattn.spec.arguments import Arguments, check_dropout
-from uopattn.spec.block_mask import BlockMask
+from uopattn.spec.arguments import Arguments, AttentionOptions, check_dropout
 from uopattn.spec.expanded import distinct_heads
 from uopattn.spec.spec import BACKENDS, AttentionSpec, make_spec
 from uopattn.spec.tensors import operands, promoted
@@ -73,22 +71,8 @@ def attention(
   dropout_p: float = 0.0,
   is_causal: bool = False,
   *,
-  scale: float | None = None,
-  enable_gqa: bool = False,
-  window: tuple[int | None, int | None] | None = None,
-  softcap: float | None = None,
-  q_start: int | UOp | Tensor = 0,
-  kv_lengths: int | UOp | Tensor | None = None,
-  sinks: Tensor | None = None,
-  score_mod: Callable[..., Any] | None = None,
-  mask_mod: Callable[..., Any] | None = None,
-  aux: tuple[Tensor, ...] = (),
-  block_mask: BlockMask | None = None,
-  q_scale: float | Tensor | None = None,
-  k_scale: float | Tensor | None = None,
-  v_scale: float | Tensor | None = None,
   return_lse: bool = False,
-  backend: str = "auto",
+  **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
   """Compute softmax(scale * q k^T) v without storing the scores.
 
@@ -171,26 +155,8 @@ def attention(
     >>> attention(q, k, Tensor([[[1.0], [3.0], [5.0]]]), is_causal=True).tolist()
     [[[1.0], [2.0], [3.0]]]
   """
-  arguments = Arguments(
-    attn_mask=attn_mask,
-    dropout_p=dropout_p,
-    is_causal=is_causal,
-    scale=scale,
-    enable_gqa=enable_gqa,
-    window=window,
-    softcap=softcap,
-    q_start=q_start,
-    kv_lengths=kv_lengths,
-    sinks=sinks,
-    score_mod=score_mod,
-    mask_mod=mask_mod,
-    aux=aux,
-    block_mask=block_mask,
-    q_scale=q_scale,
-    k_scale=k_scale,
-    v_scale=v_scale,
-    return_lse=return_lse,
-  )
+  backend, own = options.pop("backend", "auto"), {"dropout_p": dropout_p, "is_causal": is_causal}
+  arguments = Arguments.of("attention", AttentionOptions, options, attn_mask=attn_mask, return_lse=return_lse, **own)
   check_backend(backend)
   try:
     call = Call.of(q, k, v, arguments)

@@ -1,19 +1,16 @@
 """`KVCache`: a decoder's keys and values, written in place step by step."""
 
-from collections.abc import Callable
 from math import inf, nan
-from typing import Any, Literal, Unpack, cast, overload
+from typing import Literal, Unpack, cast, overload
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
 from uopattn.api.attention import attend
-from uopattn.api.options import CacheOptions
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.quantized import FRACTION, LARGEST, QUANTIZED_DTYPES
 from uopattn.dsl.schedule import DTYPES_16_32
-from uopattn.spec.arguments import Arguments, check_place
-from uopattn.spec.block_mask import BlockMask
+from uopattn.spec.arguments import Arguments, CacheOptions, check_place
 from uopattn.spec.shards import Devices, joined, part_of
 from uopattn.spec.tensors import batched, check_tensor, dtype_name, placed
 
@@ -192,21 +189,8 @@ class KVCache:
     q: Tensor,
     start: int | UOp,
     *,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = True,
-    scale: float | None = None,
-    enable_gqa: bool = True,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    kv_lengths: int | UOp | Tensor | None = None,
-    sinks: Tensor | None = None,
-    score_mod: Callable[..., Any] | None = None,
-    mask_mod: Callable[..., Any] | None = None,
-    aux: tuple[Tensor, ...] = (),
-    block_mask: BlockMask | None = None,
     return_lse: bool = False,
-    backend: str = "auto",
+    **options: Unpack[CacheOptions],
   ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention of M queries, from position `start` on, over all keys up to the last query.
 
@@ -237,24 +221,12 @@ class KVCache:
     q = placed(check_tensor("q", q), self._device, self._weak)
     M = sizes(batched("q", q))[2]
     self._check(start, M)
-    arguments = Arguments(
-      attn_mask=attn_mask,
-      dropout_p=dropout_p,
-      is_causal=is_causal,
-      scale=scale,
-      enable_gqa=enable_gqa,
-      window=window,
-      softcap=softcap,
-      q_start=start,
-      kv_lengths=start + M if kv_lengths is None else kv_lengths,
-      sinks=sinks,
-      score_mod=score_mod,
-      mask_mod=mask_mod,
-      aux=aux,
-      block_mask=block_mask,
-      return_lse=return_lse,
-      scales=None if self.k_scale is None or self.v_scale is None else (self.k_scale, self.v_scale),
-    )
+    backend, kv_lengths = options.pop("backend", "auto"), options.pop("kv_lengths", None)
+    own = {"q_start": start, "kv_lengths": start + M if kv_lengths is None else kv_lengths, "return_lse": return_lse}
+    if self.k_scale is not None and self.v_scale is not None:
+      own["scales"] = self.k_scale, self.v_scale
+    given = {"is_causal": True, "enable_gqa": True, **options}
+    arguments = Arguments.of("KVCache.attend", CacheOptions, given, **own)
     return attend(q, self.k, self.v, arguments, backend)
 
   @property

@@ -1,6 +1,5 @@
 """`attention_paged`: attention over a paged KV cache."""
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from tinygrad import Tensor, UOp, dtypes
@@ -8,9 +7,8 @@ from tinygrad.engine.realize import capturing
 from tinygrad.uop.ops import Ops, sym_infer
 
 from uopattn.api.attention import attend
-from uopattn.api.options import PagedOptions
 from uopattn.dsl import sizes
-from uopattn.spec.arguments import Arguments, check_place
+from uopattn.spec.arguments import Arguments, PagedOptions, check_place
 from uopattn.spec.tensors import check_tensor, dtype_name, operands, placed
 
 if TYPE_CHECKING:  # numpy takes a while to import
@@ -63,21 +61,8 @@ def attention_paged(
   page_table: Tensor,
   kv_lengths: int | UOp | Tensor,
   *,
-  is_causal: bool = False,
-  scale: float | None = None,
-  enable_gqa: bool = False,
-  window: tuple[int | None, int | None] | None = None,
-  softcap: float | None = None,
-  q_start: int | UOp | Tensor = 0,
-  sinks: Tensor | None = None,
-  score_mod: Callable[..., Any] | None = None,
-  mask_mod: Callable[..., Any] | None = None,
-  aux: tuple[Tensor, ...] = (),
-  q_scale: float | Tensor | None = None,
-  k_scale: float | Tensor | None = None,
-  v_scale: float | Tensor | None = None,
   return_lse: bool = False,
-  backend: str = "auto",
+  **options: Unpack[PagedOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
   """Compute attention over keys and values in pages (PagedAttention, Kwon et al., 2023), which are read in place.
 
@@ -133,24 +118,8 @@ def attention_paged(
   if P == 0:  # a page that no id names stands in for the memory that a kernel needs
     k_pages, v_pages = (x.pad(((0, 1), None, None, None)) for x in (k_pages, v_pages))
     page_table, P = page_table.full_like(1), 1
-  arguments = Arguments(
-    is_causal=is_causal,
-    scale=scale,
-    enable_gqa=enable_gqa,
-    window=window,
-    softcap=softcap,
-    q_start=q_start,
-    kv_lengths=kv_lengths,
-    sinks=sinks,
-    score_mod=score_mod,
-    mask_mod=mask_mod,
-    aux=aux,
-    q_scale=q_scale,
-    k_scale=k_scale,
-    v_scale=v_scale,
-    return_lse=return_lse,
-    page_table=_as_int(page_table, P),
-  )
+  backend, own = options.pop("backend", "auto"), {"kv_lengths": kv_lengths, "page_table": _as_int(page_table, P)}
+  arguments = Arguments.of("attention_paged", PagedOptions, options, return_lse=return_lse, **own)
   return attend(q, k_pages, v_pages, arguments, backend)
 
 

@@ -8,11 +8,10 @@ from typing import Any, Literal, Unpack, cast, overload
 from tinygrad import Tensor, dtypes
 
 from uopattn.api.attention import attend
-from uopattn.api.options import VarlenOptions
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.masks import FAR
 from uopattn.dsl.rules.ranges import Range
-from uopattn.spec.arguments import Arguments
+from uopattn.spec.arguments import Arguments, VarlenOptions
 from uopattn.spec.shards import Devices
 from uopattn.spec.spec import make_spec
 from uopattn.spec.tensors import as_int, check_tensor, described, dtype_name, near, operands, placed, promoted
@@ -66,21 +65,8 @@ def attention_varlen(
   cu_seqlens_q: Offsets,
   cu_seqlens_k: Offsets,
   *,
-  is_causal: bool = False,
-  scale: float | None = None,
-  enable_gqa: bool = False,
-  window: tuple[int | None, int | None] | None = None,
-  softcap: float | None = None,
-  q_start: int | Tensor = 0,
-  sinks: Tensor | None = None,
-  score_mod: Callable[..., Any] | None = None,
-  mask_mod: Callable[..., Any] | None = None,
-  aux: tuple[Tensor, ...] = (),
-  q_scale: float | Tensor | None = None,
-  k_scale: float | Tensor | None = None,
-  v_scale: float | Tensor | None = None,
   return_lse: bool = False,
-  backend: str = "auto",
+  **options: Unpack[VarlenOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
   """Compute attention within each of S sequences that are packed one after another, without padding.
 
@@ -126,21 +112,8 @@ def attention_varlen(
   _check_packed(q, k, v)
   q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # heads first
   M, N, device = sizes(q)[1], sizes(k)[1], cast(Devices, q.device)
-  given = Arguments(
-    is_causal=is_causal,
-    scale=scale,
-    enable_gqa=enable_gqa,
-    window=window,
-    softcap=softcap,
-    sinks=sinks,
-    score_mod=score_mod,
-    mask_mod=mask_mod,
-    aux=aux,
-    q_scale=q_scale,
-    k_scale=k_scale,
-    v_scale=v_scale,
-    return_lse=return_lse,
-  )
+  backend, q_start = options.pop("backend", "auto"), options.pop("q_start", 0)
+  given = Arguments.of("attention_varlen", VarlenOptions, options, return_lse=return_lse)
   given = given.settled(device)
   # Checks everything but the offsets: checking those relies on q, k and v.
   one_q, one_k, one_v = (x.unsqueeze(0) for x in promoted(q, k, v)[:3])
@@ -154,6 +127,7 @@ def attention_varlen(
     return (out.transpose(0, 1), lse) if return_lse else out.transpose(0, 1)
   bounds = key_bounds(ends_q, ends_k, M, N, given.masks(), starts)
   arguments = replace(given.without_masks(), bounds=bounds, return_lse=True)
+  score_mod, mask_mod = given.score_mod, given.mask_mod
   if score_mod is not None or mask_mod is not None:
     aux = (*given.aux, *_sequences(ends_q, ends_k, M, N))
     arguments = replace(arguments, score_mod=_of_sequences(score_mod, 1), mask_mod=_of_sequences(mask_mod, 0), aux=aux)

@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypedDict, cast
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
@@ -279,6 +279,24 @@ class Arguments:
   aux: tuple[Tensor, ...] = argument((), check=check_aux, feature="", tensors=list, has_gradient=True)
   block_mask: BlockMask | None = argument(check=check_block_mask, tensors=lambda x: list(x.aux))
 
+  @classmethod
+  def of(cls, function: str, accepted: type, options: Any, **own: Any) -> "Arguments":
+    """Return the arguments of a call.
+
+    Args:
+      function: its name.
+      accepted: a class of options below.
+      options: what was given of them, but for backend.
+      own: the arguments that have a parameter of their own.
+
+    Raises:
+      TypeError: an option is none of those accepted.
+    """
+    if unknown := [name for name in options if name not in accepted.__annotations__]:
+      names = ", ".join(sorted(accepted.__annotations__))
+      raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}; accepted are {names}")
+    return cls(**own, **options)
+
   def check(self, sizes: Sizes, device: object) -> None:
     """Raise TypeError or ValueError if an argument does not fit the sizes, or a Tensor is not on the device."""
     for name, declared, value in self.given:
@@ -339,3 +357,57 @@ class Arguments:
 
 ARGUMENTS: dict[str, Argument] = {x.name: x.metadata["argument"] for x in fields(Arguments)}
 NO_ARGUMENTS = Arguments()
+
+
+class Options(TypedDict, total=False):
+  """Keyword arguments that all public attention functions share."""
+
+  scale: float | None
+  enable_gqa: bool
+  window: tuple[int | None, int | None] | None
+  softcap: float | None
+  sinks: Tensor | None
+  score_mod: Callable[..., Any] | None
+  mask_mod: Callable[..., Any] | None
+  aux: tuple[Tensor, ...]
+  backend: str
+
+
+class ScaledOptions(Options, total=False):
+  """Additional keyword arguments of the functions that take keys and values with scales per head."""
+
+  q_scale: float | Tensor | None
+  k_scale: float | Tensor | None
+  v_scale: float | Tensor | None
+
+
+class AttentionOptions(ScaledOptions, total=False):
+  """Additional keyword arguments of `attention`."""
+
+  q_start: int | UOp | Tensor
+  kv_lengths: int | UOp | Tensor | None
+  block_mask: BlockMask | None
+
+
+class VarlenOptions(ScaledOptions, total=False):
+  """Additional keyword arguments of `attention_varlen`."""
+
+  is_causal: bool
+  q_start: int | Tensor
+
+
+class PagedOptions(ScaledOptions, total=False):
+  """Additional keyword arguments of `attention_paged`."""
+
+  is_causal: bool
+  q_start: int | UOp | Tensor
+
+
+class CacheOptions(Options, total=False):
+  """Additional keyword arguments of `KVCache.attend`."""
+
+  attn_mask: Tensor | None
+  dropout_p: float
+  is_causal: bool
+  kv_lengths: int | UOp | Tensor | None
+  block_mask: BlockMask | None
