@@ -222,13 +222,9 @@ class KVCache:
     M = sizes(batched("q", q))[2]
     self._check(start, M)
     backend, kv_lengths = options.pop("backend", "auto"), options.pop("kv_lengths", None)
-    own: dict[str, Any] = {
-      "q_start": start,
-      "kv_lengths": start + M if kv_lengths is None else kv_lengths,
-      "return_lse": return_lse,
-    }
-    if self.k_scale is not None and self.v_scale is not None:
-      own["scales"] = self.k_scale, self.v_scale
+    lengths = start + M if kv_lengths is None else kv_lengths
+    scales = None if self.k_scale is None or self.v_scale is None else (self.k_scale, self.v_scale)
+    own = {"q_start": start, "kv_lengths": lengths, "scales": scales, "return_lse": return_lse}
     given = {"is_causal": True, "enable_gqa": True, **options}
     arguments = Arguments.of("KVCache.attend", CacheOptions, given, **own)
     return attend(q, self.k, self.v, arguments, backend)
