@@ -12,9 +12,9 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.helpers import ceildiv
 from tinygrad.uop.ops import KernelInfo
 
+from uopattn.dsl.rules.masks import Table
 from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.rules.rules import Rules
-from uopattn.dsl.rules.table import Table
 from uopattn.proof.oracle import Array
 from uopattn.spec.trace import trace_mod
 

@@ -18,8 +18,8 @@ from uopattn.dsl.cpu import amx
 from uopattn.dsl.instruction_set import BY_TEXT, INSTRUCTIONS
 from uopattn.dsl.nvidia import wgmma
 from uopattn.emulator import alu
+from uopattn.emulator.describe import instruction_of
 from uopattn.emulator.instructions import MEANINGS
-from uopattn.emulator.known import instruction_of
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal(128).astype(np.float32)

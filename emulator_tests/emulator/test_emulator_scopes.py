@@ -15,8 +15,8 @@ from tinygrad.uop.ops import KernelInfo, Ops
 from uopattn import emulator
 from uopattn.emulator.scopes import check_scopes
 from uopattn.runtime.amd import InstructionRenderer, extended
+from uopattn.runtime.cpu import AlignedRenderer
 from uopattn.runtime.cuda import SharedRenderer
-from uopattn.runtime.renderer import AlignedRenderer
 
 MISPLACED = r"kernel shared: \(range100\*7\) is computed in loop 102, in loop 100, and used in loop 103, in loop 100"
 

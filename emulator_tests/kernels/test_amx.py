@@ -28,7 +28,7 @@ from uopattn.plan.dispatch import dispatch, dispatch_backward
 from uopattn.plan.target import target_of
 from uopattn.proof.gate import numpy
 from uopattn.proof.oracle import Array
-from uopattn.runtime import amx
+from uopattn.runtime import cpu
 from uopattn.spec.spec import AttentionSpec
 
 XEON = "x86_64,sapphirerapids,prefer-vector-width=512"
@@ -251,35 +251,35 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
       return 0
 
   monkeypatch.delenv("UOPATTN_AMX", raising=False)
-  monkeypatch.setattr(amx, "cpu_info", lambda: {"flags": "sse2 amx_tile amx_bf16"})
-  monkeypatch.setattr(amx.sys, "platform", "linux")
-  monkeypatch.setattr(amx.platform, "machine", lambda: "x86_64")
+  monkeypatch.setattr(cpu, "cpu_info", lambda: {"flags": "sse2 amx_tile amx_bf16"})
+  monkeypatch.setattr(cpu.sys, "platform", "linux")
+  monkeypatch.setattr(cpu.platform, "machine", lambda: "x86_64")
   monkeypatch.setattr(ctypes, "CDLL", lambda name: System())
-  amx._permitted.cache_clear()
+  cpu._permitted.cache_clear()
   yield calls
-  amx._permitted.cache_clear()
+  cpu._permitted.cache_clear()
 
 
 def test_permission_is_asked_for_once(asked: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setenv("UOPATTN_AMX", "0")
-  assert not amx.may_use_tiles()
+  assert not cpu.may_use_tiles()
   assert asked == []
   monkeypatch.delenv("UOPATTN_AMX")
-  assert amx.may_use_tiles()
-  assert amx.may_use_tiles()
+  assert cpu.may_use_tiles()
+  assert cpu.may_use_tiles()
   assert len(asked) == 1
 
 
 @pytest.mark.parametrize("missing", ["flag", "system", "machine", "permission"])
 def test_no_permission(missing: str, asked: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
   change: dict[str, tuple[Any, str, Any]] = {
-    "flag": (amx, "cpu_info", lambda: {"flags": "sse2 amx_tile"}),
-    "system": (amx.sys, "platform", "darwin"),
-    "machine": (amx.platform, "machine", lambda: "arm64"),
+    "flag": (cpu, "cpu_info", lambda: {"flags": "sse2 amx_tile"}),
+    "system": (cpu.sys, "platform", "darwin"),
+    "machine": (cpu.platform, "machine", lambda: "arm64"),
     "permission": (ctypes, "CDLL", lambda name: type("System", (), {"syscall": lambda self, *given: -1})()),
   }
   monkeypatch.setattr(*change[missing])
-  assert not amx.may_use_tiles()
+  assert not cpu.may_use_tiles()
 
 
 @pytest.mark.each("dtype", "is_causal")

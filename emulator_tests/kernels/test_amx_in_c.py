@@ -20,8 +20,8 @@ from tinygrad.uop.ops import UOp
 from uopattn.kernels import amx_backward, amx_forward
 from uopattn.plan import dispatch, gradient
 from uopattn.runtime import threads
+from uopattn.runtime.cpu import AlignedRenderer
 from uopattn.runtime.prepare import compiled
-from uopattn.runtime.renderer import AlignedRenderer
 
 # Local to the kernel, as tinygrad's loader has no static data.
 TILES = ") {\n  typedef unsigned char tile[16][64]; __attribute__((aligned(64))) tile tiles[8];\n"
@@ -41,7 +41,7 @@ WORDS = """
     s[j] += NUMBER(a, i, k) * NUMBER(b, k / 2, 2 * j + k % 2); \\
   __builtin_memcpy(tiles[c][i], s, 64); }
 """
-NEEDED = {"avx512f", "avx512dq", "avx512bw", "avx512vl"}
+AMX_FLAGS = {"avx512f", "avx512dq", "avx512bw", "avx512vl"}
 
 
 class InC(AlignedRenderer):
@@ -54,7 +54,7 @@ class InC(AlignedRenderer):
 @pytest.fixture
 def tiles_in_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
   info = Path("/proc/cpuinfo")
-  if not info.exists() or not set(info.read_text().split()) >= NEEDED:
+  if not info.exists() or not set(info.read_text().split()) >= AMX_FLAGS:
     pytest.skip("this machine has no AVX-512")
   target = replace(Device["CPU"].renderer.target, arch="x86_64,native,prefer-vector-width=512")
   monkeypatch.setattr(threads, "kernel_renderer", lambda device: InC(target))

@@ -17,7 +17,7 @@ from uopattn.dsl.cpu.register_blocks import register_blocks
 from uopattn.dsl.rules.ranges import Window
 from uopattn.plan.dispatch import dispatch, dispatch_backward
 from uopattn.runtime.clang import clang_version, find_clang
-from uopattn.runtime.renderer import AlignedRenderer
+from uopattn.runtime.cpu import AlignedRenderer
 from uopattn.spec.spec import AttentionSpec
 
 

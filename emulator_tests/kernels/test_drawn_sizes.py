@@ -26,8 +26,8 @@ from uopattn.plan.dispatch import NoKernel, delta_launch, dispatch, dispatch_bac
 from uopattn.plan.launch import Launch
 from uopattn.runtime.amd import extended
 from uopattn.runtime.clang import find_clang
+from uopattn.runtime.cpu import AlignedRenderer
 from uopattn.runtime.cuda import SharedRenderer
-from uopattn.runtime.renderer import AlignedRenderer
 from uopattn.spec.arguments import Arguments
 from uopattn.spec.spec import AttentionSpec, make_spec
 

@@ -17,7 +17,7 @@ from tinygrad.dtype import DType
 from uopattn.dsl.target import VectorUnit
 from uopattn.plan.target import target_of
 from uopattn.runtime import machine
-from uopattn.runtime.renderer import kernel_renderer
+from uopattn.runtime.cpu import kernel_renderer
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="these are x86-64 machines")
 

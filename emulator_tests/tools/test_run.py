@@ -19,8 +19,8 @@ from uopattn.kernels import cpu_forward
 from uopattn.measure import run
 from uopattn.measure.run import Config, Usage, parse
 from uopattn.runtime import clang as toolchain
+from uopattn.runtime.cpu import vector_unit
 from uopattn.runtime.prepare import compiled
-from uopattn.runtime.vector_unit import vector_unit
 
 
 def program(module: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from tinygrad import Tensor, dtypes
 
 from uopattn.dsl.schedule import DTYPES
-from uopattn.plan.merged import merged
+from uopattn.plan.reference import merged
 from uopattn.spec.tensors import check_tensor, described, dtype_name, operands, placed
 
 

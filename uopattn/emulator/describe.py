@@ -1,9 +1,13 @@
 """Text of a kernel's line for errors: the UOp with its buffer and index expression."""
 
+from functools import cache
+
 from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import GroupOp, Ops, UOp
 
-from .known import instruction_of
+from uopattn.dsl.cpu import amx
+from uopattn.dsl.instruction_set import BY_TEXT, Instruction
+from uopattn.dsl.nvidia import wgmma
 
 SYMBOLS = {
   Ops.ADD: "+", Ops.SUB: "-", Ops.MUL: "*", Ops.CDIV: "/", Ops.CMOD: "%", Ops.SHL: "<<", Ops.SHR: ">>", Ops.AND: "&",
@@ -12,6 +16,12 @@ SYMBOLS = {
 SPACES = {AddrSpace.GLOBAL: "argument", AddrSpace.LOCAL: "LDS", AddrSpace.REG: "registers"}
 LEAVES = (Ops.PARAM, Ops.BUFFER, Ops.RANGE, Ops.SPECIAL)
 DEEPEST = 8
+
+
+@cache
+def instruction_of(text: str) -> Instruction | None:
+  """Return the DSL's instruction with this text in any dialect, or None."""
+  return BY_TEXT.get(text) or amx.BY_TEXT.get(text) or wgmma.find(text)
 
 
 def expression(u: UOp, depth: int = 0) -> str:

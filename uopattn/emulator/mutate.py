@@ -12,8 +12,8 @@ from tinygrad.uop.ops import Ops, UOp
 
 from uopattn.dsl.instructions import is_wave_fence
 
+from .describe import instruction_of
 from .errors import KernelError
-from .known import instruction_of
 
 if TYPE_CHECKING:
   from .program import Program

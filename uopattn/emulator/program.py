@@ -17,10 +17,9 @@ from tinygrad.uop.ops import GroupOp, Ops, UOp
 from uopattn.dsl.instructions import STATEMENT_SLOT, is_wave_fence
 
 from . import alu, contraction, wmma
-from .describe import describe
+from .describe import describe, instruction_of
 from .errors import Divergence, UnknownInstruction
 from .instructions import MEANINGS, NOTHING, TYPES
-from .known import instruction_of
 from .lanes import Run, buffer_of
 from .memory import LDS, Pointer
 from .scopes import check_scopes

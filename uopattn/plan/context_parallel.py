@@ -25,8 +25,7 @@ from uopattn.plan.dispatch import launch_on
 from uopattn.plan.forward import forward
 from uopattn.plan.gradient import Residuals, backward_launches, by_kernels, by_reference, laid_out, of_inputs
 from uopattn.plan.launch import Launch
-from uopattn.plan.merged import merged
-from uopattn.plan.reference import reference
+from uopattn.plan.reference import merged, reference
 from uopattn.plan.sharded import Sharded, axes_of, differentiable_of, part_spec
 from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import Arguments, four_axes

@@ -1,7 +1,9 @@
 """Attention in plain tinygrad ops, with every argument: the fallback for kernels. It stores the scores."""
 
 import math
+from collections.abc import Sequence
 from functools import reduce
+from math import inf
 
 from tinygrad import Tensor, UOp, dtypes
 
@@ -124,7 +126,7 @@ class _Head:
 
 
 class Lookup:
-  """A Tensor that mods index as kernels index a `uopattn.dsl.rules.table.Table`: out of bounds it reads 0."""
+  """A Tensor that mods index as kernels index a `uopattn.dsl.rules.masks.Table`: out of bounds it reads 0."""
 
   def __init__(self, tensor: Tensor):
     self.tensor, self.shape, self.ndim, self.dtype = tensor, sizes(tensor), tensor.ndim, tensor.dtype
@@ -189,3 +191,21 @@ def _bool(seen: Tensor | bool) -> Tensor:
 
 def _per_batch(x: int | UOp | Tensor) -> Tensor:
   return x.clip(-FAR, FAR).reshape(-1, 1, 1, 1) if isinstance(x, Tensor) else Tensor(x)
+
+
+def merged(outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+  """Return the output and the LSE over all parts; see `uopattn.merge_states`.
+
+  Args:
+    sinks: (H,) logits that join the sum of exponentials once.
+  """
+  highest = reduce(Tensor.maximum, lses if sinks is None else [*lses, sinks.reshape(1, -1, 1)])
+  shift = highest.eq(-inf).where(0, highest)  # -inf - -inf is NaN
+  weights = [(lse - shift).exp() for lse in lses]
+  total = reduce(Tensor.add, weights)
+  total = total if sinks is None else total + (sinks.reshape(1, -1, 1) - shift).exp()
+  nothing = total.eq(0)
+  total = nothing.where(1, total)
+  shares = ((weight / total).unsqueeze(-1) for weight in weights)
+  parts = [share * share.eq(0).where(0, out.float()) for share, out in zip(shares, outs, strict=True)]
+  return reduce(Tensor.add, parts).cast(outs[0].dtype), nothing.where(-inf, shift + total.log())

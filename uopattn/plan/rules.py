@@ -7,9 +7,9 @@ from tinygrad import UOp
 from tinygrad.dtype import DType
 
 from uopattn.dsl.rules.head_view import Pages, Scales
+from uopattn.dsl.rules.masks import Table
 from uopattn.dsl.rules.quantized import unit
 from uopattn.dsl.rules.rules import Rules
-from uopattn.dsl.rules.table import Table
 from uopattn.spec.spec import AttentionSpec
 
 

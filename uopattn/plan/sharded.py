@@ -11,7 +11,7 @@ from typing import Any
 from tinygrad import Tensor, UOp
 
 from uopattn.dsl import sizes
-from uopattn.dsl.rules.origin import NO_ORIGIN, Origin
+from uopattn.dsl.rules.masks import NO_ORIGIN, Origin
 from uopattn.plan.dispatch import launch_on
 from uopattn.plan.forward import forward
 from uopattn.plan.gradient import Residuals, differentiable, gradients_of, laid_out

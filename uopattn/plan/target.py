@@ -8,11 +8,9 @@ from tinygrad.renderer.cstyle import ClangRenderer, CUDARenderer
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 
 from uopattn.dsl.target import Target, VectorUnit
-from uopattn.runtime.amx import may_use_tiles
 from uopattn.runtime.clang import find_clang
+from uopattn.runtime.cpu import kernel_renderer, may_use_tiles, vector_unit
 from uopattn.runtime.machine import multiprocessors, thread_count
-from uopattn.runtime.renderer import kernel_renderer
-from uopattn.runtime.vector_unit import vector_unit
 
 DEVICES = ("CPU", "AMD", "NV", "CUDA", "CL", "METAL", "QCOM", "WEBGPU", "PYTHON", "EMU")
 RUNTIMES = {"NV": "CUDA"}  # devices that run the kernels of another device

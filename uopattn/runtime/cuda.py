@@ -6,7 +6,7 @@ finishes in every process, adding 0.1 to 0.4 s to a first call. The program's ru
 runtime cache; all other programs keep tinygrad's runtime.
 
 Two devices of tinygrad run CUDA kernels: CUDA, through the CUDA driver's library, and NV, which gives commands to the
-GPU by itself (`uopattn.runtime.nv`).
+GPU by itself (`with_shared_memory`).
 """
 
 import re
@@ -20,10 +20,11 @@ from tinygrad.engine.realize import runtime_cache
 from tinygrad.helpers import DEBUG, Target, round_up
 from tinygrad.renderer import Estimates
 from tinygrad.renderer.cstyle import CUDARenderer, NVCCRenderer
+from tinygrad.runtime.autogen import libc
+from tinygrad.runtime.support.elf import elf_loader
 from tinygrad.uop.ops import Ops
 
 from uopattn.emulator.scopes import check_scopes
-from uopattn.runtime.nv import with_shared_memory
 from uopattn.runtime.program_cache import finished
 
 ALIGN, SMALL = 1024, 128  # bytes: the period of the widest swizzle of shared memory; alignment of a tensor map
@@ -112,3 +113,27 @@ def loaded(elf: TinyELF, gpu: Any, shared: int) -> Program[Any]:
   from tinygrad.runtime.ops_cuda import CUDAProgram
 
   return CUDAProgram(gpu, elf, smem=shared)
+
+
+def with_shared_memory(cubin: bytes, name: str, size: int) -> bytes:
+  """Return a cubin that says how much shared memory its kernel uses, as NV needs it.
+
+  A launch by NV has as much shared memory as the header of the cubin's section `.nv.shared.NAME` says, and nothing else
+  can raise that. For dynamic shared memory the compiler counts nothing in this header, so we do.
+
+  The section has no contents, so nothing moves. A kernel that does not use shared memory has no such section; its cubin
+  stays as it is.
+
+  Args:
+    cubin: an ELF file, from nvcc or NVRTC.
+    name: the kernel, which has no static shared memory.
+    size: bytes of dynamic shared memory. tinygrad's runtime adds the 1 KiB per workgroup that the system reserves. From
+      sm_90 on the compiler counts that KiB in the header too, since the kernel's addresses begin behind it; up to sm_89
+      they begin at 0. So the size written here is right for both.
+  """
+  changed = bytearray(cubin)
+  headers = libc.Elf64_Ehdr.from_buffer_copy(cubin).e_shoff
+  for i, section in enumerate(elf_loader(cubin)[1]):
+    if section.name == f".nv.shared.{name}":
+      libc.Elf64_Shdr.from_buffer(changed, headers + i * libc.Elf64_Shdr.SIZE).sh_size = size
+  return bytes(changed)

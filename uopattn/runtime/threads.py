@@ -13,9 +13,9 @@ from tinygrad.engine.realize import runtime_cache
 from tinygrad.renderer import Estimates
 from tinygrad.runtime.ops_cpu import CPUDevice, CPUProgram
 
+from uopattn.runtime.cpu import kernel_renderer
 from uopattn.runtime.machine import thread_count, usable_cores
 from uopattn.runtime.program_cache import finished
-from uopattn.runtime.renderer import kernel_renderer
 from uopattn.runtime.team import MOST_ARGUMENTS, team
 
 # The least work of a thread, some 0.01 ms: to wake it takes that long, or to wait for it if it is awake.

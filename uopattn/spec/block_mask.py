@@ -9,7 +9,7 @@ from tinygrad.helpers import ceildiv
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops
 
 from uopattn.dsl import sizes
-from uopattn.dsl.rules.table import Table
+from uopattn.dsl.rules.masks import Table
 from uopattn.spec.shards import gathered, part_of, pieces
 from uopattn.spec.tensors import check_tensors, described, placed
 from uopattn.spec.trace import Mod, trace_mod

@@ -11,7 +11,7 @@ from tinygrad.helpers import ALLOW_TF32, ceildiv
 from tinygrad.uop.ops import Ops
 
 from uopattn.dsl import sizes
-from uopattn.dsl.rules.origin import NO_ORIGIN, Origin
+from uopattn.dsl.rules.masks import NO_ORIGIN, Origin
 from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES
 from uopattn.dsl.schedule import DTYPES_16, DTYPES_16_32, Problem
 from uopattn.spec.arguments import Arguments, Sizes, known

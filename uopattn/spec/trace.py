@@ -11,7 +11,7 @@ from typing import Any
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
-from uopattn.dsl.rules.table import Table
+from uopattn.dsl.rules.masks import Table
 
 INDICES = ("b", "h", "q_idx", "kv_idx")
 

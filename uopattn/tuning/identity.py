@@ -12,7 +12,7 @@ from tinygrad import Device
 
 import uopattn.dsl
 import uopattn.kernels
-from uopattn.dsl.rules.origin import NO_ORIGIN
+from uopattn.dsl.rules.masks import NO_ORIGIN
 from uopattn.dsl.target import Target
 from uopattn.runtime.clang import clang_version
 from uopattn.runtime.machine import cpu_model, cpu_name, gpu_name, installed_version, usable_cores

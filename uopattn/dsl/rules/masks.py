@@ -8,13 +8,47 @@ from functools import reduce
 from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv
 
-from uopattn.dsl.rules.origin import NO_ORIGIN, Origin
 from uopattn.dsl.rules.ranges import Bounds, Lengths, Range
-from uopattn.dsl.rules.table import Table
 from uopattn.dsl.rules.tile_range import TileRange, full_first
-from uopattn.dsl.scope import clamp, least, sizes
+from uopattn.dsl.scope import clamp, gated, least, sizes
 
 FAR = 1 << 30  # beyond any key, and within int32 even after a side of a window and a number of queries are added
+
+
+@dataclass(frozen=True)
+class Origin:
+  """The numbers that batches, heads, queries and keys of a part have in the whole, which mods and dropout go by.
+
+  Attributes:
+    first: numbers of batch, query head, query and key 0 of the part.
+    heads, M: query heads and queries of the whole; 0 if they are those of the part.
+  """
+
+  first: tuple[int | UOp, int | UOp, int | UOp, int | UOp] = (0, 0, 0, 0)
+  heads: int = 0
+  M: int = 0
+
+
+NO_ORIGIN = Origin()
+
+
+class Table:
+  """A buffer that accepts any integers as indices. Elements out of bounds read as 0."""
+
+  def __init__(self, buffer: UOp):
+    self.buffer, self.shape, self.ndim, self.dtype = buffer, sizes(buffer), len(sizes(buffer)), buffer.dtype
+
+  def __getitem__(self, index: int | UOp | tuple[int | UOp, ...]) -> UOp:
+    places = index if isinstance(index, tuple) else (index,)
+    if len(places) != self.ndim:
+      raise IndexError(f"{len(places)} indices for a tensor of shape {self.shape}; there must be {self.ndim}")
+    found = [(x if isinstance(x, UOp) else UOp.const(x)).cast(dtypes.weakint) for x in places]
+    doubts = [x < size for x, size in zip(found, self.shape, strict=True) if x.vmax >= size]
+    doubts += [x >= 0 for x in found if x.vmin < 0]
+    if not doubts:
+      return self.buffer[tuple(found)].load()
+    inside = reduce(UOp.__and__, doubts)
+    return inside.where(gated(self.buffer, inside, *found).load(), UOp.const(0, self.dtype))
 
 
 @dataclass(frozen=True, eq=False)
