@@ -34,13 +34,21 @@ def contracted(mode: str) -> Iterator[None]:
 
 @pytest.mark.parametrize(
   ("name", "arch", "dtype"),
-  [
-    *(pytest.param(*case, marks=() if case[0] in QUICK else pytest.mark.slow) for case in ONCE),
-    *(pytest.param(*case, marks=pytest.mark.slowest) for case in OTHERS),
-  ],
+  [pytest.param(*case, marks=() if case[0] in QUICK else pytest.mark.slow) for case in ONCE],
 )
 @pytest.mark.parametrize("kind", ["plain", "masked"])
 def test_every_kernel(kind: str, name: str, arch: str, dtype: DType) -> None:
+  check_kernel(kind, name, arch, dtype)
+
+
+@pytest.mark.slowest
+@pytest.mark.parametrize(("name", "arch", "dtype"), OTHERS)
+@pytest.mark.parametrize("kind", ["plain", "masked"])
+def test_every_kernel_with_every_type(kind: str, name: str, arch: str, dtype: DType) -> None:
+  check_kernel(kind, name, arch, dtype)
+
+
+def check_kernel(kind: str, name: str, arch: str, dtype: DType) -> None:
   """CPUs meet every case, as compiled; emulated machines a few, contracted and not."""
   subject, shape = SUBJECTS[name], DECODE if name == "decode" else PREFILL
   few, all_of_them = (extremes.some, extremes.plain) if kind == "plain" else (extremes.some_masked, extremes.masked)
