@@ -1,10 +1,8 @@
 """`AttentionSpec`: the checked, hashable description of one attention."""
 
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any, Self
 
-import numpy as np
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import ALLOW_TF32, ceildiv
@@ -134,12 +132,14 @@ class AttentionSpec(Problem):
     """Floating-point operations of the two matrix products, over the pairs of query and key that see each other."""
     pairs = self.M * self.N
     if isinstance(self.q_start, int) and self.masks:
-      query, at = np.arange(self.M), _Whole(self.q_start)
-      bounds = [(x.first(at, query), x.last(at, query)) for x in self.masks]
-      first = reduce(np.maximum, [x for x, _ in bounds if x is not None], np.zeros_like(query))
-      last = reduce(np.minimum, [x for _, x in bounds if x is not None], np.full_like(query, self.N - 1))
-      pairs = int((last - first + 1).clip(0).sum())
+      pairs = sum(self._seen(_Whole(self.q_start), query) for query in range(self.M))
     return 2 * self.B * self.Hq * pairs * (self.Dk + self.Dv)
+
+  def _seen(self, at: "_Whole", query: int) -> int:
+    """The number of keys that a query sees by its position."""
+    firsts = [x for mask in self.masks if (x := mask.first(at, query)) is not None]
+    lasts = [x for mask in self.masks if (x := mask.last(at, query)) is not None]
+    return max(0, min([*lasts, self.N - 1]) - max([*firsts, 0]) + 1)
 
 
 def make_spec(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> AttentionSpec:

@@ -37,7 +37,7 @@ def unmeasured(spec: AttentionSpec) -> str:
   """Return why an attention cannot be measured from its spec alone; "" if it can."""
   if lacking := [name for name in spec.features if name not in MADE]:
     return f"{', '.join(lacking)}: what its Tensors hold decides the time"
-  if spec.masks or spec.pages or spec.dropout_p:
+  if spec.pages or spec.dropout_p or not all(x.options() for x in spec.masks):
     return "its masks, pages or dropout"
   places = _variables(spec)
   if any(x.expr.startswith("_") for x in places):
