@@ -95,7 +95,7 @@ class Program:
   @property
   def apart(self) -> bool:
     """Whether the kernel's warpgroups wait for each other in turns, and so run apart; see `tracks`."""
-    return self.uses("exit_warps") or self.uses("named_barrier_sync")
+    return self.uses("exit_warps") or self.uses("named_barrier")
 
   def without(self, omit: UOp) -> "Program":
     """Return a copy of the program without one barrier or statement."""
