@@ -11,7 +11,7 @@ from tinygrad.helpers import ceildiv
 from tinygrad.mixin.gradient import compute_gradient
 from tinygrad.uop.ops import Ops
 
-from uopattn.dsl.math import tanh
+from uopattn.dsl.math import LN2, LOG2E, tanh
 from uopattn.dsl.random import kept
 from uopattn.dsl.rules.head_view import HeadView, Pages, Scales
 from uopattn.dsl.rules.masks import HeadMasks, Masks
@@ -91,8 +91,13 @@ class Rules(Masks):
 
   @property
   def scaling_of_q(self) -> Scaling:
-    """The factors of a kernel that multiplies q in float32: it has `Scaling.pre` for free, and always subtracts."""
-    return self.scaling._replace(subtracts=True) if self.has_score_mods else Scaling(self.scale, 1.0)
+    """The factors of a kernel that multiplies q in float32: it has `Scaling.pre` for free, and always subtracts.
+
+    Plain scores are in base 2 then, unless they could become infinite by that.
+    """
+    if self.has_score_mods:
+      return self.scaling._replace(subtracts=True)
+    return Scaling(self.scale * LOG2E, LN2) if 0 < self.scale <= LN2 else Scaling(self.scale, 1.0)
 
   def at(self, head: UOp) -> "HeadRules":
     """The rules for a head of the kernel, numbered through all batch elements."""
