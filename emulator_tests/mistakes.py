@@ -98,12 +98,12 @@ MASKS = {
 
 
 def no_rescale(right: Phase) -> Phase:
-  return lambda *given: (*right(*given)[:3], UOp.const(1.0, dtypes.float))
+  return lambda *given, **options: (*right(*given, **options)[:3], UOp.const(1.0, dtypes.float))
 
 
 def sum_not_rescaled(right: Phase) -> Phase:
-  def softmax(*given: Any) -> tuple[Any, ...]:
-    p, m_new, l_new, alpha = right(*given)
+  def softmax(*given: Any, **options: Any) -> tuple[Any, ...]:
+    p, m_new, l_new, alpha = right(*given, **options)
     return p, m_new, l_new + given[4] * (1 - alpha), alpha
 
   return softmax

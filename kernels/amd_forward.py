@@ -335,19 +335,18 @@ class WaveMma:
   def softmax_row(self, scores: list[UOp], scaling: Scaling, m_old: UOp, l_old: UOp) -> SoftmaxRow:
     """P, m_i, l_i and alpha of a query, as `online_softmax` defines them, in an order that suits LLVM."""
     f, m_tiles = self.f, self.tiles.m_tiles
-    if scaling.subtracts:
-      m_new = row_reduce(f, fmax, by_turns(fmax, [m_old, *scores], 3), self.group.lane)
-    else:
-      largest = row_reduce(f, fmax, by_turns(fmax, [*scores, *scores[: len(scores) % 2 == 0]], 3), self.group.lane)
-      m_new = fmax(m_old, scaling.in_base_2(HIP, largest, self.p_scale_log2))
+    m_new = row_reduce(f, fmax, by_turns(fmax, [m_old, *scores], 3), self.group.lane)
     if alone(f, m_tiles):
       m_old = ins.pin(HIP, m_old)  # otherwise LLVM loads so much of K ahead that it spills
-    alpha = scaling.alpha(exp2, m_old, m_new)
-    if scaling.subtracts:
+    alpha = exp2((m_old - m_new) * scaling.log2)
+    # RDNA3 pairs the difference and the product with others: 9.97 instructions for each matrix instruction, with a
+    # factor of its own for each row 10.41 (D=64, float16). Elsewhere it is the other way round: gfx942 5.39 and 5.03.
+    if scaling.subtracts or self.p_scale_log2 or f.repeated:
       minus_m = twins(f, -m_new, m_tiles)
       exponents = [(x + minus_m[i % 2]) * scaling.log2 + self.p_scale_log2 for i, x in enumerate(scores)]
     else:
-      a, minus_m = scaling.factor(HIP, m_new, self.p_scale_log2), twins(f, -m_new, m_tiles)
+      a = scaling.factor_by_score(HIP, m_new)
+      minus_m = twins(f, m_new * -a, m_tiles)
       exponents = [x * a + minus_m[i % 2] for i, x in enumerate(scores)]
     p = [exp2(x) for x in exponents]
     # Sums that run in parallel need more registers, which pays only with two tiles of queries.
@@ -367,10 +366,9 @@ class WaveMma:
 
   def store(self, o: UOp, lse: UOp | None, head: UOp, row: UOp, i: int, state: State, rules: HeadRules) -> list[UOp]:
     """Store the output and the LSE of the i-th of this lane's queries, unless it is past the last one."""
-    m_i = state.m_i[i].load()
-    logit, unit = (x(HIP, m_i, self.p_scale_log2) for x in (rules.scaling.logit, rules.scaling.unit))
+    logit = state.m_i[i].load() * rules.scaling.natural
     l_i = row_reduce(self.f, UOp.__add__, state.l_i[i].load(), self.group.lane)
-    found = normalize(logit, l_i, rules.sink(row), exp2, unit)
+    found = normalize(logit, l_i, rules.sink(row), exp2, 2.0**-self.p_scale_log2)
     factor = found.factor * 2 if self.f.fnuz else found.factor  # values, converted, are half
     factor = factor if rules.o_scale is None else factor * rules.o_scale
     return store_rows(self.f, o, lse, head, row, state.acc[i], found._replace(factor=factor), self.group.lane)

@@ -74,6 +74,19 @@ class Scaling(NamedTuple):
     """The factor `a` on the scores of a row with this m_i, in base 2; of `p_scale_log2` see `in_base_2`."""
     return self._by_m(dialect, m_i, p_scale_log2, self.log2, self._power_of_two(p_scale_log2))
 
+  def factor_by_score(self, dialect: str, score: UOp) -> Factor:
+    """The factor `a` on the scores of a row whose largest score this is, where m_i is that score and not in base 2.
+
+    Where m is large it rises to the power of two, by as many instructions as a choice, but without a condition, which
+    takes LLVM more registers on RDNA3.
+    """
+    near, far = self.log2, self._power_of_two(0)
+    if isinstance(near, float) and near == far:
+      return near
+    rising = ins.fabs(dialect, score) * (far * near * (2 / LARGEST_M))
+    near, far = (x if isinstance(x, UOp) else UOp.const(x, dtypes.float) for x in (near, far))
+    return ins.fmin(dialect, ins.fmax(dialect, rising, near), far)
+
   def in_base_2(self, dialect: str, score: UOp, p_scale_log2: int = 0) -> UOp:
     """The m_i of a row whose largest score this is: the score times `factor`. It grows with the score.
 
