@@ -341,7 +341,9 @@ class WaveMma:
     alpha = exp2((m_old - m_new) * scaling.log2)
     # RDNA3 pairs the difference and the product with others: 9.97 instructions for each matrix instruction, with a
     # factor of its own for each row 10.41 (D=64, float16). Elsewhere it is the other way round: gfx942 5.39 and 5.03.
-    if scaling.subtracts or self.p_scale_log2 or f.repeated:
+    # A factor above 1 would make the m_i of a row that has seen no key infinite.
+    shrinks = isinstance(scaling.log2, float) and scaling.log2 <= 1
+    if scaling.subtracts or self.p_scale_log2 or f.repeated or not shrinks:
       minus_m = twins(f, -m_new, m_tiles)
       exponents = [(x + minus_m[i % 2]) * scaling.log2 + self.p_scale_log2 for i, x in enumerate(scores)]
     else:
