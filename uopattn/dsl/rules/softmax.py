@@ -9,6 +9,9 @@ suffices until 2**e leaves the range of P's type. From there on two scores that 
 lower one has no weight; then a may be another number than the scale, as long as it is not smaller, and a power of two
 makes x a exact, as is m. See `Scaling.factor`.
 
+Or m stays the largest score, and m a is rounded for each tile (`Scaling.factor_by_score`). Tiles of a row then differ
+by e, no more than what float32 leaves of the scores themselves, and the instructions that m costs are saved.
+
 P of 8 bits is raised by a power of two, to use the type's range. Then m, rounded again, is less by that power. Where m
 is large that would not be exact, and P is not raised.
 
