@@ -349,7 +349,7 @@ HOPPER_PRODUCER = {
     lambda right: lambda self, workgroup, heads: right(self, workgroup, heads) - (workgroup.eq(1)).cast(dtypes.weakint),
   ),
   "the first warpgroup's tiles for all": Mistake(
-    instructions, "shuffle", lambda right: lambda dialect, value, lane: right(dialect, value, lane) * 0
+    hopper_forward.WorkTile, "walk", lambda right: lambda self, M, tiles, warp: right(self, M, tiles, warp * 0)
   ),
   "queries of the block as counted from query 0": Mistake(
     tensor_pipeline.TensorPipeline,

@@ -347,7 +347,7 @@ class WaveMma:
       minus_m = twins(f, -m_new, m_tiles)
       exponents = [(x + minus_m[i % 2]) * scaling.log2 + self.p_scale_log2 for i, x in enumerate(scores)]
     else:
-      a = scaling.factor_by_score(HIP, m_new)
+      a = scaling.rising_factor(HIP, m_new)
       minus_m = twins(f, m_new * -a, m_tiles)
       exponents = [x * a + minus_m[i % 2] for i, x in enumerate(scores)]
     p = [exp2(x) for x in exponents]

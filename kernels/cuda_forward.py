@@ -41,8 +41,8 @@ In float32 (B=4, H=16, N=4096), and the ratio to PyTorch's memory-efficient atte
     D=128, causal  61     1.36    4 warps, 32 keys
 Right after cuDNN's kernel, which leaves the GPU a lower clock, D=128 has 328 and 305; see scripts/results/NOTES.md.
 Decode, one query, D=128, 32/8 heads (2026-11-22): 4277 GB/s of keys and values at B=16 N=8192, 3139 at B=1 N=8192 (11.2
-us in a CUDA graph), 4132 at B=1 N=131072. On sm_80 nvcc 13 spills with softcap: 444 bytes at D=64, 236 at D=128; and a
-word at D=128 without a mask, which is loaded once per tile. On sm_90 it spills 16 bytes at D=128 with 64 keys.
+us in a CUDA graph), 4132 at B=1 N=131072. On sm_80 nvcc 13 spills with softcap, to 232 bytes at D=64 and 1080 at D=128.
+On sm_90 it spills 16 bytes at D=128 with 64 keys.
 """
 
 from collections.abc import Sequence
@@ -351,9 +351,9 @@ class WarpMma:
   def softmax_row(self, scores: list[UOp], scaling: Scaling, m_old: UOp, l_old: UOp) -> SoftmaxRow:
     """P, m_i, l_i and alpha of a row; see `online_softmax`."""
     # The compiler would add up P after P V, and until then hold it also in float32. Queries that are read from shared
-    # memory leave no registers for that. So O is rescaled only after l_i is known, and the factor comes late too.
+    # memory leave no registers for that. So O is rescaled only after l_i is known.
     few = not self.tiles.in_registers
-    p, m_i, l_i, alpha = online_softmax(CUDA, scores, scaling, m_old, l_old, row_reduce, self.p_scale_log2, tied=few)
+    p, m_i, l_i, alpha = online_softmax(CUDA, scores, scaling, m_old, l_old, row_reduce, self.p_scale_log2)
     return p, m_i, l_i, ins.tied(CUDA, alpha, l_i) if few else alpha
 
   def as_operands(self, p: list[list[UOp]], *after: UOp) -> list[list[UOp]]:

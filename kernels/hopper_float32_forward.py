@@ -303,8 +303,7 @@ def of_warpgroup(job: WorkTile, rules: HeadRules, tiles: Tiles, warp: UOp) -> Ti
   It leaves out those at the end that none of its queries sees, but at most as many as there are slots: no tile is
   brought after those, so that nobody waits until they have been used.
   """
-  # With its number from lane 0, ptxas knows that a warp leaves loops as a whole.
-  warp = clamp(ins.shuffle(CUDA, warp.cast(dtypes.int), 0), 0, tiles.warpgroups * WARPS - 1)
+  warp = wgmma.uniform(warp)
   own = rules.key_range(job.block * tiles.block_m + warp // WARPS * wgmma.M, wgmma.M, tiles.block_n)
   n_tiles = own.n_tiles.maximum(job.key_range.n_tiles - tiles.stages)
   return TileRange(clamp(own.n_full, 0, n_tiles), n_tiles, job.key_range.tile)

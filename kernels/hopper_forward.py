@@ -421,9 +421,7 @@ class WorkTile(NamedTuple):
       return Walk(UOp.const(0), n_full.vmin == 0, full_then_masked(UOp.const(1), n_full.maximum(1), n_tiles))
     if not self.rules.is_prefix:
       return Walk(UOp.const(0), True, masked_then_full(UOp.const(1), n_tiles - 1, n_tiles))
-    # With its number from lane 0, ptxas knows that a warp leaves loops as a whole. Otherwise it makes descriptors of
-    # products in vector registers, which costs 30 instructions per tile, and spills.
-    warp = clamp(ins.shuffle(CUDA, warp.cast(dtypes.int), 0), 0, tiles.warpgroups * WARPS - 1)
+    warp = wgmma.uniform(warp)
     row = _query(self.row + warp // WARPS * wgmma.M, M)
     own = self.rules.key_range(row, wgmma.M, tiles.block_n)
     # Without queries, the last tile suffices.
@@ -599,6 +597,8 @@ class Mainloop:
 
   def attend(self, first: UOp, trips: UOp, masked: bool, state: State) -> State:
     """Process the tiles from `first` on, each together with P V of the tile before it."""
+    if self.apart:
+      first, trips = wgmma.uniform(first.maximum(0)), wgmma.uniform(trips.maximum(0))
     trip, begun = loop(self.s, trips, early=self.apart)
     n_tile, old = first + trip, state.after(*begun)
     qk = self.start_qk(n_tile, self.warp_scheduler_barrier_sync(self.pipe.keys(n_tile, *begun, *state.values())))

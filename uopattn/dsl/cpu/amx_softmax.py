@@ -101,22 +101,24 @@ def row_maxima(
 def update_maxima(
   s: Scope, m_i: UOp, l_i: UOp, group: UOp, highest: UOp, scaling: Scaling, inside: tuple[UOp, ...]
 ) -> tuple[UOp, UOp, UOp]:
-  """Return m_i, the factor on the scores, and alpha, the factor on sums so far, where m_i follows the row maxima.
+  """Return what is subtracted in the exponent, the factor on the scores, and alpha, that on sums so far.
 
-  All are (groups, 16). m_i follows where a maximum is more than `LAZY` above it, in base 2: weights may be up to
+  All are (groups, 16). m_i follows a row maximum that is more than `LAZY` above it, in base 2: weights may be up to
   2**LAZY, and accumulators are seldom rescaled. Stores m_i and l_i.
   """
-  rise, groups = LAZY / scaling.log2 if scaling.subtracts else LAZY, sizes(highest)[0]
-  m_new, factor, alpha = (s.buffer(groups, LANES).after(*inside) for _ in range(3))
+  groups = sizes(highest)[0]
+  m_new, shift, factor, alpha = (s.buffer(groups, LANES).after(*inside) for _ in range(4))
   j, m = s.axis(groups), s.axis(LANES)
   m_old, found = m_i[group + j, m].load(), highest[j, m].load()
-  found = found if scaling.subtracts else scaling.in_base_2("c", found)
-  m_new = m_new.after(m_new[j, m].store((found > m_old + rise).where(found, m_old)).end(j, m))
+  rises = (found - m_old) * scaling.log2 > LAZY
+  m_new = m_new.after(m_new[j, m].store(rises.where(found, m_old)).end(j, m))
   j, m = s.axis(groups), s.axis(LANES)
   m_old, found = m_i[group + j, m].load(), m_new[j, m].load()
-  by = UOp.const(scaling.log2, dtypes.float) if scaling.subtracts else scaling.factor("c", found)
-  stores = factor[j, m].store(by), alpha[j, m].store(scaling.alpha(exp2, m_old, found))
-  end = UOp.group(*stores).end(j, m)
+  a = scaling.log2 if scaling.subtracts else scaling.factor("c", found)
+  a = UOp.const(a, dtypes.float) if isinstance(a, float) else a
+  minus = found if scaling.subtracts else scaling.shift("c", found, a)
+  values = minus, a, scaling.alpha(exp2, m_old, found)
+  end = UOp.group(*(x[j, m].store(y) for x, y in zip((shift, factor, alpha), values, strict=True))).end(j, m)
   j, m = s.axis(groups), s.axis(LANES)
   l_new = l_i.after(end)[group + j, m]
   stores = (
@@ -124,7 +126,7 @@ def update_maxima(
     l_new.store(l_new.load() * alpha.after(end)[j, m].load()),
   )
   end = UOp.group(*stores).end(j, m)
-  return m_new.after(end), factor.after(end), alpha.after(end)
+  return shift.after(end), factor.after(end), alpha.after(end)
 
 
 def rescale(s: Scope, acc: UOp, group: UOp, alpha: UOp, *after: UOp) -> UOp:

@@ -23,7 +23,7 @@ class State(NamedTuple):
 
   Attributes:
     acc: O of the lane's query rows, unnormalized, relative to m_i.
-    m_i: row max of each row, (rows,), see `Scaling.subtracts`.
+    m_i: row max of each row, (rows,).
     l_i: running sum of P of each row, relative to m_i, (rows,), over this lane's keys only.
   """
 

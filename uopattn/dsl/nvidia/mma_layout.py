@@ -72,12 +72,12 @@ def finished(rules: HeadRules, m_i: UOp, l_i: UOp, row: UOp, p_scale_log2: int =
   """A row after its last key, with the scale of v in its factor; see `normalize`.
 
   Args:
-    m_i: its row max, see `Scaling.subtracts`.
+    m_i: its largest score.
     l_i: the sum of this lane's P, raised as is the accumulator; see `Scaling.unit`.
   """
   total, exp2 = row_reduce(UOp.__add__, l_i), partial(ins.exp2, "cuda")
-  logit, unit = (f("cuda", m_i, p_scale_log2) for f in (rules.scaling.logit, rules.scaling.unit))
-  found = normalize(logit, total, rules.sink(row), exp2, unit)
+  unit = rules.scaling.unit("cuda", m_i, p_scale_log2)
+  found = normalize(m_i * rules.scaling.natural, total, rules.sink(row), exp2, unit)
   return found if rules.o_scale is None else found._replace(factor=found.factor * rules.o_scale)
 
 

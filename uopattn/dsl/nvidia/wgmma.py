@@ -27,6 +27,7 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad.helpers import ceildiv
 from tinygrad.uop.ops import UOp
 
+from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.parts import PAIRS
 from uopattn.dsl.instruction_set import Instruction
 from uopattn.dsl.instructions import statement
@@ -132,6 +133,17 @@ def find(text: str) -> Instruction | None:
   name, n, steps, kind, parts = match.groups()
   found = _wait(int(n)) if steps is None else _product(int(n), int(steps), kind, name, int(parts or 1))
   return found if found.texts["cuda"] == text else None
+
+
+def uniform(x: UOp) -> UOp:
+  """An integer x >= 0 that is the same in all lanes of a warp, taken from lane 0, so that ptxas knows that it is.
+
+  Then a warp leaves loops as a whole. Otherwise ptxas makes descriptors of products in vector registers, which takes 30
+  instructions per tile, and spills. Nor does it compute x again in each trip of a loop, to save a register.
+  """
+  if x.vmin == x.vmax:
+    return x
+  return ins.shuffle("cuda", x.cast(dtypes.int), 0) & (1 << int(x.vmax).bit_length()) - 1
 
 
 def start(

@@ -4,16 +4,13 @@ Logits are scores times a factor, and P = exp(logit - row max). The hardware has
 score is the least that it takes: P = exp2(x a - m), where m is the row max in base 2. But the multiply-add does not
 round x a, while m is rounded: for x the row max itself the exponent is half a unit in the last place of m, e, and not
 0. As long as all tiles of a row go by the same m, 2**e is a factor on the whole row, which the division by the row sum
-removes. So m, rounded, is what is carried from tile to tile, and the factor between tiles is exp2(m_old - m_new). That
+removes. From tile to tile m changes, and e with it, by no more than what float32 leaves of the scores themselves. That
 suffices until 2**e leaves the range of P's type. From there on two scores that differ at all differ by so much that the
-lower one has no weight; then a may be another number than the scale, as long as it is not smaller, and a power of two
-makes x a exact, as is m. See `Scaling.factor`.
+lower one has no weight; then a may be another number than the scale, as long as it is not smaller, and with a power of
+two x a is exact, as is m. See `Scaling.factor`.
 
-Or m stays the largest score, and m a is rounded for each tile (`Scaling.factor_by_score`). Tiles of a row then differ
-by e, no more than what float32 leaves of the scores themselves, and the instructions that m costs are saved.
-
-P of 8 bits is raised by a power of two, to use the type's range. Then m, rounded again, is less by that power. Where m
-is large that would not be exact, and P is not raised.
+P of 8 bits is raised by a power of two, to use the type's range: m is less by that power, and rounded again. Where m is
+large that would not be exact, and P is not raised.
 
 Where scores are modified anyway, the maximum is subtracted first, P = exp2((x - m) a), which is right always.
 """
@@ -33,8 +30,7 @@ from uopattn.dsl.scope import Scope, gated, sizes
 
 FLOAT32_MAX = 3.4028234663852886e38
 LOWEST = -FLOAT32_MAX  # m_i of a row that has seen no key: not above any other, and finite, as -inf - -inf is NaN
-LARGEST_M, LARGEST_M_8 = 2.0**28, 2.0**23  # of m in base 2, whose rounding leaves P within float16, and within 8 bits
-SLACK = 2.0**-18  # more than what rounding, and raising P, do to such a limit
+LARGEST_M, LARGEST_M_8 = 2.0**28, 2.0**23  # of m_i in base 2, whose rounding leaves P within float16, and within 8 bits
 
 Operation = Callable[[UOp, UOp], UOp]
 Factor = Any  # a float, or a float32 UOp if heads have scales
@@ -46,8 +42,7 @@ class Scaling(NamedTuple):
   Attributes:
     pre: the factor on q.k, applied before softcap, score_mod and an additive mask.
     natural: the factor on scores, greater than 0.
-    subtracts: whether m_i is the largest score, which is subtracted before the factor. Otherwise m_i is in base 2: the
-      largest score times `factor`.
+    subtracts: whether m_i, the largest score, is subtracted before the factor.
   """
 
   pre: Factor
@@ -64,73 +59,50 @@ class Scaling(NamedTuple):
     """The factor on scores that gives logits in base 2; at most 1 if it is a float and `subtracts` is False."""
     return self.natural * LOG2E
 
-  def _power_of_two(self, p_scale_log2: int) -> Factor:
-    """The factor in place of `log2` where m is large, not less than it, and greater if P is raised where m is small."""
+  def _power_of_two(self) -> Factor:
+    """The factor in place of `log2` where m_i is large: the least power of two that is not less than it."""
     if isinstance(self.natural, UOp):
-      above = (self.log2 * (1 + 2 * SLACK)).bitcast(dtypes.uint) + 0x7FFFFF
-      return (above >> 23 << 23).bitcast(dtypes.float)
-    exponent = log2(self.log2)
-    same = exponent == floor(exponent) and not p_scale_log2
-    return 2.0 ** (exponent if same else ceil(log2(self.log2 * (1 + 2 * SLACK))))
+      return (self.log2.bitcast(dtypes.uint) + 0x7FFFFF >> 23 << 23).bitcast(dtypes.float)
+    return 2.0 ** ceil(log2(self.log2))
 
   def factor(self, dialect: str, m_i: UOp, p_scale_log2: int = 0) -> Factor:
-    """The factor `a` on the scores of a row with this m_i, in base 2; of `p_scale_log2` see `in_base_2`."""
-    return self._by_m(dialect, m_i, p_scale_log2, self.log2, self._power_of_two(p_scale_log2))
+    """The factor `a` on the scores of a row with this m_i, in base 2; of `p_scale_log2` see `unit`."""
+    return self._chosen(dialect, m_i, p_scale_log2, self.log2, self._power_of_two())
 
-  def factor_by_score(self, dialect: str, score: UOp) -> Factor:
-    """The factor `a` on the scores of a row whose largest score this is, where m_i is that score and not in base 2.
-
-    Where m is large it rises to the power of two, by as many instructions as a choice, but without a condition, which
-    takes LLVM more registers on RDNA3.
-    """
-    near, far = self.log2, self._power_of_two(0)
+  def rising_factor(self, dialect: str, m_i: UOp) -> Factor:
+    """`factor`, without a condition, which takes LLVM more registers on RDNA3: it rises with m_i, twofold at most."""
+    near, far = self.log2, self._power_of_two()
     if isinstance(near, float) and near == far:
       return near
-    rising = ins.fabs(dialect, score) * (far * near * (2 / LARGEST_M))
+    rising = ins.fabs(dialect, m_i) * (far * near * (2 / LARGEST_M))
     near, far = (x if isinstance(x, UOp) else UOp.const(x, dtypes.float) for x in (near, far))
     return ins.fmin(dialect, ins.fmax(dialect, rising, near), far)
 
-  def in_base_2(self, dialect: str, score: UOp, p_scale_log2: int = 0) -> UOp:
-    """The m_i of a row whose largest score this is: the score times `factor`. It grows with the score.
-
-    The factor by m_i is the same: the limits differ by more than rounding, and the larger factor by more than that.
-
-    Args:
-      p_scale_log2: P is raised by 2 to this power if it is not 0; m_i is less by it then, or `unit` is 1.
-    """
-    most = (LARGEST_M_8 if p_scale_log2 else LARGEST_M) * (1 - SLACK)
-    limit: Factor = inf
-    if isinstance(self.log2, UOp):
-      limit = self.log2.reciprocal() * most
-    elif most / self.log2 <= FLOAT32_MAX:
-      limit = most / self.log2
-    m_i = score * self._chosen(dialect, score, limit, self.log2, self._power_of_two(p_scale_log2))
-    return m_i - self._chosen(dialect, score, limit, float(p_scale_log2), 0.0)
-
-  def logit(self, dialect: str, m_i: UOp, p_scale_log2: int = 0) -> UOp:
-    """The logit, in natural units, that m_i stands for."""
-    if self.subtracts:
-      return m_i * self.natural
-    m_i = m_i + self._by_m(dialect, m_i, p_scale_log2, float(p_scale_log2), 0.0)
-    return m_i * self._by_m(dialect, m_i, p_scale_log2, LN2, self.natural / self._power_of_two(p_scale_log2))
+  def shift(self, dialect: str, m_i: UOp, a: Factor, p_scale_log2: int = 0) -> UOp:
+    """What is subtracted from scores times `factor`: m_i in base 2, less what raises P."""
+    m = m_i * a
+    if not (isinstance(self.log2, float) and self.log2 <= 1):  # of a row that has seen no key it must be finite
+      m = m.maximum(LOWEST)
+    return m - self._chosen(dialect, m_i, p_scale_log2, float(p_scale_log2), 0.0) if p_scale_log2 else m
 
   def unit(self, dialect: str, m_i: UOp, p_scale_log2: int = 0) -> Factor:
-    """What P, and so its sum, are divided by in the end: 1, or 2**-p_scale_log2 where P is raised by it."""
-    return 2.0**-p_scale_log2 if self.subtracts else self._by_m(dialect, m_i, p_scale_log2, 2.0**-p_scale_log2, 1.0)
+    """What P, and so its sum, are divided by in the end: 2**-p_scale_log2, or 1 where P is not raised."""
+    near = 2.0**-p_scale_log2
+    return near if self.subtracts else self._chosen(dialect, m_i, p_scale_log2, near, 1.0)
 
-  def _by_m(self, dialect: str, m_i: UOp, p_scale_log2: int, near: Factor, far: Factor) -> Factor:
+  def _chosen(self, dialect: str, m_i: UOp, p_scale_log2: int, near: Factor, far: Factor) -> Factor:
     """`near`, or `far` where m_i is large."""
-    return self._chosen(dialect, m_i, LARGEST_M_8 if p_scale_log2 else LARGEST_M, near, far)
-
-  def _chosen(self, dialect: str, x: UOp, limit: Factor, near: Factor, far: Factor) -> Factor:
-    """`near` if |x| < limit, else `far`."""
     if isinstance(near, float) and near == far:
       return near
-    return (ins.fabs(dialect, x) < limit).where(near, far)
+    most: float = LARGEST_M_8 if p_scale_log2 else LARGEST_M
+    limit = self.log2.reciprocal() * most if isinstance(self.log2, UOp) else min(most / self.log2, inf)
+    if isinstance(limit, float) and limit > FLOAT32_MAX:
+      return near
+    return (ins.fabs(dialect, m_i) < limit).where(near, far)
 
   def alpha(self, exp2: Callable[[UOp], UOp], m_old: UOp, m_new: UOp) -> UOp:
     """The factor on what was summed relative to m_old that makes it relative to m_new."""
-    return exp2((m_old - m_new) * self.log2 if self.subtracts else m_old - m_new)
+    return exp2((m_old - m_new) * self.log2)
 
   def from_lse(self, dialect: str, scores: list[UOp], lse: UOp, in_base_2: bool) -> list[UOp]:
     """The exponents in base 2 of a row's normalized weights, from its log-sum-exp, as a backward pass has it.
@@ -149,11 +121,14 @@ class Scaling(NamedTuple):
       distances = [(lse - (x if plain else x * self.natural)) * LOG2E for x in scores]
     return [-ins.fabs(dialect, x) for x in distances]
 
-  def exponents(self, dialect: str, scores: list[UOp], a: Factor, m_i: UOp, p_scale_log2: int = 0) -> list[UOp]:
-    """The exponents in base 2 of a row's P, raised by p_scale_log2 or as m_i says; `a` is their factor."""
+  def exponents(self, dialect: str, scores: list[UOp], m_i: UOp, p_scale_log2: int = 0) -> list[UOp]:
+    """The exponents in base 2 of a row's P, raised as `unit` says."""
     if self.subtracts:
-      return [(x - m_i) * a + p_scale_log2 if p_scale_log2 else (x - m_i) * a for x in scores]
-    return [x * a - m_i for x in scores]
+      exponents = [(x - m_i) * self.log2 for x in scores]
+      return [x + p_scale_log2 for x in exponents] if p_scale_log2 else exponents
+    a = self.factor(dialect, m_i, p_scale_log2)
+    shift = self.shift(dialect, m_i, a, p_scale_log2)
+    return [x * a - shift for x in scores]
 
 
 def p_scale_of(dtype: DType, dropout_p: float = 0.0, largest: float | None = None) -> int:
@@ -174,7 +149,6 @@ def online_softmax(
   l_old: UOp,
   row_reduce: Callable[[Operation, UOp], UOp],
   p_scale_log2: int = 0,
-  tied: bool = False,
 ) -> tuple[list[UOp], UOp, UOp, UOp]:
   """Update the online softmax of one query with this lane's scores of a tile.
 
@@ -182,11 +156,10 @@ def online_softmax(
     dialect: dialect of instructions; see `uopattn.dsl.instruction_set`.
     scores: this lane's scores of one query, -inf where hidden.
     scaling: from scores to logits.
-    m_old: m_i so far, see `Scaling.subtracts`; `LOWEST` before the first tile.
+    m_old: the largest score so far; `LOWEST` before the first tile.
     l_old: the sum of this lane's P so far.
     row_reduce: applies an operation across all lanes of the query.
     p_scale_log2: P, and with it the sum, is raised by 2**p_scale_log2; see `Scaling.unit`.
-    tied: whether the factor on the scores is computed only after the row max is known, which saves registers.
 
   Returns:
     P of this lane's scores, the new m_i, the new sum of this lane's P, and alpha, the factor on what was summed before.
@@ -198,12 +171,9 @@ def online_softmax(
   def power(x: UOp) -> UOp:
     return ins.exp2(dialect, x)
 
-  largest = row_reduce(larger, reduce(larger, scores))
-  m_new = larger(m_old, largest if scaling.subtracts else scaling.in_base_2(dialect, largest, p_scale_log2))
-  a = scaling.log2 if scaling.subtracts else scaling.factor(dialect, m_new, p_scale_log2)
-  a = ins.tied(dialect, a, m_new) if tied and isinstance(a, UOp) else a
+  m_new = larger(m_old, row_reduce(larger, reduce(larger, scores)))
   alpha = scaling.alpha(power, m_old, m_new)
-  p = [power(x) for x in scaling.exponents(dialect, scores, a, m_new, p_scale_log2)]
+  p = [power(x) for x in scaling.exponents(dialect, scores, m_new, p_scale_log2)]
   return p, m_new, l_old * alpha + reduce(UOp.__add__, p), alpha
 
 
@@ -234,7 +204,7 @@ def normalize(logit: UOp, l_i: UOp, sink: UOp | None, exp2: Callable[[UOp], UOp]
   """Finish a row.
 
   Args:
-    logit: the largest logit, `Scaling.logit`.
+    logit: the largest logit: m_i times `Scaling.natural`.
     l_i: the sum of exponentials over all keys.
     sink: a logit whose exponential is added to the sum; None without one.
     exp2: 2**x of an x <= 0.
@@ -276,7 +246,7 @@ def normalize_rows(
     sink: maps a row of the block to its sink logit.
   """
   r = s.axis(sizes(m_i)[0])
-  found = normalize(scaling.logit("c", m_i[r].load()), l_i[r].load(), sink(r), exp2)
+  found = normalize(m_i[r].load() * scaling.natural, l_i[r].load(), sink(r), exp2)
   values = [found.factor, *(found.numbers(lse) if lse is not None else [])]
   to = [s.buffer(*sizes(m_i)).after(*within) for _ in values]
   end = UOp.group(*(x[r].store(value) for x, value in zip(to, values, strict=True))).end(r)
