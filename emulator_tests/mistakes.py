@@ -16,7 +16,7 @@ from uopattn.dsl.amd.staging import RegisterPipeline
 from uopattn.dsl.cpu import amx_operands
 from uopattn.dsl.gpu import tile_scheduler
 from uopattn.dsl.gpu.parts import PAIRS
-from uopattn.dsl.nvidia import mma, mma_layout, swizzled, tensor_pipeline
+from uopattn.dsl.nvidia import mma, mma_layout, swizzled, tensor_pipeline, wgmma_softmax
 from uopattn.dsl.rules.rules import HeadRules
 from uopattn.kernels import (
   amd_forward,
@@ -257,8 +257,8 @@ FLOAT32 = MMA | {
 }
 TURING = MMA | {"halves of k exchanged": Mistake(mma, "_part", k_halves_exchanged)}
 NO_PERMUTATION = Mistake(swizzled.SwizzledTiles, "at", instead(without_permutation))
-HOPPER = nvidia(hopper_forward, hopper_forward, "online_softmax") | PACK
-HOPPER8 = nvidia(hopper_forward, hopper_forward, "online_softmax") | {
+HOPPER = nvidia(wgmma_softmax, wgmma_softmax, "online_softmax") | PACK
+HOPPER8 = nvidia(wgmma_softmax, wgmma_softmax, "online_softmax") | {
   "values not transposed": Mistake(instructions, "ldmatrix", not_transposed),
   "odd columns are the even ones": Mistake(instructions, "odd_bytes", instead(instructions.even_bytes)),
   "keys in another order": Mistake(
@@ -283,7 +283,7 @@ def part_left_out(part: int) -> Mistake:
   return Mistake(hopper_float32_forward, "bfloat16_parts", wrong)
 
 
-HOPPER32 = nvidia(hopper_float32_forward, hopper_float32_forward, "online_softmax") | {
+HOPPER32 = nvidia(wgmma_softmax, wgmma_softmax, "online_softmax") | {
   "the second part left out": part_left_out(1),
   "the last part left out": part_left_out(2),
   "keys in another order": Mistake(
@@ -300,7 +300,7 @@ def first_warpgroup(main: hopper_wide_forward.Mainloop) -> hopper_wide_forward.M
 
 
 HOPPER_WIDE = (
-  nvidia(hopper_wide_forward, hopper_wide_forward, "online_softmax")
+  nvidia(hopper_wide_forward, wgmma_softmax, "online_softmax")
   | PACK
   | {
     "maxima and sums of a warpgroup's own keys": Mistake(

@@ -54,23 +54,22 @@ from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.mma_layout import (
   HALVES,
   MMA_M,
-  MMA_N,
   QUAD,
   WARP,
-  columns,
   finished,
+  loaded,
   row_of,
-  row_reduce,
   store_row,
 )
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline, fits, loop
 from uopattn.dsl.nvidia.tensor_pipeline import Tiles as Pipe
 from uopattn.dsl.nvidia.wgmma import WARPS
+from uopattn.dsl.nvidia.wgmma_softmax import ScoreRows
 from uopattn.dsl.packed import Words, words_of
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.rules.softmax import LOWEST, online_softmax
+from uopattn.dsl.rules.softmax import LOWEST
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
 from uopattn.dsl.schedule import Kernel, Problem, Schedule
 from uopattn.dsl.scope import as_type, clamp
@@ -407,17 +406,11 @@ class Mainloop:
     self, n_tile: UOp, masked: bool, state: State, scores: UOp, *after: UOp
   ) -> tuple[list[list[UOp]], list[UOp], list[UOp]]:
     """Return P and alpha of both rows, and the stores of m and l."""
-    tiles, first = self.block_n // MMA_N, self.key_range.tile(n_tile) * self.block_n + self.group.lane % QUAD * 2
-    weights, alphas, stores = [], [], []
-    for half, row in enumerate(self.rows):
-      products = [scores.after(*after)[4 * n + 2 * half + e].load() for n in range(tiles) for e in range(2)]
-      seen = self.rules.scores(products, row, first, columns(tiles), masked)
-      old = state.m_i[half].load(), state.l_i[half].load()
-      p, m_new, l_new, alpha = online_softmax(CUDA, seen, self.rules.scaling, *old, row_reduce)
-      weights.append(self.rules.weights(p, row, first, columns(tiles), masked))
-      alphas.append(alpha)
-      stores += [x.after(scores, *after)[half].store(y) for x, y in ((state.m_i, m_new), (state.l_i, l_new))]
-    return weights, alphas, stores
+    first = self.key_range.tile(n_tile) * self.block_n + self.group.lane % QUAD * 2
+    rows = ScoreRows(self.rules, self.rows, first, masked)
+    found = rows.softmax(rows.scores(scores.after(*after)), loaded(state.m_i), loaded(state.l_i))
+    stores = found.stores(*(x.after(scores, *after) for x in (state.m_i, state.l_i)))
+    return found.p, found.alpha, stores
 
 
 def _kernel(build: Callable[..., UOp], outputs: str, buffers: str, unread: str, *wants: str) -> Kernel:

@@ -80,21 +80,20 @@ from uopattn.dsl.nvidia.copy_pipeline import CopyPipeline
 from uopattn.dsl.nvidia.mma_layout import (
   HALVES,
   MMA_M,
-  MMA_N,
   QUAD,
   WARP,
-  columns,
   finished,
+  loaded,
   row_of,
-  row_reduce,
   store_row,
 )
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline, fits, loop
 from uopattn.dsl.nvidia.wgmma import WARPS
+from uopattn.dsl.nvidia.wgmma_softmax import ScoreRows
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.rules.softmax import LOWEST, online_softmax, p_scale_of
+from uopattn.dsl.rules.softmax import LOWEST, p_scale_of
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked, masked_then_full
 from uopattn.dsl.schedule import DTYPES_8, DTYPES_16, Kernel, Problem, Schedule
 from uopattn.dsl.scope import clamp
@@ -678,21 +677,13 @@ class Mainloop:
 
   def softmax(self, n_tile: UOp, masked: bool, state: State, *after: UOp) -> tuple[list[UOp], list[UOp], list[UOp]]:
     """Return alpha of both rows, the words of P, and the stores of m and l. S is read once all of `after` is done."""
-    block_n, per = self.block_n, 4 // self.dtype.itemsize  # elements in a word
-    first = self.key_range.tile(n_tile) * block_n + self.group.lane % QUAD * 2
-    scores, alphas, stores, parts = self.scores.after(*after), [], [], []
-    for half, row in enumerate(self.rows):
-      products = [scores[4 * n + 2 * half + e].load() for n in range(block_n // MMA_N) for e in range(2)]
-      seen = self.rules.scores(products, row, first, columns(block_n // MMA_N), masked)
-      old, scale = (state.m_i[half].load(), state.l_i[half].load()), p_scale_of(self.dtype)
-      p, m_new, l_new, alpha = online_softmax(CUDA, seen, self.rules.scaling, *old, row_reduce, scale)
-      p = self.rules.weights(p, row, first, columns(block_n // MMA_N), masked)
-      parts.append([ins.pack_word(CUDA, p[i : i + per], self.dtype) for i in range(0, len(p), per)])
-      alphas.append(alpha)
-      # Wait explicitly: with a scale of 0 the scores are constants, and nothing else would depend on the product.
-      stores += [x.after(*after)[half].store(y) for x, y in ((state.m_i, m_new), (state.l_i, l_new))]
-    words = [parts[half][n] for n in range(len(parts[0])) for half in range(HALVES)]
-    return alphas, words, stores
+    first = self.key_range.tile(n_tile) * self.block_n + self.group.lane % QUAD * 2
+    rows = ScoreRows(self.rules, self.rows, first, masked)
+    scores, old = rows.scores(self.scores.after(*after)), (loaded(state.m_i), loaded(state.l_i))
+    found = rows.softmax(scores, *old, p_scale_log2=p_scale_of(self.dtype))
+    # Wait explicitly: with a scale of 0 the scores are constants, and nothing else would depend on the product.
+    stores = found.stores(state.m_i.after(*after), state.l_i.after(*after))
+    return found.alpha, found.words(self.dtype), stores
 
 
 SCHEDULE = Schedule(

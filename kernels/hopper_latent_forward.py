@@ -51,8 +51,8 @@ from uopattn.dsl.nvidia.mma_layout import (
   MMA_N,
   QUAD,
   WARP,
-  columns,
   finished,
+  loaded,
   row_of,
   row_reduce,
   store_row,
@@ -61,9 +61,10 @@ from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline, fits, loop
 from uopattn.dsl.nvidia.tensor_pipeline import Tiles as Pipe
 from uopattn.dsl.nvidia.wgmma import WARPS
+from uopattn.dsl.nvidia.wgmma_softmax import ScoreRows
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.rules.softmax import LOWEST, online_softmax
+from uopattn.dsl.rules.softmax import LOWEST
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
 from uopattn.dsl.schedule import DTYPES_16, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
@@ -417,35 +418,23 @@ class Mainloop:
       return ins.fmax(CUDA, a, b)
 
     first_key = (self.key_range.tile(n) * WARPGROUPS + self.warpgroup) * KEYS + self.group.lane % QUAD * 2
-    scores, seen = self.scores.after(waited), []
-    for half, row in enumerate(self.rows):
-      products = [scores[4 * i + 2 * half + e].load() for i in range(SCORES) for e in range(2)]
-      seen.append(self.rules.scores(products, row, first_key, columns(SCORES), masked))
+    rows = ScoreRows(self.rules, self.rows, first_key, masked)
+    seen = rows.scores(self.scores.after(waited))
     # in registers, so that this is done before the wait
     maxima = [self.maxima.after(waited)[i].store(row_reduce(larger, reduce(larger, x))) for i, x in enumerate(seen)]
     # the second waits for the first one's tile, and the first one knows that the second has given the one before
     met = self.exchange.wait(0, n + 1 + self.warpgroup, *maxima)
     m_other = self.exchange.rows(1 - self.warpgroup, met)
     kept = [state.kept.after(met)[i].store(word) for i, word in enumerate(self.exchange.load_words(STEPS, met))]
-    before, own, parts, m_i, l_i = [], [], [], [], []
-    for half, row in enumerate(self.rows):
-      before.append(self.alpha(state.m_i[half].load(), m_other[half]))
-      largest, l_old = self.maxima.after(met)[half].load(), state.l_i[half].load() * before[half]
-      p, m_new, l_new, alpha = self.row_softmax(seen[half], largest, m_other[half], l_old)
-      p = self.rules.weights(p, row, first_key, columns(SCORES), masked)
-      parts.append([ins.pack_word(CUDA, p[i : i + 2], self.dtype) for i in range(0, len(p), 2)])
-      own.append(alpha)
-      m_i.append(m_new)
-      l_i.append(l_new)
-    words = [parts[half][i] for i in range(SCORES) for half in range(HALVES)]
-    given = self.exchange.give(m_i, words, met, *kept)
-    stored = [state.l_i.after(given)[half].store(l_i[half]) for half in range(HALVES)]
-    stored = [state.m_i.after(*stored)[half].store(m_i[half]) for half in range(HALVES)]  # of which l is made
-    return UOp.group(given, *stored), words, before, own
-
-  def row_softmax(self, scores: list[UOp], largest: UOp, m_i: UOp, l_i: UOp) -> tuple[list[UOp], UOp, UOp, UOp]:
-    """P of a row, m, l and alpha, as `online_softmax` returns them."""
-    return online_softmax(CUDA, scores, self.rules.scaling, m_i, l_i, lambda operation, value: largest)
+    before = [self.alpha(state.m_i[half].load(), m_other[half]) for half in range(HALVES)]
+    l_old = [state.l_i[half].load() * before[half] for half in range(HALVES)]
+    found = rows.softmax(seen, m_other, l_old, loaded(self.maxima.after(met)))
+    words = found.words(self.dtype)
+    given = self.exchange.give(found.m_i, words, met, *kept)
+    stored = [state.l_i.after(given)[half].store(found.l_i[half]) for half in range(HALVES)]
+    # m after l, which is made of it
+    stored = [state.m_i.after(*stored)[half].store(found.m_i[half]) for half in range(HALVES)]
+    return UOp.group(given, *stored), words, before, found.alpha
 
 
 SCHEDULE = Schedule(

@@ -35,11 +35,10 @@ from uopattn.dsl.nvidia.exchange import THREADS, WARPGROUPS, WORDS, Exchange
 from uopattn.dsl.nvidia.mma_layout import (
   HALVES,
   MMA_M,
-  MMA_N,
   QUAD,
   WARP,
-  columns,
   finished,
+  loaded,
   row_of,
   row_reduce,
   store_row,
@@ -48,9 +47,10 @@ from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline, fits, loop
 from uopattn.dsl.nvidia.tensor_pipeline import Tiles as Pipe
 from uopattn.dsl.nvidia.wgmma import WARPS
+from uopattn.dsl.nvidia.wgmma_softmax import ScoreRows
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.rules.softmax import LOWEST, online_softmax
+from uopattn.dsl.rules.softmax import LOWEST
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
 from uopattn.dsl.schedule import DTYPES_16, LIGHT, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
@@ -311,31 +311,19 @@ class Mainloop:
     def larger(a: UOp, b: UOp) -> UOp:
       return ins.fmax(CUDA, a, b)
 
-    tiles, lane_key = self.tiles.keys // MMA_N, self.warpgroup * self.tiles.keys + self.group.lane % QUAD * 2
+    lane_key = self.warpgroup * self.tiles.keys + self.group.lane % QUAD * 2
     first = self.key_range.tile(n_tile) * self.tiles.block_n + lane_key
-    scores, seen = self.scores.after(*after), []
-    for half, row in enumerate(self.rows):
-      products = [scores[4 * n + 2 * half + e].load() for n in range(tiles) for e in range(2)]
-      seen.append(self.rules.scores(products, row, first, columns(tiles), masked))
-    own = [row_reduce(larger, reduce(larger, x)) for x in seen]
+    rows = ScoreRows(self.rules, self.rows, first, masked)
+    scores = rows.scores(self.scores.after(*after))
+    own = [row_reduce(larger, reduce(larger, x)) for x in scores]
     others, met = self.exchange.swapped(own, *after)
     maxima = [larger(a, b) for a, b in zip(own, others, strict=True)]
-    alphas, parts, stores = [], [], []
-    for half, row in enumerate(self.rows):
-      p, m_new, l_new, alpha = self.row_softmax(seen[half], maxima[half], state, half)
-      p = self.rules.weights(p, row, first, columns(tiles), masked)
-      parts.append([ins.pack_word(CUDA, p[i : i + 2], self.dtype) for i in range(0, len(p), 2)])
-      alphas.append(alpha)
-      # Wait explicitly: with a scale of 0 the scores are constants, and nothing else would depend on the product.
-      stores += [x.after(*after)[half].store(y) for x, y in ((state.m_i, m_new), (state.l_i, l_new))]
-    words = [parts[half][n] for n in range(tiles) for half in range(HALVES)]
-    stored = self.exchange.store_words(words, self.warpgroup * (self.tiles.steps // WARPGROUPS), met)
-    return alphas, self.exchange.load_words(self.tiles.steps, self.exchange.sync(*stored)), stores
-
-  def row_softmax(self, scores: list[UOp], largest: UOp, state: State, half: int) -> tuple[list[UOp], UOp, UOp, UOp]:
-    """P of a row, m, l and alpha, as `online_softmax` returns them; `largest` is the maximum of both warpgroups."""
-    old = state.m_i[half].load(), state.l_i[half].load()
-    return online_softmax(CUDA, scores, self.rules.scaling, *old, lambda operation, value: largest)
+    found = rows.softmax(scores, loaded(state.m_i), loaded(state.l_i), maxima)
+    # Wait explicitly: with a scale of 0 the scores are constants, and nothing else would depend on the product.
+    stores = found.stores(state.m_i.after(*after), state.l_i.after(*after))
+    first_step = self.warpgroup * (self.tiles.steps // WARPGROUPS)
+    stored = self.exchange.store_words(found.words(self.dtype), first_step, met)
+    return found.alpha, self.exchange.load_words(self.tiles.steps, self.exchange.sync(*stored)), stores
 
 
 LEAST_ROWS = wgmma.M  # of a key head, for few queries: else most of a workgroup's rows could be none

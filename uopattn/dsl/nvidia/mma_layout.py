@@ -42,6 +42,11 @@ def columns(tiles: int) -> list[int]:
   return [MMA_N * n + e for n in range(tiles) for e in range(2)]
 
 
+def loaded(of_rows: UOp) -> list[UOp]:
+  """A lane's numbers of its two rows, from registers."""
+  return [of_rows[half].load() for half in range(HALVES)]
+
+
 def row_reduce(operation: Callable[[UOp, UOp], UOp], value: UOp) -> UOp:
   """Reduce the values of a row's four lanes by `operation`."""
   for distance in (1, 2):

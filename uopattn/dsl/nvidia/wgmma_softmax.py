@@ -1,0 +1,85 @@
+"""The online softmax of S = Q K^T, (64, keys), as `wgmma` leaves it in registers: two rows to each lane."""
+
+from typing import NamedTuple
+
+from tinygrad import UOp
+from tinygrad.dtype import DType
+
+from uopattn.dsl import instructions as ins
+from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_N, columns, row_reduce
+from uopattn.dsl.rules.rules import HeadRules
+from uopattn.dsl.rules.softmax import online_softmax
+from uopattn.dsl.scope import sizes
+
+
+class Softmax(NamedTuple):
+  """What `online_softmax` returns, of both rows: P, after dropout, the new m_i and l_i, and alpha."""
+
+  p: list[list[UOp]]
+  m_i: list[UOp]
+  l_i: list[UOp]
+  alpha: list[UOp]
+
+  def words(self, dtype: DType) -> list[UOp]:
+    """P in 8 or 16 bits, packed in words in the order of left operands."""
+    per = 4 // dtype.itemsize
+    packed = [[ins.pack_word("cuda", row[i : i + per], dtype) for i in range(0, len(row), per)] for row in self.p]
+    return [word for words in zip(*packed, strict=True) for word in words]
+
+  def stores(self, m_i: UOp, l_i: UOp) -> list[UOp]:
+    """Store m_i and l_i in registers."""
+    return [x[half].store(y[half]) for half in range(HALVES) for x, y in ((m_i, self.m_i), (l_i, self.l_i))]
+
+
+class ScoreRows(NamedTuple):
+  """This lane's two rows of S.
+
+  Attributes:
+    rules: the rules of their head.
+    rows: the queries.
+    first: the key of this lane's first column.
+    masked: whether keys may be hidden.
+  """
+
+  rules: HeadRules
+  rows: list[UOp]
+  first: UOp
+  masked: bool
+
+  def scores(self, products: UOp) -> list[list[UOp]]:
+    """The scores of both rows: -inf where hidden, else as `HeadRules.scores` modifies the products.
+
+    Args:
+      products: registers with S, (keys / 2,), in the order of accumulators.
+    """
+    tiles, found = 2 * sizes(products)[0] // MMA_N, []
+    for half, row in enumerate(self.rows):
+      seen = [products[4 * n + 2 * half + e].load() for n in range(tiles) for e in range(2)]
+      found.append(self.rules.scores(seen, row, self.first, columns(tiles), self.masked))
+    return found
+
+  def softmax(
+    self,
+    scores: list[list[UOp]],
+    m_old: list[UOp],
+    l_old: list[UOp],
+    maxima: list[UOp] | None = None,
+    p_scale_log2: int = 0,
+  ) -> Softmax:
+    """Update the online softmax of both rows.
+
+    Args:
+      scores: of both rows.
+      m_old, l_old: m_i and l_i so far.
+      maxima: the largest score of each row, where other warpgroups have some of its keys; otherwise it is found here.
+      p_scale_log2: see `online_softmax`.
+    """
+    found = []
+    for half, row in enumerate(self.rows):
+      reduced = row_reduce if maxima is None else (lambda operation, value, largest=maxima[half]: largest)
+      p, *rest = online_softmax(
+        "cuda", scores[half], self.rules.scaling, m_old[half], l_old[half], reduced, p_scale_log2
+      )
+      p = self.rules.weights(p, row, self.first, columns(len(p) // 2), self.masked)
+      found.append((p, *rest))
+    return Softmax(*(list(x) for x in zip(*found, strict=True)))
