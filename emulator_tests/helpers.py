@@ -123,16 +123,22 @@ def counts(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> emulator.Counters
 @contextmanager
 def served_by(kernel: str) -> Iterator[None]:
   """`attention` takes this kernel, whichever it would take on the machine at hand."""
-  wanted = [x for x in dispatch.every_schedule(dispatch.forward_schedules) if x.name == kernel]
+  wanted = [x for x in dispatch.every_schedule() if x.name == kernel]
   with pytest.MonkeyPatch.context() as patch:
     dispatch_among(patch, wanted)
     yield
 
 
 def dispatch_among(patch: pytest.MonkeyPatch, schedules: Sequence[Schedule], backward: bool = False) -> None:
-  """Dispatch knows these schedules alone."""
-  name = "backward_schedules" if backward else "forward_schedules"
-  patch.setattr(dispatch, name, lambda device: tuple(x for x in schedules if device in x.devices))
+  """Of forward passes, or of gradients, dispatch knows these schedules alone."""
+  right = dispatch.schedules
+
+  def found(device: str, of_gradients: bool = False) -> tuple[Schedule, ...]:
+    if of_gradients != backward:
+      return right(device, of_gradients)
+    return tuple(x for x in schedules if device in x.devices)
+
+  patch.setattr(dispatch, "schedules", found)
 
 
 def problem_of(

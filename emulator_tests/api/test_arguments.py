@@ -15,7 +15,7 @@ from tinygrad import Tensor, UOp, dtypes
 
 from uopattn import BlockMask, KVCache, attention, attention_paged, attention_varlen, flash, merge_states
 from uopattn.mods import causal, dilated, document, sliding_window
-from uopattn.plan.dispatch import backward_schedules, every_schedule, forward_schedules
+from uopattn.plan.dispatch import every_schedule
 from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import ARGUMENTS, Arguments, AttentionOptions
 
@@ -242,7 +242,7 @@ def test_block_masks_are_checked_when_made(name: str) -> None:
 @pytest.fixture
 def bare_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
   """Kernels without any feature."""
-  every = every_schedule(forward_schedules)
+  every = every_schedule()
   dispatch_among(
     monkeypatch, [replace(schedule, unsupported=tuple(x.name for x in fields(Arguments))) for schedule in every]
   )
@@ -295,5 +295,5 @@ def test_each_argument_is_declared() -> None:
 
 def test_kernels_lack_only_what_there_is() -> None:
   features = {name if x.feature is None else x.feature for name, x in ARGUMENTS.items()}
-  for schedule in every_schedule(forward_schedules) + every_schedule(backward_schedules):
+  for schedule in every_schedule() + every_schedule(backward=True):
     assert set(schedule.unsupported) <= features

@@ -12,7 +12,7 @@ from tinygrad.dtype import DType
 
 from uopattn import KVCache, attention, attention_paged, attention_varlen
 from uopattn.api.attention import Call
-from uopattn.plan.dispatch import backward_schedules, every_schedule, forward_schedules
+from uopattn.plan.dispatch import every_schedule
 from uopattn.spec.arguments import Arguments
 
 README = Path(__file__).parents[2] / "kernels/README.md"
@@ -83,7 +83,7 @@ def test_three_dtypes() -> None:
 
 def test_which_kernels_widen_k_and_v() -> None:
   (line,) = [x for x in README.read_text().split("\n\n") if x.startswith("†")]
-  schedules = every_schedule(forward_schedules) + every_schedule(backward_schedules)
+  schedules = every_schedule() + every_schedule(backward=True)
   assert set(re.findall("`([a-z_]+)`", line)) == {x.name for x in schedules if x.mixed}
 
 

@@ -119,7 +119,7 @@ def spoiled(monkeypatch: pytest.MonkeyPatch, build: Callable[..., UOp]) -> None:
     return (build if given["tiles"] == tiles else cpu_forward.forward)(o, q, k, v, lse, **given)
 
   wrong = replace(cpu_forward.SCHEDULE, kernels=(replace(kernel, build=forward),))
-  others = [x for x in dispatch.forward_schedules("CPU") if x is not cpu_forward.SCHEDULE]
+  others = [x for x in dispatch.schedules("CPU") if x is not cpu_forward.SCHEDULE]
   dispatch_among(monkeypatch, [wrong, *others])
 
 
@@ -219,7 +219,7 @@ def test_a_defect_in_a_gradient_is_reported_and_never_chosen(
     return right(dq, dk, dv, q, k, k if given["tiles"] == other else v, *rest, **given)
 
   wrong = replace(cpu_backward.SCHEDULE, kernels=(replace(kernel, build=backward),))
-  schedules = [wrong if x.name == wrong.name else x for x in dispatch.backward_schedules("CPU")]
+  schedules = [wrong if x.name == wrong.name else x for x in dispatch.schedules("CPU", backward=True)]
   dispatch_among(monkeypatch, schedules, backward=True)
   with uopattn.tune():
     assert backward_on(spec, "CPU")[0].tiles == model
@@ -622,7 +622,7 @@ def test_all_candidates_for_gradients_are_right_on_the_emulator(
 ) -> None:
   monkeypatch.setattr(dispatch, "MOST", 4)
   monkeypatch.setattr("uopattn.tuning.trial_backward.repeats", lambda *_: 1)
-  (schedule,) = (x for x in dispatch.every_schedule(dispatch.backward_schedules) if x.name == name)
+  (schedule,) = (x for x in dispatch.every_schedule(backward=True) if x.name == name)
   dispatch_among(monkeypatch, [replace(schedule, preferred=lambda *_: True)], backward=True)
   with on(arch):
     spec = replace(spec_of((1, 2, 1, 70, 90, 64, 64), is_causal=True), dtype=dtypes.half)

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 from tinygrad import dtypes
@@ -17,11 +18,26 @@ from uopattn.plan.target import target_of
 from uopattn.spec.spec import AttentionSpec
 from uopattn.spec.tensors import dtype_name
 
-DEVICES = ("CPU", "AMD", "CUDA")  # that have kernels
+# The modules with the schedules of a device, of the forward pass and of gradients. The first that prefers a case has it.
+MODULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+  "CPU": (("amx_forward", "cpu_forward", "cpu_decode"), ("amx_backward", "cpu_backward")),
+  "AMD": (("amd_forward",), ("amd_backward",)),
+  "CUDA": (
+    (
+      "hopper_latent_forward",
+      "hopper_wide_forward",
+      "cuda_wide_forward",
+      "hopper_forward",
+      "hopper_float32_forward",
+      "cuda_forward",
+    ),
+    ("hopper_fused_backward", "hopper_backward", "cuda_backward"),
+  ),
+}
+DEVICES = tuple(MODULES)  # that have kernels
 # How to have tinygrad render CUDA C++, as the kernels for NVIDIA's GPUs need, with NVRTC and with nvcc.
 WITH_NVRTC_AND_NVCC = {"CUDA": ("DEV=CUDA:CUDA", "DEV=CUDA:NVCC"), "NV": ("DEV=NV:CUDA", "DEV=NV:CC")}
 MOST = 8  # tiles of a schedule to measure
-Schedules = Callable[[str], tuple[Schedule, ...]]  # of a device, `forward_schedules` or `backward_schedules`
 Chooser = Callable[[AttentionSpec, str, bool], tuple[Launch, ...] | None]  # see `choose_by`
 _CHOOSERS: list[Chooser] = []
 
@@ -38,67 +54,18 @@ class NoKernel(ValueError):
     self.reasons = reasons
 
 
-def forward_schedules(device: str) -> tuple[Schedule, ...]:
-  """Return the forward schedules of a device; if several are meant for a case, the first one is used.
+def schedules(device: str, backward: bool = False) -> tuple[Schedule, ...]:
+  """Return the schedules of a device, with `backward` for gradients; () if it has no kernels.
 
   Their modules are imported here, because no process needs those of all devices.
   """
-  match device:
-    case "CPU":
-      from uopattn.kernels import amx_forward, cpu_decode, cpu_forward
-
-      return amx_forward.SCHEDULE, cpu_forward.SCHEDULE, cpu_decode.SCHEDULE
-    case "AMD":
-      from uopattn.kernels import amd_forward
-
-      return (amd_forward.SCHEDULE,)
-    case "CUDA":
-      from uopattn.kernels import (
-        cuda_forward,
-        cuda_wide_forward,
-        hopper_float32_forward,
-        hopper_forward,
-        hopper_latent_forward,
-        hopper_wide_forward,
-      )
-
-      return (
-        hopper_latent_forward.SCHEDULE,
-        hopper_wide_forward.SCHEDULE,
-        cuda_wide_forward.SCHEDULE,
-        hopper_forward.SCHEDULE,
-        hopper_float32_forward.SCHEDULE,
-        cuda_forward.SCHEDULE,
-      )
-  return ()
+  modules = [import_module(f"uopattn.kernels.{name}") for name in MODULES.get(device, ((), ()))[backward]]
+  return tuple(x for module in modules for x in vars(module).values() if isinstance(x, Schedule))
 
 
-def backward_schedules(device: str) -> tuple[Schedule, ...]:
-  """Return the schedules of a device for gradients; see `forward_schedules`."""
-  match device:
-    case "CPU":
-      from uopattn.kernels import amx_backward, cpu_backward
-
-      return amx_backward.SCHEDULE, cpu_backward.SCHEDULE
-    case "AMD":
-      from uopattn.kernels import amd_backward
-
-      return amd_backward.SCHEDULE, amd_backward.SEPARATE
-    case "CUDA":
-      from uopattn.kernels import cuda_backward, hopper_backward, hopper_fused_backward
-
-      return (
-        hopper_fused_backward.SCHEDULE,
-        hopper_backward.SCHEDULE,
-        cuda_backward.SCHEDULE,
-        cuda_backward.SEPARATE,
-      )
-  return ()
-
-
-def every_schedule(of_device: Schedules) -> tuple[Schedule, ...]:
-  """Return the schedules of all devices, of `forward_schedules` or `backward_schedules`."""
-  return tuple(x for device in DEVICES for x in of_device(device))
+def every_schedule(backward: bool = False) -> tuple[Schedule, ...]:
+  """Return the schedules of all devices; see `schedules`."""
+  return tuple(x for device in DEVICES for x in schedules(device, backward))
 
 
 def launch_on(spec: AttentionSpec, device: str) -> Launch:
@@ -142,15 +109,15 @@ def dispatch(spec: AttentionSpec, target: Target, tiles: Any = None, single_kern
   Raises:
     NoKernel: no kernel serves it. The reasons are those of the schedule that is meant for the case.
   """
-  schedules = [x for x in schedules_on(target) if not single_kernel or len(x.kernels) == 1]
+  among = [x for x in schedules_on(target) if not single_kernel or len(x.kernels) == 1]
   if tiles is not None:
-    schedules = [x for x in schedules if x.tiles is type(tiles)]
-    if not schedules:
+    among = [x for x in among if x.tiles is type(tiles)]
+    if not among:
       raise NoKernel(
         f"tiles is {tiles!r}, which no kernel for {target.device} takes{' by itself' if single_kernel else ''}"
       )
-  schedules.sort(key=lambda x: not x.preferred(spec, target))
-  return _first(schedules, spec, target, tiles)[-1]
+  among.sort(key=lambda x: not x.preferred(spec, target))
+  return _first(among, spec, target, tiles)[-1]
 
 
 def candidates(spec: AttentionSpec, target: Target) -> list[Launch]:
@@ -220,8 +187,8 @@ def dispatch_backward(spec: AttentionSpec, target: Target) -> tuple[Launch, ...]
   Raises:
     NoKernel: no kernels serve it. The reasons are those of the device's last, most general, schedule.
   """
-  schedules = [x for x in schedules_on(target, backward=True) if x.preferred(spec, target)]
-  return _first(schedules, spec, target, reasons_of=-1)
+  among = [x for x in schedules_on(target, backward=True) if x.preferred(spec, target)]
+  return _first(among, spec, target, reasons_of=-1)
 
 
 def stages(launch: Launch) -> tuple[Launch, ...]:
@@ -252,7 +219,7 @@ def sums_launch(spec: AttentionSpec, parts: int, D: int) -> Launch:
 
 def schedules_on(target: Target, backward: bool = False) -> tuple[Schedule, ...]:
   """Return the schedules for a target's device, with `backward` for gradients. Raises NoKernel if there are none."""
-  if found := (backward_schedules if backward else forward_schedules)(target.device):
+  if found := schedules(target.device, backward):
     return found
   what = "no kernels for gradients" if backward else "no kernel"
   raise NoKernel(f"{what} for device {target.device}; {_needed(target)}")
@@ -268,11 +235,11 @@ def _needed(target: Target) -> str:
 
 
 def _first(
-  schedules: Sequence[Schedule], spec: AttentionSpec, target: Target, tiles: Any = None, reasons_of: int = 0
+  among: Sequence[Schedule], spec: AttentionSpec, target: Target, tiles: Any = None, reasons_of: int = 0
 ) -> tuple[Launch, ...]:
   """Return the launches of the first schedule that serves the case. Raises NoKernel, with one schedule's reasons."""
   failures: list[NoKernel] = []
-  for schedule in schedules:
+  for schedule in among:
     try:
       return launches_of(schedule, spec, target, tiles)
     except NoKernel as failure:
