@@ -192,8 +192,8 @@ class ContextParallel:
       parts = []
       for turn, launches in specs.items():
         spec = launches[0].spec
-        part = Residuals(spec, q_run, *self._keys_of(turn, k, v), out, lse, residuals.do, residuals.dlse)
-        part.__dict__["delta"] = residuals.delta  # that of the whole, computed once
+        k_turn, v_turn = self._keys_of(turn, k, v)
+        part = replace(residuals, spec=spec, k=k_turn, v=v_turn, whole=residuals)
         of_q, of_k, of_v = by_kernels(launches, part, self._arguments(run, turn, arguments))
         parts.append(of_q)
         dkv[turn].append((of_k, of_v))

@@ -122,6 +122,7 @@ class Residuals:
     lse: (B, Hq, M) float32.
     do: the gradient of the output, in its shape and dtype.
     dlse: the gradient of lse, in its shape and dtype, or None.
+    whole: those of the whole attention, where these are of a part of its keys: the two have the same delta.
   """
 
   spec: AttentionSpec
@@ -132,6 +133,7 @@ class Residuals:
   lse: Tensor
   do: Tensor
   dlse: Tensor | None
+  whole: "Residuals | None" = None
 
   @classmethod
   def of(
@@ -159,7 +161,9 @@ class Residuals:
 
   @functools.cached_property
   def delta(self) -> Tensor:
-    """rowsum(dO * O) - dL, (B, Hq, M) float32; 0 for a row that sees no key."""
+    """rowsum(dO * O) - dL, (B, Hq, M) float32; 0 for a row that sees no key. Computed once."""
+    if self.whole is not None:
+      return self.whole.delta
     s, device = self, cast(Devices, self.q.device)
     launch = delta_launch(s.spec, target_of(devices_of(device)[0]), s.dlse is not None)
     given = {name: [self.buffer(name, x)] for name, x in (("o", s.out), ("do", s.do))} | {"lse": [s.lse]}
