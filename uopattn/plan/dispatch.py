@@ -18,7 +18,7 @@ from uopattn.plan.target import target_of
 from uopattn.spec.spec import AttentionSpec
 from uopattn.spec.tensors import dtype_name
 
-# The modules with the schedules of a device: of forward passes, and of gradients. The first that prefers a case is used.
+# The modules with the schedules of a device: of forward passes, and of gradients. The first that prefers a case has it.
 MODULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
   "CPU": (("amx_forward", "cpu_forward", "cpu_decode"), ("amx_backward", "cpu_backward")),
   "AMD": (("amd_forward",), ("amd_backward",)),
