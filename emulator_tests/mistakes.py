@@ -316,7 +316,7 @@ HOPPER_WIDE = (
     ),
   }
 )
-# What a producer brings, and the jobs of persistent workgroups. The gate must reject these.
+# What a producer brings, and the work tiles of persistent workgroups. The gate must reject these.
 HOPPER_PRODUCER = {
   "boxes one tile late": Mistake(
     tensor_pipeline.Source,

@@ -15,12 +15,9 @@ products without moving, as in `amd_forward`. All waves share the streamed tile 
 padded against bank conflicts. While a tile is in use, `uopattn.dsl.amd.staging` loads the next one. In `backward_q` a
 lane keeps lse and delta of its queries; in `backward_kv` they are in LDS with the tile of queries.
 
-Not measured: no AMD GPU at hand. Compiled by LLVM 22 (scripts/compile_report.py, 2026-11-21). Instructions per matrix
-instruction in the mainloop, float16 / bfloat16, and VGPRs, at D=64 for dQ: gfx1100 7.9 / 8.3 (240), gfx1201 7.1 / 7.5
-(201), gfx942 3.4 / 3.7 (156), gfx950 5.5 / 6.1 (154); for dK and dV: gfx1100 9.2 / 9.8 (252), gfx1201 7.7 / 8.5 (248),
-gfx942 3.6 / 3.8 (196), gfx950 5.7 / 6.4 (210), without spills. At D=128, float16, dQ and dK dV: gfx1201 5.8 (205) and
-7.5 (245), gfx942 2.6 (244) and 2.7 (340), gfx950 3.7 (288) and 3.9 (370), without spills; gfx1100, whose operands take
-twice the registers, spills 10 and 87.
+Not measured: no AMD GPU at hand. Compiled by LLVM 22 (scripts/compile_report.py, 2026-11-21). At D=64 nothing spills,
+and at D=128 only gfx1100, whose operands take twice the registers: 10 for dQ, 87 for dK and dV.
+scripts/results/KERNELS.md has more.
 
 Where LDS does not hold Q and dO both as they are and transposed, as at D=256 on gfx942, dK and dV have a kernel each
 (`SEPARATE`), and also where registers do not hold both sums, as in float32 on gfx1100 at D=64.

@@ -28,11 +28,8 @@ With few queries, the query heads that share a key head are packed into one tile
 workgroups, and `kernels/combine.py` combines the splits.
 
 Not measured: no AMD GPU at hand. Compiled by LLVM 22 (scripts/compile_report.py, 2026-11-21), causal or not, without
-spills. Instructions per matrix instruction in the mainloop, float16 / bfloat16, and VGPRs: at D=64 gfx1100 9.9 / 9.7
-(240), gfx1201 10.0 / 9.8 (182), gfx942 4.9 / 4.9 (156), gfx950 7.8 / 8.8 (158); at D=128 gfx1100 8.3 / 8.7 (232),
-gfx1201 7.7 / 7.7 (183), gfx942 4.2 / 4.2 (210), gfx950 6.8 / 7.5 (200). In float32 at D=64 and 128 gfx1100 17.7 (209)
-and 15.9 (250), gfx1201 10.0 (250) and 10.1 (211). On gfx1201 at D=64, `kv_lengths` take 11.5, and softcap, whose tanh
-is long, 59 with 28 registers spilled.
+spills, but for softcap, whose tanh is long, on gfx1201 at D=64: 28 registers. scripts/results/KERNELS.md has registers
+and instructions per matrix instruction.
 """
 
 from collections.abc import Callable

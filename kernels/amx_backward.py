@@ -14,9 +14,8 @@ block in bfloat16, as left operands; what a tile adds to dK and dV. See `uopattn
 the sums of dK and dV that they leave, are those of `cpu_backward`. float16 is two bfloat16 parts and float32 three, as
 in `amx_forward`; P and dS are cut into as many.
 
-Measured 2026-11-25 on two threads of a Xeon (model 167, clang 23), H=32 N=1024, all kernels of the gradients, GFLOP/s
-and times PyTorch 2.13: D=64 bfloat16 1230 (3.6), float16 609 (2.9), float32 416 (1.7), causal 320 (2.0); D=128 float32
-439 (1.6). See scripts/results/2026-11-25-cpu-xeon-amx-backward.json.
+Measured on two threads of a Xeon, D=64, H=32 N=1024: bfloat16 1230 GFLOP/s (3.6 times PyTorch), float16 609 (2.9),
+float32 416 (1.7), causal 320 (2.0). scripts/results/KERNELS.md has more.
 """
 
 from dataclasses import dataclass

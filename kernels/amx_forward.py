@@ -34,11 +34,8 @@ parts, and a product takes three or four products of two parts, and six of three
 NaN. Denormal bfloat16 count as 0, and so float32 numbers below 2**-109 are less exact. Of the products of parts
 neighbours share a part, whose tiles stay where two groups share tiles.
 
-Measured 2026-11-25 on two threads of a Xeon (model 167, clang 23), in turns with PyTorch 2.13, H=32 N=1024, GFLOP/s
-and ratio: D=64 bfloat16 1732 (2.4), float16 871 (3.3), float32 487 (1.9; `cpu_forward` 289), causal 359 (2.2); D=128
-float32 560 (2.0; 294). On 16 threads of another, which others used too: bfloat16 D=64 4360 (2.3), float16 1370 (2.0),
-float32 D=64 970 to 1140 (1.4 to 1.9), D=128 1070 to 1150 (1.3 to 1.4); 32 query heads on 8, N=16384, D=128, bfloat16: 8
-queries 2.9 to 3.3 times and 4 queries 1.6 to 2.0 times as fast as `cpu_decode`. See scripts/results/NOTES.md.
+Measured on two threads of a Xeon, D=64, H=32 N=1024: bfloat16 1732 GFLOP/s (2.4 times PyTorch), float16 871 (3.3),
+float32 487 (1.9), causal 359 (2.2). scripts/results/KERNELS.md has more.
 """
 
 from dataclasses import dataclass

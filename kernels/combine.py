@@ -73,27 +73,27 @@ def on_gpu(dialect: str, o: UOp, partial_o: UOp, partial_lse: UOp, lse: UOp | No
   splits, threads = sizes(partial_o)[0] // heads, min(MOST_THREADS, round_up(Dv, WARP))
   item, lane = s.axis(heads * rows, AxisType.GLOBAL), s.axis(threads, AxisType.LOCAL)
   head, row = item // rows, item % rows
-  columns, turns = [lane + i * threads for i in range(ceildiv(Dv, threads))], ceildiv(splits, AT_ONCE)
+  columns, steps = [lane + i * threads for i in range(ceildiv(Dv, threads))], ceildiv(splits, AT_ONCE)
 
-  def some(turn: UOp) -> list[UOp]:
-    """The splits of a turn."""
-    return [turn * AT_ONCE + i for i in range(min(AT_ONCE, splits))]
+  def some(step: UOp) -> list[UOp]:
+    """The splits of a step."""
+    return [step * AT_ONCE + i for i in range(min(AT_ONCE, splits))]
 
   def number(t: UOp, i: int, default: float) -> UOp:
     inside = t < splits
     return inside.where(gated(partial_lse, inside, head * splits + t, row, UOp.const(i)).load(), default)
 
-  turn, highest = s.axis(turns, AxisType.REDUCE), s.filled(-inf, 1, after=(item,))
-  found = reduce(UOp.maximum, (number(t, 0, -inf) for t in some(turn)), highest.after(turn)[0].load())
-  highest = highest.after(highest[0].store(found).end(turn))
-  turn, total, acc = s.axis(turns, AxisType.REDUCE), *(s.filled(0.0, n, after=(item,)) for n in (1, len(columns)))
-  weights = [_weight(number(t, 0, -inf), number(t, 1, 0.0), highest[0].load(), power) for t in some(turn)]
-  stores = [total[0].store(reduce(UOp.__add__, weights, total.after(turn)[0].load()))]
+  step, highest = s.axis(steps, AxisType.REDUCE), s.filled(-inf, 1, after=(item,))
+  found = reduce(UOp.maximum, (number(t, 0, -inf) for t in some(step)), highest.after(step)[0].load())
+  highest = highest.after(highest[0].store(found).end(step))
+  step, total, acc = s.axis(steps, AxisType.REDUCE), *(s.filled(0.0, n, after=(item,)) for n in (1, len(columns)))
+  weights = [_weight(number(t, 0, -inf), number(t, 1, 0.0), highest[0].load(), power) for t in some(step)]
+  stores = [total[0].store(reduce(UOp.__add__, weights, total.after(step)[0].load()))]
   for i, d in enumerate(columns):
-    places = [((t < splits) & (d < Dv), head * splits + t, row, d) for t in some(turn)]
+    places = [((t < splits) & (d < Dv), head * splits + t, row, d) for t in some(step)]
     terms = [weight * gated(partial_o, *place).load() for weight, place in zip(weights, places, strict=True)]
-    stores.append(acc[i].store(reduce(UOp.__add__, terms, acc.after(turn)[i].load())))
-  end = UOp.group(*stores).end(turn)
+    stores.append(acc[i].store(reduce(UOp.__add__, terms, acc.after(step)[i].load())))
+  end = UOp.group(*stores).end(step)
   finished = normalize(highest[0].load(), total.after(end)[0].load(), rules.at(head).sink(row), power)
   stores = []
   for i, d in enumerate(columns):

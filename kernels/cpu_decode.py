@@ -19,10 +19,8 @@ rounded to it.
 
 With few heads the keys are split across work items (Flash-Decoding), and `combine` combines the splits.
 
-Measured 2026-11-22 on two cores of an AMD EPYC, D=64 and 128, as a share of the read bandwidth: Zen 4, four rows per
-key, 0.88 to 1.25 of 23 to 32 GB/s, 0.69 to 0.98 of 33 to 45 GB/s; eight rows 0.91 (float32) and 0.84 (bfloat16),
-sixteen 0.65 and 0.45, as these take longer to multiply than to read. Zen 5, prefetching into all caches: four rows 0.88
-to 1.06, eight 0.95. See scripts/results/NOTES.md.
+Measured on two cores, as a share of the read bandwidth: four rows per key 0.7 to 1.2, eight 0.8 to 0.95.
+scripts/results/KERNELS.md has more.
 """
 
 from collections.abc import Callable

@@ -25,11 +25,8 @@ the main loop.
 
 nvcc 13 spills 20 bytes in `backward_kv` at D=64 on sm_80, and 24 on sm_86.
 
-Measured 2026-11-21 on an H200 (B=4, H=32, N=4096, float16), where `hopper_backward` is faster, counting the minimum of
-five products (these kernels compute seven): 264 TFLOP/s at D=64 with Tiles(4, 2, 32) and Tiles(4, 2, 32,
-in_registers=False), which spills 16 bytes; 249 at D=128 with Tiles(4, 1, 64) and Tiles(4, 1, 32). In float32
-(2026-11-23, B=4, H=16, N=4096) both kernels take 14.4 ms at D=64 and 32.2 at D=128, causal 7.8 and 16.9: 1.36, 1.15,
-1.32 and 1.13 times as fast as PyTorch's memory-efficient gradients.
+Measured on an H200, where `hopper_backward` is faster, counting the minimum of five products: 264 TFLOP/s at D=64 and
+249 at D=128 in float16; float32 1.1 to 1.4 times PyTorch. scripts/results/KERNELS.md has more.
 """
 
 from collections.abc import Callable

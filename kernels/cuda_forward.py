@@ -28,21 +28,11 @@ With few queries the time goes into reading the keys. The query heads that share
 tile (GQA packing), so that each key is read once for all of them. The keys are split over as many workgroups as fill
 the multiprocessors (Flash-Decoding), and `kernels/combine.py` combines the splits.
 
-Measured 2026-11-23 on an H200 (B=4, H=32, N=4096, float16, sustained), where `hopper_forward` is faster, TFLOP/s and
-the ratio to FlashAttention-2 in the same run, both in turns that follow kernels of similar power:
-    D=128          362    1.07    8 warps, 64 keys
-    D=128, causal  317    1.04    4 warps, 48 keys
-    D=64           315    1.07    4 warps, 64 keys
-    D=64, causal   296    1.08
-In float32 (B=4, H=16, N=4096), and the ratio to PyTorch's memory-efficient attention, its fastest in float32:
-    D=64           64     1.83    4 warps, 64 keys
-    D=64, causal   62     1.89    4 warps, 64 keys
-    D=128          65     1.40    4 warps, 32 keys
-    D=128, causal  61     1.36    4 warps, 32 keys
-Right after cuDNN's kernel, which leaves the GPU a lower clock, D=128 has 328 and 305; see scripts/results/NOTES.md.
-Decode, one query, D=128, 32/8 heads (2026-11-22): 4277 GB/s of keys and values at B=16 N=8192, 3139 at B=1 N=8192 (11.2
-us in a CUDA graph), 4132 at B=1 N=131072. On sm_80 nvcc 13 spills with softcap, to 232 bytes at D=64 and 1080 at D=128.
-On sm_90 it spills 16 bytes at D=128 with 64 keys.
+Measured on an H200, where `hopper_forward` is faster: float16 362 TFLOP/s at D=128 and 315 at D=64, causal 317 and 296,
+1.04 to 1.08 times FlashAttention-2; float32 61 to 65, 1.4 to 1.9 times PyTorch. scripts/results/KERNELS.md has more.
+
+On sm_80 nvcc 13 spills with softcap, to 232 bytes at D=64 and 1080 at D=128, and on sm_90 16 bytes at D=128 with 64
+keys.
 """
 
 from collections.abc import Sequence

@@ -23,11 +23,8 @@ reads of shared memory and 19 integer instructions per 256 products of a warp. P
 operands per product; each tile of K and V, which come from L2, serves 64 queries. MLA decode takes 128 registers with
 16 query heads and 246 with 128.
 
-Measured 2026-11-23 on an H200, float16, in CUDA graphs: 294 TFLOP/s at D=512 (B=1, H=32, N=4096), causal 272. MLA
-decode, D=576/512, N=8192, beside a read of K by a plain kernel (below B=16 both mostly from L2): 16 query heads take
-43.2 us at B=16 (a read 36.4), 14.1 at B=4 (7.8) and 12.1 at B=1 (2.5); 128 query heads, 256 operations per byte and so
-bound by the products of `mma.sync`, 131 us at B=16 (278 TFLOP/s), 42 at B=4, 22 at B=1. Decode of 8 query heads on one
-key head, N=32768 D=128: 12.6 us, where `cuda_forward` takes 14.1 to 14.6.
+Measured on an H200, float16: 294 TFLOP/s at D=512, causal 272; MLA decode of 16 query heads at B=16 takes 1.2 times as
+long as a read of the keys. scripts/results/KERNELS.md has more.
 """
 
 from collections.abc import Callable

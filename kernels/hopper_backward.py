@@ -13,8 +13,8 @@ streamed tiles, are in shared memory (`uopattn.dsl.nvidia.swizzled`). `uopattn.d
 that a warpgroup waits for another only when it is about to run out of tiles. `backward_kv` loads lse and delta of a
 tile's queries into registers before it waits for the tile, except for masked tiles, for want of registers.
 
-Measured 2026-11-22 on an H200 (B=4, H=32, N=4096), counting the minimum of five products (these passes compute seven),
-with delta: 397 TFLOP/s at D=64 and 489 at D=128 in float16, 503 in bfloat16; causal 361 and 436.
+Measured on an H200, counting the minimum of five products: 397 TFLOP/s at D=64 and 489 at D=128, causal 361 and 436
+(N=4096). scripts/results/KERNELS.md has more.
 """
 
 from collections.abc import Callable

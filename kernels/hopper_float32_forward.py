@@ -23,18 +23,10 @@ sees them (`of_warpgroup`).
 Workgroups have one block of queries each, the longest first, in equal sections of heads whose keys fit in the L2 cache
 together (`uopattn.dsl.gpu.tile_scheduler`).
 
-Measured 2026-11-23 on an H200 (B=4, H=16, `split` included, in turns), TFLOP/s, and the ratio to PyTorch's
-memory-efficient attention, its fastest in float32, in the same run:
-                   N=4096       N=2048       N=1024
-    D=64           110   3.24                 95   2.91
-    D=64, causal   103   3.17    93   3.17    76   3.13
-    D=128          119   2.64                102   2.37
-    D=128, causal  109   2.50   100   2.47    82   2.32
-`cuda_forward` had 44 to 63 in a run before. `split` takes 3.7 to 4.0 TB/s: 0.09 ms of 2.51 at D=64 N=4096, and 0.045 of
-0.21 at D=128 N=1024 with a causal mask. The tensor cores' peak for six products is 165. Errors against float64 are half
-those of the other two: 4e-7 at N=4096. Programs compiled ahead were measured. Before `forward` made the parts of q, the
-gate passed N=1000 on this GPU at D=64 and 128, also with values of 1e37. `preferred` says which cases dispatch gives to
-these kernels; nothing spills in them.
+Measured on an H200, with `split`: 110 TFLOP/s at D=64 and 119 at D=128, causal 103 and 109 (N=4096), 2.5 to 3.2 times
+PyTorch's fastest in float32; the tensor cores' peak for six products is 165. Errors against float64 are half of
+PyTorch's. Nothing spills. `preferred` says which cases dispatch gives to these kernels. scripts/results/KERNELS.md has
+more.
 """
 
 from collections.abc import Callable
@@ -168,15 +160,15 @@ LEAST = 1024  # queries, and keys, for which it has been measured to be faster
 def preferred(problem: Problem, target: Target) -> bool:
   """Whether these kernels are faster than `cuda_forward`, as far as that is known.
 
-  There must be a job for each multiprocessor, enough work per number that is split, and few columns of zeros.
+  There must be a work tile for each multiprocessor, enough work per number that is split, and few columns of zeros.
   """
   fits_parts = all(3 * width(D) <= 4 * D for D in (problem.Dk, problem.Dv))
   large = min(problem.M, problem.N) >= LEAST and not any(x.has_first for x in problem.masks)
-  jobs = problem.heads * ceildiv(problem.M, 2 * wgmma.M)
+  work_tiles = problem.heads * ceildiv(problem.M, 2 * wgmma.M)
   known = (
     target.arch == "sm_90" and max(problem.Dk, problem.Dv) <= MOST and problem.light_on_registers and not problem.tf32
   )
-  return known and fits_parts and large and jobs >= MULTIPROCESSORS
+  return known and fits_parts and large and work_tiles >= MULTIPROCESSORS
 
 
 def scratch(problem: Problem, tiles: Tiles) -> dict[str, tuple[tuple[int, ...], DType]]:
@@ -247,17 +239,19 @@ def forward(
   views = head_rules.keys(k_parts), head_rules.keys(v_parts)
   if not all(map(fits, views)):
     raise ValueError("k and v must have rows that tensor maps can describe, of a length known in advance")
-  job = WorkTile(block, (None, *views), head_rules.key_range(block * block_m, block_m, tiles.block_n))
+  work_tile = WorkTile(block, (None, *views), head_rules.key_range(block * block_m, block_m, tiles.block_n))
   apart = head_rules.is_prefix and tiles.warpgroups > 1
 
   consumers, registers = tiles.warpgroups * WARPS, REGISTERS[tiles.warpgroups]
   scores, panels = s.buffer(tiles.block_n // 2), tiles.panels(s, of_keys // PARTS, of_values // PARTS)
-  tensors = TensorPipeline(s, group, lambda trip: job, UOp.const(1), panels, consumers, registers, values_follow=False)
+  tensors = TensorPipeline(
+    s, group, lambda trip: work_tile, UOp.const(1), panels, consumers, registers, values_follow=False
+  )
   started = tensors.start()
-  pipe, queries = tensors.job(None, started), HeadView.of(q, head, UOp.const(M))
+  pipe, queries = tensors.consumer(None, started), HeadView.of(q, head, UOp.const(M))
   begun = store_queries(queries, pipe.q_tile(started), block * block_m, group, started)
   rows = [block * block_m + group.warp * MMA_M + row_of(group.lane, half) for half in range(HALVES)]
-  key_range = of_warpgroup(job, head_rules, tiles, group.warp) if apart else job.key_range
+  key_range = of_warpgroup(work_tile, head_rules, tiles, group.warp) if apart else work_tile.key_range
   main = Mainloop(s, group, pipe, scores, rows, head_rules, key_range, apart)
   state = State.make(s, tiles.block_n, of_values // PARTS, group.item, started)
 
@@ -296,16 +290,16 @@ def store_queries(q: HeadView, to: SwizzledTiles, first: UOp, group: Workgroup, 
   return ins.named_barrier_sync(CUDA, 1 + warpgroup, threads, ins.fence_proxy_async(CUDA, *stores))
 
 
-def of_warpgroup(job: WorkTile, rules: HeadRules, tiles: Tiles, warp: UOp) -> TileRange:
+def of_warpgroup(work_tile: WorkTile, rules: HeadRules, tiles: Tiles, warp: UOp) -> TileRange:
   """The tiles that the warpgroup of a warp processes, where `rules.is_prefix`.
 
   It leaves out those at the end that none of its queries sees, but at most as many as there are slots: no tile is
   brought after those, so that nobody waits until they have been used.
   """
   warp = wgmma.uniform(warp)
-  own = rules.key_range(job.block * tiles.block_m + warp // WARPS * wgmma.M, wgmma.M, tiles.block_n)
-  n_tiles = own.n_tiles.maximum(job.key_range.n_tiles - tiles.stages)
-  return TileRange(clamp(own.n_full, 0, n_tiles), n_tiles, job.key_range.tile)
+  own = rules.key_range(work_tile.block * tiles.block_m + warp // WARPS * wgmma.M, wgmma.M, tiles.block_n)
+  n_tiles = own.n_tiles.maximum(work_tile.key_range.n_tiles - tiles.stages)
+  return TileRange(clamp(own.n_full, 0, n_tiles), n_tiles, work_tile.key_range.tile)
 
 
 class State(NamedTuple):
@@ -413,14 +407,14 @@ class Mainloop:
     return found.p, found.alpha, stores
 
 
-def _kernel(build: Callable[..., UOp], outputs: str, buffers: str, unread: str, *wants: str) -> Kernel:
+def _kernel(build: Callable[..., UOp], outputs: str, buffers: str, unread: str, *params: str) -> Kernel:
   return Kernel(
     build,
     tuple(outputs.split()),
     tuple(buffers.split()),
     choose=lambda *given: Tiles.choose(*given),
     candidates=lambda *given: Tiles.candidates(*given),
-    params=wants,
+    params=params,
     unread=tuple(unread.split()),
     scratch=scratch,
   )

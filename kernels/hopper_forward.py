@@ -23,9 +23,9 @@ There are two ways to bring them there, behind one interface, `Pipeline`:
   features for which a producer would leave too few registers (`Problem.light_on_registers`).
 
 Full tiles, which all queries of the workgroup see completely, come first and need no mask; masked tiles follow. With a
-producer, under a causal mask or where the last tile is not full, it is the other way round: a job begins at the end, in
-the tile that is not overlapped with others and so has a mask in any case. Under a causal mask each warpgroup has a
-`Walk` of its own. Of tiles that none of its queries sees it does no more than pass the ping-pong barrier. Blocks of
+producer, under a causal mask or where the last tile is not full, it is the other way round: a work tile begins at the
+end, in the tile that is not overlapped with others and so has a mask in any case. Under a causal mask each warpgroup
+has a `Walk` of its own. Of tiles that none of its queries sees it does no more than pass the ping-pong barrier. Blocks of
 queries are counted from the last query back, so that the block that is not full is the one with the fewest keys.
 
 In 8 bits, with head sizes up to 128, a producer is needed, whose warps also transpose V, because tensor cores want k
@@ -38,28 +38,12 @@ warpgroups keep their turn until their products are done, as products of both at
 same time. Counted at D=128 for 128 queries and keys: 1024 cycles of products on a multiprocessor, where float16 takes
 2048, 1056 of exponentials, and 1020 instructions per scheduler.
 
-Measured 2026-11-23 on an H200 (H=32, float16, 16384 tokens; by the bench, sustained, so that the clock is limited by
-power), TFLOP/s and the ratio to cuDNN in the same run, for N=512 / 1024 / 2048 / 4096 / 8192:
-    D=128          468 527 560 565 583    1.06 1.07 1.05 1.08 1.04
-    D=128, causal  297 386 464 514 549    1.06 1.04 1.08 1.06 1.07
-    D=64           354 386 436 458 487    1.03 0.98 1.05 1.06 1.12
-    D=64, causal   240 319 385 432 456    1.02 1.07 1.09 1.12 1.11
-For N=4096 alone: 582 at D=192 (1.01) and 592 at D=256 (1.01). In turns of 0.2 s, for N=512 / 1024 / 2048 / 4096:
-    D=192          479 535 577 624    1.03 1.00 1.00 1.03
-    D=192, causal  330 423 491 577    1.03 1.01 1.01 1.07
-    D=256, causal  344 at N=512 (1.03) and 519 at N=2048 (1.03)
-In fp8e4m3, N=1024 / 4096 / 16384, and the ratio to float16 in the same run, on the same numbers:
-    D=128          719 821       1.25 1.25          N=1024 with ping-pong as in float16
-    D=128, causal  547 723 795   1.20 1.20 1.22     N=1024 likewise
-    D=64           569           1.10               N=4096 alone
-    D=64, causal   484 504       1.07 0.96          N=4096 and 16384 alone
-Numbers of 8 bits take less power: beside float16 with normal numbers the ratios are 1.37 and 1.43 in two runs at D=128
-and N=4096, and 1.39 at N=8192. On an H100 (2026-11-25) they are 1.41 at N=4096, and causal, in two runs, 1.35 and 1.40
-there, 1.42 at N=2048 and 1.35 at N=8192.
-In 8 bits the H200's rows with a causal mask were timed when jobs began with full tiles. Nothing spills, aside from D=64
-with a producer: up to 40 bytes in it with a window, and in 8 bits up to 24 per job.
-Without a producer nvcc 13 spills at D=64 for a bool mask (496 bytes), `mask_mod` and an added 16-bit mask (112 each)
-and bounds per query (16), and at D=128 for a bool mask (16).
+Measured on an H200, float16, N=4096: 565 TFLOP/s at D=128 and 458 at D=64, causal 514 and 432, 1.06 to 1.12 times
+cuDNN; fp8e4m3 at D=128 is 1.2 to 1.4 times as fast as float16. scripts/results/KERNELS.md has more.
+
+Nothing spills, aside from D=64 with a producer: up to 40 bytes in it with a window, and in 8 bits up to 24 for each
+work tile. Without a producer nvcc 13 spills at D=64 for a bool mask (496 bytes), `mask_mod` and an added 16-bit mask
+(112 each) and bounds per query (16), and at D=128 for a bool mask (16).
 """
 
 from collections.abc import Mapping
@@ -239,8 +223,8 @@ class Measured(NamedTuple):
   Attributes:
     resident: workgroups per multiprocessor at once.
     speed: TFLOP/s, divided by the shares of rows and of residency in use.
-    ends: the cost of a job's start and end, as the number of keys that could be processed in that time. It follows from
-      the speed at N=512.
+    ends: the cost of a work tile's start and end, as the number of keys that could be processed in that time. It
+      follows from the speed at N=512.
   """
 
   tiles: Tiles
@@ -348,7 +332,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   # Of the blocks, the first one, which has the fewest keys, is the one with warpgroups that have no queries.
   before = (scheduler.blocks * block_m - M) // wgmma.M * wgmma.M if apart else 0
 
-  def job(trip: UOp) -> WorkTile:
+  def work_tile(trip: UOp) -> WorkTile:
     head, block = scheduler.place(group.item, trip)
     head_rules, row = rules.at(head), block * block_m - before
     key_range = head_rules.key_range(row, block_m, tiles.block_n)
@@ -361,14 +345,16 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   pipe: Pipeline
   if tiles.producer:
     consumers, registers = tiles.warpgroups * WARPS, REGISTERS[tiles.warpgroups]
-    tensors = TensorPipeline(s, group, job, trips, panels, consumers, registers, tiles.transposed(s, Dv), before=before)
+    tensors = TensorPipeline(
+      s, group, work_tile, trips, panels, consumers, registers, tiles.transposed(s, Dv), before=before
+    )
     started = first_arrival(ping_pong, group.warp, tensors.start())
     if scheduler.persistent:
       counts, trip = tensors.counts(started), s.axis(trips, AxisType.REDUCE)
       started = trip
-    mine, pipe = job(trip), tensors.job(counts, started)
+    mine, pipe = work_tile(trip), tensors.consumer(counts, started)
   else:
-    mine = job(trip)
+    mine = work_tile(trip)
     pipe = copies = CopyPipeline(s, group, mine.block, mine.views, mine.key_range, panels)
     started = copies.start()
   rows = [_query(mine.row + group.warp * MMA_M + row_of(group.lane, half), M) for half in range(HALVES)]
@@ -579,10 +565,10 @@ class Mainloop:
     if n_tiles.vmax == 0:
       return started
     n_tile, begun = loop(self.s, n_tiles, started, early=True)
-    turn = self.warp_scheduler_barrier_arrive(
+    passed = self.warp_scheduler_barrier_arrive(
       self.warp_scheduler_barrier_sync(self.pipe.values(n_tile, self.pipe.keys(n_tile, *begun)))
     )
-    return UOp.group(self.pipe.keys_done(n_tile, turn), self.pipe.values_done(n_tile, turn)).end(n_tile)
+    return UOp.group(self.pipe.keys_done(n_tile, passed), self.pipe.values_done(n_tile, passed)).end(n_tile)
 
   def begin(self, walk: Walk, state: State, started: UOp) -> State:
     """Process this warpgroup's first tile, except for its P V."""

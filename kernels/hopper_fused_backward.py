@@ -26,15 +26,9 @@ Storage: S, dP, P, dS, dK, dV and the warpgroup's part of dQ are in registers. K
 `stages` tiles of Q and dO are in shared memory. A producer warpgroup brings them by TMA
 (`uopattn.dsl.nvidia.gradient_pipeline`).
 
-Measured 2026-11-23 on an H200 (H=32, float16, 16384 tokens; by the bench, sustained, so that the clock is limited by
-power), with delta, TFLOP/s at 2.5 times those of the forward pass, and the ratio to cuDNN in the same run, for N=512 /
-1024 / 2048 / 4096 / 8192:
-    D=128          335 408 467 506 491    1.05 1.05 1.03 1.14 1.02
-    D=128, causal  221 301 409 451 500    1.06 1.02 1.11 1.06 1.07
-    D=64           316 375 423 450 462    1.15 1.06 1.11 1.14 1.11
-    D=64, causal   189 275 355 400 431    1.10 1.12 1.15 1.17 1.12
-and 495 and 1.04 with 32 heads on 8 at D=128, N=4096. Of three runs of D=128, N=4096, two have 1.14, one 0.97.
-In turns with `hopper_backward` it was 1.00 to 1.23 times as fast at D=128, and 1.04 to 1.19 times at D=64 up to N=1024.
+Measured on an H200, N=4096: 506 TFLOP/s at D=128 and 450 at D=64, causal 451 and 400, 1.06 to 1.17 times cuDNN.
+scripts/results/KERNELS.md has more.
+
 `preferred` says which cases are left to `hopper_backward`. Nothing spills, but up to 24 bytes at D=64 with a causal
 mask.
 """
@@ -558,7 +552,7 @@ def scratch(problem: Problem, tiles: Tiles) -> dict[str, tuple[tuple[int, ...], 
   }
 
 
-def _kernel(build: Callable[..., UOp], outputs: str, inputs: str, *wants: str) -> Kernel:
+def _kernel(build: Callable[..., UOp], outputs: str, inputs: str, *params: str) -> Kernel:
   names, both = tuple(outputs.split()), dict.fromkeys([*outputs.split(), *inputs.split()])
   return Kernel(
     build,
@@ -566,7 +560,7 @@ def _kernel(build: Callable[..., UOp], outputs: str, inputs: str, *wants: str) -
     tuple(both),
     choose=Tiles.choose,
     candidates=Tiles.candidates,
-    params=wants,
+    params=params,
     block=lambda x: (x.rows, BLOCK),
     of_keys=True,
     scratch=scratch,

@@ -18,18 +18,8 @@ of a tile's columns is brought again as soon as the warpgroup that has these col
 has read it before, for S. A producer warpgroup brings Q and the halves by the tensor memory accelerator
 (`uopattn.dsl.nvidia.tensor_pipeline`), as if they were K and V. S is begun with the first half.
 
-Counted per pair of tiles at D=576, Dv=512: products of both warpgroups 2 x 1152 and 2 x 1024 cycles; of one warpgroup
-alone, with its softmax, two rescalings of O and waits, some 3300. A clock in the kernel says 6500, of which the first
-warpgroup waits 1200 for halves of tiles, and the second 1900.
-
-Measured 2026-11-23 on an H200, float16, in CUDA graphs, N=8192, with `combine`, us and times as fast as products of
-64 x 32 in `hopper_wide_forward`'s way, in turns, for B=1 / 4 / 16:
-    128 query heads   16.8 29.7 81.4    1.13 1.07 1.09
-    64 query heads    16.4 24.2 55.5    1.12 1.04 1.02
-A read of the keys takes 3.2, 9.8 and 34.2 us; 81.4 us are 448 TFLOP/s. Nothing spills. On an H100 (2026-11-25), B=16
-takes 87.6 and 70.5 us, of which 16 and 21 are launches, starts, partial outputs and `combine`. In the loop, 64 heads
-read as fast as the memory gives, 3.07 TB/s, and 128 heads have 514 TFLOP/s at the limit of power. Panels with barriers
-of their own, given back one by one, gained nothing; see scripts/results/NOTES.md.
+Measured on an H200, float16, D=576 with values of 512, N=8192, B=16: 81 us with 128 query heads, which is 448 TFLOP/s,
+and 56 with 64. Nothing spills. scripts/results/KERNELS.md has more.
 """
 
 from dataclasses import dataclass, replace
@@ -197,14 +187,14 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   if place is None or not all(fits(x, of_one_head=True) for x in (queries, keys)):
     raise ValueError("q and k must have rows that tensor maps can describe: regular, from multiples of 16 bytes on")
   others = replace(keys, size=Dk - half, strides=place._replace(offset=place.offset + half))
-  job = WorkTile(group.block, (queries, replace(keys, size=half), others), singles(key_range))
+  work_tile = WorkTile(group.block, (queries, replace(keys, size=half), others), singles(key_range))
 
   exchange = Turns.of(s, group)
   consumers, registers = WARPGROUPS * WARPS, REGISTERS[WARPGROUPS]
   tensors = TensorPipeline(
     s,
     group,
-    lambda trip: job,
+    lambda trip: work_tile,
     UOp.const(1),
     tiles.panels(s, Dk, Dv),
     consumers,
@@ -214,7 +204,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   )
   started = exchange.begin(LOWEST, tensors.start(*exchange.init()))
   rows = [group.block * block_m + group.warp % WARPS * MMA_M + row_of(group.lane, half) for half in range(HALVES)]
-  pipe, registers_of_s = tensors.job(None, started), (s.buffer(KEYS // 2), s.buffer(HALVES))
+  pipe, registers_of_s = tensors.consumer(None, started), (s.buffer(KEYS // 2), s.buffer(HALVES))
   main = Mainloop(s, group, q.dtype, Dk, half, pipe, *registers_of_s, rows, head_rules, key_range, exchange)
   state = State.make(s, half, started)
 

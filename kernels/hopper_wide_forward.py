@@ -15,8 +15,8 @@ tiles of K and of V, P and the maxima are in shared memory (`Tiles.shared_bytes`
 tiles by the tensor memory accelerator (`uopattn.dsl.nvidia.tensor_pipeline`), a tile as soon as the one before it in
 its slot has been used. The warpgroups meet twice per tile: the maxima are there; P is there.
 
-Measured 2026-11-23 on an H200, float16, in CUDA graphs, in turns with `cuda_wide_forward`: 456 TFLOP/s at D=512 (B=1,
-H=32, N=4096), causal 418, 1.58 and 1.56 times as fast. Nothing spills.
+Measured on an H200, float16: 456 TFLOP/s at D=512, causal 418, 1.6 times `cuda_wide_forward`. Nothing spills.
+scripts/results/KERNELS.md has more.
 """
 
 from dataclasses import dataclass
@@ -174,15 +174,17 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   views = HeadView.of(q, group.head, UOp.const(M)), head_rules.keys(k), head_rules.keys(v)
   if not all(fits(x, of_one_head=True) for x in views):
     raise ValueError("q, k and v must have rows that tensor maps can describe: regular, from multiples of 16 bytes on")
-  job = WorkTile(group.block, views, key_range)
+  work_tile = WorkTile(group.block, views, key_range)
 
   exchange = Exchange.make(s, group, tiles.steps)
   scores, panels = s.buffer(tiles.keys // 2), tiles.panels(s, Dk, Dv)
   consumers, registers = WARPGROUPS * WARPS, REGISTERS[WARPGROUPS]
-  tensors = TensorPipeline(s, group, lambda trip: job, UOp.const(1), panels, consumers, registers, values_follow=False)
+  tensors = TensorPipeline(
+    s, group, lambda trip: work_tile, UOp.const(1), panels, consumers, registers, values_follow=False
+  )
   started = tensors.start()
   rows = [group.block * block_m + group.warp % WARPS * MMA_M + row_of(group.lane, half) for half in range(HALVES)]
-  pipe = tensors.job(None, started)
+  pipe = tensors.consumer(None, started)
   main = Mainloop(s, group, q.dtype, tiles, Dk, pipe, scores, rows, head_rules, key_range, exchange)
   state = State.make(s, tiles.steps, tiles.columns(Dv), group.item, started)
 

@@ -1,4 +1,4 @@
-"""The order in which workgroups do their jobs: the blocks of queries of all heads."""
+"""The order in which workgroups do their work tiles: the blocks of queries of all heads."""
 
 from dataclasses import dataclass
 
@@ -11,15 +11,15 @@ class TileScheduler:
   """Blocks of queries of all heads, dealt to workgroups.
 
   Where a head's blocks differ in length, the longest come first, within sections of heads whose keys fit in a cache
-  together. Persistent workgroups do several jobs: round after round each takes one of its section's next jobs, in every
-  second round in reverse order, so that all get as much work. In a section's last round some may get none, and go on to
-  the next section.
+  together. Persistent workgroups do several: round after round each takes one of its section's next work tiles, in
+  every second round in reverse order, so that all get as much work. In a section's last round some may get none, and go
+  on to the next section.
 
   Attributes:
     heads, blocks: heads, and blocks of each.
     section: heads per section; the last section may have fewer.
     longest_last: whether later blocks of a head take longer.
-    workgroups: as many as are persistent; as many as there are jobs if each does one.
+    workgroups: as many as are persistent; as many as there are work tiles if each does one.
   """
 
   heads: int
@@ -40,7 +40,7 @@ class TileScheduler:
       persistent: whether that is how many there are.
     """
 
-    most, least = min(cached, heads), min(heads, ceildiv(places, blocks))  # a job for each place
+    most, least = min(cached, heads), min(heads, ceildiv(places, blocks))  # a work tile for each place
 
     def filled(section: int) -> float:
       return section * blocks / round_up(section * blocks, 2 * places)
@@ -52,25 +52,25 @@ class TileScheduler:
       section = heads
     elif persistent:
       section = max(range(least, max(most, least) + 1), key=filled)
-    else:  # the sections equal, as long jobs of a small last one would begin when the other places have nothing left
+    else:  # the sections equal, as long ones of a small last one would begin when the other places have nothing left
       section = min(range(most, most // 2, -1), key=missing)
     workgroups = min(heads * blocks, places) if persistent else heads * blocks
     return cls(heads, blocks, section, longest_last, workgroups)
 
   @property
   def persistent(self) -> bool:
-    """Whether a workgroup does several jobs."""
+    """Whether a workgroup does several work tiles."""
     return self.workgroups < self.heads * self.blocks
 
   def trips(self, workgroup: UOp) -> UOp:
-    """The number of a workgroup's jobs."""
+    """The number of a workgroup's work tiles."""
     if not self.persistent:
       return UOp.const(1)
     whole, rest = divmod(self.heads, self.section)
     return whole * self._share(workgroup, self.section) + (self._share(workgroup, rest) if rest else 0)
 
   def place(self, workgroup: UOp, trip: UOp) -> tuple[UOp, UOp]:
-    """The head and the block of a workgroup's job of a given number."""
+    """The head and the block of a workgroup's work tile of a given number."""
     section, at = self._position(workgroup, trip)
     if not self.longest_last:
       return at // self.blocks, at % self.blocks
@@ -79,25 +79,25 @@ class TileScheduler:
     return section * self.section + head, self.blocks - 1 - block
 
   def _position(self, workgroup: UOp, trip: UOp) -> tuple[UOp, UOp]:
-    """The section, and the number of the job in it."""
+    """The section, and the number of the work tile in it."""
     if not self.persistent:
       return workgroup // (self.section * self.blocks), workgroup % (self.section * self.blocks)
     most = self._rounds(self.section)
     has_most = self._share(workgroup, self.section).eq(most).simplify()
-    section, turn = _divided(trip, has_most, most, most - 1 if has_most.vmin == 0 else most)
-    return section, turn * self.workgroups + self._in_round(workgroup, turn)
+    section, round_ = _divided(trip, has_most, most, most - 1 if has_most.vmin == 0 else most)
+    return section, round_ * self.workgroups + self._in_round(workgroup, round_)
 
   def _rounds(self, heads: int) -> int:
     return ceildiv(heads * self.blocks, self.workgroups)
 
   def _share(self, workgroup: UOp, heads: int) -> UOp:
-    """The number of a workgroup's jobs in a section of so many heads."""
+    """The number of a workgroup's work tiles in a section of so many heads."""
     last = self._rounds(heads) - 1
     has_last = self._in_round(workgroup, UOp.const(last)) < heads * self.blocks - last * self.workgroups
     return last + has_last.cast(dtypes.weakint)
 
-  def _in_round(self, workgroup: UOp, turn: UOp) -> UOp:
-    return (turn % 2).eq(0).where(workgroup, self.workgroups - 1 - workgroup)
+  def _in_round(self, workgroup: UOp, round_: UOp) -> UOp:
+    return (round_ % 2).eq(0).where(workgroup, self.workgroups - 1 - workgroup)
 
 
 def _divided(x: UOp, first: UOp, by: int, otherwise: int) -> tuple[UOp, UOp]:

@@ -2,9 +2,9 @@
 
 One thread of a warpgroup of its own, the producer, starts all copies; the others, the consumers, only wait for them and
 say when they are done. Each copy brings up to 64 columns of a tile, swizzled, with zeros for what does not exist.
-Tile n of K and of V is in slot n % stages, counted through all jobs of a workgroup, and job i's queries in slot i of
-theirs. Each slot has two barriers: one counts the bytes that have arrived, the other the consumers' warps that are done
-with it. Few registers suffice for the producer; the consumers take the rest.
+Tile n of K and of V is in slot n % stages, counted through all work tiles of a workgroup, and the queries of work tile
+i in slot i of theirs. Each slot has two barriers: one counts the bytes that have arrived, the other the consumers' warps
+that are done with it. Few registers suffice for the producer; the consumers take the rest.
 
 In 8 bits the matrix cores need V transposed (`uopattn.dsl.nvidia.transposed`). The producer's other threads then help:
 all of its warps wait for a tile of V, transpose it to slots of its own, and signal that. Consumers see only these.
@@ -43,7 +43,7 @@ MAP_WORDS = 32  # 32-bit words of a tensor map
 def fits(view: HeadView, of_one_head: bool = False) -> bool:
   """Whether a tensor map can describe the rows of all heads: strides of whole 16 bytes, and no row that is hidden.
 
-  With `of_one_head`, which is for workgroups of one job, heads may have as many rows as only the GPU knows.
+  With `of_one_head`, which is for workgroups of one work tile, heads may have as many rows as only the GPU knows.
   """
   x, size = view.strides, view.x.dtype.itemsize
   if x is None or view.widens or size > 2 or not (of_one_head or view.length.vmin == view.length.vmax):
@@ -202,7 +202,7 @@ class Slots:
 
 
 class TensorPipeline:
-  """The producer, which is the last warpgroup, and the slots that it fills for a workgroup's jobs, one after another.
+  """The producer, which is the last warpgroup, and the slots that it fills for a workgroup's work tiles in turn.
 
   Each method acts after `after`, and before whatever is `.after` its result.
   """
@@ -211,7 +211,7 @@ class TensorPipeline:
     self,
     s: Scope,
     group: Workgroup,
-    jobs: Callable[[UOp], WorkTile],
+    work_tile: Callable[[UOp], WorkTile],
     trips: UOp,
     tiles: tuple[SwizzledTiles, ...],
     consumers: int,
@@ -224,8 +224,8 @@ class TensorPipeline:
     """Create a pipeline.
 
     Args:
-      jobs: returns the workgroup's job of a given number.
-      trips: the number of jobs.
+      work_tile: returns the workgroup's work tile of a given number.
+      trips: the number of work tiles.
       tiles: shared memory for queries, for K and for V.
       consumers: warps that consume.
       registers: registers per thread of the producer, and of a consumer.
@@ -234,7 +234,7 @@ class TensorPipeline:
       before: queries that the first block begins before query 0.
       users: warps that are to be done with a tile before its slot is filled again; None is all that consume.
     """
-    self._s, self._group, self._jobs, self._trips = s, group, jobs, trips
+    self._s, self._group, self._work_tile, self._trips = s, group, work_tile, trips
     self._lag = int(values_follow)
     self._transposed = transposed
     if transposed is not None:
@@ -255,7 +255,7 @@ class TensorPipeline:
       counts.append((self._transposed.slots, self._transposed_barriers, WARPS * WARP, self._consumers))
     for slots, barriers, full, free in counts:
       made += [ins.mbarrier_init(CUDA, barriers[i], full if i < slots else free, first) for i in range(2 * slots)]
-    views = self._jobs(UOp.const(0)).views
+    views = self._work_tile(UOp.const(0)).views
     brought = [(x, view) for x, view in zip(self._sources, views, strict=True) if view is not None]
     maps = [x.describe(view, self._room, group.warp) for x, view in brought]
     ready = UOp.barrier(ins.mbarrier_fence(CUDA, *made), *maps)
@@ -269,15 +269,15 @@ class TensorPipeline:
     return ins.setmaxnreg_inc(CUDA, self._registers[1], ins.exit_warps(CUDA, producer, done))
 
   def _bring(self, elected: UOp, *after: UOp) -> UOp:
-    """Bring what all jobs need, by the thread that is `elected`."""
+    """Bring what all work tiles need, by the thread that is `elected`."""
     once, zero = self._trips.vmax == 1, UOp.const(0)
     counts, trips = None if once else self.counts(*after), elected.cast(dtypes.weakint)
     trip = self._s.axis(blurred(trips) if once else trips * self._trips, AxisType.REDUCE)
     begun = (*after, trip)
-    job, (q, k, v) = self._jobs(zero if once else trip), self._slots(counts, *begun)
-    (q_view, k_view, v_view), tiles, count = job.views, job.key_range.tile, job.key_range.n_tiles
+    work_tile, (q, k, v) = self._work_tile(zero if once else trip), self._slots(counts, *begun)
+    (q_view, k_view, v_view), tiles, count = work_tile.views, work_tile.key_range.tile, work_tile.key_range.n_tiles
     # the queries after the first keys, whose slot is free earlier
-    last = q.load(q_view, zero, job.block, k.load(k_view, zero, tiles(zero), *begun))
+    last = q.load(q_view, zero, work_tile.block, k.load(k_view, zero, tiles(zero), *begun))
     if not self._lag:
       last = v.load(v_view, zero, tiles(zero), last)
     if (trips := (count - 1).simplify()).vmax > 0:
@@ -289,13 +289,13 @@ class TensorPipeline:
     return UOp.group(last if counts is None else counts.add(count, last)).end(trip)
 
   def _bring_transposed(self, elected: UOp, producer: UOp, to: SwizzledTiles, *after: UOp) -> UOp:
-    """Bring what all jobs need, by the thread that is `elected`, and transpose V by the `producer`."""
+    """Bring what all work tiles need, by the thread that is `elected`, and transpose V by the `producer`."""
     once, zero = self._trips.vmax == 1, UOp.const(0)
     counts, trips = None if once else self.counts(*after), producer.cast(dtypes.weakint)
     trip = self._s.axis(blurred(trips) if once else trips * self._trips, AxisType.REDUCE)
-    job, (q, k, v) = self._jobs(zero if once else trip), self._slots(counts, *after, trip)
+    work_tile, (q, k, v) = self._work_tile(zero if once else trip), self._slots(counts, *after, trip)
     transposed = Slots(to, self._transposed_barriers, k.count)
-    (q_view, k_view, v_view), tiles, count = job.views, job.key_range.tile, job.key_range.n_tiles
+    (q_view, k_view, v_view), tiles, count = work_tile.views, work_tile.key_range.tile, work_tile.key_range.n_tiles
 
     def by_one(load: Callable[..., UOp], *after: UOp) -> UOp:
       """Do what one thread does."""
@@ -305,7 +305,7 @@ class TensorPipeline:
     def first(*after: UOp) -> UOp:
       """Bring the first tiles, and the queries."""
       return v.load(
-        v_view, zero, tiles(zero), q.load(q_view, zero, job.block, k.load(k_view, zero, tiles(zero), *after))
+        v_view, zero, tiles(zero), q.load(q_view, zero, work_tile.block, k.load(k_view, zero, tiles(zero), *after))
       )
 
     def values(n: UOp, last: UOp) -> UOp:
@@ -329,19 +329,19 @@ class TensorPipeline:
     return UOp.group(last if counts is None else counts.add(count, last)).end(trip)
 
   def counts(self, *after: UOp) -> "Counts":
-    """Begin to count jobs and tiles."""
+    """Begin to count work tiles and tiles."""
     q, k = (Counter.make(self._s, x.tiles.slots, *after) for x in self._sources[:2])
     return Counts(q, k)
 
   def _slots(self, counts: "Counts | None", *after: UOp) -> tuple[Slots, Slots, Slots]:
-    """The slots as they are when a job begins."""
-    jobs, tiles = (UOp.const(0),) * 2 if counts is None else (x.get(*after) for x in counts)
-    of = zip(self._sources, self._barriers, (jobs, tiles, tiles), strict=True)
+    """The slots as they are when a work tile begins."""
+    work_tiles, tiles = (UOp.const(0),) * 2 if counts is None else (x.get(*after) for x in counts)
+    of = zip(self._sources, self._barriers, (work_tiles, tiles, tiles), strict=True)
     q, k, v = (Slots(x.tiles, barriers, count, x) for x, barriers, count in of)
     return q, k, v
 
-  def job(self, counts: "Counts | None", *after: UOp) -> "Tiles":
-    """The tiles of a job, as consumers see them."""
+  def consumer(self, counts: "Counts | None", *after: UOp) -> "Tiles":
+    """The tiles of a work tile, as consumers see them."""
     q, k, v = self._slots(counts, *after)
     if self._transposed is not None:
       v = Slots(self._transposed, self._transposed_barriers, k.count)
@@ -374,19 +374,19 @@ class Counter:
 
 
 class Counts(NamedTuple):
-  """How many jobs, and tiles of K and of V, a workgroup has done."""
+  """How many work tiles, and tiles of K and of V, a workgroup has done."""
 
-  jobs: Counter
+  work_tiles: Counter
   tiles: Counter
 
   def add(self, tiles: UOp, *after: UOp) -> UOp:
-    """Count a job with its tiles."""
-    return UOp.group(self.jobs.add(1, *after), self.tiles.add(tiles, *after))
+    """Count a work tile with its tiles."""
+    return UOp.group(self.work_tiles.add(1, *after), self.tiles.add(tiles, *after))
 
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-  """The tiles of one job, as a consumer sees them.
+  """The tiles of one work tile, as a consumer sees them.
 
   Each method acts after `after`, and before whatever is `.after` its result.
   """
@@ -443,11 +443,11 @@ class Tiles:
 
 
 def loop(s: Scope, trips: UOp, *after: UOp, early: bool = False) -> tuple[UOp, tuple[UOp, ...]]:
-  """Begin a loop of `trips` trips, inside a loop over jobs if their number depends on it.
+  """Begin a loop of `trips` trips, inside a loop over work tiles if their number depends on it.
 
-  tinygrad would end a loop over jobs together with a loop whose number of trips depends on it. So such a loop has as
-  many trips as any job, and is left early. So is one with `early`, whose trips may turn out to be 0 when the kernel is
-  lowered, which would misplace its body.
+  tinygrad would end a loop over work tiles together with a loop whose number of trips depends on it. So such a loop has
+  as many trips as any work tile, and is left early. So is one with `early`, whose trips may turn out to be 0 when the
+  kernel is lowered, which would misplace its body.
 
   Returns:
     The axis, and what the loop's body must come after.
