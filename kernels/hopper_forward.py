@@ -25,8 +25,8 @@ There are two ways to bring them there, behind one interface, `Pipeline`:
 Full tiles, which all queries of the workgroup see completely, come first and need no mask; masked tiles follow. With a
 producer, under a causal mask or where the last tile is not full, it is the other way round: a work tile begins at the
 end, in the tile that is not overlapped with others and so has a mask in any case. Under a causal mask each warpgroup
-has a `Walk` of its own. Of tiles that none of its queries sees it does no more than pass the ping-pong barrier. Blocks of
-queries are counted from the last query back, so that the block that is not full is the one with the fewest keys.
+has a `Walk` of its own. Of tiles that none of its queries sees it does no more than pass the ping-pong barrier. Blocks
+of queries are counted from the last query back, so that the block that is not full is the one with the fewest keys.
 
 In 8 bits, with head sizes up to 128, a producer is needed, whose warps also transpose V, because tensor cores want k
 along the rows (`uopattn.dsl.nvidia.transposed`). P is scaled by a power of two and rounded to 8 bits, as in

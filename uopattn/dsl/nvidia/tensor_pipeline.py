@@ -3,8 +3,8 @@
 One thread of a warpgroup of its own, the producer, starts all copies; the others, the consumers, only wait for them and
 say when they are done. Each copy brings up to 64 columns of a tile, swizzled, with zeros for what does not exist.
 Tile n of K and of V is in slot n % stages, counted through all work tiles of a workgroup, and the queries of work tile
-i in slot i of theirs. Each slot has two barriers: one counts the bytes that have arrived, the other the consumers' warps
-that are done with it. Few registers suffice for the producer; the consumers take the rest.
+i in slot i of theirs. Each slot has two barriers: one counts the bytes that have arrived, the other the consumers'
+warps that are done with it. Few registers suffice for the producer; the consumers take the rest.
 
 In 8 bits the matrix cores need V transposed (`uopattn.dsl.nvidia.transposed`). The producer's other threads then help:
 all of its warps wait for a tile of V, transpose it to slots of its own, and signal that. Consumers see only these.
