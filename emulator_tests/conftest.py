@@ -50,8 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
   # and tinygrad's worker processes, which are started anew for every 16 kernels, for the process that feeds them.
   os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
   PARALLEL.value = 0
-  # tinygrad's own check of graphs, which users have: a twentieth of the time.
-  SPEC.value = int(profile(config) != "quick")
+  # tinygrad's own check of graphs, a twentieth of the time. Tests of drawn sizes have it always.
+  SPEC.value = int(config.getoption("--slow"))
   # Graphs are millions of objects that live long: with Python's thresholds a quarter of the time is a search for dead
   # ones among them.
   gc.freeze()

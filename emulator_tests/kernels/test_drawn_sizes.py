@@ -14,6 +14,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.codegen import to_program
 from tinygrad.device import Compiler
 from tinygrad.dtype import DType
+from tinygrad.helpers import Context
 from tinygrad.helpers import Target as Named
 from tinygrad.renderer import Renderer
 from tinygrad.renderer.cstyle import HIPRenderer
@@ -119,8 +120,9 @@ def renderer(target: Target) -> Renderer:
 
 
 def check(graph: UOp, target: Target) -> None:
-  """Lower a kernel, which checks its scopes, and have clang read it, if it is for a CPU or for AMD."""
-  source = next(u.arg for u in to_program(graph, renderer(target)).src if u.op is Ops.SOURCE)
+  """Lower a kernel, which checks its graph and its scopes, and have clang read it, if it is for a CPU or for AMD."""
+  with Context(SPEC=1):  # as users have it
+    source = next(u.arg for u in to_program(graph, renderer(target)).src if u.op is Ops.SOURCE)
   if target.device == "AMD":
     clang(find_clang(), for_clang(source), target.arch, "-fsyntax-only")
   elif target.device == "CPU":

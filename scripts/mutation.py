@@ -1,0 +1,264 @@
+"""Finds which tests notice faults of kernels: each of many small faults in a copy of the tree, and the tests that fail.
+
+A fault is one change of an expression or a statement in a kernel file: a sign, a bound, a number, a condition, an order
+of loads and stores. It is tried on all tests of the quick suite that run a kernel of that file. The record says by
+which tests each fault was noticed, and the report which tests suffice to notice all that were: a greedy set cover, by
+seconds (Chvatal, 1979). A fault that no test notices is a missing test, or changes nothing that matters.
+
+Faults are drawn by a seed, and the record is written after each, so that a run can be ended and taken up again.
+"""
+
+import argparse
+import ast
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "scripts" / "results" / "mutation.json"
+REPORT = ROOT / "scripts" / "results" / "mutation.md"
+OUTCOMES = "UOPATTN_OUTCOMES"  # the file to which pytest, with this module as a plugin, writes what became of each test
+CHOICES = {"Tiles", "choose", "candidates", "preferred", "__post_init__", "serves"}  # what only chooses a kernel
+OTHER_OPERATOR = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv}
+OTHER_BOUND = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq}
+
+
+@dataclass(frozen=True)
+class Fault:
+  """One change of a kernel file.
+
+  Attributes:
+    file: its name below kernels/.
+    line: where the change begins.
+    start, end: the characters that are replaced.
+    before, after: the text there, and what replaces it.
+  """
+
+  file: str
+  line: int
+  start: int
+  end: int
+  before: str
+  after: str
+
+  def apply(self, tree: Path) -> None:
+    """Make the change in a copy of the project."""
+    path = tree / "kernels" / self.file
+    text = path.read_text()
+    path.write_text(text[: self.start] + self.after + text[self.end :])
+
+
+def faults_of(path: Path) -> list[Fault]:
+  """Return the faults that a kernel file can have."""
+  text = path.read_text()
+  starts = [0]
+  for line in text.splitlines(keepends=True):
+    starts.append(starts[-1] + len(line))
+  found = []
+  for node, after in _changes(ast.parse(text)):
+    start, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
+    found.append(Fault(path.name, node.lineno, start, end, text[start:end], after))
+  return found
+
+
+def _changes(tree: ast.AST) -> Iterator[tuple[Any, str]]:
+  """Yield nodes of kernels and the texts to put in their places."""
+  for node in ast.iter_child_nodes(tree):
+    if getattr(node, "name", "") in CHOICES or isinstance(node, ast.Import | ast.ImportFrom | ast.arguments):
+      continue
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+      for statement in node.body:
+        if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):  # a docstring
+          yield from _of_statement(statement)
+          yield from _changes(statement)
+    elif not isinstance(tree, ast.Module):
+      yield from _of_statement(node)
+      yield from _of_expression(node)
+      yield from _changes(node)
+
+
+def _of_statement(node: ast.AST) -> Iterator[tuple[Any, str]]:
+  stores = isinstance(node, ast.AugAssign) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call))
+  if stores:
+    yield node, "pass"
+
+
+def _of_expression(node: ast.AST) -> Iterator[tuple[Any, str]]:
+  match node:
+    case ast.BinOp(left, op, right) if type(op) in OTHER_OPERATOR:
+      yield node, f"({ast.unparse(ast.BinOp(left, OTHER_OPERATOR[type(op)](), right))})"
+    case ast.Compare(left, [op], right) if type(op) in OTHER_BOUND:
+      yield node, f"({ast.unparse(ast.Compare(left, [OTHER_BOUND[type(op)]()], right))})"
+    case ast.Constant(bool(value)):
+      yield node, str(not value)
+    case ast.Constant(int(value)):
+      yield node, str(value + 1)
+    case ast.IfExp(test, body, orelse):
+      yield node, f"({ast.unparse(ast.IfExp(test, orelse, body))})"
+    case ast.Call(ast.Attribute(value, "after"), args, _) if args:
+      kept = ", ".join(map(ast.unparse, args[:-1]))
+      yield node, f"{ast.unparse(value)}.after({kept})"
+
+
+class Outcomes:
+  """A pytest plugin that writes what became of each test: seconds, whether it failed, and the schedules it ran."""
+
+  def __init__(self, to: Path):
+    self.to, self.found = to, dict[str, dict[str, Any]]()
+
+  @pytest.hookimpl(wrapper=True)
+  def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+    from uopattn.plan import launch
+
+    seen, right = set[str](), launch.prepared
+
+    def prepared(build: Any, device: str, *given: Any) -> Any:
+      seen.update(x.schedule.name for x in given if isinstance(x, launch.Launch))
+      return right(build, device, *given)
+
+    launch.prepared = prepared
+    item.user_properties.append(("schedules", seen))
+    try:
+      return (yield)
+    finally:
+      launch.prepared = right
+
+  def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    one = self.found.setdefault(report.nodeid, {"seconds": 0.0, "failed": False, "schedules": []})
+    one["seconds"] += report.duration
+    one["failed"] |= report.failed
+    properties: dict[str, Any] = dict(report.user_properties)
+    one["schedules"] = sorted({*one["schedules"], *properties.get("schedules", ())})
+
+  def pytest_sessionfinish(self, session: pytest.Session) -> None:
+    if not hasattr(session.config, "workerinput"):
+      self.to.write_text(json.dumps(self.found))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+  if to := os.environ.get(OUTCOMES):
+    config.pluginmanager.register(Outcomes(Path(to)))
+
+
+def run_tests(tree: Path, tests: list[str], seconds: float) -> dict[str, dict[str, Any]] | None:
+  """Run tests, or the quick suite if the list is empty; return `Outcomes`, or None if that takes too many seconds."""
+  with tempfile.TemporaryDirectory() as folder:
+    to, listed = Path(folder) / "outcomes.json", Path(folder) / "tests"
+    listed.write_text("\n".join(tests))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "mutation", *([f"@{listed}"] if tests else [])]
+    paths = os.pathsep.join(map(str, (tree, tree / "scripts")))
+    env = os.environ | {OUTCOMES: str(to), "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+      subprocess.run(command, cwd=tree, env=env, timeout=seconds, check=False, stdout=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+      return None
+    return cast(dict[str, dict[str, Any]], json.loads(to.read_text()) if to.exists() else {})
+
+
+def try_fault(fault: Fault, tests: list[str], seconds: float) -> dict[str, Any]:
+  """Return what a fault did: the tests that failed, or that the tests did not end."""
+  if not tests:
+    return asdict(fault) | {"ended": True, "tests": 0, "noticed": []}
+  with tempfile.TemporaryDirectory() as folder:
+    tree = Path(folder) / "tree"
+    ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", "results", ".hypothesis", ".*_cache")
+    shutil.copytree(ROOT, tree, ignore=ignored)
+    fault.apply(tree)
+    found = run_tests(tree, tests, seconds)
+  if found is None:
+    return asdict(fault) | {"ended": False, "tests": len(tests), "noticed": []}
+  return asdict(fault) | {"ended": True, "tests": len(tests), "noticed": [x for x, y in found.items() if y["failed"]]}
+
+
+def smallest(noticed: list[set[str]], seconds: dict[str, float]) -> list[str]:
+  """Return few and short tests that notice all faults which any test notices, by greedy choice."""
+  left, chosen = [x for x in noticed if x], list[str]()
+  while left:
+    tests = sorted({test for x in left for test in x})
+    best = max(tests, key=lambda test: sum(test in x for x in left) / max(seconds[test], 0.01))
+    chosen.append(best)
+    left = [x for x in left if best not in x]
+  return chosen
+
+
+def report(record: dict[str, Any]) -> str:
+  """Return the report in Markdown."""
+  suite, faults = record["suite"], record["faults"]
+  seconds = {name: x["seconds"] for name, x in suite.items()}
+  noticed = [set(x["noticed"]) for x in faults]
+  chosen = smallest(noticed, seconds)
+  ended = [x for x in faults if x["ended"]]
+  lines = [
+    "# Faults of kernels, and the tests that notice them",
+    "",
+    f"{len(faults)} faults, drawn with seed {record['seed']}; {sum(map(bool, noticed))} were noticed by a test, "
+    f"{len(faults) - len(ended)} kept the tests from ending, {sum(not x['noticed'] for x in ended)} no test noticed. "
+    f"The suite has {len(suite)} tests of {sum(seconds.values()):.0f} seconds; "
+    f"{len(chosen)} of them, of {sum(seconds[x] for x in chosen):.0f} seconds, notice all that any notices.",
+    "",
+    "| file, line | before | after | noticed by |",
+    "|---|---|---|--:|",
+  ]
+  for x in faults:
+    before, after = (" ".join(x[name].split()).replace("|", "\\|")[:60] for name in ("before", "after"))
+    count = f"{len(x['noticed'])} of {x['tests']}" if x["ended"] else "no end"
+    lines.append(f"| {x['file']}, {x['line']} | `{before}` | `{after}` | {count} |")
+  lines += ["", "The tests that suffice:", "", *(f"- `{x}` ({seconds[x]:.1f} s)" for x in chosen)]
+  return "\n".join(lines) + "\n"
+
+
+def arguments() -> argparse.Namespace:
+  """Parse the command line; argparse exits with status 2 if it is invalid."""
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--count", type=int, default=100, help="faults in all (%(default)s)")
+  parser.add_argument("--seed", type=int, default=0, help="by which they are drawn (%(default)s)")
+  parser.add_argument("--tests", nargs="*", default=[], help="files or folders of tests (the quick suite)")
+  parser.add_argument("--minutes", type=float, default=600, help="begin no further fault after this time (%(default)s)")
+  parser.add_argument("--record", type=Path, default=RECORD, help="JSON, taken up again if it exists (%(default)s)")
+  parser.add_argument("--report", type=Path, default=REPORT, help="Markdown (%(default)s)")
+  return parser.parse_args()
+
+
+def main() -> int:
+  """Try the faults that the record does not have yet, and write the report."""
+  given, start = arguments(), time.monotonic()
+  record = json.loads(given.record.read_text()) if given.record.exists() else {"seed": given.seed, "faults": []}
+  if record["seed"] != given.seed:
+    raise SystemExit(f"--seed {given.seed}: the record {given.record} has seed {record['seed']}; name another --record")
+  if "suite" not in record:
+    if not (suite := run_tests(ROOT, given.tests, 3600)):
+      raise SystemExit("the tests do not run, or do not end within an hour")
+    if failed := [name for name, x in suite.items() if x["failed"]]:
+      raise SystemExit(f"the tests must pass as the kernels are; {', '.join(failed[:5])} failed")
+    record["suite"] = suite
+    given.record.write_text(json.dumps(record))
+  suite = record["suite"]
+  files = sorted((ROOT / "kernels").glob("*.py"))
+  drawn = random.Random(given.seed).sample([x for path in files for x in faults_of(path)], given.count)
+  for fault in drawn[len(record["faults"]) :]:
+    if time.monotonic() - start > 60 * given.minutes:
+      break
+    stem = Path(fault.file).stem
+    tests = [name for name, x in suite.items() if any(y.startswith(stem) for y in x["schedules"])]
+    limit = 120 + 3 * sum(suite[name]["seconds"] for name in tests)
+    record["faults"].append(try_fault(fault, tests, limit))
+    given.record.write_text(json.dumps(record))
+    done = record["faults"][-1]
+    print(f"{fault.file}:{fault.line} {len(done['noticed'])} of {done['tests']} tests", flush=True)
+  given.report.write_text(report(record))
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())
