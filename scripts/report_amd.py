@@ -283,7 +283,7 @@ def types(kernel: str, arch: str) -> list[str]:
 
 
 def rows(arches: Sequence[str], M: int, N: int, D: int, causal: bool) -> Iterator[Row]:
-  """Yield a row for each target, kernel and dtype."""
+  """Yield a row for each target, kernel and dtype, empty where no tile fits."""
   for arch in arches:
     if first := FIRST.get((arch, D)):
       vgprs, spills, waves, matrix, instructions = first
@@ -291,4 +291,9 @@ def rows(arches: Sequence[str], M: int, N: int, D: int, causal: bool) -> Iterato
       yield Row(f"{arch:7} first, March 2026", cells)
     for kernel in KERNELS:
       for dtype in types(kernel, arch):
-        yield row(kernel, arch, dtype, measure(kernel, arch, dtype, M, N, D, causal))
+        try:
+          found = measure(kernel, arch, dtype, M, N, D, causal)
+        except ValueError:  # no tile has enough registers or LDS
+          yield Row(f"{arch:7} {kernel:5} {dtype:8} no tile", ())
+          continue
+        yield row(kernel, arch, dtype, found)

@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 from collections import Counter
+from typing import Any
 
 import pytest
 import report_amd
@@ -190,3 +191,15 @@ def test_rows_fit_a_screen() -> None:
   compiled = dataclasses.replace(GOOD, tiles=Tiles("gfx942", 16, 2, 128), vgprs=512, agprs=256)
   wide = row("fwd", "gfx942", "bfloat16", compiled)
   assert max(len(line(wide.name, wide.cells, COLUMNS)), len(line("", list(COLUMNS), COLUMNS))) <= 120
+
+
+def test_a_case_that_no_tile_fits_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+  """As float32's dK and dV on gfx1100 at D=64: the rows after it must not be lost."""
+
+  def measure(*given: Any) -> Compiled:
+    raise ValueError("a tile needs 232 registers, and 224 are there")
+
+  monkeypatch.setattr(report_amd, "measure", measure)
+  found = list(report_amd.rows(["gfx1201", "gfx942"], 64, 64, 64, causal=False))
+  assert {x.name.split()[0] for x in found} == {"gfx1201", "gfx942"}
+  assert all(x.name.endswith("no tile") for x in found)
