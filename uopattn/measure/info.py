@@ -46,7 +46,7 @@ def case(dtype: DType, queries: int) -> AttentionSpec:
 def taken(schedule: Schedule, spec: AttentionSpec, target: Target) -> str:
   """Return the name of the schedule chosen for a case ("" if none), forward or backward as `schedule` is."""
   try:
-    launch = dispatch_backward(spec, target)[0] if schedule in every_schedule(backward=True) else dispatch(spec, target)
+    launch = dispatch_backward(spec, target)[0] if _is_backward(schedule) else dispatch(spec, target)
   except NoKernel:
     return ""
   return launch.schedule.name
@@ -64,6 +64,10 @@ def served(schedule: Schedule, target: Target) -> str:
   return f"serves {', '.join(x + few for x, few in cases.items())}" if cases else against(schedule, target)
 
 
+def _is_backward(schedule: Schedule) -> bool:
+  return schedule in every_schedule(backward=True)
+
+
 def against(schedule: Schedule, target: Target) -> str:
   """Return why a schedule for this kind of device serves none of the cases; float16 is tried if it accepts that."""
   spec = case(dtypes.float16 if dtypes.float16 in schedule.dtypes else schedule.dtypes[0], max(QUERIES))
@@ -72,7 +76,7 @@ def against(schedule: Schedule, target: Target) -> str:
       kernel.choose(spec, target)
   except ValueError as error:
     return f"not for this machine: {error}"
-  several = schedule in every_schedule(backward=True) or len(schedule.kernels) > 1  # which pays if there is much to do
+  several = _is_backward(schedule) or len(schedule.kernels) > 1  # which pays if there is much to do
   if several and not schedule.preferred(spec, target):
     return f"serves problems for which it is faster than {taken(schedule, spec, target)}, large ones"
   return f"serves only what {taken(schedule, spec, target)} does not"

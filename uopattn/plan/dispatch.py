@@ -1,5 +1,6 @@
 """Dispatch: which kernels compute an attention, and its gradient, on a machine."""
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -54,6 +55,7 @@ class NoKernel(ValueError):
     self.reasons = reasons
 
 
+@functools.cache
 def schedules(device: str, backward: bool = False) -> tuple[Schedule, ...]:
   """Return the schedules of a device, with `backward` for gradients; () if it has no kernels.
 
