@@ -77,9 +77,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
   for item in items:
     tests.setdefault(item.nodeid.split("[")[0], []).append(item)
   left: set[pytest.Item] = set()
-  for cases in tests.values():
-    if cases[0].get_closest_marker("slowest"):
-      continue
+  for every in tests.values():
+    cases = [case for case in every if case.get_closest_marker("slowest") is None]
     quick = cover(kinds(cases))
     left.update(quick if chosen == "quick" else cover(cases, quick))
   config.hook.pytest_deselected(items=[item for item in items if item not in left])

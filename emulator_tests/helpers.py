@@ -69,7 +69,7 @@ def inputs(
   return _random((B, Hq, M, Dk), (B, Hkv, N, Dk), (B, Hkv, N, Dv), dtype=dtype, seed=seed, device="EMU")
 
 
-def drawn(quick: int, values: int = 5, slow: int = 200) -> settings:
+def drawn(quick: int, values: int = 2, slow: int = 200) -> settings:
   """Hypothesis' settings where each example lowers a kernel of its own: how many are drawn, with --values, with --slow.
 
   The first drawn is the simplest: with `quick` of 0 only the explicit examples run, which can be better ones.

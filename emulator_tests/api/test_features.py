@@ -157,6 +157,7 @@ def test_any_of_them_together(**subset: Any) -> None:
   check_subset(**subset)
 
 
+@pytest.mark.kinds(arch=("sm_90",))
 @pytest.mark.parametrize("arch", EMULATED)
 @drawn(0)
 @SUBSETS

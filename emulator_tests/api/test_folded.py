@@ -97,6 +97,7 @@ SCORES: dict[str, Options] = {
 
 
 @pytest.mark.kinds(arch=("gfx1100",), name=("softcap",))
+@pytest.mark.each("arch", "name", evenly=True)
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("name", SCORES)
 def test_scores_that_are_constant(arch: str, name: str) -> None:

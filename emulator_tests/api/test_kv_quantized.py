@@ -275,6 +275,7 @@ QUICK = {("gfx942", "e5m2 for half"), ("sm_80", "odd rows of int8")}
 ON_CDNA = ("e4m3 for float, odd rows", "e5m2 for float")
 
 
+@pytest.mark.each("arch", "name", evenly=True)
 @pytest.mark.parametrize(
   ("arch", "name"),
   [

@@ -89,7 +89,7 @@ def test_any_of_them_together(arch: str, names: set[str], seed: int, splits: int
     split(FEW, splits, some(np.random.default_rng(seed), FEW, *sorted(names)))
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 @pytest.mark.parametrize("arch", ARCHS)
 @drawn(20)
 @SOME

@@ -89,6 +89,8 @@ def output(op: str, opset: int, inputs: Arrays, **attributes: Any) -> Any:
     return runner(model)({name: Tensor(x) for name, x in inputs.items()})["output"].numpy()
 
 
+@pytest.mark.slow
+@pytest.mark.each("op", "opset", "attribute", evenly=True)
 @pytest.mark.parametrize(("op", "opset", "attribute", "value"), defaults())
 def test_a_default_changes_nothing(op: str, opset: int, attribute: str, value: Any) -> None:
   for inputs in CASES[op]:

@@ -119,7 +119,8 @@ def test_few_queries(splits: int) -> None:
     check(q, k, v, out, lse, kv_lengths=np.array([300, 70]))
 
 
-@pytest.mark.kinds(M=(70,), is_causal=(True,))
+@pytest.mark.kinds(M=(70,), is_causal=(True,), dtype=(dtypes.bfloat16,))
+@pytest.mark.each("M", "is_causal", "dtype", evenly=True)
 @pytest.mark.parametrize("M", [70, 100])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("dtype", [dtypes.bfloat16, dtypes.float32], ids=str)
@@ -141,7 +142,8 @@ AHEAD: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.each("name", "groups")
+@pytest.mark.kinds(name=("positions of batches", "window"))
+@pytest.mark.each("name", "groups", evenly=True)
 @pytest.mark.parametrize("name", AHEAD)
 @pytest.mark.parametrize("groups", [1, 2])
 def test_units_ahead_of_the_keys(name: str, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,7 @@ def in_c_matches_the_oracle_in_float32() -> None:
   check_attention(*qkv(1, 2, 1, 77, 131, 100, 40, dtypes.float32), is_causal=True, q_start=60)
 
 
+@pytest.mark.slow
 def test_in_a_process_of_its_own(request: pytest.FixtureRequest) -> None:
   """Kernels call memset here, and tinygrad's loader reaches only 2 GiB: too little where many tests have run before."""
   more = [x for x in ("--values", "--slow") if request.config.getoption(x)]

@@ -44,10 +44,10 @@ REPRESENTATIVE = ("gfx942", "gfx1201", "sm_80", "sm_90", "CPU", "amx")
 def over_machines(*values: Any) -> list[Any]:
   """(schedule, machine, value) of all machines; those that are not representative are left to `--slow`."""
 
-  def is_slow(x: Machine) -> bool:
+  def is_slowest(x: Machine) -> bool:
     return x.arch not in REPRESENTATIVE or (x.dtype == FLOAT and x.row.emulated)
 
-  marks = {x: [pytest.mark.slow] if is_slow(x) else [] for x in MACHINES}
+  marks = {x: [pytest.mark.slowest] if is_slowest(x) else [] for x in MACHINES}
   return [pytest.param(x.schedule, x, y, id=f"{x}-{y}", marks=marks[x]) for x in MACHINES for y in values]
 
 
@@ -118,7 +118,7 @@ def test_each_feature_alone(schedule: str, machine: Machine, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.each("schedule", "machine")
+@pytest.mark.each("schedule", "machine", "name", evenly=True)
 @pytest.mark.parametrize(("schedule", "machine", "name"), over_machines(*FEATURES))
 def test_each_feature_with_the_tiles_of_choice(schedule: str, machine: Machine, name: str) -> None:
   shape = machine.fitted((2, 4, 2, 100, 200, 24, 40))
@@ -129,7 +129,7 @@ def test_each_feature_with_the_tiles_of_choice(schedule: str, machine: Machine, 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", TABLE)
 def test_any_features_together(schedule: str) -> None:
-  @drawn(1)
+  @drawn(1, 1)
   @given(
     machine=st.sampled_from([x for x in MACHINES if x.schedule == schedule]),
     sizes=st.tuples(*(st.integers(1, n) for n in (2, 2, 2, 60, 90, 24, 24))),
@@ -157,8 +157,9 @@ THROUGH_ATTENTION: Options = {
 }
 
 
-@pytest.mark.kinds(arch=("sm_90",))
-@pytest.mark.parametrize("arch", ["gfx942", "sm_80", "sm_90", "gfx1100", "gfx1201", "gfx950", "amx"])
+@pytest.mark.parametrize(
+  "arch", ["sm_90", *(pytest.param(x, marks=pytest.mark.slowest) for x in ("gfx942", "sm_80", "gfx1201", "amx"))]
+)
 def test_gradients_of_attention(arch: str) -> None:
   with on(arch):
     check_gradients(*inputs(2, 4, 2, 20, 75, 16, 24), THROUGH_ATTENTION)
@@ -313,6 +314,7 @@ def test_each_barrier_and_wait_deleted(schedule: str, machine: Machine, is_causa
       assert [x.what for x in own if x.caught is None] == ["barrier"] * redundant, list(map(str, own))
 
 
+@pytest.mark.each("schedule", "machine", "short", evenly=True)
 @pytest.mark.parametrize("short", ["q", "k", "v", "do", "lse", "delta"])
 @on_machines("gfx942", "sm_80", "sm_90")
 def test_a_shortened_buffer_is_caught(schedule: str, machine: Machine, short: str) -> None:

@@ -59,6 +59,7 @@ def test_one_dominant_key_among_hidden_ones() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.each("dtype", "is_causal", evenly=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_long(dtype, is_causal: bool) -> None:

@@ -21,6 +21,7 @@ def test_causal_at_any_start(q_start: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.each("dtype", "is_causal", evenly=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_long(dtype: DType, is_causal: bool) -> None:

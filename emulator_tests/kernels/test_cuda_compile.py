@@ -89,6 +89,7 @@ def test_no_spills(arch: str, D: int, causal: bool, dtype: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.each("causal", "dtype", evenly=True)
 @pytest.mark.parametrize(("arch", "D", "causal", "dtype"), REST)
 def test_no_spills_anywhere(arch: str, D: int, causal: bool, dtype: str) -> None:
   check_compiled(arch, D, causal, dtype)
@@ -134,10 +135,13 @@ def test_untied_sums_would_spill(monkeypatch: pytest.MonkeyPatch) -> None:
   assert measure("sm_80", "float16", HEADS, LENGTH, LENGTH, 128, causal=False).spills > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
   ("D", "causal", "tiles", "at_once"),
-  [(D, causal, x.tiles, x.resident) for (D, causal), candidates in hopper_forward.MEASURED.items() for x in candidates],
+  [
+    pytest.param(D, causal, x.tiles, x.resident, marks=pytest.mark.slow if x is candidates[0] else pytest.mark.slowest)
+    for (D, causal), candidates in hopper_forward.MEASURED.items()
+    for x in candidates
+  ],
 )
 def test_as_many_workgroups_at_once_as_the_choice_of_tiles_takes_for_granted(
   D: int, causal: bool, tiles: hopper_forward.Tiles, at_once: int
@@ -177,9 +181,9 @@ def test_backward_does_not_spill(arch: str, causal: bool, dtype: str, D: int) ->
   [
     pytest.param("sm_80", True, marks=pytest.mark.slow),
     ("sm_80", False),
-    pytest.param("sm_86", False, marks=pytest.mark.slow),
     pytest.param("sm_90", True, marks=pytest.mark.slow),
-    pytest.param("sm_120", True, marks=pytest.mark.slow),
+    pytest.param("sm_86", False, marks=pytest.mark.slowest),
+    pytest.param("sm_120", True, marks=pytest.mark.slowest),
   ],
 )
 def test_separate_backward_does_not_spill(arch: str, causal: bool) -> None:
@@ -200,12 +204,14 @@ LATENT = (1, 16, 1, 1, 8192, 576, 512)  # the decode step of MLA
     pytest.param("sm_90", LARGE, False, marks=pytest.mark.slow),
     ("sm_80", LATENT, False),
     *(
-      pytest.param(arch, sizes, causal, marks=pytest.mark.slow)
+      pytest.param(arch, LARGE, causal, marks=pytest.mark.slow if arch == "sm_80" else pytest.mark.slowest)
       for arch in ("sm_80", "sm_86", "sm_120")
-      for sizes, causal in ((LARGE, True), (LARGE, False))
+      for causal in (True, False)
     ),
     *(
-      pytest.param(arch, (1, heads, *LATENT[2:]), False, marks=pytest.mark.slow)
+      pytest.param(
+        arch, (1, heads, *LATENT[2:]), False, marks=pytest.mark.slow if arch == "sm_90" else pytest.mark.slowest
+      )
       for arch in ("sm_80", "sm_86", "sm_90", "sm_120")
       for heads in (16, 128)
     ),

@@ -118,11 +118,16 @@ def test_contraction_is_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
       for arch, dtype in (
         ("CPU", dtypes.bfloat16),
         ("sm_90", dtypes.bfloat16),
+        ("gfx1201", dtypes.bfloat16),
+        ("amx", dtypes.bfloat16),
+      )
+    ),
+    *(
+      pytest.param(arch, dtype, marks=pytest.mark.slowest)
+      for arch, dtype in (
         ("sm_90", dtypes.float16),
         ("sm_80", dtypes.float32),
         ("gfx1100", dtypes.bfloat16),
-        ("gfx1201", dtypes.bfloat16),
-        ("amx", dtypes.bfloat16),
       )
     ),
   ],

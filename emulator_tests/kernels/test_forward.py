@@ -122,7 +122,7 @@ SLOW = [
 
 
 @pytest.mark.slow
-@pytest.mark.each("arch", "dtype", "q_start")
+@pytest.mark.each("arch", "dtype", "q_start", "sizes", evenly=True)
 @pytest.mark.parametrize("q_start", [-3, 0, 3])
 @pytest.mark.parametrize((*OF_CASE, "sizes"), SLOW, indirect=["subject"], ids=str)
 def test_matches_the_oracle_with_chosen_tiles(
@@ -133,6 +133,7 @@ def test_matches_the_oracle_with_chosen_tiles(
     subject.check(q, k, v, is_causal=q_start != 0, q_start=q_start)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SUBJECTS)
 @given(data=st.data())
 @drawn(1)

@@ -48,7 +48,7 @@ SMALL: Shape = (1, 2, 1, 70, 270, 16, 8)  # two blocks of keys, two tiles of eac
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("Dk", [16, 72])
+@pytest.mark.parametrize("Dk", [16, pytest.param(72, marks=pytest.mark.slowest)])
 def test_each_barrier_and_wait_deleted(Dk: int) -> None:
   """Some of a kernel's waits for its slots are for later tiles only. Above a head size of 64 all warpgroups meet."""
   with FUSED.device():

@@ -30,7 +30,7 @@ CUDA, AMD = Machine("cuda separate", "sm_80", HALF), Machine("amd separate", "gf
     pytest.param(AMD, "rules", (1, 2, 2, 70, 50, 250, 203), id="amd odd", marks=pytest.mark.slow),
     *(
       pytest.param(
-        Machine(f"{dialect} separate", arch, dtype), "causal", (1, 2, 1, 40, 36, D, D), marks=pytest.mark.slow
+        Machine(f"{dialect} separate", arch, dtype), "causal", (1, 2, 1, 40, 36, D, D), marks=pytest.mark.slowest
       )
       for dialect, arch, dtype, D in (
         ("cuda", "sm_86", BFLOAT, 256),

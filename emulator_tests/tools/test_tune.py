@@ -605,7 +605,7 @@ def test_all_candidates_of_gpus_are_right_on_the_emulator(
       assert trial.check(trial.runner((launch,)).result()) == [], launch
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 @pytest.mark.parametrize(
   ("arch", "name"),
   [
