@@ -22,7 +22,7 @@ from uopattn.api.attention import Call
 from uopattn.dsl.schedule import HEAD_SCALES
 from uopattn.dsl.target import Target, VectorUnit
 from uopattn.kernels import cpu_backward, cpu_forward
-from uopattn.measure.turns import Timing
+from uopattn.measure.timing import Timing, Turns
 from uopattn.plan import dispatch
 from uopattn.plan.dispatch import backward_on, launch_on
 from uopattn.plan.launch import Launch
@@ -32,10 +32,9 @@ from uopattn.spec.arguments import Arguments
 from uopattn.spec.layout import Layout
 from uopattn.spec.spec import AttentionSpec, make_spec
 from uopattn.tuning import choose, command, search, store
-from uopattn.tuning.choice import choice
-from uopattn.tuning.identity import key_of, measured
+from uopattn.tuning.compile import choice
+from uopattn.tuning.store import key_of, measured
 from uopattn.tuning.trial import Trial, unmeasured
-from uopattn.tuning.trial_backward import GradientTrial
 
 SHAPE = (1, 2, 1, 20, 24, 16, 16)
 WORDS = ("B=1", "H=2", "HKV=1", "M=20", "N=24", "D=16", "DTYPE=float")
@@ -70,9 +69,9 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
   """Makes the second candidate the fastest; the names of the candidates of each search."""
   found: list[str] = []
 
-  def alternate(runners: dict[str, Any], rounds: int, how: search.Measure) -> dict[str, Timing]:
+  def alternate(runners: dict[str, Any], rounds: int, how: Turns) -> dict[str, Timing]:
     found.append(f"{len(runners)} x {rounds}")
-    assert how == search.CPU
+    assert how == search.CPU.turns
     fast = str(the(1, spec_of()))
     return {name: Timing([1.0 if name == fast else 1.2] * rounds) for name in runners}
 
@@ -179,7 +178,7 @@ def test_a_search_that_fails_leaves_the_models_choice(
 def fastest(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
   """Make a candidate the fastest of each search."""
 
-  def alternate(runners: dict[str, Any], rounds: int, how: search.Measure) -> dict[str, Timing]:
+  def alternate(runners: dict[str, Any], rounds: int, how: Turns) -> dict[str, Timing]:
     return {x: Timing([1.0 if i == number else 1.2] * rounds) for i, x in enumerate(runners)}
 
   monkeypatch.setattr(search, "alternate", alternate)
@@ -316,7 +315,7 @@ def test_other_machines_and_versions_are_other_entries(searches: list[str], monk
   assert choose.known(replace(spec, softcap=3.0), "CPU", target) is None
   for name in ("cpu_name", "kernels_version", "compiler"):
     with monkeypatch.context() as patch:
-      patch.setattr(f"uopattn.tuning.identity.{name}", lambda *_: "another")
+      patch.setattr(f"uopattn.tuning.store.{name}", lambda *_: "another")
       assert choose.known(spec, "CPU", target) is None
   assert choose.known(spec, "CPU", replace(target, threads=64)) is None
 
@@ -333,7 +332,7 @@ TWO = """
 import sys
 from tinygrad import Tensor
 import uopattn
-from uopattn.measure.turns import Timing
+from uopattn.measure.timing import Timing
 from uopattn.plan import dispatch
 from uopattn.tuning import choose, search
 dispatch.MOST, own = 2, search.search
@@ -554,7 +553,7 @@ def test_scales_are_drawn_and_each_is_checked() -> None:
 def test_gradients_are_checked(case: Callable[[], AttentionSpec], monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr("uopattn.tuning.trial.CHECKED", 4 * 500 if case is views else 1 << 23)
   spec = measured(case())
-  trial = GradientTrial.of(spec, "CPU")
+  trial = Trial.of(spec, "CPU", backward=True)
   result = trial.runner(dispatch.dispatch_backward(spec, target_of("CPU"))).result()
   assert len(result) == (9 if case is views else 3)  # of some rows, in three runs, or of all
   assert trial.check(result) == []
@@ -621,12 +620,12 @@ def test_all_candidates_for_gradients_are_right_on_the_emulator(
   arch: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   monkeypatch.setattr(dispatch, "MOST", 4)
-  monkeypatch.setattr("uopattn.tuning.trial_backward.repeats", lambda *_: 1)
+  monkeypatch.setattr("uopattn.tuning.trial.repeats", lambda *_: 1)
   (schedule,) = (x for x in dispatch.every_schedule(backward=True) if x.name == name)
   dispatch_among(monkeypatch, [replace(schedule, preferred=lambda *_: True)], backward=True)
   with on(arch):
     spec = replace(spec_of((1, 2, 1, 70, 90, 64, 64), is_causal=True), dtype=dtypes.half)
-    trial = GradientTrial.of(spec, "EMU")
+    trial = Trial.of(spec, "EMU", backward=True)
     found = dispatch.candidates_backward(spec, target_of("EMU"))
     assert len(found) > 1
     for launches in found:

@@ -6,18 +6,16 @@ from tinygrad.engine.realize import capturing
 from tinygrad.helpers import DEV
 
 from uopattn.dsl.target import Target
-from uopattn.measure.command_line import reason
+from uopattn.measure.program import reason
 from uopattn.plan.dispatch import dispatch, dispatch_backward
 from uopattn.plan.target import target_of
 from uopattn.runtime.function import in_function
 from uopattn.runtime.log import log_once
 from uopattn.spec.spec import AttentionSpec
 from uopattn.tuning import store
-from uopattn.tuning.choice import Launches, choice, launches_of
-from uopattn.tuning.compile import compile_all
-from uopattn.tuning.identity import key_of
+from uopattn.tuning.compile import Launches, choice, compile_all, launches_of
 from uopattn.tuning.search import jobs_of, problem, search
-from uopattn.tuning.switch import Options
+from uopattn.tuning.store import key_of
 from uopattn.tuning.trial import unmeasured
 
 log = logging.getLogger("uopattn")
@@ -32,10 +30,11 @@ def refusal(device: str) -> str:
   return ""
 
 
-def chosen(spec: AttentionSpec, device: str, options: Options, backward: bool = False) -> Launches:
+def chosen(spec: AttentionSpec, device: str, measure: bool, backward: bool = False) -> Launches:
   """Return the launches measured to be the fastest, or the model's where nothing is known and nothing is measured.
 
   Args:
+    measure: whether to measure what is not known yet.
     backward: whether for the gradient of the attention.
 
   Raises:
@@ -56,7 +55,7 @@ def chosen(spec: AttentionSpec, device: str, options: Options, backward: bool = 
     if capturing or in_function():
       log_once("uopattn.tune: nothing is measured inside a TinyJit's capture or a function: the model's tiles are used")
       return model
-    if not options.search:
+    if not measure:
       log.info(
         "uopattn.tune: nothing is known of %s, and search=False: the model's tiles are used", problem(spec, backward)
       )

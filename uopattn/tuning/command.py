@@ -8,54 +8,27 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from tinygrad import Device, Tensor
+from tinygrad import Device
 from tinygrad.helpers import tqdm
 
 from uopattn.dsl.target import Target
-from uopattn.measure.command_line import Usage, check_writable, exit_status
-from uopattn.measure.device import default_target, take_device
-from uopattn.measure.run import DTYPE_NAMES, Config, parse
+from uopattn.measure.problem import Config, parse_attention
+from uopattn.measure.program import Usage, check_writable, default_target, exit_status, take_device
 from uopattn.plan.dispatch import NoKernel
 from uopattn.plan.target import shown
-from uopattn.spec.arguments import Arguments
-from uopattn.spec.spec import AttentionSpec, make_spec
+from uopattn.spec.spec import AttentionSpec
 from uopattn.tuning import store
+from uopattn.tuning.api import tune
 from uopattn.tuning.choose import known, refusal
 from uopattn.tuning.compile import compile_all
-from uopattn.tuning.handle import tune
-from uopattn.tuning.identity import key_of
 from uopattn.tuning.search import DISTURBED, NOISY, Result, jobs_of, problem, search
 from uopattn.tuning.search import shown as launches_text
+from uopattn.tuning.store import key_of
 
-SHAPE = ("b", "h", "hkv", "n", "m", "d", "dv", "dtype", "causal")
 HELP = """\
 keys: B H N D HKV M DV DTYPE CAUSAL, as for python -m uopattn.run, whose --help explains them.
 A FILE has the keys of one attention on each line; # begins a comment.
 tinygrad's DEV chooses the device, otherwise the first that has kernels."""
-
-
-def spec_of(config: Config, device: str | None = None) -> AttentionSpec:
-  """Return the attention of the runner's keys, with contiguous inputs.
-
-  Raises:
-    Usage: the shapes do not fit together.
-  """
-  c = config
-  heads, hkv, m, dv = c.h, c.hkv or c.h, c.m or c.n, c.dv or c.d
-  shapes = ((c.b, heads, m, c.d), (c.b, hkv, c.n, c.d), (c.b, hkv, c.n, dv))
-  q, k, v = (Tensor.empty(*shape, dtype=DTYPE_NAMES[c.dtype or "half"], device=device) for shape in shapes)
-  try:
-    return make_spec(q, k, v, Arguments(is_causal=bool(c.causal), enable_gqa=True, return_lse=True))
-  except (TypeError, ValueError) as error:
-    raise Usage(str(error)) from error
-
-
-def config_of(words: Sequence[str]) -> Config:
-  """Return the runner's keys; only those of a shape are accepted."""
-  config = parse(words, {})
-  if other := next((w for w in words if w.partition("=")[0].lower() not in SHAPE), None):
-    raise Usage(f"{other!r} is not one of {', '.join(f'{name.upper()}=' for name in SHAPE)}")
-  return config
 
 
 def configs(words: Sequence[str]) -> list[Config]:
@@ -67,8 +40,8 @@ def configs(words: Sequence[str]) -> list[Config]:
       lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
       raise Usage(f"{path!r} is neither KEY=VALUE nor a file of such: {error}") from error
-    found += [config_of(text.split()) for text in (line.partition("#")[0] for line in lines) if text.strip()]
-  return found + ([config_of(keys)] if keys or not found else [])
+    found += [parse_attention(text.split()) for text in (line.partition("#")[0] for line in lines) if text.strip()]
+  return found + ([parse_attention(keys)] if keys or not found else [])
 
 
 def row(result: Result) -> str:
@@ -91,7 +64,7 @@ def run(words: Sequence[str], again: bool, backward: bool) -> int:
   target = default_target()
   if against := refusal(Device.DEFAULT):
     raise Usage(against)
-  passes = [(spec_of(config), x) for config in configs(words) for x in ((False, True) if backward else (False,))]
+  passes = [(config.spec(), x) for config in configs(words) for x in ((False, True) if backward else (False,))]
   print(f"device   {shown(target, device := Device.DEFAULT)}", flush=True)
   try:
     wanted = [x for x in passes if again or known(x[0], device, target, x[1]) is None]

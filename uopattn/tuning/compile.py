@@ -1,27 +1,53 @@
-"""Compiling kernels ahead, several at once."""
+"""Candidates by name, as JSON holds them, and compiling their kernels ahead, several at once."""
 
 import contextlib
 import functools
 import itertools
+from dataclasses import asdict
 from typing import Any
 
 from tinygrad import Context
 from tinygrad.engine import worker
 from tinygrad.helpers import ALLOW_DEVICE_USAGE, CACHELEVEL, DEV, PARALLEL, tqdm
 
-from uopattn.plan.dispatch import delta_launch, dispatch, dispatch_backward, stages, sums_launch
+from uopattn.dsl.target import Target
+from uopattn.plan.dispatch import (
+  candidates,
+  candidates_backward,
+  delta_launch,
+  dispatch,
+  dispatch_backward,
+  stages,
+  sums_launch,
+)
 from uopattn.plan.launch import Launch
 from uopattn.plan.target import target_of
 from uopattn.runtime.program_cache import NotCachedError, only_cached
 from uopattn.spec.spec import AttentionSpec
-from uopattn.tuning.choice import launches_of
+from uopattn.tuning.store import Entry
 
+Launches = tuple[Launch, ...]  # of a forward pass one, of a backward pass those of all its kernels
 Job = tuple[AttentionSpec, str, dict[str, Any] | None, bool]
-"""What one process compiles: an attention, a device, a `uopattn.tuning.choice.choice` or None for the model's, and
-whether the gradient's kernels are meant."""
-
+"""What one process compiles: an attention, a device, a `choice` or None for the model's, and whether the gradient's
+kernels are meant."""
 
 FEWEST = 4  # jobs: to start processes takes as long as to compile two
+
+
+def choice(launches: Launches) -> dict[str, Any]:
+  """Return what distinguishes a candidate from the others, for JSON."""
+  first = launches[0]
+  return {"kernel": first.schedule.name, "tiles": [asdict(x.tiles) for x in launches], "splits": first.splits}
+
+
+def candidates_of(spec: AttentionSpec, target: Target, backward: bool) -> list[Launches]:
+  """Return the candidates for an attention, or its gradient, the model's choice first. Raises NoKernel."""
+  return candidates_backward(spec, target) if backward else [(x,) for x in candidates(spec, target)]
+
+
+def launches_of(chosen: Entry, spec: AttentionSpec, target: Target, backward: bool = False) -> Launches | None:
+  """Return the launches of a `choice`; None if they are not among the candidates."""
+  return next((x for x in candidates_of(spec, target, backward) if choice(x) == chosen), None)
 
 
 def compile_all(jobs: list[Job]) -> None:

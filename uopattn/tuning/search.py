@@ -1,26 +1,21 @@
 """The search: each candidate is checked by the gate, and those that pass are timed in turns."""
 
 import logging
-import random
 import sqlite3
 import statistics
-import time
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tinygrad.helpers import tqdm
 
 from uopattn.dsl.target import Target
-from uopattn.measure.command_line import reason
-from uopattn.measure.contenders import Runner
-from uopattn.measure.turns import SPIN, Timing, Turns
+from uopattn.measure.problem import described
+from uopattn.measure.program import reason
+from uopattn.measure.timing import Runner, Timing, Turns, alternate
 from uopattn.spec.spec import AttentionSpec
-from uopattn.tuning.choice import Launches, candidates_of, choice
-from uopattn.tuning.compile import Job
-from uopattn.tuning.identity import measured
-from uopattn.tuning.store import Entry
+from uopattn.tuning.compile import Job, Launches, candidates_of, choice
+from uopattn.tuning.store import Entry, measured
 from uopattn.tuning.trial import Trial
-from uopattn.tuning.trial_backward import GradientTrial
 
 log = logging.getLogger("uopattn")
 CLOSE = 1.3  # times of the fastest's time: slower ones are left out after the first turns
@@ -33,23 +28,20 @@ class Measure(NamedTuple):
   """How candidates are timed on a kind of device: always without pauses, so that it stays busy.
 
   Attributes:
-    first: turns of all candidates.
+    first: turns of all candidates, which take the clock as it comes: one that has not settled is a few percent off.
     rounds: turns, at least and at most, of those that are left then.
-    warm, turn: least seconds of untimed and of timed calls per turn.
-    settles: whether the turns of those that are left begin with as many untimed calls as times need to settle, see
-      `uopattn.measure.turns`. Before, all take as they come: a clock that has not settled is a few percent off.
+    turns: how they take turns.
   """
 
   first: int
   rounds: tuple[int, int]
-  warm: float
-  turn: float
-  settles: bool
+  turns: Turns
 
 
 # A turn on a CPU is one call: other work disturbs few of them. In turns of 0.02 or 0.1 s, on two cores with other work,
 # it disturbed all, and slower candidates won.
-CPU, GPU = Measure(5, (20, 200), 0, 0, settles=False), Measure(1, (6, 6), 0.03, 0.1, settles=True)
+CPU = Measure(5, (20, 200), Turns(warm=0, turn=0, shuffled=True))
+GPU = Measure(1, (6, 6), Turns(settles=True, shuffled=True))
 SECONDS = 3.0  # for which turns go on beyond the least number
 
 
@@ -126,7 +118,7 @@ def search(spec: AttentionSpec, device: str, target: Target, backward: bool = Fa
   """Check and time all candidates for an attention, or for its gradient. They should be compiled before."""
   how = CPU if device.split(":")[0] == "CPU" else GPU
   found = candidates_of(measured(spec), target, backward)
-  trial = GradientTrial.of(measured(spec), device) if backward else Trial.of(measured(spec), device)
+  trial = Trial.of(measured(spec), device, backward)
   tried: dict[str, Candidate] = {}
   runners: dict[str, Runner] = {}
   for launches in tqdm(found, desc=f"checking {problem(spec, backward)}", disable=None):
@@ -157,29 +149,16 @@ def timed(runners: dict[str, Runner], model: str, how: Measure) -> tuple[dict[st
   Other work on the machine disturbs a round's runners alike, so a time is that of the model's choice multiplied by a
   ratio: the median of those in each round, or that of the fastest turns if this says less for the candidate.
   """
-  first = alternate(runners, how.first, how._replace(settles=False))
+  first = alternate(runners, how.first, replace(how.turns, settles=False))
   limit = CLOSE * min((min(x.seconds) for x in first.values()), default=0.0)
   close = {name: runners[name] for name, x in first.items() if min(x.seconds) <= limit or name == model}
   least, most = how.rounds
   count = SECONDS / (2 * sum(first[name].median for name in close) or SECONDS)  # a turn has a call that is not timed
-  rounds = alternate(close, max(least, min(most, int(count))), how)
+  rounds = alternate(close, max(least, min(most, int(count))), how.turns)
   found = {name: x.median for name, x in (first | rounds).items()}
   if (base := rounds.get(model)) is not None:
     found |= {name: base.median * _ratio(x, base) for name, x in rounds.items()}
   return found, 0.0 if base is None else base.spread
-
-
-def alternate(runners: dict[str, Runner], rounds: int, how: Measure) -> dict[str, Timing]:
-  """Time runners in turns, in another order in each round: what runs before leaves the caches as it likes."""
-  shuffled, found = random.Random(0), []
-  turns = Turns(runners, pauses=False, warm=how.warm, turn=how.turn)
-  time.sleep(SPIN)  # the oracle ran numpy's products
-  if how.settles:
-    turns.settle()
-  for _ in range(rounds):
-    turns.runners = dict(shuffled.sample(list(runners.items()), len(runners)))
-    found.append(turns.round())
-  return {name: Timing([seconds[name] for seconds in found]) for name in runners}
 
 
 def _ratio(x: Timing, base: Timing) -> float:
@@ -189,6 +168,4 @@ def _ratio(x: Timing, base: Timing) -> float:
 
 def problem(spec: AttentionSpec, backward: bool = False) -> str:
   """Return an attention, or its gradient, as a line of text, in the runner's keys."""
-  s = spec
-  sizes = f"B={s.B} H={s.Hq} HKV={s.Hkv} M={s.M} N={s.N} D={s.Dk} DV={s.Dv} {str(s.dtype).removeprefix('dtypes.')}"
-  return sizes + " causal" * s.is_causal + " backward" * backward
+  return described(spec) + " backward" * backward
