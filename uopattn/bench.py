@@ -25,7 +25,7 @@ from uopattn.dsl.schedule import FEW
 from uopattn.measure.bench_report import lines, plot, sampled
 from uopattn.measure.contenders import Contender, load, versions
 from uopattn.measure.limits import limit, product_size
-from uopattn.measure.problem import SHARDS, Config, parse, prepare, shard_axis
+from uopattn.measure.problem import SHARDS, Config, Problem, parse, prepare, shard_axis
 from uopattn.measure.program import (
   Usage,
   check_writable,
@@ -129,14 +129,8 @@ def bench_row(
   target = default_target()
   problem = prepare(config)
   s = problem.spec
-  runners: dict[str, Runner] = {}
   alone = problem if config.gpus == 1 else prepare(replace(config, gpus=1))
-  if config.gpus > 1:  # ours on one device is a contender too
-    ours, *others = contenders.items()
-    contenders = dict([ours, (ONE_DEVICE, ours[1]), *others])
-  for name, set_up in contenders.items():
-    if (runner := set_up(problem if name == "uopattn" else alone)) is not None:
-      runners[name] = runner
+  runners = _set_up(problem, alone, contenders)
   sample, flops = Sample.of(s, backward), s.flops * 5 // 2 if backward else s.flops  # five products, forward two
   of_one = runners[ONE_DEVICE].result if ONE_DEVICE in runners else None
   check = sample.check_gradients(alone, of_one) if backward else sample.check(alone)
@@ -147,15 +141,16 @@ def bench_row(
   timed = {name: runners[name] for name in right[:1]} | turns | {name: runners[name] for name in right[1:]}
   with sampled([] if on_cpu() else range(config.gpus)) as gpus:
     times = alternate(timed, rounds, BURSTS if burst else None)
-  limits = {} if most is None else {most.name: times[f"limit {most.name}"].record(most.flops, most.moved)}
   moved = s.kv_bytes if most is not None and most.moved else 0
   records = {name: _errors(reports[name]) for name in runners}
   for name in right:
-    records[name] |= times[name].record(flops, moved)
-    records[name]["share"] = {}
-    if most is not None:
-      its, works = times[f"limit {most.name}"], (moved or flops, most.moved or most.flops)
-      records[name]["share"][most.name] = share(times[name], its, *works)
+    records[name] |= times[name].record(flops, moved) | {"share": {}}
+  limits = {}
+  if most is not None:
+    its = times[f"limit {most.name}"]
+    limits[most.name] = its.record(most.flops, most.moved)
+    for name in right:
+      records[name]["share"][most.name] = share(times[name], its, moved or flops, most.moved or most.flops)
   return {
     "problem": s.record(),
     "device": " ".join(filter(None, (shown(target, Device.DEFAULT), gpu_name(Device.DEFAULT)))),
@@ -173,6 +168,19 @@ def bench_row(
     "rows_checked": s.M if sample.queries is None else len(sample.queries),
     "ratios": {name: ratios(times["uopattn"], times[name]) for name in right[1:]} if "uopattn" in right else {},
   }
+
+
+def _set_up(problem: Problem, alone: Problem, contenders: dict[str, Contender]) -> dict[str, Runner]:
+  """Set up those contenders that take a problem; of one that several devices divide also ours on one of them.
+
+  Args:
+    alone: the problem on one device.
+  """
+  if problem is not alone:
+    ours, *others = contenders.items()
+    contenders = dict([ours, (ONE_DEVICE, ours[1]), *others])
+  found = {name: set_up(problem if name == "uopattn" else alone) for name, set_up in contenders.items()}
+  return {name: runner for name, runner in found.items() if runner is not None}
 
 
 def _errors(reports: Sequence[Report]) -> dict[str, Any]:
@@ -207,13 +215,8 @@ def record(rows: list[dict[str, Any]], names: list[str], given: argparse.Namespa
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
   """Parse the command line; argparse exits with status 2 if it is invalid."""
   parser = argparse.ArgumentParser(prog="uopattn.bench", description="Times and checks attention.")
-  kinds = ["cpu", "gpu", "all"]
-  parser.add_argument(
-    "device",
-    nargs="?",
-    choices=kinds,
-    help="where to run (default: by DEV, as uopattn.run)",
-  )
+  where = "where to run (default: by DEV, as uopattn.run)"
+  parser.add_argument("device", nargs="?", choices=["cpu", "gpu", "all"], help=where)
   parser.add_argument("--against", default="", metavar="NAMES", help="contenders, by commas: torch,tinygrad")
   parser.add_argument("--backward", action="store_true", help="time the gradients, from outputs computed beforehand")
   parser.add_argument(

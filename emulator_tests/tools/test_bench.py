@@ -178,6 +178,17 @@ def test_a_contender_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, caps
 
 
 @pytest.mark.parametrize(
+  ("cpu", "backward", "names"),
+  [(True, True, ["torch"]), (False, False, ["flash", "cudnn", "flex"]), (False, True, ["flash", "cudnn"])],
+)
+def test_what_torch_stands_for(cpu: bool, backward: bool, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr(contenders, "on_cpu", lambda: cpu)
+  monkeypatch.setattr(contenders, "load_torch", lambda backend, backward: backend)
+  found = contenders.load(["torch"], backward)
+  assert list(found) == ["uopattn", *(name if cpu else f"torch {name}" for name in names)]
+
+
+@pytest.mark.parametrize(
   ("end", "status", "said"),
   [
     (KeyboardInterrupt(), 130, "\ninterrupted after 1 rows\n"),

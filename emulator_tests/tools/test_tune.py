@@ -31,9 +31,8 @@ from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import Arguments
 from uopattn.spec.layout import Layout
 from uopattn.spec.spec import AttentionSpec, make_spec
-from uopattn.tuning import choose, command, search, store
-from uopattn.tuning.compile import choice
-from uopattn.tuning.store import key_of, measured
+from uopattn.tuning import command, search, store
+from uopattn.tuning.case import Case, choice, measured
 from uopattn.tuning.trial import Trial, unmeasured
 
 SHAPE = (1, 2, 1, 20, 24, 16, 16)
@@ -47,11 +46,11 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
   monkeypatch.setattr(dispatch, "MOST", 2)
   monkeypatch.delenv("UOPATTN_TUNE", raising=False)
   monkeypatch.setenv("UOPATTN_AMX", "0")  # the candidates of every CPU are those of cpu_forward
-  choose.KNOWN.clear()
+  search.KNOWN.clear()
   log_once.cache_clear()
   with Context(PARALLEL=0):  # a pool of processes takes longer to start than these kernels to compile
     yield
-  choose.KNOWN.clear()
+  search.KNOWN.clear()
   helpers.db_connection().execute(f"DROP TABLE IF EXISTS '{store._table()}'")
   helpers._db_tables.discard(store.TABLE)
 
@@ -90,7 +89,7 @@ def test_the_fastest_is_used_and_remembered_and_only_while_tuning_is_on(searches
   check(q, k, v, out, lse)
   assert searches == [f"3 x {search.CPU.first}", f"3 x {search.CPU.rounds[0]}"]
   assert launch_on(spec, "CPU") == the(0, spec)
-  choose.KNOWN.clear()  # as in another process
+  search.KNOWN.clear()  # as in another process
   with uopattn.tune():
     assert launch_on(spec, "CPU") == the(1, spec)
   assert len(searches) == 2
@@ -194,7 +193,7 @@ def test_gradients_are_tuned_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     grads = [x.grad.numpy() for x in (q, k, v) if x.grad is not None]
     assert backward_on(spec, "CPU") == others[1] != others[0]
     assert len(store.every()) == 2
-  choose.KNOWN.clear()  # as in another process
+  search.KNOWN.clear()  # as in another process
   with uopattn.tune(search=False):
     assert backward_on(spec, "CPU") == others[1]
   assert backward_on(spec, "CPU") == others[0]
@@ -232,7 +231,7 @@ def test_a_locked_database_costs_nothing_but_the_entry(
   connection, spec = helpers.db_connection(), spec_of()
   with sqlite3.connect(helpers.CACHEDB, isolation_level=None) as other, uopattn.tune():
     launch_on(spec, "CPU")  # compiles: storing what is compiled is tinygrad's
-    choose.KNOWN.clear()
+    search.KNOWN.clear()
     store.clear()
     connection.execute("PRAGMA busy_timeout = 50")
     monkeypatch.setattr("uopattn.runtime.program_cache.diskcache_put", lambda *_: None)
@@ -290,9 +289,9 @@ def test_where_no_lock_can_be_made_it_measures_all_the_same(
 
 def test_a_damaged_entry_is_measured_anew(searches: list[str], caplog: pytest.LogCaptureFixture) -> None:
   spec = spec_of()
-  key = key_of(spec, "CPU", target_of("CPU"))
+  case = Case.of(spec, "CPU")
   for number, damage in enumerate((b"nonsense", b"\x80\x04\x8c\x04abcd\x94.", None), 1):
-    choose.KNOWN.clear()
+    search.KNOWN.clear()
     with uopattn.tune():
       assert launch_on(spec, "CPU") == the(1, spec)
     assert len(searches) == 2 * number
@@ -301,9 +300,9 @@ def test_a_damaged_entry_is_measured_anew(searches: list[str], caplog: pytest.Lo
       with helpers.db_connection() as connection:  # commits, or other processes would wait for this one
         connection.execute(f"UPDATE '{store._table()}' SET val = ?", (damage,))
     else:  # an entry that names tiles which are no candidates
-      store.write({"key": key, "choice": choice((the(1, spec),)) | {"splits": 77}, "seconds": {}})
+      store.write({"key": case.key(), "choice": choice((the(1, spec),)) | {"splits": 77}, "seconds": {}})
     assert store.every() == [] or damage is None
-    assert choose.known(spec, "CPU", target_of("CPU")) is None
+    assert search.known(case) is None
     assert "measured anew" in caplog.text
 
 
@@ -311,13 +310,13 @@ def test_other_machines_and_versions_are_other_entries(searches: list[str], monk
   spec, target = spec_of(), target_of("CPU")
   with uopattn.tune():
     launch_on(spec, "CPU")
-  assert choose.known(spec, "CPU", target) is not None
-  assert choose.known(replace(spec, softcap=3.0), "CPU", target) is None
+  assert search.known(Case(spec, "CPU", target)) is not None
+  assert search.known(Case(replace(spec, softcap=3.0), "CPU", target)) is None
   for name in ("cpu_name", "kernels_version", "compiler"):
     with monkeypatch.context() as patch:
-      patch.setattr(f"uopattn.tuning.store.{name}", lambda *_: "another")
-      assert choose.known(spec, "CPU", target) is None
-  assert choose.known(spec, "CPU", replace(target, threads=64)) is None
+      patch.setattr(f"uopattn.tuning.case.{name}", lambda *_: "another")
+      assert search.known(Case(spec, "CPU", target)) is None
+  assert search.known(Case(spec, "CPU", replace(target, threads=64))) is None
 
 
 def test_views_that_begin_elsewhere_share_an_entry() -> None:
@@ -334,14 +333,14 @@ from tinygrad import Tensor
 import uopattn
 from uopattn.measure.timing import Timing
 from uopattn.plan import dispatch
-from uopattn.tuning import choose, search
+from uopattn.tuning import search
 dispatch.MOST, own = 2, search.search
 search.alternate = lambda runners, rounds, *_: {x: Timing([1.0 + len(x)] * rounds) for x in runners}
-choose.search = lambda *given: print("searches") or own(*given)
+search.search = lambda *given: print("searches") or own(*given)
 q = k = v = Tensor.ones(1, 2, 20, 16).contiguous().realize()
 with uopattn.tune():
   assert uopattn.attention(q, k, v).mean().item() == 1
-print(*map(search.shown, choose.KNOWN.values()))
+print(*map(search.shown, search.KNOWN.values()))
 """
 
 
@@ -365,7 +364,7 @@ def test_in_a_jit_what_is_known_is_used(searches: list[str], caplog: pytest.LogC
       return attention(q, k, v, enable_gqa=True).realize()
 
   out = step(q, k, v)  # measures, before anything is captured
-  choose.KNOWN.clear()
+  search.KNOWN.clear()
   step(q, k, v)
   assert found == [the(1, spec_of())] * 2
   check(q, k, v, step(q, k, v))

@@ -15,9 +15,9 @@ from tinygrad.helpers import tqdm
 
 from uopattn.integrate.handle import Handle, Switch
 from uopattn.plan.dispatch import choose_by
+from uopattn.plan.launch import Launch
 from uopattn.spec.spec import AttentionSpec
 from uopattn.tuning import store
-from uopattn.tuning.compile import Job, Launches, choice, compile_all, kernels_of
 
 FORMAT = 2  # of the exported file
 SWITCH = Switch(lambda undo: None)  # nothing of tinygrad is replaced
@@ -130,16 +130,16 @@ class Tune:
 
 def _forget() -> None:
   """Forget what this process knows; the entries on disk stay."""
-  from uopattn.tuning.choose import KNOWN
+  from uopattn.tuning.search import KNOWN
 
   KNOWN.clear()
 
 
-def _measured(spec: AttentionSpec, device: str, backward: bool) -> Launches | None:
+def _measured(spec: AttentionSpec, device: str, backward: bool) -> tuple[Launch, ...] | None:
   """Return the launches to use while tuning is on, else None; see `choose_by`."""
   if (tuning := options()) is None:
     return None
-  from uopattn.tuning.choose import chosen
+  from uopattn.tuning.search import chosen
 
   return chosen(spec, device, tuning.search, backward)
 
@@ -169,8 +169,13 @@ def warm(what: Shape | Iterable[Shape], device: str | None = None, *, backward: 
     >>> uopattn.warm(["H=2 N=64 D=32 DTYPE=float", {"H": 2, "M": 1, "N": 64, "D": 32, "DTYPE": "float"}])
     2
   """
+  from uopattn.tuning.case import Case, choice
+  from uopattn.tuning.compile import compile_all, kernels_of
+
   device = Device.canonicalize(device)
-  jobs = [job for spec in _specs(what, device) for job in _jobs(spec, device, backward)]
+  cases = [Case.of(spec, device, x) for spec in _specs(what, device) for x in ((False, True) if backward else (False,))]
+  found = [(case, _measured(case.spec, device, case.backward)) for case in cases]
+  jobs = [(case, None if launches is None else choice(launches)) for case, launches in found]
   compile_all(jobs)
   launches = list(dict.fromkeys(x for job in jobs for x in kernels_of(job)))
   for launch in tqdm(launches, desc="loading kernels", disable=None):
@@ -196,8 +201,3 @@ def _specs(what: Shape | Iterable[Shape], device: str) -> list[AttentionSpec]:
     except Usage as error:
       raise ValueError(f"what: {error}") from error
   return found
-
-
-def _jobs(spec: AttentionSpec, device: str, backward: bool) -> list[Job]:
-  found = [(x, _measured(spec, device, x)) for x in ((False, True) if backward else (False,))]
-  return [(spec, device, None if launches is None else choice(launches), x) for x, launches in found]

@@ -11,19 +11,15 @@ from pathlib import Path
 from tinygrad import Device
 from tinygrad.helpers import tqdm
 
-from uopattn.dsl.target import Target
 from uopattn.measure.problem import Config, parse_attention
 from uopattn.measure.program import Usage, check_writable, default_target, exit_status, take_device
 from uopattn.plan.dispatch import NoKernel
 from uopattn.plan.target import shown
-from uopattn.spec.spec import AttentionSpec
-from uopattn.tuning import store
 from uopattn.tuning.api import tune
-from uopattn.tuning.choose import known, refusal
+from uopattn.tuning.case import Case
 from uopattn.tuning.compile import compile_all
-from uopattn.tuning.search import DISTURBED, NOISY, Result, jobs_of, problem, search
+from uopattn.tuning.search import DISTURBED, NOISY, Result, jobs_of, known, refusal, tuned
 from uopattn.tuning.search import shown as launches_text
-from uopattn.tuning.store import key_of
 
 HELP = """\
 keys: B H N D HKV M DV DTYPE CAUSAL, as for python -m uopattn.run, whose --help explains them.
@@ -61,31 +57,28 @@ def row(result: Result) -> str:
 def run(words: Sequence[str], again: bool, backward: bool) -> int:
   """Tune for all attentions and print a table; return the exit status."""
   take_device("uopattn.tune")
-  target = default_target()
-  if against := refusal(Device.DEFAULT):
+  target, device = default_target(), Device.DEFAULT
+  if against := refusal(device):
     raise Usage(against)
-  passes = [(config.spec(), x) for config in configs(words) for x in ((False, True) if backward else (False,))]
-  print(f"device   {shown(target, device := Device.DEFAULT)}", flush=True)
+  passes = (False, True) if backward else (False,)
+  cases = [Case(config.spec(), device, target, x) for config in configs(words) for x in passes]
+  print(f"device   {shown(target, device)}", flush=True)
   try:
-    wanted = [x for x in passes if again or known(x[0], device, target, x[1]) is None]
-    compile_all([job for spec, x in wanted for job in jobs_of(spec, device, target, x)])
-    rows = tqdm(passes, desc="tuning", disable=None if len(passes) > 1 else True)
-    return max(tuned(spec, target, again, x) for spec, x in rows)
+    wanted = [x for x in cases if again or known(x) is None]
+    compile_all([job for x in wanted for job in jobs_of(x)])
+    rows = tqdm(cases, desc="tuning", disable=None if len(cases) > 1 else True)
+    return max(tune_case(x, again) for x in rows)
   except NoKernel as error:
     raise Usage(str(error)) from error
 
 
-def tuned(spec: AttentionSpec, target: Target, again: bool, backward: bool) -> int:
-  """Tune for one attention, or its gradient, and print its row; return the exit status."""
-  device = Device.DEFAULT
-  with store.one_at_a_time():
-    if not again and (found := known(spec, device, target, backward)) is not None:
-      print(f"{problem(spec, backward)}\n  known     {launches_text(found)}", flush=True)
-      return 0
-    result = search(spec, device, target, backward)
-  if result.best.seconds is not None:
-    store.write(result.entry(key_of(spec, device, target, backward)))
-  print(problem(spec, backward), row(result), *([f"  {DISTURBED}"] * (result.spread > NOISY)), sep="\n", flush=True)
+def tune_case(case: Case, again: bool) -> int:
+  """Tune for one case and print its row; return the exit status."""
+  result = tuned(case, again)
+  if not isinstance(result, Result):
+    print(f"{case}\n  known     {launches_text(result)}", flush=True)
+    return 0
+  print(case, row(result), *([f"  {DISTURBED}"] * (result.spread > NOISY)), sep="\n", flush=True)
   for x in result.defects:
     print(f"  DEFECT    {x} {x.defect}", flush=True)
   return 1 if result.defects else 0
