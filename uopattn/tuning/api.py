@@ -6,7 +6,7 @@ Modules that measure are imported when they are needed, as few processes need th
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +20,8 @@ from uopattn.spec.spec import AttentionSpec
 from uopattn.tuning import store
 
 FORMAT = 2  # of the exported file
-SWITCH = Switch(lambda undo: None)  # nothing of tinygrad is replaced
+SWITCH = Switch(lambda undo: None)  # nothing of tinygrad is replaced; its options are the argument `search`
 Shape = str | Mapping[str, Any] | AttentionSpec
-
-
-@dataclass(frozen=True)
-class Options:
-  """The arguments of `uopattn.tune`."""
-
-  search: bool = True
-
-
-def options() -> Options | None:
-  """Return how to tune: as the youngest handle says, else with `UOPATTN_TUNE=1` by searching; None is not at all."""
-  found: Options | None = SWITCH.options
-  if found is None and os.environ.get("UOPATTN_TUNE") == "1":
-    return Options()
-  return found
 
 
 class Tune:
@@ -70,7 +55,7 @@ class Tune:
   def __call__(self, *, search: bool = True) -> Handle:
     if search not in (False, True):
       raise TypeError(f"search is {search!r}; it must be True or False")
-    return SWITCH.add(Options(search))
+    return SWITCH.add(search)
 
   def clear(self) -> int:
     """Forget all that was measured, for all devices; return the number of entries.
@@ -136,12 +121,16 @@ def _forget() -> None:
 
 
 def _measured(spec: AttentionSpec, device: str, backward: bool) -> tuple[Launch, ...] | None:
-  """Return the launches to use while tuning is on, else None; see `choose_by`."""
-  if (tuning := options()) is None:
+  """Return the launches to use while tuning is on, else None; see `choose_by`.
+
+  The youngest handle says how to tune. Without one `UOPATTN_TUNE=1` tunes by searching.
+  """
+  search: bool | None = SWITCH.options
+  if search is None and os.environ.get("UOPATTN_TUNE") != "1":
     return None
   from uopattn.tuning.search import chosen
 
-  return chosen(spec, device, tuning.search, backward)
+  return chosen(spec, device, search is not False, backward)
 
 
 tune = Tune()

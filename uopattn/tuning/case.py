@@ -18,7 +18,6 @@ import uopattn.dsl
 import uopattn.kernels
 from uopattn.dsl.rules.masks import NO_ORIGIN
 from uopattn.dsl.target import Target
-from uopattn.measure.problem import described
 from uopattn.plan.dispatch import candidates, candidates_backward, dispatch, dispatch_backward
 from uopattn.plan.launch import Launch
 from uopattn.plan.target import target_of
@@ -51,6 +50,8 @@ class Case:
     return cls(spec, device, target_of(device), backward)
 
   def __str__(self) -> str:
+    from uopattn.measure.problem import described  # which processes that only compile do not need
+
     return described(self.spec) + " backward" * self.backward
 
   @property

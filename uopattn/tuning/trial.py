@@ -159,9 +159,7 @@ def _gradient_runs(inputs: "Drawn", device: str) -> tuple[dict[str, list[Tensor]
   delta = delta_launch(spec, target, False)
   (place,) = (x for x in delta.buffers() if x.name == "do")
   heads_last = "do" in dict(spec.layouts)
-  flat = normal(place.shape, place.dtype, np.random.default_rng(1), device)
-  of_rows = (spec.B, spec.M, spec.Hq, spec.Dv) if heads_last else (spec.B, spec.Hq, spec.M, spec.Dv)
-  all_rows = flat.reshape(of_rows).swapaxes(1, 2) if heads_last else flat.reshape(of_rows)
+  all_rows = normal((spec.B, spec.Hq, spec.M, spec.Dv), place.dtype, np.random.default_rng(1), device)
   o = o.transpose(1, 2).reshape(-1) if heads_last else o  # as kernels store it
   o, lse = (x.contiguous().realize() for x in (o, lse))
 
