@@ -9,8 +9,7 @@ from hypothesis import Phase, settings
 from tinygrad import Context, Device
 from tinygrad.helpers import PARALLEL, SPEC
 
-from uopattn.measure.command_line import Usage
-from uopattn.measure.device import choose_device
+from uopattn.measure.program import Usage, choose_device
 
 # What is run: one case of each kind; with --values every value of each parameter, and the long tests; with --slow all,
 # on new examples by hypothesis. Otherwise it draws the same in every run, and shows the first that fails as it is: to

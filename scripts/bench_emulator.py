@@ -59,7 +59,7 @@ def main() -> int:
     try:
       print(json.dumps(measure()))
     except Exception as error:
-      from uopattn.measure.command_line import reason  # not earlier, because importing is timed
+      from uopattn.measure.program import reason  # not earlier, because importing is timed
 
       print(f"{parser.prog}: {os.environ['DEV']}: {reason(error)}", file=sys.stderr)
       return 2

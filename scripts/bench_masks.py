@@ -9,16 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from tinygrad import Device, Tensor, TinyJit, dtypes
+from tinygrad import Device, Tensor, dtypes
 
 from uopattn import BlockMask, attention, attention_varlen
-from uopattn.measure.bench import alternate
-from uopattn.measure.command_line import exit_status
-from uopattn.measure.contenders import Runner
-from uopattn.measure.device import take_device
-from uopattn.measure.run import wait
+from uopattn.measure.program import exit_status, take_device
+from uopattn.measure.timing import Runner, alternate, captured, wait
 from uopattn.mods import causal, document, sliding_window
-from uopattn.proof.gate import numpy, verify
+from uopattn.proof.gate import verify
 from uopattn.proof.oracle import Array
 
 H, N, D, BLOCK, WINDOW = 8, 4096, 64, 128, 512
@@ -64,18 +61,6 @@ def cases(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Case]:
   }
 
 
-def replayed(compute: Callable[[], Tensor]) -> Runner:
-  """Return a runner that replays `compute` by TinyJit, already compiled and captured."""
-
-  @TinyJit
-  def run() -> Tensor:
-    return compute().realize()
-
-  for _ in range(2):
-    run()
-  return Runner(run, lambda: [numpy(run())], wait=wait)
-
-
 def check(q: Tensor, k: Tensor, v: Tensor, out: Tensor, seen: Array) -> None:
   """Raise SystemExit if the first or the last head fails the gate."""
   out = out if out.ndim == 4 else out.transpose(0, 1).unsqueeze(0)
@@ -91,8 +76,9 @@ def table() -> int:
   q, k, v = (Tensor(RNG.standard_normal((1, H, N, D), np.float32)).realize() for _ in range(3))
   runners, shares = {}, {}
   for name, (compute, seen) in cases(q, k, v).items():
-    runners[name], shares[name] = replayed(compute), float(seen.mean())
-    check(q, k, v, Tensor(runners[name].result()[0]), seen)
+    call, _ = captured(lambda compute=compute: compute().realize())
+    runners[name], shares[name] = Runner(call, list, wait=wait), float(seen.mean())
+    check(q, k, v, call(), seen)
   times = {name: timing.median * 1e3 for name, timing in alternate(runners, 7).items()}
   print(f"{Device.DEFAULT}, float32, B=1 H={H} N={N} D={D}, medians of 7 rounds\n")
   print("| | pairs seen | ms | time, of that without a mask |\n|---|--:|--:|--:|")

@@ -13,7 +13,7 @@ from smollm import load
 from tinygrad import Tensor, dtypes
 from tinygrad.nn.state import safe_save
 
-from uopattn.measure.command_line import check_writable, exit_status
+from uopattn.measure.program import check_writable, exit_status
 
 DTYPES = {"float32": dtypes.float32, "float16": dtypes.float16, "bfloat16": dtypes.bfloat16}
 

@@ -21,7 +21,7 @@ import report_cuda
 import sass
 from report_table import Row, line
 
-from uopattn.measure.command_line import Usage, exit_status
+from uopattn.measure.program import Usage, exit_status
 
 
 def show(columns: Mapping[str, int], rows: Iterable[Row]) -> None:

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from tinygrad import Tensor
 
 from uopattn import BlockMask, mods
-from uopattn.measure.command_line import check_writable, exit_status
+from uopattn.measure.program import check_writable, exit_status
 
 SIZE = 48
 DOCUMENTS = Tensor(np.repeat([0, 1, 2, 3], [11, 17, 6, 14]).astype(np.int32))
@@ -31,7 +31,7 @@ def draw(path: Path) -> int:
   figure = Figure(figsize=(11, 5.6), layout="constrained")
   for panel, (name, mask) in zip(figure.subplots(2, 4).flat, MASKS.items(), strict=True):
     BlockMask.of(mask, 1, 1, SIZE, SIZE, (DOCUMENTS,), block_m=1, block_n=1).draw(panel)
-    panel.set_title(name, fontsize=8, dialect="monospace")
+    panel.set_title(name, fontsize=8, family="monospace")
     panel.label_outer()
   figure.savefig(path, dpi=110)
   return 0

@@ -9,7 +9,7 @@ import speed
 from matplotlib.figure import Figure
 from speed import CASES, NAMES, Case
 
-from uopattn.measure.command_line import check_writable, exit_status
+from uopattn.measure.program import check_writable, exit_status
 
 OURS = "uopattn"
 BASES = ("torch flash", "torch")  # the first of these that a row has is its unit of speed

@@ -21,8 +21,7 @@ from tinygrad.dtype import DType
 from tinygrad.helpers import round_up, tqdm
 
 from uopattn import KVCache
-from uopattn.measure.command_line import exit_status
-from uopattn.measure.device import take_device
+from uopattn.measure.program import exit_status, take_device
 
 CHUNK = 64  # tokens of the prompt that are processed at once
 ROUNDS, STEPS = 2, 3  # of a measurement: chunks, and single tokens per chunk

@@ -393,7 +393,10 @@ def tinygrad_llm(position: int, prompt: int, **config: Any) -> Model:
 
 
 def models(large: bool) -> dict[str, Model]:
-  """Return all models by name: of sizes that are usual, with few layers, or as small as can be."""
+  """Return all models by name: of sizes that are usual, with few layers, or as small as can be.
+
+  The function is long because it is a table, with the sizes that its entries share.
+  """
   W, H = (768, 12) if large else (64, 4)
   letters, layers, encoders = (1000, 2, 2) if large else (50, 2, 1)  # and the layers of what generates, and of others
   context, prompt = (2048, 1024) if large else (256, 40)

@@ -15,11 +15,8 @@ from model_zoo import Model, Step, models
 from tinygrad import GlobalCounters, Tensor, TinyJit
 
 import uopattn
-from uopattn.measure.bench import alternate
-from uopattn.measure.command_line import exit_status
-from uopattn.measure.contenders import Runner
-from uopattn.measure.device import take_device
-from uopattn.measure.run import wait
+from uopattn.measure.program import exit_status, take_device
+from uopattn.measure.timing import Runner, alternate, wait
 from uopattn.proof.oracle import Array
 
 TOLERANCE = 1e-4  # of the largest element: float32 over many layers. The suite has exact bounds, for small models.

@@ -23,8 +23,7 @@ from tinygrad import Device, Tensor, dtypes
 
 from uopattn import attention, flash
 from uopattn.kernels import cuda_forward, hopper_forward
-from uopattn.measure.command_line import Usage, exit_status
-from uopattn.measure.device import default_target, take_device
+from uopattn.measure.program import Usage, default_target, exit_status, take_device
 
 REPORTED = 9  # exit status of compute-sanitizer if its tool reports anything
 LIMIT = 600  # seconds per case

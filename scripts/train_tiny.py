@@ -23,9 +23,8 @@ from tinygrad import Context, Device, Tensor, TinyJit
 from tinygrad.nn.optim import AdamW
 
 from uopattn import attention
-from uopattn.measure.command_line import check_writable, exit_status
-from uopattn.measure.device import take_device
-from uopattn.measure.run import devices
+from uopattn.measure.problem import devices
+from uopattn.measure.program import check_writable, exit_status, take_device
 from uopattn.proof.oracle import Array
 from uopattn.runtime.machine import machine_record
 

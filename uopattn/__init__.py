@@ -20,8 +20,7 @@ from uopattn.api.paged import attention_paged  # noqa: E402
 from uopattn.api.varlen import attention_varlen  # noqa: E402
 from uopattn.integrate.patch import patch  # noqa: E402
 from uopattn.spec.block_mask import BlockMask  # noqa: E402
-from uopattn.tuning.handle import tune  # noqa: E402
-from uopattn.tuning.warm import warm  # noqa: E402
+from uopattn.tuning.api import tune, warm  # noqa: E402
 from uopattn.version import __version__  # noqa: E402
 
 __all__ = [

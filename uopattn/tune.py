@@ -2,7 +2,7 @@
 
 import sys
 
-from uopattn.tuning.handle import tune
+from uopattn.tuning.api import tune
 
 if __name__ == "__main__":
   from uopattn.tuning.command import main

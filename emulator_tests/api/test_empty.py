@@ -9,11 +9,10 @@ import pytest
 from tinygrad import Context, Tensor, TinyJit, UOp, Variable, dtypes, function
 
 import uopattn
-from uopattn import BlockMask, KVCache, attention, attention_paged, attention_varlen, flash, merge_states
+from uopattn import BlockMask, KVCache, attention, attention_paged, attention_varlen, flash, merge_states, warm
 from uopattn.mods import causal
 from uopattn.spec.arguments import Arguments
 from uopattn.spec.spec import make_spec
-from uopattn.tuning.warm import warm
 
 DK, DV = 8, 6
 DEVICES = ("CPU", "CPU:1")

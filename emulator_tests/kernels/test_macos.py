@@ -44,7 +44,7 @@ sys.platform = "darwin"
 sys.addaudithook(hide)
 
 from uopattn import attention
-from uopattn.measure import info, run
+from uopattn import info, run
 from uopattn.runtime import team
 
 class System(ctypes.CDLL):

@@ -15,11 +15,12 @@ import pytest
 import readme_table
 import speed
 
-from uopattn.measure import bandwidth, bench, contenders, contenders_backward, run, sample, turns
-from uopattn.measure.bench import main
-from uopattn.measure.gpu_state import GpuState, summarized
-from uopattn.measure.run import Config, Problem
-from uopattn.measure.turns import Timing
+from uopattn import bench
+from uopattn.bench import main
+from uopattn.measure import contenders, limits, problem, sample, timing
+from uopattn.measure.bench_report import sampled, summarized
+from uopattn.measure.problem import Config, Problem, prepare
+from uopattn.measure.timing import Runner, Timing
 from uopattn.proof.gate import Gate
 
 SMALL = Config(h=2, n=40, d=8, dtype="float")
@@ -28,9 +29,9 @@ SMALL = Config(h=2, n=40, d=8, dtype="float")
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
   for name in ("PAUSE", "SPIN", "WARM", "TURN"):
-    monkeypatch.setattr(turns, name, 0)
-  monkeypatch.setattr(contenders, "PRODUCT", 16)
-  monkeypatch.setattr(contenders, "READ", 1 << 18)
+    monkeypatch.setattr(timing, name, 0)
+  monkeypatch.setattr(limits, "PRODUCT", 16)
+  monkeypatch.setattr(limits, "READ", 1 << 18)
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def test_quick_run_writes_the_record_and_the_plot(tmp_path: Path, capsys: pytest
       assert row["limits"].keys() == {"read"}
       assert ours["gbytes"] == pytest.approx(2 * 2 * 128 * 32 * 2 / ours["median"] / 1e9)
       rounds = zip(ours["seconds"], row["limits"]["read"]["seconds"], strict=True)
-      speeds = [(2 * 2 * 128 * 32 * 2 / a, contenders.READ / b) for a, b in rounds]
+      speeds = [(2 * 2 * 128 * 32 * 2 / a, limits.READ / b) for a, b in rounds]
       assert ours["share"]["read"] == pytest.approx(sum(a / b for a, b in speeds) / 2)  # the median of two
     else:
       assert "gbytes" not in ours
@@ -87,13 +88,13 @@ def test_gradients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_gradients_get_no_speed(
   monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-  right = contenders_backward.by_kernels
+  right = contenders.by_kernels
 
   def swapped(*given: Any) -> list[Any]:
     dq, dk, dv = right(*given)
     return [dq, dv, dk]
 
-  monkeypatch.setattr(contenders_backward, "by_kernels", swapped)
+  monkeypatch.setattr(contenders, "by_kernels", swapped)
   assert main(["cpu", "--quick", "--backward", "--rounds", "1", "--json", f"{tmp_path}/b.json"]) == 1
   (row,) = json.loads((tmp_path / "b.json").read_text())["rows"]
   assert "seconds" not in row["contenders"]["uopattn"]
@@ -111,16 +112,15 @@ def test_tinygrad_beside_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_tinygrad_sits_large_problems_out() -> None:
-  problem = run.prepare(Config(h=8, n=257, d=8))
-  assert contenders.load_tinygrad()(problem) is None
+  assert contenders.tinygrad(prepare(Config(h=8, n=257, d=8))) is None
 
 
 @pytest.mark.usefixtures("one_row")
 def test_a_wrong_kernel_gets_no_speed(
   tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-  monkeypatch.setattr(run, "forward", lambda launch, q, k, v, o, lse: (o, lse))
-  monkeypatch.setattr(run, "TinyJit", lambda fxn: fxn)
+  monkeypatch.setattr(problem, "forward", lambda launch, q, k, v, o, lse: (o, lse))
+  monkeypatch.setattr(timing, "TinyJit", lambda fxn: fxn)
   assert main(["--quick", "--against", "tinygrad", "--rounds", "1", "--json", f"{tmp_path}/b.json"]) == 1
   (row,) = json.loads((tmp_path / "b.json").read_text())["rows"]
   assert {"seconds", "median", "gflops"}.isdisjoint(row["contenders"]["uopattn"])
@@ -135,11 +135,11 @@ def test_a_wrong_kernel_gets_no_speed(
 def test_a_wrong_contender_is_shown_and_gets_no_speed(
   tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-  def wrong(problem: Problem) -> contenders.Runner:
+  def wrong(problem: Problem) -> Runner:
     out = (problem.q * 0).realize()
-    return contenders.Runner(lambda: None, lambda: [contenders.numpy(out)])
+    return Runner(lambda: None, lambda: [contenders.numpy(out)])
 
-  monkeypatch.setitem(contenders.LOADERS, "tinygrad", lambda: wrong)
+  monkeypatch.setitem(contenders.LOADERS, "tinygrad", lambda backward: {"tinygrad": wrong})
   assert main(["--quick", "--against", "tinygrad", "--rounds", "1", "--json", f"{tmp_path}/b.json"]) == 0
   (row,) = json.loads((tmp_path / "b.json").read_text())["rows"]
   assert row["contenders"]["tinygrad"]["correct"] is False
@@ -172,9 +172,20 @@ def test_a_contender_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, caps
   assert main(["--quick", "--against", "torch"]) == 2
   message = "uopattn.bench: --against torch: it cannot be imported: No module named 'torch'\n"
   assert capsys.readouterr().err == message
-  found = contenders.product()
+  found = limits.limit(SMALL.spec())
   assert found is not None
   assert found.name == "numpy"
+
+
+@pytest.mark.parametrize(
+  ("cpu", "backward", "names"),
+  [(True, True, ["torch"]), (False, False, ["flash", "cudnn", "flex"]), (False, True, ["flash", "cudnn"])],
+)
+def test_what_torch_stands_for(cpu: bool, backward: bool, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr(contenders, "on_cpu", lambda: cpu)
+  monkeypatch.setattr(contenders, "load_torch", lambda backend, backward: backend)
+  found = contenders.load(["torch"], backward)
+  assert list(found) == ["uopattn", *(name if cpu else f"torch {name}" for name in names)]
 
 
 @pytest.mark.parametrize(
@@ -211,8 +222,8 @@ def test_the_rows_done_are_kept(
 
 def test_contenders_take_turns() -> None:
   order: list[str] = []
-  runners = {name: contenders.Runner(functools.partial(order.append, name), list) for name in "ab"}
-  turns.alternate(runners, rounds=2, burst=True)
+  runners = {name: Runner(functools.partial(order.append, name), list) for name in "ab"}
+  timing.alternate(runners, 2, timing.BURSTS)
   assert [name for name, _ in itertools.groupby(order)] == list("abab")
 
 
@@ -226,9 +237,9 @@ class Clock:
     return self.now
 
   def sleep(self, seconds: float) -> None:
-    self.pauses += seconds == turns.PAUSE
+    self.pauses += seconds == timing.PAUSE
 
-  def runner(self, name: str, calls: int) -> contenders.Runner:
+  def runner(self, name: str, calls: int) -> Runner:
     """A contender of a second per call; in so many calls after another's turn it takes ..., 2, 1 seconds longer."""
 
     def call() -> None:
@@ -236,14 +247,14 @@ class Clock:
       self.last = name
       self.now += 1 + max(0, self.left)
 
-    return contenders.Runner(call, list)
+    return Runner(call, list)
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
   clock = Clock()
   for name, value in {"time": clock, "PAUSE": 0.5, "WARM": 0.5, "TURN": 0.5, "MOST_WARM": 100}.items():
-    monkeypatch.setattr(turns, name, value)
+    monkeypatch.setattr(timing, name, value)
   return clock
 
 
@@ -266,9 +277,10 @@ def test_times_count_once_all_have_settled(
   clock: Clock,
   monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-  monkeypatch.setattr(turns, "MOST_WARM", most)
-  monkeypatch.setattr(turns, "on_cpu", lambda: cpu)
-  times = turns.alternate({"a": clock.runner("a", 2), "b": clock.runner("b", 4)}, 2, burst)
+  monkeypatch.setattr(timing, "MOST_WARM", most)
+  monkeypatch.setattr(timing, "on_cpu", lambda: cpu)
+  how = timing.BURSTS if burst else None
+  times = timing.alternate({"a": clock.runner("a", 2), "b": clock.runner("b", 4)}, 2, how)
   assert {name: x.seconds for name, x in times.items()} == {name: [x, x] for name, x in found.items()}
   assert clock.pauses == pauses
 
@@ -290,22 +302,22 @@ def test_the_state_of_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
   )
   program.chmod(0o755)
   monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-  with GpuState([0, 1]) as gpus:
+  with sampled([0, 1]) as state:
     while not (tmp_path / "done").exists():
       time.sleep(0.01)
-  assert gpus.record == found
+  assert state == found
   asked = (tmp_path / "asked").read_text()
   assert asked.startswith("--id=0,1 --query-gpu=clocks.sm,power.draw,temperature.gpu ")
-  with GpuState([]) as none:
+  with sampled([]) as none:
     pass
-  assert none.record is None
+  assert none == {}
 
 
 def test_without_nvidia_smi_there_is_no_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
   monkeypatch.setenv("PATH", str(tmp_path))
-  with GpuState([0]) as gpus:
+  with sampled([0]) as state:
     pass
-  assert gpus.record is None
+  assert state == {}
 
 
 def test_median_spread_and_ratios() -> None:
@@ -317,7 +329,7 @@ def test_median_spread_and_ratios() -> None:
     "spread": pytest.approx(2 / 3),
     "gflops": pytest.approx(2.0),
   }
-  assert turns.ratios(ours, theirs) == {
+  assert timing.ratios(ours, theirs) == {
     "of_medians": 2.0,
     "of_minima": 2.0,
     "paired": 2.0,
@@ -329,13 +341,13 @@ def test_median_spread_and_ratios() -> None:
 def test_a_share_is_of_the_limit_in_the_same_round() -> None:
   """Whose speed halves from one round to the next, as does ours."""
   ours, limit = Timing([1.0, 2.0, 4.0, 4.0]), Timing([0.5, 1.0, 2.0, 1.0])
-  assert turns.share(ours, limit, 30, 20) == pytest.approx(0.75)
+  assert timing.share(ours, limit, 30, 20) == pytest.approx(0.75)
 
 
 def test_the_limits_turn_follows_ours(monkeypatch: pytest.MonkeyPatch) -> None:
   order: list[str] = []
 
-  def noted(runners: dict[str, contenders.Runner], rounds: int, burst: bool) -> dict[str, Timing]:
+  def noted(runners: dict[str, Runner], rounds: int, how: timing.Turns | None) -> dict[str, Timing]:
     order.extend(runners)
     return {name: Timing([1.0]) for name in runners}
 
@@ -399,8 +411,8 @@ def test_rows_of_few_queries_show_their_share_of_a_read() -> None:
 
 @pytest.mark.parametrize("parts", [1, 3])
 def test_a_read_reads_everything(parts: int) -> None:
-  size = parts * 4 * bandwidth.ITEMS * bandwidth.VECTORS * bandwidth.LANES
-  assert bandwidth.reader(size)().tolist() == [size / 4 / bandwidth.ITEMS] * bandwidth.ITEMS
+  size = parts * 4 * limits.ITEMS * limits.VECTORS * limits.LANES
+  assert limits.reader(size)().tolist() == [size / 4 / limits.ITEMS] * limits.ITEMS
 
 
 def test_tables_of_records_have_captions_and_plots() -> None:
@@ -467,7 +479,7 @@ def test_the_picture_of_speed(tmp_path: Path) -> None:
 
 def test_bf16_of_torch_if_there_is_one() -> None:
   pytest.importorskip("torch")
-  problem: Problem = run.prepare(Config(h=2, hkv=1, n=40, d=8, dtype="bfloat16", causal=1))
+  problem = prepare(Config(h=2, hkv=1, n=40, d=8, dtype="bfloat16", causal=1))
   runner = contenders.load_torch()(problem)
   assert runner is not None
   gate = Gate.of(problem.q, problem.k, problem.v, is_causal=True)
@@ -477,7 +489,7 @@ def test_bf16_of_torch_if_there_is_one() -> None:
 @pytest.mark.parametrize("causal", [0, 1])
 def test_a_sample_of_queries_is_checked(causal: int, monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setitem(sample.CHECKED, True, 5 * 40)
-  problem = run.prepare(Config(h=2, n=40, d=8, dtype="float", causal=causal))
+  problem = prepare(Config(h=2, n=40, d=8, dtype="float", causal=causal))
   assert sample.Sample.of(problem.spec).queries is None  # of a head that is not too long all are checked
   monkeypatch.setattr(sample, "MOST", 40 * 40 - 1)
   found = contenders.uopattn(problem).result()
@@ -494,11 +506,11 @@ def test_a_sample_of_queries_is_checked(causal: int, monkeypatch: pytest.MonkeyP
 def test_gradients_of_long_sequences_are_compared_with_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(sample, "MOST", 1)
   config = Config(h=2, n=64, d=16, dtype="float", gpus=2, shard="sequence")
-  row = bench.bench_row(config, contenders_backward.load([]), 1, backward=True)
+  row = bench.bench_row(config, contenders.load([], backward=True), 1, backward=True)
   assert (row["devices"], row["shard"], row["contenders"]["uopattn"]["correct"]) == (2, "sequence", True)
   assert "gradient of v, as of one device" in row["contenders"]["uopattn"]["errors"]
-  problem = run.prepare(config)
-  found = contenders_backward.uopattn(problem).result()
+  problem = prepare(config)
+  found = contenders.uopattn_backward(problem).result()
   wrong = [found[0], found[1], found[2] * 1.01]
   reports = sample.Sample.of(problem.spec, backward=True).check_gradients(problem, lambda: wrong)(found)
   assert [report.correct for report in reports] == [True, True, False]

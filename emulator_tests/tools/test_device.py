@@ -11,10 +11,10 @@ import pytest
 from tinygrad import Context, Device
 from tinygrad.helpers import DEV
 
+from uopattn import bench, info
 from uopattn.dsl.target import Target
-from uopattn.measure import bench, device, info
-from uopattn.measure.command_line import Usage
-from uopattn.measure.device import choose_device, kinds_with_kernels
+from uopattn.measure import program
+from uopattn.measure.program import Usage, choose_device, kinds_with_kernels
 from uopattn.plan.target import shown
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -58,7 +58,7 @@ def usable(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 
   def say(default: str, *devices: str) -> None:
     monkeypatch.setitem(vars(Device), "_select_device", default)  # without asking for the one before, which sets DEV
-    monkeypatch.setattr(device, "why_not", lambda name: "" if name in devices else f"no kernel for {name}")
+    monkeypatch.setattr(program, "why_not", lambda name: "" if name in devices else f"no kernel for {name}")
 
   monkeypatch.setenv("DEV", "")
   with Context(DEV=""):
@@ -77,7 +77,7 @@ def test_order_in_which_devices_are_taken(usable: Callable[..., None]) -> None:
 
 
 def test_the_cpu_comes_last(usable: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(device, "ALL_DEVICES", ["CPU", "CL", "CUDA", "AMD"])
+  monkeypatch.setattr(program, "ALL_DEVICES", ["CPU", "CL", "CUDA", "AMD"])
   usable("CL", "CPU", "AMD")
   choose_device()
   assert Device.DEFAULT == "AMD"
@@ -100,8 +100,8 @@ def test_no_device_can_be_used(usable: Callable[..., None]) -> None:
 
 
 PROGRAMS = {
-  "uopattn.measure.run": ("N=4", "D=4", "H=1"),
-  "uopattn.measure.bench": ("--quick",),
+  "uopattn.run": ("N=4", "D=4", "H=1"),
+  "uopattn.bench": ("--quick",),
   "uopattn.tuning.command": ("N=4", "D=4", "H=1"),
   "bench_masks": (),
   "generate": ("a text",),

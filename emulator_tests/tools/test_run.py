@@ -14,10 +14,12 @@ from tinygrad import Context, Tensor, dtypes
 from tinygrad.engine.worker import terminate_worker_pool
 from tinygrad.nn.state import safe_save
 
-from uopattn.dsl.target import VectorUnit
+from uopattn import run
+from uopattn.dsl.target import Target, VectorUnit
 from uopattn.kernels import cpu_forward
-from uopattn.measure import run
-from uopattn.measure.run import Config, Usage, parse
+from uopattn.measure import problem, timing
+from uopattn.measure.problem import Config, inputs, parse, prepare
+from uopattn.measure.program import Usage
 from uopattn.runtime import clang as toolchain
 from uopattn.runtime.cpu import vector_unit
 from uopattn.runtime.prepare import compiled
@@ -63,7 +65,7 @@ def test_two_devices(shard: str) -> None:
 
 def test_devices_that_do_not_divide_the_problem() -> None:
   with pytest.raises(Usage, match="GPUS=3 do not divide heads of this problem evenly"):
-    run.prepare(Config(gpus=3, shard="heads", h=4))
+    prepare(Config(gpus=3, shard="heads", h=4))
 
 
 def test_keys_as_environment_variables_and_a_json_record(tmp_path: Path) -> None:
@@ -181,7 +183,7 @@ def test_files_that_are_no_safetensors(header: str, tmp_path: Path) -> None:
   path = tmp_path / "a.safetensors"
   path.write_bytes(len(header).to_bytes(8, "little") + header.encode())
   with pytest.raises(Usage, match=f"^INPUT={path} is not a safetensors file with q, k and v: "):
-    run.inputs(Config(input=str(path)))
+    inputs(Config(input=str(path)))
 
 
 def test_a_record_is_asked_for_before_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -195,11 +197,13 @@ def test_help_names_every_key() -> None:
   assert (done.returncode, done.stderr) == (0, "")
   assert done.stdout.startswith("usage: python -m uopattn.run [KEY=VALUE ...]\n")
   words = done.stdout.replace(",", " ").split()
-  assert [key for key in run.KEYS if key not in words] == []
+  assert [key for key in problem.KEYS if key not in words] == []
 
 
 def test_misspelt_keys_in_the_environment_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-  usual = dict.fromkeys(("HOME", "SHELL", "LANG", "USER", "TERM", "PATH", "PWD", "DEV", "DEBUG", "JIT", "_", *run.KEYS))
+  usual = dict.fromkeys(
+    ("HOME", "SHELL", "LANG", "USER", "TERM", "PATH", "PWD", "DEV", "DEBUG", "JIT", "_", *problem.KEYS)
+  )
   run.warn_of_misspelt(dict.fromkeys((*usual, "causal"), "1"))
   assert capsys.readouterr().err == ""
   run.warn_of_misspelt({"CASUAL": "1", "HVK": "2", "DTYP": "half"})
@@ -239,11 +243,10 @@ def test_a_wrong_kernel_ends_with_1_and_says_where(
 def test_an_output_that_is_not_written_is_wrong(
   monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-  monkeypatch.setattr(run, "forward", lambda launch, q, k, v, o, lse: (o, lse))
+  monkeypatch.setattr(problem, "forward", lambda launch, q, k, v, o, lse: (o, lse))
   config = Config(h=1, n=20, d=8, cnt=1)
-  problem = run.prepare(config)
-  monkeypatch.setattr(run, "TinyJit", lambda fxn: fxn)
-  o, _, _ = run.measure(problem, 1)
+  monkeypatch.setattr(timing, "TinyJit", lambda fxn: fxn)
+  o, _, _ = run.measure(prepare(config), 1)
   assert np.isnan(o.numpy()).all()
   assert run.run(config) == 1
   assert "160 elements NaN or infinite" in capsys.readouterr().out
@@ -256,7 +259,7 @@ def test_no_verification_no_verdict() -> None:
 
 
 def test_tinygrads_own_emulator_is_named_too() -> None:
-  target = run.Target("AMD", "gfx1100")
+  target = Target("AMD", "gfx1100")
   assert run.shown(target, "AMD:1") == "AMD gfx1100"
   with Context(DEV="MOCKKFD+AMD:LLVM:gfx1100"):
     assert run.shown(target, "AMD:1") == "AMD gfx1100, emulated"

@@ -22,7 +22,7 @@ from uopattn.api.attention import Call
 from uopattn.dsl.schedule import HEAD_SCALES
 from uopattn.dsl.target import Target, VectorUnit
 from uopattn.kernels import cpu_backward, cpu_forward
-from uopattn.measure.turns import Timing
+from uopattn.measure.timing import Timing, Turns
 from uopattn.plan import dispatch
 from uopattn.plan.dispatch import backward_on, launch_on
 from uopattn.plan.launch import Launch
@@ -31,11 +31,9 @@ from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import Arguments
 from uopattn.spec.layout import Layout
 from uopattn.spec.spec import AttentionSpec, make_spec
-from uopattn.tuning import choose, command, search, store
-from uopattn.tuning.choice import choice
-from uopattn.tuning.identity import key_of, measured
+from uopattn.tuning import command, search, store
+from uopattn.tuning.case import Case, choice, measured
 from uopattn.tuning.trial import Trial, unmeasured
-from uopattn.tuning.trial_backward import GradientTrial
 
 SHAPE = (1, 2, 1, 20, 24, 16, 16)
 WORDS = ("B=1", "H=2", "HKV=1", "M=20", "N=24", "D=16", "DTYPE=float")
@@ -48,11 +46,11 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
   monkeypatch.setattr(dispatch, "MOST", 2)
   monkeypatch.delenv("UOPATTN_TUNE", raising=False)
   monkeypatch.setenv("UOPATTN_AMX", "0")  # the candidates of every CPU are those of cpu_forward
-  choose.KNOWN.clear()
+  search.KNOWN.clear()
   log_once.cache_clear()
   with Context(PARALLEL=0):  # a pool of processes takes longer to start than these kernels to compile
     yield
-  choose.KNOWN.clear()
+  search.KNOWN.clear()
   helpers.db_connection().execute(f"DROP TABLE IF EXISTS '{store._table()}'")
   helpers._db_tables.discard(store.TABLE)
 
@@ -70,9 +68,9 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
   """Makes the second candidate the fastest; the names of the candidates of each search."""
   found: list[str] = []
 
-  def alternate(runners: dict[str, Any], rounds: int, how: search.Measure) -> dict[str, Timing]:
+  def alternate(runners: dict[str, Any], rounds: int, how: Turns) -> dict[str, Timing]:
     found.append(f"{len(runners)} x {rounds}")
-    assert how == search.CPU
+    assert how == search.CPU.turns
     fast = str(the(1, spec_of()))
     return {name: Timing([1.0 if name == fast else 1.2] * rounds) for name in runners}
 
@@ -91,7 +89,7 @@ def test_the_fastest_is_used_and_remembered_and_only_while_tuning_is_on(searches
   check(q, k, v, out, lse)
   assert searches == [f"3 x {search.CPU.first}", f"3 x {search.CPU.rounds[0]}"]
   assert launch_on(spec, "CPU") == the(0, spec)
-  choose.KNOWN.clear()  # as in another process
+  search.KNOWN.clear()  # as in another process
   with uopattn.tune():
     assert launch_on(spec, "CPU") == the(1, spec)
   assert len(searches) == 2
@@ -179,7 +177,7 @@ def test_a_search_that_fails_leaves_the_models_choice(
 def fastest(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
   """Make a candidate the fastest of each search."""
 
-  def alternate(runners: dict[str, Any], rounds: int, how: search.Measure) -> dict[str, Timing]:
+  def alternate(runners: dict[str, Any], rounds: int, how: Turns) -> dict[str, Timing]:
     return {x: Timing([1.0 if i == number else 1.2] * rounds) for i, x in enumerate(runners)}
 
   monkeypatch.setattr(search, "alternate", alternate)
@@ -195,7 +193,7 @@ def test_gradients_are_tuned_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     grads = [x.grad.numpy() for x in (q, k, v) if x.grad is not None]
     assert backward_on(spec, "CPU") == others[1] != others[0]
     assert len(store.every()) == 2
-  choose.KNOWN.clear()  # as in another process
+  search.KNOWN.clear()  # as in another process
   with uopattn.tune(search=False):
     assert backward_on(spec, "CPU") == others[1]
   assert backward_on(spec, "CPU") == others[0]
@@ -233,7 +231,7 @@ def test_a_locked_database_costs_nothing_but_the_entry(
   connection, spec = helpers.db_connection(), spec_of()
   with sqlite3.connect(helpers.CACHEDB, isolation_level=None) as other, uopattn.tune():
     launch_on(spec, "CPU")  # compiles: storing what is compiled is tinygrad's
-    choose.KNOWN.clear()
+    search.KNOWN.clear()
     store.clear()
     connection.execute("PRAGMA busy_timeout = 50")
     monkeypatch.setattr("uopattn.runtime.program_cache.diskcache_put", lambda *_: None)
@@ -291,9 +289,9 @@ def test_where_no_lock_can_be_made_it_measures_all_the_same(
 
 def test_a_damaged_entry_is_measured_anew(searches: list[str], caplog: pytest.LogCaptureFixture) -> None:
   spec = spec_of()
-  key = key_of(spec, "CPU", target_of("CPU"))
+  case = Case.of(spec, "CPU")
   for number, damage in enumerate((b"nonsense", b"\x80\x04\x8c\x04abcd\x94.", None), 1):
-    choose.KNOWN.clear()
+    search.KNOWN.clear()
     with uopattn.tune():
       assert launch_on(spec, "CPU") == the(1, spec)
     assert len(searches) == 2 * number
@@ -302,9 +300,9 @@ def test_a_damaged_entry_is_measured_anew(searches: list[str], caplog: pytest.Lo
       with helpers.db_connection() as connection:  # commits, or other processes would wait for this one
         connection.execute(f"UPDATE '{store._table()}' SET val = ?", (damage,))
     else:  # an entry that names tiles which are no candidates
-      store.write({"key": key, "choice": choice((the(1, spec),)) | {"splits": 77}, "seconds": {}})
+      store.write({"key": case.key(), "choice": choice((the(1, spec),)) | {"splits": 77}, "seconds": {}})
     assert store.every() == [] or damage is None
-    assert choose.known(spec, "CPU", target_of("CPU")) is None
+    assert search.known(case) is None
     assert "measured anew" in caplog.text
 
 
@@ -312,13 +310,13 @@ def test_other_machines_and_versions_are_other_entries(searches: list[str], monk
   spec, target = spec_of(), target_of("CPU")
   with uopattn.tune():
     launch_on(spec, "CPU")
-  assert choose.known(spec, "CPU", target) is not None
-  assert choose.known(replace(spec, softcap=3.0), "CPU", target) is None
+  assert search.known(Case(spec, "CPU", target)) is not None
+  assert search.known(Case(replace(spec, softcap=3.0), "CPU", target)) is None
   for name in ("cpu_name", "kernels_version", "compiler"):
     with monkeypatch.context() as patch:
-      patch.setattr(f"uopattn.tuning.identity.{name}", lambda *_: "another")
-      assert choose.known(spec, "CPU", target) is None
-  assert choose.known(spec, "CPU", replace(target, threads=64)) is None
+      patch.setattr(f"uopattn.tuning.case.{name}", lambda *_: "another")
+      assert search.known(Case(spec, "CPU", target)) is None
+  assert search.known(Case(spec, "CPU", replace(target, threads=64))) is None
 
 
 def test_views_that_begin_elsewhere_share_an_entry() -> None:
@@ -333,16 +331,16 @@ TWO = """
 import sys
 from tinygrad import Tensor
 import uopattn
-from uopattn.measure.turns import Timing
+from uopattn.measure.timing import Timing
 from uopattn.plan import dispatch
-from uopattn.tuning import choose, search
+from uopattn.tuning import search
 dispatch.MOST, own = 2, search.search
 search.alternate = lambda runners, rounds, *_: {x: Timing([1.0 + len(x)] * rounds) for x in runners}
-choose.search = lambda *given: print("searches") or own(*given)
+search.search = lambda *given: print("searches") or own(*given)
 q = k = v = Tensor.ones(1, 2, 20, 16).contiguous().realize()
 with uopattn.tune():
   assert uopattn.attention(q, k, v).mean().item() == 1
-print(*map(search.shown, choose.KNOWN.values()))
+print(*map(search.shown, search.KNOWN.values()))
 """
 
 
@@ -366,7 +364,7 @@ def test_in_a_jit_what_is_known_is_used(searches: list[str], caplog: pytest.LogC
       return attention(q, k, v, enable_gqa=True).realize()
 
   out = step(q, k, v)  # measures, before anything is captured
-  choose.KNOWN.clear()
+  search.KNOWN.clear()
   step(q, k, v)
   assert found == [the(1, spec_of())] * 2
   check(q, k, v, step(q, k, v))
@@ -554,7 +552,7 @@ def test_scales_are_drawn_and_each_is_checked() -> None:
 def test_gradients_are_checked(case: Callable[[], AttentionSpec], monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr("uopattn.tuning.trial.CHECKED", 4 * 500 if case is views else 1 << 23)
   spec = measured(case())
-  trial = GradientTrial.of(spec, "CPU")
+  trial = Trial.of(spec, "CPU", backward=True)
   result = trial.runner(dispatch.dispatch_backward(spec, target_of("CPU"))).result()
   assert len(result) == (9 if case is views else 3)  # of some rows, in three runs, or of all
   assert trial.check(result) == []
@@ -621,12 +619,12 @@ def test_all_candidates_for_gradients_are_right_on_the_emulator(
   arch: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   monkeypatch.setattr(dispatch, "MOST", 4)
-  monkeypatch.setattr("uopattn.tuning.trial_backward.repeats", lambda *_: 1)
+  monkeypatch.setattr("uopattn.tuning.trial.repeats", lambda *_: 1)
   (schedule,) = (x for x in dispatch.every_schedule(backward=True) if x.name == name)
   dispatch_among(monkeypatch, [replace(schedule, preferred=lambda *_: True)], backward=True)
   with on(arch):
     spec = replace(spec_of((1, 2, 1, 70, 90, 64, 64), is_causal=True), dtype=dtypes.half)
-    trial = GradientTrial.of(spec, "EMU")
+    trial = Trial.of(spec, "EMU", backward=True)
     found = dispatch.candidates_backward(spec, target_of("EMU"))
     assert len(found) > 1
     for launches in found:

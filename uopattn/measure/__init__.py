@@ -1,1 +1,1 @@
-"""Timing of our kernels and of other libraries, and reports on it."""
+"""What the programs run, bench, tune and info share: problems, their timing and checks, and contenders."""

@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from uopattn.measure import contenders_backward
-from uopattn.measure.contenders import on_cpu
-from uopattn.measure.run import Problem
+from uopattn.measure.problem import Problem
+from uopattn.measure.timing import on_cpu
 from uopattn.proof.gate import Gate, GradientGate, Report, compare, numpy
 from uopattn.proof.oracle import PRECISIONS, Array
 from uopattn.spec.spec import AttentionSpec
@@ -74,7 +73,7 @@ class Sample:
     """
     s = problem.spec
     if one_device is None or self.group * s.M * s.N <= MOST:
-      do = self.of_queries(numpy(contenders_backward.output_gradient(problem)))
+      do = self.of_queries(numpy(problem.output_gradient()))
       gate = GradientGate.of_arrays(
         *self._inputs(problem), do, s.dtype, device=problem.devices[0], is_causal=s.is_causal
       )

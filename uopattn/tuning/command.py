@@ -8,54 +8,23 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from tinygrad import Device, Tensor
+from tinygrad import Device
 from tinygrad.helpers import tqdm
 
-from uopattn.dsl.target import Target
-from uopattn.measure.command_line import Usage, check_writable, exit_status
-from uopattn.measure.device import default_target, take_device
-from uopattn.measure.run import DTYPE_NAMES, Config, parse
+from uopattn.measure.problem import Config, parse_attention
+from uopattn.measure.program import Usage, check_writable, default_target, exit_status, take_device
 from uopattn.plan.dispatch import NoKernel
 from uopattn.plan.target import shown
-from uopattn.spec.arguments import Arguments
-from uopattn.spec.spec import AttentionSpec, make_spec
-from uopattn.tuning import store
-from uopattn.tuning.choose import known, refusal
+from uopattn.tuning.api import tune
+from uopattn.tuning.case import Case
 from uopattn.tuning.compile import compile_all
-from uopattn.tuning.handle import tune
-from uopattn.tuning.identity import key_of
-from uopattn.tuning.search import DISTURBED, NOISY, Result, jobs_of, problem, search
+from uopattn.tuning.search import DISTURBED, NOISY, Result, jobs_of, known, refusal, tuned
 from uopattn.tuning.search import shown as launches_text
 
-SHAPE = ("b", "h", "hkv", "n", "m", "d", "dv", "dtype", "causal")
 HELP = """\
 keys: B H N D HKV M DV DTYPE CAUSAL, as for python -m uopattn.run, whose --help explains them.
 A FILE has the keys of one attention on each line; # begins a comment.
 tinygrad's DEV chooses the device, otherwise the first that has kernels."""
-
-
-def spec_of(config: Config, device: str | None = None) -> AttentionSpec:
-  """Return the attention of the runner's keys, with contiguous inputs.
-
-  Raises:
-    Usage: the shapes do not fit together.
-  """
-  c = config
-  heads, hkv, m, dv = c.h, c.hkv or c.h, c.m or c.n, c.dv or c.d
-  shapes = ((c.b, heads, m, c.d), (c.b, hkv, c.n, c.d), (c.b, hkv, c.n, dv))
-  q, k, v = (Tensor.empty(*shape, dtype=DTYPE_NAMES[c.dtype or "half"], device=device) for shape in shapes)
-  try:
-    return make_spec(q, k, v, Arguments(is_causal=bool(c.causal), enable_gqa=True, return_lse=True))
-  except (TypeError, ValueError) as error:
-    raise Usage(str(error)) from error
-
-
-def config_of(words: Sequence[str]) -> Config:
-  """Return the runner's keys; only those of a shape are accepted."""
-  config = parse(words, {})
-  if other := next((w for w in words if w.partition("=")[0].lower() not in SHAPE), None):
-    raise Usage(f"{other!r} is not one of {', '.join(f'{name.upper()}=' for name in SHAPE)}")
-  return config
 
 
 def configs(words: Sequence[str]) -> list[Config]:
@@ -67,8 +36,8 @@ def configs(words: Sequence[str]) -> list[Config]:
       lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
       raise Usage(f"{path!r} is neither KEY=VALUE nor a file of such: {error}") from error
-    found += [config_of(text.split()) for text in (line.partition("#")[0] for line in lines) if text.strip()]
-  return found + ([config_of(keys)] if keys or not found else [])
+    found += [parse_attention(text.split()) for text in (line.partition("#")[0] for line in lines) if text.strip()]
+  return found + ([parse_attention(keys)] if keys or not found else [])
 
 
 def row(result: Result) -> str:
@@ -88,31 +57,28 @@ def row(result: Result) -> str:
 def run(words: Sequence[str], again: bool, backward: bool) -> int:
   """Tune for all attentions and print a table; return the exit status."""
   take_device("uopattn.tune")
-  target = default_target()
-  if against := refusal(Device.DEFAULT):
+  target, device = default_target(), Device.DEFAULT
+  if against := refusal(device):
     raise Usage(against)
-  passes = [(spec_of(config), x) for config in configs(words) for x in ((False, True) if backward else (False,))]
-  print(f"device   {shown(target, device := Device.DEFAULT)}", flush=True)
+  passes = (False, True) if backward else (False,)
+  cases = [Case(config.spec(), device, target, x) for config in configs(words) for x in passes]
+  print(f"device   {shown(target, device)}", flush=True)
   try:
-    wanted = [x for x in passes if again or known(x[0], device, target, x[1]) is None]
-    compile_all([job for spec, x in wanted for job in jobs_of(spec, device, target, x)])
-    rows = tqdm(passes, desc="tuning", disable=None if len(passes) > 1 else True)
-    return max(tuned(spec, target, again, x) for spec, x in rows)
+    wanted = [x for x in cases if again or known(x) is None]
+    compile_all([job for x in wanted for job in jobs_of(x)])
+    rows = tqdm(cases, desc="tuning", disable=None if len(cases) > 1 else True)
+    return max(tune_case(x, again) for x in rows)
   except NoKernel as error:
     raise Usage(str(error)) from error
 
 
-def tuned(spec: AttentionSpec, target: Target, again: bool, backward: bool) -> int:
-  """Tune for one attention, or its gradient, and print its row; return the exit status."""
-  device = Device.DEFAULT
-  with store.one_at_a_time():
-    if not again and (found := known(spec, device, target, backward)) is not None:
-      print(f"{problem(spec, backward)}\n  known     {launches_text(found)}", flush=True)
-      return 0
-    result = search(spec, device, target, backward)
-  if result.best.seconds is not None:
-    store.write(result.entry(key_of(spec, device, target, backward)))
-  print(problem(spec, backward), row(result), *([f"  {DISTURBED}"] * (result.spread > NOISY)), sep="\n", flush=True)
+def tune_case(case: Case, again: bool) -> int:
+  """Tune for one case and print its row; return the exit status."""
+  result = tuned(case, again)
+  if not isinstance(result, Result):
+    print(f"{case}\n  known     {launches_text(result)}", flush=True)
+    return 0
+  print(case, row(result), *([f"  {DISTURBED}"] * (result.spread > NOISY)), sep="\n", flush=True)
   for x in result.defects:
     print(f"  DEFECT    {x} {x.defect}", flush=True)
   return 1 if result.defects else 0

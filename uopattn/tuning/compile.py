@@ -3,23 +3,18 @@
 import contextlib
 import functools
 import itertools
-from typing import Any
 
 from tinygrad import Context
 from tinygrad.engine import worker
 from tinygrad.helpers import ALLOW_DEVICE_USAGE, CACHELEVEL, DEV, PARALLEL, tqdm
 
-from uopattn.plan.dispatch import delta_launch, dispatch, dispatch_backward, stages, sums_launch
+from uopattn.plan.dispatch import delta_launch, stages, sums_launch
 from uopattn.plan.launch import Launch
-from uopattn.plan.target import target_of
 from uopattn.runtime.program_cache import NotCachedError, only_cached
-from uopattn.spec.spec import AttentionSpec
-from uopattn.tuning.choice import launches_of
+from uopattn.tuning.case import Case, Choice
 
-Job = tuple[AttentionSpec, str, dict[str, Any] | None, bool]
-"""What one process compiles: an attention, a device, a `uopattn.tuning.choice.choice` or None for the model's, and
-whether the gradient's kernels are meant."""
-
+Job = tuple[Case, Choice | None]
+"""What one process compiles: a case, and a choice or None for the model's."""
 
 FEWEST = 4  # jobs: to start processes takes as long as to compile two
 
@@ -27,7 +22,7 @@ FEWEST = 4  # jobs: to start processes takes as long as to compile two
 def compile_all(jobs: list[Job]) -> None:
   """Fill tinygrad's cache on disk, by its PARALLEL processes; nothing is done where that does not help."""
   # The cache is how the processes hand over what they made; the emulator's kernels are not kept by processes.
-  if PARALLEL < 2 or CACHELEVEL < 1 or not jobs or jobs[0][1].split(":")[0] == "EMU":
+  if PARALLEL < 2 or CACHELEVEL < 1 or not jobs or jobs[0][0].device.split(":")[0] == "EMU":
     return
   missing = itertools.islice((i for i, job in enumerate(jobs) if not _is_cached(job)), FEWEST)
   if len(places := list(missing)) < FEWEST:
@@ -50,7 +45,7 @@ def _is_cached(job: Job) -> bool:
   try:
     with only_cached():
       for launch in kernels_of(job):
-        launch.build(job[1])
+        launch.build(job[0].device)
   except NotCachedError:
     return False
   except Exception:  # it comes again where the kernel is used
@@ -63,17 +58,16 @@ def _build(dev: str, job: Job) -> None:
   ALLOW_DEVICE_USAGE.value = 1  # for good: the devices are closed when the worker ends
   with Context(DEV=dev), contextlib.suppress(Exception):
     for launch in kernels_of(job):
-      launch.build(job[1])
+      launch.build(job[0].device)
 
 
 def kernels_of(job: Job) -> list[Launch]:
   """Return all kernels of a forward pass, or of a backward pass. Raises NoKernel."""
-  spec, device, choice, backward = job
-  target = target_of(device)
-  found = None if choice is None else launches_of(choice, spec, target, backward)
-  if not backward:
-    return list(stages((found or (dispatch(spec, target),))[0]))
-  launches = [*(found or dispatch_backward(spec, target)), delta_launch(spec, target, False)]
+  case, choice = job
+  found = (None if choice is None else case.launches(choice)) or case.model()
+  if not case.backward:
+    return list(stages(found[0]))
+  spec, launches = case.spec, [*found, delta_launch(case.spec, case.target, False)]
   outputs = (x for launch in launches for x in launch.buffers() if x.name in ("dk", "dv"))
   parts = ((x.shape[1] // spec.Hkv, x.shape[3]) for x in outputs if x.dtype != spec.stored or x.shape[1] > spec.Hkv)
   return launches + [sums_launch(spec, *x) for x in parts]

@@ -1,28 +1,29 @@
-"""The search: each candidate is checked by the gate, and those that pass are timed in turns."""
+"""The fastest launches for a case: what is known of it, or else what a search finds.
+
+A search checks each candidate by the gate, and times those that pass in turns.
+"""
 
 import logging
-import random
 import sqlite3
 import statistics
-import time
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from tinygrad.helpers import tqdm
+from tinygrad.engine.realize import capturing
+from tinygrad.helpers import DEV, tqdm
 
-from uopattn.dsl.target import Target
-from uopattn.measure.command_line import reason
-from uopattn.measure.contenders import Runner
-from uopattn.measure.turns import SPIN, Timing, Turns
+from uopattn.measure.program import reason
+from uopattn.measure.timing import Runner, Timing, Turns, alternate
+from uopattn.runtime.function import in_function
+from uopattn.runtime.log import log_once
 from uopattn.spec.spec import AttentionSpec
-from uopattn.tuning.choice import Launches, candidates_of, choice
-from uopattn.tuning.compile import Job
-from uopattn.tuning.identity import measured
-from uopattn.tuning.store import Entry
-from uopattn.tuning.trial import Trial
-from uopattn.tuning.trial_backward import GradientTrial
+from uopattn.tuning import store
+from uopattn.tuning.case import Case, Launches, choice
+from uopattn.tuning.compile import Job, compile_all
+from uopattn.tuning.trial import Trial, unmeasured
 
 log = logging.getLogger("uopattn")
+KNOWN: dict[Case, Launches] = {}  # in this process
 CLOSE = 1.3  # times of the fastest's time: slower ones are left out after the first turns
 NOISY = 0.3  # spread of the times of one kernel from which on other work may have decided
 DISTURBED = "other work disturbs, tune again on a quiet machine"
@@ -33,23 +34,20 @@ class Measure(NamedTuple):
   """How candidates are timed on a kind of device: always without pauses, so that it stays busy.
 
   Attributes:
-    first: turns of all candidates.
+    first: turns of all candidates, which take the clock as it comes: one that has not settled is a few percent off.
     rounds: turns, at least and at most, of those that are left then.
-    warm, turn: least seconds of untimed and of timed calls per turn.
-    settles: whether the turns of those that are left begin with as many untimed calls as times need to settle, see
-      `uopattn.measure.turns`. Before, all take as they come: a clock that has not settled is a few percent off.
+    turns: how they take turns.
   """
 
   first: int
   rounds: tuple[int, int]
-  warm: float
-  turn: float
-  settles: bool
+  turns: Turns
 
 
 # A turn on a CPU is one call: other work disturbs few of them. In turns of 0.02 or 0.1 s, on two cores with other work,
 # it disturbed all, and slower candidates won.
-CPU, GPU = Measure(5, (20, 200), 0, 0, settles=False), Measure(1, (6, 6), 0.03, 0.1, settles=True)
+CPU = Measure(5, (20, 200), Turns(warm=0, turn=0, shuffled=True))
+GPU = Measure(1, (6, 6), Turns(settles=True, shuffled=True))
 SECONDS = 3.0  # for which turns go on beyond the least number
 
 
@@ -99,10 +97,10 @@ class Result:
   def defects(self) -> list[Candidate]:
     return [x for x in self.tried if x.defect]
 
-  def entry(self, key: Entry) -> Entry:
+  def entry(self, case: Case) -> store.Entry:
     """Return what is stored of it."""
     return {
-      "key": key,
+      "key": case.key(),
       "choice": choice(self.best.launches),
       "model": choice(self.model.launches),
       "seconds": {str(x): x.seconds for x in self.tried},
@@ -117,19 +115,95 @@ def shown(launches: Launches) -> str:
   return " ".join([first.schedule.name, *tiles]) + f" in {first.splits} parts" * (first.splits > 1)
 
 
-def jobs_of(spec: AttentionSpec, device: str, target: Target, backward: bool) -> list[Job]:
+def refusal(device: str) -> str:
+  """Return why nothing is measured on a device; "" if it is."""
+  kind = device.split(":")[0].upper()
+  if kind == "EMU" or DEV.target(kind).interface.upper().startswith("MOCK"):
+    return f"{device} is emulated, and an emulator's times say nothing of a device: nothing is tuned"
+  return ""
+
+
+def chosen(spec: AttentionSpec, device: str, measure: bool, backward: bool = False) -> Launches:
+  """Return the launches measured to be the fastest, or the model's where nothing is known and nothing is measured.
+
+  Args:
+    measure: whether to measure what is not known yet.
+    backward: whether for the gradient of the attention.
+
+  Raises:
+    NoKernel: no kernel serves the attention.
+  """
+  case = Case.of(spec, device, backward)
+  if (found := KNOWN.get(case)) is not None:
+    return found
+  model = case.model()
+  if against := refusal(device):
+    log_once(f"uopattn.tune: {against}")
+    return model
+  if against := unmeasured(spec):
+    log_once(f"uopattn.tune: the model's tiles are used with {against}")
+    return model
+  if (found := known(case)) is None:
+    if capturing or in_function():
+      log_once("uopattn.tune: nothing is measured inside a TinyJit's capture or a function: the model's tiles are used")
+      return model
+    if not measure:
+      log.info("uopattn.tune: nothing is known of %s, and search=False: the model's tiles are used", case)
+      return model
+    found = _measured_anew(case) or model
+  KNOWN[case] = found
+  return found
+
+
+def known(case: Case) -> Launches | None:
+  """Return the launches that an earlier search chose; None if there are none, or their entry makes no sense."""
+  if (entry := store.read(case.key())) is None:
+    return None
+  found = case.launches(entry["choice"]) if store.is_entry(entry) else None
+  if found is None:
+    log.warning("uopattn.tune: an entry names tiles that are no candidates, and is measured anew")
+  return found
+
+
+def _measured_anew(case: Case) -> Launches | None:
+  """Return what a search finds; None if it cannot be made."""
+  try:
+    result = tuned(case)
+  except Exception as error:  # of memory, of a driver: the attention itself may still run
+    log.error("uopattn.tune: the model's tiles are used, because the search failed: %s", reason(error))
+    return None
+  return case.launches(choice(result.best.launches)) if isinstance(result, Result) else result
+
+
+def tuned(case: Case, again: bool = False) -> Launches | Result:
+  """Return the launches that are known, or the result of a search, whose winner is remembered.
+
+  Args:
+    again: whether to search also if there are some.
+  """
+  with store.one_at_a_time():
+    if not again and (found := known(case)) is not None:  # by a process that was waited for
+      return found
+    compile_all(jobs_of(case))
+    result = search(case)
+    if result.best.seconds is not None:
+      store.write(result.entry(case))
+  return result
+
+
+def jobs_of(case: Case) -> list[Job]:
   """Return what is compiled for a search. Raises NoKernel."""
-  return [(measured(spec), device, choice(x), backward) for x in candidates_of(measured(spec), target, backward)]
+  return [(case.measured, choice(x)) for x in case.measured.candidates()]
 
 
-def search(spec: AttentionSpec, device: str, target: Target, backward: bool = False) -> Result:
-  """Check and time all candidates for an attention, or for its gradient. They should be compiled before."""
-  how = CPU if device.split(":")[0] == "CPU" else GPU
-  found = candidates_of(measured(spec), target, backward)
-  trial = GradientTrial.of(measured(spec), device) if backward else Trial.of(measured(spec), device)
+def search(case: Case) -> Result:
+  """Check and time all candidates for a case. They should be compiled before."""
+  how = CPU if case.device.split(":")[0] == "CPU" else GPU
+  found = case.measured.candidates()
+  trial = Trial.of(case.measured.spec, case.device, case.backward)
   tried: dict[str, Candidate] = {}
   runners: dict[str, Runner] = {}
-  for launches in tqdm(found, desc=f"checking {problem(spec, backward)}", disable=None):
+  for launches in tqdm(found, desc=f"checking {case}", disable=None):
     name = shown(launches)
     try:
       runner = trial.runner(launches)
@@ -142,12 +216,11 @@ def search(spec: AttentionSpec, device: str, target: Target, backward: bool = Fa
     tried[name] = Candidate(launches, None, f"is wrong: {'; '.join(wrong)}" if wrong else "")
     if not wrong:
       runners[name] = runner
-  what = problem(spec, backward)
   for x in (x for x in tried.values() if x.defect):
-    log.error("uopattn.tune: a defect, please report it: %s for %s on %s %s", x, what, device, x.defect)
+    log.error("uopattn.tune: a defect, please report it: %s for %s on %s %s", x, case, case.device, x.defect)
   times, spread = timed(runners, shown(found[0]), how)
   if spread > NOISY:
-    log.warning("uopattn.tune: %s: turns of one kernel differ by %.0f%%: %s", what, 100 * spread, DISTURBED)
+    log.warning("uopattn.tune: %s: turns of one kernel differ by %.0f%%: %s", case, 100 * spread, DISTURBED)
   return Result(tuple(replace(x, seconds=times.get(name)) for name, x in tried.items()), spread)
 
 
@@ -157,38 +230,18 @@ def timed(runners: dict[str, Runner], model: str, how: Measure) -> tuple[dict[st
   Other work on the machine disturbs a round's runners alike, so a time is that of the model's choice multiplied by a
   ratio: the median of those in each round, or that of the fastest turns if this says less for the candidate.
   """
-  first = alternate(runners, how.first, how._replace(settles=False))
+  first = alternate(runners, how.first, replace(how.turns, settles=False))
   limit = CLOSE * min((min(x.seconds) for x in first.values()), default=0.0)
   close = {name: runners[name] for name, x in first.items() if min(x.seconds) <= limit or name == model}
   least, most = how.rounds
   count = SECONDS / (2 * sum(first[name].median for name in close) or SECONDS)  # a turn has a call that is not timed
-  rounds = alternate(close, max(least, min(most, int(count))), how)
+  rounds = alternate(close, max(least, min(most, int(count))), how.turns)
   found = {name: x.median for name, x in (first | rounds).items()}
   if (base := rounds.get(model)) is not None:
     found |= {name: base.median * _ratio(x, base) for name, x in rounds.items()}
   return found, 0.0 if base is None else base.spread
 
 
-def alternate(runners: dict[str, Runner], rounds: int, how: Measure) -> dict[str, Timing]:
-  """Time runners in turns, in another order in each round: what runs before leaves the caches as it likes."""
-  shuffled, found = random.Random(0), []
-  turns = Turns(runners, pauses=False, warm=how.warm, turn=how.turn)
-  time.sleep(SPIN)  # the oracle ran numpy's products
-  if how.settles:
-    turns.settle()
-  for _ in range(rounds):
-    turns.runners = dict(shuffled.sample(list(runners.items()), len(runners)))
-    found.append(turns.round())
-  return {name: Timing([seconds[name] for seconds in found]) for name in runners}
-
-
 def _ratio(x: Timing, base: Timing) -> float:
   pairs = statistics.median(a / b for a, b in zip(x.seconds, base.seconds, strict=True))
   return max(pairs, min(x.seconds) / min(base.seconds))
-
-
-def problem(spec: AttentionSpec, backward: bool = False) -> str:
-  """Return an attention, or its gradient, as a line of text, in the runner's keys."""
-  s = spec
-  sizes = f"B={s.B} H={s.Hq} HKV={s.Hkv} M={s.M} N={s.N} D={s.Dk} DV={s.Dv} {str(s.dtype).removeprefix('dtypes.')}"
-  return sizes + " causal" * s.is_causal + " backward" * backward

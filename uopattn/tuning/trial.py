@@ -1,36 +1,38 @@
 """Inputs for an attention of which only the spec is known, and the gate for what kernels make of them."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
-from tinygrad import Tensor, TinyJit, UOp, dtypes
-from tinygrad.dtype import DType
+from tinygrad import Tensor, UOp, dtypes
 from tinygrad.uop.ops import Ops
 
 from uopattn.dsl.schedule import DTYPES_8, HEAD_SCALES
-from uopattn.measure.contenders import Runner, repeats
-from uopattn.measure.run import poison, wait
-from uopattn.plan.dispatch import dispatch, schedules_on
+from uopattn.measure.problem import normal, tensor
+from uopattn.measure.timing import Runner, captured, poison, repeats, wait
+from uopattn.plan.dispatch import delta_launch, dispatch, schedules_on, stages
 from uopattn.plan.forward import run_stages
-from uopattn.plan.gradient import with_heads_first
+from uopattn.plan.gradient import run_backward, with_heads_first
 from uopattn.plan.launch import Launch
 from uopattn.plan.target import target_of
-from uopattn.proof.gate import Gate, Report, numpy
+from uopattn.proof.gate import Gate, GradientGate, Report, numpy
 from uopattn.proof.oracle import Array
 from uopattn.spec.layout import Layout
 from uopattn.spec.spec import AttentionSpec, Input
 
-PERIOD = 1_000_003  # random numbers; larger inputs repeat them, and as it is prime no two rows or heads are the same
 MOST = 40  # computations per call: each is captured by TinyJit, which takes far longer than it runs
+COST = 2.5  # floating-point operations of the gradients, over those of the forward pass
 CHECKED = 1 << 23  # most scores that are checked: of some heads, or of some queries of one group of heads
+SHARE = 0.25  # of them that are checked of gradients, whose check takes some four times as long
 MOST_GROUPS = 8  # groups of heads that are checked: some are enough, from the first to the last
 RUNS = (0.0, 0.5, 1.0)  # where the rows are that are checked: at the beginning, in the middle, at the end
 # Features for which inputs can be made.
 MADE = {"attn_mask", "window", "softcap", "q_start", "kv_lengths", "sinks", *HEAD_SCALES}
 
 Part = tuple[slice, slice, slice]
+"""What is checked of the results: batch, query heads and rows."""
 
 
 def unmeasured(spec: AttentionSpec) -> str:
@@ -46,67 +48,141 @@ def unmeasured(spec: AttentionSpec) -> str:
 
 
 @dataclass(frozen=True, eq=False)
+class Run:
+  """A run of the kernels whose results are checked.
+
+  Gradients are checked with a gradient of the output, dO, that is 0 but in some rows: then those of k and v come from
+  these rows alone, and the oracle need not go through all of them.
+
+  Attributes:
+    inputs: what replaces the contents of the buffers of these names: "do" and "delta" for gradients.
+    checks: functions from the results to reports on parts of them.
+  """
+
+  inputs: dict[str, Tensor]
+  checks: list[Callable[[Sequence[Array]], list[Report]]]
+
+
+@dataclass(frozen=True, eq=False)
 class Trial:
-  """An attention on made-up inputs, with positions and lengths at their largest.
+  """An attention, or its gradient, on made-up inputs, with positions and lengths at their largest.
 
   Attributes:
     given: the buffers of a call by name.
     variables: bound Variables.
-    o, lse: the buffers for the results, which all candidates share.
-    gates: which part of the results is checked, (batch, heads, rows), and the gate for it.
+    runs: what is checked.
+    backward: whether it is of the gradient.
+    outputs: the buffers for the results, which all candidates share.
   """
 
   spec: AttentionSpec
   device: str
   given: dict[str, list[Tensor]]
   variables: tuple[UOp, ...]
-  o: Tensor
-  lse: Tensor
-  gates: list[tuple[Part, Gate]]
+  runs: list[Run]
+  backward: bool = False
+  outputs: dict[Input, Tensor] = field(default_factory=dict)
 
   @classmethod
-  def of(cls, spec: AttentionSpec, device: str) -> "Trial":
-    """Draw the inputs of an attention, and compute what is to come out."""
+  def of(cls, spec: AttentionSpec, device: str, backward: bool = False) -> "Trial":
+    """Draw the inputs, and compute what is to come out."""
     drawn = Drawn.of(spec, device)
-    o, lse = (Tensor.empty(*x.shape, dtype=x.dtype, device=device) for x in drawn.outputs)
-    gates = [(part, Gate.of_arrays(*drawn.operands(part), spec.dtype, **drawn.options(part))) for part in parts(spec)]
-    return cls(spec, device, drawn.given, drawn.variables, o, lse, gates)
+    given, runs = _gradient_runs(drawn, device) if backward else ({}, [Run({}, _forward_checks(drawn))])
+    return cls(spec, device, drawn.given | given, drawn.variables, runs, backward)
 
   def runner(self, launches: tuple[Launch, ...]) -> Runner:
     """Set up a candidate, replayed by TinyJit."""
-    (launch,), times = launches, repeats(self.spec, self.device, MOST)
+    times = max(1, round(repeats(self.spec, MOST, self.device) / (COST if self.backward else 1)))
+    outputs = {
+      x.name: [self.outputs.setdefault(x, Tensor.empty(*x.shape, dtype=x.dtype, device=self.device))]
+      for launch in (launches if self.backward else stages(launches[0])[-1:])
+      for x in launch.buffers()
+      if x.name in launch.kernel.outputs
+    }
 
-    @TinyJit
-    def run(*variables: UOp) -> None:
-      results = {"o": [self.o], "lse": [self.lse]}
+    def compute(*variables: UOp) -> list[Tensor]:
       for _ in range(times):
-        out, lse = run_stages(launch, self.device, self.given, results, variables)
-        Tensor.realize(out, lse)
+        if self.backward:
+          found = run_backward(launches, self.device, {**self.given, **outputs}, variables)
+          Tensor.realize(*found)
+        else:
+          Tensor.realize(*run_stages(launches[0], self.device, self.given, outputs, variables))
+      return found if self.backward else [outputs["o"][0], outputs["lse"][0]]
 
-    def call() -> None:
-      run(*self.variables)
+    call, _ = captured(compute, *self.variables)
 
     def result() -> list[Array]:
-      poison(self.o, self.lse)
-      call()
-      return [numpy(with_heads_first(self.o, self.spec)), numpy(self.lse)]
+      whole = {name: self.given[name][0].clone().realize() for name in self.runs[0].inputs}
+      arrays: list[Array] = []
+      for run in self.runs:
+        self._fill(run.inputs)
+        poison(x for (x,) in outputs.values())
+        found = call()
+        arrays += map(numpy, found if self.backward else (with_heads_first(found[0], self.spec), found[1]))
+      self._fill(whole)
+      return arrays
 
-    for _ in range(2):  # compile, capture
-      call()
     return Runner(call, result, times, lambda: wait((self.device,)))
 
+  def _fill(self, inputs: dict[str, Tensor]) -> None:
+    """Write into buffers that all candidates read."""
+    for name, x in inputs.items():
+      self.given[name][0].assign(x).realize()
+
   def check(self, result: list[Array]) -> list[str]:
-    """Return what is wrong with a candidate's output and LSE."""
-    out, lse = result
-    reports = (x for part, gate in self.gates for x in (gate.output(out[part]), gate.lse(lse[part])))
-    return faults(reports, {"output": out, "lse": lse})
+    """Return what is wrong with a candidate's results, those of each run one after another: the parts, and any NaN."""
+    found: list[str] = []
+    names = ("dq", "dk", "dv") if self.backward else ("output", "lse")
+    for run, arrays in zip(self.runs, zip(*[iter(result)] * len(names), strict=True), strict=True):
+      found += [str(report) for check in run.checks for report in check(arrays) if not report.correct]
+      missing = {name: int(np.isnan(x).sum()) for name, x in zip(names, arrays, strict=True)}
+      found += [f"{name}: {count} elements are NaN" for name, count in missing.items() if count]
+    return found
 
 
-def faults(reports: Iterable[Report], whole: dict[str, Array]) -> list[str]:
-  """Return what is wrong with results: what reports on parts of them say, and NaN anywhere."""
-  found = [str(x) for x in reports if not x.correct]
-  missing = {name: int(np.isnan(x).sum()) for name, x in whole.items()}
-  return found + [f"{name}: {count} elements are NaN" for name, count in missing.items() if count]
+def _forward_checks(drawn: "Drawn") -> list[Callable[[Sequence[Array]], list[Report]]]:
+  """Return the checks of parts of an output and its LSE."""
+
+  def reports(part: Part, gate: Gate, results: Sequence[Array]) -> list[Report]:
+    out, lse = results
+    return [gate.output(out[part]), gate.lse(lse[part])]
+
+  dtype = drawn.spec.dtype
+  gates = ((x, Gate.of_arrays(*drawn.operands(x), dtype, **drawn.options(x))) for x in parts(drawn.spec))
+  return [partial(reports, *x) for x in gates]
+
+
+def _gradient_runs(inputs: "Drawn", device: str) -> tuple[dict[str, list[Tensor]], list[Run]]:
+  """Return the further buffers that a backward pass reads, and its runs."""
+  spec, target = inputs.spec, target_of(device)
+  o, lse = run_stages(dispatch(spec, target), device, inputs.given, {}, inputs.variables)
+  delta = delta_launch(spec, target, False)
+  (place,) = (x for x in delta.buffers() if x.name == "do")
+  heads_last = "do" in dict(spec.layouts)
+  all_rows = normal((spec.B, spec.Hq, spec.M, spec.Dv), place.dtype, np.random.default_rng(1), device)
+  o = o.transpose(1, 2).reshape(-1) if heads_last else o  # as kernels store it
+  o, lse = (x.contiguous().realize() for x in (o, lse))
+
+  def with_delta(do: Array) -> dict[str, Tensor]:
+    stored = np.ascontiguousarray(do.swapaxes(1, 2) if heads_last else do).reshape(place.shape)
+    x = tensor(stored, place.dtype, device)
+    return {"do": x, "delta": delta.run(device, {"o": [o], "do": [x], "lse": [lse]})["delta"].realize()}
+
+  def reports(part: Part, gate: GradientGate, results: Sequence[Array]) -> list[Report]:
+    dq, dk, dv = results
+    keys = key_heads(spec, *part[:2])
+    return gate.reports(q=dq[part], k=dk[keys], v=dv[keys])
+
+  by_rows: dict[tuple[int, int], list[Part]] = {}
+  for part in parts(spec, SHARE):
+    by_rows.setdefault((part[2].start, part[2].stop), []).append(part)
+  runs = []
+  for (first, end), some in by_rows.items():
+    do = np.zeros_like(all_rows)
+    do[:, :, first:end] = all_rows[:, :, first:end]
+    gates = ((x, GradientGate.of_arrays(*inputs.operands(x), do[x], spec.dtype, **inputs.options(x))) for x in some)
+    runs.append(Run(with_delta(do), [partial(reports, *x) for x in gates]))
+  return {"lse": [lse]} | {name: [x] for name, x in with_delta(all_rows).items()}, runs
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +192,6 @@ class Drawn:
   Attributes:
     arrays, given: the buffers of a forward call by name, in numpy and on the device.
     values: of the Variables.
-    outputs: the buffers of the output and of the LSE.
     products: how kernels may multiply, and where: `tf32`, `cut` and `device` of the gates.
   """
 
@@ -124,20 +199,18 @@ class Drawn:
   arrays: dict[str, Array]
   given: dict[str, list[Tensor]]
   values: dict[UOp, int]
-  outputs: tuple[Input, Input]
   products: dict[str, Any]
 
   @classmethod
   def of(cls, spec: AttentionSpec, device: str) -> "Drawn":
     launch, random = replace(dispatch(spec, target_of(device)), splits=1), np.random.default_rng(0)
-    buffers = {x.name: x for x in launch.buffers()}
-    inputs = [x for x in buffers.values() if x.name not in launch.kernel.outputs]
-    arrays = {x.name: drawn(x.name, x.shape, x.dtype, spec, random) for x in inputs}
-    given = {x.name: [Tensor(arrays[x.name], device=device).cast(x.dtype).contiguous().realize()] for x in inputs}
+    inputs = [x for x in launch.buffers() if x.name not in launch.kernel.outputs]
+    arrays = {x.name: contents(x, spec, random, device) for x in inputs}
+    given = {x.name: [tensor(arrays[x.name], x.dtype, device)] for x in inputs}
     products: dict[str, Any] = {"tf32": spec.tf32 and launch.schedule.tf32, "device": device}
     if spec.dtype in DTYPES_8:
       products["cut"] = any(x.cuts for x in schedules_on(target_of(device)))  # any candidate
-    return cls(spec, arrays, given, _bound(spec) or {}, (buffers["o"], buffers["lse"]), products)
+    return cls(spec, arrays, given, _bound(spec) or {}, products)
 
   @property
   def variables(self) -> tuple[UOp, ...]:
@@ -163,16 +236,13 @@ def key_heads(s: AttentionSpec, b: slice, heads: slice) -> tuple[slice, slice]:
   return b, slice(heads.start // s.group, heads.stop // s.group)
 
 
-def drawn(name: str, shape: tuple[int, ...], dtype: DType, s: AttentionSpec, random: np.random.Generator) -> Array:
+def contents(x: Input, s: AttentionSpec, random: np.random.Generator, device: str) -> Array:
   """Return values for a buffer, which are numbers of its type."""
-  if name in ("q_start", "kv_lengths"):
-    return np.full(shape, max(0, s.N - s.M) if name == "q_start" else s.N, np.int32)
-  if name in HEAD_SCALES:
-    return random.uniform(0.5, 1.5, shape).astype(np.float32)
-  if dtype == dtypes.bool:
-    return random.random(shape) < 0.8
-  values = Tensor(random.standard_normal(PERIOD, np.float32), device="CPU").cast(dtype)
-  return np.resize(numpy(values).astype(np.float32), shape)
+  if x.name in ("q_start", "kv_lengths"):
+    return np.full(x.shape, max(0, s.N - s.M) if x.name == "q_start" else s.N, np.int32)
+  if x.name in HEAD_SCALES:
+    return random.uniform(0.5, 1.5, x.shape).astype(np.float32)
+  return random.random(x.shape) < 0.8 if x.dtype == dtypes.bool else normal(x.shape, x.dtype, random, device)
 
 
 def _variables(spec: AttentionSpec) -> list[UOp]:
@@ -209,11 +279,13 @@ def parts(s: AttentionSpec, share: float = 1.0) -> list[Part]:
   every, group, checked = s.B * s.Hkv, s.group, int(CHECKED * share)
   count = max(1, min(every, MOST_GROUPS, checked // (group * s.M * s.N)))
   rows = s.M if checked >= group * s.M * s.N else max(1, checked // (group * s.N * len(RUNS)))
-  runs = (
-    [slice(round(x * (s.M - rows)), round(x * (s.M - rows)) + rows) for x in RUNS] if rows < s.M else [slice(0, s.M)]
-  )
+  starts = [round(x * (s.M - rows)) for x in RUNS] if rows < s.M else [0]
   groups = (divmod(x, s.Hkv) for x in np.linspace(0, every - 1, count).round().astype(int).tolist())
-  return [(slice(b, b + 1), slice(h * group, (h + 1) * group), run) for b, h in groups for run in runs]
+  return [
+    (slice(b, b + 1), slice(h * group, (h + 1) * group), slice(start, start + rows))
+    for b, h in groups
+    for start in starts
+  ]
 
 
 def _rules(s: AttentionSpec, arrays: dict[str, Array], values: dict[UOp, int], part: Part) -> dict[str, Any]:

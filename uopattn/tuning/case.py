@@ -1,10 +1,14 @@
-"""What a measurement holds for: the attention, the product that ran it, and the versions of all that made the code."""
+"""What is tuned: an attention or its gradient on a device, with its candidates and the key of its winner.
+
+A key says what a measurement holds for: the attention, the product that ran it, and the versions of all that made the
+code.
+"""
 
 import functools
 import hashlib
 import math
 import subprocess
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +18,71 @@ import uopattn.dsl
 import uopattn.kernels
 from uopattn.dsl.rules.masks import NO_ORIGIN
 from uopattn.dsl.target import Target
+from uopattn.plan.dispatch import candidates, candidates_backward, dispatch, dispatch_backward
+from uopattn.plan.launch import Launch
+from uopattn.plan.target import target_of
 from uopattn.runtime.clang import clang_version
 from uopattn.runtime.machine import cpu_model, cpu_name, gpu_name, installed_version, usable_cores
 from uopattn.spec.layout import Layout
 from uopattn.spec.spec import AttentionSpec
 
 ALIGNMENT = 64  # elements; where a view begins matters only within them
+Launches = tuple[Launch, ...]  # of a forward pass one, of a backward pass those of all its kernels
+Choice = dict[str, Any]
 
 
-def key_of(spec: AttentionSpec, device: str, target: Target, backward: bool = False) -> dict[str, Any]:
-  """Return the key under which the winner for an attention, or its gradient, is stored, as JSON can hold it."""
-  key = {"spec": repr(measured(spec)), "device": product(device, target), "versions": versions(device)}
-  return {"pass": "backward" if backward else "forward", **key}
+@dataclass(frozen=True)
+class Case:
+  """An attention, or its gradient, on a device. `str` gives it in the runner's keys.
+
+  Attributes:
+    target: the device's.
+    backward: whether the gradient is meant.
+  """
+
+  spec: AttentionSpec
+  device: str
+  target: Target
+  backward: bool = False
+
+  @classmethod
+  def of(cls, spec: AttentionSpec, device: str, backward: bool = False) -> "Case":
+    return cls(spec, device, target_of(device), backward)
+
+  def __str__(self) -> str:
+    from uopattn.measure.problem import described  # which processes that only compile do not need
+
+    return described(self.spec) + " backward" * self.backward
+
+  @property
+  def measured(self) -> "Case":
+    """The case that is measured in the place of this one; see the function `measured`."""
+    return replace(self, spec=measured(self.spec))
+
+  def key(self) -> dict[str, Any]:
+    """Return the key under which the winner is stored, as JSON can hold it."""
+    key = {"spec": repr(measured(self.spec)), "device": product(self.device, self.target)}
+    return {"pass": "backward" if self.backward else "forward", **key, "versions": versions(self.device)}
+
+  def model(self) -> Launches:
+    """Return the model's choice. Raises NoKernel."""
+    return dispatch_backward(self.spec, self.target) if self.backward else (dispatch(self.spec, self.target),)
+
+  def candidates(self) -> list[Launches]:
+    """Return the candidates, the model's choice first. Raises NoKernel."""
+    if self.backward:
+      return candidates_backward(self.spec, self.target)
+    return [(launch,) for launch in candidates(self.spec, self.target)]
+
+  def launches(self, chosen: Choice) -> Launches | None:
+    """Return the launches of a `choice`; None if they are not among the candidates."""
+    return next((x for x in self.candidates() if choice(x) == chosen), None)
+
+
+def choice(launches: Launches) -> Choice:
+  """Return what distinguishes a candidate from the others, for JSON."""
+  first = launches[0]
+  return {"kernel": first.schedule.name, "tiles": [asdict(x.tiles) for x in launches], "splits": first.splits}
 
 
 def measured(spec: AttentionSpec) -> AttentionSpec:

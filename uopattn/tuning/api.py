@@ -1,17 +1,27 @@
-"""`tune`: the public switch, and what is known by it."""
+"""What users call: `tune`, the switch and what is known by it, and `warm`, which compiles kernels ahead.
+
+Modules that measure are imported when they are needed, as few processes need them.
+"""
 
 import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from uopattn.integrate.handle import Handle
+from tinygrad import Device
+from tinygrad.helpers import tqdm
+
+from uopattn.integrate.handle import Handle, Switch
 from uopattn.plan.dispatch import choose_by
 from uopattn.plan.launch import Launch
 from uopattn.spec.spec import AttentionSpec
 from uopattn.tuning import store
-from uopattn.tuning.switch import SWITCH, Options, options
 
 FORMAT = 2  # of the exported file
+SWITCH = Switch(lambda undo: None)  # nothing of tinygrad is replaced; its options are the argument `search`
+Shape = str | Mapping[str, Any] | AttentionSpec
 
 
 class Tune:
@@ -45,7 +55,7 @@ class Tune:
   def __call__(self, *, search: bool = True) -> Handle:
     if search not in (False, True):
       raise TypeError(f"search is {search!r}; it must be True or False")
-    return SWITCH.add(Options(search))
+    return SWITCH.add(search)
 
   def clear(self) -> int:
     """Forget all that was measured, for all devices; return the number of entries.
@@ -105,19 +115,78 @@ class Tune:
 
 def _forget() -> None:
   """Forget what this process knows; the entries on disk stay."""
-  from uopattn.tuning.choose import KNOWN  # imports all that measuring needs
+  from uopattn.tuning.search import KNOWN
 
   KNOWN.clear()
 
 
 def _measured(spec: AttentionSpec, device: str, backward: bool) -> tuple[Launch, ...] | None:
-  """Return the launches to use while tuning is on; see `choose_by`."""
-  if (tuning := options()) is None:
-    return None
-  from uopattn.tuning.choose import chosen  # which measures, by modules that few processes need
+  """Return the launches to use while tuning is on, else None; see `choose_by`.
 
-  return chosen(spec, device, tuning, backward)
+  The youngest handle says how to tune. Without one `UOPATTN_TUNE=1` tunes by searching.
+  """
+  search: bool | None = SWITCH.options
+  if search is None and os.environ.get("UOPATTN_TUNE") != "1":
+    return None
+  from uopattn.tuning.search import chosen
+
+  return chosen(spec, device, search is not False, backward)
 
 
 tune = Tune()
 choose_by(_measured)
+
+
+def warm(what: Shape | Iterable[Shape], device: str | None = None, *, backward: bool = False) -> int:
+  """Compile kernels ahead, so that a service's first request need not wait for them; return their number.
+
+  The kernels stay in this process and in tinygrad's cache on disk. Several are compiled at once, by tinygrad's
+  PARALLEL processes. While tuning is on, attentions are tuned first, see `uopattn.tune`.
+
+  Args:
+    what: attentions, each as the keys of `python -m uopattn.run`: "B=1 H=32 HKV=8 N=4096 D=128 DTYPE=half CAUSAL=1", or
+      a dict of these keys. Their q, k and v are contiguous. For views and other arguments give what
+      `uopattn.spec.spec.make_spec(q, k, v, Arguments(...))` returns.
+    device: a tinygrad device; None is the default one.
+    backward: also the kernels of the gradients.
+
+  Raises:
+    ValueError: a key or value is invalid, the shapes do not fit together, or no kernel serves them.
+
+  Example:
+    >>> import uopattn
+    >>> uopattn.warm(["H=2 N=64 D=32 DTYPE=float", {"H": 2, "M": 1, "N": 64, "D": 32, "DTYPE": "float"}])
+    2
+  """
+  from uopattn.tuning.case import Case, choice
+  from uopattn.tuning.compile import compile_all, kernels_of
+
+  device = Device.canonicalize(device)
+  cases = [Case.of(spec, device, x) for spec in _specs(what, device) for x in ((False, True) if backward else (False,))]
+  found = [(case, _measured(case.spec, device, case.backward)) for case in cases]
+  jobs = [(case, None if launches is None else choice(launches)) for case, launches in found]
+  compile_all(jobs)
+  launches = list(dict.fromkeys(x for job in jobs for x in kernels_of(job)))
+  for launch in tqdm(launches, desc="loading kernels", disable=None):
+    launch.build(device)
+  return len(launches)
+
+
+def _specs(what: Shape | Iterable[Shape], device: str) -> list[AttentionSpec]:
+  from uopattn.measure.problem import parse_attention
+  from uopattn.measure.program import Usage
+
+  shapes = [what] if isinstance(what, str | Mapping | AttentionSpec) else list(what)
+  found = []
+  for shape in shapes:
+    if isinstance(shape, AttentionSpec):
+      found.append(replace(shape, return_lse=True))  # as `attention` launches it
+      continue
+    if not isinstance(shape, str | Mapping):
+      raise TypeError(f"what holds {shape!r}; it must be text such as 'N=1024 D=64', a dict of such keys, or a spec")
+    words = shape.split() if isinstance(shape, str) else [f"{key}={value}" for key, value in shape.items()]
+    try:
+      found.append(parse_attention(words).spec(device))
+    except Usage as error:
+      raise ValueError(f"what: {error}") from error
+  return found
