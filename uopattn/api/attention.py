@@ -13,7 +13,7 @@ from uopattn.api.symbolic import with_known_sizes
 from uopattn.api.tinygrads import by_tinygrad
 from uopattn.dsl.random import draw_seed
 from uopattn.plan.dispatch import NoKernel
-from uopattn.plan.division import Division, division_of
+from uopattn.plan.division import Division, division_of, run
 from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import Arguments, AttentionOptions, check_dropout
 from uopattn.spec.expanded import distinct_heads
@@ -253,7 +253,7 @@ class Call:
     arguments = self.arguments
     if self.spec.dropout_p > 0:
       arguments = replace(arguments, seed=draw_seed(self.q.device))
-    out, lse = self.division.run(launch, self.q, self.k, self.v, arguments, backend)
+    out, lse = run(self.division, launch, self.q, self.k, self.v, arguments, backend)
     out, lse = self.restored(out).cast(self.dtype), self.restored(lse)
     if isinstance(self.rows, UOp):
       out, lse = out[..., : self.rows, :], lse[..., : self.rows]

@@ -5,7 +5,6 @@ Everything runs on parts, see `uopattn.spec.shards`: the kernels, chosen for the
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from tinygrad import Tensor, UOp
@@ -14,7 +13,7 @@ from uopattn.dsl import sizes
 from uopattn.dsl.rules.masks import NO_ORIGIN, Origin
 from uopattn.plan.dispatch import launch_on
 from uopattn.plan.forward import forward
-from uopattn.plan.gradient import Residuals, differentiable, gradients_of, laid_out
+from uopattn.plan.gradient import gradients_of
 from uopattn.plan.launch import Launch
 from uopattn.plan.reference import reference
 from uopattn.spec.arguments import ARGUMENTS, Arguments, four_axes
@@ -26,7 +25,6 @@ from uopattn.spec.shards import (
   joined,
   part_of,
   sharded_axis,
-  with_gradients,
 )
 from uopattn.spec.spec import AttentionSpec, make_spec
 
@@ -88,41 +86,26 @@ class Sharded:
       if name == "block_mask":
         found[name] = value.on(self.devices, self.axis)
       elif name == "attn_mask":
-        found[name] = self._part(declared.axes, folded(four_axes(value)))
+        mask = four_axes(value)
+        axis = self.axis_of(declared.axes, sizes(mask))
+        shape = (n // len(self.devices) if i == axis else n for i, n in enumerate(sizes(mask)))
+        found[name] = self._part(declared.axes, folded(mask)).expand(*shape)
       elif isinstance(value, tuple) and all(isinstance(x, Tensor) for x in value):
         found[name] = tuple(self._part(declared.axes, x) for x in value)
       elif isinstance(value, Tensor):
         found[name] = self._part(declared.axes, value)
     return replace(arguments, **found)
 
-  def with_whole_mask(self, own: Arguments, arguments: Arguments) -> Arguments:
-    """Return the arguments of a part for the gradient of its mask, in the shape that the user gave it."""
-    mask = arguments.attn_mask
-    if mask is None or own.attn_mask is None:
-      return own
-    shape = list(sizes(four_axes(mask)))
-    if (axis := self.axis_of("bhmn", tuple(shape))) is not None:
-      shape[axis] //= len(devices_of(mask.device))
-    return replace(own, attn_mask=own.attn_mask.expand(shape).detach())
-
   def _part(self, axes: str, x: Tensor) -> Tensor:
     return part_of(x, self.axis_of(axes, sizes(x)))
 
-  def run(self, launch: Launch | None, q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, backend: str) -> Any:
-    """Return the output and the LSE, sharded along `axis`.
-
-    Args:
-      launch: of the part; None for plain ops.
-      arguments: of the whole, with the seed of dropout.
-      backend: as in `forward`.
-    """
-    operands = {"q": q, "k": k, "v": v} | differentiable_of(arguments)
-    q, k, v = (part_of(operands[name], self._axis(name, operands[name])) for name in "qkv")
+  def forward(
+    self, launch: Launch | None, q: Tensor, k: Tensor, v: Tensor, arguments: Arguments
+  ) -> tuple[Tensor, Tensor]:
+    q, k, v = (part_of(x, self._axis(name, x)) for name, x in (("q", q), ("k", k), ("v", v)))
     own = self.parts_of(arguments)
     out, lse = reference(q, k, v, self.part, own) if launch is None else forward(launch, q, k, v, arguments=own)
-    backend = "reference" if launch is None else backend
-    gradients = partial(self.gradients, arguments=arguments, backend=backend)
-    return with_gradients([joined(x, self.axis) for x in (out, lse)], operands, gradients)
+    return joined(out, self.axis), joined(lse, self.axis)
 
   def gradients(
     self,
@@ -132,24 +115,13 @@ class Sharded:
     arguments: Arguments,
     backend: str,
   ) -> list[Tensor | None]:
-    """Return the gradients of the operands.
-
-    Args:
-      results: the output and the LSE.
-      operands: q, k, v and what `differentiable_of` returns.
-      grads: the gradients of the results; None for 0.
-    """
-    axes = {name: self._axis(name, x) for name, x in operands.items()}
-    out, lse = (part_of(x, self.axis) for x in results)
-    do, dlse = (None if x is None else part_of(x, self.axis) for x in grads)
-    q, k, v = (part_of(operands[name], axes[name]) for name in "qkv")
-    do = laid_out(out.zeros_like() if do is None else do.cast(out.dtype), self.part)
-    residuals = Residuals(self.part, q, k, v, out, lse, do, None if dlse is None else dlse.float().contiguous())
-    own = self.parts_of(arguments)
-    found = gradients_of(residuals, own, self.with_whole_mask(own, arguments), backend)
-    named = zip(operands.values(), found, axes.values(), strict=True)
-    summed = self.axis is not None
-    return [None if grad is None else gradient_of(x, grad, axis, summed) for x, grad, axis in named]
+    axes = [self._axis(name, x) for name, x in operands.items()]
+    q, k, v = (part_of(x, axis) for x, axis in zip(operands.values(), axes[:3], strict=False))
+    own = [part_of(x, self.axis) for x in results]
+    of_own = [None if x is None else part_of(x, self.axis) for x in grads]
+    found = gradients_of(self.part, q, k, v, self.parts_of(arguments), own, of_own, backend)
+    named = zip(operands.values(), found, axes, strict=True)
+    return [x if x is None else gradient_of(whole, x, axis, self.axis is not None) for whole, x, axis in named]
 
   def _axis(self, name: str, x: Tensor) -> int | None:
     """Return the axis along which an operand is divided."""
@@ -172,15 +144,6 @@ def part_spec(
   moved = any(isinstance(x, UOp) for x in first)
   origin = Origin(first, whole.Hq, whole.M) if numbered and moved else NO_ORIGIN
   return replace(part, return_lse=True, origin=origin, dropout_p=whole.dropout_p, **mods)
-
-
-def differentiable_of(arguments: Arguments) -> dict[str, Tensor]:
-  """Return what `differentiable` lists by name, with all of an additive mask, though kernels may read a part of it."""
-  found: dict[str, Tensor] = {}
-  for name, x in differentiable(arguments):
-    whole = four_axes(arguments.attn_mask) if name == "attn_mask" and arguments.attn_mask is not None else x
-    found[f"{name}[{len(found)}]"] = whole
-  return found
 
 
 def axes_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[int | None, ...]:

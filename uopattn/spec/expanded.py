@@ -12,23 +12,10 @@ from uopattn.dsl import sizes
 
 def folded(x: Tensor) -> Tensor:
   """Shrink the Tensor to size 1 along each axis along which it is known to be constant."""
-  return x.shrink(
-    tuple((0, min(n, 1) if same else n) for n, same in zip(sizes(x), _constant_axes(x.uop, {}), strict=True))
-  )
-
-
-def unfolded(part: Tensor, whole: Tensor, grad: list[Tensor]) -> Tensor:
-  """Return `part`, with a gradient that flows to `whole`. `part` is `folded(whole)` or a copy; no kernel reads `whole`.
-
-  Args:
-    grad: holds the gradient of `whole` by the time that the gradient of the result is known.
-  """
-
-  def grad_fxn(_: UOp, call: UOp) -> tuple[UOp | None, ...]:
-    return None, grad.pop().uop
-
-  call = UOp.maketuple(part.uop.param_like(0)).call(part.uop, whole.uop, grad_fxn=grad_fxn)
-  return Tensor(call.gettuple(0))
+  shape = tuple(min(n, 1) if same else n for n, same in zip(sizes(x), _constant_axes(x.uop, {}), strict=True))
+  if x.uop.op is Ops.EXPAND and x.uop.src[0].shape == shape:
+    return Tensor(x.uop.src[0])
+  return x.shrink(tuple((0, n) for n in shape))
 
 
 def distinct_heads(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,11 +53,6 @@ def _distinct(x: Tensor, axis: int) -> Tensor:
 def _same_axes(a: tuple[int, ...], i: int, b: tuple[int, ...], j: int) -> bool:
   """Return whether two shapes have the same sizes before and after the axes i and j, but for sizes of 1."""
   return all([n for n in x if n > 1] == [n for n in y if n > 1] for x, y in ((a[:i], b[:j]), (a[i:], b[j:])))
-
-
-def whole_of(part: UOp) -> UOp:
-  """Return `whole` of a Tensor that `unfolded` returned."""
-  return part.src[0].src[2]
 
 
 def _constant_axes(x: UOp, known: dict[UOp, tuple[bool, ...]]) -> tuple[bool, ...]:
