@@ -29,8 +29,7 @@ from uopattn.plan.reference import merged, reference
 from uopattn.plan.sharded import Sharded, axes_of, part_spec
 from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import Arguments, four_axes
-from uopattn.spec.expanded import folded
-from uopattn.spec.layout import in_memory
+from uopattn.spec.layout import folded, in_memory
 from uopattn.spec.shards import (
   device_number,
   gathered,
@@ -339,12 +338,10 @@ def _from_device(step: int, n: int, keys: int) -> Place:
   return lambda i: (i + step) % n * keys
 
 
-def divided(
-  q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, arguments: Arguments
-) -> Sharded | ContextParallel | None:
-  """Return how several devices divide an attention; None for one device. Raises ValueError if they cannot."""
+def divided(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, arguments: Arguments) -> Sharded | ContextParallel:
+  """Return how devices divide an attention. Raises ValueError if they cannot."""
   if not isinstance(q.device, tuple):
-    return None
+    return Sharded((str(q.device),), None, None, replace(spec, return_lse=True))
   axes = axes_of(q, k, v, spec)
   if ROWS in axes:
     return ContextParallel.of(q.device, axes, spec, arguments)

@@ -1,4 +1,4 @@
-"""How an attention is divided over devices, which most are not; its results, and their gradients."""
+"""How an attention is divided over devices, if there are several; its results, with their gradients."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,12 +9,8 @@ from typing import Any, Protocol
 from tinygrad import Tensor, UOp, dtypes
 
 from uopattn.plan.context_parallel import divided
-from uopattn.plan.dispatch import launch_on
-from uopattn.plan.forward import forward
-from uopattn.plan.gradient import differentiable, gradients_of
-from uopattn.plan.launch import Launch
-from uopattn.plan.reference import reference
-from uopattn.plan.sharded import axes_of
+from uopattn.plan.gradient import differentiable
+from uopattn.plan.sharded import Sharded, axes_of
 from uopattn.runtime.function import in_function
 from uopattn.spec.arguments import Arguments
 from uopattn.spec.shards import devices_of, gradient_of, joined, part_of, written_by_kernel
@@ -22,7 +18,7 @@ from uopattn.spec.spec import AttentionSpec
 
 
 class Division(Protocol):
-  """An attention, divided in one of the ways there are: `Local`, `Empty`, `Sharded` or `ContextParallel`."""
+  """An attention on one device or several: `Sharded`, `ContextParallel` or `Empty`."""
 
   def launch(self) -> Any:
     """Return the launches of its kernels, which store the LSE, see `forward`. Raises NoKernel."""
@@ -51,35 +47,6 @@ class Division(Protocol):
       grads: the gradients of the results; None for 0.
       backend: "kernel" raises an error if no kernels compute the gradient.
     """
-
-
-@dataclass(frozen=True, eq=False)
-class Local:
-  """An attention on one device, whose spec has return_lse."""
-
-  device: str
-  spec: AttentionSpec
-
-  def launch(self) -> Launch:
-    return launch_on(self.spec, self.device)
-
-  def forward(
-    self, launch: Launch | None, q: Tensor, k: Tensor, v: Tensor, arguments: Arguments
-  ) -> tuple[Tensor, Tensor]:
-    if launch is None:
-      return reference(q, k, v, self.spec, arguments)
-    return forward(launch, q, k, v, arguments=arguments)
-
-  def gradients(
-    self,
-    results: Sequence[Tensor],
-    operands: dict[str, Tensor],
-    grads: Sequence[Tensor | None],
-    arguments: Arguments,
-    backend: str,
-  ) -> list[Tensor | None]:
-    q, k, v, *_ = operands.values()
-    return gradients_of(self.spec, q, k, v, arguments, results, grads, backend)
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +108,7 @@ def division_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, arguments:
   """Return how an attention is divided. Raises ValueError if q, k and v are sharded in ways that do not fit."""
   if spec.is_empty:
     return Empty.of(q, k, v, spec)
-  return divided(q, k, v, spec, arguments) or Local(str(q.device), replace(spec, return_lse=True))
+  return divided(q, k, v, spec, arguments)
 
 
 def run(
@@ -149,8 +116,8 @@ def run(
 ) -> Sequence[Tensor]:
   """Return the output and the LSE, with their gradients; see `Division` for the arguments."""
   results = division.forward(launch, q, k, v, arguments)
-  # tinygrad differentiates plain ops on one device, twice if need be. In a function, gradients of kernels raise.
-  if (launch is None and isinstance(division, Local)) or (launch is not None and in_function()):
+  # Plain ops on one device have gradients of any order. In a function, `forward` lets gradients of kernels raise.
+  if in_function() if launch else isinstance(division, Sharded) and len(division.devices) == 1:
     return results
   operands = {"q": q, "k": k, "v": v} | differentiable(arguments)
   backend = "reference" if launch is None else backend

@@ -1,4 +1,4 @@
-"""Attention of Tensors that are sharded over devices by batches or heads: each device computes its own.
+"""Attention of Tensors that are sharded over devices by batches or heads, or on one device: each computes its own.
 
 Everything runs on parts, see `uopattn.spec.shards`: the kernels, chosen for the shapes of a part, and the plain ops.
 """
@@ -17,7 +17,7 @@ from uopattn.plan.gradient import gradients_of
 from uopattn.plan.launch import Launch
 from uopattn.plan.reference import reference
 from uopattn.spec.arguments import ARGUMENTS, Arguments, four_axes
-from uopattn.spec.expanded import folded
+from uopattn.spec.layout import folded
 from uopattn.spec.shards import (
   device_number,
   devices_of,
@@ -33,17 +33,15 @@ AXES = ("batches", "heads", "sequence", "head size")
 
 @dataclass(frozen=True, eq=False)
 class Sharded:
-  """An attention whose batches or heads are divided over devices.
+  """An attention whose batches or heads are divided over devices; one device has all of them.
 
   Attributes:
-    spec: of the whole.
-    axis: 0 for batches, 1 for heads; None if every device computes all of it.
+    axis: 0 for batches, 1 for heads; None if each device computes all of it.
     axis_kv: the axis along which k and v are divided; None if every device reads all of them.
     part: the spec of a part.
   """
 
   devices: tuple[str, ...]
-  spec: AttentionSpec
   axis: int | None
   axis_kv: int | None
   part: AttentionSpec
@@ -64,7 +62,7 @@ class Sharded:
           f"and has {spec.Hkv}"
         )
       axis_kv = None
-    found = cls(devices, spec, axis, axis_kv, spec)
+    found = cls(devices, axis, axis_kv, spec)
     given = found.parts_of(arguments)
     part = make_spec(part_of(q, axis), part_of(k, axis_kv), part_of(v, axis_kv), given)
     b, h = (device_number(count) * size if axis == i else 0 for i, size in enumerate((part.B, part.Hq)))
@@ -74,35 +72,41 @@ class Sharded:
     """Return the launch of the part. Raises NoKernel."""
     return launch_on(self.part, self.devices[0])
 
-  def axis_of(self, axes: str, shape: tuple[int, ...]) -> int | None:
-    """Return the axis along which a Tensor with these `Argument.axes` is divided."""
+  def axis_of(self, name: str, x: Tensor) -> int | None:
+    """Return the axis along which q, k, v or a Tensor of an argument, such as "aux[0]", is divided."""
+    if name in ("q", "k", "v"):
+      return self.axis if name == "q" else self.axis_kv
     letters = "" if self.axis is None else "b" if self.axis == 0 else "h" if self.axis_kv is None else "hk"
-    return next((i for i, letter in enumerate(axes) if letter in letters and shape[i] > 1), None)
+    axes = enumerate(ARGUMENTS[name.split("[")[0]].axes)
+    return next((i for i, letter in axes if letter in letters and sizes(x)[i] > 1), None)
 
   def parts_of(self, arguments: Arguments) -> Arguments:
     """Return the arguments of a part."""
+    if len(self.devices) == 1:
+      return arguments
+
+    def part(name: str, x: Tensor) -> Tensor:
+      return part_of(x, self.axis_of(name, x))
+
     found: dict[str, Any] = {}
-    for name, declared, value in arguments.given:
+    for name, _, value in arguments.given:
       if name == "block_mask":
         found[name] = value.on(self.devices, self.axis)
       elif name == "attn_mask":
         mask = four_axes(value)
-        axis = self.axis_of(declared.axes, sizes(mask))
+        axis = self.axis_of(name, mask)
         shape = (n // len(self.devices) if i == axis else n for i, n in enumerate(sizes(mask)))
-        found[name] = self._part(declared.axes, folded(mask)).expand(*shape)
+        found[name] = part(name, folded(mask)).expand(*shape)
       elif isinstance(value, tuple) and all(isinstance(x, Tensor) for x in value):
-        found[name] = tuple(self._part(declared.axes, x) for x in value)
+        found[name] = tuple(part(name, x) for x in value)
       elif isinstance(value, Tensor):
-        found[name] = self._part(declared.axes, value)
+        found[name] = part(name, value)
     return replace(arguments, **found)
-
-  def _part(self, axes: str, x: Tensor) -> Tensor:
-    return part_of(x, self.axis_of(axes, sizes(x)))
 
   def forward(
     self, launch: Launch | None, q: Tensor, k: Tensor, v: Tensor, arguments: Arguments
   ) -> tuple[Tensor, Tensor]:
-    q, k, v = (part_of(x, self._axis(name, x)) for name, x in (("q", q), ("k", k), ("v", v)))
+    q, k, v = (part_of(x, self.axis_of(name, x)) for name, x in (("q", q), ("k", k), ("v", v)))
     own = self.parts_of(arguments)
     out, lse = reference(q, k, v, self.part, own) if launch is None else forward(launch, q, k, v, arguments=own)
     return joined(out, self.axis), joined(lse, self.axis)
@@ -115,19 +119,13 @@ class Sharded:
     arguments: Arguments,
     backend: str,
   ) -> list[Tensor | None]:
-    axes = [self._axis(name, x) for name, x in operands.items()]
+    axes = [self.axis_of(name, x) for name, x in operands.items()]
     q, k, v = (part_of(x, axis) for x, axis in zip(operands.values(), axes[:3], strict=False))
     own = [part_of(x, self.axis) for x in results]
     of_own = [None if x is None else part_of(x, self.axis) for x in grads]
     found = gradients_of(self.part, q, k, v, self.parts_of(arguments), own, of_own, backend)
     named = zip(operands.values(), found, axes, strict=True)
     return [x if x is None else gradient_of(whole, x, axis, self.axis is not None) for whole, x, axis in named]
-
-  def _axis(self, name: str, x: Tensor) -> int | None:
-    """Return the axis along which an operand is divided."""
-    if name in ("q", "k", "v"):
-      return self.axis if name == "q" else self.axis_kv
-    return self.axis_of(ARGUMENTS[name.split("[")[0]].axes, sizes(x))
 
 
 def part_spec(

@@ -18,7 +18,7 @@ from tinygrad.uop.ops import Ops
 from uopattn.dsl import sizes as shape_of
 from uopattn.dsl.rules.ranges import Range, Window, merged
 from uopattn.spec.block_mask import BlockMask
-from uopattn.spec.expanded import folded
+from uopattn.spec.layout import folded
 from uopattn.spec.tensors import WIDEST, check_tensor, check_tensors, described, dtype_name, near, placed
 
 

@@ -46,11 +46,12 @@ def sharded_axis(name: str, x: Tensor) -> int | None:
 
 
 def part_of(x: Tensor, axis: int | None) -> Tensor:
-  """Return the part of x that each device has if x is sharded along `axis`; all of x for None.
+  """Return the part of x that each device has if x is sharded along `axis`; all of x for None, or on one device.
 
-  x is on several devices. If it is sharded along another axis, its parts are gathered on every device first. The result
-  has no gradient.
+  If x is sharded along another axis, its parts are gathered on every device first. The result has no gradient.
   """
+  if not isinstance(x.device, tuple):
+    return x
   have = x.uop.axis
   if have == axis:
     return x if axis is None else Tensor(_part(x.uop, axis))
