@@ -235,11 +235,11 @@ def test_a_block_mask_of_sequences(block: int) -> None:
   close(arrays(1, 2, 2, 40, 40), (2, 2, 2), DEVICES, block_mask=mask)
 
 
-def test_turns_in_the_wrong_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ring_steps_in_the_wrong_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(
     context_parallel.ContextParallel,
     "_keys_of",
-    lambda self, turn, k, v: tuple(context_parallel.part_of(x, 2).contiguous() for x in (k, v)),
+    lambda self, step, k, v: tuple(context_parallel.part_of(x, 2).contiguous() for x in (k, v)),
   )
   with pytest.raises(AssertionError):
     close(arrays(1, 2, 2, 48, 48), (2, 2, 2), DEVICES, is_causal=True)

@@ -10,7 +10,7 @@ from tinygrad import GlobalCounters, Tensor
 
 from uopattn import attention
 from uopattn.proof.oracle_gradients import gradients
-from uopattn.spec.expanded import folded
+from uopattn.spec.layout import folded
 
 B, H, M, N = 2, 4, 6, 10
 Change = Callable[[Tensor], Tensor]

@@ -15,8 +15,7 @@ from tinygrad.dtype import DType
 
 from uopattn import attention
 from uopattn.runtime.log import log_once
-from uopattn.spec.expanded import distinct_heads
-from uopattn.spec.layout import base_of, contiguous_strides, layout_of
+from uopattn.spec.layout import base_of, contiguous_strides, distinct_heads, layout_of
 
 B, H, N, D = 2, 4, 40, 16
 View = Callable[..., Any]  # buffers -> q, k and v

@@ -8,17 +8,18 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import TRAINING
 
-from uopattn.api.broadcast import check_axes, with_four_axes
-from uopattn.api.symbolic import with_known_sizes
-from uopattn.api.tinygrads import by_tinygrad
+from uopattn.api.shapes import check_axes, with_four_axes, with_known_sizes
 from uopattn.dsl.random import draw_seed
 from uopattn.plan.dispatch import NoKernel
-from uopattn.plan.division import Division, division_of
+from uopattn.plan.division import Division, division_of, run
 from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import Arguments, AttentionOptions, check_dropout
-from uopattn.spec.expanded import distinct_heads
+from uopattn.spec.layout import distinct_heads
 from uopattn.spec.spec import BACKENDS, AttentionSpec, make_spec
 from uopattn.spec.tensors import operands, promoted
+
+scaled_dot_product_attention = Tensor.scaled_dot_product_attention  # tinygrad's, as it was before `patch` replaced it
+TINYGRADS = ("attn_mask", "dropout_p", "is_causal", "enable_gqa")  # its arguments
 
 
 @overload
@@ -179,6 +180,29 @@ def check_backend(backend: str) -> None:
     raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
 
 
+def by_tinygrad(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, refusal: Exception) -> Tensor:
+  """Return what tinygrad computes where uopattn refused its arguments, with one log line that says why.
+
+  Integers and masks with batches of their own are examples.
+
+  Raises:
+    Exception: the refusal, if tinygrad refuses these arguments too or does not have all of them.
+  """
+  given = {name: getattr(arguments, name) for name in TINYGRADS}
+  others = (x for x in arguments.given if x[0] not in TINYGRADS)
+  beyond = [name for name, declared, value in others if value is not declared.default]
+  tensors = [x for x in (q, k, v, given["attn_mask"]) if isinstance(x, Tensor)]
+  devices = {x.device for x in tensors if x.device is not None}
+  if beyond or len(devices) > 1:  # tinygrad would notice devices only when it runs
+    raise refusal
+  try:
+    out = scaled_dot_product_attention(q, k, v, **given)
+  except Exception:
+    raise refusal from None
+  log_once(f"attention falls back to tinygrad's own: {refusal}")
+  return out
+
+
 @dataclass(frozen=True, eq=False)
 class Call:
   """A checked call of `attention`, before a backend is chosen.
@@ -253,7 +277,7 @@ class Call:
     arguments = self.arguments
     if self.spec.dropout_p > 0:
       arguments = replace(arguments, seed=draw_seed(self.q.device))
-    out, lse = self.division.run(launch, self.q, self.k, self.v, arguments, backend)
+    out, lse = run(self.division, launch, self.q, self.k, self.v, arguments, backend)
     out, lse = self.restored(out).cast(self.dtype), self.restored(lse)
     if isinstance(self.rows, UOp):
       out, lse = out[..., : self.rows, :], lse[..., : self.rows]

@@ -1,54 +1,193 @@
-"""How an attention is divided over devices; most are not."""
+"""How an attention is divided over devices, if there are several; its results, with their gradients."""
 
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
-from tinygrad import Tensor
+from tinygrad import Tensor, UOp, dtypes
 
 from uopattn.plan.context_parallel import divided
-from uopattn.plan.dispatch import launch_on
-from uopattn.plan.empty import Empty
-from uopattn.plan.forward import forward
-from uopattn.plan.launch import Launch
-from uopattn.plan.reference import reference
+from uopattn.plan.gradient import differentiable
+from uopattn.plan.sharded import Sharded, axes_of
+from uopattn.runtime.function import in_function
 from uopattn.spec.arguments import Arguments
+from uopattn.spec.shards import devices_of, gradient_of, joined, part_of, written_by_kernel
 from uopattn.spec.spec import AttentionSpec
 
 
 class Division(Protocol):
-  """An attention, divided in one of the ways there are: `Local`, `Empty`, `Sharded` or `ContextParallel`."""
+  """An attention on one device or several: `Sharded`, `ContextParallel` or `Empty`."""
 
   def launch(self) -> Any:
     """Return the launches of its kernels, which store the LSE, see `forward`. Raises NoKernel."""
 
-  def run(self, launch: Any, q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, backend: str) -> Any:
-    """Return the output and the LSE.
+  def forward(self, launch: Any, q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> tuple[Tensor, Tensor]:
+    """Return the output and the LSE, sharded as q or as k.
 
     Args:
       launch: what `launch` returns; None for plain ops.
       arguments: of the whole, with the seed of dropout.
+    """
+
+  def gradients(
+    self,
+    results: Sequence[Tensor],
+    operands: dict[str, Tensor],
+    grads: Sequence[Tensor | None],
+    arguments: Arguments,
+    backend: str,
+  ) -> list[Tensor | None]:
+    """Return the gradients of the operands.
+
+    Args:
+      results: the output and the LSE.
+      operands: q, k, v and what `differentiable` returns.
+      grads: the gradients of the results; None for 0.
       backend: "kernel" raises an error if no kernels compute the gradient.
     """
 
 
 @dataclass(frozen=True, eq=False)
-class Local:
-  """An attention on one device."""
+class Empty:
+  """An attention without results or without keys: zeros, and an LSE of -inf or of the sinks. No kernel runs.
 
-  device: str
+  Attributes:
+    axis: the axis along which several devices divide the results; None on one device, or if each holds all of them.
+  """
+
   spec: AttentionSpec
+  axis: int | None
 
-  def launch(self) -> Launch:
-    return launch_on(replace(self.spec, return_lse=True), self.device)
+  @classmethod
+  def of(cls, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> "Empty":
+    """Decide how results are sharded. Raises ValueError if q, k and v are sharded in ways that do not go together."""
+    if not isinstance(q.device, tuple):
+      return cls(spec, None)
+    of_q, *of_keys = axes_of(q, k, v, spec)
+    return cls(spec, next((x for x in (of_q, *of_keys) if x is not None and (x == of_q or x < 2)), None))
 
-  def run(self, launch: Launch | None, q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, backend: str) -> Any:
-    if launch is None:
-      return reference(q, k, v, self.spec, arguments)
-    return forward(launch, q, k, v, arguments=arguments, backend=backend)
+  def launch(self) -> None:
+    """Return None: there is no kernel to launch."""
+
+  def forward(self, launch: None, q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> tuple[Tensor, Tensor]:
+    s, count = self.spec, len(devices_of(q.device))
+    rows = tuple(n // count if i == self.axis else n for i, n in enumerate((s.B, s.Hq, s.M)))
+    wide = dtypes.float64 if s.dtype == dtypes.float64 else dtypes.float32
+    out = Tensor.zeros(*rows, s.Dv, dtype=s.dtype, device=q.device)
+    lse = Tensor.full(rows, -math.inf, dtype=wide, device=q.device)
+    if arguments.sinks is not None:
+      lse = part_of(arguments.sinks, self._of_heads).cast(wide).reshape(1, -1, 1).expand(rows)
+    return joined(out, self.axis), joined(lse, self.axis)
+
+  def gradients(
+    self,
+    results: Sequence[Tensor],
+    operands: dict[str, Tensor],
+    grads: Sequence[Tensor | None],
+    arguments: Arguments,
+    backend: str,
+  ) -> list[Tensor | None]:
+    """Return zeros, but for the sinks: each is the LSE of all rows of its head."""
+    found: dict[str, Tensor | None] = {name: x.zeros_like() for name, x in operands.items()}
+    if arguments.scales is not None:  # 8-bit keys and values have no gradient
+      found |= {"k": None, "v": None}
+    if "sinks" in operands and grads[1] is not None:
+      sinks, part = operands["sinks"], part_of(grads[1], self.axis).sum((0, 2))
+      found["sinks"] = gradient_of(sinks, part.cast(sinks.dtype), self._of_heads, summed=self.axis is not None)
+    return list(found.values())
+
+  @property
+  def _of_heads(self) -> int | None:
+    """The axis along which the sinks are divided."""
+    return 0 if self.axis == 1 else None
 
 
 def division_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, arguments: Arguments) -> Division:
   """Return how an attention is divided. Raises ValueError if q, k and v are sharded in ways that do not fit."""
   if spec.is_empty:
     return Empty.of(q, k, v, spec)
-  return divided(q, k, v, spec, arguments) or Local(str(q.device), spec)
+  return divided(q, k, v, spec, arguments)
+
+
+def run(
+  division: Division, launch: Any, q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, backend: str
+) -> Sequence[Tensor]:
+  """Return the output and the LSE, with their gradients; see `Division` for the arguments."""
+  results = division.forward(launch, q, k, v, arguments)
+  # Plain ops on one device have gradients of any order. In a function, `forward` lets gradients of kernels raise.
+  if in_function() if launch else isinstance(division, Sharded) and len(division.devices) == 1:
+    return results
+  operands = {"q": q, "k": k, "v": v} | differentiable(arguments)
+  backend = "reference" if launch is None else backend
+  return with_gradients(results, operands, partial(division.gradients, arguments=arguments, backend=backend))
+
+
+def with_gradients(
+  results: Sequence[Tensor], operands: Mapping[str, Tensor], gradients: Callable[..., Sequence[Tensor | None]]
+) -> tuple[Tensor, ...]:
+  """Return the results, with gradients that flow to the operands alone.
+
+  tinygrad gives the gradients that a call's `grad_fxn` returns to the call's arguments. If a kernel reads the operands
+  as they are, its own call has this function. If it reads other Tensors, such as the buffers of views, an outer call
+  does, whose arguments are the results and the operands. It returns the results, so nothing is left of it in a
+  schedule; but an eager call with it takes half as long again.
+
+  Args:
+    gradients: called with the results, the operands by name, and of each result the gradient, or None if it has none;
+      returns the gradient of each operand.
+  """
+  count, given = len(results), [x.uop for x in (*results, *operands.values())]
+  # A result that is a view of what a kernel has written is made again from that: tinygrad would copy the view.
+  stored = [x.base if written_by_kernel(x.base) else x for x in given[:count]]
+  kernel = stored[0].src[1] if written_by_kernel(stored[0]) else None
+  own = None if kernel is None else _places(kernel, [*(x.src[0] for x in stored), *given[count:]])
+  places = own or range(1, len(given) + 1)
+
+  def viewed(values: Sequence[UOp | None]) -> Any:
+    views = zip(given, stored, values, strict=False)
+    return [x if x is None else Tensor(x if a is b else a.substitute({b: x}, walk=True)) for a, b, x in views]
+
+  def grad_fxn(*grads: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
+    grads, call = grads_and_call(grads, call)
+    values = [call.src[i] for i in places]
+    written = [x.after(call) for x in values[:count]] if own else values[:count]
+    by_axes = {g.ndim: g for g in grads}  # results are told apart by their number of axes
+    named = dict(zip(operands, map(Tensor, values[count:]), strict=True))
+    found = gradients(viewed(written), named, viewed([by_axes.get(x.ndim) for x in written]))
+    of_arguments = dict(zip(places[count:], found, strict=True))
+    return tuple(None if (x := of_arguments.get(i)) is None else x.uop for i in range(1, len(call.src)))
+
+  if kernel is not None and own:
+    call = kernel.replace(arg=replace(kernel.arg, grad_fxn=grad_fxn))
+    return tuple(viewed([x.src[0].after(call) for x in stored]))
+  body = UOp.maketuple(*(x.param_like(i) for i, x in enumerate(stored)))
+  call = body.call(*stored, *given[count:], grad_fxn=grad_fxn)
+  values = [call.gettuple(i) for i in range(count)]
+  # What a kernel has written is stored to itself, which gradients pass and tinygrad drops; it would copy a GETTUPLE.
+  both = zip(stored, values, strict=True)
+  return tuple(viewed([x.after(x.store(value)) if written_by_kernel(x) else value for x, value in both]))
+
+
+def grads_and_call(grads: tuple[UOp, ...], call: UOp | None) -> tuple[tuple[UOp, ...], UOp]:
+  """Return the gradients and the call that tinygrad passes to a `grad_fxn`.
+
+  It passes a single gradient and the call by position, several gradients with call=.
+  """
+  return (grads, call) if call is not None else (grads[:-1], grads[-1])
+
+
+def _places(call: UOp, wanted: Sequence[UOp]) -> list[int] | None:
+  """Return where the arguments of a call are, each as it is or contiguous; None if one is missing."""
+  left, found = dict(enumerate(call.src)), list[int]()
+  for x in wanted:
+    place = next((i for i, y in left.items() if y is x), None)
+    if place is None:
+      contiguous = x.contiguous()
+      place = next((i for i, y in left.items() if y is contiguous), None)
+    if place is None:
+      return None
+    del left[place]
+    found.append(place)
+  return found

@@ -6,10 +6,10 @@ from typing import cast
 from tinygrad import Tensor, UOp
 
 from uopattn.plan.dispatch import stages
-from uopattn.plan.gradient import with_gradient, with_heads_first
+from uopattn.plan.gradient import with_heads_first
 from uopattn.plan.launch import Gradient, Launch, Tensors
+from uopattn.runtime.function import in_function
 from uopattn.spec.arguments import NO_ARGUMENTS, Arguments
-from uopattn.spec.expanded import unfolded
 from uopattn.spec.layout import flat_base
 from uopattn.spec.shards import Devices
 
@@ -22,7 +22,6 @@ def forward(
   o: Tensor | None = None,
   lse: Tensor | None = None,
   arguments: Arguments = NO_ARGUMENTS,
-  backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
   """Run the forward kernels on inputs with four dimensions, and return the output and the LSE.
 
@@ -31,21 +30,22 @@ def forward(
   without, on the CPU at H=8 N=1024 D=64.
   """
   assert launch.spec.return_lse
-  device = cast(Devices, q.device)
   layouts = dict(launch.spec.layouts)
-  views: dict[str, list[Tensor]] = {name: [] for name in layouts}
-  arguments, gradient = with_gradient(
-    launch.spec, arguments.each(Tensor.contiguous), arguments.attn_mask, backend, views
-  )
-  given: dict[str, Sequence[Tensor]] = {}
-  for name, x in (("q", q), ("k", k), ("v", v)):
-    buffer = flat_base(name, x, layouts.get(name))
-    given[name] = [unfolded(buffer, x, views[name]) if name in views else buffer]
+  given: dict[str, Sequence[Tensor]]
+  given = {name: [flat_base(name, x, layouts.get(name))] for name, x in (("q", q), ("k", k), ("v", v))}
   given |= arguments.buffers()
   if arguments.block_mask is not None and launch.spec.block_heads is not None:
     given["tile_lists"] = launch.lists(arguments.block_mask)
   results = {name: [x] for name, x in (("o", o), ("lse", lse)) if x is not None}
-  return run_stages(launch, device, given, results, arguments.variables(), gradient)
+  gradient = _none_in_functions if in_function() else None
+  return run_stages(launch, cast(Devices, q.device), given, results, arguments.variables(), gradient)
+
+
+def _none_in_functions(*given: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
+  raise NotImplementedError(
+    "tinygrad 0.14 takes no gradient of kernels inside a tinygrad.function: call attention outside of it, or with "
+    "backend='reference'"
+  )
 
 
 def run_stages(

@@ -11,91 +11,50 @@ weights P, dropout factors Z (0, or 1 / (1 - p)), output O, LSE L, and dX the gr
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
 from tinygrad import Tensor, UOp, dtypes
 
 from uopattn.plan.dispatch import NoKernel, backward_on, delta_launch, sums_launch
-from uopattn.plan.launch import DIFFERENTIABLE, Gradient, Launch, Tensors
+from uopattn.plan.launch import Launch, Tensors
 from uopattn.plan.reference import dropped, keys_of, reference, scores_of
 from uopattn.plan.target import target_of
-from uopattn.runtime.function import in_function
 from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import Arguments, four_axes
 from uopattn.spec.block_mask import BlockMask
-from uopattn.spec.expanded import unfolded, whole_of
 from uopattn.spec.layout import flat_base
-from uopattn.spec.shards import Devices, devices_of, grads_and_call
+from uopattn.spec.shards import Devices, devices_of
 from uopattn.spec.spec import AttentionSpec
 
-Views = Mapping[str, list[Tensor]]  # of q, k and v that are views the lists that receive their gradients
 
+def gradients_of(
+  spec: AttentionSpec,
+  q: Tensor,
+  k: Tensor,
+  v: Tensor,
+  arguments: Arguments,
+  results: Sequence[Tensor],
+  grads: Sequence[Tensor | None],
+  backend: str,
+) -> list[Tensor | None]:
+  """Return the gradients of q, k, v and of what `differentiable` lists.
 
-def with_gradient(
-  spec: AttentionSpec, arguments: Arguments, mask: Tensor | None, backend: str, views: Views
-) -> tuple[Arguments, Gradient]:
-  """Return the arguments for a forward kernel's call, and its `grad_fxn`; see `gradient`.
-
-  Args:
-    arguments: with the Tensors that kernels read.
-    mask: the attn_mask as the user gave it; its gradient has its shape. Kernels may read only part of it, see `folded`.
-  """
-  part = arguments.attn_mask
-  if mask is None or part is None or not mask.is_floating_point() or four_axes(mask).shape == part.shape:
-    return arguments, gradient(spec, arguments, arguments, backend, [], views)
-  whole, found = four_axes(mask), list[Tensor]()
-  arguments = replace(arguments, attn_mask=unfolded(part, whole, found))
-  return arguments, gradient(spec, arguments, replace(arguments, attn_mask=whole.detach()), backend, found, views)
-
-
-def gradient(
-  spec: AttentionSpec, arguments: Arguments, given: Arguments, backend: str, of_mask: list[Tensor], views: Views
-) -> Gradient:
-  """Return the `grad_fxn` of a forward kernel's call, whose first arguments are the output, q, k, v and the LSE.
-
-  The gradients of sinks, of an additive mask and of the aux that score_mod reads are tinygrad's own ops, which run only
-  if they are asked for; the last two store (B, Hq, M, N) scores. tinygrad does not tell which gradients it needs, so
-  their graphs are always built: some 20 ms of Python for a mask and 50 ms for score_mod's aux, outside of a `TinyJit`.
+  Those of sinks, of an additive mask and of the aux that score_mod reads are tinygrad's own ops, which run only if they
+  are asked for; the last two store (B, Hq, M, N) scores. tinygrad does not tell which gradients it needs, so their
+  graphs are always built: some 20 ms of Python for a mask and 50 ms for score_mod's aux, outside of a `TinyJit`.
 
   Args:
-    arguments: with the Tensors that are arguments of the call.
-    given: with the Tensors to differentiate by: the whole mask, even if kernels read only a part of it.
+    results: the output and the LSE.
+    grads: their gradients; None for 0.
     backend: if there are no kernels, "kernel" raises an error and "auto" uses the reference.
-    of_mask: receives the gradient of the mask.
-    views: receive the gradients of those of q, k and v whose buffers the call reads, by name; see `unfolded`.
   """
-
-  traced = in_function()
-
-  def grad_fxn(*grads: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
-    if traced:
-      raise NotImplementedError(
-        "tinygrad 0.14 takes no gradient of kernels inside a tinygrad.function: call attention outside of it, or with "
-        "backend='reference'"
-      )
-    grads, call = grads_and_call(grads, call)
-    residuals = Residuals.by(spec, call, grads, views)
-    found = gradients_of(residuals, arguments, given, backend)
-    others = differentiable(arguments)
-    of_mask[:] = [cast(Tensor, grad) for (name, _), grad in zip(others, found[3:], strict=True) if name == "attn_mask"]
-    for i, (name, buffer) in enumerate(zip("qkv", call.src[2:5], strict=True)):
-      if name in views:
-        views[name][:] = [cast(Tensor, found[i])]
-        found[i] = Tensor(buffer).zeros_like()  # on its way to the view, whose gradient takes its place
-    operands = [*map(Tensor, call.src[2:5]), *(x for _, x in others)]
-    return None, *_in_places(call.src[2:], operands, found)
-
-  return grad_fxn
-
-
-def gradients_of(residuals: "Residuals", arguments: Arguments, given: Arguments, backend: str) -> list[Tensor | None]:
-  """Return the gradients of q, k, v and of what `differentiable` lists; see `gradient` for the arguments."""
-  launches = backward_launches(residuals.spec, cast(Devices, residuals.q.device), backend)
+  launches = backward_launches(spec, cast(Devices, q.device), backend)
   if launches is None:
-    return by_reference(residuals, given)
-  return [*by_kernels(launches, residuals, arguments), *of_inputs(residuals, given)]
+    return by_reference(spec, q, k, v, arguments, grads)
+  residuals = Residuals.of(spec, q, k, v, *results, *grads)
+  return [*by_kernels(launches, residuals, arguments), *of_inputs(residuals, arguments)]
 
 
 def backward_launches(spec: AttentionSpec, device: Devices, backend: str) -> tuple[Launch, ...] | None:
@@ -114,26 +73,22 @@ def backward_launches(spec: AttentionSpec, device: Devices, backend: str) -> tup
 
 @dataclass(frozen=True, eq=False)
 class Residuals:
-  """The inputs of a backward pass.
+  """The inputs of a backward pass. Where it goes by parts of the keys, each part has the delta of the whole.
 
   Attributes:
     q, k, v: (B, Hq, M, Dk), (B, Hkv, N, Dk) and (B, Hkv, N, Dv).
-    out: (B, Hq, M, Dv).
     lse: (B, Hq, M) float32.
-    do: the gradient of the output, in its shape and dtype.
-    dlse: the gradient of lse, in its shape and dtype, or None.
-    whole: those of the whole attention, where these are of a part of its keys: the two have the same delta.
+    do: the gradient of the output, (B, Hq, M, Dv), in its dtype.
+    delta: rowsum(dO * O) - dL, (B, Hq, M) float32; 0 for a row that sees no key.
   """
 
   spec: AttentionSpec
   q: Tensor
   k: Tensor
   v: Tensor
-  out: Tensor
   lse: Tensor
   do: Tensor
-  dlse: Tensor | None
-  whole: "Residuals | None" = None
+  delta: Tensor
 
   @classmethod
   def of(
@@ -144,66 +99,54 @@ class Residuals:
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    do: Tensor,
+    do: Tensor | None,
     dlse: Tensor | None = None,
   ) -> "Residuals":
-    """Make one, with the gradients in the form that kernels take.
-
-    Args:
-      out, do: as kernels store the output; see `with_heads_first`.
-    """
-    out, do = (with_heads_first(x, spec) for x in (out, do.cast(out.dtype).contiguous()))
-    return cls(spec, q, k, v, out, lse, do, None if dlse is None else dlse.cast(dtypes.float).contiguous())
-
-  def buffer(self, name: str, x: Tensor) -> Tensor:
-    """Return the buffer that kernels read, of an attribute with this name."""
-    return flat_base(name, x, dict(self.spec.layouts).get(name))
-
-  @functools.cached_property
-  def delta(self) -> Tensor:
-    """rowsum(dO * O) - dL, (B, Hq, M) float32; 0 for a row that sees no key. Computed once."""
-    if self.whole is not None:
-      return self.whole.delta
-    s, device = self, cast(Devices, self.q.device)
-    launch = delta_launch(s.spec, target_of(devices_of(device)[0]), s.dlse is not None)
-    given = {name: [self.buffer(name, x)] for name, x in (("o", s.out), ("do", s.do))} | {"lse": [s.lse]}
-    given |= {} if s.dlse is None else {"dlse": [s.dlse]}
-    return launch.run(device, given, gradient=_no_further)["delta"]
-
-  @classmethod
-  def by(cls, spec: AttentionSpec, call: UOp, grads: Iterable[UOp], views: Views) -> "Residuals":
-    """Make one from a call and the gradients of its used results, which are told apart by their number of axes."""
-    o, *operands, lse_ = call.src[1:6]  # in the order of `Kernel.forward`
-    out, lse = (Tensor(x.after(call)) for x in (o, lse_))
-    named = zip("qkv", operands, strict=True)
-    q, k, v = (Tensor(whole_of(x) if name in views else x) for name, x in named)
-    given = {g.ndim: Tensor(g) for g in grads}
-    do = given[out.ndim] if out.ndim in given else out.zeros_like()
-    return cls.of(spec, q, k, v, out, lse, do, given.get(lse.ndim))
+    """Make one from the output, the LSE and their gradients, of which None is 0."""
+    do = (out.zeros_like() if do is None else do).cast(out.dtype)
+    # Contiguous as the output is.
+    do = do.transpose(1, 2).contiguous().transpose(1, 2) if "o" in dict(spec.layouts) else do.contiguous()
+    device, layouts = cast(Devices, q.device), dict(spec.layouts)
+    launch = delta_launch(spec, target_of(devices_of(device)[0]), dlse is not None)
+    given = {name: [flat_base(name, x, layouts.get(name))] for name, x in (("o", out), ("do", do))} | {"lse": [lse]}
+    given |= {} if dlse is None else {"dlse": [dlse.float().contiguous()]}
+    return cls(spec, q, k, v, lse, do, launch.run(device, given, gradient=_no_further)["delta"])
 
 
 def with_heads_first(o: Tensor, spec: AttentionSpec) -> Tensor:
-  """Return the output, or its gradient, as (B, Hq, M, Dv); kernels store it flat if it has a layout."""
+  """Return the output as (B, Hq, M, Dv); kernels store it flat if it has a layout."""
   if "o" not in dict(spec.layouts):
     return o
   return o.reshape(spec.B, spec.M, spec.Hq, spec.Dv).transpose(1, 2)
 
 
-def laid_out(x: Tensor, spec: AttentionSpec) -> Tensor:
-  """Return a gradient of the output, (B, Hq, M, Dv), contiguous as the output is; see `with_heads_first`."""
-  return x.transpose(1, 2).contiguous().transpose(1, 2) if "o" in dict(spec.layouts) else x.contiguous()
+def differentiable(arguments: Arguments) -> dict[str, Tensor]:
+  """Return the Tensors besides q, k, v that have a gradient: an additive mask, sinks, and aux that score_mod reads.
+
+  Of a mask all four axes as they were given, though kernels may read a part of it; see `folded`.
+  """
+  found: dict[str, Tensor] = {}
+  for name, declared, value in arguments.given:
+    if declared.has_gradient and (name != "aux" or arguments.score_mod is not None):
+      xs = [four_axes(value)] if name == "attn_mask" else declared.tensors(value)
+      found |= {f"aux[{i}]" if name == "aux" else name: x for i, x in enumerate(xs) if dtypes.is_float(x.dtype)}
+  return found
 
 
-def differentiable(arguments: Arguments) -> list[tuple[str, Tensor]]:
-  """Return the Tensors besides q, k, v that have a gradient: an additive mask, sinks, and aux that score_mod reads."""
-  names = [name for name in DIFFERENTIABLE if name != "aux" or arguments.score_mod is not None]
-  return [(name, x) for name, x in arguments.tensors() if name in names and dtypes.is_float(x.dtype)]
+def _with_leaves(arguments: Arguments, leaves: Mapping[str, Tensor]) -> Arguments:
+  """Return the arguments with these in the place of what `differentiable` lists, and with all others detached."""
+  found = arguments.detached()
+  aux = tuple(leaves.get(f"aux[{i}]", x) for i, x in enumerate(found.aux))
+  return replace(
+    found, aux=aux, attn_mask=leaves.get("attn_mask", found.attn_mask), sinks=leaves.get("sinks", found.sinks)
+  )
 
 
 def by_kernels(launches: tuple[Launch, ...], residuals: Residuals, arguments: Arguments) -> list[Tensor]:
   """Compute dQ, dK and dV with kernels."""
-  given: dict[str, Sequence[Tensor]] = {x: [getattr(residuals, x)] for x in ("lse", "delta")}
-  given |= {name: [residuals.buffer(name, getattr(residuals, name))] for name in ("q", "k", "v", "do")}
+  layouts, given = dict(residuals.spec.layouts), dict[str, Sequence[Tensor]]()
+  given |= {name: [getattr(residuals, name)] for name in ("lse", "delta")}
+  given |= {name: [flat_base(name, getattr(residuals, name), layouts.get(name))] for name in ("q", "k", "v", "do")}
   given |= arguments.buffers()
   return run_backward(launches, cast(Devices, residuals.q.device), given, arguments.variables(), arguments.block_mask)
 
@@ -241,35 +184,36 @@ def _no_further(*given: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
 
 
 def of_inputs(residuals: Residuals, arguments: Arguments) -> list[Tensor | None]:
-  """Return the gradients of the Tensors that `differentiable` lists, in its order."""
-  names, found = [name for name, _ in differentiable(arguments)], list[Tensor | None]()
-  found += [of_mask(residuals, arguments)] if "attn_mask" in names else []
-  found += [of_sinks(residuals, arguments)] if "sinks" in names else []
-  return found + (of_aux(residuals, arguments) if "aux" in names else [])
+  """Return the gradients of what `differentiable` lists, in its order."""
+  inputs = differentiable(arguments)
+  found: list[Tensor | None] = [of_mask(residuals, arguments, inputs["attn_mask"])] if "attn_mask" in inputs else []
+  found += [of_sinks(residuals, inputs["sinks"])] if "sinks" in inputs else []
+  of_aux = {name: x for name, x in inputs.items() if name.startswith("aux")}
+  return found + (_of_aux(residuals, arguments, of_aux) if of_aux else [])
 
 
-def of_sinks(residuals: Residuals, arguments: Arguments) -> Tensor:
+def of_sinks(residuals: Residuals, sinks: Tensor) -> Tensor:
   """Return the gradient of the sinks, (Hq,). A row that sees neither a key nor a sink has a delta of 0."""
   lse = residuals.lse.eq(-math.inf).where(0, residuals.lse)
-  return -((cast(Tensor, arguments.sinks).reshape(1, -1, 1) - lse).clip(max_=0).exp() * residuals.delta).sum((0, 2))
+  return -((sinks.reshape(1, -1, 1) - lse).clip(max_=0).exp() * residuals.delta).sum((0, 2))
 
 
-def of_mask(residuals: Residuals, arguments: Arguments) -> Tensor:
-  """Return the gradient of an additive mask: that of the scores, summed where the mask broadcasts."""
+def of_mask(residuals: Residuals, arguments: Arguments, mask: Tensor) -> Tensor:
+  """Return the gradient of an additive mask of four axes: that of the scores, summed where the mask broadcasts."""
   scores = scores_of(residuals.q, residuals.k, residuals.spec, arguments)
-  mask, grad = cast(Tensor, arguments.attn_mask), of_scores(residuals, scores, arguments)
+  grad = of_scores(residuals, scores, arguments)
   for axis in (3, 2, 1, 0):
     if mask.shape[axis] == 1:
       grad = grad.sum(axis, keepdim=True).contiguous()  # one axis at a time: a long sum loses digits
   return grad.cast(mask.dtype)
 
 
-def of_aux(residuals: Residuals, arguments: Arguments) -> list[Tensor | None]:
+def _of_aux(residuals: Residuals, arguments: Arguments, aux: Mapping[str, Tensor]) -> list[Tensor | None]:
   """Return the gradients of the aux that score_mod reads, differentiating the scores with tinygrad."""
-  leaves = arguments.each(Tensor.detach)
-  scores = scores_of(residuals.q.detach(), residuals.k.detach(), residuals.spec, leaves)
+  leaves = {name: x.detach() for name, x in aux.items()}
+  scores = scores_of(residuals.q.detach(), residuals.k.detach(), residuals.spec, _with_leaves(arguments, leaves))
   total = (scores * of_scores(residuals, scores, arguments).detach()).sum()
-  return _gradients(total, [x for name, x in differentiable(leaves) if name == "aux"])
+  return _gradients(total, list(leaves.values()))
 
 
 def of_scores(residuals: Residuals, scores: Tensor, arguments: Arguments) -> Tensor:
@@ -281,31 +225,23 @@ def of_scores(residuals: Residuals, scores: Tensor, arguments: Arguments) -> Ten
   return p * (dropped(dp.reshape(scores.shape), spec, arguments) - s.delta.unsqueeze(-1))
 
 
-def by_reference(residuals: Residuals, arguments: Arguments) -> list[Tensor | None]:
-  """Compute all gradients through the reference, which stores (B, Hq, M, N) scores."""
+def by_reference(
+  spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+  """Compute all gradients through the reference, which stores (B, Hq, M, N) scores; see `gradients_of`."""
   # Detached Tensors are leaves: differentiation stops at q, k, v and the gradients, which may depend on one another.
-  leaves = arguments.each(Tensor.detach)
-  q, k, v = (x.detach() for x in (residuals.q, residuals.k, residuals.v))
-  out, lse = reference(q, k, v, residuals.spec, leaves)
-  total = (out * residuals.do.detach()).sum()
-  total = total if residuals.dlse is None else total + (lse * residuals.dlse.detach()).sum()
+  leaves = {"q": q, "k": k, "v": v} | differentiable(arguments)
+  leaves = {name: x.detach() for name, x in leaves.items()}
+  q, k, v = (leaves.pop(name) for name in "qkv")
+  results = reference(q, k, v, spec, _with_leaves(arguments, leaves))
+  terms = ((x * dx.detach()).sum() for x, dx in zip(results, grads, strict=True) if dx is not None)
+  total = functools.reduce(Tensor.add, terms)
   if arguments.scales is not None:  # 8-bit keys and values have no gradient
-    return [*_gradients(total, [q]), None, None, *_gradients(total, [x for _, x in differentiable(leaves)])]
-  return _gradients(total, [q, k, v, *(x for _, x in differentiable(leaves))])
+    return [*_gradients(total, [q]), None, None, *_gradients(total, [*leaves.values()])]
+  return _gradients(total, [q, k, v, *leaves.values()])
 
 
 def _gradients(total: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:
   """Return the gradient of each leaf; for a leaf that occurs twice the whole gradient comes first, then None."""
   found = dict(zip((x.uop for x in leaves), total.gradient(*leaves), strict=True))
   return [found.pop(x.uop, None) for x in leaves]
-
-
-def _in_places(
-  arguments: Iterable[UOp], operands: list[Tensor], grads: Iterable[Tensor | None]
-) -> Iterator[UOp | None]:
-  """Yield the gradient of each argument of a call; None for one that is not an operand."""
-  left = list(zip(operands, grads, strict=True))
-  for argument in arguments:
-    place = next((i for i, (x, _) in enumerate(left) if x.uop is argument), None)
-    grad = None if place is None else left.pop(place)[1]
-    yield None if grad is None else grad.uop

@@ -1,11 +1,10 @@
-"""Attention of Tensors that are sharded over devices by batches or heads: each device computes its own.
+"""Attention of Tensors that are sharded over devices by batches or heads, or on one device: each computes its own.
 
 Everything runs on parts, see `uopattn.spec.shards`: the kernels, chosen for the shapes of a part, and the plain ops.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from tinygrad import Tensor, UOp
@@ -14,11 +13,11 @@ from uopattn.dsl import sizes
 from uopattn.dsl.rules.masks import NO_ORIGIN, Origin
 from uopattn.plan.dispatch import launch_on
 from uopattn.plan.forward import forward
-from uopattn.plan.gradient import Residuals, differentiable, gradients_of, laid_out
+from uopattn.plan.gradient import gradients_of
 from uopattn.plan.launch import Launch
 from uopattn.plan.reference import reference
 from uopattn.spec.arguments import ARGUMENTS, Arguments, four_axes
-from uopattn.spec.expanded import folded
+from uopattn.spec.layout import folded
 from uopattn.spec.shards import (
   device_number,
   devices_of,
@@ -26,7 +25,6 @@ from uopattn.spec.shards import (
   joined,
   part_of,
   sharded_axis,
-  with_gradients,
 )
 from uopattn.spec.spec import AttentionSpec, make_spec
 
@@ -35,17 +33,15 @@ AXES = ("batches", "heads", "sequence", "head size")
 
 @dataclass(frozen=True, eq=False)
 class Sharded:
-  """An attention whose batches or heads are divided over devices.
+  """An attention whose batches or heads are divided over devices; one device has all of them.
 
   Attributes:
-    spec: of the whole.
-    axis: 0 for batches, 1 for heads; None if every device computes all of it.
+    axis: 0 for batches, 1 for heads; None if each device computes all of it.
     axis_kv: the axis along which k and v are divided; None if every device reads all of them.
     part: the spec of a part.
   """
 
   devices: tuple[str, ...]
-  spec: AttentionSpec
   axis: int | None
   axis_kv: int | None
   part: AttentionSpec
@@ -66,7 +62,7 @@ class Sharded:
           f"and has {spec.Hkv}"
         )
       axis_kv = None
-    found = cls(devices, spec, axis, axis_kv, spec)
+    found = cls(devices, axis, axis_kv, spec)
     given = found.parts_of(arguments)
     part = make_spec(part_of(q, axis), part_of(k, axis_kv), part_of(v, axis_kv), given)
     b, h = (device_number(count) * size if axis == i else 0 for i, size in enumerate((part.B, part.Hq)))
@@ -76,53 +72,44 @@ class Sharded:
     """Return the launch of the part. Raises NoKernel."""
     return launch_on(self.part, self.devices[0])
 
-  def axis_of(self, axes: str, shape: tuple[int, ...]) -> int | None:
-    """Return the axis along which a Tensor with these `Argument.axes` is divided."""
+  def axis_of(self, name: str, x: Tensor) -> int | None:
+    """Return the axis along which q, k, v or a Tensor of an argument, such as "aux[0]", is divided."""
+    if name in ("q", "k", "v"):
+      return self.axis if name == "q" else self.axis_kv
     letters = "" if self.axis is None else "b" if self.axis == 0 else "h" if self.axis_kv is None else "hk"
-    return next((i for i, letter in enumerate(axes) if letter in letters and shape[i] > 1), None)
+    axes = enumerate(ARGUMENTS[name.split("[")[0]].axes)
+    return next((i for i, letter in axes if letter in letters and sizes(x)[i] > 1), None)
 
   def parts_of(self, arguments: Arguments) -> Arguments:
     """Return the arguments of a part."""
+    if len(self.devices) == 1:
+      return arguments
+
+    def part(name: str, x: Tensor) -> Tensor:
+      return part_of(x, self.axis_of(name, x))
+
     found: dict[str, Any] = {}
-    for name, declared, value in arguments.given:
+    for name, _, value in arguments.given:
       if name == "block_mask":
         found[name] = value.on(self.devices, self.axis)
       elif name == "attn_mask":
-        found[name] = self._part(declared.axes, folded(four_axes(value)))
+        mask = four_axes(value)
+        axis = self.axis_of(name, mask)
+        shape = (n // len(self.devices) if i == axis else n for i, n in enumerate(sizes(mask)))
+        found[name] = part(name, folded(mask)).expand(*shape)
       elif isinstance(value, tuple) and all(isinstance(x, Tensor) for x in value):
-        found[name] = tuple(self._part(declared.axes, x) for x in value)
+        found[name] = tuple(part(name, x) for x in value)
       elif isinstance(value, Tensor):
-        found[name] = self._part(declared.axes, value)
+        found[name] = part(name, value)
     return replace(arguments, **found)
 
-  def with_whole_mask(self, own: Arguments, arguments: Arguments) -> Arguments:
-    """Return the arguments of a part for the gradient of its mask, in the shape that the user gave it."""
-    mask = arguments.attn_mask
-    if mask is None or own.attn_mask is None:
-      return own
-    shape = list(sizes(four_axes(mask)))
-    if (axis := self.axis_of("bhmn", tuple(shape))) is not None:
-      shape[axis] //= len(devices_of(mask.device))
-    return replace(own, attn_mask=own.attn_mask.expand(shape).detach())
-
-  def _part(self, axes: str, x: Tensor) -> Tensor:
-    return part_of(x, self.axis_of(axes, sizes(x)))
-
-  def run(self, launch: Launch | None, q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, backend: str) -> Any:
-    """Return the output and the LSE, sharded along `axis`.
-
-    Args:
-      launch: of the part; None for plain ops.
-      arguments: of the whole, with the seed of dropout.
-      backend: as in `forward`.
-    """
-    operands = {"q": q, "k": k, "v": v} | differentiable_of(arguments)
-    q, k, v = (part_of(operands[name], self._axis(name, operands[name])) for name in "qkv")
+  def forward(
+    self, launch: Launch | None, q: Tensor, k: Tensor, v: Tensor, arguments: Arguments
+  ) -> tuple[Tensor, Tensor]:
+    q, k, v = (part_of(x, self.axis_of(name, x)) for name, x in (("q", q), ("k", k), ("v", v)))
     own = self.parts_of(arguments)
     out, lse = reference(q, k, v, self.part, own) if launch is None else forward(launch, q, k, v, arguments=own)
-    backend = "reference" if launch is None else backend
-    gradients = partial(self.gradients, arguments=arguments, backend=backend)
-    return with_gradients([joined(x, self.axis) for x in (out, lse)], operands, gradients)
+    return joined(out, self.axis), joined(lse, self.axis)
 
   def gradients(
     self,
@@ -132,30 +119,13 @@ class Sharded:
     arguments: Arguments,
     backend: str,
   ) -> list[Tensor | None]:
-    """Return the gradients of the operands.
-
-    Args:
-      results: the output and the LSE.
-      operands: q, k, v and what `differentiable_of` returns.
-      grads: the gradients of the results; None for 0.
-    """
-    axes = {name: self._axis(name, x) for name, x in operands.items()}
-    out, lse = (part_of(x, self.axis) for x in results)
-    do, dlse = (None if x is None else part_of(x, self.axis) for x in grads)
-    q, k, v = (part_of(operands[name], axes[name]) for name in "qkv")
-    do = laid_out(out.zeros_like() if do is None else do.cast(out.dtype), self.part)
-    residuals = Residuals(self.part, q, k, v, out, lse, do, None if dlse is None else dlse.float().contiguous())
-    own = self.parts_of(arguments)
-    found = gradients_of(residuals, own, self.with_whole_mask(own, arguments), backend)
-    named = zip(operands.values(), found, axes.values(), strict=True)
-    summed = self.axis is not None
-    return [None if grad is None else gradient_of(x, grad, axis, summed) for x, grad, axis in named]
-
-  def _axis(self, name: str, x: Tensor) -> int | None:
-    """Return the axis along which an operand is divided."""
-    if name in ("q", "k", "v"):
-      return self.axis if name == "q" else self.axis_kv
-    return self.axis_of(ARGUMENTS[name.split("[")[0]].axes, sizes(x))
+    axes = [self.axis_of(name, x) for name, x in operands.items()]
+    q, k, v = (part_of(x, axis) for x, axis in zip(operands.values(), axes[:3], strict=False))
+    own = [part_of(x, self.axis) for x in results]
+    of_own = [None if x is None else part_of(x, self.axis) for x in grads]
+    found = gradients_of(self.part, q, k, v, self.parts_of(arguments), own, of_own, backend)
+    named = zip(operands.values(), found, axes, strict=True)
+    return [x if x is None else gradient_of(whole, x, axis, self.axis is not None) for whole, x, axis in named]
 
 
 def part_spec(
@@ -172,15 +142,6 @@ def part_spec(
   moved = any(isinstance(x, UOp) for x in first)
   origin = Origin(first, whole.Hq, whole.M) if numbered and moved else NO_ORIGIN
   return replace(part, return_lse=True, origin=origin, dropout_p=whole.dropout_p, **mods)
-
-
-def differentiable_of(arguments: Arguments) -> dict[str, Tensor]:
-  """Return what `differentiable` lists by name, with all of an additive mask, though kernels may read a part of it."""
-  found: dict[str, Tensor] = {}
-  for name, x in differentiable(arguments):
-    whole = four_axes(arguments.attn_mask) if name == "attn_mask" and arguments.attn_mask is not None else x
-    found[f"{name}[{len(found)}]"] = whole
-  return found
 
 
 def axes_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[int | None, ...]:

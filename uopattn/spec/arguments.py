@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple, TypedDict, cast
+from typing import Any, NamedTuple, TypedDict
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
@@ -18,7 +18,7 @@ from tinygrad.uop.ops import Ops
 from uopattn.dsl import sizes as shape_of
 from uopattn.dsl.rules.ranges import Range, Window, merged
 from uopattn.spec.block_mask import BlockMask
-from uopattn.spec.expanded import folded
+from uopattn.spec.layout import folded
 from uopattn.spec.tensors import WIDEST, check_tensor, check_tensors, described, dtype_name, near, placed
 
 
@@ -337,17 +337,17 @@ class Arguments:
     return [(name, x) for name, declared, value in self.given for x in declared.tensors(value)]
 
   def buffers(self) -> dict[str, list[Tensor]]:
-    """Return the Tensors as kernels take them, grouped by the name of their argument."""
-    found: dict[str, list[Tensor]] = {}
-    for name, x in self.tensors():
-      found.setdefault(name, []).append(x)
-    return found
+    """Return the Tensors as kernels take them, contiguous, grouped by the name of their argument."""
+    forms = ((name, declared.tensors(value)) for name, declared, value in self.given)
+    return {name: [x.contiguous() for x in xs] for name, xs in forms if xs}
 
-  def each(self, change: Callable[[Tensor], Tensor]) -> "Arguments":
-    """Return a copy with `change` applied to each Tensor, except those of a block mask."""
-    found = {name: [*map(change, xs)] for name, xs in self.buffers().items() if name != "block_mask"}
-    given = {name: tuple(xs) if isinstance(getattr(self, name), tuple) else xs[0] for name, xs in found.items()}
-    return replace(self, **cast(dict[str, Any], given))
+  def detached(self) -> "Arguments":
+    """Return a copy with each Tensor, as kernels take it, detached; except those of a block mask."""
+    found: dict[str, Any] = {}
+    for name, declared, value in self.given:
+      if name != "block_mask" and (xs := tuple(x.detach() for x in declared.tensors(value))):
+        found[name] = xs if isinstance(value, tuple) else xs[0]
+    return replace(self, **found)
 
   def variables(self) -> tuple[UOp, ...]:
     """Return the distinct bound Variables, without those of only one possible value: tinygrad makes them constants."""

@@ -1,12 +1,19 @@
-"""Where the elements of a view lie in its buffer: offset and strides, found by following a Tensor's movement ops."""
+"""What the movement ops of a view say of its elements.
+
+Where they lie in the buffer, offset and strides; and along which axes they are equal, because those were expanded:
+kernels then read the part that was expanded.
+"""
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from operator import mul
 from typing import cast
 
 from tinygrad import Tensor, UOp
 from tinygrad.uop.ops import GroupOp, Ops
 
+from uopattn.dsl import sizes
 from uopattn.runtime.function import function_inputs
 from uopattn.runtime.log import log_once
 
@@ -73,7 +80,7 @@ def layout_of(x: UOp) -> Layout | None:
   """The layout of x in `base_of(x)`; None if movement ops make no strided view of it, as pads and some reshapes."""
   base = base_of(x)
   found = _strided(x, base)
-  return None if found is None else Layout(math.prod(_ints(base)), *found)
+  return None if found is None else Layout(math.prod(sizes(base)), *found)
 
 
 def strided(x: Tensor | UOp) -> Layout | None:
@@ -86,7 +93,7 @@ def strided(x: Tensor | UOp) -> Layout | None:
 def starts_as(x: Tensor | UOp, part: Tensor | UOp) -> bool:
   """Whether the rows of `part` are the first elements of the rows of x, in the same memory."""
   whole, rows = (u.uop if isinstance(u, Tensor) else u for u in (x, part))
-  if base_of(whole) is not base_of(rows) or _ints(rows)[-1] > _ints(whole)[-1]:
+  if base_of(whole) is not base_of(rows) or sizes(rows)[-1] > sizes(whole)[-1]:
     return False
   found = layout_of(whole), layout_of(rows)
   if None in found or any(
@@ -97,23 +104,19 @@ def starts_as(x: Tensor | UOp, part: Tensor | UOp) -> bool:
   return (a.offset, a.strides[:-1]) == (b.offset, b.strides[:-1])
 
 
-def _ints(x: UOp) -> Shape:
-  return cast(Shape, x.shape)
-
-
 def _strided(x: UOp, base: UOp) -> tuple[int, tuple[int, ...]] | None:
   """Offset and strides of x."""
   if not all(isinstance(n, int) for n in x.shape):
     return None
   if x is base:
-    return 0, contiguous_strides(_ints(x))
+    return 0, contiguous_strides(sizes(x))
   found = _strided(x.src[0], base)
   if found is None or x.op is Ops.DETACH:
     return found
   offset, strides = found
   match x.op:
     case Ops.RESHAPE:
-      reshaped = _reshaped(_ints(x.src[0]), strides, _ints(x))
+      reshaped = _reshaped(sizes(x.src[0]), strides, sizes(x))
       return None if reshaped is None else (offset, reshaped)
     case Ops.PERMUTE:
       return offset, tuple(strides[i] for i in x.marg)
@@ -121,9 +124,9 @@ def _strided(x: UOp, base: UOp) -> tuple[int, tuple[int, ...]] | None:
       return offset, (*(0 for _ in range(x.ndim - x.src[0].ndim)), *strides)
     case Ops.SHRINK:
       offset += sum(first * stride for (first, _), stride in zip(x.marg, strides, strict=True))
-      return offset, tuple(0 if n == 1 else stride for n, stride in zip(_ints(x), strides, strict=True))
+      return offset, tuple(0 if n == 1 else stride for n, stride in zip(sizes(x), strides, strict=True))
     case Ops.FLIP:
-      flips = list(zip(x.marg, _ints(x), strides, strict=True))
+      flips = list(zip(x.marg, sizes(x), strides, strict=True))
       return offset + sum(flip * (n - 1) * s for flip, n, s in flips), tuple(-s if f else s for f, _, s in flips)
   return None
 
@@ -174,3 +177,90 @@ def in_memory(x: Tensor) -> Tensor:
   # In a precompiled `tinygrad.function`, `contiguous` would copy a cache that has just been written; a stack of what
   # devices have copied from one another it would always copy.
   return x if x.uop.op is Ops.MSTACK or x.uop.has_buffer_identity(after_ok=True) else x.contiguous()
+
+
+def folded(x: Tensor) -> Tensor:
+  """Shrink the Tensor to size 1 along each axis along which it is known to be constant."""
+  shape = tuple(min(n, 1) if same else n for n, same in zip(sizes(x), _constant_axes(x.uop, {}), strict=True))
+  if x.uop.op is Ops.EXPAND and x.uop.src[0].shape == shape:
+    return Tensor(x.uop.src[0])
+  return x.shrink(tuple((0, n) for n in shape))
+
+
+def distinct_heads(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+  """Return k and v, (B, H, N, D), without heads that were repeated for the query heads that share them.
+
+  Heads are repeated if they were expanded from one, or each into several in a row, as by `repeat_interleave`. k and v
+  stay as they are if they would have different numbers of heads.
+  """
+  buffers = k.uop.has_buffer_identity(after_ok=True) or v.uop.has_buffer_identity(after_ok=True)
+  if buffers or 0 in k.shape or 0 in v.shape:
+    return k, v
+  found = _distinct(k, 1), _distinct(v, 1)
+  return found if found[0].shape[1] == found[1].shape[1] else (k, v)
+
+
+def _distinct(x: Tensor, axis: int) -> Tensor:
+  """Return x without the repetitions along an axis, of four."""
+  if x.shape[axis] == 1 or _constant_axes(x.uop, {})[axis]:
+    return x.shrink(tuple((0, 1) if i == axis else None for i in range(x.ndim)))
+  if x.uop.op is Ops.PERMUTE:
+    order = x.uop.marg
+    return _distinct(Tensor(x.uop.src[0]), order[axis]).permute(order)
+  before = x.uop  # with the repeats along an axis of their own, and axes of size 1 anywhere
+  while before.op is Ops.RESHAPE:
+    before = before.src[0]
+  outer, inner = sizes(x)[:axis], sizes(x)[axis + 1 :]
+  for place, repeats in enumerate(sizes(before)):
+    shape = (*outer, sizes(x)[axis] // repeats, repeats, *inner)
+    if repeats > 1 and _constant_axes(before, {})[place] and _same_axes(sizes(before), place, shape, axis + 1):
+      rows = Tensor(before).reshape(shape)
+      return rows.shrink(tuple((0, 1) if i == axis + 1 else None for i in range(rows.ndim))).squeeze(axis + 1)
+  return x
+
+
+def _same_axes(a: tuple[int, ...], i: int, b: tuple[int, ...], j: int) -> bool:
+  """Return whether two shapes have the same sizes before and after the axes i and j, but for sizes of 1."""
+  return all([n for n in x if n > 1] == [n for n in y if n > 1] for x, y in ((a[:i], b[:j]), (a[i:], b[j:])))
+
+
+def _constant_axes(x: UOp, known: dict[UOp, tuple[bool, ...]]) -> tuple[bool, ...]:
+  """Return for each axis whether all elements along it are known to be equal.
+
+  Args:
+    known: results so far.
+  """
+  if x not in known:
+    before = [_constant_axes(s, known) for s in _read(x)]
+    own = tuple(n == 1 for n in sizes(x))
+    known[x] = tuple(a or b for a, b in zip(own, _from(x, before), strict=True)) if before else own
+  return known[x]
+
+
+def _read(x: UOp) -> tuple[UOp, ...]:
+  """Return the inputs that x takes its elements from; none if x is a buffer, or an op that is not analysed."""
+  if x.op in (Ops.EXPAND, Ops.PERMUTE, Ops.RESHAPE, Ops.SHRINK, Ops.FLIP):
+    return x.src[:1]
+  return x.src if x.op in GroupOp.ALU or x.op is Ops.CAST else ()
+
+
+def _from(x: UOp, before: list[tuple[bool, ...]]) -> tuple[bool, ...]:
+  """Return which axes of x are constant because its inputs are constant along theirs."""
+  if x.op is Ops.PERMUTE:
+    return tuple(before[0][axis] for axis in x.marg)
+  if x.op is Ops.RESHAPE:
+    return _constant_of(before[0], sizes(x.src[0]), sizes(x))
+  ndim = len(sizes(x))  # `expand` adds axes on the left, and so do elementwise operations
+  return tuple(map(all, zip(*((True,) * (ndim - len(axes)) + axes for axes in before), strict=True)))
+
+
+def _constant_of(constant: tuple[bool, ...], old: tuple[int, ...], new: tuple[int, ...]) -> tuple[bool, ...]:
+  """Return which new axes are constant: those that only constant old axes were split or merged into."""
+  old_ends, new_ends = (list(accumulate(shape, mul, initial=1)) for shape in (old, new))
+  shared = sorted(set(old_ends) & set(new_ends))
+
+  def is_constant(begin: int, end: int) -> bool:
+    begin, end = max(x for x in shared if x <= begin), min(x for x in shared if x >= end)
+    return all(same for same, a, b in zip(constant, old_ends, old_ends[1:], strict=False) if begin <= a < b <= end)
+
+  return tuple(is_constant(a, b) for a, b in pairwise(new_ends))

@@ -6,7 +6,7 @@ that one device holds; a kernel called with parts runs on each device, with that
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from tinygrad import Context, Tensor, UOp, dtypes
 from tinygrad.uop import GroupOp
@@ -46,11 +46,12 @@ def sharded_axis(name: str, x: Tensor) -> int | None:
 
 
 def part_of(x: Tensor, axis: int | None) -> Tensor:
-  """Return the part of x that each device has if x is sharded along `axis`; all of x for None.
+  """Return the part of x that each device has if x is sharded along `axis`; all of x for None, or on one device.
 
-  x is on several devices. If it is sharded along another axis, its parts are gathered on every device first. The result
-  has no gradient; see `with_gradients`.
+  If x is sharded along another axis, its parts are gathered on every device first. The result has no gradient.
   """
+  if not isinstance(x.device, tuple):
+    return x
   have = x.uop.axis
   if have == axis:
     return x if axis is None else Tensor(_part(x.uop, axis))
@@ -135,49 +136,15 @@ def written_by_kernel(x: UOp) -> bool:
   return called and x.src[0].has_buffer_identity() and x.src[0].base.op is not Ops.PARAM
 
 
-def with_gradients(
-  results: Sequence[Tensor], operands: Mapping[str, Tensor], gradients: Callable[..., Sequence[Tensor | None]]
-) -> tuple[Tensor, ...]:
-  """Return the results, with gradients that flow to the operands alone.
-
-  Args:
-    gradients: called with the results, the operands by name, and of each result the gradient, or None if it has none;
-      returns the gradient of each operand.
-  """
-  given = [x.uop for x in (*results, *operands.values())]
-  count = len(results)
-
-  def grad_fxn(*grads: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
-    grads, call = grads_and_call(grads, call)
-    values = [Tensor(x) for x in call.src[1:]]
-    by_axes = {g.ndim: Tensor(g) for g in grads}  # results are told apart by their number of axes
-    named = dict(zip(operands, values[count:], strict=True))
-    found = gradients(values[:count], named, [by_axes.get(x.ndim) for x in values[:count]])
-    return *[None] * count, *(None if x is None else x.uop for x in found)
-
-  body = UOp.maketuple(*(x.param_like(i) for i, x in enumerate(given[:count])))
-  call = body.call(*given, grad_fxn=grad_fxn)
-  found = zip(given, (call.gettuple(i) for i in range(count)), strict=False)
-  # What a kernel has written is stored to itself, which gradients pass and tinygrad drops; it would copy a GETTUPLE.
-  return tuple(Tensor(x.after(x.store(value)) if written_by_kernel(x) else value) for x, value in found)
-
-
-def grads_and_call(grads: tuple[UOp, ...], call: UOp | None) -> tuple[tuple[UOp, ...], UOp]:
-  """Return the gradients and the call that tinygrad passes to a `grad_fxn`.
-
-  It passes a single gradient and the call by position, several gradients with call=.
-  """
-  return (grads, call) if call is not None else (grads[:-1], grads[-1])
-
-
 def gradient_of(x: Tensor, part: Tensor, axis: int | None, summed: bool) -> Tensor:
   """Return the gradient of x, sharded as x is, from that of `part_of(x, axis)`.
 
   Args:
     summed: if each device has used all of x, whether its gradient is the sum of theirs, not the same on all of them.
   """
+  if not isinstance(x.device, tuple):
+    return part
   have = x.uop.axis
-  assert isinstance(x.device, tuple)
   if axis is None and not summed:
     whole = part
   elif axis is None:

@@ -76,7 +76,7 @@ class AttentionSpec(Problem):
 
   @property
   def is_empty(self) -> bool:
-    """Whether there are no results, or no keys: see `uopattn.plan.empty`."""
+    """Whether there are no results, or no keys: see `uopattn.plan.division.Empty`."""
     return 0 in (self.B, self.Hq, self.M, self.N)
 
   @property
