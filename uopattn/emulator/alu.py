@@ -48,6 +48,7 @@ def float8_of(arch: str, dtype: DType) -> DType:
   return FNUZ.get(dtype, dtype) if arch == "gfx942" else dtype
 
 
+@cache
 def storage(dtype: DType) -> np.dtype:
   """Return the numpy dtype that stores `dtype`. Raises TypeError for dtypes no GPU program holds (fnuz fp8, weak)."""
   if dtype in RAW:

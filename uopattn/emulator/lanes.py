@@ -93,7 +93,9 @@ class Run:
 
   def spread(self, value: Any) -> np.ndarray:
     """Return a value as an array over all lanes."""
-    return np.broadcast_to(value, (self.shape.lanes,))
+    if np.shape(value) == self.all_lanes.shape:  # broadcasting takes ten times as long to find that out
+      return value
+    return np.broadcast_to(value, self.all_lanes.shape)
 
   def active_waves(self) -> int:
     """Return the number of waves with an active lane."""
