@@ -57,7 +57,7 @@ for words in (small, [*small, "DTYPE=bfloat16"], [*small, "M=1", "N=1000", "CAUS
   sys.argv[1:] = words
   assert run.main() == 0
 assert len(team._team._threads) == os.cpu_count() - 1
-assert not team._team._threads or team._team._shared[team._BELL]
+assert not team._team._threads or team._team._shared.bell
 
 x = np.random.default_rng(0).standard_normal((3, 1, 2, 70, 16)).astype(np.float32)
 gradients = []

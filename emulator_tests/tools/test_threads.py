@@ -256,10 +256,10 @@ for nap, rounds, longest, again in ((0, 400, 0.0005, 0.00005), (20000, 12, 0.15,
     begun, ended = counts.words[0], counts.words[1]
     signal.setitimer(signal.ITIMER_REAL, 0)
     assert begun == ended and max(counts.words[2:]) <= 1
-    assert four._shared[team._INSIDE] == team._CLOSED and not four._shared[team._INSIDE + 1]
+    assert four._shared.inside == team._CLOSED and not four._shared.taken
 assert raised > 100 and halfway > 3, (raised, halfway)
 time.sleep(0.1)
-assert four._shared[team._ASLEEP] == 3
+assert four._shared.asleep == 3
 counts = Counts()
 counts.run(0, company=4, items=4)
 assert counts.words[1] == 4
@@ -311,8 +311,8 @@ for system in (Named, Neither, NeitherAsOnMacOS):
     counts.run(0, company=2)
     assert counts.done() and counts.words[1]
 time.sleep(0.1)
-assert [bool(x._shared[team._BELL]) for x in teams] == [True, True, False, False]
-assert [x._shared[team._ASLEEP] for x in teams] == [3, 3, 0, 0]
+assert [bool(x._shared.bell) for x in teams] == [True, True, False, False]
+assert [x._shared.asleep for x in teams] == [3, 3, 0, 0]
 assert not glob.glob(f"/dev/shm/*uopattn-{os.getpid()}-*")  # where Linux keeps semaphores that have a name
 """)
 
@@ -348,7 +348,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 thread = threading.Thread(target=Counts().run, args=(20000,))
 thread.start()
-while not four._shared[team._INSIDE + 1]:
+while not four._shared.taken:
   pass
 child = os.fork()
 if child == 0:
