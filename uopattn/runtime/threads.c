@@ -1,4 +1,4 @@
-// The C side of team.py, which says how it works and defines MOST_ARGUMENTS, and for a call of a kernel the TYPES of that
+// The C side of threads.py, which says how it works and defines MOST_ARGUMENTS, and for a call of a kernel the TYPES of that
 // many words and the VALUES from a[0] on. Its ctypes structures mirror the ones here.
 typedef unsigned long long word;
 #if defined(__x86_64__)
