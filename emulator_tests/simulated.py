@@ -11,8 +11,7 @@ import numpy as np
 from tinygrad.dtype import DType, dtypes
 
 from uopattn.emulator.warpgroup import cut_product
-from uopattn.proof.oracle import PRECISIONS, Array, Rules, cut_to_tf32, modified, seen
-from uopattn.proof.oracle_gradients import slope
+from uopattn.proof.oracle import PRECISIONS, Array, Rules, cut_to_tf32, modified, seen, slope
 
 RAISED = {dtypes.fp8e4m3: 8, dtypes.fp8e5m2: 15}  # exponents by which weights in 8 bits are raised
 LARGEST = {dtypes.float16: 6e4, dtypes.fp8e4m3: 448.0, dtypes.fp8e5m2: 5.7e4}  # of other types 1e37

@@ -44,8 +44,7 @@ def _backend() -> str:
 def _install(undo: ExitStack) -> None:
   from tinygrad.nn.onnx import Domain, OpSetId, onnx_ops  # takes a while, and few programs need it
 
-  from uopattn.integrate.onnx_attention import attention
-  from uopattn.integrate.onnx_contrib import group_query_attention, multi_head_attention
+  from uopattn.integrate.onnx import attention, group_query_attention, multi_head_attention
 
   if "GroupQueryAttention" in onnx_ops:
     return

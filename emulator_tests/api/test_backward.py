@@ -15,8 +15,7 @@ from tinygrad import Context, GlobalCounters, Tensor, TinyJit, UOp, dtypes
 
 from uopattn import attention
 from uopattn.proof.gate import verify_gradients
-from uopattn.proof.oracle import Array, oracle
-from uopattn.proof.oracle_gradients import gradients
+from uopattn.proof.oracle import Array, gradients, oracle
 from uopattn.runtime.log import log_once
 from uopattn.runtime.prepare import compiled
 

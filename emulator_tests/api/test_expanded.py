@@ -9,7 +9,7 @@ from helpers import qkv
 from tinygrad import GlobalCounters, Tensor
 
 from uopattn import attention
-from uopattn.proof.oracle_gradients import gradients
+from uopattn.proof.oracle import gradients
 from uopattn.spec.layout import folded
 
 B, H, M, N = 2, 4, 6, 10

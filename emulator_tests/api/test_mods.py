@@ -12,8 +12,7 @@ from tinygrad import Tensor, dtypes
 
 from uopattn import BlockMask, attention, mods
 from uopattn.plan.dispatch import CPU_ARGUMENTS
-from uopattn.proof.oracle import Array
-from uopattn.proof.oracle_gradients import gradients
+from uopattn.proof.oracle import Array, gradients
 from uopattn.runtime.log import log_once
 
 B, HQ, HKV, M, N = 2, 4, 2, 60, 60

@@ -15,8 +15,8 @@ from tinygrad.renderer.cstyle import CUDARenderer, HIPRenderer
 from tinygrad.uop.ops import AxisType
 
 import uopattn.emulator as emulator
-from uopattn.emulator.banks import Banks
 from uopattn.emulator.launch import BATCH_LANES
+from uopattn.emulator.memory import Banks
 
 X = np.random.default_rng(0).standard_normal(64).astype(np.float32)
 

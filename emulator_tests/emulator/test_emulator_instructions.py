@@ -18,7 +18,7 @@ from uopattn.dsl.cpu import amx
 from uopattn.dsl.instruction_set import BY_TEXT, INSTRUCTIONS
 from uopattn.dsl.nvidia import wgmma
 from uopattn.emulator import alu
-from uopattn.emulator.describe import instruction_of
+from uopattn.emulator.errors import instruction_of
 from uopattn.emulator.instructions import MEANINGS
 
 RNG = np.random.default_rng(0)

@@ -13,7 +13,7 @@ from uopattn.dsl.gpu.parts import PAIRS
 from uopattn.dsl.instruction_set import BY_TEXT
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.mma_layout import row_of
-from uopattn.emulator.describe import instruction_of
+from uopattn.emulator.errors import instruction_of
 from uopattn.emulator.warpgroup import THREADS
 
 ARCH = "sm_90"

@@ -91,7 +91,7 @@ def test_mla_blocks_are_put_back() -> None:
 def test_another_mla_block_is_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
   block = llm().MLATransformerBlock
   own = block._attention
-  monkeypatch.setattr("uopattn.integrate.llm.KNOWN", "the hash of some other source")
+  monkeypatch.setattr("uopattn.integrate.patch.KNOWN_MLA", "the hash of some other source")
   log_once.cache_clear()
   with uopattn.patch():
     assert block._attention is own

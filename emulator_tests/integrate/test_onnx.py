@@ -14,8 +14,7 @@ from tinygrad import Tensor, dtypes
 from tinygrad.nn.onnx import OnnxRunner, onnx_ops
 
 import uopattn
-from uopattn.integrate.onnx_attention import attention
-from uopattn.integrate.onnx_contrib import group_query_attention, multi_head_attention
+from uopattn.integrate.onnx import attention, group_query_attention, multi_head_attention
 from uopattn.proof.gate import compare
 from uopattn.proof.oracle import Array, oracle
 from uopattn.proof.roundings import FLOAT32

@@ -12,7 +12,7 @@ from helpers import check, on, qkv
 from tinygrad import Context, GlobalCounters, Tensor, TinyJit, UOp, dtypes, function
 
 import uopattn
-from uopattn.integrate.causal import causal_start
+from uopattn.integrate.patch import causal_start
 from uopattn.proof.gate import verify_gradients
 from uopattn.runtime.log import log_once
 

@@ -17,7 +17,7 @@ from tinygrad.dtype import DType
 
 from uopattn import attention
 from uopattn.dsl.rules.softmax import Scaling
-from uopattn.emulator.contraction import MODES
+from uopattn.emulator.alu import CONTRACTIONS
 
 PREFILL: extremes.Shape = (1, 2, 1, 20, 70, 16, 16)
 DECODE: extremes.Shape = (1, 2, 1, 1, 70, 16, 16)
@@ -61,7 +61,7 @@ def check_kernel(kind: str, name: str, arch: str, dtype: DType) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", CONTRACTIONS)
 @pytest.mark.parametrize("cases", [extremes.plain, extremes.masked])
 def test_every_case(cases: Any, mode: str) -> None:
   with SUBJECTS["cuda"].on("sm_80"), contracted(mode):
@@ -88,7 +88,7 @@ def rounded_apart(self: Scaling, dialect: str, scores: list[UOp], m_i: UOp, *res
   return [x * self.log2 - m_i * self.log2 for x in scores]
 
 
-@pytest.mark.parametrize("mode", [*MODES])
+@pytest.mark.parametrize("mode", [*CONTRACTIONS])
 def test_the_emulator_sees_what_contraction_does(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(Scaling, "exponents", rounded_apart)
   shape: extremes.Shape = (1, 1, 1, 20, 90, 16, 16)  # no other test's kernel

@@ -16,7 +16,7 @@ from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.target import Target
 from uopattn.plan.dispatch import delta_launch, dispatch, dispatch_backward, stages, sums_launch
-from uopattn.runtime import team
+from uopattn.runtime import threads
 from uopattn.runtime.clang import find_clang
 from uopattn.spec.spec import AttentionSpec
 
@@ -45,19 +45,19 @@ sys.addaudithook(hide)
 
 from uopattn import attention
 from uopattn import info, run
-from uopattn.runtime import team
+from uopattn.runtime import threads
 
 class System(ctypes.CDLL):
   def sem_init(self, *given):  # it is there, and fails
     return -1
 
-team._LIBC = System(None)
+threads._LIBC = System(None)
 small = ["N=100", "D=24", "H=6", "HKV=2", "CNT=1", "CAUSAL=1"]
 for words in (small, [*small, "DTYPE=bfloat16"], [*small, "M=1", "N=1000", "CAUSAL=0"]):
   sys.argv[1:] = words
   assert run.main() == 0
-assert len(team._team._threads) == os.cpu_count() - 1
-assert not team._team._threads or team._team._shared[team._BELL]
+assert len(threads._team._threads) == os.cpu_count() - 1
+assert not threads._team._threads or threads._team._shared.bell
 
 x = np.random.default_rng(0).standard_normal((3, 1, 2, 70, 16)).astype(np.float32)
 gradients = []
@@ -125,4 +125,4 @@ def test_code_of_the_kernels(dtype: DType, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_code_of_the_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-  check_code(team._SOURCE, cpu_target(MAC), tmp_path, monkeypatch)
+  check_code(threads._SOURCE, cpu_target(MAC), tmp_path, monkeypatch)

@@ -11,8 +11,7 @@ from simulated import LARGEST, Case, Kernel, of_type
 from tinygrad import Tensor, dtypes
 
 from uopattn.proof.gate import GradientGate, Report, numpy, verify_gradients
-from uopattn.proof.oracle import Array, Rules, oracle
-from uopattn.proof.oracle_gradients import gradients, slope, unbroadcast
+from uopattn.proof.oracle import Array, Rules, gradients, oracle, slope, unbroadcast
 
 HEADS, KEY_HEADS, M, N, D, TILE = 4, 2, 96, 192, 32, 64
 random = np.random.default_rng(3)

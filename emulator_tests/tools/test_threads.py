@@ -18,8 +18,7 @@ from tinygrad.runtime.ops_cpu import CPUProgram
 from uopattn import attention
 from uopattn.runtime import machine
 from uopattn.runtime.machine import thread_count
-from uopattn.runtime.team import MOST_ARGUMENTS, Team
-from uopattn.runtime.threads import ThreadedProgram, useful_threads
+from uopattn.runtime.threads import MOST_ARGUMENTS, Team, ThreadedProgram, useful_threads
 
 
 class Recorder:
@@ -189,7 +188,7 @@ from tinygrad import Device
 from tinygrad.device import TinyELF
 from tinygrad.runtime.ops_cpu import CPUProgram
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
-from uopattn.runtime import team
+from uopattn.runtime import threads
 
 SOURCE = '''
 void kernel(long *counts, int (*usleep)(unsigned), long nap, long company, long item) {
@@ -207,14 +206,14 @@ target = Device["CPU"].renderer.target
 code = ClangCompiler(target.arch.split(",")).compile(SOURCE)
 program = CPUProgram(Device["CPU"], TinyELF(code, "kernel", target, ()))
 usleep = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
-ITEMS, four = 40, team.team(3)
+ITEMS, four = 40, threads.team(3)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
 
 class Counts:
   def __init__(self):
     self.words = (ctypes.c_long * (2 + ITEMS))()
   def run(self, nap, company=0, items=ITEMS):
-    team.team(3).run(program.addr, (ctypes.addressof(self.words), usleep, nap, company, 0), 4, items, 4)
+    threads.team(3).run(program.addr, (ctypes.addressof(self.words), usleep, nap, company, 0), 4, items, 4)
   def done(self):
     return self.words[2:] == [1] * ITEMS
 """
@@ -231,7 +230,7 @@ def test_exceptions_of_signal_handlers_leave_the_team_free() -> None:
   """At any moment of a call, one after another; and then all threads do the items of a call."""
   signalled("""
 def running(frame):
-  return frame is not None and (frame.f_code is team.Team.run.__code__ or running(frame.f_back))
+  return frame is not None and (frame.f_code is threads.Team.run.__code__ or running(frame.f_back))
 
 raised = halfway = 0
 def handler(_, frame):
@@ -256,10 +255,10 @@ for nap, rounds, longest, again in ((0, 400, 0.0005, 0.00005), (20000, 12, 0.15,
     begun, ended = counts.words[0], counts.words[1]
     signal.setitimer(signal.ITIMER_REAL, 0)
     assert begun == ended and max(counts.words[2:]) <= 1
-    assert four._shared[team._INSIDE] == team._CLOSED and not four._shared[team._INSIDE + 1]
+    assert four._shared.inside == threads._CLOSED and not four._shared.taken
 assert raised > 100 and halfway > 3, (raised, halfway)
 time.sleep(0.1)
-assert four._shared[team._ASLEEP] == 3
+assert four._shared.asleep == 3
 counts = Counts()
 counts.run(0, company=4, items=4)
 assert counts.words[1] == 4
@@ -302,17 +301,17 @@ class NeitherAsOnMacOS(Named):
 
 teams = [four]
 for system in (Named, Neither, NeitherAsOnMacOS):
-  team._LIBC = system(None)
-  team._team = team.Team(3)
-  teams.append(team._team)
+  threads._LIBC = system(None)
+  threads._team = threads.Team(3)
+  teams.append(threads._team)
   for pause in (0, 0.1):
     time.sleep(pause)
     counts = Counts()
     counts.run(0, company=2)
     assert counts.done() and counts.words[1]
 time.sleep(0.1)
-assert [bool(x._shared[team._BELL]) for x in teams] == [True, True, False, False]
-assert [x._shared[team._ASLEEP] for x in teams] == [3, 3, 0, 0]
+assert [bool(x._shared.bell) for x in teams] == [True, True, False, False]
+assert [x._shared.asleep for x in teams] == [3, 3, 0, 0]
 assert not glob.glob(f"/dev/shm/*uopattn-{os.getpid()}-*")  # where Linux keeps semaphores that have a name
 """)
 
@@ -348,13 +347,13 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 thread = threading.Thread(target=Counts().run, args=(20000,))
 thread.start()
-while not four._shared[team._INSIDE + 1]:
+while not four._shared.taken:
   pass
 child = os.fork()
 if child == 0:
   counts = Counts()
   counts.run(0, company=4, items=4)
-  os._exit(0 if counts.words[1] == 4 and team._team is not four else 1)
+  os._exit(0 if counts.words[1] == 4 and threads._team is not four else 1)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 thread.join()
 """)
@@ -365,18 +364,17 @@ def test_after_a_fork() -> None:
 import os
 from tinygrad import Tensor
 from uopattn import attention
-from uopattn.runtime import team
 from uopattn.runtime import threads
 threads.usable_cores = lambda: 2
 threads.thread_count = lambda: 2
 q, k, v = (Tensor.randn(1, 32, 256, 64).realize() for _ in range(3))
 before = attention(q, k, v, backend="kernel").numpy()
-parent = team._team
+parent = threads._team
 assert parent is not None
 child = os.fork()
 if child == 0:
   after = attention(q, k, v, backend="kernel").numpy()
-  assert team._team is not parent
+  assert threads._team is not parent
   os._exit(0 if (after == before).all() else 1)
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """

@@ -32,7 +32,7 @@ _UNITS = {
   "sm_120": 170,
 }
 MAX_THREADS = 1024  # per workgroup
-CPU_ARGUMENTS = 62  # buffers and Variables of a call on a CPU, see `uopattn.runtime.team`
+CPU_ARGUMENTS = 62  # buffers and Variables of a call on a CPU, see `uopattn.runtime.threads`
 LINE = 64  # bytes per cache line of a CPU, or a divisor of that
 
 

@@ -30,9 +30,9 @@ from .errors import (
   Race,
   UnknownInstruction,
   Unwritten,
+  located,
 )
 from .mutate import Outcome, delete_each_barrier
-from .trace import located
 
 register()
 

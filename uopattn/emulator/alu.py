@@ -3,8 +3,13 @@
 bfloat16 and fp8 values are stored as raw bits (uint16, uint8). They decode to float32 exactly; one operation is done in
 float32, and its result is rounded to nearest even. For +, -, *, / and sqrt this equals a single correct rounding,
 because float32 has at least twice their significand bits plus two.
+
+A product that feeds a sum may be computed with it in one instruction, which does not round the product (contraction).
+Compilers are free to do so (nvcc's -fmad=true, clang's -ffp-contract), and do so nearly everywhere. A kernel must be
+right either way. Where a sum has two products, either one may be the one that is not rounded.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -12,10 +17,11 @@ from typing import Any
 
 import numpy as np
 from tinygrad.dtype import DType, dtypes
-from tinygrad.uop.ops import Ops
+from tinygrad.uop.ops import Ops, UOp
 
 Value = Any  # a numpy array (lanes,), a numpy scalar shared by all lanes, or a list of these (a short vector)
 Function = Callable[..., Value]
+CONTRACTIONS = ("first", "second", "never")  # which product of a sum is not rounded
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,7 @@ def float8_of(arch: str, dtype: DType) -> DType:
   return FNUZ.get(dtype, dtype) if arch == "gfx942" else dtype
 
 
+@cache
 def storage(dtype: DType) -> np.dtype:
   """Return the numpy dtype that stores `dtype`. Raises TypeError for dtypes no GPU program holds (fnuz fp8, weak)."""
   if dtype in RAW:
@@ -204,3 +211,34 @@ def function(op: Ops, dtype: DType, never_negative: bool) -> Function:
   if op in (Ops.CMPLT, Ops.CMPNE, Ops.CMPEQ):
     return lambda *x: plain(*(decode(e, dtype) for e in x))
   return lambda *x: encode(plain(*(decode(e, dtype) for e in x)), dtype)
+
+
+def contraction() -> str:
+  """Which product of a sum is not rounded, by EMU_CONTRACT: the first (the default), the second, or none of them.
+
+  Raises:
+    ValueError: EMU_CONTRACT is something else.
+  """
+  if (found := os.environ.get("EMU_CONTRACT", CONTRACTIONS[0])) not in CONTRACTIONS:
+    raise ValueError(f"EMU_CONTRACT={found}: must be one of {', '.join(CONTRACTIONS)}")
+  return found
+
+
+def contracted(u: UOp, mode: str) -> tuple[Function, tuple[UOp, UOp, UOp]] | None:
+  """How a sum or a difference in float32 is contracted in a mode: a function of the factors and the addend, and these.
+
+  None where it is not.
+  """
+  if u.op not in (Ops.ADD, Ops.SUB) or u.dtype != dtypes.float or mode == "never":
+    return None
+  products = [i for i, x in enumerate(u.src) if x.op is Ops.MUL]
+  if not products:
+    return None
+  i = products[0 if mode == "first" else -1]
+  sign_of_product, sign_of_other = (-1 if u.op is Ops.SUB and n == 1 else 1 for n in (i, 1 - i))
+  a, b = u.src[i].src
+
+  def multiply_add(a: Value, b: Value, c: Value) -> Value:  # in float64, in which products of float32 are exact
+    return np.float32(sign_of_product * np.multiply(a, b, dtype=np.float64) + sign_of_other * c)
+
+  return multiply_add, (a, b, u.src[1 - i])

@@ -1,4 +1,8 @@
-"""Asynchronous copies from global memory to LDS: cp.async and its commit groups."""
+"""Asynchronous copies from global memory to LDS: cp.async and its commit groups, tensor maps and cp.async.bulk.
+
+A bulk copy, such as one of a box of a tensor, is complete no sooner than somebody waits at the mbarrier that counts its
+bytes.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,21 +10,25 @@ from typing import Any
 import numpy as np
 from tinygrad.uop.ops import UOp
 
-from .errors import OutOfBounds, Race
+from . import mbarrier
+from .errors import Divergence, OutOfBounds, Race, Unwritten
 from .lanes import Run
 from .memory import LDS, Global, Pointer
 
-NOTHING = np.int32(0)  # the value of a statement
 CHUNK = 16  # bytes that one cp.async moves
+MAP_BYTES, ADDRESS_BYTES = 128, 16
+COLUMNS = 64  # of a box
+ROW_BYTES = 128  # of the swizzle
+ENGINE = np.uint32(1 << 31)  # who writes what such a copy brings: no wave
 
 
 @dataclass
 class Copies:
-  """Asynchronous copies: `started` holds the incomplete ones, `groups` the number of groups each lane committed."""
+  """Copies under way, by cp.async (`started`) and in bulk (`loads`), and how many groups each lane has committed."""
 
   groups: np.ndarray
   started: list["Copy"] = field(default_factory=list)
-  loads: list[Any] = field(default_factory=list)  # copies of tensors, see `tensor_copies`
+  loads: list["Load"] = field(default_factory=list)
 
 
 @dataclass
@@ -41,8 +49,53 @@ class Copy:
     signal = None if self.signal is None else (self.signal[0], *(x[kept] for x in self.signal[1:]))
     return Copy(self.lds, *parts, signal)
 
+  def finish(self, done: np.ndarray) -> None:
+    """Make the copies of the lanes in `done` visible, as writes of their waves."""
+    granules = self.granules[:, done]
+    self.lds.in_flight[granules] = False
+    self.lds.data.reshape(-1, CHUNK)[self.index[done]] = self.data[done]
+    if self.lds.run.check:
+      self.lds.record_write(granules, self.lanes[done])
 
-def start(run: Run, u: UOp, to: Pointer, source: Pointer, inside: Any = None) -> Any:
+
+@dataclass
+class Map:
+  """A tensor map, with the waves that know of it."""
+
+  source: Global
+  first: int  # element at (0, 0, 0, 0)
+  shape: tuple[int, ...]
+  strides: tuple[int, ...]  # elements from a row, head and batch to the next
+  rows: int  # of a box
+  maker: int  # the wave that built it, until the workgroup's next barrier; then -1
+  known: set[int] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class Load:
+  """A bulk copy under way."""
+
+  lds: LDS
+  places: np.ndarray  # of its elements, in units of 2 bytes
+  data: np.ndarray
+  barriers: Any
+  barrier: int
+  phase: int
+
+  @property
+  def bytes(self) -> int:
+    return 2 * self.data.size
+
+  def land(self) -> None:
+    """Make the copy's elements visible to who waits for it."""
+    granules = np.unique(self.places * 2 // self.lds.granule)
+    self.lds.in_flight[granules] = False
+    self.lds.view(np.dtype(np.uint16))[self.places] = self.data
+    if self.lds.run.check:
+      self.lds.arrived(granules, ENGINE)
+
+
+def start(run: Run, u: UOp, to: Pointer, source: Pointer, inside: Any = None) -> None:
   lanes = run.active()
   if not isinstance(to.memory, LDS) or not isinstance(source.memory, Global):
     raise run.fail(OutOfBounds, u, "copies asynchronously, which goes from global memory to LDS only")
@@ -67,32 +120,114 @@ def start(run: Run, u: UOp, to: Pointer, source: Pointer, inside: Any = None) ->
   run.copies.started.append(Copy(lds, lanes, run.copies.groups[lanes], index, granules, data))
   if run.counters is not None:
     run.counters.lds_written += len(lanes) * CHUNK
-  return NOTHING
 
 
-def commit(run: Run, u: UOp) -> Any:
+def commit(run: Run, u: UOp) -> None:
   run.copies.groups[run.active()] += 1
-  return NOTHING
 
 
-def wait(run: Run, u: UOp, count: Any) -> Any:
+def wait(run: Run, u: UOp, count: Any) -> None:
   waiting = np.zeros(run.shape.lanes, bool)
   waiting[run.active()] = True
   rest = []
   for copy in run.copies.started:
     done = waiting[copy.lanes] & (copy.group < run.copies.groups[copy.lanes] - int(count))
     if done.any():
-      finish(copy, done)
+      copy.finish(done)
     if not done.all():
       rest.append(copy if not done.any() else copy.only(~done))
   run.copies.started = rest
-  return NOTHING
 
 
-def finish(copy: Copy, done: np.ndarray) -> None:
-  """Make the copies of the lanes in `done` visible, as writes of their waves."""
-  granules = copy.granules[:, done]
-  copy.lds.in_flight[granules] = False
-  copy.lds.data.reshape(-1, CHUNK)[copy.index[done]] = copy.data[done]
-  if copy.lds.run.check:
-    copy.lds.record_write(granules, copy.lanes[done])
+def build(run: Run, u: UOp, room: Pointer, number: Any, source: Pointer, *rest: Any) -> None:
+  *numbers, when = rest
+  lanes = run.active(when)
+  if not len(lanes):
+    return
+  if len(lanes) != run.shape.wave or run.lane_in_wave[lanes[0]] != 0:
+    raise run.fail(Divergence, u, "builds a tensor map by other than one whole warp", lanes)
+  shape = [int(run.spread(x)[lanes[0]]) for x in numbers[:4]]
+  steps, rows = [int(x) for x in numbers[4:7]], int(numbers[7])
+  first = int(run.spread(source.index)[lanes[0]])
+  if not isinstance(room.memory, LDS) or int(run.spread(room.index)[lanes[0]]) * room.dtype.itemsize % MAP_BYTES:
+    raise run.fail(OutOfBounds, u, f"builds a tensor map not in LDS at a multiple of {MAP_BYTES} bytes", lanes)
+  if first * 2 % ADDRESS_BYTES or any(x <= 0 or x % ADDRESS_BYTES for x in steps) or not 0 < rows <= 256:
+    raise run.fail(OutOfBounds, u, f"builds a tensor map of {shape} with strides of {steps} bytes, {rows} rows", lanes)
+  strides = tuple(x // 2 for x in steps)
+  last = first + shape[0] - 1 + sum((n - 1) * step for n, step in zip(shape[1:], strides, strict=True))
+  if min(shape) < 1 or last >= source.memory.data.size // 2:
+    raise run.fail(OutOfBounds, u, f"builds a tensor map that ends after {source.memory.name}", lanes)
+  run.maps[int(number)] = Map(source.memory, first, tuple(shape), strides, rows, int(run.wave[lanes[0]]))
+
+
+def acquire(run: Run, u: UOp, number: Any) -> None:
+  lanes, found = run.active(), run.maps.get(int(number))
+  if found is None:
+    raise run.fail(Unwritten, u, f"uses tensor map {int(number)}, which nothing has built", lanes)
+  waves = set(run.wave[lanes].tolist())
+  if found.maker >= 0 and waves != {found.maker}:
+    raise run.fail(Race, u, "uses a tensor map that another wave built, with no barrier of the workgroup since", lanes)
+  found.known |= waves
+
+
+def load(
+  run: Run, u: UOp, to: Pointer, number: Any, barrier: Pointer, column: Any, row: Any, head: Any, batch: Any, keep: Any
+) -> None:
+  lanes = run.active()
+  if len(lanes) != 1:
+    raise run.fail(Divergence, u, f"copies a box {len(lanes)} times", lanes)
+  lane, found = int(lanes[0]), run.maps.get(int(number))
+  if found is None or int(run.wave[lane]) not in found.known:
+    raise run.fail(Race, u, f"uses tensor map {int(number)} without tensor_map_acquire", lanes)
+  place = [int(run.spread(x)[lane]) for x in (column, row, head, batch)]
+  start, lds = int(run.spread(to.index)[lane]) * to.dtype.itemsize, to.memory
+  if not isinstance(lds, LDS) or start % (8 * ROW_BYTES) or start + found.rows * ROW_BYTES > lds.per_group:
+    raise run.fail(OutOfBounds, u, f"copies a box to byte {start} of {lds.name}", lanes)
+  places, data = _box(found, place)
+  places = (places + start) // 2
+  _begin(run, u, lds, places, data, barrier, lanes)
+
+
+def bulk(run: Run, u: UOp, to: Pointer, source: Pointer, count: Any, barrier: Pointer) -> None:
+  """Copy bytes from global memory to LDS."""
+  lanes, lds = run.active(), to.memory
+  if len(lanes) != 1:
+    raise run.fail(Divergence, u, f"copies bytes {len(lanes)} times", lanes)
+  start, first = (int(run.spread(x.index)[lanes[0]]) * x.dtype.itemsize for x in (to, source))
+  if start % ADDRESS_BYTES or first % ADDRESS_BYTES or int(count) % ADDRESS_BYTES:
+    raise run.fail(OutOfBounds, u, f"copies bytes that {ADDRESS_BYTES} does not divide, or to or from such", lanes)
+  if not isinstance(lds, LDS) or start + int(count) > lds.per_group or first + int(count) > source.memory.data.size:
+    raise run.fail(OutOfBounds, u, f"copies {int(count)} bytes from byte {first} to byte {start}", lanes)
+  places = (start + np.arange(0, int(count), 2)) // 2
+  data = source.memory.view(np.dtype(np.uint16))[first // 2 : (first + int(count)) // 2].copy()
+  _begin(run, u, lds, places, data, barrier, lanes)
+
+
+def _begin(
+  run: Run, u: UOp, lds: LDS, places: np.ndarray, data: np.ndarray, barrier: Pointer, lanes: np.ndarray
+) -> None:
+  """Begin a copy of 16-bit data to places in LDS, whose bytes count for a barrier's current phase."""
+  barriers, (_, at) = mbarrier.used(run, u, barrier, lanes)
+  if barriers.unfenced[0, at[0]]:
+    raise run.fail(Race, u, "signals a barrier that was made without mbarrier_fence", lanes)
+  granules = np.unique(places * 2 // lds.granule)[:, None]
+  if run.check:
+    lds.check_write(u, granules, np.ones(granules.shape, bool), lanes)
+  lds.in_flight[granules] = True
+  run.copies.loads.append(Load(lds, places, data, barriers, int(at[0]), int(barriers.phase[0, at[0]])))
+  if run.counters is not None:
+    run.counters.global_read += data.size * 2
+    run.counters.lds_written += data.size * 2
+
+
+def _box(found: Map, place: list[int]) -> tuple[np.ndarray, np.ndarray]:
+  """The bytes, from the box's start on, where its elements go, and their bits."""
+  columns, rows = np.arange(COLUMNS)[None], np.arange(found.rows)[:, None]
+  at: list[Any] = [place[0] + columns, place[1] + rows, place[2], place[3]]
+  inside: Any = np.ones((found.rows, COLUMNS), bool)
+  for x, size in zip(at, found.shape, strict=True):
+    inside = inside & (x >= 0) & (x < size)
+  index = found.first + at[0] + sum(x * step for x, step in zip(at[1:], found.strides, strict=True))
+  bits = np.where(inside, found.source.view(np.dtype(np.uint16)).take(np.where(inside, index, 0)), 0)
+  chunk = columns // 8 ^ rows % 8
+  return (rows * ROW_BYTES + chunk * 16 + columns % 8 * 2).ravel(), bits.astype(np.uint16).ravel()

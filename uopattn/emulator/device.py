@@ -34,50 +34,43 @@ def unpack(lib: bytes) -> list[UOp]:
   return pickle.loads(zlib.decompress(base64.b85decode(lib)))
 
 
-class EMUHIPRenderer(HIPRenderer):
-  """HIPRenderer for `arch` (gfx...) whose output is the linearised UOps."""
+class Emulated:
+  """What the emulator's renderers share: their output is the linearised UOps, and nothing compiles it."""
 
-  compiler: Compiler
+  def __init__(self, target: Target, **options: Any):
+    super().__init__(target, **options)  # type: ignore[call-arg]
+    self.compiler = Compiler()
+
+  def render(self, uops: list[UOp]) -> str:
+    return pack(uops)
+
+
+class EMUHIPRenderer(Emulated, HIPRenderer):
+  """HIPRenderer for `arch` (gfx...)."""
 
   def __init__(self, target: Target):
     if not target.arch.startswith(AMD):
       raise ValueError(f"{target.arch!r} is not among the AMD architectures {', '.join(AMD)}")
     super().__init__(Target("AMD", "HIPCC", target.arch), use_hipcc=True)
-    self.compiler = Compiler()
-
-  def render(self, uops: list[UOp]) -> str:
-    return pack(uops)
 
 
-class EMUCUDARenderer(CUDARenderer):
-  """CUDARenderer for `arch` (sm_...) whose output is the linearised UOps."""
-
-  compiler: Compiler
+class EMUCUDARenderer(Emulated, CUDARenderer):
+  """CUDARenderer for `arch` (sm_...)."""
 
   def __init__(self, target: Target):
     if target.arch not in NVIDIA:
       raise ValueError(f"{target.arch!r} is not among the NVIDIA architectures {', '.join(NVIDIA)}")
     super().__init__(Target("CUDA", "NVCC", target.arch), use_nvcc=True)
-    self.compiler = Compiler()
-
-  def render(self, uops: list[UOp]) -> str:
-    return pack(uops)
 
 
-class EMUClangRenderer(ClangRenderer):
-  """ClangRenderer for a CPU whose output is the linearised UOps; each call of a kernel is a workgroup of one thread."""
-
-  compiler: Compiler
+class EMUClangRenderer(Emulated, ClangRenderer):
+  """ClangRenderer for a CPU; each call of a kernel is a workgroup of one thread."""
 
   def __init__(self, target: Target):
     arch = CPU.get(target.arch, target.arch)  # tinygrad makes a copy, for a process of its own, from the CPU's target
     if arch not in CPU.values():
       raise ValueError(f"{arch!r} is not among the CPUs {', '.join(CPU)}")
     super().__init__(Target("CPU", "CLANG", arch))
-    self.compiler = Compiler()
-
-  def render(self, uops: list[UOp]) -> str:
-    return pack(uops)
 
 
 class EMUAllocator(Allocator["EMUDevice"]):
@@ -104,14 +97,14 @@ class EMUProgram(Program["EMUDevice"]):
 
   def __init__(self, dev: "EMUDevice", obj: TinyELF):
     super().__init__(dev, obj)
-    from . import contraction, launch, program  # imported here, so that registering the device does not load numpy
+    from . import alu, launch, program  # imported here, so that registering the device does not load numpy
 
     first = program.Program.from_elf(obj, unpack(obj.lib))
-    self.programs, self.launch, self.contraction = {first.contracted: first}, launch.launch, contraction
+    self.programs, self.launch, self.contraction = {first.contracted: first}, launch.launch, alu.contraction
 
   def __call__(self, *bufs, global_size=(1, 1, 1), local_size=(1, 1, 1), vals=(), wait=False, **kwargs) -> float:
     """Execute the kernel; return the seconds it took on this machine. Raises KernelError."""
-    start, (first, *_), mode = time.perf_counter(), self.programs.values(), self.contraction.chosen()
+    start, (first, *_), mode = time.perf_counter(), self.programs.values(), self.contraction()
     if mode not in self.programs:
       self.programs[mode] = first.contract(mode)
     self.launch(mutated(self.programs[mode]), bufs, global_size, local_size, vals)

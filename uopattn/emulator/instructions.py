@@ -1,6 +1,7 @@
 """The meaning in numpy of each instruction of `uopattn.dsl.instruction_set`, by name.
 
-A meaning takes the run, the UOp and the operands: an array or shared scalar for a value, a Pointer for an address.
+A meaning takes the run, the UOp and the operands: an array or shared scalar for a value, a Pointer for an address. It
+returns the instruction's value, None for a statement.
 """
 
 from collections.abc import Callable
@@ -13,8 +14,8 @@ from tinygrad.uop.ops import UOp
 
 from uopattn.dsl.cpu import amx
 
-from . import alu, copies, mbarrier, semaphores, tensor_copies, tiles, tracks, warpgroup
-from .copies import CHUNK, NOTHING
+from . import alu, copies, mbarrier, semaphores, tiles, tracks, warpgroup
+from .copies import CHUNK
 from .errors import Divergence, OutOfBounds
 from .lanes import Run
 from .memory import Pointer
@@ -100,16 +101,14 @@ def _bytes_of(first: int) -> Meaning:
   return permute
 
 
-def _set_words(run: Run, u: UOp, to: Pointer, *words: Any) -> Any:
+def _set_words(run: Run, u: UOp, to: Pointer, *words: Any) -> None:
   _fill(run, u, to, np.stack([run.spread(word) for word in words], axis=-1))
-  return NOTHING
 
 
 def _add_neighbours(lanes: int, sums: Callable[[Any, Any], list[Any]]) -> Callable[..., Any]:
-  def meaning(run: Run, u: UOp, to: Pointer, a: Pointer, b: Pointer) -> Any:
+  def meaning(run: Run, u: UOp, to: Pointer, a: Pointer, b: Pointer) -> None:
     left, right = (x.memory.load(u, x.index, x.dtype, lanes) for x in (a, b))
     to.memory.store(u, to.index, to.dtype, sums(left, right))
-    return NOTHING
 
   return meaning
 
@@ -128,13 +127,13 @@ def _add_quads(lanes: int) -> Callable[..., Any]:
   return _add_neighbours(lanes, sums)
 
 
-def _dot_pairs(run: Run, u: UOp, to: Pointer, a: Pointer, b: Pointer) -> Any:
-  return _add_products(u, to, *(_bfloat16(u, x, 32) for x in (a, b)))
+def _dot_pairs(run: Run, u: UOp, to: Pointer, a: Pointer, b: Pointer) -> None:
+  _add_products(u, to, *(_bfloat16(u, x, 32) for x in (a, b)))
 
 
-def _weighted_pair(run: Run, u: UOp, to: Pointer, weights: Pointer, a: Pointer, b: Pointer) -> Any:
+def _weighted_pair(run: Run, u: UOp, to: Pointer, weights: Pointer, a: Pointer, b: Pointer) -> None:
   rows = zip(*(_bfloat16(u, x, 16) for x in (a, b)), strict=True)
-  return _add_products(u, to, _bfloat16(u, weights, 2) * 16, [x for pair in rows for x in pair])
+  _add_products(u, to, _bfloat16(u, weights, 2) * 16, [x for pair in rows for x in pair])
 
 
 def _bfloat16(u: UOp, x: Pointer, count: int) -> list[Any]:
@@ -142,26 +141,23 @@ def _bfloat16(u: UOp, x: Pointer, count: int) -> list[Any]:
   return [_without_denormals(alu.decode(value, x.dtype)) for value in stored]
 
 
-def _add_products(u: UOp, to: Pointer, left: list[Any], right: list[Any]) -> Any:
+def _add_products(u: UOp, to: Pointer, left: list[Any], right: list[Any]) -> None:
   """Add the products of each pair to one number of `to`, the second product first."""
   sums = to.memory.load(u, to.index, to.dtype, 16)
   for i in (1, 0):
     sums = [_without_denormals(y + a * b) for y, a, b in zip(sums, left[i::2], right[i::2], strict=True)]
   to.memory.store(u, to.index, to.dtype, sums)
-  return NOTHING
 
 
-def _store_chunk(run: Run, u: UOp, to: Pointer, *words: Any) -> Any:
+def _store_chunk(run: Run, u: UOp, to: Pointer, *words: Any) -> None:
   lanes = run.active()
   if (bad := np.asarray(run.spread(to.index)[lanes], np.int64) * to.dtype.itemsize % CHUNK != 0).any():
     raise run.fail(OutOfBounds, u, "stores 16 bytes at an address that 16 does not divide", lanes[bad])
   _fill(run, u, to, np.stack([run.spread(word) for word in words], axis=-1))
-  return NOTHING
 
 
-def _store_word(run: Run, u: UOp, to: Pointer, word: Any) -> Any:
+def _store_word(run: Run, u: UOp, to: Pointer, word: Any) -> None:
   _fill(run, u, to, run.spread(word)[:, None])
-  return NOTHING
 
 
 def _fill(run: Run, u: UOp, to: Pointer, block: np.ndarray) -> None:
@@ -170,7 +166,7 @@ def _fill(run: Run, u: UOp, to: Pointer, block: np.ndarray) -> None:
   to.memory.store(u, to.index, to.dtype, list(np.ascontiguousarray(elements.T)))
 
 
-def _ldmatrix(run: Run, u: UOp, to: Pointer, first: Pointer, offset: Any, trans: bool) -> Any:
+def _ldmatrix(run: Run, u: UOp, to: Pointer, first: Pointer, offset: Any, trans: bool) -> None:
   check_whole_waves(run, u, 32, "ldmatrix")
   row = replace(first, index=first.index + int(offset) // first.dtype.itemsize)
   lanes = run.active()
@@ -183,10 +179,9 @@ def _ldmatrix(run: Run, u: UOp, to: Pointer, first: Pointer, offset: Any, trans:
     block = block.swapaxes(2, 3)
   pairs = block.reshape(-1, 4, 32, 2)  # row-major: lane l holds row l // 4, columns 2 * (l % 4) and the next
   _fill(run, u, to, pairs.swapaxes(1, 2))
-  return NOTHING
 
 
-def _stmatrix(run: Run, u: UOp, row: Pointer, *words: Any) -> Any:
+def _stmatrix(run: Run, u: UOp, row: Pointer, *words: Any) -> None:
   check_whole_waves(run, u, 32, "stmatrix")
   lanes = run.active()
   start = np.asarray(run.spread(row.index)[lanes], np.int64) * row.dtype.itemsize
@@ -195,12 +190,10 @@ def _stmatrix(run: Run, u: UOp, row: Pointer, *words: Any) -> Any:
   block = np.stack([run.spread(word) for word in words], axis=0).reshape(4, -1, 32)  # (matrix, wave, lane)
   rows = np.ascontiguousarray(block.swapaxes(0, 1)).view(np.uint16).reshape(-1, 4, 8, 8)
   _fill(run, u, row, rows.reshape(-1, 8))
-  return NOTHING
 
 
-def _read_later(run: Run, u: UOp, value: Any) -> Any:
+def _read_later(run: Run, u: UOp, value: Any) -> None:
   check_whole_waves(run, u, 32, "bar.warp.sync")
-  return NOTHING
 
 
 _OF_FLOATS = ("exp2", "fmax", "fmin", "log2", "read_later", "reciprocal", "tied")
@@ -258,10 +251,10 @@ MEANINGS: dict[str, Meaning] = {
   "mbarrier_wait": mbarrier.wait,
   "mbarrier_expect": mbarrier.expect,
   "mbarrier_fence": mbarrier.fence,
-  "tensor_map": tensor_copies.build,
-  "tensor_map_acquire": tensor_copies.acquire,
-  "tma_load": tensor_copies.load,
-  "bulk_load": tensor_copies.bulk,
+  "tensor_map": copies.build,
+  "tensor_map_acquire": copies.acquire,
+  "tma_load": copies.load,
+  "bulk_load": copies.bulk,
   "stmatrix": _stmatrix,
   "semaphore_wait": semaphores.wait_for,
   "semaphore_release": semaphores.release,
@@ -287,8 +280,8 @@ MEANINGS: dict[str, Meaning] = {
   "pin": lambda run, u, x: x,
   "tied": lambda run, u, value, other: other * np.float32(0) + value,
   "read_later": _read_later,
-  "wave_fence": lambda run, u: NOTHING,  # lanes run in step here
-  "prefetch": lambda run, u, place: NOTHING,
+  "wave_fence": lambda run, u: None,  # lanes run in step here
+  "prefetch": lambda run, u, place: None,
   **{f"add_pairs_{lanes}": _add_pairs(lanes) for lanes in (4, 8, 16)},
   **{f"add_quads_{lanes}": _add_quads(lanes) for lanes in (8, 16)},
   "dot_pairs": _dot_pairs,

@@ -11,11 +11,8 @@ from typing import Any
 import numpy as np
 from tinygrad.uop.ops import Ops, UOp
 
-from .banks import Banks
 from .counters import Counters
-from .describe import describe
-from .errors import KernelError
-from .trace import lines_of
+from .errors import KernelError, describe, lines_of
 
 
 def wave_size(arch: str) -> int:
@@ -48,7 +45,7 @@ class Run:
     self, kernel: str, arch: str, shape: Shape, local_size: tuple[int, ...], check: bool, counters: Counters | None
   ):
     self.kernel, self.shape, self.check, self.counters = kernel, shape, check, counters
-    self.arch, self.banks = arch, Banks.of(arch)
+    self.arch = arch
     self.all_lanes = np.arange(shape.lanes)
     self.group = self.all_lanes // shape.threads
     self.thread = self.all_lanes % shape.threads
@@ -66,7 +63,7 @@ class Run:
     self.values: list[Any] = []
     self.memory: list[Any] = []
     self.copies: Any = None  # the asynchronous copies in flight, if the kernel has any
-    self.contracted = "first"  # which product of a sum is not rounded, see `contraction`
+    self.contracted = "first"  # which product of a sum is not rounded, see `alu.contraction`
     self.stamped = False  # whether the kernel has mbarriers
     self.apart = False  # whether the kernel's warpgroups run apart
     self.barriers: dict[Any, Any] = {}  # the mbarriers, by LDS buffer
@@ -75,16 +72,24 @@ class Run:
     self.maps: dict[int, Any] = {}  # the workgroup's tensor maps
     self.registers: list[int] = []  # per lane, of each wave
     self.sums: Any = None  # what the launch's workgroups have added to global memory
-    self.flights: Any = None  # the warpgroups' matrix products in flight, if the kernel has any
+    self.flights: Any = None  # the warpgroups' matrix products in flight, oldest first, if the kernel has any
     self.tiles: Any = None  # the lanes' tiles, if the kernel has any
 
   def tick(self) -> int:
     self.clock += 1
     return self.clock
 
-  def active(self) -> np.ndarray:
-    """Return the indices of the active lanes."""
-    return self.all_lanes if self.mask is None else np.flatnonzero(self.mask)
+  def active(self, when: Any = None) -> np.ndarray:
+    """Return the indices of the active lanes for which `when` is true (None for all of them)."""
+    lanes = self.all_lanes if self.mask is None else np.flatnonzero(self.mask)
+    return lanes if when is None else lanes[self.spread(when)[lanes]]
+
+  def missing(self, size: int) -> np.ndarray:
+    """Return the inactive lanes of every `size` neighbours (a wave, a workgroup, ...) of which some are active."""
+    if self.mask is None:
+      return self.all_lanes[:0]
+    parts = self.mask.reshape(-1, size)
+    return np.flatnonzero(parts.any(axis=1, keepdims=True) & ~parts)
 
   def still_in(self, *masks: np.ndarray | None) -> np.ndarray | None:
     """Return the mask of the lanes in all of these masks that have not left the innermost loop."""
@@ -93,7 +98,9 @@ class Run:
 
   def spread(self, value: Any) -> np.ndarray:
     """Return a value as an array over all lanes."""
-    return np.broadcast_to(value, (self.shape.lanes,))
+    if np.shape(value) == self.all_lanes.shape:  # broadcasting takes ten times as long to find that out
+      return value
+    return np.broadcast_to(value, self.all_lanes.shape)
 
   def active_waves(self) -> int:
     """Return the number of waves with an active lane."""

@@ -1,6 +1,5 @@
 """Launching of a kernel: its workgroups run in batches, each with its own lanes and memory."""
 
-import os
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -13,8 +12,7 @@ from uopattn.dsl.limits import MAX_THREADS, lds_limit
 
 from . import counters
 from .copies import Copies
-from .describe import SPACES
-from .errors import LaunchError, Race
+from .errors import SPACES, LaunchError, Race, checking
 from .lanes import Run, Shape, wave_size
 from .memory import LDS, Global, Registers
 from .program import Program, execute
@@ -22,15 +20,9 @@ from .semaphores import Sums
 from .tiles import Tiles
 from .tracks import REGISTERS as MAX_REGISTERS
 from .tracks import THREADS, Tracks
-from .warpgroup import Flights
 
 # Lanes per batch: enough to make numpy's cost per call negligible, few enough that all values fit in 64 MiB.
 BATCH_LANES, BATCH_VALUES = 8192, 1 << 24
-
-
-def checking() -> bool:
-  """Return whether checks are on, which they are unless EMU_CHECK=0."""
-  return os.environ.get("EMU_CHECK", "1") != "0"
 
 
 def launch(
@@ -99,7 +91,7 @@ def _fill(program: Program, run: Run, data: list[np.ndarray]) -> None:
     run.copies = Copies(np.zeros(run.shape.lanes, np.int64))
   run.stamped, run.apart, run.contracted = program.uses("mbarrier"), program.apart, program.contracted
   if program.uses("wgmma") or program.uses("tma_reduce_add"):
-    run.flights = Flights()
+    run.flights = []
   if program.uses("tile_"):
     run.tiles = Tiles.of(run.shape.lanes)
   run.memory = [Global(run, f"argument {u.arg.slot}", d, d.size) for u, d in zip(program.params, data, strict=True)]

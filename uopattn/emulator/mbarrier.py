@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from tinygrad.uop.ops import UOp
 
-from .copies import NOTHING, Copy, finish
 from .errors import Divergence, KernelError, OutOfBounds, Race, Unwritten
 from .lanes import Run
 from .memory import LDS, Pointer
@@ -91,8 +90,8 @@ def used(run: Run, u: UOp, pointer: Pointer, lanes: np.ndarray) -> tuple[Barrier
   return barriers, at
 
 
-def init(run: Run, u: UOp, barrier: Pointer, count: Any, when: Any) -> Any:
-  lanes = barrier.memory.lanes(when)
+def init(run: Run, u: UOp, barrier: Pointer, count: Any, when: Any) -> None:
+  lanes = run.active(when)
   at = _places(run, u, barrier, lanes)
   barriers = _barriers(run, u, barrier)
   if (bad := barriers.count[at] > 0).any():
@@ -100,24 +99,21 @@ def init(run: Run, u: UOp, barrier: Pointer, count: Any, when: Any) -> Any:
   barriers.count[at] = barriers.left[at] = int(count)
   barriers.maker[at] = run.wave[lanes]
   barriers.unfenced[at] = True
-  return NOTHING
 
 
-def fence(run: Run, u: UOp) -> Any:
+def fence(run: Run, u: UOp) -> None:
   waves = run.wave[run.active()]
   for barriers in run.barriers.values():
     barriers.unfenced[np.isin(barriers.maker, waves)] = False
-  return NOTHING
 
 
-def arrive(run: Run, u: UOp, barrier: Pointer, when: Any) -> Any:
-  lanes = barrier.memory.lanes(when)
+def arrive(run: Run, u: UOp, barrier: Pointer, when: Any) -> None:
+  lanes = run.active(when)
   barriers, at = used(run, u, barrier, lanes)
   _tell(run, barriers, at, lanes)
   barriers.arrive(at, run.tick())
   if run.tracks is not None:
     run.tracks.signalled()
-  return NOTHING
 
 
 def _tell(run: Run, barriers: Barriers, at: tuple[np.ndarray, np.ndarray], lanes: np.ndarray) -> None:
@@ -125,15 +121,14 @@ def _tell(run: Run, barriers: Barriers, at: tuple[np.ndarray, np.ndarray], lanes
     run.tracks.tell((barriers, i), lanes[at[1] == i])
 
 
-def expect(run: Run, u: UOp, barrier: Pointer, count: Any) -> Any:
+def expect(run: Run, u: UOp, barrier: Pointer, count: Any) -> None:
   barriers, at = used(run, u, barrier, run.active())
   np.add.at(barriers.bytes, at, int(count))
   _tell(run, barriers, at, run.active())
   barriers.arrive(at, run.tick())
-  return NOTHING
 
 
-def arrive_copies(run: Run, u: UOp, barrier: Pointer) -> Any:
+def arrive_copies(run: Run, u: UOp, barrier: Pointer) -> None:
   lanes = run.active()
   barriers, at = used(run, u, barrier, lanes)
   index, phase = np.full(run.shape.lanes, -1), np.zeros(run.shape.lanes, np.int64)
@@ -143,20 +138,19 @@ def arrive_copies(run: Run, u: UOp, barrier: Pointer) -> Any:
       copy.signal = (barriers, index[copy.lanes], phase[copy.lanes])
   _tell(run, barriers, at, lanes)
   barriers.arrive(at, run.tick())
-  return NOTHING
 
 
-def wait(run: Run, u: UOp, barrier: Pointer, parity: Any) -> Any:
+def wait(run: Run, u: UOp, barrier: Pointer, parity: Any) -> None:
   lanes = run.active()
   barriers, at = used(run, u, barrier, lanes)
   if run.tracks is not None:
     _wait_apart(run, u, barriers, at, run.spread(parity)[lanes], lanes)
-    return NOTHING
+    return
   if (bad := barriers.phase[at] % 2 == run.spread(parity)[lanes]).any():
     raise run.fail(Divergence, u, TOO_FEW, lanes[bad])
   waited = np.full(run.shape.lanes, -1)
   waited[lanes] = at[1]
-  rest: list[Copy] = []
+  rest: list[Any] = []
   for copy in run.copies.started if run.copies is not None else ():
     rest += _finish(run, copy, barriers, waited)
   if run.copies is not None:
@@ -168,7 +162,6 @@ def wait(run: Run, u: UOp, barrier: Pointer, parity: Any) -> Any:
   for memory in run.memory:
     if isinstance(memory, LDS):
       memory.ordered(before)
-  return NOTHING
 
 
 def _wait_apart(run: Run, u: UOp, barriers: Barriers, at: Any, parity: np.ndarray, lanes: np.ndarray) -> None:
@@ -188,7 +181,7 @@ def _wait_apart(run: Run, u: UOp, barriers: Barriers, at: Any, parity: np.ndarra
     run.tracks.learn((barriers, i), lanes[at[1] == i])
 
 
-def _finish(run: Run, copy: Copy, barriers: Barriers, waited: np.ndarray) -> list[Copy]:
+def _finish(run: Run, copy: Any, barriers: Barriers, waited: np.ndarray) -> list[Any]:
   """Finish the part of a copy whose phase is complete and waited for; return the rest of it."""
   if copy.signal is None or copy.signal[0] is not barriers:
     return [copy]
@@ -198,6 +191,6 @@ def _finish(run: Run, copy: Copy, barriers: Barriers, waited: np.ndarray) -> lis
   if not done.any():
     return [copy]
   now, run.clock = run.clock, int(barriers.last[group, index][done].min()) - 1  # the copy precedes that arrival
-  finish(copy, done)
+  copy.finish(done)
   run.clock = now
   return [] if done.all() else [copy.only(~done)]

@@ -18,6 +18,10 @@ from .lanes import Run
 
 UNORDERED = "with no barrier between"
 WRITES, READS = 0, 1
+WORD = 4
+WIDE_READ = 16
+# The phase of each four-lane group within 32 lanes, for a 16-byte read on CDNA, by number of banks.
+CDNA_WIDE_READ = {32: np.array([0, 1, 2, 3, 1, 0, 3, 2]), 64: np.array([0, 1, 1, 0, 1, 0, 0, 1])}
 
 
 @dataclass(frozen=True)
@@ -42,11 +46,6 @@ class Memory:
     if dtype not in self.views:
       self.views[dtype] = self.data[: self.data.size // dtype.itemsize * dtype.itemsize].view(dtype)
     return self.views[dtype]
-
-  def lanes(self, gate: Any) -> np.ndarray:
-    """Return the active lanes for which `gate` is true (None for all)."""
-    lanes = self.run.active()
-    return lanes if gate is None else lanes[self.run.spread(gate)[lanes]]
 
   def bounds(self, u: UOp, verb: str, index: np.ndarray, count: int, itemsize: int, lanes: np.ndarray) -> None:
     """Raise OutOfBounds if a lane would access an element outside [0, size)."""
@@ -84,7 +83,7 @@ class Global(Memory):
 
   def load(self, u: UOp, index: Any, dtype: DType, count: int, gate: Any = None) -> list[np.ndarray]:
     """Read `count` elements per lane. Raises OutOfBounds."""
-    lanes = self.lanes(gate)
+    lanes = self.run.active(gate)
     index, to = self.index_of(index, lanes), storage(dtype)
     self.bounds(u, "reads", index, count, to.itemsize, lanes)
     if self.run.counters is not None:
@@ -101,6 +100,53 @@ class Global(Memory):
     view = self.view(to)
     for i, value in enumerate(values):
       view[index + i] = self.run.spread(value)[lanes]
+
+
+@dataclass(frozen=True)
+class Banks:
+  """The LDS banks of one architecture: a model of their conflicts.
+
+  A conflict is the extra cycles of an access whose lanes need different words of one bank. LDS has 32 banks of 4 bytes
+  (gfx950: 64). Each bank serves one word per cycle, to any number of lanes. The hardware splits a wave's access into
+  phases, each with as many lanes as could use every bank once: 32 lanes for accesses of up to 4 bytes per lane, 16 for
+  8 bytes, 8 for 16 bytes, and twice that with 64 banks. The lanes of a phase are neighbours, except in CDNA's 16-byte
+  reads, which pair the four-lane groups 0 and 5, 1 and 4, 2 and 7, 3 and 6 of each 32 lanes. A phase takes as many
+  cycles as its busiest bank has different words; all cycles but the first count as extra.
+
+  Sources: NVIDIA, CUDA C++ Programming Guide, "Shared Memory"; AMD, RDNA3 ISA, "Data Share"; AMD, Composable Kernel
+  documentation, "Understanding AMD GPU LDS and Bank Conflicts", and its `get_n_lds_banks` for the number of banks. That
+  64 banks merge two phases of 32 banks is inferred from there. The second set of banks that RDNA has in
+  workgroup-processor mode is not modelled.
+  """
+
+  count: int
+  cdna: bool
+
+  @classmethod
+  def of(cls, arch: str) -> "Banks":
+    """Return the banks of an architecture such as gfx942 or sm_80."""
+    return cls(64 if arch == "gfx950" else 32, arch.startswith("gfx9"))
+
+  def phase(self, lane: np.ndarray, width: int, read: bool) -> np.ndarray:
+    """Return the phase, within its wave, that serves each lane's access of `width` bytes: (lanes,)."""
+    if self.cdna and read and width == WIDE_READ:
+      return lane // 32 * 4 + CDNA_WIDE_READ[self.count][lane % 32 // 4]
+    return lane // max(1, self.count * WORD // max(width, WORD))
+
+  def extra_cycles(self, address: np.ndarray, width: int, wave: np.ndarray, lane: np.ndarray, read: bool) -> int:
+    """Return the cycles of an access instruction beyond one per phase.
+
+    address: (lanes,) the first byte that each active lane accesses; width: bytes per lane; wave, lane: (lanes,) each
+    lane's wave and its place in it; read: whether the access is a load.
+    """
+    phase = wave.astype(np.int64) * 64 + self.phase(lane, width, read)
+    words = (address[:, None] + np.arange(0, max(width, WORD), WORD)) // WORD
+    key = np.sort(((phase[:, None] << 32) | words).ravel())
+    key = key[np.diff(key, prepend=-1) != 0]  # one entry per different word of each phase
+    position = np.cumsum(np.diff(key >> 32, prepend=-1) != 0) - 1
+    load = np.bincount(position * self.count + key % self.count)
+    load = np.pad(load, (0, -len(load) % self.count)).reshape(-1, self.count)
+    return int(load.max(axis=1).sum()) - len(load)
 
 
 class LDS(Memory):
@@ -133,7 +179,7 @@ class LDS(Memory):
     if (counters := self.run.counters) is not None:
       wave, lane = self.run.wave[lanes], self.run.lane_in_wave[lanes]
       address, width, read = index * dtype.itemsize, count * dtype.itemsize, verb == "reads"
-      counters.bank_conflicts += self.run.banks.extra_cycles(address, width, wave, lane, read)
+      counters.bank_conflicts += Banks.of(self.run.arch).extra_cycles(address, width, wave, lane, read)
     return index + self.run.group[lanes] * (self.stride // dtype.itemsize)
 
   def granules(self, index: np.ndarray, dtype: DType, count: int) -> np.ndarray:
@@ -161,6 +207,21 @@ class LDS(Memory):
       if (bad := self._unseen(WRITES, granules, lanes)).any():
         raise self.fail(Race, u, "reads {what}, which another wave wrote, " + UNORDERED, granules, bad, lanes)
       self._record(READS, granules, lanes)
+
+  def check_asynchronous(self, u: UOp, reads: str, granules: np.ndarray, lanes: np.ndarray) -> None:
+    """Check a read by asynchronous hardware, which must also know of the writes. Raises Unwritten, Race."""
+    self.check_read(u, granules, lanes)
+    if self.unfenced is not None and (bad := self.unfenced.take(granules) >= 0).any():
+      raise self.fail(Race, u, f"{reads}, written without a fence_proxy_async since", granules, bad, lanes)
+
+  def content(self, granules: np.ndarray) -> np.ndarray:
+    """Return the bits of granules, in the shape of `granules`."""
+    return self.view(np.dtype(f"u{self.granule}")).take(granules)
+
+  def check_unchanged(self, u: UOp, granules: np.ndarray, content: np.ndarray, lanes: np.ndarray) -> None:
+    """Raise Race unless granules that an asynchronous read has taken still have this content at the wait for it."""
+    if (bad := self.content(granules) != content).any():
+      raise self.fail(Race, u, "reads {what}, which was overwritten before the wait", granules, bad, lanes)
 
   def check_write(self, u: UOp, granules: np.ndarray, differs: np.ndarray, lanes: np.ndarray) -> None:
     """Raise Race if another wave read the granules, or wrote them with another value, since the last barrier."""
@@ -212,7 +273,7 @@ class LDS(Memory):
 
   def load(self, u: UOp, index: Any, dtype: DType, count: int, gate: Any = None) -> list[np.ndarray]:
     """Read `count` elements per lane. Raises OutOfBounds, Unwritten, Race."""
-    lanes = self.lanes(gate)
+    lanes = self.run.active(gate)
     index = self.place(u, "reads", index, dtype, count, lanes)
     if self.run.check:
       self.check_read(u, self.granules(index, dtype, count), lanes)

@@ -12,8 +12,7 @@ from tinygrad.uop.ops import Ops, UOp
 
 from uopattn.dsl.instructions import is_wave_fence
 
-from .describe import instruction_of
-from .errors import KernelError
+from .errors import KernelError, checking, instruction_of
 
 if TYPE_CHECKING:
   from .program import Program
@@ -83,8 +82,6 @@ def delete_each_barrier(run: Callable[[], object], kernel: str | None = None) ->
   must launch the same kernels each time. kernel: mutate only the kernel with this name; None for all. Raises
   KernelError if the unchanged `run` fails, and RuntimeError if the checks are off.
   """
-  from .launch import checking
-
   if not checking():
     raise RuntimeError("the checks are off (EMU_CHECK=0), so nothing could notice")
   seen: dict[str, Program] = {}

@@ -16,10 +16,9 @@ from tinygrad.uop.ops import GroupOp, Ops, UOp
 
 from uopattn.dsl.instructions import STATEMENT_SLOT, is_wave_fence
 
-from . import alu, contraction, wmma
-from .describe import describe, instruction_of
-from .errors import Divergence, UnknownInstruction
-from .instructions import MEANINGS, NOTHING, TYPES
+from . import alu, wmma
+from .errors import Divergence, UnknownInstruction, describe, instruction_of
+from .instructions import MEANINGS, TYPES
 from .lanes import Run, buffer_of
 from .memory import LDS, Pointer
 from .scopes import check_scopes
@@ -45,6 +44,11 @@ def is_constant(u: UOp) -> bool:
   return u.op is Ops.CAST and u.src[0].op is Ops.CONST
 
 
+def _is_statement_register(u: UOp) -> bool:
+  """Return whether `u` loads or stores the register that makes an instruction a statement; a statement has no value."""
+  return u.op in (Ops.LOAD, Ops.STORE) and buffer_of(u.src[0]).arg.slot == STATEMENT_SLOT
+
+
 def execute(steps: list[Step], run: Run) -> None:
   """Run steps in order."""
   values = run.values
@@ -68,7 +72,7 @@ class Program:
     contracted: str = "first",
   ):
     self.name, self.arch, self.uops, self.omit = name, arch, list(uops), omit
-    self.contracted = contracted  # which product of a sum is not rounded, see `contraction`
+    self.contracted = contracted  # which product of a sum is not rounded, see `alu.contraction`
     self.scalars = list(scalars)  # names of the integer arguments, in the order in which launch gets them
     self.place = {u: i for i, u in enumerate(self.uops)}
     self.params = [u for u in self.uops if u.op is Ops.PARAM and u.addrspace is not AddrSpace.ALU]
@@ -102,7 +106,7 @@ class Program:
     return Program(self.name, self.arch, self.uops, self.scalars, omit, self.contracted)
 
   def contract(self, mode: str) -> "Program":
-    """Return the program with another choice of the products that are not rounded; see `contraction`."""
+    """Return the program with another choice of the products that are not rounded; see `alu.contraction`."""
     return Program(self.name, self.arch, self.uops, self.scalars, self.omit, mode)
 
   def _granules(self) -> dict[UOp, int]:
@@ -124,9 +128,9 @@ class Program:
       if u.op in (Ops.END, Ops.ENDIF):
         self.closing = u
         break
-      if u is self.omit:
-        self.template[self.place[u]] = NOTHING
-      elif u.op in (Ops.RANGE, Ops.IF):
+      if u is self.omit or _is_statement_register(u):
+        continue
+      if u.op in (Ops.RANGE, Ops.IF):
         body = self._block(uops)
         steps.append((self.place[u], self._range(u, body) if u.op is Ops.RANGE else self._if(u, body)))
       elif is_constant(u):
@@ -186,11 +190,10 @@ class Program:
     return lambda run: run.coordinate(kind, axis)
 
   def _alu(self, u: UOp) -> Compute:
-    if (fused := contraction.of(u, self.contracted)) is not None:
-      return self._fused(*fused)
-    places = tuple(self.place[s] for s in u.src)
     never_negative = u.op is Ops.CDIV and all(s.vmin >= 0 for s in u.src)
-    f = alu.function(u.op, u.src[-1].dtype, never_negative)
+    fused = alu.contracted(u, self.contracted)
+    f, operands = fused or (alu.function(u.op, u.src[-1].dtype, never_negative), u.src)
+    places = tuple(self.place[s] for s in operands)
     a, b, c = (*places, 0, 0)[:3]
     if len(places) == 3:
       return lambda run: f(run.values[a], run.values[b], run.values[c])
@@ -205,10 +208,6 @@ class Program:
       return f(run.values[a])
 
     return exp2
-
-  def _fused(self, f: contraction.MultiplyAdd, operands: tuple[UOp, UOp, UOp]) -> Compute:
-    a, b, c = (self.place[x] for x in operands)
-    return lambda run: f(run.values[a], run.values[b], run.values[c])
 
   def _cast(self, u: UOp) -> Compute:
     a = self.place[u.src[0]]
@@ -309,14 +308,9 @@ class Program:
       if run.tracks is not None:
         run.tracks.meet(u, 0, run.shape.threads, run.active(), True, lambda: met(run, None))
         return
-      groups: np.ndarray | None = None
-      if run.mask is not None:
-        there = run.mask.reshape(run.shape.groups, -1)
-        groups = np.asarray(there.any(axis=1))
-        part = groups & ~np.asarray(there.all(axis=1))
-        if run.check and part.any():
-          missing = np.flatnonzero((part[:, None] & ~there).ravel())
-          raise run.fail(Divergence, u, "a barrier that not every thread of the workgroup reaches", missing)
+      if run.check and (missing := run.missing(run.shape.threads)).size:
+        raise run.fail(Divergence, u, "a barrier that not every thread of the workgroup reaches", missing)
+      groups = None if run.mask is None else np.asarray(run.mask.reshape(run.shape.groups, -1).any(axis=1))
       if run.counters is not None:
         run.counters.barriers += run.shape.groups if groups is None else int(groups.sum())
       met(run, groups)

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from tinygrad.uop.ops import Ops, UOp
 
-from .describe import describe, expression
-from .errors import OutOfScope
+from .errors import OutOfScope, describe, expression
 
 Path = tuple[UOp, ...]  # the RANGEs and IFs around a line, outermost first
 

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from tinygrad.uop.ops import UOp
 
-from .copies import NOTHING
 from .errors import Divergence, OutOfBounds, Race
 from .lanes import Run
 from .memory import LDS, Global, Pointer
@@ -52,9 +51,7 @@ class Flight:
     if self.was_read:
       return
     self.was_read, lanes = True, np.array([self.lane])
-    if (bad := _content(self.source, self.granules) != self.content).any():
-      what = "reads {what}, which was overwritten before the wait"
-      raise self.source.fail(Race, self.u, what, self.granules, bad, lanes)
+    self.source.check_unchanged(self.u, self.granules, self.content, lanes)
     self.source.check_read(self.u, self.granules, lanes)
 
 
@@ -88,13 +85,9 @@ class Sums:
     return found
 
 
-def _content(lds: LDS, granules: np.ndarray) -> np.ndarray:
-  return lds.view(np.dtype(f"u{lds.granule}")).take(granules)
-
-
 def _one(run: Run, u: UOp, when: Any) -> int | None:
   """The lane that acts; None if none does."""
-  lanes = np.flatnonzero(run.spread(when) & (True if run.mask is None else run.mask))
+  lanes = run.active(when)
   if len(lanes) > 1:
     raise run.fail(Divergence, u, "adds, or uses a semaphore, by several lanes", lanes)
   return int(lanes[0]) if len(lanes) else None
@@ -110,36 +103,29 @@ def _index(run: Run, u: UOp, semaphore: Pointer, lane: int) -> int:
   return int(index[0])
 
 
-def wait_for(run: Run, u: UOp, semaphore: Pointer, number: Any, when: Any) -> Any:
+def wait_for(run: Run, u: UOp, semaphore: Pointer, number: Any, when: Any) -> None:
   if (lane := _one(run, u, when)) is None:
-    return NOTHING
-  tracks, index, wave, wanted = (
-    apart(run, u),
-    _index(run, u, semaphore, lane),
-    int(run.wave[lane]),
-    run.spread(number)[lane],
-  )
+    return
+  tracks, index, wanted = apart(run, u), _index(run, u, semaphore, lane), run.spread(number)[lane]
   cells = semaphore.memory.view(np.dtype(np.int32))
   what = f"waits for {wanted} at a semaphore that is {int(cells[index])}"
   tracks.wait(lambda: bool(cells[index] == wanted), lambda: run.fail(Divergence, u, what, np.array([lane])))
-  tracks.acquired[wave].add(len(run.sums.acquired))
+  tracks.acquired[int(run.wave[lane])].add(len(run.sums.acquired))
   run.sums.acquired.append(run.sums.released.get((semaphore.memory.name, index), {}))
-  return NOTHING
 
 
-def release(run: Run, u: UOp, semaphore: Pointer, number: Any, when: Any) -> Any:
+def release(run: Run, u: UOp, semaphore: Pointer, number: Any, when: Any) -> None:
   if (lane := _one(run, u, when)) is None:
-    return NOTHING
+    return
   index = _index(run, u, semaphore, lane)
   run.sums.released[semaphore.memory.name, index] = run.sums.known(run, int(run.wave[lane]))
   semaphore.memory.view(np.dtype(np.int32))[index] = int(run.spread(number)[lane])
   apart(run, u).signalled()
-  return NOTHING
 
 
-def tma_reduce_add(run: Run, u: UOp, to: Pointer, source: Pointer, count: Any, first: Any, when: Any) -> Any:
+def tma_reduce_add(run: Run, u: UOp, to: Pointer, source: Pointer, count: Any, first: Any, when: Any) -> None:
   if (lane := _one(run, u, when)) is None:
-    return NOTHING
+    return
   lanes, count, lds = np.array([lane]), int(count), source.memory
   start, at = (int(run.spread(x.index)[lane]) * x.dtype.itemsize for x in (source, to))
   if start % BYTES or at % BYTES or count % BYTES or not isinstance(lds, LDS):
@@ -148,17 +134,14 @@ def tma_reduce_add(run: Run, u: UOp, to: Pointer, source: Pointer, count: Any, f
     raise run.fail(OutOfBounds, u, f"adds {count} bytes from byte {start} to byte {at}", lanes)
   granules = np.arange(start // lds.granule, (start + count) // lds.granule)[:, None]
   if run.check:
-    lds.check_read(u, granules, lanes)
-    if lds.unfenced is not None and (bad := lds.unfenced.take(granules) >= 0).any():
-      raise lds.fail(Race, u, "reads {what} to add it, written without a fence_proxy_async since", granules, bad, lanes)
+    lds.check_asynchronous(u, "reads {what} to add it", granules, lanes)
   numbers = lds.view(np.dtype(np.float32))[start // 4 : (start + count) // 4].copy()
-  places, content = np.arange(at // 4, (at + count) // 4), _content(lds, granules)
+  places, content = np.arange(at // 4, (at + count) // 4), lds.content(granules)
   fresh = bool(run.spread(first)[lane])
   run.sums.flights.append(Flight(u, lane, lds, granules, content, to.memory, places, numbers, fresh))
   if run.counters is not None:
     run.counters.lds_read += count
     run.counters.global_written += count
-  return NOTHING
 
 
 def _until_others_wait(run: Run, u: UOp) -> None:
@@ -168,19 +151,18 @@ def _until_others_wait(run: Run, u: UOp) -> None:
   tracks.wait(lambda: not any(x.ready() for x in tracks.tracks if x is not own and not x.ended))
 
 
-def wait_read(run: Run, u: UOp, when: Any) -> Any:
+def wait_read(run: Run, u: UOp, when: Any) -> None:
   if (lane := _one(run, u, when)) is None:
-    return NOTHING
+    return
   _until_others_wait(run, u)
   for x in run.sums.flights:
     if x.lane == lane and run.check:
       x.read()
-  return NOTHING
 
 
-def wait(run: Run, u: UOp, when: Any) -> Any:
+def wait(run: Run, u: UOp, when: Any) -> None:
   if (lane := _one(run, u, when)) is None:
-    return NOTHING
+    return
   _until_others_wait(run, u)
   done = [x for x in run.sums.flights if x.lane == lane]
   run.sums.flights = [x for x in run.sums.flights if x.lane != lane]
@@ -190,7 +172,6 @@ def wait(run: Run, u: UOp, when: Any) -> Any:
       _check(run, x)
     sums = x.to.view(np.dtype(np.float32))
     sums[x.places] = x.numbers if x.first else sums[x.places] + x.numbers
-  return NOTHING
 
 
 def _check(run: Run, x: Flight) -> None:

@@ -9,7 +9,6 @@ from tinygrad.uop.ops import UOp
 from uopattn.dsl.cpu.amx import EXP2, LANES, PAIR, ROW_BYTES, ROWS, TILES
 
 from . import alu
-from .copies import NOTHING
 from .errors import OutOfBounds, Unwritten
 from .lanes import Run
 from .memory import Pointer
@@ -38,15 +37,13 @@ class Tiles:
     return cls(np.zeros(lanes, bool), np.zeros(shape, bool), np.zeros((*shape, ROWS, ROW_BYTES), np.uint8))
 
 
-def config(run: Run, u: UOp) -> Any:
+def config(run: Run, u: UOp) -> None:
   lanes = run.active()
   run.tiles.configured[lanes], run.tiles.written[lanes] = True, False
-  return NOTHING
 
 
-def release(run: Run, u: UOp) -> Any:
+def release(run: Run, u: UOp) -> None:
   run.tiles.configured[run.active()] = False
-  return NOTHING
 
 
 def _lanes(run: Run, u: UOp, *read: int) -> np.ndarray:
@@ -64,11 +61,12 @@ def _lanes(run: Run, u: UOp, *read: int) -> np.ndarray:
 def _rows(run: Run, u: UOp, place: Pointer, stride: int, rows: int = ROWS) -> np.ndarray:
   """Return rows of 64 bytes of each lane, (lanes, rows, 64). Raises as a load of each row does."""
   count = ROW_BYTES // place.dtype.itemsize
-  found = []
+  found = np.empty((rows, count, run.shape.lanes), alu.storage(place.dtype))
   for i in range(rows):
     row = place.memory.load(u, place.index + _elements(run, u, place, i * stride), place.dtype, count)
-    found.append(np.stack([run.spread(x) for x in row], axis=-1))
-  return np.ascontiguousarray(np.stack(found, axis=1)).view(np.uint8)
+    for element, x in zip(found[i], row, strict=True):
+      element[:] = x
+  return np.ascontiguousarray(np.moveaxis(found, 2, 0)).view(np.uint8)
 
 
 def _store_rows(run: Run, u: UOp, place: Pointer, stride: int, content: np.ndarray) -> None:
@@ -87,26 +85,23 @@ def _elements(run: Run, u: UOp, place: Pointer, offset: int) -> int:
   return elements
 
 
-def zero(run: Run, u: UOp, tile: Any) -> Any:
+def zero(run: Run, u: UOp, tile: Any) -> None:
   lanes = _lanes(run, u)
   run.tiles.content[lanes, tile], run.tiles.written[lanes, tile] = 0, True
-  return NOTHING
 
 
-def load(run: Run, u: UOp, tile: Any, place: Pointer, stride: Any) -> Any:
+def load(run: Run, u: UOp, tile: Any, place: Pointer, stride: Any) -> None:
   lanes = _lanes(run, u)
   run.tiles.content[lanes, tile] = _rows(run, u, place, int(stride))[lanes]
   run.tiles.written[lanes, tile] = True
-  return NOTHING
 
 
-def store(run: Run, u: UOp, tile: Any, place: Pointer, stride: Any) -> Any:
+def store(run: Run, u: UOp, tile: Any, place: Pointer, stride: Any) -> None:
   _lanes(run, u, int(tile))
   _store_rows(run, u, place, int(stride), run.tiles.content[:, tile])
-  return NOTHING
 
 
-def product(run: Run, u: UOp, c: Any, a: Any, b: Any) -> Any:
+def product(run: Run, u: UOp, c: Any, a: Any, b: Any) -> None:
   lanes = _lanes(run, u, int(c), int(a), int(b))
   left, right = (_pairs(run.tiles.content[lanes, x]) for x in (a, b))
   sums = sum(_flushed(left[..., i] @ right[..., i]) for i in range(PAIR))
@@ -114,7 +109,6 @@ def product(run: Run, u: UOp, c: Any, a: Any, b: Any) -> Any:
   run.tiles.content[lanes, c] = np.ascontiguousarray(_flushed(old + sums), np.float32).view(np.uint8)
   if run.counters is not None:
     run.counters.matrix += len(lanes)
-  return NOTHING
 
 
 def _pairs(content: np.ndarray) -> np.ndarray:
@@ -127,20 +121,18 @@ def _flushed(x: np.ndarray) -> np.ndarray:
   return np.where(np.abs(x) < TINY, np.float32(0), x)
 
 
-def transpose(run: Run, u: UOp, to: Pointer, source: Pointer, to_stride: Any, stride: Any) -> Any:
+def transpose(run: Run, u: UOp, to: Pointer, source: Pointer, to_stride: Any, stride: Any) -> None:
   words = _rows(run, u, source, int(stride)).view(np.uint32)
   _store_rows(run, u, to, int(to_stride), np.ascontiguousarray(words.swapaxes(1, 2)).view(np.uint8))
-  return NOTHING
 
 
-def scale_rows(run: Run, u: UOp, rows: Pointer, factors: Pointer, count: Any) -> Any:
+def scale_rows(run: Run, u: UOp, rows: Pointer, factors: Pointer, count: Any) -> None:
   values = _rows(run, u, rows, ROW_BYTES, int(count)).view(np.float32)
   by = _rows(run, u, factors, ROW_BYTES, 1).view(np.float32)
   _store_rows(run, u, rows, ROW_BYTES, np.ascontiguousarray(values * by).view(np.uint8))
-  return NOTHING
 
 
-def weigh(run: Run, u: UOp, parts: int, degree: int, subtracts: bool, to: Pointer, scores: Pointer, *rest: Any) -> Any:
+def weigh(run: Run, u: UOp, parts: int, degree: int, subtracts: bool, to: Pointer, scores: Pointer, *rest: Any) -> None:
   sums, rows, part_bytes = rest[1], int(rest[3]), int(rest[4])
   x = _rows(run, u, scores, ROW_BYTES, rows).view(np.float32)
   by, l, factor = (_rows(run, u, place, ROW_BYTES, 1).view(np.float32) for place in rest[:3])
@@ -152,14 +144,12 @@ def weigh(run: Run, u: UOp, parts: int, degree: int, subtracts: bool, to: Pointe
   total = np.ascontiguousarray(l + p.sum(1, keepdims=True, dtype=np.float32))
   _store_rows(run, u, sums, ROW_BYTES, total.view(np.uint8))
   _store_parts(run, u, to, p[:, 0::2], p[:, 1::2], parts, part_bytes, in_pairs=True)
-  return NOTHING
 
 
-def pack(run: Run, u: UOp, parts: int, in_pairs: bool, to: Pointer, a: Pointer, b: Pointer, *rest: Any) -> Any:
+def pack(run: Run, u: UOp, parts: int, in_pairs: bool, to: Pointer, a: Pointer, b: Pointer, *rest: Any) -> None:
   stride, count, part_bytes = map(int, rest[:3])
   first, second = (_rows(run, u, x, stride, count).view(np.float32) for x in (a, b))
   _store_parts(run, u, to, first, second, parts, part_bytes, in_pairs)
-  return NOTHING
 
 
 def _store_parts(

@@ -191,57 +191,53 @@ def apart(run: Run, u: UOp) -> Tracks:
   return run.tracks
 
 
-def named_barrier(run: Run, u: UOp, number: Any, count: Any, when: Any = None) -> Any:
-  lanes = run.active() if when is None else np.flatnonzero(run.spread(when) & run.mask)
+def named_barrier(run: Run, u: UOp, number: Any, count: Any, when: Any = None) -> None:
+  lanes = run.active(when)
   if len(lanes):
     numbers, counts = (np.unique(run.spread(x)[lanes]) for x in (number, count))
     if len(lanes) % run.shape.wave or len(numbers) != 1 or len(counts) != 1:
       raise run.fail(Divergence, u, "meets at a barrier without whole warps, or at several barriers at once", lanes)
     apart(run, u).meet(u, int(numbers[0]), int(counts[0]), lanes, when is None)
-  return np.int32(0)
 
 
-def exit_warps(run: Run, u: UOp, when: Any) -> Any:
+def exit_warps(run: Run, u: UOp, when: Any) -> None:
   lanes = run.active()
   ended = run.spread(when)[lanes]
   if ended.any() != ended.all():
     raise run.fail(Divergence, u, "ends a part of a warpgroup", lanes[ended])
   if ended.all():
     apart(run, u).leave()
-  return np.int32(0)
 
 
 class TripEnded(Exception):
   """No lane is active for the rest of the trip of the innermost loop."""
 
 
-def leave_loop(run: Run, u: UOp, when: Any) -> Any:
+def leave_loop(run: Run, u: UOp, when: Any) -> None:
   """Deactivate lanes for the rest of the innermost loop, whose end in `Program` activates them."""
   lanes, leaves = run.active(), run.spread(when)
   gone, here = lanes[leaves[lanes]], lanes[~leaves[lanes]]
   if np.isin(run.group[gone], run.group[here]).any():
     raise run.fail(Divergence, u, "leaves a loop with a part of the lanes", gone)
-  if not len(gone):
-    return np.int32(0)
-  run.left = np.isin(run.all_lanes, gone) | (run.left is not None and run.left)
-  return _deactivate(run, run.left)
+  if len(gone):
+    run.left = np.isin(run.all_lanes, gone) | (run.left is not None and run.left)
+    _deactivate(run, run.left)
 
 
-def skip_trip(run: Run, u: UOp, when: Any) -> Any:
+def skip_trip(run: Run, u: UOp, when: Any) -> None:
   """Deactivate lanes for the rest of the trip, whose end in `Program` activates them."""
-  return _deactivate(run, run.spread(when))
+  _deactivate(run, run.spread(when))
 
 
-def _deactivate(run: Run, lanes: np.ndarray) -> Any:
+def _deactivate(run: Run, lanes: np.ndarray) -> None:
   run.mask = ~lanes if run.mask is None else run.mask & ~lanes
   if not run.mask.any():
     raise TripEnded
-  return np.int32(0)
 
 
-def registers(run: Run, u: UOp, count: Any, when: Any = None) -> Any:
+def registers(run: Run, u: UOp, count: Any, when: Any = None) -> None:
   """Change the number of registers of whole warpgroups. Raises Divergence if there are not as many."""
-  lanes = run.active() if when is None else np.flatnonzero(run.spread(when) & run.mask)
+  lanes = run.active(when)
   whole = THREADS if run.tracks is None else min(THREADS, int(run.tracks.now.lanes.sum()))
   if len(lanes) % whole or not 24 <= int(count) <= 256 or int(count) % 8:
     raise run.fail(Divergence, u, "sets registers of a part of a warpgroup, or not 24 to 256 in steps of 8", lanes)
@@ -253,7 +249,6 @@ def registers(run: Run, u: UOp, count: Any, when: Any = None) -> Any:
     enough = lambda: sum(held) * run.shape.wave <= REGISTERS  # noqa: E731
     what = f"needs more than {REGISTERS} registers in all: {held[::4]}"
     tracks.wait(enough, lambda: run.fail(Divergence, u, what, lanes))
-  return np.int32(0)
 
 
 REGISTERS = 65536  # of a multiprocessor

@@ -5,8 +5,8 @@ count as unwritten. At the wait, its operands in LDS are read again and must be 
 race, with or without barriers. Its operands in registers must be unchanged too.
 """
 
-from dataclasses import dataclass, field, replace
-from functools import reduce
+from dataclasses import dataclass, replace
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ from uopattn.dsl.gpu.parts import PAIRS
 from uopattn.dsl.nvidia.wgmma import PANEL, K, M
 
 from . import alu
-from .copies import NOTHING
 from .errors import Divergence, OutOfBounds, Race, Unwritten
 from .lanes import Run
 from .memory import LDS, Pointer, Registers
@@ -27,6 +26,7 @@ THREADS = 128
 WARPS = 4
 ROW_BYTES = 2 * PANEL
 PERIOD = 8 * ROW_BYTES  # bytes after which the swizzle repeats
+READS = "reads {what} for a matrix product"
 
 
 @dataclass
@@ -42,25 +42,14 @@ class Flight:
   operands: list[tuple[Registers, int, Any]]
 
 
-@dataclass
-class Flights:
-  """The products in flight, oldest first."""
-
-  started: list[Flight] = field(default_factory=list)
-
-
 def _groups(run: Run, u: UOp) -> np.ndarray:
   """Return the first lane of each active warpgroup. Raises Divergence unless each is fully active or fully inactive."""
   if run.shape.threads % THREADS:
     what = f"a warpgroup's product needs {THREADS} threads; the workgroup has {run.shape.threads}"
     raise run.fail(Divergence, u, what)
-  active = np.ones(run.shape.lanes, bool) if run.mask is None else run.mask
-  parts = active.reshape(-1, THREADS)
-  bad = np.asarray(parts.any(axis=1) & ~parts.all(axis=1))
-  if bad.any():
-    missing = np.flatnonzero((bad[:, None] & ~parts).ravel())
+  if (missing := run.missing(THREADS)).size:
     raise run.fail(Divergence, u, "a warpgroup's product with inactive lanes in the warpgroup", missing)
-  return np.flatnonzero(parts.all(axis=1)) * THREADS
+  return run.active()[::THREADS]
 
 
 def _address(run: Run, u: UOp, pointer: Pointer, groups: np.ndarray) -> np.ndarray:
@@ -103,22 +92,11 @@ def _read(
   if run.check:
     granules = np.repeat(place.reshape(len(groups), -1), WARPS, axis=0).T // lds.granule  # (elements, warps)
     lanes = (groups[:, None] + np.arange(WARPS) * 32).ravel()
-    _check(run, u, lds, granules, lanes)
-    reads.append((lds, granules, lanes, _content(lds, granules)))
+    lds.check_asynchronous(u, READS, granules, lanes)
+    reads.append((lds, granules, lanes, lds.content(granules)))
   if run.counters is not None:
     run.counters.lds_read += place.size * 2
   return lds.view(np.dtype(np.uint16)).take(place // 2)
-
-
-def _check(run: Run, u: UOp, lds: LDS, granules: np.ndarray, lanes: np.ndarray) -> None:
-  lds.check_read(u, granules, lanes)
-  if lds.unfenced is not None and (bad := lds.unfenced.take(granules) >= 0).any():
-    what = "reads {what} for a matrix product, written without a fence_proxy_async since"
-    raise lds.fail(Race, u, what, granules, bad, lanes)
-
-
-def _content(lds: LDS, granules: np.ndarray) -> np.ndarray:
-  return lds.view(np.dtype(f"u{lds.granule}")).take(granules)
 
 
 def _left(run: Run, u: UOp, pointer: Pointer, steps: int, groups: np.ndarray, operands: list[Any]) -> np.ndarray:
@@ -135,7 +113,7 @@ def _left(run: Run, u: UOp, pointer: Pointer, steps: int, groups: np.ndarray, op
   return result
 
 
-def _start(
+def from_shared(
   run: Run,
   u: UOp,
   n: int,
@@ -145,17 +123,22 @@ def _start(
   d: Pointer,
   a: Pointer,
   b: Pointer,
-  panels: tuple[int, int],
+  *panels: Any,
   registers: bool = False,
   by_rows: bool = False,
   clears: bool = True,
 ) -> None:
+  """Start D = A B, or D += A B unless it `clears`, with B in LDS and A in LDS or in `registers`.
+
+  With A in registers it adds, unless the operands are of 8 bits or of several parts. `by_rows`: the rows of A and B in
+  LDS are k.
+  """
   groups = _groups(run, u)
   flight = Flight(u, groups, d.memory, int(np.max(d.index)), [], [], [])
   k, adds = K * steps, not clears or (registers and dtype.itemsize > 1 and parts == 1)
 
-  def read(x: Pointer, rows: int, columns: int, panel: int, part: int) -> np.ndarray:
-    return _read(run, u, x, rows, columns, panel, groups, flight.reads, part)
+  def read(x: Pointer, rows: int, columns: int, panel: Any, part: int) -> np.ndarray:
+    return _read(run, u, x, rows, columns, int(panel), groups, flight.reads, part)
 
   if registers:
     words = _left(run, u, a, steps * parts, groups, flight.operands)
@@ -170,7 +153,7 @@ def _start(
     rights = [read(b, n, k, panels[1], part).swapaxes(1, 2) for part in range(parts)]
   product = reduce(np.add, [_product(lefts[i], rights[j], dtype) for i, j in PAIRS[parts]])  # (warpgroups, 64, n)
   thread = np.arange(THREADS)
-  same = (x for x in reversed(run.flights.started) if (x.d, x.first) == (flight.d, flight.first))
+  same = (x for x in reversed(run.flights) if (x.d, x.first) == (flight.d, flight.first))
   earlier = next((x for x in same if np.isin(groups, x.groups).all()), None)  # products add up in order
   for e in range(n // 2):
     row = thread // 32 * 16 + thread % 32 // 4 + 8 * (e % 4 // 2)
@@ -183,7 +166,7 @@ def _start(
     flight.values.append(value)
   for e in range(flight.first, flight.first + n // 2):
     d.memory.written[e] = False if run.mask is None else run.spread(d.memory.written[e]) & ~run.mask
-  run.flights.started.append(flight)
+  run.flights.append(flight)
   if run.counters is not None:
     run.counters.matrix += len(PAIRS[parts]) * steps * len(groups) * WARPS
 
@@ -224,63 +207,28 @@ def cut_product(
   return total.astype(np.float32)
 
 
-def from_shared(
-  run: Run, u: UOp, n: int, steps: int, dtype: DType, parts: int, d: Pointer, a: Pointer, b: Pointer, *panels: Any
-):
-  """Start D = A B with A and B in LDS."""
-  _start(run, u, n, steps, dtype, parts, d, a, b, (int(panels[0]), int(panels[1])))
-  return NOTHING
+added_from_shared = partial(from_shared, clears=False)
+from_rows = partial(from_shared, by_rows=True)
+added_from_rows = partial(from_shared, by_rows=True, clears=False)
+from_registers = partial(from_shared, registers=True)
 
 
-def added_from_shared(
-  run: Run, u: UOp, n: int, steps: int, dtype: DType, parts: int, d: Pointer, a: Pointer, b: Pointer, *panels: Any
-):
-  """Start D += A B with A and B in LDS."""
-  _start(run, u, n, steps, dtype, parts, d, a, b, (int(panels[0]), int(panels[1])), clears=False)
-  return NOTHING
-
-
-def from_rows(
-  run: Run, u: UOp, n: int, steps: int, dtype: DType, parts: int, d: Pointer, a: Pointer, b: Pointer, *panels: Any
-):
-  """Start D = A B with A and B in LDS, whose rows are k."""
-  _start(run, u, n, steps, dtype, parts, d, a, b, (int(panels[0]), int(panels[1])), by_rows=True)
-  return NOTHING
-
-
-def added_from_rows(
-  run: Run, u: UOp, n: int, steps: int, dtype: DType, parts: int, d: Pointer, a: Pointer, b: Pointer, *panels: Any
-):
-  """Start D += A B with A and B in LDS, whose rows are k."""
-  _start(run, u, n, steps, dtype, parts, d, a, b, (int(panels[0]), int(panels[1])), by_rows=True, clears=False)
-  return NOTHING
-
-
-def from_registers(
-  run: Run, u: UOp, n: int, steps: int, dtype: DType, parts: int, d: Pointer, a: Pointer, b: Pointer, *panels: Any
-):
-  """Start D += A B with A in registers and B in LDS; D = A B if they are of several parts."""
-  _start(run, u, n, steps, dtype, parts, d, a, b, (int(panels[0]), int(panels[1])), registers=True)
-  return NOTHING
-
-
-def wait(run: Run, u: UOp, n: int, count: Any, d: Pointer) -> Any:
+def wait(run: Run, u: UOp, n: int, count: Any, d: Pointer) -> None:
   """Deliver the results of all products of a warpgroup except its `count` youngest. Raises Race, Unwritten."""
   active, younger = _groups(run, u), np.zeros(run.shape.lanes, int)
   rest: list[Flight] = []
   finished: list[Flight] = []
-  for flight in reversed(run.flights.started):
+  for flight in reversed(run.flights):
     waited = np.isin(flight.groups, active)
     done = waited & (younger[flight.groups] >= int(count))
     younger[flight.groups[waited]] += 1
     finished += [replace(flight, groups=flight.groups[done])] if done.any() else []
     rest += [] if done.all() else [replace(flight, groups=flight.groups[~done])]
-  run.flights.started = rest[::-1]
+  run.flights = rest[::-1]
   for flight in reversed(finished):
     if (flight.d, flight.first) != (d.memory, int(np.max(d.index))):
       raise run.fail(Unwritten, u, f"waits for a product into {flight.d.name} but names {d.memory.name}")
     _finish(run, flight, d.dtype)
-  return NOTHING
 
 
 def _finish(run: Run, flight: Flight, dtype: DType) -> None:
@@ -289,9 +237,8 @@ def _finish(run: Run, flight: Flight, dtype: DType) -> None:
   for lds, granules, readers, content in flight.reads:
     mine = lanes[readers]
     granules, readers, content = granules[:, mine], readers[mine], content[:, mine]
-    _check(run, flight.u, lds, granules, readers)
-    if (bad := _content(lds, granules) != content).any():
-      raise lds.fail(Race, flight.u, "reads {what}, which was overwritten before the wait", granules, bad, readers)
+    lds.check_asynchronous(flight.u, READS, granules, readers)
+    lds.check_unchanged(flight.u, granules, content, readers)
   for registers, row, value in flight.operands:
     now = registers.rows[row]
     if run.check and now is not value and (run.spread(now) != run.spread(value))[lanes].any():
@@ -301,10 +248,9 @@ def _finish(run: Run, flight: Flight, dtype: DType) -> None:
   run.mask = mask
 
 
-def fence_proxy_async(run: Run, u: UOp) -> Any:
+def fence_proxy_async(run: Run, u: UOp) -> None:
   """Make the active lanes' writes to LDS visible to asynchronous products."""
   lanes = run.active()
   for memory in run.memory:
     if isinstance(memory, LDS) and memory.unfenced is not None:
       memory.unfenced[np.isin(memory.unfenced, lanes)] = -1
-  return NOTHING

@@ -142,12 +142,8 @@ def check_whole_waves(run: Run, u: UOp, lanes: int, what: str) -> None:
   """Raise Divergence unless each wave is fully active or fully inactive."""
   if run.shape.threads % lanes or run.shape.wave != lanes:
     raise run.fail(Divergence, u, f"{what} needs waves of {lanes} lanes; the workgroup has {run.shape.threads} threads")
-  if run.mask is not None:
-    waves = run.mask.reshape(-1, lanes)
-    part = np.asarray(waves.any(axis=1) & ~waves.all(axis=1))
-    if part.any():
-      missing = np.flatnonzero((part[:, None] & ~waves).ravel())
-      raise run.fail(Divergence, u, f"{what} with inactive lanes in its wave", missing)
+  if (missing := run.missing(lanes)).size:
+    raise run.fail(Divergence, u, f"{what} with inactive lanes in its wave", missing)
 
 
 def multiply(run: Run, u: UOp, a: Any, b: Any, c: list[Any]) -> list[Any]:

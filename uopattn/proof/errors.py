@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from uopattn.proof.oracle import Array, Precision, Rules, modified, pieces, seen
-from uopattn.proof.oracle_gradients import slope
+from uopattn.proof.oracle import Array, Precision, Rules, modified, pieces, seen, slope
 from uopattn.proof.roundings import FLOAT32, Head, Product, Roundings, Term, finite, largest
 
 LARGEST_VARIANCE = 2.0**20  # of a score's error, beyond which its weight may be anything
@@ -38,7 +37,7 @@ class Scores:
 
 def _scores(q: Array, k: Array, precision: Precision, r: Rules) -> Iterator[Scores]:
   (B, Hq, M, Dk), (_, Hkv, N, _) = q.shape, k.shape
-  scale = Dk**-0.5 if r.scale is None else r.scale
+  scale = r.scale_of(Dk)
   mask = None if r.attn_mask is None else np.broadcast_to(r.attn_mask, (B, Hq, M, N))
   bends, one = r.softcap is not None or r.score_mod is not None, np.ones((1, 1), np.float32)
   q, k = (finite(x).astype(np.float32) for x in (q, k))
@@ -135,13 +134,13 @@ def of_gradients(
   """Return the roundings of the gradients, under the names "q", "k" and "v".
 
   Args:
-    q, k, v, do, dlse, rules: the arguments of `uopattn.proof.oracle_gradients.gradients`.
+    q, k, v, do, dlse, rules: the arguments of `uopattn.proof.oracle.gradients`.
     out, lse: the oracle's output and LSE in float64.
     exact: the gradients in float64.
     guides: the gradients with `precision.fused()`.
   """
   (B, Hq, M, Dk), (_, Hkv, N, Dv) = q.shape, v.shape
-  scale = abs(Dk**-0.5 if rules.scale is None else rules.scale)
+  scale = abs(rules.scale_of(Dk))
   of_v, of_do = largest(v), largest(do)
   values, grads, out = ((finite(x) / unit).astype(np.float32) for x, unit in ((v, of_v), (do, of_do), (out, of_v)))
   delta = (out * grads).sum(-1) - (0 if dlse is None else _finite32(dlse / (of_v * of_do)))

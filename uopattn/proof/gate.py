@@ -9,8 +9,20 @@ from tinygrad.dtype import DType, dtypes, fp8_to_float
 
 from uopattn.dsl.schedule import DTYPES_8
 from uopattn.proof.errors import of_gradients, of_lse, of_output
-from uopattn.proof.oracle import CUT, EXACT, LOST, PRECISIONS, TF32, Array, Precision, Rules, oracle, scaled
-from uopattn.proof.oracle_gradients import Gradients, gradients
+from uopattn.proof.oracle import (
+  CUT,
+  EXACT,
+  LOST,
+  PRECISIONS,
+  TF32,
+  Array,
+  Gradients,
+  Precision,
+  Rules,
+  gradients,
+  oracle,
+  scaled,
+)
 from uopattn.proof.roundings import Fault, Roundings
 from uopattn.spec.shards import devices_of
 from uopattn.spec.tensors import dtype_name
@@ -297,7 +309,7 @@ class GradientGate:
     return cls(exact, naive, precision.unit, roundings)
 
   def reports(self, **got: Array) -> list[Report]:
-    """Return a report on each gradient; the names are the fields of `uopattn.proof.oracle_gradients.Gradients`."""
+    """Return a report on each gradient; the names are the fields of `uopattn.proof.oracle.Gradients`."""
     exact, naive, spread = self.exact.named(), self.naive.named(), self.roundings.spread
     reports = {
       name: compare(f"gradient of {name}", x, exact[name], naive[name], self.unit, *spread(name))

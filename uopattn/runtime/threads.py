@@ -1,25 +1,212 @@
-"""Multithreaded runtime for our CPU kernels.
+"""Multithreaded runtime for our CPU kernels: the threads of a call run its work items in machine code.
 
 tinygrad's own runtime calls a kernel's work items (`core_id`) one after another on the calling thread. Our programs get
 a runtime object of their own, which is stored in tinygrad's runtime cache. All other programs in the process keep
-tinygrad's runtime.
+tinygrad's runtime. No interpreter runs between two items.
+
+A worker is a Python thread that calls the C code of threads.c, which releases the interpreter lock. It spins for a job
+for about half a millisecond, since calls tend to follow each other closely; then it sleeps on a semaphore, or, where
+there is none to be had, naps between looks. The caller wakes a few workers, which wake others. It runs items together
+with the workers that have joined, and never waits for one that has not started. About every tenth of a second it
+returns to the interpreter, which handles signals. An exception raised by a signal handler, such as KeyboardInterrupt,
+cancels the items that have not started. Workers end before the interpreter does, which frees the code that they run.
+
+All of this is POSIX, for Linux and macOS; tinygrad loads the code as an ELF object on both. Only Linux tells on which
+core a thread runs and moves threads to other ones.
 """
 
+import atexit
+import contextlib
+import ctypes
+import functools
+import os
+import secrets
+import threading
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 from tinygrad import Device, UOp
+from tinygrad.device import TinyELF
 from tinygrad.engine.realize import runtime_cache
 from tinygrad.renderer import Estimates
 from tinygrad.runtime.ops_cpu import CPUDevice, CPUProgram
+from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 
+from uopattn.dsl.limits import CPU_ARGUMENTS
 from uopattn.runtime.cpu import kernel_renderer
 from uopattn.runtime.machine import thread_count, usable_cores
 from uopattn.runtime.program_cache import finished
-from uopattn.runtime.team import MOST_ARGUMENTS, team
 
 # The least work of a thread, some 0.01 ms: to wake it takes that long, or to wait for it if it is awake.
 LEAST_OPERATIONS, LEAST_BYTES = 2_000_000, 1 << 17
+
+MOST_ARGUMENTS = CPU_ARGUMENTS + 2  # of every call: under both calling conventions a kernel ignores the surplus
+
+_DEFINES = f"""#define MOST_ARGUMENTS {MOST_ARGUMENTS}
+#define TYPES {", ".join(["word"] * MOST_ARGUMENTS)}
+#define VALUES {", ".join(f"a[{i}]" for i in range(MOST_ARGUMENTS))}
+"""
+_SOURCE = _DEFINES + Path(__file__).with_suffix(".c").read_text()
+
+
+class _Job(ctypes.Structure):
+  """`struct job` of threads.c; the words after `arguments` begin as 0."""
+
+  _fields_ = (
+    *((name, ctypes.c_uint64) for name in ("kernel", "slot", "items", "helpers")),
+    ("arguments", ctypes.c_uint64 * MOST_ARGUMENTS),
+    *((name, ctypes.c_uint64) for name in ("next", "state")),
+  )
+
+
+class _Shared(ctypes.Structure):
+  """`struct team` of threads.c."""
+
+  _fields_ = (
+    ("job", _Job),
+    *((name, ctypes.c_long) for name in ("inside", "taken", "workers", "asleep", "stopped")),
+    *((name, ctypes.c_void_p) for name in ("sched_yield", "clock_gettime", "usleep", "sem_post", "sem_wait", "bell")),
+    ("semaphore", ctypes.c_uint64 * 8),
+  )
+
+
+_SERVE, _RUN, _CANCEL = range(3)
+_CLOSED = -1
+_LIBC = ctypes.CDLL(None)
+_NO_SEMAPHORE = (None, (1 << 64) - 1)  # SEM_FAILED of Linux, and of macOS
+
+
+@functools.cache
+def _program() -> CPUProgram:
+  """Compile threads.c."""
+  device = cast(CPUDevice, Device["CPU"])
+  target = device.renderer.target
+  code = ClangCompiler(target.arch.split(",")).compile_cached(_SOURCE)
+  return CPUProgram(device, TinyELF(code, "uopattn_team", target, ()))
+
+
+class Team:
+  """Worker threads, and the memory through which they receive jobs.
+
+  Args:
+    workers: number of threads to start.
+  """
+
+  def __init__(self, workers: int):
+    self._enter = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)(_program().addr)
+    names = ("sched_yield", "clock_gettime", "usleep", "sem_post", "sem_wait")
+    libc = {name: ctypes.cast(getattr(_LIBC, name), ctypes.c_void_p) for name in names}
+    self._shared = _Shared(inside=_CLOSED, workers=workers, **libc)
+    self._shared.bell = _semaphore(ctypes.addressof(self._shared) + _Shared.semaphore.offset)
+    self._core = -1  # the caller's core, which the workers avoid
+    given = (ctypes.byref(self._shared), None, _SERVE)
+    self._threads: list[threading.Thread] = []
+    atexit.register(self._stop)
+    for i in range(workers):
+      thread = threading.Thread(target=self._enter, args=given, name=f"uopattn-{i}", daemon=True)
+      thread.start()
+      self._threads.append(thread)
+
+  def run(self, kernel: int, words: Sequence[int], slot: int, items: int, threads: int) -> None:
+    """Call a C function once per work item, on at most `threads` threads, including the caller's.
+
+    Args:
+      kernel: the function's address; it takes pointers and integers of at most 64 bits.
+      words: its arguments, at most MOST_ARGUMENTS - 1.
+      slot: index of the argument that receives the item's number; MOST_ARGUMENTS - 1 if none does.
+      items: number of work items.
+      threads: 1 uses only the caller's thread.
+
+    Raises:
+      ValueError: there are too many arguments.
+      BaseException: an exception raised by a signal handler. Some items may not have run, but none is still running.
+    """
+    if len(words) >= MOST_ARGUMENTS:
+      raise ValueError(f"a kernel of {len(words)} arguments; at most {MOST_ARGUMENTS - 1} can be passed")
+    helpers = min(threads, items) - 1
+    job = ctypes.byref(_Job(kernel, slot, items, helpers, tuple(words)))
+    shared = ctypes.byref(self._shared)
+    if helpers and _core() != self._core:
+      self._keep_off(_core())
+    try:
+      while self._enter(shared, job, _RUN):
+        pass
+    except BaseException:  # the interpreter raises no second exception until the next call has returned
+      self._enter(shared, job, _CANCEL)
+      raise
+
+  def restart(self) -> None:
+    """Restart the current job without workers, in the child of a caller that forked in a signal handler.
+
+    The workers do not exist in the child, and items that they had started may be incomplete.
+    """
+    self._shared.job.next = self._shared.inside = 0
+
+  def _keep_off(self, core: int) -> None:
+    """Move the workers off the caller's core.
+
+    The scheduler may otherwise keep a woken thread on the core of its waker for longer than a call lasts.
+    """
+    if others := os.sched_getaffinity(0) - {core}:
+      with contextlib.suppress(OSError):  # a sandbox may forbid it
+        for thread in self._threads:
+          os.sched_setaffinity(cast(int, thread.native_id), others)
+    self._core = core  # last, so that after an interrupt the next call repeats the move
+
+  def _stop(self) -> None:
+    """End the workers. Later calls, as other exit handlers may make, run on the caller's thread only."""
+    self._shared.stopped = 1
+    for _ in self._threads if self._shared.bell else ():
+      _LIBC.sem_post(ctypes.c_void_p(self._shared.bell))
+    for thread in self._threads:
+      thread.join()
+    self._threads = []
+
+
+def _semaphore(place: int) -> int:
+  """Return the address of a semaphore whose value is 0, made at `place` or by the system; 0 if it can make none."""
+  if _LIBC.sem_init(ctypes.c_void_p(place), 0, 0) == 0:
+    return place
+  # macOS has only those with names, of at most 31 bytes. On arm64 it passes arguments of a variable number, which are
+  # those that argtypes does not list, in other places than the rest.
+  sem_open, name = _LIBC.sem_open, f"/uopattn-{os.getpid()}-{secrets.token_hex(4)}".encode()
+  sem_open.argtypes, sem_open.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
+  found = sem_open(name, os.O_CREAT | os.O_EXCL, ctypes.c_int(0o600), ctypes.c_uint(0))
+  if found in _NO_SEMAPHORE:
+    return 0
+  _LIBC.sem_unlink(name)  # it is open already
+  return cast(int, found)
+
+
+def _core() -> int:
+  """Return the core that this thread runs on; -1 if the system does not say, or does not let threads be moved."""
+  known = hasattr(_LIBC, "sched_getcpu") and hasattr(os, "sched_setaffinity")
+  return int(_LIBC.sched_getcpu()) if known else -1
+
+
+_team: Team | None = None
+_starting = threading.Lock()
+
+
+def _forget() -> None:
+  """Drop the team in a forked process, which has no copies of its threads."""
+  global _team, _starting
+  if _team:
+    _team.restart()
+  _team, _starting = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def team(workers: int) -> Team:
+  """Return the process-wide team; the first call sets its number of workers."""
+  global _team
+  with _starting:
+    _team = _team or Team(workers)
+  return _team
 
 
 def useful_threads(work: Estimates) -> int:

@@ -1,19 +1,21 @@
-"""com.microsoft's MultiHeadAttention and GroupQueryAttention.
+"""ONNX's operators of attention as functions of Tensors.
 
-Their meaning is that of onnxruntime's CPU provider, whose documentation is
-https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md. One thing differs: a `local_window_size` of
-0 is no window, as on its CUDA provider; the CPU provider of 1.32 returns zeros.
+They are Attention, opsets 23 to 25 (https://onnx.ai/onnx/operators/onnx__Attention.html), and com.microsoft's
+MultiHeadAttention and GroupQueryAttention. The meaning of the latter two is that of onnxruntime's CPU provider, whose
+documentation is https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md. One thing differs: a
+`local_window_size` of 0 is no window, as on its CUDA provider; the CPU provider of 1.32 returns zeros.
 """
 
+import math
 from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any
 
 from tinygrad import Tensor, dtypes
 
-from uopattn.api.attention import attend
+from uopattn.api.attention import Call, attend
 from uopattn.dsl import sizes
-from uopattn.integrate.onnx_attention import scores, with_heads, without_heads
+from uopattn.plan.reference import scores_of
 from uopattn.spec.arguments import Arguments
 
 Operator = Callable[..., Any]
@@ -26,6 +28,98 @@ GROUPED_ATTRIBUTES = {
   "sliding_window_cache": 0,
 }
 EPSILONS = ("qk_norm_epsilon", "q_norm_epsilon", "k_norm_epsilon")
+
+
+def attention(backend: Callable[[], str]) -> Operator:
+  """Return the operator Attention."""
+
+  def operator(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    past_key: Tensor | None = None,
+    past_value: Tensor | None = None,
+    nonpad_kv_seqlen: Tensor | None = None,
+    *,
+    is_causal: int = 0,
+    kv_num_heads: int | None = None,
+    q_num_heads: int | None = None,
+    left_window_size: int = -1,
+    right_window_size: int = -1,
+    qk_matmul_output_mode: int = 0,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    softmax_precision: int | None = None,  # kernels compute the softmax in float32
+  ) -> tuple[Tensor, ...]:
+    if (past_key is None) != (past_value is None):
+      raise ValueError("Attention: past_key and past_value must be given together")
+    if past_key is not None and nonpad_kv_seqlen is not None:
+      raise ValueError("Attention: nonpad_kv_seqlen cannot be combined with past_key and past_value")
+    in_heads = q.ndim == 4
+    if not in_heads:
+      if q_num_heads is None or kv_num_heads is None:
+        raise ValueError("Attention: inputs of three dimensions need q_num_heads and kv_num_heads")
+      q, k, v = with_heads(q, q_num_heads), with_heads(k, kv_num_heads), with_heads(v, kv_num_heads)
+    q_start: int | Tensor = 0
+    if past_key is not None and past_value is not None:
+      k, v, q_start = past_key.cat(k, dim=2), past_value.cat(v, dim=2), sizes(past_key)[2]
+    elif nonpad_kv_seqlen is not None:
+      q_start = nonpad_kv_seqlen - sizes(q)[2]
+    arguments = Arguments(
+      attn_mask=None if attn_mask is None else padded_mask(attn_mask, sizes(k)[2]),
+      is_causal=bool(is_causal),
+      scale=scale,
+      enable_gqa=True,
+      window=window(left_window_size, right_window_size),
+      softcap=softcap or None,
+      q_start=q_start,
+      kv_lengths=nonpad_kv_seqlen,
+    )
+    out = attend(q, k, v, arguments, backend())
+    return out if in_heads else without_heads(out), k, v, scores(q, k, v, arguments, qk_matmul_output_mode)
+
+  return operator
+
+
+def scores(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, mode: int) -> Tensor:
+  """Return the scores, (B, Hq, M, N), in q's dtype and by plain ops; nothing is computed unless a model reads them.
+
+  Args:
+    mode: 0 for scale * q.k; 1 after softcap; 2 with masks, -inf where a key is hidden; 3 for the weights.
+  """
+  if mode < 2:
+    softcap = arguments.softcap if mode == 1 else None
+    arguments = Arguments(scale=arguments.scale, softcap=softcap, enable_gqa=True)
+  call = Call.of(q, k, v, arguments)
+  found = scores_of(call.q, call.k, call.spec, call.arguments)
+  if mode == 3:
+    no_key = found.max(-1, keepdim=True).eq(-math.inf)
+    found = no_key.where(0, found.softmax(-1))
+  return found.cast(q.dtype)
+
+
+def with_heads(x: Tensor, heads: int) -> Tensor:
+  """(B, N, heads * D) -> (B, heads, N, D)."""
+  return x.unflatten(-1, (heads, sizes(x)[-1] // heads)).transpose(1, 2)
+
+
+def without_heads(x: Tensor) -> Tensor:
+  """(B, heads, N, D) -> (B, N, heads * D)."""
+  return x.transpose(1, 2).flatten(2)
+
+
+def window(left: int, right: int) -> tuple[int | None, int | None] | None:
+  """Return a window whose sides are -1 for no bound as `uopattn.attention` takes it."""
+  sides = tuple(None if side == -1 else side for side in (left, right))
+  return None if sides == (None, None) else (sides[0], sides[1])
+
+
+def padded_mask(mask: Tensor, keys: int) -> Tensor:
+  """Hide the keys beyond the last one that a mask has."""
+  missing = keys - sizes(mask)[-1]
+  hidden = False if mask.dtype == dtypes.bool else -math.inf
+  return mask.pad((0, missing), value=hidden) if missing else mask
 
 
 def multi_head_attention(backend: Callable[[], str]) -> Operator:
