@@ -52,7 +52,8 @@ from uopattn.dsl.nvidia.gradient_pipeline import GradientPipeline
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, row_of, store_scaled
 from uopattn.dsl.nvidia.score_gradients import Elements, queries_of_columns, score_rows_by_column, score_vjp, weights
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
-from uopattn.dsl.nvidia.tensor_pipeline import Slots, loop
+from uopattn.dsl.nvidia.tensor_pipeline import loop
+from uopattn.dsl.nvidia.tma import Slots
 from uopattn.dsl.nvidia.wgmma import WARPS
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
@@ -459,7 +460,7 @@ class Mainloop:
     waited = wait_for(1, part, wait_for(2, of_dv, started))
     free = ins.mbarrier_wait(CUDA, pipe.free[0], (number + 1) % 2, waited)
     given = self.give(ins.fence_proxy_async(CUDA, *self.store_part(part.after(free), free)))
-    return pipe.q.release(number, self.group.lane.eq(0), wait_for(0, of_dk, given))
+    return pipe.q.release(number, wait_for(0, of_dk, given))
 
   def sync(self, *after: UOp) -> UOp:
     """Wait until dS, and what this warpgroup adds its part of dQ to, are in shared memory."""
