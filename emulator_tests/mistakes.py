@@ -295,8 +295,10 @@ HOPPER32 = nvidia(wgmma_softmax, wgmma_softmax, "online_softmax") | {
 
 
 def first_warpgroup(main: hopper_wide_forward.Mainloop) -> hopper_wide_forward.Mainloop:
-  """The mainloop as if its warpgroup's operands were those of the first."""
-  return replace(main, first_key=0, first_column=0)
+  """The mainloop as if its warpgroup were the first."""
+  group = copy(main.group)
+  group.warp = group.warp % hopper_wide_forward.WARPS
+  return replace(main, exchange=replace(main.exchange, group=group))
 
 
 HOPPER_WIDE = (

@@ -42,7 +42,7 @@ from uopattn.dsl.gpu.parts import bfloat16_parts
 from uopattn.dsl.gpu.tile_scheduler import TileScheduler
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia import wgmma
-from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, QUAD, WARP, loaded, row_of
+from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, WARP, loaded, row_of
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import REGISTERS, TensorPipeline, WorkTile
 from uopattn.dsl.nvidia.tma import fits
@@ -235,29 +235,20 @@ def forward(
   pipeline = TensorPipeline(s, group, lambda trip: work_tile, panels, tiles.warpgroups)
   trip, queries = pipeline.trip(pipeline.start()), HeadView.of(q, head, UOp.const(M))
   q_tile = trip.q.tile(UOp.const(0), trip.begun)
-  main = Mainloop(
-    s=s,
-    dtype=dtypes.bfloat16,
-    trip=trip,
-    scores=scores,
-    rows=[block * block_m + group.warp * MMA_M + row_of(group.lane, half) for half in range(HALVES)],
-    rules=head_rules,
-    key_range=of_warpgroup(work_tile, head_rules, tiles, group.warp) if diverges else work_tile.key_range,
-    block_n=tiles.block_n,
-    lane_key=group.lane % QUAD * 2,
-    first_row=group.warp // WARPS * wgmma.M,
-    parts=PARTS,
-    diverges=diverges,
-  )
+  rows = [block * block_m + group.warp * MMA_M + row_of(group.lane, half) for half in range(HALVES)]
+  key_range = of_warpgroup(work_tile, head_rules, tiles, group.warp) if diverges else work_tile.key_range
+  main = Mainloop(s, group, dtypes.bfloat16, trip, scores, rows, head_rules, key_range, tiles.block_n, diverges)
   started = store_queries(queries, q_tile, block * block_m, group, trip.begun)
   state = State.make(s, PARTS * tiles.block_n // 4, of_values // PARTS, group.item, trip.begun, pv_apart=True)
   state = main.run(state, started)
-  stores = main.epilogue(o, lse, head, (state.acc, state.m_i, loaded(state.l_i)), group.lane)
+  stores = main.epilogue(o, lse, head, state.acc, state.m_i, loaded(state.l_i))
   return group.kernel(f"attention_{heads}_{rules.kv_heads}_{M}_{rules.N}_{of_keys}_{Dv}{rules.name}", stores)
 
 
 class Mainloop(SequentialMainloop):
-  """The loop of a warpgroup whose P is split into parts."""
+  """The loop of a warpgroup whose operands are in parts."""
+
+  parts = PARTS
 
   def packed(self, found: Softmax) -> list[UOp]:
     """The parts of P of both rows, in the order of left operands, one part after another."""

@@ -59,7 +59,7 @@ from uopattn.dsl.gpu.tile_scheduler import TileScheduler
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia import tensor_pipeline, wgmma
 from uopattn.dsl.nvidia.mbarrier import CopyPipeline
-from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, QUAD, WARP, loaded, row_of
+from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, WARP, loaded, row_of
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import REGISTERS, TensorPipeline
 from uopattn.dsl.nvidia.tma import fits
@@ -191,9 +191,9 @@ class Tiles:
 
     def promise(x: Measured) -> float:
       blocks, places = ceildiv(M, x.tiles.block_m), MULTIPROCESSORS * x.resident
-      rows, turns = M / (blocks * x.tiles.block_m), heads * blocks / round_up(heads * blocks, places)
+      rows, waves = M / (blocks * x.tiles.block_m), heads * blocks / round_up(heads * blocks, places)
       keys, measured = (N / 2, LENGTH / 2) if causal else (N, LENGTH)  # a causal mask skips about half the tiles
-      return x.speed * rows * turns * (1 + x.ends / measured) / (1 + x.ends / keys)
+      return x.speed * rows * waves * (1 + x.ends / measured) / (1 + x.ends / keys)
 
     known = _measured(problem)
     size = next(size for size, _ in known if max(Dk, Dv) <= size)
@@ -337,23 +337,12 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   ping_pong = tiles.ping_pong(group.warp)
   trip = pipeline.trip(ping_pong.first_arrival(pipeline.start()))
   mine = work_tile(trip.number)
-  main = OverlappedMainloop(
-    s=s,
-    dtype=q.dtype,
-    trip=trip,
-    scores=scores,
-    rows=[_query(mine.row + group.warp * MMA_M + row_of(group.lane, half), M) for half in range(HALVES)],
-    rules=mine.rules,
-    key_range=mine.key_range,
-    block_n=tiles.block_n,
-    lane_key=group.lane % QUAD * 2,
-    first_row=group.warp // WARPS * wgmma.M,
-    diverges=order is Order.DIAGONAL_FIRST,
-    ping_pong=ping_pong,
-  )
+  rows = [_query(mine.row + group.warp * MMA_M + row_of(group.lane, half), M) for half in range(HALVES)]
+  steps = s, group, q.dtype, trip, scores, rows, mine.rules, mine.key_range, tiles.block_n
+  main = OverlappedMainloop(*steps, diverges=order is Order.DIAGONAL_FIRST, ping_pong=ping_pong)
   state = State.make(s, tiles.p_words, round_up(Dv, 16), group.item, trip.begun, pv_apart=tiles.step == 32, lags=True)
   state = main.run(mine.walk(M, tiles, group.warp), state, trip.begun)
-  stores = main.epilogue(o, lse, mine.head, (state.acc, state.m_i, loaded(state.l_i)), group.lane)
+  stores = main.epilogue(o, lse, mine.head, state.acc, state.m_i, loaded(state.l_i))
   stores = trip.end(mine.key_range.n_tiles, stores)
   return group.kernel(f"attention_{heads}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
 

@@ -35,7 +35,7 @@ from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia import wgmma, wgmma_mainloop
 from uopattn.dsl.nvidia.exchange import THREADS, WARPGROUPS, WORDS, Exchange
-from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, QUAD, WARP, loaded, row_of
+from uopattn.dsl.nvidia.mma_layout import HALVES, loaded
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline, WorkTile, loop
 from uopattn.dsl.nvidia.tma import fits
@@ -47,7 +47,7 @@ from uopattn.dsl.rules.softmax import LOWEST
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
 from uopattn.dsl.schedule import DTYPES_16, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
-from uopattn.kernels.hopper_wide_forward import MOST_COLUMNS, OTHER_BYTES, SERVED, never_empty, preferred
+from uopattn.kernels.hopper_wide_forward import MOST_COLUMNS, OTHER_BYTES, SERVED, SharedRows, preferred, split_of_keys
 
 CUDA = "cuda"
 KEYS = 64  # of a warpgroup's tile
@@ -71,7 +71,7 @@ class Columns(SwizzledTiles):
 
 
 @dataclass(frozen=True)
-class Tiles:
+class Tiles(SharedRows):
   """The block sizes, of which there is one choice.
 
   Attributes:
@@ -85,23 +85,9 @@ class Tiles:
       raise ValueError("Tiles.values_in_keys=False: must be True")
 
   @property
-  def block_m(self) -> int:
-    """Rows per workgroup."""
-    return wgmma.M
-
-  @property
   def block_n(self) -> int:
     """Keys per pair of tiles."""
     return WARPGROUPS * KEYS
-
-  @property
-  def threads(self) -> int:
-    return (WARPGROUPS + 1) * THREADS
-
-  @staticmethod
-  def columns(Dv: int) -> int:
-    """Columns of O that a warpgroup has: whole panels."""
-    return round_up(ceildiv(Dv, WARPGROUPS), wgmma.PANEL)
 
   def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[SwizzledTiles, ...]:
     """Allocate Q and a pair of tiles in shared memory, which are given as their first columns and the others."""
@@ -118,10 +104,6 @@ class Tiles:
     """Bytes of shared memory per workgroup."""
     q, first, second = self.panels(Scope(), Dk, Dv)
     return 2 * (q.size + WARPGROUPS * (first.size + second.size)) + 4 * sum(Exchange.words(STEPS))
-
-  def resident(self, Dk: int, Dv: int, arch: str) -> int:
-    """Workgroups per multiprocessor at once: two would need more registers than there are."""
-    return 1
 
   @classmethod
   def choose(cls, problem: Problem, target: Target) -> "Tiles":
@@ -161,13 +143,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   Raises:
     ValueError: tensor maps cannot describe the rows of q or k.
   """
-  (heads, M, Dk), (results, _, Dv), block_m, block_n = sizes(q), sizes(o), tiles.block_m, tiles.block_n
-  blocks, splits, half = ceildiv(M, block_m), results // heads, tiles.columns(Dv)
-  s = Scope()
-  group = Workgroup(s, heads, blocks, tiles.threads // WARP, WARP, splits, rules.longest_last)
-  head_rules = rules.at(group.head)
-  key_range = head_rules.key_range(group.block * block_m, block_m, block_n).split(group.split, splits)
-  key_range = never_empty(key_range, ceildiv(rules.N, block_n))
+  M, Dk, (results, _, Dv), s = *sizes(q)[1:], sizes(o), Scope()
+  half = tiles.columns(Dv)
+  group, head_rules, key_range, rows = split_of_keys(s, o, q, rules, tiles, tiles.block_n)
   queries, keys = HeadView.of(q, group.head, UOp.const(M)), head_rules.keys(k)
   place = keys.strides
   if place is None or not all(fits(x, of_one_head=True) for x in (queries, keys)):
@@ -178,29 +156,16 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   exchange = Seesaw.of(s, group)
   pipeline = TensorPipeline(s, group, lambda trip: work_tile, tiles.panels(s, Dk, Dv), WARPGROUPS, users=WARPS)
   trip = pipeline.trip(exchange.begin(LOWEST, pipeline.start(*exchange.init())))
-  main = Mainloop(
-    s=s,
-    dtype=q.dtype,
-    trip=trip,
-    scores=s.buffer(KEYS // 2),
-    rows=[group.block * block_m + group.warp % WARPS * MMA_M + row_of(group.lane, i) for i in range(HALVES)],
-    rules=head_rules,
-    key_range=key_range,
-    block_n=block_n,
-    lane_key=group.lane % QUAD * 2,
-    Dk=Dk,
-    half=half,
-    maxima=s.buffer(HALVES),
-    exchange=exchange,
-  )
+  steps = s, group, q.dtype, trip, s.buffer(KEYS // 2), rows, head_rules, key_range, tiles.block_n
+  main = Mainloop(*steps, Dk=Dk, half=half, maxima=s.buffer(HALVES), exchange=exchange)
   state = State.make(s, half, trip.begun)
 
   state = state.after(trip.q.wait(UOp.const(0), trip.begun))
   for first, count, masked in full_then_masked(UOp.const(0), key_range.n_full, key_range.n_tiles):
     state = main.attend(first, count, masked, state)
 
-  registers = state.acc, state.m_i, exchange.sums(state.l_i, exchange.sync(*state))
-  stores = main.epilogue(o, lse, group.result, registers, group.lane, exchange.warpgroup * half, pairs=True)
+  sums, first = exchange.sums(state.l_i, exchange.sync(*state)), exchange.warpgroup * half
+  stores = main.epilogue(o, lse, group.result, state.acc, state.m_i, sums, first)
   return group.kernel(f"attention_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
 
 
@@ -286,7 +251,7 @@ class Mainloop(wgmma_mainloop.Mainloop):
     maxima: registers for the maxima of its rows.
     exchange: shared memory of the two warpgroups.
 
-  Of the operands `k` has the first columns of K's tiles, `v` the others.
+  Of the operands in shared memory `k` has the first columns of K's tiles, `v` the others.
   """
 
   Dk: int

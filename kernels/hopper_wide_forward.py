@@ -29,7 +29,7 @@ from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.exchange import THREADS, WARPGROUPS, WORDS, Exchange
-from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, QUAD, WARP, loaded, row_of
+from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, WARP, loaded, row_of
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline, WorkTile
 from uopattn.dsl.nvidia.tma import fits
@@ -37,7 +37,7 @@ from uopattn.dsl.nvidia.wgmma import WARPS
 from uopattn.dsl.nvidia.wgmma_mainloop import SequentialMainloop, State
 from uopattn.dsl.nvidia.wgmma_softmax import row_maxima
 from uopattn.dsl.rules.head_view import HeadView
-from uopattn.dsl.rules.rules import Rules
+from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.schedule import DTYPES_16, LIGHT, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
@@ -45,8 +45,30 @@ from uopattn.dsl.target import Target
 MOST_COLUMNS = WARPGROUPS * 256  # of O: n of a product
 
 
+class SharedRows:
+  """Block sizes where two warpgroups have the same rows and half of O's columns each; a third one brings the tiles."""
+
+  @property
+  def block_m(self) -> int:
+    """Rows per workgroup."""
+    return wgmma.M
+
+  @property
+  def threads(self) -> int:
+    return (WARPGROUPS + 1) * THREADS
+
+  @staticmethod
+  def columns(Dv: int) -> int:
+    """Columns of O that a warpgroup has: whole panels."""
+    return round_up(ceildiv(Dv, WARPGROUPS), wgmma.PANEL)
+
+  def resident(self, Dk: int, Dv: int, arch: str) -> int:
+    """Workgroups per multiprocessor at once: two would need more registers than there are."""
+    return 1
+
+
 @dataclass(frozen=True)
-class Tiles:
+class Tiles(SharedRows):
   """The block sizes of one kernel.
 
   Attributes:
@@ -65,23 +87,9 @@ class Tiles:
       raise ValueError(f"Tiles.stages={self.stages}: must be at least 1")
 
   @property
-  def block_m(self) -> int:
-    """Rows per workgroup."""
-    return wgmma.M
-
-  @property
   def keys(self) -> int:
     """Keys per tile whose scores a warpgroup computes."""
     return self.block_n // WARPGROUPS
-
-  @property
-  def threads(self) -> int:
-    return (WARPGROUPS + 1) * THREADS
-
-  @staticmethod
-  def columns(Dv: int) -> int:
-    """Columns of O that a warpgroup has: whole panels."""
-    return round_up(ceildiv(Dv, WARPGROUPS), wgmma.PANEL)
 
   def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[SwizzledTiles, ...]:
     """Allocate Q, K and V in shared memory."""
@@ -97,10 +105,6 @@ class Tiles:
   def shared_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of shared memory per workgroup."""
     return sum(2 * x.slots * x.size for x in self.panels(Scope(), Dk, Dv)) + 4 * sum(Exchange.words(self.steps))
-
-  def resident(self, Dk: int, Dv: int, arch: str) -> int:
-    """Workgroups per multiprocessor at once: two would need more registers than there are."""
-    return 1
 
   @classmethod
   def choose(cls, problem: Problem, target: Target) -> "Tiles":
@@ -148,42 +152,41 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   Raises:
     ValueError: tensor maps cannot describe the rows of q, k or v.
   """
-  (heads, M, Dk), (results, _, Dv), block_m, block_n = sizes(q), sizes(o), tiles.block_m, tiles.block_n
-  blocks, splits = ceildiv(M, block_m), results // heads
-  s = Scope()
-  group = Workgroup(s, heads, blocks, tiles.threads // WARP, WARP, splits, rules.longest_last)
-  head_rules = rules.at(group.head)
-  key_range = head_rules.key_range(group.block * block_m, block_m, block_n).split(group.split, splits)
-  key_range = never_empty(key_range, ceildiv(rules.N, block_n))
+  M, Dk, (results, _, Dv), s = *sizes(q)[1:], sizes(o), Scope()
+  group, head_rules, key_range, rows = split_of_keys(s, o, q, rules, tiles, tiles.block_n)
   views = HeadView.of(q, group.head, UOp.const(M)), head_rules.keys(k), head_rules.keys(v)
   if not all(fits(x, of_one_head=True) for x in views):
     raise ValueError("q, k and v must have rows that tensor maps can describe: regular, from multiples of 16 bytes on")
   work_tile = WorkTile(group.block, views, key_range)
 
-  exchange = Exchange.make(s, group, tiles.steps)
+  exchange, columns = Exchange.make(s, group, tiles.steps), tiles.columns(Dv)
   scores, panels = s.buffer(tiles.keys // 2), tiles.panels(s, Dk, Dv)
   pipeline = TensorPipeline(s, group, lambda trip: work_tile, panels, WARPGROUPS)
-  trip, columns = pipeline.trip(pipeline.start()), tiles.columns(Dv)
-  first_key = exchange.warpgroup * tiles.keys
-  main = Mainloop(
-    s=s,
-    dtype=q.dtype,
-    trip=trip,
-    scores=scores,
-    rows=[group.block * block_m + group.warp % WARPS * MMA_M + row_of(group.lane, half) for half in range(HALVES)],
-    rules=head_rules,
-    key_range=key_range,
-    block_n=block_n,
-    lane_key=first_key + group.lane % QUAD * 2,
-    first_key=first_key,
-    first_column=exchange.warpgroup * (columns // wgmma.PANEL * panels[2].panel),
-    exchange=exchange,
-  )
+  trip = pipeline.trip(pipeline.start())
+  steps = s, group, q.dtype, trip, scores, rows, head_rules, key_range, tiles.block_n
+  main = Mainloop(*steps, exchange=exchange)
   state = State.make(s, tiles.steps * WORDS, columns, group.item, trip.begun)
   state = main.run(state, trip.q.wait(UOp.const(0), trip.begun))
-  first, registers = exchange.warpgroup * columns, (state.acc, state.m_i, exchange.sums(state.l_i))
-  stores = main.epilogue(o, lse, group.result, registers, group.lane, first, pairs=True)
+  sums, first = exchange.sums(state.l_i), exchange.warpgroup * columns
+  stores = main.epilogue(o, lse, group.result, state.acc, state.m_i, sums, first)
   return group.kernel(f"attention_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
+
+
+def split_of_keys(
+  s: Scope, o: UOp, q: UOp, rules: Rules, tiles: SharedRows, block_n: int
+) -> tuple[Workgroup, HeadRules, TileRange, list[UOp]]:
+  """The workgroup of a block of queries with one split of the keys.
+
+  Returns:
+    The workgroup, the rules of its head, its tiles of keys, and this lane's queries.
+  """
+  (heads, M, _), block_m = sizes(q), tiles.block_m
+  blocks, splits = ceildiv(M, block_m), sizes(o)[0] // heads
+  group = Workgroup(s, heads, blocks, tiles.threads // WARP, WARP, splits, rules.longest_last)
+  head_rules = rules.at(group.head)
+  key_range = head_rules.key_range(group.block * block_m, block_m, block_n).split(group.split, splits)
+  rows = [group.block * block_m + group.warp % WARPS * MMA_M + row_of(group.lane, half) for half in range(HALVES)]
+  return group, head_rules, never_empty(key_range, ceildiv(rules.N, block_n)), rows
 
 
 def never_empty(key_range: TileRange, beyond: int) -> TileRange:
@@ -205,6 +208,24 @@ class Mainloop(SequentialMainloop):
   """
 
   exchange: Exchange
+
+  def q_address(self, q_tile: SwizzledTiles) -> UOp:
+    return q_tile.address()
+
+  def k_address(self, k_tile: SwizzledTiles) -> UOp:
+    return k_tile.address(self.first_key)
+
+  def v_address(self, v_tile: SwizzledTiles, columns: int) -> UOp:
+    return v_tile.memory[v_tile.base + self.exchange.warpgroup * (columns // wgmma.PANEL * v_tile.panel)]
+
+  @property
+  def first_key(self) -> UOp:
+    """The first key of a tile whose scores this warpgroup computes."""
+    return self.exchange.warpgroup * (self.block_n // WARPGROUPS)
+
+  @property
+  def lane_key(self) -> UOp:
+    return self.first_key + super().lane_key
 
   def softmax(self, n_tile: UOp, masked: bool, state: State, *after: UOp) -> tuple[list[UOp], list[UOp], list[UOp]]:
     """Return alpha of both rows, the words of P of all keys, and the stores of m and l."""

@@ -11,14 +11,16 @@ Source: FlashAttention-3 (Shah et al., 2024), sections 3.1 and 3.2.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 
 from uopattn.dsl import instructions as ins
+from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia import wgmma
-from uopattn.dsl.nvidia.mma_layout import HALVES, WARP, finished, loaded, store_row
+from uopattn.dsl.nvidia.mma_layout import HALVES, QUAD, WARP, finished, loaded, store_row
+from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import Trip, loop
 from uopattn.dsl.nvidia.wgmma import WARPS
 from uopattn.dsl.nvidia.wgmma_softmax import ScoreRows, Softmax
@@ -80,12 +82,13 @@ class State(NamedTuple):
     return tuple(x for x in self if x is not None)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Mainloop:
-  """A warpgroup's products and softmax.
+  """The steps of a warpgroup that has rows of its own, with all keys of a tile and all columns of O.
 
   Attributes:
     s: the kernel's axes.
+    group: the position of this thread.
     dtype: dtype of the products' operands.
     trip: the operands in shared memory.
     scores: registers for S.
@@ -93,15 +96,11 @@ class Mainloop:
     rules: the rules of their head.
     key_range: the tiles. Tiles are numbered by their position in it.
     block_n: keys per tile.
-    lane_key: this lane's first key of a tile.
-    first_row: the warpgroup's first row in the block of queries.
-    first_key: the first key of a tile whose scores the warpgroup computes.
-    first_column: where its columns of V begin in a tile's shared memory.
-    parts: parts of the operands; see `wgmma.start`.
     diverges: whether warpgroups differ in their numbers of tiles.
   """
 
   s: Scope
+  group: Workgroup
   dtype: DType
   trip: Trip
   scores: UOp
@@ -109,17 +108,30 @@ class Mainloop:
   rules: HeadRules
   key_range: TileRange
   block_n: int
-  lane_key: UOp
-  first_row: UOp | int = 0
-  first_key: UOp | int = 0
-  first_column: UOp | int = 0
-  parts: int = 1
   diverges: bool = False
+  parts: ClassVar[int] = 1  # of the operands; see `wgmma.start`
+
+  def q_address(self, q_tile: SwizzledTiles) -> UOp:
+    """Where the warpgroup's rows begin."""
+    return q_tile.address(self.group.warp // WARPS * wgmma.M)
+
+  def k_address(self, k_tile: SwizzledTiles) -> UOp:
+    """Where the keys begin whose scores the warpgroup computes."""
+    return k_tile.address()
+
+  def v_address(self, v_tile: SwizzledTiles, columns: int) -> UOp:
+    """Where the warpgroup's columns of V begin."""
+    return v_tile.address()
+
+  @property
+  def lane_key(self) -> UOp:
+    """This lane's first key of a tile."""
+    return self.group.lane % QUAD * 2
 
   def start_qk(self, n_tile: UOp, *after: UOp) -> UOp:
     """Start S = Q K^T, (64, keys)."""
     q_tile, k_tile = self.trip.q.tile(ZERO, *after), self.trip.k.tile(n_tile, *after)
-    q, k, panels = q_tile.address(self.first_row), k_tile.address(self.first_key), (q_tile.panel, k_tile.panel)
+    q, k, panels = self.q_address(q_tile), self.k_address(k_tile), (q_tile.panel, k_tile.panel)
     keys, steps = 2 * sizes(self.scores)[0], k_tile.columns // self.parts // wgmma.K
     return wgmma.start(self.dtype, keys, steps, self.scores[0], q, k, panels, *after, parts=self.parts)
 
@@ -148,7 +160,7 @@ class Mainloop:
     """Start O += P V, (64, columns), or P V by itself."""
     v_tile, out, p = self.trip.v.tile(n_tile, *after), state.product, state.p
     columns, steps = 2 * sizes(out)[0], sizes(p)[0] // WORDS // self.parts
-    v, panels = v_tile.memory[v_tile.base + self.first_column], (0, v_tile.panel)
+    v, panels = self.v_address(v_tile, columns), (0, v_tile.panel)
     return wgmma.start(self.dtype, columns, steps, out[0], p[0], v, panels, *after, registers=True, parts=self.parts)
 
   def wait_pv(self, state: State, *after: UOp) -> UOp:
@@ -156,24 +168,18 @@ class Mainloop:
     return wgmma.wait(0, 2 * sizes(state.product)[0], state.product[0], *after)
 
   def epilogue(
-    self,
-    o: UOp,
-    lse: UOp | None,
-    head: UOp,
-    registers: tuple[UOp, UOp, list[UOp]],
-    lane: UOp,
-    first: UOp | int = 0,
-    pairs: bool = False,
+    self, o: UOp, lse: UOp | None, head: UOp, acc: UOp, m_i: UOp, l_i: list[UOp], first: UOp | int = 0
   ) -> list[UOp]:
     """Store O, normalized, and the LSE of this lane's rows; see `store_row`.
 
     Args:
-      registers: acc, m_i, and the sum of this lane's P of each row.
+      l_i: the sum of this lane's P of each row.
+      first: the first column of acc.
     """
-    acc, m_i, sums = registers
-    stores, tiles, p_scale = [], acc.reshape(-1, 4), p_scale_of(self.dtype)
+    stores, tiles, p_scale, lane = [], acc.reshape(-1, 4), p_scale_of(self.dtype), self.group.lane
+    pairs = isinstance(first, UOp)  # where O may be float32, of a split
     for half, row in enumerate(self.rows):
-      found = finished(self.rules, m_i[half].load(), sums[half], row, p_scale)
+      found = finished(self.rules, m_i[half].load(), l_i[half], row, p_scale)
       stores += store_row(o, lse, head, row, half, tiles, found, lane, first=first, operand=self.dtype, pairs=pairs)
     return stores
 
