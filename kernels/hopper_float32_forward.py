@@ -239,7 +239,7 @@ def forward(
   key_range = of_warpgroup(work_tile, head_rules, tiles, group.warp) if diverges else work_tile.key_range
   main = Mainloop(s, group, dtypes.bfloat16, trip, scores, rows, head_rules, key_range, tiles.block_n, diverges)
   started = store_queries(queries, q_tile, block * block_m, group, trip.begun)
-  state = State.make(s, PARTS * tiles.block_n // 4, of_values // PARTS, group.item, trip.begun, pv_apart=True)
+  state = State.make(s, PARTS * tiles.block_n // 4, of_values // PARTS, group.item, trip.begun, separate_pv=True)
   state = main.run(state, started)
   stores = main.epilogue(o, lse, head, state.acc, state.m_i, loaded(state.l_i))
   return group.kernel(f"attention_{heads}_{rules.kv_heads}_{M}_{rules.N}_{of_keys}_{Dv}{rules.name}", stores)

@@ -1,7 +1,7 @@
 """Forward attention on Hopper's tensor cores (sm_90a) with `wgmma`, one warpgroup per 64 query rows.
 
 FlashAttention-2 (Dao, 2023), with the two products of a trip in flight at once: Q K^T of a tile, and P V of the tile
-before it. Each warpgroup keeps its queries and loops over tiles of keys:
+before it (`uopattn.dsl.nvidia.wgmma_mainloop.OverlappedMainloop`):
     start S = Q K[n]^T    (64, block_n), then O += P V[n-1]   (64, Dv)
     wait for S            m, l, P' in registers; the four lanes of a row reduce the max per tile, l only at the end
     wait for O            O = O alpha, P = P'
@@ -12,38 +12,32 @@ Storage: S, m, l, P and O are in registers; `uopattn.dsl.nvidia.mma_layout` says
 `stages` tiles of K and of V, are in shared memory (`uopattn.dsl.nvidia.swizzled`, `Tiles.shared_bytes`), where the
 tensor cores read them.
 
-There are two ways to bring them there, behind one interface, `Pipeline`:
-- A producer, a further warpgroup, starts all copies from one thread by the tensor memory accelerator
-  (`uopattn.dsl.nvidia.tensor_pipeline`). It keeps 32 or 40 registers per thread and the others get what it gives up,
-  160 or 232 (`REGISTERS`). The others ping-pong, as in FlashAttention-3: while one multiplies, the next one is at its
-  softmax. Workgroups may be persistent: they do several work tiles, blocks of queries of any head, in an order fixed in
-  advance (`uopattn.dsl.gpu.tile_scheduler`), with the next one's Q and first tiles on their way while one ends.
-- All threads copy (`uopattn.dsl.nvidia.copy_pipeline`). So it is where a tensor map cannot describe the rows (pages,
-  lengths that only the GPU knows, rows whose starts are no multiples of 16 bytes; `tensor_pipeline.fits`), and with
-  features for which a producer would leave too few registers (`Problem.light_on_registers`).
+There are two pipelines that bring them there, behind one interface, `uopattn.dsl.nvidia.tensor_pipeline.Trip`:
+- A producer, a further warpgroup, starts all copies from one thread (`uopattn.dsl.nvidia.tensor_pipeline`). The
+  consumers ping-pong, as in FlashAttention-3: while one multiplies, the next one is at its softmax. Workgroups may be
+  persistent: they do several work tiles, blocks of queries of any head, in an order fixed in advance
+  (`uopattn.dsl.gpu.tile_scheduler`), with the next one's Q and first tiles on their way while one ends.
+- All threads copy (`uopattn.dsl.nvidia.mbarrier`). So it is where a tensor map cannot describe the rows (pages, lengths
+  that only the GPU knows, rows whose starts are no multiples of 16 bytes; `tma.fits`), and with features for which a
+  producer would leave too few registers (`Problem.light_on_registers`).
 
-Full tiles, which all queries of the workgroup see completely, come first and need no mask; masked tiles follow. With a
-producer, under a causal mask or where the last tile is not full, it is the other way round: a work tile begins at the
-end, in the tile that is not overlapped with others and so has a mask in any case. Under a causal mask each warpgroup
-has a `Walk` of its own. Of tiles that none of its queries sees it does no more than pass the ping-pong barrier. Blocks
-of queries are counted from the last query back, so that the block that is not full is the one with the fewest keys.
+`Order` is the order of the tiles of keys. Full tiles, which all queries of the workgroup see completely, come first and
+need no mask; masked tiles follow. With a producer, under a causal mask or where the last tile is not full, it is the
+other way round: a work tile begins at the end, in the tile that is not overlapped with others and so has a mask in any
+case. Under a causal mask each warpgroup has a `Walk` of its own. Of tiles that none of its queries sees it does no more
+than pass the ping-pong barrier. Blocks of queries are counted from the last query back, so that the block that is not
+full is the one with the fewest keys.
 
 In 8 bits, with head sizes up to 128, a producer is needed, whose warps also transpose V, because tensor cores want k
 along the rows (`uopattn.dsl.nvidia.transposed`). P is scaled by a power of two and rounded to 8 bits, as in
 `cuda_forward`. The tensor cores cut off all but 14 bits of each term (`uopattn.emulator.warpgroup.cut_product`), so P V
 of each tile starts at 0, and the threads add it to O in float32, in the multiply-add that rescales O. Scores keep the
-errors of their own product, about 1e-4 of a score, which show in the LSE (`uopattn.proof.errors.of_lse`); an H200 cuts
-as the emulator does, to 1e-6. The output's error, 3.2 to 3.9% at N=1024 and 4096, is that of its own type. Two
-warpgroups keep their turn until their products are done, as products of both at once end, and start the softmax, at the
-same time. Counted at D=128 for 128 queries and keys: 1024 cycles of products on a multiprocessor, where float16 takes
-2048, 1056 of exponentials, and 1020 instructions per scheduler.
+errors of their own product, about 1e-4 of a score, which show in the LSE (`uopattn.proof.errors.of_lse`). Two
+warpgroups hold the ping-pong barrier until their products complete, as products of both at once end, and start the
+softmax, at the same time.
 
 Measured on an H200, float16, N=4096: 565 TFLOP/s at D=128 and 458 at D=64, causal 514 and 432, 1.06 to 1.12 times
-cuDNN; fp8e4m3 at D=128 is 1.2 to 1.4 times as fast as float16. scripts/results/KERNELS.md has more.
-
-Nothing spills, aside from D=64 with a producer: up to 40 bytes in it with a window, and in 8 bits up to 24 for each
-work tile. Without a producer nvcc 13 spills at D=64 for a bool mask (496 bytes), `mask_mod` and an added 16-bit mask
-(112 each) and bounds per query (16), and at D=128 for a bool mask (16).
+cuDNN; fp8e4m3 at D=128 is 1.2 to 1.4 times as fast as float16. scripts/results/KERNELS.md has more, and what spills.
 """
 
 from collections.abc import Mapping
@@ -340,7 +334,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   rows = [_query(mine.row + group.warp * MMA_M + row_of(group.lane, half), M) for half in range(HALVES)]
   steps = s, group, q.dtype, trip, scores, rows, mine.rules, mine.key_range, tiles.block_n
   main = OverlappedMainloop(*steps, diverges=order is Order.DIAGONAL_FIRST, ping_pong=ping_pong)
-  state = State.make(s, tiles.p_words, round_up(Dv, 16), group.item, trip.begun, pv_apart=tiles.step == 32, lags=True)
+  state = State.make(
+    s, tiles.p_words, round_up(Dv, 16), group.item, trip.begun, separate_pv=tiles.step == 32, lags=True
+  )
   state = main.run(mine.walk(M, tiles, group.warp), state, trip.begun)
   stores = main.epilogue(o, lse, mine.head, state.acc, state.m_i, loaded(state.l_i))
   stores = trip.end(mine.key_range.n_tiles, stores)

@@ -1,16 +1,16 @@
-"""Forward attention whose V is the first columns of K, on Hopper's tensor cores (sm_90a): warpgroups take turns.
+"""Forward attention whose V is the first columns of K, on Hopper's tensor cores (sm_90a): warpgroups alternate.
 
 That is multi-head latent attention with absorbed weights (MLA; DeepSeek-V2, 2024). For few queries all query heads of a
 key head are rows of the same blocks, and the keys are split (`combine`).
 
-Like `hopper_wide_forward`, two warpgroups have the same 64 rows, and half of O's columns each. But they take turns with
-tiles of 64 keys: of each pair of tiles, the first computes
+Like `hopper_wide_forward`, two warpgroups have the same 64 rows, and half of O's columns each. But they alternate, in
+FlashMLA's "seesaw" order (DeepSeek, 2025): of each pair of tiles of 64 keys, the first computes
     S = Q K[n]^T            for its tile, over all of Dk
     m, P                    against the maxima that the other one has left
     O = O alpha + P V[n]    for both tiles, the first tile first, and its half of the columns
-and gives m and P to the other through shared memory. So while one has its softmax, the other multiplies, and products
-are 64 x 64, which read shared memory no longer than they multiply. Each l covers only a warpgroup's own tiles until the
-end. The order of the warpgroups is that of FlashMLA (DeepSeek, 2025).
+and gives m and P to the other through shared memory (`Seesaw`). So while one has its softmax, the other multiplies, and
+products are 64 x 64, which read shared memory no longer than they multiply. Each l covers only a warpgroup's own tiles
+until the end.
 
 Storage: S, m, l, P and O are in registers; `uopattn.dsl.nvidia.mma_layout` says which elements a lane has. Q, a pair of
 tiles, one P and the maxima are in shared memory (`Tiles.shared_bytes`), which has no room for a further tile. So half

@@ -68,7 +68,7 @@ class GradientPipeline:
     block: UOp,
     heads: Callable[[], QueryHeads],
     numbers: Callable[[UOp, UOp], tuple[UOp, UOp]],
-    beside: Callable[..., UOp],
+    beside: Callable[[UOp], UOp],
   ) -> UOp:
     """Bring all tiles, by the producer; what follows is for consumers only.
 
@@ -77,7 +77,7 @@ class GradientPipeline:
       block: the block of keys.
       heads: makes the loop over query heads.
       numbers: (query head, tile) -> where the LSE, and delta, of a tile's queries begin.
-      beside: (*after) -> what warps that neither produce nor consume do meanwhile.
+      beside: (after) -> what warps that neither produce nor consume do meanwhile.
     """
     first, zero = self._group.thread.eq(0), UOp.const(0)
     barriers = [x for slots in self._slots for x in slots.init(1, self._consumers, first)]

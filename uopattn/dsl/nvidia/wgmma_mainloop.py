@@ -54,19 +54,21 @@ class State(NamedTuple):
   alpha: UOp | None = None
 
   @classmethod
-  def make(cls, s: Scope, words: int, columns: int, *after: UOp, pv_apart: bool = False, lags: bool = False) -> "State":
+  def make(
+    cls, s: Scope, words: int, columns: int, *after: UOp, separate_pv: bool = False, lags: bool = False
+  ) -> "State":
     """The state before the first tile.
 
     Args:
       words: words of P.
       columns: columns of O.
-      pv_apart: whether P V has registers of its own.
+      separate_pv: whether P V has registers of its own.
       lags: whether it is added to acc a tile later.
     """
     acc = s.filled(0.0, columns // 2, after=after)
     m_i, l_i = (s.filled(x, HALVES, after=after) for x in (LOWEST, 0.0))
-    p, pv = s.buffer(words, dtype=dtypes.uint), s.buffer(columns // 2) if pv_apart else None
-    return cls(acc, p, m_i, l_i, pv, s.filled(1.0, HALVES, after=after) if pv_apart and lags else None)
+    p, pv = s.buffer(words, dtype=dtypes.uint), s.buffer(columns // 2) if separate_pv else None
+    return cls(acc, p, m_i, l_i, pv, s.filled(1.0, HALVES, after=after) if separate_pv and lags else None)
 
   def after(self, *after: UOp) -> "State":
     """The state once `after` is done."""
