@@ -310,8 +310,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   scheduler = TileScheduler.of(heads, blocks, cached, rules.longest_last, MULTIPROCESSORS, tiles.persistent)
   group = Workgroup(s, 1, scheduler.workgroups, tiles.threads // WARP, WARP)
   trips, order = scheduler.trips(group.item).simplify(), Order.of(rules, tiles)
+  diverges = order is Order.DIAGONAL_FIRST
   # Of the blocks, the first one, which has the fewest keys, is the one with warpgroups that have no queries.
-  before = (blocks * tiles.block_m - M) // wgmma.M * wgmma.M if order is Order.DIAGONAL_FIRST else 0
+  before = (blocks * tiles.block_m - M) // wgmma.M * wgmma.M if diverges else 0
 
   def work_tile(trip: UOp) -> WorkTile:
     head, block = scheduler.place(group.item, trip)
@@ -332,8 +333,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   trip = pipeline.trip(ping_pong.first_arrival(pipeline.start()))
   mine = work_tile(trip.number)
   rows = [_query(mine.row + group.warp * MMA_M + row_of(group.lane, half), M) for half in range(HALVES)]
-  steps = s, group, q.dtype, trip, scores, rows, mine.rules, mine.key_range, tiles.block_n
-  main = OverlappedMainloop(*steps, diverges=order is Order.DIAGONAL_FIRST, ping_pong=ping_pong)
+  main = OverlappedMainloop(
+    s, group, q.dtype, trip, scores, rows, mine.rules, mine.key_range, tiles.block_n, diverges, ping_pong=ping_pong
+  )
   state = State.make(
     s, tiles.p_words, round_up(Dv, 16), group.item, trip.begun, separate_pv=tiles.step == 32, lags=True
   )

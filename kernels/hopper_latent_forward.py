@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace
-from tinygrad.helpers import ceildiv, round_up
+from tinygrad.helpers import round_up
 
 from uopattn.dsl import Scope, sizes
 from uopattn.dsl import instructions as ins
@@ -143,7 +143,8 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   Raises:
     ValueError: tensor maps cannot describe the rows of q or k.
   """
-  M, Dk, (results, _, Dv), s = *sizes(q)[1:], sizes(o), Scope()
+  (_, M, Dk), (results, _, Dv) = sizes(q), sizes(o)
+  s = Scope()
   half = tiles.columns(Dv)
   group, head_rules, key_range, rows = split_of_keys(s, o, q, rules, tiles, tiles.block_n)
   queries, keys = HeadView.of(q, group.head, UOp.const(M)), head_rules.keys(k)
@@ -156,8 +157,10 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   exchange = Seesaw.of(s, group)
   pipeline = TensorPipeline(s, group, lambda trip: work_tile, tiles.panels(s, Dk, Dv), WARPGROUPS, users=WARPS)
   trip = pipeline.trip(exchange.begin(LOWEST, pipeline.start(*exchange.init())))
-  steps = s, group, q.dtype, trip, s.buffer(KEYS // 2), rows, head_rules, key_range, tiles.block_n
-  main = Mainloop(*steps, Dk=Dk, half=half, maxima=s.buffer(HALVES), exchange=exchange)
+  scores, maxima = s.buffer(KEYS // 2), s.buffer(HALVES)
+  main = Mainloop(
+    s, group, q.dtype, trip, scores, rows, head_rules, key_range, tiles.block_n, maxima=maxima, exchange=exchange
+  )
   state = State.make(s, half, trip.begun)
 
   state = state.after(trip.q.wait(UOp.const(0), trip.begun))
@@ -246,16 +249,12 @@ class Mainloop(wgmma_mainloop.Mainloop):
   """A warpgroup's loop over pairs of tiles, which are numbered by their position in `key_range`.
 
   Attributes:
-    Dk: columns of q and k.
-    half: columns of O that a warpgroup has, and of K that are brought at once for the first one.
     maxima: registers for the maxima of its rows.
     exchange: shared memory of the two warpgroups.
 
   Of the operands in shared memory `k` has the first columns of K's tiles, `v` the others.
   """
 
-  Dk: int
-  half: int
   maxima: UOp
   exchange: Seesaw
 
@@ -303,10 +302,10 @@ class Mainloop(wgmma_mainloop.Mainloop):
 
   def start_qk(self, n_tile: UOp, *after: UOp) -> UOp:
     """S = Q K^T, (64, 64), for a tile: with its first columns, then with the others."""
-    k, v, q = self.trip.k, self.trip.v, self.trip.q.tile(UOp.const(0), *after)
+    k, v, q = self.pipe.k, self.pipe.v, self.pipe.q.tile(UOp.const(0), *after)
     first, second = k.tile(n_tile, *after), v.tile(n_tile, *after)
-    steps, to, panels = self.half // wgmma.K, self.scores[0], (q.panel, first.panel)
-    others, place = ceildiv(self.Dk, wgmma.K) - steps, q.memory[q.base + self.half // wgmma.PANEL * q.panel]
+    steps, to, panels = first.columns // wgmma.K, self.scores[0], (q.panel, first.panel)
+    others, place = q.columns // wgmma.K - steps, q.memory[q.base + first.columns // wgmma.PANEL * q.panel]
     started = wgmma.start(self.dtype, KEYS, steps, to, q.address(), first.address(), panels, k.wait(n_tile, *after))
     arrived = v.wait(n_tile, started)
     started = wgmma.start(self.dtype, KEYS, others, to, place, second.address(), panels, arrived, clears=False)
@@ -314,15 +313,16 @@ class Mainloop(wgmma_mainloop.Mainloop):
 
   def add(self, n_tile: UOp, state: State, *after: UOp) -> UOp:
     """O += P V, (64, Dv / 2), for this warpgroup's columns of a tile; who gave P has waited for them."""
-    tile, to = self.trip.k.tile(n_tile, *after), state.acc[0]
-    v = tile.memory[tile.base + self.warpgroup * (self.half // wgmma.PANEL * tile.panel)]
-    given = self.dtype, self.half, STEPS, to, state.p[0], v, (0, tile.panel)
-    return wgmma.wait(0, self.half, to, wgmma.start(*given, *after, registers=True))
+    tile, to = self.pipe.k.tile(n_tile, *after), state.acc[0]
+    columns, panels = tile.columns, (0, tile.panel)
+    v = tile.memory[tile.base + self.warpgroup * (columns // wgmma.PANEL * tile.panel)]
+    started = wgmma.start(self.dtype, columns, STEPS, to, state.p[0], v, panels, *after, registers=True)
+    return wgmma.wait(0, columns, to, started)
 
   def tile_done(self, n_tile: UOp, *after: UOp) -> UOp:
     """Signal that this warp is done with its half of a tile's columns."""
-    done = self.trip.k.release(n_tile, *after, when=self.warpgroup.eq(0))
-    return self.trip.v.release(n_tile, done, when=self.is_second)
+    done = self.pipe.k.release(n_tile, *after, when=self.warpgroup.eq(0))
+    return self.pipe.v.release(n_tile, done, when=self.is_second)
 
   def alpha(self, old: UOp, new: UOp) -> UOp:
     """The factor on what was summed relative to the maximum `old`."""

@@ -152,7 +152,8 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   Raises:
     ValueError: tensor maps cannot describe the rows of q, k or v.
   """
-  M, Dk, (results, _, Dv), s = *sizes(q)[1:], sizes(o), Scope()
+  (_, M, Dk), (results, _, Dv) = sizes(q), sizes(o)
+  s = Scope()
   group, head_rules, key_range, rows = split_of_keys(s, o, q, rules, tiles, tiles.block_n)
   views = HeadView.of(q, group.head, UOp.const(M)), head_rules.keys(k), head_rules.keys(v)
   if not all(fits(x, of_one_head=True) for x in views):
@@ -163,8 +164,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   scores, panels = s.buffer(tiles.keys // 2), tiles.panels(s, Dk, Dv)
   pipeline = TensorPipeline(s, group, lambda trip: work_tile, panels, WARPGROUPS)
   trip = pipeline.trip(pipeline.start())
-  steps = s, group, q.dtype, trip, scores, rows, head_rules, key_range, tiles.block_n
-  main = Mainloop(*steps, exchange=exchange)
+  main = Mainloop(s, group, q.dtype, trip, scores, rows, head_rules, key_range, tiles.block_n, exchange=exchange)
   state = State.make(s, tiles.steps * WORDS, columns, group.item, trip.begun)
   state = main.run(state, trip.q.wait(UOp.const(0), trip.begun))
   sums, first = exchange.sums(state.l_i), exchange.warpgroup * columns

@@ -92,7 +92,7 @@ class Mainloop:
     s: the kernel's axes.
     group: the position of this thread.
     dtype: dtype of the products' operands.
-    trip: the operands in shared memory.
+    pipe: the operands in shared memory.
     scores: registers for S.
     rows: this lane's queries.
     rules: the rules of their head.
@@ -104,7 +104,7 @@ class Mainloop:
   s: Scope
   group: Workgroup
   dtype: DType
-  trip: Trip
+  pipe: Trip
   scores: UOp
   rows: list[UOp]
   rules: HeadRules
@@ -132,7 +132,7 @@ class Mainloop:
 
   def start_qk(self, n_tile: UOp, *after: UOp) -> UOp:
     """Start S = Q K^T, (64, keys)."""
-    q_tile, k_tile = self.trip.q.tile(ZERO, *after), self.trip.k.tile(n_tile, *after)
+    q_tile, k_tile = self.pipe.q.tile(ZERO, *after), self.pipe.k.tile(n_tile, *after)
     q, k, panels = self.q_address(q_tile), self.k_address(k_tile), (q_tile.panel, k_tile.panel)
     keys, steps = 2 * sizes(self.scores)[0], k_tile.columns // self.parts // wgmma.K
     return wgmma.start(self.dtype, keys, steps, self.scores[0], q, k, panels, *after, parts=self.parts)
@@ -160,7 +160,7 @@ class Mainloop:
 
   def start_pv(self, n_tile: UOp, state: State, *after: UOp) -> UOp:
     """Start O += P V, (64, columns), or P V by itself."""
-    v_tile, out, p = self.trip.v.tile(n_tile, *after), state.product, state.p
+    v_tile, out, p = self.pipe.v.tile(n_tile, *after), state.product, state.p
     columns, steps = 2 * sizes(out)[0], sizes(p)[0] // WORDS // self.parts
     v, panels = self.v_address(v_tile, columns), (0, v_tile.panel)
     return wgmma.start(self.dtype, columns, steps, out[0], p[0], v, panels, *after, registers=True, parts=self.parts)
@@ -200,18 +200,18 @@ class SequentialMainloop(Mainloop):
     """Process the tiles from `first` on."""
     trip, begun = loop(self.s, trips, early=self.diverges)
     n_tile, old = first + trip, state.after(*begun)
-    waited = self.wait_qk(0, self.start_qk(n_tile, self.trip.k.wait(n_tile, *begun, *state.registers())))
-    released = self.trip.k.release(n_tile, waited)
+    waited = self.wait_qk(0, self.start_qk(n_tile, self.pipe.k.wait(n_tile, *begun, *state.registers())))
+    released = self.pipe.k.release(n_tile, waited)
     alphas, words, stores = self.softmax(n_tile, masked, old, waited, released)
     elements, acc = range(sizes(old.acc)[0]), old.acc.after(waited)
     if old.pv is None:
       stores += [acc[i].store(acc[i].load() * alphas[i % 4 // 2]) for i in elements]
     stores += [old.p.after(waited)[i].store(word) for i, word in enumerate(words)]
-    done = self.wait_pv(old, self.start_pv(n_tile, old, self.trip.v.wait(n_tile, *stores)))
+    done = self.wait_pv(old, self.start_pv(n_tile, old, self.pipe.v.wait(n_tile, *stores)))
     if old.pv is not None:
       pv = old.pv.after(done)
       stores += [acc[i].store(acc[i].load() * alphas[i % 4 // 2] + pv[i].load()) for i in elements]
-    return state.after(UOp.group(*stores, self.trip.v.release(n_tile, done)).end(trip))
+    return state.after(UOp.group(*stores, self.pipe.v.release(n_tile, done)).end(trip))
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ class OverlappedMainloop(Mainloop):
 
   def run(self, walk: Walk, state: State, started: UOp) -> State:
     """Process all tiles."""
-    state = self.begin(walk, state, self.trip.q.wait(ZERO, self.pass_over(walk.passed, started)))
+    state = self.begin(walk, state, self.pipe.q.wait(ZERO, self.pass_over(walk.passed, started)))
     for first, count, masked in walk.loops:
       state = self.attend(first, count, masked, state)
     return self.finish(state)
@@ -289,16 +289,16 @@ class OverlappedMainloop(Mainloop):
     if n_tiles.vmax == 0:
       return started
     n_tile, begun = loop(self.s, n_tiles, started, early=True)
-    arrived = self.trip.v.wait(n_tile, self.trip.k.wait(n_tile, *begun))
+    arrived = self.pipe.v.wait(n_tile, self.pipe.k.wait(n_tile, *begun))
     passed = self.ping_pong.arrive(self.ping_pong.sync(arrived))
-    return UOp.group(self.trip.k.release(n_tile, passed), self.trip.v.release(n_tile, passed)).end(n_tile)
+    return UOp.group(self.pipe.k.release(n_tile, passed), self.pipe.v.release(n_tile, passed)).end(n_tile)
 
   def begin(self, walk: Walk, state: State, started: UOp) -> State:
     """Process this warpgroup's first tile, except for its P V."""
     first = walk.passed
-    waited = self.wait_qk(0, self.start_qk(first, self.trip.k.wait(first, started)))
+    waited = self.wait_qk(0, self.start_qk(first, self.pipe.k.wait(first, started)))
     _, words, stores = self.softmax(first, walk.masked, state, waited, self.release_k(first, waited))
-    stores.append(self.trip.v.release(ZERO - 1, *stores))
+    stores.append(self.pipe.v.release(ZERO - 1, *stores))
     stores += [state.p[i].store(word) for i, word in enumerate(words)]
     return state.after(UOp.group(*stores))
 
@@ -308,23 +308,23 @@ class OverlappedMainloop(Mainloop):
       first, trips = wgmma.uniform(first.maximum(0)), wgmma.uniform(trips.maximum(0))
     trip, begun = loop(self.s, trips, early=self.diverges)
     n_tile, old, ping_pong = first + trip, state.after(*begun), self.ping_pong
-    qk = self.start_qk(n_tile, ping_pong.sync(self.trip.k.wait(n_tile, *begun, *state.registers())))
-    pv = self.start_pv(n_tile - 1, old, self.trip.v.wait(n_tile - 1, qk))
+    qk = self.start_qk(n_tile, ping_pong.sync(self.pipe.k.wait(n_tile, *begun, *state.registers())))
+    pv = self.start_pv(n_tile - 1, old, self.pipe.v.wait(n_tile - 1, qk))
     waited = self.wait_qk(1, pv if ping_pong.exclusive else ping_pong.arrive(pv))
     alphas, words, stores = self.softmax(n_tile, masked, old, waited, self.release_k(n_tile, waited))
     out = old.product.after(self.wait_pv(old, pv, *stores))
     out = out.after(ping_pong.arrive(out)) if ping_pong.exclusive else out
     stores += self.add_pv(old, out, alphas)
     stores += [old.p.after(out)[i].store(word) for i, word in enumerate(words)]
-    stores.append(self.trip.v.release(n_tile - 1, out))
+    stores.append(self.pipe.v.release(n_tile - 1, out))
     return state.after(UOp.group(*stores).end(trip))
 
   def finish(self, state: State) -> State:
     """Add P V of the last tile."""
     last = self.key_range.n_tiles - 1
-    pv = self.start_pv(last, state, self.trip.v.wait(last, *state.registers()))
-    out = state.product.after(self.wait_pv(state, self.trip.wait_all(pv)))
-    done = self.trip.v.release(last, out)
+    pv = self.start_pv(last, state, self.pipe.v.wait(last, *state.registers()))
+    out = state.product.after(self.wait_pv(state, self.pipe.wait_all(pv)))
+    done = self.pipe.v.release(last, out)
     if state.pv is not None:
       done = UOp.group(done, *self.add_pv(state, out, None))
     return state._replace(acc=state.acc.after(out, done))
@@ -344,4 +344,4 @@ class OverlappedMainloop(Mainloop):
   def release_k(self, n_tile: UOp, waited: UOp) -> UOp:
     """Signal that this warp is done with tile n of K, and with the queries if it is the last one."""
     last = n_tile.eq(self.key_range.n_tiles - 1).simplify()
-    return UOp.group(self.trip.k.release(n_tile, waited), self.trip.q.release(ZERO, waited, when=last))
+    return UOp.group(self.pipe.k.release(n_tile, waited), self.pipe.q.release(ZERO, waited, when=last))
