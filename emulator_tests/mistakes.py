@@ -302,7 +302,7 @@ def first_warpgroup(main: hopper_wide_forward.Mainloop) -> hopper_wide_forward.M
 
 
 HOPPER_WIDE = (
-  nvidia(hopper_wide_forward, wgmma_softmax, "online_softmax")
+  nvidia(wgmma_softmax, wgmma_softmax, "online_softmax")
   | PACK
   | {
     "maxima and sums of a warpgroup's own keys": Mistake(
