@@ -16,7 +16,7 @@ from uopattn.dsl.amd.staging import RegisterPipeline
 from uopattn.dsl.cpu import amx_operands
 from uopattn.dsl.gpu import tile_scheduler
 from uopattn.dsl.gpu.parts import PAIRS
-from uopattn.dsl.nvidia import mma, mma_layout, swizzled, tensor_pipeline, wgmma_softmax
+from uopattn.dsl.nvidia import mma, mma_layout, swizzled, tensor_pipeline, tma, wgmma_mainloop, wgmma_softmax
 from uopattn.dsl.rules.rules import HeadRules
 from uopattn.kernels import (
   amd_forward,
@@ -267,7 +267,7 @@ HOPPER8 = nvidia(wgmma_softmax, wgmma_softmax, "online_softmax") | {
     lambda right: lambda dialect, x, dtype: right(dialect, [x[0], x[2], x[1], x[3]] if len(x) == 4 else x, dtype),
   ),
   "products of tiles added up without a rescale": Mistake(
-    hopper_forward.Mainloop,
+    wgmma_mainloop.OverlappedMainloop,
     "add_pv",
     lambda right: (
       lambda self, state, out, alphas: right(self, state, out, None if alphas is None else [x * 0 + 1 for x in alphas])
@@ -287,7 +287,9 @@ HOPPER32 = nvidia(wgmma_softmax, wgmma_softmax, "online_softmax") | {
   "the second part left out": part_left_out(1),
   "the last part left out": part_left_out(2),
   "keys in another order": Mistake(
-    hopper_float32_forward.Mainloop, "packed", lambda right: lambda self, p: right(self, [row[::-1] for row in p])
+    hopper_float32_forward.Mainloop,
+    "packed",
+    lambda right: lambda self, found: right(self, found._replace(p=[row[::-1] for row in found.p])),
   ),
 }
 
@@ -300,7 +302,7 @@ def first_warpgroup(main: hopper_wide_forward.Mainloop) -> hopper_wide_forward.M
 
 
 HOPPER_WIDE = (
-  nvidia(hopper_wide_forward, wgmma_softmax, "online_softmax")
+  nvidia(wgmma_softmax, wgmma_softmax, "online_softmax")
   | PACK
   | {
     "maxima and sums of a warpgroup's own keys": Mistake(
@@ -319,7 +321,7 @@ HOPPER_WIDE = (
 # What a producer brings, and the work tiles of persistent workgroups. The gate must reject these.
 HOPPER_PRODUCER = {
   "boxes one tile late": Mistake(
-    tensor_pipeline.Source,
+    tma.Source,
     "load",
     lambda right: (
       lambda self, view, slot, n_tile, *rest, **numbers: right(self, view, slot, n_tile + 1, *rest, **numbers)
@@ -343,7 +345,7 @@ HOPPER_PRODUCER = {
       )
     ),
   ),
-  "a section without its last job": Mistake(
+  "a section without its last work tile": Mistake(
     tile_scheduler.TileScheduler,
     "_share",
     lambda right: lambda self, workgroup, heads: right(self, workgroup, heads) - (workgroup.eq(1)).cast(dtypes.weakint),
@@ -359,11 +361,13 @@ HOPPER_PRODUCER = {
 }
 # These the emulator must.
 HOPPER_BARRIERS = {
-  "slots counted anew in each job": Mistake(
+  "slots counted anew in each work tile": Mistake(
     tensor_pipeline.Counter, "get", lambda right: lambda self, *after: right(self, *after) * 0
   ),
   "queries given back by nobody": Mistake(
-    tensor_pipeline.Tiles, "queries_done", instead(lambda self, when, *after: UOp.group(*after))
+    tma.Slots,
+    "release",
+    lambda right: lambda self, n, *after, when=None: right(self, n, *after) if when is None else UOp.group(*after),
   ),
   "more bytes expected than come": Mistake(
     instructions,
@@ -376,11 +380,9 @@ HOPPER_BARRIERS = {
     lambda right: lambda dialect, barrier, count, *after: right(dialect, barrier, count - 16, *after),
   ),
   "tiles that are passed over given back by nobody": Mistake(
-    hopper_forward.Mainloop, "pass_over", instead(lambda self, n_tiles, started: started)
+    wgmma_mainloop.OverlappedMainloop, "pass_over", instead(lambda self, n_tiles, started: started)
   ),
-  "the first arrival by nobody": Mistake(
-    hopper_forward, "first_arrival", instead(lambda ping_pong, warp, after: after)
-  ),
+  "the first arrival by nobody": Mistake(wgmma_mainloop.PingPong, "first_arrival", instead(lambda self, after: after)),
   "more registers than there are": Mistake(
     instructions,
     "setmaxnreg_dec",

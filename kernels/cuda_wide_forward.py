@@ -11,7 +11,7 @@ so that nothing is computed twice. Each l covers only a warp's own keys until th
 
 Storage: S, m, l and O are in registers; `uopattn.dsl.nvidia.mma_layout` says which elements a lane has. Q, tiles of K
 and of V, P and the maxima are in shared memory (`Tiles.shared_bytes`). A tile takes three barriers of the workgroup: K
-has arrived; the maxima are there; P is there, and V has arrived. K and V come in turns, so that `stages` of 1 suffices:
+has arrived; the maxima are there; P is there, and V has arrived. K and V alternate, so that `stages` of 1 suffices:
 V loads during the first product, K during the second.
 
 V may be the first columns of K, as in multi-head latent attention with absorbed weights (MLA; DeepSeek-V2, 2024). Then
@@ -40,7 +40,7 @@ from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.mainloop import Mainloop, SoftmaxRow, State
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.limits import lds_limit
-from uopattn.dsl.nvidia.cp_async import CpAsyncPipeline, TurnsPipeline
+from uopattn.dsl.nvidia.cp_async import AlternatingPipeline, CpAsyncPipeline
 from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, Accumulators, Mma
 from uopattn.dsl.nvidia.mma_layout import (
   HALVES,
@@ -272,11 +272,11 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   q_tile, k_tiles, v_tiles = tiles.panels(s, Dk, Dv)
   keys, values = (k_tiles, head_rules.keys(k)), (v_tiles, head_rules.keys(v))
   thread, dialect = group.thread, tiles.dialect
-  pipeline: SharedTiles | TurnsPipeline
+  pipeline: SharedTiles | AlternatingPipeline
   if tiles.values_in_keys:
     pipeline = SharedTiles(CpAsyncPipeline([keys], key_range.tile, tiles.stages, thread, dialect))
   else:
-    pipeline = TurnsPipeline(keys, values, key_range.tile, tiles.stages, thread, dialect)
+    pipeline = AlternatingPipeline(keys, values, key_range.tile, tiles.stages, thread, dialect)
   queries = q_tile.fill_tile(group.block, HeadView.of(q, group.head, UOp.const(M)), group.block, thread)
   filled = pipeline.start(*queries)  # the queries arrive with the first tile
   loop = Mainloop(s, unit, pipeline, head_rules, key_range, tiles.block_n)

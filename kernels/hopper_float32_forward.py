@@ -31,7 +31,6 @@ more.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
@@ -43,31 +42,22 @@ from uopattn.dsl.gpu.parts import bfloat16_parts
 from uopattn.dsl.gpu.tile_scheduler import TileScheduler
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia import wgmma
-from uopattn.dsl.nvidia.mma_layout import (
-  HALVES,
-  MMA_M,
-  QUAD,
-  WARP,
-  finished,
-  loaded,
-  row_of,
-  store_row,
-)
+from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, WARP, loaded, row_of
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
-from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline, fits, loop
-from uopattn.dsl.nvidia.tensor_pipeline import Tiles as Pipe
+from uopattn.dsl.nvidia.tensor_pipeline import REGISTERS, TensorPipeline, WorkTile
+from uopattn.dsl.nvidia.tma import fits
 from uopattn.dsl.nvidia.wgmma import WARPS
-from uopattn.dsl.nvidia.wgmma_softmax import ScoreRows
+from uopattn.dsl.nvidia.wgmma_mainloop import SequentialMainloop, State
+from uopattn.dsl.nvidia.wgmma_softmax import Softmax
 from uopattn.dsl.packed import Words, words_of
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.rules.softmax import LOWEST
-from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
+from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.schedule import Kernel, Problem, Schedule
 from uopattn.dsl.scope import as_type, clamp
 from uopattn.dsl.target import Target
 from uopattn.dsl.view import View
-from uopattn.kernels.hopper_forward import L2_BYTES, MULTIPROCESSORS, REGISTERS
+from uopattn.kernels.hopper_forward import L2_BYTES, MULTIPROCESSORS
 
 CUDA = "cuda"
 PARTS = 3
@@ -228,9 +218,8 @@ def forward(
   Raises:
     ValueError: tensor maps cannot describe the keys: their number is known to the GPU alone.
   """
-  (heads, M, Dv), of_keys, block_m = sizes(o), sizes(k_parts)[2], tiles.block_m
+  (heads, M, Dv), of_keys, of_values, block_m = sizes(o), sizes(k_parts)[2], sizes(v_parts)[2], tiles.block_m
   s = Scope()
-  of_values = sizes(v_parts)[2]
   cached = max(1, L2_BYTES * rules.group // (2 * rules.N * (of_keys + of_values)))
   scheduler = TileScheduler.of(heads, ceildiv(M, block_m), cached, rules.longest_last, MULTIPROCESSORS, False)
   group = Workgroup(s, 1, scheduler.workgroups, tiles.threads // WARP, WARP)
@@ -240,38 +229,32 @@ def forward(
   if not all(map(fits, views)):
     raise ValueError("k and v must have rows that tensor maps can describe, of a length known in advance")
   work_tile = WorkTile(block, (None, *views), head_rules.key_range(block * block_m, block_m, tiles.block_n))
-  apart = head_rules.is_prefix and tiles.warpgroups > 1
+  diverges = head_rules.is_prefix and tiles.warpgroups > 1
 
-  consumers, registers = tiles.warpgroups * WARPS, REGISTERS[tiles.warpgroups]
   scores, panels = s.buffer(tiles.block_n // 2), tiles.panels(s, of_keys // PARTS, of_values // PARTS)
-  tensors = TensorPipeline(
-    s, group, lambda trip: work_tile, UOp.const(1), panels, consumers, registers, values_follow=False
-  )
-  started = tensors.start()
-  pipe, queries = tensors.consumer(None, started), HeadView.of(q, head, UOp.const(M))
-  begun = store_queries(queries, pipe.q_tile(started), block * block_m, group, started)
+  pipeline = TensorPipeline(s, group, lambda trip: work_tile, panels, tiles.warpgroups)
+  trip, queries = pipeline.trip(pipeline.start()), HeadView.of(q, head, UOp.const(M))
+  q_tile = trip.q.tile(UOp.const(0), trip.begun)
   rows = [block * block_m + group.warp * MMA_M + row_of(group.lane, half) for half in range(HALVES)]
-  key_range = of_warpgroup(work_tile, head_rules, tiles, group.warp) if apart else work_tile.key_range
-  main = Mainloop(s, group, pipe, scores, rows, head_rules, key_range, apart)
-  state = State.make(s, tiles.block_n, of_values // PARTS, group.item, started)
-
-  state = state.after(begun)
-  for first, count, masked in full_then_masked(UOp.const(0), key_range.n_full, key_range.n_tiles):
-    state = main.attend(first, count, masked, state)
-
-  stores, acc = [], state.acc.reshape(-1, 4)
-  for half, row in enumerate(rows):
-    found = finished(head_rules, state.m_i[half].load(), state.l_i[half].load(), row)
-    stores += store_row(o, lse, head, row, half, acc, found, group.lane)
+  key_range = of_warpgroup(work_tile, head_rules, tiles, group.warp) if diverges else work_tile.key_range
+  main = Mainloop(s, group, dtypes.bfloat16, trip, scores, rows, head_rules, key_range, tiles.block_n, diverges)
+  started = store_queries(queries, q_tile, block * block_m, group, trip.begun)
+  state = State.make(s, PARTS * tiles.block_n // 4, of_values // PARTS, group.item, trip.begun, separate_pv=True)
+  state = main.run(state, started)
+  stores = main.epilogue(o, lse, head, state.acc, state.m_i, loaded(state.l_i))
   return group.kernel(f"attention_{heads}_{rules.kv_heads}_{M}_{rules.N}_{of_keys}_{Dv}{rules.name}", stores)
 
 
-class WorkTile(NamedTuple):
-  """A block of queries, the rows of its head in q, k and v, and its keys; None for q if its threads read q."""
+class Mainloop(SequentialMainloop):
+  """The loop of a warpgroup whose operands are in parts."""
 
-  block: UOp
-  views: tuple[HeadView | None, HeadView, HeadView]
-  key_range: TileRange
+  parts = PARTS
+
+  def packed(self, found: Softmax) -> list[UOp]:
+    """The parts of P of both rows, in the order of left operands, one part after another."""
+    pairs = [row[i : i + 2] for i in range(0, len(found.p[0]), 2) for row in found.p]
+    parts = [bfloat16_parts(CUDA, *pair) for pair in pairs]
+    return [words[part] for part in range(PARTS) for words in parts]
 
 
 def store_queries(q: HeadView, to: SwizzledTiles, first: UOp, group: Workgroup, *after: UOp) -> UOp:
@@ -300,111 +283,6 @@ def of_warpgroup(work_tile: WorkTile, rules: HeadRules, tiles: Tiles, warp: UOp)
   own = rules.key_range(work_tile.block * tiles.block_m + warp // WARPS * wgmma.M, wgmma.M, tiles.block_n)
   n_tiles = own.n_tiles.maximum(work_tile.key_range.n_tiles - tiles.stages)
   return TileRange(clamp(own.n_full, 0, n_tiles), n_tiles, work_tile.key_range.tile)
-
-
-class State(NamedTuple):
-  """What a lane carries from tile to tile.
-
-  Attributes:
-    acc: O of two rows, relative to m_i.
-    pv: P V of a tile.
-    p: the parts of P, in words of two, one part after another.
-    m_i: row max of each row.
-    l_i: running sum of each row, over this lane's keys.
-  """
-
-  acc: UOp
-  pv: UOp
-  p: UOp
-  m_i: UOp
-  l_i: UOp
-
-  @classmethod
-  def make(cls, s: Scope, block_n: int, Dv: int, *after: UOp) -> "State":
-    """The state before the first tile."""
-    acc, m_i, l_i = (s.filled(x, n, after=after) for x, n in ((0.0, Dv // 2), (LOWEST, HALVES), (0.0, HALVES)))
-    return cls(acc, s.buffer(Dv // 2), s.buffer(PARTS * block_n // 4, dtype=dtypes.uint), m_i, l_i)
-
-  def after(self, *after: UOp) -> "State":
-    return State(*(x.after(*after) for x in self))
-
-
-@dataclass(frozen=True)
-class Mainloop:
-  """A warpgroup's loop over tiles of keys.
-
-  Attributes:
-    s: the kernel's axes.
-    group: the position of this thread.
-    pipe: the tiles in shared memory.
-    scores: registers for S.
-    rows: this lane's queries.
-    rules: the rules of their head.
-    key_range: the tiles. Tiles are numbered by their position in it.
-    apart: whether warpgroups differ in their numbers of trips.
-  """
-
-  s: Scope
-  group: Workgroup
-  pipe: Pipe
-  scores: UOp
-  rows: list[UOp]
-  rules: HeadRules
-  key_range: TileRange
-  apart: bool
-
-  @property
-  def block_n(self) -> int:
-    """Keys per tile."""
-    return 2 * sizes(self.scores)[0]
-
-  def attend(self, first: UOp, trips: UOp, masked: bool, state: State) -> State:
-    """Process the tiles from `first` on."""
-    trip, begun = loop(self.s, trips, early=self.apart)
-    n_tile, old = first + trip, state.after(*begun)
-    scores = self.multiply_qk(n_tile, self.pipe.keys(n_tile, *begun, *state))
-    done = self.pipe.keys_done(n_tile, scores)
-    p, alphas, stores = self.softmax(n_tile, masked, old, scores, done)
-    words = [old.p.after(done)[i].store(word) for i, word in enumerate(self.packed(p))]
-    pv = self.multiply_pv(n_tile, old, self.pipe.values(n_tile, *words, *stores))
-    stores += [
-      old.acc[i].store(old.acc[i].load() * alphas[i % 4 // 2] + pv[i].load()) for i in range(sizes(old.acc)[0])
-    ]
-    stores.append(self.pipe.values_done(n_tile, pv))
-    return state.after(UOp.group(*stores).end(trip))
-
-  def multiply_qk(self, n_tile: UOp, *after: UOp) -> UOp:
-    """Return S = Q K^T, (64, block_n), once it is there."""
-    q_tile, k_tile = self.pipe.q_tile(*after), self.pipe.k_tile(n_tile, *after)
-    rows, panels = q_tile.address(self.group.warp // WARPS * wgmma.M), (q_tile.panel, k_tile.panel)
-    steps = k_tile.columns // PARTS // wgmma.K
-    started = wgmma.start(
-      dtypes.bfloat16, self.block_n, steps, self.scores[0], rows, k_tile.address(), panels, *after, parts=PARTS
-    )
-    return self.scores.after(wgmma.wait(0, self.block_n, self.scores[0], started))
-
-  def multiply_pv(self, n_tile: UOp, state: State, *after: UOp) -> UOp:
-    """Return P V, (64, Dv), once it is there."""
-    v_tile, Dv, steps = self.pipe.v_tile(n_tile, *after), 2 * sizes(state.pv)[0], self.block_n // wgmma.K
-    p, to, v = state.p[0], state.pv[0], v_tile.address()
-    started = wgmma.start(dtypes.bfloat16, Dv, steps, to, p, v, (0, v_tile.panel), *after, registers=True, parts=PARTS)
-    return state.pv.after(wgmma.wait(0, Dv, to, started))
-
-  def packed(self, p: list[list[UOp]]) -> list[UOp]:
-    """The parts of P of both rows, in the order of left operands."""
-    pairs = [row[i : i + 2] for i in range(0, len(p[0]), 2) for row in p]
-    parts = [bfloat16_parts(CUDA, *pair) for pair in pairs]
-    return [words[part] for part in range(PARTS) for words in parts]
-
-  def softmax(
-    self, n_tile: UOp, masked: bool, state: State, scores: UOp, *after: UOp
-  ) -> tuple[list[list[UOp]], list[UOp], list[UOp]]:
-    """Return P and alpha of both rows, and the stores of m and l."""
-    first = self.key_range.tile(n_tile) * self.block_n + self.group.lane % QUAD * 2
-    rows = ScoreRows(self.rules, self.rows, first, masked)
-    found = rows.softmax(rows.scores(scores.after(*after)), loaded(state.m_i), loaded(state.l_i))
-    stores = found.stores(*(x.after(scores, *after) for x in (state.m_i, state.l_i)))
-    return found.p, found.alpha, stores
 
 
 def _kernel(build: Callable[..., UOp], outputs: str, buffers: str, unread: str, *params: str) -> Kernel:

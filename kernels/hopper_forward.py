@@ -1,7 +1,7 @@
 """Forward attention on Hopper's tensor cores (sm_90a) with `wgmma`, one warpgroup per 64 query rows.
 
 FlashAttention-2 (Dao, 2023), with the two products of a trip in flight at once: Q K^T of a tile, and P V of the tile
-before it. Each warpgroup keeps its queries and loops over tiles of keys:
+before it (`uopattn.dsl.nvidia.wgmma_mainloop.OverlappedMainloop`):
     start S = Q K[n]^T    (64, block_n), then O += P V[n-1]   (64, Dv)
     wait for S            m, l, P' in registers; the four lanes of a row reduce the max per tile, l only at the end
     wait for O            O = O alpha, P = P'
@@ -12,78 +12,60 @@ Storage: S, m, l, P and O are in registers; `uopattn.dsl.nvidia.mma_layout` says
 `stages` tiles of K and of V, are in shared memory (`uopattn.dsl.nvidia.swizzled`, `Tiles.shared_bytes`), where the
 tensor cores read them.
 
-There are two ways to bring them there, behind one interface, `Pipeline`:
-- A producer, a further warpgroup, starts all copies from one thread by the tensor memory accelerator
-  (`uopattn.dsl.nvidia.tensor_pipeline`). It keeps 32 or 40 registers per thread and the others get what it gives up,
-  160 or 232 (`REGISTERS`). The others ping-pong, as in FlashAttention-3: while one multiplies, the next one is at its
-  softmax. Workgroups may be persistent: they do several work tiles, blocks of queries of any head, in an order fixed in
-  advance (`uopattn.dsl.gpu.tile_scheduler`), with the next one's Q and first tiles on their way while one ends.
-- All threads copy (`uopattn.dsl.nvidia.copy_pipeline`). So it is where a tensor map cannot describe the rows (pages,
-  lengths that only the GPU knows, rows whose starts are no multiples of 16 bytes; `tensor_pipeline.fits`), and with
-  features for which a producer would leave too few registers (`Problem.light_on_registers`).
+There are two pipelines that bring them there, behind one interface, `uopattn.dsl.nvidia.tensor_pipeline.Trip`:
+- A producer, a further warpgroup, starts all copies from one thread (`uopattn.dsl.nvidia.tensor_pipeline`). The
+  consumers ping-pong, as in FlashAttention-3: while one multiplies, the next one is at its softmax. Workgroups may be
+  persistent: they do several work tiles, blocks of queries of any head, in an order fixed in advance
+  (`uopattn.dsl.gpu.tile_scheduler`), with the next one's Q and first tiles on their way while one ends.
+- All threads copy (`uopattn.dsl.nvidia.mbarrier`). So it is where a tensor map cannot describe the rows (pages, lengths
+  that only the GPU knows, rows whose starts are no multiples of 16 bytes; `tma.fits`), and with features for which a
+  producer would leave too few registers (`Problem.light_on_registers`).
 
-Full tiles, which all queries of the workgroup see completely, come first and need no mask; masked tiles follow. With a
-producer, under a causal mask or where the last tile is not full, it is the other way round: a work tile begins at the
-end, in the tile that is not overlapped with others and so has a mask in any case. Under a causal mask each warpgroup
-has a `Walk` of its own. Of tiles that none of its queries sees it does no more than pass the ping-pong barrier. Blocks
-of queries are counted from the last query back, so that the block that is not full is the one with the fewest keys.
+`Order` is the order of the tiles of keys. Full tiles, which all queries of the workgroup see completely, come first and
+need no mask; masked tiles follow. With a producer, under a causal mask or where the last tile is not full, it is the
+other way round: a work tile begins at the end, in the tile that is not overlapped with others and so has a mask in any
+case. Under a causal mask each warpgroup has a `Walk` of its own. Of tiles that none of its queries sees it does no more
+than pass the ping-pong barrier. Blocks of queries are counted from the last query back, so that the block that is not
+full is the one with the fewest keys.
 
 In 8 bits, with head sizes up to 128, a producer is needed, whose warps also transpose V, because tensor cores want k
 along the rows (`uopattn.dsl.nvidia.transposed`). P is scaled by a power of two and rounded to 8 bits, as in
 `cuda_forward`. The tensor cores cut off all but 14 bits of each term (`uopattn.emulator.warpgroup.cut_product`), so P V
 of each tile starts at 0, and the threads add it to O in float32, in the multiply-add that rescales O. Scores keep the
-errors of their own product, about 1e-4 of a score, which show in the LSE (`uopattn.proof.errors.of_lse`); an H200 cuts
-as the emulator does, to 1e-6. The output's error, 3.2 to 3.9% at N=1024 and 4096, is that of its own type. Two
-warpgroups keep their turn until their products are done, as products of both at once end, and start the softmax, at the
-same time. Counted at D=128 for 128 queries and keys: 1024 cycles of products on a multiprocessor, where float16 takes
-2048, 1056 of exponentials, and 1020 instructions per scheduler.
+errors of their own product, about 1e-4 of a score, which show in the LSE (`uopattn.proof.errors.of_lse`). Two
+warpgroups hold the ping-pong barrier until their products complete, as products of both at once end, and start the
+softmax, at the same time.
 
 Measured on an H200, float16, N=4096: 565 TFLOP/s at D=128 and 458 at D=64, causal 514 and 432, 1.06 to 1.12 times
-cuDNN; fp8e4m3 at D=128 is 1.2 to 1.4 times as fast as float16. scripts/results/KERNELS.md has more.
-
-Nothing spills, aside from D=64 with a producer: up to 40 bytes in it with a window, and in 8 bits up to 24 for each
-work tile. Without a producer nvcc 13 spills at D=64 for a bool mask (496 bytes), `mask_mod` and an added 16-bit mask
-(112 each) and bounds per query (16), and at D=128 for a bool mask (16).
+cuDNN; fp8e4m3 at D=128 is 1.2 to 1.4 times as fast as float16. scripts/results/KERNELS.md has more, and what spills.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from enum import Enum
+from typing import NamedTuple
 
-from tinygrad import UOp, dtypes
-from tinygrad.dtype import DType
+from tinygrad import UOp
 from tinygrad.helpers import ceildiv, round_up
-from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl import Scope, sizes
-from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.tile_scheduler import TileScheduler
 from uopattn.dsl.gpu.workgroup import Workgroup
-from uopattn.dsl.nvidia import wgmma
-from uopattn.dsl.nvidia.copy_pipeline import CopyPipeline
-from uopattn.dsl.nvidia.mma_layout import (
-  HALVES,
-  MMA_M,
-  QUAD,
-  WARP,
-  finished,
-  loaded,
-  row_of,
-  store_row,
-)
+from uopattn.dsl.nvidia import tensor_pipeline, wgmma
+from uopattn.dsl.nvidia.mbarrier import CopyPipeline
+from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, WARP, loaded, row_of
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
-from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline, fits, loop
+from uopattn.dsl.nvidia.tensor_pipeline import REGISTERS, TensorPipeline
+from uopattn.dsl.nvidia.tma import fits
 from uopattn.dsl.nvidia.wgmma import WARPS
-from uopattn.dsl.nvidia.wgmma_softmax import ScoreRows
+from uopattn.dsl.nvidia.wgmma_mainloop import OverlappedMainloop, PingPong, State, Walk
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.rules.softmax import LOWEST, p_scale_of
-from uopattn.dsl.rules.tile_range import TileRange, full_then_masked, masked_then_full
+from uopattn.dsl.rules.tile_range import full_then_masked, masked_then_full
 from uopattn.dsl.schedule import DTYPES_8, DTYPES_16, Kernel, Problem, Schedule
 from uopattn.dsl.scope import clamp
 from uopattn.dsl.target import Target
 
-CUDA = "cuda"
 STEP_BYTES = 32
 
 
@@ -135,6 +117,16 @@ class Tiles:
   @property
   def threads(self) -> int:
     return (self.warpgroups + self.producer) * WARPS * WARP
+
+  @property
+  def p_words(self) -> int:
+    """32-bit words of P of a tile per lane: two rows."""
+    return self.block_n // 8 * STEP_BYTES // self.step
+
+  def ping_pong(self, warp: UOp) -> PingPong:
+    """The barrier of the consumers, of which this thread is in a given warp."""
+    # exclusive: in 8 bits it is 5 % faster, in 16 bits 5 % slower
+    return PingPong(warp, self.warpgroups if self.producer else 1, self.step == 32 and self.warpgroups == 2)
 
   def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[SwizzledTiles, SwizzledTiles, SwizzledTiles]:
     """Allocate Q, K and V in shared memory, in units of 16 bits."""
@@ -193,9 +185,9 @@ class Tiles:
 
     def promise(x: Measured) -> float:
       blocks, places = ceildiv(M, x.tiles.block_m), MULTIPROCESSORS * x.resident
-      rows, turns = M / (blocks * x.tiles.block_m), heads * blocks / round_up(heads * blocks, places)
+      rows, waves = M / (blocks * x.tiles.block_m), heads * blocks / round_up(heads * blocks, places)
       keys, measured = (N / 2, LENGTH / 2) if causal else (N, LENGTH)  # a causal mask skips about half the tiles
-      return x.speed * rows * turns * (1 + x.ends / measured) / (1 + x.ends / keys)
+      return x.speed * rows * waves * (1 + x.ends / measured) / (1 + x.ends / keys)
 
     known = _measured(problem)
     size = next(size for size, _ in known if max(Dk, Dv) <= size)
@@ -233,8 +225,6 @@ class Measured(NamedTuple):
   ends: float
 
 
-# Registers per thread of the producer and of the consumers, of 65536, by the number of consuming warpgroups.
-REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}
 MULTIPROCESSORS = 132  # of an H100 or H200
 L2_BYTES = 32 << 20  # of the cache, for keys and values
 LENGTH = 4096
@@ -312,99 +302,99 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   Raises:
     ValueError: `Tiles.step` is for elements of another size; tensor maps cannot describe rows of 8-bit elements.
   """
-  (heads, M, Dk), Dv, block_m = sizes(q), sizes(o)[2], tiles.block_m
+  (heads, M, Dk), Dv = sizes(q), sizes(o)[2]
   s = Scope()
-  if tiles.step * q.dtype.itemsize != STEP_BYTES:
-    raise ValueError(f"Tiles.step={tiles.step}: must be {STEP_BYTES // q.dtype.itemsize} for {q.dtype}")
-  if tiles.producer and not all(fits(x) for x in _views(q, k, v, UOp.const(0), rules)):
-    if tiles.step == 32:
-      raise ValueError("q, k and v of 8 bits must have rows that tensor maps can describe")
-    tiles = replace(tiles, producer=False, persistent=False, q_stages=1)
+  tiles = _served_tiles(tiles, q, k, v, rules)
   cached = max(1, L2_BYTES * rules.group // (q.dtype.itemsize * rules.N * (Dk + Dv)))
-  scheduler = TileScheduler.of(
-    heads, ceildiv(M, block_m), cached, rules.longest_last, MULTIPROCESSORS, tiles.persistent
-  )
+  blocks = ceildiv(M, tiles.block_m)
+  scheduler = TileScheduler.of(heads, blocks, cached, rules.longest_last, MULTIPROCESSORS, tiles.persistent)
   group = Workgroup(s, 1, scheduler.workgroups, tiles.threads // WARP, WARP)
-  trips = scheduler.trips(group.item).simplify()
-  # Under a causal mask warpgroups differ in their tiles. Without masks a loop over a tile that is not full would spill.
-  apart = tiles.producer and rules.at(UOp.const(0)).is_prefix
-  last_first = apart or (tiles.producer and _masks_last(rules, tiles))
+  trips, order = scheduler.trips(group.item).simplify(), Order.of(rules, tiles)
+  diverges = order is Order.DIAGONAL_FIRST
   # Of the blocks, the first one, which has the fewest keys, is the one with warpgroups that have no queries.
-  before = (scheduler.blocks * block_m - M) // wgmma.M * wgmma.M if apart else 0
+  before = (blocks * tiles.block_m - M) // wgmma.M * wgmma.M if diverges else 0
 
   def work_tile(trip: UOp) -> WorkTile:
     head, block = scheduler.place(group.item, trip)
-    head_rules, row = rules.at(head), block * block_m - before
-    key_range = head_rules.key_range(row, block_m, tiles.block_n)
-    key_range = key_range.last_first() if last_first else key_range
-    return WorkTile(head, block, row, _views(q, k, v, head, rules), head_rules, key_range, last_first)
+    head_rules, row = rules.at(head), block * tiles.block_m - before
+    key_range = head_rules.key_range(row, tiles.block_m, tiles.block_n)
+    key_range = key_range if order is Order.FULL_FIRST else key_range.last_first()
+    return WorkTile(block, _views(q, k, v, head, rules), key_range, head, row, head_rules, order)
 
   scores, panels = s.buffer(tiles.block_n // 2), tiles.panels(s, Dk, Dv)
-  ping_pong, trip, counts = tiles.warpgroups if tiles.producer else 1, UOp.const(0), None
-  exclusive = tiles.step == 32 and ping_pong == 2  # in 8 bits it is 5 % faster, in 16 bits 5 % slower
-  pipe: Pipeline
+  pipeline: TensorPipeline | CopyPipeline
   if tiles.producer:
-    consumers, registers = tiles.warpgroups * WARPS, REGISTERS[tiles.warpgroups]
-    tensors = TensorPipeline(
-      s, group, work_tile, trips, panels, consumers, registers, tiles.transposed(s, Dv), before=before
+    pipeline = TensorPipeline(
+      s, group, work_tile, panels, tiles.warpgroups, trips, tiles.transposed(s, Dv), values_follow=True, before=before
     )
-    started = first_arrival(ping_pong, group.warp, tensors.start())
-    if scheduler.persistent:
-      counts, trip = tensors.counts(started), s.axis(trips, AxisType.REDUCE)
-      started = trip
-    mine, pipe = work_tile(trip), tensors.consumer(counts, started)
   else:
-    mine = work_tile(trip)
-    pipe = copies = CopyPipeline(s, group, mine.block, mine.views, mine.key_range, panels)
-    started = copies.start()
+    pipeline = CopyPipeline(s, group, work_tile(UOp.const(0)), panels)
+  ping_pong = tiles.ping_pong(group.warp)
+  trip = pipeline.trip(ping_pong.first_arrival(pipeline.start()))
+  mine = work_tile(trip.number)
   rows = [_query(mine.row + group.warp * MMA_M + row_of(group.lane, half), M) for half in range(HALVES)]
-  state = State.make(s, tiles.block_n, round_up(Dv, 16), q.dtype, group.item, started)
-  main = Mainloop(s, group, q.dtype, pipe, scores, rows, mine.rules, mine.key_range, ping_pong, exclusive, apart)
-
-  walk = mine.walk(M, tiles, group.warp)
-  state = main.begin(walk, state, pipe.queries(main.pass_over(walk.passed, started)))
-  for first, count, masked in walk.loops:
-    state = main.attend(first, count, masked, state)
-  acc, m_i, l_i = main.finish(state)
-
-  stores = []
-  for half, row in enumerate(rows):
-    found = finished(mine.rules, m_i[half].load(), l_i[half].load(), row, p_scale_of(q.dtype))
-    stores += store_row(o, lse, mine.head, row, half, acc, found, group.lane, operand=q.dtype)
-  if counts is not None:
-    stores = [UOp.group(*stores, counts.add(mine.key_range.n_tiles, *stores)).end(trip)]
+  main = OverlappedMainloop(
+    s, group, q.dtype, trip, scores, rows, mine.rules, mine.key_range, tiles.block_n, diverges, ping_pong=ping_pong
+  )
+  state = State.make(
+    s, tiles.p_words, round_up(Dv, 16), group.item, trip.begun, separate_pv=tiles.step == 32, lags=True
+  )
+  state = main.run(mine.walk(M, tiles, group.warp), state, trip.begun)
+  stores = main.epilogue(o, lse, mine.head, state.acc, state.m_i, loaded(state.l_i))
+  stores = trip.end(mine.key_range.n_tiles, stores)
   return group.kernel(f"attention_{heads}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
 
 
-def _masks_last(rules: Rules, tiles: Tiles) -> bool:
-  """Whether for all queries the last tile of all keys needs a mask, and no other one."""
-  every = rules.at(UOp.const(0)).key_range(UOp.const(0), tiles.block_m, tiles.block_n)
-  masked = (every.n_tiles - every.n_full).simplify()
-  return not rules.ranges and masked.vmin == masked.vmax == 1
+def _served_tiles(tiles: Tiles, q: UOp, k: UOp, v: UOp, rules: Rules) -> Tiles:
+  """The tiles without a producer, where tensor maps cannot describe the rows. Raises ValueError; see `forward`."""
+  if tiles.step * q.dtype.itemsize != STEP_BYTES:
+    raise ValueError(f"Tiles.step={tiles.step}: must be {STEP_BYTES // q.dtype.itemsize} for {q.dtype}")
+  if not tiles.producer or all(fits(x) for x in _views(q, k, v, UOp.const(0), rules)):
+    return tiles
+  if tiles.step == 32:
+    raise ValueError("q, k and v of 8 bits must have rows that tensor maps can describe")
+  return replace(tiles, producer=False, persistent=False, q_stages=1)
 
 
-class WorkTile(NamedTuple):
+class Order(Enum):
+  """The order in which a warpgroup processes the tiles of keys of a block of queries."""
+
+  FULL_FIRST = "tiles that all queries see completely, then those that need a mask"
+  LAST_FIRST = "from the last tile back: it alone needs a mask"
+  DIAGONAL_FIRST = "from the last tile back that one of the warpgroup's own queries sees"
+
+  @classmethod
+  def of(cls, rules: Rules, tiles: Tiles) -> "Order":
+    """Choose the order. Without masks a loop over a tile that is not full would spill."""
+    if not tiles.producer:
+      return cls.FULL_FIRST
+    if rules.at(UOp.const(0)).is_prefix:
+      return cls.DIAGONAL_FIRST
+    every = rules.at(UOp.const(0)).key_range(UOp.const(0), tiles.block_m, tiles.block_n)
+    masked = (every.n_tiles - every.n_full).simplify()
+    return cls.LAST_FIRST if not rules.ranges and masked.vmin == masked.vmax == 1 else cls.FULL_FIRST
+
+
+@dataclass(frozen=True, eq=False)
+class WorkTile(tensor_pipeline.WorkTile):
   """A block of queries of one head, with its keys.
 
   Attributes:
     row: its first query; below 0 where a block has warpgroups without queries.
-    last_first: whether the last tiles, which may need a mask, come first.
+    order: the order of its tiles.
   """
 
   head: UOp
-  block: UOp
   row: UOp
-  views: tuple[HeadView, HeadView, HeadView]
   rules: HeadRules
-  key_range: TileRange
-  last_first: bool
+  order: Order
 
-  def walk(self, M: int, tiles: Tiles, warp: UOp) -> "Walk":
+  def walk(self, M: int, tiles: Tiles, warp: UOp) -> Walk:
     """The way of the warpgroup that a warp belongs to, of M queries in all."""
     n_full, n_tiles = self.key_range.n_full, self.key_range.n_tiles
-    if not self.last_first:
+    if self.order is Order.FULL_FIRST:
       return Walk(UOp.const(0), n_full.vmin == 0, full_then_masked(UOp.const(1), n_full.maximum(1), n_tiles))
-    if not self.rules.is_prefix:
+    if self.order is Order.LAST_FIRST:
       return Walk(UOp.const(0), True, masked_then_full(UOp.const(1), n_tiles - 1, n_tiles))
     warp = wgmma.uniform(warp)
     row = _query(self.row + warp // WARPS * wgmma.M, M)
@@ -421,255 +411,10 @@ def _query(row: UOp, M: int) -> UOp:
   return row if row.vmin >= 0 else (row < 0).where(M - row, row)
 
 
-class Walk(NamedTuple):
-  """A warpgroup's way through the tiles of its workgroup, as positions in `WorkTile.key_range`.
-
-  Attributes:
-    passed: the number of tiles at the start that none of its queries sees.
-    masked: whether the tile after them, its first one, needs a mask.
-    loops: what follows its first tile; see `full_then_masked`.
-  """
-
-  passed: UOp
-  masked: bool
-  loops: list[tuple[UOp, UOp, bool]]
-
-
 def _views(q: UOp, k: UOp, v: UOp, head: UOp, rules: Rules) -> tuple[HeadView, HeadView, HeadView]:
   """The rows of a head of the queries, and of its keys and values."""
   head_rules = rules.at(head)
   return HeadView.of(q, head, UOp.const(sizes(q)[1])), head_rules.keys(k), head_rules.keys(v)
-
-
-class Pipeline(Protocol):
-  """What brings the queries and the tiles of K and V to shared memory.
-
-  Each method acts after `after`, and before whatever is `.after` its result.
-  """
-
-  def q_tile(self, *after: UOp) -> SwizzledTiles:
-    """The queries in shared memory."""
-
-  def k_tile(self, n: UOp, *after: UOp) -> SwizzledTiles:
-    """Tile n of K in shared memory."""
-
-  def v_tile(self, n: UOp, *after: UOp) -> SwizzledTiles:
-    """Tile n of V in shared memory."""
-
-  def queries(self, *after: UOp) -> UOp:
-    """Wait until the queries have arrived, or do so with the first tile of K."""
-
-  def keys(self, n: UOp, *after: UOp) -> UOp:
-    """Wait until tile n of K has arrived."""
-
-  def values(self, n: UOp, *after: UOp) -> UOp:
-    """Wait until tile n of V has arrived."""
-
-  def queries_done(self, when: UOp, *after: UOp) -> UOp:
-    """Signal that this warp is done with the queries, where `when`."""
-
-  def keys_done(self, n: UOp, *after: UOp) -> UOp:
-    """Signal that this warp is done with tile n of K."""
-
-  def values_done(self, n: UOp, *after: UOp) -> UOp:
-    """Signal that this warp is done with tile n of V; V lags behind K by a tile, so the first one signalled is -1."""
-
-  def wait_all(self, last: UOp) -> UOp:
-    """Wait, after `last`, for copies that nobody reads."""
-
-
-def first_arrival(ping_pong: int, warp: UOp, after: UOp) -> UOp:
-  """The last of the warpgroups that ping-pong lets the first one begin."""
-  if ping_pong == 1:
-    return after
-  return ins.named_barrier_arrive(CUDA, UOp.const(1), 2 * WARPS * WARP, warp >= (ping_pong - 1) * WARPS, after)
-
-
-class State(NamedTuple):
-  """What a lane carries from tile to tile.
-
-  Attributes:
-    acc: O of two rows, relative to m_i, without P V of the last tile.
-    p: P of the last tile, in packed words.
-    m_i: row max of each row.
-    l_i: running sum of each row, over this lane's keys.
-    pv: P V of a tile, in 8 bits; otherwise it is added to acc as it is computed.
-    alpha: the factor of each row that brings acc to m_i, in 8 bits; otherwise acc is relative to m_i already.
-  """
-
-  acc: UOp
-  p: UOp
-  m_i: UOp
-  l_i: UOp
-  pv: UOp | None
-  alpha: UOp | None
-
-  @classmethod
-  def make(cls, s: Scope, block_n: int, width: int, dtype: DType, *after: UOp) -> "State":
-    """The state before the first tile; O has `width` columns."""
-    acc = s.filled(0.0, width // 2, after=after)
-    m_i, l_i = (s.filled(x, HALVES, after=after) for x in (LOWEST, 0.0))
-    p = s.buffer(block_n // 8 * dtype.itemsize, dtype=dtypes.uint)
-    if dtype.itemsize > 1:
-      return cls(acc, p, m_i, l_i, None, None)
-    return cls(acc, p, m_i, l_i, s.buffer(width // 2), s.filled(1.0, HALVES, after=after))
-
-  def after(self, *after: UOp) -> "State":
-    return State(*(x.after(*after) for x in self[:4]), *(None if x is None else x.after(*after) for x in self[4:]))
-
-  def values(self) -> tuple[UOp, ...]:
-    """What must not change before it has been used."""
-    return tuple(x for x in self if x is not None)
-
-
-@dataclass(frozen=True)
-class Mainloop:
-  """A warpgroup's loop over tiles of keys.
-
-  Attributes:
-    s: the kernel's axes.
-    group: the position of this thread.
-    dtype: dtype of q, k and v.
-    pipe: the pipeline that loads the tiles.
-    scores: registers for S.
-    rows: this lane's queries.
-    rules: the rules of their head.
-    key_range: the tiles. Tiles are numbered by their position in it.
-    ping_pong: warpgroups that ping-pong: one starts its products while the next one is at its softmax.
-    exclusive: hold the ping-pong barrier until the products complete, instead of until they are issued.
-    apart: whether warpgroups differ in their numbers of trips.
-  """
-
-  s: Scope
-  group: Workgroup
-  dtype: DType
-  pipe: Pipeline
-  scores: UOp
-  rows: list[UOp]
-  rules: HeadRules
-  key_range: TileRange
-  ping_pong: int
-  exclusive: bool
-  apart: bool
-
-  @property
-  def block_n(self) -> int:
-    """Keys per tile."""
-    return 2 * sizes(self.scores)[0]
-
-  def pass_over(self, n_tiles: UOp, started: UOp) -> UOp:
-    """Leave the first tiles to the other warpgroups: pass the ping-pong barrier, and signal that this warp is done.
-
-    It waits for each tile, because a signal before that would count for what was in its slot.
-    """
-    if n_tiles.vmax == 0:
-      return started
-    n_tile, begun = loop(self.s, n_tiles, started, early=True)
-    passed = self.warp_scheduler_barrier_arrive(
-      self.warp_scheduler_barrier_sync(self.pipe.values(n_tile, self.pipe.keys(n_tile, *begun)))
-    )
-    return UOp.group(self.pipe.keys_done(n_tile, passed), self.pipe.values_done(n_tile, passed)).end(n_tile)
-
-  def begin(self, walk: Walk, state: State, started: UOp) -> State:
-    """Process this warpgroup's first tile, except for its P V."""
-    first = walk.passed
-    waited = self.wait_qk(0, self.start_qk(first, self.pipe.keys(first, started)))
-    done = self.keys_done(first, waited)
-    _, words, stores = self.softmax(first, walk.masked, state, waited, done)
-    stores.append(self.pipe.values_done(UOp.const(0) - 1, *stores))
-    stores += [state.p[i].store(word) for i, word in enumerate(words)]
-    return state.after(UOp.group(*stores))
-
-  def attend(self, first: UOp, trips: UOp, masked: bool, state: State) -> State:
-    """Process the tiles from `first` on, each together with P V of the tile before it."""
-    if self.apart:
-      first, trips = wgmma.uniform(first.maximum(0)), wgmma.uniform(trips.maximum(0))
-    trip, begun = loop(self.s, trips, early=self.apart)
-    n_tile, old = first + trip, state.after(*begun)
-    qk = self.start_qk(n_tile, self.warp_scheduler_barrier_sync(self.pipe.keys(n_tile, *begun, *state.values())))
-    pv = self.start_pv(n_tile - 1, old, self.pipe.values(n_tile - 1, qk))
-    waited = self.wait_qk(1, pv if self.exclusive else self.warp_scheduler_barrier_arrive(pv))
-    done = self.keys_done(n_tile, waited)
-    alphas, words, stores = self.softmax(n_tile, masked, old, waited, done)
-    out = self.wait_pv(old, pv, *stores)
-    out = out.after(self.warp_scheduler_barrier_arrive(out)) if self.exclusive else out
-    stores += self.add_pv(old, out, alphas)
-    stores += [old.p.after(out)[i].store(word) for i, word in enumerate(words)]
-    stores.append(self.pipe.values_done(n_tile - 1, out))
-    return state.after(UOp.group(*stores).end(trip))
-
-  def finish(self, state: State) -> tuple[UOp, UOp, UOp]:
-    """Add P V of the last tile. Returns O as tiles of accumulators, m and l."""
-    last = self.key_range.n_tiles - 1
-    pv = self.start_pv(last, state, self.pipe.values(last, *state.values()))
-    acc = self.wait_pv(state, self.pipe.wait_all(pv))
-    done = self.pipe.values_done(last, acc)
-    if state.pv is not None:
-      done = UOp.group(done, *self.add_pv(state, acc, None))
-    return state.acc.after(acc, done).reshape(-1, 4), state.m_i, state.l_i
-
-  def add_pv(self, state: State, out: UOp, alphas: list[UOp] | None) -> list[UOp]:
-    """Add P V, which `wait_pv` has returned, to O. Then O is for the scores' new maxima: `alphas` are the factors."""
-    places = range(sizes(out)[0])
-    if state.pv is None or state.alpha is None:
-      assert alphas is not None
-      return [state.acc[i].store(out[i].load() * alphas[i % 4 // 2]) for i in places]
-    old = [state.alpha[half].load() for half in range(HALVES)]
-    added = [state.acc[i].store(state.acc[i].load() * old[i % 4 // 2] + out[i].load()) for i in places]
-    if alphas is None:
-      return added
-    return added + [state.alpha.after(*added)[half].store(x) for half, x in enumerate(alphas)]
-
-  def keys_done(self, n_tile: UOp, waited: UOp) -> UOp:
-    """Signal that this warp is done with tile n of K, and with the queries if it is the last one."""
-    last = n_tile.eq(self.key_range.n_tiles - 1).simplify()
-    return UOp.group(self.pipe.keys_done(n_tile, waited), self.pipe.queries_done(last, waited))
-
-  def warp_scheduler_barrier_sync(self, after: UOp) -> UOp:
-    """Wait until the warpgroup before has started its products."""
-    if self.ping_pong == 1:
-      return after
-    return ins.named_barrier_sync(CUDA, 1 + self.group.warp // WARPS, 2 * WARPS * WARP, after)
-
-  def warp_scheduler_barrier_arrive(self, after: UOp) -> UOp:
-    """Let the next warpgroup start its products."""
-    if self.ping_pong == 1:
-      return after
-    following = 1 + (self.group.warp // WARPS + 1) % self.ping_pong
-    return ins.named_barrier_arrive(CUDA, following, 2 * WARPS * WARP, UOp.const(True), after)
-
-  def start_qk(self, n_tile: UOp, *after: UOp) -> UOp:
-    """Start S = Q K^T, (64, block_n)."""
-    q_tile, k_tile = self.pipe.q_tile(*after), self.pipe.k_tile(n_tile, *after)
-    q_rows, panels = q_tile.address(self.group.warp // WARPS * wgmma.M), (q_tile.panel, k_tile.panel)
-    steps = k_tile.columns // wgmma.K
-    return wgmma.start(self.dtype, k_tile.rows, steps, self.scores[0], q_rows, k_tile.address(), panels, *after)
-
-  def start_pv(self, n_tile: UOp, state: State, *after: UOp) -> UOp:
-    """Start O += P V, (64, Dv), or P V by itself, in 8 bits, with V^T."""
-    v_tile, p = self.pipe.v_tile(n_tile, *after), state.p[0]
-    columns, keys = (v_tile.columns, v_tile.rows) if state.pv is None else (v_tile.rows, v_tile.columns)
-    to, panels = (state.acc if state.pv is None else state.pv)[0], (0, v_tile.panel)
-    return wgmma.start(self.dtype, columns, keys // wgmma.K, to, p, v_tile.address(), panels, *after, registers=True)
-
-  def wait_qk(self, pending: int, *after: UOp) -> UOp:
-    """Wait for S: until at most `pending` products are in flight."""
-    return wgmma.wait(pending, self.block_n, self.scores[0], *after)
-
-  def wait_pv(self, state: State, *after: UOp) -> UOp:
-    """Wait for all products. Returns O, or P V in 8 bits."""
-    out = state.acc if state.pv is None else state.pv
-    return out.after(wgmma.wait(0, 2 * sizes(out)[0], out[0], *after))
-
-  def softmax(self, n_tile: UOp, masked: bool, state: State, *after: UOp) -> tuple[list[UOp], list[UOp], list[UOp]]:
-    """Return alpha of both rows, the words of P, and the stores of m and l. S is read once all of `after` is done."""
-    first = self.key_range.tile(n_tile) * self.block_n + self.group.lane % QUAD * 2
-    rows = ScoreRows(self.rules, self.rows, first, masked)
-    scores, old = rows.scores(self.scores.after(*after)), (loaded(state.m_i), loaded(state.l_i))
-    found = rows.softmax(scores, *old, p_scale_log2=p_scale_of(self.dtype))
-    # Wait explicitly: with a scale of 0 the scores are constants, and nothing else would depend on the product.
-    stores = found.stores(state.m_i.after(*after), state.l_i.after(*after))
-    return found.alpha, found.words(self.dtype), stores
 
 
 SCHEDULE = Schedule(

@@ -7,12 +7,12 @@ and values, and loops over tiles of 64 queries. Per tile, and for each 64 of a w
     wait for dP, compute dS                to shared memory
     start dK += dS Q                       (64, Dk)
 Before the last dK of the tile is started:
-    meet, start dQ = dS^T K                (64, 64)
+    sync, start dQ = dS^T K                (64, 64)
     wait for dQ                            to shared memory, from where it is added to memory
-Above a head size of 64 a warpgroup has 64 keys: all meet, and each multiplies 64 columns of dQ by all keys. Up to 64 it
-has 128 keys, which halves what is added to memory, and multiplies dQ by its own keys only. The second one adds that to
-what it finds in shared memory from the first. So they need not meet, and one computes P and dS while the other
-multiplies.
+Above a head size of 64 a warpgroup has 64 keys: all wait for each other, and each multiplies 64 columns of dQ by all
+keys. Up to 64 it has 128 keys, which halves what is added to memory, and multiplies dQ by its own keys only. The second
+one adds that to what it finds in shared memory from the first. So the first one never waits, and one computes P and dS
+while the other multiplies.
 
 The workgroups of a head add to dQ one after another, in the order of their keys, so that every run gives the same bits:
 each tile has a semaphore, a number in memory. A warp of its own waits for it, adds a tile at once and releases it for
@@ -35,6 +35,7 @@ mask.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
@@ -52,7 +53,8 @@ from uopattn.dsl.nvidia.gradient_pipeline import GradientPipeline
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, row_of, store_scaled
 from uopattn.dsl.nvidia.score_gradients import Elements, queries_of_columns, score_rows_by_column, score_vjp, weights
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
-from uopattn.dsl.nvidia.tensor_pipeline import Slots, loop
+from uopattn.dsl.nvidia.tensor_pipeline import loop
+from uopattn.dsl.nvidia.tma import Slots
 from uopattn.dsl.nvidia.wgmma import WARPS
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
@@ -154,7 +156,7 @@ class Tiles:
     return [x for x in dict.fromkeys(found) if x.shared_bytes(problem.Dk, problem.Dv) <= target.lds]
 
 
-MET = UOp.const(1)  # the first barrier at which warpgroups meet: dS is in shared memory
+DS_STORED = UOp.const(1)  # the first named barrier of the consumers: dS is in shared memory
 LIMIT = 192  # of `Tiles.registers`
 REGISTERS = {2: (24, 240)}  # per thread of the producer and of the consumers, of 65536
 LIGHT = frozenset({"window", "sinks", "q_start"})  # features that need no more registers
@@ -266,11 +268,8 @@ def backward(
   """
   (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
   padded = sizes(row_stats)[2]
-  s, blocks = Scope(), ceildiv(N, tiles.rows)
-  scheduler = TileScheduler(kv_heads, blocks, section(kv_heads, heads // kv_heads, M, Dk, Dv), True, kv_heads * blocks)
-  group = Workgroup(s, 1, scheduler.workgroups, tiles.threads // WARP, WARP)
-  group.head, backwards = scheduler.place(group.item, UOp.const(0))
-  group.block = blocks - 1 - backwards
+  s = Scope()
+  group = workgroup_of_keys(s, kv_heads, ceildiv(N, tiles.rows), section(kv_heads, heads // kv_heads, M, Dk, Dv), tiles)
 
   def members() -> QueryHeads:
     return QueryHeads.of(s, rules, group, heads // kv_heads, tiles.rows, BLOCK).from_last()
@@ -287,10 +286,8 @@ def backward(
   part = s.buffer(parts(Dk) * BLOCK * PART, dtype=dtypes.uint, space=AddrSpace.LOCAL)
   pipe = GradientPipeline(s, group, stationary, streamed, tiles.warpgroups * WARPS, REGISTERS[tiles.warpgroups])
 
-  def adding(*after: UOp) -> UOp:
-    return add_dq(s, group, tiles, members, semaphores, dq_sum, part, pipe.free, after)
-
-  started = pipe.start(views, group.block, members, numbers, adding)
+  beside = partial(add_dq, s, group, tiles, members, semaphores, dq_sum, part, pipe.free)
+  started = pipe.start(views, group.block, members, numbers, beside)
   heads_here = members()
   in_group = group.block * tiles.rows + group.warp % WARPS * MMA_M
   firsts = [in_group + tiles.row(group.warp // WARPS, i) for i in range(tiles.row_tiles)]
@@ -303,6 +300,15 @@ def backward(
   return group.kernel(f"attention_backward_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
 
 
+def workgroup_of_keys(s: Scope, kv_heads: int, blocks: int, heads: int, tiles: Tiles) -> Workgroup:
+  """The workgroup of a block of keys. They start in the order of their keys, in sections of so many heads."""
+  scheduler = TileScheduler(kv_heads, blocks, heads, True, kv_heads * blocks)
+  group = Workgroup(s, 1, scheduler.workgroups, tiles.threads // WARP, WARP)
+  group.head, backwards = scheduler.place(group.item, UOp.const(0))
+  group.block = blocks - 1 - backwards
+  return group
+
+
 def add_dq(
   s: Scope,
   group: Workgroup,
@@ -312,7 +318,7 @@ def add_dq(
   dq_sum: UOp,
   part: UOp,
   barrier: UOp,
-  after: tuple[UOp, ...],
+  after: UOp,
 ) -> UOp:
   """Add dQ of all tiles to memory, by a warp of its own: its semaphores take as long as some products.
 
@@ -323,11 +329,11 @@ def add_dq(
   once = s.axis(blurred(group.warp.eq(tiles.warpgroups * WARPS + 1).cast(dtypes.weakint)), AxisType.REDUCE)
   heads, leads, block = members(), group.lane.eq(0), group.block
   outer = () if heads.count == 1 else (heads.member,)
-  n, begun = loop(s, heads.query_range.n_tiles, *after, once, *outer)
+  n, begun = loop(s, heads.query_range.n_tiles, after, once, *outer)
   tile, size = heads.head * sizes(semaphores)[1] + heads.query_range.tile(n), sizes(part)[0]
   taken = ins.semaphore_wait(CUDA, semaphores.base[tile], block, leads & (block > 0), *begun)
   givers = 1 if sizes(dq_sum)[2] == 1 else tiles.warpgroups
-  met = ins.named_barrier_sync(CUDA, MET + tiles.warpgroups, givers * THREADS + WARP, taken)
+  met = ins.named_barrier_sync(CUDA, DS_STORED + tiles.warpgroups, givers * THREADS + WARP, taken)
   added = ins.tma_reduce_add(CUDA, dq_sum.base[tile * size], part.after(met)[0], 4 * size, block.eq(0), leads, met)
   free = ins.mbarrier_arrive(CUDA, barrier[0], leads, ins.bulk_wait_read(CUDA, leads, added))
   done = ins.semaphore_release(CUDA, semaphores.base[tile], block + 1, leads, ins.bulk_wait(CUDA, leads, free)).end(n)
@@ -385,8 +391,8 @@ class Mainloop:
     return self.group.warp // WARPS
 
   @property
-  def apart(self) -> bool:
-    """Whether each warpgroup has a part of dQ; otherwise each adds the product of its keys to the one before it."""
+  def splits_columns(self) -> bool:
+    """Whether each warpgroup has some columns of dQ; else each adds the product of its keys to the one before it."""
     return sizes(self.dq)[0] > BLOCK * PART
 
   def run(self, sums: list[list[UOp]], *after: UOp) -> list[list[UOp]]:
@@ -459,22 +465,24 @@ class Mainloop:
     waited = wait_for(1, part, wait_for(2, of_dv, started))
     free = ins.mbarrier_wait(CUDA, pipe.free[0], (number + 1) % 2, waited)
     given = self.give(ins.fence_proxy_async(CUDA, *self.store_part(part.after(free), free)))
-    return pipe.q.release(number, self.group.lane.eq(0), wait_for(0, of_dk, given))
+    return pipe.q.release(number, wait_for(0, of_dk, given))
 
   def sync(self, *after: UOp) -> UOp:
     """Wait until dS, and what this warpgroup adds its part of dQ to, are in shared memory."""
-    if self.apart:
-      return ins.named_barrier_sync(CUDA, MET, self.tiles.warpgroups * THREADS, *after)
+    if self.splits_columns:
+      return ins.named_barrier_sync(CUDA, DS_STORED, self.tiles.warpgroups * THREADS, *after)
     threads = self.warpgroup.eq(0).where(UOp.const(THREADS), 2 * THREADS)
-    return ins.named_barrier_sync(CUDA, MET + self.warpgroup, threads, *after)
+    return ins.named_barrier_sync(CUDA, DS_STORED + self.warpgroup, threads, *after)
 
   def give(self, *after: UOp) -> UOp:
     """Signal that the part of dQ is in shared memory: to the next warpgroup, or to the warp that adds it to memory."""
     warpgroups, last = self.tiles.warpgroups, self.warpgroup.eq(self.tiles.warpgroups - 1)
-    if self.apart:
-      return ins.named_barrier_arrive(CUDA, MET + warpgroups, warpgroups * THREADS + WARP, UOp.const(True), *after)
+    if self.splits_columns:
+      return ins.named_barrier_arrive(
+        CUDA, DS_STORED + warpgroups, warpgroups * THREADS + WARP, UOp.const(True), *after
+      )
     threads = last.where(UOp.const(THREADS + WARP), 2 * THREADS)
-    return ins.named_barrier_arrive(CUDA, MET + self.warpgroup + 1, threads, UOp.const(True), *after)
+    return ins.named_barrier_arrive(CUDA, DS_STORED + self.warpgroup + 1, threads, UOp.const(True), *after)
 
   def start_scores(self, row_tile: int, stationary: Slots, tile: SwizzledTiles, into: UOp, *after: UOp) -> UOp:
     """Start the product of a tile of this warpgroup's keys with the rows of a tile, (64, block)."""
@@ -513,7 +521,7 @@ class Mainloop:
   def start_part(self, number: UOp, part: UOp, *after: UOp) -> UOp:
     """Start this warpgroup's part of dS^T K, (64, 64): some columns of it, or the product of its keys."""
     tiles, ds, k = self.tiles, self.ds.tile(number, *after), self.pipe.k.tile(UOp.const(0), *after)
-    if self.apart:
+    if self.splits_columns:
       keys, left, right = tiles.rows, ds.base, k.base + self.warpgroup * k.panel
     else:
       first, keys = tiles.row(self.warpgroup, 0) * PART, tiles.row_tiles * wgmma.M
@@ -522,11 +530,11 @@ class Mainloop:
       after = tuple(part.after(*after)[i].store(x.bitcast(dtypes.float)) for i, x in enumerate(found))
     a, b, steps = ds.memory[left], k.memory[right], keys // wgmma.K
     panels = (ds.panel, k.panel)
-    return wgmma.start(self.dtype, PART, steps, part[0], a, b, panels, *after, by_rows=True, clears=self.apart)
+    return wgmma.start(self.dtype, PART, steps, part[0], a, b, panels, *after, by_rows=True, clears=self.splits_columns)
 
   def places(self) -> list[UOp]:
     """Where the elements of this thread's part of dQ are in shared memory, as accumulators lie in registers."""
-    part = self.warpgroup * self.apart * (PART // MMA_N)
+    part = self.warpgroup * self.splits_columns * (PART // MMA_N)
     return [
       ((part + i) * THREADS + self.group.thread % THREADS) * 4 + e for i in range(PART // MMA_N) for e in range(4)
     ]

@@ -1,16 +1,16 @@
-"""Forward attention whose V is the first columns of K, on Hopper's tensor cores (sm_90a): warpgroups take turns.
+"""Forward attention whose V is the first columns of K, on Hopper's tensor cores (sm_90a): warpgroups alternate.
 
 That is multi-head latent attention with absorbed weights (MLA; DeepSeek-V2, 2024). For few queries all query heads of a
 key head are rows of the same blocks, and the keys are split (`combine`).
 
-Like `hopper_wide_forward`, two warpgroups have the same 64 rows, and half of O's columns each. But they take turns with
-tiles of 64 keys: of each pair of tiles, the first computes
+Like `hopper_wide_forward`, two warpgroups have the same 64 rows, and half of O's columns each. But they alternate, in
+FlashMLA's "seesaw" order (DeepSeek, 2025): of each pair of tiles of 64 keys, the first computes
     S = Q K[n]^T            for its tile, over all of Dk
     m, P                    against the maxima that the other one has left
     O = O alpha + P V[n]    for both tiles, the first tile first, and its half of the columns
-and gives m and P to the other through shared memory. So while one has its softmax, the other multiplies, and products
-are 64 x 64, which read shared memory no longer than they multiply. Each l covers only a warpgroup's own tiles until the
-end. The order of the warpgroups is that of FlashMLA (DeepSeek, 2025).
+and gives m and P to the other through shared memory (`Seesaw`). So while one has its softmax, the other multiplies, and
+products are 64 x 64, which read shared memory no longer than they multiply. Each l covers only a warpgroup's own tiles
+until the end.
 
 Storage: S, m, l, P and O are in registers; `uopattn.dsl.nvidia.mma_layout` says which elements a lane has. Q, a pair of
 tiles, one P and the maxima are in shared memory (`Tiles.shared_bytes`), which has no room for a further tile. So half
@@ -23,49 +23,35 @@ and 56 with 64. Nothing spills. scripts/results/KERNELS.md has more.
 """
 
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import partial
 from typing import NamedTuple
 
 from tinygrad import UOp, dtypes
-from tinygrad.dtype import AddrSpace, DType
-from tinygrad.helpers import ceildiv, round_up
+from tinygrad.dtype import AddrSpace
+from tinygrad.helpers import round_up
 
 from uopattn.dsl import Scope, sizes
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.workgroup import Workgroup
-from uopattn.dsl.nvidia import wgmma
+from uopattn.dsl.nvidia import wgmma, wgmma_mainloop
 from uopattn.dsl.nvidia.exchange import THREADS, WARPGROUPS, WORDS, Exchange
-from uopattn.dsl.nvidia.mma_layout import (
-  HALVES,
-  MMA_M,
-  MMA_N,
-  QUAD,
-  WARP,
-  finished,
-  loaded,
-  row_of,
-  row_reduce,
-  store_row,
-)
+from uopattn.dsl.nvidia.mma_layout import HALVES, loaded
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
-from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline, fits, loop
-from uopattn.dsl.nvidia.tensor_pipeline import Tiles as Pipe
+from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline, WorkTile, loop
+from uopattn.dsl.nvidia.tma import fits
 from uopattn.dsl.nvidia.wgmma import WARPS
-from uopattn.dsl.nvidia.wgmma_softmax import ScoreRows
+from uopattn.dsl.nvidia.wgmma_softmax import ScoreRows, row_maxima
 from uopattn.dsl.rules.head_view import HeadView
-from uopattn.dsl.rules.rules import HeadRules, Rules
+from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.softmax import LOWEST
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
 from uopattn.dsl.schedule import DTYPES_16, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
-from uopattn.kernels.hopper_float32_forward import WorkTile
-from uopattn.kernels.hopper_forward import REGISTERS
-from uopattn.kernels.hopper_wide_forward import MOST_COLUMNS, OTHER_BYTES, SERVED, never_empty, preferred
+from uopattn.kernels.hopper_wide_forward import MOST_COLUMNS, OTHER_BYTES, SERVED, SharedRows, preferred, split_of_keys
 
 CUDA = "cuda"
 KEYS = 64  # of a warpgroup's tile
 STEPS = KEYS // wgmma.K  # of a product with P
-SCORES = KEYS // MMA_N  # accumulator tiles of S
 
 
 @dataclass(frozen=True)
@@ -85,7 +71,7 @@ class Columns(SwizzledTiles):
 
 
 @dataclass(frozen=True)
-class Tiles:
+class Tiles(SharedRows):
   """The block sizes, of which there is one choice.
 
   Attributes:
@@ -99,23 +85,9 @@ class Tiles:
       raise ValueError("Tiles.values_in_keys=False: must be True")
 
   @property
-  def block_m(self) -> int:
-    """Rows per workgroup."""
-    return wgmma.M
-
-  @property
   def block_n(self) -> int:
     """Keys per pair of tiles."""
     return WARPGROUPS * KEYS
-
-  @property
-  def threads(self) -> int:
-    return (WARPGROUPS + 1) * THREADS
-
-  @staticmethod
-  def columns(Dv: int) -> int:
-    """Columns of O that a warpgroup has: whole panels."""
-    return round_up(ceildiv(Dv, WARPGROUPS), wgmma.PANEL)
 
   def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[SwizzledTiles, ...]:
     """Allocate Q and a pair of tiles in shared memory, which are given as their first columns and the others."""
@@ -132,10 +104,6 @@ class Tiles:
     """Bytes of shared memory per workgroup."""
     q, first, second = self.panels(Scope(), Dk, Dv)
     return 2 * (q.size + WARPGROUPS * (first.size + second.size)) + 4 * sum(Exchange.words(STEPS))
-
-  def resident(self, Dk: int, Dv: int, arch: str) -> int:
-    """Workgroups per multiprocessor at once: two would need more registers than there are."""
-    return 1
 
   @classmethod
   def choose(cls, problem: Problem, target: Target) -> "Tiles":
@@ -175,13 +143,10 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   Raises:
     ValueError: tensor maps cannot describe the rows of q or k.
   """
-  (heads, M, Dk), (results, _, Dv), block_m, block_n = sizes(q), sizes(o), tiles.block_m, tiles.block_n
-  blocks, splits, half = ceildiv(M, block_m), results // heads, tiles.columns(Dv)
+  (_, M, Dk), (results, _, Dv) = sizes(q), sizes(o)
   s = Scope()
-  group = Workgroup(s, heads, blocks, tiles.threads // WARP, WARP, splits, rules.longest_last)
-  head_rules = rules.at(group.head)
-  key_range = head_rules.key_range(group.block * block_m, block_m, block_n).split(group.split, splits)
-  key_range = never_empty(key_range, ceildiv(rules.N, block_n))
+  half = tiles.columns(Dv)
+  group, head_rules, key_range, rows = split_of_keys(s, o, q, rules, tiles, tiles.block_n)
   queries, keys = HeadView.of(q, group.head, UOp.const(M)), head_rules.keys(k)
   place = keys.strides
   if place is None or not all(fits(x, of_one_head=True) for x in (queries, keys)):
@@ -189,33 +154,21 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   others = replace(keys, size=Dk - half, strides=place._replace(offset=place.offset + half))
   work_tile = WorkTile(group.block, (queries, replace(keys, size=half), others), singles(key_range))
 
-  exchange = Turns.of(s, group)
-  consumers, registers = WARPGROUPS * WARPS, REGISTERS[WARPGROUPS]
-  tensors = TensorPipeline(
-    s,
-    group,
-    lambda trip: work_tile,
-    UOp.const(1),
-    tiles.panels(s, Dk, Dv),
-    consumers,
-    registers,
-    values_follow=False,
-    users=WARPS,
+  exchange = Seesaw.of(s, group)
+  pipeline = TensorPipeline(s, group, lambda trip: work_tile, tiles.panels(s, Dk, Dv), WARPGROUPS, users=WARPS)
+  trip = pipeline.trip(exchange.begin(LOWEST, pipeline.start(*exchange.init())))
+  scores, maxima = s.buffer(KEYS // 2), s.buffer(HALVES)
+  main = Mainloop(
+    s, group, q.dtype, trip, scores, rows, head_rules, key_range, tiles.block_n, maxima=maxima, exchange=exchange
   )
-  started = exchange.begin(LOWEST, tensors.start(*exchange.init()))
-  rows = [group.block * block_m + group.warp % WARPS * MMA_M + row_of(group.lane, half) for half in range(HALVES)]
-  pipe, registers_of_s = tensors.consumer(None, started), (s.buffer(KEYS // 2), s.buffer(HALVES))
-  main = Mainloop(s, group, q.dtype, Dk, half, pipe, *registers_of_s, rows, head_rules, key_range, exchange)
-  state = State.make(s, half, started)
+  state = State.make(s, half, trip.begun)
 
-  state = state.after(pipe.queries(started))
+  state = state.after(trip.q.wait(UOp.const(0), trip.begun))
   for first, count, masked in full_then_masked(UOp.const(0), key_range.n_full, key_range.n_tiles):
     state = main.attend(first, count, masked, state)
 
-  stores, sums, acc = [], exchange.sums(state.l_i, exchange.sync(*state)), state.acc.reshape(-1, 4)
-  for i, row in enumerate(rows):
-    found, first = finished(head_rules, state.m_i[i].load(), sums[i], row), exchange.warpgroup * half
-    stores += store_row(o, lse, group.result, row, i, acc, found, group.lane, CUDA, first, q.dtype, pairs=True)
+  sums, first = exchange.sums(state.l_i, exchange.sync(*state)), exchange.warpgroup * half
+  stores = main.epilogue(o, lse, group.result, state.acc, state.m_i, sums, first)
   return group.kernel(f"attention_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
 
 
@@ -255,8 +208,8 @@ class State(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Turns(Exchange):
-  """The exchange of warpgroups that take turns: one reads what the other has given, then writes to the same words.
+class Seesaw(Exchange):
+  """The exchange of warpgroups that alternate: one reads what the other has given, then writes to the same words.
 
   So one P suffices; it has the words given last. The index of a warpgroup is that of its tile in a pair.
 
@@ -267,7 +220,7 @@ class Turns(Exchange):
   given: UOp
 
   @classmethod
-  def of(cls, s: Scope, group: Workgroup) -> "Turns":
+  def of(cls, s: Scope, group: Workgroup) -> "Seesaw":
     """Allocate the memory."""
     return cls.make(s, group, STEPS, given=s.buffer(WARPGROUPS, dtype=dtypes.ulong, space=AddrSpace.LOCAL))
 
@@ -291,37 +244,19 @@ class Turns(Exchange):
     return ins.mbarrier_wait(CUDA, self.given[warpgroup], n % 2, *after)
 
 
-@dataclass(frozen=True)
-class Mainloop:
-  """A warpgroup's loop over pairs of tiles.
+@dataclass(frozen=True, kw_only=True)
+class Mainloop(wgmma_mainloop.Mainloop):
+  """A warpgroup's loop over pairs of tiles, which are numbered by their position in `key_range`.
 
   Attributes:
-    s: the kernel's axes.
-    group: the position of this thread.
-    dtype: dtype of q and k.
-    Dk: columns of q and k.
-    half: columns of O that a warpgroup has, and of K that are brought at once for the first one.
-    pipe: the tiles in shared memory; `k` has their first columns, `v` the others.
-    scores: registers for S.
     maxima: registers for the maxima of its rows.
-    rows: this lane's queries.
-    rules: the rules of their head.
-    key_range: the pairs of tiles. Pairs are numbered by their position in it.
     exchange: shared memory of the two warpgroups.
+
+  Of the operands in shared memory `k` has the first columns of K's tiles, `v` the others.
   """
 
-  s: Scope
-  group: Workgroup
-  dtype: DType
-  Dk: int
-  half: int
-  pipe: Pipe
-  scores: UOp
   maxima: UOp
-  rows: list[UOp]
-  rules: HeadRules
-  key_range: TileRange
-  exchange: Turns
+  exchange: Seesaw
 
   @property
   def warpgroup(self) -> UOp:
@@ -338,7 +273,7 @@ class Mainloop:
     trip, begun = loop(self.s, trips)
     n, old, exchange = first + trip, state.after(*begun), self.exchange
     waited = self.start_qk(WARPGROUPS * n + self.warpgroup, *begun, *state)
-    given, words, before, own = self.softmax(n, masked, old, waited)
+    given, words, before, own = self.softmax_of_pair(n, masked, old, waited)
 
     # the first tile, whose P the second warpgroup has been given; each keeps its own
     factors = [self.is_second.where(a, a * b) for a, b in zip(before, own, strict=True)]
@@ -367,27 +302,27 @@ class Mainloop:
 
   def start_qk(self, n_tile: UOp, *after: UOp) -> UOp:
     """S = Q K^T, (64, 64), for a tile: with its first columns, then with the others."""
-    q, first, second = self.pipe.q_tile(*after), self.pipe.k_tile(n_tile, *after), self.pipe.v_tile(n_tile, *after)
-    steps, to, panels = self.half // wgmma.K, self.scores[0], (q.panel, first.panel)
-    others, place = ceildiv(self.Dk, wgmma.K) - steps, q.memory[q.base + self.half // wgmma.PANEL * q.panel]
-    arrived = self.pipe.keys(n_tile, *after)
-    started = wgmma.start(self.dtype, KEYS, steps, to, q.address(), first.address(), panels, arrived)
-    arrived = self.pipe.values(n_tile, started)
+    k, v, q = self.pipe.k, self.pipe.v, self.pipe.q.tile(UOp.const(0), *after)
+    first, second = k.tile(n_tile, *after), v.tile(n_tile, *after)
+    steps, to, panels = first.columns // wgmma.K, self.scores[0], (q.panel, first.panel)
+    others, place = q.columns // wgmma.K - steps, q.memory[q.base + first.columns // wgmma.PANEL * q.panel]
+    started = wgmma.start(self.dtype, KEYS, steps, to, q.address(), first.address(), panels, k.wait(n_tile, *after))
+    arrived = v.wait(n_tile, started)
     started = wgmma.start(self.dtype, KEYS, others, to, place, second.address(), panels, arrived, clears=False)
     return wgmma.wait(0, KEYS, to, started)
 
   def add(self, n_tile: UOp, state: State, *after: UOp) -> UOp:
     """O += P V, (64, Dv / 2), for this warpgroup's columns of a tile; who gave P has waited for them."""
-    tile, to = self.pipe.k_tile(n_tile, *after), state.acc[0]
-    v = tile.memory[tile.base + self.warpgroup * (self.half // wgmma.PANEL * tile.panel)]
-    given = self.dtype, self.half, STEPS, to, state.p[0], v, (0, tile.panel)
-    return wgmma.wait(0, self.half, to, wgmma.start(*given, *after, registers=True))
+    tile, to = self.pipe.k.tile(n_tile, *after), state.acc[0]
+    columns, panels = tile.columns, (0, tile.panel)
+    v = tile.memory[tile.base + self.warpgroup * (columns // wgmma.PANEL * tile.panel)]
+    started = wgmma.start(self.dtype, columns, STEPS, to, state.p[0], v, panels, *after, registers=True)
+    return wgmma.wait(0, columns, to, started)
 
   def tile_done(self, n_tile: UOp, *after: UOp) -> UOp:
     """Signal that this warp is done with its half of a tile's columns."""
-    one = self.group.lane.eq(0)
-    done = self.pipe.k.release(n_tile, one & self.warpgroup.eq(0), *after)
-    return self.pipe.v.release(n_tile, one & self.is_second, done)
+    done = self.pipe.k.release(n_tile, *after, when=self.warpgroup.eq(0))
+    return self.pipe.v.release(n_tile, done, when=self.is_second)
 
   def alpha(self, old: UOp, new: UOp) -> UOp:
     """The factor on what was summed relative to the maximum `old`."""
@@ -396,22 +331,20 @@ class Mainloop:
   def rescale(self, acc: UOp, factors: list[UOp]) -> list[UOp]:
     return [acc[i].store(acc[i].load() * factors[i % 4 // 2]) for i in range(sizes(acc)[0])]
 
-  def softmax(self, n: UOp, masked: bool, state: State, waited: UOp) -> tuple[UOp, list[UOp], list[UOp], list[UOp]]:
+  def softmax_of_pair(
+    self, n: UOp, masked: bool, state: State, waited: UOp
+  ) -> tuple[UOp, list[UOp], list[UOp], list[UOp]]:
     """The softmax of this warpgroup's tile of pair n, once it has been `waited` for.
 
     Returns:
       That m and P were given, and m and l stored, and what the other one gave kept; the words of P; and by row the
       factors from the maxima before the pair to those that the other one gave last, and from these to the new ones.
     """
-
-    def larger(a: UOp, b: UOp) -> UOp:
-      return ins.fmax(CUDA, a, b)
-
-    first_key = (self.key_range.tile(n) * WARPGROUPS + self.warpgroup) * KEYS + self.group.lane % QUAD * 2
+    first_key = (self.key_range.tile(n) * WARPGROUPS + self.warpgroup) * KEYS + self.lane_key
     rows = ScoreRows(self.rules, self.rows, first_key, masked)
     seen = rows.scores(self.scores.after(waited))
     # in registers, so that this is done before the wait
-    maxima = [self.maxima.after(waited)[i].store(row_reduce(larger, reduce(larger, x))) for i, x in enumerate(seen)]
+    maxima = [self.maxima.after(waited)[i].store(x) for i, x in enumerate(row_maxima(seen))]
     # the second waits for the first one's tile, and the first one knows that the second has given the one before
     met = self.exchange.wait(0, n + 1 + self.warpgroup, *maxima)
     m_other = self.exchange.rows(1 - self.warpgroup, met)

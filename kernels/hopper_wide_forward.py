@@ -13,18 +13,15 @@ the keys are split (`combine`).
 Storage: S, m, l, P and O are in registers; `uopattn.dsl.nvidia.mma_layout` says which elements a lane has. Q, `stages`
 tiles of K and of V, P and the maxima are in shared memory (`Tiles.shared_bytes`). A producer warpgroup brings Q and the
 tiles by the tensor memory accelerator (`uopattn.dsl.nvidia.tensor_pipeline`), a tile as soon as the one before it in
-its slot has been used. The warpgroups meet twice per tile: the maxima are there; P is there.
+its slot has been used. A named barrier waits for both warpgroups twice per tile: for the maxima, and for P.
 
 Measured on an H200, float16: 456 TFLOP/s at D=512, causal 418, 1.6 times `cuda_wide_forward`. Nothing spills.
 scripts/results/KERNELS.md has more.
 """
 
 from dataclasses import dataclass
-from functools import reduce
-from typing import NamedTuple
 
-from tinygrad import UOp, dtypes
-from tinygrad.dtype import DType
+from tinygrad import UOp
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import Scope, sizes
@@ -32,37 +29,46 @@ from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.exchange import THREADS, WARPGROUPS, WORDS, Exchange
-from uopattn.dsl.nvidia.mma_layout import (
-  HALVES,
-  MMA_M,
-  QUAD,
-  WARP,
-  finished,
-  loaded,
-  row_of,
-  row_reduce,
-  store_row,
-)
+from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, WARP, loaded, row_of
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
-from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline, fits, loop
-from uopattn.dsl.nvidia.tensor_pipeline import Tiles as Pipe
+from uopattn.dsl.nvidia.tensor_pipeline import TensorPipeline, WorkTile
+from uopattn.dsl.nvidia.tma import fits
 from uopattn.dsl.nvidia.wgmma import WARPS
-from uopattn.dsl.nvidia.wgmma_softmax import ScoreRows
+from uopattn.dsl.nvidia.wgmma_mainloop import SequentialMainloop, State
+from uopattn.dsl.nvidia.wgmma_softmax import row_maxima
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.rules.softmax import LOWEST
-from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
+from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.schedule import DTYPES_16, LIGHT, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
-from uopattn.kernels.hopper_float32_forward import WorkTile
-from uopattn.kernels.hopper_forward import REGISTERS
 
-CUDA = "cuda"
 MOST_COLUMNS = WARPGROUPS * 256  # of O: n of a product
 
 
+class SharedRows:
+  """Block sizes where two warpgroups have the same rows and half of O's columns each; a third one brings the tiles."""
+
+  @property
+  def block_m(self) -> int:
+    """Rows per workgroup."""
+    return wgmma.M
+
+  @property
+  def threads(self) -> int:
+    return (WARPGROUPS + 1) * THREADS
+
+  @staticmethod
+  def columns(Dv: int) -> int:
+    """Columns of O that a warpgroup has: whole panels."""
+    return round_up(ceildiv(Dv, WARPGROUPS), wgmma.PANEL)
+
+  def resident(self, Dk: int, Dv: int, arch: str) -> int:
+    """Workgroups per multiprocessor at once: two would need more registers than there are."""
+    return 1
+
+
 @dataclass(frozen=True)
-class Tiles:
+class Tiles(SharedRows):
   """The block sizes of one kernel.
 
   Attributes:
@@ -81,23 +87,9 @@ class Tiles:
       raise ValueError(f"Tiles.stages={self.stages}: must be at least 1")
 
   @property
-  def block_m(self) -> int:
-    """Rows per workgroup."""
-    return wgmma.M
-
-  @property
   def keys(self) -> int:
     """Keys per tile whose scores a warpgroup computes."""
     return self.block_n // WARPGROUPS
-
-  @property
-  def threads(self) -> int:
-    return (WARPGROUPS + 1) * THREADS
-
-  @staticmethod
-  def columns(Dv: int) -> int:
-    """Columns of O that a warpgroup has: whole panels."""
-    return round_up(ceildiv(Dv, WARPGROUPS), wgmma.PANEL)
 
   def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[SwizzledTiles, ...]:
     """Allocate Q, K and V in shared memory."""
@@ -113,10 +105,6 @@ class Tiles:
   def shared_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of shared memory per workgroup."""
     return sum(2 * x.slots * x.size for x in self.panels(Scope(), Dk, Dv)) + 4 * sum(Exchange.words(self.steps))
-
-  def resident(self, Dk: int, Dv: int, arch: str) -> int:
-    """Workgroups per multiprocessor at once: two would need more registers than there are."""
-    return 1
 
   @classmethod
   def choose(cls, problem: Problem, target: Target) -> "Tiles":
@@ -164,39 +152,41 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   Raises:
     ValueError: tensor maps cannot describe the rows of q, k or v.
   """
-  (heads, M, Dk), (results, _, Dv), block_m, block_n = sizes(q), sizes(o), tiles.block_m, tiles.block_n
-  blocks, splits = ceildiv(M, block_m), results // heads
+  (_, M, Dk), (results, _, Dv) = sizes(q), sizes(o)
   s = Scope()
-  group = Workgroup(s, heads, blocks, tiles.threads // WARP, WARP, splits, rules.longest_last)
-  head_rules = rules.at(group.head)
-  key_range = head_rules.key_range(group.block * block_m, block_m, block_n).split(group.split, splits)
-  key_range = never_empty(key_range, ceildiv(rules.N, block_n))
+  group, head_rules, key_range, rows = split_of_keys(s, o, q, rules, tiles, tiles.block_n)
   views = HeadView.of(q, group.head, UOp.const(M)), head_rules.keys(k), head_rules.keys(v)
   if not all(fits(x, of_one_head=True) for x in views):
     raise ValueError("q, k and v must have rows that tensor maps can describe: regular, from multiples of 16 bytes on")
   work_tile = WorkTile(group.block, views, key_range)
 
-  exchange = Exchange.make(s, group, tiles.steps)
+  exchange, columns = Exchange.make(s, group, tiles.steps), tiles.columns(Dv)
   scores, panels = s.buffer(tiles.keys // 2), tiles.panels(s, Dk, Dv)
-  consumers, registers = WARPGROUPS * WARPS, REGISTERS[WARPGROUPS]
-  tensors = TensorPipeline(
-    s, group, lambda trip: work_tile, UOp.const(1), panels, consumers, registers, values_follow=False
-  )
-  started = tensors.start()
-  rows = [group.block * block_m + group.warp % WARPS * MMA_M + row_of(group.lane, half) for half in range(HALVES)]
-  pipe = tensors.consumer(None, started)
-  main = Mainloop(s, group, q.dtype, tiles, Dk, pipe, scores, rows, head_rules, key_range, exchange)
-  state = State.make(s, tiles.steps, tiles.columns(Dv), group.item, started)
-
-  state = state.after(pipe.queries(started))
-  for first, count, masked in full_then_masked(UOp.const(0), key_range.n_full, key_range.n_tiles):
-    state = main.attend(first, count, masked, state)
-
-  stores, sums, acc = [], exchange.sums(state.l_i), state.acc.reshape(-1, 4)
-  for half, row in enumerate(rows):
-    found, first = finished(head_rules, state.m_i[half].load(), sums[half], row), main.warpgroup * tiles.columns(Dv)
-    stores += store_row(o, lse, group.result, row, half, acc, found, group.lane, CUDA, first, q.dtype, pairs=True)
+  pipeline = TensorPipeline(s, group, lambda trip: work_tile, panels, WARPGROUPS)
+  trip = pipeline.trip(pipeline.start())
+  main = Mainloop(s, group, q.dtype, trip, scores, rows, head_rules, key_range, tiles.block_n, exchange=exchange)
+  state = State.make(s, tiles.steps * WORDS, columns, group.item, trip.begun)
+  state = main.run(state, trip.q.wait(UOp.const(0), trip.begun))
+  sums, first = exchange.sums(state.l_i), exchange.warpgroup * columns
+  stores = main.epilogue(o, lse, group.result, state.acc, state.m_i, sums, first)
   return group.kernel(f"attention_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
+
+
+def split_of_keys(
+  s: Scope, o: UOp, q: UOp, rules: Rules, tiles: SharedRows, block_n: int
+) -> tuple[Workgroup, HeadRules, TileRange, list[UOp]]:
+  """The workgroup of a block of queries with one split of the keys.
+
+  Returns:
+    The workgroup, the rules of its head, its tiles of keys, and this lane's queries.
+  """
+  (heads, M, _), block_m = sizes(q), tiles.block_m
+  blocks, splits = ceildiv(M, block_m), sizes(o)[0] // heads
+  group = Workgroup(s, heads, blocks, tiles.threads // WARP, WARP, splits, rules.longest_last)
+  head_rules = rules.at(group.head)
+  key_range = head_rules.key_range(group.block * block_m, block_m, block_n).split(group.split, splits)
+  rows = [group.block * block_m + group.warp % WARPS * MMA_M + row_of(group.lane, half) for half in range(HALVES)]
+  return group, head_rules, never_empty(key_range, ceildiv(rules.N, block_n)), rows
 
 
 def never_empty(key_range: TileRange, beyond: int) -> TileRange:
@@ -209,123 +199,45 @@ def never_empty(key_range: TileRange, beyond: int) -> TileRange:
   return TileRange(n_full, n_tiles.maximum(1), lambda position: (n_tiles > 0).where(tile(position), beyond))
 
 
-class State(NamedTuple):
-  """What a lane carries from tile to tile.
+@dataclass(frozen=True, kw_only=True)
+class Mainloop(SequentialMainloop):
+  """The loop of a warpgroup that has half of a tile's keys, and half of O's columns.
 
   Attributes:
-    acc: O of two rows, relative to m_i.
-    p: P of a tile, for all of its keys, in words of two.
-    m_i: row max of each row.
-    l_i: running sum of each row, over this lane's keys.
-  """
-
-  acc: UOp
-  p: UOp
-  m_i: UOp
-  l_i: UOp
-
-  @classmethod
-  def make(cls, s: Scope, steps: int, width: int, *after: UOp) -> "State":
-    """The state before the first tile; P V has `steps` steps, and O `width` columns."""
-    acc = s.filled(0.0, width // 2, after=after)
-    m_i, l_i = (s.filled(x, HALVES, after=after) for x in (LOWEST, 0.0))
-    return cls(acc, s.buffer(steps * WORDS, dtype=dtypes.uint), m_i, l_i)
-
-  def after(self, *after: UOp) -> "State":
-    return State(*(x.after(*after) for x in self))
-
-
-@dataclass(frozen=True)
-class Mainloop:
-  """A warpgroup's loop over tiles of keys.
-
-  Attributes:
-    s: the kernel's axes.
-    group: the position of this thread.
-    dtype: dtype of q, k and v.
-    tiles: block sizes.
-    Dk: columns of q and k.
-    pipe: the tiles in shared memory.
-    scores: registers for S.
-    rows: this lane's queries.
-    rules: the rules of their head.
-    key_range: the tiles. Tiles are numbered by their position in it.
     exchange: shared memory of the two warpgroups.
   """
 
-  s: Scope
-  group: Workgroup
-  dtype: DType
-  tiles: Tiles
-  Dk: int
-  pipe: Pipe
-  scores: UOp
-  rows: list[UOp]
-  rules: HeadRules
-  key_range: TileRange
   exchange: Exchange
 
+  def q_address(self, q_tile: SwizzledTiles) -> UOp:
+    return q_tile.address()
+
+  def k_address(self, k_tile: SwizzledTiles) -> UOp:
+    return k_tile.address(self.first_key)
+
+  def v_address(self, v_tile: SwizzledTiles, columns: int) -> UOp:
+    return v_tile.memory[v_tile.base + self.exchange.warpgroup * (columns // wgmma.PANEL * v_tile.panel)]
+
   @property
-  def warpgroup(self) -> UOp:
-    """Index of this warpgroup."""
-    return self.exchange.warpgroup
+  def first_key(self) -> UOp:
+    """The first key of a tile whose scores this warpgroup computes."""
+    return self.exchange.warpgroup * (self.block_n // WARPGROUPS)
 
-  def attend(self, first: UOp, trips: UOp, masked: bool, state: State) -> State:
-    """Process the tiles from `first` on."""
-    trip, begun = loop(self.s, trips)
-    n_tile, old = first + trip, state.after(*begun)
-    qk = self.start_qk(n_tile, self.pipe.keys(n_tile, *begun, *state))
-    waited = wgmma.wait(0, self.tiles.keys, self.scores[0], qk)
-    done = self.pipe.keys_done(n_tile, waited)
-    alphas, p, stores = self.softmax(n_tile, masked, old, waited, done)
-    acc = old.acc.after(waited)
-    stores += [acc[i].store(acc[i].load() * alphas[i % 4 // 2]) for i in range(sizes(acc)[0])]
-    stores += [old.p.after(waited)[i].store(word) for i, word in enumerate(p)]
-    added = self.wait_pv(old, self.start_pv(n_tile, old, *stores))
-    return state.after(UOp.group(*stores, self.pipe.values_done(n_tile, added)).end(trip))
-
-  def start_qk(self, n_tile: UOp, *after: UOp) -> UOp:
-    """Start S = Q K^T, (64, block_n / 2), for this warpgroup's keys."""
-    q_tile, k_tile = self.pipe.q_tile(*after), self.pipe.k_tile(n_tile, *after)
-    steps, panels = ceildiv(self.Dk, wgmma.K), (q_tile.panel, k_tile.panel)
-    k_rows = k_tile.address(self.warpgroup * self.tiles.keys)
-    return wgmma.start(self.dtype, self.tiles.keys, steps, self.scores[0], q_tile.address(), k_rows, panels, *after)
-
-  def start_pv(self, n_tile: UOp, state: State, *after: UOp) -> UOp:
-    """Start O += P V, (64, Dv / 2), for this warpgroup's columns."""
-    after = (self.pipe.values(n_tile, *after),)
-    v_tile, columns, steps = self.pipe.v_tile(n_tile, *after), 2 * sizes(state.acc)[0], self.tiles.steps
-    v = v_tile.memory[v_tile.base + self.warpgroup * (columns // wgmma.PANEL * v_tile.panel)]
-    return wgmma.start(
-      self.dtype, columns, steps, state.acc[0], state.p[0], v, (0, v_tile.panel), *after, registers=True
-    )
-
-  def wait_pv(self, state: State, *after: UOp) -> UOp:
-    """Wait for O."""
-    return wgmma.wait(0, 2 * sizes(state.acc)[0], state.acc[0], *after)
+  @property
+  def lane_key(self) -> UOp:
+    return self.first_key + super().lane_key
 
   def softmax(self, n_tile: UOp, masked: bool, state: State, *after: UOp) -> tuple[list[UOp], list[UOp], list[UOp]]:
-    """Return alpha of both rows, the words of P of all keys, and the stores of m and l.
-
-    S is read once all of `after` is done.
-    """
-
-    def larger(a: UOp, b: UOp) -> UOp:
-      return ins.fmax(CUDA, a, b)
-
-    lane_key = self.warpgroup * self.tiles.keys + self.group.lane % QUAD * 2
-    first = self.key_range.tile(n_tile) * self.tiles.block_n + lane_key
-    rows = ScoreRows(self.rules, self.rows, first, masked)
+    """Return alpha of both rows, the words of P of all keys, and the stores of m and l."""
+    rows, exchange, steps = self.score_rows(n_tile, masked), self.exchange, sizes(state.p)[0] // WORDS
     scores = rows.scores(self.scores.after(*after))
-    own = [row_reduce(larger, reduce(larger, x)) for x in scores]
-    others, met = self.exchange.swapped(own, *after)
-    maxima = [larger(a, b) for a, b in zip(own, others, strict=True)]
+    own = row_maxima(scores)
+    others, met = exchange.swapped(own, *after)
+    maxima = [ins.fmax("cuda", a, b) for a, b in zip(own, others, strict=True)]
     found = rows.softmax(scores, loaded(state.m_i), loaded(state.l_i), maxima)
-    # Wait explicitly: with a scale of 0 the scores are constants, and nothing else would depend on the product.
     stores = found.stores(state.m_i.after(*after), state.l_i.after(*after))
-    first_step = self.warpgroup * (self.tiles.steps // WARPGROUPS)
-    stored = self.exchange.store_words(found.words(self.dtype), first_step, met)
-    return found.alpha, self.exchange.load_words(self.tiles.steps, self.exchange.sync(*stored)), stores
+    stored = exchange.store_words(self.packed(found), exchange.warpgroup * (steps // WARPGROUPS), met)
+    return found.alpha, exchange.load_words(steps, exchange.sync(*stored)), stores
 
 
 LEAST_ROWS = wgmma.M  # of a key head, for few queries: else most of a workgroup's rows could be none

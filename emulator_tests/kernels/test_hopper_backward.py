@@ -15,7 +15,7 @@ from tinygrad import Tensor, UOp
 
 import uopattn.emulator as emulator
 from uopattn.dsl import instructions
-from uopattn.dsl.nvidia import tensor_pipeline, wgmma
+from uopattn.dsl.nvidia import tma, wgmma
 from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.target import Target
 from uopattn.kernels import hopper_fused_backward
@@ -70,7 +70,7 @@ MISTAKES: dict[str, Mistake] = {
   "semaphores released by nobody": (
     instructions,
     "semaphore_release",
-    lambda right: lambda dialect, turn, number, when, *after: right(dialect, turn, number + 1, when, *after),
+    lambda right: lambda dialect, semaphore, number, when, *after: right(dialect, semaphore, number + 1, when, *after),
   ),
   "the last block stores dQ": (
     instructions,
@@ -80,7 +80,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
   ),
   "dS not fenced": (instructions, "fence_proxy_async", lambda right: lambda dialect, *after: UOp.group(*after)),
-  "numbers not expected": (tensor_pipeline.Source, "bytes", lambda right: property(lambda self: right.fget(self) - 4)),
+  "numbers not expected": (tma.Source, "bytes", lambda right: property(lambda self: right.fget(self) - 4)),
 }
 
 

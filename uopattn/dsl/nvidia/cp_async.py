@@ -65,8 +65,8 @@ class CpAsyncPipeline:
 
 
 @dataclass(frozen=True)
-class TurnsPipeline:
-  """A pipeline in which tiles of K and of V come in turns, each with `stages` slots; with one, no time is lost.
+class AlternatingPipeline:
+  """A pipeline in which tiles of K and of V alternate, each with `stages` slots; with one, no time is lost.
 
   Tile n of V starts to load at the wait for tile n - stages + 1 of K, when tile n - stages of V is done with; tile n of
   K at the wait for tile n - stages of V.

@@ -17,7 +17,8 @@ from uopattn.dsl.gpu.gradient_sums import QueryHeads
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia.mma_layout import WARP
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
-from uopattn.dsl.nvidia.tensor_pipeline import MAP_WORDS, Slots, Source, loop
+from uopattn.dsl.nvidia.tensor_pipeline import loop, room_for, specialize
+from uopattn.dsl.nvidia.tma import Slots, Source
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.tile_range import blurred
 from uopattn.dsl.scope import Scope
@@ -54,11 +55,11 @@ class GradientPipeline:
     self._s, self._group, self._consumers, self._registers = s, group, consumers, registers
     tiles = [*stationary, *streamed]
     numbers = [None, None, *(s.buffer(x.slots * x.rows, space=AddrSpace.LOCAL) for x in streamed)]
-    self._sources = [Source(i, x, i > 1, y) for i, (x, y) in enumerate(zip(tiles, numbers, strict=True))]
-    self._room = s.buffer(len(tiles) * MAP_WORDS, dtype=dtypes.uint, space=AddrSpace.LOCAL)
+    room = room_for(s, len(tiles))
+    self._sources = [Source(i, x, room, i > 1, y) for i, (x, y) in enumerate(zip(tiles, numbers, strict=True))]
     barriers = [s.buffer(2 * x.slots, dtype=dtypes.ulong, space=AddrSpace.LOCAL) for x in tiles]
     self.free = s.buffer(1, dtype=dtypes.ulong, space=AddrSpace.LOCAL)
-    slots = [Slots(x.tiles, y, UOp.const(0), x) for x, y in zip(self._sources, barriers, strict=True)]
+    slots = [Slots(x.tiles, y, group.lane, source=x) for x, y in zip(self._sources, barriers, strict=True)]
     self.k, self.v, self.q, self.do = self._slots = slots
 
   def start(
@@ -67,7 +68,7 @@ class GradientPipeline:
     block: UOp,
     heads: Callable[[], QueryHeads],
     numbers: Callable[[UOp, UOp], tuple[UOp, UOp]],
-    beside: Callable[..., UOp],
+    beside: Callable[[UOp], UOp],
   ) -> UOp:
     """Bring all tiles, by the producer; what follows is for consumers only.
 
@@ -76,31 +77,27 @@ class GradientPipeline:
       block: the block of keys.
       heads: makes the loop over query heads.
       numbers: (query head, tile) -> where the LSE, and delta, of a tile's queries begin.
-      beside: (*after) -> what warps that neither produce nor consume do meanwhile.
+      beside: (after) -> what warps that neither produce nor consume do meanwhile.
     """
-    group, first, made = self._group, self._group.thread.eq(0), []
-    producer = group.warp >= self._consumers
-    for x in self._slots:
-      arrivals = [1] * x.stages + [self._consumers] * x.stages
-      made += [ins.mbarrier_init(CUDA, x.barriers[i], n, first) for i, n in enumerate(arrivals)]
-    made.append(ins.mbarrier_init(CUDA, self.free[0], 1, first))
-    of_all = zip(self._sources, views(UOp.const(0)), strict=True)
-    maps = [x.describe(view, self._room, group.warp) for x, view in of_all]
-    ready = UOp.barrier(ins.mbarrier_fence(CUDA, *made), *maps)
-    known = UOp.group(*(ins.tensor_map_acquire(CUDA, x.number, ready) for x in self._sources))
-    reduced = ins.setmaxnreg_dec(CUDA, self._registers[0], producer, known)
+    first, zero = self._group.thread.eq(0), UOp.const(0)
+    barriers = [x for slots in self._slots for x in slots.init(1, self._consumers, first)]
+    barriers.append(ins.mbarrier_init(CUDA, self.free[0], 1, first))
 
-    elected = group.thread.eq(self._consumers * WARP).cast(dtypes.weakint)
-    once = self._s.axis(blurred(elected), AxisType.REDUCE)
-    shared, zero = heads(), UOp.const(0)
-    k_view, v_view, q_view, do_view = views(shared.head)
-    loaded = self.v.load(v_view, zero, block, self.k.load(k_view, zero, block, reduced, once))
-    outer = () if shared.count == 1 else (shared.member,)
-    n, begun = loop(self._s, shared.query_range.n_tiles, loaded, *outer)
-    number, tile = shared.member * shared.query_range.n_tiles + n, shared.query_range.tile(n)
-    of_q, of_do = numbers(shared.head, tile)
-    last = self.q.load(q_view, number, tile, *begun, numbers=of_q)
-    last = self.do.load(do_view, number, tile, last, numbers=of_do, waits=False).end(n)
-    for axis in (*outer, once):
-      last = last.end(axis)
-    return ins.setmaxnreg_inc(CUDA, self._registers[1], ins.exit_warps(CUDA, producer, beside(last)))
+    def bring(after: UOp) -> UOp:
+      elected = self._group.thread.eq(self._consumers * WARP).cast(dtypes.weakint)
+      once = self._s.axis(blurred(elected), AxisType.REDUCE)
+      shared = heads()
+      k_view, v_view, q_view, do_view = views(shared.head)
+      loaded = self.v.load(v_view, zero, block, self.k.load(k_view, zero, block, after, once))
+      outer = () if shared.count == 1 else (shared.member,)
+      n, begun = loop(self._s, shared.query_range.n_tiles, loaded, *outer)
+      number, tile = shared.member * shared.query_range.n_tiles + n, shared.query_range.tile(n)
+      of_q, of_do = numbers(shared.head, tile)
+      last = self.q.load(q_view, number, tile, *begun, numbers=of_q)
+      last = self.do.load(do_view, number, tile, last, numbers=of_do, waits=False).end(n)
+      for axis in (*outer, once):
+        last = last.end(axis)
+      return beside(last)
+
+    brought = list(zip(self._sources, views(zero), strict=True))
+    return specialize(self._group, self._consumers, self._registers, brought, barriers, bring)

@@ -1,4 +1,4 @@
-"""An mbarrier pipeline that brings tiles of K and V to shared memory on Hopper, without barriers of the workgroup.
+"""Pipelines with mbarriers that bring tiles of K and V to shared memory on Hopper, without barriers of the workgroup.
 
 Delivery n is tile n of K and tile n - lag of V, with a lag of 1 where the weighted sum is one tile behind the scores,
 else 0. It goes to slot n % stages, copied by all threads (cp.async). Each slot has two barriers: one signals that a
@@ -8,12 +8,17 @@ out of tiles. Deliveries past the last one bring data that nobody reads.
 Source: PTX ISA, "mbarrier".
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace
 
 from uopattn.dsl import instructions as ins
+from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia.mma_layout import WARP
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
+from uopattn.dsl.nvidia.tensor_pipeline import Trip, WorkTile
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.scope import Scope
@@ -109,3 +114,57 @@ class MbarrierPipeline:
   def wait_all(self, last: UOp) -> UOp:
     """Wait, after `last`, for all remaining deliveries: no copy may be in flight when the workgroup ends."""
     return last if self.ahead == 1 else ins.cp_async_wait(CUDA, 0, ins.cp_async_commit(CUDA, last))
+
+
+@dataclass(frozen=True, eq=False)
+class Copied:
+  """Tiles of one matrix that all threads copy; see `uopattn.dsl.nvidia.tensor_pipeline.Operand`."""
+
+  tiles: SwizzledTiles
+  wait: Callable[..., UOp]
+  signal: Callable[..., UOp]
+
+  def tile(self, n: UOp, *after: UOp) -> SwizzledTiles:
+    return self.tiles.tile(n, *after)
+
+  def release(self, n: UOp, *after: UOp, when: UOp | None = None) -> UOp:
+    return self.signal(n, *after)
+
+
+class CopyPipeline:
+  """The tiles of a workgroup's only block of queries: all threads copy, and V lags behind K by a tile."""
+
+  def __init__(self, s: Scope, group: Workgroup, work_tile: WorkTile, tiles: tuple[SwizzledTiles, ...]):
+    """Create a pipeline for q, k and v of a 16-bit type; `tiles` is shared memory for queries, K and V."""
+    (self._q, k, v), (self._q_tile, k_tiles, v_tiles) = work_tile.views, tiles
+    self._block, self._last, self._thread = work_tile.block, work_tile.key_range.n_tiles - 1, group.thread
+    self._pipe = MbarrierPipeline(s, k, v, work_tile.key_range, k_tiles, v_tiles, group.thread)
+
+  def start(self) -> UOp:
+    """Start copying the queries and the first tiles."""
+    assert self._q is not None
+    copies = self._q_tile.fill_tile(self._block, self._q, self._block, self._thread, self._pipe.init())
+    return self._pipe.prologue(*copies)
+
+  def trip(self, started: UOp) -> Trip:
+    """The only work tile."""
+    pipe = self._pipe
+
+    def nothing(n: UOp, *after: UOp) -> UOp:
+      """The queries arrive with the first tile of K, and nobody waits until they have been used."""
+      return UOp.group(*after)
+
+    def start_next(n: UOp, *after: UOp) -> UOp:
+      return pipe.producer_load(n + pipe.ahead, *after)
+
+    def wait_for_v(n: UOp, *after: UOp) -> UOp:
+      """Tile n of V has arrived with tile n + 1 of K; wait for the delivery after the last one."""
+      return pipe.consumer_wait(n + 1, *after) if n is self._last else UOp.group(*after)
+
+    def release_v(n: UOp, *after: UOp) -> UOp:
+      """Signal that this warp is done with delivery n + 1; nobody waits for the last one."""
+      return UOp.group() if n is self._last else pipe.consumer_release(n + 1, *after)
+
+    q = Copied(self._q_tile, nothing, nothing)
+    k, v = Copied(pipe.k_tiles, pipe.consumer_wait, start_next), Copied(pipe.v_tiles, wait_for_v, release_v)
+    return Trip(UOp.const(0), started, q, k, v, wait_all=pipe.wait_all)

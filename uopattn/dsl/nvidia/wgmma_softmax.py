@@ -1,5 +1,6 @@
 """The online softmax of S = Q K^T, (64, keys), as `wgmma` leaves it in registers: two rows to each lane."""
 
+from functools import partial, reduce
 from typing import NamedTuple
 
 from tinygrad import UOp
@@ -83,3 +84,9 @@ class ScoreRows(NamedTuple):
       p = self.rules.weights(p, row, self.first, columns(len(p) // 2), self.masked)
       found.append((p, *rest))
     return Softmax(*(list(x) for x in zip(*found, strict=True)))
+
+
+def row_maxima(scores: list[list[UOp]]) -> list[UOp]:
+  """The largest score of each row, over its four lanes."""
+  larger = partial(ins.fmax, "cuda")
+  return [row_reduce(larger, reduce(larger, x)) for x in scores]

@@ -1,0 +1,185 @@
+"""Copies by Hopper's tensor memory accelerator (TMA), and the slots of shared memory that they fill.
+
+Each copy brings up to 64 columns of a tile, swizzled, with zeros for what does not exist. A tensor map describes a
+buffer. The kernel builds its tensor maps itself, one warp each, so that it takes no arguments besides the buffers;
+`uopattn.runtime.cuda` says where they are.
+
+Tile n is in slot n % stages. Each slot has two barriers: one counts the bytes that have arrived, the other the warps
+that are done with the tile.
+
+Sources: PTX ISA, "mbarrier" and "cp.async.bulk.tensor".
+"""
+
+from dataclasses import dataclass
+from typing import cast
+
+from tinygrad import UOp, dtypes
+from tinygrad.helpers import ceildiv
+
+from uopattn.dsl import instructions as ins
+from uopattn.dsl.nvidia.swizzled import SwizzledTiles
+from uopattn.dsl.rules.head_view import HeadView
+from uopattn.dsl.scope import as_type
+
+CUDA = "cuda"
+COLUMNS = 64  # of a copy, in units of 16 bits: the 128 bytes of the swizzle
+CHUNK_BYTES = 16  # that strides must be multiples of
+MAP_WORDS = 32  # 32-bit words of a tensor map
+NONE_BEFORE = UOp.const(0)
+
+
+def fits(view: HeadView, of_one_head: bool = False) -> bool:
+  """Whether a tensor map can describe the rows of all heads: strides of whole 16 bytes, and no row that is hidden.
+
+  With `of_one_head`, which is for workgroups of one work tile, heads may have as many rows as only the GPU knows.
+  """
+  x, size = view.strides, view.x.dtype.itemsize
+  if x is None or view.widens or size > 2 or not (of_one_head or view.length.vmin == view.length.vmax):
+    return False
+  steps = [x.of_row] + [x.of_head] * (x.heads > 1) + [x.of_batch] * (x.batches > 1)
+  whole = all(n * size % CHUNK_BYTES == 0 for n in (view.size, x.offset, *steps))
+  return whole and all(0 < step < 1 << 36 for step in steps)
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+  """A buffer that a tensor map describes, and where its boxes go.
+
+  Attributes:
+    number: number of the tensor map.
+    tiles: the tiles in shared memory.
+    room: shared memory for all tensor maps, `MAP_WORDS` each.
+    keep: whether other workgroups will read the same.
+    numbers: shared memory for a float32 per row that comes with it, slot by slot; None if nothing does.
+    before: rows that the first tile begins before row 0; there are zeros.
+  """
+
+  number: int
+  tiles: SwizzledTiles
+  room: UOp
+  keep: bool
+  numbers: UOp | None = None
+  before: int = 0
+
+  @property
+  def bytes(self) -> int:
+    """Bytes that arrive per tile."""
+    of_row = ceildiv(self.tiles.columns, COLUMNS) * COLUMNS * 2 + (0 if self.numbers is None else 4)
+    return self.tiles.rows * of_row
+
+  def describe(self, view: HeadView, warp: UOp) -> UOp:
+    """Build the tensor map of all heads, each with the length of the view's, by one warp."""
+    x, per = view.strides, 2 // view.x.dtype.itemsize  # elements in a unit of 16 bits
+    assert x is not None
+    most = int(view.length.vmax)
+    rows = most if view.length.vmin == most else view.length.maximum(1)
+    shape = (view.size // per, rows, x.heads, x.batches)
+    # the stride of an axis of size 1 is not used, but must be valid
+    unused = CHUNK_BYTES // view.x.dtype.itemsize
+    steps = x.of_row, x.of_head if x.heads > 1 else unused, x.of_batch if x.batches > 1 else unused
+    strides = cast(tuple[int, int, int], tuple(step // per for step in steps))
+    start, place = as_type(view.x, dtypes.ushort)[UOp.const(x.offset // per)], self.room[self.number * MAP_WORDS]
+    return ins.tensor_map(CUDA, place, self.number, start, shape, strides, self.tiles.rows, warp.eq(self.number))
+
+  def load(self, view: HeadView, slot: UOp, n_tile: UOp, barrier: UOp, *after: UOp, numbers: UOp | None = None) -> UOp:
+    """Start copying tile `n_tile` of a head to a slot, and what `numbers` points to. One thread does all of it."""
+    x, tile, head = view.strides, self.tiles.tile(slot), view.head
+    assert x is not None
+    assert head is not None
+    first = n_tile * self.tiles.rows - self.before
+    if view.length.vmin == 0:  # the map has a row all the same, which must not be read
+      first = (view.length > 0).where(first, int(view.length.vmax))
+    place, copies = (first, head % x.heads, head // x.heads), []
+    begun = ins.mbarrier_expect(CUDA, barrier, self.bytes, *after)
+    for column in range(0, self.tiles.columns, COLUMNS):
+      to = tile.memory[tile.base + column // COLUMNS * tile.panel]
+      copies.append(ins.tma_load(CUDA, to, self.number, barrier, (UOp.const(column), *place), self.keep, begun))
+    if self.numbers is not None and numbers is not None:
+      to, count = self.numbers[slot % self.tiles.slots * self.tiles.rows], 4 * self.tiles.rows
+      copies.append(ins.bulk_load(CUDA, to, numbers, count, barrier, begun))
+    return UOp.group(*copies)
+
+
+@dataclass(frozen=True, eq=False)
+class Slots:
+  """The slots of one buffer. Each method acts after `after`, and before what is `.after` its result.
+
+  Attributes:
+    tiles: their shared memory.
+    barriers: for each slot, whether a tile has arrived; then for each, whether all consumers are done with it.
+    lane: index of this thread in its warp.
+    count: the number of tiles before tile 0, modulo twice the slots.
+    source: where what they hold is brought from; None if threads write it.
+    refilled: whether slots are filled again. If not, nobody waits for a release.
+  """
+
+  tiles: SwizzledTiles
+  barriers: UOp
+  lane: UOp
+  count: UOp = NONE_BEFORE
+  source: Source | None = None
+  refilled: bool = True
+
+  @property
+  def stages(self) -> int:
+    return self.tiles.slots
+
+  def init(self, full: int, free: int, when: UOp) -> list[UOp]:
+    """Initialize the barriers, by the thread where `when`: `full` arrivals when a tile has come, `free` at the end."""
+    arrivals = [full] * self.stages + [free] * self.stages
+    return [ins.mbarrier_init(CUDA, self.barriers[i], n, when) for i, n in enumerate(arrivals)]
+
+  def tile(self, n: UOp, *after: UOp) -> SwizzledTiles:
+    """Shared memory with tile n in use."""
+    return self.tiles.tile(n + self.count, *after)
+
+  def load(
+    self, view: HeadView | None, n: UOp, n_tile: UOp, *after: UOp, numbers: UOp | None = None, waits: bool = True
+  ) -> UOp:
+    """Bring tile `n_tile` of a head as tile n once all consumers are done with the previous one in its slot.
+
+    Args:
+      view: None if consumers write the tile.
+      numbers: where what comes with its rows begins.
+      waits: whether to wait for that; not if `after` is proof of it.
+    """
+    assert self.source is not None
+    if view is None:
+      return UOp.group(*after)
+    at = n + self.count
+    begun = self.free(n, *after) if waits else after
+    return self.source.load(view, at, n_tile, self._at(at), *begun, numbers=numbers)
+
+  def free(self, n: UOp, *after: UOp) -> tuple[UOp, ...]:
+    """Wait until all consumers are done with the tile that was in the slot of tile n before, if there was one."""
+    at = n + self.count
+    if at.vmax < self.stages:
+      return after
+    return (ins.mbarrier_wait(CUDA, self._at(at, self.stages), (at // self.stages + 1) % 2, *after),)
+
+  def numbers(self, n: UOp, rows: list[UOp], *after: UOp) -> list[UOp]:
+    """Read the numbers that came with rows of tile n."""
+    assert self.source is not None
+    assert self.source.numbers is not None
+    first = (n + self.count) % self.stages * self.tiles.rows
+    return [self.source.numbers.after(*after)[first + row].load() for row in rows]
+
+  def wait(self, n: UOp, *after: UOp) -> UOp:
+    """Wait until tile n has arrived."""
+    at = n + self.count
+    return ins.mbarrier_wait(CUDA, self._at(at), at // self.stages % 2, *after)
+
+  def filled(self, n: UOp, *after: UOp) -> UOp:
+    """Signal, by each thread that writes it, that its part of tile n has been written."""
+    return ins.mbarrier_arrive(CUDA, self._at(n + self.count), UOp.const(True), *after)
+
+  def release(self, n: UOp, *after: UOp, when: UOp | None = None) -> UOp:
+    """Signal, by one lane, that its warp is done with tile n, where `when`; there is no tile -1."""
+    if not self.refilled or n.vmax < 0 or (when is not None and not when.vmax):
+      return UOp.group(*after)
+    one = self.lane.eq(0)
+    one = one if n.vmin >= 0 else one & (n >= 0)
+    return ins.mbarrier_arrive(CUDA, self._at(n + self.count, self.stages), one if when is None else one & when, *after)
+
+  def _at(self, n: UOp, first: int = 0) -> UOp:
+    return self.barriers[first + n % self.stages]

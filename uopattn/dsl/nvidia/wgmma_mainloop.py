@@ -1,0 +1,347 @@
+"""The mainloop of forward kernels with asynchronous matrix products (`wgmma`): which product overlaps which softmax.
+
+FlashAttention-2 (Dao, 2023) for one warpgroup with 64 query rows. `Mainloop` has the steps, which a kernel may replace:
+`start_qk`, `wait_qk`, `softmax`, `start_pv` and `wait_pv`. There are two schedules of them:
+- `SequentialMainloop`: S, the softmax and P V of a tile, one after another. A softmax overlaps only with products of
+  other warpgroups.
+- `OverlappedMainloop`: Q K^T of a tile and P V of the tile before it are in flight at once (intra-warpgroup overlap).
+  With `PingPong` a warpgroup starts its products while the next one is at its softmax.
+
+Source: FlashAttention-3 (Shah et al., 2024), sections 3.1 and 3.2.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from tinygrad import UOp, dtypes
+from tinygrad.dtype import DType
+
+from uopattn.dsl import instructions as ins
+from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.nvidia import wgmma
+from uopattn.dsl.nvidia.mma_layout import HALVES, QUAD, WARP, finished, loaded, store_row
+from uopattn.dsl.nvidia.swizzled import SwizzledTiles
+from uopattn.dsl.nvidia.tensor_pipeline import Trip, loop
+from uopattn.dsl.nvidia.wgmma import WARPS
+from uopattn.dsl.nvidia.wgmma_softmax import ScoreRows, Softmax
+from uopattn.dsl.rules.rules import HeadRules
+from uopattn.dsl.rules.softmax import LOWEST, p_scale_of
+from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
+from uopattn.dsl.scope import Scope, sizes
+
+CUDA = "cuda"
+ZERO = UOp.const(0)
+WORDS = 4  # 32-bit words of a left operand per lane and step
+
+
+class State(NamedTuple):
+  """What a lane keeps in registers from tile to tile.
+
+  Attributes:
+    acc: O of two rows, relative to m_i.
+    p: P of a tile, in packed words.
+    m_i: row max of each row.
+    l_i: running sum of each row, over this lane's keys.
+    pv: P V of a tile, which the threads add to acc, as the tensor cores would cut off the sum; None if they need not.
+    alpha: the factor of each row that brings acc to m_i, where pv is added a tile later.
+  """
+
+  acc: UOp
+  p: UOp
+  m_i: UOp
+  l_i: UOp
+  pv: UOp | None = None
+  alpha: UOp | None = None
+
+  @classmethod
+  def make(
+    cls, s: Scope, words: int, columns: int, *after: UOp, separate_pv: bool = False, lags: bool = False
+  ) -> "State":
+    """The state before the first tile.
+
+    Args:
+      words: words of P.
+      columns: columns of O.
+      separate_pv: whether P V has registers of its own.
+      lags: whether it is added to acc a tile later.
+    """
+    acc = s.filled(0.0, columns // 2, after=after)
+    m_i, l_i = (s.filled(x, HALVES, after=after) for x in (LOWEST, 0.0))
+    p, pv = s.buffer(words, dtype=dtypes.uint), s.buffer(columns // 2) if separate_pv else None
+    return cls(acc, p, m_i, l_i, pv, s.filled(1.0, HALVES, after=after) if separate_pv and lags else None)
+
+  def after(self, *after: UOp) -> "State":
+    """The state once `after` is done."""
+    return State(*(x.after(*after) for x in self[:4]), *(None if x is None else x.after(*after) for x in self[4:]))
+
+  @property
+  def product(self) -> UOp:
+    """Where the tensor cores put P V: O, or registers of its own."""
+    return self.acc if self.pv is None else self.pv
+
+  def registers(self) -> tuple[UOp, ...]:
+    """All registers, which must not change before they have been used."""
+    return tuple(x for x in self if x is not None)
+
+
+@dataclass(frozen=True)
+class Mainloop:
+  """The steps of a warpgroup that has rows of its own, with all keys of a tile and all columns of O.
+
+  Attributes:
+    s: the kernel's axes.
+    group: the position of this thread.
+    dtype: dtype of the products' operands.
+    pipe: the operands in shared memory.
+    scores: registers for S.
+    rows: this lane's queries.
+    rules: the rules of their head.
+    key_range: the tiles. Tiles are numbered by their position in it.
+    block_n: keys per tile.
+    diverges: whether warpgroups differ in their numbers of tiles.
+  """
+
+  s: Scope
+  group: Workgroup
+  dtype: DType
+  pipe: Trip
+  scores: UOp
+  rows: list[UOp]
+  rules: HeadRules
+  key_range: TileRange
+  block_n: int
+  diverges: bool = False
+  parts: ClassVar[int] = 1  # of the operands; see `wgmma.start`
+
+  def q_address(self, q_tile: SwizzledTiles) -> UOp:
+    """Where the warpgroup's rows begin."""
+    return q_tile.address(self.group.warp // WARPS * wgmma.M)
+
+  def k_address(self, k_tile: SwizzledTiles) -> UOp:
+    """Where the keys begin whose scores the warpgroup computes."""
+    return k_tile.address()
+
+  def v_address(self, v_tile: SwizzledTiles, columns: int) -> UOp:
+    """Where the warpgroup's columns of V begin."""
+    return v_tile.address()
+
+  @property
+  def lane_key(self) -> UOp:
+    """This lane's first key of a tile."""
+    return self.group.lane % QUAD * 2
+
+  def start_qk(self, n_tile: UOp, *after: UOp) -> UOp:
+    """Start S = Q K^T, (64, keys)."""
+    q_tile, k_tile = self.pipe.q.tile(ZERO, *after), self.pipe.k.tile(n_tile, *after)
+    q, k, panels = self.q_address(q_tile), self.k_address(k_tile), (q_tile.panel, k_tile.panel)
+    keys, steps = 2 * sizes(self.scores)[0], k_tile.columns // self.parts // wgmma.K
+    return wgmma.start(self.dtype, keys, steps, self.scores[0], q, k, panels, *after, parts=self.parts)
+
+  def wait_qk(self, pending: int, *after: UOp) -> UOp:
+    """Wait for S: until at most `pending` products are in flight."""
+    return wgmma.wait(pending, 2 * sizes(self.scores)[0], self.scores[0], *after)
+
+  def softmax(self, n_tile: UOp, masked: bool, state: State, *after: UOp) -> tuple[list[UOp], list[UOp], list[UOp]]:
+    """Return alpha of both rows, the words of P, and the stores of m and l. S is read once all of `after` is done."""
+    rows = self.score_rows(n_tile, masked)
+    scores, old = rows.scores(self.scores.after(*after)), (loaded(state.m_i), loaded(state.l_i))
+    found = rows.softmax(scores, *old, p_scale_log2=p_scale_of(self.dtype))
+    # Wait explicitly: with a scale of 0 the scores are constants, and nothing else would depend on the product.
+    stores = found.stores(state.m_i.after(*after), state.l_i.after(*after))
+    return found.alpha, self.packed(found), stores
+
+  def score_rows(self, n_tile: UOp, masked: bool) -> ScoreRows:
+    """This lane's rows of S."""
+    return ScoreRows(self.rules, self.rows, self.key_range.tile(n_tile) * self.block_n + self.lane_key, masked)
+
+  def packed(self, found: Softmax) -> list[UOp]:
+    """P as a left operand."""
+    return found.words(self.dtype)
+
+  def start_pv(self, n_tile: UOp, state: State, *after: UOp) -> UOp:
+    """Start O += P V, (64, columns), or P V by itself."""
+    v_tile, out, p = self.pipe.v.tile(n_tile, *after), state.product, state.p
+    columns, steps = 2 * sizes(out)[0], sizes(p)[0] // WORDS // self.parts
+    v, panels = self.v_address(v_tile, columns), (0, v_tile.panel)
+    return wgmma.start(self.dtype, columns, steps, out[0], p[0], v, panels, *after, registers=True, parts=self.parts)
+
+  def wait_pv(self, state: State, *after: UOp) -> UOp:
+    """Wait for all products."""
+    return wgmma.wait(0, 2 * sizes(state.product)[0], state.product[0], *after)
+
+  def epilogue(
+    self, o: UOp, lse: UOp | None, head: UOp, acc: UOp, m_i: UOp, l_i: list[UOp], first: UOp | int = 0
+  ) -> list[UOp]:
+    """Store O, normalized, and the LSE of this lane's rows; see `store_row`.
+
+    Args:
+      l_i: the sum of this lane's P of each row.
+      first: the first column of acc.
+    """
+    stores, tiles, p_scale, lane = [], acc.reshape(-1, 4), p_scale_of(self.dtype), self.group.lane
+    pairs = isinstance(first, UOp)  # where O may be float32, of a split
+    for half, row in enumerate(self.rows):
+      found = finished(self.rules, m_i[half].load(), l_i[half], row, p_scale)
+      stores += store_row(o, lse, head, row, half, tiles, found, lane, first=first, operand=self.dtype, pairs=pairs)
+    return stores
+
+
+class SequentialMainloop(Mainloop):
+  """S, the softmax and P V of a tile, one after another. There is one work tile, whose queries are never released."""
+
+  def run(self, state: State, started: UOp) -> State:
+    """Process all tiles once the queries have arrived."""
+    state = state.after(started)
+    for first, trips, masked in full_then_masked(ZERO, self.key_range.n_full, self.key_range.n_tiles):
+      state = self.attend(first, trips, masked, state)
+    return state
+
+  def attend(self, first: UOp, trips: UOp, masked: bool, state: State) -> State:
+    """Process the tiles from `first` on."""
+    trip, begun = loop(self.s, trips, early=self.diverges)
+    n_tile, old = first + trip, state.after(*begun)
+    waited = self.wait_qk(0, self.start_qk(n_tile, self.pipe.k.wait(n_tile, *begun, *state.registers())))
+    released = self.pipe.k.release(n_tile, waited)
+    alphas, words, stores = self.softmax(n_tile, masked, old, waited, released)
+    elements, acc = range(sizes(old.acc)[0]), old.acc.after(waited)
+    if old.pv is None:
+      stores += [acc[i].store(acc[i].load() * alphas[i % 4 // 2]) for i in elements]
+    stores += [old.p.after(waited)[i].store(word) for i, word in enumerate(words)]
+    done = self.wait_pv(old, self.start_pv(n_tile, old, self.pipe.v.wait(n_tile, *stores)))
+    if old.pv is not None:
+      pv = old.pv.after(done)
+      stores += [acc[i].store(acc[i].load() * alphas[i % 4 // 2] + pv[i].load()) for i in elements]
+    return state.after(UOp.group(*stores, self.pipe.v.release(n_tile, done)).end(trip))
+
+
+@dataclass(frozen=True)
+class PingPong:
+  """The warp scheduler barrier: a warpgroup starts its products once the one before it has started its own.
+
+  Each method acts after `after`, and before whatever is `.after` its result.
+
+  Attributes:
+    warp: index of this thread's warp in the workgroup.
+    warpgroups: warpgroups that take part; with 1 there is no barrier.
+    exclusive: hold the barrier until the products complete, instead of until they are issued.
+  """
+
+  warp: UOp
+  warpgroups: int
+  exclusive: bool
+
+  def first_arrival(self, after: UOp) -> UOp:
+    """The last of the warpgroups lets the first one begin."""
+    return self._arrive(UOp.const(1), self.warp >= (self.warpgroups - 1) * WARPS, after)
+
+  def sync(self, after: UOp) -> UOp:
+    """Wait until the warpgroup before has started its products."""
+    if self.warpgroups == 1:
+      return after
+    return ins.named_barrier_sync(CUDA, 1 + self.warp // WARPS, 2 * WARPS * WARP, after)
+
+  def arrive(self, after: UOp) -> UOp:
+    """Let the next warpgroup start its products."""
+    return self._arrive(1 + (self.warp // WARPS + 1) % self.warpgroups, UOp.const(True), after)
+
+  def _arrive(self, barrier: UOp, when: UOp, after: UOp) -> UOp:
+    if self.warpgroups == 1:
+      return after
+    return ins.named_barrier_arrive(CUDA, barrier, 2 * WARPS * WARP, when, after)
+
+
+class Walk(NamedTuple):
+  """A warpgroup's way through the tiles of its workgroup, as positions in the key range.
+
+  Attributes:
+    passed: the number of tiles at the start that none of its queries sees.
+    masked: whether the tile after them, its first one, needs a mask.
+    loops: what follows its first tile; see `full_then_masked`.
+  """
+
+  passed: UOp
+  masked: bool
+  loops: list[tuple[UOp, UOp, bool]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlappedMainloop(Mainloop):
+  """Q K^T of a tile and P V of the tile before it are in flight at once.
+
+  Attributes:
+    ping_pong: the order in which warpgroups start their products.
+  """
+
+  ping_pong: PingPong
+
+  def run(self, walk: Walk, state: State, started: UOp) -> State:
+    """Process all tiles."""
+    state = self.begin(walk, state, self.pipe.q.wait(ZERO, self.pass_over(walk.passed, started)))
+    for first, count, masked in walk.loops:
+      state = self.attend(first, count, masked, state)
+    return self.finish(state)
+
+  def pass_over(self, n_tiles: UOp, started: UOp) -> UOp:
+    """Leave the first tiles to the other warpgroups: pass the ping-pong barrier, and signal that this warp is done.
+
+    It waits for each tile, because a signal before that would count for what was in its slot.
+    """
+    if n_tiles.vmax == 0:
+      return started
+    n_tile, begun = loop(self.s, n_tiles, started, early=True)
+    arrived = self.pipe.v.wait(n_tile, self.pipe.k.wait(n_tile, *begun))
+    passed = self.ping_pong.arrive(self.ping_pong.sync(arrived))
+    return UOp.group(self.pipe.k.release(n_tile, passed), self.pipe.v.release(n_tile, passed)).end(n_tile)
+
+  def begin(self, walk: Walk, state: State, started: UOp) -> State:
+    """Process this warpgroup's first tile, except for its P V."""
+    first = walk.passed
+    waited = self.wait_qk(0, self.start_qk(first, self.pipe.k.wait(first, started)))
+    _, words, stores = self.softmax(first, walk.masked, state, waited, self.release_k(first, waited))
+    stores.append(self.pipe.v.release(ZERO - 1, *stores))
+    stores += [state.p[i].store(word) for i, word in enumerate(words)]
+    return state.after(UOp.group(*stores))
+
+  def attend(self, first: UOp, trips: UOp, masked: bool, state: State) -> State:
+    """Process the tiles from `first` on, each together with P V of the tile before it."""
+    if self.diverges:
+      first, trips = wgmma.uniform(first.maximum(0)), wgmma.uniform(trips.maximum(0))
+    trip, begun = loop(self.s, trips, early=self.diverges)
+    n_tile, old, ping_pong = first + trip, state.after(*begun), self.ping_pong
+    qk = self.start_qk(n_tile, ping_pong.sync(self.pipe.k.wait(n_tile, *begun, *state.registers())))
+    pv = self.start_pv(n_tile - 1, old, self.pipe.v.wait(n_tile - 1, qk))
+    waited = self.wait_qk(1, pv if ping_pong.exclusive else ping_pong.arrive(pv))
+    alphas, words, stores = self.softmax(n_tile, masked, old, waited, self.release_k(n_tile, waited))
+    out = old.product.after(self.wait_pv(old, pv, *stores))
+    out = out.after(ping_pong.arrive(out)) if ping_pong.exclusive else out
+    stores += self.add_pv(old, out, alphas)
+    stores += [old.p.after(out)[i].store(word) for i, word in enumerate(words)]
+    stores.append(self.pipe.v.release(n_tile - 1, out))
+    return state.after(UOp.group(*stores).end(trip))
+
+  def finish(self, state: State) -> State:
+    """Add P V of the last tile."""
+    last = self.key_range.n_tiles - 1
+    pv = self.start_pv(last, state, self.pipe.v.wait(last, *state.registers()))
+    out = state.product.after(self.wait_pv(state, self.pipe.wait_all(pv)))
+    done = self.pipe.v.release(last, out)
+    if state.pv is not None:
+      done = UOp.group(done, *self.add_pv(state, out, None))
+    return state._replace(acc=state.acc.after(out, done))
+
+  def add_pv(self, state: State, out: UOp, alphas: list[UOp] | None) -> list[UOp]:
+    """Add P V, in `out`, to O. Then O is for the scores' new maxima: `alphas` are the factors."""
+    elements = range(sizes(out)[0])
+    if state.pv is None or state.alpha is None:
+      assert alphas is not None
+      return [state.acc[i].store(out[i].load() * alphas[i % 4 // 2]) for i in elements]
+    old = [state.alpha[half].load() for half in range(HALVES)]
+    added = [state.acc[i].store(state.acc[i].load() * old[i % 4 // 2] + out[i].load()) for i in elements]
+    if alphas is None:
+      return added
+    return added + [state.alpha.after(*added)[half].store(x) for half, x in enumerate(alphas)]
+
+  def release_k(self, n_tile: UOp, waited: UOp) -> UOp:
+    """Signal that this warp is done with tile n of K, and with the queries if it is the last one."""
+    last = n_tile.eq(self.key_range.n_tiles - 1).simplify()
+    return UOp.group(self.pipe.k.release(n_tile, waited), self.pipe.q.release(ZERO, waited, when=last))
