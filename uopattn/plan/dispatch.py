@@ -201,14 +201,16 @@ def stages(launch: Launch) -> tuple[Launch, ...]:
   if launch.splits == 1:
     return tuple(replace(launch, kernel=x) for x in launch.schedule.kernels)
   (schedule,) = (x for x in combine.SCHEDULES if x.devices == launch.schedule.devices)
-  return replace(launch, partial=True), replace(launch, schedule=schedule, kernel=schedule.kernels[0], tiles=None)
+  return replace(launch, kernel=launch.kernel.of_splits), replace(
+    launch, schedule=schedule, kernel=schedule.kernels[0], tiles=None
+  )
 
 
 def delta_launch(spec: AttentionSpec, target: Target, has_dlse: bool) -> Launch:
   """Return the launch of the delta kernel, see `uopattn.plan.gradient`, on a device that has backward kernels."""
   (schedule,) = (x for x in delta.SCHEDULES if target.device in x.devices)
   # delta depends only on the output: attentions that differ in the rest share the kernel.
-  layouts = tuple((name, x) for name, x in spec.layouts if name in schedule.kernels[has_dlse].buffers)
+  layouts = tuple((name, x) for name, x in spec.layouts if name in ("o", "do"))
   rows = AttentionSpec(spec.B, spec.Hq, spec.Hq, spec.M, 1, 1, spec.Dv, spec.dtype, 1.0, layouts=layouts)
   return Launch(schedule, schedule.kernels[has_dlse], rows)
 
@@ -217,6 +219,14 @@ def sums_launch(spec: AttentionSpec, parts: int, D: int) -> Launch:
   """Return the launch that adds up `parts` sums of dK or of dV, whose rows have D columns, on a CPU."""
   rows = AttentionSpec(spec.B, spec.Hkv, spec.Hkv, spec.N, spec.N, 1, D, spec.stored, 1.0)
   return Launch(sum_parts.SCHEDULE, sum_parts.SCHEDULE.kernels[0], rows, splits=parts)
+
+
+def sums_launches(launches: Sequence[Launch]) -> list[Launch]:
+  """Return the launches that finish a backward pass which leaves several sums for each key head, or another dtype."""
+  spec = launches[0].spec
+  outputs = (x for launch in launches for x in launch.buffers() if x.name in ("dk", "dv"))
+  parts = ((x.shape[1] // spec.Hkv, x.shape[3]) for x in outputs if x.dtype != spec.stored or x.shape[1] > spec.Hkv)
+  return [sums_launch(spec, *x) for x in parts]
 
 
 def schedules_on(target: Target, backward: bool = False) -> tuple[Schedule, ...]:

@@ -9,7 +9,7 @@ from tinygrad import Context
 from tinygrad.engine import worker
 from tinygrad.helpers import ALLOW_DEVICE_USAGE, CACHELEVEL, DEV, PARALLEL, tqdm
 
-from uopattn.plan.dispatch import delta_launch, dispatch, dispatch_backward, stages, sums_launch
+from uopattn.plan.dispatch import delta_launch, dispatch, dispatch_backward, stages, sums_launches
 from uopattn.plan.launch import Launch
 from uopattn.plan.target import target_of
 from uopattn.runtime.program_cache import NotCachedError, only_cached
@@ -73,7 +73,5 @@ def kernels_of(job: Job) -> list[Launch]:
   found = None if choice is None else launches_of(choice, spec, target, backward)
   if not backward:
     return list(stages((found or (dispatch(spec, target),))[0]))
-  launches = [*(found or dispatch_backward(spec, target)), delta_launch(spec, target, False)]
-  outputs = (x for launch in launches for x in launch.buffers() if x.name in ("dk", "dv"))
-  parts = ((x.shape[1] // spec.Hkv, x.shape[3]) for x in outputs if x.dtype != spec.stored or x.shape[1] > spec.Hkv)
-  return launches + [sums_launch(spec, *x) for x in parts]
+  launches = found or dispatch_backward(spec, target)
+  return [*launches, delta_launch(spec, target, False), *sums_launches(launches)]
