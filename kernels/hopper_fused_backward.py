@@ -65,6 +65,7 @@ from uopattn.dsl.schedule import (
   DQ,
   DTYPES_16,
   DV,
+  LIGHT,
   LSE,
   Buffer,
   K,
@@ -173,7 +174,6 @@ class Tiles:
 MET = UOp.const(1)  # the first barrier at which warpgroups meet: dS is in shared memory
 LIMIT = 192  # of `Tiles.registers`
 REGISTERS = {2: (24, 240)}  # per thread of the producer and of the consumers, of 65536
-LIGHT = frozenset({"window", "sinks", "q_start"})  # features that need no more registers
 L2_BYTES = (16 << 20, 32 << 20)  # of the cache, for Q, dO and dQ, for head sizes up to 64 and above
 MULTIPROCESSORS = 132  # of an H100 or H200
 FROM = 512  # keys and queries from which this pass is ahead of `hopper_backward` (H200, 2026-11-23)

@@ -16,6 +16,7 @@ from uopattn.dsl.target import Target
 from uopattn.kernels import combine, delta, sum_parts
 from uopattn.plan.launch import Launch
 from uopattn.plan.target import target_of
+from uopattn.spec.arguments import ARGUMENTS
 from uopattn.spec.spec import AttentionSpec
 from uopattn.spec.tensors import dtype_name
 
@@ -294,16 +295,10 @@ def check_arguments(launches: Sequence[Launch], target: Target) -> None:
 
 def reasons_against(schedule: Schedule, spec: AttentionSpec) -> list[str]:
   """Return the features and dtypes of an attention that a schedule does not support, one sentence each."""
-  wanted = {
-    "q_start": "takes q_start as an int alone, neither as a Variable nor as a Tensor",
-    "bounds": "has no code for sequences one after another, as attention_varlen has them",
-    "scales": "has no code for keys and values of 8 bits that have scales",
-    **{name: f"has no {name}; multiply by it before" for name in HEAD_SCALES},
-  }
   no_scales = () if set(DTYPES_8).intersection(schedule.dtypes) else HEAD_SCALES
   lacks = [name for name in spec.features if name in (*schedule.unsupported, *no_scales)]
   against = ["nothing is computed where a size is 0, so no kernel is needed"] if spec.is_empty else []
-  against += [f"{schedule.name} {wanted.get(name, f'has no {name}; leave it at its default')}" for name in lacks]
+  against += [f"{schedule.name} {ARGUMENTS[name].refusal.format(name)}" for name in lacks]
   if spec.dtype not in schedule.dtypes:
     accepted = " or ".join(map(dtype_name, schedule.dtypes))
     against.append(f"{schedule.name} has no code for {dtype_name(spec.dtype)} q, k and v; give it {accepted}")
