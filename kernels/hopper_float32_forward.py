@@ -29,6 +29,7 @@ PyTorch's. Nothing spills. `preferred` says which cases dispatch gives to these 
 more.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -404,13 +405,19 @@ def in_bfloat16(problem: Problem) -> DType:
 # The parts of k and v, (heads, rows, 3 columns).
 K_PARTS = Buffer("k_parts", lambda p, *_: (p.B * p.Hkv, p.N, PARTS * width(p.Dk)), in_bfloat16, scratch=True)
 V_PARTS = Buffer("v_parts", lambda p, *_: (p.B * p.Hkv, p.N, PARTS * width(p.Dv)), in_bfloat16, scratch=True)
+
+
+def _kernel(build: Callable[..., UOp], *buffers: Buffer, params: tuple[str, ...] = ("rules", "tiles")) -> Kernel:
+  return Kernel(build, buffers, lambda *given: Tiles.choose(*given), Tiles.candidates, params)
+
+
 SCHEDULE = Schedule(
   "hopper_float32_forward",
   devices=("CUDA",),
   dtypes=(dtypes.float32,),
   kernels=(
-    Kernel(split, (K_PARTS.written, V_PARTS.written, K, V), Tiles.choose, Tiles.candidates, params=()),
-    Kernel(forward, (O.written, Q, K.unread, V.unread, LSE.written, K_PARTS, V_PARTS), Tiles.choose, Tiles.candidates),
+    _kernel(split, K_PARTS.written, V_PARTS.written, K, V, params=()),
+    _kernel(forward, O.written, Q, K.unread, V.unread, LSE.written, K_PARTS, V_PARTS),
   ),
   tiles=Tiles,
   unsupported=("scales", "page_table"),
