@@ -52,7 +52,7 @@ from uopattn.dsl.cpu.gradients import Gradients, block_of, clear, load_row_sums,
 from uopattn.dsl.cpu.register_blocks import even
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
-from uopattn.dsl.schedule import Kernel, Problem, Schedule
+from uopattn.dsl.schedule import DK_SUMS, DQ, DV_SUMS, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
 
 
@@ -246,12 +246,11 @@ SCHEDULE = Schedule(
   kernels=(
     Kernel.backward(
       backward,
-      "dq",
-      "dk",
-      "dv",
+      DQ,
+      DK_SUMS,
+      DV_SUMS,
       choose=lambda *given: Tiles.choose(*given),
       candidates=Tiles.candidates,
-      sums=lambda tiles: tiles.parts,
     ),
   ),
   tiles=Tiles,

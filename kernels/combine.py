@@ -22,7 +22,7 @@ from uopattn.dsl import instructions as ins
 from uopattn.dsl.rules.quantized import LARGEST, rounded_bits
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.softmax import normalize
-from uopattn.dsl.schedule import DTYPES, Kernel, Schedule
+from uopattn.dsl.schedule import DTYPES, LSE, PARTIAL_LSE, PARTIAL_O, K, Kernel, O, Q, Schedule, V
 from uopattn.dsl.scope import as_type
 from uopattn.dsl.view import row_start
 
@@ -119,9 +119,8 @@ def _kernel(o: UOp, splits: int, end: UOp) -> UOp:
 
 
 def _schedule(device: str, build: Callable[..., UOp]) -> Schedule:
-  buffers = ("o", "q", "k", "v", "lse", "partial_o", "partial_lse")
-  kernel = Kernel(build, ("o", "lse"), buffers, params=("rules",), unread=("q", "k", "v"))
-  return Schedule("combine", (device,), DTYPES, (kernel,))
+  buffers = (O.written, Q.unread, K.unread, V.unread, LSE.written, PARTIAL_O, PARTIAL_LSE)
+  return Schedule("combine", (device,), DTYPES, (Kernel(build, buffers, params=("rules",)),))
 
 
 SCHEDULES = tuple(

@@ -32,7 +32,7 @@ from uopattn.dsl.cpu.gradients import Block, Gradients, block_of, clear, load_ro
 from uopattn.dsl.cpu.register_blocks import Tile, accumulate, even, load_tile, register_blocks, zeros
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
-from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Problem, Schedule
+from uopattn.dsl.schedule import DK_SUMS, DQ, DTYPES_16_32, DV_SUMS, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
 
 STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread; macOS gives Python's 16
@@ -281,12 +281,11 @@ SCHEDULE = Schedule(
   kernels=(
     Kernel.backward(
       backward,
-      "dq",
-      "dk",
-      "dv",
+      DQ,
+      DK_SUMS,
+      DV_SUMS,
       choose=lambda *given: Tiles.choose(*given),
       candidates=Tiles.candidates,
-      sums=lambda tiles: tiles.parts,
     ),
   ),
   tiles=Tiles,

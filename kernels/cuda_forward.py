@@ -39,7 +39,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from tinygrad import UOp, dtypes
+from tinygrad import UOp
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import Scope, sizes
@@ -48,7 +48,7 @@ from uopattn.dsl.gpu.mainloop import Mainloop, SoftmaxRow, State
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.nvidia.cp_async import CpAsyncPipeline
-from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, Accumulators, Left, Mma
+from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, STEPS, Left, Mma, check_step, check_type
 from uopattn.dsl.nvidia.mma_layout import (
   HALVES,
   MMA_M,
@@ -70,9 +70,6 @@ from uopattn.dsl.schedule import DTYPES, HEAD_SCALES, Kernel, Problem, Schedule,
 from uopattn.dsl.target import Target
 
 CUDA, TURING = "cuda", "sm_75"
-STEPS = {8: dtypes.uint, 16: dtypes.ushort, 32: dtypes.uchar}  # elements per step -> an integer of their size
-# The first architecture that multiplies each type.
-SINCE = {dtypes.half: 75, dtypes.bfloat16: 80, dtypes.float32: 80, dtypes.fp8e4m3: 89, dtypes.fp8e5m2: 89}
 
 
 @dataclass(frozen=True)
@@ -176,10 +173,8 @@ class Tiles:
     Raises:
       ValueError: the architecture is older; the head sizes are too large even for the smallest tile.
     """
-    M, Dk, Dv, since = problem.M, problem.Dk, problem.Dv, SINCE[problem.dtype]
-    if int(target.arch.removeprefix("sm_")) < since:
-      name = str(problem.dtype).removeprefix("dtypes.")
-      raise ValueError(f"{target.arch} has no mma.sync of this kernel's for {name}; sm_{since} and newer have")
+    check_type(problem.dtype, target.arch)
+    M, Dk, Dv = problem.M, problem.Dk, problem.Dv
     *candidates, smallest = cls.in_order(problem, target)
     fitting = [
       x
@@ -263,8 +258,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   Raises:
     ValueError: `Tiles.step` is for elements of another size.
   """
-  if tiles.step * q.dtype.itemsize != STEP_BYTES:
-    raise ValueError(f"Tiles.step={tiles.step}: must be {STEP_BYTES // q.dtype.itemsize} for {q.dtype}")
+  check_step(tiles.step, q.dtype)
   (heads, M, Dk), (results, _, Dv), block_m = sizes(q), sizes(o), tiles.block_m
   blocks, p_scale = ceildiv(M, block_m), p_scale_of(q.dtype, rules.dropout_p)
   s = Scope()
@@ -354,23 +348,13 @@ class WarpMma:
     self, p: list[list[UOp]], v_tile: SwizzledTiles, acc: UOp, old: UOp, alphas: list[UOp], stores: list[UOp]
   ) -> list[UOp]:
     """Compute O = O alpha + P V. Returns the stores to acc."""
-    out = self.mma.mma_ab(p, v_tile, self.group.lane, rescaled(old, alphas))
-    return [acc[i, d].store(tile) for i, tiles in enumerate(out) for d, tile in enumerate(tiles)]
+    return self.mma.add_weighted(p, v_tile, self.group.lane, acc, old, alphas)
 
   def store(self, o: UOp, lse: UOp | None, head: UOp, i: int, state: State, rules: HeadRules) -> list[UOp]:
     """Store the output and the LSE of the i-th of this lane's rows."""
     acc, half, lane, row = state.acc[i // HALVES], i % HALVES, self.group.lane, self.rows[i]
     found = finished(rules, state.m_i[i].load(), state.l_i[i].load(), row, self.p_scale_log2)
     return store_row(o, lse, head, row, half, acc, found, lane, self.tiles.dialect, operand=self.mma.dtype)
-
-
-def rescaled(acc: UOp, alphas: list[UOp]) -> Accumulators:
-  """O times alpha; each tile of queries has two alphas per lane."""
-  m_tiles, d_tiles, _ = sizes(acc)
-  return [
-    [UOp.stack(*[acc[i, d, e].load() * alphas[HALVES * i + e // 2] for e in range(4)]) for d in range(d_tiles)]
-    for i in range(m_tiles)
-  ]
 
 
 SCHEDULE = Schedule(

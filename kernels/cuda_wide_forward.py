@@ -41,7 +41,7 @@ from uopattn.dsl.gpu.mainloop import Mainloop, SoftmaxRow, State
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.nvidia.cp_async import AlternatingPipeline, CpAsyncPipeline
-from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, Accumulators, Mma
+from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, STEPS, Accumulators, Mma, check_step, check_type
 from uopattn.dsl.nvidia.mma_layout import (
   HALVES,
   MMA_M,
@@ -61,7 +61,6 @@ from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import Scaling, online_softmax, p_scale_of
 from uopattn.dsl.schedule import DTYPES, LEAST_KEYS, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
-from uopattn.kernels.cuda_forward import SINCE, STEPS, rescaled
 
 CUDA, TURING = "cuda", "sm_75"
 WORDS = 4  # 32-bit words of a left operand per lane
@@ -189,10 +188,8 @@ class Tiles:
       ValueError: the architecture is older; float32, but not in tf32; the head sizes are too large even for the
         smallest tile.
     """
-    arch, Dk, Dv, since = target.arch, problem.Dk, problem.Dv, SINCE[problem.dtype]
-    if int(arch.removeprefix("sm_")) < since:
-      name = str(problem.dtype).removeprefix("dtypes.")
-      raise ValueError(f"{arch} has no mma.sync of this kernel's for {name}; sm_{since} and newer have")
+    check_type(problem.dtype, target.arch)
+    Dk, Dv = problem.Dk, problem.Dv
     if problem.dtype == dtypes.float32 and not problem.tf32:
       raise ValueError(f"float32 with head sizes {Dk} and {Dv}: multiplied in tf32 only, if ALLOW_TF32=1")
     candidates = cls.in_order(problem, target)
@@ -256,8 +253,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   Raises:
     ValueError: `Tiles.step` is for elements of another size.
   """
-  if tiles.step * q.dtype.itemsize != STEP_BYTES:
-    raise ValueError(f"Tiles.step={tiles.step}: must be {STEP_BYTES // q.dtype.itemsize} for {q.dtype}")
+  check_step(tiles.step, q.dtype)
   (heads, M, Dk), (results, _, Dv), block_m = sizes(q), sizes(o), tiles.block_m
   blocks, p_scale_log2 = ceildiv(M, block_m), p_scale_of(q.dtype, rules.dropout_p)
   s = Scope()
@@ -477,8 +473,7 @@ class SliceMma:
     words = self.exchange.load(self.mma.scope, v_tile.memory)
     left = [[self.mma.left_of(x) for x in tile] for tile in words]
     v_slice = replace(v_tile, base=v_tile.base + self.slice * self.tiles.panels_per_slice(self.Dv) * v_tile.panel)
-    out = self.mma.mma_ab(left, v_slice, self.group.lane, rescaled(old, alphas))
-    return [acc[i, d].store(tile) for i, tiles in enumerate(out) for d, tile in enumerate(tiles)]
+    return self.mma.add_weighted(left, v_slice, self.group.lane, acc, old, alphas)
 
   def store(self, o: UOp, lse: UOp | None, head: UOp, i: int, state: State, l_i: UOp, rules: HeadRules) -> list[UOp]:
     """Store this warp's columns of the i-th of this lane's rows; the first slice stores the LSE."""

@@ -19,7 +19,7 @@ from uopattn.dsl.cpu.register_blocks import register_blocks
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.packed import words_of_all
 from uopattn.dsl.rules.head_view import HeadView
-from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Schedule
+from uopattn.dsl.schedule import DELTA, DLSE, DO, DTYPES_16_32, LSE, Kernel, O, Schedule
 
 LANES, BLOCK_ROWS, WARP = 8, 32, 32
 CHUNK_WORDS = 4  # 32-bit words in a chunk, which a lane loads at once
@@ -102,9 +102,9 @@ def _chunks(x: UOp, row: UOp, exists: UOp) -> Callable[[UOp], list[UOp]]:
 
 def _schedule(device: str, build: Callable[..., UOp]) -> Schedule:
   """Return the schedule for a device, with two kernels: without a gradient of the LSE, and with one."""
-  buffers = ("delta", "o", "do", "lse", "dlse")
-  kernels = (Kernel(build, ("delta",), given, params=()) for given in (buffers[:-1], buffers))
-  return Schedule("delta", (device,), DTYPES_16_32, tuple(kernels))
+  without = (DELTA.written, O, DO, LSE)
+  kernels = tuple(Kernel(build, buffers, params=()) for buffers in (without, (*without, DLSE)))
+  return Schedule("delta", (device,), DTYPES_16_32, kernels)
 
 
 SCHEDULES = (

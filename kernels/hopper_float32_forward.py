@@ -53,7 +53,7 @@ from uopattn.dsl.packed import Words, words_of
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.tile_range import TileRange
-from uopattn.dsl.schedule import Kernel, Problem, Schedule
+from uopattn.dsl.schedule import LSE, Buffer, K, Kernel, O, Problem, Q, Schedule, V
 from uopattn.dsl.scope import as_type, clamp
 from uopattn.dsl.target import Target
 from uopattn.dsl.view import View
@@ -159,15 +159,6 @@ def preferred(problem: Problem, target: Target) -> bool:
     target.arch == "sm_90" and max(problem.Dk, problem.Dv) <= MOST and problem.light_on_registers and not problem.tf32
   )
   return known and fits_parts and large and work_tiles >= MULTIPROCESSORS
-
-
-def scratch(problem: Problem, tiles: Tiles) -> dict[str, tuple[tuple[int, ...], DType]]:
-  """Return the shapes and dtypes of the parts of k and v, (heads, rows, 3 columns)."""
-  kv_heads, of_keys, of_values = problem.B * problem.Hkv, PARTS * width(problem.Dk), PARTS * width(problem.Dv)
-  return {
-    "k_parts": ((kv_heads, problem.N, of_keys), dtypes.bfloat16),
-    "v_parts": ((kv_heads, problem.N, of_values), dtypes.bfloat16),
-  }
 
 
 def split(k_parts: UOp, v_parts: UOp, k: UOp | View, v: UOp | View) -> UOp:
@@ -285,17 +276,17 @@ def of_warpgroup(work_tile: WorkTile, rules: HeadRules, tiles: Tiles, warp: UOp)
   return TileRange(clamp(own.n_full, 0, n_tiles), n_tiles, work_tile.key_range.tile)
 
 
-def _kernel(build: Callable[..., UOp], outputs: str, buffers: str, unread: str, *params: str) -> Kernel:
-  return Kernel(
-    build,
-    tuple(outputs.split()),
-    tuple(buffers.split()),
-    choose=lambda *given: Tiles.choose(*given),
-    candidates=lambda *given: Tiles.candidates(*given),
-    params=params,
-    unread=tuple(unread.split()),
-    scratch=scratch,
-  )
+def in_bfloat16(problem: Problem) -> DType:
+  return dtypes.bfloat16
+
+
+# The parts of k and v, (heads, rows, 3 columns).
+K_PARTS = Buffer("k_parts", lambda p, *_: (p.B * p.Hkv, p.N, PARTS * width(p.Dk)), in_bfloat16, scratch=True)
+V_PARTS = Buffer("v_parts", lambda p, *_: (p.B * p.Hkv, p.N, PARTS * width(p.Dv)), in_bfloat16, scratch=True)
+
+
+def _kernel(build: Callable[..., UOp], *buffers: Buffer, params: tuple[str, ...] = ("rules", "tiles")) -> Kernel:
+  return Kernel(build, buffers, lambda *given: Tiles.choose(*given), Tiles.candidates, params)
 
 
 SCHEDULE = Schedule(
@@ -303,8 +294,8 @@ SCHEDULE = Schedule(
   devices=("CUDA",),
   dtypes=(dtypes.float32,),
   kernels=(
-    _kernel(split, "k_parts v_parts", "k_parts v_parts k v", ""),
-    _kernel(forward, "o lse", "o q k v lse k_parts v_parts", "k v", "rules", "tiles"),
+    _kernel(split, K_PARTS.written, V_PARTS.written, K, V, params=()),
+    _kernel(forward, O.written, Q, K.unread, V.unread, LSE.written, K_PARTS, V_PARTS),
   ),
   tiles=Tiles,
   unsupported=("scales", "page_table"),

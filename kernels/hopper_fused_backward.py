@@ -60,7 +60,24 @@ from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.softmax import FLOAT32_MAX, LOWEST
 from uopattn.dsl.rules.tile_range import blurred, full_then_masked
-from uopattn.dsl.schedule import DTYPES_16, Kernel, Problem, Schedule
+from uopattn.dsl.schedule import (
+  DELTA,
+  DK,
+  DO,
+  DQ,
+  DTYPES_16,
+  DV,
+  LIGHT,
+  LSE,
+  Buffer,
+  K,
+  Kernel,
+  Problem,
+  Q,
+  Schedule,
+  V,
+  in_float32,
+)
 from uopattn.dsl.target import Target
 
 CUDA = "cuda"
@@ -159,7 +176,6 @@ class Tiles:
 DS_STORED = UOp.const(1)  # the first named barrier of the consumers: dS is in shared memory
 LIMIT = 192  # of `Tiles.registers`
 REGISTERS = {2: (24, 240)}  # per thread of the producer and of the consumers, of 65536
-LIGHT = frozenset({"window", "sinks", "q_start"})  # features that need no more registers
 L2_BYTES = (16 << 20, 32 << 20)  # of the cache, for Q, dO and dQ, for head sizes up to 64 and above
 MULTIPROCESSORS = 132  # of an H100 or H200
 FROM = 512  # keys and queries from which this pass is ahead of `hopper_backward` (H200, 2026-11-23)
@@ -550,29 +566,15 @@ class Mainloop:
     return {(0, i // 4, i % 4): scores[i].load() for i in range(BLOCK // 2)}
 
 
-def scratch(problem: Problem, tiles: Tiles) -> dict[str, tuple[tuple[int, ...], DType]]:
-  """Return the shapes and dtypes of the buffers that the kernels share."""
-  n_tiles = ceildiv(problem.M, BLOCK)
-  return {
-    "row_stats": ((problem.heads, 2, n_tiles * BLOCK), dtypes.float),
-    "semaphores": ((problem.heads, n_tiles), dtypes.int),
-    "dq_sum": ((problem.heads, n_tiles, parts(problem.Dk), BLOCK * PART), dtypes.float),
-  }
+ROW_STATS = Buffer("row_stats", lambda p, *_: (p.heads, 2, round_up(p.M, BLOCK)), in_float32, scratch=True)
+SEMAPHORES = Buffer("semaphores", lambda p, *_: (p.heads, ceildiv(p.M, BLOCK)), lambda p: dtypes.int, scratch=True)
+DQ_SUM = Buffer(
+  "dq_sum", lambda p, *_: (p.heads, ceildiv(p.M, BLOCK), parts(p.Dk), BLOCK * PART), in_float32, scratch=True
+)
 
 
-def _kernel(build: Callable[..., UOp], outputs: str, inputs: str, *params: str) -> Kernel:
-  names, both = tuple(outputs.split()), dict.fromkeys([*outputs.split(), *inputs.split()])
-  return Kernel(
-    build,
-    names,
-    tuple(both),
-    choose=Tiles.choose,
-    candidates=Tiles.candidates,
-    params=params,
-    block=lambda x: (x.rows, BLOCK),
-    of_keys=True,
-    scratch=scratch,
-  )
+def _kernel(build: Callable[..., UOp], *buffers: Buffer, params: tuple[str, ...]) -> Kernel:
+  return Kernel(build, buffers, Tiles.choose, Tiles.candidates, params, lambda x: (x.rows, BLOCK), of_keys=True)
 
 
 SCHEDULE = Schedule(
@@ -580,9 +582,14 @@ SCHEDULE = Schedule(
   devices=("CUDA",),
   dtypes=DTYPES_16,
   kernels=(
-    _kernel(begin, "row_stats semaphores", "lse delta", "tiles"),
-    _kernel(backward, "dq_sum dk dv semaphores", "q k v do row_stats", "rules", "tiles"),
-    _kernel(finish, "dq", "dq_sum semaphores", "tiles", "scale"),
+    _kernel(begin, ROW_STATS.written, SEMAPHORES.written, LSE, DELTA, params=("tiles",)),
+    _kernel(
+      backward,
+      *(x.written for x in (DQ_SUM, DK, DV, SEMAPHORES)),
+      *(Q, K, V, DO, ROW_STATS),
+      params=("rules", "tiles"),
+    ),
+    _kernel(finish, DQ.written, DQ_SUM, SEMAPHORES, params=("tiles", "scale")),
   ),
   tiles=Tiles,
   unsupported=("scales", "page_table"),

@@ -10,7 +10,7 @@ from tinygrad.helpers import ceildiv
 from tinygrad.uop.ops import AxisType, KernelInfo
 
 from uopattn.dsl import Scope, gated, sizes
-from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Schedule
+from uopattn.dsl.schedule import DTYPES_16_32, Buffer, Kernel, O, Schedule, in_float32
 
 ROWS = 64
 
@@ -34,4 +34,5 @@ def add_parts(o: UOp, sums: UOp) -> UOp:
   return end.sink(arg=KernelInfo(name=f"attention_sums_{heads}_{parts}_{N}_{D}", opts_to_apply=()), tag=1)
 
 
-SCHEDULE = Schedule("sum_parts", ("CPU",), DTYPES_16_32, (Kernel(add_parts, ("o",), ("o", "sums"), params=()),))
+SUMS = Buffer("sums", lambda p, _, parts: (p.B, p.Hkv * parts, p.N, p.Dv), in_float32)
+SCHEDULE = Schedule("sum_parts", ("CPU",), DTYPES_16_32, (Kernel(add_parts, (O.written, SUMS), params=()),))

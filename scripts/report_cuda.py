@@ -23,9 +23,9 @@ from tinygrad.helpers import round_up, to_char_p_p
 from tinygrad.uop.ops import Ops
 
 from uopattn.dsl.limits import lds_limit
+from uopattn.dsl.nvidia.mma import SINCE
 from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.target import Target
-from uopattn.kernels import cuda_forward
 from uopattn.plan.dispatch import dispatch, stages
 from uopattn.plan.launch import Launch
 from uopattn.runtime.cuda import SharedRenderer, shared_places
@@ -236,5 +236,5 @@ def rows(arches: Sequence[str], H: int, M: int, N: int, D: int, causal: bool) ->
   """Yield a row for each target and dtype with matrix instructions. Raises ValueError if a target has none."""
   for arch in arches:
     version = int(arch.removeprefix("sm_"))
-    for dtype in [name for name, type_ in TYPES.items() if version >= cuda_forward.SINCE[type_]] or TYPES:
+    for dtype in [name for name, type_ in TYPES.items() if version >= SINCE[type_]] or TYPES:
       yield row(dtype, measure(arch, dtype, H, M, N, D, causal))

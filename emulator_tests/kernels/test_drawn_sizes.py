@@ -23,7 +23,7 @@ from tinygrad.uop.ops import Ops
 
 from uopattn.dsl.schedule import DTYPES_16, DTYPES_16_32
 from uopattn.dsl.target import Target, VectorUnit
-from uopattn.plan.dispatch import NoKernel, delta_launch, dispatch, dispatch_backward, stages, sums_launch
+from uopattn.plan.dispatch import NoKernel, delta_launch, dispatch, dispatch_backward, stages, sums_launches
 from uopattn.plan.launch import Launch
 from uopattn.runtime.amd import extended
 from uopattn.runtime.clang import find_clang
@@ -103,8 +103,7 @@ def launches(spec: AttentionSpec, target: Target) -> list[Launch]:
     last = dispatch_backward(spec, target)
   except NoKernel:
     return found
-  sums = {(x.kernel.sums(x.tiles), D) for x in last for D in (spec.Dk, spec.Dv) if x.kernel.sums(x.tiles)}
-  return [*found, delta_launch(spec, target, False), *last, *(sums_launch(spec, *x) for x in sorted(sums))]
+  return [*found, delta_launch(spec, target, False), *last, *sums_launches(last)]
 
 
 def renderer(target: Target) -> Renderer:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
@@ -79,6 +79,11 @@ class Problem:
     return LIGHT.issuperset(self.features)
 
   @property
+  def kept(self) -> tuple[int, int, int]:
+    """The shape of k and v without the head size."""
+    return self.B, self.Hkv, self.N
+
+  @property
   def stored(self) -> DType:
     """The type of k and v in memory."""
     return self.dtype if self.kv_dtype is None else self.kv_dtype
@@ -100,14 +105,82 @@ class Problem:
     return self if heads == 1 else replace(self, Hq=self.Hq // heads, M=self.M * heads)
 
 
+Shape = tuple[int, ...]
+
+
+def _as_q(problem: Problem) -> DType:
+  return problem.dtype
+
+
+def _as_stored(problem: Problem) -> DType:
+  return problem.stored
+
+
+def in_float32(problem: Problem) -> DType:
+  """The `Buffer.dtype` of float32."""
+  return dtypes.float32
+
+
+@dataclass(frozen=True, eq=False)
+class Buffer:
+  """A buffer that a kernel takes.
+
+  Attributes:
+    name: its name. Kernels of a pass share the buffers that have one name.
+    shape: maps a problem, tiles and a number of splits of the keys to its shape, which begins with batch and heads. A
+      kernel takes these as one axis, with GQA packing as fewer heads of more rows.
+    dtype: maps a problem to the type of its elements.
+    mode: "write" for an output, "read", or "unread" if a call takes it only so that it gets a gradient.
+    scratch: whether nobody but kernels takes it. Its shape is then as kernels take it, that of the packed problem.
+    parameter: the parameter of the kernel that takes it; "" if it has the buffer's name.
+  """
+
+  name: str
+  shape: Callable[[Problem, Any, int], Shape]
+  dtype: Callable[[Problem], DType] = _as_q
+  mode: Literal["read", "write", "unread"] = "read"
+  scratch: bool = False
+  parameter: str = ""
+
+  @property
+  def written(self) -> "Buffer":
+    """The buffer as an output."""
+    return replace(self, mode="write")
+
+  @property
+  def unread(self) -> "Buffer":
+    """The buffer as one that the kernel does not read."""
+    return replace(self, mode="unread")
+
+
+Q = Buffer("q", lambda p, *_: (p.B, p.Hq, p.M, p.Dk))
+K = Buffer("k", lambda p, *_: (*p.kept, p.Dk), _as_stored)
+V = Buffer("v", lambda p, *_: (*p.kept, p.Dv), _as_stored)
+O = Buffer("o", lambda p, *_: (p.B, p.Hq, p.M, p.Dv))
+LSE = Buffer("lse", lambda p, *_: (p.B, p.Hq, p.M), in_float32)
+DO = replace(O, name="do")
+DLSE = replace(LSE, name="dlse")
+DELTA = replace(LSE, name="delta")
+DQ = replace(Q, name="dq")
+DK = Buffer("dk", lambda p, *_: (p.B, p.Hkv, p.N, p.Dk))
+DV = Buffer("dv", lambda p, *_: (p.B, p.Hkv, p.N, p.Dv))
+GRADIENTS = {x.name: x for x in (DQ, DK, DV)}
+# On a CPU each key head has `tiles.parts` sums, which the caller adds up.
+DK_SUMS = Buffer("dk", lambda p, tiles, _: (p.B, p.Hkv * tiles.parts, p.N, p.Dk), in_float32)
+DV_SUMS = Buffer("dv", lambda p, tiles, _: (p.B, p.Hkv * tiles.parts, p.N, p.Dv), in_float32)
+# What a forward kernel leaves for each split of the keys, and `combine` reads: the maximum and the sum of each row.
+PARTIAL_O = Buffer("partial_o", lambda p, _, splits: (p.heads * splits, p.M, p.Dv), in_float32, scratch=True)
+PARTIAL_LSE = Buffer("partial_lse", lambda p, _, splits: (p.heads * splits, p.M, 2), in_float32, scratch=True)
+OF_SPLITS = {x: replace(y, mode="write", parameter=x) for x, y in (("o", PARTIAL_O), ("lse", PARTIAL_LSE))}
+
+
 @dataclass(frozen=True)
 class Kernel:
   """A function that builds a kernel's graph on named buffers.
 
   Attributes:
-    build: returns the graph. It takes buffers by name, with batch and heads as one axis, and the keywords in `params`.
-    outputs: the buffers that the kernel writes.
-    buffers: all buffers of a call, in order. The Tensors of the arguments follow them.
+    build: returns the graph. It takes the buffers that are not unread by name, and the keywords in `params`.
+    buffers: the buffers of a call, in order. The Tensors of the arguments follow them.
     choose: returns the tiles for a problem and a target; raises ValueError if none fit.
     candidates: returns the tiles to measure for a problem and a target, those that `choose` returns first; None: only
       those. Kernels of a schedule that have one function here have the same tiles. See `uopattn.tuning`.
@@ -115,22 +188,25 @@ class Kernel:
       q.k.
     block: maps the tiles to the rows of a block and the rows of a tile in the mainloop.
     of_keys: whether blocks are of keys, and tiles of queries.
-    sums: maps the tiles to the number of float32 partial sums of dk and dv per key head; 0: it writes the gradients.
-    unread: those of `buffers` that the kernel does not read. A call takes them only so that they get gradients.
-    scratch: maps a problem and tiles to shapes and dtypes of buffers that the schedule's kernels share, by name.
   """
 
   build: Callable[..., UOp]
-  outputs: tuple[str, ...]
-  buffers: tuple[str, ...]
+  buffers: tuple[Buffer, ...]
   choose: Callable[[Problem, Target], Any] = lambda problem, target: None
   candidates: Callable[[Problem, Target], Sequence[Any]] | None = None
   params: tuple[str, ...] = ("rules", "tiles")
   block: Callable[[Any], tuple[int, int]] = lambda tiles: (tiles.block_m, tiles.block_n)
   of_keys: bool = False
-  sums: Callable[[Any], int] = lambda tiles: 0
-  unread: tuple[str, ...] = ()
-  scratch: Callable[[Problem, Any], dict[str, tuple[tuple[int, ...], DType]]] = lambda problem, tiles: {}
+
+  @property
+  def outputs(self) -> tuple[str, ...]:
+    """The names of the buffers that it writes."""
+    return tuple(x.name for x in self.buffers if x.mode == "write")
+
+  @property
+  def of_splits(self) -> "Kernel":
+    """The forward kernel that stores what `combine` reads, for each split of the keys."""
+    return replace(self, buffers=tuple(OF_SPLITS.get(x.name, x) for x in self.buffers))
 
   @classmethod
   def forward(cls, build: Callable[..., UOp], tiles: Any) -> "Kernel":
@@ -139,12 +215,12 @@ class Kernel:
     `tiles` has `choose(problem, target)`, and may have `candidates(problem, target)`.
     """
     candidates = getattr(tiles, "candidates", None)
-    return cls(build, ("o", "lse"), ("o", "q", "k", "v", "lse"), lambda *given: tiles.choose(*given), candidates)
+    return cls(build, (O.written, Q, K, V, LSE.written), lambda *given: tiles.choose(*given), candidates)
 
   @classmethod
-  def backward(cls, build: Callable[..., UOp], *outputs: str, **given: Any) -> "Kernel":
-    """A backward kernel: build(dq and/or dk and dv, q, k, v, do, lse, delta, *, rules, tiles)."""
-    return cls(build, outputs, (*outputs, "q", "k", "v", "do", "lse", "delta"), **given)
+  def backward(cls, build: Callable[..., UOp], *gradients: Buffer, **given: Any) -> "Kernel":
+    """A backward kernel: build(gradients, q, k, v, do, lse, delta, *, rules, tiles)."""
+    return cls(build, (*(x.written for x in gradients), Q, K, V, DO, LSE, DELTA), **given)
 
 
 @dataclass(frozen=True)
@@ -196,7 +272,7 @@ def passes(of_queries: Callable[..., UOp], tiles: Any, **of_keys: Callable[..., 
   def make(build: Callable[..., UOp], gradients: str) -> Kernel:
     return Kernel.backward(
       build,
-      *gradients.split("_"),
+      *(GRADIENTS[name] for name in gradients.split("_")),
       choose=lambda *given: tiles.choose(*given, gradients),
       candidates=lambda *given: tiles.candidates(*given, gradients),
       block=lambda x: (x.rows, x.block),

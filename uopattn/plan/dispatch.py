@@ -16,6 +16,7 @@ from uopattn.dsl.target import Target
 from uopattn.kernels import combine, delta, sum_parts
 from uopattn.plan.launch import Launch
 from uopattn.plan.target import target_of
+from uopattn.spec.arguments import ARGUMENTS
 from uopattn.spec.spec import AttentionSpec
 from uopattn.spec.tensors import dtype_name
 
@@ -201,14 +202,16 @@ def stages(launch: Launch) -> tuple[Launch, ...]:
   if launch.splits == 1:
     return tuple(replace(launch, kernel=x) for x in launch.schedule.kernels)
   (schedule,) = (x for x in combine.SCHEDULES if x.devices == launch.schedule.devices)
-  return replace(launch, partial=True), replace(launch, schedule=schedule, kernel=schedule.kernels[0], tiles=None)
+  return replace(launch, kernel=launch.kernel.of_splits), replace(
+    launch, schedule=schedule, kernel=schedule.kernels[0], tiles=None
+  )
 
 
 def delta_launch(spec: AttentionSpec, target: Target, has_dlse: bool) -> Launch:
   """Return the launch of the delta kernel, see `uopattn.plan.gradient`, on a device that has backward kernels."""
   (schedule,) = (x for x in delta.SCHEDULES if target.device in x.devices)
   # delta depends only on the output: attentions that differ in the rest share the kernel.
-  layouts = tuple((name, x) for name, x in spec.layouts if name in schedule.kernels[has_dlse].buffers)
+  layouts = tuple((name, x) for name, x in spec.layouts if name in ("o", "do"))
   rows = AttentionSpec(spec.B, spec.Hq, spec.Hq, spec.M, 1, 1, spec.Dv, spec.dtype, 1.0, layouts=layouts)
   return Launch(schedule, schedule.kernels[has_dlse], rows)
 
@@ -217,6 +220,14 @@ def sums_launch(spec: AttentionSpec, parts: int, D: int) -> Launch:
   """Return the launch that adds up `parts` sums of dK or of dV, whose rows have D columns, on a CPU."""
   rows = AttentionSpec(spec.B, spec.Hkv, spec.Hkv, spec.N, spec.N, 1, D, spec.stored, 1.0)
   return Launch(sum_parts.SCHEDULE, sum_parts.SCHEDULE.kernels[0], rows, splits=parts)
+
+
+def sums_launches(launches: Sequence[Launch]) -> list[Launch]:
+  """Return the launches that finish a backward pass which leaves several sums for each key head, or another dtype."""
+  spec = launches[0].spec
+  outputs = (x for launch in launches for x in launch.buffers() if x.name in ("dk", "dv"))
+  parts = ((x.shape[1] // spec.Hkv, x.shape[3]) for x in outputs if x.dtype != spec.stored or x.shape[1] > spec.Hkv)
+  return [sums_launch(spec, *x) for x in parts]
 
 
 def schedules_on(target: Target, backward: bool = False) -> tuple[Schedule, ...]:
@@ -284,16 +295,10 @@ def check_arguments(launches: Sequence[Launch], target: Target) -> None:
 
 def reasons_against(schedule: Schedule, spec: AttentionSpec) -> list[str]:
   """Return the features and dtypes of an attention that a schedule does not support, one sentence each."""
-  wanted = {
-    "q_start": "takes q_start as an int alone, neither as a Variable nor as a Tensor",
-    "bounds": "has no code for sequences one after another, as attention_varlen has them",
-    "scales": "has no code for keys and values of 8 bits that have scales",
-    **{name: f"has no {name}; multiply by it before" for name in HEAD_SCALES},
-  }
   no_scales = () if set(DTYPES_8).intersection(schedule.dtypes) else HEAD_SCALES
   lacks = [name for name in spec.features if name in (*schedule.unsupported, *no_scales)]
   against = ["nothing is computed where a size is 0, so no kernel is needed"] if spec.is_empty else []
-  against += [f"{schedule.name} {wanted.get(name, f'has no {name}; leave it at its default')}" for name in lacks]
+  against += [f"{schedule.name} {ARGUMENTS[name].refusal.format(name)}" for name in lacks]
   if spec.dtype not in schedule.dtypes:
     accepted = " or ".join(map(dtype_name, schedule.dtypes))
     against.append(f"{schedule.name} has no code for {dtype_name(spec.dtype)} q, k and v; give it {accepted}")

@@ -65,6 +65,6 @@ def run_stages(
   *before, last = stages(launch)
   for stage in before:
     found = stage.run(device, given, variables)
-    given = {**given, **{f"partial_{name}" if stage.partial else name: [x] for name, x in found.items()}}
+    given = {**given, **{name: [x] for name, x in found.items()}}
   found = last.run(device, {**given, **results}, variables, gradient)
   return with_heads_first(found["o"], launch.spec), found["lse"]

@@ -1,5 +1,6 @@
 """Calls of kernels, for all passes: their named buffers, their graph, and running them."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from tinygrad.uop.ops import Ops
 
 from uopattn.dsl import as_type
 from uopattn.dsl.constants import typed
-from uopattn.dsl.schedule import Kernel, Schedule
+from uopattn.dsl.schedule import GRADIENTS, Buffer, Kernel, Schedule
 from uopattn.dsl.view import Strides, View
 from uopattn.plan.rules import rules_of
 from uopattn.runtime.function import in_function
@@ -38,7 +39,6 @@ class Launch:
     tiles: block sizes.
     pack_gqa: query heads that the kernel treats as rows of one head (GQA packing).
     splits: number of splits of the keys (split-KV).
-    partial: whether the outputs are those of the splits.
   """
 
   schedule: Schedule
@@ -47,47 +47,38 @@ class Launch:
   tiles: Any = None
   pack_gqa: int = 1
   splits: int = 1
-  partial: bool = False
 
   def __str__(self) -> str:
     return f"{self.schedule.name} {self.tiles}" + (f" in {self.splits} parts" if self.splits > 1 else "")
 
+  @functools.cached_property
+  def packed(self) -> AttentionSpec:
+    """The attention as the kernel sees it, after GQA packing."""
+    return self.spec.packed(self.pack_gqa)
+
   @property
   def layouts(self) -> dict[str, Layout]:
-    """The layouts of the call's operands and output that are strided views, by name; of a split none of the output."""
-    return {name: x for name, x in self.spec.layouts if not (name == "o" and self.partial)}
+    """The layouts of the operands and the output that are strided views, by name."""
+    return dict(self.spec.layouts)
+
+  @property
+  def own(self) -> tuple[Buffer, ...]:
+    """The buffers of a call that are not arguments, in order. The LSE is among them only if it is wanted."""
+    return tuple(x for x in self.kernel.buffers if self.spec.return_lse or (x.name, x.mode) != ("lse", "write"))
 
   def names(self) -> tuple[str, ...]:
-    """Return the buffers of a call that are not arguments, in order. The LSE is among them only if it is wanted."""
-    left_out = () if self.spec.return_lse or self.partial or "lse" not in self.kernel.outputs else ("lse",)
-    return tuple(name for name in self.kernel.buffers if name not in left_out)
+    """Return the names of `own`."""
+    return tuple(x.name for x in self.own)
+
+  def shape(self, buffer: Buffer) -> tuple[int, ...]:
+    """Return the shape of a buffer of a call, but for a layout."""
+    return buffer.shape(self.packed if buffer.scratch else self.spec, self.tiles, self.splits)
 
   def buffers(self) -> tuple[Input, ...]:
     """Return all buffers of a call, in order; an argument may have several in a row."""
-    s, rows = self.spec, (self.spec.B, self.spec.Hq, self.spec.M)
-    part = (s.heads // self.pack_gqa * self.splits, self.pack_gqa * s.M)
-    sums = self.kernel.sums(self.tiles)
-    heads, of_sums = (s.Hkv * sums, dtypes.float) if sums else (s.Hkv, s.dtype)
-    known = {
-      "o": (part if self.partial else rows, s.Dv, dtypes.float if self.partial else s.dtype),
-      "lse": (part, 2, dtypes.float) if self.partial else (rows, None, dtypes.float),
-      "partial_o": (part, s.Dv, dtypes.float),
-      "partial_lse": (part, 2, dtypes.float),
-      "q": (rows, s.Dk, s.dtype),
-      "k": (s.kept, s.Dk, s.stored),
-      "v": (s.kept, s.Dv, s.stored),
-      "do": (rows, s.Dv, s.dtype),
-      "dlse": (rows, None, dtypes.float),
-      "delta": (rows, None, dtypes.float),
-      "sums": ((s.B, s.Hkv * self.splits, s.N), s.Dv, dtypes.float),
-      "dq": (rows, s.Dk, s.dtype),
-      "dk": ((s.B, heads, s.N), s.Dk, of_sums),
-      "dv": ((s.B, heads, s.N), s.Dv, of_sums),
-    }
-    views = {name: (layout.size,) for name, layout in self.layouts.items()}
-    shapes = {x: (views.get(x) or (rows if D is None else (*rows, D)), dtype) for x, (rows, D, dtype) in known.items()}
-    shapes |= self.kernel.scratch(s, self.tiles)
-    return (*(Input(name, *shapes[name]) for name in self.names()), *self.inputs())
+    views = {name: (layout.size,) for name, layout in self.spec.layouts}
+    own = (Input(x.name, views.get(x.name) or self.shape(x), x.dtype(self.spec)) for x in self.own)
+    return (*own, *self.inputs())
 
   def inputs(self) -> tuple[Input, ...]:
     """Return the arguments' Tensors that the rules read; without tiles, as in `combine`, no keys and so no masks."""
@@ -96,8 +87,7 @@ class Launch:
       return ()
     if "tiles" not in self.kernel.params:
       return tuple(x for x in s.inputs if x.name in DIFFERENTIABLE)
-    makes_lse = "lse" in self.kernel.outputs and not self.partial
-    given = tuple(x for x in s.inputs if makes_lse or x.name not in IN_LSE)
+    given = tuple(x for x in s.inputs if "lse" in self.kernel.outputs or x.name not in IN_LSE)
     return given + s.tile_lists(*self.kernel.block(self.tiles), self.kernel.of_keys)
 
   def lists(self, mask: BlockMask) -> Sequence[Tensor]:
@@ -110,8 +100,7 @@ class Launch:
     buffers = self.buffers()
     numbers = range(len(buffers)) if slots is None else slots
     places = [UOp.placeholder(x.shape, x.dtype, slot) for x, slot in zip(buffers, numbers, strict=True)]
-    own = dict(zip(self.names(), places, strict=False))
-    arguments: dict[str, list[UOp]] = {}
+    own, arguments = self.own, dict[str, list[UOp]]()
     for x, place in zip(buffers[len(own) :], places[len(own) :], strict=True):
       arguments.setdefault(x.name, []).append(place)
     if getattr(self.tiles, "values_in_keys", False) and not self.spec.values_in_keys:
@@ -119,7 +108,8 @@ class Launch:
     wanted: dict[str, Any] = {"tiles": self.tiles, "scale": self.spec.scale}
     if "rules" in self.kernel.params:
       wanted["rules"] = rules_of(self.spec, arguments, self.pack_gqa, self.schedule.operand)
-    flat = {name: self._flat(name, x) for name, x in own.items() if name not in self.kernel.unread}
+    read_or_written = [(x, place) for x, place in zip(own, places, strict=False) if x.mode != "unread"]
+    flat = {x.parameter or x.name: self._flat(x, place) for x, place in read_or_written}
     kernel = typed(self.kernel.build(**flat, **{name: wanted[name] for name in self.kernel.params}))
     # A call has all buffers, for its gradients or because other kernels of the pass read them, and CUDA graphs pass
     # every argument. Those that are not read become bytes: CUDA C++ knows 8-bit floats only if it is told about them.
@@ -127,45 +117,40 @@ class Launch:
     unread = [as_type(x, dtypes.uchar) for x in places if x.base.arg.slot not in read]
     return kernel.replace(src=(*kernel.src, *unread)) if unread else kernel
 
-  def _flat(self, name: str, x: UOp) -> UOp | View:
-    """Return a buffer with batch and heads as one axis; packed heads become one head with more rows."""
-    if (layout := self.layouts.get(name)) is not None:
-      return self._view(name, x, layout)
-    if name in self.kernel.scratch(self.spec, self.tiles):
+  def _flat(self, buffer: Buffer, x: UOp) -> UOp | View:
+    """Return a buffer as the kernel takes it: batch and heads as one axis, a strided view as it lies in memory."""
+    if buffer.scratch:
       return x
-    width = () if name in ("delta", "dlse") or (name == "lse" and not self.partial) else x.shape[-1:]
-    rows = self.pack_gqa * self.spec.M if name in ("o", "q", "lse") else x.shape[-1 - len(width)]
-    return x.reshape(-1, rows, *width)
-
-  def _view(self, name: str, buffer: UOp, layout: Layout) -> View:
-    """Return an operand or the output as the strided view of a flat buffer that it is."""
-    s, packs = self.spec, self.pack_gqa if name in ("q", "o") else 1
-    batches, heads, rows = s.kept if name in ("k", "v") else (s.B, s.Hq, s.M)
-    D = s.Dk if name in ("q", "k") else s.Dv
+    batches, heads, rows, *width = buffer.shape(self.packed, self.tiles, self.splits)
+    if (layout := self.layouts.get(buffer.name)) is None:
+      return x.reshape(batches * heads, rows, *width)
     of_batch, of_head, of_row, _ = layout.strides
+    _, all_heads, head_rows, D = self.shape(buffer)
+    packs = all_heads // heads
 
     def start(head: UOp, row: UOp) -> UOp:
-      b, h = head // (heads // packs), head % (heads // packs)
+      b, h = head // heads, head % heads
       if packs > 1:
-        h, row = h * packs + row // rows, row % rows
+        h, row = h * packs + row // head_rows, row % head_rows
       return b * of_batch + h * of_head + row * of_row + layout.offset
 
     unit = math.gcd(layout.offset, of_batch, of_head, of_row)
-    *steps, _ = (layout if packs == 1 else layout.packed(packs, rows)).strides
-    strides = Strides(layout.offset, batches, heads // packs, *steps) if packs == 1 or steps[-1] else None
-    return View(buffer, (batches * heads // packs, packs * rows, D), start, unit, strides)
+    *steps, _ = (layout if packs == 1 else layout.packed(packs, head_rows)).strides
+    strides = Strides(layout.offset, batches, heads, *steps) if packs == 1 or steps[-1] else None
+    return View(x, (batches * heads, rows, D), start, unit, strides)
 
   def estimates(self) -> Estimates:
     """Estimate the kernel's operations and bytes moved, for tinygrad's own reports."""
-    sizes = {x.name: math.prod(x.shape) for x in self.buffers()} | {"q": self.spec.heads * self.spec.M * self.spec.Dk}
-    read = [x for x in self.buffers() if x.name not in (*self.kernel.unread, "k", "v")]
-    moved = sum(sizes[x.name] * x.dtype.itemsize for x in read)
-    if {"rules", "tiles"}.issubset(self.kernel.params):  # two matrix products, and one more per gradient
-      widths = {"dq": self.spec.Dk, "dk": self.spec.Dk, "dv": self.spec.Dv}
-      share = sum(widths.get(x, 0) for x in self.kernel.outputs) / (self.spec.Dk + self.spec.Dv)
-      moved += self.spec.kv_bytes  # not every page of the pool
-      return Estimates(ops=round(self.spec.flops * (1 + share)), lds=moved, mem=moved)
-    ops = 2 * max(sizes.get(name, 0) for name in ("partial_o", "o", "dq_sum", "row_stats"))
+    used = [x for x in self.own if x.mode != "unread"]
+    elements = {x.name: math.prod(self.shape(x)) for x in used}
+    moved = sum(math.prod(x.shape) * x.dtype.itemsize for x in self.inputs())
+    moved += sum(elements[x.name] * x.dtype(self.spec).itemsize for x in used if x.name not in ("k", "v"))
+    moved += self.spec.kv_bytes if "k" in elements else 0  # not every page of the pool
+    if not {"rules", "tiles"}.issubset(self.kernel.params):  # a product and a sum for each element
+      return Estimates(ops=2 * max(elements.values()), lds=moved, mem=moved)
+    # Two matrix products, and one more per gradient.
+    widths = [self.shape(x)[-1] for x in used if x.mode == "write" and x.name in GRADIENTS]
+    ops = round(self.spec.flops * (1 + sum(widths) / (self.spec.Dk + self.spec.Dv)))
     return Estimates(ops=ops, lds=moved, mem=moved)
 
   def argument_count(self) -> int:

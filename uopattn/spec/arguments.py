@@ -213,6 +213,7 @@ class Argument:
     settle: normalises a value before it is checked.
     feature: the name that a kernel without code for it reports; None is the argument's name, "" if none needs code.
     is_used: whether a value needs that code.
+    refusal: what such a kernel says of itself, with {} for the argument's name.
     in_lse: whether the LSE contains its effect on a row. A backward pass, and a split of the keys, then ignore it.
     has_gradient: whether its Tensors may have a gradient.
     axes: the axes of its Tensors, as kernels take them: (b)atches, (h)eads, (k)ey heads, queries (m), keys (n). Tensors
@@ -226,6 +227,7 @@ class Argument:
   settle: Callable[[Any], Any] = lambda value: value
   feature: str | None = None
   is_used: Callable[[Any], bool] = lambda value: True
+  refusal: str = "has no {}; leave it at its default"
   in_lse: bool = False
   has_gradient: bool = False
   axes: str = ""
@@ -234,6 +236,15 @@ class Argument:
 def argument(default: Any = None, **declared: Any) -> Any:
   """Declare a field of `Arguments`; see `Argument`."""
   return field(default=default, metadata={"argument": Argument(default, **declared)})
+
+
+SCALE_OF_HEADS: dict[str, Any] = {
+  "check": check_scale,
+  "tensors": of_heads,
+  "settle": as_scale,
+  "refusal": "has no {}; multiply by it before",
+  "axes": "bk",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,7 +271,13 @@ class Arguments:
   window: tuple[int | None, int | None] | None = argument(check=check_window, mask=lambda x: Window.of(*x))
   softcap: float | None = argument(check=check_softcap)
   q_start: "int | UOp | Tensor" = argument(
-    0, check=check_places, tensors=as_place, settle=near, is_used=lambda x: not isinstance(x, int), axes="b"
+    0,
+    check=check_places,
+    tensors=as_place,
+    settle=near,
+    is_used=lambda x: not isinstance(x, int),
+    refusal="takes q_start as an int alone, neither as a Variable nor as a Tensor",
+    axes="b",
   )
   kv_lengths: "int | UOp | Tensor | None" = argument(check=check_places, tensors=as_place, settle=near, axes="b")
   sinks: Tensor | None = argument(
@@ -270,11 +287,15 @@ class Arguments:
   mask_mod: Callable[..., Any] | None = argument(check=check_mod)
   dropout_p: float = argument(0.0, check=check_dropout, feature="")
   seed: Tensor | None = argument(tensors=lambda x: [x], feature="dropout_p")
-  bounds: tuple[Tensor, Tensor] | None = argument(tensors=list, axes="m")
-  scales: tuple[Tensor, Tensor] | None = argument(check=check_scales, tensors=list, axes="bkn")
-  q_scale: "float | Tensor | None" = argument(check=check_scale, tensors=of_heads, settle=as_scale, axes="bk")
-  k_scale: "float | Tensor | None" = argument(check=check_scale, tensors=of_heads, settle=as_scale, axes="bk")
-  v_scale: "float | Tensor | None" = argument(check=check_scale, tensors=of_heads, settle=as_scale, axes="bk")
+  bounds: tuple[Tensor, Tensor] | None = argument(
+    tensors=list, refusal="has no code for sequences one after another, as attention_varlen has them", axes="m"
+  )
+  scales: tuple[Tensor, Tensor] | None = argument(
+    check=check_scales, tensors=list, refusal="has no code for keys and values of 8 bits that have scales", axes="bkn"
+  )
+  q_scale: "float | Tensor | None" = argument(**SCALE_OF_HEADS)
+  k_scale: "float | Tensor | None" = argument(**SCALE_OF_HEADS)
+  v_scale: "float | Tensor | None" = argument(**SCALE_OF_HEADS)
   page_table: Tensor | None = argument(tensors=lambda x: [x], axes="b")
   aux: tuple[Tensor, ...] = argument((), check=check_aux, feature="", tensors=list, has_gradient=True)
   block_mask: BlockMask | None = argument(check=check_block_mask, tensors=lambda x: list(x.aux))

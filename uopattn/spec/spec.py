@@ -81,8 +81,7 @@ class AttentionSpec(Problem):
 
   @property
   def kept(self) -> tuple[int, int, int]:
-    """The shape of k and v without the head size."""
-    return (self.B, self.Hkv, self.N) if self.pages is None else (self.pages[0], self.Hkv, self.pages[1])
+    return super().kept if self.pages is None else (self.pages[0], self.Hkv, self.pages[1])
 
   def tile_lists(self, block: int, tile: int, of_keys: bool) -> tuple["Input", ...]:
     """Return the further inputs of a kernel with a block mask: the lists of tiles for each of its blocks.

@@ -8,7 +8,7 @@ from tinygrad import Context
 from tinygrad.engine import worker
 from tinygrad.helpers import ALLOW_DEVICE_USAGE, CACHELEVEL, DEV, PARALLEL, tqdm
 
-from uopattn.plan.dispatch import delta_launch, stages, sums_launch
+from uopattn.plan.dispatch import delta_launch, stages, sums_launches
 from uopattn.plan.launch import Launch
 from uopattn.runtime.program_cache import NotCachedError, only_cached
 from uopattn.tuning.case import Case, Choice
@@ -67,7 +67,4 @@ def kernels_of(job: Job) -> list[Launch]:
   found = (None if choice is None else case.launches(choice)) or case.model()
   if not case.backward:
     return list(stages(found[0]))
-  spec, launches = case.spec, [*found, delta_launch(case.spec, case.target, False)]
-  outputs = (x for launch in launches for x in launch.buffers() if x.name in ("dk", "dv"))
-  parts = ((x.shape[1] // spec.Hkv, x.shape[3]) for x in outputs if x.dtype != spec.stored or x.shape[1] > spec.Hkv)
-  return launches + [sums_launch(spec, *x) for x in parts]
+  return [*found, delta_launch(case.spec, case.target, False), *sums_launches(found)]

@@ -30,15 +30,40 @@ from uopattn.dsl.gpu.parts import PAIRS, tf32_parts
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, QUAD
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.schedule import DTYPES_8
-from uopattn.dsl.scope import Scope
+from uopattn.dsl.scope import Scope, sizes
 
 CUDA = "cuda"
 STEP_BYTES = 32
 PAIR = 2 * MMA_N  # columns of two right operands, loaded together
 CHAIN = 4  # steps whose products of parts are added up by the tensor cores
 ZERO = UOp.const((0.0,) * 4, dtypes.float)
+STEPS = {8: dtypes.uint, 16: dtypes.ushort, 32: dtypes.uchar}  # elements per step -> an integer of their size
+# The first architecture that multiplies each type.
+SINCE = {dtypes.half: 75, dtypes.bfloat16: 80, dtypes.float32: 80, dtypes.fp8e4m3: 89, dtypes.fp8e5m2: 89}
 Operand = list[UOp]  # the parts of an operand of one step
 Accumulators = list[list[UOp]]  # for each 16 rows, tiles of 8 columns; see `uopattn.dsl.nvidia.mma_layout`
+
+
+def check_type(dtype: DType, arch: str) -> None:
+  """Raise ValueError if an architecture is too old to multiply a type."""
+  if int(arch.removeprefix("sm_")) < (since := SINCE[dtype]):
+    name = str(dtype).removeprefix("dtypes.")
+    raise ValueError(f"{arch} has no mma.sync of this kernel's for {name}; sm_{since} and newer have")
+
+
+def check_step(step: int, dtype: DType) -> None:
+  """Raise ValueError if `Tiles.step` is for elements of another size than a type's."""
+  if step * dtype.itemsize != STEP_BYTES:
+    raise ValueError(f"Tiles.step={step}: must be {STEP_BYTES // dtype.itemsize} for {dtype}")
+
+
+def rescaled(acc: UOp, alphas: list[UOp]) -> Accumulators:
+  """O times alpha; each tile of 16 rows has two alphas per lane."""
+  m_tiles, d_tiles, _ = sizes(acc)
+  return [
+    [UOp.stack(*[acc[i, d, e].load() * alphas[HALVES * i + e // 2] for e in range(4)]) for d in range(d_tiles)]
+    for i in range(m_tiles)
+  ]
 
 
 class Stored(NamedTuple):
@@ -146,6 +171,13 @@ class Mma:
         pairs = [self.load_right_transposed(tile, step, d * MMA_N, lane, *after) for step in steps]
         after = self.add_pair(out, d, a, pairs, *after)
     return out
+
+  def add_weighted(
+    self, left: list[list[UOp]], tile: SwizzledTiles, lane: UOp, acc: UOp, old: UOp, alphas: list[UOp]
+  ) -> list[UOp]:
+    """Compute acc = old alpha + P V, for P in `left` and V as a tile. Returns the stores to acc."""
+    out = self.mma_ab(left, tile, lane, rescaled(old, alphas))
+    return [acc[i, d].store(tile) for i, tiles in enumerate(out) for d, tile in enumerate(tiles)]
 
   def chains(self, steps: Sequence[int]) -> list[Sequence[int]]:
     """The steps of each chain."""
