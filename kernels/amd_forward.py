@@ -55,7 +55,7 @@ from uopattn.dsl.amd.products import (
   row_reduce,
   store_acc,
 )
-from uopattn.dsl.amd.staging import LdsRows, RegisterPipeline
+from uopattn.dsl.amd.staging import LdsRows, LdsTiles, RegisterPipeline
 from uopattn.dsl.gpu.mainloop import Mainloop, SoftmaxRow, State
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.limits import lds_limit
@@ -63,7 +63,6 @@ from uopattn.dsl.packed import words_of
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import Row, Scaling, normalize, p_scale_of, store_lse
-from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.schedule import DTYPES, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
 
@@ -230,7 +229,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   registers = RegisterPipeline(
     s, f, tiles.block_n, threads, group.thread, head_rules.length, sources[:1], sources[1:], of_ocp=of_ocp
   )
-  pipeline = KeyTiles(registers, key_range)
+  pipeline = LdsTiles(registers, key_range)
 
   loop = Mainloop(s, unit, pipeline, head_rules, key_range, tiles.block_n)
   state = loop.run(q_frags, state.after(pipeline.prologue(*state)))
@@ -239,41 +238,6 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     row = block_row + place
     stores += unit.store(o, lse, group.result, row, i, state, head_rules)
   return group.kernel(f"attention_{tiles.arch}_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
-
-
-@dataclass(frozen=True)
-class KeyTiles:
-  """A `KeyPipeline` with one tile of K and of V^T in LDS, and the next one on its way through registers.
-
-  Attributes:
-    registers: loads the tiles and stores them to LDS.
-    key_range: the tiles. Tiles are numbered by their position in it.
-  """
-
-  registers: RegisterPipeline
-  key_range: TileRange
-
-  def prologue(self, *after: UOp) -> UOp:
-    """Bring the first tile to LDS."""
-    return UOp.barrier(self.registers.store(self._load(UOp.const(0), *after)))
-
-  def acquire(self, n: UOp, *after: UOp) -> tuple[LdsRows, LdsRows]:
-    """Return tile n of K and of V^T, and start loading the next one."""
-    now = (*after, self._load(n + 1, *after)) if self._has_next(n) else after
-    return self.registers.as_is[0].after(*now), self.registers.transposed[0].after(*now)
-
-  def release(self, n: UOp, *stores: UOp) -> UOp:
-    """Store the next tile to LDS once all waves have read this one."""
-    if not self._has_next(n):
-      return UOp.group(*stores)
-    return UOp.barrier(self.registers.store(UOp.barrier(UOp.group(*stores))))
-
-  def _has_next(self, n: UOp) -> bool:
-    """Whether a tile may follow tile n, by its bounds: the same for all trips of a loop."""
-    return n.vmin < self.key_range.n_tiles.vmax - 1
-
-  def _load(self, n: UOp, *after: UOp) -> UOp:
-    return self.registers.load(self.key_range.tile(n) * self.registers.block, *after)
 
 
 @dataclass(frozen=True)
