@@ -225,23 +225,23 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
 
 
 def backward_kv(
-  dk: UOp | None,
-  dv: UOp | None,
+  *,
+  dk: UOp | None = None,
+  dv: UOp | None = None,
   q: UOp,
   k: UOp,
   v: UOp,
   do: UOp,
   lse: UOp,
   delta: UOp,
-  *,
   rules: Rules,
   tiles: Tiles,
 ) -> UOp:
   """Build the kernel for the gradients of keys and values, summed over the query heads that share them.
 
   Args:
-    dk: (kv_heads, N, Dk), an output, in q's dtype; None if it is not wanted.
-    dv: (kv_heads, N, Dv), an output; None if it is not wanted. By itself it needs no dP.
+    dk: (kv_heads, N, Dk), an output, in q's dtype; None if another kernel computes it.
+    dv: (kv_heads, N, Dv), an output; None if another kernel computes it.
     q, k, v, do, lse, delta, rules, tiles: as for `backward_q`.
   """
   (heads, M, Dk), (kv_heads, N, Dv), f = sizes(q), sizes(v), tiles.fragments
@@ -281,16 +281,6 @@ def backward_kv(
     stores += unit.store(o, total.acc, scale, None if rules.kv_lengths is None else length)
   of = "kv" if len(sums) == 2 else "v" if dk is None else "k"
   return group.kernel(f"attention_backward_{of}_{tiles.arch}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
-
-
-def backward_k(**given: Any) -> UOp:
-  """Build the kernel for only the gradient of keys; see `backward_kv`."""
-  return backward_kv(dv=None, **given)
-
-
-def backward_v(**given: Any) -> UOp:
-  """Build the kernel for only the gradient of values; see `backward_kv`."""
-  return backward_kv(dk=None, **given)
 
 
 @dataclass(frozen=True)
@@ -463,5 +453,5 @@ SCHEDULE = Schedule(
 )
 # For head sizes where LDS does not hold both Q and dO also transposed: one kernel for dK and one for dV.
 SEPARATE = replace(
-  SCHEDULE, name="amd_backward_separate", kernels=passes(backward_q, Tiles, dk=backward_k, dv=backward_v)
+  SCHEDULE, name="amd_backward_separate", kernels=passes(backward_q, Tiles, dk=backward_kv, dv=backward_kv)
 )

@@ -248,23 +248,23 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
 
 
 def backward_kv(
-  dk: UOp | None,
-  dv: UOp | None,
+  *,
+  dk: UOp | None = None,
+  dv: UOp | None = None,
   q: UOp,
   k: UOp,
   v: UOp,
   do: UOp,
   lse: UOp,
   delta: UOp,
-  *,
   rules: Rules,
   tiles: Tiles,
 ) -> UOp:
   """Build the kernel for the gradients of keys and values, summed over the query heads that share them.
 
   Args:
-    dk: (kv_heads, N, Dk), an output, in q's dtype; None if it is not wanted.
-    dv: (kv_heads, N, Dv), an output; None if it is not wanted. By itself it needs no dP.
+    dk: (kv_heads, N, Dk), an output, in q's dtype; None if another kernel computes it.
+    dv: (kv_heads, N, Dv), an output; None if another kernel computes it.
     q, k, v, do, lse, delta, rules, tiles: as for `backward_q`.
 
   Raises:
@@ -296,16 +296,6 @@ def backward_kv(
     stores += unit.store(x, total.acc, scale)
   of = "kv" if len(results) == 2 else "v" if dk is None else "k"
   return group.kernel(f"attention_backward_{of}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
-
-
-def backward_k(**given: Any) -> UOp:
-  """Build the kernel for only the gradient of keys; see `backward_kv`."""
-  return backward_kv(dv=None, **given)
-
-
-def backward_v(**given: Any) -> UOp:
-  """Build the kernel for only the gradient of values; see `backward_kv`."""
-  return backward_kv(dk=None, **given)
 
 
 @dataclass(frozen=True)
@@ -423,5 +413,5 @@ SCHEDULE = Schedule(
 )
 # For head sizes where the registers of a warp do not hold both dK and dV: one kernel for each.
 SEPARATE = replace(
-  SCHEDULE, name="cuda_backward_separate", kernels=passes(backward_q, Tiles, dk=backward_k, dv=backward_v)
+  SCHEDULE, name="cuda_backward_separate", kernels=passes(backward_q, Tiles, dk=backward_kv, dv=backward_kv)
 )
