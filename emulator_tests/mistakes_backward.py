@@ -10,6 +10,7 @@ from test_features import banded
 from tinygrad import UOp
 
 from uopattn.dsl import instructions
+from uopattn.dsl.amd.products import Mma
 from uopattn.dsl.amd.staging import RegisterPipeline
 from uopattn.dsl.cpu.gradients import Gradients
 from uopattn.dsl.gpu.backward_mainloop import QueryHeads
@@ -117,8 +118,8 @@ def idle_turns_kept(right: Phase) -> Phase:
 
 
 def begun_anew(right: Phase) -> Phase:
-  def mma_ab(f: Any, dtype: Any, operands: Any, lds: Any, acc: Any, begun: Any, lane: UOp) -> Any:
-    return right(f, dtype, operands, lds, acc, [[x * 0.0 for x in tile] for tile in begun], lane)
+  def mma_ab(self: Any, operands: Any, lds: Any, acc: Any, begun: Any) -> Any:
+    return right(self, operands, lds, acc, [[x * 0.0 for x in tile] for tile in begun])
 
   return mma_ab
 
@@ -186,8 +187,8 @@ MISTAKES: dict[str, Mistake] = {
   "the LSE not subtracted": Mistake(
     lambda right: lambda *arguments: right(*arguments) * 0.0, {"amd": (amd_backward, "row_lse")}
   ),
-  "the LSE and delta of other rows": Mistake(rows_reversed, {"amd": (amd_backward, "lane_rows")}),
-  "halves of P and dS exchanged": Mistake(halves_exchanged, {"amd": (amd_backward, "as_operands")}),
+  "the LSE and delta of other rows": Mistake(rows_reversed, {"amd": (Mma, "lane_rows")}),
+  "halves of P and dS exchanged": Mistake(halves_exchanged, {"amd": (Mma, "as_operands")}),
   "a matrix not transposed": Mistake(not_transposed, {"cuda": (instructions, "ldmatrix")}),
   "halves of k exchanged": Mistake(
     lambda right: lambda x, part, count: right(x, 1 - part if count == 4 else part, count), {"turing": (mma, "_part")}
@@ -198,7 +199,7 @@ MISTAKES: dict[str, Mistake] = {
   ),
   "keys one off": Mistake(one_key_off, on_cpus("add_product")),
   "sums begun anew with each tile": Mistake(
-    begun_anew, {"amd": (amd_backward, "mma_ab")}
+    begun_anew, {"amd": (Mma, "mma_ab")}
   ),
   "dq of the last tile only": Mistake(begun_anew_in_memory, {"cpu": (cpu_backward, "multiply_ds_k")}),
   "steps left out": Mistake(steps_left_out, {"amx": (amx_backward, "accumulate")}),

@@ -33,21 +33,11 @@ from math import inf
 from typing import Any
 
 from tinygrad import UOp
-from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import LOG2E, Scope, clamp, sizes
 from uopattn.dsl.amd.fragments import HIP, MMA_SIZE, Fragments
-from uopattn.dsl.amd.products import (
-  LoadOperand,
-  Operand,
-  as_operands,
-  lane_rows,
-  load_operands,
-  mma_ab,
-  mma_abt,
-  store_acc,
-)
+from uopattn.dsl.amd.products import LoadOperand, Mma, Operand
 from uopattn.dsl.amd.staging import LdsRows, LdsTiles, RegisterPipeline
 from uopattn.dsl.gpu.backward_mainloop import Elements, Factor, Mainloop, QueryHeads, ScoreRow, Sum
 from uopattn.dsl.gpu.workgroup import Workgroup
@@ -202,7 +192,7 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   group = Workgroup(s, heads, ceildiv(M, tiles.rows), tiles.waves, f.lanes, last_first=rules.longest_last)
   head, head_rules = group.head, rules.at(group.head)
   exists, key_range = head_rules.length.ne(0), head_rules.key_range(group.block * tiles.rows, tiles.rows, tiles.block)
-  unit = WaveMma(f, q.dtype, group, tiles, swaps(s, tiles, Factor.DS))
+  unit = WaveMma(Mma(f, q.dtype, group.lane), group, tiles, swaps(s, tiles, Factor.DS))
   queries = [clamp(row, 0, M - 1) for row in unit.rows]  # past the end the last one
   row_stats = [(row_lse(lse[head, query].load(), rules), -delta[head, query].load()) for query in queries]
 
@@ -210,7 +200,7 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   transposed = [(words_of(head_rules.keys(k), exists), round_up(Dk, MMA_SIZE))]
   registers = RegisterPipeline(s, f, tiles.block, tiles.threads, group.thread, head_rules.length, as_is, transposed)
   pipeline = LdsTiles(registers, key_range)
-  first, offsets = lane_rows(f, tiles.block, group.lane)
+  first, offsets = unit.mma.lane_rows(tiles.block)
 
   def score_rows(tile: UOp, masked: bool, _: Any) -> list[ScoreRow]:
     rows = enumerate(zip(queries, row_stats, strict=True))
@@ -250,7 +240,7 @@ def backward_kv(
   members = QueryHeads.of(s, rules, group, heads // kv_heads, tiles.rows, tiles.block)
   wanted = [(dv, Factor.P, do, 1.0), (dk, Factor.DS, q, rules.scale)]
   results = [(o, left, x, scale) for o, left, x, scale in wanted if o is not None]
-  unit = WaveMma(f, q.dtype, group, tiles, swaps(s, tiles, *(left for _, left, _, _ in results)))
+  unit = WaveMma(Mma(f, q.dtype, group.lane), group, tiles, swaps(s, tiles, *(left for _, left, _, _ in results)))
   keys, length = [clamp(row, 0, N - 1) for row in unit.rows], members.n_keys
 
   as_is = [(words_of_all(x), round_up(sizes(x)[2], f.step)) for x in (q, do)]
@@ -258,7 +248,7 @@ def backward_kv(
   numbers = [lambda row: row_lse(lse.reshape(-1)[row].load(), rules), lambda row: -delta.reshape(-1)[row].load()]
   registers = RegisterPipeline(s, f, tiles.block, tiles.threads, group.thread, UOp.const(M), as_is, transposed, numbers)
   pipeline = QueryTiles(registers, members.query_range, members, group.head, M)
-  first, offsets = lane_rows(f, tiles.block, group.lane)
+  first, offsets = unit.mma.lane_rows(tiles.block)
 
   def score_rows(tile: UOp, masked: bool, tiles: list[Any]) -> list[ScoreRow]:
     *_, lses, neg_deltas = tiles
@@ -321,15 +311,13 @@ class WaveMma:
   All products are transposed, so that a lane has elements of only its own rows.
 
   Attributes:
-    f: the fragments of the matrix instruction.
-    dtype: dtype of q, k and v.
+    mma: the matrix instruction.
     group: the position of this thread.
     tiles: block sizes.
     swaps: LDS through which lanes swap P or dS; empty except on RDNA3.
   """
 
-  f: Fragments
-  dtype: DType
+  mma: Mma
   group: Workgroup
   tiles: Tiles
   swaps: dict[Factor, LdsRows]
@@ -351,15 +339,15 @@ class WaveMma:
 
   def places(self, i: int) -> list[tuple[int, int]]:
     """The places of this lane's elements of its i-th row."""
-    return [(i, e) for e in range(self.tiles.block // MMA_SIZE * self.f.result)]
+    return [(i, e) for e in range(self.tiles.block // MMA_SIZE * self.mma.f.result)]
 
   def zeros(self, s: Scope, width: int, *after: UOp) -> UOp:
     """A transposed sum of `width` columns for each row, set to 0."""
-    return s.filled(0.0, self.tiles.row_tiles, ceildiv(width, MMA_SIZE), self.f.result, after=after)
+    return s.filled(0.0, self.tiles.row_tiles, ceildiv(width, MMA_SIZE), self.mma.f.result, after=after)
 
   def load(self, x: HeadView, rows: list[UOp], exists: UOp = ALWAYS) -> list[list[LoadOperand]]:
     """Load rows of a matrix as operands; zeros where `exists` is false."""
-    return [load_operands(self.f, self.dtype, x, row, self.group.lane, exists) for row in rows]
+    return [self.mma.load(x, row, exists) for row in rows]
 
   def mma_abt(
     self, stationary: list[list[list[LoadOperand]]], tiles: Sequence[LdsRows], starts: Sequence[Elements | None]
@@ -369,23 +357,15 @@ class WaveMma:
 
   def product(self, operands: list[list[LoadOperand]], tile: LdsRows, start: Elements | None) -> Elements:
     """Compute the rows of a tile times stationary rows, from a start."""
-    result = self.f.result
-    begun = (
-      None if start is None else [self.stacked([start[at] for at in self.places(i)]) for i in range(len(operands))]
-    )
-    out = mma_abt(self.f, self.dtype, tile, self.tiles.block, operands, self.group.lane, begun)
-    return {(i, n * result + e): x[e] for i, row in enumerate(out) for n, x in enumerate(row) for e in range(result)}
-
-  def stacked(self, elements: list[UOp]) -> list[UOp]:
-    """Arrange elements of a row as accumulator tiles."""
-    result = self.f.result
-    return [UOp.stack(*elements[n : n + result]) for n in range(0, len(elements), result)]
+    begun = None if start is None else [[start[at] for at in self.places(i)] for i in range(len(operands))]
+    out = self.mma.mma_abt(tile, self.tiles.block, operands, begun)
+    return {(i, e): x for i, row in enumerate(out) for e, x in enumerate(row)}
 
   def as_operands(self, left: Factor, elements: Elements, *after: UOp) -> list[list[Operand]]:
     """P^T or dS^T as operands: for each stationary row, one per step along the streamed rows."""
     values = [[elements[at] for at in self.places(i)] for i in range(self.tiles.row_tiles)]
     swap = self.swaps[left].after(*after) if left in self.swaps else None
-    return as_operands(self.f, self.dtype, values, swap, self.rows_of_block, self.group.lane)
+    return self.mma.as_operands(values, swap, self.rows_of_block)
 
   def mma_ab(self, left: list[list[Operand]], tile: LdsRows, acc: UOp, old: UOp, stores: list[UOp]) -> list[UOp]:
     """Add a transposed tile times P^T or dS^T to `old`. Returns the stores to acc."""
@@ -393,14 +373,14 @@ class WaveMma:
     begun = [
       [UOp.stack(*[old[i, d, e].load() for e in range(result)]) for d in range(d_tiles)] for i in range(row_tiles)
     ]
-    return mma_ab(self.f, self.dtype, left, tile, acc, begun, self.group.lane)
+    return self.mma.mma_ab(left, tile, acc, begun)
 
   def store(self, o: UOp, acc: UOp, factor: float, length: UOp | None = None) -> list[UOp]:
     """Store a sum times a factor to this lane's rows of o, and 0 to rows from `length` on."""
     stores = []
     for i, row in enumerate(self.rows):
       finished = scaled(factor, None if length is None else row < length)
-      stores += store_acc(self.f, o, self.group.head, row, acc[i], finished, self.group.lane)
+      stores += self.mma.store_acc(o, self.group.head, row, acc[i], finished)
     return stores
 
 
