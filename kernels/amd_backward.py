@@ -122,7 +122,7 @@ class Tiles:
   def registers(self, Dk: int, Dv: int) -> int:
     """32-bit registers per lane for stationary rows, sums, S, dP, P, dS and the tile on its way to LDS."""
     f, sums = self.fragments, self.sums(Dk, Dv)
-    stationary = 3 if f.parts > 1 else sum(ceildiv(x, f.step) for x in (Dk, Dv))  # see `load_operands`
+    stationary = 3 if f.parts > 1 else sum(ceildiv(x, f.step) for x in (Dk, Dv))  # see `Mma.load`
     operands = stationary + len(sums) * self.block // f.step
     results = sum(ceildiv(x, MMA_SIZE) for x in sums) + 2 * self.block // MMA_SIZE
     moving = self.block * (Dk + Dv + sum(sums)) * f.memory_bits // 32 // self.threads

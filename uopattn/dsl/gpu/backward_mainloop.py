@@ -15,6 +15,7 @@ matrix instructions have loops of their own, and share the elementwise step.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from math import inf
 from typing import Any, NamedTuple, Protocol
 
 from tinygrad import UOp
@@ -187,6 +188,9 @@ def weights(
   found: Elements = {}
   for row in rows:
     scores = rules.scores([products[at] for at in row.places], *row.keys, masked)
+    if masked and rules.rules.score_mod is not None and row.query.vmax >= rules.rules.M:
+      # Past the last query a score_mod may give inf or NaN, which an infinite lse does not turn into a P of 0.
+      scores = [(row.query < rules.rules.M).where(x, -inf) for x in scores]
     if row.lse is None:
       exponents = [-ins.fabs(dialect, x * rules.scaling.log2) for x in scores]
     else:
