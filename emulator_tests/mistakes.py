@@ -130,8 +130,8 @@ def p_halves_exchanged(right: Phase) -> Phase:
 
 AMD = MASKS | softmax_mistakes(amd_forward.WaveMma, "softmax_row")
 AMD |= {
-  "lanes of a query not joined": Mistake(amd_forward, "row_reduce", instead(lambda f, operation, value, lane: value)),
-  "halves of P exchanged": Mistake(amd_forward, "as_operands", p_halves_exchanged),
+  "lanes of a query not joined": Mistake(products.Mma, "row_reduce", instead(lambda self, operation, value: value)),
+  "halves of P exchanged": Mistake(products.Mma, "as_operands", p_halves_exchanged),
   "tiles one key off": Mistake(
     RegisterPipeline, "load", lambda right: lambda self, first, *after: right(self, first + 1, *after)
   ),

@@ -10,8 +10,10 @@ from test_features import banded
 from tinygrad import UOp
 
 from uopattn.dsl import instructions
+from uopattn.dsl.amd.products import Mma
 from uopattn.dsl.amd.staging import RegisterPipeline
 from uopattn.dsl.cpu.gradients import Gradients
+from uopattn.dsl.gpu.backward_mainloop import QueryHeads
 from uopattn.dsl.nvidia import mma
 from uopattn.dsl.nvidia.score_gradients import RowStats
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
@@ -92,7 +94,11 @@ def halves_exchanged(right: Phase) -> Phase:
 
 
 def first_of_the_group(right: Phase) -> Phase:
-  return lambda *arguments: lambda member: right(*arguments)(UOp.const(0))
+  def of(*arguments: Any) -> Any:
+    heads = right(*arguments)
+    return replace(heads, rules=heads.rules.rules.at(heads.head - heads.member))
+
+  return of
 
 
 def twice_the_first_head(right: Phase) -> Phase:
@@ -112,8 +118,8 @@ def idle_turns_kept(right: Phase) -> Phase:
 
 
 def begun_anew(right: Phase) -> Phase:
-  def mma_ab(f: Any, dtype: Any, operands: Any, lds: Any, acc: Any, begun: Any, lane: UOp) -> Any:
-    return right(f, dtype, operands, lds, acc, [[x * 0.0 for x in tile] for tile in begun], lane)
+  def mma_ab(self: Any, operands: Any, lds: Any, acc: Any, begun: Any) -> Any:
+    return right(self, operands, lds, acc, [[x * 0.0 for x in tile] for tile in begun])
 
   return mma_ab
 
@@ -169,7 +175,9 @@ MISTAKES: dict[str, Mistake] = {
   "no scale": Mistake(
     unscaled_store, {name: (module, "store_scaled") for name, module in CUDA_AND_HOPPER.items()}
   ),
-  "no late factor": Mistake(instead(1.0), {"amd": (amd_backward, "late_factor")}),
+  "no factor on a sum": Mistake(
+    lambda right: lambda factor, exists: right(1.0, exists), {"amd": (amd_backward, "scaled")}
+  ),
   "scores not pulled back": Mistake(
     lambda right: lambda self, grads, *rest: grads, dict.fromkeys(CPUS, (HeadRules, "score_vjp"))
   ),
@@ -177,10 +185,10 @@ MISTAKES: dict[str, Mistake] = {
   "no delta of a block": Mistake(no_delta_of_block, on_cpus("load_row_sums")),
   "the LSE in another base": Mistake(natural_lse, dict.fromkeys(CUDA_AND_HOPPER, (RowStats, "of"))),
   "the LSE not subtracted": Mistake(
-    lambda right: lambda *arguments: right(*arguments) * 0.0, {"amd": (amd_backward, "neg_lse_of")}
+    lambda right: lambda *arguments: right(*arguments) * 0.0, {"amd": (amd_backward, "row_lse")}
   ),
-  "the LSE and delta of other rows": Mistake(rows_reversed, {"amd": (amd_backward, "lane_rows")}),
-  "halves of P and dS exchanged": Mistake(halves_exchanged, {"amd": (amd_backward, "as_operands")}),
+  "the LSE and delta of other rows": Mistake(rows_reversed, {"amd": (Mma, "lane_rows")}),
+  "halves of P and dS exchanged": Mistake(halves_exchanged, {"amd": (Mma, "as_operands")}),
   "a matrix not transposed": Mistake(not_transposed, {"cuda": (instructions, "ldmatrix")}),
   "halves of k exchanged": Mistake(
     lambda right: lambda x, part, count: right(x, 1 - part if count == 4 else part, count), {"turing": (mma, "_part")}
@@ -191,14 +199,14 @@ MISTAKES: dict[str, Mistake] = {
   ),
   "keys one off": Mistake(one_key_off, on_cpus("add_product")),
   "sums begun anew with each tile": Mistake(
-    begun_anew, {"amd": (amd_backward, "mma_ab")}
+    begun_anew, {"amd": (Mma, "mma_ab")}
   ),
   "dq of the last tile only": Mistake(begun_anew_in_memory, {"cpu": (cpu_backward, "multiply_ds_k")}),
   "steps left out": Mistake(steps_left_out, {"amx": (amx_backward, "accumulate")}),
   "queries of P and dS in pairs": Mistake(queries_in_pairs, {"amx": (amx_backward, "pack")}),
   "sums not cleared": Mistake(lambda right: lambda s, x, item: x, on_cpus("clear")),
   "the mask of the group's first head for all": Mistake(
-    first_of_the_group, {"amd": (amd_backward, "of_members")}, {"mask_mod": banded}
+    first_of_the_group, dict.fromkeys(GPUS, (QueryHeads, "of")), {"mask_mod": banded}
   ),
   "a group's first head for all": Mistake(twice_the_first_head, on_cpus("block_of")),
   "idle turns not idle": Mistake(idle_turns_kept, on_cpus("block_of")),

@@ -30,24 +30,20 @@ and split where they are needed. At D=64, LLVM 22, 2026-11-23: gfx1201 dQ 9.9 (2
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import NamedTuple
+from typing import Any
 
 from tinygrad import UOp
-from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
-from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl import LOG2E, Scope, clamp, sizes
-from uopattn.dsl import instructions as ins
 from uopattn.dsl.amd.fragments import HIP, MMA_SIZE, Fragments
-from uopattn.dsl.amd.products import LoadOperand, as_operands, lane_rows, load_operands, mma_ab, mma_abt, store_acc
-from uopattn.dsl.amd.staging import LdsRows, RegisterPipeline
-from uopattn.dsl.gpu.gradient_sums import Factor, Sum
+from uopattn.dsl.amd.products import LoadOperand, Mma, Operand
+from uopattn.dsl.amd.staging import LdsRows, LdsTiles, RegisterPipeline
+from uopattn.dsl.gpu.backward_mainloop import Elements, Factor, Mainloop, QueryHeads, ScoreRow, Sum
 from uopattn.dsl.gpu.workgroup import Workgroup
-from uopattn.dsl.packed import words_of, words_of_all
+from uopattn.dsl.packed import ALWAYS, words_of, words_of_all
 from uopattn.dsl.rules.head_view import HeadView
-from uopattn.dsl.rules.rules import HeadRules, Rules, query_ranges
-from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
+from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.schedule import DTYPES_16_32, Problem, Schedule, passes
 from uopattn.dsl.target import Target
 
@@ -126,7 +122,7 @@ class Tiles:
   def registers(self, Dk: int, Dv: int) -> int:
     """32-bit registers per lane for stationary rows, sums, S, dP, P, dS and the tile on its way to LDS."""
     f, sums = self.fragments, self.sums(Dk, Dv)
-    stationary = 3 if f.parts > 1 else sum(ceildiv(x, f.step) for x in (Dk, Dv))  # see `load_operands`
+    stationary = 3 if f.parts > 1 else sum(ceildiv(x, f.step) for x in (Dk, Dv))  # see `Mma.load`
     operands = stationary + len(sums) * self.block // f.step
     results = sum(ceildiv(x, MMA_SIZE) for x in sums) + 2 * self.block // MMA_SIZE
     moving = self.block * (Dk + Dv + sum(sums)) * f.memory_bits // 32 // self.threads
@@ -177,140 +173,6 @@ class Tiles:
     return list(dict.fromkeys(found))
 
 
-class ScoreRow(NamedTuple):
-  """A query, and the keys whose scores a lane has, in the order of its elements.
-
-  Attributes:
-    row: index of the query.
-    first, offsets: the keys are first + offset.
-    neg_lse: -lse, natural where `Rules.moves`, else in base 2; divided by `Scaling.log2` if S starts at it
-      (`shifts_early`).
-    neg_delta: -delta, at which dP starts.
-  """
-
-  row: UOp
-  first: UOp
-  offsets: Sequence[int]
-  neg_lse: UOp
-  neg_delta: UOp
-
-
-@dataclass(frozen=True)
-class Mainloop:
-  """A wave's loop over streamed tiles, which are numbered by their position in `tile_range`.
-
-  Attributes:
-    s: the kernel's axes.
-    tiles: block sizes.
-    group: the position of this thread.
-    dtype: dtype of q, k and v.
-    pipe: the pipeline that brings the tiles to LDS.
-    stationary: operands of this lane's stationary rows, of Q and dO or of K and V.
-    sums: dQ, or dV and dK, transposed. `Sum.right` counts the transposed matrices of `pipe`.
-    swaps: LDS for each sum, through which lanes swap P or dS; None except on RDNA3.
-    rules: the rules of the query head.
-    tile_range: the tiles.
-    score_rows: (first row of a tile, *after) -> the score rows of each stationary row.
-    follow: (position, *after) -> loads the next tile; None if there is only one.
-  """
-
-  s: Scope
-  tiles: Tiles
-  group: Workgroup
-  dtype: DType
-  pipe: RegisterPipeline
-  stationary: list[list[list[LoadOperand]]]
-  sums: list[Sum]
-  swaps: list[LdsRows | None]
-  rules: HeadRules
-  tile_range: TileRange
-  score_rows: Callable[..., list[list[ScoreRow]]]
-  follow: Callable[..., UOp] | None
-
-  def attend_all(self, ready: UOp, *within: UOp) -> UOp:
-    """Add all tiles to the sums, inside the axes `within`. The first tile is in LDS after `ready`."""
-    for first, trips, masked in full_then_masked(UOp.const(0), self.tile_range.n_full, self.tile_range.n_tiles):
-      ready = self.attend(first, trips, masked, ready, *within)
-    return ready
-
-  def attend(self, first: UOp, trips: UOp, masked: bool, *ready: UOp) -> UOp:
-    """Add `trips` tiles to the sums. Tile `first` is in LDS after `ready`; each trip brings the next one there."""
-    f, pipe, lane = self.tiles.fragments, self.pipe, self.group.lane
-    places = stationary_places(self.tiles, self.group)
-    trip = self.s.axis(trips, AxisType.REDUCE)
-    position = first + trip
-    now = (*ready, trip) if self.follow is None else (*ready, trip, self.follow(position, *ready, trip))
-    score_rows = self.score_rows(self.tile_range.tile(position) * pipe.block, *now)
-    products, dots = self.products(score_rows, now)
-    factors, stores = self.softmax_grad(products, dots, score_rows, masked), []
-    for total, swap in zip(self.sums, self.swaps, strict=True):
-      values, lds = factors[total.left], pipe.transposed[total.right]
-      operands = as_operands(f, self.dtype, values, swap and swap.after(*ready, trip), places, lane)
-      old = total.acc.after(*ready, trip)
-      begun = [
-        [UOp.stack(*[old[i, d, e].load() for e in range(f.result)]) for d in range(sizes(old)[1])]
-        for i in range(len(operands))
-      ]
-      stores += mma_ab(f, self.dtype, operands, lds.after(*now), total.acc, begun, lane)
-    if self.follow is None:
-      return UOp.group(*stores).end(trip)
-    read = UOp.barrier(UOp.group(*stores))  # no wave overwrites a tile before all have read it
-    return UOp.barrier(pipe.store(read)).end(trip)
-
-  def products(self, score_rows: list[list[ScoreRow]], now: tuple[UOp, ...]) -> list[list[list[UOp]]]:
-    """Compute Q K^T and dP of each stationary row; they start at -lse and -delta where the rules allow it."""
-    f, rules, result = self.tiles.fragments, self.rules.rules, []
-    shifts = [[x.neg_lse for x in row for _ in x.offsets] for row in score_rows] if shifts_early(rules) else None
-    starts = [[x.neg_delta for x in row for _ in x.offsets] for row in score_rows] if rules.seed is None else None
-    for stationary, lds, begun in zip(self.stationary, self.pipe.as_is, (shifts, starts), strict=True):
-      c = begun and [[UOp.stack(*row[i : i + f.result]) for i in range(0, len(row), f.result)] for row in begun]
-      tiles = mma_abt(f, self.dtype, lds.after(*now), self.tiles.block, stationary, self.group.lane, c)
-      result.append([[tile[e] for tile in row for e in range(f.result)] for row in tiles])
-    return result
-
-  def softmax_grad(
-    self, products: list[list[UOp]], dots: list[list[UOp]], score_rows: list[list[ScoreRow]], masked: bool
-  ) -> dict[Factor, list[list[UOp]]]:
-    """Return P after dropout, and dS, of each stationary row."""
-    weights: list[list[UOp]] = [[] for _ in score_rows]
-    grads: list[list[UOp]] = [[] for _ in score_rows]
-    for i, row in enumerate(score_rows):
-      done = 0
-      for x in row:
-        piece = slice(done, done := done + len(x.offsets))
-        p, ds = self.softmax_grad_row(products[i][piece], dots[i][piece], x, masked)
-        weights[i] += p
-        grads[i] += ds
-    return {Factor.P: weights, Factor.DS: grads}
-
-  def softmax_grad_row(
-    self, products: list[UOp], dots: list[UOp], x: ScoreRow, masked: bool
-  ) -> tuple[list[UOp], list[UOp]]:
-    """Return P after dropout, and dS, of one score row: dS of Q K^T, without `late_factor`."""
-    head_rules, rules, keys = self.rules, self.rules.rules, (x.row, x.first, x.offsets)
-    scores = head_rules.scores(products, *keys, masked)
-    if masked and x.row.vmax >= rules.M:
-      scores = [(x.row < rules.M).where(score, -inf) for score in scores]
-    if shifts_early(rules):
-      exponents = [-ins.fabs(HIP, score * rules.scaling.log2) for score in scores]
-    else:
-      exponents = rules.scaling.from_lse(HIP, scores, -x.neg_lse, not rules.moves)
-    p = [ins.exp2(HIP, x) for x in exponents]
-    if rules.seed is not None:
-      dots = [dot + x.neg_delta for dot in head_rules.dropped(dots, *keys)]
-    grads = [weight * dot for weight, dot in zip(p, dots, strict=True)]
-    return head_rules.dropped(p, *keys), head_rules.score_vjp(grads, products, *keys) if rules.has_score_mods else grads
-
-  def store_sum(self, o: UOp, total: Sum, head: UOp, factor: float, done: UOp, length: UOp | None = None) -> list[UOp]:
-    """Store a sum times a factor to o[head], and 0 to rows from `length` on."""
-    f, acc, stores = self.tiles.fragments, total.acc.after(done), []
-    for i, place in enumerate(stationary_places(self.tiles, self.group)):
-      row = self.group.block * self.tiles.rows + place
-      finished = scaled(factor, None if length is None else row < length)
-      stores += store_acc(f, o, head, row, acc[i], finished, self.group.lane)
-    return stores
-
-
 def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles) -> UOp:
   """Build the kernel for the gradient of the queries.
 
@@ -328,61 +190,34 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   (heads, M, Dk), (kv_heads, N, Dv), f = sizes(q), sizes(v), tiles.fragments
   s = Scope()
   group = Workgroup(s, heads, ceildiv(M, tiles.rows), tiles.waves, f.lanes, last_first=rules.longest_last)
-  head, start, head_rules = group.head, group.block * tiles.rows, rules.at(group.head)
-  exists, key_range = head_rules.length.ne(0), head_rules.key_range(start, tiles.rows, tiles.block)
-  queries = [clamp(start + place, 0, M - 1) for place in stationary_places(tiles, group)]  # past the end the last one
-  starts = [(neg_lse_of(lse[head, query].load(), rules), -delta[head, query].load()) for query in queries]
+  head, head_rules = group.head, rules.at(group.head)
+  exists, key_range = head_rules.length.ne(0), head_rules.key_range(group.block * tiles.rows, tiles.rows, tiles.block)
+  unit = WaveMma(Mma(f, q.dtype, group.lane), group, tiles, swaps(s, tiles, Factor.DS))
+  queries = [clamp(row, 0, M - 1) for row in unit.rows]  # past the end the last one
+  row_stats = [(row_lse(lse[head, query].load(), rules), -delta[head, query].load()) for query in queries]
 
   as_is = [(words_of(head_rules.keys(x), exists), round_up(sizes(x)[2], f.step)) for x in (k, v)]
   transposed = [(words_of(head_rules.keys(k), exists), round_up(Dk, MMA_SIZE))]
-  pipe = RegisterPipeline(s, f, tiles.block, tiles.threads, group.thread, head_rules.length, as_is, transposed)
-  stationary = [load_stationary(f, x, head, UOp.const(M), queries, group.lane) for x in (q, do)]
-  dq_sum = Sum(zeros(s, tiles, Dk, group.item), Factor.DS, 0)
-  first, offsets = lane_rows(f, tiles.block, group.lane)
+  registers = RegisterPipeline(s, f, tiles.block, tiles.threads, group.thread, head_rules.length, as_is, transposed)
+  pipeline = LdsTiles(registers, key_range)
+  first, offsets = unit.mma.lane_rows(tiles.block)
 
-  def score_rows(tile: UOp, *_: UOp) -> list[list[ScoreRow]]:
-    return [[ScoreRow(query, first + tile, offsets, *x)] for query, x in zip(queries, starts, strict=True)]
+  def score_rows(tile: UOp, masked: bool, _: Any) -> list[ScoreRow]:
+    rows = enumerate(zip(queries, row_stats, strict=True))
+    return [score_row(rules, query, first + tile, offsets, unit.places(i), *x) for i, (query, x) in rows]
 
-  def fetch(position: UOp, *after: UOp) -> UOp:
-    return pipe.load(key_range.tile(position) * tiles.block, *after)
-
-  def follow(position: UOp, *after: UOp) -> UOp:
-    return fetch(position + 1, *after)
-
-  after = follow if key_range.n_tiles.vmax > 1 else None
-  swaps = [swap_lds(s, tiles)]
-  loop = Mainloop(s, tiles, group, q.dtype, pipe, stationary, [dq_sum], swaps, head_rules, key_range, score_rows, after)
-  done = loop.attend_all(UOp.barrier(pipe.store(fetch(UOp.const(0), dq_sum.acc))))
-  stores = loop.store_sum(dq, dq_sum, head, late_factor(rules), done)
-  return group.kernel(f"attention_backward_q_{tiles.arch}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
+  stationary = [unit.load(HeadView.of(x, head, UOp.const(M)), queries) for x in (q, do)]
+  dq_sum = Sum(unit.zeros(s, Dk, group.item), Factor.DS, len(as_is))
+  loop = Mainloop(s, unit, pipeline, head_rules, key_range, tiles.block, score_rows)
+  sums = loop.run(stationary, [dq_sum], pipeline.prologue(dq_sum.acc))
+  name = f"attention_backward_q_{tiles.arch}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
+  return group.kernel(name, unit.store(dq, sums[0].acc, rules.scale))
 
 
 def backward_kv(
-  dk: UOp, dv: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles
-) -> UOp:
-  """Build the kernel for the gradients of keys and values, summed over the query heads that share them.
-
-  Args:
-    dk: (kv_heads, N, Dk), an output, in q's dtype.
-    dv: (kv_heads, N, Dv), an output.
-    q, k, v, do, lse, delta, rules, tiles: as for `backward_q`.
-  """
-  return _backward_of_keys(dk, dv, q, k, v, do, lse, delta, rules, tiles)
-
-
-def backward_k(dk: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles) -> UOp:
-  """Build the kernel for only the gradient of keys; see `backward_kv`."""
-  return _backward_of_keys(dk, None, q, k, v, do, lse, delta, rules, tiles)
-
-
-def backward_v(dv: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles) -> UOp:
-  """Build the kernel for only the gradient of values, which needs no dP; see `backward_kv`."""
-  return _backward_of_keys(None, dv, q, k, v, do, lse, delta, rules, tiles)
-
-
-def _backward_of_keys(
-  dk: UOp | None,
-  dv: UOp | None,
+  *,
+  dk: UOp | None = None,
+  dv: UOp | None = None,
   q: UOp,
   k: UOp,
   v: UOp,
@@ -392,84 +227,167 @@ def _backward_of_keys(
   rules: Rules,
   tiles: Tiles,
 ) -> UOp:
-  """Build the kernel for those of dk and dv that are given."""
+  """Build the kernel for the gradients of keys and values, summed over the query heads that share them.
+
+  Args:
+    dk: (kv_heads, N, Dk), an output, in q's dtype; None if another kernel computes it.
+    dv: (kv_heads, N, Dv), an output; None if another kernel computes it.
+    q, k, v, do, lse, delta, rules, tiles: as for `backward_q`.
+  """
   (heads, M, Dk), (kv_heads, N, Dv), f = sizes(q), sizes(v), tiles.fragments
-  s, members = Scope(), heads // kv_heads
+  s = Scope()
   group = Workgroup(s, kv_heads, ceildiv(N, tiles.rows), tiles.waves, f.lanes)
-  member = s.axis(members, AxisType.REDUCE)  # the query heads that share this key head
-  kv_head, start = group.head, group.block * tiles.rows
-  at = of_members(rules, kv_head, members)
-  query_range_of = query_ranges(at, members, start, tiles.rows, tiles.block)
-  head_rules, query_range = at(member), query_range_of(member)
-  keys = [clamp(start + place, 0, N - 1) for place in stationary_places(tiles, group)]
-  existing = [clamp(key, 0, (head_rules.length - 1).maximum(0)) for key in keys]
+  members = QueryHeads.of(s, rules, group, heads // kv_heads, tiles.rows, tiles.block)
+  wanted = [(dv, Factor.P, do, 1.0), (dk, Factor.DS, q, rules.scale)]
+  results = [(o, left, x, scale) for o, left, x, scale in wanted if o is not None]
+  unit = WaveMma(Mma(f, q.dtype, group.lane), group, tiles, swaps(s, tiles, *(left for _, left, _, _ in results)))
+  keys, length = [clamp(row, 0, N - 1) for row in unit.rows], members.n_keys
 
-  # The results, each with the left and the right operand that are summed up, and the factor on the sum.
-  wanted = [(dv, Factor.P, do, 1.0), (dk, Factor.DS, q, late_factor(rules))]
   as_is = [(words_of_all(x), round_up(sizes(x)[2], f.step)) for x in (q, do)]
-  transposed = [(words_of_all(x), round_up(sizes(x)[2], MMA_SIZE)) for o, _, x, _ in wanted if o is not None]
-  row_stats = [lambda row: neg_lse_of(lse.reshape(-1)[row].load(), rules), lambda row: -delta.reshape(-1)[row].load()]
-  pipe = RegisterPipeline(s, f, tiles.block, tiles.threads, group.thread, UOp.const(M), as_is, transposed, row_stats)
-  stationary = [load_stationary(f, x, kv_head, head_rules.length, existing, group.lane) for x in (k, v)]
-  results = [(o, left, factor) for o, left, _, factor in wanted if o is not None]
-  sums = [Sum(zeros(s, tiles, sizes(o)[2], group.item), left, i) for i, (o, left, _) in enumerate(results)]
-  first, offsets = lane_rows(f, tiles.block, group.lane)
+  transposed = [(words_of_all(x), round_up(sizes(x)[2], MMA_SIZE)) for _, _, x, _ in results]
+  numbers = [lambda row: row_lse(lse.reshape(-1)[row].load(), rules), lambda row: -delta.reshape(-1)[row].load()]
+  registers = RegisterPipeline(s, f, tiles.block, tiles.threads, group.thread, UOp.const(M), as_is, transposed, numbers)
+  pipeline = QueryTiles(registers, members.query_range, members, group.head, M)
+  first, offsets = unit.mma.lane_rows(tiles.block)
 
-  def score_rows(tile: UOp, *after: UOp) -> list[list[ScoreRow]]:
-    starts = [[x.after(*after)[first + i].load() for x in pipe.row_stats] for i in offsets]
-    return [[ScoreRow(tile + first + i, key, [0], *x) for i, x in zip(offsets, starts, strict=True)] for key in keys]
+  def score_rows(tile: UOp, masked: bool, tiles: list[Any]) -> list[ScoreRow]:
+    *_, lses, neg_deltas = tiles
+    rows = []
+    for i, key in enumerate(keys):
+      for at, offset in zip(unit.places(i), offsets, strict=True):
+        stats = lses[first + offset].load(), neg_deltas[first + offset].load()
+        rows.append(score_row(rules, tile + first + offset, key, [0], [at], *stats, masked))
+    return rows
 
-  def fetch(position: UOp, of: UOp, *after: UOp) -> UOp:
-    return pipe.load(query_range_of(of).tile(position) * tiles.block, *after, base=(kv_head * members + of) * M)
-
-  def follow(position: UOp, *after: UOp) -> UOp:
-    more = position + 1 < query_range.n_tiles
-    return fetch(more.where(position + 1, 0), clamp(member + more.where(0, 1), 0, members - 1), *after)
-
-  after = follow if members > 1 or query_range.n_tiles.vmax > 1 else None
-  swaps = [swap_lds(s, tiles) for _ in sums]
-  loop = Mainloop(s, tiles, group, q.dtype, pipe, stationary, sums, swaps, head_rules, query_range, score_rows, after)
-  done = UOp.barrier(pipe.store(fetch(UOp.const(0), UOp.const(0), *(x.acc for x in sums))))
-  done, length = loop.attend_all(done, member).end(member), None if rules.kv_lengths is None else head_rules.length
+  existing = [clamp(key, 0, (length - 1).maximum(0)) for key in keys]
+  stationary = [unit.load(HeadView.of(x, group.head, length), existing, length.ne(0)) for x in (k, v)]
+  sums = [
+    Sum(unit.zeros(s, sizes(o)[2], group.item), left, len(as_is) + i) for i, (o, left, _, _) in enumerate(results)
+  ]
+  loop = Mainloop(s, unit, pipeline, members.rules, members.query_range, tiles.block, score_rows)
+  sums = loop.run(stationary, sums, pipeline.prologue(*(x.acc for x in sums)), *members.axes)
   stores = []
-  for (o, _, factor), total in zip(results, sums, strict=True):
-    stores += loop.store_sum(o, total, kv_head, factor, done, length)
+  for (o, _, _, scale), total in zip(results, sums, strict=True):
+    stores += unit.store(o, total.acc, scale, None if rules.kv_lengths is None else length)
   of = "kv" if len(sums) == 2 else "v" if dk is None else "k"
   return group.kernel(f"attention_backward_{of}_{tiles.arch}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
 
 
-def of_members(rules: Rules, kv_head: UOp, members: int) -> Callable[[UOp], HeadRules]:
-  """The rules of each query head that shares a key head, numbered from 0."""
-  of_batch = rules.heads // members
-  return lambda member: HeadRules(rules, kv_head // of_batch, kv_head % of_batch * members + member)
+@dataclass(frozen=True)
+class QueryTiles(LdsTiles):
+  """The tiles of queries of all heads in a row: during the last tile of a head, the first one of the next is loaded.
+
+  Attributes:
+    heads: the query heads.
+    kv_head: the key head that they share.
+    M: queries per head.
+  """
+
+  heads: QueryHeads
+  kv_head: UOp
+  M: int
+
+  def prologue(self, *after: UOp) -> UOp:
+    """Bring the first tile of the first head to LDS."""
+    return UOp.barrier(self.registers.store(self._load_of(UOp.const(0), UOp.const(0), *after)))
+
+  def _has_next(self, n: UOp) -> bool:
+    return self.heads.count > 1 or super()._has_next(n)
+
+  def _load(self, n: UOp, *after: UOp) -> UOp:
+    inside = n < self.tile_range.n_tiles
+    member = clamp(self.heads.member + inside.where(UOp.const(0), 1), 0, self.heads.count - 1)
+    return self._load_of(inside.where(n, 0), member, *after)
+
+  def _load_of(self, n: UOp, member: UOp, *after: UOp) -> UOp:
+    first, base = self.heads.range_of(member).tile(n) * self.registers.block, self.kv_head * self.heads.count + member
+    return self.registers.load(first, *after, base=base * self.M)
 
 
-def stationary_places(tiles: Tiles, group: Workgroup) -> list[UOp]:
-  """The positions of this lane's stationary rows in the block."""
-  return [(group.warp * tiles.row_tiles + i) * MMA_SIZE + group.lane % MMA_SIZE for i in range(tiles.row_tiles)]
+@dataclass(frozen=True)
+class WaveMma:
+  """The `MatrixUnit` of a wave: WMMA or MFMA on `row_tiles` tiles of 16 stationary rows, one row per lane and tile.
+
+  All products are transposed, so that a lane has elements of only its own rows.
+
+  Attributes:
+    mma: the matrix instruction.
+    group: the position of this thread.
+    tiles: block sizes.
+    swaps: LDS through which lanes swap P or dS; empty except on RDNA3.
+  """
+
+  mma: Mma
+  group: Workgroup
+  tiles: Tiles
+  swaps: dict[Factor, LdsRows]
+
+  @property
+  def dialect(self) -> str:
+    return HIP
+
+  @property
+  def rows_of_block(self) -> list[UOp]:
+    """This lane's stationary rows within the block."""
+    n, lane = self.tiles.row_tiles, self.group.lane
+    return [(self.group.warp * n + i) * MMA_SIZE + lane % MMA_SIZE for i in range(n)]
+
+  @property
+  def rows(self) -> list[UOp]:
+    """This lane's stationary rows."""
+    return [self.group.block * self.tiles.rows + row for row in self.rows_of_block]
+
+  def places(self, i: int) -> list[tuple[int, int]]:
+    """The places of this lane's elements of its i-th row."""
+    return [(i, e) for e in range(self.tiles.block // MMA_SIZE * self.mma.f.result)]
+
+  def zeros(self, s: Scope, width: int, *after: UOp) -> UOp:
+    """A transposed sum of `width` columns for each row, set to 0."""
+    return s.filled(0.0, self.tiles.row_tiles, ceildiv(width, MMA_SIZE), self.mma.f.result, after=after)
+
+  def load(self, x: HeadView, rows: list[UOp], exists: UOp = ALWAYS) -> list[list[LoadOperand]]:
+    """Load rows of a matrix as operands; zeros where `exists` is false."""
+    return [self.mma.load(x, row, exists) for row in rows]
+
+  def mma_abt(
+    self, stationary: list[list[list[LoadOperand]]], tiles: Sequence[LdsRows], starts: Sequence[Elements | None]
+  ) -> list[Elements]:
+    """Compute S^T and dP^T."""
+    return [self.product(*x) for x in zip(stationary, tiles[: len(stationary)], starts, strict=True)]
+
+  def product(self, operands: list[list[LoadOperand]], tile: LdsRows, start: Elements | None) -> Elements:
+    """Compute the rows of a tile times stationary rows, from a start."""
+    begun = None if start is None else [[start[at] for at in self.places(i)] for i in range(len(operands))]
+    out = self.mma.mma_abt(tile, self.tiles.block, operands, begun)
+    return {(i, e): x for i, row in enumerate(out) for e, x in enumerate(row)}
+
+  def as_operands(self, left: Factor, elements: Elements, *after: UOp) -> list[list[Operand]]:
+    """P^T or dS^T as operands: for each stationary row, one per step along the streamed rows."""
+    values = [[elements[at] for at in self.places(i)] for i in range(self.tiles.row_tiles)]
+    swap = self.swaps[left].after(*after) if left in self.swaps else None
+    return self.mma.as_operands(values, swap, self.rows_of_block)
+
+  def mma_ab(self, left: list[list[Operand]], tile: LdsRows, acc: UOp, old: UOp, stores: list[UOp]) -> list[UOp]:
+    """Add a transposed tile times P^T or dS^T to `old`. Returns the stores to acc."""
+    row_tiles, d_tiles, result = sizes(old)
+    begun = [
+      [UOp.stack(*[old[i, d, e].load() for e in range(result)]) for d in range(d_tiles)] for i in range(row_tiles)
+    ]
+    return self.mma.mma_ab(left, tile, acc, begun)
+
+  def store(self, o: UOp, acc: UOp, factor: float, length: UOp | None = None) -> list[UOp]:
+    """Store a sum times a factor to this lane's rows of o, and 0 to rows from `length` on."""
+    stores = []
+    for i, row in enumerate(self.rows):
+      finished = scaled(factor, None if length is None else row < length)
+      stores += self.mma.store_acc(o, self.group.head, row, acc[i], finished)
+    return stores
 
 
-def load_stationary(
-  f: Fragments, x: UOp, head: UOp, length: UOp, rows: list[UOp], lane: UOp
-) -> list[list[LoadOperand]]:
-  """`rows` of x[head], zeros if it has no rows, as operands."""
-  return [load_operands(f, x.dtype, HeadView.of(x, head, length), row, lane, length.ne(0)) for row in rows]
-
-
-def zeros(s: Scope, tiles: Tiles, size: int, *after: UOp) -> UOp:
-  """A transposed sum of `size` columns for each stationary row, set to 0."""
-  return s.filled(0.0, tiles.row_tiles, ceildiv(size, MMA_SIZE), tiles.fragments.result, after=after)
-
-
-def swap_lds(s: Scope, tiles: Tiles) -> LdsRows | None:
-  """Allocate LDS through which lanes swap P or dS; None except on RDNA3."""
+def swaps(s: Scope, tiles: Tiles, *factors: Factor) -> dict[Factor, LdsRows]:
+  """Allocate LDS through which lanes swap P or dS; none except on RDNA3."""
   f = tiles.fragments
-  return LdsRows.make(s, f, tiles.rows, tiles.block) if f.repeated else None
-
-
-def late_factor(rules: Rules) -> float:
-  """The factor on dQ and dK at the end: `Rules.scale`, unless dS has it already (with score mods)."""
-  return 1.0 if rules.has_score_mods else rules.scale
+  return {x: LdsRows.make(s, f, tiles.rows, tiles.block) for x in factors} if f.repeated else {}
 
 
 def scaled(factor: float, exists: UOp | None) -> Callable[[UOp], UOp]:
@@ -482,10 +400,27 @@ def shifts_early(rules: Rules) -> bool:
   return not rules.has_score_mods and rules.scaling.pre == 1 and rules.scaling.log2 > 2**-60
 
 
-def neg_lse_of(lse: UOp, rules: Rules) -> UOp:
-  """`ScoreRow.neg_lse` for an lse; 0 if it is -inf, because all scores of the row are then -inf too."""
-  unit = 1.0 if rules.moves else LOG2E / rules.scaling.log2 if shifts_early(rules) else LOG2E
-  return lse.eq(-inf).where(0.0, lse * -unit)
+def row_lse(lse: UOp, rules: Rules) -> UOp:
+  """`ScoreRow.start` for an lse, or else `ScoreRow.lse`; 0 if it is -inf, because all scores are then -inf too."""
+  unit = -LOG2E / rules.scaling.log2 if shifts_early(rules) else 1.0 if rules.moves else LOG2E
+  return lse.eq(-inf).where(0.0, lse * unit)
+
+
+def score_row(
+  rules: Rules,
+  query: UOp,
+  first: UOp,
+  offsets: list[int],
+  places: list[tuple[int, int]],
+  lse: UOp,
+  neg_delta: UOp,
+  past_end: bool = False,
+) -> ScoreRow:
+  """The score row of a query with an lse from `row_lse`. With `past_end` it may not exist; its P will be 0."""
+  early = shifts_early(rules)
+  if past_end and query.vmax >= rules.M:
+    lse = (query < rules.M).where(lse, -inf if early else inf)
+  return ScoreRow(query, first, offsets, places, None if early else lse, neg_delta, lse if early else None)
 
 
 SCHEDULE = Schedule(
@@ -498,5 +433,5 @@ SCHEDULE = Schedule(
 )
 # For head sizes where LDS does not hold both Q and dO also transposed: one kernel for dK and one for dV.
 SEPARATE = replace(
-  SCHEDULE, name="amd_backward_separate", kernels=passes(backward_q, Tiles, dk=backward_k, dv=backward_v)
+  SCHEDULE, name="amd_backward_separate", kernels=passes(backward_q, Tiles, dk=backward_kv, dv=backward_kv)
 )

@@ -37,33 +37,21 @@ from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 
 from tinygrad import UOp
-from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import Scope, sizes
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.amd.fnuz import FNUZ_LARGEST
 from uopattn.dsl.amd.fragments import HIP, MMA_SIZE, Fragments
-from uopattn.dsl.amd.products import (
-  LoadOperand,
-  Operand,
-  as_operands,
-  lane_rows,
-  load_operands,
-  mma_ab,
-  mma_abt,
-  row_reduce,
-  store_acc,
-)
-from uopattn.dsl.amd.staging import LdsRows, RegisterPipeline
+from uopattn.dsl.amd.products import LoadOperand, Mma, Operand
+from uopattn.dsl.amd.staging import LdsRows, LdsTiles, RegisterPipeline
 from uopattn.dsl.gpu.mainloop import Mainloop, SoftmaxRow, State
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.packed import words_of
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.rules.softmax import Row, Scaling, normalize, p_scale_of, store_lse
-from uopattn.dsl.rules.tile_range import TileRange
+from uopattn.dsl.rules.softmax import Scaling, normalize, p_scale_of, store_lse
 from uopattn.dsl.schedule import DTYPES, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
 
@@ -218,7 +206,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   key_range = head_rules.key_range(block_row, tiles.block_m, tiles.block_n).split(group.split, results // heads)
   p_lds = LdsRows.make(s, f, tiles.block_m, tiles.block_n) if f.repeated else None
   p_scale = p_scale_of(q.dtype, rules.dropout_p, FNUZ_LARGEST.get(q.dtype) if f.fnuz else None)
-  unit = WaveMma(f, q.dtype, group, tiles, M, p_lds, p_scale)
+  unit = WaveMma(Mma(f, q.dtype, group.lane), group, tiles, M, p_lds, p_scale)
 
   q_frags = unit.load_queries(HeadView.of(q, group.head, UOp.const(M)))
   state = State.make(s, tiles.m_tiles, (tiles.m_tiles, ceildiv(Dv, MMA_SIZE), f.result), group.item)
@@ -230,7 +218,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   registers = RegisterPipeline(
     s, f, tiles.block_n, threads, group.thread, head_rules.length, sources[:1], sources[1:], of_ocp=of_ocp
   )
-  pipeline = KeyTiles(registers, key_range)
+  pipeline = LdsTiles(registers, key_range)
 
   loop = Mainloop(s, unit, pipeline, head_rules, key_range, tiles.block_n)
   state = loop.run(q_frags, state.after(pipeline.prologue(*state)))
@@ -242,49 +230,13 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
 
 @dataclass(frozen=True)
-class KeyTiles:
-  """A `KeyPipeline` with one tile of K and of V^T in LDS, and the next one on its way through registers.
-
-  Attributes:
-    registers: loads the tiles and stores them to LDS.
-    key_range: the tiles. Tiles are numbered by their position in it.
-  """
-
-  registers: RegisterPipeline
-  key_range: TileRange
-
-  def prologue(self, *after: UOp) -> UOp:
-    """Bring the first tile to LDS."""
-    return UOp.barrier(self.registers.store(self._load(UOp.const(0), *after)))
-
-  def acquire(self, n: UOp, *after: UOp) -> tuple[LdsRows, LdsRows]:
-    """Return tile n of K and of V^T, and start loading the next one."""
-    now = (*after, self._load(n + 1, *after)) if self._has_next(n) else after
-    return self.registers.as_is[0].after(*now), self.registers.transposed[0].after(*now)
-
-  def release(self, n: UOp, *stores: UOp) -> UOp:
-    """Store the next tile to LDS once all waves have read this one."""
-    if not self._has_next(n):
-      return UOp.group(*stores)
-    return UOp.barrier(self.registers.store(UOp.barrier(UOp.group(*stores))))
-
-  def _has_next(self, n: UOp) -> bool:
-    """Whether a tile may follow tile n, by its bounds: the same for all trips of a loop."""
-    return n.vmin < self.key_range.n_tiles.vmax - 1
-
-  def _load(self, n: UOp, *after: UOp) -> UOp:
-    return self.registers.load(self.key_range.tile(n) * self.registers.block, *after)
-
-
-@dataclass(frozen=True)
 class WaveMma:
   """The `MatrixUnit` of a wave: WMMA or MFMA on `m_tiles` tiles of 16 queries, one query per lane and tile.
 
   The products are transposed, S^T = K Q^T and O^T = V^T P^T, so that a lane has scores of only its own queries.
 
   Attributes:
-    f: the fragments of the matrix instruction.
-    dtype: dtype of q, k and v.
+    mma: the matrix instruction.
     group: the position of this thread.
     tiles: block sizes.
     M: number of queries.
@@ -292,8 +244,7 @@ class WaveMma:
     p_scale_log2: P and l are multiplied by 2**p_scale_log2.
   """
 
-  f: Fragments
-  dtype: DType
+  mma: Mma
   group: Workgroup
   tiles: Tiles
   M: int
@@ -314,16 +265,15 @@ class WaveMma:
 
   def keys(self) -> tuple[UOp, list[int]]:
     """The first key of a tile that this lane holds scores of, and the offsets of all of them from it."""
-    return lane_rows(self.f, self.tiles.block_n, self.group.lane)
+    return self.mma.lane_rows(self.tiles.block_n)
 
   def load_queries(self, q: HeadView) -> list[list[LoadOperand]]:
     """Q^T as operands: for each tile of queries, one per step along Dk."""
-    return [load_operands(self.f, self.dtype, q, row, self.group.lane) for row in self.rows]
+    return [self.mma.load(q, row) for row in self.rows]
 
   def mma_abt(self, q: list[list[LoadOperand]], k_tile: LdsRows) -> list[list[UOp]]:
     """Compute S^T = K Q^T. Returns this lane's elements for each of its queries."""
-    scores = mma_abt(self.f, self.dtype, k_tile, self.tiles.block_n, q, self.group.lane)
-    return [[tile[e] for tile in row for e in range(self.f.result)] for row in scores]
+    return self.mma.mma_abt(k_tile, self.tiles.block_n, q)
 
   def softmax(self, scores: list[list[UOp]], scaling: Scaling, m_old: list[UOp], l_old: list[UOp]) -> list[SoftmaxRow]:
     """P, m_i, l_i and alpha of each row; see `softmax_row`."""
@@ -331,8 +281,8 @@ class WaveMma:
 
   def softmax_row(self, scores: list[UOp], scaling: Scaling, m_old: UOp, l_old: UOp) -> SoftmaxRow:
     """P, m_i, l_i and alpha of a query, as `online_softmax` defines them, in an order that suits LLVM."""
-    f, m_tiles = self.f, self.tiles.m_tiles
-    m_new = row_reduce(f, fmax, by_turns(fmax, [m_old, *scores], 3), self.group.lane)
+    f, m_tiles = self.mma.f, self.tiles.m_tiles
+    m_new = self.mma.row_reduce(fmax, by_turns(fmax, [m_old, *scores], 3))
     if alone(f, m_tiles):
       m_old = ins.pin(HIP, m_old)  # otherwise LLVM loads so much of K ahead that it spills
     alpha = exp2((m_old - m_new) * scaling.log2)
@@ -354,23 +304,33 @@ class WaveMma:
 
   def as_operands(self, p: list[list[UOp]], *after: UOp) -> list[list[Operand]]:
     """P^T as operands: for each tile of queries, one per step along the keys."""
-    return as_operands(self.f, self.dtype, p, self.p_lds and self.p_lds.after(*after), self.places, self.group.lane)
+    return self.mma.as_operands(p, self.p_lds and self.p_lds.after(*after), self.places)
 
   def mma_ab(
     self, p: list[list[Operand]], v_tile: LdsRows, acc: UOp, old: UOp, alphas: list[UOp], stores: list[UOp]
   ) -> list[UOp]:
     """Compute O^T = O^T alpha + V^T P^T. Returns the stores to acc."""
-    v_tile = v_tile.after(*stores)  # V is read only after P is done, for want of registers
-    return multiply_pv(self.f, self.dtype, p, v_tile, acc, old, alphas, self.group.lane)
+    m_tiles, d_tiles, results = sizes(acc)
+    factors = [twins(self.mma.f, x, m_tiles) for x in alphas]
+    scaled = [
+      [UOp.stack(*[old[i, d, e].load() * factors[i][e % 2] for e in range(results)]) for d in range(d_tiles)]
+      for i in range(m_tiles)
+    ]
+    return self.mma.mma_ab(
+      p, v_tile.after(*stores), acc, scaled
+    )  # V is read only after P is done, for want of registers
 
   def store(self, o: UOp, lse: UOp | None, head: UOp, row: UOp, i: int, state: State, rules: HeadRules) -> list[UOp]:
     """Store the output and the LSE of the i-th of this lane's queries, unless it is past the last one."""
     logit = state.m_i[i].load() * rules.scaling.natural
-    l_i = row_reduce(self.f, UOp.__add__, state.l_i[i].load(), self.group.lane)
+    l_i = self.mma.row_reduce(UOp.__add__, state.l_i[i].load())
     found = normalize(logit, l_i, rules.sink(row), exp2, 2.0**-self.p_scale_log2)
-    factor = found.factor * 2 if self.f.fnuz else found.factor  # values, converted, are half
+    factor = found.factor * 2 if self.mma.f.fnuz else found.factor  # values, converted, are half
     factor = factor if rules.o_scale is None else factor * rules.o_scale
-    return store_rows(self.f, o, lse, head, row, state.acc[i], found._replace(factor=factor), self.group.lane)
+    stores = self.mma.store_acc(o, head, row, state.acc[i], lambda x: x * factor)
+    if lse is not None:
+      stores += store_lse(lse, row < self.M, head, row, [ins.pin(HIP, x) for x in found.numbers(lse)])
+    return stores
 
 
 def by_turns(operation: Callable[[UOp, UOp], UOp], values: list[UOp], arity: int) -> UOp:
@@ -404,44 +364,6 @@ def fmax(a: UOp, b: UOp) -> UOp:
 
 def exp2(x: UOp) -> UOp:
   return ins.exp2(HIP, x)
-
-
-def multiply_pv(
-  f: Fragments,
-  dtype: DType,
-  p_frags: list[list[Operand]],
-  v_lds: LdsRows,
-  acc: UOp,
-  old: UOp,
-  alpha: list[UOp],
-  lane: UOp,
-) -> list[UOp]:
-  """Compute O^T = O^T alpha + V^T P^T. Returns the stores to acc (tiles of queries, tiles of 16 columns, `result`)."""
-  m_tiles, d_tiles, results = sizes(acc)
-  alphas = [twins(f, x, m_tiles) for x in alpha]
-  scaled = [
-    [UOp.stack(*[old[i, d, e].load() * alphas[i][e % 2] for e in range(results)]) for d in range(d_tiles)]
-    for i in range(m_tiles)
-  ]
-  return mma_ab(f, dtype, p_frags, v_lds, acc, scaled, lane)
-
-
-def store_rows(
-  f: Fragments,
-  o: UOp,
-  lse: UOp | None,
-  head: UOp,
-  row: UOp,
-  acc: UOp,
-  found: Row,
-  lane: UOp,
-) -> list[UOp]:
-  """Store acc times a factor and the LSE of a query, unless it is past M; see `normalize`."""
-  stores = store_acc(f, o, head, row, acc, lambda x: x * found.factor, lane)
-  if lse is not None:
-    numbers = [ins.pin(HIP, x) for x in found.numbers(lse)]
-    stores += store_lse(lse, row < sizes(o)[1], head, row, numbers)
-  return stores
 
 
 SCHEDULE = Schedule(

@@ -29,37 +29,32 @@ Measured on an H200, where `hopper_backward` is faster, counting the minimum of 
 249 at D=128 in float16; float32 1.1 to 1.4 times PyTorch. scripts/results/KERNELS.md has more.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
+from typing import Any
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
-from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl import Scope, sizes
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.gpu.gradient_sums import Factor, QueryHeads, Sum, sums_after
+from uopattn.dsl.gpu.backward_mainloop import Elements, Factor, Mainloop, QueryHeads, ScoreRow, Sum
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia.cp_async import CpAsyncPipeline
 from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, Accumulators, Left, Mma
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, row_elements, row_of, store_scaled
 from uopattn.dsl.nvidia.score_gradients import (
-  Elements,
   RowStats,
-  ScoreRow,
-  dropped,
   queries_of_columns,
   score_rows_by_column,
   score_rows_by_row,
-  score_vjp,
-  weights,
 )
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.head_view import HeadView
-from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
+from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.schedule import DTYPES_16_32, Problem, Schedule, passes
 from uopattn.dsl.target import Target
 
@@ -229,62 +224,33 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   Raises:
     ValueError: `Tiles.step` is for elements of another size.
   """
-  _check(tiles, q.dtype)
   (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
-  blocks = ceildiv(M, tiles.rows)
   s = Scope()
-  group = Workgroup(s, heads, blocks, tiles.warps, WARP, last_first=rules.longest_last)
-  head, kv_head = group.head, group.head // (heads // kv_heads)
-  head_rules = rules.at(head)
+  group = Workgroup(s, heads, ceildiv(M, tiles.rows), tiles.warps, WARP, last_first=rules.longest_last)
+  head, head_rules = group.head, rules.at(group.head)
   key_range = head_rules.key_range(group.block * tiles.rows, tiles.rows, tiles.block)
-  loop = Mainloop(s, group, Mma(s, q.dtype, tiles.turing, tiles.parts), tiles, head_rules, *tiles.panels(s, Dk, Dv))
+  unit, streamed = WarpMma.make(s, group, tiles, q.dtype, Dk, Dv)
+  row_stats = RowStats(lse, delta, head, rules.moves)
+  found = {place: row_stats.of(row, True) for place, row in unit.rows.items()}
 
-  rows, found = loop.rows(group.block), RowStats(lse, delta, head, rules.moves)
-  row_stats = {place: found.of(row, True) for place, row in rows.items()}
+  def score_rows(first: UOp, masked: bool, _: Any) -> list[ScoreRow]:
+    return score_rows_by_row(unit.rows, found, first, tiles.block, group.lane)
 
-  def score_rows(first: UOp, masked: bool) -> list[ScoreRow]:
-    return score_rows_by_row(rows, row_stats, first, tiles.block, group.lane)
-
-  sums = [Sum(loop.zeros(Dk, group.item), Factor.DS, 0)]
-  pipeline = loop.pipeline((k, v), kv_head, head_rules.length, key_range)
-  begun = pipeline.prologue(*loop.load_stationary((q, do), head, UOp.const(M), group.block))
-  sums = loop.run(pipeline, key_range, score_rows, sums, begun)
-  sums = sums_after(
-    sums, ins.cp_async_wait(tiles.dialect, 0, *(x.acc for x in sums))
-  )  # no copy may be in flight at the end
+  dq_sum = Sum(unit.zeros(Dk, group.item), Factor.DS, 0)
+  keys = [HeadView.of(x, head // (heads // kv_heads), head_rules.length) for x in (k, v)]
+  sources = list(zip(streamed, keys, strict=True))
+  pipeline = CpAsyncPipeline(sources, key_range.tile, tiles.stages, group.thread, tiles.dialect)
+  ready = pipeline.prologue(*unit.copy([HeadView.of(x, head, UOp.const(M)) for x in (q, do)]))
+  loop = Mainloop(s, unit, pipeline, head_rules, key_range, tiles.block, score_rows)
+  sums = loop.run(unit.stationary(ready), [dq_sum], ready)
   name = f"attention_backward_q_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
-  return group.kernel(name, loop.store(dq, sums[0].acc, rules.scale, head, group.block))
+  return group.kernel(name, unit.store(dq, sums[0].acc, rules.scale))
 
 
 def backward_kv(
-  dk: UOp, dv: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles
-) -> UOp:
-  """Build the kernel for the gradients of keys and values, summed over the query heads that share them.
-
-  Args:
-    dk: (kv_heads, N, Dk), an output, in q's dtype.
-    dv: (kv_heads, N, Dv), an output.
-    q, k, v, do, lse, delta, rules, tiles: as for `backward_q`.
-
-  Raises:
-    ValueError: `Tiles.step` is for elements of another size.
-  """
-  return _backward_of_keys(dk, dv, q, k, v, do, lse, delta, rules, tiles)
-
-
-def backward_k(dk: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles) -> UOp:
-  """Build the kernel for only the gradient of keys; see `backward_kv`."""
-  return _backward_of_keys(dk, None, q, k, v, do, lse, delta, rules, tiles)
-
-
-def backward_v(dv: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles) -> UOp:
-  """Build the kernel for only the gradient of values, which needs no dP; see `backward_kv`."""
-  return _backward_of_keys(None, dv, q, k, v, do, lse, delta, rules, tiles)
-
-
-def _backward_of_keys(
-  dk: UOp | None,
-  dv: UOp | None,
+  *,
+  dk: UOp | None = None,
+  dv: UOp | None = None,
   q: UOp,
   k: UOp,
   v: UOp,
@@ -294,157 +260,146 @@ def _backward_of_keys(
   rules: Rules,
   tiles: Tiles,
 ) -> UOp:
-  """Build the kernel for those of dk and dv that are given."""
-  _check(tiles, q.dtype)
+  """Build the kernel for the gradients of keys and values, summed over the query heads that share them.
+
+  Args:
+    dk: (kv_heads, N, Dk), an output, in q's dtype; None if another kernel computes it.
+    dv: (kv_heads, N, Dv), an output; None if another kernel computes it.
+    q, k, v, do, lse, delta, rules, tiles: as for `backward_q`.
+
+  Raises:
+    ValueError: `Tiles.step` is for elements of another size.
+  """
   (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
   s = Scope()
   group = Workgroup(s, kv_heads, ceildiv(N, tiles.rows), tiles.warps, WARP)
   members = QueryHeads.of(s, rules, group, heads // kv_heads, tiles.rows, tiles.block)
-  loop = Mainloop(s, group, Mma(s, q.dtype, tiles.turing, tiles.parts), tiles, members.rules, *tiles.panels(s, Dk, Dv))
+  unit, streamed = WarpMma.make(s, group, tiles, q.dtype, Dk, Dv)
 
-  def score_rows(first: UOp, masked: bool) -> list[ScoreRow]:
+  def score_rows(first: UOp, masked: bool, _: Any) -> list[ScoreRow]:
     row_stats = RowStats(lse, delta, members.head, rules.moves)
     queries = queries_of_columns(first, tiles.block, group.lane)
-    return score_rows_by_column(loop.rows(group.block), queries, [row_stats.of(query, masked) for query in queries])
+    return score_rows_by_column(unit.rows, queries, [row_stats.of(query, masked) for query in queries])
 
-  results = [
-    (x, Sum(loop.zeros(sizes(x)[2], group.item), left, right), scale)
-    for x, left, right, scale in ((dk, Factor.DS, 0, rules.scale), (dv, Factor.P, 1, 1.0))
-    if x is not None
-  ]
-  sums = [total for _, total, _ in results]
-  pipeline = loop.pipeline((q, do), members.head, UOp.const(M), members.query_range)
-  copies = loop.load_stationary((k, v), group.head, members.n_keys, group.block)
-  if members.count == 1:
-    sums = loop.run(pipeline, members.query_range, score_rows, sums, pipeline.prologue(*copies))
-    sums = sums_after(sums, ins.cp_async_wait(tiles.dialect, 0, *(x.acc for x in sums)))
-  else:  # the stages are in use until all warps are done with the previous head
-    member = members.member
-    begun = pipeline.prologue(UOp.barrier(member), *copies)
-    added = loop.run(pipeline, members.query_range, score_rows, sums_after(sums, member), begun)
-    sums = sums_after(sums, ins.cp_async_wait(tiles.dialect, 0, *(x.acc for x in added)).end(member))
+  wanted = [(dk, Factor.DS, 0, rules.scale), (dv, Factor.P, 1, 1.0)]
+  results = [(x, left, right, scale) for x, left, right, scale in wanted if x is not None]
+  sums = [Sum(unit.zeros(sizes(x)[2], group.item), left, right) for x, left, right, _ in results]
+  sources = list(zip(streamed, [HeadView.of(x, members.head, UOp.const(M)) for x in (q, do)], strict=True))
+  pipeline = CpAsyncPipeline(sources, members.query_range.tile, tiles.stages, group.thread, tiles.dialect)
+  copies = unit.copy([HeadView.of(x, group.head, members.n_keys) for x in (k, v)])
+  free = [UOp.barrier(x) for x in members.axes]  # the stages are in use until all warps are done with a head
+  ready = pipeline.prologue(*free, *copies)
+  loop = Mainloop(s, unit, pipeline, members.rules, members.query_range, tiles.block, score_rows)
+  sums = loop.run(unit.stationary(ready), sums, ready, *members.axes)
   stores = []
-  for (x, _, scale), total in zip(results, sums, strict=True):
-    stores += loop.store(x, total.acc, scale, group.head, group.block)
+  for (x, _, _, scale), total in zip(results, sums, strict=True):
+    stores += unit.store(x, total.acc, scale)
   of = "kv" if len(results) == 2 else "v" if dk is None else "k"
   return group.kernel(f"attention_backward_{of}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
 
 
-ScoreRows = Callable[[UOp, bool], list[ScoreRow]]  # (first row of a tile, whether it may have hidden scores)
-
-
 @dataclass(frozen=True)
-class Mainloop:
-  """A warp's loop over streamed tiles, which are numbered by their position in the tile range.
+class WarpMma:
+  """The `MatrixUnit` of a warp: `mma.sync` on `row_tiles` tiles of 16 stationary rows.
 
   Attributes:
-    s: the kernel's axes.
-    group: the position of this thread.
     mma: the matrix instruction.
+    group: the position of this thread.
     tiles: block sizes.
-    rules: the rules of the query head.
-    stationary: shared memory for the stationary rows, of Q and dO or of K and V.
-    streamed: shared memory for the streamed tiles.
+    panels: shared memory for the stationary rows of both matrices.
   """
 
-  s: Scope
-  group: Workgroup
   mma: Mma
+  group: Workgroup
   tiles: Tiles
-  rules: HeadRules
-  stationary: list[SwizzledTiles]
-  streamed: list[SwizzledTiles]
+  panels: list[SwizzledTiles]
 
-  def rows(self, block: UOp) -> dict[tuple[int, int], UOp]:
+  @classmethod
+  def make(
+    cls, s: Scope, group: Workgroup, tiles: Tiles, dtype: DType, Dk: int, Dv: int
+  ) -> "tuple[WarpMma, list[SwizzledTiles]]":
+    """The unit, and shared memory for the streamed tiles of both matrices.
+
+    Raises:
+      ValueError: `Tiles.step` is for elements of another size than the dtype's.
+    """
+    if tiles.step * dtype.itemsize != STEP_BYTES:
+      raise ValueError(f"Tiles.step={tiles.step}: must be {STEP_BYTES // dtype.itemsize} for {dtype}")
+    stationary, streamed = tiles.panels(s, Dk, Dv)
+    return cls(Mma(s, dtype, tiles.turing, tiles.parts), group, tiles, stationary), streamed
+
+  @property
+  def dialect(self) -> str:
+    return CUDA
+
+  @cached_property
+  def rows(self) -> dict[tuple[int, int], UOp]:
     """This lane's stationary rows, by tile of 16 rows and half."""
-    first = (block * self.tiles.warps + self.group.warp) * self.tiles.row_tiles * MMA_M
+    first = (self.group.block * self.tiles.warps + self.group.warp) * self.tiles.row_tiles * MMA_M
     halves = product(range(self.tiles.row_tiles), range(HALVES))
     return {(i, half): first + i * MMA_M + row_of(self.group.lane, half) for i, half in halves}
 
   def zeros(self, width: int, *after: UOp) -> UOp:
     """A sum of `width` columns for each row, set to 0."""
-    return self.s.filled(0.0, self.tiles.row_tiles, round_up(width, PAIR) // MMA_N, 4, after=after)
+    return self.mma.scope.filled(0.0, self.tiles.row_tiles, round_up(width, PAIR) // MMA_N, 4, after=after)
 
-  def load_stationary(self, sources: tuple[UOp, UOp], head: UOp, length: UOp, block: UOp) -> list[UOp]:
-    """Start copying the stationary rows to shared memory."""
-    copies = []
-    for panels, x in zip(self.stationary, sources, strict=True):
-      copies += panels.fill_tile(UOp.const(0), HeadView.of(x, head, length), block, self.group.thread)
+  def copy(self, sources: list[HeadView]) -> list[UOp]:
+    """Start copying the stationary rows of both matrices to shared memory."""
+    copies, zero = [], UOp.const(0)
+    for panels, x in zip(self.panels, sources, strict=True):
+      copies += panels.fill_tile(zero, x, self.group.block, self.group.thread)
     return copies
 
-  def pipeline(self, sources: tuple[UOp, UOp], head: UOp, length: UOp, tile_range: TileRange) -> CpAsyncPipeline:
-    """The pipeline that loads the streamed tiles."""
-    pairs = [(panels, HeadView.of(x, head, length)) for panels, x in zip(self.streamed, sources, strict=True)]
-    return CpAsyncPipeline(pairs, tile_range.tile, self.tiles.stages, self.group.thread, self.tiles.dialect)
+  def stationary(self, ready: UOp) -> list[list[Left]] | None:
+    """The stationary rows, which are in shared memory after `ready`, as `mma_abt` takes them: None if they stay."""
+    return self.load(ready) if self.tiles.in_registers else None
 
-  def left(self, *after: UOp) -> list[list[Left]]:
+  def load(self, *after: UOp) -> list[list[Left]]:
     """Load the stationary rows as left operands: of both matrices, for each tile of 16 rows, one per step."""
-    first, tiles = self.group.warp * self.tiles.row_tiles, [x.tile(UOp.const(0), *after) for x in self.stationary]
+    first, tiles = self.group.warp * self.tiles.row_tiles, [x.tile(UOp.const(0), *after) for x in self.panels]
     return [
       [self.mma.load_left(tile, (first + i) * MMA_M, self.group.lane) for i in range(self.tiles.row_tiles)]
       for tile in tiles
     ]
 
-  def after_product(self, tile: SwizzledTiles, product: Accumulators) -> SwizzledTiles:
-    """`tile`, which in parts is read only once `product` is computed, for want of registers."""
-    return tile.after(ins.read_later(CUDA, product[-1][-1][3])) if self.mma.parts > 1 else tile
+  def mma_abt(
+    self, stationary: list[list[Left]] | None, tiles: Sequence[SwizzledTiles], starts: Sequence[Elements | None]
+  ) -> list[Elements]:
+    """Compute S and dP. Stationary rows that stay are read after the tile: else all of it would be loaded before."""
+    left, parts = stationary or self.load(tiles[0].memory), self.mma.parts
+    s = self.product(left[0], tiles[0], starts[0])
+    # In parts the second tile is read only once the first product is computed, for want of registers.
+    second = tiles[1].after(ins.read_later(CUDA, s[max(s)])) if parts > 1 else tiles[1]
+    return [s, self.product(left[1], second, starts[1])]
 
-  def run(
-    self, pipeline: CpAsyncPipeline, tile_range: TileRange, score_rows: ScoreRows, sums: list[Sum], begun: UOp
-  ) -> list[Sum]:
-    """Add all tiles of a range to the sums."""
-    in_registers = self.left(begun) if self.tiles.in_registers else None
-    for first, trips, masked in full_then_masked(UOp.const(0), tile_range.n_full, tile_range.n_tiles):
-      trip = self.s.axis(trips, AxisType.REDUCE)
-      n = first + trip
-      tiles = pipeline.acquire(n, trip, begun, *(x.acc for x in sums))
-      found = score_rows(tile_range.tile(n) * self.tiles.block, masked)
-      left = in_registers or self.left(tiles[0].memory)  # after the tile: else all of it would be loaded before
-      products = self.mma.mma_abt(left[0], tiles[0], self.group.lane)
-      early = self.rules.rules.seed is None  # without dropout, dP starts at -delta, which costs nothing
-      less = {at: -x.delta for x in found for at in x.places}
-      second = self.after_product(tiles[1], products)
-      grads = self.mma.mma_abt(left[1], second, self.group.lane, self.tiled(less) if early else None)
-      products_, grads_ = by_place(products), by_place(grads)
-      p = weights(self.rules, found, products_, masked)
-      ds = score_vjp(self.rules, found, p, products_, grads_, early)
-      factors, stores = {Factor.DS: ds, Factor.P: dropped(self.rules, found, p)}, list[UOp]()
-      for total in sums:
-        factor = self.tiled(factors[total.left])
-        a = [self.mma.as_left([row_elements(row, half) for half in range(HALVES)]) for row in factor]
-        right = tiles[total.right].after(*stores) if self.mma.parts > 1 else tiles[total.right]  # as in `after_product`
-        out = self.mma.mma_ab(a, right, self.group.lane, accumulators(total.acc.after(trip)))
-        stores += [total.acc[i, d].store(x) for i, row in enumerate(out) for d, x in enumerate(row)]
-      sums = sums_after(sums, UOp.group(*stores).end(trip))
-    return sums
+  def product(self, left: list[Left], tile: SwizzledTiles, start: Elements | None) -> Elements:
+    """Compute stationary rows times the rows of a tile, from a start."""
+    out = self.mma.mma_abt(left, tile, self.group.lane, None if start is None else self.tiled(start))
+    return {(i, n, e): x[e] for i, row in enumerate(out) for n, x in enumerate(row) for e in range(4)}
+
+  def as_operands(self, left: Factor, elements: Elements, *after: UOp) -> list[list[UOp]]:
+    """P or dS as left operands: for each tile of 16 rows, one per step along the streamed rows."""
+    return [self.mma.as_left([row_elements(row, half) for half in range(HALVES)]) for row in self.tiled(elements)]
+
+  def mma_ab(self, left: list[list[UOp]], tile: SwizzledTiles, acc: UOp, old: UOp, stores: list[UOp]) -> list[UOp]:
+    """Add left times a tile to `old`. Returns the stores to acc (tiles of 16 rows, accumulator tiles, 4)."""
+    tile = tile.after(*stores) if self.mma.parts > 1 else tile  # as in `mma_abt`
+    row_tiles, width, _ = sizes(old)
+    begun = [[UOp.stack(*[old[i, d, e].load() for e in range(4)]) for d in range(width)] for i in range(row_tiles)]
+    out = self.mma.mma_ab(left, tile, self.group.lane, begun)
+    return [acc[i, d].store(x) for i, row in enumerate(out) for d, x in enumerate(row)]
 
   def tiled(self, elements: Elements) -> Accumulators:
     """Arrange elements as accumulator tiles."""
     row_tiles, width = range(self.tiles.row_tiles), range(self.tiles.block // MMA_N)
     return [[UOp.stack(*[elements[i, n, e] for e in range(4)]) for n in width] for i in row_tiles]
 
-  def store(self, x: UOp, acc: UOp, factor: float, head: UOp, block: UOp) -> list[UOp]:
+  def store(self, x: UOp, acc: UOp, factor: float) -> list[UOp]:
     """Store a sum times a factor to the rows of x."""
-    stores = []
-    for (i, half), row in self.rows(block).items():
-      stores += store_scaled(x, head, row, half, acc[i], UOp.const(factor), self.group.lane, self.tiles.dialect)
+    stores, group = [], self.group
+    for (i, half), row in self.rows.items():
+      stores += store_scaled(x, group.head, row, half, acc[i], UOp.const(factor), group.lane, self.tiles.dialect)
     return stores
-
-
-def by_place(tiles: Accumulators) -> Elements:
-  """Arrange accumulator tiles as elements by place."""
-  return {(i, n, e): tile[e] for i, row in enumerate(tiles) for n, tile in enumerate(row) for e in range(4)}
-
-
-def accumulators(acc: UOp) -> Accumulators:
-  """Load a sum's acc (tiles of 16 rows, accumulator tiles, 4) as values."""
-  row_tiles, width, _ = sizes(acc)
-  return [[UOp.stack(*[acc[i, d, e].load() for e in range(4)]) for d in range(width)] for i in range(row_tiles)]
-
-
-def _check(tiles: Tiles, dtype: DType) -> None:
-  if tiles.step * dtype.itemsize != STEP_BYTES:
-    raise ValueError(f"Tiles.step={tiles.step}: must be {STEP_BYTES // dtype.itemsize} for {dtype}")
 
 
 SCHEDULE = Schedule(
@@ -458,5 +413,5 @@ SCHEDULE = Schedule(
 )
 # For head sizes where the registers of a warp do not hold both dK and dV: one kernel for each.
 SEPARATE = replace(
-  SCHEDULE, name="cuda_backward_separate", kernels=passes(backward_q, Tiles, dk=backward_k, dv=backward_v)
+  SCHEDULE, name="cuda_backward_separate", kernels=passes(backward_q, Tiles, dk=backward_kv, dv=backward_kv)
 )

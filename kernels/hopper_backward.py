@@ -27,22 +27,22 @@ from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl import Scope, sizes
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.gpu.gradient_sums import Factor, QueryHeads, Sum, sums_after
+from uopattn.dsl.gpu.backward_mainloop import (
+  Elements,
+  Factor,
+  QueryHeads,
+  ScoreRow,
+  Sum,
+  dropped,
+  score_vjp,
+  sums_after,
+  weights,
+)
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.mbarrier import MbarrierPipeline
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, row_of, store_scaled
-from uopattn.dsl.nvidia.score_gradients import (
-  Elements,
-  RowStats,
-  ScoreRow,
-  dropped,
-  queries_of_columns,
-  score_rows_by_column,
-  score_rows_by_row,
-  score_vjp,
-  weights,
-)
+from uopattn.dsl.nvidia.score_gradients import RowStats, queries_of_columns, score_rows_by_column, score_rows_by_row
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.wgmma import WARPS
 from uopattn.dsl.rules.head_view import HeadView
@@ -211,11 +211,8 @@ def backward_kv(
   loop = Mainloop(s, group, q.dtype, tiles, members.rules, query_range, stationary, pipe, score_rows)
   copies = loop.load_stationary((k, v), group.head, members.n_keys, group.block, pipe.init())
   sums = [Sum(loop.zeros(Dk, group.item), Factor.DS, 0), Sum(loop.zeros(Dv, group.item), Factor.P, 1)]
-  if members.count == 1:
-    sums, done = loop.run(sums, *copies)
-  else:
-    done = loop.run(sums_after(sums, member), member, *copies)[1].end(member)
-  sums = sums_after(sums, done)
+  added, done = loop.run(sums_after(sums, *members.axes), *members.axes, *copies)
+  sums = sums_after(sums, done.end(*members.axes)) if members.axes else sums_after(added, done)
   name = f"attention_backward_kv_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
   return group.kernel(name, loop.store(dk, sums[0].acc, rules.scale, rows) + loop.store(dv, sums[1].acc, 1.0, rows))
 

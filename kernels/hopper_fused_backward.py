@@ -44,14 +44,14 @@ from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl import Scope, sizes
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.gpu.gradient_sums import QueryHeads
+from uopattn.dsl.gpu.backward_mainloop import Elements, QueryHeads, score_vjp, weights
 from uopattn.dsl.gpu.tile_scheduler import TileScheduler
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.math import LOG2E
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.gradient_pipeline import GradientPipeline
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, row_of, store_scaled
-from uopattn.dsl.nvidia.score_gradients import Elements, queries_of_columns, score_rows_by_column, score_vjp, weights
+from uopattn.dsl.nvidia.score_gradients import queries_of_columns, score_rows_by_column
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import loop
 from uopattn.dsl.nvidia.tma import Slots

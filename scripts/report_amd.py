@@ -131,8 +131,8 @@ def graph(
     return forward(*arguments, rules=rules, tiles=tiles), tiles
   arguments += [UOp.placeholder((heads, M), dtypes.float, len(rows) + i) for i in range(2)]
   own = amd_backward.Tiles.choose(problem, Machine("AMD", arch), "dq" if kernel == "dQ" else "dk_dv")
-  build = amd_backward.backward_q if kernel == "dQ" else amd_backward.backward_kv
-  return build(*arguments, rules=rules, tiles=own), own
+  found = amd_backward.SCHEDULE.kernels[kernel != "dQ"]
+  return found.build(**dict(zip(found.buffers, arguments, strict=True)), rules=rules, tiles=own), own
 
 
 def source(

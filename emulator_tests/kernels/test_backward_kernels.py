@@ -193,6 +193,11 @@ def test_rows_that_see_no_key_have_no_gradient(schedule: str, machine: Machine, 
   assert no_gradient(check_backward(machine, (2, 4, 2, 37, 150, 16, 16), BLIND[name]))
 
 
+@on_machines("gfx942", "sm_80", "sm_90", slow=("gfx1201",))
+def test_a_score_mod_that_is_infinite_past_the_last_query(schedule: str, machine: Machine) -> None:
+  check_backward(machine, (1, 2, 1, 50, 40, 16, 16), {"score_mod": lambda s, b, h, i, j: s + 1.0 / (50 - i)})
+
+
 @on_machines("gfx942", "sm_80", "sm_90", "CPU", slow=("gfx1100",))
 def test_queries_before_all_keys_have_no_gradient(schedule: str, machine: Machine) -> None:
   """Nor have keys behind all queries, among others that have one."""

@@ -7,6 +7,7 @@ those of the matrices, float32 also where bfloat16 parts of it are multiplied.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,118 +32,259 @@ Operand = list[UOp]
 LoadOperand = Callable[..., Operand]  # (*after) -> the operand of a step
 
 
-def load_operands(
-  f: Fragments, dtype: DType, rows: HeadView, row: UOp, lane: UOp, exists: UOp = ALWAYS
-) -> list[LoadOperand]:
-  """This lane's B operand of each step, of a row; zeros where `exists` is false.
+@dataclass(frozen=True)
+class Mma:
+  """The matrix instruction of a wave, for operands of one type.
 
-  In parts they would take too many registers: then they are loaded and split where they are needed.
+  Attributes:
+    f: the fragments of the instruction.
+    dtype: type of the matrices.
+    lane: index of the thread in its wave.
   """
-  chunk, count = f.per_chunk * f.memory_bits // 32, f.width * f.memory_bits // 32  # words
 
-  def load(step: int, *after: UOp) -> Operand:
-    word, first = words_of(rows, exists, *after), f.chunk(UOp.const(step), lane) * chunk
-    words = [word(row, first + w) for w in range(count)]
+  f: Fragments
+  dtype: DType
+  lane: UOp
+
+  def load(self, rows: HeadView, row: UOp, exists: UOp = ALWAYS) -> list[LoadOperand]:
+    """This lane's B operand of each step, of a row; zeros where `exists` is false.
+
+    In parts they would take too many registers: then they are loaded and split where they are needed.
+    """
+    f, dtype = self.f, self.dtype
+    chunk, count = f.per_chunk * f.memory_bits // 32, f.width * f.memory_bits // 32  # words
+
+    def load(step: int, *after: UOp) -> Operand:
+      word, first = words_of(rows, exists, *after), f.chunk(UOp.const(step), self.lane) * chunk
+      words = [word(row, first + w) for w in range(count)]
+      if f.parts > 1:
+        return self.operand_of([x.bitcast(dtypes.float) for x in words])
+      return self.elements([from_ocp(x, dtype) for x in words] if f.fnuz else words)
+
+    def held(operand: Operand) -> LoadOperand:
+      return lambda *after: operand
+
     if f.parts > 1:
-      return operand_of(f, dtype, [x.bitcast(dtypes.float) for x in words])
-    return elements(f, dtype, [from_ocp(x, dtype) for x in words] if f.fnuz else words)
+      # Of a row that LLVM knows it keeps the address of each load in registers, from one loop over keys to the next.
+      row = ins.pin(HIP, row.cast(dtypes.int)).cast(dtypes.weakint)
+    steps = range(ceildiv(rows.size, f.step))
+    return [partial(load, i) if f.parts > 1 else held(load(i)) for i in steps]
 
-  def held(operand: Operand) -> LoadOperand:
-    return lambda *after: operand
+  def multiply(self, a: Operand, b: Operand, c: UOp | None) -> UOp:
+    """C + A B over one step, or over the steps of `chains`; None is 0. Products of parts are added up by themselves.
 
-  if f.parts > 1:
-    # Of a row that LLVM knows it keeps the address of each load in registers, from one loop over keys to the next.
-    row = ins.pin(HIP, row.cast(dtypes.int)).cast(dtypes.weakint)
-  steps = range(ceildiv(rows.size, f.step))
-  return [partial(load, i) if f.parts > 1 else held(load(i)) for i in steps]
+    tinygrad's renderers lack most products of 8 bits. `uopattn.runtime.amd` renders those whose operands are words.
+    """
+    f, dtype = self.f, self.dtype
+    per_unit = 4 if f.bits == 8 else 1  # elements
+    length = len(a) // f.parts
+    size = length if length > f.width // per_unit else f.operand // per_unit
+    dims = (MMA_SIZE, MMA_SIZE, f.k * size * per_unit // f.operand)
+    total = UOp.const((0.0,) * f.result, dtypes.float) if c is None or f.parts > 1 else c
+    for left_part, right_part in PAIRS[f.parts]:
+      for i in range(0, length, size):
+        left, right = (UOp.stack(*x[p * length + i :][:size]) for x, p in ((a, left_part), (b, right_part)))
+        total = UOp(Ops.WMMA, src=(left, right, total), arg=(dims, f.dtype(dtype), "AMD", f.lanes, None))
+    return total if c is None or f.parts == 1 else UOp.stack(*[c[e] + total[e] for e in range(f.result)])
 
+  def chains(self, steps: int) -> list[range]:
+    """The steps that are multiplied at once: `Fragments.together` where so many remain, else one."""
+    f = self.f
+    whole = steps // f.together * f.together
+    return [range(i, i + f.together) for i in range(0, whole, f.together)] + [
+      range(i, i + 1) for i in range(whole, steps)
+    ]
 
-def multiply(f: Fragments, dtype: DType, a: Operand, b: Operand, c: UOp | None) -> UOp:
-  """C + A B over one step, or over the steps of `chains`; None is 0. Products of parts are added up by themselves.
+  def elements(self, words: Words) -> Operand:
+    """Reinterpret words as elements.
 
-  tinygrad's renderers lack most products of 8 bits. `uopattn.runtime.amd` renders those whose operands are words.
-  """
-  per_unit = 4 if f.bits == 8 else 1  # elements
-  length = len(a) // f.parts
-  size = length if length > f.width // per_unit else f.operand // per_unit
-  dims = (MMA_SIZE, MMA_SIZE, f.k * size * per_unit // f.operand)
-  total = UOp.const((0.0,) * f.result, dtypes.float) if c is None or f.parts > 1 else c
-  for left_part, right_part in PAIRS[f.parts]:
-    for i in range(0, length, size):
-      left, right = (UOp.stack(*x[p * length + i :][:size]) for x, p in ((a, left_part), (b, right_part)))
-      total = UOp(Ops.WMMA, src=(left, right, total), arg=(dims, f.dtype(dtype), "AMD", f.lanes, None))
-  return total if c is None or f.parts == 1 else UOp.stack(*[c[e] + total[e] for e in range(f.result)])
+    tinygrad's lowering does not terminate if an operand is all of one vector that is no STACK. So the operand is made
+    of half a vector, or of two.
+    """
+    f, dtype = self.f, self.dtype
+    if f.bits == 8:
+      return words
+    if f.bits == 32:
+      return [word.bitcast(dtype) for word in words]
+    size = len(words) // 2 if f.products == 1 else len(words)
+    result: Operand = []
+    for part in (words[i : i + size] for i in range(0, len(words), size)):
+      if all(word.vmin == word.vmax == 0 for word in part):  # past the head size; C cannot index a constant vector
+        result += [UOp.const(0.0, f.dtype(dtype))] * (2 * size)
+      else:
+        vector = UOp.stack(*part).bitcast(f.dtype(dtype))
+        result += [vector[e] for e in range(2 * size)]
+    return result
 
+  def read_row(self, lds: LdsRows, row: UOp, steps: Sequence[int]) -> Operand:
+    """Load this lane's operand for some steps from a row in LDS."""
+    f = self.f
+    first, chunks = [f.chunk(UOp.const(step), self.lane) for step in steps], range(f.words // CHUNK_WORDS)
+    words = [
+      [word for i in chunks for word in lds.load(row, chunk + i, part)] for chunk in first for part in range(f.parts)
+    ]
+    return [x for step in words for x in self.elements(step)]
 
-def chains(f: Fragments, steps: int) -> list[range]:
-  """The steps that are multiplied at once: `Fragments.together` where so many remain, else one."""
-  whole = steps // f.together * f.together
-  return [range(i, i + f.together) for i in range(0, whole, f.together)] + [
-    range(i, i + 1) for i in range(whole, steps)
-  ]
+  def mma_abt(
+    self, lds: LdsRows, rows: int, operands: list[list[LoadOperand]], begun: list[list[UOp]] | None = None
+  ) -> list[list[UOp]]:
+    """This lane's elements of C + A B for each tile of columns; `lane_rows` says which rows they are in.
 
+    Args:
+      lds: A (rows, size).
+      operands: B (size, 16) for each tile of columns and each step.
+      begun: this lane's elements of C; None is 0.
+    """
+    f, numbers, chained = self.f, range(rows // MMA_SIZE), self.chains(len(operands[0]))
+    tiles: list[list[Any]] = [[None for _ in numbers] for _ in operands]
+    if begun is not None:
+      tiles = [[UOp.stack(*x[n * f.result :][: f.result]) for n in numbers] for x in begun]
+    pace = Pace(f.parts > 1, 1, lds)
+    held: dict[range, list[Operand]] = {}
+    # In parts each operand is held for as short as possible.
+    order = [(n, x) for x in chained for n in numbers] if f.parts > 1 else [(n, x) for n in numbers for x in chained]
+    for n, steps in order:
+      after = pace.after()
+      if steps not in held:
+        held[steps] = [[x for step in steps for x in operand[step](*after)] for operand in operands]
+      frag = self.read_row(lds.after(*after), n * MMA_SIZE + self.lane % MMA_SIZE, steps)
+      for tile, operand in zip(tiles, held[steps], strict=True):
+        tile[n] = self.multiply(frag, operand, tile[n])
+      pace.done.append(tiles[-1][n][0])
+    return [[tile[e] for tile in column for e in range(f.result)] for column in tiles]
 
-def elements(f: Fragments, dtype: DType, words: Words) -> Operand:
-  """Reinterpret words as elements.
+  def lane_rows(self, rows: int) -> tuple[UOp, list[int]]:
+    """The first row of a tile that this lane has elements of, and the offset of each element's row from it.
 
-  tinygrad's lowering does not terminate if an operand is all of one vector that is no STACK. So the operand is made of
-  half a vector, or of two.
-  """
-  if f.bits == 8:
-    return words
-  if f.bits == 32:
-    return [word.bitcast(dtype) for word in words]
-  size = len(words) // 2 if f.products == 1 else len(words)
-  result: Operand = []
-  for part in (words[i : i + size] for i in range(0, len(words), size)):
-    if all(word.vmin == word.vmax == 0 for word in part):  # past the head size; C cannot index a constant vector
-      result += [UOp.const(0.0, f.dtype(dtype))] * (2 * size)
-    else:
-      vector = UOp.stack(*part).bitcast(f.dtype(dtype))
-      result += [vector[e] for e in range(2 * size)]
-  return result
+    The rows of the tile are those of `RegisterPipeline.as_is`, permuted so that a lane has neighbours.
+    """
+    f = self.f
+    per_step = f.row_tiles * f.result  # elements
+    return self.lane // MMA_SIZE * per_step, [step + i for step in range(0, rows, f.step) for i in range(per_step)]
 
+  def words_of_parts(self, values: list[UOp]) -> list[Words]:
+    """Pack float32 values into the words of each part, rounded to 16 bits if there is only one."""
+    f, dtype = self.f, self.dtype
+    if f.parts > 1:
+      return in_parts(f, [x.bitcast(dtypes.uint) for x in values])
+    return [[word_of(dtype, *values[i : i + 2]) for i in range(0, len(values), 2)]]
 
-def read_row(f: Fragments, dtype: DType, lds: LdsRows, row: UOp, steps: Sequence[int], lane: UOp) -> Operand:
-  """Load this lane's operand for some steps from a row in LDS."""
-  first, chunks = [f.chunk(UOp.const(step), lane) for step in steps], range(f.words // CHUNK_WORDS)
-  words = [
-    [word for i in chunks for word in lds.load(row, chunk + i, part)] for chunk in first for part in range(f.parts)
-  ]
-  return [x for step in words for x in elements(f, dtype, step)]
+  def operand_of(self, values: list[UOp]) -> Operand:
+    """The operand of one step that consists of this lane's float32 values."""
+    f, dtype = self.f, self.dtype
+    if f.parts == 1:
+      return [rounded(dtype, x) for x in values]
+    parts = zip(*map(upper_parts, values), strict=True)
+    return [(x >> 16).cast(dtypes.ushort).bitcast(f.dtype(dtype)) for part in parts for x in part]
 
+  def as_operands(self, values: list[list[UOp]], lds: LdsRows | None, places: list[UOp]) -> list[list[Operand]]:
+    """Turn D of each tile of columns, float32, into the B operand of each step of `mma_ab`.
 
-def mma_abt(
-  f: Fragments,
-  dtype: DType,
-  lds: LdsRows,
-  rows: int,
-  operands: list[list[LoadOperand]],
-  lane: UOp,
-  begun: list[list[UOp]] | None = None,
-) -> list[list[UOp]]:
-  """C + A B for each tile of columns, as tiles of 16 rows with `result` elements in this lane.
+    On RDNA3 D goes through `lds` (columns, rows), where row `places[tile]` is this lane's column. One fence serves all
+    tiles.
+    """
+    f, dtype = self.f, self.dtype
+    per_step = f.row_tiles * f.result  # elements
+    tiles = [[x[i : i + per_step] for i in range(0, len(x), per_step)] for x in values]
+    if f.bits == 8:
+      return [[[word_of_bytes(dtype, x[i : i + 4]) for i in range(0, per_step, 4)] for x in steps] for steps in tiles]
+    if lds is None:
+      return [[self.operand_of(step) for step in steps] for steps in tiles]
+    stores = []
+    for steps, place in zip(tiles, places, strict=True):
+      for i, step in enumerate(steps):
+        stores += lds.store(place, f.step // f.per_chunk * i + self.lane // MMA_SIZE, self.words_of_parts(step))
+    fenced = lds.fenced(*stores)
+    return [[self.read_row(fenced, place, [i]) for i in range(len(tiles[0]))] for place in places]
 
-  Args:
-    lds: A (rows, size).
-    operands: B (size, 16) for each tile of columns and each step.
-    begun: C, in the tiles of the result; None is 0.
-  """
-  tiles: list[list[Any]] = [[None] * (rows // MMA_SIZE) for _ in operands] if begun is None else [[*x] for x in begun]
-  pace = Pace(f.parts > 1, 1, lds)
-  numbers, chained = range(rows // MMA_SIZE), chains(f, len(operands[0]))
-  held: dict[range, list[Operand]] = {}
-  # In parts each operand is held for as short as possible.
-  order = [(n, x) for x in chained for n in numbers] if f.parts > 1 else [(n, x) for n in numbers for x in chained]
-  for n, steps in order:
-    after = pace.after()
-    if steps not in held:
-      held[steps] = [[x for step in steps for x in operand[step](*after)] for operand in operands]
-    frag = read_row(f, dtype, lds.after(*after), n * MMA_SIZE + lane % MMA_SIZE, steps, lane)
-    for tile, operand in zip(tiles, held[steps], strict=True):
-      tile[n] = multiply(f, dtype, frag, operand, tile[n])
-    pace.done.append(tiles[-1][n][0])
-  return tiles
+  def mma_ab(self, operands: list[list[Operand]], lds: LdsRows, acc: UOp, begun: list[list[UOp]]) -> list[UOp]:
+    """The stores of C + A^T D to acc (tiles of columns, tiles of 16 of A's columns, `result` elements in this lane).
+
+    Args:
+      operands: D for each tile of columns and each step.
+      lds: A^T (A's columns, A's rows).
+      begun: C, in the tiles of acc.
+    """
+    f = self.f
+    stores, pace = [], Pace(f.parts > 1, 0, lds)
+    for d in range(sizes(acc)[1]):
+      out = [tiles[d] for tiles in begun]
+      for steps in self.chains(len(operands[0])):
+        frag = self.read_row(lds.after(*pace.after()), d * MMA_SIZE + self.lane % MMA_SIZE, steps)
+        out = [self.multiply(frag, joined(x, steps), c) for x, c in zip(operands, out, strict=True)]
+        pace.done.append(out[-1][0])
+      stores += [acc[i, d].store(c) for i, c in enumerate(out)]
+    return stores
+
+  def other_group(self, value: UOp, distance: int) -> UOp:
+    """The 32-bit value in the lane of the same column, `distance` groups away."""
+    if self.f.lanes == 32:
+      return ins.permlanex16(HIP, value)
+    if distance == 1:
+      return ins.shuffle_xor(HIP, value, MMA_SIZE)
+    return ins.shuffle(HIP, value, (self.lane ^ 32).cast(dtypes.int))
+
+  def row_reduce(self, operation: Callable[[UOp, UOp], UOp], value: UOp) -> UOp:
+    """Reduce the values of all lanes of a column by `operation`."""
+    distance = 1
+    while distance < self.f.groups:
+      value, distance = operation(value, self.other_group(value, distance)), 2 * distance
+    return value
+
+  def store_acc(self, o: UOp | View, head: UOp, row: UOp, acc: UOp, finished: Callable[[UOp], UOp]) -> list[UOp]:
+    """Store finished(acc) to o[head, row], unless the row is past o's end.
+
+    acc is (tiles of 16 columns, `result` elements in this lane). o is of 8 or 16 bits, or float32, as for a split of
+    the keys that `combine` reads.
+    """
+    f = self.f
+    stores = []
+    for j in range(sizes(acc)[0]):
+      values = [finished(acc[j, e].load()) for e in range(f.result)]
+      if o.dtype == dtypes.float:
+        stores += [
+          store_part(o, head, row, j * MMA_SIZE + f.result_row(self.lane // MMA_SIZE, e), x)
+          for e, x in enumerate(values)
+        ]
+        continue
+      first = j * MMA_SIZE + self.lane // MMA_SIZE * f.result
+      if o.dtype in LARGEST:
+        stores += self.store_bytes(o, head, row, first, values)
+      else:
+        stores += store_columns(o, head, row, first, self.neighbours([x.cast(o.dtype) for x in values]))
+    return stores
+
+  def neighbours(self, values: list[UOp]) -> list[UOp]:
+    """This lane's elements of 16 columns, as neighbours. On RDNA3 a lane has every second one, so lanes swap halves."""
+    if not self.f.interleaved:
+      return values
+    low, half, result = self.lane < MMA_SIZE, len(values) // 2, []
+    for near, far in zip(values[:half], values[half:], strict=True):
+      bits = low.where(far, near).bitcast(dtypes.ushort).cast(dtypes.uint)
+      other = self.other_group(bits, 1).cast(dtypes.ushort).bitcast(near.dtype)
+      result += [low.where(near, other), low.where(other, far)]
+    return result
+
+  def store_bytes(self, o: UOp | View, head: UOp, row: UOp, first: UOp, values: list[UOp]) -> list[UOp]:
+    """Round float32 `values` to 8 bits and store them as `store_columns` does.
+
+    Values out of range, infinities too, become the largest finite number.
+    """
+    _, M, Dv = sizes(o)
+    largest, stores = LARGEST[o.dtype], []
+    values = [(x > largest).where(largest, (x < -largest).where(-largest, x)) for x in values]
+    for e in range(0, len(values), 4):
+      four, start = values[e : e + 4], row_start(o, head, row) + first + e
+      word = to_ocp(word_of_bytes(o.dtype, [x * 0.5 for x in four])) if self.f.fnuz else word_of_bytes(o.dtype, four)
+      word = ins.pin(HIP, word)
+      if Dv % 4 == 0:
+        inside = (row < M) & (first + e < Dv) if first.vmax + e >= Dv else row < M
+        stores.append(as_type(o, dtypes.uint)[(start // 4).valid(inside)].store(word))
+        continue
+      for i in range(4):
+        inside = (row < M) & (first + e + i < Dv) if first.vmax + e + i >= Dv else row < M
+        stores.append(as_type(o, dtypes.uchar)[(start + i).valid(inside)].store((word >> 8 * i).cast(dtypes.uchar)))
+    return stores
 
 
 class Pace:
@@ -168,15 +310,6 @@ def joined(operands: list[Operand], steps: Sequence[int]) -> Operand:
   return [x for step in steps for x in operands[step]]
 
 
-def lane_rows(f: Fragments, rows: int, lane: UOp) -> tuple[UOp, list[int]]:
-  """The first row of a tile that this lane has elements of, and the offset of each element's row from it.
-
-  The rows of the tile are those of `RegisterPipeline.as_is`, permuted so that a lane has neighbours.
-  """
-  per_step = f.row_tiles * f.result  # elements
-  return lane // MMA_SIZE * per_step, [step + i for step in range(0, rows, f.step) for i in range(per_step)]
-
-
 def rounded(dtype: DType, x: UOp) -> UOp:
   """Round x to the nearest float of a type. Ties of bfloat16 go away from 0, which takes only one addition."""
   if dtype != dtypes.bfloat16:
@@ -192,109 +325,10 @@ def word_of(dtype: DType, low: UOp, high: UOp) -> UOp:
   return ins.high_halves(HIP, *(x.bitcast(dtypes.uint) + 0x8000 for x in (low, high)))
 
 
-def words_of_parts(f: Fragments, dtype: DType, values: list[UOp]) -> list[Words]:
-  """Pack float32 values into the words of each part, rounded to 16 bits if there is only one."""
-  if f.parts > 1:
-    return in_parts(f, [x.bitcast(dtypes.uint) for x in values])
-  return [[word_of(dtype, *values[i : i + 2]) for i in range(0, len(values), 2)]]
-
-
-def operand_of(f: Fragments, dtype: DType, values: list[UOp]) -> Operand:
-  """The operand of one step that consists of this lane's float32 values."""
-  if f.parts == 1:
-    return [rounded(dtype, x) for x in values]
-  parts = zip(*map(upper_parts, values), strict=True)
-  return [(x >> 16).cast(dtypes.ushort).bitcast(f.dtype(dtype)) for part in parts for x in part]
-
-
 def word_of_bytes(dtype: DType, elements: Sequence[UOp]) -> UOp:
   """Round four float32 to 8 bits and pack them into a word. Values out of range become NaN, or in e5m2 infinity."""
   low = ins.convert_pair(HIP, elements[0], elements[1], UOp.const(0, dtypes.uint), False, dtype)
   return ins.convert_pair(HIP, elements[2], elements[3], low, True, dtype)
-
-
-def as_operands(
-  f: Fragments, dtype: DType, values: list[list[UOp]], lds: LdsRows | None, places: list[UOp], lane: UOp
-) -> list[list[Operand]]:
-  """Turn D of each tile of columns, float32, into the B operand of each step of `mma_ab`.
-
-  On RDNA3 D goes through `lds` (columns, rows), where row `places[tile]` is this lane's column. One fence serves all
-  tiles.
-  """
-  per_step = f.row_tiles * f.result  # elements
-  tiles = [[x[i : i + per_step] for i in range(0, len(x), per_step)] for x in values]
-  if f.bits == 8:
-    return [[[word_of_bytes(dtype, x[i : i + 4]) for i in range(0, per_step, 4)] for x in steps] for steps in tiles]
-  if lds is None:
-    return [[operand_of(f, dtype, step) for step in steps] for steps in tiles]
-  stores = []
-  for steps, place in zip(tiles, places, strict=True):
-    for i, step in enumerate(steps):
-      stores += lds.store(place, f.step // f.per_chunk * i + lane // MMA_SIZE, words_of_parts(f, dtype, step))
-  fenced = lds.fenced(*stores)
-  return [[read_row(f, dtype, fenced, place, [i], lane) for i in range(len(tiles[0]))] for place in places]
-
-
-def mma_ab(
-  f: Fragments, dtype: DType, operands: list[list[Operand]], lds: LdsRows, acc: UOp, begun: list[list[UOp]], lane: UOp
-) -> list[UOp]:
-  """The stores of C + A^T D to acc (tiles of columns, tiles of 16 of A's columns, `result` elements in this lane).
-
-  Args:
-    operands: D for each tile of columns and each step.
-    lds: A^T (A's columns, A's rows).
-    begun: C, in the tiles of acc.
-  """
-  stores, pace = [], Pace(f.parts > 1, 0, lds)
-  for d in range(sizes(acc)[1]):
-    out = [tiles[d] for tiles in begun]
-    for steps in chains(f, len(operands[0])):
-      frag = read_row(f, dtype, lds.after(*pace.after()), d * MMA_SIZE + lane % MMA_SIZE, steps, lane)
-      out = [multiply(f, dtype, frag, joined(x, steps), c) for x, c in zip(operands, out, strict=True)]
-      pace.done.append(out[-1][0])
-    stores += [acc[i, d].store(c) for i, c in enumerate(out)]
-  return stores
-
-
-def other_group(f: Fragments, value: UOp, lane: UOp, distance: int) -> UOp:
-  """The 32-bit value in the lane of the same column, `distance` groups away."""
-  if f.lanes == 32:
-    return ins.permlanex16(HIP, value)
-  return (
-    ins.shuffle_xor(HIP, value, MMA_SIZE) if distance == 1 else ins.shuffle(HIP, value, (lane ^ 32).cast(dtypes.int))
-  )
-
-
-def row_reduce(f: Fragments, operation: Callable[[UOp, UOp], UOp], value: UOp, lane: UOp) -> UOp:
-  """Reduce the values of all lanes of a column by `operation`."""
-  distance = 1
-  while distance < f.groups:
-    value, distance = operation(value, other_group(f, value, lane, distance)), 2 * distance
-  return value
-
-
-def store_acc(
-  f: Fragments, o: UOp | View, head: UOp, row: UOp, acc: UOp, finished: Callable[[UOp], UOp], lane: UOp
-) -> list[UOp]:
-  """Store finished(acc) to o[head, row], unless the row is past o's end.
-
-  acc is (tiles of 16 columns, `result` elements in this lane). o is of 8 or 16 bits, or float32, as for a split of the
-  keys that `combine` reads.
-  """
-  stores = []
-  for j in range(sizes(acc)[0]):
-    values = [finished(acc[j, e].load()) for e in range(f.result)]
-    if o.dtype == dtypes.float:
-      stores += [
-        store_part(o, head, row, j * MMA_SIZE + f.result_row(lane // MMA_SIZE, e), x) for e, x in enumerate(values)
-      ]
-      continue
-    first = j * MMA_SIZE + lane // MMA_SIZE * f.result
-    if o.dtype in LARGEST:
-      stores += store_bytes(f, o, head, row, first, values)
-    else:
-      stores += store_columns(o, head, row, first, neighbours(f, [x.cast(o.dtype) for x in values], lane))
-  return stores
 
 
 def store_part(o: UOp | View, head: UOp, row: UOp, column: UOp, value: UOp) -> UOp:
@@ -302,18 +336,6 @@ def store_part(o: UOp | View, head: UOp, row: UOp, column: UOp, value: UOp) -> U
   _, M, Dv = sizes(o)
   inside = (row < M) & (column < Dv) if column.vmax >= Dv else row < M
   return gated(o, inside, head, row, column).store(ins.pin(HIP, value))
-
-
-def neighbours(f: Fragments, values: list[UOp], lane: UOp) -> list[UOp]:
-  """This lane's elements of 16 columns, as neighbours. On RDNA3 a lane has every second one, so lanes swap halves."""
-  if not f.interleaved:
-    return values
-  low, half, result = lane < MMA_SIZE, len(values) // 2, []
-  for near, far in zip(values[:half], values[half:], strict=True):
-    bits = low.where(far, near).bitcast(dtypes.ushort).cast(dtypes.uint)
-    other = other_group(f, bits, lane, 1).cast(dtypes.ushort).bitcast(near.dtype)
-    result += [low.where(near, other), low.where(other, far)]
-  return result
 
 
 def store_columns(o: UOp | View, head: UOp, row: UOp, first: UOp, values: list[UOp]) -> list[UOp]:
@@ -333,26 +355,4 @@ def store_columns(o: UOp | View, head: UOp, row: UOp, first: UOp, values: list[U
     low, high = (x.bitcast(dtypes.ushort).cast(dtypes.uint) for x in values[e : e + 2])
     at = row_start(o, head, row) // 2 + (first + e) // 2
     stores.append(as_type(o, dtypes.uint)[at.valid(inside)].store(ins.pin(HIP, low | (high << 16))))
-  return stores
-
-
-def store_bytes(f: Fragments, o: UOp | View, head: UOp, row: UOp, first: UOp, values: list[UOp]) -> list[UOp]:
-  """Round float32 `values` to 8 bits and store them as `store_columns` does.
-
-  Values out of range, infinities too, become the largest finite number.
-  """
-  _, M, Dv = sizes(o)
-  largest, stores = LARGEST[o.dtype], []
-  values = [(x > largest).where(largest, (x < -largest).where(-largest, x)) for x in values]
-  for e in range(0, len(values), 4):
-    four, start = values[e : e + 4], row_start(o, head, row) + first + e
-    word = to_ocp(word_of_bytes(o.dtype, [x * 0.5 for x in four])) if f.fnuz else word_of_bytes(o.dtype, four)
-    word = ins.pin(HIP, word)
-    if Dv % 4 == 0:
-      inside = (row < M) & (first + e < Dv) if first.vmax + e >= Dv else row < M
-      stores.append(as_type(o, dtypes.uint)[(start // 4).valid(inside)].store(word))
-      continue
-    for i in range(4):
-      inside = (row < M) & (first + e + i < Dv) if first.vmax + e + i >= Dv else row < M
-      stores.append(as_type(o, dtypes.uchar)[(start + i).valid(inside)].store((word >> 8 * i).cast(dtypes.uchar)))
   return stores

@@ -7,6 +7,7 @@ such that lanes that are served together write to different banks.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
@@ -17,6 +18,7 @@ from uopattn.dsl.amd.fnuz import from_ocp
 from uopattn.dsl.amd.fragments import CHUNK_WORDS, HIP, MMA_SIZE, Fragments
 from uopattn.dsl.gpu.parts import upper_parts
 from uopattn.dsl.packed import ALWAYS, Load, Words
+from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.scope import Scope, clamp
 
 Source = tuple[Load, int]  # a matrix in global memory, and the length of its rows in LDS, in whole fragments
@@ -127,6 +129,46 @@ class RegisterPipeline:
   def store(self, *after: UOp) -> UOp:
     """Store the loaded tile to LDS."""
     return UOp.group(*(store for part in self._parts for store in part.store(*after)))
+
+
+@dataclass(frozen=True)
+class LdsTiles:
+  """A pipeline with one tile of each matrix in LDS, and the next one on its way through registers.
+
+  Attributes:
+    registers: loads the tiles and stores them to LDS.
+    tile_range: the tiles. Tiles are numbered by their position in it.
+  """
+
+  registers: RegisterPipeline
+  tile_range: TileRange
+
+  def prologue(self, *after: UOp) -> UOp:
+    """Bring the first tile to LDS."""
+    return UOp.barrier(self.registers.store(self._load(UOp.const(0), *after)))
+
+  def acquire(self, n: UOp, *after: UOp) -> list[Any]:
+    """Return tile n: what is copied as it is, transposed, and row statistics. Start loading the next one."""
+    now = (*after, self._load(n + 1, *after)) if self._has_next(n) else after
+    lds: list[Any] = [*self.registers.as_is, *self.registers.transposed, *self.registers.row_stats]
+    return [x.after(*now) for x in lds]
+
+  def release(self, n: UOp, *stores: UOp) -> UOp:
+    """Store the next tile to LDS once all waves have read this one."""
+    if not self._has_next(n):
+      return UOp.group(*stores)
+    return UOp.barrier(self.registers.store(UOp.barrier(UOp.group(*stores))))
+
+  def finish(self, last: UOp, *sums: UOp) -> UOp:
+    """Nothing is in flight after the `last` tile."""
+    return last
+
+  def _has_next(self, n: UOp) -> bool:
+    """Whether a tile may follow tile n, by its bounds: the same for all trips of a loop."""
+    return n.vmin < self.tile_range.n_tiles.vmax - 1
+
+  def _load(self, n: UOp, *after: UOp) -> UOp:
+    return self.registers.load(self.tile_range.tile(n) * self.registers.block, *after)
 
 
 @dataclass(frozen=True)

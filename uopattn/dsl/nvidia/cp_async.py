@@ -63,6 +63,10 @@ class CpAsyncPipeline:
     """Finish the n-th tile after `stores`; its slot is refilled only after the barrier of the next `acquire`."""
     return UOp.group(*stores)
 
+  def finish(self, last: UOp, *sums: UOp) -> UOp:
+    """Wait for all copies after the `last` tile: none may be in flight at the end of a kernel."""
+    return ins.cp_async_wait(self.dialect, 0, *sums)
+
 
 @dataclass(frozen=True)
 class AlternatingPipeline:

@@ -13,7 +13,7 @@ from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.gpu.gradient_sums import QueryHeads
+from uopattn.dsl.gpu.backward_mainloop import QueryHeads
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.nvidia.mma_layout import WARP
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles

@@ -1,53 +1,23 @@
-"""The elementwise part of a backward pass on NVIDIA, from scores to their gradients.
+"""The score rows of a backward pass on NVIDIA: a query with the scores of it that a lane has; its lse and delta.
 
-Rows of the accumulators are queries or keys. Each of a lane's elements has a place: tile of 16 rows, accumulator tile,
-element; see `uopattn.dsl.nvidia.mma_layout`. Masks and score functions are applied query by query, so elements are
-grouped into score rows: a query with the scores of it that a lane has.
-
-Source: FlashAttention-2 (Dao, 2023), algorithm 2.
+Rows of the accumulators are queries or keys. The place of an element is its tile of 16 rows, accumulator tile, and
+element; see `uopattn.dsl.nvidia.mma_layout`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tinygrad import UOp, dtypes
 
 from uopattn.dsl import instructions as ins
+from uopattn.dsl.gpu.backward_mainloop import ScoreRow
 from uopattn.dsl.math import LOG2E
 from uopattn.dsl.nvidia.mma_layout import MMA_M, MMA_N, QUAD, columns
-from uopattn.dsl.rules.rules import HeadRules
 from uopattn.dsl.rules.softmax import LOWEST
 from uopattn.dsl.scope import sizes
 
 CUDA = "cuda"
-Place = tuple[int, int, int]  # tile of 16 rows, accumulator tile, element
-Elements = dict[Place, UOp]
 RowMap = Mapping[tuple[int, int], UOp]  # (tile of 16 rows, half) -> row
-
-
-@dataclass(frozen=True)
-class ScoreRow:
-  """A query, and the scores of it that a lane has.
-
-  Attributes:
-    query: index of the query.
-    first, offsets: the keys are first + offset.
-    places: the place of each score.
-    lse: log-sum-exp of the query, see `RowStats`.
-    delta: delta of the query, float32.
-  """
-
-  query: UOp
-  first: UOp
-  offsets: Sequence[int]
-  places: list[Place]
-  lse: UOp
-  delta: UOp
-
-  @property
-  def keys(self) -> tuple[UOp, UOp, Sequence[int]]:
-    """The query and its keys, as the methods of `HeadRules` take them."""
-    return self.query, self.first, self.offsets
 
 
 @dataclass(frozen=True)
@@ -87,7 +57,7 @@ class RowStats:
 
 
 def score_rows_by_row(
-  rows: Mapping[tuple[int, int], UOp],
+  rows: RowMap,
   row_stats: Mapping[tuple[int, int], tuple[UOp, UOp]],
   first: UOp,
   width: int,
@@ -101,10 +71,12 @@ def score_rows_by_row(
     first: the first of `width` keys.
   """
   key, offsets = first + lane % QUAD * 2, columns(width // MMA_N)
-  return [
-    ScoreRow(row, key, offsets, [(i, j // MMA_N, 2 * half + j % 2) for j in offsets], *row_stats[i, half])
-    for (i, half), row in rows.items()
-  ]
+  score_rows = []
+  for (i, half), row in rows.items():
+    lse, delta = row_stats[i, half]
+    places = [(i, j // MMA_N, 2 * half + j % 2) for j in offsets]
+    score_rows.append(ScoreRow(row, key, offsets, places, lse, -delta))
+  return score_rows
 
 
 def queries_of_columns(first: UOp, width: int, lane: UOp) -> list[UOp]:
@@ -121,46 +93,7 @@ def score_rows_by_column(rows: RowMap, queries: list[UOp], found: list[tuple[UOp
     found: lse and delta of each query.
   """
   offsets, score_rows = [i * MMA_M + half * MMA_N for i, half in rows], []
-  for n, (query, row_stats) in enumerate(zip(queries, found, strict=True)):
+  for n, (query, (lse, delta)) in enumerate(zip(queries, found, strict=True)):
     places = [(i, n // 2, 2 * half + n % 2) for i, half in rows]
-    score_rows.append(ScoreRow(query, rows[0, 0], offsets, places, *row_stats))
+    score_rows.append(ScoreRow(query, rows[0, 0], offsets, places, lse, -delta))
   return score_rows
-
-
-def weights(rules: HeadRules, score_rows: list[ScoreRow], products: Elements, masked: bool) -> Elements:
-  """P = exp(S - lse) before dropout, with the scores S of `products` = Q K^T."""
-  found: Elements = {}
-  for row in score_rows:
-    scores = rules.scores([products[at] for at in row.places], *row.keys, masked)
-    p = [ins.exp2(CUDA, x) for x in rules.scaling.from_lse(CUDA, scores, row.lse, not rules.rules.moves)]
-    found |= zip(row.places, p, strict=True)
-  return found
-
-
-def dropped(rules: HeadRules, score_rows: list[ScoreRow], p: Elements) -> Elements:
-  """P after dropout."""
-  found: Elements = {}
-  for row in score_rows:
-    found |= zip(row.places, rules.dropped([p[at] for at in row.places], *row.keys), strict=True)
-  return found
-
-
-def score_vjp(
-  rules: HeadRules, score_rows: list[ScoreRow], p: Elements, products: Elements, grads: Elements, begun: bool = False
-) -> Elements:
-  """The gradient of Q K^T, without the factor `Rules.scale`: P (dP - delta), through `HeadRules.score_vjp`.
-
-  Args:
-    p: P before dropout.
-    products: Q K^T.
-    grads: dP = dO V^T.
-    begun: whether delta is already subtracted from dP; never with dropout.
-  """
-  found: Elements = {}
-  for row in score_rows:
-    dp = rules.dropped([grads[at] for at in row.places], *row.keys)
-    dp = dp if begun else [x - row.delta for x in dp]
-    ds = [p[at] * x for at, x in zip(row.places, dp, strict=True)]
-    pulled = rules.score_vjp(ds, [products[at] for at in row.places], *row.keys, scaled=False)
-    found |= zip(row.places, pulled, strict=True)
-  return found

@@ -1,0 +1,274 @@
+"""The mainloop of backward kernels on GPUs, and its elementwise step.
+
+FlashAttention-2 (Dao, 2023, algorithm 2), in two kernels. Each keeps rows of two matrices, streams tiles of rows of two
+others, and adds up gradients of the rows that it keeps:
+                  stationary    streamed    S           dP            sums
+    backward_q    Q, dO         K, V        Q K^T       dO V^T        dQ += dS K
+    backward_kv   K, V          Q, dO       K Q^T       V dO^T        dK += dS Q, dV += P dO
+    P = exp(S - lse), dS = P (dP - delta), with the masks, score functions and dropout of `HeadRules`
+A kernel supplies a `MatrixUnit`, which knows the hardware, a `TilePipeline`, which brings the streamed tiles on chip,
+and the score rows, which say what each score of a lane belongs to. This module has the rest: the order of the steps,
+the elementwise step, and two loops, one over full tiles and one over tiles that need a mask. Kernels with asynchronous
+matrix instructions have loops of their own, and share the elementwise step.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from math import inf
+from typing import Any, NamedTuple, Protocol
+
+from tinygrad import UOp
+from tinygrad.uop.ops import AxisType
+
+from uopattn.dsl import instructions as ins
+from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.rules.rules import HeadRules, Rules, query_ranges
+from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
+from uopattn.dsl.scope import Scope
+
+Place = tuple[int, ...]  # of an element among those that a lane holds; each unit numbers them its own way
+Elements = dict[Place, UOp]
+
+
+class ScoreRow(NamedTuple):
+  """A query, and the scores of it that a lane holds. Masks and score functions are applied row by row.
+
+  S of a query starts at `start`, or `lse` is subtracted from it later; one of them is given.
+
+  Attributes:
+    query: index of the query.
+    first, offsets: the keys are first + offset.
+    places: the place of each score.
+    lse: log-sum-exp of the query, as `Scaling.from_lse` takes it.
+    neg_delta: -delta of the query, float32.
+    start: -lse of the query in units of q.k.
+  """
+
+  query: UOp
+  first: UOp
+  offsets: Sequence[int]
+  places: Sequence[Place]
+  lse: UOp | None
+  neg_delta: UOp
+  start: UOp | None = None
+
+  @property
+  def keys(self) -> tuple[UOp, UOp, Sequence[int]]:
+    """The query and its keys, as the methods of `HeadRules` take them."""
+    return self.query, self.first, self.offsets
+
+
+class Factor(Enum):
+  """The left operand of a sum's product."""
+
+  P = "P, after dropout"
+  DS = "dS"
+
+
+class Sum(NamedTuple):
+  """A gradient in registers, to which a mainloop adds left times right for each streamed tile; on AMD its transpose.
+
+  Attributes:
+    acc: the accumulators.
+    left: the left operand: P for dV, dS for dQ and dK.
+    right: index of the right operand among the matrices of a streamed tile.
+  """
+
+  acc: UOp
+  left: Factor
+  right: int
+
+  def after(self, *after: UOp) -> "Sum":
+    """The sum once `after` is done."""
+    return self._replace(acc=self.acc.after(*after))
+
+
+def sums_after(sums: list[Sum], *after: UOp) -> list[Sum]:
+  """The sums once `after` is done."""
+  return [x.after(*after) for x in sums]
+
+
+class MatrixUnit(Protocol):
+  """The matrix instructions of one warp, and which elements of operands and results its lanes hold.
+
+  Each unit has its own format of operands.
+  """
+
+  @property
+  def dialect(self) -> str:
+    """Dialect of its instructions; see `uopattn.dsl.instruction_set`."""
+
+  def mma_abt(self, stationary: Any, tiles: Sequence[Any], starts: Sequence[Elements | None]) -> list[Elements]:
+    """Compute S and dP, each from a start: stationary rows times the rows of a tile. None starts at 0."""
+
+  def as_operands(self, left: Factor, elements: Elements, *after: UOp) -> Any:
+    """P or dS, rounded, as the left operand of `mma_ab`."""
+
+  def mma_ab(self, left: Any, tile: Any, acc: UOp, old: UOp, stores: list[UOp]) -> list[UOp]:
+    """Add left times a tile to `old`. Returns the stores to `acc`; `stores` are those of the sums before it."""
+
+
+class TilePipeline(Protocol):
+  """A pipeline that brings the streamed tiles from global memory to where the matrix unit reads them."""
+
+  def acquire(self, n: UOp, *after: UOp) -> Sequence[Any]:
+    """Wait for tile n of each matrix, numbered by position in the tile range, and start loading a later one."""
+
+  def release(self, n: UOp, *stores: UOp) -> UOp:
+    """Release tile n after `stores`: its memory may be overwritten."""
+
+  def finish(self, last: UOp, *sums: UOp) -> UOp:
+    """Wait for what is still in flight after the `last` tile, when the accumulators `sums` are done."""
+
+
+@dataclass(frozen=True)
+class Mainloop:
+  """The loops over the streamed tiles for one block of stationary rows.
+
+  Attributes:
+    s: the kernel's axes.
+    unit: the matrix unit.
+    pipeline: the pipeline that loads the tiles.
+    rules: the rules of the query head.
+    tile_range: the tiles. Tiles are numbered by their position in it.
+    block: rows per tile.
+    score_rows: (first row of a tile, whether it may have hidden scores, the tile) -> this lane's score rows.
+  """
+
+  s: Scope
+  unit: MatrixUnit
+  pipeline: TilePipeline
+  rules: HeadRules
+  tile_range: TileRange
+  block: int
+  score_rows: Callable[[UOp, bool, Any], list[ScoreRow]]
+
+  def run(self, stationary: Any, sums: list[Sum], ready: UOp, *within: UOp) -> list[Sum]:
+    """Add all tiles to the sums, inside the axes `within`. The pipeline is started once `ready` is done."""
+    inside = sums_after(sums, *within)
+    for first, trips, masked in full_then_masked(UOp.const(0), self.tile_range.n_full, self.tile_range.n_tiles):
+      trip = self.s.axis(trips, AxisType.REDUCE)
+      last = self.attend(first + trip, masked, stationary, inside, trip, ready).end(trip)
+      inside = sums_after(inside, last)
+    done = self.pipeline.finish(last, *(x.acc for x in inside))
+    return sums_after(sums, done.end(*within)) if within else sums_after(inside, done)
+
+  def attend(self, n: UOp, masked: bool, stationary: Any, sums: list[Sum], trip: UOp, ready: UOp) -> UOp:
+    """Add the n-th tile to the sums; `masked` says whether it needs a mask. Returns the end of its work."""
+    accs, unit, rules = [x.acc for x in sums], self.unit, self.rules
+    tiles = self.pipeline.acquire(n, trip, ready, *accs)
+    rows = self.score_rows(self.tile_range.tile(n) * self.block, masked, tiles)
+    early = rules.rules.seed is None  # without dropout dP starts at -delta, which costs nothing
+    s, dp = unit.mma_abt(stationary, tiles, [starts(rows), neg_deltas(rows) if early else None])
+    p = weights(rules, rows, s, masked, unit.dialect)
+    factors = {Factor.P: dropped(rules, rows, p), Factor.DS: score_vjp(rules, rows, p, s, dp, early)}
+    stores: list[UOp] = []
+    for total in sums:
+      left = unit.as_operands(total.left, factors[total.left], trip, *accs)
+      stores += unit.mma_ab(left, tiles[total.right], total.acc, total.acc.after(trip), stores)
+    return self.pipeline.release(n, *stores)
+
+
+def starts(rows: list[ScoreRow]) -> Elements | None:
+  """What S starts at; None is 0."""
+  found = {at: row.start for row in rows for at in row.places if row.start is not None}
+  return found or None
+
+
+def neg_deltas(rows: list[ScoreRow]) -> Elements:
+  """-delta of each score's query."""
+  return {at: row.neg_delta for row in rows for at in row.places}
+
+
+def weights(
+  rules: HeadRules, rows: list[ScoreRow], products: Elements, masked: bool, dialect: str = "cuda"
+) -> Elements:
+  """P = exp(S - lse) before dropout, with the scores S of `products` = Q K^T, less lse where they start at -lse."""
+  found: Elements = {}
+  for row in rows:
+    scores = rules.scores([products[at] for at in row.places], *row.keys, masked)
+    if masked and rules.rules.score_mod is not None and row.query.vmax >= rules.rules.M:
+      # Past the last query a score_mod may give inf or NaN, which an infinite lse does not turn into a P of 0.
+      scores = [(row.query < rules.rules.M).where(x, -inf) for x in scores]
+    if row.lse is None:
+      exponents = [-ins.fabs(dialect, x * rules.scaling.log2) for x in scores]
+    else:
+      exponents = rules.scaling.from_lse(dialect, scores, row.lse, not rules.rules.moves)
+    found |= zip(row.places, [ins.exp2(dialect, x) for x in exponents], strict=True)
+  return found
+
+
+def dropped(rules: HeadRules, rows: list[ScoreRow], p: Elements) -> Elements:
+  """P after dropout."""
+  found: Elements = {}
+  for row in rows:
+    found |= zip(row.places, rules.dropped([p[at] for at in row.places], *row.keys), strict=True)
+  return found
+
+
+def score_vjp(
+  rules: HeadRules, rows: list[ScoreRow], p: Elements, products: Elements, grads: Elements, early: bool = False
+) -> Elements:
+  """The gradient of Q K^T, without the factor `Rules.scale`: P (dP - delta), through `HeadRules.score_vjp`.
+
+  Args:
+    p: P before dropout.
+    products: Q K^T.
+    grads: dP = dO V^T.
+    early: whether delta is already subtracted from dP; never with dropout.
+  """
+  found: Elements = {}
+  for row in rows:
+    dp = rules.dropped([grads[at] for at in row.places], *row.keys)
+    dp = dp if early else [x + row.neg_delta for x in dp]
+    ds = [p[at] * x for at, x in zip(row.places, dp, strict=True)]
+    pulled = rules.score_vjp(ds, [products[at] for at in row.places], *row.keys, scaled=False)
+    found |= zip(row.places, pulled, strict=True)
+  return found
+
+
+@dataclass(frozen=True, eq=False)
+class QueryHeads:
+  """The query heads that share a workgroup's key head, which `backward_kv` processes one after another.
+
+  Attributes:
+    count: number of query heads.
+    member: index of the current one among them: a loop's axis, or 0 if there is only one.
+    head: the current query head.
+    rules: the rules of `head`.
+    query_range: the tiles of queries of `head` that see the workgroup's keys.
+    range_of: (member) -> those of any of the heads.
+    n_keys: number of keys that exist.
+  """
+
+  count: int
+  member: UOp
+  head: UOp
+  rules: HeadRules
+  query_range: TileRange
+  range_of: Callable[[UOp], TileRange]
+  n_keys: UOp
+
+  @classmethod
+  def of(cls, s: Scope, rules: Rules, group: Workgroup, count: int, block_n: int, block_m: int) -> "QueryHeads":
+    """The `count` query heads of key head `group.head`, for blocks of `block_n` keys and tiles of `block_m` queries."""
+    member = s.axis(count, AxisType.REDUCE) if count > 1 else UOp.const(0)
+    first = group.head * count
+    range_of = query_ranges(lambda i: rules.at(first + i), count, group.block * block_n, block_n, block_m)
+    head = first + member
+    return cls(count, member, head, rules.at(head), range_of(member), range_of, rules.at(first).length)
+
+  @property
+  def axes(self) -> tuple[UOp, ...]:
+    """The loop over the heads; none if there is only one."""
+    return (self.member,) if self.count > 1 else ()
+
+  def from_last(self) -> "QueryHeads":
+    """The tiles of queries in the reverse order, full ones still before those that need a mask."""
+    x = self.query_range
+
+    def tile(position: UOp) -> UOp:
+      return x.tile((position < x.n_full).where(x.n_full, x.n_full + x.n_tiles) - 1 - position)
+
+    return replace(self, query_range=replace(x, tile=tile))
