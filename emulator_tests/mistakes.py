@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tinygrad import UOp, dtypes
 
-from uopattn.dsl import instructions
+from uopattn.dsl import clamp, instructions
 from uopattn.dsl.amd import products
 from uopattn.dsl.amd.staging import RegisterPipeline
 from uopattn.dsl.cpu import amx_operands
@@ -436,8 +436,8 @@ def old_maximum_forgotten(right: Phase) -> Phase:
 
 
 def strips_one_key_off(right: Phase) -> Phase:
-  def load_tile(s: Any, rows: Any, first: UOp, block_n: int, *rest: Any) -> Any:
-    return right(s, rows, cpu_forward.clamp(first + 1, 0, int(rows.length.vmax) - block_n), block_n, *rest)
+  def load_tile(s: Any, rows: Any, tile: Any, axes: Any) -> Any:
+    return right(s, rows, replace(tile, first=clamp(tile.first + 1, 0, int(rows.length.vmax) - tile.size)), axes)
 
   return load_tile
 
@@ -514,7 +514,7 @@ def second_group_is_the_first(right: Phase) -> Phase:
 
 
 def steps_left_out(right: Phase) -> Phase:
-  return lambda s, length, *rest, **more: right(s, 1, *rest, **more)
+  return lambda s, a, *rest, **more: right(s, a._replace(steps=1), *rest, **more)
 
 
 AMX = {
@@ -524,7 +524,7 @@ AMX = {
   "last tile counted twice": Mistake(amx_forward, "row_maxima", groups_not_masked),
   "mask one key late": Mistake(amx_forward, "row_maxima", groups_masked_late, {"is_causal": True}),
   "rows not transposed": Mistake(amx_operands, "transpose", second_group_is_the_first),
-  "steps left out": Mistake(amx_operands, "accumulate", steps_left_out),
+  "steps left out": Mistake(amx_operands, "mma_block", steps_left_out),
 }
 
 

@@ -9,9 +9,10 @@ from mistakes import not_transposed
 from test_features import banded
 from tinygrad import UOp
 
-from uopattn.dsl import instructions
+from uopattn.dsl import clamp, instructions
 from uopattn.dsl.amd.products import Mma
 from uopattn.dsl.amd.staging import RegisterPipeline
+from uopattn.dsl.cpu import gradients
 from uopattn.dsl.cpu.gradients import Gradients
 from uopattn.dsl.gpu.backward_mainloop import QueryHeads
 from uopattn.dsl.nvidia import mma
@@ -70,9 +71,9 @@ def no_delta(right: Phase) -> Phase:
 
 
 def no_delta_of_block(right: Phase) -> Phase:
-  def load_row_sums(s: Any, lse: Any, delta: Any, block: Any, block_m: int, unit: float, outer: Any) -> Any:
-    lse_i, _ = right(s, lse, delta, block, block_m, unit, outer)
-    return lse_i, s.assign(s.buffer(block_m), lambda m: 0.0, within=outer)
+  def load_row_sums(s: Any, lse: Any, delta: Any, block: Any, block_m: int, rules: Any) -> Any:
+    lse_i, _ = right(s, lse, delta, block, block_m, rules)
+    return lse_i, s.assign(s.buffer(block_m), lambda m: 0.0, within=block.axes)
 
   return load_row_sums
 
@@ -103,16 +104,16 @@ def first_of_the_group(right: Phase) -> Phase:
 
 def twice_the_first_head(right: Phase) -> Phase:
   def block_of(*arguments: Any) -> Any:
-    block, busy = right(*arguments)
-    return replace(block, head=block.head // 2 * 2), busy
+    block = right(*arguments)
+    return replace(block, head=block.head // 2 * 2)
 
   return block_of
 
 
-def idle_turns_kept(right: Phase) -> Phase:
-  def block_of(call: UOp, turn: UOp, blocks: int, group: int, M: int, *rest: int) -> Any:
-    block, _ = right(call, turn, blocks, group, M, *rest)
-    return replace(block, end=UOp.const(M)), UOp.const(True)
+def idle_blocks_kept(right: Phase) -> Phase:
+  def block_of(item: UOp, number: UOp, blocks: int, group: int, M: int, *rest: int) -> Any:
+    block = right(item, number, blocks, group, M, *rest)
+    return replace(block, end=UOp.const(M), busy=UOp.const(True))
 
   return block_of
 
@@ -133,13 +134,13 @@ def begun_anew_in_memory(right: Phase) -> Phase:
 
 def one_key_off(right: Phase) -> Phase:
   def add_product(s: Any, out: UOp, item: UOp, first: UOp, *rest: Any) -> Any:
-    return right(s, out, item, cpu_backward.clamp(first - 1, 0, out.shape[1]), *rest)
+    return right(s, out, item, clamp(first - 1, 0, out.shape[1]), *rest)
 
   return add_product
 
 
 def steps_left_out(right: Phase) -> Phase:
-  return lambda s, length, *rest: right(s, 1, *rest)
+  return lambda s, a, *rest: right(s, a._replace(steps=1), *rest)
 
 
 def queries_in_pairs(right: Phase) -> Phase:
@@ -169,7 +170,7 @@ MISTAKES: dict[str, Mistake] = {
   "keys past the end counted": Mistake(unmasked, {"amd": (HeadRules, "scores")}),
   "last tile of queries dropped": Mistake(last_tile_dropped, dict.fromkeys(GPUS, (HeadRules, "query_range"))),
   "last tile counted twice": Mistake(
-    lambda right: lambda self, *rest: right(replace(self, start=UOp.const(0)), *rest),
+    lambda right: lambda self, *rest: right(replace(self, tile=replace(self.tile, shared=False)), *rest),
     dict.fromkeys(CPUS, (Gradients, "of")),
   ),
   "no scale": Mistake(
@@ -202,14 +203,14 @@ MISTAKES: dict[str, Mistake] = {
     begun_anew, {"amd": (Mma, "mma_ab")}
   ),
   "dq of the last tile only": Mistake(begun_anew_in_memory, {"cpu": (cpu_backward, "multiply_ds_k")}),
-  "steps left out": Mistake(steps_left_out, {"amx": (amx_backward, "accumulate")}),
+  "steps left out": Mistake(steps_left_out, {"amx": (amx_backward, "mma_block")}),
   "queries of P and dS in pairs": Mistake(queries_in_pairs, {"amx": (amx_backward, "pack")}),
-  "sums not cleared": Mistake(lambda right: lambda s, x, item: x, on_cpus("clear")),
+  "sums not cleared": Mistake(lambda right: lambda s, x, item: x, dict.fromkeys(CPUS, (gradients, "clear"))),
   "the mask of the group's first head for all": Mistake(
     first_of_the_group, dict.fromkeys(GPUS, (QueryHeads, "of")), {"mask_mod": banded}
   ),
-  "a group's first head for all": Mistake(twice_the_first_head, on_cpus("block_of")),
-  "idle turns not idle": Mistake(idle_turns_kept, on_cpus("block_of")),
+  "a group's first head for all": Mistake(twice_the_first_head, dict.fromkeys(CPUS, (gradients, "block_of"))),
+  "idle blocks not idle": Mistake(idle_blocks_kept, dict.fromkeys(CPUS, (gradients, "block_of"))),
   "every tile in one slot": Mistake(
     lambda right: lambda self, n_tile, *after: right(self, n_tile * 0, *after),
     dict.fromkeys(CUDA_AND_HOPPER, (SwizzledTiles, "tile")),

@@ -23,33 +23,29 @@ from dataclasses import dataclass
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
-from tinygrad.uop.ops import AxisType, KernelInfo
 
-from uopattn.dsl import LOG2E, Scope, clamp, sizes
-from uopattn.dsl.cpu.amx import LANES, PAIR, ROW_BYTES, ROWS, STEP, pack, tile_config, tile_release, tile_store
+from uopattn.dsl import Scope, sizes
+from uopattn.dsl.cpu.amx import LANES, PAIR, ROW_BYTES, ROWS, STEP, pack, tile_config, tile_release
 from uopattn.dsl.cpu.amx_operands import (
   BLOCK,
   GROUPS,
   PARTS,
   PRODUCTS,
-  STACK_LIMIT,
-  Rows,
-  accumulate,
+  LeftOperand,
   check_target,
   check_tiles,
-  cleared,
   filled,
-  fit_stack,
   load_lanes,
   load_pairs,
   load_rows,
-  mma_ab,
-  mma_abt,
+  mma,
+  mma_block,
   store_rows,
-  turned,
+  transpose_pairs,
 )
-from uopattn.dsl.cpu.gradients import Gradients, block_of, clear, load_row_sums, parts_of
-from uopattn.dsl.cpu.register_blocks import even
+from uopattn.dsl.cpu.gradients import Gradients, load_row_sums, open_blocks
+from uopattn.dsl.cpu.mainloop import finished
+from uopattn.dsl.cpu.work import STACK_LIMIT, even, fit_stack, parts_of
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.schedule import DK_SUMS, DQ, DV_SUMS, Kernel, Problem, Schedule
@@ -93,7 +89,9 @@ class Tiles:
     block_n = next((n for n in (64, 96, 32) if p.N % n == 0), 64 if p.N > BLOCK else BLOCK)
     largest = 128 if p.is_causal else 256  # under a causal mask a large block sees many keys that are hidden
     block_m = round_up(even(p.M, largest), BLOCK)
-    block_m, block_n = fit_stack(lambda *sizes: cls(*sizes).stack_bytes(p.Dk, p.Dv, parts), block_m, block_n, p)
+    block_m, block_n = fit_stack(
+      lambda m, n: cls(m, n).stack_bytes(p.Dk, p.Dv, parts), block_m, block_n, BLOCK, BLOCK, p
+    )
     return cls(block_m, block_n, parts_of(p.B * p.Hkv, p.group * ceildiv(p.M, block_m), target.threads))
 
   @classmethod
@@ -123,16 +121,9 @@ def backward(
   """
   (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
   block_m, block_n, parts = tiles.block_m, tiles.block_n, PARTS[q.dtype]
-  blocks, n_tiles = heads // kv_heads * ceildiv(M, block_m), ceildiv(N, block_n)  # blocks per key head
   s = Scope()
-  call = s.axis(kv_heads * tiles.parts, AxisType.THREAD)
-  kv_head = call // tiles.parts
-  dk, dv = (clear(s, x, call) for x in (dk, dv))
-  outer = (call, s.axis(ceildiv(blocks, tiles.parts)))
-  block, busy = block_of(call, outer[1], blocks, heads // kv_heads, M, block_m, tiles.parts)
-  head_rules = rules.at(block.head)
-
-  config = tile_config(*outer)
+  block, dk, dv = open_blocks(s, q, dk, dv, kv_heads, block_m, tiles.parts)
+  outer, config, item = block.axes, tile_config(*block.axes), block.item
   queries, grads = (HeadView.of(x, block.head, block.end) for x in (q, do))
   q_t, do_t = (load_lanes(s, x, block.row, block_m, parts, outer) for x in (queries, grads))
   width, dv_width = (round_up(x, STEP) for x in (Dk, Dv))
@@ -144,45 +135,39 @@ def backward(
     load_pairs(s, operand(dtypes.uint, block_m // PAIR, size), x, block.row, x.length, *outer)
     for x, size in ((queries, width), (grads, dv_width))
   )
-  lse_i, delta_i = load_row_sums(s, lse, delta, block, block_m, 1.0 if rules.moves else LOG2E, outer)
+  lse_i, delta_i = load_row_sums(s, lse, delta, block, block_m, rules)
   dq_t = filled(s, 0.0, dtypes.float, block_m // LANES, width, LANES, within=outer)
   k_rows, v_rows = (operand(dtypes.ushort, block_n, size) for size in (width, dv_width))
   k_pairs = operand(dtypes.uint, block_n // PAIR, width)
 
-  key_range = head_rules.key_range(block.row, block_m, block_n)
-  trips = busy.where(key_range.n_tiles, 1)  # without a block of its own, an item makes one trip
-  loop = s.loop(trips if trips.vmin < trips.vmax else int(trips.vmax), *outer)
-  start = key_range.tile(clamp(loop.index, 0, n_tiles - 1)) * block_n  # first key that this trip adds
-  first = clamp(start, 0, max(0, N - block_n))  # first key of the tile: the last tile is moved back to end at N
-
-  length = head_rules.length if rules.kv_lengths is not None or block_n > N else None
-  keys, values = (HeadView.of(x, kv_head, head_rules.length) for x in (k, v))
-  k_rows = load_rows(s, k_rows, 0, parts, keys, first, length, *loop.axes)
-  v_rows = load_rows(s, v_rows, 0, parts, values, first, length, *loop.axes)
+  key_tiles = block.key_tiles(rules, block_m, block_n)
+  loop = key_tiles.loop(s, *outer, busy=block.busy)
+  tile = key_tiles.at(loop.index)
+  keys, values = (HeadView.of(x, block.kv_head, key_tiles.rules.length) for x in (k, v))
+  k_rows = load_rows(s, k_rows, 0, parts, keys, tile.first, tile.length, *loop.axes)
+  v_rows = load_rows(s, v_rows, 0, parts, values, tile.first, tile.length, *loop.axes)
   k_t = s.buffer(parts, block_n // STEP, width, LANES, dtype=dtypes.uint)
-  k_t = turned(s, k_t, 0, load_pairs(s, k_pairs, keys, first, length, *loop.axes), *loop.axes)
+  k_pairs = load_pairs(s, k_pairs, keys, tile.first, tile.length, *loop.axes)
+  k_t = transpose_pairs(s, k_t, 0, k_pairs, *loop.axes)
 
   g = s.axis(block_m // BLOCK)
-  inside, group = (*loop.axes, g), g * GROUPS
+  inside, products = (*loop.axes, g), PRODUCTS[parts]
   qk, dp = (s.buffer(GROUPS, block_n, LANES) for _ in range(2))
-  qk = qk.after(mma_abt(s, qk, 0, Rows.of(k_rows), q_t, g, GROUPS, PRODUCTS[parts], *inside, config))
-  dp = dp.after(
-    mma_abt(s, dp, 0, Rows.of(v_rows), do_t, g, GROUPS, PRODUCTS[parts], *inside, qk)
-  )  # after it: they share tiles
-  moved = start if block_n < N and N % block_n else None  # if block_n divides N, no tile is moved back
-  gradients = Gradients(head_rules, block.row, moved, first, lse_i, delta_i, N if block_n > N else None)
-  p, ds = recompute(s, qk, dp, gradients, group)
+  qk = qk.after(mma(s, LeftOperand.rows(k_rows), q_t, g, qk, 0, GROUPS, products, *inside, config))
+  # After it, as the two share tiles.
+  dp = dp.after(mma(s, LeftOperand.rows(v_rows), do_t, g, dp, 0, GROUPS, products, *inside, qk))
+  p, ds = recompute(s, qk, dp, Gradients(tile, block.row, lse_i, delta_i), g * GROUPS)
   p_rows, ds_rows = (s.buffer(parts, block_m // BLOCK, block_n, BLOCK, dtype=dtypes.ushort) for _ in range(2))
   packed, ds_pairs = pack_gradients(s, p_rows, ds_rows, p, ds, g, inside)
-  dq_end = mma_ab(s, dq_t.after(*inside), g, k_t, 0, ds_pairs, 0, GROUPS, *inside, packed).end(g)
-  dv_end = add_product(s, dv, call, first, p_rows.after(dq_end), do_pairs, *loop.axes)
-  dk_end = add_product(s, dk, call, first, ds_rows.after(dv_end), q_pairs, *loop.axes)
+  dq_old = dq_t.after(*inside)
+  dq_end = mma(s, LeftOperand.transposed(k_t), ds_pairs, 0, dq_old, g, GROUPS, products, *inside, packed, adds=True)
+  dv_end = add_product(s, dv, item, tile.first, p_rows.after(dq_end.end(g)), do_pairs, *loop.axes)
+  dk_end = add_product(s, dk, item, tile.first, ds_rows.after(dv_end), q_pairs, *loop.axes)
   end = loop.end(dk_end)
 
   store = store_rows(s, dq, block.head, block.row, block.end, dq_t.after(end))
   name = f"attention_backward_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
-  # The tag keeps tinygrad from rearranging the axes.
-  return UOp.group(store, tile_release(end)).end(*outer).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
+  return finished(name, outer, store, tile_release(end))
 
 
 def recompute(s: Scope, qk: UOp, dp: UOp, gradients: Gradients, group: UOp) -> tuple[UOp, UOp]:
@@ -218,21 +203,22 @@ def pack_gradients(
 
 def add_product(s: Scope, out: UOp, item: UOp, first: UOp, left: UOp, right: UOp, *within: UOp) -> UOp:
   """Compute dV += P^T dO or dK += dS^T Q: add the product, (block_n, D), to keys from `first` on, as many as exist."""
-  (parts, steps, block_n, _), (*_, width), (_, N, D) = sizes(left), sizes(right), sizes(out)
+  (parts, _, block_n, _), (*_, width), (_, N, D) = sizes(left), sizes(right), sizes(out)
   sums = s.buffer(block_n, width)
   n, c = s.axis(block_n // BLOCK), s.axis(width // BLOCK)
-  end = accumulate(
+  end = mma_block(
     s,
-    steps,
+    LeftOperand.transposed(left),
+    n * BLOCK,
+    (lambda j, step, part: right[part, step * LANES, c * BLOCK + j * LANES], width * 4),
+    (lambda i, j: sums.after(*within)[n * BLOCK + i * ROWS, c * BLOCK + j * LANES], width * 4),
     PRODUCTS[parts],
-    lambda step, part: lambda i: (left[part, step, n * BLOCK + i * ROWS, 0], ROW_BYTES),
-    lambda step, part: lambda j: (right[part, step * LANES, c * BLOCK + j * LANES], width * 4),
-    cleared(*within, n, c, left, right),
+    *within,
+    n,
+    c,
+    left,
+    right,
   )
-  for i in range(2):
-    for j in range(2):
-      place = sums.after(*within)[n * BLOCK + i * ROWS, c * BLOCK + j * LANES]
-      end = tile_store(2 * i + j, place, width * 4, end)
   sums = sums.after(end.end(n, c))
   r, d = s.axis(min(block_n, N)), s.axis(D)
   place = out.after(*within)[item, first + r, d]

@@ -16,8 +16,7 @@ over all query heads that share it. No two threads add to the same sum, so resul
 there are `parts` items per key head; each takes every parts-th block of queries and has sums of its own, which the
 caller adds up.
 
-Measured 2026-11-22 on two cores of an AMD EPYC (Zen 5, AVX-512), clang 23, float32, D=64, delta included: 371 GFLOP/s
-(H=8 N=1024), 439 (H=8 N=4096), causal 359 (H=32 N=1024); the kernel alone up to 485 (2026-11-21).
+Measured on two cores of an AMD EPYC, float32, D=64: 371 to 439 GFLOP/s. scripts/results/KERNELS.md has more.
 """
 
 from collections.abc import Callable
@@ -25,17 +24,16 @@ from dataclasses import asdict, dataclass
 
 from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv, round_up
-from tinygrad.uop.ops import AxisType, KernelInfo
 
-from uopattn.dsl import LOG2E, Loop, Scope, clamp, gated, sizes
-from uopattn.dsl.cpu.gradients import Block, Gradients, block_of, clear, load_row_sums, parts_of
-from uopattn.dsl.cpu.register_blocks import Tile, accumulate, even, load_tile, register_blocks, zeros
+from uopattn.dsl import Loop, Scope, gated, sizes
+from uopattn.dsl.cpu.gradients import Block, Gradients, load_row_sums, open_blocks
+from uopattn.dsl.cpu.mainloop import Tile, finished, load_tile
+from uopattn.dsl.cpu.register_blocks import accumulate, register_blocks, zeros
+from uopattn.dsl.cpu.work import STACK_LIMIT, even, fit_stack, parts_of
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.schedule import DK_SUMS, DQ, DTYPES_16_32, DV_SUMS, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
-
-STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread; macOS gives Python's 16
 
 
 @dataclass(frozen=True)
@@ -85,10 +83,9 @@ class Tiles:
     vectors, unroll = (2, 4) if not many else (2, 8) if large else (4, 4)
     block_m = lanes * even(ceildiv(p.M, lanes), max(1, (32 if large else 64) // lanes))
     block_n, widen = min(p.N, round_up(even(p.N, 64), unroll)), p.stored.itemsize < 4
-    while (needed := cls(block_m, block_n, unroll, vectors, lanes).stack_bytes(Dk, Dv, widen)) > STACK_LIMIT:
-      if block_m == lanes and block_n == 1:
-        raise ValueError(f"head size {max(Dk, Dv)}: a tile needs {needed} bytes of stack, the limit is {STACK_LIMIT}")
-      block_m, block_n = lanes * ceildiv(block_m // lanes, 2), ceildiv(block_n, 2)
+    block_m, block_n = fit_stack(
+      lambda m, n: cls(m, n, unroll, vectors, lanes).stack_bytes(Dk, Dv, widen), block_m, block_n, lanes, 1, p
+    )
     parts = parts_of(p.B * p.Hkv, p.group * ceildiv(p.M, block_m), target.threads)
     return cls(block_m, block_n, unroll, vectors, lanes, parts)
 
@@ -132,45 +129,29 @@ def backward(
   """
   (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
   block_m, block_n = tiles.block_m, min(tiles.block_n, N)
-  blocks, n_tiles = heads // kv_heads * ceildiv(M, block_m), ceildiv(N, block_n)  # per key head
   s = Scope()
-  call = s.axis(kv_heads * tiles.parts, AxisType.THREAD)
-  kv_head = call // tiles.parts
-  dk, dv = (clear(s, x, call) for x in (dk, dv))
-  outer = (call, s.axis(ceildiv(blocks, tiles.parts)))
-  block, busy = block_of(call, outer[1], blocks, heads // kv_heads, M, tiles.block_m, tiles.parts)
-  head_rules = rules.at(block.head)
+  block, dk, dv = open_blocks(s, q, dk, dv, kv_heads, block_m, tiles.parts)
 
-  q_rows, do_rows = (load_rows(s, x, block, tiles, outer) for x in (q, do))  # (block_m, D)
-  q_t, do_t = (transpose(s, x, D, outer) for x, D in ((q_rows, Dk), (do_rows, Dv)))  # (D, block_m)
-  lse_i, delta_i = load_row_sums(s, lse, delta, block, block_m, 1.0 if rules.moves else LOG2E, outer)
-  dq_t = s.assign(s.buffer(Dk, block_m), lambda d, m: 0.0, within=outer)
+  q_rows, do_rows = (load_rows(s, x, block, tiles) for x in (q, do))  # (block_m, D)
+  q_t, do_t = (transpose(s, x, D, block.axes) for x, D in ((q_rows, Dk), (do_rows, Dv)))  # (D, block_m)
+  lse_i, delta_i = load_row_sums(s, lse, delta, block, block_m, rules)
+  dq_t = s.assign(s.buffer(Dk, block_m), lambda d, m: 0.0, within=block.axes)
 
-  key_range = head_rules.key_range(block.row, block_m, block_n)
-  trips = busy.where(key_range.n_tiles, 1)  # without a block of its own, an item makes one trip
-  loop = s.loop(trips if trips.vmin < trips.vmax else int(trips.vmax), *outer)
-  start = key_range.tile(clamp(loop.index, 0, n_tiles - 1)) * block_n  # first key that this trip adds
-  first = clamp(start, 0, N - block_n)  # first key of the tile: the last tile is moved back to end at N
-
-  length = None if rules.kv_lengths is None else head_rules.length
-  k_tile, v_tile = (
-    load_tile(s, HeadView.of(x, kv_head, head_rules.length), first, block_n, length, loop) for x in (k, v)
-  )
-  moved = start if N % block_n else None  # if block_n divides N, no tile is moved back
-  gradients = Gradients(head_rules, block.row, moved, first, lse_i, delta_i)
-  p, ds = recompute(s, k_tile, v_tile, q_t, do_t, gradients, block_n, tiles, loop)
-  dv_end = add_product(s, dv, call, first, p, do_rows, tiles, loop)
-  dk_end = add_product(s, dk, call, first, ds, q_rows, tiles, loop)
+  keys = block.key_tiles(rules, block_m, block_n)
+  loop = keys.loop(s, *block.axes, busy=block.busy)
+  tile = keys.at(loop.index)
+  k_tile, v_tile = (load_tile(s, HeadView.of(x, block.kv_head, keys.rules.length), tile, loop.axes) for x in (k, v))
+  p, ds = recompute(s, k_tile, v_tile, q_t, do_t, Gradients(tile, block.row, lse_i, delta_i), tiles, loop)
+  dv_end = add_product(s, dv, block.item, tile.first, p, do_rows, tiles, loop)
+  dk_end = add_product(s, dk, block.item, tile.first, ds, q_rows, tiles, loop)
   dq_end = multiply_ds_k(s, dq_t, k_tile, ds, tiles, loop)
   end = loop.end(dv_end, dk_end, dq_end)
 
   store = store_rows(s, dq, block, dq_t.after(end))
-  name = f"attention_backward_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
-  # The tag keeps tinygrad from rearranging the axes.
-  return store.end(*outer).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
+  return finished(f"attention_backward_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", block.axes, store)
 
 
-def load_rows(s: Scope, x: UOp, block: Block, tiles: Tiles, outer: tuple[UOp, ...]) -> UOp:
+def load_rows(s: Scope, x: UOp, block: Block, tiles: Tiles) -> UOp:
   """Load the block's rows of q or dO in float32, (block_m, D), with D rounded up to whole vectors; 0 past the ends."""
   (_, M, D), head = sizes(x), block.head
   rows = HeadView.of(x, head, UOp.const(M))
@@ -179,7 +160,7 @@ def load_rows(s: Scope, x: UOp, block: Block, tiles: Tiles, outer: tuple[UOp, ..
     inside = block.exists(m) & (d < D)
     return inside.where(rows.element(block.row + m, d, inside).cast(dtypes.float), 0.0)
 
-  return s.assign(s.buffer(tiles.block_m, round_up(D, tiles.lanes)), element, within=outer)
+  return s.assign(s.buffer(tiles.block_m, round_up(D, tiles.lanes)), element, within=block.axes)
 
 
 def transpose(s: Scope, x: UOp, D: int, outer: tuple[UOp, ...]) -> UOp:
@@ -211,11 +192,11 @@ def recompute(
   q_t: UOp,
   do_t: UOp,
   gradients: Gradients,
-  block_n: int,
   tiles: Tiles,
   loop: Loop,
 ) -> tuple[UOp, UOp]:
   """Compute P^T after dropout and dS^T, the gradients of Q K^T transposed, (block_n, block_m) both."""
+  block_n = gradients.tile.size
   p, ds = (s.buffer(block_n, tiles.block_m).after(*loop.axes) for _ in range(2))
 
   def piece(key: UOp, keys: int, lane: UOp, lanes: int, axes: tuple[UOp, ...]) -> UOp:

@@ -13,37 +13,25 @@ second-level cache. 16-bit keys and values are widened to float32 once per tile.
 The compiler's part is small, and tests check it: every inner loop runs over `block_m` lanes with unit stride. clang
 vectorises it, unrolls it fully (block_m is a few vectors), and keeps the accumulators in registers.
 
-Measured 2026-11-22 on two cores of an AMD EPYC (Zen 5, AVX-512), clang 23, float32, D=64: 368 GFLOP/s (H=8 N=1024),
-404 (H=8 N=4096), causal 300 (H=32 N=1024).
+Measured on two cores of an AMD EPYC, float32, D=64: 368 to 404 GFLOP/s. scripts/results/KERNELS.md has more.
 """
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import reduce
-from math import inf
 
 from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv, round_up
-from tinygrad.uop.ops import KernelInfo
 
-from uopattn.dsl import Loop, Scope, clamp, exp2, gated, sizes
-from uopattn.dsl.cpu.register_blocks import (
-  Tile,
-  accumulate,
-  blocks_per_call,
-  even,
-  load_tile,
-  register_blocks,
-  work_items,
-  zeros,
-)
+from uopattn.dsl import Loop, Scope, exp2, gated, sizes
+from uopattn.dsl.cpu.mainloop import QueryBlock, Tile, finished, load_tile
+from uopattn.dsl.cpu.register_blocks import accumulate, register_blocks, zeros
+from uopattn.dsl.cpu.work import STACK_LIMIT, blocks_per_call, even, fit_stack
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
-from uopattn.dsl.rules.softmax import LOWEST, Scaling, normalize_rows, store_lse
+from uopattn.dsl.rules.softmax import LOWEST
 from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Problem, Schedule
 from uopattn.dsl.target import Target
-
-STACK_LIMIT = 4 << 20  # bytes; half of the 8 MiB that Linux gives a thread; macOS gives Python's 16
 
 Score = Callable[[UOp, UOp, UOp], UOp]  # (q.k times the factor on q, key of the tile, lane) -> score
 
@@ -87,11 +75,9 @@ class Tiles:
     vectors, unroll = 4 if target.vector.registers >= 32 else 2, 4
     block_m = lanes * even(ceildiv(p.M, lanes), vectors)
     block_n = min(p.N, round_up(even(p.N, 64), unroll))
-    while (needed := cls(block_m, block_n, unroll).stack_bytes(p.Dk, p.Dv, widen)) > STACK_LIMIT:
-      if block_m == lanes and block_n == 1:
-        size = max(p.Dk, p.Dv)
-        raise ValueError(f"head size {size}: a tile needs {needed} bytes of stack, the limit is {STACK_LIMIT}")
-      block_m, block_n = max(lanes, block_m // 2), max(1, block_n // 2)
+    block_m, block_n = fit_stack(
+      lambda m, n: cls(m, n, unroll).stack_bytes(p.Dk, p.Dv, widen), block_m, block_n, lanes, 1, p
+    )
     return cls(block_m, block_n, unroll, blocks_per_call(p, block_m, target.threads))
 
   @classmethod
@@ -122,61 +108,45 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
     tiles: block sizes.
   """
   (heads, M, Dk), Dv, N = sizes(q), sizes(o)[2], rules.N
-  block_m, block_n, unroll = tiles.block_m, min(tiles.block_n, N), tiles.unroll
-  blocks, n_tiles = ceildiv(M, block_m), ceildiv(N, block_n)
+  block_m, block_n, unroll, scaling = tiles.block_m, min(tiles.block_n, N), tiles.unroll, rules.scaling_of_q
   s = Scope()
-  outer, item = work_items(s, heads * blocks, tiles.blocks_per_call)
-  head, row = item // blocks, item % blocks * block_m  # head and first query row of this block
-  head_rules = rules.at(head)
+  block = QueryBlock.open(s, q, o, rules, block_m, tiles.blocks_per_call)
+  outer, keys = block.axes, block.key_tiles(block_n)
 
-  scaling = rules.scaling_of_q
-  q_t = s.assign(s.buffer(Dk, block_m), lambda d, m: load_query(q, head, row + m, d) * scaling.pre, within=outer)
+  q_t = s.assign(s.buffer(Dk, block_m), lambda d, m: load_query(q, block, m, d) * scaling.pre, within=outer)
   acc = s.assign(s.buffer(Dv, block_m), lambda d, m: 0.0, within=outer)
   m_i = s.assign(s.buffer(block_m), lambda m: LOWEST, within=outer)
   l_i = s.assign(s.buffer(block_m), lambda m: 0.0, within=outer)
 
-  key_range = head_rules.key_range(row, block_m, block_n)
-  loop = s.loop(
-    key_range.n_tiles if key_range.n_tiles.vmin < key_range.n_tiles.vmax else int(key_range.n_tiles.vmax), *outer
-  )
-  start = key_range.tile(clamp(loop.index, 0, n_tiles - 1)) * block_n  # first key that this trip adds
-  first = clamp(start, 0, N - block_n)  # first key of the tile: the last tile is moved back to end at N
-  head_rules = head_rules.of_tile(s, first, block_n, loop.axes)
+  loop = keys.loop(s, *outer)
+  tile = keys.at(loop.index).with_pages(s, loop.axes)
 
   def score(product: UOp, n: UOp, m: UOp) -> UOp:
-    """The score of key n of the tile for lane m; -inf if it is hidden or was in the tile before."""
-    found = head_rules.apply_score_mods(product, row + m, first + n)
-    before = [first + n < start] if N % block_n else []  # if block_n divides N, no tile is moved back
-    hidden = [*before, *head_rules.hidden(row + m, first + n)]
-    return reduce(UOp.__or__, hidden).where(-inf, found) if hidden else found
+    return tile.score(product, block.row(m), n)
 
   m_old, l_old, acc_old = (x.after(*loop.axes) for x in (m_i, l_i, acc))
-  length = None if rules.kv_lengths is None else head_rules.length
-  k_tile, v_tile = (load_tile(s, head_rules.keys(x), first, block_n, length, loop) for x in (k, v))
+  k_tile, v_tile = (load_tile(s, tile.rules.keys(x), tile, loop.axes) for x in (k, v))
   scores, m_new = multiply_qk(s, q_t, k_tile, score, m_old, block_n, unroll, loop)
   p, l_new, alpha = exponentiate(s, scores, m_new, m_old, l_old, scaling.log2, loop)
   if rules.scales_weights:
     plain = p
-    p = s.assign(
-      p, lambda n, m: head_rules.weights([plain[n, m].load()], row + m, first + n, [0], True)[0], within=loop.axes
-    )
+    p = s.assign(p, lambda n, m: tile.weight(plain[n, m].load(), block.row(m), n), within=loop.axes)
   acc_end = multiply_pv(s, p, v_tile, acc_old, alpha, unroll, loop)
   m = s.axis(block_m)
   state_end = UOp.group(m_old.after(alpha)[m].store(m_new[m]), l_old.after(l_new)[m].store(l_new[m])).end(m)
   end = loop.end(acc_end, state_end)
 
-  stores = store_rows(
-    s, o, lse, head, row, acc.after(end), m_i.after(end), l_i.after(end), scaling, head_rules.sink(row), outer
-  )
+  acc, m_i, l_i = (x.after(end) for x in (acc, m_i, l_i))
+  lanes = min(block_m, M)  # the other lanes are past M in every block
+  stores = block.epilogue(s, lse, m_i, l_i, scaling, lanes, lambda factor: store_o(s, o, block, acc, factor, lanes))
   name = f"attention_{heads}_{rules.kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
-  # The tag keeps tinygrad from rearranging the axes.
-  return UOp.group(*stores).end(*outer).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
+  return finished(name, outer, *stores)
 
 
-def load_query(q: UOp, head: UOp, row: UOp, d: UOp) -> UOp:
-  """Load q[head, row, d] as float32; 0 past the last row."""
-  inside = row < sizes(q)[1]
-  return inside.where(HeadView.of(q, head, UOp.const(sizes(q)[1])).element(row, d, inside).cast(dtypes.float), 0.0)
+def load_query(q: UOp, block: QueryBlock, m: UOp, d: UOp) -> UOp:
+  """Load element d of the block's row m as float32; 0 past the last row."""
+  rows, inside = HeadView.of(q, block.head, UOp.const(block.M)), block.exists(m)
+  return inside.where(rows.element(block.row(m), d, inside).cast(dtypes.float), 0.0)
 
 
 def multiply_qk(
@@ -227,30 +197,11 @@ def multiply_pv(s: Scope, p: UOp, v_tile: Tile, acc: UOp, alpha: UOp, unroll: in
   return UOp.group(*ends)
 
 
-def store_rows(
-  s: Scope,
-  o: UOp,
-  lse: UOp | None,
-  head: UOp,
-  row: UOp,
-  acc: UOp,
-  m_i: UOp,
-  l_i: UOp,
-  scaling: Scaling,
-  sink: UOp | None,
-  outer: tuple[UOp, ...],
-) -> list[UOp]:
-  """Store the output and the LSE, see `normalize`; rows past M are not stored."""
-  (Dv, block_m), M = sizes(acc), sizes(o)[1]
-  factor, numbers = normalize_rows(s, m_i, l_i, scaling, lambda m: sink, lse, outer)
-  lanes = min(block_m, M)  # the other lanes are past M in every block
-  d, m = s.axis(Dv), s.axis(lanes)
-  stores = [gated(o, row + m < M, head, row + m, d).store((acc[d, m] * factor[m]).cast(o.dtype)).end(d, m)]
-  if lse is not None:
-    m = s.axis(lanes)
-    stored = store_lse(lse, row + m < M, head, row + m, [x[m].load() for x in numbers])
-    stores.append(UOp.group(*stored).end(m))
-  return stores
+def store_o(s: Scope, o: UOp, block: QueryBlock, acc: UOp, factor: UOp, lanes: int) -> UOp:
+  """Store the output, O^T times a factor per row; rows past M are not stored."""
+  d, m = s.axis(sizes(acc)[0]), s.axis(lanes)
+  place = gated(o, block.exists(m), block.result, block.row(m), d)
+  return place.store((acc[d, m] * factor[m]).cast(o.dtype)).end(d, m)
 
 
 def product(s: Scope, rows: int, left: Callable[[int, UOp], UOp], right: UOp, within: tuple[UOp, ...]) -> UOp:

@@ -180,8 +180,8 @@ def test_units_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 MISTAKES_OF_ONE_GROUP: dict[str, Callable[..., Any]] = {
-  "steps left out": lambda right: lambda s, rows, steps, *rest: right(s, rows, 1, *rest),
-  "accumulators begin at 0": lambda right: lambda *given: right(*given[:7], False, *given[8:]),
+  "steps left out": lambda right: lambda s, a, *rest: right(s, a._replace(steps=1), *rest),
+  "accumulators begin at 0": lambda right: lambda *given: right(*given[:5], False, *given[6:]),
 }
 
 
@@ -191,7 +191,7 @@ def test_a_mistake_of_one_group_is_caught(mistake: str, monkeypatch: pytest.Monk
   with on("amx"):
     x = inputs(1, 1, 1, 40, 130, 64, 64, dtypes.bfloat16)
     check(*x, *attention(*x, return_lse=True, backend="kernel"))
-    with Mistake(amx_operands, "_by_rows", MISTAKES_OF_ONE_GROUP[mistake]).made():
+    with Mistake(amx_operands, "_mma_rows", MISTAKES_OF_ONE_GROUP[mistake]).made():
       wrong = attention(*x, return_lse=True, backend="kernel")
       with pytest.raises(AssertionError, match="worst at"):
         check(*x, *wrong)
@@ -207,7 +207,7 @@ def test_candidates(M: int) -> None:
     assert len(set(found)) == len(found)
     assert len(found) > 1 or M == 17 or D == 2000
     for tiles in found:
-      assert tiles.stack_bytes(D, D, 2) <= amx_operands.STACK_LIMIT
+      assert tiles.stack_bytes(D, D, 2) <= amx_forward.STACK_LIMIT
       assert 8 * math.ceil(M / tiles.block_m) % tiles.blocks_per_call == 0
 
 

@@ -12,9 +12,9 @@ from tinygrad import UOp, dtypes
 
 from uopattn.dsl.cpu.amx import LANES, PAIR, ROW_BYTES, scale_rows, weigh
 from uopattn.dsl.cpu.amx_operands import Between, nothing
+from uopattn.dsl.cpu.mainloop import KeyTile
 from uopattn.dsl.cpu.register_blocks import add_steps
 from uopattn.dsl.math import exp2
-from uopattn.dsl.rules.rules import HeadRules
 from uopattn.dsl.rules.softmax import LOWEST, Scaling
 from uopattn.dsl.scope import Scope, clamp, sizes
 
@@ -23,14 +23,7 @@ LAZY = 8  # weights are at most 2**LAZY; see `update_maxima`
 
 
 def key_bounds(
-  s: Scope,
-  rules: HeadRules,
-  row: UOp,
-  first: UOp,
-  start: UOp | None,
-  block_n: int,
-  groups: int,
-  inside: tuple[UOp, ...],
+  s: Scope, tile: KeyTile, row: UOp, groups: int, inside: tuple[UOp, ...]
 ) -> tuple[UOp | None, UOp | None]:
   """The first and the last key that each query of a unit sees, counted from the tile's first; None if all or none do.
 
@@ -38,23 +31,20 @@ def key_bounds(
 
   Args:
     row: the unit's first query row.
-    first: the tile's first key.
-    start: the first key that is not in an earlier tile, if others are in this one.
   """
+  rules, start = tile.rules, tile.start if tile.shared else None
 
   def kept(bound: Callable[[UOp], UOp]) -> UOp:
     def value(j: UOp, m: UOp) -> UOp:
-      return clamp(bound(row + j * LANES + m) - first, -1, block_n).cast(dtypes.float)
+      return clamp(bound(row + j * LANES + m) - tile.first, -1, tile.size).cast(dtypes.float)
 
     return s.assign(s.buffer(groups, LANES), value, within=inside)
 
   def lowest_key(query: UOp) -> UOp:
-    found = rules.first_seen(query)
-    known = [x for x in (found, start) if x is not None]
-    return reduce(UOp.maximum, known)
+    return reduce(UOp.maximum, [x for x in (rules.first_seen(query), start) if x is not None])
 
   low = None if start is None and rules.first_seen(row) is None else kept(lowest_key)
-  return low, kept(rules.last_seen) if rules.rules.ranges or block_n > rules.rules.N else None
+  return low, kept(rules.last_seen) if rules.rules.ranges or tile.size > rules.rules.N else None
 
 
 def row_maxima(
@@ -167,8 +157,8 @@ class Weighing(NamedTuple):
     """Groups of the unit."""
     return sizes(self.sums)[0]
 
-  def rows_per_place(self, counts: list[int]) -> list[int]:
-    """How many keys of a group to weigh at each place among products of Q K^T and of P V, of which there are `counts`.
+  def rows_per_gap(self, counts: list[int]) -> list[int]:
+    """How many keys of a group to weigh in each gap in products of Q K^T and of P V, of which there are `counts`.
 
     Even numbers: half of the keys among the products of each.
     """
@@ -177,7 +167,7 @@ class Weighing(NamedTuple):
     return [rows, (block_n - rows * first) // second // PAIR * PAIR]
 
   def between(self, first: int, rows: int) -> Between:
-    """Weigh so many keys per place, from `first` on; groups take turns."""
+    """Weigh so many keys per gap, from `first` on; groups alternate."""
     if rows == 0:
       return nothing
     groups = self.groups
