@@ -193,9 +193,14 @@ def test_rows_that_see_no_key_have_no_gradient(schedule: str, machine: Machine, 
   assert no_gradient(check_backward(machine, (2, 4, 2, 37, 150, 16, 16), BLIND[name]))
 
 
-@on_machines("gfx942", "sm_80", "sm_90", slow=("gfx1201",))
-def test_a_score_mod_that_is_infinite_past_the_last_query(schedule: str, machine: Machine) -> None:
-  check_backward(machine, (1, 2, 1, 50, 40, 16, 16), {"score_mod": lambda s, b, h, i, j: s + 1.0 / (50 - i)})
+@on_machines("gfx942", "sm_80", "sm_90", "CPU", slow=("gfx1201", "amx"))
+@pytest.mark.parametrize("slope", [False, True], ids=["added", "factor"])
+@pytest.mark.each("schedule", "machine", "slope", evenly=True)
+def test_a_score_mod_that_is_infinite_past_the_last_query(schedule: str, machine: Machine, slope: bool) -> None:
+  def mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return s * (1.0 + 1.0 / (50 - i)) if slope else s + 1.0 / (50 - i)
+
+  check_backward(machine, (1, 2, 1, 50, 40, 16, 16), {"score_mod": mod})
 
 
 @on_machines("gfx942", "sm_80", "sm_90", "CPU", slow=("gfx1100",))

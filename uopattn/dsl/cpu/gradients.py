@@ -124,6 +124,9 @@ class Gradients:
     row, key, rules = self.row + m, self.tile.first + n, self.tile.rules
     scaling = rules.rules.scaling
     score = self.tile.score(product * scaling.pre, row, n)
+    if rules.rules.score_mod is not None and row.vmax >= rules.rules.M:
+      # Past the last query a score_mod may give inf or NaN, which an infinite LSE does not turn into a P of 0.
+      score = (row < rules.rules.M).where(score, -inf)
     (exponent,) = scaling.from_lse("c", [score], self.lse_i[m].load(), not rules.rules.moves)
     p = exp2(exponent)
     weight, dp = rules.dropped([p], row, key, [0])[0], rules.dropped([dp], row, key, [0])[0]
