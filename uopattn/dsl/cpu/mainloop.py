@@ -127,7 +127,8 @@ class LoopUp:
 
   def end(self, *body: UOp) -> UOp:
     """End the loop after the stores of its body."""
-    return UOp.group(*body).end(self.axes[-1]) if self._loop is None else self._loop.end(*body)
+    stored = UOp.group(*body)
+    return stored.end(self.axes[-1]) if self._loop is None else self._loop.end(stored)
 
 
 @dataclass(frozen=True, eq=False)
