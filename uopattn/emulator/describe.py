@@ -6,7 +6,8 @@ from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import GroupOp, Ops, UOp
 
 from uopattn.dsl.cpu import amx
-from uopattn.dsl.instruction_set import BY_TEXT, Instruction
+from uopattn.dsl.instruction import Instruction
+from uopattn.dsl.instructions import BY_TEXT
 from uopattn.dsl.nvidia import wgmma
 
 SYMBOLS = {

@@ -31,7 +31,7 @@ class OutOfScope(KernelError):
 
 
 class UnknownInstruction(KernelError):
-  """An `Ops.CUSTOM` text unknown to `uopattn.dsl.instruction_set`, or a UOp that a GPU program cannot contain."""
+  """An `Ops.CUSTOM` text unknown to `uopattn.dsl.instructions`, or a UOp that a GPU program cannot contain."""
 
 
 class LaunchError(KernelError):
