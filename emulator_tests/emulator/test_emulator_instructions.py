@@ -12,8 +12,8 @@ from tinygrad.dtype import float_to_fp8
 from tinygrad.renderer.cstyle import CUDARenderer, HIPRenderer
 
 import uopattn.emulator as emulator
-from uopattn.dsl.constants import typed
 from uopattn.dsl.cpu import amx
+from uopattn.dsl.instruction import typed
 from uopattn.dsl.instructions import BY_TEXT, CPU, CUDA, HIP, INSTRUCTIONS, TURING
 from uopattn.dsl.nvidia import wgmma
 from uopattn.emulator import alu

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar, cast, get_origin
 
-from tinygrad.dtype import AddrSpace, DType, dtypes
-from tinygrad.uop.ops import Ops, UOp
+from tinygrad.dtype import AddrSpace, DType, dtypes, least_upper_dtype
+from tinygrad.uop.ops import GroupOp, Ops, PatternMatcher, UOp, UPat, graph_rewrite
+from tinygrad.uop.weak import commit_weak_srcs
 
 # Slot of the register that statements store to. Nothing reads it, and no other buffer may have this slot.
 STATEMENT_SLOT = 1 << 20
@@ -141,3 +142,20 @@ def by_name(instructions: Iterable[Instruction]) -> Mapping[str, Instruction]:
 def by_text(instructions: Iterable[Instruction]) -> Mapping[str, Instruction]:
   """Instructions by their texts in all dialects."""
   return MappingProxyType({text: x for x in instructions for text in x.texts.values()})
+
+
+def _commit(u: UOp) -> UOp | None:
+  return None if least_upper_dtype(*(x.dtype for x in u.src)) == dtypes.int else commit_weak_srcs(u)
+
+
+_COMMIT = PatternMatcher([(UPat(GroupOp.Broadcastable, name="u"), _commit)])
+
+
+def typed(kernel: UOp) -> UOp:
+  """Return a kernel with each number that Python gave it in the type of what it is computed with.
+
+  tinygrad leaves the type of such a number open. If it simplifies 0 + x to x, or a choice to the number, then what is
+  left has no type, and an instruction that takes it gets the default one: an int where its operand was unsigned, or a
+  float. Those next to an int, as in an index, need not be typed: the default is int.
+  """
+  return graph_rewrite(kernel, _COMMIT, name="type constants")
