@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from tinygrad import UOp, dtypes
 
-from uopattn.dsl import clamp, instructions
+from uopattn.dsl import clamp
 from uopattn.dsl.amd import products
 from uopattn.dsl.amd.staging import RegisterPipeline
 from uopattn.dsl.cpu import amx_operands
 from uopattn.dsl.gpu import tile_scheduler
 from uopattn.dsl.gpu.parts import PAIRS
+from uopattn.dsl.instructions import Cuda, Dialect
 from uopattn.dsl.nvidia import mma, mma_layout, swizzled, tensor_pipeline, tma, wgmma_mainloop, wgmma_softmax
 from uopattn.dsl.rules.rules import HeadRules
 from uopattn.kernels import (
@@ -155,7 +156,7 @@ def p_pairs_exchanged(right: Phase) -> Phase:
 
 AMD8 = {name: mistake for name, mistake in AMD.items() if name != "halves of P exchanged"} | {
   "pairs of P exchanged": Mistake(products, "word_of_bytes", p_pairs_exchanged),
-  "odd columns are the even ones": Mistake(instructions, "odd_bytes", instead(instructions.even_bytes)),
+  "odd columns are the even ones": Mistake(Dialect, "odd_bytes", instead(Dialect.even_bytes)),
 }
 AMD32 = {name: mistake for name, mistake in AMD.items() if name != "halves of P exchanged"} | PART_MISTAKES
 
@@ -219,8 +220,8 @@ def first_slice(unit: cuda_wide_forward.SliceMma) -> cuda_wide_forward.SliceMma:
   return replace(unit, group=group)
 
 
-PACK = {"halves of a word exchanged": Mistake(instructions, "pack", word_halves_exchanged)}
-TRANSPOSE = {"values not transposed": Mistake(instructions, "ldmatrix", not_transposed)}
+PACK = {"halves of a word exchanged": Mistake(Cuda, "pack", word_halves_exchanged)}
+TRANSPOSE = {"values not transposed": Mistake(Cuda, "ldmatrix", not_transposed)}
 MMA = nvidia(cuda_forward, cuda_forward, "online_softmax")
 OTHER_QUERIES = Mistake(
   mma.Mma, "load_left", lambda right: lambda self, tile, first, lane: right(self, tile, first * 0, lane)
@@ -247,7 +248,7 @@ FLOAT8 = (
   | TRANSPOSE
   | {
     "keys in another order": Mistake(mma.Mma, "as_left", key_pairs_exchanged),
-    "odd columns are the even ones": Mistake(instructions, "odd_bytes", instead(instructions.even_bytes)),
+    "odd columns are the even ones": Mistake(Dialect, "odd_bytes", instead(Dialect.even_bytes)),
   }
 )
 FLOAT32 = MMA | {
@@ -259,10 +260,10 @@ TURING = MMA | {"halves of k exchanged": Mistake(mma, "_part", k_halves_exchange
 NO_PERMUTATION = Mistake(swizzled.SwizzledTiles, "at", instead(without_permutation))
 HOPPER = nvidia(wgmma_softmax, wgmma_softmax, "online_softmax") | PACK
 HOPPER8 = nvidia(wgmma_softmax, wgmma_softmax, "online_softmax") | {
-  "values not transposed": Mistake(instructions, "ldmatrix", not_transposed),
-  "odd columns are the even ones": Mistake(instructions, "odd_bytes", instead(instructions.even_bytes)),
+  "values not transposed": Mistake(Cuda, "ldmatrix", not_transposed),
+  "odd columns are the even ones": Mistake(Dialect, "odd_bytes", instead(Dialect.even_bytes)),
   "keys in another order": Mistake(
-    instructions,
+    Cuda,
     "pack4",
     lambda right: lambda dialect, x, dtype: right(dialect, [x[0], x[2], x[1], x[3]] if len(x) == 4 else x, dtype),
   ),
@@ -328,7 +329,7 @@ HOPPER_PRODUCER = {
     ),
   ),
   "the first 64 columns twice": Mistake(
-    instructions,
+    Cuda,
     "tma_load",
     lambda right: (
       lambda dialect, to, number, barrier, place, *rest: right(
@@ -337,7 +338,7 @@ HOPPER_PRODUCER = {
     ),
   ),
   "the first head's rows": Mistake(
-    instructions,
+    Cuda,
     "tma_load",
     lambda right: (
       lambda dialect, to, number, barrier, place, *rest: right(
@@ -370,12 +371,12 @@ HOPPER_BARRIERS = {
     lambda right: lambda self, n, *after, when=None: right(self, n, *after) if when is None else UOp.group(*after),
   ),
   "more bytes expected than come": Mistake(
-    instructions,
+    Cuda,
     "mbarrier_expect",
     lambda right: lambda dialect, barrier, count, *after: right(dialect, barrier, count + 16, *after),
   ),
   "fewer bytes expected than come": Mistake(
-    instructions,
+    Cuda,
     "mbarrier_expect",
     lambda right: lambda dialect, barrier, count, *after: right(dialect, barrier, count - 16, *after),
   ),
@@ -384,7 +385,7 @@ HOPPER_BARRIERS = {
   ),
   "the first arrival by nobody": Mistake(wgmma_mainloop.PingPong, "first_arrival", instead(lambda self, after: after)),
   "more registers than there are": Mistake(
-    instructions,
+    Cuda,
     "setmaxnreg_dec",
     lambda right: lambda dialect, count, *rest: right(dialect, 2 * count, *rest),
   ),

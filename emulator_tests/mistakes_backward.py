@@ -9,12 +9,13 @@ from mistakes import not_transposed
 from test_features import banded
 from tinygrad import UOp
 
-from uopattn.dsl import clamp, instructions
+from uopattn.dsl import clamp
 from uopattn.dsl.amd.products import Mma
 from uopattn.dsl.amd.staging import RegisterPipeline
 from uopattn.dsl.cpu import gradients
 from uopattn.dsl.cpu.gradients import Gradients
 from uopattn.dsl.gpu.backward_mainloop import QueryHeads
+from uopattn.dsl.instructions import Cuda
 from uopattn.dsl.nvidia import mma
 from uopattn.dsl.nvidia.score_gradients import RowStats
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
@@ -190,7 +191,7 @@ MISTAKES: dict[str, Mistake] = {
   ),
   "the LSE and delta of other rows": Mistake(rows_reversed, {"amd": (Mma, "lane_rows")}),
   "halves of P and dS exchanged": Mistake(halves_exchanged, {"amd": (Mma, "as_operands")}),
-  "a matrix not transposed": Mistake(not_transposed, {"cuda": (instructions, "ldmatrix")}),
+  "a matrix not transposed": Mistake(not_transposed, {"cuda": (Cuda, "ldmatrix")}),
   "halves of k exchanged": Mistake(
     lambda right: lambda x, part, count: right(x, 1 - part if count == 4 else part, count), {"turing": (mma, "_part")}
   ),

@@ -68,7 +68,7 @@ def on_cpu(o: UOp, partial_o: UOp, partial_lse: UOp, lse: UOp | None = None, *, 
 
 
 def on_gpu(dialect: str, o: UOp, partial_o: UOp, partial_lse: UOp, lse: UOp | None = None, *, rules: Rules) -> UOp:
-  """Build the kernel for a dialect of GPUs (`uopattn.dsl.instruction_set`); other arguments as for `on_cpu`."""
+  """Build the kernel for a dialect of GPUs (`uopattn.dsl.instructions`); other arguments as for `on_cpu`."""
   (heads, rows, Dv), s, power = sizes(o), Scope(), partial(ins.exp2, dialect)
   splits, threads = sizes(partial_o)[0] // heads, min(MOST_THREADS, round_up(Dv, WARP))
   item, lane = s.axis(heads * rows, AxisType.GLOBAL), s.axis(threads, AxisType.LOCAL)

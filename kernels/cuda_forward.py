@@ -126,7 +126,7 @@ class Tiles:
 
   @property
   def dialect(self) -> str:
-    """Family of the instructions that sm_75 does differently; see `uopattn.dsl.instruction_set`."""
+    """Family of the instructions that sm_75 does differently; see `uopattn.dsl.instructions`."""
     return TURING if self.turing else CUDA
 
   def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[SwizzledTiles, SwizzledTiles, SwizzledTiles]:

@@ -27,7 +27,7 @@ CPU_ROWS, CPU_LANES = 64, 16
 
 
 def row_sums(dialect: str, delta: UOp, o: UOp, do: UOp, lse: UOp, dlse: UOp | None = None) -> UOp:
-  """Build the kernel for a dialect of GPUs (`uopattn.dsl.instruction_set`).
+  """Build the kernel for a dialect of GPUs (`uopattn.dsl.instructions`).
 
   Args:
     delta: (heads, M) float32, the output; 0 for rows that see no key, whose lse is -inf.

@@ -1,4 +1,4 @@
-"""Each word of uopattn.dsl.instructions: its meaning on the emulator, its operands' limits, its texts."""
+"""Each instruction of uopattn.dsl.instructions: its meaning on the emulator, its operands' limits, its texts."""
 
 from collections.abc import Callable
 
@@ -12,10 +12,9 @@ from tinygrad.dtype import float_to_fp8
 from tinygrad.renderer.cstyle import CUDARenderer, HIPRenderer
 
 import uopattn.emulator as emulator
-from uopattn.dsl import instructions as ins
-from uopattn.dsl.constants import typed
 from uopattn.dsl.cpu import amx
-from uopattn.dsl.instruction_set import BY_TEXT, INSTRUCTIONS
+from uopattn.dsl.instruction import typed
+from uopattn.dsl.instructions import BY_TEXT, CPU, CUDA, HIP, INSTRUCTIONS, TURING
 from uopattn.dsl.nvidia import wgmma
 from uopattn.emulator import alu
 from uopattn.emulator.errors import instruction_of
@@ -24,7 +23,7 @@ from uopattn.emulator.instructions import MEANINGS
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal(128).astype(np.float32)
 LANES = np.arange(128)
-DIALECTS = {"hip": "gfx1100", "cuda": "sm_80"}
+DIALECTS = {HIP: "gfx1100", CUDA: "sm_80"}
 
 
 def lanewise(name, word, dtype=np.float32, count=128):
@@ -42,39 +41,37 @@ def source_of(permutation, unit):
   return LANES // unit * unit + permutation(LANES % unit)
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("dialect", DIALECTS, ids=str)
 @pytest.mark.parametrize("offset", [1, 2, 4, 8, 16, 31])
 def test_shuffle_xor(dialect, offset):
-  got = launch(lanewise(f"xor{offset}", lambda x, _: ins.shuffle_xor(dialect, x, offset)), X, X, arch=DIALECTS[dialect])
+  got = launch(lanewise(f"xor{offset}", lambda x, _: dialect.shuffle_xor(x, offset)), X, X, arch=DIALECTS[dialect])
   np.testing.assert_array_equal(got, X[LANES ^ offset])
 
 
-@pytest.mark.parametrize(
-  ("dialect", "arch", "wave"), [("hip", "gfx1100", 32), ("hip", "gfx942", 64), ("cuda", "sm_80", 32)]
-)
+@pytest.mark.parametrize(("dialect", "arch", "wave"), [(HIP, "gfx1100", 32), (HIP, "gfx942", 64), (CUDA, "sm_80", 32)])
 def test_shuffle(dialect, arch, wave):
-  got = launch(lanewise("reversed", lambda x, t: ins.shuffle(dialect, x, wave - 1 - t % wave)), X, X, arch=arch)
+  got = launch(lanewise("reversed", lambda x, t: dialect.shuffle(x, wave - 1 - t % wave)), X, X, arch=arch)
   np.testing.assert_array_equal(got, X[source_of(lambda l: wave - 1 - l, wave)])
-  got = launch(lanewise("broadcast", lambda x, _: ins.shuffle(dialect, x, 5)), X, X, arch=arch)
+  got = launch(lanewise("broadcast", lambda x, _: dialect.shuffle(x, 5)), X, X, arch=arch)
   np.testing.assert_array_equal(got, X[LANES // wave * wave + 5])
 
 
 def test_shuffle_moves_integers_too():
   x = RNG.integers(-99, 99, 128).astype(np.int32)
-  got = launch(lanewise("integers", lambda v, _: ins.shuffle_xor("hip", v, 3)), x, x)
+  got = launch(lanewise("integers", lambda v, _: HIP.shuffle_xor(v, 3)), x, x)
   np.testing.assert_array_equal(got, x[LANES ^ 3])
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 8, 15])
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx942"])
 def test_rows(n, arch):
-  got = launch(lanewise(f"ror{n}", lambda x, _: ins.row_ror("hip", x, n)), X, X, arch=arch)
+  got = launch(lanewise(f"ror{n}", lambda x, _: HIP.row_ror(x, n)), X, X, arch=arch)
   np.testing.assert_array_equal(got, X[source_of(lambda l: (l - n) % 16, 16)])
-  got = launch(lanewise(f"xmask{n}", lambda x, _: ins.row_xmask("hip", x, n)), X, X)
+  got = launch(lanewise(f"xmask{n}", lambda x, _: HIP.row_xmask(x, n)), X, X)
   np.testing.assert_array_equal(got, X[LANES ^ n])
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("dialect", DIALECTS, ids=str)
 def test_arithmetic(dialect):
   arch, x = DIALECTS[dialect], X.copy()
   x[:4] = [np.inf, -np.inf, 0, np.nan]
@@ -82,27 +79,27 @@ def test_arithmetic(dialect):
   with np.errstate(divide="ignore"):
     logarithm, inverse = np.log2(x * x), 1 / x
   cases = {
-    "fmax": (lambda v, _: ins.fmax(dialect, v, zero), np.fmax(x, np.float32(0))),
-    "fmin": (lambda v, _: ins.fmin(dialect, v, zero), np.fmin(x, np.float32(0))),
-    "exp2": (lambda v, _: ins.exp2(dialect, v), np.exp2(x)),
-    "log2": (lambda v, _: ins.log2(dialect, v * v), logarithm),
-    "reciprocal": (lambda v, _: ins.reciprocal(dialect, v), inverse),
+    "fmax": (lambda v, _: dialect.fmax(v, zero), np.fmax(x, np.float32(0))),
+    "fmin": (lambda v, _: dialect.fmin(v, zero), np.fmin(x, np.float32(0))),
+    "exp2": (lambda v, _: dialect.exp2(v), np.exp2(x)),
+    "log2": (lambda v, _: dialect.log2(v * v), logarithm),
+    "reciprocal": (lambda v, _: dialect.reciprocal(v), inverse),
   }
   for name, (word, want) in cases.items():
     np.testing.assert_allclose(launch(lanewise(name, word), x, x, arch=arch), want, rtol=1e-6)
 
 
 def test_pin_changes_nothing():
-  np.testing.assert_array_equal(launch(lanewise("pinned", lambda v, _: ins.pin("hip", v)), X, X), X)
+  np.testing.assert_array_equal(launch(lanewise("pinned", lambda v, _: HIP.pin(v)), X, X), X)
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("dialect", DIALECTS, ids=str)
 def test_halves_of_two_words(dialect):
   x = RNG.integers(0, 1 << 32, 128, dtype=np.uint32)
   y = x ^ np.uint32(0x12345678)
   want = {"low_halves": (x & 0xFFFF) | (y << 16), "high_halves": (x >> 16) | (y & 0xFFFF0000)}
   for name, expected in want.items():
-    body = lanewise(name, lambda v, _: getattr(ins, name)(dialect, v, v ^ 0x12345678))
+    body = lanewise(name, lambda v, _: getattr(dialect, name)(v, v ^ 0x12345678))
     np.testing.assert_array_equal(launch(body, x, x, arch=DIALECTS[dialect]), expected)
 
 
@@ -111,7 +108,7 @@ def test_a_wave_reads_what_its_lanes_stored():
 
   def body(o, x):
     t, s = threads(128), lds(0, 128)
-    fence = ins.wave_fence("hip", s[t].store(x[t].load()))
+    fence = HIP.wave_fence(s[t].store(x[t].load()))
     return kernel("fence", [o[t].store(s.after(fence)[t ^ 5].load())], t)
 
   with emulator.profile() as profile:
@@ -122,7 +119,7 @@ def test_a_wave_reads_what_its_lanes_stored():
 def test_exp2_flushes_denormals_and_is_counted():
   x = np.array([-126.0, -127.0, -140.0, 1.0] * 32, np.float32)
   with emulator.profile() as profile:
-    got = launch(lanewise("flush", lambda v, _: ins.exp2("hip", v)), x, x)
+    got = launch(lanewise("flush", lambda v, _: HIP.exp2(v)), x, x)
   np.testing.assert_array_equal(got[:4], np.array([2.0**-126, 0, 0, 2], np.float32))
   assert profile.kernels["flush"].exp2s == 128
 
@@ -134,7 +131,7 @@ def test_ldmatrix(trans):
   def body(o, x):
     t, s, frag = threads(32), lds(0, 256, dtypes.half), reg(1, 8, dtypes.half)
     s = s.after(UOp.barrier(UOp.group(*[s[8 * t + i].store(x[8 * t + i].load()) for i in range(8)])))
-    frag = frag.after(ins.ldmatrix("cuda", frag[0], s[8 * t], trans=trans))
+    frag = frag.after(CUDA.ldmatrix(frag[0], s[8 * t], trans=trans))
     return kernel(f"ldmatrix{trans}", [o[8 * t + i].store(frag[i].load()) for i in range(8)], t)
 
   x = RNG.standard_normal(256).astype(np.float16)
@@ -156,7 +153,7 @@ def test_ldmatrix_of_what_nothing_wrote_is_caught_in_memory_of_any_type(dtype):
     def fxn(o, x):
       t, s, frag = threads(32), lds(0, 32 * count, dtype), reg(1, 4, dtypes.uint)
       stores = [s[(count * t + i).valid(t < rows)].store(x[count * t + i].load()) for i in range(count)]
-      frag = frag.after(ins.ldmatrix("cuda", frag[0], s.after(UOp.barrier(UOp.group(*stores)))[count * t]))
+      frag = frag.after(CUDA.ldmatrix(frag[0], s.after(UOp.barrier(UOp.group(*stores)))[count * t]))
       return kernel(f"missing_{rows}_{dtype}", [o[4 * t + i].store(frag[i].load()) for i in range(4)], t)
 
     return fxn
@@ -175,12 +172,12 @@ def test_groups_of_copies_complete_in_order():
   def body(read_second):
     def fxn(o, x):
       t, s = threads(32), lds(0, 256)
-      first = ins.cp_async_commit("cuda", ins.cp_async("cuda", s[4 * t], x[4 * t]))
-      second = ins.cp_async_commit("cuda", ins.cp_async("cuda", s[128 + 4 * t], x[128 + 4 * t], first))
-      ready = s.after(UOp.barrier(ins.cp_async_wait("cuda", 1, second)))
+      first = CUDA.cp_async_commit(CUDA.cp_async(s[4 * t], x[4 * t]))
+      second = CUDA.cp_async_commit(CUDA.cp_async(s[128 + 4 * t], x[128 + 4 * t], first))
+      ready = s.after(UOp.barrier(CUDA.cp_async_wait(1, second)))
       stores = [o[4 * t + i].store(ready[(128 if read_second else 0) + 4 * t + i].load()) for i in range(4)]
       # no copy may be under way when the kernel ends
-      return kernel(f"groups{read_second}", [ins.cp_async_wait("cuda", 0, *stores)], t)
+      return kernel(f"groups{read_second}", [CUDA.cp_async_wait(0, *stores)], t)
 
     return fxn
 
@@ -199,7 +196,7 @@ def test_pack_rounds_to_nearest_even(dtype):
 
   def body(o, x):
     t = threads(64)
-    return kernel(f"pack_{dtype}", [o[t].store(ins.pack("cuda", x[2 * t].load(), x[2 * t + 1].load(), dtype))], t)
+    return kernel(f"pack_{dtype}", [o[t].store(CUDA.pack(x[2 * t].load(), x[2 * t + 1].load(), dtype))], t)
 
   halves = launch(body, np.zeros(64, np.uint32), x, arch="sm_80").view(np.uint16)
   if dtype == dtypes.half:
@@ -219,7 +216,7 @@ def test_pack4_rounds_to_nearest_even_and_saturates(dtype):
 
   def body(o, x):
     t = threads(32)
-    return kernel(f"pack4_{dtype}", [o[t].store(ins.pack4("cuda", [x[4 * t + i].load() for i in range(4)], dtype))], t)
+    return kernel(f"pack4_{dtype}", [o[t].store(CUDA.pack4([x[4 * t + i].load() for i in range(4)], dtype))], t)
 
   got = launch(body, np.zeros(32, np.uint32), x, arch="sm_89").view(np.uint8)
   np.testing.assert_array_equal(got, [float_to_fp8(float(number), dtype) for number in x])
@@ -242,8 +239,8 @@ def test_convert_pair_rounds_to_nearest_even_and_overflows(dtype, arch):
   def body(o, x):
     t = threads(64)
     pair = x[2 * t].load(), x[2 * t + 1].load()
-    low = ins.convert_pair("hip", *pair, UOp.const(0xABCDEF01, dtypes.uint), False, dtype)
-    high = ins.convert_pair("hip", *pair, UOp.const(0xABCDEF01, dtypes.uint), True, dtype)
+    low = HIP.convert_pair(*pair, UOp.const(0xABCDEF01, dtypes.uint), False, dtype)
+    high = HIP.convert_pair(*pair, UOp.const(0xABCDEF01, dtypes.uint), True, dtype)
     return kernel(f"convert_{dtype}", [o[2 * t].store(low), o[2 * t + 1].store(high)], t)
 
   got = launch(body, np.zeros(128, np.uint32), x, arch=arch)
@@ -257,12 +254,12 @@ def test_convert_pair_rounds_to_nearest_even_and_overflows(dtype, arch):
   np.testing.assert_array_equal(codes.view(np.uint8), want)
 
 
-@pytest.mark.parametrize(("dialect", "arch"), [("cuda", "sm_80"), ("hip", "gfx942")])
+@pytest.mark.parametrize(("dialect", "arch"), [(CUDA, "sm_80"), (HIP, "gfx942")])
 def test_bytes_of_two_words(dialect, arch):
   x = RNG.integers(0, 1 << 32, 128, dtype=np.uint32)
   two = np.stack([x, x ^ np.uint32(0x12345678)], axis=1).view(np.uint8)
-  for first, word in enumerate((ins.even_bytes, ins.odd_bytes)):
-    body = lanewise(f"bytes_{first}", lambda v, _, word=word: word(dialect, v, v ^ 0x12345678))
+  for first, word in enumerate((dialect.even_bytes, dialect.odd_bytes)):
+    body = lanewise(f"bytes_{first}", lambda v, _, word=word: word(v, v ^ 0x12345678))
     want = np.ascontiguousarray(two[:, first::2]).view(np.uint32).ravel()
     np.testing.assert_array_equal(launch(body, x, x, arch=arch), want)
 
@@ -273,7 +270,7 @@ def test_words_become_registers_of_any_type(dtype):
 
   def body(o, x):
     t, frag = threads(32), reg(1, count, dtype)
-    frag = frag.after(ins.set_words("cuda", frag[0], *[x[4 * t + i].load() for i in range(4)]))
+    frag = frag.after(CUDA.set_words(frag[0], *[x[4 * t + i].load() for i in range(4)]))
     to = {1: dtypes.uchar, 2: dtypes.ushort, 4: dtypes.uint}[dtype.itemsize]
     return kernel(f"words_{dtype}", [o[count * t + i].store(frag[i].load().bitcast(to)) for i in range(count)], t)
 
@@ -288,8 +285,8 @@ def test_a_copy_of_zeros_reads_nothing():
   def body(inside):
     def fxn(o, x):
       t, s = threads(32), lds(0, 128)
-      copy = ins.cp_async("cuda", s[4 * t], x[4 * t], inside=4 * t < length if inside else UOp.const(True))
-      ready = s.after(UOp.barrier(ins.cp_async_wait("cuda", 0, ins.cp_async_commit("cuda", copy))))
+      copy = CUDA.cp_async(s[4 * t], x[4 * t], inside=4 * t < length if inside else UOp.const(True))
+      ready = s.after(UOp.barrier(CUDA.cp_async_wait(0, CUDA.cp_async_commit(copy))))
       return kernel(f"zeros{inside}", [o[4 * t + i].store(ready[4 * t + i].load()) for i in range(4)], t)
 
     return fxn
@@ -303,12 +300,12 @@ def test_a_copy_of_zeros_reads_nothing():
 def test_operands_out_of_range():
   x = UOp.const(1.0, dtypes.float)
   for call in (
-    lambda: ins.shuffle_xor("hip", x, 32),
-    lambda: ins.shuffle_xor("hip", x.cast(dtypes.half), 1),
-    lambda: ins.row_xmask("hip", x, 16),
-    lambda: ins.row_ror("hip", x, 0),
-    lambda: ins.row_ror("cuda", x, 1),
-    lambda: ins.cp_async_commit("hip"),
+    lambda: HIP.shuffle_xor(x, 32),
+    lambda: HIP.shuffle_xor(x.cast(dtypes.half), 1),
+    lambda: HIP.row_xmask(x, 16),
+    lambda: HIP.row_ror(x, 0),
+    lambda: TURING.exp2(x),
+    lambda: HIP.leave_loop(x > 0),
   ):
     with pytest.raises(ValueError, match=r"32-bit|within|rows of 16|has no|not"):
       call()
@@ -338,19 +335,19 @@ def test_every_instruction_has_a_meaning_and_texts_of_its_own():
 
 
 @pytest.mark.parametrize(("dialect", "renderer", "marks"), [
-  ("hip", HIPRenderer, ["__builtin_amdgcn_ds_swizzle(", "((1) << 10) | 31", "__builtin_fmaxf("]),
-  ("cuda", CUDARenderer, ["__shfl_xor_sync(0xffffffff,", "ex2.approx.ftz.f32 %0, %1;", "fmaxf("]),
+  (HIP, HIPRenderer, ["__builtin_amdgcn_ds_swizzle(", "((1) << 10) | 31", "__builtin_fmaxf("]),
+  (CUDA, CUDARenderer, ["__shfl_xor_sync(0xffffffff,", "ex2.approx.ftz.f32 %0, %1;", "fmaxf("]),
 ])  # fmt: skip
 def test_the_targets_renderer_writes_the_text(dialect, renderer, marks):
   """What the emulator gets, rendered by the target's own renderer."""
 
   def body(o, x):
     t = threads(64)
-    v = ins.exp2(dialect, ins.fmax(dialect, x[t].load(), ins.shuffle_xor(dialect, x[t].load(), 1)))
-    return kernel(f"texts_{dialect}", [o[t].store(v)], t)
+    v = dialect.exp2(dialect.fmax(x[t].load(), dialect.shuffle_xor(x[t].load(), 1)))
+    return kernel(f"texts_{dialect.name}", [o[t].store(v)], t)
 
   launch(body, X[:64], X[:64], arch=DIALECTS[dialect])
-  program = next(p for p in to_program_cache.values() if p.src[0].arg.name == f"texts_{dialect}")
+  program = next(p for p in to_program_cache.values() if p.src[0].arg.name == f"texts_{dialect.name}")
   with Context(DEV=f"EMU::{DIALECTS[dialect]}"):
     text = renderer.render(Device["EMU"].renderer, list(program.src[1].src))
   for mark in marks:
@@ -375,14 +372,14 @@ def joined(add: Callable[..., UOp], lanes: int) -> tuple[np.ndarray, np.ndarray]
 @pytest.mark.parametrize("lanes", [4, 8, 16])
 def test_add_pairs(lanes):
   """A word of CPUs alone, which the emulator knows too."""
-  x, got = joined(ins.add_pairs, lanes)
+  x, got = joined(CPU.add_pairs, lanes)
   x = x.reshape(32, 2, lanes // 4, 4)
   np.testing.assert_array_equal(got.reshape(32, -1, 2, 2), np.moveaxis(x[..., ::2] + x[..., 1::2], 1, 2))
 
 
 @pytest.mark.parametrize("lanes", [8, 16])
 def test_add_quads(lanes):
-  x, got = joined(ins.add_quads, lanes)
+  x, got = joined(CPU.add_quads, lanes)
   x = x.reshape(32, lanes // 4, 2, 4)
   np.testing.assert_array_equal(got.reshape(32, -1, 4), x[:, :, 0] + x[:, :, 1])
 
@@ -397,8 +394,8 @@ def test_products_of_pairs():
     copies = [r[i].store(x[(t * 2 + at) * n + i].load().cast(r.dtype)) for at, r in ((0, a), (1, b)) for i in range(n)]
     filled = UOp.group(*copies, *[y[i].store(1.0) for i in range(n)])
     a, b, z = (r.after(filled) for r in (a, b, y))
-    dot = ins.dot_pairs(z[0], a[0], b[0], filled)
-    weighted = ins.weighted_pair(z[lanes], a[2], b[0], b[lanes], dot)
+    dot = CPU.dot_pairs(z[0], a[0], b[0], filled)
+    weighted = CPU.weighted_pair(z[lanes], a[2], b[0], b[lanes], dot)
     return kernel("pairs", [o[t * n + i].store(y.after(weighted)[i].load()) for i in range(n)], t)
 
   x = (RNG.integers(-128, 128, (32, 2, n)) / 8).astype(np.float32)
@@ -417,7 +414,7 @@ def test_a_constant_keeps_its_type() -> None:
   def body(o: UOp, x: UOp) -> UOp:
     t = threads(64)
     bits = (x[t].load() & 0) + 0x80008000
-    return kernel("constant", [o[t].store(ins.high_halves("hip", bits, bits))], t)
+    return kernel("constant", [o[t].store(HIP.high_halves(bits, bits))], t)
 
   x = np.zeros(64, np.uint32)
   with pytest.raises(emulator.UnknownInstruction, match=r"high_halves takes dtypes\.uint here, not dtypes\.long"):

@@ -10,7 +10,7 @@ from tinygrad import UOp, dtypes
 import uopattn.emulator as emulator
 from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.parts import PAIRS
-from uopattn.dsl.instruction_set import BY_TEXT
+from uopattn.dsl.instructions import BY_TEXT
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.mma_layout import row_of
 from uopattn.emulator.errors import instruction_of

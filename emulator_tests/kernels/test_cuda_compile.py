@@ -10,8 +10,8 @@ import sass
 from report_cuda import ARCHES, HALVES, TYPES, Compiled, by_nvcc, compiled, figure, measure, rendered, resident, source
 from tinygrad import UOp
 
-from uopattn.dsl import instructions
 from uopattn.dsl.gpu.parts import PAIRS
+from uopattn.dsl.instructions import Cuda
 from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.target import Target
@@ -131,7 +131,7 @@ def test_eight_bits_on_hopper_by_mma(D: int, dtype: str) -> None:
 @pytest.mark.slow
 def test_untied_sums_would_spill(monkeypatch: pytest.MonkeyPatch) -> None:
   """Of P, which the compiler then adds up only after P V."""
-  monkeypatch.setattr(instructions, "tied", lambda dialect, value, other: value)
+  monkeypatch.setattr(Cuda, "tied", lambda dialect, value, other: value)
   assert measure("sm_80", "float16", HEADS, LENGTH, LENGTH, 128, causal=False).spills > 0
 
 

@@ -94,7 +94,7 @@ def test_what_tensor_maps_cannot_describe_is_copied_by_all_threads(brought: list
   [
     ({}, True),
     ({"masks": (Window(None, 0),)}, True),
-    ({"features": ("window", "sinks")}, True),
+    ({"features": ("q_start", "sinks")}, True),
     ({"features": ("softcap",)}, False),
     ({"features": ("kv_lengths",)}, False),
     ({"features": ("sinks", "attn_mask")}, False),

@@ -14,7 +14,7 @@ from report_cuda import by_nvcc, figure, rendered
 from tinygrad import Tensor, UOp
 
 import uopattn.emulator as emulator
-from uopattn.dsl import instructions
+from uopattn.dsl.instructions import Cuda
 from uopattn.dsl.nvidia import tma, wgmma
 from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.target import Target
@@ -68,18 +68,18 @@ def test_each_barrier_and_wait_deleted(Dk: int) -> None:
 Mistake = tuple[object, str, Callable[[Any], Any]]
 MISTAKES: dict[str, Mistake] = {
   "semaphores released by nobody": (
-    instructions,
+    Cuda,
     "semaphore_release",
     lambda right: lambda dialect, semaphore, number, when, *after: right(dialect, semaphore, number + 1, when, *after),
   ),
   "the last block stores dQ": (
-    instructions,
+    Cuda,
     "tma_reduce_add",
     lambda right: (
       lambda dialect, to, source, count, first, *rest: right(dialect, to, source, count, first.logical_not(), *rest)
     ),
   ),
-  "dS not fenced": (instructions, "fence_proxy_async", lambda right: lambda dialect, *after: UOp.group(*after)),
+  "dS not fenced": (Cuda, "fence_proxy_async", lambda right: lambda dialect, *after: UOp.group(*after)),
   "numbers not expected": (tma.Source, "bytes", lambda right: property(lambda self: right.fget(self) - 4)),
 }
 

@@ -38,7 +38,7 @@ def test_nothing_behind_the_lengths_is_read() -> None:
   ("given", "served"),
   [
     (wide(512), True),
-    (wide(512, features=("window",), masks=(Window(100, 0),)), True),
+    (wide(512, masks=(Window(100, 0),)), True),
     (wide(512, features=("softcap",), softcap=3.0), False),
     (wide(256), False),
     (wide(260), False),  # rows from multiples of 8 bytes on

@@ -18,7 +18,7 @@ from tinygrad.runtime.support import compiler_llvm
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops
 
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.instruction_set import INSTRUCTIONS
+from uopattn.dsl.instructions import INSTRUCTIONS
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.target import Target as Machine
 from uopattn.kernels.amd_forward import Tiles, forward
@@ -172,7 +172,7 @@ def test_the_kernel_fits_the_registers(arch: str, dtype: str) -> None:
   ("text", "message"),
   [
     ("frobnicate({0})", r"no instruction .* has the text 'frobnicate\(\{0\}\)'"),
-    (INSTRUCTIONS["cp_async_commit"].text("cuda"), "cp_async_commit has no LLVM IR for AMD"),
+    (INSTRUCTIONS["cp_async_commit"].texts["cuda"], "cp_async_commit has no LLVM IR for AMD"),
   ],
 )
 def test_a_text_that_amd_does_not_have_is_named(text: str, message: str) -> None:

@@ -1,510 +1,832 @@
-"""The instructions of `uopattn.dsl.instruction_set` as functions of UOps that check their operands.
+# mypy: disable-error-code="empty-body, return"
+"""Machine instructions that UOps lack, each declared once: `CUDA.exp2(x)` is NVIDIA's instruction, `HIP.exp2(x)` AMD's.
 
-An instruction with a side effect and no value is a statement: a store to a register that nothing reads.
+`uopattn.dsl.instruction` says how declarations work, and `uopattn.emulator.instructions` what the instructions mean
+in numpy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from tinygrad.dtype import AddrSpace, DType, dtypes
 from tinygrad.uop.ops import Ops, UOp
 
-from uopattn.dsl.instruction_set import INSTRUCTIONS, Instruction
+from uopattn.dsl.instruction import (
+  STATEMENT_SLOT,
+  Bits,
+  Condition,
+  Float,
+  Instruction,
+  Int,
+  Lane,
+  Statement,
+  Word,
+  by_name,
+  by_text,
+  declared_in,
+  instruction,
+  statement,
+)
 
-# Slot of the register that statements store to. Nothing reads it, and no other buffer may have this slot.
-STATEMENT_SLOT = 1 << 20
+
+def _bits(call: str) -> str:
+  """HIP text that applies an instruction on 32-bit registers to a value of any 32-bit type."""
+  return f"__builtin_bit_cast(__typeof__({{0}}), {call.replace('{0}', '__builtin_bit_cast(int, {0})')})"
 
 
-def _value(dialect: str, name: str, dtype: DType, *operands: UOp) -> UOp:
-  return UOp(Ops.CUSTOM, dtype, src=operands, arg=INSTRUCTIONS[name].text(dialect))
+def _dpp(control: int) -> Callable[..., str]:
+  """LLVM IR for a data-parallel move between lanes (DPP), selected by `control` plus a number below 16."""
+  return lambda y, x, n: (
+    f"{y} = call i32 @llvm.amdgcn.update.dpp(i32 0, i32 {x}, i32 {control + n}, i32 15, i32 15, i1 1)"
+  )
 
 
-def _statement(dialect: str, name: str, after: tuple[UOp, ...], *operands: UOp) -> UOp:
-  return statement(INSTRUCTIONS[name], dialect, after, *operands)
+def _perm(selector: int) -> dict[str, Any]:
+  """AMD's texts for a word whose bytes are those of two words that `selector` names, of the second as 4 to 7."""
+  return {
+    "hip": f"__builtin_amdgcn_perm({{1}}, {{0}}, {selector:#010x})",
+    "llvm": lambda y, a, b: f"{y} = call i32 @llvm.amdgcn.perm(i32 {b}, i32 {a}, i32 {selector})",
+  }
 
 
-def _int(x: UOp | int) -> UOp:
-  return (UOp.const(x) if isinstance(x, int) else x).cast(dtypes.int)
+def _asm(text: str) -> str:
+  """CUDA text for inline PTX as an expression of value 0."""
+  return "[&](){{ " + text + " return 0; }}()"
 
 
-def statement(instruction: Instruction, dialect: str, after: tuple[UOp, ...], *operands: UOp) -> UOp:
-  """A statement that runs after `after` and before whatever is `.after` it.
+def _ptx(text: str, *inputs: str, when: str = "") -> str:
+  """CUDA text for one PTX instruction on memory, with `_asm`'s operands; with `when`, only if that operand is true."""
+  return _asm(f'{f"if ({when}) " if when else ""}asm volatile("{text}"::{",".join(inputs)}:"memory");')
 
-  tinygrad drops a void CUSTOM, but keeps the store of a value to a register, in order. The register's address is a last
-  operand that the text does not name: it makes the instruction itself, not only its store, wait for `after`.
+
+def _float_asm(ptx: str) -> str:
+  return '[&](){{ float y; asm("' + ptx + ' %0, %1;":"=f"(y):"f"({0})); return y; }}()'
+
+
+def _shared(operand: str) -> str:
+  """The address of an operand in shared memory, as an input of PTX."""
+  return f'"r"((unsigned)__cvta_generic_to_shared({operand}))'
+
+
+def _map(number: str) -> str:
+  """The address of a tensor map, see `uopattn.runtime.cuda`, as an input of PTX."""
+  return f'"l"(uopattn_map({number}))'
+
+
+def _tensor_map() -> str:
+  """CUDA text that builds a tensor map in shared memory and publishes it; see `Cuda.tensor_map`.
+
+  Ranks, sizes, boxes and strides count from the innermost dimension on; the field of a rank is the rank minus 1.
+  Element type 1 is 16-bit bits, swizzle mode 3 is 128 bytes, fill mode 0 is zeros.
   """
-  register = UOp.placeholder((1,), dtypes.int, slot=STATEMENT_SLOT, addrspace=AddrSpace.REG)
-  source = (*operands, register.after(*after)[0])
-  return register[0].store(UOp(Ops.CUSTOM, dtypes.int, src=source, arg=instruction.text(dialect)))
+  fields = [("global_address", "64", "", "l", "({2})"), ("rank", "32", "", "r", "3")]
+  fields += [("global_dim", "32", f"{i}, ", "r", f"({{{3 + i}}})") for i in range(4)]
+  fields += [("box_dim", "32", f"{i}, ", "r", x) for i, x in enumerate(("64", "({10})", "1", "1"))]
+  fields += [("element_stride", "32", f"{i}, ", "r", "1") for i in range(4)]
+  fields += [("global_stride", "64", f"{i}, ", "l", f"(unsigned long long)({{{7 + i}}})") for i in range(3)]
+  modes = [("elemtype", 1), ("interleave_layout", 0), ("swizzle_mode", 3), ("fill_mode", 0)]
+  place = ".shared::cta.b1024.b"
+  lines = [
+    f'asm volatile("tensormap.replace.tile.{name}{place}{bits} [%0], {at}%1;"::"r"(s),"{kind}"({value}):"memory");'
+    for name, bits, at, kind, value in fields
+  ]
+  lines += [f'asm volatile("tensormap.replace.tile.{name}{place}32 [%0], {x};"::"r"(s):"memory");' for name, x in modes]
+  lane = '[&](){{ unsigned y; asm volatile("mov.u32 %0, %%laneid;":"=r"(y)); return y; }}()'
+  return _asm(
+    f"if ({{11}}) {{{{ unsigned s = (unsigned)__cvta_generic_to_shared({{0}}), lane = {lane};"
+    ' asm volatile("st.shared.b32 [%0], %1;"::"r"(s + 4 * lane),"r"(0):"memory"); __syncwarp();'
+    f" if (lane == 0) {{{{ {' '.join(lines)} }}}} __syncwarp();"
+    ' asm volatile("tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [%0], [%1],'
+    f' 128;"::{_map("{1}")},"r"(s):"memory"); }}}}'
+  )
 
 
-def _shuffled(dialect: str, name: str, value: UOp, lane: UOp | int) -> UOp:
-  if value.dtype.bitsize != 32:
-    raise ValueError(f"{name} moves 32-bit values between lanes, not {value.dtype}; cast or bitcast first")
-  return _value(dialect, name, value.dtype, value, UOp.const(lane, dtypes.int) if isinstance(lane, int) else lane)
+def _ldmatrix(modifier: str) -> str:
+  return _asm(
+    f'unsigned p[4]; asm volatile("ldmatrix.sync.aligned.m8n8.x4{modifier}.shared.b16 {{{{%0,%1,%2,%3}}}}, [%4+%5];"'
+    ':"=r"(p[0]),"=r"(p[1]),"=r"(p[2]),"=r"(p[3]):"r"((unsigned)__cvta_generic_to_shared({1})),"n"({2}):"memory");'
+    " memcpy({0}, p, 16);"
+  )
 
 
-def shuffle_xor(dialect: str, value: UOp, offset: int) -> UOp:
-  """The value (any 32-bit dtype) in lane ^ offset. Raises ValueError unless 0 < offset < 32."""
-  if not 0 < offset < 32:
-    raise ValueError(f"shuffle_xor reaches lanes within 32, so 0 < offset < 32, not {offset}; use shuffle beyond that")
-  return _shuffled(dialect, "shuffle_xor", value, offset)
+def _reduce_add() -> str:
+  """CUDA text that stores or adds, and commits; see `Cuda.tma_reduce_add`."""
+  operands = f'"l"({{0}}),{_shared("{1}")},"r"({{2}})'
+  store, add = (
+    f'asm volatile("{name} [%0], [%1], %2;"::{operands}:"memory");'
+    for name in (
+      "cp.async.bulk.global.shared::cta.bulk_group",
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32",
+    )
+  )
+  commit = 'asm volatile("cp.async.bulk.commit_group;":::"memory");'
+  return _asm(f"if ({{4}}) {{{{ if ({{3}}) {store} else {add} {commit} }}}}")
 
 
-def shuffle(dialect: str, value: UOp, lane: UOp | int) -> UOp:
-  """The value in lane `lane` (int32) of the same wave. Raises ValueError unless the value has 32 bits."""
-  return _shuffled(dialect, "shuffle", value, lane)
+def _pack(kind: str) -> str:
+  # The instruction takes the high half first.
+  return f'[&](){{{{ unsigned y; asm("cvt.rn.{kind}.f32 %0, %1, %2;":"=r"(y):"f"({{1}}),"f"({{0}})); return y; }}}}()'
 
 
-def row_xmask(dialect: str, value: UOp, mask: int) -> UOp:
-  """The value (any 32-bit dtype) in lane ^ mask, by one VALU modifier (DPP). RDNA only.
+def _pack4(kind: str) -> str:
+  low, high = (f"cvt.rn.satfinite.{kind}x2.f32 {to}" for to in ("a, %2, %1;", "b, %4, %3;"))
+  return (
+    f'[&](){{{{ unsigned y; asm("{{{{ .reg .b16 a, b; {low} {high} mov.b32 %0, {{{{a, b}}}}; }}}}"'
+    ':"=r"(y):"f"({0}),"f"({1}),"f"({2}),"f"({3})); return y; }}()'
+  )
 
-  Raises ValueError unless 0 < mask < 16.
+
+def _convert(kind: str) -> dict[str, Any]:
+  """AMD's texts that round two float32 to 8 bits, in the lower or the upper half of a word."""
+  return {
+    "hip": f"__builtin_amdgcn_cvt_pk_{kind}_f32({{0}}, {{1}}, {{2}}, {{3}})",
+    "llvm": lambda y, low, high, word, upper: (
+      f"{y} = call i32 @llvm.amdgcn.cvt.pk.{kind}.f32(float {low}, float {high}, i32 {word}, i1 {upper})"
+    ),
+  }
+
+
+def _copy(value: str) -> str:
+  return "[&](){{ *(uint4*)({0}) = " + value + "; return 0; }}()"
+
+
+def _add_neighbours(lanes: int, first: list[int], step: int) -> str:
+  """C text: lane i of the result is the sum of lanes first[i] and first[i] + step of two vectors, concatenated."""
+  terms = [f"__builtin_shufflevector(a, b, {', '.join(str(i + n) for i in first)})" for n in (0, step)]
+  size = 4 * lanes
+  return (
+    f"({{{{ typedef float vector __attribute__((vector_size({size}))); vector a, b, y;"
+    f" __builtin_memcpy(&a, {{1}}, {size}); __builtin_memcpy(&b, {{2}}, {size});"
+    f" y = {' + '.join(terms)}; __builtin_memcpy({{0}}, &y, {size}); 0; }}}})"
+  )
+
+
+def _add_pairs(lanes: int) -> str:
+  """C text of `Cpu.add_pairs`."""
+  return _add_neighbours(lanes, [4 * q + i for q in range(lanes // 4) for i in (0, 2, lanes, lanes + 2)], 1)
+
+
+def _add_quads(lanes: int) -> str:
+  """C text of `Cpu.add_quads`."""
+  return _add_neighbours(lanes, [8 * pair + i for pair in range(lanes // 4) for i in range(4)], 4)
+
+
+def _dots(left: str, right: str) -> str:
+  """C text that adds the products of two bfloat16 pairs to each of 16 float32; `left` and `right` set pairs a and b.
+
+  Source: Intel 64 and IA-32 Architectures Software Developer's Manual, VDPBF16PS. Denormal numbers count as 0.
   """
-  if not 0 < mask < 16:
-    raise ValueError(f"row_xmask permutes rows of 16 lanes, so 0 < mask < 16, not {mask}")
-  return _shuffled(dialect, "row_xmask", value, mask)
+  vectors = [("float", "vector", 64), ("int", "words", 64), ("__bf16", "pairs", 64), ("__bf16", "row", 32)]
+  types = "".join(f" typedef {of} {name} __attribute__((vector_size({size})));" for of, name, size in vectors)
+  return (
+    f"({{{{{types} vector y; pairs a, b; {left} {right} __builtin_memcpy(&y, {{0}}, 64);"
+    " y = __builtin_ia32_dpbf16ps_512(y, a, b); __builtin_memcpy({0}, &y, 64); 0; }})"
+  )
 
 
-def row_ror(dialect: str, value: UOp, n: int) -> UOp:
-  """The value (any 32-bit dtype) in the lane n places lower in its row of 16, wrapping around. RDNA and CDNA.
+@dataclass(frozen=True)
+class Dialect:
+  """A language of kernels; here, the instructions that more than one kind of target has.
 
-  Raises ValueError unless 0 < n < 16. Source: AMD RDNA3 ISA, "Data Parallel Processing", DPP_ROW_RR.
+  Attributes:
+    name: "hip" for AMD through clang's HIP builtins, "cuda" for NVIDIA through CUDA C++ and inline PTX, "sm_75" where
+      Turing lacks what "cuda" has, "c" for CPUs through clang.
   """
-  if not 0 < n < 16:
-    raise ValueError(f"row_ror rotates rows of 16 lanes, so 0 < n < 16, not {n}")
-  return _shuffled(dialect, "row_ror", value, n)
+
+  name: str
+
+  @instruction(
+    # The masks of ds_swizzle for 32 lanes: and 31, or 0, xor offset.
+    hip=_bits("__builtin_amdgcn_ds_swizzle({0}, (({1}) << 10) | 31)"),
+    llvm=lambda y, x, offset: f"{y} = call i32 @llvm.amdgcn.ds.swizzle(i32 {x}, i32 {offset << 10 | 31})",
+    cuda="__shfl_xor_sync(0xffffffff, {0}, {1})",
+    cross_lane=True,
+  )
+  def shuffle_xor(self, value: Bits, offset: int) -> Bits:
+    """The value (any 32-bit dtype) in lane ^ offset. Raises ValueError unless 0 < offset < 32."""
+    if not 0 < offset < 32:
+      raise ValueError(
+        f"shuffle_xor reaches lanes within 32, so 0 < offset < 32, not {offset}; use shuffle beyond that"
+      )
+
+  @instruction(
+    hip=_bits("__builtin_amdgcn_ds_bpermute(({1}) * 4, {0})"),
+    llvm=lambda y, x, lane: (
+      f"""{y}_at = shl i32 {lane}, 2
+  {y} = call i32 @llvm.amdgcn.ds.bpermute(i32 {y}_at, i32 {x})"""
+    ),
+    cuda="__shfl_sync(0xffffffff, {0}, {1})",
+    cross_lane=True,
+  )
+  def shuffle(self, value: Bits, lane: Lane) -> Bits:
+    """The value in lane `lane` (int32) of the same wave. Raises ValueError unless the value has 32 bits."""
+
+  @instruction(
+    hip="__builtin_fmaxf({0}, {1})",
+    llvm=lambda y, a, b: f"{y} = call float @llvm.maxnum(float {a}, float {b})",
+    cuda="fmaxf({0}, {1})",
+  )
+  def fmax(self, a: Float, b: Float) -> Float:
+    """The larger of two float32, or the one that is not NaN, in one instruction (`Ops.MAX` becomes two)."""
+
+  @instruction(
+    hip="__builtin_fminf({0}, {1})",
+    llvm=lambda y, a, b: f"{y} = call float @llvm.minnum(float {a}, float {b})",
+    cuda="fminf({0}, {1})",
+  )
+  def fmin(self, a: Float, b: Float) -> Float:
+    """The smaller of two float32, or the one that is not NaN, in one instruction."""
+
+  @instruction(
+    hip="__builtin_fabsf({0})",
+    llvm=lambda y, x: f"{y} = call float @llvm.fabs(float {x})",
+    cuda="fabsf({0})",
+    c="__builtin_fabsf({0})",
+  )
+  def fabs(self, x: Float) -> Float:
+    """|x| of a float32, which targets apply to the operand of another instruction."""
+
+  @instruction(
+    hip="__builtin_amdgcn_exp2f({0})",
+    llvm=lambda y, x: f"{y} = call float @llvm.amdgcn.exp2(float {x})",
+    cuda=_float_asm("ex2.approx.ftz.f32"),
+  )
+  def exp2(self, x: Float) -> Float:
+    """2**x in float32 by the hardware's approximation (2 ulp; denormal results are 0)."""
+
+  @instruction(
+    hip="__builtin_amdgcn_logf({0})",
+    llvm=lambda y, x: f"{y} = call float @llvm.amdgcn.log(float {x})",
+    cuda=_float_asm("lg2.approx.ftz.f32"),
+  )
+  def log2(self, x: Float) -> Float:
+    """log2(x) in float32 by the hardware's approximation (denormal inputs count as 0)."""
+
+  @instruction(
+    hip="__builtin_amdgcn_rcpf({0})",
+    llvm=lambda y, x: f"{y} = call float @llvm.amdgcn.rcp(float {x})",
+    cuda=_float_asm("rcp.approx.ftz.f32"),
+  )
+  def reciprocal(self, x: Float) -> Float:
+    """1/x in float32 by the hardware's approximation (1 ulp)."""
+
+  @instruction(**_perm(0x05040100), cuda="__byte_perm({0}, {1}, 0x5410)")
+  def low_halves(self, a: Word, b: Word) -> Word:
+    """The low 16 bits of two uint32, a's below b's, in one instruction.
+
+    Sources: AMD RDNA3 ISA, "V_PERM_B32"; CUDA Math API, "__byte_perm".
+    """
+
+  @instruction(**_perm(0x07060302), cuda="__byte_perm({0}, {1}, 0x7632)")
+  def high_halves(self, a: Word, b: Word) -> Word:
+    """The high 16 bits of two uint32, a's below b's, in one instruction; see `low_halves`."""
+
+  @instruction(**_perm(0x06040200), cuda="__byte_perm({0}, {1}, 0x6420)")
+  def even_bytes(self, a: Word, b: Word) -> Word:
+    """Bytes 0 and 2 of two uint32, a's below b's, in one instruction; see `low_halves`."""
+
+  @instruction(**_perm(0x07050301), cuda="__byte_perm({0}, {1}, 0x7531)")
+  def odd_bytes(self, a: Word, b: Word) -> Word:
+    """Bytes 1 and 3 of two uint32, a's below b's, in one instruction; see `low_halves`."""
+
+  @instruction(
+    hip='[&](){{ __asm__ volatile(""::"v"({0}):"memory"); return 0; }}()',
+    llvm=lambda y, x, *_: (
+      f"""call void asm sideeffect "", "v,~{{memory}}"(i32 {x})
+  {y} = add i32 0, 0"""
+    ),
+    cuda=_ptx("bar.warp.sync 0xffffffff;", '"f"({0})'),
+    cross_lane=True,
+  )
+  def read_later(self, value: Float, *after: UOp) -> Statement:
+    """Read memory after this only once `value` (float32) is computed. A statement.
+
+    Otherwise compilers read early, and need a register for all that was read and not yet used. It hides less of the
+    loads' latency. On NVIDIA it is a barrier of the warp, past which ptxas moves no load from shared memory; source:
+    PTX ISA, "bar.warp.sync". On AMD it is no instruction: LLVM moves no load past assembly that may change memory.
+    """
+
+  @instruction(c="0; if ({0}) break", cuda="0; if ({0}) break", cross_lane=True)
+  def leave_loop(self, when: Condition, *after: UOp) -> Statement:
+    """Leave the innermost loop, a plain `for` loop, where `when`: whole workgroups or warpgroups do. A statement."""
 
 
-def permlanex16(dialect: str, value: UOp) -> UOp:
-  """The value in lane ^ 16 of a wave of 32 lanes, by one VALU instruction. RDNA only.
-
-  Raises ValueError unless the value has 32 bits. Source: AMD RDNA3 ISA, "V_PERMLANEX16_B32".
-  """
-  if value.dtype.bitsize != 32:
-    raise ValueError(f"permlanex16 moves 32-bit values between lanes, not {value.dtype}; cast or bitcast first")
-  return _value(dialect, "permlanex16", value.dtype, value)
-
-
-def fmax(dialect: str, a: UOp, b: UOp) -> UOp:
-  """The larger of two float32, or the one that is not NaN, in one instruction (`Ops.MAX` becomes two)."""
-  return _value(dialect, "fmax", dtypes.float, a, b)
-
-
-def fmin(dialect: str, a: UOp, b: UOp) -> UOp:
-  """The smaller of two float32, or the one that is not NaN, in one instruction."""
-  return _value(dialect, "fmin", dtypes.float, a, b)
+_WAVE_FENCE = Instruction(
+  "wave_fence",
+  {
+    "hip": '[&](){{ __builtin_amdgcn_fence(__ATOMIC_RELEASE, "wavefront"); __builtin_amdgcn_wave_barrier();'
+    ' __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "wavefront"); return 0; }}()'
+  },
+  lambda y, *_: (
+    f"""fence syncscope("wavefront") release
+  call void @llvm.amdgcn.wave.barrier()
+  fence syncscope("wavefront") acquire
+  {y} = add i32 0, 0"""
+  ),
+)
 
 
-def fabs(dialect: str, x: UOp) -> UOp:
-  """|x| of a float32, which targets apply to the operand of another instruction."""
-  return _value(dialect, "fabs", dtypes.float, x)
+class Hip(Dialect):
+  """Instructions of AMD GPUs."""
 
+  @instruction(
+    hip=_bits("__builtin_amdgcn_update_dpp(0, {0}, 0x160 + ({1}), 0xf, 0xf, true)"), llvm=_dpp(0x160), cross_lane=True
+  )
+  def row_xmask(self, value: Bits, mask: int) -> Bits:
+    """The value (any 32-bit dtype) in lane ^ mask, by one VALU modifier (DPP). RDNA only.
 
-def low_halves(dialect: str, a: UOp, b: UOp) -> UOp:
-  """The low 16 bits of two uint32, a's below b's, in one instruction.
+    Raises ValueError unless 0 < mask < 16.
+    """
+    if not 0 < mask < 16:
+      raise ValueError(f"row_xmask permutes rows of 16 lanes, so 0 < mask < 16, not {mask}")
 
-  Sources: AMD RDNA3 ISA, "V_PERM_B32"; CUDA Math API, "__byte_perm".
-  """
-  return _value(dialect, "low_halves", dtypes.uint, a, b)
+  @instruction(
+    hip=_bits("__builtin_amdgcn_update_dpp(0, {0}, 0x120 + ({1}), 0xf, 0xf, true)"), llvm=_dpp(0x120), cross_lane=True
+  )
+  def row_ror(self, value: Bits, n: int) -> Bits:
+    """The value (any 32-bit dtype) in the lane n places lower in its row of 16, wrapping around. RDNA and CDNA.
 
+    Raises ValueError unless 0 < n < 16. Source: AMD RDNA3 ISA, "Data Parallel Processing", DPP_ROW_RR.
+    """
+    if not 0 < n < 16:
+      raise ValueError(f"row_ror rotates rows of 16 lanes, so 0 < n < 16, not {n}")
 
-def high_halves(dialect: str, a: UOp, b: UOp) -> UOp:
-  """The high 16 bits of two uint32, a's below b's, in one instruction; see `low_halves`."""
-  return _value(dialect, "high_halves", dtypes.uint, a, b)
+  @instruction(
+    hip=_bits("__builtin_amdgcn_permlanex16(0, {0}, 0x76543210, 0xfedcba98, true, true)"),
+    # LLVM would encode one of the selectors as a literal, which tinygrad's own emulator reads as 0.
+    llvm=lambda y, x: (
+      f"""{y}_low = call i32 asm "s_mov_b32 $0, 0x76543210", "=s"() memory(none)
+  {y}_high = call i32 asm "s_mov_b32 $0, 0xfedcba98", "=s"() memory(none)
+  {y} = call i32 @llvm.amdgcn.permlanex16(i32 0, i32 {x}, i32 {y}_low, i32 {y}_high, i1 true, i1 true)"""
+    ),
+    cross_lane=True,
+  )
+  def permlanex16(self, value: Bits) -> Bits:
+    """The value in lane ^ 16 of a wave of 32 lanes, by one VALU instruction. RDNA only.
 
+    Raises ValueError unless the value has 32 bits. Source: AMD RDNA3 ISA, "V_PERMLANEX16_B32".
+    """
 
-def wave_fence(dialect: str, *after: UOp) -> UOp:
-  """Let all lanes of a wave read what its lanes stored to LDS in `after`: what reads it comes `.after` this.
+  def wave_fence(self, *after: UOp) -> UOp:
+    """Let all lanes of a wave read what its lanes stored to LDS in `after`: what reads it comes `.after` this.
 
-  To tinygrad it is a barrier, so that it adds none of its own; no instruction is rendered but the statement before it.
-  The load between them keeps tinygrad from moving loads that need not wait in front of the fence, where they would
-  take registers: it puts loads by what they load.
-  """
-  register = UOp.placeholder((1,), dtypes.int, slot=STATEMENT_SLOT, addrspace=AddrSpace.REG)
-  return UOp.barrier(register.after(_statement(dialect, "wave_fence", after))[0].load())
+    To tinygrad it is a barrier, so that it adds none of its own; no instruction is rendered but the statement before
+    it. The load between them keeps tinygrad from moving loads that need not wait in front of the fence, where they
+    would take registers: it puts loads by what they load.
+    """
+    register = UOp.placeholder((1,), dtypes.int, slot=STATEMENT_SLOT, addrspace=AddrSpace.REG)
+    return UOp.barrier(register.after(statement(_WAVE_FENCE, self.name, after))[0].load())
+
+  @instruction(
+    hip='({{ __typeof__({0}) x = {0}; __asm__ volatile("" : "+v"(x)); x; }})',
+    llvm=lambda y, x: f'{y} = call i32 asm sideeffect "", "=v,0"(i32 {x})',
+    cross_lane=True,
+  )
+  def pin(self, x: Bits) -> Bits:
+    """Keep the computation of x, of any 32-bit dtype, at this point, by all lanes that are active here.
+
+    Needed where lanes compute together and only some store. LLVM before 23 may move matrix instructions, and before 21
+    permutes too, into the branch that needs their result (llvm-project pull requests 142962, 165602, 178314).
+    """
+
+  @instruction(**_convert("fp8"))
+  def convert_e4m3(self, low: Float, high: Float, word: Word, upper: bool) -> Word:
+    """`convert_pair` to fp8e4m3."""
+
+  @instruction(**_convert("bf8"))
+  def convert_e5m2(self, low: Float, high: Float, word: Word, upper: bool) -> Word:
+    """`convert_pair` to fp8e5m2."""
+
+  def convert_pair(self, low: Float, high: Float, word: Word, upper: bool, dtype: DType) -> UOp:
+    """Round two float32 to nearest as fp8e4m3 or fp8e5m2 (`dtype`) and put them into half a uint32, `low` first.
+
+    Values out of range become NaN, in fp8e5m2 infinity. Source: AMD, "CDNA4" and "RDNA4" instruction set architecture,
+    V_CVT_PK_FP8_F32.
+
+    Args:
+      word: a uint32, whose other half stays.
+      upper: whether the upper half is written.
+    """
+    convert = {dtypes.fp8e4m3: self.convert_e4m3, dtypes.fp8e5m2: self.convert_e5m2}[dtype]
+    return convert(low, high, word, upper)
 
 
 def is_wave_fence(barrier: UOp) -> bool:
-  """Whether a barrier is a `wave_fence`, which is no barrier of the workgroup."""
+  """Whether a barrier is a `Hip.wave_fence`, which is no barrier of the workgroup."""
   first = barrier.src[0]
   return first.op is Ops.LOAD and first.src[0].buf_uop.arg.slot == STATEMENT_SLOT
 
 
-def exp2(dialect: str, x: UOp) -> UOp:
-  """2**x in float32 by the hardware's approximation (2 ulp; denormal results are 0)."""
-  return _value(dialect, "exp2", dtypes.float, x)
+_STORE_CHUNK = _copy("make_uint4({1}, {2}, {3}, {4})")
+_STORE_WORD = "[&](){{ *(unsigned*)({0}) = {1}; return 0; }}()"
+_CP_ASYNC = Instruction(
+  "cp_async",
+  {
+    "cuda": _ptx("cp.async.cg.shared.global [%0], [%1], 16;", _shared("{0}"), '"l"({1})'),
+    "sm_75": _copy("*(const uint4*)({1})"),
+  },
+)
+_CP_ASYNC_OR_ZERO = Instruction(
+  "cp_async_or_zero",
+  {
+    "cuda": _ptx("cp.async.cg.shared.global [%0], [%1], 16, %2;", _shared("{0}"), '"l"({1})', '"r"(({2}) ? 16 : 0)'),
+    "sm_75": _copy("({2}) ? *(const uint4*)({1}) : make_uint4(0, 0, 0, 0)"),
+  },
+)
+_LDMATRIX = {
+  trans: Instruction(name, {"cuda": _ldmatrix(modifier)}, cross_lane=True)
+  for trans, name, modifier in ((False, "ldmatrix", ""), (True, "ldmatrix_trans", ".trans"))
+}
+_TENSOR_MAP = Instruction("tensor_map", {"cuda": _tensor_map()}, cross_lane=True)
+_TMA_LOAD = Instruction(
+  "tma_load",
+  {
+    "cuda": _ptx(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {{%3, %4, %5, %6}}], [%2], %7;",
+      _shared("{0}"),
+      _map("{1}"),
+      _shared("{2}"),
+      *(f'"r"({{{i}}})' for i in range(3, 7)),
+      '"l"(({7}) ? 0x14F0000000000000ull : 0x12F0000000000000ull)',
+    )
+  },
+)
 
 
-def log2(dialect: str, x: UOp) -> UOp:
-  """log2(x) in float32 by the hardware's approximation (denormal inputs count as 0)."""
-  return _value(dialect, "log2", dtypes.float, x)
+class Cuda(Dialect):
+  """Instructions of NVIDIA GPUs.
 
-
-def reciprocal(dialect: str, x: UOp) -> UOp:
-  """1/x in float32 by the hardware's approximation (1 ulp)."""
-  return _value(dialect, "reciprocal", dtypes.float, x)
-
-
-def pin(dialect: str, x: UOp) -> UOp:
-  """Keep the computation of x, of any 32-bit dtype, at this point, by all lanes that are active here.
-
-  Needed where lanes compute together and only some store. LLVM before 23 may move matrix instructions, and before 21
-  permutes too, into the branch that needs their result (llvm-project pull requests 142962, 165602, 178314).
+  On sm_75 an asynchronous copy copies at once, which is one of its possible timings: a kernel that is correct with all
+  of them is correct there.
   """
-  return _value(dialect, "pin", x.dtype, x)
 
-
-def tied(dialect: str, value: UOp, other: UOp) -> UOp:
-  """`value` (float32), which cannot be used before `other` (float32) is computed; NaN unless `other` is finite.
-
-  It is other * 0 + value, which a compiler must not simplify, so that it cannot put off the computation of `other`.
-  """
-  return _value(dialect, "tied", dtypes.float, value, other)
-
-
-def read_later(dialect: str, value: UOp, *after: UOp) -> UOp:
-  """Read memory after this only once `value` (float32) is computed. A statement.
-
-  Otherwise compilers read early, and need a register for all that was read and not yet used. It hides less of the
-  loads' latency. On NVIDIA it is a barrier of the warp, past which ptxas moves no load from shared memory; source: PTX
-  ISA, "bar.warp.sync". On AMD it is no instruction: LLVM moves no load past assembly that may change memory.
-  """
-  return _statement(dialect, "read_later", after, value)
-
-
-def pack(dialect: str, low: UOp, high: UOp, dtype: DType) -> UOp:
-  """Round two float32 to nearest as float16 or bfloat16 (not on sm_75) and pack them into a uint32, `low` first."""
-  return _value(dialect, {dtypes.half: "pack_half", dtypes.bfloat16: "pack_bfloat16"}[dtype], dtypes.uint, low, high)
-
-
-def pack4(dialect: str, elements: Sequence[UOp], dtype: DType) -> UOp:
-  """Round four float32 to nearest as fp8e4m3 or fp8e5m2 (`dtype`) and pack them into a uint32, lowest byte first.
-
-  Values out of range, infinities too, become the largest finite number. Source: PTX ISA, "cvt", satfinite.
-  """
-  name = {dtypes.fp8e4m3: "pack_e4m3", dtypes.fp8e5m2: "pack_e5m2"}[dtype]
-  return _value(dialect, name, dtypes.uint, *elements)
-
-
-def pack_word(dialect: str, elements: Sequence[UOp], dtype: DType) -> UOp:
-  """Round two float32 to a 16-bit `dtype`, or four to an 8-bit one, and pack them: see `pack` and `pack4`."""
-  return pack(dialect, elements[0], elements[1], dtype) if len(elements) == 2 else pack4(dialect, elements, dtype)
-
-
-def convert_pair(dialect: str, low: UOp, high: UOp, word: UOp, upper: bool, dtype: DType) -> UOp:
-  """Round two float32 to nearest as fp8e4m3 or fp8e5m2 (`dtype`) and put them into half a uint32, `low` first.
-
-  Values out of range become NaN, in fp8e5m2 infinity. Source: AMD, "CDNA4" and "RDNA4" instruction set architecture,
-  V_CVT_PK_FP8_F32.
-
-  Args:
-    word: a uint32, whose other half stays.
-    upper: whether the upper half is written.
-  """
-  name = {dtypes.fp8e4m3: "convert_e4m3", dtypes.fp8e5m2: "convert_e5m2"}[dtype]
-  return _value(dialect, name, dtypes.uint, low, high, word, UOp.const(int(upper), dtypes.int))
-
-
-def even_bytes(dialect: str, a: UOp, b: UOp) -> UOp:
-  """Bytes 0 and 2 of two uint32, a's below b's, in one instruction. Source: CUDA Math API, "__byte_perm"."""
-  return _value(dialect, "even_bytes", dtypes.uint, a, b)
-
-
-def odd_bytes(dialect: str, a: UOp, b: UOp) -> UOp:
-  """Bytes 1 and 3 of two uint32, a's below b's, in one instruction; see `even_bytes`."""
-  return _value(dialect, "odd_bytes", dtypes.uint, a, b)
-
-
-def set_words(dialect: str, to: UOp, *words: UOp) -> UOp:
-  """Write four uint32 to the 16 bytes of registers, of any type, at `to`. A statement; costs no instruction."""
-  return _statement(dialect, "set_words", (), to, *words)
-
-
-def cp_async(dialect: str, to: UOp, source: UOp, *after: UOp, inside: UOp | None = None) -> UOp:
-  """Start copying 16 bytes from `source` (INDEX into a global buffer) to `to` (INDEX into LDS), both 16-byte aligned.
-
-  Where `inside` is given and false, 16 zeros are written and nothing is read. The copy belongs to the lane's next
-  `cp_async_commit`, and is complete after the `cp_async_wait` for it. A statement.
-  """
-  if inside is None:
-    return _statement(dialect, "cp_async", after, to, source)
-  return _statement(dialect, "cp_async_or_zero", after, to, source, inside)
-
-
-def store_chunk(dialect: str, to: UOp, *words: UOp) -> UOp:
-  """Store four uint32 to the 16 bytes of LDS at `to`, 16-byte aligned, in one instruction. A statement."""
-  return _statement(dialect, "store_chunk", (), to, *words)
-
-
-def store_word(dialect: str, to: UOp, word: UOp) -> UOp:
-  """Store a uint32 to LDS at `to`, in any number of places of a kernel. A statement.
-
-  tinygrad's stores to LDS cannot have the same index in two loops.
-  """
-  return _statement(dialect, "store_word", (), to, word)
-
-
-def cp_async_commit(dialect: str, *after: UOp) -> UOp:
-  """Commit the lane's copies since its last commit as one group. A statement."""
-  return _statement(dialect, "cp_async_commit", after)
-
-
-def cp_async_wait(dialect: str, count: int, *after: UOp) -> UOp:
-  """Wait until at most `count` of the lane's groups are pending; copies of other lanes need a barrier. A statement."""
-  return _statement(dialect, "cp_async_wait", after, UOp.const(count, dtypes.int))
-
-
-def mbarrier_init(dialect: str, barrier: UOp, count: int, when: UOp, *after: UOp) -> UOp:
-  """Initialize `barrier` (INDEX into a uint64 LDS buffer) to `count` arrivals per phase, where `when`. A statement.
-
-  Phase 0 begins. A workgroup barrier must follow before other threads use it. Source: PTX ISA, "mbarrier".
-  """
-  return _statement(dialect, "mbarrier_init", after, barrier, UOp.const(count, dtypes.int), when)
-
-
-def mbarrier_arrive(dialect: str, barrier: UOp, when: UOp, *after: UOp) -> UOp:
-  """Arrive at the barrier's current phase where `when`: this lane's earlier accesses are complete. A statement."""
-  return _statement(dialect, "mbarrier_arrive", after, barrier, when)
-
-
-def cp_async_arrive(dialect: str, barrier: UOp, *after: UOp) -> UOp:
-  """Arrive, without waiting, once the copies that the lane has started are complete. A statement."""
-  return _statement(dialect, "cp_async_arrive", after, barrier)
-
-
-def mbarrier_wait(dialect: str, barrier: UOp, parity: UOp | int, *after: UOp) -> UOp:
-  """Wait until the phase with that parity is complete; parity 1 does not wait on a new barrier. A statement."""
-  return _statement(dialect, "mbarrier_wait", after, barrier, _int(parity))
-
-
-def mbarrier_expect(dialect: str, barrier: UOp, count: int, *after: UOp) -> UOp:
-  """Arrive at the barrier; its phase then also waits for `count` bytes of `tma_load`. A statement."""
-  return _statement(dialect, "mbarrier_expect", after, barrier, UOp.const(count, dtypes.int))
-
-
-def mbarrier_fence(dialect: str, *after: UOp) -> UOp:
-  """Make the barriers that this lane has initialized known to `tma_load`. A statement.
-
-  Place it before the barrier of the workgroup that follows `mbarrier_init`.
-  """
-  return _statement(dialect, "mbarrier_fence", after)
-
-
-def tensor_map(
-  dialect: str,
-  room: UOp,
-  number: int,
-  source: UOp,
-  shape: tuple[int, UOp | int, int, int],
-  strides: tuple[int, int, int],
-  rows: int,
-  when: UOp,
-  *after: UOp,
-) -> UOp:
-  """Build tensor map `number` of the workgroup, of 16-bit elements and the 128-byte swizzle, where `when`. A statement.
-
-  The lanes of one warp build it together. A barrier of the workgroup and `tensor_map_acquire` must follow before
-  another warp uses it. Source: PTX ISA, "tensormap.replace" and "tensormap.cp_fenceproxy".
-
-  Args:
-    room: 128 bytes of LDS, aligned to 128.
-    source: the element at (0, 0, 0, 0) in global memory, aligned to 16 bytes.
-    shape: columns, rows, heads and batches. What is beyond them is read as 0. Only rows may be known to the GPU alone.
-    strides: elements from a row, a head and a batch to the next; multiples of 8.
-    rows: rows of a box, up to 256; its columns are 64.
-  """
-  numbers = [_int(x) for x in (number, *shape)]
-  steps = [UOp.const(x * source.dtype.itemsize, dtypes.long) for x in strides]
-  operands = (room, numbers[0], source, *numbers[1:], *steps, UOp.const(rows, dtypes.int), when)
-  return _statement(dialect, "tensor_map", after, *operands)
-
-
-def tensor_map_acquire(dialect: str, number: int, *after: UOp) -> UOp:
-  """Make tensor map `number` known to this lane's `tma_load`. A statement."""
-  return _statement(dialect, "tensor_map_acquire", after, UOp.const(number, dtypes.int))
-
-
-def tma_load(
-  dialect: str, to: UOp, number: int, barrier: UOp, place: tuple[UOp, UOp, UOp, UOp], keep: bool, *after: UOp
-) -> UOp:
-  """Start copying a box of tensor map `number` to LDS, swizzled; one lane copies all of it. A statement.
-
-  Its bytes, those of zeros beyond the tensor included, count for the current phase of `barrier`.
-
-  Args:
-    to: LDS, aligned to 1024 bytes.
-    place: first column, row, head and batch.
-    keep: whether others will soon read the same, so that the L2 cache should keep it.
-  """
-  where = (x.cast(dtypes.int) for x in place)
-  operands = (to, UOp.const(number, dtypes.int), barrier, *where, UOp.const(int(keep), dtypes.int))
-  return _statement(dialect, "tma_load", after, *operands)
-
-
-def setmaxnreg_dec(dialect: str, count: int, when: UOp, *after: UOp) -> UOp:
-  """Keep `count` registers per lane of the warpgroups where `when` and give back the rest. A statement.
-
-  Source: PTX ISA, "setmaxnreg".
-  """
-  return _statement(dialect, "setmaxnreg_dec", after, UOp.const(count, dtypes.int), when)
-
-
-def setmaxnreg_inc(dialect: str, count: int, *after: UOp) -> UOp:
-  """Wait until `count` registers per lane are free for this warpgroup, and take them. A statement."""
-  return _statement(dialect, "setmaxnreg_inc", after, UOp.const(count, dtypes.int))
-
-
-def exit_warps(dialect: str, when: UOp, *after: UOp) -> UOp:
-  """End the warps where `when`. A statement, and no branch: what other warps do later must come after it."""
-  return _statement(dialect, "exit_warps", after, when)
-
-
-def leave_loop(dialect: str, when: UOp, *after: UOp) -> UOp:
-  """Leave the innermost loop, a plain `for` loop, where `when`: whole workgroups or warpgroups do. A statement."""
-  return _statement(dialect, "leave_loop", after, when)
-
-
-def skip_trip(when: UOp, *after: UOp) -> UOp:
-  """Go on to the next trip of the innermost loop, a plain `for` loop, where `when`. A statement; for CPUs."""
-  return _statement("c", "skip_trip", after, when)
-
-
-def named_barrier_sync(dialect: str, number: UOp, threads: UOp | int, *after: UOp) -> UOp:
-  """Wait at barrier `number` (1 to 15) until `threads` threads, whole warps, are there. A statement."""
-  return _statement(dialect, "named_barrier_sync", after, number.cast(dtypes.int), _int(threads))
-
-
-def named_barrier_arrive(dialect: str, number: UOp, threads: UOp | int, when: UOp, *after: UOp) -> UOp:
-  """Count as one that is at barrier `number` where `when`, without waiting; see `named_barrier_sync`. A statement."""
-  return _statement(dialect, "named_barrier_arrive", after, number.cast(dtypes.int), _int(threads), when)
-
-
-def fence_proxy_async(dialect: str, *after: UOp) -> UOp:
-  """Make this lane's writes to LDS, completed copies included, visible to `uopattn.dsl.nvidia.wgmma`. A statement.
-
-  Place it before the barrier at which the readers wait. Source: PTX ISA, "membar/fence", async proxy.
-  """
-  return _statement(dialect, "fence_proxy_async", after)
-
-
-def ldmatrix(dialect: str, to: UOp, row: UOp, *after: UOp, trans: bool = False, apart: bool = False) -> UOp:
-  """Load four 8x8 matrices of 16-bit elements from LDS: `to` points to 16 bytes of registers, `row` to 16 of LDS.
-
-  Lane l passes the address of row l % 8 of matrix l // 8. From each matrix in turn it gets elements 2*(l % 4) and
-  2*(l % 4) + 1 of row l // 4, or of column l // 4 with `trans`. A statement. Source: PTX ISA, "ldmatrix".
-
-  Args:
-    apart: whether the constant part of the address is apart from the rest, in the instruction. Addresses that differ by
-      it then share a register, which the compiler does not see by itself.
-  """
-  memory, index = row.src
-  start, offset = index.simplify().pop_const() if apart else (index, 0)
-  name = "ldmatrix_trans" if trans else "ldmatrix"
-  return _statement(dialect, name, after, to, memory[start], UOp.const(offset * row.dtype.itemsize, dtypes.int))
-
-
-def stmatrix(dialect: str, row: UOp, *words: UOp) -> UOp:
-  """Store four 8x8 matrices of 16-bit elements to LDS from four uint32 per lane: what `ldmatrix` would load.
-
-  Lane l passes the address of row l % 8 of matrix l // 8. A statement. Source: PTX ISA, "stmatrix".
-  """
-  return _statement(dialect, "stmatrix", (), row, *words)
-
-
-def bulk_load(dialect: str, to: UOp, source: UOp, count: int, barrier: UOp, *after: UOp) -> UOp:
-  """Start copying `count` bytes from `source` in global memory to `to` in LDS, by one lane. A statement.
-
-  They count for the current phase of `barrier`. Both addresses and `count` are multiples of 16. Source: PTX ISA,
-  "cp.async.bulk".
-  """
-  return _statement(dialect, "bulk_load", after, to, source, UOp.const(count, dtypes.int), barrier)
-
-
-def semaphore_wait(dialect: str, semaphore: UOp, number: UOp, when: UOp, *after: UOp) -> UOp:
-  """Wait, where `when`, until a semaphore (INDEX into a global int32 buffer) has a number. A statement.
-
-  What whoever wrote it by `semaphore_release` knew of is then known to this lane. Only workgroups that start before
-  this one may be waited for.
-  """
-  return _statement(dialect, "semaphore_wait", after, semaphore, number.cast(dtypes.int), when)
-
-
-def semaphore_release(dialect: str, semaphore: UOp, number: UOp, when: UOp, *after: UOp) -> UOp:
-  """Write a number for `semaphore_wait`, where `when`, after everything that this lane knows of. A statement.
-
-  Source: PTX ISA, "Memory Consistency Model", release.
-  """
-  return _statement(dialect, "semaphore_release", after, semaphore, number.cast(dtypes.int), when)
-
-
-def tma_reduce_add(dialect: str, to: UOp, source: UOp, count: int, first: UOp, when: UOp, *after: UOp) -> UOp:
-  """Start adding `count` bytes of float32 in LDS to those in global memory, or storing them where `first`. A statement.
-
-  One lane, where `when`, does all of it. Both addresses and `count` are multiples of 16. Additions by several
-  workgroups give the same bits in every run only if `semaphore_wait` orders them. Source: PTX ISA,
-  "cp.reduce.async.bulk".
-  """
-  return _statement(dialect, "tma_reduce_add", after, to, source, UOp.const(count, dtypes.int), first, when)
-
-
-def bulk_wait_read(dialect: str, when: UOp, *after: UOp) -> UOp:
-  """Wait, where `when`, until all that this lane has started to add has been read from LDS. A statement."""
-  return _statement(dialect, "bulk_wait_read", after, when)
-
-
-def bulk_wait(dialect: str, when: UOp, *after: UOp) -> UOp:
-  """Wait, where `when`, until all that this lane has started to add is in memory. A statement."""
-  return _statement(dialect, "bulk_wait", after, when)
-
-
-def prefetch(after: tuple[UOp, ...], place: UOp) -> UOp:
-  """Prefetch the cache line of a buffer's element into a CPU's L2 cache. A statement that changes no result.
-
-  Not into L1: a core can have too few L1 misses pending to reach full memory bandwidth. If `place` is past the buffer's
-  end, nothing is prefetched.
-  """
-  return _statement("c", "prefetch", after, place)
-
-
-def add_pairs(lanes: int, to: UOp, a: UOp, b: UOp, *after: UOp) -> UOp:
-  """Add neighbouring lanes of two vectors on a CPU. A statement.
-
-  Lanes 4q and 4q + 1 of `to` are the two sums of lanes 4q to 4q + 3 of `a`; lanes 4q + 2 and 4q + 3 are those of `b`.
-
-  Args:
-    lanes: float32 lanes per vector: 4, 8 or 16.
-    to: INDEX of the first element that is written.
-    a, b: INDEX of the first element of each vector that is read.
-  """
-  return _statement("c", f"add_pairs_{lanes}", after, to, a, b)
-
-
-def add_quads(lanes: int, to: UOp, a: UOp, b: UOp, *after: UOp) -> UOp:
-  """Add neighbouring groups of four lanes of two vectors on a CPU. A statement.
-
-  In each 8 lanes, lanes 0 to 3 are added to lanes 4 to 7. The first half of `to` are sums of `a`, the second of `b`.
-
-  Args:
-    lanes: float32 lanes per vector: 8 or 16.
-    to: INDEX of the first element that is written.
-    a, b: INDEX of the first element of each vector that is read.
-  """
-  return _statement("c", f"add_quads_{lanes}", after, to, a, b)
-
-
-def dot_pairs(to: UOp, a: UOp, b: UOp, *after: UOp) -> UOp:
-  """Add a[2i] b[2i] + a[2i + 1] b[2i + 1] to to[i], for i < 16, on an x86 CPU with AVX512-BF16. A statement.
-
-  Denormal inputs and results count as 0. Source: Intel 64 and IA-32 Architectures Software Developer's Manual,
-  VDPBF16PS.
-
-  Args:
-    to: INDEX of the first element, float32.
-    a, b: INDEX of the first element of each, bfloat16.
-  """
-  return _statement("c", "dot_pairs", after, to, a, b)
-
-
-def weighted_pair(to: UOp, weights: UOp, a: UOp, b: UOp, *after: UOp) -> UOp:
-  """Add weights[0] a[i] + weights[1] b[i] to to[i], for i < 16; otherwise like `dot_pairs`. A statement."""
-  return _statement("c", "weighted_pair", after, to, weights, a, b)
+  @instruction(
+    cuda='[&](){{ float y; asm("fma.rn.f32 %0, %1, 0f00000000, %2;":"=f"(y):"f"({1}),"f"({0})); return y; }}()'
+  )
+  def tied(self, value: Float, other: Float) -> Float:
+    """`value` (float32), which cannot be used before `other` (float32) is computed; NaN unless `other` is finite.
+
+    It is other * 0 + value, which a compiler must not simplify, so that it cannot put off the computation of `other`.
+    """
+
+  @instruction(
+    cuda=_pack("f16x2"),
+    sm_75="[&](){{ half2 h = __floats2half2_rn({0}, {1}); unsigned y; memcpy(&y, &h, 4); return y; }}()",
+  )
+  def pack_half(self, low: Float, high: Float) -> Word:
+    """`pack` to float16."""
+
+  @instruction(cuda=_pack("bf16x2"))
+  def pack_bfloat16(self, low: Float, high: Float) -> Word:
+    """`pack` to bfloat16."""
+
+  @instruction(cuda=_pack4("e4m3"))
+  def pack_e4m3(self, a: Float, b: Float, c: Float, d: Float) -> Word:
+    """`pack4` to fp8e4m3."""
+
+  @instruction(cuda=_pack4("e5m2"))
+  def pack_e5m2(self, a: Float, b: Float, c: Float, d: Float) -> Word:
+    """`pack4` to fp8e5m2."""
+
+  def pack(self, low: UOp, high: UOp, dtype: DType) -> UOp:
+    """Round two float32 to nearest as float16 or bfloat16 (not on sm_75) and pack them into a uint32, `low` first."""
+    return {dtypes.half: self.pack_half, dtypes.bfloat16: self.pack_bfloat16}[dtype](low, high)
+
+  def pack4(self, elements: Sequence[UOp], dtype: DType) -> UOp:
+    """Round four float32 to nearest as fp8e4m3 or fp8e5m2 (`dtype`) and pack them into a uint32, lowest byte first.
+
+    Values out of range, infinities too, become the largest finite number. Source: PTX ISA, "cvt", satfinite.
+    """
+    return {dtypes.fp8e4m3: self.pack_e4m3, dtypes.fp8e5m2: self.pack_e5m2}[dtype](*elements)
+
+  def pack_word(self, elements: Sequence[UOp], dtype: DType) -> UOp:
+    """Round two float32 to a 16-bit `dtype`, or four to an 8-bit one, and pack them: see `pack` and `pack4`."""
+    return self.pack(elements[0], elements[1], dtype) if len(elements) == 2 else self.pack4(elements, dtype)
+
+  @instruction(cuda="[&](){{ unsigned p[4] = {{{1}, {2}, {3}, {4}}}; memcpy({0}, p, 16); return 0; }}()")
+  def set_words(self, to: UOp, a: Word, b: Word, c: Word, d: Word) -> Statement:
+    """Write four uint32 to the 16 bytes of registers, of any type, at `to`. A statement; costs no instruction."""
+
+  @instruction(cuda=_STORE_CHUNK, sm_75=_STORE_CHUNK)
+  def store_chunk(self, to: UOp, a: Word, b: Word, c: Word, d: Word) -> Statement:
+    """Store four uint32 to the 16 bytes of LDS at `to`, 16-byte aligned, in one instruction. A statement."""
+
+  @instruction(cuda=_STORE_WORD, sm_75=_STORE_WORD)
+  def store_word(self, to: UOp, word: Word) -> Statement:
+    """Store a uint32 to LDS at `to`, in any number of places of a kernel. A statement.
+
+    tinygrad's stores to LDS cannot have the same index in two loops.
+    """
+
+  def cp_async(self, to: UOp, source: UOp, *after: UOp, inside: UOp | None = None) -> UOp:
+    """Start copying 16 bytes from `source` (INDEX into a global buffer) to `to` (INDEX into LDS), both 16-byte aligned.
+
+    Where `inside` is given and false, 16 zeros are written and nothing is read. The copy belongs to the lane's next
+    `cp_async_commit`, and is complete after the `cp_async_wait` for it. A statement.
+    """
+    if inside is None:
+      return statement(_CP_ASYNC, self.name, after, to, source)
+    return statement(_CP_ASYNC_OR_ZERO, self.name, after, to, source, inside)
+
+  @instruction(cuda=_ptx("cp.async.commit_group;"), sm_75="/* a group of copies ends */ 0")
+  def cp_async_commit(self, *after: UOp) -> Statement:
+    """Commit the lane's copies since its last commit as one group. A statement."""
+
+  @instruction(
+    cuda=_ptx("cp.async.wait_group %0;", '"n"({0})'), sm_75="/* at most {0} groups of copies are under way */ 0"
+  )
+  def cp_async_wait(self, count: int, *after: UOp) -> Statement:
+    """Wait until at most `count` of the lane's groups are pending; those of other lanes need a barrier. A statement."""
+
+  @instruction(cuda=_ptx("mbarrier.init.shared::cta.b64 [%0], %1;", _shared("{0}"), '"r"({1})', when="{2}"))
+  def mbarrier_init(self, barrier: UOp, count: int, when: Condition, *after: UOp) -> Statement:
+    """Initialize `barrier` (INDEX into a uint64 LDS buffer) to `count` arrivals per phase, where `when`. A statement.
+
+    Phase 0 begins. A workgroup barrier must follow before other threads use it. Source: PTX ISA, "mbarrier".
+    """
+
+  @instruction(cuda=_ptx("mbarrier.arrive.shared::cta.b64 _, [%0];", _shared("{0}"), when="{1}"))
+  def mbarrier_arrive(self, barrier: UOp, when: Condition, *after: UOp) -> Statement:
+    """Arrive at the barrier's current phase where `when`: this lane's earlier accesses are complete. A statement."""
+
+  @instruction(cuda=_ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];", _shared("{0}")))
+  def cp_async_arrive(self, barrier: UOp, *after: UOp) -> Statement:
+    """Arrive, without waiting, once the copies that the lane has started are complete. A statement."""
+
+  @instruction(
+    cuda=_ptx(
+      "{{{{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again; }}}}",
+      _shared("{0}"),
+      '"r"({1})',
+    )
+  )
+  def mbarrier_wait(self, barrier: UOp, parity: Int, *after: UOp) -> Statement:
+    """Wait until the phase with that parity is complete; parity 1 does not wait on a new barrier. A statement."""
+
+  @instruction(cuda=_ptx("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;", _shared("{0}"), '"r"({1})'))
+  def mbarrier_expect(self, barrier: UOp, count: int, *after: UOp) -> Statement:
+    """Arrive at the barrier; its phase then also waits for `count` bytes of `tma_load`. A statement."""
+
+  @instruction(cuda=_ptx("fence.mbarrier_init.release.cluster;"))
+  def mbarrier_fence(self, *after: UOp) -> Statement:
+    """Make the barriers that this lane has initialized known to `tma_load`. A statement.
+
+    Place it before the barrier of the workgroup that follows `mbarrier_init`.
+    """
+
+  def tensor_map(
+    self,
+    room: UOp,
+    number: int,
+    source: UOp,
+    shape: tuple[int, UOp | int, int, int],
+    strides: tuple[int, int, int],
+    rows: int,
+    when: UOp,
+    *after: UOp,
+  ) -> UOp:
+    """Build tensor map `number` of the workgroup, of 16-bit elements and the 128-byte swizzle, where `when`.
+
+    A statement. The lanes of one warp build it together. A barrier of the workgroup and `tensor_map_acquire` must
+    follow before another warp uses it. Source: PTX ISA, "tensormap.replace" and "tensormap.cp_fenceproxy".
+
+    Args:
+      room: 128 bytes of LDS, aligned to 128.
+      source: the element at (0, 0, 0, 0) in global memory, aligned to 16 bytes.
+      shape: columns, rows, heads and batches. What is beyond them is read as 0. Only rows may be known to the GPU
+        alone.
+      strides: elements from a row, a head and a batch to the next; multiples of 8.
+      rows: rows of a box, up to 256; its columns are 64.
+    """
+    numbers = [(UOp.const(x) if isinstance(x, int) else x).cast(dtypes.int) for x in (number, *shape)]
+    steps = [UOp.const(x * source.dtype.itemsize, dtypes.long) for x in strides]
+    return statement(_TENSOR_MAP, self.name, after, room, numbers[0], source, *numbers[1:], *steps, rows, when)
+
+  @instruction(
+    cuda=_ptx("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;", _map("{0}")),
+  )
+  def tensor_map_acquire(self, number: int, *after: UOp) -> Statement:
+    """Make tensor map `number` known to this lane's `tma_load`. A statement."""
+
+  def tma_load(
+    self, to: UOp, number: int, barrier: UOp, place: tuple[UOp, UOp, UOp, UOp], keep: bool, *after: UOp
+  ) -> UOp:
+    """Start copying a box of tensor map `number` to LDS, swizzled; one lane copies all of it. A statement.
+
+    Its bytes, those of zeros beyond the tensor included, count for the current phase of `barrier`.
+
+    Args:
+      to: LDS, aligned to 1024 bytes.
+      place: first column, row, head and batch.
+      keep: whether others will soon read the same, so that the L2 cache should keep it.
+    """
+    return statement(_TMA_LOAD, self.name, after, to, number, barrier, *(x.cast(dtypes.int) for x in place), keep)
+
+  @instruction(
+    cuda=_ptx(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];",
+      _shared("{0}"),
+      '"l"({1})',
+      '"r"({2})',
+      _shared("{3}"),
+    )
+  )
+  def bulk_load(self, to: UOp, source: UOp, count: int, barrier: UOp, *after: UOp) -> Statement:
+    """Start copying `count` bytes from `source` in global memory to `to` in LDS, by one lane. A statement.
+
+    They count for the current phase of `barrier`. Both addresses and `count` are multiples of 16. Source: PTX ISA,
+    "cp.async.bulk".
+    """
+
+  @instruction(cuda=_asm('if ({1}) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;"::"n"({0}));'), cross_lane=True)
+  def setmaxnreg_dec(self, count: int, when: Condition, *after: UOp) -> Statement:
+    """Keep `count` registers per lane of the warpgroups where `when` and give back the rest. A statement.
+
+    Source: PTX ISA, "setmaxnreg".
+    """
+
+  @instruction(cuda=_asm('asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;"::"n"({0}));'), cross_lane=True)
+  def setmaxnreg_inc(self, count: int, *after: UOp) -> Statement:
+    """Wait until `count` registers per lane are free for this warpgroup, and take them. A statement."""
+
+  @instruction(cuda="0; if ({0}) return", cross_lane=True)
+  def exit_warps(self, when: Condition, *after: UOp) -> Statement:
+    """End the warps where `when`. A statement, and no branch: what other warps do later must come after it."""
+
+  @instruction(cuda=_ptx("bar.sync %0, %1;", '"r"({0})', '"r"({1})'), cross_lane=True)
+  def named_barrier_sync(self, number: Int, threads: Int, *after: UOp) -> Statement:
+    """Wait at barrier `number` (1 to 15) until `threads` threads, whole warps, are there. A statement."""
+
+  @instruction(cuda=_ptx("bar.arrive %0, %1;", '"r"({0})', '"r"({1})', when="{2}"), cross_lane=True)
+  def named_barrier_arrive(self, number: Int, threads: Int, when: Condition, *after: UOp) -> Statement:
+    """Count as one that is at barrier `number` where `when`, without waiting; see `named_barrier_sync`. A statement."""
+
+  @instruction(cuda=_ptx("fence.proxy.async.shared::cta;"))
+  def fence_proxy_async(self, *after: UOp) -> Statement:
+    """Make this lane's writes to LDS, completed copies included, visible to `uopattn.dsl.nvidia.wgmma`. A statement.
+
+    Place it before the barrier at which the readers wait. Source: PTX ISA, "membar/fence", async proxy.
+    """
+
+  def ldmatrix(self, to: UOp, row: UOp, *after: UOp, trans: bool = False, apart: bool = False) -> UOp:
+    """Load four 8x8 matrices of 16-bit elements from LDS: `to` points to 16 bytes of registers, `row` to 16 of LDS.
+
+    Lane l passes the address of row l % 8 of matrix l // 8. From each matrix in turn it gets elements 2*(l % 4) and
+    2*(l % 4) + 1 of row l // 4, or of column l // 4 with `trans`. A statement. Source: PTX ISA, "ldmatrix".
+
+    Args:
+      apart: whether the constant part of the address is apart from the rest, in the instruction. Addresses that differ
+        by it then share a register, which the compiler does not see by itself.
+    """
+    memory, index = row.src
+    start, offset = index.simplify().pop_const() if apart else (index, 0)
+    return statement(_LDMATRIX[trans], self.name, after, to, memory[start], offset * row.dtype.itemsize)
+
+  @instruction(
+    cuda=_ptx(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {{%1,%2,%3,%4}};",
+      _shared("{0}"),
+      *(f'"r"({{{i}}})' for i in range(1, 5)),
+    ),
+    cross_lane=True,
+  )
+  def stmatrix(self, row: UOp, a: Word, b: Word, c: Word, d: Word) -> Statement:
+    """Store four 8x8 matrices of 16-bit elements to LDS from four uint32 per lane: what `ldmatrix` would load.
+
+    Lane l passes the address of row l % 8 of matrix l // 8. A statement. Source: PTX ISA, "stmatrix".
+    """
+
+  @instruction(
+    cuda=_asm(
+      'if ({2}) {{ unsigned x; do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];":"=r"(x):"l"({0}):"memory");'
+      " while (x != ({1})); }}"
+    )
+  )
+  def semaphore_wait(self, semaphore: UOp, number: Int, when: Condition, *after: UOp) -> Statement:
+    """Wait, where `when`, until a semaphore (INDEX into a global int32 buffer) has a number. A statement.
+
+    What whoever wrote it by `semaphore_release` knew of is then known to this lane. Only workgroups that start before
+    this one may be waited for.
+    """
+
+  @instruction(cuda=_ptx("st.release.gpu.global.u32 [%0], %1;", '"l"({0})', '"r"({1})', when="{2}"), writes=True)
+  def semaphore_release(self, semaphore: UOp, number: Int, when: Condition, *after: UOp) -> Statement:
+    """Write a number for `semaphore_wait`, where `when`, after everything that this lane knows of. A statement.
+
+    Source: PTX ISA, "Memory Consistency Model", release.
+    """
+
+  @instruction(cuda=_reduce_add(), writes=True)
+  def tma_reduce_add(
+    self, to: UOp, source: UOp, count: int, first: Condition, when: Condition, *after: UOp
+  ) -> Statement:
+    """Start adding `count` bytes of float32 in LDS to those in global memory, or storing them where `first`.
+
+    A statement. One lane, where `when`, does all of it. Both addresses and `count` are multiples of 16. Additions by
+    several workgroups give the same bits in every run only if `semaphore_wait` orders them. Source: PTX ISA,
+    "cp.reduce.async.bulk".
+    """
+
+  @instruction(cuda=_ptx("cp.async.bulk.wait_group.read 0;", when="{0}"))
+  def bulk_wait_read(self, when: Condition, *after: UOp) -> Statement:
+    """Wait, where `when`, until all that this lane has started to add has been read from LDS. A statement."""
+
+  @instruction(cuda=_ptx("cp.async.bulk.wait_group 0;", when="{0}"))
+  def bulk_wait(self, when: Condition, *after: UOp) -> Statement:
+    """Wait, where `when`, until all that this lane has started to add is in memory. A statement."""
+
+
+_ADD_PAIRS = {lanes: Instruction(f"add_pairs_{lanes}", {"c": _add_pairs(lanes)}) for lanes in (4, 8, 16)}
+_ADD_QUADS = {lanes: Instruction(f"add_quads_{lanes}", {"c": _add_quads(lanes)}) for lanes in (8, 16)}
+
+
+class Cpu(Dialect):
+  """Instructions of CPUs; `uopattn.dsl.cpu.amx` has those of matrix tiles."""
+
+  @instruction(c="0; if ({0}) continue")
+  def skip_trip(self, when: Condition, *after: UOp) -> Statement:
+    """Go on to the next trip of the innermost loop, a plain `for` loop, where `when`. A statement."""
+
+  # The empty asm makes the address opaque, so clang keeps each prefetch in place. Otherwise it would move all
+  # prefetches of an unrolled loop to its start, and processors drop some of such a burst.
+  @instruction(
+    c='({{ const void *place = {0}; __asm__ volatile("" : "+r"(place)); __builtin_prefetch(place, 0, 2); 0; }})'
+  )
+  def prefetch(self, place: UOp, *after: UOp) -> Statement:
+    """Prefetch the cache line of a buffer's element into the L2 cache. A statement that changes no result.
+
+    Not into L1: a core can have too few L1 misses pending to reach full memory bandwidth. If `place` is past the
+    buffer's end, nothing is prefetched.
+    """
+
+  def add_pairs(self, lanes: int, to: UOp, a: UOp, b: UOp, *after: UOp) -> UOp:
+    """Add neighbouring lanes of two vectors. A statement.
+
+    Lanes 4q and 4q + 1 of `to` are the two sums of lanes 4q to 4q + 3 of `a`; lanes 4q + 2 and 4q + 3 are those of `b`.
+
+    Args:
+      lanes: float32 lanes per vector: 4, 8 or 16.
+      to: INDEX of the first element that is written.
+      a, b: INDEX of the first element of each vector that is read.
+    """
+    return statement(_ADD_PAIRS[lanes], self.name, after, to, a, b)
+
+  def add_quads(self, lanes: int, to: UOp, a: UOp, b: UOp, *after: UOp) -> UOp:
+    """Add neighbouring groups of four lanes of two vectors. A statement.
+
+    In each 8 lanes, lanes 0 to 3 are added to lanes 4 to 7. The first half of `to` are sums of `a`, the second of `b`.
+
+    Args:
+      lanes: float32 lanes per vector: 8 or 16.
+      to: INDEX of the first element that is written.
+      a, b: INDEX of the first element of each vector that is read.
+    """
+    return statement(_ADD_QUADS[lanes], self.name, after, to, a, b)
+
+  @instruction(c=_dots("__builtin_memcpy(&a, {1}, 64);", "__builtin_memcpy(&b, {2}, 64);"))
+  def dot_pairs(self, to: UOp, a: UOp, b: UOp, *after: UOp) -> Statement:
+    """Add a[2i] b[2i] + a[2i + 1] b[2i + 1] to to[i], for i < 16, on an x86 CPU with AVX512-BF16. A statement.
+
+    Denormal inputs and results count as 0. Source: Intel 64 and IA-32 Architectures Software Developer's Manual,
+    VDPBF16PS.
+
+    Args:
+      to: INDEX of the first element, float32.
+      a, b: INDEX of the first element of each, bfloat16.
+    """
+
+  @instruction(
+    c=_dots(
+      "int w; __builtin_memcpy(&w, {1}, 4); words ws = w - (words){{}}; __builtin_memcpy(&a, &ws, 64);",
+      "row c, d; __builtin_memcpy(&c, {2}, 32); __builtin_memcpy(&d, {3}, 32);"
+      f" b = __builtin_shufflevector(c, d, {', '.join(f'{i}, {16 + i}' for i in range(16))});",
+    )
+  )
+  def weighted_pair(self, to: UOp, weights: UOp, a: UOp, b: UOp, *after: UOp) -> Statement:
+    """Add weights[0] a[i] + weights[1] b[i] to to[i], for i < 16; otherwise like `dot_pairs`. A statement."""
+
+
+HIP, CUDA, TURING, CPU = Hip("hip"), Cuda("cuda"), Cuda("sm_75"), Cpu("c")
+
+_LIST = [
+  *declared_in(Dialect, Hip, Cuda, Cpu),
+  *(_WAVE_FENCE, _CP_ASYNC, _CP_ASYNC_OR_ZERO, _TENSOR_MAP, _TMA_LOAD),
+  *_LDMATRIX.values(),
+  *_ADD_PAIRS.values(),
+  *_ADD_QUADS.values(),
+]
+INSTRUCTIONS, BY_TEXT = by_name(_LIST), by_text(_LIST)
+
+
+def __getattr__(name: str) -> Any:
+  """The call form `exp2(CUDA, x)` of `CUDA.exp2(x)`, where a dialect may also be its name; a CPU's take no dialect."""
+  if name == "prefetch":
+    return lambda after, place: CPU.prefetch(place, *after)
+  if name in vars(Cpu):
+    return getattr(CPU, name)
+  dialects = {x.name: x for x in (HIP, CUDA, TURING, CPU)}
+  if not any(hasattr(x, name) for x in dialects.values()):
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+  return lambda dialect, *operands, **options: getattr(dialects.get(dialect, dialect), name)(*operands, **options)

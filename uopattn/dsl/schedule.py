@@ -19,7 +19,7 @@ DTYPES = (*DTYPES_16_32, *DTYPES_8)
 FEW = 16  # the most queries for which GQA heads are packed and the keys are split
 LEAST_KEYS = 256  # per split of the keys, on a GPU
 HEAD_SCALES = ("q_scale", "k_scale", "v_scale")
-LIGHT = frozenset({"window", "sinks", "q_start", *HEAD_SCALES})  # features that need no more registers in the mainloop
+LIGHT = frozenset({"sinks", "q_start", *HEAD_SCALES})  # features that need no more registers in the mainloop
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Problem:
   Attributes:
     dtype: type of q and of the output.
     scale: factor on q.k.
-    features: names of the arguments in use beyond is_causal, q_start, scale, enable_gqa and return_lse.
-    masks: masks that give each query a range of keys by its position: is_causal and window.
+    features: names of the arguments in use beyond scale, enable_gqa, return_lse and those that make `masks`.
+    masks: masks that give each query a range of keys by its position, such as is_causal and window.
     block_heads: batches and heads of the block mask; None without one.
     kv_dtype: dtype of k and v if it is not q's, else None.
     tf32: whether tinygrad's ALLOW_TF32 is set: float32 products may ignore all but the first 10 bits of a fraction.

@@ -9,7 +9,7 @@ from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.uop.ops import AxisType
 
-from uopattn.dsl.instructions import leave_loop
+from uopattn.dsl.instructions import CPU
 from uopattn.dsl.view import View
 
 
@@ -84,7 +84,7 @@ class Loop:
     if self._axis is None:
       return UOp.group(*body)
     count = self._counter.after(*body)[0].store((self.index - 1).cast(dtypes.int))
-    return leave_loop("c", self.index <= 0, count).end(self._axis)
+    return CPU.leave_loop(self.index <= 0, count).end(self._axis)
 
 
 class Shaped(Protocol):

@@ -20,7 +20,8 @@ from tinygrad.helpers import ansistrip
 from tinygrad.uop.ops import GroupOp, KernelInfo, Ops, UOp
 
 from uopattn.dsl.cpu import amx
-from uopattn.dsl.instruction_set import BY_TEXT, Instruction
+from uopattn.dsl.instruction import Instruction
+from uopattn.dsl.instructions import BY_TEXT
 from uopattn.dsl.nvidia import wgmma
 
 SYMBOLS = {
@@ -74,7 +75,7 @@ class OutOfScope(KernelError):
 
 
 class UnknownInstruction(KernelError):
-  """An `Ops.CUSTOM` text unknown to `uopattn.dsl.instruction_set`, or a UOp that a GPU program cannot contain."""
+  """An `Ops.CUSTOM` text unknown to `uopattn.dsl.instructions`, or a UOp that a GPU program cannot contain."""
 
 
 class LaunchError(KernelError):

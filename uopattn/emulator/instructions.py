@@ -1,4 +1,4 @@
-"""The meaning in numpy of each instruction of `uopattn.dsl.instruction_set`, by name.
+"""The meaning in numpy of each instruction of `uopattn.dsl.instructions`, by name.
 
 A meaning takes the run, the UOp and the operands: an array or shared scalar for a value, a Pointer for an address. It
 returns the instruction's value, None for a statement.
@@ -195,27 +195,6 @@ def _stmatrix(run: Run, u: UOp, row: Pointer, *words: Any) -> None:
 def _read_later(run: Run, u: UOp, value: Any) -> None:
   check_whole_waves(run, u, 32, "bar.warp.sync")
 
-
-_OF_FLOATS = ("exp2", "fmax", "fmin", "log2", "read_later", "reciprocal", "tied")
-_OF_WORDS = (
-  "even_bytes",
-  "high_halves",
-  "low_halves",
-  "odd_bytes",
-  "set_words",
-  "stmatrix",
-  "store_chunk",
-  "store_word",
-)
-# Types of the values that instructions take, where a text relies on them; None is that of the result.
-TYPES: dict[str, tuple[DType | None, ...]] = {
-  **dict.fromkeys(_OF_FLOATS, (dtypes.float,) * 2),
-  **dict.fromkeys(_OF_WORDS, (dtypes.uint,) * 4),
-  **dict.fromkeys(("pack_half", "pack_bfloat16", "pack_e4m3", "pack_e5m2"), (dtypes.float,) * 4),
-  **dict.fromkeys(("convert_e4m3", "convert_e5m2"), (dtypes.float, dtypes.float, dtypes.uint, dtypes.int)),
-  **dict.fromkeys(("permlanex16", "pin"), (None,)),
-  **dict.fromkeys(("row_ror", "row_xmask", "shuffle", "shuffle_xor"), (None, dtypes.int)),
-}
 
 MEANINGS: dict[str, Meaning] = {
   "shuffle_xor": _shuffle_xor,

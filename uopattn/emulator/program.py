@@ -14,11 +14,12 @@ from tinygrad.dtype import AddrSpace, DType, dtypes
 from tinygrad.helpers import ansistrip
 from tinygrad.uop.ops import GroupOp, Ops, UOp
 
-from uopattn.dsl.instructions import STATEMENT_SLOT, is_wave_fence
+from uopattn.dsl.instruction import STATEMENT_SLOT
+from uopattn.dsl.instructions import is_wave_fence
 
 from . import alu, wmma
 from .errors import Divergence, UnknownInstruction, describe, instruction_of
-from .instructions import MEANINGS, TYPES
+from .instructions import MEANINGS
 from .lanes import Run, buffer_of
 from .memory import LDS, Pointer
 from .scopes import check_scopes
@@ -277,14 +278,14 @@ class Program:
   def _custom(self, u: UOp) -> Compute:
     instruction = instruction_of(u.arg)
     if instruction is None:
-      raise self._refuse(f"no instruction in uopattn.dsl.instruction_set has the text {u.arg!r}", u)
+      raise self._refuse(f"no instruction in uopattn.dsl.instructions has the text {u.arg!r}", u)
     if instruction.cross_lane and u.op is Ops.CUSTOMI:
       what = f"{instruction.name} must be Ops.CUSTOM: inlined, it can land in a branch that not all lanes take"
       raise self._refuse(what, u)
     meaning = MEANINGS[instruction.name]
     operands = [s for s in u.src if not (is_pointer(s) and buffer_of(s).arg.slot == STATEMENT_SLOT)]
     values = (s.dtype for s in operands if not is_pointer(s))
-    for given, wanted in zip(values, TYPES.get(instruction.name, ()), strict=False):
+    for given, wanted in zip(values, instruction.takes, strict=False):
       if given != (wanted or u.dtype):
         raise self._refuse(f"{instruction.name} takes {wanted or u.dtype} here, not {given}", u)
     read = [self._operand(s) for s in operands]

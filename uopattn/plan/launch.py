@@ -11,7 +11,7 @@ from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import Ops
 
 from uopattn.dsl import as_type
-from uopattn.dsl.constants import typed
+from uopattn.dsl.instruction import typed
 from uopattn.dsl.schedule import GRADIENTS, Buffer, Kernel, Schedule
 from uopattn.dsl.view import Strides, View
 from uopattn.plan.rules import rules_of

@@ -16,8 +16,7 @@ from tinygrad.renderer.cstyle import HIPRenderer
 from tinygrad.renderer.llvmir import AMDLLVMRenderer, ldt
 from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat
 
-from uopattn.dsl.instruction_set import BY_TEXT
-from uopattn.dsl.instructions import is_wave_fence
+from uopattn.dsl.instructions import BY_TEXT, is_wave_fence
 from uopattn.emulator.scopes import check_scopes
 from uopattn.runtime.program_cache import finished
 

@@ -28,7 +28,7 @@ from tinygrad.renderer import Estimates, Renderer
 from tinygrad.renderer.isa import ISARenderer
 from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo
 
-from uopattn.dsl.instruction_set import BY_TEXT
+from uopattn.dsl.instructions import BY_TEXT
 from uopattn.runtime.machine import installed_version
 
 log = logging.getLogger("uopattn")

@@ -1,7 +1,8 @@
 """The arguments of an attention besides q, k and v, each declared once, in `Arguments`.
 
-A new mask needs, beyond its declaration, a rule for kernels in `uopattn.dsl.rules`, one in `uopattn.plan.reference` and
-one in `uopattn.proof.oracle`.
+A new mask by position needs, beyond its declaration and its name in `Options`, a `uopattn.dsl.rules.ranges.Range`, by
+which kernels, plain ops and the division over devices go, and a rule in `uopattn.proof.oracle`. Any other mask needs a
+rule in `uopattn.dsl.rules.masks` and one in `uopattn.plan.reference` instead of the `Range`.
 """
 
 import functools
@@ -341,8 +342,8 @@ class Arguments:
     return [(name, x, value) for name, x, value in values if value is not None or x.default is not None]
 
   def in_use(self) -> tuple[str, ...]:
-    """Return the features that a kernel must support."""
-    used = ((name, x.feature) for name, x, value in self.given if x.is_used(value))
+    """Return the features that a kernel must support; every kernel supports every rule in `masks`."""
+    used = ((name, x.feature) for name, x, value in self.given if x.is_used(value) and not x.mask(value))
     return tuple(name if feature is None else feature for name, feature in used if feature != "")
 
   def masks(self) -> tuple[Range, ...]:

@@ -15,10 +15,9 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from types import MappingProxyType
 
-from tinygrad import UOp, dtypes
+from tinygrad import UOp
 
-from uopattn.dsl.instruction_set import Instruction
-from uopattn.dsl.instructions import statement
+from uopattn.dsl.instruction import Instruction, by_name, by_text, statement
 
 TILES = 8
 ROWS = 16  # of a tile
@@ -169,40 +168,38 @@ _SCALE_ROWS = _block(
 )
 
 _LIST = [
-  Instruction("tile_config", {"c": _CONFIG}, statement=True),
-  Instruction("tile_release", {"c": _block("__builtin_ia32_tilerelease();")}, statement=True),
+  Instruction("tile_config", {"c": _CONFIG}),
+  Instruction("tile_release", {"c": _block("__builtin_ia32_tilerelease();")}),
   # tile
-  Instruction("tile_zero", {"c": _block("__builtin_ia32_tilezero({0});")}, statement=True),
+  Instruction("tile_zero", {"c": _block("__builtin_ia32_tilezero({0});")}),
   # tile, pointer, bytes between rows
-  Instruction("tile_load", {"c": _block("__builtin_ia32_tileloadd64({0}, {1}, {2});")}, statement=True),
-  Instruction("tile_store", {"c": _block("__builtin_ia32_tilestored64({0}, {1}, {2});")}, statement=True),
+  Instruction("tile_load", {"c": _block("__builtin_ia32_tileloadd64({0}, {1}, {2});")}),
+  Instruction("tile_store", {"c": _block("__builtin_ia32_tilestored64({0}, {1}, {2});")}),
   # tiles of C, A and B
-  Instruction("tile_product", {"c": _block("__builtin_ia32_tdpbf16ps({0}, {1}, {2});")}, statement=True),
+  Instruction("tile_product", {"c": _block("__builtin_ia32_tdpbf16ps({0}, {1}, {2});")}),
   # pointers to write and to read, bytes between the rows of each
-  Instruction("transpose", {"c": _transpose()}, statement=True),
+  Instruction("transpose", {"c": _transpose()}),
   # pointers to rows and to factors, number of rows
-  Instruction("scale_rows", {"c": _SCALE_ROWS}, statement=True),
+  Instruction("scale_rows", {"c": _SCALE_ROWS}),
   # pointers to weights, scores, shifts, sums and factors on scores, number of rows, bytes from part to part
   *[
-    Instruction(_weigh_name(*x), {"c": _weigh(*x)}, statement=True, parameters=x)
+    Instruction(_weigh_name(*x), {"c": _weigh(*x)}, parameters=x)
     for x in product((1, 2, 3), EXP2, (False, True))
     if x[1] == max(EXP2) or x[0] == 1
   ],
   # pointers to write and to two rows of float32, bytes from a row to the next, number of rows, bytes from part to part
   *[
-    Instruction(_pack_name(parts, x), {"c": _pack(parts, x)}, statement=True, parameters=(parts, x))
+    Instruction(_pack_name(parts, x), {"c": _pack(parts, x)}, parameters=(parts, x))
     for parts in (1, 2, 3)
     for x in (False, True)
   ],
 ]
 
-INSTRUCTIONS: Mapping[str, Instruction] = MappingProxyType({i.name: i for i in _LIST})
-BY_TEXT: Mapping[str, Instruction] = MappingProxyType({text: i for i in _LIST for text in i.texts.values()})
+INSTRUCTIONS, BY_TEXT = by_name(_LIST), by_text(_LIST)
 
 
 def _statement(name: str, after: tuple[UOp, ...], *operands: UOp | int) -> UOp:
-  given = (UOp.const(x, dtypes.int) if isinstance(x, int) else x for x in operands)
-  return statement(INSTRUCTIONS[name], "c", after, *given)
+  return statement(INSTRUCTIONS[name], "c", after, *operands)
 
 
 def _check(*tiles: int) -> None:
@@ -298,8 +295,8 @@ def weigh(
     parts: 1, 2 or 3.
     degree: of the polynomial that computes exp2, see `EXP2`; below 5 only with one part.
   """
-  operands = to, scores, shift, sums, factor, UOp.const(rows, dtypes.int), UOp.const(part_bytes, dtypes.int)
-  return statement(INSTRUCTIONS[_weigh_name(parts, degree, subtracts)], "c", after, *operands)
+  name = _weigh_name(parts, degree, subtracts)
+  return _statement(name, after, to, scores, shift, sums, factor, rows, part_bytes)
 
 
 def pack(
@@ -314,6 +311,4 @@ def pack(
     parts: 1, 2 or 3.
     in_pairs: whether elements of a and b alternate, as in a right operand's rows; else those of b follow those of a.
   """
-  word = INSTRUCTIONS[_pack_name(parts, in_pairs)]
-  given = (UOp.const(x, dtypes.int) for x in (stride, count, part_bytes))
-  return statement(word, "c", after, to, a, b, *given)
+  return _statement(_pack_name(parts, in_pairs), after, to, a, b, stride, count, part_bytes)

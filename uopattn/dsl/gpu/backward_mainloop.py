@@ -97,7 +97,7 @@ class MatrixUnit(Protocol):
 
   @property
   def dialect(self) -> str:
-    """Dialect of its instructions; see `uopattn.dsl.instruction_set`."""
+    """Dialect of its instructions; see `uopattn.dsl.instructions`."""
 
   def mma_abt(self, stationary: Any, tiles: Sequence[Any], starts: Sequence[Elements | None]) -> list[Elements]:
     """Compute S and dP, each from a start: stationary rows times the rows of a tile. None starts at 0."""

@@ -23,7 +23,7 @@ class CpAsyncPipeline:
     tile: maps n to the number of the n-th tile.
     stages: number of slots.
     thread: index of this thread in the workgroup.
-    dialect: dialect of instructions; see `uopattn.dsl.instruction_set`.
+    dialect: dialect of instructions; see `uopattn.dsl.instructions`.
   """
 
   sources: list[tuple[SwizzledTiles, HeadView]]

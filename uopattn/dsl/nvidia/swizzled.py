@@ -38,7 +38,7 @@ class SwizzledTiles:
     base: start of the slot in use.
     least: minimum number of columns of a panel.
     bits: an unsigned integer type of the elements' size.
-    dialect: dialect of the copy instructions, "cuda" or "sm_75"; see `uopattn.dsl.instruction_set`.
+    dialect: dialect of the copy instructions, "cuda" or "sm_75"; see `uopattn.dsl.instructions`.
   """
 
   memory: UOp

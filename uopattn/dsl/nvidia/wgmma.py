@@ -27,10 +27,9 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad.helpers import ceildiv
 from tinygrad.uop.ops import UOp
 
-from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.parts import PAIRS
-from uopattn.dsl.instruction_set import Instruction
-from uopattn.dsl.instructions import statement
+from uopattn.dsl.instruction import Instruction, statement
+from uopattn.dsl.instructions import CUDA
 
 WARPS = 4  # of a warpgroup
 M = 64
@@ -111,7 +110,7 @@ def _product(n: int, steps: int, kind: str, name: str, parts: int = 1) -> Instru
     f"/* {name} n={n} steps={steps} {kind}{of_parts} */ [&](){{{{ float* d = {{0}}; {start}\n"
     f'  asm volatile({body}\n    : {outputs}\n    : {", ".join(inputs)} : "memory"); return 0; }}}}()'
   )
-  return Instruction(name, {"cuda": text}, statement=True, cross_lane=True, parameters=(n, steps, _KINDS[kind], parts))
+  return Instruction(name, {"cuda": text}, cross_lane=True, parameters=(n, steps, _KINDS[kind], parts))
 
 
 @cache
@@ -123,7 +122,7 @@ def _wait(n: int) -> Instruction:
     f'"wgmma.wait_group.sync.aligned %{count};" : {_listed(chr(34) + "+f" + chr(34) + "(d[#])", count)} '
     f': "n"({{0}}) : "memory"); return 0; }}}}()'
   )
-  return Instruction("wgmma_wait", {"cuda": text}, statement=True, cross_lane=True, parameters=(n,))
+  return Instruction("wgmma_wait", {"cuda": text}, cross_lane=True, parameters=(n,))
 
 
 def find(text: str) -> Instruction | None:
@@ -143,7 +142,7 @@ def uniform(x: UOp) -> UOp:
   """
   if x.vmin == x.vmax:
     return x
-  return ins.shuffle("cuda", x.cast(dtypes.int), 0) & (1 << int(x.vmax).bit_length()) - 1
+  return CUDA.shuffle(x.cast(dtypes.int), 0) & (1 << int(x.vmax).bit_length()) - 1
 
 
 def start(
@@ -180,11 +179,9 @@ def start(
   of_registers = REGISTERS if dtype.itemsize == 2 else REGISTERS_BYTES
   of_rows, of_columns = (BY_ROWS, "wgmma") if clears else (BY_ROWS_ADDED, ADDED)
   name = of_registers if registers else of_rows if by_rows else of_columns
-  return statement(
-    _product(n, steps, kind, name, parts), "cuda", after, d, a, b, *(UOp.const(x, dtypes.int) for x in panels)
-  )
+  return statement(_product(n, steps, kind, name, parts), CUDA.name, after, d, a, b, *panels)
 
 
 def wait(count: int, n: int, d: UOp, *after: UOp) -> UOp:
   """Wait until at most `count` of the warpgroup's products are pending; the result `d` may then be read."""
-  return statement(_wait(n), "cuda", after, UOp.const(count, dtypes.int), d)
+  return statement(_wait(n), CUDA.name, after, count, d)

@@ -153,7 +153,7 @@ def online_softmax(
   """Update the online softmax of one query with this lane's scores of a tile.
 
   Args:
-    dialect: dialect of instructions; see `uopattn.dsl.instruction_set`.
+    dialect: dialect of instructions; see `uopattn.dsl.instructions`.
     scores: this lane's scores of one query, -inf where hidden.
     scaling: from scores to logits.
     m_old: the largest score so far; `LOWEST` before the first tile.
