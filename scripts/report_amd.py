@@ -132,7 +132,8 @@ def graph(
   arguments += [UOp.placeholder((heads, M), dtypes.float, len(rows) + i) for i in range(2)]
   own = amd_backward.Tiles.choose(problem, Machine("AMD", arch), "dq" if kernel == "dQ" else "dk_dv")
   found = amd_backward.SCHEDULE.kernels[kernel != "dQ"]
-  return found.build(**dict(zip(found.buffers, arguments, strict=True)), rules=rules, tiles=own), own
+  named = {x.parameter or x.name: place for x, place in zip(found.buffers, arguments, strict=True)}
+  return found.build(**named, rules=rules, tiles=own), own
 
 
 def source(

@@ -157,8 +157,14 @@ def test_any_of_them_together(**subset: Any) -> None:
   check_subset(**subset)
 
 
-@pytest.mark.kinds(arch=("sm_90",))
-@pytest.mark.parametrize("arch", EMULATED)
+@pytest.mark.parametrize(
+  "arch",
+  [
+    "sm_90",
+    pytest.param("gfx1100", marks=pytest.mark.slow),
+    *(pytest.param(x, marks=pytest.mark.slowest) for x in ("gfx942", "gfx1201", "sm_80")),
+  ],
+)
 @drawn(0)
 @SUBSETS
 @ALL

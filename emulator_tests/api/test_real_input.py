@@ -170,8 +170,8 @@ def capture_qkv(*arguments, stdin: str = "") -> subprocess.CompletedProcess[str]
 @pytest.mark.parametrize(
   ("text", "stdin", "layer", "dtype"),
   [
-    ("The sky is blue", "", 0, "float32"),
-    ("The year 1969", "", 2, "bfloat16"),
+    pytest.param("The sky is blue", "", 0, "float32", marks=pytest.mark.slowest),
+    pytest.param("The year 1969", "", 2, "bfloat16", marks=pytest.mark.slowest),
     ("-", "naïve ☃", 1, "float16"),
   ],
 )

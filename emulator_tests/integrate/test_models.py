@@ -63,9 +63,10 @@ QUICK = ("gpt-oss",)
 
 
 def those(generate: bool) -> list[Any]:
-  """The models that generate, or the others; what is not quick runs with --slow."""
+  """The models that generate, or the others; of those that are not quick every second one is left to --slow."""
   names = [name for name, x in MODELS.items() if (x.generate is not None) == generate]
-  return [pytest.param(x, marks=[] if x in QUICK else [pytest.mark.slow]) for x in names]
+  marks = [pytest.mark.slow if i % 2 else pytest.mark.slowest for i in range(len(names))]
+  return [pytest.param(x, marks=[] if x in QUICK else [mark]) for x, mark in zip(names, marks, strict=True)]
 
 
 @pytest.mark.parametrize("name", those(generate=False))

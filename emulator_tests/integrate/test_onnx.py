@@ -50,7 +50,13 @@ def test_all_cases_are_met() -> None:
   assert len(CASES) >= 93
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=() if quick(x) else pytest.mark.slow) for x in sorted(CASES)])
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(x, marks=() if quick(x) else pytest.mark.slowest if "_expanded" in x else pytest.mark.slow)
+    for x in sorted(CASES)
+  ],
+)
 def test_onnx_suite(name: str) -> None:
   case = CASES[name]
   with uopattn.onnx.register():

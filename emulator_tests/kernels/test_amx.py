@@ -144,7 +144,9 @@ AHEAD: dict[str, dict[str, Any]] = {
 
 @pytest.mark.kinds(name=("positions of batches", "window"))
 @pytest.mark.each("name", "groups", evenly=True)
-@pytest.mark.parametrize("name", AHEAD)
+@pytest.mark.parametrize(
+  "name", [pytest.param(x, marks=[pytest.mark.slowest] if x in ("later", "earlier") else []) for x in AHEAD]
+)
 @pytest.mark.parametrize("groups", [1, 2])
 def test_units_ahead_of_the_keys(name: str, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
   """Units of 16 or 32 queries, eight or four of a block, that see no key of a tile are left out, and no others."""

@@ -85,7 +85,15 @@ CHOSEN = (
 
 @pytest.mark.parametrize(
   ("schedule", "machine"),
-  [pytest.param(x.schedule, x, id=str(x), marks=[] if str(x) in CHOSEN else [pytest.mark.slow]) for x in MACHINES],
+  [
+    pytest.param(
+      x.schedule,
+      x,
+      id=str(x),
+      marks=[] if str(x) in CHOSEN else [pytest.mark.slow if x.arch in REPRESENTATIVE else pytest.mark.slowest],
+    )
+    for x in MACHINES
+  ],
 )
 def test_matches_the_oracle_with_the_tiles_of_choice(schedule: str, machine: Machine) -> None:
   shape = machine.fitted((1, 4, 2, 70, 90, 16, 24))
@@ -117,8 +125,7 @@ def test_each_feature_alone(schedule: str, machine: Machine, name: str) -> None:
   check_backward(machine, SHAPE, some(np.random.default_rng(FEATURES.index(name) % 2), SHAPE, name))
 
 
-@pytest.mark.slow
-@pytest.mark.each("schedule", "machine", "name", evenly=True)
+@pytest.mark.slowest  # small tiles run the same code
 @pytest.mark.parametrize(("schedule", "machine", "name"), over_machines(*FEATURES))
 def test_each_feature_with_the_tiles_of_choice(schedule: str, machine: Machine, name: str) -> None:
   shape = machine.fitted((2, 4, 2, 100, 200, 24, 40))
@@ -193,7 +200,7 @@ def test_rows_that_see_no_key_have_no_gradient(schedule: str, machine: Machine, 
   assert no_gradient(check_backward(machine, (2, 4, 2, 37, 150, 16, 16), BLIND[name]))
 
 
-@on_machines("gfx942", "sm_80", "sm_90", "CPU", slow=("gfx1201", "amx"))
+@on_machines("gfx942", "sm_80", "sm_90", "CPU", slow=("gfx1201",))
 @pytest.mark.parametrize("slope", [False, True], ids=["added", "factor"])
 @pytest.mark.each("schedule", "machine", "slope", evenly=True)
 def test_a_score_mod_that_is_infinite_past_the_last_query(schedule: str, machine: Machine, slope: bool) -> None:

@@ -132,6 +132,7 @@ def test_contraction_is_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     ),
   ],
 )
+@pytest.mark.each("arch", "dtype", "kind", evenly=True)
 @pytest.mark.parametrize("kind", ["plain", "masked"])
 def test_gradients_are_finite_and_right_where_the_lse_is(kind: str, arch: str, dtype: DType) -> None:
   """With a mask, rows that see some key unmasked have ordinary log-sum-exps: their gradients are exact."""
@@ -169,6 +170,7 @@ MACHINES = [
 ]
 
 
+@pytest.mark.each("arch", "dtype", "masked", evenly=True)
 @pytest.mark.parametrize(("arch", "dtype"), MACHINES)
 @pytest.mark.parametrize("masked", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["masked", "plain"])
 @drawn(4, 10, 30)

@@ -111,7 +111,7 @@ LARGER: dict[str, Sizes] = {
   "large odd head": (1, 1, 1, 20, 40, 150, 257),
 }
 SLOW = [
-  (name, arch, dtype, sizes)
+  pytest.param(name, arch, dtype, sizes, marks=[] if sizes in LARGER.values() else [pytest.mark.slowest])
   for name, x in SUBJECTS.items()
   for arch in x.arches + MORE_ARCHES.get(name, ())
   for dtype in x.dtypes
@@ -136,7 +136,7 @@ def test_matches_the_oracle_with_chosen_tiles(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SUBJECTS)
 @given(data=st.data())
-@drawn(1)
+@drawn(1, 1)
 def test_any_shape(name: str, data: st.DataObject) -> None:
   subject = SUBJECTS[name]
 
@@ -155,7 +155,7 @@ def test_any_shape(name: str, data: st.DataObject) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SUBJECTS)
 @given(data=st.data())
-@drawn(2)
+@drawn(1, 1)
 def test_any_tiles(name: str, data: st.DataObject) -> None:
   subject = SUBJECTS[name]
   assert subject.any_tiles is not None
@@ -326,7 +326,7 @@ RULES: dict[str, Options] = {
 
 
 @pytest.mark.kinds(arch=("gfx942", "sm_75", "sm_80", "sm_89", "sm_90", "amx"))
-@pytest.mark.each("arch", "tiles", "rules")
+@pytest.mark.each("arch", "tiles", "rules", evenly=True)
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize((*OF_CASE, "tiles"), SYNCHRONISED, indirect=["subject"])
 def test_each_barrier_and_wait_deleted(subject: Subject, arch: str, dtype: DType, tiles: Any, rules: str) -> None:

@@ -154,8 +154,7 @@ def test_chosen_tiles(name: str, dtype: DType) -> None:
     check_run(SUBJECTS[name], arch, dtype, **FEATURES["window"], **FEATURES["sinks"], **FEATURES["lengths"])
 
 
-@pytest.mark.kinds(name=("hopper",))
-@of_kernels
+@pytest.mark.parametrize(("name", "arch"), [("hopper", "sm_90"), pytest.param("amd", "gfx942", marks=pytest.mark.slow)])
 def test_variables(name: str, arch: str) -> None:
   """Also where no keys exist, and where no query sees any of the later ones."""
   with SUBJECTS[name].on(arch):

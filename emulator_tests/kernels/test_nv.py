@@ -171,7 +171,7 @@ SIZES = ((8, 8), (40, 24), (64, 64), (96, 96), (128, 128), (136, 68), (192, 128)
 
 @has_nvcc
 @pytest.mark.slow
-@pytest.mark.each("device", "dtype")
+@pytest.mark.each("device", "run", "dtype", evenly=True)
 @pytest.mark.parametrize(("device", "run", "dtype"), OF_A_PASS)
 def test_launches_with_all_tiles_have_what_their_kernels_need(device: str, run: Run, dtype: DType) -> None:
   """Of the tiles that dispatch chooses for some sizes, each with the first of them."""

@@ -268,6 +268,7 @@ def test_right_results_pass(seed: int, any_magnitude: bool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.each("any_magnitude", "seed", evenly=True)
 @pytest.mark.parametrize("any_magnitude", [False, True], ids=["", "any magnitude"])
 @pytest.mark.parametrize("seed", range(1000, 3000, 100))
 def test_many_right_results_pass(seed: int, any_magnitude: bool) -> None:

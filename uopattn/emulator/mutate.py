@@ -103,10 +103,14 @@ def delete_each_barrier(run: Callable[[], object], kernel: str | None = None) ->
 
 def _without(run: Callable[[], object], program: "Program", u: UOp) -> KernelError | None:
   """Return the error that `run` raises when `program` lacks the line `u`, or None."""
+  from . import tracks  # imported here, so that registering the device does not load numpy
+
   broken = program.without(u)
   with _replacing(lambda launched: broken if launched.uops == program.uops else launched):
-    try:
-      run()
-    except KernelError as error:
-      return error
+    for order in tracks.ORDERS if program.apart else tracks.ORDERS[:1]:
+      try:
+        with tracks.ordered(order):
+          run()
+      except KernelError as error:
+        return error
   return None

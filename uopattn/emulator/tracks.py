@@ -2,7 +2,7 @@
 
 Otherwise all lanes execute a statement together, which no kernel can whose warpgroups wait for each other in turns.
 Here one workgroup runs at a time, and of its warpgroups one at a time until it must wait. Then, and whenever it signals
-something, the last warpgroup that can go on goes on. So a producer, the last one, is as far ahead as it may be, and a
+something, another one goes on that can (`order`). A producer, the last one, is always as far ahead as it may be, and a
 copy is complete no sooner than somebody waits for it: whatever lacks a wait shows.
 
 What a wave knows of the others' work is a vector clock (Mattern, "Virtual time and global states of distributed
@@ -10,8 +10,9 @@ systems", 1989): who comes to a barrier leaves there what it knows, and who has 
 """
 
 import contextlib
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,30 @@ from .lanes import Run
 
 THREADS = 128  # of a warpgroup
 ALWAYS = np.iinfo(np.int64).max  # a wave knows what it did itself
+ORDERS = ("last", "first")
+_forced: str | None = None
+
+
+def order() -> str:
+  """Which warpgroup goes on of those that can, by EMU_ORDER: the last (the default), or after the producer the first.
+
+  Raises:
+    ValueError: EMU_ORDER is something else.
+  """
+  if (found := _forced or os.environ.get("EMU_ORDER", ORDERS[0])) not in ORDERS:
+    raise ValueError(f"EMU_ORDER={found}: must be one of {', '.join(ORDERS)}")
+  return found
+
+
+@contextlib.contextmanager
+def ordered(order: str) -> Iterator[None]:
+  """Let warpgroups go on in a given order, whatever EMU_ORDER says."""
+  global _forced
+  before, _forced = _forced, order
+  try:
+    yield
+  finally:
+    _forced = before
 
 
 class _Ended(Exception):
@@ -75,6 +100,7 @@ class Tracks:
       lanes += [last & (run.wave == i) for i in np.unique(run.wave[last])[::-1]]  # the first, which brings, comes last
     self.tracks = [Track(self, x, body) for x in lanes]
     self.now = self.tracks[0]
+    self.order = self.tracks[::-1] if order() == "last" else [self.tracks[-1], *self.tracks[:-1]]
 
   error: BaseException | None
 
@@ -82,7 +108,7 @@ class Tracks:
     """Run all warpgroups to their end. Raises the first error of any."""
     try:
       while waiting := [x for x in self.tracks if not x.ended]:
-        following = next((x for x in reversed(waiting) if x.ready()), None)
+        following = next((x for x in self.order if not x.ended and x.ready()), None)
         if following is None:
           following = next((x for x in waiting if x.stuck is not None), waiting[0])
           following.must_fail = True
@@ -130,7 +156,7 @@ class Tracks:
     track.ready, track.stuck = (lambda: True), None
 
   def signalled(self) -> None:
-    """Let the last warpgroup go on that can, because this one has just signalled something."""
+    """Let the first in the order go on that can, because this warpgroup has just signalled something."""
     self.wait(lambda: True)
 
   def leave(self) -> None:

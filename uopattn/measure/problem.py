@@ -251,7 +251,6 @@ def prepare(config: Config) -> Problem:
       return Problem(q, k, v, launch_on(spec, Device.DEFAULT), spec)
     q, k, v = (x.shard(devices(config.gpus), shard_axis(config, spec)).realize() for x in (q, k, v))
     found = divided(q, k, v, spec, config.arguments)
-    assert found is not None
     launch = found.launch()
     return Problem(q, k, v, next(iter(launch.values())) if isinstance(launch, dict) else launch, spec, found)
   except NoKernel as error:

@@ -284,12 +284,14 @@ class OverlappedMainloop(Mainloop):
   def pass_over(self, n_tiles: UOp, started: UOp) -> UOp:
     """Leave the first tiles to the other warpgroups: pass the ping-pong barrier, and signal that this warp is done.
 
-    It waits for each tile, because a signal before that would count for what was in its slot.
+    Behind another work tile it waits for V, because a signal could count for the tile of that one in the same slot. All
+    warps are done with what was in the slot of K before V is there. Within a work tile the barrier is enough: the last
+    warpgroup, which passes over no tile, has begun tile n by then, and so is done with tile n - 2.
     """
     if n_tiles.vmax == 0:
       return started
     n_tile, begun = loop(self.s, n_tiles, started, early=True)
-    arrived = self.pipe.v.wait(n_tile, self.pipe.k.wait(n_tile, *begun))
+    arrived = begun[0] if self.pipe.counts is None else self.pipe.v.wait(n_tile, *begun)
     passed = self.ping_pong.arrive(self.ping_pong.sync(arrived))
     return UOp.group(self.pipe.k.release(n_tile, passed), self.pipe.v.release(n_tile, passed)).end(n_tile)
 

@@ -24,9 +24,9 @@ from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 
 from uopattn.dsl import instructions as ins
-from uopattn.dsl.math import LN2, LOG2E, exp2
+from uopattn.dsl.math import LN2, LOG2E
 from uopattn.dsl.rules.quantized import LARGEST
-from uopattn.dsl.scope import Scope, gated, sizes
+from uopattn.dsl.scope import gated
 
 FLOAT32_MAX = 3.4028234663852886e38
 LOWEST = -FLOAT32_MAX  # m_i of a row that has seen no key: not above any other, and finite, as -inf - -inf is NaN
@@ -226,29 +226,3 @@ def store_lse(lse: UOp, inside: UOp, head: UOp, row: UOp, numbers: list[UOp]) ->
   if len(numbers) == 1:
     return [gated(lse, inside, head, row).store(numbers[0])]
   return [gated(lse, inside, head, row, UOp.const(i)).store(x) for i, x in enumerate(numbers)]
-
-
-def normalize_rows(
-  s: Scope,
-  m_i: UOp,
-  l_i: UOp,
-  scaling: Scaling,
-  sink: Callable[[UOp], UOp | None],
-  lse: UOp | None,
-  within: tuple[UOp, ...],
-) -> tuple[UOp, list[UOp]]:
-  """Apply `normalize` to every row of a CPU's block; return the factors and the numbers for `lse`, all (rows,).
-
-  One loop computes all.
-
-  Args:
-    m_i, l_i: row maxima and row sums, (rows,).
-    sink: maps a row of the block to its sink logit.
-  """
-  r = s.axis(sizes(m_i)[0])
-  found = normalize(m_i[r].load() * scaling.natural, l_i[r].load(), sink(r), exp2)
-  values = [found.factor, *(found.numbers(lse) if lse is not None else [])]
-  to = [s.buffer(*sizes(m_i)).after(*within) for _ in values]
-  end = UOp.group(*(x[r].store(value) for x, value in zip(to, values, strict=True))).end(r)
-  factor, *numbers = (x.after(end) for x in to)
-  return factor, numbers
