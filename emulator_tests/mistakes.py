@@ -16,7 +16,7 @@ from uopattn.dsl.amd.staging import RegisterPipeline
 from uopattn.dsl.cpu import amx_operands
 from uopattn.dsl.gpu import tile_scheduler
 from uopattn.dsl.gpu.parts import PAIRS
-from uopattn.dsl.instructions import Cuda, Dialect
+from uopattn.dsl.instructions import Cpu, Cuda, Dialect
 from uopattn.dsl.nvidia import mma, mma_layout, swizzled, tensor_pipeline, tma, wgmma_mainloop, wgmma_softmax
 from uopattn.dsl.rules.rules import HeadRules
 from uopattn.kernels import (
@@ -541,9 +541,9 @@ DECODE = {
 }
 DECODE_PAIRS = {
   "weights the wrong way round": Mistake(
-    cpu_decode, "weighted_pair", lambda right: lambda to, weights, a, b, *rest: right(to, weights, b, a, *rest)
+    Cpu, "weighted_pair", lambda right: lambda self, to, weights, a, b, *rest: right(self, to, weights, b, a, *rest)
   ),
   "products of q with itself": Mistake(
-    cpu_decode, "dot_pairs", lambda right: lambda to, a, b, *rest: right(to, a, a, *rest)
+    Cpu, "dot_pairs", lambda right: lambda self, to, a, b, *rest: right(self, to, a, a, *rest)
   ),
 }

@@ -36,11 +36,12 @@ from tinygrad import UOp
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import LOG2E, Scope, clamp, sizes
-from uopattn.dsl.amd.fragments import HIP, MMA_SIZE, Fragments
+from uopattn.dsl.amd.fragments import MMA_SIZE, Fragments
 from uopattn.dsl.amd.products import LoadOperand, Mma, Operand
 from uopattn.dsl.amd.staging import LdsRows, LdsTiles, RegisterPipeline
 from uopattn.dsl.gpu.backward_mainloop import Elements, Factor, Mainloop, QueryHeads, ScoreRow, Sum
 from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.instructions import HIP, Hip
 from uopattn.dsl.packed import ALWAYS, words_of, words_of_all
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
@@ -323,7 +324,7 @@ class WaveMma:
   swaps: dict[Factor, LdsRows]
 
   @property
-  def dialect(self) -> str:
+  def dialect(self) -> Hip:
     return HIP
 
   @property

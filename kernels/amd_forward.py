@@ -40,13 +40,13 @@ from tinygrad import UOp
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import Scope, sizes
-from uopattn.dsl import instructions as ins
 from uopattn.dsl.amd.fnuz import FNUZ_LARGEST
-from uopattn.dsl.amd.fragments import HIP, MMA_SIZE, Fragments
+from uopattn.dsl.amd.fragments import MMA_SIZE, Fragments
 from uopattn.dsl.amd.products import LoadOperand, Mma, Operand
 from uopattn.dsl.amd.staging import LdsRows, LdsTiles, RegisterPipeline
 from uopattn.dsl.gpu.mainloop import Mainloop, SoftmaxRow, State
 from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.instructions import HIP
 from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.packed import words_of
 from uopattn.dsl.rules.head_view import HeadView
@@ -284,7 +284,7 @@ class WaveMma:
     f, m_tiles = self.mma.f, self.tiles.m_tiles
     m_new = self.mma.row_reduce(fmax, by_turns(fmax, [m_old, *scores], 3))
     if alone(f, m_tiles):
-      m_old = ins.pin(HIP, m_old)  # otherwise LLVM loads so much of K ahead that it spills
+      m_old = HIP.pin(m_old)  # otherwise LLVM loads so much of K ahead that it spills
     alpha = exp2((m_old - m_new) * scaling.log2)
     # RDNA3 pairs the difference and the product with others: 9.97 instructions for each matrix instruction, with a
     # factor of its own for each row 10.41 (D=64, float16). Elsewhere it is the other way round: gfx942 5.39 and 5.03.
@@ -329,7 +329,7 @@ class WaveMma:
     factor = factor if rules.o_scale is None else factor * rules.o_scale
     stores = self.mma.store_acc(o, head, row, state.acc[i], lambda x: x * factor)
     if lse is not None:
-      stores += store_lse(lse, row < self.M, head, row, [ins.pin(HIP, x) for x in found.numbers(lse)])
+      stores += store_lse(lse, row < self.M, head, row, [HIP.pin(x) for x in found.numbers(lse)])
     return stores
 
 
@@ -350,7 +350,7 @@ def twins(f: Fragments, x: UOp, m_tiles: int) -> tuple[UOp, UOp]:
   RDNA pairs two instructions into one if they read different registers. With two tiles of queries they do so anyway,
   and on RDNA3, which is short of registers, the copy does not pay; then both results are x.
   """
-  return x, ins.permlanex16(HIP, x) if alone(f, m_tiles) else x
+  return x, HIP.permlanex16(x) if alone(f, m_tiles) else x
 
 
 def alone(f: Fragments, m_tiles: int) -> bool:
@@ -359,11 +359,11 @@ def alone(f: Fragments, m_tiles: int) -> bool:
 
 
 def fmax(a: UOp, b: UOp) -> UOp:
-  return ins.fmax(HIP, a, b)
+  return HIP.fmax(a, b)
 
 
 def exp2(x: UOp) -> UOp:
-  return ins.exp2(HIP, x)
+  return HIP.exp2(x)
 
 
 SCHEDULE = Schedule(

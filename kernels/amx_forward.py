@@ -69,7 +69,7 @@ from uopattn.dsl.cpu.amx_operands import (
 from uopattn.dsl.cpu.amx_softmax import Weighing, key_bounds, rescale, row_maxima, update_maxima
 from uopattn.dsl.cpu.mainloop import KeyRows, KeyTile, KeyTiles, QueryBlock, finished
 from uopattn.dsl.cpu.work import STACK_LIMIT, blocks_per_call, even, fit_stack, items_per_thread, splits
-from uopattn.dsl.instructions import skip_trip
+from uopattn.dsl.instructions import CPU
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.softmax import LOWEST, Scaling
@@ -182,7 +182,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   unit, first_unit = s.axis(units), block.first_unit(loop.index)
   inside, slot = (*loop.axes, unit, begun), slot_of(unit, loop.index, units)
   if isinstance(first_unit, UOp):
-    inside = *loop.axes, unit, skip_trip(unit < first_unit, *inside)
+    inside = *loop.axes, unit, CPU.skip_trip(unit < first_unit, *inside)
   if not block.overlaps:
     keys, ahead = block.keys(k, k_tiles, loop.index), block.prefetch(k, loop.index)
     inside = *inside, block.multiply_qk(keys, unit, slot, *inside, between=ahead)

@@ -18,7 +18,7 @@ from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType, KernelInfo
 
 from uopattn.dsl import LOG2E, Scope, exp2, gated, sizes
-from uopattn.dsl import instructions as ins
+from uopattn.dsl.instructions import CUDA, HIP, Dialect
 from uopattn.dsl.rules.quantized import LARGEST, rounded_bits
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.softmax import normalize
@@ -67,9 +67,9 @@ def on_cpu(o: UOp, partial_o: UOp, partial_lse: UOp, lse: UOp | None = None, *, 
   return _kernel(o, splits, UOp.group(*stores).end(row, head))
 
 
-def on_gpu(dialect: str, o: UOp, partial_o: UOp, partial_lse: UOp, lse: UOp | None = None, *, rules: Rules) -> UOp:
+def on_gpu(dialect: Dialect, o: UOp, partial_o: UOp, partial_lse: UOp, lse: UOp | None = None, *, rules: Rules) -> UOp:
   """Build the kernel for a dialect of GPUs (`uopattn.dsl.instructions`); other arguments as for `on_cpu`."""
-  (heads, rows, Dv), s, power = sizes(o), Scope(), partial(ins.exp2, dialect)
+  (heads, rows, Dv), s, power = sizes(o), Scope(), dialect.exp2
   splits, threads = sizes(partial_o)[0] // heads, min(MOST_THREADS, round_up(Dv, WARP))
   item, lane = s.axis(heads * rows, AxisType.GLOBAL), s.axis(threads, AxisType.LOCAL)
   head, row = item // rows, item % rows
@@ -98,7 +98,7 @@ def on_gpu(dialect: str, o: UOp, partial_o: UOp, partial_lse: UOp, lse: UOp | No
   stores = []
   for i, d in enumerate(columns):
     value = acc.after(end)[i].load() * finished.factor
-    if dialect == "hip" and o.dtype in LARGEST:
+    if dialect is HIP and o.dtype in LARGEST:
       place = row_start(o, head, row) + d
       stores.append(as_type(o, dtypes.uchar)[place.valid(d < Dv)].store(rounded_bits(value, o.dtype)))
     else:
@@ -125,5 +125,5 @@ def _schedule(device: str, build: Callable[..., UOp]) -> Schedule:
 
 SCHEDULES = tuple(
   _schedule(device, build)
-  for device, build in (("CPU", on_cpu), ("AMD", partial(on_gpu, "hip")), ("CUDA", partial(on_gpu, "cuda")))
+  for device, build in (("CPU", on_cpu), ("AMD", partial(on_gpu, HIP)), ("CUDA", partial(on_gpu, CUDA)))
 )

@@ -33,7 +33,7 @@ from uopattn.dsl import Scope, exp2, sizes
 from uopattn.dsl.cpu.mainloop import KeyRows, QueryBlock, finished
 from uopattn.dsl.cpu.register_blocks import accumulate, add_steps, register_blocks, zeros
 from uopattn.dsl.cpu.work import STACK_LIMIT, check_stack, even, largest_divisor, splits
-from uopattn.dsl.instructions import add_pairs, add_quads, dot_pairs, weighted_pair
+from uopattn.dsl.instructions import CPU
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.softmax import LOWEST
@@ -223,7 +223,7 @@ def multiply_qk(s: Scope, q: UOp, k: KeyRows, v: KeyRows, block_n: int, tiles: T
       def dots(before: UOp, i: UOp) -> list[UOp]:
         d = begin + i * width
         places = [(before[a, 0], q[first_row + a // keys, d], k.place(key + a % keys, d)) for a in range(rows * keys)]
-        return fetches(i) + [dot_pairs(*place) for place in places]
+        return fetches(i) + [CPU.dot_pairs(*place) for place in places]
 
       acc = add_steps(s, acc, chunks, dots) if tiles.pairs else accumulate(s, acc, chunks, width, term, fetches)
     sums = sum_lanes(s, acc, inner)
@@ -237,7 +237,7 @@ def sum_lanes(s: Scope, x: UOp, within: tuple[UOp, ...]) -> UOp:
   if sizes(x)[1] not in (4, 8, 16):  # no machine has such vectors
     return fold(s, x, UOp.__add__, within)
   # First within groups of four lanes, then between them, so that the sums end up in the order of the rows.
-  levels = [add_pairs, add_pairs, add_quads, add_quads][: sizes(x)[1].bit_length() - 1]
+  levels = [CPU.add_pairs, CPU.add_pairs, CPU.add_quads, CPU.add_quads][: sizes(x)[1].bit_length() - 1]
   for add in levels:
     (rows, lanes), before = sizes(x), x
     halves = s.buffer(ceildiv(rows, 2), lanes)
@@ -333,7 +333,7 @@ def multiply_pv(
         for r in range(rows)
         for at in range(0, columns, tiles.lanes)
       ]
-      return fetches(i) + [weighted_pair(*place) for place in places]
+      return fetches(i) + [CPU.weighted_pair(*place) for place in places]
 
     out = zeros(s, rows, columns, inner)
     steps = block_n // keys

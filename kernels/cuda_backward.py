@@ -40,9 +40,9 @@ from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import Scope, sizes
-from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.backward_mainloop import Elements, Factor, Mainloop, QueryHeads, ScoreRow, Sum
 from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.instructions import CUDA, TURING, Cuda
 from uopattn.dsl.nvidia.cp_async import CpAsyncPipeline
 from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, Accumulators, Left, Mma
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, row_elements, row_of, store_scaled
@@ -58,7 +58,6 @@ from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.schedule import DTYPES_16_32, Problem, Schedule, passes
 from uopattn.dsl.target import Target
 
-CUDA, TURING = "cuda", "sm_75"
 BITS = {8: dtypes.uint, 16: dtypes.ushort}  # elements per step -> an integer of their size
 
 
@@ -115,7 +114,7 @@ class Tiles:
     return self.warps * WARP
 
   @property
-  def dialect(self) -> str:
+  def dialect(self) -> Cuda:
     """Family of the instructions that sm_75 does differently; see `uopattn.dsl.instructions`."""
     return TURING if self.turing else CUDA
 
@@ -329,7 +328,7 @@ class WarpMma:
     return cls(Mma(s, dtype, tiles.turing, tiles.parts), group, tiles, stationary), streamed
 
   @property
-  def dialect(self) -> str:
+  def dialect(self) -> Cuda:
     return CUDA
 
   @cached_property
@@ -369,7 +368,7 @@ class WarpMma:
     left, parts = stationary or self.load(tiles[0].memory), self.mma.parts
     s = self.product(left[0], tiles[0], starts[0])
     # In parts the second tile is read only once the first product is computed, for want of registers.
-    second = tiles[1].after(ins.read_later(CUDA, s[max(s)])) if parts > 1 else tiles[1]
+    second = tiles[1].after(CUDA.read_later(s[max(s)])) if parts > 1 else tiles[1]
     return [s, self.product(left[1], second, starts[1])]
 
   def product(self, left: list[Left], tile: SwizzledTiles, start: Elements | None) -> Elements:

@@ -43,9 +43,9 @@ from tinygrad import UOp
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import Scope, sizes
-from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.mainloop import Mainloop, SoftmaxRow, State
 from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.instructions import CUDA, TURING, Cuda
 from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.nvidia.cp_async import CpAsyncPipeline
 from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, STEPS, Left, Mma, check_step, check_type
@@ -68,8 +68,6 @@ from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import Scaling, online_softmax, p_scale_of
 from uopattn.dsl.schedule import DTYPES, HEAD_SCALES, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
-
-CUDA, TURING = "cuda", "sm_75"
 
 
 @dataclass(frozen=True)
@@ -125,7 +123,7 @@ class Tiles:
     return 2 if self.step == STEP_BYTES // 4 and not self.tf32 else 1
 
   @property
-  def dialect(self) -> str:
+  def dialect(self) -> Cuda:
     """Family of the instructions that sm_75 does differently; see `uopattn.dsl.instructions`."""
     return TURING if self.turing else CUDA
 
@@ -276,7 +274,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   filled = (pipeline.prologue if tiles.in_registers else pipeline.start)(*queries)
   loop = Mainloop(s, unit, pipeline, head_rules, key_range, tiles.block_n)
   state = loop.run(unit.queries(q_tile.tile(UOp.const(0), filled)), state.after(filled))
-  state = state.after(ins.cp_async_wait(tiles.dialect, 0, *state))  # no copy may be in flight at the end
+  state = state.after(tiles.dialect.cp_async_wait(0, *state))  # no copy may be in flight at the end
 
   stores = []
   for i in range(len(unit.rows)):
@@ -338,7 +336,7 @@ class WarpMma:
     # memory leave no registers for that. So O is rescaled only after l_i is known.
     few = not self.tiles.in_registers
     p, m_i, l_i, alpha = online_softmax(CUDA, scores, scaling, m_old, l_old, row_reduce, self.p_scale_log2)
-    return p, m_i, l_i, ins.tied(CUDA, alpha, l_i) if few else alpha
+    return p, m_i, l_i, CUDA.tied(alpha, l_i) if few else alpha
 
   def as_operands(self, p: list[list[UOp]], *after: UOp) -> list[list[UOp]]:
     """P as left operands: for each tile of queries, one per step along the keys."""

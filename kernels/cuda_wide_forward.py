@@ -36,9 +36,9 @@ from tinygrad.dtype import AddrSpace
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import Scope, sizes
-from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.mainloop import Mainloop, SoftmaxRow, State
 from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.instructions import CUDA, TURING, Cuda
 from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.nvidia.cp_async import AlternatingPipeline, CpAsyncPipeline
 from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, STEPS, Accumulators, Mma, check_step, check_type
@@ -62,7 +62,6 @@ from uopattn.dsl.rules.softmax import Scaling, online_softmax, p_scale_of
 from uopattn.dsl.schedule import DTYPES, LEAST_KEYS, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
 
-CUDA, TURING = "cuda", "sm_75"
 WORDS = 4  # 32-bit words of a left operand per lane
 
 
@@ -134,7 +133,7 @@ class Tiles:
     return self.warps * WARP
 
   @property
-  def dialect(self) -> str:
+  def dialect(self) -> Cuda:
     """Family of the instructions that sm_75 does differently; see `uopattn.dsl.instructions`."""
     return TURING if self.turing else CUDA
 
@@ -277,7 +276,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   filled = pipeline.start(*queries)  # the queries arrive with the first tile
   loop = Mainloop(s, unit, pipeline, head_rules, key_range, tiles.block_n)
   state = loop.run(q_tile.tile(UOp.const(0), filled), state.after(filled))
-  state = state.after(ins.cp_async_wait(dialect, 0, *state))  # no copy may be in flight at the end
+  state = state.after(dialect.cp_async_wait(0, *state))  # no copy may be in flight at the end
 
   stores = []
   l_i = exchange.sums(state.l_i)
@@ -347,9 +346,7 @@ class Exchange:
       word = own[0]
       for t in range(1, QUAD):
         word = (lane % QUAD).eq(t).where(own[t], word)
-      stores.append(
-        ins.store_word(CUDA, self.row[place(self.group.warp, chunk) + lane % QUAD], word.bitcast(dtypes.uint))
-      )
+      stores.append(CUDA.store_word(self.row[place(self.group.warp, chunk) + lane % QUAD], word.bitcast(dtypes.uint)))
     there, first = self.row.after(UOp.barrier(*stores)), self.group.warp // slices * slices
     return [
       [there[place(first + j, i // QUAD) + i % QUAD].load().bitcast(dtypes.float) for j in range(slices)]
@@ -366,7 +363,7 @@ class Exchange:
     """Store the words of this warp's left operands: for each tile of queries, one per step along its keys."""
     steps, slice_ = self.tiles.keys // self.tiles.step, self.group.warp % self.tiles.slices
     return [
-      ins.store_chunk(CUDA, self.p[self._place(i, slice_ * steps + step)], *words)
+      CUDA.store_chunk(self.p[self._place(i, slice_ * steps + step)], *words)
       for i, tile in enumerate(operands)
       for step, words in enumerate(tile)
     ]
@@ -443,7 +440,7 @@ class SliceMma:
     """P, m_i, l_i and alpha of each row: the maxima are those of the group, the rest is of this warp's keys."""
 
     def larger(a: UOp, b: UOp) -> UOp:
-      return ins.fmax(CUDA, a, b)
+      return CUDA.fmax(a, b)
 
     maxima = self.exchange.rows([row_reduce(larger, reduce(larger, x)) for x in scores])
 

@@ -14,9 +14,9 @@ from tinygrad.helpers import ceildiv
 from tinygrad.uop.ops import AxisType, KernelInfo
 
 from uopattn.dsl import Scope, gated, sizes
-from uopattn.dsl import instructions as ins
 from uopattn.dsl.cpu.register_blocks import register_blocks
 from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.instructions import CUDA, HIP, Dialect
 from uopattn.dsl.packed import words_of_all
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.schedule import DELTA, DLSE, DO, DTYPES_16_32, LSE, Kernel, O, Schedule
@@ -26,7 +26,7 @@ CHUNK_WORDS = 4  # 32-bit words in a chunk, which a lane loads at once
 CPU_ROWS, CPU_LANES = 64, 16
 
 
-def row_sums(dialect: str, delta: UOp, o: UOp, do: UOp, lse: UOp, dlse: UOp | None = None) -> UOp:
+def row_sums(dialect: Dialect, delta: UOp, o: UOp, do: UOp, lse: UOp, dlse: UOp | None = None) -> UOp:
   """Build the kernel for a dialect of GPUs (`uopattn.dsl.instructions`).
 
   Args:
@@ -45,7 +45,7 @@ def row_sums(dialect: str, delta: UOp, o: UOp, do: UOp, lse: UOp, dlse: UOp | No
   terms = [a * b for c in chunks for a, b in zip(left(c), right(c), strict=True)]
   total = reduce(UOp.__add__, terms)
   for distance in (1, 2, 4):
-    total = total + ins.shuffle_xor(dialect, total, distance)
+    total = total + dialect.shuffle_xor(total, distance)
   head, query = row // M, row % M
   value = total if dlse is None else total - gated(dlse, exists, head, query).load()
   value = gated(lse, exists, head, query).load().eq(float("-inf")).where(0.0, value)
@@ -108,7 +108,7 @@ def _schedule(device: str, build: Callable[..., UOp]) -> Schedule:
 
 
 SCHEDULES = (
-  _schedule("AMD", partial(row_sums, "hip")),
-  _schedule("CUDA", partial(row_sums, "cuda")),
+  _schedule("AMD", partial(row_sums, HIP)),
+  _schedule("CUDA", partial(row_sums, CUDA)),
   _schedule("CPU", on_cpu),
 )

@@ -26,7 +26,6 @@ from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl import Scope, sizes
-from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.backward_mainloop import (
   Elements,
   Factor,
@@ -39,6 +38,7 @@ from uopattn.dsl.gpu.backward_mainloop import (
   weights,
 )
 from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.mbarrier import MbarrierPipeline
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, row_of, store_scaled
@@ -50,8 +50,6 @@ from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
 from uopattn.dsl.schedule import DTYPES_16, Problem, Schedule, passes
 from uopattn.dsl.target import Target
-
-CUDA = "cuda"
 
 
 @dataclass(frozen=True)
@@ -294,7 +292,7 @@ class Mainloop:
     following = self.pipe.producer_load(n + self.pipe.ahead, started)
     ready = wgmma.wait(1, self.tiles.block, scores[0][0], following)
     products = self.elements(scores[0].after(ready))
-    p = weights(self.rules, score_rows, products, masked)
+    p = weights(CUDA, self.rules, score_rows, products, masked)
     of_p, of_ds = ([x for x in sums if x.left is factor] for factor in (Factor.P, Factor.DS))
     in_flight = ready
     for total in of_p:  # these products overlap with computing dS
@@ -317,7 +315,7 @@ class Mainloop:
   def start_sum(self, acc: UOp, factor: UOp, elements: Elements, tile: SwizzledTiles, *after: UOp) -> UOp:
     """Start acc += elements times a tile, (64, columns); `factor` is registers for the packed elements."""
     words = [
-      ins.pack(CUDA, elements[0, i, 2 * half], elements[0, i, 2 * half + 1], self.dtype)
+      CUDA.pack(elements[0, i, 2 * half], elements[0, i, 2 * half + 1], self.dtype)
       for i in range(self.tiles.block // MMA_N)
       for half in range(HALVES)
     ]

@@ -37,10 +37,10 @@ from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import Scope, sizes
-from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.parts import bfloat16_parts
 from uopattn.dsl.gpu.tile_scheduler import TileScheduler
 from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, WARP, loaded, row_of
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
@@ -59,7 +59,6 @@ from uopattn.dsl.target import Target
 from uopattn.dsl.view import View
 from uopattn.kernels.hopper_forward import L2_BYTES, MULTIPROCESSORS
 
-CUDA = "cuda"
 PARTS = 3
 MOST = 128  # columns of a head
 SPLIT_WARPS = 8  # of a workgroup of `split`
@@ -260,8 +259,8 @@ def store_queries(q: HeadView, to: SwizzledTiles, first: UOp, group: Workgroup, 
   for first_row in range(0, wgmma.M, threads // of_row):
     row, chunk = warpgroup * wgmma.M + first_row + thread // of_row, thread % of_row
     words = chunk_of_parts(q, first + row, chunk * CHUNK, first + row < q.length, *after)
-    stores += [ins.store_chunk(CUDA, to.at(row, chunk + part * of_row), *x) for part, x in enumerate(words)]
-  return ins.named_barrier_sync(CUDA, 1 + warpgroup, threads, ins.fence_proxy_async(CUDA, *stores))
+    stores += [CUDA.store_chunk(to.at(row, chunk + part * of_row), *x) for part, x in enumerate(words)]
+  return CUDA.named_barrier_sync(1 + warpgroup, threads, CUDA.fence_proxy_async(*stores))
 
 
 def of_warpgroup(work_tile: WorkTile, rules: HeadRules, tiles: Tiles, warp: UOp) -> TileRange:

@@ -43,10 +43,10 @@ from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl import Scope, sizes
-from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.backward_mainloop import Elements, QueryHeads, score_vjp, weights
 from uopattn.dsl.gpu.tile_scheduler import TileScheduler
 from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.math import LOG2E
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.gradient_pipeline import GradientPipeline
@@ -80,7 +80,6 @@ from uopattn.dsl.schedule import (
 )
 from uopattn.dsl.target import Target
 
-CUDA = "cuda"
 BLOCK = 64  # queries per tile
 PART = 64  # columns of a part of dQ, whose rows are a tile
 THREADS = WARPS * WARP
@@ -347,12 +346,12 @@ def add_dq(
   outer = () if heads.count == 1 else (heads.member,)
   n, begun = loop(s, heads.query_range.n_tiles, after, once, *outer)
   tile, size = heads.head * sizes(semaphores)[1] + heads.query_range.tile(n), sizes(part)[0]
-  taken = ins.semaphore_wait(CUDA, semaphores.base[tile], block, leads & (block > 0), *begun)
+  taken = CUDA.semaphore_wait(semaphores.base[tile], block, leads & (block > 0), *begun)
   givers = 1 if sizes(dq_sum)[2] == 1 else tiles.warpgroups
-  met = ins.named_barrier_sync(CUDA, DS_STORED + tiles.warpgroups, givers * THREADS + WARP, taken)
-  added = ins.tma_reduce_add(CUDA, dq_sum.base[tile * size], part.after(met)[0], 4 * size, block.eq(0), leads, met)
-  free = ins.mbarrier_arrive(CUDA, barrier[0], leads, ins.bulk_wait_read(CUDA, leads, added))
-  done = ins.semaphore_release(CUDA, semaphores.base[tile], block + 1, leads, ins.bulk_wait(CUDA, leads, free)).end(n)
+  met = CUDA.named_barrier_sync(DS_STORED + tiles.warpgroups, givers * THREADS + WARP, taken)
+  added = CUDA.tma_reduce_add(dq_sum.base[tile * size], part.after(met)[0], 4 * size, block.eq(0), leads, met)
+  free = CUDA.mbarrier_arrive(barrier[0], leads, CUDA.bulk_wait_read(leads, added))
+  done = CUDA.semaphore_release(semaphores.base[tile], block + 1, leads, CUDA.bulk_wait(leads, free)).end(n)
   for axis in (*outer, once):
     done = done.end(axis)
   return done
@@ -465,7 +464,7 @@ class Mainloop:
       lse = pipe.q.numbers(number, columns, ready)
       score_rows = score_rows_by_column(rows, queries, [(x, x) for x in lse])
       products = self.elements(scores[0].after(ready))
-      p = weights(rules, score_rows, products, masked)
+      p = weights(CUDA, rules, score_rows, products, masked)
       started = self.start_sum(of_dv, self.packed(words[0], p, ready), pipe.do.tile(number), ready)
       ready = wait_for(1, scores[1], started)
       delta = pipe.do.numbers(number, columns, ready)  # only now, for want of registers
@@ -476,29 +475,27 @@ class Mainloop:
       begun = UOp.group(*self.store_ds(i, number, ds))
       if i + 1 < len(sums):  # words of P are free before the next products start, for want of registers
         begun = wait_for(1, of_dv, self.start_sum(of_dk, ds, pipe.q.tile(number), begun))
-    started = self.start_part(number, part, self.sync(ins.fence_proxy_async(CUDA, begun)))
+    started = self.start_part(number, part, self.sync(CUDA.fence_proxy_async(begun)))
     started = self.start_sum(of_dk, ds, pipe.q.tile(number), started)
     waited = wait_for(1, part, wait_for(2, of_dv, started))
-    free = ins.mbarrier_wait(CUDA, pipe.free[0], (number + 1) % 2, waited)
-    given = self.give(ins.fence_proxy_async(CUDA, *self.store_part(part.after(free), free)))
+    free = CUDA.mbarrier_wait(pipe.free[0], (number + 1) % 2, waited)
+    given = self.give(CUDA.fence_proxy_async(*self.store_part(part.after(free), free)))
     return pipe.q.release(number, wait_for(0, of_dk, given))
 
   def sync(self, *after: UOp) -> UOp:
     """Wait until dS, and what this warpgroup adds its part of dQ to, are in shared memory."""
     if self.splits_columns:
-      return ins.named_barrier_sync(CUDA, DS_STORED, self.tiles.warpgroups * THREADS, *after)
+      return CUDA.named_barrier_sync(DS_STORED, self.tiles.warpgroups * THREADS, *after)
     threads = self.warpgroup.eq(0).where(UOp.const(THREADS), 2 * THREADS)
-    return ins.named_barrier_sync(CUDA, DS_STORED + self.warpgroup, threads, *after)
+    return CUDA.named_barrier_sync(DS_STORED + self.warpgroup, threads, *after)
 
   def give(self, *after: UOp) -> UOp:
     """Signal that the part of dQ is in shared memory: to the next warpgroup, or to the warp that adds it to memory."""
     warpgroups, last = self.tiles.warpgroups, self.warpgroup.eq(self.tiles.warpgroups - 1)
     if self.splits_columns:
-      return ins.named_barrier_arrive(
-        CUDA, DS_STORED + warpgroups, warpgroups * THREADS + WARP, UOp.const(True), *after
-      )
+      return CUDA.named_barrier_arrive(DS_STORED + warpgroups, warpgroups * THREADS + WARP, UOp.const(True), *after)
     threads = last.where(UOp.const(THREADS + WARP), 2 * THREADS)
-    return ins.named_barrier_arrive(CUDA, DS_STORED + self.warpgroup + 1, threads, UOp.const(True), *after)
+    return CUDA.named_barrier_arrive(DS_STORED + self.warpgroup + 1, threads, UOp.const(True), *after)
 
   def start_scores(self, row_tile: int, stationary: Slots, tile: SwizzledTiles, into: UOp, *after: UOp) -> UOp:
     """Start the product of a tile of this warpgroup's keys with the rows of a tile, (64, block)."""
@@ -510,7 +507,7 @@ class Mainloop:
   def packed(self, words: UOp, elements: Elements, *after: UOp) -> UOp:
     """Round elements to 16 bits in registers for words of two, as they are left operands of products."""
     pairs = [(i, half) for i in range(BLOCK // MMA_N) for half in range(HALVES)]
-    found = [ins.pack(CUDA, elements[0, i, 2 * half], elements[0, i, 2 * half + 1], self.dtype) for i, half in pairs]
+    found = [CUDA.pack(elements[0, i, 2 * half], elements[0, i, 2 * half + 1], self.dtype) for i, half in pairs]
     return words.after(UOp.group(*[words.after(*after)[i].store(word) for i, word in enumerate(found)]))
 
   def start_sum(self, acc: UOp, words: UOp, tile: SwizzledTiles, *after: UOp) -> UOp:
@@ -526,8 +523,7 @@ class Mainloop:
     first = tile.at(row + lane % MMA_M, lane // MMA_M).src[1]
     per = tile.width // tile.chunk  # chunks per row of a panel; those of a row differ in some bits of the address
     return [
-      ins.stmatrix(
-        CUDA,
+      CUDA.stmatrix(
         tile.memory[(first ^ i % per * tile.chunk) + i // per * tile.panel],
         *(words[2 * i + j].load() for j in range(4)),
       )
@@ -559,7 +555,7 @@ class Mainloop:
     """Store this warpgroup's part of dQ to shared memory."""
     memory, words = self.dq.after(*after), [part[i].load().bitcast(dtypes.uint) for i in range(PART // 2)]
     places = self.places()
-    return [ins.store_chunk(CUDA, memory[places[i]], *words[i : i + 4]) for i in range(0, len(words), 4)]
+    return [CUDA.store_chunk(memory[places[i]], *words[i : i + 4]) for i in range(0, len(words), 4)]
 
   def elements(self, scores: UOp) -> Elements:
     """Return this lane's elements of S or dP."""

@@ -23,7 +23,6 @@ and 56 with 64. Nothing spills. scripts/results/KERNELS.md has more.
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 from tinygrad import UOp, dtypes
@@ -31,8 +30,8 @@ from tinygrad.dtype import AddrSpace
 from tinygrad.helpers import round_up
 
 from uopattn.dsl import Scope, sizes
-from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia import wgmma, wgmma_mainloop
 from uopattn.dsl.nvidia.exchange import THREADS, WARPGROUPS, WORDS, Exchange
 from uopattn.dsl.nvidia.mma_layout import HALVES, loaded
@@ -49,7 +48,6 @@ from uopattn.dsl.schedule import DTYPES_16, Kernel, Problem, Schedule, group_of_
 from uopattn.dsl.target import Target
 from uopattn.kernels.hopper_wide_forward import MOST_COLUMNS, OTHER_BYTES, SERVED, SharedRows, preferred, split_of_keys
 
-CUDA = "cuda"
 KEYS = 64  # of a warpgroup's tile
 STEPS = KEYS // wgmma.K  # of a product with P
 
@@ -226,7 +224,7 @@ class Seesaw(Exchange):
 
   def init(self) -> list[UOp]:
     """Initialize the barriers."""
-    return [ins.mbarrier_init(CUDA, self.given[i], THREADS, self.group.thread.eq(0)) for i in range(WARPGROUPS)]
+    return [CUDA.mbarrier_init(self.given[i], THREADS, self.group.thread.eq(0)) for i in range(WARPGROUPS)]
 
   def begin(self, m_i: float | UOp, *after: UOp) -> UOp:
     """Write what the first warpgroup reads before its first tile: the maxima m_i, and any P."""
@@ -237,11 +235,11 @@ class Seesaw(Exchange):
   def give(self, rows: list[UOp], words: list[UOp], *after: UOp) -> UOp:
     """Give the other warpgroup a number for each of this lane's two rows, and words of P, after `after`."""
     arrived = self.store_row(rows, *after), *self.store_words(words, 0, *after)
-    return ins.mbarrier_arrive(CUDA, self.given[self.warpgroup], UOp.const(True), *arrived)
+    return CUDA.mbarrier_arrive(self.given[self.warpgroup], UOp.const(True), *arrived)
 
   def wait(self, warpgroup: int, n: UOp, *after: UOp) -> UOp:
     """Wait until a warpgroup has given what it has of pair n; there is no pair -1."""
-    return ins.mbarrier_wait(CUDA, self.given[warpgroup], n % 2, *after)
+    return CUDA.mbarrier_wait(self.given[warpgroup], n % 2, *after)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,7 +324,7 @@ class Mainloop(wgmma_mainloop.Mainloop):
 
   def alpha(self, old: UOp, new: UOp) -> UOp:
     """The factor on what was summed relative to the maximum `old`."""
-    return self.rules.scaling.alpha(partial(ins.exp2, CUDA), old, new)
+    return self.rules.scaling.alpha(CUDA.exp2, old, new)
 
   def rescale(self, acc: UOp, factors: list[UOp]) -> list[UOp]:
     return [acc[i].store(acc[i].load() * factors[i % 4 // 2]) for i in range(sizes(acc)[0])]

@@ -25,8 +25,8 @@ from tinygrad import UOp
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import Scope, sizes
-from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.exchange import THREADS, WARPGROUPS, WORDS, Exchange
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, WARP, loaded, row_of
@@ -233,7 +233,7 @@ class Mainloop(SequentialMainloop):
     scores = rows.scores(self.scores.after(*after))
     own = row_maxima(scores)
     others, met = exchange.swapped(own, *after)
-    maxima = [ins.fmax("cuda", a, b) for a, b in zip(own, others, strict=True)]
+    maxima = [CUDA.fmax(a, b) for a, b in zip(own, others, strict=True)]
     found = rows.softmax(scores, loaded(state.m_i), loaded(state.l_i), maxima)
     stores = found.stores(state.m_i.after(*after), state.l_i.after(*after))
     stored = exchange.store_words(self.packed(found), exchange.warpgroup * (steps // WARPGROUPS), met)

@@ -7,6 +7,7 @@ from tinygrad.uop.ops import KernelInfo
 
 from uopattn.dsl import Scope, clamp, exp2
 from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.instructions import CPU
 from uopattn.dsl.math import LN2, LOG2E, tanh
 from uopattn.dsl.rules.softmax import FLOAT32_MAX, LOWEST, Scaling
 
@@ -51,9 +52,9 @@ def test_the_largest_weight_is_1_whatever_the_score(scale: float, p_scale: int) 
   near = np.float32(min(limit, 3e38)) * (1 + steps)
   ends = [1e14, -1e14] if p_scale else [FLOAT32_MAX, LOWEST, 1e20, -1e20]  # of 8-bit operands scores are smaller
   x = np.concatenate([near, -near, ends, [0, 1]]).astype(np.float32)
-  factor = elementwise(lambda u: scaling.factor("c", u, p_scale) + 0 * u, x)
-  shift = elementwise(lambda u: scaling.shift("c", u, scaling.factor("c", u, p_scale), p_scale), x)
-  raised = -np.log2(elementwise(lambda u: scaling.unit("c", u, p_scale) + 0 * u, x))
+  factor = elementwise(lambda u: scaling.factor(CPU, u, p_scale) + 0 * u, x)
+  shift = elementwise(lambda u: scaling.shift(CPU, u, scaling.factor(CPU, u, p_scale), p_scale), x)
+  raised = -np.log2(elementwise(lambda u: scaling.unit(CPU, u, p_scale) + 0 * u, x))
   assert np.isfinite(shift).all()
   assert set(raised) <= {0, p_scale}
   assert not p_scale or 0 in raised or limit > FLOAT32_MAX

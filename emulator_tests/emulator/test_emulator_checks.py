@@ -7,7 +7,7 @@ from tinygrad import Context, Tensor, UOp, dtypes
 from tinygrad.uop.ops import Ops
 
 import uopattn.emulator as emulator
-from uopattn.dsl import instructions as ins
+from uopattn.dsl.instructions import CUDA, HIP
 
 T = 64  # threads: two waves of 32
 X = np.random.default_rng(0).standard_normal(T).astype(np.float32)
@@ -125,7 +125,7 @@ def shuffled_in_loop(unit):
     t, acc = threads(T), reg(0, 1)
     acc = acc.after(acc[0].store(0.0))
     i = loop(t // unit + 1)
-    other = ins.shuffle_xor("hip", x[t].load() + i.cast(dtypes.float), 1)
+    other = HIP.shuffle_xor(x[t].load() + i.cast(dtypes.float), 1)
     end = acc[0].store(acc.after(i)[0].load() + other).end(i)
     return kernel(f"shuffled_in_loop{unit}", [o[t].store(acc.after(end)[0].load())], t)
 
@@ -221,7 +221,7 @@ def test_unknown_text():
 def test_inlined_shuffle():
   def inlined(o, x):
     t = threads(T)
-    shuffle = ins.shuffle_xor("hip", x[t].load(), 1)
+    shuffle = HIP.shuffle_xor(x[t].load(), 1)
     return kernel("inlined", [o[t].store(shuffle.replace(op=Ops.CUSTOMI))], t)
 
   with pytest.raises(emulator.UnknownInstruction, match=r"shuffle_xor must be Ops\.CUSTOM"):
@@ -233,11 +233,11 @@ def copied(wait, commit=True, pending=0):
 
   def body(o, x):
     t, s = threads(T), lds(0, 4 * T)
-    done = ins.cp_async("cuda", s[4 * t], x[4 * t])
+    done = CUDA.cp_async(s[4 * t], x[4 * t])
     if commit:
-      done = ins.cp_async_commit("cuda", done)
+      done = CUDA.cp_async_commit(done)
     if wait:
-      done = ins.cp_async_wait("cuda", pending, done)
+      done = CUDA.cp_async_wait(pending, done)
     s = s.after(UOp.barrier(done))
     return kernel(
       f"copied{wait}{commit}{pending}", [o[4 * t + i].store(s[4 * T - 1 - 4 * t - i].load()) for i in range(4)], t
@@ -259,7 +259,7 @@ def test_asynchronous_copy_is_there_after_its_wait_only():
 def test_misaligned_copy():
   def shifted(o, x):
     t, s = threads(T), lds(0, 5 * T)
-    done = ins.cp_async_wait("cuda", 0, ins.cp_async_commit("cuda", ins.cp_async("cuda", s[5 * t], x[4 * t])))
+    done = CUDA.cp_async_wait(0, CUDA.cp_async_commit(CUDA.cp_async(s[5 * t], x[4 * t])))
     return kernel("shifted", [o[t].store(s.after(UOp.barrier(done))[5 * t].load())], t)
 
   with pytest.raises(emulator.OutOfBounds, match="16 does not divide"):

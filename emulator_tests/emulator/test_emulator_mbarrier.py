@@ -8,7 +8,7 @@ from emulator_kernels import kernel, launch, lds, loop, threads
 from tinygrad import UOp, dtypes
 
 import uopattn.emulator as emulator
-from uopattn.dsl import instructions as ins
+from uopattn.dsl.instructions import CUDA
 
 COUNT = 64  # threads: two waves
 
@@ -19,14 +19,14 @@ def reverse(*, make=None, sync=True, arrivals=COUNT, arrive=None, parity=0, at=0
   def body(o, x):
     t, memory, barriers = threads(COUNT), lds(1, COUNT), lds(2, 1, dtypes.ulong)
     barrier = barriers[at]
-    made = () if make is False else (ins.mbarrier_init("cuda", barrier, arrivals, t.eq(0)),)
+    made = () if make is False else (CUDA.mbarrier_init(barrier, arrivals, t.eq(0)),)
     if make == "twice":
       again = loop(2)
-      made = (ins.mbarrier_init("cuda", barrier, arrivals, t.eq(0), again).end(again),)
+      made = (CUDA.mbarrier_init(barrier, arrivals, t.eq(0), again).end(again),)
     ready = UOp.barrier(UOp.group(*made)) if sync else UOp.group(*made)
     stored = memory.after(ready)[t].store(x[t].load())
-    done = ins.mbarrier_arrive("cuda", barrier, t >= 0 if arrive is None else arrive(t), stored)
-    done = ins.mbarrier_wait("cuda", barrier, parity, done)
+    done = CUDA.mbarrier_arrive(barrier, t >= 0 if arrive is None else arrive(t), stored)
+    done = CUDA.mbarrier_wait(barrier, parity, done)
     return kernel("reverse", [o[t].store(memory.after(done)[COUNT - 1 - t].load())], t)
 
   return body

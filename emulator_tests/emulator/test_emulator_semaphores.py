@@ -9,9 +9,9 @@ from emulator_kernels import groups, kernel, launch, lds, loop, reg, threads
 from tinygrad import UOp, dtypes
 
 import uopattn.emulator as emulator
-from uopattn.dsl import instructions as ins
+from uopattn.dsl.instructions import CUDA
 
-CUDA, ARCH = "cuda", "sm_90"
+ARCH = "sm_90"
 GROUP, COUNT = 256, 3  # threads per workgroup, and workgroups
 Kernel = Callable[..., UOp]
 
@@ -35,22 +35,22 @@ def added(
 
   def body(o: UOp, semaphores: UOp) -> UOp:
     t, g, memory, barriers = threads(GROUP), groups(COUNT), lds(1, 4 * GROUP + 4), lds(2, 1, dtypes.ulong)
-    made = UOp.barrier(ins.mbarrier_init(CUDA, barriers[0], 1, t.eq(0)))
-    last, lead = ins.exit_warps(CUDA, t < 0, made), when(t)
+    made = UOp.barrier(CUDA.mbarrier_init(barriers[0], 1, t.eq(0)))
+    last, lead = CUDA.exit_warps(t < 0, made), when(t)
     for i in range(2):
       number = (g * GROUP + t + i).cast(dtypes.float).bitcast(dtypes.uint)
-      stored = ins.store_chunk(CUDA, memory.after(last)[t * 4], *[number] * 4)
-      stored = ins.fence_proxy_async(CUDA, stored) if fenced else stored
-      stored = ins.named_barrier_sync(CUDA, UOp.const(1), GROUP, stored) if met else stored
+      stored = CUDA.store_chunk(memory.after(last)[t * 4], *[number] * 4)
+      stored = CUDA.fence_proxy_async(stored) if fenced else stored
+      stored = CUDA.named_barrier_sync(UOp.const(1), GROUP, stored) if met else stored
       own = semaphores[i]
-      last = ins.semaphore_wait(CUDA, own, g, lead, stored) if taken else stored
+      last = CUDA.semaphore_wait(own, g, lead, stored) if taken else stored
       to = o[i * 4 * GROUP]
-      last = ins.tma_reduce_add(CUDA, to, memory[start], 16 * GROUP, g.eq(first), lead, last)
-      last = ins.bulk_wait_read(CUDA, lead, last) if read else last
-      last = ins.mbarrier_arrive(CUDA, barriers[0], t.eq(0), last)
-      last = ins.bulk_wait(CUDA, lead, last) if waited else last
-      last = ins.semaphore_release(CUDA, own, g + given, lead, last)
-      last = ins.mbarrier_wait(CUDA, barriers[0], i, last)
+      last = CUDA.tma_reduce_add(to, memory[start], 16 * GROUP, g.eq(first), lead, last)
+      last = CUDA.bulk_wait_read(lead, last) if read else last
+      last = CUDA.mbarrier_arrive(barriers[0], t.eq(0), last)
+      last = CUDA.bulk_wait(lead, last) if waited else last
+      last = CUDA.semaphore_release(own, g + given, lead, last)
+      last = CUDA.mbarrier_wait(barriers[0], i, last)
     return UOp.group(last).end(t, g).sink(arg=kernel("added", [], t).arg)
 
   return body
@@ -92,8 +92,8 @@ def test_stmatrix_stores_what_ldmatrix_loads(offset: int) -> None:
 
   def body(o: UOp, x: UOp) -> UOp:
     t, memory, words = threads(32), lds(1, 4 * 64 + 8, dtypes.ushort), reg(2, 4, dtypes.uint)
-    stored = ins.stmatrix(CUDA, memory[t * 8 + offset], *(x[t * 4 + i].load() for i in range(4)))
-    loaded = ins.ldmatrix(CUDA, words[0], memory.after(UOp.barrier(stored))[t * 8], UOp.barrier(stored))
+    stored = CUDA.stmatrix(memory[t * 8 + offset], *(x[t * 4 + i].load() for i in range(4)))
+    loaded = CUDA.ldmatrix(words[0], memory.after(UOp.barrier(stored))[t * 8], UOp.barrier(stored))
     stores = [o[t * 4 + i].store(words.after(loaded)[i].load()) for i in range(4)]
     return kernel("stored", stores, t)
 
@@ -110,12 +110,12 @@ def copied(*, expected: int = 64, start: int = 4, elected: int = 0, waits: bool 
 
   def body(o: UOp, x: UOp) -> UOp:
     t, memory, barriers = threads(32), lds(1, 16), lds(2, 1, dtypes.ulong)
-    made = ins.mbarrier_fence(CUDA, ins.mbarrier_init(CUDA, barriers[0], 1, t.eq(0)))
+    made = CUDA.mbarrier_fence(CUDA.mbarrier_init(barriers[0], 1, t.eq(0)))
     once = loop((t.eq(elected) if elected >= 0 else t < 2).cast(dtypes.weakint) * 2 // 2)
-    begun = ins.mbarrier_expect(CUDA, barriers[0], expected, UOp.barrier(made), once)
-    loaded = ins.bulk_load(CUDA, memory[0], x[start], 64, barriers[0], begun).end(once)
-    apart = ins.exit_warps(CUDA, t < 0, loaded)
-    waited = memory.after(ins.mbarrier_wait(CUDA, barriers[0], 0, apart) if waits else apart)
+    begun = CUDA.mbarrier_expect(barriers[0], expected, UOp.barrier(made), once)
+    loaded = CUDA.bulk_load(memory[0], x[start], 64, barriers[0], begun).end(once)
+    apart = CUDA.exit_warps(t < 0, loaded)
+    waited = memory.after(CUDA.mbarrier_wait(barriers[0], 0, apart) if waits else apart)
     return kernel("copied", [o[t % 16].store(waited[t % 16].load())], t)
 
   return body

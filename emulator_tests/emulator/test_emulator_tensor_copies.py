@@ -9,9 +9,9 @@ from emulator_kernels import kernel, launch, lds, loop, reg, threads
 from tinygrad import UOp, dtypes
 
 import uopattn.emulator as emulator
-from uopattn.dsl import instructions as ins
+from uopattn.dsl.instructions import CUDA
 
-CUDA, ARCH = "cuda", "sm_90"
+ARCH = "sm_90"
 ROWS, COLUMNS = 8, 64  # of a box
 HEIGHT = 21  # of the matrix, whose last box has 3 rows that do not exist
 GROUP = 128  # threads of a warpgroup; the second one is the producer
@@ -39,19 +39,19 @@ def copied(
 
   def body(o: UOp, x: UOp) -> UOp:
     t, memory, barriers = threads(2 * GROUP), lds(1, ROWS * COLUMNS + COLUMNS, dtypes.ushort), lds(2, 1, dtypes.ulong)
-    made = ins.mbarrier_init(CUDA, barriers[0], 1, t.eq(0))
-    made = ins.mbarrier_fence(CUDA, made) if fence else made
+    made = CUDA.mbarrier_init(barriers[0], 1, t.eq(0))
+    made = CUDA.mbarrier_fence(made) if fence else made
     room, shape = lds(3, 64, dtypes.uint)[0], (COLUMNS, height, 1, 1)
     when = (t // 32).eq(builder) if builder >= 0 else t.eq(0)
-    built = ins.tensor_map(CUDA, room, 0, x[first], shape, (pitch, 8, 8), ROWS, when) if mapped else made
+    built = CUDA.tensor_map(room, 0, x[first], shape, (pitch, 8, 8), ROWS, when) if mapped else made
     ready = UOp.barrier(made, built) if met else UOp.group(made, built)
-    known = ins.tensor_map_acquire(CUDA, 0, ready) if acquired else ready
+    known = CUDA.tensor_map_acquire(0, ready) if acquired else ready
     once = loop((t.eq(elected) if elected >= 0 else t >= GROUP).cast(dtypes.weakint) * 2 // 2)
-    begun = ins.mbarrier_expect(CUDA, barriers[0], expected, known, once)
+    begun = CUDA.mbarrier_expect(barriers[0], expected, known, once)
     place = (UOp.const(0), UOp.const(box * ROWS), UOp.const(0), UOp.const(0))
-    loaded = ins.tma_load(CUDA, memory[to], 0, barriers[0], place, False, begun).end(once)
-    consumers = ins.exit_warps(CUDA, t >= GROUP, loaded)
-    waited = memory.after(ins.mbarrier_wait(CUDA, barriers[0], parity, consumers))
+    loaded = CUDA.tma_load(memory[to], 0, barriers[0], place, False, begun).end(once)
+    consumers = CUDA.exit_warps(t >= GROUP, loaded)
+    waited = memory.after(CUDA.mbarrier_wait(barriers[0], parity, consumers))
     stores = []
     for i in range(ROWS * COLUMNS // GROUP):
       at = t % GROUP + i * GROUP
@@ -122,9 +122,9 @@ def in_turns(first: int) -> Callable[[UOp, UOp], UOp]:
   """Warpgroup 0, then warpgroup 1 meets at its own barrier; `first` gives the first turn."""
 
   def make(t: UOp, memory: UOp) -> UOp:
-    given = ins.named_barrier_arrive(CUDA, UOp.const(1), 2 * GROUP, warpgroup(t).eq(1 if first >= 0 else 2))
-    met = ins.named_barrier_sync(CUDA, 1 + warpgroup(t), 2 * GROUP, given)
-    return ins.named_barrier_arrive(CUDA, UOp.const(2), 2 * GROUP, warpgroup(t).eq(0), met)
+    given = CUDA.named_barrier_arrive(UOp.const(1), 2 * GROUP, warpgroup(t).eq(1 if first >= 0 else 2))
+    met = CUDA.named_barrier_sync(1 + warpgroup(t), 2 * GROUP, given)
+    return CUDA.named_barrier_arrive(UOp.const(2), 2 * GROUP, warpgroup(t).eq(0), met)
 
   return make
 
@@ -132,7 +132,7 @@ def in_turns(first: int) -> Callable[[UOp, UOp], UOp]:
 def left(t: UOp, memory: UOp) -> UOp:
   """Leave a loop of 5 trips in the fourth."""
   i = loop(5)
-  return memory.after(ins.leave_loop(CUDA, i.eq(3), apart(t), i))[t].store(i.cast(dtypes.float)).end(i)
+  return memory.after(CUDA.leave_loop(i.eq(3), apart(t), i))[t].store(i.cast(dtypes.float)).end(i)
 
 
 def handed_on(sees: bool = True) -> Callable[[UOp, UOp], UOp]:
@@ -145,8 +145,8 @@ def handed_on(sees: bool = True) -> Callable[[UOp, UOp], UOp]:
     def read(when: UOp, *after: UOp) -> UOp:
       return room.after(*after)[0].store(memory.after(*after)[(t % GROUP).valid(when)].load())
 
-    given = ins.named_barrier_arrive(CUDA, UOp.const(2), 2 * GROUP, first, read(first, filled))
-    met = ins.named_barrier_sync(CUDA, 1 + warpgroup(t), first.where(UOp.const(GROUP), 2 * GROUP), given)
+    given = CUDA.named_barrier_arrive(UOp.const(2), 2 * GROUP, first, read(first, filled))
+    met = CUDA.named_barrier_sync(1 + warpgroup(t), first.where(UOp.const(GROUP), 2 * GROUP), given)
     seen = read(first.logical_not(), met if sees else read(first, filled))
     return memory.after(seen)[(t % GROUP).valid(first.logical_not())].store(2.0)
 
@@ -158,9 +158,9 @@ def told_by(warp: int) -> Callable[[UOp, UOp], UOp]:
 
   def make(t: UOp, memory: UOp) -> UOp:
     words, first, count = lds(3, 2 * GROUP, dtypes.uint), warpgroup(t).eq(0), GROUP + 32
-    written = ins.store_word(CUDA, words[t], t.cast(dtypes.uint))
-    told = ins.named_barrier_arrive(CUDA, UOp.const(1), count, (t // 32).eq(warp), written)
-    met = ins.named_barrier_sync(CUDA, 1 + warpgroup(t), first.where(UOp.const(count), GROUP), told)
+    written = CUDA.store_word(words[t], t.cast(dtypes.uint))
+    told = CUDA.named_barrier_arrive(UOp.const(1), count, (t // 32).eq(warp), written)
+    met = CUDA.named_barrier_sync(1 + warpgroup(t), first.where(UOp.const(count), GROUP), told)
     read = words.after(met)[(GROUP + t % 32).valid(first)].load()
     return reg(2, 1, dtypes.uint).after(met)[0].store(read)
 
@@ -183,34 +183,34 @@ def test_what_warpgroups_do_apart(name: str) -> None:
 
 def apart(t: UOp) -> UOp:
   """No warp ends, but warpgroups run apart."""
-  return ins.exit_warps(CUDA, t < 0)
+  return CUDA.exit_warps(t < 0)
 
 
 WRONG: dict[str, tuple[Callable[[UOp, UOp], UOp], str]] = {
   "no first turn": (in_turns(-1), "waits at barrier 1 of 256 threads, where too few arrive"),
   "a barrier of fewer": (
-    lambda t, m: ins.named_barrier_sync(CUDA, UOp.const(1), GROUP + 32),
+    lambda t, m: CUDA.named_barrier_sync(UOp.const(1), GROUP + 32),
     "has 256 threads meet at a barrier of 160",
   ),
   "a barrier of several numbers": (
-    lambda t, m: ins.named_barrier_sync(CUDA, UOp.const(1), (t % 32 < 16).where(UOp.const(GROUP), 2 * GROUP)),
+    lambda t, m: CUDA.named_barrier_sync(UOp.const(1), (t % 32 < 16).where(UOp.const(GROUP), 2 * GROUP)),
     "meets at a barrier without whole warps, or at several",
   ),
   "nobody waits": (
-    lambda t, m: ins.named_barrier_arrive(CUDA, UOp.const(1), 2 * GROUP, t >= 0),
+    lambda t, m: CUDA.named_barrier_arrive(UOp.const(1), 2 * GROUP, t >= 0),
     "completes barrier 1 without anyone waiting",
   ),
   "a part of a warp": (
-    lambda t, m: ins.named_barrier_arrive(CUDA, UOp.const(1), 2 * GROUP, t < 16),
+    lambda t, m: CUDA.named_barrier_arrive(UOp.const(1), 2 * GROUP, t < 16),
     "meets at a barrier without whole warps",
   ),
-  "a part of a warpgroup ends": (lambda t, m: ins.exit_warps(CUDA, t < 32), "ends a part of a warpgroup"),
+  "a part of a warpgroup ends": (lambda t, m: CUDA.exit_warps(t < 32), "ends a part of a warpgroup"),
   "registers of a warp": (
-    lambda t, m: ins.setmaxnreg_dec(CUDA, 40, t < 32, apart(t)),
+    lambda t, m: CUDA.setmaxnreg_dec(40, t < 32, apart(t)),
     "sets registers of a part of a warpgroup",
   ),
   "registers not in steps of 8": (
-    lambda t, m: ins.setmaxnreg_dec(CUDA, 44, t < GROUP, apart(t)),
+    lambda t, m: CUDA.setmaxnreg_dec(44, t < GROUP, apart(t)),
     "not 24 to 256 in steps of 8",
   ),
 }
@@ -239,7 +239,7 @@ def test_a_barrier_says_nothing_of_who_did_not_come_to_it() -> None:
 def test_a_loop_left_by_a_part_of_the_lanes_is_an_error() -> None:
   def make(t: UOp, memory: UOp) -> UOp:
     i = loop(5)
-    return memory.after(ins.leave_loop(CUDA, t < 16, apart(t), i))[t].store(i.cast(dtypes.float)).end(i)
+    return memory.after(CUDA.leave_loop(t < 16, apart(t), i))[t].store(i.cast(dtypes.float)).end(i)
 
   x = np.arange(2 * GROUP, dtype=np.float32)
   with pytest.raises(emulator.Divergence, match="leaves a loop with a part of the lanes"):

@@ -11,7 +11,7 @@ from tinygrad.uop.ops import AxisType
 
 import uopattn.emulator as emulator
 from uopattn.dsl.cpu import amx
-from uopattn.dsl.instructions import leave_loop, skip_trip
+from uopattn.dsl.instructions import CPU
 
 RNG = np.random.default_rng(0)
 ITEMS = 3
@@ -188,7 +188,7 @@ def test_a_trip_is_skipped() -> None:
 
   def body(o: UOp, x: UOp) -> UOp:
     w, i = item(), loop(5)
-    skipped = skip_trip((i < w) | i.eq(3), w, i)
+    skipped = CPU.skip_trip((i < w) | i.eq(3), w, i)
     place = o.after(w, i, skipped)[w]
     end = place.store(place.load() + x[i].load()).end(i)
     return kernel("skip_trip", [o.after(end)[ITEMS + w].store(1.0)], w)
@@ -205,10 +205,10 @@ def test_a_loop_is_left() -> None:
 
   def body(o: UOp, x: UOp) -> UOp:
     w, again, i = item(), loop(2, 100), loop(5, 101)
-    begun = skip_trip(w.eq(0) & i.eq(1), w, again, i)
+    begun = CPU.skip_trip(w.eq(0) & i.eq(1), w, again, i)
     place = o.after(w, again, i, begun)[w]
     stored = place.store(place.load() + x[i].load())
-    end = leave_loop("c", (i.eq(1) & w.eq(1)) | i.eq(3), stored).end(i)
+    end = CPU.leave_loop((i.eq(1) & w.eq(1)) | i.eq(3), stored).end(i)
     place = o.after(end)[w]
     end = place.store(place.load() + 1e5).end(again)
     return kernel("leave_loop", [o.after(end)[ITEMS + w].store(1.0)], w)
@@ -222,7 +222,7 @@ def test_a_do_while_loop_with_what_leaves_a_plain_one_is_refused() -> None:
 
   def body(o: UOp, x: UOp) -> UOp:
     w, again = item(), UOp.loop(100)
-    place = o.after(w, again, leave_loop("c", x[0].load() > 3, w, again))[w]
+    place = o.after(w, again, CPU.leave_loop(x[0].load() > 3, w, again))[w]
     stored = place.store(place.load() + 1.0)
     return kernel("do_while", [stored.end(again, o.after(stored)[w].load() < 5)], w)
 

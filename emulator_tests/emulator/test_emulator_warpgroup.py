@@ -8,9 +8,8 @@ from emulator_kernels import groups, kernel, launch, lds, loop, reg, threads
 from tinygrad import UOp, dtypes
 
 import uopattn.emulator as emulator
-from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.parts import PAIRS
-from uopattn.dsl.instructions import BY_TEXT
+from uopattn.dsl.instructions import BY_TEXT, CUDA
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.mma_layout import row_of
 from uopattn.emulator.errors import instruction_of
@@ -70,7 +69,7 @@ def from_shared(n, k, kind, *, fence=True, wait=True, offset=0, count=THREADS, s
     t, d = threads(count), reg(0, n // 2)
     left, right = lds(1, 64 * padded(k) + 512, dtypes.ushort), lds(2, n * padded(k), dtypes.ushort)
     filled = UOp.group(*panelled(left, a, 64, k, t, count), *panelled(right, b, n, k, t, count))
-    ready = UOp.barrier(ins.fence_proxy_async("cuda", filled) if fence else filled)
+    ready = UOp.barrier(CUDA.fence_proxy_async(filled) if fence else filled)
     at = offset(t) if callable(offset) else offset
     trip = () if active is None else (loop(active(t)),)
     after = (ready, *trip)
@@ -105,7 +104,7 @@ def from_registers(n, k, kind, *, spoil=None, words=None):
   def body(o, p, v):
     t, d, a = threads(THREADS), reg(0, n // 2), reg(1, k // 4, dtypes.uint)
     memory = lds(2, k * padded(n), dtypes.ushort)
-    ready = UOp.barrier(ins.fence_proxy_async("cuda", UOp.group(*panelled(memory, v, k, n, t, THREADS))))
+    ready = UOp.barrier(CUDA.fence_proxy_async(UOp.group(*panelled(memory, v, k, n, t, THREADS))))
     row, loads = t // 32 * 16 + t % 32 // 4, []
     for i in range(k // 4 if words is None else words):
       at = (row + i % 2 * 8) * k + i // 4 * 16 + i % 4 // 2 * 8 + t % 4 * 2
@@ -136,7 +135,7 @@ def test_product_of_matrices_whose_rows_are_k(n, k, clears):
     d = d.after(UOp.group(*[d[e].store(1.0) for e in range(n // 2)]))
     left, right = lds(1, k * WIDTH, dtypes.ushort), lds(2, k * padded(n), dtypes.ushort)
     filled = UOp.group(*panelled(left, a, k, 64, t, THREADS), *panelled(right, b, k, n, t, THREADS))
-    ready = UOp.barrier(ins.fence_proxy_async("cuda", filled))
+    ready = UOp.barrier(CUDA.fence_proxy_async(filled))
     operands = d[0], left.after(ready)[0], right.after(ready)[0], (k * WIDTH, k * WIDTH)
     started = wgmma.start(dtypes.half, n, k // 16, *operands, ready, by_rows=True, clears=clears)
     done = wgmma.wait(0, n, d[0], started)
@@ -157,7 +156,7 @@ def test_products_add_up(waits):
     t, d = threads(THREADS), reg(0, n // 2)
     left, right = lds(1, 64 * WIDTH, dtypes.ushort), lds(2, n * WIDTH, dtypes.ushort)
     filled = UOp.group(*panelled(left, a, 64, k, t, THREADS), *panelled(right, b, n, k, t, THREADS))
-    ready = UOp.barrier(ins.fence_proxy_async("cuda", filled))
+    ready = UOp.barrier(CUDA.fence_proxy_async(filled))
     operands = dtypes.half, n, k // 16, d[0], left.after(ready)[0], right.after(ready)[0], (64 * WIDTH, n * WIDTH)
     done = wgmma.start(*operands, ready)
     for _ in range(2):
@@ -179,7 +178,7 @@ def test_two_warpgroups_have_their_own_rows():
     filled = UOp.group(
       *panelled(left, a, 128, k, t, 2 * THREADS), *panelled(right, b, n, k, t.minimum(THREADS - 1), THREADS)
     )
-    ready = UOp.barrier(ins.fence_proxy_async("cuda", filled))
+    ready = UOp.barrier(CUDA.fence_proxy_async(filled))
     rows = left.after(ready)[t // THREADS * 64 * WIDTH]
     started = wgmma.start(dtypes.half, n, 1, d[0], rows, right.after(ready)[0], (128 * WIDTH, n * WIDTH), ready)
     return kernel("two_groups", store_result(o, d.after(wgmma.wait(0, n, d[0], started)), t, n), t)
@@ -200,7 +199,7 @@ def test_products_finish_in_order():
       t, first, second = threads(THREADS), reg(0, n // 2), reg(3, n // 2)
       left, right = lds(1, 64 * WIDTH, dtypes.ushort), lds(2, n * WIDTH, dtypes.ushort)
       filled = UOp.group(*panelled(left, a, 64, k, t, THREADS), *panelled(right, b, n, k, t, THREADS))
-      done = ready = UOp.barrier(ins.fence_proxy_async("cuda", filled))
+      done = ready = UOp.barrier(CUDA.fence_proxy_async(filled))
       for d in (first, second):
         operands = d[0], left.after(ready)[0], right.after(ready)[0], (64 * WIDTH, n * WIDTH)
         done = wgmma.start(dtypes.half, n, 1, *operands, done)
@@ -227,7 +226,7 @@ def overwrite_right(t, d, left, right, started):
 def overwrite_in_order(t, d, left, right, started):
   """All waves have met before and after, and the write is fenced; but the product may still be reading."""
   store = overwrite_right(t, d, left, right, UOp.barrier(started))
-  return UOp.barrier(ins.fence_proxy_async("cuda", store))
+  return UOp.barrier(CUDA.fence_proxy_async(store))
 
 
 def read_early(t, d, left, right, started):
@@ -270,7 +269,7 @@ def test_workgroups_part_with_products_under_way():
     t, g, d = threads(THREADS), groups(2), reg(0, n // 2)
     left, right = lds(1, 64 * WIDTH, dtypes.ushort), lds(2, n * WIDTH, dtypes.ushort)
     filled = UOp.group(*panelled(left, a, 64, k, t, THREADS), *panelled(right, b, n, k, t, THREADS))
-    done = UOp.barrier(ins.fence_proxy_async("cuda", filled))
+    done = UOp.barrier(CUDA.fence_proxy_async(filled))
     for i in range(2):
       trip = loop(2 * g.eq(i).cast(dtypes.int), 100 + i)
       operands = d[0], left.after(done, trip)[0], right.after(done, trip)[0], (64 * WIDTH, n * WIDTH)
@@ -315,7 +314,7 @@ def test_a_tile_that_nothing_wrote_is_an_error():
     t, d = threads(THREADS), reg(0, n // 2)
     left, right = lds(1, 64 * WIDTH, dtypes.ushort), lds(2, n * WIDTH, dtypes.ushort)
     filled = UOp.group(*panelled(left, a, 64, 32, t, THREADS), *panelled(right, b, n, 16, t, THREADS))
-    ready = UOp.barrier(ins.fence_proxy_async("cuda", filled))
+    ready = UOp.barrier(CUDA.fence_proxy_async(filled))
     operands = d[0], left.after(ready)[0], right.after(ready)[0], (64 * WIDTH, n * WIDTH)
     done = wgmma.wait(0, n, d[0], wgmma.start(dtypes.half, n, 2, *operands, ready))
     return kernel("unwritten_tile", store_result(o, d.after(done), t, n), t)
@@ -333,10 +332,10 @@ def test_a_fence_covers_the_copies_that_have_arrived(order):
     t, d = threads(THREADS), reg(0, n // 2)
     left, right = lds(1, 64 * WIDTH, dtypes.ushort), lds(2, n * WIDTH, dtypes.ushort)
     row, chunk = t // 8, t % 8
-    copy = ins.cp_async("cuda", right[row * WIDTH + (chunk ^ (row % 8)) * 8], b[t * 8])
-    done = ins.cp_async_commit("cuda", copy, *panelled(left, a, 64, k, t, THREADS))
+    copy = CUDA.cp_async(right[row * WIDTH + (chunk ^ (row % 8)) * 8], b[t * 8])
+    done = CUDA.cp_async_commit(copy, *panelled(left, a, 64, k, t, THREADS))
     for word in order.split(", "):
-      done = ins.cp_async_wait("cuda", 0, done) if word == "wait" else ins.fence_proxy_async("cuda", done)
+      done = CUDA.cp_async_wait(0, done) if word == "wait" else CUDA.fence_proxy_async(done)
     ready = UOp.barrier(done)
     operands = d[0], left.after(ready)[0], right.after(ready)[0], (64 * WIDTH, n * WIDTH)
     done = wgmma.wait(0, n, d[0], wgmma.start(dtypes.half, n, k // 16, *operands, ready))

@@ -17,55 +17,52 @@ from tinygrad.renderer.cstyle import HIPRenderer
 from tinygrad.runtime.support import compiler_llvm
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops
 
-from uopattn.dsl import instructions as ins
-from uopattn.dsl.instructions import INSTRUCTIONS
+from uopattn.dsl.instructions import HIP, INSTRUCTIONS
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.target import Target as Machine
 from uopattn.kernels.amd_forward import Tiles, forward
 from uopattn.runtime.amd import InstructionRenderer, extended
 
-HIP = "hip"
-
 
 def exchanged(x: UOp, lane: UOp) -> UOp:
   """The value of lane ^ 5, by way of LDS."""
   memory = UOp.placeholder((32,), x.dtype, slot=0, addrspace=AddrSpace.LOCAL)
-  return memory.after(ins.wave_fence(HIP, memory[lane].store(x)))[lane ^ 5].load()
+  return memory.after(HIP.wave_fence(memory[lane].store(x)))[lane ^ 5].load()
 
 
 def read_after(x: UOp) -> UOp:
   """The value, by way of a register that is read once it is computed."""
   register = UOp.placeholder((1,), x.dtype, slot=0, addrspace=AddrSpace.REG)
   stored = register.after(register[0].store(x))
-  return stored.after(ins.read_later(HIP, x, stored))[0].load()
+  return stored.after(HIP.read_later(x, stored))[0].load()
 
 
 def converted(x: UOp, lane: UOp, dtype: DType) -> UOp:
   """The number, and twice as much, in the upper half of a word."""
-  return ins.convert_pair(HIP, x, x * 2, lane.cast(dtypes.uint), True, dtype).bitcast(dtypes.float)
+  return HIP.convert_pair(x, x * 2, lane.cast(dtypes.uint), True, dtype).bitcast(dtypes.float)
 
 
 WORDS = {
-  "shuffle_xor": lambda x, lane: ins.shuffle_xor(HIP, x, 9),
-  "shuffle": lambda x, lane: ins.shuffle(HIP, x, lane ^ 21),
-  "row_xmask": lambda x, lane: ins.row_xmask(HIP, x, 9),
-  "row_ror": lambda x, lane: ins.row_ror(HIP, x, 9),
-  "permlanex16": lambda x, lane: ins.permlanex16(HIP, x),
-  "low_halves": lambda x, lane: ins.low_halves(HIP, x.bitcast(dtypes.uint), lane.cast(dtypes.uint)).bitcast(x.dtype),
-  "high_halves": lambda x, lane: ins.high_halves(HIP, x.bitcast(dtypes.uint), lane.cast(dtypes.uint)).bitcast(x.dtype),
-  "fmin": lambda x, lane: ins.fmin(HIP, x, UOp.const(0.5, dtypes.float)),
+  "shuffle_xor": lambda x, lane: HIP.shuffle_xor(x, 9),
+  "shuffle": lambda x, lane: HIP.shuffle(x, lane ^ 21),
+  "row_xmask": lambda x, lane: HIP.row_xmask(x, 9),
+  "row_ror": lambda x, lane: HIP.row_ror(x, 9),
+  "permlanex16": lambda x, lane: HIP.permlanex16(x),
+  "low_halves": lambda x, lane: HIP.low_halves(x.bitcast(dtypes.uint), lane.cast(dtypes.uint)).bitcast(x.dtype),
+  "high_halves": lambda x, lane: HIP.high_halves(x.bitcast(dtypes.uint), lane.cast(dtypes.uint)).bitcast(x.dtype),
+  "fmin": lambda x, lane: HIP.fmin(x, UOp.const(0.5, dtypes.float)),
   "wave_fence": lambda x, lane: exchanged(x, lane),
-  "fmax": lambda x, lane: ins.fmax(HIP, x, UOp.const(0.5, dtypes.float)),
-  "fabs": lambda x, lane: ins.fmax(HIP, ins.fabs(HIP, x), UOp.const(0.5, dtypes.float)),  # as an operand's modifier
-  "exp2": lambda x, lane: ins.exp2(HIP, x),
-  "log2": lambda x, lane: ins.log2(HIP, x),
-  "reciprocal": lambda x, lane: ins.reciprocal(HIP, x),
-  "read_later": lambda x, lane: ins.shuffle(HIP, read_after(x), lane ^ 21),
-  "even_bytes": lambda x, lane: ins.even_bytes(HIP, x.bitcast(dtypes.uint), lane.cast(dtypes.uint)).bitcast(x.dtype),
-  "odd_bytes": lambda x, lane: ins.odd_bytes(HIP, x.bitcast(dtypes.uint), lane.cast(dtypes.uint)).bitcast(x.dtype),
+  "fmax": lambda x, lane: HIP.fmax(x, UOp.const(0.5, dtypes.float)),
+  "fabs": lambda x, lane: HIP.fmax(HIP.fabs(x), UOp.const(0.5, dtypes.float)),  # as an operand's modifier
+  "exp2": lambda x, lane: HIP.exp2(x),
+  "log2": lambda x, lane: HIP.log2(x),
+  "reciprocal": lambda x, lane: HIP.reciprocal(x),
+  "read_later": lambda x, lane: HIP.shuffle(read_after(x), lane ^ 21),
+  "even_bytes": lambda x, lane: HIP.even_bytes(x.bitcast(dtypes.uint), lane.cast(dtypes.uint)).bitcast(x.dtype),
+  "odd_bytes": lambda x, lane: HIP.odd_bytes(x.bitcast(dtypes.uint), lane.cast(dtypes.uint)).bitcast(x.dtype),
   "convert_e4m3": lambda x, lane: converted(x, lane, dtypes.fp8e4m3),
   "convert_e5m2": lambda x, lane: converted(x, lane, dtypes.fp8e5m2),
-  "pin": lambda x, lane: ins.pin(HIP, ins.shuffle(HIP, x, lane ^ 21)),
+  "pin": lambda x, lane: HIP.pin(HIP.shuffle(x, lane ^ 21)),
 }
 
 
@@ -139,7 +136,7 @@ def test_a_pinned_product_is_computed_by_the_whole_wave() -> None:
   lane = UOp.range(32, 0, AxisType.WARP)
   a = UOp.stack(*[x[lane * 16 + e].load() for e in range(16)])
   product = UOp.wmma(a, a, UOp.const((0.0,) * 8, dtypes.float), (16, 16, 16), "AMD", 32)
-  store = o[lane.valid(lane < 1)].store(ins.pin(HIP, product[0]))
+  store = o[lane.valid(lane < 1)].store(HIP.pin(product[0]))
   kernel = store.end(lane).sink(arg=KernelInfo(name="pinned", opts_to_apply=()), tag=1)
   for ir in (source(kernel, llvm_renderer("gfx1100")), to_ir(source(kernel, hip_renderer("gfx1100")), "gfx1100")):
     order = [m[0] for m in re.finditer(r"v_wmma|v_cmpx|saveexec|global_store", assembly(ir))]

@@ -818,15 +818,3 @@ _LIST = [
   *_ADD_QUADS.values(),
 ]
 INSTRUCTIONS, BY_TEXT = by_name(_LIST), by_text(_LIST)
-
-
-def __getattr__(name: str) -> Any:
-  """The call form `exp2(CUDA, x)` of `CUDA.exp2(x)`, where a dialect may also be its name; a CPU's take no dialect."""
-  if name == "prefetch":
-    return lambda after, place: CPU.prefetch(place, *after)
-  if name in vars(Cpu):
-    return getattr(CPU, name)
-  dialects = {x.name: x for x in (HIP, CUDA, TURING, CPU)}
-  if not any(hasattr(x, name) for x in dialects.values()):
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-  return lambda dialect, *operands, **options: getattr(dialects.get(dialect, dialect), name)(*operands, **options)

@@ -25,7 +25,6 @@ from tinygrad.dtype import DType
 
 Index = TypeVar("Index", int, UOp)
 
-HIP = "hip"  # AMD's dialect in `uopattn.dsl.instructions`
 MMA_SIZE = 16  # rows of A, and columns of B
 CHUNK_WORDS = 4  # 32-bit words in a chunk: 16 bytes, the widest load
 

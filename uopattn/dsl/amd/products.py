@@ -16,11 +16,11 @@ from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv
 from tinygrad.uop.ops import Ops
 
-from uopattn.dsl import instructions as ins
 from uopattn.dsl.amd.fnuz import from_ocp, to_ocp
-from uopattn.dsl.amd.fragments import CHUNK_WORDS, HIP, MMA_SIZE, Fragments
+from uopattn.dsl.amd.fragments import CHUNK_WORDS, MMA_SIZE, Fragments
 from uopattn.dsl.amd.staging import LdsRows, in_parts
 from uopattn.dsl.gpu.parts import PAIRS, upper_parts
+from uopattn.dsl.instructions import HIP
 from uopattn.dsl.packed import ALWAYS, Words, as_type, words_of
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.quantized import LARGEST
@@ -66,7 +66,7 @@ class Mma:
 
     if f.parts > 1:
       # Of a row that LLVM knows it keeps the address of each load in registers, from one loop over keys to the next.
-      row = ins.pin(HIP, row.cast(dtypes.int)).cast(dtypes.weakint)
+      row = HIP.pin(row.cast(dtypes.int)).cast(dtypes.weakint)
     steps = range(ceildiv(rows.size, f.step))
     return [partial(load, i) if f.parts > 1 else held(load(i)) for i in steps]
 
@@ -219,10 +219,10 @@ class Mma:
   def other_group(self, value: UOp, distance: int) -> UOp:
     """The 32-bit value in the lane of the same column, `distance` groups away."""
     if self.f.lanes == 32:
-      return ins.permlanex16(HIP, value)
+      return HIP.permlanex16(value)
     if distance == 1:
-      return ins.shuffle_xor(HIP, value, MMA_SIZE)
-    return ins.shuffle(HIP, value, (self.lane ^ 32).cast(dtypes.int))
+      return HIP.shuffle_xor(value, MMA_SIZE)
+    return HIP.shuffle(value, (self.lane ^ 32).cast(dtypes.int))
 
   def row_reduce(self, operation: Callable[[UOp, UOp], UOp], value: UOp) -> UOp:
     """Reduce the values of all lanes of a column by `operation`."""
@@ -276,7 +276,7 @@ class Mma:
     for e in range(0, len(values), 4):
       four, start = values[e : e + 4], row_start(o, head, row) + first + e
       word = to_ocp(word_of_bytes(o.dtype, [x * 0.5 for x in four])) if self.f.fnuz else word_of_bytes(o.dtype, four)
-      word = ins.pin(HIP, word)
+      word = HIP.pin(word)
       if Dv % 4 == 0:
         inside = (row < M) & (first + e < Dv) if first.vmax + e >= Dv else row < M
         stores.append(as_type(o, dtypes.uint)[(start // 4).valid(inside)].store(word))
@@ -302,7 +302,7 @@ class Pace:
 
   def after(self) -> tuple[UOp, ...]:
     """What the loads of the next product come after."""
-    return (ins.read_later(HIP, self.done[-1 - self.overlap], self.ready),) if self.slows else ()
+    return (HIP.read_later(self.done[-1 - self.overlap], self.ready),) if self.slows else ()
 
 
 def joined(operands: list[Operand], steps: Sequence[int]) -> Operand:
@@ -322,20 +322,20 @@ def word_of(dtype: DType, low: UOp, high: UOp) -> UOp:
   if dtype == dtypes.half:
     low, high = (rounded(dtype, x).bitcast(dtypes.ushort).cast(dtypes.uint) for x in (low, high))
     return low | (high << 16)
-  return ins.high_halves(HIP, *(x.bitcast(dtypes.uint) + 0x8000 for x in (low, high)))
+  return HIP.high_halves(*(x.bitcast(dtypes.uint) + 0x8000 for x in (low, high)))
 
 
 def word_of_bytes(dtype: DType, elements: Sequence[UOp]) -> UOp:
   """Round four float32 to 8 bits and pack them into a word. Values out of range become NaN, or in e5m2 infinity."""
-  low = ins.convert_pair(HIP, elements[0], elements[1], UOp.const(0, dtypes.uint), False, dtype)
-  return ins.convert_pair(HIP, elements[2], elements[3], low, True, dtype)
+  low = HIP.convert_pair(elements[0], elements[1], UOp.const(0, dtypes.uint), False, dtype)
+  return HIP.convert_pair(elements[2], elements[3], low, True, dtype)
 
 
 def store_part(o: UOp | View, head: UOp, row: UOp, column: UOp, value: UOp) -> UOp:
   """Store one float32 element."""
   _, M, Dv = sizes(o)
   inside = (row < M) & (column < Dv) if column.vmax >= Dv else row < M
-  return gated(o, inside, head, row, column).store(ins.pin(HIP, value))
+  return gated(o, inside, head, row, column).store(HIP.pin(value))
 
 
 def store_columns(o: UOp | View, head: UOp, row: UOp, first: UOp, values: list[UOp]) -> list[UOp]:
@@ -349,10 +349,10 @@ def store_columns(o: UOp | View, head: UOp, row: UOp, first: UOp, values: list[U
   for e in range(0, len(values), width):
     inside = (row < M) & (first + e < Dv) if first.vmax + e >= Dv else row < M
     if width == 1:
-      word = ins.pin(HIP, values[e].bitcast(dtypes.ushort).cast(dtypes.uint))
+      word = HIP.pin(values[e].bitcast(dtypes.ushort).cast(dtypes.uint))
       stores.append(gated(o, inside, head, row, first + e).store(word.cast(dtypes.ushort).bitcast(o.dtype)))
       continue
     low, high = (x.bitcast(dtypes.ushort).cast(dtypes.uint) for x in values[e : e + 2])
     at = row_start(o, head, row) // 2 + (first + e) // 2
-    stores.append(as_type(o, dtypes.uint)[at.valid(inside)].store(ins.pin(HIP, low | (high << 16))))
+    stores.append(as_type(o, dtypes.uint)[at.valid(inside)].store(HIP.pin(low | (high << 16))))
   return stores

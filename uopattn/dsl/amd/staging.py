@@ -13,10 +13,10 @@ from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.helpers import round_up
 
-from uopattn.dsl import instructions as ins
 from uopattn.dsl.amd.fnuz import from_ocp
-from uopattn.dsl.amd.fragments import CHUNK_WORDS, HIP, MMA_SIZE, Fragments
+from uopattn.dsl.amd.fragments import CHUNK_WORDS, MMA_SIZE, Fragments
 from uopattn.dsl.gpu.parts import upper_parts
+from uopattn.dsl.instructions import HIP
 from uopattn.dsl.packed import ALWAYS, Load, Words
 from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.scope import Scope, clamp
@@ -50,7 +50,7 @@ class LdsRows:
 
   def fenced(self, *stores: UOp) -> "LdsRows":
     """The rows after `stores` of the same wave, without a barrier. For `after`, tinygrad would insert one."""
-    return self.after(ins.wave_fence(HIP, *stores))
+    return self.after(HIP.wave_fence(*stores))
 
   def load(self, row: UOp, chunk: UOp | int, part: int = 0) -> Words:
     """Load a chunk of a part."""
@@ -74,7 +74,7 @@ def in_parts(f: Fragments, words: Words) -> list[Words]:
   if all(word.vmin == word.vmax == 0 for word in words):
     return [words[: len(words) // 2]] * f.parts
   parts = zip(*(upper_parts(word.bitcast(dtypes.float)) for word in words), strict=True)
-  return [[ins.high_halves(HIP, *part[i : i + 2]) for i in range(0, len(part), 2)] for part in parts]
+  return [[HIP.high_halves(*part[i : i + 2]) for i in range(0, len(part), 2)] for part in parts]
 
 
 class RegisterPipeline:
@@ -255,15 +255,15 @@ class TransposedCopy:
         for c, words_of_column in enumerate(columns):
           stores += lds.store(4 * word + c, chunk, [list(words_of_column)], inside)
         continue
-      for half, column in ((ins.low_halves, 2 * word), (ins.high_halves, 2 * word + 1)):  # of eight rows
-        stores += lds.store(column, chunk, [[half(HIP, *loaded[e : e + 2]) for e in range(0, self.rows, 2)]], inside)
+      for half, column in ((HIP.low_halves, 2 * word), (HIP.high_halves, 2 * word + 1)):  # of eight rows
+        stores += lds.store(column, chunk, [[half(*loaded[e : e + 2]) for e in range(0, self.rows, 2)]], inside)
     return stores
 
 
 def transposed_bytes(rows: Words) -> Words:
   """The four columns of four rows of four bytes, in eight byte permutations."""
-  even, odd = ([part(HIP, *rows[i : i + 2]) for i in (0, 2)] for part in (ins.even_bytes, ins.odd_bytes))
-  return [part(HIP, *pair) for part in (ins.even_bytes, ins.odd_bytes) for pair in (even, odd)]
+  even, odd = ([part(*rows[i : i + 2]) for i in (0, 2)] for part in (HIP.even_bytes, HIP.odd_bytes))
+  return [part(*pair) for part in (HIP.even_bytes, HIP.odd_bytes) for pair in (even, odd)]
 
 
 class RowStatCopy:

@@ -14,6 +14,7 @@ from uopattn.dsl.cpu.amx import LANES, PAIR, ROW_BYTES, scale_rows, weigh
 from uopattn.dsl.cpu.amx_operands import Between, nothing
 from uopattn.dsl.cpu.mainloop import KeyTile
 from uopattn.dsl.cpu.register_blocks import add_steps
+from uopattn.dsl.instructions import CPU
 from uopattn.dsl.math import exp2
 from uopattn.dsl.rules.softmax import LOWEST, Scaling
 from uopattn.dsl.scope import Scope, clamp, sizes
@@ -104,9 +105,9 @@ def update_maxima(
   m_new = m_new.after(m_new[j, m].store(rises.where(found, m_old)).end(j, m))
   j, m = s.axis(groups), s.axis(LANES)
   m_old, found = m_i[group + j, m].load(), m_new[j, m].load()
-  a = scaling.log2 if scaling.subtracts else scaling.factor("c", found)
+  a = scaling.log2 if scaling.subtracts else scaling.factor(CPU, found)
   a = UOp.const(a, dtypes.float) if isinstance(a, float) else a
-  minus = found if scaling.subtracts else scaling.shift("c", found, a)
+  minus = found if scaling.subtracts else scaling.shift(CPU, found, a)
   values = minus, a, scaling.alpha(exp2, m_old, found)
   end = UOp.group(*(x[j, m].store(y) for x, y in zip((shift, factor, alpha), values, strict=True))).end(j, m)
   j, m = s.axis(groups), s.axis(LANES)

@@ -8,6 +8,7 @@ from tinygrad.helpers import ceildiv
 from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl.cpu.mainloop import KeyTile, KeyTiles
+from uopattn.dsl.instructions import CPU
 from uopattn.dsl.math import LOG2E, exp2
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.scope import Scope, clamp, gated, sizes
@@ -127,7 +128,7 @@ class Gradients:
     if rules.rules.score_mod is not None and row.vmax >= rules.rules.M:
       # Past the last query a score_mod may give inf or NaN, which an infinite LSE does not turn into a P of 0.
       score = (row < rules.rules.M).where(score, -inf)
-    (exponent,) = scaling.from_lse("c", [score], self.lse_i[m].load(), not rules.rules.moves)
+    (exponent,) = scaling.from_lse(CPU, [score], self.lse_i[m].load(), not rules.rules.moves)
     p = exp2(exponent)
     weight, dp = rules.dropped([p], row, key, [0])[0], rules.dropped([dp], row, key, [0])[0]
     return weight, rules.score_vjp([p * (dp - self.delta_i[m])], [product], row, key, [0])[0]

@@ -12,7 +12,7 @@ from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv
 from tinygrad.uop.ops import AxisType, KernelInfo
 
-from uopattn.dsl.instructions import prefetch
+from uopattn.dsl.instructions import CPU
 from uopattn.dsl.limits import LINE
 from uopattn.dsl.math import exp2
 from uopattn.dsl.rules.head_view import HeadView
@@ -294,4 +294,4 @@ class KeyRows:
     line = s.axis(ceildiv(rows * lines * count, parts))
     common = gcd(rows * lines, parts)
     at = clamp(part * (rows * lines // common) // (parts // common) + line, 0, rows * lines - 1)
-    return prefetch((*within, line), self.place(at // lines + ahead, at % lines * step)).end(line)
+    return CPU.prefetch(self.place(at // lines + ahead, at % lines * step), *within, line).end(line)

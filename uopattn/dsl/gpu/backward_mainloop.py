@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, Protocol
 from tinygrad import UOp
 from tinygrad.uop.ops import AxisType
 
-from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.instructions import Dialect
 from uopattn.dsl.rules.rules import HeadRules, Rules, query_ranges
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
 from uopattn.dsl.scope import Scope
@@ -96,7 +96,7 @@ class MatrixUnit(Protocol):
   """
 
   @property
-  def dialect(self) -> str:
+  def dialect(self) -> Dialect:
     """Dialect of its instructions; see `uopattn.dsl.instructions`."""
 
   def mma_abt(self, stationary: Any, tiles: Sequence[Any], starts: Sequence[Elements | None]) -> list[Elements]:
@@ -161,7 +161,7 @@ class Mainloop:
     rows = self.score_rows(self.tile_range.tile(n) * self.block, masked, tiles)
     early = rules.rules.seed is None  # without dropout dP starts at -delta, which costs nothing
     s, dp = unit.mma_abt(stationary, tiles, [starts(rows), neg_deltas(rows) if early else None])
-    p = weights(rules, rows, s, masked, unit.dialect)
+    p = weights(unit.dialect, rules, rows, s, masked)
     factors = {Factor.P: dropped(rules, rows, p), Factor.DS: score_vjp(rules, rows, p, s, dp, early)}
     stores: list[UOp] = []
     for total in sums:
@@ -181,9 +181,7 @@ def neg_deltas(rows: list[ScoreRow]) -> Elements:
   return {at: row.neg_delta for row in rows for at in row.places}
 
 
-def weights(
-  rules: HeadRules, rows: list[ScoreRow], products: Elements, masked: bool, dialect: str = "cuda"
-) -> Elements:
+def weights(dialect: Dialect, rules: HeadRules, rows: list[ScoreRow], products: Elements, masked: bool) -> Elements:
   """P = exp(S - lse) before dropout, with the scores S of `products` = Q K^T, less lse where they start at -lse."""
   found: Elements = {}
   for row in rows:
@@ -192,10 +190,10 @@ def weights(
       # Past the last query a score_mod may give inf or NaN, which an infinite lse does not turn into a P of 0.
       scores = [(row.query < rules.rules.M).where(x, -inf) for x in scores]
     if row.lse is None:
-      exponents = [-ins.fabs(dialect, x * rules.scaling.log2) for x in scores]
+      exponents = [-dialect.fabs(x * rules.scaling.log2) for x in scores]
     else:
       exponents = rules.scaling.from_lse(dialect, scores, row.lse, not rules.rules.moves)
-    found |= zip(row.places, [ins.exp2(dialect, x) for x in exponents], strict=True)
+    found |= zip(row.places, [dialect.exp2(x) for x in exponents], strict=True)
   return found
 
 

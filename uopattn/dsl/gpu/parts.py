@@ -23,7 +23,7 @@ before it, which costs a third of a kernel's lowering; the machine code is the s
 
 from tinygrad import UOp, dtypes
 
-from uopattn.dsl import instructions as ins
+from uopattn.dsl.instructions import Cuda
 
 PAIRS = {
   1: ((0, 0),),
@@ -57,20 +57,20 @@ def _upper_half(word: UOp) -> UOp:
   return (word >> 16 << 16).bitcast(dtypes.float)
 
 
-def bfloat16_parts(dialect: str, a: UOp, b: UOp) -> tuple[UOp, UOp, UOp]:
+def bfloat16_parts(dialect: Cuda, a: UOp, b: UOp) -> tuple[UOp, UOp, UOp]:
   """Split two float32 into three bfloat16 each, and return words of the two of each part, a's in the low half.
 
   The first part is cut off, as the largest float32 would be rounded to infinity; the others are rounded. Together they
   have all bits, but those below bfloat16's smallest number.
   """
-  first = ins.high_halves(dialect, a.bitcast(dtypes.uint), b.bitcast(dtypes.uint))
+  first = dialect.high_halves(a.bitcast(dtypes.uint), b.bitcast(dtypes.uint))
   second, left = _next_part(dialect, [a, b], first)
   third, _ = _next_part(dialect, left, second)
   return first, second, third
 
 
-def _next_part(dialect: str, x: list[UOp], part: UOp) -> tuple[UOp, list[UOp]]:
+def _next_part(dialect: Cuda, x: list[UOp], part: UOp) -> tuple[UOp, list[UOp]]:
   """The next part of two numbers, of which `part` is the one before, and what that leaves of them."""
   low, high = (part << 16).bitcast(dtypes.float), _upper_half(part)
   left = [x[0] - low, x[1] - high]
-  return ins.pack_word(dialect, left, dtypes.bfloat16), left
+  return dialect.pack_word(left, dtypes.bfloat16), left

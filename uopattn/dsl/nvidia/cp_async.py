@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tinygrad import UOp
 
-from uopattn.dsl import instructions as ins
+from uopattn.dsl.instructions import CUDA, Cuda
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.head_view import HeadView
 
@@ -30,18 +30,18 @@ class CpAsyncPipeline:
   tile: Callable[[UOp], UOp]
   stages: int
   thread: UOp
-  dialect: str = "cuda"
+  dialect: Cuda = CUDA
 
   def producer_load(self, n: UOp, *after: UOp) -> UOp:
     """Start copying the n-th tile of each source, as one group."""
     copies = []
     for tiles, rows in self.sources:
       copies += tiles.fill_tile(n, rows, self.tile(n), self.thread, *after)
-    return ins.cp_async_commit(self.dialect, *copies)
+    return self.dialect.cp_async_commit(*copies)
 
   def consumer_wait(self, *after: UOp) -> UOp:
     """Wait for the oldest tile in flight, and until all warps are done with the tile before it."""
-    return UOp.barrier(ins.cp_async_wait(self.dialect, self.stages - 2, *after))
+    return UOp.barrier(self.dialect.cp_async_wait(self.stages - 2, *after))
 
   def start(self, *after: UOp) -> UOp:
     """Start the first stages - 1 tiles."""
@@ -65,7 +65,7 @@ class CpAsyncPipeline:
 
   def finish(self, last: UOp, *sums: UOp) -> UOp:
     """Wait for all copies after the `last` tile: none may be in flight at the end of a kernel."""
-    return ins.cp_async_wait(self.dialect, 0, *sums)
+    return self.dialect.cp_async_wait(0, *sums)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class AlternatingPipeline:
   tile: Callable[[UOp], UOp]
   stages: int
   thread: UOp
-  dialect: str = "cuda"
+  dialect: Cuda = CUDA
 
   def start(self, *after: UOp) -> UOp:
     """Start as many tiles of K as there are slots, and one fewer of V."""
@@ -110,8 +110,8 @@ class AlternatingPipeline:
 
   def _load(self, source: tuple[SwizzledTiles, HeadView], n: UOp, *after: UOp) -> UOp:
     tiles, rows = source
-    return ins.cp_async_commit(self.dialect, *tiles.fill_tile(n, rows, self.tile(n), self.thread, *after))
+    return self.dialect.cp_async_commit(*tiles.fill_tile(n, rows, self.tile(n), self.thread, *after))
 
   def _wait(self, *after: UOp) -> UOp:
     """Wait for the oldest tile in flight, and for all warps."""
-    return UOp.barrier(ins.cp_async_wait(self.dialect, 2 * (self.stages - 1), *after))
+    return UOp.barrier(self.dialect.cp_async_wait(2 * (self.stages - 1), *after))

@@ -7,12 +7,11 @@ from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace
 
 from uopattn.dsl import Scope
-from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia.mma_layout import HALVES, QUAD, WARP, row_reduce
 from uopattn.dsl.nvidia.wgmma import WARPS
 
-CUDA = "cuda"
 WARPGROUPS = 2
 THREADS = WARPS * WARP  # of a warpgroup
 WORDS = 4  # 32-bit words of a left operand per lane, of a step of 16 keys
@@ -55,12 +54,12 @@ class Exchange:
 
   def sync(self, *after: UOp) -> UOp:
     """Wait for the other warpgroup."""
-    return ins.named_barrier_sync(CUDA, UOp.const(1), WARPGROUPS * THREADS, *after)
+    return CUDA.named_barrier_sync(UOp.const(1), WARPGROUPS * THREADS, *after)
 
   def store_words(self, words: list[UOp], first: UOp | int, *after: UOp) -> list[UOp]:
     """Store the words of left operands, whose first step is `first`."""
     p, steps = self.p.after(*after), range(len(words) // WORDS)
-    return [ins.store_chunk(CUDA, p[self._place(first + i)], *words[WORDS * i : WORDS * (i + 1)]) for i in steps]
+    return [CUDA.store_chunk(p[self._place(first + i)], *words[WORDS * i : WORDS * (i + 1)]) for i in steps]
 
   def load_words(self, steps: int, *after: UOp, where: UOp | None = None) -> list[UOp]:
     """Load the words of the left operands of so many steps; with `where`, zeros elsewhere."""
@@ -71,7 +70,7 @@ class Exchange:
   def store_row(self, values: list[UOp], *after: UOp) -> UOp:
     """Store a number for each of this lane's two rows, the same in the row's four lanes."""
     word = (self.group.lane % HALVES).eq(0).where(*values).bitcast(dtypes.uint)
-    return ins.store_word(CUDA, self.row.after(*after)[self.warpgroup * THREADS + self.thread], word)
+    return CUDA.store_word(self.row.after(*after)[self.warpgroup * THREADS + self.thread], word)
 
   def rows(self, warpgroup: UOp | int, *after: UOp) -> list[UOp]:
     """The numbers that a warpgroup has stored for this lane's rows."""

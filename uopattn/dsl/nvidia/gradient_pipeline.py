@@ -12,9 +12,9 @@ from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import AxisType
 
-from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.backward_mainloop import QueryHeads
 from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia.mma_layout import WARP
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import loop, room_for, specialize
@@ -22,8 +22,6 @@ from uopattn.dsl.nvidia.tma import Slots, Source
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.tile_range import blurred
 from uopattn.dsl.scope import Scope
-
-CUDA = "cuda"
 
 
 class GradientPipeline:
@@ -81,7 +79,7 @@ class GradientPipeline:
     """
     first, zero = self._group.thread.eq(0), UOp.const(0)
     barriers = [x for slots in self._slots for x in slots.init(1, self._consumers, first)]
-    barriers.append(ins.mbarrier_init(CUDA, self.free[0], 1, first))
+    barriers.append(CUDA.mbarrier_init(self.free[0], 1, first))
 
     def bring(after: UOp) -> UOp:
       elected = self._group.thread.eq(self._consumers * WARP).cast(dtypes.weakint)

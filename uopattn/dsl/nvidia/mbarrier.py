@@ -14,16 +14,14 @@ from dataclasses import dataclass
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace
 
-from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia.mma_layout import WARP
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import Trip, WorkTile
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.scope import Scope
-
-CUDA = "cuda"
 
 
 class MbarrierPipeline:
@@ -69,17 +67,17 @@ class MbarrierPipeline:
     """Initialize the barriers, once for all threads and all tile ranges."""
     threads, first = self.k_tiles.threads, self._thread.eq(0)
     arrivals = [threads] * self.stages + [threads // WARP] * self.stages
-    return UOp.barrier(*[ins.mbarrier_init(CUDA, self._barriers[i], n, first) for i, n in enumerate(arrivals)])
+    return UOp.barrier(*[CUDA.mbarrier_init(self._barriers[i], n, first) for i, n in enumerate(arrivals)])
 
   def producer_load(self, n: UOp, *after: UOp) -> UOp:
     """Start delivery n once all warps are done with the previous one in its slot."""
     number = n + self.before
     if number.vmax >= self.stages:  # there was a previous one
-      after = (ins.mbarrier_wait(CUDA, self._empty(n), (number // self.stages + 1) % 2, *after),)
+      after = (CUDA.mbarrier_wait(self._empty(n), (number // self.stages + 1) % 2, *after),)
     copies = self._copy(self.k_tiles, n, self._k, *after)
     if n.vmax >= self.lag:
       copies += self._copy(self.v_tiles, n - self.lag, self._v, *after)
-    return ins.cp_async_arrive(CUDA, self._full(n), *copies)
+    return CUDA.cp_async_arrive(self._full(n), *copies)
 
   def _copy(self, tiles: SwizzledTiles, n: UOp, source: HeadView, *after: UOp) -> list[UOp]:
     return tiles.fill_tile(n + self.before, source, self._tile_range.tile(n), self._thread, *after)
@@ -92,10 +90,10 @@ class MbarrierPipeline:
 
   def consumer_wait(self, n: UOp, *after: UOp) -> UOp:
     """Wait until delivery n is complete, and all copies before it."""
-    return ins.fence_proxy_async(CUDA, self._wait_full(n, *after))
+    return CUDA.fence_proxy_async(self._wait_full(n, *after))
 
   def _wait_full(self, n: UOp, *after: UOp) -> UOp:
-    return ins.mbarrier_wait(CUDA, self._full(n), (n + self.before) // self.stages % 2, *after)
+    return CUDA.mbarrier_wait(self._full(n), (n + self.before) // self.stages % 2, *after)
 
   def tiles(self, n: UOp) -> tuple[SwizzledTiles, SwizzledTiles]:
     """The tiles of K and V of delivery n."""
@@ -103,7 +101,7 @@ class MbarrierPipeline:
 
   def consumer_release(self, n: UOp, *after: UOp) -> UOp:
     """Signal that this warp is done with delivery n."""
-    return ins.mbarrier_arrive(CUDA, self._empty(n), (self._thread % WARP).eq(0), *after)
+    return CUDA.mbarrier_arrive(self._empty(n), (self._thread % WARP).eq(0), *after)
 
   def drain(self, count: UOp, *after: UOp) -> UOp:
     """Wait for the deliveries from `count` on, which nobody reads, and release them."""
@@ -113,7 +111,7 @@ class MbarrierPipeline:
 
   def wait_all(self, last: UOp) -> UOp:
     """Wait, after `last`, for all remaining deliveries: no copy may be in flight when the workgroup ends."""
-    return last if self.ahead == 1 else ins.cp_async_wait(CUDA, 0, ins.cp_async_commit(CUDA, last))
+    return last if self.ahead == 1 else CUDA.cp_async_wait(0, CUDA.cp_async_commit(last))
 
 
 @dataclass(frozen=True, eq=False)

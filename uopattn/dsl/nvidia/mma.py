@@ -25,14 +25,13 @@ from typing import Any, NamedTuple
 from tinygrad import UOp
 from tinygrad.dtype import AddrSpace, DType, dtypes
 
-from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.parts import PAIRS, tf32_parts
+from uopattn.dsl.instructions import CUDA, TURING
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, QUAD
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.schedule import DTYPES_8
 from uopattn.dsl.scope import Scope, sizes
 
-CUDA = "cuda"
 STEP_BYTES = 32
 PAIR = 2 * MMA_N  # columns of two right operands, loaded together
 CHAIN = 4  # steps whose products of parts are added up by the tensor cores
@@ -133,7 +132,7 @@ class Mma:
     """Load the left operand of one step."""
     frag = self.scope.buffer(self.step // 2, dtype=self.dtype)
     row, chunk = rows.first + lane % MMA_M, 2 * step + lane // MMA_M
-    return frag.after(ins.ldmatrix(CUDA, frag[0], rows.tile.at(row, chunk), *after, apart=rows.tile.is_long))
+    return frag.after(CUDA.ldmatrix(frag[0], rows.tile.at(row, chunk), *after, apart=rows.tile.is_long))
 
   def mma_abt(
     self,
@@ -166,7 +165,7 @@ class Mma:
     for steps in self.chains(range(len(left[0]))):
       a = [[self.in_parts(rows[step]) for step in steps] for rows in left]
       if self.parts > 1:
-        after = (ins.read_later(CUDA, a[-1][-1][-1][-1], *after),)
+        after = (CUDA.read_later(a[-1][-1][-1][-1], *after),)
       for d in range(0, len(out[0]), 2):
         pairs = [self.load_right_transposed(tile, step, d * MMA_N, lane, *after) for step in steps]
         after = self.add_pair(out, d, a, pairs, *after)
@@ -195,13 +194,13 @@ class Mma:
       right = [self.in_parts(pair[j]) for pair in pairs]
       for found, a in zip(out, left, strict=True):
         found[first + j] = self.chain(a, right, found[first + j])
-    return (ins.read_later(CUDA, out[-1][first + 1][-1], *after),) if self.parts > 1 else after
+    return (CUDA.read_later(out[-1][first + 1][-1], *after),) if self.parts > 1 else after
 
   def load_right(self, tile: SwizzledTiles, first: int, step: int, lane: UOp, *after: UOp) -> list[UOp]:
     """Load rows `first` to `first` + 15 as the columns of two right operands, for one step along the tile's columns."""
     pair = self.scope.buffer(2, self.step // 4, dtype=self.dtype)
     row, chunk = first + lane // MMA_M * MMA_N + lane % MMA_N, 2 * step + lane // MMA_N % 2
-    loaded = pair.after(ins.ldmatrix(CUDA, pair[0, 0], tile.at(row, chunk), *after, apart=tile.is_long))
+    loaded = pair.after(CUDA.ldmatrix(pair[0, 0], tile.at(row, chunk), *after, apart=tile.is_long))
     return [loaded[0], loaded[1]]
 
   def load_right_transposed(self, tile: SwizzledTiles, step: int, first: int, lane: UOp, *after: UOp) -> list[UOp]:
@@ -213,14 +212,14 @@ class Mma:
     pair = self.scope.buffer(2, self.step // 4, dtype=self.dtype)
     if self.dtype not in DTYPES_8:
       row, chunk = step * self.step + lane % MMA_M, first // MMA_N + lane // MMA_M
-      loaded = pair.after(ins.ldmatrix(CUDA, pair[0, 0], tile.at(row, chunk), trans=True, apart=tile.is_long))
+      loaded = pair.after(CUDA.ldmatrix(pair[0, 0], tile.at(row, chunk), trans=True, apart=tile.is_long))
       return [loaded[0], loaded[1]]
     words = self.scope.buffer(4, dtype=dtypes.uint)
     row, chunk = step * self.step + lane, UOp.const(first // PAIR)
-    words = words.after(ins.ldmatrix(CUDA, words[0], tile.at(row, chunk), trans=True, apart=tile.is_long))
+    words = words.after(CUDA.ldmatrix(words[0], tile.at(row, chunk), trans=True, apart=tile.is_long))
     keys = [(words[i].load(), words[i + 1].load()) for i in (0, 2)]
-    parts = [part(CUDA, *two) for part in (ins.even_bytes, ins.odd_bytes) for two in keys]
-    loaded = pair.after(ins.set_words(CUDA, pair[0, 0], *parts))
+    parts = [part(*two) for part in (CUDA.even_bytes, CUDA.odd_bytes) for two in keys]
+    loaded = pair.after(CUDA.set_words(pair[0, 0], *parts))
     return [loaded[0], loaded[1]]
 
   def as_left(self, rows: list[list[UOp]]) -> list[UOp]:
@@ -239,10 +238,10 @@ class Mma:
   def left_words(self, rows: list[list[UOp]]) -> list[list[UOp]]:
     """Round accumulators as `as_left` does, to four 32-bit words per step."""
     word = 4 // self.dtype.itemsize  # elements in 32 bits
-    dialect = "sm_75" if self.turing else CUDA
+    dialect = TURING if self.turing else CUDA
 
     def packed(elements: list[UOp]) -> UOp:
-      return elements[0].bitcast(dtypes.uint) if word == 1 else ins.pack_word(dialect, elements, self.dtype)
+      return elements[0].bitcast(dtypes.uint) if word == 1 else dialect.pack_word(elements, self.dtype)
 
     steps = range(0, len(rows[0]), 2 * word)
     return [[packed(rows[h][i + part * word :][:word]) for part in range(2) for h in range(HALVES)] for i in steps]
@@ -250,7 +249,7 @@ class Mma:
   def left_of(self, words: list[UOp]) -> UOp:
     """The left operand of one step that has these words."""
     frag = self.scope.buffer(self.step // 2, dtype=self.dtype)
-    return frag.after(ins.set_words(CUDA, frag[0], *words))
+    return frag.after(CUDA.set_words(frag[0], *words))
 
 
 def _part(x: UOp, part: int, count: int) -> UOp:

@@ -9,12 +9,11 @@ Source: PTX ISA, "Matrix Fragments for mma.m16n8k16" and "Register Fragments for
 """
 
 from collections.abc import Callable
-from functools import partial
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 
-from uopattn.dsl import instructions as ins
+from uopattn.dsl.instructions import CUDA, Cuda
 from uopattn.dsl.rules.rules import HeadRules
 from uopattn.dsl.rules.softmax import Row, normalize, store_lse
 from uopattn.dsl.scope import as_type, gated, sizes
@@ -50,7 +49,7 @@ def loaded(of_rows: UOp) -> list[UOp]:
 def row_reduce(operation: Callable[[UOp, UOp], UOp], value: UOp) -> UOp:
   """Reduce the values of a row's four lanes by `operation`."""
   for distance in (1, 2):
-    value = operation(value, ins.shuffle_xor("cuda", value, distance))
+    value = operation(value, CUDA.shuffle_xor(value, distance))
   return value
 
 
@@ -67,7 +66,7 @@ def transposed(words: list[UOp], lane: UOp) -> list[UOp]:
     for i in range(QUAD):
       if not i & distance:
         low, high = words[i], words[i + distance]
-        other = ins.shuffle_xor("cuda", upper.where(low, high), distance)
+        other = CUDA.shuffle_xor(upper.where(low, high), distance)
         kept[i], kept[i + distance] = lower.where(low, other), lower.where(other, high)
     words = kept
   return words
@@ -80,8 +79,8 @@ def finished(rules: HeadRules, m_i: UOp, l_i: UOp, row: UOp, p_scale_log2: int =
     m_i: its largest score.
     l_i: the sum of this lane's P, raised as is the accumulator; see `Scaling.unit`.
   """
-  total, exp2 = row_reduce(UOp.__add__, l_i), partial(ins.exp2, "cuda")
-  unit = rules.scaling.unit("cuda", m_i, p_scale_log2)
+  total, exp2 = row_reduce(UOp.__add__, l_i), CUDA.exp2
+  unit = rules.scaling.unit(CUDA, m_i, p_scale_log2)
   found = normalize(m_i * rules.scaling.natural, total, rules.sink(row), exp2, unit)
   return found if rules.o_scale is None else found._replace(factor=found.factor * rules.o_scale)
 
@@ -95,7 +94,7 @@ def store_row(
   acc: UOp,
   found: Row,
   lane: UOp,
-  dialect: str = "cuda",
+  dialect: Cuda = CUDA,
   first: UOp | int = 0,
   operand: DType | None = None,
   pairs: bool = False,
@@ -121,7 +120,7 @@ def store_scaled(
   acc: UOp,
   factor: UOp,
   lane: UOp,
-  dialect: str = "cuda",
+  dialect: Cuda = CUDA,
   first: UOp | int = 0,
   operand: DType | None = None,
   pairs: bool = False,
@@ -144,7 +143,7 @@ def store_scaled(
   ]
   stores = []
   if Dv % chunk == 0 and o.dtype.itemsize < 4:
-    words, flat = [ins.pack_word(dialect, elements, o.dtype) for elements in values], as_type(o, dtypes.uint)
+    words, flat = [dialect.pack_word(elements, o.dtype) for elements in values], as_type(o, dtypes.uint)
     words += [UOp.const(0, dtypes.uint)] * (-len(words) % QUAD)
     for d in range(0, len(words), QUAD):  # lane t of the quad stores word d + t of all four lanes
       column = first + (d + lane % QUAD) * chunk

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 
 from tinygrad import UOp, dtypes
 
-from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.backward_mainloop import ScoreRow
+from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.math import LOG2E
 from uopattn.dsl.nvidia.mma_layout import MMA_M, MMA_N, QUAD, columns
 from uopattn.dsl.rules.softmax import LOWEST
 from uopattn.dsl.scope import sizes
 
-CUDA = "cuda"
 RowMap = Mapping[tuple[int, int], UOp]  # (tile of 16 rows, half) -> row
 
 
@@ -52,7 +51,7 @@ class RowStats:
     """Turn the result of `load` into the result of `of`."""
     lse = lse if self.modified else lse * LOG2E
     if past_end or self.modified:
-      lse = ins.fmax(CUDA, lse, UOp.const(LOWEST, dtypes.float))
+      lse = CUDA.fmax(lse, UOp.const(LOWEST, dtypes.float))
     return (query < sizes(self.lse)[1]).where(lse, float("inf")) if past_end else lse, delta
 
 

@@ -16,7 +16,7 @@ from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.helpers import ceildiv, round_up
 
-from uopattn.dsl import instructions as ins
+from uopattn.dsl.instructions import CUDA, Cuda
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.scope import Scope, as_type, clamp
 
@@ -38,7 +38,7 @@ class SwizzledTiles:
     base: start of the slot in use.
     least: minimum number of columns of a panel.
     bits: an unsigned integer type of the elements' size.
-    dialect: dialect of the copy instructions, "cuda" or "sm_75"; see `uopattn.dsl.instructions`.
+    dialect: dialect of the copy instructions; see `uopattn.dsl.instructions`.
   """
 
   memory: UOp
@@ -49,7 +49,7 @@ class SwizzledTiles:
   base: UOp | int = 0
   least: int = 16
   bits: DType = dtypes.ushort
-  dialect: str = "cuda"
+  dialect: Cuda = CUDA
 
   @classmethod
   def make(cls, s: Scope, rows: int, columns: int, slots: int, threads: int, **options: Any) -> "SwizzledTiles":
@@ -153,9 +153,9 @@ class SwizzledTiles:
       there = _both(_below(row, rows), _below(chunk * self.chunk, size))
       to, start = self.at(row, chunk), source.start(first + row) + chunk * self.chunk
       if source.widens and whole:
-        stores.append(ins.store_chunk(self.dialect, to, *self._widened(source, start, there)))
+        stores.append(self.dialect.store_chunk(to, *self._widened(source, start, there)))
       elif whole:
-        stores.append(ins.cp_async(self.dialect, to, bits[start], inside=there))
+        stores.append(self.dialect.cp_async(to, bits[start], inside=there))
       else:
         stores += self._single(to, source, start, chunk * self.chunk, there)
     return stores

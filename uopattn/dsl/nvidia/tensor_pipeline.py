@@ -15,8 +15,8 @@ from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import AxisType
 
-from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia.mma_layout import WARP
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tma import MAP_WORDS, Slots, Source
@@ -26,7 +26,6 @@ from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.tile_range import TileRange, blurred
 from uopattn.dsl.scope import Scope
 
-CUDA = "cuda"
 # Registers per thread of the producer and of the consumers, of 65536, by the number of consuming warpgroups.
 REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}
 
@@ -49,10 +48,10 @@ def specialize(
   """
   producer = group.warp >= consumers
   maps = [x.describe(view, group.warp) for x, view in brought]
-  ready = UOp.barrier(ins.mbarrier_fence(CUDA, *barriers), *maps)
-  known = UOp.group(*(ins.tensor_map_acquire(CUDA, x.number, ready) for x, _ in brought))
-  done = bring(ins.setmaxnreg_dec(CUDA, registers[0], producer, known))
-  return ins.setmaxnreg_inc(CUDA, registers[1], ins.exit_warps(CUDA, producer, done))
+  ready = UOp.barrier(CUDA.mbarrier_fence(*barriers), *maps)
+  known = UOp.group(*(CUDA.tensor_map_acquire(x.number, ready) for x, _ in brought))
+  done = bring(CUDA.setmaxnreg_dec(registers[0], producer, known))
+  return CUDA.setmaxnreg_inc(registers[1], CUDA.exit_warps(producer, done))
 
 
 Load = Callable[..., UOp]  # (tile, *after)
@@ -291,7 +290,7 @@ class TensorPipeline:
     def transpose_v(n: UOp, last: UOp) -> UOp:
       ready, warp = to.free(n, v.wait(n, last)), self._group.warp % WARPS
       done = transpose(self._s, v.tile(n), to.tile(n), warp, WARPS, lane, *ready)
-      fenced = ins.fence_proxy_async(CUDA, done)  # products read what was written, and copies overwrite what was read
+      fenced = CUDA.fence_proxy_async(done)  # products read what was written, and copies overwrite what was read
       return to.filled(n, v.release(n, fenced))
 
     last = by_one(lambda *after: load_v(zero, load_q(zero, load_k(zero, *after))), *after)
@@ -316,4 +315,4 @@ def loop(s: Scope, trips: UOp, *after: UOp, early: bool = False) -> tuple[UOp, t
     axis = s.axis(blurred(trips), AxisType.REDUCE)
     return axis, (*after, axis)
   axis = s.axis(int(trips.vmax) + (trips.vmax == 1), AxisType.REDUCE)
-  return axis, (ins.leave_loop(CUDA, axis >= trips, *after, axis),)
+  return axis, (CUDA.leave_loop(axis >= trips, *after, axis),)

@@ -16,12 +16,11 @@ from typing import cast
 from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv
 
-from uopattn.dsl import instructions as ins
+from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.scope import as_type
 
-CUDA = "cuda"
 COLUMNS = 64  # of a copy, in units of 16 bits: the 128 bytes of the swizzle
 CHUNK_BYTES = 16  # that strides must be multiples of
 MAP_WORDS = 32  # 32-bit words of a tensor map
@@ -79,7 +78,7 @@ class Source:
     steps = x.of_row, x.of_head if x.heads > 1 else unused, x.of_batch if x.batches > 1 else unused
     strides = cast(tuple[int, int, int], tuple(step // per for step in steps))
     start, place = as_type(view.x, dtypes.ushort)[UOp.const(x.offset // per)], self.room[self.number * MAP_WORDS]
-    return ins.tensor_map(CUDA, place, self.number, start, shape, strides, self.tiles.rows, warp.eq(self.number))
+    return CUDA.tensor_map(place, self.number, start, shape, strides, self.tiles.rows, warp.eq(self.number))
 
   def load(self, view: HeadView, slot: UOp, n_tile: UOp, barrier: UOp, *after: UOp, numbers: UOp | None = None) -> UOp:
     """Start copying tile `n_tile` of a head to a slot, and what `numbers` points to. One thread does all of it."""
@@ -90,13 +89,13 @@ class Source:
     if view.length.vmin == 0:  # the map has a row all the same, which must not be read
       first = (view.length > 0).where(first, int(view.length.vmax))
     place, copies = (first, head % x.heads, head // x.heads), []
-    begun = ins.mbarrier_expect(CUDA, barrier, self.bytes, *after)
+    begun = CUDA.mbarrier_expect(barrier, self.bytes, *after)
     for column in range(0, self.tiles.columns, COLUMNS):
       to = tile.memory[tile.base + column // COLUMNS * tile.panel]
-      copies.append(ins.tma_load(CUDA, to, self.number, barrier, (UOp.const(column), *place), self.keep, begun))
+      copies.append(CUDA.tma_load(to, self.number, barrier, (UOp.const(column), *place), self.keep, begun))
     if self.numbers is not None and numbers is not None:
       to, count = self.numbers[slot % self.tiles.slots * self.tiles.rows], 4 * self.tiles.rows
-      copies.append(ins.bulk_load(CUDA, to, numbers, count, barrier, begun))
+      copies.append(CUDA.bulk_load(to, numbers, count, barrier, begun))
     return UOp.group(*copies)
 
 
@@ -127,7 +126,7 @@ class Slots:
   def init(self, full: int, free: int, when: UOp) -> list[UOp]:
     """Initialize the barriers, by the thread where `when`: `full` arrivals when a tile has come, `free` at the end."""
     arrivals = [full] * self.stages + [free] * self.stages
-    return [ins.mbarrier_init(CUDA, self.barriers[i], n, when) for i, n in enumerate(arrivals)]
+    return [CUDA.mbarrier_init(self.barriers[i], n, when) for i, n in enumerate(arrivals)]
 
   def tile(self, n: UOp, *after: UOp) -> SwizzledTiles:
     """Shared memory with tile n in use."""
@@ -155,7 +154,7 @@ class Slots:
     at = n + self.count
     if at.vmax < self.stages:
       return after
-    return (ins.mbarrier_wait(CUDA, self._at(at, self.stages), (at // self.stages + 1) % 2, *after),)
+    return (CUDA.mbarrier_wait(self._at(at, self.stages), (at // self.stages + 1) % 2, *after),)
 
   def numbers(self, n: UOp, rows: list[UOp], *after: UOp) -> list[UOp]:
     """Read the numbers that came with rows of tile n."""
@@ -167,11 +166,11 @@ class Slots:
   def wait(self, n: UOp, *after: UOp) -> UOp:
     """Wait until tile n has arrived."""
     at = n + self.count
-    return ins.mbarrier_wait(CUDA, self._at(at), at // self.stages % 2, *after)
+    return CUDA.mbarrier_wait(self._at(at), at // self.stages % 2, *after)
 
   def filled(self, n: UOp, *after: UOp) -> UOp:
     """Signal, by each thread that writes it, that its part of tile n has been written."""
-    return ins.mbarrier_arrive(CUDA, self._at(n + self.count), UOp.const(True), *after)
+    return CUDA.mbarrier_arrive(self._at(n + self.count), UOp.const(True), *after)
 
   def release(self, n: UOp, *after: UOp, when: UOp | None = None) -> UOp:
     """Signal, by one lane, that its warp is done with tile n, where `when`; there is no tile -1."""
@@ -179,7 +178,7 @@ class Slots:
       return UOp.group(*after)
     one = self.lane.eq(0)
     one = one if n.vmin >= 0 else one & (n >= 0)
-    return ins.mbarrier_arrive(CUDA, self._at(n + self.count, self.stages), one if when is None else one & when, *after)
+    return CUDA.mbarrier_arrive(self._at(n + self.count, self.stages), one if when is None else one & when, *after)
 
   def _at(self, n: UOp, first: int = 0) -> UOp:
     return self.barriers[first + n % self.stages]

@@ -16,12 +16,11 @@ from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv
 from tinygrad.uop.ops import AxisType
 
-from uopattn.dsl import instructions as ins
+from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.tile_range import blurred
 from uopattn.dsl.scope import Scope
 
-CUDA = "cuda"
 KEYS, COLUMNS = 32, 16  # that a warp moves at a time
 
 
@@ -50,8 +49,8 @@ def _move(s: Scope, source: SwizzledTiles, to: SwizzledTiles, columns: UOp, keys
   """Move a piece: 16 columns of 32 keys."""
   words = s.buffer(4, dtype=dtypes.uint)
   place = source.after(*after).at(keys * KEYS + lane, columns)
-  words = words.after(ins.ldmatrix(CUDA, words[0], place, *after, trans=True))
+  words = words.after(CUDA.ldmatrix(words[0], place, *after, trans=True))
   pairs = [(words[i].load(), words[i + 1].load()) for i in (0, 2)]
-  parts = [part(CUDA, *pair) for pair in pairs for part in (ins.even_bytes, ins.odd_bytes)]
+  parts = [part(*pair) for pair in pairs for part in (CUDA.even_bytes, CUDA.odd_bytes)]
   row, chunk = columns * COLUMNS + lane % 16, keys * 2 + lane // 16
-  return ins.stmatrix(CUDA, to.after(*after).at(row, chunk), *parts)
+  return CUDA.stmatrix(to.after(*after).at(row, chunk), *parts)

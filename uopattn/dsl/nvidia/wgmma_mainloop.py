@@ -16,8 +16,8 @@ from typing import ClassVar, NamedTuple
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 
-from uopattn.dsl import instructions as ins
 from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.mma_layout import HALVES, QUAD, WARP, finished, loaded, store_row
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
@@ -29,7 +29,6 @@ from uopattn.dsl.rules.softmax import LOWEST, p_scale_of
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
 from uopattn.dsl.scope import Scope, sizes
 
-CUDA = "cuda"
 ZERO = UOp.const(0)
 WORDS = 4  # 32-bit words of a left operand per lane and step
 
@@ -238,7 +237,7 @@ class PingPong:
     """Wait until the warpgroup before has started its products."""
     if self.warpgroups == 1:
       return after
-    return ins.named_barrier_sync(CUDA, 1 + self.warp // WARPS, 2 * WARPS * WARP, after)
+    return CUDA.named_barrier_sync(1 + self.warp // WARPS, 2 * WARPS * WARP, after)
 
   def arrive(self, after: UOp) -> UOp:
     """Let the next warpgroup start its products."""
@@ -247,7 +246,7 @@ class PingPong:
   def _arrive(self, barrier: UOp, when: UOp, after: UOp) -> UOp:
     if self.warpgroups == 1:
       return after
-    return ins.named_barrier_arrive(CUDA, barrier, 2 * WARPS * WARP, when, after)
+    return CUDA.named_barrier_arrive(barrier, 2 * WARPS * WARP, when, after)
 
 
 class Walk(NamedTuple):

@@ -1,12 +1,12 @@
 """The online softmax of S = Q K^T, (64, keys), as `wgmma` leaves it in registers: two rows to each lane."""
 
-from functools import partial, reduce
+from functools import reduce
 from typing import NamedTuple
 
 from tinygrad import UOp
 from tinygrad.dtype import DType
 
-from uopattn.dsl import instructions as ins
+from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_N, columns, row_reduce
 from uopattn.dsl.rules.rules import HeadRules
 from uopattn.dsl.rules.softmax import online_softmax
@@ -24,7 +24,7 @@ class Softmax(NamedTuple):
   def words(self, dtype: DType) -> list[UOp]:
     """P in 8 or 16 bits, packed in words in the order of left operands."""
     per = 4 // dtype.itemsize
-    packed = [[ins.pack_word("cuda", row[i : i + per], dtype) for i in range(0, len(row), per)] for row in self.p]
+    packed = [[CUDA.pack_word(row[i : i + per], dtype) for i in range(0, len(row), per)] for row in self.p]
     return [word for words in zip(*packed, strict=True) for word in words]
 
   def stores(self, m_i: UOp, l_i: UOp) -> list[UOp]:
@@ -78,9 +78,7 @@ class ScoreRows(NamedTuple):
     found = []
     for half, row in enumerate(self.rows):
       reduced = row_reduce if maxima is None else (lambda operation, value, largest=maxima[half]: largest)
-      p, *rest = online_softmax(
-        "cuda", scores[half], self.rules.scaling, m_old[half], l_old[half], reduced, p_scale_log2
-      )
+      p, *rest = online_softmax(CUDA, scores[half], self.rules.scaling, m_old[half], l_old[half], reduced, p_scale_log2)
       p = self.rules.weights(p, row, self.first, columns(len(p) // 2), self.masked)
       found.append((p, *rest))
     return Softmax(*(list(x) for x in zip(*found, strict=True)))
@@ -88,5 +86,5 @@ class ScoreRows(NamedTuple):
 
 def row_maxima(scores: list[list[UOp]]) -> list[UOp]:
   """The largest score of each row, over its four lanes."""
-  larger = partial(ins.fmax, "cuda")
+  larger = CUDA.fmax
   return [row_reduce(larger, reduce(larger, x)) for x in scores]

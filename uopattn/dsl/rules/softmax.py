@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 
-from uopattn.dsl import instructions as ins
+from uopattn.dsl.instructions import Dialect
 from uopattn.dsl.math import LN2, LOG2E
 from uopattn.dsl.rules.quantized import LARGEST
 from uopattn.dsl.scope import gated
@@ -65,32 +65,32 @@ class Scaling(NamedTuple):
       return (self.log2.bitcast(dtypes.uint) + 0x7FFFFF >> 23 << 23).bitcast(dtypes.float)
     return 2.0 ** ceil(log2(self.log2))
 
-  def factor(self, dialect: str, m_i: UOp, p_scale_log2: int = 0) -> Factor:
+  def factor(self, dialect: Dialect, m_i: UOp, p_scale_log2: int = 0) -> Factor:
     """The factor `a` on the scores of a row with this m_i, in base 2; of `p_scale_log2` see `unit`."""
     return self._chosen(dialect, m_i, p_scale_log2, self.log2, self._power_of_two())
 
-  def rising_factor(self, dialect: str, m_i: UOp) -> Factor:
+  def rising_factor(self, dialect: Dialect, m_i: UOp) -> Factor:
     """`factor`, without a condition, which takes LLVM more registers on RDNA3: it rises with m_i, twofold at most."""
     near, far = self.log2, self._power_of_two()
     if isinstance(near, float) and near == far:
       return near
-    rising = ins.fabs(dialect, m_i) * (far * near * (2 / LARGEST_M))
+    rising = dialect.fabs(m_i) * (far * near * (2 / LARGEST_M))
     near, far = (x if isinstance(x, UOp) else UOp.const(x, dtypes.float) for x in (near, far))
-    return ins.fmin(dialect, ins.fmax(dialect, rising, near), far)
+    return dialect.fmin(dialect.fmax(rising, near), far)
 
-  def shift(self, dialect: str, m_i: UOp, a: Factor, p_scale_log2: int = 0) -> UOp:
+  def shift(self, dialect: Dialect, m_i: UOp, a: Factor, p_scale_log2: int = 0) -> UOp:
     """What is subtracted from scores times `factor`: m_i in base 2, less what raises P."""
     m = m_i * a
     if not (isinstance(self.log2, float) and self.log2 <= 1):  # of a row that has seen no key it must be finite
       m = m.maximum(LOWEST)
     return m - self._chosen(dialect, m_i, p_scale_log2, float(p_scale_log2), 0.0) if p_scale_log2 else m
 
-  def unit(self, dialect: str, m_i: UOp, p_scale_log2: int = 0) -> Factor:
+  def unit(self, dialect: Dialect, m_i: UOp, p_scale_log2: int = 0) -> Factor:
     """What P, and so its sum, are divided by in the end: 2**-p_scale_log2, or 1 where P is not raised."""
     near = 2.0**-p_scale_log2
     return near if self.subtracts else self._chosen(dialect, m_i, p_scale_log2, near, 1.0)
 
-  def _chosen(self, dialect: str, m_i: UOp, p_scale_log2: int, near: Factor, far: Factor) -> Factor:
+  def _chosen(self, dialect: Dialect, m_i: UOp, p_scale_log2: int, near: Factor, far: Factor) -> Factor:
     """`near`, or `far` where m_i is large."""
     if isinstance(near, float) and near == far:
       return near
@@ -98,13 +98,13 @@ class Scaling(NamedTuple):
     limit = self.log2.reciprocal() * most if isinstance(self.log2, UOp) else min(most / self.log2, inf)
     if isinstance(limit, float) and limit > FLOAT32_MAX:
       return near
-    return (ins.fabs(dialect, m_i) < limit).where(near, far)
+    return (dialect.fabs(m_i) < limit).where(near, far)
 
   def alpha(self, exp2: Callable[[UOp], UOp], m_old: UOp, m_new: UOp) -> UOp:
     """The factor on what was summed relative to m_old that makes it relative to m_new."""
     return exp2((m_old - m_new) * self.log2)
 
-  def from_lse(self, dialect: str, scores: list[UOp], lse: UOp, in_base_2: bool) -> list[UOp]:
+  def from_lse(self, dialect: Dialect, scores: list[UOp], lse: UOp, in_base_2: bool) -> list[UOp]:
     """The exponents in base 2 of a row's normalized weights, from its log-sum-exp, as a backward pass has it.
 
     Weights are at most 1, but half a unit in the last place of a large lse is above 128. So the distance between the
@@ -119,9 +119,9 @@ class Scaling(NamedTuple):
     else:
       plain = isinstance(self.natural, float) and self.natural == 1
       distances = [(lse - (x if plain else x * self.natural)) * LOG2E for x in scores]
-    return [-ins.fabs(dialect, x) for x in distances]
+    return [-dialect.fabs(x) for x in distances]
 
-  def exponents(self, dialect: str, scores: list[UOp], m_i: UOp, p_scale_log2: int = 0) -> list[UOp]:
+  def exponents(self, dialect: Dialect, scores: list[UOp], m_i: UOp, p_scale_log2: int = 0) -> list[UOp]:
     """The exponents in base 2 of a row's P, raised as `unit` says."""
     if self.subtracts:
       exponents = [(x - m_i) * self.log2 for x in scores]
@@ -142,7 +142,7 @@ def p_scale_of(dtype: DType, dropout_p: float = 0.0, largest: float | None = Non
 
 
 def online_softmax(
-  dialect: str,
+  dialect: Dialect,
   scores: list[UOp],
   scaling: Scaling,
   m_old: UOp,
@@ -166,10 +166,10 @@ def online_softmax(
   """
 
   def larger(a: UOp, b: UOp) -> UOp:
-    return ins.fmax(dialect, a, b)
+    return dialect.fmax(a, b)
 
   def power(x: UOp) -> UOp:
-    return ins.exp2(dialect, x)
+    return dialect.exp2(x)
 
   m_new = larger(m_old, row_reduce(larger, reduce(larger, scores)))
   alpha = scaling.alpha(power, m_old, m_new)
