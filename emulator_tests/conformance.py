@@ -22,6 +22,7 @@ from uopattn.dsl.schedule import DTYPES_8, DTYPES_16, DTYPES_16_32
 from uopattn.kernels import (
   amd_forward,
   amx_forward,
+  apple_forward,
   cpu_decode,
   cpu_forward,
   cuda_forward,
@@ -264,6 +265,19 @@ def decode_tiles(arch: str) -> st.SearchStrategy[cpu_decode.Tiles]:
   )
 
 
+def apple_tiles(itemsize: int = 2) -> Callable[[str], st.SearchStrategy[apple_forward.Tiles]]:
+  tiles = st.builds(
+    apple_forward.Tiles,
+    blocks=st.integers(1, 5),
+    m_tiles=st.integers(1, 3),
+    block_n=st.integers(1, 4).map(lambda n: n * 8),
+    slices=st.integers(1, 3),
+    in_registers=st.booleans(),
+    itemsize=st.just(itemsize),
+  )
+  return lambda arch: tiles
+
+
 T, W, H = cuda_forward.Tiles, cuda_wide_forward.Tiles, hopper_forward.Tiles
 READING = ("sm_80", "sm_100")  # where the small tiles of mma.sync read their queries for each tile of keys
 SUBJECTS: dict[str, Subject] = {
@@ -479,6 +493,36 @@ SUBJECTS: dict[str, Subject] = {
     flops=16 * 8 * 8,
     synchronised=lambda arch: (T(4, 1, 32, turing=True),),
   ),
+  "apple": Subject(
+    apple_forward,
+    ("apple9", "apple7"),
+    DTYPES_16,
+    CORNERS
+    | ODD
+    | {
+      "one past the tiles": (1, 1, 1, 65, 65, 33, 33),
+      "rows past two tiles a simdgroup": (1, 1, 1, 144, 100, 16, 16),
+      "large head": (1, 1, 1, 20, 40, 150, 260),
+    },
+    mistakes.APPLE,
+    small=lambda arch: apple_forward.Tiles(2, 1, 16),
+    any_tiles=apple_tiles(),
+    head_dims=(1, 8, 15, 24, 33, 40, 80),
+    flops=8 * 8 * 8,
+    synchronised=lambda arch: (apple_forward.Tiles(4, 1, 16), apple_forward.Tiles(1, 2, 16, 2, in_registers=False)),
+  ),
+  "apple32": Subject(
+    apple_forward,
+    ("apple9",),
+    (dtypes.float32,),
+    CORNERS | ODD | {"one past the tiles": (1, 1, 1, 65, 65, 33, 33)},
+    mistakes.APPLE,
+    small=lambda arch: apple_forward.Tiles(2, 1, 16, itemsize=4),
+    any_tiles=apple_tiles(4),
+    head_dims=(1, 8, 15, 24, 33, 40),
+    conflict_free=(),
+    flops=8 * 8 * 8,
+  ),
   "amx": Subject(
     amx_forward,
     ("amx",),
@@ -524,7 +568,7 @@ SUBJECTS: dict[str, Subject] = {
 }
 EMULATED = [name for name, x in SUBJECTS.items() if x.arches != (CPU,)]
 GPU = [name for name in EMULATED if name != "amx"]
-NVIDIA = [name for name in GPU if SUBJECTS[name].kernel is not amd_forward]
+NVIDIA = [name for name in GPU if SUBJECTS[name].kernel not in (amd_forward, apple_forward)]
 # Every machine and type: for tests of ("subject", "arch", "dtype").
 EVERYWHERE = [(name, arch, dtype) for name, x in SUBJECTS.items() for arch in x.arches for dtype in x.dtypes]
 ON_GPUS = [case for case in EVERYWHERE if case[0] in GPU]

@@ -28,9 +28,11 @@ LOWERED_AS = {
   "sm_89": "sm_80",
   "sm_100": "sm_80",
   "sm_120": "sm_89",
+  "apple7": "apple9",
+  "apple8": "apple9",
 }
 # Kernels made of what others are made of: of the tests that many kernels have, the quick suite runs one of theirs.
-LATER = {"hopper32", "hopper-wide", "amd32", "amd8", "float32", "float8", "turing"}
+LATER = {"hopper32", "hopper-wide", "amd32", "amd8", "float32", "float8", "turing", "apple32"}
 OF_LATER = "test_matches_the_oracle"
 
 

@@ -13,6 +13,7 @@ from tinygrad import UOp, dtypes
 from uopattn.dsl import clamp
 from uopattn.dsl.amd import products
 from uopattn.dsl.amd.staging import RegisterPipeline
+from uopattn.dsl.apple import threadgroup
 from uopattn.dsl.cpu import amx_operands
 from uopattn.dsl.gpu import tile_scheduler
 from uopattn.dsl.gpu.parts import PAIRS
@@ -22,6 +23,7 @@ from uopattn.dsl.rules.rules import HeadRules
 from uopattn.kernels import (
   amd_forward,
   amx_forward,
+  apple_forward,
   cpu_decode,
   cpu_forward,
   cuda_forward,
@@ -118,6 +120,13 @@ def softmax_mistakes(owner: Any, phase: str) -> dict[str, Mistake]:
   }
 
 
+def first_warp(group: Any) -> Any:
+  """The position of the thread of the workgroup's first warp with this one's lane."""
+  found = copy(group)
+  found.warp = group.warp * 0
+  return found
+
+
 # AMD
 
 
@@ -161,11 +170,34 @@ AMD8 = {name: mistake for name, mistake in AMD.items() if name != "halves of P e
 AMD32 = {name: mistake for name, mistake in AMD.items() if name != "halves of P exchanged"} | PART_MISTAKES
 
 
-# NVIDIA
+# Apple
+
+
+def read_by_rows(right: Phase) -> Phase:
+  """Elements of a tile that is stored by columns read as if it were stored by rows."""
+  return lambda self, place: right(replace(self, by_columns=False), place)
 
 
 def own_lane_only(operation: Any, value: UOp) -> UOp:
   return value
+
+
+APPLE = MASKS | softmax_mistakes(apple_forward, "online_softmax")
+APPLE |= {
+  "maximum and sum of a lane's own keys": Mistake(apple_forward, "row_reduce", instead(own_lane_only)),
+  "keys read by rows": Mistake(threadgroup.Tile, "__getitem__", read_by_rows),
+  "tiles one key off": Mistake(
+    threadgroup.Tile, "fill", lambda right: lambda self, source, first, *given: right(self, source, first + 1, *given)
+  ),
+  "the first simdgroup's queries": Mistake(
+    apple_forward.SimdgroupRows,
+    "load",
+    lambda right: lambda self, *given: right(replace(self, group=first_warp(self.group)), *given),
+  ),
+}
+
+
+# NVIDIA
 
 
 def nvidia(kernel: Any, owner: Any, phase: str) -> dict[str, Mistake]:

@@ -18,7 +18,7 @@ from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType, KernelInfo
 
 from uopattn.dsl import LOG2E, Scope, exp2, gated, sizes
-from uopattn.dsl.instructions import CUDA, HIP, Dialect
+from uopattn.dsl.instructions import CUDA, HIP, METAL, Dialect
 from uopattn.dsl.rules.quantized import LARGEST, rounded_bits
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.softmax import normalize
@@ -125,5 +125,10 @@ def _schedule(device: str, build: Callable[..., UOp]) -> Schedule:
 
 SCHEDULES = tuple(
   _schedule(device, build)
-  for device, build in (("CPU", on_cpu), ("AMD", partial(on_gpu, HIP)), ("CUDA", partial(on_gpu, CUDA)))
+  for device, build in (
+    ("CPU", on_cpu),
+    ("AMD", partial(on_gpu, HIP)),
+    ("CUDA", partial(on_gpu, CUDA)),
+    ("METAL", partial(on_gpu, METAL)),
+  )
 )

@@ -23,13 +23,14 @@ from uopattn.dsl.rules.rules import Rules
 Options = dict[str, Any]
 
 # Kernels with machines: rules are the same code on all machines of a kernel.
-KERNELS = ("amd", "cuda", "hopper", "amx")
+KERNELS = ("amd", "cuda", "hopper", "apple", "amx")
 MACHINES = [(name, arch) for name in KERNELS for arch in SUBJECTS[name].arches if name != "cuda" or arch == "sm_80"]
-ONE_OF_EACH = ("gfx942", "sm_80", "sm_90", "amx")
+ONE_OF_EACH = ("gfx942", "sm_80", "sm_90", "apple9", "amx")
 ONE_EACH = [
   ("amd", "gfx942"),
   ("cuda", "sm_80"),
   ("hopper", "sm_90"),
+  ("apple", "apple9"),
   pytest.param("amx", "amx", marks=pytest.mark.slow),
 ]
 SHAPE = B, HEADS, KV_HEADS, M, N, DK, DV = 2, 4, 2, 77, 110, 24, 40

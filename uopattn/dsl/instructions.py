@@ -191,7 +191,7 @@ class Dialect:
 
   Attributes:
     name: "hip" for AMD through clang's HIP builtins, "cuda" for NVIDIA through CUDA C++ and inline PTX, "sm_75" where
-      Turing lacks what "cuda" has, "c" for CPUs through clang.
+      Turing lacks what "cuda" has, "metal" for Apple's GPUs through MSL, "c" for CPUs through clang.
   """
 
   name: str
@@ -201,6 +201,7 @@ class Dialect:
     hip=_bits("__builtin_amdgcn_ds_swizzle({0}, (({1}) << 10) | 31)"),
     llvm=lambda y, x, offset: f"{y} = call i32 @llvm.amdgcn.ds.swizzle(i32 {x}, i32 {offset << 10 | 31})",
     cuda="__shfl_xor_sync(0xffffffff, {0}, {1})",
+    metal="simd_shuffle_xor({0}, {1})",
     cross_lane=True,
   )
   def shuffle_xor(self, value: Bits, offset: int) -> Bits:
@@ -217,6 +218,7 @@ class Dialect:
   {y} = call i32 @llvm.amdgcn.ds.bpermute(i32 {y}_at, i32 {x})"""
     ),
     cuda="__shfl_sync(0xffffffff, {0}, {1})",
+    metal="simd_shuffle({0}, {1})",
     cross_lane=True,
   )
   def shuffle(self, value: Bits, lane: Lane) -> Bits:
@@ -226,6 +228,7 @@ class Dialect:
     hip="__builtin_fmaxf({0}, {1})",
     llvm=lambda y, a, b: f"{y} = call float @llvm.maxnum(float {a}, float {b})",
     cuda="fmaxf({0}, {1})",
+    metal="fmax({0}, {1})",
   )
   def fmax(self, a: Float, b: Float) -> Float:
     """The larger of two float32, or the one that is not NaN, in one instruction (`Ops.MAX` becomes two)."""
@@ -234,6 +237,7 @@ class Dialect:
     hip="__builtin_fminf({0}, {1})",
     llvm=lambda y, a, b: f"{y} = call float @llvm.minnum(float {a}, float {b})",
     cuda="fminf({0}, {1})",
+    metal="fmin({0}, {1})",
   )
   def fmin(self, a: Float, b: Float) -> Float:
     """The smaller of two float32, or the one that is not NaN, in one instruction."""
@@ -242,6 +246,7 @@ class Dialect:
     hip="__builtin_fabsf({0})",
     llvm=lambda y, x: f"{y} = call float @llvm.fabs(float {x})",
     cuda="fabsf({0})",
+    metal="fabs({0})",
     c="__builtin_fabsf({0})",
   )
   def fabs(self, x: Float) -> Float:
@@ -251,6 +256,7 @@ class Dialect:
     hip="__builtin_amdgcn_exp2f({0})",
     llvm=lambda y, x: f"{y} = call float @llvm.amdgcn.exp2(float {x})",
     cuda=_float_asm("ex2.approx.ftz.f32"),
+    metal="fast::exp2({0})",
   )
   def exp2(self, x: Float) -> Float:
     """2**x in float32 by the hardware's approximation (2 ulp; denormal results are 0)."""
@@ -297,6 +303,7 @@ class Dialect:
   {y} = add i32 0, 0"""
     ),
     cuda=_ptx("bar.warp.sync 0xffffffff;", '"f"({0})'),
+    metal="as_type<int>({0}); simdgroup_barrier(mem_flags::mem_none)",
     cross_lane=True,
   )
   def read_later(self, value: Float, *after: UOp) -> Statement:
@@ -304,7 +311,8 @@ class Dialect:
 
     Otherwise compilers read early, and need a register for all that was read and not yet used. It hides less of the
     loads' latency. On NVIDIA it is a barrier of the warp, past which ptxas moves no load from shared memory; source:
-    PTX ISA, "bar.warp.sync". On AMD it is no instruction: LLVM moves no load past assembly that may change memory.
+    PTX ISA, "bar.warp.sync". On Apple's GPUs it is such a barrier too, as in MLX's kernels. On AMD it is no
+    instruction: LLVM moves no load past assembly that may change memory.
     """
 
   @instruction(c="0; if ({0}) break", cuda="0; if ({0}) break", cross_lane=True)
@@ -808,7 +816,7 @@ class Cpu(Dialect):
     """Add weights[0] a[i] + weights[1] b[i] to to[i], for i < 16; otherwise like `dot_pairs`. A statement."""
 
 
-HIP, CUDA, TURING, CPU = Hip("hip"), Cuda("cuda"), Cuda("sm_75"), Cpu("c")
+HIP, CUDA, TURING, METAL, CPU = Hip("hip"), Cuda("cuda"), Cuda("sm_75"), Dialect("metal"), Cpu("c")
 
 _LIST = [
   *declared_in(Dialect, Hip, Cuda, Cpu),

@@ -5,6 +5,10 @@ Sources: AMD, RDNA3, RDNA4, CDNA3 and CDNA4 instruction set architecture documen
 """
 
 _LDS_BYTES = {
+  "Apple7": 32 << 10,
+  "Apple8": 32 << 10,
+  "Apple9": 32 << 10,
+  "Apple10": 32 << 10,
   "gfx950": 160 << 10,
   "sm_75": 64 << 10,
   "sm_80": 163 << 10,
@@ -17,6 +21,10 @@ _LDS_BYTES = {
   "sm_120": 99 << 10,
 }
 _UNITS = {
+  "Apple7": 32,
+  "Apple8": 38,
+  "Apple9": 40,
+  "Apple10": 40,
   "gfx1100": 96,
   "gfx1151": 40,
   "gfx1200": 32,

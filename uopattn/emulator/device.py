@@ -11,9 +11,10 @@ import time
 import zlib
 from typing import Any
 
+from tinygrad.codegen.opt import tc
 from tinygrad.device import Allocator, Compiled, Compiler, Program, TinyELF
 from tinygrad.helpers import Target
-from tinygrad.renderer.cstyle import ClangRenderer, CUDARenderer, HIPRenderer
+from tinygrad.renderer.cstyle import ClangRenderer, CStyleLanguage, CUDARenderer, HIPRenderer, MetalRenderer
 from tinygrad.uop.ops import UOp
 
 from .mutate import mutated
@@ -21,6 +22,7 @@ from .mutate import mutated
 DEFAULT_ARCH = "gfx1100"
 AMD = ("gfx11", "gfx1200", "gfx1201", "gfx942", "gfx950")  # prefixes of the names
 NVIDIA = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+APPLE = {"apple7": "Apple7", "apple8": "Apple8", "apple9": "Apple9"}  # as tinygrad spells each name
 CPU = {"amx": "x86_64,sapphirerapids"}  # the processor that each name stands for
 
 
@@ -73,6 +75,18 @@ class EMUClangRenderer(Emulated, ClangRenderer):
     super().__init__(Target("CPU", "CLANG", arch))
 
 
+class EMUMetalRenderer(Emulated, MetalRenderer):
+  """MetalRenderer for `arch` (apple7, ...)."""
+
+  def __init__(self, target: Target):
+    arch = APPLE.get(target.arch, target.arch)
+    if arch not in APPLE.values():
+      raise ValueError(f"{target.arch!r} is not among Apple's {', '.join(APPLE)}")
+    # Not MetalRenderer's own, which imports tinygrad.runtime.ops_metal: that opens a library of macOS.
+    CStyleLanguage.__init__(self, Target("METAL", "METAL", arch))
+    self.compiler, self.tensor_cores = Compiler(), tc.metal
+
+
 class EMUAllocator(Allocator["EMUDevice"]):
   """Allocator of global memory as bytearrays of exactly the requested size, so that bounds checks are exact."""
 
@@ -116,7 +130,11 @@ class EMUDevice(Compiled):
 
   def __init__(self, device: str):
     super().__init__(
-      device, EMUAllocator(self), [EMUHIPRenderer, EMUCUDARenderer, EMUClangRenderer], EMUProgram, arch=DEFAULT_ARCH
+      device,
+      EMUAllocator(self),
+      [EMUHIPRenderer, EMUCUDARenderer, EMUMetalRenderer, EMUClangRenderer],
+      EMUProgram,
+      arch=DEFAULT_ARCH,
     )
 
 

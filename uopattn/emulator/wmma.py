@@ -73,6 +73,13 @@ def _nvidia(k: int, bits: int) -> Fragments:
   return Fragments(32, (2 * n * registers, n * registers, 4), a, b, c)
 
 
+def _apple(l: Any, e: Any) -> tuple[Any, Any]:
+  return l // 16 * 4 + l // 2 % 4, l // 8 % 2 * 4 + l % 2 * 2 + e
+
+
+APPLE = Fragments(32, (2, 2, 2), _apple, _apple, _apple)
+
+
 @cache
 def fragments(dims: tuple[int, int, int], dtype: DType, device: str, threads: int, elements: int) -> Fragments:
   """Return the layouts of the instruction with `dims` (N, M, K), inputs of `dtype` and `elements` of A per lane.
@@ -84,6 +91,8 @@ def fragments(dims: tuple[int, int, int], dtype: DType, device: str, threads: in
     return _cdna(k) if threads == 64 else RDNA3 if elements == 16 else RDNA4
   if device == "CUDA" and (n, m) == (8, 16):
     return _nvidia(k, dtype.bitsize)
+  if device == "METAL" and dims == (8, 8, 8):
+    return APPLE
   raise KeyError(f"{device} {dims} {dtype}")
 
 

@@ -1,0 +1,324 @@
+"""Forward attention on Apple's GPUs (METAL), with simdgroup matrices, one simdgroup per 8 `m_tiles` query rows.
+
+FlashAttention-2 (Dao, 2023). Each simdgroup keeps its queries and loops over tiles of keys:
+    S = Q K^T           (8 m_tiles, block_n)
+    m, l, P             online softmax; the four lanes of a row reduce m per tile, l only at the end
+    O = O alpha + P V   (8 m_tiles, Dv)
+Full tiles, which all queries of the threadgroup see completely, come first and need no mask; masked tiles follow.
+
+Storage: Q, S, m, l, P and O are in registers; `uopattn.dsl.apple.simdgroup` says which elements a lane has. P, rounded,
+is the left operand of the second product without moving. All simdgroups share one tile in threadgroup memory, which
+holds keys and then their values: a tile takes four barriers, and half the memory of two tiles, so that more
+threadgroups are resident and hide each other's loads (as in MLX's kernels). Keys are stored by columns, values by rows.
+
+Budget: a thread has 128 registers of 32 bits on Apple7 and Apple8, of which Q, O and S take `Tiles.registers`; 32 KiB
+of threadgroup memory. Each read of K and of V serves `m_tiles` products.
+
+With few queries the heads that share a key head are packed, and the keys are split, as in `cuda_forward`.
+
+Not yet run on an Apple GPU: checked on the emulator, and its text on a CPU.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from tinygrad import UOp
+from tinygrad.dtype import AddrSpace
+from tinygrad.helpers import ceildiv, round_up
+
+from uopattn.dsl import Scope, sizes
+from uopattn.dsl.apple.simdgroup import LANES, PAIR, SIZE, Matrix, Simdgroup, row_reduce
+from uopattn.dsl.apple.threadgroup import Tile
+from uopattn.dsl.gpu.mainloop import Mainloop, SoftmaxRow, State
+from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.instructions import METAL
+from uopattn.dsl.rules.head_view import HeadView
+from uopattn.dsl.rules.rules import HeadRules, Rules
+from uopattn.dsl.rules.softmax import Scaling, normalize, online_softmax, store_lse
+from uopattn.dsl.rules.tile_range import TileRange
+from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
+from uopattn.dsl.scope import as_type, gated
+from uopattn.dsl.target import Target
+
+REGISTERS = 104  # per thread for Q, O, S and P; addresses and temporaries need the rest of 128
+WARPS = 4  # per threadgroup
+# Of a core; source: Turner, "metal-benchmarks" (2023).
+CORE_THREADS = 384  # that have 128 registers
+CORE_BYTES = 60 << 10  # of threadgroup memory
+
+
+@dataclass(frozen=True)
+class Tiles:
+  """The block sizes of one kernel.
+
+  Attributes:
+    blocks: simdgroups per threadgroup that have queries of their own.
+    m_tiles: tiles of 8 queries per simdgroup.
+    block_n: keys per tile.
+    slices: simdgroups that share queries: each computes all scores, and its slice of the columns of O.
+    in_registers: whether Q stays in registers; else it is loaded again for each tile of keys.
+    itemsize: bytes of an element of q: 2 or 4.
+  """
+
+  blocks: int
+  m_tiles: int
+  block_n: int
+  slices: int = 1
+  in_registers: bool = True
+  itemsize: int = 2
+
+  def __post_init__(self) -> None:
+    if self.block_n < 1 or self.block_n % SIZE:
+      raise ValueError(f"Tiles.block_n={self.block_n}: must be a multiple of {SIZE}")
+    if self.m_tiles < 1:
+      raise ValueError(f"Tiles.m_tiles={self.m_tiles}: must be at least 1")
+    if self.blocks < 1 or self.slices < 1 or self.warps > 32:
+      raise ValueError(f"Tiles.blocks={self.blocks}, slices={self.slices}: must be at least 1, and 32 by their product")
+    if self.itemsize not in (2, 4):
+      raise ValueError(f"Tiles.itemsize={self.itemsize}: must be 2 or 4")
+
+  @property
+  def warps(self) -> int:
+    """Simdgroups per threadgroup."""
+    return self.blocks * self.slices
+
+  @property
+  def block_m(self) -> int:
+    """Queries per threadgroup."""
+    return self.blocks * self.m_tiles * SIZE
+
+  def columns(self, Dv: int) -> int:
+    """Columns of O of a simdgroup."""
+    return round_up(ceildiv(Dv, self.slices), SIZE)
+
+  def elements(self, Dk: int, Dv: int) -> int:
+    """Elements of the tile in threadgroup memory, which holds K by columns and V by rows."""
+    keys = Tile.size(round_up(Dk, SIZE), self.block_n)
+    return max(keys, Tile.size(self.block_n, self.slices * self.columns(Dv)))
+
+  def shared_bytes(self, Dk: int, Dv: int) -> int:
+    """Bytes of threadgroup memory."""
+    return self.itemsize * self.elements(Dk, Dv)
+
+  def registers(self, Dk: int, Dv: int) -> int:
+    """32-bit registers per thread of Q, O, S and P."""
+    q = round_up(Dk, SIZE) * self.itemsize // 16 if self.in_registers else self.itemsize // 2
+    return self.m_tiles * (q + self.columns(Dv) // 4 + self.block_n // 4 + self.block_n * self.itemsize // 16)
+
+  def resident(self, Dk: int, Dv: int, arch: str) -> int:
+    """Threadgroups that fit on a core at once, as limited by registers and threadgroup memory."""
+    return max(1, min(CORE_THREADS // (self.warps * LANES), CORE_BYTES // self.shared_bytes(Dk, Dv)))
+
+  @classmethod
+  def choose(cls, problem: Problem, target: Target) -> "Tiles":
+    """Choose tiles for a problem: those in order that fit, or else the smallest.
+
+    Raises:
+      ValueError: the head sizes are too large even for the smallest tile; the GPU has no matrix instructions.
+    """
+    return cls.candidates(problem, target)[0]
+
+  @classmethod
+  def candidates(cls, problem: Problem, target: Target) -> "list[Tiles]":
+    """Tiles for a problem that fit, best first: with two tiles of queries, with many keys, with no work done twice."""
+    if not target.arch.startswith("Apple") or int(target.arch.removeprefix("Apple")) < 7:
+      raise ValueError(f"{target.arch} has no matrix instructions: must be Apple7 or later")
+    Dk, Dv, itemsize = problem.Dk, problem.Dv, problem.dtype.itemsize
+    found = []
+    for slices, in_registers in ((1, True), (2, True), (2, False), (4, False)):
+      for m_tiles in (2, 1):
+        blocks = min(WARPS, ceildiv(problem.M, m_tiles * SIZE))
+        for block_n in (32, 16, 8):
+          x = cls(blocks, m_tiles, min(block_n, round_up(problem.N, SIZE)), slices, in_registers, itemsize)
+          useful = m_tiles == 1 or problem.M > SIZE
+          if useful and x.registers(Dk, Dv) <= REGISTERS and x.shared_bytes(Dk, Dv) <= target.lds:
+            found.append(x)
+    if not found:
+      smallest = cls(1, 1, SIZE, 4, False, itemsize)
+      raise ValueError(
+        f"head sizes {Dk} and {Dv}: the smallest tile needs {smallest.registers(Dk, Dv)} registers a thread, of "
+        f"{REGISTERS}, and {smallest.shared_bytes(Dk, Dv)} bytes of threadgroup memory, of {target.lds}"
+      )
+    return list(dict.fromkeys(found))
+
+
+def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
+  """Build the kernel.
+
+  Args:
+    o: (heads, M, Dv), the output, in q's dtype; or (heads * splits, M, Dv) float32, the output per split of the keys.
+    q: (heads, M, Dk), float16, bfloat16 or float32.
+    k, v: keys and values, as `rules` finds them.
+    lse: (heads, M), or (heads * splits, M, 2), float32; receives the log-sum-exp of each row, or its `Row.numbers`.
+    rules: masks, score mods and scaling; where the keys are.
+    tiles: block sizes.
+  """
+  (heads, M, Dk), (results, _, Dv), block_m = sizes(q), sizes(o), tiles.block_m
+  s = Scope()
+  group = Workgroup(s, heads, ceildiv(M, block_m), tiles.warps, LANES, results // heads, rules.longest_last)
+  head_rules = rules.at(group.head)
+  key_range = head_rules.key_range(group.block * block_m, block_m, tiles.block_n).split(group.split, results // heads)
+  unit = SimdgroupRows(Simdgroup(group.lane, q.dtype), group, tiles, M, Dv)
+  state = State.make(s, tiles.m_tiles, (tiles.m_tiles, tiles.columns(Dv) // SIZE, PAIR), group.item)
+  memory = s.buffer(tiles.elements(Dk, Dv), dtype=q.dtype, space=AddrSpace.LOCAL)
+  pipeline = KeyTiles.make(memory, tiles, group, key_range, *(head_rules.keys(x, q.dtype) for x in (k, v)))
+  queries = HeadView.of(q, group.head, UOp.const(M))
+  loop = Mainloop(s, unit, pipeline, head_rules, key_range, tiles.block_n)
+  state = loop.run(unit.load(queries) if tiles.in_registers else queries, state)
+  stores = unit.store(o, lse, group.result, state, head_rules)
+  return group.kernel(f"attention_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
+
+
+@dataclass(frozen=True)
+class KeyTiles:
+  """A `KeyPipeline` with one tile of memory, which holds keys and then their values.
+
+  Attributes:
+    k, v: the tile as one of keys, and as one of values.
+    group: the position of this thread.
+    threads: that copy.
+    key_range: the tiles of keys.
+    keys, values: the rows that they are copied from.
+  """
+
+  k: Tile
+  v: Tile
+  group: Workgroup
+  threads: int
+  key_range: TileRange
+  keys: HeadView
+  values: HeadView
+
+  @classmethod
+  def make(
+    cls, memory: UOp, tiles: Tiles, group: Workgroup, key_range: TileRange, keys: HeadView, values: HeadView
+  ) -> "KeyTiles":
+    """Place both tiles in `memory`."""
+    k = Tile(memory, tiles.block_n, round_up(keys.size, SIZE), by_columns=True)
+    v = Tile(memory, tiles.block_n, tiles.slices * tiles.columns(values.size))
+    return cls(k, v, group, tiles.warps * LANES, key_range, keys, values)
+
+  def acquire(self, n: UOp, *after: UOp) -> tuple[Tile, Callable[..., Tile]]:
+    """Bring the n-th tile of keys; return it, and a function that brings the values once all simdgroups have S."""
+    first = self.key_range.tile(n) * self.k.rows
+
+    def values(*stores: UOp) -> Tile:
+      return self._fill(self.v, self.values, first, UOp.barrier(*stores))
+
+    return self._fill(self.k, self.keys, first, *after), values
+
+  def release(self, n: UOp, *stores: UOp) -> UOp:
+    """Wait until all simdgroups are done with the values, if a tile may follow."""
+    return UOp.barrier(*stores) if n.vmin < self.key_range.n_tiles.vmax - 1 else UOp.group(*stores)
+
+  def _fill(self, tile: Tile, source: HeadView, first: UOp, *after: UOp) -> Tile:
+    copied = tile.after(*after).fill(source, first, self.group.thread, self.threads)
+    return tile.after(UOp.barrier(*copied))
+
+
+@dataclass(frozen=True)
+class SimdgroupRows:
+  """The `MatrixUnit` of a simdgroup: products of matrices of 8x8 on `m_tiles` tiles of 8 queries.
+
+  A lane has one row of each tile.
+
+  Attributes:
+    mma: the matrix instruction.
+    group: the position of this thread.
+    tiles: block sizes.
+    M: number of queries.
+    Dv: columns of O.
+  """
+
+  mma: Simdgroup
+  group: Workgroup
+  tiles: Tiles
+  M: int
+  Dv: int
+
+  @cached_property
+  def column(self) -> UOp:
+    """The first column of O of this simdgroup."""
+    return self.group.warp % self.tiles.slices * self.tiles.columns(self.Dv)
+
+  @cached_property
+  def places(self) -> list[UOp]:
+    """This lane's rows; some may be past the last query."""
+    block = self.group.block * self.tiles.block_m + self.group.warp // self.tiles.slices * self.tiles.m_tiles * SIZE
+    return [block + i * SIZE + self.mma.row for i in range(self.tiles.m_tiles)]
+
+  @cached_property
+  def rows(self) -> list[UOp]:
+    """This lane's queries; the last query in place of those past the end."""
+    return [(row < self.M).where(row, self.M - 1) for row in self.places]
+
+  def keys(self) -> tuple[UOp, list[int]]:
+    """The first key of a tile that this lane holds scores of, and the offsets of all of them from it."""
+    return self.mma.column, self.mma.offsets(self.tiles.block_n)
+
+  def load(self, q: HeadView, *after: UOp) -> list[list[Matrix]]:
+    """Q as left operands: for each tile of queries, one per eight columns."""
+    source = replace(q, x=as_type(q.x, q.x.dtype).after(*after)) if after else q
+    return [[self.mma.load(source, row, d) for d in range(0, round_up(q.size, SIZE), SIZE)] for row in self.rows]
+
+  def mma_abt(self, q: HeadView | list[list[Matrix]], k_tile: Tile) -> list[list[UOp]]:
+    """Compute S = Q K^T. Returns this lane's elements of each of its rows."""
+    return self.mma.mma_abt(self.load(q, k_tile.memory) if isinstance(q, HeadView) else q, k_tile)
+
+  def softmax(self, scores: list[list[UOp]], scaling: Scaling, m_old: list[UOp], l_old: list[UOp]) -> list[SoftmaxRow]:
+    """P, m_i, l_i and alpha of each row."""
+    return [online_softmax(METAL, x, scaling, m, l, row_reduce) for x, m, l in zip(scores, m_old, l_old, strict=True)]
+
+  def as_operands(self, p: list[list[UOp]], *after: UOp) -> list[list[Matrix]]:
+    """P, rounded, as left operands: a result has their layout."""
+    return [self.mma.rounded(x) for x in p]
+
+  def mma_ab(
+    self,
+    p: list[list[Matrix]],
+    v_tile: Callable[..., Tile],
+    acc: UOp,
+    old: UOp,
+    alphas: list[UOp],
+    stores: list[UOp],
+  ) -> list[UOp]:
+    """Compute O = O alpha + P V. Returns the stores to acc."""
+    m_tiles, matrices, _ = sizes(acc)
+    starts = [
+      [UOp.stack(*(old[i, d, e].load() * alphas[i] for e in range(PAIR))) for d in range(matrices)]
+      for i in range(m_tiles)
+    ]
+    sums = self.mma.mma_ab(p, v_tile(*stores), self.column, starts)
+    return [acc[i, d].store(sums[i][d]) for i in range(m_tiles) for d in range(matrices)]
+
+  def store(self, o: UOp, lse: UOp | None, head: UOp, state: State, rules: HeadRules) -> list[UOp]:
+    """Store the output and the LSE of this lane's queries, unless they are past the last one."""
+    stores = []
+    for i, (place, row) in enumerate(zip(self.places, self.rows, strict=True)):
+      logit = state.m_i[i].load() * rules.scaling.natural
+      l_i = row_reduce(UOp.__add__, state.l_i[i].load())
+      found = normalize(logit, l_i, rules.sink(row), METAL.exp2)
+      factor = found.factor if rules.o_scale is None else found.factor * rules.o_scale
+      for d in range(sizes(state.acc)[1]):
+        for e in range(PAIR):
+          column = self.column + d * SIZE + self.mma.column + e
+          inside = place < self.M if column.vmax < self.Dv else (place < self.M) & (column < self.Dv)
+          value = (state.acc[i, d, e].load() * factor).cast(o.dtype)
+          stores.append(gated(o, inside, head, place, column).store(value))
+      if lse is not None:
+        first = (self.column + self.mma.column).eq(0)
+        stores += store_lse(lse, (place < self.M) & first, head, place, found.numbers(lse))
+    return stores
+
+
+SCHEDULE = Schedule(
+  "apple_forward",
+  devices=("METAL",),
+  dtypes=DTYPES_16_32,
+  kernels=(Kernel.forward(forward, Tiles),),
+  tiles=Tiles,
+  pack_gqa=group_of_few,
+  split=splits_on_gpu,
+  mixed=True,
+)

@@ -1,0 +1,1 @@
+"""Apple's GPUs: simdgroup matrices, and tiles in threadgroup memory."""

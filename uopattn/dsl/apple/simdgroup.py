@@ -1,0 +1,141 @@
+"""The matrix instruction of Apple's GPUs, and which elements of a matrix a lane holds.
+
+A simdgroup, 32 lanes, multiplies matrices of 8x8 elements: D = A B + C. All four have one layout, so a result is an
+operand of a further product as it is. Lane l holds two neighbouring elements of one row:
+    row      l / 16 * 4 + l / 2 % 4
+    columns  l / 8 % 2 * 4 + l % 2 * 2, and the next one
+Four lanes hold a row. Their numbers differ in bits 0 and 3.
+
+Source: Apple, Metal Shading Language Specification, "SIMD-group matrix functions". It leaves the layout open; this is
+the one that MLX's kernels and tinygrad's tensor cores rely on.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from tinygrad import UOp, dtypes
+from tinygrad.dtype import DType
+
+from uopattn.dsl.apple.threadgroup import Tile
+from uopattn.dsl.instructions import METAL
+from uopattn.dsl.rules.head_view import HeadView
+
+LANES = 32
+SIZE = 8  # rows and columns of a matrix
+PAIR = 2  # elements of a matrix that a lane holds
+OF_ROW = (1, 8)  # by these bits the lanes of a row differ
+IN_FLIGHT = 8  # right operands that are loaded ahead of their products
+
+Matrix = UOp  # a lane's two elements
+
+
+def row_reduce(operation: Callable[[UOp, UOp], UOp], value: UOp) -> UOp:
+  """Reduce a value over the lanes of each row."""
+  for distance in OF_ROW:
+    value = operation(value, METAL.shuffle_xor(value, distance))
+  return value
+
+
+@dataclass(frozen=True)
+class Simdgroup:
+  """The matrix unit of one simdgroup.
+
+  Attributes:
+    lane: index of this thread in it.
+    dtype: type of the operands; sums are float32.
+  """
+
+  lane: UOp
+  dtype: DType
+
+  @cached_property
+  def row(self) -> UOp:
+    """This lane's row of a matrix."""
+    return self.lane // 16 * 4 + self.lane // 2 % 4
+
+  @cached_property
+  def column(self) -> UOp:
+    """The first of this lane's columns of a matrix."""
+    return self.lane // 8 % 2 * 4 + self.lane % 2 * PAIR
+
+  @staticmethod
+  def offsets(columns: int) -> list[int]:
+    """The offsets from `column` of all columns that this lane holds, of a multiple of 8."""
+    return [n + i for n in range(0, columns, SIZE) for i in range(PAIR)]
+
+  def load(self, source: HeadView, row: UOp, column: int) -> Matrix:
+    """Load this lane's part of a left operand: of a row of a head, columns from `column` on; zeros past the last."""
+
+    def element(at: UOp) -> UOp:
+      if at.vmax < source.size:
+        return source.element(row, at)
+      inside = at < source.size
+      return inside.where(source.element(row, at, inside), UOp.const(0.0, self.dtype))
+
+    return UOp.stack(*(element(self.column + column + i) for i in range(PAIR)))
+
+  def rounded(self, elements: Sequence[UOp]) -> list[Matrix]:
+    """This lane's float32 elements of eight rows as left operands."""
+    return [UOp.stack(*(x.cast(self.dtype) for x in elements[n : n + PAIR])) for n in range(0, len(elements), PAIR)]
+
+  def mma_abt(self, lefts: Sequence[Sequence[Matrix]], tile: Tile) -> list[list[UOp]]:
+    """Compute left operands, (8, columns of the tile), times the transpose of a tile.
+
+    Returns:
+      This lane's elements of each product, (8, rows of the tile); see `offsets`.
+    """
+    zero, pace = UOp.stack(*[UOp.const(0.0, dtypes.float)] * PAIR), Pace(tile)
+    found: list[list[UOp]] = [[] for _ in lefts]
+    for n in range(0, tile.rows, SIZE):
+      sums = [zero for _ in lefts]
+      for d in range(0, tile.columns, SIZE):
+        right = pace.load([(n + self.column + i, d + self.row) for i in range(PAIR)])
+        sums = pace.newest = [self.mma(left[d // SIZE], right, x) for left, x in zip(lefts, sums, strict=True)]
+      for elements, x in zip(found, sums, strict=True):
+        elements += [x[i] for i in range(PAIR)]
+    return found
+
+  def mma_ab(
+    self, lefts: Sequence[Sequence[Matrix]], tile: Tile, column: UOp, starts: Sequence[Sequence[Matrix]]
+  ) -> list[list[Matrix]]:
+    """Compute left operands, (8, rows of the tile), times columns of a tile from `column` on.
+
+    Args:
+      starts: for each left operand the matrices that its products, (8, those columns), are added to.
+    """
+    pace = Pace(tile)
+    found: list[list[Matrix]] = [[] for _ in lefts]
+    for d in range(len(starts[0])):
+      sums = [x[d] for x in starts]
+      for n in range(0, tile.rows, SIZE):
+        right = pace.load([(n + self.row, column + d * SIZE + self.column + i) for i in range(PAIR)])
+        sums = pace.newest = [self.mma(left[n // SIZE], right, x) for left, x in zip(lefts, sums, strict=True)]
+      for products, x in zip(found, sums, strict=True):
+        products.append(x)
+    return found
+
+  def mma(self, a: Matrix, b: Matrix, c: Matrix) -> Matrix:
+    """Compute A B + C, with A and B of `dtype`, and C of float32."""
+    return UOp.wmma(a, b, c, (SIZE, SIZE, SIZE), "METAL", LANES)
+
+
+class Pace:
+  """Loads of right operands from a tile, a few at a time: compilers start all of them at once, in a register each.
+
+  Attributes:
+    tile: the tile, once what the next loads wait for is done.
+    loads: how many there are since then.
+    newest: the newest products, for which loads wait once there are IN_FLIGHT.
+  """
+
+  def __init__(self, tile: Tile):
+    self.tile, self.loads = tile, 0
+    self.newest: list[Matrix] = []
+
+  def load(self, places: Sequence[tuple[UOp, UOp]]) -> Matrix:
+    """Load this lane's elements of a matrix."""
+    if self.loads == IN_FLIGHT:
+      self.tile, self.loads = self.tile.after(METAL.read_later(self.newest[-1][0])), 0
+    self.loads += 1
+    return UOp.stack(*(self.tile[place] for place in places))
