@@ -21,6 +21,7 @@ from uopattn.dsl.schedule import Schedule
 from uopattn.kernels import (
   amd_backward,
   amx_backward,
+  apple_backward,
   cpu_backward,
   cuda_backward,
   hopper_backward,
@@ -41,7 +42,7 @@ Shape = tuple[int, int, int, int, int, int, int]  # B, Hq, Hkv, M, N, Dk, Dv
 TilePair = tuple[Any, ...]  # the block sizes of each kernel: of dQ, then of dK and dV
 
 Amd, Amx, Cpu = amd_backward.Tiles, amx_backward.Tiles, cpu_backward.Tiles
-Cuda, Hopper = cuda_backward.Tiles, hopper_backward.Tiles
+Apple, Cuda, Hopper = apple_backward.Tiles, cuda_backward.Tiles, hopper_backward.Tiles
 
 SHAPES: dict[str, Shape] = {
   "smallest": (1, 1, 1, 1, 1, 1, 1),
@@ -204,6 +205,25 @@ TABLE: dict[str, BackwardSchedule] = {
     barriers=frozenset({"barrier", "mbarrier_wait", "fence_proxy_async", "wgmma_wait"}),
     pipelined=lambda arch: (Hopper(1, 16, 3), Hopper(2, 16)),
   ),
+  "apple": BackwardSchedule(
+    apple_backward,
+    ("apple9", "apple7"),
+    (HALF, BFLOAT, FLOAT),
+    lambda arch, dtype: (Apple(2, 1, 16, itemsize=dtype.itemsize), Apple(2, 1, 16, False, dtype.itemsize)),
+    lambda arch, dtype: st.tuples(
+      *[
+        st.builds(
+          lambda *tiles: Apple(*tiles, dtype.itemsize),
+          *(st.integers(1, 3), st.integers(1, 2), st.sampled_from([8, 16, 24]), st.booleans()),
+        )
+      ]
+      * 2
+    ),
+    examples=1,
+    shapes={"large head": SHAPES_CUDA["large head"]},
+    barriers=frozenset({"barrier"}),
+    pipelined=lambda arch: (Apple(2, 1, 8), Apple(2, 1, 8)),
+  ),
   "amx": BackwardSchedule(
     amx_backward,
     ("amx",),
@@ -250,6 +270,7 @@ FUSED = BackwardSchedule(
 SEPARATE = {
   "cuda separate": replace(TABLE["cuda"], separate=True),
   "amd separate": replace(TABLE["amd"], separate=True),
+  "apple separate": replace(TABLE["apple"], separate=True),
 }
 
 

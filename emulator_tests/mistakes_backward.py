@@ -5,19 +5,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from conformance_backward import Options, Shape
-from mistakes import not_transposed
+from mistakes import not_transposed, read_by_rows
 from test_features import banded
 from tinygrad import UOp
 
 from uopattn.dsl import clamp
 from uopattn.dsl.amd.products import Mma
 from uopattn.dsl.amd.staging import RegisterPipeline
+from uopattn.dsl.apple import threadgroup
 from uopattn.dsl.cpu import gradients
 from uopattn.dsl.cpu.gradients import Gradients
-from uopattn.dsl.gpu.backward_mainloop import QueryHeads
+from uopattn.dsl.gpu.backward_mainloop import QueryHeads, RowStats
 from uopattn.dsl.instructions import Cuda
 from uopattn.dsl.nvidia import mma
-from uopattn.dsl.nvidia.score_gradients import RowStats
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.rules import HeadRules
 from uopattn.kernels import amd_backward, amx_backward, cpu_backward, cuda_backward, hopper_backward
@@ -153,7 +153,7 @@ def rows_reversed(right: Phase) -> Phase:
 
 
 CUDA_AND_HOPPER = {"cuda": cuda_backward, "hopper": hopper_backward}
-GPUS = ("amd", "cuda", "hopper")
+GPUS = ("amd", "cuda", "hopper", "apple")
 CPUS = {"cpu": cpu_backward, "amx": amx_backward}
 
 
@@ -183,9 +183,9 @@ MISTAKES: dict[str, Mistake] = {
   "scores not pulled back": Mistake(
     lambda right: lambda self, grads, *rest: grads, dict.fromkeys(CPUS, (HeadRules, "score_vjp"))
   ),
-  "no delta": Mistake(no_delta, dict.fromkeys(CUDA_AND_HOPPER, (RowStats, "of"))),
+  "no delta": Mistake(no_delta, dict.fromkeys((*CUDA_AND_HOPPER, "apple"), (RowStats, "of"))),
   "no delta of a block": Mistake(no_delta_of_block, on_cpus("load_row_sums")),
-  "the LSE in another base": Mistake(natural_lse, dict.fromkeys(CUDA_AND_HOPPER, (RowStats, "of"))),
+  "the LSE in another base": Mistake(natural_lse, dict.fromkeys((*CUDA_AND_HOPPER, "apple"), (RowStats, "of"))),
   "the LSE not subtracted": Mistake(
     lambda right: lambda *arguments: right(*arguments) * 0.0, {"amd": (amd_backward, "row_lse")}
   ),
@@ -194,6 +194,11 @@ MISTAKES: dict[str, Mistake] = {
   "a matrix not transposed": Mistake(not_transposed, {"cuda": (Cuda, "ldmatrix")}),
   "halves of k exchanged": Mistake(
     lambda right: lambda x, part, count: right(x, 1 - part if count == 4 else part, count), {"turing": (mma, "_part")}
+  ),
+  "a tile read by columns": Mistake(read_by_rows, {"apple": (threadgroup.Tile, "__getitem__")}),
+  "copies one row off": Mistake(
+    lambda right: lambda self, source, first, *rest: right(self, source, first + 1, *rest),
+    {"apple": (threadgroup.Tile, "fill")},
   ),
   "tiles one row off": Mistake(
     lambda right: lambda self, first, *after, base=0: right(self, first + 1, *after, base=base),

@@ -38,7 +38,7 @@ from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import Scaling, normalize, online_softmax, store_lse
 from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
-from uopattn.dsl.scope import as_type, gated
+from uopattn.dsl.scope import as_type
 from uopattn.dsl.target import Target
 
 REGISTERS = 104  # per thread for Q, O, S and P; addresses and temporaries need the rest of 128
@@ -260,7 +260,7 @@ class SimdgroupRows:
   def load(self, q: HeadView, *after: UOp) -> list[list[Matrix]]:
     """Q as left operands: for each tile of queries, one per eight columns."""
     source = replace(q, x=as_type(q.x, q.x.dtype).after(*after)) if after else q
-    return [[self.mma.load(source, row, d) for d in range(0, round_up(q.size, SIZE), SIZE)] for row in self.rows]
+    return [self.mma.load(source, row) for row in self.places]
 
   def mma_abt(self, q: HeadView | list[list[Matrix]], k_tile: Tile) -> list[list[UOp]]:
     """Compute S = Q K^T. Returns this lane's elements of each of its rows."""
@@ -300,12 +300,9 @@ class SimdgroupRows:
       l_i = row_reduce(UOp.__add__, state.l_i[i].load())
       found = normalize(logit, l_i, rules.sink(row), METAL.exp2)
       factor = found.factor if rules.o_scale is None else found.factor * rules.o_scale
-      for d in range(sizes(state.acc)[1]):
-        for e in range(PAIR):
-          column = self.column + d * SIZE + self.mma.column + e
-          inside = place < self.M if column.vmax < self.Dv else (place < self.M) & (column < self.Dv)
-          value = (state.acc[i, d, e].load() * factor).cast(o.dtype)
-          stores.append(gated(o, inside, head, place, column).store(value))
+      matrices = range(sizes(state.acc)[1])
+      values = [state.acc[i, d, e].load() * factor for d in matrices for e in range(PAIR)]
+      stores += self.mma.store(o, head, place, self.column, values)
       if lse is not None:
         first = (self.column + self.mma.column).eq(0)
         stores += store_lse(lse, (place < self.M) & first, head, place, found.numbers(lse))

@@ -40,14 +40,13 @@ from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import Scope, sizes
-from uopattn.dsl.gpu.backward_mainloop import Elements, Factor, Mainloop, QueryHeads, ScoreRow, Sum
+from uopattn.dsl.gpu.backward_mainloop import Elements, Factor, Mainloop, QueryHeads, RowStats, ScoreRow, Sum
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA, TURING, Cuda
 from uopattn.dsl.nvidia.cp_async import CpAsyncPipeline
 from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, Accumulators, Left, Mma
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, row_elements, row_of, store_scaled
 from uopattn.dsl.nvidia.score_gradients import (
-  RowStats,
   queries_of_columns,
   score_rows_by_column,
   score_rows_by_row,
@@ -229,7 +228,7 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   head, head_rules = group.head, rules.at(group.head)
   key_range = head_rules.key_range(group.block * tiles.rows, tiles.rows, tiles.block)
   unit, streamed = WarpMma.make(s, group, tiles, q.dtype, Dk, Dv)
-  row_stats = RowStats(lse, delta, head, rules.moves)
+  row_stats = RowStats(CUDA, lse, delta, head, rules.moves)
   found = {place: row_stats.of(row, True) for place, row in unit.rows.items()}
 
   def score_rows(first: UOp, masked: bool, _: Any) -> list[ScoreRow]:
@@ -276,7 +275,7 @@ def backward_kv(
   unit, streamed = WarpMma.make(s, group, tiles, q.dtype, Dk, Dv)
 
   def score_rows(first: UOp, masked: bool, _: Any) -> list[ScoreRow]:
-    row_stats = RowStats(lse, delta, members.head, rules.moves)
+    row_stats = RowStats(CUDA, lse, delta, members.head, rules.moves)
     queries = queries_of_columns(first, tiles.block, group.lane)
     return score_rows_by_column(unit.rows, queries, [row_stats.of(query, masked) for query in queries])
 

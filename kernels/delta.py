@@ -16,7 +16,7 @@ from tinygrad.uop.ops import AxisType, KernelInfo
 from uopattn.dsl import Scope, gated, sizes
 from uopattn.dsl.cpu.register_blocks import register_blocks
 from uopattn.dsl.gpu.workgroup import Workgroup
-from uopattn.dsl.instructions import CUDA, HIP, Dialect
+from uopattn.dsl.instructions import CUDA, HIP, METAL, Dialect
 from uopattn.dsl.packed import words_of_all
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.schedule import DELTA, DLSE, DO, DTYPES_16_32, LSE, Kernel, O, Schedule
@@ -110,5 +110,6 @@ def _schedule(device: str, build: Callable[..., UOp]) -> Schedule:
 SCHEDULES = (
   _schedule("AMD", partial(row_sums, HIP)),
   _schedule("CUDA", partial(row_sums, CUDA)),
+  _schedule("METAL", partial(row_sums, METAL)),
   _schedule("CPU", on_cpu),
 )

@@ -30,6 +30,7 @@ from uopattn.dsl.gpu.backward_mainloop import (
   Elements,
   Factor,
   QueryHeads,
+  RowStats,
   ScoreRow,
   Sum,
   dropped,
@@ -42,7 +43,7 @@ from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.mbarrier import MbarrierPipeline
 from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, row_of, store_scaled
-from uopattn.dsl.nvidia.score_gradients import RowStats, queries_of_columns, score_rows_by_column, score_rows_by_row
+from uopattn.dsl.nvidia.score_gradients import queries_of_columns, score_rows_by_column, score_rows_by_row
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.wgmma import WARPS
 from uopattn.dsl.rules.head_view import HeadView
@@ -154,7 +155,7 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   group = Workgroup(s, heads, blocks, tiles.warpgroups * WARPS, WARP, last_first=rules.longest_last)
   head_rules = rules.at(group.head)
   key_range = head_rules.key_range(group.block * tiles.rows, tiles.rows, tiles.block)
-  rows, found = rows_of(group, group.block, tiles), RowStats(lse, delta, group.head, rules.moves)
+  rows, found = rows_of(group, group.block, tiles), RowStats(CUDA, lse, delta, group.head, rules.moves)
   row_stats = {place: found.of(row, True) for place, row in rows.items()}
 
   def score_rows(first: UOp, masked: bool, *after: UOp) -> tuple[list[ScoreRow], tuple[UOp, ...]]:
@@ -187,7 +188,7 @@ def backward_kv(
   group = Workgroup(s, kv_heads, ceildiv(N, tiles.rows), tiles.warpgroups * WARPS, WARP)
   members = QueryHeads.of(s, rules, group, heads // kv_heads, tiles.rows, tiles.block)
   member, query_range = members.member, members.query_range
-  rows, row_stats = rows_of(group, group.block, tiles), RowStats(lse, delta, members.head, rules.moves)
+  rows, row_stats = rows_of(group, group.block, tiles), RowStats(CUDA, lse, delta, members.head, rules.moves)
   fetched = s.buffer(tiles.block // 4, 2)
 
   def score_rows(first: UOp, masked: bool, *after: UOp) -> tuple[list[ScoreRow], tuple[UOp, ...]]:

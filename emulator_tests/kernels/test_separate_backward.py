@@ -19,6 +19,7 @@ FEATURES: dict[str, dict[str, Any]] = {
   "rules": {"kv_lengths": np.array([33]), "softcap": 2.0, "window": (20, 5), "sinks": np.array([1, 0], np.float32)},
 }
 CUDA, AMD = Machine("cuda separate", "sm_80", HALF), Machine("amd separate", "gfx942", HALF)
+APPLE = Machine("apple separate", "apple9", HALF)
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,7 @@ CUDA, AMD = Machine("cuda separate", "sm_80", HALF), Machine("amd separate", "gf
   [
     pytest.param(CUDA, "causal", (1, 2, 1, 40, 36, 256, 256), id="cuda"),
     pytest.param(AMD, "causal", (1, 2, 1, 40, 36, 256, 256), id="amd"),
+    pytest.param(APPLE, "causal", (1, 2, 1, 40, 36, 256, 256), id="apple"),
     pytest.param(CUDA, "rules", (1, 2, 2, 70, 50, 250, 203), id="cuda odd", marks=pytest.mark.slow),
     pytest.param(AMD, "rules", (1, 2, 2, 70, 50, 250, 203), id="amd odd", marks=pytest.mark.slow),
     *(
@@ -59,6 +61,8 @@ def launches(device: str, arch: str, D: int, dtype: Any = HALF) -> tuple[Launch,
     ("CUDA", "sm_80", 256, "cuda_backward_separate"),
     ("CUDA", "sm_86", 256, "cuda_backward_separate"),
     ("CUDA", "sm_90", 256, "cuda_backward_separate"),
+    ("METAL", "Apple9", 128, "apple_backward"),
+    ("METAL", "Apple9", 256, "apple_backward_separate"),
     ("AMD", "gfx942", 128, "amd_backward"),
     ("AMD", "gfx942", 256, "amd_backward_separate"),
     ("AMD", "gfx950", 256, "amd_backward"),
@@ -68,7 +72,7 @@ def test_which_schedule_serves(device: str, arch: str, D: int, name: str) -> Non
   found = launches(device, arch, D)
   assert [x.schedule.name for x in found] == [name] * (3 if name.endswith("separate") else 2)
   for launch in found:
-    sizes = launch.tiles.shared_bytes(D, D) if device == "CUDA" else launch.tiles.lds_bytes(D, D)
+    sizes = launch.tiles.lds_bytes(D, D) if device == "AMD" else launch.tiles.shared_bytes(D, D)
     assert sizes <= Target(device, arch).lds
 
 

@@ -24,7 +24,7 @@ from uopattn.spec.tensors import dtype_name
 MODULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
   "CPU": (("amx_forward", "cpu_forward", "cpu_decode"), ("amx_backward", "cpu_backward")),
   "AMD": (("amd_forward",), ("amd_backward",)),
-  "METAL": (("apple_forward",), ()),
+  "METAL": (("apple_forward",), ("apple_backward",)),
   "CUDA": (
     (
       "hopper_latent_forward",

@@ -16,10 +16,12 @@ from functools import cached_property
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
+from tinygrad.helpers import round_up
 
 from uopattn.dsl.apple.threadgroup import Tile
 from uopattn.dsl.instructions import METAL
 from uopattn.dsl.rules.head_view import HeadView
+from uopattn.dsl.scope import gated, sizes
 
 LANES = 32
 SIZE = 8  # rows and columns of a matrix
@@ -64,31 +66,37 @@ class Simdgroup:
     """The offsets from `column` of all columns that this lane holds, of a multiple of 8."""
     return [n + i for n in range(0, columns, SIZE) for i in range(PAIR)]
 
-  def load(self, source: HeadView, row: UOp, column: int) -> Matrix:
-    """Load this lane's part of a left operand: of a row of a head, columns from `column` on; zeros past the last."""
+  def load(self, source: HeadView, row: UOp) -> list[Matrix]:
+    """Load a row of a head as this lane's part of left operands, with zeros for what does not exist."""
+    exists = row < source.length
 
-    def element(at: UOp) -> UOp:
-      if at.vmax < source.size:
-        return source.element(row, at)
-      inside = at < source.size
-      return inside.where(source.element(row, at, inside), UOp.const(0.0, self.dtype))
+    def element(column: UOp) -> UOp:
+      inside = exists if column.vmax < source.size else exists & (column < source.size)
+      return inside.where(source.element(row, column, inside), UOp.const(0.0, self.dtype))
 
-    return UOp.stack(*(element(self.column + column + i) for i in range(PAIR)))
+    first = [d + self.column for d in range(0, round_up(source.size, SIZE), SIZE)]
+    return [UOp.stack(*(element(column + i) for i in range(PAIR))) for column in first]
 
   def rounded(self, elements: Sequence[UOp]) -> list[Matrix]:
     """This lane's float32 elements of eight rows as left operands."""
     return [UOp.stack(*(x.cast(self.dtype) for x in elements[n : n + PAIR])) for n in range(0, len(elements), PAIR)]
 
-  def mma_abt(self, lefts: Sequence[Sequence[Matrix]], tile: Tile) -> list[list[UOp]]:
+  def mma_abt(
+    self, lefts: Sequence[Sequence[Matrix]], tile: Tile, starts: Sequence[Sequence[UOp]] | None = None
+  ) -> list[list[UOp]]:
     """Compute left operands, (8, columns of the tile), times the transpose of a tile.
 
+    Args:
+      starts: this lane's elements of what each product, (8, rows of the tile), is added to; see `offsets`.
+
     Returns:
-      This lane's elements of each product, (8, rows of the tile); see `offsets`.
+      This lane's elements of the sums.
     """
-    zero, pace = UOp.stack(*[UOp.const(0.0, dtypes.float)] * PAIR), Pace(tile)
+    pace = Pace(tile)
+    starts = starts or [[UOp.const(0.0, dtypes.float)] * (tile.rows // SIZE * PAIR)] * len(lefts)
     found: list[list[UOp]] = [[] for _ in lefts]
     for n in range(0, tile.rows, SIZE):
-      sums = [zero for _ in lefts]
+      sums = [UOp.stack(*x[n // SIZE * PAIR : n // SIZE * PAIR + PAIR]) for x in starts]
       for d in range(0, tile.columns, SIZE):
         right = pace.load([(n + self.column + i, d + self.row) for i in range(PAIR)])
         sums = pace.newest = [self.mma(left[d // SIZE], right, x) for left, x in zip(lefts, sums, strict=True)]
@@ -114,6 +122,16 @@ class Simdgroup:
       for products, x in zip(found, sums, strict=True):
         products.append(x)
     return found
+
+  def store(self, x: UOp, head: UOp, row: UOp, first: UOp, values: Sequence[UOp]) -> list[UOp]:
+    """Store this lane's elements of a row of x (heads, rows, size), columns from `first` on; see `offsets`."""
+    _, rows, size = sizes(x)
+    stores = []
+    for offset, value in zip(self.offsets(len(values) // PAIR * SIZE), values, strict=True):
+      column = first + self.column + offset
+      inside = row < rows if column.vmax < size else (row < rows) & (column < size)
+      stores.append(gated(x, inside, head, row, column).store(value.cast(x.dtype)))
+    return stores
 
   def mma(self, a: Matrix, b: Matrix, c: Matrix) -> Matrix:
     """Compute A B + C, with A and B of `dtype`, and C of float32."""

@@ -18,14 +18,16 @@ from enum import Enum
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
-from tinygrad import UOp
+from tinygrad import UOp, dtypes
 from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import Dialect
+from uopattn.dsl.math import LOG2E
 from uopattn.dsl.rules.rules import HeadRules, Rules, query_ranges
+from uopattn.dsl.rules.softmax import LOWEST
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
-from uopattn.dsl.scope import Scope
+from uopattn.dsl.scope import Scope, sizes
 
 Place = tuple[int, ...]  # of an element among those that a lane holds; each unit numbers them its own way
 Elements = dict[Place, UOp]
@@ -57,6 +59,44 @@ class ScoreRow(NamedTuple):
   def keys(self) -> tuple[UOp, UOp, Sequence[int]]:
     """The query and its keys, as the methods of `HeadRules` take them."""
     return self.query, self.first, self.offsets
+
+
+@dataclass(frozen=True)
+class RowStats:
+  """lse and delta of the queries of a head.
+
+  A query that sees no key has an lse and scores of -inf. A finite lse in its place makes P 0.
+
+  Attributes:
+    dialect: dialect of instructions.
+    lse, delta: (heads, M) float32.
+    head: head of the queries.
+    modified: whether scores are modified. Then a query may see no key even though the tile is full, because all its
+      scores may be -inf; and its lse is natural, else in base 2.
+  """
+
+  dialect: Dialect
+  lse: UOp
+  delta: UOp
+  head: UOp
+  modified: bool
+
+  def of(self, query: UOp, past_end: bool) -> tuple[UOp, UOp]:
+    """lse and delta of a query. With `past_end` it may not exist, or see no key; its P will be 0."""
+    return self.finished(*self.load(query, past_end), query, past_end)
+
+  def load(self, query: UOp, past_end: bool) -> tuple[UOp, UOp]:
+    """Load lse and delta as they are in memory; for a query that does not exist, those of another one."""
+    count = sizes(self.lse)[1]
+    at = self.head * count + (query.minimum(count - 1) if past_end else query)
+    return self.lse.base[at].load(), self.delta.base[at].load()
+
+  def finished(self, lse: UOp, delta: UOp, query: UOp, past_end: bool) -> tuple[UOp, UOp]:
+    """Turn the result of `load` into the result of `of`."""
+    lse = lse if self.modified else lse * LOG2E
+    if past_end or self.modified:
+      lse = self.dialect.fmax(lse, UOp.const(LOWEST, dtypes.float))
+    return (query < sizes(self.lse)[1]).where(lse, float("inf")) if past_end else lse, delta
 
 
 class Factor(Enum):

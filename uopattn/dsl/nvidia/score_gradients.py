@@ -1,58 +1,17 @@
-"""The score rows of a backward pass on NVIDIA: a query with the scores of it that a lane has; its lse and delta.
+"""The score rows of a backward pass on NVIDIA: a query with the scores of it that a lane has.
 
 Rows of the accumulators are queries or keys. The place of an element is its tile of 16 rows, accumulator tile, and
 element; see `uopattn.dsl.nvidia.mma_layout`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from tinygrad import UOp, dtypes
+from tinygrad import UOp
 
 from uopattn.dsl.gpu.backward_mainloop import ScoreRow
-from uopattn.dsl.instructions import CUDA
-from uopattn.dsl.math import LOG2E
 from uopattn.dsl.nvidia.mma_layout import MMA_M, MMA_N, QUAD, columns
-from uopattn.dsl.rules.softmax import LOWEST
-from uopattn.dsl.scope import sizes
 
 RowMap = Mapping[tuple[int, int], UOp]  # (tile of 16 rows, half) -> row
-
-
-@dataclass(frozen=True)
-class RowStats:
-  """lse and delta of the queries of a head.
-
-  A query that sees no key has an lse and scores of -inf. A finite lse in its place makes P 0.
-
-  Attributes:
-    lse, delta: (heads, M) float32.
-    head: head of the queries.
-    modified: whether scores are modified. Then a query may see no key even though the tile is full, because all its
-      scores may be -inf; and its lse is natural, else in base 2.
-  """
-
-  lse: UOp
-  delta: UOp
-  head: UOp
-  modified: bool
-
-  def of(self, query: UOp, past_end: bool) -> tuple[UOp, UOp]:
-    """lse and delta of a query. With `past_end` it may not exist, or see no key; its P will be 0."""
-    return self.finished(*self.load(query, past_end), query, past_end)
-
-  def load(self, query: UOp, past_end: bool) -> tuple[UOp, UOp]:
-    """Load lse and delta as they are in memory; for a query that does not exist, those of another one."""
-    count = sizes(self.lse)[1]
-    at = self.head * count + (query.minimum(count - 1) if past_end else query)
-    return self.lse.base[at].load(), self.delta.base[at].load()
-
-  def finished(self, lse: UOp, delta: UOp, query: UOp, past_end: bool) -> tuple[UOp, UOp]:
-    """Turn the result of `load` into the result of `of`."""
-    lse = lse if self.modified else lse * LOG2E
-    if past_end or self.modified:
-      lse = CUDA.fmax(lse, UOp.const(LOWEST, dtypes.float))
-    return (query < sizes(self.lse)[1]).where(lse, float("inf")) if past_end else lse, delta
 
 
 def score_rows_by_row(

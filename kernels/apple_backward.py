@@ -1,0 +1,384 @@
+"""Gradients of attention on Apple's GPUs (METAL), with simdgroup matrices, one simdgroup per 8 `row_tiles` rows.
+
+FlashAttention-2's backward pass (Dao, 2023, algorithm 2) in two kernels without atomics, which Apple's GPUs emulate for
+float32: two runs give the same bits. lse and delta = rowsum(O dO) - dlse are inputs. Each simdgroup keeps 8 `row_tiles`
+stationary rows, and loops over streamed tiles of `block` rows:
+    backward_q    keeps queries, streams keys:
+      S = Q K^T, dP = dO V^T, P = exp(S - lse), dS = P (dP - delta)    dQ += dS K
+    backward_kv   keeps keys, streams the queries of all query heads that share them:
+      S^T = K Q^T, dP^T = V dO^T, P and dS as above                    dV += P^T dO, dK += dS^T Q
+S, dP, P and dS are (8 row_tiles, block); the sums are (8 row_tiles, Dk or Dv).
+
+Storage: S, dP, P, dS and the sums are in registers; `uopattn.dsl.apple.simdgroup` says which elements a lane has. P and
+dS, rounded, are left operands of the last products without moving. The left operands of the first products stay in
+registers too, or are loaded again for each tile (`Tiles.in_registers`). All simdgroups share one streamed tile of each
+matrix in threadgroup memory, which is filled while nobody reads it. Both products of a tile of K, or of Q and dO, read
+the same rows, one of them transposed, element by element.
+
+Budget: a thread has 128 registers of 32 bits on Apple7 and Apple8, of which `Tiles.registers` are counted; 32 KiB of
+threadgroup memory. Where registers do not hold both dK and dV, each has a kernel of its own (`SEPARATE`): S is computed
+once more.
+
+Not yet run on an Apple GPU: checked on the emulator, and its text on a CPU.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from tinygrad import UOp
+from tinygrad.dtype import AddrSpace, DType
+from tinygrad.helpers import ceildiv, round_up
+
+from uopattn.dsl import Scope, sizes
+from uopattn.dsl.apple.simdgroup import LANES, PAIR, SIZE, Matrix, Simdgroup
+from uopattn.dsl.apple.threadgroup import Tile
+from uopattn.dsl.gpu.backward_mainloop import (
+  Elements,
+  Factor,
+  Mainloop,
+  QueryHeads,
+  RowStats,
+  ScoreRow,
+  Sum,
+)
+from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.instructions import METAL, Dialect
+from uopattn.dsl.rules.head_view import HeadView
+from uopattn.dsl.rules.rules import Rules
+from uopattn.dsl.rules.tile_range import TileRange
+from uopattn.dsl.schedule import DTYPES_16_32, Problem, Schedule, passes
+from uopattn.dsl.scope import as_type
+from uopattn.dsl.target import Target
+
+REGISTERS = 104  # per thread of those that are counted; addresses and temporaries need the rest of 128
+WARPS = 4  # per threadgroup
+
+
+@dataclass(frozen=True)
+class Tiles:
+  """The block sizes of one kernel.
+
+  Attributes:
+    warps: simdgroups per threadgroup.
+    row_tiles: tiles of 8 stationary rows per simdgroup: queries in `backward_q`, keys in `backward_kv`.
+    block: rows per streamed tile, which are the columns of S.
+    in_registers: whether the stationary rows stay in registers.
+    itemsize: bytes of an element: 2 or 4.
+  """
+
+  warps: int
+  row_tiles: int
+  block: int
+  in_registers: bool = True
+  itemsize: int = 2
+
+  def __post_init__(self) -> None:
+    if self.block < 1 or self.block % SIZE:
+      raise ValueError(f"Tiles.block={self.block}: must be a multiple of {SIZE}")
+    if self.row_tiles < 1:
+      raise ValueError(f"Tiles.row_tiles={self.row_tiles}: must be at least 1")
+    if not 1 <= self.warps <= 32:
+      raise ValueError(f"Tiles.warps={self.warps}: must be in 1..32")
+    if self.itemsize not in (2, 4):
+      raise ValueError(f"Tiles.itemsize={self.itemsize}: must be 2 or 4")
+
+  @property
+  def rows(self) -> int:
+    """Stationary rows per threadgroup."""
+    return self.warps * self.row_tiles * SIZE
+
+  @property
+  def threads(self) -> int:
+    return self.warps * LANES
+
+  def shared_bytes(self, Dk: int, Dv: int) -> int:
+    """Bytes of threadgroup memory: a streamed tile of each matrix."""
+    widths = round_up(Dk, SIZE), round_up(Dv, SIZE)
+    return self.itemsize * sum(max(Tile.size(self.block, x), Tile.size(x, self.block)) for x in widths)
+
+  def registers(self, Dk: int, Dv: int, sums: int) -> int:
+    """32-bit registers per thread of stationary rows, S, dP, P or dS as operands, and `sums` columns of sums."""
+    words = self.itemsize * PAIR // 4  # of a matrix as an operand
+    stationary = (ceildiv(Dk, SIZE) + ceildiv(Dv, SIZE)) * words if self.in_registers else words
+    return self.row_tiles * (stationary + self.block // SIZE * (2 * PAIR + words) + ceildiv(sums, SIZE) * PAIR)
+
+  @classmethod
+  def choose(cls, problem: Problem, target: Target, gradients: str) -> "Tiles":
+    """Choose tiles for a problem.
+
+    Args:
+      gradients: of the kernel: "dq", "dk_dv", "dk" or "dv".
+
+    Raises:
+      ValueError: the GPU has no matrix instructions; head sizes too large even for the smallest tile.
+    """
+    return cls.candidates(problem, target, gradients)[0]
+
+  @classmethod
+  def candidates(cls, problem: Problem, target: Target, gradients: str) -> "list[Tiles]":
+    """Tiles for a problem that fit, best first: with stationary rows in registers, with two tiles of them."""
+    if not target.arch.startswith("Apple") or int(target.arch.removeprefix("Apple")) < 7:
+      raise ValueError(f"{target.arch} has no matrix instructions: must be Apple7 or later")
+    Dk, Dv, itemsize = problem.Dk, problem.Dv, problem.dtype.itemsize
+    rows, others = (problem.M, problem.N) if gradients == "dq" else (problem.N, problem.M)
+    sums = sum(Dv if x == "dv" else Dk for x in gradients.split("_"))
+    found = []
+    for in_registers in (True, False):
+      for row_tiles in (2, 1):
+        for block in (32, 16, 8):
+          warps = min(WARPS, ceildiv(rows, row_tiles * SIZE))
+          x = cls(warps, row_tiles, min(block, round_up(others, SIZE)), in_registers, itemsize)
+          useful = row_tiles == 1 or rows > SIZE
+          if useful and x.registers(Dk, Dv, sums) <= REGISTERS and x.shared_bytes(Dk, Dv) <= target.lds:
+            found.append(x)
+    if not found:
+      smallest = cls(1, 1, SIZE, False, itemsize)
+      raise ValueError(
+        f"head sizes {Dk} and {Dv}: the smallest tile needs {smallest.registers(Dk, Dv, sums)} registers a thread, of "
+        f"{REGISTERS}, and {smallest.shared_bytes(Dk, Dv)} bytes of threadgroup memory, of {target.lds}"
+      )
+    return list(dict.fromkeys(found))
+
+
+def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles) -> UOp:
+  """Build the kernel for the gradient of the queries.
+
+  Args:
+    dq: (heads, M, Dk), the output, in q's dtype.
+    q: (heads, M, Dk), float16, bfloat16 or float32.
+    k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads).
+    v: (kv_heads, N, Dv).
+    do: (heads, M, Dv), the gradient of the attention's output.
+    lse: (heads, M) float32, the log-sum-exp (natural logarithm) of each row.
+    delta: (heads, M) float32, rowsum(O dO) minus the gradient of the log-sum-exp.
+    rules: masks, score mods and scaling.
+    tiles: block sizes.
+  """
+  (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
+  s = Scope()
+  group = Workgroup(s, heads, ceildiv(M, tiles.rows), tiles.warps, LANES, last_first=rules.longest_last)
+  head, head_rules = group.head, rules.at(group.head)
+  key_range = head_rules.key_range(group.block * tiles.rows, tiles.rows, tiles.block)
+  unit = SimdgroupRows(Simdgroup(group.lane, q.dtype), group, tiles)
+  row_stats = RowStats(METAL, lse, delta, head, rules.moves)
+  found = [row_stats.of(row, True) for row in unit.rows]
+
+  def score_rows(first: UOp, masked: bool, _: Any) -> list[ScoreRow]:
+    key, offsets = first + unit.mma.column, unit.mma.offsets(tiles.block)
+    return [
+      ScoreRow(row, key, offsets, [(i, j) for j in range(len(offsets))], lse_i, -delta_i)
+      for i, (row, (lse_i, delta_i)) in enumerate(zip(unit.rows, found, strict=True))
+    ]
+
+  dq_sum = Sum(unit.zeros(s, Dk, group.item), Factor.DS, 0)
+  keys, values = (HeadView.of(x, head // (heads // kv_heads), head_rules.length) for x in (k, v))
+  pipeline = StreamedTiles.make(s, tiles, q.dtype, group.thread, key_range, (keys, values), values_by_columns=True)
+  loop = Mainloop(s, unit, pipeline, head_rules, key_range, tiles.block, score_rows)
+  stationary = [HeadView.of(x, head, UOp.const(M)) for x in (q, do)]
+  sums = loop.run(unit.stationary(stationary), [dq_sum], dq_sum.acc)
+  name = f"attention_backward_q_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
+  return group.kernel(name, unit.store(dq, sums[0].acc, rules.scale))
+
+
+def backward_kv(
+  *,
+  dk: UOp | None = None,
+  dv: UOp | None = None,
+  q: UOp,
+  k: UOp,
+  v: UOp,
+  do: UOp,
+  lse: UOp,
+  delta: UOp,
+  rules: Rules,
+  tiles: Tiles,
+) -> UOp:
+  """Build the kernel for the gradients of keys and values, summed over the query heads that share them.
+
+  Args:
+    dk: (kv_heads, N, Dk), an output, in q's dtype; None if another kernel computes it.
+    dv: (kv_heads, N, Dv), an output; None if another kernel computes it.
+    q, k, v, do, lse, delta, rules, tiles: as for `backward_q`.
+  """
+  (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
+  s = Scope()
+  group = Workgroup(s, kv_heads, ceildiv(N, tiles.rows), tiles.warps, LANES)
+  members = QueryHeads.of(s, rules, group, heads // kv_heads, tiles.rows, tiles.block)
+  unit = SimdgroupRows(Simdgroup(group.lane, q.dtype), group, tiles)
+
+  def score_rows(first: UOp, masked: bool, _: Any) -> list[ScoreRow]:
+    row_stats = RowStats(METAL, lse, delta, members.head, rules.moves)
+    offsets, rows = [i * SIZE for i in range(tiles.row_tiles)], []
+    for j, offset in enumerate(unit.mma.offsets(tiles.block)):
+      query = first + unit.mma.column + offset
+      lse_j, delta_j = row_stats.of(query, masked)
+      places = [(i, j) for i in range(tiles.row_tiles)]
+      rows.append(ScoreRow(query, unit.rows[0], offsets, places, lse_j, -delta_j))
+    return rows
+
+  wanted = [(dk, Factor.DS, 0, rules.scale), (dv, Factor.P, 1, 1.0)]
+  results = [(x, left, right, scale) for x, left, right, scale in wanted if x is not None]
+  sums = [Sum(unit.zeros(s, sizes(x)[2], group.item), left, right) for x, left, right, _ in results]
+  queries = tuple(HeadView.of(x, members.head, UOp.const(M)) for x in (q, do))
+  pipeline = StreamedTiles.make(s, tiles, q.dtype, group.thread, members.query_range, queries)
+  loop = Mainloop(s, unit, pipeline, members.rules, members.query_range, tiles.block, score_rows)
+  stationary = [HeadView.of(x, group.head, members.n_keys) for x in (k, v)]
+  sums = loop.run(unit.stationary(stationary), sums, sums[0].acc, *members.axes)
+  stores = []
+  for (x, _, _, scale), total in zip(results, sums, strict=True):
+    stores += unit.store(x, total.acc, scale)
+  of = "kv" if len(results) == 2 else "v" if dk is None else "k"
+  return group.kernel(f"attention_backward_{of}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
+
+
+@dataclass(frozen=True)
+class StreamedTiles:
+  """A `TilePipeline` with one tile of each matrix in threadgroup memory, filled while nobody reads them.
+
+  Attributes:
+    tiles: threadgroup memory.
+    sources: the rows that are copied.
+    tile_range: the tiles.
+    thread, threads: this thread among those that copy, and their number.
+  """
+
+  tiles: tuple[Tile, ...]
+  sources: tuple[HeadView, ...]
+  tile_range: TileRange
+  thread: UOp
+  threads: int
+
+  @classmethod
+  def make(
+    cls,
+    s: Scope,
+    tiles: Tiles,
+    dtype: DType,
+    thread: UOp,
+    tile_range: TileRange,
+    sources: tuple[HeadView, ...],
+    values_by_columns: bool = False,
+  ) -> "StreamedTiles":
+    """Allocate the memory. With `values_by_columns` the second tile is only read transposed, and stored so."""
+    found = []
+    for x, by_columns in zip(sources, (False, values_by_columns), strict=True):
+      shape = tiles.block, round_up(x.size, SIZE)
+      size = Tile.size(*(reversed(shape) if by_columns else shape))
+      found.append(Tile(s.buffer(size, dtype=dtype, space=AddrSpace.LOCAL), *shape, by_columns))
+    return cls(tuple(found), sources, tile_range, thread, tiles.threads)
+
+  def acquire(self, n: UOp, *after: UOp) -> list[Tile]:
+    """Bring the n-th tile of each matrix."""
+    first, copies = self.tile_range.tile(n) * self.tiles[0].rows, []
+    for tile, source in zip(self.tiles, self.sources, strict=True):
+      copies += tile.after(*after).fill(source, first, self.thread, self.threads)
+    filled = UOp.barrier(*copies)
+    return [x.after(filled) for x in self.tiles]
+
+  def release(self, n: UOp, *stores: UOp) -> UOp:
+    """Wait until all simdgroups are done with the n-th tiles, if others of the head may follow; else tinygrad does."""
+    return UOp.barrier(*stores) if n.vmin < self.tile_range.n_tiles.vmax - 1 else UOp.group(*stores)
+
+  def finish(self, last: UOp, *sums: UOp) -> UOp:
+    """Nothing is in flight after the `last` tile."""
+    return last
+
+
+@dataclass(frozen=True)
+class SimdgroupRows:
+  """The `MatrixUnit` of a simdgroup: products of matrices of 8x8 on `row_tiles` tiles of 8 stationary rows.
+
+  A lane has one row of each tile. The place of an element is its tile, and its number among the columns of the lane.
+
+  Attributes:
+    mma: the matrix instruction.
+    group: the position of this thread.
+    tiles: block sizes.
+  """
+
+  mma: Simdgroup
+  group: Workgroup
+  tiles: Tiles
+
+  @property
+  def dialect(self) -> Dialect:
+    return METAL
+
+  @cached_property
+  def rows(self) -> list[UOp]:
+    """This lane's stationary rows; some may be past the last one."""
+    first = (self.group.block * self.tiles.warps + self.group.warp) * self.tiles.row_tiles * SIZE
+    return [first + i * SIZE + self.mma.row for i in range(self.tiles.row_tiles)]
+
+  def zeros(self, s: Scope, width: int, *after: UOp) -> UOp:
+    """A sum of `width` columns for each row, set to 0."""
+    return s.filled(0.0, self.tiles.row_tiles, ceildiv(width, SIZE), PAIR, after=after)
+
+  def stationary(self, views: list[HeadView]) -> Sequence[Callable[..., list[list[Matrix]]]]:
+    """Functions that return the stationary rows of both matrices as left operands, once what they are given is done."""
+
+    def of(view: HeadView) -> Callable[..., list[list[Matrix]]]:
+      kept = self.load(view)
+      return lambda *after: kept if self.tiles.in_registers else self.load(view, *after)
+
+    return [of(x) for x in views]
+
+  def load(self, view: HeadView, *after: UOp) -> list[list[Matrix]]:
+    """Load rows as left operands: for each tile of 8 rows, one per eight columns."""
+    source = replace(view, x=as_type(view.x, view.x.dtype).after(*after)) if after else view
+    return [self.mma.load(source, row) for row in self.rows]
+
+  def mma_abt(
+    self,
+    stationary: Sequence[Callable[..., list[list[Matrix]]]],
+    tiles: Sequence[Tile],
+    starts: Sequence[Elements | None],
+  ) -> list[Elements]:
+    """Compute S and dP."""
+    found = []
+    for left, tile, start in zip(stationary, tiles, starts, strict=True):
+      begun = None if start is None else self.lists(start)
+      rows = self.mma.mma_abt(left(tile.memory), tile, begun)
+      elements: Elements = {(i, j): x for i, row in enumerate(rows) for j, x in enumerate(row)}
+      found.append(elements)
+    return found
+
+  def as_operands(self, left: Factor, elements: Elements, *after: UOp) -> list[list[Matrix]]:
+    """P or dS, rounded, as left operands: for each tile of 8 rows, one per eight streamed rows."""
+    return [self.mma.rounded(row) for row in self.lists(elements)]
+
+  def mma_ab(self, left: list[list[Matrix]], tile: Tile, acc: UOp, old: UOp, stores: list[UOp]) -> list[UOp]:
+    """Add left times a tile to `old`. Returns the stores to acc (tiles of 8 rows, matrices, 2)."""
+    row_tiles, width, _ = sizes(old)
+    begun = [[UOp.stack(*(old[i, d, e].load() for e in range(PAIR))) for d in range(width)] for i in range(row_tiles)]
+    out = self.mma.mma_ab(left, tile, UOp.const(0), begun)
+    return [acc[i, d].store(x) for i, row in enumerate(out) for d, x in enumerate(row)]
+
+  def lists(self, elements: Elements) -> list[list[UOp]]:
+    """Elements by tile of 8 rows."""
+    count = len(self.mma.offsets(self.tiles.block))
+    return [[elements[i, j] for j in range(count)] for i in range(self.tiles.row_tiles)]
+
+  def store(self, x: UOp, acc: UOp, factor: float) -> list[UOp]:
+    """Store a sum times a factor to the rows of x."""
+    stores, (_, width, _) = [], sizes(acc)
+    for i, row in enumerate(self.rows):
+      values = [acc[i, d, e].load() * factor for d in range(width) for e in range(PAIR)]
+      stores += self.mma.store(x, self.group.head, row, UOp.const(0), values)
+    return stores
+
+
+SCHEDULE = Schedule(
+  "apple_backward",
+  devices=("METAL",),
+  dtypes=DTYPES_16_32,
+  kernels=passes(backward_q, Tiles, dk_dv=backward_kv),
+  tiles=Tiles,
+  unsupported=("scales", "page_table"),
+)
+# For head sizes where the registers of a simdgroup do not hold both dK and dV: one kernel for each.
+SEPARATE = replace(
+  SCHEDULE, name="apple_backward_separate", kernels=passes(backward_q, Tiles, dk=backward_kv, dv=backward_kv)
+)
