@@ -5,6 +5,7 @@ installs this module as `ops_emu`, so that `DEV=EMU::gfx1100` and `Tensor(..., d
 """
 
 import base64
+import os
 import pickle
 import sys
 import time
@@ -26,13 +27,13 @@ APPLE = {"apple7": "Apple7", "apple8": "Apple8", "apple9": "Apple9"}  # as tinyg
 CPU = {"amx": "x86_64,sapphirerapids"}  # the processor that each name stands for
 
 
-def pack(uops: list[UOp]) -> str:
-  """Encode linearised UOps as text, which tinygrad passes from a renderer to a program."""
-  return base64.b85encode(zlib.compress(pickle.dumps(uops), 1)).decode()
+def pack(uops: list[UOp], text: str = "") -> str:
+  """Encode linearised UOps, and a kernel's text if it may be run, as tinygrad passes from a renderer to a program."""
+  return base64.b85encode(zlib.compress(pickle.dumps((uops, text)), 1)).decode()
 
 
-def unpack(lib: bytes) -> list[UOp]:
-  """Decode the compiler's output into UOps, the inverse of `pack`."""
+def unpack(lib: bytes) -> tuple[list[UOp], str]:
+  """Decode the compiler's output into UOps and text, the inverse of `pack`."""
   return pickle.loads(zlib.decompress(base64.b85decode(lib)))
 
 
@@ -86,6 +87,9 @@ class EMUMetalRenderer(Emulated, MetalRenderer):
     CStyleLanguage.__init__(self, Target("METAL", "METAL", arch))
     self.compiler, self.tensor_cores = Compiler(), tc.metal
 
+  def render(self, uops: list[UOp]) -> str:
+    return pack(uops, MetalRenderer.render(self, uops))
+
 
 class EMUAllocator(Allocator["EMUDevice"]):
   """Allocator of global memory as bytearrays of exactly the requested size, so that bounds checks are exact."""
@@ -113,12 +117,18 @@ class EMUProgram(Program["EMUDevice"]):
     super().__init__(dev, obj)
     from . import alu, launch, program  # imported here, so that registering the device does not load numpy
 
-    first = program.Program.from_elf(obj, unpack(obj.lib))
+    uops, self.text = unpack(obj.lib)
+    self.arch, first = obj.target.arch, program.Program.from_elf(obj, uops)
     self.programs, self.launch, self.contraction = {first.contracted: first}, launch.launch, alu.contraction
 
   def __call__(self, *bufs, global_size=(1, 1, 1), local_size=(1, 1, 1), vals=(), wait=False, **kwargs) -> float:
     """Execute the kernel; return the seconds it took on this machine. Raises KernelError."""
     start, (first, *_), mode = time.perf_counter(), self.programs.values(), self.contraction()
+    if self.text and os.environ.get("EMU_TEXT", "0") != "0":
+      from .msl import Text
+
+      Text(first.name, self.text, self.arch)(bufs, global_size, local_size, vals)
+      return time.perf_counter() - start
     if mode not in self.programs:
       self.programs[mode] = first.contract(mode)
     self.launch(mutated(self.programs[mode]), bufs, global_size, local_size, vals)
