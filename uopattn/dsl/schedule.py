@@ -29,7 +29,7 @@ LIGHT = frozenset({"sinks", "q_start", *HEAD_SCALES})  # features that need no m
 
 @dataclass(frozen=True)
 class Problem:
-  """The attention that a schedule picks tiles for: q (B, Hq, M, Dk), k (B, Hkv, N, Dk), v (B, Hkv, N, Dv).
+  """The attention that a schedule and its tiles are chosen for: q (B, Hq, M, Dk), k (B, Hkv, N, Dk), v (B, Hkv, N, Dv).
 
   Attributes:
     dtype: type of q and of the output.

@@ -19,8 +19,9 @@ def tiles_for(schedule: Schedule, kernel: Kernel, problem: Problem, target: Targ
   Raises:
     ValueError: none fit; instead of the first.
   """
+  gradients = (kernel.gradients,) if kernel.gradients else ()
   seen = set()
-  for tiles in _generator(schedule.tiles)(problem, target, *filter(None, [kernel.gradients])):
+  for tiles in _generator(schedule.tiles)(problem, target, *gradients):
     if tiles not in seen:
       seen.add(tiles)
       yield tiles
