@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from tinygrad.helpers import ceildiv, round_up
 
@@ -19,6 +19,8 @@ from uopattn.kernels.hopper_fused_backward import Tiles as Fused
 from uopattn.kernels.hopper_latent_forward import Tiles as Latent
 from uopattn.kernels.hopper_wide_forward import MOST_COLUMNS
 from uopattn.kernels.hopper_wide_forward import Tiles as Wide
+
+T = TypeVar("T", Forward, Float32)
 
 
 class Measured(NamedTuple):
@@ -118,8 +120,8 @@ FLOAT32 = {
 }
 # Of gradients in two passes: limit of `Tiles.registers`, of 255 registers per lane, as P, dS, addresses and temporaries
 # need the rest; warpgroups, block and stages of dQ, and of dK and dV, for head sizes up to 64 and above.
-LIMIT = 224
-FAST = (((2, 64, 2), (2, 128, 2)), ((1, 64, 3), (2, 64, 2)))
+BACKWARD_LIMIT = 224
+BACKWARD = (((2, 64, 2), (2, 128, 2)), ((1, 64, 3), (2, 64, 2)))
 FUSED_LIMIT = 192  # of `Tiles.registers`
 
 
@@ -129,7 +131,7 @@ def forward(problem: Problem, target: Target) -> Iterator[Forward]:
   Raises:
     ValueError: another architecture; head sizes that are not multiples of 8, or too large.
   """
-  M, N, Dk, Dv = problem.M, problem.N, problem.Dk, problem.Dv
+  Dk, Dv = problem.Dk, problem.Dv
   if not serves(problem, target):
     chunk, most = 16 // problem.dtype.itemsize, largest_head(problem.dtype)
     only = "; in 8 bits no features but masks of places and sinks, and rows that start at multiples of 16 bytes"
@@ -141,10 +143,7 @@ def forward(problem: Problem, target: Target) -> Iterator[Forward]:
   size = next(size for size, _ in known if max(Dk, Dv) <= size)
   allowed = [x for x in known[size, problem.is_causal] if problem.light_on_registers or not x.tiles.producer]
   for i, best in enumerate(sorted(allowed, key=lambda x: x.promise(problem), reverse=True)):
-    warpgroups, block_n = ceildiv(M, wgmma.M), round_up(N, best.tiles.step)
-    tiles = replace(
-      best.tiles, warpgroups=min(best.tiles.warpgroups, warpgroups), block_n=min(best.tiles.block_n, block_n)
-    )
+    tiles = _no_larger(best.tiles, problem, best.tiles.step)
     if (needed := tiles.shared_bytes(Dk, Dv)) <= target.lds:
       yield tiles
     elif i == 0:
@@ -213,8 +212,13 @@ def float32_forward(problem: Problem, target: Target) -> Iterator[Float32]:
   if not problem.light_on_registers:
     raise ValueError("no features but masks of places and sinks, for want of registers")
   for best in FLOAT32[min(x for x in FLOAT32 if max(Dk, Dv) <= x)]:
-    warpgroups, block_n = ceildiv(problem.M, wgmma.M), round_up(problem.N, wgmma.K)
-    yield replace(best, warpgroups=min(best.warpgroups, warpgroups), block_n=min(best.block_n, block_n))
+    yield _no_larger(best, problem, wgmma.K)
+
+
+def _no_larger(tiles: T, problem: Problem, step: int) -> T:
+  """Return tiles with no more warpgroups, and keys in steps of `step`, than a problem has queries and keys for."""
+  warpgroups, block_n = ceildiv(problem.M, wgmma.M), round_up(problem.N, step)
+  return replace(tiles, warpgroups=min(tiles.warpgroups, warpgroups), block_n=min(tiles.block_n, block_n))
 
 
 def backward(problem: Problem, target: Target, gradients: str) -> Iterator[Backward]:
@@ -232,15 +236,16 @@ def backward(problem: Problem, target: Target, gradients: str) -> Iterator[Backw
     return Backward(min(warpgroups, ceildiv(rows, wgmma.M)), min(block, round_up(others, wgmma.K)), stages)
 
   def fits(x: Backward) -> bool:
-    return x.registers(Dk, Dv, of_keys) <= LIMIT and x.shared_bytes(Dk, Dv) <= target.lds
+    return x.registers(Dk, Dv, of_keys) <= BACKWARD_LIMIT and x.shared_bytes(Dk, Dv) <= target.lds
 
-  fastest = make(*FAST[of_keys][max(Dk, Dv) > 64])
+  fastest = make(*BACKWARD[of_keys][max(Dk, Dv) > 64])
   smallest = replace(fastest, warpgroups=1)
   first = next(filter(fits, (fastest, smallest)), None)
   if first is None:
+    registers, shared = smallest.registers(Dk, Dv, of_keys), smallest.shared_bytes(Dk, Dv)
     raise ValueError(
-      f"head sizes {Dk} and {Dv}: {smallest} needs {smallest.registers(Dk, Dv, of_keys)} registers a lane, of {LIMIT}, "
-      f"and {smallest.shared_bytes(Dk, Dv)} bytes of shared memory, of {target.lds}"
+      f"head sizes {Dk} and {Dv}: {smallest} needs {registers} registers a lane, of {BACKWARD_LIMIT}, and {shared} "
+      f"bytes of shared memory, of {target.lds}"
     )
   yield first
   others_to_try = ((2, 64, 2), (1, 64, 3), (2, 128, 2), (1, 64, 2), (1, 128, 2), (2, 64, 3))
