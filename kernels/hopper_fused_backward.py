@@ -537,23 +537,19 @@ DQ_SUM = Buffer(
 )
 
 
-def _kernel(build: Callable[..., UOp], *buffers: Buffer, params: tuple[str, ...]) -> Kernel:
-  return Kernel(build, buffers, params, lambda x: (x.rows, BLOCK), of_keys=True)
-
-
 SCHEDULE = Schedule(
   "hopper_fused_backward",
   devices=("CUDA",),
   dtypes=DTYPES_16,
   kernels=(
-    _kernel(begin, ROW_STATS.written, SEMAPHORES.written, LSE, DELTA, params=("tiles",)),
-    _kernel(
+    Kernel(begin, (ROW_STATS.written, SEMAPHORES.written, LSE, DELTA), ("tiles",)),
+    Kernel(
       backward,
-      *(x.written for x in (DQ_SUM, DK, DV, SEMAPHORES)),
-      *(Q, K, V, DO, ROW_STATS),
-      params=("rules", "tiles"),
+      (*(x.written for x in (DQ_SUM, DK, DV, SEMAPHORES)), Q, K, V, DO, ROW_STATS),
+      block=lambda x: (x.rows, BLOCK),
+      of_keys=True,
     ),
-    _kernel(finish, DQ.written, DQ_SUM, SEMAPHORES, params=("tiles", "scale")),
+    Kernel(finish, (DQ.written, DQ_SUM, SEMAPHORES), ("tiles", "scale")),
   ),
   tiles=Tiles,
   unsupported=("scales", "page_table"),
