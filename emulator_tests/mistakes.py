@@ -383,9 +383,6 @@ HOPPER_PRODUCER = {
     "_share",
     lambda right: lambda self, workgroup, heads: right(self, workgroup, heads) - (workgroup.eq(1)).cast(dtypes.weakint),
   ),
-  "the first warpgroup's tiles for all": Mistake(
-    hopper_forward.WorkTile, "walk", lambda right: lambda self, M, tiles, warp: right(self, M, tiles, warp * 0)
-  ),
   "queries of the block as counted from query 0": Mistake(
     tensor_pipeline.TensorPipeline,
     "__init__",
@@ -394,6 +391,9 @@ HOPPER_PRODUCER = {
 }
 # These the emulator must.
 HOPPER_BARRIERS = {
+  "the first warpgroup's tiles for all": Mistake(
+    hopper_forward.WorkTile, "walk", lambda right: lambda self, M, tiles, warp: right(self, M, tiles, warp * 0)
+  ),
   "slots counted anew in each work tile": Mistake(
     tensor_pipeline.Counter, "get", lambda right: lambda self, *after: right(self, *after) * 0
   ),
