@@ -48,12 +48,8 @@ from uopattn.dsl.instructions import METAL, Dialect
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.tile_range import TileRange
-from uopattn.dsl.schedule import DTYPES_16_32, Problem, Schedule, passes
+from uopattn.dsl.schedule import DTYPES_16_32, Schedule, passes
 from uopattn.dsl.scope import as_type
-from uopattn.dsl.target import Target
-
-REGISTERS = 104  # per thread of those that are counted; addresses and temporaries need the rest of 128
-WARPS = 4  # per threadgroup
 
 
 @dataclass(frozen=True)
@@ -103,43 +99,6 @@ class Tiles:
     words = self.itemsize * PAIR // 4  # of a matrix as an operand
     stationary = (ceildiv(Dk, SIZE) + ceildiv(Dv, SIZE)) * words if self.in_registers else words
     return self.row_tiles * (stationary + self.block // SIZE * (2 * PAIR + words) + ceildiv(sums, SIZE) * PAIR)
-
-  @classmethod
-  def choose(cls, problem: Problem, target: Target, gradients: str) -> "Tiles":
-    """Choose tiles for a problem.
-
-    Args:
-      gradients: of the kernel: "dq", "dk_dv", "dk" or "dv".
-
-    Raises:
-      ValueError: the GPU has no matrix instructions; head sizes too large even for the smallest tile.
-    """
-    return cls.candidates(problem, target, gradients)[0]
-
-  @classmethod
-  def candidates(cls, problem: Problem, target: Target, gradients: str) -> "list[Tiles]":
-    """Tiles for a problem that fit, best first: with stationary rows in registers, with two tiles of them."""
-    if not target.arch.startswith("Apple") or int(target.arch.removeprefix("Apple")) < 7:
-      raise ValueError(f"{target.arch} has no matrix instructions: must be Apple7 or later")
-    Dk, Dv, itemsize = problem.Dk, problem.Dv, problem.dtype.itemsize
-    rows, others = (problem.M, problem.N) if gradients == "dq" else (problem.N, problem.M)
-    sums = sum(Dv if x == "dv" else Dk for x in gradients.split("_"))
-    found = []
-    for in_registers in (True, False):
-      for row_tiles in (2, 1):
-        for block in (32, 16, 8):
-          warps = min(WARPS, ceildiv(rows, row_tiles * SIZE))
-          x = cls(warps, row_tiles, min(block, round_up(others, SIZE)), in_registers, itemsize)
-          useful = row_tiles == 1 or rows > SIZE
-          if useful and x.registers(Dk, Dv, sums) <= REGISTERS and x.shared_bytes(Dk, Dv) <= target.lds:
-            found.append(x)
-    if not found:
-      smallest = cls(1, 1, SIZE, False, itemsize)
-      raise ValueError(
-        f"head sizes {Dk} and {Dv}: the smallest tile needs {smallest.registers(Dk, Dv, sums)} registers a thread, of "
-        f"{REGISTERS}, and {smallest.shared_bytes(Dk, Dv)} bytes of threadgroup memory, of {target.lds}"
-      )
-    return list(dict.fromkeys(found))
 
 
 def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles) -> UOp:
@@ -374,11 +333,9 @@ SCHEDULE = Schedule(
   "apple_backward",
   devices=("METAL",),
   dtypes=DTYPES_16_32,
-  kernels=passes(backward_q, Tiles, dk_dv=backward_kv),
+  kernels=passes(backward_q, dk_dv=backward_kv),
   tiles=Tiles,
   unsupported=("scales", "page_table"),
 )
 # For head sizes where the registers of a simdgroup do not hold both dK and dV: one kernel for each.
-SEPARATE = replace(
-  SCHEDULE, name="apple_backward_separate", kernels=passes(backward_q, Tiles, dk=backward_kv, dv=backward_kv)
-)
+SEPARATE = replace(SCHEDULE, name="apple_backward_separate", kernels=passes(backward_q, dk=backward_kv, dv=backward_kv))

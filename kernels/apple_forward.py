@@ -37,12 +37,9 @@ from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import Scaling, normalize, online_softmax, store_lse
 from uopattn.dsl.rules.tile_range import TileRange
-from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
+from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.scope import as_type
-from uopattn.dsl.target import Target
 
-REGISTERS = 104  # per thread for Q, O, S and P; addresses and temporaries need the rest of 128
-WARPS = 4  # per threadgroup
 # Of a core; source: Turner, "metal-benchmarks" (2023).
 CORE_THREADS = 384  # that have 128 registers
 CORE_BYTES = 60 << 10  # of threadgroup memory
@@ -109,38 +106,6 @@ class Tiles:
   def resident(self, Dk: int, Dv: int, arch: str) -> int:
     """Threadgroups that fit on a core at once, as limited by registers and threadgroup memory."""
     return max(1, min(CORE_THREADS // (self.warps * LANES), CORE_BYTES // self.shared_bytes(Dk, Dv)))
-
-  @classmethod
-  def choose(cls, problem: Problem, target: Target) -> "Tiles":
-    """Choose tiles for a problem: those in order that fit, or else the smallest.
-
-    Raises:
-      ValueError: the head sizes are too large even for the smallest tile; the GPU has no matrix instructions.
-    """
-    return cls.candidates(problem, target)[0]
-
-  @classmethod
-  def candidates(cls, problem: Problem, target: Target) -> "list[Tiles]":
-    """Tiles for a problem that fit, best first: with two tiles of queries, with many keys, with no work done twice."""
-    if not target.arch.startswith("Apple") or int(target.arch.removeprefix("Apple")) < 7:
-      raise ValueError(f"{target.arch} has no matrix instructions: must be Apple7 or later")
-    Dk, Dv, itemsize = problem.Dk, problem.Dv, problem.dtype.itemsize
-    found = []
-    for slices, in_registers in ((1, True), (2, True), (2, False), (4, False)):
-      for m_tiles in (2, 1):
-        blocks = min(WARPS, ceildiv(problem.M, m_tiles * SIZE))
-        for block_n in (32, 16, 8):
-          x = cls(blocks, m_tiles, min(block_n, round_up(problem.N, SIZE)), slices, in_registers, itemsize)
-          useful = m_tiles == 1 or problem.M > SIZE
-          if useful and x.registers(Dk, Dv) <= REGISTERS and x.shared_bytes(Dk, Dv) <= target.lds:
-            found.append(x)
-    if not found:
-      smallest = cls(1, 1, SIZE, 4, False, itemsize)
-      raise ValueError(
-        f"head sizes {Dk} and {Dv}: the smallest tile needs {smallest.registers(Dk, Dv)} registers a thread, of "
-        f"{REGISTERS}, and {smallest.shared_bytes(Dk, Dv)} bytes of threadgroup memory, of {target.lds}"
-      )
-    return list(dict.fromkeys(found))
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
@@ -313,7 +278,7 @@ SCHEDULE = Schedule(
   "apple_forward",
   devices=("METAL",),
   dtypes=DTYPES_16_32,
-  kernels=(Kernel.forward(forward, Tiles),),
+  kernels=(Kernel.forward(forward),),
   tiles=Tiles,
   pack_gqa=group_of_few,
   split=splits_on_gpu,
