@@ -55,12 +55,12 @@ from uopattn.dsl.nvidia.mma_layout import (
   MMA_N,
   QUAD,
   WARP,
+  Epilogue,
   columns,
   finished,
   row_elements,
   row_of,
   row_reduce,
-  store_row,
 )
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.head_view import HeadView
@@ -276,9 +276,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   state = loop.run(unit.queries(q_tile.tile(UOp.const(0), filled)), state.after(filled))
   state = state.after(tiles.dialect.cp_async_wait(0, *state))  # no copy may be in flight at the end
 
-  stores = []
+  epilogue, stores = Epilogue(o, group.result, group.lane, lse, tiles.dialect, q.dtype), []
   for i in range(len(unit.rows)):
-    stores += unit.store(o, lse, group.result, i, state, head_rules)
+    stores += unit.store(epilogue, i, state, head_rules)
   return group.kernel(f"attention_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
 
 
@@ -348,11 +348,10 @@ class WarpMma:
     """Compute O = O alpha + P V. Returns the stores to acc."""
     return self.mma.add_weighted(p, v_tile, self.group.lane, acc, old, alphas)
 
-  def store(self, o: UOp, lse: UOp | None, head: UOp, i: int, state: State, rules: HeadRules) -> list[UOp]:
+  def store(self, epilogue: Epilogue, i: int, state: State, rules: HeadRules) -> list[UOp]:
     """Store the output and the LSE of the i-th of this lane's rows."""
-    acc, half, lane, row = state.acc[i // HALVES], i % HALVES, self.group.lane, self.rows[i]
-    found = finished(rules, state.m_i[i].load(), state.l_i[i].load(), row, self.p_scale_log2)
-    return store_row(o, lse, head, row, half, acc, found, lane, self.tiles.dialect, operand=self.mma.dtype)
+    found = finished(rules, state.m_i[i].load(), state.l_i[i].load(), self.rows[i], self.p_scale_log2)
+    return epilogue.store_finished(i % HALVES, self.rows[i], state.acc[i // HALVES], found)
 
 
 SCHEDULE = Schedule(

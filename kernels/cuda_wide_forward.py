@@ -48,12 +48,12 @@ from uopattn.dsl.nvidia.mma_layout import (
   MMA_N,
   QUAD,
   WARP,
+  Epilogue,
   columns,
   finished,
   row_elements,
   row_of,
   row_reduce,
-  store_row,
 )
 from uopattn.dsl.nvidia.swizzled import PANEL_BYTES, SwizzledTiles
 from uopattn.dsl.rules.head_view import HeadView
@@ -278,10 +278,11 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   state = loop.run(q_tile.tile(UOp.const(0), filled), state.after(filled))
   state = state.after(dialect.cp_async_wait(0, *state))  # no copy may be in flight at the end
 
-  stores = []
+  first = unit.slice * tiles.columns(Dv)
+  epilogue, stores = Epilogue(o, group.result, group.lane, lse, dialect, q.dtype, first), []
   l_i = exchange.sums(state.l_i)
   for i in range(len(unit.rows)):
-    stores += unit.store(o, lse, group.result, i, state, l_i[i], head_rules)
+    stores += unit.store(epilogue, i, state, l_i[i], head_rules)
   return group.kernel(f"attention_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
 
 
@@ -472,12 +473,10 @@ class SliceMma:
     v_slice = replace(v_tile, base=v_tile.base + self.slice * self.tiles.panels_per_slice(self.Dv) * v_tile.panel)
     return self.mma.add_weighted(left, v_slice, self.group.lane, acc, old, alphas)
 
-  def store(self, o: UOp, lse: UOp | None, head: UOp, i: int, state: State, l_i: UOp, rules: HeadRules) -> list[UOp]:
+  def store(self, epilogue: Epilogue, i: int, state: State, l_i: UOp, rules: HeadRules) -> list[UOp]:
     """Store this warp's columns of the i-th of this lane's rows; the first slice stores the LSE."""
-    acc, row, lane = state.acc[i // HALVES], self.rows[i], self.group.lane
-    first = self.slice * self.tiles.columns(self.Dv)
-    found = finished(rules, state.m_i[i].load(), l_i, row, self.p_scale_log2)
-    return store_row(o, lse, head, row, i % HALVES, acc, found, lane, self.tiles.dialect, first, self.mma.dtype)
+    found = finished(rules, state.m_i[i].load(), l_i, self.rows[i], self.p_scale_log2)
+    return epilogue.store_finished(i % HALVES, self.rows[i], state.acc[i // HALVES], found)
 
 
 def splits(problem: Problem, target: Target, tiles: Tiles) -> int:

@@ -41,7 +41,7 @@ from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.mbarrier import MbarrierPipeline
-from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, row_of, store_scaled
+from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, Epilogue, row_of
 from uopattn.dsl.nvidia.score_gradients import RowStats, queries_of_columns, score_rows_by_column, score_rows_by_row
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.wgmma import WARPS
@@ -330,10 +330,7 @@ class Mainloop:
 
   def store(self, x: UOp, acc: UOp, factor: float, rows: dict[tuple[int, int], UOp]) -> list[UOp]:
     """Store a sum times a factor to the rows of x."""
-    stores = []
-    for (_, half), row in rows.items():
-      stores += store_scaled(x, self.group.head, row, half, acc.reshape(-1, 4), UOp.const(factor), self.group.lane)
-    return stores
+    return Epilogue(x, self.group.head, self.group.lane).store_halves(rows.values(), acc.reshape(-1, 4), factor)
 
 
 SCHEDULE = Schedule(

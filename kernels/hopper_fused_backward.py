@@ -50,7 +50,7 @@ from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.math import LOG2E
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.gradient_pipeline import GradientPipeline
-from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, row_of, store_scaled
+from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, Epilogue, row_of
 from uopattn.dsl.nvidia.score_gradients import queries_of_columns, score_rows_by_column
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import loop
@@ -249,10 +249,9 @@ def finish(dq: UOp, dq_sum: UOp, semaphores: UOp, *, tiles: Tiles, scale: float)
   for i in range(parts * PART // MMA_N):
     at = ((tile * parts * (PART // MMA_N) + i) * THREADS + group.thread) * 4
     stores += [values[4 * i + e].store(added.where(dq_sum.base[at + e].load(), 0.0)) for e in range(4)]
-  acc, written = values.after(UOp.group(*stores)).reshape(-1, 4), []
-  for x in range(HALVES):
-    row = group.block * BLOCK + group.warp * MMA_M + row_of(group.lane, x)
-    written += store_scaled(dq, group.head, row, x, acc, UOp.const(scale), group.lane)
+  acc, first = values.after(UOp.group(*stores)).reshape(-1, 4), group.block * BLOCK + group.warp * MMA_M
+  rows = [first + row_of(group.lane, half) for half in range(HALVES)]
+  written = Epilogue(dq, group.head, group.lane).store_halves(rows, acc, scale)
   return group.kernel(f"attention_backward_finish_{heads}_{M}_{Dk}", written)
 
 
@@ -359,10 +358,7 @@ def add_dq(
 
 def store(x: UOp, group: Workgroup, acc: UOp, factor: float, rows: dict[tuple[int, int], UOp]) -> list[UOp]:
   """Store a sum times a factor to the rows of x."""
-  stores = []
-  for (_, half), row in rows.items():
-    stores += store_scaled(x, group.head, row, half, acc.reshape(-1, 4), UOp.const(factor), group.lane)
-  return stores
+  return Epilogue(x, group.head, group.lane).store_halves(rows.values(), acc.reshape(-1, 4), factor)
 
 
 def all_after(sums: list[list[UOp]], *after: UOp) -> list[list[UOp]]:
