@@ -15,8 +15,9 @@ from tinygrad.helpers import Target
 from tinygrad.renderer import Renderer
 from tinygrad.renderer.cstyle import HIPRenderer
 from tinygrad.runtime.support import compiler_llvm
-from tinygrad.uop.ops import AxisType, KernelInfo, Ops
+from tinygrad.uop.ops import AxisType, Ops
 
+from uopattn.dsl import make_kernel
 from uopattn.dsl.instructions import HIP, INSTRUCTIONS
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.target import Target as Machine
@@ -91,7 +92,7 @@ def lanewise(name: str, word: Any, dtype: Any = dtypes.float) -> UOp:
   o, x = (UOp.placeholder((32,), dtype, slot) for slot in range(2))
   lane = UOp.range(32, 0, AxisType.WARP)
   store = o[lane].store(word(x[lane].load(), lane.cast(dtypes.int)))
-  return store.end(lane).sink(arg=KernelInfo(name=name, opts_to_apply=()))
+  return make_kernel(name, (lane,), store)
 
 
 def assembly(ir: str, arch: str = "gfx1100") -> str:
@@ -137,7 +138,7 @@ def test_a_pinned_product_is_computed_by_the_whole_wave() -> None:
   a = UOp.stack(*[x[lane * 16 + e].load() for e in range(16)])
   product = UOp.wmma(a, a, UOp.const((0.0,) * 8, dtypes.float), (16, 16, 16), "AMD", 32)
   store = o[lane.valid(lane < 1)].store(HIP.pin(product[0]))
-  kernel = store.end(lane).sink(arg=KernelInfo(name="pinned", opts_to_apply=()), tag=1)
+  kernel = make_kernel("pinned", (lane,), store)
   for ir in (source(kernel, llvm_renderer("gfx1100")), to_ir(source(kernel, hip_renderer("gfx1100")), "gfx1100")):
     order = [m[0] for m in re.finditer(r"v_wmma|v_cmpx|saveexec|global_store", assembly(ir))]
     assert order in (["v_wmma", "v_cmpx", "global_store"], ["v_wmma", "saveexec", "global_store"])

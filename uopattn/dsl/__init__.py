@@ -2,6 +2,6 @@
 
 from uopattn.dsl.math import LN2, LOG2E, exp2
 from uopattn.dsl.packed import as_type
-from uopattn.dsl.scope import Loop, Scope, clamp, gated, least, sizes
+from uopattn.dsl.scope import Loop, Scope, clamp, gated, least, make_kernel, sizes
 
-__all__ = ["LN2", "LOG2E", "Loop", "Scope", "as_type", "clamp", "exp2", "gated", "least", "sizes"]
+__all__ = ["LN2", "LOG2E", "Loop", "Scope", "as_type", "clamp", "exp2", "gated", "least", "make_kernel", "sizes"]

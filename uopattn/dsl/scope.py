@@ -7,7 +7,7 @@ from typing import Any, Protocol, cast
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
-from tinygrad.uop.ops import AxisType
+from tinygrad.uop.ops import AxisType, KernelInfo
 
 from uopattn.dsl.instructions import CPU
 from uopattn.dsl.view import View
@@ -85,6 +85,15 @@ class Loop:
       return UOp.group(*body)
     count = self._counter.after(*body)[0].store((self.index - 1).cast(dtypes.int))
     return CPU.leave_loop(self.index <= 0, count).end(self._axis)
+
+
+def make_kernel(name: str, axes: tuple[UOp, ...], *stores: UOp) -> UOp:
+  """The kernel of that name, which ends `axes` after its last stores.
+
+  tinygrad must keep the axes as they are. It does not optimize a SINK that has a tag. `opts_to_apply` of () instead of
+  None keeps BEAM and its heuristics away from one that has lost the tag.
+  """
+  return UOp.group(*stores).end(*axes).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
 
 
 class Shaped(Protocol):
