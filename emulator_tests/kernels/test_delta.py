@@ -10,12 +10,13 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
 import uopattn.emulator as emulator
+from uopattn.dsl.instructions import CUDA, HIP
 from uopattn.kernels.delta import on_cpu, row_sums
 from uopattn.kernels.sum_parts import add_parts
 from uopattn.proof.gate import numpy
 from uopattn.proof.oracle import PRECISIONS
 
-DIALECTS = {"gfx1100": "hip", "gfx942": "hip", "sm_80": "cuda"}
+DIALECTS = {"gfx1100": HIP, "gfx942": HIP, "sm_80": CUDA}
 SHAPES = ((1, 1, 1), (3, 37, 24), (2, 33, 33), (1, 20, 200))  # heads, M, Dv
 
 
