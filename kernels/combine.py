@@ -23,8 +23,7 @@ from uopattn.dsl.rules.quantized import LARGEST, rounded_bits
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.softmax import normalize
 from uopattn.dsl.schedule import DTYPES, LSE, PARTIAL_LSE, PARTIAL_O, K, Kernel, O, Q, Schedule, V
-from uopattn.dsl.scope import as_type
-from uopattn.dsl.view import row_start
+from uopattn.dsl.scope import as_type, row_start
 
 WARP, MOST_THREADS = 32, 256
 AT_ONCE = 8  # splits that a GPU thread loads before it uses any

@@ -46,7 +46,6 @@ from uopattn.dsl import Scope, sizes
 from uopattn.dsl.gpu.mainloop import Mainloop, SoftmaxRow, State
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA, TURING, Cuda
-from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.nvidia.cp_async import CpAsyncPipeline
 from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, STEPS, Left, Mma, check_step, check_type
 from uopattn.dsl.nvidia.mma_layout import (
@@ -67,7 +66,7 @@ from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import Scaling, online_softmax, p_scale_of
 from uopattn.dsl.schedule import DTYPES, HEAD_SCALES, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
-from uopattn.dsl.target import Target
+from uopattn.dsl.target import Target, lds_limit
 
 
 @dataclass(frozen=True)

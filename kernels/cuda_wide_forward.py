@@ -39,7 +39,6 @@ from uopattn.dsl import Scope, sizes
 from uopattn.dsl.gpu.mainloop import Mainloop, SoftmaxRow, State
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA, TURING, Cuda
-from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.nvidia.cp_async import AlternatingPipeline, CpAsyncPipeline
 from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, STEPS, Accumulators, Mma, check_step, check_type
 from uopattn.dsl.nvidia.mma_layout import (
@@ -60,7 +59,7 @@ from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import Scaling, online_softmax, p_scale_of
 from uopattn.dsl.schedule import DTYPES, LEAST_KEYS, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
-from uopattn.dsl.target import Target
+from uopattn.dsl.target import Target, lds_limit
 
 WORDS = 4  # 32-bit words of a left operand per lane
 

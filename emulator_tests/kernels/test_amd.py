@@ -8,8 +8,7 @@ from tinygrad.dtype import DType
 
 from uopattn import attention
 from uopattn.dsl.amd.fragments import Fragments
-from uopattn.dsl.limits import lds_limit
-from uopattn.dsl.target import Target
+from uopattn.dsl.target import Target, lds_limit
 from uopattn.emulator.wmma import fragments as hardware
 from uopattn.kernels.amd_forward import Tiles
 from uopattn.plan.target import target_of

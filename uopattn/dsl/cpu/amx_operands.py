@@ -33,9 +33,8 @@ from uopattn.dsl.cpu.amx import (
 )
 from uopattn.dsl.cpu.mainloop import element
 from uopattn.dsl.rules.head_view import HeadView
-from uopattn.dsl.scope import Scope, gated, sizes
+from uopattn.dsl.scope import Scope, View, gated, sizes
 from uopattn.dsl.target import Target
-from uopattn.dsl.view import View
 
 GROUPS = 2  # of 16 lanes that are processed at once
 BLOCK = 2 * ROWS  # rows, and columns, of the four accumulators of two groups

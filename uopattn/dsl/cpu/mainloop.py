@@ -13,13 +13,13 @@ from tinygrad.helpers import ceildiv
 from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl.instructions import CPU
-from uopattn.dsl.limits import LINE
 from uopattn.dsl.math import exp2
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import Scaling, normalize, store_lse
 from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.scope import Loop, Scope, clamp, least, sizes
+from uopattn.dsl.target import LINE
 
 Tile = Callable[[UOp, UOp], UOp]  # (key of the tile, column) -> its float32 element
 

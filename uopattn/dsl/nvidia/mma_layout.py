@@ -17,8 +17,7 @@ from tinygrad.dtype import DType
 from uopattn.dsl.instructions import CUDA, Cuda
 from uopattn.dsl.rules.rules import HeadRules
 from uopattn.dsl.rules.softmax import Row, normalize, store_lse
-from uopattn.dsl.scope import as_type, gated, sizes
-from uopattn.dsl.view import View, row_start
+from uopattn.dsl.scope import View, as_type, gated, row_start, sizes
 
 WARP = 32  # lanes
 MMA_M = 16  # rows of a warp's tile
