@@ -46,8 +46,6 @@ def converted(x: UOp, lane: UOp, dtype: DType) -> UOp:
 WORDS = {
   "shuffle_xor": lambda x, lane: HIP.shuffle_xor(x, 9),
   "shuffle": lambda x, lane: HIP.shuffle(x, lane ^ 21),
-  "row_xmask": lambda x, lane: HIP.row_xmask(x, 9),
-  "row_ror": lambda x, lane: HIP.row_ror(x, 9),
   "permlanex16": lambda x, lane: HIP.permlanex16(x),
   "low_halves": lambda x, lane: HIP.low_halves(x.bitcast(dtypes.uint), lane.cast(dtypes.uint)).bitcast(x.dtype),
   "high_halves": lambda x, lane: HIP.high_halves(x.bitcast(dtypes.uint), lane.cast(dtypes.uint)).bitcast(x.dtype),
@@ -56,8 +54,6 @@ WORDS = {
   "fmax": lambda x, lane: HIP.fmax(x, UOp.const(0.5, dtypes.float)),
   "fabs": lambda x, lane: HIP.fmax(HIP.fabs(x), UOp.const(0.5, dtypes.float)),  # as an operand's modifier
   "exp2": lambda x, lane: HIP.exp2(x),
-  "log2": lambda x, lane: HIP.log2(x),
-  "reciprocal": lambda x, lane: HIP.reciprocal(x),
   "read_later": lambda x, lane: HIP.shuffle(read_after(x), lane ^ 21),
   "even_bytes": lambda x, lane: HIP.even_bytes(x.bitcast(dtypes.uint), lane.cast(dtypes.uint)).bitcast(x.dtype),
   "odd_bytes": lambda x, lane: HIP.odd_bytes(x.bitcast(dtypes.uint), lane.cast(dtypes.uint)).bitcast(x.dtype),
@@ -101,9 +97,7 @@ def assembly(ir: str, arch: str = "gfx1100") -> str:
 
 def instructions(text: str) -> Counter[str]:
   """Those that do the word's work: register names are left out, and so are numbers that may be in registers."""
-  lines = [
-    line.strip() for line in text.splitlines() if re.match(r"\t(v_(perm|exp|log|rcp|max|min|cvt_pk)|ds_|.*_dpp)", line)
-  ]
+  lines = [line.strip() for line in text.splitlines() if re.match(r"\t(v_(perm|exp|max|min|cvt_pk)|ds_|.*_dpp)", line)]
   return Counter(re.sub(r"\b[vs]\d+\b|\b0x[0-9a-f]{8}\b", "", line) for line in lines)
 
 
