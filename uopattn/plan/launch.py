@@ -23,7 +23,6 @@ from uopattn.runtime.function import in_function
 from uopattn.runtime.prepare import prepared
 from uopattn.spec.arguments import ARGUMENTS
 from uopattn.spec.block_mask import BlockMask
-from uopattn.spec.layout import Layout
 from uopattn.spec.shards import Devices, devices_of
 from uopattn.spec.spec import AttentionSpec, Input
 
@@ -61,18 +60,9 @@ class Launch:
     return self.spec.packed(self.pack_gqa)
 
   @property
-  def layouts(self) -> dict[str, Layout]:
-    """The layouts of the operands and the output that are strided views, by name."""
-    return dict(self.spec.layouts)
-
-  @property
   def own(self) -> tuple[Buffer, ...]:
     """The buffers of a call that are not arguments, in order. The LSE is among them only if it is wanted."""
     return tuple(x for x in self.kernel.buffers if self.spec.return_lse or (x.name, x.mode) != ("lse", "write"))
-
-  def names(self) -> tuple[str, ...]:
-    """Return the names of `own`."""
-    return tuple(x.name for x in self.own)
 
   def shape(self, buffer: Buffer) -> tuple[int, ...]:
     """Return the shape of a buffer of a call, but for a layout."""
@@ -96,8 +86,7 @@ class Launch:
 
   def lists(self, mask: BlockMask) -> Sequence[Tensor]:
     """Return the "tile_lists" for a block mask."""
-    block, tile = self.kernel.block(self.tiles)
-    return mask.query_lists(tile, block) if self.kernel.of_keys else mask.tile_lists(block, tile)
+    return mask.tile_lists(*self.kernel.block(self.tiles), self.kernel.of_keys)
 
   def graph(self, slots: Sequence[int] | None = None) -> UOp:
     """Build the kernel on buffers with the given slots, or slots from 0 on; batch and heads become one axis."""
@@ -126,7 +115,7 @@ class Launch:
     if buffer.scratch:
       return x
     batches, heads, rows, *width = buffer.shape(self.packed, self.tiles, self.splits)
-    if (layout := self.layouts.get(buffer.name)) is None:
+    if (layout := self.spec.layout(buffer.name)) is None:
       return x.reshape(batches * heads, rows, *width)
     of_batch, of_head, of_row, _ = layout.strides
     _, all_heads, head_rows, D = self.shape(buffer)
@@ -178,12 +167,12 @@ class Launch:
       gradient: the call's `grad_fxn`.
     """
     # Like `Tensor.custom_kernel`, but without making placeholders, which takes a fifth of an eager call.
-    buffers = self.buffers()
-    given = {x.name: (_empty(x, device),) for x in buffers if x.name in self.kernel.outputs} | dict(given)
+    buffers, outputs = self.buffers(), [x.name for x in self.own if x.mode == "write"]
+    given = {x.name: (_empty(x, device),) for x in buffers if x.name in outputs} | dict(given)
     tensors = [x for name in dict.fromkeys(x.name for x in buffers) for x in given[name]]
     variables = variables if {"rules", "tiles"}.issubset(self.kernel.params) else ()
     call = self.build(device).call(*(x.uop for x in tensors), *variables, grad_fxn=gradient)
-    return {name: Tensor(given[name][0].uop.after(call)) for name in self.names() if name in self.kernel.outputs}
+    return {name: Tensor(given[name][0].uop.after(call)) for name in outputs}
 
 
 def _graph(launch: Launch, slots: tuple[int, ...] | None) -> tuple[UOp, Estimates]:

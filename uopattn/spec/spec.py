@@ -11,13 +11,12 @@ from tinygrad.uop.ops import Ops
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.masks import NO_ORIGIN, Origin
 from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES
+from uopattn.dsl.rules.ranges import Positions
 from uopattn.dsl.schedule import DTYPES_16, DTYPES_16_32, Problem
 from uopattn.spec.arguments import Arguments, Sizes, known
 from uopattn.spec.layout import Layout, heads_last, starts_as, strided, with_heads_last
 from uopattn.spec.tensors import OPERANDS, dtype_name
 from uopattn.spec.trace import Mod, trace_mod
-
-BACKENDS = ("auto", "kernel", "reference")
 
 
 @dataclass(frozen=True)
@@ -32,18 +31,6 @@ class Input:
   name: str
   shape: tuple[int, ...]
   dtype: DType
-
-
-@dataclass(frozen=True)
-class _Whole:
-  """An attention of which all keys exist, as masks take it to count the keys that a query sees."""
-
-  start: int
-  length: int = 0
-  first_key: int = 0
-
-  def bound(self, last: bool, query: Any) -> Any:
-    raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -96,6 +83,10 @@ class AttentionSpec(Problem):
     blocks = (*self.block_heads, ceildiv(rows, block))
     return tuple(Input("tile_lists", (*blocks, n), dtypes.int) for n in (ceildiv(walked, tile), 2))
 
+  def layout(self, name: str) -> Layout | None:
+    """The layout of q, k, v, the output "o" or its gradient "do"; None if it is contiguous."""
+    return dict(self.layouts).get(name)
+
   def packed(self, heads: int) -> Self:
     """The spec after GQA packing, with q's layout as the kernel sees it."""
     found = super().packed(heads)
@@ -131,10 +122,10 @@ class AttentionSpec(Problem):
     """Floating-point operations of the two matrix products, over the pairs of query and key that see each other."""
     pairs = self.M * self.N
     if isinstance(self.q_start, int) and self.masks:
-      pairs = sum(self._seen(_Whole(self.q_start), query) for query in range(self.M))
+      pairs = sum(self._seen(Positions(self.q_start, self.N), query) for query in range(self.M))
     return 2 * self.B * self.Hq * pairs * (self.Dk + self.Dv)
 
-  def _seen(self, at: "_Whole", query: int) -> int:
+  def _seen(self, at: Positions, query: int) -> int:
     """The number of keys that a query sees by its position."""
     firsts = [x for mask in self.masks if (x := mask.first(at, query)) is not None]
     lasts = [x for mask in self.masks if (x := mask.last(at, query)) is not None]

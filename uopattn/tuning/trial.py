@@ -158,7 +158,7 @@ def _gradient_runs(inputs: "Drawn", device: str) -> tuple[dict[str, list[Tensor]
   o, lse = run_stages(dispatch(spec, target), device, inputs.given, {}, inputs.variables)
   delta = delta_launch(spec, target, False)
   (place,) = (x for x in delta.buffers() if x.name == "do")
-  heads_last = "do" in dict(spec.layouts)
+  heads_last = spec.layout("do") is not None
   all_rows = normal((spec.B, spec.Hq, spec.M, spec.Dv), place.dtype, np.random.default_rng(1), device)
   o = o.transpose(1, 2).reshape(-1) if heads_last else o  # as kernels store it
   o, lse = (x.contiguous().realize() for x in (o, lse))
@@ -219,9 +219,9 @@ class Drawn:
 
   def operands(self, part: Part) -> tuple[Array, Array, Array]:
     """Return the rows of q of a part, and their k and v."""
-    s, layouts, (b, heads, _) = self.spec, dict(self.spec.layouts), part
+    s, (b, heads, _) = self.spec, part
     shapes = {"q": (s.B, s.Hq, s.M, s.Dk), "k": (s.B, s.Hkv, s.N, s.Dk), "v": (s.B, s.Hkv, s.N, s.Dv)}
-    q, k, v = (_viewed(self.arrays[name], layouts.get(name), shapes[name]) for name in "qkv")
+    q, k, v = (_viewed(self.arrays[name], s.layout(name), shapes[name]) for name in "qkv")
     keys = key_heads(s, b, heads)
     return q[part], k[keys], v[keys]
 
