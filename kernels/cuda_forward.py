@@ -56,14 +56,14 @@ from uopattn.dsl.nvidia.mma_layout import (
   WARP,
   Epilogue,
   columns,
-  finished,
+  loaded,
   row_elements,
   row_of,
   row_reduce,
 )
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.head_view import HeadView
-from uopattn.dsl.rules.rules import HeadRules, Rules
+from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.softmax import Scaling, online_softmax, p_scale_of
 from uopattn.dsl.schedule import DTYPES, HEAD_SCALES, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target, lds_limit
@@ -275,9 +275,8 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   state = loop.run(unit.queries(q_tile.tile(UOp.const(0), filled)), state.after(filled))
   state = state.after(tiles.dialect.cp_async_wait(0, *state))  # no copy may be in flight at the end
 
-  epilogue, stores = Epilogue(o, group.result, group.lane, lse, tiles.dialect, q.dtype), []
-  for i in range(len(unit.rows)):
-    stores += unit.store(epilogue, i, state, head_rules)
+  epilogue = Epilogue(o, group.result, group.lane, lse, tiles.dialect, q.dtype)
+  stores = epilogue.store_output(head_rules, unit.rows, state.acc, state.m_i, loaded(state.l_i), p_scale)
   return group.kernel(f"attention_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
 
 
@@ -346,11 +345,6 @@ class WarpMma:
   ) -> list[UOp]:
     """Compute O = O alpha + P V. Returns the stores to acc."""
     return self.mma.add_weighted(p, v_tile, self.group.lane, acc, old, alphas)
-
-  def store(self, epilogue: Epilogue, i: int, state: State, rules: HeadRules) -> list[UOp]:
-    """Store the output and the LSE of the i-th of this lane's rows."""
-    found = finished(rules, state.m_i[i].load(), state.l_i[i].load(), self.rows[i], self.p_scale_log2)
-    return epilogue.store_finished(i % HALVES, self.rows[i], state.acc[i // HALVES], found)
 
 
 SCHEDULE = Schedule(

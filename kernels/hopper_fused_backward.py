@@ -249,7 +249,7 @@ def finish(dq: UOp, dq_sum: UOp, semaphores: UOp, *, tiles: Tiles, scale: float)
   for i in range(parts * PART // MMA_N):
     at = ((tile * parts * (PART // MMA_N) + i) * THREADS + group.thread) * 4
     stores += [values[4 * i + e].store(added.where(dq_sum.base[at + e].load(), 0.0)) for e in range(4)]
-  acc, first = values.after(UOp.group(*stores)).reshape(-1, 4), group.block * BLOCK + group.warp * MMA_M
+  acc, first = values.after(UOp.group(*stores)), group.block * BLOCK + group.warp * MMA_M
   rows = [first + row_of(group.lane, half) for half in range(HALVES)]
   written = Epilogue(dq, group.head, group.lane).store_halves(rows, acc, scale)
   return group.kernel(f"attention_backward_finish_{heads}_{M}_{Dk}", written)
@@ -308,9 +308,10 @@ def backward(
   rows = [{(0, half): first + row_of(group.lane, half) for half in range(HALVES)} for first in firsts]
   main = Mainloop(s, group, q.dtype, tiles, heads_here, pipe, ds, rows, part)
   sums = [[s.filled(0.0, round_up(x, wgmma.K) // 2, after=(started,)) for x in (Dk, Dv)] for _ in rows]
+  store_dk, store_dv = (Epilogue(x, group.head, group.lane).store_halves for x in (dk, dv))
   stores = []
   for of_tile, (of_dk, of_dv) in zip(rows, main.run(sums, started), strict=True):
-    stores += store(dk, group, of_dk, rules.scale, of_tile) + store(dv, group, of_dv, 1.0, of_tile)
+    stores += store_dk(of_tile.values(), of_dk, rules.scale) + store_dv(of_tile.values(), of_dv, 1.0)
   return group.kernel(f"attention_backward_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
 
 
@@ -354,11 +355,6 @@ def add_dq(
   for axis in (*outer, once):
     done = done.end(axis)
   return done
-
-
-def store(x: UOp, group: Workgroup, acc: UOp, factor: float, rows: dict[tuple[int, int], UOp]) -> list[UOp]:
-  """Store a sum times a factor to the rows of x."""
-  return Epilogue(x, group.head, group.lane).store_halves(rows.values(), acc.reshape(-1, 4), factor)
 
 
 def all_after(sums: list[list[UOp]], *after: UOp) -> list[list[UOp]]:

@@ -148,7 +148,7 @@ class Launch:
 
   def argument_count(self) -> int:
     """Return the number of buffers and Variables of a call."""
-    return len(self.buffers()) + self.spec.variables
+    return len(self.buffers()) + len(self.spec.variables)
 
   def build(self, device: Devices, slots: Sequence[int] | None = None) -> UOp:
     """Return the prepared kernel for a device, or for several."""

@@ -107,10 +107,10 @@ class AttentionSpec(Problem):
     return super().fits_tensor_maps and all(fits(x, shapes.get(name, of_q)) for name, x in self.layouts if name != "o")
 
   @property
-  def variables(self) -> int:
-    """The number of Variables that a kernel takes."""
+  def variables(self) -> tuple[UOp, ...]:
+    """The Variables that a kernel takes."""
     places = [x for x in (self.q_start, self.kv_lengths, *self.origin.first) if isinstance(x, UOp)]
-    return len({u for x in places for u in x.toposort() if u.op is Ops.PARAM})
+    return tuple(dict.fromkeys(u for x in places for u in x.toposort() if u.op is Ops.PARAM))
 
   def record(self) -> dict[str, Any]:
     """Return the entries of a JSON record: shapes, dtype, scale, whether it is causal, and return_lse."""

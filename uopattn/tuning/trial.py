@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.uop.ops import Ops
 
 from uopattn.dsl.schedule import DTYPES_8, HEAD_SCALES
 from uopattn.measure.problem import normal, tensor
@@ -41,8 +40,7 @@ def unmeasured(spec: AttentionSpec) -> str:
     return f"{', '.join(lacking)}: what its Tensors hold decides the time"
   if spec.pages or spec.dropout_p or not all(x.options() for x in spec.masks):
     return "its masks, pages or dropout"
-  places = _variables(spec)
-  if any(x.expr.startswith("_") for x in places):
+  if any(x.expr.startswith("_") for x in spec.variables):
     return "its position depends on the device"
   return "its lengths are made of several Variables" if _bound(spec) is None else ""
 
@@ -245,14 +243,9 @@ def contents(x: Input, s: AttentionSpec, random: np.random.Generator, device: st
   return random.random(x.shape) < 0.8 if x.dtype == dtypes.bool else normal(x.shape, x.dtype, random, device)
 
 
-def _variables(spec: AttentionSpec) -> list[UOp]:
-  places = (x for x in (spec.q_start, spec.kv_lengths) if isinstance(x, UOp))
-  return list(dict.fromkeys(u for x in places for u in x.toposort() if u.op is Ops.PARAM))
-
-
 def _bound(spec: AttentionSpec) -> dict[UOp, int] | None:
   """Return the largest values of Variables with which all keys exist; None if they are not found."""
-  found = {u: int(u.vmax) for u in _variables(spec)}
+  found = {u: int(u.vmax) for u in spec.variables}
   length = _value(spec.kv_lengths, found)
   if length is not None and length > spec.N:
     if len(found) > 1:

@@ -42,8 +42,8 @@ def columns(tiles: int) -> list[int]:
 
 
 def loaded(of_rows: UOp) -> list[UOp]:
-  """A lane's numbers of its two rows, from registers."""
-  return [of_rows[half].load() for half in range(HALVES)]
+  """A lane's numbers of its rows, from registers."""
+  return [of_rows[i].load() for i in range(sizes(of_rows)[0])]
 
 
 def row_reduce(operation: Callable[[UOp, UOp], UOp], value: UOp) -> UOp:
@@ -112,18 +112,30 @@ class Epilogue:
   first: UOp | int = 0
   pairs: bool = False
 
-  def store_finished(self, half: int, row: UOp, acc: UOp, found: Row) -> list[UOp]:
-    """Store the output and the LSE of a row that is `finished`."""
-    stores = self.store_scaled(half, row, acc, found.factor)
-    if self.lse is not None:
-      inside = (row < sizes(self.lse)[1]) & (self.lane % QUAD).eq(0)
-      inside = inside & self.first.eq(0) if isinstance(self.first, UOp) else inside
-      stores += store_lse(self.lse, inside, self.head, row, found.numbers(self.lse))
+  def store_output(
+    self, rules: HeadRules, rows: list[UOp], acc: UOp | list[UOp], m_i: UOp, l_i: list[UOp], p_scale_log2: int
+  ) -> list[UOp]:
+    """Store the output, normalized, and the LSE of this lane's rows; see `finished`.
+
+    Args:
+      acc: (accumulator tiles, 4) of each 16 rows.
+      m_i: registers, (rows,).
+      l_i: the sum of this lane's P of each row.
+    """
+    stores = []
+    for i, (row, l) in enumerate(zip(rows, l_i, strict=True)):
+      found = finished(rules, m_i[i].load(), l, row, p_scale_log2)
+      stores += self.store_scaled(i % HALVES, row, acc[i // HALVES], found.factor)
+      if self.lse is not None:
+        inside = (row < sizes(self.lse)[1]) & (self.lane % QUAD).eq(0)
+        inside = inside & self.first.eq(0) if isinstance(self.first, UOp) else inside
+        stores += store_lse(self.lse, inside, self.head, row, found.numbers(self.lse))
     return stores
 
   def store_halves(self, rows: Iterable[UOp], acc: UOp, factor: float) -> list[UOp]:
-    """Store this lane's two rows of acc (accumulator tiles, 4) times `factor`."""
-    return [x for half, row in enumerate(rows) for x in self.store_scaled(half, row, acc, UOp.const(factor))]
+    """Store this lane's two rows of acc, the registers of one tile of 16 rows, times `factor`."""
+    tiles = acc.reshape(-1, 4)
+    return [x for half, row in enumerate(rows) for x in self.store_scaled(half, row, tiles, UOp.const(factor))]
 
   def store_scaled(self, half: int, row: UOp, acc: UOp, factor: UOp) -> list[UOp]:
     """Store one half of acc (accumulator tiles, 4) times `factor`.
