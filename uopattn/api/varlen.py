@@ -14,7 +14,17 @@ from uopattn.dsl.rules.ranges import Positions, Range
 from uopattn.spec.arguments import Arguments, VarlenOptions
 from uopattn.spec.shards import Devices
 from uopattn.spec.spec import make_spec
-from uopattn.spec.tensors import as_int, check_tensor, described, dtype_name, near, operands, placed, promoted
+from uopattn.spec.tensors import (
+  as_int,
+  check_device,
+  check_tensor,
+  described,
+  dtype_name,
+  near,
+  operands,
+  placed,
+  promoted,
+)
 
 Offsets = Tensor | list[int] | tuple[int, ...]
 
@@ -224,8 +234,7 @@ def _offsets(name: str, x: Offsets, total: int, device: Devices) -> Tensor:
       raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it must be of an integer dtype, or ints")
     if x.ndim != 1 or sizes(x)[0] < 1:
       raise ValueError(f"{name} has shape {x.shape}; it must be (S + 1,) for S sequences")
-    if x.device != device:
-      raise ValueError(f"{name} is on {x.device}, q is on {device}; all must be on one device")
+    check_device(name, x, device)
     return as_int(x)
   if not isinstance(x, (list, tuple)) or not all(type(end) is int for end in x):
     raise TypeError(f"{name} is {described(x)}; it must be a Tensor of an integer dtype, or a list of ints")
@@ -242,8 +251,7 @@ def _starts(x: int | Tensor, sequences: int, device: Devices) -> int | Tensor:
       raise TypeError(f"q_start has dtype {dtype_name(x.dtype)}; it must be an int or a Tensor of an integer dtype")
     if x.shape != (sequences,):
       raise ValueError(f"q_start has shape {x.shape}; it must be ({sequences},)")
-    if x.device != device:
-      raise ValueError(f"q_start is on {x.device}, q is on {device}; all must be on one device")
+    check_device("q_start", x, device)
     return as_int(x)
   if isinstance(x, bool) or not isinstance(x, int):
     raise TypeError(f"q_start is {described(x)}; accepted are an int and a ({sequences},) integer Tensor")

@@ -15,7 +15,7 @@ from uopattn.dsl.rules.ranges import Positions
 from uopattn.dsl.schedule import DTYPES_16, DTYPES_16_32, Problem
 from uopattn.spec.arguments import Arguments, Sizes, known
 from uopattn.spec.layout import Layout, heads_last, starts_as, strided, with_heads_last
-from uopattn.spec.tensors import OPERANDS, dtype_name
+from uopattn.spec.tensors import OPERANDS, check_device, dtype_name
 from uopattn.spec.trace import Mod, trace_mod
 
 
@@ -200,8 +200,7 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> No
   for name, x in named.items():
     if not all(isinstance(size, int) for size in x.shape) or x.shape[-1] < 1:
       raise ValueError(f"{name} has shape {x.shape}; every size must be a known int, and the last one at least 1")
-    if x.device != q.device:
-      raise ValueError(f"{name} is on {x.device}, q is on {q.device}; all must be on one device")
+    check_device(name, x, q.device)
   (_check_shapes if arguments.page_table is None else _check_pages)(q, k, v)
   Hq, Hkv = sizes(q)[1], sizes(k)[1]
   if Hq != Hkv and not arguments.enable_gqa:
