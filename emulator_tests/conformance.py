@@ -10,7 +10,7 @@ from typing import Any
 
 import mistakes
 import pytest
-from helpers import inputs, on, qkv, served_by
+from helpers import inputs, on, qkv, served_by, take_tiles
 from hypothesis import strategies as st
 from mistakes import Mistake
 from tinygrad import Tensor, dtypes
@@ -130,7 +130,7 @@ class Subject:
         tiles = self.small(arch)
       if tiles is not None:
         patch = enter(pytest.MonkeyPatch.context())
-        patch.setattr(self.kernel.Tiles, "choose", lambda problem, target: tiles)
+        take_tiles(patch, tiles)
         if self.multiprocessors is not None:
           patch.setattr(self.kernel, "MULTIPROCESSORS", self.multiprocessors)
       yield

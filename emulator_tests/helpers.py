@@ -141,6 +141,16 @@ def dispatch_among(patch: pytest.MonkeyPatch, schedules: Sequence[Schedule], bac
   patch.setattr(dispatch, "schedules", found)
 
 
+def take_tiles(patch: pytest.MonkeyPatch, tiles: Any) -> None:
+  """Wherever dispatch takes a kernel that has such tiles, it takes these."""
+  right = dispatch.tiles_for
+
+  def found(schedule: Schedule, *given: Any) -> Iterator[Any]:
+    return iter([tiles]) if schedule.tiles is type(tiles) else right(schedule, *given)
+
+  patch.setattr(dispatch, "tiles_for", found)
+
+
 def problem_of(
   heads: int, M: int, N: int, Dk: int, Dv: int, dtype: DType = dtypes.float32, kv_heads: int | None = None, **more: Any
 ) -> Problem:

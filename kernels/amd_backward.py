@@ -45,8 +45,7 @@ from uopattn.dsl.instructions import HIP, Hip
 from uopattn.dsl.packed import ALWAYS, words_of, words_of_all
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
-from uopattn.dsl.schedule import DTYPES_16_32, Problem, Schedule, passes
-from uopattn.dsl.target import Target
+from uopattn.dsl.schedule import DTYPES_16_32, Schedule, passes
 
 GRADIENTS = ("dq", "dk_dv", "dk", "dv")
 
@@ -128,50 +127,6 @@ class Tiles:
     results = sum(ceildiv(x, MMA_SIZE) for x in sums) + 2 * self.block // MMA_SIZE
     moving = self.block * (Dk + Dv + sum(sums)) * f.memory_bits // 32 // self.threads
     return self.row_tiles * (operands * f.parts * f.words + results * f.result) + moving
-
-  @classmethod
-  def choose(cls, problem: Problem, target: Target, gradients: str) -> "Tiles":
-    """Choose tiles for a problem and a kernel, see `Tiles.gradients`.
-
-    Raises:
-      ValueError: the architecture is unknown, or the head size is too large for LDS even with the smallest tile, or in
-        parts for the registers.
-    """
-    arch, Dk, Dv, bits = target.arch, problem.Dk, problem.Dv, 8 * problem.dtype.itemsize
-    f = Fragments.of(arch, bits)
-    rows, others = (problem.N, problem.M) if gradients != "dq" else (problem.M, problem.N)
-    least, waves = cls.least(f), min(4, ceildiv(rows, MMA_SIZE))
-    row_tiles = 1 if f.lanes == 32 or rows <= waves * MMA_SIZE else 2  # RDNA has registers for only one
-    blocks = [block for block in (32, 16) if block % least == 0 and block < others + least] or [least]
-    sizes = [(n, block) for n in sorted({row_tiles, 1}, reverse=True) for block in blocks]
-    candidates = [cls(arch, gradients, waves, n, block, bits) for n, block in sizes]
-    for tiles in candidates:
-      if tiles.registers(Dk, Dv) <= (224 if f.lanes == 32 else 340) and tiles.lds_bytes(Dk, Dv) <= target.lds:
-        return tiles
-    tiles = min(candidates, key=lambda x: x.block)
-    if f.parts > 1 and (needed := tiles.registers(Dk, Dv)) > 224:
-      raise ValueError(f"head size {max(Dk, Dv)}: a tile needs {needed} registers, and 224 are there")
-    if (needed := tiles.lds_bytes(Dk, Dv)) > target.lds:
-      raise ValueError(f"head size {max(Dk, Dv)}: a tile needs {needed} bytes of LDS, the limit is {target.lds}")
-    return tiles
-
-  @classmethod
-  def candidates(cls, problem: Problem, target: Target, gradients: str) -> "list[Tiles]":
-    """The chosen tiles, and others that may be faster: other tiles, rows and waves."""
-    p, best = problem, cls.choose(problem, target, gradients)
-    f, rows = best.fragments, p.N if best.of_keys else p.M
-    sizes = [(best.waves, best.row_tiles, n) for n in (best.block // 2, 2 * best.block)]
-    sizes += [(n, best.row_tiles, best.block) for n in (8, 2)] + [(best.waves, 3 - best.row_tiles, best.block)]
-    found = [best]
-    for waves, row_tiles, block in sizes:
-      has_rows = (waves - 1) * row_tiles * MMA_SIZE < rows
-      if not has_rows or row_tiles < 1 or block % cls.least(f) or not block:
-        continue
-      tiles = replace(best, waves=waves, row_tiles=row_tiles, block=block)
-      most = max(224 if f.lanes == 32 else 340, best.registers(p.Dk, p.Dv))
-      if tiles.registers(p.Dk, p.Dv) <= most and tiles.lds_bytes(p.Dk, p.Dv) <= target.lds:
-        found.append(tiles)
-    return list(dict.fromkeys(found))
 
 
 def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles) -> UOp:
@@ -428,11 +383,9 @@ SCHEDULE = Schedule(
   "amd_backward",
   devices=("AMD",),
   dtypes=DTYPES_16_32,
-  kernels=passes(backward_q, Tiles, dk_dv=backward_kv),
+  kernels=passes(backward_q, dk_dv=backward_kv),
   tiles=Tiles,
   unsupported=("scales", "page_table"),
 )
 # For head sizes where LDS does not hold both Q and dO also transposed: one kernel for dK and one for dV.
-SEPARATE = replace(
-  SCHEDULE, name="amd_backward_separate", kernels=passes(backward_q, Tiles, dk=backward_kv, dv=backward_kv)
-)
+SEPARATE = replace(SCHEDULE, name="amd_backward_separate", kernels=passes(backward_q, dk=backward_kv, dv=backward_kv))

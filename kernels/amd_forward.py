@@ -51,8 +51,8 @@ from uopattn.dsl.packed import words_of
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import Scaling, normalize, p_scale_of, store_lse
-from uopattn.dsl.schedule import DTYPES, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
-from uopattn.dsl.target import Target, lds_limit
+from uopattn.dsl.schedule import DTYPES, Kernel, Schedule, group_of_few, splits_on_gpu
+from uopattn.dsl.target import lds_limit
 
 
 @dataclass(frozen=True)
@@ -116,72 +116,9 @@ class Tiles:
     scores = self.block_n // MMA_SIZE * results + (1 if f.repeated else self.block_n // f.step) * words
     return self.m_tiles * (query + scores) + self.block_n * (Dk + Dv) * f.memory_bits // 32 // (self.waves * f.lanes)
 
-  def waves_for(self, Dk: int, Dv: int) -> int:
-    """Waves per SIMD, as limited by LDS: two SIMDs on RDNA, and four on CDNA, share it.
-
-    Of gfx950's 160 KiB, smaller tiles count on 64 KiB: then as many waves have registers.
-    """
-    return max(1, (64 << 10) // self.lds_bytes(Dk, Dv)) * self.waves // (2 if self.fragments.lanes == 32 else 4)
-
   def resident(self, Dk: int, Dv: int, arch: str) -> int:
     """Workgroups that fit on a compute unit at once, as limited by LDS."""
     return max(1, lds_limit(arch) // self.lds_bytes(Dk, Dv))
-
-  @classmethod
-  def candidates(cls, problem: Problem, target: Target) -> "list[Tiles]":
-    """The chosen tiles, and others that may be faster: of other waves, queries per wave and tiles of keys."""
-    p, best, f = problem, cls.choose(problem, target), Fragments.of(target.arch, 8 * problem.dtype.itemsize)
-    least, most = cls.least(f), 220 if f.lanes == 32 else 440  # registers, of 256 and 512
-    waves = min(8, ceildiv(p.M, MMA_SIZE))
-    found = [replace(best, block_n=n) for n in (best.block_n // 2, 2 * best.block_n) if n and n % least == 0]
-    found += [replace(best, waves=w, m_tiles=m) for m in (1, 2) for w in (2, 4, 8) if m * w <= max(waves, best.waves)]
-
-    def fits(x: Tiles) -> bool:
-      return x.registers(p.Dk, p.Dv) <= most and x.lds_bytes(p.Dk, p.Dv) <= target.lds
-
-    return list(dict.fromkeys([best, *filter(fits, found)]))
-
-  @classmethod
-  def choose(cls, problem: Problem, target: Target) -> "Tiles":
-    """Choose tiles for a problem: as many queries per wave, then as many keys per tile, as registers and LDS allow.
-
-    Raises:
-      ValueError: the architecture is unknown, or the head size is too large for LDS even with the smallest tile.
-    """
-    arch, M, N, Dk, Dv = target.arch, problem.M, problem.N, problem.Dk, problem.Dv
-    bits = 8 * problem.dtype.itemsize
-    f = Fragments.of(arch, bits)
-    least, waves = cls.least(f), ceildiv(M, MMA_SIZE)
-    # The loop over masked tiles needs many registers then. With kv_lengths, LLVM spills if tiles have fewer keys.
-    masked = bool(problem.masks) or "attn_mask" in problem.features
-    masked = masked and "kv_lengths" not in problem.features
-    wanted: tuple[int, ...]
-    budget = 200 if f.lanes == 32 else 300  # of 256 and 512: addresses and temporaries need the rest
-    wanted, in_turn = (64, 32, 16), (4, 8)
-    if bits == 8:
-      wanted = (least,)
-      if f.lanes == 64:  # eight waves share a large tile; addresses and temporaries take less of their registers
-        budget, in_turn = 360, (8, 4)
-    if masked and f.lanes == 32 and not f.repeated:  # RDNA4: LLVM spills the masked loop's values in the full loop
-      budget, wanted = 170, (64, 48, 32, 16)
-    if f.parts > 1:  # the loop over masked tiles spills otherwise
-      budget, wanted = (190, (16,)) if f.repeated else (140, wanted)
-    sizes_n = dict.fromkeys(min(n, round_up(N, least)) for n in wanted if n % least == 0)
-    # In parts each tile of queries is split for each tile of keys, which more keys save, and more queries do not.
-    two = M // MMA_SIZE if f.parts == 1 else 0
-    candidates = [cls(arch, w, 2, n, bits) for n in sizes_n for w in in_turn if 2 * w <= two]
-    candidates += [cls(arch, min(w, waves), 1, n, bits) for n in sizes_n for w in in_turn]
-    for enough in (3, 1):  # waves per SIMD, so that one computes while another waits
-      for tiles in candidates:
-        # On CDNA a SIMD has two waves of a workgroup of eight, which share its registers.
-        most = budget // 2 if f.lanes == 64 and tiles.waves > 4 else budget
-        fits = tiles.registers(Dk, Dv) <= most and tiles.lds_bytes(Dk, Dv) <= target.lds
-        if fits and tiles.waves_for(Dk, Dv) >= enough:
-          return tiles
-    tiles = min(candidates, key=lambda t: (t.lds_bytes(Dk, Dv), t.registers(Dk, Dv)))
-    if (needed := tiles.lds_bytes(Dk, Dv)) > target.lds:
-      raise ValueError(f"head size {max(Dk, Dv)}: a tile needs {needed} bytes of LDS, the limit is {target.lds}")
-    return tiles
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
@@ -369,7 +306,7 @@ SCHEDULE = Schedule(
   "amd_forward",
   devices=("AMD",),
   dtypes=DTYPES,
-  kernels=(Kernel.forward(forward, Tiles),),
+  kernels=(Kernel.forward(forward),),
   tiles=Tiles,
   pack_gqa=group_of_few,
   split=splits_on_gpu,

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
-from tinygrad.helpers import ceildiv, round_up
+from tinygrad.helpers import round_up
 
 from uopattn.dsl import Scope, make_kernel, sizes
 from uopattn.dsl.cpu.amx import LANES, PAIR, ROW_BYTES, ROWS, STEP, pack, tile_config, tile_release
@@ -32,7 +32,6 @@ from uopattn.dsl.cpu.amx_operands import (
   PARTS,
   PRODUCTS,
   LeftOperand,
-  check_target,
   check_tiles,
   filled,
   load_lanes,
@@ -44,11 +43,9 @@ from uopattn.dsl.cpu.amx_operands import (
   transpose_pairs,
 )
 from uopattn.dsl.cpu.gradients import Gradients, load_row_sums, open_blocks
-from uopattn.dsl.cpu.work import STACK_LIMIT, even, fit_stack, parts_of
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
-from uopattn.dsl.schedule import DK_SUMS, DQ, DV_SUMS, Kernel, Problem, Schedule
-from uopattn.dsl.target import Target
+from uopattn.dsl.schedule import DK_SUMS, DQ, DV_SUMS, Kernel, Schedule
 
 
 @dataclass(frozen=True)
@@ -74,37 +71,6 @@ class Tiles:
     of_queries = self.block_m * (4 * parts * (Dk + Dv) + 4 * Dk)
     of_keys = self.block_n * (2 * parts * (3 * Dk + Dv) + 4 * (Dk + Dv))
     return of_queries + of_keys + self.block_n * (4 * parts * self.block_m + GROUPS * LANES * (8 + 2 * parts))
-
-  @classmethod
-  def choose(cls, problem: Problem, target: Target) -> "Tiles":
-    """Choose tiles for a problem and the threads of a machine.
-
-    Raises:
-      ValueError: the processor has no tiles; the head size is too large for the stack even with the smallest tile.
-    """
-    check_target(target)
-    p, parts = problem, PARTS.get(problem.dtype, 1)
-    # A tile that is moved back to end at N must be masked, so prefer sizes that divide N.
-    block_n = next((n for n in (64, 96, 32) if p.N % n == 0), 64 if p.N > BLOCK else BLOCK)
-    largest = 128 if p.is_causal else 256  # under a causal mask a large block sees many keys that are hidden
-    block_m = round_up(even(p.M, largest), BLOCK)
-    block_m, block_n = fit_stack(
-      lambda m, n: cls(m, n).stack_bytes(p.Dk, p.Dv, parts), block_m, block_n, BLOCK, BLOCK, p
-    )
-    return cls(block_m, block_n, parts_of(p.B * p.Hkv, p.group * ceildiv(p.M, block_m), target.threads))
-
-  @classmethod
-  def candidates(cls, problem: Problem, target: Target) -> "list[Tiles]":
-    """The chosen tiles, and others that may be faster: blocks and tiles of other sizes."""
-    p, best = problem, cls.choose(problem, target)
-    sizes = [(m, best.block_n) for m in (128, 256, 512)] + [(best.block_m, n) for n in (32, 64, 96, 128)]
-    found = [best]
-    for rows, block_n in sizes:
-      block_m = round_up(even(p.M, rows), BLOCK)
-      parts = parts_of(p.B * p.Hkv, p.group * ceildiv(p.M, block_m), target.threads)
-      if cls(block_m, block_n).stack_bytes(p.Dk, p.Dv, PARTS.get(p.dtype, 1)) <= STACK_LIMIT:
-        found.append(cls(block_m, min(block_n, round_up(p.N, BLOCK)), parts))
-    return list(dict.fromkeys(found))
 
 
 def backward(
@@ -228,16 +194,7 @@ SCHEDULE = Schedule(
   "amx_backward",
   devices=("CPU",),
   dtypes=tuple(PARTS),
-  kernels=(
-    Kernel.backward(
-      backward,
-      DQ,
-      DK_SUMS,
-      DV_SUMS,
-      choose=lambda *given: Tiles.choose(*given),
-      candidates=Tiles.candidates,
-    ),
-  ),
+  kernels=(Kernel.backward(backward, DQ, DK_SUMS, DV_SUMS),),
   tiles=Tiles,
   unsupported=("scales", "page_table"),
 )

@@ -54,7 +54,6 @@ from uopattn.dsl.cpu.amx_operands import (
   Between,
   LeftOperand,
   Products,
-  check_target,
   check_tiles,
   filled,
   gaps,
@@ -68,16 +67,12 @@ from uopattn.dsl.cpu.amx_operands import (
 )
 from uopattn.dsl.cpu.amx_softmax import Weighing, key_bounds, rescale, row_maxima, update_maxima
 from uopattn.dsl.cpu.mainloop import KeyRows, KeyTile, KeyTiles, QueryBlock
-from uopattn.dsl.cpu.work import STACK_LIMIT, blocks_per_call, even, fit_stack, items_per_thread, splits
 from uopattn.dsl.instructions import CPU
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.softmax import LOWEST, Scaling
-from uopattn.dsl.schedule import Kernel, Problem, Schedule, group_of_few
+from uopattn.dsl.schedule import Kernel, Problem, Schedule, group_of_few, splits_on_cpu
 from uopattn.dsl.target import Target
-
-SECOND_CACHE = 3 << 19  # bytes for Q^T and O^T of a block; Xeons with AMX have 2 MB per core
-SMALL = 96  # heads up to which what a group of queries needs fits the nearest cache
 
 
 @dataclass(frozen=True)
@@ -108,48 +103,6 @@ class Tiles:
     Dk, Dv = round_up(Dk, STEP), round_up(Dv, STEP)
     of_queries = self.block_m * (2 * parts * Dk + 4 * Dv)
     return of_queries + self.block_n * (2 * parts * (2 * Dk + 3 * Dv) + BLOCK * (12 + 4 * parts))
-
-  @classmethod
-  def choose(cls, problem: Problem, target: Target) -> "Tiles":
-    """Choose tiles for a problem.
-
-    Raises:
-      ValueError: the processor has no tiles; the head size is too large for the stack even with the smallest tile.
-    """
-    check_target(target)
-    p, parts = problem, PARTS.get(problem.dtype, 1)
-    # What one group needs fits the nearest cache if heads are small. If they are not, or keys come from memory, as
-    # those of few queries do, two groups share tiles of K and of V^T, and tiles of keys are long.
-    small = max(p.Dk, p.Dv) <= SMALL and parts < 3 and not p.is_decode
-    groups, usual = (1, 64 // parts) if small else (2, 128 if parts == 1 else 64)
-    # A tile that is moved back to end at N must be masked, so prefer sizes that divide N.
-    block_n = next((n for n in (usual, 64, 96, 128, 32) if p.N % n == 0), usual if usual < p.N else BLOCK)
-    # Every block packs V anew, so large blocks are better, unless masks let distant queries see different keys: all
-    # of a block's queries are computed for a tile that one of them sees, but for those ahead of it (causal).
-    near = any(x.has_first for x in p.masks) or p.block_heads is not None or "bounds" in p.features
-    fitting = SECOND_CACHE // (2 * parts * p.Dk + 4 * p.Dv) // BLOCK * BLOCK
-    largest = max(BLOCK, min(256 if near else 1024, fitting))
-    block_m, items = round_up(even(p.M, largest), BLOCK), items_per_thread(target.threads) * target.threads
-    while block_m > 128 and p.heads * ceildiv(p.M, block_m) < items:
-      block_m = round_up(block_m // 2, BLOCK)
-    block_m, block_n = fit_stack(
-      lambda m, n: cls(m, n).stack_bytes(p.Dk, p.Dv, parts), block_m, block_n, BLOCK, BLOCK, p
-    )
-    return cls(block_m, block_n, blocks_per_call(p, block_m, target.threads), groups)
-
-  @classmethod
-  def candidates(cls, problem: Problem, target: Target) -> "list[Tiles]":
-    """The chosen tiles, and others that may be faster: blocks of more or fewer queries, tiles of other lengths."""
-    p, best, parts = problem, cls.choose(problem, target), PARTS.get(problem.dtype, 1)
-    shapes = [(block_m, best.block_n) for block_m in (64, 256, 512, 1024)]
-    shapes += [(block_m, block_n) for block_m in (128, 256) for block_n in (64, 128)]
-    found = [best]
-    for most, block_n in shapes:
-      block_m = round_up(even(p.M, most), BLOCK)
-      tiles = cls(block_m, block_n, blocks_per_call(p, block_m, target.threads), best.groups)
-      if block_n <= max(p.N, BLOCK) and tiles.stack_bytes(p.Dk, p.Dv, parts) <= STACK_LIMIT:
-        found.append(tiles)
-    return list(dict.fromkeys(found))
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
@@ -447,10 +400,10 @@ SCHEDULE = Schedule(
   "amx_forward",
   devices=("CPU",),
   dtypes=tuple(PARTS),
-  kernels=(Kernel.forward(forward, Tiles),),
+  kernels=(Kernel.forward(forward),),
   tiles=Tiles,
   unsupported=("dropout_p", "scales"),
   pack_gqa=group_of_few,
-  split=splits,
+  split=splits_on_cpu,
   preferred=preferred,
 )

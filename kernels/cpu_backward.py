@@ -28,12 +28,10 @@ from tinygrad.helpers import ceildiv, round_up
 from uopattn.dsl import Loop, Scope, gated, make_kernel, sizes
 from uopattn.dsl.cpu.gradients import Block, Gradients, load_row_sums, open_blocks
 from uopattn.dsl.cpu.mainloop import Tile, load_tile
-from uopattn.dsl.cpu.register_blocks import accumulate, register_blocks, zeros
-from uopattn.dsl.cpu.work import STACK_LIMIT, even, fit_stack, parts_of
+from uopattn.dsl.cpu.register_blocks import accumulate, even, register_blocks, zeros
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
-from uopattn.dsl.schedule import DK_SUMS, DQ, DTYPES_16_32, DV_SUMS, Kernel, Problem, Schedule
-from uopattn.dsl.target import Target
+from uopattn.dsl.schedule import DK_SUMS, DQ, DTYPES_16_32, DV_SUMS, Kernel, Schedule
 
 
 @dataclass(frozen=True)
@@ -68,44 +66,6 @@ class Tiles:
     """Bytes of Q, dO, Q^T, dO^T, dQ^T, P and dS, and of the float32 tiles of K and V if these are widened."""
     rows = 2 * Dk + Dv + round_up(Dk, self.lanes) + round_up(Dv, self.lanes) + 2 * self.block_n
     return 4 * (rows * self.block_m + widen * (Dk + Dv) * self.block_n)
-
-  @classmethod
-  def choose(cls, problem: Problem, target: Target) -> "Tiles":
-    """Choose tiles for a problem and the threads and vector unit of a machine.
-
-    Raises:
-      ValueError: the head size is too large for the stack even with the smallest tile.
-    """
-    p, Dk, Dv, lanes = problem, problem.Dk, problem.Dv, target.vector.lanes
-    large = max(Dk, Dv) > 192  # 64 columns of Q^T or dO^T, read for every strip of keys, exceed the first-level cache
-    many = target.vector.registers >= 32
-    # accumulators (vectors * unroll), `unroll` broadcasts and 1 operand fit the registers
-    vectors, unroll = (2, 4) if not many else (2, 8) if large else (4, 4)
-    block_m = lanes * even(ceildiv(p.M, lanes), max(1, (32 if large else 64) // lanes))
-    block_n, widen = min(p.N, round_up(even(p.N, 64), unroll)), p.stored.itemsize < 4
-    block_m, block_n = fit_stack(
-      lambda m, n: cls(m, n, unroll, vectors, lanes).stack_bytes(Dk, Dv, widen), block_m, block_n, lanes, 1, p
-    )
-    parts = parts_of(p.B * p.Hkv, p.group * ceildiv(p.M, block_m), target.threads)
-    return cls(block_m, block_n, unroll, vectors, lanes, parts)
-
-  @classmethod
-  def candidates(cls, problem: Problem, target: Target) -> "list[Tiles]":
-    """The chosen tiles, and others that may be faster: other tiles of keys, other blocks, other accumulators."""
-    p, best, many = problem, cls.choose(problem, target), target.vector.registers >= 32
-    sizes = [(best.block_m, n, best.vectors, best.unroll) for n in (best.block_n // 2, 2 * best.block_n)]
-    sizes += [(m, best.block_n, best.vectors, best.unroll) for m in (2 * best.block_m, best.block_m // 2)]
-    registers = ((4, 4), (2, 8), (3, 6), (4, 6)) if many else ((2, 4), (3, 3), (1, 8))
-    sizes += [(best.block_m, best.block_n, *x) for x in registers]
-    found = [best]
-    for block_m, keys, vectors, unroll in sizes:
-      rows = best.lanes * min(ceildiv(p.M, best.lanes), max(1, block_m // best.lanes))
-      block_n = min(p.N, max(1, keys))
-      parts = parts_of(p.B * p.Hkv, p.group * ceildiv(p.M, rows), target.threads)
-      tiles = cls(rows, block_n, unroll, vectors, best.lanes, parts)
-      if tiles.stack_bytes(p.Dk, p.Dv, p.stored.itemsize < 4) <= STACK_LIMIT:
-        found.append(tiles)
-    return list(dict.fromkeys(found))
 
 
 def backward(
@@ -259,16 +219,7 @@ SCHEDULE = Schedule(
   "cpu_backward",
   devices=("CPU",),
   dtypes=DTYPES_16_32,
-  kernels=(
-    Kernel.backward(
-      backward,
-      DQ,
-      DK_SUMS,
-      DV_SUMS,
-      choose=lambda *given: Tiles.choose(*given),
-      candidates=Tiles.candidates,
-    ),
-  ),
+  kernels=(Kernel.backward(backward, DQ, DK_SUMS, DV_SUMS),),
   tiles=Tiles,
   unsupported=("scales", "page_table"),
   mixed=True,

@@ -27,22 +27,18 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 from tinygrad import UOp, dtypes
-from tinygrad.helpers import ceildiv, round_up
+from tinygrad.helpers import ceildiv
 
 from uopattn.dsl import Scope, exp2, make_kernel, sizes
 from uopattn.dsl.cpu.mainloop import KeyRows, QueryBlock
 from uopattn.dsl.cpu.register_blocks import accumulate, add_steps, register_blocks, zeros
-from uopattn.dsl.cpu.work import STACK_LIMIT, check_stack, even, largest_divisor, splits
 from uopattn.dsl.instructions import CPU
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.softmax import LOWEST
-from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Problem, Schedule
-from uopattn.dsl.target import Target
+from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Schedule, splits_on_cpu
 
 AHEAD = 16  # a line is prefetched again this many keys before its use
-WORK_PER_CALL = 4_000_000  # floating-point operations: some 0.03 ms, while a call costs a microsecond
-NEAREST = 36 << 10  # most bytes of K and V per tile: the first-level cache has one in use while the other comes in
 
 # (q.k times the factor on q, row of the block, key of the tile) -> score
 Score = Callable[[UOp, UOp, UOp], UOp]
@@ -91,49 +87,6 @@ class Tiles:
   def fits_pairs(self, N: int, Dk: int, Dv: int) -> bool:
     """Whether rows are whole vectors (of pairs for Q and K), and both keys of each pair are in exactly one tile."""
     return self.lanes == 16 and Dk % 32 == Dv % 16 == 0 and min(self.block_n, N) % 2 == N % min(self.block_n, N) == 0
-
-  @classmethod
-  def choose(cls, problem: Problem, target: Target) -> "Tiles":
-    """Choose tiles for a problem with packed query heads and the vector unit of a machine.
-
-    Raises:
-      ValueError: the head size is too large for the stack even with the smallest tile.
-    """
-    p, N, Dk, Dv, lanes = problem, problem.N, problem.Dk, problem.Dv, target.vector.lanes
-    most = 4 if target.vector.registers >= 32 else 2
-    block_m = even(p.M, 4 * most)  # with more rows the products take longer than reading K and V
-    unroll_m = even(block_m, most)
-    block_m = round_up(block_m, unroll_m)
-    # Products of many rows take longer than reading K and V: a longer tile then alternates less often.
-    nearest = 2 * NEAREST if block_m >= 16 else NEAREST
-    fitting = [n for n in (96, 64, 48, 32) if n * (Dk + Dv) * p.stored.itemsize <= nearest] + [16]
-    # If tiles overlap, each value is tested for being new, which takes a fifth longer in 16 bits.
-    block_n = next((n for n in fitting if N % n == 0), fitting[0])
-    unroll_n = 6 if lanes == 16 and unroll_m > 1 else 4  # with 32 registers of 8 lanes, clang spills at 6
-    tiles = cls(block_m, min(N, block_n), unroll_m, unroll_n, 4, lanes)
-    if tiles.stack_bytes(Dk, Dv) > STACK_LIMIT:
-      tiles = cls(1, min(N, 16), 1, 4, 4, lanes)
-    check_stack(tiles.stack_bytes(Dk, Dv), p)
-    pairs = target.vector.bfloat16 and p.dtype == p.stored == dtypes.bfloat16 and tiles.fits_pairs(N, Dk, Dv)
-    tiles = replace(tiles, pairs=pairs, again=not target.vector.one_prefetch)
-    return (replace(tiles, unroll_n=min(unroll_n, 4)) if pairs else tiles).with_calls(p)
-
-  @classmethod
-  def candidates(cls, problem: Problem, target: Target) -> "list[Tiles]":
-    """The chosen tiles, and others that may be faster: tiles of other lengths, other accumulators, other prefetches."""
-    p, best = problem, cls.choose(problem, target)
-    found = [best, *(replace(best, block_n=min(p.N, n)) for n in (2 * best.block_n, best.block_n // 2) if n)]
-    found += [replace(best, unroll_n=n) for n in (2, 4, 6, 8)] + [replace(best, unroll_d=2)]
-    found += [replace(best, again=not best.again)] + [replace(best, pairs=False)] * best.pairs
-    fitting = (x for x in found if x.stack_bytes(p.Dk, p.Dv) <= STACK_LIMIT)
-    allowed = (x for x in fitting if not x.pairs or x.fits_pairs(p.N, p.Dk, p.Dv))
-    return list(dict.fromkeys(x.with_calls(p) for x in allowed))
-
-  def with_calls(self, problem: Problem) -> "Tiles":
-    """Return a copy with as many blocks per call as make its work worth the cost of a call."""
-    p = problem
-    wanted = ceildiv(WORK_PER_CALL, 2 * self.block_m * p.N * (p.Dk + p.Dv))
-    return replace(self, blocks_per_call=largest_divisor(p.heads * ceildiv(p.M, self.block_m), wanted))
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
@@ -357,11 +310,11 @@ SCHEDULE = Schedule(
   "cpu_decode",
   devices=("CPU",),
   dtypes=DTYPES_16_32,
-  kernels=(Kernel.forward(forward, Tiles),),
+  kernels=(Kernel.forward(forward),),
   tiles=Tiles,
   unsupported=("block_mask",),
   pack_gqa=lambda problem: problem.group,
-  split=splits,
+  split=splits_on_cpu,
   preferred=lambda problem, target: target.vector.lanes > problem.M,
   operand=dtypes.float32,
   mixed=True,

@@ -21,17 +21,14 @@ from dataclasses import asdict, dataclass
 from functools import reduce
 
 from tinygrad import UOp, dtypes
-from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import Loop, Scope, exp2, gated, make_kernel, sizes
 from uopattn.dsl.cpu.mainloop import QueryBlock, Tile, load_tile
 from uopattn.dsl.cpu.register_blocks import accumulate, register_blocks, zeros
-from uopattn.dsl.cpu.work import STACK_LIMIT, blocks_per_call, even, fit_stack
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.softmax import LOWEST
-from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Problem, Schedule
-from uopattn.dsl.target import Target
+from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Schedule
 
 Score = Callable[[UOp, UOp, UOp], UOp]  # (q.k times the factor on q, key of the tile, lane) -> score
 
@@ -62,38 +59,6 @@ class Tiles:
   def stack_bytes(self, Dk: int, Dv: int, widen: bool) -> int:
     """Bytes of Q^T, O^T and P^T, and of the float32 tiles of K and V if these are widened."""
     return 4 * ((Dk + Dv + self.block_n) * self.block_m + widen * (Dk + Dv) * self.block_n)
-
-  @classmethod
-  def choose(cls, problem: Problem, target: Target) -> "Tiles":
-    """Choose tiles for a problem and the vector unit of a machine.
-
-    Raises:
-      ValueError: the head size is too large for the stack even with the smallest tile.
-    """
-    p, lanes, widen = problem, target.vector.lanes, problem.stored.itemsize < 4
-    # accumulators (vectors * unroll), `unroll` broadcasts and 1 operand fit the registers
-    vectors, unroll = 4 if target.vector.registers >= 32 else 2, 4
-    block_m = lanes * even(ceildiv(p.M, lanes), vectors)
-    block_n = min(p.N, round_up(even(p.N, 64), unroll))
-    block_m, block_n = fit_stack(
-      lambda m, n: cls(m, n, unroll).stack_bytes(p.Dk, p.Dv, widen), block_m, block_n, lanes, 1, p
-    )
-    return cls(block_m, block_n, unroll, blocks_per_call(p, block_m, target.threads))
-
-  @classmethod
-  def candidates(cls, problem: Problem, target: Target) -> "list[Tiles]":
-    """The chosen tiles, and others that may be faster: more rows in registers of fewer vectors, other tiles of keys."""
-    p, lanes, best = problem, target.vector.lanes, cls.choose(problem, target)
-    shapes = [(best.block_m, 2 * best.block_n, best.unroll), (best.block_m, best.block_n // 2, best.unroll)]
-    for vectors, unroll in ((4, 6), (3, 6), (2, 8), (1, 16)) if target.vector.registers >= 32 else ((3, 3), (1, 8)):
-      shapes.append((lanes * even(ceildiv(p.M, lanes), vectors), best.block_n, unroll))
-    found = [best]
-    for block_m, keys, unroll in shapes:
-      block_n, calls = min(p.N, max(unroll, keys - keys % unroll)), blocks_per_call(p, block_m, target.threads)
-      tiles = cls(block_m, block_n, unroll, calls)
-      if tiles.stack_bytes(p.Dk, p.Dv, p.stored.itemsize < 4) <= STACK_LIMIT:
-        found.append(tiles)
-    return list(dict.fromkeys(found))
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
@@ -214,7 +179,7 @@ SCHEDULE = Schedule(
   "cpu_forward",
   devices=("CPU",),
   dtypes=DTYPES_16_32,
-  kernels=(Kernel.forward(forward, Tiles),),
+  kernels=(Kernel.forward(forward),),
   tiles=Tiles,
   preferred=lambda problem, target: target.vector.lanes <= problem.M,
   operand=dtypes.float32,

@@ -55,8 +55,7 @@ from uopattn.dsl.nvidia.score_gradients import (
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
-from uopattn.dsl.schedule import DTYPES_16_32, Problem, Schedule, passes
-from uopattn.dsl.target import Target
+from uopattn.dsl.schedule import DTYPES_16_32, Schedule, passes
 
 BITS = {8: dtypes.uint, 16: dtypes.ushort}  # elements per step -> an integer of their size
 
@@ -133,77 +132,6 @@ class Tiles:
     """32-bit registers per lane for the stationary rows, S, dP and `sums` columns of sums."""
     in_registers = (ceildiv(Dk, self.step) + ceildiv(Dv, self.step)) * 4 if self.in_registers else 0
     return self.row_tiles * (in_registers + self.block + ceildiv(sums, MMA_N) * 4)
-
-  @classmethod
-  def choose(cls, problem: Problem, target: Target, gradients: str) -> "Tiles":
-    """Choose tiles for a problem on sm_80 or newer, or in float16 on sm_75.
-
-    Args:
-      gradients: of the kernel: "dq", "dk_dv", "dk" or "dv".
-
-    Raises:
-      ValueError: an older architecture; another dtype; head sizes too large even for the smallest tile.
-    """
-    arch, dtype, Dk, Dv, limit = target.arch, problem.dtype, problem.Dk, problem.Dv, target.lds
-    of_keys = gradients != "dq"
-    rows, others = (problem.N, problem.M) if of_keys else (problem.M, problem.N)
-    step, number = STEP_BYTES // dtype.itemsize, int(arch.removeprefix("sm_"))
-    turing = number == 75 and dtype == dtypes.half
-    if (number < 80 and not turing) or step not in BITS:
-      known = "must be sm_80 or newer, with 16 or 32 bits, or sm_75 with half"
-      raise ValueError(f"{arch} with {str(dtype).removeprefix('dtypes.')}: {known}")
-    warps, sums, most = min(4, ceildiv(rows, MMA_M)), columns(problem, gradients), round_up(others, PAIR)
-    if step == 8 and not problem.tf32:
-      masked = bool(problem.masks or problem.features)
-      wide = max(Dk, Dv) <= 64 and not (of_keys and masked)  # else ptxas spills, or fewer workgroups fit
-      parts = (*([(warps, 32)] if wide else []), (warps, 16), (min(warps, 2), 16))
-      candidates = [cls(w, 1, min(n, most), in_registers=False, step=step) for w, n in parts]
-    else:
-      fast = ((2, 16, True),) if of_keys else ((2, 32, True), (1, 64, True))
-      sizes = (*fast, (1, 32, True), (1, 32, False), (1, 16, False))
-      if turing and of_keys:  # its copies go through registers: others spill
-        sizes = (1, 64, True), (1, 16, False)
-      candidates = [cls(warps, m, min(n, most), 2, kept, step, problem.tf32, turing) for m, n, kept in sizes]
-      candidates.append(replace(candidates[-1], warps=min(2, warps)))  # for shared memory
-    for tiles in candidates:
-      if tiles.row_tiles > 1 and tiles.rows // 2 >= rows:
-        continue
-      smallest = tiles.block == candidates[-1].block and not tiles.in_registers
-      fast_budget = BUDGET_TURING if turing and of_keys else BUDGET[of_keys]
-      budget = LIMIT if smallest else fast_budget if tiles.in_registers or gradients == "dk_dv" else READING
-      if tiles.registers(Dk, Dv, sums) <= budget and tiles.shared_bytes(Dk, Dv) <= limit:
-        return tiles
-    raise ValueError(
-      f"head sizes {Dk} and {Dv}: the smallest tile needs {tiles.registers(Dk, Dv, sums)} registers a lane, of "
-      f"{LIMIT}, and {tiles.shared_bytes(Dk, Dv)} bytes of shared memory, of {limit}"
-    )
-
-  @classmethod
-  def candidates(cls, problem: Problem, target: Target, gradients: str) -> "list[Tiles]":
-    """The chosen tiles, and others that may be faster: more rows or longer tiles in registers, more stages."""
-    p, best, of_keys = problem, cls.choose(problem, target, gradients), gradients != "dq"
-    rows, others = (p.N, p.M) if of_keys else (p.M, p.N)
-    sizes = [(2, 16, True), (1, 32, True), (1, 64, True), (2, 32, True)] if best.parts == 1 else []
-    sizes += [(1, 64, False), (1, 32, False)]
-    found = [replace(best, row_tiles=m, block=min(n, round_up(others, PAIR)), in_registers=r) for m, n, r in sizes]
-    found += [replace(best, warps=8), replace(best, stages=3)]
-
-    def fits(x: Tiles) -> bool:
-      registers, has_rows = x.registers(p.Dk, p.Dv, columns(p, gradients)), x.rows < rows + x.rows // x.warps
-      return registers <= BUDGET[of_keys] and x.shared_bytes(p.Dk, p.Dv) <= target.lds and has_rows
-
-    return list(dict.fromkeys([best, *filter(fits, found)]))
-
-
-def columns(problem: Problem, gradients: str) -> int:
-  """The columns of all sums of the kernel of `gradients`: "dq", "dk_dv", "dk" or "dv"."""
-  return sum(problem.Dv if x == "dv" else problem.Dk for x in gradients.split("_"))
-
-
-# Limits of `Tiles.registers` in `backward_q` and `backward_kv`, of 255 registers per lane: P, addresses and temporaries
-# need the rest. With the smallest tile they need less, and it may spill, because the alternative is no kernel.
-BUDGET, BUDGET_TURING, LIMIT = (192, 224), 160, 230
-READING = 140  # with one sum, and stationary rows that are read for each tile
 
 
 def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles) -> UOp:
@@ -405,12 +333,10 @@ SCHEDULE = Schedule(
   "cuda_backward",
   devices=("CUDA",),
   dtypes=DTYPES_16_32,
-  kernels=passes(backward_q, Tiles, dk_dv=backward_kv),
+  kernels=passes(backward_q, dk_dv=backward_kv),
   tiles=Tiles,
   unsupported=("scales", "page_table"),
   tf32=True,
 )
 # For head sizes where the registers of a warp do not hold both dK and dV: one kernel for each.
-SEPARATE = replace(
-  SCHEDULE, name="cuda_backward_separate", kernels=passes(backward_q, Tiles, dk=backward_kv, dv=backward_kv)
-)
+SEPARATE = replace(SCHEDULE, name="cuda_backward_separate", kernels=passes(backward_q, dk=backward_kv, dv=backward_kv))

@@ -35,8 +35,7 @@ On sm_80 nvcc 13 spills with softcap, to 232 bytes at D=64 and 1080 at D=128, an
 keys.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from tinygrad import UOp
@@ -47,7 +46,7 @@ from uopattn.dsl.gpu.mainloop import Mainloop, SoftmaxRow, State
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA, TURING, Cuda
 from uopattn.dsl.nvidia.cp_async import CpAsyncPipeline
-from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, STEPS, Left, Mma, check_step, check_type
+from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, STEPS, Left, Mma, check_step
 from uopattn.dsl.nvidia.mma_layout import (
   HALVES,
   MMA_M,
@@ -65,8 +64,8 @@ from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.softmax import Scaling, online_softmax, p_scale_of
-from uopattn.dsl.schedule import DTYPES, HEAD_SCALES, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
-from uopattn.dsl.target import Target, lds_limit
+from uopattn.dsl.schedule import DTYPES, Kernel, Schedule, group_of_few, splits_on_gpu
+from uopattn.dsl.target import lds_limit
 
 
 @dataclass(frozen=True)
@@ -148,97 +147,6 @@ class Tiles:
     """32-bit registers per lane for Q, O and S; or for O, S, and one step of Q and of K."""
     q, k = (ceildiv(Dk, self.step) * 4, 0) if self.in_registers else (4, self.block_n // 4)
     return self.m_tiles * (q + round_up(Dv, PAIR) // 2 + self.block_n // 2) + k
-
-  @classmethod
-  def candidates(cls, problem: Problem, target: Target) -> list["Tiles"]:
-    """The chosen tiles, and others that may be faster: those in order, with more stages, with other warps."""
-    p, best = problem, cls.choose(problem, target)
-    found = cls.in_order(p, target) + [replace(best, stages=n) for n in (2, 3, 4) if not best.turing]
-    found += [replace(best, warps=n) for n in (8, 2)]
-
-    def fits(x: Tiles) -> bool:
-      in_registers = x.registers(p.Dk, p.Dv) <= max(x.budget(p), best.registers(p.Dk, p.Dv))
-      has_rows = (x.warps - 1) * x.m_tiles * MMA_M < p.M  # for each warp
-      return in_registers and x.shared_bytes(p.Dk, p.Dv) <= target.lds and has_rows
-
-    return list(dict.fromkeys([best, *filter(fits, found)]))
-
-  @classmethod
-  def choose(cls, problem: Problem, target: Target) -> "Tiles":
-    """Choose tiles for a problem on sm_75 or newer (bfloat16 and float32 need sm_80, 8-bit types sm_89).
-
-    Raises:
-      ValueError: the architecture is older; the head sizes are too large even for the smallest tile.
-    """
-    check_type(problem.dtype, target.arch)
-    M, Dk, Dv = problem.M, problem.Dk, problem.Dv
-    *candidates, smallest = cls.in_order(problem, target)
-    fitting = [
-      x
-      for x in candidates
-      if x.registers(Dk, Dv) <= x.budget(problem) and x.shared_bytes(Dk, Dv) <= target.lds
-      if x.m_tiles == 1 or x.block_m // 2 < M
-      if x.warps <= WARPS or problem.heads * ceildiv(M, x.block_m) >= target.multiprocessors
-    ]
-    if fitting:
-      busy = (x for x in fitting if M <= STREAMING or x.warps * x.resident(Dk, Dv, target.arch) >= BUSY)
-      return next(busy, fitting[0])
-    if smallest.registers(Dk, Dv) <= LIMIT and smallest.shared_bytes(Dk, Dv) <= target.lds:
-      return smallest
-    raise ValueError(
-      f"head sizes {Dk} and {Dv}: the smallest tile needs {smallest.registers(Dk, Dv)} registers a lane, of {LIMIT}, "
-      f"and {smallest.shared_bytes(Dk, Dv)} bytes of shared memory, of {target.lds}"
-    )
-
-  @classmethod
-  def in_order(cls, problem: Problem, target: Target) -> list["Tiles"]:
-    """Tiles for a problem, best first, whether or not they fit; the last one is the smallest that there is.
-
-    Tiles whose queries stay in registers are best if two tiles of queries per warp do, as each read of K and V then
-    serves two products. Next are those that read their queries, and last those with one tile of queries. Without a
-    mask, reading the queries is better than tiles of only 32 keys.
-    """
-    step, turing = STEP_BYTES // problem.dtype.itemsize, int(target.arch.removeprefix("sm_")) < 80
-    warps, keys = min(WARPS, ceildiv(problem.M, MMA_M)), round_up(problem.N, max(step, PAIR))
-
-    if step == 8 and not problem.tf32:
-      exact = ((warps, 64),) * (problem.M > STREAMING) + ((warps, 32), (warps, 16), (min(warps, 2), 16))
-      return [cls(w, 1, min(n, keys), 2, step, in_registers=False) for w, n in exact]
-
-    def of(sizes: Sequence[tuple[int, int]]) -> list["Tiles"]:
-      tf32 = step == 8
-      return [cls(warps, m, min(n, keys), step=step, turing=turing, tf32=tf32) for m, n in sizes if n >= step]
-
-    if turing:  # it waits for its copies through registers; 32 keys leave room for a second workgroup, busy meanwhile
-      return of(((2, 32), (1, 32), (1, 16)))
-    two, one = of(((2, 64), (2, 32))), of(((1, 64), (1, 32), (1, 16)))
-    if problem.M <= STREAMING:
-      return [cls(warps, 1, min(32, keys), 3, step, tf32=step == 8), *two, *one]
-    if step != 16 or max(problem.Dk, problem.Dv) > 128 or not problem.light_on_registers:
-      return [*two, *one]
-    sizes = ((2 * WARPS, 64), (WARPS, 64), (WARPS, 48), (2 * WARPS, 48), (2 * WARPS, 32), (WARPS, 32))
-    reading = [cls(w, 2, min(n, keys), in_registers=False) for w, n in sizes]
-    return [*two, *reading, *one] if masked(problem, two[0].block_n) else [two[0], *reading, *two[1:], *one]
-
-  def budget(self, problem: Problem) -> int:
-    """The limit of `registers` for a problem, of 255 per lane: P, addresses and temporaries need the rest."""
-    if self.in_registers:
-      return BUDGET[self.step]
-    return READING_MASKED if masked(problem, self.block_n) else READING
-
-
-def masked(problem: Problem, block_n: int) -> bool:
-  """Whether any tile of `block_n` keys may need a mask."""
-  return bool(problem.masks) or not set(problem.features).issubset(HEAD_SCALES) or problem.N % block_n > 0
-
-
-# Limits of `Tiles.registers`, as seen in compile reports: with the queries in registers, by `Tiles.step` (in 8 bits P
-# needs more; on sm_90 the compiler spills from 144 on); with queries that are read, with and without a mask. With the
-# smallest tile they need less, and it may spill a little, because the alternative is no kernel.
-BUDGET, READING_MASKED, READING, LIMIT = {8: 180, 16: 180, 32: 130}, 196, 216, 220
-WARPS = 4  # per workgroup, or twice as many if each multiprocessor gets a workgroup
-BUSY = 8  # warps per multiprocessor, two for each of its schedulers: one multiplies while the other does its softmax
-STREAMING = 64  # queries; up to here reading the keys takes the time, and more stages help instead of larger tiles
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
@@ -351,7 +259,7 @@ SCHEDULE = Schedule(
   "cuda_forward",
   devices=("CUDA",),
   dtypes=DTYPES,
-  kernels=(Kernel.forward(forward, Tiles),),
+  kernels=(Kernel.forward(forward),),
   tiles=Tiles,
   pack_gqa=group_of_few,
   split=splits_on_gpu,

@@ -40,7 +40,7 @@ from uopattn.dsl.gpu.mainloop import Mainloop, SoftmaxRow, State
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA, TURING, Cuda
 from uopattn.dsl.nvidia.cp_async import AlternatingPipeline, CpAsyncPipeline
-from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, STEPS, Accumulators, Mma, check_step, check_type
+from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, STEPS, Accumulators, Mma, check_step
 from uopattn.dsl.nvidia.mma_layout import (
   HALVES,
   MMA_M,
@@ -176,64 +176,6 @@ class Tiles:
   def registers(self, Dv: int) -> int:
     """32-bit registers per lane for O, S, and one step of Q and of K."""
     return self.m_tiles * (self.columns(Dv) // 2 + self.keys // 2 + 4) + self.keys // 4
-
-  @classmethod
-  def choose(cls, problem: Problem, target: Target) -> "Tiles":
-    """Choose tiles for a problem on sm_75 or newer (bfloat16 and float32 need sm_80, 8-bit types sm_89).
-
-    Raises:
-      ValueError: the architecture is older; float32, but not in tf32; the head sizes are too large even for the
-        smallest tile.
-    """
-    check_type(problem.dtype, target.arch)
-    Dk, Dv = problem.Dk, problem.Dv
-    if problem.dtype == dtypes.float32 and not problem.tf32:
-      raise ValueError(f"float32 with head sizes {Dk} and {Dv}: multiplied in tf32 only, if ALLOW_TF32=1")
-    candidates = cls.in_order(problem, target)
-    for x in candidates:
-      if x.registers(Dv) <= BUDGET and x.shared_bytes(Dk, Dv) <= target.lds:
-        return x
-    x = min(candidates, key=lambda x: (x.shared_bytes(Dk, Dv), x.registers(Dv)))
-    raise ValueError(
-      f"head sizes {Dk} and {Dv}: the smallest tile needs {x.registers(Dv)} registers a lane, of {BUDGET}, and "
-      f"{x.shared_bytes(Dk, Dv)} bytes of shared memory, of {target.lds}"
-    )
-
-  @classmethod
-  def candidates(cls, problem: Problem, target: Target) -> list["Tiles"]:
-    """The chosen tiles, and others that may be faster: those in order, with other stages."""
-    best = cls.choose(problem, target)
-    found = cls.in_order(problem, target)
-    found += [replace(x, stages=x.stages + 1) for x in found]
-    fitting = (x for x in found if x.registers(problem.Dv) <= BUDGET)
-    return list(dict.fromkeys([best, *(x for x in fitting if x.shared_bytes(problem.Dk, problem.Dv) <= target.lds)]))
-
-  @classmethod
-  def in_order(cls, problem: Problem, target: Target) -> list["Tiles"]:
-    """Tiles for a problem, best first, whether or not they fit.
-
-    Many queries per workgroup come first, as each tile of keys is read for all of them; then many per warp.
-    """
-    step, turing = STEP_BYTES // problem.dtype.itemsize, int(target.arch.removeprefix("sm_")) < 80
-    least, shared = max(step, PAIR), problem.values_in_keys
-    few = ceildiv(problem.M, MMA_M)  # tiles of queries
-    found = []
-    for groups, slices, m_tiles, stages in SIZES:
-      if groups * m_tiles == 1 or groups * m_tiles < 2 * few:
-        found.append(cls(groups, slices, m_tiles, slices * least, stages + shared, step, turing, shared))
-    return found
-
-
-BUDGET = 200  # limit of `Tiles.registers`, of 255 per lane: P, addresses and temporaries need the rest
-SIZES = (  # groups, slices, m_tiles and stages
-  (2, 4, 2, 1),
-  (4, 2, 1, 1),
-  (1, 4, 2, 1),
-  (2, 2, 1, 1),
-  (1, 4, 1, 1),
-  (1, 2, 1, 2),
-  (1, 2, 1, 1),
-)
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
@@ -494,7 +436,7 @@ SCHEDULE = Schedule(
   "cuda_wide_forward",
   devices=("CUDA",),
   dtypes=DTYPES,
-  kernels=(Kernel.forward(forward, Tiles),),
+  kernels=(Kernel.forward(forward),),
   tiles=Tiles,
   pack_gqa=group_of_few,
   split=splits,

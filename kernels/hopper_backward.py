@@ -48,8 +48,7 @@ from uopattn.dsl.nvidia.wgmma import WARPS
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
-from uopattn.dsl.schedule import DTYPES_16, Problem, Schedule, passes
-from uopattn.dsl.target import Target
+from uopattn.dsl.schedule import DTYPES_16, Schedule, passes
 
 
 @dataclass(frozen=True)
@@ -99,46 +98,6 @@ class Tiles:
     """32-bit registers per lane for S, dP and the sums; in `backward_kv` also for lse and delta."""
     sums = [round_up(x, wgmma.K) // 2 for x in (Dk, Dv)]
     return self.block + (sum(sums) + self.block // 2 if of_keys else sums[0])
-
-  @classmethod
-  def choose(cls, problem: Problem, target: Target, gradients: str) -> "Tiles":
-    """Choose tiles for a problem on sm_90, the only architecture with wgmma, and `gradients`: "dq" or "dk_dv".
-
-    Raises:
-      ValueError: another architecture; head sizes that are not multiples of 8, or too large.
-    """
-    arch, Dk, Dv, limit, of_keys = target.arch, problem.Dk, problem.Dv, target.lds, gradients != "dq"
-    rows, others = (problem.N, problem.M) if of_keys else (problem.M, problem.N)
-    if arch != "sm_90" or Dk % 8 or Dv % 8:
-      raise ValueError(f"{arch} with head sizes {Dk} and {Dv}: must be sm_90, with head sizes that are multiples of 8")
-    warpgroups, block, stages = FAST[of_keys][max(Dk, Dv) > 64]
-    warpgroups, block = min(warpgroups, ceildiv(rows, wgmma.M)), min(block, round_up(others, wgmma.K))
-    for n in (warpgroups, 1):
-      tiles = cls(n, block, stages)
-      if (registers := tiles.registers(Dk, Dv, of_keys)) <= LIMIT and tiles.shared_bytes(Dk, Dv) <= limit:
-        return tiles
-    raise ValueError(
-      f"head sizes {Dk} and {Dv}: {tiles} needs {registers} registers a lane, of {LIMIT}, and "
-      f"{tiles.shared_bytes(Dk, Dv)} bytes of shared memory, of {limit}"
-    )
-
-  @classmethod
-  def candidates(cls, problem: Problem, target: Target, gradients: str) -> "list[Tiles]":
-    """The chosen tiles, and others that may be faster: other blocks, tiles and stages."""
-    p, best, of_keys = problem, cls.choose(problem, target, gradients), gradients != "dq"
-    rows, others = (p.N, p.M) if of_keys else (p.M, p.N)
-    found = [best]
-    for warpgroups, block, stages in ((2, 64, 2), (1, 64, 3), (2, 128, 2), (1, 64, 2), (1, 128, 2), (2, 64, 3)):
-      tiles = cls(min(warpgroups, ceildiv(rows, wgmma.M)), min(block, round_up(others, wgmma.K)), stages)
-      if tiles.registers(p.Dk, p.Dv, of_keys) <= LIMIT and tiles.shared_bytes(p.Dk, p.Dv) <= target.lds:
-        found.append(tiles)
-    return list(dict.fromkeys(found))
-
-
-# Limit of `Tiles.registers`, of 255 registers per lane: P, dS, addresses and temporaries need the rest.
-LIMIT = 224
-# Warpgroups, block and stages of `backward_q` and of `backward_kv`, for head sizes up to 64 and above.
-FAST = (((2, 64, 2), (2, 128, 2)), ((1, 64, 3), (2, 64, 2)))
 
 
 def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles) -> UOp:
@@ -336,7 +295,7 @@ SCHEDULE = Schedule(
   "hopper_backward",
   devices=("CUDA",),
   dtypes=DTYPES_16,
-  kernels=passes(backward_q, Tiles, dk_dv=backward_kv),
+  kernels=passes(backward_q, dk_dv=backward_kv),
   tiles=Tiles,
   unsupported=("scales", "page_table"),
 )

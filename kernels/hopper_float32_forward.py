@@ -29,8 +29,7 @@ PyTorch's. Nothing spills. `preferred` says which cases dispatch gives to these 
 more.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
@@ -113,35 +112,7 @@ class Tiles:
     """Bytes of shared memory per workgroup."""
     return sum(2 * x.slots * x.size for x in self.panels(Scope(), Dk, Dv))
 
-  @classmethod
-  def choose(cls, problem: Problem, target: Target) -> "Tiles":
-    """Choose the tiles that are expected to be the fastest.
 
-    Raises:
-      ValueError: another architecture; head sizes that are too large; features for which there are too few registers.
-    """
-    return cls.candidates(problem, target)[0]
-
-  @classmethod
-  def candidates(cls, problem: Problem, target: Target) -> "list[Tiles]":
-    """All tiles that may be the fastest for such head sizes; see `choose`."""
-    arch, Dk, Dv = target.arch, problem.Dk, problem.Dv
-    if arch != "sm_90" or max(Dk, Dv) > MOST:
-      raise ValueError(f"{arch} with head sizes {Dk} and {Dv}: must be sm_90, with head sizes up to {MOST}")
-    if not problem.light_on_registers:
-      raise ValueError("no features but masks of places and sinks, for want of registers")
-    found = []
-    for best in BEST[min(x for x in BEST if max(Dk, Dv) <= x)]:
-      warpgroups = min(best.warpgroups, ceildiv(problem.M, wgmma.M))
-      found.append(replace(best, warpgroups=warpgroups, block_n=min(best.block_n, round_up(problem.N, wgmma.K))))
-    return list(dict.fromkeys(found))
-
-
-# By the largest head size, the best first; those of one warpgroup have not been timed.
-BEST = {
-  64: (Tiles(2, 64, 3), Tiles(2, 96, 2), Tiles(3, 64, 2), Tiles(1, 64, 2)),
-  128: (Tiles(2, 64, 1), Tiles(2, 32, 2), Tiles(1, 64, 1)),
-}
 LEAST = 1024  # queries, and keys, for which it has been measured to be faster
 
 
@@ -283,17 +254,13 @@ K_PARTS = Buffer("k_parts", lambda p, *_: (p.B * p.Hkv, p.N, PARTS * width(p.Dk)
 V_PARTS = Buffer("v_parts", lambda p, *_: (p.B * p.Hkv, p.N, PARTS * width(p.Dv)), in_bfloat16, scratch=True)
 
 
-def _kernel(build: Callable[..., UOp], *buffers: Buffer, params: tuple[str, ...] = ("rules", "tiles")) -> Kernel:
-  return Kernel(build, buffers, lambda *given: Tiles.choose(*given), Tiles.candidates, params)
-
-
 SCHEDULE = Schedule(
   "hopper_float32_forward",
   devices=("CUDA",),
   dtypes=(dtypes.float32,),
   kernels=(
-    _kernel(split, K_PARTS.written, V_PARTS.written, K, V, params=()),
-    _kernel(forward, O.written, Q, K.unread, V.unread, LSE.written, K_PARTS, V_PARTS),
+    Kernel(split, (K_PARTS.written, V_PARTS.written, K, V), params=()),
+    Kernel(forward, (O.written, Q, K.unread, V.unread, LSE.written, K_PARTS, V_PARTS)),
   ),
   tiles=Tiles,
   unsupported=("scales", "page_table"),

@@ -40,12 +40,11 @@ Measured on an H200, float16, N=4096: 565 TFLOP/s at D=128 and 458 at D=64, caus
 cuDNN; fp8e4m3 at D=128 is 1.2 to 1.4 times as fast as float16. scripts/results/KERNELS.md has more, and what spills.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NamedTuple
 
 from tinygrad import UOp
+from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import Scope, sizes
@@ -149,143 +148,9 @@ class Tiles:
     panels = (*self.panels(Scope(), Dk, Dv), self.transposed(Scope(), Dv))
     return sum(2 * x.slots * x.size for x in panels if x is not None)
 
-  @staticmethod
-  def serves(problem: Problem, target: Target) -> bool:
-    """Whether there are tiles for these head sizes on this architecture; only sm_90 has wgmma.
-
-    In 8 bits a producer transposes V. So tensor maps must describe the rows, and there must be registers for it.
-    """
-    Dk, Dv = problem.Dk, problem.Dv
-    if problem.dtype in DTYPES_8 and not (problem.light_on_registers and problem.fits_tensor_maps):
-      return False
-    chunk, most = 16 // problem.dtype.itemsize, max(_measured(problem))[0]
-    return target.arch == "sm_90" and Dk % chunk == 0 and Dv % chunk == 0 and max(Dk, Dv) <= most
-
-  @classmethod
-  def choose(cls, problem: Problem, target: Target) -> "Tiles":
-    """Choose the tiles of the highest predicted speed: measured for a large problem, times the shares of rows and of
-    residency in use, times the share of time that the start and the end of workgroups leave.
-
-    Raises:
-      ValueError: another architecture; head sizes that are not multiples of 8, or too large.
-    """
-    return cls.candidates(problem, target)[0]
-
-  @classmethod
-  def candidates(cls, problem: Problem, target: Target) -> "list[Tiles]":
-    """All tiles whose speed is known for such head sizes, that of the highest predicted speed first; see `choose`."""
-    heads, M, N, Dk, Dv, causal = problem.heads, problem.M, problem.N, problem.Dk, problem.Dv, problem.is_causal
-    if not cls.serves(problem, target):
-      chunk, most = 16 // problem.dtype.itemsize, max(_measured(problem))[0]
-      only = "; in 8 bits no features but masks of places and sinks, and rows that start at multiples of 16 bytes"
-      raise ValueError(
-        f"{target.arch} with head sizes {Dk} and {Dv}: must be sm_90, with head sizes that are multiples of {chunk} up "
-        f"to {most}{only if chunk == 16 else ''}"
-      )
-
-    def promise(x: Measured) -> float:
-      blocks, places = ceildiv(M, x.tiles.block_m), MULTIPROCESSORS * x.resident
-      rows, waves = M / (blocks * x.tiles.block_m), heads * blocks / round_up(heads * blocks, places)
-      keys, measured = (N / 2, LENGTH / 2) if causal else (N, LENGTH)  # a causal mask skips about half the tiles
-      return x.speed * rows * waves * (1 + x.ends / measured) / (1 + x.ends / keys)
-
-    known = _measured(problem)
-    size = next(size for size, _ in known if max(Dk, Dv) <= size)
-    allowed = [x for x in known[size, causal] if problem.light_on_registers or not x.tiles.producer]
-    found = []
-    for best in (x.tiles for x in sorted(allowed, key=promise, reverse=True)):
-      warpgroups, block_n = min(best.warpgroups, ceildiv(M, wgmma.M)), min(best.block_n, round_up(N, best.step))
-      found.append(replace(best, warpgroups=warpgroups, block_n=block_n))
-    fitting = [x for x in found if x.shared_bytes(Dk, Dv) <= target.lds]
-    if found[0] not in fitting:
-      raise ValueError(
-        f"head sizes {Dk} and {Dv}: {found[0]} needs {found[0].shared_bytes(Dk, Dv)} bytes, of {target.lds}"
-      )
-    return list(dict.fromkeys(fitting))
-
-
-def _measured(problem: Problem) -> "Mapping[tuple[int, bool], tuple[Measured, ...]]":
-  """What is known of tiles for a problem's type."""
-  return MEASURED if problem.dtype in DTYPES_16 else MEASURED_8
-
-
-class Measured(NamedTuple):
-  """What is known of tiles: how fast they are for rows of `LENGTH` queries and keys (H200, H=32, float16).
-
-  Attributes:
-    resident: workgroups per multiprocessor at once.
-    speed: TFLOP/s, divided by the shares of rows and of residency in use.
-    ends: the cost of a work tile's start and end, as the number of keys that could be processed in that time. It
-      follows from the speed at N=512.
-  """
-
-  tiles: Tiles
-  resident: int
-  speed: float
-  ends: float
-
 
 MULTIPROCESSORS = 132  # of an H100 or H200
 L2_BYTES = 32 << 20  # of the cache, for keys and values
-LENGTH = 4096
-# By the largest head size, and whether causal; 2026-11-23. Without a producer, `ends` above head size 128 is that of
-# 128. Causal 256 with a producer is from N=512 and 2048.
-MEASURED = {
-  (64, False): (
-    Measured(Tiles(3, 128, 2, producer=True, persistent=True, q_stages=2), 1, 501, 112),
-    Measured(Tiles(2, 128, 3, producer=True, persistent=True, q_stages=2), 1, 444, 117),
-    Measured(Tiles(3, 128, 3), 1, 464, 290),
-    Measured(Tiles(1, 128, 2), 3, 421, 174),
-    Measured(Tiles(1, 64, 2), 4, 421, 174),
-  ),
-  (64, True): (
-    Measured(Tiles(3, 128, 2, producer=True, persistent=True, q_stages=2), 1, 482, 221),
-    Measured(Tiles(2, 128, 3, producer=True, persistent=True, q_stages=2), 1, 409, 213),
-    Measured(Tiles(1, 128, 2), 3, 366, 236),
-    Measured(Tiles(1, 64, 2), 4, 369, 236),
-  ),
-  (128, False): (
-    Measured(Tiles(2, 128, 2, producer=True, persistent=True, q_stages=2), 1, 612, 139),
-    Measured(Tiles(2, 128, 3), 1, 541, 231),
-    Measured(Tiles(1, 64, 2), 2, 447, 277),
-  ),
-  (128, True): (
-    Measured(Tiles(2, 128, 2, producer=True, persistent=True), 1, 586, 283),
-    Measured(Tiles(2, 128, 3), 1, 504, 367),
-    Measured(Tiles(1, 64, 2), 2, 415, 440),
-  ),
-  (192, False): (
-    Measured(Tiles(2, 96, 2, producer=True), 1, 664, 320),
-    Measured(Tiles(2, 64, 2, producer=True, persistent=True), 1, 631, 144),
-    Measured(Tiles(2, 96, 2), 1, 542, 231),
-  ),
-  (192, True): (
-    Measured(Tiles(2, 96, 2, producer=True, persistent=True), 1, 586, 304),
-    Measured(Tiles(2, 64, 2, producer=True, persistent=True), 1, 565, 222),
-    Measured(Tiles(2, 96, 2), 1, 491, 367),
-  ),
-  (256, False): (
-    Measured(Tiles(2, 64, 2, producer=True, persistent=True), 1, 630, 153),
-    Measured(Tiles(2, 64, 2), 1, 527, 231),
-    Measured(Tiles(1, 64, 2), 1, 419, 231),
-  ),
-  (256, True): (
-    Measured(Tiles(2, 64, 2, producer=True, persistent=True), 1, 585, 209),
-    Measured(Tiles(2, 64, 2), 1, 491, 271),
-    Measured(Tiles(1, 64, 2), 1, 347, 367),
-  ),
-}
-
-# In 8 bits. `ends` are those of float16, but for 128, causal, where they rank the tiles as they were timed (H100,
-# 2026-11-25): 3 stages are 1.02 times as fast as 2 up to N=2048, and 2 stages 1.03 times as fast as 3 from N=4096 on.
-EIGHT = Tiles(2, 128, 3, producer=True, persistent=True, step=32)
-EIGHT_OF_64 = Tiles(3, 128, 2, producer=True, persistent=True, step=32)
-MEASURED_8 = {
-  (64, False): (Measured(EIGHT_OF_64, 1, 605, 112), Measured(EIGHT, 1, 531, 117)),
-  (64, True): (Measured(EIGHT, 1, 499, 221), Measured(EIGHT_OF_64, 1, 499, 277)),
-  (128, False): (Measured(replace(EIGHT, stages=2), 1, 847, 139), Measured(EIGHT, 1, 840, 139)),
-  (128, True): (Measured(replace(EIGHT, stages=2), 1, 758, 283), Measured(EIGHT, 1, 733, 140)),
-}
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
@@ -417,13 +282,30 @@ def _views(q: UOp, k: UOp, v: UOp, head: UOp, rules: Rules) -> tuple[HeadView, H
   return HeadView.of(q, head, UOp.const(sizes(q)[1])), head_rules.keys(k), head_rules.keys(v)
 
 
+def largest_head(dtype: DType) -> int:
+  """The largest head size of q, k and v in 16 or in 8 bits."""
+  return 256 if dtype in DTYPES_16 else 128
+
+
+def serves(problem: Problem, target: Target) -> bool:
+  """Whether it has code for these head sizes on this architecture; only sm_90 has wgmma.
+
+  In 8 bits a producer transposes V. So tensor maps must describe the rows, and there must be registers for it.
+  """
+  Dk, Dv, chunk = problem.Dk, problem.Dv, 16 // problem.dtype.itemsize
+  if problem.dtype in DTYPES_8 and not (problem.light_on_registers and problem.fits_tensor_maps):
+    return False
+  fits = Dk % chunk == 0 and Dv % chunk == 0 and max(Dk, Dv) <= largest_head(problem.dtype)
+  return target.arch == "sm_90" and fits
+
+
 SCHEDULE = Schedule(
   "hopper_forward",
   devices=("CUDA",),
   dtypes=(*DTYPES_16, *DTYPES_8),
-  kernels=(Kernel.forward(forward, Tiles),),
+  kernels=(Kernel.forward(forward),),
   tiles=Tiles,
   unsupported=("scales",),
   cuts=True,
-  preferred=lambda problem, target: not problem.is_decode and Tiles.serves(problem, target),
+  preferred=lambda problem, target: not problem.is_decode and serves(problem, target),
 )

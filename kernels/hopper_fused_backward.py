@@ -34,7 +34,7 @@ mask.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from tinygrad import UOp, dtypes
@@ -67,7 +67,6 @@ from uopattn.dsl.schedule import (
   DQ,
   DTYPES_16,
   DV,
-  LIGHT,
   LSE,
   Buffer,
   K,
@@ -141,39 +140,8 @@ class Tiles:
     """The tiles for a head size."""
     return cls(2, row_tiles=2 if Dk <= PART else 1)
 
-  @classmethod
-  def choose(cls, problem: Problem, target: Target) -> "Tiles":
-    """Choose tiles for a problem on sm_90, the only architecture with wgmma.
-
-    Raises:
-      ValueError: another architecture; head sizes that are not multiples of 8, or too large; features for which there
-        are too few registers.
-    """
-    arch, Dk, Dv = target.arch, problem.Dk, problem.Dv
-    if arch != "sm_90" or Dk % 8 or Dv % 8:
-      raise ValueError(f"{arch} with head sizes {Dk} and {Dv}: must be sm_90, with head sizes that are multiples of 8")
-    if others := [x for x in problem.features if x not in LIGHT]:
-      raise ValueError(f"{', '.join(others)}: must be none, for want of registers")
-    if not problem.fits_tensor_maps:
-      raise ValueError("q, k and v: must have rows that start at multiples of 16 bytes")
-    if bounded := [x for x in problem.masks if x.has_first]:
-      raise ValueError(f"{bounded[0]}: must have no left bound")
-    tiles = cls.of(Dk)
-    fits = tiles.registers(Dk, Dv) <= LIMIT and tiles.shared_bytes(Dk, Dv) <= target.lds
-    if parts(Dk) > tiles.warpgroups or not fits:
-      raise ValueError(f"head sizes {Dk} and {Dv}: must be at most {2 * PART}, in all what registers hold")
-    return tiles
-
-  @classmethod
-  def candidates(cls, problem: Problem, target: Target) -> "list[Tiles]":
-    """The chosen tiles, and those with fewer or more stages."""
-    best = cls.choose(problem, target)
-    found = [best, *(replace(best, stages=n) for n in (1, 3))]
-    return [x for x in dict.fromkeys(found) if x.shared_bytes(problem.Dk, problem.Dv) <= target.lds]
-
 
 DS_STORED = UOp.const(1)  # the first named barrier of the consumers: dS is in shared memory
-LIMIT = 192  # of `Tiles.registers`
 REGISTERS = {2: (24, 240)}  # per thread of the producer and of the consumers, of 65536
 L2_BYTES = (16 << 20, 32 << 20)  # of the cache, for Q, dO and dQ, for head sizes up to 64 and above
 MULTIPROCESSORS = 132  # of an H100 or H200
@@ -561,23 +529,19 @@ DQ_SUM = Buffer(
 )
 
 
-def _kernel(build: Callable[..., UOp], *buffers: Buffer, params: tuple[str, ...]) -> Kernel:
-  return Kernel(build, buffers, Tiles.choose, Tiles.candidates, params, lambda x: (x.rows, BLOCK), of_keys=True)
-
-
 SCHEDULE = Schedule(
   "hopper_fused_backward",
   devices=("CUDA",),
   dtypes=DTYPES_16,
   kernels=(
-    _kernel(begin, ROW_STATS.written, SEMAPHORES.written, LSE, DELTA, params=("tiles",)),
-    _kernel(
+    Kernel(begin, (ROW_STATS.written, SEMAPHORES.written, LSE, DELTA), ("tiles",)),
+    Kernel(
       backward,
-      *(x.written for x in (DQ_SUM, DK, DV, SEMAPHORES)),
-      *(Q, K, V, DO, ROW_STATS),
-      params=("rules", "tiles"),
+      (*(x.written for x in (DQ_SUM, DK, DV, SEMAPHORES)), Q, K, V, DO, ROW_STATS),
+      block=lambda x: (x.rows, BLOCK),
+      of_keys=True,
     ),
-    _kernel(finish, DQ.written, DQ_SUM, SEMAPHORES, params=("tiles", "scale")),
+    Kernel(finish, (DQ.written, DQ_SUM, SEMAPHORES), ("tiles", "scale")),
   ),
   tiles=Tiles,
   unsupported=("scales", "page_table"),

@@ -44,9 +44,8 @@ from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.softmax import LOWEST
 from uopattn.dsl.rules.tile_range import TileRange, full_then_masked
-from uopattn.dsl.schedule import DTYPES_16, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
-from uopattn.dsl.target import Target
-from uopattn.kernels.hopper_wide_forward import MOST_COLUMNS, OTHER_BYTES, SERVED, SharedRows, preferred, split_of_keys
+from uopattn.dsl.schedule import DTYPES_16, Kernel, Schedule, group_of_few, splits_on_gpu
+from uopattn.kernels.hopper_wide_forward import SharedRows, preferred, split_of_keys
 
 KEYS = 64  # of a warpgroup's tile
 STEPS = KEYS // wgmma.K  # of a product with P
@@ -102,28 +101,6 @@ class Tiles(SharedRows):
     """Bytes of shared memory per workgroup."""
     q, first, second = self.panels(Scope(), Dk, Dv)
     return 2 * (q.size + WARPGROUPS * (first.size + second.size)) + 4 * sum(Exchange.words(STEPS))
-
-  @classmethod
-  def choose(cls, problem: Problem, target: Target) -> "Tiles":
-    """Choose the tiles.
-
-    Raises:
-      ValueError: another architecture; V is not in K; head sizes or features that it does not serve; rows that tensor
-        maps cannot describe.
-    """
-    arch, Dk, Dv = target.arch, problem.Dk, problem.Dv
-    if not SERVED.issuperset(problem.features):
-      raise ValueError("no features but masks of places, lengths and sinks: others were not measured")
-    if arch != "sm_90" or not problem.values_in_keys or Dv > MOST_COLUMNS or not problem.fits_tensor_maps:
-      raise ValueError(
-        f"{arch} with head sizes {Dk} and {Dv}: must be sm_90, with values that are the first columns of the keys, up "
-        f"to {MOST_COLUMNS}, and rows that start at multiples of 16 bytes"
-      )
-    if Dk <= cls.columns(Dv):
-      raise ValueError(f"head size {Dk} of the keys: must be more than the {cls.columns(Dv)} columns of a warpgroup")
-    if (needed := cls().shared_bytes(Dk, Dv) + OTHER_BYTES) > target.lds:
-      raise ValueError(f"head sizes {Dk} and {Dv}: need {needed} of {target.lds} bytes of shared memory")
-    return cls()
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
@@ -362,7 +339,7 @@ SCHEDULE = Schedule(
   "hopper_latent_forward",
   devices=("CUDA",),
   dtypes=DTYPES_16,
-  kernels=(Kernel.forward(forward, Tiles),),
+  kernels=(Kernel.forward(forward),),
   tiles=Tiles,
   unsupported=("scales", "page_table"),
   pack_gqa=group_of_few,

@@ -39,7 +39,7 @@ from uopattn.dsl.nvidia.wgmma_softmax import row_maxima
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.tile_range import TileRange
-from uopattn.dsl.schedule import DTYPES_16, LIGHT, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
+from uopattn.dsl.schedule import DTYPES_16, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import Target
 
 MOST_COLUMNS = WARPGROUPS * 256  # of O: n of a product
@@ -105,37 +105,6 @@ class Tiles(SharedRows):
   def shared_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of shared memory per workgroup."""
     return sum(2 * x.slots * x.size for x in self.panels(Scope(), Dk, Dv)) + 4 * sum(Exchange.words(self.steps))
-
-  @classmethod
-  def choose(cls, problem: Problem, target: Target) -> "Tiles":
-    """Choose the tiles that are expected to be the fastest.
-
-    Raises:
-      ValueError: another architecture; head sizes or features that it does not serve; rows that tensor maps cannot
-        describe.
-    """
-    return cls.candidates(problem, target)[0]
-
-  @classmethod
-  def candidates(cls, problem: Problem, target: Target) -> "list[Tiles]":
-    """All tiles that may be the fastest for such head sizes; see `choose`."""
-    arch, Dk, Dv = target.arch, problem.Dk, problem.Dv
-    if not SERVED.issuperset(problem.features):
-      raise ValueError("no features but masks of places, lengths and sinks: others were not measured")
-    if arch != "sm_90" or Dv > MOST_COLUMNS or not problem.fits_tensor_maps:
-      raise ValueError(
-        f"{arch} with head sizes {Dk} and {Dv}: must be sm_90, with values of up to {MOST_COLUMNS} columns, and rows "
-        "that start at multiples of 16 bytes"
-      )
-    found = [cls(*x) for x in SIZES if cls(*x).shared_bytes(Dk, Dv) + OTHER_BYTES <= target.lds]
-    if not found:
-      raise ValueError(f"head sizes {Dk} and {Dv}: too large for the {target.lds} bytes of shared memory")
-    return found
-
-
-SIZES = ((64, 2), (64, 1), (32, 2), (32, 1))  # block_n and stages, the best first
-SERVED = LIGHT | {"kv_lengths"}
-OTHER_BYTES = 1024  # of shared memory: barriers and tensor maps
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
@@ -254,7 +223,7 @@ SCHEDULE = Schedule(
   "hopper_wide_forward",
   devices=("CUDA",),
   dtypes=DTYPES_16,
-  kernels=(Kernel.forward(forward, Tiles),),
+  kernels=(Kernel.forward(forward),),
   tiles=Tiles,
   unsupported=("scales", "page_table"),
   pack_gqa=group_of_few,

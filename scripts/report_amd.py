@@ -30,6 +30,7 @@ from uopattn.dsl.schedule import Problem
 from uopattn.dsl.target import Target as Machine
 from uopattn.kernels import amd_backward
 from uopattn.kernels.amd_forward import Tiles, forward
+from uopattn.plan.tiles import amd
 from uopattn.runtime.amd import extended
 from uopattn.runtime.clang import find_clang
 
@@ -127,10 +128,10 @@ def graph(
   rows = {"fwd": (M, M, N, N), "dQ": (M, M, N, N, M), "dK dV": (N, N, M, N, N, M)}[kernel]
   arguments = [UOp.placeholder((heads, length, D), dtype, slot) for slot, length in enumerate(rows)]
   if kernel == "fwd":
-    tiles = Tiles.choose(problem, Machine("AMD", arch))
+    tiles = next(amd.forward(problem, Machine("AMD", arch)))
     return forward(*arguments, rules=rules, tiles=tiles), tiles
   arguments += [UOp.placeholder((heads, M), dtypes.float, len(rows) + i) for i in range(2)]
-  own = amd_backward.Tiles.choose(problem, Machine("AMD", arch), "dq" if kernel == "dQ" else "dk_dv")
+  own = next(amd.backward(problem, Machine("AMD", arch), "dq" if kernel == "dQ" else "dk_dv"))
   found = amd_backward.SCHEDULE.kernels[kernel != "dQ"]
   named = {x.parameter or x.name: place for x, place in zip(found.buffers, arguments, strict=True)}
   return found.build(**named, rules=rules, tiles=own), own

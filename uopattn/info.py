@@ -23,6 +23,7 @@ from uopattn.plan.dispatch import (
   schedules_on,
 )
 from uopattn.plan.target import shown, target_of
+from uopattn.plan.tiles import tiles_for
 from uopattn.runtime.clang import NoCompiler, clang_version, find_clang
 from uopattn.runtime.machine import machine_record
 from uopattn.spec.arguments import Arguments
@@ -73,7 +74,7 @@ def against(schedule: Schedule, target: Target) -> str:
   spec = case(dtypes.float16 if dtypes.float16 in schedule.dtypes else schedule.dtypes[0], max(QUERIES))
   try:
     for kernel in schedule.kernels:
-      kernel.choose(spec, target)
+      next(tiles_for(schedule, kernel, spec, target))
   except ValueError as error:
     return f"not for this machine: {error}"
   several = _is_backward(schedule) or len(schedule.kernels) > 1  # which pays if there is much to do

@@ -175,8 +175,8 @@ def test_the_reference_agrees(dtype: DType) -> None:
 
 
 def test_keys_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr("uopattn.dsl.cpu.work.PART_BYTES", 1 << 12)
-  monkeypatch.setattr("uopattn.dsl.cpu.work.COMBINE_BYTES", 0)
+  monkeypatch.setattr("uopattn.dsl.schedule.PART_BYTES", 1 << 12)
+  monkeypatch.setattr("uopattn.dsl.schedule.COMBINE_BYTES", 0)
   length, N = 1500, 1600
   cache, q = filled(dtypes.int8, length, N=N), normal(B, HQ, 1, DK)
   spec = AttentionSpec(B, HQ, HKV, 1, N, DK, DV, dtypes.float32, 0.25, features=("scales",), kv_dtype=dtypes.int8)

@@ -12,6 +12,7 @@ from uopattn.dsl.target import Target, lds_limit
 from uopattn.emulator.wmma import fragments as hardware
 from uopattn.kernels.amd_forward import Tiles
 from uopattn.plan.target import target_of
+from uopattn.plan.tiles import amd
 from uopattn.proof.gate import Gate
 
 ARCHES = ("gfx1100", "gfx1201", "gfx942", "gfx950")  # one of each instruction
@@ -85,8 +86,8 @@ def test_tiles_state_their_laws() -> None:
       Tiles(*arguments)
   for arch in ARCHES:
     for size in (64, 128):
-      tiles = Tiles.choose(problem_of(1, 4096, 4096, size, size, dtypes.half), Target("AMD", arch))
+      tiles = next(amd.forward(problem_of(1, 4096, 4096, size, size, dtypes.half), Target("AMD", arch)))
       assert tiles.registers(size, size) <= (256 if Fragments.of(arch).lanes == 32 else 512)
       assert tiles.lds_bytes(size, size) <= lds_limit(arch)
   with pytest.raises(ValueError, match="head size 4000: a tile needs"):
-    Tiles.choose(problem_of(1, 64, 64, 4000, 64, dtypes.half), Target("AMD", "gfx1100"))
+    next(amd.forward(problem_of(1, 64, 64, 4000, 64, dtypes.half), Target("AMD", "gfx1100")))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import check, counts, cpu_target, inputs, on, placed, problem_of, with_vectors
+from helpers import check, counts, cpu_target, inputs, on, placed, problem_of, take_tiles, with_vectors
 from mistakes import Mistake
 from test_cpu_assembly import assembly, clang_release, innermost_loops
 from test_cpu_split import in_parts
@@ -26,6 +26,8 @@ from uopattn.kernels import amx_backward, amx_forward
 from uopattn.kernels.amx_forward import Tiles
 from uopattn.plan.dispatch import dispatch, dispatch_backward
 from uopattn.plan.target import target_of
+from uopattn.plan.tiles import amx, tiles_for
+from uopattn.plan.tiles.cpu import STACK_LIMIT
 from uopattn.proof.gate import numpy
 from uopattn.proof.oracle import Array
 from uopattn.runtime import cpu
@@ -74,11 +76,11 @@ def test_tiles_state_their_laws() -> None:
     with pytest.raises(ValueError, match="must be a positive multiple of"):
       bad[0](*bad[1:])
   with pytest.raises(ValueError, match=r"must have tiles of bfloat16 \(AMX\)"):
-    Tiles.choose(problem_of(8, 100, 100, 64, 64), with_vectors(16, 32))
+    next(amx.forward(problem_of(8, 100, 100, 64, 64), with_vectors(16, 32)))
   with pytest.raises(ValueError, match="head size 100000: a tile needs"):
-    Tiles.choose(problem_of(8, 100, 100, 100_000, 64), with_tiles())
+    next(amx.forward(problem_of(8, 100, 100, 100_000, 64), with_tiles()))
   for N, block_n in ((1024, 64), (192, 64), (96, 96), (32, 32), (160, 32), (1000, 64), (20, 32)):
-    assert Tiles.choose(problem_of(8, 1024, N, 64, 64), with_tiles()).block_n == block_n
+    assert next(amx.forward(problem_of(8, 1024, N, 64, 64), with_tiles())).block_n == block_n
   for dtype, D, expected in (
     (dtypes.bfloat16, 64, (64, 1)),
     (dtypes.float16, 64, (32, 1)),
@@ -87,7 +89,7 @@ def test_tiles_state_their_laws() -> None:
     (dtypes.float32, 64, (64, 2)),
     (dtypes.float32, 128, (64, 2)),
   ):
-    tiles = Tiles.choose(problem_of(8, 1024, 1024, D, D, dtype), with_tiles())
+    tiles = next(amx.forward(problem_of(8, 1024, 1024, D, D, dtype), with_tiles()))
     assert (tiles.block_n, tiles.groups) == expected
   with pytest.raises(ValueError, match=r"Tiles\.groups=3: must be 1 or 2"):
     Tiles(32, 32, groups=3)
@@ -95,9 +97,9 @@ def test_tiles_state_their_laws() -> None:
     with pytest.raises(ValueError, match="must be a positive multiple of"):
       amx_backward.Tiles(*sizes)
   with pytest.raises(ValueError, match="head size 100000: a tile needs"):
-    amx_backward.Tiles.choose(problem_of(8, 100, 100, 100_000, 64), with_tiles())
+    next(amx.backward(problem_of(8, 100, 100, 100_000, 64), with_tiles()))
   for M, N, tiles in ((1024, 1024, (256, 64, 1)), (17, 20, (32, 32, 1)), (300, 1000, (160, 64, 1))):
-    assert amx_backward.Tiles.choose(problem_of(8, M, N, 64, 64), with_tiles(2)) == amx_backward.Tiles(*tiles)
+    assert next(amx.backward(problem_of(8, M, N, 64, 64), with_tiles(2))) == amx_backward.Tiles(*tiles)
   for M, heads, threads, block_m in (
     (1024, 8, 2, 1024),
     (1024, 32, 16, 256),
@@ -105,7 +107,7 @@ def test_tiles_state_their_laws() -> None:
     (100, 8, 2, 128),
     (17, 1, 1, 32),
   ):
-    assert Tiles.choose(problem_of(heads, M, 1024, 64, 64), with_tiles(threads)).block_m == block_m
+    assert next(amx.forward(problem_of(heads, M, 1024, 64, 64), with_tiles(threads))).block_m == block_m
 
 
 @pytest.mark.kinds(splits=(3,))
@@ -126,7 +128,7 @@ def test_few_queries(splits: int) -> None:
 @pytest.mark.parametrize("dtype", [dtypes.bfloat16, dtypes.float32], ids=str)
 def test_large_heads(M: int, is_causal: bool, dtype: DType, monkeypatch: pytest.MonkeyPatch) -> None:
   """Two groups of queries at a time, three times or four, over several tiles of keys; float32 by three parts."""
-  monkeypatch.setattr(Tiles, "choose", lambda problem, target: Tiles(96 if M < 96 else 128, 32))
+  take_tiles(monkeypatch, Tiles(96 if M < 96 else 128, 32))
   with on("amx"):
     q, k, v = inputs(1, 2, 2, M, 130, 128, 100, dtype)
     out, lse = attention(q, k, v, is_causal=is_causal, return_lse=True, backend="kernel")
@@ -150,7 +152,7 @@ AHEAD: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("groups", [1, 2])
 def test_units_ahead_of_the_keys(name: str, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
   """Units of 16 or 32 queries, eight or four of a block, that see no key of a tile are left out, and no others."""
-  monkeypatch.setattr(Tiles, "choose", lambda problem, target: Tiles(128, 32, groups=groups))
+  take_tiles(monkeypatch, Tiles(128, 32, groups=groups))
   options = AHEAD[name]
   with on("amx"):
     x = inputs(2 if name == "positions of batches" else 1, 1, 1, 150, 170, 16, 16, dtypes.bfloat16)
@@ -172,7 +174,7 @@ def test_units_ahead_of_the_keys(name: str, groups: int, monkeypatch: pytest.Mon
 
 
 def test_units_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(Tiles, "choose", lambda problem, target: Tiles(128, 32, groups=1))
+  take_tiles(monkeypatch, Tiles(128, 32, groups=1))
   with on("amx"):
     x = inputs(1, 1, 1, 128, 128, 32, 32, dtypes.bfloat16)
     full, causal = (counts(*x, is_causal=is_causal).matrix for is_causal in (False, True))
@@ -189,7 +191,7 @@ MISTAKES_OF_ONE_GROUP: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("mistake", MISTAKES_OF_ONE_GROUP)
 def test_a_mistake_of_one_group_is_caught(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(Tiles, "choose", lambda problem, target: Tiles(32, 64, groups=1))
+  take_tiles(monkeypatch, Tiles(32, 64, groups=1))
   with on("amx"):
     x = inputs(1, 1, 1, 40, 130, 64, 64, dtypes.bfloat16)
     check(*x, *attention(*x, return_lse=True, backend="kernel"))
@@ -204,12 +206,12 @@ def test_candidates(M: int) -> None:
   """The tiles chosen first, each once, all of which fit the stack and divide the blocks of queries among calls."""
   for N, D in ((20, 64), (1000, 128), (4096, 2000)):
     problem = problem_of(8, M, N, D, D, dtypes.float16)
-    found = Tiles.candidates(problem, with_tiles(2))
-    assert found[0] == Tiles.choose(problem, with_tiles(2))
+    found = list(tiles_for(amx_forward.SCHEDULE, amx_forward.SCHEDULE.kernels[0], problem, with_tiles(2)))
+    assert found[0] == next(amx.forward(problem, with_tiles(2)))
     assert len(set(found)) == len(found)
     assert len(found) > 1 or M == 17 or D == 2000
     for tiles in found:
-      assert tiles.stack_bytes(D, D, 2) <= amx_forward.STACK_LIMIT
+      assert tiles.stack_bytes(D, D, 2) <= STACK_LIMIT
       assert 8 * math.ceil(M / tiles.block_m) % tiles.blocks_per_call == 0
 
 

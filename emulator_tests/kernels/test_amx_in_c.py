@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from gradients import check_gradients
-from helpers import check_attention, qkv
+from helpers import check_attention, qkv, take_tiles
 from test_amx import with_tiles
 from tinygrad import Context, Device, dtypes
 from tinygrad.dtype import DType
@@ -61,7 +61,7 @@ def tiles_in_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
   for module in dispatch, gradient:
     monkeypatch.setattr(module, "target_of", lambda device: with_tiles())
   for tiles in amx_forward.Tiles(64, 32, 2), amx_backward.Tiles(64, 32, 3):
-    monkeypatch.setattr(type(tiles), "choose", lambda problem, target, tiles=tiles: tiles)
+    take_tiles(monkeypatch, tiles)
   compiled.cache_clear()
   with Context(CACHELEVEL=0):
     yield

@@ -8,8 +8,8 @@ from helpers import DTYPES, check, check_attention, problem_of, qkv, with_vector
 from tinygrad import Tensor, dtypes
 
 from uopattn import attention
-from uopattn.kernels import cpu_forward
 from uopattn.kernels.cpu_forward import Tiles
+from uopattn.plan.tiles import cpu
 
 
 @pytest.mark.parametrize("q_start", [-200, -40, -1, 1, 53, 54, 1000])
@@ -70,26 +70,24 @@ def test_tiles_state_their_laws() -> None:
   with pytest.raises(ValueError, match="block_m=1: must be at least 2"):
     Tiles(1, 16, 4)
   small, wide = (
-    Tiles.choose(problem_of(8, 1000, 1000, 64, 64), with_vectors(8, 16)),
-    Tiles.choose(problem_of(8, 1000, 1000, 64, 64), with_vectors(16, 32)),
+    next(cpu.forward(problem_of(8, 1000, 1000, 64, 64), with_vectors(8, 16))),
+    next(cpu.forward(problem_of(8, 1000, 1000, 64, 64), with_vectors(16, 32))),
   )
   for tiles, registers, lanes in ((small, 16, 8), (wide, 32, 16)):
     vectors = tiles.block_m // lanes
     assert vectors * tiles.unroll + tiles.unroll + 1 <= registers
   for length, parts in ((64, [64]), (65, [36, 36]), (100, [52, 52]), (1000, [64] * 16), (7, [7])):
-    assert Tiles.choose(problem_of(8, 64, length, 64, 64), with_vectors(16, 32)).block_n == parts[0]
+    assert next(cpu.forward(problem_of(8, 64, length, 64, 64), with_vectors(16, 32))).block_n == parts[0]
     assert -(-length // parts[0]) == len(parts)
-  assert Tiles.choose(problem_of(8, 65, 64, 64, 64), with_vectors(16, 32)).block_m == 48
-  assert Tiles.choose(problem_of(8, 3, 1000, 64, 64), with_vectors(16, 32)).block_m == 16
-  assert (
-    Tiles.choose(problem_of(8, 1000, 1000, 40_000, 64, dtypes.half), with_vectors(16, 32)).stack_bytes(40_000, 64, True)
-    <= cpu_forward.STACK_LIMIT
-  )
+  assert next(cpu.forward(problem_of(8, 65, 64, 64, 64), with_vectors(16, 32))).block_m == 48
+  assert next(cpu.forward(problem_of(8, 3, 1000, 64, 64), with_vectors(16, 32))).block_m == 16
+  tiles = next(cpu.forward(problem_of(8, 1000, 1000, 40_000, 64, dtypes.half), with_vectors(16, 32)))
+  assert tiles.stack_bytes(40_000, 64, True) <= cpu.STACK_LIMIT
   with pytest.raises(ValueError, match="head size 1000000: a tile needs"):
-    Tiles.choose(problem_of(8, 1000, 1000, 1_000_000, 64), with_vectors(16, 32))
+    next(cpu.forward(problem_of(8, 1000, 1000, 1_000_000, 64), with_vectors(16, 32)))
 
 
 def test_calls_are_large_unless_threads_would_be_idle() -> None:
   for threads, N, blocks in ((1, 64, 4), (2, 64, 4), (4, 64, 2), (16, 64, 1), (1, 1024, 1), (16, 1024, 1)):
-    tiles = Tiles.choose(problem_of(8, N, N, 64, 64), with_vectors(16, 32, threads))
+    tiles = next(cpu.forward(problem_of(8, N, N, 64, 64), with_vectors(16, 32, threads)))
     assert tiles.blocks_per_call == blocks

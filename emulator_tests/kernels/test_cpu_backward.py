@@ -12,6 +12,7 @@ from tinygrad.dtype import DType
 from tinygrad.helpers import NUM_CPU_THREADS, Context
 
 from uopattn.kernels.cpu_backward import Tiles
+from uopattn.plan.tiles import cpu
 
 
 @pytest.mark.parametrize("q_start", [-200, -40, -1, 1, 53, 54, 1000])
@@ -49,20 +50,20 @@ def test_tiles_state_their_laws() -> None:
   with pytest.raises(ValueError, match="block_m=24: must be a multiple of lanes=16"):
     Tiles(24, 16, 4, 2, 16)
   for lanes, registers in ((4, 16), (8, 16), (8, 32), (16, 32)):
-    tiles = Tiles.choose(problem_of(8, 1000, 1000, 64, 64), with_vectors(lanes, registers, 2))
+    tiles = next(cpu.backward(problem_of(8, 1000, 1000, 64, 64), with_vectors(lanes, registers, 2)))
     assert tiles.vectors * tiles.unroll + tiles.unroll + 1 <= registers
     assert (tiles.block_m, tiles.parts) == (64, 1)
-  wide = Tiles.choose(problem_of(1, 1000, 1000, 20_000, 64, dtypes.half), with_vectors(16, 32, 2))
+  wide = next(cpu.backward(problem_of(1, 1000, 1000, 20_000, 64, dtypes.half), with_vectors(16, 32, 2)))
   assert wide.stack_bytes(20_000, 64, True) <= 4 << 20
   with pytest.raises(ValueError, match="head size 1000000: a tile needs"):
-    Tiles.choose(problem_of(8, 1000, 1000, 1_000_000, 64), with_vectors(16, 32, 2))
+    next(cpu.backward(problem_of(8, 1000, 1000, 1_000_000, 64), with_vectors(16, 32, 2)))
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 7, 64])
 @pytest.mark.parametrize("blocks", [1, 2, 16, 17])
 @pytest.mark.parametrize("threads", [1, 2, 12])
 def test_threads_have_like_shares(kv_heads: int, blocks: int, threads: int) -> None:
-  parts = Tiles.choose(problem_of(kv_heads, 64 * blocks, 100, 16, 16), with_vectors(16, 32, threads)).parts
+  parts = next(cpu.backward(problem_of(kv_heads, 64 * blocks, 100, 16, 16), with_vectors(16, 32, threads))).parts
   assert parts <= min(blocks, 4 * threads)
   turns = -(-kv_heads * parts // threads) * -(-blocks // parts)
   least = -(-kv_heads * blocks // threads)
@@ -77,4 +78,4 @@ def test_threads_have_like_shares(kv_heads: int, blocks: int, threads: int) -> N
 def test_many_threads_have_several_items(kv_heads: int, threads: int, parts: int) -> None:
   """One of many is likely to be slow; but with few key heads each part's sums take memory, and there are no more."""
   problem = problem_of(kv_heads, 64 * 16, 100, 16, 16)
-  assert Tiles.choose(problem, with_vectors(16, 32, threads)).parts == parts
+  assert next(cpu.backward(problem, with_vectors(16, 32, threads))).parts == parts

@@ -14,10 +14,10 @@ from tinygrad import Tensor, dtypes
 
 from uopattn import flash
 from uopattn.dsl.target import Target, VectorUnit
-from uopattn.kernels import cpu_decode
 from uopattn.kernels.cpu_decode import Tiles
 from uopattn.plan.dispatch import dispatch
 from uopattn.plan.target import target_of
+from uopattn.plan.tiles import cpu
 from uopattn.spec.spec import AttentionSpec
 
 
@@ -129,7 +129,7 @@ def test_tiles_state_their_laws() -> None:
   with pytest.raises(ValueError, match="lanes=12: must be a power of two"):
     Tiles(4, 64, 4, 4, 4, 12)
   for rows, block_m, unroll_m in ((1, 1, 1), (4, 4, 4), (5, 6, 3), (7, 8, 4), (16, 16, 4), (17, 9, 3), (40, 16, 4)):
-    tiles = Tiles.choose(problem_of(8, rows, 4096, 128, 128, dtypes.half), with_vectors(16, 32))
+    tiles = next(cpu.decode(problem_of(8, rows, 4096, 128, 128, dtypes.half), with_vectors(16, 32)))
     assert (tiles.block_m, tiles.unroll_m) == (block_m, unroll_m)
     assert registers_of(tiles) <= 32
   half, full = dtypes.half, dtypes.float32
@@ -142,14 +142,12 @@ def test_tiles_state_their_laws() -> None:
     (256, full, 16),
     (512, full, 16),
   ):
-    assert Tiles.choose(problem_of(8, 4, 4096, size, size, dtype), with_vectors(16, 32)).block_n == block_n
+    assert next(cpu.decode(problem_of(8, 4, 4096, size, size, dtype), with_vectors(16, 32))).block_n == block_n
   for N, block_n in ((96, 96), (960, 96), (1000, 96), (1024, 64), (48, 48), (47, 47)):  # whole tiles where there are
-    assert Tiles.choose(problem_of(8, 4, N, 64, 64, dtypes.half), with_vectors(16, 32)).block_n == block_n
-  small = Tiles.choose(problem_of(8, 8, 4096, 128, 128, dtypes.half), with_vectors(8, 16))
+    assert next(cpu.decode(problem_of(8, 4, N, 64, 64, dtypes.half), with_vectors(16, 32))).block_n == block_n
+  small = next(cpu.decode(problem_of(8, 8, 4096, 128, 128, dtypes.half), with_vectors(8, 16)))
   assert registers_of(small) <= 16
-  assert (
-    Tiles.choose(problem_of(8, 40, 10, 20_000, 20_000, dtypes.half), with_vectors(16, 32)).stack_bytes(20_000, 20_000)
-    <= cpu_decode.STACK_LIMIT
-  )
+  tiles = next(cpu.decode(problem_of(8, 40, 10, 20_000, 20_000, dtypes.half), with_vectors(16, 32)))
+  assert tiles.stack_bytes(20_000, 20_000) <= cpu.STACK_LIMIT
   with pytest.raises(ValueError, match="head size 2000000: a tile needs"):
-    Tiles.choose(problem_of(8, 1, 1000, 2_000_000, 64, dtypes.half), with_vectors(16, 32))
+    next(cpu.decode(problem_of(8, 1, 1000, 2_000_000, 64, dtypes.half), with_vectors(16, 32)))

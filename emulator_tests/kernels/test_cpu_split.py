@@ -17,9 +17,9 @@ from tinygrad import Tensor, TinyJit, UOp, dtypes
 from tinygrad.dtype import DType
 
 from uopattn import attention
-from uopattn.dsl.cpu import work
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.tile_range import TileRange
+from uopattn.dsl.schedule import PART_BYTES
 from uopattn.kernels import combine
 from uopattn.plan import dispatch
 from uopattn.plan.launch import Launch
@@ -64,7 +64,7 @@ def test_short_keys_are_not_split() -> None:
   for dtype in DTYPES:
     for N in (1, 63, 1000, 5000, 70000):
       splits = chosen(64, 1, 8, 1, N, dtype=dtype).splits
-      assert splits == 1 or N * 2 * 128 * dtype.itemsize // splits >= work.PART_BYTES
+      assert splits == 1 or N * 2 * 128 * dtype.itemsize // splits >= PART_BYTES
 
 
 @pytest.mark.parametrize(

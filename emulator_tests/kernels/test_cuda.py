@@ -16,6 +16,7 @@ from uopattn.dsl.target import MAX_THREADS, Target, lds_limit
 from uopattn.kernels import cuda_forward, hopper_forward
 from uopattn.plan.dispatch import NoKernel, dispatch
 from uopattn.plan.target import target_of
+from uopattn.plan.tiles import cuda, hopper
 from uopattn.spec.spec import AttentionSpec
 
 ARCHES = ("sm_80", "sm_89", "sm_90")
@@ -135,18 +136,18 @@ T = cuda_forward.Tiles
 def test_tiles_at_head_size_128(arch: str, heads: int, length: int, options: dict, tiles: cuda_forward.Tiles) -> None:
   """As many queries per warp, and keys per tile, as registers and shared memory allow with 8 warps busy."""
   problem = problem_of(heads, length, length, 128, 128, HALF, **options)
-  assert T.choose(problem, Target("CUDA", arch)) == tiles
+  assert next(cuda.forward(problem, Target("CUDA", arch))) == tiles
 
 
 def test_no_tiles() -> None:
   with pytest.raises(ValueError, match=r"sm_89.*sm_90"):
-    hopper_forward.Tiles.choose(SPEC, Target("CUDA", "sm_89"))
+    next(hopper.forward(SPEC, Target("CUDA", "sm_89")))
   for size in (60, 264):
     spec = AttentionSpec(1, 1, 1, 100, 100, 64, size, HALF, 0.125)
     with pytest.raises(ValueError, match=rf"head sizes 64 and {size}.* multiples of 8.*256"):
-      hopper_forward.Tiles.choose(spec, Target("CUDA", "sm_90"))
+      next(hopper.forward(spec, Target("CUDA", "sm_90")))
   with pytest.raises(ValueError, match=r"the smallest tile needs \d+ registers .* of shared memory, of 65536"):
-    cuda_forward.Tiles.choose(problem_of(1, 64, 64, 4000, 64, HALF), Target("CUDA", "sm_75"))
+    next(cuda.forward(problem_of(1, 64, 64, 4000, 64, HALF), Target("CUDA", "sm_75")))
 
 
 def test_without_its_permutation_shared_memory_has_conflicts() -> None:

@@ -15,6 +15,7 @@ from uopattn.dsl.target import Target, lds_limit
 from uopattn.kernels import cuda_backward, hopper_backward
 from uopattn.kernels.cuda_backward import Tiles
 from uopattn.plan.dispatch import dispatch_backward
+from uopattn.plan.tiles import cuda, hopper
 from uopattn.spec.spec import AttentionSpec
 
 Wide = hopper_backward.Tiles
@@ -40,15 +41,15 @@ def test_tiles_state_their_laws(kind: Any, arguments: tuple[Any, ...], message: 
 
 def test_no_tiles() -> None:
   with pytest.raises(ValueError, match=r"sm_75 with bfloat16: must be sm_80 or newer, .* or sm_75 with half"):
-    Tiles.choose(problem_of(1, 64, 64, 64, 64, BFLOAT), Target("CUDA", "sm_75"), "dq")
+    next(cuda.backward(problem_of(1, 64, 64, 64, 64, BFLOAT), Target("CUDA", "sm_75"), "dq"))
   with pytest.raises(ValueError, match=r"head sizes 300 and 300: the smallest tile needs \d+ registers"):
-    Tiles.choose(problem_of(1, 64, 64, 300, 300, HALF), Target("CUDA", "sm_80"), "dk_dv")
+    next(cuda.backward(problem_of(1, 64, 64, 300, 300, HALF), Target("CUDA", "sm_80"), "dk_dv"))
   with machine("sm_80").device(), pytest.raises(ValueError, match=r"Tiles\.step=8: must be 16 for"):
     Case.of(machine("sm_80"), (1, 1, 1, 16, 16, 16, 16)).run((Tiles(1, 1, 16, step=8, tf32=True),) * 2)
   with pytest.raises(ValueError, match=r"sm_89 with head sizes 64 and 64: must be sm_90"):
-    Wide.choose(problem_of(1, 64, 64, 64, 64, HALF), Target("CUDA", "sm_89"), "dq")
+    next(hopper.backward(problem_of(1, 64, 64, 64, 64, HALF), Target("CUDA", "sm_89"), "dq"))
   with pytest.raises(ValueError, match=r"head sizes 256 and 256: .* needs 352 registers a lane, of 224"):
-    Wide.choose(problem_of(1, 64, 64, 256, 256, HALF), Target("CUDA", "sm_90"), "dk_dv")
+    next(hopper.backward(problem_of(1, 64, 64, 256, 256, HALF), Target("CUDA", "sm_90"), "dk_dv"))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from uopattn.dsl.target import Target
 from uopattn.kernels import cuda_forward, hopper_float32_forward, hopper_forward
 from uopattn.plan.dispatch import dispatch_backward
 from uopattn.plan.launch import Launch
+from uopattn.plan.tiles import cuda, hopper
 from uopattn.spec.spec import AttentionSpec
 
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on PATH")
@@ -118,7 +119,7 @@ def test_main_loop_is_a_tile_of_keys(arch: str, D: int, causal: bool, dtype: str
 def test_eight_bits_on_hopper_by_mma(D: int, dtype: str) -> None:
   """Hopper has no mma.sync of 8 bits: ptxas widens the operands and takes two of 16 bits."""
   problem = AttentionSpec(1, HEADS, HEADS, LENGTH, LENGTH, D, D, TYPES[dtype], D**-0.5, masks=(Window(None, 0),))
-  tiles = cuda_forward.Tiles.choose(problem, Target("CUDA", "sm_90"))
+  tiles = next(cuda.forward(problem, Target("CUDA", "sm_90")))
   c = measure("sm_90", dtype, HEADS, LENGTH, LENGTH, D, True, tiles)
   assert c.launch.schedule.name == "cuda_forward"
   assert (c.stack, c.spills) == (0, 0)
@@ -139,7 +140,7 @@ def test_untied_sums_would_spill(monkeypatch: pytest.MonkeyPatch) -> None:
   ("D", "causal", "tiles", "at_once"),
   [
     pytest.param(D, causal, x.tiles, x.resident, marks=pytest.mark.slow if x is candidates[0] else pytest.mark.slowest)
-    for (D, causal), candidates in hopper_forward.MEASURED.items()
+    for (D, causal), candidates in hopper.MEASURED.items()
     for x in candidates
   ],
 )

@@ -15,6 +15,7 @@ from uopattn.dsl.target import Target, lds_limit
 from uopattn.kernels.cuda_wide_forward import Tiles
 from uopattn.plan.dispatch import NoKernel, dispatch
 from uopattn.plan.launch import Launch
+from uopattn.plan.tiles import cuda
 from uopattn.spec.layout import starts_as
 from uopattn.spec.spec import AttentionSpec
 
@@ -120,9 +121,9 @@ def test_tiles_state_their_laws(arguments: tuple[int, ...], message: str) -> Non
 )
 def test_chosen_tiles(arch: str, spec: Problem, tiles: Tiles) -> None:
   seen = spec.packed(spec.group) if spec.is_decode else spec
-  assert Tiles.choose(seen, Target("CUDA", arch)) == tiles
-  assert tiles.shared_bytes(spec.Dk, spec.Dv) <= lds_limit(arch)
-  assert all(x.shared_bytes(spec.Dk, spec.Dv) <= lds_limit(arch) for x in Tiles.candidates(seen, Target("CUDA", arch)))
+  found = list(cuda.wide_forward(seen, Target("CUDA", arch)))
+  assert found[0] == tiles
+  assert all(x.shared_bytes(spec.Dk, spec.Dv) <= lds_limit(arch) for x in found)
 
 
 def test_too_large() -> None:
@@ -132,4 +133,4 @@ def test_too_large() -> None:
 
 def test_float32_is_multiplied_in_tf32_alone() -> None:
   with pytest.raises(ValueError, match="float32 with head sizes 512 and 512: multiplied in tf32 only, if ALLOW_TF32=1"):
-    Tiles.choose(problem_of(32, 4096, 4096, 512, 512, dtypes.float32), Target("CUDA", "sm_80"))
+    next(cuda.wide_forward(problem_of(32, 4096, 4096, 512, 512, dtypes.float32), Target("CUDA", "sm_80")))

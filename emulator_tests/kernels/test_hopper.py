@@ -23,6 +23,7 @@ from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.schedule import Problem
 from uopattn.dsl.target import Target
 from uopattn.kernels.hopper_forward import Tiles
+from uopattn.plan.tiles import hopper
 from uopattn.runtime.prepare import compiled
 
 HOPPER, ARCH, HALF = SUBJECTS["hopper"], "sm_90", dtypes.half
@@ -102,7 +103,7 @@ def test_what_tensor_maps_cannot_describe_is_copied_by_all_threads(brought: list
 )
 def test_tiles_have_a_producer_where_its_consumers_have_the_registers(options: dict[str, Any], expected: bool) -> None:
   problem = Problem(4, 32, 32, 4096, 4096, 128, 128, HALF, 1.0, **options)
-  assert Tiles.choose(problem, Target("CUDA", ARCH)).producer == expected
+  assert next(hopper.forward(problem, Target("CUDA", ARCH))).producer == expected
 
 
 def number(x: UOp) -> int:

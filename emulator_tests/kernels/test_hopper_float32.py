@@ -18,6 +18,7 @@ from uopattn.emulator import warpgroup
 from uopattn.kernels import hopper_float32_forward
 from uopattn.kernels.hopper_float32_forward import SCHEDULE, Tiles, forward, split
 from uopattn.plan.dispatch import NoKernel, candidates, dispatch, stages
+from uopattn.plan.tiles import hopper
 from uopattn.proof.gate import Gate
 from uopattn.spec.spec import AttentionSpec
 
@@ -134,7 +135,7 @@ def test_it_is_measured_beside_the_other_kernel(D: int) -> None:
   assert dispatch(spec(D), TARGET).schedule.name == "cuda_forward"  # as there is too little to do
   assert len(found) == 1
   assert [x.kernel.build for x in stages(found[0])] == [split, forward]
-  tiles = Tiles.candidates(spec(D), TARGET)
+  tiles = list(hopper.float32_forward(spec(D), TARGET))
   assert tiles[0] == found[0].tiles
   assert max(x.shared_bytes(D, D) for x in tiles) < lds_limit("sm_90") - 2048  # barriers and tensor maps
 

@@ -17,6 +17,7 @@ from uopattn.dsl.target import Target, lds_limit
 from uopattn.kernels import hopper_latent_forward
 from uopattn.kernels.hopper_latent_forward import SCHEDULE, Exchange, Mainloop, Tiles
 from uopattn.plan.dispatch import candidates, dispatch
+from uopattn.plan.tiles import hopper
 from uopattn.spec.arguments import Arguments
 from uopattn.spec.spec import AttentionSpec, make_spec
 
@@ -156,13 +157,13 @@ def test_pages_are_for_another_kernel() -> None:
 
 def test_tiles() -> None:
   """The shared memory that they need, with barriers and tensor maps, is there."""
-  assert Tiles.choose(latent(), TARGET).shared_bytes(576, 512) <= lds_limit("sm_90") - 1024
+  assert next(hopper.latent_forward(latent(), TARGET)).shared_bytes(576, 512) <= lds_limit("sm_90") - 1024
   for given, match in (
     (replace(latent(), Dk=640), r"head sizes 640 and 512: need \d+ of 232448 bytes"),
     (replace(latent(), Dk=64, Dv=64), "head size 64 of the keys: must be more than the 64 columns"),
     (replace(latent(), values_in_keys=False), "must be sm_90, with values that are the first columns of the keys"),
   ):
     with pytest.raises(ValueError, match=match):
-      Tiles.choose(given, TARGET)
+      next(hopper.latent_forward(given, TARGET))
   with pytest.raises(ValueError, match=r"Tiles\.values_in_keys=False: must be True"):
     Tiles(False)

@@ -11,6 +11,7 @@ from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.target import Target, lds_limit
 from uopattn.kernels.hopper_wide_forward import SCHEDULE, Tiles
 from uopattn.plan.dispatch import dispatch
+from uopattn.plan.tiles import hopper
 from uopattn.spec.spec import AttentionSpec
 
 SUBJECT, HALF, TARGET = SUBJECTS["hopper-wide"], dtypes.float16, Target("CUDA", "sm_90")
@@ -51,9 +52,9 @@ def test_when_it_is_chosen(given: AttentionSpec, served: bool) -> None:
 
 def test_tiles() -> None:
   """The shared memory that they need, with barriers and tensor maps, is there."""
-  assert Tiles.choose(wide(512), TARGET) == Tiles(64, 1)
+  assert next(hopper.wide_forward(wide(512), TARGET)) == Tiles(64, 1)
   for given in (wide(512), wide(320)):
-    for x in Tiles.candidates(given, TARGET):
+    for x in hopper.wide_forward(given, TARGET):
       assert x.shared_bytes(given.Dk, given.Dv) <= lds_limit("sm_90") - 1024
   for arguments, match in (
     ((48,), r"block_n=48: must be a multiple of 32 in 32\.\.256"),

@@ -21,7 +21,8 @@ from uopattn.dsl import make_kernel
 from uopattn.dsl.instructions import HIP, INSTRUCTIONS
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.target import Target as Machine
-from uopattn.kernels.amd_forward import Tiles, forward
+from uopattn.kernels.amd_forward import forward
+from uopattn.plan.tiles import amd
 from uopattn.runtime.amd import InstructionRenderer, extended
 
 
@@ -151,7 +152,7 @@ def test_a_pinned_product_is_computed_by_the_whole_wave() -> None:
 def test_the_kernel_fits_the_registers(arch: str, dtype: str) -> None:
   rows, D = (1024, 1024, 1024, 1024), 64
   arguments = [UOp.placeholder((1, length, D), ALL_TYPES[dtype], slot) for slot, length in enumerate(rows)]
-  tiles = Tiles.choose(problem_of(1, *rows[:2], D, D, ALL_TYPES[dtype]), Machine("AMD", arch))
+  tiles = next(amd.forward(problem_of(1, *rows[:2], D, D, ALL_TYPES[dtype]), Machine("AMD", arch)))
   kernel = forward(*arguments, rules=Rules(*rows[:2], scale=D**-0.5), tiles=tiles)
   made = compiled(tiles, *by_llvmlite(source(kernel, llvm_renderer(arch)), arch))
   assert made.spills == made.scratch == 0

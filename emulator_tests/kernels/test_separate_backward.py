@@ -9,9 +9,9 @@ from tinygrad import UOp, dtypes
 
 from uopattn.dsl.schedule import Problem
 from uopattn.dsl.target import Target
-from uopattn.kernels import amd_backward, cuda_backward
 from uopattn.plan.dispatch import dispatch_backward
 from uopattn.plan.launch import Launch
+from uopattn.plan.tiles import amd, cuda
 from uopattn.spec.spec import AttentionSpec
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -77,9 +77,9 @@ def test_no_tiles() -> None:
   with pytest.raises(
     ValueError, match=r"head sizes 4000 and 64: the smallest tile needs 2016 registers a lane, of 230"
   ):
-    cuda_backward.Tiles.choose(problem, Target("CUDA", "sm_80"), "dk")
+    next(cuda.backward(problem, Target("CUDA", "sm_80"), "dk"))
   with pytest.raises(ValueError, match="head size 4000: a tile needs"):
-    amd_backward.Tiles.choose(problem, Target("AMD", "gfx942"), "dv")
+    next(amd.backward(problem, Target("AMD", "gfx942"), "dv"))
 
 
 def test_what_a_kernel_does_not_read_is_an_argument() -> None:

@@ -1,12 +1,13 @@
 """The `SCHEDULE` that each kernel file declares, and the problem that a schedule is asked to solve."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any, Literal, Self
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
-from tinygrad.helpers import ceildiv
+from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl.rules.ranges import Range
 from uopattn.dsl.target import Target
@@ -18,13 +19,17 @@ DTYPES = (*DTYPES_16_32, *DTYPES_8)
 
 FEW = 16  # the most queries for which GQA heads are packed and the keys are split
 LEAST_KEYS = 256  # per split of the keys, on a GPU
+# On a CPU: most work items per thread; fewest bytes of K and V per split, 0.03 ms for a core; those that a core reads
+# while splits are combined, 0.03 to 0.04 ms; and a share of a work item's time, for which other threads wait, as they
+# do not read memory equally fast.
+ITEMS, PART_BYTES, COMBINE_BYTES, UNEVEN = 32, 1 << 20, 5 << 18, 0.1
 HEAD_SCALES = ("q_scale", "k_scale", "v_scale")
 LIGHT = frozenset({"sinks", "q_start", *HEAD_SCALES})  # features that need no more registers in the mainloop
 
 
 @dataclass(frozen=True)
 class Problem:
-  """The attention that a schedule picks tiles for: q (B, Hq, M, Dk), k (B, Hkv, N, Dk), v (B, Hkv, N, Dv).
+  """The attention that a schedule and its tiles are chosen for: q (B, Hq, M, Dk), k (B, Hkv, N, Dk), v (B, Hkv, N, Dv).
 
   Attributes:
     dtype: type of q and of the output.
@@ -181,22 +186,20 @@ class Kernel:
   Attributes:
     build: returns the graph. It takes the buffers that are not unread by name, and the keywords in `params`.
     buffers: the buffers of a call, in order. The Tensors of the arguments follow them.
-    choose: returns the tiles for a problem and a target; raises ValueError if none fit.
-    candidates: returns the tiles to measure for a problem and a target, those that `choose` returns first; None: only
-      those. Kernels of a schedule that have one function here have the same tiles. See `uopattn.tuning`.
     params: "rules", for masks and score functions (see `uopattn.dsl.rules.rules`), "tiles", and "scale", the factor on
       q.k.
     block: maps the tiles to the rows of a block and the rows of a tile in the mainloop.
     of_keys: whether blocks are of keys, and tiles of queries.
+    gradients: those that it computes, if its tiles differ from those of the schedule's other kernels: "dq", "dk_dv",
+      "dk" or "dv"; "" if all kernels have the same tiles.
   """
 
   build: Callable[..., UOp]
   buffers: tuple[Buffer, ...]
-  choose: Callable[[Problem, Target], Any] = lambda problem, target: None
-  candidates: Callable[[Problem, Target], Sequence[Any]] | None = None
   params: tuple[str, ...] = ("rules", "tiles")
   block: Callable[[Any], tuple[int, int]] = lambda tiles: (tiles.block_m, tiles.block_n)
   of_keys: bool = False
+  gradients: str = ""
 
   @property
   def outputs(self) -> tuple[str, ...]:
@@ -209,13 +212,9 @@ class Kernel:
     return replace(self, buffers=tuple(OF_SPLITS.get(x.name, x) for x in self.buffers))
 
   @classmethod
-  def forward(cls, build: Callable[..., UOp], tiles: Any) -> "Kernel":
-    """A forward kernel: build(o, q, k, v, lse or None, *, rules, tiles).
-
-    `tiles` has `choose(problem, target)`, and may have `candidates(problem, target)`.
-    """
-    candidates = getattr(tiles, "candidates", None)
-    return cls(build, (O.written, Q, K, V, LSE.written), lambda *given: tiles.choose(*given), candidates)
+  def forward(cls, build: Callable[..., UOp]) -> "Kernel":
+    """A forward kernel: build(o, q, k, v, lse or None, *, rules, tiles)."""
+    return cls(build, (O.written, Q, K, V, LSE.written))
 
   @classmethod
   def backward(cls, build: Callable[..., UOp], *gradients: Buffer, **given: Any) -> "Kernel":
@@ -235,7 +234,7 @@ class Schedule:
     tiles: the class of its block sizes.
     unsupported: the arguments that it does not support, by their names in `Problem.features`; without types of 8 bits
       also HEAD_SCALES.
-    pack_gqa: the number of query heads to pack as the rows of one; `choose` and `split` see the packed problem.
+    pack_gqa: the number of query heads to pack as the rows of one; tiles and `split` are chosen for the packed problem.
     split: the number of splits of the keys for a problem, a target and tiles; `combine` combines their results.
     preferred: whether to prefer it where several schedules of a device support a problem.
     tf32: whether it multiplies float32 in tf32 where that is allowed; its tiles then have `tf32`.
@@ -259,11 +258,10 @@ class Schedule:
   mixed: bool = False
 
 
-def passes(of_queries: Callable[..., UOp], tiles: Any, **of_keys: Callable[..., UOp]) -> tuple[Kernel, ...]:
-  """The kernels of a backward pass: one for dQ, and those for dK and dV.
+def passes(of_queries: Callable[..., UOp], **of_keys: Callable[..., UOp]) -> tuple[Kernel, ...]:
+  """The kernels of a backward pass, each with tiles of its own: one for dQ, and those for dK and dV.
 
-  The first has blocks of `tiles.rows` queries, the others of `tiles.rows` keys. Each picks its tiles by
-  `tiles.choose(problem, target, gradients)`; those of `tiles.candidates` are measured.
+  The first has blocks of `tiles.rows` queries, the others of `tiles.rows` keys.
 
   Args:
     of_keys: the kernels by the gradients that they compute: "dk_dv", or "dk" and "dv".
@@ -273,10 +271,9 @@ def passes(of_queries: Callable[..., UOp], tiles: Any, **of_keys: Callable[..., 
     return Kernel.backward(
       build,
       *(GRADIENTS[name] for name in gradients.split("_")),
-      choose=lambda *given: tiles.choose(*given, gradients),
-      candidates=lambda *given: tiles.candidates(*given, gradients),
       block=lambda x: (x.rows, x.block),
       of_keys=gradients != "dq",
+      gradients=gradients,
     )
 
   return make(of_queries, "dq"), *(make(build, gradients) for gradients, build in of_keys.items())
@@ -295,3 +292,21 @@ def splits_on_gpu(problem: Problem, target: Target, tiles: Any, least_keys: int 
   blocks = problem.heads * ceildiv(problem.M, tiles.block_m)
   places = target.multiprocessors * tiles.resident(problem.Dk, problem.Dv, target.arch)
   return max(1, min(places // blocks, problem.N // least_keys))
+
+
+def splits_on_cpu(problem: Problem, target: Target, tiles: Any) -> int:
+  """Splits of the keys for few queries, whose time is that of reading K and V.
+
+  With it the thread that reads most takes least, with combining if there are several splits. So keys are split if there
+  are fewer blocks than threads, or few more, or if the keys of a block are very many.
+  """
+  blocks, threads = problem.heads * ceildiv(problem.M, tiles.block_m), target.threads
+  keys = problem.kv_bytes // (problem.B * problem.Hkv)  # bytes that a block reads
+  most = min(keys // PART_BYTES, round_up(ceildiv(ITEMS * threads, blocks), threads // gcd(blocks, threads)))
+
+  def read(splits: int) -> float:
+    """The bytes that take as long."""
+    items = ceildiv(blocks * splits, threads) + UNEVEN * (threads > 1)
+    return items * keys / splits + COMBINE_BYTES * (splits > 1)
+
+  return min(range(1, max(1, most) + 1), key=read)

@@ -15,6 +15,7 @@ from uopattn.dsl.target import CPU_ARGUMENTS, Target
 from uopattn.kernels import combine, delta, sum_parts
 from uopattn.plan.launch import Launch
 from uopattn.plan.target import target_of
+from uopattn.plan.tiles import tiles_for
 from uopattn.spec.arguments import ARGUMENTS
 from uopattn.spec.spec import AttentionSpec
 from uopattn.spec.tensors import dtype_name
@@ -146,11 +147,11 @@ def candidates(spec: AttentionSpec, target: Target) -> list[Launch]:
 
 def _tiles_to_measure(schedule: Schedule, spec: AttentionSpec, target: Target, chosen: bool) -> Sequence[Any]:
   """Return the tiles of a schedule that are worth measuring: only its first if another schedule is chosen."""
-  kernel, seen = schedule.kernels[-1], spec.packed(schedule.pack_gqa(spec))
   if reasons_against(schedule, spec):
     return ()
+  found = tiles_for(schedule, schedule.kernels[-1], spec.packed(schedule.pack_gqa(spec)), target)
   try:
-    return kernel.candidates(seen, target)[:MOST] if chosen and kernel.candidates else (kernel.choose(seen, target),)
+    return tuple(itertools.islice(found, MOST if chosen else 1))
   except ValueError:  # none fit
     return ()
 
@@ -176,11 +177,11 @@ def candidates_backward(spec: AttentionSpec, target: Target) -> list[tuple[Launc
 def _with_other_tiles(launches: tuple[Launch, ...], spec: AttentionSpec, target: Target) -> list[tuple[Launch, ...]]:
   """Return at most `MOST` copies of a schedule's launches with tiles to measure, those tried first that come first."""
   seen = spec.packed(launches[0].pack_gqa)
-  functions = [x for x in dict.fromkeys(launch.kernel.candidates for launch in launches) if x is not None]
-  lists = [list(enumerate(function(seen, target))) for function in functions]
+  kernels = {x.kernel.gradients: x.kernel for x in launches}  # one of those that have the same tiles
+  lists = [list(enumerate(tiles_for(launches[0].schedule, x, seen, target))) for x in kernels.values()]
   in_order = sorted(itertools.product(*lists), key=lambda found: sum(place for place, _ in found))[:MOST]
-  choices: list[dict[Any, Any]] = [dict(zip(functions, (tiles for _, tiles in x), strict=True)) for x in in_order]
-  return [tuple(replace(x, tiles=tiles.get(x.kernel.candidates, x.tiles)) for x in launches) for tiles in choices]
+  choices = [dict(zip(kernels, (tiles for _, tiles in x), strict=True)) for x in in_order]
+  return [tuple(replace(x, tiles=tiles[x.kernel.gradients]) for x in launches) for tiles in choices]
 
 
 def dispatch_backward(spec: AttentionSpec, target: Target) -> tuple[Launch, ...]:
@@ -267,7 +268,7 @@ def launches_of(schedule: Schedule, spec: AttentionSpec, target: Target, tiles: 
   seen = spec.packed(pack_gqa)
 
   def launch(kernel: Kernel) -> Launch:
-    found = tiles or kernel.choose(seen, target)
+    found = tiles or next(tiles_for(schedule, kernel, seen, target))
     if schedule.tf32 and found.tf32 and not spec.tf32:
       raise ValueError(
         f"{found!r} multiplies float32 in tf32: allow that by tinygrad's ALLOW_TF32=1, or set tf32=False"

@@ -16,6 +16,7 @@ from tinygrad import Device
 
 import uopattn.dsl
 import uopattn.kernels
+import uopattn.plan.tiles
 from uopattn.dsl.rules.masks import NO_ORIGIN
 from uopattn.dsl.target import Target
 from uopattn.plan.dispatch import candidates, candidates_backward, dispatch, dispatch_backward
@@ -129,8 +130,9 @@ def versions(device: str) -> dict[str, Any]:
 
 @functools.cache
 def kernels_version() -> str:
-  """Return uopattn's version with a hash of the kernels' text, and of the text of what they are written with."""
-  folders = [Path(path) for package in (uopattn.kernels, uopattn.dsl) for path in package.__path__]
+  """Return uopattn's version with a hash of the text of the kernels, of their candidates, and of what builds them."""
+  packages = uopattn.kernels, uopattn.plan.tiles, uopattn.dsl
+  folders = [Path(path) for package in packages for path in package.__path__]
   files = sorted(x for folder in folders for x in folder.rglob("*.py"))
   text = b"".join(x.name.encode() + x.read_bytes() for x in files)
   return f"{installed_version('uopattn')} {hashlib.sha256(text).hexdigest()[:16]}"

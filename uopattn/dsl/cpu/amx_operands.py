@@ -34,7 +34,6 @@ from uopattn.dsl.cpu.amx import (
 from uopattn.dsl.cpu.mainloop import element
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.scope import Scope, View, gated, sizes
-from uopattn.dsl.target import Target
 
 GROUPS = 2  # of 16 lanes that are processed at once
 BLOCK = 2 * ROWS  # rows, and columns, of the four accumulators of two groups
@@ -110,12 +109,6 @@ def check_tiles(tiles: Any) -> None:
     unit = BLOCK if name in ("block_m", "block_n") else 1
     if value < 1 or value % unit:
       raise ValueError(f"Tiles.{name}={value}: must be a positive multiple of {unit}")
-
-
-def check_target(target: Target) -> None:
-  """Raise ValueError unless the processor has tiles."""
-  if not target.vector.tiles:
-    raise ValueError(f"{target}: must have tiles of bfloat16 (AMX), and a system that permits them")
 
 
 def split(x: UOp, parts: int) -> list[UOp]:

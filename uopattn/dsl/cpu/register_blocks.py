@@ -3,8 +3,14 @@
 from collections.abc import Callable
 
 from tinygrad import UOp
+from tinygrad.helpers import ceildiv
 
 from uopattn.dsl.scope import Scope, sizes
+
+
+def even(length: int, most: int) -> int:
+  """The size of the largest part when `length` is split evenly into the fewest parts of at most `most`."""
+  return ceildiv(length, ceildiv(length, most))
 
 
 def register_blocks(length: int, width: int) -> list[tuple[int, int, int]]:
