@@ -495,7 +495,7 @@ SUBJECTS: dict[str, Subject] = {
   ),
   "apple": Subject(
     apple_forward,
-    ("apple9", "apple7"),
+    ("apple9",),
     DTYPES_16,
     CORNERS
     | ODD

@@ -207,7 +207,7 @@ TABLE: dict[str, BackwardSchedule] = {
   ),
   "apple": BackwardSchedule(
     apple_backward,
-    ("apple9", "apple7"),
+    ("apple9",),
     (HALF, BFLOAT, FLOAT),
     lambda arch, dtype: (Apple(2, 1, 16, itemsize=dtype.itemsize), Apple(2, 1, 16, False, dtype.itemsize)),
     lambda arch, dtype: st.tuples(

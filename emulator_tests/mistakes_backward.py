@@ -18,6 +18,7 @@ from uopattn.dsl.cpu.gradients import Gradients
 from uopattn.dsl.gpu.backward_mainloop import QueryHeads, RowStats
 from uopattn.dsl.instructions import Cuda
 from uopattn.dsl.nvidia import mma
+from uopattn.dsl.nvidia.mma_layout import Epilogue
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.rules import HeadRules
 from uopattn.kernels import amd_backward, amx_backward, cpu_backward, cuda_backward, hopper_backward
@@ -84,7 +85,7 @@ def natural_lse(right: Phase) -> Phase:
 
 
 def unscaled_store(right: Phase) -> Phase:
-  return lambda o, head, row, half, acc, factor, *rest: right(o, head, row, half, acc, UOp.const(1.0), *rest)
+  return lambda self, half, row, acc, factor: right(self, half, row, acc, UOp.const(1.0))
 
 
 def halves_exchanged(right: Phase) -> Phase:
@@ -175,7 +176,7 @@ MISTAKES: dict[str, Mistake] = {
     dict.fromkeys(CPUS, (Gradients, "of")),
   ),
   "no scale": Mistake(
-    unscaled_store, {name: (module, "store_scaled") for name, module in CUDA_AND_HOPPER.items()}
+    unscaled_store, dict.fromkeys(CUDA_AND_HOPPER, (Epilogue, "store_scaled"))
   ),
   "no factor on a sum": Mistake(
     lambda right: lambda factor, exists: right(1.0, exists), {"amd": (amd_backward, "scaled")}

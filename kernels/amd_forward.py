@@ -47,12 +47,12 @@ from uopattn.dsl.amd.staging import LdsRows, LdsTiles, RegisterPipeline
 from uopattn.dsl.gpu.mainloop import Mainloop, SoftmaxRow, State
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import HIP
-from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.packed import words_of
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import Scaling, normalize, p_scale_of, store_lse
 from uopattn.dsl.schedule import DTYPES, Kernel, Schedule, group_of_few, splits_on_gpu
+from uopattn.dsl.target import lds_limit
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import round_up
 
-from uopattn.dsl import Scope, sizes
+from uopattn.dsl import Scope, make_kernel, sizes
 from uopattn.dsl.cpu.amx import LANES, PAIR, ROW_BYTES, ROWS, STEP, pack, tile_config, tile_release
 from uopattn.dsl.cpu.amx_operands import (
   BLOCK,
@@ -43,7 +43,6 @@ from uopattn.dsl.cpu.amx_operands import (
   transpose_pairs,
 )
 from uopattn.dsl.cpu.gradients import Gradients, load_row_sums, open_blocks
-from uopattn.dsl.cpu.mainloop import finished
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.schedule import DK_SUMS, DQ, DV_SUMS, Kernel, Schedule
@@ -133,7 +132,7 @@ def backward(
 
   store = store_rows(s, dq, block.head, block.row, block.end, dq_t.after(end))
   name = f"attention_backward_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
-  return finished(name, outer, store, tile_release(end))
+  return make_kernel(name, outer, store, tile_release(end))
 
 
 def recompute(s: Scope, qk: UOp, dp: UOp, gradients: Gradients, group: UOp) -> tuple[UOp, UOp]:

@@ -45,7 +45,7 @@ from math import inf
 from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv, round_up
 
-from uopattn.dsl import Scope, clamp, least, sizes
+from uopattn.dsl import Scope, clamp, least, make_kernel, sizes
 from uopattn.dsl.cpu.amx import LANES, PAIR, STEP, tile_config, tile_release
 from uopattn.dsl.cpu.amx_operands import (
   BLOCK,
@@ -66,7 +66,7 @@ from uopattn.dsl.cpu.amx_operands import (
   transpose_pairs,
 )
 from uopattn.dsl.cpu.amx_softmax import Weighing, key_bounds, rescale, row_maxima, update_maxima
-from uopattn.dsl.cpu.mainloop import KeyRows, KeyTile, KeyTiles, QueryBlock, finished
+from uopattn.dsl.cpu.mainloop import KeyRows, KeyTile, KeyTiles, QueryBlock
 from uopattn.dsl.instructions import CPU
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
@@ -162,7 +162,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   m_i, l_i = (x.reshape(tiles.block_m) for x in (m_i, l_i))
   stores = queries.epilogue(s, lse, m_i, l_i, block.scaling, tiles.block_m, store)
   name = f"attention_{results}_{rules.kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
-  return finished(name, outer, *stores, tile_release(end))
+  return make_kernel(name, outer, *stores, tile_release(end))
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,15 @@ from math import inf
 
 from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv, round_up
-from tinygrad.uop.ops import AxisType, KernelInfo
+from tinygrad.uop.ops import AxisType
 
-from uopattn.dsl import LOG2E, Scope, exp2, gated, sizes
+from uopattn.dsl import LOG2E, Scope, exp2, gated, make_kernel, sizes
 from uopattn.dsl.instructions import CUDA, HIP, METAL, Dialect
 from uopattn.dsl.rules.quantized import LARGEST, rounded_bits
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.softmax import normalize
 from uopattn.dsl.schedule import DTYPES, LSE, PARTIAL_LSE, PARTIAL_O, K, Kernel, O, Q, Schedule, V
-from uopattn.dsl.scope import as_type
-from uopattn.dsl.view import row_start
+from uopattn.dsl.scope import as_type, row_start
 
 WARP, MOST_THREADS = 32, 256
 AT_ONCE = 8  # splits that a GPU thread loads before it uses any
@@ -64,7 +63,7 @@ def on_cpu(o: UOp, partial_o: UOp, partial_lse: UOp, lse: UOp | None = None, *, 
   d = s.axis(Dv)
   stores = [o[head, row, d].store((acc[d] * found.factor).cast(o.dtype)).end(d)]
   stores += [] if lse is None else [lse[head, row].store(found.lse)]
-  return _kernel(o, splits, UOp.group(*stores).end(row, head))
+  return make_kernel(f"attention_combine_{heads}_{splits}_{rows}_{Dv}", (row, head), *stores)
 
 
 def on_gpu(dialect: Dialect, o: UOp, partial_o: UOp, partial_lse: UOp, lse: UOp | None = None, *, rules: Rules) -> UOp:
@@ -104,18 +103,13 @@ def on_gpu(dialect: Dialect, o: UOp, partial_o: UOp, partial_lse: UOp, lse: UOp 
     else:
       stores.append(gated(o, d < Dv, head, row, d).store(value.cast(o.dtype)))
   stores += [] if lse is None else [gated(lse, lane.eq(0), head, row).store(finished.lse)]
-  return _kernel(o, splits, UOp.group(*stores).end(lane).end(item))
+  end = UOp.group(*stores).end(lane)
+  return make_kernel(f"attention_combine_{heads}_{splits}_{rows}_{Dv}", (item,), end)
 
 
 def _weight(logit: UOp, l_i: UOp, highest: UOp, power: Callable[[UOp], UOp]) -> UOp:
   """exp(logit - highest) l_i; 0 where both logits are -inf."""
   return power((logit - highest.eq(-inf).where(0.0, highest)) * LOG2E) * l_i
-
-
-def _kernel(o: UOp, splits: int, end: UOp) -> UOp:
-  heads, rows, Dv = sizes(o)
-  # The tag keeps tinygrad from rearranging the axes.
-  return end.sink(arg=KernelInfo(name=f"attention_combine_{heads}_{splits}_{rows}_{Dv}", opts_to_apply=()), tag=1)
 
 
 def _schedule(device: str, build: Callable[..., UOp]) -> Schedule:

@@ -25,9 +25,9 @@ from dataclasses import asdict, dataclass
 from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv, round_up
 
-from uopattn.dsl import Loop, Scope, gated, sizes
+from uopattn.dsl import Loop, Scope, gated, make_kernel, sizes
 from uopattn.dsl.cpu.gradients import Block, Gradients, load_row_sums, open_blocks
-from uopattn.dsl.cpu.mainloop import Tile, finished, load_tile
+from uopattn.dsl.cpu.mainloop import Tile, load_tile
 from uopattn.dsl.cpu.register_blocks import accumulate, even, register_blocks, zeros
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
@@ -108,7 +108,7 @@ def backward(
   end = loop.end(dv_end, dk_end, dq_end)
 
   store = store_rows(s, dq, block, dq_t.after(end))
-  return finished(f"attention_backward_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", block.axes, store)
+  return make_kernel(f"attention_backward_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", block.axes, store)
 
 
 def load_rows(s: Scope, x: UOp, block: Block, tiles: Tiles) -> UOp:

@@ -29,8 +29,8 @@ from dataclasses import asdict, dataclass, replace
 from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv
 
-from uopattn.dsl import Scope, exp2, sizes
-from uopattn.dsl.cpu.mainloop import KeyRows, QueryBlock, finished
+from uopattn.dsl import Scope, exp2, make_kernel, sizes
+from uopattn.dsl.cpu.mainloop import KeyRows, QueryBlock
 from uopattn.dsl.cpu.register_blocks import accumulate, add_steps, register_blocks, zeros
 from uopattn.dsl.instructions import CPU
 from uopattn.dsl.rules.head_view import HeadView
@@ -133,7 +133,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   l_i = fold(s, l_i, UOp.__add__, outer)
   stores = block.epilogue(s, lse, m_i, l_i, scaling, block_m, lambda factor: store_o(s, o, block, acc, factor))
   name = f"attention_decode_{results}_{rows}_{N}_{Dk}_{Dv}{rules.name}"
-  return finished(name, outer, *stores)
+  return make_kernel(name, outer, *stores)
 
 
 def load_queries(s: Scope, q: UOp, block: QueryBlock, pre: float, tiles: Tiles) -> UOp:

@@ -22,8 +22,8 @@ from functools import reduce
 
 from tinygrad import UOp, dtypes
 
-from uopattn.dsl import Loop, Scope, exp2, gated, sizes
-from uopattn.dsl.cpu.mainloop import QueryBlock, Tile, finished, load_tile
+from uopattn.dsl import Loop, Scope, exp2, gated, make_kernel, sizes
+from uopattn.dsl.cpu.mainloop import QueryBlock, Tile, load_tile
 from uopattn.dsl.cpu.register_blocks import accumulate, register_blocks, zeros
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
@@ -105,7 +105,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   lanes = min(block_m, M)  # the other lanes are past M in every block
   stores = block.epilogue(s, lse, m_i, l_i, scaling, lanes, lambda factor: store_o(s, o, block, acc, factor, lanes))
   name = f"attention_{heads}_{rules.kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
-  return finished(name, outer, *stores)
+  return make_kernel(name, outer, *stores)
 
 
 def load_query(q: UOp, block: QueryBlock, m: UOp, d: UOp) -> UOp:

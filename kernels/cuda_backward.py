@@ -45,7 +45,7 @@ from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA, TURING, Cuda
 from uopattn.dsl.nvidia.cp_async import CpAsyncPipeline
 from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, Accumulators, Left, Mma
-from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, row_elements, row_of, store_scaled
+from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, Epilogue, row_elements, row_of
 from uopattn.dsl.nvidia.score_gradients import (
   queries_of_columns,
   score_rows_by_column,
@@ -322,9 +322,9 @@ class WarpMma:
 
   def store(self, x: UOp, acc: UOp, factor: float) -> list[UOp]:
     """Store a sum times a factor to the rows of x."""
-    stores, group = [], self.group
+    epilogue, stores = Epilogue(x, self.group.head, self.group.lane, dialect=self.tiles.dialect), []
     for (i, half), row in self.rows.items():
-      stores += store_scaled(x, group.head, row, half, acc[i], UOp.const(factor), group.lane, self.tiles.dialect)
+      stores += epilogue.store_scaled(half, row, acc[i], UOp.const(factor))
     return stores
 
 

@@ -45,7 +45,6 @@ from uopattn.dsl import Scope, sizes
 from uopattn.dsl.gpu.mainloop import Mainloop, SoftmaxRow, State
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA, TURING, Cuda
-from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.nvidia.cp_async import CpAsyncPipeline
 from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, STEPS, Left, Mma, check_step
 from uopattn.dsl.nvidia.mma_layout import (
@@ -54,18 +53,19 @@ from uopattn.dsl.nvidia.mma_layout import (
   MMA_N,
   QUAD,
   WARP,
+  Epilogue,
   columns,
-  finished,
+  loaded,
   row_elements,
   row_of,
   row_reduce,
-  store_row,
 )
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.rules.head_view import HeadView
-from uopattn.dsl.rules.rules import HeadRules, Rules
+from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.softmax import Scaling, online_softmax, p_scale_of
 from uopattn.dsl.schedule import DTYPES, Kernel, Schedule, group_of_few, splits_on_gpu
+from uopattn.dsl.target import lds_limit
 
 
 @dataclass(frozen=True)
@@ -183,9 +183,8 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   state = loop.run(unit.queries(q_tile.tile(UOp.const(0), filled)), state.after(filled))
   state = state.after(tiles.dialect.cp_async_wait(0, *state))  # no copy may be in flight at the end
 
-  stores = []
-  for i in range(len(unit.rows)):
-    stores += unit.store(o, lse, group.result, i, state, head_rules)
+  epilogue = Epilogue(o, group.result, group.lane, lse, tiles.dialect, q.dtype)
+  stores = epilogue.store_output(head_rules, unit.rows, state.acc, state.m_i, loaded(state.l_i), p_scale)
   return group.kernel(f"attention_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
 
 
@@ -254,12 +253,6 @@ class WarpMma:
   ) -> list[UOp]:
     """Compute O = O alpha + P V. Returns the stores to acc."""
     return self.mma.add_weighted(p, v_tile, self.group.lane, acc, old, alphas)
-
-  def store(self, o: UOp, lse: UOp | None, head: UOp, i: int, state: State, rules: HeadRules) -> list[UOp]:
-    """Store the output and the LSE of the i-th of this lane's rows."""
-    acc, half, lane, row = state.acc[i // HALVES], i % HALVES, self.group.lane, self.rows[i]
-    found = finished(rules, state.m_i[i].load(), state.l_i[i].load(), row, self.p_scale_log2)
-    return store_row(o, lse, head, row, half, acc, found, lane, self.tiles.dialect, operand=self.mma.dtype)
 
 
 SCHEDULE = Schedule(

@@ -39,7 +39,6 @@ from uopattn.dsl import Scope, sizes
 from uopattn.dsl.gpu.mainloop import Mainloop, SoftmaxRow, State
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA, TURING, Cuda
-from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.nvidia.cp_async import AlternatingPipeline, CpAsyncPipeline
 from uopattn.dsl.nvidia.mma import PAIR, STEP_BYTES, STEPS, Accumulators, Mma, check_step
 from uopattn.dsl.nvidia.mma_layout import (
@@ -48,19 +47,18 @@ from uopattn.dsl.nvidia.mma_layout import (
   MMA_N,
   QUAD,
   WARP,
+  Epilogue,
   columns,
-  finished,
   row_elements,
   row_of,
   row_reduce,
-  store_row,
 )
 from uopattn.dsl.nvidia.swizzled import PANEL_BYTES, SwizzledTiles
 from uopattn.dsl.rules.head_view import HeadView
-from uopattn.dsl.rules.rules import HeadRules, Rules
+from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.softmax import Scaling, online_softmax, p_scale_of
 from uopattn.dsl.schedule import DTYPES, LEAST_KEYS, Kernel, Problem, Schedule, group_of_few, splits_on_gpu
-from uopattn.dsl.target import Target
+from uopattn.dsl.target import Target, lds_limit
 
 WORDS = 4  # 32-bit words of a left operand per lane
 
@@ -220,10 +218,10 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   state = loop.run(q_tile.tile(UOp.const(0), filled), state.after(filled))
   state = state.after(dialect.cp_async_wait(0, *state))  # no copy may be in flight at the end
 
-  stores = []
+  # Each warp stores its slice of the columns.
+  epilogue = Epilogue(o, group.result, group.lane, lse, dialect, q.dtype, unit.slice * tiles.columns(Dv))
   l_i = exchange.sums(state.l_i)
-  for i in range(len(unit.rows)):
-    stores += unit.store(o, lse, group.result, i, state, l_i[i], head_rules)
+  stores = epilogue.store_output(head_rules, unit.rows, state.acc, state.m_i, l_i, p_scale_log2)
   return group.kernel(f"attention_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
 
 
@@ -413,13 +411,6 @@ class SliceMma:
     left = [[self.mma.left_of(x) for x in tile] for tile in words]
     v_slice = replace(v_tile, base=v_tile.base + self.slice * self.tiles.panels_per_slice(self.Dv) * v_tile.panel)
     return self.mma.add_weighted(left, v_slice, self.group.lane, acc, old, alphas)
-
-  def store(self, o: UOp, lse: UOp | None, head: UOp, i: int, state: State, l_i: UOp, rules: HeadRules) -> list[UOp]:
-    """Store this warp's columns of the i-th of this lane's rows; the first slice stores the LSE."""
-    acc, row, lane = state.acc[i // HALVES], self.rows[i], self.group.lane
-    first = self.slice * self.tiles.columns(self.Dv)
-    found = finished(rules, state.m_i[i].load(), l_i, row, self.p_scale_log2)
-    return store_row(o, lse, head, row, i % HALVES, acc, found, lane, self.tiles.dialect, first, self.mma.dtype)
 
 
 def splits(problem: Problem, target: Target, tiles: Tiles) -> int:

@@ -11,9 +11,9 @@ from functools import partial, reduce
 
 from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv
-from tinygrad.uop.ops import AxisType, KernelInfo
+from tinygrad.uop.ops import AxisType
 
-from uopattn.dsl import Scope, gated, sizes
+from uopattn.dsl import Scope, gated, make_kernel, sizes
 from uopattn.dsl.cpu.register_blocks import register_blocks
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA, HIP, METAL, Dialect
@@ -70,9 +70,8 @@ def on_cpu(delta: UOp, o: UOp, do: UOp, lse: UOp, dlse: UOp | None = None) -> UO
   total = reduce(UOp.__add__, (sums[w].load() for w in range(min(CPU_LANES, Dv))))
   value = total if dlse is None else total - gated(dlse, inside, head, row).load()
   value = gated(lse, inside, head, row).load().eq(float("-inf")).where(0.0, value)
-  end = gated(delta, inside, head, row).store(value).end(r, item)
-  # The tag keeps tinygrad from rearranging the axes.
-  return end.sink(arg=KernelInfo(name=f"attention_delta_{heads}_{M}_{Dv}", opts_to_apply=()), tag=1)
+  store = gated(delta, inside, head, row).store(value)
+  return make_kernel(f"attention_delta_{heads}_{M}_{Dv}", (r, item), store)
 
 
 def _chunks(x: UOp, row: UOp, exists: UOp) -> Callable[[UOp], list[UOp]]:

@@ -42,7 +42,7 @@ from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.mbarrier import MbarrierPipeline
-from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, row_of, store_scaled
+from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, Epilogue, row_of
 from uopattn.dsl.nvidia.score_gradients import queries_of_columns, score_rows_by_column, score_rows_by_row
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.wgmma import WARPS
@@ -129,7 +129,8 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
   sums, done = loop.run([Sum(loop.zeros(Dk, group.item), Factor.DS, 0)], *copies)
   sums = sums_after(sums, done)
   name = f"attention_backward_q_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
-  return group.kernel(name, loop.store(dq, sums[0].acc, rules.scale, rows))
+  epilogue = Epilogue(dq, group.head, group.lane)
+  return group.kernel(name, epilogue.store_halves(rows.values(), sums[0].acc, rules.scale))
 
 
 def backward_kv(
@@ -172,7 +173,9 @@ def backward_kv(
   added, done = loop.run(sums_after(sums, *members.axes), *members.axes, *copies)
   sums = sums_after(sums, done.end(*members.axes)) if members.axes else sums_after(added, done)
   name = f"attention_backward_kv_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
-  return group.kernel(name, loop.store(dk, sums[0].acc, rules.scale, rows) + loop.store(dv, sums[1].acc, 1.0, rows))
+  stores = Epilogue(dk, group.head, group.lane).store_halves(rows.values(), sums[0].acc, rules.scale)
+  stores += Epilogue(dv, group.head, group.lane).store_halves(rows.values(), sums[1].acc, 1.0)
+  return group.kernel(name, stores)
 
 
 def rows_of(group: Workgroup, block: UOp, tiles: Tiles) -> dict[tuple[int, int], UOp]:
@@ -287,13 +290,6 @@ class Mainloop:
   def elements(self, scores: UOp) -> Elements:
     """Return this lane's elements of S or dP."""
     return {(0, i // 4, i % 4): scores[i].load() for i in range(self.tiles.block // 2)}
-
-  def store(self, x: UOp, acc: UOp, factor: float, rows: dict[tuple[int, int], UOp]) -> list[UOp]:
-    """Store a sum times a factor to the rows of x."""
-    stores = []
-    for (_, half), row in rows.items():
-      stores += store_scaled(x, self.group.head, row, half, acc.reshape(-1, 4), UOp.const(factor), self.group.lane)
-    return stores
 
 
 SCHEDULE = Schedule(

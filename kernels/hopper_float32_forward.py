@@ -53,9 +53,8 @@ from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.schedule import LSE, Buffer, K, Kernel, O, Problem, Q, Schedule, V
-from uopattn.dsl.scope import as_type, clamp
+from uopattn.dsl.scope import View, as_type, clamp
 from uopattn.dsl.target import Target
-from uopattn.dsl.view import View
 from uopattn.kernels.hopper_forward import L2_BYTES, MULTIPROCESSORS
 
 PARTS = 3

@@ -50,7 +50,7 @@ from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.math import LOG2E
 from uopattn.dsl.nvidia import wgmma
 from uopattn.dsl.nvidia.gradient_pipeline import GradientPipeline
-from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, row_of, store_scaled
+from uopattn.dsl.nvidia.mma_layout import HALVES, MMA_M, MMA_N, WARP, Epilogue, row_of
 from uopattn.dsl.nvidia.score_gradients import queries_of_columns, score_rows_by_column
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import loop
@@ -217,10 +217,9 @@ def finish(dq: UOp, dq_sum: UOp, semaphores: UOp, *, tiles: Tiles, scale: float)
   for i in range(parts * PART // MMA_N):
     at = ((tile * parts * (PART // MMA_N) + i) * THREADS + group.thread) * 4
     stores += [values[4 * i + e].store(added.where(dq_sum.base[at + e].load(), 0.0)) for e in range(4)]
-  acc, written = values.after(UOp.group(*stores)).reshape(-1, 4), []
-  for x in range(HALVES):
-    row = group.block * BLOCK + group.warp * MMA_M + row_of(group.lane, x)
-    written += store_scaled(dq, group.head, row, x, acc, UOp.const(scale), group.lane)
+  acc, first = values.after(UOp.group(*stores)), group.block * BLOCK + group.warp * MMA_M
+  rows = [first + row_of(group.lane, half) for half in range(HALVES)]
+  written = Epilogue(dq, group.head, group.lane).store_halves(rows, acc, scale)
   return group.kernel(f"attention_backward_finish_{heads}_{M}_{Dk}", written)
 
 
@@ -277,9 +276,10 @@ def backward(
   rows = [{(0, half): first + row_of(group.lane, half) for half in range(HALVES)} for first in firsts]
   main = Mainloop(s, group, q.dtype, tiles, heads_here, pipe, ds, rows, part)
   sums = [[s.filled(0.0, round_up(x, wgmma.K) // 2, after=(started,)) for x in (Dk, Dv)] for _ in rows]
+  store_dk, store_dv = (Epilogue(x, group.head, group.lane).store_halves for x in (dk, dv))
   stores = []
   for of_tile, (of_dk, of_dv) in zip(rows, main.run(sums, started), strict=True):
-    stores += store(dk, group, of_dk, rules.scale, of_tile) + store(dv, group, of_dv, 1.0, of_tile)
+    stores += store_dk(of_tile.values(), of_dk, rules.scale) + store_dv(of_tile.values(), of_dv, 1.0)
   return group.kernel(f"attention_backward_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
 
 
@@ -323,14 +323,6 @@ def add_dq(
   for axis in (*outer, once):
     done = done.end(axis)
   return done
-
-
-def store(x: UOp, group: Workgroup, acc: UOp, factor: float, rows: dict[tuple[int, int], UOp]) -> list[UOp]:
-  """Store a sum times a factor to the rows of x."""
-  stores = []
-  for (_, half), row in rows.items():
-    stores += store_scaled(x, group.head, row, half, acc.reshape(-1, 4), UOp.const(factor), group.lane)
-  return stores
 
 
 def all_after(sums: list[list[UOp]], *after: UOp) -> list[list[UOp]]:

@@ -7,9 +7,9 @@ from functools import reduce
 
 from tinygrad import UOp
 from tinygrad.helpers import ceildiv
-from tinygrad.uop.ops import AxisType, KernelInfo
+from tinygrad.uop.ops import AxisType
 
-from uopattn.dsl import Scope, gated, sizes
+from uopattn.dsl import Scope, gated, make_kernel, sizes
 from uopattn.dsl.schedule import DTYPES_16_32, Buffer, Kernel, O, Schedule, in_float32
 
 ROWS = 64
@@ -29,9 +29,8 @@ def add_parts(o: UOp, sums: UOp) -> UOp:
   n = item % blocks * ROWS + r
   inside = n < N
   total = reduce(UOp.__add__, (gated(sums, inside, head * parts + i, n, d).load() for i in range(parts)))
-  end = gated(o, inside, head, n, d).store(total.cast(o.dtype)).end(r, d, item)
-  # The tag keeps tinygrad from rearranging the axes.
-  return end.sink(arg=KernelInfo(name=f"attention_sums_{heads}_{parts}_{N}_{D}", opts_to_apply=()), tag=1)
+  store = gated(o, inside, head, n, d).store(total.cast(o.dtype))
+  return make_kernel(f"attention_sums_{heads}_{parts}_{N}_{D}", (r, d, item), store)
 
 
 SUMS = Buffer("sums", lambda p, _, parts: (p.B, p.Hkv * parts, p.N, p.Dv), in_float32)

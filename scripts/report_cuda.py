@@ -22,10 +22,9 @@ from tinygrad.device import CompileError, Compiler
 from tinygrad.helpers import round_up, to_char_p_p
 from tinygrad.uop.ops import Ops
 
-from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.nvidia.mma import SINCE
 from uopattn.dsl.rules.ranges import Window
-from uopattn.dsl.target import Target
+from uopattn.dsl.target import Target, lds_limit
 from uopattn.plan.dispatch import dispatch, stages
 from uopattn.plan.launch import Launch
 from uopattn.runtime.cuda import SharedRenderer, shared_places

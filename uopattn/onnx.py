@@ -3,8 +3,8 @@
 from contextlib import ExitStack
 from typing import Any, cast
 
+from uopattn.api.attention import check_backend
 from uopattn.integrate.handle import Handle, Switch
-from uopattn.spec.spec import BACKENDS
 
 
 def register(*, backend: str = "auto") -> Handle:
@@ -32,8 +32,7 @@ def register(*, backend: str = "auto") -> Handle:
     >>> "GroupQueryAttention" in onnx_ops
     False
   """
-  if backend not in BACKENDS:
-    raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
+  check_backend(backend)
   return REGISTER.add(backend)
 
 

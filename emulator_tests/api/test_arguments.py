@@ -264,11 +264,11 @@ def test_auto_falls_back_with_one_log_line_for_each_reason(caplog: pytest.LogCap
   q, k, v = qkv(1, 1, 1, 5, 6, 4, 4)
   with caplog.at_level(logging.WARNING, "uopattn"):
     for _ in range(2):
-      check(q, k, v, attention(q, k, v, softcap=2.0, window=(3, None)), softcap=2.0, window=(3, None))
+      check(q, k, v, attention(q, k, v, softcap=2.0, kv_lengths=4), softcap=2.0, kv_lengths=np.array([4]))
       check(q, k, v, attention(q, k, v))
   assert [record.getMessage() for record in caplog.records] == [
-    "attention falls back to plain tinygrad ops: cpu_decode has no window; leave it at its default",
     "attention falls back to plain tinygrad ops: cpu_decode has no softcap; leave it at its default",
+    "attention falls back to plain tinygrad ops: cpu_decode has no kv_lengths; leave it at its default",
   ]
 
 

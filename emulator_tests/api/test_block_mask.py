@@ -116,13 +116,13 @@ def check_lists(seen: Array, lists: tuple[Tensor, Tensor], block_m: int, block_n
 def test_lists_tiles_of_any_size(name: str, tile: tuple[int, int]) -> None:
   mask = made(name)
   check_lists(dense(name), mask.tile_lists(*tile), *tile)
-  check_lists(dense(name).transpose(0, 1, 3, 2), mask.query_lists(*tile), *tile[::-1], complete=True)
+  check_lists(dense(name).transpose(0, 1, 3, 2), mask.tile_lists(*tile[::-1], of_keys=True), *tile[::-1], complete=True)
 
 
 @pytest.mark.parametrize("name", [x if x in EACH_LAYOUT else pytest.param(x, marks=pytest.mark.slow) for x in CASES])
 def test_lists_are_as_short_as_they_can_be_where_the_sizes_are_the_masks(name: str) -> None:
   mask, count = made(name), pairs(dense(name), 32, 32)
-  numbers, of_keys = (x.numpy() for _, x in (mask.tile_lists(32, 32), mask.query_lists(32, 32)))
+  numbers, of_keys = (x.numpy() for _, x in (mask.tile_lists(32, 32), mask.tile_lists(32, 32, of_keys=True)))
   whole = (count == pairs(np.ones_like(dense(name)), 32, 32)) & ((np.arange(count.shape[3]) + 1) * 32 <= N)
   np.testing.assert_array_equal(numbers[..., 0], whole.sum(-1))
   np.testing.assert_array_equal(numbers[..., 1], np.maximum(1, (count > 0).sum(-1)))
@@ -132,21 +132,22 @@ def test_lists_are_as_short_as_they_can_be_where_the_sizes_are_the_masks(name: s
 
 def test_lists_are_worked_out_once_a_size() -> None:
   mask = made("causal")
-  assert mask.query_lists(16, 16)[0] is mask.query_lists(16, 16)[0] is not mask.tile_lists(16, 16)[0]
+  of_keys = mask.tile_lists(16, 16, of_keys=True)
+  assert of_keys[0] is mask.tile_lists(16, 16, of_keys=True)[0] is not mask.tile_lists(16, 16)[0]
   assert mask.tile_lists(16, 16)[0] is mask.tile_lists(16, 16)[0]
   assert mask.tile_lists(16, 16)[0] is not mask.tile_lists(16, 32)[0]
 
 
 def visited(mask: BlockMask, block_m: int, block_n: int, head: int, heads: int, of_keys: bool, **rules: Any) -> Array:
   """What `visit`, or `query_range`, makes of the lists, for each block: whole, count, the tile at each position."""
-  lists = (mask.query_lists if of_keys else mask.tile_lists)(block_m, block_n)
+  own, walked = (block_n, block_m) if of_keys else (block_m, block_n)
+  lists = mask.tile_lists(own, walked, of_keys)
   blocks, tiles = lists[0].shape[2:]
 
   def kernel(out: UOp, order: UOp, numbers: UOp) -> UOp:
     given = {"mask_mods": (causal,), **rules}
     here = Rules(M, N, heads=heads, tile_lists=(order, numbers), **given).at(UOp.const(head))
     block = UOp.range(int(blocks), 0)
-    own, walked = (block_n, block_m) if of_keys else (block_m, block_n)
     tile_range = (here.query_range if of_keys else here.key_range)(block * own, own, walked)
     found = [tile_range.n_full, tile_range.n_tiles, *(tile_range.tile(UOp.const(i)) for i in range(int(tiles)))]
     stores = [out[block, i].store(x.cast(dtypes.int)) for i, x in enumerate(found)]
@@ -161,7 +162,7 @@ def visited(mask: BlockMask, block_m: int, block_n: int, head: int, heads: int, 
 @pytest.mark.parametrize("name", ["blocks", "heads", "batches", "causal"])
 def test_kernels_read_the_lists_of_their_head(name: str, head: int, of_keys: bool) -> None:
   mask = made(name)
-  order, numbers = (x.numpy() for x in (mask.query_lists if of_keys else mask.tile_lists)(32, 40))
+  order, numbers = (x.numpy() for x in mask.tile_lists(*((40, 32) if of_keys else (32, 40)), of_keys))
   place = (head // H if order.shape[0] > 1 else 0, head % H if order.shape[1] > 1 else 0)
   got = visited(mask, 32, 40, head, H, of_keys)
   np.testing.assert_array_equal(got[:, :2], numbers[place])

@@ -32,7 +32,6 @@ INTERNAL = (
   "heads",
   "check",
   "tile_lists",
-  "query_lists",
   "on",
   "within",
   "fits",

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.uop.ops import KernelInfo
 
-from uopattn.dsl import Scope, clamp, exp2
+from uopattn.dsl import Scope, clamp, exp2, make_kernel
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CPU
 from uopattn.dsl.math import LN2, LOG2E, tanh
@@ -15,7 +14,7 @@ from uopattn.dsl.rules.softmax import FLOAT32_MAX, LOWEST, Scaling
 def elementwise(fxn, x: np.ndarray) -> np.ndarray:
   def kernel(o: UOp, a: UOp) -> UOp:
     i = Scope().axis(len(x))
-    return o[i].store(fxn(a[i].load())).end(i).sink(arg=KernelInfo("elementwise", opts_to_apply=()), tag=1)
+    return make_kernel("elementwise", (i,), o[i].store(fxn(a[i].load())))
 
   given = Tensor(x)
   return Tensor.custom_kernel(Tensor.empty(*x.shape, dtype=given.dtype), given, fxn=kernel)[0].numpy()
@@ -85,7 +84,7 @@ def test_loop_of_a_length_that_depends_on_an_outer_axis(items: int, longest: int
     end = loop.end(total.after(*loop.axes)[j].store(total.after(*loop.axes)[j] + power).end(j))
     j = s.axis(2)
     store = o[item, j].store(total.after(end)[j].load()).end(j)
-    return store.end(item).sink(arg=KernelInfo("loop", opts_to_apply=()), tag=1)
+    return make_kernel("loop", (item,), store)
 
   got = Tensor.custom_kernel(Tensor.empty(items, 2), fxn=kernel)[0].tolist()
   want = [float("1" * (i % longest + 1)) for i in range(items)]
@@ -105,7 +104,7 @@ def test_loops_after_a_loop_share_a_value() -> None:
     for start in 0, 2:
       j = s.axis(2)
       end = o.after(end)[item * 4 + start + j].store(total.after(end)[0].load()).end(j)
-    return end.end(item).sink(arg=KernelInfo("loops", opts_to_apply=()), tag=1)
+    return make_kernel("loops", (item,), end)
 
   got = Tensor.custom_kernel(Tensor.empty(32), fxn=kernel)[0].tolist()
   assert got == [float(i // 4 % 3 + 1) for i in range(32)]

@@ -62,28 +62,15 @@ def test_shuffle_moves_integers_too():
   np.testing.assert_array_equal(got, x[LANES ^ 3])
 
 
-@pytest.mark.parametrize("n", [1, 2, 5, 8, 15])
-@pytest.mark.parametrize("arch", ["gfx1100", "gfx942"])
-def test_rows(n, arch):
-  got = launch(lanewise(f"ror{n}", lambda x, _: HIP.row_ror(x, n)), X, X, arch=arch)
-  np.testing.assert_array_equal(got, X[source_of(lambda l: (l - n) % 16, 16)])
-  got = launch(lanewise(f"xmask{n}", lambda x, _: HIP.row_xmask(x, n)), X, X)
-  np.testing.assert_array_equal(got, X[LANES ^ n])
-
-
 @pytest.mark.parametrize("dialect", DIALECTS, ids=str)
 def test_arithmetic(dialect):
   arch, x = DIALECTS[dialect], X.copy()
   x[:4] = [np.inf, -np.inf, 0, np.nan]
   zero = UOp.const(0.0, dtypes.float)
-  with np.errstate(divide="ignore"):
-    logarithm, inverse = np.log2(x * x), 1 / x
   cases = {
     "fmax": (lambda v, _: dialect.fmax(v, zero), np.fmax(x, np.float32(0))),
     "fmin": (lambda v, _: dialect.fmin(v, zero), np.fmin(x, np.float32(0))),
     "exp2": (lambda v, _: dialect.exp2(v), np.exp2(x)),
-    "log2": (lambda v, _: dialect.log2(v * v), logarithm),
-    "reciprocal": (lambda v, _: dialect.reciprocal(v), inverse),
   }
   for name, (word, want) in cases.items():
     np.testing.assert_allclose(launch(lanewise(name, word), x, x, arch=arch), want, rtol=1e-6)
@@ -302,12 +289,10 @@ def test_operands_out_of_range():
   for call in (
     lambda: HIP.shuffle_xor(x, 32),
     lambda: HIP.shuffle_xor(x.cast(dtypes.half), 1),
-    lambda: HIP.row_xmask(x, 16),
-    lambda: HIP.row_ror(x, 0),
     lambda: TURING.exp2(x),
     lambda: HIP.leave_loop(x > 0),
   ):
-    with pytest.raises(ValueError, match=r"32-bit|within|rows of 16|has no|not"):
+    with pytest.raises(ValueError, match=r"32-bit|within|has no|not"):
       call()
 
 

@@ -8,8 +8,7 @@ from tinygrad.dtype import DType
 
 from uopattn import attention
 from uopattn.dsl.amd.fragments import Fragments
-from uopattn.dsl.limits import lds_limit
-from uopattn.dsl.target import Target
+from uopattn.dsl.target import Target, lds_limit
 from uopattn.emulator.wmma import fragments as hardware
 from uopattn.kernels.amd_forward import Tiles
 from uopattn.plan.target import target_of
@@ -29,8 +28,9 @@ def test_fragments_are_the_hardwares(arch: str, bits: int) -> None:
   layout = hardware((16, 16, f.k), HALF if bits == 16 else dtypes.fp8e4m3, "AMD", f.lanes, f.operand)
   assert layout.elements == (f.operand, f.operand, f.result)
   for lane in range(f.lanes):
-    assert [layout.a(lane, e) for e in range(f.operand)] == [f.operand_at(lane, e) for e in range(f.operand)]
-    assert [layout.c(lane, e) for e in range(f.result)] == [f.result_at(lane, e) for e in range(f.result)]
+    assert {layout.a(lane, e)[0] for e in range(f.operand)} == {lane % 16}
+    rows = [f.result_row(lane // 16, e) for e in range(f.result)]
+    assert [layout.c(lane, e) for e in range(f.result)] == [(row, lane % 16) for row in rows]
 
 
 @pytest.mark.parametrize(("arch", "bits"), WITH_BITS)

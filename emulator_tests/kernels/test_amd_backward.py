@@ -5,8 +5,7 @@ from helpers import problem_of
 from tinygrad import dtypes
 
 from uopattn.dsl.amd.fragments import Fragments
-from uopattn.dsl.limits import lds_limit
-from uopattn.dsl.target import Target
+from uopattn.dsl.target import Target, lds_limit
 from uopattn.kernels.amd_backward import GRADIENTS, Tiles
 from uopattn.plan.tiles import amd
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conformance import SUBJECTS
+from conformance import SUBJECTS, Sizes
 from conformance_backward import FLOAT, HALF, Case, machine
 from helpers import inputs, on, on_device
 from tinygrad import Tensor, dtypes
@@ -35,7 +35,7 @@ def as_text(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setenv("EMU_SEED", "7")
 
 
-FORWARD: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
+FORWARD: dict[str, tuple[Any, Sizes, dict[str, Any]]] = {
   "plain": (HALF, (1, 2, 2, 77, 131, 33, 17), {}),
   "causal, grouped": (BFLOAT, (1, 4, 2, 50, 90, 24, 40), {"is_causal": True}),
   "float32": (FLOAT, (1, 1, 1, 50, 90, 40, 40), {"window": (20, 5)}),
@@ -53,7 +53,7 @@ FORWARD: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
 def test_forward(case: str) -> None:
   dtype, sizes, options = FORWARD[case]
   with on("apple9"):
-    q, k, v = inputs(*sizes, dtype)
+    q, k, v = APPLE.inputs("apple9", sizes, dtype)
     given = {name: on_device(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
     out, lse = attention(q, k, v, enable_gqa=True, return_lse=True, backend="kernel", **given)
     Tensor.realize(out, lse)

@@ -345,7 +345,7 @@ def test_a_shortened_buffer_is_caught(schedule: str, machine: Machine, short: st
     whole = case.operands[short]
     cut = stored(np.zeros((*whole.shape[:2], 69, *whole.shape[3:]), np.float32), whole.dtype, device)
     for i, launch in enumerate(case.launches):
-      place = launch.names().index(short)
+      place = [x.name for x in launch.own].index(short)
       with pytest.raises(emulator.OutOfBounds, match=f"argument {place} "):
         case.launched(i, tiles, **{short: cut})
 

@@ -11,9 +11,8 @@ from mistakes import NO_PERMUTATION
 from tinygrad import Device, dtypes
 
 import uopattn.emulator as emulator
-from uopattn.dsl.limits import MAX_THREADS, lds_limit
 from uopattn.dsl.rules.ranges import Window
-from uopattn.dsl.target import Target
+from uopattn.dsl.target import MAX_THREADS, Target, lds_limit
 from uopattn.kernels import cuda_forward, hopper_forward
 from uopattn.plan.dispatch import NoKernel, dispatch
 from uopattn.plan.target import target_of

@@ -11,8 +11,7 @@ import pytest
 from conformance_backward import BFLOAT, HALF, Case, machine
 from helpers import problem_of
 
-from uopattn.dsl.limits import lds_limit
-from uopattn.dsl.target import Target
+from uopattn.dsl.target import Target, lds_limit
 from uopattn.kernels import cuda_backward, hopper_backward
 from uopattn.kernels.cuda_backward import Tiles
 from uopattn.plan.dispatch import dispatch_backward

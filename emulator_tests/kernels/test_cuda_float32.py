@@ -10,8 +10,7 @@ from tinygrad import Context, Tensor, dtypes
 from tinygrad.dtype import DType
 
 from uopattn import attention, flash
-from uopattn.dsl.limits import lds_limit
-from uopattn.dsl.target import Target
+from uopattn.dsl.target import Target, lds_limit
 from uopattn.kernels import cuda_forward
 from uopattn.plan.dispatch import dispatch
 from uopattn.plan.target import target_of

@@ -3,8 +3,7 @@
 import pytest
 from tinygrad import dtypes
 
-from uopattn.dsl.limits import lds_limit
-from uopattn.dsl.target import Target
+from uopattn.dsl.target import Target, lds_limit
 from uopattn.plan.dispatch import NoKernel, dispatch
 from uopattn.spec.spec import AttentionSpec
 

@@ -10,9 +10,8 @@ from tinygrad.dtype import DType
 
 import uopattn.emulator as emulator
 from uopattn import attention, attention_paged
-from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.schedule import Problem
-from uopattn.dsl.target import Target
+from uopattn.dsl.target import Target, lds_limit
 from uopattn.kernels.cuda_wide_forward import Tiles
 from uopattn.plan.dispatch import NoKernel, dispatch
 from uopattn.plan.launch import Launch

@@ -15,10 +15,9 @@ from tinygrad.dtype import DType, float_to_fp8
 import uopattn.emulator as emulator
 from uopattn import attention
 from uopattn.dsl.amd import products, staging
-from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.rules.quantized import rounded_bits
 from uopattn.dsl.schedule import DTYPES_8
-from uopattn.dsl.target import Target
+from uopattn.dsl.target import Target, lds_limit
 from uopattn.emulator import alu
 from uopattn.kernels import amd_forward, cuda_forward
 from uopattn.plan.dispatch import NoKernel, dispatch

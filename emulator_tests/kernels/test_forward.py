@@ -29,8 +29,8 @@ from tinygrad.dtype import DType
 
 import uopattn.emulator as emulator
 from uopattn import attention, flash
-from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.rules.rules import Rules
+from uopattn.dsl.target import lds_limit
 from uopattn.kernels import cpu_decode
 from uopattn.proof.gate import numpy
 

@@ -12,9 +12,8 @@ from tinygrad import Tensor, TinyJit, UOp, dtypes
 import uopattn.emulator as emulator
 from uopattn import attention
 from uopattn.dsl.gpu.parts import PAIRS
-from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.rules.ranges import Window
-from uopattn.dsl.target import Target
+from uopattn.dsl.target import Target, lds_limit
 from uopattn.emulator import warpgroup
 from uopattn.kernels import hopper_float32_forward
 from uopattn.kernels.hopper_float32_forward import SCHEDULE, Tiles, forward, split

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from tinygrad import dtypes
 
-from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.schedule import DTYPES_8
-from uopattn.dsl.target import Target
+from uopattn.dsl.target import Target, lds_limit
 from uopattn.emulator.warpgroup import cut_product
 from uopattn.kernels import hopper_forward
 from uopattn.plan.dispatch import NoKernel, candidates, dispatch

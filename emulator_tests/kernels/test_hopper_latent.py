@@ -13,8 +13,7 @@ from tinygrad.dtype import DType
 
 import uopattn.emulator as emulator
 from uopattn import attention, attention_paged
-from uopattn.dsl.limits import lds_limit
-from uopattn.dsl.target import Target
+from uopattn.dsl.target import Target, lds_limit
 from uopattn.kernels import hopper_latent_forward
 from uopattn.kernels.hopper_latent_forward import SCHEDULE, Exchange, Mainloop, Tiles
 from uopattn.plan.dispatch import candidates, dispatch

@@ -7,9 +7,8 @@ from helpers import inputs, on_device, spoiled_behind
 from tinygrad import Tensor, dtypes
 
 from uopattn import attention
-from uopattn.dsl.limits import lds_limit
 from uopattn.dsl.rules.ranges import Window
-from uopattn.dsl.target import Target
+from uopattn.dsl.target import Target, lds_limit
 from uopattn.kernels.hopper_wide_forward import SCHEDULE, Tiles
 from uopattn.plan.dispatch import dispatch
 from uopattn.plan.tiles import hopper

@@ -25,8 +25,7 @@ from tinygrad.runtime.ops_nv import NVProgram, nv_gpu
 from tinygrad.runtime.support.elf import elf_loader
 
 from uopattn import info
-from uopattn.dsl.limits import lds_limit
-from uopattn.dsl.target import Target
+from uopattn.dsl.target import Target, lds_limit
 from uopattn.plan.dispatch import WITH_NVRTC_AND_NVCC, NoKernel, delta_launch, dispatch, dispatch_backward, stages
 from uopattn.plan.launch import Launch
 from uopattn.plan.target import shown, target_of

@@ -18,7 +18,7 @@ from uopattn.measure.program import Usage, choose_device, kinds_with_kernels
 from uopattn.plan.target import shown
 
 TESTS = Path(__file__).resolve().parents[1]
-CHOICE = "no kernel for device PYTHON; there are kernels for AMD, CPU, CUDA; DEV names no device, so CPU is used"
+CHOICE = "no kernel for device PYTHON; there are kernels for AMD, CPU, CUDA, METAL; DEV names no device, so CPU is used"
 RUNNER = "import no_kernels, runpy; runpy.run_module('uopattn.run', run_name='__main__')"
 
 
@@ -66,7 +66,7 @@ def usable(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 
 
 def test_order_in_which_devices_are_taken(usable: Callable[..., None]) -> None:
-  assert kinds_with_kernels() == ["AMD", "NV", "CUDA", "CPU"]  # METAL, QCOM, CL and others have none
+  assert kinds_with_kernels() == ["METAL", "AMD", "NV", "CUDA", "CPU"]  # QCOM, CL and others have none
   usable("CUDA", "CUDA", "AMD")
   assert (choose_device(), DEV.device, os.environ["DEV"]) == ("", "", "")
   usable("NV", "CPU", "CUDA")
@@ -84,9 +84,9 @@ def test_the_cpu_comes_last(usable: Callable[..., None], monkeypatch: pytest.Mon
 
 
 def test_a_renderer_without_a_device_remains(usable: Callable[..., None]) -> None:
-  usable("METAL", "AMD", "CPU")
+  usable("CL", "AMD", "CPU")
   with Context(DEV=":LLVM"):
-    assert choose_device() == "no kernel for METAL; DEV names no device, so AMD is used"
+    assert choose_device() == "no kernel for CL; DEV names no device, so AMD is used"
     assert (Device.DEFAULT, DEV.renderer, os.environ["DEV"]) == ("AMD", "LLVM", "AMD:LLVM")
 
 
@@ -126,10 +126,10 @@ def test_each_program_chooses(
 def test_the_report_on_the_machine_says_what_is_chosen(
   usable: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-  usable("METAL", "CPU")
+  usable("CL", "CPU")
   assert info.report() == 0
   lines = capsys.readouterr().out.splitlines()
-  assert "default    no kernel for METAL; DEV names no device, so CPU is used" in lines
+  assert "default    no kernel for CL; DEV names no device, so CPU is used" in lines
   assert any(line.startswith("device     CPU ") for line in lines)
   assert not any(line.startswith("another    CPU") for line in lines)
 

@@ -85,7 +85,7 @@ def test_the_fastest_is_used_and_remembered_and_only_while_tuning_is_on(searches
   with uopattn.tune():
     out, lse = attention(q, k, v, enable_gqa=True, return_lse=True)
     Tensor.realize(out, lse)
-    assert Call.of(q, k, v, Arguments(enable_gqa=True)).launch() == the(1, spec)
+    assert Call.of(q, k, v, Arguments(enable_gqa=True)).division.launch() == the(1, spec)
   check(q, k, v, out, lse)
   assert searches == [f"3 x {search.CPU.first}", f"3 x {search.CPU.rounds[0]}"]
   assert launch_on(spec, "CPU") == the(0, spec)
@@ -360,7 +360,7 @@ def test_in_a_jit_what_is_known_is_used(searches: list[str], caplog: pytest.LogC
   @TinyJit
   def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     with uopattn.tune():
-      found.append(Call.of(q, k, v, Arguments(enable_gqa=True)).launch())
+      found.append(Call.of(q, k, v, Arguments(enable_gqa=True)).division.launch())
       return attention(q, k, v, enable_gqa=True).realize()
 
   out = step(q, k, v)  # measures, before anything is captured

@@ -15,10 +15,11 @@ from uopattn.plan.division import Division, division_of, run
 from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import Arguments, AttentionOptions, check_dropout
 from uopattn.spec.layout import distinct_heads
-from uopattn.spec.spec import BACKENDS, AttentionSpec, make_spec
+from uopattn.spec.spec import AttentionSpec, make_spec
 from uopattn.spec.tensors import operands, promoted
 
 scaled_dot_product_attention = Tensor.scaled_dot_product_attention  # tinygrad's, as it was before `patch` replaced it
+BACKENDS = ("auto", "kernel", "reference")
 TINYGRADS = ("attn_mask", "dropout_p", "is_causal", "enable_gqa")  # its arguments
 
 
@@ -174,10 +175,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, backend: str) 
   return Call.of(q, k, v, arguments).by(backend)
 
 
-def check_backend(backend: str) -> None:
-  """Raise ValueError if there is no such backend."""
-  if backend not in BACKENDS:
-    raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
+def check_backend(backend: str, accepted: tuple[str, ...] = BACKENDS) -> None:
+  """Raise ValueError unless the backend is accepted."""
+  if backend not in accepted:
+    raise ValueError(f"backend is {backend!r}; accepted are {', '.join(accepted)}")
 
 
 def by_tinygrad(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, refusal: Exception) -> Tensor:
@@ -256,17 +257,13 @@ class Call:
     launch = None
     if backend != "reference":
       try:
-        launch = self.launch()
+        launch = self.division.launch()
       except NoKernel as error:
         if backend == "kernel":
           raise ValueError(f"backend='kernel': {error}") from error
         for reason in error.reasons:
           log_once(f"attention falls back to plain tinygrad ops: {reason}")
     return self.run(launch, backend)
-
-  def launch(self) -> Any:
-    """Return the launches of the kernels. Raises NoKernel."""
-    return self.division.launch()
 
   def run(self, launch: Any, backend: str) -> Any:
     """Return the output, or with return_lse the output and the LSE, by a kernel or by the reference.

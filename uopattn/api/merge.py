@@ -6,7 +6,7 @@ from tinygrad import Tensor, dtypes
 
 from uopattn.dsl.schedule import DTYPES
 from uopattn.plan.reference import merged
-from uopattn.spec.tensors import check_tensor, described, dtype_name, operands, placed
+from uopattn.spec.tensors import check_device, check_tensor, described, dtype_name, operands, placed
 
 
 def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -61,6 +61,5 @@ def _checked(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Sequence[T
         raise ValueError(f"{name}[{i}] has shape {x.shape}; it must be {want}")
       if x.dtype != wanted:
         raise TypeError(f"{name}[{i}] has dtype {dtype_name(x.dtype)}; it must be {dtype_name(wanted)}")
-      if x.device != outs[0].device:
-        raise ValueError(f"{name}[{i}] is on {x.device}, outs[0] is on {device}; all must be on one device")
+      check_device(f"{name}[{i}]", x, device, of="outs[0]")
   return outs, lses

@@ -9,7 +9,7 @@ from tinygrad.uop.ops import Ops, sym_infer
 from uopattn.api.attention import attend
 from uopattn.dsl import sizes
 from uopattn.spec.arguments import Arguments, PagedOptions, check_place
-from uopattn.spec.tensors import check_tensor, dtype_name, operands, placed
+from uopattn.spec.tensors import check_device, check_tensor, dtype_name, operands, placed
 
 if TYPE_CHECKING:  # numpy takes a while to import
   import numpy as np
@@ -129,8 +129,7 @@ def _check_table(table: object, q: Tensor) -> None:
     raise TypeError(f"page_table has dtype {dtype_name(table.dtype)}; it must be a Tensor of an integer dtype")
   if table.ndim != 2 or table.shape[0] != B:
     raise ValueError(f"page_table has shape {table.shape}; it must be ({B}, max_pages)")
-  if table.device != q.device:
-    raise ValueError(f"page_table is on {table.device}, q is on {q.device}; all must be on one device")
+  check_device("page_table", table, q.device)
 
 
 def _as_int(table: Tensor, P: int) -> Tensor:

@@ -1,7 +1,7 @@
 """`attention_varlen`: attention within packed sequences of different lengths."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Literal, Unpack, cast, overload
 
@@ -10,11 +10,21 @@ from tinygrad import Tensor, dtypes
 from uopattn.api.attention import attend
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.masks import FAR
-from uopattn.dsl.rules.ranges import Range
+from uopattn.dsl.rules.ranges import Positions, Range
 from uopattn.spec.arguments import Arguments, VarlenOptions
 from uopattn.spec.shards import Devices
 from uopattn.spec.spec import make_spec
-from uopattn.spec.tensors import as_int, check_tensor, described, dtype_name, near, operands, placed, promoted
+from uopattn.spec.tensors import (
+  as_int,
+  check_device,
+  check_tensor,
+  described,
+  dtype_name,
+  near,
+  operands,
+  placed,
+  promoted,
+)
 
 Offsets = Tensor | list[int] | tuple[int, ...]
 
@@ -122,15 +132,14 @@ def attention_varlen(
   if ends_q.shape != ends_k.shape:
     raise ValueError(f"cu_seqlens_k has shape {ends_k.shape}, cu_seqlens_q {ends_q.shape}; they must be the same")
   starts = _starts(q_start, sizes(ends_q)[0] - 1, device)
-  if is_empty:
-    out, lse = attend(q, k, v, replace(given, return_lse=True), backend)
-    return (out.transpose(0, 1), lse) if return_lse else out.transpose(0, 1)
-  bounds = key_bounds(ends_q, ends_k, M, N, given.masks(), starts)
-  arguments = replace(given.without_masks(), bounds=bounds, return_lse=True)
-  score_mod, mask_mod = given.score_mod, given.mask_mod
-  if score_mod is not None or mask_mod is not None:
+  arguments = replace(given, return_lse=True)
+  if not is_empty:
+    bounds = key_bounds(ends_q, ends_k, M, N, given.masks(), starts)
+    arguments = replace(arguments.without_masks(), bounds=bounds)
+  if not is_empty and (given.score_mod is not None or given.mask_mod is not None):
+    score_mod, mask_mod = _of_sequences(given.score_mod, 1), _of_sequences(given.mask_mod, 0)
     aux = (*given.aux, *_sequences(ends_q, ends_k, M, N))
-    arguments = replace(arguments, score_mod=_of_sequences(score_mod, 1), mask_mod=_of_sequences(mask_mod, 0), aux=aux)
+    arguments = replace(arguments, score_mod=score_mod, mask_mod=mask_mod, aux=aux)
   out, lse = attend(q, k, v, arguments, backend)
   return (out.transpose(0, 1), lse) if return_lse else out.transpose(0, 1)
 
@@ -163,7 +172,7 @@ def key_bounds(
   row, ends_q, ends_k, of_own = _queries(ends_q, ends_k, M, N)
   start, end = of_own(ends_k[:-1]), of_own(ends_k[1:])
   shift = of_own(q_start.clip(-FAR, FAR).pad((0, 1))) if isinstance(q_start, Tensor) else near(q_start)
-  query, at = row - of_own(ends_q[:-1]), _Sequences(shift, end - start)
+  query, at = row - of_own(ends_q[:-1]), Positions(shift, end - start)
   first, last = start, end - 1
   for x in masks:
     own_first, own_last = x.first(at, query), x.last(at, query)
@@ -171,18 +180,6 @@ def key_bounds(
     last = last if own_last is None else last.minimum(start + own_last)
   first, last = first.minimum(end), last.maximum(start - 1)
   return first.cast(dtypes.int).contiguous(), last.cast(dtypes.int).contiguous()
-
-
-@dataclass(frozen=True, eq=False)
-class _Sequences:
-  """The sequence of each query, as `uopattn.dsl.rules.ranges` take it."""
-
-  start: int | Tensor
-  length: Tensor
-  first_key: int = 0
-
-  def bound(self, last: bool, query: Tensor) -> Tensor:
-    raise NotImplementedError
 
 
 def _queries(
@@ -237,8 +234,7 @@ def _offsets(name: str, x: Offsets, total: int, device: Devices) -> Tensor:
       raise TypeError(f"{name} has dtype {dtype_name(x.dtype)}; it must be of an integer dtype, or ints")
     if x.ndim != 1 or sizes(x)[0] < 1:
       raise ValueError(f"{name} has shape {x.shape}; it must be (S + 1,) for S sequences")
-    if x.device != device:
-      raise ValueError(f"{name} is on {x.device}, q is on {device}; all must be on one device")
+    check_device(name, x, device)
     return as_int(x)
   if not isinstance(x, (list, tuple)) or not all(type(end) is int for end in x):
     raise TypeError(f"{name} is {described(x)}; it must be a Tensor of an integer dtype, or a list of ints")
@@ -255,8 +251,7 @@ def _starts(x: int | Tensor, sequences: int, device: Devices) -> int | Tensor:
       raise TypeError(f"q_start has dtype {dtype_name(x.dtype)}; it must be an int or a Tensor of an integer dtype")
     if x.shape != (sequences,):
       raise ValueError(f"q_start has shape {x.shape}; it must be ({sequences},)")
-    if x.device != device:
-      raise ValueError(f"q_start is on {x.device}, q is on {device}; all must be on one device")
+    check_device("q_start", x, device)
     return as_int(x)
   if isinstance(x, bool) or not isinstance(x, int):
     raise TypeError(f"q_start is {described(x)}; accepted are an int and a ({sequences},) integer Tensor")

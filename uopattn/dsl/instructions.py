@@ -5,7 +5,7 @@
 in numpy.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,13 +33,6 @@ from uopattn.dsl.instruction import (
 def _bits(call: str) -> str:
   """HIP text that applies an instruction on 32-bit registers to a value of any 32-bit type."""
   return f"__builtin_bit_cast(__typeof__({{0}}), {call.replace('{0}', '__builtin_bit_cast(int, {0})')})"
-
-
-def _dpp(control: int) -> Callable[..., str]:
-  """LLVM IR for a data-parallel move between lanes (DPP), selected by `control` plus a number below 16."""
-  return lambda y, x, n: (
-    f"{y} = call i32 @llvm.amdgcn.update.dpp(i32 0, i32 {x}, i32 {control + n}, i32 15, i32 15, i1 1)"
-  )
 
 
 def _perm(selector: int) -> dict[str, Any]:
@@ -261,22 +254,6 @@ class Dialect:
   def exp2(self, x: Float) -> Float:
     """2**x in float32 by the hardware's approximation (2 ulp; denormal results are 0)."""
 
-  @instruction(
-    hip="__builtin_amdgcn_logf({0})",
-    llvm=lambda y, x: f"{y} = call float @llvm.amdgcn.log(float {x})",
-    cuda=_float_asm("lg2.approx.ftz.f32"),
-  )
-  def log2(self, x: Float) -> Float:
-    """log2(x) in float32 by the hardware's approximation (denormal inputs count as 0)."""
-
-  @instruction(
-    hip="__builtin_amdgcn_rcpf({0})",
-    llvm=lambda y, x: f"{y} = call float @llvm.amdgcn.rcp(float {x})",
-    cuda=_float_asm("rcp.approx.ftz.f32"),
-  )
-  def reciprocal(self, x: Float) -> Float:
-    """1/x in float32 by the hardware's approximation (1 ulp)."""
-
   @instruction(**_perm(0x05040100), cuda="__byte_perm({0}, {1}, 0x5410)")
   def low_halves(self, a: Word, b: Word) -> Word:
     """The low 16 bits of two uint32, a's below b's, in one instruction.
@@ -337,28 +314,6 @@ _WAVE_FENCE = Instruction(
 
 class Hip(Dialect):
   """Instructions of AMD GPUs."""
-
-  @instruction(
-    hip=_bits("__builtin_amdgcn_update_dpp(0, {0}, 0x160 + ({1}), 0xf, 0xf, true)"), llvm=_dpp(0x160), cross_lane=True
-  )
-  def row_xmask(self, value: Bits, mask: int) -> Bits:
-    """The value (any 32-bit dtype) in lane ^ mask, by one VALU modifier (DPP). RDNA only.
-
-    Raises ValueError unless 0 < mask < 16.
-    """
-    if not 0 < mask < 16:
-      raise ValueError(f"row_xmask permutes rows of 16 lanes, so 0 < mask < 16, not {mask}")
-
-  @instruction(
-    hip=_bits("__builtin_amdgcn_update_dpp(0, {0}, 0x120 + ({1}), 0xf, 0xf, true)"), llvm=_dpp(0x120), cross_lane=True
-  )
-  def row_ror(self, value: Bits, n: int) -> Bits:
-    """The value (any 32-bit dtype) in the lane n places lower in its row of 16, wrapping around. RDNA and CDNA.
-
-    Raises ValueError unless 0 < n < 16. Source: AMD RDNA3 ISA, "Data Parallel Processing", DPP_ROW_RR.
-    """
-    if not 0 < n < 16:
-      raise ValueError(f"row_ror rotates rows of 16 lanes, so 0 < n < 16, not {n}")
 
   @instruction(
     hip=_bits("__builtin_amdgcn_permlanex16(0, {0}, 0x76543210, 0xfedcba98, true, true)"),

@@ -10,8 +10,7 @@ from tinygrad import UOp, dtypes
 
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.schedule import DTYPES_16
-from uopattn.dsl.scope import as_type, sizes
-from uopattn.dsl.view import View
+from uopattn.dsl.scope import View, as_type, sizes
 
 Words = list[UOp]  # neighbouring 32-bit words
 Load = Callable[[UOp, UOp], UOp]  # (row, word) -> a word of that row

@@ -1,16 +1,16 @@
-"""Axes, buffers and loops of a kernel, numbered automatically."""
+"""What a kernel is made of: axes, loops and buffers, which are numbered automatically, and its arguments."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import reduce
 from math import prod
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
-from tinygrad.uop.ops import AxisType
+from tinygrad.uop.ops import AxisType, KernelInfo
 
 from uopattn.dsl.instructions import CPU
-from uopattn.dsl.view import View
 
 
 class Scope:
@@ -87,6 +87,61 @@ class Loop:
     return CPU.leave_loop(self.index <= 0, count).end(self._axis)
 
 
+def make_kernel(name: str, axes: tuple[UOp, ...], *stores: UOp) -> UOp:
+  """The kernel of that name, which ends `axes` after its last stores.
+
+  tinygrad must keep the axes as they are. It does not optimize a SINK that has a tag. `opts_to_apply` of () instead of
+  None keeps BEAM and its heuristics away from one that has lost the tag.
+  """
+  return UOp.group(*stores).end(*axes).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
+
+
+class Strides(NamedTuple):
+  """Where the rows of all heads lie in a buffer, in elements.
+
+  Attributes:
+    offset: the first element of the first row.
+    batches, heads: batch elements, and heads per batch element.
+    of_batch, of_head, of_row: distances of neighbours.
+  """
+
+  offset: int
+  batches: int
+  heads: int
+  of_batch: int
+  of_head: int
+  of_row: int
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+  """An argument of a kernel that is a strided view: rows of all heads, the elements of a row next to each other.
+
+  Attributes:
+    buffer: the kernel's argument, flat.
+    shape: (heads, rows, elements per row).
+    start: maps a head and a row to the flat index of the row's first element in the buffer.
+    unit: a number of elements that divides the start of every row.
+    strides: where the rows lie; None if heads that are packed as one make its rows irregular.
+  """
+
+  buffer: UOp
+  shape: tuple[int, int, int]
+  start: Callable[[UOp, UOp], UOp]
+  unit: int
+  strides: Strides | None = None
+
+  @property
+  def dtype(self) -> DType:
+    """The dtype of the elements."""
+    return self.buffer.dtype
+
+  def __getitem__(self, index: tuple[UOp, UOp, UOp]) -> UOp:
+    """Index an element by its head, row and column."""
+    head, row, column = index
+    return self.buffer[self.start(head, row) + column]
+
+
 class Shaped(Protocol):
   """A Tensor, a UOp or a view of a buffer."""
 
@@ -104,6 +159,14 @@ def as_type(x: UOp | View, dtype: DType) -> UOp:
   x = x.buffer if isinstance(x, View) else x
   count = prod(sizes(x)) * x.dtype.itemsize // dtype.itemsize
   return UOp.placeholder((count,), dtype, slot=x.base.arg.slot)
+
+
+def row_start(x: UOp | View, head: UOp, row: UOp) -> UOp:
+  """The flat index of the first element of a row of x (heads, rows, size), a buffer or a view."""
+  if isinstance(x, View):
+    return x.start(head, row)
+  _, rows, size = x.shape
+  return (head * rows + row) * size
 
 
 def gated(x: UOp | View, inside: UOp, *index: UOp) -> UOp:

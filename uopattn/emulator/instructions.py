@@ -46,19 +46,10 @@ def _shuffle(run: Run, u: UOp, value: Any, lane: Any) -> Any:
   return _from_lane(run, u, value, np.asarray(lane, np.int64) % run.shape.wave)
 
 
-def _row_ror(run: Run, u: UOp, value: Any, n: Any) -> Any:
-  lane = run.lane_in_wave
-  return _from_lane(run, u, value, (lane & ~15) | ((lane - int(n)) & 15))
-
-
 def _exp2(run: Run, u: UOp, x: Any) -> Any:
   if run.counters is not None:
     run.counters.exp2s += len(run.active())
   return _without_denormals(np.exp2(x))
-
-
-def _log2(run: Run, u: UOp, x: Any) -> Any:
-  return np.log2(_without_denormals(x))
 
 
 def _without_denormals(x: Any) -> Any:
@@ -199,8 +190,6 @@ def _read_later(run: Run, u: UOp, value: Any) -> None:
 MEANINGS: dict[str, Meaning] = {
   "shuffle_xor": _shuffle_xor,
   "shuffle": _shuffle,
-  "row_xmask": lambda run, u, value, mask: _from_lane(run, u, value, run.lane_in_wave ^ int(mask)),
-  "row_ror": _row_ror,
   "permlanex16": lambda run, u, value: _from_lane(run, u, value, run.lane_in_wave ^ 16),
   "low_halves": lambda run, u, a, b: (a & np.uint32(0xFFFF)) | (b << np.uint32(16)),
   "high_halves": lambda run, u, a, b: (a >> np.uint32(16)) | (b & np.uint32(0xFFFF0000)),
@@ -208,8 +197,6 @@ MEANINGS: dict[str, Meaning] = {
   "fmin": lambda run, u, a, b: np.fmin(a, b),
   "fabs": lambda run, u, x: np.abs(x),
   "exp2": _exp2,
-  "log2": _log2,
-  "reciprocal": lambda run, u, x: np.float32(1) / x,
   "pack_half": _pack(dtypes.half),
   "pack_bfloat16": _pack(dtypes.bfloat16),
   "pack_e4m3": _pack4(dtypes.fp8e4m3),

@@ -8,7 +8,7 @@ import numpy as np
 from tinygrad.dtype import AddrSpace
 from tinygrad.helpers import round_up
 
-from uopattn.dsl.limits import MAX_THREADS, lds_limit
+from uopattn.dsl.target import MAX_THREADS, lds_limit
 
 from . import counters
 from .copies import Copies

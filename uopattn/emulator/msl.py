@@ -21,7 +21,7 @@ from typing import Any
 
 from tinygrad.helpers import round_up
 
-from uopattn.dsl.limits import lds_limit
+from uopattn.dsl.target import lds_limit
 from uopattn.runtime.clang import find_clang
 
 from .errors import Divergence, KernelError, LaunchError

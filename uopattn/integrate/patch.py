@@ -17,14 +17,13 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.helpers import TRAINING
 from tinygrad.uop.ops import GroupOp, Ops
 
-from uopattn.api.attention import Call
+from uopattn.api.attention import Call, check_backend
 from uopattn.integrate.handle import Handle, Switch, replace_method
 from uopattn.plan.dispatch import NoKernel
 from uopattn.runtime.function import in_function
 from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import Arguments
 
-BACKENDS = ("auto", "kernel")
 Start = int | UOp
 # SHA-256 of the source of the MLA block's method in tinygrad 0.14.0.
 KNOWN_MLA = "224d8e5a2a2ce60c44017c243fadbf771d057282ce745a02aece32e1002de9a7"
@@ -70,8 +69,7 @@ def patch(*, backend: str = "auto", log: bool = True) -> Handle:
     ...   q.scaled_dot_product_attention(k, v, is_causal=True).mean().item()
     1.0
   """
-  if backend not in BACKENDS:
-    raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
+  check_backend(backend, ("auto", "kernel"))
   return PATCH.add(Options(backend, log))
 
 
@@ -136,7 +134,7 @@ def served(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> Tensor | No
     if in_function() and TRAINING:
       raise NoKernel("TRAINING is set, and tinygrad takes no gradient of kernels inside a tinygrad.function")
     call = Call.of(q, k, v, arguments)
-    launch = call.launch()
+    launch = call.division.launch()
   except (TypeError, ValueError) as error:
     if options.backend == "kernel":
       raise ValueError(f"uopattn.patch(backend='kernel'): {error}") from error

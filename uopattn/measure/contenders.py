@@ -33,7 +33,7 @@ Contender = Callable[[Problem], Runner | None]
 
 def uopattn(problem: Problem) -> Runner:
   """Set up our kernel, replayed by TinyJit; it also writes the LSE."""
-  times = repeats(problem.spec, MOST if problem.divided is None else MOST_DIVIDED)
+  times = repeats(problem.spec, MOST if problem.division is None else MOST_DIVIDED)
   call, outputs = captured(problem.computation(times))
 
   def result() -> list[Array]:
@@ -52,7 +52,7 @@ def uopattn_backward(problem: Problem) -> Runner:
   """
   out, lse = problem.attend()
   Tensor.realize(out, lse)
-  gradients = _of_one_device if problem.divided is None else _of_several_devices
+  gradients = _of_one_device if problem.division is None else _of_several_devices
   compute = gradients(problem, out, lse, problem.output_gradient())
 
   def run() -> list[Tensor]:
@@ -75,13 +75,13 @@ def _of_one_device(p: Problem, out: Tensor, lse: Tensor, do: Tensor) -> Callable
 
 def _of_several_devices(p: Problem, out: Tensor, lse: Tensor, do: Tensor) -> Callable[[], list[Tensor]]:
   """Return a function that computes the gradients of q, k and v, which several devices divide."""
-  divided = p.divided
-  assert divided is not None
+  division = p.division
+  assert division is not None
   given = Arguments(is_causal=p.spec.is_causal, enable_gqa=True, return_lse=True)
   do = do.shard(p.devices, p.q.uop.axis).realize()
 
   def compute() -> list[Tensor]:
-    grads = divided.gradients([out, lse], {"q": p.q, "k": p.k, "v": p.v}, [do, None], given, "kernel")
+    grads = division.gradients([out, lse], {"q": p.q, "k": p.k, "v": p.v}, [do, None], given, "kernel")
     return [x for x in grads if x is not None]
 
   return compute

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.renderer import Estimates
-from tinygrad.uop.ops import AxisType, KernelInfo
+from tinygrad.uop.ops import AxisType
 
-from uopattn.dsl import Scope, sizes
+from uopattn.dsl import Scope, make_kernel, sizes
 from uopattn.dsl.cpu.register_blocks import accumulate, zeros
 from uopattn.dsl.schedule import FEW
 from uopattn.measure.contenders import import_torch, torchs_context, torchs_runner
@@ -109,5 +109,4 @@ def add_up(sums: UOp, x: UOp) -> UOp:
   total = s.assign(s.buffer(1), lambda i: 0.0, within=(item,))
   r, w = s.axis(VECTORS), s.axis(LANES)
   total = total.after(total[0].store(total.after(r, w)[0] + acc[r, w]).end(r, w))
-  kernel = sums[item].store(total[0]).end(item)
-  return kernel.sink(arg=KernelInfo(name=f"read_{sizes(x)[1]}", opts_to_apply=()), tag=1)
+  return make_kernel(f"read_{sizes(x)[1]}", (item,), sums[item].store(total[0]))

@@ -13,11 +13,10 @@ from tinygrad.nn.state import safe_load
 
 from uopattn.api.attention import attention
 from uopattn.measure.program import Usage, reason
-from uopattn.plan.context_parallel import ContextParallel, divided
 from uopattn.plan.dispatch import NoKernel, launch_on
+from uopattn.plan.division import Division, division_of
 from uopattn.plan.forward import forward
 from uopattn.plan.launch import Launch
-from uopattn.plan.sharded import Sharded
 from uopattn.proof.gate import numpy
 from uopattn.proof.oracle import Array
 from uopattn.spec.arguments import Arguments
@@ -187,7 +186,7 @@ class Problem:
   Attributes:
     launch: on several devices that of one of them.
     spec: of the whole.
-    divided: how several devices divide the work; None on one.
+    division: how several devices divide the work; None on one.
   """
 
   q: Tensor
@@ -195,7 +194,7 @@ class Problem:
   v: Tensor
   launch: Launch
   spec: AttentionSpec
-  divided: Sharded | ContextParallel | None = None
+  division: Division | None = None
 
   @property
   def devices(self) -> tuple[str, ...]:
@@ -208,7 +207,7 @@ class Problem:
 
   def attend(self) -> tuple[Tensor, Tensor]:
     """Run the attention; return the output and the LSE, new and not yet realized."""
-    if self.divided is None:
+    if self.division is None:
       return forward(self.launch, self.q, self.k, self.v)
     causal = self.spec.is_causal
     return attention(self.q, self.k, self.v, is_causal=causal, enable_gqa=True, return_lse=True, backend="kernel")
@@ -235,7 +234,7 @@ class Problem:
         Tensor.realize(out, sums)
       return out, sums
 
-    return on_one_device if self.divided is None else on_several
+    return on_one_device if self.division is None else on_several
 
 
 def prepare(config: Config) -> Problem:
@@ -250,7 +249,7 @@ def prepare(config: Config) -> Problem:
     if config.gpus == 1:
       return Problem(q, k, v, launch_on(spec, Device.DEFAULT), spec)
     q, k, v = (x.shard(devices(config.gpus), shard_axis(config, spec)).realize() for x in (q, k, v))
-    found = divided(q, k, v, spec, config.arguments)
+    found = division_of(q, k, v, spec, config.arguments)
     launch = found.launch()
     return Problem(q, k, v, next(iter(launch.values())) if isinstance(launch, dict) else launch, spec, found)
   except NoKernel as error:

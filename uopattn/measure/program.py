@@ -10,18 +10,20 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from tinygrad import Device
+from tinygrad import Device, dtypes
 from tinygrad.device import ALL_DEVICES
 from tinygrad.helpers import DEBUG, DEV
 
 from uopattn.dsl.target import Target
 from uopattn.plan.dispatch import DEVICES as WITH_KERNELS
-from uopattn.plan.dispatch import schedules_on
+from uopattn.plan.dispatch import dispatch
 from uopattn.plan.target import RUNTIMES, target_of
 from uopattn.runtime.clang import NoCompiler
+from uopattn.spec.spec import AttentionSpec
 
 LONGEST = 500  # characters of an error: a compiler's contains all of a kernel's source
 LAST = "CPU"  # which every machine has
+SMALL = AttentionSpec(1, 1, 1, 64, 64, 64, 64, dtypes.float16, 0.125)  # which each kernel serves where it runs at all
 
 
 class Usage(Exception):
@@ -121,7 +123,7 @@ def kinds_with_kernels() -> list[str]:
 def why_not(device: str) -> str:
   """Return why no kernel can run on a device, as one line; "" if one can."""
   try:
-    schedules_on(target_of(device))
+    dispatch(SMALL, target_of(device))
   except Exception as error:  # a missing driver can raise anything
     return reason(error)
   return ""

@@ -26,7 +26,7 @@ from uopattn.plan.forward import forward
 from uopattn.plan.gradient import Residuals, backward_launches, by_kernels, by_reference, of_inputs
 from uopattn.plan.launch import Launch
 from uopattn.plan.reference import merged, reference
-from uopattn.plan.sharded import Sharded, axes_of, part_spec
+from uopattn.plan.sharded import part_spec
 from uopattn.runtime.log import log_once
 from uopattn.spec.arguments import Arguments, four_axes
 from uopattn.spec.layout import folded, in_memory
@@ -336,16 +336,6 @@ def _all(size: int) -> Chunk:
 def _from_device(step: int, n: int, keys: int) -> Place:
   """Return the first key of a ring step, which is one of the keys of the device that is `step` further on."""
   return lambda i: (i + step) % n * keys
-
-
-def divided(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, arguments: Arguments) -> Sharded | ContextParallel:
-  """Return how devices divide an attention. Raises ValueError if they cannot."""
-  if not isinstance(q.device, tuple):
-    return Sharded((str(q.device),), None, None, replace(spec, return_lse=True))
-  axes = axes_of(q, k, v, spec)
-  if ROWS in axes:
-    return ContextParallel.of(q.device, axes, spec, arguments)
-  return Sharded.of(q, k, v, next((x for x in axes if x is not None), None), spec, arguments)
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:

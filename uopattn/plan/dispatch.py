@@ -10,9 +10,8 @@ from typing import Any
 from tinygrad import dtypes
 from tinygrad.helpers import ceildiv
 
-from uopattn.dsl.limits import CPU_ARGUMENTS
 from uopattn.dsl.schedule import DTYPES_8, DTYPES_16, HEAD_SCALES, Kernel, Schedule
-from uopattn.dsl.target import Target
+from uopattn.dsl.target import CPU_ARGUMENTS, Target
 from uopattn.kernels import combine, delta, sum_parts
 from uopattn.plan.launch import Launch
 from uopattn.plan.target import target_of

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from tinygrad import Tensor, UOp, dtypes
 
-from uopattn.plan.context_parallel import divided
+from uopattn.plan.context_parallel import ROWS, ContextParallel
 from uopattn.plan.gradient import differentiable
 from uopattn.plan.sharded import Sharded, axes_of
 from uopattn.runtime.function import in_function
@@ -108,7 +108,12 @@ def division_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, arguments:
   """Return how an attention is divided. Raises ValueError if q, k and v are sharded in ways that do not fit."""
   if spec.is_empty:
     return Empty.of(q, k, v, spec)
-  return divided(q, k, v, spec, arguments)
+  if not isinstance(q.device, tuple):
+    return Sharded((str(q.device),), None, None, replace(spec, return_lse=True))
+  axes = axes_of(q, k, v, spec)
+  if ROWS in axes:
+    return ContextParallel.of(q.device, axes, spec, arguments)
+  return Sharded.of(q, k, v, next((x for x in axes if x is not None), None), spec, arguments)
 
 
 def run(

@@ -30,9 +30,8 @@ def forward(
   without, on the CPU at H=8 N=1024 D=64.
   """
   assert launch.spec.return_lse
-  layouts = dict(launch.spec.layouts)
   given: dict[str, Sequence[Tensor]]
-  given = {name: [flat_base(name, x, layouts.get(name))] for name, x in (("q", q), ("k", k), ("v", v))}
+  given = {name: [flat_base(name, x, launch.spec.layout(name))] for name, x in (("q", q), ("k", k), ("v", v))}
   given |= arguments.buffers()
   if arguments.block_mask is not None and launch.spec.block_heads is not None:
     given["tile_lists"] = launch.lists(arguments.block_mask)

@@ -105,17 +105,17 @@ class Residuals:
     """Make one from the output, the LSE and their gradients, of which None is 0."""
     do = (out.zeros_like() if do is None else do).cast(out.dtype)
     # Contiguous as the output is.
-    do = do.transpose(1, 2).contiguous().transpose(1, 2) if "o" in dict(spec.layouts) else do.contiguous()
-    device, layouts = cast(Devices, q.device), dict(spec.layouts)
+    do = do.transpose(1, 2).contiguous().transpose(1, 2) if spec.layout("o") else do.contiguous()
+    device = cast(Devices, q.device)
     launch = delta_launch(spec, target_of(devices_of(device)[0]), dlse is not None)
-    given = {name: [flat_base(name, x, layouts.get(name))] for name, x in (("o", out), ("do", do))} | {"lse": [lse]}
+    given = {name: [flat_base(name, x, spec.layout(name))] for name, x in (("o", out), ("do", do))} | {"lse": [lse]}
     given |= {} if dlse is None else {"dlse": [dlse.float().contiguous()]}
     return cls(spec, q, k, v, lse, do, launch.run(device, given, gradient=_no_further)["delta"])
 
 
 def with_heads_first(o: Tensor, spec: AttentionSpec) -> Tensor:
   """Return the output as (B, Hq, M, Dv); kernels store it flat if it has a layout."""
-  if "o" not in dict(spec.layouts):
+  if spec.layout("o") is None:
     return o
   return o.reshape(spec.B, spec.M, spec.Hq, spec.Dv).transpose(1, 2)
 
@@ -144,9 +144,9 @@ def _with_leaves(arguments: Arguments, leaves: Mapping[str, Tensor]) -> Argument
 
 def by_kernels(launches: tuple[Launch, ...], residuals: Residuals, arguments: Arguments) -> list[Tensor]:
   """Compute dQ, dK and dV with kernels."""
-  layouts, given = dict(residuals.spec.layouts), dict[str, Sequence[Tensor]]()
-  given |= {name: [getattr(residuals, name)] for name in ("lse", "delta")}
-  given |= {name: [flat_base(name, getattr(residuals, name), layouts.get(name))] for name in ("q", "k", "v", "do")}
+  given: dict[str, Sequence[Tensor]] = {name: [getattr(residuals, name)] for name in ("lse", "delta")}
+  for name in ("q", "k", "v", "do"):
+    given[name] = [flat_base(name, getattr(residuals, name), residuals.spec.layout(name))]
   given |= arguments.buffers()
   return run_backward(launches, cast(Devices, residuals.q.device), given, arguments.variables(), arguments.block_mask)
 

@@ -7,19 +7,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinygrad import Tensor, UOp, dtypes
+from tinygrad.dtype import DType
 from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import Ops
 
 from uopattn.dsl import as_type
 from uopattn.dsl.instruction import typed
+from uopattn.dsl.rules.head_view import Pages, Scales
+from uopattn.dsl.rules.masks import Table
+from uopattn.dsl.rules.quantized import unit
+from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.schedule import GRADIENTS, Buffer, Kernel, Schedule
-from uopattn.dsl.view import Strides, View
-from uopattn.plan.rules import rules_of
+from uopattn.dsl.scope import Strides, View
 from uopattn.runtime.function import in_function
 from uopattn.runtime.prepare import prepared
 from uopattn.spec.arguments import ARGUMENTS
 from uopattn.spec.block_mask import BlockMask
-from uopattn.spec.layout import Layout
 from uopattn.spec.shards import Devices, devices_of
 from uopattn.spec.spec import AttentionSpec, Input
 
@@ -57,18 +60,9 @@ class Launch:
     return self.spec.packed(self.pack_gqa)
 
   @property
-  def layouts(self) -> dict[str, Layout]:
-    """The layouts of the operands and the output that are strided views, by name."""
-    return dict(self.spec.layouts)
-
-  @property
   def own(self) -> tuple[Buffer, ...]:
     """The buffers of a call that are not arguments, in order. The LSE is among them only if it is wanted."""
     return tuple(x for x in self.kernel.buffers if self.spec.return_lse or (x.name, x.mode) != ("lse", "write"))
-
-  def names(self) -> tuple[str, ...]:
-    """Return the names of `own`."""
-    return tuple(x.name for x in self.own)
 
   def shape(self, buffer: Buffer) -> tuple[int, ...]:
     """Return the shape of a buffer of a call, but for a layout."""
@@ -92,8 +86,7 @@ class Launch:
 
   def lists(self, mask: BlockMask) -> Sequence[Tensor]:
     """Return the "tile_lists" for a block mask."""
-    block, tile = self.kernel.block(self.tiles)
-    return mask.query_lists(tile, block) if self.kernel.of_keys else mask.tile_lists(block, tile)
+    return mask.tile_lists(*self.kernel.block(self.tiles), self.kernel.of_keys)
 
   def graph(self, slots: Sequence[int] | None = None) -> UOp:
     """Build the kernel on buffers with the given slots, or slots from 0 on; batch and heads become one axis."""
@@ -122,7 +115,7 @@ class Launch:
     if buffer.scratch:
       return x
     batches, heads, rows, *width = buffer.shape(self.packed, self.tiles, self.splits)
-    if (layout := self.layouts.get(buffer.name)) is None:
+    if (layout := self.spec.layout(buffer.name)) is None:
       return x.reshape(batches * heads, rows, *width)
     of_batch, of_head, of_row, _ = layout.strides
     _, all_heads, head_rows, D = self.shape(buffer)
@@ -155,7 +148,7 @@ class Launch:
 
   def argument_count(self) -> int:
     """Return the number of buffers and Variables of a call."""
-    return len(self.buffers()) + self.spec.variables
+    return len(self.buffers()) + len(self.spec.variables)
 
   def build(self, device: Devices, slots: Sequence[int] | None = None) -> UOp:
     """Return the prepared kernel for a device, or for several."""
@@ -174,12 +167,12 @@ class Launch:
       gradient: the call's `grad_fxn`.
     """
     # Like `Tensor.custom_kernel`, but without making placeholders, which takes a fifth of an eager call.
-    buffers = self.buffers()
-    given = {x.name: (_empty(x, device),) for x in buffers if x.name in self.kernel.outputs} | dict(given)
+    buffers, outputs = self.buffers(), [x.name for x in self.own if x.mode == "write"]
+    given = {x.name: (_empty(x, device),) for x in buffers if x.name in outputs} | dict(given)
     tensors = [x for name in dict.fromkeys(x.name for x in buffers) for x in given[name]]
     variables = variables if {"rules", "tiles"}.issubset(self.kernel.params) else ()
     call = self.build(device).call(*(x.uop for x in tensors), *variables, grad_fxn=gradient)
-    return {name: Tensor(given[name][0].uop.after(call)) for name in self.names() if name in self.kernel.outputs}
+    return {name: Tensor(given[name][0].uop.after(call)) for name in outputs}
 
 
 def _graph(launch: Launch, slots: tuple[int, ...] | None) -> tuple[UOp, Estimates]:
@@ -194,3 +187,39 @@ def _empty(x: Input, device: Devices) -> Tensor:
   if in_function():
     return Tensor.invalids(*x.shape, device=device, dtype=x.dtype)
   return Tensor(UOp.new_buffer(device, math.prod(x.shape), x.dtype).reshape(x.shape))
+
+
+def rules_of(
+  spec: AttentionSpec, buffers: Mapping[str, Sequence[UOp]], pack_gqa: int = 1, operand: DType | None = None
+) -> Rules:
+  """Return the rules of a kernel, given its buffers by the names of their arguments.
+
+  Args:
+    pack_gqa: query heads that the kernel treats as rows of one head.
+    operand: the dtype that 8-bit keys and values with scales are widened to; None is q's dtype.
+  """
+  operand = operand or spec.dtype
+  tables = {name: tuple(map(Table, buffers.get(name, ()))) for name in ("aux", "block_mask")}
+  masks = ((spec.mask_mod, tables["aux"]), (spec.block_mod, tables["block_mask"]))
+  given: dict[str, Any] = {name: x[0] if len(x) == 1 else tuple(x) for name, x in buffers.items() if name not in tables}
+  given |= {name: x for name in ("q_start", "kv_lengths") if (x := getattr(spec, name)) is not None}
+  if "scales" in given:
+    keys, values = given["scales"]
+    given["scales"] = Scales(keys, values, operand, unit(spec.stored, operand))
+  if "page_table" in given:
+    given["pages"] = Pages(given.pop("page_table"), *spec.kept)
+  return Rules(
+    spec.M,
+    spec.N,
+    heads=spec.Hq,
+    group=spec.group,
+    pack_gqa=pack_gqa,
+    scale=spec.scale,
+    masks=spec.masks,
+    softcap=spec.softcap,
+    score_mod=None if spec.score_mod is None else spec.score_mod(tables["aux"]),
+    mask_mods=tuple(mod(aux) for mod, aux in masks if mod is not None),
+    dropout_p=spec.dropout_p,
+    origin=spec.origin,
+    **given,
+  )

@@ -13,8 +13,7 @@ from tinygrad.renderer import Renderer
 from tinygrad.renderer.cstyle import ClangRenderer
 from tinygrad.uop.ops import UOp
 
-from uopattn.dsl.limits import LINE
-from uopattn.dsl.target import VectorUnit
+from uopattn.dsl.target import LINE, VectorUnit
 from uopattn.emulator.scopes import check_scopes
 from uopattn.runtime.clang import NoCompiler, find_clang
 from uopattn.runtime.machine import cpu_info, is_intel

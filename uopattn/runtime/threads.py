@@ -34,7 +34,7 @@ from tinygrad.renderer import Estimates
 from tinygrad.runtime.ops_cpu import CPUDevice, CPUProgram
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 
-from uopattn.dsl.limits import CPU_ARGUMENTS
+from uopattn.dsl.target import CPU_ARGUMENTS
 from uopattn.runtime.cpu import kernel_renderer
 from uopattn.runtime.machine import thread_count, usable_cores
 from uopattn.runtime.program_cache import finished

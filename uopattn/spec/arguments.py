@@ -20,7 +20,7 @@ from uopattn.dsl import sizes as shape_of
 from uopattn.dsl.rules.ranges import Range, Window, merged
 from uopattn.spec.block_mask import BlockMask
 from uopattn.spec.layout import folded
-from uopattn.spec.tensors import WIDEST, check_tensor, check_tensors, described, dtype_name, near, placed
+from uopattn.spec.tensors import WIDEST, check_device, check_tensor, check_tensors, described, dtype_name, near, placed
 
 
 class Sizes(NamedTuple):
@@ -325,8 +325,8 @@ class Arguments:
       declared.check(name, value, sizes)
       for x in value if isinstance(value, tuple) else (value.counts if name == "block_mask" else value,):
         moved = name == "block_mask" and isinstance(device, tuple)  # see `BlockMask.on`
-        if isinstance(x, Tensor) and x.device != device and not moved:
-          raise ValueError(f"{name} is on {x.device}, q is on {device}; all must be on one device")
+        if isinstance(x, Tensor) and not moved:
+          check_device(name, x, device)
     if self.aux and self.score_mod is None and self.mask_mod is None:
       raise ValueError(f"aux holds {len(self.aux)} Tensors, but there is no score_mod or mask_mod to read them")
 

@@ -232,43 +232,35 @@ class BlockMask:
         f"block_mask was made for scores of {mine}; it must be for {(B, Hq, M, N)}, with 1 allowed for the first two"
       )
 
-  def tile_lists(self, block_m: int, block_n: int) -> tuple[Tensor, Tensor]:
+  def tile_lists(self, block: int, tile: int, of_keys: bool = False) -> tuple[Tensor, Tensor]:
     """List the tiles of keys that each block of queries attends to; see `uopattn.dsl.rules.masks.Masks.tile_lists`.
 
     A tile is full if all the mask's blocks that it touches are full and it ends before N. Kernels skip it if all of
     them are empty. The lists are computed once per tile size, by tinygrad ops.
 
     Args:
-      block_m, block_n: queries per block and keys per tile of the kernel.
+      block, tile: rows per block and per tile of the kernel.
+      of_keys: list the tiles of queries that see each block of keys instead. A full tile also ends before M.
 
     Returns:
       The tiles, full ones first and empty ones last, (B or 1, Hq or 1, blocks, tiles) int32; and how many are full and
       how many are not empty, at least 1, (B or 1, Hq or 1, blocks, 2) int32.
     """
-    return self._listed(block_m, block_n, of_keys=False)
-
-  def query_lists(self, block_m: int, block_n: int) -> tuple[Tensor, Tensor]:
-    """List the tiles of queries that see each block of keys, in the form of `tile_lists`.
-
-    A full tile also ends before M. There is one list per block of keys, and its entries are tiles of queries.
-    """
-    return self._listed(block_m, block_n, of_keys=True)
-
-  def _listed(self, block_m: int, block_n: int, of_keys: bool) -> tuple[Tensor, Tensor]:
-    key = block_m, block_n, of_keys
+    key = block, tile, of_keys
     if key not in self._lists:
       self._lists[key] = self._list(*key)
     return self._lists[key]
 
-  def _list(self, block_m: int, block_n: int, of_keys: bool) -> tuple[Tensor, Tensor]:
+  def _list(self, block: int, tile: int, of_keys: bool) -> tuple[Tensor, Tensor]:
+    block_m, block_n = (tile, block) if of_keys else (block, tile)
     device = self.counts.device
     rows, keys = (
-      Tensor(_touches(n, tile, block), device=device)
-      for n, tile, block in ((self.M, block_m, self.block_m), (self.N, block_n, self.block_n))
+      Tensor(_touches(n, size, own), device=device)
+      for n, size, own in ((self.M, block_m, self.block_m), (self.N, block_n, self.block_n))
     )
     seen, doubtful = (rows @ x.float() @ keys.T > 0 for x in (self.empty.logical_not(), self.full.logical_not()))
     lengths = [(self.N, block_n), (self.M, block_m)]
-    within = [Tensor([end <= n for end in range(tile, n + tile, tile)], device=device) for n, tile in lengths]
+    within = [Tensor([end <= n for end in range(size, n + size, size)], device=device) for n, size in lengths]
     whole = doubtful.logical_not() & within[0]
     if of_keys:
       seen, whole = (x.transpose(-1, -2) for x in (seen, whole & within[1].unsqueeze(-1)))

@@ -11,13 +11,12 @@ from tinygrad.uop.ops import Ops
 from uopattn.dsl import sizes
 from uopattn.dsl.rules.masks import NO_ORIGIN, Origin
 from uopattn.dsl.rules.quantized import QUANTIZED_DTYPES
+from uopattn.dsl.rules.ranges import Positions
 from uopattn.dsl.schedule import DTYPES_16, DTYPES_16_32, Problem
 from uopattn.spec.arguments import Arguments, Sizes, known
 from uopattn.spec.layout import Layout, heads_last, starts_as, strided, with_heads_last
-from uopattn.spec.tensors import OPERANDS, dtype_name
+from uopattn.spec.tensors import OPERANDS, check_device, dtype_name
 from uopattn.spec.trace import Mod, trace_mod
-
-BACKENDS = ("auto", "kernel", "reference")
 
 
 @dataclass(frozen=True)
@@ -32,18 +31,6 @@ class Input:
   name: str
   shape: tuple[int, ...]
   dtype: DType
-
-
-@dataclass(frozen=True)
-class _Whole:
-  """An attention of which all keys exist, as masks take it to count the keys that a query sees."""
-
-  start: int
-  length: int = 0
-  first_key: int = 0
-
-  def bound(self, last: bool, query: Any) -> Any:
-    raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -96,6 +83,10 @@ class AttentionSpec(Problem):
     blocks = (*self.block_heads, ceildiv(rows, block))
     return tuple(Input("tile_lists", (*blocks, n), dtypes.int) for n in (ceildiv(walked, tile), 2))
 
+  def layout(self, name: str) -> Layout | None:
+    """The layout of q, k, v, the output "o" or its gradient "do"; None if it is contiguous."""
+    return dict(self.layouts).get(name)
+
   def packed(self, heads: int) -> Self:
     """The spec after GQA packing, with q's layout as the kernel sees it."""
     found = super().packed(heads)
@@ -116,10 +107,10 @@ class AttentionSpec(Problem):
     return super().fits_tensor_maps and all(fits(x, shapes.get(name, of_q)) for name, x in self.layouts if name != "o")
 
   @property
-  def variables(self) -> int:
-    """The number of Variables that a kernel takes."""
+  def variables(self) -> tuple[UOp, ...]:
+    """The Variables that a kernel takes."""
     places = [x for x in (self.q_start, self.kv_lengths, *self.origin.first) if isinstance(x, UOp)]
-    return len({u for x in places for u in x.toposort() if u.op is Ops.PARAM})
+    return tuple(dict.fromkeys(u for x in places for u in x.toposort() if u.op is Ops.PARAM))
 
   def record(self) -> dict[str, Any]:
     """Return the entries of a JSON record: shapes, dtype, scale, whether it is causal, and return_lse."""
@@ -131,10 +122,10 @@ class AttentionSpec(Problem):
     """Floating-point operations of the two matrix products, over the pairs of query and key that see each other."""
     pairs = self.M * self.N
     if isinstance(self.q_start, int) and self.masks:
-      pairs = sum(self._seen(_Whole(self.q_start), query) for query in range(self.M))
+      pairs = sum(self._seen(Positions(self.q_start, self.N), query) for query in range(self.M))
     return 2 * self.B * self.Hq * pairs * (self.Dk + self.Dv)
 
-  def _seen(self, at: "_Whole", query: int) -> int:
+  def _seen(self, at: Positions, query: int) -> int:
     """The number of keys that a query sees by its position."""
     firsts = [x for mask in self.masks if (x := mask.first(at, query)) is not None]
     lasts = [x for mask in self.masks if (x := mask.last(at, query)) is not None]
@@ -209,8 +200,7 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> No
   for name, x in named.items():
     if not all(isinstance(size, int) for size in x.shape) or x.shape[-1] < 1:
       raise ValueError(f"{name} has shape {x.shape}; every size must be a known int, and the last one at least 1")
-    if x.device != q.device:
-      raise ValueError(f"{name} is on {x.device}, q is on {q.device}; all must be on one device")
+    check_device(name, x, q.device)
   (_check_shapes if arguments.page_table is None else _check_pages)(q, k, v)
   Hq, Hkv = sizes(q)[1], sizes(k)[1]
   if Hq != Hkv and not arguments.enable_gqa:

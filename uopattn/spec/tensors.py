@@ -47,6 +47,12 @@ def check_tensors(name: str, xs: object) -> None:
     check_tensor(f"{name}[{i}]", x)
 
 
+def check_device(name: str, x: Tensor, device: object, of: str = "q") -> None:
+  """Raise ValueError unless x is on the device of the argument `of`."""
+  if x.device != device:
+    raise ValueError(f"{name} is on {x.device}, {of} is on {device}; all must be on one device")
+
+
 def operands(symbolic: tuple[int, ...] = (), **named: object) -> tuple[Tensor, ...]:
   """Give Tensors a common device and strong dtypes, as tinygrad's own ops do.
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 from tinygrad import Tensor, UOp, dtypes
-from tinygrad.uop.ops import Ops
 
 from uopattn.dsl.schedule import DTYPES_8, HEAD_SCALES
 from uopattn.measure.problem import normal, tensor
@@ -41,8 +40,7 @@ def unmeasured(spec: AttentionSpec) -> str:
     return f"{', '.join(lacking)}: what its Tensors hold decides the time"
   if spec.pages or spec.dropout_p or not all(x.options() for x in spec.masks):
     return "its masks, pages or dropout"
-  places = _variables(spec)
-  if any(x.expr.startswith("_") for x in places):
+  if any(x.expr.startswith("_") for x in spec.variables):
     return "its position depends on the device"
   return "its lengths are made of several Variables" if _bound(spec) is None else ""
 
@@ -158,7 +156,7 @@ def _gradient_runs(inputs: "Drawn", device: str) -> tuple[dict[str, list[Tensor]
   o, lse = run_stages(dispatch(spec, target), device, inputs.given, {}, inputs.variables)
   delta = delta_launch(spec, target, False)
   (place,) = (x for x in delta.buffers() if x.name == "do")
-  heads_last = "do" in dict(spec.layouts)
+  heads_last = spec.layout("do") is not None
   all_rows = normal((spec.B, spec.Hq, spec.M, spec.Dv), place.dtype, np.random.default_rng(1), device)
   o = o.transpose(1, 2).reshape(-1) if heads_last else o  # as kernels store it
   o, lse = (x.contiguous().realize() for x in (o, lse))
@@ -219,9 +217,9 @@ class Drawn:
 
   def operands(self, part: Part) -> tuple[Array, Array, Array]:
     """Return the rows of q of a part, and their k and v."""
-    s, layouts, (b, heads, _) = self.spec, dict(self.spec.layouts), part
+    s, (b, heads, _) = self.spec, part
     shapes = {"q": (s.B, s.Hq, s.M, s.Dk), "k": (s.B, s.Hkv, s.N, s.Dk), "v": (s.B, s.Hkv, s.N, s.Dv)}
-    q, k, v = (_viewed(self.arrays[name], layouts.get(name), shapes[name]) for name in "qkv")
+    q, k, v = (_viewed(self.arrays[name], s.layout(name), shapes[name]) for name in "qkv")
     keys = key_heads(s, b, heads)
     return q[part], k[keys], v[keys]
 
@@ -245,14 +243,9 @@ def contents(x: Input, s: AttentionSpec, random: np.random.Generator, device: st
   return random.random(x.shape) < 0.8 if x.dtype == dtypes.bool else normal(x.shape, x.dtype, random, device)
 
 
-def _variables(spec: AttentionSpec) -> list[UOp]:
-  places = (x for x in (spec.q_start, spec.kv_lengths) if isinstance(x, UOp))
-  return list(dict.fromkeys(u for x in places for u in x.toposort() if u.op is Ops.PARAM))
-
-
 def _bound(spec: AttentionSpec) -> dict[UOp, int] | None:
   """Return the largest values of Variables with which all keys exist; None if they are not found."""
-  found = {u: int(u.vmax) for u in _variables(spec)}
+  found = {u: int(u.vmax) for u in spec.variables}
   length = _value(spec.kv_lengths, found)
   if length is not None and length > spec.N:
     if len(found) > 1:

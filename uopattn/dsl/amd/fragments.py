@@ -71,25 +71,9 @@ class Fragments:
     of = {8: " and 8 bits", 16: "", 32: " and float32"}[bits]
     raise ValueError(f"no matrix instruction known for {arch}{of}; there are some for {', '.join(by_arch)}")
 
-  # ** the hardware's own numbering **
-
-  def operand_at(self, lane: Index, e: int) -> tuple[Index, Index | int]:
-    """(row of A or column of B, k) of element e of a lane."""
-    group = lane // MMA_SIZE
-    if self.repeated:
-      return lane % MMA_SIZE, e
-    if self.lanes == 32:  # RDNA4: blocks of 4 k alternate between the groups
-      return lane % MMA_SIZE, e % 4 + 8 * (e // 4) + 4 * group
-    return lane % MMA_SIZE, self.operand * group + e
-
-  def result_at(self, lane: Index, e: int) -> tuple[Index, Index]:
-    """(row, column) of element e of a lane in C and D."""
-    return self.result_row(lane // MMA_SIZE, e), lane % MMA_SIZE
-
   def result_row(self, group: Index, e: int) -> Index:
+    """The row of element e of a group's lanes in C and D."""
     return self.groups * e + group if self.interleaved else self.result * group + e
-
-  # ** the schedule's numbering **
 
   @property
   def groups(self) -> int:

@@ -24,8 +24,7 @@ from uopattn.dsl.instructions import HIP
 from uopattn.dsl.packed import ALWAYS, Words, as_type, words_of
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.quantized import LARGEST
-from uopattn.dsl.scope import gated, sizes
-from uopattn.dsl.view import View, row_start
+from uopattn.dsl.scope import View, gated, row_start, sizes
 
 # The `width` elements of A, or of B, that a lane holds for a step, of each part in turn; in 8 bits words of four.
 Operand = list[UOp]

@@ -33,8 +33,7 @@ from uopattn.dsl.cpu.amx import (
 )
 from uopattn.dsl.cpu.mainloop import element
 from uopattn.dsl.rules.head_view import HeadView
-from uopattn.dsl.scope import Scope, gated, sizes
-from uopattn.dsl.view import View
+from uopattn.dsl.scope import Scope, View, gated, sizes
 
 GROUPS = 2  # of 16 lanes that are processed at once
 BLOCK = 2 * ROWS  # rows, and columns, of the four accumulators of two groups

@@ -10,16 +10,16 @@ from math import gcd, inf
 
 from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv
-from tinygrad.uop.ops import AxisType, KernelInfo
+from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl.instructions import CPU
-from uopattn.dsl.limits import LINE
 from uopattn.dsl.math import exp2
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import Scaling, normalize, store_lse
 from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.scope import Loop, Scope, clamp, least, sizes
+from uopattn.dsl.target import LINE
 
 Tile = Callable[[UOp, UOp], UOp]  # (key of the tile, column) -> its float32 element
 
@@ -219,12 +219,6 @@ class QueryBlock:
       stored = store_lse(lse, self.exists(r), self.result, self.row(r), [x[r].load() for x in numbers])
       stores.append(UOp.group(*stored).end(r))
     return stores
-
-
-def finished(name: str, axes: tuple[UOp, ...], *stores: UOp) -> UOp:
-  """The kernel of that name, which ends after its last stores, inside the axes."""
-  # The tag keeps tinygrad from rearranging the axes.
-  return UOp.group(*stores).end(*axes).sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
 
 
 def element(rows: HeadView, row: UOp, d: UOp, length: UOp | None) -> UOp:

@@ -1,9 +1,9 @@
 """The position of a GPU thread: its lane and warp, and the queries of its workgroup."""
 
 from tinygrad import UOp
-from tinygrad.uop.ops import AxisType, KernelInfo
+from tinygrad.uop.ops import AxisType
 
-from uopattn.dsl.scope import Scope
+from uopattn.dsl.scope import Scope, make_kernel
 
 
 class Workgroup:
@@ -34,6 +34,4 @@ class Workgroup:
 
   def kernel(self, name: str, stores: list[UOp]) -> UOp:
     """The graph of the kernel that ends with `stores`."""
-    ended = UOp.group(*stores).end(self.warp, self.lane).end(self.item)
-    # A tag keeps tinygrad from rearranging the axes.
-    return ended.sink(arg=KernelInfo(name=name, opts_to_apply=()), tag=1)
+    return make_kernel(name, (self.item,), UOp.group(*stores).end(self.warp, self.lane))

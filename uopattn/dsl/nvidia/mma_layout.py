@@ -8,7 +8,8 @@ neighbouring accumulator tiles, rounded to 16 bits, are a left operand as they a
 Source: PTX ISA, "Matrix Fragments for mma.m16n8k16" and "Register Fragments for wgmma.mma_async.m64nNk16".
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
@@ -16,8 +17,7 @@ from tinygrad.dtype import DType
 from uopattn.dsl.instructions import CUDA, Cuda
 from uopattn.dsl.rules.rules import HeadRules
 from uopattn.dsl.rules.softmax import Row, normalize, store_lse
-from uopattn.dsl.scope import as_type, gated, sizes
-from uopattn.dsl.view import View, row_start
+from uopattn.dsl.scope import View, as_type, gated, row_start, sizes
 
 WARP = 32  # lanes
 MMA_M = 16  # rows of a warp's tile
@@ -42,8 +42,8 @@ def columns(tiles: int) -> list[int]:
 
 
 def loaded(of_rows: UOp) -> list[UOp]:
-  """A lane's numbers of its two rows, from registers."""
-  return [of_rows[half].load() for half in range(HALVES)]
+  """A lane's numbers of its rows, from registers."""
+  return [of_rows[i].load() for i in range(sizes(of_rows)[0])]
 
 
 def row_reduce(operation: Callable[[UOp, UOp], UOp], value: UOp) -> UOp:
@@ -85,83 +85,93 @@ def finished(rules: HeadRules, m_i: UOp, l_i: UOp, row: UOp, p_scale_log2: int =
   return found if rules.o_scale is None else found._replace(factor=found.factor * rules.o_scale)
 
 
-def store_row(
-  o: UOp | View,
-  lse: UOp | None,
-  head: UOp,
-  row: UOp,
-  half: int,
-  acc: UOp,
-  found: Row,
-  lane: UOp,
-  dialect: Cuda = CUDA,
-  first: UOp | int = 0,
-  operand: DType | None = None,
-  pairs: bool = False,
-) -> list[UOp]:
-  """Store the output and the LSE of a row that is `finished`, unless it is past the last row.
+@dataclass(frozen=True)
+class Epilogue:
+  """Stores rows of accumulators of one head: an output with its LSE, or a gradient.
 
-  `acc` has the columns from `first` on; those from 0 on come with the LSE. `operand` and `pairs` are as in
-  `store_scaled`.
+  No method stores a row past the last one.
+
+  Attributes:
+    out: (heads, rows, size), the output or the gradient.
+    head: the head of `out`.
+    lane: index of this thread in its warp.
+    lse: (heads, rows) float32, or None.
+    dialect: dialect of the instructions.
+    operand: dtype of the products' operands, by default that of `out`.
+    first: column of `out` that is the accumulators' first one, a multiple of 32. Those from 0 on store the LSE.
+    pairs: whether to store two elements in float32 at once where rows begin at multiples of 8 bytes; the quad then
+      writes whole sectors of 32 bytes.
   """
-  stores = store_scaled(o, head, row, half, acc, found.factor, lane, dialect, first, operand, pairs)
-  if lse is not None:
-    inside = (row < sizes(lse)[1]) & (lane % QUAD).eq(0)
-    inside = inside & first.eq(0) if isinstance(first, UOp) else inside
-    stores += store_lse(lse, inside, head, row, found.numbers(lse))
-  return stores
 
+  out: UOp | View
+  head: UOp
+  lane: UOp
+  lse: UOp | None = None
+  dialect: Cuda = CUDA
+  operand: DType | None = None
+  first: UOp | int = 0
+  pairs: bool = False
 
-def store_scaled(
-  o: UOp | View,
-  head: UOp,
-  row: UOp,
-  half: int,
-  acc: UOp,
-  factor: UOp,
-  lane: UOp,
-  dialect: Cuda = CUDA,
-  first: UOp | int = 0,
-  operand: DType | None = None,
-  pairs: bool = False,
-) -> list[UOp]:
-  """Store a row of accumulators times `factor` to o (heads, rows, size), unless it is past the last row.
+  def store_output(
+    self, rules: HeadRules, rows: list[UOp], acc: UOp | list[UOp], m_i: UOp, l_i: list[UOp], p_scale_log2: int
+  ) -> list[UOp]:
+    """Store the output, normalized, and the LSE of this lane's rows; see `finished`.
 
-  The accumulators' first column is column `first` of o, a multiple of 32. They are sums of products of the type
-  `operand`, by default o's.
+    Args:
+      acc: (accumulator tiles, 4) of each 16 rows.
+      m_i: registers, (rows,).
+      l_i: the sum of this lane's P of each row.
+    """
+    stores = []
+    for i, (row, l) in enumerate(zip(rows, l_i, strict=True)):
+      found = finished(rules, m_i[i].load(), l, row, p_scale_log2)
+      stores += self.store_scaled(i % HALVES, row, acc[i // HALVES], found.factor)
+      if self.lse is not None:
+        inside = (row < sizes(self.lse)[1]) & (self.lane % QUAD).eq(0)
+        inside = inside & self.first.eq(0) if isinstance(self.first, UOp) else inside
+        stores += store_lse(self.lse, inside, self.head, row, found.numbers(self.lse))
+    return stores
 
-  A lane has 32-bit words of neighbouring elements. In 16 bits a word is two elements of one accumulator tile. In 8 bits
-  it is four elements of two tiles, which are the even and the odd columns of 16. With `pairs`, two elements in float32
-  are stored at once where rows begin at multiples of 8 bytes; the quad then writes whole sectors of 32 bytes.
-  """
-  _, M, Dv = sizes(o)
-  width = max(2, 4 // (operand or o.dtype).itemsize)  # neighbouring elements of a lane
-  tiles, chunk = width // 2, QUAD * width  # accumulator tiles per word; elements in a word of each lane of a quad
-  values = [
-    [acc[d + i % tiles, 2 * half + i // tiles].load() * factor for i in range(width)]
-    for d in range(0, acc.shape[0], tiles)
-  ]
-  stores = []
-  if Dv % chunk == 0 and o.dtype.itemsize < 4:
-    words, flat = [dialect.pack_word(elements, o.dtype) for elements in values], as_type(o, dtypes.uint)
-    words += [UOp.const(0, dtypes.uint)] * (-len(words) % QUAD)
-    for d in range(0, len(words), QUAD):  # lane t of the quad stores word d + t of all four lanes
-      column = first + (d + lane % QUAD) * chunk
-      inside = row < M if column.vmax < Dv else (row < M) & (column < Dv)
-      at = (row_start(o, head, row) + column) // width
-      for w, word in enumerate(transposed(words[d : d + QUAD], lane)):
-        stores.append(flat[(at + w).valid(inside)].store(word))
-  elif pairs and Dv % chunk == 0 and o.dtype == dtypes.float32 and not isinstance(o, View):
-    flat = as_type(o, dtypes.ulong)
-    for d, elements in enumerate(values):
-      column = first + d * chunk + lane % QUAD * width
-      inside = row < M if column.vmax < Dv else (row < M) & (column < Dv)
-      low, high = (x.bitcast(dtypes.uint).cast(dtypes.ulong) for x in elements)
-      at = (row_start(o, head, row) + column) // 2
-      stores.append(flat[at.valid(inside)].store(low | high << 32))
-  else:
-    for d, elements in enumerate(values):
-      for e, value in enumerate(elements):
-        column = first + d * chunk + lane % QUAD * width + e
-        stores.append(gated(o, (row < M) & (column < Dv), head, row, column).store(value.cast(o.dtype)))
-  return stores
+  def store_halves(self, rows: Iterable[UOp], acc: UOp, factor: float) -> list[UOp]:
+    """Store this lane's two rows of acc, the registers of one tile of 16 rows, times `factor`."""
+    tiles = acc.reshape(-1, 4)
+    return [x for half, row in enumerate(rows) for x in self.store_scaled(half, row, tiles, UOp.const(factor))]
+
+  def store_scaled(self, half: int, row: UOp, acc: UOp, factor: UOp) -> list[UOp]:
+    """Store one half of acc (accumulator tiles, 4) times `factor`.
+
+    A lane has 32-bit words of neighbouring elements. In 16 bits a word is two elements of one accumulator tile. In 8
+    bits it is four elements of two tiles, which are the even and the odd columns of 16.
+    """
+    out, lane = self.out, self.lane
+    _, M, Dv = sizes(out)
+    width = max(2, 4 // (self.operand or out.dtype).itemsize)  # neighbouring elements of a lane
+    tiles, chunk = width // 2, QUAD * width  # accumulator tiles per word; elements in a word of each lane of a quad
+    values = [
+      [acc[d + i % tiles, 2 * half + i // tiles].load() * factor for i in range(width)]
+      for d in range(0, acc.shape[0], tiles)
+    ]
+    stores = []
+    if Dv % chunk == 0 and out.dtype.itemsize < 4:
+      words, flat = [self.dialect.pack_word(elements, out.dtype) for elements in values], as_type(out, dtypes.uint)
+      words += [UOp.const(0, dtypes.uint)] * (-len(words) % QUAD)
+      for d in range(0, len(words), QUAD):  # lane t of the quad stores word d + t of all four lanes
+        column = self.first + (d + lane % QUAD) * chunk
+        inside = row < M if column.vmax < Dv else (row < M) & (column < Dv)
+        at = (row_start(out, self.head, row) + column) // width
+        for w, word in enumerate(transposed(words[d : d + QUAD], lane)):
+          stores.append(flat[(at + w).valid(inside)].store(word))
+    elif self.pairs and Dv % chunk == 0 and out.dtype == dtypes.float32 and not isinstance(out, View):
+      flat = as_type(out, dtypes.ulong)
+      for d, elements in enumerate(values):
+        column = self.first + d * chunk + lane % QUAD * width
+        inside = row < M if column.vmax < Dv else (row < M) & (column < Dv)
+        low, high = (x.bitcast(dtypes.uint).cast(dtypes.ulong) for x in elements)
+        at = (row_start(out, self.head, row) + column) // 2
+        stores.append(flat[at.valid(inside)].store(low | high << 32))
+    else:
+      for d, elements in enumerate(values):
+        for e, value in enumerate(elements):
+          column = self.first + d * chunk + lane % QUAD * width + e
+          stores.append(gated(out, (row < M) & (column < Dv), self.head, row, column).store(value.cast(out.dtype)))
+    return stores

@@ -1,7 +1,7 @@
 """Transposing tiles of 8-bit elements in NVIDIA's shared memory, for `wgmma`, whose 8-bit operands have k along rows.
 
 A tile (keys, columns) becomes (columns, keys) with both orders changed, so that whole words move:
-- Of 16 columns the even ones come first, then the odd ones: `uopattn.dsl.nvidia.mma_layout.store_scaled` expects
+- Of 16 columns the even ones come first, then the odd ones: `uopattn.dsl.nvidia.mma_layout.Epilogue` expects
   accumulators in that order.
 - Of 16 keys, byte 4 t + i is key 2 t + i % 2 + 8 (i // 2): what lane t of a quad has of P in two accumulator tiles.
 

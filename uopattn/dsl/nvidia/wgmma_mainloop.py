@@ -19,7 +19,7 @@ from tinygrad.dtype import DType
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import CUDA
 from uopattn.dsl.nvidia import wgmma
-from uopattn.dsl.nvidia.mma_layout import HALVES, QUAD, WARP, finished, loaded, store_row
+from uopattn.dsl.nvidia.mma_layout import HALVES, QUAD, WARP, Epilogue, loaded
 from uopattn.dsl.nvidia.swizzled import SwizzledTiles
 from uopattn.dsl.nvidia.tensor_pipeline import Trip, loop
 from uopattn.dsl.nvidia.wgmma import WARPS
@@ -171,18 +171,11 @@ class Mainloop:
   def epilogue(
     self, o: UOp, lse: UOp | None, head: UOp, acc: UOp, m_i: UOp, l_i: list[UOp], first: UOp | int = 0
   ) -> list[UOp]:
-    """Store O, normalized, and the LSE of this lane's rows; see `store_row`.
-
-    Args:
-      l_i: the sum of this lane's P of each row.
-      first: the first column of acc.
-    """
-    stores, tiles, p_scale, lane = [], acc.reshape(-1, 4), p_scale_of(self.dtype), self.group.lane
+    """Store O, normalized, and the LSE of this lane's rows, from the column `first` on; see `Epilogue`."""
     pairs = isinstance(first, UOp)  # where O may be float32, of a split
-    for half, row in enumerate(self.rows):
-      found = finished(self.rules, m_i[half].load(), l_i[half], row, p_scale)
-      stores += store_row(o, lse, head, row, half, tiles, found, lane, first=first, operand=self.dtype, pairs=pairs)
-    return stores
+    epilogue = Epilogue(o, head, self.group.lane, lse, operand=self.dtype, first=first, pairs=pairs)
+    tiles = [acc.reshape(-1, 4)]
+    return epilogue.store_output(self.rules, self.rows, tiles, m_i, l_i, p_scale_of(self.dtype))
 
 
 class SequentialMainloop(Mainloop):

@@ -8,8 +8,7 @@ from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 
 from uopattn.dsl.rules.quantized import widened, widened_bits
-from uopattn.dsl.scope import Scope, as_type, clamp, least, sizes
-from uopattn.dsl.view import Strides, View
+from uopattn.dsl.scope import Scope, Strides, View, as_type, clamp, least, sizes
 
 
 @dataclass(frozen=True, eq=False)

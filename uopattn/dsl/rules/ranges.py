@@ -27,6 +27,18 @@ class Head(Protocol):
     """The first or the last key of a query, as the argument `bounds` gives them."""
 
 
+@dataclass(frozen=True, eq=False)
+class Positions:
+  """A `Head` by the numbers in it; it has no `bounds`."""
+
+  start: Any
+  length: Any
+  first_key: Any = 0
+
+  def bound(self, last: bool, query: Any) -> Any:
+    raise NotImplementedError
+
+
 class Range:
   """A mask given by the first and the last key that each query sees, neither of which decreases from query to query.
 
