@@ -1,7 +1,8 @@
 """The device that a kernel is built for, and its limits.
 
 Sources: AMD, RDNA3, RDNA4, CDNA3 and CDNA4 instruction set architecture documents; NVIDIA, CUDA C++ Programming Guide,
-"Technical Specifications per Compute Capability", maximum shared memory per thread block.
+"Technical Specifications per Compute Capability", maximum shared memory per thread block; Apple, Metal Feature Set
+Tables, maximum total threadgroup memory allocation.
 """
 
 from dataclasses import dataclass
@@ -70,7 +71,8 @@ class Target:
   """A device and its architecture, as tinygrad spells them.
 
   Attributes:
-    device: "CPU", "AMD", "CUDA", "METAL", ...; on the emulator, the device that it emulates; on NV, CUDA, whose kernels it runs.
+    device: "CPU", "AMD", "CUDA", "METAL", ...; on the emulator, the device that it emulates; on NV, CUDA, whose kernels
+      it runs.
     arch: "x86_64,native", "arm64,native,-sve", "gfx1100", "sm_90", ...
     vector: the vector registers of a CPU.
     threads: CPU threads that a kernel may use.

@@ -1,9 +1,9 @@
 """A tinygrad device that executes and checks the UOps of a kernel written for another target.
 
 Importing this package registers the device: `DEV=EMU::gfx1100` (or gfx1151, gfx1201, gfx942, gfx950, sm_75, sm_80,
-sm_86, sm_89, sm_90, sm_100, sm_120, apple7, apple8, apple9, amx) and `Tensor(..., device="EMU")`. A kernel is lowered exactly as for that
-target, and its UOps run on numpy with every lane's memory accesses checked. EMU_CHECK=0 disables all checks except
-bounds. A mistake in the kernel raises a `KernelError`.
+sm_86, sm_89, sm_90, sm_100, sm_120, apple7, apple8, apple9, amx) and `Tensor(..., device="EMU")`. A kernel is lowered
+exactly as for that target, and its UOps run on numpy with every lane's memory accesses checked. EMU_CHECK=0 disables
+all checks except bounds. A mistake in the kernel raises a `KernelError`.
 
     with Context(DEV="EMU::gfx1100"):
       with emulator.located():  # errors name the kernel's Python lines

@@ -22,7 +22,6 @@ from typing import Any
 from tinygrad.helpers import round_up
 
 from uopattn.dsl.target import lds_limit
-from uopattn.runtime.clang import find_clang
 
 from .errors import Divergence, KernelError, LaunchError
 
@@ -111,12 +110,12 @@ extern "C" const char *shim_run(void **buffers, const unsigned *groups, const un
 
 @functools.cache
 def compiled(source: str) -> Any:
-  """Compile C++ and return its `shim_run`. Raises TextError with the compiler's message."""
+  """Compile C++ with the clang in `CC` and return its `shim_run`. Raises TextError with the compiler's message."""
   key = hashlib.sha256((source + (HEADER / "metal_stdlib").read_text()).encode()).hexdigest()
   with tempfile.TemporaryDirectory(prefix=f"uopattn_{key[:8]}_") as folder:
     library = Path(folder) / "kernel.so"
     flags = ["-x", "c++", "-std=c++17", "-O1", "-w", "-ffp-contract=off", "-fPIC", "-shared", f"-I{HEADER}"]
-    command = [find_clang(), *flags, "-", "-o", str(library), "-lm"]
+    command = [os.environ.get("CC", "clang"), *flags, "-", "-o", str(library), "-lm"]
     done = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
     if done.returncode:
       raise TextError(f"does not compile as C++:\n{done.stderr}")
