@@ -164,6 +164,7 @@ MACHINES = [
       ("gfx1201", dtypes.bfloat16),
       ("gfx942", dtypes.float32),
       ("gfx950", dtypes.bfloat16),
+      ("apple9", dtypes.float16),
       ("amx", dtypes.bfloat16),
     )
   ),
