@@ -13,9 +13,9 @@ from tinygrad import UOp, dtypes
 from uopattn.dsl import clamp
 from uopattn.dsl.amd import products
 from uopattn.dsl.amd.staging import RegisterPipeline
-from uopattn.dsl.apple import threadgroup
 from uopattn.dsl.cpu import amx_operands
 from uopattn.dsl.gpu import tile_scheduler
+from uopattn.dsl.gpu.local_tile import LocalTile
 from uopattn.dsl.gpu.parts import PAIRS
 from uopattn.dsl.instructions import Cpu, Cuda, Dialect
 from uopattn.dsl.nvidia import mma, mma_layout, swizzled, tensor_pipeline, tma, wgmma_mainloop, wgmma_softmax
@@ -185,9 +185,9 @@ def own_lane_only(operation: Any, value: UOp) -> UOp:
 APPLE = MASKS | softmax_mistakes(apple_forward, "online_softmax")
 APPLE |= {
   "maximum and sum of a lane's own keys": Mistake(apple_forward, "row_reduce", instead(own_lane_only)),
-  "keys read by rows": Mistake(threadgroup.Tile, "__getitem__", read_by_rows),
+  "keys read by rows": Mistake(LocalTile, "__getitem__", read_by_rows),
   "tiles one key off": Mistake(
-    threadgroup.Tile, "fill", lambda right: lambda self, source, first, *given: right(self, source, first + 1, *given)
+    LocalTile, "fill", lambda right: lambda self, source, first, *given: right(self, source, first + 1, *given)
   ),
   "the first simdgroup's queries": Mistake(
     apple_forward.SimdgroupRows,

@@ -12,10 +12,10 @@ from tinygrad import UOp
 from uopattn.dsl import clamp
 from uopattn.dsl.amd.products import Mma
 from uopattn.dsl.amd.staging import RegisterPipeline
-from uopattn.dsl.apple import threadgroup
 from uopattn.dsl.cpu import gradients
 from uopattn.dsl.cpu.gradients import Gradients
 from uopattn.dsl.gpu.backward_mainloop import QueryHeads, RowStats
+from uopattn.dsl.gpu.local_tile import LocalTile
 from uopattn.dsl.instructions import Cuda
 from uopattn.dsl.nvidia import mma
 from uopattn.dsl.nvidia.mma_layout import Epilogue
@@ -196,10 +196,10 @@ MISTAKES: dict[str, Mistake] = {
   "halves of k exchanged": Mistake(
     lambda right: lambda x, part, count: right(x, 1 - part if count == 4 else part, count), {"turing": (mma, "_part")}
   ),
-  "a tile read by columns": Mistake(read_by_rows, {"apple": (threadgroup.Tile, "__getitem__")}),
+  "a tile read by columns": Mistake(read_by_rows, {"apple": (LocalTile, "__getitem__")}),
   "copies one row off": Mistake(
     lambda right: lambda self, source, first, *rest: right(self, source, first + 1, *rest),
-    {"apple": (threadgroup.Tile, "fill")},
+    {"apple": (LocalTile, "fill")},
   ),
   "tiles one row off": Mistake(
     lambda right: lambda self, first, *after, base=0: right(self, first + 1, *after, base=base),

@@ -33,7 +33,6 @@ from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import Scope, sizes
 from uopattn.dsl.apple.simdgroup import LANES, PAIR, SIZE, Matrix, Simdgroup
-from uopattn.dsl.apple.threadgroup import Tile
 from uopattn.dsl.gpu.backward_mainloop import (
   Elements,
   Factor,
@@ -43,6 +42,7 @@ from uopattn.dsl.gpu.backward_mainloop import (
   ScoreRow,
   Sum,
 )
+from uopattn.dsl.gpu.local_tile import LocalTile
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import METAL, Dialect
 from uopattn.dsl.rules.head_view import HeadView
@@ -92,7 +92,7 @@ class Tiles:
   def shared_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of threadgroup memory: a streamed tile of each matrix."""
     widths = round_up(Dk, SIZE), round_up(Dv, SIZE)
-    return self.itemsize * sum(max(Tile.size(self.block, x), Tile.size(x, self.block)) for x in widths)
+    return self.itemsize * sum(max(LocalTile.size(self.block, x), LocalTile.size(x, self.block)) for x in widths)
 
   def registers(self, Dk: int, Dv: int, sums: int) -> int:
     """32-bit registers per thread of stationary rows, S, dP, P or dS as operands, and `sums` columns of sums."""
@@ -203,7 +203,7 @@ class StreamedTiles:
     thread, threads: this thread among those that copy, and their number.
   """
 
-  tiles: tuple[Tile, ...]
+  tiles: tuple[LocalTile, ...]
   sources: tuple[HeadView, ...]
   tile_range: TileRange
   thread: UOp
@@ -224,11 +224,11 @@ class StreamedTiles:
     found = []
     for x, by_columns in zip(sources, (False, values_by_columns), strict=True):
       shape = tiles.block, round_up(x.size, SIZE)
-      size = Tile.size(*(reversed(shape) if by_columns else shape))
-      found.append(Tile(s.buffer(size, dtype=dtype, space=AddrSpace.LOCAL), *shape, by_columns))
+      size = LocalTile.size(*(reversed(shape) if by_columns else shape))
+      found.append(LocalTile(s.buffer(size, dtype=dtype, space=AddrSpace.LOCAL), *shape, by_columns))
     return cls(tuple(found), sources, tile_range, thread, tiles.threads)
 
-  def acquire(self, n: UOp, *after: UOp) -> list[Tile]:
+  def acquire(self, n: UOp, *after: UOp) -> list[LocalTile]:
     """Bring the n-th tile of each matrix."""
     first, copies = self.tile_range.tile(n) * self.tiles[0].rows, []
     for tile, source in zip(self.tiles, self.sources, strict=True):
@@ -292,7 +292,7 @@ class SimdgroupRows:
   def mma_abt(
     self,
     stationary: Sequence[Callable[..., list[list[Matrix]]]],
-    tiles: Sequence[Tile],
+    tiles: Sequence[LocalTile],
     starts: Sequence[Elements | None],
   ) -> list[Elements]:
     """Compute S and dP."""
@@ -308,7 +308,7 @@ class SimdgroupRows:
     """P or dS, rounded, as left operands: for each tile of 8 rows, one per eight streamed rows."""
     return [self.mma.rounded(row) for row in self.lists(elements)]
 
-  def mma_ab(self, left: list[list[Matrix]], tile: Tile, acc: UOp, old: UOp, stores: list[UOp]) -> list[UOp]:
+  def mma_ab(self, left: list[list[Matrix]], tile: LocalTile, acc: UOp, old: UOp, stores: list[UOp]) -> list[UOp]:
     """Add left times a tile to `old`. Returns the stores to acc (tiles of 8 rows, matrices, 2)."""
     row_tiles, width, _ = sizes(old)
     begun = [[UOp.stack(*(old[i, d, e].load() for e in range(PAIR))) for d in range(width)] for i in range(row_tiles)]

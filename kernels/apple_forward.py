@@ -29,14 +29,13 @@ from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import Scope, sizes
 from uopattn.dsl.apple.simdgroup import LANES, PAIR, SIZE, Matrix, Simdgroup, row_reduce
-from uopattn.dsl.apple.threadgroup import Tile
+from uopattn.dsl.gpu.local_tile import KeyTiles, LocalTile
 from uopattn.dsl.gpu.mainloop import Mainloop, SoftmaxRow, State
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import METAL
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import Scaling, normalize, online_softmax, store_lse
-from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.scope import as_type
 
@@ -81,6 +80,10 @@ class Tiles:
     return self.blocks * self.slices
 
   @property
+  def threads(self) -> int:
+    return self.warps * LANES
+
+  @property
   def block_m(self) -> int:
     """Queries per threadgroup."""
     return self.blocks * self.m_tiles * SIZE
@@ -91,8 +94,8 @@ class Tiles:
 
   def elements(self, Dk: int, Dv: int) -> int:
     """Elements of the tile in threadgroup memory, which holds K by columns and V by rows."""
-    keys = Tile.size(round_up(Dk, SIZE), self.block_n)
-    return max(keys, Tile.size(self.block_n, self.slices * self.columns(Dv)))
+    keys = LocalTile.size(round_up(Dk, SIZE), self.block_n)
+    return max(keys, LocalTile.size(self.block_n, self.slices * self.columns(Dv)))
 
   def shared_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of threadgroup memory."""
@@ -127,59 +130,20 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   unit = SimdgroupRows(Simdgroup(group.lane, q.dtype), group, tiles, M, Dv)
   state = State.make(s, tiles.m_tiles, (tiles.m_tiles, tiles.columns(Dv) // SIZE, PAIR), group.item)
   memory = s.buffer(tiles.elements(Dk, Dv), dtype=q.dtype, space=AddrSpace.LOCAL)
-  pipeline = KeyTiles.make(memory, tiles, group, key_range, *(head_rules.keys(x, q.dtype) for x in (k, v)))
+  pipeline = KeyTiles.make(
+    memory,
+    tiles.block_n,
+    tiles.slices * tiles.columns(Dv),
+    group.thread,
+    tiles.threads,
+    key_range,
+    *(head_rules.keys(x, q.dtype) for x in (k, v)),
+  )
   queries = HeadView.of(q, group.head, UOp.const(M))
   loop = Mainloop(s, unit, pipeline, head_rules, key_range, tiles.block_n)
   state = loop.run(unit.load(queries) if tiles.in_registers else queries, state)
   stores = unit.store(o, lse, group.result, state, head_rules)
   return group.kernel(f"attention_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
-
-
-@dataclass(frozen=True)
-class KeyTiles:
-  """A `KeyPipeline` with one tile of memory, which holds keys and then their values.
-
-  Attributes:
-    k, v: the tile as one of keys, and as one of values.
-    group: the position of this thread.
-    threads: that copy.
-    key_range: the tiles of keys.
-    keys, values: the rows that they are copied from.
-  """
-
-  k: Tile
-  v: Tile
-  group: Workgroup
-  threads: int
-  key_range: TileRange
-  keys: HeadView
-  values: HeadView
-
-  @classmethod
-  def make(
-    cls, memory: UOp, tiles: Tiles, group: Workgroup, key_range: TileRange, keys: HeadView, values: HeadView
-  ) -> "KeyTiles":
-    """Place both tiles in `memory`."""
-    k = Tile(memory, tiles.block_n, round_up(keys.size, SIZE), by_columns=True)
-    v = Tile(memory, tiles.block_n, tiles.slices * tiles.columns(values.size))
-    return cls(k, v, group, tiles.warps * LANES, key_range, keys, values)
-
-  def acquire(self, n: UOp, *after: UOp) -> tuple[Tile, Callable[..., Tile]]:
-    """Bring the n-th tile of keys; return it, and a function that brings the values once all simdgroups have S."""
-    first = self.key_range.tile(n) * self.k.rows
-
-    def values(*stores: UOp) -> Tile:
-      return self._fill(self.v, self.values, first, UOp.barrier(*stores))
-
-    return self._fill(self.k, self.keys, first, *after), values
-
-  def release(self, n: UOp, *stores: UOp) -> UOp:
-    """Wait until all simdgroups are done with the values, if a tile may follow."""
-    return UOp.barrier(*stores) if n.vmin < self.key_range.n_tiles.vmax - 1 else UOp.group(*stores)
-
-  def _fill(self, tile: Tile, source: HeadView, first: UOp, *after: UOp) -> Tile:
-    copied = tile.after(*after).fill(source, first, self.group.thread, self.threads)
-    return tile.after(UOp.barrier(*copied))
 
 
 @dataclass(frozen=True)
@@ -227,7 +191,7 @@ class SimdgroupRows:
     source = replace(q, x=as_type(q.x, q.x.dtype).after(*after)) if after else q
     return [self.mma.load(source, row) for row in self.places]
 
-  def mma_abt(self, q: HeadView | list[list[Matrix]], k_tile: Tile) -> list[list[UOp]]:
+  def mma_abt(self, q: HeadView | list[list[Matrix]], k_tile: LocalTile) -> list[list[UOp]]:
     """Compute S = Q K^T. Returns this lane's elements of each of its rows."""
     return self.mma.mma_abt(self.load(q, k_tile.memory) if isinstance(q, HeadView) else q, k_tile)
 
@@ -242,7 +206,7 @@ class SimdgroupRows:
   def mma_ab(
     self,
     p: list[list[Matrix]],
-    v_tile: Callable[..., Tile],
+    v_tile: Callable[..., LocalTile],
     acc: UOp,
     old: UOp,
     alphas: list[UOp],
@@ -254,7 +218,7 @@ class SimdgroupRows:
       [UOp.stack(*(old[i, d, e].load() * alphas[i] for e in range(PAIR))) for d in range(matrices)]
       for i in range(m_tiles)
     ]
-    sums = self.mma.mma_ab(p, v_tile(*stores), self.column, starts)
+    sums = self.mma.mma_ab(p, v_tile(UOp.barrier(*stores)), self.column, starts)
     return [acc[i, d].store(sums[i][d]) for i in range(m_tiles) for d in range(matrices)]
 
   def store(self, o: UOp, lse: UOp | None, head: UOp, state: State, rules: HeadRules) -> list[UOp]:

@@ -312,6 +312,22 @@ _WAVE_FENCE = Instruction(
 )
 
 
+class Generic(Dialect):
+  """What every GPU has, in tinygrad's own ops."""
+
+  def fmax(self, a: UOp, b: UOp) -> UOp:
+    return a.maximum(b)
+
+  def fmin(self, a: UOp, b: UOp) -> UOp:
+    return a.minimum(b)
+
+  def fabs(self, x: UOp) -> UOp:
+    return (x < 0).where(-x, x)
+
+  def exp2(self, x: UOp) -> UOp:
+    return x.exp2()
+
+
 class Hip(Dialect):
   """Instructions of AMD GPUs."""
 
@@ -771,7 +787,14 @@ class Cpu(Dialect):
     """Add weights[0] a[i] + weights[1] b[i] to to[i], for i < 16; otherwise like `dot_pairs`. A statement."""
 
 
-HIP, CUDA, TURING, METAL, CPU = Hip("hip"), Cuda("cuda"), Cuda("sm_75"), Dialect("metal"), Cpu("c")
+HIP, CUDA, TURING, METAL, GENERIC, CPU = (
+  Hip("hip"),
+  Cuda("cuda"),
+  Cuda("sm_75"),
+  Dialect("metal"),
+  Generic("generic"),
+  Cpu("c"),
+)
 
 _LIST = [
   *declared_in(Dialect, Hip, Cuda, Cpu),

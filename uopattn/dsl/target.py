@@ -109,5 +109,8 @@ def usual_units(arch: str) -> int:
 
 
 def lds_limit(arch: str) -> int:
-  """Bytes of shared memory (LDS) available to a workgroup, dynamic allocation included; 64 KiB if unknown."""
-  return _LDS_BYTES.get(arch, 64 << 10)
+  """Bytes of shared memory (LDS) available to a workgroup, dynamic allocation included.
+
+  If unknown 64 KiB of a GPU of AMD or NVIDIA, 32 KiB of another one.
+  """
+  return _LDS_BYTES.get(arch, 64 << 10 if arch.startswith(("gfx", "sm_")) else 32 << 10)

@@ -15,7 +15,14 @@ from typing import Any
 from tinygrad.codegen.opt import tc
 from tinygrad.device import Allocator, Compiled, Compiler, Program, TinyELF
 from tinygrad.helpers import Target
-from tinygrad.renderer.cstyle import ClangRenderer, CStyleLanguage, CUDARenderer, HIPRenderer, MetalRenderer
+from tinygrad.renderer.cstyle import (
+  ClangRenderer,
+  CStyleLanguage,
+  CUDARenderer,
+  HIPRenderer,
+  MetalRenderer,
+  OpenCLRenderer,
+)
 from tinygrad.uop.ops import UOp
 
 from .mutate import mutated
@@ -24,6 +31,7 @@ DEFAULT_ARCH = "gfx1100"
 AMD = ("gfx11", "gfx1200", "gfx1201", "gfx942", "gfx950")  # prefixes of the names
 NVIDIA = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 APPLE = {"apple7": "Apple7", "apple8": "Apple8", "apple9": "Apple9"}  # as tinygrad spells each name
+CL = "cl_khr_fp16"  # as OpenCL spells what "cl" has
 CPU = {"amx": "x86_64,sapphirerapids"}  # the processor that each name stands for
 
 
@@ -91,6 +99,15 @@ class EMUMetalRenderer(Emulated, MetalRenderer):
     return pack(uops, MetalRenderer.render(self, uops))
 
 
+class EMUCLRenderer(Emulated, OpenCLRenderer):
+  """OpenCLRenderer for a device with float16 (cl)."""
+
+  def __init__(self, target: Target):
+    if target.arch not in ("cl", CL):
+      raise ValueError(f"{target.arch!r} is not cl")
+    super().__init__(Target("CL", "CL", CL))
+
+
 class EMUAllocator(Allocator["EMUDevice"]):
   """Allocator of global memory as bytearrays of exactly the requested size, so that bounds checks are exact."""
 
@@ -142,7 +159,7 @@ class EMUDevice(Compiled):
     super().__init__(
       device,
       EMUAllocator(self),
-      [EMUHIPRenderer, EMUCUDARenderer, EMUMetalRenderer, EMUClangRenderer],
+      [EMUHIPRenderer, EMUCUDARenderer, EMUMetalRenderer, EMUCLRenderer, EMUClangRenderer],
       EMUProgram,
       arch=DEFAULT_ARCH,
     )

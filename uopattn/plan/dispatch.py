@@ -25,6 +25,7 @@ MODULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
   "CPU": (("amx_forward", "cpu_forward", "cpu_decode"), ("amx_backward", "cpu_backward")),
   "AMD": (("amd_forward",), ("amd_backward",)),
   "METAL": (("apple_forward",), ("apple_backward",)),
+  **dict.fromkeys(("CL", "WEBGPU", "QCOM"), (("generic_forward",), ())),
   "CUDA": (
     (
       "hopper_latent_forward",

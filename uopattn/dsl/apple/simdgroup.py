@@ -18,7 +18,7 @@ from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import round_up
 
-from uopattn.dsl.apple.threadgroup import Tile
+from uopattn.dsl.gpu.local_tile import LocalTile
 from uopattn.dsl.instructions import METAL
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.scope import gated, sizes
@@ -82,7 +82,7 @@ class Simdgroup:
     return [UOp.stack(*(x.cast(self.dtype) for x in elements[n : n + PAIR])) for n in range(0, len(elements), PAIR)]
 
   def mma_abt(
-    self, lefts: Sequence[Sequence[Matrix]], tile: Tile, starts: Sequence[Sequence[UOp]] | None = None
+    self, lefts: Sequence[Sequence[Matrix]], tile: LocalTile, starts: Sequence[Sequence[UOp]] | None = None
   ) -> list[list[UOp]]:
     """Compute left operands, (8, columns of the tile), times the transpose of a tile.
 
@@ -105,7 +105,7 @@ class Simdgroup:
     return found
 
   def mma_ab(
-    self, lefts: Sequence[Sequence[Matrix]], tile: Tile, column: UOp, starts: Sequence[Sequence[Matrix]]
+    self, lefts: Sequence[Sequence[Matrix]], tile: LocalTile, column: UOp, starts: Sequence[Sequence[Matrix]]
   ) -> list[list[Matrix]]:
     """Compute left operands, (8, rows of the tile), times columns of a tile from `column` on.
 
@@ -147,7 +147,7 @@ class Pace:
     newest: the newest products, for which loads wait once there are IN_FLIGHT.
   """
 
-  def __init__(self, tile: Tile):
+  def __init__(self, tile: LocalTile):
     self.tile, self.loads = tile, 0
     self.newest: list[Matrix] = []
 

@@ -1,0 +1,269 @@
+"""Forward attention on GPUs without matrix units: multiply-adds, local memory and barriers alone, in tinygrad's own ops.
+
+It serves what has no other kernel: OpenCL, WebGPU, Adreno (QCOM), Intel Macs, and old GPUs of AMD and NVIDIA.
+
+FlashAttention-2 (Dao, 2023). A workgroup has a block of queries and loops over tiles of keys. Its threads form a grid of
+`block_m / rows` by `across` threads:
+    S = Q K^T           each thread `rows` by `block_n / across` scores
+    m, l, P             online softmax; the threads of a row exchange their maxima per tile, their sums only at the end
+    O = O alpha + P V   each thread `rows` by `Dv / across` columns
+Full tiles, which all queries of the workgroup see completely, come first and need no mask; masked tiles follow.
+
+Storage: S, m, l and O are in registers. Q, a tile of keys and then of its values, P, and the maxima are in local memory,
+in float32. Both products are sums of outer products: a step reads `rows` elements of one operand and a few of the other,
+side by side, and does as many multiply-adds as the product of both numbers.
+
+Budget: `Tiles.registers` per thread, and `Tiles.local_bytes`, of the 16 or 32 KiB that all GPUs have. A tile of keys
+takes four barriers. There are no shuffles, as tinygrad renders none.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, reduce
+
+from tinygrad import UOp, dtypes
+from tinygrad.dtype import AddrSpace
+from tinygrad.helpers import ceildiv, round_up
+from tinygrad.uop.ops import AxisType
+
+from uopattn.dsl import Scope, gated, sizes
+from uopattn.dsl.gpu.local_tile import KeyTiles, LocalTile
+from uopattn.dsl.gpu.mainloop import Mainloop, SoftmaxRow, State
+from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.instructions import GENERIC
+from uopattn.dsl.rules.head_view import HeadView
+from uopattn.dsl.rules.rules import HeadRules, Rules
+from uopattn.dsl.rules.softmax import Scaling, normalize, online_softmax, store_lse
+from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Schedule, group_of_few, splits_on_gpu
+
+
+@dataclass(frozen=True)
+class Tiles:
+  """The block sizes of one kernel.
+
+  Attributes:
+    block_m: queries per workgroup.
+    block_n: keys per tile.
+    rows: queries per thread.
+    across: threads that share queries.
+  """
+
+  block_m: int
+  block_n: int
+  rows: int
+  across: int
+
+  def __post_init__(self) -> None:
+    if self.rows < 1 or self.block_m < 1 or self.block_m % self.rows:
+      raise ValueError(f"Tiles.block_m={self.block_m}: must be a multiple of rows={self.rows}")
+    if self.across < 1 or self.block_n < 1 or self.block_n % self.across or self.block_n % GROUP:
+      raise ValueError(f"Tiles.block_n={self.block_n}: must be a multiple of {GROUP}, and of across={self.across}")
+    if self.threads > 256:
+      raise ValueError(f"Tiles: {self.threads} threads, of 256 that every GPU has")
+
+  @property
+  def threads(self) -> int:
+    return self.block_m // self.rows * self.across
+
+  def columns(self, Dv: int) -> int:
+    """Columns of O per thread."""
+    return ceildiv(Dv, self.across)
+
+  def elements(self, Dk: int, Dv: int) -> tuple[int, int, int, int]:
+    """Float32 in local memory: Q, the tile of keys and values, P, and what rows exchange, in each loop and at the end."""
+    columns = round_up(self.columns(Dv) * self.across, GROUP)
+    k, v = LocalTile.size(round_up(Dk, GROUP), self.block_n), LocalTile.size(self.block_n, columns)
+    m = round_up(self.block_m, GROUP)
+    return (
+      LocalTile.size(round_up(Dk, GROUP), m),
+      max(k, v),
+      LocalTile.size(self.block_n, m),
+      self.block_m * self.across,
+    )
+
+  def local_bytes(self, Dk: int, Dv: int) -> int:
+    """Bytes of local memory."""
+    return 4 * sum(self.elements(Dk, Dv))
+
+  def registers(self, Dk: int, Dv: int) -> int:
+    """Float32 per thread of O, S, P, and the operands of a step."""
+    keys = self.block_n // self.across
+    return self.rows * (self.columns(Dv) + 2 * keys + 3) + max(keys, self.columns(Dv))
+
+  def resident(self, Dk: int, Dv: int, arch: str) -> int:
+    """Workgroups that fit on a compute unit at once: a guess, as its memory is unknown."""
+    return 2
+
+
+GROUP = 8  # elements that tiles in local memory are multiples of
+
+
+def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
+  """Build the kernel.
+
+  Args:
+    o: (heads, M, Dv), the output, in q's dtype; or (heads * splits, M, Dv) float32, the output per split of the keys.
+    q: (heads, M, Dk), float16, bfloat16 or float32, as far as the device has them.
+    k, v: keys and values, as `rules` finds them.
+    lse: (heads, M), or (heads * splits, M, 2), float32; receives the log-sum-exp of each row, or its `Row.numbers`.
+    rules: masks, score mods and scaling; where the keys are.
+    tiles: block sizes.
+  """
+  (heads, M, Dk), (results, _, Dv), block_m = sizes(q), sizes(o), tiles.block_m
+  s = Scope()
+  group = Workgroup(s, heads, ceildiv(M, block_m), 1, tiles.threads, results // heads, rules.longest_last)
+  head_rules = rules.at(group.head)
+  key_range = head_rules.key_range(group.block * block_m, block_m, tiles.block_n).split(group.split, results // heads)
+  q_memory, kv_memory, p_memory, row_memory = (s.buffer(size, space=AddrSpace.LOCAL) for size in tiles.elements(Dk, Dv))
+  unit = ThreadGrid(s, group, tiles, M, Dv, p_memory)
+  state = State.make(s, tiles.rows, (tiles.rows, tiles.columns(Dv)), group.item)
+  columns, sources = (
+    round_up(tiles.columns(Dv) * tiles.across, GROUP),
+    [head_rules.keys(x, dtypes.float) for x in (k, v)],
+  )
+  pipeline = KeyTiles.make(kv_memory, tiles.block_n, columns, group.thread, tiles.threads, key_range, *sources)
+  queries = LocalTile(q_memory, round_up(block_m, GROUP), round_up(Dk, GROUP), by_columns=True)
+  source = HeadView.of(q, group.head, UOp.const(M), dtypes.float)
+  filled = UOp.barrier(*queries.fill(source, group.block * block_m, group.thread, tiles.threads))
+  loop = Mainloop(s, unit, pipeline, head_rules, key_range, tiles.block_n)
+  state = loop.run(queries.after(filled), state)
+  stores = unit.store(o, lse, group.result, state, head_rules)
+  return group.kernel(f"attention_generic_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
+
+
+@dataclass(frozen=True)
+class ThreadGrid:
+  """The `MatrixUnit` of a workgroup: each thread has `rows` queries, and with them a share of the keys and columns.
+
+  Attributes:
+    s: the kernel's axes.
+    group: the position of this thread.
+    tiles: block sizes.
+    M: number of queries.
+    Dv: columns of O.
+    p_memory: local memory for P, by columns.
+  """
+
+  s: Scope
+  group: Workgroup
+  tiles: Tiles
+  M: int
+  Dv: int
+  p_memory: UOp
+
+  @cached_property
+  def first(self) -> UOp:
+    """This thread's first row in the block."""
+    return self.group.thread // self.tiles.across * self.tiles.rows
+
+  @cached_property
+  def share(self) -> UOp:
+    """This thread's place among those with the same rows."""
+    return self.group.thread % self.tiles.across
+
+  @cached_property
+  def places(self) -> list[UOp]:
+    """This thread's rows; some may be past the last query."""
+    return [self.group.block * self.tiles.block_m + self.first + i for i in range(self.tiles.rows)]
+
+  @cached_property
+  def rows(self) -> list[UOp]:
+    """This thread's queries; the last query in place of those past the end."""
+    return [(row < self.M).where(row, self.M - 1) for row in self.places]
+
+  def keys(self) -> tuple[UOp, list[int]]:
+    """The first key of a tile that this thread has scores of, and the offsets of all of them from it."""
+    count = self.tiles.block_n // self.tiles.across
+    return self.share * count, list(range(count))
+
+  def mma_abt(self, q: LocalTile, k_tile: LocalTile) -> list[list[UOp]]:
+    """Compute S = Q K^T. Returns this thread's elements of each of its rows."""
+    key, offsets = self.keys()
+    scores = self.s.filled(0.0, self.tiles.rows, len(offsets), after=(k_tile.memory,))
+    d = self.s.axis(q.columns, AxisType.REDUCE)
+    left, right = [q[self.first + i, d] for i in range(self.tiles.rows)], [k_tile[key + j, d] for j in offsets]
+    done = scores.after(self._add(scores, left, right, d))
+    return [[done[i, j].load() for j in offsets] for i in range(self.tiles.rows)]
+
+  def softmax(self, scores: list[list[UOp]], scaling: Scaling, m_old: list[UOp], l_old: list[UOp]) -> list[SoftmaxRow]:
+    """P, m_i, l_i and alpha of each row, whose maximum its threads exchange."""
+    largest = self.exchanged([reduce(GENERIC.fmax, x) for x in scores], GENERIC.fmax)
+    return [
+      online_softmax(GENERIC, x, scaling, m, l, lambda operation, value, of_row=of_row: of_row)  # type: ignore[misc]
+      for x, m, l, of_row in zip(scores, m_old, l_old, largest, strict=True)
+    ]
+
+  def as_operands(self, p: list[list[UOp]], *after: UOp) -> list[list[UOp]]:
+    """P of all rows."""
+    return p
+
+  def mma_ab(
+    self,
+    p: list[list[UOp]],
+    v_tile: Callable[..., LocalTile],
+    acc: UOp,
+    old: UOp,
+    alphas: list[UOp],
+    stores: list[UOp],
+  ) -> list[UOp]:
+    """Compute O = O alpha + P V. Returns the stores to acc."""
+    rows, columns = sizes(acc)
+    memory = self.p_memory.after(*stores)
+    p_tile = LocalTile(memory, round_up(self.tiles.block_m, GROUP), self.tiles.block_n, by_columns=True)
+    key, offsets = self.keys()
+    kept = [
+      memory[p_tile.at(self.first + i, key + j)].store(x)
+      for i, row in enumerate(p)
+      for j, x in zip(offsets, row, strict=True)
+    ]
+    v = v_tile(*stores, stores=kept)
+    p_tile = p_tile.after(v.memory)
+    scaled = [acc[i, j].store(old[i, j].load() * alphas[i]) for i in range(rows) for j in range(columns)]
+    n = self.s.axis(self.tiles.block_n, AxisType.REDUCE)
+    left = [p_tile[self.first + i, n] for i in range(rows)]
+    right = [v[n, self.share * columns + j] for j in range(columns)]
+    return [self._add(acc.after(*scaled), left, right, n)]
+
+  def _add(self, sums: UOp, left: list[UOp], right: list[UOp], axis: UOp) -> UOp:
+    """Add the outer products of `left` and `right`, which depend on an axis, to sums, (left, right)."""
+    inside = sums.after(axis)
+    places = [(i, j) for i in range(len(left)) for j in range(len(right))]
+    return UOp.group(*(sums[i, j].store(inside[i, j].load() + left[i] * right[j]) for i, j in places)).end(axis)
+
+  def exchanged(self, values: list[UOp], operation: Callable[[UOp, UOp], UOp]) -> list[UOp]:
+    """Reduce a number of each of this thread's rows over all threads that have the row.
+
+    Each call has memory of its own, because tinygrad takes no two stores to one place of local memory.
+    """
+    across = self.tiles.across
+    memory = self.s.buffer(self.tiles.block_m * across, space=AddrSpace.LOCAL)
+    filled = UOp.barrier(*(memory[(self.first + i) * across + self.share].store(x) for i, x in enumerate(values)))
+    places = [[(self.first + i) * across + j for j in range(across)] for i in range(len(values))]
+    return [reduce(operation, (memory.after(filled)[place].load() for place in row)) for row in places]
+
+  def store(self, o: UOp, lse: UOp | None, head: UOp, state: State, rules: HeadRules) -> list[UOp]:
+    """Store the output and the LSE of this thread's queries, unless they are past the last one."""
+    own = [state.l_i[i].load() for i in range(self.tiles.rows)]
+    sums, stores = self.exchanged(own, UOp.__add__), []
+    for i, (place, row, l_i) in enumerate(zip(self.places, self.rows, sums, strict=True)):
+      found = normalize(state.m_i[i].load() * rules.scaling.natural, l_i, rules.sink(row), GENERIC.exp2)
+      factor = found.factor if rules.o_scale is None else found.factor * rules.o_scale
+      for j in range(self.tiles.columns(self.Dv)):
+        column = self.share * self.tiles.columns(self.Dv) + j
+        inside = place < self.M if column.vmax < self.Dv else (place < self.M) & (column < self.Dv)
+        stores.append(gated(o, inside, head, place, column).store((state.acc[i, j].load() * factor).cast(o.dtype)))
+      if lse is not None:
+        stores += store_lse(lse, (place < self.M) & self.share.eq(0), head, place, found.numbers(lse))
+    return stores
+
+
+SCHEDULE = Schedule(
+  "generic_forward",
+  devices=("CL", "WEBGPU", "QCOM", "METAL", "AMD", "CUDA"),
+  dtypes=DTYPES_16_32,
+  kernels=(Kernel.forward(forward),),
+  tiles=Tiles,
+  pack_gqa=group_of_few,
+  split=splits_on_gpu,
+  mixed=True,
+)

@@ -1,0 +1,135 @@
+"""Tiles of rows in local memory (threadgroup memory, LDS), filled by plain loads and stores.
+
+A tile is stored by rows, or by columns if products read it transposed, so that what a thread reads is side by side. The
+stored rows are an odd number of 8 elements apart, so that eight of them begin in different banks, of which 32 with 4
+bytes each are assumed where a vendor does not describe them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from tinygrad import UOp
+from tinygrad.helpers import round_up
+
+from uopattn.dsl.rules.head_view import HeadView
+from uopattn.dsl.rules.tile_range import TileRange
+
+CHUNK = 4  # elements of a row that a thread copies at once
+
+
+def stride(columns: int) -> int:
+  """The distance of stored rows with a number of elements, a multiple of 8."""
+  return 8 * (columns // 8 | 1)
+
+
+@dataclass(frozen=True, eq=False)
+class LocalTile:
+  """A tile of rows.
+
+  Attributes:
+    memory: local memory of at least `size` elements; flat, so that tinygrad keeps the gates of stores.
+    rows, columns: its size; columns are a multiple of 8.
+    by_columns: whether it is stored by columns.
+  """
+
+  memory: UOp
+  rows: int
+  columns: int
+  by_columns: bool = False
+
+  @staticmethod
+  def size(rows: int, columns: int) -> int:
+    """Elements of memory that a tile takes which is stored by rows."""
+    return rows * stride(columns)
+
+  def after(self, *after: UOp) -> "LocalTile":
+    """The tile once `after` is done."""
+    return replace(self, memory=self.memory.after(*after))
+
+  def at(self, row: UOp, column: UOp) -> UOp:
+    """The index of an element in memory."""
+    return column * stride(self.rows) + row if self.by_columns else row * stride(self.columns) + column
+
+  def __getitem__(self, place: tuple[UOp, UOp]) -> UOp:
+    """Load an element (row, column)."""
+    return self.memory[self.at(*place)].load()
+
+  def fill(self, source: HeadView, first: UOp, thread: UOp, threads: int) -> list[UOp]:
+    """Copy rows from row `first` of a head on, with zeros for what does not exist there.
+
+    Args:
+      source: the rows of the head; they are widened to the memory's type.
+      thread, threads: index of this thread among those that copy, and their number.
+    """
+    stores, chunks = [], self.columns // CHUNK
+    for start in range(0, self.rows * chunks, threads):
+      piece = thread + start
+      # Neighbouring threads store to neighbouring places.
+      row, chunk = (piece % self.rows, piece // self.rows) if self.by_columns else (piece // chunks, piece % chunks)
+      for column in (chunk * CHUNK + i for i in range(CHUNK)):
+        inside = first + row < source.length
+        inside = inside if column.vmax < source.size else inside & (column < source.size)
+        value = inside.where(source.element(first + row, column, inside).cast(self.memory.dtype), 0.0)
+        at = self.at(row, column)
+        exists = start + threads <= self.rows * chunks
+        stores.append(self.memory[at if exists else at.valid(piece < self.rows * chunks)].store(value))
+    return stores
+
+
+@dataclass(frozen=True)
+class KeyTiles:
+  """A `KeyPipeline` (`uopattn.dsl.gpu.mainloop`) with one tile of memory, which holds keys and then their values.
+
+  Attributes:
+    k, v: the tile as one of keys, by columns, and as one of values.
+    thread, threads: this thread among those that copy, and their number.
+    key_range: the tiles of keys.
+    keys, values: the rows that they are copied from.
+  """
+
+  k: LocalTile
+  v: LocalTile
+  thread: UOp
+  threads: int
+  key_range: TileRange
+  keys: HeadView
+  values: HeadView
+
+  @classmethod
+  def make(
+    cls,
+    memory: UOp,
+    block_n: int,
+    columns: int,
+    thread: UOp,
+    threads: int,
+    key_range: TileRange,
+    keys: HeadView,
+    values: HeadView,
+  ) -> "KeyTiles":
+    """Place tiles of `block_n` keys, and of their values with room for `columns`, in `memory`."""
+    k = LocalTile(memory, block_n, round_up(keys.size, 8), by_columns=True)
+    return cls(k, LocalTile(memory, block_n, columns), thread, threads, key_range, keys, values)
+
+  def acquire(self, n: UOp, *after: UOp) -> tuple[LocalTile, Callable[..., LocalTile]]:
+    """Bring the n-th tile of keys; return it, and a function that brings the values.
+
+    The function takes what they come after: all threads must be done with the keys. It waits for stores to local memory
+    that it is given too, by the same barrier.
+    """
+    first = self.key_range.tile(n) * self.k.rows
+
+    def values(*done: UOp, stores: Sequence[UOp] = ()) -> LocalTile:
+      return self._fill(self.v, self.values, first, done, stores)
+
+    return self._fill(self.k, self.keys, first, after), values
+
+  def release(self, n: UOp, *stores: UOp) -> UOp:
+    """Wait until all threads are done with the values, if a tile may follow."""
+    return UOp.barrier(*stores) if n.vmin < self.key_range.n_tiles.vmax - 1 else UOp.group(*stores)
+
+  def _fill(
+    self, tile: LocalTile, source: HeadView, first: UOp, after: Sequence[UOp], stores: Sequence[UOp] = ()
+  ) -> LocalTile:
+    copied = tile.after(*after).fill(source, first, self.thread, self.threads)
+    return tile.after(UOp.barrier(*copied, *stores))
