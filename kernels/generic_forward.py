@@ -24,11 +24,11 @@ from functools import cached_property, reduce
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.helpers import ceildiv, round_up
-from tinygrad.uop.ops import AxisType
 
 from uopattn.dsl import Scope, gated, sizes
 from uopattn.dsl.gpu.local_tile import KeyTiles, LocalTile
 from uopattn.dsl.gpu.mainloop import Mainloop, SoftmaxRow, State
+from uopattn.dsl.gpu.thread_grid import ThreadGrid
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import GENERIC
 from uopattn.dsl.rules.head_view import HeadView
@@ -65,6 +65,11 @@ class Tiles:
   def threads(self) -> int:
     return self.block_m // self.rows * self.across
 
+  @property
+  def padded_m(self) -> int:
+    """Queries per workgroup, as a multiple of GROUP."""
+    return round_up(self.block_m, GROUP)
+
   def columns(self, Dv: int) -> int:
     """Columns of O per thread."""
     return ceildiv(Dv, self.across)
@@ -73,7 +78,7 @@ class Tiles:
     """Float32 in local memory: Q, the tile of keys and values, P, and what rows exchange, in each loop and at the end."""
     columns = round_up(self.columns(Dv) * self.across, GROUP)
     k, v = LocalTile.size(round_up(Dk, GROUP), self.block_n), LocalTile.size(self.block_n, columns)
-    m = round_up(self.block_m, GROUP)
+    m = self.padded_m
     return (
       LocalTile.size(round_up(Dk, GROUP), m),
       max(k, v),
@@ -115,14 +120,14 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   head_rules = rules.at(group.head)
   key_range = head_rules.key_range(group.block * block_m, block_m, tiles.block_n).split(group.split, results // heads)
   q_memory, kv_memory, p_memory, row_memory = (s.buffer(size, space=AddrSpace.LOCAL) for size in tiles.elements(Dk, Dv))
-  unit = ThreadGrid(s, group, tiles, M, Dv, p_memory)
+  unit = ThreadRows(ThreadGrid(s, group.thread, tiles.rows, tiles.across), group, tiles, M, Dv, p_memory)
   state = State.make(s, tiles.rows, (tiles.rows, tiles.columns(Dv)), group.item)
   columns, sources = (
     round_up(tiles.columns(Dv) * tiles.across, GROUP),
     [head_rules.keys(x, dtypes.float) for x in (k, v)],
   )
   pipeline = KeyTiles.make(kv_memory, tiles.block_n, columns, group.thread, tiles.threads, key_range, *sources)
-  queries = LocalTile(q_memory, round_up(block_m, GROUP), round_up(Dk, GROUP), by_columns=True)
+  queries = LocalTile(q_memory, tiles.padded_m, round_up(Dk, GROUP), by_columns=True)
   source = HeadView.of(q, group.head, UOp.const(M), dtypes.float)
   filled = UOp.barrier(*queries.fill(source, group.block * block_m, group.thread, tiles.threads))
   loop = Mainloop(s, unit, pipeline, head_rules, key_range, tiles.block_n)
@@ -132,19 +137,19 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 
 
 @dataclass(frozen=True)
-class ThreadGrid:
-  """The `MatrixUnit` of a workgroup: each thread has `rows` queries, and with them a share of the keys and columns.
+class ThreadRows:
+  """The `MatrixUnit` of a workgroup: each thread has `Tiles.rows` queries, and with them a share of keys and columns.
 
   Attributes:
-    s: the kernel's axes.
-    group: the position of this thread.
+    grid: the position of this thread.
+    group: the position of the workgroup.
     tiles: block sizes.
     M: number of queries.
     Dv: columns of O.
-    p_memory: local memory for P, by columns.
+    p_memory: local memory for P.
   """
 
-  s: Scope
+  grid: ThreadGrid
   group: Workgroup
   tiles: Tiles
   M: int
@@ -152,42 +157,26 @@ class ThreadGrid:
   p_memory: UOp
 
   @cached_property
-  def first(self) -> UOp:
-    """This thread's first row in the block."""
-    return self.group.thread // self.tiles.across * self.tiles.rows
-
-  @cached_property
-  def share(self) -> UOp:
-    """This thread's place among those with the same rows."""
-    return self.group.thread % self.tiles.across
-
-  @cached_property
   def places(self) -> list[UOp]:
     """This thread's rows; some may be past the last query."""
-    return [self.group.block * self.tiles.block_m + self.first + i for i in range(self.tiles.rows)]
+    return [self.group.block * self.tiles.block_m + self.grid.first + i for i in range(self.tiles.rows)]
 
   @cached_property
   def rows(self) -> list[UOp]:
     """This thread's queries; the last query in place of those past the end."""
     return [(row < self.M).where(row, self.M - 1) for row in self.places]
 
-  def keys(self) -> tuple[UOp, list[int]]:
+  def keys(self) -> tuple[UOp, range]:
     """The first key of a tile that this thread has scores of, and the offsets of all of them from it."""
-    count = self.tiles.block_n // self.tiles.across
-    return self.share * count, list(range(count))
+    return self.grid.columns(self.tiles.block_n)
 
   def mma_abt(self, q: LocalTile, k_tile: LocalTile) -> list[list[UOp]]:
     """Compute S = Q K^T. Returns this thread's elements of each of its rows."""
-    key, offsets = self.keys()
-    scores = self.s.filled(0.0, self.tiles.rows, len(offsets), after=(k_tile.memory,))
-    d = self.s.axis(q.columns, AxisType.REDUCE)
-    left, right = [q[self.first + i, d] for i in range(self.tiles.rows)], [k_tile[key + j, d] for j in offsets]
-    done = scores.after(self._add(scores, left, right, d))
-    return [[done[i, j].load() for j in offsets] for i in range(self.tiles.rows)]
+    return self.grid.abt(q, k_tile, None, k_tile.memory)
 
   def softmax(self, scores: list[list[UOp]], scaling: Scaling, m_old: list[UOp], l_old: list[UOp]) -> list[SoftmaxRow]:
     """P, m_i, l_i and alpha of each row, whose maximum its threads exchange."""
-    largest = self.exchanged([reduce(GENERIC.fmax, x) for x in scores], GENERIC.fmax)
+    largest = self.grid.reduced([reduce(GENERIC.fmax, x) for x in scores], GENERIC.fmax)
     return [
       online_softmax(GENERIC, x, scaling, m, l, lambda operation, value, of_row=of_row: of_row)  # type: ignore[misc]
       for x, m, l, of_row in zip(scores, m_old, l_old, largest, strict=True)
@@ -207,53 +196,24 @@ class ThreadGrid:
     stores: list[UOp],
   ) -> list[UOp]:
     """Compute O = O alpha + P V. Returns the stores to acc."""
+    p_tile = LocalTile(self.p_memory.after(*stores), self.tiles.padded_m, self.tiles.block_n, by_columns=True)
+    v = v_tile(*stores, stores=self.grid.keep(p_tile, p))
     rows, columns = sizes(acc)
-    memory = self.p_memory.after(*stores)
-    p_tile = LocalTile(memory, round_up(self.tiles.block_m, GROUP), self.tiles.block_n, by_columns=True)
-    key, offsets = self.keys()
-    kept = [
-      memory[p_tile.at(self.first + i, key + j)].store(x)
-      for i, row in enumerate(p)
-      for j, x in zip(offsets, row, strict=True)
-    ]
-    v = v_tile(*stores, stores=kept)
-    p_tile = p_tile.after(v.memory)
     scaled = [acc[i, j].store(old[i, j].load() * alphas[i]) for i in range(rows) for j in range(columns)]
-    n = self.s.axis(self.tiles.block_n, AxisType.REDUCE)
-    left = [p_tile[self.first + i, n] for i in range(rows)]
-    right = [v[n, self.share * columns + j] for j in range(columns)]
-    return [self._add(acc.after(*scaled), left, right, n)]
-
-  def _add(self, sums: UOp, left: list[UOp], right: list[UOp], axis: UOp) -> UOp:
-    """Add the outer products of `left` and `right`, which depend on an axis, to sums, (left, right)."""
-    inside = sums.after(axis)
-    places = [(i, j) for i in range(len(left)) for j in range(len(right))]
-    return UOp.group(*(sums[i, j].store(inside[i, j].load() + left[i] * right[j]) for i, j in places)).end(axis)
-
-  def exchanged(self, values: list[UOp], operation: Callable[[UOp, UOp], UOp]) -> list[UOp]:
-    """Reduce a number of each of this thread's rows over all threads that have the row.
-
-    Each call has memory of its own, because tinygrad takes no two stores to one place of local memory.
-    """
-    across = self.tiles.across
-    memory = self.s.buffer(self.tiles.block_m * across, space=AddrSpace.LOCAL)
-    filled = UOp.barrier(*(memory[(self.first + i) * across + self.share].store(x) for i, x in enumerate(values)))
-    places = [[(self.first + i) * across + j for j in range(across)] for i in range(len(values))]
-    return [reduce(operation, (memory.after(filled)[place].load() for place in row)) for row in places]
+    return [self.grid.ab(p_tile.after(v.memory), v, acc.after(*scaled), self.Dv)]
 
   def store(self, o: UOp, lse: UOp | None, head: UOp, state: State, rules: HeadRules) -> list[UOp]:
     """Store the output and the LSE of this thread's queries, unless they are past the last one."""
-    own = [state.l_i[i].load() for i in range(self.tiles.rows)]
-    sums, stores = self.exchanged(own, UOp.__add__), []
+    sums, stores = self.grid.reduced([state.l_i[i].load() for i in range(self.tiles.rows)], UOp.__add__), []
+    first, offsets = self.grid.columns(self.Dv)
     for i, (place, row, l_i) in enumerate(zip(self.places, self.rows, sums, strict=True)):
       found = normalize(state.m_i[i].load() * rules.scaling.natural, l_i, rules.sink(row), GENERIC.exp2)
       factor = found.factor if rules.o_scale is None else found.factor * rules.o_scale
-      for j in range(self.tiles.columns(self.Dv)):
-        column = self.share * self.tiles.columns(self.Dv) + j
-        inside = place < self.M if column.vmax < self.Dv else (place < self.M) & (column < self.Dv)
-        stores.append(gated(o, inside, head, place, column).store((state.acc[i, j].load() * factor).cast(o.dtype)))
+      for j in offsets:
+        inside = place < self.M if (first + j).vmax < self.Dv else (place < self.M) & (first + j < self.Dv)
+        stores.append(gated(o, inside, head, place, first + j).store((state.acc[i, j].load() * factor).cast(o.dtype)))
       if lse is not None:
-        stores += store_lse(lse, (place < self.M) & self.share.eq(0), head, place, found.numbers(lse))
+        stores += store_lse(lse, (place < self.M) & self.grid.share.eq(0), head, place, found.numbers(lse))
     return stores
 
 
