@@ -20,7 +20,7 @@ Not yet run on an Apple GPU: checked on the emulator, and its text on a CPU.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from tinygrad import UOp
@@ -38,7 +38,6 @@ from uopattn.dsl.rules.rules import HeadRules, Rules
 from uopattn.dsl.rules.softmax import Scaling, normalize, online_softmax, store_lse
 from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Schedule, group_of_few, splits_on_gpu
-from uopattn.dsl.scope import as_type
 
 # Of a core; source: Turner, "metal-benchmarks" (2023).
 CORE_THREADS = 384  # that have 128 registers
@@ -175,7 +174,7 @@ class KeyTiles:
 
   def release(self, n: UOp, *stores: UOp) -> UOp:
     """Wait until all simdgroups are done with the values, if a tile may follow."""
-    return UOp.barrier(*stores) if n.vmin < self.key_range.n_tiles.vmax - 1 else UOp.group(*stores)
+    return UOp.barrier(*stores) if self.key_range.may_follow(n) else UOp.group(*stores)
 
   def _fill(self, tile: Tile, source: HeadView, first: UOp, *after: UOp) -> Tile:
     copied = tile.after(*after).fill(source, first, self.group.thread, self.threads)
@@ -223,9 +222,8 @@ class SimdgroupRows:
     return self.mma.column, self.mma.offsets(self.tiles.block_n)
 
   def load(self, q: HeadView, *after: UOp) -> list[list[Matrix]]:
-    """Q as left operands: for each tile of queries, one per eight columns."""
-    source = replace(q, x=as_type(q.x, q.x.dtype).after(*after)) if after else q
-    return [self.mma.load(source, row) for row in self.places]
+    """Q as left operands, once `after` is done: for each tile of queries, one per eight columns."""
+    return self.mma.load(q, self.places, *after)
 
   def mma_abt(self, q: HeadView | list[list[Matrix]], k_tile: Tile) -> list[list[UOp]]:
     """Compute S = Q K^T. Returns this lane's elements of each of its rows."""
