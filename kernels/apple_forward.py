@@ -35,7 +35,7 @@ from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import METAL
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.rules.softmax import Scaling, normalize, online_softmax, store_lse
+from uopattn.dsl.rules.softmax import Scaling, online_softmax, store_lse
 from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Schedule, group_of_few, splits_on_gpu
 
@@ -259,12 +259,10 @@ class SimdgroupRows:
     """Store the output and the LSE of this lane's queries, unless they are past the last one."""
     stores = []
     for i, (place, row) in enumerate(zip(self.places, self.rows, strict=True)):
-      logit = state.m_i[i].load() * rules.scaling.natural
       l_i = row_reduce(UOp.__add__, state.l_i[i].load())
-      found = normalize(logit, l_i, rules.sink(row), METAL.exp2)
-      factor = found.factor if rules.o_scale is None else found.factor * rules.o_scale
+      found = rules.finished(state.m_i[i].load(), l_i, row, METAL.exp2)
       matrices = range(sizes(state.acc)[1])
-      values = [state.acc[i, d, e].load() * factor for d in matrices for e in range(PAIR)]
+      values = [state.acc[i, d, e].load() * found.factor for d in matrices for e in range(PAIR)]
       stores += self.mma.store(o, head, place, self.column, values)
       if lse is not None:
         first = (self.column + self.mma.column).eq(0)
