@@ -509,7 +509,7 @@ SUBJECTS: dict[str, Subject] = {
     any_tiles=apple_tiles(),
     head_dims=(1, 8, 15, 24, 33, 40, 80),
     flops=8 * 8 * 8,
-    synchronised=lambda arch: (apple_forward.Tiles(4, 1, 16), apple_forward.Tiles(1, 2, 16, 2, in_registers=False)),
+    synchronised=lambda arch: (apple_forward.Tiles(4, 1, 16), apple_forward.Tiles(1, 2, 8, 2, in_registers=False)),
   ),
   "apple32": Subject(
     apple_forward,

@@ -50,7 +50,7 @@ from uopattn.dsl.instructions import HIP
 from uopattn.dsl.packed import words_of
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.rules.softmax import Scaling, normalize, p_scale_of, store_lse
+from uopattn.dsl.rules.softmax import Scaling, p_scale_of, store_lse
 from uopattn.dsl.schedule import DTYPES, Kernel, Schedule, group_of_few, splits_on_gpu
 from uopattn.dsl.target import lds_limit
 
@@ -258,11 +258,9 @@ class WaveMma:
 
   def store(self, o: UOp, lse: UOp | None, head: UOp, row: UOp, i: int, state: State, rules: HeadRules) -> list[UOp]:
     """Store the output and the LSE of the i-th of this lane's queries, unless it is past the last one."""
-    logit = state.m_i[i].load() * rules.scaling.natural
     l_i = self.mma.row_reduce(UOp.__add__, state.l_i[i].load())
-    found = normalize(logit, l_i, rules.sink(row), exp2, 2.0**-self.p_scale_log2)
+    found = rules.finished(state.m_i[i].load(), l_i, row, exp2, 2.0**-self.p_scale_log2)
     factor = found.factor * 2 if self.mma.f.fnuz else found.factor  # values, converted, are half
-    factor = factor if rules.o_scale is None else factor * rules.o_scale
     stores = self.mma.store_acc(o, head, row, state.acc[i], lambda x: x * factor)
     if lse is not None:
       stores += store_lse(lse, row < self.M, head, row, [HIP.pin(x) for x in found.numbers(lse)])

@@ -49,7 +49,6 @@ from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.schedule import DTYPES_16_32, Schedule, passes
-from uopattn.dsl.scope import as_type
 
 
 @dataclass(frozen=True)
@@ -238,7 +237,7 @@ class StreamedTiles:
 
   def release(self, n: UOp, *stores: UOp) -> UOp:
     """Wait until all simdgroups are done with the n-th tiles, if others of the head may follow; else tinygrad does."""
-    return UOp.barrier(*stores) if n.vmin < self.tile_range.n_tiles.vmax - 1 else UOp.group(*stores)
+    return UOp.barrier(*stores) if self.tile_range.may_follow(n) else UOp.group(*stores)
 
   def finish(self, last: UOp, *sums: UOp) -> UOp:
     """Nothing is in flight after the `last` tile."""
@@ -279,15 +278,10 @@ class SimdgroupRows:
     """Functions that return the stationary rows of both matrices as left operands, once what they are given is done."""
 
     def of(view: HeadView) -> Callable[..., list[list[Matrix]]]:
-      kept = self.load(view)
-      return lambda *after: kept if self.tiles.in_registers else self.load(view, *after)
+      kept = self.mma.load(view, self.rows)
+      return lambda *after: kept if self.tiles.in_registers else self.mma.load(view, self.rows, *after)
 
     return [of(x) for x in views]
-
-  def load(self, view: HeadView, *after: UOp) -> list[list[Matrix]]:
-    """Load rows as left operands: for each tile of 8 rows, one per eight columns."""
-    source = replace(view, x=as_type(view.x, view.x.dtype).after(*after)) if after else view
-    return [self.mma.load(source, row) for row in self.rows]
 
   def mma_abt(
     self,

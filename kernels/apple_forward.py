@@ -20,7 +20,7 @@ Not yet run on an Apple GPU: checked on the emulator, and its text on a CPU.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from tinygrad import UOp
@@ -35,9 +35,8 @@ from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import METAL
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.rules.softmax import Scaling, normalize, online_softmax, store_lse
+from uopattn.dsl.rules.softmax import Scaling, online_softmax, store_lse
 from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Schedule, group_of_few, splits_on_gpu
-from uopattn.dsl.scope import as_type
 
 # Of a core; source: Turner, "metal-benchmarks" (2023).
 CORE_THREADS = 384  # that have 128 registers
@@ -187,9 +186,8 @@ class SimdgroupRows:
     return self.mma.column, self.mma.offsets(self.tiles.block_n)
 
   def load(self, q: HeadView, *after: UOp) -> list[list[Matrix]]:
-    """Q as left operands: for each tile of queries, one per eight columns."""
-    source = replace(q, x=as_type(q.x, q.x.dtype).after(*after)) if after else q
-    return [self.mma.load(source, row) for row in self.places]
+    """Q as left operands, once `after` is done: for each tile of queries, one per eight columns."""
+    return self.mma.load(q, self.places, *after)
 
   def mma_abt(self, q: HeadView | list[list[Matrix]], k_tile: LocalTile) -> list[list[UOp]]:
     """Compute S = Q K^T. Returns this lane's elements of each of its rows."""
@@ -225,12 +223,10 @@ class SimdgroupRows:
     """Store the output and the LSE of this lane's queries, unless they are past the last one."""
     stores = []
     for i, (place, row) in enumerate(zip(self.places, self.rows, strict=True)):
-      logit = state.m_i[i].load() * rules.scaling.natural
       l_i = row_reduce(UOp.__add__, state.l_i[i].load())
-      found = normalize(logit, l_i, rules.sink(row), METAL.exp2)
-      factor = found.factor if rules.o_scale is None else found.factor * rules.o_scale
+      found = rules.finished(state.m_i[i].load(), l_i, row, METAL.exp2)
       matrices = range(sizes(state.acc)[1])
-      values = [state.acc[i, d, e].load() * factor for d in matrices for e in range(PAIR)]
+      values = [state.acc[i, d, e].load() * found.factor for d in matrices for e in range(PAIR)]
       stores += self.mma.store(o, head, place, self.column, values)
       if lse is not None:
         first = (self.column + self.mma.column).eq(0)

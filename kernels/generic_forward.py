@@ -33,7 +33,7 @@ from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import GENERIC
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import HeadRules, Rules
-from uopattn.dsl.rules.softmax import Scaling, normalize, online_softmax, store_lse
+from uopattn.dsl.rules.softmax import Scaling, online_softmax, store_lse
 from uopattn.dsl.schedule import DTYPES_16_32, Kernel, Schedule, group_of_few, splits_on_gpu
 
 
@@ -207,11 +207,10 @@ class ThreadRows:
     sums, stores = self.grid.reduced([state.l_i[i].load() for i in range(self.tiles.rows)], UOp.__add__), []
     first, offsets = self.grid.columns(self.Dv)
     for i, (place, row, l_i) in enumerate(zip(self.places, self.rows, sums, strict=True)):
-      found = normalize(state.m_i[i].load() * rules.scaling.natural, l_i, rules.sink(row), GENERIC.exp2)
-      factor = found.factor if rules.o_scale is None else found.factor * rules.o_scale
+      found = rules.finished(state.m_i[i].load(), l_i, row, GENERIC.exp2)
       for j in offsets:
         inside = place < self.M if (first + j).vmax < self.Dv else (place < self.M) & (first + j < self.Dv)
-        stores.append(gated(o, inside, head, place, first + j).store((state.acc[i, j].load() * factor).cast(o.dtype)))
+        stores.append(gated(o, inside, head, place, first + j).store((state.acc[i, j].load() * found.factor).cast(o.dtype)))
       if lse is not None:
         stores += store_lse(lse, (place < self.M) & self.grid.share.eq(0), head, place, found.numbers(lse))
     return stores

@@ -28,8 +28,8 @@ APPLE = Machine("apple separate", "apple9", HALF)
     pytest.param(CUDA, "causal", (1, 2, 1, 40, 36, 256, 256), id="cuda"),
     pytest.param(AMD, "causal", (1, 2, 1, 40, 36, 256, 256), id="amd"),
     pytest.param(APPLE, "causal", (1, 2, 1, 40, 36, 256, 256), id="apple"),
-    pytest.param(CUDA, "rules", (1, 2, 2, 70, 50, 250, 203), id="cuda odd", marks=pytest.mark.slow),
-    pytest.param(AMD, "rules", (1, 2, 2, 70, 50, 250, 203), id="amd odd", marks=pytest.mark.slow),
+    pytest.param(CUDA, "rules", (1, 2, 2, 70, 50, 250, 203), id="cuda odd", marks=pytest.mark.slowest),
+    pytest.param(AMD, "rules", (1, 2, 2, 70, 50, 250, 203), id="amd odd", marks=pytest.mark.slowest),
     *(
       pytest.param(
         Machine(f"{dialect} separate", arch, dtype), "causal", (1, 2, 1, 40, 36, D, D), marks=pytest.mark.slowest

@@ -10,7 +10,6 @@ Source: Apple, Metal Shading Language Specification.
 
 import ctypes
 import functools
-import hashlib
 import os
 import re
 import subprocess
@@ -47,6 +46,12 @@ def shared_bytes(text: str) -> int:
   return sum(round_up(int(count) * SIZES[kind], 16) for kind, _, count in SHARED.findall(text))
 
 
+def arguments_of(name: str, text: str) -> list[str]:
+  """The arguments of a kernel that are buffers, as they are declared."""
+  (arguments,) = re.findall(rf"^kernel void {re.escape(name)}\((.*)\) {{$", text, re.MULTILINE)
+  return [x for x in arguments.split(", ") if "[[" not in x]
+
+
 def check(name: str, text: str, arch: str) -> None:
   """Check what can be checked of a kernel's text without Apple's compiler: types, address spaces, limits.
 
@@ -61,8 +66,7 @@ def check(name: str, text: str, arch: str) -> None:
 
   if refused := REFUSED.search(text):
     raise fail(f"has {refused[0]!r}, which is no MSL")
-  (arguments,) = re.findall(rf"^kernel void {re.escape(name)}\((.*)\) {{$", text, re.MULTILINE)
-  given = [x for x in arguments.split(", ") if "[[" not in x]
+  given = arguments_of(name, text)
   if len(given) > MOST_BUFFERS:
     raise fail(f"has {len(given)} buffers, of {MOST_BUFFERS}")
   spaces = {}
@@ -84,7 +88,7 @@ def check(name: str, text: str, arch: str) -> None:
 
 def as_cpp(name: str, text: str) -> str:
   """The text as C++ with a function `shim_run`: buffers, threadgroups, threads of each, seed -> an error or nothing."""
-  kinds = re.findall(rf"({KIND})([*&]) \w+", re.findall(rf"void {re.escape(name)}\((.*)\) {{", text)[0])
+  kinds = [re.findall(rf"({KIND})([*&])", x)[0] for x in arguments_of(name, text)]
   passed = [f"({kind} *)a[{i}]" if by == "*" else f"*({kind} *)a[{i}]" for i, (kind, by) in enumerate(kinds)]
   shared = SHARED.findall(text)
   text = SHARED.sub("", text)
@@ -111,8 +115,7 @@ extern "C" const char *shim_run(void **buffers, const unsigned *groups, const un
 @functools.cache
 def compiled(source: str) -> Any:
   """Compile C++ with the clang in `CC` and return its `shim_run`. Raises TextError with the compiler's message."""
-  key = hashlib.sha256((source + (HEADER / "metal_stdlib").read_text()).encode()).hexdigest()
-  with tempfile.TemporaryDirectory(prefix=f"uopattn_{key[:8]}_") as folder:
+  with tempfile.TemporaryDirectory(prefix="uopattn_") as folder:
     library = Path(folder) / "kernel.so"
     flags = ["-x", "c++", "-std=c++17", "-O1", "-w", "-ffp-contract=off", "-fPIC", "-shared", f"-I{HEADER}"]
     command = [os.environ.get("CC", "clang"), *flags, "-", "-o", str(library), "-lm"]

@@ -164,8 +164,8 @@ class LdsTiles:
     return last
 
   def _has_next(self, n: UOp) -> bool:
-    """Whether a tile may follow tile n, by its bounds: the same for all trips of a loop."""
-    return n.vmin < self.tile_range.n_tiles.vmax - 1
+    """Whether a tile may follow tile n."""
+    return self.tile_range.may_follow(n)
 
   def _load(self, n: UOp, *after: UOp) -> UOp:
     return self.registers.load(self.tile_range.tile(n) * self.registers.block, *after)

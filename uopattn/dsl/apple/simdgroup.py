@@ -11,7 +11,7 @@ the one that MLX's kernels and tinygrad's tensor cores rely on.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tinygrad import UOp, dtypes
@@ -21,7 +21,7 @@ from tinygrad.helpers import round_up
 from uopattn.dsl.gpu.local_tile import LocalTile
 from uopattn.dsl.instructions import METAL
 from uopattn.dsl.rules.head_view import HeadView
-from uopattn.dsl.scope import gated, sizes
+from uopattn.dsl.scope import as_type, gated, sizes
 
 LANES = 32
 SIZE = 8  # rows and columns of a matrix
@@ -66,16 +66,25 @@ class Simdgroup:
     """The offsets from `column` of all columns that this lane holds, of a multiple of 8."""
     return [n + i for n in range(0, columns, SIZE) for i in range(PAIR)]
 
-  def load(self, source: HeadView, row: UOp) -> list[Matrix]:
-    """Load a row of a head as this lane's part of left operands, with zeros for what does not exist."""
-    exists = row < source.length
+  def load(self, source: HeadView, rows: Sequence[UOp], *after: UOp) -> list[list[Matrix]]:
+    """Load rows of a head from global memory, once `after` is done, as this lane's part of left operands.
 
-    def element(column: UOp) -> UOp:
+    Args:
+      rows: this lane's row of each tile of eight. What does not exist is 0.
+
+    Returns:
+      For each tile the operands, one per eight columns.
+    """
+    if after:
+      source = replace(source, x=as_type(source.x, source.x.dtype).after(*after))
+    first = [d + self.column for d in range(0, round_up(source.size, SIZE), SIZE)]
+
+    def element(row: UOp, column: UOp) -> UOp:
+      exists = row < source.length
       inside = exists if column.vmax < source.size else exists & (column < source.size)
       return inside.where(source.element(row, column, inside), UOp.const(0.0, self.dtype))
 
-    first = [d + self.column for d in range(0, round_up(source.size, SIZE), SIZE)]
-    return [UOp.stack(*(element(column + i) for i in range(PAIR))) for column in first]
+    return [[UOp.stack(*(element(row, column + i) for i in range(PAIR))) for column in first] for row in rows]
 
   def rounded(self, elements: Sequence[UOp]) -> list[Matrix]:
     """This lane's float32 elements of eight rows as left operands."""

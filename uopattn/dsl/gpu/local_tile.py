@@ -126,7 +126,7 @@ class KeyTiles:
 
   def release(self, n: UOp, *stores: UOp) -> UOp:
     """Wait until all threads are done with the values, if a tile may follow."""
-    return UOp.barrier(*stores) if n.vmin < self.key_range.n_tiles.vmax - 1 else UOp.group(*stores)
+    return UOp.barrier(*stores) if self.key_range.may_follow(n) else UOp.group(*stores)
 
   def _fill(
     self, tile: LocalTile, source: HeadView, first: UOp, after: Sequence[UOp], stores: Sequence[UOp] = ()

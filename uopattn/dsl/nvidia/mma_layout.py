@@ -16,7 +16,7 @@ from tinygrad.dtype import DType
 
 from uopattn.dsl.instructions import CUDA, Cuda
 from uopattn.dsl.rules.rules import HeadRules
-from uopattn.dsl.rules.softmax import Row, normalize, store_lse
+from uopattn.dsl.rules.softmax import Row, store_lse
 from uopattn.dsl.scope import View, as_type, gated, row_start, sizes
 
 WARP = 32  # lanes
@@ -79,10 +79,8 @@ def finished(rules: HeadRules, m_i: UOp, l_i: UOp, row: UOp, p_scale_log2: int =
     m_i: its largest score.
     l_i: the sum of this lane's P, raised as is the accumulator; see `Scaling.unit`.
   """
-  total, exp2 = row_reduce(UOp.__add__, l_i), CUDA.exp2
   unit = rules.scaling.unit(CUDA, m_i, p_scale_log2)
-  found = normalize(m_i * rules.scaling.natural, total, rules.sink(row), exp2, unit)
-  return found if rules.o_scale is None else found._replace(factor=found.factor * rules.o_scale)
+  return rules.finished(m_i, row_reduce(UOp.__add__, l_i), row, CUDA.exp2, unit)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from uopattn.dsl.math import LN2, LOG2E, tanh
 from uopattn.dsl.random import kept
 from uopattn.dsl.rules.head_view import HeadView, Pages, Scales
 from uopattn.dsl.rules.masks import HeadMasks, Masks
-from uopattn.dsl.rules.softmax import Scaling
+from uopattn.dsl.rules.softmax import Factor, Row, Scaling, normalize
 from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.scope import Scope, sizes
 
@@ -163,6 +163,16 @@ class HeadRules(HeadMasks):
   def sink(self, row: UOp) -> UOp | None:
     """The sink logit of a row; None without sinks."""
     return None if self.rules.sinks is None else self.rules.sinks[self.place(row)[0]].load()
+
+  def finished(self, m_i: UOp, l_i: UOp, row: UOp, exp2: Callable[[UOp], UOp], unit: Factor = 1.0) -> Row:
+    """A row after its last key, with the scale of v in its factor; see `normalize`.
+
+    Args:
+      m_i: its largest score.
+      l_i: the sum of P over all keys.
+    """
+    found = normalize(m_i * self.scaling.natural, l_i, self.sink(row), exp2, unit)
+    return found if self.o_scale is None else found._replace(factor=found.factor * self.o_scale)
 
   def scores(self, products: list[UOp], row: UOp, first: UOp, offsets: Sequence[int], masked: bool) -> list[UOp]:
     """The scores of a query, before the factor `Scaling.natural`; -inf where hidden.

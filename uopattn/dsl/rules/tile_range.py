@@ -23,6 +23,10 @@ class TileRange:
   n_tiles: UOp
   tile: Callable[[UOp], UOp]
 
+  def may_follow(self, position: UOp) -> bool:
+    """Whether a tile may follow the one at a position, by its bounds: the same for all trips of a loop."""
+    return position.vmin < self.n_tiles.vmax - 1
+
   def last_first(self) -> "TileRange":
     """The tiles from the last one on. Those that need a mask come first then, so none counts as full here."""
     return TileRange(UOp.const(0), self.n_tiles, lambda position: self.tile(self.n_tiles - 1 - position))

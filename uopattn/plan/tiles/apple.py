@@ -3,7 +3,8 @@
 None of them has been timed on an Apple GPU yet.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from tinygrad.helpers import ceildiv, round_up
 
@@ -24,20 +25,14 @@ def forward(problem: Problem, target: Target) -> Iterator[Forward]:
   Raises:
     ValueError: the GPU has no matrix instructions; the head sizes are too large even for the smallest tile.
   """
-  _check_target(target)
-  M, N, Dk, Dv, itemsize = problem.M, problem.N, problem.Dk, problem.Dv, problem.dtype.itemsize
-  fits = False
-  for slices, in_registers in ((1, True), (2, True), (2, False), (4, False)):
-    for m_tiles in (2, 1) if M > SIZE else (1,):
-      for block_n in BLOCKS:
-        blocks = min(WARPS, ceildiv(M, m_tiles * SIZE))
-        x = Forward(blocks, m_tiles, min(block_n, round_up(N, SIZE)), slices, in_registers, itemsize)
-        if x.registers(Dk, Dv) <= REGISTERS and x.shared_bytes(Dk, Dv) <= target.lds:
-          fits = True
-          yield x
-  if not fits:
-    smallest = Forward(1, 1, SIZE, 4, False, itemsize)
-    raise _none(problem, target, smallest.registers(Dk, Dv), smallest.shared_bytes(Dk, Dv))
+  M, N, itemsize = problem.M, problem.N, problem.dtype.itemsize
+  candidates = [
+    Forward(min(WARPS, ceildiv(M, m_tiles * SIZE)), m_tiles, min(block_n, round_up(N, SIZE)), *held, itemsize)
+    for held in ((1, True), (2, True), (2, False), (4, False))  # slices, and whether Q is in registers
+    for m_tiles in ((2, 1) if M > SIZE else (1,))
+    for block_n in BLOCKS
+  ]
+  return _fitting(candidates, lambda x: x.registers(problem.Dk, problem.Dv), problem, target)
 
 
 def backward(problem: Problem, target: Target, gradients: str) -> Iterator[Backward]:
@@ -49,31 +44,34 @@ def backward(problem: Problem, target: Target, gradients: str) -> Iterator[Backw
   Raises:
     ValueError: as `forward`.
   """
-  _check_target(target)
-  Dk, Dv, itemsize = problem.Dk, problem.Dv, problem.dtype.itemsize
   rows, others = (problem.M, problem.N) if gradients == "dq" else (problem.N, problem.M)
-  sums, fits = sum(Dv if x == "dv" else Dk for x in gradients.split("_")), False
-  for in_registers in (True, False):
-    for row_tiles in (2, 1) if rows > SIZE else (1,):
-      for block in BLOCKS:
-        warps = min(WARPS, ceildiv(rows, row_tiles * SIZE))
-        x = Backward(warps, row_tiles, min(block, round_up(others, SIZE)), in_registers, itemsize)
-        if x.registers(Dk, Dv, sums) <= REGISTERS and x.shared_bytes(Dk, Dv) <= target.lds:
-          fits = True
-          yield x
-  if not fits:
-    smallest = Backward(1, 1, SIZE, False, itemsize)
-    raise _none(problem, target, smallest.registers(Dk, Dv, sums), smallest.shared_bytes(Dk, Dv))
+  sums = sum(problem.Dv if x == "dv" else problem.Dk for x in gradients.split("_"))
+  candidates = [
+    Backward(
+      min(WARPS, ceildiv(rows, row_tiles * SIZE)),
+      row_tiles,
+      min(block, round_up(others, SIZE)),
+      in_registers,
+      problem.dtype.itemsize,
+    )
+    for in_registers in (True, False)
+    for row_tiles in ((2, 1) if rows > SIZE else (1,))
+    for block in BLOCKS
+  ]
+  return _fitting(candidates, lambda x: x.registers(problem.Dk, problem.Dv, sums), problem, target)
 
 
-def _check_target(target: Target) -> None:
+def _fitting(candidates: list[Any], registers: Callable[[Any], int], problem: Problem, target: Target) -> Iterator[Any]:
+  """Yield the candidates that fit, the last of which is the smallest tile. Raises ValueError; see `forward`."""
   if not target.arch.startswith("Apple") or int(target.arch.removeprefix("Apple")) < 7:
     raise ValueError(f"{target.arch} has no matrix instructions: must be Apple7 or newer")
-
-
-def _none(problem: Problem, target: Target, registers: int, shared: int) -> ValueError:
-  """The error where not even the smallest tile fits, which needs this much."""
-  return ValueError(
-    f"head sizes {problem.Dk} and {problem.Dv}: the smallest tile needs {registers} registers a thread, of "
-    f"{REGISTERS}, and {shared} bytes of threadgroup memory, of {target.lds}"
-  )
+  Dk, Dv, fits = problem.Dk, problem.Dv, False
+  for x in candidates:
+    if registers(x) <= REGISTERS and x.shared_bytes(Dk, Dv) <= target.lds:
+      fits = True
+      yield x
+  if not fits:
+    raise ValueError(
+      f"head sizes {Dk} and {Dv}: the smallest tile needs {registers(x)} registers a thread, of {REGISTERS}, and "
+      f"{x.shared_bytes(Dk, Dv)} bytes of threadgroup memory, of {target.lds}"
+    )
