@@ -17,7 +17,7 @@ from tinygrad import UOp, dtypes
 from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType
 
-from uopattn.dsl import LOG2E, Scope, exp2, gated, make_kernel, sizes
+from uopattn.dsl import LOG2E, Scope, exp2, gated, make_kernel, sizes, target
 from uopattn.dsl.instructions import CUDA, GENERIC, HIP, METAL, Dialect
 from uopattn.dsl.rules.quantized import LARGEST, rounded_bits
 from uopattn.dsl.rules.rules import Rules
@@ -124,6 +124,6 @@ SCHEDULES = tuple(
     ("AMD", partial(on_gpu, HIP)),
     ("CUDA", partial(on_gpu, CUDA)),
     ("METAL", partial(on_gpu, METAL)),
-    *((device, partial(on_gpu, GENERIC)) for device in ("CL", "WEBGPU", "QCOM")),
+    (target.GENERIC, partial(on_gpu, GENERIC)),
   )
 )

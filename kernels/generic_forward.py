@@ -25,7 +25,7 @@ from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.helpers import ceildiv, round_up
 
-from uopattn.dsl import Scope, gated, sizes
+from uopattn.dsl import Scope, gated, sizes, target
 from uopattn.dsl.gpu.local_tile import KeyTiles, LocalTile
 from uopattn.dsl.gpu.mainloop import Mainloop, SoftmaxRow, State
 from uopattn.dsl.gpu.thread_grid import ThreadGrid
@@ -218,7 +218,7 @@ class ThreadRows:
 
 SCHEDULE = Schedule(
   "generic_forward",
-  devices=("CL", "WEBGPU", "QCOM", "METAL", "AMD", "CUDA"),
+  devices=(target.GENERIC,),
   dtypes=DTYPES_16_32,
   kernels=(Kernel.forward(forward),),
   tiles=Tiles,

@@ -13,7 +13,7 @@ from tinygrad.dtype import DType
 from tinygrad.helpers import DEV, Context
 
 from uopattn.dsl.schedule import DTYPES, Schedule
-from uopattn.dsl.target import Target
+from uopattn.dsl.target import GENERIC, Target
 from uopattn.measure.program import Usage, choose_device, default_target, exit_status, kinds_with_kernels, reason
 from uopattn.plan.dispatch import (
   NoKernel,
@@ -55,8 +55,9 @@ def taken(schedule: Schedule, spec: AttentionSpec, target: Target) -> str:
 
 def served(schedule: Schedule, target: Target) -> str:
   """Return which cases a schedule serves on a machine, or why it serves none, as text."""
-  if target.device not in schedule.devices:
-    return f"not for this machine, for {' and '.join(schedule.devices)}"
+  if target.runs not in schedule.devices and target.device not in schedule.devices:
+    of = ["GPUs without matrix units" if x == GENERIC else x for x in schedule.devices]
+    return f"not for this machine, for {' and '.join(of)}"
   cases: dict[str, str] = {}
   for dtype in DTYPES:
     for queries, name in QUERIES.items():

@@ -42,6 +42,15 @@ _UNITS = {
   "sm_100": 148,
   "sm_120": 170,
 }
+GENERIC = "GENERIC"  # stands for all GPUs without matrix units that kernels are for
+WITHOUT_MATRIX_UNITS = ("CL", "WEBGPU", "QCOM")  # devices whose matrix units, if any, tinygrad does not reach
+# How the architectures with matrix units that kernels are for begin; those of Intel Macs are "Mac1" and "Mac2".
+_MATRIX_UNITS = {
+  "AMD": ("gfx11", "gfx12", "gfx942", "gfx950"),
+  "CUDA": ("sm_75", "sm_8", "sm_9", "sm_1"),
+  "METAL": ("Apple7", "Apple8", "Apple9", "Apple1"),
+  **dict.fromkeys(WITHOUT_MATRIX_UNITS, ()),
+}
 MAX_THREADS = 1024  # per workgroup
 CPU_ARGUMENTS = 62  # buffers and Variables of a call on a CPU, see `uopattn.runtime.threads`
 LINE = 64  # bytes per cache line of a CPU, or a divisor of that
@@ -91,6 +100,11 @@ class Target:
     pairs = ", pairs of bfloat16" if self.vector.bfloat16 else ""
     tiles = ", tiles of bfloat16 (AMX)" if self.vector.tiles else ""
     return f"CPU {self.arch}: {self.vector.registers} vector registers of {self.vector.lanes} float32{pairs}{tiles}"
+
+  @property
+  def runs(self) -> str:
+    """The device whose kernels it runs, or GENERIC."""
+    return self.device if self.arch.startswith(_MATRIX_UNITS.get(self.device, "")) else GENERIC
 
   @property
   def multiprocessors(self) -> int:

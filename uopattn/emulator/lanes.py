@@ -15,8 +15,16 @@ from .counters import Counters
 from .errors import KernelError, describe, lines_of
 
 
-def wave_size(arch: str) -> int:
-  """Return the lanes per wave: 64 on CDNA, 32 on RDNA and NVIDIA."""
+MOST_WAVES = 64  # whose accesses to LDS are told apart
+
+
+def wave_size(arch: str, threads: int) -> int:
+  """Return the lanes per wave of a workgroup: 64 on CDNA, 32 on RDNA, NVIDIA's and Apple's GPUs.
+
+  OpenCL promises no waves, so they are as small as can be told apart: only a barrier orders two threads.
+  """
+  if arch.startswith("cl"):
+    return -(-threads // MOST_WAVES)
   return 64 if arch.startswith("gfx9") else 32
 
 
@@ -50,7 +58,8 @@ class Run:
     self.group = self.all_lanes // shape.threads
     self.thread = self.all_lanes % shape.threads
     self.wave_in_group = self.thread // shape.wave
-    self.wave_bit = np.uint32(1) << self.wave_in_group.astype(np.uint32)
+    bits = np.uint32 if shape.waves <= 32 else np.uint64
+    self.wave_bit = bits(1) << self.wave_in_group.astype(bits)
     self.wave = self.group * shape.waves + self.wave_in_group
     self.lane_in_wave = self.thread % shape.wave
     self.wave_start = self.all_lanes - self.lane_in_wave

@@ -48,7 +48,7 @@ def launch(
   sums = Sums()
   with np.errstate(all="ignore"):  # infinities and integer wraparound are what the hardware gives too
     for first in range(0, groups, batch):
-      shape = Shape(min(batch, groups - first), threads, wave_size(program.arch))
+      shape = Shape(min(batch, groups - first), threads, wave_size(program.arch, threads))
       run = Run(program.name, program.arch, shape, tuple(local_size), checking(), count)
       run.place(first, tuple(global_size), tuple(arguments))
       _fill(program, run, data)

@@ -163,7 +163,7 @@ class LDS(Memory):
     shape = run.shape.groups * stride // granule
     self.written = np.zeros(shape, bool)
     self.in_flight = np.zeros(shape, bool)
-    self.writers, self.readers = np.zeros(shape, np.uint32), np.zeros(shape, np.uint32)
+    self.writers, self.readers = (np.zeros(shape, run.wave_bit.dtype) for _ in range(2))
     self.races = run.check and run.shape.waves > 1
     # the times when each granule was last written and read, because an mbarrier orders only some accesses
     self.stamps = (np.zeros(shape, np.int32), np.zeros(shape, np.int32)) if self.races and run.stamped else None

@@ -11,7 +11,7 @@ from tinygrad import dtypes
 from tinygrad.helpers import ceildiv
 
 from uopattn.dsl.schedule import DTYPES_8, DTYPES_16, HEAD_SCALES, Kernel, Schedule
-from uopattn.dsl.target import CPU_ARGUMENTS, Target
+from uopattn.dsl.target import CPU_ARGUMENTS, GENERIC, WITHOUT_MATRIX_UNITS, Target
 from uopattn.kernels import combine, delta, sum_parts
 from uopattn.plan.launch import Launch
 from uopattn.plan.target import target_of
@@ -20,12 +20,12 @@ from uopattn.spec.arguments import ARGUMENTS
 from uopattn.spec.spec import AttentionSpec
 from uopattn.spec.tensors import dtype_name
 
-# The modules with the schedules of a device: of forward passes, and of gradients. The first that prefers a case has it.
+# The modules with the schedules of a device (`Target.runs`): of forward passes, and of gradients. The first that prefers a case has it.
 MODULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
   "CPU": (("amx_forward", "cpu_forward", "cpu_decode"), ("amx_backward", "cpu_backward")),
   "AMD": (("amd_forward",), ("amd_backward",)),
   "METAL": (("apple_forward",), ("apple_backward",)),
-  **dict.fromkeys(("CL", "WEBGPU", "QCOM"), (("generic_forward",), ())),
+  GENERIC: (("generic_forward",), ()),
   "CUDA": (
     (
       "hopper_latent_forward",
@@ -38,7 +38,7 @@ MODULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ("hopper_fused_backward", "hopper_backward", "cuda_backward"),
   ),
 }
-DEVICES = tuple(MODULES)  # that have kernels
+DEVICES = (*(x for x in MODULES if x != GENERIC), *WITHOUT_MATRIX_UNITS)  # that have kernels
 # How to have tinygrad render CUDA C++, as the kernels for NVIDIA's GPUs need, with NVRTC and with nvcc.
 WITH_NVRTC_AND_NVCC = {"CUDA": ("DEV=CUDA:CUDA", "DEV=CUDA:NVCC"), "NV": ("DEV=NV:CUDA", "DEV=NV:CC")}
 MOST = 8  # tiles of a schedule to measure
@@ -70,7 +70,7 @@ def schedules(device: str, backward: bool = False) -> tuple[Schedule, ...]:
 
 def every_schedule(backward: bool = False) -> tuple[Schedule, ...]:
   """Return the schedules of all devices; see `schedules`."""
-  return tuple(x for device in DEVICES for x in schedules(device, backward))
+  return tuple(x for device in MODULES for x in schedules(device, backward))
 
 
 def launch_on(spec: AttentionSpec, device: str) -> Launch:
@@ -211,7 +211,7 @@ def stages(launch: Launch) -> tuple[Launch, ...]:
 
 def delta_launch(spec: AttentionSpec, target: Target, has_dlse: bool) -> Launch:
   """Return the launch of the delta kernel, see `uopattn.plan.gradient`, on a device that has backward kernels."""
-  (schedule,) = (x for x in delta.SCHEDULES if target.device in x.devices)
+  (schedule,) = (x for x in delta.SCHEDULES if target.runs in x.devices)
   # delta depends only on the output: attentions that differ in the rest share the kernel.
   layouts = tuple((name, x) for name, x in spec.layouts if name in ("o", "do"))
   rows = AttentionSpec(spec.B, spec.Hq, spec.Hq, spec.M, 1, 1, spec.Dv, spec.dtype, 1.0, layouts=layouts)
@@ -234,7 +234,7 @@ def sums_launches(launches: Sequence[Launch]) -> list[Launch]:
 
 def schedules_on(target: Target, backward: bool = False) -> tuple[Schedule, ...]:
   """Return the schedules for a target's device, with `backward` for gradients. Raises NoKernel if there are none."""
-  if found := schedules(target.device, backward):
+  if found := schedules(target.runs, backward):
     return found
   what = "no kernels for gradients" if backward else "no kernel"
   raise NoKernel(f"{what} for device {target.device}; {_needed(target)}")
