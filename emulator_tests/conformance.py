@@ -27,6 +27,7 @@ from uopattn.kernels import (
   cpu_forward,
   cuda_forward,
   cuda_wide_forward,
+  generic_forward,
   hopper_float32_forward,
   hopper_forward,
   hopper_wide_forward,
@@ -94,6 +95,7 @@ class Subject:
     conflict_free: (Dk, Dv) for which bank conflicts are counted.
     flops: multiply-adds of a matrix instruction, M N K; None where their number is not just that of the products.
     products: of the matrix unit's of this size that make one of the kernel's, on an architecture.
+    work: the counter of the emulator by which tiles that are skipped show.
     synchronised: tiles of kernels whose barriers and waits are deleted.
     mistaken: the shape in which mistakes show.
     multiprocessors: that it takes a GPU to have where tiles are given, so that few jobs suffice for several each.
@@ -111,6 +113,7 @@ class Subject:
   conflict_free: Sequence[tuple[int, int]] = ((64, 64), (128, 128))
   flops: int | None = None
   products: Callable[[str], float] = lambda arch: 1
+  work: str = "matrix"
   synchronised: Callable[[str], Sequence[Any]] = lambda arch: ()
   mistaken: Sizes = (1, 1, 1, 50, 150, 16, 16)
   multiprocessors: int | None = None
@@ -276,6 +279,16 @@ def apple_tiles(itemsize: int = 2) -> Callable[[str], st.SearchStrategy[apple_fo
     itemsize=st.just(itemsize),
   )
   return lambda arch: tiles
+
+
+def generic_tiles(arch: str) -> st.SearchStrategy[generic_forward.Tiles]:
+  return st.builds(
+    lambda rows, lines, across, block_n: generic_forward.Tiles(rows * lines, 8 * across * block_n, rows, across),
+    st.integers(1, 5),
+    st.integers(1, 9),
+    st.integers(1, 5),
+    st.integers(1, 2),
+  )
 
 
 T, W, H = cuda_forward.Tiles, cuda_wide_forward.Tiles, hopper_forward.Tiles
@@ -523,6 +536,24 @@ SUBJECTS: dict[str, Subject] = {
     conflict_free=(),
     flops=8 * 8 * 8,
   ),
+  "generic": Subject(
+    generic_forward,
+    ("cl",),
+    DTYPES_16_32,
+    CORNERS
+    | ODD
+    | {
+      "one past the tiles": (1, 1, 1, 65, 65, 33, 33),
+      "large head": (1, 1, 1, 20, 40, 60, 100),
+    },
+    mistakes.GENERIC,
+    small=lambda arch: generic_forward.Tiles(32, 16, 4, 4),
+    any_tiles=generic_tiles,
+    head_dims=(1, 8, 15, 24, 33, 40, 80),
+    conflict_free=(),
+    work="lds_read",
+    synchronised=lambda arch: (generic_forward.Tiles(32, 16, 4, 8),),
+  ),
   "amx": Subject(
     amx_forward,
     ("amx",),
@@ -568,7 +599,7 @@ SUBJECTS: dict[str, Subject] = {
 }
 EMULATED = [name for name, x in SUBJECTS.items() if x.arches != (CPU,)]
 GPU = [name for name in EMULATED if name != "amx"]
-NVIDIA = [name for name in GPU if SUBJECTS[name].kernel not in (amd_forward, apple_forward)]
+NVIDIA = [name for name in GPU if SUBJECTS[name].kernel not in (amd_forward, apple_forward, generic_forward)]
 # Every machine and type: for tests of ("subject", "arch", "dtype").
 EVERYWHERE = [(name, arch, dtype) for name, x in SUBJECTS.items() for arch in x.arches for dtype in x.dtypes]
 ON_GPUS = [case for case in EVERYWHERE if case[0] in GPU]

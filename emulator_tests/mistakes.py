@@ -16,6 +16,7 @@ from uopattn.dsl.amd.staging import RegisterPipeline
 from uopattn.dsl.cpu import amx_operands
 from uopattn.dsl.gpu import tile_scheduler
 from uopattn.dsl.gpu.local_tile import LocalTile
+from uopattn.dsl.gpu.thread_grid import ThreadGrid
 from uopattn.dsl.gpu.parts import PAIRS
 from uopattn.dsl.instructions import Cpu, Cuda, Dialect
 from uopattn.dsl.nvidia import mma, mma_layout, swizzled, tensor_pipeline, tma, wgmma_mainloop, wgmma_softmax
@@ -28,6 +29,7 @@ from uopattn.kernels import (
   cpu_forward,
   cuda_forward,
   cuda_wide_forward,
+  generic_forward,
   hopper_float32_forward,
   hopper_forward,
   hopper_wide_forward,
@@ -193,6 +195,30 @@ APPLE |= {
     apple_forward.SimdgroupRows,
     "load",
     lambda right: lambda self, *given: right(replace(self, group=first_warp(self.group)), *given),
+  ),
+}
+
+
+# GPUs without matrix units
+
+
+GENERIC = MASKS | softmax_mistakes(generic_forward, "online_softmax")
+GENERIC |= {
+  name: APPLE[name] for name in ("keys read by rows", "tiles one key off")
+}
+GENERIC |= {
+  "maximum and sum of a thread's own keys": Mistake(
+    ThreadGrid, "reduced", instead(lambda self, values, operation: values)
+  ),
+  "the first threads' queries": Mistake(
+    generic_forward.ThreadRows,
+    "mma_abt",
+    lambda right: lambda self, *given: right(replace(self, grid=replace(self.grid, thread=self.grid.share)), *given),
+  ),
+  "P of the other rows": Mistake(
+    ThreadGrid,
+    "keep",
+    lambda right: lambda self, to, elements: right(self, to, elements[::-1]),
   ),
 }
 

@@ -14,7 +14,7 @@ in float32. Both products are sums of outer products: a step reads `rows` elemen
 side by side, and does as many multiply-adds as the product of both numbers.
 
 Budget: `Tiles.registers` per thread, and `Tiles.local_bytes`, of the 16 or 32 KiB that all GPUs have. A tile of keys
-takes four barriers. There are no shuffles, as tinygrad renders none.
+takes four barriers: behind the keys, the maxima, the values with P, and at its end. There are no shuffles, as tinygrad renders none.
 """
 
 from collections.abc import Callable
@@ -74,17 +74,15 @@ class Tiles:
     """Columns of O per thread."""
     return ceildiv(Dv, self.across)
 
+  def padded_columns(self, Dv: int) -> int:
+    """Columns of a tile of values in local memory: those of all threads, as a multiple of GROUP."""
+    return round_up(self.columns(Dv) * self.across, GROUP)
+
   def elements(self, Dk: int, Dv: int) -> tuple[int, int, int, int]:
-    """Float32 in local memory: Q, the tile of keys and values, P, and what rows exchange, in each loop and at the end."""
-    columns = round_up(self.columns(Dv) * self.across, GROUP)
-    k, v = LocalTile.size(round_up(Dk, GROUP), self.block_n), LocalTile.size(self.block_n, columns)
-    m = self.padded_m
-    return (
-      LocalTile.size(round_up(Dk, GROUP), m),
-      max(k, v),
-      LocalTile.size(self.block_n, m),
-      self.block_m * self.across,
-    )
+    """Float32 in local memory: Q, the tile of keys and then of values, P, and what rows exchange in all."""
+    k, v = LocalTile.size(round_up(Dk, GROUP), self.block_n), LocalTile.size(self.block_n, self.padded_columns(Dv))
+    q, p = (LocalTile.size(rows, self.padded_m) for rows in (round_up(Dk, GROUP), self.block_n))
+    return q, max(k, v), p, EXCHANGES * self.block_m * self.across
 
   def local_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of local memory."""
@@ -101,6 +99,7 @@ class Tiles:
 
 
 GROUP = 8  # elements that tiles in local memory are multiples of
+EXCHANGES = 3  # between the threads of a row: of maxima in each loop, and of sums
 
 
 def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Rules, tiles: Tiles) -> UOp:
@@ -119,19 +118,24 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   group = Workgroup(s, heads, ceildiv(M, block_m), 1, tiles.threads, results // heads, rules.longest_last)
   head_rules = rules.at(group.head)
   key_range = head_rules.key_range(group.block * block_m, block_m, tiles.block_n).split(group.split, results // heads)
-  q_memory, kv_memory, p_memory, row_memory = (s.buffer(size, space=AddrSpace.LOCAL) for size in tiles.elements(Dk, Dv))
+  q_memory, kv_memory, p_memory = (s.buffer(size, space=AddrSpace.LOCAL) for size in tiles.elements(Dk, Dv)[:3])
   unit = ThreadRows(ThreadGrid(s, group.thread, tiles.rows, tiles.across), group, tiles, M, Dv, p_memory)
   state = State.make(s, tiles.rows, (tiles.rows, tiles.columns(Dv)), group.item)
-  columns, sources = (
-    round_up(tiles.columns(Dv) * tiles.across, GROUP),
-    [head_rules.keys(x, dtypes.float) for x in (k, v)],
-  )
-  pipeline = KeyTiles.make(kv_memory, tiles.block_n, columns, group.thread, tiles.threads, key_range, *sources)
   queries = LocalTile(q_memory, tiles.padded_m, round_up(Dk, GROUP), by_columns=True)
   source = HeadView.of(q, group.head, UOp.const(M), dtypes.float)
-  filled = UOp.barrier(*queries.fill(source, group.block * block_m, group.thread, tiles.threads))
+  filled = queries.fill(source, group.block * block_m, group.thread, tiles.threads)
+  pipeline = KeyTiles.make(
+    kv_memory,
+    tiles.block_n,
+    tiles.padded_columns(Dv),
+    group.thread,
+    tiles.threads,
+    key_range,
+    *(head_rules.keys(x, dtypes.float) for x in (k, v)),
+    before=tuple(filled),
+  )
   loop = Mainloop(s, unit, pipeline, head_rules, key_range, tiles.block_n)
-  state = loop.run(queries.after(filled), state)
+  state = loop.run(queries, state)
   stores = unit.store(o, lse, group.result, state, head_rules)
   return group.kernel(f"attention_generic_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
 
@@ -171,8 +175,11 @@ class ThreadRows:
     return self.grid.columns(self.tiles.block_n)
 
   def mma_abt(self, q: LocalTile, k_tile: LocalTile) -> list[list[UOp]]:
-    """Compute S = Q K^T. Returns this thread's elements of each of its rows."""
-    return self.grid.abt(q, k_tile, None, k_tile.memory)
+    """Compute S = Q K^T. Returns this thread's elements of each of its rows.
+
+    The queries are there once the keys are.
+    """
+    return self.grid.abt(q.after(k_tile.memory), k_tile, None, k_tile.memory)
 
   def softmax(self, scores: list[list[UOp]], scaling: Scaling, m_old: list[UOp], l_old: list[UOp]) -> list[SoftmaxRow]:
     """P, m_i, l_i and alpha of each row, whose maximum its threads exchange."""

@@ -187,7 +187,7 @@ def test_any_tiles(name: str, data: st.DataObject) -> None:
 def test_chosen_tiles(subject: Subject, arch: str, dtype: DType) -> None:
   """They are right, without bank conflicts, and with no more products than there are; hidden tiles are skipped."""
   M, N, D = 128, 256, 64
-  matrix = []
+  work = []
   with subject.on(arch, chosen=True):
     sources = subject.inputs(arch, (1, 1, 1, M, N, D, D), dtype)
     for is_causal in (False, True):
@@ -195,8 +195,8 @@ def test_chosen_tiles(subject: Subject, arch: str, dtype: DType) -> None:
         subject.check(*sources, is_causal=is_causal)
       (found,) = (count for name, count in profile.kernels.items() if name.startswith("attention"))
       assert found.bank_conflicts == 0
-      matrix.append(found.matrix)
-  full, causal = matrix
+      work.append(getattr(found, subject.work))
+  full, causal = work
   assert causal < full
   if subject.flops is not None:
     assert full == subject.products(arch) * 2 * M * N * D / subject.flops
@@ -325,7 +325,7 @@ RULES: dict[str, Options] = {
 }
 
 
-@pytest.mark.kinds(arch=("gfx942", "sm_75", "sm_80", "sm_89", "sm_90", "amx"))
+@pytest.mark.kinds(arch=("gfx942", "sm_75", "sm_80", "sm_89", "sm_90", "cl", "amx"))
 @pytest.mark.each("arch", "tiles", "rules", evenly=True)
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize((*OF_CASE, "tiles"), SYNCHRONISED, indirect=["subject"])
@@ -344,6 +344,9 @@ def test_each_barrier_and_wait_deleted(subject: Subject, arch: str, dtype: DType
     assert {type(o.caught) for o in outcomes} == {emulator.Race}
   elif arch.startswith("apple"):  # two for keys and two for values, in each loop; none after the last tile
     assert found == {"barrier": 7 if rules == "full" else 8}
+    assert {type(o.caught) for o in outcomes} <= {emulator.Race, emulator.Unwritten}
+  elif arch == "cl":  # for keys, maxima, values and the end, in each loop but after the last tile; and one for sums
+    assert found == {"barrier": 8 if rules == "full" else 9}
     assert {type(o.caught) for o in outcomes} <= {emulator.Race, emulator.Unwritten}
   elif arch == "amx":
     assert found == {"tile_config": 1, "tile_release": 1}

@@ -85,6 +85,7 @@ class KeyTiles:
     thread, threads: this thread among those that copy, and their number.
     key_range: the tiles of keys.
     keys, values: the rows that they are copied from.
+    before: stores to local memory before the loops, for which the barrier behind the keys waits too.
   """
 
   k: LocalTile
@@ -94,6 +95,7 @@ class KeyTiles:
   key_range: TileRange
   keys: HeadView
   values: HeadView
+  before: tuple[UOp, ...] = ()
 
   @classmethod
   def make(
@@ -106,10 +108,11 @@ class KeyTiles:
     key_range: TileRange,
     keys: HeadView,
     values: HeadView,
+    before: tuple[UOp, ...] = (),
   ) -> "KeyTiles":
     """Place tiles of `block_n` keys, and of their values with room for `columns`, in `memory`."""
     k = LocalTile(memory, block_n, round_up(keys.size, 8), by_columns=True)
-    return cls(k, LocalTile(memory, block_n, columns), thread, threads, key_range, keys, values)
+    return cls(k, LocalTile(memory, block_n, columns), thread, threads, key_range, keys, values, before)
 
   def acquire(self, n: UOp, *after: UOp) -> tuple[LocalTile, Callable[..., LocalTile]]:
     """Bring the n-th tile of keys; return it, and a function that brings the values.
@@ -122,7 +125,7 @@ class KeyTiles:
     def values(*done: UOp, stores: Sequence[UOp] = ()) -> LocalTile:
       return self._fill(self.v, self.values, first, done, stores)
 
-    return self._fill(self.k, self.keys, first, after), values
+    return self._fill(self.k, self.keys, first, after, self.before), values
 
   def release(self, n: UOp, *stores: UOp) -> UOp:
     """Wait until all threads are done with the values, if a tile may follow."""
