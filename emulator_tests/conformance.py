@@ -547,7 +547,7 @@ SUBJECTS: dict[str, Subject] = {
       "large head": (1, 1, 1, 20, 40, 60, 100),
     },
     mistakes.GENERIC,
-    small=lambda arch: generic_forward.Tiles(32, 16, 4, 4),
+    small=lambda arch: generic_forward.Tiles(32, 16, 2, 4),
     any_tiles=generic_tiles,
     head_dims=(1, 8, 15, 24, 33, 40, 80),
     conflict_free=(),

@@ -16,8 +16,8 @@ from uopattn.dsl.amd.staging import RegisterPipeline
 from uopattn.dsl.cpu import amx_operands
 from uopattn.dsl.gpu import tile_scheduler
 from uopattn.dsl.gpu.local_tile import LocalTile
-from uopattn.dsl.gpu.thread_grid import ThreadGrid
 from uopattn.dsl.gpu.parts import PAIRS
+from uopattn.dsl.gpu.thread_grid import ThreadGrid
 from uopattn.dsl.instructions import Cpu, Cuda, Dialect
 from uopattn.dsl.nvidia import mma, mma_layout, swizzled, tensor_pipeline, tma, wgmma_mainloop, wgmma_softmax
 from uopattn.dsl.rules.rules import HeadRules
@@ -203,9 +203,7 @@ APPLE |= {
 
 
 GENERIC = MASKS | softmax_mistakes(generic_forward, "online_softmax")
-GENERIC |= {
-  name: APPLE[name] for name in ("keys read by rows", "tiles one key off")
-}
+GENERIC |= {name: APPLE[name] for name in ("keys read by rows", "tiles one key off")}
 GENERIC |= {
   "maximum and sum of a thread's own keys": Mistake(
     ThreadGrid, "reduced", instead(lambda self, values, operation: values)

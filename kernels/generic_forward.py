@@ -1,24 +1,23 @@
-"""Forward attention on GPUs without matrix units: multiply-adds, local memory and barriers alone, in tinygrad's own ops.
+"""Forward attention on GPUs without matrix units, by multiply-adds, local memory and barriers alone.
 
 It serves what has no other kernel: OpenCL, WebGPU, Adreno (QCOM), Intel Macs, and old GPUs of AMD and NVIDIA.
 
-FlashAttention-2 (Dao, 2023). A workgroup has a block of queries and loops over tiles of keys. Its threads form a grid of
-`block_m / rows` by `across` threads:
+FlashAttention-2 (Dao, 2023). A workgroup has a block of queries and loops over tiles of keys. Its threads form a grid
+of `block_m / rows` by `across` threads:
     S = Q K^T           each thread `rows` by `block_n / across` scores
     m, l, P             online softmax; the threads of a row exchange their maxima per tile, their sums only at the end
     O = O alpha + P V   each thread `rows` by `Dv / across` columns
 Full tiles, which all queries of the workgroup see completely, come first and need no mask; masked tiles follow.
 
-Storage: S, m, l and O are in registers. Q, a tile of keys and then of its values, P, and the maxima are in local memory,
-in float32. Both products are sums of outer products: a step reads `rows` elements of one operand and a few of the other,
-side by side, and does as many multiply-adds as the product of both numbers.
+Storage: S, m, l and O are in registers. Q, a tile of keys and then of its values, P, and the maxima are in local
+memory, in float32 (`uopattn.dsl.gpu.thread_grid`). There are no shuffles, as tinygrad renders none.
 
 Budget: `Tiles.registers` per thread, and `Tiles.local_bytes`, of the 16 or 32 KiB that all GPUs have. A tile of keys
-takes four barriers: behind the keys, the maxima, the values with P, and at its end. There are no shuffles, as tinygrad renders none.
+takes four barriers: behind the keys, the maxima, the values with P, and at its end.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 
 from tinygrad import UOp, dtypes
@@ -124,16 +123,9 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   queries = LocalTile(q_memory, tiles.padded_m, round_up(Dk, GROUP), by_columns=True)
   source = HeadView.of(q, group.head, UOp.const(M), dtypes.float)
   filled = queries.fill(source, group.block * block_m, group.thread, tiles.threads)
-  pipeline = KeyTiles.make(
-    kv_memory,
-    tiles.block_n,
-    tiles.padded_columns(Dv),
-    group.thread,
-    tiles.threads,
-    key_range,
-    *(head_rules.keys(x, dtypes.float) for x in (k, v)),
-    before=tuple(filled),
-  )
+  columns, sources = tiles.padded_columns(Dv), [head_rules.keys(x, dtypes.float) for x in (k, v)]
+  pipeline = KeyTiles.make(kv_memory, tiles.block_n, columns, group.thread, tiles.threads, key_range, *sources)
+  pipeline = replace(pipeline, before=tuple(filled))
   loop = Mainloop(s, unit, pipeline, head_rules, key_range, tiles.block_n)
   state = loop.run(queries, state)
   stores = unit.store(o, lse, group.result, state, head_rules)
@@ -217,7 +209,9 @@ class ThreadRows:
       found = rules.finished(state.m_i[i].load(), l_i, row, GENERIC.exp2)
       for j in offsets:
         inside = place < self.M if (first + j).vmax < self.Dv else (place < self.M) & (first + j < self.Dv)
-        stores.append(gated(o, inside, head, place, first + j).store((state.acc[i, j].load() * found.factor).cast(o.dtype)))
+        stores.append(
+          gated(o, inside, head, place, first + j).store((state.acc[i, j].load() * found.factor).cast(o.dtype))
+        )
       if lse is not None:
         stores += store_lse(lse, (place < self.M) & self.grid.share.eq(0), head, place, found.numbers(lse))
     return stores

@@ -238,7 +238,9 @@ def test_tiles_that_nobody_sees_are_skipped(feature: str, name: str, arch: str) 
   def work(**options: Any) -> int:
     with emulator.profile() as profile:
       run(*SUBJECTS[name].inputs(arch, SHAPE, dtypes.half), **options)
-    (found,) = [getattr(count, SUBJECTS[name].work) for kernel, count in profile.kernels.items() if kernel.startswith("attention")]
+    (found,) = [
+      getattr(count, SUBJECTS[name].work) for kernel, count in profile.kernels.items() if kernel.startswith("attention")
+    ]
     return int(found)
 
   with SUBJECTS[name].on(arch):

@@ -2,7 +2,7 @@
 
 Sources: AMD, RDNA3, RDNA4, CDNA3 and CDNA4 instruction set architecture documents; NVIDIA, CUDA C++ Programming Guide,
 "Technical Specifications per Compute Capability", maximum shared memory per thread block; Apple, Metal Feature Set
-Tables, maximum total threadgroup memory allocation.
+Tables, maximum total threadgroup memory allocation; W3C, WebGPU, maxComputeWorkgroupStorageSize.
 """
 
 from dataclasses import dataclass
@@ -51,6 +51,7 @@ _MATRIX_UNITS = {
   "METAL": ("Apple7", "Apple8", "Apple9", "Apple1"),
   **dict.fromkeys(WITHOUT_MATRIX_UNITS, ()),
 }
+WEBGPU_BYTES = 16 << 10  # of local memory, which every browser grants
 MAX_THREADS = 1024  # per workgroup
 CPU_ARGUMENTS = 62  # buffers and Variables of a call on a CPU, see `uopattn.runtime.threads`
 LINE = 64  # bytes per cache line of a CPU, or a divisor of that
@@ -114,7 +115,7 @@ class Target:
   @property
   def lds(self) -> int:
     """Bytes of shared memory (LDS) available to a workgroup of a GPU."""
-    return lds_limit(self.arch)
+    return WEBGPU_BYTES if self.device == "WEBGPU" else lds_limit(self.arch)
 
 
 def usual_units(arch: str) -> int:

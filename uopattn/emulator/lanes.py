@@ -14,7 +14,6 @@ from tinygrad.uop.ops import Ops, UOp
 from .counters import Counters
 from .errors import KernelError, describe, lines_of
 
-
 MOST_WAVES = 64  # whose accesses to LDS are told apart
 
 
@@ -58,7 +57,7 @@ class Run:
     self.group = self.all_lanes // shape.threads
     self.thread = self.all_lanes % shape.threads
     self.wave_in_group = self.thread // shape.wave
-    bits = np.uint32 if shape.waves <= 32 else np.uint64
+    bits: Any = np.uint32 if shape.waves <= 32 else np.uint64
     self.wave_bit = bits(1) << self.wave_in_group.astype(bits)
     self.wave = self.group * shape.waves + self.wave_in_group
     self.lane_in_wave = self.thread % shape.wave

@@ -6,6 +6,7 @@ Loops and conditions contain the steps of their body.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,16 @@ def is_constant(u: UOp) -> bool:
 def _is_statement_register(u: UOp) -> bool:
   """Return whether `u` loads or stores the register that makes an instruction a statement; a statement has no value."""
   return u.op in (Ops.LOAD, Ops.STORE) and buffer_of(u.src[0]).arg.slot == STATEMENT_SLOT
+
+
+def loaded(u: UOp) -> int:
+  """Return the number of elements that a LOAD loads.
+
+  A vector's pointer has the size as a source. To have its shape tinygrad would simplify the index, in front of which it
+  finds all that is done before a loop.
+  """
+  pointer = u.src[0]
+  return prod(map(int, pointer.src[2].as_shape)) if pointer.op is Ops.SHRINK else u.max_numel()
 
 
 def execute(steps: list[Step], run: Run) -> None:
@@ -241,7 +252,7 @@ class Program:
     return lambda run: run.values[base][element]
 
   def _load(self, u: UOp) -> Compute:
-    pointer, count, dtype = u.src[0], u.max_numel(), u.dtype
+    pointer, count, dtype = u.src[0], loaded(u), u.dtype
     memory, index = self.buffers[buffer_of(pointer)], self.place[pointer]
     if len(u.src) == 1:
 

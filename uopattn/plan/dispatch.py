@@ -20,7 +20,8 @@ from uopattn.spec.arguments import ARGUMENTS
 from uopattn.spec.spec import AttentionSpec
 from uopattn.spec.tensors import dtype_name
 
-# The modules with the schedules of a device (`Target.runs`): of forward passes, and of gradients. The first that prefers a case has it.
+# The modules with the schedules of a device (`Target.runs`): of forward passes, and of gradients. The first that
+# prefers a case has it.
 MODULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
   "CPU": (("amx_forward", "cpu_forward", "cpu_decode"), ("amx_backward", "cpu_backward")),
   "AMD": (("amd_forward",), ("amd_backward",)),

@@ -37,6 +37,8 @@ def target_of(device: str) -> Target:
   if kind == "EMU" and isinstance(renderer, ClangRenderer):
     return Target("CPU", arch, VectorUnit(lanes=16, registers=32, tiles=True))
   if not isinstance(renderer, ClangRenderer):
+    if kind == "CL":
+      return Target(kind, arch, units=multiprocessors(device))
     if kind not in ("CUDA", "NV"):
       return Target(renderer.target.device if kind == "EMU" else kind, arch)
     if not isinstance(renderer, CUDARenderer):

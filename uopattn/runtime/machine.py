@@ -55,7 +55,7 @@ def gpu_name(device: str) -> str:
 
 @functools.cache
 def multiprocessors(device: str) -> int:
-  """Return the number of multiprocessors of a CUDA or NV device.
+  """Return the number of multiprocessors of a CUDA or NV device, or of compute units of a CL device.
 
   For NV it is the number of the whole chip. tinygrad does not ask which of them are disabled on this card.
   """
@@ -63,9 +63,15 @@ def multiprocessors(device: str) -> int:
     gpu: Any = Device[device]
   if device.split(":")[0] == "NV":
     return int(gpu.num_gpcs * gpu.num_tpc_per_gpc * gpu.num_sm_per_tpc)
+  count = ctypes.c_int()
+  if device.split(":")[0] == "CL":
+    from tinygrad.runtime.autogen import opencl
+
+    size = ctypes.sizeof(count)
+    opencl.clGetDeviceInfo(gpu.cl_dev, opencl.CL_DEVICE_MAX_COMPUTE_UNITS, size, ctypes.byref(count), None)
+    return count.value
   from tinygrad.runtime.autogen import cuda
 
-  count = ctypes.c_int()
   cuda.cuDeviceGetAttribute(count, cuda.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, gpu.cu_device)
   return count.value
 

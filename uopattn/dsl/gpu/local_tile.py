@@ -108,11 +108,10 @@ class KeyTiles:
     key_range: TileRange,
     keys: HeadView,
     values: HeadView,
-    before: tuple[UOp, ...] = (),
   ) -> "KeyTiles":
     """Place tiles of `block_n` keys, and of their values with room for `columns`, in `memory`."""
     k = LocalTile(memory, block_n, round_up(keys.size, 8), by_columns=True)
-    return cls(k, LocalTile(memory, block_n, columns), thread, threads, key_range, keys, values, before)
+    return cls(k, LocalTile(memory, block_n, columns), thread, threads, key_range, keys, values)
 
   def acquire(self, n: UOp, *after: UOp) -> tuple[LocalTile, Callable[..., LocalTile]]:
     """Bring the n-th tile of keys; return it, and a function that brings the values.

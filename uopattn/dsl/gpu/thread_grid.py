@@ -1,8 +1,8 @@
 """Products of tiles in local memory by multiply-adds: each thread computes a rectangle, as sums of outer products.
 
-The threads of a workgroup form a grid. Those of one line have the same rows and each a share of the columns. A step along
-k reads a few elements of both operands, side by side where tiles are stored so, and does as many multiply-adds as the
-product of both numbers.
+The threads of a workgroup form a grid. Those of one line have the same rows and each a share of the columns. A step
+along k reads a few elements of both operands, side by side where tiles are stored so, and does as many multiply-adds as
+the product of both numbers.
 """
 
 from collections.abc import Callable, Sequence

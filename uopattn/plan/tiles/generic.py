@@ -12,7 +12,7 @@ from uopattn.kernels.generic_forward import Tiles as Forward
 REGISTERS = 160  # float32 per thread that tiles count
 ACROSS = 8  # threads that share rows
 BLOCKS = ((32, 32), (64, 16), (32, 16), (16, 32), (16, 16), (16, 8), (8, 16), (8, 8))  # rows and others, best first
-LOCAL = {"WEBGPU": 16 << 10}  # bytes of local memory, where it is not `Target.lds`
+LOCAL_BYTES = 32 << 10  # of local memory at most: more would leave one workgroup per compute unit
 
 
 def forward(problem: Problem, target: Target) -> Iterator[Forward]:
@@ -21,7 +21,7 @@ def forward(problem: Problem, target: Target) -> Iterator[Forward]:
   Raises:
     ValueError: the head sizes are too large even for the smallest tile.
   """
-  M, N, Dk, Dv, limit, fits = problem.M, problem.N, problem.Dk, problem.Dv, LOCAL.get(target.device, target.lds), False
+  M, N, Dk, Dv, limit, fits = problem.M, problem.N, problem.Dk, problem.Dv, min(target.lds, LOCAL_BYTES), False
   for block_m, block_n in BLOCKS:
     block_m, block_n = min(block_m, round_up(M, GROUP)), min(block_n, round_up(N, GROUP))
     x = Forward(block_m, block_n, 4 if block_m % 32 == 0 else 2 if block_m % 16 == 0 else 1, ACROSS)
@@ -30,6 +30,6 @@ def forward(problem: Problem, target: Target) -> Iterator[Forward]:
       yield x
   if not fits:
     raise ValueError(
-      f"head sizes {Dk} and {Dv}: the smallest tile needs {x.registers(Dk, Dv)} registers a thread, of {REGISTERS}, and "
-      f"{x.local_bytes(Dk, Dv)} bytes of local memory, of {limit}"
+      f"head sizes {Dk} and {Dv}: the smallest tile needs {x.registers(Dk, Dv)} registers a thread, of {REGISTERS}, "
+      f"and {x.local_bytes(Dk, Dv)} bytes of local memory, of {limit}"
     )

@@ -1,0 +1,71 @@
+"""The kernels for GPUs without matrix units where an OpenCL runtime runs them: a GPU's, or pocl on a CPU.
+
+Nothing else runs them but the emulator. pocl takes some 10 s to compile a kernel.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from conformance import SUBJECTS, Sizes
+from helpers import on_device, qkv, take_tiles
+from tinygrad import Context, Device, Tensor, dtypes
+from tinygrad.dtype import DType
+
+from uopattn import attention
+from uopattn.kernels import generic_forward
+from uopattn.measure.program import reason
+from uopattn.plan.target import target_of
+
+Options = dict[str, Any]
+GENERIC = SUBJECTS["generic"]
+HALF, BFLOAT, FLOAT = dtypes.float16, dtypes.bfloat16, dtypes.float32
+
+
+@pytest.fixture(autouse=True)
+def opencl() -> Iterator[None]:
+  """OpenCL as the default device."""
+  try:
+    with Context(ALLOW_DEVICE_USAGE=1):
+      Device["CL"]
+  except Exception as error:  # whatever a missing driver raises
+    pytest.skip(f"no OpenCL runtime: {reason(error)}")
+  with Context(DEV="CL"):
+    yield
+
+
+FORWARD: dict[str, tuple[DType, Sizes, Options]] = {
+  "plain": (FLOAT, (1, 2, 2, 40, 30, 16, 16), {}),
+  "causal, grouped": (HALF, (1, 4, 2, 50, 90, 24, 40), {"is_causal": True}),
+  "odd": (BFLOAT, (1, 2, 2, 77, 131, 33, 17), {"window": (20, 5)}),
+  "rules": (
+    FLOAT,
+    (2, 2, 2, 40, 70, 16, 16),
+    {"softcap": 2.0, "kv_lengths": np.array([0, 61]), "sinks": np.ones(2, np.float32)},
+  ),
+}
+
+
+@pytest.mark.each("case")
+@pytest.mark.parametrize("case", [x if x == "plain" else pytest.param(x, marks=pytest.mark.slow) for x in FORWARD])
+def test_forward(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+  take_tiles(monkeypatch, generic_forward.Tiles(16, 8, 2, 4))
+  check(*FORWARD[case])
+
+
+@pytest.mark.slow
+def test_split_keys() -> None:
+  check(HALF, (1, 4, 1, 1, 1100, 32, 32), {})
+
+
+def check(dtype: DType, sizes: Sizes, options: Options) -> None:
+  q, k, v = qkv(*sizes, dtype)
+  given = {name: on_device(x) for name, x in options.items()}
+  out, lse = attention(q, k, v, enable_gqa=True, return_lse=True, backend="kernel", **given)
+  Tensor.realize(out, lse)
+  GENERIC.verify(q, k, v, out, lse, **options)
+
+
+def test_the_number_of_compute_units_is_known() -> None:
+  assert (target_of("CL").units or 0) >= 1
