@@ -24,6 +24,7 @@ from uopattn.kernels import (
   apple_backward,
   cpu_backward,
   cuda_backward,
+  generic_backward,
   hopper_backward,
   hopper_fused_backward,
 )
@@ -43,6 +44,7 @@ TilePair = tuple[Any, ...]  # the block sizes of each kernel: of dQ, then of dK 
 
 Amd, Amx, Cpu = amd_backward.Tiles, amx_backward.Tiles, cpu_backward.Tiles
 Apple, Cuda, Hopper = apple_backward.Tiles, cuda_backward.Tiles, hopper_backward.Tiles
+Generic = generic_backward.Tiles
 
 SHAPES: dict[str, Shape] = {
   "smallest": (1, 1, 1, 1, 1, 1, 1),
@@ -223,6 +225,24 @@ TABLE: dict[str, BackwardSchedule] = {
     shapes={"large head": SHAPES_CUDA["large head"]},
     barriers=frozenset({"barrier"}),
     pipelined=lambda arch: (Apple(2, 1, 8), Apple(2, 1, 8)),
+  ),
+  "generic": BackwardSchedule(
+    generic_backward,
+    ("cl",),
+    (HALF, BFLOAT, FLOAT),
+    lambda arch, dtype: (Generic(16, 8, 2, 4), Generic(32, 8, 2, 4, False)),
+    lambda arch, dtype: st.tuples(
+      *[
+        st.builds(
+          lambda own, lines, across, block, in_local: Generic(own * lines, 8 * across * block, own, across, in_local),
+          *(st.integers(1, 3), st.integers(1, 9), st.integers(1, 3), st.integers(1, 2), st.booleans()),
+        )
+      ]
+      * 2
+    ),
+    examples=1,
+    barriers=frozenset({"barrier"}),
+    pipelined=lambda arch: (Generic(16, 8, 2, 8), Generic(16, 8, 2, 8)),
   ),
   "amx": BackwardSchedule(
     amx_backward,

@@ -7,8 +7,10 @@ from collections.abc import Generator, Hashable, Iterable
 import pytest
 from hypothesis import Phase, settings
 from tinygrad import Context, Device
-from tinygrad.helpers import PARALLEL, SPEC
+from tinygrad.helpers import DEV, PARALLEL, SPEC
 
+from uopattn.dsl.target import WITHOUT_MATRIX_UNITS
+from uopattn.measure import program
 from uopattn.measure.program import Usage, choose_device
 
 # What is run: one case of each kind; with --values every value of each parameter, and the long tests; with --slow all,
@@ -59,6 +61,8 @@ def pytest_configure(config: pytest.Config) -> None:
   gc.set_threshold(100_000, 20, 100)
   settings.load_profile(profile(config))
   with contextlib.suppress(Usage):  # before modules are imported, some of which make Tensors on the default device
+    if not DEV.device and program.default_device() in WITHOUT_MATRIX_UNITS:
+      program.take("CPU")
     choose_device()
 
 

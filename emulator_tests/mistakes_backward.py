@@ -16,6 +16,7 @@ from uopattn.dsl.cpu import gradients
 from uopattn.dsl.cpu.gradients import Gradients
 from uopattn.dsl.gpu.backward_mainloop import QueryHeads, RowStats
 from uopattn.dsl.gpu.local_tile import LocalTile
+from uopattn.dsl.gpu.thread_grid import ThreadGrid
 from uopattn.dsl.instructions import Cuda
 from uopattn.dsl.nvidia import mma
 from uopattn.dsl.nvidia.mma_layout import Epilogue
@@ -154,7 +155,8 @@ def rows_reversed(right: Phase) -> Phase:
 
 
 CUDA_AND_HOPPER = {"cuda": cuda_backward, "hopper": hopper_backward}
-GPUS = ("amd", "cuda", "hopper", "apple")
+GPUS = ("amd", "cuda", "hopper", "apple", "generic")
+BY_ROWS = (*CUDA_AND_HOPPER, "apple", "generic")  # which take `RowStats` row by row
 CPUS = {"cpu": cpu_backward, "amx": amx_backward}
 
 
@@ -184,9 +186,9 @@ MISTAKES: dict[str, Mistake] = {
   "scores not pulled back": Mistake(
     lambda right: lambda self, grads, *rest: grads, dict.fromkeys(CPUS, (HeadRules, "score_vjp"))
   ),
-  "no delta": Mistake(no_delta, dict.fromkeys((*CUDA_AND_HOPPER, "apple"), (RowStats, "of"))),
+  "no delta": Mistake(no_delta, dict.fromkeys(BY_ROWS, (RowStats, "of"))),
   "no delta of a block": Mistake(no_delta_of_block, on_cpus("load_row_sums")),
-  "the LSE in another base": Mistake(natural_lse, dict.fromkeys((*CUDA_AND_HOPPER, "apple"), (RowStats, "of"))),
+  "the LSE in another base": Mistake(natural_lse, dict.fromkeys(BY_ROWS, (RowStats, "of"))),
   "the LSE not subtracted": Mistake(
     lambda right: lambda *arguments: right(*arguments) * 0.0, {"amd": (amd_backward, "row_lse")}
   ),
@@ -196,18 +198,23 @@ MISTAKES: dict[str, Mistake] = {
   "halves of k exchanged": Mistake(
     lambda right: lambda x, part, count: right(x, 1 - part if count == 4 else part, count), {"turing": (mma, "_part")}
   ),
-  "a tile read by columns": Mistake(read_by_rows, {"apple": (LocalTile, "__getitem__")}),
+  "a tile read by columns": Mistake(read_by_rows, dict.fromkeys(("apple", "generic"), (LocalTile, "__getitem__"))),
   "copies one row off": Mistake(
     lambda right: lambda self, source, first, *rest: right(self, source, first + 1, *rest),
-    {"apple": (LocalTile, "fill")},
+    dict.fromkeys(("apple", "generic"), (LocalTile, "fill")),
   ),
   "tiles one row off": Mistake(
     lambda right: lambda self, first, *after, base=0: right(self, first + 1, *after, base=base),
     {"amd": (RegisterPipeline, "load")},
   ),
   "keys one off": Mistake(one_key_off, on_cpus("add_product")),
-  "sums begun anew with each tile": Mistake(
-    begun_anew, {"amd": (Mma, "mma_ab")}
+  "sums begun anew with each tile": Mistake(begun_anew, {"amd": (Mma, "mma_ab")}),
+  "P and dS of the other rows": Mistake(
+    lambda right: lambda self, to, elements: right(self, to, elements[::-1]), {"generic": (ThreadGrid, "keep")}
+  ),
+  "stationary rows one off": Mistake(
+    lambda right: lambda self, source, first, *rest: right(self, source, first + 1, *rest),
+    {"generic": (ThreadGrid, "stationary")},
   ),
   "dq of the last tile only": Mistake(begun_anew_in_memory, {"cpu": (cpu_backward, "multiply_ds_k")}),
   "steps left out": Mistake(steps_left_out, {"amx": (amx_backward, "mma_block")}),

@@ -28,7 +28,7 @@ from functools import cached_property
 from typing import Any
 
 from tinygrad import UOp
-from tinygrad.dtype import AddrSpace, DType
+from tinygrad.dtype import DType
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import Scope, sizes
@@ -42,7 +42,7 @@ from uopattn.dsl.gpu.backward_mainloop import (
   ScoreRow,
   Sum,
 )
-from uopattn.dsl.gpu.local_tile import LocalTile
+from uopattn.dsl.gpu.local_tile import LocalTile, StreamedTiles
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import METAL, Dialect
 from uopattn.dsl.rules.head_view import HeadView
@@ -132,7 +132,7 @@ def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *
 
   dq_sum = Sum(unit.zeros(s, Dk, group.item), Factor.DS, 0)
   keys, values = (HeadView.of(x, head // (heads // kv_heads), head_rules.length) for x in (k, v))
-  pipeline = StreamedTiles.make(s, tiles, q.dtype, group.thread, key_range, (keys, values), values_by_columns=True)
+  pipeline = streamed_tiles(s, tiles, q.dtype, group.thread, key_range, (keys, values), values_by_columns=True)
   loop = Mainloop(s, unit, pipeline, head_rules, key_range, tiles.block, score_rows)
   stationary = [HeadView.of(x, head, UOp.const(M)) for x in (q, do)]
   sums = loop.run(unit.stationary(stationary), [dq_sum], dq_sum.acc)
@@ -180,7 +180,7 @@ def backward_kv(
   results = [(x, left, right, scale) for x, left, right, scale in wanted if x is not None]
   sums = [Sum(unit.zeros(s, sizes(x)[2], group.item), left, right) for x, left, right, _ in results]
   queries = tuple(HeadView.of(x, members.head, UOp.const(M)) for x in (q, do))
-  pipeline = StreamedTiles.make(s, tiles, q.dtype, group.thread, members.query_range, queries)
+  pipeline = streamed_tiles(s, tiles, q.dtype, group.thread, members.query_range, queries)
   loop = Mainloop(s, unit, pipeline, members.rules, members.query_range, tiles.block, score_rows)
   stationary = [HeadView.of(x, group.head, members.n_keys) for x in (k, v)]
   sums = loop.run(unit.stationary(stationary), sums, sums[0].acc, *members.axes)
@@ -191,57 +191,20 @@ def backward_kv(
   return group.kernel(f"attention_backward_{of}_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
 
 
-@dataclass(frozen=True)
-class StreamedTiles:
-  """A `TilePipeline` with one tile of each matrix in threadgroup memory, filled while nobody reads them.
-
-  Attributes:
-    tiles: threadgroup memory.
-    sources: the rows that are copied.
-    tile_range: the tiles.
-    thread, threads: this thread among those that copy, and their number.
-  """
-
-  tiles: tuple[LocalTile, ...]
-  sources: tuple[HeadView, ...]
-  tile_range: TileRange
-  thread: UOp
-  threads: int
-
-  @classmethod
-  def make(
-    cls,
-    s: Scope,
-    tiles: Tiles,
-    dtype: DType,
-    thread: UOp,
-    tile_range: TileRange,
-    sources: tuple[HeadView, ...],
-    values_by_columns: bool = False,
-  ) -> "StreamedTiles":
-    """Allocate the memory. With `values_by_columns` the second tile is only read transposed, and stored so."""
-    found = []
-    for x, by_columns in zip(sources, (False, values_by_columns), strict=True):
-      shape = tiles.block, round_up(x.size, SIZE)
-      size = LocalTile.size(*(reversed(shape) if by_columns else shape))
-      found.append(LocalTile(s.buffer(size, dtype=dtype, space=AddrSpace.LOCAL), *shape, by_columns))
-    return cls(tuple(found), sources, tile_range, thread, tiles.threads)
-
-  def acquire(self, n: UOp, *after: UOp) -> list[LocalTile]:
-    """Bring the n-th tile of each matrix."""
-    first, copies = self.tile_range.tile(n) * self.tiles[0].rows, []
-    for tile, source in zip(self.tiles, self.sources, strict=True):
-      copies += tile.after(*after).fill(source, first, self.thread, self.threads)
-    filled = UOp.barrier(*copies)
-    return [x.after(filled) for x in self.tiles]
-
-  def release(self, n: UOp, *stores: UOp) -> UOp:
-    """Wait until all simdgroups are done with the n-th tiles, if others of the head may follow; else tinygrad does."""
-    return UOp.barrier(*stores) if self.tile_range.may_follow(n) else UOp.group(*stores)
-
-  def finish(self, last: UOp, *sums: UOp) -> UOp:
-    """Nothing is in flight after the `last` tile."""
-    return last
+def streamed_tiles(
+  s: Scope,
+  tiles: Tiles,
+  dtype: DType,
+  thread: UOp,
+  tile_range: TileRange,
+  sources: tuple[HeadView, ...],
+  values_by_columns: bool = False,
+) -> StreamedTiles:
+  """The pipeline of both matrices. With `values_by_columns` the second is only read transposed, and stored so."""
+  found = []
+  for x, by_columns in zip(sources, (False, values_by_columns), strict=True):
+    found.append(LocalTile.make(s, tiles.block, round_up(x.size, SIZE), by_columns, dtype))
+  return StreamedTiles(tuple(found), sources, tile_range, thread, tiles.threads)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """delta = rowsum(O dO) - dL, which the backward pass needs (Dao, FlashAttention-2, 2023).
 
-Storage on GPUs: `LANES` lanes share a row; each loads 16 bytes at a time, and shuffles add up their sums. A workgroup
+Storage on GPUs: `LANES` lanes share a row; each loads 16 bytes at a time, and shuffles add up their sums, or sums in
+local memory. A workgroup
 has `BLOCK_ROWS` rows. Memory limits it: 2.4 to 2.6 TB/s at D=64, 3.9 at D=128 (H200, B=4, H=32, N=4096, 2026-11-22).
 
 On CPUs a work item has `CPU_ROWS` rows, one after the other; the `CPU_LANES` partial sums of a row are in registers.
@@ -10,13 +11,14 @@ from collections.abc import Callable
 from functools import partial, reduce
 
 from tinygrad import UOp, dtypes
+from tinygrad.dtype import AddrSpace
 from tinygrad.helpers import ceildiv
 from tinygrad.uop.ops import AxisType
 
-from uopattn.dsl import Scope, gated, make_kernel, sizes
+from uopattn.dsl import Scope, gated, make_kernel, sizes, target
 from uopattn.dsl.cpu.register_blocks import register_blocks
 from uopattn.dsl.gpu.workgroup import Workgroup
-from uopattn.dsl.instructions import CUDA, HIP, METAL, Dialect
+from uopattn.dsl.instructions import CUDA, GENERIC, HIP, METAL, Dialect
 from uopattn.dsl.packed import words_of_all
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.schedule import DELTA, DLSE, DO, DTYPES_16_32, LSE, Kernel, O, Schedule
@@ -43,9 +45,7 @@ def row_sums(dialect: Dialect, delta: UOp, o: UOp, do: UOp, lse: UOp, dlse: UOp 
   left, right = (_chunks(x, row, exists) for x in (o, do))
   chunks = [lane + i * LANES for i in range(ceildiv(Dv * o.dtype.itemsize, 4 * CHUNK_WORDS * LANES))]
   terms = [a * b for c in chunks for a, b in zip(left(c), right(c), strict=True)]
-  total = reduce(UOp.__add__, terms)
-  for distance in (1, 2, 4):
-    total = total + dialect.shuffle_xor(total, distance)
+  total = _joined(dialect, s, group.thread, reduce(UOp.__add__, terms))
   head, query = row // M, row % M
   value = total if dlse is None else total - gated(dlse, exists, head, query).load()
   value = gated(lse, exists, head, query).load().eq(float("-inf")).where(0.0, value)
@@ -72,6 +72,17 @@ def on_cpu(delta: UOp, o: UOp, do: UOp, lse: UOp, dlse: UOp | None = None) -> UO
   value = gated(lse, inside, head, row).load().eq(float("-inf")).where(0.0, value)
   store = gated(delta, inside, head, row).store(value)
   return make_kernel(f"attention_delta_{heads}_{M}_{Dv}", (r, item), store)
+
+
+def _joined(dialect: Dialect, s: Scope, thread: UOp, total: UOp) -> UOp:
+  """The sum over the lanes of a row, by shuffles, or through local memory where there are none."""
+  if dialect is not GENERIC:
+    for distance in (1, 2, 4):
+      total = total + dialect.shuffle_xor(total, distance)
+    return total
+  memory = s.buffer(BLOCK_ROWS * LANES, space=AddrSpace.LOCAL)
+  memory = memory.after(UOp.barrier(memory[thread].store(total)))
+  return reduce(UOp.__add__, (memory[thread // LANES * LANES + i].load() for i in range(LANES)))
 
 
 def _chunks(x: UOp, row: UOp, exists: UOp) -> Callable[[UOp], list[UOp]]:
@@ -110,5 +121,6 @@ SCHEDULES = (
   _schedule("AMD", partial(row_sums, HIP)),
   _schedule("CUDA", partial(row_sums, CUDA)),
   _schedule("METAL", partial(row_sums, METAL)),
+  _schedule(target.GENERIC, partial(row_sums, GENERIC)),
   _schedule("CPU", on_cpu),
 )

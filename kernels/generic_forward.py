@@ -25,9 +25,9 @@ from tinygrad.dtype import AddrSpace
 from tinygrad.helpers import ceildiv, round_up
 
 from uopattn.dsl import Scope, gated, sizes, target
-from uopattn.dsl.gpu.local_tile import KeyTiles, LocalTile
+from uopattn.dsl.gpu.local_tile import GlobalTile, KeyTiles, LocalTile
 from uopattn.dsl.gpu.mainloop import Mainloop, SoftmaxRow, State
-from uopattn.dsl.gpu.thread_grid import ThreadGrid
+from uopattn.dsl.gpu.thread_grid import GROUP, ThreadGrid
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import GENERIC
 from uopattn.dsl.rules.head_view import HeadView
@@ -45,12 +45,14 @@ class Tiles:
     block_n: keys per tile.
     rows: queries per thread.
     across: threads that share queries.
+    in_local: whether Q is in local memory; else it is read from global memory for each tile of keys.
   """
 
   block_m: int
   block_n: int
   rows: int
   across: int
+  in_local: bool = True
 
   def __post_init__(self) -> None:
     if self.rows < 1 or self.block_m < 1 or self.block_m % self.rows:
@@ -81,7 +83,7 @@ class Tiles:
     """Float32 in local memory: Q, the tile of keys and then of values, P, and what rows exchange in all."""
     k, v = LocalTile.size(round_up(Dk, GROUP), self.block_n), LocalTile.size(self.block_n, self.padded_columns(Dv))
     q, p = (LocalTile.size(rows, self.padded_m) for rows in (round_up(Dk, GROUP), self.block_n))
-    return q, max(k, v), p, EXCHANGES * self.block_m * self.across
+    return q if self.in_local else 0, max(k, v), p, EXCHANGES * self.block_m * self.across
 
   def local_bytes(self, Dk: int, Dv: int) -> int:
     """Bytes of local memory."""
@@ -97,7 +99,6 @@ class Tiles:
     return 2
 
 
-GROUP = 8  # elements that tiles in local memory are multiples of
 EXCHANGES = 3  # between the threads of a row: of maxima in each loop, and of sums
 
 
@@ -117,19 +118,18 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   group = Workgroup(s, heads, ceildiv(M, block_m), 1, tiles.threads, results // heads, rules.longest_last)
   head_rules = rules.at(group.head)
   key_range = head_rules.key_range(group.block * block_m, block_m, tiles.block_n).split(group.split, results // heads)
-  q_memory, kv_memory, p_memory = (s.buffer(size, space=AddrSpace.LOCAL) for size in tiles.elements(Dk, Dv)[:3])
+  kv_memory, p_memory = (s.buffer(size, space=AddrSpace.LOCAL) for size in tiles.elements(Dk, Dv)[1:3])
   unit = ThreadRows(ThreadGrid(s, group.thread, tiles.rows, tiles.across), group, tiles, M, Dv, p_memory)
   state = State.make(s, tiles.rows, (tiles.rows, tiles.columns(Dv)), group.item)
-  queries = LocalTile(q_memory, tiles.padded_m, round_up(Dk, GROUP), by_columns=True)
   source = HeadView.of(q, group.head, UOp.const(M), dtypes.float)
-  filled = queries.fill(source, group.block * block_m, group.thread, tiles.threads)
+  queries, filled = unit.grid.stationary(source, group.block * block_m, tiles.in_local)
   columns, sources = tiles.padded_columns(Dv), [head_rules.keys(x, dtypes.float) for x in (k, v)]
   pipeline = KeyTiles.make(kv_memory, tiles.block_n, columns, group.thread, tiles.threads, key_range, *sources)
   pipeline = replace(pipeline, before=tuple(filled))
   loop = Mainloop(s, unit, pipeline, head_rules, key_range, tiles.block_n)
   state = loop.run(queries, state)
   stores = unit.store(o, lse, group.result, state, head_rules)
-  return group.kernel(f"attention_generic_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
+  return group.kernel(f"attention_{results}_{rules.kv_heads}_{M}_{rules.N}_{Dk}_{Dv}{rules.name}", stores)
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class ThreadRows:
     """The first key of a tile that this thread has scores of, and the offsets of all of them from it."""
     return self.grid.columns(self.tiles.block_n)
 
-  def mma_abt(self, q: LocalTile, k_tile: LocalTile) -> list[list[UOp]]:
+  def mma_abt(self, q: LocalTile | GlobalTile, k_tile: LocalTile) -> list[list[UOp]]:
     """Compute S = Q K^T. Returns this thread's elements of each of its rows.
 
     The queries are there once the keys are.

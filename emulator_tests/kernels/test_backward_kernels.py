@@ -39,7 +39,7 @@ from uopattn import BlockMask
 from uopattn.runtime.prepare import compiled
 
 SHAPE: Shape = (2, 4, 2, 67, 41, 16, 24)
-REPRESENTATIVE = ("gfx942", "gfx1201", "sm_80", "sm_90", "apple9", "CPU", "amx")
+REPRESENTATIVE = ("gfx942", "gfx1201", "sm_80", "sm_90", "apple9", "cl", "CPU", "amx")
 
 
 def over_machines(*values: Any) -> list[Any]:
@@ -173,7 +173,7 @@ def test_gradients_of_attention(arch: str) -> None:
     check_gradients(*inputs(2, 4, 2, 20, 75, 16, 24), THROUGH_ATTENTION)
 
 
-@on_machines("gfx942", "sm_80", "sm_90", "apple9", "CPU", slow=("gfx1201", "gfx950", "amx"))
+@on_machines("gfx942", "sm_80", "sm_90", "apple9", "cl", "CPU", slow=("gfx1201", "gfx950", "amx"))
 def test_dropout(schedule: str, machine: Machine) -> None:
   B, Hq, _, M, N, *_ = SHAPE
   check_backward(machine, SHAPE, {"dropout_p": P, "kept": kept_by_seed((1, 2), B, Hq, M, N)})
@@ -181,7 +181,7 @@ def test_dropout(schedule: str, machine: Machine) -> None:
 
 @pytest.mark.each("heads", evenly=True)
 @pytest.mark.parametrize("heads", [1, 4])
-@on_machines("gfx942", "sm_80", "sm_90", "apple9", "CPU", slow=("gfx1201",))
+@on_machines("gfx942", "sm_80", "sm_90", "apple9", "cl", "CPU", slow=("gfx1201",))
 def test_blocks_that_are_skipped(schedule: str, machine: Machine, heads: int) -> None:
   """With a mask for each head, heads of one group have lists of different lengths."""
 
@@ -196,12 +196,12 @@ def test_blocks_that_are_skipped(schedule: str, machine: Machine, heads: int) ->
 @pytest.mark.kinds(name=("no keys", "window behind all keys", "added infinity", "two rules together"))
 @pytest.mark.each("schedule", "machine", "name", evenly=True)
 @pytest.mark.parametrize("name", BLIND)
-@on_machines("gfx942", "sm_80", "sm_90", "apple9", "CPU", slow=("gfx1201",))
+@on_machines("gfx942", "sm_80", "sm_90", "apple9", "cl", "CPU", slow=("gfx1201",))
 def test_rows_that_see_no_key_have_no_gradient(schedule: str, machine: Machine, name: str) -> None:
   assert no_gradient(check_backward(machine, (2, 4, 2, 37, 150, 16, 16), BLIND[name]))
 
 
-@on_machines("gfx942", "sm_80", "sm_90", "apple9", "CPU", slow=("gfx1201",))
+@on_machines("gfx942", "sm_80", "sm_90", "apple9", "cl", "CPU", slow=("gfx1201",))
 @pytest.mark.parametrize("slope", [False, True], ids=["added", "factor"])
 @pytest.mark.each("schedule", "machine", "slope", evenly=True)
 def test_a_score_mod_that_is_infinite_past_the_last_query(schedule: str, machine: Machine, slope: bool) -> None:
@@ -211,7 +211,7 @@ def test_a_score_mod_that_is_infinite_past_the_last_query(schedule: str, machine
   check_backward(machine, (1, 2, 1, 50, 40, 16, 16), {"score_mod": mod})
 
 
-@on_machines("gfx942", "sm_80", "sm_90", "apple9", "CPU", slow=("gfx1100",))
+@on_machines("gfx942", "sm_80", "sm_90", "apple9", "cl", "CPU", slow=("gfx1100",))
 def test_queries_before_all_keys_have_no_gradient(schedule: str, machine: Machine) -> None:
   """Nor have keys behind all queries, among others that have one."""
   got = check_backward(machine, (1, 1, 1, 70, 70, 16, 16), {"is_causal": True, "q_start": -5})
@@ -222,7 +222,7 @@ def test_queries_before_all_keys_have_no_gradient(schedule: str, machine: Machin
 
 @pytest.mark.each("lengths")
 @pytest.mark.parametrize("lengths", [(0, 35), (1, 41), (32, 33)], ids=str)
-@on_machines("gfx942", "sm_80", "sm_90", "apple9", "CPU", slow=("gfx1100", "gfx1201", "gfx950"))
+@on_machines("gfx942", "sm_80", "sm_90", "apple9", "cl", "CPU", slow=("gfx1100", "gfx1201", "gfx950"))
 def test_keys_that_do_not_exist_are_not_read(schedule: str, machine: Machine, lengths: tuple[int, int]) -> None:
   with machine.device() as device:
     case = Case.of(machine, SHAPE, {"kv_lengths": np.array(lengths)})
@@ -309,11 +309,11 @@ def test_causal_tiles_are_skipped(schedule: str, machine: Machine) -> None:
     assert causal[name].matrix * 2 * blocks == full[name].matrix * (blocks + 1)
 
 
-@pytest.mark.kinds(machine=("gfx942 half", "sm_80 half", "sm_90 half", "apple9 half"))
+@pytest.mark.kinds(machine=("gfx942 half", "sm_80 half", "sm_90 half", "apple9 half", "cl half"))
 @pytest.mark.each("machine", "is_causal", "group", evenly=True)
 @pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@on_machines("gfx1100", "gfx1201", "gfx942", "gfx950", "sm_80", "sm_90", "apple9", slow=("sm_75",))
+@on_machines("gfx1100", "gfx1201", "gfx942", "gfx950", "sm_80", "sm_90", "apple9", "cl", slow=("sm_75",))
 def test_each_barrier_and_wait_deleted(schedule: str, machine: Machine, is_causal: bool, group: int) -> None:
   row, tiles = machine.row, machine.row.pipelined(machine.arch)  # type: ignore[misc]
   with machine.device():
@@ -322,8 +322,9 @@ def test_each_barrier_and_wait_deleted(schedule: str, machine: Machine, is_causa
   assert {x.what for x in outcomes} == row.barriers
   for kernel in ("q", "kv"):
     own = [x for x in outcomes if x.kernel.startswith(f"attention_backward_{kernel}_")]
-    if schedule in ("amd", "apple"):
-      in_loops = 4 if is_causal else 2  # two in each
+    if schedule in ("amd", "apple", "generic"):
+      in_each = 2 if schedule != "generic" else 3 if kernel == "q" else 4  # one for each operand too
+      in_loops = in_each * 2 if is_causal else in_each
       barriers = in_loops + (schedule == "amd")  # one before
       assert [type(x.caught) for x in own[:barriers]] == [emulator.Race] * barriers
       # Behind the tiles of each query head tinygrad has a barrier of its own, which is redundant.
@@ -337,7 +338,7 @@ def test_each_barrier_and_wait_deleted(schedule: str, machine: Machine, is_causa
 
 @pytest.mark.each("schedule", "machine", "short", evenly=True)
 @pytest.mark.parametrize("short", ["q", "k", "v", "do", "lse", "delta"])
-@on_machines("gfx942", "sm_80", "sm_90", "apple9")
+@on_machines("gfx942", "sm_80", "sm_90", "apple9", "cl")
 def test_a_shortened_buffer_is_caught(schedule: str, machine: Machine, short: str) -> None:
   """The kernels take every buffer for 70 rows; one of them has 69."""
   with machine.device() as device:
@@ -379,13 +380,14 @@ def caught(name: str) -> list[Any]:
     "amx": ("amx",),
     "amd": ("gfx942", "gfx1100"),
     "apple": ("apple9",),
+    "generic": ("cl",),
   }
   return [
     (name, schedule, arch) for schedule in arches for arch in arches[schedule] if schedule in MISTAKES[name].places
   ]
 
 
-@pytest.mark.kinds(arch=("CPU", "sm_90", "sm_80", "sm_75", "amx", "gfx942", "apple9"), name=BROKEN)
+@pytest.mark.kinds(arch=("CPU", "sm_90", "sm_80", "sm_75", "amx", "gfx942", "apple9", "cl"), name=BROKEN)
 @pytest.mark.each("arch", "schedule")
 @pytest.mark.parametrize(("name", "schedule", "arch"), [x for name in MISTAKES for x in caught(name)])
 def test_a_mistake_is_caught(name: str, schedule: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,10 @@ from uopattn.measure.program import Usage, choose_device, kinds_with_kernels
 from uopattn.plan.target import shown
 
 TESTS = Path(__file__).resolve().parents[1]
-CHOICE = "no kernel for device PYTHON; there are kernels for AMD, CPU, CUDA, METAL; DEV names no device, so CPU is used"
+CHOICE = (
+  "no kernel for device PYTHON; there are kernels for AMD, CL, CPU, CUDA, METAL, QCOM, WEBGPU; "
+  "DEV names no device, so CPU is used"
+)
 RUNNER = "import no_kernels, runpy; runpy.run_module('uopattn.run', run_name='__main__')"
 
 
@@ -66,7 +69,7 @@ def usable(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 
 
 def test_order_in_which_devices_are_taken(usable: Callable[..., None]) -> None:
-  assert kinds_with_kernels() == ["METAL", "AMD", "NV", "CUDA", "CPU"]  # QCOM, CL and others have none
+  assert kinds_with_kernels() == ["METAL", "AMD", "NV", "CUDA", "QCOM", "CL", "WEBGPU", "CPU"]  # DSP has none
   usable("CUDA", "CUDA", "AMD")
   assert (choose_device(), DEV.device, os.environ["DEV"]) == ("", "", "")
   usable("NV", "CPU", "CUDA")

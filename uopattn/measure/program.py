@@ -96,9 +96,14 @@ def choose_device() -> str:
   found = first_with_kernels(kind for kind in kinds_with_kernels() if kind != default)
   if found is None:
     raise Usage(against if default == LAST else f"{against}; nor can {LAST} be used: {why_not(LAST)}")
-  DEV.value = [replace(DEV.value[0], device=found), *DEV.value[1:]]
-  os.environ["DEV"] = repr(DEV)  # where tinygrad notes its own choice
+  take(found)
   return f"{against}; DEV names no device, so {found} is used"
+
+
+def take(device: str) -> None:
+  """Make a device the default one, here and in child processes."""
+  DEV.value = [replace(DEV.value[0], device=device), *DEV.value[1:]]
+  os.environ["DEV"] = repr(DEV)  # where tinygrad notes its own choice
 
 
 def default_device() -> str:

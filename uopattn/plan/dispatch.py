@@ -26,7 +26,7 @@ MODULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
   "CPU": (("amx_forward", "cpu_forward", "cpu_decode"), ("amx_backward", "cpu_backward")),
   "AMD": (("amd_forward",), ("amd_backward",)),
   "METAL": (("apple_forward",), ("apple_backward",)),
-  GENERIC: (("generic_forward",), ()),
+  GENERIC: (("generic_forward",), ("generic_backward",)),
   "CUDA": (
     (
       "hopper_latent_forward",

@@ -8,11 +8,13 @@ bytes each are assumed where a vendor does not describe them.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from tinygrad import UOp
+from tinygrad import UOp, dtypes
+from tinygrad.dtype import AddrSpace, DType
 from tinygrad.helpers import round_up
 
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.tile_range import TileRange
+from uopattn.dsl.scope import Scope
 
 CHUNK = 4  # elements of a row that a thread copies at once
 
@@ -36,6 +38,14 @@ class LocalTile:
   rows: int
   columns: int
   by_columns: bool = False
+
+  @classmethod
+  def make(
+    cls, s: Scope, rows: int, columns: int, by_columns: bool = False, dtype: DType = dtypes.float
+  ) -> "LocalTile":
+    """A tile in memory of its own."""
+    size = cls.size(columns, rows) if by_columns else cls.size(rows, columns)
+    return cls(s.buffer(size, dtype=dtype, space=AddrSpace.LOCAL), rows, columns, by_columns)
 
   @staticmethod
   def size(rows: int, columns: int) -> int:
@@ -74,6 +84,32 @@ class LocalTile:
         exists = start + threads <= self.rows * chunks
         stores.append(self.memory[at if exists else at.valid(piece < self.rows * chunks)].store(value))
     return stores
+
+
+@dataclass(frozen=True, eq=False)
+class GlobalTile:
+  """A tile of rows that stays in global memory, with zeros for what does not exist there.
+
+  Attributes:
+    source: the rows of the head.
+    first: the first row.
+    columns: a multiple of 8.
+  """
+
+  source: HeadView
+  first: UOp
+  columns: int
+
+  def after(self, *after: UOp) -> "GlobalTile":
+    """The tile itself: nothing writes it."""
+    return self
+
+  def __getitem__(self, place: tuple[UOp, UOp]) -> UOp:
+    """Load an element (row, column) as float32."""
+    row, column = self.first + place[0], place[1]
+    inside = row < self.source.length
+    inside = inside if column.vmax < self.source.size else inside & (column < self.source.size)
+    return inside.where(self.source.element(row, column, inside).cast(dtypes.float), 0.0)
 
 
 @dataclass(frozen=True)
@@ -135,3 +171,39 @@ class KeyTiles:
   ) -> LocalTile:
     copied = tile.after(*after).fill(source, first, self.thread, self.threads)
     return tile.after(UOp.barrier(*copied, *stores))
+
+
+@dataclass(frozen=True)
+class StreamedTiles:
+  """A `TilePipeline` (`uopattn.dsl.gpu.backward_mainloop`) with one tile of each matrix, filled while nobody reads it.
+
+  Attributes:
+    tiles: the tiles.
+    sources: the rows that are copied.
+    tile_range: the tiles' numbers.
+    thread, threads: this thread among those that copy, and their number.
+    before: stores to local memory before the loops, for which the barrier behind the tiles waits too.
+  """
+
+  tiles: tuple[LocalTile, ...]
+  sources: tuple[HeadView, ...]
+  tile_range: TileRange
+  thread: UOp
+  threads: int
+  before: tuple[UOp, ...] = ()
+
+  def acquire(self, n: UOp, *after: UOp) -> list[LocalTile]:
+    """Bring the n-th tile of each matrix."""
+    first, copies = self.tile_range.tile(n) * self.tiles[0].rows, []
+    for tile, source in zip(self.tiles, self.sources, strict=True):
+      copies += tile.after(*after).fill(source, first, self.thread, self.threads)
+    filled = UOp.barrier(*copies, *self.before)
+    return [x.after(filled) for x in self.tiles]
+
+  def release(self, n: UOp, *stores: UOp) -> UOp:
+    """Wait until all threads are done with the n-th tiles, if others of the head may follow; else tinygrad does."""
+    return UOp.barrier(*stores) if self.tile_range.may_follow(n) else UOp.group(*stores)
+
+  def finish(self, last: UOp, *sums: UOp) -> UOp:
+    """Nothing is in flight after the `last` tile."""
+    return last

@@ -11,13 +11,15 @@ from functools import cached_property, reduce
 
 from tinygrad import UOp
 from tinygrad.dtype import AddrSpace
-from tinygrad.helpers import ceildiv
+from tinygrad.helpers import ceildiv, round_up
 from tinygrad.uop.ops import AxisType
 
-from uopattn.dsl.gpu.local_tile import LocalTile
+from uopattn.dsl.gpu.local_tile import GlobalTile, LocalTile
+from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.scope import Scope, sizes
 
 Elements = list[list[UOp]]  # of a thread's rows
+GROUP = 8  # that sizes of tiles in local memory are multiples of
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,11 @@ class ThreadGrid:
   rows: int
   across: int
 
+  @property
+  def threads(self) -> int:
+    """Threads of the grid."""
+    return int(self.thread.vmax) + 1
+
   @cached_property
   def first(self) -> UOp:
     """This thread's first row."""
@@ -51,7 +58,21 @@ class ThreadGrid:
     own = ceildiv(count, self.across)
     return self.share * own, range(own)
 
-  def abt(self, left: LocalTile, right: LocalTile, starts: Elements | None, *after: UOp) -> Elements:
+  def stationary(self, source: HeadView, first: UOp, in_local: bool) -> tuple[LocalTile | GlobalTile, list[UOp]]:
+    """The rows of a head that the grid has, from `first` on, as left operands.
+
+    Returns:
+      The rows, in local or global memory; and the stores that bring them to local memory, for which a barrier must
+      wait.
+    """
+    columns = round_up(source.size, GROUP)
+    if not in_local:
+      return GlobalTile(source, first, columns), []
+    rows = round_up(self.threads // self.across * self.rows, GROUP)
+    tile = LocalTile.make(self.s, rows, columns, by_columns=True)
+    return tile, tile.fill(source, first, self.thread, self.threads)
+
+  def abt(self, left: LocalTile | GlobalTile, right: LocalTile, starts: Elements | None, *after: UOp) -> Elements:
     """Compute left times the transpose of right: this thread's rows of left, and its share of the rows of right.
 
     Args:
@@ -92,8 +113,7 @@ class ThreadGrid:
 
     Each call has memory of its own, because tinygrad takes no two stores to one place of local memory.
     """
-    lines = int(self.thread.vmax) // self.across + 1
-    memory = self.s.buffer(lines * self.rows * self.across, space=AddrSpace.LOCAL)
+    memory = self.s.buffer(self.threads * self.rows, space=AddrSpace.LOCAL)
     filled = UOp.barrier(*(memory[(self.first + i) * self.across + self.share].store(x) for i, x in enumerate(values)))
     places = [[(self.first + i) * self.across + j for j in range(self.across)] for i in range(len(values))]
     return [reduce(operation, (memory.after(filled)[place].load() for place in row)) for row in places]

@@ -1,0 +1,271 @@
+"""Gradients of attention on GPUs without matrix units, by multiply-adds, local memory and barriers alone.
+
+FlashAttention-2's backward pass (Dao, 2023, algorithm 2) in two kernels without atomics: two runs give the same bits.
+lse and delta = rowsum(O dO) - dlse are inputs. A workgroup keeps a block of stationary rows, and loops over streamed
+tiles of `block` rows:
+    backward_q    keeps queries, streams keys:
+      S = Q K^T, dP = dO V^T, P = exp(S - lse), dS = P (dP - delta)    dQ += dS K
+    backward_kv   keeps keys, streams the queries of all query heads that share them:
+      S^T = K Q^T, dP^T = V dO^T, P and dS as above                    dV += P^T dO, dK += dS^T Q
+Its threads form a grid of `rows / own` by `across` threads. Each has `own` rows of S, dP, P, dS and the sums, and a
+share of their columns (`uopattn.dsl.gpu.thread_grid`).
+
+Storage: S, dP and the sums are in registers. A streamed tile of each matrix, and P and dS as operands, are in local
+memory, in float32. The stationary rows of both matrices are there too, or are read from global memory for each tile.
+
+Budget: `Tiles.registers` per thread, and `Tiles.local_bytes`, of the 16 or 32 KiB that all GPUs have. A tile takes
+three barriers for dQ, and four for dK and dV: behind the tiles, each operand, and at its end.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from tinygrad import UOp, dtypes
+from tinygrad.helpers import ceildiv, round_up
+
+from uopattn.dsl import Scope, gated, sizes, target
+from uopattn.dsl.gpu.backward_mainloop import Elements, Factor, Mainloop, QueryHeads, RowStats, ScoreRow, Sum
+from uopattn.dsl.gpu.local_tile import GlobalTile, LocalTile, StreamedTiles
+from uopattn.dsl.gpu.thread_grid import GROUP, ThreadGrid
+from uopattn.dsl.gpu.workgroup import Workgroup
+from uopattn.dsl.instructions import GENERIC, Dialect
+from uopattn.dsl.rules.head_view import HeadView
+from uopattn.dsl.rules.rules import Rules
+from uopattn.dsl.rules.tile_range import TileRange
+from uopattn.dsl.schedule import DTYPES_16_32, Schedule, passes
+
+MOST_THREADS = 256  # per workgroup, that every GPU has
+
+
+@dataclass(frozen=True)
+class Tiles:
+  """The block sizes of one kernel.
+
+  Attributes:
+    rows: stationary rows per workgroup: queries in `backward_q`, keys in `backward_kv`.
+    block: rows per streamed tile, which are the columns of S.
+    own: stationary rows per thread.
+    across: threads that share rows.
+    in_local: whether the stationary rows are in local memory.
+  """
+
+  rows: int
+  block: int
+  own: int
+  across: int
+  in_local: bool = True
+
+  def __post_init__(self) -> None:
+    if self.own < 1 or self.rows < 1 or self.rows % self.own:
+      raise ValueError(f"Tiles.rows={self.rows}: must be a multiple of own={self.own}")
+    if self.across < 1 or self.block < 1 or self.block % self.across or self.block % GROUP:
+      raise ValueError(f"Tiles.block={self.block}: must be a multiple of {GROUP}, and of across={self.across}")
+    if self.threads > MOST_THREADS:
+      raise ValueError(f"Tiles: {self.threads} threads, of {MOST_THREADS} that every GPU has")
+
+  @property
+  def threads(self) -> int:
+    return self.rows // self.own * self.across
+
+  @property
+  def padded_rows(self) -> int:
+    """Stationary rows as a multiple of GROUP."""
+    return round_up(self.rows, GROUP)
+
+  def columns(self, size: int) -> int:
+    """Columns of a streamed tile in local memory: those of all threads, as a multiple of GROUP."""
+    return round_up(ceildiv(size, self.across) * self.across, GROUP)
+
+  def local_bytes(self, Dk: int, Dv: int) -> int:
+    """Bytes of local memory: stationary rows, a streamed tile of each matrix, P and dS."""
+    stationary = sum(LocalTile.size(round_up(x, GROUP), self.padded_rows) for x in (Dk, Dv)) if self.in_local else 0
+    streamed = sum(
+      max(LocalTile.size(self.block, x), LocalTile.size(x, self.block)) for x in map(self.columns, (Dk, Dv))
+    )
+    return 4 * (stationary + streamed + 2 * LocalTile.size(self.block, self.padded_rows))
+
+  def registers(self, Dk: int, Dv: int, sums: int) -> int:
+    """Float32 per thread of S, dP, `sums` columns of sums, and the operands of a step."""
+    columns, shares = self.block // self.across, ceildiv(sums, self.across)
+    return self.own * (3 * columns + shares + 3) + max(columns, ceildiv(max(Dk, Dv), self.across))
+
+
+def backward_q(dq: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles) -> UOp:
+  """Build the kernel for the gradient of the queries.
+
+  Args:
+    dq: (heads, M, Dk), the output, in q's dtype.
+    q: (heads, M, Dk), float16, bfloat16 or float32, as far as the device has them.
+    k: (kv_heads, N, Dk); query head h reads key head h // (heads // kv_heads).
+    v: (kv_heads, N, Dv).
+    do: (heads, M, Dv), the gradient of the attention's output.
+    lse: (heads, M) float32, the log-sum-exp (natural logarithm) of each row.
+    delta: (heads, M) float32, rowsum(O dO) minus the gradient of the log-sum-exp.
+    rules: masks, score mods and scaling.
+    tiles: block sizes.
+  """
+  (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
+  s = Scope()
+  group = Workgroup(s, heads, ceildiv(M, tiles.rows), 1, tiles.threads, last_first=rules.longest_last)
+  head, head_rules = group.head, rules.at(group.head)
+  key_range = head_rules.key_range(group.block * tiles.rows, tiles.rows, tiles.block)
+  unit = ThreadRows.make(s, group, tiles)
+  row_stats = RowStats(GENERIC, lse, delta, head, rules.moves)
+  found = [row_stats.of(row, True) for row in unit.rows]
+
+  def score_rows(first: UOp, masked: bool, _: Any) -> list[ScoreRow]:
+    column, offsets = unit.grid.columns(tiles.block)
+    return [
+      ScoreRow(row, first + column, offsets, [(i, j) for j in offsets], lse_i, -delta_i)
+      for i, (row, (lse_i, delta_i)) in enumerate(zip(unit.rows, found, strict=True))
+    ]
+
+  dq_sum = Sum(unit.zeros(s, Dk, group.item), Factor.DS, 0)
+  kept, filled = unit.stationary([HeadView.of(x, head, UOp.const(M), dtypes.float) for x in (q, do)])
+  sources = [HeadView.of(x, head // (heads // kv_heads), head_rules.length, dtypes.float) for x in (k, v)]
+  pipeline = unit.streamed(s, key_range, sources, filled, values_by_columns=True)
+  loop = Mainloop(s, unit, pipeline, head_rules, key_range, tiles.block, score_rows)
+  sums = loop.run(kept, [dq_sum], dq_sum.acc)
+  name = f"attention_backward_q_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}"
+  return group.kernel(name, unit.store(dq, sums[0].acc, rules.scale))
+
+
+def backward_kv(
+  dk: UOp, dv: UOp, q: UOp, k: UOp, v: UOp, do: UOp, lse: UOp, delta: UOp, *, rules: Rules, tiles: Tiles
+) -> UOp:
+  """Build the kernel for the gradients of keys and values, summed over the query heads that share them.
+
+  Args:
+    dk: (kv_heads, N, Dk), the output, in q's dtype.
+    dv: (kv_heads, N, Dv), the output.
+    q, k, v, do, lse, delta, rules, tiles: as for `backward_q`.
+  """
+  (heads, M, Dk), (kv_heads, N, Dv) = sizes(q), sizes(v)
+  s = Scope()
+  group = Workgroup(s, kv_heads, ceildiv(N, tiles.rows), 1, tiles.threads)
+  members = QueryHeads.of(s, rules, group, heads // kv_heads, tiles.rows, tiles.block)
+  unit = ThreadRows.make(s, group, tiles)
+
+  def score_rows(first: UOp, masked: bool, _: Any) -> list[ScoreRow]:
+    row_stats = RowStats(GENERIC, lse, delta, members.head, rules.moves)
+    column, offsets = unit.grid.columns(tiles.block)
+    rows = []
+    for j in offsets:
+      query = first + column + j
+      lse_j, delta_j = row_stats.of(query, masked)
+      places = [(i, j) for i in range(tiles.own)]
+      rows.append(ScoreRow(query, unit.rows[0], range(tiles.own), places, lse_j, -delta_j))
+    return rows
+
+  sums = [
+    Sum(unit.zeros(s, width, group.item), left, right) for width, left, right in ((Dk, Factor.DS, 0), (Dv, Factor.P, 1))
+  ]
+  kept, filled = unit.stationary([HeadView.of(x, group.head, members.n_keys, dtypes.float) for x in (k, v)])
+  sources = [HeadView.of(x, members.head, UOp.const(M), dtypes.float) for x in (q, do)]
+  pipeline = unit.streamed(s, members.query_range, sources, filled)
+  loop = Mainloop(s, unit, pipeline, members.rules, members.query_range, tiles.block, score_rows)
+  sums = loop.run(kept, sums, sums[0].acc, *members.axes)
+  stores = unit.store(dk, sums[0].acc, rules.scale) + unit.store(dv, sums[1].acc, 1.0)
+  return group.kernel(f"attention_backward_kv_{heads}_{kv_heads}_{M}_{N}_{Dk}_{Dv}{rules.name}", stores)
+
+
+@dataclass(frozen=True)
+class ThreadRows:
+  """The `MatrixUnit` of a workgroup: each thread has `Tiles.own` stationary rows, and a share of all columns.
+
+  The place of an element is its row and its column among those of the thread.
+
+  Attributes:
+    grid: the position of this thread.
+    group: the position of the workgroup.
+    tiles: block sizes.
+    operands: P and dS in local memory.
+  """
+
+  grid: ThreadGrid
+  group: Workgroup
+  tiles: Tiles
+  operands: dict[Factor, LocalTile]
+
+  @classmethod
+  def make(cls, s: Scope, group: Workgroup, tiles: Tiles) -> "ThreadRows":
+    """The unit of a thread, and memory for P and dS."""
+    operands = {x: LocalTile.make(s, tiles.padded_rows, tiles.block, by_columns=True) for x in Factor}
+    return cls(ThreadGrid(s, group.thread, tiles.own, tiles.across), group, tiles, operands)
+
+  @property
+  def dialect(self) -> Dialect:
+    return GENERIC
+
+  @cached_property
+  def rows(self) -> list[UOp]:
+    """This thread's stationary rows; some may be past the last one."""
+    return [self.group.block * self.tiles.rows + self.grid.first + i for i in range(self.tiles.own)]
+
+  def zeros(self, s: Scope, width: int, *after: UOp) -> UOp:
+    """A sum of `width` columns for each row, set to 0."""
+    return s.filled(0.0, self.tiles.own, ceildiv(width, self.tiles.across), after=after)
+
+  def stationary(self, views: list[HeadView]) -> tuple[list[LocalTile | GlobalTile], list[UOp]]:
+    """The stationary rows of both matrices, and the stores that bring them to local memory."""
+    found = [self.grid.stationary(x, self.group.block * self.tiles.rows, self.tiles.in_local) for x in views]
+    return [tile for tile, _ in found], [store for _, stores in found for store in stores]
+
+  def streamed(
+    self, s: Scope, tile_range: TileRange, sources: list[HeadView], before: list[UOp], values_by_columns: bool = False
+  ) -> StreamedTiles:
+    """The pipeline of both matrices. With `values_by_columns` the second is only read transposed, and stored so."""
+    block, columns = self.tiles.block, [self.tiles.columns(x.size) for x in sources]
+    tiles = LocalTile.make(s, block, columns[0]), LocalTile.make(s, block, columns[1], values_by_columns)
+    return StreamedTiles(tiles, tuple(sources), tile_range, self.group.thread, self.tiles.threads, tuple(before))
+
+  def mma_abt(
+    self,
+    stationary: Sequence[LocalTile | GlobalTile],
+    tiles: Sequence[LocalTile],
+    starts: Sequence[Elements | None],
+  ) -> list[Elements]:
+    """Compute S and dP. The stationary rows are there once the tiles are."""
+    found = []
+    for left, tile, start in zip(stationary, tiles, starts, strict=True):
+      begun = None if start is None else self.lists(start)
+      rows = self.grid.abt(left.after(tile.memory), tile, begun, tile.memory)
+      elements: Elements = {(i, j): x for i, row in enumerate(rows) for j, x in enumerate(row)}
+      found.append(elements)
+    return found
+
+  def as_operands(self, left: Factor, elements: Elements, *after: UOp) -> LocalTile:
+    """P or dS as the left operand of `mma_ab`: in local memory, once all threads have stored their elements."""
+    tile = self.operands[left].after(*after)
+    return tile.after(UOp.barrier(*self.grid.keep(tile, self.lists(elements))))
+
+  def mma_ab(self, left: LocalTile, tile: LocalTile, acc: UOp, old: UOp, stores: list[UOp]) -> list[UOp]:
+    """Add left times a tile to `old`. Returns the stores to acc, which is the same memory."""
+    return [self.grid.ab(left, tile, old, sizes(old)[1] * self.tiles.across)]
+
+  def lists(self, elements: Elements) -> list[list[UOp]]:
+    """Elements by row."""
+    return [[elements[i, j] for j in self.grid.columns(self.tiles.block)[1]] for i in range(self.tiles.own)]
+
+  def store(self, x: UOp, acc: UOp, factor: float) -> list[UOp]:
+    """Store a sum times a factor to the rows of x."""
+    (_, rows, size), stores = sizes(x), []
+    first, offsets = self.grid.columns(size)
+    for i, row in enumerate(self.rows):
+      for j in offsets:
+        inside = row < rows if (first + j).vmax < size else (row < rows) & (first + j < size)
+        value = acc[i, j].load() * factor
+        stores.append(gated(x, inside, self.group.head, row, first + j).store(value.cast(x.dtype)))
+    return stores
+
+
+SCHEDULE = Schedule(
+  "generic_backward",
+  devices=(target.GENERIC,),
+  dtypes=DTYPES_16_32,
+  kernels=passes(backward_q, dk_dv=backward_kv),
+  tiles=Tiles,
+  unsupported=("scales", "page_table"),
+)
