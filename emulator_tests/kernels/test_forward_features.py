@@ -31,7 +31,7 @@ ONE_EACH = [
   ("cuda", "sm_80"),
   ("hopper", "sm_90"),
   ("apple", "apple9"),
-  ("generic", "cl"),
+  pytest.param("generic", "cl", marks=pytest.mark.slow),
   pytest.param("amx", "amx", marks=pytest.mark.slow),
 ]
 SHAPE = B, HEADS, KV_HEADS, M, N, DK, DV = 2, 4, 2, 77, 110, 24, 40

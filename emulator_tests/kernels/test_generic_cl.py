@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conformance import SUBJECTS, Sizes
+from conformance_backward import Case, machine
 from helpers import on_device, qkv, take_tiles
 from tinygrad import Context, Device, Tensor, dtypes
 from tinygrad.dtype import DType
@@ -65,6 +66,28 @@ def check(dtype: DType, sizes: Sizes, options: Options) -> None:
   out, lse = attention(q, k, v, enable_gqa=True, return_lse=True, backend="kernel", **given)
   Tensor.realize(out, lse)
   GENERIC.verify(q, k, v, out, lse, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "group", "is_causal"), [(FLOAT, 1, False), (BFLOAT, 2, True)])
+# Not float16: where a device lacks it, as pocl's does, tinygrad's conversions make denormal numbers 0.
+def test_gradients(dtype: DType, group: int, is_causal: bool) -> None:
+  generic = machine("cl", dtype)
+  Case.of(generic, (1, group, 1, 50, 70, 24, 16), {"is_causal": is_causal}).check(generic.small())
+
+
+@pytest.mark.slow
+def test_gradients_of_attention() -> None:
+  """Through `Tensor.gradient`, with delta and the tiles of choice, against plain ops."""
+  random, shape = np.random.default_rng(3), (1, 2, 40, 16)
+  arrays = [random.standard_normal(shape).astype(np.float32) for _ in range(4)]
+  found = []
+  for backend in ("kernel", "reference"):
+    q, k, v, do = (Tensor(x).realize() for x in arrays)
+    out = attention(q, k, v, is_causal=True, backend=backend)
+    found.append([x.numpy() for x in (out * do).sum().gradient(q, k, v)])
+  for got, wanted in zip(*found, strict=True):
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_the_number_of_compute_units_is_known() -> None:

@@ -60,7 +60,7 @@ def _block(rows: int, most: int) -> int:
 
 def _own(block: int) -> int:
   """The rows of a thread."""
-  return 4 if block % 32 == 0 else 2 if block % 16 == 0 else 1
+  return 4 if block >= 32 else 2 if block >= 16 else 1
 
 
 def _fitting(candidates: list[Any], registers: Callable[[Any], int], problem: Problem, target: Target) -> Iterator[Any]:
