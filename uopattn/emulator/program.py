@@ -51,14 +51,15 @@ def _is_statement_register(u: UOp) -> bool:
   return u.op in (Ops.LOAD, Ops.STORE) and buffer_of(u.src[0]).arg.slot == STATEMENT_SLOT
 
 
-def loaded(u: UOp) -> int:
-  """Return the number of elements that a LOAD loads.
+def elements(u: UOp) -> int:
+  """Return the number of elements of a value.
 
-  A vector's pointer has the size as a source. To have its shape tinygrad would simplify the index, in front of which it
-  finds all that is done before a loop.
+  The address of a vector has the number as a source. For its shape tinygrad would simplify the index, and everything
+  that is done before the loops that the index counts.
   """
-  pointer = u.src[0]
-  return prod(map(int, pointer.src[2].as_shape)) if pointer.op is Ops.SHRINK else u.max_numel()
+  if u.op is Ops.LOAD and u.src[0].op is Ops.SHRINK:
+    return prod(map(int, u.src[0].src[2].as_shape))
+  return u.max_numel()
 
 
 def execute(steps: list[Step], run: Run) -> None:
@@ -244,7 +245,7 @@ class Program:
     base, at = self.place[u.src[0]], u.src[1]
     if not is_constant(at):
       raise self._refuse("an element of a vector value must be chosen by a constant", u)
-    if u.src[0].max_numel() == 1:
+    if elements(u.src[0]) == 1:
       raise self._refuse("C has no element of a vector of one", u)
     if u.src[0].addrspace is None:
       raise self._refuse("renderers take a vector that comes only from Ops.CUSTOM for an address", u)
@@ -252,7 +253,7 @@ class Program:
     return lambda run: run.values[base][element]
 
   def _load(self, u: UOp) -> Compute:
-    pointer, count, dtype = u.src[0], loaded(u), u.dtype
+    pointer, count, dtype = u.src[0], elements(u), u.dtype
     memory, index = self.buffers[buffer_of(pointer)], self.place[pointer]
     if len(u.src) == 1:
 
