@@ -22,6 +22,7 @@ from tinygrad import Device
 from tinygrad.helpers import DEV, Context, tqdm
 
 from uopattn.dsl.schedule import FEW
+from uopattn.dsl.target import WITHOUT_MATRIX_UNITS
 from uopattn.measure.bench_report import lines, plot, sampled
 from uopattn.measure.contenders import Contender, load, versions
 from uopattn.measure.limits import limit, product_size
@@ -44,7 +45,7 @@ from uopattn.runtime.machine import gpu_name, machine_record, thread_count
 
 FORMAT = 2  # of the JSON record; 1 had no "mode", and was in bursts
 ONE_DEVICE = "one device"  # the name of our kernels on one device where others of ours are on several
-GPUS = ("CUDA", "NV", "AMD")
+GPUS = ("CUDA", "NV", "AMD", "METAL", *WITHOUT_MATRIX_UNITS)
 
 
 def cpu_rows() -> list[Config]:
@@ -74,6 +75,14 @@ def gpu_rows() -> list[Config]:
   return rows + decode_rows()
 
 
+def small_rows() -> list[Config]:
+  """Return the problems timed on a GPU without matrix units, which may be a small one."""
+  rows = [Config(h=8, n=n, dtype="float", causal=causal) for n in (256, 512, 1024, 2048) for causal in (0, 1)]
+  rows += [Config(h=8, n=1024, dtype=dtype) for dtype in ("half", "bfloat16")]
+  rows += [Config(h=8, n=1024, d=d, dtype="float") for d in (32, 128)]
+  return rows + [Config(h=8, hkv=hkv, m=1, n=4096, dtype="float") for hkv in (8, 2)]
+
+
 def lengths() -> list[Config]:
   """Return problems of 512 to 8192 queries and keys, 16384 tokens each, with and without a causal mask."""
   every = (512, 1024, 2048, 4096, 8192)
@@ -98,6 +107,8 @@ def backward_rows(kind: str) -> list[Config]:
       Config(h=8, hkv=2, dtype="float"),
       Config(h=8, n=1000, d=80, dtype="float"),
     ]
+  if kind in WITHOUT_MATRIX_UNITS:
+    return [Config(h=8, n=n, dtype="float", causal=causal) for n in (256, 1024) for causal in (0, 1)]
   return [*lengths(), Config(b=4, n=4096, d=128, dtype="bfloat16"), Config(b=4, hkv=8, n=4096, d=128), Config()]
 
 
@@ -270,7 +281,7 @@ def problems(given: argparse.Namespace) -> list[tuple[str, Config]]:
   for device in devices(given.device):
     if (kind := device.split(":")[0]) not in ("CPU", *GPUS):
       raise Usage(f"there are no problems to time on {kind}; accepted are cpu and gpu")
-    configs = cpu_rows() if kind == "CPU" else gpu_rows()
+    configs = cpu_rows() if kind == "CPU" else small_rows() if kind in WITHOUT_MATRIX_UNITS else gpu_rows()
     configs = quick_rows(kind) if given.quick else backward_rows(kind) if given.backward else configs
     configs = [config for config in configs if not given.few or 0 < config.m <= FEW]
     if over.gpus > 1 and kind != "CPU" and not (given.quick or given.few):

@@ -11,9 +11,11 @@ import pytest
 from conformance import SUBJECTS, Sizes
 from conformance_backward import Case, machine
 from helpers import on_device, qkv, take_tiles
+from tiny_model import TinyModel
 from tinygrad import Context, Device, Tensor, dtypes
 from tinygrad.dtype import DType
 
+import uopattn
 from uopattn import attention
 from uopattn.kernels import generic_forward
 from uopattn.measure.program import reason
@@ -48,8 +50,14 @@ FORWARD: dict[str, tuple[DType, Sizes, Options]] = {
 }
 
 
-@pytest.mark.each("case")
-@pytest.mark.parametrize("case", [x if x == "plain" else pytest.param(x, marks=pytest.mark.slow) for x in FORWARD])
+@pytest.mark.parametrize(
+  "case",
+  [
+    "plain",
+    pytest.param("causal, grouped", marks=pytest.mark.slow),
+    *(pytest.param(x, marks=pytest.mark.slowest) for x in ("odd", "rules")),
+  ],
+)
 def test_forward(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
   take_tiles(monkeypatch, generic_forward.Tiles(16, 8, 2, 4))
   check(*FORWARD[case])
@@ -68,15 +76,20 @@ def check(dtype: DType, sizes: Sizes, options: Options) -> None:
   GENERIC.verify(q, k, v, out, lse, **options)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "group", "is_causal"), [(FLOAT, 1, False), (BFLOAT, 2, True)])
+@pytest.mark.parametrize(
+  ("dtype", "group", "is_causal"),
+  [
+    pytest.param(FLOAT, 1, False, marks=pytest.mark.slow, id="plain"),
+    pytest.param(BFLOAT, 2, True, marks=pytest.mark.slowest, id="causal, grouped"),
+  ],
+)
 # Not float16: where a device lacks it, as pocl's does, tinygrad's conversions make denormal numbers 0.
 def test_gradients(dtype: DType, group: int, is_causal: bool) -> None:
   generic = machine("cl", dtype)
   Case.of(generic, (1, group, 1, 50, 70, 24, 16), {"is_causal": is_causal}).check(generic.small())
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_gradients_of_attention() -> None:
   """Through `Tensor.gradient`, with delta and the tiles of choice, against plain ops."""
   random, shape = np.random.default_rng(3), (1, 2, 40, 16)
@@ -88,6 +101,23 @@ def test_gradients_of_attention() -> None:
     found.append([x.numpy() for x in (out * do).sum().gradient(q, k, v)])
   for got, wanted in zip(*found, strict=True):
     np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slowest
+def test_a_model_and_its_gradients() -> None:
+  """A small language model by `patch()`, loss and gradients, against tinygrad's own attention."""
+  model = TinyModel(letters=20, layers=1, heads=2, head_dim=16, context=24)
+  pieces = Tensor(np.random.default_rng(4).integers(0, 20, (2, 25)).astype(np.int32)).realize()
+
+  def losses() -> list[Any]:
+    weights = model.weights(0)
+    loss = model.loss(weights, pieces, lambda q, k, v, **options: q.scaled_dot_product_attention(k, v, **options))
+    return [x.numpy() for x in (loss, *loss.gradient(weights["0.q"], weights["0.k"], weights["0.v"]))]
+
+  wanted = losses()
+  with uopattn.patch(backend="kernel"):
+    for got, want in zip(losses(), wanted, strict=True):
+      np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
 
 
 def test_the_number_of_compute_units_is_known() -> None:
