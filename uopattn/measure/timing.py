@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
 
+from uopattn.dsl.target import WITHOUT_MATRIX_UNITS
 from uopattn.proof.oracle import Array
 from uopattn.spec.spec import AttentionSpec
 
@@ -60,9 +61,9 @@ def on_cpu() -> bool:
 
 
 def repeats(spec: AttentionSpec, most: int, device: str | None = None) -> int:
-  """Return the computations per call: 1 on a CPU, on a GPU enough to make the cost of starting a call negligible."""
+  """Return the computations per call: 1 on a CPU or a slow GPU, on another enough to make the cost of starting a call negligible."""
   kind = (device or Device.DEFAULT).split(":")[0]
-  return 1 if kind == "CPU" else max(1, min(most, int(LONG / (spec.flops / FAST))))
+  return 1 if kind in ("CPU", *WITHOUT_MATRIX_UNITS) else max(1, min(most, int(LONG / (spec.flops / FAST))))
 
 
 def captured(compute: Callable[..., Results], *variables: UOp) -> tuple[Callable[[], Results], Results]:
