@@ -212,7 +212,7 @@ def try_fault(fault: Fault, suite: dict[str, dict[str, Any]], workers: int) -> d
     return asdict(fault) | {"ended": True, "tests": 0, "noticed": []}
   with tempfile.TemporaryDirectory() as folder:
     tree = Path(folder) / "tree"
-    ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", "results", ".hypothesis", ".*_cache")
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "results")
     shutil.copytree(ROOT, tree, ignore=ignored)
     fault.apply(tree)
     found = run_tests(tree, tests, str(workers), seconds)
