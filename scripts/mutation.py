@@ -191,7 +191,7 @@ def run_tests(tree: Path, tests: list[str], workers: str, seconds: float) -> dic
     listed.write_text("\n".join(tests))
     options = ["-p", "mutation", "-p", "no:cacheprovider", "-n", workers, "--dist", "worksteal"]
     command = [sys.executable, "-m", "pytest", *options, *([f"@{listed}"] if tests else [])]
-    paths = os.pathsep.join(map(str, (tree, tree / "scripts")))
+    paths = os.pathsep.join(map(str, (tree, tree / "scripts", *filter(None, [os.environ.get("PYTHONPATH")]))))
     env = os.environ | {OUTCOMES: str(to), "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
     process = subprocess.Popen(command, cwd=tree, env=env, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
