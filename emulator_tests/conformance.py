@@ -283,11 +283,14 @@ def apple_tiles(itemsize: int = 2) -> Callable[[str], st.SearchStrategy[apple_fo
 
 def generic_tiles(arch: str) -> st.SearchStrategy[generic_forward.Tiles]:
   return st.builds(
-    lambda rows, lines, across, block_n: generic_forward.Tiles(rows * lines, 8 * across * block_n, rows, across),
+    lambda rows, lines, across, block_n, in_local: generic_forward.Tiles(
+      rows * lines, 8 * across * block_n, rows, across, in_local
+    ),
     st.integers(1, 5),
     st.integers(1, 9),
     st.integers(1, 5),
     st.integers(1, 2),
+    st.booleans(),
   )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Generator, Hashable, Iterable
 import pytest
 from hypothesis import Phase, settings
 from tinygrad import Context, Device
-from tinygrad.helpers import DEV, PARALLEL, SPEC
+from tinygrad.helpers import DEV, NUM_CPU_THREADS, PARALLEL, SPEC
 
 from uopattn.dsl.target import WITHOUT_MATRIX_UNITS
 from uopattn.measure import program
@@ -52,6 +52,9 @@ def pytest_configure(config: pytest.Config) -> None:
   # A process for each core: threads of numpy's products would only wait for one another, at twice the cost of the gate,
   # and tinygrad's worker processes, which are started anew for every 16 kernels, for the process that feeds them.
   os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+  if hasattr(config, "workerinput"):
+    NUM_CPU_THREADS.value = min(NUM_CPU_THREADS.value, 2)  # likewise: threads of ours that spin
+    os.environ["NUM_CPU_THREADS"] = str(NUM_CPU_THREADS.value)
   PARALLEL.value = 0
   # tinygrad's own check of graphs, a twentieth of the time. Tests of drawn sizes have it always.
   SPEC.value = int(config.getoption("--slow"))

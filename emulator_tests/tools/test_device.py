@@ -143,9 +143,7 @@ def test_gpus_of_the_bench(usable: Callable[..., None]) -> None:
   usable("NV", "CUDA", "AMD")  # of a GPU that renders no CUDA C++ through NV
   assert bench.gpu() == "CUDA"
   usable("CPU", "CPU")
-  with pytest.raises(
-    Usage, match="finds none of the devices CUDA, NV, AMD, METAL, CL, WEBGPU, QCOM here that can"
-  ):
+  with pytest.raises(Usage, match="finds none of the devices CUDA, NV, AMD, METAL, CL, WEBGPU, QCOM here that can"):
     bench.gpu()
   with Context(DEV="AMD"):
     assert bench.gpu() == "AMD"

@@ -14,11 +14,13 @@ from tinygrad import Context, Device, Tensor
 from tinygrad.engine.realize import runtime_cache
 from tinygrad.renderer import Estimates
 from tinygrad.runtime.ops_cpu import CPUProgram
+from tinygrad.runtime.support.compiler_cpu import ClangCompiler
+from tinygrad.runtime.support.elf import elf_loader
 
 from uopattn import attention
 from uopattn.runtime import machine
 from uopattn.runtime.machine import thread_count
-from uopattn.runtime.threads import MOST_ARGUMENTS, Team, ThreadedProgram, useful_threads
+from uopattn.runtime.threads import _SOURCE, MOST_ARGUMENTS, Team, ThreadedProgram, useful_threads
 
 
 class Recorder:
@@ -380,3 +382,8 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=os.environ)
   assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("cpu", ["x86-64-v3", "x86-64-v4", "sapphirerapids"])
+def test_the_code_calls_no_library(cpu: str) -> None:
+  elf_loader(ClangCompiler(["x86_64", cpu]).compile(_SOURCE))  # raises if it does

@@ -61,7 +61,7 @@ def on_cpu() -> bool:
 
 
 def repeats(spec: AttentionSpec, most: int, device: str | None = None) -> int:
-  """Return the computations per call: 1 on a CPU or a slow GPU, on another enough to make the cost of starting a call negligible."""
+  """Return the computations per call: 1 on a CPU or a slow GPU, else enough to make the cost of a start negligible."""
   kind = (device or Device.DEFAULT).split(":")[0]
   return 1 if kind in ("CPU", *WITHOUT_MATRIX_UNITS) else max(1, min(most, int(LONG / (spec.flops / FAST))))
 

@@ -35,6 +35,13 @@ static void wake(struct team *t);
 
 int team(struct team *t, struct job *job, int what) { return what == SERVE ? serve(t) : call(t, job, what); }
 
+static void copy(word *to, const word *from, int count) {
+  for (int i = 0; i < count; i++) {
+    to[i] = from[i];
+    __asm__ volatile(""); // else clang calls memcpy, which may be loaded further away than a call reaches
+  }
+}
+
 // 0: the job is done or cancelled, no worker is inside any more, and none can join. 1: RUN is to be called again, once
 // the interpreter has seen to signals.
 static int call(struct team *t, struct job *job, int what) {
@@ -42,7 +49,7 @@ static int call(struct team *t, struct job *job, int what) {
   if (job->state == NEW) {
     job->state = job->helpers && !__atomic_exchange_n(&t->taken, 1, __ATOMIC_ACQUIRE) ? LEADS : ALONE;
     if (job->state == LEADS) {
-      t->job = *job;
+      copy((word *)&t->job, (const word *)job, sizeof t->job / sizeof(word));
       __atomic_store_n(&t->inside, 0, __ATOMIC_RELEASE);
       wake(t);
     }
@@ -114,7 +121,7 @@ static long tenths(const struct team *t) {
 // 1: all items are taken. 0, only with a clock: a tenth of a second has ended.
 static int take(struct job *job, const struct team *clock) {
   word a[MOST_ARGUMENTS];
-  for (int i = 0; i < MOST_ARGUMENTS; i++) a[i] = job->arguments[i];
+  copy(a, job->arguments, MOST_ARGUMENTS);
   long begun = clock ? tenths(clock) : 0;
   for (word item; (item = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED)) < job->items;) {
     a[job->slot] = item;
