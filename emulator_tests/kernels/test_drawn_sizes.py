@@ -16,7 +16,7 @@ from tinygrad.dtype import DType
 from tinygrad.helpers import Context
 from tinygrad.helpers import Target as Named
 from tinygrad.renderer import Renderer
-from tinygrad.renderer.cstyle import HIPRenderer
+from tinygrad.renderer.cstyle import HIPRenderer, OpenCLRenderer
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 from tinygrad.runtime.support.elf import elf_loader
 from tinygrad.uop.ops import Ops
@@ -38,10 +38,11 @@ CPUS = {
   "avx2": Target("CPU", "x86_64,haswell", VectorUnit(8, 16)),
   "neon": Target("CPU", "arm64,cortex-a72,-sve", VectorUnit(4, 32)),
 }
+GENERIC = {"gfx1030": Target("AMD", "gfx1030"), "cl": Target("CL", "cl_khr_fp16")}
 GPUS = {
   x: Target("AMD" if x.startswith("gfx") else "CUDA", x)
   for x in ("gfx942", "gfx1100", "gfx1201", "sm_75", "sm_80", "sm_90")
-}
+} | GENERIC
 MOST = 300  # of a size; head sizes on GPUs are smaller: there it takes ten times as long to lower a kernel
 MOST_ON_GPU = 64
 
@@ -112,6 +113,8 @@ def renderer(target: Target) -> Renderer:
     found = AlignedRenderer(Named("CPU", "CLANG", target.arch))
   elif target.device == "AMD":
     found = extended(HIPRenderer(Named("AMD", "HIPCC", target.arch), use_hipcc=True))
+  elif target.device == "CL":
+    found = OpenCLRenderer(Named("CL", "CL", target.arch))
   else:
     found = SharedRenderer(target.arch, use_nvcc=True)
   found.compiler = Compiler()  # leaves the source as it is
@@ -131,9 +134,14 @@ def check(graph: UOp, target: Target) -> None:
 
 
 def cases(seeds: range) -> list[Any]:
-  """Of each target; those of the first seed on CPUs are quick."""
-  found = [(name, seed) for name in (*CPUS, *GPUS) for seed in seeds]
-  return [pytest.param(*x, marks=() if x in [(y, 0) for y in CPUS] else pytest.mark.slow) for x in found]
+  """Of each target; those of the first seed on CPUs are quick, and of generic kernels one is slow."""
+
+  def mark(name: str, seed: int) -> Any:
+    if name in GENERIC and (name, seed) != ("cl", 0):
+      return pytest.mark.slowest
+    return () if name in CPUS and seed == 0 else pytest.mark.slow
+
+  return [pytest.param(name, seed, marks=mark(name, seed)) for name in (*CPUS, *GPUS) for seed in seeds]
 
 
 @pytest.mark.parametrize(("name", "seed"), cases(range(2)))

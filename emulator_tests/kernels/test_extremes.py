@@ -128,6 +128,7 @@ def test_contraction_is_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         ("sm_90", dtypes.float16),
         ("sm_80", dtypes.float32),
         ("gfx1100", dtypes.bfloat16),
+        ("cl", dtypes.float32),
       )
     ),
   ],
@@ -165,6 +166,7 @@ MACHINES = [
       ("gfx942", dtypes.float32),
       ("gfx950", dtypes.bfloat16),
       ("apple9", dtypes.float16),
+      ("cl", dtypes.float32),
       ("amx", dtypes.bfloat16),
     )
   ),
