@@ -14,6 +14,8 @@ from uopattn.kernels.generic_forward import Tiles as Forward
 REGISTERS = 160  # float32 per thread that tiles count
 LOCAL_BYTES = 32 << 10  # of local memory at most: more would leave one workgroup per compute unit
 ACROSS = 8  # threads that share rows
+# Features that bound the loops by numbers in memory.
+IN_LOOPS = ("kv_lengths", "q_start", "bounds", "page_table", "block_mask")
 # Rows and others, those first that do the most for each element that they read.
 FORWARD = ((32, 32), (64, 16), (32, 16), (16, 32), (16, 16), (16, 8), (8, 16), (8, 8))
 BACKWARD = ((32, 16), (16, 16), (16, 8), (8, 16), (8, 8))
@@ -23,7 +25,7 @@ def forward(problem: Problem, target: Target) -> Iterator[Forward]:
   """Yield tiles that fit: with Q in local memory, with many queries and keys first.
 
   Raises:
-    ValueError: the head sizes are too large even for the smallest tile.
+    ValueError: the head sizes are too large even for the smallest tile; the device lacks what a feature needs.
   """
   M, N = problem.M, problem.N
   candidates = [
@@ -65,6 +67,9 @@ def _own(block: int) -> int:
 
 def _fitting(candidates: list[Any], registers: Callable[[Any], int], problem: Problem, target: Target) -> Iterator[Any]:
   """Yield the candidates that fit, the last of which is the smallest tile. Raises ValueError; see `forward`."""
+  loops = [x for x in IN_LOOPS if x in problem.features]
+  if target.device == "WEBGPU" and loops:
+    raise ValueError(f"WebGPU has no barriers in a loop whose length is in memory, as it is with {', '.join(loops)}")
   Dk, Dv, limit, fits = problem.Dk, problem.Dv, min(target.lds, LOCAL_BYTES), False
   for x in candidates:
     if registers(x) <= REGISTERS and x.local_bytes(Dk, Dv) <= limit:
