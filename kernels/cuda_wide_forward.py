@@ -1,8 +1,8 @@
 """Forward attention for large head sizes on NVIDIA's tensor cores, sm_75 and newer: warps share rows and split columns.
 
-The method and its state are those of `cuda_forward`. There a warp has all columns of O for its queries, which for Dv
-above 256 no longer fit its registers. Here `slices` warps form a group with the same 16 `m_tiles` queries. Per tile of
-keys each of them
+The method and its state are those of `cuda_forward`. There a warp has all columns of O for its queries, which no longer
+fit its registers for Dv above 256. Here `slices` warps form a group with the same 16 `m_tiles` queries. Per tile of
+keys each warp computes
     S = Q K^T           for its block_n / slices of the keys, over all of Dk
     m                   the group's maxima, through shared memory
     P                   of its keys, as left operands into shared memory
@@ -14,16 +14,14 @@ and of V, P and the maxima are in shared memory (`Tiles.shared_bytes`). A tile t
 has arrived; the maxima are there; P is there, and V has arrived. K and V alternate, so that `stages` of 1 suffices:
 V loads during the first product, K during the second.
 
-V may be the first columns of K, as in multi-head latent attention with absorbed weights (MLA; DeepSeek-V2, 2024). Then
-its tile is the tile of K: each key is read once.
+V may be the first columns of K, as in multi-head latent attention with absorbed weights (MLA; DeepSeek-V2, 2024). Its
+tile is then the tile of K, and each key is read once.
 
-In 16 bits it serves D=512, and 576 with values of 512, on sm_80 and newer; sm_75, whose workgroups have 64 KiB, goes up
-to 320. Compiled by nvcc 13.0 (2026-11-23), D=512, full and causal, without spills, registers on sm_90 243 and 252: 143
-reads of shared memory and 19 integer instructions per 256 products of a warp. Per 64 x 64 scores a warp reads 0.53
-operands per product; each tile of K and V, which come from L2, serves 64 queries. MLA decode takes 128 registers with
-16 query heads and 246 with 128.
+In 16 bits it supports D=512, and Dk=576 with Dv=512, on sm_80 and newer. sm_75, whose workgroups have 64 KiB, goes up
+to 320. At D=512 nothing spills (nvcc 13). Per 64 x 64 scores a warp reads 0.53 operands per product; each tile of K and
+V, which come from L2, serves 64 queries.
 
-Measured on an H200, float16: 294 TFLOP/s at D=512, causal 272; MLA decode of 16 query heads at B=16 takes 1.2 times as
+Speed on an H200, float16: 294 TFLOP/s at D=512, causal 272; MLA decode of 16 query heads at B=16 takes 1.2 times as
 long as a read of the keys. scripts/results/KERNELS.md has more.
 """
 

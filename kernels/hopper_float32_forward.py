@@ -1,32 +1,32 @@
-"""Forward attention in float32 on Hopper's tensor cores (sm_90a), as products of three parts of bfloat16 by `wgmma`.
+"""Forward attention in float32 on Hopper's tensor cores (sm_90a): bfloat16x3 products by `wgmma`.
 
-Each float32 is the sum of three bfloat16, and each product the sum of the six products of parts that matter
-(`uopattn.dsl.gpu.parts`). `wgmma` takes bfloat16 at twice the rate of tf32, of which three products would do, and reads
-V as it is, which tf32 would want transposed. bfloat16 has float32's exponents, so nothing need be scaled. Two parts of
-float16 would take three products, half the time. But whatever scales a tile, numbers below 2**-17 of its largest would
-lose digits, and then products of them with large numbers, which float32 has right.
+Each float32 is split into three bfloat16 parts, and each product is the sum of the six products of parts that matter
+(`uopattn.dsl.gpu.parts`). `wgmma` multiplies bfloat16 at twice the rate of tf32, of which three products would do, and
+reads V as it is, which tf32 would need transposed. bfloat16 has float32's exponents, so nothing needs scaling. Two
+float16 parts would take three products, half the time. But however a tile were scaled, numbers below 2**-17 of its
+largest would lose digits, and so would their products with large numbers, which float32 computes correctly.
 
-There are two kernels. `split` writes the parts of k and v, 64 columns or a multiple of a part, one part after another
-in each row. `forward` is FlashAttention-2 (Dao, 2023), one warpgroup per 64 query rows, whose parts it makes itself:
+There are two kernels. `split` writes the parts of k and v, one after another in each row; a part has 64 columns or a
+multiple. `forward` is FlashAttention-2 (Dao, 2023), one warpgroup per 64 query rows, whose parts it makes itself:
     S = Q K[n]^T    (64, block_n)    wait
     m, l, P         in registers; the four lanes of a row reduce the max per tile, l only at the end
     P V[n]          (64, Dv)         wait; O = O alpha + P V[n], added by the threads, as the tensor cores cut off sums
 The products take most of the time, so one warpgroup's softmax need only overlap with the others' products.
 
-Storage: S, m, l, the parts of P, P V and O are in registers. The parts of Q, and `stages` tiles of those of K and of V,
-are in shared memory (`Tiles.shared_bytes`). A producer warpgroup brings them by the tensor memory accelerator
-(`uopattn.dsl.nvidia.tensor_pipeline`), a tile of K or V as soon as the one before it in its slot has been used.
+Storage: S, m, l, the parts of P, P V and O are in registers. The parts of Q, and `stages` tiles of the parts of K and
+of V, are in shared memory (`Tiles.shared_bytes`). A producer warpgroup loads them by TMA
+(`uopattn.dsl.nvidia.tensor_pipeline`), a tile of K or V as soon as the previous one in its slot has been used.
 Full tiles, which all queries of the workgroup see completely, come first and need no mask; masked tiles follow. With a
-causal mask each warpgroup has full and masked tiles of its own, and ends before the last ones if none of its queries
-sees them (`of_warpgroup`).
+causal mask each warpgroup has its own full and masked tiles, and stops before the last ones if none of its queries sees
+them (`of_warpgroup`).
 
-Workgroups have one block of queries each, the longest first, in equal sections of heads whose keys fit in the L2 cache
-together (`uopattn.dsl.gpu.tile_scheduler`).
+Each workgroup has one block of queries, the longest first, in equal sections of heads whose keys fit in the L2 cache
+together (`uopattn.dsl.gpu.tile_scheduler`). `preferred` says which cases dispatch gives to these kernels. Nothing
+spills.
 
-Measured on an H200, with `split`: 110 TFLOP/s at D=64 and 119 at D=128, causal 103 and 109 (N=4096), 2.5 to 3.2 times
+Speed on an H200, with `split`: 110 TFLOP/s at D=64 and 119 at D=128, causal 103 and 109 (N=4096), 2.5 to 3.2 times
 PyTorch's fastest in float32; the tensor cores' peak for six products is 165. Errors against float64 are half of
-PyTorch's. Nothing spills. `preferred` says which cases dispatch gives to these kernels. scripts/results/KERNELS.md has
-more.
+PyTorch's. scripts/results/KERNELS.md has more.
 """
 
 from dataclasses import dataclass
