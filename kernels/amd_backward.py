@@ -57,7 +57,7 @@ class Tiles:
     waves: waves per workgroup.
     row_tiles: tiles of 16 stationary rows per wave.
     block: rows per streamed tile.
-    bits: of an element: 16, or 32 for float32, which CDNA multiplies, and RDNA in parts.
+    bits: bits per element: 16, or 32 for float32, which CDNA multiplies directly and RDNA in parts.
   """
 
   arch: str
@@ -228,7 +228,7 @@ def backward_kv(
 
 @dataclass(frozen=True)
 class QueryTiles(LdsTiles):
-  """The tiles of queries of all heads in a row: during the last tile of a head, the first one of the next is loaded.
+  """The tiles of queries of all heads, in sequence: a head's first tile is loaded during the last of the one before.
 
   Attributes:
     heads: the query heads.

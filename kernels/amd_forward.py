@@ -63,7 +63,7 @@ class Tiles:
     waves: waves per workgroup.
     m_tiles: tiles of 16 queries per wave.
     block_n: keys per tile.
-    bits: of an element: 16, 32 for float32, which CDNA multiplies, and RDNA in parts, or 8, which RDNA4 and CDNA do.
+    bits: bits per element: 16; 32, which CDNA multiplies directly and RDNA in parts; 8 on RDNA4 and CDNA.
   """
 
   arch: str

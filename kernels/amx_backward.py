@@ -66,7 +66,7 @@ class Tiles:
     check_tiles(self)
 
   def stack_bytes(self, Dk: int, Dv: int, parts: int) -> int:
-    """Bytes of all that the docstring of the file lists, with operands in `parts` parts."""
+    """Bytes of everything that the file's docstring lists, with operands in `parts` parts."""
     Dk, Dv = round_up(Dk, STEP), round_up(Dv, STEP)
     of_queries = self.block_m * (4 * parts * (Dk + Dv) + 4 * Dk)
     of_keys = self.block_n * (2 * parts * (3 * Dk + Dv) + 4 * (Dk + Dv))
@@ -79,8 +79,8 @@ def backward(
   """Build the kernel.
 
   Args:
-    dq, dk, dv, lse, delta: as `cpu_backward` has them.
-    q, k, v, do: as `cpu_backward` has them, bfloat16, float16 or float32.
+    dq, dk, dv, lse, delta: as in `cpu_backward`.
+    q, k, v, do: as in `cpu_backward`, in bfloat16, float16 or float32.
     rules: masks, score mods and scaling.
     tiles: block sizes.
   """

@@ -109,7 +109,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   """Build the kernel.
 
   Args:
-    o: (heads, M, Dv), the output, in q's dtype; or that of each split of the keys, (heads splits, M, Dv) float32.
+    o: (heads, M, Dv), the output, in q's dtype; or (heads splits, M, Dv) float32, the output per split of the keys.
     q: (heads, M, Dk), bfloat16, float16 or float32.
     k, v: keys and values, as `rules` finds them.
     lse: (heads, M), or (heads splits, M), float32; receives the log-sum-exp (natural logarithm) of each row.
@@ -253,7 +253,7 @@ class Block:
   def first_unit(self, position: UOp) -> UOp | int:
     """The first unit that is computed for the tile at a position: 0, or an even number under a causal mask.
 
-    Of the units before it no query sees a key of the tile. Even, since units alternate between two slots.
+    No query of the units before it sees a key of the tile. It is even because units alternate between two slots.
     """
     queries, rows = self.queries, self.groups * LANES
     lasts = [x.last(queries.rules, queries.top) for x in queries.rules.rules.masks if x.has_last]
@@ -263,7 +263,7 @@ class Block:
     return clamp(beyond // (2 * rows), 0, self.units // 2 - 1) * 2
 
   def load_keys(self, k: UOp, position: UOp, *axes: UOp) -> UOp:
-    """Load the keys of the tile at a position as left operands, unless they serve where they lie in memory."""
+    """Load the keys of the tile at a position as left operands, unless they can be read directly from memory."""
     if self._in_place(k):
       return self.k_tiles
     tile = self.key_tiles.at(position).with_pages(self.s, axes)
@@ -290,7 +290,7 @@ class Block:
   def prefetch(self, x: UOp, position: UOp) -> Between:
     """Prefetch the rows of x, k or v, of the tile after that at a position: some of them in each gap.
 
-    For few queries keys come from memory, which would rest while the block computes.
+    With few queries keys come from memory, which would be idle while the block computes.
     """
     rows, block_n = KeyRows.of(self.key_tiles.at(position - 1), x), self.key_tiles.size
     count = gaps(block_n, ceildiv(rows.rows.size, STEP), self.groups)  # as many for k as for v

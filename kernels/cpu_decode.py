@@ -93,7 +93,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   """Build the kernel.
 
   Args:
-    o: (heads, rows, Dv), the output, in q's dtype; or that of each split of the keys, (heads splits, rows, Dv) float32.
+    o: (heads, rows, Dv), the output, in q's dtype; or (heads splits, rows, Dv) float32, the output per split of keys.
     q: (heads, rows, Dk), float32, float16 or bfloat16: the queries of all query heads that share a key head.
     k, v: keys and values, as `rules` finds them.
     lse: (heads, rows), or (heads splits, rows), float32; receives the log-sum-exp (natural logarithm) of each row.

@@ -111,7 +111,7 @@ class Tiles:
 
   @property
   def dialect(self) -> Cuda:
-    """Family of the instructions that sm_75 does differently; see `uopattn.dsl.instructions`."""
+    """Dialect of the instructions that differ on sm_75; see `uopattn.dsl.instructions`."""
     return TURING if self.turing else CUDA
 
   def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[list[SwizzledTiles], list[SwizzledTiles]]:

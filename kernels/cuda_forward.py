@@ -123,7 +123,7 @@ class Tiles:
 
   @property
   def dialect(self) -> Cuda:
-    """Family of the instructions that sm_75 does differently; see `uopattn.dsl.instructions`."""
+    """Dialect of the instructions that differ on sm_75; see `uopattn.dsl.instructions`."""
     return TURING if self.turing else CUDA
 
   def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[SwizzledTiles, SwizzledTiles, SwizzledTiles]:
@@ -193,7 +193,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 class WarpMma:
   """The `MatrixUnit` of a warp: `mma.sync` on `m_tiles` tiles of 16 queries.
 
-  A lane has two rows of each tile, g and g + 8 (see `uopattn.dsl.nvidia.mma_layout`). They are neighbours in `rows`.
+  A lane has two rows of each tile, g and g + 8 (see `uopattn.dsl.nvidia.mma_layout`). They are adjacent in `rows`.
 
   Attributes:
     mma: the matrix instruction.
@@ -219,7 +219,7 @@ class WarpMma:
     return self.group.lane % QUAD * 2, columns(self.tiles.block_n // MMA_N)
 
   def queries(self, q_tile: SwizzledTiles) -> SwizzledTiles | list[Left]:
-    """The queries as `mma_abt` takes them: in registers, or where they are."""
+    """The queries as `mma_abt` takes them: in registers or in shared memory."""
     return self.load_queries(q_tile) if self.tiles.in_registers else q_tile
 
   def load_queries(self, q_tile: SwizzledTiles) -> list[Left]:

@@ -130,7 +130,7 @@ class Tiles:
 
   @property
   def dialect(self) -> Cuda:
-    """Family of the instructions that sm_75 does differently; see `uopattn.dsl.instructions`."""
+    """Dialect of the instructions that differ on sm_75; see `uopattn.dsl.instructions`."""
     return TURING if self.turing else CUDA
 
   def panels_per_slice(self, Dv: int) -> int:
@@ -412,7 +412,7 @@ class SliceMma:
 
 
 def splits(problem: Problem, target: Target, tiles: Tiles) -> int:
-  """Splits of the keys, each of as many bytes of K and V as elsewhere at D=128: rows are longer here."""
+  """Splits of the keys. Rows are longer here, so a split has as many bytes of K and V as elsewhere at D=128."""
   columns = problem.Dk + (0 if problem.values_in_keys else problem.Dv)
   return splits_on_gpu(problem, target, tiles, max(tiles.block_n, LEAST_KEYS * 2 * 128 // columns))
 
@@ -423,8 +423,8 @@ LONG = 16384  # keys
 def preferred(problem: Problem, target: Target) -> bool:
   """Whether it is expected to be faster than `cuda_forward`, or the only one that serves the head sizes.
 
-  For few queries it is where each key is read once for both, and where there is one head of keys: the splits of that
-  are about as many as the multiprocessors, each of which then has one warp of `cuda_forward`, but four of this one.
+  For few queries it is faster where each key is read once for K and V, and where there is one key head. That has about
+  as many splits as there are multiprocessors, each with one warp of `cuda_forward`, but four of this kernel.
   """
   one_head = problem.B * problem.Hkv == 1 and problem.N >= LONG
   return max(problem.Dk, problem.Dv) > 256 or (problem.is_decode and (problem.values_in_keys or one_head))

@@ -73,7 +73,7 @@ class Tiles:
   """The block sizes of the kernels.
 
   Attributes:
-    warpgroups: warpgroups per workgroup that compute; a further one brings the tiles.
+    warpgroups: warpgroups per workgroup that compute; another one loads the tiles.
     block_n: keys per tile.
     stages: tiles of K, and of V, in shared memory.
   """
@@ -133,7 +133,7 @@ def preferred(problem: Problem, target: Target) -> bool:
 def split(k_parts: UOp, v_parts: UOp, k: UOp | View, v: UOp | View) -> UOp:
   """Build the kernel that splits float32 into parts.
 
-  A workgroup has as many rows of k as of v. Each thread has 8 neighbouring columns.
+  A workgroup has as many rows of k as of v. Each thread has 8 adjacent columns.
 
   Args:
     k_parts, v_parts: (heads, rows, 3 columns) bfloat16, with zeros past the last column of each part.
@@ -155,7 +155,7 @@ def split(k_parts: UOp, v_parts: UOp, k: UOp | View, v: UOp | View) -> UOp:
 
 
 def chunk_of_parts(x: HeadView, row: UOp, column: UOp, inside: UOp, *after: UOp) -> list[Words]:
-  """Load `CHUNK` neighbouring columns of a row and return the words of each part; 0 where not `inside`."""
+  """Load `CHUNK` adjacent columns of a row and return the words of each part; 0 where not `inside`."""
   load = words_of(x, inside, *after)
   found = [load(row, column + i).bitcast(dtypes.float) for i in range(CHUNK)]
   words = [bfloat16_parts(CUDA, *found[i : i + 2]) for i in range(0, CHUNK, 2)]
@@ -176,7 +176,7 @@ def forward(
     tiles: block sizes.
 
   Raises:
-    ValueError: tensor maps cannot describe the keys: their number is known to the GPU alone.
+    ValueError: tensor maps cannot describe the keys: only the GPU knows their number.
   """
   (heads, M, Dv), of_keys, of_values, block_m = sizes(o), sizes(k_parts)[2], sizes(v_parts)[2], tiles.block_m
   s = Scope()
@@ -236,8 +236,8 @@ def store_queries(q: HeadView, to: SwizzledTiles, first: UOp, group: Workgroup, 
 def of_warpgroup(work_tile: WorkTile, rules: HeadRules, tiles: Tiles, warp: UOp) -> TileRange:
   """The tiles that the warpgroup of a warp processes, where `rules.is_prefix`.
 
-  It leaves out those at the end that none of its queries sees, but at most as many as there are slots: no tile is
-  brought after those, so that nobody waits until they have been used.
+  It leaves out tiles at the end that none of its queries sees, but at most as many as there are slots. No tile is
+  loaded after those, so nobody waits until they have been used.
   """
   warp = wgmma.uniform(warp)
   own = rules.key_range(work_tile.block * tiles.block_m + warp // WARPS * wgmma.M, wgmma.M, tiles.block_n)

@@ -76,8 +76,8 @@ class Tiles:
     warpgroups: warpgroups per workgroup.
     block_n: keys per tile.
     stages: tiles of K, and of V, in shared memory.
-    producer: whether a further warpgroup brings the tiles, where the layouts of the buffers allow it.
-    persistent: whether a workgroup does several blocks of queries, one after another; only with a producer.
+    producer: whether a further warpgroup loads the tiles, where the layouts of the buffers allow it.
+    persistent: whether a workgroup processes several blocks of queries, one after another; only with a producer.
     q_stages: blocks of queries in shared memory; several only if persistent.
     step: elements in the 32 bytes of a step along k: 16, or 32 for 8-bit types, which need a producer.
   """

@@ -282,7 +282,7 @@ def backward(
 
 
 def workgroup_of_keys(s: Scope, kv_heads: int, blocks: int, heads: int, tiles: Tiles) -> Workgroup:
-  """The workgroup of a block of keys. They start in the order of their keys, in sections of so many heads."""
+  """The workgroup of a block of keys. They start in the order of their keys, in sections of `heads` key heads."""
   scheduler = TileScheduler(kv_heads, blocks, heads, True, kv_heads * blocks)
   group = Workgroup(s, 1, scheduler.workgroups, tiles.threads // WARP, WARP)
   group.head, backwards = scheduler.place(group.item, UOp.const(0))
@@ -301,7 +301,7 @@ def add_dq(
   barrier: UOp,
   after: UOp,
 ) -> UOp:
-  """Add dQ of all tiles to memory, by a warp of its own: its semaphores take as long as some products.
+  """Add dQ of all tiles to memory, by a separate warp: waiting for semaphores takes as long as some products.
 
   Args:
     part: shared memory for dQ of a tile.

@@ -184,7 +184,7 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Seesaw(Exchange):
-  """The exchange of warpgroups that alternate: one reads what the other has given, then writes to the same words.
+  """The exchange of warpgroups that alternate: one reads what the other has written, then writes to the same words.
 
   So one P suffices; it has the words given last. The index of a warpgroup is that of its tile in a pair.
 
