@@ -1,7 +1,7 @@
 """Gradients of attention on AMD's matrix cores (WMMA and MFMA), one row per lane.
 
 FlashAttention-2's backward pass (Dao, 2023, algorithm 2), transposed, in two kernels without atomics: two runs give the
-same bits. lse and delta = rowsum(O dO) - dlse are inputs. Each wave keeps `row_tiles` tiles of 16 stationary rows, and
+same bits. lse and delta = rowsum(O dO) - dlse are inputs. Each wave keeps `row_tiles` tiles of 16 stationary rows and
 loops over streamed tiles of `block` rows:
     backward_q    keeps queries, streams keys:
       S^T = K Q^T, dP^T = V dO^T - delta, P = exp(S - lse), dS = P dP   (block, 16)    dQ^T += K^T dS^T   (Dk, 16)
@@ -11,20 +11,17 @@ Accumulators of S start at -lse (without score mods), those of dP at -delta (wit
 is applied to dQ and dK at the end.
 
 Storage: operands of the stationary rows, S, dP, P, dS and the sums are in registers; P and dS are operands of the last
-products without moving, as in `amd_forward`. All waves share the streamed tile in LDS, as it is and transposed, in rows
-padded against bank conflicts. While a tile is in use, `uopattn.dsl.amd.staging` loads the next one. In `backward_q` a
-lane keeps lse and delta of its queries; in `backward_kv` they are in LDS with the tile of queries.
+products without moving, as in `amd_forward`. All waves share the streamed tile in LDS, both as it is and transposed, in
+rows padded against bank conflicts. While a tile is in use, `uopattn.dsl.amd.staging` loads the next one. In
+`backward_q` a lane keeps lse and delta of its queries; in `backward_kv` they are in LDS with the tile of queries.
 
-Not measured: no AMD GPU at hand. Compiled by LLVM 22 (scripts/compile_report.py, 2026-11-21). At D=64 nothing spills,
-and at D=128 only gfx1100, whose operands take twice the registers: 10 for dQ, 87 for dK and dV.
-scripts/results/KERNELS.md has more.
+dK and dV have separate kernels (`SEPARATE`) where LDS cannot hold Q and dO both as they are and transposed, as at D=256
+on gfx942, or where registers cannot hold both sums, as in float32 on gfx1100 at D=64.
 
-Where LDS does not hold Q and dO both as they are and transposed, as at D=256 on gfx942, dK and dV have a kernel each
-(`SEPARATE`), and also where registers do not hold both sums, as in float32 on gfx1100 at D=64.
+In float32 RDNA multiplies three bfloat16 parts, as in `amd_forward`. Operands of the stationary rows are then loaded
+and split where they are needed.
 
-In float32 RDNA multiplies three bfloat16 parts, as in `amd_forward`; then operands of the stationary rows are loaded
-and split where they are needed. At D=64, LLVM 22, 2026-11-23: gfx1201 dQ 9.9 (256), dK and dV 11.9 (253); gfx1100 dQ
-22.6 (215), without spills.
+Not measured: no AMD GPU at hand. scripts/results/COMPILE.md has registers, spills and instructions.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,7 +57,7 @@ class Tiles:
     waves: waves per workgroup.
     row_tiles: tiles of 16 stationary rows per wave.
     block: rows per streamed tile.
-    bits: of an element: 16, or 32 for float32, which CDNA multiplies, and RDNA in parts.
+    bits: bits per element: 16, or 32 for float32, which CDNA multiplies directly and RDNA in parts.
   """
 
   arch: str
@@ -231,7 +228,7 @@ def backward_kv(
 
 @dataclass(frozen=True)
 class QueryTiles(LdsTiles):
-  """The tiles of queries of all heads in a row: during the last tile of a head, the first one of the next is loaded.
+  """The tiles of queries of all heads, in sequence: a head's first tile is loaded during the last of the one before.
 
   Attributes:
     heads: the query heads.

@@ -9,27 +9,26 @@ Full tiles, which all queries of the workgroup see completely, come first and ne
 Storage: Q^T, m, l, P^T and O^T are in registers (`Tiles.registers`); P^T is an operand of the second product without
 moving. Lane l has query l % 16 of each tile; `uopattn.dsl.amd.fragments` says which keys and value columns it has. All
 waves share one tile of K (block_n, Dk) and of V^T (Dv, block_n) in LDS (`Tiles.lds_bytes`), in rows padded against bank
-conflicts. Rows of K are permuted so that a lane's keys in S^T are neighbours, as P^T needs them. On RDNA3 both lanes of
-a query need all of P^T; they swap halves through rows of LDS that only their wave uses. While a tile is in use,
+conflicts. Rows of K are permuted so that a lane's keys in S^T are adjacent, as P^T needs them. On RDNA3 both lanes of a
+query need all of P^T; they swap halves through rows of LDS that only their wave uses. While a tile is in use,
 `uopattn.dsl.amd.staging` loads the next one from global memory into registers.
 
 In 8 bits (RDNA4, CDNA) P is rounded to the inputs' type. A power of two scales P and l, so it cancels; see
-`p_scale_of`. A word is four elements, and transposing V takes two byte permutations a word. CDNA3 converts what it
+`p_scale_of`. A word is four elements, and transposing V takes two byte permutations per word. CDNA3 converts what it
 reads and writes (`uopattn.dsl.amd.fnuz`).
 
-In float32 CDNA has a matrix instruction. RDNA multiplies three bfloat16 parts, six products of them for one
-(`uopattn.dsl.gpu.parts`). Counted per clock and compute unit: WMMA has 512 FLOP on RDNA3 and 1024 on RDNA4, so six have
-85 and 171. Multiply-adds have 128, or 256 if LLVM pairs them all, but here each reads a word of K or V from LDS, which
-gives 32 lanes one word a clock: 64 FLOP for each tile of queries in a wave, and float32 leaves registers for one. With
-tiles of queries and keys per lane, in a kernel of its own, LDS would allow about 185, which would pay on RDNA3. Two
-float16 parts would take three products, but no scale per tile holds float32's range.
+CDNA has a matrix instruction for float32. RDNA splits each operand into three bfloat16 parts and computes six products
+of parts (`uopattn.dsl.gpu.parts`). Per clock and compute unit, WMMA does 512 FLOP on RDNA3 and 1024 on RDNA4, so six
+products leave 85 and 171. Multiply-adds do 128, or 256 if LLVM pairs them all. But each reads a word of K or V from
+LDS, which gives 32 lanes one word per clock: 64 FLOP for each tile of queries in a wave, and float32 leaves registers
+for only one. A separate kernel with tiles of queries and keys per lane could reach about 185 by its reads of LDS, which
+would pay on RDNA3. Two float16 parts would take three products, but no scale per tile covers float32's range.
 
 With few queries, the query heads that share a key head are packed into one tile (GQA packing), the keys are split over
 workgroups, and `kernels/combine.py` combines the splits.
 
-Not measured: no AMD GPU at hand. Compiled by LLVM 22 (scripts/compile_report.py, 2026-11-21), causal or not, without
-spills, but for softcap, whose tanh is long, on gfx1201 at D=64: 28 registers. scripts/results/KERNELS.md has registers
-and instructions per matrix instruction.
+Not measured: no AMD GPU at hand. It compiles without spills, except with softcap on gfx1201 at D=64, whose tanh is
+long. scripts/results/COMPILE.md has registers, spills and instructions per matrix instruction.
 """
 
 from collections.abc import Callable
@@ -64,7 +63,7 @@ class Tiles:
     waves: waves per workgroup.
     m_tiles: tiles of 16 queries per wave.
     block_n: keys per tile.
-    bits: of an element: 16, 32 for float32, which CDNA multiplies, and RDNA in parts, or 8, which RDNA4 and CDNA do.
+    bits: bits per element: 16; 32, which CDNA multiplies directly and RDNA in parts; 8 on RDNA4 and CDNA.
   """
 
   arch: str

@@ -1,7 +1,7 @@
 """Backward attention on a CPU with matrix tiles (AMX): all three gradients in one pass, 16 queries per tile.
 
-FlashAttention-2's backward pass (Dao, 2023), transposed, as in `cpu_backward`. Each block of `block_m` queries runs
-over all tiles of `block_n` keys that it sees, and for each of these over its pairs of 16 queries, one query per lane:
+FlashAttention-2's backward pass (Dao, 2023), transposed, as in `cpu_backward`. Each block of `block_m` queries loops
+over all tiles of `block_n` keys that it sees, and for each tile over its pairs of 16 queries, one query per lane:
     S^T = K Q^T,  dP^T = V dO^T           (block_n, 32)   products of bfloat16, summed in float32
     P^T, dS^T                             (block_n, 32)   lane by lane, rounded to bfloat16
     dQ^T += K^T dS^T                      (Dk, 32)   on the stack, stored when the block is done
@@ -9,13 +9,13 @@ and then once for all its queries
     dV += P^T dO,  dK += dS^T Q           (block_n, Dv), (block_n, Dk)   in memory
 
 Storage, all on the stack: Q and dO, packed twice per block as right operands, with queries in lanes and in pairs; dQ^T;
-a tile of K and V, and K^T; S^T and dP^T of 32 queries, in whose place P^T and dS^T follow; these of all queries of the
-block in bfloat16, as left operands; what a tile adds to dK and dV. See `uopattn.dsl.cpu.amx_operands`. Work items, and
-the sums of dK and dV that they leave, are those of `cpu_backward`. float16 is two bfloat16 parts and float32 three, as
-in `amx_forward`; P and dS are cut into as many.
+a tile of K and V, and K^T; S^T and dP^T of 32 queries, which P^T and dS^T overwrite; P^T and dS^T of all queries of the
+block in bfloat16, as left operands; what a tile adds to dK and dV. See `uopattn.dsl.cpu.amx_operands`. Work items and
+their sums of dK and dV are as in `cpu_backward`. float16 is split into two bfloat16 parts and float32 into three, as in
+`amx_forward`, and P and dS into as many.
 
-Measured on two threads of a Xeon, D=64, H=32 N=1024: bfloat16 1230 GFLOP/s (3.6 times PyTorch), float16 609 (2.9),
-float32 416 (1.7), causal 320 (2.0). scripts/results/KERNELS.md has more.
+Speed on two threads of a Xeon, D=64: bfloat16 1230 GFLOP/s (3.6 times PyTorch), float16 609 (2.9), float32 416 (1.7).
+scripts/results/KERNELS.md has more.
 """
 
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ class Tiles:
     check_tiles(self)
 
   def stack_bytes(self, Dk: int, Dv: int, parts: int) -> int:
-    """Bytes of all that the docstring of the file lists, with operands in `parts` parts."""
+    """Bytes of everything that the file's docstring lists, with operands in `parts` parts."""
     Dk, Dv = round_up(Dk, STEP), round_up(Dv, STEP)
     of_queries = self.block_m * (4 * parts * (Dk + Dv) + 4 * Dk)
     of_keys = self.block_n * (2 * parts * (3 * Dk + Dv) + 4 * (Dk + Dv))
@@ -79,8 +79,8 @@ def backward(
   """Build the kernel.
 
   Args:
-    dq, dk, dv, lse, delta: as `cpu_backward` has them.
-    q, k, v, do: as `cpu_backward` has them, bfloat16, float16 or float32.
+    dq, dk, dv, lse, delta: as in `cpu_backward`.
+    q, k, v, do: as in `cpu_backward`, in bfloat16, float16 or float32.
     rules: masks, score mods and scaling.
     tiles: block sizes.
   """

@@ -1,41 +1,41 @@
 """Forward attention on a CPU with matrix tiles (AMX), 16 query rows per tile.
 
 FlashAttention-2 (Dao, 2023), transposed as in `cpu_forward`. A block of `block_m` query rows loops over tiles of keys,
-and for each of these over its units of one or two groups of 16 query rows, one query per lane:
+and for each tile over its units of one or two groups of 16 query rows, one query per lane:
     S^T = K Q^T                 (block_n, 16)   tile products of bfloat16, summed in float32
     m, l, P^T                   (16,) and (block_n, 16)   online softmax without reductions across lanes
     O^T = O^T alpha + V^T P^T   (Dv, 16)
 K, row by row, and V^T are left operands (A) of tile products, Q^T and P^T right ones (B), in pairs; see
 `uopattn.dsl.cpu.amx`.
 
-Under a causal mask a tile of keys begins at the first unit of which a query sees one of them.
+Under a causal mask the loop over units begins at the first one with a query that sees a key of the tile.
 
-Tiles multiply while vectors compute weights: among the weights of a few keys of one unit stand products of Q K^T of the
-unit after it, and then of P V of the unit before it, near enough to each other for a processor to overlap them. This
-goes on from one tile of keys to the next. m follows the row maximum only where weights would exceed 2**8, as in
-FlashAttention-4, so that O^T is seldom rescaled.
+Matrix tiles multiply while vectors compute weights. The weights of a few keys of one unit are interleaved with products
+of Q K^T of the next unit, and then of P V of the previous unit, close enough for a processor to overlap them. This
+continues from one tile of keys to the next. m follows the row maximum only where weights would exceed 2**8, as in
+FlashAttention-4, so O^T is seldom rescaled.
 
-What counts besides is the nearest cache (32 or 48 KB), as a tile from the next one takes 19 cycles, not 8: more than a
-product (16). With heads of up to 96 a unit is one group, whose tiles of Q^T and P^T stay in four of the eight tiles;
-each tile of K and of V^T is loaded for one product, or for all those of its part. K, V^T, two S^T and P^T of 64 keys,
-Q^T and O^T are 40 KB at D=64 in bfloat16, with 32 keys as many in float16. Larger heads do not fit with any tile; then
-two groups share each tile of K and V^T, as four accumulators, 2 by 2, and tiles are long.
+The first-level cache (32 or 48 KB) matters too: loading a tile from the next level takes 19 cycles instead of 8, more
+than a product (16). At head sizes up to 96 a unit is one group, whose tiles of Q^T and P^T stay in four of the eight
+tiles; each tile of K and of V^T is loaded for one product, or for all products of its part. At D=64 in bfloat16, K,
+V^T, two S^T and P^T of 64 keys, Q^T and O^T take 40 KB; in float16 as much with 32 keys. Larger heads fit with no tile
+size. There two groups share each tile of K and V^T, as 2 x 2 accumulators, and tiles are long.
 
-Storage, all on the stack: Q^T, packed once per block, and O^T, sized for the caches; two tiles of K, unless they serve
-where they lie in memory, and of V, packed once per block and tile of keys; S^T and P^T of two units. Head sizes are
-padded with zeros to multiples of 32. Keys that do not exist are zeros, and are hidden.
+Storage, all on the stack: Q^T, packed once per block, and O^T, sized for the caches; two tiles of K, unless the tiles
+in memory can be used directly, and of V, packed once per block and tile of keys; S^T and P^T of two units. Head sizes
+are padded with zeros to multiples of 32. Keys that do not exist are zeros, and are hidden.
 
-For few queries all query heads of a key head are rows of one unit, the keys may be split (`combine`), and products
-prefetch the next tile of keys and of values, which come from memory then. `preferred` says when that is faster than
+With few queries, the rows of a unit are all query heads of a key head, the keys may be split (`combine`), and products
+prefetch the next tile of keys and of values, which then come from memory. `preferred` says when that is faster than
 `cpu_decode`: in bfloat16, from 16 rows on.
 
-float16 is the sum of two bfloat16 numbers, its parts, by cutting off, and float32 of three: Q, K, V and P are stored in
-parts, and a product takes three or four products of two parts, and six of three. The later parts of an infinity are
-NaN. Denormal bfloat16 count as 0, and so float32 numbers below 2**-109 are less exact. Of the products of parts
-neighbours share a part, whose tiles stay where two groups share tiles.
+float16 is split into two bfloat16 parts by truncation, and float32 into three. Q, K, V and P are stored in parts; a
+product takes three or four products of two parts, or six of three. Consecutive products share a part, whose tiles stay
+loaded where two groups share tiles. The later parts of an infinity are NaN. Denormal bfloat16 count as 0, so float32
+numbers below 2**-109 are less exact.
 
-Measured on two threads of a Xeon, D=64, H=32 N=1024: bfloat16 1732 GFLOP/s (2.4 times PyTorch), float16 871 (3.3),
-float32 487 (1.9), causal 359 (2.2). scripts/results/KERNELS.md has more.
+Speed on two threads of a Xeon, D=64: bfloat16 1732 GFLOP/s (2.4 times PyTorch), float16 871 (3.3), float32 487 (1.9).
+scripts/results/KERNELS.md has more.
 """
 
 from dataclasses import dataclass
@@ -109,7 +109,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   """Build the kernel.
 
   Args:
-    o: (heads, M, Dv), the output, in q's dtype; or that of each split of the keys, (heads splits, M, Dv) float32.
+    o: (heads, M, Dv), the output, in q's dtype; or (heads splits, M, Dv) float32, the output per split of the keys.
     q: (heads, M, Dk), bfloat16, float16 or float32.
     k, v: keys and values, as `rules` finds them.
     lse: (heads, M), or (heads splits, M), float32; receives the log-sum-exp (natural logarithm) of each row.
@@ -253,7 +253,7 @@ class Block:
   def first_unit(self, position: UOp) -> UOp | int:
     """The first unit that is computed for the tile at a position: 0, or an even number under a causal mask.
 
-    Of the units before it no query sees a key of the tile. Even, since units alternate between two slots.
+    No query of the units before it sees a key of the tile. It is even because units alternate between two slots.
     """
     queries, rows = self.queries, self.groups * LANES
     lasts = [x.last(queries.rules, queries.top) for x in queries.rules.rules.masks if x.has_last]
@@ -263,7 +263,7 @@ class Block:
     return clamp(beyond // (2 * rows), 0, self.units // 2 - 1) * 2
 
   def load_keys(self, k: UOp, position: UOp, *axes: UOp) -> UOp:
-    """Load the keys of the tile at a position as left operands, unless they serve where they lie in memory."""
+    """Load the keys of the tile at a position as left operands, unless they can be read directly from memory."""
     if self._in_place(k):
       return self.k_tiles
     tile = self.key_tiles.at(position).with_pages(self.s, axes)
@@ -290,7 +290,7 @@ class Block:
   def prefetch(self, x: UOp, position: UOp) -> Between:
     """Prefetch the rows of x, k or v, of the tile after that at a position: some of them in each gap.
 
-    For few queries keys come from memory, which would rest while the block computes.
+    With few queries keys come from memory, which would be idle while the block computes.
     """
     rows, block_n = KeyRows.of(self.key_tiles.at(position - 1), x), self.key_tiles.size
     count = gaps(block_n, ceildiv(rows.rows.size, STEP), self.groups)  # as many for k as for v

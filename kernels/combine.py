@@ -1,7 +1,7 @@
 """Combines the splits of split-KV attention: the second kernel of Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023).
 
 A few queries do not keep a machine busy, so the keys are split. Each work item of a forward kernel stores the
-normalized output O_s of its split, its largest logit m_s, and the sum l_s of its exponentials relative to that. Then
+normalized output O_s of its split, its largest logit m_s, and the sum l_s of its exponentials relative to m_s. Then
     m = max m_s,  w_s = exp(m_s - m) l_s,  O = sum w_s O_s / sum w_s,  lse = m + log sum w_s
 A sink must count only once, so it joins the sum here. A split in which a row sees no key has an l_s of 0.
 

@@ -1,22 +1,21 @@
 """Backward attention on a CPU: all three gradients in one pass, one query per SIMD lane.
 
-FlashAttention-2's backward pass (Dao, 2023), transposed. Each block of `block_m` queries runs over all tiles of
+FlashAttention-2's backward pass (Dao, 2023), transposed. Each block of `block_m` queries loops over all tiles of
 `block_n` keys that it sees:
     S^T = K Q^T,  dP^T = V dO^T           (block_n, block_m)   computed once; P and dS follow lane by lane
     dV += P^T dO,  dK += dS^T Q           (block_n, Dv), (block_n, Dk)   in memory
     dQ^T += K^T dS^T                      (Dk, block_m)   on the stack, stored when the block is done
-These are the minimum of five products. Separate passes for dQ and for dK and dV would take seven, as both need S and
-dP.
+Five products are the minimum. Separate passes for dQ and for dK and dV would take seven, as both need S and dP.
 
 Storage: in all five products, elements of the left matrix are read in place and broadcast, and rows of the right one
 are vectors. Only Q and dO are transposed, once per block. `unroll` rows of `vectors` vectors are accumulated in
 registers. Q and dO, both ways, dQ^T, P and dS are on the stack (see `Tiles.stack_bytes`), sized for the second-level
-cache; the matrix that a product reads repeatedly fits the first-level cache. One work item sums dK and dV of a key head
-over all query heads that share it. No two threads add to the same sum, so results are deterministic. With few key heads
-there are `parts` items per key head; each takes every parts-th block of queries and has sums of its own, which the
+cache; the matrix that a product reads repeatedly fits in the first-level cache. One work item sums dK and dV of a key
+head over all query heads that share it. No two threads add to the same sum, so results are deterministic. With few key
+heads there are `parts` items per key head. Each takes every parts-th block of queries and keeps its own sums, which the
 caller adds up.
 
-Measured on two cores of an AMD EPYC, float32, D=64: 371 to 439 GFLOP/s. scripts/results/KERNELS.md has more.
+Speed on two cores of an AMD EPYC, float32, D=64: 371 to 439 GFLOP/s. scripts/results/KERNELS.md has more.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Forward attention on a CPU for decode, that is few queries: SIMD lanes run along the head size and the keys.
+"""Forward attention on a CPU for decode (few queries): SIMD lanes run along the head size and the keys.
 
 With fewer queries than lanes, `cpu_forward` (one query per lane) leaves lanes empty and reads K and V once per query
 head. This kernel packs the query heads that share a key head into one block (GQA packing), and reads K and V once:
@@ -9,8 +9,8 @@ K and V are read in memory order, straight into registers; 16-bit elements are w
 
 Memory bandwidth limits the speed, so reads must always be in flight. Q K^T, softmax and P V alternate too quickly for
 the hardware prefetcher. Q K^T therefore prefetches the tile's values, cache line by cache line, and P V prefetches the
-next tile's keys. A processor that drops prefetches which it cannot queue, as Zen 4 does, is asked for each line again
-shortly before its use.
+next tile's keys. Some processors, such as Zen 4, drop prefetches that they cannot queue; there each line is prefetched
+again shortly before its use.
 
 Storage: a strip of `unroll_m` rows by `unroll_n` keys (of Q K^T), or by `unroll_d` vectors of value columns (of P V),
 is accumulated in vector registers; sums of Q K^T are folded across lanes there too. Q, O, m, l and the scores of a tile
@@ -19,7 +19,7 @@ rounded to it.
 
 With few heads the keys are split across work items (Flash-Decoding), and `combine` combines the splits.
 
-Measured on two cores, as a share of the read bandwidth: four rows per key 0.7 to 1.2, eight 0.8 to 0.95.
+Speed on two cores, as a share of the read bandwidth: four rows per key 0.7 to 1.2, eight 0.8 to 0.95.
 scripts/results/KERNELS.md has more.
 """
 
@@ -93,7 +93,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
   """Build the kernel.
 
   Args:
-    o: (heads, rows, Dv), the output, in q's dtype; or that of each split of the keys, (heads splits, rows, Dv) float32.
+    o: (heads, rows, Dv), the output, in q's dtype; or (heads splits, rows, Dv) float32, the output per split of keys.
     q: (heads, rows, Dk), float32, float16 or bfloat16: the queries of all query heads that share a key head.
     k, v: keys and values, as `rules` finds them.
     lse: (heads, rows), or (heads splits, rows), float32; receives the log-sum-exp (natural logarithm) of each row.

@@ -10,10 +10,10 @@ Storage: both products keep `unroll` rows of `block_m` lanes as accumulators in 
 a row of O^T a value column. Q^T, P^T and O^T are on the stack (see `Tiles.stack_bytes`), sized for the first- and
 second-level cache. 16-bit keys and values are widened to float32 once per tile.
 
-The compiler's part is small, and tests check it: every inner loop runs over `block_m` lanes with unit stride. clang
-vectorises it, unrolls it fully (block_m is a few vectors), and keeps the accumulators in registers.
+Every inner loop runs over `block_m` lanes with unit stride. clang vectorises it, unrolls it fully (block_m is a few
+vectors) and keeps the accumulators in registers, which tests check.
 
-Measured on two cores of an AMD EPYC, float32, D=64: 368 to 404 GFLOP/s. scripts/results/KERNELS.md has more.
+Speed on two cores of an AMD EPYC, float32, D=64: 368 to 404 GFLOP/s. scripts/results/KERNELS.md has more.
 """
 
 from collections.abc import Callable

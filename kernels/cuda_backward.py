@@ -1,7 +1,7 @@
 """Gradients of attention on NVIDIA's tensor cores, sm_75 and newer, with `mma.sync`, one warp per 16 `row_tiles` rows.
 
 FlashAttention-2's backward pass (Dao, 2023, algorithm 2) in two kernels without atomics: two runs give the same bits.
-lse and delta = rowsum(O dO) - dlse are inputs. Each warp keeps 16 `row_tiles` stationary rows, and loops over streamed
+lse and delta = rowsum(O dO) - dlse are inputs. Each warp keeps 16 `row_tiles` stationary rows and loops over streamed
 tiles of `block` rows:
     backward_q    keeps queries, streams keys:
       S = Q K^T, dP = dO V^T, P = exp(S - lse), dS = P (dP - delta)    dQ += dS K
@@ -14,19 +14,17 @@ and dS, rounded, are left operands of the last products without moving. The left
 from shared memory, once (`Tiles.in_registers`) or for each tile. All warps share `stages` streamed tiles in shared
 memory (`uopattn.dsl.nvidia.swizzled`), which `uopattn.dsl.nvidia.cp_async` fills. sm_75 copies through registers.
 
-Where registers do not hold both dK and dV, as at D=256, each has a kernel of its own (`SEPARATE`): S is computed once
-more, which makes eight products. At D=256 tiles of 16 rows spill nothing on sm_80 and sm_90, and 4 bytes on sm_86 with
-a causal mask (nvcc 13.0, 2026-11-23).
+Where registers cannot hold both dK and dV, as at D=256, each has its own kernel (`SEPARATE`). S is then computed once
+more, which makes eight products.
 
-In float32 each product is three of tf32 parts (`uopattn.dsl.gpu.parts`), which are split in registers just before use.
-A row of S, dP and of each sum is then computed after the other, for want of registers: with `Tiles.in_registers` false,
-nvcc 13 spills nothing at D=64 and 128 on sm_90, but 16 bytes in `backward_kv` at D=128 with a causal mask, outside of
-the main loop.
+In float32 each product is three products of tf32 parts (`uopattn.dsl.gpu.parts`), which are split in registers just
+before use. For want of registers, rows of S, dP and the sums are then computed one after another.
 
-nvcc 13 spills 20 bytes in `backward_kv` at D=64 on sm_80, and 24 on sm_86.
+Spills of nvcc 13, in bytes: in `backward_kv` 20 on sm_80 and 24 on sm_86 at D=64; 4 on sm_86 at D=256 with a causal
+mask; 16 in float32 in `backward_kv` at D=128 with a causal mask on sm_90, outside the main loop.
 
-Measured on an H200, where `hopper_backward` is faster, counting the minimum of five products: 264 TFLOP/s at D=64 and
-249 at D=128 in float16; float32 1.1 to 1.4 times PyTorch. scripts/results/KERNELS.md has more.
+Speed on an H200, where `hopper_backward` is faster, counting the minimum of five products: 264 TFLOP/s at D=64 and 249
+at D=128 in float16; float32 1.1 to 1.4 times PyTorch. scripts/results/KERNELS.md has more.
 """
 
 from collections.abc import Sequence
@@ -113,7 +111,7 @@ class Tiles:
 
   @property
   def dialect(self) -> Cuda:
-    """Family of the instructions that sm_75 does differently; see `uopattn.dsl.instructions`."""
+    """Dialect of the instructions that differ on sm_75; see `uopattn.dsl.instructions`."""
     return TURING if self.turing else CUDA
 
   def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[list[SwizzledTiles], list[SwizzledTiles]]:

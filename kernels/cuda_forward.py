@@ -11,28 +11,29 @@ is the left operand of the second product without moving. All warps share Q and 
 memory (`uopattn.dsl.nvidia.swizzled`, `Tiles.shared_bytes`). cp.async fills one stage while another is in use (sm_75
 copies through registers); ldmatrix reads K, and V transposed (`uopattn.dsl.nvidia.mma`).
 
-Each read of K and of V serves one product per tile of 16 queries that a warp has, so warps have two such tiles where
-registers allow. At head sizes up to 64, and with a mask up to 96, Q then stays in registers. At larger ones, up to 128,
+A read of K or V serves one product for each tile of 16 queries that a warp has, so warps have two such tiles where
+registers allow. Q then stays in registers at head sizes up to 64, and with a mask up to 96. At larger ones, up to 128,
 each step of Q is read again for each tile of keys (`Tiles.in_registers`), which takes a fifth of all reads.
 
-In float32 each product is three of tf32 parts (`uopattn.dsl.gpu.parts`), or with `Tiles.tf32` one. Parts are split in
-registers just before use, two instructions per element. Three tf32 products take the time of six in 16 bits, as six of
-bfloat16 parts would, which take more splitting; three of float16 parts would take half of that, but need scaling, as
-float16 has fewer exponents. At peak rates an H200's tensor cores allow 165 TFLOP/s that way, of which `mma.sync`
-reaches about two thirds, and its FMA units 67; an A100's 52 and 19.5. On sm_86, sm_89 and sm_120 tf32 has the peak rate
-of FMA, so three products have a third of it. At D=64 tiles have 64 keys where two workgroups fit a multiprocessor.
+In float32 each product is three products of tf32 parts (`uopattn.dsl.gpu.parts`), or one with `Tiles.tf32`. Parts are
+split in registers just before use, with two instructions per element. Three tf32 products take as long as six products
+in 16 bits. Six products of bfloat16 parts would take as long, and more splitting. Three of float16 parts would take
+half, but need scaling, because float16 has fewer exponents. At peak rates three tf32 products have 165 TFLOP/s on an
+H200, of which `mma.sync` reaches about two thirds, and its FMA units 67; on an A100 it is 52 and 19.5. On sm_86, sm_89
+and sm_120 the peak rate of tf32 is that of FMA, so three products have a third of it. At D=64 tiles have 64 keys where
+two workgroups fit on a multiprocessor.
 
 With 8-bit inputs P is rounded to their type. A power of two scales P and l, so it cancels; see `p_scale_of`.
 
-With few queries the time goes into reading the keys. The query heads that share a key head are then packed into one
-tile (GQA packing), so that each key is read once for all of them. The keys are split over as many workgroups as fill
-the multiprocessors (Flash-Decoding), and `kernels/combine.py` combines the splits.
+With few queries, reading the keys takes the time. The query heads that share a key head are then packed into one tile
+(GQA packing), so that each key is read once for all of them. The keys are split over as many workgroups as fill the
+multiprocessors (Flash-Decoding), and `kernels/combine.py` combines the splits.
 
-Measured on an H200, where `hopper_forward` is faster: float16 362 TFLOP/s at D=128 and 315 at D=64, causal 317 and 296,
-1.04 to 1.08 times FlashAttention-2; float32 61 to 65, 1.4 to 1.9 times PyTorch. scripts/results/KERNELS.md has more.
+Speed on an H200, where `hopper_forward` is faster: float16 362 TFLOP/s at D=128 and 315 at D=64, 1.07 times
+FlashAttention-2; float32 61 to 65, 1.4 to 1.9 times PyTorch. scripts/results/KERNELS.md has more.
 
-On sm_80 nvcc 13 spills with softcap, to 232 bytes at D=64 and 1080 at D=128, and on sm_90 16 bytes at D=128 with 64
-keys.
+Spills of nvcc 13, in bytes: with softcap on sm_80 232 at D=64 and 1080 at D=128, on sm_90 16 at D=128 with 64 keys.
+scripts/results/COMPILE.md has registers and instructions.
 """
 
 from dataclasses import dataclass
@@ -122,7 +123,7 @@ class Tiles:
 
   @property
   def dialect(self) -> Cuda:
-    """Family of the instructions that sm_75 does differently; see `uopattn.dsl.instructions`."""
+    """Dialect of the instructions that differ on sm_75; see `uopattn.dsl.instructions`."""
     return TURING if self.turing else CUDA
 
   def panels(self, s: Scope, Dk: int, Dv: int) -> tuple[SwizzledTiles, SwizzledTiles, SwizzledTiles]:
@@ -192,7 +193,7 @@ def forward(o: UOp, q: UOp, k: UOp, v: UOp, lse: UOp | None = None, *, rules: Ru
 class WarpMma:
   """The `MatrixUnit` of a warp: `mma.sync` on `m_tiles` tiles of 16 queries.
 
-  A lane has two rows of each tile, g and g + 8 (see `uopattn.dsl.nvidia.mma_layout`). They are neighbours in `rows`.
+  A lane has two rows of each tile, g and g + 8 (see `uopattn.dsl.nvidia.mma_layout`). They are adjacent in `rows`.
 
   Attributes:
     mma: the matrix instruction.
@@ -218,7 +219,7 @@ class WarpMma:
     return self.group.lane % QUAD * 2, columns(self.tiles.block_n // MMA_N)
 
   def queries(self, q_tile: SwizzledTiles) -> SwizzledTiles | list[Left]:
-    """The queries as `mma_abt` takes them: in registers, or where they are."""
+    """The queries as `mma_abt` takes them: in registers or in shared memory."""
     return self.load_queries(q_tile) if self.tiles.in_registers else q_tile
 
   def load_queries(self, q_tile: SwizzledTiles) -> list[Left]:

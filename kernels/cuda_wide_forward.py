@@ -1,8 +1,8 @@
 """Forward attention for large head sizes on NVIDIA's tensor cores, sm_75 and newer: warps share rows and split columns.
 
-The method and its state are those of `cuda_forward`. There a warp has all columns of O for its queries, which for Dv
-above 256 no longer fit its registers. Here `slices` warps form a group with the same 16 `m_tiles` queries. Per tile of
-keys each of them
+The method and its state are those of `cuda_forward`. There a warp has all columns of O for its queries, which no longer
+fit its registers for Dv above 256. Here `slices` warps form a group with the same 16 `m_tiles` queries. Per tile of
+keys each warp computes
     S = Q K^T           for its block_n / slices of the keys, over all of Dk
     m                   the group's maxima, through shared memory
     P                   of its keys, as left operands into shared memory
@@ -14,16 +14,14 @@ and of V, P and the maxima are in shared memory (`Tiles.shared_bytes`). A tile t
 has arrived; the maxima are there; P is there, and V has arrived. K and V alternate, so that `stages` of 1 suffices:
 V loads during the first product, K during the second.
 
-V may be the first columns of K, as in multi-head latent attention with absorbed weights (MLA; DeepSeek-V2, 2024). Then
-its tile is the tile of K: each key is read once.
+V may be the first columns of K, as in multi-head latent attention with absorbed weights (MLA; DeepSeek-V2, 2024). Its
+tile is then the tile of K, and each key is read once.
 
-In 16 bits it serves D=512, and 576 with values of 512, on sm_80 and newer; sm_75, whose workgroups have 64 KiB, goes up
-to 320. Compiled by nvcc 13.0 (2026-11-23), D=512, full and causal, without spills, registers on sm_90 243 and 252: 143
-reads of shared memory and 19 integer instructions per 256 products of a warp. Per 64 x 64 scores a warp reads 0.53
-operands per product; each tile of K and V, which come from L2, serves 64 queries. MLA decode takes 128 registers with
-16 query heads and 246 with 128.
+In 16 bits it supports D=512, and Dk=576 with Dv=512, on sm_80 and newer. sm_75, whose workgroups have 64 KiB, goes up
+to 320. At D=512 nothing spills (nvcc 13). Per 64 x 64 scores a warp reads 0.53 operands per product; each tile of K and
+V, which come from L2, serves 64 queries.
 
-Measured on an H200, float16: 294 TFLOP/s at D=512, causal 272; MLA decode of 16 query heads at B=16 takes 1.2 times as
+Speed on an H200, float16: 294 TFLOP/s at D=512, causal 272; MLA decode of 16 query heads at B=16 takes 1.2 times as
 long as a read of the keys. scripts/results/KERNELS.md has more.
 """
 
@@ -132,7 +130,7 @@ class Tiles:
 
   @property
   def dialect(self) -> Cuda:
-    """Family of the instructions that sm_75 does differently; see `uopattn.dsl.instructions`."""
+    """Dialect of the instructions that differ on sm_75; see `uopattn.dsl.instructions`."""
     return TURING if self.turing else CUDA
 
   def panels_per_slice(self, Dv: int) -> int:
@@ -414,7 +412,7 @@ class SliceMma:
 
 
 def splits(problem: Problem, target: Target, tiles: Tiles) -> int:
-  """Splits of the keys, each of as many bytes of K and V as elsewhere at D=128: rows are longer here."""
+  """Splits of the keys. Rows are longer here, so a split has as many bytes of K and V as elsewhere at D=128."""
   columns = problem.Dk + (0 if problem.values_in_keys else problem.Dv)
   return splits_on_gpu(problem, target, tiles, max(tiles.block_n, LEAST_KEYS * 2 * 128 // columns))
 
@@ -425,8 +423,8 @@ LONG = 16384  # keys
 def preferred(problem: Problem, target: Target) -> bool:
   """Whether it is expected to be faster than `cuda_forward`, or the only one that serves the head sizes.
 
-  For few queries it is where each key is read once for both, and where there is one head of keys: the splits of that
-  are about as many as the multiprocessors, each of which then has one warp of `cuda_forward`, but four of this one.
+  For few queries it is faster where each key is read once for K and V, and where there is one key head. That has about
+  as many splits as there are multiprocessors, each with one warp of `cuda_forward`, but four of this kernel.
   """
   one_head = problem.B * problem.Hkv == 1 and problem.N >= LONG
   return max(problem.Dk, problem.Dv) > 256 or (problem.is_decode and (problem.values_in_keys or one_head))

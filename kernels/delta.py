@@ -1,10 +1,10 @@
 """delta = rowsum(O dO) - dL, which the backward pass needs (Dao, FlashAttention-2, 2023).
 
-Storage on GPUs: `LANES` lanes share a row; each loads 16 bytes at a time, and shuffles add up their sums, or sums in
-local memory. A workgroup
-has `BLOCK_ROWS` rows. Memory limits it: 2.4 to 2.6 TB/s at D=64, 3.9 at D=128 (H200, B=4, H=32, N=4096, 2026-11-22).
+Storage on GPUs: `LANES` lanes share a row; each loads 16 bytes at a time. Shuffles add up their sums, or
+local memory where there are no shuffles. A workgroup has `BLOCK_ROWS` rows. On CPUs a work item has `CPU_ROWS` rows,
+one after another; the `CPU_LANES` partial sums of a row are in registers.
 
-On CPUs a work item has `CPU_ROWS` rows, one after the other; the `CPU_LANES` partial sums of a row are in registers.
+Memory limits the speed: on an H200 2.4 to 2.6 TB/s at D=64 and 3.9 at D=128 (scripts/results/KERNELS.md).
 """
 
 from collections.abc import Callable

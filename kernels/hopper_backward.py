@@ -8,12 +8,12 @@ The method and the two passes are those of `cuda_backward`. Each warpgroup keeps
     wait for the sums
 
 Storage: S, dP, P, dS and the sums are in registers; `uopattn.dsl.nvidia.mma_layout` says which elements a lane has. P
-and dS, rounded to 16 bits, are left operands of the last products without moving. The stationary rows, and `stages`
-streamed tiles, are in shared memory (`uopattn.dsl.nvidia.swizzled`). `uopattn.dsl.nvidia.mbarrier` fills the stages, so
-that a warpgroup waits for another only when it is about to run out of tiles. `backward_kv` loads lse and delta of a
-tile's queries into registers before it waits for the tile, except for masked tiles, for want of registers.
+and dS, rounded to 16 bits, are left operands of the last products without moving. The stationary rows and `stages`
+streamed tiles are in shared memory (`uopattn.dsl.nvidia.swizzled`). `uopattn.dsl.nvidia.mbarrier` fills the stages, so
+a warpgroup waits for another only when it is about to run out of tiles. `backward_kv` loads lse and delta of a tile's
+queries into registers before it waits for the tile, except for masked tiles, for want of registers.
 
-Measured on an H200, counting the minimum of five products: 397 TFLOP/s at D=64 and 489 at D=128, causal 361 and 436
+Speed on an H200, counting the minimum of five products: 397 TFLOP/s at D=64 and 489 at D=128, causal 361 and 436
 (N=4096). scripts/results/KERNELS.md has more.
 """
 

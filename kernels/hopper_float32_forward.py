@@ -1,32 +1,32 @@
-"""Forward attention in float32 on Hopper's tensor cores (sm_90a), as products of three parts of bfloat16 by `wgmma`.
+"""Forward attention in float32 on Hopper's tensor cores (sm_90a): bfloat16x3 products by `wgmma`.
 
-Each float32 is the sum of three bfloat16, and each product the sum of the six products of parts that matter
-(`uopattn.dsl.gpu.parts`). `wgmma` takes bfloat16 at twice the rate of tf32, of which three products would do, and reads
-V as it is, which tf32 would want transposed. bfloat16 has float32's exponents, so nothing need be scaled. Two parts of
-float16 would take three products, half the time. But whatever scales a tile, numbers below 2**-17 of its largest would
-lose digits, and then products of them with large numbers, which float32 has right.
+Each float32 is split into three bfloat16 parts, and each product is the sum of the six products of parts that matter
+(`uopattn.dsl.gpu.parts`). `wgmma` multiplies bfloat16 at twice the rate of tf32, of which three products would do, and
+reads V as it is, which tf32 would need transposed. bfloat16 has float32's exponents, so nothing needs scaling. Two
+float16 parts would take three products, half the time. But however a tile were scaled, numbers below 2**-17 of its
+largest would lose digits, and so would their products with large numbers, which float32 computes correctly.
 
-There are two kernels. `split` writes the parts of k and v, 64 columns or a multiple of a part, one part after another
-in each row. `forward` is FlashAttention-2 (Dao, 2023), one warpgroup per 64 query rows, whose parts it makes itself:
+There are two kernels. `split` writes the parts of k and v, one after another in each row; a part has 64 columns or a
+multiple. `forward` is FlashAttention-2 (Dao, 2023), one warpgroup per 64 query rows, whose parts it makes itself:
     S = Q K[n]^T    (64, block_n)    wait
     m, l, P         in registers; the four lanes of a row reduce the max per tile, l only at the end
     P V[n]          (64, Dv)         wait; O = O alpha + P V[n], added by the threads, as the tensor cores cut off sums
 The products take most of the time, so one warpgroup's softmax need only overlap with the others' products.
 
-Storage: S, m, l, the parts of P, P V and O are in registers. The parts of Q, and `stages` tiles of those of K and of V,
-are in shared memory (`Tiles.shared_bytes`). A producer warpgroup brings them by the tensor memory accelerator
-(`uopattn.dsl.nvidia.tensor_pipeline`), a tile of K or V as soon as the one before it in its slot has been used.
+Storage: S, m, l, the parts of P, P V and O are in registers. The parts of Q, and `stages` tiles of the parts of K and
+of V, are in shared memory (`Tiles.shared_bytes`). A producer warpgroup loads them by TMA
+(`uopattn.dsl.nvidia.tensor_pipeline`), a tile of K or V as soon as the previous one in its slot has been used.
 Full tiles, which all queries of the workgroup see completely, come first and need no mask; masked tiles follow. With a
-causal mask each warpgroup has full and masked tiles of its own, and ends before the last ones if none of its queries
-sees them (`of_warpgroup`).
+causal mask each warpgroup has its own full and masked tiles, and stops before the last ones if none of its queries sees
+them (`of_warpgroup`).
 
-Workgroups have one block of queries each, the longest first, in equal sections of heads whose keys fit in the L2 cache
-together (`uopattn.dsl.gpu.tile_scheduler`).
+Each workgroup has one block of queries, the longest first, in equal sections of heads whose keys fit in the L2 cache
+together (`uopattn.dsl.gpu.tile_scheduler`). `preferred` says which cases dispatch gives to these kernels. Nothing
+spills.
 
-Measured on an H200, with `split`: 110 TFLOP/s at D=64 and 119 at D=128, causal 103 and 109 (N=4096), 2.5 to 3.2 times
+Speed on an H200, with `split`: 110 TFLOP/s at D=64 and 119 at D=128, causal 103 and 109 (N=4096), 2.5 to 3.2 times
 PyTorch's fastest in float32; the tensor cores' peak for six products is 165. Errors against float64 are half of
-PyTorch's. Nothing spills. `preferred` says which cases dispatch gives to these kernels. scripts/results/KERNELS.md has
-more.
+PyTorch's. scripts/results/KERNELS.md has more.
 """
 
 from dataclasses import dataclass
@@ -73,7 +73,7 @@ class Tiles:
   """The block sizes of the kernels.
 
   Attributes:
-    warpgroups: warpgroups per workgroup that compute; a further one brings the tiles.
+    warpgroups: warpgroups per workgroup that compute; another one loads the tiles.
     block_n: keys per tile.
     stages: tiles of K, and of V, in shared memory.
   """
@@ -133,7 +133,7 @@ def preferred(problem: Problem, target: Target) -> bool:
 def split(k_parts: UOp, v_parts: UOp, k: UOp | View, v: UOp | View) -> UOp:
   """Build the kernel that splits float32 into parts.
 
-  A workgroup has as many rows of k as of v. Each thread has 8 neighbouring columns.
+  A workgroup has as many rows of k as of v. Each thread has 8 adjacent columns.
 
   Args:
     k_parts, v_parts: (heads, rows, 3 columns) bfloat16, with zeros past the last column of each part.
@@ -155,7 +155,7 @@ def split(k_parts: UOp, v_parts: UOp, k: UOp | View, v: UOp | View) -> UOp:
 
 
 def chunk_of_parts(x: HeadView, row: UOp, column: UOp, inside: UOp, *after: UOp) -> list[Words]:
-  """Load `CHUNK` neighbouring columns of a row and return the words of each part; 0 where not `inside`."""
+  """Load `CHUNK` adjacent columns of a row and return the words of each part; 0 where not `inside`."""
   load = words_of(x, inside, *after)
   found = [load(row, column + i).bitcast(dtypes.float) for i in range(CHUNK)]
   words = [bfloat16_parts(CUDA, *found[i : i + 2]) for i in range(0, CHUNK, 2)]
@@ -176,7 +176,7 @@ def forward(
     tiles: block sizes.
 
   Raises:
-    ValueError: tensor maps cannot describe the keys: their number is known to the GPU alone.
+    ValueError: tensor maps cannot describe the keys: only the GPU knows their number.
   """
   (heads, M, Dv), of_keys, of_values, block_m = sizes(o), sizes(k_parts)[2], sizes(v_parts)[2], tiles.block_m
   s = Scope()
@@ -236,8 +236,8 @@ def store_queries(q: HeadView, to: SwizzledTiles, first: UOp, group: Workgroup, 
 def of_warpgroup(work_tile: WorkTile, rules: HeadRules, tiles: Tiles, warp: UOp) -> TileRange:
   """The tiles that the warpgroup of a warp processes, where `rules.is_prefix`.
 
-  It leaves out those at the end that none of its queries sees, but at most as many as there are slots: no tile is
-  brought after those, so that nobody waits until they have been used.
+  It leaves out tiles at the end that none of its queries sees, but at most as many as there are slots. No tile is
+  loaded after those, so nobody waits until they have been used.
   """
   warp = wgmma.uniform(warp)
   own = rules.key_range(work_tile.block * tiles.block_m + warp // WARPS * wgmma.M, wgmma.M, tiles.block_n)

@@ -1,7 +1,7 @@
 """Forward attention on Hopper's tensor cores (sm_90a) with `wgmma`, one warpgroup per 64 query rows.
 
-FlashAttention-2 (Dao, 2023), with the two products of a trip in flight at once: Q K^T of a tile, and P V of the tile
-before it (`uopattn.dsl.nvidia.wgmma_mainloop.OverlappedMainloop`):
+FlashAttention-2 (Dao, 2023), with two products in flight at once: Q K^T of a tile, and P V of the previous tile
+(`uopattn.dsl.nvidia.wgmma_mainloop.OverlappedMainloop`):
     start S = Q K[n]^T    (64, block_n), then O += P V[n-1]   (64, Dv)
     wait for S            m, l, P' in registers; the four lanes of a row reduce the max per tile, l only at the end
     wait for O            O = O alpha, P = P'
@@ -12,32 +12,32 @@ Storage: S, m, l, P and O are in registers; `uopattn.dsl.nvidia.mma_layout` says
 `stages` tiles of K and of V, are in shared memory (`uopattn.dsl.nvidia.swizzled`, `Tiles.shared_bytes`), where the
 tensor cores read them.
 
-There are two pipelines that bring them there, behind one interface, `uopattn.dsl.nvidia.tensor_pipeline.Trip`:
-- A producer, a further warpgroup, starts all copies from one thread (`uopattn.dsl.nvidia.tensor_pipeline`). The
-  consumers ping-pong, as in FlashAttention-3: while one multiplies, the next one is at its softmax. Workgroups may be
-  persistent: they do several work tiles, blocks of queries of any head, in an order fixed in advance
-  (`uopattn.dsl.gpu.tile_scheduler`), with the next one's Q and first tiles on their way while one ends.
-- All threads copy (`uopattn.dsl.nvidia.mbarrier`). So it is where a tensor map cannot describe the rows (pages, lengths
-  that only the GPU knows, rows whose starts are no multiples of 16 bytes; `tma.fits`), and with features for which a
+Two pipelines load them, behind one interface, `uopattn.dsl.nvidia.tensor_pipeline.Trip`:
+- A producer warpgroup starts all copies from one thread (`uopattn.dsl.nvidia.tensor_pipeline`). The consumers
+  ping-pong, as in FlashAttention-3: while one multiplies, the next one computes its softmax. Workgroups may be
+  persistent: they process several work tiles, blocks of queries of any head, in an order fixed in advance
+  (`uopattn.dsl.gpu.tile_scheduler`), and load the next one's Q and first tiles while one ends.
+- All threads copy (`uopattn.dsl.nvidia.mbarrier`). This is for rows that a tensor map cannot describe (pages, lengths
+  that only the GPU knows, rows that do not start at multiples of 16 bytes; `tma.fits`), and for features with which a
   producer would leave too few registers (`Problem.light_on_registers`).
 
 `Order` is the order of the tiles of keys. Full tiles, which all queries of the workgroup see completely, come first and
-need no mask; masked tiles follow. With a producer, under a causal mask or where the last tile is not full, it is the
-other way round: a work tile begins at the end, in the tile that is not overlapped with others and so has a mask in any
-case. Under a causal mask each warpgroup has a `Walk` of its own. Of tiles that none of its queries sees it does no more
-than pass the ping-pong barrier. Blocks of queries are counted from the last query back, so that the block that is not
-full is the one with the fewest keys.
+need no mask; masked tiles follow. With a producer, under a causal mask or where the last tile is not full, the order is
+reversed: a work tile begins with the last tile, which is not overlapped with others and so has a mask in any case.
+Under a causal mask each warpgroup has its own `Walk`. For tiles that none of its queries sees, it only passes the
+ping-pong barrier. Blocks of queries are counted from the last query back, so that the block that is not full is the one
+with the fewest keys.
 
-In 8 bits, with head sizes up to 128, a producer is needed, whose warps also transpose V, because tensor cores want k
+In 8 bits, at head sizes up to 128, a producer is required. Its warps also transpose V, because tensor cores want k
 along the rows (`uopattn.dsl.nvidia.transposed`). P is scaled by a power of two and rounded to 8 bits, as in
-`cuda_forward`. The tensor cores cut off all but 14 bits of each term (`uopattn.emulator.warpgroup.cut_product`), so P V
-of each tile starts at 0, and the threads add it to O in float32, in the multiply-add that rescales O. Scores keep the
+`cuda_forward`. The tensor cores keep only 14 bits of each term (`uopattn.emulator.warpgroup.cut_product`), so P V of
+each tile starts at 0, and the threads add it to O in float32, in the multiply-add that rescales O. Scores keep the
 errors of their own product, about 1e-4 of a score, which show in the LSE (`uopattn.proof.errors.of_lse`). Two
-warpgroups hold the ping-pong barrier until their products complete, as products of both at once end, and start the
-softmax, at the same time.
+warpgroups hold the ping-pong barrier until their products complete; otherwise the products of both would end, and their
+softmax start, at the same time.
 
-Measured on an H200, float16, N=4096: 565 TFLOP/s at D=128 and 458 at D=64, causal 514 and 432, 1.06 to 1.12 times
-cuDNN; fp8e4m3 at D=128 is 1.2 to 1.4 times as fast as float16. scripts/results/KERNELS.md has more, and what spills.
+Speed on an H200, float16, N=4096: 565 TFLOP/s at D=128 and 458 at D=64, causal 514 and 432, 1.06 to 1.12 times cuDNN;
+fp8e4m3 at D=128 is 1.2 to 1.4 times as fast as float16. scripts/results/KERNELS.md has more, and what spills.
 """
 
 from dataclasses import dataclass, replace
@@ -76,8 +76,8 @@ class Tiles:
     warpgroups: warpgroups per workgroup.
     block_n: keys per tile.
     stages: tiles of K, and of V, in shared memory.
-    producer: whether a further warpgroup brings the tiles, where the layouts of the buffers allow it.
-    persistent: whether a workgroup does several blocks of queries, one after another; only with a producer.
+    producer: whether a further warpgroup loads the tiles, where the layouts of the buffers allow it.
+    persistent: whether a workgroup processes several blocks of queries, one after another; only with a producer.
     q_stages: blocks of queries in shared memory; several only if persistent.
     step: elements in the 32 bytes of a step along k: 16, or 32 for 8-bit types, which need a producer.
   """

@@ -9,28 +9,26 @@ and values, and loops over tiles of 64 queries. Per tile, and for each 64 of a w
 Before the last dK of the tile is started:
     sync, start dQ = dS^T K                (64, 64)
     wait for dQ                            to shared memory, from where it is added to memory
-Above a head size of 64 a warpgroup has 64 keys: all wait for each other, and each multiplies 64 columns of dQ by all
-keys. Up to 64 it has 128 keys, which halves what is added to memory, and multiplies dQ by its own keys only. The second
-one adds that to what it finds in shared memory from the first. So the first one never waits, and one computes P and dS
+At head sizes above 64 a warpgroup has 64 keys: all wait for each other, and each computes 64 columns of dQ over all
+keys. Up to 64 it has 128 keys, which halves what is added to memory, and computes dQ over its own keys only. The second
+warpgroup adds its part to the first one's in shared memory. So the first one never waits, and one computes P and dS
 while the other multiplies.
 
-The workgroups of a head add to dQ one after another, in the order of their keys, so that every run gives the same bits:
-each tile has a semaphore, a number in memory. A warp of its own waits for it, adds a tile at once and releases it for
-the next workgroup, which takes about as long as the products. All workgroups go through the tiles from the last to the
-first, and start in the order of their keys, in sections of heads that share the L2 cache, so that they seldom wait.
+The workgroups of a head add to dQ one after another, in the order of their keys, so that every run gives the same bits.
+Each tile has a semaphore, a number in memory. A separate warp waits for it, adds a tile and releases it for the next
+workgroup, which takes about as long as the products. All workgroups process the tiles from the last to the first, and
+start in the order of their keys, in sections of heads that share the L2 cache, so they seldom wait.
 
-There are three kernels: `begin` puts the LSE and delta of each query where copies can bring them with its tile, and
-sets the semaphores to 0; `backward` is the pass; `finish` rounds dQ.
+There are three kernels: `begin` puts the LSE and delta of each query where copies can load them with its tile, and sets
+the semaphores to 0; `backward` is the pass; `finish` rounds dQ. `preferred` says which cases are left to
+`hopper_backward`.
 
 Storage: S, dP, P, dS, dK, dV and the warpgroup's part of dQ are in registers. K, V, dS (twice), dQ of a tile, and
-`stages` tiles of Q and dO are in shared memory. A producer warpgroup brings them by TMA
-(`uopattn.dsl.nvidia.gradient_pipeline`).
+`stages` tiles of Q and dO are in shared memory. A producer warpgroup loads them by TMA
+(`uopattn.dsl.nvidia.gradient_pipeline`). At D=64 with a causal mask up to 24 bytes spill; nothing else does.
 
-Measured on an H200, N=4096: 506 TFLOP/s at D=128 and 450 at D=64, causal 451 and 400, 1.06 to 1.17 times cuDNN.
+Speed on an H200, N=4096: 506 TFLOP/s at D=128 and 450 at D=64, causal 451 and 400, 1.06 to 1.17 times cuDNN.
 scripts/results/KERNELS.md has more.
-
-`preferred` says which cases are left to `hopper_backward`. Nothing spills, but up to 24 bytes at D=64 with a causal
-mask.
 """
 
 from collections.abc import Callable
@@ -284,7 +282,7 @@ def backward(
 
 
 def workgroup_of_keys(s: Scope, kv_heads: int, blocks: int, heads: int, tiles: Tiles) -> Workgroup:
-  """The workgroup of a block of keys. They start in the order of their keys, in sections of so many heads."""
+  """The workgroup of a block of keys. They start in the order of their keys, in sections of `heads` key heads."""
   scheduler = TileScheduler(kv_heads, blocks, heads, True, kv_heads * blocks)
   group = Workgroup(s, 1, scheduler.workgroups, tiles.threads // WARP, WARP)
   group.head, backwards = scheduler.place(group.item, UOp.const(0))
@@ -303,7 +301,7 @@ def add_dq(
   barrier: UOp,
   after: UOp,
 ) -> UOp:
-  """Add dQ of all tiles to memory, by a warp of its own: its semaphores take as long as some products.
+  """Add dQ of all tiles to memory, by a separate warp: waiting for semaphores takes as long as some products.
 
   Args:
     part: shared memory for dQ of a tile.

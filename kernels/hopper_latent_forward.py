@@ -1,25 +1,25 @@
 """Forward attention whose V is the first columns of K, on Hopper's tensor cores (sm_90a): warpgroups alternate.
 
-That is multi-head latent attention with absorbed weights (MLA; DeepSeek-V2, 2024). For few queries all query heads of a
-key head are rows of the same blocks, and the keys are split (`combine`).
+This is multi-head latent attention with absorbed weights (MLA; DeepSeek-V2, 2024). With few queries all query heads of
+a key head are rows of the same blocks, and the keys are split (`combine`).
 
-Like `hopper_wide_forward`, two warpgroups have the same 64 rows, and half of O's columns each. But they alternate, in
+As in `hopper_wide_forward`, two warpgroups have the same 64 rows and half of O's columns each. But they alternate, in
 FlashMLA's "seesaw" order (DeepSeek, 2025): of each pair of tiles of 64 keys, the first computes
     S = Q K[n]^T            for its tile, over all of Dk
     m, P                    against the maxima that the other one has left
     O = O alpha + P V[n]    for both tiles, the first tile first, and its half of the columns
-and gives m and P to the other through shared memory (`Seesaw`). So while one has its softmax, the other multiplies, and
-products are 64 x 64, which read shared memory no longer than they multiply. Each l covers only a warpgroup's own tiles
-until the end.
+and gives m and P to the other through shared memory (`Seesaw`). So while one computes its softmax, the other
+multiplies, and products are 64 x 64, which take no longer to read shared memory than to multiply. Each l covers only a
+warpgroup's own tiles until the end.
 
 Storage: S, m, l, P and O are in registers; `uopattn.dsl.nvidia.mma_layout` says which elements a lane has. Q, a pair of
-tiles, one P and the maxima are in shared memory (`Tiles.shared_bytes`), which has no room for a further tile. So half
-of a tile's columns is brought again as soon as the warpgroup that has these columns of O is done with it: the other one
-has read it before, for S. A producer warpgroup brings Q and the halves by the tensor memory accelerator
-(`uopattn.dsl.nvidia.tensor_pipeline`), as if they were K and V. S is begun with the first half.
+tiles, one P and the maxima are in shared memory (`Tiles.shared_bytes`), which has no room for another tile. So each
+half of a tile's columns is replaced as soon as the warpgroup with these columns of O is done with it; the other one has
+read it before, for S. A producer warpgroup loads Q and the halves by TMA (`uopattn.dsl.nvidia.tensor_pipeline`), as if
+they were K and V. S begins with the first half. Nothing spills.
 
-Measured on an H200, float16, D=576 with values of 512, N=8192, B=16: 81 us with 128 query heads, which is 448 TFLOP/s,
-and 56 with 64. Nothing spills. scripts/results/KERNELS.md has more.
+Speed on an H200, float16, Dk=576, Dv=512, N=8192, B=16: 81 us with 128 query heads (448 TFLOP/s), 56 us with 64.
+scripts/results/KERNELS.md has more.
 """
 
 from dataclasses import dataclass, replace
@@ -184,7 +184,7 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Seesaw(Exchange):
-  """The exchange of warpgroups that alternate: one reads what the other has given, then writes to the same words.
+  """The exchange of warpgroups that alternate: one reads what the other has written, then writes to the same words.
 
   So one P suffices; it has the words given last. The index of a warpgroup is that of its tile in a pair.
 

@@ -1,21 +1,21 @@
 """Forward attention for large head sizes on Hopper's tensor cores (sm_90a): two warpgroups share rows, split columns.
 
 The method is that of `cuda_wide_forward`, with `wgmma` instead of `mma.sync`. O of 64 rows and 512 columns takes 256
-registers per thread of a warpgroup. So two warpgroups have the same 64 rows, and each of them, per tile of keys
+registers per thread of a warpgroup. So two warpgroups have the same 64 rows, and each computes, per tile of keys
     S = Q K[n]^T        for its half of the keys, over all of Dk
     m                   the maxima of both, through shared memory
     P                   of its keys, as left operands into shared memory
     O = O alpha + P V   for all keys of the tile, and its half of the columns
 so that nothing is computed twice. Each l covers only a warpgroup's own keys until the end. If V is in K,
-`hopper_latent_forward` reads it once. For few queries all query heads of a key head are rows of the same blocks, and
+`hopper_latent_forward` reads it once. With few queries all query heads of a key head are rows of the same blocks, and
 the keys are split (`combine`).
 
 Storage: S, m, l, P and O are in registers; `uopattn.dsl.nvidia.mma_layout` says which elements a lane has. Q, `stages`
-tiles of K and of V, P and the maxima are in shared memory (`Tiles.shared_bytes`). A producer warpgroup brings Q and the
-tiles by the tensor memory accelerator (`uopattn.dsl.nvidia.tensor_pipeline`), a tile as soon as the one before it in
-its slot has been used. A named barrier waits for both warpgroups twice per tile: for the maxima, and for P.
+tiles of K and of V, P and the maxima are in shared memory (`Tiles.shared_bytes`). A producer warpgroup loads Q and the
+tiles by TMA (`uopattn.dsl.nvidia.tensor_pipeline`), a tile as soon as the previous one in its slot has been used. A
+named barrier waits for both warpgroups twice per tile: for the maxima, and for P. Nothing spills.
 
-Measured on an H200, float16: 456 TFLOP/s at D=512, causal 418, 1.6 times `cuda_wide_forward`. Nothing spills.
+Speed on an H200, float16: 456 TFLOP/s at D=512, causal 418, 1.6 times `cuda_wide_forward`.
 scripts/results/KERNELS.md has more.
 """
 

@@ -1,37 +1,44 @@
 """Compiles the GPU kernels for AMD and NVIDIA without a GPU, and reports their resources and main loops.
 
-The first table is AMD's, the second NVIDIA's. A row's name is the target, kernel, dtype and tiles: for AMD waves x
-tiles of 16 rows x rows in LDS; for NVIDIA warps x tiles of 16 queries x keys x stages, or warpgroups x keys x stages.
-The columns are registers, spills, bytes of LDS or shared memory per workgroup and occupancy, then the instructions of
-the main loop: per matrix instruction ("each") and by kind. "lane" counts instructions that cross lanes; "wait" includes
-barriers, scheduling hints and, for NVIDIA, jumps.
+A row is named by its target, kernel, dtype and tiles. AMD's tiles are waves x tiles of 16 rows x rows in LDS. NVIDIA's
+are warps x tiles of 16 queries x keys x stages, or warpgroups x keys x stages. "regs" and "vgprs" are per thread, "LDS"
+and "smem" bytes per workgroup. "each" is the number of instructions per matrix instruction in the main loop; the
+columns after it count them by kind. "lane" is for instructions that cross lanes. "wait" includes barriers, scheduling
+hints and, for NVIDIA, jumps.
 
-For AMD, "spills" counts registers, "scratch" bytes per lane and "occ" waves per SIMD. For NVIDIA, "spill" and "stack"
-count bytes per thread, "smem" bytes of shared memory and "wgs" workgroups per multiprocessor. A warp executes an HMMA
+For AMD, "spills" counts registers, "scratch" bytes per lane and "occ" waves per SIMD: at most 16 on RDNA, 8 on CDNA.
+For NVIDIA, "spill" and "stack" count bytes per thread, and "wgs" workgroups per multiprocessor. A warp executes an HMMA
 (16 x 8 x 16); a warpgroup executes an HGMMA, whose columns are those of its tile. Compare only rows with the same kind
 of matrix instruction.
 """
 
 import argparse
+import datetime
+import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import report_amd
 import report_cuda
 import sass
-from report_table import Row, line
+from report_table import Row, line, markdown
 
-from uopattn.measure.program import Usage, exit_status
+from uopattn.measure.program import Usage, check_writable, exit_status
+
+ROWS = (__doc__ or "").split("\n\n", 1)[1]  # the meaning of rows and columns
 
 
-def show(columns: Mapping[str, int], rows: Iterable[Row]) -> None:
-  """Print a table, each row when it is ready."""
-  print(line("", list(columns), columns))
-  compilers: dict[str, None] = {}
+def show(title: str, columns: Mapping[str, int], rows: Iterable[Row]) -> str:
+  """Print a table, each row when it is ready; return it as Markdown."""
+  print(line(title, list(columns), columns))
+  done = []
   for row in rows:
     print(line(row.name, row.cells, columns), flush=True)
-    compilers[row.compiler] = None
-  print(f"compiled by {', '.join(filter(None, compilers))}")
+    done.append(row)
+  compiled_by = f"compiled by {', '.join(dict.fromkeys(row.compiler for row in done if row.compiler))}"
+  print(compiled_by)
+  return f"## {title}, {compiled_by}\n\n{markdown(columns, done)}\n"
 
 
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
@@ -42,8 +49,9 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
   parser.add_argument("--H", type=int, default=32, help="heads, by which NVIDIA's tiles are chosen (default 32)")
   parser.add_argument("--M", type=int, default=1024, help="queries (default 1024)")
   parser.add_argument("--N", type=int, default=1024, help="keys (default 1024)")
-  parser.add_argument("--D", type=int, default=64, help="head size (default 64)")
-  parser.add_argument("--causal", action="store_true")
+  parser.add_argument("--D", type=int, nargs="+", default=[64], help="head sizes (default 64)")
+  parser.add_argument("--causal", action="store_true", help="with a causal mask")
+  parser.add_argument("--markdown", metavar="FILE", help="also write the tables, without and with a causal mask")
   given = parser.parse_args(words)
   for arch in given.arch:
     if not arch.startswith(("gfx", "sm_")):
@@ -53,32 +61,41 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
   return given
 
 
-def report(given: argparse.Namespace) -> int:
-  """Print the tables; return 0.
+def report(given: argparse.Namespace, command: str = "scripts/compile_report") -> int:
+  """Print the tables, and write them to a file if asked to; return 0.
 
   Raises Usage, RuntimeError or ValueError if a named target cannot be compiled for.
   """
+  if given.markdown:
+    check_writable("--markdown", given.markdown)
   amd = [arch for arch in given.arch if arch.startswith("gfx")] or () if given.arch else report_amd.ARCHES
   cuda = [arch for arch in given.arch if arch.startswith("sm_")] or () if given.arch else report_cuda.ARCHES
-  if amd:
-    show(report_amd.COLUMNS, report_amd.rows(amd, given.M, given.N, given.D, given.causal))
-  if not cuda:
-    return 0
-  if report_cuda.compiler() is None:
+  tables = []
+  cases = [(D, causal) for D in given.D for causal in ((False, True) if given.markdown else (given.causal,))]
+  for D, causal in cases if amd else ():
+    title = f"AMD, D={D}{', causal' * causal}"
+    tables.append(show(title, report_amd.COLUMNS, report_amd.rows(amd, given.M, given.N, D, causal)))
+  if cuda and report_cuda.compiler() is None:
     if given.arch:
       raise Usage(report_cuda.NONE)
     print(report_cuda.NONE)
-    return 0
-  show(report_cuda.COLUMNS, report_cuda.rows(cuda, given.H, given.M, given.N, given.D, given.causal))
-  if sass.disassembler() is None:
+    cuda = ()
+  for D, causal in cases if cuda else ():
+    title = f"NVIDIA, D={D}{', causal' * causal}"
+    tables.append(show(title, report_cuda.COLUMNS, report_cuda.rows(cuda, given.H, given.M, given.N, D, causal)))
+  if cuda and sass.disassembler() is None:
     print(sass.NONE)
+  if given.markdown:
+    about = f"# Compile report\n\nWritten on {datetime.date.today()} by\n\n```sh\n{command}\n```\n\n{ROWS}"
+    Path(given.markdown).write_text("\n".join([about, *tables]))
   return 0
 
 
 def main(words: Sequence[str] | None = None) -> int:
   """Print the report; return the exit status, 2 if a target cannot be compiled for."""
   given = arguments(words)
-  return exit_status("compile_report", lambda: report(given))
+  command = shlex.join(["scripts/compile_report", *(sys.argv[1:] if words is None else words)])
+  return exit_status("compile_report", lambda: report(given, command))
 
 
 if __name__ == "__main__":

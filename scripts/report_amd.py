@@ -32,7 +32,7 @@ from uopattn.kernels import amd_backward
 from uopattn.kernels.amd_forward import Tiles, forward
 from uopattn.plan.tiles import amd
 from uopattn.runtime.amd import extended
-from uopattn.runtime.clang import find_clang
+from uopattn.runtime.clang import clang_version, find_clang
 
 ARCHES = ("gfx1100", "gfx1151", "gfx1201", "gfx942", "gfx950")
 KERNELS = ("fwd", "dQ", "dK dV")
@@ -227,7 +227,9 @@ def _says(program: str, flag: str) -> list[str]:
 def assembly(text: str, arch: str) -> tuple[str, str]:
   """Compile HIP source with the first compiler that can; return assembly and compiler name. Raises RuntimeError."""
   try:
-    return by_llvmlite(to_ir(text, arch), arch)
+    code, name = by_llvmlite(to_ir(text, arch), arch)
+    frontend = re.search(r"clang version \S+", clang_version())
+    return code, f"{frontend[0]} and {name}" if frontend else name
   except (ImportError, RuntimeError) as error:
     try:
       return by_clang(text, arch)

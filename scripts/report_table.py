@@ -1,7 +1,7 @@
 """Tables and instruction kinds of the compile report, shared by AMD's and NVIDIA's parts."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -23,6 +23,16 @@ class Row:
 def line(name: str, cells: Sequence[object], columns: Mapping[str, int]) -> str:
   """Format a row as text; `columns` maps column headings to widths."""
   return f"{name:31}" + " ".join(f"{cell!s:>{width}}" for cell, width in zip(cells, columns.values(), strict=False))
+
+
+def markdown(columns: Iterable[str], rows: Iterable[Row]) -> str:
+  """Return a table as Markdown, with one row per line."""
+  head = ["target, kernel, dtype, tiles", *columns]
+  lines = [head, ["---", *("--:" for _ in head[1:])]]
+  for row in rows:
+    cells = [str(cell) for cell in row.cells]
+    lines.append([" ".join(row.name.split()), *cells, *[""] * (len(head) - 1 - len(cells))])
+  return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def kind(name: str, kinds: Mapping[str, str]) -> str:

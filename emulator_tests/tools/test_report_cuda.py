@@ -239,3 +239,19 @@ def test_rows_say_what_to_install_for_the_main_loop(
   lines = capsys.readouterr().out.splitlines()
   assert len(lines) == 3 + len(("float16", "bfloat16", "float32"))
   assert lines[-2:] == ["compiled by none", sass.NONE]
+
+
+def test_markdown_has_a_table_for_each_head_size_and_mask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+  monkeypatch.setattr(report_cuda, "measure", lambda *_: GOOD)
+  monkeypatch.setattr(report_cuda, "compiler", lambda: report_cuda.by_nvcc)
+  path = tmp_path / "report.md"
+  words = ["sm_80", "--D", "64", "128", "--markdown", str(path)]
+  assert compile_report.main(words) == 0
+  text = path.read_text()
+  assert f"scripts/compile_report {' '.join(words)}\n" in text
+  titles = [f"## NVIDIA, D={D}{mask}, compiled by none" for D in (64, 128) for mask in ("", ", causal")]
+  assert [text_line for text_line in text.splitlines() if text_line.startswith("##")] == titles
+  head, aligned, *rows, _ = text.split(f"{titles[0]}\n\n")[1].split("\n\n")[0].splitlines()
+  assert {x.count("|") for x in (head, aligned, *rows)} == {2 + len(COLUMNS)}
+  assert [x.split()[3] for x in rows] == ["float16", "bfloat16"]
+  assert compile_report.main([*words[:-1], str(tmp_path / "missing" / "report.md")]) == 2

@@ -81,19 +81,19 @@ def attention(
   The score of query i and key j is scale * q[i].k[j], then softcap * tanh(score / softcap), then score_mod, then
   plus an additive attn_mask. Query i has position i + q_start. A row that sees no key gives 0, a log-sum-exp of -inf,
   or of its sink where there are sinks, and no gradient. Keys and values at or beyond kv_lengths are never read.
-  emulator_tests/README.md lists what other hidden keys may hold, under "What hidden keys may hold". Batches, heads,
-  queries and keys may be none: then results are empty, or those of rows that see no key, and gradients are 0.
+  emulator_tests/README.md lists what other hidden keys may hold, under "What hidden keys may hold". B, Hq, M and N may
+  be 0: results are then empty or those of rows that see no key, and gradients are 0.
 
   q, k, v, sinks, an additive attn_mask and the aux Tensors that score_mod reads have gradients. `uopattn.plan.gradient`
   says which gradients kernels compute. Second derivatives need `backend="reference"`.
 
   q, k and v may be views of buffers: transposed, slices of a cache or of packed projections, expanded heads. If the
   last axis is contiguous, kernels read the buffer in place; otherwise the view is copied, with one log line. The output
-  lies in memory as q does: of (B, M, Hq, Dk) transposed it is (B, M, Hq, Dv) transposed. M and N may hold bound
+  has q's memory layout: if q is (B, M, Hq, Dk) transposed, it is (B, M, Hq, Dv) transposed. M and N may hold bound
   Variables, as in `cache[:, :, :start_pos + T]`: one kernel serves all their values and copies no cache.
 
-  q, k and v may be sharded over devices along batches, heads or the sequence, all along the same axis, or whole; the
-  output is sharded as q, or as k if q is whole and they are sharded by batches or heads. kernels/README.md says more.
+  q, k and v may be sharded over devices along batches, heads or the sequence, all along the same axis, or whole. The
+  output is sharded like q, or like k if q is whole and k is sharded by batches or heads. See kernels/README.md.
 
   Tensors without a device, such as `Tensor.arange(n)`, are put on the device of q, k and v. If q, k or v has a weak
   dtype, it takes the dtype of the others. Any other Tensor of a weak dtype becomes float32 or the default int dtype.
@@ -125,16 +125,16 @@ def attention(
       included, read 0 (False) and have no gradient.
     block_mask: a mask_mod with its own aux, and the number of visible pairs in each block, which lets kernels skip
       tiles. If mask_mod is given too, a key must pass both.
-    q_scale, k_scale, v_scale: q, k and v stand for themselves times these, as 8-bit types need: q_descale, k_descale
-      and v_descale of FlashAttention-3. Each is a number or a float Tensor that broadcasts to (B, Hkv): query heads
-      that share a key head share a scale. One kernel serves all values. Tensors for q and k must not hold negative
-      numbers, for which kernels give NaN. Scales have no gradients. The output, v_scale included, is rounded to q's
-      dtype, and numbers out of the range of an 8-bit type become its largest.
+    q_scale, k_scale, v_scale: factors on q, k and v, for 8-bit types: FlashAttention-3's q_descale, k_descale and
+      v_descale. Each is a number or a float Tensor that broadcasts to (B, Hkv): query heads that share a key head share
+      a scale. One kernel serves all values. Tensors for q and k must not hold negative numbers, for which kernels give
+      NaN. Scales have no gradients. The output, v_scale included, is rounded to q's dtype, and numbers out of the range
+      of an 8-bit type become its largest.
     return_lse: also return the log-sum-exp (natural logarithm) of each row, (B, Hq, M) float32, or float64 if q is.
       Realize both together, `Tensor.realize(out, lse)`; one at a time, the kernel runs twice.
     backend: "kernel" raises an error if no kernel serves the case. "reference" uses plain tinygrad ops, which store the
-      scores. "auto" uses the kernel if there is one, otherwise the reference, and tinygrad's own attention for what
-      that alone accepts, such as integers; each with one log line per reason.
+      scores. "auto" uses the kernel if there is one, otherwise the reference. What only tinygrad's own attention
+      accepts, such as integers, it leaves to that. Each fallback is logged once per reason.
 
   Returns:
     (..., Hq, M, Dv), or (M, Dv), in the dtype of q and v; with return_lse a pair.
@@ -182,9 +182,9 @@ def check_backend(backend: str, accepted: tuple[str, ...] = BACKENDS) -> None:
 
 
 def by_tinygrad(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, refusal: Exception) -> Tensor:
-  """Return what tinygrad computes where uopattn refused its arguments, with one log line that says why.
+  """Return tinygrad's own attention for arguments that uopattn refused, and log the reason once.
 
-  Integers and masks with batches of their own are examples.
+  Examples are integers, and masks with batches that q, k and v lack.
 
   Raises:
     Exception: the refusal, if tinygrad refuses these arguments too or does not have all of them.
@@ -211,8 +211,8 @@ class Call:
   Attributes:
     q, k, v: (B, Hq, M, Dk), (B, Hkv, N, Dk) and (B, Hkv, N, Dv).
     arguments: without the seed of dropout, which is drawn when the call runs.
-    restored: gives a result, (B, Hq, M, ...), the axes of the inputs.
-    rows: the number of queries, which may be made of Variables; M is their largest number.
+    restored: reshapes a result, (B, Hq, M, ...), to the axes of the inputs.
+    rows: the number of queries, which may be made of Variables; M is its largest value.
     dtype: of the output.
     division: how the work is divided over devices.
   """

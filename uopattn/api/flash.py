@@ -32,7 +32,7 @@ def flash(
   target: Target | None = None,
   tiles: Any = None,
 ) -> UOp:
-  """Build the forward kernel in a `Tensor.custom_kernel` call of your own; bind options with `functools.partial`.
+  """Build the forward kernel, as the `fxn` of your own `Tensor.custom_kernel`; bind options with `functools.partial`.
 
   Outputs must be `Tensor.empty(...)`: tinygrad copies an input that is a view, and discards what is written to an
   output that is a view. Realize the results together, `Tensor.realize(o, lse)`; one at a time, the kernel runs twice.

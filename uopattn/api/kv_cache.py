@@ -199,7 +199,7 @@ class KVCache:
     Args:
       q: (B, Hq, M, Dk), in a dtype that `append` accepts; Hq is a multiple of Hkv, or equal if enable_gqa is False.
       start: as in `append`.
-      is_causal: no query sees keys behind its own position.
+      is_causal: no query sees keys after its own position.
       kv_lengths: as in `uopattn.attention`; None is start + M.
       attn_mask, dropout_p, scale, enable_gqa, window, softcap, sinks, score_mod, mask_mod, aux, block_mask, return_lse,
         backend: as in `uopattn.attention`; scores are (B, Hq, M, N_max).

@@ -68,7 +68,7 @@ def attention_paged(
 
   Key j of sequence b is row j % page_size of page page_table[b, j // page_size]. Sequences may share pages. A sequence
   of n keys uses only the first ceil(n / page_size) entries of its table row. The other entries may hold anything, and
-  so may the rows of the last page behind the last key.
+  so may the rows of the last page after the last key.
 
   Page ids must be in 0..P-1. An invalid id raises an error if the table and the lengths are realized or made of Python
   or numpy numbers; on a GPU this check waits for pending work. While a `TinyJit` captures or replays there is no check:
@@ -79,8 +79,8 @@ def attention_paged(
     k_pages: (P, Hkv, page_size, Dk), in q's dtype, or float16 or bfloat16 if that is float32; any page_size >= 1. Views
       are read in place as by `attention`: one layer of a pool of several, or (P, page_size, Hkv, Dk) transposed.
     v_pages: (P, Hkv, page_size, Dv), in k_pages' dtype.
-    page_table: (B, max_pages), of an integer dtype; dtypes other than int32 are converted at each call. There may be no
-      pages, of a sequence or at all.
+    page_table: (B, max_pages), of an integer dtype; dtypes other than int32 are converted at each call. max_pages and P
+      may be 0.
     kv_lengths: the number of keys of each sequence, from 0 to max_pages * page_size: int, bound Variable, an expression
       of Variables, or (B,) integer Tensor. Keys beyond the end of the table do not exist.
     q_start: as in `attention`; kv_lengths - M makes the queries the last positions of their sequences.

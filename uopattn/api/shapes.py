@@ -1,7 +1,7 @@
 """The shapes that kernels take: four axes of known sizes.
 
-q, k and v may have any number of axes, whose batches and heads broadcast as in tinygrad's own ops, and sizes that hold
-Variables, which are served at their largest, by one kernel for all values.
+q, k and v may have any number of axes; batches and heads broadcast as in tinygrad's own ops. Sizes may hold Variables:
+one kernel, for their largest values, serves all values.
 """
 
 import math
@@ -35,7 +35,7 @@ def with_four_axes(
   Axes are aligned from the right: (rows, size), then heads, then batches. One batch, or one head, serves all.
 
   Returns:
-    q, k, v, the arguments, and a function that gives results, (B, Hq, ...), the axes of the inputs.
+    q, k, v, the arguments, and a function that reshapes results, (B, Hq, ...), to the axes of the inputs.
 
   Raises:
     ValueError: batches do not broadcast.
@@ -152,7 +152,7 @@ def _widest_view(x: UOp, base: UOp) -> Tensor | None:
 
 
 def _as_shaped(x: UOp, before: Tensor) -> Tensor | None:
-  """`before` reshaped or expanded as x is, whose symbolic sizes are those of axes of its source."""
+  """Reshape or expand `before` as x is; the symbolic sizes of x are sizes of its source."""
   most = dict(zip(x.src[0].shape, before.shape, strict=True))
   shape = tuple(n if isinstance(n, int) else most.get(n) for n in x.shape)
   if any(n is None for n in shape):

@@ -80,9 +80,9 @@ def attention_varlen(
 ) -> Tensor | tuple[Tensor, Tensor]:
   """Compute attention within each of S sequences that are packed one after another, without padding.
 
-  Sequence s has the queries from cu_seqlens_q[s] to cu_seqlens_q[s + 1] - 1, and keys by cu_seqlens_k likewise. Kernels
-  skip tiles of other sequences, as they skip tiles that a causal mask or a window hides. q, k and v are copied once,
-  heads first.
+  Sequence s has the queries from cu_seqlens_q[s] to cu_seqlens_q[s + 1] - 1, and likewise keys from cu_seqlens_k.
+  Kernels skip tiles of other sequences, as they skip tiles that a causal mask or a window hides. q, k and v are copied
+  once, heads first.
 
   Args:
     q: (total queries, Hq, Dk); float32, float16, bfloat16, fp8e4m3 or fp8e5m2. Dtypes that differ are promoted, as in
@@ -91,9 +91,9 @@ def attention_varlen(
     v: (total keys, Hkv, Dv).
     cu_seqlens_q, cu_seqlens_k: (S + 1,) offsets: 0, then the end of each sequence. Ints are checked. A Tensor, of any
       integer dtype, is not read back: if it decreases or exceeds the total, the output is wrong, but nothing is read
-      out of bounds. A sequence may have no queries or no keys, and there may be no sequences; a query behind the last
+      out of bounds. A sequence may have no queries or no keys, and there may be no sequences; a query after the last
       end sees no key.
-    is_causal, window: as in `attention`, by positions within the sequence.
+    is_causal, window: as in `attention`, with positions within the sequence.
     scale, enable_gqa, softcap, sinks, backend: as in `attention`.
     q_start: position of the first query among the keys of its sequence, an int or (S,) integer Tensor. 0 aligns causal
       masks upper left; each sequence's number of keys minus its number of queries aligns them lower right.
@@ -187,7 +187,7 @@ def _queries(
 ) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]]:
   """Map queries to their sequences.
 
-  An extra sequence without keys holds the queries behind the last end.
+  An extra sequence without keys holds the queries after the last end.
 
   Returns:
     The query indices, (M,) int32; `ends_q` and `ends_k` clamped to their ranges, (S + 2,) each; and a function that

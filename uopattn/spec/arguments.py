@@ -1,8 +1,8 @@
 """The arguments of an attention besides q, k and v, each declared once, in `Arguments`.
 
-A new mask by position needs, beyond its declaration and its name in `Options`, a `uopattn.dsl.rules.ranges.Range`, by
-which kernels, plain ops and the division over devices go, and a rule in `uopattn.proof.oracle`. Any other mask needs a
-rule in `uopattn.dsl.rules.masks` and one in `uopattn.plan.reference` instead of the `Range`.
+A new mask by position needs, beyond its declaration and its name in `Options`, a `uopattn.dsl.rules.ranges.Range`,
+which kernels, plain ops and the division over devices use, and a rule in `uopattn.proof.oracle`. Any other mask needs
+rules in `uopattn.dsl.rules.masks` and `uopattn.plan.reference` instead of the `Range`.
 """
 
 import functools
@@ -163,7 +163,7 @@ def check_scales(name: str, scales: tuple[object, ...], sizes: Sizes) -> None:
 
 
 def as_scale(x: Any) -> Any:
-  """Return a scale per head as a Tensor of two axes; so one kernel serves all numbers. The rest stays as it is."""
+  """Return a scale per head as a Tensor of two axes, so that one kernel serves all values; leave the rest as it is."""
   if type(x) in (int, float) and 0 <= x < math.inf:
     return Tensor.full((1, 1), float(x), dtype=dtypes.float32)
   return x.reshape((1,) * (2 - x.ndim) + shape_of(x)) if isinstance(x, Tensor) and x.ndim < 2 else x
@@ -210,12 +210,12 @@ class Argument:
     default: None if the argument is optional; its checks are then skipped for None.
     check: (name, value, sizes); raises TypeError or ValueError if the value does not fit.
     tensors: maps a value to the Tensors that kernels take, in their form. Their buffers have the argument's name.
-    mask: maps a value to the rules that limit a query to the keys from one to another.
+    mask: maps a value to the rules that limit a query to a range of keys.
     settle: normalises a value before it is checked.
     feature: the name that a kernel without code for it reports; None is the argument's name, "" if none needs code.
     is_used: whether a value needs that code.
-    refusal: what such a kernel says of itself, with {} for the argument's name.
-    in_lse: whether the LSE contains its effect on a row. A backward pass, and a split of the keys, then ignore it.
+    refusal: the message of such a kernel, with {} for the argument's name.
+    in_lse: whether the LSE contains its effect on a row. The backward pass and splits of the keys then ignore it.
     has_gradient: whether its Tensors may have a gradient.
     axes: the axes of its Tensors, as kernels take them: (b)atches, (h)eads, (k)ey heads, queries (m), keys (n). Tensors
       without such axes are the same for all.
@@ -308,11 +308,11 @@ class Arguments:
     Args:
       function: its name.
       accepted: a class of options below.
-      options: what was given of them, but for backend.
-      own: the arguments that have a parameter of their own.
+      options: those that were given, except backend.
+      own: the arguments that have their own parameter.
 
     Raises:
-      TypeError: an option is none of those accepted.
+      TypeError: an option is not accepted.
     """
     if unknown := [name for name in options if name not in accepted.__annotations__]:
       names = ", ".join(sorted(accepted.__annotations__))
@@ -347,7 +347,7 @@ class Arguments:
     return tuple(name if feature is None else feature for name, feature in used if feature != "")
 
   def masks(self) -> tuple[Range, ...]:
-    """Return the rules that limit a query to the keys from one to another."""
+    """Return the rules that limit a query to a range of keys."""
     return merged(tuple(rule for _, x, value in self.given for rule in x.mask(value)))
 
   def without_masks(self) -> "Arguments":

@@ -83,11 +83,11 @@ class BlockMask:
       M, N: queries and keys.
       aux: the Tensors that mask_mod indexes; out of bounds they read 0. The mask is made from their present content.
       block_m, block_n: queries and keys per block.
-      device: the device of the mask; None is that of aux, the first one if there are several, or tinygrad's default.
+      device: the device of the mask; None is aux's device, the first one if there are several, or tinygrad's default.
 
     Raises:
       TypeError: mask_mod cannot be traced, aux is not a tuple of Tensors, or a size is not an int.
-      ValueError: a size is negative, or that of a block 0.
+      ValueError: a size is negative, or a block size is 0.
 
     Example:
       >>> from uopattn import BlockMask
@@ -134,7 +134,7 @@ class BlockMask:
   def on(self, devices: tuple[str, ...], axis: int | None) -> "BlockMask":
     """Return the part of the mask for each of several devices, which divide batches (0) or heads (1) among them.
 
-    Its `mask_mod` is called with the numbers that batches and heads have in the whole.
+    Its `mask_mod` is called with the indices of batches and heads in the whole mask.
     """
     key = devices, axis
     if key not in self._parts:
@@ -165,7 +165,7 @@ class BlockMask:
     return self._parts[key]
 
   def fits(self, rows: tuple[int, ...], M: int, keys: tuple[int, ...], N: int) -> bool:
-    """Return whether parts of M queries and N keys, with these first ones, begin and end where blocks do."""
+    """Return whether parts of M queries and N keys, from these first ones on, begin and end where blocks do."""
     sides = ((self.block_m, rows, M, self.M), (self.block_n, keys, N, self.N))
     return all(
       x % block == 0 or x == most for block, firsts, n, most in sides for x in (*firsts, *(f + n for f in firsts))

@@ -1,7 +1,7 @@
-"""What the movement ops of a view say of its elements.
+"""What the movement ops of a view tell about its elements.
 
-Where they lie in the buffer, offset and strides; and along which axes they are equal, because those were expanded:
-kernels then read the part that was expanded.
+They tell where the elements lie in the buffer (offset and strides), and along which axes elements are equal because the
+axis was expanded. Kernels then read what was expanded.
 """
 
 import math
@@ -28,7 +28,7 @@ class Layout:
   Attributes:
     size: elements in the buffer.
     offset: index of the view's first element in the buffer.
-    strides: distance in the buffer between neighbours along each axis; 0 along axes that are expanded or of size 1.
+    strides: distance in the buffer of adjacent elements along each axis; 0 along axes that are expanded or of size 1.
   """
 
   size: int
@@ -77,7 +77,7 @@ def base_of(x: UOp) -> UOp:
 
 
 def layout_of(x: UOp) -> Layout | None:
-  """The layout of x in `base_of(x)`; None if movement ops make no strided view of it, as pads and some reshapes."""
+  """The layout of x in `base_of(x)`; None if x is no strided view of it, for example after pads and some reshapes."""
   base = base_of(x)
   found = _strided(x, base)
   return None if found is None else Layout(math.prod(sizes(base)), *found)
@@ -134,7 +134,7 @@ def _strided(x: UOp, base: UOp) -> tuple[int, tuple[int, ...]] | None:
 def _reshaped(shape: Shape, strides: tuple[int, ...], new: Shape) -> tuple[int, ...] | None:
   """The strides of a reshaped view; None if it cannot be one.
 
-  Axes that lie one within the other in memory form runs; each run must be cut into whole new axes.
+  Axes that are contiguous with each other in memory form runs; each run must split into whole new axes.
   """
   runs: list[tuple[int, int]] = []  # (elements, stride of the innermost axis), outermost run first
   for n, stride in zip(shape, strides, strict=True):
@@ -160,7 +160,7 @@ def _reshaped(shape: Shape, strides: tuple[int, ...], new: Shape) -> tuple[int, 
 
 
 def flat_base(name: str, x: Tensor, layout: Layout | None) -> Tensor:
-  """What kernels read of x: its buffer, flat, with a layout; without one x itself, as a contiguous buffer.
+  """What kernels read for x: its flat buffer with a layout, or without one x itself as a contiguous buffer.
 
   A view that no layout describes is copied, and the reason logged once.
   """
@@ -190,8 +190,8 @@ def folded(x: Tensor) -> Tensor:
 def distinct_heads(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
   """Return k and v, (B, H, N, D), without heads that were repeated for the query heads that share them.
 
-  Heads are repeated if they were expanded from one, or each into several in a row, as by `repeat_interleave`. k and v
-  stay as they are if they would have different numbers of heads.
+  Heads are repeated if all were expanded from one, or each into several in a row, as by `repeat_interleave`. k and v
+  stay as they are if they would end up with different numbers of heads.
   """
   buffers = k.uop.has_buffer_identity(after_ok=True) or v.uop.has_buffer_identity(after_ok=True)
   if buffers or 0 in k.shape or 0 in v.shape:
@@ -220,7 +220,7 @@ def _distinct(x: Tensor, axis: int) -> Tensor:
 
 
 def _same_axes(a: tuple[int, ...], i: int, b: tuple[int, ...], j: int) -> bool:
-  """Return whether two shapes have the same sizes before and after the axes i and j, but for sizes of 1."""
+  """Return whether two shapes have the same sizes before and after the axes i and j, ignoring sizes of 1."""
   return all([n for n in x if n > 1] == [n for n in y if n > 1] for x, y in ((a[:i], b[:j]), (a[i:], b[j:])))
 
 

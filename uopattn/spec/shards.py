@@ -1,7 +1,7 @@
 """Sharded Tensors: the part that each device holds, and Tensors made of such parts.
 
-tinygrad keeps a sharded Tensor as UNSHARD of one part per device. A part alone is a Tensor on all devices, in the shape
-that one device holds; a kernel called with parts runs on each device, with that device's part.
+tinygrad keeps a sharded Tensor as UNSHARD of one part per device. A part by itself is a Tensor on all devices, in the
+shape that one device holds. A kernel called with parts runs on each device with that device's part.
 """
 
 import functools
@@ -65,7 +65,7 @@ def part_of(x: Tensor, axis: int | None) -> Tensor:
 
 
 def pieces(part: Tensor, axis: int, wanted: Sequence[tuple[int, int, int]]) -> Tensor:
-  """Return what each device is to have of the parts that the devices have.
+  """Return the piece that each device takes from the parts of the devices.
 
   Args:
     wanted: for each device the number of the device to take it from, and of the part there the first index along
@@ -75,7 +75,7 @@ def pieces(part: Tensor, axis: int, wanted: Sequence[tuple[int, int, int]]) -> T
 
 
 def picked(parts: Sequence[Tensor], axis: int, wanted: Sequence[tuple[int, int, int]]) -> Tensor:
-  """Return `pieces`, each of a Tensor of its own."""
+  """Return `pieces`, each from its own Tensor."""
   devices, found = devices_of(parts[0].device), []
   for part, device, (source, first, count) in zip(parts, devices, wanted, strict=True):
     bounds = tuple((first, first + count) if i == axis else (0, n) for i, n in enumerate(sizes(part)))
@@ -86,7 +86,7 @@ def picked(parts: Sequence[Tensor], axis: int, wanted: Sequence[tuple[int, int, 
 
 
 def per_device(values: Sequence[int], devices: tuple[str, ...]) -> Tensor:
-  """Return an int32 Tensor of which each device holds as many of the values."""
+  """Return an int32 Tensor of the values, of which each device holds an equal share."""
   if in_function():
     return part_of(Tensor(list(values), dtype=dtypes.int, device=devices), 0)
   return _per_device(tuple(values), devices)
@@ -119,8 +119,8 @@ def gathered(x: Tensor) -> Tensor:
 def joined(part: Tensor, axis: int | None) -> Tensor:
   """Return the Tensor whose parts along `axis` are those of each device; for None all devices hold the same.
 
-  The result of a kernel stays in the buffer that the kernel writes: tinygrad copies what it realizes, unless it is
-  AFTER of a buffer, which UNSHARD of AFTER is not to it.
+  The result of a kernel stays in the buffer that the kernel writes. tinygrad copies what it realizes unless that is
+  AFTER of a buffer, and does not count UNSHARD of AFTER as such.
   """
   if axis is None:
     return part
@@ -140,7 +140,7 @@ def gradient_of(x: Tensor, part: Tensor, axis: int | None, summed: bool) -> Tens
   """Return the gradient of x, sharded as x is, from that of `part_of(x, axis)`.
 
   Args:
-    summed: if each device has used all of x, whether its gradient is the sum of theirs, not the same on all of them.
+    summed: if each device has used all of x, whether the gradient is the sum over devices; else it is the same on all.
   """
   if not isinstance(x.device, tuple):
     return part
@@ -164,7 +164,7 @@ def resharded(x: Tensor, axis: int | None) -> Tensor:
 def _part(x: UOp, axis: int) -> UOp:
   """Return each device's part of x, which is sharded along `axis`: a view of the part of its buffer, if x is a view.
 
-  tinygrad's own rewriting does that, but of all that x is computed from. So a buffer stands in for what x is a view of.
+  tinygrad's own rewriting does that, but for everything that x is computed from. So a buffer replaces the base of x.
   """
   views, base, inputs = [], x, function_inputs()
   while (base.op in GroupOp.Movement or base.op is Ops.DETACH) and base not in inputs:

@@ -45,7 +45,7 @@ class AttentionSpec(Problem):
     inputs: the Tensors among the arguments other than q, k and v, in the order in which kernels take them.
     layouts: see `layouts`.
     pages: number of pages and keys per page, if k is (pages, Hkv, keys per page, Dk) and v likewise.
-    origin: where the attention lies within the one that mods and dropout number, if it is part of one.
+    origin: where the attention lies within the whole that mods and dropout count in, if it is part of one.
   """
 
   q_start: int | UOp | None = 0
@@ -126,7 +126,7 @@ class AttentionSpec(Problem):
     return 2 * self.B * self.Hq * pairs * (self.Dk + self.Dv)
 
   def _seen(self, at: Positions, query: int) -> int:
-    """The number of keys that a query sees by its position."""
+    """The number of keys that a query sees, given its position."""
     firsts = [x for mask in self.masks if (x := mask.first(at, query)) is not None]
     lasts = [x for mask in self.masks if (x := mask.last(at, query)) is not None]
     return max(0, min([*lasts, self.N - 1]) - max([*firsts, 0]) + 1)
@@ -184,8 +184,8 @@ def make_spec(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> Attentio
 def layouts(of_output: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[str, Layout], ...]:
   """Return the layouts of q, k and v that are strided views, and of the output and its gradient, by name.
 
-  If the heads of each query are next to each other in q's buffer, so are they in the output's, as in PyTorch. Then what
-  most models do next, `out.transpose(1, 2).reshape(B, M, -1)`, is a view of the output's buffer too.
+  If the heads of each query are adjacent in q's buffer, so are they in the output's, as in PyTorch. Then the usual next
+  step of models, `out.transpose(1, 2).reshape(B, M, -1)`, is a view of the output's buffer too.
   """
   found = {name: x for name, x in zip("qkv", map(strided, (q, k, v)), strict=True) if x}
   if "q" in found and heads_last(found["q"]):

@@ -74,7 +74,7 @@ def operands(symbolic: tuple[int, ...] = (), **named: object) -> tuple[Tensor, .
 
 
 def promoted(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, DType]:
-  """Give q, k and v dtypes that go together, and return the result's, as tinygrad's promotion has it.
+  """Give q, k and v compatible dtypes, and return the result's dtype, by tinygrad's promotion.
 
   k and v of 16 bits stay as they are if q is float32: kernels on CPUs widen them as they read them.
   """
