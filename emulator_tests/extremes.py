@@ -138,10 +138,15 @@ def check(case: Extreme, dtype: DType, **more: Any) -> None:
   out, lse = attention(q, k, v, enable_gqa=True, return_lse=True, backend="kernel", **given)
   Tensor.realize(out, lse)
   stored = [numpy(x).astype(np.float64) for x in (q, k, v)]
-  exact, exact_lse = oracle(*stored, **(options if case.mask is None else options | {"attn_mask": case.mask}))
+  in_numpy = options if case.mask is None else options | {"attn_mask": case.mask}
+  exact, exact_lse = oracle(*stored, **in_numpy)
   check_output(case, dtype, numpy(out).astype(np.float64), exact, stored[2])
-  error = np.abs(lse.numpy() - exact_lse) / np.maximum(np.abs(exact_lse), 1)
-  assert (error < 3e-6).all(), f"{case.name}: the LSE is off by {error.max():.2g}, relative"
+  # The terms of a score may cancel. Float32 rounds it by some 2^-24 of the sum of their magnitudes (Higham, Accuracy
+  # and Stability of Numerical Algorithms, section 3.1), of which the LSE of |q| and |k| is an upper bound.
+  _, magnitude = oracle(np.abs(stored[0]), np.abs(stored[1]), stored[2], **in_numpy)
+  bound = 3e-6 * np.maximum(np.abs(exact_lse), 1) + 2**-23 * np.abs(magnitude)
+  worst = (np.abs(lse.numpy() - exact_lse) / bound).max()
+  assert worst < 1, f"{case.name}: the LSE is off by {worst:.2g} times what rounding may do"
 
 
 def check_output(case: Extreme, dtype: DType, out: Array, exact: Array, v: Array) -> None:
