@@ -1,5 +1,6 @@
 """Hopper's products of a warpgroup on the emulator: right against numpy, and each mistake an error of its kind."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -379,3 +380,14 @@ def test_texts_are_found_again(n, steps, kind):
   waited = instruction_of(wgmma.wait(1, n, d[0]).src[1].arg)
   assert waited is not None
   assert (waited.name, waited.parameters) == ("wgmma_wait", (n,))
+
+
+@pytest.mark.parametrize("by_rows", [False, True], ids=["k along the columns", "k along the rows"])
+def test_the_text_addresses_each_step_of_k(by_rows: bool) -> None:
+  """The emulator does not read the text: its addresses are those of a tile in panels of 64 columns of 16 bits."""
+  steps, panels = 6, (5120, 10240)  # units of 16 bits per panel
+  text = wgmma._product(128, steps, "f16", wgmma.BY_ROWS if by_rows else "wgmma").text("cuda")
+  found = re.findall(r'"l"\(\(unsigned long long\)\((.*?)\) \| 0x', text)
+  lines = [eval(x.format(None, None, None, *panels), {"a": 0, "b": 0}) for x in found]  # of 16 bytes
+  ks = [(16 * step, panel) for step in range(steps) for panel in panels]
+  assert [16 * x for x in lines] == [2 * (64 * k if by_rows else k // 64 * panel + k % 64) for k, panel in ks]

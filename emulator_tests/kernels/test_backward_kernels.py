@@ -126,6 +126,16 @@ def test_each_feature_alone(schedule: str, machine: Machine, name: str) -> None:
   check_backward(machine, SHAPE, some(np.random.default_rng(FEATURES.index(name) % 2), SHAPE, name))
 
 
+@pytest.mark.kinds(name=("gfx942 half",))  # rules are the same code in all
+@pytest.mark.parametrize("name", ["gfx942 half", "sm_80 bfloat16", "sm_90 half", "apple9 half"])
+def test_no_tile_is_full_under_a_mask(name: str) -> None:
+  """With so many tiles of queries that the keys would have full ones without the mask."""
+  found = next(x for x in MACHINES if str(x) == name)
+  check_backward(
+    found, (1, 1, 1, 150, 70, 16, 16), {"attn_mask": np.random.default_rng(0).random((1, 1, 150, 70)) < 0.6}
+  )
+
+
 @pytest.mark.slowest  # small tiles run the same code
 @pytest.mark.parametrize(("schedule", "machine", "name"), over_machines(*FEATURES))
 def test_each_feature_with_the_tiles_of_choice(schedule: str, machine: Machine, name: str) -> None:

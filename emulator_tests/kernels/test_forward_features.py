@@ -63,6 +63,7 @@ FEATURES: dict[str, Options] = {
   "added mask of 16 bits": {"attn_mask": NORMAL[0, 0].astype(np.float16)},
   "mask of keys": {"attn_mask": RANDOM.random((B, 1, 1, N)) < 0.5},
   "mask": {"attn_mask": NORMAL > 0.3},
+  "mask, causal": {"attn_mask": NORMAL > 0.3, "is_causal": True, "q_start": N - M},
   "score_mod": {"score_mod": lower, **AUX},
   "mask_mod": {"mask_mod": same_part, **AUX},
 }
