@@ -1,4 +1,4 @@
-"""Compiles the GPU kernels for AMD and NVIDIA without a GPU, and reports their resources and main loops.
+"""Compiles the GPU kernels without a GPU, and reports their resources and main loops.
 
 A row is named by its target, kernel, dtype and tiles. AMD's tiles are waves x tiles of 16 rows x rows in LDS. NVIDIA's
 are warps x tiles of 16 queries x keys x stages, or warpgroups x keys x stages. "regs" and "vgprs" are per thread, "LDS"
@@ -10,6 +10,10 @@ For AMD, "spills" counts registers, "scratch" bytes per lane and "occ" waves per
 For NVIDIA, "spill" and "stack" count bytes per thread, and "wgs" workgroups per multiprocessor. A warp executes an HMMA
 (16 x 8 x 16); a warpgroup executes an HGMMA, whose columns are those of its tile. Compare only rows with the same kind
 of matrix instruction.
+
+Compilers for Apple's GPUs, and for those without matrix units (cl), run nowhere else: their rows count what tinygrad
+renders for one thread. A tile is queries x keys; "words" are 32-bit words that are in registers from one tile to the
+next, the least that a thread needs. On cl a "matrix" instruction is a multiply-add.
 """
 
 import argparse
@@ -20,6 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import report_amd
+import report_counted
 import report_cuda
 import sass
 from report_table import Row, line, markdown
@@ -36,7 +41,8 @@ def show(title: str, columns: Mapping[str, int], rows: Iterable[Row]) -> str:
   for row in rows:
     print(line(row.name, row.cells, columns), flush=True)
     done.append(row)
-  compiled_by = f"compiled by {', '.join(dict.fromkeys(row.compiler for row in done if row.compiler))}"
+  compilers = ", ".join(dict.fromkeys(row.compiler for row in done if row.compiler))
+  compiled_by = f"compiled by {compilers}" if compilers else "counted"
   print(compiled_by)
   return f"## {title}, {compiled_by}\n\n{markdown(columns, done)}\n"
 
@@ -44,9 +50,10 @@ def show(title: str, columns: Mapping[str, int], rows: Iterable[Row]) -> str:
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
   """Parse the command line; argparse exits with status 2 if it is invalid."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  every = report_amd.ARCHES + report_cuda.ARCHES
-  parser.add_argument("arch", nargs="*", help=f"targets, gfx... or sm_...; default: {' '.join(every)}")
-  parser.add_argument("--H", type=int, default=32, help="heads, by which NVIDIA's tiles are chosen (default 32)")
+  every = report_amd.ARCHES + report_cuda.ARCHES + report_counted.ARCHES
+  names = report_counted.NAMES
+  parser.add_argument("arch", nargs="*", help=f"gfx..., sm_..., {', '.join(names)}; default: {' '.join(every)}")
+  parser.add_argument("--H", type=int, default=32, help="heads, by which tiles are chosen (default 32)")
   parser.add_argument("--M", type=int, default=1024, help="queries (default 1024)")
   parser.add_argument("--N", type=int, default=1024, help="keys (default 1024)")
   parser.add_argument("--D", type=int, nargs="+", default=[64], help="head sizes (default 64)")
@@ -54,9 +61,10 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
   parser.add_argument("--markdown", metavar="FILE", help="also write the tables, without and with a causal mask")
   given = parser.parse_args(words)
   for arch in given.arch:
-    if not arch.startswith(("gfx", "sm_")):
+    if arch not in names and not arch.startswith(("gfx", "sm_")):
       parser.error(
-        f"{arch!r} is no target; accepted are gfx... of AMD and sm_... of NVIDIA, such as {', '.join(every)}"
+        f"{arch!r} is no target; accepted are {', '.join(names)}, and gfx... of AMD and sm_... of NVIDIA, such as "
+        f"{', '.join(report_amd.ARCHES + report_cuda.ARCHES)}"
       )
   return given
 
@@ -83,6 +91,11 @@ def report(given: argparse.Namespace, command: str = "scripts/compile_report") -
   for D, causal in cases if cuda else ():
     title = f"NVIDIA, D={D}{', causal' * causal}"
     tables.append(show(title, report_cuda.COLUMNS, report_cuda.rows(cuda, given.H, given.M, given.N, D, causal)))
+  other = [arch for arch in given.arch if arch in report_counted.NAMES] if given.arch else report_counted.ARCHES
+  for D, causal in cases if other else ():
+    title = f"other GPUs, D={D}{', causal' * causal}"
+    rows = report_counted.rows(other, given.H, given.M, given.N, D, causal)
+    tables.append(show(title, report_counted.COLUMNS, rows))
   if cuda and sass.disassembler() is None:
     print(sass.NONE)
   if given.markdown:

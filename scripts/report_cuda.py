@@ -96,6 +96,13 @@ class Compiled:
     return resident(self.arch, self.registers, self.shared, self.launch.tiles.threads)
 
 
+def limits(arch: str) -> tuple[int, int]:
+  """Return the most threads and workgroups of a multiprocessor. Raises ValueError if the target is unknown."""
+  if arch not in MULTIPROCESSOR:
+    raise ValueError(f"{arch}: the limits of its multiprocessors are known only for {', '.join(MULTIPROCESSOR)}")
+  return MULTIPROCESSOR[arch]
+
+
 def resident(arch: str, registers: int, shared: int, threads: int) -> int:
   """Return the resident workgroups per multiprocessor, from registers per thread, shared memory in bytes and threads.
 
@@ -107,9 +114,7 @@ def resident(arch: str, registers: int, shared: int, threads: int) -> int:
   Raises:
     ValueError: the target is not in `MULTIPROCESSOR`.
   """
-  if arch not in MULTIPROCESSOR:
-    raise ValueError(f"{arch}: the limits of its multiprocessors are known only for {', '.join(MULTIPROCESSOR)}")
-  most_threads, most = MULTIPROCESSOR[arch]
+  most_threads, most = limits(arch)
   warps = round_up(threads, 128) // 32
   by_registers = 16384 // round_up(32 * max(1, registers), 256) * 4 // warps
   extra = 0 if arch == "sm_75" else 1024
@@ -234,6 +239,7 @@ def row(dtype: str, c: Compiled) -> Row:
 def rows(arches: Sequence[str], H: int, M: int, N: int, D: int, causal: bool) -> Iterator[Row]:
   """Yield a row for each target and dtype with matrix instructions. Raises ValueError if a target has none."""
   for arch in arches:
+    limits(arch)
     version = int(arch.removeprefix("sm_"))
     for dtype in [name for name, type_ in TYPES.items() if version >= SINCE[type_]] or TYPES:
       yield row(dtype, measure(arch, dtype, H, M, N, D, causal))

@@ -3,6 +3,7 @@
 On sm_90 `hopper_forward` serves head sizes that are multiples of 8 up to 256; `cuda_forward` serves all else.
 """
 
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -68,8 +69,8 @@ def test_which_kernel_serves_few_queries(Hkv: int, N: int, kernel: str) -> None:
 
 def test_why_no_kernel_serves() -> None:
   with pytest.raises(NoKernel) as old:
-    dispatch(SPEC, Target("CUDA", "sm_70"))
-  reason = "cuda_forward: sm_70 has no mma.sync of this kernel's for half; sm_75 and newer have"
+    dispatch(replace(SPEC, dtype=dtypes.bfloat16), Target("CUDA", "sm_75"))
+  reason = "cuda_forward: sm_75 has no mma.sync of this kernel's for bfloat16; sm_80 and newer have"
   assert old.value.reasons == (reason,)
   with pytest.raises(NoKernel) as large:
     dispatch(AttentionSpec(1, 1, 1, 100, 100, 64, 4000, HALF, 0.125), Target("CUDA", "sm_90"))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import report_amd
+import report_counted
 from report_amd import ARCHES, COLUMNS, KINDS, TYPES, Compiled, main_loop, measure, occupancy, row
 from report_table import kind, line
 
@@ -207,3 +208,23 @@ def test_a_case_that_no_tile_fits_is_a_row(monkeypatch: pytest.MonkeyPatch) -> N
   found = list(report_amd.rows(["gfx1201", "gfx942"], 64, 64, 64, causal=False))
   assert {x.name.split()[0] for x in found} == {"gfx1201", "gfx942"}
   assert all(x.name.endswith("no tile") for x in found)
+
+
+# Instructions for each matrix instruction, or multiply-add, of the loops of forward, dQ, and dK and dV.
+COUNTS = {
+  ("apple9", "float16"): (3.2, 2.5, 3.6),
+  ("apple9", "float32"): (3.0, 3.4, 3.4),
+  ("cl", "float16"): (1.5, 2.0, 2.0),
+  ("cl", "float32"): (1.4, 2.0, 2.0),
+}
+
+
+@pytest.mark.kinds(dtype=("float16",))
+@pytest.mark.parametrize(("name", "dtype"), COUNTS)
+def test_budget_of_counts(name: str, dtype: str) -> None:
+  kernels = report_counted.launches(name, dtype, 8, 1024, 1024, 64, False)
+  for (what, launch), budget in zip(kernels, COUNTS[name, dtype], strict=True):
+    c = report_counted.count(name, launch)
+    assert c.loop["matrix"] > 0
+    assert c.each <= budget, (what, c)
+    assert c.shared <= 32 << 10, what

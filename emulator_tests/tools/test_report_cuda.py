@@ -182,6 +182,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
   assert report_cuda.compiler() is None
   monkeypatch.setattr(compile_report.report_amd, "ARCHES", ())
+  monkeypatch.setattr(compile_report.report_counted, "ARCHES", ())
   assert compile_report.main([]) == 0  # nobody asked for NVIDIA
   assert capsys.readouterr().out == f"{NONE}\n"
   assert compile_report.main(["sm_80"]) == 2
@@ -193,13 +194,16 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 def test_a_target_of_neither(capsys: pytest.CaptureFixture[str]) -> None:
   with pytest.raises(SystemExit, match="2"):
     compile_report.main(["avx2"])
-  assert "'avx2' is no target; accepted are gfx... of AMD and sm_... of NVIDIA" in capsys.readouterr().err
+  assert (
+    "'avx2' is no target; accepted are apple7, apple8, apple9, cl, and gfx... of AMD and sm_... of"
+    in capsys.readouterr().err
+  )
 
 
 def test_a_target_without_a_kernel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
   monkeypatch.setattr(report_cuda, "compiler", lambda: report_cuda.by_nvcc)
   assert compile_report.main(["sm_70"]) == 2
-  assert "sm_70 has no mma.sync of this kernel's for half" in capsys.readouterr().err
+  assert "sm_70: the limits of its multiprocessors are known only for sm_75" in capsys.readouterr().err
 
 
 def test_nvcc_goes_before_nvrtc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
