@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from conformance import SUBJECTS, Sizes
-from conformance_backward import FLOAT, HALF, Case, machine
+from conformance_backward import FLOAT, HALF, SHAPES, Case, check_backward, machine
 from helpers import inputs, on, on_device
+from test_forward_features import FEATURES, TOGETHER, check_run
 from tinygrad import Tensor, dtypes
+from tinygrad.dtype import DType
 
 import uopattn.emulator as emulator
 from uopattn import attention
@@ -64,6 +66,42 @@ def test_gradients(dtype: Any, group: int, is_causal: bool) -> None:
   apple = machine("apple9", dtype)
   with apple.device():
     Case.of(apple, (1, group, 1, 50, 70, 24, 16), {"is_causal": is_causal}).check()
+
+
+CONFORMANCE = [
+  pytest.param(name, dtype, shape, id=f"{name}-{str(dtype).removeprefix('dtypes.')}-{shape}")
+  for name in ("apple", "apple32")
+  for dtype in SUBJECTS[name].dtypes
+  for shape in SUBJECTS[name].shapes
+]
+IS_CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+
+
+@pytest.mark.slow
+@pytest.mark.each("dtype", "is_causal", evenly=True)
+@IS_CAUSAL
+@pytest.mark.parametrize(("name", "dtype", "shape"), CONFORMANCE)
+def test_conformance(name: str, dtype: DType, shape: str, is_causal: bool) -> None:
+  subject = SUBJECTS[name]
+  with subject.on("apple9"):
+    subject.check(*subject.inputs("apple9", subject.shapes[shape], dtype), is_causal=is_causal, q_start=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", [*FEATURES, *TOGETHER])
+def test_each_feature(feature: str) -> None:
+  with APPLE.on("apple9"):
+    check_run(APPLE, "apple9", **(FEATURES | TOGETHER)[feature])
+
+
+@pytest.mark.slow
+@pytest.mark.each("dtype", "is_causal", evenly=True)
+@IS_CAUSAL
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT, FLOAT], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_conformance_of_gradients(shape: str, dtype: DType, is_causal: bool) -> None:
+  apple = machine("apple9", dtype)
+  check_backward(apple, SHAPES[shape], {"is_causal": True, "q_start": 3} if is_causal else {})
 
 
 def source(is_causal: bool = True) -> str:
