@@ -3,6 +3,7 @@
 Every value must be computed before its uses, in loops that enclose these, and clang must accept the text.
 """
 
+import subprocess
 from dataclasses import replace
 from typing import Any
 
@@ -128,9 +129,13 @@ def check(graph: UOp, target: Target) -> None:
   if target.device == "AMD":
     clang(find_clang(), for_clang(source), target.arch, "-fsyntax-only")
   elif target.device == "CPU":
-    code = ClangCompiler(target.arch.split(",")).compile(source)
-    if target.arch.startswith("x86_64"):
-      elf_loader(code)  # raises for a call of a library, which may be further away than such a call reaches
+    compiler = ClangCompiler(words := target.arch.split(","))
+    if words[0] == "x86_64":
+      elf_loader(compiler.compile(source))  # raises for a call of a library, which may be further away than calls reach
+      return
+    command = [find_clang(), "-x", "c", "-fsyntax-only", "-ffreestanding", f"--target={words[0]}-none-unknown-elf"]
+    done = subprocess.run([*command, *compiler.args, "-"], input=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def cases(seeds: range) -> list[Any]:
