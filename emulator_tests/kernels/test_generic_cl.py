@@ -114,7 +114,7 @@ def test_gradients_of_attention() -> None:
     np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slowest
+@pytest.mark.slow
 def test_a_model_and_its_gradients() -> None:
   """A small language model by `patch()`, loss and gradients, against tinygrad's own attention."""
   model = TinyModel(letters=20, layers=1, heads=2, head_dim=16, context=24)
