@@ -203,10 +203,10 @@ APPLE |= {
 
 
 GENERIC = MASKS | softmax_mistakes(generic_forward, "online_softmax")
-GENERIC |= {name: APPLE[name] for name in ("keys read by rows", "tiles one key off")}
 GENERIC |= {
-  "maximum and sum of a thread's own keys": Mistake(
-    ThreadGrid, "reduced", instead(lambda self, values, operation: values)
+  "tiles one key off": APPLE["tiles one key off"],
+  "maximum and sum of the first thread's keys": Mistake(
+    ThreadGrid, "reduced", lambda right: lambda self, values, operation: right(self, values, lambda first, other: first)
   ),
   "the first threads' queries": Mistake(
     generic_forward.ThreadRows,
