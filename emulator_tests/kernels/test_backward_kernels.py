@@ -191,17 +191,7 @@ def test_dropout(schedule: str, machine: Machine) -> None:
 
 @pytest.mark.each("heads", evenly=True)
 @pytest.mark.parametrize("heads", [1, 4])
-@on_machines(
-  "gfx942",
-  "sm_80",
-  "sm_90",
-  "apple9",
-  "CPU",
-  slow=(
-    "cl",
-    "gfx1201",
-  ),
-)
+@on_machines("gfx942", "sm_80", "sm_90", "apple9", "CPU", slow=("cl", "gfx1201"))
 def test_blocks_that_are_skipped(schedule: str, machine: Machine, heads: int) -> None:
   """With a mask for each head, heads of one group have lists of different lengths."""
 
@@ -216,32 +206,12 @@ def test_blocks_that_are_skipped(schedule: str, machine: Machine, heads: int) ->
 @pytest.mark.kinds(name=("no keys", "window behind all keys", "added infinity", "two rules together"))
 @pytest.mark.each("schedule", "machine", "name", evenly=True)
 @pytest.mark.parametrize("name", BLIND)
-@on_machines(
-  "gfx942",
-  "sm_80",
-  "sm_90",
-  "apple9",
-  "CPU",
-  slow=(
-    "cl",
-    "gfx1201",
-  ),
-)
+@on_machines("gfx942", "sm_80", "sm_90", "apple9", "CPU", slow=("cl", "gfx1201"))
 def test_rows_that_see_no_key_have_no_gradient(schedule: str, machine: Machine, name: str) -> None:
   assert no_gradient(check_backward(machine, (2, 4, 2, 37, 150, 16, 16), BLIND[name]))
 
 
-@on_machines(
-  "gfx942",
-  "sm_80",
-  "sm_90",
-  "apple9",
-  "CPU",
-  slow=(
-    "cl",
-    "gfx1201",
-  ),
-)
+@on_machines("gfx942", "sm_80", "sm_90", "apple9", "CPU", slow=("cl", "gfx1201"))
 @pytest.mark.parametrize("slope", [False, True], ids=["added", "factor"])
 @pytest.mark.each("schedule", "machine", "slope", evenly=True)
 def test_a_score_mod_that_is_infinite_past_the_last_query(schedule: str, machine: Machine, slope: bool) -> None:
@@ -251,17 +221,7 @@ def test_a_score_mod_that_is_infinite_past_the_last_query(schedule: str, machine
   check_backward(machine, (1, 2, 1, 50, 40, 16, 16), {"score_mod": mod})
 
 
-@on_machines(
-  "gfx942",
-  "sm_80",
-  "sm_90",
-  "apple9",
-  "CPU",
-  slow=(
-    "cl",
-    "gfx1100",
-  ),
-)
+@on_machines("gfx942", "sm_80", "sm_90", "apple9", "CPU", slow=("cl", "gfx1100"))
 def test_queries_before_all_keys_have_no_gradient(schedule: str, machine: Machine) -> None:
   """Nor have keys behind all queries, among others that have one."""
   got = check_backward(machine, (1, 1, 1, 70, 70, 16, 16), {"is_causal": True, "q_start": -5})
