@@ -28,15 +28,13 @@ from tinygrad.helpers import ceildiv, round_up
 from uopattn.dsl import Scope, gated, sizes, target
 from uopattn.dsl.gpu.backward_mainloop import Elements, Factor, Mainloop, QueryHeads, RowStats, ScoreRow, Sum
 from uopattn.dsl.gpu.local_tile import GlobalTile, LocalTile, StreamedTiles
-from uopattn.dsl.gpu.thread_grid import GROUP, ThreadGrid
+from uopattn.dsl.gpu.thread_grid import GROUP, MOST_THREADS, ThreadGrid
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import GENERIC, Dialect
 from uopattn.dsl.rules.head_view import HeadView
 from uopattn.dsl.rules.rules import Rules
 from uopattn.dsl.rules.tile_range import TileRange
 from uopattn.dsl.schedule import DTYPES_16_32, Schedule, passes
-
-MOST_THREADS = 256  # per workgroup, that every GPU has
 
 
 @dataclass(frozen=True)

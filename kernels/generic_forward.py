@@ -27,7 +27,7 @@ from tinygrad.helpers import ceildiv, round_up
 from uopattn.dsl import Scope, gated, sizes, target
 from uopattn.dsl.gpu.local_tile import GlobalTile, KeyTiles, LocalTile
 from uopattn.dsl.gpu.mainloop import Mainloop, SoftmaxRow, State
-from uopattn.dsl.gpu.thread_grid import GROUP, ThreadGrid
+from uopattn.dsl.gpu.thread_grid import GROUP, MOST_THREADS, ThreadGrid
 from uopattn.dsl.gpu.workgroup import Workgroup
 from uopattn.dsl.instructions import GENERIC
 from uopattn.dsl.rules.head_view import HeadView
@@ -59,8 +59,8 @@ class Tiles:
       raise ValueError(f"Tiles.block_m={self.block_m}: must be a multiple of rows={self.rows}")
     if self.across < 1 or self.block_n < 1 or self.block_n % self.across or self.block_n % GROUP:
       raise ValueError(f"Tiles.block_n={self.block_n}: must be a multiple of {GROUP}, and of across={self.across}")
-    if self.threads > 256:
-      raise ValueError(f"Tiles: {self.threads} threads, of 256 that every GPU has")
+    if self.threads > MOST_THREADS:
+      raise ValueError(f"Tiles: {self.threads} threads, of {MOST_THREADS} that every GPU has")
 
   @property
   def threads(self) -> int:

@@ -20,7 +20,7 @@ from uopattn.dsl.instructions import BY_TEXT
 from uopattn.dsl.rules.ranges import Window
 from uopattn.dsl.target import GENERIC, Target
 from uopattn.emulator.device import APPLE, CL, EMUCLRenderer, EMUMetalRenderer
-from uopattn.kernels import apple_forward, generic_forward
+from uopattn.emulator.lanes import buffer_of
 from uopattn.plan.dispatch import dispatch, dispatch_backward, stages
 from uopattn.plan.launch import Launch
 from uopattn.spec.spec import AttentionSpec
@@ -49,13 +49,6 @@ def launches(name: str, dtype: str, H: int, M: int, N: int, D: int, causal: bool
   forward = next(x for x in stages(dispatch(spec, target)) if "tiles" in x.kernel.params)
   backward = [x for x in dispatch_backward(spec, target) if "tiles" in x.kernel.params]
   return [("fwd", forward), *zip(("dq", "dkdv"), backward, strict=True)]
-
-
-def buffer_of(pointer: UOp) -> UOp:
-  """Return the PARAM or BUFFER that a pointer points into."""
-  while pointer.op not in (Ops.PARAM, Ops.BUFFER):
-    pointer = pointer.src[0]
-  return pointer
 
 
 def kind(u: UOp, generic: bool, depth: int) -> str | None:
@@ -135,8 +128,7 @@ def count(name: str, launch: Launch) -> Counted:
 def row(what: str, dtype: str, c: Counted) -> Row:
   """Return a row of the table."""
   t: Any = c.launch.tiles
-  rows = t.block_m if isinstance(t, (apple_forward.Tiles, generic_forward.Tiles)) else t.rows
-  block = t.block_n if isinstance(t, (apple_forward.Tiles, generic_forward.Tiles)) else t.block
+  rows, block = (t.block_m, t.block_n) if what == "fwd" else (t.rows, t.block)
   cells = (c.words, c.shared, f"{c.each:.1f}", *(c.loop[x] for x in KINDS))
   return Row(f"{c.target:6} {what:4} {dtype:8} {rows}x{block}", cells)
 

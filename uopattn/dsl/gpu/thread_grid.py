@@ -20,6 +20,7 @@ from uopattn.dsl.scope import Scope, sizes
 
 Elements = list[list[UOp]]  # of a thread's rows
 GROUP = 8  # that sizes of tiles in local memory are multiples of
+MOST_THREADS = 256  # per workgroup, that every GPU has
 
 
 @dataclass(frozen=True)
